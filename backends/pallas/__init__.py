@@ -1,0 +1,11 @@
+"""The Pallas backend: kernels for TPUs (``tpu/``), run elsewhere by Pallas's own interpreter.
+
+Importing this package imports no jax: the op modules do, when a call needs them.
+"""
+
+if __name__ != "portakern.backends.pallas":
+    raise ImportError(f"this package is portakern.backends.pallas and was imported as {__name__!r}; run scripts from outside the backends folder")
+
+from portakern.registry import Backend
+
+BACKEND = Backend("pallas", framework="jax", compiles={"tpu": f"{__name__}.tpu"}, interprets=f"{__name__}.tpu", requires=("jax",), extra="pallas")

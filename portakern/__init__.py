@@ -1,0 +1,43 @@
+"""portakern: declare a kernel once, run it on any accelerator, prove that every implementation agrees.
+
+>>> import portakern as pk
+>>> attention = pk.op("attention")             # backend chosen per call, from the arrays
+>>> out = attention(q, k, v, is_causal=True)   # torch in, torch out; jax in, jax out; NumPy in, NumPy out
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from portakern.errors import SpecError, UnavailableError, UnsupportedError
+
+if TYPE_CHECKING:
+    from portakern.dispatch import Op as Op
+    from portakern.dispatch import observe as observe
+    from portakern.dispatch import op as op
+    from portakern.registry import Backend as Backend
+    from portakern.registry import backends as backends
+    from portakern.registry import ops as ops
+    from portakern.testing import Report as Report
+    from portakern.testing import check as check
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "Backend": "registry", "Op": "dispatch", "Report": "testing", "backends": "registry", "check": "testing", "observe": "dispatch", "op": "dispatch", "ops": "registry",
+}  # fmt: skip
+
+__all__ = ["Backend", "Op", "Report", "SpecError", "UnavailableError", "UnsupportedError", "backends", "check", "observe", "op", "ops"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'portakern' has no attribute {name!r}")
+    import importlib
+
+    value = globals()[name] = getattr(importlib.import_module(f"portakern.{_LAZY[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

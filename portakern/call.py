@@ -1,0 +1,300 @@
+"""Binding: the arguments of one call, checked against the spec and solved for its dimensions.
+
+``binder(spec)`` writes one straight-line Python function per spec and compiles it (as ``dataclasses`` and ``attrs`` do): the same
+checks through a generic ``*args`` binder cost 15-19 us for attention against about 4 us here. No shape is remembered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from portakern import frameworks
+from portakern.errors import SpecError
+from portakern.frameworks import Framework, Target
+from portakern.spec import ArrayArg, Dim, Output, Spec
+
+__all__ = ["Call", "binder"]
+
+
+class Call:
+    """One bound call, as a backend sees it.
+
+    Attributes:
+      spec: the op.
+      arrays: argument name -> array, None where an optional one was not given.
+      options: option name -> canonical value, defaults filled in.
+      dims: dimension name -> extent; a variadic one is a tuple.
+      dtype: the op's dtype, that of its first float array.
+      wants: names of the outputs that are needed, in the spec's order.
+      framework: whose arrays these are; device: where they live, in that framework's terms.
+      target: the hardware; interpret: run in the backend's interpreter; concrete: False under JAX tracing.
+      degenerate: an output extent or a reduced extent is 0, so that no kernel runs.
+    """
+
+    __slots__ = ("arrays", "concrete", "degenerate", "device", "dims", "dtype", "framework", "interpret", "options", "spec", "target", "wants")
+
+    def __init__(self, spec: Spec[Any], arrays: dict[str, Any], options: dict[str, Any], dims: dict[str, Any], dtype: str, wants: tuple[str, ...],
+                 framework: Framework, device: Any, degenerate: bool) -> None:  # fmt: skip
+        self.spec = spec
+        self.arrays = arrays
+        self.options = options
+        self.dims = dims
+        self.dtype = dtype
+        self.wants = wants
+        self.framework = framework
+        self.device = device
+        self.degenerate = degenerate
+        self.target: Target = frameworks.HOST
+        self.interpret = False
+        self.concrete = True
+
+    @property
+    def outputs(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Output name -> (shape, dtype name), of all outputs, wanted or not."""
+        return {o.name: (shape_of(o.dims, self.dims), self._dtype_of(o)) for o in self.spec.outputs}
+
+    def _dtype_of(self, o: Output) -> str:
+        if o.dtype_option and self.options[o.dtype_option]:
+            return self.options[o.dtype_option]
+        if o.dtype == "float32" and self.dtype == "float64":  # a float32 statistic of a float64 call would throw away what was asked for
+            return "float64"
+        return o.dtype or self.dtype
+
+    @property
+    def flops(self) -> float:
+        return self.spec.flops(self)
+
+    def replace(self, **changes: Any) -> Call:
+        """A copy with some attributes changed."""
+        new = object.__new__(Call)
+        for name in Call.__slots__:
+            setattr(new, name, changes.get(name, getattr(self, name)))
+        return new
+
+    def __repr__(self) -> str:
+        dims = ", ".join(f"{k}={v}" for k, v in self.dims.items())
+        opts = "".join(f", {o.name}={self.options[o.name]!r}" for o in self.spec.options if self.options[o.name] != o.default)
+        return f"{self.spec.name}({self.dtype}; {dims}{opts})"
+
+
+def shape_of(notation: tuple[Dim, ...], dims: dict[str, Any]) -> tuple[int, ...]:
+    """The shape that a notation has under solved dimensions (a broadcast axis at full extent)."""
+    shape: list[int] = []
+    for d in notation:
+        if d.variadic:
+            shape.extend(dims[d.factors[0]])
+        else:
+            shape.append(math.prod(dims[f] for f in d.factors))
+    return tuple(shape)
+
+
+def binder(spec: Spec[Any]) -> Callable[..., Call]:
+    """Compile ``spec``'s signature into a function from its arguments to a :class:`Call`."""
+    source, env = _Writer(spec).write()
+    exec(compile(source, f"<binder of {spec.name}>", "exec"), env)  # the text derives from the spec alone
+    bind: Callable[..., Call] = env["bind"]
+    bind.__doc__ = spec.doc
+    return bind
+
+
+class _Writer:
+    """Writes one binder. ``known`` holds the dimensions solved so far; products with two unknowns wait until one is."""
+
+    def __init__(self, spec: Spec[Any]) -> None:
+        self.spec = spec
+        self.known: dict[str, str] = {}  # dimension -> "argument, axis" that defined it, for messages
+        self.waiting: list[tuple[ArrayArg, int, Dim, str]] = []
+        self.lines: list[str] = []
+        self.env: dict[str, Any] = {
+            "SPEC": spec, "Call": Call, "DTYPE_NAME": frameworks.DTYPE_NAME, "BY_TYPE": frameworks._BY_TYPE, "framework_of": frameworks.framework_of,
+            "bad_framework": _bad_framework, "bad_dtype": _bad_dtype, "bad_rank": _bad_rank, "bad_axis": _bad_axis, "bad_division": _bad_division,
+            "bad_zero": _bad_zero, "other_device": _other_device, "check_option": _check_option, "check_axis": _check_axis, "broadcast": _broadcast, "SpecError": SpecError,
+        }  # fmt: skip
+
+    def emit(self, text: str, indent: int = 1) -> None:
+        self.lines.append("    " * indent + text)
+
+    def write(self) -> tuple[str, dict[str, Any]]:
+        s = self.spec
+        for a in s.arrays:
+            if not a.optional:
+                self.array(a)
+        for a, axis, dim, var in self.waiting:
+            self.axis(a, axis, dim, var, 1, last=True)
+        for a in s.arrays:  # last: the required arguments solve the dimensions that optional ones are held to
+            if a.optional:
+                self.array(a)
+        for o in s.options:
+            self.option(o.name, o.axis_of)
+        self.finish()
+        params = [a.name + ("=None" if a.optional else "") for a in s.arrays]
+        params += ["*"] * bool(s.options) + [f"{o.name}=DEFAULT_{o.name}" for o in s.options]
+        self.env.update({f"DEFAULT_{o.name}": o.default for o in s.options} | {f"OPTION_{o.name}": o for o in s.options})
+        return f"def bind({', '.join(params)}):\n" + "\n".join(self.lines), self.env
+
+    def array(self, a: ArrayArg) -> None:
+        n, indent = a.name, 1
+        first = a is self.spec.arrays[0]
+        if a.optional:
+            self.emit(f"if {n} is not None:")
+            indent = 2
+        if first:
+            self.emit(f"fw = BY_TYPE.get({n}.__class__) or framework_of(SPEC.name, {n!r}, {n})")
+            self.emit(f"device = fw.device({n})")
+        else:
+            self.emit(f"if BY_TYPE.get({n}.__class__) is not fw: bad_framework(SPEC, {n!r}, {n}, fw)", indent)
+            self.emit(f"if fw.device({n}) != device: device = other_device(SPEC, {n!r}, fw.device({n}), device)", indent)
+        dtype = "dtype" if first else "dt"
+        self.env[f"DTYPES_{n}"] = frozenset(a.dtypes)
+        self.emit(f"{dtype} = DTYPE_NAME.get({n}.dtype)", indent)
+        allowed = f"({dtype} != dtype{' and dt != ' + repr('float32') if a.or_float32 else ''})" if a.follows and not first else f"{dtype} not in DTYPES_{n}"
+        self.emit(f"if {allowed}: bad_dtype(SPEC, {n!r}, {n}.dtype, dtype)", indent)
+        self.shape(a, indent)
+
+    def shape(self, a: ArrayArg, indent: int) -> None:
+        n = a.name
+        variadic = next((i for i, d in enumerate(a.dims) if d.variadic), None)
+        fixed = len(a.dims) - (variadic is not None)
+        self.emit(f"shape = {n}.shape", indent)
+        self.emit(f"if len(shape) {'!=' if variadic is None else '<'} {fixed}: bad_rank(SPEC, {n!r}, shape)", indent)
+        if variadic is not None:
+            end = len(a.dims) - variadic - 1
+            run, name = f"shape[{variadic}:{-end if end else ''}]", a.dims[variadic].factors[0]
+            if name not in self.known:
+                self.emit(f"{name} = tuple({run})", indent)
+                self.known[name] = n
+            elif a.dims[variadic].broadcast:
+                self.emit(f"if {run} != {name}: {name} = broadcast(SPEC, {n!r}, tuple({run}), {name}, {self.known[name]!r})", indent)
+            else:
+                self.emit(f"if {run} != {name}: bad_axis(SPEC, {n!r}, 0, tuple({run}), {name}, {name!r}, {self.known[name]!r})", indent)
+        for i, d in enumerate(a.dims):
+            if not d.variadic:
+                index = i if variadic is None or i < variadic else i - len(a.dims)
+                self.axis(a, index, d, f"shape[{index}]", indent)
+
+    def axis(self, a: ArrayArg, axis: int, d: Dim, value: str, indent: int, last: bool = False) -> None:
+        """Solve or check one axis."""
+        unknown = [f for f in d.factors if f not in self.known]
+        where = f"{a.name} axis {axis}"
+        if not unknown:
+            product = "*".join(d.factors)
+            also = " != 1 and " if d.broadcast else ""
+            test = f"{value}{also}{value if also else ''} != {product}"
+            self.emit(f"if {test}: bad_axis(SPEC, {a.name!r}, {axis}, {value}, {product}, {str(d)!r}, {self.known[d.factors[0]]!r})", indent)
+        elif len(d.factors) == 1:
+            self.emit(f"{unknown[0]} = {value}", indent)
+            self.learn(unknown[0], where, indent)
+        elif len(unknown) == 1:
+            rest = "*".join(f for f in d.factors if f in self.known)
+            self.emit(f"{unknown[0]}, left_over = divmod({value}, {rest})", indent)
+            self.emit(f"if left_over: bad_division(SPEC, {a.name!r}, {axis}, {value}, {str(d)!r}, {rest!r}, {rest})", indent)
+            self.learn(unknown[0], where, indent)
+        elif last:
+            raise TypeError(f"spec {self.spec.name}: cannot solve {d} of {a.name}: {' and '.join(unknown)} appear nowhere alone")
+        else:
+            var = f"extent_{a.name}_{axis % len(a.dims)}"
+            self.emit(f"{var} = {value}", indent)
+            self.waiting.append((a, axis, d, var))
+
+    def learn(self, name: str, where: str, indent: int) -> None:
+        self.known[name] = where
+        if name in self.spec.positive:
+            self.emit(f"if {name} < 1: bad_zero(SPEC, {name!r}, {name}, {where!r})", indent)
+
+    def option(self, name: str, axis_of: str | None) -> None:
+        if axis_of:  # negative axes become what they mean, so even the default is worked out
+            self.emit(f"{name} = check_axis(SPEC, OPTION_{name}, {name}, {axis_of}.ndim)")
+        else:
+            self.emit(f"if {name} is not DEFAULT_{name}: {name} = check_option(SPEC, OPTION_{name}, {name})")
+
+    def finish(self) -> None:
+        s = self.spec
+        dims = [d for d in s.dims if d in self.known]
+        variadic = {d.factors[0] for a in s.arrays for d in a.dims if d.variadic}
+        decisive = {f for o in s.outputs for d in o.dims for f in d.factors} | set(s.empty)
+        zero = " or ".join(f"0 in {d}" if d in variadic else f"not {d}" for d in dims if d in decisive) or "False"
+        optional = [o for o in s.outputs if o.wanted_by]
+        always = tuple(o.name for o in s.outputs if not o.wanted_by)
+        wants = repr(always)
+        if optional:
+            wants = "(" + " + ".join(f"(({o.name!r},) if {o.wanted_by} else ())" if o.wanted_by else f"({o.name!r},)" for o in s.outputs) + ")"
+        mapping = lambda names: "{" + ", ".join(f"{n!r}: {n}" for n in names) + "}"  # noqa: E731
+        self.emit(
+            f"call = Call(SPEC, {mapping(a.name for a in s.arrays)}, {mapping(o.name for o in s.options)}, {mapping(dims)}, dtype, {wants}, fw, device, {zero})"
+        )
+        for i, rule in enumerate(s.require):
+            self.env[f"RULE_{i}"] = rule
+            self.emit(f"if not RULE_{i}.holds(call): raise SpecError(f'{{SPEC.name}}: {{RULE_{i}.message}}')")
+        self.emit("return call")
+
+
+def _argument(spec: Spec[Any], name: str) -> ArrayArg:
+    return next(a for a in spec.arrays if a.name == name)
+
+
+def _bad_framework(spec: Spec[Any], name: str, array: Any, first: Framework) -> None:
+    found = frameworks.framework_of(spec.name, name, array)
+    if found is not first:
+        raise SpecError(f"{spec.name}: {name} is a {found.name} array but {spec.arrays[0].name} is a {first.name} array; convert one so that all arrays are of one framework")
+
+
+def _other_device(spec: Spec[Any], name: str, got: Any, first: Any) -> None:
+    if got is None or first is None:  # a JAX tracer beside a constant: the whole call is traced
+        return
+    raise SpecError(f"{spec.name}: {name} is on {got} but {spec.arrays[0].name} is on {first}; move one so that all arrays are on one device")
+
+
+def _bad_dtype(spec: Spec[Any], name: str, got: Any, dtype: str | None) -> NoReturn:
+    a = _argument(spec, name)
+    shown = frameworks.DTYPE_NAME.get(got, str(got))
+    if a.follows and name != spec.arrays[0].name:
+        also = " or float32" if a.or_float32 and dtype != "float32" else ""
+        raise SpecError(f"{spec.name}: {name} is {shown} but {spec.arrays[0].name} is {dtype}; expected {dtype}{also}: cast one of them")
+    raise SpecError(f"{spec.name}: {name} is {shown}; expected one of {', '.join(a.dtypes)}: cast it")
+
+
+def _bad_rank(spec: Spec[Any], name: str, shape: tuple[int, ...]) -> NoReturn:
+    a = _argument(spec, name)
+    least = "at least " if any(d.variadic for d in a.dims) else ""
+    need = sum(not d.variadic for d in a.dims)
+    raise SpecError(f"{spec.name}: {name} has {len(shape)} axes, shape {tuple(shape)}; expected {least}{need}: ({a.shape.replace(' ', ', ')})")
+
+
+def _bad_axis(spec: Spec[Any], name: str, axis: int, got: Any, want: Any, dim: str, source: str) -> NoReturn:
+    a = _argument(spec, name)
+    axis = axis if axis >= 0 or any(d.variadic for d in a.dims) else axis + len(a.dims)
+    one = " or 1" if dim.startswith("#") else ""
+    raise SpecError(f"{spec.name}: {name} axis {axis} ({dim.lstrip('#*')}) is {got}; expected {want}{one}, as set by {source}. {name} is ({a.shape.replace(' ', ', ')})")
+
+
+def _bad_division(spec: Spec[Any], name: str, axis: int, got: int, dim: str, divisor: str, value: int) -> NoReturn:
+    raise SpecError(f"{spec.name}: {name} axis {axis} ({dim}) is {got}, which {divisor} = {value} does not divide; make it a multiple of {value}")
+
+
+def _bad_zero(spec: Spec[Any], dim: str, got: int, where: str) -> NoReturn:
+    raise SpecError(f"{spec.name}: {dim} is {got} ({where}); expected at least 1")
+
+
+def _broadcast(spec: Spec[Any], name: str, got: tuple[int, ...], sofar: tuple[int, ...], source: str) -> tuple[int, ...]:
+    n = max(len(got), len(sofar))
+    a, b = (1,) * (n - len(got)) + got, (1,) * (n - len(sofar)) + sofar
+    if any(x != y and x != 1 and y != 1 for x, y in zip(a, b, strict=True)):
+        raise SpecError(f"{spec.name}: the leading axes {got} of {name} do not broadcast with {sofar} of {source}; make them equal, or 1")
+    return tuple(y if x == 1 else x for x, y in zip(a, b, strict=True))
+
+
+def _check_option(spec: Spec[Any], option: Any, value: Any) -> Any:
+    try:
+        return option.check(value)
+    except ValueError:
+        raise SpecError(f"{spec.name}: {option.name} is {value!r}; expected {option.expected}") from None
+
+
+def _check_axis(spec: Spec[Any], option: Any, value: Any, ndim: int) -> int:
+    axis = _check_option(spec, option, value)
+    if not -ndim <= axis < ndim:
+        span = f"from {-ndim} to {ndim - 1}" if ndim else "but the array has no axes"
+        raise SpecError(f"{spec.name}: {option.name} is {axis}; expected an integer {span}")
+    return axis % ndim

@@ -1,0 +1,274 @@
+"""From a bound call to the implementation that serves it, and back to the caller's arrays. Nothing falls back in silence."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from portakern import registry
+from portakern.call import Call, binder
+from portakern.errors import SpecError, UnavailableError, UnsupportedError
+from portakern.frameworks import FRAMEWORKS, HOST, Framework, Target, convert, numpy_dtype
+from portakern.registry import Backend, Implementation
+from portakern.spec import Spec
+
+__all__ = ["Op", "Served", "observe", "op", "oracle"]
+
+log = logging.getLogger("portakern")
+_said: set[str] = set()
+_binders: dict[str, Callable[..., Call]] = {}
+_observers: list[Callable[[Served], None]] = []
+
+
+@dataclass(frozen=True)
+class Served:
+    """One finished op call, as :func:`observe` hands it out: the caller's ``call``, who served it, its outputs (None where unwanted)."""
+
+    call: Call
+    backend: str
+    interpret: bool
+    tiling: Mapping[str, int]
+    outputs: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where calls of one framework and device go."""
+
+    impl: Implementation
+    interpret: bool
+    target: Target
+    framework: Framework  # the implementation's
+
+
+@contextmanager
+def observe(callback: Callable[[Served], None]) -> Iterator[None]:
+    """While inside, ``callback`` sees every eager op call after it was served."""
+    _observers.append(callback)
+    try:
+        yield
+    finally:
+        _observers.remove(callback)
+
+
+def op(which: str | Spec[Any], *, backend: str | None = None, tiling: Mapping[str, int] | None = None) -> Op:
+    """An op to call.
+
+    Args:
+      which: the op's name (see :func:`portakern.ops`), or its spec.
+      backend: who must serve it; it runs there or raises. None: chosen per call from the arrays (PyTorch on an NVIDIA or AMD GPU: triton; JAX on a TPU: pallas;
+        anything on a CPU: the float64 oracle, which is slow and says so once in the log).
+      tiling: overrides of the default tile extents and launch knobs, powers of two within the declared ranges.
+
+    Raises:
+      SpecError: an unknown op, backend or tile.
+    """
+    return Op(registry.find_spec(which) if isinstance(which, str) else which, backend, tiling)
+
+
+class Op:
+    """A callable op. ``op(*arrays, **options)`` takes NumPy, PyTorch or JAX arrays and returns the same kind; see ``op.spec.doc`` for the arguments."""
+
+    def __init__(self, spec: Spec[Any], backend: str | None, tiling: Mapping[str, int] | None) -> None:
+        self.spec = spec
+        self.backend = None if backend is None else registry.backend(backend)
+        self.user_tiling = dict(tiling or {})
+        self._routes: dict[tuple[Framework, Any], Route] = {}
+        self._bind = _binders.get(spec.name) or _binders.setdefault(spec.name, binder(spec))
+        self.__doc__ = spec.doc
+        for name, value in self.user_tiling.items():
+            if name not in spec.tiling and backend is None:
+                raise SpecError(f"{spec.name}: tiling has no {name!r}; expected one of {', '.join(spec.tiling)} (launch knobs need backend=)")
+            if name in spec.tiling and value not in spec.tiling[name]:
+                raise SpecError(f"{spec.name}: tiling[{name!r}] is {value!r}; expected one of {', '.join(map(str, spec.tiling[name].values))}")
+
+    def __repr__(self) -> str:
+        return f"<portakern op {self.spec.name} on {self.backend.name if self.backend else 'auto'}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self.bind(*args, **kwargs)
+        try:
+            route = self._routes[call.framework, call.device]
+        except KeyError:
+            route = self._route(call)
+        if route is None:
+            from portakern import tracing
+
+            return self._result(call, tracing.trace(call, self.backend, self.user_tiling))
+        return self._serve(call, route)
+
+    def bind(self, *args: Any, **kwargs: Any) -> Call:
+        """Check the arguments and solve for the dimensions, without running anything."""
+        try:
+            call = self._bind(*args, **kwargs)
+        except TypeError as e:
+            if isinstance(e, SpecError) or (e.__traceback__ and e.__traceback__.tb_next):
+                raise
+            arrays = ", ".join(a.name for a in self.spec.arrays)
+            options = ", ".join(o.name for o in self.spec.options)
+            raise SpecError(f"{str(e).replace('bind()', self.spec.name + '()')}; arrays: {arrays}; keyword options: {options}") from None
+        call.framework.check(call)
+        return call
+
+    def _route(self, call: Call) -> Route | None:
+        """Choose who serves calls like this one, and remember it; None while JAX is tracing."""
+        target = call.framework.target(call.device)
+        if target.platform == "traced":
+            return None
+        chosen = self.backend or choose(call.spec, call.framework, target)
+        route = find_route(chosen, call, target)
+        _announce(chosen, route, target)
+        self._routes[call.framework, call.device] = route
+        return route
+
+    def _serve(self, call: Call, route: Route) -> Any:
+        call.target, call.interpret = route.target, route.interpret
+        tiling: Mapping[str, int] = {}
+        if call.degenerate:
+            outputs = degenerate_outputs(call)
+        elif route.impl.backend.oracle:
+            outputs = _run_oracle(call, route.impl)
+        else:
+            inner = call if route.framework is call.framework else to_framework(call, route.framework)
+            tiling = resolve_tiling(route.impl, inner, self.user_tiling)
+            if route.framework.name == "jax":
+                from portakern import tracing
+
+                outputs = tracing.run(route.impl, inner, tiling)
+            else:
+                outputs = route.impl.fn(inner, tiling)
+            if inner is not call:
+                outputs = _outputs_back(call, route.framework, outputs)
+        if _observers:
+            for callback in _observers:
+                callback(Served(call, route.impl.backend.name, route.interpret, dict(tiling), outputs))
+        return self._result(call, outputs)
+
+    def _result(self, call: Call, outputs: tuple[Any, ...]) -> Any:
+        if len(call.wants) == 1:
+            return outputs[0] if len(outputs) == 1 else outputs[[o.name for o in call.spec.outputs].index(call.wants[0])]
+        return call.spec.result(*outputs)
+
+    def explain(self, *args: Any, **kwargs: Any) -> str:
+        """Which implementation would serve this call, with which tiling from where, and why not the others. Nothing runs."""
+        from portakern.explain import explain
+
+        return explain(self, self.bind(*args, **kwargs))
+
+
+def choose(spec: Spec[Any], framework: Framework, target: Target) -> Backend:
+    """The backend that serves a framework's arrays on a target when none was named; UnsupportedError lists why none does."""
+    known = registry.backends().values()
+    for b in known:
+        if b.framework == framework.name and target.platform in b.compiles and not b.oracle:
+            return b
+    if target.platform == "cpu":
+        return next(b for b in known if b.oracle)
+    reasons = [f"{b.name}: {why_not(b, spec, target)}" for b in known if not b.oracle and why_not(b, spec, target)]
+    serving = [f"backend={b.name!r}" for b in known if why_not(b, spec, target) is None]
+    raise UnsupportedError(
+        f"{spec.name}: no backend serves {framework.name} arrays on {target} by itself. {'; '.join(reasons)}. These serve it when named: {', '.join(serving) or 'none'}"
+    )
+
+
+def why_not(b: Backend, spec: Spec[Any], target: Target) -> str | None:
+    """None if ``b`` can serve ``spec`` on ``target``, else the reason."""
+    missing = b.unavailable()
+    if missing:
+        return missing
+    home = b.package_for(target.platform)
+    if home is None:
+        return f"it compiles for {' and '.join(b.compiles)}{', interprets on cpu' if b.interprets else ''}, and has nothing for {target.platform} yet"
+    return None if b.has(spec.name, home[0]) else f"it has no {spec.name}"
+
+
+def find_route(b: Backend, call: Call, target: Target) -> Route:
+    """The implementation of ``call`` on ``b``, or the error that says why there is none."""
+    b.check_available()
+    reason = why_not(b, call.spec, target)
+    home = b.package_for(target.platform)
+    impl = None if reason or home is None else b.implementation(call.spec.name, home[0])
+    if home is None or impl is None:
+        serving = [o.name for o in registry.backends().values() if o is not b and why_not(o, call.spec, target) is None]
+        raise UnsupportedError(f"{call.spec.name} on {target}: backend {b.name!r} cannot: {reason}. Backends that can: {', '.join(serving) or 'none'}")
+    return Route(impl, home[1], target, FRAMEWORKS[b.framework])
+
+
+def resolve_tiling(impl: Implementation, call: Call, user: Mapping[str, int]) -> Mapping[str, int]:
+    """The default tiling under the user's, checked; UnsupportedError where the backend cannot serve the call with it."""
+    tiling = impl.tiling(call)
+    if user:
+        for name, value in user.items():
+            if name not in tiling:
+                raise SpecError(f"{call.spec.name}: tiling has no {name!r} on {impl.backend.name}; expected one of {', '.join(tiling) or '(none: it has no tiles)'}")
+            if name in impl.knobs and value not in impl.knobs[name]:
+                raise SpecError(f"{call.spec.name}: tiling[{name!r}] is {value!r}; expected one of {', '.join(map(str, impl.knobs[name].values))}")
+        tiling = {**tiling, **user}
+    reason = impl.supports(call, tiling)
+    if reason:
+        raise UnsupportedError(f"{call!r} on {call.target}: backend {impl.backend.name!r} cannot: {reason}")
+    return tiling
+
+
+def degenerate_outputs(call: Call) -> tuple[Any, ...]:
+    """The outputs of a call that has nothing to compute: empty ones, or the spec's value for a reduced extent of 0."""
+    gone = next((values for dim, values in call.spec.empty.items() if call.dims[dim] == 0), {})
+    return tuple(
+        call.framework.full(shape, dtype, gone.get(name, 0.0), call.device) if name in call.wants else None for name, (shape, dtype) in call.outputs.items()
+    )
+
+
+def to_framework(call: Call, framework: Framework) -> Call:
+    """The same call with its arrays in another framework."""
+    arrays = {n: a if a is None else convert(a, call.framework, framework) for n, a in call.arrays.items()}
+    device = framework.device(next(iter(arrays.values())))
+    return call.replace(arrays=arrays, framework=framework, device=device)
+
+
+def _outputs_back(call: Call, framework: Framework, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(None if o is None else convert(o, framework, call.framework, call.device) for o in outputs)
+
+
+def oracle(call: Call) -> tuple[Any, ...]:
+    """Every output of ``call`` in float64 NumPy, unrounded; None for an output the call does not want."""
+    b = next(b for b in registry.backends().values() if b.oracle)
+    impl = b.implementation(call.spec.name, b.compiles["cpu"])
+    if impl is None:
+        raise UnavailableError(f"{call.spec.name} has no oracle: {b.compiles['cpu']}.{call.spec.name} is missing")
+    return impl.fn(as_float64(call), {})
+
+
+def as_float64(call: Call) -> Call:
+    """The call as the oracle sees it: NumPy, floating-point arrays widened to float64, integers as they are."""
+    arrays = {n: a if a is None else _widen(call.framework.to_numpy(a)) for n, a in call.arrays.items()}
+    return call.replace(arrays=arrays, framework=FRAMEWORKS["numpy"], device="cpu", target=call.target)
+
+
+def _widen(array: np.ndarray) -> np.ndarray:
+    return array if array.dtype.kind in "iub" else array.astype(np.float64)
+
+
+def _run_oracle(call: Call, impl: Implementation) -> tuple[Any, ...]:
+    exact = impl.fn(as_float64(call), {})
+    with np.errstate(over="ignore"):
+        rounded = [None if y is None else y.astype(numpy_dtype(dtype)) for y, (_, dtype) in zip(exact, call.outputs.values(), strict=True)]
+    return _outputs_back(call, FRAMEWORKS["numpy"], tuple(rounded))
+
+
+def _announce(b: Backend, route: Route, target: Target) -> None:
+    """Say once that a slow path was taken."""
+    text = None
+    if route.interpret:
+        text = f"portakern: {b.name} runs in its interpreter on CPU arrays: exact semantics, slow"
+    elif b.oracle and target != HOST:
+        text = f"portakern: {b.name} copies arrays from {target} to the host: it is the float64 oracle, and slow"
+    elif b.oracle:
+        text = f"portakern: CPU arrays are served by {b.name}, the float64 oracle: right, and slow"
+    if text and text not in _said:
+        _said.add(text)
+        log.warning(text)

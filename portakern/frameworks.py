@@ -1,0 +1,255 @@
+"""NumPy, PyTorch and JAX arrays behind one face: whose array is it, where does it live, how does it cross to another framework.
+
+On the host every crossing goes through NumPy without a copy (bfloat16 as ml_dtypes); between PyTorch and JAX on a GPU it is
+DLPack. Nothing here imports torch or jax until an array of theirs has been seen or asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from portakern.errors import SpecError, UnavailableError, UnsupportedError
+
+if TYPE_CHECKING:
+    from portakern.call import Call
+
+__all__ = ["DTYPE_NAME", "FRAMEWORKS", "Framework", "Target", "convert", "framework_of", "numpy_dtype"]
+
+
+class Target(NamedTuple):
+    """What runs the kernel: ``platform`` is cpu, cuda, rocm or tpu (``traced`` while JAX has not chosen one); ``arch`` like sm_90, gfx942, v5e, or empty."""
+
+    platform: str
+    arch: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.platform} {self.arch}".strip()
+
+
+_NUMPY_DTYPES = {n: np.dtype(n) for n in ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")}
+_NUMPY_DTYPES["bfloat16"] = np.dtype(ml_dtypes.bfloat16)
+
+DTYPE_NAME: dict[Any, str] = {dtype: name for name, dtype in _NUMPY_DTYPES.items()}
+"""dtype objects of every framework seen so far -> their name."""
+
+HOST = Target("cpu")
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """NumPy's dtype object for a name; bfloat16 is ml_dtypes'."""
+    return _NUMPY_DTYPES[name]
+
+
+class Framework:
+    """One array library. Subclasses are stateless; there is one instance of each in ``FRAMEWORKS``."""
+
+    name: str
+
+    device: Callable[[Any], Any]
+    """A hashable that is equal for two arrays that live together."""
+
+    def load(self) -> Any:
+        """Import the library and learn its dtypes; UnavailableError where it is not installed."""
+        raise NotImplementedError
+
+    def target(self, device: Any) -> Target:
+        """The hardware behind a device."""
+        raise NotImplementedError
+
+    def concrete(self, array: Any) -> bool:
+        """False for a tracer, whose values do not exist yet."""
+        return True
+
+    def check(self, call: Call) -> None:
+        """Refuse arrays of this library that no kernel can read as they are, or that ask for a gradient."""
+
+    def to_numpy(self, array: Any) -> np.ndarray:
+        """The values on the host; a view where the memory is the host's. The caller does not write to it."""
+        raise NotImplementedError
+
+    def from_numpy(self, array: np.ndarray, device: Any) -> Any:
+        """An array on ``device``; it may share memory with ``array``. device None is the host."""
+        raise NotImplementedError
+
+    def full(self, shape: tuple[int, ...], dtype: str, value: float, device: Any) -> Any:
+        return self.from_numpy(np.full(shape, value, numpy_dtype(dtype)), device)
+
+
+class NumPy(Framework):
+    name = "numpy"
+    device = staticmethod(lambda array: "cpu")
+
+    def load(self) -> Any:
+        return np
+
+    def target(self, device: Any) -> Target:
+        return HOST
+
+    def check(self, call: Call) -> None:
+        for name, array in call.arrays.items():
+            if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
+                raise SpecError(f"{call.spec.name}: {name} is a numpy.ma.MaskedArray, whose mask no kernel sees; pass {name}.filled(...) instead")
+
+    def to_numpy(self, array: Any) -> np.ndarray:
+        return np.asarray(array)
+
+    def from_numpy(self, array: np.ndarray, device: Any) -> np.ndarray:
+        return array if array.flags.writeable else array.copy()
+
+
+class Torch(Framework):
+    name = "torch"
+    device = staticmethod(lambda array: array.device)
+
+    def load(self) -> Any:
+        torch = _import("torch", "triton")
+        DTYPE_NAME.update({getattr(torch, n): n for n in _NUMPY_DTYPES})
+        return torch
+
+    def target(self, device: Any) -> Target:
+        torch = sys.modules["torch"]
+        if device.type == "cuda":
+            if torch.version.hip:
+                return Target("rocm", torch.cuda.get_device_properties(device).gcnArchName.split(":")[0])
+            return Target("cuda", "sm_{}{}".format(*torch.cuda.get_device_capability(device)))
+        return Target(device.type)
+
+    def check(self, call: Call) -> None:
+        torch = sys.modules["torch"]
+        for name, array in call.arrays.items():
+            if array is None:
+                continue
+            if array.requires_grad and torch.is_grad_enabled():
+                raise UnsupportedError(f"{call.spec.name}: {name} requires grad, and {call.spec.name} has no gradient yet; use torch.no_grad(), or pass {name}.detach()")
+            if array.layout is not torch.strided:
+                raise SpecError(f"{call.spec.name}: {name} has layout {array.layout}; expected a strided tensor: pass {name}.to_dense()")
+            if array.is_neg():
+                raise SpecError(f"{call.spec.name}: {name} is a lazily negated view; pass {name}.resolve_neg()")
+
+    def to_numpy(self, array: Any) -> np.ndarray:
+        torch = sys.modules["torch"]
+        host = array.detach().cpu()
+        if host.dtype == torch.bfloat16:
+            return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        return host.numpy()
+
+    def from_numpy(self, array: np.ndarray, device: Any) -> Any:
+        torch = self.load()
+        if array.dtype == ml_dtypes.bfloat16:
+            tensor = torch.from_numpy(_for_torch(array.view(np.int16))).view(torch.bfloat16)
+        else:
+            tensor = torch.from_numpy(_for_torch(array))
+        return tensor if device is None or device.type == "cpu" else tensor.to(device)
+
+
+class Jax(Framework):
+    name = "jax"
+
+    @staticmethod
+    def device(array: Any) -> Any:
+        sharding = getattr(array, "sharding", None)  # a tracer has none that matters: its device is chosen at lowering
+        if not isinstance(array, sys.modules["jax"].Array) or isinstance(array, sys.modules["jax"].core.Tracer) or sharding is None:
+            return None
+        devices = sharding.device_set
+        if len(devices) > 1:
+            return sharding
+        return next(iter(devices))
+
+    def load(self) -> Any:
+        return _import("jax", "pallas")
+
+    def target(self, device: Any) -> Target:
+        if device is None:
+            return Target("traced")
+        if not hasattr(device, "platform"):
+            n = len(device.device_set)
+            raise UnsupportedError(f"the arrays are sharded over {n} devices; portakern runs on one: call it inside jax.shard_map, or gather with jax.device_put(x, device)")
+        if device.platform == "gpu":
+            rocm = "rocm" in device.client.platform_version.lower()
+            return Target("rocm", "") if rocm else Target("cuda", "sm_" + str(getattr(device, "compute_capability", "")).replace(".", ""))
+        if device.platform == "tpu":
+            return Target("tpu", device.device_kind.lower().removeprefix("tpu").strip().replace(" lite", "e"))
+        return Target(device.platform)
+
+    def concrete(self, array: Any) -> bool:
+        return not isinstance(array, sys.modules["jax"].core.Tracer)
+
+    def to_numpy(self, array: Any) -> np.ndarray:
+        return np.asarray(array)
+
+    def from_numpy(self, array: np.ndarray, device: Any) -> Any:
+        jax = self.load()
+        if array.dtype.itemsize == 8 and not jax.config.jax_enable_x64:
+            if array.dtype.kind == "f":
+                raise UnsupportedError("JAX would narrow this float64 array to float32; cast it first, or enable jax_enable_x64")
+            if array.size and (array.min() < -(2**31) or array.max() >= 2**31):
+                raise UnsupportedError("JAX would wrap this int64 array to int32 and its values do not fit; enable jax_enable_x64, or use smaller ids")
+        return jax.device_put(array, device if device is not None else jax.local_devices(backend="cpu")[0])
+
+
+FRAMEWORKS: dict[str, Framework] = {f.name: f for f in (NumPy(), Torch(), Jax())}
+_BY_TYPE: dict[type, Framework] = {np.ndarray: FRAMEWORKS["numpy"]}
+
+
+def framework_of(op: str, name: str, array: Any) -> Framework:
+    """The framework that ``array`` belongs to; SpecError where it is not an array."""
+    found = _BY_TYPE.get(type(array))
+    if found is None:
+        found = _BY_TYPE[type(array)] = _find_framework(op, name, array)
+        found.load()
+    return found
+
+
+def _find_framework(op: str, name: str, array: Any) -> Framework:
+    if isinstance(array, np.ndarray):
+        return FRAMEWORKS["numpy"]
+    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return FRAMEWORKS["torch"]
+    if jax is not None and isinstance(array, jax.Array):
+        return FRAMEWORKS["jax"]
+    kind = type(array)
+    what = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    raise SpecError(f"{op}: {name} is a {what}; expected a NumPy, PyTorch or JAX array: wrap it with numpy.asarray({name}), torch.tensor({name}) or jax.numpy.asarray({name})")
+
+
+def convert(array: Any, src: Framework, dst: Framework, device: Any = None) -> Any:
+    """``array`` of ``src`` as one of ``dst``, zero-copy where both can see the memory. ``device`` (dst's own): where the result must live; None: where it is."""
+    if src is dst:
+        return array
+    on_gpu = src.name != "numpy" and src.target(src.device(array)).platform in ("cuda", "rocm")
+    if on_gpu and dst.name != "numpy":
+        dst_lib = dst.load()
+        if src.name == "jax":
+            return dst_lib.from_dlpack(array)
+        return dst_lib.dlpack.from_dlpack(array.detach().contiguous())
+    return dst.from_numpy(src.to_numpy(array), device)
+
+
+def _for_torch(array: np.ndarray) -> np.ndarray:
+    """The same memory in a form that torch takes without a word: it has no negative strides, and warns on read-only arrays (which no backend writes to)."""
+    if any(s < 0 for s in array.strides):
+        return array.copy()
+    return array if array.flags.writeable else np.asarray(_Writable(array))
+
+
+class _Writable:
+    """NumPy's array interface over a read-only array's memory, without the read-only flag."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._owner = array
+        face = array.__array_interface__
+        self.__array_interface__ = {**face, "data": (face["data"][0], False)}
+
+
+def _import(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as e:
+        raise UnavailableError(f"{module} cannot be imported ({e}); install it with: pip install 'portakern[{extra}]'") from e

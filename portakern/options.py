@@ -1,0 +1,146 @@
+"""An op's options: what each may be, read off its annotation, with the canonical Python value that backends see."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+__all__ = ["Axis", "DType", "Option", "Range", "option_from_annotation"]
+
+FLOAT_NAMES = ("float32", "float16", "bfloat16", "float64")
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from ``lo`` to ``hi``; ``open`` excludes the ends. ``typical`` is what the checker draws from."""
+
+    lo: float = -math.inf
+    hi: float = math.inf
+    open: bool = False
+    typical: tuple[float, ...] = ()
+
+    def __contains__(self, x: float) -> bool:
+        return self.lo < x < self.hi if self.open else self.lo <= x <= self.hi
+
+    def __str__(self) -> str:
+        if self.hi == math.inf and self.lo == -math.inf:
+            return "finite"
+        if self.hi == math.inf:
+            return f"finite and {'>' if self.open else '>='} {self.lo:g}"
+        return f"in {'(' if self.open else '['}{self.lo:g}, {self.hi:g}{')' if self.open else ']'}"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An integer that names an axis of the array argument ``of``, counted from the end when negative."""
+
+    of: str
+
+
+@dataclass(frozen=True)
+class DType:
+    """A floating-point dtype: a name, or NumPy's, PyTorch's or JAX's object for it. Backends see the name."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A keyword-only argument. ``check(value)`` returns its canonical value or raises ValueError with what was expected."""
+
+    name: str
+    default: Any
+    check: Callable[[Any], Any]
+    expected: str
+    choices: tuple[Any, ...]
+    axis_of: str | None = None
+
+
+def option_from_annotation(name: str, hint: Any, default: Any) -> Option:
+    """Read an option off its annotation: bool, Literal[...], Annotated[int | float | tuple, Range], Axis, DType; ``| None`` if None is allowed."""
+    optional, inner, marks = False, hint, ()
+    if typing.get_origin(inner) in (typing.Union, types.UnionType):
+        rest = [a for a in typing.get_args(inner) if a is not types.NoneType]
+        optional, inner = len(rest) < len(typing.get_args(inner)), rest[0]
+    if typing.get_origin(inner) is Annotated:
+        inner, *mark_list = typing.get_args(inner)
+        marks = tuple(mark_list)
+    check, expected, choices = _checker(inner, marks)
+    axis_of = next((m.of for m in marks if isinstance(m, Axis)), None)
+    if optional:
+        return Option(name, default, lambda v: None if v is None else check(v), f"{expected}, or None", (None, *choices), axis_of)
+    return Option(name, default, check, expected, choices, axis_of)
+
+
+def _checker(kind: Any, marks: tuple[Any, ...]) -> tuple[Callable[[Any], Any], str, tuple[Any, ...]]:
+    bounds = next((m for m in marks if isinstance(m, Range)), Range())
+    if any(isinstance(m, DType) for m in marks):
+        return _dtype, f"a floating-point dtype ({', '.join(FLOAT_NAMES)})", FLOAT_NAMES[:3]
+    if typing.get_origin(kind) is Literal:
+        allowed = typing.get_args(kind)
+        return (lambda v: _member(v, allowed)), f"one of {', '.join(map(repr, allowed))}", allowed
+    if typing.get_origin(kind) is tuple:
+        length = len(typing.get_args(kind))
+        return (lambda v: _tuple(v, length, bounds)), f"a tuple of {length} integers {bounds} (None: unbounded)", bounds.typical
+    if kind is bool:
+        return _bool, "True or False", (False, True)
+    if kind is int:
+        return (lambda v: _int(v, bounds)), "an integer" if bounds == Range() else f"an integer {bounds}", bounds.typical
+    if kind is float:
+        return (lambda v: _float(v, bounds)), f"a number, {bounds}", bounds.typical
+    raise TypeError(f"an option cannot be annotated {kind!r}")
+
+
+def _member(value: Any, allowed: tuple[Any, ...]) -> Any:
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError
+    return str(value)
+
+
+def _bool(value: Any) -> bool:
+    if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):  # NumPy's bool scalar, under its 1.x and 2.x names
+        return bool(value)
+    raise ValueError
+
+
+def _int(value: Any, bounds: Range) -> int:
+    if isinstance(value, bool):
+        raise ValueError
+    try:
+        number = operator.index(value)
+    except (TypeError, ValueError):
+        raise ValueError from None
+    if number not in bounds:
+        raise ValueError
+    return number
+
+
+def _float(value: Any, bounds: Range) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError
+    number = float(value)
+    if not math.isfinite(number) or number not in bounds:
+        raise ValueError
+    return number
+
+
+def _tuple(value: Any, length: int, bounds: Range) -> tuple[int | None, ...]:
+    if not isinstance(value, (tuple, list)) or len(value) != length:
+        raise ValueError
+    return tuple(None if v is None else _int(v, bounds) for v in value)
+
+
+def _dtype(value: Any) -> str:
+    if isinstance(value, str):
+        name = value
+    elif isinstance(value, type):  # np.float32, jnp.float32, ml_dtypes.bfloat16
+        name = value.__name__
+    else:  # torch.float32 prints as 'torch.float32', np.dtype carries its name
+        name = str(getattr(value, "name", value)).removeprefix("torch.")
+    if name not in FLOAT_NAMES:
+        raise ValueError
+    return name

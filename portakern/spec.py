@@ -1,0 +1,223 @@
+"""What an op is: one typed Python signature, from which everything else is derived.
+
+A spec is an annotated function under the :func:`spec` decorator. Array arguments are annotated in jaxtyping's notation
+(https://docs.kidger.site/jaxtyping), of which this module reads: names (``d``), products (``kv_heads*group``), broadcast
+axes (``#batch``) and one variadic run of axes (``*batch``). Keyword-only arguments are options. The return annotation is
+a ``NamedTuple`` whose fields are the outputs.
+
+>>> class DotOut(NamedTuple):
+...     c: Float[A, "m"]
+>>> @spec(tiling={"block_m": Tile(16, 256)}, empty={"k": {"c": 0.0}})
+... def dot(a: Float[A, "m k"], b: Float[A, "k"], *, precision: Literal["ieee", "tf32"] = "ieee") -> DotOut: ...
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, ParamSpec
+
+from portakern.options import Option, option_from_annotation
+
+if TYPE_CHECKING:
+    from portakern.call import Call
+
+__all__ = ["ArrayArg", "Dim", "Output", "Rule", "Spec", "Tile", "spec"]
+
+P = ParamSpec("P")
+Bounds = tuple[Any, ...]
+ToleranceFn = Callable[["Call", tuple[Any, ...]], Bounds]
+
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The powers of two from ``lo`` to ``hi``, both included: the values that a tile extent or a launch knob may take."""
+
+    lo: int
+    hi: int
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        return tuple(1 << e for e in range(self.lo.bit_length() - 1, self.hi.bit_length()))
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value in self.values
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A condition across arguments: ``holds(call)`` must be true, else the call is refused with ``message``."""
+
+    holds: Callable[[Call], bool]
+    message: str
+
+
+@dataclass(frozen=True)
+class Dim:
+    """One axis of a shape in the signature: the product of ``factors``; ``broadcast``: an extent of 1 stretches; ``variadic``: any number of axes."""
+
+    factors: tuple[str, ...]
+    broadcast: bool = False
+    variadic: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Dim:
+        body = text.lstrip("*#")
+        prefix = text[: len(text) - len(body)]
+        factors = tuple(body.split("*"))
+        if not all(f.isidentifier() for f in factors) or len(set(prefix)) != len(prefix) or ("*" in prefix and len(factors) > 1):
+            raise ValueError(f"shape notation {text!r} is not one of: name, a*b, #name, *name, *#name")
+        return cls(factors, "#" in prefix, "*" in prefix)
+
+    def __str__(self) -> str:
+        return ("*" if self.variadic else "") + ("#" if self.broadcast else "") + "*".join(self.factors)
+
+
+@dataclass(frozen=True)
+class ArrayArg:
+    """An array argument: ``dtypes`` it may have; ``follows``: it must have the op's dtype (that of its first float array), or float32 where ``or_float32``."""
+
+    name: str
+    dims: tuple[Dim, ...]
+    dtypes: tuple[str, ...]
+    optional: bool
+    follows: bool
+    or_float32: bool
+
+    @property
+    def shape(self) -> str:
+        return " ".join(map(str, self.dims))
+
+
+@dataclass(frozen=True)
+class Output:
+    """An output: ``dtype`` None follows the op's dtype unless the option ``dtype_option`` names another; ``wanted_by``: the bool option that asks for it."""
+
+    name: str
+    dims: tuple[Dim, ...]
+    dtype: str | None
+    dtype_option: str | None
+    wanted_by: str | None
+
+    @property
+    def shape(self) -> str:
+        return " ".join(map(str, self.dims))
+
+
+@dataclass(eq=False)
+class Spec(Generic[P]):
+    """An op's declaration. Built by :func:`spec`; read by binding, dispatch, the checker and the command line."""
+
+    name: str
+    fn: Callable[P, Any]
+    arrays: tuple[ArrayArg, ...]
+    options: tuple[Option, ...]
+    outputs: tuple[Output, ...]
+    result: type
+    dtypes: tuple[str, ...]
+    tiling: Mapping[str, Tile]
+    require: tuple[Rule, ...]
+    positive: tuple[str, ...]
+    empty: Mapping[str, Mapping[str, float]]
+    flops: Callable[[Call], float]
+    vjp: str | None
+    bound: ToleranceFn | None = None
+    laws: list[Callable[..., Any]] = field(default_factory=list)
+
+    @property
+    def doc(self) -> str:
+        return inspect.cleandoc(self.fn.__doc__ or "")
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """Every dimension name of the signature, in order of first appearance."""
+        return tuple(dict.fromkeys(f for a in (*self.arrays, *self.outputs) for d in a.dims for f in d.factors))
+
+    def option(self, name: str) -> Option:
+        return next(o for o in self.options if o.name == name)
+
+    def tolerance(self, fn: ToleranceFn) -> ToleranceFn:
+        """Decorator: ``fn(call, ref)`` gives, per output, the elementwise permitted absolute error (float64; +inf: anything goes)."""
+        self.bound = fn
+        return fn
+
+    def law(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorator: ``fn(op, draw)`` asserts an algebraic law that every implementation obeys."""
+        self.laws.append(fn)
+        return fn
+
+    def __repr__(self) -> str:
+        return f"<spec {self.name}({', '.join(a.name for a in self.arrays)})>"
+
+
+def spec(
+    *,
+    tiling: Mapping[str, Tile],
+    flops: Callable[[Call], float],
+    dtypes: Sequence[str] = DTYPES,
+    or_float32: Sequence[str] = (),
+    result_dtype: Mapping[str, str] | None = None,
+    returns: Mapping[str, str] | None = None,
+    require: Sequence[Rule] = (),
+    positive: Sequence[str] = (),
+    empty: Mapping[str, Mapping[str, float]] | None = None,
+    vjp: str | None = None,
+) -> Callable[[Callable[P, Any]], Spec[P]]:
+    """Declare an op from a typed signature (see the module's text).
+
+    Args:
+      tiling: tile names and the powers of two that each may take.
+      flops: floating-point operations of a bound call (options included: a causal mask halves them).
+      dtypes: dtypes that ``Float`` arguments may have; they all share one within a call.
+      or_float32: float arguments that may be float32 beside 16-bit ones.
+      result_dtype: output name -> option that overrides its dtype.
+      returns: output name -> bool option that asks for it; the others are always given.
+      require: rules across arguments.
+      positive: dimensions whose extent 0 is refused.
+      empty: reduced dimension -> the value of each output when its extent is 0.
+      vjp: the name of the op that computes gradients.
+    """
+
+    def declare(fn: Callable[P, Any]) -> Spec[P]:
+        hints = typing.get_type_hints(fn, include_extras=True)
+        arrays: list[ArrayArg] = []
+        options: list[Option] = []
+        for p in inspect.signature(fn).parameters.values():
+            if p.kind is p.KEYWORD_ONLY:
+                options.append(option_from_annotation(p.name, hints[p.name], p.default))
+            else:
+                arrays.append(_array_arg(p, hints[p.name], tuple(dtypes), p.name in or_float32))
+        result = hints["return"]
+        outputs = tuple(
+            _output(name, hint, (result_dtype or {}).get(name), (returns or {}).get(name))
+            for name, hint in typing.get_type_hints(result, include_extras=True).items()
+        )
+        return Spec(
+            name=fn.__name__, fn=fn, arrays=tuple(arrays), options=tuple(options), outputs=outputs, result=result, dtypes=tuple(dtypes),
+            tiling=types.MappingProxyType(dict(tiling)), require=tuple(require), positive=tuple(positive),
+            empty=types.MappingProxyType(dict(empty or {})), flops=flops, vjp=vjp,
+        )  # fmt: skip
+
+    return declare
+
+
+def _array_arg(p: inspect.Parameter, hint: Any, float_dtypes: tuple[str, ...], or_float32: bool) -> ArrayArg:
+    optional = p.default is None
+    if optional:
+        hint = next(a for a in typing.get_args(hint) if a is not types.NoneType)
+    follows = len(hint.dtypes) > 1 and "float32" in hint.dtypes
+    dtypes = tuple(d for d in float_dtypes if d in hint.dtypes) if follows else tuple(d for d in ("int32", "int64", "float32", "bool") if d in hint.dtypes)
+    return ArrayArg(p.name, _dims(hint), dtypes, optional, follows, or_float32)
+
+
+def _output(name: str, hint: Any, dtype_option: str | None, wanted_by: str | None) -> Output:
+    return Output(name, _dims(hint), hint.dtypes[0] if len(hint.dtypes) == 1 else None, dtype_option, wanted_by)
+
+
+def _dims(hint: Any) -> tuple[Dim, ...]:
+    return tuple(Dim.parse(t) for t in hint.dim_str.split())
