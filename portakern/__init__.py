@@ -35,7 +35,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'portakern' has no attribute {name!r}")
     import importlib
 
-    value = globals()[name] = getattr(importlib.import_module(f"portakern.{_LAZY[name]}"), name)
+    module = importlib.import_module(f"portakern.{_LAZY[name]}")
+    value = globals().setdefault(name, getattr(module, name))  # importing may have bound the name already: portakern.backends is a package too
     return value
 
 

@@ -122,7 +122,7 @@ class Op:
             return None
         chosen = self.backend or choose(call.spec, call.framework, target)
         route = find_route(chosen, call, target)
-        _announce(chosen, route, target)
+        announce(chosen, route, target)
         self._routes[call.framework, call.device] = route
         return route
 
@@ -132,7 +132,8 @@ class Op:
         if call.degenerate:
             outputs = degenerate_outputs(call)
         elif route.impl.backend.oracle:
-            outputs = _run_oracle(call, route.impl)
+            tiling = resolve_tiling(route.impl, call, self.user_tiling)
+            outputs = _outputs_back(call, route.framework, rounded_oracle(call))
         else:
             inner = call if route.framework is call.framework else to_framework(call, route.framework)
             tiling = resolve_tiling(route.impl, inner, self.user_tiling)
@@ -215,9 +216,14 @@ def resolve_tiling(impl: Implementation, call: Call, user: Mapping[str, int]) ->
     return tiling
 
 
+def degenerate_values(call: Call) -> Mapping[str, float]:
+    """Output name -> its value when a reduced extent is 0."""
+    return next((values for dim, values in call.spec.empty.items() if call.dims[dim] == 0), {})
+
+
 def degenerate_outputs(call: Call) -> tuple[Any, ...]:
     """The outputs of a call that has nothing to compute: empty ones, or the spec's value for a reduced extent of 0."""
-    gone = next((values for dim, values in call.spec.empty.items() if call.dims[dim] == 0), {})
+    gone = degenerate_values(call)
     return tuple(
         call.framework.full(shape, dtype, gone.get(name, 0.0), call.device) if name in call.wants else None for name, (shape, dtype) in call.outputs.items()
     )
@@ -253,14 +259,13 @@ def _widen(array: np.ndarray) -> np.ndarray:
     return array if array.dtype.kind in "iub" else array.astype(np.float64)
 
 
-def _run_oracle(call: Call, impl: Implementation) -> tuple[Any, ...]:
-    exact = impl.fn(as_float64(call), {})
+def rounded_oracle(call: Call) -> tuple[Any, ...]:
+    """The oracle's outputs as NumPy arrays in the declared dtypes."""
     with np.errstate(over="ignore"):
-        rounded = [None if y is None else y.astype(numpy_dtype(dtype)) for y, (_, dtype) in zip(exact, call.outputs.values(), strict=True)]
-    return _outputs_back(call, FRAMEWORKS["numpy"], tuple(rounded))
+        return tuple(None if y is None else y.astype(numpy_dtype(dtype), order="C") for y, (_, dtype) in zip(oracle(call), call.outputs.values(), strict=True))
 
 
-def _announce(b: Backend, route: Route, target: Target) -> None:
+def announce(b: Backend, route: Route, target: Target) -> None:
     """Say once that a slow path was taken."""
     text = None
     if route.interpret:

@@ -62,8 +62,16 @@ class Framework:
         """The hardware behind a device."""
         raise NotImplementedError
 
-    def concrete(self, array: Any) -> bool:
-        """False for a tracer, whose values do not exist yet."""
+    def devices(self) -> list[Any]:
+        """The devices here, accelerators first."""
+        raise NotImplementedError
+
+    def owns(self, array: Any) -> bool:
+        """Whether ``array`` is one of this library's."""
+        return _BY_TYPE.get(type(array)) is self
+
+    def contiguous(self, array: Any) -> bool:
+        """Whether elements lie in row-major order without gaps."""
         return True
 
     def check(self, call: Call) -> None:
@@ -76,6 +84,11 @@ class Framework:
     def from_numpy(self, array: np.ndarray, device: Any) -> Any:
         """An array on ``device``; it may share memory with ``array``. device None is the host."""
         raise NotImplementedError
+
+    def strided(self, memory: np.ndarray, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, device: Any) -> Any:
+        """A view of ``memory`` (one axis) with strides and offset in elements, or its values where the library has no strides."""
+        view = np.lib.stride_tricks.as_strided(memory[offset:], shape, tuple(s * memory.itemsize for s in strides))
+        return self.from_numpy(view, device)
 
     def full(self, shape: tuple[int, ...], dtype: str, value: float, device: Any) -> Any:
         return self.from_numpy(np.full(shape, value, numpy_dtype(dtype)), device)
@@ -90,6 +103,12 @@ class NumPy(Framework):
 
     def target(self, device: Any) -> Target:
         return HOST
+
+    def devices(self) -> list[Any]:
+        return ["cpu"]
+
+    def contiguous(self, array: Any) -> bool:
+        return bool(array.flags.c_contiguous)
 
     def check(self, call: Call) -> None:
         for name, array in call.arrays.items():
@@ -120,6 +139,13 @@ class Torch(Framework):
             return Target("cuda", "sm_{}{}".format(*torch.cuda.get_device_capability(device)))
         return Target(device.type)
 
+    def devices(self) -> list[Any]:
+        torch = self.load()
+        return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] + [torch.device("cpu")]
+
+    def contiguous(self, array: Any) -> bool:
+        return bool(array.is_contiguous())
+
     def check(self, call: Call) -> None:
         torch = sys.modules["torch"]
         for name, array in call.arrays.items():
@@ -145,7 +171,10 @@ class Torch(Framework):
             tensor = torch.from_numpy(_for_torch(array.view(np.int16))).view(torch.bfloat16)
         else:
             tensor = torch.from_numpy(_for_torch(array))
-        return tensor if device is None or device.type == "cpu" else tensor.to(device)
+        return tensor if device is None else tensor.to(device)
+
+    def strided(self, memory: np.ndarray, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, device: Any) -> Any:
+        return self.from_numpy(memory, device).as_strided(shape, strides, offset)
 
 
 class Jax(Framework):
@@ -153,13 +182,11 @@ class Jax(Framework):
 
     @staticmethod
     def device(array: Any) -> Any:
-        sharding = getattr(array, "sharding", None)  # a tracer has none that matters: its device is chosen at lowering
-        if not isinstance(array, sys.modules["jax"].Array) or isinstance(array, sys.modules["jax"].core.Tracer) or sharding is None:
+        jax = sys.modules["jax"]
+        if isinstance(array, (jax.core.Tracer, jax.ShapeDtypeStruct)):  # its device is chosen at lowering
             return None
-        devices = sharding.device_set
-        if len(devices) > 1:
-            return sharding
-        return next(iter(devices))
+        devices = array.sharding.device_set
+        return next(iter(devices)) if len(devices) == 1 else array.sharding
 
     def load(self) -> Any:
         return _import("jax", "pallas")
@@ -177,8 +204,9 @@ class Jax(Framework):
             return Target("tpu", device.device_kind.lower().removeprefix("tpu").strip().replace(" lite", "e"))
         return Target(device.platform)
 
-    def concrete(self, array: Any) -> bool:
-        return not isinstance(array, sys.modules["jax"].core.Tracer)
+    def devices(self) -> list[Any]:
+        jax = self.load()
+        return list(dict.fromkeys([*jax.local_devices(), *jax.local_devices(backend="cpu")]))
 
     def to_numpy(self, array: Any) -> np.ndarray:
         return np.asarray(array)
@@ -212,11 +240,11 @@ def _find_framework(op: str, name: str, array: Any) -> Framework:
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
     if torch is not None and isinstance(array, torch.Tensor):
         return FRAMEWORKS["torch"]
-    if jax is not None and isinstance(array, jax.Array):
+    if jax is not None and isinstance(array, (jax.Array, jax.ShapeDtypeStruct)):
         return FRAMEWORKS["jax"]
     kind = type(array)
     what = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    raise SpecError(f"{op}: {name} is a {what}; expected a NumPy, PyTorch or JAX array: wrap it with numpy.asarray({name}), torch.tensor({name}) or jax.numpy.asarray({name})")
+    raise SpecError(f"{op}: {name} has type {what}; expected a NumPy, PyTorch or JAX array: wrap it with numpy.asarray({name}), torch.tensor({name}) or jax.numpy.asarray({name})")
 
 
 def convert(array: Any, src: Framework, dst: Framework, device: Any = None) -> Any:

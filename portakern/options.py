@@ -30,9 +30,9 @@ class Range:
 
     def __str__(self) -> str:
         if self.hi == math.inf and self.lo == -math.inf:
-            return "finite"
+            return ""
         if self.hi == math.inf:
-            return f"finite and {'>' if self.open else '>='} {self.lo:g}"
+            return f"{'>' if self.open else '>='} {self.lo:g}"
         return f"in {'(' if self.open else '['}{self.lo:g}, {self.hi:g}{')' if self.open else ']'}"
 
 
@@ -85,13 +85,13 @@ def _checker(kind: Any, marks: tuple[Any, ...]) -> tuple[Callable[[Any], Any], s
         return (lambda v: _member(v, allowed)), f"one of {', '.join(map(repr, allowed))}", allowed
     if typing.get_origin(kind) is tuple:
         length = len(typing.get_args(kind))
-        return (lambda v: _tuple(v, length, bounds)), f"a tuple of {length} integers {bounds} (None: unbounded)", bounds.typical
+        return (lambda v: _tuple(v, length, bounds)), f"a tuple of {length} integers {bounds} (None for no limit)", bounds.typical
     if kind is bool:
         return _bool, "True or False", (False, True)
     if kind is int:
-        return (lambda v: _int(v, bounds)), "an integer" if bounds == Range() else f"an integer {bounds}", bounds.typical
+        return (lambda v: _int(v, bounds)), f"an integer {bounds}".strip(), bounds.typical
     if kind is float:
-        return (lambda v: _float(v, bounds)), f"a number, {bounds}", bounds.typical
+        return (lambda v: _float(v, bounds)), f"a finite number {bounds}".strip(), bounds.typical
     raise TypeError(f"an option cannot be annotated {kind!r}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import logging
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ __all__ = ["Backend", "Implementation", "backend", "backends", "find_spec", "ops
 Tiling = Mapping[str, int]
 F = TypeVar("F", bound=Callable[..., Any])
 
+log = logging.getLogger("portakern")
+
 SPECS = "portakern.specs"
 BACKENDS_GROUP = "portakern.backends"
 
@@ -35,7 +38,7 @@ def _always(call: Call, tiling: Tiling) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Implementation:
     """One op on one backend.
 
@@ -135,7 +138,12 @@ class Backend:
 @functools.cache
 def backends() -> Mapping[str, Backend]:
     """Every registered backend by name, from the ``portakern.backends`` entry-point group."""
-    found = {e.name: e.load() for e in sorted(entry_points(group=BACKENDS_GROUP), key=lambda e: e.name)}
+    found: dict[str, Backend] = {}
+    for entry in sorted(entry_points(group=BACKENDS_GROUP), key=lambda e: e.name):
+        try:
+            found[entry.name] = entry.load()
+        except ImportError as e:  # one broken plug-in must not take the others down, nor vanish unseen
+            log.warning("portakern: backend %r (%s) cannot be loaded and is left out: %s", entry.name, entry.value, e)
     if not found:
         raise UnavailableError("no backend is registered: portakern must be installed (pip install -e . in a checkout) so that its entry points exist")
     return MappingProxyType(found)

@@ -17,8 +17,8 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, ParamSpec
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec
 
 from portakern.options import Option, option_from_annotation
 
@@ -126,8 +126,8 @@ class Spec(Generic[P]):
     empty: Mapping[str, Mapping[str, float]]
     flops: Callable[[Call], float]
     vjp: str | None
+    masks: tuple[str, ...]
     bound: ToleranceFn | None = None
-    laws: list[Callable[..., Any]] = field(default_factory=list)
 
     @property
     def doc(self) -> str:
@@ -146,11 +146,6 @@ class Spec(Generic[P]):
         self.bound = fn
         return fn
 
-    def law(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorator: ``fn(op, draw)`` asserts an algebraic law that every implementation obeys."""
-        self.laws.append(fn)
-        return fn
-
     def __repr__(self) -> str:
         return f"<spec {self.name}({', '.join(a.name for a in self.arrays)})>"
 
@@ -166,6 +161,7 @@ def spec(
     require: Sequence[Rule] = (),
     positive: Sequence[str] = (),
     empty: Mapping[str, Mapping[str, float]] | None = None,
+    masks: Sequence[str] = (),
     vjp: str | None = None,
 ) -> Callable[[Callable[P, Any]], Spec[P]]:
     """Declare an op from a typed signature (see the module's text).
@@ -180,6 +176,7 @@ def spec(
       require: rules across arguments.
       positive: dimensions whose extent 0 is refused.
       empty: reduced dimension -> the value of each output when its extent is 0.
+      masks: additive masks among the arrays, whose -inf hides a pair.
       vjp: the name of the op that computes gradients.
     """
 
@@ -200,7 +197,7 @@ def spec(
         return Spec(
             name=fn.__name__, fn=fn, arrays=tuple(arrays), options=tuple(options), outputs=outputs, result=result, dtypes=tuple(dtypes),
             tiling=types.MappingProxyType(dict(tiling)), require=tuple(require), positive=tuple(positive),
-            empty=types.MappingProxyType(dict(empty or {})), flops=flops, vjp=vjp,
+            empty=types.MappingProxyType(dict(empty or {})), flops=flops, vjp=vjp, masks=tuple(masks),
         )  # fmt: skip
 
     return declare

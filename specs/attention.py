@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from math import inf
+from math import inf, log, sqrt
 from typing import Annotated, Literal, NamedTuple, TypeVar
 
+import numpy as np
 from jaxtyping import Float, Float32, Int
 
 from portakern.options import Range
 from portakern.spec import Rule, Tile, spec
+from portakern.tolerance import abs_matmul, round_to, units
 
 A = TypeVar("A")
 
@@ -22,6 +24,7 @@ class AttentionOut(NamedTuple):
     tiling={"block_q": Tile(16, 1024), "block_kv": Tile(16, 1024)},
     returns={"lse": "return_lse"},
     or_float32=("bias",),
+    masks=("bias",),
     positive=("kv_heads", "group", "d", "dv"),
     empty={"kv_len": {"o": 0.0, "lse": -inf}},
     require=[
@@ -81,3 +84,110 @@ def allowed_pairs(call) -> float:
     return float(total)
 
 
+def allowed(call, b: int) -> np.ndarray:
+    """(q_len, kv_len): may query i of batch b see key j? The causal mask and the window stand at the bottom right: the last query is at the last key's position."""
+    q_len, kv_len = call.dims["q_len"], call.dims["kv_len"]
+    ahead = np.arange(kv_len) - np.arange(kv_len - q_len, kv_len)[:, None]  # how far the key lies beyond the query's own position
+    left, right = call.options["window"] or (None, None)
+    mask = np.ones((q_len, kv_len), bool)
+    if call.options["is_causal"]:
+        mask &= ahead <= 0
+    if left is not None:
+        mask &= ahead >= -left
+    if right is not None:
+        mask &= ahead <= right
+    if call.arrays["q_segment_ids"] is not None:
+        mask &= call.arrays["q_segment_ids"][b][:, None] == call.arrays["kv_segment_ids"][b]
+    return mask
+
+
+@attention.tolerance
+def bound(call, ref):
+    """Bounds of o and lse from ds, the error of a score, with d = m - s, p = exp(-d), l = sum p, all sums over the n keys that a row sees.
+
+    ds = ((D+6) u + tf32) S + 6u d + 4u |bias| + 10u c + ex + flushed,  S = |scale| |q||k|^T, c the softcap or 0: the dot and its scaling, m - s and the exp2 of it
+    (a running maximum splits d into parts that sum to d), the bias addition, an accurate tanh, exp.
+    A weight p moves by at most g = p (e^ds - 1) up, and l down to l' = sum p e^-ds, so that o = sum p (v - o) / l moves by (g|V| + |o| sum g) / l'.
+    The product adds (U + tf32 + steps) (p + g)|V| / l': p rounded to v's dtype, and steps = u (min(20 n, 5/4 N) + 32): a key in its own tile costs a multiplication and
+    an addition in acc and in l, 4u, and exp of the maximum's rise twice, 2 ex = 16u; N keys fill N/16 tiles at least. A lone tile has N additions.
+    lost = (eta sum|v| + flush l + n tau) / l' is underflow: of p in its dtype, of v, of products.
+    Whatever the scores, o is a convex average of v: no error passes C = (max|v| + |o|)(1 + 4 (U + tf32 + steps)) + 2 lost l'.
+    B_o = E (1 + U) + U|o| + eta, E = min(sum of the above, C).  B_lse = (max(log(1 + sum g / l), log(l / l')) + steps + 4u (|m| + |lse|)) (1 + U) + U |lse| + eta.
+
+    A row that sees no key is exact. +inf: where a score's terms reach 2^127 (the row) or sum|v| does; where a masked key holds NaN or inf in v (0 * NaN inside a tile);
+    where an allowed key does hold inf, but its weight may be 0 (inf or NaN).
+    """
+    o, lse = ref
+    unit, group = units(call), call.dims["group"]
+    bound_o, bound_lse = np.empty_like(o), None if lse is None else np.empty_like(lse)
+    with np.errstate(all="ignore"):
+        for b, h in np.ndindex(o.shape[0], o.shape[2]):
+            rows = _Rows.of(call, unit, b, h)
+            bound_o[b, :, h] = _bound_o(call, unit, rows, call.arrays["v"][b, :, h // group], o[b, :, h])
+            if lse is not None:
+                bound_lse[b, h] = _bound_lse(call, unit, rows, lse[b, h])
+    return bound_o, bound_lse
+
+
+class _Rows(NamedTuple):
+    """The scores of one head, (q_len, kv_len) or (q_len, 1): see :func:`bound`."""
+
+    seen: np.ndarray
+    n: np.ndarray
+    m: np.ndarray
+    d: np.ndarray
+    ds: np.ndarray
+    p: np.ndarray
+    l: np.ndarray
+    g: np.ndarray
+    least: np.ndarray
+    steps: np.ndarray
+    overflows: np.ndarray
+
+    @classmethod
+    def of(cls, call, unit, b, h):
+        q, k, bias = call.arrays["q"][b, :, h], call.arrays["k"][b, :, h // call.dims["group"]], call.arrays["bias"]
+        depth, u, softcap = call.dims["d"], unit.u, call.options["softcap"]
+        scale = 1 / sqrt(depth) if call.options["scale"] is None else call.options["scale"]
+        size = abs_matmul(q, k.T, unit)
+        s, ds = scale * (q @ k.T), ((depth + 6) * u + unit.tf32) * abs(scale) * size
+        ds += abs(scale) * (unit.flush * (_sizes(q) + _sizes(k).T) + depth * unit.tau) + unit.tau * size
+        if softcap is not None:
+            s, ds = softcap * np.tanh(s / softcap), ds + 10 * u * softcap
+        if bias is not None:
+            bias = np.broadcast_to(bias, (*call.outputs["lse"][0], k.shape[0]))[b, h]
+            s, ds = s + bias, ds + 4 * u * np.abs(bias)
+        seen = allowed(call, b) & (s != -inf)
+        m = np.where(seen, s, -inf).max(1, keepdims=True, initial=-inf)
+        d = np.where(seen, m - s, inf)
+        ds = np.where(seen, ds + 6 * u * d + unit.ex, 0)
+        p = np.exp(-d)
+        g = np.where(ds < 1, p * np.expm1(ds), np.exp(np.minimum(ds - d, 700)))
+        n = seen.sum(1, keepdims=True)
+        steps = u * (np.minimum(20 * n, 1.25 * call.dims["kv_len"]) + 32)
+        overflows = seen & ((size * max(1, abs(scale)) >= unit.huge) | (np.isfinite(s) & (s >= unit.huge)))
+        return cls(seen, n, m, d, ds, p, p.sum(1, keepdims=True), g, (p * np.exp(-ds)).sum(1, keepdims=True), steps, overflows.any(1, keepdims=True))
+
+
+def _bound_o(call, unit, row, v, o):
+    size, rounding = np.where(np.isfinite(v), np.abs(v), 0.0), unit.U + unit.tf32 + row.steps
+    total = row.seen @ size
+    lost = unit.eta * total + unit.flush * row.l + row.n * unit.tau
+    err = (row.g @ size + np.abs(o) * row.g.sum(1, keepdims=True) + rounding * ((row.p + row.g) @ size) + lost) / row.least
+    err = np.fmin(err, (size.max(0) + np.abs(o)) * (1 + 4 * rounding) + 2 * lost)
+    err = np.where(row.n == 0, 0.0, err)
+    masked = (~row.seen).astype(float) @ ~np.isfinite(v) > 0
+    faint = (row.seen & (row.d > -log(unit.eta) - 7)).astype(float) @ np.isinf(v) > 0
+    return round_to(np.where(row.overflows | (total >= unit.huge) | (masked & ~np.isnan(o)) | faint, inf, err), o, call.dtype)
+
+
+def _bound_lse(call, unit, row, lse):
+    largest = np.where(row.d - row.ds < 745, row.ds, 0).max(1)  # lse moves by no more than the largest error of a score that counts
+    moved = np.maximum(np.log1p(row.g.sum(1) / row.l[:, 0]), np.log(row.l / row.least)[:, 0])
+    err = np.where(largest > 1, largest, moved) + row.steps[:, 0] + 4 * unit.u * (np.abs(row.m[:, 0]) + np.abs(lse))
+    err = np.where(row.overflows[:, 0], inf, np.where(row.n[:, 0] == 0, 0.0, err))
+    return round_to(err, lse, call.outputs["lse"][1])
+
+
+def _sizes(x):
+    return np.where(np.isfinite(x), np.abs(x), 0.0).sum(-1, keepdims=True)

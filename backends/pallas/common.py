@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -26,12 +27,17 @@ _INTERPRETER: ContextVar[Any] = ContextVar("pallas_interpreter", default=True)
 
 @contextmanager
 def interpreting(params: Any) -> Iterator[None]:
-    """Within this context interpreted calls run under `params`, such as a ``pltpu.InterpretParams`` that simulates a TPU's memories and DMAs."""
+    """Within this context interpreted calls run under `params`, such as a ``pltpu.InterpretParams`` that simulates a TPU's memories and DMAs.
+
+    Functions that jax compiled for another interpreter are forgotten at both ends: its caches do not know about this context.
+    """
     token = _INTERPRETER.set(params)
+    jax.clear_caches()
     try:
         yield
     finally:
         _INTERPRETER.reset(token)
+        jax.clear_caches()
 
 
 def interpreter(call: Call) -> Any:
@@ -85,6 +91,11 @@ def dot(a: Any, b: Any, contract: tuple[int, int]) -> Any:
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     dims = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def step_along(axis: int) -> Any:
+    """The index of this step along a grid axis; the plain 0 where the axis has one step, so that whatever hangs on it is decided while tracing."""
+    return 0 if pl.num_programs(axis) == 1 else pl.program_id(axis)
 
 
 def positions(shape: tuple[int, int], axis: int, start: Any) -> Any:

@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import LANES, block, dot, dtype_refused, in_order, interpreter, off_grid, over_vmem, padded, positions, sublanes
+from portakern.backends.pallas.common import LANES, block, dot, dtype_refused, in_order, interpreter, off_grid, over_vmem, padded, positions, step_along, sublanes
 from portakern.call import Call
 
 
@@ -77,17 +77,20 @@ class Band(NamedTuple):
         left, right = call.options["window"] or (None, None)
         if call.options["is_causal"]:
             right = 0 if right is None else min(right, 0)
-        aligned = call.dims["kv_len"] - call.dims["q_len"]
-        return cls(None if left is None else aligned - left, None if right is None else aligned + right, call.dims["kv_len"], block_q, block_kv)
+        q_len, kv_len = call.dims["q_len"], call.dims["kv_len"]
+        aligned, far = kv_len - q_len, kv_len + q_len  # no window wider than that says more, and an int32 holds it
+        first = None if left is None else aligned - min(left, far)
+        return cls(first, None if right is None else aligned + min(right, far), kv_len, block_q, block_kv)
 
     def span(self, i: Any) -> tuple[Any, Any]:
         """The first and the last key block that query block i can see; where it sees none the last lies before the first."""
+        low, high, div = (max, min, int.__floordiv__) if isinstance(i, int) else (jnp.maximum, jnp.minimum, lax.div)
         first, last = 0, (self.kv_len - 1) // self.block_kv
         if self.first is not None:
-            first = lax.div(jnp.maximum(i * self.block_q + self.first, 0), self.block_kv)
+            first = div(low(i * self.block_q + self.first, 0), self.block_kv)
         if self.last is not None:
-            key = jnp.clip((i + 1) * self.block_q - 1 + self.last, -1, self.kv_len - 1)
-            last = lax.div(key + self.block_kv, self.block_kv) - 1
+            key = high(low((i + 1) * self.block_q - 1 + self.last, -1), self.kv_len - 1)
+            last = div(key + self.block_kv, self.block_kv) - 1
         return first, last
 
     def steps(self) -> int:
@@ -126,7 +129,7 @@ def both(*rules: Any) -> Any:
 def kernel(*refs: Any, names: tuple[str, ...], band: Band, scale: float, softcap: float | None) -> None:
     ref = dict(zip(names, refs, strict=True))
     m_ref, l_ref, acc_ref = ref["m"], ref["l"], ref["acc"]
-    i, step = pl.program_id(2), pl.program_id(3)
+    i, step = step_along(2), step_along(3)
     first, last = band.span(i)
     j = first + step
 

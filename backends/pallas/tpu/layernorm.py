@@ -1,7 +1,7 @@
 """Layer normalisation on TPUs: y = (x - mean) / sqrt(var + eps) * weight + bias along the last axis, in two sweeps over a row.
 
 x: (*batch, n), weight and bias: (n) or None -> y: (*batch, n). The grid is (row blocks, 2, n blocks). Sweep 0 takes the mean of each block and the sum of squares
-about it, and merges them into the row's mean and m2; sweep 1 normalises. A row that fits one block is read once and its merge is exact: the two-pass formula.
+about it, and merges them into the row's mean and m2; sweep 1 normalises. A row that fits one block needs one sweep, which does both, and its merge is exact: the two-pass formula.
 Lanes beyond n are no part of either sum. No difference of large squares is ever taken, so a large mean costs no more than its own rounding.
 
 block_rows: rows a block holds; block_n: elements of each row a block holds.
@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import LANES, block, dtype_refused, in_order, interpreter, off_grid, over_vmem, positions, sublanes
+from portakern.backends.pallas.common import LANES, block, dtype_refused, in_order, interpreter, off_grid, over_vmem, positions, step_along, sublanes
 from portakern.call import Call
 
 ELEMENTS = 2**18  # of one block: with double buffers and float32 intermediates about 7 MiB
@@ -52,7 +52,7 @@ def blocks(call: Call, tiling: dict[str, int]) -> tuple[int, int]:
 
 def kernel(*refs: Any, names: tuple[str, ...], n: int, eps: float) -> None:
     ref = dict(zip(names, refs, strict=True))
-    sweep, step = pl.program_id(1), pl.program_id(2)
+    sweep, step = step_along(1), step_along(2)
     x = ref["x"][...].astype(jnp.float32)
     block_n = x.shape[1]
     ragged = n % block_n != 0
@@ -72,14 +72,14 @@ def kernel(*refs: Any, names: tuple[str, ...], n: int, eps: float) -> None:
     def merge() -> None:
         seen = step * block_n
         here = jnp.minimum(n - seen, block_n)
-        share = here.astype(jnp.float32) / (seen + here).astype(jnp.float32)
-        block_mean = total(x) / here.astype(jnp.float32)
+        share = jnp.float32(here) / jnp.float32(seen + here)
+        block_mean = total(x) / jnp.float32(here)
         delta = block_mean - mean[...]
         # delta is squared last: it is the whole mean in the first block, where its weight is 0
-        m2[...] += total(jnp.square(x - block_mean)) + delta * (delta * (share * seen.astype(jnp.float32)))
+        m2[...] += total(jnp.square(x - block_mean)) + delta * (delta * (share * jnp.float32(seen)))
         mean[...] += delta * share
 
-    @pl.when(sweep == 1)
+    @pl.when(sweep == pl.num_programs(1) - 1)
     def write() -> None:
         y = (x - mean[...]) * lax.rsqrt(m2[...] / n + eps)
         if "weight" in ref:
@@ -98,7 +98,7 @@ def layernorm(call: Call, tiling: dict[str, int]) -> tuple[jax.Array]:
     state = pltpu.VMEM((rows, 1), jnp.float32)
     y = pl.pallas_call(
         partial(kernel, names=("x", *affine, "y", "mean", "m2"), n=n, eps=call.options["eps"]),
-        grid=(pl.cdiv(height, rows), 2, steps),
+        grid=(pl.cdiv(height, rows), min(steps, 2), steps),
         in_specs=[
             pl.BlockSpec((rows, block_n), lambda row, sweep, step: (row, step)),
             *(pl.BlockSpec((1, block_n), lambda row, sweep, step: (0, sweep * step)) for _ in affine),

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import LANES, block, dot, dtype_refused, in_order, interpreter, off_grid, over_vmem, positions, sublanes
+from portakern.backends.pallas.common import LANES, block, dot, dtype_refused, in_order, interpreter, off_grid, over_vmem, positions, step_along, sublanes
 from portakern.call import Call
 
 
@@ -51,7 +51,7 @@ def supports(call: Call, tiling: dict[str, int]) -> str | None:
 
 
 def kernel(a_ref: Any, b_ref: Any, c_ref: Any, acc_ref: Any, *, k: int, axis: int) -> None:
-    step, last = pl.program_id(axis), pl.num_programs(axis) - 1
+    step, last = step_along(axis), pl.num_programs(axis) - 1
     block_k = a_ref.shape[1]
 
     @pl.when(step == 0)

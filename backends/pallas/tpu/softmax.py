@@ -2,7 +2,7 @@
 
 x: (*shape) -> y: (*shape). The array is viewed as (outer, n, inner) with n the softmax axis, or as (1, rows, n) when that axis is the last: no transposed copy
 is made, a block reduces along sublanes instead of lanes. The grid is (outer, row blocks, 2, n blocks). Sweep 0 keeps the running maximum m and the sum l of exp(x - m);
-sweep 1 writes exp(x - m) / l. A row that fits one block is read once: its block index does not change between the sweeps.
+sweep 1 writes exp(x - m) / l. A row that fits one block needs one sweep, which does both.
 
 block_rows: softmax rows a block holds; block_n: elements of each row a block holds.
 
@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import LANES, block, dtype_refused, in_order, interpreter, off_grid, over_vmem, padded, positions, sublanes
+from portakern.backends.pallas.common import LANES, block, dtype_refused, in_order, interpreter, off_grid, over_vmem, padded, positions, step_along, sublanes
 from portakern.call import Call
 
 ELEMENTS = 2**18  # of one block: with double buffers and float32 intermediates about 7 MiB
@@ -63,7 +63,7 @@ def blocks(call: Call, tiling: dict[str, int]) -> tuple[int, int]:
 
 
 def kernel(x_ref: Any, y_ref: Any, m_ref: Any, l_ref: Any, *, n: int, axis: int) -> None:
-    sweep, step = pl.program_id(2), pl.program_id(3)
+    sweep, step = step_along(2), step_along(3)
     x = x_ref[...].astype(jnp.float32)
     block_n = x.shape[axis]
     if n % block_n:
@@ -81,7 +81,7 @@ def kernel(x_ref: Any, y_ref: Any, m_ref: Any, l_ref: Any, *, n: int, axis: int)
         l_ref[...] = l_ref[...] * jnp.exp(m_ref[...] - origin) + jnp.sum(jnp.exp(x - origin), axis=axis, keepdims=True)
         m_ref[...] = m
 
-    @pl.when(sweep == 1)
+    @pl.when(sweep == pl.num_programs(2) - 1)
     def write() -> None:
         y_ref[...] = (jnp.exp(x - m_ref[...]) / l_ref[...]).astype(y_ref.dtype)
 
@@ -101,7 +101,7 @@ def softmax(call: Call, tiling: dict[str, int]) -> tuple[jax.Array]:
     state = pltpu.VMEM((1, rows) if axis == 1 else (rows, 1), jnp.float32)
     y = pl.pallas_call(
         partial(kernel, n=shape[axis], axis=axis - 1),
-        grid=(shape[0], pl.cdiv(shape[3 - axis], rows), 2, steps),
+        grid=(shape[0], pl.cdiv(shape[3 - axis], rows), min(steps, 2), steps),
         in_specs=[spec(lambda sweep, step: step)],
         out_specs=spec(lambda sweep, step: sweep * step),  # sweep 0 stays on the block that sweep 1 writes first: nothing unwritten leaves VMEM
         out_shape=jax.ShapeDtypeStruct(shape, x.dtype),

@@ -1,0 +1,80 @@
+"""Prove that the linters see: in a copy of the tree, plant one forbidden import and one type error under backends/ and demand that each is reported;
+and demand that ruff, mypy and import-linter each read as many files as there are.
+
+The packages under portakern/ are partly symlinks, which a tool can skip in silence: then it reports success on a handful of files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SKIP = {".git", "build", "dist", "notebooks", "__pycache__", ".mypy_cache", ".ruff_cache", ".import_linter_cache", ".pytest_cache", ".hypothesis"}
+
+FORBIDDEN_IMPORT = ("backends/triton/planted_import.py", "import portakern.backends.pallas  # noqa: F401\n", "portakern.backends.triton.planted_import")
+TYPE_ERROR = ("backends/reference/planted_type_error.py", 'answer: int = "forty-two"\n', "planted_type_error.py:1: error: Incompatible types in assignment")
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as scratch:
+        tree = Path(scratch) / "tree"
+        shutil.copytree(ROOT, tree, symlinks=True, ignore=lambda folder, names: [n for n in names if n in SKIP or (Path(folder) / n / "pyvenv.cfg").exists()])
+        failures = [*_all_files_read(tree), *_plants_reported(tree)]
+    for failure in failures:
+        print(f"FAILED: {failure}")
+    return bool(failures)
+
+
+def _all_files_read(tree: Path) -> Iterator[str]:
+    """What is wrong with the number of files that each tool read."""
+    package = len({p.resolve() for p in _python_files(tree / "portakern", follow=True)})
+    everything = len({p.resolve() for p in _python_files(tree, follow=False)})
+    linked = sum(len(list(_python_files(tree / folder, follow=False))) for folder in ("specs", "backends", "examples"))
+    if not 0 < linked < package:
+        yield f"portakern/ holds {package} files, and specs/, backends/ and examples/ {linked}: are the symlinks in place?"
+    for tool, count, pattern, expected in (
+        ("mypy", ["mypy", "-p", "portakern"], r"(?:in|checked) (\d+) source files?", package),
+        ("import-linter", ["lint-imports"], r"Analyzed (\d+) files", package),
+        ("ruff", ["ruff", "check", "--show-files", "."], None, everything),
+    ):
+        _, output = _run(tree, *count)
+        found = re.search(pattern, output) if pattern else None
+        read = int(found[1]) if found else sum(line.endswith(".py") for line in output.splitlines())
+        print(f"{tool} read {read} of {expected} files")
+        if read < expected:
+            yield f"{tool} read {read} files of {expected}:\n{output[-2000:]}"
+
+
+def _plants_reported(tree: Path) -> Iterator[str]:
+    """What was planted and not reported."""
+    for (path, text, report), command in ((FORBIDDEN_IMPORT, ["lint-imports"]), (TYPE_ERROR, ["mypy", "-p", "portakern"])):
+        (tree / path).write_text(text, encoding="utf-8")
+        status, output = _run(tree, *command)
+        (tree / path).unlink()
+        seen = status != 0 and report in output
+        print(f"{command[0]} on a planted {path}: {'reported' if seen else 'NOT reported'}")
+        if not seen:
+            yield f"{command[0]} did not report {path} (exit status {status}):\n{output[-2000:]}"
+
+
+def _python_files(folder: Path, *, follow: bool) -> Iterator[Path]:
+    for parent, folders, names in os.walk(folder, followlinks=follow):
+        folders[:] = [f for f in folders if f not in SKIP]
+        yield from (Path(parent) / n for n in names if n.endswith(".py"))
+
+
+def _run(tree: Path, tool: str, *arguments: str) -> tuple[int, str]:
+    """Exit status and output of a tool of this environment, run in the copy without any cache of the original's."""
+    done = subprocess.run([Path(sys.executable).parent / tool, *arguments], cwd=tree, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""Build the wheel and demand that it holds every Python file of the package, symlinked folders included, and that it works where there is no checkout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = """
+import portakern as pk, numpy as np, sys
+assert pk.__file__.startswith(sys.argv[1]), pk.__file__
+assert not {"torch", "triton", "jax"} & set(sys.modules), "import portakern imported a framework"
+assert set(pk.ops()) == set(sys.argv[2].split(",")), pk.ops()
+assert {"reference", "triton", "pallas"} <= set(pk.backends()), pk.backends()
+x = np.random.default_rng(0).normal(size=(3, 5)).astype("float32")
+assert np.allclose(pk.op("softmax")(x).sum(-1), 1)
+import portakern.examples.minilm.demo
+"""
+
+
+def main(scratch: Path) -> int:
+    subprocess.run([sys.executable, "-m", "build", "--wheel", "--outdir", scratch / "dist", ROOT], check=True, stdout=subprocess.DEVNULL)
+    (wheel,) = (scratch / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as z:
+        inside = {n for n in z.namelist() if n.startswith("portakern/") and n.endswith((".py", "py.typed"))}
+        z.extractall(scratch / "site")
+        with_entry_points = [n for n in z.namelist() if n.endswith("entry_points.txt")]
+    on_disk = {os.path.relpath(Path(folder) / n, ROOT) for folder, _, names in os.walk(ROOT / "portakern", followlinks=True) for n in names if n.endswith((".py", "py.typed"))}
+    print(f"the wheel holds {len(inside & on_disk)} of {len(on_disk)} files")
+    if on_disk - inside or not with_entry_points:
+        print(f"FAILED: missing from the wheel: {sorted(on_disk - inside)}")
+        return 1
+    ops = ",".join(sorted(p.stem for p in (ROOT / "specs").glob("*.py") if p.stem != "__init__"))
+    site = str(scratch / "site")
+    return subprocess.run([sys.executable, "-c", SCRIPT, site, ops], cwd=scratch, env={**os.environ, "PYTHONPATH": site}, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]).resolve()))

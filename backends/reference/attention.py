@@ -1,0 +1,54 @@
+"""Softmax attention with grouped queries, masks, softcap and log-sum-exp: whole score matrices, one head at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from portakern.backends.reference import BACKEND
+from portakern.call import Call
+from portakern.specs.attention import allowed
+
+
+@BACKEND.implements("attention")
+def attention(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray | None]:
+    """o = sum_j p_j v_j / l, lse = m + log l, with p_j = exp(s_j - m), l = sum_j p_j and m = max s_j; s = -inf at masked pairs.
+
+    q: (batch, q_len, heads, d), k: (batch, kv_len, kv_heads, d), v: (batch, kv_len, kv_heads, dv) -> o: (batch, q_len, heads, dv), lse: (batch, heads, q_len).
+    A row that sees no key has m = -inf and l = 0: its o is 0, its lse -inf. A +inf score (inf - inf) or a NaN score makes p, and so the row, NaN.
+    """
+    v = call.arrays["v"]
+    (batch, q_len, heads, _), group = call.arrays["q"].shape, call.dims["group"]
+    o, lse = np.empty((batch, q_len, heads, v.shape[-1])), np.empty((batch, heads, q_len))
+    with np.errstate(all="ignore"):
+        for b, h in np.ndindex(batch, heads):
+            s = scores(call, b, h)
+            m = s.max(-1, keepdims=True, initial=-np.inf)
+            p = np.exp(s - np.where(m == -np.inf, 0.0, m))
+            l = p.sum(-1, keepdims=True)
+            o[b, :, h] = weighted_sum(p, s != -np.inf, v[b, :, h // group]) / np.where(l == 0, 1.0, l)
+            lse[b, h] = (m + np.log(l))[:, 0]
+    return o, lse if "lse" in call.wants else None
+
+
+def scores(call: Call, b: int, h: int) -> np.ndarray:
+    """s (q_len, kv_len) of one head: softcap(scale q.k) + bias, and -inf where the pair is masked. The mask selects last: what it hides leaves no trace."""
+    q, k, bias = (call.arrays[name] for name in ("q", "k", "bias"))
+    scale, cap = call.options["scale"], call.options["softcap"]
+    s = (1 / math.sqrt(q.shape[-1]) if scale is None else scale) * (q[b, :, h] @ k[b, :, h // call.dims["group"]].T)
+    if cap is not None:
+        s = cap * np.tanh(s / cap)
+    if bias is not None:
+        s = s + np.broadcast_to(bias, (*call.outputs["lse"][0], k.shape[1]))[b, h]
+    return np.where(allowed(call, b), s, -np.inf)
+
+
+def weighted_sum(p: np.ndarray, seen: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """p @ v over seen pairs only: NaN and inf in v reach the rows that see their key, and 0 * NaN of a masked pair never arises."""
+    finite = np.where(np.isfinite(v), v, 0.0)
+    total = p @ finite
+    for j in np.flatnonzero((v != finite).any(-1)):
+        total += np.where(seen[:, j, None], p[:, j, None] * (v[j] - finite[j]), 0.0)
+    return total

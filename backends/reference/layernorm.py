@@ -1,0 +1,23 @@
+"""Layer normalisation over the last axis (Ba, Kiros, Hinton 2016, eq. 3-4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from portakern.backends.reference import BACKEND
+from portakern.call import Call
+
+
+@BACKEND.implements("layernorm")
+def layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray]:
+    """y = (x - mean) / sqrt(var + eps) * weight + bias, var = mean (x - mean)^2. An inf or NaN makes var, and so its whole row, NaN."""
+    x, weight, bias = (call.arrays[name] for name in ("x", "weight", "bias"))
+    n = x.shape[-1]
+    with np.errstate(all="ignore"):
+        centred = x - x.sum(-1, keepdims=True) / n
+        var = np.square(centred).sum(-1, keepdims=True) / n
+        y = centred / np.sqrt(var + call.options["eps"])
+        y = y if weight is None else y * weight
+        return (y if bias is None else y + bias,)

@@ -1,0 +1,19 @@
+"""Softmax along one axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from portakern.backends.reference import BACKEND
+from portakern.call import Call
+
+
+@BACKEND.implements("softmax")
+def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray]:
+    """y = exp(x - m) / sum exp(x - m), m = max x. A row of -inf, or with +inf (inf - inf) or NaN, is all NaN by plain arithmetic."""
+    x, axis = call.arrays["x"], call.options["axis"]
+    with np.errstate(all="ignore"):
+        e = np.exp(x - x.max(axis, keepdims=True, initial=-np.inf))
+        return (e / e.sum(axis, keepdims=True),)

@@ -1,0 +1,220 @@
+"""Scaled dot-product attention, one pass over the keys per tile of queries (Dao 2023, FlashAttention-2, algorithm 1).
+
+    s_ij = cap(scale q_i . k_j) + bias_ij,  -inf where masked        cap(s) = c tanh(s / c)
+    m_i = max_j s_ij        p_ij = exp(s_ij - m_i)        l_i = sum_j p_ij        o_i = sum_j p_ij v_j / l_i        lse_i = m_i + log l_i
+
+A program owns block_q queries of one head and walks its keys in tiles of block_kv, keeping m, l and the unnormalised o (``acc``) and
+rescaling them whenever m grows (online softmax, Milakov and Gimelshein 2018). Tiles that causal and window masks empty are not visited;
+only tiles on a mask's edge, or over the end of the keys, pay for masking. Tile borders lie at multiples of block_kv whatever the masks,
+and a tile that is masked for a row leaves the row's state as it is to the bit, so no row depends on its neighbours.
+
+``acc`` and m are kept in base 2 (``exp2`` is the hardware's instruction) unless a bias or a softcap is added to the scores: then the
+difference s - m is taken before it is scaled, so that a bias as low as the dtype's minimum stays finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from portakern.backends.triton import BACKEND
+from portakern.backends.triton.launch import accumulator, cdiv, dot_precision, launch, refuse_common, shared_limit
+from portakern.backends.triton.layout import pow2_at_least
+from portakern.spec import Tile
+
+if TYPE_CHECKING:
+    from portakern.call import Call
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def tanh(x):
+    """Within a few units in the last place for every x, in float32 and in float64: Lambert's continued fraction, cut at the seventh
+    term, up to 1/2 (it is exact to 2e-16 there), and (1 - e) / (1 + e) with e = exp(-2|x|) beyond, where 1 - e does not cancel."""
+    x2 = x * x
+    num = 135135.0 + x2 * (17325.0 + x2 * (378.0 + x2))
+    den = 135135.0 + x2 * (62370.0 + x2 * (3150.0 + x2 * 28.0))
+    e = tl.exp(-2.0 * tl.abs(x))
+    large = (1.0 - e) / (1.0 + e)
+    return tl.where(tl.abs(x) < 0.5, x * (num / den), tl.where(x < 0.0, -large, large))
+
+
+@triton.jit
+def load_tile(ptr, row_ok, col_ok, mask_rows: tl.constexpr, mask_cols: tl.constexpr):
+    """Masked lanes read 0, so that memory past an extent, which may hold NaN, meets no product."""
+    if mask_rows and mask_cols:
+        return tl.load(ptr, mask=row_ok & col_ok, other=0.0)
+    elif mask_rows:
+        return tl.load(ptr, mask=row_ok, other=0.0)
+    elif mask_cols:
+        return tl.load(ptr, mask=col_ok, other=0.0)
+    else:
+        return tl.load(ptr)
+
+
+@triton.jit
+def visit(acc, l, m, q_tile, first, last, k, v, bias, kv_segments, q_segment, i_ok, limit_lo, limit_hi,  # noqa: E741
+          d, dv, kv_len, scale, softcap, k_s, k_d, v_s, v_d, bias_s, kv_seg_s,
+          block_kv: tl.constexpr, block_d: tl.constexpr, block_dv: tl.constexpr, whole_d: tl.constexpr, whole_dv: tl.constexpr, edge: tl.constexpr,
+          precision: tl.constexpr, acc_dtype: tl.constexpr):  # fmt: skip
+    """Fold the keys from ``first`` to ``last`` into (acc, l, m). ``edge``: some pair may lie outside [limit_lo, limit_hi)."""
+    natural: tl.constexpr = bias is not None or softcap is not None
+    dd, ddv = tl.arange(0, block_d)[None, :], tl.arange(0, block_dv)[None, :]
+    for start in range(first, last, block_kv):
+        j = start + tl.arange(0, block_kv)
+        j_ok = j < kv_len
+        row, col = j.to(tl.int64)[:, None], j.to(tl.int64)[None, :]
+        k_tile = load_tile(k + (row * k_s + dd.to(tl.int64) * k_d), j_ok[:, None], dd < d, edge, not whole_d)
+
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=precision, out_dtype=acc_dtype)
+        s = s * scale if natural else s * (scale * LOG2E)
+        if softcap is not None:
+            s = tanh(s / softcap) * softcap
+        if bias is not None:
+            s = s + load_tile(bias + col * bias_s, i_ok, j_ok[None, :], True, edge).to(acc_dtype)
+        if edge:
+            s = tl.where((j[None, :] >= limit_lo) & (j[None, :] < limit_hi), s, float("-inf"))
+        if kv_segments is not None:
+            kv_segment = tl.load(kv_segments + col * kv_seg_s, mask=j_ok[None, :], other=0)
+            s = tl.where(q_segment == kv_segment, s, float("-inf"))
+
+        m_new = tl.maximum(m, tl.max(s, 1))
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # no key allowed so far: -inf - -inf would be NaN
+        if natural:
+            p, alpha = tl.exp2((s - shift[:, None]) * LOG2E), tl.exp2((m - shift) * LOG2E)
+        else:
+            p, alpha = tl.exp2(s - shift[:, None]), tl.exp2(m - shift)
+        l = l * alpha + tl.sum(p, 1)  # noqa: E741
+        m = m_new
+        v_tile = load_tile(v + (row * v_s + ddv.to(tl.int64) * v_d), j_ok[:, None], ddv < dv, edge, not whole_dv)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=precision, out_dtype=acc_dtype)
+    return acc, l, m
+
+
+@triton.jit
+def attention_kernel(q, k, v, bias, q_segments, kv_segments, o, lse, scale, softcap, left, right,
+                     tiles_q, heads, group, q_len, kv_len, d, dv,
+                     q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d, v_b, v_s, v_h, v_d, bias_b, bias_h, bias_q, bias_s, q_seg_b, q_seg_s, kv_seg_b, kv_seg_s,
+                     block_q: tl.constexpr, block_kv: tl.constexpr, block_d: tl.constexpr, block_dv: tl.constexpr,
+                     whole_d: tl.constexpr, whole_dv: tl.constexpr, precision: tl.constexpr, acc_dtype: tl.constexpr):  # fmt: skip
+    tile = tl.program_id(0) % tiles_q
+    if right is not None:
+        tile = tiles_q - 1 - tile  # the last queries may see most keys: start them first
+    head = (tl.program_id(0) // tiles_q % heads).to(tl.int64)
+    batch = (tl.program_id(0) // tiles_q // heads).to(tl.int64)
+    i = tile * block_q + tl.arange(0, block_q)
+    i_ok, row, dd = (i < q_len)[:, None], i.to(tl.int64)[:, None], tl.arange(0, block_d)[None, :]
+    q_tile = load_tile(q + (batch * q_b + head * q_h) + (row * q_s + dd.to(tl.int64) * q_d), i_ok, dd < d, True, not whole_d)
+    k += batch * k_b + (head // group) * k_h
+    v += batch * v_b + (head // group) * v_h
+    if bias is not None:
+        bias += batch * bias_b + head * bias_h + row * bias_q
+    q_segment = None
+    if q_segments is not None:
+        q_segment = tl.load(q_segments + batch * q_seg_b + row * q_seg_s, mask=i_ok, other=0)
+        kv_segments += batch * kv_seg_b
+
+    # Row i may see the keys [limit_lo, limit_hi). Some row of the tile sees [first, last), every row sees [lo_all, hi_all).
+    at = kv_len - q_len  # query i stands beside key i + at
+    top, bottom = tile * block_q + at, tl.minimum(tile * block_q + block_q, q_len) - 1 + at
+    first, lo_all = tile * 0, tile * 0
+    last, hi_all = first + kv_len, first + kv_len
+    limit_lo, limit_hi = tl.zeros([block_q, 1], tl.int32), tl.full([block_q, 1], kv_len, tl.int32)
+    if left is not None:
+        limit_lo = i[:, None] + (at - left)
+        first, lo_all = tl.maximum(top - left, 0) // block_kv * block_kv, tl.maximum(bottom - left, 0)
+    if right is not None:
+        limit_hi = tl.minimum(i[:, None] + (at + right + 1), kv_len)
+        last, hi_all = tl.minimum(bottom + right + 1, kv_len), tl.minimum(tl.maximum(top + right + 1, 0), kv_len)
+    inner_first = tl.minimum((lo_all + block_kv - 1) // block_kv * block_kv, last)
+    inner_last = tl.maximum(hi_all // block_kv * block_kv, inner_first)
+
+    m = tl.full([block_q], float("-inf"), acc_dtype)
+    l = tl.zeros([block_q], acc_dtype)  # noqa: E741
+    acc = tl.zeros([block_q, block_dv], acc_dtype)
+    if left is not None:
+        acc, l, m = visit(acc, l, m, q_tile, first, inner_first, k, v, bias, kv_segments, q_segment, i_ok, limit_lo, limit_hi, d, dv, kv_len, scale, softcap,
+                          k_s, k_d, v_s, v_d, bias_s, kv_seg_s, block_kv, block_d, block_dv, whole_d, whole_dv, True, precision, acc_dtype)  # fmt: skip
+    acc, l, m = visit(acc, l, m, q_tile, inner_first, inner_last, k, v, bias, kv_segments, q_segment, i_ok, limit_lo, limit_hi, d, dv, kv_len, scale, softcap,
+                      k_s, k_d, v_s, v_d, bias_s, kv_seg_s, block_kv, block_d, block_dv, whole_d, whole_dv, False, precision, acc_dtype)  # fmt: skip
+    acc, l, m = visit(acc, l, m, q_tile, inner_last, last, k, v, bias, kv_segments, q_segment, i_ok, limit_lo, limit_hi, d, dv, kv_len, scale, softcap,
+                      k_s, k_d, v_s, v_d, bias_s, kv_seg_s, block_kv, block_d, block_dv, whole_d, whole_dv, True, precision, acc_dtype)  # fmt: skip
+
+    ddv = tl.arange(0, block_dv)[None, :]
+    out = acc / tl.where(l == 0.0, 1.0, l)[:, None]  # l = 0: every key masked, and acc is 0 too
+    tl.store(o + ((batch * q_len + row) * heads + head) * dv + ddv, out.to(o.dtype.element_ty), mask=i_ok & (ddv < dv))
+    if lse is not None:
+        total = m + tl.log(l) if bias is not None or softcap is not None else (m + tl.log2(l)) * LN2
+        tl.store(lse + (batch * heads + head) * q_len + i, total, mask=i < q_len)
+
+
+def padded(d: int) -> int:
+    """The tile extent that a head dimension takes: dots want powers of two, of at least 16."""
+    return pow2_at_least(d, 16)
+
+
+def default_tiling(call: Call) -> dict[str, int]:
+    """From the head dimensions, the dtype and the target alone."""
+    d, arch = max(padded(call.dims["d"]), padded(call.dims["dv"])), call.target.arch
+    if call.dtype not in ("float16", "bfloat16"):
+        tile = (64, 32, 4, 2) if d <= 64 else (32, 32, 4, 2) if d <= 128 else (16, 16, 4, 1)
+    elif arch.startswith("gfx"):
+        tile = (128, 64, 4, 1) if d <= 64 else (64, 32, 4, 1) if d <= 128 else (32, 32, 4, 1)
+    elif shared_limit(arch) < 200 * 1024 and arch:
+        tile = (128, 64, 4, 3) if d <= 64 else (128, 32, 8, 2) if d <= 128 else (64, 32, 8, 1)
+    else:
+        tile = (128, 128, 8, 3) if d <= 64 else (128, 64, 8, 3) if d <= 128 else (128, 32, 8, 2) if d <= 256 else (64, 16, 8, 1)
+    return dict(zip(("block_q", "block_kv", "num_warps", "num_stages"), tile, strict=True))
+
+
+def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+    dims, block_q, block_kv = call.dims, tiling["block_q"], tiling["block_kv"]
+    d, dv = padded(dims["d"]), padded(dims["dv"])
+    if dims["q_len"] + dims["kv_len"] > 1 << 30:
+        return "more than 2^30 queries and keys: positions are 32-bit here"
+    if max(block_q * block_kv, max(block_q, block_kv) * max(d, dv)) > 1 << 20:
+        return f"tiles of {block_q} x {block_kv} at head dimensions {dims['d']} and {dims['dv']} exceed Triton's limit of 2^20 elements"
+    if not call.interpret:
+        size, limit = (2 if call.dtype in ("float16", "bfloat16") else 4), shared_limit(call.target.arch)
+        shared = (block_q * d + tiling["num_stages"] * block_kv * (d + dv)) * size
+        if shared > limit:
+            return f"tiles of {block_q} x {block_kv} with {tiling['num_stages']} stages take {shared} bytes of shared memory; {call.target.arch} has {limit}"
+        if block_q * (dv + block_kv) > tiling["num_warps"] * 32 * 384:
+            return f"a {block_q} x {block_kv} tile does not fit in the registers of {tiling['num_warps']} warps; use a smaller tile or more warps"
+    programs = cdiv(dims["q_len"], block_q) * dims["kv_heads"] * dims["group"] * dims["batch"]
+    return refuse_common(call, tiling["num_warps"], programs)
+
+
+@BACKEND.implements("attention", tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 16), "num_stages": Tile(1, 8)})
+def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    arrays, dims, options = call.arrays, call.dims, call.options
+    q, k, v, bias, q_segments, kv_segments = (arrays[n] for n in ("q", "k", "v", "bias", "q_segment_ids", "kv_segment_ids"))
+    batch, q_len, heads, d = q.shape
+    kv_len, dv = dims["kv_len"], dims["dv"]
+    o = torch.empty((batch, q_len, heads, dv), dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, heads, q_len), dtype=torch.float64 if call.dtype == "float64" else torch.float32, device=q.device) if "lse" in call.wants else None
+    left, right = _band(options["is_causal"], options["window"], q_len + kv_len)
+    scale = d**-0.5 if options["scale"] is None else options["scale"]
+    bias_strides = (0, 0, 0, 0) if bias is None else bias.expand(batch, heads, q_len, kv_len).stride()
+    q_seg_strides, kv_seg_strides = ((0, 0), (0, 0)) if q_segments is None else (q_segments.stride(), kv_segments.stride())
+    block_d, block_dv, tiles_q = padded(d), padded(dv), cdiv(q_len, tiling["block_q"])
+    launch(attention_kernel, tiles_q * heads * batch, call, q, k, v, bias, q_segments, kv_segments, o, lse, float(scale), options["softcap"], left, right,
+           tiles_q, heads, dims["group"], q_len, kv_len, d, dv,
+           *q.stride(), *k.stride(), *v.stride(), *bias_strides, *q_seg_strides, *kv_seg_strides,
+           block_q=tiling["block_q"], block_kv=tiling["block_kv"], block_d=block_d, block_dv=block_dv, whole_d=block_d == d, whole_dv=block_dv == dv,
+           precision=dot_precision(call), acc_dtype=accumulator(call.dtype), num_warps=tiling["num_warps"], num_stages=tiling["num_stages"])  # fmt: skip
+    return (o, lse)
+
+
+def _band(is_causal: bool, window: tuple[int | None, int | None] | None, enough: int) -> tuple[int | None, int | None]:
+    """Causal and window masks as one band: how far left and right of its own place a query sees, None for all the way."""
+    left, right = window or (None, None)
+    if is_causal:
+        right = 0
+    return (None if left is None else min(left, enough)), (None if right is None else min(right, enough))

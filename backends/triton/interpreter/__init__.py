@@ -1,0 +1,166 @@
+"""Runs ``@triton.jit`` kernels on CPU tensors, call by call, beside compiled launches in the same process.
+
+Triton's own interpreter is chosen by an environment variable when a kernel is decorated, and works by replacing the functions of
+``triton.language`` for the whole process, which breaks a compile on another thread. Here nothing global changes: a kernel's source is
+executed once more over its own namespace, in which ``tl`` is a stand-in whose functions take and give :class:`values.Block`. So there is
+nothing to restore, nothing to lock, and threads may interpret and compile at the same time.
+
+As in a compiled kernel, assigning a Python number makes it a typed scalar, a loop index is a typed scalar, and integer arguments
+are int32 or, when they do not fit, int64. Unlike one, float arguments stay Python floats, so that float64 kernels keep them whole.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime.jit import JITFunction, mangle_type
+
+from portakern.backends.triton.interpreter.functions import OVERRIDES
+from portakern.backends.triton.interpreter.values import PROGRAM, SEMANTIC, Block, bound, pointer, scalar
+
+__all__ = ["run"]
+
+
+def run(kernel: JITFunction[Any], grid: int, *args: Any, **kwargs: Any) -> None:
+    """Launch ``kernel`` over a 1-D grid on CPU tensors; keywords that are no parameter of it (``num_warps``) are ignored."""
+    names = kernel.arg_names
+    given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
+    constexprs = {p.name for p in kernel.params if p.is_constexpr}
+    values = {k: v if k in constexprs else _argument(v) for k, v in given.items()}
+    body = _interpreted(kernel).body
+    spans = tuple((s.data_ptr(), s.data_ptr() + s.nbytes()) for s in (v.untyped_storage() for v in given.values() if isinstance(v, torch.Tensor)))
+    outer = PROGRAM.index, PROGRAM.grid, PROGRAM.spans
+    PROGRAM.grid, PROGRAM.spans = grid, spans
+    try:
+        with np.errstate(all="ignore"):
+            for index in range(grid):
+                PROGRAM.index = index
+                body(**values)
+    finally:
+        PROGRAM.index, PROGRAM.grid, PROGRAM.spans = outer
+
+
+def _argument(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return pointer(value.data_ptr(), _pointer_type(value.dtype))
+    if isinstance(value, (bool, int)):
+        return scalar(value)
+    return value
+
+
+@functools.cache
+def _pointer_type(dtype: torch.dtype) -> tl.dtype:
+    return tl.str_to_ty(mangle_type(torch.empty(0, dtype=dtype)), None)
+
+
+class _Interpreted:
+    """A ``@triton.jit`` function as interpreted code calls it."""
+
+    def __init__(self, jit: JITFunction[Any]) -> None:
+        self.jit = jit
+
+    @functools.cached_property
+    def body(self) -> Callable[..., Any]:
+        return _rewritten(self.jit.fn)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.body(*args, **kwargs)
+
+
+_known: dict[int, _Interpreted] = {}  # by id: hashing a JITFunction hashes all its source
+
+
+def _interpreted(jit: JITFunction[Any]) -> _Interpreted:
+    found = _known.get(id(jit))
+    if found is None:
+        found = _known[id(jit)] = _Interpreted(jit)
+    return found
+
+
+class _Namespace:
+    """A module of triton.language as interpreted code sees it; attributes are translated on first use."""
+
+    def __init__(self, module: types.ModuleType) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        value = _translated(getattr(self._module, name))
+        setattr(self, name, value)
+        return value
+
+
+@functools.cache
+def _namespace(module: types.ModuleType) -> _Namespace:
+    return _Namespace(module)
+
+
+def _translated(value: Any) -> Any:
+    """What ``value``, found in a kernel's globals, is in interpreted code."""
+    if id(value) in OVERRIDES:
+        return OVERRIDES[id(value)]
+    if isinstance(value, JITFunction):
+        return _interpreted(value)
+    if isinstance(value, types.ModuleType):
+        return _namespace(value) if value.__name__.startswith("triton.language") else value
+    if isinstance(value, tl.constexpr):
+        return value.value
+    return bound(value) if callable(value) and tl.core.is_builtin(value) else value
+
+
+def _method(function: Any) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: function(self, *args, **kwargs)
+
+
+for _name, _member in list(vars(tl.tensor).items()):  # x.sum(0) and the like
+    if isinstance(_member, JITFunction):
+        setattr(Block, _name, _method(_translated(_member)))
+
+
+def _assigned(value: Any) -> Any:
+    """A value as it is after an assignment in a kernel: numbers become typed scalars."""
+    return value if value.__class__ is Block else SEMANTIC.to_tensor(value, False)
+
+
+class _Rewriter(ast.NodeTransformer):
+    """Wraps what is assigned in ``_assigned`` and drops annotations, which name things of no use here."""
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        node.value = ast.Call(ast.Name("_assigned", ast.Load()), [node.value], [])
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        return ast.Assign([node.target], node.value) if node.value else ast.Pass()  # constexpr: stays a Python value
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        self.generic_visit(node)
+        node.decorator_list, node.returns = [], None
+        for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
+            a.annotation = None
+        return node
+
+
+def _rewritten(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` compiled again over translated globals, with the lines of its source for tracebacks."""
+    lines, first = inspect.getsourcelines(fn)
+    tree = _Rewriter().visit(ast.parse(textwrap.dedent("".join(lines))))
+    ast.increment_lineno(tree, first - 1)
+    code = compile(ast.fix_missing_locations(tree), inspect.getsourcefile(fn) or "<kernel>", "exec")
+    used = _names(code)
+    scope = {name: _translated(value) for name, value in fn.__globals__.items() if name in used}
+    scope |= {"range": OVERRIDES[id(range)], "_assigned": _assigned}
+    exec(code, scope)
+    found: Callable[..., Any] = scope[fn.__name__]
+    return found
+
+
+def _names(code: types.CodeType) -> set[str]:
+    return {*code.co_names}.union(*(_names(c) for c in code.co_consts if isinstance(c, types.CodeType)))

@@ -1,0 +1,201 @@
+"""The functions of ``triton.language`` that kernels call, on interpreted values; those not here run Triton's own code on its NumPy builder.
+
+Stricter than a device where a device is silent: masked lanes of a load without ``other`` hold poison, an address outside the storages of
+the launch's arguments raises, a dot operand under 16 raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter as upstream
+
+from portakern.backends.triton.interpreter.values import FLOATS, NUMPY, PROGRAM, Block, bound, check_addresses, convert, direct, made, scalar
+
+__all__ = ["OVERRIDES"]
+
+POISON = {"f": np.nan, "i": -7, "u": 0x7FC1, "b": True}  # 0x7FC1 is a NaN as bfloat16
+
+
+def _raw(x: Any) -> Any:
+    return x.value if isinstance(x, tl.constexpr) else x
+
+
+def _operand(x: Any, dtype: tl.dtype) -> Any:
+    """``x`` as NumPy data of ``dtype``."""
+    x = _raw(x)
+    if isinstance(x, Block):
+        return convert(x.handle.data, x.dtype, dtype)
+    return convert(np.array(x, np.float32 if dtype.name == "bf16" else NUMPY[dtype.name]), tl.float32 if dtype.name == "bf16" else dtype, dtype)
+
+
+def _element(p: Block) -> tuple[tl.dtype, np.dtype[Any]]:
+    element = p.dtype.element_ty
+    if element.name == "int1":
+        element = tl.int8
+    return element, np.dtype(np.uint16 if element.name == "bf16" else NUMPY[element.name])
+
+
+def load(pointer: Block, mask: Any = None, other: Any = None, **hints: Any) -> Block:
+    address, (element, dtype) = pointer.handle.data, _element(pointer)
+    lanes = None
+    if mask is not None:
+        address, lanes = np.broadcast_arrays(address, mask.handle.data if isinstance(mask, Block) else bool(_raw(mask)))
+    check_addresses(address, lanes, dtype.itemsize)
+    fill = np.asarray(POISON[dtype.kind], dtype) if other is None else _operand(other, element)
+    live = np.ones(address.shape, bool) if lanes is None else lanes
+    data = upstream._interpreter.load(address, live, np.broadcast_to(fill, address.shape), dtype)
+    out = made(data, element, pointer.type.is_block())
+    return out != 0 if pointer.dtype.element_ty.name == "int1" else out
+
+
+def store(pointer: Block, value: Any, mask: Any = None, **hints: Any) -> None:
+    address, (element, dtype) = pointer.handle.data, _element(pointer)
+    lanes = np.broadcast_to(True if mask is None else mask.handle.data if isinstance(mask, Block) else bool(mask), address.shape)
+    check_addresses(address, lanes, dtype.itemsize)
+    upstream._interpreter.store(address, np.ascontiguousarray(np.broadcast_to(_operand(value, element), address.shape)), lanes)
+
+
+def dot(input: Block, other: Block, acc: Block | None = None, input_precision: str | None = None, allow_tf32: Any = None, max_num_imprecise_acc: Any = None,
+        out_dtype: tl.dtype = tl.float32) -> Block:  # fmt: skip
+    """Products and sums in float32 (float64, int32): what ``ieee`` promises and what tensor cores do with 16-bit operands."""
+    a, b = input.handle.data, other.handle.data
+    if input.dtype.name != other.dtype.name or min(a.shape[-2], *b.shape[-2:]) < 16:
+        raise ValueError(f"dot of {input.dtype} {a.shape} and {other.dtype} {b.shape}: dtypes must be equal and extents at least 16")
+    if input.dtype.name not in ("bf16", "fp16", "fp32", "fp64", "int8"):
+        raise NotImplementedError(f"dot of {input.dtype} is not interpreted")
+    wide = {"fp64": tl.float64, "int8": tl.int32}.get(input.dtype.name, tl.float32)
+    data = np.matmul(convert(a, input.dtype, wide), convert(b, other.dtype, wide))
+    if acc is not None:
+        if acc.handle.data.shape != data.shape:
+            raise ValueError(f"dot gives {data.shape} but acc is {acc.handle.data.shape}")
+        data = data + acc.handle.data
+    return made(data.astype(NUMPY[out_dtype.name], copy=False) if wide is tl.float32 else data, out_dtype if wide is tl.float32 else wide)
+
+
+def _elementwise(ufunc: Callable[..., Any], slow: Callable[..., Any]) -> Callable[..., Any]:
+    def op(x: Any, **kwargs: Any) -> Any:
+        if isinstance(x, Block) and x.dtype.name in ("fp32", "fp64") and not kwargs:
+            return made(ufunc(x.handle.data), x.dtype, x.type.is_block())
+        return slow(x, **kwargs)
+
+    return op
+
+
+def _two(ufunc: np.ufunc, slow: Callable[..., Any]) -> Callable[..., Any]:
+    plain = direct(ufunc, slow, "if")
+
+    def op(x: Any, y: Any, **kwargs: Any) -> Any:
+        return slow(x, y, **kwargs) if kwargs or not isinstance(x, Block) else plain(x, y)
+
+    return op
+
+
+_slow_where = bound(tl.where)
+
+
+def where(condition: Any, x: Any, y: Any) -> Any:
+    if isinstance(condition, Block) and condition.dtype.name == "int1":
+        typed = x if isinstance(x, Block) else y
+        if isinstance(typed, Block) and typed.dtype.name in FLOATS:
+            other = y if typed is x else x
+            if other.__class__ is float or (isinstance(other, Block) and other.dtype.name == typed.dtype.name):
+                a, b = (v.handle.data if isinstance(v, Block) else v for v in (x, y))
+                data = np.where(condition.handle.data, a, b)
+                return made(data, typed.dtype, condition.type.is_block() or typed.type.is_block() or (isinstance(other, Block) and other.type.is_block()))
+    return _slow_where(condition, x, y)
+
+
+def program_id(axis: int) -> Block:
+    return scalar((PROGRAM.index, 0, 0)[_raw(axis)], tl.int32)
+
+
+def num_programs(axis: int) -> Block:
+    return scalar((PROGRAM.grid, 1, 1)[_raw(axis)], tl.int32)
+
+
+def arange(start: int, end: int) -> Block:
+    return made(np.arange(_raw(start), _raw(end), dtype=np.int32), tl.int32)
+
+
+def value_range(*bounds: Any, **hints: Any) -> Any:
+    """``range`` and ``tl.range``: the index is a scalar of the bounds' dtype, as in a compiled kernel."""
+    plain = [_raw(b) for b in bounds]
+    wide = any(isinstance(b, Block) and b.dtype.name == "int64" for b in plain) or any(not -(2**31) <= int(b) < 2**31 for b in plain)
+    for i in range(*(int(b) for b in plain)):
+        yield scalar(i, tl.int64 if wide else tl.int32)
+
+
+def static_range(*bounds: Any, **hints: Any) -> Any:
+    return range(*(int(_raw(b)) for b in bounds))
+
+
+def _ufunc_of(combine: Any) -> np.ufunc | None:
+    """The ufunc that a combiner of ``tl.sum``, ``tl.max`` or ``tl.min`` is."""
+    known = ((tl.standard._sum_combine, np.add), (tl.standard._elementwise_max, np.fmax), (tl.standard._elementwise_min, np.fmin))
+    return next((ufunc for jit, ufunc in known if combine.jit is jit), None)
+
+
+def _reduce_data(x: Block, axis: int | None, ufunc: np.ufunc, keep_dims: bool) -> Block:
+    wide = convert(x.handle.data, x.dtype, tl.float32) if x.dtype.name in ("bf16", "fp16") else x.handle.data
+    data = np.asarray(ufunc.reduce(wide, axis=_raw(axis), keepdims=keep_dims, dtype=wide.dtype))
+    data = convert(data, tl.float32, x.dtype) if x.dtype.name in ("bf16", "fp16") else data
+    return made(data, x.dtype) if data.ndim else made(data.reshape(1), x.dtype, False)
+
+
+def reduce(input: Any, axis: int | None, combine_fn: Any, keep_dims: bool = False, **hints: Any) -> Any:
+    """Sum, max and min as NumPy ufuncs; any other combiner as a tree of halves, which is a device's order too."""
+    ufunc = _ufunc_of(combine_fn)
+    if ufunc is not None and isinstance(input, Block):
+        return _reduce_data(input, axis, ufunc, bool(_raw(keep_dims)))
+    parts = input if isinstance(input, tuple) else (input,)
+    axis = _raw(axis)
+    data = [p.handle.data.reshape(-1) if axis is None else np.moveaxis(p.handle.data, axis, 0) for p in parts]
+    while data[0].shape[0] > 1:
+        half = data[0].shape[0] // 2
+        got = combine_fn(*(made(d[:half], p.dtype) for d, p in zip(data, parts, strict=True)), *(made(d[half:], p.dtype) for d, p in zip(data, parts, strict=True)))
+        data = [g.handle.data for g in (got if isinstance(got, tuple) else (got,))]
+    results = [made(d[0], p.dtype) if np.ndim(d[0]) else made(d.reshape(1), p.dtype, False) for d, p in zip(data, parts, strict=True)]
+    if _raw(keep_dims):
+        results = [made(np.expand_dims(r.handle.data, axis), r.dtype) for r in results]
+    return tuple(results) if isinstance(input, tuple) else results[0]
+
+
+def associative_scan(*args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError("tl.associative_scan is not interpreted")
+
+
+def _reduction(ufunc: np.ufunc) -> Callable[..., Any]:
+    def op(input: Block, axis: int | None = None, keep_dims: bool = False) -> Block:
+        if input.dtype.name not in ("fp32", "fp64", "int32", "int64"):
+            raise NotImplementedError(f"reduction of {input.dtype}: convert it to float32 or int32 first, as the accumulator of a device would be")
+        return _reduce_data(input, axis, ufunc, bool(_raw(keep_dims)))
+
+    return op
+
+
+def _identity(x: Any, *args: Any) -> Any:
+    return x
+
+
+def _static_assert(condition: Any, message: str = "") -> None:
+    if not _raw(condition):
+        raise AssertionError(message)
+
+
+OVERRIDES: dict[int, Any] = {
+    id(original): replacement
+    for original, replacement in [
+        (range, value_range), (tl.range, value_range), (tl.static_range, static_range), (tl.static_assert, _static_assert), (tl.static_print, print),
+        (tl.load, load), (tl.store, store), (tl.dot, dot), (tl.where, where), (tl.program_id, program_id), (tl.num_programs, num_programs), (tl.arange, arange),
+        (tl.reduce, reduce), (tl.associative_scan, associative_scan), (tl.sum, _reduction(np.add)), (tl.max, _reduction(np.fmax)), (tl.min, _reduction(np.fmin)),
+        (tl.maximum, _two(np.fmax, bound(tl.maximum))), (tl.minimum, _two(np.fmin, bound(tl.minimum))),
+        (tl.multiple_of, _identity), (tl.max_contiguous, _identity), (tl.max_constancy, _identity),
+        *((getattr(tl, n), _elementwise(u, bound(getattr(tl, n)))) for n, u in
+          {"exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "sqrt": np.sqrt, "abs": np.abs, "sqrt_rn": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x)}.items()),
+    ]
+}  # fmt: skip
+"""id of a function of ``tl`` (or builtin) -> what an interpreted kernel calls instead."""

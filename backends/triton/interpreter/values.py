@@ -1,0 +1,282 @@
+"""The values of interpreted kernels: NumPy arrays behind ``triton.language.tensor``'s interface.
+
+``Block`` subclasses ``tl.tensor`` and carries its own semantic object, so nothing in Triton is patched. What kernels do most has a direct
+NumPy path here, taken only where no promotion is needed; everything else goes through Triton's own type rules (``TritonSemantic``) onto
+its NumPy builder, mended for bfloat16, which lives in uint16 bit patterns there.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter as upstream
+
+__all__ = ["FLOATS", "INTS", "NUMPY", "PROGRAM", "SEMANTIC", "Block", "bound", "check_addresses", "convert", "direct", "made", "pointer", "scalar"]
+
+FLOATS = {"fp16": np.float16, "fp32": np.float32, "fp64": np.float64}
+INTS = {"int32": np.int32, "int64": np.int64}
+NUMPY = FLOATS | INTS | {"int1": np.bool_, "int8": np.int8, "int16": np.int16, "uint8": np.uint8, "uint16": np.uint16, "uint32": np.uint32, "uint64": np.uint64}
+SCALARS = {np.dtype(n): t for n, t in [("f2", tl.float16), ("f4", tl.float32), ("f8", tl.float64), ("i4", tl.int32), ("i8", tl.int64), ("?", tl.int1)]}
+
+
+class Program(threading.local):
+    """The program that this thread interprets: its index, the grid, and the address ranges it may touch."""
+
+    index: int = 0
+    grid: int = 1
+    spans: tuple[tuple[int, int], ...] = ()
+
+
+PROGRAM = Program()
+
+
+class Handle(upstream.TensorHandle):
+    """Triton's handle without its dataclass start-up cost."""
+
+    def __init__(self, data: np.ndarray, dtype: tl.dtype) -> None:
+        self.data = data
+        self.dtype = dtype
+
+    @property
+    def attr(self) -> dict[str, Any]:
+        return {}
+
+    def set_attr(self, key: str, value: Any) -> None:
+        """Compiler hints mean nothing here."""
+
+
+def from_bfloat16(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def to_bfloat16(values: np.ndarray) -> np.ndarray:
+    """Round to nearest even; a float64 is rounded once, not through float32's ties."""
+    f = np.ascontiguousarray(values, np.float32)
+    bits = f.view(np.uint32)
+    rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+    if values.dtype == np.float64:
+        tie = (bits & 0xFFFF) == 0x8000
+        above, below = np.abs(values) > np.abs(f), np.abs(values) < np.abs(f)
+        rounded = np.where(tie & (above | below), (bits >> 16).astype(np.uint16) + above, rounded).astype(np.uint16)
+    nan = np.isnan(f)
+    return np.where(nan, np.uint16(0x7FC0), rounded) if nan.any() else rounded
+
+
+def convert(data: np.ndarray, source: tl.dtype, target: tl.dtype) -> np.ndarray:
+    """Elementwise cast between scalar dtypes."""
+    if source.name == target.name:
+        return data
+    if source.name == "bf16":
+        data = from_bfloat16(data)
+    if target.name == "bf16":
+        return to_bfloat16(data)
+    return data.astype(NUMPY[target.name])
+
+
+def _widen(h: upstream.TensorHandle) -> upstream.TensorHandle:
+    return Handle(from_bfloat16(h.data), tl.float32) if h.dtype.scalar.name == "bf16" else h
+
+
+class Builder(upstream.InterpreterBuilder):
+    """Triton's NumPy builder with right bfloat16 and with this thread's program index."""
+
+    grid_idx = property(lambda self: (PROGRAM.index, 0, 0), lambda self, value: None)
+    grid_dim = property(lambda self: (PROGRAM.grid, 1, 1), lambda self, value: None)
+
+    def binary_op(self, lhs: Any, rhs: Any, op: Callable[..., Any]) -> Any:
+        if lhs.dtype.scalar.name != "bf16":
+            return super().binary_op(lhs, rhs, op)
+        out = op(from_bfloat16(lhs.data), from_bfloat16(rhs.data))
+        return Handle(out, tl.int1) if out.dtype == bool else Handle(to_bfloat16(out), tl.bfloat16)
+
+    def unary_op(self, arg: Any, op: Callable[..., Any]) -> Any:
+        if arg.dtype.scalar.name != "bf16":
+            return super().unary_op(arg, op)
+        return Handle(to_bfloat16(op(from_bfloat16(arg.data))), tl.bfloat16)
+
+    def cast_impl(self, src: Any, dst_type: Any) -> Any:
+        source, target = src.dtype.scalar, dst_type.scalar
+        if "bf16" in (source.name, target.name) and (source.name in NUMPY or target.name in NUMPY):
+            return Handle(convert(src.data, source, target), target)
+        return super().cast_impl(src, dst_type)
+
+    def create_fp_to_fp(self, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
+        if {src.dtype.scalar.name, dst_type.scalar.name} <= {"bf16", *FLOATS}:
+            return self.cast_impl(src, dst_type)
+        return super().create_fp_to_fp(_widen(src), dst_type, rounding_mode)
+
+    def create_fneg(self, arg: Any) -> Any:
+        return self.unary_op(arg, np.negative)
+
+    def create_masked_load(self, ptrs: Any, mask: Any, other: Any, *rest: Any) -> Any:
+        check_addresses(ptrs.data, mask.data, ptrs.get_element_ty().primitive_bitwidth // 8)
+        return super().create_masked_load(ptrs, mask, other, *rest)
+
+    def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        check_addresses(ptrs.data, mask.data, ptrs.get_element_ty().primitive_bitwidth // 8)
+        return super().create_masked_store(ptrs, value, mask, *rest)
+
+
+def check_addresses(address: np.ndarray, mask: np.ndarray | None, size: int) -> None:
+    live = address if mask is None or mask.all() else address[mask]
+    if not live.size:
+        return
+    lo, hi = int(live.min()), int(live.max()) + max(size, 1)
+    if any(a <= lo and hi <= b for a, b in PROGRAM.spans):
+        return
+    inside = np.zeros(live.shape, bool)
+    for a, b in PROGRAM.spans:
+        inside |= (live >= a) & (live + max(size, 1) <= b)
+    if not inside.all():
+        raise IndexError(f"program {PROGRAM.index} touches memory outside its arguments' storages: {int((~inside).sum())} of {live.size} addresses")
+
+
+class Block(tl.tensor):
+    """A scalar or block of an interpreted kernel. Its operators are filled in below."""
+
+    def __init__(self, handle: upstream.TensorHandle, type: tl.dtype) -> None:
+        self.handle = handle
+        self.type = type
+        self.dtype = type.scalar
+
+    @property
+    def shape(self) -> tuple[tl.constexpr, ...]:
+        return tuple(tl.constexpr(s) for s in self.type.shape) if self.type.is_block() else ()
+
+    @property
+    def numel(self) -> tl.constexpr:
+        return tl.constexpr(self.handle.data.size)
+
+    @property
+    def T(self) -> Block:
+        return made(np.swapaxes(self.handle.data, -1, -2), self.dtype)
+
+    def __bool__(self) -> bool:
+        if self.type.is_block():
+            raise TypeError("a block has no truth value: use tl.where, or & and | between masks")
+        return bool(self.handle.data[0])
+
+    def __index__(self) -> int:
+        return operator.index(self.handle.data.item())
+
+    __int__ = __index__
+
+    def __float__(self) -> float:
+        return float(self.handle.data.item())
+
+    def __repr__(self) -> str:
+        return f"{self.dtype}{self.handle.data}"
+
+    __str__ = __repr__
+    __hash__ = object.__hash__
+
+    def __getitem__(self, index: Any) -> Block:
+        index = index if isinstance(index, tuple) else (index,)
+        if any(i is not None and i != slice(None) for i in index) or not self.type.is_block():
+            raise ValueError(f"unsupported index {index}: only None and : index a block")
+        return made(self.handle.data[index], self.dtype)
+
+    def to(self, dtype: tl.dtype, fp_downcast_rounding: str | None = None, bitcast: bool = False) -> Block:
+        source, target = self.dtype.name, dtype.scalar.name
+        if fp_downcast_rounding or bitcast or (source != "bf16" and source not in NUMPY) or (target != "bf16" and target not in FLOATS and target not in INTS):
+            return tl.tensor.to(self, dtype, fp_downcast_rounding, bitcast, _semantic=SEMANTIC)
+        return made(convert(self.handle.data, self.dtype, dtype.scalar), dtype.scalar, self.type.is_block())
+
+
+class Semantic(TritonSemantic):
+    tensor = Block
+
+
+SEMANTIC: Any = Semantic(Builder())
+SEMANTIC.builder.options = upstream.InterpreterOptions(sanitize_overflow=False, allowed_dot_input_precisions=("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6"))
+
+_block_types: dict[tuple[str, tuple[int, ...]], tl.block_type] = {}
+
+
+def made(data: np.ndarray, scalar_type: tl.dtype, is_block: bool = True) -> Block:
+    if not is_block:
+        return Block(Handle(data, scalar_type), scalar_type)
+    key = (scalar_type.name, data.shape)
+    block_type = _block_types.get(key)
+    if block_type is None:
+        block_type = _block_types[key] = tl.block_type(scalar_type, list(data.shape))
+    return Block(Handle(data, scalar_type), block_type)
+
+
+def scalar(value: int | bool, dtype: tl.dtype | None = None) -> Block:
+    dtype = dtype or (tl.int1 if isinstance(value, bool) else tl.int32 if -(2**31) <= value < 2**31 else tl.int64)
+    return made(np.array([value], NUMPY[dtype.name]), dtype, False)
+
+
+def pointer(address: int, dtype: tl.dtype) -> Block:
+    return made(np.array([address], np.uint64), dtype, False)
+
+
+def bound(member: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = SEMANTIC
+        return member(*args, **kwargs)
+
+    return call
+
+
+def direct(ufunc: np.ufunc, slow: Callable[..., Any], kinds: str, result: tl.dtype | None = None, swap: bool = False) -> Callable[..., Any]:
+    """``slow`` with a shortcut for operands that share a dtype of ``kinds``, or are int32 and int64, or one a Python number of the same kind."""
+    names = {n for n in NUMPY if np.dtype(NUMPY[n]).kind in kinds and n in (*FLOATS, *INTS, "int1")}
+    ints = set(INTS) & names
+
+    def op(x: Any, y: Any) -> Any:
+        tx, ty = x.dtype.name, y.__class__
+        if tx in names:
+            if ty is Block:
+                other = y.handle.data
+                ok = y.dtype.name == tx or (tx in ints and y.dtype.name in ints)
+                is_block = x.type.is_block() or y.type.is_block()
+            else:
+                other = y
+                ok = (ty is float and tx in FLOATS) or (ty is int and tx != "int1" and (tx in FLOATS or -(2**31) <= y < 2**31))
+                is_block = x.type.is_block()
+            if ok:
+                data = ufunc(other, x.handle.data) if swap else ufunc(x.handle.data, other)
+                return made(data, result or SCALARS[data.dtype], is_block)
+        return slow(x, y)
+
+    return op
+
+
+def _add(slow: Callable[..., Any]) -> Callable[..., Any]:
+    plain = direct(np.add, slow, "if")
+
+    def op(x: Any, y: Any) -> Any:
+        if y.__class__ is Block and x.dtype.is_ptr() and y.dtype.name in INTS:  # address + offset
+            size = max(1, x.dtype.element_ty.primitive_bitwidth // 8)
+            offset = (y.handle.data.astype(np.int64) * size).view(np.uint64)
+            return made(x.handle.data + offset, x.dtype, x.type.is_block() or y.type.is_block())
+        return plain(x, y)
+
+    return op
+
+
+def _fill_operators() -> None:
+    for name in dir(tl.tensor):
+        member = getattr(tl.tensor, name)
+        if tl.core.is_builtin(member) and name not in vars(Block):
+            setattr(Block, name, bound(member))
+    arithmetic = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+    for name, ufunc in arithmetic.items():
+        setattr(Block, f"__{name}__", direct(ufunc, getattr(Block, f"__{name}__"), "if"))
+        setattr(Block, f"__r{name}__", direct(ufunc, getattr(Block, f"__r{name}__"), "if", swap=True))
+    Block.__add__ = _add(Block.__add__)  # type: ignore[method-assign]
+    for name, ufunc in {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal}.items():
+        setattr(Block, f"__{name}__", direct(ufunc, getattr(Block, f"__{name}__"), "if", tl.int1))
+    for name, ufunc in {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}.items():
+        setattr(Block, f"__{name}__", direct(ufunc, getattr(Block, f"__{name}__"), "ib"))
+
+
+_fill_operators()

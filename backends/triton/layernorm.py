@@ -1,0 +1,98 @@
+"""Layer normalisation of the last axis (Ba, Kiros, Hinton 2016).
+
+    y = (x - mean) / sqrt(var + eps) * weight + bias        mean = sum(x) / n        var = sum((x - mean)^2) / n
+
+A program owns ``block_rows`` rows. The variance is always two-pass: E[x^2] - mean^2 cancels when the mean is large. A row that fits in
+``block_n`` is read once and stays in registers; a longer one is read three times (mean, variance, result), the last two from cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from portakern.backends.triton import BACKEND
+from portakern.backends.triton.launch import accumulator, cdiv, launch
+from portakern.backends.triton.layout import collapse, contiguous_strides, pow2_at_least
+from portakern.backends.triton.softmax import refuse_tile, tile_rows
+from portakern.spec import Tile
+
+if TYPE_CHECKING:
+    from portakern.call import Call
+
+
+@triton.jit
+def scale_and_shift(xh, weight, bias, weight_n, bias_n, col, n, acc_dtype: tl.constexpr):
+    if weight is not None:
+        xh = xh * tl.load(weight + col * weight_n, mask=col < n, other=0.0).to(acc_dtype)
+    if bias is not None:
+        xh = xh + tl.load(bias + col * bias_n, mask=col < n, other=0.0).to(acc_dtype)
+    return xh
+
+
+@triton.jit
+def layernorm_kernel(x, weight, bias, y, rows, rows_inner, n, eps,
+                     x_outer, x_inner, x_n, weight_n, bias_n,
+                     block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, one_tile: tl.constexpr, flat: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
+    if flat:
+        x_row = x + row * x_inner
+    else:
+        x_row = x + ((row // rows_inner) * x_outer + (row % rows_inner) * x_inner)
+    x_row, y_row, row_ok = x_row[:, None], (y + row * n)[:, None], (row < rows)[:, None]
+    col = tl.arange(0, block_n)[None, :].to(tl.int64)
+
+    if one_tile:
+        ok = row_ok & (col < n)
+        t = tl.load(x_row + col * x_n, mask=ok, other=0.0).to(acc_dtype)
+        mean = tl.sum(t, 1) / n
+        d = tl.where(ok, t - mean[:, None], 0.0)
+        r = tl.rsqrt(tl.sum(d * d, 1) / n + eps)
+        out = scale_and_shift(d * r[:, None], weight, bias, weight_n, bias_n, col, n, acc_dtype)
+        tl.store(y_row + col, out.to(y.dtype.element_ty), mask=ok)
+    else:
+        total = tl.zeros([block_rows], acc_dtype)
+        for start in range(0, tl.cast(n, tl.int64), block_n):
+            ok = row_ok & (start + col < n)
+            total += tl.sum(tl.load(x_row + (start + col) * x_n, mask=ok, other=0.0).to(acc_dtype), 1)
+        mean = total / n
+        total = tl.zeros([block_rows], acc_dtype)
+        for start in range(0, tl.cast(n, tl.int64), block_n):
+            ok = row_ok & (start + col < n)
+            t = tl.load(x_row + (start + col) * x_n, mask=ok, other=0.0).to(acc_dtype)
+            d = tl.where(ok, t - mean[:, None], 0.0)
+            total += tl.sum(d * d, 1)
+        r = tl.rsqrt(total / n + eps)
+        for start in range(0, tl.cast(n, tl.int64), block_n):
+            ok = row_ok & (start + col < n)
+            t = tl.load(x_row + (start + col) * x_n, mask=ok, other=0.0).to(acc_dtype)
+            out = scale_and_shift((t - mean[:, None]) * r[:, None], weight, bias, weight_n, bias_n, start + col, n, acc_dtype)
+            tl.store(y_row + (start + col), out.to(y.dtype.element_ty), mask=ok)
+
+
+def default_tiling(call: Call) -> dict[str, int]:
+    return tile_rows(pow2_at_least(call.dims["n"], 128, 16384), call.target.arch)
+
+
+def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+    return refuse_tile(call, tiling, call.arrays["x"].numel() // call.dims["n"])
+
+
+@BACKEND.implements("layernorm", tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
+def layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    x, weight, bias, n = call.arrays["x"], call.arrays["weight"], call.arrays["bias"], call.dims["n"]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    shape, (sx, _) = collapse(x.shape[:-1], x.stride()[:-1], contiguous_strides(x.shape)[:-1])
+    if len(shape) > 2:  # three or more row dimensions that no two strides describe: the one case that gathers a copy
+        x = x.contiguous()
+        shape, (sx, _) = collapse(x.shape[:-1], x.stride()[:-1], contiguous_strides(x.shape)[:-1])
+    outer, inner = ((1, 1) + shape)[-2:]
+    launch(layernorm_kernel, cdiv(outer * inner, tiling["block_rows"]), call, x, weight, bias, y, outer * inner, inner, n, call.options["eps"],
+           *((0, 0) + sx)[-2:], x.stride(-1), 0 if weight is None else weight.stride(0), 0 if bias is None else bias.stride(0),
+           block_rows=tiling["block_rows"], block_n=tiling["block_n"], acc_dtype=accumulator(call.dtype), one_tile=n <= tiling["block_n"],
+           flat=len(shape) < 2, num_warps=tiling["num_warps"])  # fmt: skip
+    return (y,)

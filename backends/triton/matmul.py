@@ -1,0 +1,121 @@
+"""Matrix product with batch broadcasting.
+
+    c[.., i, j] = sum_k a[.., i, k] b[.., k, j]
+
+A program computes one block_m x block_n tile of c, walking k in steps of block_k. Tiles are numbered so that ``group`` rows of tiles are
+finished column by column before the next group starts, which keeps their operands in L2 (the order of the Triton matmul tutorial).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from portakern.backends.triton import BACKEND
+from portakern.backends.triton.launch import accumulator, cdiv, dot_precision, launch, refuse_common, shared_limit, torch_dtype
+from portakern.backends.triton.layout import collapse, contiguous_strides, pow2_at_least
+from portakern.spec import Tile
+
+if TYPE_CHECKING:
+    from portakern.call import Call
+
+
+@triton.jit
+def matmul_kernel(a, b, c, m, n, k, tiles_m, tiles_n, steps_k, batch_inner,
+                  a_outer, a_inner, a_m, a_k, b_outer, b_inner, b_k, b_n, c_outer, c_inner, c_m,
+                  block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, group: tl.constexpr,
+                  acc_dtype: tl.constexpr, precision: tl.constexpr, whole_k: tl.constexpr):  # fmt: skip
+    batch, tile = tl.program_id(0) // (tiles_m * tiles_n), tl.program_id(0) % (tiles_m * tiles_n)
+    first_m = tile // (group * tiles_n) * group
+    group_m = min(tiles_m - first_m, group)
+    tile_m = first_m + tile % (group * tiles_n) % group_m
+    tile_n = tile % (group * tiles_n) // group_m
+
+    i = tile_m.to(tl.int64) * block_m + tl.arange(0, block_m)
+    j = tile_n.to(tl.int64) * block_n + tl.arange(0, block_n)
+    kk = tl.arange(0, block_k)
+    outer, inner = (batch // batch_inner).to(tl.int64), (batch % batch_inner).to(tl.int64)
+    a_tile = a + (outer * a_outer + inner * a_inner) + (i[:, None] * a_m + kk[None, :].to(tl.int64) * a_k)
+    b_tile = b + (outer * b_outer + inner * b_inner) + (kk[:, None].to(tl.int64) * b_k + j[None, :] * b_n)
+    i_ok, j_ok = (i < m)[:, None], (j < n)[None, :]
+
+    acc = tl.zeros([block_m, block_n], acc_dtype)
+    for step in range(steps_k):
+        if whole_k:
+            at, bt = tl.load(a_tile, mask=i_ok, other=0.0), tl.load(b_tile, mask=j_ok, other=0.0)
+        else:
+            left = k - step.to(tl.int64) * block_k  # both operands read 0 beyond k: a NaN there times 0 would be NaN
+            at = tl.load(a_tile, mask=i_ok & (kk < left)[None, :], other=0.0)
+            bt = tl.load(b_tile, mask=j_ok & (kk < left)[:, None], other=0.0)
+        acc = tl.dot(at, bt, acc, input_precision=precision, out_dtype=acc_dtype)
+        a_tile += tl.cast(a_k, tl.int64) * block_k
+        b_tile += tl.cast(b_k, tl.int64) * block_k
+
+    c_tile = c + (outer * c_outer + inner * c_inner) + (i[:, None] * c_m + j[None, :])
+    tl.store(c_tile, acc.to(c.dtype.element_ty), mask=i_ok & j_ok)
+
+
+def default_tiling(call: Call) -> dict[str, int]:
+    """From n, k and the dtype alone, never from m or the batch: the same row gives the same bits in any company."""
+    n, k, arch = call.dims["n"], call.dims["k"], call.target.arch
+    if call.dtype in ("float16", "bfloat16"):
+        if arch.startswith("gfx"):
+            tile = {"block_m": 128, "block_n": 128, "block_k": 32, "num_warps": 8 if not arch.startswith("gfx9") else 4, "num_stages": 2}
+        elif arch == "sm_80" or shared_limit(arch) < 160 * 1024:
+            tile = {"block_m": 128, "block_n": 128, "block_k": 32, "num_warps": 4, "num_stages": 4}
+        else:
+            tile = {"block_m": 128, "block_n": 256, "block_k": 64, "num_warps": 8, "num_stages": 3}
+    elif call.options["precision"] == "tf32" and dot_precision(call) == "tf32":
+        tile = {"block_m": 128, "block_n": 128, "block_k": 32, "num_warps": 8, "num_stages": 3 if not arch.startswith("gfx") else 2}
+    else:
+        tile = {"block_m": 64, "block_n": 64, "block_k": 16, "num_warps": 4, "num_stages": 3 if not arch.startswith("gfx") else 2}
+    return tile | {"group": 8, "block_n": pow2_at_least(n, 16, tile["block_n"]), "block_k": pow2_at_least(k, 16, tile["block_k"])}
+
+
+def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+    block_m, block_n, block_k = tiling["block_m"], tiling["block_n"], tiling["block_k"]
+    if max(block_m * block_n, block_m * block_k, block_k * block_n) > 1 << 20:
+        return f"a tile of {block_m} x {block_n} x {block_k} has an operand over Triton's limit of 2^20 elements"
+    if not call.interpret:
+        size = 2 if call.dtype in ("float16", "bfloat16") else 4
+        shared = tiling["num_stages"] * (block_m + block_n) * block_k * size
+        if shared > shared_limit(call.target.arch):
+            return f"{tiling['num_stages']} stages of {block_m} x {block_n} x {block_k} take {shared} bytes of shared memory; {call.target.arch} has {shared_limit(call.target.arch)}"
+        if block_m * block_n > tiling["num_warps"] * 32 * 256:
+            return f"a {block_m} x {block_n} accumulator does not fit in the registers of {tiling['num_warps']} warps; use a smaller tile or more warps"
+    tiles = cdiv(call.dims["m"], block_m) * cdiv(call.dims["n"], block_n)
+    for extent in call.dims["batch"]:
+        tiles *= extent
+    return refuse_common(call, tiling["num_warps"], tiles)
+
+
+@BACKEND.implements("matmul", tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32), "num_stages": Tile(1, 8), "group": Tile(1, 64)})
+def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    a, b, (m, n, k), batch = call.arrays["a"], call.arrays["b"], (call.dims[d] for d in "mnk"), tuple(call.dims["batch"])
+    (shape, dtype) = call.outputs["c"]
+    c = torch.empty(shape, dtype=torch_dtype(dtype), device=a.device)
+    a, b = a.expand(*batch, m, k), b.expand(*batch, k, n)
+    rows, strides = _rows(a, b, c)
+    if len(rows) > 3:  # batch axes that two strides an operand cannot walk: the one case that gathers (and broadcasts) copies
+        a, b = a.contiguous(), b.contiguous()
+        rows, strides = _rows(a, b, c)
+    batch_outer, batch_inner, m = ((1, 1) + rows)[-3:]
+    (a_outer, a_inner, a_m), (b_outer, b_inner, _), (c_outer, c_inner, c_m) = (((0, 0) + s)[-3:] for s in strides)
+    tiles_m, tiles_n, steps_k = cdiv(m, tiling["block_m"]), cdiv(n, tiling["block_n"]), cdiv(k, tiling["block_k"])
+    launch(matmul_kernel, batch_outer * batch_inner * tiles_m * tiles_n, call, a, b, c, m, n, k, tiles_m, tiles_n, steps_k, batch_inner,
+           a_outer, a_inner, a_m, a.stride(-1), b_outer, b_inner, b.stride(-2), b.stride(-1), c_outer, c_inner, c_m,
+           block_m=tiling["block_m"], block_n=tiling["block_n"], block_k=tiling["block_k"], group=tiling["group"], acc_dtype=accumulator(call.dtype),
+           precision=dot_precision(call), whole_k=k % tiling["block_k"] == 0, num_warps=tiling["num_warps"], num_stages=tiling["num_stages"])  # fmt: skip
+    return (c,)
+
+
+def _rows(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """The batch axes and m, collapsed together: where b is not batched, all rows of a become one tall matrix. m stays, even as 1."""
+    shape, (sa, sb, sc) = collapse(c.shape[:-1], a.stride()[:-1], (*b.stride()[:-2], 0), contiguous_strides(c.shape)[:-1])
+    if shape and not sb[-1]:
+        return shape, [sa, sb, sc]
+    return (*shape, 1), [(*sa, 0), (*sb, 0), (*sc, 0)]

@@ -1,0 +1,106 @@
+"""Softmax over one axis of any strided view.
+
+    y_j = exp(x_j - m) / l        m = max_j x_j        l = sum_j exp(x_j - m)
+
+A program owns ``block_rows`` rows. A row that fits in ``block_n`` is read once and stays in registers. A longer one is read twice:
+first its statistics, by online normalisation (Milakov and Gimelshein 2018, section 3), which rescales l whenever m grows; then its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from portakern.backends.triton import BACKEND
+from portakern.backends.triton.launch import accumulator, cdiv, launch, refuse_common
+from portakern.backends.triton.layout import collapse, contiguous_strides, pow2_at_least
+from portakern.spec import Tile
+
+if TYPE_CHECKING:
+    from portakern.call import Call
+
+
+@triton.jit
+def softmax_kernel(x, y, rows, rows_inner, n,
+                   x_outer, x_inner, x_n, y_outer, y_inner, y_n,
+                   block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, one_tile: tl.constexpr, flat: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
+    if flat:  # one row dimension: no division, so the compiler still sees which rows are adjacent
+        x_row, y_row = x + row * x_inner, y + row * y_inner
+    else:
+        outer, inner = row // rows_inner, row % rows_inner
+        x_row, y_row = x + (outer * x_outer + inner * x_inner), y + (outer * y_outer + inner * y_inner)
+    x_row, y_row, row_ok = x_row[:, None], y_row[:, None], (row < rows)[:, None]
+    col = tl.arange(0, block_n)[None, :].to(tl.int64)
+
+    if one_tile:
+        ok = row_ok & (col < n)
+        t = tl.load(x_row + col * x_n, mask=ok, other=float("-inf")).to(acc_dtype)
+        p = tl.exp(t - tl.max(t, 1)[:, None])
+        tl.store(y_row + col * y_n, (p / tl.sum(p, 1)[:, None]).to(y.dtype.element_ty), mask=ok)
+    else:
+        m = tl.full([block_rows], float("-inf"), acc_dtype)
+        l = tl.zeros([block_rows], acc_dtype)  # noqa: E741
+        for start in range(0, tl.cast(n, tl.int64), block_n):
+            t = tl.load(x_row + (start + col) * x_n, mask=row_ok & (start + col < n), other=float("-inf")).to(acc_dtype)
+            m_new = tl.maximum(m, tl.max(t, 1))
+            shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing but -inf so far: -inf - -inf would be NaN
+            l = l * tl.exp(m - shift) + tl.sum(tl.exp(t - shift[:, None]), 1)  # noqa: E741
+            m = m_new
+        for start in range(0, tl.cast(n, tl.int64), block_n):
+            ok = row_ok & (start + col < n)
+            t = tl.load(x_row + (start + col) * x_n, mask=ok, other=float("-inf")).to(acc_dtype)
+            tl.store(y_row + (start + col) * y_n, (tl.exp(t - m[:, None]) / l[:, None]).to(y.dtype.element_ty), mask=ok)
+
+
+def default_tiling(call: Call) -> dict[str, int]:
+    """A whole row where it fits in the registers of a program, and about 2048 elements a program for short rows."""
+    block_n = pow2_at_least(call.dims["shape"][call.options["axis"]], 128, 16384)
+    return tile_rows(block_n, call.target.arch)
+
+
+def tile_rows(block_n: int, arch: str) -> dict[str, int]:
+    """Rows and warps that go with ``block_n`` columns: 16 to 32 elements a thread."""
+    block_rows = pow2_at_least(2048 // block_n, 1, 16)
+    lanes = 64 if arch.startswith("gfx9") else 32
+    return {"block_rows": block_rows, "block_n": block_n, "num_warps": pow2_at_least(block_rows * block_n // (16 * lanes), 4, 512 // lanes)}
+
+
+def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+    shape, axis = call.dims["shape"], call.options["axis"]
+    return refuse_tile(call, tiling, call.arrays["x"].numel() // shape[axis])
+
+
+def refuse_tile(call: Call, tiling: Mapping[str, int], rows: int) -> str | None:
+    tile = tiling["block_rows"] * tiling["block_n"]
+    if tile > 1 << 20:
+        return f"a tile of block_rows * block_n = {tile} elements is over Triton's limit of 2^20"
+    if not call.interpret and tile > tiling["num_warps"] * 32 * 128:
+        return f"a tile of {tile} elements is over 128 registers a thread at num_warps = {tiling['num_warps']}; use a smaller block_n or more warps"
+    return refuse_common(call, tiling["num_warps"], cdiv(rows, tiling["block_rows"]))
+
+
+@BACKEND.implements("softmax", tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
+def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    x, axis = call.arrays["x"], call.options["axis"]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y_strides, n = contiguous_strides(x.shape), x.shape[axis]
+
+    def without_axis(dims: Any) -> tuple[int, ...]:
+        return (*dims[:axis], *dims[axis + 1 :])
+
+    shape, (sx, sy) = collapse(without_axis(x.shape), without_axis(x.stride()), without_axis(y_strides))
+    if len(shape) > 2:  # three or more row dimensions that no two strides describe: the one case that gathers a copy
+        x = x.contiguous()
+        shape, (sx, sy) = collapse(without_axis(x.shape), without_axis(x.stride()), without_axis(y_strides))
+    outer, inner = ((1, 1) + shape)[-2:]
+    pad = (0, 0)
+    launch(softmax_kernel, cdiv(outer * inner, tiling["block_rows"]), call, x, y, outer * inner, inner, n,
+           *(pad + sx)[-2:], x.stride(axis), *(pad + sy)[-2:], y_strides[axis],
+           block_rows=tiling["block_rows"], block_n=tiling["block_n"], acc_dtype=accumulator(call.dtype), one_tile=n <= tiling["block_n"],
+           flat=len(shape) < 2, num_warps=tiling["num_warps"])  # fmt: skip
+    return (y,)

@@ -1,0 +1,92 @@
+"""Host time of one attention call through ``op.__call__``, the kernel stubbed out, with kv_len different in every call; and memory over many calls.
+
+The stub is a backend of its own whose kernel returns the preallocated output, so that what is left is binding, routing, the tiling look-up and the result.
+
+    python benchmarks/binding.py [--calls 100000] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import portakern as pk
+from portakern import dispatch, inspect_here
+from portakern.files import write_atomically
+from portakern.frameworks import FRAMEWORKS, HOST
+from portakern.registry import Implementation
+
+LENGTHS = 997  # a prime number of kv lengths, each call another
+
+
+def stub_op(framework: str, result: Any) -> dispatch.Op:
+    """The op with its route for this framework's host arrays replaced by a kernel that does nothing."""
+    stub = pk.Backend("stub", framework=framework, compiles={"cpu": __name__})
+    impl = Implementation(stub, "attention", lambda call, tiling: (result, None), lambda call: {"block_q": 128, "block_kv": 64}, lambda call, tiling: None, {})
+    fw = FRAMEWORKS[framework]
+    op = pk.op("attention")
+    op._routes[fw, fw.device(result)] = dispatch.Route(impl, False, HOST, fw)
+    return op
+
+
+def inputs(framework: str) -> tuple[Any, list[Any]]:
+    zeros = lambda *shape: np.zeros(shape, np.float32)  # noqa: E731
+    q, keys = zeros(1, 8, 8, 64), [zeros(1, 64 + i, 2, 64) for i in range(LENGTHS)]
+    if framework == "numpy":
+        return q, keys
+    fw = FRAMEWORKS[framework]
+    fw.load()
+    return fw.from_numpy(q, None), [fw.from_numpy(k, None) for k in keys]
+
+
+def measure(framework: str, calls: int) -> dict[str, Any]:
+    """Microseconds per call (of 20 batches) and growth of traced memory over ``calls`` calls, in bytes."""
+    q, keys = inputs(framework)
+    op = stub_op(framework, q)
+
+    def batch(n: int, start: int) -> float:
+        t = time.perf_counter()
+        for i in range(start, start + n):
+            k = keys[i % LENGTHS]
+            op(q, k, k, is_causal=True)
+        return (time.perf_counter() - t) / n * 1e6
+
+    batch(2000, 0)
+    times = [batch(calls // 20, i) for i in range(20)]
+    gc.collect()
+    tracemalloc.start()
+    batch(1000, 0)
+    before = tracemalloc.get_traced_memory()[0]
+    batch(calls, 1)
+    gc.collect()
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    return {"framework": framework, "calls": calls, "median_us": round(statistics.median(times), 2), "best_us": round(min(times), 2), "worst_us": round(max(times), 2),
+            "grown_bytes": grown}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=100_000)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = [measure(f, args.calls) for f in ("numpy", "torch")]
+    for r in rows:
+        print(f"{r['framework']:6} {r['median_us']:6.2f} us a call (batches {r['best_us']:.2f} to {r['worst_us']:.2f}), memory grown by {r['grown_bytes']} bytes over {r['calls']} calls")
+    if args.json:
+        record = {"benchmark": "binding", "command": " ".join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d"), "device": "host",
+                  "environment": inspect_here.environment(), "rows": rows}  # fmt: skip
+        write_atomically(args.json, json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Programs that use portakern as its users do."""

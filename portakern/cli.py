@@ -1,0 +1,169 @@
+"""The command line: ``portakern demo | ops | backends | show | check | doctor``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from portakern import inspect_here, registry
+from portakern.errors import SpecError, UnavailableError, UnsupportedError
+from portakern.files import write_atomically
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Declare a kernel once, run it on any accelerator, prove that every implementation agrees.")
+out = Console()
+err = Console(stderr=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def main() -> None:
+    """Console entry point: the project's own errors are printed without a traceback, exit status 2."""
+    logging.basicConfig(format="%(message)s")
+    try:
+        app()
+    except (SpecError, UnsupportedError, UnavailableError) as e:
+        err.print(f"{type(e).__name__}: {e}", style="red", markup=False, highlight=False)
+        sys.exit(2)
+
+
+def _print_json(data: Any) -> None:
+    print(json.dumps(data, indent=2))
+
+
+def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for c in columns:
+        table.add_column(c, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    out.print(table)
+
+
+@app.command()
+def ops(as_json: Json = False) -> None:
+    """List the ops and which backends implement each."""
+    rows = inspect_here.ops()
+    if as_json:
+        return _print_json(rows)
+    _table("Ops", ["op", "arguments", "outputs", "backends"], [[r["op"], r["arguments"], r["outputs"], ", ".join(r["backends"])] for r in rows])
+
+
+@app.command()
+def backends(as_json: Json = False) -> None:
+    """List the backends, where each runs, and what it lacks here."""
+    rows = inspect_here.backends()
+    if as_json:
+        return _print_json(rows)
+    columns = ["backend", "arrays", "compiles for", "interpreter", "here"]
+    _table("Backends", columns, [[r["backend"], r["framework"], ", ".join(r["compiles"]), "on cpu" if r["interprets"] else "-", r["here"]] for r in rows])
+
+
+@app.command()
+def show(op: Annotated[str, typer.Argument(help="An op's name.")], as_json: Json = False) -> None:
+    """Show an op's declaration: arguments, options, outputs, tiles, edge values, implementations."""
+    info = inspect_here.show(op)
+    if as_json:
+        return _print_json(info)
+    out.print(f"[bold]{info['op']}[/bold]\n{info['doc']}\n", highlight=False)
+    _table("Arrays", ["name", "shape", "dtypes", "optional"], [[a["name"], a["shape"], ", ".join(a["dtypes"]), "yes" if a["optional"] else ""] for a in info["arrays"]])
+    _table("Options", ["name", "default", "expected"], [[o["name"], repr(o["default"]), o["expected"]] for o in info["options"]])
+    _table("Outputs", ["name", "shape", "dtype", "given"], [[o["name"], o["shape"], o["dtype"], o["given"]] for o in info["outputs"]])
+    _table("Tiles", ["name", "powers of two"], [[n, f"{lo} to {hi}"] for n, (lo, hi) in info["tiling"].items()])
+    _table("Implementations", ["backend", "module", "lines"], [[i["backend"], i["module"], str(i["lines"])] for i in info["implementations"]])
+
+
+@app.command()
+def check(
+    ops: Annotated[list[str] | None, typer.Argument(help="Ops to check; all when none is named.")] = None,
+    backend: Annotated[list[str] | None, typer.Option(help="Backend to check; may be repeated; all that run here when none is named.")] = None,
+    max_examples: Annotated[int, typer.Option(min=1, help="Cases an op and backend.")] = 100,
+    seed: Annotated[int, typer.Option(help="Which cases.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cpu (interpreters), cuda, rocm or tpu; the best here when not named.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="Only this dtype; may be repeated.")] = None,
+    case: Annotated[str | None, typer.Option(help="Run one case again, as a failure printed it.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the reports to this file.")] = None,
+) -> None:
+    """Check implementations against the float64 oracle; exit status 1 if any leaves its error bound."""
+    from portakern import testing
+
+    chosen = ops or list(registry.ops())
+    named = backend or [r["backend"] for r in inspect_here.backends() if r["available"]]
+    for name in chosen:
+        registry.find_spec(name)
+    for b in named:
+        registry.backend(b).check_available()
+    logging.getLogger("portakern").setLevel(logging.ERROR)  # that interpreters are slow is said by the table
+    reports = []
+    if case is not None:
+        if len(chosen) != 1 or len(named) != 1:
+            raise SpecError("check --case: name one op and one --backend")
+        reports.append(testing.replay(chosen[0], case, backend=named[0], device=device))
+    else:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=err, transient=True) as bar:
+            for b in named:
+                for name in chosen:
+                    task = bar.add_task(f"{name} on {b}", total=max_examples)
+                    report = testing.check(name, backend=b, device=device, dtypes=dtype, max_examples=max_examples, seed=seed,
+                                           progress=lambda done, task=task: bar.update(task, completed=done))  # fmt: skip
+                    reports.append(report)
+                    bar.remove_task(task)
+    _show_reports(reports)
+    if json_file:
+        write_atomically(json_file, json.dumps({"environment": inspect_here.environment(), "reports": [r.to_dict() for r in reports]}, indent=2) + "\n")
+    if not all(r.passed for r in reports):
+        raise typer.Exit(1)
+
+
+def _show_reports(reports: list[Any]) -> None:
+    rows = []
+    for r in reports:
+        worst = ", ".join(f"{name} {fraction:.2f}" for name, fraction in r.worst.items()) or "-"
+        rows.append([r.op, r.subject, "passed" if r.passed else "FAILED", str(r.examples), str(sum(r.refused.values())), worst, f"{r.seconds:.1f}"])
+    _table("Conformance (worst: share of the permitted error)", ["op", "on", "verdict", "cases", "refused", "worst", "s"], rows)
+    for r in reports:
+        for reason, count in r.refused.most_common():
+            out.print(f"refused {count} x {r.op} on {r.subject}: {reason}", markup=False, highlight=False)
+        for f in r.failures:
+            out.print(str(f), style="red", markup=False, highlight=False, soft_wrap=True)
+        if not r.examples and not r.failures:
+            out.print(f"{r.op} on {r.subject}: no case was compared", style="red", markup=False)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what is installed, which devices there are, what each backend can do here, and what to install next."""
+    info = inspect_here.doctor()
+    if as_json:
+        return _print_json(info)
+    _table("Installed", ["package", "version"], [[k, v or "-"] for k, v in info["environment"].items()])
+    _table("Devices", ["framework", "device"], [[d["framework"], d["device"]] for d in info["devices"]])
+    _table("Backends", ["backend", "here", "next"], [[b["backend"], b["here"], b["next"]] for b in info["backends"]])
+
+
+@app.command()
+def demo(
+    backend: Annotated[list[str] | None, typer.Option(help="Backend to run; may be repeated; all that run here when none is named.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Embed sentences with all-MiniLM-L6-v2, every kernel through portakern, on every backend that runs here."""
+    from portakern.examples.minilm import demo as minilm
+
+    logging.getLogger("portakern").setLevel(logging.ERROR)
+    with Progress(TextColumn("{task.description}"), TimeElapsedColumn(), console=err, transient=True) as bar:
+        task = bar.add_task("loading the model", total=None)
+        result = minilm.run(backend or None, progress=lambda text: bar.update(task, description=text))
+    if as_json:
+        _print_json(result.to_dict())
+    else:
+        minilm.render(result, out)
+    if not result.passed:
+        raise typer.Exit(1)

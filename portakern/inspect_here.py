@@ -1,0 +1,116 @@
+"""What is declared, installed and reachable in this process, as plain data for the command line and for result files."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from portakern import registry
+from portakern.errors import UnavailableError
+from portakern.frameworks import FRAMEWORKS
+
+__all__ = ["backends", "doctor", "environment", "ops", "show"]
+
+PACKAGES = ("numpy", "ml_dtypes", "jaxtyping", "hypothesis", "torch", "triton", "jax", "jaxlib", "libtpu")
+
+
+def ops() -> list[dict[str, Any]]:
+    """Each op with its arguments, outputs and the backends that implement it."""
+    rows = []
+    for name in registry.ops():
+        s = registry.find_spec(name)
+        arguments = [a.name + ("?" if a.optional else "") for a in s.arrays] + [f"{o.name}={o.default!r}" for o in s.options]
+        having = [b.name for b in registry.backends().values() if any(b.has(name, p) for p in b.packages)]
+        rows.append({"op": name, "arguments": ", ".join(arguments), "outputs": ", ".join(o.name for o in s.outputs), "backends": having})
+    return rows
+
+
+def backends() -> list[dict[str, Any]]:
+    """Each backend with where it runs and whether it can here."""
+    rows = []
+    for b in registry.backends().values():
+        missing = b.unavailable()
+        rows.append({"backend": b.name, "framework": b.framework, "compiles": [*b.compiles], "interprets": b.interprets is not None,
+                     "available": missing is None, "here": missing or "available"})  # fmt: skip
+    return rows
+
+
+def show(op: str) -> dict[str, Any]:
+    """One op's declaration."""
+    s = registry.find_spec(op)
+    return {
+        "op": s.name,
+        "doc": s.doc,
+        "arrays": [{"name": a.name, "shape": a.shape, "dtypes": list(a.dtypes), "optional": a.optional} for a in s.arrays],
+        "options": [{"name": o.name, "default": o.default, "expected": o.expected} for o in s.options],
+        "outputs": [
+            {"name": o.name, "shape": o.shape, "dtype": o.dtype or o.dtype_option or f"that of {s.arrays[0].name}", "given": f"with {o.wanted_by}" if o.wanted_by else "always"}
+            for o in s.outputs
+        ],
+        "tiling": {n: [t.lo, t.hi] for n, t in s.tiling.items()},
+        "empty": {d: {k: str(v) for k, v in values.items()} for d, values in s.empty.items()},
+        "implementations": _implementations(op),
+    }  # fmt: skip
+
+
+def _implementations(op: str) -> list[dict[str, Any]]:
+    rows = []
+    for b in registry.backends().values():
+        for package in sorted(p for p in b.packages if b.has(op, p)):
+            found = importlib.util.find_spec(f"{package}.{op}")
+            lines = len(Path(found.origin).read_text().splitlines()) if found and found.origin else 0
+            rows.append({"backend": b.name, "module": f"{package}.{op}", "lines": lines})
+    return rows
+
+
+def environment() -> dict[str, str | None]:
+    """Versions of what matters, None where it is not installed."""
+    found: dict[str, str | None] = {"portakern": _version("portakern"), "python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+    return found | {p: _version(p) for p in PACKAGES}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def devices() -> list[dict[str, str]]:
+    """Every device of every installed framework."""
+    rows = []
+    for fw in FRAMEWORKS.values():
+        try:
+            rows += [{"framework": fw.name, "device": str(fw.target(d)), "platform": fw.target(d).platform} for d in fw.devices()]
+        except UnavailableError:
+            rows.append({"framework": fw.name, "device": "not installed", "platform": ""})
+    return rows
+
+
+def doctor() -> dict[str, Any]:
+    """Versions, devices, and for each backend what it does here and what would make it do more."""
+    found = devices()
+    rows = []
+    for b in registry.backends().values():
+        here, advice = _diagnose(b, {d["platform"] for d in found if d["framework"] == b.framework})
+        rows.append({"backend": b.name, "here": here, "next": advice})
+    return {"environment": environment(), "devices": found, "backends": rows}
+
+
+def _diagnose(b: registry.Backend, platforms: set[str]) -> tuple[str, str]:
+    """(what the backend can do here, what to install or do next)."""
+    missing = b.unavailable()
+    if missing:
+        if "triton" in b.requires and platform.system() != "Linux":
+            return "cannot run", f"triton publishes no wheel for {platform.system()}: use Linux (or WSL2), or another backend"
+        return "cannot run", missing
+    compiled = sorted(platforms & set(b.compiles))
+    if b.oracle:
+        return "runs on the host, in float64", "nothing: it is the yardstick"
+    if compiled:
+        return f"compiles for {', '.join(compiled)}", "nothing"
+    can = "interprets on cpu: exact semantics, slow" if b.interprets else "nothing: no device that it compiles for"
+    return can, f"for speed: a machine with {' or '.join(b.compiles)} and {b.framework} built for it"

@@ -1,0 +1,12 @@
+"""The conformance suite: any implementation of an op against the float64 oracle, within bounds derived from rounding.
+
+>>> report = check("softmax", backend="triton", max_examples=200)
+>>> report.passed, report.worst                 # worst: the largest share of the permitted error that any element used
+>>> check("attention", fn=my_kernel)            # any callable with the op's arguments, registered nowhere
+"""
+
+from portakern.testing.audit import Audit, audit
+from portakern.testing.cases import Case
+from portakern.testing.runner import Failure, Report, check, replay
+
+__all__ = ["Audit", "Case", "Failure", "Report", "audit", "check", "replay"]

@@ -1,0 +1,109 @@
+"""Hypothesis strategies derived from a spec: shapes that satisfy its notation, every dtype, option, layout, regime and legal tile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from portakern.call import shape_of
+from portakern.options import Option
+from portakern.spec import ArrayArg, Spec, Tile
+from portakern.testing.cases import LAYOUTS, MASK_REGIMES, VALUE_REGIMES, Case
+
+__all__ = ["Limits", "cases"]
+
+EXTENTS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 64, 65, 127, 128, 129, 130, 200, 257, 300, 513)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a case may ask for: ``elements`` of the largest array, ``flops`` of the call, and which arguments the implementation takes."""
+
+    elements: int = 4096
+    flops: float = 2e6
+    dtypes: Sequence[str] = ("float32", "float16", "bfloat16")
+    arguments: frozenset[str] | None = None  # None: all of the spec's
+    strided: bool = True
+
+    def takes(self, name: str) -> bool:
+        return self.arguments is None or name in self.arguments
+
+
+@st.composite
+def cases(draw: st.DrawFn, spec: Spec[Any], limits: Limits, tiles: Mapping[str, Tile]) -> Case:
+    """A case of ``spec`` within ``limits``; ``tiles`` are the tile names and ranges that a tiling may set."""
+    given = [a for a in spec.arrays if not a.optional or (limits.takes(a.name) and draw(st.booleans()))]
+    dims = _shrink_to_fit(spec, given, draw(_dims(spec)), limits)
+    shapes = {a.name: _stretch(draw, a, dims) for a in given}
+    layouts = {a.name: draw(st.sampled_from(sorted(LAYOUTS))) for a in given if limits.strided and draw(st.booleans())}
+    dtype = draw(st.sampled_from([d for d in spec.dtypes if d in limits.dtypes]))
+    return Case(
+        dtype=dtype,
+        shapes=shapes,
+        regime=draw(st.sampled_from(VALUE_REGIMES)),
+        seed=draw(st.integers(0, 2**31 - 1)),
+        options={
+            o.name: v
+            for o in spec.options
+            if limits.takes(o.name) and draw(st.booleans()) and (v := draw(_option_values(o, shapes))) != o.default
+        },
+        layouts={k: v for k, v in layouts.items() if v != "contiguous"},
+        tiling={n: draw(st.sampled_from(t.values)) for n, t in tiles.items()} if draw(st.booleans()) else {},
+        wider=tuple(a.name for a in given if a.or_float32 and dtype in ("float16", "bfloat16") and draw(st.booleans())),
+        masks={a.name: draw(st.sampled_from(MASK_REGIMES)) for a in given if a.name in spec.masks},
+    )  # fmt: skip
+
+
+@st.composite
+def _dims(draw: st.DrawFn, spec: Spec[Any]) -> dict[str, Any]:
+    variadic = {d.factors[0] for a in spec.arrays for d in a.dims if d.variadic}
+    dims: dict[str, Any] = {}
+    for name in spec.dims:
+        least = 1 if name in spec.positive else 0
+        extent = st.one_of(st.sampled_from(EXTENTS), st.integers(1, 40)) if least or draw(st.integers(0, 24)) else st.just(0)
+        dims[name] = tuple(draw(st.lists(extent, min_size=0, max_size=3))) if name in variadic else draw(extent)
+    for a in spec.arrays:  # an op along an axis needs one
+        if len(a.dims) == 1 and a.dims[0].variadic and not a.optional and not dims[a.dims[0].factors[0]]:
+            dims[a.dims[0].factors[0]] = (draw(st.sampled_from(EXTENTS)),)
+    return dims
+
+
+def _shrink_to_fit(spec: Spec[Any], given: Sequence[ArrayArg], dims: dict[str, Any], limits: Limits) -> dict[str, Any]:
+    """Halve the largest extent until the arrays and the work fit."""
+
+    def too_big() -> bool:
+        sizes = [math.prod(shape_of(a.dims, dims)) for a in (*given, *spec.outputs)]
+        work = math.prod(math.prod(e) if isinstance(e, tuple) else e for e in dims.values())
+        return max(sizes) > limits.elements or work > limits.flops / 4
+
+    while too_big():
+        name = max(dims, key=lambda d: max(dims[d], default=0) if isinstance(dims[d], tuple) else dims[d])
+        extent = dims[name]
+        if isinstance(extent, tuple):
+            i = extent.index(max(extent))
+            dims[name] = (*extent[:i], (extent[i] + 1) // 2, *extent[i + 1 :])
+        else:
+            dims[name] = (extent + 1) // 2
+    return dims
+
+
+def _stretch(draw: st.DrawFn, a: ArrayArg, dims: dict[str, Any]) -> tuple[int, ...]:
+    """The shape of an argument; axes that broadcast are 1, or missing at the front, now and then."""
+    shape: list[int] = []
+    for d in a.dims:
+        extents = shape_of((d,), dims)
+        if d.variadic and d.broadcast:
+            extents = extents[draw(st.integers(0, len(extents))) if draw(st.booleans()) else 0 :]
+        shape.extend(1 if d.broadcast and e != 0 and draw(st.integers(0, 2)) == 0 else e for e in extents)
+    return tuple(shape)
+
+
+def _option_values(o: Option, shapes: Mapping[str, tuple[int, ...]]) -> st.SearchStrategy[Any]:
+    if o.axis_of:
+        ndim = len(shapes[o.axis_of])
+        return st.integers(-ndim, ndim - 1)
+    return st.sampled_from(o.choices)

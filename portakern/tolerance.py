@@ -1,0 +1,151 @@
+"""What rounding may do to a result: the units that the specs' error bounds are written in, and the comparison of a result with its bound.
+
+A bound is a float64 array beside each output: the largest |computed - exact| that a correct kernel can show there. It is derived from the operations that the
+op's definition needs, in the standard model fl(x op y) = (x op y)(1 + e), |e| <= u (Higham, "Accuracy and stability of numerical algorithms", section 2.2), and
+not chosen. +inf says that the op promises nothing at that element, for instance because float32 intermediates overflow.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+if TYPE_CHECKING:
+    from portakern.call import Call
+
+__all__ = ["KAPPA", "Comparison", "Format", "Units", "abs_matmul", "chain", "compare", "format_of", "round_to", "units"]
+
+KAPPA = 0.425
+"""RMS of a rounding error over its largest value, for the statistical check."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """A storage format.
+
+    Attributes:
+      U: unit roundoff of rounding to nearest. float64's is doubled, because the oracle rounds in float64 too.
+      eta: absolute error of a stored subnormal: flushed to zero where hardware may (float32, bfloat16, float64), half a spacing in float16.
+      overflow: the least magnitude that rounds to infinity.
+    """
+
+    U: float
+    eta: float
+    overflow: float
+
+
+@functools.cache
+def format_of(dtype: str) -> Format:
+    """The :class:`Format` of a dtype name."""
+    info = ml_dtypes.finfo(dtype)
+    U, largest = float(info.eps) / 2, float(info.max)
+    overflow = np.inf if dtype == "float64" else largest * (1 + U / (2 - 2 * U))  # half a spacing beyond the largest number
+    eta = float(info.smallest_subnormal) / 2 if dtype == "float16" else float(info.tiny)
+    return Format(2 * U if dtype == "float64" else U, eta, overflow)
+
+
+@dataclass(frozen=True)
+class Units:
+    """The accumulator of a call and what its hardware does to operands.
+
+    Attributes:
+      u: unit roundoff of the accumulator: 2^-24 (float32); 2^-52 in a float64 call, twice its own because the oracle rounds too.
+      ex: relative error of exp, 8u: hardware exp2 (2 ulp) and everything better.
+      tau: the smallest normal number of the accumulator; anything below may become 0.
+      huge: 2^127, the guaranteed range of intermediates (half the overflow threshold, so that a factor log2(e) fits as well).
+      flush: absolute error of an operand of the matrix unit: tau, or 2^-14 for float16 where the unit flushes its subnormals (gfx90a).
+      tf32: relative error of a product of two operands that were cut to 10 bits, 2^-9 + 2^-20; 0 unless the call asked for it.
+      U: unit roundoff of the operands' dtype, eta: its :attr:`Format.eta`.
+    """
+
+    u: float
+    ex: float
+    tau: float
+    huge: float
+    flush: float
+    tf32: float
+    U: float
+    eta: float
+
+
+def units(call: Call) -> Units:
+    """The units of one call."""
+    accumulator, operand = format_of("float64" if call.dtype == "float64" else "float32"), format_of(call.dtype)
+    flush = 2.0**-14 if call.dtype == "float16" and call.target.arch == "gfx90a" else accumulator.eta
+    tf32 = 2.0**-9 + 2.0**-20 if call.dtype == "float32" and call.options.get("precision") == "tf32" else 0.0
+    huge = 2.0**1023 if call.dtype == "float64" else 2.0**127
+    return Units(accumulator.U, 8 * accumulator.U, accumulator.eta, huge, flush, tf32, operand.U, max(operand.eta, flush))
+
+
+def chain(n: Any) -> Any:
+    """Roundings on the longest path through a sum of n terms: one warp of 32 lanes, or n / 128 tiles of 128 at 4 roundings each (rescaled by a new maximum), then a tree."""
+    return np.minimum(n, n / 32 + 32)
+
+
+def abs_matmul(a: np.ndarray, b: np.ndarray, unit: Units) -> np.ndarray:
+    """|a| @ |b|, to which the rounding error of a @ b is proportional. +inf where a kernel may differ: the sum passes ``unit.huge``, or inf meets a subnormal.
+
+    Infinities and NaN count as 0 here: the reference holds what they lead to, and no rounding changes it.
+    """
+    a, b = np.abs(a), np.abs(b)
+    total: np.ndarray = np.where(np.isfinite(a), a, 0.0) @ np.where(np.isfinite(b), b, 0.0)
+    total = np.where(total < unit.huge, total, np.inf)
+    if np.isinf(a).any() or np.isinf(b).any():
+        small_a, small_b = (((x > 0) & (x < unit.tau)).astype(float) for x in (a, b))
+        total[(np.isinf(a).astype(float) @ small_b + small_a @ np.isinf(b).astype(float)) > 0] = np.inf
+    return total
+
+
+def round_to(err: np.ndarray, ref: np.ndarray, dtype: str) -> np.ndarray:
+    """The bound on the stored output, from the error ``err`` of the value before it is rounded to ``dtype``: err (1 + U) + U |ref| + eta."""
+    f = format_of(dtype)
+    with np.errstate(all="ignore"):
+        bound = err * (1 + f.U) + f.U * np.abs(ref) + f.eta
+    return np.where(np.isfinite(ref), bound, np.where(np.isposinf(err), np.inf, 0.0))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A result against its reference.
+
+    Attributes:
+      worst: the largest err / bound over elements where result, reference and bound are finite; 0 where there is none.
+      bad: which elements break the bound or the rules on NaN and inf.
+      err: |result - reference|; 0 for equal non-finite values, inf for other non-finite differences.
+    """
+
+    worst: float
+    bad: np.ndarray
+    err: np.ndarray
+
+    @property
+    def ok(self) -> bool:
+        return not self.bad.any()
+
+
+def compare(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, dtype: str) -> Comparison:
+    """Hold ``got``, stored as ``dtype``, to the float64 reference: |got - ref| <= bound.
+
+    bound +inf accepts anything. A NaN or infinite reference must be met exactly. A finite reference may become an infinity of its own sign only if
+    |ref| + bound reaches the dtype's overflow threshold, and must if |ref| - bound does. ValueError if a bound is NaN or negative at a finite reference: the spec is wrong.
+    """
+    got, ref, bound = np.asarray(got).astype(np.float64), np.asarray(ref, np.float64), np.asarray(bound, np.float64)
+    finite = np.isfinite(ref)
+    if not (bound[finite] >= 0).all():
+        raise ValueError("the spec's bound is NaN or negative at a finite reference")
+    with np.errstate(all="ignore"):
+        same = (got == ref) | (np.isnan(got) & np.isnan(ref))
+        err = np.where(same, 0.0, np.abs(got - ref))
+        err = np.where(np.isnan(err), np.inf, err)
+        ratio = np.where(same, 0.0, err / bound)
+        overflow = format_of(dtype).overflow
+        may = finite & np.isinf(got) & (np.copysign(ref, got) == ref) & (np.abs(ref) + bound >= overflow)
+        must = finite & (np.abs(ref) - bound >= overflow)
+        within = np.where(finite, err <= bound, same)
+    bad = ~(np.isposinf(bound) | may | (within & ~must))
+    measured = finite & np.isfinite(got) & np.isfinite(bound)
+    return Comparison(float(ratio[measured].max(initial=0.0)), bad, err)

@@ -1,0 +1,24 @@
+"""The host cost of a call, as the benchmark that lands measures it."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def benchmark():
+    found = importlib.util.spec_from_file_location("binding", ROOT / "benchmarks" / "binding.py")
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_binding_is_cheap_and_remembers_nothing(framework):
+    if framework == "torch":
+        pytest.importorskip("torch", reason="torch is not installed")
+    row = benchmark().measure(framework, 20_000)
+    assert row["best_us"] <= 10  # the median is the figure of record; on a loaded machine only the best batch says what the code costs
+    assert row["grown_bytes"] < 20_000

@@ -1,0 +1,108 @@
+"""Dispatch: who serves a call, what happens at extents of 0, and that nothing falls back in silence."""
+
+import logging
+import math
+
+import numpy as np
+import pytest
+
+import portakern as pk
+from portakern import dispatch, registry
+from portakern.frameworks import FRAMEWORKS, Target
+
+X = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
+
+
+def test_host_arrays_go_to_the_oracle_and_say_so_once(caplog):
+    dispatch._said.clear()
+    with caplog.at_level(logging.WARNING, "portakern"):
+        y = pk.op("softmax")(X)
+        pk.op("softmax")(X)
+    assert isinstance(y, np.ndarray) and y.dtype == np.float32
+    np.testing.assert_allclose(y.sum(-1), 1, rtol=1e-6)
+    assert [r.getMessage() for r in caplog.records] == ["portakern: CPU arrays are served by reference, the float64 oracle: right, and slow"]
+
+
+def test_explain_names_the_choice_and_the_rest():
+    text = pk.op("softmax").explain(X, axis=0)
+    assert "softmax(float32; shape=(3, 5), axis=0)" in text and "backend: reference (chosen from the arrays)" in text
+    for other in ("triton", "pallas"):
+        assert f"not {other}: " in text
+
+
+def test_explain_says_where_a_tiling_came_from():
+    pytest.importorskip("triton", reason="triton is not installed")
+    text = pk.op("softmax", backend="triton", tiling={"block_n": 256}).explain(X)
+    assert "block_n=256 (yours)" in text and "(default)" in text and "crossing: numpy -> torch and back" in text
+
+
+def test_extents_of_zero_need_no_kernel():
+    assert pk.op("softmax")(np.zeros((0, 4), np.float32)).shape == (0, 4)
+    c = pk.op("matmul")(np.ones((2, 0), np.float32), np.ones((0, 3), np.float32))
+    assert c.shape == (2, 3) and not c.any()
+    q, k = np.ones((2, 3, 4, 8), np.float32), np.ones((2, 0, 2, 8), np.float32)
+    o, lse = pk.op("attention")(q, k, k, return_lse=True)
+    assert o.shape == (2, 3, 4, 8) and not o.any()
+    assert lse.shape == (2, 4, 3) and (lse == -math.inf).all()
+
+
+def test_observers_see_who_served():
+    seen = []
+    with pk.observe(seen.append):
+        pk.op("softmax", backend="reference")(X)
+    pk.op("softmax")(X)
+    assert [(s.backend, s.call.spec.name, s.interpret) for s in seen] == [("reference", "softmax", False)]
+
+
+def test_the_oracle_takes_no_tiling():
+    with pytest.raises(pk.SpecError, match="tiling has no 'block_n' on reference"):
+        pk.op("softmax", backend="reference", tiling={"block_n": 128})(X)
+
+
+def test_a_gpu_without_a_native_backend_names_what_serves_it():
+    spec, cuda = registry.find_spec("softmax"), Target("cuda", "sm_90")
+    with pytest.raises(pk.UnsupportedError, match="no backend serves jax arrays on cuda sm_90 by itself.*pallas: .*nothing for cuda yet.*when named: .*backend='reference'"):
+        dispatch.choose(spec, FRAMEWORKS["jax"], cuda)
+
+
+def test_a_backend_that_is_named_runs_there_or_raises():
+    call = pk.op("softmax").bind(X)
+    with pytest.raises(pk.UnsupportedError, match="softmax on tpu v5e: backend 'triton' cannot: .*Backends that can: .*reference"):
+        dispatch.find_route(registry.backend("triton"), call, Target("tpu", "v5e"))
+
+
+def test_a_missing_framework_says_what_to_install():
+    ghost = pk.Backend("ghost", framework="torch", compiles={"cuda": "nowhere"}, requires=("no_such_module",), extra="ghost")
+    with pytest.raises(pk.UnavailableError, match=r"backend 'ghost' cannot run here: no_such_module not installed; run: pip install 'portakern\[ghost\]'"):
+        ghost.check_available()
+
+
+def test_backends_and_specs_are_found_by_name():
+    assert {"reference", "triton", "pallas"} <= set(pk.backends())
+    assert {"attention", "layernorm", "matmul", "softmax"} <= set(pk.ops())
+    with pytest.raises(TypeError):
+        registry.backends()["x"] = None
+
+
+def test_a_broken_plug_in_is_left_out_aloud(monkeypatch, caplog):
+    class Broken:
+        name, value = "broken", "nowhere:BACKEND"
+
+        def load(self):
+            raise ImportError("nowhere")
+
+    real = registry.entry_points
+    monkeypatch.setattr(registry, "entry_points", lambda group: [*real(group=group), Broken()])
+    with caplog.at_level(logging.WARNING, "portakern"):
+        assert "broken" not in registry.backends.__wrapped__()
+    assert "'broken' (nowhere:BACKEND) cannot be loaded" in caplog.text
+
+
+def test_a_backend_imported_under_another_name_refuses(tmp_path):
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    root = Path(registry.__file__).resolve().parent.parent
+    ran = subprocess.run([sys.executable, "-c", "import backends"], cwd=root, capture_output=True, text=True)
+    assert ran.returncode and "import this package as portakern.backends" in ran.stderr

@@ -1,0 +1,120 @@
+"""JAX transformations: jit and vmap on every backend that can be staged, TPU lowering on a machine without one, gradients refused."""
+
+import numpy as np
+import pytest
+
+import portakern as pk
+
+jax = pytest.importorskip("jax", reason="jax is not installed")
+import jax.numpy as jnp  # noqa: E402
+
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape, dtype=jnp.float32):
+    return jnp.asarray(RNG.standard_normal(shape), dtype)
+
+
+def qkv():
+    return normal(2, 9, 4, 16), normal(2, 13, 2, 16), normal(2, 13, 2, 16)
+
+
+@pytest.mark.parametrize("backend", [None, "reference", "pallas"])
+def test_jit_agrees_with_eager(backend):
+    attention = pk.op("attention", backend=backend)
+    q, k, v = qkv()
+    o, lse = jax.jit(lambda q, k, v: attention(q, k, v, is_causal=True, return_lse=True))(q, k, v)
+    eager = pk.op("attention", backend="reference")(q, k, v, is_causal=True, return_lse=True)
+    np.testing.assert_allclose(o, eager.o, atol=2e-6)
+    np.testing.assert_allclose(lse, eager.lse, atol=2e-6)
+
+
+@pytest.mark.parametrize("backend", ["reference", "pallas"])
+def test_vmap_nested_and_with_unmapped_arguments(backend):
+    layernorm, reference = pk.op("layernorm", backend=backend), pk.op("layernorm", backend="reference")
+    x, w, b = normal(3, 2, 5, 40), normal(3, 40), normal(40)
+    mapped = jax.vmap(jax.vmap(lambda x, w, b: layernorm(x, w, b), in_axes=(0, None, None)), in_axes=(0, 0, None))(x, w, b)
+    want = np.stack([reference(x[i], w[i], b) for i in range(3)])
+    np.testing.assert_allclose(mapped, want, atol=2e-6)
+    out_axis = jax.vmap(lambda x: pk.op("softmax", backend=backend)(x), in_axes=2, out_axes=1)(x[0])
+    np.testing.assert_allclose(out_axis, np.moveaxis(pk.op("softmax", backend="reference")(np.moveaxis(np.asarray(x[0]), 2, 0)), 0, 1), atol=2e-6)
+
+
+@pytest.mark.parametrize("op", ["matmul", "attention"])
+def test_vmap_of_every_shape_of_kernel(op):
+    if op == "matmul":
+        args, want = (normal(3, 2, 5, 7), normal(3, 2, 7, 4)), None
+    else:
+        args = tuple(jnp.stack([a, 2 * a]) for a in qkv())
+    got = jax.vmap(pk.op(op, backend="pallas"))(*args)
+    want = jnp.stack([pk.op(op, backend="reference")(*(a[i] for a in args)) for i in range(args[0].shape[0])])
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_constants_may_join_tracers():
+    x, w = normal(4, 24), normal(24)
+    got = jax.jit(lambda x: pk.op("layernorm", backend="pallas")(x, w))(x)
+    np.testing.assert_allclose(got, pk.op("layernorm", backend="reference")(x, w), atol=2e-6)
+
+
+def test_extents_of_zero_under_jit():
+    o, lse = jax.jit(lambda q, k: pk.op("attention")(q, k, k, return_lse=True))(normal(1, 2, 1, 8), normal(1, 0, 1, 8))
+    assert not np.asarray(o).any() and np.isneginf(np.asarray(lse)).all()
+    assert jax.jit(pk.op("softmax"))(normal(0, 3)).shape == (0, 3)
+
+
+def test_triton_cannot_be_staged():
+    with pytest.raises(pk.UnsupportedError, match="backend 'triton' runs torch kernels, which JAX cannot stage.*use one of: pallas, reference"):
+        jax.jit(pk.op("softmax", backend="triton"))(normal(3, 4))
+
+
+def test_gradients_are_refused_by_name():
+    x = normal(3, 4)
+    for f in (pk.op("softmax"), pk.op("softmax", backend="pallas"), jax.jit(pk.op("softmax"))):
+        with pytest.raises(pk.UnsupportedError, match="softmax has no gradient yet"):
+            jax.grad(lambda x, f=f: f(x).sum())(x)
+
+
+CASES = {
+    "matmul": lambda d: ((normal(2, 130, 200, dtype=d), normal(200, 70, dtype=d)), {}),
+    "matmul tf32": lambda d: ((normal(130, 200, dtype=d), normal(200, 70, dtype=d)), {"precision": "tf32"}),
+    "softmax": lambda d: ((normal(5, 300, dtype=d),), {}),
+    "softmax first axis": lambda d: ((normal(70, 5, 130, dtype=d),), {"axis": 0}),
+    "softmax one axis": lambda d: ((normal(700, dtype=d),), {}),
+    "layernorm": lambda d: ((normal(3, 7, 300, dtype=d), normal(300), normal(300)), {}),
+    "layernorm bare": lambda d: ((normal(33, dtype=d),), {}),
+    "attention": lambda d: (tuple(normal(2, n, h, 64, dtype=d) for n, h in ((100, 4), (130, 2), (130, 2))), {"is_causal": True, "return_lse": True}),
+    "attention window": lambda d: (tuple(normal(1, 300, 2, 80, dtype=d) for _ in range(3)), {"window": (40, 8), "softcap": 20.0}),
+    "attention bias": lambda d: ((*(normal(1, 50, 2, 32, dtype=d) for _ in range(3)), normal(1, 2, 1, 50)), {}),
+    "attention segments": lambda d: ((*(normal(1, 50, 2, 32, dtype=d) for _ in range(3)), None, *[jnp.zeros((1, 50), jnp.int32)] * 2), {"precision": "tf32"}),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_kernel_lowers_for_tpu(name, dtype):
+    import jax.export
+
+    args, options = CASES[name](dtype)
+    given = [a for a in args if a is not None]
+
+    def call(*arrays):
+        it = iter(arrays)
+        return pk.op(name.split()[0], backend="pallas")(*(None if a is None else next(it) for a in args), **options)
+
+    text = jax.export.export(jax.jit(call), platforms=["tpu"])(*given).mlir_module()
+    assert "tpu_custom_call" in text
+
+
+def test_float16_is_refused_on_tpu_with_the_reason():
+    import jax.export
+
+    with pytest.raises(pk.UnsupportedError, match="float16"):
+        jax.export.export(jax.jit(pk.op("softmax", backend="pallas")), platforms=["tpu"])(normal(4, 128, dtype=jnp.float16))
+
+
+def test_lowering_for_a_gpu_says_that_pallas_is_not_there_yet():
+    import jax.export
+
+    with pytest.raises(pk.UnsupportedError, match="nothing for cuda yet"):
+        jax.export.export(jax.jit(pk.op("softmax")), platforms=["cuda"])(normal(4, 128))
