@@ -28,7 +28,8 @@ def main(scratch: Path) -> int:
         inside = {n for n in z.namelist() if n.startswith("portakern/") and n.endswith((".py", "py.typed"))}
         z.extractall(scratch / "site")
         with_entry_points = [n for n in z.namelist() if n.endswith("entry_points.txt")]
-    on_disk = {os.path.relpath(Path(folder) / n, ROOT) for folder, _, names in os.walk(ROOT / "portakern", followlinks=True) for n in names if n.endswith((".py", "py.typed"))}
+    walked = (os.path.relpath(Path(folder) / n, ROOT) for folder, _, names in os.walk(ROOT / "portakern", followlinks=True) for n in names)
+    on_disk = {path for path in walked if path.endswith((".py", "py.typed"))}
     print(f"the wheel holds {len(inside & on_disk)} of {len(on_disk)} files")
     if on_disk - inside or not with_entry_points:
         print(f"FAILED: missing from the wheel: {sorted(on_disk - inside)}")

@@ -72,7 +72,8 @@ def show(op: Annotated[str, typer.Argument(help="An op's name.")], as_json: Json
     info = inspect_here.show(op)
     if as_json:
         return _print_json(info)
-    out.print(f"[bold]{info['op']}[/bold]\n{info['doc']}\n", highlight=False)
+    out.print(info["op"], style="bold")
+    out.print(info["doc"] + "\n", markup=False, highlight=False, soft_wrap=True)
     _table("Arrays", ["name", "shape", "dtypes", "optional"], [[a["name"], a["shape"], ", ".join(a["dtypes"]), "yes" if a["optional"] else ""] for a in info["arrays"]])
     _table("Options", ["name", "default", "expected"], [[o["name"], repr(o["default"]), o["expected"]] for o in info["options"]])
     _table("Outputs", ["name", "shape", "dtype", "given"], [[o["name"], o["shape"], o["dtype"], o["given"]] for o in info["outputs"]])

@@ -68,7 +68,10 @@ class Framework:
 
     def owns(self, array: Any) -> bool:
         """Whether ``array`` is one of this library's."""
-        return _BY_TYPE.get(type(array)) is self
+        try:
+            return framework_of("", "", array) is self
+        except SpecError:
+            return False
 
     def contiguous(self, array: Any) -> bool:
         """Whether elements lie in row-major order without gaps."""

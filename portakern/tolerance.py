@@ -17,7 +17,7 @@ import numpy as np
 if TYPE_CHECKING:
     from portakern.call import Call
 
-__all__ = ["KAPPA", "Comparison", "Format", "Units", "abs_matmul", "chain", "compare", "format_of", "round_to", "units"]
+__all__ = ["KAPPA", "Comparison", "Format", "Units", "abs_matmul", "chain", "compare", "format_of", "magnitude", "round_to", "units"]
 
 KAPPA = 0.425
 """RMS of a rounding error over its largest value, for the statistical check."""
@@ -82,20 +82,21 @@ def units(call: Call) -> Units:
 
 
 def chain(n: Any) -> Any:
-    """Roundings on the longest path through a sum of n terms: one warp of 32 lanes, or n / 128 tiles of 128 at 4 roundings each (rescaled by a new maximum), then a tree."""
+    """Roundings on the longest path through a sum of n terms: n / 32 within one warp, or n / 128 tiles at 4 each (rescaled by a new maximum); then a tree."""
     return np.minimum(n, n / 32 + 32)
 
 
-def abs_matmul(a: np.ndarray, b: np.ndarray, unit: Units) -> np.ndarray:
-    """|a| @ |b|, to which the rounding error of a @ b is proportional. +inf where a kernel may differ: the sum passes ``unit.huge``, or inf meets a subnormal.
+def magnitude(x: np.ndarray) -> np.ndarray:
+    """|x|, with 0 for infinities and NaN: the reference holds what those lead to, and no rounding changes it."""
+    return np.where(np.isfinite(x), np.abs(x), 0.0)
 
-    Infinities and NaN count as 0 here: the reference holds what they lead to, and no rounding changes it.
-    """
-    a, b = np.abs(a), np.abs(b)
-    total: np.ndarray = np.where(np.isfinite(a), a, 0.0) @ np.where(np.isfinite(b), b, 0.0)
+
+def abs_matmul(a: np.ndarray, b: np.ndarray, unit: Units) -> np.ndarray:
+    """|a| @ |b|, the scale of the rounding error of a @ b. +inf where kernels may differ: the sum passes ``unit.huge``, or inf meets a subnormal."""
+    total: np.ndarray = magnitude(a) @ magnitude(b)
     total = np.where(total < unit.huge, total, np.inf)
     if np.isinf(a).any() or np.isinf(b).any():
-        small_a, small_b = (((x > 0) & (x < unit.tau)).astype(float) for x in (a, b))
+        small_a, small_b = (((x != 0) & (np.abs(x) < unit.tau)).astype(float) for x in (a, b))
         total[(np.isinf(a).astype(float) @ small_b + small_a @ np.isinf(b).astype(float)) > 0] = np.inf
     return total
 
@@ -131,7 +132,10 @@ def compare(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, dtype: str) -> 
     """Hold ``got``, stored as ``dtype``, to the float64 reference: |got - ref| <= bound.
 
     bound +inf accepts anything. A NaN or infinite reference must be met exactly. A finite reference may become an infinity of its own sign only if
-    |ref| + bound reaches the dtype's overflow threshold, and must if |ref| - bound does. ValueError if a bound is NaN or negative at a finite reference: the spec is wrong.
+    |ref| + bound reaches the dtype's overflow threshold, and must if |ref| - bound does.
+
+    Raises:
+      ValueError: a bound is NaN or negative at a finite reference: the spec is wrong.
     """
     got, ref, bound = np.asarray(got).astype(np.float64), np.asarray(ref, np.float64), np.asarray(bound, np.float64)
     finite = np.isfinite(ref)

@@ -10,7 +10,7 @@ from jaxtyping import Float, Float32, Int
 
 from portakern.options import Range
 from portakern.spec import Rule, Tile, spec
-from portakern.tolerance import abs_matmul, round_to, units
+from portakern.tolerance import abs_matmul, magnitude, round_to, units
 
 A = TypeVar("A")
 
@@ -85,7 +85,7 @@ def allowed_pairs(call) -> float:
 
 
 def allowed(call, b: int) -> np.ndarray:
-    """(q_len, kv_len): may query i of batch b see key j? The causal mask and the window stand at the bottom right: the last query is at the last key's position."""
+    """(q_len, kv_len): may query i of batch b see key j? Positions are aligned at the bottom right: the last query stands at the last key."""
     q_len, kv_len = call.dims["q_len"], call.dims["kv_len"]
     ahead = np.arange(kv_len) - np.arange(kv_len - q_len, kv_len)[:, None]  # how far the key lies beyond the query's own position
     left, right = call.options["window"] or (None, None)
@@ -103,19 +103,20 @@ def allowed(call, b: int) -> np.ndarray:
 
 @attention.tolerance
 def bound(call, ref):
-    """Bounds of o and lse from ds, the error of a score, with d = m - s, p = exp(-d), l = sum p, all sums over the n keys that a row sees.
+    """Bounds of o and lse from ds, the error of a score; d = m - s, p = exp(-d), l = sum p, all sums over the n keys that a row sees.
 
-    ds = ((D+6) u + tf32) S + 6u d + 4u |bias| + 10u c + ex + flushed,  S = |scale| |q||k|^T, c the softcap or 0: the dot and its scaling, m - s and the exp2 of it
-    (a running maximum splits d into parts that sum to d), the bias addition, an accurate tanh, exp.
-    A weight p moves by at most g = p (e^ds - 1) up, and l down to l' = sum p e^-ds, so that o = sum p (v - o) / l moves by (g|V| + |o| sum g) / l'.
-    The product adds (U + tf32 + steps) (p + g)|V| / l': p rounded to v's dtype, and steps = u (min(20 n, 5/4 N) + 32): a key in its own tile costs a multiplication and
-    an addition in acc and in l, 4u, and exp of the maximum's rise twice, 2 ex = 16u; N keys fill N/16 tiles at least. A lone tile has N additions.
-    lost = (eta sum|v| + flush l + n tau) / l' is underflow: of p in its dtype, of v, of products.
+    ds = ((D+6) u + tf32) S + 6u d + 4u |bias| + 10u c + ex + flushed operands,  S = |scale| |q||k|^T, c the softcap or 0: the dot and its scaling; m - s and
+    exp2 of it (a running maximum splits d into parts that sum to d); the bias addition; an accurate tanh; exp.
+    A weight p moves by g = p (e^ds - 1) at most, and l down to l' = sum p e^-ds at most, so o = sum p v / l moves by (g|V| + |o| sum g) / l'.
+    The product adds (U + tf32 + steps) (p + g)|V| / l': p is rounded to v's dtype, and steps = u (min(20 n, 5/4 N) + 32): a key in its own tile costs a
+    multiplication and an addition in acc and in l, 4u, and the exp of the maximum's rise twice, 2 ex = 16u; N keys fill at most N/16 tiles, and a lone tile
+    has N additions. lost = (eta sum|v| + flush l + n tau) / l' is underflow: of p in its dtype, of v, of products.
     Whatever the scores, o is a convex average of v: no error passes C = (max|v| + |o|)(1 + 4 (U + tf32 + steps)) + 2 lost l'.
-    B_o = E (1 + U) + U|o| + eta, E = min(sum of the above, C).  B_lse = (max(log(1 + sum g / l), log(l / l')) + steps + 4u (|m| + |lse|)) (1 + U) + U |lse| + eta.
+    B_o = E (1 + U) + U|o| + eta, E = min(the sum of the above, C).
+    B_lse = E (1 + U) + U|lse| + eta, E = max(log(1 + sum g / l), log(l / l')) + steps + 4u (|m| + |lse|).
 
-    A row that sees no key is exact. +inf: where a score's terms reach 2^127 (the row) or sum|v| does; where a masked key holds NaN or inf in v (0 * NaN inside a tile);
-    where an allowed key does hold inf, but its weight may be 0 (inf or NaN).
+    A row that sees no key: eta, and an exact lse. +inf: where a score's terms reach 2^127 (the row) or sum|v| does; where a masked key holds NaN or inf in
+    v (0 * NaN inside a tile cannot be undone); where a key that is seen holds inf but its weight may be 0 (inf or NaN).
     """
     o, lse = ref
     unit, group = units(call), call.dims["group"]
@@ -151,7 +152,7 @@ class _Rows(NamedTuple):
         scale = 1 / sqrt(depth) if call.options["scale"] is None else call.options["scale"]
         size = abs_matmul(q, k.T, unit)
         s, ds = scale * (q @ k.T), ((depth + 6) * u + unit.tf32) * abs(scale) * size
-        ds += abs(scale) * (unit.flush * (_sizes(q) + _sizes(k).T) + depth * unit.tau) + unit.tau * size
+        ds += abs(scale) * (unit.flush * (magnitude(q).sum(1, keepdims=True) + magnitude(k).sum(1)) + depth * unit.tau) + unit.tau * size
         if softcap is not None:
             s, ds = softcap * np.tanh(s / softcap), ds + 10 * u * softcap
         if bias is not None:
@@ -170,7 +171,7 @@ class _Rows(NamedTuple):
 
 
 def _bound_o(call, unit, row, v, o):
-    size, rounding = np.where(np.isfinite(v), np.abs(v), 0.0), unit.U + unit.tf32 + row.steps
+    size, rounding = magnitude(v), unit.U + unit.tf32 + row.steps
     total = row.seen @ size
     lost = unit.eta * total + unit.flush * row.l + row.n * unit.tau
     err = (row.g @ size + np.abs(o) * row.g.sum(1, keepdims=True) + rounding * ((row.p + row.g) @ size) + lost) / row.least
@@ -187,7 +188,3 @@ def _bound_lse(call, unit, row, lse):
     err = np.where(largest > 1, largest, moved) + row.steps[:, 0] + 4 * unit.u * (np.abs(row.m[:, 0]) + np.abs(lse))
     err = np.where(row.overflows[:, 0], inf, np.where(row.n[:, 0] == 0, 0.0, err))
     return round_to(err, lse, call.outputs["lse"][1])
-
-
-def _sizes(x):
-    return np.where(np.isfinite(x), np.abs(x), 0.0).sum(-1, keepdims=True)

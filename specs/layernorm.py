@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from portakern.options import Range
 from portakern.spec import Tile, spec
-from portakern.tolerance import chain, round_to, units
+from portakern.tolerance import chain, magnitude, round_to, units
 
 A = TypeVar("A")
 
@@ -49,14 +49,14 @@ def bound(call, ref):
     """B = E (1 + U) + U|y| + eta,  E = |w| [r (delta + 3 tau)(1 + rho) + |xh| (rho + 4u) + tau] + 2u (|b| + |xh w|) + 2 tau.
 
     v = var + eps, r = v^-1/2, xh = (x - mean) r, and c = c_N + 2 the roundings on the way to a mean.
-    The mean errs by delta = c u mean|x|. Two passes about such a mean find between var and var + delta^2; merging partial means (Welford) finds the mean square of
-    deviations that are each off by delta, between (sqrt(var) - delta)^2 and (sqrt(var) + delta)^2. Summing that rounds by a share (c + 4) u, and 3 tau come or go
-    where squares, var or eps flush. rho is the share by which the ends of that range of v move r, and 4u more for the root and its products.
+    The mean errs by delta = c u mean|x|. Two passes about such a mean find between var and var + delta^2; merging partial means (Welford) finds the mean
+    square of deviations that are each off by delta, between (sqrt(var) - delta)^2 and (sqrt(var) + delta)^2. Summing that rounds by a share (c + 4) u, and
+    3 tau come or go where squares, var or eps flush. rho is the share by which the ends of that range of v move r, and 4u for the root and its products.
     Nothing is promised where the low end is not positive (eps = 0 on a row whose variance is 0, drowns in the mean's rounding or is subnormal), or where
     sum|x|, sum (x - mean)^2 or the output's terms reach 2^127.
     """
     x, w, b = (call.arrays[name] for name in ("x", "weight", "bias"))
-    w, b = 1.0 if w is None else np.abs(w), 0.0 if b is None else np.where(np.isfinite(b), np.abs(b), 0.0)
+    w, b = 1.0 if w is None else np.abs(w), 0.0 if b is None else magnitude(b)
     unit, n, eps = units(call), x.shape[-1], call.options["eps"]
     u, tau, c = unit.u, unit.tau, chain(x.shape[-1]) + 2
     with np.errstate(all="ignore"):

@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from portakern.options import DType
 from portakern.spec import Tile, spec
-from portakern.tolerance import abs_matmul, round_to, units
+from portakern.tolerance import abs_matmul, magnitude, round_to, units
 
 A = TypeVar("A")
 
@@ -49,17 +49,13 @@ def matmul(
 def bound(call, ref):
     """B = E (1 + U) + U|c| + eta,  E = ((K+6) u + tf32) |A||B| + flush (sum_k |a| + sum_k |b|) + K tau.
 
-    Sums in any order cost (K-1) u |A||B| and the products u (Higham, section 3.1); the rest of the 6 u is for split-k partial sums and fused scaling. tf32: both
-    operands of a product are cut to 10 bits. flush: subnormal operands read as 0, each next to the other operand; tau: subnormal products and sums become 0.
+    Sums in any order cost (K-1) u |A||B| and the products u (Higham, section 3.1); the rest of the 6 u is for split-k partial sums. tf32: both operands
+    of a product are cut to 10 bits. flush: subnormal operands read as 0, each next to the other operand; tau: subnormal products and sums become 0.
     U and eta belong to the output's dtype. Where |A||B| reaches 2^127 a partial sum may overflow, and nothing is promised.
     """
     a, b = call.arrays["a"], call.arrays["b"]
     unit, k = units(call), call.dims["k"]
     with np.errstate(all="ignore"):
-        flushed = unit.flush * (_finite_sum(a, -1) + _finite_sum(b, -2)) + k * unit.tau
+        flushed = unit.flush * (magnitude(a).sum(-1, keepdims=True) + magnitude(b).sum(-2, keepdims=True)) + k * unit.tau
         err = ((k + 6) * unit.u + unit.tf32) * abs_matmul(a, b, unit) + flushed
     return (round_to(err, ref[0], call.outputs["c"][1]),)
-
-
-def _finite_sum(x, axis):
-    return np.where(np.isfinite(x), np.abs(x), 0.0).sum(axis, keepdims=True)

@@ -40,9 +40,9 @@ def softmax(x: Float[A, "*shape"], *, axis: Annotated[int, Axis("x")] = -1) -> S
 def bound(call, ref):
     """B = E (1 + U) + U y + eta,  E = y [4u (d + H) + 2 ex + (c_N + 8) u],  d = m - x, H = sum y d.
 
-    x - m rounds by u d, and exp of it, taken as exp2 of a product with log2(e), errs by 4 u d + ex. The sum carries the average of that, 4 u H + ex, plus its
-    chain of c_N additions; the division and whatever else a row passes through are within 8 u. exp(-d) below tau may be 0: the sum is at least 1, so eta covers it.
-    A flushed subnormal x moves d by less than any of these.
+    x - m rounds by u d, and exp of it, taken as exp2 of a product with log2(e), errs by 4 u d + ex. The sum carries the average of that, 4 u H + ex, plus
+    its chain of c_N additions; the division and whatever else a row passes through are within 8 u. exp(-d) below tau may be 0: the sum is at least 1, so
+    eta covers it. A flushed subnormal x moves d by less than any of these.
     """
     x, y, axis, unit = call.arrays["x"], ref[0], call.options["axis"], units(call)
     with np.errstate(all="ignore"):

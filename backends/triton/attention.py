@@ -160,16 +160,19 @@ def padded(d: int) -> int:
 
 
 def default_tiling(call: Call) -> dict[str, int]:
-    """From the head dimensions, the dtype and the target alone."""
+    """From the head dimensions, the dtype and the target alone: what fits the registers and shared memory without spilling."""
     d, arch = max(padded(call.dims["d"]), padded(call.dims["dv"])), call.target.arch
-    if call.dtype not in ("float16", "bfloat16"):
-        tile = (64, 32, 4, 2) if d <= 64 else (32, 32, 4, 2) if d <= 128 else (16, 16, 4, 1)
-    elif arch.startswith("gfx"):
-        tile = (128, 64, 4, 1) if d <= 64 else (64, 32, 4, 1) if d <= 128 else (32, 32, 4, 1)
-    elif shared_limit(arch) < 200 * 1024 and arch:
-        tile = (128, 64, 4, 3) if d <= 64 else (128, 32, 8, 2) if d <= 128 else (64, 32, 8, 1)
-    else:
-        tile = (128, 128, 8, 3) if d <= 64 else (128, 64, 8, 3) if d <= 128 else (128, 32, 8, 2) if d <= 256 else (64, 16, 8, 1)
+    if call.dtype in ("float16", "bfloat16"):
+        if arch.startswith("gfx"):
+            tile = (128, 64, 4, 1) if d <= 64 else (64, 32, 4, 1) if d <= 128 else (32, 32, 4, 1)
+        elif arch and shared_limit(arch) < 200 * 1024:
+            tile = (128, 64, 4, 3) if d <= 64 else (128, 32, 8, 2) if d <= 128 else (64, 32, 8, 1)
+        else:
+            tile = (128, 128, 8, 3) if d <= 64 else (128, 64, 8, 3) if d <= 128 else (128, 32, 8, 2) if d <= 256 else (64, 16, 8, 1)
+    elif dot_precision(call) == "tf32":
+        tile = (128, 64, 8, 2) if d <= 64 else (128, 32, 8, 2) if d <= 128 else (32, 32, 4, 2) if d <= 256 else (16, 16, 4, 1)
+    else:  # float32 products are scalar instructions on NVIDIA, whose operands all wait in registers
+        tile = (64, 32, 8, 2) if d <= 64 else (32, 16, 8, 2) if d <= 128 else (16, 16, 4, 1)
     return dict(zip(("block_q", "block_kv", "num_warps", "num_stages"), tile, strict=True))
 
 

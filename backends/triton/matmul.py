@@ -62,18 +62,21 @@ def matmul_kernel(a, b, c, m, n, k, tiles_m, tiles_n, steps_k, batch_inner,
 def default_tiling(call: Call) -> dict[str, int]:
     """From n, k and the dtype alone, never from m or the batch: the same row gives the same bits in any company."""
     n, k, arch = call.dims["n"], call.dims["k"], call.target.arch
+    aligned = n % 8 == 0 and k % 8 == 0  # else operands arrive element by element, through registers
     if call.dtype in ("float16", "bfloat16"):
         if arch.startswith("gfx"):
-            tile = {"block_m": 128, "block_n": 128, "block_k": 32, "num_warps": 8 if not arch.startswith("gfx9") else 4, "num_stages": 2}
-        elif arch == "sm_80" or shared_limit(arch) < 160 * 1024:
-            tile = {"block_m": 128, "block_n": 128, "block_k": 32, "num_warps": 4, "num_stages": 4}
+            tile = (128, 128, 32, 4 if arch.startswith("gfx9") else 8, 2)
+        elif not aligned:
+            tile = (128, 128, 32, 8, 3)
         else:
-            tile = {"block_m": 128, "block_n": 256, "block_k": 64, "num_warps": 8, "num_stages": 3}
-    elif call.options["precision"] == "tf32" and dot_precision(call) == "tf32":
-        tile = {"block_m": 128, "block_n": 128, "block_k": 32, "num_warps": 8, "num_stages": 3 if not arch.startswith("gfx") else 2}
+            tile = (128, 128, 32, 4, 4) if arch and shared_limit(arch) < 200 * 1024 else (128, 256, 64, 8, 3)
+    elif dot_precision(call) == "tf32":
+        tile = (128, 128, 32, 8, 2 if arch.startswith("gfx") else 3)
     else:
-        tile = {"block_m": 64, "block_n": 64, "block_k": 16, "num_warps": 4, "num_stages": 3 if not arch.startswith("gfx") else 2}
-    return tile | {"group": 8, "block_n": pow2_at_least(n, 16, tile["block_n"]), "block_k": pow2_at_least(k, 16, tile["block_k"])}
+        tile = (64, 64, 16, 8, 2) if arch.startswith("gfx") or not aligned else (128, 128, 16, 8, 3)
+    block_m, block_n, block_k, num_warps, num_stages = tile
+    return {"block_m": block_m, "block_n": pow2_at_least(n, 16, block_n), "block_k": pow2_at_least(k, 16, block_k),
+            "num_warps": num_warps, "num_stages": num_stages, "group": 8}  # fmt: skip
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:

@@ -172,7 +172,7 @@ def _run_one(backend: str, dtype: str, checkpoint: Checkpoint, truth: np.ndarray
 
 
 def _how(model: MiniLM) -> str:
-    return "float64 oracle" if model.matmul.backend.oracle else "interpreted" if model.glue.interpreted else "compiled"
+    return "float64 oracle" if model.glue.oracle else "interpreted" if model.glue.interpreted else "compiled"
 
 
 def sentence_transformers_embeddings(sentences: Sequence[str]) -> np.ndarray | None:
@@ -192,8 +192,8 @@ def render(result: DemoResult, console: Console) -> None:
     """Print the result as tables."""
     from rich.table import Table
 
-    table = Table(title="all-MiniLM-L6-v2 through portakern", title_justify="left", header_style="bold", caption_justify="left",
-                  caption="cosine: worst sentence, and largest difference of any element. bound: worst error of any element, as a fraction of what rounding permits.")  # fmt: skip
+    caption = "cosine: worst sentence, and largest difference of any element. bound: worst error of any element, as a fraction of what rounding permits."
+    table = Table(title="all-MiniLM-L6-v2 through portakern", caption=caption, title_justify="left", caption_justify="left", header_style="bold")
     for column in ("backend", "on", "dtype", "op calls served", "cosine to the oracle", "to sentence-transformers", "bound", "seconds", "verdict"):
         table.add_column(column, overflow="fold")
     for r in result.runs:

@@ -30,7 +30,8 @@ class Glue:
             raise UnavailableError(f"{backend} serves no device of {self.framework.name} here")
         self.device = devices[0]
         self.target: Target = self.framework.target(self.device)
-        self.interpreted = served.package_for(self.target.platform)[1]  # type: ignore[index]  # devices are filtered by it
+        self.oracle = served.oracle
+        self.interpreted = self.target.platform not in served.compiles
 
     def array(self, x: np.ndarray, dtype: str) -> Any:
         """``x`` as an array of the library, on the device."""

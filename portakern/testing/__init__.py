@@ -8,5 +8,6 @@
 from portakern.testing.audit import Audit, audit
 from portakern.testing.cases import Case
 from portakern.testing.runner import Failure, Report, check, replay
+from portakern.testing.strategies import Limits
 
-__all__ = ["Audit", "Case", "Failure", "Report", "audit", "check", "replay"]
+__all__ = ["Audit", "Case", "Failure", "Limits", "Report", "audit", "check", "replay"]

@@ -1,0 +1,77 @@
+"""The command line: readable tables, JSON, exit statuses."""
+
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import portakern as pk
+from portakern.cli import app
+from portakern.files import write_atomically
+
+run = CliRunner().invoke
+
+
+@pytest.mark.parametrize("command", [["ops"], ["backends"], ["show", "attention"], ["doctor"]])
+def test_tables_and_json(command):
+    text = run(app, command)
+    assert text.exit_code == 0 and "attention" in text.output or "reference" in text.output
+    data = json.loads(run(app, [*command, "--json"]).output)
+    assert data
+
+
+def test_check_passes_and_writes_json(tmp_path):
+    file = tmp_path / "deep" / "report.json"
+    result = run(app, ["check", "softmax", "--backend", "reference", "--max-examples", "15", "--seed", "3", "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    assert "passed" in result.output
+    report = json.loads(file.read_text())["reports"][0]
+    assert report["op"] == "softmax" and report["passed"] and report["examples"] == 15 and report["seed"] == 3
+    assert [p.name for p in file.parent.iterdir()] == ["report.json"]
+
+
+def test_check_fails_with_a_line_that_reproduces(monkeypatch):
+    from portakern.backends.reference import BACKEND
+
+    impl = BACKEND.implementation("softmax", "portakern.backends.reference")
+
+    def off_by_a_percent(call, tiling):
+        return (impl.fn(call, tiling)[0] * 1.01,)
+
+    import portakern.dispatch as dispatch
+
+    monkeypatch.setattr(dispatch, "rounded_oracle", lambda call: tuple(y.astype(call.arrays["x"].dtype) for y in off_by_a_percent(dispatch.as_float64(call), {})))
+    result = run(app, ["check", "softmax", "--backend", "reference", "--max-examples", "30", "--dtype", "float32"])
+    assert result.exit_code == 1
+    line = re.search(r"portakern check softmax --backend reference --case '(.*)'", result.output)
+    again = run(app, ["check", "softmax", "--backend", "reference", "--case", line[1]])
+    assert again.exit_code == 1 and "permitted error" in again.output
+    monkeypatch.undo()
+    assert run(app, ["check", "softmax", "--backend", "reference", "--case", line[1]]).exit_code == 0
+
+
+def test_own_errors_have_no_traceback():
+    ran = subprocess.run([sys.executable, "-c", "from portakern.cli import main; main()", "show", "conv"], capture_output=True, text=True)
+    assert ran.returncode == 2 and "op 'conv' is unknown" in ran.stderr and "Traceback" not in ran.stderr
+
+
+def test_files_are_written_whole(tmp_path):
+    file = tmp_path / "x.json"
+    write_atomically(file, "one")
+    with pytest.raises(TypeError):
+        write_atomically(file, np.zeros(1))
+    assert file.read_text() == "one" and list(tmp_path.iterdir()) == [file]
+
+
+def test_doctor_says_that_triton_has_no_wheel_elsewhere(monkeypatch):
+    from portakern import inspect_here, registry
+
+    monkeypatch.setattr(inspect_here.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(registry.Backend, "unavailable", lambda self: "triton not installed" if self.name == "triton" else None)
+    rows = {b["backend"]: b for b in inspect_here.doctor()["backends"]}
+    assert "no wheel for Darwin" in rows["triton"]["next"]
+    assert pk.backends()
