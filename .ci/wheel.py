@@ -1,4 +1,4 @@
-"""Build the wheel and demand that it holds every Python file of the package, symlinked folders included, and that it works where there is no checkout."""
+"""Build the sdist, the wheel from it, and demand that it holds every Python file of the package, symlinked folders included, and that it works where there is no checkout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import portakern.examples.minilm.demo
 
 
 def main(scratch: Path) -> int:
-    subprocess.run([sys.executable, "-m", "build", "--wheel", "--outdir", scratch / "dist", ROOT], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-m", "build", "--outdir", scratch / "dist", ROOT], check=True, stdout=subprocess.DEVNULL)
     (wheel,) = (scratch / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as z:
         inside = {n for n in z.namelist() if n.startswith("portakern/") and n.endswith((".py", "py.typed"))}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import inf, log, sqrt
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import Float, Float32, Int
@@ -11,6 +11,9 @@ from jaxtyping import Float, Float32, Int
 from portakern.options import Range
 from portakern.spec import Rule, Tile, spec
 from portakern.tolerance import abs_matmul, magnitude, round_to, units
+
+if TYPE_CHECKING:
+    from portakern.call import Call
 
 A = TypeVar("A")
 
@@ -84,7 +87,7 @@ def allowed_pairs(call) -> float:
     return float(total)
 
 
-def allowed(call, b: int) -> np.ndarray:
+def allowed(call: Call, b: int) -> np.ndarray:
     """(q_len, kv_len): may query i of batch b see key j? Positions are aligned at the bottom right: the last query stands at the last key."""
     q_len, kv_len = call.dims["q_len"], call.dims["kv_len"]
     ahead = np.arange(kv_len) - np.arange(kv_len - q_len, kv_len)[:, None]  # how far the key lies beyond the query's own position
@@ -102,15 +105,17 @@ def allowed(call, b: int) -> np.ndarray:
 
 
 @attention.tolerance
-def bound(call, ref):
+def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """Bounds of o and lse from ds, the error of a score; d = m - s, p = exp(-d), l = sum p, all sums over the n keys that a row sees.
 
     ds = ((D+6) u + tf32) S + 6u d + 4u |bias| + 10u c + ex + flushed operands,  S = |scale| |q||k|^T, c the softcap or 0: the dot and its scaling; m - s and
-    exp2 of it (a running maximum splits d into parts that sum to d); the bias addition; an accurate tanh; exp.
+    exp2 of it (a running maximum splits d into parts that sum to d); the bias addition; an accurate tanh, which also passes on no more than its slope
+    of the terms before it; exp.
     A weight p moves by g = p (e^ds - 1) at most, and l down to l' = sum p e^-ds at most, so o = sum p v / l moves by (g|V| + |o| sum g) / l'.
-    The product adds (U + tf32 + steps) (p + g)|V| / l': p is rounded to v's dtype, and steps = u (min(20 n, 5/4 N) + 32): a key in its own tile costs a
-    multiplication and an addition in acc and in l, 4u, and the exp of the maximum's rise twice, 2 ex = 16u; N keys fill at most N/16 tiles, and a lone tile
-    has N additions. lost = (eta sum|v| + flush l + n tau) / l' is underflow: of p in its dtype, of v, of products.
+    The product adds (U + tf32 + steps) (p + g)|V| / l': p is rounded to v's dtype, and steps = u (min(20 n, N) + 32): a tile costs a multiplication and
+    an addition in acc and in l, 4u, and the exp of the maximum's rise twice, 2 ex = 16u; at most n tiles hold a key that is seen, and
+    N/16 tiles in all, whose 16u each leave 6u for an exp, which is enough on any hardware known; a lone tile has N additions.
+    lost = (eta sum|v| + flush l + n tau) / l' is underflow: of p in its dtype, of v, of products.
     Whatever the scores, o is a convex average of v: no error passes C = (max|v| + |o|)(1 + 4 (U + tf32 + steps)) + 2 lost l'.
     B_o = E (1 + U) + U|o| + eta, E = min(the sum of the above, C).
     B_lse = E (1 + U) + U|lse| + eta, E = max(log(1 + sum g / l), log(l / l')) + steps + 4u (|m| + |lse|).
@@ -125,7 +130,7 @@ def bound(call, ref):
         for b, h in np.ndindex(o.shape[0], o.shape[2]):
             rows = _Rows.of(call, unit, b, h)
             bound_o[b, :, h] = _bound_o(call, unit, rows, call.arrays["v"][b, :, h // group], o[b, :, h])
-            if lse is not None:
+            if bound_lse is not None:
                 bound_lse[b, h] = _bound_lse(call, unit, rows, lse[b, h])
     return bound_o, bound_lse
 
@@ -154,7 +159,9 @@ class _Rows(NamedTuple):
         s, ds = scale * (q @ k.T), ((depth + 6) * u + unit.tf32) * abs(scale) * size
         ds += abs(scale) * (unit.flush * (magnitude(q).sum(1, keepdims=True) + magnitude(k).sum(1)) + depth * unit.tau) + unit.tau * size
         if softcap is not None:
-            s, ds = softcap * np.tanh(s / softcap), ds + 10 * u * softcap
+            toward_0 = softcap * np.tanh((np.abs(s) - ds) / softcap)  # where tanh is steeper
+            s = softcap * np.tanh(s / softcap)
+            ds = np.abs(s) - toward_0 + 10 * u * softcap
         if bias is not None:
             bias = np.broadcast_to(bias, (*call.outputs["lse"][0], k.shape[0]))[b, h]
             s, ds = s + bias, ds + 4 * u * np.abs(bias)
@@ -165,7 +172,7 @@ class _Rows(NamedTuple):
         p = np.exp(-d)
         g = np.where(ds < 1, p * np.expm1(ds), np.exp(np.minimum(ds - d, 700)))
         n = seen.sum(1, keepdims=True)
-        steps = u * (np.minimum(20 * n, 1.25 * call.dims["kv_len"]) + 32)
+        steps = u * (np.minimum(20 * n, call.dims["kv_len"]) + 32)
         overflows = seen & ((size * max(1, abs(scale)) >= unit.huge) | (np.isfinite(s) & (s >= unit.huge)))
         return cls(seen, n, m, d, ds, p, p.sum(1, keepdims=True), g, (p * np.exp(-ds)).sum(1, keepdims=True), steps, overflows.any(1, keepdims=True))
 

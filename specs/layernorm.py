@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Annotated, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import Float
@@ -11,6 +11,9 @@ from jaxtyping import Float
 from portakern.options import Range
 from portakern.spec import Tile, spec
 from portakern.tolerance import chain, magnitude, round_to, units
+
+if TYPE_CHECKING:
+    from portakern.call import Call
 
 A = TypeVar("A")
 
@@ -45,7 +48,7 @@ def layernorm(
 
 
 @layernorm.tolerance
-def bound(call, ref):
+def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """B = E (1 + U) + U|y| + eta,  E = |w| [r (delta + 3 tau)(1 + rho) + |xh| (rho + 4u) + tau] + 2u (|b| + |xh w|) + 2 tau.
 
     v = var + eps, r = v^-1/2, xh = (x - mean) r, and c = c_N + 2 the roundings on the way to a mean.
@@ -53,7 +56,7 @@ def bound(call, ref):
     square of deviations that are each off by delta, between (sqrt(var) - delta)^2 and (sqrt(var) + delta)^2. Summing that rounds by a share (c + 4) u, and
     3 tau come or go where squares, var or eps flush. rho is the share by which the ends of that range of v move r, and 4u for the root and its products.
     Nothing is promised where the low end is not positive (eps = 0 on a row whose variance is 0, drowns in the mean's rounding or is subnormal), or where
-    sum|x|, sum (x - mean)^2 or the output's terms reach 2^127.
+    sum|x|, sum (x - mean)^2 or the output's terms reach 2^127, or w is infinite (xh rounds to either side of 0).
     """
     x, w, b = (call.arrays[name] for name in ("x", "weight", "bias"))
     w, b = 1.0 if w is None else np.abs(w), 0.0 if b is None else magnitude(b)
@@ -69,6 +72,6 @@ def bound(call, ref):
         rho = np.maximum(np.sqrt(v / low) - 1, 1 - np.sqrt(v / high)) + 4 * u
         r, xh = 1 / np.sqrt(v), np.abs(centred) / np.sqrt(v)
         err = w * (r * (delta + 3 * tau) * (1 + rho) + xh * (rho + 4 * u) + tau) + 2 * u * (b + xh * w) + 2 * tau
-        overflows = np.isfinite(size) & ((size >= unit.huge) | (n * var >= unit.huge)) | (xh * w + b >= unit.huge)
+        overflows = np.isfinite(size) & ((size >= unit.huge) | (n * var >= unit.huge) | (xh * w + b >= unit.huge) | np.isinf(w))
         err = np.where((low <= 0) | overflows, np.inf, err)
     return (round_to(err, ref[0], call.dtype),)

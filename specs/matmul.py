@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import Float
@@ -11,6 +11,9 @@ from jaxtyping import Float
 from portakern.options import DType
 from portakern.spec import Tile, spec
 from portakern.tolerance import abs_matmul, magnitude, round_to, units
+
+if TYPE_CHECKING:
+    from portakern.call import Call
 
 A = TypeVar("A")
 
@@ -46,7 +49,7 @@ def matmul(
 
 
 @matmul.tolerance
-def bound(call, ref):
+def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """B = E (1 + U) + U|c| + eta,  E = ((K+6) u + tf32) |A||B| + flush (sum_k |a| + sum_k |b|) + K tau.
 
     Sums in any order cost (K-1) u |A||B| and the products u (Higham, section 3.1); the rest of the 6 u is for split-k partial sums. tf32: both operands

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Annotated, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import Float
@@ -11,6 +11,9 @@ from jaxtyping import Float
 from portakern.options import Axis
 from portakern.spec import Tile, spec
 from portakern.tolerance import chain, round_to, units
+
+if TYPE_CHECKING:
+    from portakern.call import Call
 
 A = TypeVar("A")
 
@@ -37,7 +40,7 @@ def softmax(x: Float[A, "*shape"], *, axis: Annotated[int, Axis("x")] = -1) -> S
 
 
 @softmax.tolerance
-def bound(call, ref):
+def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """B = E (1 + U) + U y + eta,  E = y [4u (d + H) + 2 ex + (c_N + 8) u],  d = m - x, H = sum y d.
 
     x - m rounds by u d, and exp of it, taken as exp2 of a product with log2(e), errs by 4 u d + ex. The sum carries the average of that, 4 u H + ex, plus

@@ -164,16 +164,35 @@ def default_tiling(call: Call) -> dict[str, int]:
     d, arch = max(padded(call.dims["d"]), padded(call.dims["dv"])), call.target.arch
     if call.dtype in ("float16", "bfloat16"):
         if arch.startswith("gfx"):
-            tile = (128, 64, 4, 1) if d <= 64 else (64, 32, 4, 1) if d <= 128 else (32, 32, 4, 1)
+            tile = (128, 64, 4, 1) if d <= 64 else (64, 32, 4, 1) if d <= 128 else (32, 32, 4, 1) if d <= 256 else (16, 16, 4, 1)
         elif arch and shared_limit(arch) < 200 * 1024:
-            tile = (128, 64, 4, 3) if d <= 64 else (128, 32, 8, 2) if d <= 128 else (64, 32, 8, 1)
+            tile = (128, 64, 4, 3) if d <= 64 else (128, 32, 8, 2) if d <= 128 else (64, 32, 8, 1) if d <= 256 else (16, 16, 8, 1)
         else:
-            tile = (128, 128, 8, 3) if d <= 64 else (128, 64, 8, 3) if d <= 128 else (128, 32, 8, 2) if d <= 256 else (64, 16, 8, 1)
+            tile = (128, 128, 8, 3) if d <= 64 else (128, 64, 8, 3) if d <= 128 else (128, 32, 8, 2) if d <= 256 else (32, 16, 8, 1)
     elif dot_precision(call) == "tf32":
         tile = (128, 64, 8, 2) if d <= 64 else (128, 32, 8, 2) if d <= 128 else (32, 32, 4, 2) if d <= 256 else (16, 16, 4, 1)
     else:  # float32 products are scalar instructions on NVIDIA, whose operands all wait in registers
         tile = (64, 32, 8, 2) if d <= 64 else (32, 16, 8, 2) if d <= 128 else (16, 16, 4, 1)
-    return dict(zip(("block_q", "block_kv", "num_warps", "num_stages"), tile, strict=True))
+    tiling = dict(zip(("block_q", "block_kv", "num_warps", "num_stages"), tile, strict=True))
+    while tiling["num_stages"] > 1 and shared_bytes(call, tiling) > shared_limit(arch):  # a bias takes room too
+        tiling["num_stages"] -= 1
+    while tiling["block_kv"] > 16 and shared_bytes(call, tiling) > shared_limit(arch):
+        tiling["block_kv"] //= 2
+    return tiling
+
+
+def shared_bytes(call: Call, tiling: Mapping[str, int]) -> int:
+    """Shared memory that the compiler gives this call: q, and a buffer a stage for each tile that the loop loads.
+
+    On AMD a stage is one buffer less, q passes through before the loop and p within it.
+    """
+    size, bias = (2 if call.dtype in ("float16", "bfloat16") else 4), call.arrays["bias"]
+    d, dv, block_q, block_kv, stages = padded(call.dims["d"]), padded(call.dims["dv"]), tiling["block_q"], tiling["block_kv"], tiling["num_stages"]
+    if call.target.arch.startswith("gfx"):
+        return max(block_q * d * size, max(1, stages - 1) * block_kv * (d + dv) * size + block_q * block_kv * size)
+    extra = 0 if bias is None else block_q * block_kv * bias.element_size()
+    extra += 0 if call.arrays["q_segment_ids"] is None else block_kv * 8
+    return (block_q * d + stages * block_kv * (d + dv)) * size + max(0, stages - 1) * extra
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
@@ -184,8 +203,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     if max(block_q * block_kv, max(block_q, block_kv) * max(d, dv)) > 1 << 20:
         return f"tiles of {block_q} x {block_kv} at head dimensions {dims['d']} and {dims['dv']} exceed Triton's limit of 2^20 elements"
     if not call.interpret:
-        size, limit = (2 if call.dtype in ("float16", "bfloat16") else 4), shared_limit(call.target.arch)
-        shared = (block_q * d + tiling["num_stages"] * block_kv * (d + dv)) * size
+        shared, limit = shared_bytes(call, tiling), shared_limit(call.target.arch)
         if shared > limit:
             return f"tiles of {block_q} x {block_kv} with {tiling['num_stages']} stages take {shared} bytes of shared memory; {call.target.arch} has {limit}"
         if block_q * (dv + block_kv) > tiling["num_warps"] * 32 * 384:

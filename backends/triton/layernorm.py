@@ -17,7 +17,7 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.launch import accumulator, cdiv, launch
-from portakern.backends.triton.layout import collapse, contiguous_strides, pow2_at_least
+from portakern.backends.triton.layout import collapse, contiguous_strides
 from portakern.backends.triton.softmax import refuse_tile, tile_rows
 from portakern.spec import Tile
 
@@ -75,7 +75,7 @@ def layernorm_kernel(x, weight, bias, y, rows, rows_inner, n, eps,
 
 
 def default_tiling(call: Call) -> dict[str, int]:
-    return tile_rows(pow2_at_least(call.dims["n"], 128, 16384), call.target.arch)
+    return tile_rows(call.dims["n"], call.target.arch)
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:

@@ -58,13 +58,12 @@ def softmax_kernel(x, y, rows, rows_inner, n,
 
 
 def default_tiling(call: Call) -> dict[str, int]:
-    """A whole row where it fits in the registers of a program, and about 2048 elements a program for short rows."""
-    block_n = pow2_at_least(call.dims["shape"][call.options["axis"]], 128, 16384)
-    return tile_rows(block_n, call.target.arch)
+    return tile_rows(call.dims["shape"][call.options["axis"]], call.target.arch)
 
 
-def tile_rows(block_n: int, arch: str) -> dict[str, int]:
-    """Rows and warps that go with ``block_n`` columns: 16 to 32 elements a thread."""
+def tile_rows(n: int, arch: str) -> dict[str, int]:
+    """A whole row where 512 threads can hold it, about 2048 elements a program for short rows, 16 to 32 elements a thread."""
+    block_n = pow2_at_least(n, 128) if n <= 16384 else 8192
     block_rows = pow2_at_least(2048 // block_n, 1, 16)
     lanes = 64 if arch.startswith("gfx9") else 32
     return {"block_rows": block_rows, "block_n": block_n, "num_warps": pow2_at_least(block_rows * block_n // (16 * lanes), 4, 512 // lanes)}

@@ -87,7 +87,7 @@ class MiniLM:
         """Cosines between two sets of embeddings, in the model's dtype."""
         return self.matmul(self.glue.cast(a, self.dtype), self.glue.cast(b, self.dtype).T)
 
-    def search(self, similarity: Any, temperature: float = 0.05) -> Any:
+    def search(self, similarity: Any, temperature: float = 0.2) -> Any:
         """For each row, the probability of each column being its match."""
         return self.softmax(similarity / temperature, axis=-1)
 

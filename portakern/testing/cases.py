@@ -57,10 +57,16 @@ class Case:
         """The memory of every given array, in the spec's order."""
         return {a.name: self._buffer(a) for a in spec.arrays if a.name in self.shapes}
 
+    def dtype_of(self, a: ArrayArg) -> str:
+        """The dtype of an argument in this case."""
+        if not a.follows:
+            return a.dtypes[self.seed % len(a.dtypes)]
+        return "float32" if a.name in self.wider else self.dtype
+
     def _buffer(self, a: ArrayArg) -> Buffer:
         rng = np.random.default_rng([self.seed, zlib.crc32(a.name.encode())])
         shape = self.shapes[a.name]
-        dtype = numpy_dtype("float32" if a.name in self.wider else self.dtype) if a.follows else numpy_dtype(a.dtypes[self.seed % len(a.dtypes)])
+        dtype = numpy_dtype(self.dtype_of(a))
         if a.follows:
             fill = REGIMES[self.masks.get(a.name, self.regime)]
             with np.errstate(over="ignore", invalid="ignore"):

@@ -7,9 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from hypothesis import reject
 from hypothesis import strategies as st
 
+from portakern import dispatch
 from portakern.call import shape_of
+from portakern.errors import SpecError
+from portakern.frameworks import numpy_dtype
 from portakern.options import Option
 from portakern.spec import ArrayArg, Spec, Tile
 from portakern.testing.cases import LAYOUTS, MASK_REGIMES, VALUE_REGIMES, Case
@@ -21,10 +26,12 @@ EXTENTS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 64, 65, 127, 128, 129, 130, 200, 2
 
 @dataclass(frozen=True)
 class Limits:
-    """What a case may ask for: ``elements`` of the largest array, ``flops`` of the call, and which arguments the implementation takes."""
+    """What a case may ask for: ``elements`` of the largest array, ``flops`` of the call, ``tile_volume`` the product of its tile extents, and which
+    arguments the implementation takes. The defaults suit interpreters."""
 
     elements: int = 4096
     flops: float = 2e6
+    tile_volume: int = 2**18
     dtypes: Sequence[str] = ("float32", "float16", "bfloat16")
     arguments: frozenset[str] | None = None  # None: all of the spec's
     strided: bool = True
@@ -41,7 +48,7 @@ def cases(draw: st.DrawFn, spec: Spec[Any], limits: Limits, tiles: Mapping[str, 
     shapes = {a.name: _stretch(draw, a, dims) for a in given}
     layouts = {a.name: draw(st.sampled_from(sorted(LAYOUTS))) for a in given if limits.strided and draw(st.booleans())}
     dtype = draw(st.sampled_from([d for d in spec.dtypes if d in limits.dtypes]))
-    return Case(
+    case = Case(
         dtype=dtype,
         shapes=shapes,
         regime=draw(st.sampled_from(VALUE_REGIMES)),
@@ -52,10 +59,30 @@ def cases(draw: st.DrawFn, spec: Spec[Any], limits: Limits, tiles: Mapping[str, 
             if limits.takes(o.name) and draw(st.booleans()) and (v := draw(_option_values(o, shapes))) != o.default
         },
         layouts={k: v for k, v in layouts.items() if v != "contiguous"},
-        tiling={n: draw(st.sampled_from(t.values)) for n, t in tiles.items()} if draw(st.booleans()) else {},
+        tiling=_fit_tiles({n: draw(st.sampled_from(t.values)) for n, t in tiles.items()}, tiles, limits) if draw(st.booleans()) else {},
         wider=tuple(a.name for a in given if a.or_float32 and dtype in ("float16", "bfloat16") and draw(st.booleans())),
         masks={a.name: draw(st.sampled_from(MASK_REGIMES)) for a in given if a.name in spec.masks},
     )  # fmt: skip
+    if not _binds(spec, case):
+        reject()
+    return case
+
+
+def _binds(spec: Spec[Any], case: Case) -> bool:
+    """Whether the drawn arguments obey the rules across arguments (both of a pair, say); tried on arrays of one element, stretched."""
+    arrays = {a.name: np.broadcast_to(np.zeros((), numpy_dtype(case.dtype_of(a))), case.shapes[a.name]) for a in spec.arrays if a.name in case.shapes}
+    try:
+        dispatch.op(spec).bind(**arrays, **case.options)
+    except SpecError:
+        return False
+    return True
+
+
+def _fit_tiles(tiling: dict[str, int], tiles: Mapping[str, Tile], limits: Limits) -> dict[str, int]:
+    while math.prod(tiling.values()) > limits.tile_volume:
+        widest = max((n for n in tiling if tiling[n] > tiles[n].lo), key=lambda n: tiling[n])
+        tiling[widest] //= 2
+    return tiling
 
 
 @st.composite

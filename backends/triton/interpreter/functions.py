@@ -13,7 +13,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter as upstream
 
-from portakern.backends.triton.interpreter.values import FLOATS, NUMPY, PROGRAM, Block, bound, check_addresses, convert, direct, made, scalar
+from portakern.backends.triton.interpreter.values import FLOATS, NUMPY, PROGRAM, SEMANTIC, Block, bound, check_addresses, convert, direct, made, scalar
 
 __all__ = ["OVERRIDES"]
 
@@ -48,7 +48,7 @@ def load(pointer: Block, mask: Any = None, other: Any = None, **hints: Any) -> B
     fill = np.asarray(POISON[dtype.kind], dtype) if other is None else _operand(other, element)
     live = np.ones(address.shape, bool) if lanes is None else lanes
     data = upstream._interpreter.load(address, live, np.broadcast_to(fill, address.shape), dtype)
-    out = made(data, element, pointer.type.is_block())
+    out = made(data, element, pointer.is_block)
     return out != 0 if pointer.dtype.element_ty.name == "int1" else out
 
 
@@ -79,7 +79,7 @@ def dot(input: Block, other: Block, acc: Block | None = None, input_precision: s
 def _elementwise(ufunc: Callable[..., Any], slow: Callable[..., Any]) -> Callable[..., Any]:
     def op(x: Any, **kwargs: Any) -> Any:
         if isinstance(x, Block) and x.dtype.name in ("fp32", "fp64") and not kwargs:
-            return made(ufunc(x.handle.data), x.dtype, x.type.is_block())
+            return made(ufunc(x.handle.data), x.dtype, x.is_block)
         return slow(x, **kwargs)
 
     return op
@@ -105,8 +105,26 @@ def where(condition: Any, x: Any, y: Any) -> Any:
             if other.__class__ is float or (isinstance(other, Block) and other.dtype.name == typed.dtype.name):
                 a, b = (v.handle.data if isinstance(v, Block) else v for v in (x, y))
                 data = np.where(condition.handle.data, a, b)
-                return made(data, typed.dtype, condition.type.is_block() or typed.type.is_block() or (isinstance(other, Block) and other.type.is_block()))
+                return made(data, typed.dtype, condition.is_block or typed.is_block or (isinstance(other, Block) and other.is_block))
     return _slow_where(condition, x, y)
+
+
+def full(shape: Any, value: Any, dtype: tl.dtype) -> Block:
+    extents = tuple(int(_raw(s)) for s in shape)
+    return made(np.broadcast_to(_operand(value, dtype), extents), dtype) if extents else made(_operand(value, dtype).reshape(1), dtype, False)
+
+
+def zeros(shape: Any, dtype: tl.dtype) -> Block:
+    return full(shape, 0, dtype)
+
+
+def trans(input: Block, *dims: Any) -> Block:
+    dims = tuple(_raw(d) for d in (dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims))
+    return made(np.transpose(input.handle.data, dims), input.dtype) if dims else input.T
+
+
+def cast(input: Any, dtype: tl.dtype, fp_downcast_rounding: str | None = None, bitcast: bool = False) -> Block:
+    return SEMANTIC.to_tensor(input).to(dtype, fp_downcast_rounding, bitcast)
 
 
 def program_id(axis: int) -> Block:
@@ -191,6 +209,7 @@ OVERRIDES: dict[int, Any] = {
     for original, replacement in [
         (range, value_range), (tl.range, value_range), (tl.static_range, static_range), (tl.static_assert, _static_assert), (tl.static_print, print),
         (tl.load, load), (tl.store, store), (tl.dot, dot), (tl.where, where), (tl.program_id, program_id), (tl.num_programs, num_programs), (tl.arange, arange),
+        (tl.full, full), (tl.zeros, zeros), (tl.trans, trans), (tl.cast, cast),
         (tl.reduce, reduce), (tl.associative_scan, associative_scan), (tl.sum, _reduction(np.add)), (tl.max, _reduction(np.fmax)), (tl.min, _reduction(np.fmin)),
         (tl.maximum, _two(np.fmax, bound(tl.maximum))), (tl.minimum, _two(np.fmin, bound(tl.minimum))),
         (tl.multiple_of, _identity), (tl.max_contiguous, _identity), (tl.max_constancy, _identity),

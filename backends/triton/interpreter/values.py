@@ -144,10 +144,11 @@ class Block(tl.tensor):
         self.handle = handle
         self.type = type
         self.dtype = type.scalar
+        self.is_block = type.__class__ is tl.block_type
 
     @property
     def shape(self) -> tuple[tl.constexpr, ...]:
-        return tuple(tl.constexpr(s) for s in self.type.shape) if self.type.is_block() else ()
+        return tuple(tl.constexpr(s) for s in self.type.shape) if self.is_block else ()
 
     @property
     def numel(self) -> tl.constexpr:
@@ -158,7 +159,7 @@ class Block(tl.tensor):
         return made(np.swapaxes(self.handle.data, -1, -2), self.dtype)
 
     def __bool__(self) -> bool:
-        if self.type.is_block():
+        if self.is_block:
             raise TypeError("a block has no truth value: use tl.where, or & and | between masks")
         return bool(self.handle.data[0])
 
@@ -166,6 +167,9 @@ class Block(tl.tensor):
         return operator.index(self.handle.data.item())
 
     __int__ = __index__
+
+    def __neg__(self) -> Block:
+        return self * -1.0 if self.dtype.name in ("fp32", "fp64") else tl.tensor.__neg__(self, _semantic=SEMANTIC)
 
     def __float__(self) -> float:
         return float(self.handle.data.item())
@@ -178,7 +182,7 @@ class Block(tl.tensor):
 
     def __getitem__(self, index: Any) -> Block:
         index = index if isinstance(index, tuple) else (index,)
-        if any(i is not None and i != slice(None) for i in index) or not self.type.is_block():
+        if any(i is not None and i != slice(None) for i in index) or not self.is_block:
             raise ValueError(f"unsupported index {index}: only None and : index a block")
         return made(self.handle.data[index], self.dtype)
 
@@ -186,7 +190,7 @@ class Block(tl.tensor):
         source, target = self.dtype.name, dtype.scalar.name
         if fp_downcast_rounding or bitcast or (source != "bf16" and source not in NUMPY) or (target != "bf16" and target not in FLOATS and target not in INTS):
             return tl.tensor.to(self, dtype, fp_downcast_rounding, bitcast, _semantic=SEMANTIC)
-        return made(convert(self.handle.data, self.dtype, dtype.scalar), dtype.scalar, self.type.is_block())
+        return made(convert(self.handle.data, self.dtype, dtype.scalar), dtype.scalar, self.is_block)
 
 
 class Semantic(TritonSemantic):
@@ -226,28 +230,29 @@ def bound(member: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def direct(ufunc: np.ufunc, slow: Callable[..., Any], kinds: str, result: tl.dtype | None = None, swap: bool = False) -> Callable[..., Any]:
+def direct(ufunc: Callable[..., Any], slow: Callable[..., Any], kinds: str, result: tl.dtype | None = None, swap: bool = False) -> Callable[..., Any]:
     """``slow`` with a shortcut for operands that share a dtype of ``kinds``, or are int32 and int64, or one a Python number of the same kind."""
     names = {n for n in NUMPY if np.dtype(NUMPY[n]).kind in kinds and n in (*FLOATS, *INTS, "int1")}
     ints = set(INTS) & names
 
     def op(x: Any, y: Any) -> Any:
-        tx, ty = x.dtype.name, y.__class__
-        if tx in names:
-            if ty is Block:
-                other = y.handle.data
-                ok = y.dtype.name == tx or (tx in ints and y.dtype.name in ints)
-                is_block = x.type.is_block() or y.type.is_block()
-            else:
-                other = y
-                ok = (ty is float and tx in FLOATS) or (ty is int and tx != "int1" and (tx in FLOATS or -(2**31) <= y < 2**31))
-                is_block = x.type.is_block()
-            if ok:
-                data = ufunc(other, x.handle.data) if swap else ufunc(x.handle.data, other)
-                return made(data, result or SCALARS[data.dtype], is_block)
+        tx, kind = x.dtype.name, y.__class__
+        if kind is Block:
+            ty = y.dtype.name
+            if (ty == tx and tx in names) or (tx in ints and ty in ints):
+                data = ufunc(y.handle.data, x.handle.data) if swap else ufunc(x.handle.data, y.handle.data)
+                return made(data, result or SCALARS[data.dtype], x.is_block or y.is_block)
+        elif tx in names and ((kind is float and tx in FLOATS) or (kind is int and tx != "int1" and (tx in FLOATS or -(2**31) <= y < 2**31))):
+            data = ufunc(y, x.handle.data) if swap else ufunc(x.handle.data, y)
+            return made(data, result or SCALARS[data.dtype], x.is_block)
         return slow(x, y)
 
     return op
+
+
+def quotient(a: Any, b: Any) -> Any:
+    """Integer division as hardware does it: towards zero."""
+    return (a - np.fmod(a, b)) // b
 
 
 def _add(slow: Callable[..., Any]) -> Callable[..., Any]:
@@ -257,7 +262,7 @@ def _add(slow: Callable[..., Any]) -> Callable[..., Any]:
         if y.__class__ is Block and x.dtype.is_ptr() and y.dtype.name in INTS:  # address + offset
             size = max(1, x.dtype.element_ty.primitive_bitwidth // 8)
             offset = (y.handle.data.astype(np.int64) * size).view(np.uint64)
-            return made(x.handle.data + offset, x.dtype, x.type.is_block() or y.type.is_block())
+            return made(x.handle.data + offset, x.dtype, x.is_block or y.is_block)
         return plain(x, y)
 
     return op
@@ -275,6 +280,9 @@ def _fill_operators() -> None:
     Block.__add__ = _add(Block.__add__)  # type: ignore[method-assign]
     for name, ufunc in {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal}.items():
         setattr(Block, f"__{name}__", direct(ufunc, getattr(Block, f"__{name}__"), "if", tl.int1))
+    for name, ufunc, kinds in (("truediv", np.divide, "f"), ("floordiv", quotient, "i"), ("mod", np.fmod, "i")):
+        setattr(Block, f"__{name}__", direct(ufunc, getattr(Block, f"__{name}__"), kinds))
+        setattr(Block, f"__r{name}__", direct(ufunc, getattr(Block, f"__r{name}__"), kinds, swap=True))
     for name, ufunc in {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}.items():
         setattr(Block, f"__{name}__", direct(ufunc, getattr(Block, f"__{name}__"), "ib"))
 

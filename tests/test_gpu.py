@@ -1,0 +1,140 @@
+"""What only a GPU can show: compiled and interpreted calls side by side, DLPack between frameworks, more than 2^31 elements, strides past 2^31."""
+
+import numpy as np
+import pytest
+
+import portakern as pk
+from portakern import dispatch
+from portakern.testing import runner
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA or AMD GPU")
+
+BIG = 2**31
+
+
+def normal(*shape, dtype=torch.float32, device="cuda"):
+    return torch.randn(*shape, dtype=torch.float32, device=device).to(dtype)
+
+
+def within_bound(op, outputs, *args, **options):
+    """Hold outputs to the bound of the call on ``args``; returns the worst fraction."""
+    call = pk.op(op).bind(*args, **options)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return max(runner.compare_call(call, [call.framework.to_numpy(o) for o in outputs]).values())
+
+
+def rows_to_sample(rows, row_length):
+    """First, last, both sides of element 2^31, and 64 at random."""
+    edge = BIG // row_length
+    chosen = {0, rows - 1, edge - 1, edge, *np.random.default_rng(0).integers(0, rows, 64).tolist()}
+    return torch.tensor(sorted(r for r in chosen if r < rows), device="cuda")
+
+
+def test_gpu_tensors_are_compiled_and_cpu_tensors_interpreted_in_one_process():
+    served = []
+    with pk.observe(served.append):
+        for device in ("cuda", "cpu", "cuda", "cpu"):
+            x = normal(5, 300, dtype=torch.bfloat16, device=device)
+            y = pk.op("softmax", backend="triton")(x)
+            assert y.device == x.device and within_bound("softmax", y, x) <= 1
+    assert [s.interpret for s in served] == [False, True, False, True]
+    assert pk.op("softmax")(normal(3, 4)).is_cuda
+
+
+def test_a_jax_gpu_array_is_refused_by_itself_and_served_when_named(monkeypatch):
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    if jax.default_backend() != "gpu":
+        pytest.skip("this jax has no GPU support")
+    x = jax.numpy.asarray(np.random.default_rng(0).standard_normal((4, 200)), jax.numpy.bfloat16)
+    for op in (pk.op("softmax"), pk.op("softmax", backend="pallas")):
+        with pytest.raises(pk.UnsupportedError, match="nothing for cuda yet.*triton"):
+            op(x)
+    y = pk.op("softmax", backend="triton")(x)
+    assert isinstance(y, jax.Array) and y.dtype == x.dtype and y.devices() == x.devices()
+    assert within_bound("softmax", y, x) <= 1
+
+
+def test_the_oracle_takes_gpu_tensors_when_named():
+    x = normal(4, 9)
+    y = pk.op("softmax", backend="reference")(x)
+    assert y.is_cuda and within_bound("softmax", y, x) <= 1
+
+
+def test_float64_is_refused_when_compiled():
+    with pytest.raises(pk.UnsupportedError, match="float64"):
+        pk.op("softmax")(normal(3, 4).double())
+
+
+def test_grids_beyond_65535():
+    x = normal(70000 * 16, 8)
+    pick = torch.tensor([0, 65534, 65535, 65536, 70000 * 16 - 1], device="cuda")
+    assert within_bound("softmax", pk.op("softmax", tiling={"block_rows": 1})(x)[pick], x[pick]) <= 1
+    a, b = normal(70000, 2, 3), normal(70000, 3, 2)
+    assert within_bound("matmul", pk.op("matmul")(a, b)[-3:], a[-3:], b[-3:]) <= 1
+    q = normal(70000, 2, 1, 16)
+    assert within_bound("attention", pk.op("attention")(q, q, q)[-3:], *[q[-3:]] * 3) <= 1
+
+
+@pytest.mark.parametrize("op", ["softmax", "layernorm"])
+def test_rows_past_two_to_the_31_elements(op):
+    rows, n = 2**23 + 16, 256
+    x = torch.randn(rows, n, dtype=torch.bfloat16, device="cuda")
+    assert x.numel() > BIG
+    pick = rows_to_sample(rows, n)
+    assert within_bound(op, pk.op(op)(x)[pick], x[pick]) <= 1
+
+
+def test_matmul_past_two_to_the_31_elements():
+    rows, k = 2**22 + 16, 512
+    a, b = torch.randn(rows, k, dtype=torch.bfloat16, device="cuda"), normal(k, 24, dtype=torch.bfloat16)
+    assert a.numel() > BIG
+    pick = rows_to_sample(rows, k)
+    assert within_bound("matmul", pk.op("matmul")(a, b)[pick], a[pick], b) <= 1
+    wide = torch.randn(24, 2**27 + 16, dtype=torch.bfloat16, device="cuda")  # 3.2e9 elements of output
+    c = pk.op("matmul")(b.T[:, :24].contiguous(), wide)
+    assert c.numel() > BIG
+    columns = rows_to_sample(wide.shape[1], 24)
+    assert within_bound("matmul", c[:, columns].contiguous(), b.T[:, :24].contiguous(), wide[:, columns].contiguous()) <= 1
+
+
+def test_attention_past_two_to_the_31_elements():
+    length, heads, d, left = 2**18 + 64, 64, 128, 63
+    q, k, v = (torch.randn(1, length, heads, d, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    assert q.numel() > BIG
+    o = pk.op("attention")(q, k, v, is_causal=True, window=(left, 0))
+    for i in rows_to_sample(length, heads * d).tolist():
+        keys = slice(max(i - left, 0), i + 1)
+        part = (q[:, i : i + 1], k[:, keys], v[:, keys])
+        assert within_bound("attention", o[:, i : i + 1].contiguous(), *(t.contiguous() for t in part)) <= 1
+
+
+def far(shape, dtype=torch.bfloat16):
+    """A small view whose first stride is 2^30 elements, so that its last rows lie past 2^31."""
+    memory = torch.empty(2**30 * (shape[0] - 1) + 2**20, dtype=dtype, device="cuda")
+    strides, step = [], 1
+    for extent in reversed(shape[1:]):
+        strides.append(step)
+        step *= extent
+    view = memory.as_strided(shape, (2**30, *reversed(strides)))
+    view.copy_(torch.randn(shape, device="cuda"))
+    assert (shape[0] - 1) * view.stride(0) >= BIG
+    return view
+
+
+def test_strides_past_two_to_the_31():
+    x = far((4, 300))
+    for op, args in {"softmax": (x,), "layernorm": (x,), "matmul": (x, normal(300, 20, dtype=torch.bfloat16))}.items():
+        assert within_bound(op, pk.op(op)(*args), *args) <= 1
+    q = far((4, 33, 2, 64))
+    assert within_bound("attention", pk.op("attention")(q, q, q), q, q, q) <= 1
+    columns = far((4, 300)).T  # the far stride innermost
+    assert within_bound("softmax", pk.op("softmax")(columns), columns) <= 1
+
+
+def test_inference_of_dispatch_is_per_device():
+    op = pk.op("softmax")
+    op(normal(2, 3))
+    op(normal(2, 3, device="cpu"))
+    assert {r.target.platform for r in op._routes.values()} == {"cuda", "cpu"}
+    assert dispatch.op("softmax").backend is None

@@ -1,0 +1,261 @@
+"""The float64 oracle against formulas written another way: scalar loops, PyTorch in float64, and the rows of the edge-case table."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from portakern.dispatch import op, oracle
+
+inf, nan = math.inf, math.nan
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+def run(name, *arrays, **options):
+    return oracle(op(name).bind(*arrays, **options))
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng([seed, *shape]).standard_normal(shape)
+
+
+# --- matmul ---
+
+
+def test_matmul_is_the_sum_of_products():
+    a, b = normal(2, 1, 3, 5), normal(4, 5, 2)
+    (c,) = run("matmul", a, b)
+    assert c.shape == (2, 4, 3, 2)
+    for i, j, m, n in np.ndindex(c.shape):
+        assert c[i, j, m, n] == pytest.approx(math.fsum(a[i, 0, m, k] * b[j, k, n] for k in range(5)), rel=1e-14)
+
+
+def test_matmul_of_nan_and_inf_stays_in_its_row():
+    a, b = np.ones((4, 3), np.float32), np.ones((3, 2), np.float32)
+    a[0, 1], a[1, 0], a[2, :2], b[0, 1] = nan, inf, (inf, -inf), 0
+    (c,) = run("matmul", a, b)
+    np.testing.assert_array_equal(c, [[nan, nan], [inf, nan], [nan, nan], [3, 2]])
+
+
+def test_matmul_of_16_bit_integers_is_exact_and_unrounded():
+    a = np.full((1, 3000), 11, np.float16)
+    assert run("matmul", a, a.T)[0].item() == 121 * 3000  # beyond float16
+    assert run("matmul", np.ones((2, 0)), np.ones((0, 3)))[0].tolist() == [[0] * 3] * 2
+
+
+# --- softmax ---
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, -1])
+def test_softmax_is_the_share_of_the_exponential(axis):
+    x = normal(3, 4, 5)
+    (y,) = run("softmax", x, axis=axis)
+    rows = np.moveaxis(x, axis, -1).reshape(-1, x.shape[axis])
+    expected = [[math.exp(t) / math.fsum(map(math.exp, row)) for t in row] for row in rows]
+    np.testing.assert_allclose(np.moveaxis(y, axis, -1).reshape(rows.shape), expected, rtol=1e-14)
+
+
+def test_softmax_takes_every_finite_x():
+    big = np.finfo(np.float32).max
+    x = np.array([[big, -big, 0], [big, big, -big], [-1e5, -1e5, -1e5 - 2], [5e-45, 0, -5e-45]], np.float32)
+    (y,) = run("softmax", x)
+    e = math.exp(-2)
+    np.testing.assert_allclose(y, [[1, 0, 0], [0.5, 0.5, 0], [1 / (2 + e), 1 / (2 + e), e / (2 + e)], [1 / 3] * 3], rtol=1e-14)
+
+
+@pytest.mark.parametrize("row", [[-inf, -inf, -inf], [inf, 0, 1], [inf, inf, -inf], [nan, 0, -inf]])
+def test_softmax_rows_that_are_nan(row):
+    (y,) = run("softmax", np.array([row, [0, 0, -inf]], np.float32))
+    assert np.isnan(y[0]).all() and y[1].tolist() == [0.5, 0.5, 0]
+
+
+def test_softmax_of_nothing_is_nothing():
+    assert run("softmax", np.ones((0, 3)))[0].shape == (0, 3)
+    assert run("softmax", np.ones((3, 0)))[0].shape == (3, 0)
+
+
+# --- layernorm ---
+
+
+@pytest.mark.parametrize(("affine", "eps"), list(itertools.product([False, True], [0.0, 1e-5, 0.5])))
+def test_layernorm_has_the_asked_mean_and_deviation(affine, eps):
+    x = normal(2, 3, 7) * 3 + 5
+    w, b = (normal(7), normal(7, seed=1)) if affine else (None, None)
+    (y,) = run("layernorm", x, w, b, eps=eps)
+    for i, j in np.ndindex(2, 3):
+        mean = math.fsum(x[i, j]) / 7
+        var = math.fsum((t - mean) ** 2 for t in x[i, j]) / 7
+        expected = [(t - mean) / math.sqrt(var + eps) for t in x[i, j]]
+        np.testing.assert_allclose(y[i, j], expected if w is None else np.array(expected) * w + b, rtol=1e-12)
+
+
+@pytest.mark.parametrize("bad", [nan, inf, -inf])
+def test_layernorm_rows_that_are_nan(bad):
+    x = normal(3, 5).astype(np.float32)
+    x[1, 2] = bad
+    (y,) = run("layernorm", x, np.ones(5, np.float32))
+    assert np.isnan(y[1]).all() and np.isfinite(y[[0, 2]]).all()
+
+
+def test_layernorm_of_constant_rows():
+    x = np.full((2, 301), np.float32(1.1))
+    assert (run("layernorm", x)[0] == 0).all()
+    assert np.isnan(run("layernorm", x, eps=0.0)[0]).all()  # 0 / 0
+    assert run("layernorm", np.ones((4, 1)), None, np.full(1, 2.5))[0].tolist() == [[2.5]] * 4
+
+
+# --- attention ---
+
+
+def loops(q, k, v, bias=None, q_seg=None, kv_seg=None, is_causal=False, window=None, scale=None, softcap=None):
+    """Attention one scalar at a time, straight from the definition. Finite inputs, but for -inf in bias."""
+    (batch, q_len, heads, d), (_, kv_len, kv_heads, dv) = q.shape, v.shape
+    o, lse = np.zeros((batch, q_len, heads, dv)), np.full((batch, heads, q_len), -inf)
+    scale = d**-0.5 if scale is None else scale
+    for b, h, i in np.ndindex(batch, heads, q_len):
+        here, weights = i + kv_len - q_len, {}
+        for j in range(kv_len):
+            s = scale * math.fsum(q[b, i, h, c] * k[b, j, h // (heads // kv_heads), c] for c in range(d))
+            s = s if softcap is None else softcap * math.tanh(s / softcap)
+            s = s if bias is None else s + bias[b % bias.shape[0], h % bias.shape[1], i % bias.shape[2], j]
+            left, right = window or (None, None)
+            hidden = (is_causal and j > here) or (left is not None and j < here - left) or (right is not None and j > here + right)
+            hidden = hidden or (q_seg is not None and q_seg[b, i] != kv_seg[b, j]) or s == -inf
+            if not hidden:
+                weights[j] = math.exp(s)
+        total = math.fsum(weights.values())
+        if weights:
+            lse[b, h, i] = math.log(total)
+            for c in range(dv):
+                o[b, i, h, c] = math.fsum(p * v[b, j, h // (heads // kv_heads), c] for j, p in weights.items()) / total
+    return o, lse
+
+
+WINDOWS = [None, (2, 0), (None, 1), (1, None), (0, 0), (3, 2), (None, None), (2**63 - 1, 2**80)]
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(4, 4), (3, 7), (7, 3), (1, 5), (5, 1)])
+@pytest.mark.parametrize(("is_causal", "window"), list(itertools.product([False, True], WINDOWS)))
+def test_attention_masks_against_loops(q_len, kv_len, is_causal, window):
+    q, k, v = normal(1, q_len, 2, 3), normal(1, kv_len, 1, 3), normal(1, kv_len, 1, 2)
+    got = run("attention", q, k, v, is_causal=is_causal, window=window, return_lse=True)
+    for mine, theirs in zip(got, loops(q, k, v, is_causal=is_causal, window=window), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("bias_shape", [None, (1, 1, 1, 6), (2, 1, 5, 6), (1, 4, 1, 6), (2, 4, 5, 6)])
+@pytest.mark.parametrize(("scale", "softcap"), [(None, None), (-0.7, None), (0.0, 2.0), (3.0, 1.5)])
+def test_attention_scores_against_loops(bias_shape, scale, softcap):
+    q, k, v = normal(2, 5, 4, 3), normal(2, 6, 2, 3), normal(2, 6, 2, 2)
+    bias = None if bias_shape is None else np.where(normal(*bias_shape) < -0.5, -inf, normal(*bias_shape))
+    got = run("attention", q, k, v, bias, scale=scale, softcap=softcap, is_causal=True, return_lse=True)
+    for mine, theirs in zip(got, loops(q, k, v, bias, is_causal=True, scale=scale, softcap=softcap), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_attention_segments_against_loops(dtype):
+    q, k, v = normal(2, 5, 2, 3), normal(2, 6, 2, 3), normal(2, 6, 2, 2)
+    rng, top = np.random.default_rng(0), np.iinfo(dtype).max
+    ids = [rng.choice([0, 1, top, top - 1], (2, n)).astype(dtype) for n in (5, 6)]
+    got = run("attention", q, k, v, None, *ids, return_lse=True)
+    for mine, theirs in zip(got, loops(q, k, v, None, *ids), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-12, atol=1e-14)
+
+
+def test_attention_lse_only_when_asked():
+    q = normal(1, 2, 1, 3)
+    assert run("attention", q, q, q)[1] is None
+
+
+def test_attention_row_without_keys_is_zeros_whatever_it_holds():
+    q, k, v = normal(1, 5, 1, 4), normal(1, 2, 1, 4), normal(1, 2, 1, 3)
+    q[0, 0], k[0, 1], v[0, 1] = nan, inf, nan
+    o, lse = run("attention", q, k, v, is_causal=True, return_lse=True)
+    assert (o[0, :3] == 0).all() and (lse[0, 0, :3] == -inf).all()
+    np.testing.assert_allclose(o[0, 3, 0], v[0, 0, 0])
+    assert np.isnan(o[0, 4]).all()
+
+
+def test_attention_without_any_key():
+    o, lse = run("attention", normal(1, 2, 1, 3), normal(1, 0, 1, 3), normal(1, 0, 1, 4), return_lse=True)
+    assert o.shape == (1, 2, 1, 4) and (o == 0).all() and (lse == -inf).all()
+
+
+@pytest.mark.parametrize("bad", [nan, inf, -inf])
+def test_attention_k_at_a_masked_pair_never_leaks(bad):
+    q, k, v = normal(1, 4, 1, 3), normal(1, 4, 1, 3), normal(1, 4, 1, 2)
+    clean = run("attention", q, k, v, is_causal=True, return_lse=True)
+    k[0, 3] = bad
+    o, lse = run("attention", q, k, v, is_causal=True, return_lse=True)
+    np.testing.assert_array_equal(o[:, :3], clean[0][:, :3])
+    np.testing.assert_array_equal(lse[..., :3], clean[1][..., :3])
+
+
+@pytest.mark.parametrize("bad", [nan, inf, -inf])
+def test_attention_v_reaches_the_rows_that_see_its_key(bad):
+    q, k, v = normal(1, 4, 1, 3), normal(1, 4, 1, 3), normal(1, 4, 1, 2)
+    clean = run("attention", q, k, v, is_causal=True)[0]
+    v[0, 2, 0, 1] = bad
+    o = run("attention", q, k, v, is_causal=True)[0]
+    np.testing.assert_array_equal(o[0, :2], clean[0, :2])
+    np.testing.assert_array_equal(o[..., 0], clean[..., 0])
+    np.testing.assert_array_equal(o[0, 2:, 0, 1], [bad, bad])
+
+
+def test_attention_nan_and_inf_scores():
+    q, k, v = normal(1, 3, 1, 2), np.ones((1, 3, 1, 2)), normal(1, 3, 1, 2)
+    q[0, 0, 0, 0] = nan
+    bias = np.zeros((1, 1, 3, 3))
+    bias[0, 0, 1, 2] = inf
+    bias[0, 0, 2, :2] = -inf
+    o, lse = run("attention", q, k, v, bias, return_lse=True)
+    assert np.isnan(o[0, :2]).all() and np.isnan(lse[0, 0, :2]).all()
+    np.testing.assert_allclose(o[0, 2], v[0, 2])
+    assert lse[0, 0, 2] == pytest.approx(q[0, 2].sum() / math.sqrt(2))
+
+
+@pytest.mark.parametrize("score", [nan, inf])
+def test_attention_bias_of_minus_inf_does_not_hide_a_nan_or_inf_score(score):
+    q, k = np.ones((1, 2, 1, 1)), np.array([score, 1]).reshape(1, 2, 1, 1)
+    bias = np.array([-inf, 0]).reshape(1, 1, 1, 2)
+    o, lse = run("attention", q, k, np.ones((1, 2, 1, 1)), bias, return_lse=True)
+    assert np.isnan(o).all() and np.isnan(lse).all()
+
+
+def test_attention_score_of_minus_inf_counts_as_masked():
+    q, k, v = np.ones((1, 1, 1, 1)), np.array([-inf, 2]).reshape(1, 2, 1, 1), np.array([nan, 7]).reshape(1, 2, 1, 1)
+    o, lse = run("attention", q, k, v, return_lse=True)
+    assert o.item() == 7 and lse.item() == 2
+    o, lse = run("attention", q, k[:, :1], v[:, :1], return_lse=True)
+    assert o.item() == 0 and lse.item() == -inf
+
+
+def test_attention_far_scores_and_finfo_min():
+    q, k, v = normal(1, 2, 1, 4), normal(1, 5, 1, 4), normal(1, 5, 1, 3)
+    near, far = (run("attention", q, k, v, np.full((1, 1, 1, 5), c), return_lse=True) for c in (0.0, -1e5))
+    np.testing.assert_allclose(far[0], near[0], rtol=1e-9)
+    np.testing.assert_allclose(far[1], near[1] - 1e5, rtol=1e-14)
+    lowest = np.full((1, 1, 1, 5), np.finfo(np.float32).min, np.float32)
+    o = run("attention", *(x.astype(np.float32) for x in (q, k, v)), lowest)[0]
+    np.testing.assert_allclose(o[0, :, 0], np.tile(v[0, :, 0].mean(0), (2, 1)), rtol=1e-5)
+
+
+# --- PyTorch in float64 ---
+
+
+def test_against_torch():
+    torch = pytest.importorskip("torch")
+    from torch.nn import functional as F
+
+    x, w, b = (torch.from_numpy(a) for a in (normal(3, 4, 9), normal(9), normal(9, seed=1)))
+    np.testing.assert_allclose(run("layernorm", x, w, b)[0], F.layer_norm(x, (9,), w, b), rtol=1e-12)
+    np.testing.assert_allclose(run("softmax", x, axis=1)[0], torch.softmax(x, 1), rtol=1e-13)
+    np.testing.assert_allclose(run("matmul", x, x.mT)[0], x @ x.mT, rtol=1e-12, atol=1e-14)
+    q, k, v = (torch.from_numpy(normal(2, n, h, 8, seed=h)) for n, h in ((6, 4), (9, 2), (9, 2)))
+    mask = torch.ones(6, 9, dtype=torch.bool).tril(9 - 6)
+    theirs = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    np.testing.assert_allclose(run("attention", q, k, v, is_causal=True)[0], theirs, rtol=1e-12, atol=1e-14)

@@ -1,0 +1,86 @@
+"""What ties the packaging together: every dependency pinned, every tool configured for what is there, nothing heavy imported by accident."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PINS = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE))
+ACCELERATORS = ("cuda", "tpu")  # their own machines choose the versions
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def requirements(lines: list[str]) -> set[str]:
+    names = {canonical(re.match(r"[\w.-]+", line)[0]) for line in lines}  # type: ignore[index]
+    return names - {"portakern"}
+
+
+def test_every_direct_dependency_is_pinned() -> None:
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    wanted = requirements(PYPROJECT["project"]["dependencies"]).union(*(requirements(v) for k, v in extras.items() if k not in ACCELERATORS))
+    assert wanted - {canonical(p) for p in PINS} == set()
+
+
+def test_the_extras_are_there_and_cpu_is_all_that_needs_no_accelerator() -> None:
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    assert {"triton", "pallas", "cuda", "tpu", "cpu", "demo", "test", "dev"} <= set(extras)
+    assert extras["cpu"] == ["portakern[triton,pallas]"]
+
+
+def test_ci_runs_the_pinned_versions() -> None:
+    """A stale environment would make every other result here about something else."""
+    if "CI" not in os.environ:
+        pytest.skip("only CI promises the pinned versions")
+    found = {}
+    for name in PINS:
+        try:
+            found[name] = version(name).partition("+")[0]
+        except PackageNotFoundError:
+            continue
+    assert found == {name: PINS[name] for name in found}
+
+
+def test_the_symlinks_lead_to_the_folders() -> None:
+    for name in ("specs", "backends", "examples"):
+        link = ROOT / "portakern" / name
+        assert link.is_dir() and link.resolve() == ROOT / name
+
+
+@pytest.mark.parametrize("module", ["portakern.specs.{}", "portakern.backends.reference.{}"])
+def test_specs_and_the_oracle_import_no_framework(module: str) -> None:
+    ops = sorted(p.stem for p in (ROOT / "specs").glob("*.py") if p.stem != "__init__")
+    code = "\n".join([*(f"import {module.format(op)}" for op in ops), "import sys", "print({'torch', 'triton', 'jax'} & set(sys.modules))"])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
+    assert done.stdout.strip() == "set()"
+
+
+def test_backend_packages_import_no_framework() -> None:
+    code = "import portakern as pk, sys; pk.backends(); print({'torch', 'triton', 'jax'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/").stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("folder", ["", "triton", "pallas", "reference"])
+def test_a_backend_refuses_to_be_imported_under_another_name(folder: str, tmp_path: Path) -> None:
+    """A script run from inside backends/ would find our triton folder where it asked for Triton."""
+    module = folder or "backends"
+    where = ROOT / "backends" if folder else ROOT
+    done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True, check=False, cwd=where)
+    assert done.returncode != 0 and f"portakern.backends{'.' + folder if folder else ''}" in done.stderr
+
+
+def test_no_file_is_longer_than_a_reader_bears() -> None:
+    sources = [p for folder in ("portakern", "specs", "backends", "examples", "tests", "benchmarks") for p in (ROOT / folder).rglob("*.py")]
+    lengths = {str(p.relative_to(ROOT)): len(p.read_text(encoding="utf-8").splitlines()) for p in sources}
+    assert {name: n for name, n in lengths.items() if n > 400} == {}
