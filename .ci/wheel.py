@@ -1,4 +1,4 @@
-"""Build the sdist, the wheel from it, and demand that it holds every Python file of the package, symlinked folders included, and that it works where there is no checkout."""
+"""Build the sdist and from it the wheel; demand that the wheel holds every Python file of the package, and works where there is no checkout."""
 
 from __future__ import annotations
 

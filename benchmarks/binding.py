@@ -81,7 +81,9 @@ def main() -> None:
     args = parser.parse_args()
     rows = [measure(f, args.calls) for f in ("numpy", "torch")]
     for r in rows:
-        print(f"{r['framework']:6} {r['median_us']:6.2f} us a call (batches {r['best_us']:.2f} to {r['worst_us']:.2f}), memory grown by {r['grown_bytes']} bytes over {r['calls']} calls")
+        print(
+            f"{r['framework']:6} {r['median_us']:6.2f} us a call (batches {r['best_us']:.2f} to {r['worst_us']:.2f}), memory grown by {r['grown_bytes']} bytes over {r['calls']} calls"
+        )
     if args.json:
         record = {"benchmark": "binding", "command": " ".join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d"), "device": "host",
                   "environment": inspect_here.environment(), "rows": rows}  # fmt: skip

@@ -237,7 +237,9 @@ def _argument(spec: Spec[Any], name: str) -> ArrayArg:
 def _bad_framework(spec: Spec[Any], name: str, array: Any, first: Framework) -> None:
     found = frameworks.framework_of(spec.name, name, array)
     if found is not first:
-        raise SpecError(f"{spec.name}: {name} is a {found.name} array but {spec.arrays[0].name} is a {first.name} array; convert one so that all arrays are of one framework")
+        raise SpecError(
+            f"{spec.name}: {name} is a {found.name} array but {spec.arrays[0].name} is a {first.name} array; convert one so that all arrays are of one framework"
+        )
 
 
 def _other_device(spec: Spec[Any], name: str, got: Any, first: Any) -> None:
@@ -266,7 +268,9 @@ def _bad_axis(spec: Spec[Any], name: str, axis: int, got: Any, want: Any, dim: s
     a = _argument(spec, name)
     axis = axis if axis >= 0 or any(d.variadic for d in a.dims) else axis + len(a.dims)
     one = " or 1" if dim.startswith("#") else ""
-    raise SpecError(f"{spec.name}: {name} axis {axis} ({dim.lstrip('#*')}) is {got}; expected {want}{one}, as set by {source}. {name} is ({a.shape.replace(' ', ', ')})")
+    raise SpecError(
+        f"{spec.name}: {name} axis {axis} ({dim.lstrip('#*')}) is {got}; expected {want}{one}, as set by {source}. {name} is ({a.shape.replace(' ', ', ')})"
+    )
 
 
 def _bad_division(spec: Spec[Any], name: str, axis: int, got: int, dim: str, divisor: str, value: int) -> NoReturn:

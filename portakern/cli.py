@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import sys
@@ -10,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from portakern import inspect_here, registry
@@ -74,7 +75,11 @@ def show(op: Annotated[str, typer.Argument(help="An op's name.")], as_json: Json
         return _print_json(info)
     out.print(info["op"], style="bold")
     out.print(info["doc"] + "\n", markup=False, highlight=False, soft_wrap=True)
-    _table("Arrays", ["name", "shape", "dtypes", "optional"], [[a["name"], a["shape"], ", ".join(a["dtypes"]), "yes" if a["optional"] else ""] for a in info["arrays"]])
+    _table(
+        "Arrays",
+        ["name", "shape", "dtypes", "optional"],
+        [[a["name"], a["shape"], ", ".join(a["dtypes"]), "yes" if a["optional"] else ""] for a in info["arrays"]],
+    )
     _table("Options", ["name", "default", "expected"], [[o["name"], repr(o["default"]), o["expected"]] for o in info["options"]])
     _table("Outputs", ["name", "shape", "dtype", "given"], [[o["name"], o["shape"], o["dtype"], o["given"]] for o in info["outputs"]])
     _table("Tiles", ["name", "powers of two"], [[n, f"{lo} to {hi}"] for n, (lo, hi) in info["tiling"].items()])
@@ -113,15 +118,18 @@ def check(
             for b in named:
                 for name in chosen:
                     task = bar.add_task(f"{name} on {b}", total=max_examples)
-                    report = testing.check(name, backend=b, device=device, dtypes=dtype, max_examples=max_examples, seed=seed,
-                                           progress=lambda done, task=task: bar.update(task, completed=done))  # fmt: skip
-                    reports.append(report)
+                    advance = functools.partial(_advance, bar, task)
+                    reports.append(testing.check(name, backend=b, device=device, dtypes=dtype, max_examples=max_examples, seed=seed, progress=advance))
                     bar.remove_task(task)
     _show_reports(reports)
     if json_file:
         write_atomically(json_file, json.dumps({"environment": inspect_here.environment(), "reports": [r.to_dict() for r in reports]}, indent=2) + "\n")
     if not all(r.passed for r in reports):
         raise typer.Exit(1)
+
+
+def _advance(bar: Progress, task: TaskID, done: int) -> None:
+    bar.update(task, completed=done)
 
 
 def _show_reports(reports: list[Any]) -> None:

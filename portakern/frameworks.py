@@ -155,7 +155,9 @@ class Torch(Framework):
             if array is None:
                 continue
             if array.requires_grad and torch.is_grad_enabled():
-                raise UnsupportedError(f"{call.spec.name}: {name} requires grad, and {call.spec.name} has no gradient yet; use torch.no_grad(), or pass {name}.detach()")
+                raise UnsupportedError(
+                    f"{call.spec.name}: {name} requires grad, and {call.spec.name} has no gradient yet; use torch.no_grad(), or pass {name}.detach()"
+                )
             if array.layout is not torch.strided:
                 raise SpecError(f"{call.spec.name}: {name} has layout {array.layout}; expected a strided tensor: pass {name}.to_dense()")
             if array.is_neg():
@@ -199,7 +201,9 @@ class Jax(Framework):
             return Target("traced")
         if not hasattr(device, "platform"):
             n = len(device.device_set)
-            raise UnsupportedError(f"the arrays are sharded over {n} devices; portakern runs on one: call it inside jax.shard_map, or gather with jax.device_put(x, device)")
+            raise UnsupportedError(
+                f"the arrays are sharded over {n} devices; portakern runs on one: call it inside jax.shard_map, or gather with jax.device_put(x, device)"
+            )
         if device.platform == "gpu":
             rocm = "rocm" in device.client.platform_version.lower()
             return Target("rocm", "") if rocm else Target("cuda", "sm_" + str(getattr(device, "compute_capability", "")).replace(".", ""))
@@ -247,7 +251,9 @@ def _find_framework(op: str, name: str, array: Any) -> Framework:
         return FRAMEWORKS["jax"]
     kind = type(array)
     what = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    raise SpecError(f"{op}: {name} has type {what}; expected a NumPy, PyTorch or JAX array: wrap it with numpy.asarray({name}), torch.tensor({name}) or jax.numpy.asarray({name})")
+    raise SpecError(
+        f"{op}: {name} has type {what}; expected a NumPy, PyTorch or JAX array: wrap it with numpy.asarray({name}), torch.tensor({name}) or jax.numpy.asarray({name})"
+    )
 
 
 def convert(array: Any, src: Framework, dst: Framework, device: Any = None) -> Any:

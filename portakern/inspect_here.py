@@ -68,7 +68,11 @@ def _implementations(op: str) -> list[dict[str, Any]]:
 
 def environment() -> dict[str, str | None]:
     """Versions of what matters, None where it is not installed."""
-    found: dict[str, str | None] = {"portakern": _version("portakern"), "python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+    found: dict[str, str | None] = {
+        "portakern": _version("portakern"),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
     return found | {p: _version(p) for p in PACKAGES}
 
 

@@ -62,7 +62,8 @@ class Option:
 
 def option_from_annotation(name: str, hint: Any, default: Any) -> Option:
     """Read an option off its annotation: bool, Literal[...], Annotated[int | float | tuple, Range], Axis, DType; ``| None`` if None is allowed."""
-    optional, inner, marks = False, hint, ()
+    optional, inner = False, hint
+    marks: tuple[Any, ...] = ()
     if typing.get_origin(inner) in (typing.Union, types.UnionType):
         rest = [a for a in typing.get_args(inner) if a is not types.NoneType]
         optional, inner = len(rest) < len(typing.get_args(inner)), rest[0]
@@ -70,7 +71,7 @@ def option_from_annotation(name: str, hint: Any, default: Any) -> Option:
         inner, *mark_list = typing.get_args(inner)
         marks = tuple(mark_list)
     check, expected, choices = _checker(inner, marks)
-    axis_of = next((m.of for m in marks if isinstance(m, Axis)), None)
+    axis_of = next((mark.of for mark in marks if isinstance(mark, Axis)), None)
     if optional:
         return Option(name, default, lambda v: None if v is None else check(v), f"{expected}, or None", (None, *choices), axis_of)
     return Option(name, default, check, expected, choices, axis_of)

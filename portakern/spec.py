@@ -136,7 +136,8 @@ class Spec(Generic[P]):
     @property
     def dims(self) -> tuple[str, ...]:
         """Every dimension name of the signature, in order of first appearance."""
-        return tuple(dict.fromkeys(f for a in (*self.arrays, *self.outputs) for d in a.dims for f in d.factors))
+        shapes = [*(a.dims for a in self.arrays), *(o.dims for o in self.outputs)]
+        return tuple(dict.fromkeys(f for dims in shapes for d in dims for f in d.factors))
 
     def option(self, name: str) -> Option:
         return next(o for o in self.options if o.name == name)

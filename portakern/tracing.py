@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from portakern import dispatch
+from portakern import dispatch, registry
 from portakern.call import Call
 from portakern.errors import UnsupportedError
 from portakern.frameworks import FRAMEWORKS, Target, numpy_dtype
@@ -74,7 +74,7 @@ def run(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[An
 def trace(call: Call, backend: Backend | None, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     """Stage a call on tracers; the outputs are tracers."""
     if backend is not None and backend.framework != "jax" and not backend.oracle:
-        others = [b.name for b in dispatch.registry.backends().values() if b.framework == "jax" or b.oracle]
+        others = [b.name for b in registry.backends().values() if b.framework == "jax" or b.oracle]
         raise UnsupportedError(
             f"{call.spec.name}: backend {backend.name!r} runs {backend.framework} kernels, which JAX cannot stage into a traced function; "
             f"call it outside jit, vmap and grad, or use one of: {', '.join(others)}"

@@ -66,7 +66,9 @@ def test_wrong_functions_fail_with_words(name):
 
 def test_failures_shrink_and_replay():
     def drops_the_tail(x, *, axis=-1):
-        return right(x if x.shape[axis] < 17 or axis not in (-1, x.ndim - 1) else np.concatenate([x[..., :-1], np.full_like(x[..., -1:], -np.inf)], -1), axis=axis)
+        return right(
+            x if x.shape[axis] < 17 or axis not in (-1, x.ndim - 1) else np.concatenate([x[..., :-1], np.full_like(x[..., -1:], -np.inf)], -1), axis=axis
+        )
 
     report = pk.check("softmax", fn=drops_the_tail, max_examples=300)
     case = report.failures[0].case
@@ -98,7 +100,9 @@ def test_check_takes_a_backend_or_a_function():
 
 def test_functions_of_other_frameworks():
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    report = pk.check("softmax", fn=lambda x, axis=-1: torch.softmax(x.float(), axis).to(x.dtype).contiguous(), framework="torch", device="cpu", max_examples=30)
+    report = pk.check(
+        "softmax", fn=lambda x, axis=-1: torch.softmax(x.float(), axis).to(x.dtype).contiguous(), framework="torch", device="cpu", max_examples=30
+    )
     assert report.passed, report.failures
 
 

@@ -59,9 +59,18 @@ def test_the_oracle_takes_no_tiling():
         pk.op("softmax", backend="reference", tiling={"block_n": 128})(X)
 
 
+def test_the_oracle_rounds_once():
+    tie = 1 + 2.0**-8  # half way between two bfloat16 numbers; the even one is 1
+    exact = np.array([tie, tie + 2.0**-40, tie - 2.0**-40, -tie - 2.0**-40, np.nan, np.inf])
+    rounded = dispatch._rounded(exact, "bfloat16").astype(float)
+    np.testing.assert_array_equal(rounded, [1, 1 + 2.0**-7, 1, -1 - 2.0**-7, np.nan, np.inf])
+
+
 def test_a_gpu_without_a_native_backend_names_what_serves_it():
     spec, cuda = registry.find_spec("softmax"), Target("cuda", "sm_90")
-    with pytest.raises(pk.UnsupportedError, match="no backend serves jax arrays on cuda sm_90 by itself.*pallas: .*nothing for cuda yet.*when named: .*backend='reference'"):
+    with pytest.raises(
+        pk.UnsupportedError, match="no backend serves jax arrays on cuda sm_90 by itself.*nothing for cuda yet.*when named: .*backend='reference'"
+    ):
         dispatch.choose(spec, FRAMEWORKS["jax"], cuda)
 
 

@@ -98,6 +98,11 @@ def step_along(axis: int) -> Any:
     return 0 if pl.num_programs(axis) == 1 else pl.program_id(axis)
 
 
+def quotient(a: Any, b: int) -> Any:
+    """a // b of indices that are not negative, so that truncation is right and no sign is looked at; int32 stays int32 under jax_enable_x64."""
+    return a // b if isinstance(a, int) else lax.div(a, a.dtype.type(b))
+
+
 def positions(shape: tuple[int, int], axis: int, start: Any) -> Any:
     """The index along `axis` of every element of a block that begins at `start`."""
     return start + lax.broadcasted_iota(jnp.int32, shape, axis)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.launch import accumulator, cdiv, dot_precision, launch, refuse_common, shared_limit
+from portakern.backends.triton.launch import accumulator, cdiv, dot_precision, launch, refuse_common, shared_limit, torch_dtype
 from portakern.backends.triton.layout import pow2_at_least
 from portakern.spec import Tile
 
@@ -59,7 +59,7 @@ def load_tile(ptr, row_ok, col_ok, mask_rows: tl.constexpr, mask_cols: tl.conste
 
 
 @triton.jit
-def visit(acc, l, m, q_tile, first, last, k, v, bias, kv_segments, q_segment, i_ok, limit_lo, limit_hi,  # noqa: E741
+def visit(acc, l, m, q_tile, first, last, k, v, bias, kv_segments, q_segment, i_ok, limit_lo, limit_hi,
           d, dv, kv_len, scale, softcap, k_s, k_d, v_s, v_d, bias_s, kv_seg_s,
           block_kv: tl.constexpr, block_d: tl.constexpr, block_dv: tl.constexpr, whole_d: tl.constexpr, whole_dv: tl.constexpr, edge: tl.constexpr,
           precision: tl.constexpr, acc_dtype: tl.constexpr):  # fmt: skip
@@ -90,7 +90,7 @@ def visit(acc, l, m, q_tile, first, last, k, v, bias, kv_segments, q_segment, i_
             p, alpha = tl.exp2((s - shift[:, None]) * LOG2E), tl.exp2((m - shift) * LOG2E)
         else:
             p, alpha = tl.exp2(s - shift[:, None]), tl.exp2(m - shift)
-        l = l * alpha + tl.sum(p, 1)  # noqa: E741
+        l = l * alpha + tl.sum(p, 1)
         m = m_new
         v_tile = load_tile(v + (row * v_s + ddv.to(tl.int64) * v_d), j_ok[:, None], ddv < dv, edge, not whole_dv)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=precision, out_dtype=acc_dtype)
@@ -131,12 +131,12 @@ def attention_kernel(q, k, v, bias, q_segments, kv_segments, o, lse, scale, soft
         first, lo_all = tl.maximum(top - left, 0) // block_kv * block_kv, tl.maximum(bottom - left, 0)
     if right is not None:
         limit_hi = tl.minimum(i[:, None] + (at + right + 1), kv_len)
-        last, hi_all = tl.minimum(bottom + right + 1, kv_len), tl.minimum(tl.maximum(top + right + 1, 0), kv_len)
+        last, hi_all = tl.minimum(tl.maximum(bottom + right + 1, 0), kv_len), tl.minimum(tl.maximum(top + right + 1, 0), kv_len)
     inner_first = tl.minimum((lo_all + block_kv - 1) // block_kv * block_kv, last)
     inner_last = tl.maximum(hi_all // block_kv * block_kv, inner_first)
 
     m = tl.full([block_q], float("-inf"), acc_dtype)
-    l = tl.zeros([block_q], acc_dtype)  # noqa: E741
+    l = tl.zeros([block_q], acc_dtype)
     acc = tl.zeros([block_q, block_dv], acc_dtype)
     if left is not None:
         acc, l, m = visit(acc, l, m, q_tile, first, inner_first, k, v, bias, kv_segments, q_segment, i_ok, limit_lo, limit_hi, d, dv, kv_len, scale, softcap,
@@ -162,8 +162,11 @@ def padded(d: int) -> int:
 def default_tiling(call: Call) -> dict[str, int]:
     """From the head dimensions, the dtype and the target alone: what fits the registers and shared memory without spilling."""
     d, arch = max(padded(call.dims["d"]), padded(call.dims["dv"])), call.target.arch
+    rdna = arch.startswith("gfx") and not arch.startswith("gfx9")
     if call.dtype in ("float16", "bfloat16"):
-        if arch.startswith("gfx"):
+        if rdna:
+            tile = (128, 32, 8, 1) if d <= 64 else (64, 32, 8, 1) if d <= 128 else (32, 16, 8, 1)
+        elif arch.startswith("gfx"):
             tile = (128, 64, 4, 1) if d <= 64 else (64, 32, 4, 1) if d <= 128 else (32, 32, 4, 1) if d <= 256 else (16, 16, 4, 1)
         elif arch and shared_limit(arch) < 200 * 1024:
             tile = (128, 64, 4, 3) if d <= 64 else (128, 32, 8, 2) if d <= 128 else (64, 32, 8, 1) if d <= 256 else (16, 16, 8, 1)
@@ -171,6 +174,8 @@ def default_tiling(call: Call) -> dict[str, int]:
             tile = (128, 128, 8, 3) if d <= 64 else (128, 64, 8, 3) if d <= 128 else (128, 32, 8, 2) if d <= 256 else (32, 16, 8, 1)
     elif dot_precision(call) == "tf32":
         tile = (128, 64, 8, 2) if d <= 64 else (128, 32, 8, 2) if d <= 128 else (32, 32, 4, 2) if d <= 256 else (16, 16, 4, 1)
+    elif rdna:
+        tile = (32, 16, 8, 1) if d <= 64 else (16, 16, 8, 1)
     else:  # float32 products are scalar instructions on NVIDIA, whose operands all wait in registers
         tile = (64, 32, 8, 2) if d <= 64 else (32, 16, 8, 2) if d <= 128 else (16, 16, 4, 1)
     tiling = dict(zip(("block_q", "block_kv", "num_warps", "num_stages"), tile, strict=True))
@@ -219,7 +224,9 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     batch, q_len, heads, d = q.shape
     kv_len, dv = dims["kv_len"], dims["dv"]
     o = torch.empty((batch, q_len, heads, dv), dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, heads, q_len), dtype=torch.float64 if call.dtype == "float64" else torch.float32, device=q.device) if "lse" in call.wants else None
+    lse = None
+    if "lse" in call.wants:
+        lse = torch.empty((batch, heads, q_len), dtype=torch_dtype(call.outputs["lse"][1]), device=q.device)
     left, right = _band(options["is_causal"], options["window"], q_len + kv_len)
     scale = d**-0.5 if options["scale"] is None else options["scale"]
     bias_strides = (0, 0, 0, 0) if bias is None else bias.expand(batch, heads, q_len, kv_len).stride()

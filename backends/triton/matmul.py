@@ -48,7 +48,7 @@ def matmul_kernel(a, b, c, m, n, k, tiles_m, tiles_n, steps_k, batch_inner,
         if whole_k:
             at, bt = tl.load(a_tile, mask=i_ok, other=0.0), tl.load(b_tile, mask=j_ok, other=0.0)
         else:
-            left = k - step.to(tl.int64) * block_k  # both operands read 0 beyond k: a NaN there times 0 would be NaN
+            left = k - tl.cast(step, tl.int64) * block_k  # both operands read 0 beyond k: a NaN there times 0 would be NaN
             at = tl.load(a_tile, mask=i_ok & (kk < left)[None, :], other=0.0)
             bt = tl.load(b_tile, mask=j_ok & (kk < left)[:, None], other=0.0)
         acc = tl.dot(at, bt, acc, input_precision=precision, out_dtype=acc_dtype)
@@ -88,7 +88,8 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
         buffers = max(1, tiling["num_stages"] - call.target.arch.startswith("gfx"))  # AMD keeps the newest stage in registers
         shared = buffers * (block_m + block_n) * block_k * size
         if shared > shared_limit(call.target.arch):
-            return f"{tiling['num_stages']} stages of {block_m} x {block_n} x {block_k} take {shared} bytes of shared memory; {call.target.arch} has {shared_limit(call.target.arch)}"
+            arch, limit = call.target.arch, shared_limit(call.target.arch)
+            return f"{tiling['num_stages']} stages of {block_m} x {block_n} x {block_k} take {shared} bytes of shared memory; {arch} has {limit}"
         if block_m * block_n > tiling["num_warps"] * 32 * 256:
             return f"a {block_m} x {block_n} accumulator does not fit in the registers of {tiling['num_warps']} warps; use a smaller tile or more warps"
     tiles = cdiv(call.dims["m"], block_m) * cdiv(call.dims["n"], block_n)

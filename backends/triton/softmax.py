@@ -44,12 +44,12 @@ def softmax_kernel(x, y, rows, rows_inner, n,
         tl.store(y_row + col * y_n, (p / tl.sum(p, 1)[:, None]).to(y.dtype.element_ty), mask=ok)
     else:
         m = tl.full([block_rows], float("-inf"), acc_dtype)
-        l = tl.zeros([block_rows], acc_dtype)  # noqa: E741
+        l = tl.zeros([block_rows], acc_dtype)
         for start in range(0, tl.cast(n, tl.int64), block_n):
             t = tl.load(x_row + (start + col) * x_n, mask=row_ok & (start + col < n), other=float("-inf")).to(acc_dtype)
             m_new = tl.maximum(m, tl.max(t, 1))
             shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing but -inf so far: -inf - -inf would be NaN
-            l = l * tl.exp(m - shift) + tl.sum(tl.exp(t - shift[:, None]), 1)  # noqa: E741
+            l = l * tl.exp(m - shift) + tl.sum(tl.exp(t - shift[:, None]), 1)
             m = m_new
         for start in range(0, tl.cast(n, tl.int64), block_n):
             ok = row_ok & (start + col < n)

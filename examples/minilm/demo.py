@@ -52,7 +52,7 @@ class Run:
     """One backend and dtype.
 
     Attributes:
-      backend, on, dtype: who ran, where (platform, compiled or interpreted), in what.
+      backend, on, how, dtype: who ran, on which hardware, whether compiled, interpreted or as the oracle, in what.
       calls: op -> calls that this backend served; expected: op -> calls that the model makes.
       oracle: agreement with the oracle's float32 embeddings; peer: with sentence-transformers', None where it is not installed.
       worst: op -> largest error of any element of any call as a fraction of what is permitted; broken: calls that left their bound.
@@ -63,6 +63,7 @@ class Run:
 
     backend: str
     on: str
+    how: str
     dtype: str
     calls: dict[str, int]
     expected: dict[str, int]
@@ -163,7 +164,7 @@ def _run_one(backend: str, dtype: str, checkpoint: Checkpoint, truth: np.ndarray
         audit.see(s)
     vectors = model.numpy(embeddings)
     return Run(
-        backend=backend, on=f"{model.glue.target}, {_how(model)}", dtype=dtype,
+        backend=backend, on=str(model.glue.target), how=_how(model), dtype=dtype,
         calls={op: audit.calls[op, backend] for op in model.op_calls()}, expected=model.op_calls(),
         oracle=Agreement.between(vectors, truth), peer=None if peer is None else Agreement.between(vectors, peer),
         worst={op: float(audit.worst[op]) for op in model.op_calls()}, broken=list(audit.broken), seconds=seconds,
@@ -172,7 +173,7 @@ def _run_one(backend: str, dtype: str, checkpoint: Checkpoint, truth: np.ndarray
 
 
 def _how(model: MiniLM) -> str:
-    return "float64 oracle" if model.glue.oracle else "interpreted" if model.glue.interpreted else "compiled"
+    return "oracle" if model.glue.oracle else "interpreted" if model.glue.interpreted else "compiled"
 
 
 def sentence_transformers_embeddings(sentences: Sequence[str]) -> np.ndarray | None:
@@ -197,13 +198,14 @@ def render(result: DemoResult, console: Console) -> None:
         "bound: worst error of any element, as a fraction of what rounding permits. Embeddings: worst cosine of a sentence, largest difference of an element."
     )
     table = Table(title="all-MiniLM-L6-v2 through portakern", caption=caption, title_justify="left", caption_justify="left", header_style="bold")
-    for column in ("backend", "op calls served", "bound", "to the oracle", "to sentence-\ntransformers", "verdict"):
-        table.add_column(column)
+    for column in ("backend", "op calls\nserved", "bound", "to the\noracle", "to sentence-\ntransformers", "verdict"):
+        table.add_column(column, no_wrap=True)
     for r in result.runs:
-        who = f"[bold]{r.backend}[/bold]\n{r.on}\n{r.dtype}\n{r.seconds:.1f} s"
+        who = f"[bold]{r.backend}[/bold]\n{r.on}\n{r.how}\n{r.dtype}"
         calls = "\n".join(f"{op} {n}/{r.expected[op]}" for op, n in r.calls.items())
         bound = "\n".join(f"{r.worst[op]:.2f}" for op in r.calls)
-        table.add_row(who, calls, bound, _shown(r.oracle), _shown(r.peer), "[green]passed[/green]" if r.passed else "[red]FAILED[/red]", end_section=True)
+        verdict = "[green]passed[/green]" if r.passed else "[red]FAILED[/red]"
+        table.add_row(who, calls, bound, _shown(r.oracle), _shown(r.peer), f"{verdict}\n{r.seconds:.1f} s", end_section=True)
     console.print(table)
     for name, reason in result.skipped.items():
         console.print(f"not run: {name}: {reason}", markup=False, highlight=False)
@@ -222,12 +224,14 @@ def _shown(a: Agreement | None) -> str:
 def _render_similarity(r: Run, sentences: Sequence[str], console: Console) -> None:
     from rich.table import Table
 
-    table = Table(title=f"Similarity of the sentences ({r.backend}, {r.dtype})", title_justify="left", header_style="bold")
-    table.add_column("sentence", overflow="fold")
-    for i in range(len(sentences)):
-        table.add_column(str(i + 1), justify="right")
-    for i, row in enumerate(r.similarity):
-        table.add_row(f"{i + 1}  {sentences[i]}", *(f"[bold]{c:.2f}[/bold]" if c > 0.4 else f"{c:.2f}" for c in row))
+    console.print()
+    for i, sentence in enumerate(sentences, 1):
+        console.print(f"{i}  {sentence}", markup=False, highlight=False)
+    table = Table(title=f"Their similarity ({r.backend}, {r.dtype})", title_justify="left", header_style="bold")
+    for i in ("", *range(1, len(sentences) + 1)):
+        table.add_column(str(i), justify="right", no_wrap=True)
+    for i, row in enumerate(r.similarity, 1):
+        table.add_row(str(i), *(f"[bold]{c:.2f}[/bold]" if c > 0.4 else f"{c:.2f}" for c in row))
     console.print(table)
 
 

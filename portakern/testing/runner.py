@@ -178,7 +178,9 @@ def _explore(subject: _Subject, limits: Limits, max_examples: int, start: int, r
 def _failure(subject: _Subject, case: Case, error: Exception) -> Failure:
     text = case.to_json()
     what = str(error) if isinstance(error, Broken) else f"raised {type(error).__name__}: {error}"
-    return Failure(subject.spec.name, what, text, f"{subject.command} --case {shlex.quote(text)}" if subject.command else f"portakern.testing.replay(..., {text!r})")
+    return Failure(
+        subject.spec.name, what, text, f"{subject.command} --case {shlex.quote(text)}" if subject.command else f"portakern.testing.replay(..., {text!r})"
+    )
 
 
 def _run(subject: _Subject, case: Case, report: Report) -> None:
@@ -218,7 +220,7 @@ def compare_call(call: Call, outputs: Sequence[np.ndarray]) -> dict[str, float]:
         raise SpecError(f"{call.spec.name} declares no tolerance; give its spec one with @{call.spec.name}.tolerance")
     wide = dispatch.as_float64(call)
     if call.degenerate:
-        exact = tuple(None if o is None else np.asarray(o, np.float64) for o in dispatch.degenerate_outputs(wide))
+        exact: tuple[Any, ...] = tuple(None if o is None else np.asarray(o, np.float64) for o in dispatch.degenerate_outputs(wide))
         bounds: tuple[Any, ...] = tuple(None if o is None else np.zeros_like(o) for o in exact)
     else:
         exact = dispatch.oracle(call)
@@ -282,7 +284,9 @@ def _backend_subject(spec: Spec[Any], name: str, device: str | None) -> _Subject
         if home and (device is None or device == target.platform):
             break
     else:
-        raise UnavailableError(f"backend {name!r} serves no {device or 'device'} here; devices of {fw.name}: {', '.join(str(fw.target(d)) for d in fw.devices())}")
+        raise UnavailableError(
+            f"backend {name!r} serves no {device or 'device'} here; devices of {fw.name}: {', '.join(str(fw.target(d)) for d in fw.devices())}"
+        )
     impl = b.implementation(spec.name, home[0])
     if impl is None:
         raise UnsupportedError(f"backend {name!r} has no {spec.name}")

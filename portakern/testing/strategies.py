@@ -103,8 +103,10 @@ def _shrink_to_fit(spec: Spec[Any], given: Sequence[ArrayArg], dims: dict[str, A
     """Halve the largest extent until the arrays and the work fit."""
 
     def too_big() -> bool:
-        sizes = [math.prod(shape_of(a.dims, dims)) for a in (*given, *spec.outputs)]
-        work = math.prod(math.prod(e) if isinstance(e, tuple) else e for e in dims.values())
+        shapes = [*(a.dims for a in given), *(o.dims for o in spec.outputs)]
+        sizes = [math.prod(shape_of(s, dims)) for s in shapes]
+        extents: list[int] = [math.prod(e) if isinstance(e, tuple) else e for e in dims.values()]
+        work = math.prod(extents)
         return max(sizes) > limits.elements or work > limits.flops / 4
 
     while too_big():

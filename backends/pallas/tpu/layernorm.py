@@ -1,8 +1,9 @@
 """Layer normalisation on TPUs: y = (x - mean) / sqrt(var + eps) * weight + bias along the last axis, in two sweeps over a row.
 
-x: (*batch, n), weight and bias: (n) or None -> y: (*batch, n). The grid is (row blocks, 2, n blocks). Sweep 0 takes the mean of each block and the sum of squares
-about it, and merges them into the row's mean and m2; sweep 1 normalises. A row that fits one block needs one sweep, which does both, and its merge is exact: the two-pass formula.
-Lanes beyond n are no part of either sum. No difference of large squares is ever taken, so a large mean costs no more than its own rounding.
+x: (*batch, n), weight and bias: (n) or None -> y: (*batch, n). The grid is (row blocks, 2, n blocks). Sweep 0 takes the mean of each block and the sum of
+squares about it, and merges them into the row's mean and m2; sweep 1 normalises. A row that fits one block needs one sweep, which does both, and its merge is
+exact: the two-pass formula. Lanes beyond n are no part of either sum. No difference of large squares is ever taken, so a large mean costs no more than its
+own rounding.
 
 block_rows: rows a block holds; block_n: elements of each row a block holds.
 
@@ -13,6 +14,7 @@ Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -34,7 +36,7 @@ def default_tiling(call: Call) -> dict[str, int]:
     return {"block_rows": min(256, ELEMENTS // block_n), "block_n": block_n}
 
 
-def supports(call: Call, tiling: dict[str, int]) -> str | None:
+def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     x = call.arrays["x"]
     rows, n = blocks(call, tiling)
     return (
@@ -44,7 +46,7 @@ def supports(call: Call, tiling: dict[str, int]) -> str | None:
     )
 
 
-def blocks(call: Call, tiling: dict[str, int]) -> tuple[int, int]:
+def blocks(call: Call, tiling: Mapping[str, int]) -> tuple[int, int]:
     """How many rows, and how much of each, one block holds."""
     rows = block(math.prod(call.dims["batch"]), tiling["block_rows"], sublanes(call.arrays["x"].dtype))
     return rows, block(call.dims["n"], tiling["block_n"], LANES)
@@ -90,7 +92,7 @@ def kernel(*refs: Any, names: tuple[str, ...], n: int, eps: float) -> None:
 
 
 @BACKEND.implements("layernorm", tiling=default_tiling, supports=supports)
-def layernorm(call: Call, tiling: dict[str, int]) -> tuple[jax.Array]:
+def layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     x, n = call.arrays["x"], call.dims["n"]
     rows, block_n = blocks(call, tiling)
     height, steps = math.prod(call.dims["batch"]), pl.cdiv(n, block_n)

@@ -13,6 +13,7 @@ Source: the blocked product of Goto and van de Geijn, "Anatomy of high-performan
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -30,13 +31,13 @@ def default_tiling(call: Call) -> dict[str, int]:
     return {"block_m": 512, "block_n": 512, "block_k": 512} if call.dtype == "float32" else {"block_m": 512, "block_n": 1024, "block_k": 1024}
 
 
-def blocks(call: Call, tiling: dict[str, int], m: int) -> tuple[int, int, int]:
+def blocks(call: Call, tiling: Mapping[str, int], m: int) -> tuple[int, int, int]:
     grain = sublanes(call.arrays["a"].dtype)
     n, k = call.dims["n"], call.dims["k"]
     return block(m, tiling["block_m"], grain), block(n, tiling["block_n"], LANES), block(k, tiling["block_k"], LANES)
 
 
-def supports(call: Call, tiling: dict[str, int]) -> str | None:
+def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     m, n, k = (call.dims[axis] for axis in "mnk")
     bm, bn, bk = blocks(call, tiling, m)
     size, out = call.arrays["a"].dtype.itemsize, jnp.dtype(call.outputs["c"][1]).itemsize
@@ -81,7 +82,7 @@ def operand(shape: tuple[int, ...], block_shape: tuple[int, int], axes: tuple[in
 
 
 @BACKEND.implements("matmul", tiling=default_tiling, supports=supports)
-def matmul(call: Call, tiling: dict[str, int]) -> tuple[jax.Array]:
+def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     a, b = call.arrays["a"], call.arrays["b"]
     shape, dtype = call.outputs["c"]
     if math.prod(b.shape[:-2]) == 1:

@@ -1,8 +1,8 @@
 """Softmax on TPUs: y = exp(x - max x) / sum exp(x - max x) along one axis, in two sweeps over a row.
 
-x: (*shape) -> y: (*shape). The array is viewed as (outer, n, inner) with n the softmax axis, or as (1, rows, n) when that axis is the last: no transposed copy
-is made, a block reduces along sublanes instead of lanes. The grid is (outer, row blocks, 2, n blocks). Sweep 0 keeps the running maximum m and the sum l of exp(x - m);
-sweep 1 writes exp(x - m) / l. A row that fits one block needs one sweep, which does both.
+x: (*shape) -> y: (*shape). The array is viewed as (outer, n, inner) with n the softmax axis, or as (1, rows, n) when that axis is the last: nothing is
+transposed, a block reduces along sublanes instead of lanes. The grid is (outer, row blocks, 2, n blocks). Sweep 0 keeps the running maximum m and the sum l of
+exp(x - m); sweep 1 writes exp(x - m) / l. A row that fits one block needs one sweep, which does both.
 
 block_rows: softmax rows a block holds; block_n: elements of each row a block holds.
 
@@ -12,7 +12,7 @@ Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (201
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -43,7 +43,7 @@ def default_tiling(call: Call) -> dict[str, int]:
     return {"block_rows": min(256, ELEMENTS // block_n), "block_n": block_n}
 
 
-def supports(call: Call, tiling: dict[str, int]) -> str | None:
+def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     shape, axis = view(call)
     rows, n = blocks(call, tiling)
     item = call.arrays["x"].dtype.itemsize
@@ -54,7 +54,7 @@ def supports(call: Call, tiling: dict[str, int]) -> str | None:
     )
 
 
-def blocks(call: Call, tiling: dict[str, int]) -> tuple[int, int]:
+def blocks(call: Call, tiling: Mapping[str, int]) -> tuple[int, int]:
     """How many rows, and how much of each, one block holds."""
     shape, axis = view(call)
     grain = sublanes(call.arrays["x"].dtype)
@@ -87,7 +87,7 @@ def kernel(x_ref: Any, y_ref: Any, m_ref: Any, l_ref: Any, *, n: int, axis: int)
 
 
 @BACKEND.implements("softmax", tiling=default_tiling, supports=supports)
-def softmax(call: Call, tiling: dict[str, int]) -> tuple[jax.Array]:
+def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     x = call.arrays["x"]
     shape, axis = view(call)
     rows, n = blocks(call, tiling)

@@ -48,7 +48,7 @@ def load(pointer: Block, mask: Any = None, other: Any = None, **hints: Any) -> B
     fill = np.asarray(POISON[dtype.kind], dtype) if other is None else _operand(other, element)
     live = np.ones(address.shape, bool) if lanes is None else lanes
     data = upstream._interpreter.load(address, live, np.broadcast_to(fill, address.shape), dtype)
-    out = made(data, element, pointer.is_block)
+    out: Any = made(data, element, pointer.is_block)
     return out != 0 if pointer.dtype.element_ty.name == "int1" else out
 
 
@@ -174,7 +174,7 @@ def reduce(input: Any, axis: int | None, combine_fn: Any, keep_dims: bool = Fals
     data = [p.handle.data.reshape(-1) if axis is None else np.moveaxis(p.handle.data, axis, 0) for p in parts]
     while data[0].shape[0] > 1:
         half = data[0].shape[0] // 2
-        got = combine_fn(*(made(d[:half], p.dtype) for d, p in zip(data, parts, strict=True)), *(made(d[half:], p.dtype) for d, p in zip(data, parts, strict=True)))
+        got = combine_fn(*(made(d[s], p.dtype) for s in (slice(0, half), slice(half, None)) for d, p in zip(data, parts, strict=True)))
         data = [g.handle.data for g in (got if isinstance(got, tuple) else (got,))]
     results = [made(d[0], p.dtype) if np.ndim(d[0]) else made(d.reshape(1), p.dtype, False) for d, p in zip(data, parts, strict=True)]
     if _raw(keep_dims):
@@ -204,17 +204,20 @@ def _static_assert(condition: Any, message: str = "") -> None:
         raise AssertionError(message)
 
 
+_ELEMENTWISE: dict[str, Callable[..., Any]] = {
+    "exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "sqrt": np.sqrt, "abs": np.abs, "sqrt_rn": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x),
+}  # fmt: skip
+
 OVERRIDES: dict[int, Any] = {
     id(original): replacement
     for original, replacement in [
         (range, value_range), (tl.range, value_range), (tl.static_range, static_range), (tl.static_assert, _static_assert), (tl.static_print, print),
-        (tl.load, load), (tl.store, store), (tl.dot, dot), (tl.where, where), (tl.program_id, program_id), (tl.num_programs, num_programs), (tl.arange, arange),
-        (tl.full, full), (tl.zeros, zeros), (tl.trans, trans), (tl.cast, cast),
-        (tl.reduce, reduce), (tl.associative_scan, associative_scan), (tl.sum, _reduction(np.add)), (tl.max, _reduction(np.fmax)), (tl.min, _reduction(np.fmin)),
+        (tl.program_id, program_id), (tl.num_programs, num_programs), (tl.load, load), (tl.store, store), (tl.dot, dot), (tl.where, where),
+        (tl.arange, arange), (tl.full, full), (tl.zeros, zeros), (tl.trans, trans), (tl.cast, cast), (tl.reduce, reduce),
+        (tl.associative_scan, associative_scan), (tl.sum, _reduction(np.add)), (tl.max, _reduction(np.fmax)), (tl.min, _reduction(np.fmin)),
         (tl.maximum, _two(np.fmax, bound(tl.maximum))), (tl.minimum, _two(np.fmin, bound(tl.minimum))),
         (tl.multiple_of, _identity), (tl.max_contiguous, _identity), (tl.max_constancy, _identity),
-        *((getattr(tl, n), _elementwise(u, bound(getattr(tl, n)))) for n, u in
-          {"exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "sqrt": np.sqrt, "abs": np.abs, "sqrt_rn": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x)}.items()),
+        *((getattr(tl, name), _elementwise(ufunc, bound(getattr(tl, name)))) for name, ufunc in _ELEMENTWISE.items()),
     ]
 }  # fmt: skip
 """id of a function of ``tl`` (or builtin) -> what an interpreted kernel calls instead."""

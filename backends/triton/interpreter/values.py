@@ -155,7 +155,7 @@ class Block(tl.tensor):
         return tl.constexpr(self.handle.data.size)
 
     @property
-    def T(self) -> Block:
+    def T(self) -> Any:
         return made(np.swapaxes(self.handle.data, -1, -2), self.dtype)
 
     def __bool__(self) -> bool:
@@ -168,7 +168,7 @@ class Block(tl.tensor):
 
     __int__ = __index__
 
-    def __neg__(self) -> Block:
+    def __neg__(self) -> Any:
         return self * -1.0 if self.dtype.name in ("fp32", "fp64") else tl.tensor.__neg__(self, _semantic=SEMANTIC)
 
     def __float__(self) -> float:
@@ -200,17 +200,21 @@ class Semantic(TritonSemantic):
 SEMANTIC: Any = Semantic(Builder())
 SEMANTIC.builder.options = upstream.InterpreterOptions(sanitize_overflow=False, allowed_dot_input_precisions=("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6"))
 
+_new: Any = object.__new__
 _block_types: dict[tuple[str, tuple[int, ...]], tl.block_type] = {}
 
 
-def made(data: np.ndarray, scalar_type: tl.dtype, is_block: bool = True) -> Block:
-    if not is_block:
-        return Block(Handle(data, scalar_type), scalar_type)
-    key = (scalar_type.name, data.shape)
-    block_type = _block_types.get(key)
-    if block_type is None:
-        block_type = _block_types[key] = tl.block_type(scalar_type, list(data.shape))
-    return Block(Handle(data, scalar_type), block_type)
+def made(data: np.ndarray, dtype: tl.dtype, is_block: bool = True) -> Block:
+    """A block, or a scalar, of ``data``; written for speed, since every operation ends here."""
+    block, handle = _new(Block), _new(Handle)
+    handle.data, handle.dtype = data, dtype
+    block.handle, block.dtype, block.is_block = handle, dtype, is_block
+    if is_block:
+        key = (dtype.name, data.shape)
+        block.type = _block_types.get(key) or _block_types.setdefault(key, tl.block_type(dtype, list(data.shape)))
+    else:
+        block.type = dtype
+    return block
 
 
 def scalar(value: int | bool, dtype: tl.dtype | None = None) -> Block:
@@ -273,18 +277,18 @@ def _fill_operators() -> None:
         member = getattr(tl.tensor, name)
         if tl.core.is_builtin(member) and name not in vars(Block):
             setattr(Block, name, bound(member))
-    arithmetic = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
-    for name, ufunc in arithmetic.items():
-        setattr(Block, f"__{name}__", direct(ufunc, getattr(Block, f"__{name}__"), "if"))
-        setattr(Block, f"__r{name}__", direct(ufunc, getattr(Block, f"__r{name}__"), "if", swap=True))
-    Block.__add__ = _add(Block.__add__)  # type: ignore[method-assign]
-    for name, ufunc in {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal}.items():
-        setattr(Block, f"__{name}__", direct(ufunc, getattr(Block, f"__{name}__"), "if", tl.int1))
-    for name, ufunc, kinds in (("truediv", np.divide, "f"), ("floordiv", quotient, "i"), ("mod", np.fmod, "i")):
-        setattr(Block, f"__{name}__", direct(ufunc, getattr(Block, f"__{name}__"), kinds))
-        setattr(Block, f"__r{name}__", direct(ufunc, getattr(Block, f"__r{name}__"), kinds, swap=True))
-    for name, ufunc in {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}.items():
-        setattr(Block, f"__{name}__", direct(ufunc, getattr(Block, f"__{name}__"), "ib"))
+    shortcuts: list[tuple[str, Callable[..., Any], str, tl.dtype | None]] = [
+        ("add", np.add, "if", None), ("sub", np.subtract, "if", None), ("mul", np.multiply, "if", None),
+        ("truediv", np.divide, "f", None), ("floordiv", quotient, "i", None), ("mod", np.fmod, "i", None),
+        ("and", np.bitwise_and, "ib", None), ("or", np.bitwise_or, "ib", None), ("xor", np.bitwise_xor, "ib", None),
+        ("lt", np.less, "if", tl.int1), ("le", np.less_equal, "if", tl.int1), ("gt", np.greater, "if", tl.int1),
+        ("ge", np.greater_equal, "if", tl.int1), ("eq", np.equal, "if", tl.int1), ("ne", np.not_equal, "if", tl.int1),
+    ]  # fmt: skip
+    for name, ufunc, kinds, result in shortcuts:
+        setattr(Block, f"__{name}__", direct(ufunc, getattr(Block, f"__{name}__"), kinds, result))
+        if result is None:
+            setattr(Block, f"__r{name}__", direct(ufunc, getattr(Block, f"__r{name}__"), kinds, swap=True))
+    Block.__add__ = _add(Block.__add__)
 
 
 _fill_operators()
