@@ -56,12 +56,12 @@ def observe(callback: Callable[[Served], None]) -> Iterator[None]:
         _observers.remove(callback)
 
 
-def op(which: str | Spec[Any], *, backend: str | None = None, tiling: Mapping[str, int] | None = None) -> Op:
+def op(which: str | Spec[Any], *, backend: str | Backend | None = None, tiling: Mapping[str, int] | None = None) -> Op:
     """An op to call.
 
     Args:
       which: the op's name (see :func:`portakern.ops`), or its spec.
-      backend: who must serve it; it runs there or raises. None: chosen per call from the arrays (PyTorch on an NVIDIA or AMD GPU: triton; JAX on a TPU: pallas;
+      backend: who must serve it, by name or as an object; it runs there or raises. None: chosen per call from the arrays (PyTorch on an NVIDIA or AMD GPU: triton; JAX on a TPU: pallas;
         anything on a CPU: the float64 oracle, which is slow and says so once in the log).
       tiling: overrides of the default tile extents and launch knobs, powers of two within the declared ranges.
 
@@ -74,7 +74,7 @@ def op(which: str | Spec[Any], *, backend: str | None = None, tiling: Mapping[st
 class Op:
     """A callable op. ``op(*arrays, **options)`` takes NumPy, PyTorch or JAX arrays and returns the same kind; see ``op.spec.doc`` for the arguments."""
 
-    def __init__(self, spec: Spec[Any], backend: str | None, tiling: Mapping[str, int] | None) -> None:
+    def __init__(self, spec: Spec[Any], backend: str | Backend | None, tiling: Mapping[str, int] | None) -> None:
         self.spec = spec
         self.backend = None if backend is None else registry.backend(backend)
         self.user_tiling = dict(tiling or {})

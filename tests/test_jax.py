@@ -8,6 +8,14 @@ import portakern as pk
 jax = pytest.importorskip("jax", reason="jax is not installed")
 import jax.numpy as jnp  # noqa: E402
 
+
+@pytest.fixture(autouse=True)
+def on_the_host():
+    """Arrays live on the CPU, also on a machine with a GPU, which Pallas does not serve yet."""
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        yield
+
+
 RNG = np.random.default_rng(0)
 
 

@@ -55,6 +55,15 @@ def block(extent: int, tile: int, grain: int) -> int:
     return min(tile, pl.cdiv(extent, grain) * grain)
 
 
+def row_block(call: Call, extent: int, tile: int, grain: int) -> int:
+    """`block` for rows that meet in a matrix product but do not depend on each other.
+
+    An interpreted call always takes the whole tile: a CPU's matrix product chooses its algorithm by shape, and the bits of a row must not depend on how many
+    rows come with it. The MXU has one algorithm.
+    """
+    return padded(tile, grain) if call.interpret else block(extent, tile, grain)
+
+
 def padded(extent: int, grain: int = LANES) -> int:
     return pl.cdiv(extent, grain) * grain
 

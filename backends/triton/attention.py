@@ -8,13 +8,15 @@ rescaling them whenever m grows (online softmax, Milakov and Gimelshein 2018). T
 only tiles on a mask's edge, or over the end of the keys, pay for masking. Tile borders lie at multiples of block_kv whatever the masks,
 and a tile that is masked for a row leaves the row's state as it is to the bit, so no row depends on its neighbours.
 
-``acc`` and m are kept in base 2 (``exp2`` is the hardware's instruction) unless a bias or a softcap is added to the scores: then the
-difference s - m is taken before it is scaled, so that a bias as low as the dtype's minimum stays finite.
+The scores and m stay in the unit in which they arise, |scale| for plain dots, c under a softcap, 1 once a bias is added; p = 2^((s - m) rate)
+with rate = unit log2(e), since ``exp2`` is the hardware's instruction. The difference comes before the factor: m is one of the s, so p is
+never above 1. Scaling first would let a compiler fuse s's product into the difference and not into m, and an ulp of a score of 1e10 is 1024.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import e, log2
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,9 +30,6 @@ from portakern.spec import Tile
 
 if TYPE_CHECKING:
     from portakern.call import Call
-
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -60,11 +59,10 @@ def load_tile(ptr, row_ok, col_ok, mask_rows: tl.constexpr, mask_cols: tl.conste
 
 @triton.jit
 def visit(acc, l, m, q_tile, first, last, k, v, bias, kv_segments, q_segment, i_ok, limit_lo, limit_hi,
-          d, dv, kv_len, scale, softcap, k_s, k_d, v_s, v_d, bias_s, kv_seg_s,
+          d, dv, kv_len, pre, softcap, rate, k_s, k_d, v_s, v_d, bias_s, kv_seg_s,
           block_kv: tl.constexpr, block_d: tl.constexpr, block_dv: tl.constexpr, whole_d: tl.constexpr, whole_dv: tl.constexpr, edge: tl.constexpr,
           precision: tl.constexpr, acc_dtype: tl.constexpr):  # fmt: skip
     """Fold the keys from ``first`` to ``last`` into (acc, l, m). ``edge``: some pair may lie outside [limit_lo, limit_hi)."""
-    natural: tl.constexpr = bias is not None or softcap is not None
     dd, ddv = tl.arange(0, block_d)[None, :], tl.arange(0, block_dv)[None, :]
     for start in range(first, last, block_kv):
         j = start + tl.arange(0, block_kv)
@@ -73,10 +71,13 @@ def visit(acc, l, m, q_tile, first, last, k, v, bias, kv_segments, q_segment, i_
         k_tile = load_tile(k + (row * k_s + dd.to(tl.int64) * k_d), j_ok[:, None], dd < d, edge, not whole_d)
 
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=precision, out_dtype=acc_dtype)
-        s = s * scale if natural else s * (scale * LOG2E)
+        if pre is not None:
+            s = s * pre
         if softcap is not None:
-            s = tanh(s / softcap) * softcap
+            s = tanh(s)
         if bias is not None:
+            if softcap is not None:
+                s = s * softcap
             s = s + load_tile(bias + col * bias_s, i_ok, j_ok[None, :], True, edge).to(acc_dtype)
         if edge:
             s = tl.where((j[None, :] >= limit_lo) & (j[None, :] < limit_hi), s, float("-inf"))
@@ -86,10 +87,7 @@ def visit(acc, l, m, q_tile, first, last, k, v, bias, kv_segments, q_segment, i_
 
         m_new = tl.maximum(m, tl.max(s, 1))
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # no key allowed so far: -inf - -inf would be NaN
-        if natural:
-            p, alpha = tl.exp2((s - shift[:, None]) * LOG2E), tl.exp2((m - shift) * LOG2E)
-        else:
-            p, alpha = tl.exp2(s - shift[:, None]), tl.exp2(m - shift)
+        p, alpha = tl.exp2((s - shift[:, None]) * rate), tl.exp2((m - shift) * rate)
         l = l * alpha + tl.sum(p, 1)
         m = m_new
         v_tile = load_tile(v + (row * v_s + ddv.to(tl.int64) * v_d), j_ok[:, None], ddv < dv, edge, not whole_dv)
@@ -98,7 +96,7 @@ def visit(acc, l, m, q_tile, first, last, k, v, bias, kv_segments, q_segment, i_
 
 
 @triton.jit
-def attention_kernel(q, k, v, bias, q_segments, kv_segments, o, lse, scale, softcap, left, right,
+def attention_kernel(q, k, v, bias, q_segments, kv_segments, o, lse, pre, softcap, rate, unit, left, right,
                      tiles_q, heads, group, q_len, kv_len, d, dv,
                      q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d, v_b, v_s, v_h, v_d, bias_b, bias_h, bias_q, bias_s, q_seg_b, q_seg_s, kv_seg_b, kv_seg_s,
                      block_q: tl.constexpr, block_kv: tl.constexpr, block_d: tl.constexpr, block_dv: tl.constexpr,
@@ -139,18 +137,18 @@ def attention_kernel(q, k, v, bias, q_segments, kv_segments, o, lse, scale, soft
     l = tl.zeros([block_q], acc_dtype)
     acc = tl.zeros([block_q, block_dv], acc_dtype)
     if left is not None:
-        acc, l, m = visit(acc, l, m, q_tile, first, inner_first, k, v, bias, kv_segments, q_segment, i_ok, limit_lo, limit_hi, d, dv, kv_len, scale, softcap,
+        acc, l, m = visit(acc, l, m, q_tile, first, inner_first, k, v, bias, kv_segments, q_segment, i_ok, limit_lo, limit_hi, d, dv, kv_len, pre, softcap, rate,
                           k_s, k_d, v_s, v_d, bias_s, kv_seg_s, block_kv, block_d, block_dv, whole_d, whole_dv, True, precision, acc_dtype)  # fmt: skip
-    acc, l, m = visit(acc, l, m, q_tile, inner_first, inner_last, k, v, bias, kv_segments, q_segment, i_ok, limit_lo, limit_hi, d, dv, kv_len, scale, softcap,
+    acc, l, m = visit(acc, l, m, q_tile, inner_first, inner_last, k, v, bias, kv_segments, q_segment, i_ok, limit_lo, limit_hi, d, dv, kv_len, pre, softcap, rate,
                       k_s, k_d, v_s, v_d, bias_s, kv_seg_s, block_kv, block_d, block_dv, whole_d, whole_dv, False, precision, acc_dtype)  # fmt: skip
-    acc, l, m = visit(acc, l, m, q_tile, inner_last, last, k, v, bias, kv_segments, q_segment, i_ok, limit_lo, limit_hi, d, dv, kv_len, scale, softcap,
+    acc, l, m = visit(acc, l, m, q_tile, inner_last, last, k, v, bias, kv_segments, q_segment, i_ok, limit_lo, limit_hi, d, dv, kv_len, pre, softcap, rate,
                       k_s, k_d, v_s, v_d, bias_s, kv_seg_s, block_kv, block_d, block_dv, whole_d, whole_dv, True, precision, acc_dtype)  # fmt: skip
 
     ddv = tl.arange(0, block_dv)[None, :]
     out = acc / tl.where(l == 0.0, 1.0, l)[:, None]  # l = 0: every key masked, and acc is 0 too
     tl.store(o + ((batch * q_len + row) * heads + head) * dv + ddv, out.to(o.dtype.element_ty), mask=i_ok & (ddv < dv))
     if lse is not None:
-        total = m + tl.log(l) if bias is not None or softcap is not None else (m + tl.log2(l)) * LN2
+        total = m * unit + tl.log(l)
         tl.store(lse + (batch * heads + head) * q_len + i, total, mask=i < q_len)
 
 
@@ -228,12 +226,12 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     if "lse" in call.wants:
         lse = torch.empty((batch, heads, q_len), dtype=torch_dtype(call.outputs["lse"][1]), device=q.device)
     left, right = _band(options["is_causal"], options["window"], q_len + kv_len)
-    scale = d**-0.5 if options["scale"] is None else options["scale"]
+    pre, unit = _units(float(d**-0.5 if options["scale"] is None else options["scale"]), options["softcap"], bias is not None)
     bias_strides = (0, 0, 0, 0) if bias is None else bias.expand(batch, heads, q_len, kv_len).stride()
     q_seg_strides, kv_seg_strides = ((0, 0), (0, 0)) if q_segments is None else (q_segments.stride(), kv_segments.stride())
     block_d, block_dv, tiles_q = padded(d), padded(dv), cdiv(q_len, tiling["block_q"])
-    launch(attention_kernel, tiles_q * heads * batch, call, q, k, v, bias, q_segments, kv_segments, o, lse, float(scale), options["softcap"], left, right,
-           tiles_q, heads, dims["group"], q_len, kv_len, d, dv,
+    launch(attention_kernel, tiles_q * heads * batch, call, q, k, v, bias, q_segments, kv_segments, o, lse, pre, options["softcap"],
+           unit * log2(e), unit, left, right, tiles_q, heads, dims["group"], q_len, kv_len, d, dv,
            *q.stride(), *k.stride(), *v.stride(), *bias_strides, *q_seg_strides, *kv_seg_strides,
            block_q=tiling["block_q"], block_kv=tiling["block_kv"], block_d=block_d, block_dv=block_dv, whole_d=block_d == d, whole_dv=block_dv == dv,
            precision=dot_precision(call), acc_dtype=accumulator(call.dtype), num_warps=tiling["num_warps"], num_stages=tiling["num_stages"])  # fmt: skip
@@ -246,3 +244,12 @@ def _band(is_causal: bool, window: tuple[int | None, int | None] | None, enough:
     if is_causal:
         right = 0
     return (None if left is None else min(left, enough)), (None if right is None else min(right, enough))
+
+
+def _units(scale: float, softcap: float | None, biased: bool) -> tuple[float | None, float]:
+    """(what dots are multiplied by before anything else, None for nothing; the factor from the scores as the kernel keeps them to natural ones)."""
+    if softcap is not None:
+        return scale / softcap, 1.0 if biased else softcap
+    if biased or scale == 0.0:
+        return scale, 1.0
+    return (None if scale > 0 else -1.0), abs(scale)

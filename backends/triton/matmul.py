@@ -85,7 +85,8 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
         return f"a tile of {block_m} x {block_n} x {block_k} has an operand over Triton's limit of 2^20 elements"
     if not call.interpret:
         size = 2 if call.dtype in ("float16", "bfloat16") else 4
-        buffers = max(1, tiling["num_stages"] - call.target.arch.startswith("gfx"))  # AMD keeps the newest stage in registers
+        in_registers = call.target.arch not in ("sm_90", "sm_100", "sm_103")  # their matrix units read shared memory, so every stage stays there
+        buffers = max(1, tiling["num_stages"] - in_registers)
         shared = buffers * (block_m + block_n) * block_k * size
         if shared > shared_limit(call.target.arch):
             arch, limit = call.target.arch, shared_limit(call.target.arch)

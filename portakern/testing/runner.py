@@ -94,7 +94,7 @@ class _Subject:
 def check(
     op: str | Spec[Any],
     *,
-    backend: str | None = None,
+    backend: str | registry.Backend | None = None,
     fn: Callable[..., Any] | None = None,
     framework: str = "numpy",
     device: str | None = None,
@@ -136,7 +136,7 @@ def check(
     return report
 
 
-def replay(op: str | Spec[Any], case: str | Case, *, backend: str | None = None, fn: Callable[..., Any] | None = None, framework: str = "numpy",
+def replay(op: str | Spec[Any], case: str | Case, *, backend: str | registry.Backend | None = None, fn: Callable[..., Any] | None = None, framework: str = "numpy",
            device: str | None = None) -> Report:  # fmt: skip
     """Run one case of a failure again; arguments as for :func:`check`."""
     spec = registry.find_spec(op) if isinstance(op, str) else op
@@ -273,8 +273,9 @@ def _without_numbers(text: str) -> str:
     return text.partition("cannot: ")[2] or text
 
 
-def _backend_subject(spec: Spec[Any], name: str, device: str | None) -> _Subject:
-    b = registry.backend(name)
+def _backend_subject(spec: Spec[Any], backend: str | registry.Backend, device: str | None) -> _Subject:
+    b = registry.backend(backend)
+    name = b.name
     b.check_available()
     fw = FRAMEWORKS[b.framework]
     fw.load()
@@ -293,7 +294,7 @@ def _backend_subject(spec: Spec[Any], name: str, device: str | None) -> _Subject
     tiles = {**spec.tiling, **impl.knobs} if not b.oracle else {}
 
     def caller(case: Case) -> Callable[..., Any]:
-        return dispatch.op(spec, backend=name, tiling=_legal(impl, spec, case, fw, target, home[1]))
+        return dispatch.op(spec, backend=b, tiling=_legal(impl, spec, case, fw, target, home[1]))
 
     how = "interpreted" if home[1] else "compiled" if not b.oracle else "oracle"
     where = f" --device {device}" if device else ""

@@ -45,6 +45,7 @@ from portakern.backends.pallas.common import (
     padded,
     positions,
     quotient,
+    row_block,
     step_along,
     sublanes,
 )
@@ -64,7 +65,7 @@ def grains(call: Call) -> tuple[int, int]:
 
 def blocks(call: Call, tiling: Mapping[str, int]) -> tuple[int, int]:
     of_q, of_kv = grains(call)
-    return block(call.dims["q_len"], tiling["block_q"], of_q), block(call.dims["kv_len"], tiling["block_kv"], of_kv)
+    return row_block(call, call.dims["q_len"], tiling["block_q"], of_q), block(call.dims["kv_len"], tiling["block_kv"], of_kv)
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
@@ -181,7 +182,8 @@ def kernel(*refs: Any, names: tuple[str, ...], band: Band, scale: float, softcap
         m_old = m_ref[...]
         m_new = jnp.maximum(m_old, jnp.max(s, axis=1, keepdims=True))
         origin = jnp.where(m_new == -jnp.inf, 0.0, m_new)  # while a row has seen no key at all
-        p = jnp.exp(s - origin)
+        # never above 1: a compiler that works s out twice, once fused into this difference, may round it two ways, and an ulp of a large s is a large exponent
+        p = jnp.exp(jnp.minimum(s - origin, 0.0))
         shrink = jnp.exp(m_old - origin)
         v = ref["v"][...]
         if edge and band.kv_len % band.block_kv:  # p is 0 beyond kv_len, and 0 * NaN is NaN

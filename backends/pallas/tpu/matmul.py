@@ -23,7 +23,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import LANES, block, dot, dtype_refused, in_order, interpreter, off_grid, over_vmem, positions, step_along, sublanes
+from portakern.backends.pallas.common import (
+    LANES,
+    block,
+    dot,
+    dtype_refused,
+    in_order,
+    interpreter,
+    off_grid,
+    over_vmem,
+    positions,
+    row_block,
+    step_along,
+    sublanes,
+)
 from portakern.call import Call
 
 
@@ -34,7 +47,7 @@ def default_tiling(call: Call) -> dict[str, int]:
 def blocks(call: Call, tiling: Mapping[str, int], m: int) -> tuple[int, int, int]:
     grain = sublanes(call.arrays["a"].dtype)
     n, k = call.dims["n"], call.dims["k"]
-    return block(m, tiling["block_m"], grain), block(n, tiling["block_n"], LANES), block(k, tiling["block_k"], LANES)
+    return row_block(call, m, tiling["block_m"], grain), block(n, tiling["block_n"], LANES), block(k, tiling["block_k"], LANES)
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
