@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ml_dtypes
@@ -72,6 +73,10 @@ class Framework:
             return framework_of("", "", array) is self
         except SpecError:
             return False
+
+    def poisoned(self) -> AbstractContextManager[None]:
+        """While inside, fresh uninitialised arrays hold NaN, where the library can do that."""
+        return nullcontext()
 
     def contiguous(self, array: Any) -> bool:
         """Whether elements lie in row-major order without gaps."""
@@ -145,6 +150,16 @@ class Torch(Framework):
     def devices(self) -> list[Any]:
         torch = self.load()
         return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] + [torch.device("cpu")]
+
+    @contextmanager
+    def poisoned(self) -> Iterator[None]:
+        torch = self.load()
+        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty then fills with NaN (torch.utils.deterministic.fill_uninitialized_memory)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
     def contiguous(self, array: Any) -> bool:
         return bool(array.is_contiguous())

@@ -7,9 +7,9 @@ import importlib
 import importlib.util
 import logging
 import pkgutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from importlib.metadata import entry_points
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
+from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,15 +19,17 @@ from portakern.spec import Spec, Tile
 if TYPE_CHECKING:
     from portakern.call import Call
 
-__all__ = ["Backend", "Implementation", "backend", "backends", "find_spec", "ops"]
+__all__ = ["Backend", "Implementation", "backend", "backends", "find_spec", "ops", "register"]
 
 Tiling = Mapping[str, int]
 F = TypeVar("F", bound=Callable[..., Any])
 
 log = logging.getLogger("portakern")
 
-SPECS = "portakern.specs"
+SPECS = "portakern.specs"  # the package of portakern's own specs, and the entry-point group of everybody else's
 BACKENDS_GROUP = "portakern.backends"
+FRAMEWORKS = ("numpy", "torch", "jax")
+IN_PROCESS = ""  # stands for a package where there is none: functions registered by hand
 
 
 def _no_tiling(call: Call) -> dict[str, int]:
@@ -56,6 +58,15 @@ class Implementation:
     supports: Callable[[Call, Tiling], str | None]
     knobs: Mapping[str, Tile]
 
+    def run(self, call: Call, tiling: Tiling) -> tuple[Any, ...]:
+        """``fn``, held to returning a tuple of the right length: a bare array would be taken apart along its first axis."""
+        outputs = self.fn(call, tiling)
+        if not isinstance(outputs, tuple) or len(outputs) != len(call.spec.outputs):
+            got = f"{len(outputs)} outputs" if isinstance(outputs, tuple) else f"a {type(outputs).__name__}"
+            names = ", ".join(o.name for o in call.spec.outputs)
+            raise TypeError(f"{self.op} on backend {self.backend.name!r} returned {got}; expected a tuple with every output of the spec: ({names},)")
+        return outputs
+
 
 @dataclass(eq=False)
 class Backend:
@@ -68,6 +79,8 @@ class Backend:
       interprets: the package whose kernels can also run in an interpreter on CPU arrays, or None.
       requires: modules that must be importable; extra: the portakern extra that installs them.
       oracle: the float64 reference: takes float64 arrays of any device, its results are rounded by the caller.
+      platforms: platforms served by functions that :meth:`implements` registers, with no package behind them. cpu when nothing else is given.
+      auto: it may serve calls that name no backend. The registry says so of portakern's own; everybody else's run when named.
     """
 
     name: str
@@ -77,7 +90,18 @@ class Backend:
     requires: tuple[str, ...] = ()
     extra: str | None = None
     oracle: bool = False
+    platforms: InitVar[Sequence[str]] = ()
+    auto: bool = field(default=False, init=False)
     _found: dict[tuple[str, str], Implementation] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self, platforms: Sequence[str]) -> None:
+        if self.framework not in FRAMEWORKS:
+            raise SpecError(f"backend {self.name!r}: framework is {self.framework!r}; expected one of {', '.join(FRAMEWORKS)}")
+        if isinstance(platforms, str):
+            raise SpecError(f"backend {self.name!r}: platforms is {platforms!r}; expected a list of names: [{platforms!r}]")
+        if not (platforms or self.compiles or self.interprets):
+            platforms = ("cpu",)
+        self.compiles = {**dict.fromkeys(platforms, IN_PROCESS), **self.compiles}
 
     def implements(
         self,
@@ -87,11 +111,20 @@ class Backend:
         supports: Callable[[Call, Tiling], str | None] = _always,
         knobs: Mapping[str, Tile] = MappingProxyType({}),
     ) -> Callable[[F], F]:
-        """Register the decorated ``fn(call, tiling)`` as this backend's ``op`` (see :class:`Implementation`)."""
+        """Register the decorated ``fn(call, tiling)`` as this backend's ``op`` (see :class:`Implementation`).
+
+        A function of the backend's own package serves the platforms of that package; one from elsewhere serves all platforms, and replaces no other:
+        only itself, when a notebook cell runs again.
+        """
 
         def register(fn: F) -> F:
             package = fn.__module__.rpartition(".")[0]
-            for home in {package} & self.packages or self.packages:  # a function from elsewhere serves every platform of the backend
+            homes = {package} & self.packages
+            for home in homes or self.packages:
+                there = self.where(op, home)
+                before = self._found.get((home, op))
+                if there and not homes and not (before and _same_place(before.fn, fn)):
+                    raise SpecError(f"{op} on backend {self.name!r} is taken by {there}; {fn.__module__}.{fn.__qualname__} needs a backend of its own: pk.Backend(...)")
                 self._found[home, op] = Implementation(self, op, fn, tiling, supports, knobs)
             return fn
 
@@ -111,9 +144,21 @@ class Backend:
             return self.compiles["cpu"], False
         return None
 
+    def where(self, op: str, package: str) -> str | None:
+        """The module that implements ``op`` in ``package``, found without importing its framework, or None."""
+        found = self._found.get((package, op))
+        if found:
+            return found.fn.__module__
+        if package == IN_PROCESS:
+            return None
+        try:
+            return f"{package}.{op}" if importlib.util.find_spec(f"{package}.{op}") else None
+        except ModuleNotFoundError:  # the package itself is missing
+            return None
+
     def has(self, op: str, package: str) -> bool:
         """Whether ``op`` is implemented, without importing its framework."""
-        return (package, op) in self._found or importlib.util.find_spec(f"{package}.{op}") is not None
+        return self.where(op, package) is not None
 
     def implementation(self, op: str, package: str) -> Implementation | None:
         """The implementation of ``op`` in ``package``, imported by convention from ``<package>.<op>``."""
@@ -127,7 +172,7 @@ class Backend:
         missing = [m for m in self.requires if importlib.util.find_spec(m) is None]
         if not missing:
             return None
-        return f"{' and '.join(missing)} not installed; run: pip install 'portakern[{self.extra}]'"
+        return f"{' and '.join(missing)} not installed; run: pip install " + (f"'portakern[{self.extra}]'" if self.extra else " ".join(missing))
 
     def check_available(self) -> None:
         reason = self.unavailable()
@@ -135,18 +180,78 @@ class Backend:
             raise UnavailableError(f"backend {self.name!r} cannot run here: {reason}")
 
 
+def _same_place(a: Callable[..., Any], b: Callable[..., Any]) -> bool:
+    return (a.__module__, getattr(a, "__qualname__", a)) == (b.__module__, getattr(b, "__qualname__", b))
+
+
+def _source(entry: EntryPoint) -> str:
+    """Where an entry point comes from, in words."""
+    dist = getattr(entry, "dist", None)
+    return f"{entry.value} ({dist.name} {dist.version})" if dist else entry.value
+
+
+def _ours(entry: EntryPoint) -> bool:
+    dist = getattr(entry, "dist", None)
+    return dist is not None and dist.name == "portakern"
+
+
+_registered: dict[str, Backend] = {}
+
+
 @functools.cache
-def backends() -> Mapping[str, Backend]:
-    """Every registered backend by name, from the ``portakern.backends`` entry-point group."""
+def _installed() -> Mapping[str, Backend]:
+    """Backends from the ``portakern.backends`` entry-point group, portakern's own first; one broken plug-in must not take the others down, nor vanish unseen."""
     found: dict[str, Backend] = {}
-    for entry in sorted(entry_points(group=BACKENDS_GROUP), key=lambda e: e.name):
+    sources: dict[str, str] = {}
+    for entry in sorted(entry_points(group=BACKENDS_GROUP), key=lambda e: (not _ours(e), e.name)):
+        if entry.name in found:
+            raise SpecError(f"backend {entry.name!r} comes from two places: {sources[entry.name]} and {_source(entry)}; uninstall one, or rename its entry point")
         try:
-            found[entry.name] = entry.load()
-        except ImportError as e:  # one broken plug-in must not take the others down, nor vanish unseen
+            b = entry.load()
+            _check_backend(entry, b, found)
+        except Exception as e:
             log.warning("portakern: backend %r (%s) cannot be loaded and is left out: %s", entry.name, entry.value, e)
+            continue
+        b.auto = _ours(entry)
+        found[entry.name], sources[entry.name] = b, _source(entry)
     if not found:
         raise UnavailableError("no backend is registered: portakern must be installed (pip install -e . in a checkout) so that its entry points exist")
     return MappingProxyType(found)
+
+
+def _check_backend(entry: EntryPoint, b: Any, known: Mapping[str, Backend]) -> None:
+    if not isinstance(b, Backend):
+        raise SpecError(f"it is a {type(b).__name__}; expected a portakern.Backend")
+    if b.name != entry.name:
+        raise SpecError(f"its entry point is called {entry.name!r} and its name is {b.name!r}; make them equal")
+    _check_oracle(b, known)
+
+
+def _check_oracle(b: Backend, known: Mapping[str, Backend]) -> None:
+    first = next((o.name for o in known.values() if o.oracle), None)
+    if b.oracle and first:
+        raise SpecError(f"backend {b.name!r} says oracle=True, and {first!r} is the oracle; register its ops there: @pk.backends()[{first!r}].implements(...)")
+
+
+def backends() -> Mapping[str, Backend]:
+    """Every backend by name: installed ones (the ``portakern.backends`` entry-point group), then those registered in this process."""
+    return MappingProxyType({**_installed(), **_registered})
+
+
+def register(b: Backend) -> Backend:
+    """Make a backend known by its name in this process. Calls that name no backend are served as before.
+
+    Raises:
+      SpecError: the name is taken, or it claims to be a second oracle.
+    """
+    if not isinstance(b, Backend):
+        raise SpecError(f"register() got a {type(b).__name__}; expected a portakern.Backend")
+    known = backends()
+    if b.name in known:
+        raise SpecError(f"backend name {b.name!r} is taken; choose another, or pass the Backend object itself as backend=, which needs no registration")
+    _check_oracle(b, known)
+    _registered[b.name] = b
+    return b
 
 
 def backend(name: str | Backend) -> Backend:
@@ -154,21 +259,48 @@ def backend(name: str | Backend) -> Backend:
     if isinstance(name, Backend):
         return name
     known = backends()
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise SpecError(f"backend {name!r} is unknown; expected one of {', '.join(known)}")
     return known[name]
 
 
 @functools.cache
+def _spec_sources() -> Mapping[str, list[EntryPoint | str]]:
+    """Op name -> where it is declared: a module of portakern's, or entry points of the ``portakern.specs`` group. More than one is a clash."""
+    found: dict[str, list[EntryPoint | str]] = {}
+    for module in pkgutil.iter_modules(importlib.import_module(SPECS).__path__):
+        found[module.name] = [f"{SPECS}.{module.name}"]
+    for entry in sorted(entry_points(group=SPECS), key=lambda e: (e.name, e.value)):
+        found.setdefault(entry.name, []).append(entry)
+    return MappingProxyType(found)
+
+
+@functools.cache
 def ops() -> tuple[str, ...]:
-    """The names of all declared ops, without importing their specs."""
-    return tuple(sorted(m.name for m in pkgutil.iter_modules(importlib.import_module(SPECS).__path__)))
+    """The names of all declared ops, portakern's own and those of the ``portakern.specs`` entry-point group, without importing their specs."""
+    return tuple(sorted(_spec_sources()))
 
 
 @functools.cache
 def find_spec(op: str) -> Spec[Any]:
-    """An op's spec by name; SpecError lists the known ones."""
-    if op not in ops():
+    """An op's spec by name.
+
+    Raises:
+      SpecError: the name is unknown, comes from two places, or leads to something that is no spec of that name.
+      UnavailableError: the package that declares it cannot be imported.
+    """
+    sources = _spec_sources().get(op)
+    if sources is None:
         raise SpecError(f"op {op!r} is unknown; expected one of {', '.join(ops())}")
-    found: Spec[Any] = getattr(importlib.import_module(f"{SPECS}.{op}"), op)
+    named = [s if isinstance(s, str) else _source(s) for s in sources]
+    if len(sources) > 1:
+        raise SpecError(f"op {op!r} comes from {len(sources)} places: {' and '.join(named)}; uninstall one, or rename its entry point")
+    source = sources[0]
+    try:
+        found = getattr(importlib.import_module(source), op) if isinstance(source, str) else source.load()
+    except (ImportError, AttributeError) as e:
+        raise UnavailableError(f"op {op!r} cannot be loaded from {named[0]}: {e}") from e
+    if not isinstance(found, Spec) or found.name != op:
+        what = f"the spec of {found.name!r}" if isinstance(found, Spec) else f"a {type(found).__name__}"
+        raise SpecError(f"op {op!r} leads to {what} in {named[0]}; expected a spec whose function is called {op!r}")
     return found

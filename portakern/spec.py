@@ -17,29 +17,32 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from portakern.options import Option, option_from_annotation
 
 if TYPE_CHECKING:
     from portakern.call import Call
 
-__all__ = ["ArrayArg", "Dim", "Output", "Rule", "Spec", "Tile", "spec"]
+__all__ = ["ArrayArg", "Dim", "Edge", "Output", "Rule", "Spec", "Tile", "spec"]
 
 P = ParamSpec("P")
-Bounds = tuple[Any, ...]
-ToleranceFn = Callable[["Call", tuple[Any, ...]], Bounds]
+F = TypeVar("F", bound=Callable[..., Any])
+PerOutput = tuple[Any, ...]
+ErrorFn = Callable[["Call", PerOutput], PerOutput]
+"""(call in float64 NumPy, reference outputs) -> an array per output, None for one that is unwanted or has no such thing."""
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
 @dataclass(frozen=True)
 class Tile:
-    """The powers of two from ``lo`` to ``hi``, both included: the values that a tile extent or a launch knob may take."""
+    """The powers of two from ``lo`` to ``hi``, both included: the values that a tile extent or a launch knob may take. ``of``: the dimension it divides."""
 
     lo: int
     hi: int
+    of: str | None = None
 
     @property
     def values(self) -> tuple[int, ...]:
@@ -47,6 +50,29 @@ class Tile:
 
     def __contains__(self, value: object) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and value in self.values
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A named corner of the contract, that the checker visits several times: which calls reach it, and what is planted in their arrays.
+
+    Attributes:
+      name, doc: what must hold there.
+      dims: dimension -> (least, largest) extent; the others are drawn freely, as are layouts and tilings.
+      options: option -> value; the others are drawn freely.
+      given, absent: optional arrays that must, or must not, be passed.
+      regime: how float values are drawn before planting.
+      plant: ``plant(arrays, rng, options)`` changes values in place (float64 and integer NumPy arrays by name).
+    """
+
+    name: str
+    doc: str = ""
+    dims: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    given: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+    regime: str = "normal"
+    plant: Callable[[dict[str, Any], Any, Mapping[str, Any]], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -127,7 +153,12 @@ class Spec(Generic[P]):
     flops: Callable[[Call], float]
     vjp: str | None
     masks: tuple[str, ...]
-    bound: ToleranceFn | None = None
+    bound: ErrorFn | None = None
+    spread: ErrorFn | None = None
+    forced: ErrorFn | None = None
+    region: Callable[[Call, str, tuple[int, ...]], str] | None = None
+    edges: dict[str, Edge] = field(default_factory=dict)
+    laws: dict[str, Callable[..., None]] = field(default_factory=dict)
 
     @property
     def doc(self) -> str:
@@ -142,9 +173,42 @@ class Spec(Generic[P]):
     def option(self, name: str) -> Option:
         return next(o for o in self.options if o.name == name)
 
-    def tolerance(self, fn: ToleranceFn) -> ToleranceFn:
+    def tolerance(self, fn: ErrorFn) -> ErrorFn:
         """Decorator: ``fn(call, ref)`` gives, per output, the elementwise permitted absolute error (float64; +inf: anything goes)."""
         self.bound = fn
+        return fn
+
+    def sigma(self, fn: ErrorFn) -> ErrorFn:
+        """Decorator: ``fn(call, ref)`` gives, per output, the RMS error that random rounding leaves at each element (float64; +inf: not known there).
+
+        Kept as :attr:`spread`; :mod:`portakern.testing.statistics` holds typical errors to it."""
+        self.spread = fn
+        return fn
+
+    def exact(self, fn: ErrorFn) -> ErrorFn:
+        """Decorator: ``fn(call, ref)`` gives, per output, which elements (bool) must equal the reference rounded once, because no step of any right kernel
+        can round them. Kept as :attr:`forced`."""
+        self.forced = fn
+        return fn
+
+    def edge(self, **where: Any) -> Callable[[F], F]:
+        """Decorator: an :class:`Edge` named like the function, which plants its values; ``where`` holds Edge's dims, options, given, absent and regime."""
+
+        def declare(plant: F) -> F:
+            self.edges[plant.__name__] = Edge(plant.__name__, inspect.cleandoc(plant.__doc__ or ""), plant=plant, **where)
+            return plant
+
+        return declare
+
+    def law(self, fn: F) -> F:
+        """Decorator: ``fn(run, draw)`` asserts what any implementation obeys across calls. ``run(*arrays, **options)`` calls it on NumPy arrays with its default
+        tiling and gives NumPy arrays; ``draw`` is a :class:`portakern.testing.laws.Draw`."""
+        self.laws[fn.__name__] = fn
+        return fn
+
+    def locate(self, fn: Callable[[Call, str, tuple[int, ...]], str]) -> Callable[[Call, str, tuple[int, ...]], str]:
+        """Decorator: ``fn(call, output, index)`` says in words in which region of the masks an output's element lies, for failure messages."""
+        self.region = fn
         return fn
 
     def __repr__(self) -> str:

@@ -10,7 +10,7 @@ from jaxtyping import Float, Float32, Int
 
 from portakern.options import Range
 from portakern.spec import Rule, Tile, spec
-from portakern.tolerance import abs_matmul, magnitude, round_to, units
+from portakern.tolerance import KAPPA, abs_matmul, chain, dot_spread, magnitude, round_to, store_spread, units
 
 if TYPE_CHECKING:
     from portakern.call import Call
@@ -24,7 +24,7 @@ class AttentionOut(NamedTuple):
 
 
 @spec(
-    tiling={"block_q": Tile(16, 1024), "block_kv": Tile(16, 1024)},
+    tiling={"block_q": Tile(16, 1024, of="q_len"), "block_kv": Tile(16, 1024, of="kv_len")},
     returns={"lse": "return_lse"},
     or_float32=("bias",),
     masks=("bias",),
@@ -195,3 +195,213 @@ def _bound_lse(call, unit, row, lse):
     err = np.where(largest > 1, largest, moved) + row.steps[:, 0] + 4 * unit.u * (np.abs(row.m[:, 0]) + np.abs(lse))
     err = np.where(row.overflows[:, 0], inf, np.where(row.n[:, 0] == 0, 0.0, err))
     return round_to(err, lse, call.outputs["lse"][1])
+
+
+@attention.locate
+def mask_region(call: Call, output: str, index: tuple[int, ...]) -> str:
+    """How many keys the element's row sees, and between which."""
+    b, i = index[0], index[1] if output == "o" else index[2]
+    keys = np.flatnonzero(allowed(call, b)[i])
+    span = f", keys {keys[0]} to {keys[-1]}" if keys.size else ""
+    return f"query {i} of {call.dims['q_len']} sees {keys.size} of {call.dims['kv_len']} keys{span}"
+
+
+SEGMENTS = ("q_segment_ids", "kv_segment_ids")
+
+
+def _some(rng: np.random.Generator, n: int) -> np.ndarray:
+    """A few positions below n, at least one."""
+    return rng.choice(n, max(1, n // 4), replace=False)
+
+
+@attention.edge(given=("bias",))
+def rows_that_bias_masks(arrays, rng, options):
+    """A row whose bias is all -inf is zeros with lse = -inf, beside rows that are not."""
+    bias = arrays["bias"]
+    bias[:, :, _some(rng, bias.shape[2])] = -inf
+
+
+@attention.edge(given=SEGMENTS)
+def rows_that_segments_mask(arrays, rng, options):
+    """A query of a segment that no key has is zeros with lse = -inf."""
+    q_ids = arrays["q_segment_ids"]
+    q_ids[:, _some(rng, q_ids.shape[1])] = 9
+
+
+@attention.edge(dims={"q_len": (20, 80), "kv_len": (1, 19)}, options={"is_causal": True}, absent=SEGMENTS)
+def more_queries_than_keys(arrays, rng, options):
+    """Causal masks are aligned at the bottom right: the first queries see nothing."""
+
+
+@attention.edge(dims={"q_len": (20, 80), "kv_len": (1, 140)}, options={"window": (2, 0), "is_causal": True})
+def narrow_windows(arrays, rng, options):
+    """A window of three keys: whole tiles are skipped, and rows may see none."""
+
+
+@attention.edge(dims={"q_len": (1, 70), "kv_len": (2, 140)}, given=SEGMENTS)
+def nan_in_masked_keys(arrays, rng, options):
+    """NaN in k at a masked pair never leaks."""
+    hidden = _some(rng, arrays["k"].shape[1])
+    arrays["kv_segment_ids"][:, hidden] = 9
+    arrays["k"][:, hidden] = np.nan
+
+
+@attention.edge(dims={"q_len": (2, 140), "kv_len": (2, 140)}, options={"is_causal": True}, absent=SEGMENTS)
+def nan_in_the_last_key(arrays, rng, options):
+    """Under a causal mask only the last query sees the last key, so only its row is NaN."""
+    arrays["k"][:, -1] = np.nan
+
+
+@attention.edge(dims={"q_len": (1, 70), "kv_len": (1, 140)})
+def nan_in_queries(arrays, rng, options):
+    """NaN in q reaches its row and no other."""
+    q = arrays["q"]
+    q[:, _some(rng, q.shape[1]), :, 0] = np.nan
+
+
+@attention.edge(dims={"q_len": (1, 70), "kv_len": (1, 140)})
+def nan_and_inf_in_values(arrays, rng, options):
+    """NaN and inf in v at an existing key reach the rows that see it."""
+    v = arrays["v"]
+    v[:, _some(rng, v.shape[1]), :, 0] = rng.choice([np.nan, inf, -inf])
+
+
+@attention.edge(dims={"q_len": (1, 70), "kv_len": (1, 140)}, options={"softcap": None})
+def infinite_logits(arrays, rng, options):
+    """A +inf logit makes the whole row NaN, o and lse."""
+    q, k = arrays["q"], arrays["k"]
+    q[:, _some(rng, q.shape[1]), :, 0] = inf
+    k[..., 0] = 1 + np.abs(k[..., 0])
+
+
+@attention.edge(dims={"q_len": (1, 70), "kv_len": (2, 140)}, given=SEGMENTS, options={"scale": 1.0, "softcap": None}, absent=("bias",))
+def logits_of_minus_1e5(arrays, rng, options):
+    """Logits near -1e5 beside fully masked rows stay exact: no finite mask value is that low."""
+    arrays["q"][...], arrays["k"][..., 1:] = 0, 0
+    arrays["q"][..., 0], arrays["k"][..., 0] = 400, -250 + rng.integers(0, 2, arrays["k"].shape[:-1])
+    arrays["q_segment_ids"][:, _some(rng, arrays["q"].shape[1])] = 9
+
+
+@attention.edge(dims={"kv_len": (2, 140)}, given=("bias",))
+def bias_of_finfo_min(arrays, rng, options):
+    """Rows of a bias of finfo.min give a convex average or zeros, never NaN."""
+    bias = arrays["bias"]
+    bias[...] = np.where(rng.random(bias.shape) < 0.5, 0, -6.5e4)
+    bias[:, :, _some(rng, bias.shape[2])] = -3.3e38 if rng.random() < 0.5 else -6.5e4
+
+
+@attention.edge(dims={"kv_len": (2, 140)}, given=SEGMENTS, options={"is_causal": False, "window": None}, absent=("bias",))
+def one_visible_key(arrays, rng, options):
+    """A row that sees one key returns its value, whatever the score."""
+    arrays["kv_segment_ids"][...] = 9
+    arrays["q_segment_ids"][...] = 3
+    arrays["kv_segment_ids"][:, rng.integers(arrays["kv_segment_ids"].shape[1])] = 3
+
+
+@attention.edge(dims={"group": (3, 8), "kv_heads": (2, 4), "d": (8, 48), "dv": (8, 48)})
+def many_query_heads_a_key_head(arrays, rng, options):
+    """Query head h reads key head h // group, with head dimensions that no power of two matches."""
+
+
+@attention.edge(dims={"kv_len": (120, 140)}, regime="spikes")
+def one_hot_keys_at_tile_borders(arrays, rng, options):
+    """A dropped or repeated key shows as a missing or doubled spike."""
+    arrays["q"] *= 30
+
+
+@attention.law
+def causal_prefix_ignores_the_future(run, draw):
+    """What comes later changes no bit of an earlier row, on finite data."""
+    n, d = draw.extent(20, 150), draw.extent(4, 40)
+    q, k, v = draw.normal(1, n, 2, d), draw.normal(1, n, 1, d), draw.normal(1, n, 1, d)
+    cut = draw.extent(1, n - 1)
+    later_k, later_v = k.copy(), v.copy()
+    later_k[:, cut:], later_v[:, cut:] = draw.normal(1, n - cut, 1, d), draw.normal(1, n - cut, 1, d)
+    draw.same_bits(run(q, later_k, later_v, is_causal=True)[:, :cut], run(q, k, v, is_causal=True)[:, :cut], "a causal prefix after the future changed")
+
+
+@attention.law
+def heads_and_batches_are_independent(run, draw):
+    """One batch entry and one key head, alone, give the same bits as among others."""
+    q_len, kv_len, d = draw.extent(1, 70), draw.extent(1, 150), draw.extent(4, 40)
+    q, k, v = draw.normal(3, q_len, 4, d), draw.normal(3, kv_len, 2, d), draw.normal(3, kv_len, 2, d)
+    draw.same_bits(run(q[1:2, :, 2:], k[1:2, :, 1:], v[1:2, :, 1:]), run(q, k, v)[1:2, :, 2:], "one batch entry and key head alone")
+
+
+@attention.law
+def grouped_heads_equal_repeated_heads(run, draw):
+    """Grouped queries are a way to address keys, not another sum."""
+    q, k, v = draw.normal(1, 20, 6, 16), draw.normal(1, 33, 2, 16), draw.normal(1, 33, 2, 16)
+    draw.same_bits(run(q, k, v), run(q, np.repeat(k, 3, 2), np.repeat(v, 3, 2)), "key heads repeated")
+
+
+@attention.law
+def queries_are_independent(run, draw):
+    """The last queries alone give the same bits: they keep their place beside the keys."""
+    q_len, kv_len, d = draw.extent(2, 150), draw.extent(1, 150), draw.extent(4, 40)
+    q, k, v = draw.normal(1, q_len, 2, d), draw.normal(1, kv_len, 2, d), draw.normal(1, kv_len, 2, d)
+    last = draw.extent(1, q_len)
+    draw.same_bits(run(q[:, -last:], k, v), run(q, k, v)[:, -last:], "the last queries alone")
+
+
+@attention.sigma
+def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Let f_j be the RMS error of score j apart from its neighbours, P = p / l, and (x, y) a dot's coefficients (``dot_spread``), of D products or of N:
+
+    f^2 = J^2 (x t^2 + y scale^2 q^2 @ k^2 + 2 (k t)^2) + (2uc)^2 + k^2 (2 s^2 + 6 d^2) + (ex/4)^2,  t the score before the softcap, J = 1 - (t'/c)^2
+    its slope (1 without one), k = KAPPA u: the dot, two products, tanh, m and bias rounding at the size of s, m - s in up to 6 parts (each product of a
+    running maximum), exp.
+    sigma_o^2 = store^2 + sum P^2 f^2 (v - o)^2 + (KAPPA U)^2 sum P^2 v^2 [v of 16 bits] + x o^2 + y sum P^2 v^2 + k^2 o^2 (c_N / 3 + 8) + 2 (ex/4)^2 o^2
+    + eta^2 sum v^2 / (3 l^2): an error of P_j moves o along v_j - o, since l takes part; P is rounded beside l; then the product, l's sum and division,
+    rescaling by the exp of a rise in acc and in l, and underflow of P.
+    sigma_lse^2 = store^2 + sum P^2 f^2 + x (sum P J t)^2 + u^2 (m^2 + H^2) + (ex/4)^2 + k^2 (c_N / 3 + 8): what leans one way in every score, a cut dot, the
+    rounded constants scale and scale log2(e), and exp, adds up on average: by x, by u m, by u H = u sum P d, by ex/4. Constants are one draw for all rows,
+    so their largest error stands for the RMS. l's sum and log: the rest.
+
+    +inf where the first order fails: rows with an f of 2^-4 or more at a key that counts, and elements without a bound.
+    """
+    o, lse = ref
+    unit, group = units(call), call.dims["group"]
+    sigma_o, sigma_lse = np.empty_like(o), None if lse is None else np.empty_like(lse)
+    with np.errstate(all="ignore"):
+        for b, h in np.ndindex(o.shape[0], o.shape[2]):
+            row = _Rows.of(call, unit, b, h)
+            share = row.p / row.l
+            f2, lean = _score_spread(call, unit, row, b, h)
+            unknown = row.overflows | (np.where(row.d < 100, f2, 0.0).max(1, keepdims=True) >= 2.0**-8)
+            moved = np.where(row.p > 0, np.square(share) * f2, 0.0)
+            chained = (KAPPA * unit.u) ** 2 * (chain(call.dims["kv_len"]) / 3 + 8)
+            spread = _o_spread(call, unit, row, share, moved, chained, call.arrays["v"][b, :, h // group], o[b, :, h])
+            sigma_o[b, :, h] = np.where(unknown, inf, spread)
+            if sigma_lse is not None:
+                entropy = np.where(row.p > 0, share * row.d, 0.0).sum(1)
+                variance = moved.sum(1) + (share * lean).sum(1) ** 2 + unit.u**2 * (row.m[:, 0] ** 2 + entropy**2) + (unit.ex / 4) ** 2 + chained
+                sigma_lse[b, h] = np.where(unknown[:, 0], inf, np.hypot(store_spread(lse[b, h], call.outputs["lse"][1]), np.sqrt(variance)))
+    return sigma_o, sigma_lse
+
+
+def _score_spread(call, unit, row, b, h):
+    """f^2, the variance of each score, and sqrt(x) J t, the part of the dot's error that leans the same way in every key."""
+    q, k = call.arrays["q"][b, :, h], call.arrays["k"][b, :, h // call.dims["group"]]
+    depth, softcap, kappa_u = call.dims["d"], call.options["softcap"], KAPPA * unit.u
+    scale = 1 / sqrt(depth) if call.options["scale"] is None else call.options["scale"]
+    x, y = dot_spread(call, depth)
+    t = scale * (magnitude(q) * np.sign(q) @ (magnitude(k) * np.sign(k)).T)
+    squares = scale**2 * (np.square(magnitude(q)) @ np.square(magnitude(k)).T)
+    slope = 1.0 if softcap is None else 1 - np.tanh(t / softcap) ** 2
+    f2 = slope**2 * (x * t**2 + y * squares + 2 * (kappa_u * t) ** 2) + (2 * unit.u * (softcap or 0.0)) ** 2
+    s = row.m - row.d
+    f2 = f2 + kappa_u**2 * (2 * s**2 + 6 * row.d**2) + (unit.ex / 4) ** 2
+    return np.where(row.seen, f2, 0.0), np.where(row.seen, sqrt(x) * slope * t, 0.0)
+
+
+def _o_spread(call, unit, row, share, moved, chained, v, o):
+    v, o = magnitude(v) * np.sign(v), magnitude(o) * np.sign(o)
+    x, y = dot_spread(call, call.dims["kv_len"])
+    products = np.square(share) @ np.square(v)
+    along = moved @ np.square(v) - 2 * o * (moved @ v) + np.square(o) * moved.sum(1, keepdims=True)
+    variance = np.maximum(along, 0) + y * products + np.square(o) * (x + chained + 2 * (unit.ex / 4) ** 2)
+    if call.dtype in ("float16", "bfloat16"):
+        variance = variance + (KAPPA * unit.U) ** 2 * products
+    underflow = unit.eta**2 / 3 * (row.seen @ np.square(v)) / row.l**2
+    return np.hypot(store_spread(o, call.dtype), np.sqrt(variance + underflow))

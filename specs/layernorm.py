@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import prod
+from math import inf, prod
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from portakern.options import Range
 from portakern.spec import Tile, spec
-from portakern.tolerance import chain, magnitude, round_to, units
+from portakern.tolerance import KAPPA, chain, magnitude, round_to, store_spread, units
 
 if TYPE_CHECKING:
     from portakern.call import Call
@@ -23,7 +23,7 @@ class LayernormOut(NamedTuple):
 
 
 @spec(
-    tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 16384)},
+    tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 16384, of="n")},
     or_float32=("weight", "bias"),
     flops=lambda call: 8.0 * prod(call.dims["batch"]) * call.dims["n"],
 )
@@ -75,3 +75,90 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         overflows = np.isfinite(size) & ((size >= unit.huge) | (n * var >= unit.huge) | (xh * w + b >= unit.huge) | np.isinf(w))
         err = np.where((low <= 0) | overflows, np.inf, err)
     return (round_to(err, ref[0], call.dtype),)
+
+
+@layernorm.sigma
+def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
+    """sigma^2 = store^2 + w^2 [(r ds)^2 + xh^2 (KAPPA u)^2 (c_N / 3 + 8) + (xh ds^2 / v)^2] + (KAPPA u)^2 (b^2 + (xh w)^2),  symbols as in the bound.
+
+    ds = KAPPA u sqrt((c_N / 3 + 1) mean^2 + (c_N / 6 + log2 n) var / n) is the error of the mean: the i-th of c_N additions rounds a partial sum of i/c_N
+    of n mean and a bridge of the deviations, every level of a tree the root of n deviations, and then the division. It shifts a row as one, and moves the
+    variance by ds^2. The sum of squares rounds like the mean, by half of which r moves; 8: the squares, v, the root, x - mean and two products.
+    A kernel may add b - mean r w instead, and round b and xh w apart.
+    """
+    x, w, b = (call.arrays[name] for name in ("x", "weight", "bias"))
+    w, b = 1.0 if w is None else magnitude(w), 0.0 if b is None else magnitude(b)
+    n, k = x.shape[-1], KAPPA * units(call).u
+    with np.errstate(all="ignore"):
+        mean = x.sum(-1, keepdims=True) / n
+        var = np.square(x - mean).sum(-1, keepdims=True) / n
+        v, c = var + call.options["eps"], chain(n)
+        ds2 = k**2 * ((c / 3 + 1) * mean**2 + (c / 6 + np.log2(n)) * var / n)
+        xh2 = np.square(x - mean) / v
+        variance = w**2 * (ds2 / v + xh2 * (k**2 * (c / 3 + 8) + (ds2 / v) ** 2)) + k**2 * (b**2 + xh2 * w**2)
+        return (np.hypot(store_spread(ref[0], call.dtype), np.sqrt(variance)),)
+
+
+def _plant(rng: np.random.Generator, x: np.ndarray, value: float) -> None:
+    x[rng.random(x.shape[:-1]) < 0.5, rng.integers(x.shape[-1])] = value
+
+
+@layernorm.edge(dims={"n": (1, 300)})
+def nan_or_inf_in_a_row(arrays, rng, options):
+    """An inf or NaN makes its whole row NaN, and no other."""
+    _plant(rng, arrays["x"], rng.choice([np.nan, inf, -inf]))
+
+
+@layernorm.edge(dims={"n": (2, 300)}, regime="constant")
+def constant_rows(arrays, rng, options):
+    """A row without variance gives its bias."""
+
+
+@layernorm.edge(dims={"n": (2, 300)}, options={"eps": 0.0})
+def no_eps(arrays, rng, options):
+    """eps = 0 is allowed."""
+
+
+@layernorm.edge(dims={"n": (100, 300)}, regime="large_mean")
+def large_mean(arrays, rng, options):
+    """A mean of 40000 with a spread of 1: E[x^2] - mean^2 has no digit left."""
+
+
+@layernorm.edge(dims={"n": (129, 300)}, absent=("weight", "bias"))
+def padding_lanes(arrays, rng, options):
+    """Lanes beyond n, in a row with a mean: counted in a sum of squares they would add mean^2 each."""
+    arrays["x"] += 50
+
+
+@layernorm.edge(dims={"n": (1, 300)}, given=("weight", "bias"))
+def nan_in_a_weight(arrays, rng, options):
+    """NaN in weight reaches its column alone."""
+    arrays["weight"][rng.integers(arrays["weight"].shape[0])] = np.nan
+
+
+@layernorm.edge(dims={"n": (1, 1)})
+def rows_of_one_element(arrays, rng, options):
+    """n = 1: the variance is 0 and the row is its bias."""
+
+
+@layernorm.law
+def rows_are_independent(run, draw):
+    """A row alone gives the same bits as among others."""
+    x = draw.normal(draw.extent(2, 40), draw.extent(1, 300))
+    row = draw.extent(0, x.shape[0] - 1)
+    draw.same_bits(run(x[row : row + 1]), run(x)[row : row + 1], "a row alone")
+
+
+@layernorm.law
+def scale_invariant(run, draw):
+    """layernorm(2^k x) = layernorm(x) at eps = 0, to the bit: powers of two round nothing."""
+    x = draw.normal(draw.extent(1, 5), draw.extent(2, 300))
+    draw.same_bits(run(x * x.dtype.type(2.0 ** draw.extent(-4, 4)), eps=0.0), run(x, eps=0.0), "a row scaled by a power of two")
+
+
+@layernorm.law
+def weight_of_ones_and_bias_of_zeros_change_nothing(run, draw):
+    """weight None is 1 and bias None is 0."""
+    x = draw.normal(draw.extent(1, 5), draw.extent(2, 300))
+    n = x.shape[-1]
+    draw.same_bits(run(x, np.ones(n, x.dtype), np.zeros(n, x.dtype)), run(x), "a weight of ones and a bias of zeros")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import prod
+from math import inf, prod
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from portakern.options import DType
 from portakern.spec import Tile, spec
-from portakern.tolerance import abs_matmul, magnitude, round_to, units
+from portakern.tolerance import abs_matmul, dot_spread, magnitude, round_to, store_spread, units
 
 if TYPE_CHECKING:
     from portakern.call import Call
@@ -23,7 +23,7 @@ class MatmulOut(NamedTuple):
 
 
 @spec(
-    tiling={"block_m": Tile(16, 1024), "block_n": Tile(16, 1024), "block_k": Tile(16, 1024)},
+    tiling={"block_m": Tile(16, 1024, of="m"), "block_n": Tile(16, 1024, of="n"), "block_k": Tile(16, 1024, of="k")},
     result_dtype={"c": "out_dtype"},
     empty={"k": {"c": 0.0}},
     flops=lambda call: 2.0 * prod(call.dims["batch"]) * call.dims["m"] * call.dims["n"] * call.dims["k"],
@@ -62,3 +62,96 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         flushed = unit.flush * (magnitude(a).sum(-1, keepdims=True) + magnitude(b).sum(-2, keepdims=True)) + k * unit.tau
         err = ((k + 6) * unit.u + unit.tf32) * abs_matmul(a, b, unit) + flushed
     return (round_to(err, ref[0], call.outputs["c"][1]),)
+
+
+@matmul.sigma
+def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
+    """sigma^2 = store^2 + x c^2 + y (A^2 @ B^2) + flush^2 (sum_k a^2 + sum_k b^2), x and y those of a dot of K products (``dot_spread``)."""
+    a, b, c, unit = call.arrays["a"], call.arrays["b"], magnitude(ref[0]), units(call)
+    x, y = dot_spread(call, call.dims["k"])
+    with np.errstate(all="ignore"):
+        a2, b2 = np.square(magnitude(a)), np.square(magnitude(b))
+        variance = x * np.square(c) + y * (a2 @ b2) + unit.flush**2 * (a2.sum(-1, keepdims=True) + b2.sum(-2, keepdims=True))
+        return (np.hypot(store_spread(c, call.outputs["c"][1]), np.sqrt(variance)),)
+
+
+@matmul.exact
+def exact(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Rows and columns of integers whose |A||B| < 1/u: every product and every partial sum, in any order, is an integer that the accumulator holds.
+
+    Under tf32 the operands must keep their value when cut to 10 bits, that is 11 significant ones."""
+    a, b, unit = call.arrays["a"], call.arrays["b"], units(call)
+
+    def whole(x: np.ndarray) -> np.ndarray:
+        kept = x == np.trunc(x)
+        if unit.tf32:
+            mantissa, _ = np.frexp(x)
+            kept &= mantissa * 2**11 == np.trunc(mantissa * 2**11)
+        return kept & np.isfinite(x)
+
+    rows, columns = whole(a).all(-1, keepdims=True), whole(b).all(-2, keepdims=True)
+    return (rows & columns & (abs_matmul(a, b, unit) < 1 / unit.u),) if (rows.any() and columns.any()) else (np.zeros(ref[0].shape, bool),)
+
+
+@matmul.edge(dims={"m": (1, 40), "k": (1, 140), "n": (1, 40)})
+def nan_and_inf_in_a_row(arrays, rng, options):
+    """NaN and inf in a row of a reach that row of c alone."""
+    a = arrays["a"]
+    a[..., rng.integers(a.shape[-2]), rng.integers(a.shape[-1])] = rng.choice([np.nan, inf])
+
+
+@matmul.edge(dims={"m": (1, 40), "k": (1, 140), "n": (1, 40)})
+def zero_times_inf(arrays, rng, options):
+    """0 * inf is NaN: no product is left out."""
+    j = rng.integers(arrays["a"].shape[-1])
+    arrays["a"][..., j], arrays["b"][..., j, :] = 0, inf
+
+
+@matmul.edge(dims={"k": (1, 1)})
+def one_product(arrays, rng, options):
+    """k = 1."""
+
+
+@matmul.edge(dims={"m": (1, 1), "n": (1, 1), "k": (1, 300)})
+def one_element(arrays, rng, options):
+    """A dot product."""
+
+
+@matmul.edge(dims={"k": (129, 300), "m": (2, 20), "n": (2, 20)}, regime="integers")
+def exact_integers(arrays, rng, options):
+    """Sums of small integers are exact."""
+
+
+@matmul.edge(dims={"k": (129, 300)}, regime="spikes")
+def one_hot_rows_at_tile_borders(arrays, rng, options):
+    """A dropped or repeated step of k shows as a missing or doubled spike."""
+    arrays["b"][...] = rng.integers(1, 5, arrays["b"].shape)
+
+
+@matmul.edge(dims={"batch": (2, 3), "m": (1, 20), "n": (1, 20), "k": (1, 40)}, options={"out_dtype": "float32"})
+def another_output_dtype(arrays, rng, options):
+    """c in float32 is rounded once, from the accumulator."""
+
+
+@matmul.law
+def rows_and_batches_are_independent(run, draw):
+    """One row of one batch entry, alone, gives the same bits as among others."""
+    m, k, n = draw.extent(2, 140), draw.extent(1, 140), draw.extent(1, 140)
+    a, b = draw.normal(2, m, k), draw.normal(2, k, n)
+    row = draw.extent(0, m - 1)
+    draw.same_bits(run(a[1:, row : row + 1], b[1:]), run(a, b)[1:, row : row + 1], "a row alone")
+
+
+@matmul.law
+def identity(run, draw):
+    """a I = a, to the bit."""
+    a = draw.normal(draw.extent(1, 70), draw.extent(1, 140))
+    draw.same_bits(run(a, np.eye(a.shape[1]).astype(a.dtype)), a, "a times the identity")
+
+
+@matmul.law
+def powers_of_two_scale_exactly(run, draw):
+    """(2 a) b = 2 (a b), to the bit."""
+    a = draw.normal(draw.extent(1, 70), draw.extent(1, 140))
+    b = draw.normal(a.shape[1], draw.extent(1, 70))
+    draw.same_bits(run(a * a.dtype.type(2), b), run(a, b) * a.dtype.type(2), "a doubled")

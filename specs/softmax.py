@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import prod
+from math import inf, prod
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from portakern.options import Axis
 from portakern.spec import Tile, spec
-from portakern.tolerance import chain, round_to, units
+from portakern.tolerance import KAPPA, chain, round_to, store_spread, units
 
 if TYPE_CHECKING:
     from portakern.call import Call
@@ -53,3 +53,86 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         entropy = (y * d).sum(axis, keepdims=True)
         err = y * (4 * unit.u * (d + entropy) + 2 * unit.ex + (chain(x.shape[axis]) + 8) * unit.u)
     return (round_to(err, y, call.dtype),)
+
+
+@softmax.sigma
+def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
+    """sigma^2 = store^2 + y^2 [u^2 (d^2 + H^2) + 2 (ex/4)^2 + (KAPPA u)^2 (c_N / 3 + 4)],  d and H as in the bound.
+
+    x - m and its product with log2(e) round by KAPPA u d each, and the constant errs by up to 0.3 u of itself in every element alike: u d altogether, of which
+    the sum takes the average u H. exp errs by ex/4 in the element and, as it leans one way, on average. The i-th of c_N additions rounds a partial
+    sum of i/c_N of the whole. Division, product and the sum's own last roundings: 4.
+    """
+    x, y, axis, u, ex = call.arrays["x"], ref[0], call.options["axis"], units(call).u, units(call).ex
+    with np.errstate(all="ignore"):
+        d = np.where(y > 0, x.max(axis, keepdims=True, initial=-np.inf) - x, 0.0)
+        entropy = (y * d).sum(axis, keepdims=True)
+        share = u**2 * (d**2 + entropy**2) + 2 * (ex / 4) ** 2 + (KAPPA * u) ** 2 * (chain(x.shape[axis]) / 3 + 4)
+        return (np.hypot(store_spread(y, call.dtype), y * np.sqrt(share)),)
+
+
+def _one(rng: np.random.Generator, x: np.ndarray, options: dict[str, Any], value: float) -> None:
+    """Plant a value somewhere in some rows."""
+    rows = np.moveaxis(x, options["axis"], -1)
+    rows[rng.random(rows.shape[:-1]) < 0.5, rng.integers(rows.shape[-1])] = value
+
+
+@softmax.edge(dims={"shape": (2, 140)})
+def rows_of_minus_inf(arrays, rng, options):
+    """A row of nothing but -inf is NaN, as NumPy's would be; its neighbours are not."""
+    rows = np.moveaxis(arrays["x"], options["axis"], -1)
+    rows[rng.random(rows.shape[:-1]) < 0.5] = -inf
+
+
+@softmax.edge(dims={"shape": (2, 140)})
+def infinite_elements(arrays, rng, options):
+    """A +inf makes its whole row NaN; a -inf is a zero."""
+    _one(rng, arrays["x"], options, rng.choice([inf, -inf]))
+
+
+@softmax.edge(dims={"shape": (2, 140)})
+def nan_elements(arrays, rng, options):
+    """A NaN makes its whole row NaN, and no other."""
+    _one(rng, arrays["x"], options, np.nan)
+
+
+@softmax.edge(dims={"shape": (120, 600)}, regime="spikes")
+def maximum_at_a_tile_border(arrays, rng, options):
+    """A dropped element at the end of a tile is the largest of its row."""
+    arrays["x"] *= 20
+
+
+@softmax.edge(dims={"shape": (2, 140)})
+def steps_of_1e4(arrays, rng, options):
+    """Differences far beyond exp's range: subtract before scaling."""
+    arrays["x"] *= 1e4
+
+
+@softmax.edge(dims={"shape": (300, 1030)})
+def rising_rows(arrays, rng, options):
+    """Every tile raises the maximum, so that every tile rescales the sum."""
+    rows = np.moveaxis(arrays["x"], options["axis"], -1)
+    rows[...] = np.linspace(-8, 8, rows.shape[-1])
+
+
+@softmax.law
+def shift_invariant(run, draw):
+    """softmax(x + c) = softmax(x), to the bit where x + c is exact."""
+    x = draw.integers(-8, 8, draw.extent(1, 5), draw.extent(1, 300))
+    draw.same_bits(run(x + x.dtype.type(draw.extent(1, 100))), run(x), "a shifted row")
+
+
+@softmax.law
+def rows_are_independent(run, draw):
+    """A row alone gives the same bits as among others."""
+    x = draw.normal(draw.extent(2, 40), draw.extent(1, 300))
+    row = draw.extent(0, x.shape[0] - 1)
+    draw.same_bits(run(x[row : row + 1]), run(x)[row : row + 1], "a row alone")
+
+
+@softmax.law
+def any_axis_is_the_last_axis(run, draw):
+    """The axis is a way to address elements: where a row holds one value that counts, to the bit."""
+    x = draw.integers(0, 0, 3, draw.extent(2, 130), 4)
+    x[:, draw.extent(0, x.shape[1] - 1)] = 400
+    draw.same_bits(run(x, axis=1), np.moveaxis(run(np.moveaxis(x, 1, 2), axis=2), 2, 1), "another axis")

@@ -53,7 +53,7 @@ WRONG["different bits"] = (never_the_same, "different bits")
 def test_a_right_function_passes_and_reports_its_share_of_the_bound():
     report = pk.check("softmax", fn=right, max_examples=60)
     assert report.passed and report.examples == 60 and 0.03 < report.worst["y"] <= 1
-    assert any(k.startswith("regime") for k in report.covered)
+    assert any(k.startswith("float32 | normal | - | ") for k in report.cells) and report.layouts["transposed"]
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 import portakern as pk
-from portakern import dispatch
-from portakern.testing import runner
+from portakern import dispatch, testing
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA or AMD GPU")
@@ -21,7 +20,7 @@ def within_bound(op, outputs, *args, **options):
     """Hold outputs to the bound of the call on ``args``; returns the worst fraction."""
     call = pk.op(op).bind(*args, **options)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    return max(runner.compare_call(call, [call.framework.to_numpy(o) for o in outputs]).values())
+    return max(testing.compare_call(call, [call.framework.to_numpy(o) for o in outputs]).values())
 
 
 def rows_to_sample(rows, row_length):

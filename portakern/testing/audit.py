@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from portakern.dispatch import Served, observe
-from portakern.testing.runner import Broken, compare_call
+from portakern.testing.verdict import Broken, compare_call
 
 __all__ = ["Audit", "audit"]
 

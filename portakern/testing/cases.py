@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import zlib
 from collections.abc import Callable, Mapping
@@ -11,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from portakern.frameworks import numpy_dtype
-from portakern.spec import ArrayArg, Spec
+from portakern.spec import ArrayArg, Edge, Spec
 
-__all__ = ["LAYOUTS", "REGIMES", "Buffer", "Case"]
+__all__ = ["LAYOUTS", "REGIMES", "Buffer", "Case", "edges"]
 
 Shape = tuple[int, ...]
 
@@ -29,6 +30,7 @@ class Case:
       regime: how float values are drawn (a key of REGIMES); masks: array name -> regime of an additive mask.
       layouts: array name -> memory layout (a key of LAYOUTS).
       tiling: tile overrides; empty is the default tiling.
+      edge: the corner of the contract that is planted (a key of :func:`edges`), or none.
     """
 
     dtype: str
@@ -40,10 +42,11 @@ class Case:
     tiling: Mapping[str, int] = field(default_factory=dict)
     wider: tuple[str, ...] = ()
     masks: Mapping[str, str] = field(default_factory=dict)
+    edge: str = ""
 
     def to_json(self) -> str:
         """One line of JSON; empty fields are left out."""
-        return json.dumps({k: v for k, v in asdict(self).items() if v not in ({}, (), [])}, separators=(",", ":"))
+        return json.dumps({k: v for k, v in asdict(self).items() if v not in ({}, (), [], "")}, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Case:
@@ -55,7 +58,14 @@ class Case:
 
     def buffers(self, spec: Spec[Any]) -> dict[str, Buffer]:
         """The memory of every given array, in the spec's order."""
-        return {a.name: self._buffer(a) for a in spec.arrays if a.name in self.shapes}
+        given = [a for a in spec.arrays if a.name in self.shapes]
+        values = {a.name: self._values(a) for a in given}
+        plant = edges(spec)[self.edge].plant if self.edge else None
+        if plant:
+            plant(values, np.random.default_rng([self.seed, 1]), {o.name: self.options.get(o.name, o.default) for o in spec.options})
+        with np.errstate(over="ignore", invalid="ignore"):
+            rounded = {a.name: values[a.name].astype(numpy_dtype(self.dtype_of(a))) for a in given}
+        return {n: LAYOUTS[self.layouts.get(n, "contiguous")](x) for n, x in rounded.items()}
 
     def dtype_of(self, a: ArrayArg) -> str:
         """The dtype of an argument in this case."""
@@ -63,18 +73,14 @@ class Case:
             return a.dtypes[self.seed % len(a.dtypes)]
         return "float32" if a.name in self.wider else self.dtype
 
-    def _buffer(self, a: ArrayArg) -> Buffer:
+    def _values(self, a: ArrayArg) -> np.ndarray:
         rng = np.random.default_rng([self.seed, zlib.crc32(a.name.encode())])
         shape = self.shapes[a.name]
-        dtype = numpy_dtype(self.dtype_of(a))
         if a.follows:
             fill = REGIMES[self.masks.get(a.name, self.regime)]
             with np.errstate(over="ignore", invalid="ignore"):
-                values = fill(rng, shape, dtype).astype(dtype)
-        else:
-            values = np.sort(rng.integers(0, 4, shape), axis=-1) if self.seed % 2 else rng.integers(0, 3, shape)
-            values = values.astype(dtype)
-        return LAYOUTS[self.layouts.get(a.name, "contiguous")](values)
+                return np.array(fill(rng, shape, numpy_dtype(self.dtype_of(a))), np.float64)
+        return np.sort(rng.integers(0, 4, shape), axis=-1) if self.seed % 2 else rng.integers(0, 3, shape)
 
 
 class Buffer(NamedTuple):
@@ -88,6 +94,28 @@ class Buffer(NamedTuple):
     def view(self) -> np.ndarray:
         itemsize = self.memory.itemsize
         return np.lib.stride_tricks.as_strided(self.memory[self.offset :], self.shape, tuple(s * itemsize for s in self.strides))
+
+
+@functools.cache
+def edges(spec: Spec[Any]) -> Mapping[str, Edge]:
+    """The corners of the contract that the checker visits: those that follow from the signature, then those that the spec declares."""
+    reduced = dict.fromkeys(spec.empty, (0, 0))
+    variadic = {d.factors[0] for a in spec.arrays for d in a.dims if d.variadic}
+    shown = dict.fromkeys(f for o in spec.outputs for d in o.dims for f in d.factors)
+    found = [Edge(f"no_{d}", f"{d} = 0 is reduced away: the declared values", dims={d: (0, 0)}) for d in reduced]
+    found += [Edge(f"empty_{d}", f"{d} = 0 is an extent of the output: an empty result", dims={d: (0, 0)}) for d in shown if d not in spec.positive]
+    found += [
+        Edge("extents_of_1", "every extent is 1", dims=dict.fromkeys(spec.dims, (1, 1))),
+        Edge(
+            "no_tile_divides",
+            "primes and odd sizes beyond the smallest tiles",
+            dims={d: (17, 19) if d in variadic else (131, 139) for d in spec.dims if d not in spec.positive},
+        ),
+        Edge("beyond_the_dtype", "results that overflow their dtype", regime="near_overflow"),
+        Edge("subnormals", "values that hardware may flush", regime="subnormal"),
+        Edge("planted_nan_and_inf", "NaN and infinities anywhere", regime="special"),
+    ]
+    return {e.name: e for e in found} | spec.edges
 
 
 def _finfo(dtype: np.dtype[Any]) -> Any:

@@ -1,28 +1,33 @@
-"""Run cases, compare every element with the oracle within its bound, and report."""
+"""Run cases, hold every element to its bound, and report."""
 
 from __future__ import annotations
 
-import inspect
+import json
 import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as hypothesis_seed
 
 from portakern import dispatch, registry
 from portakern.call import Call
-from portakern.errors import SpecError, UnavailableError, UnsupportedError
-from portakern.frameworks import FRAMEWORKS, Framework
-from portakern.spec import Spec, Tile
-from portakern.testing.cases import Buffer, Case
+from portakern.errors import SpecError, UnsupportedError
+from portakern.frameworks import Framework
+from portakern.spec import Edge, Spec
+from portakern.testing.cases import Buffer, Case, edges
+from portakern.testing.laws import LawCase, run_law
 from portakern.testing.strategies import Limits, cases
-from portakern.tolerance import compare
+from portakern.testing.subject import Subject, backend_subject, function_subject
+from portakern.testing.verdict import Broken, compare_call
 
 __all__ = ["Failure", "Report", "check", "replay"]
+
+EDGE_EXAMPLES = 5
 
 
 @dataclass(frozen=True)
@@ -48,8 +53,10 @@ class Report:
       failures: broken cases, shrunk by Hypothesis; empty when all passed.
       worst: output name -> largest error as a fraction of what is permitted.
       worst_case: the case that reached it.
-      refused: reason -> number of cases refused with it.
-      covered: counts of compared cases by dtype, regime, layout and tiling.
+      refused: reason -> number of cases refused with it, all of them declared by the backend (an undeclared refusal is a failure).
+      tilings_refused: reason -> number of drawn tilings that were not legal for their case, which then ran with the default.
+      cells: "dtype | regime | edge | tiling" -> number of compared cases.
+      layouts, edges, laws: name -> number of compared cases.
       seconds: wall time.
     """
 
@@ -61,34 +68,29 @@ class Report:
     worst: dict[str, float] = field(default_factory=dict)
     worst_case: str = ""
     refused: Counter[str] = field(default_factory=Counter)
-    covered: Counter[str] = field(default_factory=Counter)
+    tilings_refused: Counter[str] = field(default_factory=Counter)
+    cells: Counter[str] = field(default_factory=Counter)
+    layouts: Counter[str] = field(default_factory=Counter)
+    edges: Counter[str] = field(default_factory=Counter)
+    laws: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
 
     @property
     def passed(self) -> bool:
-        return not self.failures and self.examples > 0
+        return not self.failures and self.examples + sum(self.laws.values()) > 0
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data for JSON."""
-        return {**asdict(self), "passed": self.passed, "refused": dict(self.refused), "covered": dict(sorted(self.covered.items()))}
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}  # asdict() counts a Counter's pairs
+        plain = {k: dict(sorted(v.items())) if isinstance(v, Counter) else v for k, v in plain.items()}
+        return {**plain, "failures": [asdict(f) for f in self.failures], "passed": self.passed}
 
-
-class Broken(AssertionError):
-    """A case that broke the contract, with what is wrong in words."""
-
-
-@dataclass
-class _Subject:
-    """What is being checked: a backend's op on a device, or a bare function."""
-
-    spec: Spec[Any]
-    framework: Framework
-    device: Any
-    call: Callable[[Case], Callable[..., Any]]  # the callable that runs a case
-    tiles: Mapping[str, Tile]
-    arguments: frozenset[str] | None
-    command: str
-    name: str
+    def count(self, case: Case, tiling: str) -> None:
+        self.examples += 1
+        self.cells[f"{case.dtype} | {case.regime} | {case.edge or '-'} | {tiling}"] += 1
+        self.layouts.update({*case.layouts.values()} or {"contiguous"})
+        if case.edge:
+            self.edges[case.edge] += 1
 
 
 def check(
@@ -102,62 +104,97 @@ def check(
     max_examples: int = 100,
     seed: int = 0,
     limits: Limits | None = None,
+    shrink: bool = True,
     progress: Callable[[int], None] | None = None,
 ) -> Report:
-    """Check an implementation against the oracle on generated cases.
+    """Check an implementation against the oracle on generated cases: up to half on the spec's named edges (at least 5 an edge from 300 examples on), the rest
+    drawn freely, and as many instances of each law as there are examples of an edge.
 
     Args:
       op: the op's name or spec.
-      backend: a registered backend; or
+      backend: a backend's name, or a Backend that nobody registered; or
       fn: any callable with the op's arguments, or some of them: optional arrays and options that it does not take are not drawn.
       framework: whose arrays ``fn`` takes: numpy, torch or jax.
       device: cpu, cuda, rocm or tpu; None: the best one here that the backend serves.
       dtypes: restrict the op's dtype to these.
       max_examples: number of cases; seed: which ones.
-      limits: sizes of the cases; None: small where they are interpreted.
+      limits: sizes of the cases, and which arguments may be drawn; None: small where they are interpreted.
+      shrink: make a failing case as small as possible; False stops at the first one.
       progress: called with the number of cases done so far.
 
     Returns:
-      A report; ``report.passed`` is False if any case broke the contract, which is shrunk to the smallest that does.
+      A report; ``report.passed`` is False if any case broke the contract.
 
     Raises:
       SpecError: neither or both of backend and fn, unknown names. UnavailableError: the backend cannot run here.
     """
     spec = registry.find_spec(op) if isinstance(op, str) else op
-    if (backend is None) == (fn is None):
-        raise SpecError(f"check({spec.name!r}): pass either backend= or fn=, one of the two")
-    subject = _backend_subject(spec, backend, device) if backend else _function_subject(spec, fn, framework, device)
+    subject = _subject(spec, backend, fn, framework, device)
     report = Report(spec.name, subject.name, seed)
     limits = limits or Limits()
-    limits = replace(limits, dtypes=tuple(dtypes or limits.dtypes), arguments=subject.arguments)
+    limits = replace(limits, dtypes=tuple(dtypes or limits.dtypes), arguments=subject.arguments if limits.arguments is None else limits.arguments)
     start = time.perf_counter()
-    _explore(subject, limits, max_examples, seed, report, progress)
+    corners = [e for e in edges(spec).values() if all(limits.takes(name) for name in (*e.options, *e.given))]
+    each = max(1, min(EDGE_EXAMPLES, max_examples // (2 * len(corners))))
+    runs: list[tuple[Edge | None, int]] = [(e, each) for e in corners[: max_examples // (2 * each)]]
+    for number, (edge, n) in enumerate([*runs, (None, max_examples - each * len(runs))]):
+        if not report.failures:
+            _explore(subject, limits, edge, n, seed * 1000 + number, report, shrink, progress)
+    for name in spec.laws if limits.arguments is None and not report.failures else ():
+        _instances(subject, name, limits, each, seed, report)
     report.seconds = time.perf_counter() - start
     return report
 
 
-def replay(op: str | Spec[Any], case: str | Case, *, backend: str | registry.Backend | None = None, fn: Callable[..., Any] | None = None, framework: str = "numpy",
-           device: str | None = None) -> Report:  # fmt: skip
+def replay(op: str | Spec[Any], case: str | Case | LawCase, *, backend: str | registry.Backend | None = None, fn: Callable[..., Any] | None = None,
+           framework: str = "numpy", device: str | None = None) -> Report:  # fmt: skip
     """Run one case of a failure again; arguments as for :func:`check`."""
     spec = registry.find_spec(op) if isinstance(op, str) else op
-    subject = _backend_subject(spec, backend, device) if backend else _function_subject(spec, fn, framework, device)
+    subject = _subject(spec, backend, fn, framework, device)
     report = Report(spec.name, subject.name, 0)
-    case = Case.from_json(case) if isinstance(case, str) else case
-    try:
-        _run(subject, case, report)
-    except Exception as e:
-        report.failures.append(_failure(subject, case, e))
+    if isinstance(case, str):
+        case = LawCase(**json.loads(case)) if "law" in json.loads(case) else Case.from_json(case)
+    _attempt(subject, case, report)
     return report
 
 
-def _explore(subject: _Subject, limits: Limits, max_examples: int, start: int, report: Report, progress: Callable[[int], None] | None) -> None:
-    failed: list[tuple[Case, Exception]] = []
+def _subject(spec: Spec[Any], backend: str | registry.Backend | None, fn: Callable[..., Any] | None, framework: str, device: str | None) -> Subject:
+    if (backend is None) == (fn is None):
+        raise SpecError(f"check({spec.name!r}): pass either backend= or fn=, one of the two")
+    return backend_subject(spec, backend, device) if backend is not None else function_subject(spec, fn, framework, device)
 
-    @seed(start)
-    @settings(max_examples=max_examples, database=None, deadline=None, suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
-              phases=(Phase.generate, Phase.shrink), print_blob=False)  # fmt: skip
-    @given(cases(subject.spec, limits, subject.tiles))
+
+def _attempt(subject: Subject, case: Case | LawCase, report: Report) -> None:
+    """Run a case; a failure goes into the report."""
+    try:
+        if isinstance(case, LawCase):
+            run_law(subject, case)
+            report.laws[case.law] += 1
+        else:
+            _run(subject, case, report)
+    except Exception as e:
+        report.failures.append(_failure(subject, case, e))
+
+
+def _instances(subject: Subject, law: str, limits: Limits, count: int, start: int, report: Report) -> None:
+    for i in range(count):
+        if not report.failures:
+            _attempt(subject, LawCase(law, limits.dtypes[i % len(limits.dtypes)], start * 1000 + i), report)
+
+
+def _explore(subject: Subject, limits: Limits, edge: Edge | None, count: int, start: int, report: Report, shrink: bool,
+             progress: Callable[[int], None] | None) -> None:  # fmt: skip
+    failed: list[tuple[Case, Exception]] = []
+    seen: list[Case] = []
+
+    @hypothesis_seed(start)
+    @settings(max_examples=count + 1, database=None, deadline=None, suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
+              phases=(Phase.generate, Phase.shrink) if shrink else (Phase.generate,), print_blob=False, derandomize=False)  # fmt: skip
+    @given(cases(subject.spec, limits, subject.tiles, edge))
     def one(case: Case) -> None:
+        seen.append(case)
+        if len(seen) == 1 or (failed and not shrink):  # Hypothesis begins with the simplest case of all, the same for every seed
+            return
         try:
             _run(subject, case, report)
         except Exception as e:
@@ -175,32 +212,35 @@ def _explore(subject: _Subject, limits: Limits, max_examples: int, start: int, r
         report.failures.append(_failure(subject, case, error))
 
 
-def _failure(subject: _Subject, case: Case, error: Exception) -> Failure:
+def _failure(subject: Subject, case: Case | LawCase, error: Exception) -> Failure:
     text = case.to_json()
     what = str(error) if isinstance(error, Broken) else f"raised {type(error).__name__}: {error}"
-    return Failure(
-        subject.spec.name, what, text, f"{subject.command} --case {shlex.quote(text)}" if subject.command else f"portakern.testing.replay(..., {text!r})"
-    )
+    named = (f"law {case.law}: " if isinstance(case, LawCase) else f"edge {case.edge}: " if case.edge else "") + what
+    line = f"{subject.command} --case {shlex.quote(text)}" if subject.command else f"portakern.testing.replay({subject.spec.name!r}, {text!r}, fn=...)"
+    return Failure(subject.spec.name, named, text, line)
 
 
-def _run(subject: _Subject, case: Case, report: Report) -> None:
+def _run(subject: Subject, case: Case, report: Report) -> None:
     """Run one case; raise Broken where the contract is."""
     spec, fw = subject.spec, subject.framework
     buffers = case.buffers(spec)
-    before = {n: b.memory.copy() for n, b in buffers.items()}
     arrays = {n: fw.strided(b.memory.copy(), b.shape, b.strides, b.offset, subject.device) for n, b in buffers.items()}
     reference = dispatch.op(spec).bind(**{n: b.view() for n, b in buffers.items()}, **case.options)
     positional = [arrays[a.name] for a in spec.arrays if not a.optional]
     named = {a.name: arrays[a.name] for a in spec.arrays if a.optional and a.name in arrays}
-    run = subject.call(case)
+    overrides, tiling, illegal = subject.tiling(case)
+    run = subject.run(overrides)
     try:
-        got = run(*positional, **named, **case.options)
+        with fw.poisoned():
+            got = run(*positional, **named, **case.options)
     except UnsupportedError as e:
-        report.refused[_without_numbers(str(e))] += 1
+        if not subject.accepts(str(e)):
+            raise Broken(f"refused, and the backend does not declare it among its refusals: {e}") from e
+        report.refused[str(e).partition("cannot: ")[2] or str(e)] += 1
         return
     outputs = tuple(got) if isinstance(got, tuple) else (got,)
-    fractions = _compare_all(reference, outputs, fw)
-    _check_inputs_untouched(subject, buffers, before, arrays)
+    fractions = _compare_all(reference, outputs, fw, arrays, tiling)
+    _check_inputs_untouched(subject, buffers, arrays)
     again = run(*positional, **named, **case.options)
     for first, second in zip(outputs, again if isinstance(again, tuple) else (again,), strict=True):
         if fw.to_numpy(first).tobytes() != fw.to_numpy(second).tobytes():
@@ -209,123 +249,29 @@ def _run(subject: _Subject, case: Case, report: Report) -> None:
         if fraction >= max(report.worst.values(), default=0.0):
             report.worst_case = case.to_json()
         report.worst[name] = max(report.worst.get(name, 0.0), fraction)
-    report.examples += 1
-    report.covered.update([f"dtype {case.dtype}", f"regime {case.regime}", "tiling drawn" if case.tiling else "tiling default",
-                           *(f"layout {v}" for v in {*case.layouts.values()} or {"contiguous"})])  # fmt: skip
+    if illegal:
+        report.tilings_refused[illegal] += 1
+    report.count(case, " ".join(f"{k}={v}" for k, v in overrides.items()) or "default")
 
 
-def compare_call(call: Call, outputs: Sequence[np.ndarray]) -> dict[str, float]:
-    """Output name -> worst fraction of the bound, for the wanted outputs of ``call`` (any framework's); Broken names the first bad element."""
-    if call.spec.bound is None:
-        raise SpecError(f"{call.spec.name} declares no tolerance; give its spec one with @{call.spec.name}.tolerance")
-    wide = dispatch.as_float64(call)
-    if call.degenerate:
-        exact: tuple[Any, ...] = tuple(None if o is None else np.asarray(o, np.float64) for o in dispatch.degenerate_outputs(wide))
-        bounds: tuple[Any, ...] = tuple(None if o is None else np.zeros_like(o) for o in exact)
-    else:
-        exact = dispatch.oracle(call)
-        with np.errstate(all="ignore"):
-            bounds = call.spec.bound(wide, exact)
-    fractions = {}
-    wanted = [(o.name, exact[i], bounds[i]) for i, o in enumerate(call.spec.outputs) if o.name in call.wants]
-    for (name, ref, bound), got in zip(wanted, outputs, strict=True):
-        shape, dtype = call.outputs[name]
-        if got.shape != shape:
-            raise Broken(f"{name} has shape {got.shape}; expected {shape}")
-        if got.dtype.name != dtype:
-            raise Broken(f"{name} is {got.dtype.name}; expected {dtype}")
-        result = compare(got, ref, bound, dtype)
-        if result.bad.any():
-            raise Broken(_describe(name, got, ref, np.broadcast_to(bound, shape), result.bad))
-        fractions[name] = float(result.worst)
-    return fractions
-
-
-def _compare_all(call: Call, outputs: tuple[Any, ...], fw: Framework) -> dict[str, float]:
+def _compare_all(call: Call, outputs: tuple[Any, ...], fw: Framework, inputs: Mapping[str, Any], tiling: Mapping[str, int]) -> dict[str, float]:
     if len(outputs) != len(call.wants):
         raise Broken(f"{len(outputs)} outputs came back; expected {len(call.wants)}: {', '.join(call.wants)}")
+    values = []
     for name, out in zip(call.wants, outputs, strict=True):
         if not fw.owns(out):
             raise Broken(f"{name} came back as a {type(out).__name__}; expected a {fw.name} array")
         if not fw.contiguous(out):
             raise Broken(f"{name} is not contiguous")
-    return compare_call(call, [fw.to_numpy(o) for o in outputs])
+        values.append(fw.to_numpy(out))
+        for other, array in inputs.items():
+            if np.may_share_memory(values[-1], fw.to_numpy(array)):
+                raise Broken(f"{name} shares memory with the input {other}")
+    return compare_call(call, values, tiling)
 
 
-def _describe(name: str, got: np.ndarray, ref: np.ndarray, bound: np.ndarray, bad: np.ndarray) -> str:
-    index = tuple(int(i) for i in np.unravel_index(int(np.argmax(bad)), bad.shape))
-    value, want = np.asarray(got[index], np.float64), ref[index]
-    return (
-        f"{name}{list(index)} is {value:.9g}; the oracle says {want:.9g}, permitted error {bound[index]:.3g}, "
-        f"actual {abs(value - want):.3g}; {int(bad.sum())} of {bad.size} elements are out of bounds"
-    )
-
-
-def _check_inputs_untouched(subject: _Subject, buffers: Mapping[str, Buffer], before: Mapping[str, np.ndarray], arrays: Mapping[str, Any]) -> None:
+def _check_inputs_untouched(subject: Subject, buffers: Mapping[str, Buffer], arrays: Mapping[str, Any]) -> None:
     for name, b in buffers.items():
         shown = subject.framework.to_numpy(arrays[name]).astype(b.memory.dtype, copy=False)  # JAX holds int64 as int32
-        if shown.tobytes() != b._replace(memory=before[name]).view().tobytes():
+        if shown.tobytes() != b.view().tobytes():
             raise Broken(f"the input {name} was written to")
-
-
-def _without_numbers(text: str) -> str:
-    """A refusal without the call's own figures, so that equal reasons count together."""
-    return text.partition("cannot: ")[2] or text
-
-
-def _backend_subject(spec: Spec[Any], backend: str | registry.Backend, device: str | None) -> _Subject:
-    b = registry.backend(backend)
-    name = b.name
-    b.check_available()
-    fw = FRAMEWORKS[b.framework]
-    fw.load()
-    for found in fw.devices():
-        target = fw.target(found)
-        home = b.package_for(target.platform)
-        if home and (device is None or device == target.platform):
-            break
-    else:
-        raise UnavailableError(
-            f"backend {name!r} serves no {device or 'device'} here; devices of {fw.name}: {', '.join(str(fw.target(d)) for d in fw.devices())}"
-        )
-    impl = b.implementation(spec.name, home[0])
-    if impl is None:
-        raise UnsupportedError(f"backend {name!r} has no {spec.name}")
-    tiles = {**spec.tiling, **impl.knobs} if not b.oracle else {}
-
-    def caller(case: Case) -> Callable[..., Any]:
-        return dispatch.op(spec, backend=b, tiling=_legal(impl, spec, case, fw, target, home[1]))
-
-    how = "interpreted" if home[1] else "compiled" if not b.oracle else "oracle"
-    where = f" --device {device}" if device else ""
-    return _Subject(spec, fw, found, caller, tiles, None, f"portakern check {spec.name} --backend {name}{where}", f"{name} on {target} ({how})")
-
-
-def _legal(impl: registry.Implementation, spec: Spec[Any], case: Case, fw: Framework, target: Any, interpret: bool) -> Mapping[str, int]:
-    """The case's tiling if the implementation supports it, else its default (an empty override)."""
-    if not case.tiling:
-        return {}
-    call = dispatch.op(spec).bind(**{n: b.view() for n, b in case.buffers(spec).items()}, **case.options)
-    call = call.replace(target=target, interpret=interpret)
-    if call.degenerate:
-        return {}
-    if fw.name != "numpy":
-        call = dispatch.to_framework(call, fw)
-    tiling = {**impl.tiling(call), **case.tiling}
-    return {} if impl.supports(call, tiling) else case.tiling
-
-
-def _function_subject(spec: Spec[Any], fn: Callable[..., Any] | None, framework: str, device: str | None) -> _Subject:
-    if not callable(fn):
-        raise SpecError(f"check({spec.name!r}): fn is {fn!r}; expected a callable with the op's arguments")
-    if framework not in FRAMEWORKS:
-        raise SpecError(f"check({spec.name!r}): framework is {framework!r}; expected one of {', '.join(FRAMEWORKS)}")
-    fw = FRAMEWORKS[framework]
-    fw.load()
-    found = next((d for d in fw.devices() if device is None or fw.target(d).platform == device), None)
-    if found is None:
-        raise UnavailableError(f"{framework} has no {device} device here")
-    parameters = inspect.signature(fn).parameters.values()
-    arguments = None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in parameters)
-    name = f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', repr(fn))} on {fw.target(found)}"
-    return _Subject(spec, fw, found, lambda case: fn, {}, arguments, "", name)

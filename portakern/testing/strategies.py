@@ -16,7 +16,7 @@ from portakern.call import shape_of
 from portakern.errors import SpecError
 from portakern.frameworks import numpy_dtype
 from portakern.options import Option
-from portakern.spec import ArrayArg, Spec, Tile
+from portakern.spec import ArrayArg, Edge, Spec, Tile
 from portakern.testing.cases import LAYOUTS, MASK_REGIMES, VALUE_REGIMES, Case
 
 __all__ = ["Limits", "cases"]
@@ -41,27 +41,30 @@ class Limits:
 
 
 @st.composite
-def cases(draw: st.DrawFn, spec: Spec[Any], limits: Limits, tiles: Mapping[str, Tile]) -> Case:
-    """A case of ``spec`` within ``limits``; ``tiles`` are the tile names and ranges that a tiling may set."""
-    given = [a for a in spec.arrays if not a.optional or (limits.takes(a.name) and draw(st.booleans()))]
-    dims = _shrink_to_fit(spec, given, draw(_dims(spec)), limits)
+def cases(draw: st.DrawFn, spec: Spec[Any], limits: Limits, tiles: Mapping[str, Tile], edge: Edge | None = None) -> Case:
+    """A case of ``spec`` within ``limits``; ``tiles`` are the tile names and ranges that a tiling may set; ``edge``: the corner to visit."""
+    edge = edge or Edge("")
+    given = [a for a in spec.arrays if not a.optional or a.name in edge.given or (limits.takes(a.name) and a.name not in edge.absent and draw(st.booleans()))]
+    dims = _shrink_to_fit(spec, given, draw(_dims(spec, edge)), limits, edge)
     shapes = {a.name: _stretch(draw, a, dims) for a in given}
-    layouts = {a.name: draw(st.sampled_from(sorted(LAYOUTS))) for a in given if limits.strided and draw(st.booleans())}
+    kinds = sorted(k for k in LAYOUTS if not (edge.plant and k == "expanded"))  # repeating index 0 would undo what is planted
+    layouts = {a.name: draw(st.sampled_from(kinds)) for a in given if limits.strided and draw(st.booleans())}
     dtype = draw(st.sampled_from([d for d in spec.dtypes if d in limits.dtypes]))
     case = Case(
         dtype=dtype,
         shapes=shapes,
-        regime=draw(st.sampled_from(VALUE_REGIMES)),
+        regime=edge.regime if edge.name else draw(st.sampled_from(VALUE_REGIMES)),
         seed=draw(st.integers(0, 2**31 - 1)),
-        options={
+        options=dict(edge.options) | {
             o.name: v
             for o in spec.options
-            if limits.takes(o.name) and draw(st.booleans()) and (v := draw(_option_values(o, shapes))) != o.default
+            if o.name not in edge.options and limits.takes(o.name) and draw(st.booleans()) and (v := draw(_option_values(o, shapes))) != o.default
         },
         layouts={k: v for k, v in layouts.items() if v != "contiguous"},
         tiling=_fit_tiles({n: draw(st.sampled_from(t.values)) for n, t in tiles.items()}, tiles, limits) if draw(st.booleans()) else {},
         wider=tuple(a.name for a in given if a.or_float32 and dtype in ("float16", "bfloat16") and draw(st.booleans())),
-        masks={a.name: draw(st.sampled_from(MASK_REGIMES)) for a in given if a.name in spec.masks},
+        masks={a.name: draw(st.sampled_from(MASK_REGIMES)) for a in given if a.name in spec.masks and not edge.plant},
+        edge=edge.name,
     )  # fmt: skip
     if not _binds(spec, case):
         reject()
@@ -86,21 +89,25 @@ def _fit_tiles(tiling: dict[str, int], tiles: Mapping[str, Tile], limits: Limits
 
 
 @st.composite
-def _dims(draw: st.DrawFn, spec: Spec[Any]) -> dict[str, Any]:
+def _dims(draw: st.DrawFn, spec: Spec[Any], edge: Edge) -> dict[str, Any]:
     variadic = {d.factors[0] for a in spec.arrays for d in a.dims if d.variadic}
     dims: dict[str, Any] = {}
     for name in spec.dims:
-        least = 1 if name in spec.positive else 0
-        extent = st.one_of(st.sampled_from(EXTENTS), st.integers(1, 40)) if least or draw(st.integers(0, 24)) else st.just(0)
-        dims[name] = tuple(draw(st.lists(extent, min_size=0, max_size=3))) if name in variadic else draw(extent)
+        lo, hi = edge.dims.get(name, (0, max(EXTENTS)))
+        choices = [e for e in EXTENTS if lo <= e <= hi]
+        extent = st.integers(max(lo, 1) if hi else 0, min(hi, lo + 40))
+        extent = st.one_of(st.sampled_from(choices), extent) if choices else extent
+        if name not in edge.dims and name not in spec.positive and not edge.name and not draw(st.integers(0, 24)):
+            extent = st.just(0)
+        dims[name] = tuple(draw(st.lists(extent, min_size=name in edge.dims, max_size=3))) if name in variadic else draw(extent)
     for a in spec.arrays:  # an op along an axis needs one
         if len(a.dims) == 1 and a.dims[0].variadic and not a.optional and not dims[a.dims[0].factors[0]]:
             dims[a.dims[0].factors[0]] = (draw(st.sampled_from(EXTENTS)),)
     return dims
 
 
-def _shrink_to_fit(spec: Spec[Any], given: Sequence[ArrayArg], dims: dict[str, Any], limits: Limits) -> dict[str, Any]:
-    """Halve the largest extent until the arrays and the work fit."""
+def _shrink_to_fit(spec: Spec[Any], given: Sequence[ArrayArg], dims: dict[str, Any], limits: Limits, edge: Edge) -> dict[str, Any]:
+    """Halve the largest extent until the arrays and the work fit; one that the edge bounds from below only while another cannot give."""
 
     def too_big() -> bool:
         shapes = [*(a.dims for a in given), *(o.dims for o in spec.outputs)]
@@ -110,7 +117,7 @@ def _shrink_to_fit(spec: Spec[Any], given: Sequence[ArrayArg], dims: dict[str, A
         return max(sizes) > limits.elements or work > limits.flops / 4
 
     while too_big():
-        name = max(dims, key=lambda d: max(dims[d], default=0) if isinstance(dims[d], tuple) else dims[d])
+        name = max(dims, key=lambda d: (_widest(dims[d]) > 1 and _widest(dims[d]) // 2 >= edge.dims.get(d, (0, 0))[0], _widest(dims[d])))
         extent = dims[name]
         if isinstance(extent, tuple):
             i = extent.index(max(extent))
@@ -118,6 +125,10 @@ def _shrink_to_fit(spec: Spec[Any], given: Sequence[ArrayArg], dims: dict[str, A
         else:
             dims[name] = (extent + 1) // 2
     return dims
+
+
+def _widest(extent: Any) -> int:
+    return max(extent, default=0) if isinstance(extent, tuple) else int(extent)
 
 
 def _stretch(draw: st.DrawFn, a: ArrayArg, dims: dict[str, Any]) -> tuple[int, ...]:

@@ -1,0 +1,75 @@
+"""The typical error of a result: where random rounding would put it, or elsewhere.
+
+A bound holds for the worst case, which a sum of a thousand roundings never meets; a fault that moves every element by a tenth of it passes. The spec's
+``sigma`` is the RMS error of random rounding at each element. In units of it a right kernel's errors have an RMS near 1 (``z``), are 2 or 3 at most
+(``largest``), and point away from 0 as often as towards it (``bias``), which truncation in place of rounding does not. Integers small enough for every
+partial sum to be exact allow no error at all (:func:`unforced`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from portakern.call import Call
+from portakern.dispatch import rounded
+
+__all__ = ["RANDOM", "Evidence", "examine", "unforced"]
+
+RANDOM = ("normal", "wide")
+"""Regimes whose values are random enough for errors to be so."""
+
+LEAST = 64
+"""The fewest elements, and distinct values among them, that statistics are taken of."""
+
+Z, LARGEST, BIAS = 1.5, 10.0, 0.25
+"""A right kernel of 16 bits has z = 1, of float32 less, as sigma allows for the slackest hardware; uniform errors of 64 elements put z^2 11 of its standard
+deviations below Z^2. LARGEST: rounding shared by a row. BIAS: what P and l, rounded alike in all elements of a row, may leave; 4 / sqrt(n) is chance."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The errors of one output in units of sigma.
+
+    Attributes:
+      z: their RMS; bias: the mean of those away from 0 minus those towards it; largest: the greatest.
+      applies: enough distinct random elements were there to judge; else nothing was.
+      reasons: what is wrong, in words; empty if nothing.
+    """
+
+    z: float = 0.0
+    bias: float = 0.0
+    largest: float = 0.0
+    applies: bool = False
+    reasons: tuple[str, ...] = ()
+
+
+def examine(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, sigma: np.ndarray, dtype: str) -> Evidence:
+    """Judge an output that lies within its bound. Only for values of the RANDOM regimes.
+
+    Elements count where reference, result, bound and sigma are finite and sigma is positive. Results whose values repeat, such as those of a broadcast
+    row, are no more evidence than one copy: ``n`` of the bias test is the number of distinct references.
+    """
+    got, bound = np.asarray(got).astype(np.float64), np.broadcast_to(bound, ref.shape)
+    use = np.isfinite(ref) & np.isfinite(got) & np.isfinite(bound) & np.isfinite(sigma) & (sigma > 0)
+    distinct = np.unique(ref[use]).size
+    if distinct < LEAST:
+        return Evidence()
+    error = (got[use] - ref[use]) / sigma[use]
+    z, largest, bias = float(np.sqrt(np.mean(error**2))), float(np.abs(error).max()), float(np.mean(np.sign(ref[use]) * error))
+    reasons = []
+    if z > Z:
+        reasons.append(f"typical errors are {z:.2f} times those of random rounding; at most {Z} are right")
+    if largest > LARGEST:
+        reasons.append(f"the largest error is {largest:.1f} times that of random rounding; at most {LARGEST:.0f} is right")
+    if dtype in ("float16", "bfloat16") and abs(bias) > BIAS + 4 / np.sqrt(distinct):
+        way = "towards 0, as truncation in place of rounding does" if bias < 0 else "away from 0"
+        reasons.append(f"errors lean {way}: by {bias:.2f} of random rounding's; at most {BIAS + 4 / np.sqrt(distinct):.2f} is right")
+    return Evidence(z, bias, largest, True, tuple(reasons))
+
+
+def unforced(call: Call, got: np.ndarray, ref: np.ndarray, forced: Any, dtype: str) -> np.ndarray:
+    """Which elements are ``forced`` (the spec's ``exact``) and yet differ from the reference rounded to nearest even. Zeros of either sign are equal."""
+    return np.asarray(forced & (np.asarray(got) != rounded(ref, dtype)))
