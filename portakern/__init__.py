@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from portakern.registry import Backend as Backend
     from portakern.registry import backends as backends
     from portakern.registry import ops as ops
+    from portakern.registry import register as register
     from portakern.testing import Report as Report
     from portakern.testing import check as check
 
@@ -25,9 +26,10 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "Backend": "registry", "Op": "dispatch", "Report": "testing", "backends": "registry", "check": "testing", "observe": "dispatch", "op": "dispatch", "ops": "registry",
+    "register": "registry",
 }  # fmt: skip
 
-__all__ = ["Backend", "Op", "Report", "SpecError", "UnavailableError", "UnsupportedError", "backends", "check", "observe", "op", "ops"]
+__all__ = ["Backend", "Op", "Report", "SpecError", "UnavailableError", "UnsupportedError", "backends", "check", "observe", "op", "ops", "register"]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,11 +17,11 @@ from portakern.frameworks import FRAMEWORKS, HOST, Framework, Target, convert, n
 from portakern.registry import Backend, Implementation
 from portakern.spec import Spec
 
-__all__ = ["Op", "Served", "observe", "op", "oracle"]
+__all__ = ["Op", "Served", "observe", "op", "oracle", "rounded"]
 
 log = logging.getLogger("portakern")
 _said: set[str] = set()
-_binders: dict[str, Callable[..., Call]] = {}
+_binders: dict[Spec[Any], Callable[..., Call]] = {}
 _observers: list[Callable[[Served], None]] = []
 
 
@@ -68,7 +68,9 @@ def op(which: str | Spec[Any], *, backend: str | Backend | None = None, tiling: 
     Raises:
       SpecError: an unknown op, backend or tile.
     """
-    return Op(registry.find_spec(which) if isinstance(which, str) else which, backend, tiling)
+    if not isinstance(which, Spec):
+        which = registry.find_spec(str(which))
+    return Op(which, backend, tiling)
 
 
 class Op:
@@ -79,7 +81,7 @@ class Op:
         self.backend = None if backend is None else registry.backend(backend)
         self.user_tiling = dict(tiling or {})
         self._routes: dict[tuple[Framework, Any], Route] = {}
-        self._bind = _binders.get(spec.name) or _binders.setdefault(spec.name, binder(spec))
+        self._bind = _binders.get(spec) or _binders.setdefault(spec, binder(spec))
         self.__doc__ = spec.doc
         for name, value in self.user_tiling.items():
             if name not in spec.tiling and backend is None:
@@ -130,7 +132,7 @@ class Op:
             outputs = degenerate_outputs(call)
         elif route.impl.backend.oracle:
             tiling = resolve_tiling(route.impl, call, self.user_tiling)
-            outputs = _outputs_back(call, route.framework, rounded_oracle(call))
+            outputs = _outputs_back(call, route.framework, rounded_oracle(call), copy=False)
         else:
             inner = call if route.framework is call.framework else to_framework(call, route.framework)
             tiling = resolve_tiling(route.impl, inner, self.user_tiling)
@@ -139,9 +141,9 @@ class Op:
 
                 outputs = tracing.run(route.impl, inner, tiling)
             else:
-                outputs = route.impl.fn(inner, tiling)
+                outputs = route.impl.run(inner, tiling)
             if inner is not call:
-                outputs = _outputs_back(call, route.framework, outputs)
+                outputs = _outputs_back(call, route.framework, outputs, copy="jax" in (call.framework.name, route.framework.name))
         if _observers:
             for callback in _observers:
                 callback(Served(call, route.impl.backend.name, route.interpret, dict(tiling), outputs))
@@ -163,7 +165,7 @@ def choose(spec: Spec[Any], framework: Framework, target: Target) -> Backend:
     """The backend that serves a framework's arrays on a target when none was named; UnsupportedError lists why none does."""
     known = registry.backends().values()
     for b in known:
-        if b.framework == framework.name and target.platform in b.compiles and not b.oracle:
+        if b.auto and b.framework == framework.name and target.platform in b.compiles and not b.oracle:
             return b
     if target.platform == "cpu":
         return next(b for b in known if b.oracle)
@@ -182,7 +184,7 @@ def why_not(b: Backend, spec: Spec[Any], target: Target) -> str | None:
     home = b.package_for(target.platform)
     if home is None:
         return f"it compiles for {' and '.join(b.compiles)}{', interprets on cpu' if b.interprets else ''}, and has nothing for {target.platform} yet"
-    return None if b.has(spec.name, home[0]) else f"it has no {spec.name}"
+    return None if b.has(spec.name, home[0]) else f"it has no {spec.name}" + (f" in {home[0]}" if home[0] else "")
 
 
 def find_route(b: Backend, call: Call, target: Target) -> Route:
@@ -193,7 +195,7 @@ def find_route(b: Backend, call: Call, target: Target) -> Route:
     impl = None if reason or home is None else b.implementation(call.spec.name, home[0])
     if home is None or impl is None:
         serving = [o.name for o in registry.backends().values() if o is not b and why_not(o, call.spec, target) is None]
-        raise UnsupportedError(f"{call.spec.name} on {target}: backend {b.name!r} cannot: {reason}. Backends that can: {', '.join(serving) or 'none'}")
+        raise UnsupportedError(f"{call.spec.name} on {target}: backend {b.name!r} cannot: {reason or 'it has none'}. Backends that can: {', '.join(serving) or 'none'}")
     return Route(impl, home[1], target, FRAMEWORKS[b.framework])
 
 
@@ -235,8 +237,9 @@ def to_framework(call: Call, framework: Framework) -> Call:
     return call.replace(arrays=arrays, framework=framework, device=device)
 
 
-def _outputs_back(call: Call, framework: Framework, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(None if o is None else convert(o, framework, call.framework, call.device) for o in outputs)
+def _outputs_back(call: Call, framework: Framework, outputs: tuple[Any, ...], copy: bool) -> tuple[Any, ...]:
+    """Outputs as the caller's arrays. JAX's never change, so none may share memory that a kernel keeps (a workspace) or that somebody may write to."""
+    return tuple(None if o is None else convert(o, framework, call.framework, call.device, copy) for o in outputs)
 
 
 def oracle(call: Call) -> tuple[Any, ...]:
@@ -244,8 +247,10 @@ def oracle(call: Call) -> tuple[Any, ...]:
     b = next(b for b in registry.backends().values() if b.oracle)
     impl = b.implementation(call.spec.name, b.compiles["cpu"])
     if impl is None:
-        raise UnavailableError(f"{call.spec.name} has no oracle: {b.compiles['cpu']}.{call.spec.name} is missing")
-    return impl.fn(as_float64(call), {})
+        raise UnavailableError(
+            f"{call.spec.name} has no oracle: {b.compiles['cpu']}.{call.spec.name} is missing; register one with @pk.backends()[{b.name!r}].implements({call.spec.name!r})"
+        )
+    return impl.run(as_float64(call), {})
 
 
 def as_float64(call: Call) -> Call:
@@ -260,10 +265,10 @@ def _widen(array: np.ndarray) -> np.ndarray:
 
 def rounded_oracle(call: Call) -> tuple[Any, ...]:
     """The oracle's outputs as NumPy arrays in the declared dtypes."""
-    return tuple(None if y is None else _rounded(y, dtype) for y, (_, dtype) in zip(oracle(call), call.outputs.values(), strict=True))
+    return tuple(None if y is None else rounded(y, dtype) for y, (_, dtype) in zip(oracle(call), call.outputs.values(), strict=True))
 
 
-def _rounded(exact: np.ndarray, dtype: str) -> np.ndarray:
+def rounded(exact: np.ndarray, dtype: str) -> np.ndarray:
     """Round float64 once, to nearest even. ml_dtypes goes through float32, where a value beside a tie of bfloat16 may land on it: step off again."""
     with np.errstate(over="ignore"):
         if dtype != "bfloat16":

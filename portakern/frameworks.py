@@ -271,17 +271,23 @@ def _find_framework(op: str, name: str, array: Any) -> Framework:
     )
 
 
-def convert(array: Any, src: Framework, dst: Framework, device: Any = None) -> Any:
-    """``array`` of ``src`` as one of ``dst``, zero-copy where both can see the memory. ``device`` (dst's own): where the result must live; None: where it is."""
+def convert(array: Any, src: Framework, dst: Framework, device: Any = None, copy: bool = False) -> Any:
+    """``array`` of ``src`` as one of ``dst``, zero-copy where both can see the memory unless ``copy`` asks for memory of its own.
+
+    ``device`` (dst's own): where the result must live; None: where it is. A tensor that shares a JAX array's memory must not be written to.
+    """
     if src is dst:
         return array
     on_gpu = src.name != "numpy" and src.target(src.device(array)).platform in ("cuda", "rocm")
     if on_gpu and dst.name != "numpy":
         dst_lib = dst.load()
         if src.name == "jax":
-            return dst_lib.from_dlpack(array)
-        return dst_lib.dlpack.from_dlpack(array.detach().contiguous())
-    return dst.from_numpy(src.to_numpy(array), device)
+            tensor = dst_lib.from_dlpack(array)
+            return tensor.clone() if copy else tensor
+        tensor = array.detach().contiguous()
+        return dst_lib.dlpack.from_dlpack(tensor.clone() if copy else tensor)
+    host = src.to_numpy(array)
+    return dst.from_numpy(np.array(host, order="C") if copy else host, device)
 
 
 def _for_torch(array: np.ndarray) -> np.ndarray:

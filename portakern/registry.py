@@ -79,6 +79,7 @@ class Backend:
       interprets: the package whose kernels can also run in an interpreter on CPU arrays, or None.
       requires: modules that must be importable; extra: the portakern extra that installs them.
       oracle: the float64 reference: takes float64 arrays of any device, its results are rounded by the caller.
+      refusals: regular expressions of the reasons for which it may refuse a right call; the checker counts any other refusal as a failure.
       platforms: platforms served by functions that :meth:`implements` registers, with no package behind them. cpu when nothing else is given.
       auto: it may serve calls that name no backend. The registry says so of portakern's own; everybody else's run when named.
     """
@@ -90,6 +91,7 @@ class Backend:
     requires: tuple[str, ...] = ()
     extra: str | None = None
     oracle: bool = False
+    refusals: Sequence[str] = ()
     platforms: InitVar[Sequence[str]] = ()
     auto: bool = field(default=False, init=False)
     _found: dict[tuple[str, str], Implementation] = field(default_factory=dict, repr=False)
@@ -119,7 +121,7 @@ class Backend:
 
         def register(fn: F) -> F:
             package = fn.__module__.rpartition(".")[0]
-            homes = {package} & self.packages
+            homes = {package} & self.packages - {IN_PROCESS}
             for home in homes or self.packages:
                 there = self.where(op, home)
                 before = self._found.get((home, op))

@@ -59,16 +59,21 @@ def _spread(call: Call, wanted: Any) -> tuple[Any, ...]:
     return tuple(named.get(o.name) for o in call.spec.outputs)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _jitted(impl: Implementation, static: _Static, target: Target, interpret: bool, *arrays: Any) -> tuple[Any, ...]:
+def _apply(impl: Implementation, static: _Static, target: Target, interpret: bool, *arrays: Any) -> tuple[Any, ...]:
     call = static.bind(arrays)
     call.target, call.interpret, call.concrete = target, interpret, False
-    return tuple(o for o in impl.fn(call, dict(static.tiling)) if o is not None)
+    return tuple(o for o in impl.run(call, dict(static.tiling)) if o is not None)
+
+
+_compiled = jax.jit(_apply, static_argnums=(0, 1, 2, 3))
+# An interpreted kernel is compiled for the host, to run a few times: unoptimised it starts sooner, and without fused multiply-adds its bits do not depend on what
+# else is compiled with it.
+_interpreted = jax.jit(_apply, static_argnums=(0, 1, 2, 3), compiler_options={"xla_backend_optimization_level": 0})
 
 
 def run(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     """Run an implementation on concrete JAX arrays, compiled once per shape by ``jax.jit``."""
-    return _spread(call, _jitted(impl, _static(call, impl.backend, tiling), call.target, call.interpret, *_given(call)))
+    return _spread(call, (_interpreted if call.interpret else _compiled)(impl, _static(call, impl.backend, tiling), call.target, call.interpret, *_given(call)))
 
 
 def trace(call: Call, backend: Backend | None, tiling: Mapping[str, int]) -> tuple[Any, ...]:
@@ -104,7 +109,7 @@ def _on_platform(platform: str, static: _Static, *arrays: Any) -> tuple[Any, ...
     if backend.oracle:
         return _callback(static, call, arrays)
     tiling = dispatch.resolve_tiling(route.impl, call, dict(static.tiling))
-    return tuple(o for o in route.impl.fn(call, tiling) if o is not None)
+    return tuple(o for o in route.impl.run(call, tiling) if o is not None)
 
 
 def _callback(static: _Static, call: Call, arrays: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -385,9 +385,9 @@ def _score_spread(call, unit, row, b, h):
     q, k = call.arrays["q"][b, :, h], call.arrays["k"][b, :, h // call.dims["group"]]
     depth, softcap, kappa_u = call.dims["d"], call.options["softcap"], KAPPA * unit.u
     scale = 1 / sqrt(depth) if call.options["scale"] is None else call.options["scale"]
+    q, k = (np.where(np.isfinite(a), a, 0.0) for a in (q, k))
     x, y = dot_spread(call, depth)
-    t = scale * (magnitude(q) * np.sign(q) @ (magnitude(k) * np.sign(k)).T)
-    squares = scale**2 * (np.square(magnitude(q)) @ np.square(magnitude(k)).T)
+    t, squares = scale * (q @ k.T), scale**2 * (np.square(q) @ np.square(k).T)
     slope = 1.0 if softcap is None else 1 - np.tanh(t / softcap) ** 2
     f2 = slope**2 * (x * t**2 + y * squares + 2 * (kappa_u * t) ** 2) + (2 * unit.u * (softcap or 0.0)) ** 2
     s = row.m - row.d
@@ -396,7 +396,7 @@ def _score_spread(call, unit, row, b, h):
 
 
 def _o_spread(call, unit, row, share, moved, chained, v, o):
-    v, o = magnitude(v) * np.sign(v), magnitude(o) * np.sign(o)
+    v, o = (np.where(np.isfinite(a), a, 0.0) for a in (v, o))
     x, y = dot_spread(call, call.dims["kv_len"])
     products = np.square(share) @ np.square(v)
     along = moved @ np.square(v) - 2 * o * (moved @ v) + np.square(o) * moved.sum(1, keepdims=True)

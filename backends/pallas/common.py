@@ -56,10 +56,10 @@ def block(extent: int, tile: int, grain: int) -> int:
 
 
 def row_block(call: Call, extent: int, tile: int, grain: int) -> int:
-    """`block` for rows that meet in a matrix product but do not depend on each other.
+    """`block` for rows that share a block but do not depend on each other.
 
-    An interpreted call always takes the whole tile: a CPU's matrix product chooses its algorithm by shape, and the bits of a row must not depend on how many
-    rows come with it. The MXU has one algorithm.
+    An interpreted call always takes the whole tile: on a CPU, matrix products and sums choose their order by shape, and the bits of a row must not depend on how
+    many rows come with it. A TPU's units have one order.
     """
     return padded(tile, grain) if call.interpret else block(extent, tile, grain)
 

@@ -2,13 +2,14 @@
 
 A bound holds for the worst case, which a sum of a thousand roundings never meets; a fault that moves every element by a tenth of it passes. The spec's
 ``sigma`` is the RMS error of random rounding at each element. In units of it a right kernel's errors have an RMS near 1 (``z``), are 2 or 3 at most
-(``largest``), and point away from 0 as often as towards it (``bias``), which truncation in place of rounding does not. Integers small enough for every
-partial sum to be exact allow no error at all (:func:`unforced`).
+(``largest``), and point away from 0 as often as towards it (``bias``), which truncation in place of rounding does not. Where
+integers are small enough for every partial sum to be exact, no error is right at all (the spec's ``exact``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from portakern.call import Call
 from portakern.dispatch import rounded
 
-__all__ = ["RANDOM", "Evidence", "examine", "unforced"]
+__all__ = ["RANDOM", "Evidence", "examine", "judge"]
 
 RANDOM = ("normal", "wide")
 """Regimes whose values are random enough for errors to be so."""
@@ -46,7 +47,33 @@ class Evidence:
     reasons: tuple[str, ...] = ()
 
 
-def examine(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, sigma: np.ndarray, dtype: str) -> Evidence:
+def examine(call: Call, outputs: Sequence[np.ndarray], refs: Sequence[Any], bounds: Sequence[Any], regime: str = "") -> dict[str, Evidence]:
+    """Judge the wanted outputs of a call that lie within their bounds.
+
+    Args:
+      call: the call in float64 (``dispatch.as_float64``), its ``target`` and ``interpret`` those of the run: a compiled matrix unit rounds unlike NumPy.
+      outputs: the wanted outputs in the spec's order, as they were stored.
+      refs, bounds: of every output of the spec, from the oracle and the spec's tolerance.
+      regime: how the values were drawn; statistics are taken for those of RANDOM alone. Exact results are demanded wherever the values force them.
+    """
+    spec = call.spec
+    with np.errstate(all="ignore"):
+        spreads = spec.spread(call, tuple(refs)) if spec.spread and regime in RANDOM else [None] * len(refs)
+        forced = spec.forced(call, tuple(refs)) if spec.forced else [None] * len(refs)
+    wanted = [i for i, o in enumerate(spec.outputs) if o.name in call.wants]
+    seen = {}
+    for i, got in zip(wanted, outputs, strict=True):
+        name = spec.outputs[i].name
+        dtype = call.outputs[name][1]
+        evidence = Evidence() if spreads[i] is None else judge(got, refs[i], bounds[i], spreads[i], dtype)
+        wrong = 0 if forced[i] is None else int(np.sum(forced[i] & (got != rounded(refs[i], dtype))))
+        if wrong:
+            evidence = replace(evidence, reasons=(*evidence.reasons, f"{wrong} of {np.sum(forced[i])} elements that no step can round are not exact"))
+        seen[name] = evidence
+    return seen
+
+
+def judge(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, sigma: np.ndarray, dtype: str) -> Evidence:
     """Judge an output that lies within its bound. Only for values of the RANDOM regimes.
 
     Elements count where reference, result, bound and sigma are finite and sigma is positive. Results whose values repeat, such as those of a broadcast
@@ -68,8 +95,3 @@ def examine(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, sigma: np.ndarr
         way = "towards 0, as truncation in place of rounding does" if bias < 0 else "away from 0"
         reasons.append(f"errors lean {way}: by {bias:.2f} of random rounding's; at most {BIAS + 4 / np.sqrt(distinct):.2f} is right")
     return Evidence(z, bias, largest, True, tuple(reasons))
-
-
-def unforced(call: Call, got: np.ndarray, ref: np.ndarray, forced: Any, dtype: str) -> np.ndarray:
-    """Which elements are ``forced`` (the spec's ``exact``) and yet differ from the reference rounded to nearest even. Zeros of either sign are equal."""
-    return np.asarray(forced & (np.asarray(got) != rounded(ref, dtype)))

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import LANES, block, dtype_refused, in_order, interpreter, off_grid, over_vmem, positions, step_along, sublanes
+from portakern.backends.pallas.common import LANES, block, dtype_refused, in_order, interpreter, off_grid, over_vmem, positions, row_block, step_along, sublanes
 from portakern.call import Call
 
 ELEMENTS = 2**18  # of one block: with double buffers and float32 intermediates about 7 MiB
@@ -48,7 +48,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
 
 def blocks(call: Call, tiling: Mapping[str, int]) -> tuple[int, int]:
     """How many rows, and how much of each, one block holds."""
-    rows = block(math.prod(call.dims["batch"]), tiling["block_rows"], sublanes(call.arrays["x"].dtype))
+    rows = row_block(call, math.prod(call.dims["batch"]), tiling["block_rows"], sublanes(call.arrays["x"].dtype))
     return rows, block(call.dims["n"], tiling["block_n"], LANES)
 
 

@@ -22,7 +22,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import LANES, block, dtype_refused, in_order, interpreter, off_grid, over_vmem, padded, positions, step_along, sublanes
+from portakern.backends.pallas.common import (
+    LANES,
+    block,
+    dtype_refused,
+    in_order,
+    interpreter,
+    off_grid,
+    over_vmem,
+    padded,
+    positions,
+    row_block,
+    step_along,
+    sublanes,
+)
 from portakern.call import Call
 
 ELEMENTS = 2**18  # of one block: with double buffers and float32 intermediates about 7 MiB
@@ -59,7 +72,7 @@ def blocks(call: Call, tiling: Mapping[str, int]) -> tuple[int, int]:
     shape, axis = view(call)
     grain = sublanes(call.arrays["x"].dtype)
     of_rows, of_n = (LANES, grain) if axis == 1 else (grain, LANES)
-    return block(shape[3 - axis], tiling["block_rows"], of_rows), block(shape[axis], tiling["block_n"], of_n)
+    return row_block(call, shape[3 - axis], tiling["block_rows"], of_rows), block(shape[axis], tiling["block_n"], of_n)
 
 
 def kernel(x_ref: Any, y_ref: Any, m_ref: Any, l_ref: Any, *, n: int, axis: int) -> None:

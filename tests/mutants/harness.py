@@ -1,0 +1,221 @@
+"""From a fault to a backend that runs the faulty kernel, and what can be measured on it."""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis.internal.conjecture.engine import ConjectureRunner
+
+import portakern as pk
+from portakern import dispatch, registry
+from portakern.frameworks import FRAMEWORKS, numpy_dtype
+from portakern.registry import Backend
+
+from .faults import Fault
+
+__all__ = ["added_error", "catch", "flat_verdicts", "mutant", "mutated_source"]
+
+FLAT = 1e-2  # rtol and atol of the usual test
+
+
+@cache
+def _folder() -> Path:
+    """Where mutated sources live as long as this process: Triton and tracebacks read them again."""
+    folder = Path(tempfile.mkdtemp(prefix="portakern-mutants-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _package(backend: str) -> str:
+    package = registry.backend(backend).interprets
+    assert package is not None
+    return package
+
+
+def mutated_source(fault: Fault) -> str:
+    """The kernel module's source with the fault in it; AssertionError where its text is not there as often as the fault says."""
+    found = importlib.util.find_spec(f"{_package(fault.backend)}.{fault.op}")
+    assert found is not None and found.origin is not None
+    source = Path(found.origin).read_text(encoding="utf-8")
+    seen = source.count(fault.old)
+    assert seen == fault.times, f"{fault.name}: its text stands {seen} times in {found.origin}, not {fault.times}; rewrite the fault for the kernel as it is now"
+    assert fault.old != fault.new
+    return source.replace(fault.old, fault.new)
+
+
+@cache
+def mutant(fault: Fault) -> Backend:
+    """A backend of its own, like the shipped one but for this op; the shipped backend stays as it is."""
+    shipped = registry.backend(fault.backend)
+    backend = Backend(fault.name, shipped.framework, shipped.compiles, shipped.interprets, shipped.requires, shipped.extra)
+    registration = f"from portakern.backends.{fault.backend} import BACKEND\n"
+    source = mutated_source(fault)
+    assert source.count(registration) == 1
+    name = "mutant_" + fault.name.replace("-", "_")
+    path = _folder() / f"{name}.py"
+    path.write_text(source.replace(registration, "\n"), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    vars(module)["BACKEND"] = backend
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return backend
+
+
+@contextmanager
+def _no_shrinking() -> Iterator[None]:
+    """The first failing case is all that counts here; making it small takes longer than finding it."""
+    shrink = ConjectureRunner.shrink_interesting_examples
+    ConjectureRunner.shrink_interesting_examples = lambda self: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ConjectureRunner.shrink_interesting_examples = shrink  # type: ignore[method-assign]
+
+
+def catch(op: str, backend: str | Backend, seed: int, device: str, max_examples: int) -> dict[str, Any]:
+    """One check: was a fault found, after how many examples, and which."""
+    start = time.perf_counter()
+    with _no_shrinking():
+        report = pk.check(op, backend=backend, device=device, max_examples=max_examples, seed=seed)
+    failure = report.failures[0] if report.failures else None
+    return {
+        "caught": failure is not None,
+        "examples": report.examples + sum(report.refused.values()),
+        "what": failure and failure.what[:300],
+        "case": failure and failure.case,
+        "seconds": round(time.perf_counter() - start, 2),
+    }
+
+
+def _flat_ok(outputs: Sequence[Any], exact: Sequence[np.ndarray | None]) -> bool:
+    try:
+        for got, want in zip(outputs, exact, strict=True):
+            if got is not None:
+                np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=FLAT, atol=FLAT)
+    except AssertionError:
+        return False
+    return True
+
+
+def _again(served: dispatch.Served, backend: Backend) -> tuple[Any, ...]:
+    """The outputs of another backend for a call that was served, in the spec's order; None where unwanted."""
+    call = served.call
+    arrays = {n: a for n, a in call.arrays.items() if a is not None}
+    options = {n: v for n, v in call.options.items() if v is not None}
+    result = dispatch.op(call.spec, backend=backend, tiling=served.tiling)(**arrays, **options)
+    given = dict(zip(call.wants, result if len(call.wants) > 1 else (result,), strict=False))
+    return tuple(None if o.name not in given else call.framework.to_numpy(given[o.name]) for o in call.spec.outputs)
+
+
+def flat_verdicts(faults: Sequence[Fault], seed: int, device: str, max_examples: int) -> dict[str, Any]:
+    """The shipped kernel under a check, and each fault of it under ``assert_allclose(rtol=atol=1e-2)`` on the very calls that the check made.
+
+    A call where the shipped kernel itself misses the flat tolerance says nothing and does not count. A crash counts as seen.
+    """
+    op, backend = faults[0].op, faults[0].backend
+    seen: dict[str, int | None] = {f.name: None for f in faults}
+    count = {"calls": 0, "false_alarms": 0}
+    last: list[Any] = []
+    busy: list[bool] = []
+
+    def compare(served: dispatch.Served) -> None:
+        call = served.call
+        if busy or call.degenerate or served.backend != backend or (last and all(a is b for a, b in zip(last, call.arrays.values(), strict=True))):
+            return
+        last[:] = call.arrays.values()
+        busy.append(True)
+        try:
+            _compare(served)
+        finally:
+            busy.clear()
+
+    def _compare(served: dispatch.Served) -> None:
+        exact = dispatch.oracle(served.call)
+        count["calls"] += 1
+        if not _flat_ok([None if o is None else served.call.framework.to_numpy(o) for o in served.outputs], exact):
+            count["false_alarms"] += 1
+            return
+        for fault in faults:
+            if seen[fault.name] is None and not _flat_right(served, mutant(fault), exact):
+                seen[fault.name] = count["calls"]
+        if backend == "pallas" and count["calls"] % 20 == 0:
+            import jax
+
+            jax.clear_caches()  # a compiled function for every case and fault would fill the memory
+
+    with dispatch.observe(compare):
+        row = catch(op, backend, seed, device, max_examples)
+    return {**row, **count, "flat": seen}
+
+
+def _flat_right(served: dispatch.Served, backend: Backend, exact: Sequence[np.ndarray | None]) -> bool:
+    try:
+        return _flat_ok(_again(served, backend), exact)
+    except Exception:
+        return False
+
+
+ORDINARY: dict[str, list[tuple[dict[str, tuple[int, ...]], dict[str, Any], dict[str, int]]]] = {
+    "matmul": [
+        ({"a": (96, 200), "b": (200, 72)}, {}, {}),
+        ({"a": (3, 64, 64), "b": (64, 80)}, {}, {"block_m": 64, "block_n": 128, "block_k": 128}),
+        ({"a": (2, 1, 40, 65), "b": (3, 65, 48)}, {}, {}),
+        ({"a": (64, 128), "b": (128, 64)}, {"out_dtype": "float32"}, {}),
+    ],
+    "softmax": [
+        ({"x": (64, 1000)}, {}, {}),
+        ({"x": (64, 1000)}, {}, {"block_rows": 8, "block_n": 128}),
+        ({"x": (8, 257, 6)}, {"axis": 1}, {}),
+        ({"x": (40, 300)}, {}, {}),
+    ],
+    "layernorm": [
+        ({"x": (64, 1000), "weight": (1000,), "bias": (1000,)}, {}, {}),
+        ({"x": (64, 1000), "weight": (1000,)}, {}, {"block_rows": 8, "block_n": 128}),
+        ({"x": (4, 8, 384)}, {}, {}),
+    ],
+    "attention": [
+        ({"q": (2, 100, 4, 64), "k": (2, 260, 2, 64), "v": (2, 260, 2, 40)}, {"return_lse": True}, {}),
+        ({"q": (1, 200, 4, 48), "k": (1, 200, 4, 48), "v": (1, 200, 4, 48)}, {"is_causal": True}, {"block_q": 128, "block_kv": 128}),
+        ({"q": (1, 150, 2, 64), "k": (1, 330, 1, 64), "v": (1, 330, 1, 64)}, {"window": (100, 30)}, {"block_q": 128, "block_kv": 128}),
+        ({"q": (1, 90, 4, 32), "k": (1, 300, 2, 32), "v": (1, 300, 2, 32), "bias": (1, 4, 1, 300)}, {"softcap": 30.0}, {}),
+        ({"q": (2, 128, 2, 64), "k": (2, 256, 2, 64), "v": (2, 256, 2, 64), "q_segment_ids": (2, 128), "kv_segment_ids": (2, 256)}, {}, {}),
+    ],
+}
+"""Calls as a test suite would make them: (shapes, options, tiling), N(0, 1) data."""
+
+
+def added_error(fault: Fault, device: str) -> float:
+    """The largest difference between the faulty and the shipped kernel on ORDINARY calls in float32 and bfloat16; inf where one has NaN or crashes."""
+    fw = FRAMEWORKS[registry.backend(fault.backend).framework]
+    where = next(d for d in fw.devices() if fw.target(d).platform == device)
+    rng = np.random.default_rng(7)
+    worst = 0.0
+    for shapes, options, tiling in ORDINARY[fault.op]:
+        for dtype in ("float32", "bfloat16"):
+            arrays = {
+                n: fw.from_numpy(np.sort(rng.integers(0, 3, s)).astype(np.int32) if "segment" in n else rng.standard_normal(s).astype(numpy_dtype(dtype)), where)
+                for n, s in shapes.items()
+            }
+            try:
+                pair = [dispatch.op(fault.op, backend=b, tiling=tiling)(**arrays, **options) for b in (fault.backend, mutant(fault))]
+            except Exception:
+                return float("inf")
+            outputs = [[np.asarray(fw.to_numpy(o), np.float64) for o in (p if isinstance(p, tuple) else (p,))] for p in pair]
+            for right, wrong in zip(*outputs, strict=True):
+                same = (right == wrong) | (np.isnan(right) & np.isnan(wrong))
+                with np.errstate(all="ignore"):
+                    worst = max(worst, float(np.nan_to_num(np.where(same, 0.0, np.abs(right - wrong)), nan=np.inf).max()))
+    return worst
