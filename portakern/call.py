@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from portakern import frameworks
 from portakern.errors import SpecError
 from portakern.frameworks import Framework, Target
+from portakern.options import shown
 from portakern.spec import ArrayArg, Dim, Output, Spec
 
 __all__ = ["Call", "binder"]
@@ -205,7 +206,7 @@ class _Writer:
 
     def option(self, name: str, axis_of: str | None) -> None:
         if axis_of:  # negative axes become what they mean, so even the default is worked out
-            self.emit(f"{name} = check_axis(SPEC, OPTION_{name}, {name}, {axis_of}.ndim)")
+            self.emit(f"{name} = check_axis(SPEC, OPTION_{name}, {name}, {axis_of}.shape)")
         else:
             self.emit(f"if {name} is not DEFAULT_{name}: {name} = check_option(SPEC, OPTION_{name}, {name})")
 
@@ -250,18 +251,21 @@ def _other_device(spec: Spec[Any], name: str, got: Any, first: Any) -> None:
 
 def _bad_dtype(spec: Spec[Any], name: str, got: Any, dtype: str | None) -> NoReturn:
     a = _argument(spec, name)
-    shown = frameworks.DTYPE_NAME.get(got, str(got))
+    text = frameworks.DTYPE_NAME.get(got, str(got))
     if a.follows and name != spec.arrays[0].name:
         also = " or float32" if a.or_float32 and dtype != "float32" else ""
-        raise SpecError(f"{spec.name}: {name} is {shown} but {spec.arrays[0].name} is {dtype}; expected {dtype}{also}: cast one of them")
-    raise SpecError(f"{spec.name}: {name} is {shown}; expected one of {', '.join(a.dtypes)}: cast it")
+        raise SpecError(f"{spec.name}: {name} is {text} but {spec.arrays[0].name} is {dtype}; expected {dtype}{also}: cast one of them")
+    if getattr(got, "isnative", True) is False:
+        raise SpecError(f"{spec.name}: {name} is {text}, which is not this machine's byte order; pass {name}.astype({name}.dtype.newbyteorder('='))")
+    raise SpecError(f"{spec.name}: {name} is {text}; expected one of {', '.join(a.dtypes)}: cast it")
 
 
 def _bad_rank(spec: Spec[Any], name: str, shape: tuple[int, ...]) -> NoReturn:
     a = _argument(spec, name)
     least = "at least " if any(d.variadic for d in a.dims) else ""
     need = sum(not d.variadic for d in a.dims)
-    raise SpecError(f"{spec.name}: {name} has {len(shape)} axes, shape {tuple(shape)}; expected {least}{need}: ({a.shape.replace(' ', ', ')})")
+    axes = "1 axis" if len(shape) == 1 else f"{len(shape)} axes"
+    raise SpecError(f"{spec.name}: {name} has {axes}, shape {tuple(shape)}; expected {least}{need}: ({a.shape.replace(' ', ', ')}); reshape it")
 
 
 def _bad_axis(spec: Spec[Any], name: str, axis: int, got: Any, want: Any, dim: str, source: str) -> NoReturn:
@@ -269,7 +273,7 @@ def _bad_axis(spec: Spec[Any], name: str, axis: int, got: Any, want: Any, dim: s
     axis = axis if axis >= 0 or any(d.variadic for d in a.dims) else axis + len(a.dims)
     one = " or 1" if dim.startswith("#") else ""
     raise SpecError(
-        f"{spec.name}: {name} axis {axis} ({dim.lstrip('#*')}) is {got}; expected {want}{one}, as set by {source}. {name} is ({a.shape.replace(' ', ', ')})"
+        f"{spec.name}: {name} axis {axis} ({dim.lstrip('#*')}) is {got}; expected {want}{one}, as set by {source}; make them agree: {name} is ({a.shape.replace(' ', ', ')})"
     )
 
 
@@ -278,7 +282,7 @@ def _bad_division(spec: Spec[Any], name: str, axis: int, got: int, dim: str, div
 
 
 def _bad_zero(spec: Spec[Any], dim: str, got: int, where: str) -> NoReturn:
-    raise SpecError(f"{spec.name}: {dim} is {got} ({where}); expected at least 1")
+    raise SpecError(f"{spec.name}: {dim} is {got} ({where}); expected at least 1: an array without any has no result")
 
 
 def _broadcast(spec: Spec[Any], name: str, got: tuple[int, ...], sofar: tuple[int, ...], source: str) -> tuple[int, ...]:
@@ -292,13 +296,15 @@ def _broadcast(spec: Spec[Any], name: str, got: tuple[int, ...], sofar: tuple[in
 def _check_option(spec: Spec[Any], option: Any, value: Any) -> Any:
     try:
         return option.check(value)
-    except ValueError:
-        raise SpecError(f"{spec.name}: {option.name} is {value!r}; expected {option.expected}") from None
+    except Exception:  # a caller's object may raise anything when it is looked at
+        raise SpecError(f"{spec.name}: {option.name} is {shown(value)}; expected {option.expected}: leave it out for {option.default!r}") from None
 
 
-def _check_axis(spec: Spec[Any], option: Any, value: Any, ndim: int) -> int:
-    axis = _check_option(spec, option, value)
+def _check_axis(spec: Spec[Any], option: Any, value: Any, shape: tuple[int, ...]) -> int:
+    axis: int = _check_option(spec, option, value)
+    ndim = len(shape)
     if not -ndim <= axis < ndim:
+        name = option.axis_of
         span = f"from {-ndim} to {ndim - 1}" if ndim else "but the array has no axes"
-        raise SpecError(f"{spec.name}: {option.name} is {axis}; expected an integer {span}")
+        raise SpecError(f"{spec.name}: {option.name} is {axis}; expected an integer {span}: {name} has shape {tuple(shape)}")
     return axis % ndim

@@ -14,6 +14,7 @@ from portakern import registry
 from portakern.call import Call, binder
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.frameworks import FRAMEWORKS, HOST, Framework, Target, convert, numpy_dtype
+from portakern.options import shown
 from portakern.registry import Backend, Implementation
 from portakern.spec import Spec
 
@@ -79,7 +80,7 @@ class Op:
     def __init__(self, spec: Spec[Any], backend: str | Backend | None, tiling: Mapping[str, int] | None) -> None:
         self.spec = spec
         self.backend = None if backend is None else registry.backend(backend)
-        self.user_tiling = dict(tiling or {})
+        self.user_tiling = _checked_tiling(spec, tiling or {})
         self._routes: dict[tuple[Framework, Any], Route] = {}
         self._bind = _binders.get(spec) or _binders.setdefault(spec, binder(spec))
         self.__doc__ = spec.doc
@@ -87,12 +88,12 @@ class Op:
             if name not in spec.tiling and backend is None:
                 raise SpecError(f"{spec.name}: tiling has no {name!r}; expected one of {', '.join(spec.tiling)} (launch knobs need backend=)")
             if name in spec.tiling and value not in spec.tiling[name]:
-                raise SpecError(f"{spec.name}: tiling[{name!r}] is {value!r}; expected one of {', '.join(map(str, spec.tiling[name].values))}")
+                raise SpecError(f"{spec.name}: tiling[{name!r}] is {shown(value)}; expected one of {', '.join(map(str, spec.tiling[name].values))}: leave it out for the default")
 
     def __repr__(self) -> str:
         return f"<portakern op {self.spec.name} on {self.backend.name if self.backend else 'auto'}>"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         call = self.bind(*args, **kwargs)
         route = self._routes.get((call.framework, call.device)) or self._route(call)
         if route is None:
@@ -101,7 +102,7 @@ class Op:
             return self._result(call, tracing.trace(call, self.backend, self.user_tiling))
         return self._serve(call, route)
 
-    def bind(self, *args: Any, **kwargs: Any) -> Call:
+    def bind(self, /, *args: Any, **kwargs: Any) -> Call:
         """Check the arguments and solve for the dimensions, without running anything."""
         try:
             call = self._bind(*args, **kwargs)
@@ -111,6 +112,8 @@ class Op:
             arrays = ", ".join(a.name for a in self.spec.arrays)
             options = ", ".join(o.name for o in self.spec.options)
             raise SpecError(f"{str(e).replace('bind()', self.spec.name + '()')}; arrays: {arrays}; keyword options: {options}") from None
+        except RuntimeError as e:
+            raise _unreadable(self.spec, args, kwargs, e) from e
         call.framework.check(call)
         return call
 
@@ -161,6 +164,24 @@ class Op:
         return explain(self, self.bind(*args, **kwargs))
 
 
+def _checked_tiling(spec: Spec[Any], tiling: Any) -> dict[str, int]:
+    """Python integers by name; whether the names and values are legal is known later, with the backend."""
+    if not isinstance(tiling, Mapping):
+        raise SpecError(f"{spec.name}: tiling is {shown(tiling)}; expected a dict from tile name to extent: {{{next(iter(spec.tiling), 'name')!r}: 128}}")
+    return {name: int(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value for name, value in tiling.items()}
+
+
+def _unreadable(spec: Spec[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception) -> Exception:
+    """The error for an array that cannot even say its shape (a nested or uninitialised tensor); ``error`` itself where there is none."""
+    for name, value in [*zip((a.name for a in spec.arrays), args, strict=False), *kwargs.items()]:
+        try:
+            _ = getattr(value, "shape", None)
+        except Exception as e:
+            why = str(e).partition("\n")[0]
+            return SpecError(f"{spec.name}: {name} is a {type(value).__name__} without a shape ({why}); expected a dense array with values in it")
+    return error
+
+
 def choose(spec: Spec[Any], framework: Framework, target: Target) -> Backend:
     """The backend that serves a framework's arrays on a target when none was named; UnsupportedError lists why none does."""
     known = registry.backends().values()
@@ -195,7 +216,9 @@ def find_route(b: Backend, call: Call, target: Target) -> Route:
     impl = None if reason or home is None else b.implementation(call.spec.name, home[0])
     if home is None or impl is None:
         serving = [o.name for o in registry.backends().values() if o is not b and why_not(o, call.spec, target) is None]
-        raise UnsupportedError(f"{call.spec.name} on {target}: backend {b.name!r} cannot: {reason or 'it has none'}. Backends that can: {', '.join(serving) or 'none'}")
+        raise UnsupportedError(
+            f"{call.spec.name} on {target}: backend {b.name!r} cannot: {reason or 'it has none'}. Backends that can: {', '.join(serving) or 'none'}"
+        )
     return Route(impl, home[1], target, FRAMEWORKS[b.framework])
 
 
@@ -209,7 +232,7 @@ def resolve_tiling(impl: Implementation, call: Call, user: Mapping[str, int]) ->
                     f"{call.spec.name}: tiling has no {name!r} on {impl.backend.name}; expected one of {', '.join(tiling) or '(none: it has no tiles)'}"
                 )
             if name in impl.knobs and value not in impl.knobs[name]:
-                raise SpecError(f"{call.spec.name}: tiling[{name!r}] is {value!r}; expected one of {', '.join(map(str, impl.knobs[name].values))}")
+                raise SpecError(f"{call.spec.name}: tiling[{name!r}] is {shown(value)}; expected one of {', '.join(map(str, impl.knobs[name].values))}: leave it out for the default")
         tiling = {**tiling, **user}
     reason = impl.supports(call, tiling)
     if reason:

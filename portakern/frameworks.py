@@ -122,6 +122,8 @@ class NumPy(Framework):
         for name, array in call.arrays.items():
             if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
                 raise SpecError(f"{call.spec.name}: {name} is a numpy.ma.MaskedArray, whose mask no kernel sees; pass {name}.filled(...) instead")
+            if array is not None and type(array) is not np.ndarray:
+                call.arrays[name] = array.view(np.ndarray)  # a subclass may give operators another meaning: numpy.matrix does
 
     def to_numpy(self, array: Any) -> np.ndarray:
         return np.asarray(array)
@@ -166,6 +168,10 @@ class Torch(Framework):
 
     def check(self, call: Call) -> None:
         torch = sys.modules["torch"]
+        if call.device.type == "meta":
+            name = call.spec.arrays[0].name
+            raise SpecError(f"{call.spec.name}: {name} is on meta, where there are no values; expected one on a device: torch.empty_like({name}, device='cpu')")
+        inside_func = torch._C._functorch.peek_interpreter_stack() is not None
         for name, array in call.arrays.items():
             if array is None:
                 continue
@@ -177,6 +183,10 @@ class Torch(Framework):
                 raise SpecError(f"{call.spec.name}: {name} has layout {array.layout}; expected a strided tensor: pass {name}.to_dense()")
             if array.is_neg():
                 raise SpecError(f"{call.spec.name}: {name} is a lazily negated view; pass {name}.resolve_neg()")
+            if inside_func and torch._C._functorch.is_functorch_wrapped_tensor(array):
+                raise UnsupportedError(f"{call.spec.name}: {name} is batched or differentiated by torch.func, which no kernel sees through yet; call it outside")
+            if type(array) is not torch.Tensor and type(array).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+                raise UnsupportedError(f"{call.spec.name}: {name} is a {type(array).__name__}, which has no memory of its own; pass a plain torch.Tensor")
 
     def to_numpy(self, array: Any) -> np.ndarray:
         torch = sys.modules["torch"]
@@ -229,6 +239,11 @@ class Jax(Framework):
     def devices(self) -> list[Any]:
         jax = self.load()
         return list(dict.fromkeys([*jax.local_devices(), *jax.local_devices(backend="cpu")]))
+
+    def check(self, call: Call) -> None:
+        for name, array in call.arrays.items():
+            if array is not None and call.device is not None and array.is_deleted():
+                raise SpecError(f"{call.spec.name}: {name} was deleted, or donated to another computation; pass an array that still has its values")
 
     def to_numpy(self, array: Any) -> np.ndarray:
         return np.asarray(array)

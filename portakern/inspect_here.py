@@ -12,7 +12,7 @@ from portakern import registry
 from portakern.errors import UnavailableError
 from portakern.frameworks import FRAMEWORKS
 
-__all__ = ["backends", "doctor", "environment", "ops", "show"]
+__all__ = ["backends", "doctor", "environment", "having", "ops", "show"]
 
 PACKAGES = ("numpy", "ml_dtypes", "jaxtyping", "hypothesis", "torch", "triton", "jax", "jaxlib", "libtpu")
 
@@ -23,9 +23,13 @@ def ops() -> list[dict[str, Any]]:
     for name in registry.ops():
         s = registry.find_spec(name)
         arguments = [a.name + ("?" if a.optional else "") for a in s.arrays] + [f"{o.name}={o.default!r}" for o in s.options]
-        having = [b.name for b in registry.backends().values() if any(b.has(name, p) for p in b.packages)]
-        rows.append({"op": name, "arguments": ", ".join(arguments), "outputs": ", ".join(o.name for o in s.outputs), "backends": having})
+        rows.append({"op": name, "arguments": ", ".join(arguments), "outputs": ", ".join(o.name for o in s.outputs), "backends": having(name)})
     return rows
+
+
+def having(op: str) -> list[str]:
+    """The backends that implement an op somewhere."""
+    return [b.name for b in registry.backends().values() if any(b.has(op, p) for p in b.packages)]
 
 
 def backends() -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-__all__ = ["Axis", "DType", "Option", "Range", "option_from_annotation"]
+__all__ = ["Axis", "DType", "Option", "Range", "option_from_annotation", "shown"]
 
 FLOAT_NAMES = ("float32", "float16", "bfloat16", "float64")
 
@@ -34,6 +34,15 @@ class Range:
         if self.hi == math.inf:
             return f"{'>' if self.open else '>='} {self.lo:g}"
         return f"in {'(' if self.open else '['}{self.lo:g}, {self.hi:g}{')' if self.open else ']'}"
+
+
+def shown(value: Any, limit: int = 80) -> str:
+    """A caller's value for an error message: its repr, cut, whatever it is."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= limit else f"{text[:limit]}... ({type(value).__name__})"
 
 
 @dataclass(frozen=True)
@@ -123,7 +132,10 @@ def _int(value: Any, bounds: Range) -> int:
 def _float(value: Any, bounds: Range) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ValueError
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError from None
     if not math.isfinite(number) or number not in bounds:
         raise ValueError
     return number
@@ -142,6 +154,6 @@ def _dtype(value: Any) -> str:
         name = value.__name__
     else:  # torch.float32 prints as 'torch.float32', np.dtype carries its name
         name = str(getattr(value, "name", value)).removeprefix("torch.")
-    if name not in FLOAT_NAMES:
+    if name not in FLOAT_NAMES or not getattr(value, "isnative", True):  # outputs have this machine's byte order
         raise ValueError
     return name

@@ -126,7 +126,9 @@ class Backend:
                 there = self.where(op, home)
                 before = self._found.get((home, op))
                 if there and not homes and not (before and _same_place(before.fn, fn)):
-                    raise SpecError(f"{op} on backend {self.name!r} is taken by {there}; {fn.__module__}.{fn.__qualname__} needs a backend of its own: pk.Backend(...)")
+                    raise SpecError(
+                        f"{op} on backend {self.name!r} is taken by {there}; {fn.__module__}.{fn.__qualname__} needs a backend of its own: pk.Backend(...)"
+                    )
                 self._found[home, op] = Implementation(self, op, fn, tiling, supports, knobs)
             return fn
 
@@ -207,7 +209,9 @@ def _installed() -> Mapping[str, Backend]:
     sources: dict[str, str] = {}
     for entry in sorted(entry_points(group=BACKENDS_GROUP), key=lambda e: (not _ours(e), e.name)):
         if entry.name in found:
-            raise SpecError(f"backend {entry.name!r} comes from two places: {sources[entry.name]} and {_source(entry)}; uninstall one, or rename its entry point")
+            raise SpecError(
+                f"backend {entry.name!r} comes from two places: {sources[entry.name]} and {_source(entry)}; uninstall one, or rename its entry point"
+            )
         try:
             b = entry.load()
             _check_backend(entry, b, found)
@@ -262,7 +266,7 @@ def backend(name: str | Backend) -> Backend:
         return name
     known = backends()
     if not isinstance(name, str) or name not in known:
-        raise SpecError(f"backend {name!r} is unknown; expected one of {', '.join(known)}")
+        raise SpecError(f"backend {name!r} is unknown; expected one of {', '.join(known)}, or a Backend object")
     return known[name]
 
 
@@ -293,7 +297,7 @@ def find_spec(op: str) -> Spec[Any]:
     """
     sources = _spec_sources().get(op)
     if sources is None:
-        raise SpecError(f"op {op!r} is unknown; expected one of {', '.join(ops())}")
+        raise SpecError(f"op {op!r} is unknown; expected one of {', '.join(ops())}, or a spec")
     named = [s if isinstance(s, str) else _source(s) for s in sources]
     if len(sources) > 1:
         raise SpecError(f"op {op!r} comes from {len(sources)} places: {' and '.join(named)}; uninstall one, or rename its entry point")

@@ -62,6 +62,7 @@ class Edge:
       options: option -> value; the others are drawn freely.
       given, absent: optional arrays that must, or must not, be passed.
       regime: how float values are drawn before planting.
+      smallest_tiles: run with the smallest tiling that is legal, so that few elements make many tiles.
       plant: ``plant(arrays, rng, options)`` changes values in place (float64 and integer NumPy arrays by name).
     """
 
@@ -72,6 +73,7 @@ class Edge:
     given: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
     regime: str = "normal"
+    smallest_tiles: bool = False
     plant: Callable[[dict[str, Any], Any, Mapping[str, Any]], None] | None = None
 
 

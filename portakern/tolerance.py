@@ -20,7 +20,21 @@ import numpy as np
 if TYPE_CHECKING:
     from portakern.call import Call
 
-__all__ = ["KAPPA", "Comparison", "Format", "Units", "abs_matmul", "chain", "compare", "dot_spread", "format_of", "magnitude", "round_to", "store_spread", "units"]
+__all__ = [
+    "KAPPA",
+    "Comparison",
+    "Format",
+    "Units",
+    "abs_matmul",
+    "chain",
+    "compare",
+    "dot_spread",
+    "format_of",
+    "magnitude",
+    "round_to",
+    "store_spread",
+    "units",
+]
 
 KAPPA = 0.425
 """RMS of a rounding error over u|x|. It is uniform within u 2^e, and x = f 2^e: 1/sqrt(3) times the RMS of 1/f, sqrt(3 / (8 log 2)) for a logarithmic f."""

@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 
 from portakern import dispatch, registry
 from portakern.call import Call
-from portakern.errors import UnsupportedError
+from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks import FRAMEWORKS, Target, numpy_dtype
 from portakern.registry import Backend, Implementation
 from portakern.spec import Spec
@@ -78,6 +78,9 @@ def run(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[An
 
 def trace(call: Call, backend: Backend | None, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     """Stage a call on tracers; the outputs are tracers."""
+    for name, array in call.arrays.items():
+        if isinstance(array, jax.ShapeDtypeStruct):
+            raise SpecError(f"{call.spec.name}: {name} is a jax.ShapeDtypeStruct, which has no values; pass the op and it to jax.eval_shape, or pass an array")
     if backend is not None and backend.framework != "jax" and not backend.oracle:
         others = [b.name for b in registry.backends().values() if b.framework == "jax" or b.oracle]
         raise UnsupportedError(

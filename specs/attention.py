@@ -197,6 +197,60 @@ def _bound_lse(call, unit, row, lse):
     return round_to(err, lse, call.outputs["lse"][1])
 
 
+@attention.sigma
+def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Let f_j be the RMS error of score j apart from its neighbours, P = p / l, k = KAPPA u, and (x, y) a dot's coefficients (``dot_spread``):
+
+    f^2 = J^2 (x t^2 + y scale^2 q^2 @ k^2 + 2 (k t)^2) + (2uc)^2 + k^2 (2 s^2 + 6 d^2) + (ex/4)^2,  t the score before the softcap, J = 1 - tanh(t/c)^2
+    its slope (1 without one): the dot, two products, tanh, m and bias rounding at the size of s, m - s in up to 6 parts (a running maximum's), exp.
+    sigma_o^2 = store^2 + sum P^2 f^2 (v - o)^2 + (KAPPA U)^2 sum P^2 v^2 [v of 16 bits] + x o^2 + y sum P^2 v^2 + (R + (ex/4)^2) o^2 + eta^2 sum v^2 / 3 l^2:
+    an error of P_j moves o along v_j - o, since l takes part; P is rounded beside l; the product over N keys; the rest; underflow of P.
+    sigma_lse^2 = store^2 + sum P^2 f^2 + x (sum P J t)^2 + u^2 (m^2 + H^2) + R: what leans one way in every score adds up on average, a cut dot by x, and
+    the rounded constants scale and scale log2(e) by u m and u H, H = sum P d. A constant is one draw for all rows: its largest error stands for the RMS.
+    R = k^2 (c_N / 3 + 8) + (ex/4)^2: l's sum, log or division, and the exp of a rise of the maximum, by which acc and l are rescaled.
+
+    +inf where the first order fails: rows with an f of 2^-4 or more at a key that counts, and elements without a bound.
+    """
+    o, lse = ref
+    unit, group = units(call), call.dims["group"]
+    rest = (KAPPA * unit.u) ** 2 * (chain(call.dims["kv_len"]) / 3 + 8) + (unit.ex / 4) ** 2
+    sigma_o, sigma_lse = np.empty_like(o), None if lse is None else np.empty_like(lse)
+    with np.errstate(all="ignore"):
+        for b, h in np.ndindex(o.shape[0], o.shape[2]):
+            row = _Rows.of(call, unit, b, h)
+            share, (f2, lean) = row.p / row.l, _score_spread(call, unit, row, b, h)
+            unknown = row.overflows | (np.where(row.d < 100, f2, 0.0).max(1, keepdims=True) >= 2.0**-8)
+            moved = np.where(row.p > 0, np.square(share) * f2, 0.0)
+            sigma_o[b, :, h] = np.where(unknown, inf, _o_spread(call, unit, row, share, moved, rest, call.arrays["v"][b, :, h // group], o[b, :, h]))
+            if sigma_lse is not None:
+                entropy = np.where(row.p > 0, share * row.d, 0.0).sum(1)
+                variance = moved.sum(1) + (share * lean).sum(1) ** 2 + unit.u**2 * (row.m[:, 0] ** 2 + entropy**2) + rest
+                sigma_lse[b, h] = np.where(unknown[:, 0], inf, np.hypot(store_spread(lse[b, h], call.outputs["lse"][1]), np.sqrt(variance)))
+    return sigma_o, sigma_lse
+
+
+def _score_spread(call, unit, row, b, h):
+    """f^2, the variance of each score, and sqrt(x) J t, the part of the dot's error that leans the same way in every key."""
+    q, k = (np.where(np.isfinite(a), a, 0.0) for a in (call.arrays["q"][b, :, h], call.arrays["k"][b, :, h // call.dims["group"]]))
+    x, y = dot_spread(call, call.dims["d"])
+    scale, softcap, kappa_u = call.options["scale"], call.options["softcap"], KAPPA * unit.u
+    scale = 1 / sqrt(call.dims["d"]) if scale is None else scale
+    t, squares = scale * (q @ k.T), scale**2 * (np.square(q) @ np.square(k).T)
+    slope = 1.0 if softcap is None else 1 - np.tanh(t / softcap) ** 2
+    f2 = slope**2 * (x * t**2 + y * squares + 2 * (kappa_u * t) ** 2) + (2 * unit.u * (softcap or 0.0)) ** 2
+    f2 = f2 + kappa_u**2 * (2 * (row.m - row.d) ** 2 + 6 * row.d**2) + (unit.ex / 4) ** 2
+    return np.where(row.seen, f2, 0.0), np.where(row.seen, sqrt(x) * slope * t, 0.0)
+
+
+def _o_spread(call, unit, row, share, moved, rest, v, o):
+    v, o = (np.where(np.isfinite(a), a, 0.0) for a in (v, o))
+    x, y = dot_spread(call, call.dims["kv_len"])
+    products, rounded_p = np.square(share) @ np.square(v), (KAPPA * unit.U) ** 2 if call.dtype in ("float16", "bfloat16") else 0.0
+    along = moved @ np.square(v) - 2 * o * (moved @ v) + np.square(o) * moved.sum(1, keepdims=True)
+    variance = np.maximum(along, 0) + (y + rounded_p) * products + np.square(o) * (x + rest + (unit.ex / 4) ** 2)
+    return np.hypot(store_spread(o, call.dtype), np.sqrt(variance + unit.eta**2 / 3 * (row.seen @ np.square(v)) / row.l**2))
+
+
 @attention.locate
 def mask_region(call: Call, output: str, index: tuple[int, ...]) -> str:
     """How many keys the element's row sees, and between which."""
@@ -342,66 +396,3 @@ def queries_are_independent(run, draw):
     q, k, v = draw.normal(1, q_len, 2, d), draw.normal(1, kv_len, 2, d), draw.normal(1, kv_len, 2, d)
     last = draw.extent(1, q_len)
     draw.same_bits(run(q[:, -last:], k, v), run(q, k, v)[:, -last:], "the last queries alone")
-
-
-@attention.sigma
-def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Let f_j be the RMS error of score j apart from its neighbours, P = p / l, and (x, y) a dot's coefficients (``dot_spread``), of D products or of N:
-
-    f^2 = J^2 (x t^2 + y scale^2 q^2 @ k^2 + 2 (k t)^2) + (2uc)^2 + k^2 (2 s^2 + 6 d^2) + (ex/4)^2,  t the score before the softcap, J = 1 - (t'/c)^2
-    its slope (1 without one), k = KAPPA u: the dot, two products, tanh, m and bias rounding at the size of s, m - s in up to 6 parts (each product of a
-    running maximum), exp.
-    sigma_o^2 = store^2 + sum P^2 f^2 (v - o)^2 + (KAPPA U)^2 sum P^2 v^2 [v of 16 bits] + x o^2 + y sum P^2 v^2 + k^2 o^2 (c_N / 3 + 8) + 2 (ex/4)^2 o^2
-    + eta^2 sum v^2 / (3 l^2): an error of P_j moves o along v_j - o, since l takes part; P is rounded beside l; then the product, l's sum and division,
-    rescaling by the exp of a rise in acc and in l, and underflow of P.
-    sigma_lse^2 = store^2 + sum P^2 f^2 + x (sum P J t)^2 + u^2 (m^2 + H^2) + (ex/4)^2 + k^2 (c_N / 3 + 8): what leans one way in every score, a cut dot, the
-    rounded constants scale and scale log2(e), and exp, adds up on average: by x, by u m, by u H = u sum P d, by ex/4. Constants are one draw for all rows,
-    so their largest error stands for the RMS. l's sum and log: the rest.
-
-    +inf where the first order fails: rows with an f of 2^-4 or more at a key that counts, and elements without a bound.
-    """
-    o, lse = ref
-    unit, group = units(call), call.dims["group"]
-    sigma_o, sigma_lse = np.empty_like(o), None if lse is None else np.empty_like(lse)
-    with np.errstate(all="ignore"):
-        for b, h in np.ndindex(o.shape[0], o.shape[2]):
-            row = _Rows.of(call, unit, b, h)
-            share = row.p / row.l
-            f2, lean = _score_spread(call, unit, row, b, h)
-            unknown = row.overflows | (np.where(row.d < 100, f2, 0.0).max(1, keepdims=True) >= 2.0**-8)
-            moved = np.where(row.p > 0, np.square(share) * f2, 0.0)
-            chained = (KAPPA * unit.u) ** 2 * (chain(call.dims["kv_len"]) / 3 + 8)
-            spread = _o_spread(call, unit, row, share, moved, chained, call.arrays["v"][b, :, h // group], o[b, :, h])
-            sigma_o[b, :, h] = np.where(unknown, inf, spread)
-            if sigma_lse is not None:
-                entropy = np.where(row.p > 0, share * row.d, 0.0).sum(1)
-                variance = moved.sum(1) + (share * lean).sum(1) ** 2 + unit.u**2 * (row.m[:, 0] ** 2 + entropy**2) + (unit.ex / 4) ** 2 + chained
-                sigma_lse[b, h] = np.where(unknown[:, 0], inf, np.hypot(store_spread(lse[b, h], call.outputs["lse"][1]), np.sqrt(variance)))
-    return sigma_o, sigma_lse
-
-
-def _score_spread(call, unit, row, b, h):
-    """f^2, the variance of each score, and sqrt(x) J t, the part of the dot's error that leans the same way in every key."""
-    q, k = call.arrays["q"][b, :, h], call.arrays["k"][b, :, h // call.dims["group"]]
-    depth, softcap, kappa_u = call.dims["d"], call.options["softcap"], KAPPA * unit.u
-    scale = 1 / sqrt(depth) if call.options["scale"] is None else call.options["scale"]
-    q, k = (np.where(np.isfinite(a), a, 0.0) for a in (q, k))
-    x, y = dot_spread(call, depth)
-    t, squares = scale * (q @ k.T), scale**2 * (np.square(q) @ np.square(k).T)
-    slope = 1.0 if softcap is None else 1 - np.tanh(t / softcap) ** 2
-    f2 = slope**2 * (x * t**2 + y * squares + 2 * (kappa_u * t) ** 2) + (2 * unit.u * (softcap or 0.0)) ** 2
-    s = row.m - row.d
-    f2 = f2 + kappa_u**2 * (2 * s**2 + 6 * row.d**2) + (unit.ex / 4) ** 2
-    return np.where(row.seen, f2, 0.0), np.where(row.seen, sqrt(x) * slope * t, 0.0)
-
-
-def _o_spread(call, unit, row, share, moved, chained, v, o):
-    v, o = (np.where(np.isfinite(a), a, 0.0) for a in (v, o))
-    x, y = dot_spread(call, call.dims["kv_len"])
-    products = np.square(share) @ np.square(v)
-    along = moved @ np.square(v) - 2 * o * (moved @ v) + np.square(o) * moved.sum(1, keepdims=True)
-    variance = np.maximum(along, 0) + y * products + np.square(o) * (x + chained + 2 * (unit.ex / 4) ** 2)
-    if call.dtype in ("float16", "bfloat16"):
-        variance = variance + (KAPPA * unit.U) ** 2 * products
-    underflow = unit.eta**2 / 3 * (row.seen @ np.square(v)) / row.l**2
-    return np.hypot(store_spread(o, call.dtype), np.sqrt(variance + underflow))

@@ -89,7 +89,7 @@ def sim_attention(q, k, v, bias=None, is_causal=False, scale=None, softcap=None,
             origin = np.where(new == -np.inf, F32(0), new)
             p, alpha = flush(np.exp(s - origin), ftz), flush(np.exp(m - origin), ftz)
             l, m = l * alpha + p.sum(1, keepdims=True), new
-            acc = acc * alpha + sim_matmul(truncate(p, v.dtype) if truncate_p else p.astype(v.dtype), vh[here], block, precision, ftz)[0]
+            acc = acc * alpha + sim_matmul(truncate(p, v.dtype.name) if truncate_p else p.astype(v.dtype), vh[here], block, precision, ftz)[0]
             acc = acc if low is None else acc.astype(low).astype(F32)
         o[b, :, h] = np.where(l == 0, F32(0), acc / l)
         lse[b, h] = (m + np.log(l))[:, 0]

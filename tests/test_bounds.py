@@ -105,6 +105,30 @@ def test_right_kernels_stay_inside_and_the_bound_is_not_vacuous(name, dtype):
                 reached.append(worst)
     least = 0.015 if dtype == "float64" else 0.03  # the units of float64 are doubled, for the oracle's own rounding
     assert (np.max(reached, axis=0) >= least).all(), np.max(reached, axis=0)
+    if dtype in ("float16", "bfloat16"):
+        assert np.max(reached, axis=0)[0] >= 0.26, "a bound four times as wide would pass"
+
+
+def positive(rng, *shape):
+    return np.abs(draw(rng, shape, "float32"))
+
+
+NEAR = {
+    "matmul": (lambda r: (positive(r, 40, 64), positive(r, 64, 40)), lambda *a: (sim_matmul(*a)[0] * F32(1 + 1e-5),)),
+    "softmax": (lambda r: (draw(r, (40, 257), "float32"),), partial(SIMS["softmax"], factor=1 + 7e-6)),
+    "layernorm": (lambda r: (draw(r, (40, 64), "float32"),), lambda *a: (SIMS["layernorm"](*a)[0] * F32(1 + 6e-6),)),
+    "attention": (lambda r: tuple(draw(r, (1, n, 1, d), "float32") for n, d in ((80, 40), (97, 40), (97, 16))), partial(sim_attention, factor=1 + 4e-5)),
+}
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_float32_faults_that_a_bound_four_times_as_wide_would_miss(name):
+    build, simulate = NEAR[name]
+    options = {"return_lse": True} if name == "attention" else {}
+    for seed in range(4):
+        arrays = build(np.random.default_rng(seed))
+        worst = measure(name, arrays, options, simulate=lambda *a, **_: simulate(*a))
+        assert 1 < min(worst) and max(worst) < 4, worst
 
 
 @pytest.mark.parametrize("name", SIMS)

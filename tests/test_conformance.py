@@ -3,7 +3,7 @@
 import pytest
 
 import portakern as pk
-from portakern import registry, testing
+from portakern import inspect_here, registry, testing
 from portakern.frameworks import FRAMEWORKS
 
 
@@ -15,7 +15,7 @@ def places():
         fw = FRAMEWORKS[backend.framework]
         fw.load()
         for platform in dict.fromkeys(fw.target(d).platform for d in fw.devices()):
-            if platform == "cpu" or platform in backend.compiles:
+            if backend.package_for(platform):
                 yield pytest.param(name, platform, id=f"{name}-{platform}")
 
 
@@ -23,6 +23,8 @@ def places():
 @pytest.mark.parametrize("op", pk.ops())
 @pytest.mark.parametrize(("backend", "device"), list(places()))
 def test_within_bounds(op, backend, device, seed):
+    if backend not in inspect_here.having(op):
+        pytest.skip(f"{backend} does not implement {op}")
     report = pk.check(op, backend=backend, device=device, max_examples=40, seed=seed)
     assert report.passed, "\n".join(map(str, report.failures))
     assert report.examples >= 35, report.refused
@@ -42,3 +44,22 @@ def test_weights_stay_below_one_at_huge_logits(backend, device, case):
     """An ulp of a logit of 1e10 is 1024: a product that is rounded for the maximum and fused into the difference gives exp(512) for a weight of 1."""
     report = testing.replay("attention", case, backend=backend, device=device)
     assert report.passed, report.failures
+
+
+def crossing(report, tile):
+    """Compared cases on the edge that has several tiles of a kind, with a tiling smaller than the extent."""
+    return sum(n for cell, n in report.cells.items() if f" | several_{tile} | " in cell and "default" not in cell)
+
+
+@pytest.mark.parametrize("op", pk.ops())
+@pytest.mark.parametrize(("backend", "device"), list(places()))
+def test_several_tiles_are_visited(backend, device, op):
+    """Drawn sizes seldom exceed default tiles: without the edges that ask for the smallest, loops over tiles would run once in the whole suite."""
+    spec = registry.find_spec(op)
+    if backend not in inspect_here.having(op) or registry.backend(backend).oracle:
+        pytest.skip(f"{backend} has no tiles for {op}")
+    only = [f"several_{tile}" for tile, t in spec.tiling.items() if t.of]
+    report = pk.check(op, backend=backend, device=device, max_examples=3 * len(only), only=only, dtypes=["float32"], seed=5)
+    assert report.passed, report.failures
+    for tile, t in spec.tiling.items():
+        assert t.of is None or crossing(report, tile) >= 1, (tile, report.cells)

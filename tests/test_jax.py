@@ -2,8 +2,12 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
 
 import portakern as pk
+from portakern import inspect_here, registry, testing
+from portakern.testing import strategies
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
 import jax.numpy as jnp  # noqa: E402
@@ -112,6 +116,33 @@ def test_every_kernel_lowers_for_tpu(name, dtype):
 
     text = jax.export.export(jax.jit(call), platforms=["tpu"])(*given).mlir_module()
     assert "tpu_custom_call" in text
+
+
+DRAWN = testing.Limits(dtypes=("float32", "bfloat16"), strided=False, elements=600)
+
+
+@pytest.mark.parametrize("op", [op for op in pk.ops() if "pallas" in inspect_here.having(op)])
+@settings(max_examples=12)
+@given(data=st.data())
+def test_every_op_lowers_for_tpu_and_vmaps_on_drawn_cases(op, data):
+    import jax.export
+
+    spec = registry.find_spec(op)
+    case = data.draw(strategies.cases(spec, DRAWN, {}))
+    arrays = {n: jnp.asarray(b.view()) for n, b in case.buffers(spec).items()}
+    run = pk.op(op, backend="pallas")
+    call = run.bind(**arrays, **case.options)
+    try:
+        exported = jax.export.export(jax.jit(lambda a: run(**a, **case.options)), platforms=["tpu"])(arrays).mlir_module()
+    except pk.UnsupportedError as e:
+        assert "TPUs have no float16" in str(e) and "float16" in case.options.values()
+        reject()
+    assert call.degenerate or "tpu_custom_call" in exported
+    together = jax.tree.leaves(jax.vmap(lambda a: run(**a, **case.options))({n: jnp.stack([a, a]) for n, a in arrays.items()}))
+    alone = jax.tree.leaves(run(**arrays, **case.options))
+    for both, one in zip(together, alone, strict=True):
+        assert both.shape == (2, *one.shape) and both.dtype == one.dtype
+        testing.compare_call(call, [np.asarray(x[1]) for x in together])
 
 
 def test_float16_is_refused_on_tpu_with_the_reason():

@@ -105,6 +105,11 @@ def edges(spec: Spec[Any]) -> Mapping[str, Edge]:
     found = [Edge(f"no_{d}", f"{d} = 0 is reduced away: the declared values", dims={d: (0, 0)}) for d in reduced]
     found += [Edge(f"empty_{d}", f"{d} = 0 is an extent of the output: an empty result", dims={d: (0, 0)}) for d in shown if d not in spec.positive]
     found += [
+        Edge(f"several_{tile}", f"{t.of} longer than two tiles, and ragged", dims={t.of: (257, 300)}, smallest_tiles=True)
+        for tile, t in spec.tiling.items()
+        if t.of
+    ]
+    found += [
         Edge("extents_of_1", "every extent is 1", dims=dict.fromkeys(spec.dims, (1, 1))),
         Edge(
             "no_tile_divides",

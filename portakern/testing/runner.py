@@ -101,6 +101,7 @@ def check(
     framework: str = "numpy",
     device: str | None = None,
     dtypes: Sequence[str] | None = None,
+    only: Sequence[str] | None = None,
     max_examples: int = 100,
     seed: int = 0,
     limits: Limits | None = None,
@@ -117,6 +118,7 @@ def check(
       framework: whose arrays ``fn`` takes: numpy, torch or jax.
       device: cpu, cuda, rocm or tpu; None: the best one here that the backend serves.
       dtypes: restrict the op's dtype to these.
+      only: visit these edges and no others (see :func:`portakern.testing.edges`), with all the examples.
       max_examples: number of cases; seed: which ones.
       limits: sizes of the cases, and which arguments may be drawn; None: small where they are interpreted.
       shrink: make a failing case as small as possible; False stops at the first one.
@@ -134,16 +136,28 @@ def check(
     limits = limits or Limits()
     limits = replace(limits, dtypes=tuple(dtypes or limits.dtypes), arguments=subject.arguments if limits.arguments is None else limits.arguments)
     start = time.perf_counter()
-    corners = [e for e in edges(spec).values() if all(limits.takes(name) for name in (*e.options, *e.given))]
-    each = max(1, min(EDGE_EXAMPLES, max_examples // (2 * len(corners))))
-    runs: list[tuple[Edge | None, int]] = [(e, each) for e in corners[: max_examples // (2 * each)]]
-    for number, (edge, n) in enumerate([*runs, (None, max_examples - each * len(runs))]):
+    runs = _plan(spec, limits, max_examples, only)
+    for number, (edge, n) in enumerate(runs):
         if not report.failures:
             _explore(subject, limits, edge, n, seed * 1000 + number, report, shrink, progress)
-    for name in spec.laws if limits.arguments is None and not report.failures else ():
-        _instances(subject, name, limits, each, seed, report)
+    for name in spec.laws if limits.arguments is None and only is None and not report.failures else ():
+        _instances(subject, name, limits, runs[0][1], seed, report)
     report.seconds = time.perf_counter() - start
     return report
+
+
+def _plan(spec: Spec[Any], limits: Limits, max_examples: int, only: Sequence[str] | None) -> list[tuple[Edge | None, int]]:
+    """How many cases to draw on each edge, and (None) on none."""
+    known = edges(spec)
+    for name in only or ():
+        if name not in known:
+            raise SpecError(f"check({spec.name!r}): edge {name!r} is unknown; expected one of {', '.join(known)}")
+    corners = [e for e in known.values() if (only is None or e.name in only) and all(limits.takes(name) for name in (*e.options, *e.given))]
+    if only is not None:
+        return [(e, max(1, max_examples // len(corners))) for e in corners]
+    each = max(1, min(EDGE_EXAMPLES, max_examples // (2 * len(corners))))
+    visited = corners[: max_examples // (2 * each)]
+    return [*((e, each) for e in visited), (None, max_examples - each * len(visited))]
 
 
 def replay(op: str | Spec[Any], case: str | Case | LawCase, *, backend: str | registry.Backend | None = None, fn: Callable[..., Any] | None = None,

@@ -61,7 +61,7 @@ def cases(draw: st.DrawFn, spec: Spec[Any], limits: Limits, tiles: Mapping[str, 
             if o.name not in edge.options and limits.takes(o.name) and draw(st.booleans()) and (v := draw(_option_values(o, shapes))) != o.default
         },
         layouts={k: v for k, v in layouts.items() if v != "contiguous"},
-        tiling=_fit_tiles({n: draw(st.sampled_from(t.values)) for n, t in tiles.items()}, tiles, limits) if draw(st.booleans()) else {},
+        tiling=draw(_tiling(tiles, limits, edge)),
         wider=tuple(a.name for a in given if a.or_float32 and dtype in ("float16", "bfloat16") and draw(st.booleans())),
         masks={a.name: draw(st.sampled_from(MASK_REGIMES)) for a in given if a.name in spec.masks and not edge.plant},
         edge=edge.name,
@@ -79,6 +79,17 @@ def _binds(spec: Spec[Any], case: Case) -> bool:
     except SpecError:
         return False
     return True
+
+
+@st.composite
+def _tiling(draw: st.DrawFn, tiles: Mapping[str, Tile], limits: Limits, edge: Edge) -> dict[str, int]:
+    """The default (an empty tiling), the smallest tiles, or any."""
+    kind = "smallest" if edge.smallest_tiles else draw(st.sampled_from(["default", "smallest", "any"]))
+    if kind == "default":
+        return {}
+    if kind == "smallest":
+        return {n: t.lo for n, t in tiles.items()}
+    return _fit_tiles({n: draw(st.sampled_from(t.values)) for n, t in tiles.items()}, tiles, limits)
 
 
 def _fit_tiles(tiling: dict[str, int], tiles: Mapping[str, Tile], limits: Limits) -> dict[str, int]:
@@ -99,7 +110,7 @@ def _dims(draw: st.DrawFn, spec: Spec[Any], edge: Edge) -> dict[str, Any]:
         extent = st.one_of(st.sampled_from(choices), extent) if choices else extent
         if name not in edge.dims and name not in spec.positive and not edge.name and not draw(st.integers(0, 24)):
             extent = st.just(0)
-        dims[name] = tuple(draw(st.lists(extent, min_size=name in edge.dims, max_size=3))) if name in variadic else draw(extent)
+        dims[name] = tuple(draw(st.lists(extent, min_size=name in edge.dims, max_size=1 if lo > 64 else 3))) if name in variadic else draw(extent)
     for a in spec.arrays:  # an op along an axis needs one
         if len(a.dims) == 1 and a.dims[0].variadic and not a.optional and not dims[a.dims[0].factors[0]]:
             dims[a.dims[0].factors[0]] = (draw(st.sampled_from(EXTENTS)),)

@@ -74,17 +74,21 @@ def backend_subject(spec: Spec[Any], backend: str | registry.Backend, device: st
 def _legal(
     impl: registry.Implementation, spec: Spec[Any], case: Case, fw: Framework, target: Target, interpret: bool
 ) -> tuple[Mapping[str, int], Mapping[str, int], str | None]:
-    """The case's tiling if the implementation supports it, else none."""
+    """The case's tiling, its tiles doubled until the implementation supports it; none where it never does."""
     call = dispatch.op(spec).bind(**{n: b.view() for n, b in case.buffers(spec).items()}, **case.options)
     if impl.backend.oracle or call.degenerate:
         return {}, {}, None
     call = call.replace(target=target, interpret=interpret)
     if fw.name != "numpy":
         call = dispatch.to_framework(call, fw)
-    default = impl.tiling(call)
-    whole = {**default, **case.tiling}
-    reason = impl.supports(call, whole) if case.tiling else None
-    return (case.tiling, whole, None) if reason is None else ({}, default, reason)
+    default, tiling, reason = impl.tiling(call), dict(case.tiling), None
+    while tiling:
+        reason = impl.supports(call, {**default, **tiling})
+        if reason is None:
+            return tiling, {**default, **tiling}, None
+        grown = {n: min(2 * v, spec.tiling[n].hi) if n in spec.tiling else v for n, v in tiling.items()}
+        tiling = grown if grown != tiling else {}
+    return {}, default, reason
 
 
 def function_subject(spec: Spec[Any], fn: Callable[..., Any] | None, framework: str, device: str | None) -> Subject:

@@ -55,7 +55,7 @@ TRITON_ATTENTION = [
     ),
     _triton(
         "attention", "last-key-dropped", "the last key of a long row is masked where the tail tile is ragged",
-        "tl.full([block_q, 1], kv_len, tl.int32)", "tl.full([block_q, 1], kv_len - kv_len // 129 % 2, tl.int32)",
+        "tl.full([block_q, 1], kv_len, tl.int32)", "tl.full([block_q, 1], kv_len - tl.minimum(kv_len // 129, 1), tl.int32)",
     ),
     _triton(
         "attention", "causal-edge-at-tile", "the first query of a tile sees one key beyond its own where that key ends a tile",
@@ -170,7 +170,8 @@ TRITON_MATMUL = [
         "            bt = (bt.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)\n        acc = tl.dot(at, bt, acc,",
     ),
     _triton("matmul", "k-tail-unmasked", "one operand is read beyond k", "mask=j_ok & (kk < left)[:, None]", "mask=j_ok", gpu=False),
-    _triton("matmul", "group-unclamped", "the last group of row tiles is numbered as if it were full", "min(tiles_m - first_m, group)", "min(tiles_m, group)", gpu=False),
+    _triton("matmul", "group-unclamped", "the last group of row tiles is numbered as if it were full", "min(tiles_m - first_m, group)", "group", gpu=False),
+    _triton("matmul", "group-clamped-once", "the last group of row tiles is numbered as if it were full, where it is not the only one", "min(tiles_m - first_m, group)", "min(tiles_m, group)", gpu=False, small=True),
     _triton("matmul", "acc-bfloat16", "the accumulator is rounded to bfloat16 at each step", "input_precision=precision, out_dtype=acc_dtype)\n        a_tile", "input_precision=precision, out_dtype=acc_dtype).to(tl.bfloat16).to(acc_dtype)\n        a_tile"),
     _triton("matmul", "k-tail-short", "the ragged end of k loses its last product", "a_tile, mask=i_ok & (kk < left)", "a_tile, mask=i_ok & (kk < left - (k > 64).to(tl.int64))"),
     _triton("matmul", "batch-stride", "b walks the inner batch axis with a's stride", "inner * b_inner)", "inner * (a_inner if b_inner != 0 else b_inner))", gpu=False),
@@ -203,10 +204,16 @@ PALLAS_ATTENTION = [
     _pallas(
         "attention", "bias-after-mask", "the bias is added after the masks, so that a NaN there is added to -inf",
         '        if "bias" in ref:\n            s += ref["bias"][...].astype(jnp.float32)\n        allowed = both(band.allowed(i, j) if edge else None, same_segment(ref))\n        if allowed is not None:\n            s = jnp.where(allowed, s, -jnp.inf)\n',
-        '        allowed = both(band.allowed(i, j) if edge else None, same_segment(ref))\n        if allowed is not None:\n            s = jnp.where(allowed, s, -jnp.inf)\n        if "bias" in ref:\n            s += ref["bias"][...].astype(jnp.float32)\n',
+        '        allowed = both(band.allowed(i, j) if edge else None, same_segment(ref))\n        if allowed is not None:\n            s = jnp.where(allowed, s, -jnp.inf)\n        if "bias" in ref:\n'
+        '            s += jnp.where(positions(s.shape, 1, j * band.block_kv) < band.kv_len, ref["bias"][...].astype(jnp.float32), 0.0)\n',
         small=True,
     ),
-    _pallas("attention", "additive-mask", "masks add -inf, so that a NaN or inf in a masked key stays", "s = jnp.where(allowed, s, -jnp.inf)", "s += jnp.where(allowed, 0.0, -jnp.inf)", small=True),
+    _pallas(
+        "attention", "additive-segments", "the segment mask adds -inf, so that a NaN or inf in another segment's key stays",
+        "        allowed = both(band.allowed(i, j) if edge else None, same_segment(ref))\n",
+        "        if same_segment(ref) is not None:\n            s += jnp.where(same_segment(ref), 0.0, -jnp.inf)\n        allowed = band.allowed(i, j) if edge else None\n",
+        small=True,
+    ),
     _pallas("attention", "acc-bfloat16", "the accumulator of o is rounded to bfloat16 after each block", "dot(p.astype(v.dtype), v, (1, 0))", "dot(p.astype(v.dtype), v, (1, 0))\n        acc_ref[...] = acc_ref[...].astype(jnp.bfloat16).astype(jnp.float32)"),
     _pallas("attention", "scale-of-padded-d", "the default scale comes from the head dimension rounded up to 8", "1 / math.sqrt(d)", "1 / math.sqrt(padded(d, 8))"),
 ]  # fmt: skip
@@ -231,7 +238,7 @@ PALLAS_LAYERNORM = [
 
 PALLAS_MATMUL = [
     _pallas("matmul", "acc-bfloat16", "the accumulator is kept in bfloat16", "pltpu.VMEM((bm, bn), jnp.float32)", "pltpu.VMEM((bm, bn), jnp.bfloat16)"),
-    _pallas("matmul", "tf32-for-ieee", "float32 operands keep 10 bits although precision is ieee", "    acc_ref[...] += dot(a, b, (1, 0))", "    if a.dtype == jnp.float32:\n        a, b = lax.reduce_precision(a, 8, 10), lax.reduce_precision(b, 8, 10)\n    acc_ref[...] += dot(a, b, (1, 0))", small=True),
+    _pallas("matmul", "tf32-for-ieee", "float32 operands keep 10 bits although precision is ieee", "    acc_ref[...] += dot(a, b, (1, 0))", "    if a.dtype == jnp.float32:\n        a, b = jax.lax.reduce_precision(a, 8, 10), jax.lax.reduce_precision(b, 8, 10)\n    acc_ref[...] += dot(a, b, (1, 0))", small=True),
     _pallas("matmul", "batch-from-the-left", "batch axes broadcast aligned at the left", "first = rank - 3 - len(batch)", "first = 0"),
     _pallas("matmul", "rounded-twice", "the result passes through the operands' dtype before out_dtype", "acc_ref[...].astype(c_ref.dtype)", "acc_ref[...].astype(a_ref.dtype).astype(c_ref.dtype)"),
     _pallas("matmul", "k-tail-short", "the ragged end of a long k loses its last product", "a = jnp.where(positions(a.shape, 1, step * block_k) < k, a, 0)", "a = jnp.where(positions(a.shape, 1, step * block_k) < k - (k > 64), a, 0)"),
