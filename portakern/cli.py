@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
+import shlex
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from portakern import inspect_here, registry
@@ -94,12 +95,15 @@ def check(
     seed: Annotated[int, typer.Option(help="Which cases.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu (interpreters), cuda, rocm or tpu; the best here when not named.")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="Only this dtype; may be repeated.")] = None,
+    edge: Annotated[list[str] | None, typer.Option(help="Visit this edge and no other case; may be repeated.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes to share the work.")] = 1,
     case: Annotated[str | None, typer.Option(help="Run one case again, as a failure printed it.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the reports to this file.")] = None,
 ) -> None:
     """Check implementations against the float64 oracle; exit status 1 if any leaves its error bound."""
     from portakern import testing
 
+    start = time.perf_counter()
     chosen = ops or list(registry.ops())
     named = backend or [r["backend"] for r in inspect_here.backends() if r["available"]]
     for name in chosen:
@@ -113,25 +117,26 @@ def check(
             raise SpecError("check --case: name one op and one --backend")
         reports.append(testing.replay(chosen[0], case, backend=named[0], device=device))
     else:
+        # not every backend has every op; a pair that is named must be there
+        pairs = [(name, b) for b in named for name in chosen if (ops and backend) or b in inspect_here.having(name)]
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=err, transient=True) as bar:
-            for b in named:
-                for name in chosen:
-                    if backend is None and b not in inspect_here.having(name):
-                        continue  # not every backend has every op; one that is named must
-                    task = bar.add_task(f"{name} on {b}", total=max_examples)
-                    advance = functools.partial(_advance, bar, task)
-                    reports.append(testing.check(name, backend=b, device=device, dtypes=dtype, max_examples=max_examples, seed=seed, progress=advance))
-                    bar.remove_task(task)
+            tasks = {pair: bar.add_task("{} on {}".format(*pair), total=max_examples) for pair in pairs}
+            reports = testing.check_all(pairs, jobs, lambda name, b, cases: bar.advance(tasks[name, b], cases),
+                                        device=device, dtypes=dtype, only=edge, max_examples=max_examples, seed=seed)  # fmt: skip
     _show_reports(reports)
     if json_file:
-        write_atomically(json_file, json.dumps({"environment": inspect_here.environment(), "reports": [r.to_dict() for r in reports]}, indent=2) + "\n")
+        record = {
+            "command": shlex.join(["portakern", *sys.argv[1:]]),
+            "date": time.strftime("%Y-%m-%d"),
+            "device": inspect_here.device_names(),
+            "environment": inspect_here.environment(),
+            "wall_seconds": round(time.perf_counter() - start, 1),
+            "reports": [r.to_dict() for r in reports],
+        }
+        write_atomically(json_file, json.dumps(record, indent=2) + "\n")
     if not all(r.passed for r in reports):
         raise typer.Exit(1)
-
-
-def _advance(bar: Progress, task: TaskID, done: int) -> None:
-    bar.update(task, completed=done)
 
 
 def _show_reports(reports: list[Any]) -> None:

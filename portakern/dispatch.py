@@ -88,7 +88,9 @@ class Op:
             if name not in spec.tiling and backend is None:
                 raise SpecError(f"{spec.name}: tiling has no {name!r}; expected one of {', '.join(spec.tiling)} (launch knobs need backend=)")
             if name in spec.tiling and value not in spec.tiling[name]:
-                raise SpecError(f"{spec.name}: tiling[{name!r}] is {shown(value)}; expected one of {', '.join(map(str, spec.tiling[name].values))}: leave it out for the default")
+                raise SpecError(
+                    f"{spec.name}: tiling[{name!r}] is {shown(value)}; expected one of {', '.join(map(str, spec.tiling[name].values))}: leave it out for the default"
+                )
 
     def __repr__(self) -> str:
         return f"<portakern op {self.spec.name} on {self.backend.name if self.backend else 'auto'}>"
@@ -232,7 +234,9 @@ def resolve_tiling(impl: Implementation, call: Call, user: Mapping[str, int]) ->
                     f"{call.spec.name}: tiling has no {name!r} on {impl.backend.name}; expected one of {', '.join(tiling) or '(none: it has no tiles)'}"
                 )
             if name in impl.knobs and value not in impl.knobs[name]:
-                raise SpecError(f"{call.spec.name}: tiling[{name!r}] is {shown(value)}; expected one of {', '.join(map(str, impl.knobs[name].values))}: leave it out for the default")
+                raise SpecError(
+                    f"{call.spec.name}: tiling[{name!r}] is {shown(value)}; expected one of {', '.join(map(str, impl.knobs[name].values))}: leave it out for the default"
+                )
         tiling = {**tiling, **user}
     reason = impl.supports(call, tiling)
     if reason:

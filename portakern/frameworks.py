@@ -184,7 +184,9 @@ class Torch(Framework):
             if array.is_neg():
                 raise SpecError(f"{call.spec.name}: {name} is a lazily negated view; pass {name}.resolve_neg()")
             if inside_func and torch._C._functorch.is_functorch_wrapped_tensor(array):
-                raise UnsupportedError(f"{call.spec.name}: {name} is batched or differentiated by torch.func, which no kernel sees through yet; call it outside")
+                raise UnsupportedError(
+                    f"{call.spec.name}: {name} is batched or differentiated by torch.func, which no kernel sees through yet; call it outside"
+                )
             if type(array) is not torch.Tensor and type(array).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
                 raise UnsupportedError(f"{call.spec.name}: {name} is a {type(array).__name__}, which has no memory of its own; pass a plain torch.Tensor")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import platform
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -64,9 +65,10 @@ def _implementations(op: str) -> list[dict[str, Any]]:
     rows = []
     for b in registry.backends().values():
         for package in sorted(p for p in b.packages if b.has(op, p)):
-            found = importlib.util.find_spec(f"{package}.{op}")
+            module = b.where(op, package) or ""
+            found = None if module == "__main__" else importlib.util.find_spec(module)
             lines = len(Path(found.origin).read_text().splitlines()) if found and found.origin else 0
-            rows.append({"backend": b.name, "module": f"{package}.{op}", "lines": lines})
+            rows.append({"backend": b.name, "module": module, "lines": lines})
     return rows
 
 
@@ -96,6 +98,17 @@ def devices() -> list[dict[str, str]]:
         except UnavailableError:
             rows.append({"framework": fw.name, "device": "not installed", "platform": ""})
     return rows
+
+
+def device_names() -> list[str]:
+    """The accelerators by their makers' names, or the processor."""
+    names = []
+    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
+    if torch is not None and torch.cuda.is_available():
+        names += [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    elif jax is not None:
+        names += [d.device_kind for d in jax.local_devices() if d.platform != "cpu"]
+    return names or [platform.processor() or platform.machine()]
 
 
 def doctor() -> dict[str, Any]:

@@ -103,7 +103,7 @@ def test_a_broken_plug_in_is_left_out_aloud(monkeypatch, caplog):
     real = registry.entry_points
     monkeypatch.setattr(registry, "entry_points", lambda group: [*real(group=group), Broken()])
     with caplog.at_level(logging.WARNING, "portakern"):
-        assert "broken" not in registry.backends.__wrapped__()
+        assert "broken" not in registry._installed.__wrapped__()
     assert "'broken' (nowhere:BACKEND) cannot be loaded" in caplog.text
 
 

@@ -8,8 +8,9 @@
 from portakern.testing.audit import Audit, audit
 from portakern.testing.cases import Case, edges
 from portakern.testing.laws import Draw
+from portakern.testing.parallel import check_all
 from portakern.testing.runner import Failure, Report, check, replay
 from portakern.testing.strategies import Limits
 from portakern.testing.verdict import Broken, compare_call
 
-__all__ = ["Audit", "Broken", "Case", "Draw", "Failure", "Limits", "Report", "audit", "check", "compare_call", "edges", "replay"]
+__all__ = ["Audit", "Broken", "Case", "Draw", "Failure", "Limits", "Report", "audit", "check", "check_all", "compare_call", "edges", "replay"]

@@ -28,6 +28,7 @@ from portakern.testing.verdict import Broken, compare_call
 __all__ = ["Failure", "Report", "check", "replay"]
 
 EDGE_EXAMPLES = 5
+FREE_RUN = 25  # free cases that one run of Hypothesis draws: parts of a check that may go to different processes
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,16 @@ class Report:
         plain = {k: dict(sorted(v.items())) if isinstance(v, Counter) else v for k, v in plain.items()}
         return {**plain, "failures": [asdict(f) for f in self.failures], "passed": self.passed}
 
+    def merge(self, other: Report) -> Report:
+        """This report and that of another shard of the same check, as one; seconds add up."""
+        worst = {k: max(self.worst.get(k, 0.0), other.worst.get(k, 0.0)) for k in {**self.worst, **other.worst}}
+        worse = max(other.worst.values(), default=0.0) > max(self.worst.values(), default=0.0)
+        return Report(
+            self.op, self.subject, self.seed, self.examples + other.examples, self.failures + other.failures, worst,
+            other.worst_case if worse else self.worst_case, self.refused + other.refused, self.tilings_refused + other.tilings_refused,
+            self.cells + other.cells, self.layouts + other.layouts, self.edges + other.edges, self.laws + other.laws, self.seconds + other.seconds,
+        )  # fmt: skip
+
     def count(self, case: Case, tiling: str) -> None:
         self.examples += 1
         self.cells[f"{case.dtype} | {case.regime} | {case.edge or '-'} | {tiling}"] += 1
@@ -106,6 +117,7 @@ def check(
     seed: int = 0,
     limits: Limits | None = None,
     shrink: bool = True,
+    shard: tuple[int, int] = (0, 1),
     progress: Callable[[int], None] | None = None,
 ) -> Report:
     """Check an implementation against the oracle on generated cases: up to half on the spec's named edges (at least 5 an edge from 300 examples on), the rest
@@ -122,6 +134,7 @@ def check(
       max_examples: number of cases; seed: which ones.
       limits: sizes of the cases, and which arguments may be drawn; None: small where they are interpreted.
       shrink: make a failing case as small as possible; False stops at the first one.
+      shard: (i, n): only the i-th of n parts of the work; :meth:`Report.merge` puts the parts together. What is drawn does not depend on n.
       progress: called with the number of cases done so far.
 
     Returns:
@@ -137,11 +150,13 @@ def check(
     limits = replace(limits, dtypes=tuple(dtypes or limits.dtypes), arguments=subject.arguments if limits.arguments is None else limits.arguments)
     start = time.perf_counter()
     runs = _plan(spec, limits, max_examples, only)
+    part, parts = shard
     for number, (edge, n) in enumerate(runs):
-        if not report.failures:
+        if not report.failures and number % parts == part:
             _explore(subject, limits, edge, n, seed * 1000 + number, report, shrink, progress)
-    for name in spec.laws if limits.arguments is None and only is None and not report.failures else ():
-        _instances(subject, name, limits, runs[0][1], seed, report)
+    for number, name in enumerate(spec.laws if limits.arguments is None and only is None else ()):
+        if not report.failures and number % parts == part:
+            _instances(subject, name, limits, runs[0][1], seed, report)
     report.seconds = time.perf_counter() - start
     return report
 
@@ -157,7 +172,8 @@ def _plan(spec: Spec[Any], limits: Limits, max_examples: int, only: Sequence[str
         return [(e, max(1, max_examples // len(corners))) for e in corners]
     each = max(1, min(EDGE_EXAMPLES, max_examples // (2 * len(corners))))
     visited = corners[: max_examples // (2 * each)]
-    return [*((e, each) for e in visited), (None, max_examples - each * len(visited))]
+    free = max_examples - each * len(visited)
+    return [*((e, each) for e in visited), *((None, n) for n in (FREE_RUN,) * (free // FREE_RUN) + (free % FREE_RUN,) if n)]
 
 
 def replay(op: str | Spec[Any], case: str | Case | LawCase, *, backend: str | registry.Backend | None = None, fn: Callable[..., Any] | None = None,
@@ -240,6 +256,7 @@ def _run(subject: Subject, case: Case, report: Report) -> None:
     buffers = case.buffers(spec)
     arrays = {n: fw.strided(b.memory.copy(), b.shape, b.strides, b.offset, subject.device) for n, b in buffers.items()}
     reference = dispatch.op(spec).bind(**{n: b.view() for n, b in buffers.items()}, **case.options)
+    reference.target, reference.interpret = subject.target, subject.interpret
     positional = [arrays[a.name] for a in spec.arrays if not a.optional]
     named = {a.name: arrays[a.name] for a in spec.arrays if a.optional and a.name in arrays}
     overrides, tiling, illegal = subject.tiling(case)
@@ -253,7 +270,8 @@ def _run(subject: Subject, case: Case, report: Report) -> None:
         report.refused[str(e).partition("cannot: ")[2] or str(e)] += 1
         return
     outputs = tuple(got) if isinstance(got, tuple) else (got,)
-    fractions = _compare_all(reference, outputs, fw, arrays, tiling)
+    regime = "" if case.edge or case.masks or "expanded" in case.layouts.values() else case.regime  # planted or repeated values are not random
+    fractions = _compare_all(reference, outputs, fw, arrays, tiling, regime)
     _check_inputs_untouched(subject, buffers, arrays)
     again = run(*positional, **named, **case.options)
     for first, second in zip(outputs, again if isinstance(again, tuple) else (again,), strict=True):
@@ -268,7 +286,7 @@ def _run(subject: Subject, case: Case, report: Report) -> None:
     report.count(case, " ".join(f"{k}={v}" for k, v in overrides.items()) or "default")
 
 
-def _compare_all(call: Call, outputs: tuple[Any, ...], fw: Framework, inputs: Mapping[str, Any], tiling: Mapping[str, int]) -> dict[str, float]:
+def _compare_all(call: Call, outputs: tuple[Any, ...], fw: Framework, inputs: Mapping[str, Any], tiling: Mapping[str, int], regime: str) -> dict[str, float]:
     if len(outputs) != len(call.wants):
         raise Broken(f"{len(outputs)} outputs came back; expected {len(call.wants)}: {', '.join(call.wants)}")
     values = []
@@ -281,7 +299,7 @@ def _compare_all(call: Call, outputs: tuple[Any, ...], fw: Framework, inputs: Ma
         for other, array in inputs.items():
             if np.may_share_memory(values[-1], fw.to_numpy(array)):
                 raise Broken(f"{name} shares memory with the input {other}")
-    return compare_call(call, values, tiling)
+    return compare_call(call, values, tiling, regime)
 
 
 def _check_inputs_untouched(subject: Subject, buffers: Mapping[str, Buffer], arrays: Mapping[str, Any]) -> None:

@@ -64,10 +64,12 @@ def examine(call: Call, outputs: Sequence[np.ndarray], refs: Sequence[Any], boun
       refs, bounds: of every output of the spec, from the oracle and the spec's tolerance.
       regime: how the values were drawn; statistics are taken for those of RANDOM alone. Exact results are demanded wherever the values force them.
     """
-    spec = call.spec
+    spec, nothing = call.spec, (None,) * len(refs)
+    if call.degenerate:
+        return {name: Evidence() for name in call.wants}
     with np.errstate(all="ignore"):
-        spreads = spec.spread(call, tuple(refs)) if spec.spread and regime in RANDOM else [None] * len(refs)
-        forced = spec.forced(call, tuple(refs)) if spec.forced else [None] * len(refs)
+        spreads: Sequence[Any] = spec.spread(call, tuple(refs)) if spec.spread and regime in RANDOM else nothing
+        forced: Sequence[Any] = spec.forced(call, tuple(refs)) if spec.forced else nothing
     wanted = [i for i, o in enumerate(spec.outputs) if o.name in call.wants]
     seen = {}
     for i, got in zip(wanted, outputs, strict=True):

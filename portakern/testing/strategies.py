@@ -121,11 +121,11 @@ def _shrink_to_fit(spec: Spec[Any], given: Sequence[ArrayArg], dims: dict[str, A
     """Halve the largest extent until the arrays and the work fit; one that the edge bounds from below only while another cannot give."""
 
     def too_big() -> bool:
+        full = {n: tuple(map(_at_least_1, e)) if isinstance(e, tuple) else _at_least_1(e) for n, e in dims.items()}  # a 0 may be broadcast away
         shapes = [*(a.dims for a in given), *(o.dims for o in spec.outputs)]
-        sizes = [math.prod(shape_of(s, dims)) for s in shapes]
-        extents: list[int] = [math.prod(e) if isinstance(e, tuple) else e for e in dims.values()]
-        work = math.prod(extents)
-        return max(sizes) > limits.elements or work > limits.flops / 4
+        sizes = [math.prod(shape_of(s, full)) for s in shapes]
+        extents: list[int] = [math.prod(e) if isinstance(e, tuple) else e for e in full.values()]
+        return max(sizes) > limits.elements or math.prod(extents) > limits.flops / 4
 
     while too_big():
         name = max(dims, key=lambda d: (_widest(dims[d]) > 1 and _widest(dims[d]) // 2 >= edge.dims.get(d, (0, 0))[0], _widest(dims[d])))
@@ -136,6 +136,10 @@ def _shrink_to_fit(spec: Spec[Any], given: Sequence[ArrayArg], dims: dict[str, A
         else:
             dims[name] = (extent + 1) // 2
     return dims
+
+
+def _at_least_1(extent: int) -> int:
+    return max(extent, 1)
 
 
 def _widest(extent: Any) -> int:

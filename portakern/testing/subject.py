@@ -22,7 +22,7 @@ class Subject:
     """Something that runs an op.
 
     Attributes:
-      spec: the op; framework, device: the arrays that it takes.
+      spec: the op; framework, device: the arrays that it takes; target, interpret: what runs them.
       run: ``run(tiling)`` gives the callable; an empty tiling is the default.
       tiling: ``tiling(case)`` gives (overrides to run with, the whole tiling, why the case's own tiling is not legal).
       tiles: the names and ranges that a tiling may set.
@@ -34,6 +34,8 @@ class Subject:
     spec: Spec[Any]
     framework: Framework
     device: Any
+    target: Target
+    interpret: bool
     run: Callable[[Mapping[str, int]], Callable[..., Any]]
     tiling: Callable[[Case], tuple[Mapping[str, int], Mapping[str, int], str | None]]
     tiles: Mapping[str, Tile]
@@ -60,7 +62,7 @@ def backend_subject(spec: Spec[Any], backend: str | registry.Backend, device: st
         raise UnsupportedError(f"backend {b.name!r} has no {spec.name}")
     how = "oracle" if b.oracle else "interpreted" if interpret else "compiled"
     return Subject(
-        spec, fw, found,
+        spec, fw, found, target, interpret,
         run=lambda tiling: dispatch.op(spec, backend=b, tiling=tiling),
         tiling=lambda case: _legal(impl, spec, case, fw, target, interpret),
         tiles={} if b.oracle else {**spec.tiling, **impl.knobs},
@@ -81,7 +83,8 @@ def _legal(
     call = call.replace(target=target, interpret=interpret)
     if fw.name != "numpy":
         call = dispatch.to_framework(call, fw)
-    default, tiling, reason = impl.tiling(call), dict(case.tiling), None
+    default, reason = impl.tiling(call), None
+    tiling = {n: v for n, v in case.tiling.items() if n in default}  # an implementation may have fewer tiles than its spec, or none
     while tiling:
         reason = impl.supports(call, {**default, **tiling})
         if reason is None:
@@ -92,7 +95,7 @@ def _legal(
 
 
 def function_subject(spec: Spec[Any], fn: Callable[..., Any] | None, framework: str, device: str | None) -> Subject:
-    """A bare callable over one framework's arrays."""
+    """A bare callable over one framework's arrays. Its attribute ``refusals``, if any, declares the refusals that a backend would."""
     if not callable(fn):
         raise SpecError(f"check({spec.name!r}): fn is {fn!r}; expected a callable with the op's arguments")
     if framework not in FRAMEWORKS:
@@ -105,12 +108,12 @@ def function_subject(spec: Spec[Any], fn: Callable[..., Any] | None, framework: 
     parameters = inspect.signature(fn).parameters.values()
     arguments = None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in parameters)
     return Subject(
-        spec, fw, found,
+        spec, fw, found, fw.target(found), False,
         run=lambda tiling: fn,
         tiling=lambda case: ({}, {}, None),
         tiles={},
         arguments=arguments,
-        accepts=lambda text: False,
+        accepts=lambda text: any(re.search(pattern, text) for pattern in getattr(fn, "refusals", ())),
         command="",
         name=f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', repr(fn))} on {fw.target(found)}",
     )  # fmt: skip

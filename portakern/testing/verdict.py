@@ -10,6 +10,7 @@ import numpy as np
 from portakern import dispatch
 from portakern.call import Call
 from portakern.errors import SpecError
+from portakern.testing.statistics import examine
 from portakern.tolerance import compare
 
 __all__ = ["Broken", "compare_call", "expected"]
@@ -32,13 +33,16 @@ def expected(call: Call) -> tuple[Call, tuple[Any, ...], tuple[Any, ...]]:
         return wide, exact, call.spec.bound(wide, exact)
 
 
-def compare_call(call: Call, outputs: Sequence[np.ndarray], tiling: Mapping[str, int] | None = None) -> dict[str, float]:
+def compare_call(call: Call, outputs: Sequence[np.ndarray], tiling: Mapping[str, int] | None = None, regime: str = "") -> dict[str, float]:
     """Output name -> worst fraction of the bound, for the wanted outputs of ``call`` as NumPy arrays.
 
+    ``call.target`` and ``call.interpret`` say what ran; ``tiling`` with which tiles; ``regime`` how the values were drawn, "" for anything but a regime's own values.
+
     Raises:
-      Broken: a wrong shape or dtype, or an element out of bounds: it names the first one, its tile and mask region, what came, what was wanted and the bound.
+      Broken: a wrong shape or dtype; an element out of bounds: it names the first one, its tile and mask region, what came, what was wanted and the bound; errors
+        within bounds that random rounding would not give (see :mod:`portakern.testing.statistics`).
     """
-    _, exact, bounds = expected(call)
+    wide, exact, bounds = expected(call)
     fractions = {}
     wanted = [(o.name, exact[i], bounds[i]) for i, o in enumerate(call.spec.outputs) if o.name in call.wants]
     for (name, ref, bound), got in zip(wanted, outputs, strict=True):
@@ -51,6 +55,9 @@ def compare_call(call: Call, outputs: Sequence[np.ndarray], tiling: Mapping[str,
         if result.bad.any():
             raise Broken(describe(call, name, got, ref, np.broadcast_to(bound, shape), result.bad, tiling or {}))
         fractions[name] = float(result.worst)
+    for name, evidence in examine(wide, outputs, exact, bounds, regime).items():
+        if evidence.reasons:
+            raise Broken(f"{name}: {'; '.join(evidence.reasons)} (every element is within its bound)")
     return fractions
 
 

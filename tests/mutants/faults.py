@@ -60,6 +60,7 @@ TRITON_ATTENTION = [
     _triton(
         "attention", "causal-edge-at-tile", "the first query of a tile sees one key beyond its own where that key ends a tile",
         "tl.minimum(tl.maximum(top + right + 1, 0), kv_len)\n    inner_first", "tl.minimum(tl.maximum(top + right + 2, 0), kv_len)\n    inner_first",
+        small=True,
     ),
     _triton("attention", "window-off-by-one", "the window is one key short on its left", "limit_lo = i[:, None] + (at - left)", "limit_lo = i[:, None] + (at - left + 1)"),
     _triton(
@@ -79,11 +80,12 @@ TRITON_ATTENTION = [
     _triton(
         "attention", "acc-bfloat16", "the accumulator of o is rounded to bfloat16 after each tile",
         "input_precision=precision, out_dtype=acc_dtype)\n    return acc, l, m", "input_precision=precision, out_dtype=acc_dtype).to(tl.bfloat16).to(acc_dtype)\n    return acc, l, m",
+        small=True,
     ),
     _triton("attention", "kv-head-modulo", "query head h reads key head h % kv_heads", "(head // group)", "(head % (heads // group))", times=2),
     _triton(
         "attention", "rescale-skipped", "l and o are not rescaled where the maximum grows by little",
-        "tl.exp2((m - shift) * rate)", "tl.where((m - shift) * rate > -0.02, 1.0, tl.exp2((m - shift) * rate))", small=True,
+        "tl.exp2((m - shift) * rate)", "tl.where((m - shift) * rate > -0.01, 1.0, tl.exp2((m - shift) * rate))", small=True,
     ),
     _triton(
         "attention", "l-not-rescaled", "l keeps its unit when the maximum grows in an edge tile",
@@ -148,9 +150,10 @@ TRITON_LAYERNORM = [
     _triton(
         "layernorm", "padding-in-variance", "lanes beyond the row count in the variance",
         "        d = tl.where(ok, t - mean[:, None], 0.0)\n        r =", "        d = t - mean[:, None]\n        r =",
+        small=True,
     ),
     _triton("layernorm", "eps-outside", "eps is added to the standard deviation", "tl.rsqrt(tl.sum(d * d, 1) / n + eps)", "1.0 / (tl.sqrt(tl.sum(d * d, 1) / n) + eps)", small=True),
-    _triton("layernorm", "mean-over-tile", "the mean divides by the tile's extent", "mean = tl.sum(t, 1) / n", "mean = tl.sum(t, 1) / block_n", small=False),
+    _triton("layernorm", "mean-over-tile", "the mean divides by the tile's extent", "mean = tl.sum(t, 1) / n", "mean = tl.sum(t, 1) / block_n"),
     _triton("layernorm", "unbiased-variance", "long rows divide the variance by n - 1", "r = tl.rsqrt(total / n + eps)", "r = tl.rsqrt(total / (n - 1) + eps)", small=True),
     _triton(
         "layernorm", "weight-float16", "the weight passes through float16",
@@ -192,9 +195,9 @@ PALLAS_ATTENTION = [
     ),
     _pallas("attention", "l-of-rounded-p", "l sums the weights after they were rounded to v's dtype", "shrink + jnp.sum(p, axis=1", 'shrink + jnp.sum(p.astype(ref["v"].dtype).astype(jnp.float32), axis=1', small=True),
     _pallas("attention", "causal-top-left", "queries stand beside the first keys, not the last", "aligned, far = kv_len - q_len, kv_len + q_len", "aligned, far = 0, kv_len + q_len"),
-    _pallas("attention", "band-left-corner", "a block whose last query just misses the first key counts as inside the band", ">= self.first - 1", ">= self.first - 2"),
-    _pallas("attention", "band-right-corner", "a block whose first query just misses the last key counts as inside the band", "<= self.last + 1", "<= self.last + 2"),
-    _pallas("attention", "too-few-steps", "a band that straddles one block more than its width loses the last", "pl.cdiv(width - 1, self.block_kv) + 1", "pl.cdiv(width, self.block_kv)"),
+    _pallas("attention", "band-left-corner", "a block whose last query just misses the first key counts as inside the band", ">= self.first - 1", ">= self.first - 2", small=True),
+    _pallas("attention", "band-right-corner", "a block whose first query just misses the last key counts as inside the band", "<= self.last + 1", "<= self.last + 2", small=True),
+    _pallas("attention", "too-few-steps", "a band that straddles one block more than its width loses the last", "pl.cdiv(width - 1, self.block_kv) + 1", "pl.cdiv(width, self.block_kv)", small=True),
     _pallas("attention", "no-minus-inf-guard", "a block with no visible key subtracts -inf from -inf", "origin = jnp.where(m_new == -jnp.inf, 0.0, m_new)", "origin = m_new"),
     _pallas("attention", "finite-sentinel", "masks write -0.7 of the largest number for -inf", "s = jnp.where(allowed, s, -jnp.inf)", "s = jnp.where(allowed, s, -0.7 * float(jnp.finfo(jnp.float32).max))", small=True),
     _pallas("attention", "segments-only-on-edges", "segments are compared on edge blocks only", "both(band.allowed(i, j) if edge else None, same_segment(ref))", "both(band.allowed(i, j), same_segment(ref)) if edge else None"),
@@ -214,8 +217,8 @@ PALLAS_ATTENTION = [
         "        if same_segment(ref) is not None:\n            s += jnp.where(same_segment(ref), 0.0, -jnp.inf)\n        allowed = band.allowed(i, j) if edge else None\n",
         small=True,
     ),
-    _pallas("attention", "acc-bfloat16", "the accumulator of o is rounded to bfloat16 after each block", "dot(p.astype(v.dtype), v, (1, 0))", "dot(p.astype(v.dtype), v, (1, 0))\n        acc_ref[...] = acc_ref[...].astype(jnp.bfloat16).astype(jnp.float32)"),
-    _pallas("attention", "scale-of-padded-d", "the default scale comes from the head dimension rounded up to 8", "1 / math.sqrt(d)", "1 / math.sqrt(padded(d, 8))"),
+    _pallas("attention", "acc-bfloat16", "the accumulator of o is rounded to bfloat16 after each block", "dot(p.astype(v.dtype), v, (1, 0))", "dot(p.astype(v.dtype), v, (1, 0))\n        acc_ref[...] = acc_ref[...].astype(jnp.bfloat16).astype(jnp.float32)", small=True),
+    _pallas("attention", "scale-of-padded-d", "the default scale comes from the head dimension rounded up to 8", "1 / math.sqrt(d)", "1 / math.sqrt(padded(d, 8))", small=True),
 ]  # fmt: skip
 
 PALLAS_SOFTMAX = [
@@ -224,21 +227,21 @@ PALLAS_SOFTMAX = [
     _pallas("softmax", "rounded-twice", "weights are rounded to the output's dtype before the division", "(jnp.exp(x - m_ref[...]) / l_ref[...])", "(jnp.exp(x - m_ref[...]).astype(y_ref.dtype).astype(jnp.float32) / l_ref[...])", small=True),
     _pallas("softmax", "exp-clamped", "the exponent is clamped at -20", "(jnp.exp(x - m_ref[...]) / l_ref[...])", "(jnp.exp(jnp.maximum(x - m_ref[...], -20.0)) / l_ref[...])", small=True),
     _pallas("softmax", "l-not-rescaled", "the running sum keeps its unit when the maximum grows", "l_ref[...] * jnp.exp(m_ref[...] - origin)", "l_ref[...]"),
-    _pallas("softmax", "last-not-summed", "the sum of a long ragged row leaves out its last element", "jnp.sum(jnp.exp(x - origin), axis=axis, keepdims=True)", "jnp.sum(jnp.where(positions(x.shape, axis, step * block_n) < n - (n > 128), jnp.exp(x - origin), 0.0), axis=axis, keepdims=True)"),
+    _pallas("softmax", "last-not-summed", "the sum of a long ragged row leaves out its last element", "jnp.sum(jnp.exp(x - origin), axis=axis, keepdims=True)", "jnp.sum(jnp.where(positions(x.shape, axis, step * block_n) < n - (n > 128), jnp.exp(x - origin), 0.0), axis=axis, keepdims=True)", small=True),
 ]  # fmt: skip
 
 PALLAS_LAYERNORM = [
     _pallas("layernorm", "one-pass-variance", "the variance within a block is E[x^2] - mean^2", "total(jnp.square(x - block_mean))", "total(jnp.square(x)) - jnp.float32(here) * jnp.square(block_mean)", small=True),
     _pallas("layernorm", "eps-outside", "eps is added to the standard deviation", "lax.rsqrt(m2[...] / n + eps)", "1 / (jnp.sqrt(m2[...] / n) + eps)", small=True),
     _pallas("layernorm", "eps-ignored", "eps is always 1e-5", 'eps=call.options["eps"])', "eps=1e-5)", small=True),
-    _pallas("layernorm", "weight-as-x", "a float32 weight is rounded to x's dtype", '"weight"][...].astype(jnp.float32)', '"weight"][...].astype(ref["x"].dtype).astype(jnp.float32)'),
-    _pallas("layernorm", "ragged-count", "the merge counts a ragged last block as full", "here = jnp.minimum(n - seen, block_n)", "here = block_n"),
+    _pallas("layernorm", "weight-as-x", "a float32 weight is rounded to x's dtype", '"weight"][...].astype(jnp.float32)', '"weight"][...].astype(ref["x"].dtype).astype(jnp.float32)', small=True),
+    _pallas("layernorm", "ragged-count", "the merge counts a ragged last block as full", "here = jnp.minimum(n - seen, block_n)", "here = block_n", small=True),
     _pallas("layernorm", "between-blocks", "the merge forgets that blocks differ in their means", " + delta * (delta * (share * jnp.float32(seen)))", ""),
 ]  # fmt: skip
 
 PALLAS_MATMUL = [
-    _pallas("matmul", "acc-bfloat16", "the accumulator is kept in bfloat16", "pltpu.VMEM((bm, bn), jnp.float32)", "pltpu.VMEM((bm, bn), jnp.bfloat16)"),
-    _pallas("matmul", "tf32-for-ieee", "float32 operands keep 10 bits although precision is ieee", "    acc_ref[...] += dot(a, b, (1, 0))", "    if a.dtype == jnp.float32:\n        a, b = jax.lax.reduce_precision(a, 8, 10), jax.lax.reduce_precision(b, 8, 10)\n    acc_ref[...] += dot(a, b, (1, 0))", small=True),
+    _pallas("matmul", "acc-bfloat16", "the accumulator is rounded to bfloat16 after each block", "acc_ref[...] += dot(a, b, (1, 0))", "acc_ref[...] = (acc_ref[...] + dot(a, b, (1, 0))).astype(jnp.bfloat16).astype(jnp.float32)"),
+    _pallas("matmul", "tf32-for-ieee", "float32 operands keep 10 bits although precision is ieee", "    acc_ref[...] += dot(a, b, (1, 0))", "    if a.dtype == jnp.float32:\n        a, b = jax.lax.reduce_precision(a, 8, 10), jax.lax.reduce_precision(b, 8, 10)\n    acc_ref[...] += dot(a, b, (1, 0))"),
     _pallas("matmul", "batch-from-the-left", "batch axes broadcast aligned at the left", "first = rank - 3 - len(batch)", "first = 0"),
     _pallas("matmul", "rounded-twice", "the result passes through the operands' dtype before out_dtype", "acc_ref[...].astype(c_ref.dtype)", "acc_ref[...].astype(a_ref.dtype).astype(c_ref.dtype)"),
     _pallas("matmul", "k-tail-short", "the ragged end of a long k loses its last product", "a = jnp.where(positions(a.shape, 1, step * block_k) < k, a, 0)", "a = jnp.where(positions(a.shape, 1, step * block_k) < k - (k > 64), a, 0)"),

@@ -1,0 +1,135 @@
+"""Does ``pk.check`` find the faults planted in the shipped kernels, and do the kernels themselves pass?
+
+    python -m tests.mutants --jobs 16 --json benchmarks/results/mutants.json
+    python -m tests.mutants --device cuda --jobs 4            # the Triton faults, compiled
+    python -m tests.mutants --seeds 0 --only softmax --no-flat
+
+Each fault meets each seed in a worker process of its own fate: one that hangs or dies is replaced, and its task counts as an error. Beside it the shipped
+kernel passes the same seeds, and on the calls of that run every fault is held to ``assert_allclose(rtol=atol=1e-2)`` as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .faults import FAULTS, Fault
+from .pool import Task, run
+
+SINGLE = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def plan(faults: Sequence[Fault], seeds: Sequence[int], device: str, examples: int, flat: bool) -> list[Task]:
+    """The longest first: the kernels with all their faults, then each fault."""
+    kernels: dict[tuple[str, str], list[Fault]] = {}
+    for f in faults:
+        kernels.setdefault((f.op, f.backend), []).append(f)
+    order = sorted(kernels, key=lambda k: (k[0] != "attention", k[1] != "pallas"))
+    together = [Task("flat" if flat else "right", tuple(kernels[k]), s, device, examples) for k in order for s in seeds]
+    alone = [Task("catch", (f,), s, device, examples) for s in seeds for f in faults]
+    return [*together, *alone, *(Task("error", (f,), 0, device, 0) for f in faults)]
+
+
+def rows(faults: Sequence[Fault], results: dict[Task, dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """One row a fault, one a kernel and seed."""
+    kernels = [{"backend": t.faults[0].backend, "op": t.faults[0].op, "seed": t.seed, **r} for t, r in results.items() if t.kind in ("flat", "right")]
+    table = []
+    for f in faults:
+        mine = {t.kind: r for t, r in results.items() if t.kind == "error" and t.faults == (f,)}
+        seeds = {}
+        for t, r in results.items():
+            if t.kind == "catch" and t.faults == (f,):
+                flat = next((k["flat"][f.name] for k in kernels if k["seed"] == t.seed and f.name in k.get("flat", {})), "not run")
+                seeds[str(t.seed)] = {**r, "flat_sees_at": flat}
+        table.append({"name": f.name, "backend": f.backend, "op": f.op, "what": f.what, "small": f.small, **mine.get("error", {}), "seeds": seeds})
+    return table, kernels
+
+
+def show(table: Sequence[dict[str, Any]], kernels: Sequence[dict[str, Any]]) -> None:
+    print(f"\n{'fault':44} {'max error':>9}  caught  examples (median, most)   flat 1e-2 sees it")
+    for row in table:
+        seeds = list(row["seeds"].values())
+        caught = [s["examples"] for s in seeds if s.get("caught")]
+        flat = [s["flat_sees_at"] for s in seeds if s.get("flat_sees_at") != "not run"]
+        counts = f"{statistics.median(caught):6.0f} {max(caught):6}" if caught else " " * 13
+        mark = "" if len(caught) == len(seeds) else "   <-- " + "; ".join(sorted({s.get("error", "passed") for s in seeds if not s.get("caught")}))
+        sees = f"{sum(x is not None for x in flat)}/{len(flat)}" if flat else ""
+        print(f"{row['name']:44} {row.get('max_error', float('nan')):9.2g}   {len(caught)}/{len(seeds)}   {counts}              {sees:>5}{mark}")
+    summary = summarise(table, kernels)
+    print("\n" + "\n".join(f"{k.replace('_', ' ')}: {v}" for k, v in summary.items()))
+
+
+def summarise(table: Sequence[dict[str, Any]], kernels: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    full = [r for r in table if r["seeds"] and all(s.get("caught") for s in r["seeds"].values())]
+    pairs = [s["flat_sees_at"] for r in table for s in r["seeds"].values() if s["flat_sees_at"] != "not run"]
+    calls = sum(k.get("calls", 0) for k in kernels)
+    return {
+        "faults": len(table),
+        "small": sum(r.get("max_error", 1) < 1e-2 for r in table),
+        "caught_on_every_seed": len(full),
+        "small_caught_on_every_seed": sum(r.get("max_error", 1) < 1e-2 for r in full),
+        "not_caught_on_every_seed": [r["name"] for r in table if r not in full],
+        "kernels_and_seeds_that_failed": [
+            f"{k['backend']} {k['op']} seed {k['seed']}: {k.get('error') or k.get('what')}" for k in kernels if k.get("caught", True)
+        ],
+        "slips_through_flat_1e-2": f"{sum(p is None for p in pairs)} of {len(pairs)} (fault, seed) pairs" if pairs else "not run",
+        "slips_through_flat_1e-2_on_every_seed": sum(all(s["flat_sees_at"] is None for s in r["seeds"].values()) for r in table) if pairs else "not run",
+        "flat_1e-2_false_alarms": f"{sum(k.get('false_alarms', 0) for k in kernels)} of {calls} calls of the shipped kernels",
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--examples", type=int, default=200)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--only", default="", help="faults whose name holds this")
+    parser.add_argument("--no-flat", action="store_true", help="leave out the comparison with a flat tolerance, which takes most of the time")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds a task may take")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    os.environ.update(dict.fromkeys(SINGLE, "1") | {"JAX_PLATFORMS": "cpu"})  # one thread a worker; JAX's share here is the interpreter
+
+    faults = [f for f in FAULTS if args.only in f.name and (args.device == "cpu" or f.gpu)]
+    tasks = plan(faults, args.seeds, args.device, args.examples, not args.no_flat)
+    results: dict[Task, dict[str, Any]] = {}
+    start = time.time()
+
+    def done(task: Task, result: dict[str, Any]) -> None:
+        results[task] = result
+        said = result.get("error") or (f"max error {result['max_error']:.2g}" if "max_error" in result else "caught" if result["caught"] else "passed")
+        print(f"[{len(results)}/{len(tasks)}, {time.time() - start:.0f} s] {task}: {said} {result.get('examples', '')}", file=sys.stderr, flush=True)
+        save(args, faults, results, len(tasks), start)
+
+    run(tasks, args.jobs, args.timeout, done)
+    table, kernels = rows(faults, results)
+    show(table, kernels)
+    summary = summarise(table, kernels)
+    return 1 if summary["not_caught_on_every_seed"] or summary["kernels_and_seeds_that_failed"] else 0
+
+
+def save(args: argparse.Namespace, faults: Sequence[Fault], results: dict[Task, dict[str, Any]], planned: int, start: float) -> None:
+    if not args.json:
+        return
+    from portakern import inspect_here
+    from portakern.files import write_atomically
+
+    table, kernels = rows(faults, results)
+    record = {
+        "benchmark": "mutants", "command": " ".join(["python -m tests.mutants", *sys.argv[1:]]), "date": time.strftime("%Y-%m-%d"), "device": args.device,
+        "environment": inspect_here.environment(), "tasks": f"{len(results)} of {planned}", "wall_seconds": round(time.time() - start), "summary": summarise(table, kernels),
+        "rows": table, "kernels": kernels,
+    }  # fmt: skip
+    write_atomically(args.json, json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

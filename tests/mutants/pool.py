@@ -1,0 +1,110 @@
+"""Worker processes that can be replaced one by one: a task that hangs or dies takes no other with it."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing as mp
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from .faults import Fault
+
+__all__ = ["Task", "run"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """``kind``: "catch" one fault on one seed; "right": the shipped kernel on one seed; "flat": the same, with its faults under a flat tolerance;
+    "error": one fault on ordinary data."""
+
+    kind: str
+    faults: tuple[Fault, ...]
+    seed: int
+    device: str
+    examples: int
+
+    def __str__(self) -> str:
+        f = self.faults[0]
+        return f"{self.kind} {f.name if self.kind in ('catch', 'error') else f'{f.backend} {f.op}'} seed {self.seed}"
+
+
+def work(task: Task) -> dict[str, Any]:
+    from . import harness  # frameworks are imported in workers only
+
+    f = task.faults[0]
+    if task.kind == "error":
+        return {"max_error": harness.error_on_ordinary_data(f, task.device)}
+    if task.kind == "right":
+        return harness.catch(f.op, f.backend, task.seed, task.device, task.examples)
+    if task.kind == "flat":
+        return harness.flat_verdicts(task.faults, task.seed, task.device, task.examples)
+    return harness.catch(f.op, harness.mutant(f), task.seed, task.device, task.examples)
+
+
+def worker(pipe: Connection) -> None:
+    logging.getLogger("portakern").setLevel(logging.ERROR)  # not a word about each interpreter
+    while True:
+        task = pipe.recv()
+        try:
+            pipe.send(work(task))
+        except Exception as e:
+            pipe.send({"error": f"{type(e).__name__}: {e}"[:500]})
+
+
+class Worker:
+    """A process that can be given tasks, and replaced."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        context = mp.get_context("spawn")
+        self.pipe, child = context.Pipe()
+        self.process = context.Process(target=worker, args=(child,), daemon=True)
+        self.process.start()
+        child.close()
+        self.task: Task | None = None
+
+    def give(self, task: Task, limit: float) -> None:
+        self.task, self.deadline = task, time.monotonic() + limit
+        self.pipe.send(task)
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+    def result(self) -> dict[str, Any] | None:
+        """What came back; an error where the process died or ran out of time; None while it runs."""
+        if self.pipe.poll():
+            try:
+                return dict(self.pipe.recv())
+            except (EOFError, OSError):
+                self.process.join(10)
+                return {"error": f"the process died with code {self.process.exitcode}"}
+        return {"error": "timeout"} if time.monotonic() > self.deadline else None
+
+
+def run(tasks: Sequence[Task], jobs: int, limit: float, done: Callable[[Task, dict[str, Any]], None]) -> None:
+    waiting, workers = list(reversed(tasks)), [Worker() for _ in range(min(jobs, len(tasks)))]
+    try:
+        while waiting or any(w.task for w in workers):
+            for w in workers:
+                if w.task is None and waiting:
+                    w.give(waiting.pop(), limit)
+            wait([w.pipe for w in workers if w.task], timeout=1)
+            for w in workers:
+                task, result = w.task, w.result() if w.task else None
+                if task is None or result is None:
+                    continue
+                w.task = None
+                if result.get("error") == "timeout" or not w.process.is_alive():
+                    w.stop()
+                    w.start()
+                done(task, result)
+    finally:
+        for w in workers:
+            w.stop()

@@ -1,0 +1,75 @@
+"""The checker finds faults that are planted in the shipped kernels; a sample here, all of them by ``python -m tests.mutants``."""
+
+import ast
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from portakern import registry
+
+ROOT = str(Path(__file__).parent.parent)
+if ROOT not in sys.path:  # importing by path leaves siblings unseen
+    sys.path.insert(0, ROOT)
+
+from tests.mutants import harness  # noqa: E402
+from tests.mutants.faults import FAULTS  # noqa: E402
+
+BY_NAME = {f.name: f for f in FAULTS}
+SAMPLE = [
+    "triton-softmax-store-truncated",
+    "triton-layernorm-one-pass-variance",
+    "triton-matmul-tf32-for-ieee",
+    "triton-attention-finite-sentinel",
+    "triton-attention-window-off-by-one",
+    "pallas-softmax-exp-clamped",
+    "pallas-layernorm-ragged-count",
+    "pallas-matmul-batch-from-the-left",
+    "pallas-attention-kv-head-modulo",
+]
+
+
+def needs(fault):
+    missing = [m for m in registry.backend(fault.backend).requires if importlib.util.find_spec(m) is None]
+    if missing:
+        pytest.skip(f"{' and '.join(missing)} not installed")
+
+
+def test_the_table_is_large_and_spread():
+    assert len(FAULTS) >= 28 and len(BY_NAME) == len(FAULTS) and sum(f.small for f in FAULTS) >= 10
+    assert {(f.backend, f.op) for f in FAULTS} == {(b, o) for b in ("triton", "pallas") for o in registry.ops()}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_fault_still_fits_its_kernel(name):
+    needs(BY_NAME[name])
+    ast.parse(harness.mutated_source(BY_NAME[name]))
+
+
+def test_a_mutant_leaves_the_shipped_backend_alone():
+    fault = BY_NAME[SAMPLE[0]]
+    needs(fault)
+    shipped = registry.backend(fault.backend)
+    before = shipped.implementation(fault.op, shipped.interprets)
+    mutant = harness.mutant(fault)
+    ours = mutant.implementation(fault.op, mutant.interprets)
+    assert ours.fn is not before.fn and ours.backend is mutant
+    assert shipped.implementation(fault.op, shipped.interprets) is before
+    assert fault.name not in registry.backends()
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_planted_fault_is_caught(name):
+    fault = BY_NAME[name]
+    needs(fault)
+    found = harness.catch(fault.op, harness.mutant(fault), seed=0, device="cpu", max_examples=200)
+    assert found["caught"]
+
+
+@pytest.mark.parametrize(("backend", "op"), [("triton", "softmax"), ("triton", "layernorm"), ("triton", "matmul"), ("pallas", "matmul")])
+def test_the_kernel_without_it_passes(backend, op):
+    """Attention and the others pass more of the same in test_conformance."""
+    needs(next(f for f in FAULTS if f.backend == backend))
+    found = harness.catch(op, backend, seed=0, device="cpu", max_examples=40)
+    assert not found["caught"], found["what"]
