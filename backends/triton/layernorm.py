@@ -90,9 +90,9 @@ def layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     if len(shape) > 2:  # three or more row dimensions that no two strides describe: the one case that gathers a copy
         x = x.contiguous()
         shape, (sx, _) = collapse(x.shape[:-1], x.stride()[:-1], contiguous_strides(x.shape)[:-1])
-    outer, inner = ((1, 1) + shape)[-2:]
+    outer, inner = ((1, 1) + shape)[-2:]  # a single row keeps the stride that it has among others, and with it its layout and its bits
     launch(layernorm_kernel, cdiv(outer * inner, tiling["block_rows"]), call, x, weight, bias, y, outer * inner, inner, n, call.options["eps"],
-           *((0, 0) + sx)[-2:], x.stride(-1), 0 if weight is None else weight.stride(0), 0 if bias is None else bias.stride(0),
+           *((0, n * x.stride(-1)) + sx)[-2:], x.stride(-1), 0 if weight is None else weight.stride(0), 0 if bias is None else bias.stride(0),
            block_rows=tiling["block_rows"], block_n=tiling["block_n"], acc_dtype=accumulator(call.dtype), one_tile=n <= tiling["block_n"],
            flat=len(shape) < 2, num_warps=tiling["num_warps"])  # fmt: skip
     return (y,)

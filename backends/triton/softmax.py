@@ -97,9 +97,9 @@ def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
         x = x.contiguous()
         shape, (sx, sy) = collapse(without_axis(x.shape), without_axis(x.stride()), without_axis(y_strides))
     outer, inner = ((1, 1) + shape)[-2:]
-    pad = (0, 0)
+    lone = lambda strides: (0, n * strides[axis])  # noqa: E731  a single row keeps the stride that it has among others, and with it its layout and its bits
     launch(softmax_kernel, cdiv(outer * inner, tiling["block_rows"]), call, x, y, outer * inner, inner, n,
-           *(pad + sx)[-2:], x.stride(axis), *(pad + sy)[-2:], y_strides[axis],
+           *(lone(x.stride()) + sx)[-2:], x.stride(axis), *(lone(y_strides) + sy)[-2:], y_strides[axis],
            block_rows=tiling["block_rows"], block_n=tiling["block_n"], acc_dtype=accumulator(call.dtype), one_tile=n <= tiling["block_n"],
            flat=len(shape) < 2, num_warps=tiling["num_warps"])  # fmt: skip
     return (y,)

@@ -238,7 +238,8 @@ def _explore(subject: Subject, limits: Limits, edge: Edge | None, count: int, st
     except Exception as e:
         if not failed:
             raise
-        case, error = next(((c, x) for c, x in reversed(failed) if type(x) is type(e)), failed[-1])
+        # what fails once and not again (Hypothesis calls it flaky: a dead device, a race) is the first failure; what came after may be its consequence
+        case, error = next(((c, x) for c, x in reversed(failed) if type(x) is type(e)), failed[0])
         report.failures.append(_failure(subject, case, error))
 
 

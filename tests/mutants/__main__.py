@@ -77,7 +77,7 @@ def summarise(table: Sequence[dict[str, Any]], kernels: Sequence[dict[str, Any]]
         "small_caught_on_every_seed": sum(r.get("max_error", 1) < 1e-2 for r in full),
         "not_caught_on_every_seed": [r["name"] for r in table if r not in full],
         "kernels_and_seeds_that_failed": [
-            f"{k['backend']} {k['op']} seed {k['seed']}: {k.get('error') or k.get('what')}" for k in kernels if k.get("caught", True)
+            f"{k['backend']} {k['op']} seed {k['seed']}: {k.get('error') or k.get('what')}" for k in kernels if k.get("failed", True)
         ],
         "slips_through_flat_1e-2": f"{sum(p is None for p in pairs)} of {len(pairs)} (fault, seed) pairs" if pairs else "not run",
         "slips_through_flat_1e-2_on_every_seed": sum(all(s["flat_sees_at"] is None for s in r["seeds"].values()) for r in table) if pairs else "not run",
@@ -105,7 +105,7 @@ def main() -> int:
 
     def done(task: Task, result: dict[str, Any]) -> None:
         results[task] = result
-        said = result.get("error") or (f"max error {result['max_error']:.2g}" if "max_error" in result else "caught" if result["caught"] else "passed")
+        said = result.get("error") or (f"max error {result['max_error']:.2g}" if "max_error" in result else "caught" if result.get("caught") else "FAILED" if result["failed"] else "passed")
         print(f"[{len(results)}/{len(tasks)}, {time.time() - start:.0f} s] {task}: {said} {result.get('examples', '')}", file=sys.stderr, flush=True)
         save(args, faults, results, len(tasks), start)
 

@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 
 import portakern as pk
-from portakern import dispatch, registry
+from portakern import dispatch, registry, testing
 from portakern.frameworks import FRAMEWORKS, numpy_dtype
 from portakern.registry import Backend
 from portakern.tolerance import format_of
 
 from .faults import Fault
 
-__all__ = ["catch", "error_on_ordinary_data", "flat_verdicts", "mutant", "mutated_source"]
+__all__ = ["catch", "checked", "error_on_ordinary_data", "flat_verdicts", "mutant", "mutated_source"]
 
 FLAT = 1e-2  # rtol and atol of the usual test
 
@@ -78,13 +78,21 @@ def mutant(fault: Fault) -> Backend:
     return backend
 
 
-def catch(op: str, backend: str | Backend, seed: int, device: str, max_examples: int) -> dict[str, Any]:
-    """One check: was a fault found, after how many examples, and which."""
+def catch(fault: Fault, seed: int, device: str, max_examples: int) -> dict[str, Any]:
+    """One check of a faulty kernel: was the fault found, after how many examples, and how. A case that the shipped kernel fails too finds nothing."""
+    row = checked(fault.op, mutant(fault), seed, device, max_examples)
+    if row["failed"] and testing.replay(fault.op, row["case"], backend=fault.backend, device=device).failures:
+        return {**row, "caught": False, "error": "the shipped kernel fails the same case"}
+    return {**row, "caught": row["failed"]}
+
+
+def checked(op: str, backend: str | Backend, seed: int, device: str, max_examples: int) -> dict[str, Any]:
+    """One check, up to its first failure. ``examples`` counts the instances of laws as well, which come last."""
     start = time.perf_counter()
     report = pk.check(op, backend=backend, device=device, max_examples=max_examples, seed=seed, shrink=False)
     failure = report.failures[0] if report.failures else None
     return {
-        "caught": failure is not None,
+        "failed": failure is not None,
         "examples": report.examples + sum(report.refused.values()) + sum(report.laws.values()),
         "what": failure and failure.what[:300],
         "case": failure and failure.case,
@@ -149,7 +157,7 @@ def flat_verdicts(faults: Sequence[Fault], seed: int, device: str, max_examples:
             jax.clear_caches()  # a compiled function for every case and fault would fill the memory
 
     with dispatch.observe(compare):
-        row = catch(op, backend, seed, device, max_examples)
+        row = checked(op, backend, seed, device, max_examples)
     return {**row, **count, "flat": seen}
 
 

@@ -38,10 +38,10 @@ def work(task: Task) -> dict[str, Any]:
     if task.kind == "error":
         return {"max_error": harness.error_on_ordinary_data(f, task.device)}
     if task.kind == "right":
-        return harness.catch(f.op, f.backend, task.seed, task.device, task.examples)
+        return harness.checked(f.op, f.backend, task.seed, task.device, task.examples)
     if task.kind == "flat":
         return harness.flat_verdicts(task.faults, task.seed, task.device, task.examples)
-    return harness.catch(f.op, harness.mutant(f), task.seed, task.device, task.examples)
+    return harness.catch(f, task.seed, task.device, task.examples)
 
 
 def worker(pipe: Connection) -> None:
