@@ -127,7 +127,7 @@ def check(
     _show_reports(reports)
     if json_file:
         record = {
-            "command": shlex.join(["portakern", *sys.argv[1:]]),
+            "command": shlex.join(["portakern", *(a if a != str(json_file) else json_file.name for a in sys.argv[1:])]),
             "date": time.strftime("%Y-%m-%d"),
             "device": inspect_here.device_names(),
             "environment": inspect_here.environment(),
@@ -183,3 +183,7 @@ def demo(
         minilm.render(result, out)
     if not result.passed:
         raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    main()

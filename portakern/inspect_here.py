@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import platform
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -103,11 +102,11 @@ def devices() -> list[dict[str, str]]:
 def device_names() -> list[str]:
     """The accelerators by their makers' names, or the processor."""
     names = []
-    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
-    if torch is not None and torch.cuda.is_available():
-        names += [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    elif jax is not None:
-        names += [d.device_kind for d in jax.local_devices() if d.platform != "cpu"]
+    if importlib.util.find_spec("torch"):
+        torch = FRAMEWORKS["torch"].load()
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    if not names and importlib.util.find_spec("jax"):
+        names = [d.device_kind for d in FRAMEWORKS["jax"].load().local_devices() if d.platform != "cpu"]
     return names or [platform.processor() or platform.machine()]
 
 

@@ -14,6 +14,10 @@ from typing import Annotated, Any, Literal
 __all__ = ["Axis", "DType", "Option", "Range", "option_from_annotation", "shown"]
 
 FLOAT_NAMES = ("float32", "float16", "bfloat16", "float64")
+TINY, HUGE = (
+    2.0**-126,
+    (2 - 2.0**-23) * 2.0**127,
+)  # float32's normal numbers: kernels compute in it, and a scale that it cannot hold becomes 0 or inf in silence
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ def _checker(kind: Any, marks: tuple[Any, ...]) -> tuple[Callable[[Any], Any], s
     if kind is int:
         return (lambda v: _int(v, bounds)), f"an integer {bounds}".strip(), bounds.typical
     if kind is float:
-        return (lambda v: _float(v, bounds)), f"a finite number {bounds}".strip(), bounds.typical
+        return (lambda v: _float(v, bounds)), f"a finite number in float32's range {bounds}".strip(), bounds.typical
     raise TypeError(f"an option cannot be annotated {kind!r}")
 
 
@@ -136,7 +140,7 @@ def _float(value: Any, bounds: Range) -> float:
         number = float(value)
     except OverflowError:
         raise ValueError from None
-    if not math.isfinite(number) or number not in bounds:
+    if not (number == 0 or TINY <= abs(number) <= HUGE) or number not in bounds:
         raise ValueError
     return number
 

@@ -49,7 +49,7 @@ def attention(
     is_causal: bool = False,
     window: Annotated[tuple[int | None, int | None], Range(0, typical=((3, 0), (None, 2), (5, 5), (0, 0)))] | None = None,
     scale: Annotated[float, Range(typical=(0.125, 1.0, 0.3))] | None = None,
-    softcap: Annotated[float, Range(0.0, open=True, typical=(2.0, 30.0))] | None = None,
+    softcap: Annotated[float, Range(0.0, 1e30, open=True, typical=(2.0, 30.0))] | None = None,
     precision: Literal["ieee", "tf32"] = "ieee",
     return_lse: bool = False,
 ) -> AttentionOut:
@@ -165,7 +165,8 @@ class _Rows(NamedTuple):
         if bias is not None:
             bias = np.broadcast_to(bias, (*call.outputs["lse"][0], k.shape[0]))[b, h]
             s, ds = s + bias, ds + 4 * u * np.abs(bias)
-        seen = allowed(call, b) & (s != -inf)
+        may = allowed(call, b)
+        seen = may & (s != -inf)
         m = np.where(seen, s, -inf).max(1, keepdims=True, initial=-inf)
         d = np.where(seen, m - s, inf)
         ds = np.where(seen, ds + 6 * u * d + unit.ex, 0)
@@ -173,7 +174,7 @@ class _Rows(NamedTuple):
         g = np.where(ds < 1, p * np.expm1(ds), np.exp(np.minimum(ds - d, 700)))
         n = seen.sum(1, keepdims=True)
         steps = u * (np.minimum(20 * n, call.dims["kv_len"]) + 32)
-        overflows = seen & ((size * max(1, abs(scale)) >= unit.huge) | (np.isfinite(s) & (s >= unit.huge)))
+        overflows = may & ((size * max(1, abs(scale)) >= unit.huge) | (np.isfinite(s) & (s >= unit.huge)))
         return cls(seen, n, m, d, ds, p, p.sum(1, keepdims=True), g, (p * np.exp(-ds)).sum(1, keepdims=True), steps, overflows.any(1, keepdims=True))
 
 

@@ -219,6 +219,8 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
 def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     arrays, dims, options = call.arrays, call.dims, call.options
     q, k, v, bias, q_segments, kv_segments = (arrays[n] for n in ("q", "k", "v", "bias", "q_segment_ids", "kv_segment_ids"))
+    if not call.interpret:
+        k, v = _head_dim_innermost(k), _head_dim_innermost(v)
     batch, q_len, heads, d = q.shape
     kv_len, dv = dims["kv_len"], dims["dv"]
     o = torch.empty((batch, q_len, heads, dv), dtype=q.dtype, device=q.device)
@@ -236,6 +238,15 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
            block_q=tiling["block_q"], block_kv=tiling["block_kv"], block_d=block_d, block_dv=block_dv, whole_d=block_d == d, whole_dv=block_dv == dv,
            precision=dot_precision(call), acc_dtype=accumulator(call.dtype), num_warps=tiling["num_warps"], num_stages=tiling["num_stages"])  # fmt: skip
     return (o, lse)
+
+
+def _head_dim_innermost(x: torch.Tensor) -> torch.Tensor:
+    """``x``, gathered into a copy where its elements of one head are not adjacent.
+
+    Triton 3.6 compiles the kernel wrongly for Hopper when k is read across a stride: values come out wrong, or reads leave shared memory (compute-sanitizer:
+    invalid __shared__ read), with value heads of up to 32. Such reads would not coalesce either.
+    """
+    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _band(is_causal: bool, window: tuple[int | None, int | None] | None, enough: int) -> tuple[int | None, int | None]:

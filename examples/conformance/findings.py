@@ -34,11 +34,11 @@ def finite(*arrays: Any) -> bool:
     return all(bool((abs(a) < float("inf")).all()) for a in arrays)
 
 
-def overflows(q: Any, k: Any, scale: float | None) -> bool:
-    """Whether a score may leave float32, where no kernel promises anything."""
+def overflows(q: Any, k: Any, scale: float | None, limit: float = 2.0**127) -> bool:
+    """Whether a score may pass ``limit``: by default the range of float32, beyond which no kernel promises anything."""
     if 0 in (*q.shape, *k.shape):
         return False
-    return float(abs(q).max()) * float(abs(k).max()) * q.shape[3] * max(1.0, abs(scale or 1.0)) >= 2.0**127
+    return float(abs(q).max()) * float(abs(k).max()) * q.shape[3] * max(1.0, abs(scale or 1.0)) >= limit
 
 
 def apart_from(fn: Callable[..., Any], findings: Mapping[str, Finding]) -> Callable[..., Any]:

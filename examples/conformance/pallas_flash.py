@@ -1,6 +1,6 @@
 """jax.experimental.pallas.ops.tpu.flash_attention, the TPU kernel that JAX ships, in Pallas's TPU interpreter on a CPU, held to the attention spec.
 
-    python examples/conformance/pallas_flash.py
+python examples/conformance/pallas_flash.py
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes, SegmentI
 
 from portakern.examples.conformance.findings import Finding, finite, overflows, show
 
-Array = jax.Array
 
-
-def flash(q: Array, k: Array, v: Array, bias: Array | None = None, *, is_causal: bool = False, scale: float | None = None) -> Array:
+def flash(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None = None, *, is_causal: bool = False, scale: float | None = None) -> jax.Array:
     """The spec's (batch, sequence, heads, d) to the kernel's (batch, heads, sequence, d) and back.
 
     It wants key lengths that are multiples of 128, v as wide as k, as many key heads as query heads, and its causal mask is aligned at the top left. So both
@@ -26,7 +24,7 @@ def flash(q: Array, k: Array, v: Array, bias: Array | None = None, *, is_causal:
     scale = d**-0.5 if scale is None else scale
     length, width = -(-max(q_len, kv_len) // 128) * 128, max(d, dv)
 
-    def ready(x: Array) -> Array:
+    def ready(x: jax.Array) -> jax.Array:
         x = jnp.repeat(x, heads // x.shape[2], axis=2).transpose(0, 2, 1, 3)
         return jnp.pad(x, ((0, 0), (0, 0), (length - x.shape[2], 0), (0, width - x.shape[3])))
 
@@ -39,7 +37,7 @@ def flash(q: Array, k: Array, v: Array, bias: Array | None = None, *, is_causal:
     return o[:, :, length - q_len :, :dv].transpose(0, 2, 1, 3)
 
 
-def one_block_of_queries(q: Array, k: Array, v: Array, *, is_causal: bool = True) -> Array:
+def one_block_of_queries(q: jax.Array, k: jax.Array, v: jax.Array, *, is_causal: bool = True) -> jax.Array:
     """Causal self-attention with all queries in one block. The keys get their padding behind, where the causal mask itself hides it."""
     (_, length, _, d), padding = q.shape, -k.shape[1] % 128
     q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
@@ -69,8 +67,8 @@ FINDINGS = {
         lambda q, k, **_: not finite(q, k),
     ),
     "a row of -inf": Finding(
-        "a row whose bias is all -inf is NaN",
-        '{"dtype":"float32","shapes":{"q":[1,1,1,1],"k":[1,1,1,1],"v":[1,1,1,1],"bias":[1,1,1,1]},"masks":{"bias":"mask"}}',
+        "a row whose bias is all -inf is NaN, if no padding stands beside it",
+        '{"dtype":"float32","shapes":{"q":[1,128,1,8],"k":[1,128,1,8],"v":[1,128,1,8],"bias":[1,1,128,128]},"masks":{"bias":"mask"}}',
         lambda bias, **_: bias is not None and bool(jnp.isneginf(bias).any()),
     ),
     "scores beyond float32": Finding("no kernel promises anything there", where=lambda q, k, scale, **_: overflows(q, k, scale)),

@@ -91,21 +91,29 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--examples", type=int, default=200)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--only", default="", help="faults whose name holds this")
+    parser.add_argument("--only", nargs="+", default=[""], help="faults whose name holds one of these")
     parser.add_argument("--no-flat", action="store_true", help="leave out the comparison with a flat tolerance, which takes most of the time")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds a task may take")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     os.environ.update(dict.fromkeys(SINGLE, "1") | {"JAX_PLATFORMS": "cpu"})  # one thread a worker; JAX's share here is the interpreter
 
-    faults = [f for f in FAULTS if args.only in f.name and (args.device == "cpu" or f.gpu)]
+    faults = [f for f in FAULTS if any(part in f.name for part in args.only) and (args.device == "cpu" or f.gpu)]
     tasks = plan(faults, args.seeds, args.device, args.examples, not args.no_flat)
     results: dict[Task, dict[str, Any]] = {}
     start = time.time()
 
     def done(task: Task, result: dict[str, Any]) -> None:
         results[task] = result
-        said = result.get("error") or (f"max error {result['max_error']:.2g}" if "max_error" in result else "caught" if result.get("caught") else "FAILED" if result["failed"] else "passed")
+        said = result.get("error") or (
+            f"max error {result['max_error']:.2g}"
+            if "max_error" in result
+            else "caught"
+            if result.get("caught")
+            else "FAILED"
+            if result["failed"]
+            else "passed"
+        )
         print(f"[{len(results)}/{len(tasks)}, {time.time() - start:.0f} s] {task}: {said} {result.get('examples', '')}", file=sys.stderr, flush=True)
         save(args, faults, results, len(tasks), start)
 

@@ -110,14 +110,19 @@ def _flat_ok(outputs: Sequence[Any], exact: Sequence[np.ndarray | None]) -> bool
     return True
 
 
-def _again(served: dispatch.Served, backend: Backend) -> tuple[Any, ...]:
-    """The outputs of another backend for a call that was served, in the spec's order; None where unwanted."""
+def _again(served: dispatch.Served, backend: Backend) -> list[Any]:
+    """Another backend's outputs for a call that was served, with the same tiling; None where unwanted."""
     call = served.call
-    arrays = {n: a for n, a in call.arrays.items() if a is not None}
-    options = {n: v for n, v in call.options.items() if v is not None}
-    result = dispatch.op(call.spec, backend=backend, tiling=served.tiling)(**arrays, **options)
-    given = dict(zip(call.wants, result if len(call.wants) > 1 else (result,), strict=False))
-    return tuple(None if o.name not in given else call.framework.to_numpy(given[o.name]) for o in call.spec.outputs)
+    package, _ = backend.package_for(call.target.platform) or ("", False)
+    impl = backend.implementation(call.spec.name, package)
+    assert impl is not None
+    if call.framework.name == "jax":
+        from portakern import tracing
+
+        outputs = tracing.run(impl, call, served.tiling)
+    else:
+        outputs = impl.fn(call, served.tiling)
+    return [None if o is None else call.framework.to_numpy(o) for o in outputs]
 
 
 def flat_verdicts(faults: Sequence[Fault], seed: int, device: str, max_examples: int) -> dict[str, Any]:

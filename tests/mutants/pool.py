@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing as mp
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,8 @@ def worker(pipe: Connection) -> None:
             pipe.send(work(task))
         except Exception as e:
             pipe.send({"error": f"{type(e).__name__}: {e}"[:500]})
+        if jax := sys.modules.get("jax"):
+            jax.clear_caches()  # else every compiled case stays mapped, and a process may hold only so many mappings
 
 
 class Worker:

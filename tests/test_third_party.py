@@ -1,0 +1,312 @@
+"""Code that portakern did not write: backends registered in a few lines, ops and backends from installed packages, and other people's attention kernels."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+import portakern as pk
+from portakern import registry
+from portakern.testing import Limits
+
+X = np.random.default_rng(0).standard_normal((3, 40)).astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    """Registrations end with the test, and begin with it: the README's may have been made in this process."""
+    registry._registered.clear()
+    yield
+    registry._registered.clear()
+
+
+def numpy_softmax(call, tiling):
+    x, axis = call.arrays["x"].astype(np.float32), call.options["axis"]
+    with np.errstate(all="ignore"):
+        e = np.exp(x - x.max(axis, keepdims=True))
+        return (np.ascontiguousarray(e / e.sum(axis, keepdims=True)).astype(call.arrays["x"].dtype),)
+
+
+def torch_softmax(call, tiling):
+    import torch
+
+    return (torch.softmax(call.arrays["x"], call.options["axis"]).contiguous(),)
+
+
+def jax_softmax(call, tiling):
+    import jax
+
+    x = call.arrays["x"]
+    return (jax.nn.softmax(x.astype("float32"), call.options["axis"]).astype(x.dtype),)
+
+
+SOFTMAX = {"numpy": numpy_softmax, "torch": torch_softmax, "jax": jax_softmax}
+
+
+def mine(framework="numpy", fn=None, **kwargs):
+    backend = pk.Backend("mine", framework=framework, **kwargs)
+    backend.implements("softmax")(fn or SOFTMAX[framework])
+    return pk.register(backend)
+
+
+@pytest.mark.parametrize("framework", SOFTMAX)
+def test_a_function_becomes_a_backend(framework):
+    pytest.importorskip(framework, reason=f"{framework} is not installed")
+    mine(framework)
+    softmax = pk.op("softmax", backend="mine")
+    np.testing.assert_allclose(softmax(X), pk.op("softmax")(X), atol=1e-6)
+    assert f"backend: mine (named), compiled for cpu\n  implementation: {__name__}" in softmax.explain(X)
+    report = pk.check("softmax", backend="mine", device="cpu", max_examples=40, limits=Limits(arguments=frozenset({"axis"})))
+    assert report.passed, report.failures
+
+
+def test_laws_hold_of_functions_too():
+    mine()
+    report = pk.check("softmax", backend="mine", max_examples=60)
+    assert report.passed, report.failures
+
+
+def test_a_jax_function_is_staged():
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    mine("jax")
+    softmax = pk.op("softmax", backend="mine")
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        np.testing.assert_allclose(jax.jit(softmax)(X), softmax(X), atol=1e-6)
+        np.testing.assert_allclose(jax.vmap(softmax)(jax.numpy.asarray(X)), softmax(X), atol=1e-6)
+        registry._registered.clear()
+        mine("numpy")
+        with pytest.raises(pk.UnsupportedError, match="backend 'mine' runs numpy kernels, which JAX cannot stage"):
+            jax.jit(pk.op("softmax", backend="mine"))(X)
+
+
+def test_nothing_changes_for_calls_that_name_no_backend():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    before = pk.op("softmax").explain(X)
+    mine("torch", platforms=["cpu", "cuda"])
+    assert pk.op("softmax").explain(X) == before + "\n  not mine: serves these arrays only when named"
+    assert "backend: reference (chosen" in pk.op("softmax").explain(torch.zeros(3))
+    assert [b.name for b in pk.backends().values() if b.auto] == sorted(registry._installed())
+
+
+def test_names_are_taken_once():
+    mine()
+    with pytest.raises(pk.SpecError, match="backend name 'mine' is taken; choose another, or pass the Backend object itself"):
+        pk.register(pk.Backend("mine", framework="numpy"))
+    with pytest.raises(pk.SpecError, match="backend name 'triton' is taken"):
+        pk.register(pk.Backend("triton", framework="torch"))
+    with pytest.raises(pk.SpecError, match="'second' says oracle=True, and 'reference' is the oracle"):
+        pk.register(pk.Backend("second", framework="numpy", oracle=True))
+    with pytest.raises(pk.SpecError, match="softmax on backend 'reference' is taken by portakern.backends.reference.softmax"):
+        pk.backends()["reference"].implements("softmax")(numpy_softmax)
+    with pytest.raises(pk.SpecError, match="expected a portakern.Backend"):
+        pk.register("mine")
+
+
+def test_a_notebook_cell_may_run_again_but_another_function_may_not_take_its_place():
+    backend = mine()
+    backend.implements("softmax")(numpy_softmax)
+    with pytest.raises(pk.SpecError, match="softmax on backend 'mine' is taken by"):
+        backend.implements("softmax")(torch_softmax)
+
+
+def test_backends_are_declared_right():
+    with pytest.raises(pk.SpecError, match="framework is 'cupy'; expected one of numpy, torch, jax"):
+        pk.Backend("x", framework="cupy")
+    with pytest.raises(pk.SpecError, match=r"platforms is 'cuda'; expected a list of names: \['cuda'\]"):
+        pk.Backend("x", framework="torch", platforms="cuda")
+    mine(platforms=["cuda"])
+    with pytest.raises(pk.UnsupportedError, match="it compiles for cuda, and has nothing for cpu yet"):
+        pk.op("softmax", backend="mine")(X)
+    with pytest.raises(pk.UnsupportedError, match="backend 'mine' cannot: it has no layernorm in nowhere"):
+        pk.op("layernorm", backend=pk.Backend("mine", framework="numpy", compiles={"cpu": "nowhere"}))(X)
+
+
+@pytest.mark.parametrize(("result", "words"), [(X, "returned a ndarray; expected a tuple with every output of the spec: (y,)"), ((X, X), "returned 2 outputs")])
+def test_a_function_that_forgets_the_tuple_is_told(result, words):
+    mine(fn=lambda call, tiling: result)
+    with pytest.raises(TypeError) as caught:
+        pk.op("softmax", backend="mine")(X)
+    assert words in str(caught.value)
+
+
+def test_a_spec_object_of_a_known_name_keeps_its_own_signature():
+    ours = registry.find_spec("softmax")
+    theirs = type(ours)(**{**vars(ours), "arrays": (), "name": "softmax"})
+    with pytest.raises(pk.SpecError, match="positional argument"):
+        pk.op(theirs)(X)
+    assert pk.op("softmax")(X).shape == X.shape
+
+
+PLUG_IN = {
+    "their_ops.py": """
+        from typing import Annotated, NamedTuple, TypeVar
+        import numpy as np
+        from jaxtyping import Float
+        import portakern as pk
+        from portakern.options import Range
+        from portakern.spec import spec
+        from portakern.tolerance import round_to, units
+
+        A = TypeVar("A")
+
+        class Out(NamedTuple):
+            y: Float[A, "*shape"]
+
+        @spec(tiling={}, flops=lambda call: 2.0)
+        def scale_up(x: Float[A, "*shape"], *, by: Annotated[float, Range(0.0, typical=(2.0, 0.3))] = 2.0) -> Out:
+            \"\"\"y = by x.\"\"\"
+            raise NotImplementedError
+
+        @scale_up.tolerance
+        def bound(call, ref):
+            return (round_to(2 * units(call).u * np.abs(ref[0]) + units(call).tau, ref[0], call.dtype),)
+
+        @pk.backends()["reference"].implements("scale_up")
+        def oracle(call, tiling):
+            return (call.arrays["x"] * call.options["by"],)
+    """,
+    "their_backend.py": """
+        import numpy as np
+        import portakern as pk
+
+        BACKEND = pk.Backend("theirs", framework="numpy")
+
+        @BACKEND.implements("scale_up")
+        def scale_up(call, tiling):
+            x = call.arrays["x"]
+            with np.errstate(all="ignore"):
+                return (np.ascontiguousarray(x.astype(np.float32) * np.float32(call.options["by"])).astype(x.dtype),)
+    """,
+    "theirs-1.2.dist-info/METADATA": "Metadata-Version: 2.1\nName: theirs\nVersion: 1.2\n",
+    "theirs-1.2.dist-info/entry_points.txt": "[portakern.specs]\nscale_up = their_ops:scale_up\n[portakern.backends]\ntheirs = their_backend:BACKEND\n",
+}
+RIVAL = {
+    "rival-0.1.dist-info/METADATA": "Metadata-Version: 2.1\nName: rival\nVersion: 0.1\n",
+    "rival-0.1.dist-info/entry_points.txt": "[portakern.specs]\nscale_up = rival:op\nsoftmax = rival:op\nlost = rival:op\nwrong = their_ops:oracle\n",
+}
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """Runs Python beside an installed plug-in: its modules and its dist-info lie on the path."""
+
+    def write(files):
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(textwrap.dedent(text).replace('\\"', '"'))
+
+    def run(code, *args):
+        path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+
+    write(PLUG_IN)
+    run.write = write
+    return run
+
+
+CLI = "from portakern.cli import main; main()"
+
+
+def test_an_installed_package_brings_ops_and_backends(shell):
+    rows = {r["op"]: r for r in json.loads(shell(CLI, "ops", "--json").stdout)}
+    assert rows["scale_up"]["backends"] == ["reference", "theirs"] and "softmax" in rows
+    shown = json.loads(shell(CLI, "show", "scale_up", "--json").stdout)
+    assert shown["doc"] == "y = by x." and [(i["backend"], i["module"]) for i in shown["implementations"]] == [
+        ("reference", "their_ops"),
+        ("theirs", "their_backend"),
+    ]
+    checked = shell(CLI, "check", "scale_up", "--max-examples", "40")
+    assert checked.returncode == 0 and checked.stdout.count("passed") == 2, checked.stdout + checked.stderr
+    assert shell(CLI, "check", "--backend", "theirs", "--max-examples", "20").returncode == 0  # the ops that it has
+    called = shell(
+        "import portakern as pk, numpy as np; print('scale_up' in pk.ops(), pk.op('scale_up', backend='theirs')(np.ones(2)), pk.op('scale_up')(np.ones(2), by=3))"
+    )
+    assert called.stdout == "True [2. 2.] [3. 3.]\n", called.stderr
+
+
+def test_names_that_clash_or_lead_nowhere_are_named_with_their_sources(shell):
+    shell.write(RIVAL)
+    said = shell(
+        "import portakern as pk\nfor name in ('scale_up', 'softmax', 'lost', 'wrong', 'matmul'):\n"
+        "    try: print(pk.op(name))\n    except (pk.SpecError, pk.UnavailableError) as e: print(e)"
+    ).stdout.splitlines()
+    assert said == [
+        "op 'scale_up' comes from 2 places: rival:op (rival 0.1) and their_ops:scale_up (theirs 1.2); uninstall one, or rename its entry point",
+        "op 'softmax' comes from 2 places: portakern.specs.softmax and rival:op (rival 0.1); uninstall one, or rename its entry point",
+        "op 'lost' cannot be loaded from rival:op (rival 0.1): No module named 'rival'",
+        "op 'wrong' leads to a function in their_ops:oracle (rival 0.1); expected a spec whose function is called 'wrong'",
+        "<portakern op matmul on auto>",
+    ]
+
+
+def test_installed_backends_that_clash_are_named_and_broken_ones_left_out(shell):
+    shell.write({
+        "rival-0.1.dist-info/METADATA": RIVAL["rival-0.1.dist-info/METADATA"],
+        "rival-0.1.dist-info/entry_points.txt": "[portakern.backends]\nother = their_backend:BACKEND\nfunction = their_backend:scale_up\n",
+    })  # fmt: skip
+    listed = shell("import portakern as pk; print(*pk.backends())")
+    assert listed.stdout.split() == ["pallas", "reference", "triton", "theirs"]
+    assert (
+        "backend 'other' (their_backend:BACKEND) cannot be loaded and is left out: its entry point is called 'other' and its name is 'theirs'" in listed.stderr
+    )
+    assert "'function' (their_backend:scale_up) cannot be loaded and is left out: it is a function" in listed.stderr
+    shell.write({"rival-0.1.dist-info/entry_points.txt": "[portakern.backends]\ntheirs = their_backend:BACKEND\n"})
+    clash = shell("import portakern as pk; pk.backends()").stderr
+    assert "backend 'theirs' comes from two places: their_backend:BACKEND (rival 0.1) and their_backend:BACKEND (theirs 1.2)" in clash \
+        or "backend 'theirs' comes from two places: their_backend:BACKEND (theirs 1.2) and their_backend:BACKEND (rival 0.1)" in clash  # fmt: skip
+
+
+KERNELS = {  # module -> (adapter, framework, dtypes, examples)
+    "torch_sdpa": ("sdpa", "torch", ("float32", "float16", "bfloat16"), 100),
+    "jax_nn": ("attention", "jax", ("float32", "bfloat16"), 16),
+    "pallas_flash": ("flash", "jax", ("float32",), 14),
+}
+SEEN_WITH = {"torch": "2.13", "jax": "0.10"}
+SEEN = {
+    ("torch_sdpa", "no keys"): "is nan; the oracle says 0",
+    ("torch_sdpa", "NaN lost"): "is 0; the oracle says nan",
+    ("torch_sdpa", "NaN behind a mask"): "sees 1 of 4 keys, keys 0 to 0) is nan",
+    ("jax_nn", "float16 under jit"): "raised ValueError: The precision 'F16_F16_F32' is not supported",
+    ("jax_nn", "huge scores under jit"): "is nan; the oracle says -99999",
+    ("jax_nn", "a row that sees no key"): "sees 0 of 2 keys) is 0.34",
+    ("jax_nn", "a row of -inf"): "is nan; the oracle says 0",
+    ("pallas_flash", "the diagonal in a block's corner"): "o[0, 128, 0, 0] (query 128 of 129 sees 129 of 129 keys",
+    ("pallas_flash", "a row that sees no key"): "sees 0 of 2 keys) is 0.005",
+    ("pallas_flash", "NaN behind a mask"): "sees 1 of 4 keys, keys 0 to 0) is nan",
+    ("pallas_flash", "a row of -inf"): "is nan; the oracle says 0",
+}
+
+
+def kernel(name):
+    adapter, framework, dtypes, examples = KERNELS[name]
+    pytest.importorskip(framework, reason=f"{framework} is not installed")
+    module = importlib.import_module(f"portakern.examples.conformance.{name}")
+    return getattr(module, adapter), module.FINDINGS, framework, dtypes, examples
+
+
+@pytest.mark.parametrize(("name", "finding"), SEEN)
+def test_what_was_found_is_still_there(name, finding):
+    from portakern.examples.conformance.findings import replay
+
+    fn, findings, framework, _, _ = kernel(name)
+    if not importlib.import_module(framework).__version__.startswith(SEEN_WITH[framework]):
+        pytest.skip(f"seen with {framework} {SEEN_WITH[framework]}")
+    assert {n for n, f in findings.items() if f.case} == {f for n, f in SEEN if n == name}
+    failures = replay(fn, findings[finding], framework).failures
+    assert failures and SEEN[name, finding] in failures[0].what
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_rest_is_within_its_bounds(name):
+    from portakern.examples.conformance.findings import apart_from
+
+    fn, findings, framework, dtypes, examples = kernel(name)
+    report = pk.check("attention", fn=apart_from(fn, findings), framework=framework, device="cpu", dtypes=dtypes, max_examples=examples, shrink=False)
+    assert report.passed and report.examples >= examples // 4, (report.failures, report.refused)
