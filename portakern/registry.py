@@ -275,7 +275,8 @@ def _spec_sources() -> Mapping[str, list[EntryPoint | str]]:
     """Op name -> where it is declared: a module of portakern's, or entry points of the ``portakern.specs`` group. More than one is a clash."""
     found: dict[str, list[EntryPoint | str]] = {}
     for module in pkgutil.iter_modules(importlib.import_module(SPECS).__path__):
-        found[module.name] = [f"{SPECS}.{module.name}"]
+        if not module.name.startswith("_"):
+            found[module.name] = [f"{SPECS}.{module.name}"]
     for entry in sorted(entry_points(group=SPECS), key=lambda e: (e.name, e.value)):
         found.setdefault(entry.name, []).append(entry)
     return MappingProxyType(found)

@@ -133,6 +133,11 @@ def another_output_dtype(arrays, rng, options):
     """c in float32 is rounded once, from the accumulator."""
 
 
+@matmul.edge(dims={"m": (80, 150), "n": (33, 70), "k": (1, 20)}, smallest_tiles=True)
+def many_tiles_both_ways(arrays, rng, options):
+    """However tiles are numbered, each is computed once."""
+
+
 @matmul.law
 def rows_and_batches_are_independent(run, draw):
     """One row of one batch entry, alone, gives the same bits as among others."""

@@ -9,8 +9,7 @@ only tiles on a mask's edge, or over the end of the keys, pay for masking. Tile 
 and a tile that is masked for a row leaves the row's state as it is to the bit, so no row depends on its neighbours.
 
 The scores and m stay in the unit in which they arise, |scale| for plain dots, c under a softcap, 1 once a bias is added; p = 2^((s - m) rate)
-with rate = unit log2(e), since ``exp2`` is the hardware's instruction. The difference comes before the factor: m is one of the s, so p is
-never above 1. Scaling first would let a compiler fuse s's product into the difference and not into m, and an ulp of a score of 1e10 is 1024.
+with rate = unit log2(e), since ``exp2`` is the hardware's instruction. The difference comes before the factor (see ``score_unit``).
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from portakern.backends.triton import BACKEND
 from portakern.backends.triton.launch import accumulator, cdiv, dot_precision, launch, refuse_common, shared_limit, torch_dtype
 from portakern.backends.triton.layout import pow2_at_least
 from portakern.spec import Tile
+from portakern.specs.attention import score_unit
 
 if TYPE_CHECKING:
     from portakern.call import Call
@@ -228,7 +228,7 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     if "lse" in call.wants:
         lse = torch.empty((batch, heads, q_len), dtype=torch_dtype(call.outputs["lse"][1]), device=q.device)
     left, right = _band(options["is_causal"], options["window"], q_len + kv_len)
-    pre, unit = _units(float(d**-0.5 if options["scale"] is None else options["scale"]), options["softcap"], bias is not None)
+    pre, unit = score_unit(call)
     bias_strides = (0, 0, 0, 0) if bias is None else bias.expand(batch, heads, q_len, kv_len).stride()
     q_seg_strides, kv_seg_strides = ((0, 0), (0, 0)) if q_segments is None else (q_segments.stride(), kv_segments.stride())
     block_d, block_dv, tiles_q = padded(d), padded(dv), cdiv(q_len, tiling["block_q"])
@@ -255,12 +255,3 @@ def _band(is_causal: bool, window: tuple[int | None, int | None] | None, enough:
     if is_causal:
         right = 0
     return (None if left is None else min(left, enough)), (None if right is None else min(right, enough))
-
-
-def _units(scale: float, softcap: float | None, biased: bool) -> tuple[float | None, float]:
-    """(what dots are multiplied by before anything else, None for nothing; the factor from the scores as the kernel keeps them to natural ones)."""
-    if softcap is not None:
-        return scale / softcap, 1.0 if biased else softcap
-    if biased or scale == 0.0:
-        return scale, 1.0
-    return (None if scale > 0 else -1.0), abs(scale)

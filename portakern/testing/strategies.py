@@ -61,7 +61,7 @@ def cases(draw: st.DrawFn, spec: Spec[Any], limits: Limits, tiles: Mapping[str, 
             if o.name not in edge.options and limits.takes(o.name) and draw(st.booleans()) and (v := draw(_option_values(o, shapes))) != o.default
         },
         layouts={k: v for k, v in layouts.items() if v != "contiguous"},
-        tiling=draw(_tiling(tiles, limits, edge)),
+        tiling=draw(_tiling(spec, tiles, limits, edge)),
         wider=tuple(a.name for a in given if a.or_float32 and dtype in ("float16", "bfloat16") and draw(st.booleans())),
         masks={a.name: draw(st.sampled_from(MASK_REGIMES)) for a in given if a.name in spec.masks and not edge.plant},
         edge=edge.name,
@@ -82,13 +82,13 @@ def _binds(spec: Spec[Any], case: Case) -> bool:
 
 
 @st.composite
-def _tiling(draw: st.DrawFn, tiles: Mapping[str, Tile], limits: Limits, edge: Edge) -> dict[str, int]:
+def _tiling(draw: st.DrawFn, spec: Spec[Any], tiles: Mapping[str, Tile], limits: Limits, edge: Edge) -> dict[str, int]:
     """The default (an empty tiling), the smallest tiles, or any."""
     kind = "smallest" if edge.smallest_tiles else draw(st.sampled_from(["default", "smallest", "any"]))
     if kind == "default":
         return {}
     if kind == "smallest":
-        return {n: t.lo for n, t in tiles.items()}
+        return {n: t.lo if n in spec.tiling else draw(st.sampled_from(t.values[:4])) for n, t in tiles.items()}
     return _fit_tiles({n: draw(st.sampled_from(t.values)) for n, t in tiles.items()}, tiles, limits)
 
 

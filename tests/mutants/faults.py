@@ -51,7 +51,7 @@ TRITON_ATTENTION = [
     ),
     _triton(
         "attention", "scale-off", "the default scale is 0.3 % too large",
-        'float(d**-0.5 if options["scale"] is None', 'float(1.003 * d**-0.5 if options["scale"] is None', small=True,
+        "    pre, unit = score_unit(call)\n", "    pre, unit = score_unit(call)\n    unit *= 1.003\n", small=True,
     ),
     _triton(
         "attention", "last-key-dropped", "the last key of a long row is masked where the tail tile is ragged",
@@ -203,12 +203,12 @@ PALLAS_ATTENTION = [
     _pallas("attention", "segments-only-on-edges", "segments are compared on edge blocks only", "both(band.allowed(i, j) if edge else None, same_segment(ref))", "both(band.allowed(i, j), same_segment(ref)) if edge else None"),
     _pallas("attention", "bias-of-kv-head", "the bias follows the key's head", "lambda b, h, i, step: (b, h, i))\n        rows", "lambda b, h, i, step: (b, quotient(h, group), i))\n        rows"),
     _pallas("attention", "kv-head-modulo", "query head h reads key head h % kv_heads", "return b, quotient(h, group), band", "return b, h % k.shape[2], band"),
-    _pallas("attention", "softcap-pade", "tanh is its low-order fraction, clamped", "s = softcap * jnp.tanh(s / softcap)", "s = s / softcap\n            s = softcap * jnp.clip(s * (27 + s * s) / (27 + 9 * s * s), -1, 1)"),
+    _pallas("attention", "softcap-pade", "tanh is its low-order fraction, clamped", "s = jnp.tanh(s)", "s = jnp.clip(s * (27 + s * s) / (27 + 9 * s * s), -1, 1)"),
     _pallas(
         "attention", "bias-after-mask", "the bias is added after the masks, so that a NaN there is added to -inf",
-        '        if "bias" in ref:\n            s += ref["bias"][...].astype(jnp.float32)\n        allowed = both(band.allowed(i, j) if edge else None, same_segment(ref))\n        if allowed is not None:\n            s = jnp.where(allowed, s, -jnp.inf)\n',
+        '        if "bias" in ref:\n            s = (s if softcap is None else s * softcap) + ref["bias"][...].astype(jnp.float32)\n        allowed = both(band.allowed(i, j) if edge else None, same_segment(ref))\n        if allowed is not None:\n            s = jnp.where(allowed, s, -jnp.inf)\n',
         '        allowed = both(band.allowed(i, j) if edge else None, same_segment(ref))\n        if allowed is not None:\n            s = jnp.where(allowed, s, -jnp.inf)\n        if "bias" in ref:\n'
-        '            s += jnp.where(positions(s.shape, 1, j * band.block_kv) < band.kv_len, ref["bias"][...].astype(jnp.float32), 0.0)\n',
+        '            s = (s if softcap is None else s * softcap) + jnp.where(positions(s.shape, 1, j * band.block_kv) < band.kv_len, ref["bias"][...].astype(jnp.float32), 0.0)\n',
         small=True,
     ),
     _pallas(
@@ -218,7 +218,7 @@ PALLAS_ATTENTION = [
         small=True,
     ),
     _pallas("attention", "acc-bfloat16", "the accumulator of o is rounded to bfloat16 after each block", "dot(p.astype(v.dtype), v, (1, 0))", "dot(p.astype(v.dtype), v, (1, 0))\n        acc_ref[...] = acc_ref[...].astype(jnp.bfloat16).astype(jnp.float32)", small=True),
-    _pallas("attention", "scale-of-padded-d", "the default scale comes from the head dimension rounded up to 8", "1 / math.sqrt(d)", "1 / math.sqrt(padded(d, 8))", small=True),
+    _pallas("attention", "scale-of-padded-d", "the default scale comes from the head dimension rounded up to 8", "    pre, unit = score_unit(call)\n", "    pre, unit = score_unit(call)\n    unit *= (d / padded(d, 8)) ** 0.5\n", small=True),
 ]  # fmt: skip
 
 PALLAS_SOFTMAX = [

@@ -218,7 +218,8 @@ def error_on_ordinary_data(fault: Fault, device: str) -> float:
             call = dispatch.op(fault.op).bind(**arrays, **options)
             exact = dispatch.oracle(call)
             try:
-                got = dispatch.op(fault.op, backend=mutant(fault), tiling=tiling)(**{n: fw.from_numpy(a, where) for n, a in arrays.items()}, **options)
+                with fw.poisoned():
+                    got = dispatch.op(fault.op, backend=mutant(fault), tiling=tiling)(**{n: fw.from_numpy(a, where) for n, a in arrays.items()}, **options)
             except Exception:
                 return float("inf")
             wanted = [i for i, o in enumerate(call.spec.outputs) if o.name in call.wants]

@@ -3,7 +3,7 @@
 q: (batch, q_len, kv_heads*group, d), k: (batch, kv_len, kv_heads, d), v: (batch, kv_len, kv_heads, dv)
 -> o: (batch, q_len, kv_heads*group, dv), lse: (batch, kv_heads*group, q_len).
 
-The grid is (batch, heads, query blocks, key blocks), key blocks in order. m is the running maximum of a query's scores, l the sum of exp(s - m) and acc the
+Scores and m stay in the unit in which they arise (``score_unit``). The grid is (batch, heads, query blocks, key blocks), key blocks in order. m is the running maximum of a query's scores, l the sum of exp(s - m) and acc the
 sum of exp(s - m) v, all float32 in VMEM; a block that raises m scales l and acc down by exp(m_old - m_new); the last step writes acc / l.
 Query head h reads kv head h // group through its index map. `Band` says which key blocks a query block can see: the grid has steps for no more than those,
 and a step past the last one computes nothing and repeats the block before it in its index map, so that nothing is fetched either. Blocks wholly inside the
@@ -21,7 +21,6 @@ Source: Dao, "FlashAttention-2" (2023), algorithm 1; Milakov and Gimelshein (201
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -50,6 +49,7 @@ from portakern.backends.pallas.common import (
     sublanes,
 )
 from portakern.call import Call
+from portakern.specs.attention import score_unit
 
 
 def default_tiling(call: Call) -> dict[str, int]:
@@ -157,7 +157,7 @@ def both(*rules: Any) -> Any:
     return None if not rules else rules[0] if len(rules) == 1 else rules[0] & both(*rules[1:])
 
 
-def kernel(*refs: Any, names: tuple[str, ...], band: Band, scale: float, softcap: float | None) -> None:
+def kernel(*refs: Any, names: tuple[str, ...], band: Band, pre: float | None, softcap: float | None, unit: float) -> None:
     ref = dict(zip(names, refs, strict=True))
     m_ref, l_ref, acc_ref = ref["m"], ref["l"], ref["acc"]
     i, step = step_along(2), step_along(3)
@@ -171,20 +171,21 @@ def kernel(*refs: Any, names: tuple[str, ...], band: Band, scale: float, softcap
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
     def attend(edge: bool) -> None:
-        s = dot(ref["q"][...], ref["k"][...], (1, 1)) * scale
+        s = dot(ref["q"][...], ref["k"][...], (1, 1))
+        if pre is not None:
+            s = s * pre
         if softcap is not None:
-            s = softcap * jnp.tanh(s / softcap)
+            s = jnp.tanh(s)
         if "bias" in ref:
-            s += ref["bias"][...].astype(jnp.float32)
+            s = (s if softcap is None else s * softcap) + ref["bias"][...].astype(jnp.float32)
         allowed = both(band.allowed(i, j) if edge else None, same_segment(ref))
         if allowed is not None:
             s = jnp.where(allowed, s, -jnp.inf)
         m_old = m_ref[...]
         m_new = jnp.maximum(m_old, jnp.max(s, axis=1, keepdims=True))
         origin = jnp.where(m_new == -jnp.inf, 0.0, m_new)  # while a row has seen no key at all
-        # never above 1: a compiler that works s out twice, once fused into this difference, may round it two ways, and an ulp of a large s is a large exponent
-        p = jnp.exp(jnp.minimum(s - origin, 0.0))
-        shrink = jnp.exp(m_old - origin)
+        p = jnp.exp((s - origin) * unit)
+        shrink = jnp.exp((m_old - origin) * unit)
         v = ref["v"][...]
         if edge and band.kv_len % band.block_kv:  # p is 0 beyond kv_len, and 0 * NaN is NaN
             v = jnp.where(positions(v.shape, 0, j * band.block_kv) < band.kv_len, v, 0)
@@ -201,7 +202,7 @@ def kernel(*refs: Any, names: tuple[str, ...], band: Band, scale: float, softcap
         l = l_ref[...]
         ref["o"][...] = jnp.where(l == 0, 0.0, acc_ref[...] / l).astype(ref["o"].dtype)
         if "lse" in ref:
-            ref["lse"][...] = jnp.where(l == 0, -jnp.inf, m_ref[...] + jnp.log(l)).T
+            ref["lse"][...] = jnp.where(l == 0, -jnp.inf, m_ref[...] * unit + jnp.log(l)).T
 
 
 def same_segment(ref: dict[str, Any]) -> Any:
@@ -262,11 +263,11 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Arr
         spec = pl.BlockSpec((None, None, 1, bq), lambda b, h, i, step: (b, h, 0, i))
         outputs["lse"] = jax.ShapeDtypeStruct((batch, heads, 1, q_len), jnp.float32), spec
 
-    scale = 1 / math.sqrt(d) if call.options["scale"] is None else call.options["scale"]
+    pre, unit = score_unit(call)
     steps = band.steps()
     pairs = batch * heads * q_len * min(call.dims["kv_len"], steps * bkv)
     results = pl.pallas_call(
-        partial(kernel, names=(*inputs, *outputs, "m", "l", "acc"), band=band, scale=scale, softcap=call.options["softcap"]),
+        partial(kernel, names=(*inputs, *outputs, "m", "l", "acc"), band=band, pre=pre, softcap=call.options["softcap"], unit=unit),
         grid=(batch, heads, pl.cdiv(q_len, bq), steps),
         in_specs=[spec for _, spec in inputs.values()],
         out_specs=[spec for _, spec in outputs.values()],
