@@ -96,6 +96,7 @@ def check(
     device: Annotated[str | None, typer.Option(help="cpu (interpreters), cuda, rocm or tpu; the best here when not named.")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="Only this dtype; may be repeated.")] = None,
     edge: Annotated[list[str] | None, typer.Option(help="Visit this edge and no other case; may be repeated.")] = None,
+    profile: Annotated[str | None, typer.Option(help="A profile that the backend declares, such as a stricter interpreter.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes to share the work.")] = 1,
     case: Annotated[str | None, typer.Option(help="Run one case again, as a failure printed it.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the reports to this file.")] = None,
@@ -123,7 +124,7 @@ def check(
         with Progress(*columns, console=err, transient=True) as bar:
             tasks = {pair: bar.add_task("{} on {}".format(*pair), total=max_examples) for pair in pairs}
             reports = testing.check_all(pairs, jobs, lambda name, b, cases: bar.advance(tasks[name, b], cases),
-                                        device=device, dtypes=dtype, only=edge, max_examples=max_examples, seed=seed)  # fmt: skip
+                                        device=device, dtypes=dtype, only=edge, profile=profile, max_examples=max_examples, seed=seed)  # fmt: skip
     _show_reports(reports)
     if json_file:
         record = {

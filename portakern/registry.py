@@ -8,6 +8,7 @@ import importlib.util
 import logging
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import InitVar, dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
@@ -80,6 +81,7 @@ class Backend:
       requires: modules that must be importable; extra: the portakern extra that installs them.
       oracle: the float64 reference: takes float64 arrays of any device, its results are rounded by the caller.
       refusals: regular expressions of the reasons for which it may refuse a right call; the checker counts any other refusal as a failure.
+      profiles: name -> "module:function" of a context manager in which the checker runs this backend, a slower and stricter interpreter, say.
       platforms: platforms served by functions that :meth:`implements` registers, with no package behind them. cpu when nothing else is given.
       auto: it may serve calls that name no backend. The registry says so of portakern's own; everybody else's run when named.
     """
@@ -92,6 +94,7 @@ class Backend:
     extra: str | None = None
     oracle: bool = False
     refusals: Sequence[str] = ()
+    profiles: Mapping[str, str] = field(default_factory=dict)
     platforms: InitVar[Sequence[str]] = ()
     auto: bool = field(default=False, init=False)
     _found: dict[tuple[str, str], Implementation] = field(default_factory=dict, repr=False)
@@ -170,6 +173,16 @@ class Backend:
             self.check_available()
             importlib.import_module(f"{package}.{op}")
         return self._found.get((package, op))
+
+    def profile(self, name: str | None) -> AbstractContextManager[Any]:
+        """The context of a profile; None is no profile."""
+        if name is None:
+            return nullcontext()
+        if name not in self.profiles:
+            raise SpecError(f"backend {self.name!r} has no profile {name!r}; expected one of {', '.join(self.profiles) or '(it has none)'}")
+        module, _, function = self.profiles[name].partition(":")
+        context: AbstractContextManager[Any] = getattr(importlib.import_module(module), function)()
+        return context
 
     def unavailable(self) -> str | None:
         """None, or what must be installed before this backend can run."""

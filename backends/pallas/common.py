@@ -40,6 +40,19 @@ def interpreting(params: Any) -> Iterator[None]:
         jax.clear_caches()
 
 
+@contextmanager
+def simulated() -> Iterator[None]:
+    """Within this context interpreted calls run on a simulated TPU: two cores, NaN in memory that nothing wrote, and races found."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator  # jax has no public name for the races it found
+
+    pltpu.reset_tpu_interpret_mode_state()
+    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", num_cores_or_threads=2, out_of_bounds_reads="uninitialized")
+    with interpreting(params):
+        yield
+    if simulator.races is not None and simulator.races.races_found:
+        raise RuntimeError("Pallas's TPU simulator found a race in one of the calls that ran in this context")
+
+
 def interpreter(call: Call) -> Any:
     """The `interpret` argument of ``pl.pallas_call`` for this call."""
     return _INTERPRETER.get() if call.interpret else False

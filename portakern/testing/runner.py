@@ -7,6 +7,7 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -116,6 +117,7 @@ def check(
     max_examples: int = 100,
     seed: int = 0,
     limits: Limits | None = None,
+    profile: str | None = None,
     shrink: bool = True,
     shard: tuple[int, int] = (0, 1),
     progress: Callable[[int], None] | None = None,
@@ -133,6 +135,7 @@ def check(
       only: visit these edges and no others (see :func:`portakern.testing.edges`), with all the examples.
       max_examples: number of cases; seed: which ones.
       limits: sizes of the cases, and which arguments may be drawn; None: small where they are interpreted.
+      profile: a profile that the backend declares (``Backend.profiles``), such as a stricter interpreter.
       shrink: make a failing case as small as possible; False stops at the first one.
       shard: (i, n): only the i-th of n parts of the work; :meth:`Report.merge` puts the parts together. What is drawn does not depend on n.
       progress: called with the number of cases done so far.
@@ -150,15 +153,21 @@ def check(
     limits = replace(limits, dtypes=tuple(dtypes or limits.dtypes), arguments=subject.arguments if limits.arguments is None else limits.arguments)
     start = time.perf_counter()
     runs = _plan(spec, limits, max_examples, only)
+    with registry.backend(backend).profile(profile) if backend is not None else nullcontext():
+        _carry_out(subject, limits, runs, only is None, seed, report, shrink, shard, progress)
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+def _carry_out(subject: Subject, limits: Limits, runs: list[tuple[Edge | None, int]], with_laws: bool, seed: int, report: Report, shrink: bool,
+               shard: tuple[int, int], progress: Callable[[int], None] | None) -> None:  # fmt: skip
     part, parts = shard
     for number, (edge, n) in enumerate(runs):
         if not report.failures and number % parts == part:
             _explore(subject, limits, edge, n, seed * 1000 + number, report, shrink, progress)
-    for number, name in enumerate(spec.laws if limits.arguments is None and only is None else ()):
+    for number, name in enumerate(subject.spec.laws if limits.arguments is None and with_laws else ()):
         if not report.failures and number % parts == part:
             _instances(subject, name, limits, runs[0][1], seed, report)
-    report.seconds = time.perf_counter() - start
-    return report
 
 
 def _plan(spec: Spec[Any], limits: Limits, max_examples: int, only: Sequence[str] | None) -> list[tuple[Edge | None, int]]:
