@@ -184,7 +184,8 @@ def kernel(*refs: Any, names: tuple[str, ...], band: Band, pre: float | None, so
         m_old = m_ref[...]
         m_new = jnp.maximum(m_old, jnp.max(s, axis=1, keepdims=True))
         origin = jnp.where(m_new == -jnp.inf, 0.0, m_new)  # while a row has seen no key at all
-        p = jnp.exp((s - origin) * unit)
+        # XLA on a host may compute a biased s twice, fused two ways and rounded two ways: then m is not one of the s, and at scores of 1e9 an ulp is 64
+        p = jnp.exp(jnp.minimum((s - origin) * unit, 0.0))
         shrink = jnp.exp((m_old - origin) * unit)
         v = ref["v"][...]
         if edge and band.kv_len % band.block_kv:  # p is 0 beyond kv_len, and 0 * NaN is NaN
