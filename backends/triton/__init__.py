@@ -1,6 +1,6 @@
 """NVIDIA and AMD GPUs through Triton (Tillet, Kung, Cox, MAPL 2019): one kernel source an op serves every architecture.
 
-``interpreter.py`` runs the same kernels on CPU tensors; ``launch.py`` chooses between the two per call.
+``interpreter/`` runs the same kernels on CPU tensors; ``launch.py`` chooses between the two per call.
 """
 
 if __name__ != "portakern.backends.triton":

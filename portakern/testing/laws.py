@@ -46,6 +46,12 @@ class Draw:
         """Integers from lo to hi, both included, in the op's dtype or another."""
         return self.rng.integers(lo, hi + 1, shape).astype(numpy_dtype(dtype or self.dtype))
 
+    def row_alone(self, run: Callable[[np.ndarray], np.ndarray]) -> None:
+        """The law of an op on rows: a row gives the same bits alone and among others."""
+        x = self.normal(self.extent(2, 40), self.extent(1, 300))
+        row = self.extent(0, x.shape[0] - 1)
+        self.same_bits(run(x[row : row + 1]), run(x)[row : row + 1], "a row alone")
+
     def same_bits(self, got: np.ndarray, want: np.ndarray, what: str) -> None:
         """The law's claim: two results agree to the bit."""
         if got.shape != want.shape or got.dtype != want.dtype:
