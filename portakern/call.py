@@ -31,10 +31,11 @@ class Call:
       wants: names of the outputs that are needed, in the spec's order.
       framework: whose arrays these are; device: where they live, in that framework's terms.
       target: the hardware; interpret: run in the backend's interpreter; concrete: False under JAX tracing.
+      forms: ``outputs`` of the call that this one stands for, where its arrays have been widened; None: they follow from the arrays.
       degenerate: an output extent or a reduced extent is 0, so that no kernel runs.
     """
 
-    __slots__ = ("arrays", "concrete", "degenerate", "device", "dims", "dtype", "framework", "interpret", "options", "spec", "target", "wants")
+    __slots__ = ("arrays", "concrete", "degenerate", "device", "dims", "dtype", "forms", "framework", "interpret", "options", "spec", "target", "wants")
 
     def __init__(self, spec: Spec[Any], arrays: dict[str, Any], options: dict[str, Any], dims: dict[str, Any], dtype: str, wants: tuple[str, ...],
                  framework: Framework, device: Any, degenerate: bool) -> None:  # fmt: skip
@@ -50,11 +51,18 @@ class Call:
         self.target: Target = frameworks.HOST
         self.interpret = False
         self.concrete = True
+        self.forms: dict[str, tuple[tuple[int, ...], str]] | None = None
 
     @property
     def outputs(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Output name -> (shape, dtype name), of all outputs, wanted or not."""
-        return {o.name: (shape_of(o.dims, self.dims), self._dtype_of(o)) for o in self.spec.outputs}
+        """Output name -> (shape, dtype name), of all outputs, wanted or not. A gradient is like the input whose gradient it is, where that is an argument."""
+        return self.forms or {o.name: self._form_of(o) for o in self.spec.outputs}
+
+    def _form_of(self, o: Output) -> tuple[tuple[int, ...], str]:
+        array = self.arrays.get(o.gradient_of) if o.gradient_of else None
+        if array is not None:
+            return tuple(array.shape), frameworks.DTYPE_NAME[array.dtype]
+        return shape_of(o.dims, self.dims), self._dtype_of(o)
 
     def _dtype_of(self, o: Output) -> str:
         if o.dtype_option and self.options[o.dtype_option]:
@@ -73,6 +81,13 @@ class Call:
         for name in Call.__slots__:
             setattr(new, name, changes.get(name, getattr(self, name)))
         return new
+
+    def inner(self, spec: Spec[Any] | str, *arrays: Any, **options: Any) -> Call:
+        """A call of another op on arrays that live where this call's do, for this call's target: what an implementation hands to a sibling's."""
+        from portakern.dispatch import op
+
+        call = op(spec).unchecked(*arrays, **options)
+        return call.replace(target=self.target, interpret=self.interpret, concrete=self.concrete)
 
     def __repr__(self) -> str:
         dims = ", ".join(f"{k}={v}" for k, v in self.dims.items())
@@ -111,7 +126,7 @@ class _Writer:
         self.env: dict[str, Any] = {
             "SPEC": spec, "Call": Call, "DTYPE_NAME": frameworks.DTYPE_NAME, "BY_TYPE": frameworks._BY_TYPE, "framework_of": frameworks.framework_of,
             "bad_framework": _bad_framework, "bad_dtype": _bad_dtype, "bad_rank": _bad_rank, "bad_axis": _bad_axis, "bad_division": _bad_division,
-            "bad_zero": _bad_zero, "other_device": _other_device, "check_option": _check_option, "check_axis": _check_axis, "broadcast": _broadcast, "SpecError": SpecError,
+            "bad_zero": _bad_zero, "other_device": _other_device, "check_option": _check_option, "check_axis": _check_axis, "broadcast": _broadcast, "check_wants": _check_wants, "SpecError": SpecError,
         }  # fmt: skip
 
     def emit(self, text: str, indent: int = 1) -> None:
@@ -131,7 +146,8 @@ class _Writer:
             self.option(o.name, o.axis_of)
         self.finish()
         params = [a.name + ("=None" if a.optional else "") for a in s.arrays]
-        params += ["*"] * bool(s.options) + [f"{o.name}=DEFAULT_{o.name}" for o in s.options]
+        keywords = [f"{o.name}=DEFAULT_{o.name}" for o in s.options] + ["wants=None"] * s.is_vjp
+        params += ["*"] * bool(keywords) + keywords
         self.env.update({f"DEFAULT_{o.name}": o.default for o in s.options} | {f"OPTION_{o.name}": o for o in s.options})
         return f"def bind({', '.join(params)}):\n" + "\n".join(self.lines), self.env
 
@@ -150,6 +166,9 @@ class _Writer:
         dtype = "dtype" if first else "dt"
         self.env[f"DTYPES_{n}"] = frozenset(a.dtypes)
         self.emit(f"{dtype} = DTYPE_NAME.get({n}.dtype)", indent)
+        if a.statistic:
+            self.emit(f"if dt != ('float64' if dtype == 'float64' else 'float32'): bad_dtype(SPEC, {n!r}, {n}.dtype, dtype)", indent)
+            return self.shape(a, indent)
         allowed = f"({dtype} != dtype{' and dt != ' + repr('float32') if a.or_float32 else ''})" if a.follows and not first else f"{dtype} not in DTYPES_{n}"
         self.emit(f"if {allowed}: bad_dtype(SPEC, {n!r}, {n}.dtype, dtype)", indent)
         self.shape(a, indent)
@@ -216,11 +235,10 @@ class _Writer:
         variadic = {d.factors[0] for a in s.arrays for d in a.dims if d.variadic}
         decisive = {f for o in s.outputs for d in o.dims for f in d.factors} | set(s.empty)
         zero = " or ".join(f"0 in {d}" if d in variadic else f"not {d}" for d in dims if d in decisive) or "False"
-        optional = [o for o in s.outputs if o.wanted_by]
-        always = tuple(o.name for o in s.outputs if not o.wanted_by)
-        wants = repr(always)
-        if optional:
-            wants = "(" + " + ".join(f"(({o.name!r},) if {o.wanted_by} else ())" if o.wanted_by else f"({o.name!r},)" for o in s.outputs) + ")"
+        wants = "(" + "".join(f"*((({o.name!r},) if {self.when(o)} else ())), " if self.when(o) else f"{o.name!r}, " for o in s.outputs) + ")"
+        if s.is_vjp:
+            self.emit(f"wants = check_wants(SPEC, wants, {wants})")
+            wants = "wants"
         mapping = lambda names: "{" + ", ".join(f"{n!r}: {n}" for n in names) + "}"  # noqa: E731
         self.emit(
             f"call = Call(SPEC, {mapping(a.name for a in s.arrays)}, {mapping(o.name for o in s.options)}, {mapping(dims)}, dtype, {wants}, fw, device, {zero})"
@@ -229,6 +247,14 @@ class _Writer:
             self.env[f"RULE_{i}"] = rule
             self.emit(f"if not RULE_{i}.holds(call): raise SpecError(f'{{SPEC.name}}: {{RULE_{i}.message}}')")
         self.emit("return call")
+
+
+    def when(self, o: Output) -> str | None:
+        """The condition on which an output is wanted; None for always."""
+        if o.wanted_by:
+            return o.wanted_by
+        optional = {a.name for a in self.spec.arrays if a.optional}
+        return f"{o.gradient_of} is not None" if o.gradient_of in optional else None
 
 
 def _argument(spec: Spec[Any], name: str) -> ArrayArg:
@@ -255,6 +281,9 @@ def _bad_dtype(spec: Spec[Any], name: str, got: Any, dtype: str | None) -> NoRet
     if a.follows and name != spec.arrays[0].name:
         also = " or float32" if a.or_float32 and dtype != "float32" else ""
         raise SpecError(f"{spec.name}: {name} is {text} but {spec.arrays[0].name} is {dtype}; expected {dtype}{also}: cast one of them")
+    if a.statistic:
+        expected = "float64, as its arrays are" if dtype == "float64" else "float32"
+        raise SpecError(f"{spec.name}: {name} is {text}; expected {expected}: cast it")
     if getattr(got, "isnative", True) is False:
         raise SpecError(f"{spec.name}: {name} is {text}, which is not this machine's byte order; pass {name}.astype({name}.dtype.newbyteorder('='))")
     raise SpecError(f"{spec.name}: {name} is {text}; expected one of {', '.join(a.dtypes)}: cast it")
@@ -298,6 +327,20 @@ def _check_option(spec: Spec[Any], option: Any, value: Any) -> Any:
         return option.check(value)
     except Exception:  # a caller's object may raise anything when it is looked at
         raise SpecError(f"{spec.name}: {option.name} is {shown(value)}; expected {option.expected}: leave it out for {option.default!r}") from None
+
+
+def _check_wants(spec: Spec[Any], wants: Any, possible: tuple[str, ...]) -> tuple[str, ...]:
+    """The outputs of a gradient op that are wanted, in the spec's order: ``possible`` unless some are named."""
+    if wants is None:
+        return possible
+    if isinstance(wants, str) or not isinstance(wants, (tuple, list, set, frozenset)) or not wants:
+        raise SpecError(f"{spec.name}: wants is {shown(wants)}; expected names among {', '.join(possible)}: leave it out for all of them")
+    for name in wants:
+        if name not in possible:
+            absent = next((o.gradient_of for o in spec.outputs if o.name == name), None)
+            why = f"a gradient with respect to {absent}, which is not given" if absent else "no output"
+            raise SpecError(f"{spec.name}: wants names {shown(name)}, {why}; expected names among {', '.join(possible)}")
+    return tuple(name for name in possible if name in wants)
 
 
 def _check_axis(spec: Spec[Any], option: Any, value: Any, shape: tuple[int, ...]) -> int:

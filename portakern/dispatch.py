@@ -106,8 +106,14 @@ class Op:
 
     def bind(self, /, *args: Any, **kwargs: Any) -> Call:
         """Check the arguments and solve for the dimensions, without running anything."""
+        call = self.unchecked(*args, **kwargs)
+        call.framework.check(call)
+        return call
+
+    def unchecked(self, /, *args: Any, **kwargs: Any) -> Call:
+        """:meth:`bind` for arrays of any standing: abstract ones, or ones that want a gradient."""
         try:
-            call = self._bind(*args, **kwargs)
+            return self._bind(*args, **kwargs)
         except TypeError as e:
             if isinstance(e, SpecError) or (e.__traceback__ and e.__traceback__.tb_next):
                 raise
@@ -116,8 +122,6 @@ class Op:
             raise SpecError(f"{str(e).replace('bind()', self.spec.name + '()')}; arrays: {arrays}; keyword options: {options}") from None
         except RuntimeError as e:
             raise _unreadable(self.spec, args, kwargs, e) from e
-        call.framework.check(call)
-        return call
 
     def _route(self, call: Call) -> Route | None:
         """Choose who serves calls like this one, and remember it; None while JAX is tracing."""
@@ -155,7 +159,7 @@ class Op:
         return self._result(call, outputs)
 
     def _result(self, call: Call, outputs: tuple[Any, ...]) -> Any:
-        if len(call.wants) == 1:
+        if len(call.wants) == 1 and not call.spec.is_vjp:
             return outputs[0] if len(outputs) == 1 else outputs[[o.name for o in call.spec.outputs].index(call.wants[0])]
         return call.spec.result(*outputs)
 
@@ -283,7 +287,7 @@ def oracle(call: Call) -> tuple[Any, ...]:
 def as_float64(call: Call) -> Call:
     """The call as the oracle sees it: NumPy, floating-point arrays widened to float64, integers as they are."""
     arrays = {n: a if a is None else _widen(call.framework.to_numpy(a)) for n, a in call.arrays.items()}
-    return call.replace(arrays=arrays, framework=FRAMEWORKS["numpy"], device="cpu", target=call.target)
+    return call.replace(arrays=arrays, framework=FRAMEWORKS["numpy"], device="cpu", forms=call.outputs)
 
 
 def _widen(array: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ from portakern.spec import Spec, Tile
 if TYPE_CHECKING:
     from portakern.call import Call
 
-__all__ = ["Backend", "Implementation", "backend", "backends", "find_spec", "ops", "register"]
+__all__ = ["Backend", "Implementation", "backend", "backends", "find_spec", "forward_of", "ops", "register"]
 
 Tiling = Mapping[str, int]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -324,3 +324,16 @@ def find_spec(op: str) -> Spec[Any]:
         what = f"the spec of {found.name!r}" if isinstance(found, Spec) else f"a {type(found).__name__}"
         raise SpecError(f"op {op!r} leads to {what} in {named[0]}; expected a spec whose function is called {op!r}")
     return found
+
+
+@functools.cache
+def forward_of(vjp: Spec[Any]) -> Spec[Any] | None:
+    """The op whose gradients ``vjp`` computes, among the declared ones; None where there is none."""
+    for name in ops():
+        try:
+            found = find_spec(name)
+        except (SpecError, UnavailableError):  # somebody's broken plug-in: it is told of when it is asked for
+            continue
+        if found.vjp == vjp.name:
+            return found
+    return None

@@ -108,7 +108,9 @@ class Dim:
 
 @dataclass(frozen=True)
 class ArrayArg:
-    """An array argument: ``dtypes`` it may have; ``follows``: it must have the op's dtype (that of its first float array), or float32 where ``or_float32``."""
+    """An array argument: ``dtypes`` it may have; ``follows``: it must have the op's dtype (that of its first float array), or float32 where ``or_float32``.
+
+    ``statistic``: it is float32, and float64 beside arrays of float64, as such outputs are."""
 
     name: str
     dims: tuple[Dim, ...]
@@ -116,6 +118,7 @@ class ArrayArg:
     optional: bool
     follows: bool
     or_float32: bool
+    statistic: bool
 
     @property
     def shape(self) -> str:
@@ -124,13 +127,16 @@ class ArrayArg:
 
 @dataclass(frozen=True)
 class Output:
-    """An output: ``dtype`` None follows the op's dtype unless the option ``dtype_option`` names another; ``wanted_by``: the bool option that asks for it."""
+    """An output: ``dtype`` None follows the op's dtype unless the option ``dtype_option`` names another; ``wanted_by``: the bool option that asks for it.
+
+    ``gradient_of``: the input of the forward op whose gradient it is (an output called ``d_x`` is that of x)."""
 
     name: str
     dims: tuple[Dim, ...]
     dtype: str | None
     dtype_option: str | None
     wanted_by: str | None
+    gradient_of: str | None
 
     @property
     def shape(self) -> str:
@@ -171,6 +177,11 @@ class Spec(Generic[P]):
         """Every dimension name of the signature, in order of first appearance."""
         shapes = [*(a.dims for a in self.arrays), *(o.dims for o in self.outputs)]
         return tuple(dict.fromkeys(f for dims in shapes for d in dims for f in d.factors))
+
+    @property
+    def is_vjp(self) -> bool:
+        """Whether this op computes another's gradients: its outputs are called ``d_x``."""
+        return any(o.gradient_of for o in self.outputs)
 
     def option(self, name: str) -> Option:
         return next(o for o in self.options if o.name == name)
@@ -223,6 +234,7 @@ def spec(
     flops: Callable[[Call], float],
     dtypes: Sequence[str] = DTYPES,
     or_float32: Sequence[str] = (),
+    own_dtype: Sequence[str] = (),
     result_dtype: Mapping[str, str] | None = None,
     returns: Mapping[str, str] | None = None,
     require: Sequence[Rule] = (),
@@ -238,13 +250,14 @@ def spec(
       flops: floating-point operations of a bound call (options included: a causal mask halves them).
       dtypes: dtypes that ``Float`` arguments may have; they all share one within a call.
       or_float32: float arguments that may be float32 beside 16-bit ones.
+      own_dtype: float arguments whose dtype is any of ``dtypes``, whatever the others'.
       result_dtype: output name -> option that overrides its dtype.
       returns: output name -> bool option that asks for it; the others are always given.
       require: rules across arguments.
       positive: dimensions whose extent 0 is refused.
       empty: reduced dimension -> the value of each output when its extent is 0.
       masks: additive masks among the arrays, whose -inf hides a pair.
-      vjp: the name of the op that computes gradients.
+      vjp: the name of the op that computes gradients (see :mod:`portakern.autodiff`).
     """
 
     def declare(fn: Callable[P, Any]) -> Spec[P]:
@@ -255,7 +268,7 @@ def spec(
             if p.kind is p.KEYWORD_ONLY:
                 options.append(option_from_annotation(p.name, hints[p.name], p.default))
             else:
-                arrays.append(_array_arg(p, hints[p.name], tuple(dtypes), p.name in or_float32))
+                arrays.append(_array_arg(p, hints[p.name], tuple(dtypes), p.name in or_float32, p.name in own_dtype))
         result = hints["return"]
         outputs = tuple(
             _output(name, hint, (result_dtype or {}).get(name), (returns or {}).get(name))
@@ -270,17 +283,17 @@ def spec(
     return declare
 
 
-def _array_arg(p: inspect.Parameter, hint: Any, float_dtypes: tuple[str, ...], or_float32: bool) -> ArrayArg:
+def _array_arg(p: inspect.Parameter, hint: Any, float_dtypes: tuple[str, ...], or_float32: bool, own_dtype: bool) -> ArrayArg:
     optional = p.default is None
     if optional:
         hint = next(a for a in typing.get_args(hint) if a is not types.NoneType)
-    follows = len(hint.dtypes) > 1 and "float32" in hint.dtypes
-    dtypes = tuple(d for d in float_dtypes if d in hint.dtypes) if follows else tuple(d for d in ("int32", "int64", "float32", "bool") if d in hint.dtypes)
-    return ArrayArg(p.name, _dims(hint), dtypes, optional, follows, or_float32)
+    floating = len(hint.dtypes) > 1 and "float32" in hint.dtypes
+    dtypes = tuple(d for d in float_dtypes if d in hint.dtypes) if floating else tuple(d for d in ("int32", "int64", "float32", "bool") if d in hint.dtypes)
+    return ArrayArg(p.name, _dims(hint), dtypes, optional, floating and not own_dtype, or_float32, statistic=dtypes == ("float32",) and not floating)
 
 
 def _output(name: str, hint: Any, dtype_option: str | None, wanted_by: str | None) -> Output:
-    return Output(name, _dims(hint), hint.dtypes[0] if len(hint.dtypes) == 1 else None, dtype_option, wanted_by)
+    return Output(name, _dims(hint), hint.dtypes[0] if len(hint.dtypes) == 1 else None, dtype_option, wanted_by, name[2:] if name.startswith("d_") else None)
 
 
 def _dims(hint: Any) -> tuple[Dim, ...]:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from portakern import dispatch, registry
+from portakern.call import shape_of
 from portakern.frameworks import numpy_dtype
 from portakern.spec import ArrayArg, Edge, Spec
 
@@ -58,29 +60,52 @@ class Case:
 
     def buffers(self, spec: Spec[Any]) -> dict[str, Buffer]:
         """The memory of every given array, in the spec's order."""
-        given = [a for a in spec.arrays if a.name in self.shapes]
-        values = {a.name: self._values(a) for a in given}
+        given = {a.name: a for a in spec.arrays if a.name in self.shapes}
+        forward = registry.forward_of(spec) if spec.is_vjp else None
+        saved = {o.name for o in forward.outputs} & set(given) if forward else set()
+        drawn = {a.name: (a, self.shapes[a.name]) for a in given.values() if a.name not in saved} | (self._more(spec, forward) if forward and saved else {})
+        values = {n: self._values(a, shape) for n, (a, shape) in drawn.items()}
         plant = edges(spec)[self.edge].plant if self.edge else None
         if plant:
             plant(values, np.random.default_rng([self.seed, 1]), {o.name: self.options.get(o.name, o.default) for o in spec.options})
         with np.errstate(over="ignore", invalid="ignore"):
-            rounded = {a.name: values[a.name].astype(numpy_dtype(self.dtype_of(a))) for a in given}
-        return {n: LAYOUTS[self.layouts.get(n, "contiguous")](x) for n, x in rounded.items()}
+            arrays = {n: values[n].astype(numpy_dtype(self.dtype_of(a))) for n, (a, _) in drawn.items()}
+        if forward and saved:
+            arrays |= _forward_outputs(forward, arrays, self.options, saved)
+        return {n: LAYOUTS[self.layouts.get(n, "contiguous")](arrays[n]) for n in given}
+
+    def _more(self, spec: Spec[Any], forward: Spec[Any]) -> dict[str, tuple[ArrayArg, Shape]]:
+        """The inputs that the forward op needs, and its gradient does not."""
+        arrays = {a.name: np.broadcast_to(np.zeros((), numpy_dtype(self.dtype_of(a))), self.shapes[a.name]) for a in spec.arrays if a.name in self.shapes}
+        dims = dispatch.op(spec).bind(**arrays, **self.options).dims
+        return {a.name: (a, shape_of(a.dims, dims)) for a in forward.arrays if not a.optional and a.name not in self.shapes}
 
     def dtype_of(self, a: ArrayArg) -> str:
         """The dtype of an argument in this case."""
-        if not a.follows:
-            return a.dtypes[self.seed % len(a.dtypes)]
-        return "float32" if a.name in self.wider else self.dtype
-
-    def _values(self, a: ArrayArg) -> np.ndarray:
-        rng = np.random.default_rng([self.seed, zlib.crc32(a.name.encode())])
-        shape = self.shapes[a.name]
         if a.follows:
+            return "float32" if a.name in self.wider else self.dtype
+        if a.statistic:
+            return "float64" if self.dtype == "float64" else "float32"
+        free = [d for d in a.dtypes if d != "float64"] or [*a.dtypes]  # whoever takes float64 says so for all arrays
+        return free[self.seed % len(free)]
+
+    def _values(self, a: ArrayArg, shape: Shape) -> np.ndarray:
+        rng = np.random.default_rng([self.seed, zlib.crc32(a.name.encode())])
+        dtype = numpy_dtype(self.dtype_of(a))
+        if dtype.kind not in "iub":
             fill = REGIMES[self.masks.get(a.name, self.regime)]
             with np.errstate(over="ignore", invalid="ignore"):
-                return np.array(fill(rng, shape, numpy_dtype(self.dtype_of(a))), np.float64)
+                return np.array(fill(rng, shape, dtype), np.float64)
         return np.sort(rng.integers(0, 4, shape), axis=-1) if self.seed % 2 else rng.integers(0, 3, shape)
+
+
+def _forward_outputs(forward: Spec[Any], arrays: Mapping[str, np.ndarray], options: Mapping[str, Any], names: set[str]) -> dict[str, np.ndarray]:
+    """What the forward op's oracle gives for these arrays: the residuals of its gradient."""
+    known = {o.name for o in forward.options}
+    call = dispatch.op(forward).bind(**{a.name: arrays[a.name] for a in forward.arrays if a.name in arrays}, **{k: v for k, v in options.items() if k in known})
+    call = call.replace(wants=tuple(o.name for o in forward.outputs if o.name in names))
+    outputs = dispatch.degenerate_outputs(call) if call.degenerate else dispatch.rounded_oracle(call)
+    return {o.name: value for o, value in zip(forward.outputs, outputs, strict=True) if o.name in names and value is not None}
 
 
 class Buffer(NamedTuple):

@@ -72,7 +72,7 @@ def run_law(subject: Subject, case: LawCase) -> None:
     def run(*arrays: np.ndarray | None, **options: Any) -> Any:
         ours = [None if a is None else fw.strided(np.ascontiguousarray(a).reshape(-1), a.shape, _strides(a.shape), 0, subject.device) for a in arrays]
         out = op(*ours, **options)
-        return tuple(fw.to_numpy(o) for o in out) if isinstance(out, tuple) else fw.to_numpy(out)
+        return tuple(None if o is None else fw.to_numpy(o) for o in out) if isinstance(out, tuple) else fw.to_numpy(out)
 
     law: Callable[..., None] = subject.spec.laws[case.law]
     law(run, Draw(case.dtype, case.seed))

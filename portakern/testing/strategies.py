@@ -59,7 +59,7 @@ def cases(draw: st.DrawFn, spec: Spec[Any], limits: Limits, tiles: Mapping[str, 
             o.name: v
             for o in spec.options
             if o.name not in edge.options and limits.takes(o.name) and draw(st.booleans()) and (v := draw(_option_values(o, shapes))) != o.default
-        },
+        } | draw(_wants(spec, shapes)),
         layouts={k: v for k, v in layouts.items() if v != "contiguous"},
         tiling=draw(_tiling(spec, tiles, limits, edge)),
         wider=tuple(a.name for a in given if a.or_float32 and dtype in ("float16", "bfloat16") and draw(st.booleans())),
@@ -155,6 +155,16 @@ def _stretch(draw: st.DrawFn, a: ArrayArg, dims: dict[str, Any]) -> tuple[int, .
             extents = extents[draw(st.integers(0, len(extents))) if draw(st.booleans()) else 0 :]
         shape.extend(1 if d.broadcast and e != 0 and draw(st.integers(0, 2)) == 0 else e for e in extents)
     return tuple(shape)
+
+
+@st.composite
+def _wants(draw: st.DrawFn, spec: Spec[Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, ...]]:
+    """Now and then some of the gradients only."""
+    optional = {a.name for a in spec.arrays if a.optional}
+    names = [o.name for o in spec.outputs if o.gradient_of in shapes or o.gradient_of not in optional]
+    if not spec.is_vjp or len(names) < 2 or draw(st.integers(0, 2)):
+        return {}
+    return {"wants": tuple(sorted(draw(st.sets(st.sampled_from(names), min_size=1))))}
 
 
 def _option_values(o: Option, shapes: Mapping[str, tuple[int, ...]]) -> st.SearchStrategy[Any]:

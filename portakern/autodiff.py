@@ -1,0 +1,83 @@
+"""Which op computes an op's gradients, and what passes between the two: wired by name, once for all ops and frameworks.
+
+A spec that says ``vjp="x_vjp"`` is differentiated by the op ``x_vjp``. An input of that op that is called like an input or an output of the forward op is saved
+from the forward call; an input ``d_y`` is the cotangent of the output y; an output ``d_x`` is the gradient with respect to the input x. Options of the same
+name are passed on. A gradient that the vjp op does not give is refused by name, never zeros.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from portakern import registry
+from portakern.call import Call
+from portakern.errors import SpecError, UnsupportedError
+from portakern.spec import Spec
+
+__all__ = ["Wiring", "wiring"]
+
+
+@dataclass(frozen=True, eq=False)
+class Wiring:
+    """How a forward op and its vjp hang together.
+
+    Attributes:
+      forward, vjp: the two specs.
+      inputs, outputs: names of the forward call's arrays and outputs that the vjp takes.
+      cotangents: output of the forward -> argument of the vjp that is its cotangent.
+      gradients: input of the forward -> output of the vjp that is its gradient.
+      options: names of the options that both have.
+    """
+
+    forward: Spec[Any]
+    vjp: Spec[Any]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    cotangents: Mapping[str, str]
+    gradients: Mapping[str, str]
+    options: tuple[str, ...]
+
+    def training(self, call: Call) -> Call:
+        """The forward call that also gives what the vjp wants saved."""
+        wants = tuple(o.name for o in self.forward.outputs if o.name in call.wants or o.name in self.outputs)
+        return call.replace(wants=wants)
+
+    def wants(self, differentiated: Any) -> tuple[str, ...]:
+        """The gradients of the inputs named in ``differentiated``; UnsupportedError where the vjp does not give one."""
+        for name in differentiated:
+            if name not in self.gradients:
+                given = ", ".join(self.gradients)
+                raise UnsupportedError(f"{self.forward.name}: {self.vjp.name} gives no gradient with respect to {name}, only to {given}; detach {name}")
+        return tuple(o for name, o in self.gradients.items() if name in differentiated)
+
+
+@functools.cache
+def wiring(spec: Spec[Any]) -> Wiring:
+    """The wiring of an op.
+
+    Raises:
+      UnsupportedError: the op has no gradient. SpecError: its vjp takes what the forward op does not have.
+    """
+    if spec.vjp is None:
+        what = "is a gradient itself, and no op differentiates it: gradients are of first order" if spec.is_vjp else "has no gradient"
+        raise UnsupportedError(f"{spec.name} {what}; cut the graph in front of its inputs (torch: .detach() or torch.no_grad(), JAX: jax.lax.stop_gradient)")
+    vjp = registry.find_spec(spec.vjp)
+    mine, outputs = {a.name for a in spec.arrays}, {o.name for o in spec.outputs}
+    taken = {a.name: a.optional for a in vjp.arrays}
+    for name, optional in taken.items():
+        if name not in mine | outputs and name.removeprefix("d_") not in outputs:
+            raise SpecError(f"{vjp.name}: {name} is neither an input nor an output of {spec.name}, nor the cotangent (d_...) of an output; rename it")
+        if not optional and any(a.name == name and a.optional for a in spec.arrays):
+            raise SpecError(f"{vjp.name}: {name} is optional in {spec.name} and must be so here; give it the default None")
+    return Wiring(
+        spec,
+        vjp,
+        tuple(n for n in taken if n in mine),
+        tuple(n for n in taken if n in outputs and n not in mine),
+        {o: f"d_{o}" for o in outputs if f"d_{o}" in taken},
+        {o.gradient_of: o.name for o in vjp.outputs if o.gradient_of in mine},
+        tuple(o.name for o in vjp.options if o.name in {p.name for p in spec.options}),
+    )
