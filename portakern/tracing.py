@@ -2,21 +2,28 @@
 
 Under ``jax.jit`` the arrays have no device yet, and ``jax.lax.platform_dependent`` would trace every branch. So a traced call becomes one primitive
 whose lowering chooses the backend for its platform, and raises there with the reason when there is none; lowering for a TPU works on a machine without one.
+
+Gradients are a ``jax.custom_vjp`` around that primitive: its backward pass calls the op that the spec names (see :mod:`portakern.autodiff`) for those inputs that
+are differentiated and no others.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src.config import _check_vma  # jax has no public name for leaving shard_map's check of varying axes
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from portakern import dispatch, registry
+from portakern.autodiff import wiring
 from portakern.call import Call
 from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks import FRAMEWORKS, Target, numpy_dtype
@@ -37,16 +44,17 @@ class _Static:
     tiling: tuple[tuple[str, int], ...]
     given: tuple[str, ...]
     options: tuple[tuple[str, Any], ...]
+    wants: tuple[str, ...]
     vmaps: tuple[Axes, ...] = ()
 
-    def bind(self, arrays: tuple[Any, ...]) -> Call:
-        op = dispatch.op(self.spec)
-        return op.bind(**dict(zip(self.given, arrays, strict=True)), **dict(self.options))
+    def bind(self, arrays: Sequence[Any]) -> Call:
+        call = dispatch.op(self.spec).bind(**dict(zip(self.given, arrays, strict=True)), **dict(self.options))
+        return call.replace(wants=self.wants)
 
 
 def _static(call: Call, backend: Backend | None, tiling: Mapping[str, int]) -> _Static:
     given = tuple(n for n, a in call.arrays.items() if a is not None)
-    return _Static(call.spec, backend, tuple(sorted(tiling.items())), given, tuple(call.options.items()))
+    return _Static(call.spec, backend, tuple(sorted(tiling.items())), given, tuple(call.options.items()), call.wants)
 
 
 def _given(call: Call) -> list[Any]:
@@ -90,7 +98,72 @@ def trace(call: Call, backend: Backend | None, tiling: Mapping[str, int]) -> tup
     if call.degenerate:
         gone = dispatch.degenerate_values(call)
         return tuple(jnp.full(s, gone.get(n, 0.0), numpy_dtype(d)) if n in call.wants else None for n, (s, d) in call.outputs.items())
-    return _spread(call, _primitive.bind(*_given(call), static=_static(call, backend, tiling)))
+    static, arrays = _static(call, backend, tiling), _varying_alike(_given(call))
+    return _spread(call, _differentiable(static, *arrays) if call.spec.vjp else _primitive.bind(*arrays, static=static))
+
+
+def _varying_alike(arrays: list[Any]) -> list[Any]:
+    """Inside ``jax.shard_map``: every array varies along the mesh axes that any of them varies along. An array that is replicated there, such as a weight beside
+    sharded rows, gets the sum of its shards' gradients by the transposition of this very step."""
+    varies = [_axes_of(jax.typeof(a)) for a in arrays]
+    everywhere = frozenset().union(*varies)
+    return [a if mine == everywhere else _to_varying(a, tuple(sorted(everywhere - mine))) for a, mine in zip(arrays, varies, strict=True)]
+
+
+def _axes_of(aval: Any) -> frozenset[str]:
+    """The mesh axes that a value varies along inside ``jax.shard_map``."""
+    found: frozenset[str] = aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else getattr(aval, "vma", frozenset())
+    return found
+
+
+def _to_varying(array: Any, axes: tuple[str, ...]) -> Any:
+    return jax.lax.pcast(array, axes, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(array, axes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(static: _Static, *arrays: Any) -> tuple[Any, ...]:
+    return tuple(_primitive.bind(*arrays, static=static))
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Saved:
+    """What the backward pass knows beside the saved arrays: their names, and the gradients that are wanted."""
+
+    names: tuple[str, ...]
+    wants: tuple[str, ...]
+
+
+def _forward(static: _Static, *primals: Any) -> tuple[tuple[Any, ...], tuple[_Saved, tuple[Any, ...]]]:
+    """The primals arrive with a mark that says whether they are differentiated."""
+    wired = wiring(static.spec)
+    wants = wired.wants(tuple(n for n, p in zip(static.given, primals, strict=True) if p.perturbed and jnp.issubdtype(p.value.dtype, jnp.floating)))
+    values = dict(zip(static.given, (p.value for p in primals), strict=True))
+    training = tuple(o.name for o in static.spec.outputs if o.name in static.wants or o.name in wired.outputs)
+    outputs = dict(zip(training, _primitive.bind(*values.values(), static=replace(static, wants=training)), strict=True))
+    saved = {n: values[n] for n in wired.inputs if n in values} | {n: outputs[n] for n in wired.outputs}
+    return tuple(outputs[n] for n in static.wants), (_Saved(tuple(saved), wants), tuple(saved.values()))
+
+
+def _backward(static: _Static, residuals: tuple[_Saved, tuple[Any, ...]], cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
+    saved, arrays = residuals
+    wired = wiring(static.spec)
+    given = dict(zip(saved.names, arrays, strict=True))
+    some = {n: d for n, d in zip(static.wants, cotangents, strict=True) if not isinstance(d, SymbolicZero)}
+    if not some or not saved.wants:
+        return (None,) * len(static.given)
+    for name, cotangent in zip(static.wants, cotangents, strict=True):
+        if name in some and name not in wired.cotangents:
+            raise UnsupportedError(f"{wired.vjp.name} takes no cotangent of {name}; cut the graph behind it with jax.lax.stop_gradient")
+        if name in some or not next(a.optional for a in wired.vjp.arrays if a.name == wired.cotangents[name]):
+            given[wired.cotangents[name]] = some[name] if name in some else jnp.zeros(cotangent.shape, cotangent.dtype)
+    options = {n: v for n, v in static.options if n in wired.options}
+    tiling = {n: v for n, v in static.tiling if n in wired.vjp.tiling}
+    gradients = dispatch.op(wired.vjp, backend=static.backend, tiling=tiling)(**given, **options, wants=saved.wants)
+    return tuple(getattr(gradients, wired.gradients[n]) if wired.gradients.get(n) in saved.wants else None for n in static.given)
+
+
+_differentiable.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _lowered(platform: str, *arrays: Any, static: _Static) -> tuple[Any, ...]:
@@ -148,9 +221,13 @@ def _abstract(*avals: Any, static: _Static) -> list[Any]:
         lead += (next(s[0] for s, ax in zip(shapes, axes, strict=True) if ax is not None),)
         shapes = [s if ax is None else s[1:] for s, ax in zip(shapes, axes, strict=True)]
     inner = static.bind(tuple(jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(shapes, avals, strict=True)))
-    varying = frozenset().union(*(getattr(a, "vma", frozenset()) for a in avals))
-    extra = {"vma": varying} if varying else {}
-    return [avals[0].update(shape=lead + s, dtype=numpy_dtype(d), weak_type=False, **extra) for n, (s, d) in inner.outputs.items() if n in inner.wants]
+    first = avals[0]  # it varies along the same mesh axes as all of them: see _varying_alike
+    unsharded = [first.sharding.update(spec=jax.sharding.PartitionSpec(*(None,) * len(lead + s))) for s, _ in inner.outputs.values()]
+    return [
+        first.update(shape=lead + s, dtype=numpy_dtype(d), weak_type=False, sharding=sharding)
+        for (n, (s, d)), sharding in zip(inner.outputs.items(), unsharded, strict=True)
+        if n in inner.wants
+    ]
 
 
 def _batch(arrays: tuple[Any, ...], axes: tuple[Any, ...], *, static: _Static) -> tuple[Any, list[int]]:
@@ -161,10 +238,39 @@ def _batch(arrays: tuple[Any, ...], axes: tuple[Any, ...], *, static: _Static) -
 
 
 def _refuse_gradient(primals: Any, tangents: Any, *, static: _Static) -> Any:
-    raise UnsupportedError(f"{static.spec.name} has no gradient yet: jax.grad, jvp and vjp through it are refused; use jax.lax.stop_gradient on its inputs")
+    wiring(static.spec)  # raises where there is none
+    raise UnsupportedError(
+        f"{static.spec.name}: gradients are of first order and in reverse mode; a gradient of a gradient, jax.jvp, jax.linearize and jax.hessian are not there: use jax.grad once"
+    )
+
+
+def _one_device(ctx: mlir.LoweringRuleContext, static: _Static) -> None:
+    """Refuse a computation that is partitioned over devices outside ``shard_map``: XLA would gather every array and run the whole op on each of them."""
+    axes = ctx.module_context.axis_context
+    devices = getattr(axes, "num_devices", None)
+    if devices is None and hasattr(axes, "mesh"):
+        manual = getattr(axes, "manual_axes", frozenset())
+        devices = math.prod(n for name, n in axes.mesh.shape.items() if name not in manual)
+    if (devices or 1) > 1:
+        raise UnsupportedError(
+            f"{static.spec.name} is part of a computation that jax.jit partitions over {devices} devices, where it would run whole on each of them; "
+            "call it inside jax.shard_map, which says what each device holds"
+        )
+
+
+def _lowering(platform: str) -> Callable[..., Any]:
+    inner = mlir.lower_fun(functools.partial(_lowered, platform), multiple_results=True)
+
+    def rule(ctx: mlir.LoweringRuleContext, *operands: Any, static: _Static) -> Any:
+        _one_device(ctx, static)
+        # Below this point every device computes on what it holds: which mesh axes a value varies along is settled, and kernels need not carry it.
+        with _check_vma(False):
+            return inner(ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]), *operands, static=static)
+
+    return rule
 
 
 batching.primitive_batchers[_primitive] = _batch
 ad.primitive_jvps[_primitive] = _refuse_gradient
 for _platform in ("cpu", "tpu", "cuda", "rocm"):
-    mlir.register_lowering(_primitive, mlir.lower_fun(functools.partial(_lowered, _platform), multiple_results=True), platform=_platform)
+    mlir.register_lowering(_primitive, _lowering(_platform), platform=_platform)

@@ -36,6 +36,7 @@ class AttentionOut(NamedTuple):
             "q_segment_ids and kv_segment_ids come together; pass both, or neither",
         )
     ],
+    vjp="attention_vjp",
     flops=lambda call: 2.0 * call.dims["batch"] * call.dims["kv_heads"] * call.dims["group"] * allowed_pairs(call) * (call.dims["d"] + call.dims["dv"]),
 )
 def attention(
@@ -152,30 +153,46 @@ class _Rows(NamedTuple):
 
     @classmethod
     def of(cls, call, unit, b, h):
-        q, k, bias = call.arrays["q"][b, :, h], call.arrays["k"][b, :, h // call.dims["group"]], call.arrays["bias"]
-        depth, u, softcap = call.dims["d"], unit.u, call.options["softcap"]
-        scale = 1 / sqrt(depth) if call.options["scale"] is None else call.options["scale"]
-        size = abs_matmul(q, k.T, unit)
-        s, ds = scale * (q @ k.T), ((depth + 6) * u + unit.tf32) * abs(scale) * size
-        ds += abs(scale) * (unit.flush * (magnitude(q).sum(1, keepdims=True) + magnitude(k).sum(1)) + depth * unit.tau) + unit.tau * size
-        if softcap is not None:
-            toward_0 = softcap * np.tanh((np.abs(s) - ds) / softcap)  # where tanh is steeper
-            s = softcap * np.tanh(s / softcap)
-            ds = np.abs(s) - toward_0 + 10 * u * softcap
-        if bias is not None:
-            bias = np.broadcast_to(bias, (*call.outputs["lse"][0], k.shape[0]))[b, h]
-            s, ds = s + bias, ds + 4 * u * np.abs(bias)
+        s, ds, _, overflows = score_errors(call, unit, b, h)
         may = allowed(call, b)
         seen = may & (s != -inf)
         m = np.where(seen, s, -inf).max(1, keepdims=True, initial=-inf)
         d = np.where(seen, m - s, inf)
-        ds = np.where(seen, ds + 6 * u * d + unit.ex, 0)
+        ds = np.where(seen, ds + 6 * unit.u * d + unit.ex, 0)
         p = np.exp(-d)
         g = np.where(ds < 1, p * np.expm1(ds), np.exp(np.minimum(ds - d, 700)))
         n = seen.sum(1, keepdims=True)
-        steps = u * (np.minimum(20 * n, call.dims["kv_len"]) + 32)
-        overflows = may & ((size * max(1, abs(scale)) >= unit.huge) | (np.isfinite(s) & (s >= unit.huge)))
-        return cls(seen, n, m, d, ds, p, p.sum(1, keepdims=True), g, (p * np.exp(-ds)).sum(1, keepdims=True), steps, overflows.any(1, keepdims=True))
+        steps = unit.u * (np.minimum(20 * n, call.dims["kv_len"]) + 32)
+        return cls(seen, n, m, d, ds, p, p.sum(1, keepdims=True), g, (p * np.exp(-ds)).sum(1, keepdims=True), steps, (may & overflows).any(1, keepdims=True))
+
+
+def score_errors(call, unit, b, h):
+    """Of one head, (q_len, kv_len): its scores, how far rounding may move them with and without the bias, which of them may overflow."""
+    q, k, bias = call.arrays["q"][b, :, h], call.arrays["k"][b, :, h // call.dims["group"]], call.arrays["bias"]
+    depth, u, scale, softcap = call.dims["d"], unit.u, scale_of(call), call.options["softcap"]
+    size = abs_matmul(q, k.T, unit)
+    s, ds = scale * (q @ k.T), ((depth + 6) * u + unit.tf32) * abs(scale) * size
+    ds += abs(scale) * (unit.flush * (magnitude(q).sum(1, keepdims=True) + magnitude(k).sum(1)) + depth * unit.tau) + unit.tau * size
+    if softcap is not None:
+        toward_0 = softcap * np.tanh((np.abs(s) - ds) / softcap)  # where tanh is steeper
+        s = softcap * np.tanh(s / softcap)
+        ds = np.abs(s) - toward_0 + 10 * u * softcap
+    capped = ds
+    if bias is not None:
+        bias = head_of_bias(call, b, h)
+        s, ds = s + bias, ds + 4 * u * np.abs(bias)
+    return s, ds, capped, (size * max(1, abs(scale)) >= unit.huge) | (np.isfinite(s) & (s >= unit.huge))
+
+
+def scale_of(call: Call) -> float:
+    """The scale that None stands for."""
+    return 1 / sqrt(call.dims["d"]) if call.options["scale"] is None else call.options["scale"]
+
+
+def head_of_bias(call: Call, b: int, h: int) -> np.ndarray:
+    """(q_len, kv_len) of bias, or (1, kv_len) where it is the same for all queries."""
+    bias = call.arrays["bias"]
+    return bias[b % bias.shape[0], h % bias.shape[1]]
 
 
 def _bound_o(call, unit, row, v, o):
@@ -232,15 +249,20 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _score_spread(call, unit, row, b, h):
     """f^2, the variance of each score, and sqrt(x) J t, the part of the dot's error that leans the same way in every key."""
+    f2, lean = score_spread(call, unit, b, h)
+    f2 = f2 + (KAPPA * unit.u) ** 2 * (2 * (row.m - row.d) ** 2 + 6 * row.d**2) + (unit.ex / 4) ** 2
+    return np.where(row.seen, f2, 0.0), np.where(row.seen, lean, 0.0)
+
+
+def score_spread(call, unit, b, h):
+    """Of one head, (q_len, kv_len): the variance of its scores up to the softcap, and what leans the same way in all of them."""
     q, k = (np.where(np.isfinite(a), a, 0.0) for a in (call.arrays["q"][b, :, h], call.arrays["k"][b, :, h // call.dims["group"]]))
     x, y = dot_spread(call, call.dims["d"])
-    scale, softcap, kappa_u = call.options["scale"], call.options["softcap"], KAPPA * unit.u
-    scale = 1 / sqrt(call.dims["d"]) if scale is None else scale
+    scale, softcap, kappa_u = scale_of(call), call.options["softcap"], KAPPA * unit.u
     t, squares = scale * (q @ k.T), scale**2 * (np.square(q) @ np.square(k).T)
     slope = 1.0 if softcap is None else 1 - np.tanh(t / softcap) ** 2
     f2 = slope**2 * (x * t**2 + y * squares + 2 * (kappa_u * t) ** 2) + (2 * unit.u * (softcap or 0.0)) ** 2
-    f2 = f2 + kappa_u**2 * (2 * (row.m - row.d) ** 2 + 6 * row.d**2) + (unit.ex / 4) ** 2
-    return np.where(row.seen, f2, 0.0), np.where(row.seen, sqrt(x) * slope * t, 0.0)
+    return f2, sqrt(x) * slope * t
 
 
 def _o_spread(call, unit, row, share, moved, rest, v, o):

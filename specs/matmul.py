@@ -26,6 +26,7 @@ class MatmulOut(NamedTuple):
     tiling={"block_m": Tile(16, 1024, of="m"), "block_n": Tile(16, 1024, of="n"), "block_k": Tile(16, 1024, of="k")},
     result_dtype={"c": "out_dtype"},
     empty={"k": {"c": 0.0}},
+    vjp="matmul_vjp",
     flops=lambda call: 2.0 * prod(call.dims["batch"]) * call.dims["m"] * call.dims["n"] * call.dims["k"],
 )
 def matmul(
