@@ -31,11 +31,11 @@ class Call:
       wants: names of the outputs that are needed, in the spec's order.
       framework: whose arrays these are; device: where they live, in that framework's terms.
       target: the hardware; interpret: run in the backend's interpreter; concrete: False under JAX tracing.
-      forms: ``outputs`` of the call that this one stands for, where its arrays have been widened; None: they follow from the arrays.
+      given: array name -> dtype name before the arrays were widened for the oracle; None: they are as they were given.
       degenerate: an output extent or a reduced extent is 0, so that no kernel runs.
     """
 
-    __slots__ = ("arrays", "concrete", "degenerate", "device", "dims", "dtype", "forms", "framework", "interpret", "options", "spec", "target", "wants")
+    __slots__ = ("arrays", "concrete", "degenerate", "device", "dims", "dtype", "framework", "given", "interpret", "options", "spec", "target", "wants")
 
     def __init__(self, spec: Spec[Any], arrays: dict[str, Any], options: dict[str, Any], dims: dict[str, Any], dtype: str, wants: tuple[str, ...],
                  framework: Framework, device: Any, degenerate: bool) -> None:  # fmt: skip
@@ -51,18 +51,22 @@ class Call:
         self.target: Target = frameworks.HOST
         self.interpret = False
         self.concrete = True
-        self.forms: dict[str, tuple[tuple[int, ...], str]] | None = None
+        self.given: dict[str, str] | None = None
 
     @property
     def outputs(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Output name -> (shape, dtype name), of all outputs, wanted or not. A gradient is like the input whose gradient it is, where that is an argument."""
-        return self.forms or {o.name: self._form_of(o) for o in self.spec.outputs}
+        return {o.name: self._form_of(o) for o in self.spec.outputs}
 
     def _form_of(self, o: Output) -> tuple[tuple[int, ...], str]:
-        array = self.arrays.get(o.gradient_of) if o.gradient_of else None
-        if array is not None:
-            return tuple(array.shape), frameworks.DTYPE_NAME[array.dtype]
+        of = o.gradient_of
+        if of is not None and self.arrays.get(of) is not None:
+            return tuple(self.arrays[of].shape), self.dtype_of(of)
         return shape_of(o.dims, self.dims), self._dtype_of(o)
+
+    def dtype_of(self, name: str) -> str:
+        """The dtype name that an array was given in."""
+        return self.given[name] if self.given else frameworks.DTYPE_NAME[self.arrays[name].dtype]
 
     def _dtype_of(self, o: Output) -> str:
         if o.dtype_option and self.options[o.dtype_option]:
@@ -208,8 +212,8 @@ class _Writer:
             self.learn(unknown[0], where, indent)
         elif len(unknown) == 1:
             rest = "*".join(f for f in d.factors if f in self.known)
-            self.emit(f"{unknown[0]}, left_over = divmod({value}, {rest})", indent)
-            self.emit(f"if left_over: bad_division(SPEC, {a.name!r}, {axis}, {value}, {str(d)!r}, {rest!r}, {rest})", indent)
+            self.emit(f"{unknown[0]} = {value} // ({rest})", indent)  # no divmod: torch's symbolic integers have none
+            self.emit(f"if {value} % ({rest}): bad_division(SPEC, {a.name!r}, {axis}, {value}, {str(d)!r}, {rest!r}, {rest})", indent)
             self.learn(unknown[0], where, indent)
         elif last:
             raise TypeError(f"spec {self.spec.name}: cannot solve {d} of {a.name}: {' and '.join(unknown)} appear nowhere alone")

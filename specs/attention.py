@@ -37,6 +37,7 @@ class AttentionOut(NamedTuple):
         )
     ],
     vjp="attention_vjp",
+    autocast="lower",
     flops=lambda call: 2.0 * call.dims["batch"] * call.dims["kv_heads"] * call.dims["group"] * allowed_pairs(call) * (call.dims["d"] + call.dims["dv"]),
 )
 def attention(

@@ -26,6 +26,7 @@ class LayernormOut(NamedTuple):
     tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 16384, of="n")},
     or_float32=("weight", "bias"),
     vjp="layernorm_vjp",
+    autocast="float32",
     flops=lambda call: 8.0 * prod(call.dims["batch"]) * call.dims["n"],
 )
 def layernorm(

@@ -27,6 +27,7 @@ class MatmulOut(NamedTuple):
     result_dtype={"c": "out_dtype"},
     empty={"k": {"c": 0.0}},
     vjp="matmul_vjp",
+    autocast="lower",
     flops=lambda call: 2.0 * prod(call.dims["batch"]) * call.dims["m"] * call.dims["n"] * call.dims["k"],
 )
 def matmul(

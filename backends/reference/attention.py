@@ -41,7 +41,7 @@ def scores(call: Call, b: int, h: int) -> np.ndarray:
     if cap is not None:
         s = cap * np.tanh(s / cap)
     if bias is not None:
-        s = s + np.broadcast_to(bias, (*call.outputs["lse"][0], k.shape[1]))[b, h]
+        s = s + np.broadcast_to(bias, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))[b, h]
     return np.where(allowed(call, b), s, -np.inf)
 
 

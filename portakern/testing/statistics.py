@@ -87,11 +87,11 @@ def judge(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, sigma: np.ndarray
     """Judge an output that lies within its bound. Only for values of the RANDOM regimes.
 
     Elements count where reference, result, bound and sigma are finite and sigma is positive. Results whose values repeat, such as those of a broadcast
-    row, are no more evidence than one copy: ``n`` of the bias test is the number of distinct references.
+    row or of a row that one term dominates, are no more evidence than one copy: ``n`` of the bias test is the number of distinct results.
     """
     got, bound = np.asarray(got).astype(np.float64), np.broadcast_to(bound, ref.shape)
     use = np.isfinite(ref) & np.isfinite(got) & np.isfinite(bound) & np.isfinite(sigma) & (sigma > 0)
-    distinct = np.unique(ref[use]).size
+    distinct = np.unique(got[use]).size
     if distinct < LEAST:
         return Evidence()
     error = (got[use] - ref[use]) / sigma[use]

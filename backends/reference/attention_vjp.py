@@ -1,0 +1,49 @@
+"""Gradients of attention: whole score matrices, one head at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from portakern.backends.reference import BACKEND
+from portakern.backends.reference.attention import scores, weighted_sum
+from portakern.call import Call
+
+
+@BACKEND.implements("attention_vjp")
+def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray | None, ...]:
+    """P = exp(s - lse), Delta = sum(d_o * o) - d_lse, dS = P (d_o v^T - Delta), D = dS (1 - tanh^2); d_q = scale D k, d_k = scale D^T q, d_v = P^T d_o.
+
+    Shapes as the inputs'; d_k and d_v sum over the query heads of a key head, d_bias = dS over the axes along which bias has an extent of 1.
+    Masked pairs have s = -inf, and so P = dS = 0, as has a row with lse = -inf; what is masked leaves no trace.
+    """
+    q, k, v, o, d_o, lse, bias, d_lse = (call.arrays[n] for n in ("q", "k", "v", "o", "d_o", "lse", "bias", "d_lse"))
+    scale = 1 / math.sqrt(call.dims["d"]) if call.options["scale"] is None else call.options["scale"]
+    d_q, d_k, d_v, d_bias = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape), None if bias is None else np.zeros(bias.shape)
+    with np.errstate(all="ignore"):
+        for b, h in np.ndindex(lse.shape[:2]):
+            kv_head, row = h // call.dims["group"], lse[b, h][:, None]
+            s = scores(call, b, h)
+            seen = (s != -np.inf) & (row != -np.inf)
+            p = np.where(seen, np.exp(s - row), 0.0)
+            delta = (d_o[b, :, h] * o[b, :, h]).sum(-1, keepdims=True) - (0.0 if d_lse is None else d_lse[b, h][:, None])
+            ds = np.where(seen, p * (d_o[b, :, h] @ v[b, :, kv_head].T - delta), 0.0)
+            D = np.where(seen, ds * slope(call, scale, q[b, :, h], k[b, :, kv_head]), 0.0)
+            d_q[b, :, h] = scale * weighted_sum(D, seen, k[b, :, kv_head])
+            d_k[b, :, kv_head] += scale * weighted_sum(D.T, seen.T, q[b, :, h])
+            d_v[b, :, kv_head] += weighted_sum(p.T, seen.T, d_o[b, :, h])
+            if d_bias is not None:
+                at_b, at_h = (i if extent > 1 else 0 for i, extent in zip((b, h), bias.shape, strict=False))
+                d_bias[at_b, at_h] += ds if bias.shape[2] == ds.shape[0] else ds.sum(0, keepdims=True)
+    gradients = {"d_q": d_q, "d_k": d_k, "d_v": d_v, "d_bias": d_bias}
+    return tuple(gradients[name] if name in call.wants else None for name in gradients)
+
+
+def slope(call: Call, scale: float, q: np.ndarray, k: np.ndarray) -> np.ndarray | float:
+    """By how much the softcap moves a score with its dot: 1 - tanh(scale q.k / c)^2, as 1 / cosh^2 since 1 - tanh^2 cancels."""
+    cap = call.options["softcap"]
+    if cap is None:
+        return 1.0
+    return np.square(1 / np.cosh(scale * (q @ k.T) / cap))
