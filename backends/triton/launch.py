@@ -1,11 +1,20 @@
-"""One way to launch: the compiler on a GPU, the interpreter on the CPU, chosen by the call."""
+"""One way to launch: the compiler on a GPU, the interpreter on the CPU, chosen by the call.
+
+``kernel[grid](...)`` takes 20 to 50 us of host time to find out which binary its arguments select. Here binaries are kept under keys that are at
+least as fine as Triton's own, and a later launch goes straight to its binary. Key and launch are one straight-line function, written once for each
+kernel and list of argument types, as ``portakern.call`` writes binders. The first launch of a key is Triton's.
+"""
 
 from __future__ import annotations
 
+import inspect
+import logging
+from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import triton.language as tl
+from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from portakern.backends.triton import interpreter
@@ -13,20 +22,136 @@ from portakern.backends.triton import interpreter
 if TYPE_CHECKING:
     from portakern.call import Call
 
-__all__ = ["MAX_GRID", "accumulator", "cdiv", "dot_precision", "launch", "refuse_common", "shared_limit", "torch_dtype"]
+__all__ = ["MAX_GRID", "accumulator", "cdiv", "dot_precision", "launch", "refuse_common", "shared_limit", "torch_dtype", "write_launcher"]
+
+log = logging.getLogger("portakern")
 
 MAX_GRID = 2**31 - 1  # of a grid's first dimension, on NVIDIA and AMD; the others end at 65535, so no kernel uses them
 
 _SHARED = {"sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_103": 227, "sm_120": 99, "sm_121": 99, "gfx950": 160}
 
+# How Triton's launchers are called: release 3.6 passes what follows the function through *args, later ones name it.
+_GRID, _REST = ["gridX", "gridY", "gridZ", "stream", "function"], ["kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook"]
+
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
+_launchers: dict[tuple[Any, ...], Callable[..., None]] = {}
+_warned: set[str] = set()
+
+
+class _Unexpected(Exception):
+    """Triton, or an argument, is not what a kept launch relies on."""
+
 
 def launch(kernel: JITFunction[Any], grid: int, call: Call, *args: Any, **constexprs: Any) -> None:
-    """Run ``kernel`` over ``grid`` programs on the device of the call's arrays."""
+    """Run ``kernel`` over ``grid`` programs on the device of the call's arrays. ``constexprs``: the kernel's, and Triton's own such as ``num_warps``."""
     if call.interpret:
         interpreter.run(kernel, grid, *args, **constexprs)
         return
-    with torch.cuda.device(args[0].device):  # Triton launches on the current device, whichever the arrays are on
-        kernel[(grid,)](*args, **constexprs)
+    types = (id(kernel), *constexprs, *map(type, args), *map(type, constexprs.values()))
+    (_launchers.get(types) or _learn(types, kernel, args, constexprs))(grid, *args, **constexprs)
+
+
+def _learn(types: tuple[Any, ...], kernel: JITFunction[Any], args: tuple[Any, ...], constexprs: dict[str, Any]) -> Callable[..., None]:
+    """The function that launches ``kernel`` on arguments of these types; it keeps the kernel alive, and with it the id."""
+    try:
+        launcher = write_launcher(kernel, [type(a) for a in args], {n: type(v) for n, v in constexprs.items()}, {}, bool(torch.version.hip))
+        _watched(kernel)
+    except (_Unexpected, AttributeError) as e:
+        _warn(e)
+        launcher = _by_triton(kernel)
+    return _launchers.setdefault(types, launcher)
+
+
+def _by_triton(kernel: JITFunction[Any]) -> Callable[..., None]:
+    def launcher(grid: int, *args: Any, **constexprs: Any) -> None:
+        with torch.cuda.device(args[0].device):  # Triton launches on the current device, whichever the arrays are on
+            kernel[(grid,)](*args, **constexprs)
+
+    return launcher
+
+
+def _warn(why: Exception) -> None:
+    if str(why) not in _warned:
+        _warned.add(str(why))
+        log.warning("portakern: a Triton kernel is launched by Triton's own path each time, right but some 20 us slower: %s", why)
+
+
+def _watched(kernel: JITFunction[Any]) -> bool:
+    """Whether somebody watches launches or compiles in a special way: a profiler's hooks, debug asserts, instrumented code. Then Triton launches."""
+    r = knobs.runtime
+    return bool(r.debug or r.add_stages_inspection_hook or knobs.compilation.instrumentation_mode or kernel.pre_run_hooks
+                or getattr(r.launch_enter_hook, "calls", r.launch_enter_hook) or getattr(r.launch_exit_hook, "calls", r.launch_exit_hook))  # fmt: skip
+
+
+def _handles(compiled: Any) -> tuple[Any, Any, Any]:
+    """What a later launch needs of a compiled kernel that has run."""
+    found = compiled.run, compiled.function, compiled.packed_metadata
+    parameters = list(inspect.signature(found[0]).parameters)
+    if parameters not in ([*_GRID, "args"], [*_GRID, *_REST, "args"]):
+        raise _Unexpected(f"this Triton's launchers take ({', '.join(parameters)}), which is new")
+    return found
+
+
+def write_launcher(kernel: JITFunction[Any], args: list[type], constexprs: dict[str, type], kept: MutableMapping[Any, Any], hip: bool) -> Callable[..., None]:
+    """``launcher(grid, *args, **constexprs)`` for arguments of these types. ``kept``: key -> (launcher, function, metadata) of a compiled kernel."""
+
+    def first(key: Any, grid: int, *args: Any, **constexprs: Any) -> None:
+        compiled = kernel[(grid,)](*args, **constexprs)
+        try:
+            if not _watched(kernel):
+                kept[key] = _handles(compiled)
+        except (_Unexpected, AttributeError) as e:
+            _warn(e)
+
+    env = {"_first": first, "_find": kept.get, "_watched": _watched, "_kernel": kernel, "_widths": _widths, "_on": torch.cuda.device, "_current": _current_device,
+           "_stream": _current_stream, "_knobs": knobs, **{f"_{p.name}": p.default for p in kernel.params if p.has_default}}  # fmt: skip
+    exec(compile(_source(kernel, args, constexprs, hip), f"<launcher of {kernel.__name__}>", "exec"), env)
+    written: Callable[..., None] = env["_launcher"]
+    return written
+
+
+def _widths(*numbers: int) -> tuple[int, ...]:
+    """How wide an integer each number needs: Triton passes it as int32, int64 or uint64."""
+    return tuple(0 if -(2**31) <= n < 2**31 else 1 if n < 2**63 else 2 for n in numbers)
+
+
+def _source(kernel: JITFunction[Any], args: list[type], constexprs: dict[str, type], hip: bool) -> str:
+    """The launcher's text. Its key has all that Triton specialises on beyond the types: see ``get_tensor_specialization`` and ``get_int_specialization`` there."""
+    names = [p.name for p in kernel.params]
+    types = dict(zip(names, args, strict=False)) | constexprs
+    by_value = {p.name for p in kernel.params if p.is_constexpr} | (types.keys() - set(names))
+    tensors = [n for n, t in types.items() if n not in by_value and issubclass(t, torch.Tensor)]
+    numbers = [n for n, t in types.items() if n not in by_value and t is int]
+    odd = [f"{n}: {t.__name__}" for n, t in types.items() if n not in (*tensors, *numbers, *by_value) and t not in (bool, float, type(None))]
+    odd += [f"{p.name} (none)" for p in kernel.params if p.name not in types and not p.has_default]
+    odd += [str(p) for n, p in kernel.signature.parameters.items() if n.startswith("_") or p.kind is p.VAR_POSITIONAL]
+    if odd or not tensors or len(args) > len(names):
+        raise _Unexpected(f"{kernel.__name__} on {len(args)} arguments, {len(tensors)} of them tensors; {', '.join(odd)}")
+
+    key = ["_device"]
+    for n in tensors:
+        key += [f"{n}.dtype", f"not {n}.data_ptr() & 15"]
+        if hip:  # memory under 2 GiB is reached through buffer instructions
+            key += [f"{n}.untyped_storage().size() < 2147483648"]
+    key += [f"{n} & 15 and ({n} == 1 or 2)" for n in numbers]
+    if numbers:
+        key += [f"0 if 0 <= ({' | '.join(numbers)}) < 2147483648 else _widths({', '.join(numbers)})"]
+    key += ["_knobs.amd.use_buffer_ops"] * hip + [n for n in types if n in by_value]
+    passed, named = ", ".join(types), "".join(f", {n}={n}" for n in constexprs)
+    return f"""
+def _launcher(_grid, {passed}):
+    _device = {tensors[0]}.get_device()
+    if _current() != _device:
+        with _on(_device):
+            return _launcher(_grid, {passed})
+    _key = ({", ".join(key)})
+    _kept = _find(_key)
+    if _kept is None or _watched(_kernel):
+        return _first(_key, _grid, {", ".join(names[: len(args)])}{named})
+    _run, _function, _metadata = _kept
+    _run(_grid, 1, 1, _stream(_device), _function, _metadata, None, None, None, {", ".join(n if n in types else f"_{n}" for n in names)})
+"""
 
 
 def cdiv(a: int, b: int) -> int:

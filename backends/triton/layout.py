@@ -2,18 +2,81 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-__all__ = ["collapse", "contiguous_strides", "pow2_at_least"]
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["Rows", "collapse", "contiguous_strides", "fresh", "pow2_at_least", "row_start", "walk_rows"]
+
+_SHAPES = 4096  # the latest shapes whose layout is remembered: to work one out takes longer than to launch its kernel
 
 
-def collapse(shape: Sequence[int], *strides: Sequence[int]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+@triton.jit
+def row_start(x, row, rows_inner, x_outer, x_inner, flat: tl.constexpr):
+    """Where rows begin (see :class:`Rows`). One row dimension needs no division, so that the compiler still sees which rows are adjacent."""
+    if flat:
+        return x + row * x_inner
+    else:
+        return x + ((row // rows_inner) * x_outer + (row % rows_inner) * x_inner)
+
+
+class Rows(NamedTuple):
+    """How a kernel walks the rows of several tensors of one shape: row i is (i // inner, i % inner) in two row dimensions.
+
+    Attributes:
+      height: how many rows; inner: the extent of the inner row dimension; flat: the outer one has extent 1.
+      strides: for each tensor, and last for a contiguous result, its strides (outer, inner, along the row).
+    """
+
+    height: int
+    inner: int
+    flat: bool
+    strides: tuple[tuple[int, ...], ...]
+
+
+def walk_rows(axis: int, *tensors: Any) -> tuple[tuple[Any, ...], Rows]:
+    """The tensors, whose rows lie along ``axis``, and how to walk them.
+
+    Three or more row dimensions that no two strides describe are the one case that gathers copies.
+    """
+    shape = tensors[0].shape
+    rows = _rows(axis, shape, *[t.stride() for t in tensors])
+    if rows is None:
+        tensors = tuple(t.contiguous() for t in tensors)
+        rows = _rows(axis, shape, *[contiguous_strides(shape)] * len(tensors))
+        assert rows is not None
+    return tensors, rows
+
+
+@functools.lru_cache(_SHAPES)
+def _rows(axis: int, shape: tuple[int, ...], *strides: tuple[int, ...]) -> Rows | None:
+    """How to walk tensors of these strides, None where two row dimensions do not suffice."""
+
+    def across(dims: Sequence[int]) -> tuple[int, ...]:
+        return (*dims[:axis], *dims[axis + 1 :])
+
+    strides = (*strides, contiguous_strides(shape))
+    extents, steps = collapse(across(shape), *map(across, strides))
+    if len(extents) > 2:
+        return None
+    outer, inner = ((1, 1) + extents)[-2:]
+    # a single row keeps the stride that it has among others, and with it its layout and its bits
+    whole = tuple((*((0, shape[axis] * s[axis]) + step)[-2:], s[axis]) for s, step in zip(strides, steps, strict=True))
+    return Rows(outer * inner, inner, len(extents) < 2, whole)
+
+
+@functools.lru_cache(_SHAPES)
+def collapse(shape: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """Merge adjacent dimensions that every operand walks with one stride, and drop those of extent 1.
 
     Returns the merged shape and each operand's strides over it.
 
     >>> collapse((2, 3, 4), (12, 4, 1), (0, 0, 1))
-    ((6, 4), [(4, 1), (0, 1)])
+    ((6, 4), ((4, 1), (0, 1)))
     """
     sizes: list[int] = []
     steps: list[tuple[int, ...]] = []
@@ -26,10 +89,11 @@ def collapse(shape: Sequence[int], *strides: Sequence[int]) -> tuple[tuple[int, 
         else:
             sizes.append(size)
             steps.append(tuple(step))
-    return tuple(sizes), [tuple(s[i] for s in steps) for i in range(len(strides))]
+    return tuple(sizes), tuple(tuple(s[i] for s in steps) for i in range(len(strides)))
 
 
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+@functools.lru_cache(_SHAPES)
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -37,6 +101,12 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def fresh(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An uninitialised contiguous tensor. ``torch.empty`` takes 2 us longer to understand its arguments."""
+    return torch.empty_strided(shape, contiguous_strides(shape), dtype=dtype, device=device)
+
+
+@functools.lru_cache(_SHAPES)
 def pow2_at_least(n: int, lo: int = 1, hi: int = 1 << 30) -> int:
     """The smallest power of two that is at least ``n``, kept between ``lo`` and ``hi``."""
     return min(max(1 << max(n - 1, 0).bit_length(), lo), hi)

@@ -8,16 +8,17 @@ first its statistics, by online normalisation (Milakov and Gimelshein 2018, sect
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from math import prod
 from typing import TYPE_CHECKING, Any
 
-import torch
 import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.launch import accumulator, cdiv, launch, refuse_common
-from portakern.backends.triton.layout import collapse, contiguous_strides, pow2_at_least
+from portakern.backends.triton.layout import fresh, pow2_at_least, row_start, walk_rows
 from portakern.spec import Tile
 
 if TYPE_CHECKING:
@@ -29,11 +30,7 @@ def softmax_kernel(x, y, rows, rows_inner, n,
                    x_outer, x_inner, x_n, y_outer, y_inner, y_n,
                    block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, one_tile: tl.constexpr, flat: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
-    if flat:  # one row dimension: no division, so the compiler still sees which rows are adjacent
-        x_row, y_row = x + row * x_inner, y + row * y_inner
-    else:
-        outer, inner = row // rows_inner, row % rows_inner
-        x_row, y_row = x + (outer * x_outer + inner * x_inner), y + (outer * y_outer + inner * y_inner)
+    x_row, y_row = row_start(x, row, rows_inner, x_outer, x_inner, flat), row_start(y, row, rows_inner, y_outer, y_inner, flat)
     x_row, y_row, row_ok = x_row[:, None], y_row[:, None], (row < rows)[:, None]
     col = tl.arange(0, block_n)[None, :].to(tl.int64)
 
@@ -63,15 +60,21 @@ def default_tiling(call: Call) -> dict[str, int]:
 
 def tile_rows(n: int, arch: str) -> dict[str, int]:
     """A whole row where 512 threads can hold it, about 2048 elements a program for short rows, 16 to 32 elements a thread."""
+    block_rows, block_n, num_warps = _tile_rows(n, arch)
+    return {"block_rows": block_rows, "block_n": block_n, "num_warps": num_warps}
+
+
+@functools.lru_cache(4096)
+def _tile_rows(n: int, arch: str) -> tuple[int, int, int]:
     block_n = pow2_at_least(n, 128) if n <= 16384 else 8192
     block_rows = pow2_at_least(2048 // block_n, 1, 16)
     lanes = 64 if arch.startswith("gfx9") else 32
-    return {"block_rows": block_rows, "block_n": block_n, "num_warps": pow2_at_least(block_rows * block_n // (16 * lanes), 4, 512 // lanes)}
+    return block_rows, block_n, pow2_at_least(block_rows * block_n // (16 * lanes), 4, 512 // lanes)
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     shape, axis = call.dims["shape"], call.options["axis"]
-    return refuse_tile(call, tiling, call.arrays["x"].numel() // shape[axis])
+    return refuse_tile(call, tiling, prod(shape) // shape[axis])
 
 
 def refuse_tile(call: Call, tiling: Mapping[str, int], rows: int) -> str | None:
@@ -86,20 +89,10 @@ def refuse_tile(call: Call, tiling: Mapping[str, int], rows: int) -> str | None:
 @BACKEND.implements("softmax", tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
 def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     x, axis = call.arrays["x"], call.options["axis"]
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    y_strides, n = contiguous_strides(x.shape), x.shape[axis]
-
-    def without_axis(dims: Any) -> tuple[int, ...]:
-        return (*dims[:axis], *dims[axis + 1 :])
-
-    shape, (sx, sy) = collapse(without_axis(x.shape), without_axis(x.stride()), without_axis(y_strides))
-    if len(shape) > 2:  # three or more row dimensions that no two strides describe: the one case that gathers a copy
-        x = x.contiguous()
-        shape, (sx, sy) = collapse(without_axis(x.shape), without_axis(x.stride()), without_axis(y_strides))
-    outer, inner = ((1, 1) + shape)[-2:]
-    lone = lambda strides: (0, n * strides[axis])  # noqa: E731  a single row keeps the stride that it has among others, and with it its layout and its bits
-    launch(softmax_kernel, cdiv(outer * inner, tiling["block_rows"]), call, x, y, outer * inner, inner, n,
-           *(lone(x.stride()) + sx)[-2:], x.stride(axis), *(lone(y_strides) + sy)[-2:], y_strides[axis],
+    y = fresh(x.shape, x.dtype, x.device)
+    (x,), rows = walk_rows(axis, x)
+    n = x.shape[axis]
+    launch(softmax_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, y, rows.height, rows.inner, n, *rows.strides[0], *rows.strides[1],
            block_rows=tiling["block_rows"], block_n=tiling["block_n"], acc_dtype=accumulator(call.dtype), one_tile=n <= tiling["block_n"],
-           flat=len(shape) < 2, num_warps=tiling["num_warps"])  # fmt: skip
+           flat=rows.flat, num_warps=tiling["num_warps"])  # fmt: skip
     return (y,)

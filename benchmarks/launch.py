@@ -1,0 +1,199 @@
+"""Host time of an eager call on a GPU, from the bare launch up, beside PyTorch's own op; and every op captured in a CUDA graph and replayed.
+
+Calls come in batches of 100 with a synchronisation between them, so that the queue to the device never fills and a call's time is the host's alone. The ways of
+calling take turns, batch by batch.
+
+    bare       the kept kernel's launcher, its arguments prepared
+    launch     the same through ``launch``: key, look-up and launcher
+    triton     the same through Triton's ``kernel[grid](...)``
+    op         ``pk.op(name, backend="triton")(...)``: binding, routing, tiling, allocation, launch
+    portakern.torch, torch: the drop-in twin, and what it stands for
+
+    python benchmarks/launch.py [--batches 200] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.nn import functional
+
+import portakern as pk
+from portakern import inspect_here
+from portakern.files import write_atomically
+from portakern.spec import Spec
+
+EXTENTS = {"batch": 2, "shape": 64, "m": 64, "n": 128, "k": 96, "q_len": 64, "kv_len": 96, "kv_heads": 2, "group": 2, "d": 64, "dv": 64}
+A_BATCH = 100
+
+
+def small_inputs(spec: Spec[Any], device: str, dtype: str = "float32", seed: int = 0, optional: bool = False) -> dict[str, Any]:
+    """Random arrays for any op, the optional ones too if asked: every dimension has a small extent, a variadic one stands for two axes."""
+    g, arrays = torch.Generator().manual_seed(seed), {}
+    for a in spec.arrays:
+        if a.optional and not optional:
+            continue
+        shape: list[int] = []
+        for d in a.dims:
+            extent = 1
+            for f in d.factors:
+                extent *= EXTENTS.get(f, 32)
+            shape += [3, extent] if d.variadic else [extent]
+        name = dtype if dtype in a.dtypes else a.dtypes[0]
+        arrays[a.name] = torch.randn(shape, generator=g).to(getattr(torch, name)).to(device)
+    return arrays
+
+
+def served_ops() -> list[str]:
+    return [name for name in pk.ops() if importlib.util.find_spec(f"portakern.backends.triton.{name}")]
+
+
+def _same_bits(a: Any, b: Any) -> bool:
+    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def replay_differs(name: str, dtype: str, optional: bool = False) -> list[str]:
+    """Capture one call, change its inputs in place, replay: what is not, to the bit, as an eager call on the new inputs gives it."""
+    op = pk.op(name, backend="triton")
+    arrays, others = (small_inputs(op.spec, "cuda", dtype, seed, optional) for seed in (0, 1))
+
+    def call() -> dict[str, Any]:
+        out = op(**arrays)
+        return {o.name: t for o, t in zip(op.spec.outputs, out if isinstance(out, tuple) else (out,), strict=False) if t is not None}
+
+    before = call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = call()
+    for n, a in arrays.items():
+        a.copy_(others[n])
+    for out in replayed.values():
+        out.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    eager = call()
+    wrong = [n for n, t in eager.items() if not _same_bits(t, replayed[n])]
+    return wrong + [f"{n}, which did not follow the inputs" for n, t in before.items() if _same_bits(t, replayed[n])]
+
+
+def torch_calls() -> dict[str, tuple[dict[str, Any], dict[str, Any], str, tuple[Any, ...]]]:
+    """Op -> its arrays and options, and the name in ``torch.nn.functional`` or ``torch`` with the arguments that say the same to it."""
+    x, w, b = (torch.randn(*s, device="cuda", dtype=torch.bfloat16) for s in ((64, 512), (512,), (512,)))
+    m, q = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16), torch.randn(1, 64, 4, 64, device="cuda", dtype=torch.bfloat16)
+    heads_first = tuple(q.transpose(1, 2) for _ in range(3))
+    return {
+        "softmax": ({"x": x}, {}, "softmax", (x, -1)),
+        "layernorm": ({"x": x, "weight": w, "bias": b}, {}, "layer_norm", (x, (512,), w, b)),
+        "matmul": ({"a": m, "b": m}, {}, "matmul", (m, m)),
+        "attention": ({"q": q, "k": q, "v": q}, {}, "scaled_dot_product_attention", heads_first),
+    }
+
+
+def launched(name: str, call: Callable[[], Any]) -> tuple[Any, ...]:
+    """The arguments with which ``call`` calls ``launch``."""
+    seen: list[Any] = []
+    module = importlib.import_module(f"portakern.backends.triton.{name}")
+    whole = module.launch
+
+    def spy(*args: Any, **constexprs: Any) -> None:
+        seen.append((args, constexprs))
+        whole(*args, **constexprs)
+
+    with mock.patch.object(module, "launch", spy):
+        call()
+    return seen[-1]
+
+
+def ways(name: str) -> dict[str, Callable[[], Any]]:
+    """What to time for one op: a name and a call without arguments."""
+    from portakern.backends.triton import launch as launching
+
+    arrays, options, torch_name, torch_args = torch_calls()[name]
+    op = pk.op(name, backend="triton")
+    ours: Callable[[], Any] = lambda: op(*arrays.values(), **options)  # noqa: E731
+    ours()
+    (kernel, grid, call, *args), constexprs = launched(name, ours)
+    kept: dict[Any, Any] = {}
+    launcher = launching.write_launcher(kernel, [type(a) for a in args], {n: type(v) for n, v in constexprs.items()}, kept, bool(torch.version.hip))
+    launcher(grid, *args, **constexprs)
+    ((run, function, metadata),) = kept.values()
+    values = dict(zip(kernel.arg_names, args, strict=False)) | constexprs
+    prepared = [values[n] for n in kernel.arg_names]
+    stream = torch.cuda.current_stream().cuda_stream
+    by_triton = kernel[(grid,)]
+    found: dict[str, Callable[[], Any]] = {
+        "bare": lambda: run(grid, 1, 1, stream, function, metadata, None, None, None, *prepared),
+        "launch": lambda: launching.launch(kernel, grid, call, *args, **constexprs),
+        "triton": lambda: by_triton(*args, **constexprs),
+        "op": ours,
+    }
+    if importlib.util.find_spec("portakern.torch"):
+        twin = getattr(importlib.import_module("portakern.torch"), torch_name, None)
+        if twin is not None:
+            found["portakern.torch"] = lambda: twin(*torch_args)
+    peer = getattr(functional, torch_name, None) or getattr(torch, torch_name)
+    found["torch"] = lambda: peer(*torch_args)
+    return found
+
+
+def measure(name: str, batches: int) -> list[dict[str, Any]]:
+    """A row a way of calling: microseconds a call, median and extremes of the batches."""
+    times: dict[str, list[float]] = {}
+    calls = ways(name)
+    for i in range(batches + 5):
+        for way, call in calls.items():
+            torch.cuda.synchronize()
+            t = time.perf_counter()
+            for _ in range(A_BATCH):
+                call()
+            if i >= 5:
+                times.setdefault(way, []).append((time.perf_counter() - t) / A_BATCH * 1e6)
+    return [
+        {"op": name, "way": way, "median_us": round(statistics.median(t), 2), "best_us": round(min(t), 2), "worst_us": round(max(t), 2)}
+        for way, t in times.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, default=200)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("needs an NVIDIA or AMD GPU")
+    rows: list[dict[str, Any]] = []
+    with torch.no_grad():
+        for name in torch_calls():
+            mine = measure(name, args.batches)
+            rows += mine
+            print(f"{name:10}", "  ".join(f"{r['way']} {r['median_us']:.1f}" for r in mine), "us", flush=True)
+        graphs = [
+            {"op": name, "dtype": dtype, "arrays": "all" if optional else "required", "wrong": replay_differs(name, dtype, optional)}
+            for name in served_ops()
+            for dtype in ("float32", "float16", "bfloat16")
+            for optional in sorted({False, any(a.optional for a in pk.op(name).spec.arrays)})
+        ]
+    for g in graphs:
+        print(f"{g['op']:14} {g['dtype']:9} {g['arrays']:9} captured, its inputs changed and replayed: {'; '.join(g['wrong']) or 'the bits of the eager call'}")
+    if args.json:
+        record = {"benchmark": "launch", "command": " ".join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d"), "device": torch.cuda.get_device_name(),
+                  "environment": inspect_here.environment(), "rows": rows, "graphs": graphs}  # fmt: skip
+        write_atomically(args.json, json.dumps(record, indent=2) + "\n")
+    if any(g["wrong"] for g in graphs):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

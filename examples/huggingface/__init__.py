@@ -1,0 +1,1 @@
+"""portakern's attention inside Hugging Face transformers, through its public attention interface."""

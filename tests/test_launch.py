@@ -1,0 +1,407 @@
+"""Kept launches: the key is at least as fine as Triton's, what runs is what Triton would run, and on a GPU they can be captured in a graph."""
+
+import importlib.util
+import logging
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import portakern as pk
+from portakern.frameworks import Target
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+triton = pytest.importorskip("triton", reason="triton is not installed")
+
+import triton.language as tl  # noqa: E402
+from triton import knobs  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
+
+from portakern.backends.triton import launch as launching  # noqa: E402
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA or AMD GPU")
+
+
+@triton.jit
+def kernel(x, y, extra, n, m, stride, scale, flag, block: tl.constexpr, dtype: tl.constexpr, whole: tl.constexpr = True):
+    tl.store(y + tl.arange(0, block), tl.load(x + tl.arange(0, block)) * scale)
+
+
+NAMES = [p.name for p in kernel.params]
+MEMORY = {d: torch.zeros(80, dtype=d) for d in (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64)}
+TENSORS = [t[i:] for t in MEMORY.values() for i in (0, 1, 8, 2)] + [MEMORY[torch.float32].view(8, 10).T]
+NUMBERS = [
+    0,
+    1,
+    2,
+    3,
+    15,
+    16,
+    17,
+    32,
+    256,
+    -1,
+    -15,
+    -16,
+    2**31 - 16,
+    2**31 - 1,
+    2**31,
+    2**31 + 1,
+    2**32,
+    2**40 + 1,
+    2**63 - 1,
+    2**63,
+    2**64 - 1,
+    -(2**31),
+    -(2**31) - 1,
+]
+EXTRAS = [None, True, False, 1.0, 0.5, -0.0, *TENSORS, *NUMBERS]
+OPTIONS = {"block": [16, 32], "dtype": [tl.float32, tl.float64], "whole": [True, False], "num_warps": [4, 8], "num_stages": [2, 3]}
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """The driver's part, on a machine without one: CPU tensors are on device -1, and so are we."""
+    monkeypatch.setattr(launching, "_current_device", lambda: -1)
+    monkeypatch.setattr(launching, "_current_stream", lambda index: 77)
+    monkeypatch.setattr(launching, "_launchers", {})
+    monkeypatch.setattr(launching, "_warned", set())
+    yield
+
+
+class Keys:
+    """Stands in for the dict of kept kernels, and writes down what is asked of it."""
+
+    def get(self, key):
+        self.key, self.launched = key, None
+        return self.run, "function", "metadata"
+
+    def run(self, *args):
+        self.launched = args
+
+
+def key_of(args, options, hip=False):
+    types = [type(a) for a in args], {n: type(v) for n, v in options.items()}
+    keys = Keys()
+    launching.write_launcher(kernel, *types, keys, hip)(3, *args, **options)
+    return (*types[0], *types[1], *types[1].values()), keys.key, keys.launched
+
+
+def triton_backend(hip):
+    target = GPUTarget("hip", "gfx942", 64) if hip else GPUTarget("cuda", 90, 32)
+    return triton.compiler.make_backend(target)
+
+
+def triton_key(args, options, backend):
+    """What Triton's own launch looks its binaries up under, and the arguments that it passes on."""
+    bound, specialization, rest = create_function_from_signature(kernel.signature, kernel.params, backend)(*args, **options)
+    return (tuple(specialization), str(rest)), tuple(bound.values())
+
+
+def clashes(calls, hip=False):
+    """Pairs of calls that share a key of ours and not Triton's; and how many shared one at all."""
+    backend, found, seen, shared = triton_backend(hip), [], {}, 0
+    for args, options in calls:
+        types, key, _ = key_of(args, options, hip)
+        theirs, _ = triton_key(args, options, backend)
+        before = seen.setdefault((types, key), (theirs, args, options))
+        shared += before[1] is not args
+        if before[0] != theirs:
+            found.append((before, (theirs, args, options)))
+    return found, shared
+
+
+def one_at_a_time():
+    """Every value in every place beside a fixed call."""
+    base = [TENSORS[0], TENSORS[0], None, 48, 7, 16, 0.5, True]
+    fixed = {n: v[0] for n, v in OPTIONS.items()}
+    pools = [TENSORS, TENSORS, EXTRAS, NUMBERS, EXTRAS, NUMBERS, [0.5, 1.0, 1, 2, None], [True, False, 1, 0, None]]
+    for i, pool in enumerate(pools):
+        yield from (([*base[:i], v, *base[i + 1 :]], fixed) for v in pool)
+    for n, pool in OPTIONS.items():
+        yield from ((base, {**fixed, n: v}) for v in pool)
+    yield base, {n: v for n, v in fixed.items() if n != "whole"}
+
+
+@pytest.mark.parametrize("hip", [False, True], ids=["cuda", "hip"])
+def test_calls_of_one_key_have_one_binary(host, hip):
+    found, shared = clashes(one_at_a_time(), hip)
+    assert not found and shared > 100
+
+
+CALLS = st.tuples(
+    st.tuples(*map(st.sampled_from, [TENSORS, TENSORS, EXTRAS, NUMBERS, NUMBERS[:12], NUMBERS, [0.5, 1.0, 7, 1], [True, False, None]])),
+    st.fixed_dictionaries({n: st.sampled_from(v) for n, v in OPTIONS.items()}),
+)
+
+
+@pytest.mark.parametrize("hip", [False, True], ids=["cuda", "hip"])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(call=CALLS, data=st.data())
+def test_drawn_calls_of_one_key_have_one_binary(host, hip, call, data):
+    """Beside a drawn call: calls in which some arguments are others of the same key of ours, one by one and all together."""
+    args, options = call
+    key = key_of(args, options, hip)[1]
+    near = []
+    for i, a in enumerate(args):
+        pool = TENSORS if isinstance(a, torch.Tensor) else [n for n in EXTRAS if type(n) is type(a)]
+        near.append([a, *(v for v in pool if key_of([*args[:i], v, *args[i + 1 :]], options, hip)[1] == key)])
+    both = [data.draw(st.sampled_from(pool)) for pool in near]
+    found, _ = clashes([call, (both, options)], hip)
+    assert not found
+
+
+WEAKER = {
+    "pointer alignment": ("not x.data_ptr() & 15", "0"), "pointer dtype": ("y.dtype", "0"), "integers of 1": ("n == 1", "False"), "integer alignment": ("n & 15 and", "1 and"),
+    "wide integers": ("< 2147483648 else", "< 2**100 else"), "negative integers": ("0 <= (", "-2**100 <= ("), "a constexpr": (", dtype,", ","), "an option": ("num_warps, num_stages)", "num_stages)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("weaker", WEAKER)
+def test_a_weaker_key_would_be_seen(host, monkeypatch, weaker):
+    whole, (part, replaced), replacements = launching._source, WEAKER[weaker], []
+
+    def source(*args):
+        head, _, tail = whole(*args).partition("_key = ")
+        replacements.append(part in tail)
+        return head + "_key = " + tail.replace(part, replaced, 1)
+
+    monkeypatch.setattr(launching, "_source", source)
+    assert clashes(one_at_a_time())[0] and any(replacements)
+
+
+def test_a_storage_of_two_gib_has_its_own_binary_on_amd(host):
+    small, large = torch.zeros(64, dtype=torch.int8), torch.empty(2**31, dtype=torch.int8)[:64]
+    call = [TENSORS[0], None, 48, 7, 16, 0.5, True]
+    assert key_of([small, *call], {"block": 16, "dtype": tl.float32}, True)[1] != key_of([large, *call], {"block": 16, "dtype": tl.float32}, True)[1]
+    assert not clashes([([t, *call], {"block": 16, "dtype": tl.float32}) for t in (small, large)], True)[0]
+
+
+@pytest.mark.parametrize("options", [{"block": 16, "dtype": tl.float32, "num_warps": 4}, {"num_stages": 2, "whole": False, "dtype": tl.float32, "block": 16}])
+def test_a_kept_launch_passes_what_triton_passes(host, options):
+    args = [TENSORS[0], TENSORS[5], None, 48, 7, 16, 0.5, True]
+    launched = key_of(args, options)[2]
+    assert launched[:9] == (3, 1, 1, 77, "function", "metadata", None, None, None)
+    theirs = triton_key(args, options, triton_backend(False))[1]
+    assert len(theirs) == len(NAMES) and all(a is b for a, b in zip(launched[9:], theirs, strict=True))
+
+
+class Compiled:
+    """A compiled kernel as Triton's launch hands it back."""
+
+    function, packed_metadata = 5, (4, 1, 0)
+
+    def __init__(self):
+        self.launches = []
+
+    def run(self, gridX, gridY, gridZ, stream, function, kernel_metadata, launch_metadata, launch_enter_hook, launch_exit_hook, *args):
+        self.launches.append((gridX, gridY, gridZ, stream, function, kernel_metadata, args))
+
+
+class Bare(Compiled):
+    def run(self, gridX, gridY, gridZ, stream, function, *args):
+        self.launches.append(args)
+
+
+class Call:
+    interpret = False
+    target = Target("cuda", "sm_90")
+
+
+@pytest.fixture
+def by_triton(host, monkeypatch):
+    """The launches that went through Triton's own path."""
+    launches = []
+
+    def launch_by_triton(self, grid):
+        def run(*args, **kwargs):
+            launches.append((grid, args, kwargs))
+            return launches.compiled()
+
+        return run
+
+    class Launches(list):
+        compiled = Compiled
+
+    launches = Launches()
+    monkeypatch.setattr(JITFunction, "__getitem__", launch_by_triton)
+    return launches
+
+
+def go(x=TENSORS[0], n=48, **options):
+    launching.launch(kernel, 3, Call, x, TENSORS[0], None, n, 7, 16, 0.5, True, **{"block": 16, "dtype": tl.float32, "num_warps": 4, **options})
+
+
+@pytest.mark.parametrize("compiled", [Compiled, Bare])
+def test_the_first_launch_of_a_key_is_tritons_and_later_ones_are_kept(by_triton, compiled):
+    made = []
+    by_triton.compiled = lambda: made.append(compiled()) or made[-1]
+    go()
+    assert [grid for grid, _, _ in by_triton] == [(3,)] and not made[0].launches
+    go(n=80), go(n=96)
+    assert len(by_triton) == 1 and len(made[0].launches) == 2
+    for other in ({"n": 81}, {"n": 1}, {"n": 2**31}, {"x": TENSORS[1]}, {"x": TENSORS[4]}, {"block": 32}, {"num_warps": 8}, {"num_stages": 2}):
+        before = len(by_triton)
+        go(**other), go(**other)
+        assert len(by_triton) == before + 1
+
+
+def test_compile_errors_surface_every_time(by_triton):
+    def fail():
+        raise triton.runtime.errors.OutOfResources(300000, 232448, "shared memory")
+
+    by_triton.compiled = fail
+    for _ in range(2):
+        with pytest.raises(triton.runtime.errors.OutOfResources):
+            go()
+    by_triton.compiled = Compiled
+    go(), go()
+    assert len(by_triton) == 3
+
+
+def test_who_watches_launches_sees_them(by_triton, monkeypatch):
+    go(), go()
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        with monkeypatch.context() as m:
+            m.setattr(knobs.runtime, name, lambda metadata: None)
+            before = len(by_triton)
+            go(), go()
+            assert len(by_triton) == before + 2
+    with monkeypatch.context() as m:
+        m.setattr(knobs.runtime, "debug", True)
+        go(num_warps=2), go(num_warps=2)
+        assert len(by_triton) == 7
+    go(num_warps=2), go(num_warps=2)  # what was compiled with asserts is not kept
+    assert len(by_triton) == 8
+
+
+def test_another_current_device_is_entered_for_the_launch(by_triton, monkeypatch):
+    entered, here = [], [0]
+
+    class Guard:
+        def __init__(self, index):
+            self.index = index
+
+        def __enter__(self):
+            entered.append(self.index)
+            self.before, here[0] = here[0], self.index
+
+        def __exit__(self, *error):
+            here[0] = self.before
+
+    monkeypatch.setattr(launching, "_current_device", lambda: here[0])
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    go(), go()
+    assert entered == [-1, -1] and here == [0] and len(by_triton) == 1
+    here[0] = -1
+    go()
+    assert entered == [-1, -1] and len(by_triton) == 1
+
+
+@pytest.mark.parametrize("what", ["signature", "attribute", "argument"])
+def test_what_a_kept_launch_does_not_know_is_launched_by_triton_and_said_once(by_triton, caplog, monkeypatch, what):
+    options = {}
+    if what == "signature":
+        by_triton.compiled = type("Newer", (Compiled,), {"run": lambda self, grid, stream, *args: None})
+    elif what == "attribute":
+        by_triton.compiled = type("Newer", (), {"run": Compiled().run})
+    else:
+        monkeypatch.setattr(torch.cuda, "device", lambda index: __import__("contextlib").nullcontext())
+        options = {"n": (1, 2)}
+    with caplog.at_level(logging.WARNING, "portakern"):
+        for _ in range(3):
+            go(**options)
+    assert len(by_triton) == 3 and caplog.text.count("launched by Triton's own path") == 1
+
+
+def benchmark():
+    found = importlib.util.spec_from_file_location("launch", Path(__file__).parent.parent / "benchmarks" / "launch.py")
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def served_ops():
+    return [name for name in pk.ops() if importlib.util.find_spec(f"portakern.backends.triton.{name}")]
+
+
+@pytest.mark.parametrize("optional", [False, True], ids=["required", "all"])
+@pytest.mark.parametrize("name", served_ops())
+def test_small_inputs_fit_every_op(name, optional):
+    spec = pk.op(name).spec
+    pk.op(name, backend="triton").bind(**benchmark().small_inputs(spec, "cpu", optional=optional))
+
+
+@gpu
+@pytest.mark.parametrize("optional", [False, True], ids=["required", "all"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", served_ops())
+def test_a_captured_op_replays_to_the_bit(name, dtype, optional):
+    assert benchmark().replay_differs(name, dtype, optional) == []
+
+
+@gpu
+def test_a_kept_launch_gives_the_bits_of_tritons(monkeypatch):
+    inputs = {name: benchmark().small_inputs(pk.op(name).spec, "cuda") for name in served_ops()}
+    by_us, by_triton = [], []
+    for launches in (by_us, by_triton):
+        for name, arrays in inputs.items():
+            for _ in range(2):
+                out = pk.op(name, backend="triton")(**arrays)
+            launches += [o for o in (out if isinstance(out, tuple) else (out,)) if o is not None]
+        monkeypatch.setattr(launching, "_watched", lambda kernel: True)
+        monkeypatch.setattr(launching, "_launchers", {})
+    assert len(by_us) == len(by_triton) and all(torch.equal(a, b) for a, b in zip(by_us, by_triton, strict=True))
+
+
+@gpu
+def test_later_launches_do_not_go_through_triton(monkeypatch, caplog):
+    arrays = {name: benchmark().small_inputs(pk.op(name).spec, "cuda") for name in served_ops()}
+    for name in arrays:
+        pk.op(name, backend="triton")(**arrays[name])
+    monkeypatch.setattr(JITFunction, "__getitem__", lambda self, grid: pytest.fail(f"{self.__name__} was launched by Triton again"))
+    for name in arrays:
+        pk.op(name, backend="triton")(**arrays[name])
+    torch.cuda.synchronize()
+    assert "Triton's own path" not in caplog.text
+
+
+@gpu
+def test_launches_go_to_the_current_stream():
+    x, op = torch.randn(512, 4096, device="cuda"), pk.op("softmax", backend="triton")
+    want = op(x)
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)
+        late = x * 1.0
+        y = op(late)  # reads what the stream has not written yet, unless it waits in the same stream
+    side.synchronize()
+    assert torch.equal(y, want)
+
+
+@gpu
+def test_a_kernel_that_does_not_fit_says_so_every_time():
+    from portakern.backends.triton.matmul import matmul_kernel
+
+    a = torch.randn(256, 256, device="cuda")
+    c = torch.empty_like(a)
+    for _ in range(2):
+        with pytest.raises(triton.runtime.errors.OutOfResources):
+            launching.launch(matmul_kernel, 4, Call, a, a, c, 256, 256, 256, 2, 2, 2, 1, 0, 0, 256, 1, 0, 0, 256, 1, 0, 0, 256,
+                             block_m=128, block_n=128, block_k=128, group=8, acc_dtype=tl.float32, precision="tf32", whole_k=True,
+                             num_warps=8, num_stages=5)  # fmt: skip
+
+
+@gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_tensor_on_another_gpu_than_the_current_one():
+    op = pk.op("softmax", backend="triton")
+    x = torch.randn(64, 300, device="cuda:1")
+    want = torch.softmax(x, -1)
+    for device in (0, 1, 0):
+        with torch.cuda.device(device):
+            assert torch.allclose(op(x), want, atol=1e-6) and torch.allclose(op(x.to("cuda:0")), want.to("cuda:0"), atol=1e-6)
+            assert torch.cuda.current_device() == device

@@ -1,0 +1,165 @@
+"""portakern.torch against PyTorch's own functions, on hand-made calls and on PyTorch's own sample inputs."""
+
+import inspect
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import portakern as pk
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+import torch.nn.functional as F  # noqa: E402
+
+import portakern.torch as twin  # noqa: E402
+
+SAMPLED = {
+    "matmul": twin.matmul,
+    "softmax": twin.softmax,
+    "nn.functional.layer_norm": twin.layer_norm,
+    "nn.functional.scaled_dot_product_attention": twin.scaled_dot_product_attention,
+}
+REFUSED = {  # the only reasons for which a sample may be refused
+    "dropout_p is 0.5; expected 0.0": "dropout is refused",
+    "eps is -0.5; expected a finite number in float32's range >= 0": "a negative eps is refused",
+}
+
+
+def samples():
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    for info in op_db:
+        if info.name in SAMPLED:
+            for i, sample in enumerate(info.sample_inputs("cpu", torch.float32, requires_grad=True)):
+                yield info, SAMPLED[info.name], i, sample
+
+
+def run(f, sample):
+    """The result and the gradients of everything that requires one."""
+    tensors = [x for x in (sample.input, *sample.args, *sample.kwargs.values()) if isinstance(x, torch.Tensor) and x.requires_grad]
+    out = f(sample.input, *sample.args, **sample.kwargs)
+    grads = torch.autograd.grad(out, tensors, torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape), allow_unused=True) if tensors else ()
+    return [out, *(g for g in grads if g is not None)]
+
+
+def test_pytorchs_own_samples_run_and_are_right_or_refused_for_a_known_reason():
+    pytest.importorskip("expecttest", reason="expecttest is not installed, which PyTorch's samples import")
+    ran, refused = Counter(), Counter()
+    for info, mine, i, sample in samples():
+        try:
+            got = run(mine, sample)
+        except (pk.SpecError, pk.UnsupportedError) as e:
+            reason = next((r for r in REFUSED if r in str(e)), None)
+            assert reason, f"{info.name} {info.variant_test_name} sample {i}: {e}"
+            refused[info.name, REFUSED[reason]] += 1
+            continue
+        exact = run(info.op, sample.transform(lambda x: x.detach().double().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x))
+        for a, b, e in zip(got, run(info.op, sample), exact, strict=True):
+            assert a.dtype == b.dtype and a.shape == b.shape, (info.name, i)
+            torch.testing.assert_close(a.double(), e.double(), rtol=1e-5, atol=1e-5, msg=lambda m, n=info.name, i=i: f"{n} sample {i}: {m}")
+        ran[info.name] += 1
+    first_three = [n for n in SAMPLED if "attention" not in n]
+    total = sum(ran[n] for n in first_three)
+    assert total / (total + sum(c for (n, _), c in refused.items() if n in first_three)) >= 0.9, (ran, refused)
+    attention = "nn.functional.scaled_dot_product_attention"
+    assert ran[attention] >= 13 and {why for n, why in refused if n == attention} == {"dropout is refused"}, (ran, refused)
+
+
+SHAPES = [((2, 3, 5, 8), (2, 3, 7, 8)), ((2, 3, 7, 8), (2, 3, 5, 8)), ((3, 5, 8), (3, 5, 8)), ((5, 8), (6, 8)), ((1, 3, 5, 8), (2, 1, 7, 8)), ((2, 2, 3, 4, 8), (2, 2, 3, 4, 8))]
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton", "pallas"])
+@pytest.mark.parametrize("q_shape, k_shape", SHAPES)
+def test_attention(q_shape, k_shape, backend):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(q_shape), torch.randn(k_shape), torch.randn(k_shape)
+    lead = torch.broadcast_shapes(q_shape[:-2], k_shape[:-2])
+    full = (*lead, q_shape[-2], k_shape[-2])
+    masks = [None, torch.rand(full[-2:]) < 0.7, torch.rand(full) < 0.5, torch.randn(*full[:-2], 1, full[-1]), torch.randn(full[-2], 1)]
+    for given in [{"is_causal": True}, {"scale": 0.2}, *({"attn_mask": m} for m in masks)]:
+        torch.testing.assert_close(twin.scaled_dot_product_attention(q, k, v, **given, backend=backend), F.scaled_dot_product_attention(q, k, v, **given), rtol=2e-5, atol=2e-5)
+
+
+def test_grouped_heads_and_gradients_of_a_mask():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, 5, 8, requires_grad=True) for h in (6, 2, 2))
+    mask = torch.randn(6, 5, 5, requires_grad=True)
+    results = []
+    for f in (twin.scaled_dot_product_attention, F.scaled_dot_product_attention):
+        out = f(q, k, v, attn_mask=mask, enable_gqa=True)
+        results.append([out, *torch.autograd.grad(out.sin().sum(), (q, k, v, mask))])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_a_row_that_no_mask_lets_see_is_zeros():
+    q = torch.randn(1, 1, 3, 8)
+    mask = torch.tensor([[True, True, True], [False, False, False], [True, False, True]])
+    out = twin.scaled_dot_product_attention(q, q, q, mask)
+    assert not out[0, 0, 1].any() and out.isfinite().all()
+
+
+def test_refusals_name_the_argument():
+    q = torch.randn(1, 2, 3, 8)
+    for message, call in {
+        "dropout_p is 0.1; expected 0.0": lambda: twin.scaled_dot_product_attention(q, q, q, dropout_p=0.1),
+        "exclude each other": lambda: twin.scaled_dot_product_attention(q, q, q, torch.ones(3, 3, dtype=torch.bool), is_causal=True),
+        r"attn_mask has shape \(4, 3\)": lambda: twin.scaled_dot_product_attention(q, q, q, torch.ones(4, 3)),
+        "or enable_gqa=True": lambda: twin.scaled_dot_product_attention(torch.randn(1, 4, 3, 8), q, q),
+        "to divide query's": lambda: twin.scaled_dot_product_attention(torch.randn(1, 3, 3, 8), q, q, enable_gqa=True),
+        "query has shape": lambda: twin.scaled_dot_product_attention(q[0, 0, 0], q, q),
+        "dim is None": lambda: twin.softmax(q),
+        "expected the last axes of input": lambda: twin.layer_norm(q, [9]),
+        "weight has shape": lambda: twin.layer_norm(q, [8], torch.ones(7)),
+        "input is a number": lambda: twin.matmul(torch.tensor(1.0), q),
+        "out is torch.float32": lambda: twin.matmul(q, q.mT, out=torch.empty(2)),
+    }.items():
+        with pytest.raises((pk.SpecError, pk.UnsupportedError), match=message):
+            call()
+
+
+def test_matmul_writes_to_out():
+    a, b = torch.randn(3, 4), torch.randn(4, 5)
+    out = torch.empty(3, 5)
+    assert twin.matmul(a, b, out=out) is out
+    torch.testing.assert_close(out, a @ b)
+
+
+def test_signatures_are_those_of_torch():
+    assert list(inspect.signature(twin.softmax).parameters)[:-1] == list(inspect.signature(F.softmax).parameters)
+    assert list(inspect.signature(twin.layer_norm).parameters)[:-1] == list(inspect.signature(F.layer_norm).parameters)
+    for name in ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"):
+        assert name in inspect.signature(twin.scaled_dot_product_attention).parameters and name in F.scaled_dot_product_attention.__doc__
+
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+
+
+@pytest.mark.parametrize("backend", [None, "triton"])
+def test_a_model_swapped_runs_on_portakern(backend):
+    layer, x = model(), torch.randn(2, 6, 16)
+    want = layer(x)
+    served = []
+    with pk.observe(lambda s: served.append(s.call.spec.name)), twin.swapped(backend=backend):
+        got = layer(x)
+        (got**2).sum().backward()
+    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+    assert {"layernorm", "attention", "layernorm_vjp", "attention_vjp"} <= set(served)
+    mine = [p.grad.clone() for p in layer.parameters()]
+    layer.zero_grad()
+    (layer(x) ** 2).sum().backward()
+    for a, p in zip(mine, layer.parameters(), strict=True):
+        torch.testing.assert_close(a, p.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_what_portakern_refuses_raises_unless_torch_may_serve_it(caplog):
+    ids = torch.arange(6).reshape(2, 3)
+    with twin.swapped(), pytest.raises(pk.SpecError, match="int64"):
+        torch.matmul(ids, ids.T)
+    with twin.swapped(otherwise="torch"):
+        assert (ids @ ids.T).dtype == torch.int64
+        ids @ ids.T
+    assert sum("PyTorch serves a swapped call" in r.message for r in caplog.records) == 1
+    np.testing.assert_array_equal(ids @ ids.T, ids.numpy() @ ids.numpy().T)
