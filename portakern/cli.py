@@ -1,4 +1,4 @@
-"""The command line: ``portakern demo | ops | backends | show | check | doctor``."""
+"""The command line: ``portakern demo | ops | backends | show | check | compile | doctor``."""
 
 from __future__ import annotations
 
@@ -153,6 +153,93 @@ def _show_reports(reports: list[Any]) -> None:
             out.print(str(f), style="red", markup=False, highlight=False, soft_wrap=True)
         if not r.examples and not r.failures:
             out.print(f"{r.op} on {r.subject}: no case was compared", style="red", markup=False)
+
+
+@app.command("compile")
+def compile_(
+    ops: Annotated[list[str] | None, typer.Argument(help="Ops to compile; all when none is named.")] = None,
+    target: Annotated[list[str] | None, typer.Option(help="Architecture, such as sm_90, gfx942 or v6e; may be repeated.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every architecture that portakern knows.")] = False,
+    dtype: Annotated[list[str] | None, typer.Option(help="May be repeated; bfloat16 and float32 when none is named.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Only this backend.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Compilers at a time.")] = 1,
+    quick: Annotated[bool, typer.Option(help="Nothing that takes longer than compiling: no cycle estimates.")] = False,
+    fresh: Annotated[bool, typer.Option(help="Compile again what is in the cache.")] = False,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that one compilation may take.")] = 900.0,
+    as_json: Json = False,
+) -> None:
+    """Compile ops, forward and backward, for hardware that need not be here, and say what each kernel takes of it; exit status 1 if any cannot be."""
+    from portakern import compile as compiling
+    from portakern import targets
+
+    names = list(targets.HARDWARE) if every else target or []
+    if not names:
+        raise SpecError(f"compile: name a --target, or --all; targets: {', '.join(targets.HARDWARE)}")
+    start = time.perf_counter()
+    found = compiling.jobs_for(ops or list(registry.ops()), names, dtype or ["bfloat16", "float32"], backend, quick)
+    if not found:
+        raise UnsupportedError(f"compile: no backend compiles {', '.join(ops or ['any op'])} for {', '.join(names)}")
+    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=err, transient=True) as bar:
+        task = bar.add_task("compiling", total=len(found))
+
+        def done(built: compiling.Build) -> None:
+            bar.update(task, advance=1, description=f"{built.op} for {built.target}")
+
+        built = compiling.compile_all(found, jobs, fresh=fresh, timeout=timeout, done=done)
+    if as_json:
+        _print_json(compiling.record(built, shlex.join(["portakern", *sys.argv[1:]]), time.perf_counter() - start))
+    else:
+        _show_builds(built)
+    if not all(b.ok for b in built):
+        raise typer.Exit(1)
+
+
+def _show_builds(built: list[Any]) -> None:
+    rows = []
+    for b in built:
+        for i, k in enumerate(b.kernels or [None]):
+            first = [b.target, b.op, b.dtype, "ok" if b.ok else "FAILED"] if i == 0 else ["", "", "", ""]
+            last = [str(round(b.seconds, 1))] if i == 0 else [""]
+            rows.append([*first, *(["-"] * 8 if k is None else _kernel_cells(k)), *last])
+    columns = [
+        "target",
+        "op",
+        "dtype",
+        "verdict",
+        "kernel",
+        "registers",
+        "spills",
+        "on chip, KiB",
+        "occupancy",
+        "matrix instructions",
+        "code, KiB",
+        "cycles",
+        "s",
+    ]
+    _table("Machine code", columns, rows)
+    for b in built:
+        if not b.ok:
+            out.print(f"{b.op} {b.dtype} for {b.target}: {b.reason}", style="red", markup=False, highlight=False, soft_wrap=True)
+    out.print(f"{sum(b.ok for b in built)} of {len(built)} compile and fit")
+
+
+def _kernel_cells(k: Any) -> list[str]:
+    def shown(value: Any) -> str:
+        return "-" if value is None else str(value)
+
+    memory = ", ".join(f"{name} {used / 1024:.1f}" for name, used in k.on_chip.items() if used)
+    matrix = max(k.matrix, key=k.matrix.get) + f" x{sum(k.matrix.values())}" if k.matrix else "none"
+    code = None if k.code_bytes is None else f"{k.code_bytes / 1024:.1f}"
+    return [
+        k.name,
+        shown(k.registers),
+        shown(k.spills),
+        memory or "-",
+        "-" if k.occupancy is None else f"{k.occupancy:.0%}",
+        matrix,
+        shown(code),
+        shown(k.cycles),
+    ]
 
 
 @app.command()

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portakern import registry
+from portakern import registry, staging
 from portakern.call import Call, binder
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.frameworks import FRAMEWORKS, HOST, Framework, Target, convert, numpy_dtype
 from portakern.options import shown
 from portakern.registry import Backend, Implementation
 from portakern.spec import Spec
+
+if TYPE_CHECKING:
+    from portakern.compiling.report import Build
 
 __all__ = ["Op", "Served", "observe", "op", "oracle", "rounded"]
 
@@ -49,12 +53,23 @@ class Route:
 
 @contextmanager
 def observe(callback: Callable[[Served], None]) -> Iterator[None]:
-    """While inside, ``callback`` sees every eager op call after it was served."""
+    """While inside, ``callback`` sees every op call after it was served, and those of functions that ``jax.jit`` compiles while inside, as NumPy arrays, when they run."""
     _observers.append(callback)
     try:
         yield
     finally:
         _observers.remove(callback)
+
+
+def observed() -> bool:
+    """Whether anybody observes."""
+    return bool(_observers)
+
+
+def tell(served: Served) -> None:
+    """Show the observers a call."""
+    for callback in _observers:
+        callback(served)
 
 
 def op(which: str | Spec[Any], *, backend: str | Backend | None = None, tiling: Mapping[str, int] | None = None) -> Op:
@@ -69,9 +84,11 @@ def op(which: str | Spec[Any], *, backend: str | Backend | None = None, tiling: 
     Raises:
       SpecError: an unknown op, backend or tile.
     """
-    if not isinstance(which, Spec):
-        which = registry.find_spec(str(which))
-    return Op(which, backend, tiling)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.compiler.is_compiling():
+        made: Op = getattr(staging.FOUND, staging.prepare(which, backend, tiling))
+        return made
+    return Op(which if isinstance(which, Spec) else registry.find_spec(str(which)), backend, tiling)
 
 
 class Op:
@@ -82,6 +99,7 @@ class Op:
         self.backend = None if backend is None else registry.backend(backend)
         self.user_tiling = _checked_tiling(spec, tiling or {})
         self._routes: dict[tuple[Framework, Any], Route] = {}
+        self.gradients: dict[Any, Op] = {}  # kept by portakern.autograd
         self._bind = _binders.get(spec) or _binders.setdefault(spec, binder(spec))
         self.__doc__ = spec.doc
         for name, value in self.user_tiling.items():
@@ -91,18 +109,35 @@ class Op:
                 raise SpecError(
                     f"{spec.name}: tiling[{name!r}] is {shown(value)}; expected one of {', '.join(map(str, spec.tiling[name].values))}: leave it out for the default"
                 )
+        self.key, self._namesake = staging.keep(self)
 
     def __repr__(self) -> str:
         return f"<portakern op {self.spec.name} on {self.backend.name if self.backend else 'auto'}>"
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        call = self.bind(*args, **kwargs)
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            # somebody records the call, or has tensors without memory
+            if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
+                if any(isinstance(a, torch.Tensor) for a in (*args, *kwargs.values())):
+                    staging.stage(self.key, len(args), tuple(kwargs))
+                    return getattr(staging.FOUND, self.key)(*args, **kwargs)
+            elif self.spec.autocast and torch._C._is_any_autocast_enabled():
+                from portakern.autograd import autocast
+
+                args, kwargs = autocast(self.spec, args, kwargs)
+        call = self.unchecked(*args, **kwargs)
+        watched = call.framework.check(call)
         route = self._routes.get((call.framework, call.device)) or self._route(call)
         if route is None:
             from portakern import tracing
 
             return self._result(call, tracing.trace(call, self.backend, self.user_tiling))
-        return self._serve(call, route)
+        if watched:
+            from portakern import autograd
+
+            return self._result(call, autograd.apply(self, call))
+        return self._result(call, self.serve(call, route))
 
     def bind(self, /, *args: Any, **kwargs: Any) -> Call:
         """Check the arguments and solve for the dimensions, without running anything."""
@@ -117,14 +152,22 @@ class Op:
         except TypeError as e:
             if isinstance(e, SpecError) or (e.__traceback__ and e.__traceback__.tb_next):
                 raise
-            arrays = ", ".join(a.name for a in self.spec.arrays)
-            options = ", ".join(o.name for o in self.spec.options)
-            raise SpecError(f"{str(e).replace('bind()', self.spec.name + '()')}; arrays: {arrays}; keyword options: {options}") from None
+            raise self.misfit(str(e).replace("bind()", self.spec.name + "()")) from None
         except RuntimeError as e:
             raise _unreadable(self.spec, args, kwargs, e) from e
 
+    def misfit(self, what: str) -> SpecError:
+        """The error for arguments that the signature does not have."""
+        arrays = ", ".join(a.name for a in self.spec.arrays)
+        options = ", ".join(o.name for o in self.spec.options)
+        return SpecError(f"{what}; arrays: {arrays}; keyword options: {options}")
+
+    def route(self, call: Call) -> Route | None:
+        """Who serves calls like this one; None while JAX is tracing."""
+        return self._routes.get((call.framework, call.device)) or self._route(call)
+
     def _route(self, call: Call) -> Route | None:
-        """Choose who serves calls like this one, and remember it; None while JAX is tracing."""
+        """Choose who serves calls like this one, and remember it."""
         target = call.framework.target(call.device)
         if target.platform == "traced":
             return None
@@ -134,7 +177,8 @@ class Op:
         self._routes[call.framework, call.device] = route
         return route
 
-    def _serve(self, call: Call, route: Route) -> Any:
+    def serve(self, call: Call, route: Route) -> tuple[Any, ...]:
+        """Run a checked call: every output in the spec's order, None for an unwanted one."""
         call.target, call.interpret = route.target, route.interpret
         tiling: Mapping[str, int] = {}
         if call.degenerate:
@@ -154,14 +198,23 @@ class Op:
             if inner is not call:
                 outputs = _outputs_back(call, route.framework, outputs, copy="jax" in (call.framework.name, route.framework.name))
         if _observers:
-            for callback in _observers:
-                callback(Served(call, route.impl.backend.name, route.interpret, dict(tiling), outputs))
-        return self._result(call, outputs)
+            tell(Served(call, route.impl.backend.name, route.interpret, dict(tiling), outputs))
+        return outputs
 
     def _result(self, call: Call, outputs: tuple[Any, ...]) -> Any:
         if len(call.wants) == 1 and not call.spec.is_vjp:
             return outputs[0] if len(outputs) == 1 else outputs[[o.name for o in call.spec.outputs].index(call.wants[0])]
         return call.spec.result(*outputs)
+
+    def lower(self, /, *args: Any, target: str | None = None, **kwargs: Any) -> Build:
+        """Compile the call for a target that need not be here (``"sm_90"``, ``"gfx942"``, ``"v6e"``; None: where the arrays are); their values are not read.
+
+        Returns:
+          what the compiler made: ``.ok`` or ``.reason``, ``.kernels`` with registers, spills, on-chip memory and matrix instructions, and ``.assembly``.
+        """
+        from portakern.compile import lower
+
+        return lower(self, self.unchecked(*args, **kwargs), target)
 
     def explain(self, *args: Any, **kwargs: Any) -> str:
         """Which implementation would serve this call, with which tiling from where, and why not the others. Nothing runs."""
@@ -287,7 +340,7 @@ def oracle(call: Call) -> tuple[Any, ...]:
 def as_float64(call: Call) -> Call:
     """The call as the oracle sees it: NumPy, floating-point arrays widened to float64, integers as they are."""
     arrays = {n: a if a is None else _widen(call.framework.to_numpy(a)) for n, a in call.arrays.items()}
-    return call.replace(arrays=arrays, framework=FRAMEWORKS["numpy"], device="cpu", forms=call.outputs)
+    return call.replace(arrays=arrays, framework=FRAMEWORKS["numpy"], device="cpu", given={n: call.dtype_of(n) for n, a in call.arrays.items() if a is not None})
 
 
 def _widen(array: np.ndarray) -> np.ndarray:
@@ -319,6 +372,12 @@ def announce(b: Backend, route: Route, target: Target) -> None:
         text = f"portakern: {b.name} copies arrays from {target} to the host: it is the float64 oracle, and slow"
     elif b.oracle:
         text = f"portakern: CPU arrays are served by {b.name}, the float64 oracle: right, and slow"
-    if text and text not in _said:
+    if text:
+        say(text)
+
+
+def say(text: str, level: int = logging.WARNING) -> None:
+    """Log a line, once in a process."""
+    if text not in _said:
         _said.add(text)
-        log.warning(text)
+        log.log(level, text)

@@ -1,4 +1,4 @@
-"""Writing files that are never half there."""
+"""Writing files that are never half there, and the folder of what can be made again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ import os
 import tempfile
 from pathlib import Path
 
-__all__ = ["write_atomically"]
+import platformdirs
+
+__all__ = ["cache_folder", "write_atomically"]
+
+
+def cache_folder() -> Path:
+    """Where portakern keeps what it can make again: ``PORTAKERN_CACHE``, or the user's cache folder."""
+    return Path(os.environ.get("PORTAKERN_CACHE") or platformdirs.user_cache_path("portakern", appauthor=False))
 
 
 def write_atomically(path: Path, text: str) -> None:

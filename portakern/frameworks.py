@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -82,8 +82,9 @@ class Framework:
         """Whether elements lie in row-major order without gaps."""
         return True
 
-    def check(self, call: Call) -> None:
-        """Refuse arrays of this library that no kernel can read as they are, or that ask for a gradient."""
+    def check(self, call: Call) -> bool:
+        """Refuse arrays of this library that no kernel can read as they are. Says whether the library differentiates or maps over any of them."""
+        return False
 
     def to_numpy(self, array: Any) -> np.ndarray:
         """The values on the host; a view where the memory is the host's. The caller does not write to it."""
@@ -97,6 +98,14 @@ class Framework:
         """A view of ``memory`` (one axis) with strides and offset in elements, or its values where the library has no strides."""
         view = np.lib.stride_tricks.as_strided(memory[offset:], shape, tuple(s * memory.itemsize for s in strides))
         return self.from_numpy(view, device)
+
+    def strides(self, array: Any) -> list[int] | None:
+        """Strides in elements, None where the library has no strides."""
+        return None
+
+    def abstract(self, shape: tuple[int, ...], dtype: str, strides: Sequence[int] | None = None) -> Any:
+        """An array of this form without memory, to compile for."""
+        raise UnsupportedError(f"{self.name} has no arrays without memory")
 
     def full(self, shape: tuple[int, ...], dtype: str, value: float, device: Any) -> Any:
         return self.from_numpy(np.full(shape, value, numpy_dtype(dtype)), device)
@@ -118,15 +127,19 @@ class NumPy(Framework):
     def contiguous(self, array: Any) -> bool:
         return bool(array.flags.c_contiguous)
 
-    def check(self, call: Call) -> None:
+    def check(self, call: Call) -> bool:
         for name, array in call.arrays.items():
             if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
                 raise SpecError(f"{call.spec.name}: {name} is a numpy.ma.MaskedArray, whose mask no kernel sees; pass {name}.filled(...) instead")
             if array is not None and type(array) is not np.ndarray:
                 call.arrays[name] = array.view(np.ndarray)  # a subclass may give operators another meaning: numpy.matrix does
+        return False
 
     def to_numpy(self, array: Any) -> np.ndarray:
         return np.asarray(array)
+
+    def strides(self, array: Any) -> list[int]:
+        return [s // array.itemsize for s in array.strides]
 
     def from_numpy(self, array: np.ndarray, device: Any) -> np.ndarray:
         return array if array.flags.writeable else array.copy()
@@ -166,29 +179,36 @@ class Torch(Framework):
     def contiguous(self, array: Any) -> bool:
         return bool(array.is_contiguous())
 
-    def check(self, call: Call) -> None:
+    def strides(self, array: Any) -> list[int]:
+        return list(array.stride())
+
+    def abstract(self, shape: tuple[int, ...], dtype: str, strides: Sequence[int] | None = None) -> Any:
+        torch = self.load()
+        kind = getattr(torch, dtype)
+        return torch.empty(shape, dtype=kind, device="meta") if strides is None else torch.empty_strided(shape, strides, dtype=kind, device="meta")
+
+    def check(self, call: Call) -> bool:
         torch = sys.modules["torch"]
-        if call.device.type == "meta":
-            name = call.spec.arrays[0].name
+        name = call.spec.arrays[0].name
+        if call.arrays[name].is_meta:
             raise SpecError(f"{call.spec.name}: {name} is on meta, where there are no values; expected one on a device: torch.empty_like({name}, device='cpu')")
         inside_func = torch._C._functorch.peek_interpreter_stack() is not None
+        grad, dual = torch.is_grad_enabled(), torch.autograd.forward_ad._current_level >= 0
+        watched = False
         for name, array in call.arrays.items():
             if array is None:
                 continue
-            if array.requires_grad and torch.is_grad_enabled():
-                raise UnsupportedError(
-                    f"{call.spec.name}: {name} requires grad, and {call.spec.name} has no gradient yet; use torch.no_grad(), or pass {name}.detach()"
-                )
+            if (grad and array.requires_grad) or (dual and torch.autograd.forward_ad.unpack_dual(array).tangent is not None):
+                watched = True
             if array.layout is not torch.strided:
                 raise SpecError(f"{call.spec.name}: {name} has layout {array.layout}; expected a strided tensor: pass {name}.to_dense()")
             if array.is_neg():
                 raise SpecError(f"{call.spec.name}: {name} is a lazily negated view; pass {name}.resolve_neg()")
             if inside_func and torch._C._functorch.is_functorch_wrapped_tensor(array):
-                raise UnsupportedError(
-                    f"{call.spec.name}: {name} is batched or differentiated by torch.func, which no kernel sees through yet; call it outside"
-                )
+                watched = True
             if type(array) is not torch.Tensor and type(array).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
                 raise UnsupportedError(f"{call.spec.name}: {name} is a {type(array).__name__}, which has no memory of its own; pass a plain torch.Tensor")
+        return watched
 
     def to_numpy(self, array: Any) -> np.ndarray:
         torch = sys.modules["torch"]
@@ -218,7 +238,7 @@ class Jax(Framework):
         if isinstance(array, (jax.core.Tracer, jax.ShapeDtypeStruct)):  # its device is chosen at lowering
             return None
         devices = array.sharding.device_set
-        return next(iter(devices)) if len(devices) == 1 else array.sharding
+        return next(iter(devices)) if len(devices) == 1 else frozenset(devices)
 
     def load(self) -> Any:
         return _import("jax", "pallas")
@@ -227,7 +247,7 @@ class Jax(Framework):
         if device is None:
             return Target("traced")
         if not hasattr(device, "platform"):
-            n = len(device.device_set)
+            n = len(device)
             raise UnsupportedError(
                 f"the arrays are sharded over {n} devices; portakern runs on one: call it inside jax.shard_map, or gather with jax.device_put(x, device)"
             )
@@ -238,14 +258,18 @@ class Jax(Framework):
             return Target("tpu", device.device_kind.lower().removeprefix("tpu").strip().replace(" lite", "e"))
         return Target(device.platform)
 
+    def abstract(self, shape: tuple[int, ...], dtype: str, strides: Sequence[int] | None = None) -> Any:
+        return self.load().ShapeDtypeStruct(shape, numpy_dtype(dtype))
+
     def devices(self) -> list[Any]:
         jax = self.load()
         return list(dict.fromkeys([*jax.local_devices(), *jax.local_devices(backend="cpu")]))
 
-    def check(self, call: Call) -> None:
+    def check(self, call: Call) -> bool:
         for name, array in call.arrays.items():
             if array is not None and call.device is not None and array.is_deleted():
                 raise SpecError(f"{call.spec.name}: {name} was deleted, or donated to another computation; pass an array that still has its values")
+        return False
 
     def to_numpy(self, array: Any) -> np.ndarray:
         return np.asarray(array)

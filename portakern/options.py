@@ -63,7 +63,9 @@ class DType:
 
 @dataclass(frozen=True)
 class Option:
-    """A keyword-only argument. ``check(value)`` returns its canonical value or raises ValueError with what was expected."""
+    """A keyword-only argument. ``check(value)`` returns its canonical value or raises ValueError with what was expected.
+
+    ``kind`` is bool, int, float, choice (a string), dtype (a name) or tuple (of integers and None); ``optional``: it may be None instead."""
 
     name: str
     default: Any
@@ -71,6 +73,8 @@ class Option:
     expected: str
     choices: tuple[Any, ...]
     axis_of: str | None = None
+    kind: str = "float"
+    optional: bool = False
 
 
 def option_from_annotation(name: str, hint: Any, default: Any) -> Option:
@@ -85,9 +89,16 @@ def option_from_annotation(name: str, hint: Any, default: Any) -> Option:
         marks = tuple(mark_list)
     check, expected, choices = _checker(inner, marks)
     axis_of = next((mark.of for mark in marks if isinstance(mark, Axis)), None)
+    kind = _kind(inner, marks)
     if optional:
-        return Option(name, default, lambda v: None if v is None else check(v), f"{expected}, or None", (None, *choices), axis_of)
-    return Option(name, default, check, expected, choices, axis_of)
+        return Option(name, default, lambda v: None if v is None else check(v), f"{expected}, or None", (None, *choices), axis_of, kind, True)
+    return Option(name, default, check, expected, choices, axis_of, kind)
+
+
+def _kind(inner: Any, marks: tuple[Any, ...]) -> str:
+    if any(isinstance(m, DType) for m in marks):
+        return "dtype"
+    return {Literal: "choice", tuple: "tuple"}.get(typing.get_origin(inner)) or str(inner.__name__)
 
 
 def _checker(kind: Any, marks: tuple[Any, ...]) -> tuple[Callable[[Any], Any], str, tuple[Any, ...]]:

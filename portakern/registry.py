@@ -12,15 +12,17 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import InitVar, dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from portakern.errors import SpecError, UnavailableError
 from portakern.spec import Spec, Tile
 
 if TYPE_CHECKING:
     from portakern.call import Call
+    from portakern.compiling.report import Compiled
+    from portakern.targets import Hardware
 
-__all__ = ["Backend", "Implementation", "backend", "backends", "find_spec", "forward_of", "ops", "register"]
+__all__ = ["Backend", "Compiler", "Implementation", "backend", "backends", "find_spec", "forward_of", "ops", "register"]
 
 Tiling = Mapping[str, int]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -39,6 +41,22 @@ def _no_tiling(call: Call) -> dict[str, int]:
 
 def _always(call: Call, tiling: Tiling) -> str | None:
     return None
+
+
+class Compiler(Protocol):
+    """What a backend's module for compiling ahead of time has. Importing it imports no framework."""
+
+    def unavailable(self, hardware: Hardware) -> str | None:
+        """None, or what must be installed to compile for ``hardware``."""
+
+    def environment(self, hardware: Hardware, quick: bool) -> dict[str, str]:
+        """Environment variables of a process that compiles; ``{scratch}`` stands for a folder of the process. ``quick``: nothing slower than compiling."""
+
+    def versions(self, hardware: Hardware) -> dict[str, str]:
+        """The versions of everything that decides the machine code."""
+
+    def build(self, impl: Implementation, call: Call, tiling: Tiling) -> Compiled:
+        """Compile a call on arrays without memory, for ``call.target``. Any exception is the reason why it cannot be."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +99,7 @@ class Backend:
       requires: modules that must be importable; extra: the portakern extra that installs them.
       oracle: the float64 reference: takes float64 arrays of any device, its results are rounded by the caller.
       refusals: regular expressions of the reasons for which it may refuse a right call; the checker counts any other refusal as a failure.
+      compiler: the module that compiles its calls for hardware that is not here (see :class:`Compiler`), or None.
       profiles: name -> "module:function" of a context manager in which the checker runs this backend, a slower and stricter interpreter, say.
       platforms: platforms served by functions that :meth:`implements` registers, with no package behind them. cpu when nothing else is given.
       auto: it may serve calls that name no backend. The registry says so of portakern's own; everybody else's run when named.
@@ -95,6 +114,7 @@ class Backend:
     oracle: bool = False
     refusals: Sequence[str] = ()
     profiles: Mapping[str, str] = field(default_factory=dict)
+    compiler: str | None = None
     platforms: InitVar[Sequence[str]] = ()
     auto: bool = field(default=False, init=False)
     _found: dict[tuple[str, str], Implementation] = field(default_factory=dict, repr=False)
@@ -183,6 +203,13 @@ class Backend:
         module, _, function = self.profiles[name].partition(":")
         context: AbstractContextManager[Any] = getattr(importlib.import_module(module), function)()
         return context
+
+    def load_compiler(self) -> Compiler:
+        """The module that compiles ahead of time."""
+        if self.compiler is None:
+            raise UnavailableError(f"backend {self.name!r} compiles nothing ahead of time")
+        found: Any = importlib.import_module(self.compiler)
+        return found
 
     def unavailable(self) -> str | None:
         """None, or what must be installed before this backend can run."""
@@ -281,6 +308,11 @@ def backend(name: str | Backend) -> Backend:
     if not isinstance(name, str) or name not in known:
         raise SpecError(f"backend {name!r} is unknown; expected one of {', '.join(known)}, or a Backend object")
     return known[name]
+
+
+def importable(spec: Spec[Any], b: Backend) -> bool:
+    """Whether another process finds both by name."""
+    return _installed().get(b.name) is b and spec.name in ops() and find_spec(spec.name) is spec
 
 
 @functools.cache

@@ -2,7 +2,8 @@
 
 A spec is an annotated function under the :func:`spec` decorator. Array arguments are annotated in jaxtyping's notation
 (https://docs.kidger.site/jaxtyping), of which this module reads: names (``d``), products (``kv_heads*group``), broadcast
-axes (``#batch``) and one variadic run of axes (``*batch``). Keyword-only arguments are options. The return annotation is
+axes (``#batch``) and one variadic run of axes (``*batch``). A leading ``batch`` or ``*batch`` counts
+samples that do not see each other. Keyword-only arguments are options. The return annotation is
 a ``NamedTuple`` whose fields are the outputs.
 
 >>> class DotOut(NamedTuple):
@@ -18,7 +19,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar
 
 from portakern.options import Option, option_from_annotation
 
@@ -161,6 +162,8 @@ class Spec(Generic[P]):
     flops: Callable[[Call], float]
     vjp: str | None
     masks: tuple[str, ...]
+    autocast: str | None = None
+    typical: Mapping[str, Any] = field(default_factory=dict)
     bound: ErrorFn | None = None
     spread: ErrorFn | None = None
     forced: ErrorFn | None = None
@@ -177,6 +180,17 @@ class Spec(Generic[P]):
         """Every dimension name of the signature, in order of first appearance."""
         shapes = [*(a.dims for a in self.arrays), *(o.dims for o in self.outputs)]
         return tuple(dict.fromkeys(f for dims in shapes for d in dims for f in d.factors))
+
+    @property
+    def batch(self) -> str | None:
+        """The dimension along which an op's samples lie, which do not see each other; None where the signature shows none.
+
+        It is the leading dimension of the first array, if that is called batch, or is the variadic run of an array along one axis of which the op works."""
+        first = self.arrays[0]
+        lead = first.dims[0] if first.dims else None
+        if lead is None or not (lead.factors == ("batch",) or (lead.variadic and any(o.axis_of == first.name for o in self.options))):
+            return None
+        return lead.factors[0]
 
     @property
     def is_vjp(self) -> bool:
@@ -242,6 +256,8 @@ def spec(
     empty: Mapping[str, Mapping[str, float]] | None = None,
     masks: Sequence[str] = (),
     vjp: str | None = None,
+    autocast: Literal["lower", "float32"] | None = None,
+    typical: Mapping[str, Any] | None = None,
 ) -> Callable[[Callable[P, Any]], Spec[P]]:
     """Declare an op from a typed signature (see the module's text).
 
@@ -258,6 +274,10 @@ def spec(
       empty: reduced dimension -> the value of each output when its extent is 0.
       masks: additive masks among the arrays, whose -inf hides a pair.
       vjp: the name of the op that computes gradients (see :mod:`portakern.autodiff`).
+      autocast: what torch.autocast makes of the float arguments, float64 apart: "lower" casts them to its dtype, as it does for matrix products, "float32" to
+        that, as for reductions; None leaves them alone.
+      typical: a call as users make it, for what compiles or measures without one of theirs: dimension -> extent, option -> value, optional array -> True where
+        it is passed. A gradient op without one takes its forward's.
     """
 
     def declare(fn: Callable[P, Any]) -> Spec[P]:
@@ -277,7 +297,8 @@ def spec(
         return Spec(
             name=fn.__name__, fn=fn, arrays=tuple(arrays), options=tuple(options), outputs=outputs, result=result, dtypes=tuple(dtypes),
             tiling=types.MappingProxyType(dict(tiling)), require=tuple(require), positive=tuple(positive),
-            empty=types.MappingProxyType(dict(empty or {})), flops=flops, vjp=vjp, masks=tuple(masks),
+            empty=types.MappingProxyType(dict(empty or {})), flops=flops, vjp=vjp, masks=tuple(masks), autocast=autocast,
+            typical=types.MappingProxyType(dict(typical or {})),
         )  # fmt: skip
 
     return declare

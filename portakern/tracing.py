@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax._src.config import _check_vma  # jax has no public name for leaving shard_map's check of varying axes
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
@@ -185,7 +186,15 @@ def _on_platform(platform: str, static: _Static, *arrays: Any) -> tuple[Any, ...
     if backend.oracle:
         return _callback(static, call, arrays)
     tiling = dispatch.resolve_tiling(route.impl, call, dict(static.tiling))
-    return tuple(o for o in route.impl.run(call, tiling) if o is not None)
+    outputs = tuple(o for o in route.impl.run(call, tiling) if o is not None)
+    if dispatch.observed():
+        jax.debug.callback(functools.partial(_tell, static, backend.name, route, tiling), arrays, outputs)
+    return outputs
+
+
+def _tell(static: _Static, backend: str, route: dispatch.Route, tiling: Mapping[str, int], arrays: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
+    call = static.bind(tuple(map(np.asarray, arrays))).replace(target=route.target, interpret=route.interpret)
+    dispatch.tell(dispatch.Served(call, backend, route.interpret, tiling, _spread(call, tuple(map(np.asarray, outputs)))))
 
 
 def _callback(static: _Static, call: Call, arrays: tuple[Any, ...]) -> tuple[Any, ...]:

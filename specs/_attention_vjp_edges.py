@@ -102,7 +102,9 @@ def windows_open_to_the_right(arrays, rng, options):
     """A left edge alone, longer than a tile."""
 
 
-@attention_vjp.edge(dims={"q_len": (60, 90), "kv_len": (60, 90)}, options={"is_causal": False, "window": (30, 17)}, absent=("bias", *SEGMENTS), smallest_tiles=True)
+@attention_vjp.edge(
+    dims={"q_len": (60, 90), "kv_len": (60, 90)}, options={"is_causal": False, "window": (30, 17)}, absent=("bias", *SEGMENTS), smallest_tiles=True
+)
 def windows_of_several_tiles(arrays, rng, options):
     """Both edges, with whole tiles between them."""
 

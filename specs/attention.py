@@ -38,6 +38,7 @@ class AttentionOut(NamedTuple):
     ],
     vjp="attention_vjp",
     autocast="lower",
+    typical={"batch": 4, "kv_heads": 4, "group": 4, "q_len": 4096, "kv_len": 4096, "d": 128, "dv": 128, "is_causal": True},
     flops=lambda call: 2.0 * call.dims["batch"] * call.dims["kv_heads"] * call.dims["group"] * allowed_pairs(call) * (call.dims["d"] + call.dims["dv"]),
 )
 def attention(

@@ -110,22 +110,22 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     a q, k or d_o that is not finite. NaN at a seen pair has no such excuse.
     """
     unit, group, scale = units(call), call.dims["group"], abs(scale_of(call))
-    k = call.arrays["k"]
+    k, d_bias = call.arrays["k"], None
     d_q, d_k, d_v = (np.zeros(call.arrays[n].shape) for n in ("q", "k", "v"))
     sums = None if ref[3] is None else np.zeros((4, *ref[3].shape))
     with np.errstate(all="ignore"):
         for b, kv_head in np.ndindex(k.shape[0], k.shape[2]):
             pairs = _Pairs.of(call, unit, b, kv_head)
             D, P = (pairs.seen, pairs.D, pairs.F, pairs.nan, pairs.wild), (pairs.seen, pairs.P, pairs.g, pairs.nan_P, pairs.wild_P)
-            d_q[b, :, kv_head * group : (kv_head + 1) * group] = _by_head(_product(unit, *D, k[b, :, kv_head], scale), group)
-            d_k[b, :, kv_head] = _product(unit, *(x.T for x in D), _stacked(_group(call, "q", b, kv_head)), scale)
-            d_v[b, :, kv_head] = _product(unit, *(x.T for x in P), _stacked(_group(call, "d_o", b, kv_head)))
+            d_q[b, :, kv_head * group : (kv_head + 1) * group] = _by_head(_product(unit, D, k[b, :, kv_head], scale), group)
+            d_k[b, :, kv_head] = _product(unit, tuple(x.T for x in D), _stacked(_group(call, "q", b, kv_head)), scale)
+            d_v[b, :, kv_head] = _product(unit, tuple(x.T for x in P), _stacked(_group(call, "d_o", b, kv_head)))
             if sums is not None:
                 _add_to_bias(sums, np.stack([pairs.E, np.abs(pairs.dS) + pairs.E, pairs.seen, pairs.wild]), b, kv_head, group)
         if sums is not None:
             err, total, n, wild = sums
             d_bias = np.where((wild > 0) | (total >= unit.huge), inf, err + (n + 8) * unit.u * total)
-    errors = {"d_q": d_q, "d_k": d_k, "d_v": d_v, "d_bias": d_bias if sums is not None else None}
+    errors = {"d_q": d_q, "d_k": d_k, "d_v": d_v, "d_bias": d_bias}
     return tuple(None if r is None else _stored(errors[name], r, call.outputs[name][1]) for name, r in zip(errors, ref, strict=True))
 
 
@@ -230,8 +230,9 @@ def _by_head(x, group):
     return x.reshape(group, -1, x.shape[1]).swapaxes(0, 1)
 
 
-def _product(unit, seen, weight, err, nan, wild, other, scale=1.0):
+def _product(unit, weights, other, scale=1.0):
     """The error of ``scale weight @ other``, where the weights err by ``err`` before they are rounded to the operands' dtype."""
+    seen, weight, err, nan, wild = weights
     size, n = magnitude(other), seen.sum(1, keepdims=True)
     moved = np.where(seen, err + unit.U * (np.abs(weight) + err) + unit.eta, 0.0)
     largest = np.abs(weight) + moved
@@ -287,7 +288,8 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
             rounding = (KAPPA * unit.u) ** 2 * (c / 3 * np.square(sums[3]) + c / 6 * sums[2])
             variances["d_bias"] = np.where(sums[0] > 0, inf, sums[1] + rounding + np.square(sums[4:]).sum(0))
         return tuple(
-            None if r is None else np.hypot(store_spread(r, dtype), np.sqrt(variances[name])) for (name, (_, dtype)), r in zip(call.outputs.items(), ref, strict=True)
+            None if r is None else np.hypot(store_spread(r, dtype), np.sqrt(variances[name]))
+            for (name, (_, dtype)), r in zip(call.outputs.items(), ref, strict=True)
         )
 
 
@@ -319,8 +321,9 @@ class _Spread(NamedTuple):
         var_S = np.square(pairs.dS) * (f2 + 3 * ku2) + P2 * (y * np.square(d_o) @ np.square(v).T + x * dP**2 + ku2 * np.square(pairs.a))
         flushed = np.where(pairs.seen, unit.tau**2 / 3 * (1 + np.square(pairs.a)) + 1e-300, 0.0)  # 1e-300: squares of smaller values are lost
         stored = (KAPPA * unit.U) ** 2 if call.dtype in ("float16", "bfloat16") else 0.0
-        var_S, var_P = var_S + flushed, P2 * (f2 + stored) + unit.eta**2 / 3 + flushed
-        var_D = np.square(pairs.J) * var_S + stored * np.square(pairs.D) + unit.eta**2 / 3
+        faint = np.where(pairs.seen, unit.eta**2 / 3, 0.0)
+        var_S, var_P = var_S + flushed, P2 * (f2 + stored) + faint + flushed
+        var_D = np.square(pairs.J) * var_S + stored * np.square(pairs.D) + faint
         if (cap := call.options["softcap"]) is not None:
             var_D = var_D + np.square(pairs.dS) * (4 * (1 - pairs.J) * of_c / cap**2 + ku2)
         lean = cut, unit.u * s, unit.u * lse

@@ -27,6 +27,7 @@ class LayernormOut(NamedTuple):
     or_float32=("weight", "bias"),
     vjp="layernorm_vjp",
     autocast="float32",
+    typical={"batch": (4096,), "n": 4096, "weight": True, "bias": True},
     flops=lambda call: 8.0 * prod(call.dims["batch"]) * call.dims["n"],
 )
 def layernorm(

@@ -28,6 +28,7 @@ class MatmulOut(NamedTuple):
     empty={"k": {"c": 0.0}},
     vjp="matmul_vjp",
     autocast="lower",
+    typical={"m": 4096, "n": 4096, "k": 4096},
     flops=lambda call: 2.0 * prod(call.dims["batch"]) * call.dims["m"] * call.dims["n"] * call.dims["k"],
 )
 def matmul(

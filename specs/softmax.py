@@ -26,6 +26,7 @@ class SoftmaxOut(NamedTuple):
     tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 16384, of="shape")},
     vjp="softmax_vjp",
     autocast="float32",
+    typical={"shape": (4096, 4096)},
     flops=lambda call: 5.0 * prod(call.dims["shape"]),
 )
 def softmax(x: Float[A, "*shape"], *, axis: Annotated[int, Axis("x")] = -1) -> SoftmaxOut:

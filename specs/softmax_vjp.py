@@ -73,13 +73,14 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 
     The i-th of c_N additions rounds a partial sum of i/c_N of Delta and a bridge of the products, every level of a tree the root of N products, and each
     product itself. That is one draw for a whole row: 8/R makes room for what R rows may draw. Then d_y - Delta rounds and its product with y, or two products
-    and their difference.
+    and their difference. A subnormal y may be read as 0, which loses all of y (d_y - Delta).
     """
     y, g, n, k = magnitude(call.arrays["y"]), call.arrays["d_y"], call.arrays["y"].shape[call.options["axis"]], KAPPA * units(call).u
     with np.errstate(all="ignore"):
         delta, _, squares = _delta(call)
         shared = (1 + 8 / delta.size) * ((chain(n) / 3 + 1) * delta**2 + (chain(n) / 6 + np.log2(n) + 1) * squares)
-        return (np.hypot(store_spread(ref[0], call.dtype), k * y * np.sqrt(shared + g**2 + delta**2 + (g - delta) ** 2)),)
+        flushed = np.where(y < units(call).tau, y * np.abs(g - delta), 0.0)
+        return (np.hypot(np.hypot(store_spread(ref[0], call.dtype), flushed), k * y * np.sqrt(shared + g**2 + delta**2 + (g - delta) ** 2)),)
 
 
 @softmax_vjp.edge(dims={"shape": (2, 140)})

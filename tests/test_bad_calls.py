@@ -198,8 +198,9 @@ def test_the_table_is_whole():
 
 
 UNSUPPORTED = {
-    "requires_grad": (lambda: softmax(torch.zeros(3, requires_grad=True)), r"x requires grad, and softmax has no gradient yet; use torch.no_grad\(\), or pass x.detach"),
-    "vmap": (lambda: torch.func.vmap(pk.op("softmax"))(torch.zeros(2, 3)), r"x is batched or differentiated by torch.func, which no kernel sees through yet; call it"),
+    "a gradient's gradient": (lambda: pk.op("softmax_vjp")(*[torch.zeros(3, requires_grad=True)] * 2),
+                              r"softmax_vjp: y requires grad, and softmax_vjp is a gradient itself, and no op differentiates it.*; use torch.no_grad\(\), or pass y.detach"),
+    "forward mode": (lambda: torch.func.jvp(softmax, (torch.zeros(3),), (torch.zeros(3),)), r"softmax: forward-mode derivatives \(jvp, .*; use reverse mode: torch.func.vjp"),
     "a fake tensor": (lambda: softmax(fake()), r"x is a FakeTensor, which has no memory of its own; pass a plain torch.Tensor"),
     "a float64 that jax narrows": (lambda: pk.op("softmax", backend="pallas")(X.astype(np.float64)), r"JAX would narrow this float64 array to float32; cast it first"),
     "a kernel under jit": (lambda: jax.jit(pk.op("softmax", backend="triton"))(jnp.zeros(3)), r"backend 'triton' runs torch kernels, which JAX cannot stage"),

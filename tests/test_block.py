@@ -104,10 +104,10 @@ def test_jax_jit_of_grad(dtype):
         def net(x, arrays):
             for p in arrays:
                 x = block(ops, p, x)
-            return jnp.sum(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
+            return jnp.sum(x.astype(jnp.promote_types(x.dtype, jnp.float32))), x
 
         given = [{n: jnp.asarray(a, jnp.bfloat16 if "bf" in str(dtype) else dtype) for n, a in p.items()} for p in layers]
-        out, grads = jax.jit(jax.value_and_grad(net, (0, 1)))(jnp.asarray(x, dtype), given)
+        grads, out = jax.jit(jax.grad(net, (0, 1), has_aux=True))(jnp.asarray(x, dtype), given)
         return [np.asarray(a, np.float64) for a in (out, grads[0], *(p[n] for p in grads[1] for n in SHAPES))]
 
     with jax.default_device(jax.local_devices(backend="cpu")[0]):

@@ -8,5 +8,5 @@ if __name__ != "portakern.backends.pallas":
 
 from portakern.registry import Backend
 
-BACKEND = Backend("pallas", framework="jax", compiles={"tpu": f"{__name__}.tpu"}, interprets=f"{__name__}.tpu", requires=("jax",), extra="pallas",
+BACKEND = Backend("pallas", framework="jax", compiles={"tpu": f"{__name__}.tpu"}, interprets=f"{__name__}.tpu", compiler=f"{__name__}.compiler", requires=("jax",), extra="pallas",
                   profiles={"simulated": f"{__name__}.common:simulated"}, refusals=("TPUs have no float16", "TPUs have no float64"))  # fmt: skip

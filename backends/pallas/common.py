@@ -17,10 +17,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from portakern import targets
 from portakern.call import Call
 
 LANES = 128
-VMEM_BYTES = 16 * 2**20  # what a kernel may use by default on the smallest chips (v5e, v5p)
+VMEM_BYTES = targets.least("tpu", "vmem")  # what a kernel may use by default on every chip
 
 _INTERPRETER: ContextVar[Any] = ContextVar("pallas_interpreter", default=True)
 
@@ -113,6 +114,16 @@ def dot(a: Any, b: Any, contract: tuple[int, int]) -> Any:
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     dims = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def settled(x: Any) -> Any:
+    """x, rounded as it stands whatever is done with it next; for interpreted calls.
+
+    A compiler for a host copies a cheap expression into each loop that uses it, and contracts a product with the sum that follows in some of them. Then a
+    row's maximum is not one of its scores, which at scores of 1e9, whose ulp is 64, moves its weights by exp(64). No contraction reaches through this
+    choice, whose two sides agree: infinities and NaN are their own doubles.
+    """
+    return jnp.where(jnp.isfinite(x), x, x + x)
 
 
 def step_along(axis: int) -> Any:

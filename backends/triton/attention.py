@@ -24,7 +24,7 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.launch import accumulator, cdiv, dot_precision, launch, refuse_common, shared_limit, torch_dtype
-from portakern.backends.triton.layout import pow2_at_least
+from portakern.backends.triton.layout import fresh, pow2_at_least
 from portakern.spec import Tile
 from portakern.specs.attention import score_unit
 
@@ -223,10 +223,10 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
         k, v = _head_dim_innermost(k), _head_dim_innermost(v)
     batch, q_len, heads, d = q.shape
     kv_len, dv = dims["kv_len"], dims["dv"]
-    o = torch.empty((batch, q_len, heads, dv), dtype=q.dtype, device=q.device)
+    o = fresh((batch, q_len, heads, dv), q.dtype, q.device)
     lse = None
     if "lse" in call.wants:
-        lse = torch.empty((batch, heads, q_len), dtype=torch_dtype(call.outputs["lse"][1]), device=q.device)
+        lse = fresh((batch, heads, q_len), torch_dtype(call.outputs["lse"][1]), q.device)
     left, right = _band(options["is_causal"], options["window"], q_len + kv_len)
     pre, unit = score_unit(call)
     bias_strides = (0, 0, 0, 0) if bias is None else bias.expand(batch, heads, q_len, kv_len).stride()

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,18 +18,17 @@ import triton.language as tl
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
+from portakern import targets
 from portakern.backends.triton import interpreter
 
 if TYPE_CHECKING:
     from portakern.call import Call
 
-__all__ = ["MAX_GRID", "accumulator", "cdiv", "dot_precision", "launch", "refuse_common", "shared_limit", "torch_dtype", "write_launcher"]
+__all__ = ["MAX_GRID", "accumulator", "cdiv", "dot_precision", "lanes", "launch", "recording", "refuse_common", "shared_limit", "torch_dtype", "write_launcher"]
 
 log = logging.getLogger("portakern")
 
 MAX_GRID = 2**31 - 1  # of a grid's first dimension, on NVIDIA and AMD; the others end at 65535, so no kernel uses them
-
-_SHARED = {"sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_103": 227, "sm_120": 99, "sm_121": 99, "gfx950": 160}
 
 # How Triton's launchers are called: release 3.6 passes what follows the function through *args, later ones name it.
 _GRID, _REST = ["gridX", "gridY", "gridZ", "stream", "function"], ["kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook"]
@@ -37,6 +37,7 @@ _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
 _launchers: dict[tuple[Any, ...], Callable[..., None]] = {}
 _warned: set[str] = set()
+_recorder: Callable[..., None] | None = None
 
 
 class _Unexpected(Exception):
@@ -48,8 +49,22 @@ def launch(kernel: JITFunction[Any], grid: int, call: Call, *args: Any, **conste
     if call.interpret:
         interpreter.run(kernel, grid, *args, **constexprs)
         return
+    if _recorder is not None:
+        _recorder(kernel, args, constexprs)
+        return
     types = (id(kernel), *constexprs, *map(type, args), *map(type, constexprs.values()))
     (_launchers.get(types) or _learn(types, kernel, args, constexprs))(grid, *args, **constexprs)
+
+
+@contextmanager
+def recording(recorder: Callable[[JITFunction[Any], tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
+    """While inside, ``recorder(kernel, args, constexprs)`` is told of launches, and none takes place. For a process that only compiles."""
+    global _recorder
+    before, _recorder = _recorder, recorder
+    try:
+        yield
+    finally:
+        _recorder = before
 
 
 def _learn(types: tuple[Any, ...], kernel: JITFunction[Any], args: tuple[Any, ...], constexprs: dict[str, Any]) -> Callable[..., None]:
@@ -170,13 +185,19 @@ def accumulator(dtype: str) -> tl.dtype:
 
 def dot_precision(call: Call) -> str:
     """``input_precision`` of this call's dots: tf32 only where float32 operands ask for it and the hardware has it."""
-    has_tf32 = call.target.arch in ("", "gfx942") or call.target.arch.startswith("sm_")
-    return "tf32" if call.dtype == "float32" and call.options["precision"] == "tf32" and has_tf32 else "ieee"
+    asked = call.dtype == "float32" and call.options["precision"] == "tf32"
+    return "tf32" if asked and "tf32" in targets.family(call.target.arch).matrix_dtypes else "ieee"
 
 
 def shared_limit(arch: str) -> int:
     """Bytes of shared memory (LDS) that one program may use."""
-    return _SHARED.get(arch, 64 if arch.startswith("gfx") else 99) * 1024
+    memory = targets.family(arch).on_chip
+    return memory["lds" if "lds" in memory else "shared"] or 0
+
+
+def lanes(arch: str) -> int:
+    """Threads of a warp or wave."""
+    return targets.family(arch).lanes
 
 
 def refuse_common(call: Call, num_warps: int, programs: int) -> str | None:
@@ -187,7 +208,7 @@ def refuse_common(call: Call, num_warps: int, programs: int) -> str | None:
         return None
     if call.dtype == "float64":
         return "float64 is not compiled for GPUs (it runs in the interpreter on CPU arrays only); use float32"
-    wave = 64 if call.target.arch.startswith("gfx9") else 32
-    if num_warps * wave > 1024:
-        return f"num_warps = {num_warps} is {num_warps * wave} threads a program on {call.target.arch}, more than 1024"
+    threads, most = num_warps * lanes(call.target.arch), targets.family(call.target.arch).program_threads or 0
+    if threads > most:
+        return f"num_warps = {num_warps} is {threads} threads a program on {call.target.arch}, more than {most}"
     return None

@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.launch import accumulator, cdiv, launch
-from portakern.backends.triton.layout import collapse, contiguous_strides
+from portakern.backends.triton.layout import fresh, row_start, walk_rows
 from portakern.backends.triton.softmax import refuse_tile, tile_rows
 from portakern.spec import Tile
 
@@ -39,10 +38,7 @@ def layernorm_kernel(x, weight, bias, y, rows, rows_inner, n, eps,
                      x_outer, x_inner, x_n, weight_n, bias_n,
                      block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, one_tile: tl.constexpr, flat: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
-    if flat:
-        x_row = x + row * x_inner
-    else:
-        x_row = x + ((row // rows_inner) * x_outer + (row % rows_inner) * x_inner)
+    x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat)
     x_row, y_row, row_ok = x_row[:, None], (y + row * n)[:, None], (row < rows)[:, None]
     col = tl.arange(0, block_n)[None, :].to(tl.int64)
 
@@ -85,14 +81,10 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
 @BACKEND.implements("layernorm", tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
 def layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     x, weight, bias, n = call.arrays["x"], call.arrays["weight"], call.arrays["bias"], call.dims["n"]
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    shape, (sx, _) = collapse(x.shape[:-1], x.stride()[:-1], contiguous_strides(x.shape)[:-1])
-    if len(shape) > 2:  # three or more row dimensions that no two strides describe: the one case that gathers a copy
-        x = x.contiguous()
-        shape, (sx, _) = collapse(x.shape[:-1], x.stride()[:-1], contiguous_strides(x.shape)[:-1])
-    outer, inner = ((1, 1) + shape)[-2:]  # a single row keeps the stride that it has among others, and with it its layout and its bits
-    launch(layernorm_kernel, cdiv(outer * inner, tiling["block_rows"]), call, x, weight, bias, y, outer * inner, inner, n, call.options["eps"],
-           *((0, n * x.stride(-1)) + sx)[-2:], x.stride(-1), 0 if weight is None else weight.stride(0), 0 if bias is None else bias.stride(0),
+    y = fresh(x.shape, x.dtype, x.device)
+    (x,), rows = walk_rows(x.ndim - 1, x)
+    launch(layernorm_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, weight, bias, y, rows.height, rows.inner, n, call.options["eps"],
+           *rows.strides[0], 0 if weight is None else weight.stride(0), 0 if bias is None else bias.stride(0),
            block_rows=tiling["block_rows"], block_n=tiling["block_n"], acc_dtype=accumulator(call.dtype), one_tile=n <= tiling["block_n"],
-           flat=len(shape) < 2, num_warps=tiling["num_warps"])  # fmt: skip
+           flat=rows.flat, num_warps=tiling["num_warps"])  # fmt: skip
     return (y,)

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.launch import accumulator, cdiv, dot_precision, launch, refuse_common, shared_limit, torch_dtype
-from portakern.backends.triton.layout import collapse, contiguous_strides, pow2_at_least
+from portakern.backends.triton.layout import collapse, contiguous_strides, fresh, pow2_at_least
 from portakern.spec import Tile
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
 def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     a, b, (m, n, k), batch = call.arrays["a"], call.arrays["b"], (call.dims[d] for d in "mnk"), tuple(call.dims["batch"])
     (shape, dtype) = call.outputs["c"]
-    c = torch.empty(shape, dtype=torch_dtype(dtype), device=a.device)
+    c = fresh(shape, torch_dtype(dtype), a.device)
     a, b = a.expand(*batch, m, k), b.expand(*batch, k, n)
     rows, strides = _rows(a, b, c)
     if len(rows) > 3:  # batch axes that two strides an operand cannot walk: the one case that gathers (and broadcasts) copies

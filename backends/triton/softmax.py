@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.launch import accumulator, cdiv, launch, refuse_common
+from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, refuse_common
 from portakern.backends.triton.layout import fresh, pow2_at_least, row_start, walk_rows
 from portakern.spec import Tile
 
@@ -68,8 +68,7 @@ def tile_rows(n: int, arch: str) -> dict[str, int]:
 def _tile_rows(n: int, arch: str) -> tuple[int, int, int]:
     block_n = pow2_at_least(n, 128) if n <= 16384 else 8192
     block_rows = pow2_at_least(2048 // block_n, 1, 16)
-    lanes = 64 if arch.startswith("gfx9") else 32
-    return block_rows, block_n, pow2_at_least(block_rows * block_n // (16 * lanes), 4, 512 // lanes)
+    return block_rows, block_n, pow2_at_least(block_rows * block_n // (16 * lanes(arch)), 4, 512 // lanes(arch))
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:

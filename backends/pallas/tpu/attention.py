@@ -45,6 +45,7 @@ from portakern.backends.pallas.common import (
     positions,
     quotient,
     row_block,
+    settled,
     step_along,
     sublanes,
 )
@@ -157,7 +158,7 @@ def both(*rules: Any) -> Any:
     return None if not rules else rules[0] if len(rules) == 1 else rules[0] & both(*rules[1:])
 
 
-def kernel(*refs: Any, names: tuple[str, ...], band: Band, pre: float | None, softcap: float | None, unit: float) -> None:
+def kernel(*refs: Any, names: tuple[str, ...], band: Band, pre: float | None, softcap: float | None, unit: float, interpreted: bool) -> None:
     ref = dict(zip(names, refs, strict=True))
     m_ref, l_ref, acc_ref = ref["m"], ref["l"], ref["acc"]
     i, step = step_along(2), step_along(3)
@@ -176,16 +177,20 @@ def kernel(*refs: Any, names: tuple[str, ...], band: Band, pre: float | None, so
             s = s * pre
         if softcap is not None:
             s = jnp.tanh(s)
+        if softcap is not None and "bias" in ref:
+            s = s * softcap
+        if interpreted:
+            s = settled(s)
         if "bias" in ref:
-            s = (s if softcap is None else s * softcap) + ref["bias"][...].astype(jnp.float32)
-        allowed = both(band.allowed(i, j) if edge else None, same_segment(ref))
+            s = s + ref["bias"][...].astype(jnp.float32)
+        segments = same_segment(ref["q_segment_ids"], ref["kv_segment_ids"]) if "q_segment_ids" in ref else None
+        allowed = both(band.allowed(i, j) if edge else None, segments)
         if allowed is not None:
             s = jnp.where(allowed, s, -jnp.inf)
         m_old = m_ref[...]
         m_new = jnp.maximum(m_old, jnp.max(s, axis=1, keepdims=True))
         origin = jnp.where(m_new == -jnp.inf, 0.0, m_new)  # while a row has seen no key at all
-        # XLA on a host may compute a biased s twice, fused two ways and rounded two ways: then m is not one of the s, and at scores of 1e9 an ulp is 64
-        p = jnp.exp(jnp.minimum((s - origin) * unit, 0.0))
+        p = jnp.exp((s - origin) * unit)
         shrink = jnp.exp((m_old - origin) * unit)
         v = ref["v"][...]
         if edge and band.kv_len % band.block_kv:  # p is 0 beyond kv_len, and 0 * NaN is NaN
@@ -206,12 +211,9 @@ def kernel(*refs: Any, names: tuple[str, ...], band: Band, pre: float | None, so
             ref["lse"][...] = jnp.where(l == 0, -jnp.inf, m_ref[...] * unit + jnp.log(l)).T
 
 
-def same_segment(ref: dict[str, Any]) -> Any:
+def same_segment(rows: Any, columns: Any) -> Any:
     """Which pairs of this step share a segment: every 32-bit word of their ids is equal."""
-    if "q_segment_ids" not in ref:
-        return None
-    q, kv = ref["q_segment_ids"], ref["kv_segment_ids"]
-    return both(*(kv[word : word + 1, :] == q[word : word + 1, :].T for word in range(q.shape[0])))
+    return both(*(columns[word : word + 1, :] == rows[word : word + 1, :].T for word in range(rows.shape[0])))
 
 
 def words(ids: jax.Array) -> jax.Array:
@@ -268,7 +270,7 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Arr
     steps = band.steps()
     pairs = batch * heads * q_len * min(call.dims["kv_len"], steps * bkv)
     results = pl.pallas_call(
-        partial(kernel, names=(*inputs, *outputs, "m", "l", "acc"), band=band, pre=pre, softcap=call.options["softcap"], unit=unit),
+        partial(kernel, names=(*inputs, *outputs, "m", "l", "acc"), band=band, pre=pre, softcap=call.options["softcap"], unit=unit, interpreted=call.interpret),
         grid=(batch, heads, pl.cdiv(q_len, bq), steps),
         in_specs=[spec for _, spec in inputs.values()],
         out_specs=[spec for _, spec in outputs.values()],

@@ -48,7 +48,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
 
 def blocks(call: Call, tiling: Mapping[str, int]) -> tuple[int, int]:
     """How many rows, and how much of each, one block holds."""
-    rows = row_block(call, math.prod(call.dims["batch"]), tiling["block_rows"], sublanes(call.arrays["x"].dtype))
+    rows = row_block(call, math.prod(call.dims["batch"]), tiling["block_rows"], sublanes(call.dtype))
     return rows, block(call.dims["n"], tiling["block_n"], LANES)
 
 

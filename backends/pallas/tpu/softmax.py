@@ -70,7 +70,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
 def blocks(call: Call, tiling: Mapping[str, int]) -> tuple[int, int]:
     """How many rows, and how much of each, one block holds."""
     shape, axis = view(call)
-    grain = sublanes(call.arrays["x"].dtype)
+    grain = sublanes(call.dtype)
     of_rows, of_n = (LANES, grain) if axis == 1 else (grain, LANES)
     return row_block(call, shape[3 - axis], tiling["block_rows"], of_rows), block(shape[axis], tiling["block_n"], of_n)
 

@@ -1,0 +1,152 @@
+"""TPU machine code without a TPU: libtpu compiles for a topology that is only described, and tells what it made when asked to dump it.
+
+The environment of the process decides what it tells, so it is chosen before jax is imported. Per kernel: the memory it allocates, the VLIW bundles, and what
+each bundle keeps busy. An estimate of the whole run's cycles, for which libtpu follows the grid, is made by another process: it may end that process, or never
+come to an end on one of XLA's own copies and take all memory on the way.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from portakern.backends.pallas import BACKEND
+from portakern.compiling.calls import form_of
+from portakern.compiling.report import Compiled, Kernel
+from portakern.targets import Hardware
+
+if TYPE_CHECKING:
+    from portakern.call import Call
+    from portakern.registry import Implementation
+
+TOPOLOGY = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
+NO_ESTIMATE = ("v4",)  # libtpu has no model of its DMA latency
+ESTIMATE_SECONDS, ESTIMATE_BYTES = 60.0, 4 * 2**30  # what the other process may take
+DUMP, WANT_ESTIMATE = "PORTAKERN_TPU_DUMP", "PORTAKERN_TPU_ESTIMATE"
+PASSES = "original|final_bundles|final_hlo-static"
+
+
+def unavailable(hardware: Hardware) -> str | None:
+    if importlib.util.find_spec("libtpu") is None:
+        return "libtpu, which compiles for TPUs without one, is not installed; run: pip install 'portakern[tpu]'"
+    return None
+
+
+def environment(hardware: Hardware, quick: bool) -> dict[str, str]:
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_LOG_DIR": "{scratch}",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "TPU_WORKER_ID": "0",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={{scratch}}/dump --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={PASSES}",
+        DUMP: "{scratch}/dump",
+        WANT_ESTIMATE: "" if quick or hardware.name in NO_ESTIMATE else "1",
+    }
+
+
+def versions(hardware: Hardware) -> dict[str, str]:
+    return {package: _version(package) for package in ("jax", "jaxlib", "libtpu")}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def build(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compiled:
+    """Compile a call for one core of the target's chip."""
+    import jax
+    from jax.experimental import topologies
+
+    names = [n for n, a in call.arrays.items() if a is not None]
+
+    def program(*arrays: Any) -> tuple[Any, ...]:
+        inner = call.replace(arrays={**call.arrays, **dict(zip(names, arrays, strict=True))})
+        return tuple(o for o in impl.run(inner, tiling) if o is not None)
+
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY[call.target.arch])
+    sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    forms = [jax.ShapeDtypeStruct(call.arrays[n].shape, call.arrays[n].dtype, sharding=sharding) for n in names]
+    dump = Path(os.environ[DUMP]) if DUMP in os.environ else None
+    before = _files(dump)
+    compiled = jax.jit(program).lower(*forms).compile()
+    told = _files(dump) - before
+    made = re.findall(r"%([\w.-]+) = .*custom_call_target=\"tpu_custom_call\"", compiled.as_text())
+    cycles = _estimate(call, tiling, made) if os.environ.get(WANT_ESTIMATE) else {}
+    return Compiled([_read(name, told, cycles.get(name)) for name in made], compiled.memory_analysis().generated_code_size_in_bytes)
+
+
+def _files(folder: Path | None) -> set[Path]:
+    return {p for p in folder.rglob("*") if p.is_file()} if folder else set()
+
+
+def _read(name: str, told: set[Path], cycles: int | None) -> Kernel:
+    """What libtpu told of one kernel; bare where it was not asked to."""
+
+    def text(label: str) -> str:
+        found = [p for p in told if re.fullmatch(rf"\d+-{re.escape(name)}-\d+-{label}\.txt", p.name)]
+        return found[0].read_text(errors="replace") if found else ""
+
+    allocations = re.findall(r"#allocation\d+ \[[^\n]*?space=(vmem|smem), size = (0x[0-9a-f]+)", text("original"))
+    bundles, busy = text("final_bundles"), _busy(text("final_hlo-static-per-bundle-utilization"))
+    on_chip = {memory: sum(int(size, 16) for space, size in allocations if space == memory) for memory in ("vmem", "smem")} if allocations else {}
+    products = re.findall(r"\b(vmatmul|vmatpush)\d?(?:\.mubr)?\.(\w+)", bundles)
+    matrix = Counter(f"{verb}.{dtype}" for verb, dtype in products)  # whichever of the core's MXUs does it
+    return Kernel(name, on_chip=on_chip, spills=busy.get("VSTORE:SPILL"), matrix=dict(matrix.most_common()), cycles=cycles, assembly=bundles)
+
+
+def _busy(table: str) -> dict[str, int]:
+    """Unit -> how many of its slots the kernel's bundles fill."""
+    lines = table.splitlines()
+    if len(lines) < 5:
+        return {}
+    units = [u.strip() for u in lines[1].split(",")]
+    rows = [list(map(int, line.split())) for line in lines[4:] if line.strip()]
+    return dict(zip(units, map(sum, zip(*rows, strict=True)), strict=False))
+
+
+def _estimate(call: Call, tiling: Mapping[str, int], names: list[str]) -> dict[str, int]:
+    """Kernel -> cycles of a whole run, of those for which another process came to an estimate before it died or had taken enough."""
+    with tempfile.TemporaryDirectory() as folder:
+        told = {name: Path(folder) / f"{name}_static_llo_profile.textproto" for name in names}
+        variables = {WANT_ESTIMATE: "", "LIBTPU_INIT_ARGS": f"--xla_jf_dump_static_llo_profile_to={folder}", "PORTAKERN_LOG": os.devnull}
+        command = [sys.executable, "-m", "portakern.compiling.worker", BACKEND.name, call.target.arch]
+        quiet = subprocess.DEVNULL
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, text=True, env=os.environ | variables) as process:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps({"op": call.spec.name, "tiling": dict(tiling), "form": form_of(call), "assembly": False}) + "\n")
+            process.stdin.close()
+            end = time.monotonic() + ESTIMATE_SECONDS
+            while process.poll() is None and time.monotonic() < end and _resident(process.pid) < ESTIMATE_BYTES and not all(map(_cycles, told.values())):
+                time.sleep(0.2)
+            process.kill()
+        return {name: cycles for name, path in told.items() if (cycles := _cycles(path))}
+
+
+def _cycles(path: Path) -> int | None:
+    """None where there is no estimate, or one of 0, which is what libtpu writes of a kernel that it cannot follow."""
+    found = re.findall(r"estimated_cycles: (\d+)\n", path.read_text()) if path.exists() else []
+    return sum(map(int, found)) or None
+
+
+def _resident(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):
+        return 0

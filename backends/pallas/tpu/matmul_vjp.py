@@ -1,0 +1,71 @@
+"""Gradients of the matrix product on TPUs: d_a = d_c b^T and d_b = a^T d_c, both summed over the batch axes along which their operand was broadcast.
+
+A batch axis that is summed is one more factor of the contraction, folded in beside n (d_a) or m (d_b), so that each gradient is one matmul of this backend.
+Transposing and folding are left to XLA.
+
+block_m, block_n, block_k: matmul's blocks, for both products.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.common import dtype_refused
+from portakern.backends.pallas.tpu import matmul as forward
+from portakern.call import Call
+from portakern.specs.matmul import matmul as matmul_spec
+from portakern.specs.matmul_vjp import product_dtype
+
+
+def batch_axes(call: Call, name: str) -> tuple[list[int], list[int]]:
+    """The batch axes that a gradient keeps, and those over which it is summed: missing from it or of extent 1."""
+    rank, shape = len(call.dims["batch"]), call.outputs[name][0]
+    own = (1,) * (rank + 2 - len(shape)) + shape[:-2]
+    return [i for i, extent in enumerate(own) if extent != 1], [i for i, extent in enumerate(own) if extent == 1]
+
+
+def product(call: Call, name: str) -> Call:
+    """The call of matmul that gives a gradient: (*kept, i, K) times (*kept, K, j), K the summed batch axes and, innermost, n (d_a) or m (d_b)."""
+    rank, dtype = len(call.dims["batch"]), jnp.dtype(product_dtype(call))
+    a, b, d_c = (x.reshape((1,) * (rank + 2 - x.ndim) + x.shape).astype(dtype) for x in (call.arrays[n] for n in ("a", "b", "d_c")))
+    left, right = (d_c, jnp.swapaxes(b, -1, -2)) if name == "d_a" else (jnp.swapaxes(a, -1, -2), d_c)
+    kept, summed = batch_axes(call, name)
+    left = left.transpose(*kept, rank, *summed, rank + 1).reshape(*(left.shape[i] for i in kept), left.shape[-2], -1)
+    right = right.transpose(*kept, *summed, rank, rank + 1).reshape(*(right.shape[i] for i in kept), -1, right.shape[-1])
+    return call.inner("matmul", left, right, precision=call.options["precision"], out_dtype=call.outputs[name][1])
+
+
+def default_tiling(call: Call) -> dict[str, int]:
+    return forward.default_tiling(call.replace(dtype=product_dtype(call)))
+
+
+def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+    m, n, k, dtype = call.dims["m"], call.dims["n"], call.dims["k"], product_dtype(call)
+    refused = dtype_refused(call, dtype, call.dtype_of("d_c"))
+    operand = jax.ShapeDtypeStruct((), jnp.dtype("float32" if dtype == "float64" else dtype))
+    for name, (i, j, summed) in {"d_a": (m, k, n), "d_b": (k, n, m)}.items():
+        if name in call.wants and not refused:
+            batch = tuple(call.dims["batch"][axis] for axis in batch_axes(call, name)[0])
+            contraction = summed * math.prod(call.dims["batch"]) // math.prod(batch)
+            inner = call.replace(spec=matmul_spec, dtype=dtype, arrays={"a": operand, "b": operand}, dims={"batch": batch, "m": i, "n": j, "k": contraction},
+                                 options={"precision": call.options["precision"], "out_dtype": call.outputs[name][1]})  # fmt: skip
+            reason = forward.supports(inner, tiling)
+            refused = reason and f"{name}: {reason}"
+    return refused
+
+
+@BACKEND.implements("matmul_vjp", tiling=default_tiling, supports=supports)
+def matmul_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    def gradient(name: str) -> jax.Array | None:
+        if name not in call.wants:
+            return None
+        (c,) = forward.matmul(product(call, name), tiling)
+        return c.reshape(call.outputs[name][0])
+
+    return gradient("d_a"), gradient("d_b")

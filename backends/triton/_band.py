@@ -1,0 +1,30 @@
+"""Which tiles a band of causal and window masks touches, from either side: queries that see keys, or keys that are seen by queries."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def band(top, bottom, before, after, length, block: tl.constexpr):
+    """Places ``top`` to ``bottom`` each see [place - before, place + after] out of ``length`` (None: all that way): tiles of ``block`` from first to last
+    hold what some of them see, tiles from inner_first to inner_last what all of them see."""
+    first, lo_all = top * 0, top * 0
+    last, hi_all = first + length, first + length
+    if before is not None:
+        first, lo_all = tl.maximum(top - before, 0) // block * block, tl.maximum(bottom - before, 0)
+    if after is not None:
+        last, hi_all = tl.minimum(tl.maximum(bottom + after + 1, 0), length), tl.minimum(tl.maximum(top + after + 1, 0), length)
+    inner_first = tl.minimum((lo_all + block - 1) // block * block, last)
+    inner_last = tl.maximum(hi_all // block * block, inner_first)
+    return first, inner_first, inner_last, last
+
+
+@triton.jit
+def limits(place, before, after, length):
+    """What each place sees as [lo, hi)."""
+    lo, hi = place * 0, place * 0 + length
+    if before is not None:
+        lo = place - before
+    if after is not None:
+        hi = tl.minimum(place + after + 1, length)
+    return lo, hi

@@ -1,0 +1,396 @@
+"""Gradients of attention, from its inputs, o and lse, without the scores (Dao 2023, FlashAttention-2, algorithm 2).
+
+    p_ij = exp(s_ij - lse_i)        dp_ij = d_o_i . v_j        delta_i = d_o_i . o_i - d_lse_i        d_bias_ij = p_ij (dp_ij - delta_i)
+    ds_ij = d_bias_ij cap'(t_ij)    d_q_i = scale sum_j ds_ij k_j    d_k_j = scale sum_i ds_ij q_i    d_v_j = sum_i p_ij d_o_i
+
+with s_ij = cap(t_ij) + bias_ij, t = scale q.k and cap'(t) = 1 - tanh(t / c)^2 (1 without a softcap); p and d_bias are 0 at masked pairs.
+
+Every sum has one owner, so nothing is added atomically and a result has the same bits on every run. ``statistics_kernel`` writes delta and lse. A program of
+``d_k_d_v_kernel`` owns block_kv keys of one key head and walks, head by head of its group, the tiles of block_q queries that see them; one of ``d_q_kernel``
+owns dq_block_q queries and walks tiles of dq_block_kv keys; one of ``d_bias_kernel`` owns a block_q x block_kv tile of the bias and walks the axes along
+which the bias is broadcast. All three recompute p by ``weights`` and ds by ``score_gradients``. As in the forward pass tiles that masks empty are not
+visited, and only those on an edge pay for masking.
+
+A tile of scores is a b^T either way round: d_q has queries as rows; d_k and d_v have keys as rows, so that p^T and ds^T are what the next dots take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+
+from portakern.backends.triton import BACKEND
+from portakern.backends.triton._band import band, limits
+from portakern.backends.triton.attention import _band, _head_dim_innermost, load_tile, padded, tanh
+from portakern.backends.triton.launch import accumulator, cdiv, dot_precision, launch, refuse_common, shared_limit, torch_dtype
+from portakern.backends.triton.layout import fresh
+from portakern.spec import Tile
+
+if TYPE_CHECKING:
+    from portakern.call import Call
+
+AT_ONCE = 4096  # elements of o for a program of statistics_kernel
+KNOBS = {"num_warps": Tile(1, 16), "num_stages": Tile(1, 8), "dq_block_q": Tile(16, 1024), "dq_block_kv": Tile(16, 1024)}
+
+# The larger head dimension up to which a tiling serves, block_q, block_kv, and KNOBS in their order. "small": less than 200 KiB of shared memory.
+# ieee products of float32 are scalar instructions on NVIDIA, whose operands all wait in registers.
+TILES = {
+    "16-bit": [(128, 64, 128, 8, 2, 128, 64), (256, 32, 64, 8, 2, 128, 32), (1 << 30, 16, 32, 8, 1, 32, 16)],
+    "16-bit small": [(64, 64, 128, 8, 2, 128, 64), (128, 32, 64, 8, 2, 64, 32), (256, 16, 32, 8, 1, 64, 16), (1 << 30, 16, 16, 8, 1, 16, 16)],
+    "16-bit CDNA": [(64, 64, 64, 4, 1, 64, 64), (128, 32, 64, 4, 1, 64, 32), (256, 16, 32, 4, 1, 32, 32), (1 << 30, 16, 16, 4, 1, 16, 16)],
+    "16-bit RDNA": [(64, 16, 64, 8, 1, 64, 16), (128, 16, 32, 8, 1, 32, 16), (1 << 30, 16, 16, 8, 1, 16, 16)],
+    "tf32": [(64, 32, 64, 8, 2, 64, 64), (128, 32, 32, 8, 2, 64, 32), (256, 16, 32, 8, 1, 32, 16), (1 << 30, 16, 16, 8, 1, 16, 16)],
+    "tf32 CDNA": [(64, 32, 64, 4, 1, 64, 32), (128, 32, 32, 4, 1, 32, 32), (1 << 30, 16, 16, 4, 1, 16, 16)],
+    "ieee": [(64, 32, 32, 8, 2, 32, 32), (128, 16, 32, 8, 2, 32, 16), (1 << 30, 16, 16, 8, 1, 16, 16)],
+    "ieee CDNA": [(64, 32, 64, 4, 1, 64, 32), (128, 32, 32, 4, 1, 32, 32), (1 << 30, 16, 16, 4, 1, 16, 16)],
+    "ieee RDNA": [(1 << 30, 16, 16, 8, 1, 16, 16)],
+}
+
+
+@triton.jit
+def weights(a, b, shift, bias, allowed, pre, softcap, precision: tl.constexpr, acc_dtype: tl.constexpr):
+    """(p, t) of a tile of scores a b^T; ``allowed`` None: every pair is. The difference s - lse comes before ``exp2``'s factor log2(e), by which the largest
+    scores would overflow."""
+    t = tl.dot(a, tl.trans(b), input_precision=precision, out_dtype=acc_dtype) * pre
+    s = t
+    if softcap is not None:
+        t = tanh(t)
+        s = t * softcap
+    if bias is not None:
+        s = s + bias
+    p = tl.exp2((s - shift) * 1.4426950408889634)
+    if allowed is not None:
+        p = tl.where(allowed, p, 0.0)
+    return p, t
+
+
+@triton.jit
+def score_gradients(p, t, a, b, delta, allowed, softcap, precision: tl.constexpr, acc_dtype: tl.constexpr):
+    """(d_bias, ds) of a tile, whose dp is a b^T."""
+    d_bias = p * (tl.dot(a, tl.trans(b), input_precision=precision, out_dtype=acc_dtype) - delta)
+    ds = d_bias
+    if softcap is not None:
+        ds = ds * (1.0 - t * t)
+    if allowed is not None:  # once more: what a masked pair, or memory past an extent, holds may be NaN
+        d_bias, ds = tl.where(allowed, d_bias, 0.0), tl.where(allowed, ds, 0.0)
+    return d_bias, ds
+
+
+@triton.jit
+def statistics_kernel(o, d_o, lse, d_lse, shift, delta, tiles, heads, q_len, dv, o_b, o_s, o_h, o_d, do_b, do_s, do_h, do_d, lse_b, lse_h, lse_s,
+                      dl_b, dl_h, dl_s, rows: tl.constexpr, block_dv: tl.constexpr, acc_dtype: tl.constexpr):  # fmt: skip
+    """delta = sum(o d_o) - d_lse and shift = lse, what scores are measured from; both (batch, heads, q_len). A row that sees no key gets shift = inf, so that
+    its p is 0, and delta = 0."""
+    head, batch = (tl.program_id(0) // tiles % heads).to(tl.int64), (tl.program_id(0) // tiles // heads).to(tl.int64)
+    i = tl.program_id(0) % tiles * rows + tl.arange(0, rows)
+    i_ok, row, ddv = i < q_len, i.to(tl.int64), tl.arange(0, block_dv)[None, :]
+    ok = i_ok[:, None] & (ddv < dv)
+    o_tile = tl.load(o + batch * o_b + head * o_h + (row[:, None] * o_s + ddv.to(tl.int64) * o_d), mask=ok, other=0.0).to(acc_dtype)
+    d_o_tile = tl.load(d_o + batch * do_b + head * do_h + (row[:, None] * do_s + ddv.to(tl.int64) * do_d), mask=ok, other=0.0).to(acc_dtype)
+    total = tl.sum(o_tile * d_o_tile, 1)
+    if d_lse is not None:
+        total -= tl.load(d_lse + batch * dl_b + head * dl_h + row * dl_s, mask=i_ok, other=0.0)
+    l = tl.load(lse + batch * lse_b + head * lse_h + row * lse_s, mask=i_ok, other=0.0)
+    at = (batch * heads + head) * q_len + row
+    tl.store(shift + at, tl.where(l == float("-inf"), float("inf"), l), mask=i_ok)
+    tl.store(delta + at, tl.where(l == float("-inf"), 0.0, total), mask=i_ok)
+
+
+@triton.jit
+def visit_queries(dk, dv, k_tile, v_tile, first, last, q, d_o, shift, delta, bias, q_segments, kv_segment, j_ok, d_ok, dv_ok, lo, hi, q_len,
+                  pre, softcap, q_s, do_s, bias_q, q_seg_s, block_q: tl.constexpr, whole_d: tl.constexpr, whole_dv: tl.constexpr,
+                  want_k: tl.constexpr, want_v: tl.constexpr, edge: tl.constexpr, precision: tl.constexpr, acc_dtype: tl.constexpr):  # fmt: skip
+    """Add the queries from ``first`` to ``last`` to (dk, dv). ``edge``: some pair may lie outside [lo, hi)."""
+    for start in range(first, last, block_q):
+        i = start + tl.arange(0, block_q)
+        i_ok, row = i < q_len, i.to(tl.int64)
+        q_tile = load_tile(q + row[:, None] * q_s, i_ok[:, None], d_ok, edge, not whole_d)
+        d_o_tile = load_tile(d_o + row[:, None] * do_s, i_ok[:, None], dv_ok, edge, not whole_dv)
+        bias_tile, allowed = None, None
+        if bias is not None:
+            bias_tile = load_tile(bias + row[None, :] * bias_q, i_ok[None, :], j_ok, edge, True).to(acc_dtype)
+        if edge:
+            allowed = (i[None, :] >= lo) & (i[None, :] < hi)
+        if q_segments is not None:
+            same = tl.load(q_segments + row * q_seg_s, mask=i_ok, other=0)[None, :] == kv_segment
+            allowed = allowed & same if edge else same
+
+        shift_i = load_tile(shift + i, i_ok, i_ok, edge, False)[None, :]
+        p, t = weights(k_tile, q_tile, shift_i, bias_tile, allowed, pre, softcap, precision, acc_dtype)
+        if want_v:
+            dv = tl.dot(p.to(d_o_tile.dtype), d_o_tile, dv, input_precision=precision, out_dtype=acc_dtype)
+        if want_k:
+            delta_i = load_tile(delta + i, i_ok, i_ok, edge, False)[None, :]
+            _, ds = score_gradients(p, t, v_tile, d_o_tile, delta_i, allowed, softcap, precision, acc_dtype)
+            dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=precision, out_dtype=acc_dtype)
+    return dk, dv
+
+
+@triton.jit
+def d_k_d_v_kernel(q, k, v, d_o, shift, delta, bias, q_segments, kv_segments, d_k, d_v, pre, softcap, scale, left, right, tiles, heads, group,
+                   q_len, kv_len, d, dv, q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d, v_b, v_s, v_h, v_d, do_b, do_s, do_h, do_d, bias_b, bias_h, bias_q, bias_s,
+                   q_seg_b, q_seg_s, kv_seg_b, kv_seg_s, block_q: tl.constexpr, block_kv: tl.constexpr, block_d: tl.constexpr, block_dv: tl.constexpr,
+                   whole_d: tl.constexpr, whole_dv: tl.constexpr, precision: tl.constexpr, acc_dtype: tl.constexpr):  # fmt: skip
+    tile, kv_heads = tl.program_id(0) % tiles, heads // group
+    kv_head = (tl.program_id(0) // tiles % kv_heads).to(tl.int64)
+    batch = (tl.program_id(0) // tiles // kv_heads).to(tl.int64)
+    j = (tile * block_kv + tl.arange(0, block_kv))[:, None]
+    j_ok, col, dd, ddv = j < kv_len, j.to(tl.int64), tl.arange(0, block_d)[None, :], tl.arange(0, block_dv)[None, :]
+    d_ok, dv_ok = dd < d, ddv < dv
+    k_tile = load_tile(k + (batch * k_b + kv_head * k_h) + (col * k_s + dd.to(tl.int64) * k_d), j_ok, d_ok, True, not whole_d)
+    v_tile = load_tile(v + (batch * v_b + kv_head * v_h) + (col * v_s + ddv.to(tl.int64) * v_d), j_ok, dv_ok, True, not whole_dv)
+    kv_segment = None
+    if q_segments is not None:
+        kv_segment = tl.load(kv_segments + batch * kv_seg_b + col * kv_seg_s, mask=j_ok, other=0)
+        q_segments += batch * q_seg_b
+
+    top = tile * block_kv - (kv_len - q_len)  # key j stands beside query j - (kv_len - q_len), and is seen from as far as queries see, the other way round
+    first, inner_first, inner_last, last = band(top, top + tl.minimum(block_kv, kv_len - tile * block_kv) - 1, right, left, q_len, block_q)
+    lo, hi = limits(j - (kv_len - q_len), right, left, q_len)
+
+    want_k: tl.constexpr = d_k is not None
+    want_v: tl.constexpr = d_v is not None
+    dk_acc, dv_acc = tl.zeros([block_kv, block_d], acc_dtype), tl.zeros([block_kv, block_dv], acc_dtype)
+    for head in range(kv_head * group, kv_head * group + group):
+        q_of = q + (batch * q_b + head * q_h) + dd.to(tl.int64) * q_d
+        do_of = d_o + (batch * do_b + head * do_h) + ddv.to(tl.int64) * do_d
+        shift_of, delta_of = shift + (batch * heads + head) * q_len, delta + (batch * heads + head) * q_len
+        bias_of = None
+        if bias is not None:
+            bias_of = bias + (batch * bias_b + head * bias_h) + col * bias_s
+        if right is not None:
+            dk_acc, dv_acc = visit_queries(
+                dk_acc, dv_acc, k_tile, v_tile, first, inner_first, q_of, do_of, shift_of, delta_of, bias_of, q_segments, kv_segment, j_ok, d_ok, dv_ok, lo,
+                hi, q_len, pre, softcap, q_s, do_s, bias_q, q_seg_s, block_q, whole_d, whole_dv, want_k, want_v, True, precision, acc_dtype)  # fmt: skip
+        dk_acc, dv_acc = visit_queries(
+            dk_acc, dv_acc, k_tile, v_tile, inner_first, inner_last, q_of, do_of, shift_of, delta_of, bias_of, q_segments, kv_segment, j_ok, d_ok, dv_ok, lo,
+            hi, q_len, pre, softcap, q_s, do_s, bias_q, q_seg_s, block_q, whole_d, whole_dv, want_k, want_v, False, precision, acc_dtype)  # fmt: skip
+        dk_acc, dv_acc = visit_queries(
+            dk_acc, dv_acc, k_tile, v_tile, inner_last, last, q_of, do_of, shift_of, delta_of, bias_of, q_segments, kv_segment, j_ok, d_ok, dv_ok, lo,
+            hi, q_len, pre, softcap, q_s, do_s, bias_q, q_seg_s, block_q, whole_d, whole_dv, want_k, want_v, True, precision, acc_dtype)  # fmt: skip
+
+    at = (batch * kv_len + col) * kv_heads + kv_head
+    if want_k:
+        tl.store(d_k + at * d + dd, (dk_acc * scale).to(d_k.dtype.element_ty), mask=j_ok & d_ok)
+    if want_v:
+        tl.store(d_v + at * dv + ddv, dv_acc.to(d_v.dtype.element_ty), mask=j_ok & dv_ok)
+
+
+@triton.jit
+def visit_keys(dq, q_tile, d_o_tile, shift_i, delta_i, first, last, k, v, bias, kv_segments, q_segment, i_ok, d_ok, dv_ok, lo, hi, kv_len,
+               pre, softcap, k_s, v_s, bias_s, kv_seg_s, block_kv: tl.constexpr, whole_d: tl.constexpr, whole_dv: tl.constexpr,
+               edge: tl.constexpr, precision: tl.constexpr, acc_dtype: tl.constexpr):  # fmt: skip
+    """Add the keys from ``first`` to ``last`` to dq. ``edge``: some pair may lie outside [lo, hi)."""
+    for start in range(first, last, block_kv):
+        j = start + tl.arange(0, block_kv)
+        j_ok, col = j < kv_len, j.to(tl.int64)
+        k_tile = load_tile(k + col[:, None] * k_s, j_ok[:, None], d_ok, edge, not whole_d)
+        v_tile = load_tile(v + col[:, None] * v_s, j_ok[:, None], dv_ok, edge, not whole_dv)
+        bias_tile, allowed = None, None
+        if bias is not None:
+            bias_tile = load_tile(bias + col[None, :] * bias_s, i_ok, j_ok[None, :], True, edge).to(acc_dtype)
+        if edge:
+            allowed = (j[None, :] >= lo) & (j[None, :] < hi)
+        if kv_segments is not None:
+            same = tl.load(kv_segments + col * kv_seg_s, mask=j_ok, other=0)[None, :] == q_segment
+            allowed = allowed & same if edge else same
+
+        p, t = weights(q_tile, k_tile, shift_i, bias_tile, allowed, pre, softcap, precision, acc_dtype)
+        _, ds = score_gradients(p, t, d_o_tile, v_tile, delta_i, allowed, softcap, precision, acc_dtype)
+        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=precision, out_dtype=acc_dtype)
+    return dq
+
+
+@triton.jit
+def d_q_kernel(q, k, v, d_o, shift, delta, bias, q_segments, kv_segments, d_q, pre, softcap, scale, left, right, tiles, heads, group, q_len, kv_len, d, dv,
+               q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d, v_b, v_s, v_h, v_d, do_b, do_s, do_h, do_d, bias_b, bias_h, bias_q, bias_s,
+               q_seg_b, q_seg_s, kv_seg_b, kv_seg_s, block_q: tl.constexpr, block_kv: tl.constexpr, block_d: tl.constexpr, block_dv: tl.constexpr,
+               whole_d: tl.constexpr, whole_dv: tl.constexpr, precision: tl.constexpr, acc_dtype: tl.constexpr):  # fmt: skip
+    tile = tl.program_id(0) % tiles
+    if right is not None:
+        tile = tiles - 1 - tile  # the last queries may see most keys: start them first
+    head = (tl.program_id(0) // tiles % heads).to(tl.int64)
+    batch = (tl.program_id(0) // tiles // heads).to(tl.int64)
+    i = (tile * block_q + tl.arange(0, block_q))[:, None]
+    i_ok, row, dd, ddv = i < q_len, i.to(tl.int64), tl.arange(0, block_d)[None, :], tl.arange(0, block_dv)[None, :]
+    d_ok, dv_ok = dd < d, ddv < dv
+    q_tile = load_tile(q + (batch * q_b + head * q_h) + (row * q_s + dd.to(tl.int64) * q_d), i_ok, d_ok, True, not whole_d)
+    d_o_tile = load_tile(d_o + (batch * do_b + head * do_h) + (row * do_s + ddv.to(tl.int64) * do_d), i_ok, dv_ok, True, not whole_dv)
+    at = (batch * heads + head) * q_len + row
+    shift_i, delta_i = tl.load(shift + at, mask=i_ok, other=0.0), tl.load(delta + at, mask=i_ok, other=0.0)
+    k += (batch * k_b + (head // group) * k_h) + dd.to(tl.int64) * k_d
+    v += (batch * v_b + (head // group) * v_h) + ddv.to(tl.int64) * v_d
+    if bias is not None:
+        bias += batch * bias_b + head * bias_h + row * bias_q
+    q_segment = None
+    if q_segments is not None:
+        q_segment = tl.load(q_segments + batch * q_seg_b + row * q_seg_s, mask=i_ok, other=0)
+        kv_segments += batch * kv_seg_b
+
+    top = tile * block_q + (kv_len - q_len)
+    first, inner_first, inner_last, last = band(top, top + tl.minimum(block_q, q_len - tile * block_q) - 1, left, right, kv_len, block_kv)
+    lo, hi = limits(i + (kv_len - q_len), left, right, kv_len)
+
+    acc = tl.zeros([block_q, block_d], acc_dtype)
+    if left is not None:
+        acc = visit_keys(acc, q_tile, d_o_tile, shift_i, delta_i, first, inner_first, k, v, bias, kv_segments, q_segment, i_ok, d_ok, dv_ok, lo, hi, kv_len,
+                         pre, softcap, k_s, v_s, bias_s, kv_seg_s, block_kv, whole_d, whole_dv, True, precision, acc_dtype)  # fmt: skip
+    acc = visit_keys(acc, q_tile, d_o_tile, shift_i, delta_i, inner_first, inner_last, k, v, bias, kv_segments, q_segment, i_ok, d_ok, dv_ok, lo, hi, kv_len,
+                     pre, softcap, k_s, v_s, bias_s, kv_seg_s, block_kv, whole_d, whole_dv, False, precision, acc_dtype)  # fmt: skip
+    acc = visit_keys(acc, q_tile, d_o_tile, shift_i, delta_i, inner_last, last, k, v, bias, kv_segments, q_segment, i_ok, d_ok, dv_ok, lo, hi, kv_len,
+                     pre, softcap, k_s, v_s, bias_s, kv_seg_s, block_kv, whole_d, whole_dv, True, precision, acc_dtype)  # fmt: skip
+    tl.store(d_q + (((batch * q_len + row) * heads + head) * d + dd), (acc * scale).to(d_q.dtype.element_ty), mask=i_ok & d_ok)
+
+
+@triton.jit
+def d_bias_kernel(q, k, v, d_o, shift, delta, bias, q_segments, kv_segments, d_bias, pre, softcap, left, right, tiles, bias_tiles_q, bias_heads,
+                  sum_batches, sum_heads, heads, group, q_len, kv_len, d, dv, q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d, v_b, v_s, v_h, v_d, do_b, do_s,
+                  do_h, do_d, bias_b, bias_h, bias_q, bias_s, q_seg_b, q_seg_s, kv_seg_b, kv_seg_s, block_q: tl.constexpr, block_kv: tl.constexpr,
+                  block_d: tl.constexpr, block_dv: tl.constexpr, whole_d: tl.constexpr, whole_dv: tl.constexpr, one_row: tl.constexpr,
+                  precision: tl.constexpr, acc_dtype: tl.constexpr):  # fmt: skip
+    """A tile of the bias gradient: the sum over ``sum_batches`` batch entries, ``sum_heads`` heads and, with ``one_row``, all queries, that share the bias."""
+    tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    bias_tile_q, bias_head, bias_batch = rest % bias_tiles_q, rest // bias_tiles_q % bias_heads, rest // bias_tiles_q // bias_heads
+    j = tile * block_kv + tl.arange(0, block_kv)
+    j_ok, col, dd, ddv = j < kv_len, j.to(tl.int64), tl.arange(0, block_d)[None, :], tl.arange(0, block_dv)[None, :]
+    d_ok, dv_ok = dd < d, ddv < dv
+    top = tile * block_kv - (kv_len - q_len)
+    first, _, _, last = band(top, top + tl.minimum(block_kv, kv_len - tile * block_kv) - 1, right, left, q_len, block_q)
+    if not one_row:  # its own queries, unless no key of the tile sees them
+        first, last = tl.maximum(first, bias_tile_q * block_q), tl.minimum(last, bias_tile_q * block_q + block_q)
+
+    acc = tl.zeros([block_q, block_kv], acc_dtype)
+    for n in range(sum_batches * sum_heads):
+        batch, head = (bias_batch + n // sum_heads).to(tl.int64), (bias_head + n % sum_heads).to(tl.int64)
+        k_tile = load_tile(k + (batch * k_b + (head // group) * k_h) + (col[:, None] * k_s + dd.to(tl.int64) * k_d), j_ok[:, None], d_ok, True, not whole_d)
+        v_tile = load_tile(v + (batch * v_b + (head // group) * v_h) + (col[:, None] * v_s + ddv.to(tl.int64) * v_d), j_ok[:, None], dv_ok, True, not whole_dv)
+        for start in range(first, last, block_q):
+            i = (start + tl.arange(0, block_q))[:, None]
+            i_ok, row, at = i < q_len, i.to(tl.int64), (batch * heads + head) * q_len + i
+            q_tile = load_tile(q + (batch * q_b + head * q_h) + (row * q_s + dd.to(tl.int64) * q_d), i_ok, d_ok, True, not whole_d)
+            d_o_tile = load_tile(d_o + (batch * do_b + head * do_h) + (row * do_s + ddv.to(tl.int64) * do_d), i_ok, dv_ok, True, not whole_dv)
+            lo, hi = limits(i + (kv_len - q_len), left, right, kv_len)
+            allowed = (j[None, :] >= lo) & (j[None, :] < hi) & i_ok
+            if q_segments is not None:
+                q_segment = tl.load(q_segments + batch * q_seg_b + row * q_seg_s, mask=i_ok, other=0)
+                allowed &= q_segment == tl.load(kv_segments + batch * kv_seg_b + col * kv_seg_s, mask=j_ok, other=0)[None, :]
+            shift_i, delta_i = tl.load(shift + at, mask=i_ok, other=0.0), tl.load(delta + at, mask=i_ok, other=0.0)
+            bias_tile = load_tile(bias + (batch * bias_b + head * bias_h) + (row * bias_q + col[None, :] * bias_s), i_ok, j_ok[None, :], True, True)
+            p, t = weights(q_tile, k_tile, shift_i, bias_tile.to(acc_dtype), allowed, pre, softcap, precision, acc_dtype)
+            acc += score_gradients(p, t, d_o_tile, v_tile, delta_i, allowed, softcap, precision, acc_dtype)[0]
+
+    if one_row:
+        tl.store(d_bias + (bias_batch.to(tl.int64) * bias_heads + bias_head) * kv_len + col, tl.sum(acc, 0).to(d_bias.dtype.element_ty), mask=j_ok)
+    else:
+        i = (bias_tile_q * block_q + tl.arange(0, block_q))[:, None]
+        at = ((bias_batch.to(tl.int64) * bias_heads + bias_head) * q_len + i) * kv_len + col[None, :]
+        tl.store(d_bias + at, acc.to(d_bias.dtype.element_ty), mask=(i < q_len) & j_ok[None, :])
+
+
+def default_tiling(call: Call) -> dict[str, int]:
+    """From the head dimensions, the dtype, the target and which terms the scores have: what fits the registers and shared memory."""
+    d, arch = max(padded(call.dims["d"]), padded(call.dims["dv"])), call.target.arch
+    kind = "16-bit" if call.dtype in ("float16", "bfloat16") else dot_precision(call)
+    if arch.startswith("gfx"):
+        kind += " CDNA" if arch.startswith("gfx9") else " RDNA"
+    elif kind == "16-bit" and arch and shared_limit(arch) < 200 * 1024:
+        kind += " small"
+    tiling = dict(zip(("block_q", "block_kv", *KNOBS), next(tile for most, *tile in TILES[kind] if d <= most), strict=True))
+    if call.arrays["bias"] is not None or call.arrays["q_segment_ids"] is not None or call.options["softcap"] is not None:  # registers beside the scores'
+        tiling["block_q"] = min(tiling["block_q"], 32)
+    while shared_bytes(call, tiling) > shared_limit(arch):
+        widest = "num_stages" if tiling["num_stages"] > 1 else max(("block_q", "block_kv", "dq_block_q", "dq_block_kv"), key=tiling.__getitem__)
+        if tiling[widest] == 16:
+            break
+        tiling[widest] = tiling[widest] - 1 if widest == "num_stages" else tiling[widest] // 2
+    return tiling
+
+
+def _passes(call: Call, tiling: Mapping[str, int]) -> list[tuple[int, int]]:
+    """(rows that a program owns, rows that it walks at a time), for each launch."""
+    own_keys, own_queries = (tiling["block_kv"], tiling["block_q"]), (tiling["dq_block_q"], tiling["dq_block_kv"])
+    return [own_keys] * (call.wants != ("d_q",)) + [own_queries] * ("d_q" in call.wants)
+
+
+def shared_bytes(call: Call, tiling: Mapping[str, int]) -> int:
+    """Shared memory that the compiler gives this call, or somewhat less: two tiles that stay, and a buffer a stage for the two that the loop loads.
+
+    On AMD a stage is one buffer less, what stays passes through before the loop and ds within it.
+    """
+    size, bias = (2 if call.dtype in ("float16", "bfloat16") else 4), call.arrays["bias"]
+    d, dv, stages = padded(call.dims["d"]), padded(call.dims["dv"]), tiling["num_stages"]
+
+    def of(own: int, walked: int) -> int:
+        if call.target.arch.startswith("gfx"):
+            buffers = (stages - 1) * walked * (d + dv) if stages > 1 else max(own, walked) * max(d, dv)
+            return max(own * max(d, dv), buffers + own * walked) * size
+        extra = 0 if bias is None else max(1, stages - 1) * own * walked * bias.element_size()
+        extra += walked * max(d, dv) * size if stages == 1 else (stages - 1) * walked * 16 + 2048
+        return (own + stages * walked) * (d + dv) * size + extra
+
+    return max(of(*p) for p in _passes(call, tiling))
+
+
+def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+    dims, warps = call.dims, tiling["num_warps"]
+    d, dv, heads = padded(dims["d"]), padded(dims["dv"]), dims["kv_heads"] * dims["group"]
+    if dims["q_len"] + dims["kv_len"] > 1 << 30:
+        return "more than 2^30 queries and keys: positions are 32-bit here"
+    for own, walked in _passes(call, tiling):
+        if max(own * walked, max(own, walked) * max(d, dv)) > 1 << 20:
+            return f"tiles of {own} and {walked} rows at head dimensions {dims['d']} and {dims['dv']} exceed Triton's limit of 2^20 elements"
+        if not call.interpret and own * (d + dv + 2 * walked) > warps * 32 * 768:
+            return f"tiles of {own} and {walked} rows do not fit in the registers of {warps} warps; use a smaller tile or more warps"
+    shared, limit = shared_bytes(call, tiling), shared_limit(call.target.arch)
+    if not call.interpret and shared > limit:
+        return f"this tiling with {tiling['num_stages']} stages takes {shared} bytes of shared memory; {call.target.arch} has {limit}"
+    tiles_q, tiles_kv = cdiv(dims["q_len"], min(tiling["dq_block_q"], max(1, AT_ONCE // dv))), cdiv(dims["kv_len"], tiling["block_kv"])
+    tiles_bias = cdiv(dims["q_len"], tiling["block_q"]) * tiles_kv if "d_bias" in call.wants else 0
+    return refuse_common(call, warps, max(tiles_q, tiles_kv, tiles_bias) * heads * dims["batch"])
+
+
+@BACKEND.implements("attention_vjp", tiling=default_tiling, supports=supports, knobs=KNOBS)
+def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    arrays, dims, options, wants = call.arrays, call.dims, call.options, call.wants
+    q, k, v, o, lse, d_o, bias, d_lse = (arrays[n] for n in ("q", "k", "v", "o", "lse", "d_o", "bias", "d_lse"))
+    q_segments, kv_segments = arrays["q_segment_ids"], arrays["kv_segment_ids"]
+    if not call.interpret:
+        q, k, v, o, d_o = (_head_dim_innermost(x) for x in (q, k, v, o, d_o))
+    batch, q_len, heads, d = q.shape
+    kv_len, dv, group, acc_dtype = dims["kv_len"], dims["dv"], dims["group"], accumulator(call.dtype)
+    block_d, block_dv, rows = padded(d), padded(dv), max(1, AT_ONCE // padded(dv))
+
+    shift, delta = (fresh((batch, heads, q_len), lse.dtype, q.device) for _ in range(2))
+    launch(statistics_kernel, cdiv(q_len, rows) * heads * batch, call, o, d_o, lse, d_lse, shift, delta, cdiv(q_len, rows), heads, q_len, dv,
+           *o.stride(), *d_o.stride(), *lse.stride(), *((0, 0, 0) if d_lse is None else d_lse.stride()), rows=rows, block_dv=block_dv,
+           acc_dtype=acc_dtype)  # fmt: skip
+
+    out = {name: fresh(shape, torch_dtype(dtype), q.device) if name in wants else None for name, (shape, dtype) in call.outputs.items()}
+    scale, softcap = d**-0.5 if options["scale"] is None else options["scale"], options["softcap"]
+    given = q, k, v, d_o, shift, delta, bias, q_segments, kv_segments
+    scores = scale if softcap is None else scale / softcap, softcap
+    seen = _band(options["is_causal"], options["window"], q_len + kv_len)
+    extents = heads, group, q_len, kv_len, d, dv
+    bias_strides = (0, 0, 0, 0) if bias is None else bias.expand(batch, heads, q_len, kv_len).stride()
+    segment_strides = (0, 0, 0, 0) if q_segments is None else (*q_segments.stride(), *kv_segments.stride())
+    strides = *q.stride(), *k.stride(), *v.stride(), *d_o.stride(), *bias_strides, *segment_strides
+    how = {n: tiling[n] for n in ("block_q", "block_kv", "num_warps", "num_stages")} | {
+        "block_d": block_d, "block_dv": block_dv, "whole_d": block_d == d, "whole_dv": block_dv == dv, "precision": dot_precision(call),
+        "acc_dtype": acc_dtype}  # fmt: skip
+    tiles_kv = cdiv(kv_len, tiling["block_kv"])
+    if "d_k" in wants or "d_v" in wants:
+        launch(d_k_d_v_kernel, tiles_kv * dims["kv_heads"] * batch, call, *given, out["d_k"], out["d_v"], *scores, scale, *seen, tiles_kv, *extents, *strides,
+               **how)  # fmt: skip
+    if "d_q" in wants:
+        tiles_q = cdiv(q_len, tiling["dq_block_q"])
+        launch(d_q_kernel, tiles_q * heads * batch, call, *given, out["d_q"], *scores, scale, *seen, tiles_q, *extents, *strides,
+               **how | {"block_q": tiling["dq_block_q"], "block_kv": tiling["dq_block_kv"]})  # fmt: skip
+    if "d_bias" in wants:
+        bias_batches, bias_heads, bias_rows, _ = bias.shape
+        tiles_q = cdiv(bias_rows, tiling["block_q"])
+        launch(d_bias_kernel, tiles_kv * tiles_q * bias_heads * bias_batches, call, *given, out["d_bias"], *scores, *seen, tiles_kv, tiles_q, bias_heads,
+               batch // bias_batches, heads // bias_heads, *extents, *strides, one_row=bias_rows == 1, **how | {"num_stages": 1})  # fmt: skip
+    return tuple(out.values())

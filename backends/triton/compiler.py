@@ -1,0 +1,157 @@
+"""Machine code without a GPU: what a call would launch, compiled by Triton for NVIDIA and AMD, and read back.
+
+The op's Python runs on tensors without memory, and its launches are recorded instead of made (``launch.recording``). Triton specialises them as a launch
+would, and its wheel holds both vendors' assemblers and NVIDIA's disassembler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import struct
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from portakern import targets
+from portakern.compiling.report import Compiled, Kernel
+from portakern.targets import Hardware
+
+if TYPE_CHECKING:
+    from portakern.call import Call
+    from portakern.registry import Implementation
+
+REGISTERS_ALLOCATED = 256  # NVIDIA gives a warp registers by so many (CUDA occupancy calculator); a block also pays 1 KiB of shared memory
+
+
+def unavailable(hardware: Hardware) -> str | None:
+    return None
+
+
+def environment(hardware: Hardware, quick: bool) -> dict[str, str]:
+    return {"TRITON_CACHE_DIR": "{scratch}/triton", "TRITON_INTERPRET": "0"}
+
+
+def versions(hardware: Hardware) -> dict[str, str]:
+    return {package: version(package) for package in ("torch", "triton")}
+
+
+def build(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compiled:
+    """Compile every launch of a call for ``call.target``; equal launches once."""
+    from portakern.backends.triton.launch import recording
+
+    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    with recording(lambda *launch: launches.append(launch)):
+        impl.run(call, tiling)
+    hardware = targets.find(call.target.arch)
+    sources: dict[str, list[Any]] = {}
+    for kernel, args, constexprs in launches:
+        source, options = _specialised(kernel, args, constexprs, hardware)
+        sources.setdefault(f"{source.hash()} {sorted((k, str(v)) for k, v in options.items())}", []).append((source, options))
+    kernels = []
+    for same in sources.values():
+        source, options = same[0]
+        kernel = _compile(source, options, hardware)
+        kernel.launches = len(same)
+        kernels.append(kernel)
+    return Compiled(kernels)
+
+
+def _gpu_target(hardware: Hardware) -> Any:
+    from triton.backends.compiler import GPUTarget
+
+    return GPUTarget("cuda", int(hardware.name[3:]), hardware.lanes) if hardware.platform == "cuda" else GPUTarget("hip", hardware.name, hardware.lanes)
+
+
+def _specialised(kernel: Any, args: tuple[Any, ...], constexprs: dict[str, Any], hardware: Hardware) -> tuple[Any, dict[str, Any]]:
+    """The kernel as Triton's own launch would compile it for these arguments, and the compiler's options."""
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    backend = make_backend(_gpu_target(hardware))
+    given = {"debug": False, **constexprs}
+    bound, specialization, extra = create_function_from_signature(kernel.signature, kernel.params, backend)(*args, **given)
+    options, signature, values, attributes = kernel._pack_args(backend, given, bound, specialization, extra)
+    return ASTSource(kernel, signature, values, attributes), dict(options.__dict__)
+
+
+def _compile(source: Any, options: dict[str, Any], hardware: Hardware) -> Kernel:
+    import triton
+    from triton import knobs
+
+    printed = io.StringIO()
+    with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(printed):
+        knobs.compilation.always_compile = True
+        knobs.nvidia.dump_ptxas_log = True
+        compiled = triton.compile(source, target=_gpu_target(hardware), options=options)
+    read = _read_nvidia if hardware.platform == "cuda" else _read_amd
+    kernel = read(compiled, printed.getvalue(), hardware)
+    kernel.code_bytes = _text_bytes(compiled.kernel)
+    return kernel
+
+
+def _read_nvidia(compiled: Any, log: str, hardware: Hardware) -> Kernel:
+    """``log``: what ptxas said of registers and spills."""
+    meta, sass = compiled.metadata, _disassembled(compiled.asm["cubin"])
+    registers = int(_found(r"Used (\d+) registers", log) or 0) or None
+    spills = int(_found(r"(\d+) bytes spill stores", log) or 0)
+    on_chip = {"shared": meta.shared}
+    if "tmem" in hardware.on_chip:
+        on_chip["tmem"] = (getattr(meta, "tmem_size", 0) or 0) * 128 * 4  # columns of 128 lanes
+    matrix = Counter(re.findall(r"\b((?:UTC)?[HIQOD]G?MMA\b[\w.]*)", sass))
+    threads = meta.num_warps * hardware.lanes
+    return Kernel(meta.name, threads=threads, registers=registers, spills=spills, on_chip=on_chip, matrix=dict(matrix.most_common()),
+                  occupancy=_occupancy(meta.num_warps, registers, meta.shared, hardware), assembly=sass)  # fmt: skip
+
+
+def _occupancy(warps: int, registers: int | None, shared: int, hardware: Hardware) -> float | None:
+    if registers is None or hardware.core_threads is None or hardware.core_registers is None:
+        return None
+    a_warp = -(-registers * hardware.lanes // REGISTERS_ALLOCATED) * REGISTERS_ALLOCATED
+    memory = hardware.core_memory["shared"] or 0
+    most = hardware.core_threads // hardware.lanes
+    programs = min(most // warps, hardware.core_registers // a_warp // warps, memory // (shared + 1024), hardware.core_programs or most)
+    return round(programs * warps / most, 4)
+
+
+def _read_amd(compiled: Any, log: str, hardware: Hardware) -> Kernel:
+    meta, text = compiled.metadata, compiled.asm["amdgcn"]
+
+    def number(field: str) -> int:
+        return int(_found(rf"\.{field}:\s+(\d+)", text) or 0)
+
+    registers = number("vgpr_count")  # on CDNA it counts accumulators too
+    waves = int(_found(r"; Occupancy:\s+(\d+)", text) or 0)  # of a SIMD, as registers allow
+    lds = (hardware.core_memory["lds"] or 0) * (1 if hardware.lanes == 64 else 2)  # RDNA: two units share it
+    simds = (hardware.simds or 1) * (1 if hardware.lanes == 64 else 2)
+    by_registers = waves * simds // meta.num_warps
+    programs = min(by_registers, lds // meta.shared) if meta.shared else by_registers
+    most = (hardware.core_threads or 0) // hardware.lanes * (simds // (hardware.simds or 1))
+    matrix = Counter(re.findall(r"\b(v_(?:mfma|smfmac|wmma|swmmac)_\w+)", text))
+    return Kernel(meta.name, threads=meta.num_warps * hardware.lanes, registers=registers, spills=4 * number("vgpr_spill_count"), on_chip={"lds": meta.shared},
+                  occupancy=round(programs * meta.num_warps / most, 4), matrix=dict(matrix.most_common()), assembly=text)  # fmt: skip
+
+
+def _found(pattern: str, text: str) -> str | None:
+    match = re.search(pattern, text)
+    return match[1] if match else None
+
+
+def _disassembled(cubin: bytes) -> str:
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([knobs.nvidia.cuobjdump.path, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+
+
+def _text_bytes(elf: bytes) -> int:
+    """Bytes of a 64-bit ELF's executable sections: both vendors' binaries are ELF."""
+    start, size, count = struct.unpack_from("<Q", elf, 0x28)[0], *struct.unpack_from("<HH", elf, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", elf, start + i * size) for i in range(count)]
+    return sum(length for _, _, flags, _, _, length in sections if flags & 0x4)

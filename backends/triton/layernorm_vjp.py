@@ -1,0 +1,193 @@
+"""Gradients of layer normalisation over the last axis.
+
+    xh = (x - mean) r        r = (var + eps)^-1/2        h = weight d_y
+    d_x = r (h - mean(h) - xh mean(h xh))        d_weight = sum over rows of d_y xh        d_bias = sum over rows of d_y
+
+A program owns a group of rows, ``steps`` times ``block_rows``, and ``block_n`` columns. It loads its weights once, keeps its sums for d_weight and d_bias in
+registers while it walks the group, and writes them as one row of partial sums; a second kernel adds those up. Groups are counted in rows and every sum has
+one order, so that two runs give the same bits. A row that fits in ``block_n`` is read once and its statistics are two-pass. For longer rows a kernel of its
+own finds the statistics first, merging tiles (Chan, Golub and LeVeque 1979, equation 2.1) so that it, too, reads the row once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from portakern.backends.triton import BACKEND
+from portakern.backends.triton.launch import accumulator, cdiv, launch, shared_limit, torch_dtype
+from portakern.backends.triton.layout import fresh, pow2_at_least, row_start, walk_rows
+from portakern.backends.triton.softmax import refuse_tile
+from portakern.spec import Tile
+
+if TYPE_CHECKING:
+    from portakern.call import Call
+
+SUMMED = 1024  # partial sums that one program of sum_kernel adds up
+
+
+@triton.jit
+def statistics_kernel(x, d_y, weight, stats, rows, rows_inner, n, eps, x_outer, x_inner, x_n, d_y_outer, d_y_inner, d_y_n, weight_n,
+                      block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, flat: tl.constexpr):  # fmt: skip
+    """stats: (4, rows): mean, r and, where d_y is given, mean(h) and mean(h xh) of each row."""
+    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
+    row_ok = row < rows
+    x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat)[:, None]
+    if d_y is not None:
+        d_y_row = row_start(d_y, row, rows_inner, d_y_outer, d_y_inner, flat)[:, None]
+    mean, m2 = tl.zeros([block_rows], acc_dtype), tl.zeros([block_rows], acc_dtype)  # m2: sum of (x - mean)^2 so far
+    h_sum, hx = tl.zeros([block_rows], acc_dtype), tl.zeros([block_rows], acc_dtype)  # hx: sum of h (x - mean) so far
+    for start in range(0, tl.cast(n, tl.int64), block_n):
+        lane = start + tl.arange(0, block_n)
+        col, ok = lane[None, :], row_ok[:, None] & (lane < n)[None, :]
+        before, here = tl.cast(start, acc_dtype), tl.cast(min(n - start, block_n), acc_dtype)
+        t = tl.load(x_row + col * x_n, mask=ok, other=0.0).to(acc_dtype)
+        tile_mean = tl.sum(t, 1) / here
+        d = tl.where(ok, t - tile_mean[:, None], 0.0)
+        delta = tile_mean - mean
+        step = delta * (here / (before + here))
+        m2 += tl.sum(d * d, 1) + delta * (step * before)  # delta is squared last: it is the whole mean in the first tile, where its weight is 0
+        if d_y is not None:
+            h = tl.load(d_y_row + col * d_y_n, mask=ok, other=0.0).to(acc_dtype)
+            if weight is not None:
+                h = h * tl.load(weight + lane * weight_n, mask=lane < n, other=0.0).to(acc_dtype)[None, :]
+            tile_h = tl.sum(h, 1)
+            hx += tl.sum(h * d, 1) + ((delta - step) * tile_h - step * h_sum)  # both sums, about the new mean
+            h_sum += tile_h
+        mean += step
+    r = tl.rsqrt(m2 / n + eps)
+    out = stats + row
+    tl.store(out, mean, mask=row_ok)
+    tl.store(out + rows, r, mask=row_ok)
+    if d_y is not None:
+        tl.store(out + tl.cast(rows, tl.int64) * 2, h_sum / n, mask=row_ok)
+        tl.store(out + tl.cast(rows, tl.int64) * 3, r * (hx / n), mask=row_ok)
+
+
+@triton.jit
+def layernorm_vjp_kernel(d_y, x, weight, stats, d_x, d_weights, d_biases, rows, rows_inner, group, tiles, n, eps,
+                         x_outer, x_inner, x_n, d_y_outer, d_y_inner, d_y_n, weight_n,
+                         block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, flat: tl.constexpr, stages: tl.constexpr):  # fmt: skip
+    """d_weights, d_biases: (groups, n) partial sums. Any of the three results may be None; x is None where d_bias alone is wanted."""
+    part, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    lane = tile.to(tl.int64) * block_n + tl.arange(0, block_n)  # one axis: a layout of its own, where rows of x are not aligned and weight is
+    col, col_ok = lane[None, :], (lane < n)[None, :]
+    if weight is not None:
+        w = tl.load(weight + lane * weight_n, mask=lane < n, other=0.0).to(acc_dtype)[None, :]
+    w_sum, b_sum = tl.zeros([block_rows, block_n], acc_dtype), tl.zeros([block_rows, block_n], acc_dtype)
+    first = part * group
+    for start in tl.range(first, min(first + group, rows), block_rows, num_stages=stages):
+        row = start + tl.arange(0, block_rows)
+        row_ok = (row < rows)[:, None]
+        ok = row_ok & col_ok
+        g = tl.load(row_start(d_y, row, rows_inner, d_y_outer, d_y_inner, flat)[:, None] + col * d_y_n, mask=ok, other=0.0).to(acc_dtype)
+        if x is not None:
+            t = tl.load(row_start(x, row, rows_inner, x_outer, x_inner, flat)[:, None] + col * x_n, mask=ok, other=0.0).to(acc_dtype)
+            if stats is None:
+                d = tl.where(ok, t - (tl.sum(t, 1) / n)[:, None], 0.0)
+                r = tl.rsqrt(tl.sum(d * d, 1) / n + eps)[:, None]
+            else:
+                d = t - tl.load(stats + row[:, None], mask=row_ok, other=0.0)
+                r = tl.load(stats + rows + row[:, None], mask=row_ok, other=0.0)
+            xh = tl.where(row_ok, d * r, 0.0)  # of no row, r may be infinite, and 0 * inf would enter the sums over rows
+            if d_x is not None:
+                h = g
+                if weight is not None:
+                    h = g * w
+                if stats is None:
+                    h_mean, hx_mean = (tl.sum(h, 1) / n)[:, None], (tl.sum(h * xh, 1) / n)[:, None]
+                else:
+                    h_mean = tl.load(stats + tl.cast(rows, tl.int64) * 2 + row[:, None], mask=row_ok, other=0.0)
+                    hx_mean = tl.load(stats + tl.cast(rows, tl.int64) * 3 + row[:, None], mask=row_ok, other=0.0)
+                tl.store(d_x + row[:, None] * n + col, (r * (h - h_mean - xh * hx_mean)).to(d_x.dtype.element_ty), mask=ok)
+            if d_weights is not None:
+                w_sum += g * xh
+        if d_biases is not None:
+            b_sum += g
+    if d_weights is not None:
+        tl.store(d_weights + part * n + lane, tl.sum(w_sum, 0), mask=lane < n)
+    if d_biases is not None:
+        tl.store(d_biases + part * n + lane, tl.sum(b_sum, 0), mask=lane < n)
+
+
+@triton.jit
+def sum_kernel(a, b, a_sum, b_sum, count, n, tiles, summed: tl.constexpr, block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr):
+    """Sums over ``summed`` rows at a time of a and b, (count, n); b may be None."""
+    part, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    col = tile.to(tl.int64) * block_n + tl.arange(0, block_n)[None, :]
+    a_acc, b_acc = tl.zeros([block_rows, block_n], acc_dtype), tl.zeros([block_rows, block_n], acc_dtype)
+    first = part * summed
+    for start in range(first, min(first + summed, count), block_rows):
+        row = start + tl.arange(0, block_rows)[:, None]
+        ok = (row < count) & (col < n)
+        a_acc += tl.load(a + row * n + col, mask=ok, other=0.0)
+        if b is not None:
+            b_acc += tl.load(b + row * n + col, mask=ok, other=0.0)
+    tl.store(a_sum + part * n + col, tl.sum(a_acc, 0)[None, :].to(a_sum.dtype.element_ty), mask=col < n)
+    if b is not None:
+        tl.store(b_sum + part * n + col, tl.sum(b_acc, 0)[None, :].to(b_sum.dtype.element_ty), mask=col < n)
+
+
+def default_tiling(call: Call) -> dict[str, int]:
+    """A whole row where 512 threads can hold it and its sums, 16 elements a thread; groups of 32 steps, so that partial sums add about a 20th to the traffic."""
+    n, arch = call.dims["n"], call.target.arch
+    block_n = pow2_at_least(n, 128) if n <= 8192 else 4096
+    block_rows = pow2_at_least(2048 // block_n, 1, 16)
+    lanes = 64 if arch.startswith("gfx9") else 32
+    return {"block_rows": block_rows, "block_n": block_n, "steps": 32, "num_stages": 1,
+            "num_warps": pow2_at_least(block_rows * block_n // (16 * lanes), 4, 512 // lanes)}  # fmt: skip
+
+
+def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+    n, x = call.dims["n"], call.arrays["x"]
+    buffers = 2 * (tiling["num_stages"] - 1) * tiling["block_rows"] * tiling["block_n"] * x.element_size()
+    if not call.interpret and buffers > shared_limit(call.target.arch):
+        return f"num_stages = {tiling['num_stages']} of {tiling['block_rows']} x {tiling['block_n']} take {buffers} bytes of shared memory; use fewer or a smaller block_n"
+    return refuse_tile(call, tiling, x.numel() // n * cdiv(n, tiling["block_n"]))
+
+
+@BACKEND.implements("layernorm_vjp", tiling=default_tiling, supports=supports,
+                    knobs={"num_warps": Tile(1, 32), "num_stages": Tile(1, 8), "steps": Tile(1, 1024)})  # fmt: skip
+def layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    x, d_y, weight, n = call.arrays["x"], call.arrays["d_y"], call.arrays["weight"], call.dims["n"]
+    want_x, want_weight = "d_x" in call.wants, "d_weight" in call.wants
+    sums: list[str] = [name for name in ("d_weight", "d_bias") if name in call.wants]
+    d_x = fresh(x.shape, x.dtype, x.device) if want_x else None
+    (x, d_y), rows = walk_rows(x.ndim - 1, x, d_y)
+    group = tiling["block_rows"] * (tiling["steps"] if sums else 1)
+    groups, tiles, read_x = cdiv(rows.height, group), cdiv(n, tiling["block_n"]), want_x or want_weight
+    acc_dtype = accumulator(call.dtype)
+    common = {"block_rows": tiling["block_rows"], "block_n": tiling["block_n"], "acc_dtype": acc_dtype, "flat": rows.flat, "num_warps": tiling["num_warps"]}
+    strides = (*rows.strides[0], *rows.strides[1], 0 if weight is None else weight.stride(0))
+
+    def scratch(*shape: int) -> torch.Tensor:
+        return fresh(shape, torch.float64 if acc_dtype is tl.float64 else torch.float32, x.device)
+
+    stats = scratch(4, rows.height) if tiles > 1 and read_x else None
+    if stats is not None:
+        launch(statistics_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, d_y if want_x else None, weight, stats, rows.height, rows.inner, n,
+               call.options["eps"], *strides, **common)  # fmt: skip
+    partial = {name: scratch(groups, n) for name in sums}
+    launch(layernorm_vjp_kernel, groups * tiles, call, d_y, x if read_x else None, weight if want_x else None, stats, d_x,
+           partial.get("d_weight"), partial.get("d_bias"), rows.height, rows.inner, group, tiles, n, call.options["eps"], *strides,
+           **common, stages=tiling["num_stages"])  # fmt: skip
+    result = add_up(call, partial)
+    return (d_x, result.get("d_weight"), result.get("d_bias"))
+
+
+def add_up(call: Call, partial: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gradients by name from (groups, n) partial sums of each, all of one shape."""
+    n, block_n, parts = call.dims["n"], 32, 0
+    while partial and parts != 1:
+        count = next(iter(partial.values())).shape[0]
+        parts, tiles = cdiv(count, SUMMED), cdiv(n, block_n)
+        sums = {name: p.new_empty(n, dtype=torch_dtype(call.outputs[name][1])) if parts == 1 else p.new_empty(parts, n) for name, p in partial.items()}
+        (a, b), (a_sum, b_sum) = ((*of.values(), None)[:2] for of in (partial, sums))
+        launch(sum_kernel, parts * tiles, call, a, b, a_sum, b_sum, count, n, tiles, summed=SUMMED, block_rows=64, block_n=block_n,
+               acc_dtype=accumulator(call.dtype), num_warps=8)  # fmt: skip
+        partial = sums
+    return partial

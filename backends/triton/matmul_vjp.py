@@ -1,0 +1,70 @@
+"""Gradients of the matrix product: each is one matrix product.
+
+    d_a = d_c b^T        d_b = a^T d_c        both summed over the batch axes along which their operand was broadcast
+
+A batch axis that is summed is one more factor of the contraction, folded in beside n (d_a) or m (d_b). The transposed operands are strided views; only a
+cotangent whose summed axes lie between its rows is gathered into a copy. The tiling is matmul's, for both products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from portakern.backends.triton import BACKEND
+from portakern.backends.triton import matmul as forward
+from portakern.backends.triton.launch import torch_dtype
+from portakern.spec import Tile
+from portakern.specs.matmul_vjp import product_dtype
+
+if TYPE_CHECKING:
+    from portakern.call import Call
+
+
+def batch_axes(call: Call, name: str) -> tuple[list[int], list[int]]:
+    """The batch axes that a gradient keeps, and those over which it is summed: missing from it or of extent 1."""
+    rank, shape = len(call.dims["batch"]), call.outputs[name][0]
+    own = (1,) * (rank + 2 - len(shape)) + shape[:-2]
+    return [i for i, extent in enumerate(own) if extent != 1], [i for i, extent in enumerate(own) if extent == 1]
+
+
+def product(call: Call, name: str) -> Call:
+    """The call of matmul that gives a gradient: (*kept, i, K) times (*kept, K, j), K the summed batch axes and, innermost, n (d_a) or m (d_b)."""
+    rank, dtype = len(call.dims["batch"]), torch_dtype(product_dtype(call))
+    a, b, d_c = (x[(None,) * (rank + 2 - x.ndim)].to(dtype) for x in (call.arrays[n] for n in ("a", "b", "d_c")))
+    left, right = (d_c, b.mT) if name == "d_a" else (a.mT, d_c)
+    kept, summed = batch_axes(call, name)
+    left = left.permute(*kept, rank, *summed, rank + 1).reshape(*(left.shape[i] for i in kept), left.shape[-2], -1)
+    right = right.permute(*kept, *summed, rank, rank + 1).reshape(*(right.shape[i] for i in kept), -1, right.shape[-1])
+    return call.inner("matmul", left, right, precision=call.options["precision"], out_dtype=call.outputs[name][1])
+
+
+def default_tiling(call: Call) -> dict[str, int]:
+    """matmul's, with tiles that suit the n columns of d_b and the k columns of d_a."""
+    n, k = call.dims["n"], call.dims["k"]
+    reach = max(n, k) | (n % 8 > 0 or k % 8 > 0)  # odd where either is unaligned
+    return forward.default_tiling(call.replace(dtype=product_dtype(call), dims=call.dims | {"n": reach, "k": reach}))
+
+
+def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+    m, n, k, batch = (call.dims[name] for name in ("m", "n", "k", "batch"))
+    dims = {"d_a": {"m": m, "n": k, "k": n}, "d_b": {"m": k, "n": n, "k": m}}
+    for name in call.wants:
+        kept, _ = batch_axes(call, name)
+        reason = forward.supports(call.replace(dtype=product_dtype(call), dims=dims[name] | {"batch": tuple(batch[i] for i in kept)}), tiling)
+        if reason:
+            return f"{name}: {reason}"
+    return None
+
+
+@BACKEND.implements("matmul_vjp", tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32), "num_stages": Tile(1, 8), "group": Tile(1, 64)})
+def matmul_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    def gradient(name: str) -> torch.Tensor | None:
+        if name not in call.wants:
+            return None
+        (c,) = forward.matmul(product(call, name), tiling)
+        return c.reshape(call.outputs[name][0])
+
+    return gradient("d_a"), gradient("d_b")

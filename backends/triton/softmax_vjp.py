@@ -1,0 +1,68 @@
+"""Gradient of softmax over one axis, from its result.
+
+    d_x_j = y_j (d_y_j - Delta)        Delta = sum_j y_j d_y_j
+
+A program owns ``block_rows`` rows of any strided views. A row that fits in ``block_n`` is read once and stays in registers. A longer one is read twice:
+first for Delta, then for its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+
+from portakern.backends.triton import BACKEND
+from portakern.backends.triton.launch import accumulator, cdiv, launch
+from portakern.backends.triton.layout import fresh, row_start, walk_rows
+from portakern.backends.triton.softmax import default_tiling, supports
+from portakern.spec import Tile
+
+if TYPE_CHECKING:
+    from portakern.call import Call
+
+
+@triton.jit
+def softmax_vjp_kernel(y, d_y, d_x, rows, rows_inner, n,
+                       y_outer, y_inner, y_n, d_y_outer, d_y_inner, d_y_n, d_x_outer, d_x_inner, d_x_n,
+                       block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, one_tile: tl.constexpr, flat: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
+    row_ok = (row < rows)[:, None]
+    y_row = row_start(y, row, rows_inner, y_outer, y_inner, flat)[:, None]
+    d_y_row = row_start(d_y, row, rows_inner, d_y_outer, d_y_inner, flat)[:, None]
+    d_x_row = row_start(d_x, row, rows_inner, d_x_outer, d_x_inner, flat)[:, None]
+    col = tl.arange(0, block_n)[None, :].to(tl.int64)
+
+    if one_tile:
+        ok = row_ok & (col < n)
+        p = tl.load(y_row + col * y_n, mask=ok, other=0.0).to(acc_dtype)
+        g = tl.load(d_y_row + col * d_y_n, mask=ok, other=0.0).to(acc_dtype)
+        delta = tl.sum(p * g, 1)
+        tl.store(d_x_row + col * d_x_n, (p * (g - delta[:, None])).to(d_x.dtype.element_ty), mask=ok)
+    else:
+        delta = tl.zeros([block_rows], acc_dtype)
+        for start in range(0, tl.cast(n, tl.int64), block_n):
+            ok = row_ok & (start + col < n)
+            p = tl.load(y_row + (start + col) * y_n, mask=ok, other=0.0).to(acc_dtype)
+            g = tl.load(d_y_row + (start + col) * d_y_n, mask=ok, other=0.0).to(acc_dtype)
+            delta += tl.sum(p * g, 1)
+        for start in range(0, tl.cast(n, tl.int64), block_n):
+            ok = row_ok & (start + col < n)
+            p = tl.load(y_row + (start + col) * y_n, mask=ok, other=0.0).to(acc_dtype)
+            g = tl.load(d_y_row + (start + col) * d_y_n, mask=ok, other=0.0).to(acc_dtype)
+            tl.store(d_x_row + (start + col) * d_x_n, (p * (g - delta[:, None])).to(d_x.dtype.element_ty), mask=ok)
+
+
+@BACKEND.implements("softmax_vjp", tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
+def softmax_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    y, d_y, axis = call.arrays["y"], call.arrays["d_y"], call.options["axis"]
+    d_x = fresh(y.shape, y.dtype, y.device)
+    (y, d_y), rows = walk_rows(axis, y, d_y)
+    n = y.shape[axis]
+    launch(softmax_vjp_kernel, cdiv(rows.height, tiling["block_rows"]), call, y, d_y, d_x, rows.height, rows.inner, n,
+           *rows.strides[0], *rows.strides[1], *rows.strides[2],
+           block_rows=tiling["block_rows"], block_n=tiling["block_n"], acc_dtype=accumulator(call.dtype), one_tile=n <= tiling["block_n"],
+           flat=rows.flat, num_warps=tiling["num_warps"])  # fmt: skip
+    return (d_x,)

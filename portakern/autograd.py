@@ -1,0 +1,284 @@
+"""Gradients, ``torch.func`` and autocast under PyTorch: how autograd and vmap see through an op call.
+
+A call comes here only when somebody watches it: an input requires a gradient, or ``torch.func`` wraps one. It then runs inside a ``torch.autograd.Function``, whose
+backward calls the op that the spec names as its vjp (see :mod:`portakern.autodiff`) on the same backend. That call runs inside such a Function too when it is
+watched itself, and its backward refuses: gradients are of first order. :mod:`portakern.torch_ops` uses the same Function below torch.compile.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._functorch.utils import enable_single_level_autograd_function, unwrap_dead_wrappers
+
+from portakern import dispatch, registry
+from portakern.autodiff import Wiring, wiring
+from portakern.call import Call
+from portakern.dispatch import Op
+from portakern.errors import UnsupportedError
+from portakern.spec import Spec
+
+__all__ = ["Step", "apply", "autocast", "differentiable", "over_samples", "refusal"]
+
+Arrays = dict[str, Any]
+Run = Callable[[Arrays, Mapping[str, Any], tuple[str, ...]], tuple[Any, ...]]
+"""(arrays by name, options, outputs wanted) -> those outputs."""
+
+
+class Step:
+    """One watched call, all but its tensors.
+
+    Attributes:
+      spec, options: of the call; names: the arrays given, in the order in which the Function takes them; wants: the outputs that it returns.
+      wiring: how its gradients are computed; None: they are not (see :func:`refusal`).
+      forward: tensors -> the wanted outputs. backward: the vjp op. again: this op on other arrays, for vmap.
+      inside: it is called where autograd already works, below the dispatcher.
+    """
+
+    __slots__ = ("again", "backward", "forms", "forward", "inside", "names", "options", "saved", "spec", "wants", "wiring")
+
+    def __init__(self, spec: Spec[Any], names: tuple[str, ...], options: Mapping[str, Any], wants: tuple[str, ...], wiring: Wiring | None,
+                 forward: Callable[..., tuple[Any, ...]], backward: Run | None, again: Run | None = None, inside: bool = False) -> None:  # fmt: skip
+        self.spec, self.names, self.options, self.wants, self.wiring = spec, names, options, wants, wiring
+        self.forward, self.backward, self.again, self.inside = forward, backward, again, inside
+        self.saved: list[str] = []
+        self.forms: list[tuple[Any, torch.dtype]] = []
+
+    def save(self, ctx: Any, arrays: Sequence[Any], outputs: Sequence[Any]) -> None:
+        ctx.step = self
+        ctx.set_materialize_grads(False)
+        if self.wiring is not None:
+            named = dict(zip(self.wants, outputs, strict=True)) | dict(zip(self.names, arrays, strict=True))
+            self.saved = [n for n in self.wiring.inputs + self.wiring.outputs if n in named]
+            self.forms = [(o.shape, o.dtype) for o in outputs]
+            ctx.save_for_backward(*(named[n] for n in self.saved))
+
+    def gradients(self, ctx: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        """The gradient of each array, None where nobody needs it."""
+        wired, run = self.wiring, self.backward
+        if wired is None or run is None:
+            raise UnsupportedError(refusal(self.spec))
+        wants = wired.wants([n for n, needed in zip(self.names, ctx.needs_input_grad[1:], strict=True) if needed])
+        like = next((c for c in cotangents if c is not None), None)
+        if like is None or not wants:
+            return (None,) * len(self.names)
+        arrays = dict(zip(self.saved, unwrap_dead_wrappers(ctx.saved_tensors), strict=True)) | self._cotangents(wired, cotangents, like)
+        given = dict(zip(wants, run(arrays, {n: self.options[n] for n in wired.options}, wants), strict=True))
+        return tuple(given.get(wired.gradients.get(n, "")) for n in self.names)
+
+    def _cotangents(self, wired: Wiring, cotangents: Sequence[Any], like: Any) -> Arrays:
+        arrays: Arrays = {}
+        optional = {a.name for a in wired.vjp.arrays if a.optional}
+        for name, cotangent, (shape, dtype) in zip(self.wants, cotangents, self.forms, strict=True):
+            argument = wired.cotangents.get(name)
+            if cotangent is not None and argument is None:
+                raise UnsupportedError(f"{self.spec.name}: {wired.vjp.name} takes no cotangent of {name}; detach {name}")
+            if argument is not None and cotangent is not None:
+                arrays[argument] = cotangent.resolve_neg()
+            elif argument is not None and argument not in optional:
+                arrays[argument] = like.new_zeros(shape, dtype=dtype)
+        return arrays
+
+
+class _Watched(torch.autograd.Function):
+    """``apply(step, *tensors)``: a tuple of ``step.wants``."""
+
+    @staticmethod
+    def forward(step: Step, *arrays: Any) -> tuple[Any, ...]:
+        return step.forward(*arrays)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        inputs[0].save(ctx, inputs[1:], output)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+        return None, *ctx.step.gradients(ctx, cotangents)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise UnsupportedError(refuse_forward_mode(ctx.step.spec))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], step: Step, *arrays: Any) -> tuple[tuple[Any, ...], int]:
+        named, dims = dict(zip(step.names, arrays, strict=True)), dict(zip(step.names, in_dims[1:], strict=True))
+        assert step.again is not None
+        return over_samples(step.spec, named, dims, step.options, step.wants, info.batch_size, step.again)[1], 0
+
+    @classmethod
+    def apply(cls, step: Step, *arrays: Any) -> tuple[Any, ...]:
+        # torch's own apply reads this class's signature on every call, 15 us; it does so for defaults, which there are none of
+        if not torch._C._are_functorch_transforms_active():
+            return super(torch.autograd.Function, cls).apply(step, *arrays)
+        if step.inside:
+            with enable_single_level_autograd_function():
+                return super(torch.autograd.Function, cls).apply(step, *arrays)
+        return super().apply(step, *arrays)
+
+
+@functools.cache
+def _function(name: str) -> type[_Watched]:
+    """The Function under an op's own name, which is what profilers and graph printers show."""
+    return type(name, (_Watched,), {})
+
+
+def differentiable(step: Step, arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """``step.wants``, differentiable with respect to ``arrays``."""
+    return _function(step.spec.name).apply(step, *arrays)
+
+
+def refusal(spec: Spec[Any]) -> str:
+    """Why nobody can differentiate a call of ``spec`` that was recorded."""
+    forward = registry.forward_of(spec)
+    name = forward.name if forward else spec.name
+    return f"{name}: second-order gradients are not given: {spec.name} is what computes the first, and no op differentiates it"
+
+
+def refuse_forward_mode(spec: Spec[Any]) -> str:
+    return f"{spec.name}: forward-mode derivatives (jvp, jacfwd, hessian) are not given; use reverse mode: torch.func.vjp, grad or jacrev"
+
+
+def gradient_of(op: Op, call: Call, differentiated: Sequence[str]) -> tuple[Wiring, Op]:
+    """What differentiates a call with respect to the arrays named, on the same backend. Where nothing does, the forward call says so and not a backward pass."""
+    try:
+        wired = wiring(op.spec)
+        wired.wants(differentiated)
+        if call.device not in op.gradients:
+            route = op.route(call)
+            assert route is not None
+            tiling = {name: value for name, value in op.user_tiling.items() if name in wired.vjp.tiling}
+            vjp = dispatch.op(wired.vjp, backend=route.impl.backend, tiling=tiling)
+            vjp.route(call.replace(spec=wired.vjp))
+            op.gradients[call.device] = vjp
+    except UnsupportedError as e:
+        name = differentiated[0]
+        raise UnsupportedError(f"{op.spec.name}: {name} requires grad, and {e}; use torch.no_grad(), or pass {name}.detach()") from None
+    return wired, op.gradients[call.device]
+
+
+def apply(op: Op, call: Call, late: bool = False) -> tuple[Any, ...]:
+    """The outputs of a watched call in the spec's order, None for one that the call does not want. ``late``: what has no gradient is refused only when asked for one."""
+    names = tuple(n for n, a in call.arrays.items() if a is not None)
+    arrays = [call.arrays[n] for n in names]
+    wired: Wiring | None = None
+    backward: Run | None = None
+    training = call
+    differentiated = [n for n, a in zip(names, arrays, strict=True) if a.requires_grad] if torch.is_grad_enabled() and not late else []
+    if differentiated:
+        wired, vjp = gradient_of(op, call, differentiated)
+        backward = functools.partial(_run, vjp, True)
+        training = wired.training(call)
+
+    def forward(*tensors: Any) -> tuple[Any, ...]:
+        training.arrays = training.arrays | dict(zip(names, tensors, strict=True))
+        route = op.route(training)
+        assert route is not None
+        return tuple(o for o in op.serve(training, route) if o is not None)
+
+    step = Step(op.spec, names, call.options, training.wants, wired, forward, backward, functools.partial(_run, op, late))
+    named = dict(zip(step.wants, differentiable(step, arrays), strict=True))
+    step.forward = spent  # it holds the tensors, which a graph must not
+    return tuple(named[o.name] if o.name in call.wants else None for o in op.spec.outputs)
+
+
+def spent(*tensors: Any) -> Any:
+    raise AssertionError("a step runs once")
+
+
+def _run(op: Op, late: bool, arrays: Arrays, options: Mapping[str, Any], wants: tuple[str, ...]) -> tuple[Any, ...]:
+    """The outputs ``wants`` of a call that the library makes itself."""
+    if any(map(torch._C._functorch.is_legacy_batchedtensor, arrays.values())):  # torch.autograd.grad(is_grads_batched=True): only the dispatcher sees through
+        from portakern.torch_ops import calling
+
+        return calling(op)(arrays, options, wants)
+    call = op.unchecked(**arrays, **options)
+    call.wants = tuple(o.name for o in op.spec.outputs if o.name in wants)
+    watched = call.framework.check(call)
+    route = op.route(call)
+    assert route is not None
+    outputs = apply(op, call, late) if watched else op.serve(call, route)
+    return tuple(o for o in outputs if o is not None)
+
+
+def autocast(spec: Spec[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments as torch.autocast would have them: see ``autocast`` in :func:`portakern.spec.spec`. The casts are differentiable."""
+    names = {a.name for a in spec.arrays if "float16" in a.dtypes}
+
+    def cast(name: str, value: Any) -> Any:
+        if name not in names or not isinstance(value, torch.Tensor) or value.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            return value
+        kind = value.device.type
+        if not torch.is_autocast_enabled(kind):
+            return value
+        return value.to(torch.float32 if spec.autocast == "float32" else torch.get_autocast_dtype(kind))
+
+    named = tuple(cast(a.name, value) for a, value in zip(spec.arrays, args, strict=False))
+    return (*named, *args[len(named) :]), {name: cast(name, value) for name, value in kwargs.items()}
+
+
+def over_samples(
+    spec: Spec[Any], arrays: Arrays, dims: Mapping[str, int | None], options: Mapping[str, Any], wants: tuple[str, ...], n: int, run: Run
+) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """n calls at once, as torch.vmap has it: ``dims`` says along which axis an array holds n, None for one that all share. One call where the n can join the batch,
+    a loop where they cannot.
+
+    Returns: the names of the outputs (``wants`` unless that is empty), and those outputs, stacked along a new first axis."""
+    moved = {name: array if dims[name] is None else array.movedim(dims[name], 0) for name, array in arrays.items()}
+    mapped = {name for name in arrays if dims[name] is not None}
+    one = dispatch.op(spec).unchecked(**{name: a[0] if name in mapped else a for name, a in moved.items()}, **options)
+    wants = tuple(o.name for o in spec.outputs if o.name in (wants or one.wants))
+    folded = _fold(one, moved, mapped, wants, n)
+    if folded is None:
+        dispatch.say(
+            f"portakern: torch.vmap over {spec.name} runs sample by sample here: what is mapped over, or wanted per sample, has no batch axis to join",
+            logging.INFO,
+        )
+        samples = [run({name: a[i] if name in mapped else a for name, a in moved.items()}, one.options, wants) for i in range(n)]
+        return wants, tuple(torch.stack(outputs) for outputs in zip(*samples, strict=True))
+    inputs, shifted = folded
+    shapes = one.outputs
+    return wants, tuple(o.reshape(n, *shapes[name][0]) for name, o in zip(wants, run(inputs, shifted, wants), strict=True))
+
+
+def _fold(one: Call, arrays: Arrays, mapped: set[str], wants: tuple[str, ...], n: int) -> tuple[Arrays, dict[str, Any]] | None:
+    """Arrays and options with the mapped axis inside the spec's batch, None where not everything that matters carries it.
+
+    A variadic batch gets one more axis; a batch of one axis grows n-fold. What is shared is broadcast where the notation allows it, else expanded without a
+    copy (a single axis that must then be merged copies). A gradient belongs to a sample, so its array may not be shared."""
+    spec, batch = one.spec, one.spec.batch
+    outputs = [o for o in spec.outputs if o.name in wants]
+    if batch is None or not all(_leads(o.dims, batch) for o in outputs):
+        return None
+    own = {o.gradient_of for o in outputs}
+    folded: Arrays = {}
+    options = dict(one.options)
+    for a in spec.arrays:
+        if a.name not in arrays:
+            continue
+        array, lead = arrays[a.name], a.dims[0] if _leads(a.dims, batch) else None
+        if lead is None and a.name in mapped:
+            return None
+        extent = one.dims[batch]
+        single = lead is not None and not lead.variadic and lead.broadcast and one.arrays[a.name].shape[0] != extent
+        if single and a.name in own:  # its gradient is a sum over the batch, sample by sample
+            return None
+        if lead is None or (a.name not in mapped and a.name not in own and lead.broadcast and (lead.variadic or one.arrays[a.name].shape[0] == 1)):
+            folded[a.name] = array
+            continue
+        if a.name not in mapped:
+            array = array.expand(n, *array.shape)
+        if lead.variadic:
+            missing = len(extent) + len(a.dims) - array.dim()
+            folded[a.name] = array[(slice(None), *(None,) * missing)]
+            options.update({o.name: one.options[o.name] + 1 for o in spec.options if o.axis_of == a.name})
+        else:
+            folded[a.name] = (array.expand(n, extent, *array.shape[2:]) if single else array).flatten(0, 1)
+    return folded, options
+
+
+def _leads(dims: Sequence[Any], batch: str) -> bool:
+    return bool(dims) and dims[0].factors == (batch,)

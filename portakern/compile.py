@@ -1,0 +1,91 @@
+"""Machine code for hardware that is not here, and what each kernel takes of it: :func:`compile_all` for many ops, :func:`lower` for one call.
+
+Compilers run in processes of their own (:mod:`portakern.compiling.pool`), on arrays without memory. What was compiled before is kept in the user's cache.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from portakern import inspect_here, registry, targets
+from portakern.call import Call
+from portakern.compiling import cache, calls, pool
+from portakern.compiling.pool import Job
+from portakern.compiling.report import Build
+from portakern.compiling.worker import build
+from portakern.dispatch import Op
+from portakern.errors import SpecError, UnsupportedError
+
+__all__ = ["Build", "compile_all", "jobs_for", "lower", "record"]
+
+TIMEOUT = 900.0  # seconds that one call may take
+
+
+def jobs_for(ops: Sequence[str], target_names: Sequence[str], dtypes: Sequence[str], backend: str | None = None, quick: bool = False) -> list[Job]:
+    """The typical call of each op, in each dtype, on every backend that compiles it for each target."""
+    b = None if backend is None else registry.backend(backend)
+    found = calls.cells(list(ops), [targets.find(t) for t in target_names], list(dtypes), b)
+    return [Job(this, of, hardware, calls.typical_form(this.spec, dtype), quick) for this, of, hardware, dtype in found]
+
+
+def compile_all(
+    jobs: Sequence[Job], processes: int = 1, *, fresh: bool = False, timeout: float = TIMEOUT, done: Callable[[Build], None] = lambda built: None
+) -> list[Build]:
+    """Compile the jobs, in their order. ``fresh``: also those whose result is kept; ``done`` is told of each as it ends."""
+    results: dict[Job, Build] = {}
+    names = {id(job): cache.key(job) for job in jobs}
+    for job in jobs:
+        kept = None if fresh else cache.find(names[id(job)])
+        if kept is not None:
+            results[job] = kept
+            done(kept)
+    for job, built in pool.run([job for job in jobs if job not in results], processes, timeout):
+        cache.keep(names[id(job)], built)
+        results[job] = built
+        done(built)
+    return [results[job] for job in jobs]
+
+
+def record(built: Sequence[Build], command: str, seconds: float) -> dict[str, Any]:
+    """Results as a file of results keeps them. ``limits``: bytes that a program has on chip, by target and memory."""
+    hardware = [targets.find(name) for name in dict.fromkeys(b.target for b in built)]
+    return {
+        "benchmark": "compile-matrix",
+        "command": command,
+        "date": time.strftime("%Y-%m-%d"),
+        "environment": inspect_here.environment(),
+        "wall_seconds": round(seconds, 1),
+        "ok": sum(b.ok for b in built),
+        "of": len(built),
+        "limits": {h.name: dict(h.on_chip) for h in hardware},
+        "rows": [b.to_dict() for b in built],
+    }
+
+
+def lower(this: Op, call: Call, target: str | None = None, *, timeout: float = TIMEOUT) -> Build:
+    """Compile one bound call for a target, by default that of its arrays, with the assembly.
+
+    An op or backend that only this process knows is compiled in this process.
+
+    Raises:
+      SpecError: the target is unknown, or is a processor.
+      UnsupportedError: no backend compiles the op for the target.
+    """
+    name = target or call.framework.target(call.device).arch
+    if not name:
+        raise SpecError(f"{call.spec.name}: the arrays are on {call.framework.target(call.device)}; name a target: one of {', '.join(targets.HARDWARE)}")
+    hardware = targets.find(name)
+    found = calls.compilers(call.spec.name, hardware, this.backend)
+    if not found:
+        raise UnsupportedError(
+            f"{call.spec.name} on {hardware.target}: no backend compiles it ahead of time" + (f"; {this.backend.name!r} was named" if this.backend else "")
+        )
+    if call.degenerate:
+        raise UnsupportedError(f"{call!r}: an extent is 0, so that no kernel runs")
+    job = Job(this, found[0], hardware, calls.form_of(call), quick=True, assembly=True)
+    if registry.importable(this.spec, found[0]):
+        ((_, built),) = pool.run([job], 1, timeout)
+        return built
+    return build(this, found[0], hardware, job.form)

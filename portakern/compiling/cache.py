@@ -1,0 +1,91 @@
+"""What was compiled before: one JSON file a call, named after everything that the result depends on.
+
+That is the call, the target, the compilers' versions, and the text of every module that the implementation and the spec import within their own packages.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.util
+import json
+from pathlib import Path
+
+from portakern.compiling.pool import Job
+from portakern.compiling.report import Build
+from portakern.files import cache_folder, write_atomically
+
+__all__ = ["find", "keep", "key"]
+
+
+def key(job: Job) -> str:
+    """A name for the job's result."""
+    modules = [
+        job.backend.where(job.op.spec.name, job.backend.compiles[job.hardware.platform]) or "",
+        job.backend.compiler or "",
+        job.op.spec.fn.__module__,
+        "portakern.compiling.report",
+    ]
+    what = {
+        "job": [job.op.spec.name, job.backend.name, job.hardware.name, job.form, job.op.user_tiling, job.quick],
+        "hardware": repr(job.hardware),
+        "versions": job.backend.load_compiler().versions(job.hardware),
+        "source": _digest(frozenset(modules)),
+    }
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def find(name: str) -> Build | None:
+    """A kept result."""
+    try:
+        return Build.from_dict(json.loads(_file(name).read_text()))
+    except (OSError, ValueError, KeyError, TypeError):  # not there, or somebody's accident: compile again
+        return None
+
+
+def keep(name: str, built: Build) -> None:
+    """Keep a result, unless another attempt could end otherwise."""
+    if built.final:
+        write_atomically(_file(name), json.dumps(built.to_dict()) + "\n")
+
+
+def _file(name: str) -> Path:
+    return cache_folder() / "compile" / name[:2] / f"{name}.json"
+
+
+@functools.cache
+def _digest(modules: frozenset[str]) -> str:
+    """Of the text of these modules and of those they import, directly or not, from the same top-level packages."""
+    roots = {m.partition(".")[0] for m in modules if m}
+    seen: dict[str, str] = {}
+    queue = sorted(m for m in modules if m)
+    while queue:
+        module = queue.pop()
+        if module in seen:
+            continue
+        text, imports = _read(module)
+        seen[module] = text
+        queue += [i for i in imports if i.partition(".")[0] in roots and i not in seen]
+    return hashlib.sha256("".join(f"{m}\0{t}\0" for m, t in sorted(seen.items())).encode()).hexdigest()
+
+
+@functools.cache
+def _read(module: str) -> tuple[str, tuple[str, ...]]:
+    """A module's text, and all that it may import anywhere in it; nothing for a name that is no module with a source file."""
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, AttributeError, ValueError):
+        return "", ()
+    if found is None or not found.origin or not found.origin.endswith(".py"):
+        return "", ()
+    text = Path(found.origin).read_text(encoding="utf-8")
+    package = module if found.submodule_search_locations is not None else module.rpartition(".")[0]
+    names: list[str] = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names += [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module or ""
+            names += [base, *(f"{base}.{a.name}" for a in node.names)]
+    return text, tuple(names)

@@ -1,0 +1,93 @@
+"""Calls without arrays: the ones that stand for an op in the compile matrix, and the form of a user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from portakern import registry
+from portakern.call import Call, shape_of
+from portakern.dispatch import Op, op, resolve_tiling
+from portakern.errors import SpecError
+from portakern.frameworks import FRAMEWORKS
+from portakern.registry import Backend, Implementation
+from portakern.spec import ArrayArg, Spec
+from portakern.targets import Hardware
+
+__all__ = ["Form", "abstract_call", "cells", "compilers", "direction", "form_of", "typical_form"]
+
+Form = dict[str, Any]
+"""A call as plain data: ``arrays``: name -> [shape, dtype, strides or None]; ``options``; ``wants``: outputs, or None for the default."""
+
+
+def typical(spec: Spec[Any]) -> Mapping[str, Any]:
+    """What the spec, or for a gradient op its forward's, declares as a typical call."""
+    source = spec if spec.typical or not spec.is_vjp else registry.forward_of(spec)
+    if source is None or not source.typical:
+        raise SpecError(f"{spec.name} declares no typical call; add typical={{dimension: extent, option: value, optional array: True}} to its @spec(...)")
+    return source.typical
+
+
+def typical_form(spec: Spec[Any], dtype: str) -> Form:
+    """The spec's typical call in one dtype."""
+    if dtype not in spec.dtypes:
+        raise SpecError(f"{spec.name}: dtype {dtype!r} is none of {', '.join(spec.dtypes)}")
+    values = typical(spec)
+    variadic = {d.factors[0] for a in spec.arrays for d in a.dims if d.variadic}
+    dims = {n: values.get(n, () if n in variadic else None) for n in spec.dims}
+    missing = [n for n, extent in dims.items() if extent is None]
+    if missing:
+        raise SpecError(f"{spec.name}: its typical call has no extent for {', '.join(missing)}")
+    arrays = {a.name: [list(shape_of(a.dims, dims)), _dtype(a, dtype), None] for a in spec.arrays if not a.optional or values.get(a.name)}
+    return {"arrays": arrays, "options": {o.name: values[o.name] for o in spec.options if o.name in values}, "wants": None}
+
+
+def _dtype(a: ArrayArg, dtype: str) -> str:
+    if a.statistic:
+        return "float64" if dtype == "float64" else "float32"
+    return dtype if dtype in a.dtypes else a.dtypes[0]
+
+
+def form_of(call: Call) -> Form:
+    """The form of a bound call."""
+    arrays = {n: [list(a.shape), call.dtype_of(n), call.framework.strides(a)] for n, a in call.arrays.items() if a is not None}
+    options = {o.name: call.options[o.name] for o in call.spec.options}
+    return {"arrays": arrays, "options": options, "wants": list(call.wants)}
+
+
+def abstract_call(this: Op, b: Backend, form: Form, hardware: Hardware) -> tuple[Implementation, Call, Mapping[str, int]]:
+    """The implementation that ``b`` has for a target, the call on arrays without memory, and its tiling.
+
+    Raises:
+      UnsupportedError: the backend refuses the call.
+    """
+    impl = b.implementation(this.spec.name, b.compiles[hardware.platform]) if hardware.platform in b.compiles else None
+    if impl is None:
+        raise SpecError(f"backend {b.name!r} has no {this.spec.name} for {hardware.platform}")
+    framework = FRAMEWORKS[b.framework]
+    framework.load()
+    arrays = {n: framework.abstract(tuple(shape), dtype, strides) for n, (shape, dtype, strides) in form["arrays"].items()}
+    options = {n: tuple(v) if isinstance(v, list) else v for n, v in form["options"].items()}
+    call = this.unchecked(**arrays, **options)
+    wants = call.wants if form["wants"] is None else tuple(form["wants"])
+    call = call.replace(target=hardware.target, interpret=False, concrete=framework.name != "jax", wants=wants)
+    return impl, call, resolve_tiling(impl, call, this.user_tiling)
+
+
+def direction(spec: Spec[Any]) -> str:
+    return "backward" if spec.is_vjp else "forward"
+
+
+def compilers(spec_name: str, hardware: Hardware, backend: Backend | None = None) -> list[Backend]:
+    """The backends, or the one named, that compile an op for a target ahead of time."""
+    among = [backend] if backend else [b for b in registry.backends().values() if not b.oracle]
+    return [b for b in among if b.compiler and hardware.platform in b.compiles and b.has(spec_name, b.compiles[hardware.platform])]
+
+
+def cells(names: list[str], hardware: list[Hardware], dtypes: list[str], backend: Backend | None) -> Iterator[tuple[Op, Backend, Hardware, str]]:
+    """Every op, target and dtype with the backends that compile it, a target at a time."""
+    for h in hardware:
+        for name in names:
+            for b in compilers(name, h, backend):
+                this = op(name, backend=b)
+                yield from ((this, b, h, dtype) for dtype in dtypes if dtype in this.spec.dtypes)

@@ -1,0 +1,162 @@
+"""Compiling jobs in processes of their own: a compiler that crashes, or never ends, costs its job and no other."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from portakern.compiling.calls import direction
+from portakern.compiling.report import Build
+from portakern.compiling.worker import one_line
+from portakern.dispatch import Op
+from portakern.registry import Backend
+from portakern.targets import Hardware
+
+__all__ = ["Job", "run"]
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One call to compile. ``quick``: nothing that takes longer than the compiler itself, such as estimates; ``assembly``: keep the machine code's text."""
+
+    op: Op
+    backend: Backend
+    hardware: Hardware
+    form: dict[str, Any]
+    quick: bool = False
+    assembly: bool = False
+
+    def failed(self, reason: str, seconds: float) -> Build:
+        dtype = next(d for _, d, _ in self.form["arrays"].values())
+        return Build(
+            self.op.spec.name, direction(self.op.spec), dtype, self.hardware.name, self.backend.name, reason=reason, final=False, seconds=round(seconds, 2)
+        )
+
+
+@dataclass
+class _Process:
+    """A worker that stays for jobs of one backend and target."""
+
+    key: tuple[str, str, bool]
+    environment: dict[str, str]
+    scratch: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="portakern-compile-")))
+
+    def __post_init__(self) -> None:
+        backend, target, _ = self.key
+        variables = {n: v.replace("{scratch}", str(self.scratch)) for n, v in self.environment.items()}
+        self.log = self.scratch / "log"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "portakern.compiling.worker", backend, target], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env={**os.environ, "PORTAKERN_LOG": str(self.log), **variables}, start_new_session=True,
+        )  # fmt: skip
+
+    def ask(self, job: Job, timeout: float) -> Build | str:
+        """The answer, or how the process ended."""
+        process = self.process
+        assert process.stdin is not None and process.stdout is not None
+        request = {"op": job.op.spec.name, "tiling": job.op.user_tiling, "form": job.form, "assembly": job.assembly}
+        try:
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            return self.death()
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            if not selector.select(timeout):
+                return f"no answer in {timeout:.0f} s"
+        answer = process.stdout.readline()
+        return Build.from_dict(json.loads(answer)) if answer.endswith("\n") else self.death()
+
+    def death(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(10)
+        status = self.process.poll()
+        how = f"died of {signal.Signals(-status).name}" if status is not None and status < 0 else f"ended with status {status}"
+        said = self.log.read_text(errors="replace")[-4000:] if self.log.exists() else ""
+        return f"the compiler {how}" + (f": {one_line(said[said.find(chr(10)) + 1 :] or said)}" if said.strip() else "")
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)  # the group is this worker's own: it started a session
+
+    def close(self) -> None:
+        self.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+class _Worker:
+    """One after the other, the processes that serve the jobs of one thread."""
+
+    def __init__(self) -> None:
+        self.process: _Process | None = None
+
+    def serve(self, job: Job, timeout: float) -> Build:
+        start = time.perf_counter()
+        key = (job.backend.name, job.hardware.name, job.quick)
+        if self.process is None or self.process.key != key:
+            self.close()
+            self.process = _Process(key, job.backend.load_compiler().environment(job.hardware, job.quick))
+        answer = self.process.ask(job, timeout)
+        if isinstance(answer, Build):
+            return answer
+        self.close()
+        return job.failed(answer, time.perf_counter() - start)
+
+    def stop(self) -> None:
+        """End what runs, from another thread."""
+        if self.process is not None:
+            self.process.kill()
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.close()
+            self.process = None
+
+
+def run(jobs: list[Job], processes: int, timeout: float, done: Callable[[Job, Build], None] = lambda job, built: None) -> Iterator[tuple[Job, Build]]:
+    """Compile every job, ``processes`` at a time; the results as they come."""
+    free: SimpleQueue[_Worker] = SimpleQueue()
+    workers = [_Worker() for _ in range(max(1, min(processes, len(jobs))))]
+    for worker in workers:
+        free.put(worker)
+
+    def serve(job: Job) -> Build:
+        worker = free.get()
+        try:
+            return worker.serve(job, timeout)
+        finally:
+            free.put(worker)
+
+    executor = ThreadPoolExecutor(len(workers))
+    try:
+        futures = {executor.submit(serve, job): job for job in jobs}
+        for future in as_completed(futures):
+            built = future.result()
+            done(futures[future], built)
+            yield futures[future], built
+    finally:
+        for worker in workers:
+            worker.stop()
+        executor.shutdown(cancel_futures=True)
+        for worker in workers:
+            worker.close()

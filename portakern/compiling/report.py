@@ -1,0 +1,120 @@
+"""What a compiler made of one call: its kernels, what each takes of the chip, and whether that fits."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from portakern.targets import Hardware
+
+__all__ = ["Build", "Compiled", "Kernel"]
+
+
+@dataclass
+class Kernel:
+    """One kernel in machine code.
+
+    Attributes:
+      name: the kernel's; launches: how many launches of the call it serves.
+      threads: of one program; registers: 32-bit registers a thread.
+      spills: what did not fit in registers: bytes a thread on a GPU, vector registers stored in the code of a TPU kernel.
+      on_chip: memory (as named in :mod:`portakern.targets`) -> bytes that one program takes.
+      occupancy: share of a core's resident threads that fit beside each other.
+      matrix: matrix instruction -> how often it stands in the machine code.
+      code_bytes: of the machine code; cycles: the compiler's own static estimate of a whole run.
+      assembly: the machine code as text.
+    """
+
+    name: str
+    launches: int = 1
+    threads: int | None = None
+    registers: int | None = None
+    spills: int | None = None
+    on_chip: dict[str, int] = field(default_factory=dict)
+    occupancy: float | None = None
+    matrix: dict[str, int] = field(default_factory=dict)
+    code_bytes: int | None = None
+    cycles: int | None = None
+    assembly: str = ""
+
+    def over(self, hardware: Hardware) -> str | None:
+        """What of the chip this kernel takes too much of, in words; None where it fits. Compilers let such kernels pass, and launches fail."""
+        for memory, used in self.on_chip.items():
+            limit = hardware.on_chip.get(memory)
+            if limit is not None and used > limit:
+                return f"{self.name} takes {used} bytes of {memory}, and {hardware.name} has {limit}"
+        for what, taken, most in (
+            ("threads", self.threads, hardware.program_threads),
+            ("registers a thread", self.registers, hardware.thread_registers),
+        ):
+            if taken is not None and most is not None and taken > most:
+                return f"{self.name} takes {taken} {what}, and {hardware.name} has {most}"
+        return None
+
+
+@dataclass
+class Compiled:
+    """What a backend's compiler returns for one call. ``code_bytes``: of everything, where kernels do not say it each."""
+
+    kernels: list[Kernel]
+    code_bytes: int | None = None
+
+
+@dataclass
+class Build:
+    """One call, compiled for one target, or the reason why it is not.
+
+    ``final``: the reason is the compiler's or the backend's, so that another attempt would end the same way.
+    """
+
+    op: str
+    direction: str
+    dtype: str
+    target: str
+    backend: str
+    call: str = ""
+    tiling: dict[str, int] = field(default_factory=dict)
+    ok: bool = False
+    reason: str | None = None
+    final: bool = True
+    kernels: list[Kernel] = field(default_factory=list)
+    code_bytes: int | None = None
+    seconds: float = 0.0
+
+    def to_dict(self, assembly: bool = False) -> dict[str, Any]:
+        """As plain data, without the assembly unless asked."""
+        data = asdict(self)
+        for kernel in data["kernels"] if not assembly else ():
+            del kernel["assembly"]
+        return data
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Build:
+        known = {f.name for f in fields(Kernel)}
+        kernels = [Kernel(**{n: v for n, v in k.items() if n in known}) for k in data["kernels"]]
+        return cls(**{**{f.name: data[f.name] for f in fields(cls) if f.name in data}, "kernels": kernels})
+
+    def judge(self, compiled: Compiled, hardware: Hardware) -> None:
+        """Take in what the compiler made."""
+        self.kernels = compiled.kernels
+        self.code_bytes = compiled.code_bytes or sum(k.code_bytes or 0 for k in compiled.kernels)
+        self.reason = next((r for r in (k.over(hardware) for k in self.kernels) if r), None)
+        self.ok = self.reason is None
+
+    @property
+    def assembly(self) -> str:
+        """The machine code of every kernel, as text."""
+        return "\n".join(f"// {k.name}\n{k.assembly}" for k in self.kernels)
+
+    def __str__(self) -> str:
+        tiles = ", ".join(f"{n}={v}" for n, v in self.tiling.items())
+        lines = [f"{self.call or self.op} for {self.target} by {self.backend}: {'ok' if self.ok else self.reason}", f"  tiling: {tiles or 'none'}"]
+        for k in self.kernels:
+            parts = [f"{k.registers} registers a thread"] if k.registers is not None else []
+            parts += [f"{k.spills} spilled"] if k.spills else []
+            parts += [f"{used} bytes of {memory}" for memory, used in k.on_chip.items()]
+            parts += [f"occupancy {k.occupancy:.0%}"] if k.occupancy is not None else []
+            parts += [", ".join(f"{n} x{count}" for n, count in k.matrix.items()) or "no matrix instruction"]
+            parts += [f"{k.cycles} cycles estimated"] if k.cycles is not None else []
+            lines.append(f"  {k.name}: {', '.join(parts)}")
+        return "\n".join(lines)

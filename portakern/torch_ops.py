@@ -1,0 +1,279 @@
+"""The ops as ``torch.ops.portakern.<op>``: what ``torch.compile``, ``torch.export`` and every torch dispatch mode record of an op call.
+
+Schema, fake kernel, autograd, vmap and autocast rules derive from the spec. ``pk.op(...)`` objects call these by themselves while torch is tracing; nobody else
+needs to. The schema is that of the spec, with two differences. Options are typed where a schema has the type; a tuple of integers and None is a list of pairs,
+``(3, None)`` being ``[1, 3, 0, 0]``: given or not, and its value. And three strings follow: ``wants`` (names of the outputs that are needed, comma-separated; empty:
+as the options say), ``backend`` (a name; empty: chosen from the arrays) and ``tiling`` (``block_m=64,block_n=128``). Every output is returned; those not wanted
+are empty tensors.
+
+>>> torch.ops.portakern.attention(q, k, v, is_causal=True, window=[1, 128, 0, 0], wants="o,lse", backend="triton", tiling="block_q=64")
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from portakern import autograd, dispatch, registry
+from portakern.dispatch import Op
+from portakern.errors import SpecError, UnsupportedError
+from portakern.options import Option
+from portakern.registry import Backend
+from portakern.spec import Spec
+
+__all__ = ["define", "staged"]
+
+LIBRARY = torch.library.Library("portakern", "FRAGMENT")
+ROUTING = ("wants", "backend", "tiling")
+AUTOCAST = ("AutocastCPU", "AutocastCUDA")
+SCHEMA = {"bool": "bool", "int": "SymInt", "float": "float", "choice": "str", "dtype": "ScalarType", "tuple": "SymInt[]"}
+
+_named: dict[str, Spec[Any]] = {}
+_backends: dict[str, Backend] = {}
+
+
+def staged(op: Op) -> Callable[..., Any]:
+    """A function with the spec's signature that calls the custom op: straight-line code that torch.compile traces, and the same for Ops that agree in everything."""
+    tiling = ",".join(f"{n}={v}" for n, v in sorted(op.user_tiling.items()))
+    return _write(op.spec, _name_of(op.backend), tiling)
+
+
+@functools.cache
+def _write(spec: Spec[Any], backend: str, tiling: str) -> Callable[..., Any]:
+    env: dict[str, Any] = {"custom_op": define(spec), "result": spec.result, "pairs": _pairs, "dtype": _torch_dtype}
+    env |= {f"default_{o.name}": o.default for o in spec.options}
+    wrap = {"tuple": "pairs({0})", "dtype": "dtype({0})"}
+    params = [a.name + "=None" * a.optional for a in spec.arrays] + ["*"] + [f"{o.name}=default_{o.name}" for o in spec.options] + ["wants=None"] * spec.is_vjp
+    options = [f"{o.name}={wrap.get(o.kind, '{0}').format(o.name)}" for o in spec.options]
+    wants = "','.join(wants or ())" if spec.is_vjp else "''"
+    call = f"custom_op({', '.join([a.name for a in spec.arrays] + options)}, wants={wants}, backend={backend!r}, tiling={tiling!r})"
+    lines = [f"def {spec.name}({', '.join(params)}):"]
+    if len(spec.outputs) == 1:
+        lines.append(f"    return result({call})" if spec.is_vjp else f"    return {call}")
+    else:
+        lines.append(f"    {', '.join(o.name for o in spec.outputs)} = {call}")
+        lines += _results(spec)
+    exec(compile("\n".join(lines), f"<staged {spec.name}>", "exec"), env)  # the text derives from the spec, and from names that registries hold
+    written: Callable[..., Any] = env[spec.name]
+    return written
+
+
+def _results(spec: Spec[Any]) -> list[str]:
+    """Return what :meth:`portakern.dispatch.Op` would: the only output that is wanted by itself, else all, None for an unwanted one."""
+    optional = {a.name for a in spec.arrays if a.optional}
+    conditions = {o.name: o.wanted_by for o in spec.outputs}
+    if spec.is_vjp:
+        given = {o.name: f"{o.gradient_of} is not None" if o.gradient_of in optional else "True" for o in spec.outputs}
+        conditions = {name: f"({condition} if wants is None else {name!r} in wants)" for name, condition in given.items()}
+    every = ", ".join(name if condition is None else f"{name} if {condition} else None" for name, condition in conditions.items())
+    always = [name for name, condition in conditions.items() if condition is None]
+    lines = []
+    if len(always) == 1 and not spec.is_vjp:
+        lines.append(f"    if not ({' or '.join(c for c in conditions.values() if c)}): return {always[0]}")
+    return [*lines, f"    return result({every})"]
+
+
+def _pairs(value: Any) -> Any:
+    if value is None:
+        return None
+    if not isinstance(value, (tuple, list)):
+        return value  # which the schema refuses
+    flat = []
+    for element in value:
+        if element is None:
+            flat += [0, 0]
+        else:
+            flat += [1, element]
+    return flat
+
+
+def _unpaired(value: Sequence[Any] | None) -> tuple[Any, ...] | None:
+    if value is None:
+        return None
+    return tuple(int(v) if given else None for given, v in zip(value[::2], value[1::2], strict=True))
+
+
+_DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float16, torch.bfloat16, torch.float64)}
+
+
+def _torch_dtype(value: Any) -> Any:
+    return _DTYPES.get(value, value) if isinstance(value, str) else value
+
+
+def _name_of(backend: Backend | None) -> str:
+    """A string by which a graph names a backend, registered or not."""
+    if backend is None:
+        return ""
+    name, n = backend.name, 1
+    while _backends.setdefault(name, backend) is not backend:
+        n += 1
+        name = f"{backend.name}#{n}"
+    return name
+
+
+@functools.cache
+def define(spec: Spec[Any]) -> Any:
+    """Register an op with torch, once: the overload ``torch.ops.portakern.<op>.default``."""
+    name, n = spec.name, 1
+    while _named.setdefault(name, spec) is not spec:  # another spec of this name: somebody's own
+        n += 1
+        name = f"{spec.name}_{n}"
+    arrays = [f"Tensor? {a.name}=None" if a.optional else f"Tensor {a.name}" for a in spec.arrays]
+    options = [f"{SCHEMA[o.kind]}{'?' * o.optional} {o.name}={_literal(o)}" for o in spec.options]
+    returns = ", ".join(f"Tensor {o.name}" for o in spec.outputs)
+    routing = [f'str {r}=""' for r in ROUTING]
+    LIBRARY.define(f"{name}({', '.join([*arrays, '*', *options, *routing])}) -> ({returns})", tags=(torch.Tag.pt2_compliant_tag,))
+    overload = getattr(torch.ops.portakern, name).default
+    rules = _Rules(spec, overload)
+    LIBRARY.impl(name, rules.run, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, rules.differentiate, "Autograd", with_keyset=True)
+    torch.library.register_fake(f"portakern::{name}", rules.fake, lib=LIBRARY)
+    torch.library.register_vmap(f"portakern::{name}", rules.vmap, lib=LIBRARY)
+    if spec.autocast:
+        for key in AUTOCAST:
+            LIBRARY.impl(name, functools.partial(rules.autocast, key), key)
+    return overload
+
+
+def _literal(o: Option) -> str:
+    if o.kind == "tuple":
+        return str(_pairs(o.default))
+    return f'"{o.default}"' if o.kind == "choice" and o.default is not None else str(o.default)
+
+
+@functools.cache
+def _op(spec: Spec[Any], backend: str, tiling: str) -> Op:
+    extents = dict(part.split("=") for part in tiling.split(",")) if tiling else {}
+    named = _backends.get(backend) or (registry.backend(backend) if backend else None)
+    return dispatch.op(spec, backend=named, tiling={name: int(value) for name, value in extents.items()})
+
+
+class _Rules:
+    """What torch does with one op. ``args`` are the arrays in the spec's order; torch leaves out what equals its default."""
+
+    def __init__(self, spec: Spec[Any], overload: Any) -> None:
+        self.spec, self.overload = spec, overload
+        self.names = tuple(o.name for o in spec.outputs)
+
+    def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Op, dict[str, Any], dict[str, Any], tuple[str, ...]]:
+        """(op, arrays that are given, options, outputs wanted or none) of a call."""
+        arrays = {a.name: x for a, x in zip(self.spec.arrays, args, strict=False) if x is not None}
+        options = {}
+        for o in self.spec.options:
+            if o.name in kwargs:
+                options[o.name] = _unpaired(kwargs[o.name]) if o.kind == "tuple" else kwargs[o.name]
+        wants = tuple(filter(None, kwargs.get("wants", "").split(",")))
+        for name in wants:
+            if name not in self.names:
+                raise SpecError(f"{self.spec.name}: wants names {name!r}; expected names among {', '.join(self.names)}")
+        return _op(self.spec, kwargs.get("backend", ""), kwargs.get("tiling", "")), arrays, options, wants
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Op, Any]:
+        op, arrays, options, wants = self.read(args, kwargs)
+        if self.spec.is_vjp and wants:
+            options["wants"] = wants
+        call = op.unchecked(**arrays, **options)
+        if wants:
+            call.wants = tuple(n for n in self.names if n in wants)
+        return op, call
+
+    def pack(self, outputs: Sequence[Any], like: torch.Tensor) -> Any:
+        """The outputs as the schema has them."""
+        packed = tuple(like.new_empty(0) if o is None else o for o in outputs)
+        return packed if len(packed) > 1 else packed[0]
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        op, call = self.bind(args, kwargs)
+        call.framework.check(call)
+        route = op.route(call)
+        assert route is not None
+        return self.pack(op.serve(call, route), args[0])
+
+    def fake(self, *args: Any, **kwargs: Any) -> Any:
+        _, call = self.bind(args, kwargs)
+        forms = ((name, shape, _DTYPES[dtype]) for name, (shape, dtype) in call.outputs.items())
+        return self.pack([torch.empty(s, dtype=d, device=call.device) if n in call.wants else None for n, s, d in forms], args[0])
+
+    def differentiate(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        below = keys & torch._C._after_autograd_keyset
+        if torch.autograd.forward_ad._current_level >= 0 and any(torch.autograd.forward_ad.unpack_dual(a).tangent is not None for a in args if a is not None):
+            raise UnsupportedError(autograd.refuse_forward_mode(self.spec))
+
+        def redispatch(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd(), _outer_levels():
+                return self.overload.redispatch(below, *args, **kwargs)
+
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+            return redispatch(*args, **kwargs)
+        op, call = self.bind(args, kwargs)
+        named = {n: a for n, a in call.arrays.items() if a is not None}
+        wired, backward, training = None, None, call
+        if not self.spec.is_vjp:
+            wired, vjp = autograd.gradient_of(op, call, [n for n, a in named.items() if a.requires_grad])
+            backward, training = calling(vjp), wired.training(call)
+
+        def forward(*tensors: Any) -> tuple[Any, ...]:
+            given = dict(zip(named, tensors, strict=True))
+            outputs = redispatch(*(given.get(a.name) for a in self.spec.arrays), **{**kwargs, "wants": ",".join(training.wants)})
+            every = dict(zip(self.names, outputs if len(self.names) > 1 else (outputs,), strict=True))
+            return tuple(every[name] for name in training.wants)
+
+        step = autograd.Step(self.spec, tuple(named), call.options, training.wants, wired, forward, backward, inside=True)
+        outputs = dict(zip(training.wants, autograd.differentiable(step, tuple(named.values())), strict=True))
+        step.forward = autograd.spent
+        return self.pack([outputs[n] if n in call.wants else None for n in self.names], args[0])
+
+    def autocast(self, key: str, *args: Any, **kwargs: Any) -> Any:
+        arrays, _ = autograd.autocast(self.spec, args, {})
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))):
+            return self.overload(*arrays, **kwargs)
+
+    def vmap(self, info: Any, in_dims: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
+        _, arrays, options, wants = self.read(args, kwargs)
+        dims = {a.name: d for a, d in zip(self.spec.arrays, in_dims, strict=False)}
+        wants, outputs = autograd.over_samples(self.spec, arrays, dims, options, wants, info.batch_size, _calling(self.overload, kwargs))
+        named = dict(zip(wants, outputs, strict=True))
+        packed = self.pack([named.get(n) for n in self.names], args[0])
+        dims_out = tuple(0 if n in named else None for n in self.names)
+        return packed, dims_out if len(self.names) > 1 else dims_out[0]
+
+
+@contextmanager
+def _outer_levels() -> Iterator[None]:
+    """A Function turns gradients of both modes off; the outer levels of torch.func have theirs still to record."""
+    if torch._C._are_functorch_transforms_active():
+        with torch.enable_grad(), torch.autograd.forward_ad._set_fwd_grad_enabled(True):
+            yield
+    else:
+        yield
+
+
+def calling(op: Op) -> autograd.Run:
+    """Calls of ``op``, through its custom op."""
+    return _calling(define(op.spec), _routing(op))
+
+
+def _calling(overload: Any, kwargs: Mapping[str, Any]) -> autograd.Run:
+    """Calls of ``overload`` with other arrays, options and wants, but the routing of ``kwargs``."""
+    spec = _named[overload._schema.name.partition("::")[2]]
+    routing = {r: kwargs[r] for r in ROUTING if r in kwargs}
+
+    def run(arrays: dict[str, Any], options: Mapping[str, Any], wants: tuple[str, ...]) -> tuple[Any, ...]:
+        encoded = {o.name: _encode(o, options[o.name]) for o in spec.options if o.name in options}
+        outputs = overload(*(arrays.get(a.name) for a in spec.arrays), **encoded, **{**routing, "wants": ",".join(wants)})
+        named = dict(zip((o.name for o in spec.outputs), outputs if len(spec.outputs) > 1 else (outputs,), strict=True))
+        return tuple(named[name] for name in wants)
+
+    return run
+
+
+def _encode(o: Option, value: Any) -> Any:
+    return _pairs(value) if o.kind == "tuple" else _torch_dtype(value) if o.kind == "dtype" else value
+
+
+def _routing(op: Op) -> dict[str, str]:
+    return {"backend": _name_of(op.backend), "tiling": ",".join(f"{n}={v}" for n, v in sorted(op.user_tiling.items()))}

@@ -1,0 +1,244 @@
+"""Compiling for hardware that is not here: the table of targets, what is read back, processes that die, the cache, the command line."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import portakern as pk
+from portakern import compile as compiling
+from portakern import registry, targets
+from portakern.cli import app
+from portakern.compiling import cache, calls
+from portakern.compiling.report import Build, Compiled, Kernel
+from portakern.compiling.worker import one_line
+from portakern.errors import SpecError, UnsupportedError
+
+LINUX = platform.system() == "Linux"
+has_triton = pytest.mark.skipif(not (LINUX and importlib.util.find_spec("triton") and importlib.util.find_spec("torch")), reason="triton is not installed")
+has_jax = pytest.mark.skipif(not importlib.util.find_spec("jax"), reason="jax is not installed")
+has_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("PORTAKERN_CACHE", str(tmp_path / "cache"))
+
+
+# ------------------------------------------------------------------------------------------------------------------------------- the table of targets
+@pytest.mark.parametrize("name", targets.HARDWARE)
+def test_every_figure_has_a_source_and_every_absence_a_note(name):
+    h = targets.find(name)
+    for figure, value in h.figures.items():
+        assert (h.notes if value is None else h.sources).get(figure), f"{name}: {figure} is {value} without a word"
+    assert {"float32", "bfloat16"} <= set(h.flops) and h.matrix and h.lanes and h.bandwidth
+
+
+def test_targets_that_the_table_lacks_fall_to_their_family():
+    assert targets.family("sm_90").name == "sm_90" and targets.family("sm_103").name == "sm_100" and targets.family("7x").name == "v7x"
+    assert targets.family("sm_75").name == "sm_86" and targets.family("gfx906").name == "gfx90a" and targets.family("gfx1030").name == "gfx1100"
+    assert targets.find("sm_121").name == "sm_120"
+    with pytest.raises(SpecError, match="target 'sm_12' is unknown; expected one of sm_80"):
+        targets.find("sm_12")
+
+
+@has_jax
+@pytest.mark.parametrize("name", [n for n, h in targets.HARDWARE.items() if h.platform == "tpu"])
+def test_tpu_figures_are_jax_s(name):
+    from jax._src.pallas.mosaic import tpu_info
+
+    chip = tpu_info.ChipVersion(name.removeprefix("v") if name == "v7x" else name)
+    theirs, h = tpu_info.get_tpu_info_for_chip(chip, 1), targets.find(name)
+    assert (theirs.vmem_capacity_bytes, theirs.smem_capacity_bytes, theirs.num_lanes, theirs.num_sublanes) == (*h.on_chip.values(), h.lanes, h.sublanes)
+    assert chip.num_physical_tensor_cores_per_chip == h.cores
+    assert h.flops["bfloat16"] == pytest.approx(theirs.bf16_ops_per_second * h.cores, rel=0.01)
+    assert h.bandwidth == pytest.approx(theirs.mem_bw_bytes_per_second * h.cores, rel=0.13)  # v5p: 2460 and 2765 GB/s
+
+
+# --------------------------------------------------------------------------------------------------------------------------------------- the verdict
+def test_what_overflows_the_chip_is_a_failure_with_its_limit():
+    built = Build("op", "forward", "bfloat16", "sm_86", "mine")
+    built.judge(Compiled([Kernel("small", on_chip={"shared": 1024}, threads=256), Kernel("large", on_chip={"shared": 164 * 1024})]), targets.find("sm_86"))
+    assert not built.ok and built.reason == "large takes 167936 bytes of shared, and sm_86 has 101376"
+    built.judge(Compiled([Kernel("large", on_chip={"shared": 99 * 1024}, code_bytes=7)]), targets.find("sm_86"))
+    assert built.ok and built.reason is None and built.code_bytes == 7
+    assert "2048 threads" in (Kernel("wide", threads=2048).over(targets.find("gfx942")) or "")
+    assert Build.from_dict(json.loads(json.dumps(built.to_dict()))).kernels[0].on_chip == {"shared": 99 * 1024}
+
+
+def test_reasons_are_one_line():
+    assert one_line("") == "it gave no reason"
+    assert one_line("\nwhile compiling:\n  in f\nerror: out of shared memory\n  ^\n") == "while compiling: error: out of shared memory"
+    assert len(one_line("x" * 1000)) == 300
+
+
+# --------------------------------------------------------------------------------------------------------------------------------- calls without arrays
+@pytest.mark.parametrize("name", registry.ops())
+def test_every_op_has_a_typical_call(name):
+    form = calls.typical_form(registry.find_spec(name), "bfloat16")
+    assert max(e for shape, _, _ in form["arrays"].values() for e in shape) == 4096
+    assert all(o in {o.name for o in registry.find_spec(name).options} for o in form["options"])
+
+
+def test_a_gradient_op_takes_its_forward_s_call():
+    form = calls.typical_form(registry.find_spec("attention_vjp"), "float32")
+    assert form["options"] == {"is_causal": True} and form["arrays"]["lse"] == [[4, 16, 4096], "float32", None] and "bias" not in form["arrays"]
+
+
+def test_no_typical_call_is_said():
+    spec = registry.find_spec("softmax")
+    bare = type(spec)(**{**{n: getattr(spec, n) for n in spec.__dataclass_fields__}, "typical": {}})
+    with pytest.raises(SpecError, match="declares no typical call; add typical="):
+        calls.typical_form(bare, "float32")
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------- real compilers
+@has_triton
+@pytest.mark.parametrize("target, matrix", [("sm_90", "HGMMA"), ("gfx942", "v_mfma")])
+def test_lower_gives_machine_code_and_what_it_takes(target, matrix):
+    a = np.zeros((512, 256), np.float16)
+    built = pk.op("matmul").lower(a, a.T, target=target)
+    assert built.ok, built.reason
+    (kernel,) = built.kernels
+    h = targets.find(target)
+    assert kernel.name == "matmul_kernel" and 0 < kernel.registers <= h.thread_registers and 0 < kernel.occupancy <= 1
+    assert sum(n for name, n in kernel.matrix.items() if matrix in name) and matrix.lower() in built.assembly.lower()
+    assert 0 < next(iter(kernel.on_chip.values())) <= next(iter(h.on_chip.values())) and built.code_bytes > 1000
+    assert "registers a thread" in str(built) and "block_m=" in str(built)
+
+
+@has_triton
+def test_lower_refuses_in_words():
+    softmax, x = pk.op("softmax"), np.zeros((4, 256), np.float32)
+    with pytest.raises(SpecError, match="name a target: one of sm_80"):
+        softmax.lower(x)
+    with pytest.raises(SpecError, match="'sm_1' is unknown"):
+        softmax.lower(x, target="sm_1")
+    with pytest.raises(UnsupportedError, match="'reference' was named"):
+        pk.op("softmax", backend="reference").lower(x, target="sm_90")
+    with pytest.raises(UnsupportedError, match="an extent is 0"):
+        softmax.lower(x[:0], target="sm_90")
+    built = pk.op("matmul", backend="triton", tiling={"block_m": 1024, "num_warps": 32}).lower(
+        np.zeros((512, 512), np.float16), np.zeros((512, 512), np.float16), target="sm_86"
+    )
+    assert not built.ok and "sm_86 has 101376" in built.reason and built.final
+
+
+@has_triton
+def test_lower_in_this_process_for_a_backend_that_no_other_knows():
+    from portakern.backends.triton import BACKEND
+
+    mine = pk.Backend("mine", framework="torch", compiles={"cuda": "portakern.backends.triton"}, compiler=BACKEND.compiler)
+    impl = BACKEND.implementation("softmax", "portakern.backends.triton")
+    mine.implements("softmax", tiling=impl.tiling, supports=impl.supports, knobs=impl.knobs)(impl.fn)
+    built = pk.op("softmax", backend=mine).lower(np.zeros((4, 256), np.float32), target="sm_89")
+    assert built.ok and built.backend == "mine" and built.kernels[0].matrix == {}
+
+
+@has_triton
+def test_recorded_launches_do_not_take_place():
+    torch = pytest.importorskip("torch")
+    from portakern.backends.triton.launch import recording
+
+    seen = []
+    b = registry.backend("triton")
+    form = {"arrays": {"x": [[8, 64], "float32", [1, 8]]}, "options": {}, "wants": None}
+    with recording(lambda *launch: seen.append(launch)):
+        impl, call, tiling = calls.abstract_call(pk.op("softmax"), b, form, targets.find("sm_90"))
+        (y,) = impl.run(call, tiling)
+    assert len(seen) == 1 and y.is_meta and y.is_contiguous() and seen[0][1][0].stride() == (1, 8)
+    assert isinstance(seen[0][1][0], torch.Tensor) and seen[0][2]["block_n"] == tiling["block_n"]
+
+
+@has_libtpu
+@has_jax
+def test_tpu_kernels_compile_without_a_tpu():
+    a = np.zeros((512, 512), np.float32)
+    built = pk.op("matmul").lower(a, a, target="v5e")
+    assert built.ok, built.reason
+    (kernel,) = built.kernels
+    assert kernel.on_chip["vmem"] > 2**20 and any(n.startswith("vmatmul") for n in kernel.matrix) and "vmatmul" in kernel.assembly
+
+
+@has_jax
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
+def test_a_missing_compiler_is_named_with_its_extra():
+    built = pk.op("softmax").lower(np.zeros((8, 128), np.float32), target="v6e")
+    assert not built.ok and "libtpu" in built.reason and "portakern[tpu]" in built.reason and not built.final
+
+
+# -------------------------------------------------------------------------------------------------------------------------------- processes and cache
+def jobs(op="softmax", target="sm_90", dtype="float32"):
+    return compiling.jobs_for([op], [target], [dtype], "triton")
+
+
+@has_triton
+def test_a_compiler_that_dies_or_hangs_costs_its_own_job(monkeypatch):
+    compiler = registry.backend("triton").load_compiler()
+    (good,), (bad,) = jobs(), jobs(target="gfx1201")
+    real = compiler.environment
+    monkeypatch.setattr(compiler, "environment", lambda h, quick: {"PYTHONHOME": "/nonexistent"} if h.name == "gfx1201" else real(h, quick))
+    ok, dead = compiling.compile_all([good, bad], 2)
+    assert ok.ok and not dead.ok and dead.reason.startswith("the compiler ended with status") and not dead.final
+    monkeypatch.setattr(compiler, "environment", real)
+    assert compiling.compile_all([bad])[0].ok, "a death is not kept"
+    (slow,) = compiling.compile_all([bad], fresh=True, timeout=0.01)
+    assert slow.reason == "no answer in 0 s" and not slow.ok
+
+
+@has_triton
+def test_what_was_compiled_is_kept_until_something_changes(tmp_path, monkeypatch):
+    (first,) = compiling.compile_all(jobs())
+    assert first.ok and len(list((tmp_path / "cache").rglob("*.json"))) == 1
+    monkeypatch.setattr(compiling.pool, "run", lambda *a: pytest.fail("compiled again") if a[0] else iter(()))
+    (again,) = compiling.compile_all(jobs())
+    assert again.to_dict() == first.to_dict()
+    names = {cache.key(j) for j in [*jobs(), *jobs(dtype="bfloat16"), *jobs(target="sm_80"), *jobs("softmax_vjp")]}
+    monkeypatch.setattr(registry.backend("triton").load_compiler(), "versions", lambda h: {"triton": "0"})
+    assert len(names | {cache.key(*jobs())}) == 5
+    (file,) = (tmp_path / "cache").rglob("*.json")
+    file.write_text("{")
+    assert cache.find(file.stem) is None
+
+
+def test_the_cache_follows_imports_within_the_package():
+    cache._read.cache_clear()
+    text, imports = cache._read("portakern.backends.triton.softmax_vjp")
+    assert "softmax_vjp_kernel" in text and "portakern.backends.triton.softmax" in imports and "portakern.backends.triton.launch" in imports
+    one, other = (cache._digest(frozenset([f"portakern.specs.{n}"])) for n in ("softmax", "layernorm"))
+    assert one != other
+
+
+@has_triton
+def test_the_command_line():
+    run = CliRunner().invoke
+    command = ["compile", "softmax", "--target", "sm_80", "--target", "gfx1100", "--dtype", "bfloat16", "--jobs", "2"]
+    result = run(app, [*command, "--json"])
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert {"benchmark", "command", "date", "environment", "wall_seconds", "limits", "rows"} <= set(record) and record["ok"] == record["of"] == 2
+    assert [r["target"] for r in record["rows"]] == ["sm_80", "gfx1100"] and record["limits"]["gfx1100"] == {"lds": 65536}
+    for row in record["rows"]:
+        assert row["ok"] and row["direction"] == "forward" and row["tiling"]["block_n"] == 4096 and "assembly" not in row["kernels"][0]
+    table = run(app, command, env={"COLUMNS": "220"})
+    assert table.exit_code == 0 and "2 of 2 compile and fit" in table.output and "softmax_kernel" in table.output
+    missing = run(app, ["compile", "softmax"])
+    assert isinstance(missing.exception, SpecError) and "--all" in str(missing.exception)
+
+
+@has_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_90", "gfx942", pytest.param("v5e", marks=has_libtpu)])
+def test_every_op_compiles_and_fits_one_target_of_each_vendor(target):
+    found = compiling.jobs_for(registry.ops(), [target], ["bfloat16", "float32"], quick=True)
+    assert len(found) == 2 * len(registry.ops())
+    for built in compiling.compile_all(found, os.cpu_count() or 1):
+        assert built.ok, str(built)
+        products = built.op.partition("_")[0] in ("matmul", "attention")
+        assert bool(any(k.matrix for k in built.kernels)) == (products and (built.dtype == "bfloat16" or target != "sm_90")), str(built)

@@ -1,0 +1,333 @@
+"""Gradients and autocast under PyTorch, eagerly; torch.func is tests/test_torch_func.py, torch.compile tests/test_torch_compile.py."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import pytest
+from jaxtyping import Float, Float32
+
+import portakern as pk
+from portakern import autodiff, registry
+from portakern.spec import spec
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("triton", reason="triton is not installed")
+fn = torch.nn.functional
+
+A = TypeVar("A")
+BACKENDS = ("reference", "triton")
+
+
+def f64(*shape, grad=True, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape))).requires_grad_(grad)
+
+
+IDS = torch.tensor([[0, 0, 1]]), torch.tensor([[0, 1, 1, 1]])
+QKV = f64(1, 3, 2, 2), f64(1, 4, 1, 2, seed=1), f64(1, 4, 1, 3, seed=2)
+CALLS = {  # op, arrays, options
+    "softmax": ("softmax", (f64(2, 3),), {}),
+    "softmax, another axis": ("softmax", (f64(2, 3, 2),), {"axis": 1}),
+    "layernorm": ("layernorm", (f64(2, 3), f64(3), f64(3, seed=1)), {"eps": 1e-2}),
+    "layernorm, no weight": ("layernorm", (f64(2, 3), None, f64(3)), {}),
+    "matmul": ("matmul", (f64(2, 3), f64(3, 2)), {}),
+    "matmul, broadcast": ("matmul", (f64(2, 1, 2, 3), f64(3, 3, 1)), {}),
+    "attention": ("attention", QKV, {}),
+    "attention, every mask": ("attention", (*QKV, f64(1, 2, 1, 4), *IDS), {"is_causal": True, "window": (2, None)}),
+    "attention, softcap and scale": ("attention", (*QKV, f64(1, 1, 3, 4)), {"softcap": 2.0, "scale": 0.4}),
+    "attention, lse": ("attention", QKV, {"return_lse": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_are_those_of_differences(name, backend):
+    op, arrays, options = CALLS[name]
+    call = pk.op(op, backend=backend)
+    assert torch.autograd.gradcheck(lambda *given: call(*given, **options), arrays, fast_mode=True)
+
+
+def grads(f, *inputs, weight=None):
+    y = f(*inputs)
+    return torch.autograd.grad(y, inputs, torch.ones_like(y) if weight is None else weight)
+
+
+SDPA = {"is_causal": False, "enable_gqa": True}
+TWINS = {
+    "softmax": (pk.op("softmax", backend="triton"), lambda x: torch.softmax(x, -1), (f64(4, 5),)),
+    "layernorm": (pk.op("layernorm", backend="triton"), lambda x, w, b: fn.layer_norm(x, w.shape, w, b), (f64(4, 5), f64(5), f64(5, seed=1))),
+    "matmul": (pk.op("matmul", backend="triton"), torch.matmul, (f64(2, 3, 4), f64(4, 5))),
+    "attention": (pk.op("attention", backend="triton"),
+                  lambda q, k, v: fn.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), **SDPA).transpose(1, 2),
+                  (f64(2, 5, 4, 4), f64(2, 6, 2, 4), f64(2, 6, 2, 4, seed=1))),
+}  # fmt: skip
+LAYOUTS = {
+    "contiguous": lambda y: y.clone(),
+    "of a sum": lambda y: torch.ones((), dtype=y.dtype).expand(y.shape),
+    "transposed": lambda y: y.transpose(0, -1).contiguous().transpose(0, -1),
+    "sliced": lambda y: torch.stack([y, y], -1)[..., 1],
+    "lazily negated": lambda y: torch.complex(y, y).conj().imag,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("op", TWINS)
+def test_gradients_are_torch_s_whatever_the_cotangent_s_strides(op, layout):
+    ours, theirs, arrays = TWINS[op]
+    weight = LAYOUTS[layout](theirs(*arrays).detach())
+    for mine, its, x in zip(grads(ours, *arrays, weight=weight), grads(theirs, *arrays, weight=weight), arrays, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-12)
+        assert mine.data_ptr() != x.data_ptr() and mine.dtype == x.dtype and mine.is_contiguous()
+
+
+@pytest.mark.parametrize("backend", ["reference", "pallas"])
+def test_backends_of_other_frameworks_differentiate_torch_tensors(backend):
+    if backend == "pallas":
+        pytest.importorskip("jax", reason="jax is not installed")
+        if not registry.backend(backend).has("softmax_vjp", registry.backend(backend).interprets):
+            pytest.skip("pallas has no softmax_vjp yet")
+    x = f64(3, 4).detach().float().requires_grad_()
+    got, want = grads(pk.op("softmax", backend=backend), x, weight=x.detach()), grads(lambda x: torch.softmax(x, -1), x, weight=x.detach())
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def served(f):
+    seen = []
+    with pk.observe(seen.append):
+        f()
+    return [(s.call.spec.name, s.call.wants, dict(s.tiling), s.backend) for s in seen]
+
+
+@pytest.mark.parametrize("needed", [(0,), (1, 2), (3,), (0, 1, 2, 3)])
+def test_only_the_gradients_that_are_needed_are_computed(needed):
+    arrays = [x.detach().requires_grad_(i in needed) for i, x in enumerate((*QKV, f64(1, 2, 3, 4)))]
+    calls = served(lambda: pk.op("attention", backend="reference")(*arrays).sum().backward())
+    assert [name for name, *_ in calls] == ["attention", "attention_vjp"]
+    assert calls[0][1] == ("o", "lse") and calls[1][1] == tuple(("d_q", "d_k", "d_v", "d_bias")[i] for i in needed)
+    assert [x.grad is not None for x in arrays] == [i in needed for i in range(4)]
+
+
+def test_a_tiling_and_a_backend_reach_the_gradient_where_it_has_the_tile():
+    x, w = f64(4, 5), f64(5)
+    op = pk.op("layernorm", backend="triton", tiling={"block_rows": 2, "num_warps": 2})
+    forward, backward = served(lambda: op(x, w).sum().backward())
+    assert forward[3] == backward[3] == "triton" and forward[2]["block_rows"] == backward[2]["block_rows"] == 2
+    assert forward[2]["num_warps"] == 2  # a knob is one kernel's own
+
+
+def test_the_user_gets_what_was_asked_for():
+    q, k, v = QKV
+    attention = pk.op("attention", backend="reference")
+    assert isinstance(attention(q, k, v), torch.Tensor)
+    o, lse = attention(q, k, v, return_lse=True)
+    assert o.requires_grad and lse.requires_grad and o.grad_fn is lse.grad_fn and type(o.grad_fn).__name__ == "attentionBackward"
+    alone = torch.autograd.grad(lse.sum(), (q, k, v), retain_graph=True)
+    assert not alone[2].any() and alone[0].any()
+
+
+def test_nothing_is_recorded_that_nobody_asked_for():
+    x = f64(3)
+    softmax = pk.op("softmax", backend="reference")
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            assert softmax(x).grad_fn is None
+    assert softmax(x.detach()).grad_fn is None
+    assert served(lambda: pk.op("attention", backend="reference")(*(a.detach() for a in QKV)))[0][1] == ("o",)
+
+
+def test_a_graph_may_be_walked_twice_and_saved_tensors_may_not_change():
+    x = f64(3).detach().requires_grad_()
+    y = pk.op("layernorm", backend="reference")(x * 1)
+    first = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    assert torch.equal(first[0], torch.autograd.grad(y.sum(), x)[0])
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(y.sum(), x)
+    z = x * 1
+    y = pk.op("layernorm", backend="reference")(z)
+    z += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_graph_holds_what_the_gradient_reads_and_no_more():
+    x = f64(3)
+    inner = x * 1
+    alive = weakref.ref(inner)
+    y = pk.op("softmax", backend="reference")(inner)  # its gradient reads y alone
+    del inner
+    gc.collect()
+    assert alive() is None and y.grad_fn is not None
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing(reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    attention = lambda *given: pk.op("attention", backend="reference")(*given, is_causal=True)  # noqa: E731
+    copies = [x.detach().requires_grad_() for x in QKV]
+    checkpoint(attention, *copies, use_reentrant=reentrant).sum().backward()
+    assert all(torch.equal(c.grad, want) for c, want in zip(copies, grads(attention, *QKV), strict=True))
+
+
+def test_second_order_is_refused_when_somebody_differentiates_twice():
+    x = f64(3)
+    g = torch.autograd.grad(pk.op("softmax", backend="reference")(x).pow(2).sum(), x, create_graph=True)[0]
+    assert g.requires_grad
+    with pytest.raises(pk.UnsupportedError, match="softmax: second-order gradients are not given: softmax_vjp is what computes the first"):
+        g.pow(2).sum().backward()
+    with pytest.raises(pk.UnsupportedError, match="softmax_vjp: y requires grad, and softmax_vjp is a gradient itself"):
+        pk.op("softmax_vjp", backend="reference")(x, x)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA or AMD GPU")
+@pytest.mark.parametrize("op", TWINS)
+def test_forward_and_backward_are_captured_in_a_cuda_graph(op):
+    ours, _, arrays = TWINS[op]
+    arrays = [x.detach().float().cuda().requires_grad_() for x in arrays]
+    weight = torch.randn_like(ours(*arrays))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            grads(ours, *arrays, weight=weight)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):  # whatever synchronises is an error here
+        got = grads(ours, *arrays, weight=weight)
+    with torch.no_grad():
+        for x in arrays:
+            x.mul_(2)
+    graph.replay()
+    assert all(map(torch.equal, got, grads(ours, *arrays, weight=weight)))
+
+
+# ------------------------------------------------------------------------------------------------------------- autocast
+def test_autocast_follows_torch():
+    x = torch.randn(4, 4, requires_grad=True)
+    q = torch.randn(1, 3, 2, 4, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = [pk.op("matmul", backend="reference")(x, x.bfloat16()), pk.op("attention", backend="reference")(q, q, v=q)]
+        full = [pk.op("softmax", backend="reference")(x.bfloat16()), pk.op("layernorm", backend="reference")(x.bfloat16(), x[0])]
+        wide = pk.op("matmul", backend="reference")(x.double(), x.double())
+        with torch.autocast("cpu", enabled=False):
+            assert pk.op("matmul", backend="reference")(x, x).dtype == torch.float32
+    assert [y.dtype for y in (*low, *full, wide)] == [torch.bfloat16] * 2 + [torch.float32] * 2 + [torch.float64]
+    assert torch.equal(low[0], pk.op("matmul", backend="reference")(x.bfloat16(), x.bfloat16()))
+    torch.autograd.backward([y.sum() for y in (*low, *full)])
+    assert x.grad.dtype == q.grad.dtype == torch.float32
+    assert all(pk.op(name).spec.autocast for name in pk.ops() if pk.op(name).spec.vjp)
+
+
+# -------------------------------------------------------------------------------------------------- somebody's own spec
+class PairOut(NamedTuple):
+    y: Float[A, "*batch n"]
+    norm: Float32[A, "*batch"]
+
+
+class DoubleOut(NamedTuple):
+    y: Float[A, "*batch n"]
+
+
+class PairVjpOut(NamedTuple):
+    d_x: Float[A, "*batch n"]
+
+
+def flops(call):
+    return 1.0
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """y = shift + x |x|^2 and norm = |x|^2: a residual, a cotangent that must be there, an input without a gradient."""
+
+    @spec(tiling={}, flops=flops, vjp="pair_vjp")
+    def pair(x: Float[A, "*batch n"], shift: Float[A, "n"] | None = None) -> PairOut:
+        """y = shift + x |x|^2."""
+
+    @spec(tiling={}, flops=flops)
+    def pair_vjp(x: Float[A, "*batch n"], norm: Float32[A, "*batch"], d_y: Float[A, "*batch n"]) -> PairVjpOut:
+        """d_x = norm d_y + 2 x (x . d_y)."""
+
+    find = registry.find_spec
+    monkeypatch.setattr(registry, "find_spec", lambda name: {"pair": pair, "pair_vjp": pair_vjp}.get(name) or find(name))
+    backend = pk.Backend("own", framework="torch")
+
+    @backend.implements("pair")
+    def _pair(call, tiling):
+        x, shift = call.arrays["x"], call.arrays["shift"]
+        norm = (x * x).sum(-1)
+        return x * norm[..., None] + (0 if shift is None else shift), norm.to(torch.float64 if call.dtype == "float64" else torch.float32)
+
+    def _vjp(call, tiling):
+        x, norm, d_y = (call.arrays[n] for n in ("x", "norm", "d_y"))
+        return (norm[..., None] * d_y + 2 * x * (x * d_y).sum(-1, keepdim=True),)
+
+    def make(vjp=True):
+        if vjp:
+            backend.implements("pair_vjp")(_vjp)
+        return pk.op(pair, backend=backend)
+
+    return make
+
+
+def test_a_third_party_s_gradient(pair):
+    op, x = pair(), f64(2, 3)
+    assert torch.autograd.gradcheck(lambda x: op(x).y, x)
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(lambda x: op(x).y.sum()))(x.detach()), grads(lambda x: op(x).y, x)[0])
+    with pytest.raises(pk.UnsupportedError, match="pair: pair_vjp takes no cotangent of norm; detach norm"):
+        op(x).norm.sum().backward()
+
+
+def test_a_cotangent_that_must_be_there_is_zeros(pair):
+    x = f64(2, 3)
+    y, norm = pair()(x)
+    assert norm.requires_grad and torch.autograd.grad(y, x, torch.zeros_like(y))[0].count_nonzero() == 0
+
+
+def test_what_has_no_gradient_is_refused_at_the_call(pair):
+    op, x, shift = pair(), f64(2, 3), f64(3)
+    with pytest.raises(pk.UnsupportedError, match=r"pair: shift requires grad, and .*no gradient with respect to shift, only to x; .* pass shift.detach\(\)"):
+        op(x.detach(), shift)
+    op(x, shift.detach())
+    with torch.no_grad():
+        op(x, shift)
+
+
+def test_a_backend_without_the_gradient_is_refused_at_the_call(pair):
+    op = pair(vjp=False)
+    op(f64(2, 3, grad=False))
+    with pytest.raises(pk.UnsupportedError, match="pair: x requires grad, and pair_vjp on cpu: backend 'own' cannot: it has no pair_vjp"):
+        op(f64(2, 3))
+
+
+def test_an_op_without_a_gradient_is_refused_at_the_call_and_may_be_mapped():
+    @spec(tiling={}, flops=flops)
+    def double(x: Float[A, "*batch n"]) -> DoubleOut:
+        """2 x."""
+
+    backend = pk.Backend("own", framework="torch")
+    backend.implements("double")(lambda call, tiling: (call.arrays["x"] * 2,))
+    op = pk.op(double, backend=backend)
+    with pytest.raises(pk.UnsupportedError, match="double: x requires grad, and double has no gradient; cut the graph in front of its inputs"):
+        op(f64(2, 3))
+    with pytest.raises(pk.UnsupportedError, match="double: x requires grad"):
+        torch.func.grad(lambda x: op(x).sum())(f64(2, 3, grad=False))
+    x = f64(2, 3, grad=False)
+    torch.testing.assert_close(torch.func.vmap(op)(x), 2 * x)
+
+
+def test_a_vjp_that_gives_every_gradient_its_name():
+    for name in pk.ops():
+        found = registry.find_spec(name)
+        if found.vjp:
+            wired = autodiff.wiring(found)
+            assert set(wired.gradients.values()) == {o.name for o in wired.vjp.outputs}
+
+
+def test_numpy_and_jax_arrays_pay_nothing_for_it():
+    x = np.ones((2, 3), np.float32)
+    with torch.autocast("cpu"), torch.utils._python_dispatch.TorchDispatchMode():
+        assert isinstance(pk.op("softmax")(x), np.ndarray)

@@ -1,0 +1,301 @@
+"""torch.compile, torch.export and dispatch modes: the custom ops that derive from the specs."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+
+import pytest
+
+import portakern as pk
+from portakern import registry
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("triton", reason="triton is not installed")
+fn = torch.nn.functional
+
+from portakern import torch_ops  # noqa: E402
+from tests.test_torch import IDS, QKV, f64  # noqa: E402
+from tests.test_torch_func import loop  # noqa: E402
+
+OPS = torch.ops.portakern
+NAMES = ("softmax", "layernorm", "matmul", "attention")
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    for name in NAMES:
+        spec = registry.find_spec(name)
+        torch_ops.define(spec)
+        torch_ops.define(registry.find_spec(spec.vjp))
+    torch.compiler.reset()
+
+
+def compiled(f, **kwargs):
+    return torch.compile(f, fullgraph=True, **{"backend": "aot_eager", **kwargs})
+
+
+# ------------------------------------------------------------------------------------------------------- the custom ops
+O = torch.softmax(f64(2, 3, grad=False), -1)
+PLAIN = {  # op, arrays, options
+    "softmax": ("softmax", (f64(2, 3),), {"axis": 0}),
+    "layernorm": ("layernorm", (f64(2, 3), f64(3), f64(3)), {"backend": "triton", "tiling": "block_rows=2"}),
+    "matmul": ("matmul", (f64(2, 3), f64(2, 3, 2)), {"out_dtype": torch.float32}),
+    "attention": ("attention", QKV, {"window": [1, 2, 0, 0], "scale": 0.3}),
+    "attention, lse": ("attention", (*QKV, f64(1, 1, 3, 4)), {"return_lse": True, "backend": "triton"}),
+    "softmax_vjp": ("softmax_vjp", (O, f64(2, 3, grad=False)), {}),
+    "layernorm_vjp": ("layernorm_vjp", (f64(2, 3, grad=False), f64(2, 3, grad=False), f64(3, grad=False)), {"wants": "d_weight"}),
+    "matmul_vjp": ("matmul_vjp", (f64(2, 3, grad=False), f64(2, 3, 2, grad=False), f64(2, 2, 2, grad=False)), {}),
+    "attention_vjp": ("attention_vjp", (*(x.detach() for x in QKV), f64(1, 3, 2, 3, grad=False), f64(1, 2, 3, grad=False), f64(1, 3, 2, 3, grad=False)), {"wants": "d_q,d_v"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_opcheck(name):
+    pytest.importorskip("expecttest", reason="expecttest is not installed, which torch.library.opcheck imports")
+    op, arrays, options = PLAIN[name]
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    assert torch.library.opcheck(getattr(OPS, op).default, arrays, options, test_utils=tests) == dict.fromkeys(tests, "SUCCESS")
+
+
+def test_schemas_derive_from_specs():
+    assert str(OPS.softmax.default._schema) == 'portakern::softmax(Tensor x, *, SymInt axis=-1, str wants="", str backend="", str tiling="") -> Tensor y'
+    attention = str(OPS.attention.default._schema)
+    assert "Tensor? bias=None" in attention and "SymInt[]? window=None" in attention and attention.endswith("-> (Tensor o, Tensor lse)")
+
+
+def test_unwanted_outputs_are_empty_tensors_and_wants_names_outputs():
+    o, lse = OPS.attention(*QKV)
+    assert lse.shape == (0,) and not lse.requires_grad and o.requires_grad
+    assert OPS.attention(*QKV, wants="lse")[0].shape == (0,)
+    assert OPS.layernorm_vjp(f64(2, 3, grad=False), f64(2, 3, grad=False))[1].shape == (0,)
+    with pytest.raises(pk.SpecError, match="attention: wants names 'p'; expected names among o, lse"):
+        OPS.attention(*QKV, wants="p")
+
+
+@pytest.mark.parametrize("name", [n for n in PLAIN if "vjp" not in n])
+def test_gradcheck_of_the_custom_ops(name):
+    op, arrays, options = PLAIN[name]
+    options = {k: v for k, v in options.items() if k != "out_dtype"}
+    wanted = 1 if name == "attention" else None
+    f = lambda *given: getattr(OPS, op)(*given, **options)  # noqa: E731
+    assert torch.autograd.gradcheck(lambda *given: f(*given)[:wanted] if wanted else f(*given), arrays, fast_mode=True, check_batched_grad=name == "softmax")
+
+
+def test_torch_func_sees_through_custom_ops():
+    x = f64(2, 3, grad=False)
+    loss = lambda f: lambda x: f(x).pow(2).sum()  # noqa: E731
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss(OPS.softmax)))(x), torch.func.grad(loss(lambda x: torch.softmax(x, -1)))(x))
+    torch.testing.assert_close(torch.func.jacrev(OPS.softmax)(x), torch.func.jacrev(lambda x: torch.softmax(x, -1))(x))
+    q, k, v = (torch.stack([a, 2 * a]).detach() for a in QKV)
+    torch.testing.assert_close(torch.func.vmap(OPS.attention)(q, k, v)[0], loop(lambda *a: OPS.attention(*a)[0], (0, 0, 0), (q, k, v)))
+    with pytest.raises(pk.UnsupportedError, match="softmax: second-order gradients"):
+        torch.func.grad(lambda x: torch.func.grad(loss(OPS.softmax))(x).sum())(x)
+    for what in (lambda: torch.func.jvp(OPS.softmax, (x,), (x,)), lambda: torch.func.jvp(torch.func.grad(loss(OPS.softmax)), (x,), (x,))):
+        with pytest.raises(pk.UnsupportedError, match="softmax: forward-mode"):
+            what()
+
+
+def test_no_gradient_of_a_gradient():
+    x = f64(2, 3)
+    g = torch.autograd.grad(OPS.softmax(x).pow(2).sum(), x, create_graph=True)[0]
+    with pytest.raises(pk.UnsupportedError, match="softmax: second-order gradients are not given"):
+        g.sum().backward()
+
+
+# --------------------------------------------------------------------------------------------------------- torch.compile
+def layer(x, weight, bias, w1, w2, backend):
+    """Every op once, with options, in a row."""
+    h = pk.op("layernorm", backend=backend)(x, weight, bias)
+    q = pk.op("matmul", backend=backend)(h, w1).unflatten(-1, (2, 4))
+    o, lse = pk.op("attention", backend=backend)(q, q[:, :, :1], q[:, :, 1:], is_causal=True, window=(2, None), return_lse=True)
+    return pk.op("softmax", backend=backend)(o.flatten(2) @ w2, axis=1) + lse.sum()
+
+
+ARRAYS = f64(2, 3, 6), f64(6), f64(6, seed=1), f64(6, 8), f64(8, 5)
+
+
+@pytest.mark.parametrize(("compiler", "backend", "dynamic"), [
+    ("aot_eager", "reference", False), ("aot_eager", "triton", True), ("inductor", "triton", True),
+])  # fmt: skip
+def test_a_layer_compiles_whole(compiler, backend, dynamic):
+    f = lambda *a: layer(*a, backend)  # noqa: E731
+    want = f(*ARRAYS)
+    got = compiled(f, backend=compiler, dynamic=dynamic)(*ARRAYS)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    weight = torch.cos(torch.arange(got.numel(), dtype=torch.float64)).view(got.shape)
+    for g, w in zip(torch.autograd.grad(got, ARRAYS, weight), torch.autograd.grad(want, ARRAYS, weight), strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-10, atol=1e-12)
+
+
+def test_the_graph_holds_the_ops_and_the_residuals_only_when_training():
+    from torch._dynamo.backends.common import aot_autograd
+
+    graphs = []
+
+    def keep(module, inputs):
+        graphs.append(module)
+        return module
+
+    attention = pk.op("attention", backend="triton", tiling={"block_q": 16})
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, inference_compiler=keep)
+    compiled(attention, backend=backend)(*(x.detach() for x in QKV))
+    assert "portakern.attention.default" in graphs[0].code and "attention_vjp" not in graphs[0].code and "o,lse" not in graphs[0].code
+    compiled(attention, backend=backend)(*QKV).sum().backward()
+    assert "wants = 'o,lse', backend = 'triton', tiling = 'block_q=16'" in graphs[1].code
+    assert "portakern.attention_vjp.default" in graphs[2].code and "wants = 'd_q,d_k,d_v', backend = 'triton', tiling = 'block_q=16'" in graphs[2].code
+
+
+def test_one_compilation_serves_layers_with_an_op_each_and_dynamic_sizes():
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.op = pk.op("softmax", backend="reference")
+
+        def forward(self, x):
+            return self.op(x) + 1
+
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    first, second = Layer(), Layer()
+    run = torch.compile(Layer.forward, backend=counter, fullgraph=True, dynamic=True)
+    for one in (first, second):
+        for n in (3, 4, 5):
+            torch.testing.assert_close(run(one, f64(n, n + 1, grad=False)), torch.softmax(f64(n, n + 1, grad=False), -1) + 1)
+    assert counter.frame_count == 1
+
+
+def test_torch_func_inside_compile():
+    softmax = pk.op("softmax", backend="reference")
+    x = f64(2, 3, grad=False)
+    g = torch.func.grad(lambda x: softmax(x).pow(2).sum())
+    torch.testing.assert_close(compiled(lambda x: torch.func.vmap(g)(x))(x), g(x))
+
+
+def test_autocast_inside_and_outside_compile():
+    matmul, softmax = pk.op("matmul", backend="reference"), pk.op("softmax", backend="reference")
+
+    def both(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = matmul(x, x.half())
+            return y, softmax(y)
+
+    x = torch.randn(3, 3, requires_grad=True)
+    y, p = compiled(both)(x)
+    assert (y.dtype, p.dtype) == (torch.bfloat16, torch.float32)
+    (p * p).sum().backward()
+    want = torch.autograd.grad((both(x)[1] ** 2).sum(), x)[0]
+    assert x.grad.dtype == torch.float32 and torch.equal(x.grad, want)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert compiled(lambda x: matmul(x, x))(x).dtype == torch.bfloat16
+
+
+WRONG = {
+    "an axis": (lambda x: pk.op("softmax")(x, axis=5), r"softmax: axis is 5; expected an integer from -2 to 1"),
+    "an option's name": (lambda x: pk.op("softmax")(x, axs=0), r"softmax\(\) got an unexpected keyword argument 'axs'; arrays: x; keyword options: axis"),
+    "a missing array": (lambda x: pk.op("matmul")(x), r"matmul\(\) missing a required argument: 'b'; arrays: a, b"),
+    "an option's value": (lambda x: pk.op("matmul")(x, x, precision="bf16"), r"precision is 'bf16'; expected one of 'ieee', 'tf32'"),
+    "dtypes": (lambda x: pk.op("matmul")(x, x.float()), r"matmul: b is float32 but a is float64; expected float64: cast one of them"),
+    "shapes": (lambda x: pk.op("matmul")(x, x), r"b axis -2 \(k\) is 2; expected 3, as set by a axis -1"),
+    "a window": (lambda x: pk.op("attention")(x[None, None], x[None, None], x[None, None], window=(1, 2, 3)), r"window is \(1, 2, 3\); expected a tuple of 2"),
+    "an op": (lambda x: pk.op("conv")(x), r"op 'conv' is unknown; expected one of"),
+    "a tile": (lambda x: pk.op("softmax", tiling={"block_n": 100})(x), r"tiling\['block_n'\] is 100; expected one of 128"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_calls_say_what_is_wrong(name):
+    f, message = WRONG[name]
+    with pytest.raises(Exception, match=message):
+        compiled(f)(f64(2, 3, grad=False))
+
+
+def test_options_in_every_spelling():
+    q, k, v = QKV
+    attention = pk.op("attention", backend="reference")
+    for options in ({"window": [1, 0]}, {"window": (None, 2)}, {"window": None, "scale": 2}, {"softcap": 3.0, "is_causal": True}):
+        assert torch.equal(compiled(functools.partial(attention, **options))(q, k, v), attention(q, k, v, **options))
+    masked = lambda *a: attention(*a, *IDS).sum()  # noqa: E731
+    given = (*QKV, f64(1, 1, 1, 4))
+    assert all(map(torch.equal, torch.autograd.grad(compiled(masked)(*given), given), torch.autograd.grad(masked(*given), given)))
+    matmul, x = pk.op("matmul", backend="reference"), f64(3, 3)
+    for dtype in (torch.float16, "bfloat16", None):
+        assert compiled(lambda x, dtype=dtype: matmul(x, b=x, out_dtype=dtype))(x).dtype == matmul(x, x, out_dtype=dtype).dtype
+    vjp = pk.op("layernorm_vjp", backend="reference")
+    given = f64(2, 3, grad=False), f64(2, 3, grad=False), f64(3, grad=False)
+    got = compiled(lambda *a: vjp(*a, wants=("d_weight",)))(*given)
+    assert type(got) is vjp.spec.result and got.d_x is None and got.d_bias is None and torch.equal(got.d_weight, vjp(*given).d_weight)
+    assert compiled(lambda *a: vjp(*a))(*given).d_bias is None
+
+
+def test_backends_that_nobody_registered():
+    backends = [pk.Backend("mine", framework="torch") for _ in range(2)]
+    for n, b in enumerate(backends):
+        b.implements("softmax")(lambda call, tiling, n=n: (torch.full_like(call.arrays["x"], n),))
+        op = pk.op("softmax", backend=b)
+        assert torch.equal(compiled(op)(torch.ones(3)), torch.full((3,), float(n)))
+        with pytest.raises(Exception, match="softmax: x requires grad, and softmax_vjp on cpu: backend 'mine' cannot: it has no softmax_vjp"):
+            compiled(op)(torch.ones(3, requires_grad=True))
+
+
+# ----------------------------------------------------------------------------------------------------- modes and export
+def test_dispatch_modes_see_the_op_and_fakes_pass_through_it():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    softmax, x = pk.op("softmax", backend="reference"), f64(2, 3)
+    with Names():
+        softmax(x).sum().backward()
+    assert "portakern.softmax.default" in names and "portakern.softmax_vjp.default" in names
+    with FakeTensorMode() as mode:
+        y = softmax(mode.from_tensor(torch.ones(2, 3)))
+        assert y.shape == (2, 3) and type(y).__name__ == "FakeTensor"
+    assert "portakern.softmax.default" in make_fx(lambda x: softmax(x))(x.detach()).code
+
+
+def test_export():
+    class Net(torch.nn.Module):
+        def forward(self, x):
+            return pk.op("softmax", backend="reference")(x, axis=0) * 2
+
+    x = f64(2, 3, grad=False)
+    for strict in (True, False):
+        program = torch.export.export(Net(), (x,), strict=strict, dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+        assert "portakern.softmax.default" in program.graph_module.code
+        torch.testing.assert_close(program.module()(f64(4, 3, grad=False)), torch.softmax(f64(4, 3, grad=False), 0) * 2)
+
+
+def test_selective_checkpointing_may_keep_an_op_s_result():
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    runs = []
+    softmax = pk.op("softmax", backend="reference")
+    context = functools.partial(create_selective_checkpoint_contexts, [OPS.softmax.default])
+    x = f64(2, 3)
+    with pk.observe(lambda served: runs.append(served.call.spec.name)):
+        checkpoint(lambda x: softmax(x).pow(2), x, use_reentrant=False, context_fn=context).sum().backward()
+    assert runs == ["softmax", "softmax_vjp"]
+
+
+def test_portakern_alone_imports_no_torch():
+    code = "import sys, portakern as pk; pk.op('softmax'); assert 'torch' not in sys.modules and 'portakern.autograd' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).returncode == 0
+
+
+def test_an_op_made_before_torch_was_imported_compiles():
+    code = """
+import portakern as pk
+softmax = pk.op("softmax", backend="reference")
+import torch
+x = torch.ones(2, 3)
+print(torch.equal(torch.compile(lambda x: softmax(x), fullgraph=True, backend="aot_eager")(x), torch.softmax(x, -1)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr

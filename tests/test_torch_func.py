@@ -1,0 +1,121 @@
+"""torch.func over eager calls: vmap, per-sample gradients, Jacobians; forward mode and second orders refused."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+import portakern as pk
+from portakern import dispatch
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("triton", reason="triton is not installed")
+
+from tests.test_torch import f64, fn, served  # noqa: E402
+
+
+def loop(f, in_dims, arrays):
+    n = next(a.shape[d] for a, d in zip(arrays, in_dims, strict=True) if d is not None)
+    outs = [f(*(a if d is None else a.select(d, i) for a, d in zip(arrays, in_dims, strict=True))) for i in range(n)]
+    return tuple(map(torch.stack, zip(*outs, strict=True))) if isinstance(outs[0], tuple) else torch.stack(outs)
+
+
+bias = f64(2, 1, 4, 1, 6, grad=False)
+MAPS = {  # op, in_dims, arrays (one more axis than the op's where mapped), options, whether it folds
+    "softmax": ("softmax", (1,), (f64(3, 2, 4, grad=False),), {"axis": 0}, True),
+    "layernorm": ("layernorm", (0, None, None), (f64(2, 3, 4, grad=False), f64(4, grad=False), f64(4, grad=False)), {}, True),
+    "layernorm, own weights": ("layernorm", (0, 1), (f64(2, 3, 4, grad=False), f64(4, 2, grad=False)), {}, False),
+    "layernorm, only weights": ("layernorm", (None, 0), (f64(3, 4, grad=False), f64(2, 4, grad=False)), {}, False),
+    "matmul": ("matmul", (0, 0), (f64(2, 3, 4, grad=False), f64(2, 4, 5, grad=False)), {}, True),
+    "matmul, a shared operand": ("matmul", (None, 2), (f64(3, 4, grad=False), f64(4, 5, 2, grad=False)), {}, True),
+    "matmul, unequal batches": ("matmul", (0, None), (f64(2, 3, 4, grad=False), f64(6, 1, 4, 5, grad=False)), {}, True),
+    "matmul, mapped below": ("matmul", (None, 0), (f64(6, 3, 4, grad=False), f64(2, 4, 5, grad=False)), {}, True),
+    "attention": ("attention", (1, 0, 0), (f64(2, 2, 5, 4, 4, grad=False), f64(2, 2, 6, 2, 4, grad=False), f64(2, 2, 6, 2, 3, grad=False)), {"is_causal": True}, True),
+    "attention, shared keys": ("attention", (0, None, None), (f64(3, 2, 5, 4, 4, grad=False), f64(2, 6, 2, 4, grad=False), f64(2, 6, 2, 3, grad=False)), {}, True),
+    "attention, own bias": ("attention", (None, None, None, 0), (f64(2, 5, 4, 4, grad=False), f64(2, 6, 2, 4, grad=False), f64(2, 6, 2, 3, grad=False), bias), {}, True),
+    "attention, shared bias": ("attention", (0, None, None, None),
+                               (f64(3, 2, 5, 4, 4, grad=False), f64(2, 6, 2, 4, grad=False), f64(2, 6, 2, 3, grad=False), bias[0]), {}, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_vmap_and_per_sample_gradients(name, caplog):
+    op, in_dims, arrays, options, folds = MAPS[name]
+    dispatch._said.clear()
+    caplog.set_level(logging.INFO, "portakern")
+    call = pk.op(op, backend="reference")
+    f = lambda *given: call(*given, **options)  # noqa: E731
+    seen = served(lambda: torch.testing.assert_close(torch.func.vmap(f, in_dims)(*arrays), loop(f, in_dims, arrays), rtol=1e-13, atol=1e-13))
+    n = next(a.shape[d] for a, d in zip(arrays, in_dims, strict=True) if d is not None)
+    assert len(seen) == n + (1 if folds else n)
+    assert ("runs sample by sample" in caplog.text) is not folds
+    every = tuple(range(len(arrays)))
+    g = torch.func.grad(lambda *given: f(*given).pow(2).sum(), argnums=every)
+    torch.testing.assert_close(torch.func.vmap(g, in_dims)(*arrays), loop(g, in_dims, arrays), rtol=1e-11, atol=1e-11)
+
+
+def test_a_loop_over_samples_is_said_once(caplog):
+    dispatch._said.clear()
+    caplog.set_level(logging.INFO, "portakern")
+    g = torch.func.vmap(torch.func.grad(lambda w, x: pk.op("layernorm", backend="reference")(x, w).sum()), (None, 0))
+    for _ in range(2):
+        g(f64(4, grad=False), f64(2, 3, 4, grad=False))
+    said = [r for r in caplog.records if "torch.vmap over" in r.message]
+    assert len(said) == 1 and said[0].levelno == logging.INFO and "layernorm_vjp runs sample by sample" in said[0].message
+
+
+def test_maps_nest_and_jacobians_follow():
+    x = f64(2, 3, 4, grad=False)
+    softmax = pk.op("softmax", backend="triton")
+    torch.testing.assert_close(torch.func.vmap(torch.func.vmap(softmax))(x), torch.softmax(x, -1))
+    torch.testing.assert_close(torch.func.jacrev(softmax)(x[0]), torch.func.jacrev(lambda x: torch.softmax(x, -1))(x[0]))
+    _, pullback = torch.func.vjp(softmax, x)
+    torch.testing.assert_close(pullback(x)[0], torch.func.vjp(lambda x: torch.softmax(x, -1), x)[1](x)[0])
+    leaf = x[0].detach().requires_grad_()
+    batched = torch.autograd.grad(softmax(leaf), leaf, torch.eye(12, dtype=torch.float64).view(12, 3, 4), is_grads_batched=True)[0]
+    torch.testing.assert_close(batched.view(3, 4, 3, 4), torch.func.jacrev(softmax)(leaf.detach()))
+
+
+@pytest.mark.parametrize("what", [
+    lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    lambda f, x: torch.func.jacfwd(f)(x),
+    lambda f, x: torch.func.hessian(lambda x: f(x).sum())(x),
+    lambda f, x: torch.func.jvp(torch.func.grad(lambda x: f(x).sum()), (x,), (x,)),
+])  # fmt: skip
+def test_forward_mode_is_refused(what):
+    with pytest.raises(pk.UnsupportedError, match=r"softmax: forward-mode derivatives \(jvp, jacfwd, hessian\) are not given; use reverse mode"):
+        what(pk.op("softmax", backend="reference"), f64(3, grad=False))
+
+
+def test_dual_tensors_are_refused_too():
+    import torch.autograd.forward_ad as forward
+
+    x = f64(3, grad=False)
+    with forward.dual_level():
+        for context in (torch.no_grad(), torch.enable_grad()):
+            with context, pytest.raises(pk.UnsupportedError, match="softmax: forward-mode"):
+                pk.op("softmax", backend="reference")(forward.make_dual(x, x))
+        pk.op("softmax", backend="reference")(x)
+
+
+def test_orders_beyond_the_first_are_refused_under_torch_func():
+    f = pk.op("softmax", backend="reference")
+    with pytest.raises(pk.UnsupportedError, match="softmax: second-order gradients"):
+        torch.func.grad(lambda x: torch.func.grad(lambda x: f(x).pow(2).sum())(x).pow(2).sum())(f64(3, grad=False))
+
+
+def test_functional_call():
+    class Norm(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(5, dtype=torch.float64))
+
+        def forward(self, x):
+            return pk.op("layernorm", backend="reference")(x, self.weight)
+
+    weight = f64(5, grad=False)
+    loss = lambda w, x: torch.func.functional_call(Norm(), {"weight": w}, (x,)).pow(2).sum()  # noqa: E731
+    want = torch.func.grad(lambda w, x: fn.layer_norm(x, (5,), w).pow(2).sum())
+    x = f64(4, 5, grad=False)
+    torch.testing.assert_close(torch.func.grad(loss)(weight, x), want(weight, x))
