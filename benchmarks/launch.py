@@ -102,17 +102,12 @@ def torch_calls() -> dict[str, tuple[dict[str, Any], dict[str, Any], str, tuple[
 
 
 def launched(name: str, call: Callable[[], Any]) -> tuple[Any, ...]:
-    """The arguments with which ``call`` calls ``launch``."""
+    """The arguments with which ``call`` launches its kernel."""
+    from portakern.backends.triton import launch as launching
+
     seen: list[Any] = []
-    module = importlib.import_module(f"portakern.backends.triton.{name}")
-    whole = module.launch
-
-    def spy(*args: Any, **constexprs: Any) -> None:
-        seen.append((args, constexprs))
-        whole(*args, **constexprs)
-
-    with mock.patch.object(module, "launch", spy):
-        call()
+    with mock.patch.object(launching, "launch", lambda *args, **constexprs: seen.append((args, constexprs))), launching.recording(lambda *args: None):
+        call()  # while somebody records, prepared launches go through ``launch`` too
     return seen[-1]
 
 

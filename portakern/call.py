@@ -182,10 +182,11 @@ class _Writer:
         variadic = next((i for i, d in enumerate(a.dims) if d.variadic), None)
         fixed = len(a.dims) - (variadic is not None)
         self.emit(f"shape = {n}.shape", indent)
-        self.emit(f"if len(shape) {'!=' if variadic is None else '<'} {fixed}: bad_rank(SPEC, {n!r}, shape)", indent)
+        if fixed or variadic is None:
+            self.emit(f"if len(shape) {'!=' if variadic is None else '<'} {fixed}: bad_rank(SPEC, {n!r}, shape)", indent)
         if variadic is not None:
             end = len(a.dims) - variadic - 1
-            run, name = f"shape[{variadic}:{-end if end else ''}]", a.dims[variadic].factors[0]
+            run, name = f"shape[{variadic or ''}:{-end if end else ''}]" if fixed else "shape", a.dims[variadic].factors[0]
             if name not in self.known:
                 self.emit(f"{name} = tuple({run})", indent)
                 self.known[name] = n
@@ -229,7 +230,9 @@ class _Writer:
 
     def option(self, name: str, axis_of: str | None) -> None:
         if axis_of:  # negative axes become what they mean, so even the default is worked out
-            self.emit(f"{name} = check_axis(SPEC, OPTION_{name}, {name}, {axis_of}.shape)")
+            check = f"check_axis(SPEC, OPTION_{name}, {name}, {axis_of}.shape)"
+            self.emit(f"rank = len({axis_of}.shape)")
+            self.emit(f"{name} = {name} % rank if {name}.__class__ is int and -rank <= {name} < rank else {check}")
         else:
             self.emit(f"if {name} is not DEFAULT_{name}: {name} = check_option(SPEC, OPTION_{name}, {name})")
 
@@ -251,7 +254,6 @@ class _Writer:
             self.env[f"RULE_{i}"] = rule
             self.emit(f"if not RULE_{i}.holds(call): raise SpecError(f'{{SPEC.name}}: {{RULE_{i}.message}}')")
         self.emit("return call")
-
 
     def when(self, o: Output) -> str | None:
         """The condition on which an output is wanted; None for always."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+import signal
 import sys
 import time
 from pathlib import Path
@@ -29,6 +30,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables
 def main() -> None:
     """Console entry point: the project's own errors are printed without a traceback, exit status 2."""
     logging.basicConfig(format="%(message)s")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a command that is ended ends the processes that it started
     try:
         app()
     except (SpecError, UnsupportedError, UnavailableError) as e:
@@ -231,7 +233,7 @@ def _kernel_cells(k: Any) -> list[str]:
     matrix = max(k.matrix, key=k.matrix.get) + f" x{sum(k.matrix.values())}" if k.matrix else "none"
     code = None if k.code_bytes is None else f"{k.code_bytes / 1024:.1f}"
     return [
-        k.name,
+        k.name + (f" x{k.launches}" if k.launches > 1 else ""),
         shown(k.registers),
         shown(k.spills),
         memory or "-",

@@ -35,6 +35,7 @@ def compile_all(
 ) -> list[Build]:
     """Compile the jobs, in their order. ``fresh``: also those whose result is kept; ``done`` is told of each as it ends."""
     results: dict[Job, Build] = {}
+    cache.look_again()
     names = {id(job): cache.key(job) for job in jobs}
     for job in jobs:
         kept = None if fresh else cache.find(names[id(job)])
@@ -49,7 +50,7 @@ def compile_all(
 
 
 def record(built: Sequence[Build], command: str, seconds: float) -> dict[str, Any]:
-    """Results as a file of results keeps them. ``limits``: bytes that a program has on chip, by target and memory."""
+    """Results as a file of results keeps them. ``limits``: bytes that a program has on chip, by target and memory; ``scoped``: those that it gets unasked."""
     hardware = [targets.find(name) for name in dict.fromkeys(b.target for b in built)]
     return {
         "benchmark": "compile-matrix",
@@ -59,7 +60,7 @@ def record(built: Sequence[Build], command: str, seconds: float) -> dict[str, An
         "wall_seconds": round(seconds, 1),
         "ok": sum(b.ok for b in built),
         "of": len(built),
-        "limits": {h.name: dict(h.on_chip) for h in hardware},
+        "limits": {h.name: {**h.on_chip, **{f"{memory} scoped": size for memory, size in h.scoped.items()}} for h in hardware},
         "rows": [b.to_dict() for b in built],
     }
 

@@ -6,8 +6,8 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -49,6 +49,11 @@ class Route:
     interpret: bool
     target: Target
     framework: Framework  # the implementation's
+    direct: bool = field(init=False)
+    """Its kernels take the arrays as they are: no oracle, no JAX, whose calls may be traced."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "direct", not self.impl.backend.oracle and self.framework.name != "jax")
 
 
 @contextmanager
@@ -100,6 +105,7 @@ class Op:
         self.user_tiling = _checked_tiling(spec, tiling or {})
         self._routes: dict[tuple[Framework, Any], Route] = {}
         self.gradients: dict[Any, Op] = {}  # kept by portakern.autograd
+        self._bare = len(spec.outputs) == 1 and not spec.is_vjp  # the result is the one output itself
         self._bind = _binders.get(spec) or _binders.setdefault(spec, binder(spec))
         self.__doc__ = spec.doc
         for name, value in self.user_tiling.items():
@@ -126,7 +132,10 @@ class Op:
                 from portakern.autograd import autocast
 
                 args, kwargs = autocast(self.spec, args, kwargs)
-        call = self.unchecked(*args, **kwargs)
+        try:  # as in ``unchecked``, which is one call more
+            call = self._bind(*args, **kwargs)
+        except (TypeError, RuntimeError) as e:
+            self._unbound(e, args, kwargs)
         watched = call.framework.check(call)
         route = self._routes.get((call.framework, call.device)) or self._route(call)
         if route is None:
@@ -149,12 +158,16 @@ class Op:
         """:meth:`bind` for arrays of any standing: abstract ones, or ones that want a gradient."""
         try:
             return self._bind(*args, **kwargs)
-        except TypeError as e:
-            if isinstance(e, SpecError) or (e.__traceback__ and e.__traceback__.tb_next):
-                raise
-            raise self.misfit(str(e).replace("bind()", self.spec.name + "()")) from None
-        except RuntimeError as e:
-            raise _unreadable(self.spec, args, kwargs, e) from e
+        except (TypeError, RuntimeError) as e:
+            self._unbound(e, args, kwargs)
+
+    def _unbound(self, error: Exception, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NoReturn:
+        """Raise what a failed binding means to the caller."""
+        if isinstance(error, RuntimeError):
+            raise _unreadable(self.spec, args, kwargs, error) from error
+        if isinstance(error, SpecError) or (error.__traceback__ and error.__traceback__.tb_next):
+            raise error
+        raise self.misfit(str(error).replace("bind()", self.spec.name + "()")) from None
 
     def misfit(self, what: str) -> SpecError:
         """The error for arguments that the signature does not have."""
@@ -183,6 +196,9 @@ class Op:
         tiling: Mapping[str, int] = {}
         if call.degenerate:
             outputs = degenerate_outputs(call)
+        elif route.direct and route.framework is call.framework:
+            tiling = resolve_tiling(route.impl, call, self.user_tiling)
+            outputs = route.impl.run(call, tiling)
         elif route.impl.backend.oracle:
             tiling = resolve_tiling(route.impl, call, self.user_tiling)
             outputs = _outputs_back(call, route.framework, rounded_oracle(call), copy=False)
@@ -202,6 +218,8 @@ class Op:
         return outputs
 
     def _result(self, call: Call, outputs: tuple[Any, ...]) -> Any:
+        if self._bare:
+            return outputs[0]
         if len(call.wants) == 1 and not call.spec.is_vjp:
             return outputs[0] if len(outputs) == 1 else outputs[[o.name for o in call.spec.outputs].index(call.wants[0])]
         return call.spec.result(*outputs)
@@ -340,7 +358,9 @@ def oracle(call: Call) -> tuple[Any, ...]:
 def as_float64(call: Call) -> Call:
     """The call as the oracle sees it: NumPy, floating-point arrays widened to float64, integers as they are."""
     arrays = {n: a if a is None else _widen(call.framework.to_numpy(a)) for n, a in call.arrays.items()}
-    return call.replace(arrays=arrays, framework=FRAMEWORKS["numpy"], device="cpu", given={n: call.dtype_of(n) for n, a in call.arrays.items() if a is not None})
+    return call.replace(
+        arrays=arrays, framework=FRAMEWORKS["numpy"], device="cpu", given={n: call.dtype_of(n) for n, a in call.arrays.items() if a is not None}
+    )
 
 
 def _widen(array: np.ndarray) -> np.ndarray:

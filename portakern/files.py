@@ -6,14 +6,16 @@ import os
 import tempfile
 from pathlib import Path
 
-import platformdirs
-
 __all__ = ["cache_folder", "write_atomically"]
 
 
 def cache_folder() -> Path:
     """Where portakern keeps what it can make again: ``PORTAKERN_CACHE``, or the user's cache folder."""
-    return Path(os.environ.get("PORTAKERN_CACHE") or platformdirs.user_cache_path("portakern", appauthor=False))
+    if os.environ.get("PORTAKERN_CACHE"):
+        return Path(os.environ["PORTAKERN_CACHE"])
+    import platformdirs  # here: writing a file needs none of it
+
+    return platformdirs.user_cache_path("portakern", appauthor=False)
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -179,8 +179,8 @@ class Comparison:
 def compare(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, dtype: str) -> Comparison:
     """Hold ``got``, stored as ``dtype``, to the float64 reference: |got - ref| <= bound.
 
-    bound +inf accepts anything. A NaN or infinite reference must be met exactly. A finite reference may become an infinity of its own sign only if
-    |ref| + bound reaches the dtype's overflow threshold, and must if |ref| - bound does.
+    bound +inf accepts anything. A NaN or infinite reference must be met exactly. A finite reference may become an infinity only if ref with an error of that sign
+    and of size bound reaches the dtype's overflow threshold, and must become one if |ref| - bound does.
 
     Raises:
       ValueError: a bound is NaN or negative at a finite reference: the spec is wrong.
@@ -195,7 +195,7 @@ def compare(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, dtype: str) -> 
         err = np.where(np.isnan(err), np.inf, err)
         ratio = np.where(same, 0.0, err / bound)
         overflow = format_of(dtype).overflow
-        may = finite & np.isinf(got) & (np.copysign(ref, got) == ref) & (np.abs(ref) + bound >= overflow)
+        may = finite & np.isinf(got) & (np.copysign(1.0, got) * ref + bound >= overflow)
         must = finite & (np.abs(ref) - bound >= overflow)
         within = np.where(finite, err <= bound, same)
     bad = ~(np.isposinf(bound) | may | (within & ~must))

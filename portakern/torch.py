@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from portakern.dispatch import Op, op
@@ -23,7 +24,6 @@ from portakern.errors import SpecError, UnsupportedError
 __all__ = ["layer_norm", "matmul", "scaled_dot_product_attention", "softmax", "swapped"]
 
 log = logging.getLogger("portakern")
-Tensor = torch.Tensor
 _ops: dict[tuple[str, str | None], Op] = {}
 
 
@@ -87,7 +87,9 @@ def _same_lead(name: str, query: Tensor, key: Tensor, value: Tensor, enable_gqa:
     if enable_gqa and query_lead and all(leads):
         heads, kv_heads = query_lead[-1], leads[0][-1]
         if leads[1][-1] != kv_heads or kv_heads == 0 or heads % kv_heads:
-            raise SpecError(f"{name}: query has {heads} heads, key {kv_heads} and value {leads[1][-1]}; expected key's and value's equal, and to divide query's")
+            raise SpecError(
+                f"{name}: query has {heads} heads, key {kv_heads} and value {leads[1][-1]}; expected key's and value's equal, and to divide query's"
+            )
         leads = [(*x[:-1], heads) for x in leads]
     try:
         lead = tuple(torch.broadcast_shapes(query_lead, *leads))
@@ -238,7 +240,11 @@ class swapped(TorchFunctionMode):
     def _with_twins(self, func: types.FunctionType) -> types.FunctionType:
         """The same code, where the names of swapped functions mean this mode."""
         if func not in self.copies:
-            names = {name: functools.partial(self.__torch_function__, value, ()) for name, value in F.__dict__.items() if isinstance(value, Hashable) and value in _TWINS}
+            names = {
+                name: functools.partial(self.__torch_function__, value, ())
+                for name, value in F.__dict__.items()
+                if isinstance(value, Hashable) and value in _TWINS
+            }
             taking = {name: (lambda *args, call=call, **kwargs: call(args, kwargs)) for name, call in names.items()}
             copy = types.FunctionType(func.__code__, {**func.__globals__, **taking}, func.__name__, func.__defaults__, func.__closure__)
             copy.__kwdefaults__ = func.__kwdefaults__

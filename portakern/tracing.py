@@ -258,7 +258,7 @@ def _one_device(ctx: mlir.LoweringRuleContext, static: _Static) -> None:
     axes = ctx.module_context.axis_context
     devices = getattr(axes, "num_devices", None)
     if devices is None and hasattr(axes, "mesh"):
-        manual = getattr(axes, "manual_axes", frozenset())
+        manual: frozenset[str] = getattr(axes, "manual_axes", frozenset())
         devices = math.prod(n for name, n in axes.mesh.shape.items() if name not in manual)
     if (devices or 1) > 1:
         raise UnsupportedError(

@@ -126,14 +126,7 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
             err, total, n, wild = sums
             d_bias = np.where((wild > 0) | (total >= unit.huge), inf, err + (n + 8) * unit.u * total)
     errors = {"d_q": d_q, "d_k": d_k, "d_v": d_v, "d_bias": d_bias}
-    return tuple(None if r is None else _stored(errors[name], r, call.outputs[name][1]) for name, r in zip(errors, ref, strict=True))
-
-
-def _stored(err, ref, dtype):
-    """The bound after rounding; +inf where the result may overflow to the infinity of the other sign, as a sum of large P or D may."""
-    bound = round_to(err, ref, dtype)
-    with np.errstate(invalid="ignore"):
-        return np.where(bound - np.abs(ref) >= format_of(dtype).overflow, inf, bound)
+    return tuple(None if r is None else round_to(errors[name], r, call.outputs[name][1]) for name, r in zip(errors, ref, strict=True))
 
 
 class _Pairs(NamedTuple):

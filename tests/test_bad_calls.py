@@ -204,7 +204,9 @@ UNSUPPORTED = {
     "a fake tensor": (lambda: softmax(fake()), r"x is a FakeTensor, which has no memory of its own; pass a plain torch.Tensor"),
     "a float64 that jax narrows": (lambda: pk.op("softmax", backend="pallas")(X.astype(np.float64)), r"JAX would narrow this float64 array to float32; cast it first"),
     "a kernel under jit": (lambda: jax.jit(pk.op("softmax", backend="triton"))(jnp.zeros(3)), r"backend 'triton' runs torch kernels, which JAX cannot stage"),
-    "a gradient in jax": (lambda: jax.grad(lambda x: softmax(x).sum())(jnp.zeros(3)), r"softmax has no gradient yet: .*; use jax.lax.stop_gradient"),
+    "a gradient's gradient in jax": (lambda: jax.grad(lambda y: pk.op("softmax_vjp")(y, y).sum())(jnp.zeros(3)),
+                                     r"softmax_vjp is a gradient itself, and no op differentiates it.*JAX: jax.lax.stop_gradient"),
+    "a gradient of a gradient in jax": (lambda: jax.hessian(lambda x: softmax(x).sum())(jnp.zeros(3)), r"softmax.*first order"),
 }  # fmt: skip
 
 

@@ -275,7 +275,7 @@ def test_compare_measures_the_worst_fraction():
         (np.inf, np.inf, 0.0, True), (-np.inf, np.inf, 0.0, False), (65504.0, np.inf, 0.0, False), (np.nan, np.inf, 0.0, False),
         (65504.0, 65519.0, 32.0, True), (np.inf, 65519.0, 32.0, True), (-np.inf, 65519.0, 32.0, False), (np.inf, 65480.0, 32.0, False),
         (np.inf, 65600.0, 32.0, True), (65504.0, 65600.0, 100.0, True), (65504.0, 65600.0, 32.0, False), (np.nan, 65600.0, 100.0, False),
-        (0.0, -0.0, 0.0, True),
+        (0.0, -0.0, 0.0, True), (-np.inf, 70000.0, 200000.0, True), (-np.inf, 70000.0, 100000.0, False),
     ],
 )  # fmt: skip
 def test_compare_on_nan_inf_and_overflow(got, ref, bound, ok):

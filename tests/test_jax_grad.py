@@ -49,7 +49,11 @@ CALLS = {
     "matmul": (lambda: (normal(2, 5, 7), normal(7, 4)), {}, jnp.matmul),
     "softmax": (lambda: (normal(3, 9),), {"axis": 0}, lambda x, axis: jax.nn.softmax(x, axis)),
     "layernorm": (lambda: (normal(2, 3, 33), normal(33), normal(33)), {}, plain_layernorm),
-    "attention": (lambda: (normal(2, 9, 4, 8), normal(2, 11, 2, 8), normal(2, 11, 2, 8), normal(1, 4, 1, 11)), {"softcap": 3.0, "is_causal": True}, plain_attention),
+    "attention": (
+        lambda: (normal(2, 9, 4, 8), normal(2, 11, 2, 8), normal(2, 11, 2, 8), normal(1, 4, 1, 11)),
+        {"softcap": 3.0, "is_causal": True},
+        plain_attention,
+    ),
 }
 
 
@@ -151,7 +155,7 @@ def test_extents_of_zero_have_gradients_of_zero():
 
 SHARDED = """
     import os
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+    os.environ |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     import jax, jax.numpy as jnp, numpy as np
     import portakern as pk
     from jax.sharding import AxisType, NamedSharding, PartitionSpec as P

@@ -65,7 +65,14 @@ def test_pytorchs_own_samples_run_and_are_right_or_refused_for_a_known_reason():
     assert ran[attention] >= 13 and {why for n, why in refused if n == attention} == {"dropout is refused"}, (ran, refused)
 
 
-SHAPES = [((2, 3, 5, 8), (2, 3, 7, 8)), ((2, 3, 7, 8), (2, 3, 5, 8)), ((3, 5, 8), (3, 5, 8)), ((5, 8), (6, 8)), ((1, 3, 5, 8), (2, 1, 7, 8)), ((2, 2, 3, 4, 8), (2, 2, 3, 4, 8))]
+SHAPES = [
+    ((2, 3, 5, 8), (2, 3, 7, 8)),
+    ((2, 3, 7, 8), (2, 3, 5, 8)),
+    ((3, 5, 8), (3, 5, 8)),
+    ((5, 8), (6, 8)),
+    ((1, 3, 5, 8), (2, 1, 7, 8)),
+    ((2, 2, 3, 4, 8), (2, 2, 3, 4, 8)),
+]
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton", "pallas"])
@@ -77,7 +84,9 @@ def test_attention(q_shape, k_shape, backend):
     full = (*lead, q_shape[-2], k_shape[-2])
     masks = [None, torch.rand(full[-2:]) < 0.7, torch.rand(full) < 0.5, torch.randn(*full[:-2], 1, full[-1]), torch.randn(full[-2], 1)]
     for given in [{"is_causal": True}, {"scale": 0.2}, *({"attn_mask": m} for m in masks)]:
-        torch.testing.assert_close(twin.scaled_dot_product_attention(q, k, v, **given, backend=backend), F.scaled_dot_product_attention(q, k, v, **given), rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(
+            twin.scaled_dot_product_attention(q, k, v, **given, backend=backend), F.scaled_dot_product_attention(q, k, v, **given), rtol=2e-5, atol=2e-5
+        )
 
 
 def test_grouped_heads_and_gradients_of_a_mask():

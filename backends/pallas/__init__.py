@@ -9,4 +9,4 @@ if __name__ != "portakern.backends.pallas":
 from portakern.registry import Backend
 
 BACKEND = Backend("pallas", framework="jax", compiles={"tpu": f"{__name__}.tpu"}, interprets=f"{__name__}.tpu", compiler=f"{__name__}.compiler", requires=("jax",), extra="pallas",
-                  profiles={"simulated": f"{__name__}.common:simulated"}, refusals=("TPUs have no float16", "TPUs have no float64"))  # fmt: skip
+                  profiles={"simulated": f"{__name__}.simulator:simulated"}, refusals=("TPUs have no float16", "TPUs have no float64"))  # fmt: skip

@@ -6,9 +6,6 @@ or when it covers its whole extent: then the block is the extent rounded up to t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -23,40 +20,10 @@ from portakern.call import Call
 LANES = 128
 VMEM_BYTES = targets.least("tpu", "vmem")  # what a kernel may use by default on every chip
 
-_INTERPRETER: ContextVar[Any] = ContextVar("pallas_interpreter", default=True)
-
-
-@contextmanager
-def interpreting(params: Any) -> Iterator[None]:
-    """Within this context interpreted calls run under `params`, such as a ``pltpu.InterpretParams`` that simulates a TPU's memories and DMAs.
-
-    Functions that jax compiled for another interpreter are forgotten at both ends: its caches do not know about this context.
-    """
-    token = _INTERPRETER.set(params)
-    jax.clear_caches()
-    try:
-        yield
-    finally:
-        _INTERPRETER.reset(token)
-        jax.clear_caches()
-
-
-@contextmanager
-def simulated() -> Iterator[None]:
-    """Within this context interpreted calls run on a simulated TPU: two cores, NaN in memory that nothing wrote, and races found."""
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator  # jax has no public name for the races it found
-
-    pltpu.reset_tpu_interpret_mode_state()
-    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", num_cores_or_threads=2, out_of_bounds_reads="uninitialized")
-    with interpreting(params):
-        yield
-    if simulator.races is not None and simulator.races.races_found:
-        raise RuntimeError("Pallas's TPU simulator found a race in one of the calls that ran in this context")
-
 
 def interpreter(call: Call) -> Any:
-    """The `interpret` argument of ``pl.pallas_call`` for this call."""
-    return _INTERPRETER.get() if call.interpret else False
+    """The `interpret` argument of ``pl.pallas_call`` for this call; within ``pltpu.force_tpu_interpret_mode``, that wins."""
+    return call.interpret
 
 
 def sublanes(dtype: Any) -> int:

@@ -34,7 +34,9 @@ TOPOLOGY = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:
 NO_ESTIMATE = ("v4",)  # libtpu has no model of its DMA latency
 ESTIMATE_SECONDS, ESTIMATE_BYTES = 60.0, 4 * 2**30  # what the other process may take
 DUMP, WANT_ESTIMATE = "PORTAKERN_TPU_DUMP", "PORTAKERN_TPU_ESTIMATE"
-PASSES = "original|final_bundles|final_hlo-static"
+TELL = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=original|final_bundles|final_hlo-static"
+# Whatever fits is kept in VMEM from one operation of a program to the next, and a kernel then needs no windows for it: here every kernel must bring its own.
+FROM_HBM = "--xla_vf_vmem_memory_space_assignment=false --xla_gf_vmem_memory_space_assignment=false --xla_tpu_cmem_memory_space_assignment=false"
 
 
 def unavailable(hardware: Hardware) -> str | None:
@@ -52,7 +54,7 @@ def environment(hardware: Hardware, quick: bool) -> dict[str, str]:
         "TPU_ACCELERATOR_TYPE": "v5litepod-4",
         "TPU_WORKER_ID": "0",
         "TPU_SKIP_MDS_QUERY": "1",
-        "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={{scratch}}/dump --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={PASSES}",
+        "LIBTPU_INIT_ARGS": f"{FROM_HBM} --xla_jf_dump_to={{scratch}}/dump {TELL}",
         DUMP: "{scratch}/dump",
         WANT_ESTIMATE: "" if quick or hardware.name in NO_ESTIMATE else "1",
     }
@@ -89,7 +91,7 @@ def build(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compil
     told = _files(dump) - before
     made = re.findall(r"%([\w.-]+) = .*custom_call_target=\"tpu_custom_call\"", compiled.as_text())
     cycles = _estimate(call, tiling, made) if os.environ.get(WANT_ESTIMATE) else {}
-    return Compiled([_read(name, told, cycles.get(name)) for name in made], compiled.memory_analysis().generated_code_size_in_bytes)
+    return Compiled(_merged([_read(name, told, cycles.get(name)) for name in made]), compiled.memory_analysis().generated_code_size_in_bytes)
 
 
 def _files(folder: Path | None) -> set[Path]:
@@ -108,7 +110,17 @@ def _read(name: str, told: set[Path], cycles: int | None) -> Kernel:
     on_chip = {memory: sum(int(size, 16) for space, size in allocations if space == memory) for memory in ("vmem", "smem")} if allocations else {}
     products = re.findall(r"\b(vmatmul|vmatpush)\d?(?:\.mubr)?\.(\w+)", bundles)
     matrix = Counter(f"{verb}.{dtype}" for verb, dtype in products)  # whichever of the core's MXUs does it
-    return Kernel(name, on_chip=on_chip, spills=busy.get("VSTORE:SPILL"), matrix=dict(matrix.most_common()), cycles=cycles, assembly=bundles)
+    return Kernel(name.partition(".")[0], on_chip=on_chip, spills=busy.get("VSTORE:SPILL"), matrix=dict(matrix.most_common()), cycles=cycles, assembly=bundles)
+
+
+def _merged(kernels: list[Kernel]) -> list[Kernel]:
+    """Of equal kernels libtpu compiles one: the others, of which it tells nothing, count as launches of that one."""
+    told = {k.name: k for k in kernels if k.assembly}
+    for k in kernels:
+        if not k.assembly and k.name in told:
+            same = told[k.name]
+            same.launches, same.cycles = same.launches + 1, same.cycles or k.cycles
+    return [k for k in kernels if k.assembly or k.name not in told]
 
 
 def _busy(table: str) -> dict[str, int]:
@@ -125,7 +137,7 @@ def _estimate(call: Call, tiling: Mapping[str, int], names: list[str]) -> dict[s
     """Kernel -> cycles of a whole run, of those for which another process came to an estimate before it died or had taken enough."""
     with tempfile.TemporaryDirectory() as folder:
         told = {name: Path(folder) / f"{name}_static_llo_profile.textproto" for name in names}
-        variables = {WANT_ESTIMATE: "", "LIBTPU_INIT_ARGS": f"--xla_jf_dump_static_llo_profile_to={folder}", "PORTAKERN_LOG": os.devnull}
+        variables = {WANT_ESTIMATE: "", "LIBTPU_INIT_ARGS": f"{FROM_HBM} --xla_jf_dump_static_llo_profile_to={folder}", "PORTAKERN_LOG": os.devnull}
         command = [sys.executable, "-m", "portakern.compiling.worker", BACKEND.name, call.target.arch]
         quiet = subprocess.DEVNULL
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, text=True, env=os.environ | variables) as process:

@@ -14,6 +14,7 @@ with rate = unit log2(e), since ``exp2`` is the hardware's instruction. The diff
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from math import e, log2
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,8 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.launch import accumulator, cdiv, dot_precision, launch, refuse_common, shared_limit, torch_dtype
-from portakern.backends.triton.layout import fresh, pow2_at_least
+from portakern.backends.triton.launch import accumulator, cdiv, dot_precision, prepare, refuse_common, shared_limit, torch_dtype
+from portakern.backends.triton.layout import SHAPES, fresh, pow2_at_least
 from portakern.spec import Tile
 from portakern.specs.attention import score_unit
 
@@ -176,7 +177,8 @@ def default_tiling(call: Call) -> dict[str, int]:
         tile = (32, 16, 8, 1) if d <= 64 else (16, 16, 8, 1)
     else:  # float32 products are scalar instructions on NVIDIA, whose operands all wait in registers
         tile = (64, 32, 8, 2) if d <= 64 else (32, 16, 8, 2) if d <= 128 else (16, 16, 4, 1)
-    tiling = dict(zip(("block_q", "block_kv", "num_warps", "num_stages"), tile, strict=True))
+    block_q, block_kv, num_warps, num_stages = tile
+    tiling = {"block_q": block_q, "block_kv": block_kv, "num_warps": num_warps, "num_stages": num_stages}
     while tiling["num_stages"] > 1 and shared_bytes(call, tiling) > shared_limit(arch):  # a bias takes room too
         tiling["num_stages"] -= 1
     while tiling["block_kv"] > 16 and shared_bytes(call, tiling) > shared_limit(arch):
@@ -215,6 +217,9 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     return refuse_common(call, tiling["num_warps"], programs)
 
 
+_prepared = functools.lru_cache(SHAPES)(functools.partial(prepare, attention_kernel))
+
+
 @BACKEND.implements("attention", tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 16), "num_stages": Tile(1, 8)})
 def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     arrays, dims, options = call.arrays, call.dims, call.options
@@ -232,11 +237,11 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     bias_strides = (0, 0, 0, 0) if bias is None else bias.expand(batch, heads, q_len, kv_len).stride()
     q_seg_strides, kv_seg_strides = ((0, 0), (0, 0)) if q_segments is None else (q_segments.stride(), kv_segments.stride())
     block_d, block_dv, tiles_q = padded(d), padded(dv), cdiv(q_len, tiling["block_q"])
-    launch(attention_kernel, tiles_q * heads * batch, call, q, k, v, bias, q_segments, kv_segments, o, lse, pre, options["softcap"],
-           unit * log2(e), unit, left, right, tiles_q, heads, dims["group"], q_len, kv_len, d, dv,
-           *q.stride(), *k.stride(), *v.stride(), *bias_strides, *q_seg_strides, *kv_seg_strides,
-           block_q=tiling["block_q"], block_kv=tiling["block_kv"], block_d=block_d, block_dv=block_dv, whole_d=block_d == d, whole_dv=block_dv == dv,
-           precision=dot_precision(call), acc_dtype=accumulator(call.dtype), num_warps=tiling["num_warps"], num_stages=tiling["num_stages"])  # fmt: skip
+    run = _prepared(tiles_q * heads * batch, pre, options["softcap"], unit * log2(e), unit, left, right, tiles_q, heads, dims["group"], q_len, kv_len, d, dv,
+                    *q.stride(), *k.stride(), *v.stride(), *bias_strides, *q_seg_strides, *kv_seg_strides,
+                    block_q=tiling["block_q"], block_kv=tiling["block_kv"], block_d=block_d, block_dv=block_dv, whole_d=block_d == d, whole_dv=block_dv == dv,
+                    precision=dot_precision(call), acc_dtype=accumulator(call.dtype), num_warps=tiling["num_warps"], num_stages=tiling["num_stages"])  # fmt: skip
+    run(call, q, k, v, bias, q_segments, kv_segments, o, lse)
     return (o, lse)
 
 

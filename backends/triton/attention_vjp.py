@@ -38,7 +38,7 @@ KNOBS = {"num_warps": Tile(1, 16), "num_stages": Tile(1, 8), "dq_block_q": Tile(
 # The larger head dimension up to which a tiling serves, block_q, block_kv, and KNOBS in their order. "small": less than 200 KiB of shared memory.
 # ieee products of float32 are scalar instructions on NVIDIA, whose operands all wait in registers.
 TILES = {
-    "16-bit": [(128, 64, 128, 8, 2, 128, 64), (256, 32, 64, 8, 2, 128, 32), (1 << 30, 16, 32, 8, 1, 32, 16)],
+    "16-bit": [(128, 64, 64, 4, 2, 64, 64), (256, 32, 64, 8, 2, 128, 32), (1 << 30, 16, 32, 8, 1, 32, 16)],
     "16-bit small": [(64, 64, 128, 8, 2, 128, 64), (128, 32, 64, 8, 2, 64, 32), (256, 16, 32, 8, 1, 64, 16), (1 << 30, 16, 16, 8, 1, 16, 16)],
     "16-bit CDNA": [(64, 64, 64, 4, 1, 64, 64), (128, 32, 64, 4, 1, 64, 32), (256, 16, 32, 4, 1, 32, 32), (1 << 30, 16, 16, 4, 1, 16, 16)],
     "16-bit RDNA": [(64, 16, 64, 8, 1, 64, 16), (128, 16, 32, 8, 1, 32, 16), (1 << 30, 16, 16, 8, 1, 16, 16)],

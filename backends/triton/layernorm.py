@@ -8,6 +8,7 @@ A program owns ``block_rows`` rows. The variance is always two-pass: E[x^2] - me
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,8 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.launch import accumulator, cdiv, launch
-from portakern.backends.triton.layout import fresh, row_start, walk_rows
+from portakern.backends.triton.launch import accumulator, cdiv, prepare
+from portakern.backends.triton.layout import SHAPES, fresh_like, row_start, rows_of
 from portakern.backends.triton.softmax import refuse_tile, tile_rows
 from portakern.spec import Tile
 
@@ -80,11 +81,23 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
 
 @BACKEND.implements("layernorm", tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
 def layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    x, weight, bias, n = call.arrays["x"], call.arrays["weight"], call.arrays["bias"], call.dims["n"]
-    y = fresh(x.shape, x.dtype, x.device)
-    (x,), rows = walk_rows(x.ndim - 1, x)
-    launch(layernorm_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, weight, bias, y, rows.height, rows.inner, n, call.options["eps"],
-           *rows.strides[0], 0 if weight is None else weight.stride(0), 0 if bias is None else bias.stride(0),
-           block_rows=tiling["block_rows"], block_n=tiling["block_n"], acc_dtype=accumulator(call.dtype), one_tile=n <= tiling["block_n"],
-           flat=rows.flat, num_warps=tiling["num_warps"])  # fmt: skip
+    arrays = call.arrays
+    x, weight, bias = arrays["x"], arrays["weight"], arrays["bias"]
+    y = fresh_like(x)
+    form = (0 if weight is None else weight.stride(0), 0 if bias is None else bias.stride(0), call.options["eps"], call.dtype,
+            tiling["block_rows"], tiling["block_n"], tiling["num_warps"])  # fmt: skip
+    run = _prepared(x.shape, x.stride(), *form)
+    if run is None:
+        x = x.contiguous()
+        run = _prepared(x.shape, x.stride(), *form)
+    run(call, x, weight, bias, y)
     return (y,)
+
+
+@functools.lru_cache(SHAPES)
+def _prepared(shape: tuple[int, ...], strides: tuple[int, ...], weight_n: int, bias_n: int, eps: float, dtype: str,
+              block_rows: int, block_n: int, num_warps: int) -> Any:  # fmt: skip
+    """The launch for an x of this form, None where its rows must be gathered first."""
+    rows, n = rows_of(len(shape) - 1, shape, strides), shape[-1]
+    return rows and prepare(layernorm_kernel, cdiv(rows.height, block_rows), rows.height, rows.inner, n, eps, *rows.strides[0], weight_n, bias_n,
+                            block_rows=block_rows, block_n=block_n, acc_dtype=accumulator(dtype), one_tile=n <= block_n, flat=rows.flat, num_warps=num_warps)  # fmt: skip

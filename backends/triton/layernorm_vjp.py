@@ -138,7 +138,7 @@ def default_tiling(call: Call) -> dict[str, int]:
     block_n = pow2_at_least(n, 128) if n <= 8192 else 4096
     block_rows = pow2_at_least(2048 // block_n, 1, 16)
     lanes = 64 if arch.startswith("gfx9") else 32
-    return {"block_rows": block_rows, "block_n": block_n, "steps": 32, "num_stages": 1,
+    return {"block_rows": block_rows, "block_n": block_n, "steps": 32, "num_stages": 2 if arch.startswith("sm_") and n <= 8192 else 1,
             "num_warps": pow2_at_least(block_rows * block_n // (16 * lanes), 4, 512 // lanes)}  # fmt: skip
 
 

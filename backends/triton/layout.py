@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["Rows", "collapse", "contiguous_strides", "fresh", "pow2_at_least", "row_start", "walk_rows"]
+__all__ = ["SHAPES", "Rows", "collapse", "contiguous_strides", "fresh", "fresh_like", "pow2_at_least", "row_start", "rows_of", "walk_rows"]
 
-_SHAPES = 4096  # the latest shapes whose layout is remembered: to work one out takes longer than to launch its kernel
+SHAPES = 4096  # the latest shapes whose layout is remembered: to work one out takes longer than to launch its kernel
 
 
 @triton.jit
@@ -38,22 +38,22 @@ class Rows(NamedTuple):
     strides: tuple[tuple[int, ...], ...]
 
 
-def walk_rows(axis: int, *tensors: Any) -> tuple[tuple[Any, ...], Rows]:
+def walkrows_of(axis: int, *tensors: Any) -> tuple[tuple[Any, ...], Rows]:
     """The tensors, whose rows lie along ``axis``, and how to walk them.
 
     Three or more row dimensions that no two strides describe are the one case that gathers copies.
     """
     shape = tensors[0].shape
-    rows = _rows(axis, shape, *[t.stride() for t in tensors])
+    rows = rows_of(axis, shape, *[t.stride() for t in tensors])
     if rows is None:
         tensors = tuple(t.contiguous() for t in tensors)
-        rows = _rows(axis, shape, *[contiguous_strides(shape)] * len(tensors))
+        rows = rows_of(axis, shape, *[contiguous_strides(shape)] * len(tensors))
         assert rows is not None
     return tensors, rows
 
 
-@functools.lru_cache(_SHAPES)
-def _rows(axis: int, shape: tuple[int, ...], *strides: tuple[int, ...]) -> Rows | None:
+@functools.lru_cache(SHAPES)
+def rows_of(axis: int, shape: tuple[int, ...], *strides: tuple[int, ...]) -> Rows | None:
     """How to walk tensors of these strides, None where two row dimensions do not suffice."""
 
     def across(dims: Sequence[int]) -> tuple[int, ...]:
@@ -69,7 +69,7 @@ def _rows(axis: int, shape: tuple[int, ...], *strides: tuple[int, ...]) -> Rows 
     return Rows(outer * inner, inner, len(extents) < 2, whole)
 
 
-@functools.lru_cache(_SHAPES)
+@functools.lru_cache(SHAPES)
 def collapse(shape: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """Merge adjacent dimensions that every operand walks with one stride, and drop those of extent 1.
 
@@ -92,7 +92,7 @@ def collapse(shape: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[tuple[i
     return tuple(sizes), tuple(tuple(s[i] for s in steps) for i in range(len(strides)))
 
 
-@functools.lru_cache(_SHAPES)
+@functools.lru_cache(SHAPES)
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides, step = [], 1
     for size in reversed(shape):
@@ -106,7 +106,14 @@ def fresh(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     return torch.empty_strided(shape, contiguous_strides(shape), dtype=dtype, device=device)
 
 
-@functools.lru_cache(_SHAPES)
+def fresh_like(x: torch.Tensor) -> torch.Tensor:
+    """A fresh tensor of this shape, dtype and device."""
+    if x.__class__ is torch.Tensor and x.is_contiguous():  # ``empty_like`` would hand back a subclass, or other strides
+        return torch.empty_like(x)
+    return fresh(x.shape, x.dtype, x.device)
+
+
+@functools.lru_cache(SHAPES)
 def pow2_at_least(n: int, lo: int = 1, hi: int = 1 << 30) -> int:
     """The smallest power of two that is at least ``n``, kept between ``lo`` and ``hi``."""
     return min(max(1 << max(n - 1, 0).bit_length(), lo), hi)

@@ -8,6 +8,7 @@ finished column by column before the next group starts, which keeps their operan
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,8 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.launch import accumulator, cdiv, dot_precision, launch, refuse_common, shared_limit, torch_dtype
-from portakern.backends.triton.layout import collapse, contiguous_strides, fresh, pow2_at_least
+from portakern.backends.triton.launch import accumulator, cdiv, dot_precision, prepare, refuse_common, shared_limit, torch_dtype
+from portakern.backends.triton.layout import SHAPES, collapse, contiguous_strides, fresh, pow2_at_least
 from portakern.spec import Tile
 
 if TYPE_CHECKING:
@@ -99,12 +100,17 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     return refuse_common(call, tiling["num_warps"], tiles)
 
 
+_prepared = functools.lru_cache(SHAPES)(functools.partial(prepare, matmul_kernel))
+
+
 @BACKEND.implements("matmul", tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32), "num_stages": Tile(1, 8), "group": Tile(1, 64)})
 def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    a, b, (m, n, k), batch = call.arrays["a"], call.arrays["b"], (call.dims[d] for d in "mnk"), tuple(call.dims["batch"])
-    (shape, dtype) = call.outputs["c"]
-    c = fresh(shape, torch_dtype(dtype), a.device)
-    a, b = a.expand(*batch, m, k), b.expand(*batch, k, n)
+    dims, a, b = call.dims, call.arrays["a"], call.arrays["b"]
+    batch, m, n, k = dims["batch"], dims["m"], dims["n"], dims["k"]
+    dtype = call.options["out_dtype"]
+    c = fresh((*batch, m, n), torch_dtype(dtype) if dtype else a.dtype, a.device)
+    if batch:
+        a, b = a.expand(*batch, m, k), b.expand(*batch, k, n)
     rows, strides = _rows(a, b, c)
     if len(rows) > 3:  # batch axes that two strides an operand cannot walk: the one case that gathers (and broadcasts) copies
         a, b = a.contiguous(), b.contiguous()
@@ -112,10 +118,12 @@ def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     batch_outer, batch_inner, m = ((1, 1) + rows)[-3:]
     (a_outer, a_inner, a_m), (b_outer, b_inner, _), (c_outer, c_inner, c_m) = (((0, 0) + s)[-3:] for s in strides)
     tiles_m, tiles_n, steps_k = cdiv(m, tiling["block_m"]), cdiv(n, tiling["block_n"]), cdiv(k, tiling["block_k"])
-    launch(matmul_kernel, batch_outer * batch_inner * tiles_m * tiles_n, call, a, b, c, m, n, k, tiles_m, tiles_n, steps_k, batch_inner,
-           a_outer, a_inner, a_m, a.stride(-1), b_outer, b_inner, b.stride(-2), b.stride(-1), c_outer, c_inner, c_m,
-           block_m=tiling["block_m"], block_n=tiling["block_n"], block_k=tiling["block_k"], group=tiling["group"], acc_dtype=accumulator(call.dtype),
-           precision=dot_precision(call), whole_k=k % tiling["block_k"] == 0, num_warps=tiling["num_warps"], num_stages=tiling["num_stages"])  # fmt: skip
+    run = _prepared(batch_outer * batch_inner * tiles_m * tiles_n, m, n, k, tiles_m, tiles_n, steps_k, batch_inner,
+                    a_outer, a_inner, a_m, a.stride(-1), b_outer, b_inner, b.stride(-2), b.stride(-1), c_outer, c_inner, c_m,
+                    block_m=tiling["block_m"], block_n=tiling["block_n"], block_k=tiling["block_k"], group=tiling["group"],
+                    acc_dtype=accumulator(call.dtype), precision=dot_precision(call), whole_k=k % tiling["block_k"] == 0,
+                    num_warps=tiling["num_warps"], num_stages=tiling["num_stages"])  # fmt: skip
+    run(call, a, b, c)
     return (c,)
 
 

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, refuse_common
-from portakern.backends.triton.layout import fresh, pow2_at_least, row_start, walk_rows
+from portakern.backends.triton.launch import accumulator, cdiv, lanes, prepare, refuse_common
+from portakern.backends.triton.layout import SHAPES, fresh_like, pow2_at_least, row_start, rows_of
 from portakern.spec import Tile
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def tile_rows(n: int, arch: str) -> dict[str, int]:
     return {"block_rows": block_rows, "block_n": block_n, "num_warps": num_warps}
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(SHAPES)
 def _tile_rows(n: int, arch: str) -> tuple[int, int, int]:
     block_n = pow2_at_least(n, 128) if n <= 16384 else 8192
     block_rows = pow2_at_least(2048 // block_n, 1, 16)
@@ -77,21 +77,36 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
 
 
 def refuse_tile(call: Call, tiling: Mapping[str, int], rows: int) -> str | None:
-    tile = tiling["block_rows"] * tiling["block_n"]
+    block_rows, num_warps = tiling["block_rows"], tiling["num_warps"]
+    reason = _refuse_tile(block_rows * tiling["block_n"], num_warps, call.interpret)
+    return reason or refuse_common(call, num_warps, cdiv(rows, block_rows))
+
+
+@functools.lru_cache(SHAPES)
+def _refuse_tile(tile: int, num_warps: int, interpret: bool) -> str | None:
     if tile > 1 << 20:
         return f"a tile of block_rows * block_n = {tile} elements is over Triton's limit of 2^20"
-    if not call.interpret and tile > tiling["num_warps"] * 32 * 128:
-        return f"a tile of {tile} elements is over 128 registers a thread at num_warps = {tiling['num_warps']}; use a smaller block_n or more warps"
-    return refuse_common(call, tiling["num_warps"], cdiv(rows, tiling["block_rows"]))
+    if not interpret and tile > num_warps * 32 * 128:
+        return f"a tile of {tile} elements is over 128 registers a thread at num_warps = {num_warps}; use a smaller block_n or more warps"
+    return None
 
 
 @BACKEND.implements("softmax", tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
 def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    x, axis = call.arrays["x"], call.options["axis"]
-    y = fresh(x.shape, x.dtype, x.device)
-    (x,), rows = walk_rows(axis, x)
-    n = x.shape[axis]
-    launch(softmax_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, y, rows.height, rows.inner, n, *rows.strides[0], *rows.strides[1],
-           block_rows=tiling["block_rows"], block_n=tiling["block_n"], acc_dtype=accumulator(call.dtype), one_tile=n <= tiling["block_n"],
-           flat=rows.flat, num_warps=tiling["num_warps"])  # fmt: skip
+    x = call.arrays["x"]
+    y = fresh_like(x)
+    form = call.options["axis"], call.dtype, tiling["block_rows"], tiling["block_n"], tiling["num_warps"]
+    run = _prepared(x.shape, x.stride(), *form)
+    if run is None:
+        x = x.contiguous()
+        run = _prepared(x.shape, x.stride(), *form)
+    run(call, x, y)
     return (y,)
+
+
+@functools.lru_cache(SHAPES)
+def _prepared(shape: tuple[int, ...], strides: tuple[int, ...], axis: int, dtype: str, block_rows: int, block_n: int, num_warps: int) -> Any:
+    """The launch for an x of this form, None where its rows must be gathered first."""
+    rows, n = rows_of(axis, shape, strides), shape[axis]
+    return rows and prepare(softmax_kernel, cdiv(rows.height, block_rows), rows.height, rows.inner, n, *rows.strides[0], *rows.strides[1],
+                            block_rows=block_rows, block_n=block_n, acc_dtype=accumulator(dtype), one_tile=n <= block_n, flat=rows.flat, num_warps=num_warps)  # fmt: skip

@@ -59,7 +59,7 @@ class Layer(nn.Module):
         self.norms = nn.ParameterList([nn.Parameter(torch.ones(WIDTH)) for _ in range(2)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        norm = [lambda x, w=w: self.ops.layer_norm(x, [WIDTH], w) for w in self.norms]  # type: ignore[misc]
+        norm = [lambda x, w=w: self.ops.layer_norm(x, [WIDTH], w) for w in self.norms]
         qkv = self.ops.matmul(norm[0](x), self.weights["qkv"])
         q, k, v = qkv.unflatten(-1, (3, HEADS, WIDTH // HEADS)).permute(2, 0, 3, 1, 4)
         o = self.ops.attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
@@ -118,25 +118,32 @@ def compare(curves: dict[str, list[list[float]]]) -> dict[str, Any]:
     means = {who: statistics.mean(e) for who, e in ends.items()}
     error = math.sqrt(sum(statistics.variance(e) / len(e) for e in ends.values())) if all(len(e) > 1 for e in ends.values()) else math.nan
     difference = means["portakern"] - means["torch"]
-    return {"final": ends, "mean": means, "standard_error": error, "difference": difference, "in_standard_errors": abs(difference) / error if error else math.nan}
+    ratio = abs(difference) / error if error else math.nan
+    return {"final": ends, "mean": means, "standard_error": error, "difference": difference, "in_standard_errors": ratio}
 
 
 def draw_plot(curves: dict[str, list[list[float]]], path: Path) -> None:
-    """Every seed's loss by step, smoothed over 20 steps."""
+    """Every seed's loss by step, smoothed over 20 steps, and how far the two sides lie apart."""
     import matplotlib
 
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "portakern"
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 4))
-    for (who, runs), colour in zip(curves.items(), ("tab:blue", "tab:orange"), strict=True):
-        for i, run in enumerate(runs):
-            smooth = [sum(run[max(0, s - 19) : s + 1]) / len(run[max(0, s - 19) : s + 1]) for s in range(len(run))]
-            axes.plot(smooth, color=colour, alpha=0.6, linewidth=1, label=who if i == 0 else None)
-    axes.set(xlabel="step", ylabel="cross entropy (nats a character)", title="Five seeds on portakern's ops and on PyTorch's own")
-    axes.legend()
-    axes.grid(alpha=0.3)
+    def smooth(run: list[float]) -> list[float]:
+        return [sum(run[max(0, s - 19) : s + 1]) / len(run[max(0, s - 19) : s + 1]) for s in range(len(run))]
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
+    for who, style in (("portakern", {"linewidth": 4, "alpha": 0.35}), ("torch", {"linewidth": 1, "linestyle": "--"})):
+        for i, run in enumerate(curves[who]):
+            left.plot(smooth(run), color=f"C{i}", label=who if i == 0 else None, **style)
+    for i, (mine, theirs) in enumerate(zip(curves["portakern"], curves["torch"], strict=True)):
+        right.plot([a - b for a, b in zip(smooth(mine), smooth(theirs), strict=True)], color=f"C{i}", linewidth=1, label=f"seed {i}")
+    left.set(xlabel="step", ylabel="cross entropy (nats a character)", title="On portakern's ops (wide) and PyTorch's own (dashed)")
+    right.set(xlabel="step", ylabel="portakern - torch", title="The difference, seed by seed")
+    for axes in (left, right):
+        axes.legend()
+        axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
 

@@ -34,9 +34,8 @@ def register(name: str = "portakern", backend: str | None = None) -> None:
     ) -> tuple[torch.Tensor, None]:
         """query: (batch, heads, length, head dim); key, value with fewer heads -> (batch, length, heads, head dim)."""
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        o = scaled_dot_product_attention(
-            query, key, value, attention_mask, dropout, bool(causal) and attention_mask is None and query.shape[2] > 1, scaling, enable_gqa=True, backend=backend
-        )
+        causal = bool(causal) and attention_mask is None and query.shape[2] > 1
+        o = scaled_dot_product_attention(query, key, value, attention_mask, dropout, causal, scaling, enable_gqa=True, backend=backend)
         return o.transpose(1, 2), None
 
     AttentionInterface.register(name, attend)
@@ -46,10 +45,9 @@ def register(name: str = "portakern", backend: str | None = None) -> None:
 def models(implementation: str) -> dict[str, PreTrainedModel]:
     """The two models; the same seed gives the same weights whatever the implementation."""
     torch.manual_seed(0)
-    llama = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=101, attn_implementation=implementation)
-    gpt2 = GPT2Config(
-        n_embd=64, n_layer=2, n_head=4, n_positions=64, vocab_size=101, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation=implementation
-    )
+    shared = {"vocab_size": 101, "attn_implementation": implementation}
+    llama = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, **shared)
+    gpt2 = GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **shared)
     return {"llama": LlamaForCausalLM(llama), "gpt2": GPT2LMHeadModel(gpt2)}
 
 

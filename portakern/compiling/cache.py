@@ -16,7 +16,7 @@ from portakern.compiling.pool import Job
 from portakern.compiling.report import Build
 from portakern.files import cache_folder, write_atomically
 
-__all__ = ["find", "keep", "key"]
+__all__ = ["find", "keep", "key", "look_again"]
 
 
 def key(job: Job) -> str:
@@ -34,6 +34,12 @@ def key(job: Job) -> str:
         "source": _digest(frozenset(modules)),
     }
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def look_again() -> None:
+    """Read source files anew: they may have changed since the last call of this process."""
+    _read.cache_clear()
+    _digest.cache_clear()
 
 
 def find(name: str) -> Build | None:

@@ -116,5 +116,5 @@ class Build:
             parts += [f"occupancy {k.occupancy:.0%}"] if k.occupancy is not None else []
             parts += [", ".join(f"{n} x{count}" for n, count in k.matrix.items()) or "no matrix instruction"]
             parts += [f"{k.cycles} cycles estimated"] if k.cycles is not None else []
-            lines.append(f"  {k.name}: {', '.join(parts)}")
+            lines.append(f"  {k.name}{f' x{k.launches}' if k.launches > 1 else ''}: {', '.join(parts)}")
         return "\n".join(lines)

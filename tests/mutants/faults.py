@@ -247,4 +247,6 @@ PALLAS_MATMUL = [
     _pallas("matmul", "k-tail-short", "the ragged end of a long k loses its last product", "a = jnp.where(positions(a.shape, 1, step * block_k) < k, a, 0)", "a = jnp.where(positions(a.shape, 1, step * block_k) < k - (k > 64), a, 0)"),
 ]  # fmt: skip
 
-FAULTS = TRITON_ATTENTION + TRITON_SOFTMAX + TRITON_LAYERNORM + TRITON_MATMUL + PALLAS_ATTENTION + PALLAS_SOFTMAX + PALLAS_LAYERNORM + PALLAS_MATMUL
+from .faults_vjp import FAULTS_VJP  # noqa: E402  it needs Fault
+
+FAULTS = TRITON_ATTENTION + TRITON_SOFTMAX + TRITON_LAYERNORM + TRITON_MATMUL + PALLAS_ATTENTION + PALLAS_SOFTMAX + PALLAS_LAYERNORM + PALLAS_MATMUL + FAULTS_VJP
