@@ -292,10 +292,8 @@ def find_route(b: Backend, call: Call, target: Target) -> Route:
     home = b.package_for(target.platform)
     impl = None if reason or home is None else b.implementation(call.spec.name, home[0])
     if home is None or impl is None:
-        serving = [o.name for o in registry.backends().values() if o is not b and why_not(o, call.spec, target) is None]
-        raise UnsupportedError(
-            f"{call.spec.name} on {target}: backend {b.name!r} cannot: {reason or 'it has none'}. Backends that can: {', '.join(serving) or 'none'}"
-        )
+        others = ", ".join(o.name for o in registry.backends().values() if o is not b and why_not(o, call.spec, target) is None)
+        raise UnsupportedError(f"{call.spec.name} on {target}: backend {b.name!r} cannot: {reason or 'it has none'}. Backends that can: {others or 'none'}")
     return Route(impl, home[1], target, FRAMEWORKS[b.framework])
 
 
@@ -326,10 +324,8 @@ def degenerate_values(call: Call) -> Mapping[str, float]:
 
 def degenerate_outputs(call: Call) -> tuple[Any, ...]:
     """The outputs of a call that has nothing to compute: empty ones, or the spec's value for a reduced extent of 0."""
-    gone = degenerate_values(call)
-    return tuple(
-        call.framework.full(shape, dtype, gone.get(name, 0.0), call.device) if name in call.wants else None for name, (shape, dtype) in call.outputs.items()
-    )
+    gone, full = degenerate_values(call), call.framework.full
+    return tuple(full(shape, dtype, gone.get(n, 0.0), call.device) if n in call.wants else None for n, (shape, dtype) in call.outputs.items())
 
 
 def to_framework(call: Call, framework: Framework) -> Call:
@@ -358,9 +354,8 @@ def oracle(call: Call) -> tuple[Any, ...]:
 def as_float64(call: Call) -> Call:
     """The call as the oracle sees it: NumPy, floating-point arrays widened to float64, integers as they are."""
     arrays = {n: a if a is None else _widen(call.framework.to_numpy(a)) for n, a in call.arrays.items()}
-    return call.replace(
-        arrays=arrays, framework=FRAMEWORKS["numpy"], device="cpu", given={n: call.dtype_of(n) for n, a in call.arrays.items() if a is not None}
-    )
+    given = {n: call.dtype_of(n) for n, a in call.arrays.items() if a is not None}
+    return call.replace(arrays=arrays, framework=FRAMEWORKS["numpy"], device="cpu", given=given)
 
 
 def _widen(array: np.ndarray) -> np.ndarray:

@@ -192,7 +192,8 @@ class Torch(Framework):
         name = call.spec.arrays[0].name
         if call.arrays[name].is_meta:
             raise SpecError(f"{call.spec.name}: {name} is on meta, where there are no values; expected one on a device: torch.empty_like({name}, device='cpu')")
-        inside_func = torch._C._functorch.peek_interpreter_stack() is not None
+        plain, strided, functorch = torch.Tensor, torch.strided, torch._C._functorch
+        inside_func = functorch.peek_interpreter_stack() is not None
         grad, dual = torch.is_grad_enabled(), torch.autograd.forward_ad._current_level >= 0
         watched = False
         for name, array in call.arrays.items():
@@ -200,13 +201,13 @@ class Torch(Framework):
                 continue
             if (grad and array.requires_grad) or (dual and torch.autograd.forward_ad.unpack_dual(array).tangent is not None):
                 watched = True
-            if array.layout is not torch.strided:
+            if array.layout is not strided:
                 raise SpecError(f"{call.spec.name}: {name} has layout {array.layout}; expected a strided tensor: pass {name}.to_dense()")
             if array.is_neg():
                 raise SpecError(f"{call.spec.name}: {name} is a lazily negated view; pass {name}.resolve_neg()")
-            if inside_func and torch._C._functorch.is_functorch_wrapped_tensor(array):
+            if inside_func and functorch.is_functorch_wrapped_tensor(array):
                 watched = True
-            if type(array) is not torch.Tensor and type(array).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            if type(array) is not plain and type(array).__torch_dispatch__ is not plain.__torch_dispatch__:
                 raise UnsupportedError(f"{call.spec.name}: {name} is a {type(array).__name__}, which has no memory of its own; pass a plain torch.Tensor")
         return watched
 

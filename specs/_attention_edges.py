@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from math import inf
+from math import inf, log
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from portakern.specs.attention import allowed, attention
+from portakern.tolerance import format_of
 
 if TYPE_CHECKING:
     from portakern.call import Call
@@ -37,9 +38,9 @@ def rows_that_bias_masks(arrays, rng, options):
     bias[:, :, _some(rng, bias.shape[2])] = -inf
 
 
-@attention.edge(given=SEGMENTS)
+@attention.edge(dims={"q_len": (1, 40), "kv_len": (128, 128)}, given=SEGMENTS, options={"is_causal": False, "window": None})
 def rows_that_segments_mask(arrays, rng, options):
-    """A query of a segment that no key has is zeros with lse = -inf."""
+    """A query of a segment that no key has is zeros with lse = -inf, also where no other mask touches a tile of keys."""
     q_ids = arrays["q_segment_ids"]
     q_ids[:, _some(rng, q_ids.shape[1])] = 9
 
@@ -119,26 +120,36 @@ def many_query_heads_a_key_head(arrays, rng, options):
     """Query head h reads key head h // group, with head dimensions that no power of two matches."""
 
 
-@attention.edge(dims={"kv_len": (120, 140)}, regime="spikes")
-def one_hot_keys_at_tile_borders(arrays, rng, options):
-    """A dropped or repeated key shows as a missing or doubled spike."""
-    arrays["q"] *= 30
+@attention.edge(dims={"q_len": (1, 40), "kv_len": (129, 140)}, options={"is_causal": False, "window": None}, absent=("bias", *SEGMENTS))
+def values_at_tile_borders(arrays, rng, options):
+    """All weights are equal and only the keys beside the borders of tiles hold a value, so that one that is dropped or repeated shows; the last tile is ragged."""
+    n = arrays["k"].shape[1]
+    arrays["k"][...], arrays["v"][...] = 0, 0
+    arrays["v"][:, [0, 15, 16, 31, 32, 63, 64, 127, 128, n - 1]] = 1
 
 
-@attention.edge(dims={"q_len": (32, 34), "kv_len": (46, 50)}, options={"is_causal": True, "window": None}, smallest_tiles=True)
+@attention.edge(dims={"q_len": (32, 32), "kv_len": (46, 46)}, options={"is_causal": True, "window": None, "return_lse": False}, absent=("bias", *SEGMENTS),
+                smallest_tiles=True)  # fmt: skip
 def causal_edge_at_a_tile_border(arrays, rng, options):
-    """The diagonal runs through the corners of tiles, or one beside them."""
+    """The first query of a tile of 16 sees all but the last key of another."""
 
 
-@attention.edge(dims={"q_len": (40, 60), "kv_len": (40, 60)}, options={"is_causal": False, "window": (20, None)}, smallest_tiles=True)
+@attention.edge(dims={"q_len": (48, 48), "kv_len": (48, 48)}, options={"is_causal": False, "window": (30, None), "return_lse": False}, absent=("bias", *SEGMENTS),
+                smallest_tiles=True)  # fmt: skip
 def windows_open_to_the_right(arrays, rng, options):
-    """A left edge alone, longer than a tile."""
+    """A left edge alone: the last query of a tile of 16 sees all but the first key of another."""
 
 
-@attention.edge(dims={"q_len": (60, 90), "kv_len": (60, 90)}, options={"is_causal": False, "window": (30, 17), "return_lse": False}, absent=("bias", *SEGMENTS),
+@attention.edge(dims={"q_len": (80, 80), "kv_len": (83, 83)}, options={"is_causal": False, "window": (20, 20), "return_lse": False}, absent=("bias", *SEGMENTS),
                 smallest_tiles=True)  # fmt: skip
 def windows_of_several_tiles(arrays, rng, options):
-    """Both edges, with whole tiles between them."""
+    """Both edges, with whole tiles of 16 between them: 16 queries see 56 keys, and those lie in 5 tiles, one more than 56 take."""
+
+
+@attention.edge(dims={"q_len": (256, 256), "kv_len": (256, 256)}, options={"is_causal": False, "window": (126, 126), "return_lse": True}, absent=("bias", *SEGMENTS),
+                smallest_tiles=True)  # fmt: skip
+def window_corners_at_tile_corners(arrays, rng, options):
+    """For tiles of any power of two up to 128: a tile's last query sees all but the first key of some tile, and its first query all but the last of another."""
 
 
 @attention.edge(dims={"q_len": (1, 20), "kv_len": (100, 140)}, options={"scale": 1.0, "softcap": None, "is_causal": False, "window": None}, absent=("bias",),
@@ -150,9 +161,13 @@ def slowly_rising_scores(arrays, rng, options):
     arrays["k"][..., 0] = np.linspace(0, 0.05, arrays["k"].shape[1])[:, None]
 
 
-@attention.edge(dims={"kv_len": (2, 140)}, options={"softcap": 1.0, "scale": 0.3})
+@attention.edge(dims={"q_len": (1, 40), "kv_len": (8, 140)}, absent=("bias", *SEGMENTS),
+                options={"scale": 1.0, "softcap": 30.0, "is_causal": False, "window": None, "return_lse": True})  # fmt: skip
 def steep_softcap(arrays, rng, options):
-    """Scores on the bend of tanh, where an approximation is furthest off."""
+    """Scores from 0.5 to 3.5 times the softcap, on the bend of tanh, where an approximation is furthest off; lse is the softcap times that."""
+    arrays["q"][...], arrays["k"][...] = 0, 0
+    arrays["q"][..., 0] = 30
+    arrays["k"][..., 0] = rng.permutation(np.linspace(0.5, 3.5, arrays["k"].shape[1]))[:, None]
 
 
 @attention.edge(dims={"q_len": (1, 70), "kv_len": (2, 140)}, given=("bias", *SEGMENTS))
@@ -196,3 +211,17 @@ def queries_are_independent(run, draw):
     q, k, v = draw.normal(1, q_len, 2, d), draw.normal(1, kv_len, 2, d), draw.normal(1, kv_len, 2, d)
     last = draw.extent(1, q_len)
     draw.same_bits(run(q[:, -last:], k, v), run(q, k, v)[:, -last:], "the last queries alone")
+
+
+@attention.law
+def equal_values_come_back(run, draw):
+    """Values of 1 give 1, within one rounding of the weights: all of these but one lie just below the next number of v's dtype, where cutting them leans most."""
+    q_len, kv_len, dtype, unit = draw.extent(1, 40), draw.extent(40, 150), draw.normal(1).dtype, format_of(draw.dtype).U
+    q, k, v = (np.zeros((1, n, 1, 8), dtype) for n in (q_len, kv_len, kv_len))
+    score = log(0.5 + 0.95 * unit)  # unit is the distance of neighbours here
+    q[..., :2], v[...] = 1, 1
+    k[:, 1:, :, 0] = score
+    k[:, 1:, :, 1] = score - k[0, 1, 0, 0].astype(float)
+    o = run(q, k, v, scale=1.0)
+    near = np.abs(o.astype(float) - 1) <= 1.25 * max(unit, 2.0**-16)
+    draw.same_bits(near, np.ones_like(near), "whether o is 1 (1: yes)")

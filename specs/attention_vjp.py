@@ -110,7 +110,7 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     a q, k or d_o that is not finite. NaN at a seen pair has no such excuse.
     """
     unit, group, scale = units(call), call.dims["group"], abs(scale_of(call))
-    k, d_bias = call.arrays["k"], None
+    k, d_bias = call.arrays["k"], np.zeros(())
     d_q, d_k, d_v = (np.zeros(call.arrays[n].shape) for n in ("q", "k", "v"))
     sums = None if ref[3] is None else np.zeros((4, *ref[3].shape))
     with np.errstate(all="ignore"):

@@ -1,14 +1,11 @@
-"""Kept launches: the key is at least as fine as Triton's, what runs is what Triton would run, and on a GPU they can be captured in a graph."""
+"""Kept launches: the key is at least as fine as Triton's, and what runs is what Triton would run."""
 
-import importlib.util
 import logging
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import portakern as pk
 from portakern.frameworks import Target
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -20,8 +17,6 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
 
 from portakern.backends.triton import launch as launching  # noqa: E402
-
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA or AMD GPU")
 
 
 @triton.jit
@@ -227,6 +222,36 @@ def test_the_first_launch_of_a_key_is_tritons_and_later_ones_are_kept(by_triton,
         assert len(by_triton) == before + 1
 
 
+def test_a_prepared_launch_is_looked_up_by_what_tensors_decide(by_triton):
+    made = []
+    by_triton.compiled = lambda: made.append(Compiled()) or made[-1]
+    rest = {"block": 16, "dtype": tl.float32, "num_warps": 4}
+    run = launching.prepare(kernel, 3, 48, 7, 16, 0.5, True, **rest)
+    x, y = TENSORS[0], TENSORS[4]
+    for _ in range(3):
+        run(Call, x, y, None)
+    assert len(by_triton) == 1 and len(made[0].launches) == 2
+    launching.launch(kernel, 3, Call, x, y, None, 48, 7, 16, 0.5, True, **rest)
+    assert made[0].launches[0] == made[0].launches[1] == made[0].launches[2] and len(by_triton) == 1
+    for other in ((TENSORS[1], y, None), (y, x, None), (x, TENSORS[5], None), (x, y, x)):
+        before = len(by_triton)
+        for _ in range(3):
+            run(Call, *other)
+        assert len(by_triton) == before + 1
+
+
+def test_who_records_or_watches_sees_prepared_launches(by_triton, monkeypatch):
+    run, seen = launching.prepare(kernel, 3, 48, 7, 16, 0.5, True, block=16, dtype=tl.float32, num_warps=4), []
+    for _ in range(3):
+        run(Call, TENSORS[0], TENSORS[0], None)
+    with launching.recording(lambda *told: seen.append(told)):
+        run(Call, TENSORS[0], TENSORS[0], None)
+    assert len(seen) == 1 and seen[0][1][3:] == (48, 7, 16, 0.5, True) and len(by_triton) == 1
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", lambda metadata: None)
+    run(Call, TENSORS[0], TENSORS[0], None)
+    assert len(by_triton) == 2
+
+
 def test_compile_errors_surface_every_time(by_triton):
     def fail():
         raise triton.runtime.errors.OutOfResources(300000, 232448, "shared memory")
@@ -293,94 +318,3 @@ def test_what_a_kept_launch_does_not_know_is_launched_by_triton_and_said_once(by
         for _ in range(3):
             go(**options)
     assert len(by_triton) == 3 and caplog.text.count("launched by Triton's own path") == 1
-
-
-def benchmark():
-    found = importlib.util.spec_from_file_location("launch", Path(__file__).parent.parent / "benchmarks" / "launch.py")
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
-
-
-def served_ops():
-    return [name for name in pk.ops() if importlib.util.find_spec(f"portakern.backends.triton.{name}")]
-
-
-@pytest.mark.parametrize("optional", [False, True], ids=["required", "all"])
-@pytest.mark.parametrize("name", served_ops())
-def test_small_inputs_fit_every_op(name, optional):
-    spec = pk.op(name).spec
-    pk.op(name, backend="triton").bind(**benchmark().small_inputs(spec, "cpu", optional=optional))
-
-
-@gpu
-@pytest.mark.parametrize("optional", [False, True], ids=["required", "all"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", served_ops())
-def test_a_captured_op_replays_to_the_bit(name, dtype, optional):
-    assert benchmark().replay_differs(name, dtype, optional) == []
-
-
-@gpu
-def test_a_kept_launch_gives_the_bits_of_tritons(monkeypatch):
-    inputs = {name: benchmark().small_inputs(pk.op(name).spec, "cuda") for name in served_ops()}
-    by_us, by_triton = [], []
-    for launches in (by_us, by_triton):
-        for name, arrays in inputs.items():
-            for _ in range(2):
-                out = pk.op(name, backend="triton")(**arrays)
-            launches += [o for o in (out if isinstance(out, tuple) else (out,)) if o is not None]
-        monkeypatch.setattr(launching, "_watched", lambda kernel: True)
-        monkeypatch.setattr(launching, "_launchers", {})
-    assert len(by_us) == len(by_triton) and all(torch.equal(a, b) for a, b in zip(by_us, by_triton, strict=True))
-
-
-@gpu
-def test_later_launches_do_not_go_through_triton(monkeypatch, caplog):
-    arrays = {name: benchmark().small_inputs(pk.op(name).spec, "cuda") for name in served_ops()}
-    for name in arrays:
-        pk.op(name, backend="triton")(**arrays[name])
-    monkeypatch.setattr(JITFunction, "__getitem__", lambda self, grid: pytest.fail(f"{self.__name__} was launched by Triton again"))
-    for name in arrays:
-        pk.op(name, backend="triton")(**arrays[name])
-    torch.cuda.synchronize()
-    assert "Triton's own path" not in caplog.text
-
-
-@gpu
-def test_launches_go_to_the_current_stream():
-    x, op = torch.randn(512, 4096, device="cuda"), pk.op("softmax", backend="triton")
-    want = op(x)
-    side = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(20_000_000)
-        late = x * 1.0
-        y = op(late)  # reads what the stream has not written yet, unless it waits in the same stream
-    side.synchronize()
-    assert torch.equal(y, want)
-
-
-@gpu
-def test_a_kernel_that_does_not_fit_says_so_every_time():
-    from portakern.backends.triton.matmul import matmul_kernel
-
-    a = torch.randn(256, 256, device="cuda")
-    c = torch.empty_like(a)
-    for _ in range(2):
-        with pytest.raises(triton.runtime.errors.OutOfResources):
-            launching.launch(matmul_kernel, 4, Call, a, a, c, 256, 256, 256, 2, 2, 2, 1, 0, 0, 256, 1, 0, 0, 256, 1, 0, 0, 256,
-                             block_m=128, block_n=128, block_k=128, group=8, acc_dtype=tl.float32, precision="tf32", whole_k=True,
-                             num_warps=8, num_stages=5)  # fmt: skip
-
-
-@gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_tensor_on_another_gpu_than_the_current_one():
-    op = pk.op("softmax", backend="triton")
-    x = torch.randn(64, 300, device="cuda:1")
-    want = torch.softmax(x, -1)
-    for device in (0, 1, 0):
-        with torch.cuda.device(device):
-            assert torch.allclose(op(x), want, atol=1e-6) and torch.allclose(op(x.to("cuda:0")), want.to("cuda:0"), atol=1e-6)
-            assert torch.cuda.current_device() == device

@@ -105,16 +105,18 @@ def _read_nvidia(compiled: Any, log: str, hardware: Hardware) -> Kernel:
     matrix = Counter(re.findall(r"\b((?:UTC)?[HIQOD]G?MMA\b[\w.]*)", sass))
     threads = meta.num_warps * hardware.lanes
     return Kernel(meta.name, threads=threads, registers=registers, spills=spills, on_chip=on_chip, matrix=dict(matrix.most_common()),
-                  occupancy=_occupancy(meta.num_warps, registers, meta.shared, hardware), assembly=sass)  # fmt: skip
+                  occupancy=_occupancy(meta.num_warps, registers, on_chip, hardware), assembly=sass)  # fmt: skip
 
 
-def _occupancy(warps: int, registers: int | None, shared: int, hardware: Hardware) -> float | None:
+def _occupancy(warps: int, registers: int | None, on_chip: Mapping[str, int], hardware: Hardware) -> float | None:
     if registers is None or hardware.core_threads is None or hardware.core_registers is None:
         return None
     a_warp = -(-registers * hardware.lanes // REGISTERS_ALLOCATED) * REGISTERS_ALLOCATED
-    memory = hardware.core_memory["shared"] or 0
     most = hardware.core_threads // hardware.lanes
-    programs = min(most // warps, hardware.core_registers // a_warp // warps, memory // (shared + 1024), hardware.core_programs or most)
+    programs = min(most // warps, hardware.core_registers // a_warp // warps, hardware.core_programs or most)
+    for memory, used in on_chip.items():
+        taken = used + 1024 * (memory == "shared")
+        programs = min(programs, (hardware.core_memory[memory] or 0) // taken if taken else programs)
     return round(programs * warps / most, 4)
 
 

@@ -26,7 +26,9 @@ from portakern.backends.triton import interpreter
 if TYPE_CHECKING:
     from portakern.call import Call
 
-__all__ = ["MAX_GRID", "accumulator", "cdiv", "dot_precision", "lanes", "launch", "prepare", "recording", "refuse_common", "shared_limit", "torch_dtype", "write_launcher"]
+__all__ = [
+    "MAX_GRID", "accumulator", "cdiv", "dot_precision", "lanes", "launch", "prepare", "recording", "refuse_common", "shared_limit", "torch_dtype", "write_launcher",
+]  # fmt: skip
 
 log = logging.getLogger("portakern")
 
@@ -161,7 +163,9 @@ def _handles(compiled: Any) -> Handles:
     return found
 
 
-def write_launcher(kernel: JITFunction[Any], args: list[type], constexprs: dict[str, type], kept: MutableMapping[Any, Handles], hip: bool) -> Callable[..., Handles | None]:
+def write_launcher(
+    kernel: JITFunction[Any], args: list[type], constexprs: dict[str, type], kept: MutableMapping[Any, Handles], hip: bool
+) -> Callable[..., Handles | None]:
     """``launcher(grid, *args, **constexprs)`` for arguments of these types; it returns the handles that it found in ``kept``."""
 
     def first(key: Any, grid: int, *args: Any, **constexprs: Any) -> None:
@@ -266,7 +270,8 @@ def refuse_common(call: Call, num_warps: int, programs: int) -> str | None:
         return None
     if call.dtype == "float64":
         return "float64 is not compiled for GPUs (it runs in the interpreter on CPU arrays only); use float32"
-    threads, most = num_warps * lanes(call.target.arch), targets.family(call.target.arch).program_threads or 0
+    hardware = targets.family(call.target.arch)
+    threads, most = num_warps * hardware.lanes, hardware.program_threads or 0
     if threads > most:
         return f"num_warps = {num_warps} is {threads} threads a program on {call.target.arch}, more than {most}"
     return None

@@ -38,7 +38,7 @@ class Rows(NamedTuple):
     strides: tuple[tuple[int, ...], ...]
 
 
-def walkrows_of(axis: int, *tensors: Any) -> tuple[tuple[Any, ...], Rows]:
+def walk_rows(axis: int, *tensors: Any) -> tuple[tuple[Any, ...], Rows]:
     """The tensors, whose rows lie along ``axis``, and how to walk them.
 
     Three or more row dimensions that no two strides describe are the one case that gathers copies.

@@ -100,9 +100,9 @@ TRITON_LAYERNORM_VJP = [
     _triton("layernorm_vjp", "padding-in-variance", "lanes beyond a short row count in the variance", "d = tl.where(ok, t - (tl.sum(t, 1) / n)[:, None], 0.0)", "d = t - (tl.sum(t, 1) / n)[:, None]", small=True),
     _triton("layernorm_vjp", "missing-rows-counted", "rows beyond the last have an xh, where eps = 0 of 0 inf", "xh = tl.where(row_ok, d * r, 0.0)", "xh = d * r", small=True),
     _triton("layernorm_vjp", "weight-float16", "the weight of a short row passes through float16", "mask=lane < n, other=0.0).to(acc_dtype)[None, :]\n    w_sum", "mask=lane < n, other=0.0).to(tl.float16).to(acc_dtype)[None, :]\n    w_sum", small=True),
-    _triton("layernorm_vjp", "unbiased-variance", "long rows divide the variance by n - 1", "r = tl.rsqrt(m2 / n + eps)", "r = tl.rsqrt(m2 / (n - 1) + eps)", small=True),
+    _triton("layernorm_vjp", "unbiased-variance", "long rows divide the variance by n - 1", "r = tl.rsqrt(m2 / n + eps)", "r = tl.rsqrt(m2 / (n - 1) + eps)"),
     _triton("layernorm_vjp", "hx-not-moved", "mean(h xh) of a long row forgets that its tiles differ in their means", "tl.sum(h * d, 1) + ((delta - step) * tile_h - step * h_sum)", "tl.sum(h * d, 1)"),
-    _triton("layernorm_vjp", "last-group-dropped", "the last of several partial sums is left out", "ok = (row < count) & (col < n)", "ok = (row < count - tl.minimum(count // 2, 1)) & (col < n)"),
+    _triton("layernorm_vjp", "last-group-dropped", "the last of several partial sums is left out", "ok = (row < count) & (col < n)", "ok = (row < count - tl.minimum(count // 2, 1)) & (col < n)", small=True),
     _triton("layernorm_vjp", "d-weight-bfloat16", "d_weight is summed in bfloat16", "w_sum += g * xh", "w_sum = (w_sum + g * xh).to(tl.bfloat16).to(acc_dtype)"),
 ]  # fmt: skip
 
@@ -113,9 +113,9 @@ APART = (
     '        c = sum(forward.matmul(call.inner("matmul", x, y, **inner.options), tiling)[0] for x, y in parts)\n'
 )
 TRITON_MATMUL_VJP = [
-    _triton("matmul_vjp", "summed-batches-rounded", "each batch entry's product is rounded before the entries are summed", "        (c,) = forward.matmul(product(call, name), tiling)\n", APART, small=True),
+    _triton("matmul_vjp", "summed-batches-rounded", "each batch entry's product is rounded before the entries are summed", "        (c,) = forward.matmul(product(call, name), tiling)\n", APART),
     _triton("matmul_vjp", "summed-axes-reversed", "two summed batch axes are folded into the operands in different orders", "right.permute(*kept, *summed, rank, rank + 1)", "right.permute(*kept, *summed[::-1], rank, rank + 1)"),
-    _triton("matmul_vjp", "cotangent-as-a", "a wider d_c is rounded to a's dtype first", "torch_dtype(product_dtype(call))\n    a, b", "torch_dtype(call.dtype)\n    a, b", small=True),
+    _triton("matmul_vjp", "cotangent-as-a", "a wider d_c is rounded to a's dtype first", "torch_dtype(product_dtype(call))\n    a, b", "torch_dtype(call.dtype)\n    a, b"),
     _triton(
         "matmul_vjp", "tf32-for-ieee", "a float32 cotangent loses 13 bits although precision is ieee",
         "    kept, summed = batch_axes(call, name)\n    left =", "    if dtype == torch.float32:\n        left, right = ((x.contiguous().view(torch.int32) & -8192).view(torch.float32) for x in (left, right))\n"
@@ -171,7 +171,7 @@ PALLAS_SOFTMAX_VJP = [
     _pallas("softmax_vjp", "delta-of-rounded-terms", "Delta sums terms that were rounded to y's dtype", "terms = y * d_y", "terms = (y * d_y).astype(y_ref.dtype).astype(jnp.float32)", small=True),
     _pallas("softmax_vjp", "last-not-summed", "Delta of a long ragged row leaves out its last element", "< n, terms, 0.0)", "< n - (n > 128), terms, 0.0)"),
     _pallas("softmax_vjp", "last-block-alone", "Delta starts anew at each block", "pl.when((sweep == 0) & (step == 0))", "pl.when(sweep == 0)"),
-    _pallas("softmax_vjp", "padding-summed", "lanes beyond a row enter Delta", "if n % block_n:", "if n % block_n == 1:", small=True),
+    _pallas("softmax_vjp", "padding-summed", "lanes beyond a row enter Delta", "if n % block_n:", "if n % block_n == 1:"),
 ]  # fmt: skip
 
 PALLAS_LAYERNORM_VJP = [
@@ -185,9 +185,9 @@ PALLAS_LAYERNORM_VJP = [
 ]  # fmt: skip
 
 PALLAS_MATMUL_VJP = [
-    _pallas("matmul_vjp", "summed-batches-rounded", "each batch entry's product is rounded before the entries are summed", "        (c,) = forward.matmul(product(call, name), tiling)\n", APART, small=True),
+    _pallas("matmul_vjp", "summed-batches-rounded", "each batch entry's product is rounded before the entries are summed", "        (c,) = forward.matmul(product(call, name), tiling)\n", APART),
     _pallas("matmul_vjp", "batch-from-the-left", "batch axes broadcast aligned at the left", "x.reshape((1,) * (rank + 2 - x.ndim) + x.shape)", "x.reshape(x.shape[:-2] + (1,) * (rank + 2 - x.ndim) + x.shape[-2:])"),
-    _pallas("matmul_vjp", "cotangent-as-a", "a wider d_c is rounded to a's dtype first", "jnp.dtype(product_dtype(call))\n    a, b", "jnp.dtype(call.dtype)\n    a, b", small=True),
+    _pallas("matmul_vjp", "cotangent-as-a", "a wider d_c is rounded to a's dtype first", "jnp.dtype(product_dtype(call))\n    a, b", "jnp.dtype(call.dtype)\n    a, b"),
     _pallas(
         "matmul_vjp", "last-entry-dropped", "sums over batch entries leave out the last product of the last one",
         "    return call.inner(", "    if summed and left.shape[-1] > 64:\n        left, right = left[..., :-1], right[..., :-1, :]\n    return call.inner(",

@@ -177,7 +177,8 @@ def _flat_right(served: dispatch.Served, backend: Backend, exact: Sequence[np.nd
 def _saved(batch: int, q_len: int, kv_len: int, heads: int, kv_heads: int, d: int, dv: int) -> dict[str, tuple[int, ...]]:
     """The shapes of what attention's gradients always take."""
     o = (batch, q_len, heads, dv)
-    return {"q": (batch, q_len, heads, d), "k": (batch, kv_len, kv_heads, d), "v": (batch, kv_len, kv_heads, dv), "o": o, "lse": (batch, heads, q_len), "d_o": o}
+    k, v = ((batch, kv_len, kv_heads, n) for n in (d, dv))
+    return {"q": (batch, q_len, heads, d), "k": k, "v": v, "o": o, "lse": (batch, heads, q_len), "d_o": o}
 
 
 ORDINARY: dict[str, list[tuple[dict[str, tuple[int, ...]], dict[str, Any], dict[str, int]]]] = {
@@ -209,6 +210,7 @@ ORDINARY: dict[str, list[tuple[dict[str, tuple[int, ...]], dict[str, Any], dict[
         ({"a": (96, 200), "b": (200, 72), "d_c": (96, 72)}, {}, {}),
         ({"a": (3, 64, 64), "b": (64, 200), "d_c": (3, 64, 200)}, {}, {"block_m": 64, "block_n": 128, "block_k": 128}),
         ({"a": (2, 1, 40, 65), "b": (3, 65, 48), "d_c": (2, 3, 40, 48)}, {}, {}),
+        ({"a": (40, 65), "b": (2, 3, 65, 48), "d_c": (2, 3, 40, 48)}, {}, {}),
     ],
     "softmax_vjp": [
         ({"y": (64, 1000), "d_y": (64, 1000)}, {}, {}),

@@ -1,0 +1,115 @@
+"""Kept launches of the ops themselves: the bits and errors of Triton's own launches, streams, devices, and capture in a CUDA graph."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+import portakern as pk
+from portakern.frameworks import Target
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+triton = pytest.importorskip("triton", reason="triton is not installed")
+
+import triton.language as tl  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from portakern.backends.triton import launch as launching  # noqa: E402
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA or AMD GPU")
+
+
+class Call:
+    interpret = False
+    target = Target("cuda", "sm_90")
+
+
+def benchmark():
+    found = importlib.util.spec_from_file_location("launch", Path(__file__).parent.parent / "benchmarks" / "launch.py")
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def served_ops():
+    return [name for name in pk.ops() if importlib.util.find_spec(f"portakern.backends.triton.{name}")]
+
+
+@pytest.mark.parametrize("optional", [False, True], ids=["required", "all"])
+@pytest.mark.parametrize("name", served_ops())
+def test_small_inputs_fit_every_op(name, optional):
+    spec = pk.op(name).spec
+    pk.op(name, backend="triton").bind(**benchmark().small_inputs(spec, "cpu", optional=optional))
+
+
+@gpu
+@pytest.mark.parametrize("optional", [False, True], ids=["required", "all"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", served_ops())
+def test_a_captured_op_replays_to_the_bit(name, dtype, optional):
+    assert benchmark().replay_differs(name, dtype, optional) == []
+
+
+@gpu
+def test_a_kept_launch_gives_the_bits_of_tritons(monkeypatch):
+    inputs = {name: benchmark().small_inputs(pk.op(name).spec, "cuda") for name in served_ops()}
+    by_us, by_triton = [], []
+    for launches in (by_us, by_triton):
+        for name, arrays in inputs.items():
+            for _ in range(2):
+                out = pk.op(name, backend="triton")(**arrays)
+            launches += [o for o in (out if isinstance(out, tuple) else (out,)) if o is not None]
+        monkeypatch.setattr(launching, "_watched", lambda kernel: True)
+        monkeypatch.setattr(launching, "_launchers", {})
+    assert len(by_us) == len(by_triton) and all(torch.equal(a, b) for a, b in zip(by_us, by_triton, strict=True))
+
+
+@gpu
+def test_later_launches_do_not_go_through_triton(monkeypatch, caplog):
+    arrays = {name: benchmark().small_inputs(pk.op(name).spec, "cuda") for name in served_ops()}
+    for name in arrays:
+        pk.op(name, backend="triton")(**arrays[name])
+    monkeypatch.setattr(JITFunction, "__getitem__", lambda self, grid: pytest.fail(f"{self.__name__} was launched by Triton again"))
+    for name in arrays:
+        pk.op(name, backend="triton")(**arrays[name])
+    torch.cuda.synchronize()
+    assert "Triton's own path" not in caplog.text
+
+
+@gpu
+def test_launches_go_to_the_current_stream():
+    x, op = torch.randn(512, 4096, device="cuda"), pk.op("softmax", backend="triton")
+    want = op(x)
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)
+        late = x * 1.0
+        y = op(late)  # reads what the stream has not written yet, unless it waits in the same stream
+    side.synchronize()
+    assert torch.equal(y, want)
+
+
+@gpu
+def test_a_kernel_that_does_not_fit_says_so_every_time():
+    from portakern.backends.triton.matmul import matmul_kernel
+
+    a = torch.randn(256, 256, device="cuda")
+    c = torch.empty_like(a)
+    for _ in range(2):
+        with pytest.raises(triton.runtime.errors.OutOfResources):
+            launching.launch(matmul_kernel, 4, Call, a, a, c, 256, 256, 256, 2, 2, 2, 1, 0, 0, 256, 1, 0, 0, 256, 1, 0, 0, 256,
+                             block_m=128, block_n=128, block_k=128, group=8, acc_dtype=tl.float32, precision="tf32", whole_k=True,
+                             num_warps=8, num_stages=5)  # fmt: skip
+
+
+@gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_tensor_on_another_gpu_than_the_current_one():
+    op = pk.op("softmax", backend="triton")
+    x = torch.randn(64, 300, device="cuda:1")
+    want = torch.softmax(x, -1)
+    for device in (0, 1, 0):
+        with torch.cuda.device(device):
+            assert torch.allclose(op(x), want, atol=1e-6) and torch.allclose(op(x.to("cuda:0")), want.to("cuda:0"), atol=1e-6)
+            assert torch.cuda.current_device() == device
