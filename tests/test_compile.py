@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 
 import portakern as pk
 from portakern import compile as compiling
-from portakern import registry, targets
-from portakern.cli import app
+from portakern import cli, registry, targets
 from portakern.compiling import cache, calls
 from portakern.compiling.report import Build, Compiled, Kernel
 from portakern.compiling.worker import one_line
@@ -216,19 +215,20 @@ def test_the_cache_follows_imports_within_the_package():
 
 
 @has_triton
-def test_the_command_line():
+def test_the_command_line(monkeypatch):
+    monkeypatch.setattr(cli.out, "_width", 220)  # rich reads COLUMNS once, when the first test imports it
     run = CliRunner().invoke
     command = ["compile", "softmax", "--target", "sm_80", "--target", "gfx1100", "--dtype", "bfloat16", "--jobs", "2"]
-    result = run(app, [*command, "--json"])
+    result = run(cli.app, [*command, "--json"])
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
     assert {"benchmark", "command", "date", "environment", "wall_seconds", "limits", "rows"} <= set(record) and record["ok"] == record["of"] == 2
     assert [r["target"] for r in record["rows"]] == ["sm_80", "gfx1100"] and record["limits"]["gfx1100"] == {"lds": 65536}
     for row in record["rows"]:
         assert row["ok"] and row["direction"] == "forward" and row["tiling"]["block_n"] == 4096 and "assembly" not in row["kernels"][0]
-    table = run(app, command, env={"COLUMNS": "220"})
+    table = run(cli.app, command)
     assert table.exit_code == 0 and "2 of 2 compile and fit" in table.output and "softmax_kernel" in table.output
-    missing = run(app, ["compile", "softmax"])
+    missing = run(cli.app, ["compile", "softmax"])
     assert isinstance(missing.exception, SpecError) and "--all" in str(missing.exception)
 
 

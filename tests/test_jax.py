@@ -80,13 +80,6 @@ def test_triton_cannot_be_staged():
         jax.jit(pk.op("softmax", backend="triton"))(normal(3, 4))
 
 
-def test_gradients_are_refused_by_name():
-    x = normal(3, 4)
-    for f in (pk.op("softmax"), pk.op("softmax", backend="pallas"), jax.jit(pk.op("softmax"))):
-        with pytest.raises(pk.UnsupportedError, match="softmax has no gradient"):
-            jax.grad(lambda x, f=f: f(x).sum())(x)
-
-
 CASES = {
     "matmul": lambda d: ((normal(2, 130, 200, dtype=d), normal(200, 70, dtype=d)), {}),
     "matmul tf32": lambda d: ((normal(130, 200, dtype=d), normal(200, 70, dtype=d)), {"precision": "tf32"}),
