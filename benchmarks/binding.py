@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
-import sys
 import time
 import tracemalloc
 from pathlib import Path
@@ -20,8 +18,7 @@ from typing import Any
 import numpy as np
 
 import portakern as pk
-from portakern import dispatch, inspect_here
-from portakern.files import write_atomically
+from portakern import dispatch, results
 from portakern.frameworks import FRAMEWORKS, HOST
 from portakern.registry import Implementation
 
@@ -85,9 +82,8 @@ def main() -> None:
             f"{r['framework']:6} {r['median_us']:6.2f} us a call (batches {r['best_us']:.2f} to {r['worst_us']:.2f}), memory grown by {r['grown_bytes']} bytes over {r['calls']} calls"
         )
     if args.json:
-        record = {"benchmark": "binding", "command": " ".join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d"), "device": "host",
-                  "environment": inspect_here.environment(), "rows": rows}  # fmt: skip
-        write_atomically(args.json, json.dumps(record, indent=2) + "\n")
+        command = results.command_line("python benchmarks/binding.py", args.json)
+        results.write(args.json, results.record("binding", rows, command=command, device=results.HOST_CPU))
 
 
 if __name__ == "__main__":

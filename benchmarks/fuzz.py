@@ -10,7 +10,6 @@ or its result is within its bound.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 import time
@@ -26,8 +25,7 @@ import ml_dtypes
 import numpy as np
 
 import portakern as pk
-from portakern import inspect_here, testing
-from portakern.files import write_atomically
+from portakern import results, testing
 from portakern.frameworks import FRAMEWORKS
 
 OURS = (pk.SpecError, pk.UnsupportedError, pk.UnavailableError)
@@ -273,10 +271,12 @@ def main() -> None:
     for text in result.broken[:20]:
         print(text)
     if args.json:
-        record = {"benchmark": "fuzz", "command": " ".join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d"), "device": "host", "environment": inspect_here.environment(),
-                  "calls": args.calls, "seed": args.seed, "seconds": round(seconds, 1), "verdicts": dict(result.verdicts), "worst": result.worst,
-                  "slowest_seconds": round(result.slowest, 2), "broken": result.broken}  # fmt: skip
-        write_atomically(args.json, json.dumps(record, indent=2) + "\n")
+        rows = [{"verdict": v, "calls": n} for v, n in result.verdicts.most_common()]
+        data = results.record(
+            "fuzz", rows, command=results.command_line("python benchmarks/fuzz.py", args.json), device=results.HOST_CPU, calls=args.calls, seed=args.seed,
+            seconds=round(seconds, 1), worst=result.worst, slowest_seconds=round(result.slowest, 2), broken=result.broken,
+        )  # fmt: skip
+        results.write(args.json, data)
     sys.exit(bool(result.broken))
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import json
 import statistics
 import sys
 import time
@@ -30,8 +29,7 @@ import torch
 from torch.nn import functional
 
 import portakern as pk
-from portakern import inspect_here
-from portakern.files import write_atomically
+from portakern import results
 from portakern.spec import Spec
 
 EXTENTS = {"batch": 2, "shape": 64, "m": 64, "n": 128, "k": 96, "q_len": 64, "kv_len": 96, "kv_heads": 2, "group": 2, "d": 64, "dv": 64}
@@ -183,9 +181,8 @@ def main() -> None:
     for g in graphs:
         print(f"{g['op']:14} {g['dtype']:9} {g['arrays']:9} captured, its inputs changed and replayed: {'; '.join(g['wrong']) or 'the bits of the eager call'}")
     if args.json:
-        record = {"benchmark": "launch", "command": " ".join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d"), "device": torch.cuda.get_device_name(),
-                  "environment": inspect_here.environment(), "rows": rows, "graphs": graphs}  # fmt: skip
-        write_atomically(args.json, json.dumps(record, indent=2) + "\n")
+        command = results.command_line("python benchmarks/launch.py", args.json)
+        results.write(args.json, results.record("launch", rows, command=command, device=torch.cuda.get_device_name(), graphs=graphs))
     if any(g["wrong"] for g in graphs):
         sys.exit(1)
 

@@ -1,10 +1,9 @@
-"""The command line: ``portakern demo | ops | backends | show | check | compile | doctor``."""
+"""The command line: ``portakern demo | ops | backends | show | check | compile | report | doctor``."""
 
 from __future__ import annotations
 
 import json
 import logging
-import shlex
 import signal
 import sys
 import time
@@ -16,9 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from portakern import inspect_here, registry
+from portakern import inspect_here, registry, results
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
-from portakern.files import write_atomically
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Declare a kernel once, run it on any accelerator, prove that every implementation agrees.")
 out = Console()
@@ -33,7 +31,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a command that is ended ends the processes that it started
     try:
         app()
-    except (SpecError, UnsupportedError, UnavailableError) as e:
+    except (SpecError, UnsupportedError, UnavailableError, results.ResultError) as e:
         err.print(f"{type(e).__name__}: {e}", style="red", markup=False, highlight=False)
         sys.exit(2)
 
@@ -129,15 +127,10 @@ def check(
                                         device=device, dtypes=dtype, only=edge, profile=profile, max_examples=max_examples, seed=seed)  # fmt: skip
     _show_reports(reports)
     if json_file:
-        record = {
-            "command": shlex.join(["portakern", *(a if a != str(json_file) else json_file.name for a in sys.argv[1:])]),
-            "date": time.strftime("%Y-%m-%d"),
-            "device": inspect_here.device_names(),
-            "environment": inspect_here.environment(),
-            "wall_seconds": round(time.perf_counter() - start, 1),
-            "reports": [r.to_dict() for r in reports],
-        }
-        write_atomically(json_file, json.dumps(record, indent=2) + "\n")
+        command, seconds = results.command_line("portakern", json_file), round(time.perf_counter() - start, 1)
+        ran_on = results.HOST_CPU if all(" on cpu " in r.subject for r in reports) else None
+        rows = [r.to_dict() for r in reports]
+        results.write(json_file, results.record("conformance", rows, command=command, device=ran_on, wall_seconds=seconds))
     if not all(r.passed for r in reports):
         raise typer.Exit(1)
 
@@ -189,7 +182,7 @@ def compile_(
 
         built = compiling.compile_all(found, jobs, fresh=fresh, timeout=timeout, done=done)
     if as_json:
-        _print_json(compiling.record(built, shlex.join(["portakern", *sys.argv[1:]]), time.perf_counter() - start))
+        _print_json(compiling.record(built, results.command_line("portakern"), time.perf_counter() - start))
     else:
         _show_builds(built)
     if not all(b.ok for b in built):
@@ -242,6 +235,35 @@ def _kernel_cells(k: Any) -> list[str]:
         shown(code),
         shown(k.cycles),
     ]
+
+
+@app.command()
+def report(
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit status 1 if a table or plot is stale or was changed by hand.")] = False,
+    add: Annotated[Path | None, typer.Option(help="A file of results of a run made elsewhere, to take in first.")] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="With --add: take it even if it is not newer, or lacks rows of the one that it replaces.")] = False,
+    root: Annotated[Path | None, typer.Option(help="The checkout; the one that portakern runs from when not given.")] = None,
+) -> None:
+    """Make the tables of PORTING.md and README.md and the plots of docs/plots from benchmarks/results."""
+    from portakern.reporting import checkout
+
+    if check and add:
+        raise SpecError("report: --check writes nothing, and --add does; give one of them")
+    where = checkout.checkout(root)
+    if add:
+        out.print(checkout.add(where, add, replace), markup=False, highlight=False, soft_wrap=True)
+    if check:
+        for s in (found := checkout.stale(where)):
+            out.print(f"{s.path.relative_to(where)}: {s.what}; run: {checkout.COMMAND}", style="red", markup=False, highlight=False, soft_wrap=True)
+        if found:
+            raise typer.Exit(1)
+        out.print("every table and plot is up to date", highlight=False)
+        return
+    changed = checkout.update(where)
+    for path in changed:
+        out.print(f"wrote {path.relative_to(where)}" if path.exists() else f"removed {path.relative_to(where)}", markup=False, highlight=False, soft_wrap=True)
+    if not changed:
+        out.print("every table and plot is up to date", highlight=False)
 
 
 @app.command()

@@ -5,11 +5,10 @@ Compilers run in processes of their own (:mod:`portakern.compiling.pool`), on ar
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from portakern import inspect_here, registry, targets
+from portakern import registry, results, targets
 from portakern.call import Call
 from portakern.compiling import cache, calls, pool
 from portakern.compiling.pool import Job
@@ -52,17 +51,9 @@ def compile_all(
 def record(built: Sequence[Build], command: str, seconds: float) -> dict[str, Any]:
     """Results as a file of results keeps them. ``limits``: bytes that a program has on chip, by target and memory; ``scoped``: those that it gets unasked."""
     hardware = [targets.find(name) for name in dict.fromkeys(b.target for b in built)]
-    return {
-        "benchmark": "compile-matrix",
-        "command": command,
-        "date": time.strftime("%Y-%m-%d"),
-        "environment": inspect_here.environment(),
-        "wall_seconds": round(seconds, 1),
-        "ok": sum(b.ok for b in built),
-        "of": len(built),
-        "limits": {h.name: {**h.on_chip, **{f"{memory} scoped": size for memory, size in h.scoped.items()}} for h in hardware},
-        "rows": [b.to_dict() for b in built],
-    }
+    limits = {h.name: {**h.on_chip, **{f"{memory} scoped": size for memory, size in h.scoped.items()}} for h in hardware}
+    counts = {"wall_seconds": round(seconds, 1), "ok": sum(b.ok for b in built), "of": len(built)}
+    return results.record("compile-matrix", [b.to_dict() for b in built], command=command, device=results.HOST_CPU, **counts, limits=limits)
 
 
 def lower(this: Op, call: Call, target: str | None = None, *, timeout: float = TIMEOUT) -> Build:

@@ -14,6 +14,7 @@ from portakern.frameworks import FRAMEWORKS
 
 __all__ = ["backends", "doctor", "environment", "having", "ops", "show"]
 
+HOST_CPU = "host CPU"  # the device of a run that used no accelerator
 PACKAGES = ("numpy", "ml_dtypes", "jaxtyping", "hypothesis", "torch", "triton", "jax", "jaxlib", "libtpu")
 
 
@@ -99,15 +100,15 @@ def devices() -> list[dict[str, str]]:
     return rows
 
 
-def device_names() -> list[str]:
-    """The accelerators by their makers' names, or the processor."""
+def device_name() -> str:
+    """The accelerators by their makers' names, several of a kind as one; HOST_CPU where there are none."""
     names = []
     if importlib.util.find_spec("torch"):
         torch = FRAMEWORKS["torch"].load()
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     if not names and importlib.util.find_spec("jax"):
         names = [d.device_kind for d in FRAMEWORKS["jax"].load().local_devices() if d.platform != "cpu"]
-    return names or [platform.processor() or platform.machine()]
+    return ", ".join(dict.fromkeys(names)) or HOST_CPU
 
 
 def doctor() -> dict[str, Any]:

@@ -62,6 +62,7 @@ class Edge:
       dims: dimension -> (least, largest) extent; the others are drawn freely, as are layouts and tilings.
       options: option -> value; the others are drawn freely.
       given, absent: optional arrays that must, or must not, be passed.
+      stretched: array -> dimensions along which it has an extent of 1, and is broadcast.
       regime: how float values are drawn before planting.
       smallest_tiles: run with the smallest tiling that is legal, so that few elements make many tiles.
       plant: ``plant(arrays, rng, options)`` changes values in place (float64 and integer NumPy arrays by name).
@@ -73,6 +74,7 @@ class Edge:
     options: Mapping[str, Any] = field(default_factory=dict)
     given: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
+    stretched: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     regime: str = "normal"
     smallest_tiles: bool = False
     plant: Callable[[dict[str, Any], Any, Mapping[str, Any]], None] | None = None
@@ -219,7 +221,7 @@ class Spec(Generic[P]):
         return fn
 
     def edge(self, **where: Any) -> Callable[[F], F]:
-        """Decorator: an :class:`Edge` named like the function, which plants its values; ``where`` holds Edge's dims, options, given, absent and regime."""
+        """Decorator: an :class:`Edge` named like the function, which plants its values; ``where`` holds Edge's other attributes."""
 
         def declare(plant: F) -> F:
             self.edges[plant.__name__] = Edge(plant.__name__, inspect.cleandoc(plant.__doc__ or ""), plant=plant, **where)

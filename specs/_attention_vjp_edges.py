@@ -87,26 +87,32 @@ def keys_that_no_query_sees(arrays, rng, options):
     """More keys than queries and a window of one: the first keys' gradients are zeros that somebody has to write."""
 
 
-@attention_vjp.edge(dims={"q_len": (32, 34), "kv_len": (46, 50)}, options={"is_causal": True, "window": None}, smallest_tiles=True)
+BAND = {"absent": ("bias", *SEGMENTS), "smallest_tiles": True}
+
+
+@attention_vjp.edge(dims={"q_len": (32, 32), "kv_len": (46, 46)}, options={"is_causal": True, "window": None}, **BAND)
 def causal_edge_at_a_tile_border(arrays, rng, options):
-    """The diagonal runs through the corners of tiles, or one beside them."""
+    """The first query of a tile of 16 sees all but the last key of another."""
 
 
-@attention_vjp.edge(dims={"q_len": (46, 50), "kv_len": (32, 34)}, options={"is_causal": False, "window": (None, 16)}, smallest_tiles=True)
+@attention_vjp.edge(dims={"q_len": (48, 48), "kv_len": (32, 32)}, options={"is_causal": False, "window": (None, 17)}, **BAND)
 def windows_open_to_the_left(arrays, rng, options):
-    """A right edge alone, beyond the diagonal by a tile."""
+    """A right edge alone, beyond the diagonal by a tile: the last query of a tile of 16 sees the first key of another, and no more of it."""
 
 
-@attention_vjp.edge(dims={"q_len": (40, 60), "kv_len": (40, 60)}, options={"is_causal": False, "window": (20, None)}, smallest_tiles=True)
+@attention_vjp.edge(dims={"q_len": (48, 48), "kv_len": (48, 48)}, options={"is_causal": False, "window": (30, None)}, **BAND)
 def windows_open_to_the_right(arrays, rng, options):
-    """A left edge alone, longer than a tile."""
+    """A left edge alone: the last query of a tile of 16 sees all but the first key of another."""
 
 
-@attention_vjp.edge(
-    dims={"q_len": (60, 90), "kv_len": (60, 90)}, options={"is_causal": False, "window": (30, 17)}, absent=("bias", *SEGMENTS), smallest_tiles=True
-)
+@attention_vjp.edge(dims={"q_len": (80, 80), "kv_len": (80, 80)}, options={"is_causal": False, "window": (30, 30)}, **BAND)
 def windows_of_several_tiles(arrays, rng, options):
-    """Both edges, with whole tiles between them."""
+    """Both edges, with a whole tile of 16 between them: each just misses the corner of a tile."""
+
+
+@attention_vjp.edge(dims={"q_len": (80, 80), "kv_len": (80, 80)}, options={"is_causal": False, "window": (17, 17)}, **BAND)
+def windows_that_reach_one_key_of_a_tile(arrays, rng, options):
+    """Both edges just reach the corner of a tile of 16: 16 queries see 50 keys, and those lie in 5 tiles, one more than 50 take."""
 
 
 # --- NaN and inf ---
@@ -212,6 +218,14 @@ def many_query_heads_a_key_head(arrays, rng, options):
 @attention_vjp.edge(dims={"batch": (2, 3), "group": (1, 3), "q_len": (17, 40), "kv_len": (17, 40)}, given=("bias",), smallest_tiles=True)
 def gradients_of_a_bias(arrays, rng, options):
     """d_bias sums over the axes along which bias is broadcast, across tiles, and over no others."""
+
+
+@attention_vjp.edge(
+    dims={"q_len": (33, 40), "kv_len": (2, 40)}, options={"is_causal": False, "window": None}, given=("bias",), absent=SEGMENTS,
+    stretched={"bias": ("q_len",)}, smallest_tiles=True,
+)  # fmt: skip
+def a_bias_of_one_row(arrays, rng, options):
+    """Its gradient is a sum over all queries: those of several tiles, the last of them ragged."""
 
 
 @attention_vjp.edge(dims={"kv_len": (120, 140)}, regime="spikes")

@@ -30,7 +30,7 @@ def test_check_passes_and_writes_json(tmp_path):
     result = run(app, ["check", "softmax", "--backend", "reference", "--max-examples", "15", "--seed", "3", "--json", str(file)])
     assert result.exit_code == 0, result.output
     assert "passed" in result.output
-    report = json.loads(file.read_text())["reports"][0]
+    report = json.loads(file.read_text())["rows"][0]
     assert report["op"] == "softmax" and report["passed"] and report["examples"] == 15 and report["seed"] == 3
     assert [p.name for p in file.parent.iterdir()] == ["report.json"]
 

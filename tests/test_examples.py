@@ -21,7 +21,7 @@ def test_the_character_model_trains_and_draws(tmp_path):
 
     assert not train.main(["--device", "cpu", "--steps", "2", "--seeds", "2", "--json", str(tmp_path / "losses.json")])
     result = json.loads((tmp_path / "losses.json").read_text())
-    first, second = (result["curves"][who][0] for who in ("portakern", "torch"))
+    first, second = (next(r["losses"] for r in result["rows"] if r["ops"] == who) for who in ("portakern", "torch"))
     assert first[0] == pytest.approx(second[0], abs=0.02) and first[1] < first[0]
     train.main(["--draw", str(tmp_path / "losses.json"), str(tmp_path / "losses.svg")])
     assert (tmp_path / "losses.svg").read_text().startswith("<?xml")

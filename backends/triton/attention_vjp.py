@@ -366,7 +366,7 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     shift, delta = (fresh((batch, heads, q_len), lse.dtype, q.device) for _ in range(2))
     launch(statistics_kernel, cdiv(q_len, rows) * heads * batch, call, o, d_o, lse, d_lse, shift, delta, cdiv(q_len, rows), heads, q_len, dv,
            *o.stride(), *d_o.stride(), *lse.stride(), *((0, 0, 0) if d_lse is None else d_lse.stride()), rows=rows, block_dv=block_dv,
-           acc_dtype=acc_dtype)  # fmt: skip
+           acc_dtype=acc_dtype, enable_fp_fusion=False)  # fmt: skip
 
     out = {name: fresh(shape, torch_dtype(dtype), q.device) if name in wants else None for name, (shape, dtype) in call.outputs.items()}
     scale, softcap = d**-0.5 if options["scale"] is None else options["scale"], options["softcap"]

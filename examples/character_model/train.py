@@ -11,7 +11,6 @@ causal attention, layernorm, a perceptron; matrix products under bfloat16 autoca
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Callable
@@ -24,8 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import portakern.torch as twins
-from portakern.files import write_atomically
-from portakern.inspect_here import environment
+from portakern import results
 
 TEXT = Path(__file__).with_name("sonnets.txt")
 WIDTH, HEADS, LAYERS, CONTEXT, BATCH = 128, 4, 2, 64, 32
@@ -158,7 +156,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--draw", type=Path, nargs=2, metavar=("JSON", "SVG"), help="plot an earlier result instead of training")
     args = parser.parse_args(argv)
     if args.draw:
-        draw_plot(json.loads(args.draw[0].read_text())["curves"], args.draw[1])
+        kept: dict[str, list[list[float]]] = {}
+        for row in results.read(args.draw[0]).rows:
+            kept.setdefault(row["ops"], []).append(row["losses"])
+        draw_plot(kept, args.draw[1])
         return 0
     curves: dict[str, list[list[float]]] = {}
     for who, ops in (("portakern", portakern_ops(args.backend)), ("torch", TORCH)):
@@ -167,10 +168,12 @@ def main(argv: list[str] | None = None) -> int:
     result = compare(curves)
     print(f"means differ by {result['difference']:+.5f}, {result['in_standard_errors']:.2f} standard errors of the difference")
     if args.json:
-        device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+        device = torch.cuda.get_device_name() if args.device == "cuda" else results.HOST_CPU
         rounded = {who: [[round(x, 4) for x in c] for c in runs] for who, runs in curves.items()}
-        report = {"benchmark": "character_model", "device": device, "environment": environment(), "steps": args.steps, **result, "curves": rounded}
-        write_atomically(args.json, json.dumps(report, indent=1) + "\n")
+        ends = result.pop("final")
+        rows = [{"ops": who, "seed": i, "final": ends[who][i], "losses": c} for who, runs in rounded.items() for i, c in enumerate(runs)]
+        command = results.command_line("python -m portakern.examples.character_model.train", args.json)
+        results.write(args.json, results.record("character_model", rows, command=command, device=device, steps=args.steps, **result))
     return 0
 
 

@@ -148,7 +148,7 @@ def check(
     """
     spec = registry.find_spec(op) if isinstance(op, str) else op
     subject = _subject(spec, backend, fn, framework, device)
-    report = Report(spec.name, subject.name, seed)
+    report = Report(spec.name, subject.name + (f", profile {profile}" if profile else ""), seed)
     limits = limits or Limits()
     limits = replace(limits, dtypes=tuple(dtypes or limits.dtypes), arguments=subject.arguments if limits.arguments is None else limits.arguments)
     start = time.perf_counter()

@@ -46,7 +46,7 @@ def cases(draw: st.DrawFn, spec: Spec[Any], limits: Limits, tiles: Mapping[str, 
     edge = edge or Edge("")
     given = [a for a in spec.arrays if not a.optional or a.name in edge.given or (limits.takes(a.name) and a.name not in edge.absent and draw(st.booleans()))]
     dims = _shrink_to_fit(spec, given, draw(_dims(spec, edge)), limits, edge)
-    shapes = {a.name: _stretch(draw, a, dims) for a in given}
+    shapes = {a.name: _stretch(draw, a, dims, edge.stretched.get(a.name, ())) for a in given}
     kinds = sorted(k for k in LAYOUTS if not (edge.plant and k == "expanded"))  # repeating index 0 would undo what is planted
     layouts = {a.name: draw(st.sampled_from(kinds)) for a in given if limits.strided and draw(st.booleans())}
     dtype = draw(st.sampled_from([d for d in spec.dtypes if d in limits.dtypes]))
@@ -59,7 +59,7 @@ def cases(draw: st.DrawFn, spec: Spec[Any], limits: Limits, tiles: Mapping[str, 
             o.name: v
             for o in spec.options
             if o.name not in edge.options and limits.takes(o.name) and draw(st.booleans()) and (v := draw(_option_values(o, shapes))) != o.default
-        } | draw(_wants(spec, shapes)),
+        } | draw(_wants(spec, shapes, 5 if edge.name else 2)),
         layouts={k: v for k, v in layouts.items() if v != "contiguous"},
         tiling=draw(_tiling(spec, tiles, limits, edge)),
         wider=tuple(a.name for a in given if a.or_float32 and dtype in ("float16", "bfloat16") and draw(st.booleans())),
@@ -146,23 +146,24 @@ def _widest(extent: Any) -> int:
     return max(extent, default=0) if isinstance(extent, tuple) else int(extent)
 
 
-def _stretch(draw: st.DrawFn, a: ArrayArg, dims: dict[str, Any]) -> tuple[int, ...]:
-    """The shape of an argument; axes that broadcast are 1, or missing at the front, now and then."""
+def _stretch(draw: st.DrawFn, a: ArrayArg, dims: dict[str, Any], ones: Sequence[str] = ()) -> tuple[int, ...]:
+    """The shape of an argument; axes that broadcast are 1, or missing at the front, now and then, and those of ``ones`` always 1."""
     shape: list[int] = []
     for d in a.dims:
         extents = shape_of((d,), dims)
         if d.variadic and d.broadcast:
             extents = extents[draw(st.integers(0, len(extents))) if draw(st.booleans()) else 0 :]
-        shape.extend(1 if d.broadcast and e != 0 and draw(st.integers(0, 2)) == 0 else e for e in extents)
+        one = any(f in ones for f in d.factors)
+        shape.extend(1 if d.broadcast and e != 0 and (one or draw(st.integers(0, 2)) == 0) else e for e in extents)
     return tuple(shape)
 
 
 @st.composite
-def _wants(draw: st.DrawFn, spec: Spec[Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, ...]]:
-    """Now and then some of the gradients only."""
+def _wants(draw: st.DrawFn, spec: Spec[Any], shapes: Mapping[str, tuple[int, ...]], rarely: int) -> dict[str, tuple[str, ...]]:
+    """Now and then some of the gradients only; less often on an edge, which is about one of them."""
     optional = {a.name for a in spec.arrays if a.optional}
     names = [o.name for o in spec.outputs if o.gradient_of in shapes or o.gradient_of not in optional]
-    if not spec.is_vjp or len(names) < 2 or draw(st.integers(0, 2)):
+    if not spec.is_vjp or len(names) < 2 or draw(st.integers(0, rarely)):
         return {}
     return {"wants": tuple(sorted(draw(st.sets(st.sampled_from(names), min_size=1))))}
 

@@ -11,7 +11,6 @@ kernel passes the same seeds, and on the calls of that run every fault is held t
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -124,19 +123,17 @@ def main() -> int:
     return 1 if summary["not_caught_on_every_seed"] or summary["kernels_and_seeds_that_failed"] else 0
 
 
-def save(args: argparse.Namespace, faults: Sequence[Fault], results: dict[Task, dict[str, Any]], planned: int, start: float) -> None:
+def save(args: argparse.Namespace, faults: Sequence[Fault], done: dict[Task, dict[str, Any]], planned: int, start: float) -> None:
     if not args.json:
         return
-    from portakern import inspect_here
-    from portakern.files import write_atomically
+    from portakern.results import HOST_CPU, command_line, record, write
 
-    table, kernels = rows(faults, results)
-    record = {
-        "benchmark": "mutants", "command": " ".join(["python -m tests.mutants", *sys.argv[1:]]), "date": time.strftime("%Y-%m-%d"), "device": args.device,
-        "environment": inspect_here.environment(), "tasks": f"{len(results)} of {planned}", "wall_seconds": round(time.time() - start), "summary": summarise(table, kernels),
-        "rows": table, "kernels": kernels,
-    }  # fmt: skip
-    write_atomically(args.json, json.dumps(record, indent=1) + "\n")
+    table, kernels = rows(faults, done)
+    data = record(
+        "mutants", table, command=command_line("python -m tests.mutants", args.json), device=HOST_CPU if args.device == "cpu" else None,
+        tasks=f"{len(done)} of {planned}", wall_seconds=round(time.time() - start), summary=summarise(table, kernels), kernels=kernels,
+    )  # fmt: skip
+    write(args.json, data)
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ TRITON_SOFTMAX = [
         "softmax", "last-not-summed", "the sum of a long row leaves out its last element",
         "mask=row_ok & (start + col < n), other", "mask=row_ok & (start + col < n - 1), other", small=True,
     ),
-    _triton("softmax", "log2e-rounded", "exp is exp2 with log2(e) of six digits", "p = tl.exp(t - tl.max(t, 1)[:, None])", "p = tl.exp2((t - tl.max(t, 1)[:, None]) * 1.4427)", small=True),
+    _triton("softmax", "log2e-rounded", "exp is exp2 with log2(e) of five digits", "p = tl.exp(t - tl.max(t, 1)[:, None])", "p = tl.exp2((t - tl.max(t, 1)[:, None]) * 1.4427)", small=True),
     _triton("softmax", "l-not-rescaled", "the running sum keeps its unit when the maximum grows", "l = l * tl.exp(m - shift) + ", "l = l + "),
     _triton(
         "softmax", "p-rounded-before-sum", "the normaliser sums weights already rounded to the output's dtype",
@@ -200,21 +200,21 @@ PALLAS_ATTENTION = [
     _pallas("attention", "too-few-steps", "a band that straddles one block more than its width loses the last", "pl.cdiv(width - 1, self.block_kv) + 1", "pl.cdiv(width, self.block_kv)", small=True),
     _pallas("attention", "no-minus-inf-guard", "a block with no visible key subtracts -inf from -inf", "origin = jnp.where(m_new == -jnp.inf, 0.0, m_new)", "origin = m_new"),
     _pallas("attention", "finite-sentinel", "masks write -0.7 of the largest number for -inf", "s = jnp.where(allowed, s, -jnp.inf)", "s = jnp.where(allowed, s, -0.7 * float(jnp.finfo(jnp.float32).max))", small=True),
-    _pallas("attention", "segments-only-on-edges", "segments are compared on edge blocks only", "both(band.allowed(i, j) if edge else None, same_segment(ref))", "both(band.allowed(i, j), same_segment(ref)) if edge else None"),
+    _pallas("attention", "segments-only-on-edges", "segments are compared on edge blocks only", "both(band.allowed(i, j) if edge else None, segments)", "both(band.allowed(i, j), segments) if edge else None"),
     _pallas("attention", "bias-of-kv-head", "the bias follows the key's head", "lambda b, h, i, step: (b, h, i))\n        rows", "lambda b, h, i, step: (b, quotient(h, group), i))\n        rows"),
     _pallas("attention", "kv-head-modulo", "query head h reads key head h % kv_heads", "return b, quotient(h, group), band", "return b, h % k.shape[2], band"),
     _pallas("attention", "softcap-pade", "tanh is its low-order fraction, clamped", "s = jnp.tanh(s)", "s = jnp.clip(s * (27 + s * s) / (27 + 9 * s * s), -1, 1)"),
     _pallas(
         "attention", "bias-after-mask", "the bias is added after the masks, so that a NaN there is added to -inf",
-        '        if "bias" in ref:\n            s = (s if softcap is None else s * softcap) + ref["bias"][...].astype(jnp.float32)\n        allowed = both(band.allowed(i, j) if edge else None, same_segment(ref))\n        if allowed is not None:\n            s = jnp.where(allowed, s, -jnp.inf)\n',
-        '        allowed = both(band.allowed(i, j) if edge else None, same_segment(ref))\n        if allowed is not None:\n            s = jnp.where(allowed, s, -jnp.inf)\n        if "bias" in ref:\n'
-        '            s = (s if softcap is None else s * softcap) + jnp.where(positions(s.shape, 1, j * band.block_kv) < band.kv_len, ref["bias"][...].astype(jnp.float32), 0.0)\n',
+        '        if "bias" in ref:\n            s = s + ref["bias"][...].astype(jnp.float32)\n        segments = same_segment(ref["q_segment_ids"], ref["kv_segment_ids"]) if "q_segment_ids" in ref else None\n        allowed = both(band.allowed(i, j) if edge else None, segments)\n        if allowed is not None:\n            s = jnp.where(allowed, s, -jnp.inf)\n',
+        '        segments = same_segment(ref["q_segment_ids"], ref["kv_segment_ids"]) if "q_segment_ids" in ref else None\n        allowed = both(band.allowed(i, j) if edge else None, segments)\n        if allowed is not None:\n            s = jnp.where(allowed, s, -jnp.inf)\n        if "bias" in ref:\n'
+        '            s = s + jnp.where(positions(s.shape, 1, j * band.block_kv) < band.kv_len, ref["bias"][...].astype(jnp.float32), 0.0)\n',
         small=True,
     ),
     _pallas(
         "attention", "additive-segments", "the segment mask adds -inf, so that a NaN or inf in another segment's key stays",
-        "        allowed = both(band.allowed(i, j) if edge else None, same_segment(ref))\n",
-        "        if same_segment(ref) is not None:\n            s += jnp.where(same_segment(ref), 0.0, -jnp.inf)\n        allowed = band.allowed(i, j) if edge else None\n",
+        "        allowed = both(band.allowed(i, j) if edge else None, segments)\n",
+        "        if segments is not None:\n            s += jnp.where(segments, 0.0, -jnp.inf)\n        allowed = band.allowed(i, j) if edge else None\n",
         small=True,
     ),
     _pallas("attention", "acc-bfloat16", "the accumulator of o is rounded to bfloat16 after each block", "dot(p.astype(v.dtype), v, (1, 0))", "dot(p.astype(v.dtype), v, (1, 0))\n        acc_ref[...] = acc_ref[...].astype(jnp.bfloat16).astype(jnp.float32)", small=True),

@@ -31,7 +31,7 @@ TRITON_ATTENTION_VJP = [
     ),
     _triton("attention_vjp", "d-k-scale-off", "d_k's scale is 0.3 % too large", "(dk_acc * scale)", "(dk_acc * (scale * 1.003))"),
     _triton("attention_vjp", "d-q-scale-twice", "d_q is scaled twice", "(acc * scale)", "(acc * scale * scale)"),
-    _triton("attention_vjp", "log2e-rounded", "exp is exp2 with log2(e) of six digits", "1.4426950408889634", "1.442695", small=True),
+    _triton("attention_vjp", "log2e-rounded", "exp is exp2 with log2(e) of five digits", "1.4426950408889634", "1.4427", small=True),
     _triton(
         "attention_vjp", "log2e-before-lse", "scores and lse take log2(e)'s factor before their difference, by which the largest overflow",
         "(s - shift) * 1.4426950408889634", "s * 1.4426950408889634 - shift * 1.4426950408889634", small=True,
@@ -80,7 +80,7 @@ TRITON_SOFTMAX_VJP = [
         "softmax_vjp", "delta-of-rounded-terms", "Delta of a short row sums terms that were rounded to y's dtype",
         "delta = tl.sum(p * g, 1)\n        tl.store", "delta = tl.sum((p * g).to(y.dtype.element_ty).to(acc_dtype), 1)\n        tl.store", small=True,
     ),
-    _triton("softmax_vjp", "last-not-summed", "Delta of a long row leaves out its last element", "delta += tl.sum(p * g, 1)", "delta += tl.sum(tl.where(start + col < n - 1, p * g, 0.0), 1)"),
+    _triton("softmax_vjp", "last-not-summed", "Delta of a long row leaves out its last element", "delta += tl.sum(p * g, 1)", "delta += tl.sum(tl.where(start + col < n - 1, p * g, 0.0), 1)", small=True),
     _triton(
         "softmax_vjp", "delta-bfloat16", "the running Delta of a long row is rounded to bfloat16 after each tile",
         "delta += tl.sum(p * g, 1)", "delta = (delta + tl.sum(p * g, 1)).to(tl.bfloat16).to(acc_dtype)", small=True,
@@ -169,8 +169,8 @@ PALLAS_ATTENTION_VJP = [
 
 PALLAS_SOFTMAX_VJP = [
     _pallas("softmax_vjp", "delta-of-rounded-terms", "Delta sums terms that were rounded to y's dtype", "terms = y * d_y", "terms = (y * d_y).astype(y_ref.dtype).astype(jnp.float32)", small=True),
-    _pallas("softmax_vjp", "last-not-summed", "Delta of a long ragged row leaves out its last element", "< n, terms, 0.0)", "< n - (n > 128), terms, 0.0)"),
-    _pallas("softmax_vjp", "last-block-alone", "Delta starts anew at each block", "pl.when((sweep == 0) & (step == 0))", "pl.when(sweep == 0)"),
+    _pallas("softmax_vjp", "last-not-summed", "Delta of a long ragged row leaves out its last element", "< n, terms, 0.0)", "< n - (n > 128), terms, 0.0)", small=True),
+    _pallas("softmax_vjp", "last-block-alone", "Delta starts anew at each block", "pl.when((sweep == 0) & (step == 0))", "pl.when(sweep == 0)", small=True),
     _pallas("softmax_vjp", "padding-summed", "lanes beyond a row enter Delta", "if n % block_n:", "if n % block_n == 1:"),
 ]  # fmt: skip
 
@@ -181,7 +181,7 @@ PALLAS_LAYERNORM_VJP = [
     _pallas("layernorm_vjp", "missing-rows-counted", "rows beyond the last enter d_weight and d_bias", "if height % block_rows:", "if height % block_rows == 1:"),
     _pallas("layernorm_vjp", "weight-as-x", "a float32 weight is rounded to x's dtype", 'ref["weight"][...].astype(jnp.float32)', 'ref["weight"][...].astype(ref["d_y"].dtype).astype(jnp.float32)', small=True),
     _pallas("layernorm_vjp", "last-group-dropped", "the last of several partial sums is left out", "if height % x.shape[0]:\n        x = jnp.where(positions(x.shape, 0, step * x.shape[0]) < height, x, 0.0)", "x = jnp.where(positions(x.shape, 0, step * x.shape[0]) < max(height - 1, 1), x, 0.0)"),
-    _pallas("layernorm_vjp", "partial-sums-rounded", "partial sums of d_weight are rounded to the inputs' dtype", 'over_rows(d_y * xh)', 'over_rows(d_y * xh).astype(ref["d_y"].dtype).astype(jnp.float32)', small=True),
+    _pallas("layernorm_vjp", "partial-sums-rounded", "partial sums of d_weight are rounded to the inputs' dtype", 'over_rows(d_y * xh)', 'over_rows(d_y * xh).astype(ref["d_y"].dtype).astype(jnp.float32)'),
 ]  # fmt: skip
 
 PALLAS_MATMUL_VJP = [

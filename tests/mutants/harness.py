@@ -28,6 +28,8 @@ from .faults import Fault
 __all__ = ["catch", "checked", "error_on_ordinary_data", "flat_verdicts", "mutant", "mutated_source"]
 
 FLAT = 1e-2  # rtol and atol of the usual test
+UNBUILT = (NameError, UnboundLocalError, KeyError, ImportError, ModuleNotFoundError, AttributeError, SyntaxError, IndentationError)
+"""What a mutant raises that was put together wrongly, or whose kernel was edited after it was read: it says nothing about the fault."""
 
 
 @cache
@@ -80,8 +82,11 @@ def mutant(fault: Fault) -> Backend:
 
 
 def catch(fault: Fault, seed: int, device: str, max_examples: int) -> dict[str, Any]:
-    """One check of a faulty kernel: was the fault found, after how many examples, and how. A case that the shipped kernel fails too finds nothing."""
+    """One check of a faulty kernel: was the fault found, after how many examples, and how. A case that the shipped kernel fails too finds nothing, nor does
+    a mutant that could not be built."""
     row = checked(fault.op, mutant(fault), seed, device, max_examples)
+    if row["failed"] and any(f"raised {e.__name__}:" in row["what"] for e in UNBUILT):
+        return {**row, "caught": False, "error": f"the mutant could not be built: {row['what']}"}
     if row["failed"] and testing.replay(fault.op, row["case"], backend=fault.backend, device=device).failures:
         return {**row, "caught": False, "error": "the shipped kernel fails the same case"}
     return {**row, "caught": row["failed"]}
@@ -170,6 +175,8 @@ def flat_verdicts(faults: Sequence[Fault], seed: int, device: str, max_examples:
 def _flat_right(served: dispatch.Served, backend: Backend, exact: Sequence[np.ndarray | None]) -> bool:
     try:
         return _flat_ok(_again(served, backend), exact)
+    except UNBUILT:
+        raise
     except Exception:
         return False
 
@@ -256,6 +263,8 @@ def error_on_ordinary_data(fault: Fault, device: str) -> float:
             try:
                 with fw.poisoned():
                     got = dispatch.op(fault.op, backend=mutant(fault), tiling=tiling)(**{n: fw.from_numpy(a, where) for n, a in arrays.items()}, **options)
+            except UNBUILT:
+                raise
             except Exception:
                 return float("inf")
             wanted = [i for i, o in enumerate(call.spec.outputs) if o.name in call.wants]

@@ -1,0 +1,74 @@
+"""Root mean square normalisation of the last axis (Zhang and Sennrich 2019).
+
+    y = x r weight        r = (sum(x^2) / n + eps)^-1/2
+
+A program owns ``block_rows`` rows. A row that fits in ``block_n`` is read once and stays in registers; a longer one is read twice (squares, result), the second
+time from cache. Masked lanes read 0, which adds nothing to a sum of squares.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+
+from portakern.backends.triton import BACKEND
+from portakern.backends.triton.launch import accumulator, cdiv, prepare
+from portakern.backends.triton.layernorm import default_tiling, scale_and_shift, supports
+from portakern.backends.triton.layout import SHAPES, fresh_like, row_start, rows_of
+from portakern.spec import Tile
+
+if TYPE_CHECKING:
+    from portakern.call import Call
+
+
+@triton.jit
+def rmsnorm_kernel(x, weight, y, rows, rows_inner, n, eps,
+                   x_outer, x_inner, x_n, weight_n,
+                   block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, one_tile: tl.constexpr, flat: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
+    x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat)
+    x_row, y_row, row_ok = x_row[:, None], (y + row * n)[:, None], (row < rows)[:, None]
+    col = tl.arange(0, block_n)[None, :].to(tl.int64)
+
+    if one_tile:
+        ok = row_ok & (col < n)
+        t = tl.load(x_row + col * x_n, mask=ok, other=0.0).to(acc_dtype)
+        r = tl.rsqrt(tl.sum(t * t, 1) / n + eps)
+        out = scale_and_shift(t * r[:, None], weight, None, weight_n, 0, col, n, acc_dtype)
+        tl.store(y_row + col, out.to(y.dtype.element_ty), mask=ok)
+    else:
+        total = tl.zeros([block_rows], acc_dtype)
+        for start in range(0, tl.cast(n, tl.int64), block_n):
+            t = tl.load(x_row + (start + col) * x_n, mask=row_ok & (start + col < n), other=0.0).to(acc_dtype)
+            total += tl.sum(t * t, 1)
+        r = tl.rsqrt(total / n + eps)
+        for start in range(0, tl.cast(n, tl.int64), block_n):
+            ok = row_ok & (start + col < n)
+            t = tl.load(x_row + (start + col) * x_n, mask=ok, other=0.0).to(acc_dtype)
+            out = scale_and_shift(t * r[:, None], weight, None, weight_n, 0, start + col, n, acc_dtype)
+            tl.store(y_row + (start + col), out.to(y.dtype.element_ty), mask=ok)
+
+
+@BACKEND.implements("rmsnorm", tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
+def rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    x, weight = call.arrays["x"], call.arrays["weight"]
+    y = fresh_like(x)
+    form = (0 if weight is None else weight.stride(0), call.options["eps"], call.dtype, tiling["block_rows"], tiling["block_n"], tiling["num_warps"])
+    run = _prepared(x.shape, x.stride(), *form)
+    if run is None:
+        x = x.contiguous()
+        run = _prepared(x.shape, x.stride(), *form)
+    run(call, x, weight, y)
+    return (y,)
+
+
+@functools.lru_cache(SHAPES)
+def _prepared(shape: tuple[int, ...], strides: tuple[int, ...], weight_n: int, eps: float, dtype: str, block_rows: int, block_n: int, num_warps: int) -> Any:
+    """The launch for an x of this form, None where its rows must be gathered first."""
+    rows, n = rows_of(len(shape) - 1, shape, strides), shape[-1]
+    return rows and prepare(rmsnorm_kernel, cdiv(rows.height, block_rows), rows.height, rows.inner, n, eps, *rows.strides[0], weight_n,
+                            block_rows=block_rows, block_n=block_n, acc_dtype=accumulator(dtype), one_tile=n <= block_n, flat=rows.flat, num_warps=num_warps)  # fmt: skip

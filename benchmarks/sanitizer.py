@@ -1,0 +1,63 @@
+"""The compiled kernels of every op under NVIDIA's compute-sanitizer: accesses beyond an allocation, then races in shared memory.
+
+Torch's caching allocator is off, so that every tensor is an allocation of its own and an access beyond its end is seen. Each op and tool is a process of its own.
+
+    python benchmarks/sanitizer.py [OPS] [--max-examples 20] [--jobs 8] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import portakern as pk
+from portakern import results
+
+SUMMARY = {"memcheck": r"ERROR SUMMARY: (\d+) error", "racecheck": r"RACECHECK SUMMARY: (\d+) hazard"}
+
+
+def sanitize(op: str, tool: str, examples: int, timeout: float) -> dict[str, Any]:
+    """One op under one tool. ``errors``: what the tool counted; ``problem``: why its count is not to be had, or what failed."""
+    check = [sys.executable, "-m", "portakern.cli", "check", op, "--backend", "triton", "--max-examples", str(examples)]
+    start = time.perf_counter()
+    try:
+        ran = subprocess.run(["compute-sanitizer", "--tool", tool, *check], env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, text=True,
+                             capture_output=True, timeout=timeout)  # fmt: skip
+        output, problem = ran.stdout + ran.stderr, f"exit status {ran.returncode}" if ran.returncode else None
+    except subprocess.TimeoutExpired as e:
+        output, problem = (e.stdout or b"").decode(), f"not done after {timeout:.0f} s"
+    told = re.search(SUMMARY[tool], output)
+    if told is None or int(told[1]) or problem:
+        print(f"---- {op}, {tool}: {problem}\n{output[-3000:]}", flush=True)
+    return {"op": op, "tool": tool, "examples": examples, "errors": int(told[1]) if told else None,
+            "problem": problem or (None if told else "no summary"), "seconds": round(time.perf_counter() - start, 1)}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ops", nargs="*", help="all when none is named")
+    parser.add_argument("--max-examples", type=int, default=20)
+    parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--timeout", type=float, default=900, help="seconds that one op and tool may take")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    with ThreadPoolExecutor(args.jobs) as pool:
+        tasks = [pool.submit(sanitize, op, tool, args.max_examples, args.timeout) for op in args.ops or pk.ops() for tool in SUMMARY]
+        rows = [t.result() for t in tasks]
+    for r in rows:
+        print(f"{r['op']:16} {r['tool']:10} {r['errors']} errors, {r['examples']} cases, {r['seconds']} s{', ' + r['problem'] if r['problem'] else ''}")
+    if args.json:
+        results.write(args.json, results.record("sanitizer", rows, command=results.command_line("python benchmarks/sanitizer.py", args.json)))
+    if any(r["errors"] or r["problem"] for r in rows):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""Device time of every op on a GPU, beside the bound of its memory traffic and arithmetic and beside PyTorch's kernels for the same.
+
+Each result is compared with the first peer's before it is timed. Both sides run under ``triton.testing.do_bench``: random data, the L2 cache cleared before each
+run, the median of the runs. A gradient op's peer is what ``torch.autograd.grad`` runs for the peer of its forward op.
+
+    python benchmarks/times.py [OPS] [--dtype bfloat16] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from triton.testing import do_bench
+
+import portakern as pk
+from portakern import autodiff, dispatch, registry, results, targets
+from portakern.call import Call
+from portakern.compiling.calls import typical_form
+from portakern.frameworks import Target
+from portakern.spec import Spec
+
+Arrays = dict[str, Any]
+
+SHAPES: dict[str, list[dict[str, tuple[int, ...]]]] = {  # beside the typical call of the spec
+    "softmax": [{"x": (16384, 4096)}, {"x": (4095, 4097)}],
+    "layernorm": [{"x": (16384, 4096)}, {"x": (4095, 4097)}],
+    "rmsnorm": [{"x": (16384, 4096)}, {"x": (4095, 4097)}],
+}
+
+
+def _sdpa(kernel: SDPBackend) -> Callable[..., Any]:
+    def attend(q: Any, k: Any, v: Any, is_causal: bool = False) -> Any:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        with sdpa_kernel(kernel):
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+
+    return attend
+
+
+def _normed(norm: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, *affine, **options: norm(x, x.shape[-1:], *affine, **options)
+
+
+PEERS: dict[str, dict[str, Callable[..., Any]]] = {
+    "matmul": {"cuBLAS": torch.matmul},
+    "softmax": {"torch": lambda x: torch.softmax(x, -1)},
+    "layernorm": {"torch": _normed(functional.layer_norm)},
+    "rmsnorm": {"torch": _normed(functional.rms_norm)},
+    "attention": {
+        "FlashAttention-2": _sdpa(SDPBackend.FLASH_ATTENTION),
+        "cuDNN": _sdpa(SDPBackend.CUDNN_ATTENTION),
+        "memory-efficient": _sdpa(SDPBackend.EFFICIENT_ATTENTION),
+    },
+}
+
+
+def calls_of(spec: Spec[Any], dtype: str) -> Iterator[tuple[Arrays, dict[str, Any]]]:
+    """Random arrays and the options of each call that is timed."""
+    form = typical_form(spec, dtype)
+    for given in [{}, *SHAPES.get(spec.name, [])]:
+        arrays = {}
+        for name, (shape, held, _) in form["arrays"].items():
+            shape = given.get(name, [next(iter(given.values()))[-1]] if given and len(shape) == 1 else shape)
+            arrays[name] = torch.randn(tuple(shape), device="cuda").to(getattr(torch, held))
+        yield arrays, form["options"]
+
+
+def moved(call: Call) -> int:
+    """The fewest bytes: each array read once, each output written once."""
+    sizes = [a.numel() * a.element_size() for a in call.arrays.values() if a is not None]
+    return sum(sizes) + sum(math.prod(shape) * getattr(torch, dtype).itemsize for name, (shape, dtype) in call.outputs.items() if name in call.wants)
+
+
+def floor_us(call: Call, hardware: targets.Hardware) -> float:
+    """The larger of traffic over bandwidth and operations over the peak rate."""
+    assert hardware.bandwidth is not None
+    return 1e6 * max(moved(call) / hardware.bandwidth, call.flops / (hardware.flops.get(call.dtype) or math.inf))
+
+
+def median_us(run: Callable[[], Any]) -> float:
+    return round(1e3 * float(do_bench(run, warmup=20, rep=80, return_mode="median")), 2)
+
+
+def gap(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> float:
+    """The largest relative distance, in the Frobenius norm."""
+    return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(ours, theirs, strict=True))
+
+
+def peers_of(spec: Spec[Any], arrays: Arrays, options: dict[str, Any], cotangent: Any) -> Iterator[tuple[str, Callable[[], tuple[Any, ...]]]]:
+    """What PyTorch has for the call: functions without arguments. Without a cotangent the forward op, with one its gradients."""
+    for name, peer in PEERS.get(spec.name, {}).items():
+        leaves = [a.detach().requires_grad_(cotangent is not None) for a in arrays.values()]
+        try:
+            with nullcontext() if cotangent is not None else torch.no_grad():
+                y = peer(*leaves, **options)
+        except RuntimeError:  # this library has no kernel for the dtype
+            continue
+        if cotangent is None:
+            yield name, torch.no_grad()(lambda peer=peer, leaves=leaves: (peer(*leaves, **options),))
+        else:
+            yield name, lambda y=y, leaves=leaves: torch.autograd.grad(y, leaves, cotangent, retain_graph=True)
+
+
+def row(
+    spec: Spec[Any], op: Any, arrays: Arrays, options: dict[str, Any], peers: Iterator[tuple[str, Callable[[], Any]]], hardware: targets.Hardware
+) -> dict[str, Any]:
+    """One call, checked against its first peer, then timed beside all."""
+    call = op.bind(**arrays, **options)
+    served: list[dispatch.Served] = []
+    with dispatch.observe(served.append):
+        ours = op(**arrays, **options)
+    ours = ours if isinstance(ours, tuple) else (ours,)
+    times, checked = {}, False
+    for name, run in peers:
+        if not checked:
+            distance = gap(tuple(o for o in ours if o is not None), run())
+            assert distance < (1e-4 if call.dtype == "float32" else 1e-2), f"{call!r}: {distance:.1e} from {name}"
+            checked = True
+        times[name] = median_us(run)
+    us = median_us(lambda: op(**arrays, **options))
+    found = {"op": spec.name, "dtype": call.dtype, "call": repr(call), "tiling": dict(served[0].tiling), "us": us, "bytes": moved(call), "flops": int(call.flops),
+             "floor_us": round(floor_us(call, hardware), 2), "peers": times, "checked": checked}  # fmt: skip
+    print(f"{found['call'][:110]:110} {us:9.1f} us, floor {found['floor_us']:8.1f}; " + ", ".join(f"{n} {t:.1f}" for n, t in times.items()), flush=True)
+    return found
+
+
+def rows_of(name: str, dtype: str, hardware: targets.Hardware) -> Iterator[dict[str, Any]]:
+    """An op and its gradients."""
+    forward = registry.find_spec(name)
+    op = pk.op(name, backend="triton")
+    for arrays, options in calls_of(forward, dtype):
+        yield row(forward, op, arrays, options, peers_of(forward, arrays, options, None), hardware)
+        if forward.vjp is None:
+            continue
+        wired = autodiff.wiring(forward)
+        call = wired.training(op.bind(**arrays, **options))
+        outputs = dict(zip((o.name for o in forward.outputs), op.serve(call, op.route(call)), strict=True))
+        main = forward.outputs[0].name
+        cotangent = torch.randn_like(outputs[main])
+        saved = {n: {**arrays, **outputs}[n] for n in (*wired.inputs, *wired.outputs) if {**arrays, **outputs}.get(n) is not None}
+        saved[wired.cotangents[main]] = cotangent
+        kept = {n: v for n, v in options.items() if n in wired.options}
+        yield row(wired.vjp, pk.op(wired.vjp.name, backend="triton"), saved, kept, peers_of(forward, arrays, options, cotangent), hardware)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ops", nargs="*", help="forward ops; all when none is named")
+    parser.add_argument("--dtype", action="append", help="may be repeated; bfloat16 and float32 when not given")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    major, minor = torch.cuda.get_device_capability()
+    hardware = targets.find(Target("cuda", f"sm_{major}{minor}").arch)
+    start, rows = time.perf_counter(), []
+    for name in args.ops or [n for n in pk.ops() if not registry.find_spec(n).is_vjp]:
+        for dtype in args.dtype or ["bfloat16", "float32"]:
+            rows += rows_of(name, dtype, hardware)
+            if args.json:
+                results.write(args.json, results.record("times", rows, command=results.command_line("python benchmarks/times.py", args.json),
+                                                        device=torch.cuda.get_device_name(), wall_seconds=round(time.perf_counter() - start, 1)))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Bringing a checkout's tables and plots up to date, telling which are not, and taking in results of runs made elsewhere."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import portakern
+from portakern import results
+from portakern.files import write_atomically
+from portakern.reporting import compiled, lines, markdown, measured, plots, roofline
+from portakern.reporting.kept import FOLDER, Kept
+from portakern.results import Result, ResultError
+
+__all__ = ["COMMAND", "PAGES", "PLOTS", "TABLES", "Stale", "add", "checkout", "stale", "update"]
+
+COMMAND = "portakern report"
+PAGES = ("PORTING.md", "README.md")
+PLOTS = "docs/plots"
+TABLES: Mapping[str, Callable[[Kept], str]] = {
+    "matrix": compiled.matrix,
+    "resources": compiled.resources,
+    "tilings": compiled.tilings,
+    "cycles": compiled.cycles,
+    "errors": measured.errors,
+    "times": measured.times,
+    "launch": measured.launch,
+    "faults": measured.faults,
+    "lines": lines.lines,
+}
+"""What may stand between marks, by name."""
+
+SEAL = re.compile(r"<!-- portakern report: shows ([0-9a-f]{16}), is ([0-9a-f]{16}) -->\n")
+
+
+@dataclass(frozen=True)
+class Stale:
+    """A table or plot that is not what the results and the source would make of it: its file, and what is wrong in words."""
+
+    path: Path
+    what: str
+
+
+def checkout(root: Path | None = None) -> Path:
+    """The checkout that portakern runs from, or the one given; ResultError elsewhere."""
+    found = (root or Path(portakern.__file__).resolve().parents[1]).resolve()
+    missing = [name for name in (PAGES[0], FOLDER) if not (found / name).exists()]
+    if missing:
+        raise ResultError(f"{COMMAND} works on a checkout of portakern, and {found} has no {missing[0]}; clone the repository and run: pip install -e .")
+    return found
+
+
+def _pages(root: Path) -> Iterator[tuple[Path, str, dict[str, str]]]:
+    """(page, its text, what stands between its marks) of every page with marks."""
+    for name in PAGES:
+        page = root / name
+        if not page.is_file():
+            continue
+        text = page.read_text(encoding="utf-8")
+        there = markdown.pieces(text, page)
+        unknown = [n for n in there if n not in TABLES]
+        if unknown:
+            raise ResultError(f"{name}: there is no table {unknown[0]!r}; expected one of {', '.join(TABLES)}")
+        if there:
+            yield page, text, there
+
+
+def _tables(kept: Kept, names: Iterable[str]) -> dict[str, str]:
+    return {name: TABLES[name](kept) + "\n" for name in names}
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _shows(data: Mapping[str, Any]) -> str:
+    """Of what a plot shows and of the code that draws it; not of its bytes, which may change with the plotting library."""
+    return _digest(json.dumps(data, sort_keys=True) + Path(plots.__file__).read_text(encoding="utf-8"))
+
+
+def _sealed(svg: str, data: Mapping[str, Any]) -> str:
+    """The SVG with a line that says what it shows and that nobody changed it since."""
+    head, rest = svg.split("\n", 1)
+    return f"{head}\n<!-- portakern report: shows {_shows(data)}, is {_digest(svg)} -->\n{rest}"
+
+
+def _fault(path: Path, data: Mapping[str, Any]) -> str | None:
+    """What is wrong with the file of a plot."""
+    if not path.is_file():
+        return "is missing"
+    text = path.read_text(encoding="utf-8")
+    seal = SEAL.search(text)
+    if seal is None:
+        return "was not made by portakern report"
+    if seal[2] != _digest(SEAL.sub("", text, count=1)):
+        return "was changed by hand"
+    return None if seal[1] == _shows(data) else "is stale"
+
+
+def _plot_faults(kept: Kept) -> Iterator[tuple[Path, str, Mapping[str, Any] | None]]:
+    """(file, what is wrong with it, what it should show: None where there should be no such file)."""
+    folder, wanted = kept.root / PLOTS, roofline.plots(kept)
+    for name, data in wanted.items():
+        fault = _fault(folder / name, data)
+        if fault:
+            yield folder / name, fault, data
+    for path in sorted(folder.glob("*.svg")):
+        if path.name not in wanted and SEAL.search(path.read_text(encoding="utf-8")):
+            yield path, "shows what is no longer among the results", None
+
+
+def stale(root: Path) -> list[Stale]:
+    """Every table and plot that the results and the source would have otherwise. Nothing is written, and nothing drawn."""
+    kept, found = Kept.of(root), []
+    for page, _, there in _pages(root):
+        wanted = _tables(kept, there)
+        found += [Stale(page, f"table {name!r} is stale or was changed by hand") for name, text in there.items() if text != wanted[name]]
+    return found + [Stale(path, fault) for path, fault, _ in _plot_faults(kept)]
+
+
+def update(root: Path) -> list[Path]:
+    """Make every table and plot anew that is not up to date; the files that changed. What is drawn is drawn before anything is written."""
+    kept = Kept.of(root)
+    new: dict[Path, str | None] = {}
+    for page, text, there in _pages(root):
+        made = markdown.replace(text, _tables(kept, there), page)
+        if made != text:
+            new[page] = made
+    for path, _, data in _plot_faults(kept):
+        new[path] = None if data is None else _sealed(plots.draw(dict(data)), data)
+    for path, content in new.items():
+        if content is None:
+            path.unlink()
+        else:
+            write_atomically(path, content)
+    return list(new)
+
+
+def add(root: Path, file: Path, replace: bool = False) -> str:
+    """Take a run made elsewhere into the results; what was done, in words. ResultError where the run is not fit for it, and then nothing has changed."""
+    new = results.read(file)
+    folder = root / FOLDER
+    same = [r for r in results.read_all(folder) if (r.benchmark, r.device) == (new.benchmark, new.device) and r.keys & new.keys]
+    if len(same) > 1:
+        names = " and ".join(r.file.name for r in same)
+        raise ResultError(f"{file}: {names} of {FOLDER} hold what it measured on {new.device}; delete all but one of them first")
+    if same:
+        place, said = same[0].file, _replacing(same[0], new, replace)
+    else:
+        place = folder / (re.sub(r"[^a-z0-9]+", "-", file.stem.lower()).strip("-") + ".json")
+        said = f"{place.name} is new: {new.benchmark} on {new.device}, {_rows(new)}"
+        if place.exists():
+            other = results.read(place)
+            raise ResultError(f"{file}: {FOLDER}/{place.name} is another run's: {other.benchmark} on {other.device}; give the file another name")
+    write_atomically(place, file.read_text(encoding="utf-8"))
+    return said
+
+
+def _rows(run: Result) -> str:
+    return f"{len(run.rows)} row{'' if len(run.rows) == 1 else 's'}"
+
+
+def _replacing(old: Result, new: Result, forced: bool) -> str:
+    """What replacing a result does, in words; ResultError where it must not be."""
+    where = f"{FOLDER}/{old.file.name}"
+    lost = old.keys - new.keys
+    if not forced and new.date <= old.date:
+        raise ResultError(
+            f"{new.file}: its date is {new.date}, and {where} holds {new.benchmark} on {new.device} of {old.date}; expected a later one (--replace takes it all the same)"
+        )
+    if not forced and lost:
+        first = ", ".join(map(str, min(lost, key=str)))
+        raise ResultError(
+            f"{new.file}: it lacks {len(lost)} of the {len(old.rows)} rows of {where}, such as {first}; expected the whole run (--replace loses them)"
+        )
+    gone = f", {len(lost)} of which it does not have" if lost else ""
+    return f"{old.file.name} is replaced: {new.benchmark} on {new.device} of {old.date}, {_rows(old)}{gone}, by that of {new.date}, {_rows(new)}"

@@ -1,0 +1,66 @@
+"""The results that a checkout keeps, and words about where a figure comes from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from portakern import results, targets
+from portakern.reporting.markdown import link
+from portakern.results import Result
+
+__all__ = ["FOLDER", "Kept", "chip", "known_targets", "set_of", "source"]
+
+FOLDER = "benchmarks/results"
+CORE = {"portakern", "python", "system", "numpy", "ml_dtypes", "jaxtyping", "hypothesis", "jaxlib"}  # versions that decide no kernel
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A checkout and the results in it."""
+
+    root: Path
+    results: tuple[Result, ...]
+
+    @classmethod
+    def of(cls, root: Path) -> Kept:
+        return cls(root, tuple(results.read_all(root / FOLDER)))
+
+    def rows(self, benchmark: str) -> list[tuple[Mapping[str, Any], Result]]:
+        """The rows of a benchmark with the run that each is of; of what several runs on one device measured, the newest."""
+        newest: dict[Any, tuple[Mapping[str, Any], Result]] = {}
+        for r in sorted((r for r in self.results if r.benchmark == benchmark), key=lambda r: (r.date, r.file.name)):
+            newest.update({(r.device, *r.key(row)): (row, r) for row in r.rows})
+        return [newest[key] for key in sorted(newest, key=lambda k: [str(part) for part in k])]
+
+
+def source(used: Iterable[Result]) -> str:
+    """A line that says which runs a table shows."""
+    lines = []
+    for r in sorted(set_of(used), key=lambda r: r.file.name):
+        versions = ", ".join(f"{n} {v}" for n, v in r.environment.items() if v and n not in CORE)
+        lines.append(f"{link(f'{FOLDER}/{r.file.name}')}: {r.date}, {r.device}, {versions or 'no framework'}; `{r.command}`")
+    return "\n".join(f"<sub>{line}</sub>" + ("  " if i < len(lines) - 1 else "") for i, line in enumerate(lines))
+
+
+def set_of(used: Iterable[Result]) -> list[Result]:
+    """Each run once."""
+    return list({r.file: r for r in used}.values())
+
+
+def chip(device: str) -> str | None:
+    """The target whose product is the device of that name: the one that shares most words, a type number among them, with the maker's name for it."""
+    said = set(re.findall(r"\w+", device))
+    shared = {h.name: said & set(re.findall(r"\w+", h.product)) for h in targets.HARDWARE.values()}
+    numbered = {name: len(words) for name, words in shared.items() if any(c.isdigit() for word in words for c in word)}
+    best = [name for name, n in numbered.items() if n == max(numbered.values())]
+    return best[0] if len(best) == 1 else None
+
+
+def known_targets(names: Iterable[str]) -> list[str]:
+    """Targets in the order of the table of hardware, and behind them those that it lacks."""
+    wanted = set(names)
+    return [t for t in targets.HARDWARE if t in wanted] + sorted(wanted - set(targets.HARDWARE))

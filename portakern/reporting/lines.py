@@ -1,0 +1,83 @@
+"""Lines of code of each op on each backend: those that are not blank, comment or docstring."""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from pathlib import Path
+
+from portakern import registry
+from portakern.reporting.kept import Kept
+from portakern.reporting.markdown import NONE, table
+
+__all__ = ["code_lines", "lines"]
+
+SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
+
+
+def code_lines(source: str) -> int:
+    """Lines on which code stands."""
+    found: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in SILENT:
+            found.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node) is not None:
+            first = node.body[0]
+            found.difference_update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    return len(found)
+
+
+def _file(root: Path, module: str) -> Path | None:
+    """The file of a module of portakern in the checkout."""
+    path = root.joinpath(*module.split("."))
+    return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
+
+
+def _imports(file: Path, top: str) -> set[str]:
+    """Modules under ``top`` that a file names anywhere in its imports."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names.update(a.name for a in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {node.module, *(f"{node.module}.{a.name}" for a in node.names)}
+    return {n for n in names if n == top or n.startswith(top + ".")}
+
+
+def _shared(root: Path, ops: set[str], top: str) -> set[Path]:
+    """The other modules of a package that the modules of its ops import, directly or not."""
+    queue, seen, found = sorted(ops), set(ops), set[Path]()
+    while queue:
+        module = queue.pop()
+        file = _file(root, module)
+        if file is None:
+            continue
+        if module not in ops:
+            found.add(file)
+        new = _imports(file, top) - seen
+        seen |= new
+        queue += sorted(new)
+    return found
+
+
+def lines(kept: Kept) -> str:
+    """Op by backend, counted from the source as it is."""
+    specs = [registry.SPECS + "." + op for op in registry.ops() if _file(kept.root, f"{registry.SPECS}.{op}")]
+    ops = [s.rpartition(".")[2] for s in specs]
+    columns: dict[str, tuple[str, dict[str, str]]] = {"spec": (registry.SPECS, dict(zip(ops, specs, strict=True)))}
+    for b in registry.backends().values():
+        packages = sorted(p for p in b.packages if b.auto and p and any(_file(kept.root, f"{p}.{op}") for op in ops))
+        top = min(packages, key=len, default="").rpartition(b.name)[0] + b.name
+        for p in packages:
+            columns[p.rpartition("backends.")[2]] = (top, {op: f"{p}.{op}" for op in ops if _file(kept.root, f"{p}.{op}")})
+
+    def count(files: set[Path]) -> str:
+        return str(sum(code_lines(f.read_text(encoding="utf-8")) for f in files)) if files else NONE
+
+    body = [[f"`{op}`", *(count({f for m in [there.get(op, "")] if m and (f := _file(kept.root, m))}) for _, there in columns.values())] for op in ops]
+    body.append(["what they share", *(count(_shared(kept.root, set(there.values()), top)) for top, there in columns.values())])
+    return (
+        table(["op", *columns], body) + "\n\nLines of code: no blank lines, comments or docstrings. What they share: the modules beside them that they import."
+    )

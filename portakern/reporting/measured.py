@@ -1,0 +1,140 @@
+"""Tables of what was run: errors as fractions of the bound, times, host time a call, planted faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from portakern.reporting.kept import Kept, set_of, source
+from portakern.reporting.markdown import NONE, table
+from portakern.results import HOST_CPU, Result
+
+__all__ = ["errors", "faults", "launch", "times"]
+
+Row = Mapping[str, Any]
+
+
+def errors(kept: Kept) -> str:
+    """Each op's and output's worst error as a fraction of its bound, a column for everything that the checker ran."""
+    rows = kept.rows("conformance")
+    if not rows:
+        return "No conformance run is kept yet: `portakern check --backend NAME --json FILE`, and `portakern report --add FILE`."
+    columns = list(dict.fromkeys((row["subject"], r.device) for row, r in sorted(rows, key=lambda x: (x[1].device, x[0]["subject"]))))
+    found = {(row["op"], row["subject"], r.device): row for row, r in rows}
+    lines = []
+    for op in sorted({row["op"] for row, _ in rows}):
+        outputs = dict.fromkeys(o for (name, _, _), row in found.items() if name == op for o in row["worst"])
+        for output in outputs or [NONE]:
+            lines.append([f"`{op}`", output, *(_worst(found.get((op, *column)), output) for column in columns)])
+    heads = [subject if device == HOST_CPU else f"{subject}, {device}" for subject, device in columns]
+    notes = [f"- {head}: {_count(row for (_, *column), row in found.items() if tuple(column) == c)}" for head, c in zip(heads, columns, strict=True)]
+    return "\n\n".join([table(["op", "output", *heads], lines, words=2), "\n".join(notes), source(r for _, r in rows)])
+
+
+def _worst(row: Row | None, output: str) -> str:
+    if row is None:
+        return "not run"
+    figure = f"{row['worst'][output]:.3f}" if output in row["worst"] else NONE
+    return figure if row["passed"] else f"**failed**, {figure}"
+
+
+def _count(rows: Iterable[Row]) -> str:
+    rows = list(rows)
+    failed = [r["op"] for r in rows if not r["passed"]]
+    laws = sum(sum(r["laws"].values()) for r in rows)
+    cases = f"{sum(r['examples'] for r in rows):,} cases and {laws:,} instances of laws across calls, of {_some(len(rows), 'op')}"
+    return f"{cases}, {'failed: ' + ', '.join(failed) if failed else 'all within their bounds'}"
+
+
+def _some(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"
+
+
+def _by_device(rows: Sequence[tuple[Row, Result]], render: Callable[[list[Row]], str]) -> str:
+    """One rendering for each device, with its name above it."""
+    devices = dict.fromkeys(r.device for _, r in rows)
+    return "\n\n".join(f"**{d}**\n\n{render([row for row, r in rows if r.device == d])}" for d in devices)
+
+
+def times(kept: Kept) -> str:
+    """Measured times beside the least time that the chip's rates allow, and beside other people's kernels."""
+    rows = kept.rows("times")
+    if not rows:
+        return "Nothing was measured yet: `python benchmarks/times.py --json FILE` on an accelerator, and `portakern report --add FILE`."
+
+    def render(mine: list[Row]) -> str:
+        peers = list(dict.fromkeys(p for row in mine for p in row["peers"]))
+        lines = [
+            [f"`{r['op']}`", r["dtype"], _inside(r["call"]), _us(r["us"]), _us(r["floor_us"]), f"{r['floor_us'] / r['us']:.0%}" if r["us"] else NONE,
+             *(_us(r["peers"].get(p)) for p in peers)]
+            for r in mine
+        ]  # fmt: skip
+        return table(["op", "dtype", "call", "µs", "floor, µs", "floor / time", *(f"{p}, µs" for p in peers)], lines, words=3)
+
+    unchecked = [row["op"] for row, _ in rows if not row["checked"]]
+    notes = "Floor: the larger of bytes over the bandwidth and operations over the peak rate of [targets.py](portakern/targets.py), every array touched once."
+    if unchecked:
+        notes += f" Results that nobody compared with the oracle: {', '.join(dict.fromkeys(unchecked))}."
+    return "\n\n".join([_by_device(rows, render), notes, source(r for _, r in rows)])
+
+
+def _inside(call: str) -> str:
+    """A call without its op and dtype, which have columns of their own."""
+    inner = call.partition("(")[2].removesuffix(")") or call
+    return inner.partition("; ")[2] or inner
+
+
+def _us(value: float | None) -> str:
+    return NONE if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def launch(kept: Kept) -> str:
+    """Host time of one eager call, by the way of calling."""
+    rows = kept.rows("launch")
+    if not rows:
+        return "Nothing was measured yet: `python benchmarks/launch.py --json FILE` on a GPU, and `portakern report --add FILE`."
+
+    def render(mine: list[Row]) -> str:
+        ways, ops = (list(dict.fromkeys(row[n] for row in mine)) for n in ("way", "op"))
+        found = {(row["op"], row["way"]): row["median_us"] for row in mine}
+        return table(["op", *ways], [[f"`{op}`", *(NONE if (us := found.get((op, w))) is None else f"{us:.1f}" for w in ways)] for op in ops])
+
+    graphs = [g for r in set_of(r for _, r in rows) for g in r.extra["graphs"]]
+    wrong = [f"{g['op']} {g['dtype']}" for g in graphs if g["wrong"]]
+    said = f"{len(graphs)} calls captured in a graph, their inputs changed, replayed: " + (
+        f"not the eager call's bits: {', '.join(wrong)}." if wrong else "the eager call's bits."
+    )
+    notes = "Microseconds of host time a call, median; [launch.py](benchmarks/launch.py) says what each way is." + (f" {said}" if graphs else "")
+    return "\n\n".join([_by_device(rows, render), notes, source(r for _, r in rows)])
+
+
+def _caught(row: Row) -> bool:
+    return bool(row["seeds"]) and all(s.get("caught") for s in row["seeds"].values())
+
+
+def faults(kept: Kept) -> str:
+    """Faults planted in the shipped kernels: how many the checker finds on every seed, and how many a flat tolerance lets through."""
+    rows = kept.rows("mutants")
+    if not rows:
+        return "No faults were planted yet: `python -m tests.mutants --json FILE`, and `portakern report --add FILE`."
+    text = [_by_device(rows, _fault_table)]
+    missed = [(row, sum(bool(s.get("caught")) for s in row["seeds"].values())) for row, _ in rows if not _caught(row)]
+    if missed:
+        text.append("Not caught on every seed:\n" + "\n".join(f"- `{row['name']}` ({n} of {len(row['seeds'])} seeds): {row['what']}" for row, n in missed))
+    broken = [k for r in set_of(r for _, r in rows) for k in r.extra["kernels"] if k.get("failed", True)]
+    if broken:
+        told = "\n".join(f"- {k['backend']} `{k['op']}`, seed {k['seed']}: {k.get('error') or k.get('what')}" for k in broken)
+        text.append(f"Seeds on which the kernel without any fault did not pass either:\n{told}")
+    return "\n\n".join([*text, source(r for _, r in rows)])
+
+
+def _fault_table(rows: list[Row]) -> str:
+    pairs = sorted({(r["backend"], r["op"]) for r in rows})
+    groups = [([b, f"`{op}`"], [r for r in rows if (r["backend"], r["op"]) == (b, op)]) for b, op in pairs] + [(["**all**", ""], rows)]
+    lines = []
+    for name, mine in groups:
+        small = [r for r in mine if r.get("max_error") is not None and r["max_error"] < 1e-2]
+        flat = [s["flat_sees_at"] for r in mine for s in r["seeds"].values() if s.get("flat_sees_at", "not run") != "not run"]
+        lines.append([*name, str(len(mine)), str(sum(map(_caught, mine))), str(len(small)), str(sum(map(_caught, small))),
+                      f"{sum(f is None for f in flat) / len(flat):.0%}" if flat else "not run"])  # fmt: skip
+    return table(["backend", "op", "faults", "caught on every seed", "err by less than 1e-2", "of these caught", "slip through a flat 1e-2"], lines, words=2)

@@ -1,0 +1,103 @@
+"""What the plots show, as plain data: where ops lie under a chip's roof, and how each compiles for each chip. No framework is needed, and no plotting library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from math import prod
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from portakern import registry, targets
+from portakern.compiling import calls
+from portakern.dispatch import op as make_op
+from portakern.errors import SpecError
+from portakern.reporting.kept import Kept, chip, known_targets
+from portakern.targets import Hardware
+
+__all__ = ["Point", "heatmap", "plots", "roofline", "work"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """An op's typical call: operations a byte, the operations a second that the roof allows, and the share of these that was measured."""
+
+    op: str
+    dtype: str
+    intensity: float
+    bound: float
+    by_memory: bool
+    share: float | None = None
+
+
+def work(op: str, dtype: str) -> tuple[int, int]:
+    """(operations, bytes) of an op's typical call, every array touched once."""
+    s = registry.find_spec(op)
+    form = calls.typical_form(s, dtype)
+    types = {"bfloat16": ml_dtypes.bfloat16}
+    arrays = {n: np.broadcast_to(np.zeros((), types.get(d, d)), shape) for n, (shape, d, _) in form["arrays"].items()}  # one element each, however large
+    options = {n: tuple(v) if isinstance(v, list) else v for n, v in form["options"].items()}
+    call = make_op(op).unchecked(**arrays, **options)
+    moved = sum(a.size * a.itemsize for a in arrays.values())
+    moved += sum(prod(call.outputs[o][0]) * np.dtype(types.get(call.outputs[o][1], call.outputs[o][1])).itemsize for o in call.wants)
+    return round(s.flops(call)), moved
+
+
+def _known_work(op: str, dtype: str) -> tuple[int, int] | None:
+    try:
+        return work(op, dtype)
+    except SpecError:  # an op that is not here any more, or has no typical call
+        return None
+
+
+def roofline(kept: Kept, h: Hardware) -> dict[str, Any]:
+    """The roof of one chip, the typical calls that compile for it, and every call that was timed on it."""
+    compiled = {(row["op"], row["dtype"]) for row, _ in kept.rows("compile-matrix") if row["target"] == h.name and row["ok"]}
+    timed = [row for row, r in kept.rows("times") if chip(r.device) == h.name and row["us"] and row["bytes"]]
+    roofs = {d: peak for d, peak in h.flops.items() if peak is not None}
+
+    def place(op: str, dtype: str, flops: int, moved: int) -> Point:
+        rate = flops / moved * (h.bandwidth or 0)
+        return Point(op, dtype, flops / moved, min(rate, roofs[dtype]), rate < roofs[dtype])
+
+    points = []
+    for op, dtype in sorted(compiled):
+        known = _known_work(op, dtype)
+        if known is None or dtype not in roofs:
+            continue
+        flops, moved = known
+        same = [row for row in timed if (row["op"], row["dtype"]) == (op, dtype) and (row["flops"], row["bytes"]) == (flops, moved)]
+        p = place(op, dtype, flops, moved)
+        points.append(replace(p, share=flops / same[0]["us"] * 1e6 / p.bound if same else None))
+    measured = [{**asdict(place(r["op"], r["dtype"], r["flops"], r["bytes"])), "measured": r["flops"] / r["us"] * 1e6} for r in timed if r["dtype"] in roofs]
+    used = {p.dtype for p in points} | {m["dtype"] for m in measured}
+    return {
+        "kind": "roofline", "target": h.name, "product": h.product, "bandwidth": h.bandwidth, "points": [asdict(p) for p in points], "measured": measured,
+        "roofs": {d: peak for d, peak in roofs.items() if d in used}, "without": sorted({d for _, d in compiled} - used),
+    }  # fmt: skip
+
+
+def heatmap(kept: Kept) -> dict[str, Any]:
+    """Op and dtype by target: whether the call compiles, spills, and uses the matrix unit. Several backends of one target: the best of them."""
+    order = ("fails", "spills", "fits")
+    cells: dict[tuple[str, str, str], tuple[int, bool]] = {}
+    for row, _ in kept.rows("compile-matrix"):
+        spills = any(k["spills"] for k in row["kernels"])
+        found = (0 if not row["ok"] else 1 if spills else 2, any(k["matrix"] for k in row["kernels"]))
+        key = row["op"], row["dtype"], row["target"]
+        cells[key] = max(found, cells.get(key, found))
+    names = known_targets(t for _, _, t in cells)
+    lines: dict[str, list[Any]] = {f"{op} {dtype}": [] for op, dtype, _ in sorted(cells)}
+    for op, dtype in sorted({(o, d) for o, d, _ in cells}):
+        here = [cells.get((op, dtype, t)) for t in names]
+        lines[f"{op} {dtype}"] = [None if c is None else [order[c[0]], c[1]] for c in here]
+    return {"kind": "heatmap", "targets": names, "rows": lines}
+
+
+def plots(kept: Kept) -> Mapping[str, dict[str, Any]]:
+    """Name of the file -> what it shows."""
+    compiled_for = {row["target"] for row, _ in kept.rows("compile-matrix")}
+    found = {f"roofline-{h.name}.svg": roofline(kept, h) for h in targets.HARDWARE.values() if h.name in compiled_for}
+    return {"heatmap.svg": heatmap(kept), **found} if compiled_for else {}

@@ -1,0 +1,255 @@
+"""Files of results: one JSON a run, all of one form, under ``benchmarks/results/`` of a checkout.
+
+    {"schema": 1, "benchmark": "...", "command": "...", "date": "YYYY-MM-DD", "device": "...", "environment": {...}, "rows": [{...}, ...], ...}
+
+What else a file holds, and what a row does, depends on its benchmark (:data:`BENCHMARKS`).
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from portakern import inspect_here
+from portakern.files import write_atomically
+
+__all__ = ["BENCHMARKS", "HOST_CPU", "SCHEMA", "Benchmark", "Result", "ResultError", "command_line", "read", "read_all", "record", "write"]
+
+SCHEMA = 1
+HOST_CPU = inspect_here.HOST_CPU
+
+log = logging.getLogger("portakern")
+
+
+class ResultError(ValueError):
+    """A file of results that cannot be used; the message names the file, the key, what came and what was expected."""
+
+
+def _is_date(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and datetime.date.fromisoformat(value).isoformat() == value
+    except ValueError:
+        return False
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "text": (lambda v: isinstance(v, str) and v != "", "a text that is not empty"),
+    "string": (lambda v: isinstance(v, str), "a text"),
+    "date": (_is_date, "a date like 2026-11-30"),
+    "number": (_number, "a number"),
+    "count": (lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 0, "a whole number from 0 up"),
+    "integer": (lambda v: isinstance(v, int) and not isinstance(v, bool), "a whole number"),
+    "flag": (lambda v: isinstance(v, bool), "true or false"),
+    "object": (lambda v: isinstance(v, dict), "an object"),
+    "list": (lambda v: isinstance(v, list), "a list"),
+    "numbers": (lambda v: isinstance(v, dict) and all(map(_number, v.values())), "an object of numbers"),
+    "integers": (lambda v: isinstance(v, dict) and all(isinstance(x, int) for x in v.values()), "an object of whole numbers"),
+    "any": (lambda v: True, "anything"),
+}
+"""What a value may be, under the names that :class:`Benchmark` uses; with a ? behind, it may be null or absent too."""
+
+HEADER = {"schema": "integer", "benchmark": "text", "command": "text", "date": "date", "device": "text", "environment": "object", "rows": "list"}
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """The form of one benchmark's files.
+
+    Attributes:
+      key: the fields of a row that say what it measured; no two rows of a file share them.
+      row: field of a row -> its kind. extra: key of the file beside the header -> its kind.
+      nested: field of a row that is a list of objects -> the kinds of theirs.
+    """
+
+    key: tuple[str, ...]
+    row: Mapping[str, str]
+    extra: Mapping[str, str] = field(default_factory=dict)
+    nested: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+
+_KERNEL = {
+    "name": "text", "launches": "count", "threads": "count?", "registers": "count?", "spills": "count?", "on_chip": "integers", "occupancy": "number?",
+    "matrix": "integers", "code_bytes": "count?", "cycles": "count?",
+}  # fmt: skip
+_COUNTS = dict.fromkeys(("refused", "tilings_refused", "cells", "layouts", "edges", "laws"), "integers")
+_MEDIAN = {"median_us": "number", "best_us": "number", "worst_us": "number"}
+
+BENCHMARKS: Mapping[str, Benchmark] = {
+    "conformance": Benchmark(
+        ("op", "subject"),
+        {"op": "text", "subject": "text", "seed": "integer", "examples": "count", "failures": "list", "worst": "numbers", "worst_case": "string", **_COUNTS,
+         "seconds": "number", "passed": "flag"},
+        {"wall_seconds": "number"},
+    ),
+    "compile-matrix": Benchmark(
+        ("op", "dtype", "target", "backend"),
+        {"op": "text", "direction": "text", "dtype": "text", "target": "text", "backend": "text", "call": "string", "tiling": "integers", "ok": "flag",
+         "reason": "text?", "final": "flag", "kernels": "list", "code_bytes": "count?", "seconds": "number"},
+        {"wall_seconds": "number", "ok": "count", "of": "count", "limits": "object"},
+        {"kernels": _KERNEL},
+    ),
+    "times": Benchmark(
+        ("op", "dtype", "call"),
+        {"op": "text", "dtype": "text", "call": "text", "tiling": "integers", "us": "number", "bytes": "count", "flops": "count", "floor_us": "number", "peers": "numbers",
+         "checked": "flag"},
+        {"wall_seconds": "number?"},
+    ),
+    "launch": Benchmark(("op", "way"), {"op": "text", "way": "text", **_MEDIAN}, {"graphs": "list"}),
+    "binding": Benchmark(("framework",), {"framework": "text", "calls": "count", **_MEDIAN, "grown_bytes": "integer"}),
+    "fuzz": Benchmark(
+        ("verdict",),
+        {"verdict": "text", "calls": "count"},
+        {"calls": "count", "seed": "integer", "seconds": "number", "worst": "number", "slowest_seconds": "number", "broken": "list"},
+    ),
+    "mutants": Benchmark(
+        ("name",),
+        {"name": "text", "backend": "text", "op": "text", "what": "text", "small": "flag", "max_error": "number?", "error": "text?", "seeds": "object"},
+        {"tasks": "text", "wall_seconds": "number", "summary": "object", "kernels": "list"},
+    ),
+    "sanitizer": Benchmark(("op", "tool"), {"op": "text", "tool": "text", "examples": "count", "errors": "count?", "problem": "text?", "seconds": "number"}),
+    "character_model": Benchmark(
+        ("ops", "seed"),
+        {"ops": "text", "seed": "integer", "final": "number", "losses": "list"},
+        {"steps": "count", "mean": "numbers", "standard_error": "number", "difference": "number", "in_standard_errors": "number"},
+    ),
+}  # fmt: skip
+"""Every benchmark whose results are kept."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run, read and found right. ``extra``: what its benchmark keeps beside rows; ``file``: where it lies."""
+
+    file: Path
+    benchmark: str
+    command: str
+    date: str
+    device: str
+    environment: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]]
+    extra: Mapping[str, Any]
+
+    def key(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What a row measured."""
+        return tuple(row[n] for n in BENCHMARKS[self.benchmark].key)
+
+    @property
+    def keys(self) -> set[tuple[Any, ...]]:
+        return {self.key(row) for row in self.rows}
+
+
+def command_line(program: str, file: Path | None = None) -> str:
+    """``program`` with this process's arguments; of the file that the result goes to, the name alone."""
+    arguments = [file.name if file is not None and a == str(file) else a for a in sys.argv[1:]]
+    return f"{program} {shlex.join(arguments)}".strip()
+
+
+def record(benchmark: str, rows: Sequence[Mapping[str, Any]], *, command: str, device: str | None = None, **extra: Any) -> dict[str, Any]:
+    """A run of today as a file keeps it. ``device``: the name of what was measured; this machine's best if not given."""
+    return {
+        "schema": SCHEMA,
+        "benchmark": benchmark,
+        "command": command,
+        "date": datetime.date.today().isoformat(),
+        "device": device or inspect_here.device_name(),
+        "environment": inspect_here.environment(),
+        **extra,
+        "rows": list(rows),
+    }
+
+
+def write(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a record. One that :func:`read` will refuse is written all the same, with a warning: the run it came from may have been long."""
+    write_atomically(path, json.dumps(data, indent=1) + "\n")
+    found = next(problems(json.loads(path.read_text(encoding="utf-8"))), None)
+    if found:
+        log.warning("%s was written, and `portakern report` will refuse it: %s", path, found)
+
+
+def read(path: Path) -> Result:
+    """One file of results; ResultError says what is wrong with it."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ResultError(f"{path}: cannot be read: {e.strerror or e}") from e
+    except ValueError as e:
+        raise ResultError(f"{path}: is not JSON: {e}") from e
+    found = next(problems(data), None)
+    if found:
+        raise ResultError(f"{path}: {found}")
+    extra = {n: v for n, v in data.items() if n not in HEADER}
+    return Result(path, data["benchmark"], data["command"], data["date"], data["device"], data["environment"], data["rows"], extra)
+
+
+def read_all(folder: Path) -> list[Result]:
+    """Every result of a folder, by name of its file."""
+    return [read(path) for path in sorted(folder.glob("*.json"))]
+
+
+def problems(data: Any) -> Iterator[str]:
+    """What is wrong with the content of a file, in words, worst first."""
+    if not isinstance(data, dict):
+        yield f"holds {_shown(data)}; expected an object with {', '.join(HEADER)}"
+        return
+    if data.get("schema") != SCHEMA:
+        what = f"is {_shown(data['schema'])}" if "schema" in data else "is missing"
+        yield f"'schema' {what}; expected {SCHEMA}: results are written by portakern.results.record(...), in this form since then"
+        return
+    yield from _faults({n: data[n] for n in HEADER if n in data}, HEADER, "")
+    name = data.get("benchmark")
+    form = BENCHMARKS.get(name) if isinstance(name, str) else None
+    if form is None:
+        yield f"'benchmark' is {_shown(name)}; expected one of {', '.join(BENCHMARKS)}"
+        return
+    yield from _faults({n: v for n, v in data.items() if n not in HEADER}, form.extra, "")
+    rows = data.get("rows")
+    yield from _row_faults(rows if isinstance(rows, list) else [], form)
+
+
+def _row_faults(rows: list[Any], form: Benchmark) -> Iterator[str]:
+    if not rows:
+        yield "'rows' is empty; expected a row for each thing measured"
+    seen: dict[str, int] = {}
+    for i, row in enumerate(rows):
+        place = f"rows[{i}]"
+        if not isinstance(row, dict):
+            yield f"'{place}' is {_shown(row)}; expected an object"
+            continue
+        yield from _faults(row, form.row, place + ".")
+        for name, kinds in form.nested.items():
+            for j, inner in enumerate(row[name] if isinstance(row.get(name), list) else ()):
+                yield from _faults(inner, kinds, f"{place}.{name}[{j}].") if isinstance(inner, dict) else [f"'{place}.{name}[{j}]' is no object"]
+        key = json.dumps([row.get(n) for n in form.key])
+        if key in seen:
+            yield f"'{place}' measures what rows[{seen[key]}] does: {', '.join(f'{n} {row.get(n)!r}' for n in form.key)}; expected one row for each"
+        seen.setdefault(key, i)
+
+
+def _faults(values: Mapping[str, Any], kinds: Mapping[str, str], place: str) -> Iterator[str]:
+    for name, kind in kinds.items():
+        holds, words = KINDS[kind.rstrip("?")]
+        if name not in values and not kind.endswith("?"):
+            yield f"'{place}{name}' is missing; expected {words}"
+        elif values.get(name) is None and kind.endswith("?"):
+            continue
+        elif not holds(values[name]):
+            yield f"'{place}{name}' is {_shown(values[name])}; expected {words}"
+    unknown = [n for n in values if n not in kinds]
+    if unknown:
+        yield f"'{place}{unknown[0]}' is unknown; expected {', '.join(kinds) or 'nothing else'}"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

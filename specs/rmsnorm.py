@@ -1,0 +1,189 @@
+"""Root mean square normalisation over the last axis."""
+
+from __future__ import annotations
+
+from math import inf, prod
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+
+import numpy as np
+from jaxtyping import Float
+
+from portakern.options import Range
+from portakern.spec import Tile, spec
+from portakern.tolerance import KAPPA, chain, magnitude, round_to, store_spread, units
+
+if TYPE_CHECKING:
+    from portakern.call import Call
+
+A = TypeVar("A")
+
+
+class RmsnormOut(NamedTuple):
+    y: Float[A, "*batch n"]
+
+
+@spec(
+    tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 16384, of="n")},
+    or_float32=("weight",),
+    vjp="rmsnorm_vjp",
+    autocast="float32",
+    typical={"batch": (4096,), "n": 4096, "weight": True},
+    flops=lambda call: 4.0 * prod(call.dims["batch"]) * call.dims["n"],
+)
+def rmsnorm(
+    x: Float[A, "*batch n"],
+    weight: Float[A, "n"] | None = None,
+    *,
+    eps: Annotated[float, Range(0.0, typical=(1e-6, 1e-12, 1e-2))] = 1e-6,
+) -> RmsnormOut:
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32 (float64 for float64) (Zhang and Sennrich 2019, eq. 4).
+
+    Args:
+      x: (*batch, n).
+      weight: (n,), x's dtype or float32; None is 1. A model that keeps weight - 1 passes the sum.
+      eps: added to the mean of squares, >= 0; a number, where torch.nn.functional.rms_norm takes None for a dtype's own.
+
+    Returns:
+      y: the shape and dtype of x. What arithmetic makes of infinities: a NaN makes its row NaN; an inf makes its own element NaN and the others of its row 0.
+      Guaranteed while a row's sum of x^2 is under 2^127 (2^1023 in float64).
+    """
+    raise NotImplementedError
+
+
+def root(call: Call) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """r = (mean x^2 + eps)^-1/2 of each row, (*batch, 1); rho, the share of itself by which it errs; and of which rows nothing is promised.
+
+    v = mean x^2 + eps errs by (c_N + 6) u: the square, c_N additions, a division (2 ulp), the sum with eps; 3 tau come or go where squares, their mean or eps
+    flush. rho is the share by which the ends of that range move v^-1/2, and 4u for the root (2 ulp). An infinite v makes r 0, exactly.
+    Nothing is promised where the low end is not positive (eps = 0 on a row of zeros, or of squares next to subnormal), or where sum x^2 reaches 2^127.
+    """
+    x, unit = call.arrays["x"], units(call)
+    total = np.square(x).sum(-1, keepdims=True)
+    v, share = total / x.shape[-1] + call.options["eps"], (chain(x.shape[-1]) + 6) * unit.u
+    low, high = v * (1 - share) - 3 * unit.tau, v * (1 + share) + 3 * unit.tau
+    rho = np.maximum(np.sqrt(v / low) - 1, 1 - np.sqrt(v / high)) + 4 * unit.u
+    unsure = (low <= 0) | (np.isfinite(x).all(-1, keepdims=True) & (total >= unit.huge))
+    return 1 / np.sqrt(v), np.where(np.isinf(v), 0.0, rho), unsure
+
+
+def normalised_error(call: Call, xh: np.ndarray, r: np.ndarray, rho: np.ndarray) -> np.ndarray:
+    """dxh = |xh| (rho + 4u) + r tau (1 + rho) + tau of xh = x r: r, the product (or a quotient by the root, 2 ulp), and x or the product where it flushes."""
+    unit = units(call)
+    return np.abs(xh) * (rho + 4 * unit.u) + r * unit.tau * (1 + rho) + unit.tau
+
+
+@rmsnorm.tolerance
+def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
+    """B = E (1 + U) + U|y| + eta,  E = |w| dxh + u |xh w| + tau (|xh| + 1).
+
+    xh = x r errs by dxh (:func:`normalised_error`), of which r's share is rho (:func:`root`); then the product with w rounds, and w or the product may flush.
+    Beyond what root promises: nothing where |xh w| reaches 2^127, or where w is infinite beside an x whose xh may flush (0 * inf is NaN).
+    """
+    x, w, unit = call.arrays["x"], call.arrays["weight"], units(call)
+    w = np.ones(1) if w is None else w
+    with np.errstate(all="ignore"):
+        r, rho, unsure = root(call)
+        xh = magnitude(x) * r
+        dxh, product = normalised_error(call, xh, r, rho), xh * magnitude(w)
+        err = magnitude(w) * dxh + unit.u * product + unit.tau * (xh + 1)
+        unsure = unsure | (product >= unit.huge) | (np.isinf(w) & (x != 0) & (xh <= dxh))
+        err = np.where(unsure, inf, err)
+    return (round_to(err, ref[0], call.dtype),)
+
+
+def root_spread(call: Call) -> float:
+    """The variance of r's relative error, (1 + 8/M)(KAPPA u)^2 (c_N / 12 + 5): of half that of v, and of the root.
+
+    The i-th of c_N additions rounds a partial sum of i/c_N of the whole, c_N / 3 in all; a tree's levels 2; half of it leaves a quarter, c_N / 12 + 1/2. The
+    square, the division (2 ulp) and the sum with eps leave less than 2, an approximate root less than 3. It is one draw for a row: 8/M makes room for what M
+    rows may draw.
+    """
+    rows = max(prod(call.dims["batch"]), 1)
+    return float((1 + 8 / rows) * (KAPPA * units(call).u) ** 2 * (chain(call.dims["n"]) / 12 + 5))
+
+
+@rmsnorm.sigma
+def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
+    """sigma^2 = store^2 + y^2 [q + 2 (KAPPA u)^2],  q of :func:`root_spread`, and two products."""
+    share = np.sqrt(root_spread(call) + 2 * (KAPPA * units(call).u) ** 2)
+    return (np.hypot(store_spread(ref[0], call.dtype), share * np.abs(ref[0])),)
+
+
+@rmsnorm.edge(dims={"n": (1, 300)})
+def nan_in_a_row(arrays, rng, options):
+    """A NaN makes its whole row NaN, and no other."""
+    x = arrays["x"]
+    x[rng.random(x.shape[:-1]) < 0.5, rng.integers(x.shape[-1])] = np.nan
+
+
+@rmsnorm.edge(dims={"n": (1, 300)})
+def inf_in_a_row(arrays, rng, options):
+    """An inf makes its own element NaN and the others of its row 0."""
+    x = arrays["x"]
+    x[rng.random(x.shape[:-1]) < 0.5, rng.integers(x.shape[-1])] = rng.choice([inf, -inf])
+
+
+@rmsnorm.edge(dims={"n": (1, 300)}, absent=("weight",))
+def rows_of_zeros(arrays, rng, options):
+    """A row of zeros stays zeros, whatever eps > 0."""
+    arrays["x"][rng.random(arrays["x"].shape[:-1]) < 0.5] = 0
+
+
+@rmsnorm.edge(dims={"n": (1, 300)}, options={"eps": 0.0})
+def no_eps(arrays, rng, options):
+    """eps = 0 is allowed."""
+
+
+@rmsnorm.edge(dims={"n": (1, 300)}, options={"eps": 1e-2})
+def rows_next_to_eps(arrays, rng, options):
+    """A mean of squares like eps: added outside the root, or to the root, it would be another number."""
+    arrays["x"] *= 0.1
+
+
+@rmsnorm.edge(dims={"n": (2, 300)}, regime="large_mean")
+def large_mean(arrays, rng, options):
+    """The mean is not subtracted."""
+
+
+@rmsnorm.edge(dims={"n": (1, 300)})
+def squares_beyond_float16(arrays, rng, options):
+    """Squares of ordinary values of every dtype reach past float16's 65504."""
+    arrays["x"] *= 512
+
+
+@rmsnorm.edge(dims={"n": (129, 513)}, smallest_tiles=True)
+def many_tiles(arrays, rng, options):
+    """Rows of several tiles, of which the last is ragged; each tile has its own size."""
+    arrays["x"] *= 2.0 ** (np.arange(arrays["x"].shape[-1]) // 128)
+
+
+@rmsnorm.edge(dims={"n": (1, 300)}, given=("weight",))
+def nan_in_a_weight(arrays, rng, options):
+    """NaN in weight reaches its column alone."""
+    arrays["weight"][rng.integers(arrays["weight"].shape[0])] = np.nan
+
+
+@rmsnorm.edge(dims={"n": (1, 1)})
+def rows_of_one_element(arrays, rng, options):
+    """n = 1: the sign of x, times the weight, but for eps."""
+
+
+@rmsnorm.law
+def rows_are_independent(run, draw):
+    """A row alone gives the same bits as among others."""
+    draw.row_alone(run)
+
+
+@rmsnorm.law
+def scale_invariant(run, draw):
+    """rmsnorm(2^k x) = rmsnorm(x) at eps = 0, to the bit: powers of two round nothing."""
+    x = draw.normal(draw.extent(1, 5), draw.extent(1, 300))
+    draw.same_bits(run(x * x.dtype.type(2.0 ** draw.extent(-4, 4)), eps=0.0), run(x, eps=0.0), "a row scaled by a power of two")
+
+
+@rmsnorm.law
+def a_weight_of_powers_of_two_scales_exactly(run, draw):
+    """A weight of 2^k multiplies by it, to the bit; None is 1."""
+    x = draw.normal(draw.extent(1, 5), draw.extent(1, 300))
+    two = x.dtype.type(2.0 ** draw.extent(0, 3))
+    draw.same_bits(run(x, np.full(x.shape[-1], two)), run(x) * two, "a weight of a power of two")

@@ -1,0 +1,107 @@
+"""Files of results: one form, and errors that say what is wrong with a file and where."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from portakern import results
+from portakern.results import ResultError
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+ROW = {"op": "softmax", "way": "op", "median_us": 7.0, "best_us": 6.5, "worst_us": 9.0}
+RUN = {
+    "schema": 1, "benchmark": "launch", "command": "python benchmarks/launch.py", "date": "2026-01-31", "device": "a GPU", "environment": {"torch": "2.11"}, "graphs": [],
+    "rows": [ROW],
+}  # fmt: skip
+KERNEL = {"name": "k", "launches": 1, "threads": 128, "registers": None, "on_chip": {"shared": 10.5}, "matrix": {}, "spills": 0}
+BUILD = {
+    "op": "softmax", "direction": "forward", "dtype": "float32", "target": "sm_90", "backend": "triton", "call": "softmax(...)", "tiling": {"block_n": 128}, "ok": True,
+    "reason": None, "final": True, "kernels": [KERNEL], "code_bytes": 1, "seconds": 1.0,
+}  # fmt: skip
+
+
+def changed(**new):
+    """RUN with keys replaced, dropped where the value is None."""
+    data = {**copy.deepcopy(RUN), **new}
+    return {k: v for k, v in data.items() if v is not None}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda p: p.name)
+def test_every_result_that_is_kept_can_be_read(file):
+    run = results.read(file)
+    assert run.rows and len(run.keys) == len(run.rows)
+
+
+def test_what_is_recorded_can_be_read(tmp_path):
+    file = tmp_path / "deep" / "launch.json"
+    results.write(file, results.record("launch", [ROW], command="python benchmarks/launch.py", device="a GPU", graphs=[]))
+    run = results.read(file)
+    assert (run.benchmark, run.device, run.rows, run.extra) == ("launch", "a GPU", [ROW], {"graphs": []})
+    assert run.environment["portakern"] and run.keys == {("softmax", "op")}
+    assert [p.name for p in file.parent.iterdir()] == ["launch.json"]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "holds []; expected an object with schema, benchmark, command, date, device, environment, rows"),
+        (changed(schema=None), "'schema' is missing; expected 1"),
+        (changed(schema=2), "'schema' is 2; expected 1"),
+        (changed(benchmark="lunch"), "'benchmark' is \"lunch\"; expected one of conformance, compile-matrix, times, launch"),
+        (changed(benchmark=["launch"]), "'benchmark' is [\"launch\"]; expected a text that is not empty"),
+        (changed(date="31.1.2026"), "'date' is \"31.1.2026\"; expected a date like 2026-11-30"),
+        (changed(date="20260131"), "'date' is \"20260131\"; expected a date like 2026-11-30"),
+        (changed(device=["a GPU"]), "'device' is [\"a GPU\"]; expected a text that is not empty"),
+        (changed(command=None), "'command' is missing; expected a text that is not empty"),
+        (changed(graphs=None), "'graphs' is missing; expected a list"),
+        (changed(graphs={}), "'graphs' is {}; expected a list"),
+        (changed(note="fast"), "'note' is unknown; expected graphs"),
+        (changed(rows=[]), "'rows' is empty; expected a row for each thing measured"),
+        (changed(rows={}), "'rows' is {}; expected a list"),
+        (changed(rows=[ROW, 3]), "'rows[1]' is 3; expected an object"),
+        (changed(rows=[{**ROW, "best_us": "6.5"}]), "'rows[0].best_us' is \"6.5\"; expected a number"),
+        (changed(rows=[{**ROW, "best_us": True}]), "'rows[0].best_us' is true; expected a number"),
+        (changed(rows=[{k: v for k, v in ROW.items() if k != "way"}]), "'rows[0].way' is missing; expected a text that is not empty"),
+        (changed(rows=[{**ROW, "mean_us": 7.0}]), "'rows[0].mean_us' is unknown; expected op, way, median_us, best_us, worst_us"),
+        (changed(rows=[ROW, {**ROW, "best_us": 1}]), "'rows[1]' measures what rows[0] does: op 'softmax', way 'op'; expected one row for each"),
+        (changed(benchmark="compile-matrix", graphs=None, wall_seconds=1, ok=1, of=1, limits={}, rows=[BUILD]),
+         "'rows[0].kernels[0].on_chip' is {\"shared\": 10.5}; expected an object of whole numbers"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said(tmp_path, data, message):
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(data))
+    with pytest.raises(ResultError) as e:
+        results.read(file)
+    assert str(e.value).startswith(f"{file}: {message}"), e.value
+
+
+def test_no_json_and_no_file(tmp_path):
+    file = tmp_path / "run.json"
+    with pytest.raises(ResultError, match=r"run\.json: cannot be read: No such file"):
+        results.read(file)
+    file.write_text("{")
+    with pytest.raises(ResultError, match=r"run\.json: is not JSON: Expecting property name"):
+        results.read(file)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ResultError, match=r"run\.json: is not JSON: 'utf-8' codec"):
+        results.read(file)
+
+
+def test_a_long_run_is_written_even_where_it_has_faults(tmp_path, caplog):
+    file = tmp_path / "run.json"
+    with caplog.at_level(logging.WARNING, "portakern"):
+        results.write(file, results.record("launch", [{**ROW, "mean_us": 1.0}], command="x", device="y", graphs=[]))
+    assert file.exists() and "'rows[0].mean_us' is unknown" in caplog.text
+
+
+def test_the_command_names_its_file_only(monkeypatch, tmp_path):
+    file = tmp_path / "a b.json"
+    monkeypatch.setattr("sys.argv", ["bench", "--calls", "3", "--json", str(file)])
+    assert results.command_line("python bench.py", file) == "python bench.py --calls 3 --json 'a b.json'"
