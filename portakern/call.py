@@ -94,7 +94,7 @@ class Call:
         return call.replace(target=self.target, interpret=self.interpret, concrete=self.concrete)
 
     def __repr__(self) -> str:
-        dims = ", ".join(f"{k}={v}" for k, v in self.dims.items())
+        dims = ", ".join(f"{k}={tuple(v) if isinstance(v, tuple) else v}" for k, v in self.dims.items())
         opts = "".join(f", {o.name}={self.options[o.name]!r}" for o in self.spec.options if self.options[o.name] != o.default)
         return f"{self.spec.name}({self.dtype}; {dims}{opts})"
 

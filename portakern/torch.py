@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from portakern.dispatch import Op, op
 from portakern.errors import SpecError, UnsupportedError
 
-__all__ = ["layer_norm", "matmul", "scaled_dot_product_attention", "softmax", "swapped"]
+__all__ = ["layer_norm", "matmul", "rms_norm", "scaled_dot_product_attention", "softmax", "swapped"]
 
 log = logging.getLogger("portakern")
 _ops: dict[tuple[str, str | None], Op] = {}
@@ -149,17 +149,43 @@ def layer_norm(
     Raises:
       SpecError: normalized_shape is not how input's shape ends, or weight or bias has another shape.
     """
+    return _normalised("layer_norm", _op("layernorm", backend), input, normalized_shape, eps, weight=weight, bias=bias)
+
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """``torch.nn.functional.rms_norm`` on the rmsnorm op: over the trailing axes ``normalized_shape``, which weight shares.
+
+    Args:
+      eps: None is ``torch.finfo(dtype).eps`` of the dtype that PyTorch computes in: float32 for 16-bit input, input's otherwise.
+
+    Raises:
+      SpecError: normalized_shape is not how input's shape ends, or weight has another shape.
+    """
+    if eps is None:
+        eps = torch.finfo(torch.float64 if input.dtype == torch.float64 else torch.float32).eps
+    return _normalised("rms_norm", _op("rmsnorm", backend), input, normalized_shape, eps, weight=weight)
+
+
+def _normalised(name: str, norm: Op, input: Tensor, normalized_shape: Sequence[int], eps: float, **affine: Tensor | None) -> Tensor:
+    """An op along the last axis, along all the trailing axes ``normalized_shape``."""
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     if not shape or tuple(input.shape[-len(shape) :]) != shape:
-        raise SpecError(f"layer_norm: normalized_shape is {shape}; expected the last axes of input, whose shape is {tuple(input.shape)}")
-    for name, x in (("weight", weight), ("bias", bias)):
+        raise SpecError(f"{name}: normalized_shape is {shape}; expected the last axes of input, whose shape is {tuple(input.shape)}")
+    for argument, x in affine.items():
         if x is not None and tuple(x.shape) != shape:
-            raise SpecError(f"layer_norm: {name} has shape {tuple(x.shape)}; expected normalized_shape, {shape}")
+            raise SpecError(f"{name}: {argument} has shape {tuple(x.shape)}; expected normalized_shape, {shape}")
     if len(shape) == 1:
-        return _op("layernorm", backend)(input, weight, bias, eps=eps)
+        return norm(input, *affine.values(), eps=eps)
     n, lead = math.prod(shape), tuple(input.shape[: -len(shape)])
-    flat = [None if x is None else x.reshape(n) for x in (weight, bias)]
-    return _op("layernorm", backend)(input.reshape(*lead, n), *flat, eps=eps).reshape(input.shape)
+    flat = [None if x is None else x.reshape(n) for x in affine.values()]
+    return norm(input.reshape(*lead, n), *flat, eps=eps).reshape(input.shape)
 
 
 def matmul(input: Tensor, other: Tensor, *, out: Tensor | None = None, backend: str | None = None) -> Tensor:
@@ -196,6 +222,8 @@ _TWINS: dict[Any, Callable[..., Any]] = {
     torch.layer_norm: lambda input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True, **more: layer_norm(
         input, normalized_shape, weight, bias, eps, **more
     ),
+    F.rms_norm: rms_norm,
+    torch.rms_norm: rms_norm,
     torch.matmul: matmul,
     Tensor.matmul: matmul,
     Tensor.__matmul__: matmul,
@@ -204,7 +232,7 @@ _TWINS: dict[Any, Callable[..., Any]] = {
 
 
 class swapped(TorchFunctionMode):
-    """Within this context PyTorch's scaled_dot_product_attention, softmax, layer_norm and matmul (the functions, the methods and the operator @) run on portakern.
+    """Within this context PyTorch's scaled_dot_product_attention, softmax, layer_norm, rms_norm and matmul (functions, methods and the operator @) run on portakern.
 
     >>> with portakern.torch.swapped():
     ...     model(x).sum().backward()

@@ -9,6 +9,7 @@ import numpy as np
 
 from portakern.specs.attention import allowed
 from portakern.specs.attention_vjp import attention_vjp
+from portakern.tolerance import format_of
 
 if TYPE_CHECKING:
     from portakern.call import Call
@@ -286,6 +287,17 @@ def no_cotangent_no_gradient(run, draw):
     bias = draw.normal(1, 2, 1, arrays[1].shape[1])
     for name, x in zip(("d_q", "d_k", "d_v", "d_bias"), run(*arrays, d_o * 0, bias, softcap=3.0), strict=True):
         draw.same_bits(np.abs(x), np.zeros_like(x), f"{name} of d_o = 0")
+
+
+@attention_vjp.law
+def equal_weights_add_up(run, draw):
+    """Cotangents of 1 make d_v the sum of P, within one rounding of P: all lie just below the next number of d_o's dtype, where cutting them leans most."""
+    n, kv_len, unit = 2 ** draw.extent(0, 6), draw.extent(1, 90), format_of(draw.dtype).U
+    q, k, v, o, lse, d_o = _draw(draw, 1, n, kv_len, 1, 1, 8)
+    lse[...] = -log(0.5 + 0.95 * unit)  # unit is the distance of neighbours here
+    d_v = run(q * 0, k, v, o, lse, d_o * 0 + d_o.dtype.type(1))[2]
+    near = np.abs(d_v.astype(float) / (n * (0.5 + unit)) - 1) <= 1.25 * max(unit, 2.0**-16)
+    draw.same_bits(near, np.ones_like(near), "whether d_v is the sum (1: yes)")
 
 
 @attention_vjp.law

@@ -68,6 +68,17 @@ def sim_layernorm(x, weight=None, bias=None, eps=1e-5, block=None, ftz=False, mo
     return (flush(y if bias is None else y + bias.astype(F32), ftz),)
 
 
+def sim_rmsnorm(x, weight=None, eps=1e-6, block=None, ftz=False, over=0, outside=False, tail=True, low=None):
+    x, eps, n = flush(x.astype(F32), ftz), F32(eps), x.shape[-1]
+    block, total = block or n, F32(0)
+    for j in range(0, n if tail else n // block * block, block):
+        total = total + flush(np.square(x[..., j : j + block]), ftz).sum(-1, keepdims=True)
+        total = total if low is None else total.astype(low).astype(F32)
+    mean = total / F32(n + over)
+    r = F32(1) / (np.sqrt(mean) + eps if outside else np.sqrt(flush(mean + eps, ftz)))
+    return (flush(x * r if weight is None else flush(x * r, ftz) * flush(weight.astype(F32), ftz), ftz),)
+
+
 def sim_attention(q, k, v, bias=None, is_causal=False, scale=None, softcap=None, precision="ieee", return_lse=True, block=16, ftz=False,
                   sentinel=None, drop=None, factor=1.0, shift=True, round_q=False, tail=True, truncate_p=False, low=None, tanh=np.tanh):  # fmt: skip
     (batch, q_len, heads, depth), (kv_len, kv_heads) = q.shape, k.shape[1:3]
@@ -96,7 +107,7 @@ def sim_attention(q, k, v, bias=None, is_causal=False, scale=None, softcap=None,
     return o, lse
 
 
-SIMS = {"matmul": sim_matmul, "softmax": sim_softmax, "layernorm": sim_layernorm, "attention": sim_attention}
+SIMS = {"matmul": sim_matmul, "softmax": sim_softmax, "layernorm": sim_layernorm, "rmsnorm": sim_rmsnorm, "attention": sim_attention}
 
 
 def draw(rng, shape, dtype, regime="normal"):

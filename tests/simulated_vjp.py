@@ -81,6 +81,21 @@ def sim_layernorm_vjp(x, d_y, weight=None, bias=None, eps=1e-5, block=None, grou
     return flush(d_x, ftz).reshape(shape), None if weight is None else flush(sums[0], ftz), None if bias is None else flush(sums[1], ftz)
 
 
+def sim_rmsnorm_vjp(x, d_y, weight=None, eps=1e-6, block=None, group=64, ftz=False, last=False, over=0, drop=False, c2=1.0, low=None, skip_rows=0):
+    """last: r meets mean(h x) after the sum, as where rows are longer than a tile."""
+    acc, (n, shape) = accumulator(x), (x.shape[-1], x.shape)
+    x, g = (flush(a.reshape(-1, n).astype(acc), ftz) for a in (x, d_y))
+    r = acc(1) / np.sqrt(flush(in_blocks(flush(np.square(x), ftz), block or n) / acc(n + over) + acc(eps), ftz))
+    xh, h = flush(x * r, ftz), g if weight is None else flush(g * flush(weight.astype(acc), ftz), ftz)
+    mean_hx = (in_blocks(flush(h * (x if last else xh), ftz), block or n) / acc(n)) * (r if last else acc(1))
+    d_x = r * (h - (acc(0) if drop else xh * (mean_hx * acc(c2))))
+    values = flush(g * xh, ftz)
+    partial_sums = np.concatenate([in_blocks(values[i : i + group], 1, 0) for i in range(0, len(values) - skip_rows, group)] or [values[:1] * 0])
+    total = in_blocks(partial_sums, 1, 0)[0]
+    total = total if low is None else total.astype(low).astype(acc)
+    return flush(d_x, ftz).reshape(shape), None if weight is None else flush(total, ftz)
+
+
 def fold(x, shape):
     """Sum over what broadcasting made of ``shape``, one entry after another."""
     while x.ndim > len(shape):
@@ -122,7 +137,7 @@ def sim_matmul_vjp(a, b, d_c, precision="ieee", block=32, ftz=False, after=False
     return tuple(grads)
 
 
-SIMS = {"softmax_vjp": sim_softmax_vjp, "layernorm_vjp": sim_layernorm_vjp, "matmul_vjp": sim_matmul_vjp}
+SIMS = {"softmax_vjp": sim_softmax_vjp, "layernorm_vjp": sim_layernorm_vjp, "rmsnorm_vjp": sim_rmsnorm_vjp, "matmul_vjp": sim_matmul_vjp}
 
 
 def softmax_case(rng, dtype, regime, large=False):
@@ -141,6 +156,11 @@ def layernorm_case(rng, dtype, regime, large=False):
     return (draw(rng, (rows, n), dtype, regime), draw(rng, (rows, n), dtype, pick(rng, ["normal", regime]) if not large else regime), weight, bias), options
 
 
+def rmsnorm_case(rng, dtype, regime, large=False):
+    arrays, options = layernorm_case(rng, dtype, regime, large)
+    return arrays[:3], options
+
+
 BATCHES = (((), ()), ((3,), (3,)), ((3,), ()), ((), (5,)), ((2, 1), (1, 3)), ((2, 3), (3,)), ((4, 1), (4, 3)))
 
 
@@ -152,9 +172,10 @@ def matmul_case(rng, dtype, regime, large=False):
     return (draw(rng, (*batch_a, m, k), dtype, regime), draw(rng, (*batch_b, k, n), dtype, regime), d_c), {}
 
 
-CASES = {"softmax_vjp": softmax_case, "layernorm_vjp": layernorm_case, "matmul_vjp": matmul_case}
+CASES = {"softmax_vjp": softmax_case, "layernorm_vjp": layernorm_case, "rmsnorm_vjp": rmsnorm_case, "matmul_vjp": matmul_case}
 VARIANTS = {
     "softmax_vjp": ({}, {"block": 128}, {"apart": True}, {"ftz": True}, {"block": 128, "ftz": True, "apart": True}),
     "layernorm_vjp": ({}, {"block": 128}, {"block": 16, "group": 8}, {"group": 1}, {"ftz": True}),
+    "rmsnorm_vjp": ({}, {"block": 128, "last": True}, {"block": 16, "group": 8}, {"group": 1}, {"ftz": True}, {"ftz": True, "last": True}),
     "matmul_vjp": ({}, {"block": 16}, {"after": True}, {"ftz": True}),
 }

@@ -46,6 +46,10 @@ def layernorm_case(rng, dtype, regime):
     return (draw(rng, (rng.integers(1, 24), n), dtype, regime), *affine)
 
 
+def rmsnorm_case(rng, dtype, regime):
+    return layernorm_case(rng, dtype, regime)[:2]
+
+
 def softmax_case(rng, dtype, regime):
     return (draw(rng, (rng.integers(1, 24), rng.choice([1, 5, 64, 300, 1024, 4096])), dtype, regime),)
 
@@ -58,17 +62,19 @@ def attention_case(rng, dtype, regime, kv_len=None, depth=None):
     return q, k, draw(rng, (1, kv_len, 1, dv), dtype, rng.choice(["normal", qk]))
 
 
-CASES = {"matmul": matmul_case, "softmax": softmax_case, "layernorm": layernorm_case, "attention": attention_case}
+CASES = {"matmul": matmul_case, "softmax": softmax_case, "layernorm": layernorm_case, "rmsnorm": rmsnorm_case, "attention": attention_case}
 VARIANTS = {
     "matmul": ({}, {"block": 16}, {"ftz": True}),
     "softmax": ({}, {"block": 128}, {"base2": False, "block": 1024}, {"ftz": True}),
     "layernorm": ({}, {"block": 128}, {"block": 16}, {"ftz": True}),
+    "rmsnorm": ({}, {"block": 128}, {"block": 16}, {"ftz": True}),
     "attention": ({}, {"block": 64}, {"block": 1024}, {"ftz": True}),
 }
 OPTIONS = {
     "matmul": ({}, {"out_dtype": "float32"}),
     "softmax": ({},),
     "layernorm": ({}, {"eps": 0.0}, {"eps": 1e-12}),
+    "rmsnorm": ({}, {"eps": 0.0}, {"eps": 1e-12}),
     "attention": tuple(
         {"return_lse": True, "is_causal": causal, "softcap": cap, "scale": scale}
         for causal, cap, scale in itertools.product((False, True), (None, 2.0, 30.0), (None, -0.3, 40.0))
@@ -117,6 +123,7 @@ NEAR = {
     "matmul": (lambda r: (positive(r, 40, 64), positive(r, 64, 40)), lambda *a: (sim_matmul(*a)[0] * F32(1 + 1e-5),)),
     "softmax": (lambda r: (draw(r, (40, 257), "float32"),), partial(SIMS["softmax"], factor=1 + 7e-6)),
     "layernorm": (lambda r: (draw(r, (40, 64), "float32"),), lambda *a: (SIMS["layernorm"](*a)[0] * F32(1 + 6e-6),)),
+    "rmsnorm": (lambda r: (draw(r, (40, 64), "float32"),), lambda *a: (SIMS["rmsnorm"](*a)[0] * F32(1 + 4e-6),)),
     "attention": (lambda r: tuple(draw(r, (1, n, 1, d), "float32") for n, d in ((80, 40), (97, 40), (97, 16))), partial(sim_attention, factor=1 + 4e-5)),
 }
 
@@ -212,6 +219,10 @@ FAULTS = {
     "softmax 1 % off": ("softmax", lambda r, t: (draw(r, (4, 300), t),), {}, {"factor": 1.01}),
     "layernorm over n - 1": ("layernorm", lambda r, t: (draw(r, (4, 40), t),), {}, {"ddof": 1}),
     "layernorm with another eps": ("layernorm", lambda r, t: (draw(r, (4, 40), t, "wide"),), {"eps": 1e-2}, {"wrong": {"eps": 1e-3}}),
+    "rmsnorm over one more": ("rmsnorm", lambda r, t: (draw(r, (4, 40), t),), {}, {"over": 1}),
+    "rmsnorm without its tail": ("rmsnorm", lambda r, t: (draw(r, (4, 300), t),), {}, {"tail": False, "block": 128}),
+    "rmsnorm adding up in 16 bits": ("rmsnorm", lambda r, t: (draw(r, (4, 300), t),), {}, {"low": numpy_dtype("bfloat16"), "block": 16}),
+    "rmsnorm with eps outside the root": ("rmsnorm", lambda r, t: (draw(r, (4, 40), t),), {"eps": 1e-1}, {"outside": True}),
     "attention that drops the last key": ("attention", lambda r, t: spikes(r, t, 65, where=64), {}, {"drop": 64}),
     "attention without its tail": ("attention", lambda r, t: spikes(r, t, 65, where=64), {}, {"tail": False}),
     "attention without the maximum": ("attention", lambda r, t: spikes(r, t, 65, where=64), {"scale": 1.0}, {"shift": False}),

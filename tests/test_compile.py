@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 import portakern as pk
-from portakern import compile as compiling
 from portakern import cli, registry, targets
+from portakern import compile as compiling
 from portakern.compiling import cache, calls
 from portakern.compiling.report import Build, Compiled, Kernel
 from portakern.compiling.worker import one_line

@@ -75,7 +75,7 @@ def test_grids_beyond_65535():
     assert within_bound("attention", pk.op("attention")(q, q, q)[-3:], *[q[-3:]] * 3) <= 1
 
 
-@pytest.mark.parametrize("op", ["softmax", "layernorm"])
+@pytest.mark.parametrize("op", ["softmax", "layernorm", "rmsnorm"])
 def test_rows_past_two_to_the_31_elements(op):
     rows, n = 2**23 + 16, 256
     x = torch.randn(rows, n, dtype=torch.bfloat16, device="cuda")
@@ -123,7 +123,7 @@ def far(shape, dtype=torch.bfloat16):
 
 def test_strides_past_two_to_the_31():
     x = far((4, 300))
-    for op, args in {"softmax": (x,), "layernorm": (x,), "matmul": (x, normal(300, 20, dtype=torch.bfloat16))}.items():
+    for op, args in {"softmax": (x,), "layernorm": (x,), "rmsnorm": (x,), "matmul": (x, normal(300, 20, dtype=torch.bfloat16))}.items():
         assert within_bound(op, pk.op(op)(*args), *args) <= 1
     q = far((4, 33, 2, 64))
     assert within_bound("attention", pk.op("attention")(q, q, q), q, q, q) <= 1

@@ -45,10 +45,16 @@ def plain_layernorm(x, w=None, b=None):
     return (y if w is None else y * w) + (0 if b is None else b)
 
 
+def plain_rmsnorm(x, w=None):
+    y = x / jnp.sqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
+    return y if w is None else y * w
+
+
 CALLS = {
     "matmul": (lambda: (normal(2, 5, 7), normal(7, 4)), {}, jnp.matmul),
     "softmax": (lambda: (normal(3, 9),), {"axis": 0}, lambda x, axis: jax.nn.softmax(x, axis)),
     "layernorm": (lambda: (normal(2, 3, 33), normal(33), normal(33)), {}, plain_layernorm),
+    "rmsnorm": (lambda: (normal(2, 3, 33), normal(33)), {}, plain_rmsnorm),
     "attention": (
         lambda: (normal(2, 9, 4, 8), normal(2, 11, 2, 8), normal(2, 11, 2, 8), normal(1, 4, 1, 11)),
         {"softcap": 3.0, "is_causal": True},

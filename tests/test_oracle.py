@@ -107,6 +107,24 @@ def test_layernorm_of_constant_rows():
     assert run("layernorm", np.ones((4, 1)), None, np.full(1, 2.5))[0].tolist() == [[2.5]] * 4
 
 
+# --- rmsnorm ---
+
+
+@pytest.mark.parametrize(("affine", "eps"), list(itertools.product([False, True], [0.0, 1e-6, 0.5])))
+def test_rmsnorm_has_the_asked_mean_of_squares(affine, eps):
+    x, w = normal(2, 3, 7) * 3 + 5, normal(7) if affine else None
+    (y,) = run("rmsnorm", x, w, eps=eps)
+    for i, j in np.ndindex(2, 3):
+        root = math.sqrt(math.fsum(t * t for t in x[i, j]) / 7 + eps)
+        np.testing.assert_allclose(y[i, j], x[i, j] / root * (1 if w is None else w), rtol=1e-13)
+
+
+def test_rmsnorm_of_nan_inf_and_zeros():
+    x = np.array([[1, nan, 2], [1, -inf, 2], [0, 0, 0], [3, -3, 3]], np.float32)
+    np.testing.assert_array_equal(run("rmsnorm", x, eps=0.0)[0], [[nan] * 3, [0, nan, 0], [nan] * 3, [1, -1, 1]])  # zeros: 0 / 0
+    assert (run("rmsnorm", x[2:3])[0] == 0).all()
+
+
 # --- attention ---
 
 
@@ -253,6 +271,7 @@ def test_against_torch():
 
     x, w, b = (torch.from_numpy(a) for a in (normal(3, 4, 9), normal(9), normal(9, seed=1)))
     np.testing.assert_allclose(run("layernorm", x, w, b)[0], F.layer_norm(x, (9,), w, b), rtol=1e-12)
+    np.testing.assert_allclose(run("rmsnorm", x, w, eps=1e-3)[0], F.rms_norm(x, (9,), w, 1e-3), rtol=1e-12)
     np.testing.assert_allclose(run("softmax", x, axis=1)[0], torch.softmax(x, 1), rtol=1e-13)
     np.testing.assert_allclose(run("matmul", x, x.mT)[0], x @ x.mT, rtol=1e-12, atol=1e-14)
     q, k, v = (torch.from_numpy(normal(2, n, h, 8, seed=h)) for n, h in ((6, 4), (9, 2), (9, 2)))

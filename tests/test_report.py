@@ -7,6 +7,7 @@ import os
 import sys
 import tokenize
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
@@ -68,11 +69,26 @@ def tree(tmp_path):
     return root
 
 
+@pytest.fixture(scope="module")
+def drawn():
+    """The plots of that checkout, drawn once."""
+    return {}
+
+
 @pytest.fixture
-def fresh(tree):
+def fresh(tree, drawn):
+    """The same, up to date."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'portakern[demo]'")
+    for path, text in drawn.items():
+        put_text(tree / path, text)
     checkout.update(tree)
+    drawn.update({p.relative_to(tree): p.read_text() for p in (tree / checkout.PLOTS).iterdir()})
     return tree
+
+
+def put_text(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
 def report(root, *arguments):
@@ -102,9 +118,11 @@ def test_tables_show_the_results(fresh):
     assert "| sm_90 | H100 SXM5 80 GB | 1 of 2 | 0 | 0 | 50% | 50% |" in pieces["resources"]
     assert "| `softmax` | bfloat16 | triton | sm_90, gfx942 | `block_n=4096` |" in pieces["tilings"]
     assert "| `matmul` | bfloat16 | 2 |" in pieces["cycles"]
-    assert f"**{DEVICE}**" in pieces["times"] and "| `softmax` | bfloat16 | n=4096 | 40 | 20 | 50% | 50 |" in pieces["times"]
+    assert f"**{DEVICE}**" in pieces["times"] and "| `softmax` | bfloat16 | n=4096 | torch 50 | 40 | 20 | 50% |" in pieces["times"]
     assert pieces["errors"].startswith("No conformance run is kept yet") and pieces["launch"].startswith("Nothing was measured yet")
     assert "| `softmax` | " in pieces["lines"] and (fresh / "README.md").read_text() == "No marks here.\n"
+    for plot in (fresh / "docs" / "plots").iterdir():
+        assert ElementTree.parse(plot).getroot().tag.endswith("svg") and "Verdana, Arial, sans-serif" in plot.read_text()
     assert [p.name for p in sorted((fresh / "docs" / "plots").iterdir())] == ["heatmap.svg", "roofline-gfx942.svg", "roofline-sm_90.svg", "roofline-v5e.svg"]
 
 
@@ -203,7 +221,7 @@ def test_a_newer_run_replaces(fresh, tmp_path):
     file = put(tmp_path, "other.json", run_of("times", [{**TIME, "us": 25.0}], date="2026-03-02"))
     said = report(fresh, "--add", file)
     assert said.output.splitlines()[0] == f"times-h100.json is replaced: times on {DEVICE} of 2026-03-01, 1 row, by that of 2026-03-02, 1 row"
-    assert "| 25 | 20 | 80% | 50 |" in (fresh / "PORTING.md").read_text() and checkout.stale(fresh) == []
+    assert "| torch 50 | 25 | 20 | 80% |" in (fresh / "PORTING.md").read_text() and checkout.stale(fresh) == []
     assert sorted(p.name for p in (fresh / "benchmarks" / "results").iterdir()) == ["compile-matrix.json", "times-h100.json"]
 
 

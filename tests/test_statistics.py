@@ -39,6 +39,11 @@ def layernorm_case(rng, dtype, regime):
     return (draw(rng, (rng.choice([1, 7, 64]), n), dtype, regime), *affine), {}
 
 
+def rmsnorm_case(rng, dtype, regime):
+    (x, *affine), options = layernorm_case(rng, dtype, regime)
+    return (x, *affine[:1]), options
+
+
 def attention_case(rng, dtype, regime, softcap=None):
     q_len, kv_len, d, dv, group = (rng.choice(x) for x in ([64, 97, 130], [64, 97, 130], [16, 40, 64, 128], [16, 40], [1, 2]))
     options = {"return_lse": True, "is_causal": bool(rng.random() < 0.4), "softcap": softcap or rng.choice([None, None, 2.0, 30.0]),
@@ -49,7 +54,7 @@ def attention_case(rng, dtype, regime, softcap=None):
     return tuple(arrays), options
 
 
-CASES = {"matmul": matmul_case, "softmax": softmax_case, "layernorm": layernorm_case, "attention": attention_case}
+CASES = {"matmul": matmul_case, "softmax": softmax_case, "layernorm": layernorm_case, "rmsnorm": rmsnorm_case, "attention": attention_case}
 
 
 def simulated(name, arrays, options, store=lambda y, dtype: y.astype(numpy_dtype(dtype)), **faults):
@@ -155,8 +160,10 @@ HIDING = {
     "y 3e-6 off": ("softmax", ("float32",), {"factor": 1 + 3e-6}, "typical"),
     "xh truncated": ("layernorm", ("float16", "bfloat16"), {"store": truncate}, "lean towards 0"),
     "variance over n - 1": ("layernorm", DTYPES, {"ddof": 1}, "typical"),
+    "y of rmsnorm truncated": ("rmsnorm", ("float16", "bfloat16"), {"store": truncate}, "lean towards 0"),
+    "mean of squares over n + 1": ("rmsnorm", DTYPES, {"over": 1}, "typical"),
 }  # fmt: skip
-TYPICAL = {"matmul": (64, 128, 64), "softmax": (64, 257), "layernorm": (64, 64), "attention": (80, 97, 40, 16)}
+TYPICAL = {"matmul": (64, 128, 64), "softmax": (64, 257), "layernorm": (64, 64), "rmsnorm": (64, 64), "attention": (80, 97, 40, 16)}
 
 
 def typical(name, rng, dtype, fault):

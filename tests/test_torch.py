@@ -33,6 +33,8 @@ CALLS = {  # op, arrays, options
     "softmax, another axis": ("softmax", (f64(2, 3, 2),), {"axis": 1}),
     "layernorm": ("layernorm", (f64(2, 3), f64(3), f64(3, seed=1)), {"eps": 1e-2}),
     "layernorm, no weight": ("layernorm", (f64(2, 3), None, f64(3)), {}),
+    "rmsnorm": ("rmsnorm", (f64(2, 3), f64(3)), {"eps": 1e-2}),
+    "rmsnorm, no weight": ("rmsnorm", (f64(2, 3),), {}),
     "matmul": ("matmul", (f64(2, 3), f64(3, 2)), {}),
     "matmul, broadcast": ("matmul", (f64(2, 1, 2, 3), f64(3, 3, 1)), {}),
     "attention": ("attention", QKV, {}),
@@ -59,6 +61,7 @@ SDPA = {"is_causal": False, "enable_gqa": True}
 TWINS = {
     "softmax": (pk.op("softmax", backend="triton"), lambda x: torch.softmax(x, -1), (f64(4, 5),)),
     "layernorm": (pk.op("layernorm", backend="triton"), lambda x, w, b: fn.layer_norm(x, w.shape, w, b), (f64(4, 5), f64(5), f64(5, seed=1))),
+    "rmsnorm": (pk.op("rmsnorm", backend="triton"), lambda x, w: fn.rms_norm(x, w.shape, w, 1e-6), (f64(4, 5), f64(5))),
     "matmul": (pk.op("matmul", backend="triton"), torch.matmul, (f64(2, 3, 4), f64(4, 5))),
     "attention": (pk.op("attention", backend="triton"),
                   lambda q, k, v: fn.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), **SDPA).transpose(1, 2),

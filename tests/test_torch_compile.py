@@ -20,7 +20,7 @@ from tests.test_torch import IDS, QKV, f64  # noqa: E402
 from tests.test_torch_func import loop  # noqa: E402
 
 OPS = torch.ops.portakern
-NAMES = ("softmax", "layernorm", "matmul", "attention")
+NAMES = ("softmax", "layernorm", "rmsnorm", "matmul", "attention")
 
 
 @pytest.fixture(autouse=True)
@@ -41,11 +41,13 @@ O = torch.softmax(f64(2, 3, grad=False), -1)
 PLAIN = {  # op, arrays, options
     "softmax": ("softmax", (f64(2, 3),), {"axis": 0}),
     "layernorm": ("layernorm", (f64(2, 3), f64(3), f64(3)), {"backend": "triton", "tiling": "block_rows=2"}),
+    "rmsnorm": ("rmsnorm", (f64(2, 3), f64(3)), {"backend": "triton", "tiling": "block_rows=2"}),
     "matmul": ("matmul", (f64(2, 3), f64(2, 3, 2)), {"out_dtype": torch.float32}),
     "attention": ("attention", QKV, {"window": [1, 2, 0, 0], "scale": 0.3}),
     "attention, lse": ("attention", (*QKV, f64(1, 1, 3, 4)), {"return_lse": True, "backend": "triton"}),
     "softmax_vjp": ("softmax_vjp", (O, f64(2, 3, grad=False)), {}),
     "layernorm_vjp": ("layernorm_vjp", (f64(2, 3, grad=False), f64(2, 3, grad=False), f64(3, grad=False)), {"wants": "d_weight"}),
+    "rmsnorm_vjp": ("rmsnorm_vjp", (f64(2, 3, grad=False), f64(2, 3, grad=False), f64(3, grad=False)), {"wants": "d_weight"}),
     "matmul_vjp": ("matmul_vjp", (f64(2, 3, grad=False), f64(2, 3, 2, grad=False), f64(2, 2, 2, grad=False)), {}),
     "attention_vjp": ("attention_vjp", (*(x.detach() for x in QKV), f64(1, 3, 2, 3, grad=False), f64(1, 2, 3, grad=False), f64(1, 3, 2, 3, grad=False)), {"wants": "d_q,d_v"}),
 }  # fmt: skip

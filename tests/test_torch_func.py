@@ -27,6 +27,8 @@ MAPS = {  # op, in_dims, arrays (one more axis than the op's where mapped), opti
     "layernorm": ("layernorm", (0, None, None), (f64(2, 3, 4, grad=False), f64(4, grad=False), f64(4, grad=False)), {}, True),
     "layernorm, own weights": ("layernorm", (0, 1), (f64(2, 3, 4, grad=False), f64(4, 2, grad=False)), {}, False),
     "layernorm, only weights": ("layernorm", (None, 0), (f64(3, 4, grad=False), f64(2, 4, grad=False)), {}, False),
+    "rmsnorm": ("rmsnorm", (0, None), (f64(2, 3, 4, grad=False), f64(4, grad=False)), {}, True),
+    "rmsnorm, own weights": ("rmsnorm", (0, 1), (f64(2, 3, 4, grad=False), f64(4, 2, grad=False)), {}, False),
     "matmul": ("matmul", (0, 0), (f64(2, 3, 4, grad=False), f64(2, 4, 5, grad=False)), {}, True),
     "matmul, a shared operand": ("matmul", (None, 2), (f64(3, 4, grad=False), f64(4, 5, 2, grad=False)), {}, True),
     "matmul, unequal batches": ("matmul", (0, None), (f64(2, 3, 4, grad=False), f64(6, 1, 4, 5, grad=False)), {}, True),

@@ -17,6 +17,7 @@ SAMPLED = {
     "matmul": twin.matmul,
     "softmax": twin.softmax,
     "nn.functional.layer_norm": twin.layer_norm,
+    "nn.functional.rms_norm": twin.rms_norm,
     "nn.functional.scaled_dot_product_attention": twin.scaled_dot_product_attention,
 }
 REFUSED = {  # the only reasons for which a sample may be refused
@@ -120,6 +121,7 @@ def test_refusals_name_the_argument():
         "dim is None": lambda: twin.softmax(q),
         "expected the last axes of input": lambda: twin.layer_norm(q, [9]),
         "weight has shape": lambda: twin.layer_norm(q, [8], torch.ones(7)),
+        "rms_norm: weight has shape": lambda: twin.rms_norm(q, [8], torch.ones(7)),
         "input is a number": lambda: twin.matmul(torch.tensor(1.0), q),
         "out is torch.float32": lambda: twin.matmul(q, q.mT, out=torch.empty(2)),
     }.items():
@@ -137,8 +139,24 @@ def test_matmul_writes_to_out():
 def test_signatures_are_those_of_torch():
     assert list(inspect.signature(twin.softmax).parameters)[:-1] == list(inspect.signature(F.softmax).parameters)
     assert list(inspect.signature(twin.layer_norm).parameters)[:-1] == list(inspect.signature(F.layer_norm).parameters)
+    assert list(inspect.signature(twin.rms_norm).parameters)[:-1] == list(inspect.signature(F.rms_norm).parameters)
     for name in ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"):
         assert name in inspect.signature(twin.scaled_dot_product_attention).parameters and name in F.scaled_dot_product_attention.__doc__
+
+
+def test_rms_norm_without_eps_takes_that_of_the_dtype_it_computes_in():
+    for dtype, eps in ((torch.float64, torch.float64), (torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float16, torch.float32)):
+        x = torch.full((2, 8), 1e-3, dtype=dtype)
+        torch.testing.assert_close(twin.rms_norm(x, [8], backend="reference"), F.rms_norm(x, [8], eps=torch.finfo(eps).eps))
+
+
+def test_a_module_swapped_runs_on_rmsnorm():
+    norm, x, served = torch.nn.RMSNorm((2, 8)), torch.randn(3, 2, 8), []
+    want = norm(x), torch.rms_norm(x, (8,))
+    with pk.observe(lambda s: served.append(s.call.spec.name)), twin.swapped():
+        got = norm(x), torch.rms_norm(x, (8,))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert served == ["rmsnorm", "rmsnorm"]
 
 
 def model():

@@ -78,6 +78,21 @@ def test_layernorm_vjp_is_the_derivative_of_layernorm(shape, with_weight, with_b
         np.testing.assert_allclose(g, e.numpy(), rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.parametrize("with_weight", [True, False])
+@pytest.mark.parametrize("shape", [(4, 6), (2, 3, 5), (7,), (3, 1)])
+def test_rmsnorm_vjp_is_the_derivative_of_rmsnorm(shape, with_weight):
+    torch = pytest.importorskip("torch")
+    rng, n = np.random.default_rng(0), shape[-1]
+    x, d_y, weight = (rng.standard_normal(s) for s in (shape, shape, n))
+    leaves = [torch.tensor(a, requires_grad=True) for a in (x, weight)[: 1 + with_weight]]
+    y = torch.nn.functional.rms_norm(leaves[0], (n,), *leaves[1:], eps=1e-3)
+    expected = torch.autograd.grad(y, leaves, torch.tensor(d_y))
+    got = oracle(op("rmsnorm_vjp").bind(x, d_y, weight if with_weight else None, eps=1e-3))
+    assert [g is not None for g in got] == [True, with_weight]
+    for g, e in zip(got, expected, strict=False):
+        np.testing.assert_allclose(g, e.numpy(), rtol=1e-11, atol=1e-13)
+
+
 @pytest.mark.parametrize(("batch_a", "batch_b"), BATCHES)
 def test_matmul_vjp_is_the_derivative_of_matmul(batch_a, batch_b):
     torch = pytest.importorskip("torch")
@@ -101,6 +116,7 @@ def test_gradients_are_finite_differences():
     for forward, inputs, cotangent, gradients in (
         ("softmax", (x,), d_y, oracle(op("softmax_vjp").bind(y, d_y))),
         ("layernorm", (x, weight, bias), d_y, oracle(op("layernorm_vjp").bind(x, d_y, weight, bias))),
+        ("rmsnorm", (x, weight), d_y, oracle(op("rmsnorm_vjp").bind(x, d_y, weight))),
         ("matmul", (a, b), d_c, oracle(op("matmul_vjp").bind(a, b, d_c))),
     ):
         for i, gradient in enumerate(gradients):
@@ -121,6 +137,11 @@ def test_only_wanted_gradients_are_computed():
         ref = oracle(call)
         for got in (ref, *(f(as_float64(call), ref) for f in (call.spec.bound, call.spec.spread, call.spec.forced))):
             assert tuple(name for name, g in zip(("d_a", "d_b"), got, strict=True) if g is not None) == wants
+    for wants in (("d_x",), ("d_weight",), ("d_x", "d_weight")):
+        call = op("rmsnorm_vjp").bind(x, x, x[0], wants=wants)
+        ref = oracle(call)
+        for got in (ref, *(f(as_float64(call), ref) for f in (call.spec.bound, call.spec.spread))):
+            assert tuple(name for name, g in zip(("d_x", "d_weight"), got, strict=True) if g is not None) == wants
     for wants in (("d_x",), ("d_weight",), ("d_x", "d_bias")):
         call = op("layernorm_vjp").bind(x, x, x[0], x[1], wants=wants)
         ref = oracle(call)
@@ -135,6 +156,8 @@ def test_what_nan_and_inf_reach():
     bad[1, 2] = np.inf
     d_x, d_weight, d_bias = oracle(op("layernorm_vjp").bind(bad, d_y, weight, weight))
     assert np.isnan(d_x[1]).all() and np.isnan(d_weight).all() and np.isfinite(d_bias).all() and np.isfinite(np.delete(d_x, 1, 0)).all()
+    d_x, d_weight = oracle(op("rmsnorm_vjp").bind(bad, d_y, weight))
+    assert np.isnan(d_x[1]).all() and np.flatnonzero(np.isnan(d_weight)).tolist() == [2] and np.isfinite(np.delete(d_x, 1, 0)).all()
     bad = d_y.copy()
     bad[1, 2] = np.nan
     d_x, d_weight, d_bias = oracle(op("layernorm_vjp").bind(x, bad, weight, weight))
@@ -222,6 +245,7 @@ NEAR = {
     "softmax_vjp": (lambda r: spread_out(r, 20, 64), {"d_x": 2e-6}),
     "layernorm_vjp": (lambda r: (draw(r, (32, 64), "float32"), draw(r, (32, 64), "float32"), *draw(r, (2, 64), "float32")),
                       {"d_x": 1e-5, "d_weight": 2e-5, "d_bias": 8e-6}),
+    "rmsnorm_vjp": (lambda r: (draw(r, (32, 64), "float32"), draw(r, (32, 64), "float32"), draw(r, (64,), "float32")), {"d_x": 4e-6, "d_weight": 1.5e-5}),
     "matmul_vjp": (lambda r: (positive(r, 40, 64), positive(r, 64, 50), positive(r, 40, 50)), {"d_a": 8e-6, "d_b": 7e-6}),
 }  # fmt: skip
 
@@ -244,11 +268,15 @@ def layernorm_arrays(rng, dtype, rows=130, n=40):
     return (*(draw(rng, (rows, n), dtype) for _ in "xg"), *(draw(rng, (n,), dtype) for _ in "wb"))
 
 
+def rmsnorm_arrays(rng, dtype, rows=130, n=40):
+    return layernorm_arrays(rng, dtype, rows, n)[:3]
+
+
 def matmul_arrays(rng, dtype, batch_a=(3,), batch_b=(), m=40, k=8, n=70):
     return tuple(draw(rng, s, dtype) for s in ((*batch_a, m, k), (*batch_b, k, n), (*np.broadcast_shapes(batch_a, batch_b), m, n)))
 
 
-ARRAYS = {"softmax_vjp": softmax_arrays, "layernorm_vjp": layernorm_arrays, "matmul_vjp": matmul_arrays}
+ARRAYS = {"softmax_vjp": softmax_arrays, "layernorm_vjp": layernorm_arrays, "rmsnorm_vjp": rmsnorm_arrays, "matmul_vjp": matmul_arrays}
 FAULTS = {
     "Delta without the last tile": ("softmax_vjp", {"tail": False, "block": 128}, "d_x"),
     "Delta kept in bfloat16": ("softmax_vjp", {"low": BF16}, "d_x"),
@@ -259,6 +287,11 @@ FAULTS = {
     "mean(h xh) 10 % off": ("layernorm_vjp", {"c2": 1.1}, "d_x"),
     "another eps": ("layernorm_vjp", {"eps": 1e-2}, "d_x"),
     "column sums without the last group": ("layernorm_vjp", {"skip_rows": 2}, "d_bias"),
+    "mean of squares over n + 1": ("rmsnorm_vjp", {"over": 1}, "d_weight"),
+    "r h alone": ("rmsnorm_vjp", {"drop": True}, "d_x"),
+    "rmsnorm's mean(h xh) 10 % off": ("rmsnorm_vjp", {"c2": 1.1}, "d_x"),
+    "another eps of rmsnorm": ("rmsnorm_vjp", {"eps": 1e-2}, "d_x"),
+    "d_weight without the last rows": ("rmsnorm_vjp", {"skip_rows": 2}, "d_weight"),
     "the first batch entry alone": ("matmul_vjp", {"only_first": True}, "d_b"),
     "contraction without its tail": ("matmul_vjp", {"tail": False, "block": 32}, "d_a"),
     "accumulated in bfloat16": ("matmul_vjp", {"low": BF16}, "d_b"),
@@ -291,6 +324,9 @@ HIDING = {
     "d_x 3e-6 off": ("softmax_vjp", ("float32",), {"factor": 1 + 3e-6}, "typical"),
     "gradients truncated": ("layernorm_vjp", ("float16", "bfloat16"), {"store": truncate}, "lean towards 0"),
     "mean(h xh) 1 % off": ("layernorm_vjp", ("float32",), {"c2": 1.01}, "typical"),
+    "gradients of rmsnorm truncated": ("rmsnorm_vjp", ("float16", "bfloat16"), {"store": truncate}, "lean towards 0"),
+    "rmsnorm's mean(h xh) 1 % off": ("rmsnorm_vjp", ("float32",), {"c2": 1.01}, "typical"),
+    "d_weight kept in bfloat16": ("rmsnorm_vjp", ("float32",), {"low": BF16}, "typical"),
     "column sums kept in bfloat16": ("layernorm_vjp", ("float32",), {"low": BF16}, "typical"),
     "d_a and d_b truncated": ("matmul_vjp", ("float16", "bfloat16"), {"store": truncate}, "lean towards 0"),
     "products of tf32 for ieee": ("matmul_vjp", ("float32",), {"cut": True}, "typical"),
@@ -302,7 +338,7 @@ def test_faults_that_hide_are_found(fault, dtype):
     name, _, plant, words = HIDING[fault]
     for seed in range(3):
         rng = np.random.default_rng([seed, 6])
-        arrays = layernorm_arrays(rng, dtype, 100, 70) if name == "layernorm_vjp" else ARRAYS[name](rng, dtype)
+        arrays = ARRAYS[name](rng, dtype, *(100, 70) if "norm" in name else ())
         assert not any(e.reasons for e in evidence(name, arrays, {}).values())
         assert any(words in reason for e in evidence(name, arrays, {}, **plant).values() for reason in e.reasons)
 

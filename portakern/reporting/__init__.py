@@ -1,1 +1,1 @@
-"""``portakern report``: the tables of PORTING.md and README.md and the plots under docs/plots/, made from the files of results of a checkout and from its source."""
+"""``portakern report``: tables of PORTING.md and README.md, and plots under docs/plots/, made from a checkout's results and from its source."""

@@ -34,7 +34,7 @@ class Kept:
         newest: dict[Any, tuple[Mapping[str, Any], Result]] = {}
         for r in sorted((r for r in self.results if r.benchmark == benchmark), key=lambda r: (r.date, r.file.name)):
             newest.update({(r.device, *r.key(row)): (row, r) for row in r.rows})
-        return [newest[key] for key in sorted(newest, key=lambda k: [str(part) for part in k])]
+        return list(newest.values())
 
 
 def source(used: Iterable[Result]) -> str:

@@ -63,18 +63,17 @@ def times(kept: Kept) -> str:
         return "Nothing was measured yet: `python benchmarks/times.py --json FILE` on an accelerator, and `portakern report --add FILE`."
 
     def render(mine: list[Row]) -> str:
-        peers = list(dict.fromkeys(p for row in mine for p in row["peers"]))
-        lines = [
-            [f"`{r['op']}`", r["dtype"], _inside(r["call"]), _us(r["us"]), _us(r["floor_us"]), f"{r['floor_us'] / r['us']:.0%}" if r["us"] else NONE,
-             *(_us(r["peers"].get(p)) for p in peers)]
-            for r in mine
-        ]  # fmt: skip
-        return table(["op", "dtype", "call", "µs", "floor, µs", "floor / time", *(f"{p}, µs" for p in peers)], lines, words=3)
+        lines = []
+        for r in sorted(mine, key=lambda r: (r["op"], r["dtype"])):
+            peers = ", ".join(f"{name} {_us(us)}" for name, us in sorted(r["peers"].items(), key=lambda x: x[1]))
+            share = f"{r['floor_us'] / r['us']:.0%}" if r["us"] else NONE
+            lines.append([f"`{r['op']}`", r["dtype"], _inside(r["call"]), peers or NONE, _us(r["us"]), _us(r["floor_us"]), share])
+        return table(["op", "dtype", "call", "others, µs", "µs", "floor, µs", "floor / time"], lines, words=4)
 
-    unchecked = [row["op"] for row, _ in rows if not row["checked"]]
+    unchecked = dict.fromkeys(f"`{row['op']}` {row['dtype']}" for row, _ in rows if not row["checked"])
     notes = "Floor: the larger of bytes over the bandwidth and operations over the peak rate of [targets.py](portakern/targets.py), every array touched once."
     if unchecked:
-        notes += f" Results that nobody compared with the oracle: {', '.join(dict.fromkeys(unchecked))}."
+        notes += f" Not compared with another kernel's result before it was timed: {', '.join(unchecked)}."
     return "\n\n".join([_by_device(rows, render), notes, source(r for _, r in rows)])
 
 

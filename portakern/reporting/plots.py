@@ -34,7 +34,8 @@ def draw(data: dict[str, Any]) -> str:
         {"roofline": _roofline, "heatmap": _heatmap}[data["kind"]](figure, data)
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None}, bbox_inches="tight", pad_inches=0.12)
-    return re.sub(r"-?\d+\.\d{3,}", lambda m: f"{float(m[0]):.2f}".rstrip("0").rstrip("."), out.getvalue())
+    short = re.sub(r"-?\d+\.\d{3,}", lambda m: f"{float(m[0]):.2f}".rstrip("0").rstrip("."), out.getvalue())
+    return short.replace("font-family: 'DejaVu Sans'", "font-family: 'DejaVu Sans', Verdana, Arial, sans-serif")
 
 
 def _rate(value: float) -> str:
@@ -88,7 +89,7 @@ def _along(axes: Any, x: float, y: float, text: str) -> None:
 def _labels(axes: Any, points: list[dict[str, Any]], colours: dict[str, str]) -> None:
     """Labels in two columns right of the points that they name, where the plot is empty, in an order in which no two leaders of a column cross."""
     height = lambda p: axes.transAxes.inverted().transform(axes.transData.transform((p["intensity"], p["bound"])))[1]  # noqa: E731
-    for slope, column in ((True, 0.4), (False, 0.71)):
+    for slope, column in ((True, 0.3), (False, 0.71)):
         order = sorted((p for p in points if p["by_memory"] == slope), key=lambda p: (-p["bound"], -p["intensity"], p["op"]))
         if not order:
             continue
@@ -105,11 +106,11 @@ def _labels(axes: Any, points: list[dict[str, Any]], colours: dict[str, str]) ->
 
 
 def _legend(axes: Any, data: dict[str, Any]) -> None:
-    said = ["○ what the roof allows the op's typical call,", "    every array touched once"]
+    said = ["○ what the roof allows the op's typical call,", "every array touched once"]
     if data["measured"]:
-        said += ["● measured; in words: its share of what", "    the roof allows the typical call"]
+        said += ["● measured; in words: its share of what", "the roof allows the typical call"]
     if data["without"]:
-        said += [f"not shown: {', '.join(data['without'])}, for which", "    no peak rate is published"]
+        said += [f"not shown: {', '.join(data['without'])}, for which", "no peak rate is published"]
     axes.text(0.02, 0.98, "\n".join(said), transform=axes.transAxes, va="top", fontsize=8, color=INK)
 
 

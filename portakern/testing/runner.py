@@ -167,7 +167,7 @@ def _carry_out(subject: Subject, limits: Limits, runs: list[tuple[Edge | None, i
             _explore(subject, limits, edge, n, seed * 1000 + number, report, shrink, progress)
     for number, name in enumerate(subject.spec.laws if limits.arguments is None and with_laws else ()):
         if not report.failures and number % parts == part:
-            _instances(subject, name, limits, runs[0][1], seed, report)
+            _instances(subject, name, limits, runs[0][1], number, seed, report)
 
 
 def _plan(spec: Spec[Any], limits: Limits, max_examples: int, only: Sequence[str] | None) -> list[tuple[Edge | None, int]]:
@@ -215,10 +215,11 @@ def _attempt(subject: Subject, case: Case | LawCase, report: Report) -> None:
         report.failures.append(_failure(subject, case, e))
 
 
-def _instances(subject: Subject, law: str, limits: Limits, count: int, start: int, report: Report) -> None:
+def _instances(subject: Subject, law: str, limits: Limits, count: int, number: int, start: int, report: Report) -> None:
+    """The dtype that comes first differs from law to law: there may be fewer instances than dtypes."""
     for i in range(count):
         if not report.failures:
-            _attempt(subject, LawCase(law, limits.dtypes[i % len(limits.dtypes)], start * 1000 + i), report)
+            _attempt(subject, LawCase(law, limits.dtypes[(number + i) % len(limits.dtypes)], start * 1000 + i), report)
 
 
 def _explore(subject: Subject, limits: Limits, edge: Edge | None, count: int, start: int, report: Report, shrink: bool,

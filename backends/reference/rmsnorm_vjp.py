@@ -1,0 +1,26 @@
+"""Gradients of root mean square normalisation over the last axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from portakern.backends.reference import BACKEND
+from portakern.call import Call
+
+
+@BACKEND.implements("rmsnorm_vjp")
+def rmsnorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray | None, ...]:
+    """With r = (mean x^2 + eps)^-1/2, xh = x r and h = d_y weight: d_x = r (h - xh mean(h xh)), d_weight = sum over rows of d_y xh.
+
+    A NaN in a row of x makes its xh NaN, and so its d_x and all of d_weight; of an inf xh is NaN at its own element and 0 at the others, and d_x NaN.
+    """
+    x, d_y, weight = call.arrays["x"], call.arrays["d_y"], call.arrays["weight"]
+    n = x.shape[-1]
+    with np.errstate(all="ignore"):
+        r = 1 / np.sqrt(np.square(x).sum(-1, keepdims=True) / n + call.options["eps"])
+        xh, h = x * r, d_y if weight is None else d_y * weight
+        d_x = r * (h - xh * ((h * xh).sum(-1, keepdims=True) / n))
+        sums = {"d_x": d_x, "d_weight": (d_y * xh).reshape(-1, n).sum(0)}
+    return tuple(sums[o.name] if o.name in call.wants else None for o in call.spec.outputs)

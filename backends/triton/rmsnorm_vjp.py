@@ -1,0 +1,116 @@
+"""Gradients of root mean square normalisation over the last axis.
+
+    xh = x r        r = (mean(x^2) + eps)^-1/2        h = weight d_y
+    d_x = r (h - xh mean(h xh))        d_weight = sum over rows of d_y xh
+
+Programs, groups of rows, partial sums and tiles are those of layernorm_vjp. A row that fits in ``block_n`` is read once; for longer rows a kernel of its own
+finds r and mean(h xh) first, and the main kernel has one program a column tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from portakern.backends.triton import BACKEND
+from portakern.backends.triton.launch import accumulator, cdiv, launch
+from portakern.backends.triton.layernorm_vjp import add_up, default_tiling, supports
+from portakern.backends.triton.layout import fresh, row_start, walk_rows
+from portakern.spec import Tile
+
+if TYPE_CHECKING:
+    from portakern.call import Call
+
+
+@triton.jit
+def statistics_kernel(x, d_y, weight, stats, rows, rows_inner, n, eps, x_outer, x_inner, x_n, d_y_outer, d_y_inner, d_y_n, weight_n,
+                      block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, flat: tl.constexpr):  # fmt: skip
+    """stats: (2, rows): r and, where d_y is given, mean(h xh) of each row."""
+    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
+    row_ok = row < rows
+    x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat)[:, None]
+    if d_y is not None:
+        d_y_row = row_start(d_y, row, rows_inner, d_y_outer, d_y_inner, flat)[:, None]
+    squares, hx = tl.zeros([block_rows], acc_dtype), tl.zeros([block_rows], acc_dtype)
+    for start in range(0, tl.cast(n, tl.int64), block_n):
+        lane = start + tl.arange(0, block_n)
+        col, ok = lane[None, :], row_ok[:, None] & (lane < n)[None, :]
+        t = tl.load(x_row + col * x_n, mask=ok, other=0.0).to(acc_dtype)
+        squares += tl.sum(t * t, 1)
+        if d_y is not None:
+            h = tl.load(d_y_row + col * d_y_n, mask=ok, other=0.0).to(acc_dtype)
+            if weight is not None:
+                h = h * tl.load(weight + lane * weight_n, mask=lane < n, other=0.0).to(acc_dtype)[None, :]
+            hx += tl.sum(h * t, 1)
+    r = tl.rsqrt(squares / n + eps)
+    tl.store(stats + row, r, mask=row_ok)
+    if d_y is not None:
+        tl.store(stats + rows + row, r * (hx / n), mask=row_ok)
+
+
+@triton.jit
+def rmsnorm_vjp_kernel(d_y, x, weight, stats, d_x, d_weights, rows, rows_inner, group, tiles, n, eps,
+                       x_outer, x_inner, x_n, d_y_outer, d_y_inner, d_y_n, weight_n,
+                       block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, flat: tl.constexpr, stages: tl.constexpr):  # fmt: skip
+    """d_weights: (groups, n) partial sums. Either of the two results may be None."""
+    part, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    lane = tile.to(tl.int64) * block_n + tl.arange(0, block_n)  # one axis: a layout of its own, where rows of x are not aligned and weight is
+    col, col_ok = lane[None, :], (lane < n)[None, :]
+    if weight is not None:
+        w = tl.load(weight + lane * weight_n, mask=lane < n, other=0.0).to(acc_dtype)[None, :]
+    w_sum = tl.zeros([block_rows, block_n], acc_dtype)
+    first = part * group
+    for start in tl.range(first, min(first + group, rows), block_rows, num_stages=stages):
+        row = start + tl.arange(0, block_rows)
+        row_ok = (row < rows)[:, None]
+        ok = row_ok & col_ok
+        g = tl.load(row_start(d_y, row, rows_inner, d_y_outer, d_y_inner, flat)[:, None] + col * d_y_n, mask=ok, other=0.0).to(acc_dtype)
+        t = tl.load(row_start(x, row, rows_inner, x_outer, x_inner, flat)[:, None] + col * x_n, mask=ok, other=0.0).to(acc_dtype)
+        if stats is None:
+            r = tl.rsqrt(tl.sum(t * t, 1) / n + eps)[:, None]
+        else:
+            r = tl.load(stats + row[:, None], mask=row_ok, other=0.0)
+        xh = tl.where(row_ok, t * r, 0.0)  # of no row, r may be infinite, and 0 * inf would enter the sums over rows
+        if d_x is not None:
+            h = g
+            if weight is not None:
+                h = g * w
+            if stats is None:
+                hx_mean = (tl.sum(h * xh, 1) / n)[:, None]
+            else:
+                hx_mean = tl.load(stats + rows + row[:, None], mask=row_ok, other=0.0)
+            tl.store(d_x + row[:, None] * n + col, (r * (h - xh * hx_mean)).to(d_x.dtype.element_ty), mask=ok)
+        if d_weights is not None:
+            w_sum += g * xh
+    if d_weights is not None:
+        tl.store(d_weights + part * n + lane, tl.sum(w_sum, 0), mask=lane < n)
+
+
+@BACKEND.implements("rmsnorm_vjp", tiling=default_tiling, supports=supports,
+                    knobs={"num_warps": Tile(1, 32), "num_stages": Tile(1, 8), "steps": Tile(1, 1024)})  # fmt: skip
+def rmsnorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    x, d_y, weight, n, eps = call.arrays["x"], call.arrays["d_y"], call.arrays["weight"], call.dims["n"], call.options["eps"]
+    want_x, want_weight = "d_x" in call.wants, "d_weight" in call.wants
+    d_x = fresh(x.shape, x.dtype, x.device) if want_x else None
+    (x, d_y), rows = walk_rows(x.ndim - 1, x, d_y)
+    group = tiling["block_rows"] * (tiling["steps"] if want_weight else 1)
+    groups, tiles = cdiv(rows.height, group), cdiv(n, tiling["block_n"])
+    acc_dtype = accumulator(call.dtype)
+    common = {"block_rows": tiling["block_rows"], "block_n": tiling["block_n"], "acc_dtype": acc_dtype, "flat": rows.flat, "num_warps": tiling["num_warps"]}
+    strides = (*rows.strides[0], *rows.strides[1], 0 if weight is None else weight.stride(0))
+
+    def scratch(*shape: int) -> torch.Tensor:
+        return fresh(shape, torch.float64 if acc_dtype is tl.float64 else torch.float32, x.device)
+
+    stats = scratch(2, rows.height) if tiles > 1 else None
+    if stats is not None:
+        launch(statistics_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, d_y if want_x else None, weight if want_x else None, stats,
+               rows.height, rows.inner, n, eps, *strides, **common)  # fmt: skip
+    partial = {"d_weight": scratch(groups, n)} if want_weight else {}
+    launch(rmsnorm_vjp_kernel, groups * tiles, call, d_y, x, weight if want_x else None, stats, d_x, partial.get("d_weight"),
+           rows.height, rows.inner, group, tiles, n, eps, *strides, **common, stages=tiling["num_stages"])  # fmt: skip
+    return (d_x, add_up(call, partial).get("d_weight"))
