@@ -88,7 +88,7 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """
     with np.errstate(all="ignore"):
         row = _Rows.of(call)
-        errors = (None if ref[0] is None else _d_x_error(call, row, ref[0]), None if ref[1] is None else _d_weight_error(call, row))
+        errors: list[Any] = [None if ref[0] is None else _d_x_error(call, row, ref[0]), _d_weight_error(call, row)]
         return tuple(None if y is None else round_to(e, y, dtype) for e, y, (_, dtype) in zip(errors, ref, call.outputs.values(), strict=True))
 
 

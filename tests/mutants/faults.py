@@ -165,6 +165,13 @@ TRITON_LAYERNORM = [
     ),
 ]  # fmt: skip
 
+TRITON_RMSNORM = [
+    _triton("rmsnorm", "mean-over-tile", "the mean of squares divides by the tile's extent", "tl.rsqrt(tl.sum(t * t, 1) / n + eps)", "tl.rsqrt(tl.sum(t * t, 1) / block_n + eps)"),
+    _triton("rmsnorm", "eps-outside", "eps is added to the root", "tl.rsqrt(tl.sum(t * t, 1) / n + eps)", "1.0 / (tl.sqrt(tl.sum(t * t, 1) / n) + eps)", small=True),
+    _triton("rmsnorm", "squares-rounded", "squares are rounded to x's dtype", "tl.rsqrt(tl.sum(t * t, 1) / n + eps)", "tl.rsqrt(tl.sum((t * t).to(x.dtype.element_ty).to(acc_dtype), 1) / n + eps)", small=True),
+    _triton("rmsnorm", "last-not-summed", "the sum of a long row leaves out its last element", "other=0.0).to(acc_dtype)\n            total", "other=0.0).to(acc_dtype)\n            t = tl.where(start + col < n - 1, t, 0.0)\n            total"),
+]  # fmt: skip
+
 TRITON_MATMUL = [
     _triton(
         "matmul", "tf32-for-ieee", "float32 operands lose 13 bits although precision is ieee",
@@ -239,6 +246,13 @@ PALLAS_LAYERNORM = [
     _pallas("layernorm", "between-blocks", "the merge forgets that blocks differ in their means", " + delta * (delta * (share * jnp.float32(seen)))", ""),
 ]  # fmt: skip
 
+PALLAS_RMSNORM = [
+    _pallas("rmsnorm", "mean-over-blocks", "the mean of squares divides by the extent of all blocks", "lax.rsqrt(squares[...] / n + eps)", "lax.rsqrt(squares[...] / (n + -n % block_n) + eps)"),
+    _pallas("rmsnorm", "eps-outside", "eps is added to the root", "lax.rsqrt(squares[...] / n + eps)", "1 / (jnp.sqrt(squares[...] / n) + eps)", small=True),
+    _pallas("rmsnorm", "eps-ignored", "eps is always 1e-6", 'eps=call.options["eps"])', "eps=1e-6)", small=True),
+    _pallas("rmsnorm", "weight-as-x", "a float32 weight is rounded to x's dtype", '"weight"][...].astype(jnp.float32)', '"weight"][...].astype(ref["x"].dtype).astype(jnp.float32)', small=True),
+]  # fmt: skip
+
 PALLAS_MATMUL = [
     _pallas("matmul", "acc-bfloat16", "the accumulator is rounded to bfloat16 after each block", "acc_ref[...] += dot(a, b, (1, 0))", "acc_ref[...] = (acc_ref[...] + dot(a, b, (1, 0))).astype(jnp.bfloat16).astype(jnp.float32)"),
     _pallas("matmul", "tf32-for-ieee", "float32 operands keep 10 bits although precision is ieee", "    acc_ref[...] += dot(a, b, (1, 0))", "    if a.dtype == jnp.float32:\n        a, b = jax.lax.reduce_precision(a, 8, 10), jax.lax.reduce_precision(b, 8, 10)\n    acc_ref[...] += dot(a, b, (1, 0))"),
@@ -250,5 +264,15 @@ PALLAS_MATMUL = [
 from .faults_vjp import FAULTS_VJP  # noqa: E402  it needs Fault
 
 FAULTS = (
-    TRITON_ATTENTION + TRITON_SOFTMAX + TRITON_LAYERNORM + TRITON_MATMUL + PALLAS_ATTENTION + PALLAS_SOFTMAX + PALLAS_LAYERNORM + PALLAS_MATMUL + FAULTS_VJP
+    TRITON_ATTENTION
+    + TRITON_SOFTMAX
+    + TRITON_LAYERNORM
+    + TRITON_RMSNORM
+    + TRITON_MATMUL
+    + PALLAS_ATTENTION
+    + PALLAS_SOFTMAX
+    + PALLAS_LAYERNORM
+    + PALLAS_RMSNORM
+    + PALLAS_MATMUL
+    + FAULTS_VJP
 )

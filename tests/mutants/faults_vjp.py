@@ -106,6 +106,14 @@ TRITON_LAYERNORM_VJP = [
     _triton("layernorm_vjp", "d-weight-bfloat16", "d_weight is summed in bfloat16", "w_sum += g * xh", "w_sum = (w_sum + g * xh).to(tl.bfloat16).to(acc_dtype)"),
 ]  # fmt: skip
 
+TRITON_RMSNORM_VJP = [
+    _triton("rmsnorm_vjp", "hx-mean-over-tile", "mean(h xh) of a short row divides by the tile's extent", "(tl.sum(h * xh, 1) / n)", "(tl.sum(h * xh, 1) / block_n)"),
+    _triton("rmsnorm_vjp", "missing-rows-counted", "rows beyond the last have an xh, where eps = 0 of 0 inf", "xh = tl.where(row_ok, t * r, 0.0)", "xh = t * r", small=True),
+    _triton("rmsnorm_vjp", "last-not-summed", "mean(h xh) of a long row leaves out its last element", "hx += tl.sum(h * t, 1)", "hx += tl.sum(tl.where(col < n - 1, h * t, 0.0), 1)", small=True),
+    _triton("rmsnorm_vjp", "weight-float16", "the weight of d_x passes through float16", "mask=lane < n, other=0.0).to(acc_dtype)[None, :]\n    w_sum", "mask=lane < n, other=0.0).to(tl.float16).to(acc_dtype)[None, :]\n    w_sum", small=True),
+    _triton("rmsnorm_vjp", "d-weight-bfloat16", "d_weight is summed in bfloat16", "w_sum += g * xh", "w_sum = (w_sum + g * xh).to(tl.bfloat16).to(acc_dtype)"),
+]  # fmt: skip
+
 APART = (
     "        inner = product(call, name)\n"
     '        left, right, step = inner.arrays["a"], inner.arrays["b"], call.dims["n" if name == "d_a" else "m"]\n'
@@ -184,6 +192,14 @@ PALLAS_LAYERNORM_VJP = [
     _pallas("layernorm_vjp", "partial-sums-rounded", "partial sums of d_weight are rounded to the inputs' dtype", 'over_rows(d_y * xh)', 'over_rows(d_y * xh).astype(ref["d_y"].dtype).astype(jnp.float32)'),
 ]  # fmt: skip
 
+PALLAS_RMSNORM_VJP = [
+    _pallas("rmsnorm_vjp", "padding-summed", "lanes beyond a row enter its sums", "if n % block_n:", "if n % block_n == 1:"),
+    _pallas("rmsnorm_vjp", "last-block-alone", "the sums of a row start anew at each block", "pl.when((sweep == 0) & (step == 0))", "pl.when(sweep == 0)"),
+    _pallas("rmsnorm_vjp", "missing-rows-counted", "rows beyond the last enter d_weight", "if height % block_rows:", "if height % block_rows == 1:"),
+    _pallas("rmsnorm_vjp", "weight-as-x", "a float32 weight is rounded to x's dtype", 'ref["weight"][...].astype(jnp.float32)', 'ref["weight"][...].astype(ref["d_y"].dtype).astype(jnp.float32)', small=True),
+    _pallas("rmsnorm_vjp", "partial-sums-rounded", "partial sums of d_weight are rounded to the inputs' dtype", "jnp.sum(product, axis=0, keepdims=True)", 'jnp.sum(product, axis=0, keepdims=True).astype(ref["d_y"].dtype).astype(jnp.float32)'),
+]  # fmt: skip
+
 PALLAS_MATMUL_VJP = [
     _pallas("matmul_vjp", "summed-batches-rounded", "each batch entry's product is rounded before the entries are summed", "        (c,) = forward.matmul(product(call, name), tiling)\n", APART),
     _pallas("matmul_vjp", "batch-from-the-left", "batch axes broadcast aligned at the left", "x.reshape((1,) * (rank + 2 - x.ndim) + x.shape)", "x.reshape(x.shape[:-2] + (1,) * (rank + 2 - x.ndim) + x.shape[-2:])"),
@@ -195,6 +211,6 @@ PALLAS_MATMUL_VJP = [
 ]  # fmt: skip
 
 FAULTS_VJP: list[Fault] = [
-    *TRITON_ATTENTION_VJP, *TRITON_SOFTMAX_VJP, *TRITON_LAYERNORM_VJP, *TRITON_MATMUL_VJP,
-    *PALLAS_ATTENTION_VJP, *PALLAS_SOFTMAX_VJP, *PALLAS_LAYERNORM_VJP, *PALLAS_MATMUL_VJP,
+    *TRITON_ATTENTION_VJP, *TRITON_SOFTMAX_VJP, *TRITON_LAYERNORM_VJP, *TRITON_RMSNORM_VJP, *TRITON_MATMUL_VJP,
+    *PALLAS_ATTENTION_VJP, *PALLAS_SOFTMAX_VJP, *PALLAS_LAYERNORM_VJP, *PALLAS_RMSNORM_VJP, *PALLAS_MATMUL_VJP,
 ]  # fmt: skip

@@ -206,6 +206,11 @@ ORDINARY: dict[str, list[tuple[dict[str, tuple[int, ...]], dict[str, Any], dict[
         ({"x": (64, 1000), "weight": (1000,)}, {}, {"block_rows": 16, "block_n": 128}),
         ({"x": (4, 8, 384)}, {}, {}),
     ],
+    "rmsnorm": [
+        ({"x": (64, 1000), "weight": (1000,)}, {}, {}),
+        ({"x": (64, 1000), "weight": (1000,)}, {}, {"block_rows": 16, "block_n": 128}),
+        ({"x": (4, 8, 384)}, {}, {}),
+    ],
     "attention": [
         ({"q": (2, 100, 4, 64), "k": (2, 260, 2, 64), "v": (2, 260, 2, 40)}, {"return_lse": True}, {}),
         ({"q": (1, 200, 4, 48), "k": (1, 200, 4, 48), "v": (1, 200, 4, 48)}, {"is_causal": True}, {"block_q": 128, "block_kv": 128}),
@@ -227,6 +232,11 @@ ORDINARY: dict[str, list[tuple[dict[str, tuple[int, ...]], dict[str, Any], dict[
     ],
     "layernorm_vjp": [
         ({"x": (64, 1000), "d_y": (64, 1000), "weight": (1000,), "bias": (1000,)}, {}, {}),
+        ({"x": (64, 1000), "d_y": (64, 1000), "weight": (1000,)}, {}, {"block_rows": 16, "block_n": 128}),
+        ({"x": (4, 8, 384), "d_y": (4, 8, 384)}, {}, {}),
+    ],
+    "rmsnorm_vjp": [
+        ({"x": (64, 1000), "d_y": (64, 1000), "weight": (1000,)}, {}, {}),
         ({"x": (64, 1000), "d_y": (64, 1000), "weight": (1000,)}, {}, {"block_rows": 16, "block_n": 128}),
         ({"x": (4, 8, 384), "d_y": (4, 8, 384)}, {}, {}),
     ],

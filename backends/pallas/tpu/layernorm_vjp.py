@@ -172,6 +172,6 @@ def add_up(call: Call, sums: jax.Array, dtype: str) -> jax.Array:
         compiler_params=in_order("parallel", "arbitrary"),
         cost_estimate=pl.CostEstimate(flops=sums.size, transcendentals=0, bytes_accessed=4 * sums.size),
         interpret=interpreter(call),
-        name="portakern_layernorm_vjp_sum",
+        name=f"portakern_{call.spec.name}_sum",
     )(sums)
     return total.reshape(n)
