@@ -146,7 +146,7 @@ def _show_reports(reports: list[Any]) -> None:
             out.print(f"refused {count} x {r.op} on {r.subject}: {reason}", markup=False, highlight=False)
         for f in r.failures:
             out.print(str(f), style="red", markup=False, highlight=False, soft_wrap=True)
-        if not r.examples and not r.failures:
+        if not r.examples and not r.failures and not r.laws:
             out.print(f"{r.op} on {r.subject}: no case was compared", style="red", markup=False)
 
 

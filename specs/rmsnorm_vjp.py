@@ -250,11 +250,3 @@ def powers_of_two_scale_exactly(run, draw):
     two, d_y = x.dtype.type(2), d_y * x.dtype.type(64)  # far from subnormal results
     for name, doubled, once in zip(("d_x", "d_weight"), run(x, d_y * two, weight), run(x, d_y, weight), strict=True):
         draw.same_bits(doubled, once * two, f"{name} of a cotangent doubled")
-
-
-@rmsnorm_vjp.law
-def a_weight_of_ones_changes_nothing(run, draw):
-    """weight None is 1."""
-    shape = draw.extent(1, 5), draw.extent(1, 300)
-    x, d_y = draw.normal(*shape), draw.normal(*shape)
-    draw.same_bits(run(x, d_y, np.ones(shape[1], x.dtype))[0], run(x, d_y)[0], "a weight of ones")
