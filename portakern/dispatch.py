@@ -84,7 +84,7 @@ def op(which: str | Spec[Any], *, backend: str | Backend | None = None, tiling: 
       which: the op's name (see :func:`portakern.ops`), or its spec.
       backend: who must serve it, by name or as an object; it runs there or raises. None: chosen per call from the arrays (PyTorch on an NVIDIA or AMD GPU: triton; JAX on a TPU: pallas;
         anything on a CPU: the float64 oracle, which is slow and says so once in the log).
-      tiling: overrides of the default tile extents and launch knobs, powers of two within the declared ranges.
+      tiling: overrides of the default tile extents and launch knobs, powers of two within the declared ranges (stages: any number).
 
     Raises:
       SpecError: an unknown op, backend or tile.

@@ -26,7 +26,7 @@ from portakern.options import Option, option_from_annotation
 if TYPE_CHECKING:
     from portakern.call import Call
 
-__all__ = ["ArrayArg", "Dim", "Edge", "Output", "Rule", "Spec", "Tile", "spec"]
+__all__ = ["ArrayArg", "Count", "Dim", "Edge", "Output", "Rule", "Spec", "Tile", "spec"]
 
 P = ParamSpec("P")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -51,6 +51,15 @@ class Tile:
 
     def __contains__(self, value: object) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and value in self.values
+
+
+@dataclass(frozen=True)
+class Count(Tile):
+    """The whole numbers from ``lo`` to ``hi``: a knob that is no extent, such as a number of stages."""
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        return tuple(range(self.lo, self.hi + 1))
 
 
 @dataclass(frozen=True)

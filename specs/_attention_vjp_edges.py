@@ -250,6 +250,16 @@ def only_lse_is_used(arrays, rng, options):
     arrays["d_o"][...] = 0
 
 
+@attention_vjp.edge(
+    dims={"q_len": (128, 128), "kv_len": (128, 128)}, options={"is_causal": False, "window": None}, given=SEGMENTS, absent=("bias",)
+)  # fmt: skip
+def segments_alone(arrays, rng, options):
+    """Segments count also where no other mask touches a tile, and no tile is ragged; some queries see no key, and some keys are seen by none."""
+    q_ids, kv_ids = arrays["q_segment_ids"], arrays["kv_segment_ids"]
+    q_ids[:, _some(rng, q_ids.shape[1])] = 9
+    kv_ids[:, _some(rng, kv_ids.shape[1])] = 8
+
+
 # --- laws ---
 
 

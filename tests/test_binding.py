@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import portakern as pk
-from portakern.spec import Dim, Tile
+from portakern.spec import Count, Dim, Tile
 
 
 def zeros(*shape, dtype=np.float32):
@@ -51,3 +51,4 @@ def test_shape_notation():
 def test_tiles_are_powers_of_two():
     assert Tile(16, 64).values == (16, 32, 64)
     assert 32 in Tile(16, 64) and 48 not in Tile(16, 64) and 128 not in Tile(16, 64) and True not in Tile(1, 64)
+    assert Count(1, 4).values == (1, 2, 3, 4) and 3 in Count(1, 4) and 5 not in Count(1, 4) and True not in Count(1, 4)

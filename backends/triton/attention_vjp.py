@@ -25,27 +25,28 @@ import triton.language as tl
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton._band import band, limits
 from portakern.backends.triton.attention import _band, _head_dim_innermost, load_tile, padded, tanh
-from portakern.backends.triton.launch import accumulator, cdiv, dot_precision, launch, refuse_common, shared_limit, torch_dtype
+from portakern.backends.triton.launch import accumulator, cdiv, compiler_options, dot_precision, launch, refuse_common, shared_limit, tmem_columns, torch_dtype
 from portakern.backends.triton.layout import fresh
-from portakern.spec import Tile
+from portakern.spec import Count, Tile
 
 if TYPE_CHECKING:
     from portakern.call import Call
 
 AT_ONCE = 4096  # elements of o for a program of statistics_kernel
-KNOBS = {"num_warps": Tile(1, 16), "num_stages": Tile(1, 8), "dq_block_q": Tile(16, 1024), "dq_block_kv": Tile(16, 1024)}
-
-# The larger head dimension up to which a tiling serves, block_q, block_kv, and KNOBS in their order. "small": less than 200 KiB of shared memory.
-# ieee products of float32 are scalar instructions on NVIDIA, whose operands all wait in registers.
-TILES = {
+KNOBS = {"num_warps": Tile(1, 16), "num_stages": Count(1, 8), "dq_block_q": Tile(16, 1024), "dq_block_kv": Tile(16, 1024), "matrix_instr_nonkdim": Tile(16, 32)}
+# The larger head dimension up to which a tiling serves, block_q, block_kv, and KNOBS in their order. "small": less than 200 KiB of shared memory. ieee products
+# are scalar on NVIDIA and RDNA, operands in registers. "16-bit" and "ieee sm_90" up to 128 are the fastest on an H100, spills and all. Those for Blackwell
+# ("tensor memory"), AMD and ieee were compiled, not run: the most occupancy times tile of what does not spill up to 128. PORTING.md says where all spill.
+TILES: dict[str, list[tuple[int, ...]]] = {
     "16-bit": [(128, 64, 64, 4, 2, 64, 64), (256, 32, 64, 8, 2, 128, 32), (1 << 30, 16, 32, 8, 1, 32, 16)],
     "16-bit small": [(64, 64, 128, 8, 2, 128, 64), (128, 32, 64, 8, 2, 64, 32), (256, 16, 32, 8, 1, 64, 16), (1 << 30, 16, 16, 8, 1, 16, 16)],
-    "16-bit CDNA": [(64, 64, 64, 4, 1, 64, 64), (128, 32, 64, 4, 1, 64, 32), (256, 16, 32, 4, 1, 32, 32), (1 << 30, 16, 16, 4, 1, 16, 16)],
-    "16-bit RDNA": [(64, 16, 64, 8, 1, 64, 16), (128, 16, 32, 8, 1, 32, 16), (1 << 30, 16, 16, 8, 1, 16, 16)],
+    "16-bit tensor memory": [(64, 64, 64, 8, 2, 128, 64), (128, 64, 64, 8, 1, 64, 64), (256, 32, 32, 8, 1, 128, 32), (1 << 30, 16, 16, 8, 1, 32, 16)],
+    "16-bit CDNA": [(64, 64, 128, 8, 1, 128, 64, 16), (128, 16, 128, 8, 1, 128, 32, 16), (256, 16, 64, 8, 1, 64, 16, 16), (1 << 30, 16, 16, 4, 1, 16, 16, 16)],
+    "16-bit RDNA": [(64, 16, 64, 8, 1, 128, 16), (128, 16, 64, 8, 1, 64, 16), (1 << 30, 16, 16, 8, 1, 16, 16)],
     "tf32": [(64, 32, 64, 8, 2, 64, 64), (128, 32, 32, 8, 2, 64, 32), (256, 16, 32, 8, 1, 32, 16), (1 << 30, 16, 16, 8, 1, 16, 16)],
-    "tf32 CDNA": [(64, 32, 64, 4, 1, 64, 32), (128, 32, 32, 4, 1, 32, 32), (1 << 30, 16, 16, 4, 1, 16, 16)],
-    "ieee": [(64, 32, 32, 8, 2, 32, 32), (128, 16, 32, 8, 2, 32, 16), (1 << 30, 16, 16, 8, 1, 16, 16)],
-    "ieee CDNA": [(64, 32, 64, 4, 1, 64, 32), (128, 32, 32, 4, 1, 32, 32), (1 << 30, 16, 16, 4, 1, 16, 16)],
+    "ieee": [(64, 32, 64, 16, 2, 64, 32), (128, 16, 64, 8, 2, 64, 16), (1 << 30, 16, 16, 8, 1, 16, 16)],
+    "ieee sm_90": [(64, 32, 32, 8, 2, 32, 32), (128, 32, 32, 8, 1, 32, 32), (1 << 30, 16, 16, 8, 1, 16, 16)],
+    "ieee CDNA": [(64, 32, 64, 4, 1, 64, 32, 16), (128, 16, 64, 8, 1, 64, 16, 16), (1 << 30, 16, 16, 4, 1, 16, 16, 16)],
     "ieee RDNA": [(1 << 30, 16, 16, 8, 1, 16, 16)],
 }
 
@@ -295,10 +296,11 @@ def default_tiling(call: Call) -> dict[str, int]:
     d, arch = max(padded(call.dims["d"]), padded(call.dims["dv"])), call.target.arch
     kind = "16-bit" if call.dtype in ("float16", "bfloat16") else dot_precision(call)
     if arch.startswith("gfx"):
-        kind += " CDNA" if arch.startswith("gfx9") else " RDNA"
-    elif kind == "16-bit" and arch and shared_limit(arch) < 200 * 1024:
-        kind += " small"
-    tiling = dict(zip(("block_q", "block_kv", *KNOBS), next(tile for most, *tile in TILES[kind] if d <= most), strict=True))
+        kind = kind.replace("tf32", "ieee") + (" CDNA" if arch.startswith("gfx9") else " RDNA")
+    elif kind == "16-bit" and arch:
+        kind += " tensor memory" if tmem_columns(arch) else " small" if shared_limit(arch) < 200 * 1024 else ""
+    kind = f"{kind} {arch}" if f"{kind} {arch}" in TILES else kind
+    tiling = dict(zip(("block_q", "block_kv", *KNOBS), next(tile for most, *tile in TILES[kind] if d <= most), strict=False))  # CDNA's alone have the last
     if call.arrays["bias"] is not None or call.arrays["q_segment_ids"] is not None or call.options["softcap"] is not None:  # registers beside the scores'
         tiling["block_q"] = min(tiling["block_q"], 32)
     while shared_bytes(call, tiling) > shared_limit(arch):
@@ -344,6 +346,9 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
             return f"tiles of {own} and {walked} rows at head dimensions {dims['d']} and {dims['dv']} exceed Triton's limit of 2^20 elements"
         if not call.interpret and own * (d + dv + 2 * walked) > warps * 32 * 768:
             return f"tiles of {own} and {walked} rows do not fit in the registers of {warps} warps; use a smaller tile or more warps"
+    columns = tmem_columns(call.target.arch) if call.dtype != "float32" or dot_precision(call) == "tf32" else 0
+    if 0 < columns <= d + dv and call.wants != ("d_q",) and tiling["block_kv"] >= 64 and warps in (4, 8):
+        return f"d_k and d_v of {tiling['block_kv']} keys fill the {columns} columns of {call.target.arch}'s tensor memory; use block_kv = 32"
     shared, limit = shared_bytes(call, tiling), shared_limit(call.target.arch)
     if not call.interpret and shared > limit:
         return f"this tiling with {tiling['num_stages']} stages takes {shared} bytes of shared memory; {call.target.arch} has {limit}"
@@ -377,7 +382,7 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     bias_strides = (0, 0, 0, 0) if bias is None else bias.expand(batch, heads, q_len, kv_len).stride()
     segment_strides = (0, 0, 0, 0) if q_segments is None else (*q_segments.stride(), *kv_segments.stride())
     strides = *q.stride(), *k.stride(), *v.stride(), *d_o.stride(), *bias_strides, *segment_strides
-    how = {n: tiling[n] for n in ("block_q", "block_kv", "num_warps", "num_stages")} | {
+    how = compiler_options(tiling) | {n: tiling[n] for n in ("block_q", "block_kv")} | {
         "block_d": block_d, "block_dv": block_dv, "whole_d": block_d == d, "whole_dv": block_dv == dv, "precision": dot_precision(call),
         "acc_dtype": acc_dtype}  # fmt: skip
     tiles_kv = cdiv(kv_len, tiling["block_kv"])

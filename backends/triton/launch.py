@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from portakern.call import Call
 
 __all__ = [
-    "MAX_GRID", "accumulator", "cdiv", "dot_precision", "lanes", "launch", "prepare", "recording", "refuse_common", "shared_limit", "torch_dtype", "write_launcher",
+    "MAX_GRID", "accumulator", "cdiv", "compiler_options", "dot_precision", "lanes", "launch", "prepare", "recording", "refuse_common", "shared_limit", "tmem_columns",
+    "torch_dtype", "write_launcher",
 ]  # fmt: skip
 
 log = logging.getLogger("portakern")
@@ -255,6 +256,17 @@ def shared_limit(arch: str) -> int:
     """Bytes of shared memory (LDS) that one program may use."""
     memory = targets.family(arch).on_chip
     return memory["lds" if "lds" in memory else "shared"] or 0
+
+
+def tmem_columns(arch: str) -> int:
+    """Columns of the tensor memory in which Blackwell's matrix unit accumulates, 128 lanes of 32 bits each; 0 without it."""
+    return (targets.family(arch).on_chip.get("tmem") or 0) // 512
+
+
+def compiler_options(tiling: Mapping[str, int]) -> dict[str, int]:
+    """What a tiling says to Triton's compiler. ``matrix_instr_nonkdim``, rows and columns of one matrix instruction, stands in tilings for CDNA alone: NVIDIA's
+    launch refuses the word."""
+    return {n: tiling[n] for n in ("num_warps", "num_stages", "matrix_instr_nonkdim") if n in tiling}
 
 
 def lanes(arch: str) -> int:

@@ -19,7 +19,7 @@ import triton.language as tl
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.launch import accumulator, cdiv, dot_precision, prepare, refuse_common, shared_limit, torch_dtype
 from portakern.backends.triton.layout import SHAPES, collapse, contiguous_strides, fresh, pow2_at_least
-from portakern.spec import Tile
+from portakern.spec import Count, Tile
 
 if TYPE_CHECKING:
     from portakern.call import Call
@@ -103,7 +103,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
 _prepared = functools.lru_cache(SHAPES)(functools.partial(prepare, matmul_kernel))
 
 
-@BACKEND.implements("matmul", tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32), "num_stages": Tile(1, 8), "group": Tile(1, 64)})
+@BACKEND.implements("matmul", tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32), "num_stages": Count(1, 8), "group": Tile(1, 64)})
 def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     dims, a, b = call.dims, call.arrays["a"], call.arrays["b"]
     batch, m, n, k = dims["batch"], dims["m"], dims["n"], dims["k"]

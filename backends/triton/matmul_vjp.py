@@ -16,7 +16,7 @@ import torch
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton import matmul as forward
 from portakern.backends.triton.launch import torch_dtype
-from portakern.spec import Tile
+from portakern.spec import Count, Tile
 from portakern.specs.matmul_vjp import product_dtype
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     return None
 
 
-@BACKEND.implements("matmul_vjp", tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32), "num_stages": Tile(1, 8), "group": Tile(1, 64)})
+@BACKEND.implements("matmul_vjp", tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32), "num_stages": Count(1, 8), "group": Tile(1, 64)})
 def matmul_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     def gradient(name: str) -> torch.Tensor | None:
         if name not in call.wants:

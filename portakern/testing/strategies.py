@@ -89,11 +89,12 @@ def _tiling(draw: st.DrawFn, spec: Spec[Any], tiles: Mapping[str, Tile], limits:
         return {}
     if kind == "smallest":
         return {n: t.lo if n in spec.tiling else draw(st.sampled_from(t.values[:4])) for n, t in tiles.items()}
-    return _fit_tiles({n: draw(st.sampled_from(t.values)) for n, t in tiles.items()}, tiles, limits)
+    return _fit_tiles(spec, {n: draw(st.sampled_from(t.values)) for n, t in tiles.items()}, tiles, limits)
 
 
-def _fit_tiles(tiling: dict[str, int], tiles: Mapping[str, Tile], limits: Limits) -> dict[str, int]:
-    while math.prod(tiling.values()) > limits.tile_volume:
+def _fit_tiles(spec: Spec[Any], tiling: dict[str, int], tiles: Mapping[str, Tile], limits: Limits) -> dict[str, int]:
+    """Halve the widest until the product of the spec's tiles, and of how many times its least value each knob is, fits."""
+    while math.prod(v if n in spec.tiling else v // tiles[n].lo for n, v in tiling.items()) > limits.tile_volume:
         widest = max((n for n in tiling if tiling[n] > tiles[n].lo), key=lambda n: tiling[n])
         tiling[widest] //= 2
     return tiling
@@ -122,7 +123,7 @@ def _shrink_to_fit(spec: Spec[Any], given: Sequence[ArrayArg], dims: dict[str, A
 
     def too_big() -> bool:
         full = {n: tuple(map(_at_least_1, e)) if isinstance(e, tuple) else _at_least_1(e) for n, e in dims.items()}  # a 0 may be broadcast away
-        shapes = [*(a.dims for a in given), *(o.dims for o in spec.outputs)]
+        shapes = [*(a.dims for a in given), *(o.dims for o in spec.outputs if o.gradient_of is None or o.gradient_of in {a.name for a in given})]
         sizes = [math.prod(shape_of(s, full)) for s in shapes]
         extents: list[int] = [math.prod(e) if isinstance(e, tuple) else e for e in full.values()]
         return max(sizes) > limits.elements or math.prod(extents) > limits.flops / 4

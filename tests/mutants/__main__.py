@@ -11,6 +11,7 @@ kernel passes the same seeds, and on the calls of that run every fault is held t
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -94,13 +95,17 @@ def main() -> int:
     parser.add_argument("--no-flat", action="store_true", help="leave out the comparison with a flat tolerance, which takes most of the time")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds a task may take")
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--resume", action="store_true", help="do only what the file of --json does not hold yet; only if neither kernels nor checks have changed"
+    )
     args = parser.parse_args()
     os.environ.update(dict.fromkeys(SINGLE, "1") | {"JAX_PLATFORMS": "cpu"})  # one thread a worker; JAX's share here is the interpreter
 
     faults = [f for f in FAULTS if any(part in f.name for part in args.only) and (args.device == "cpu" or f.gpu)]
     tasks = plan(faults, args.seeds, args.device, args.examples, not args.no_flat)
-    results: dict[Task, dict[str, Any]] = {}
-    start = time.time()
+    results = kept(args.json, tasks) if args.resume else {}
+    planned, start = len(tasks), time.time()
+    tasks = [t for t in tasks if t not in results]
 
     def done(task: Task, result: dict[str, Any]) -> None:
         results[task] = result
@@ -113,14 +118,26 @@ def main() -> int:
             if result["failed"]
             else "passed"
         )
-        print(f"[{len(results)}/{len(tasks)}, {time.time() - start:.0f} s] {task}: {said} {result.get('examples', '')}", file=sys.stderr, flush=True)
-        save(args, faults, results, len(tasks), start)
+        print(f"[{len(results)}/{planned}, {time.time() - start:.0f} s] {task}: {said} {result.get('examples', '')}", file=sys.stderr, flush=True)
+        save(args, faults, results, planned, start)
 
     run(tasks, args.jobs, args.timeout, done)
     table, kernels = rows(faults, results)
     show(table, kernels)
     summary = summarise(table, kernels)
     return 1 if summary["not_caught_on_every_seed"] or summary["kernels_and_seeds_that_failed"] else 0
+
+
+def kept(file: Path, tasks: Sequence[Task]) -> dict[Task, dict[str, Any]]:
+    """The results of a run that was ended, but for its errors."""
+    data = json.loads(file.read_text())
+    found: dict[Any, dict[str, Any]] = {("kernel", k["backend"], k["op"], k["seed"]): k for k in data["kernels"]}
+    for row in data["rows"]:
+        found |= {("catch", row["name"], int(seed)): {n: v for n, v in r.items() if n != "flat_sees_at"} for seed, r in row["seeds"].items()}
+        if "max_error" in row:
+            found["error", row["name"], 0] = {"max_error": row["max_error"]}
+    keys = {t: ("kernel", t.faults[0].backend, t.faults[0].op, t.seed) if t.kind in ("flat", "right") else (t.kind, t.faults[0].name, t.seed) for t in tasks}
+    return {t: found[key] for t, key in keys.items() if key in found and "error" not in found[key] and (t.kind != "flat" or "flat" in found[key])}
 
 
 def save(args: argparse.Namespace, faults: Sequence[Fault], done: dict[Task, dict[str, Any]], planned: int, start: float) -> None:
