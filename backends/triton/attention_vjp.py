@@ -84,7 +84,7 @@ def score_gradients(p, t, a, b, delta, allowed, softcap, precision: tl.constexpr
 def statistics_kernel(o, d_o, lse, d_lse, shift, delta, tiles, heads, q_len, dv, o_b, o_s, o_h, o_d, do_b, do_s, do_h, do_d, lse_b, lse_h, lse_s,
                       dl_b, dl_h, dl_s, rows: tl.constexpr, block_dv: tl.constexpr, acc_dtype: tl.constexpr):  # fmt: skip
     """delta = sum(o d_o) - d_lse and shift = lse, what scores are measured from; both (batch, heads, q_len). A row that sees no key gets shift = inf, so that
-    its p is 0, and delta = 0."""
+    its p is 0, and delta = 0. To be compiled without contraction: products fused into the first step of a butterfly sum leave lanes a bit apart."""
     head, batch = (tl.program_id(0) // tiles % heads).to(tl.int64), (tl.program_id(0) // tiles // heads).to(tl.int64)
     i = tl.program_id(0) % tiles * rows + tl.arange(0, rows)
     i_ok, row, ddv = i < q_len, i.to(tl.int64), tl.arange(0, block_dv)[None, :]
@@ -377,8 +377,7 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     scale, softcap = d**-0.5 if options["scale"] is None else options["scale"], options["softcap"]
     given = q, k, v, d_o, shift, delta, bias, q_segments, kv_segments
     scores = scale if softcap is None else scale / softcap, softcap
-    seen = _band(options["is_causal"], options["window"], q_len + kv_len)
-    extents = heads, group, q_len, kv_len, d, dv
+    seen, extents = _band(options["is_causal"], options["window"], q_len + kv_len), (heads, group, q_len, kv_len, d, dv)
     bias_strides = (0, 0, 0, 0) if bias is None else bias.expand(batch, heads, q_len, kv_len).stride()
     segment_strides = (0, 0, 0, 0) if q_segments is None else (*q_segments.stride(), *kv_segments.stride())
     strides = *q.stride(), *k.stride(), *v.stride(), *d_o.stride(), *bias_strides, *segment_strides
