@@ -117,6 +117,12 @@ def faults(kept: Kept) -> str:
     if not rows:
         return "No faults were planted yet: `python -m tests.mutants --json FILE`, and `portakern report --add FILE`."
     text = [_by_device(rows, _fault_table)]
+    for run in set_of(r for _, r in rows):
+        done, _, planned = str(run.extra["tasks"]).partition(" of ")
+        if done != planned:
+            text.append(
+                f"An unfinished run, {done} of {planned} tasks: every fault met at least one seed, and a fault counts as caught on every seed that it met."
+            )
     missed = [(row, sum(bool(s.get("caught")) for s in row["seeds"].values())) for row, _ in rows if not _caught(row)]
     if missed:
         text.append("Not caught on every seed:\n" + "\n".join(f"- `{row['name']}` ({n} of {len(row['seeds'])} seeds): {row['what']}" for row, n in missed))
@@ -132,7 +138,7 @@ def _fault_table(rows: list[Row]) -> str:
     groups = [([b, f"`{op}`"], [r for r in rows if (r["backend"], r["op"]) == (b, op)]) for b, op in pairs] + [(["**all**", ""], rows)]
     lines = []
     for name, mine in groups:
-        small = [r for r in mine if r.get("max_error") is not None and r["max_error"] < 1e-2]
+        small = [r for r in mine if (r["small"] if r.get("max_error") is None else r["max_error"] < 1e-2)]  # as declared, where it was not measured
         flat = [s["flat_sees_at"] for r in mine for s in r["seeds"].values() if s.get("flat_sees_at", "not run") != "not run"]
         lines.append([*name, str(len(mine)), str(sum(map(_caught, mine))), str(len(small)), str(sum(map(_caught, small))),
                       f"{sum(f is None for f in flat) / len(flat):.0%}" if flat else "not run"])  # fmt: skip
