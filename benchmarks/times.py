@@ -25,7 +25,6 @@ import portakern as pk
 from portakern import autodiff, dispatch, registry, results, targets
 from portakern.call import Call
 from portakern.compiling.calls import typical_form
-from portakern.frameworks import Target
 from portakern.spec import Spec
 
 Arrays = dict[str, Any]
@@ -161,7 +160,7 @@ def main() -> None:
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     major, minor = torch.cuda.get_device_capability()
-    hardware = targets.find(Target("cuda", f"sm_{major}{minor}").arch)
+    hardware = targets.find(f"sm_{major}{minor}")
     start, rows = time.perf_counter(), []
     for name in args.ops or [n for n in pk.ops() if not registry.find_spec(n).is_vjp]:
         for dtype in args.dtype or ["bfloat16", "float32"]:

@@ -32,7 +32,7 @@ def benchmark():
 
 
 def served_ops():
-    return [name for name in pk.ops() if importlib.util.find_spec(f"portakern.backends.triton.{name}")]
+    return benchmark().served_ops()
 
 
 @pytest.mark.parametrize("optional", [False, True], ids=["required", "all"])

@@ -108,9 +108,8 @@ def _read(name: str, told: set[Path], cycles: int | None) -> Kernel:
     allocations = re.findall(r"#allocation\d+ \[[^\n]*?space=(vmem|smem), size = (0x[0-9a-f]+)", text("original"))
     bundles, busy = text("final_bundles"), _busy(text("final_hlo-static-per-bundle-utilization"))
     on_chip = {memory: sum(int(size, 16) for space, size in allocations if space == memory) for memory in ("vmem", "smem")} if allocations else {}
-    products = re.findall(
-        r"\b(vmatmul|vmatpush)\d?((?:\.\w+)+)", bundles
-    )  # of their suffixes, the dtype alone: not the mask, nor which of the core's MXUs it is
+    # of a product's suffixes the dtype alone: not the mask, nor which of the core's MXUs it is
+    products = re.findall(r"\b(vmatmul|vmatpush)\d?((?:\.\w+)+)", bundles)
     matrix = Counter(verb + next((f".{s}" for s in suffixes.split(".") if re.fullmatch(r"(bf|[fsu])\d+\w*", s)), "") for verb, suffixes in products)
     return Kernel(name.partition(".")[0], on_chip=on_chip, spills=busy.get("VSTORE:SPILL"), matrix=dict(matrix.most_common()), cycles=cycles, assembly=bundles)
 

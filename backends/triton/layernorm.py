@@ -17,7 +17,7 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.launch import accumulator, cdiv, prepare
-from portakern.backends.triton.layout import SHAPES, fresh_like, row_start, rows_of
+from portakern.backends.triton.layout import SHAPES, fresh_like, gathered, row_start, rows_of
 from portakern.backends.triton.softmax import refuse_tile, tile_rows
 from portakern.spec import Tile
 
@@ -86,10 +86,7 @@ def layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     y = fresh_like(x)
     form = (0 if weight is None else weight.stride(0), 0 if bias is None else bias.stride(0), call.options["eps"], call.dtype,
             tiling["block_rows"], tiling["block_n"], tiling["num_warps"])  # fmt: skip
-    run = _prepared(x.shape, x.stride(), *form)
-    if run is None:
-        x = x.contiguous()
-        run = _prepared(x.shape, x.stride(), *form)
+    x, run = gathered(x, _prepared, *form)
     run(call, x, weight, bias, y)
     return (y,)
 

@@ -163,20 +163,21 @@ def layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     acc_dtype = accumulator(call.dtype)
     common = {"block_rows": tiling["block_rows"], "block_n": tiling["block_n"], "acc_dtype": acc_dtype, "flat": rows.flat, "num_warps": tiling["num_warps"]}
     strides = (*rows.strides[0], *rows.strides[1], 0 if weight is None else weight.stride(0))
-
-    def scratch(*shape: int) -> torch.Tensor:
-        return fresh(shape, torch.float64 if acc_dtype is tl.float64 else torch.float32, x.device)
-
-    stats = scratch(4, rows.height) if tiles > 1 and read_x else None
+    stats = scratch(call, 4, rows.height) if tiles > 1 and read_x else None
     if stats is not None:
         launch(statistics_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, d_y if want_x else None, weight, stats, rows.height, rows.inner, n,
                call.options["eps"], *strides, **common)  # fmt: skip
-    partial = {name: scratch(groups, n) for name in sums}
+    partial = {name: scratch(call, groups, n) for name in sums}
     launch(layernorm_vjp_kernel, groups * tiles, call, d_y, x if read_x else None, weight if want_x else None, stats, d_x,
            partial.get("d_weight"), partial.get("d_bias"), rows.height, rows.inner, group, tiles, n, call.options["eps"], *strides,
            **common, stages=tiling["num_stages"])  # fmt: skip
     result = add_up(call, partial)
     return (d_x, result.get("d_weight"), result.get("d_bias"))
+
+
+def scratch(call: Call, *shape: int) -> torch.Tensor:
+    """A fresh tensor for sums, in the dtype that they are kept in."""
+    return fresh(shape, torch.float64 if call.dtype == "float64" else torch.float32, call.arrays["d_y"].device)
 
 
 def add_up(call: Call, partial: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

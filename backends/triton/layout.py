@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-__all__ = ["SHAPES", "Rows", "collapse", "contiguous_strides", "fresh", "fresh_like", "pow2_at_least", "row_start", "rows_of", "walk_rows"]
+__all__ = ["SHAPES", "Rows", "collapse", "contiguous_strides", "fresh", "fresh_like", "gathered", "pow2_at_least", "row_start", "rows_of", "walk_rows"]
 
 SHAPES = 4096  # the latest shapes whose layout is remembered: to work one out takes longer than to launch its kernel
 
@@ -67,6 +67,15 @@ def rows_of(axis: int, shape: tuple[int, ...], *strides: tuple[int, ...]) -> Row
     # a single row keeps the stride that it has among others, and with it its layout and its bits
     whole = tuple((*((0, shape[axis] * s[axis]) + step)[-2:], s[axis]) for s, step in zip(strides, steps, strict=True))
     return Rows(outer * inner, inner, len(extents) < 2, whole)
+
+
+def gathered(x: torch.Tensor, find: Callable[..., Any], *form: Any) -> tuple[torch.Tensor, Any]:
+    """x, and what ``find`` gives for its shape, strides and ``form``; of a copy where that is None, since no two strides describe its rows."""
+    found = find(x.shape, x.stride(), *form)
+    if found is None:
+        x = x.contiguous()
+        found = find(x.shape, x.stride(), *form)
+    return x, found
 
 
 @functools.lru_cache(SHAPES)

@@ -18,7 +18,7 @@ import triton.language as tl
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.launch import accumulator, cdiv, prepare
 from portakern.backends.triton.layernorm import default_tiling, scale_and_shift, supports
-from portakern.backends.triton.layout import SHAPES, fresh_like, row_start, rows_of
+from portakern.backends.triton.layout import SHAPES, fresh_like, gathered, row_start, rows_of
 from portakern.spec import Tile
 
 if TYPE_CHECKING:
@@ -58,10 +58,7 @@ def rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     x, weight = call.arrays["x"], call.arrays["weight"]
     y = fresh_like(x)
     form = (0 if weight is None else weight.stride(0), call.options["eps"], call.dtype, tiling["block_rows"], tiling["block_n"], tiling["num_warps"])
-    run = _prepared(x.shape, x.stride(), *form)
-    if run is None:
-        x = x.contiguous()
-        run = _prepared(x.shape, x.stride(), *form)
+    x, run = gathered(x, _prepared, *form)
     run(call, x, weight, y)
     return (y,)
 

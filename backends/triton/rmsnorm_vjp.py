@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.launch import accumulator, cdiv, launch
-from portakern.backends.triton.layernorm_vjp import add_up, default_tiling, supports
+from portakern.backends.triton.layernorm_vjp import add_up, default_tiling, scratch, supports
 from portakern.backends.triton.layout import fresh, row_start, walk_rows
 from portakern.spec import Tile
 
@@ -102,15 +101,11 @@ def rmsnorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     acc_dtype = accumulator(call.dtype)
     common = {"block_rows": tiling["block_rows"], "block_n": tiling["block_n"], "acc_dtype": acc_dtype, "flat": rows.flat, "num_warps": tiling["num_warps"]}
     strides = (*rows.strides[0], *rows.strides[1], 0 if weight is None else weight.stride(0))
-
-    def scratch(*shape: int) -> torch.Tensor:
-        return fresh(shape, torch.float64 if acc_dtype is tl.float64 else torch.float32, x.device)
-
-    stats = scratch(2, rows.height) if tiles > 1 else None
+    stats = scratch(call, 2, rows.height) if tiles > 1 else None
     if stats is not None:
         launch(statistics_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, d_y if want_x else None, weight if want_x else None, stats,
                rows.height, rows.inner, n, eps, *strides, **common)  # fmt: skip
-    partial = {"d_weight": scratch(groups, n)} if want_weight else {}
+    partial = {"d_weight": scratch(call, groups, n)} if want_weight else {}
     launch(rmsnorm_vjp_kernel, groups * tiles, call, d_y, x, weight if want_x else None, stats, d_x, partial.get("d_weight"),
            rows.height, rows.inner, group, tiles, n, eps, *strides, **common, stages=tiling["num_stages"])  # fmt: skip
     return (d_x, add_up(call, partial).get("d_weight"))

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.launch import accumulator, cdiv, lanes, prepare, refuse_common
-from portakern.backends.triton.layout import SHAPES, fresh_like, pow2_at_least, row_start, rows_of
+from portakern.backends.triton.layout import SHAPES, fresh_like, gathered, pow2_at_least, row_start, rows_of
 from portakern.spec import Tile
 
 if TYPE_CHECKING:
@@ -96,10 +96,7 @@ def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     x = call.arrays["x"]
     y = fresh_like(x)
     form = call.options["axis"], call.dtype, tiling["block_rows"], tiling["block_n"], tiling["num_warps"]
-    run = _prepared(x.shape, x.stride(), *form)
-    if run is None:
-        x = x.contiguous()
-        run = _prepared(x.shape, x.stride(), *form)
+    x, run = gathered(x, _prepared, *form)
     run(call, x, y)
     return (y,)
 

@@ -35,7 +35,7 @@ ELEMENTS = 2**19
 
 def default_tiling(call: Call) -> dict[str, int]:
     block_n = max(128, min(16384, pl.next_power_of_2(call.dims["n"])))
-    return {"block_rows": min(256, (ELEMENTS >> call.spec.is_vjp) // block_n), "block_n": block_n}
+    return {"block_rows": min(256, ELEMENTS // (2 if call.spec.is_vjp else 1) // block_n), "block_n": block_n}
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:

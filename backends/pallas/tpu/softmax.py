@@ -55,7 +55,7 @@ def default_tiling(call: Call) -> dict[str, int]:
     if axis == 1:
         return {"block_rows": LANES, "block_n": max(128, min(2048, pl.next_power_of_2(shape[1])))}
     block_n = max(128, min(16384, pl.next_power_of_2(shape[2])))
-    return {"block_rows": min(256, (ELEMENTS >> call.spec.is_vjp) // block_n), "block_n": block_n}
+    return {"block_rows": min(256, ELEMENTS // (2 if call.spec.is_vjp else 1) // block_n), "block_n": block_n}
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
