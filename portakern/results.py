@@ -114,7 +114,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     ),
     "mutants": Benchmark(
         ("name",),
-        {"name": "text", "backend": "text", "op": "text", "what": "text", "small": "flag", "max_error": "number?", "error": "text?", "seeds": "object"},
+        {"name": "text", "backend": "text", "op": "text", "what": "text", "small": "flag", "max_error": "number?", "error": "text?", "seeds": "object", "flat": "object"},
         {"tasks": "text", "wall_seconds": "number", "summary": "object", "kernels": "list"},
     ),
     "sanitizer": Benchmark(("op", "tool"), {"op": "text", "tool": "text", "examples": "count", "errors": "count?", "problem": "text?", "seconds": "number"}),

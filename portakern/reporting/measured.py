@@ -139,7 +139,7 @@ def _fault_table(rows: list[Row]) -> str:
     lines = []
     for name, mine in groups:
         small = [r for r in mine if (r["small"] if r.get("max_error") is None else r["max_error"] < 1e-2)]  # as declared, where it was not measured
-        flat = [s["flat_sees_at"] for r in mine for s in r["seeds"].values() if s.get("flat_sees_at", "not run") != "not run"]
+        flat = [f["sees_at"] for r in mine for f in r["flat"].values() if "sees_at" in f]
         lines.append([*name, str(len(mine)), str(sum(map(_caught, mine))), str(len(small)), str(sum(map(_caught, small))),
                       f"{sum(f is None for f in flat) / len(flat):.0%}" if flat else "not run"])  # fmt: skip
     return table(["backend", "op", "faults", "caught on every seed", "err by less than 1e-2", "of these caught", "slip through a flat 1e-2"], lines, words=2)

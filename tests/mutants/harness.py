@@ -25,7 +25,7 @@ from portakern.tolerance import format_of
 
 from .faults import Fault
 
-__all__ = ["catch", "checked", "error_on_ordinary_data", "flat_verdicts", "mutant", "mutated_source"]
+__all__ = ["beside_flat", "catch", "checked", "error_on_ordinary_data", "mutant", "mutated_source"]
 
 FLAT = 1e-2  # rtol and atol of the usual test
 UNBUILT = (NameError, UnboundLocalError, KeyError, ImportError, ModuleNotFoundError, AttributeError, SyntaxError, IndentationError)
@@ -131,14 +131,17 @@ def _again(served: dispatch.Served, backend: Backend) -> list[Any]:
     return [None if o is None else call.framework.to_numpy(o) for o in outputs]
 
 
-def flat_verdicts(faults: Sequence[Fault], seed: int, device: str, max_examples: int) -> dict[str, Any]:
-    """The shipped kernel under a check, and each fault of it under ``assert_allclose(rtol=atol=1e-2)`` on the very calls that the check made.
+class Seen(Exception):
+    """A flat tolerance sees the fault: the check may end."""
 
-    A call where the shipped kernel itself misses the flat tolerance says nothing and does not count. A crash counts as seen.
+
+def beside_flat(op: str, backend: str, fault: Fault | None, seed: int, device: str, max_examples: int) -> dict[str, Any]:
+    """The shipped kernel under a check and, on the very calls that the check makes, under ``assert_allclose(rtol=atol=1e-2)``: ``calls``, and the
+    ``false_alarms`` among them. With a fault, ``sees_at`` alone: the first call where the faulty kernel misses that tolerance and the shipped one does not;
+    the check ends there. None: it never does. A crash counts as seen.
     """
-    op, backend = faults[0].op, faults[0].backend
-    seen: dict[str, int | None] = {f.name: None for f in faults}
     count = {"calls": 0, "false_alarms": 0}
+    sees_at: list[int] = []
     last: list[Any] = []
     busy: list[bool] = []
 
@@ -158,18 +161,17 @@ def flat_verdicts(faults: Sequence[Fault], seed: int, device: str, max_examples:
         count["calls"] += 1
         if not _flat_ok([None if o is None else served.call.framework.to_numpy(o) for o in served.outputs], exact):
             count["false_alarms"] += 1
-            return
-        for fault in faults:
-            if seen[fault.name] is None and not _flat_right(served, mutant(fault), exact):
-                seen[fault.name] = count["calls"]
-        if backend == "pallas" and count["calls"] % 20 == 0:
-            import jax
-
-            jax.clear_caches()  # a compiled function for every case and fault would fill the memory
+        elif fault is not None and not _flat_right(served, mutant(fault), exact):
+            sees_at.append(count["calls"])
+            raise Seen
 
     with dispatch.observe(compare):
         row = checked(op, backend, seed, device, max_examples)
-    return {**row, **count, "flat": seen}
+    if fault is None:
+        return {**row, **count}
+    if row["failed"] and not sees_at:
+        return {"error": f"the shipped kernel fails: {row['what']}"}
+    return {"sees_at": sees_at[0] if sees_at else None}
 
 
 def _flat_right(served: dispatch.Served, backend: Backend, exact: Sequence[np.ndarray | None]) -> bool:

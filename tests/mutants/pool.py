@@ -18,30 +18,28 @@ __all__ = ["Task", "run"]
 
 @dataclass(frozen=True)
 class Task:
-    """``kind``: "catch" one fault on one seed; "right": the shipped kernel on one seed; "flat": the same, with its faults under a flat tolerance;
-    "error": one fault on ordinary data."""
+    """``kind``: "catch" one fault on one seed; "flat": one fault on one seed under a flat tolerance; "error": one fault on ordinary data; "right": on one seed the
+    shipped kernel that a fault stands for."""
 
     kind: str
-    faults: tuple[Fault, ...]
+    fault: Fault
     seed: int
     device: str
     examples: int
 
     def __str__(self) -> str:
-        f = self.faults[0]
-        return f"{self.kind} {f.name if self.kind in ('catch', 'error') else f'{f.backend} {f.op}'} seed {self.seed}"
+        f = self.fault
+        return f"{self.kind} {f'{f.backend} {f.op}' if self.kind == 'right' else f.name} seed {self.seed}"
 
 
 def work(task: Task) -> dict[str, Any]:
     from . import harness  # frameworks are imported in workers only
 
-    f = task.faults[0]
+    f = task.fault
     if task.kind == "error":
         return {"max_error": harness.error_on_ordinary_data(f, task.device)}
-    if task.kind == "right":
-        return harness.checked(f.op, f.backend, task.seed, task.device, task.examples)
-    if task.kind == "flat":
-        return harness.flat_verdicts(task.faults, task.seed, task.device, task.examples)
+    if task.kind in ("right", "flat"):
+        return harness.beside_flat(f.op, f.backend, f if task.kind == "flat" else None, task.seed, task.device, task.examples)
     return harness.catch(f, task.seed, task.device, task.examples)
 
 
