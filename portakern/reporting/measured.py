@@ -123,6 +123,7 @@ def faults(kept: Kept) -> str:
             text.append(
                 f"An unfinished run, {done} of {planned} tasks: every fault met at least one seed, and a fault counts as caught on every seed that it met."
             )
+    text.append(_slipping([row for row, _ in rows], set_of(r for _, r in rows)))
     missed = [(row, sum(bool(s.get("caught")) for s in row["seeds"].values())) for row, _ in rows if not _caught(row)]
     if missed:
         text.append("Not caught on every seed:\n" + "\n".join(f"- `{row['name']}` ({n} of {len(row['seeds'])} seeds): {row['what']}" for row, n in missed))
@@ -143,3 +144,18 @@ def _fault_table(rows: list[Row]) -> str:
         lines.append([*name, str(len(mine)), str(sum(map(_caught, mine))), str(len(small)), str(sum(map(_caught, small))),
                       f"{sum(f is None for f in flat) / len(flat):.0%}" if flat else "not run"])  # fmt: skip
     return table(["backend", "op", "faults", "caught on every seed", "err by less than 1e-2", "of these caught", "slip through a flat 1e-2"], lines, words=2)
+
+
+def _slipping(rows: Sequence[Row], runs: Sequence[Result]) -> str:
+    """What a flat tolerance lets through: on inputs as most tests draw them, and on the checker's own cases."""
+    seen = [f["sees_at"] for r in rows for f in r["flat"].values() if "sees_at" in f]
+    errors = [r["max_error"] for r in rows if r.get("max_error") is not None]
+    calls, alarms = (sum(k.get(n, 0) for r in runs for k in r.extra["kernels"]) for n in ("calls", "false_alarms"))
+    if not (seen and errors and calls):
+        return "How many of them `assert_allclose(rtol=atol=1e-2)` lets through was not measured."
+    small, missed = sum(e < 1e-2 for e in errors), sum(s is None for s in seen)
+    return (
+        f"`assert_allclose(rtol=atol=1e-2)` lets {small} of {len(errors)} ({small / len(errors):.0%}) through on ordinary inputs, N(0, 1) of common shapes: "
+        f"they err by less than 1e-2 there. On the very cases that the checker draws it lets {missed} of {len(seen)} ({missed / len(seen):.0%}) through, "
+        f"and it rejects {alarms} of {calls} calls ({alarms / calls:.0%}) of the kernels without a fault."
+    )
