@@ -263,6 +263,19 @@ def tmem_columns(arch: str) -> int:
     return (targets.family(arch).on_chip.get("tmem") or 0) // 512
 
 
+def refuse_registers(call: Call, num_warps: int, values: int, tile: str) -> str | None:
+    """For a ``tile`` whose ``values`` 32-bit numbers cannot lie in the registers of ``num_warps`` warps. Operands of dots lie there too where no matrix unit takes
+    them, about as many again. The compiler would spill tens of kilobytes a thread, after minutes."""
+    if call.interpret or call.dtype == "float64":
+        return None
+    hardware = targets.family(call.target.arch)
+    needed = values if call.dtype in hardware.matrix_dtypes or dot_precision(call) == "tf32" else 2 * values
+    held = min(num_warps * hardware.lanes * (hardware.thread_registers or 0), hardware.core_registers or 0)
+    if needed <= held:
+        return None
+    return f"{tile} needs about {needed} registers and {num_warps} warps of {call.target.arch} have {held}; use a smaller tile or more warps"
+
+
 def compiler_options(tiling: Mapping[str, int]) -> dict[str, int]:
     """What a tiling says to Triton's compiler. ``matrix_instr_nonkdim``, rows and columns of one matrix instruction, stands in tilings for CDNA alone: NVIDIA's
     launch refuses the word."""
