@@ -99,6 +99,11 @@ def logits_of_minus_1e5(arrays, rng, options):
     arrays["q_segment_ids"][:, _some(rng, arrays["q"].shape[1])] = 9
 
 
+@attention.edge(dims={"q_len": (1, 40), "kv_len": (33, 140), "d": (17, 40), "dv": (1, 15)}, options={"is_causal": False, "window": None})
+def values_shorter_than_keys(arrays, rng, options):
+    """Value heads that fill a narrower tile than query heads, over many keys: an assembler has formed wrong addresses for such pairs of tiles."""
+
+
 @attention.edge(dims={"kv_len": (2, 140)}, given=("bias",))
 def bias_of_finfo_min(arrays, rng, options):
     """Rows of a bias of finfo.min give a convex average or zeros, never NaN."""

@@ -113,6 +113,34 @@ def test_lower_gives_machine_code_and_what_it_takes(target, matrix):
 
 
 @has_triton
+@pytest.mark.parametrize("d, dv, columns", [(19, 13, 32), (5, 5, 16), (128, 16, 64), (5, 40, 64)])
+def test_keys_and_values_take_tiles_of_one_layout_on_hopper(d, dv, columns):
+    q, k, v = (np.zeros((1, 300, 2, n), np.float16) for n in (d, d, dv))
+    built = pk.op("attention").lower(q, k, v, target="sm_90")
+    widths = {name.split(".")[1].split("x")[1] for name in built.kernels[0].matrix}
+    assert built.ok and widths == {"128", str(columns)}, str(built)
+
+
+LOST_BASE = """
+        /*1180*/                   USGXT.U32 UR8, UR5, 0xe ;
+        /*1190*/                   UIADD3 UR10, UP0, UR{low}, 0x20, URZ ;
+        /*11a0*/              @!P0 UIADD3.X UR11, UR{high}, -0x3ffffff0, URZ, UP0, !UPT ;
+        /*11b0*/                   UMOV UR12, UR40 ;
+        /*11c0*/                   HGMMA.64x16x16.F32 R88, R28, gdesc[UR8].tnspB, R88 ;
+"""
+
+
+def test_machine_code_that_computes_with_what_nothing_wrote_is_refused():
+    from portakern.backends.triton.compiler import undefined_registers
+
+    head = "/*0010*/ ULDC.64 UR4, c[0x0][0x210] ;\n/*0020*/ UMOV UR9, URZ ;\n"
+    assert undefined_registers(head + LOST_BASE.format(low=8, high=9)) == []
+    found = undefined_registers(head + LOST_BASE.format(low=10, high=11))
+    assert found == ["UR10", "UR11"]
+    assert "reads UR10, UR11, which nothing before writes" in Kernel("k", undefined=found).over(targets.find("sm_90"))
+
+
+@has_triton
 def test_lower_refuses_in_words():
     softmax, x = pk.op("softmax"), np.zeros((4, 256), np.float32)
     with pytest.raises(SpecError, match="name a target: one of sm_80"):

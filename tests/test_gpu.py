@@ -121,6 +121,16 @@ def far(shape, dtype=torch.bfloat16):
     return view
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("d, dv", [(19, 13), (64, 16), (100, 7), (13, 64)])
+@pytest.mark.parametrize("tiling", [None, {"block_q": 128, "block_kv": 64, "num_warps": 4, "num_stages": 1}])
+def test_value_heads_unlike_query_heads(d, dv, dtype, tiling):
+    """Code of ptxas 12.8 for them read the wrong values past the 16th key, or left shared memory."""
+    q, k, v = normal(2, 70, 4, d, dtype=dtype), normal(2, 300, 2, d, dtype=dtype), normal(2, 300, 2, dv, dtype=dtype)
+    for options in ({}, {"is_causal": True, "window": (30, 0)}, {"softcap": 3.0, "bias": normal(2, 1, 1, 600)[..., ::2]}):
+        assert within_bound("attention", pk.op("attention", tiling=tiling)(q, k, v, **options), q, k, v, **options) <= 1
+
+
 def test_strides_past_two_to_the_31():
     x = far((4, 300))
     for op, args in {"softmax": (x,), "layernorm": (x,), "rmsnorm": (x,), "matmul": (x, normal(300, 20, dtype=torch.bfloat16))}.items():

@@ -161,6 +161,18 @@ def padded(d: int) -> int:
     return pow2_at_least(d, 16)
 
 
+def head_tiles(call: Call) -> tuple[int, int]:
+    """The tile extents that d and dv take: ``padded``, but in 16 bits on Hopper alike up to 64, where rows of 128 bytes begin.
+
+    A k and v that cannot be copied asynchronously (one stage, or rows that are no multiple of 4 bytes) take turns at one address of shared memory. Where their
+    tiles differ in layout, which rows of 32, 64 and 128 bytes do, ptxas 12.8, which Triton 3.6 brings, forms addresses for the matrix unit from uniform
+    registers that nothing wrote: products past the first 16 keys read other memory, or leave shared memory. ptxas 12.9 is right (``undefined_registers``).
+    """
+    d, dv = padded(call.dims["d"]), padded(call.dims["dv"])
+    least = min(64, max(d, dv)) if call.target.arch == "sm_90" and call.dtype in ("float16", "bfloat16") else 0
+    return max(d, least), max(dv, least)
+
+
 def default_tiling(call: Call) -> dict[str, int]:
     """From the head dimensions, the dtype and the target alone: what fits the registers and shared memory, without spills up to head dimension 128.
 
@@ -168,7 +180,7 @@ def default_tiling(call: Call) -> dict[str, int]:
     32 x 32 do work twice where a wave owns 16 queries, and take up to 70 registers more; ``waves_per_eu`` above 1 made kernels spill. At 256 RDNA spills in
     float32, and gfx1100, which keeps operands twice in a wave, in 16 bits too, around the loop and not in it.
     """
-    d, arch = max(padded(call.dims["d"]), padded(call.dims["dv"])), call.target.arch
+    d, arch = max(head_tiles(call)), call.target.arch
     cdna, rdna = arch.startswith("gfx9"), arch.startswith("gfx") and not arch.startswith("gfx9")
     if call.dtype in ("float16", "bfloat16"):
         if rdna:
@@ -205,7 +217,7 @@ def shared_bytes(call: Call, tiling: Mapping[str, int]) -> int:
     On AMD a stage is one buffer less, q passes through before the loop and p within it.
     """
     size, bias = (2 if call.dtype in ("float16", "bfloat16") else 4), call.arrays["bias"]
-    d, dv, block_q, block_kv, stages = padded(call.dims["d"]), padded(call.dims["dv"]), tiling["block_q"], tiling["block_kv"], tiling["num_stages"]
+    (d, dv), block_q, block_kv, stages = head_tiles(call), tiling["block_q"], tiling["block_kv"], tiling["num_stages"]
     if call.target.arch.startswith("gfx"):
         return max(block_q * d * size, max(1, stages - 1) * block_kv * (d + dv) * size + block_q * block_kv * size)
     extra = 0 if bias is None else block_q * block_kv * bias.element_size()
@@ -215,7 +227,7 @@ def shared_bytes(call: Call, tiling: Mapping[str, int]) -> int:
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     dims, block_q, block_kv = call.dims, tiling["block_q"], tiling["block_kv"]
-    d, dv = padded(dims["d"]), padded(dims["dv"])
+    d, dv = head_tiles(call)
     if dims["q_len"] + dims["kv_len"] > 1 << 30:
         return "more than 2^30 queries and keys: positions are 32-bit here"
     if max(block_q * block_kv, max(block_q, block_kv) * max(d, dv)) > 1 << 20:
@@ -248,7 +260,7 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     pre, unit = score_unit(call)
     bias_strides = (0, 0, 0, 0) if bias is None else bias.expand(batch, heads, q_len, kv_len).stride()
     q_seg_strides, kv_seg_strides = ((0, 0), (0, 0)) if q_segments is None else (q_segments.stride(), kv_segments.stride())
-    block_d, block_dv, tiles_q = padded(d), padded(dv), cdiv(q_len, tiling["block_q"])
+    (block_d, block_dv), tiles_q = head_tiles(call), cdiv(q_len, tiling["block_q"])
     run = _prepared(tiles_q * heads * batch, pre, options["softcap"], unit * log2(e), unit, left, right, tiles_q, heads, dims["group"], q_len, kv_len, d, dv,
                     *q.stride(), *k.stride(), *v.stride(), *bias_strides, *q_seg_strides, *kv_seg_strides,
                     block_q=tiling["block_q"], block_kv=tiling["block_kv"], block_d=block_d, block_dv=block_dv, whole_d=block_d == d, whole_dv=block_dv == dv,

@@ -105,7 +105,27 @@ def _read_nvidia(compiled: Any, log: str, hardware: Hardware) -> Kernel:
     matrix = Counter(re.findall(r"\b((?:UTC)?[HIQOD]G?MMA\b[\w.]*)", sass))
     threads = meta.num_warps * hardware.lanes
     return Kernel(meta.name, threads=threads, registers=registers, spills=spills, on_chip=on_chip, matrix=dict(matrix.most_common()),
-                  occupancy=_occupancy(meta.num_warps, registers, on_chip, hardware), assembly=sass)  # fmt: skip
+                  occupancy=_occupancy(meta.num_warps, registers, on_chip, hardware), undefined=undefined_registers(sass), assembly=sass)  # fmt: skip
+
+
+def undefined_registers(sass: str) -> list[str]:
+    """Uniform registers that some instruction computes with and none before it, as the code stands, writes. Copies do not count, since spills copy halves of
+    pairs that are not in use, nor matrix instructions: ``gdesc[UR32]`` names the first of four registers, and reads two where one operand lies in registers.
+
+    They hold addresses, of the matrix unit's operands among others, and no right code has any: ptxas 12.8 loses the base of such an address in kernels for
+    sm_90 (see ``attention.value_tile``), whose results are then wrong, or reads leave shared memory. Nothing but the machine code shows it.
+    """
+    written, found = {"URZ"}, set()
+    for instruction in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ )?([A-Z][^;]*);", sass):
+        operation, _, operands = instruction.partition(" ")
+        first, _, others = operands.partition(",")
+        target = re.fullmatch(r"\s*UR(\d+)\s*", first)
+        if not re.match(r"U?MOV|R2UR|IMAD\.(U32|MOV)|HGMMA|UTC", operation):
+            found |= set(re.findall(r"\bUR\d+\b", others if target else operands)) - written
+        if target:
+            size = 4 if ".128" in operation else 2 if re.search(r"\.(64(?!\.HI)|WIDE)", operation) else 1
+            written |= {f"UR{int(target[1]) + i}" for i in range(size)}
+    return sorted(found, key=lambda r: int(r[2:]))
 
 
 def _occupancy(warps: int, registers: int | None, on_chip: Mapping[str, int], hardware: Hardware) -> float | None:

@@ -22,6 +22,7 @@ class Kernel:
       occupancy: share of a core's resident threads that fit beside each other.
       matrix: matrix instruction -> how often it stands in the machine code.
       code_bytes: of the machine code; cycles: the compiler's own static estimate of a whole run.
+      undefined: registers that the machine code reads before anything wrote them, a fault of the assembler.
       assembly: the machine code as text.
     """
 
@@ -35,10 +36,14 @@ class Kernel:
     matrix: dict[str, int] = field(default_factory=dict)
     code_bytes: int | None = None
     cycles: int | None = None
+    undefined: list[str] = field(default_factory=list)
     assembly: str = ""
 
     def over(self, hardware: Hardware) -> str | None:
-        """What of the chip this kernel takes too much of, in words; None where it fits. Compilers let such kernels pass, and launches fail."""
+        """What of the chip this kernel takes too much of, or what its machine code reads and never wrote, in words; None where it is sound. Compilers let
+        such kernels pass, and launches fail or give wrong results."""
+        if self.undefined:
+            return f"the assembler's code for {self.name} reads {', '.join(self.undefined)}, which nothing before writes: its results would be wrong"
         for memory, used in self.on_chip.items():
             limit = hardware.on_chip.get(memory)
             if limit is not None and used > limit:
