@@ -118,7 +118,7 @@ def test_keys_and_values_take_tiles_of_one_layout_on_hopper(d, dv, columns):
     q, k, v = (np.zeros((1, 300, 2, n), np.float16) for n in (d, d, dv))
     built = pk.op("attention").lower(q, k, v, target="sm_90")
     widths = {name.split(".")[1].split("x")[1] for name in built.kernels[0].matrix}
-    assert built.ok and widths == {"128", str(columns)}, str(built)
+    assert built.ok and widths == {str(built.tiling["block_kv"]), str(columns)}, str(built)
 
 
 LOST_BASE = """
