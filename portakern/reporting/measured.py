@@ -9,7 +9,7 @@ from portakern.reporting.kept import Kept, set_of, source
 from portakern.reporting.markdown import NONE, table
 from portakern.results import HOST_CPU, Result
 
-__all__ = ["errors", "faults", "launch", "times"]
+__all__ = ["errors", "faults", "launch", "soundness", "times"]
 
 Row = Mapping[str, Any]
 
@@ -105,6 +105,33 @@ def launch(kept: Kept) -> str:
     )
     notes = "Microseconds of host time a call, median; [launch.py](benchmarks/launch.py) says what each way is." + (f" {said}" if graphs else "")
     return "\n\n".join([_by_device(rows, render), notes, source(r for _, r in rows)])
+
+
+def soundness(kept: Kept) -> str:
+    """What the sanitizer said of compiled kernels, and what became of calls drawn at random."""
+    lines, used = [], []
+    for title, name, say in (("Sanitizer", "sanitizer", _sanitized), ("Fuzzed calls", "fuzz", _fuzzed)):
+        rows = kept.rows(name)
+        lines.append(f"- {title}: {say(rows) if rows else 'not run'}")
+        used += [r for _, r in rows]
+    return "\n\n".join(["\n".join(lines), source(used)]) if used else lines[0]
+
+
+def _sanitized(rows: Sequence[tuple[Row, Result]]) -> str:
+    tools = ", ".join(sorted({row["tool"] for row, _ in rows}))
+    found = sum(row.get("errors") or bool(row.get("problem")) for row, _ in rows)
+    fewest = min(row["examples"] for row, _ in rows)
+    return f"compute-sanitizer's {tools} over {len({row['op'] for row, _ in rows})} ops, at least {fewest} examples each: {found} errors"
+
+
+def _fuzzed(rows: Sequence[tuple[Row, Result]]) -> str:
+    (run,) = set_of(r for _, r in rows)
+    verdicts = ", ".join(f"{row['calls']:,} {row['verdict']}" for row, _ in rows)
+    broken, extra = len(run.extra["broken"]), run.extra
+    return (
+        f"{extra['calls']:,} ({verdicts}): {broken} crashed, hung or gave a wrong value; worst error {extra['worst']:.3f} of its bound, slowest call "
+        f"{extra['slowest_seconds']:.2f} s"
+    )
 
 
 def _caught(row: Row) -> bool:
