@@ -126,7 +126,8 @@ def _sanitized(rows: Sequence[tuple[Row, Result]]) -> str:
 
 def _fuzzed(rows: Sequence[tuple[Row, Result]]) -> str:
     (run,) = set_of(r for _, r in rows)
-    verdicts = ", ".join(f"{row['calls']:,} {row['verdict']}" for row, _ in rows)
+    told = {"dressed": "right calls in another spelling, the same bits", "accepted": "altered and still legal"}
+    verdicts = ", ".join(f"{row['calls']:,} {told.get(row['verdict'], 'refused with ' + row['verdict'])}" for row, _ in rows)
     broken, extra = len(run.extra["broken"]), run.extra
     return (
         f"{extra['calls']:,} ({verdicts}): {broken} crashed, hung or gave a wrong value; worst error {extra['worst']:.3f} of its bound, slowest call "
