@@ -52,12 +52,13 @@ def layernorm(
 
 @layernorm.tolerance
 def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """B = E (1 + U) + U|y| + eta,  E = |w| [r (delta + 3 tau)(1 + rho) + |xh| (rho + 4u) + tau] + 2u (|b| + |xh w|) + 2 tau.
+    """B = E (1 + U) + U|y| + eta,  E = |w| [r (delta + 3 tau)(1 + rho) + |xh| (rho + 4u) + tau] + 2u (|b| + |xh w|) + tau (|xh| + 2).
 
     v = var + eps, r = v^-1/2, xh = (x - mean) r, and c = c_N + 2 the roundings on the way to a mean.
     The mean errs by delta = c u mean|x|. Two passes about such a mean find between var and var + delta^2; merging partial means (Welford) finds the mean
     square of deviations that are each off by delta, between (sqrt(var) - delta)^2 and (sqrt(var) + delta)^2. Summing that rounds by a share (c + 4) u, and
     3 tau come or go where squares, var or eps flush. rho is the share by which the ends of that range of v move r, and 4u for the root and its products.
+    Last, w, its product with xh and b may flush.
     Nothing is promised where the low end is not positive (eps = 0 on a row whose variance is 0, drowns in the mean's rounding or is subnormal), or where
     sum|x|, sum (x - mean)^2 or the output's terms reach 2^127, or w is infinite (xh rounds to either side of 0).
     """
@@ -74,7 +75,7 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         high = (sd + delta) ** 2 * (1 + (c + 4) * u) + eps + 3 * tau
         rho = np.maximum(np.sqrt(v / low) - 1, 1 - np.sqrt(v / high)) + 4 * u
         r, xh = 1 / np.sqrt(v), np.abs(centred) / np.sqrt(v)
-        err = w * (r * (delta + 3 * tau) * (1 + rho) + xh * (rho + 4 * u) + tau) + 2 * u * (b + xh * w) + 2 * tau
+        err = w * (r * (delta + 3 * tau) * (1 + rho) + xh * (rho + 4 * u) + tau) + 2 * u * (b + xh * w) + tau * (xh + 2)
         overflows = np.isfinite(size) & ((size >= unit.huge) | (n * var >= unit.huge) | (xh * w + b >= unit.huge) | np.isinf(w))
         err = np.where((low <= 0) | overflows, np.inf, err)
     return (round_to(err, ref[0], call.dtype),)

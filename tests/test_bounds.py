@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from portakern import testing
 from portakern.dispatch import as_float64, op, oracle
 from portakern.frameworks import numpy_dtype
 from portakern.tolerance import compare, format_of
@@ -113,6 +114,16 @@ def test_right_kernels_stay_inside_and_the_bound_is_not_vacuous(name, dtype):
     assert (np.max(reached, axis=0) >= least).all(), np.max(reached, axis=0)
     if dtype in ("float16", "bfloat16"):
         assert np.max(reached, axis=0)[0] >= 0.26, "a bound four times as wide would pass"
+
+
+@pytest.mark.parametrize("name", ["layernorm", "rmsnorm"])
+def test_a_subnormal_weight_may_flush_whatever_it_scales(name):
+    x, weight = np.zeros((2, 200), np.float32), np.full(200, 0.9 * 2.0**-126, np.float32)
+    x[:, 3] = 5  # 14 times the row's deviation
+    call = op(name).bind(x, weight)
+    assert 0.1 < testing.compare_call(call, [np.zeros_like(x)])["y"] <= 1
+    with pytest.raises(testing.Broken, match="out of bounds"):
+        testing.compare_call(call, [np.full_like(x, 2.0**-120)])
 
 
 def positive(rng, *shape):
