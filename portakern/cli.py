@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import sys
 import time
@@ -17,6 +18,7 @@ from rich.table import Table
 
 from portakern import inspect_here, registry, results
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
+from portakern.files import cache_folder
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Declare a kernel once, run it on any accelerator, prove that every implementation agrees.")
 out = Console()
@@ -102,6 +104,7 @@ def check(
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the reports to this file.")] = None,
 ) -> None:
     """Check implementations against the float64 oracle; exit status 1 if any leaves its error bound."""
+    os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(cache_folder() / "hypothesis"))  # else a folder of its own in the user's
     from portakern import testing
 
     start = time.perf_counter()

@@ -1,6 +1,7 @@
 """The command line: readable tables, JSON, exit statuses."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -33,6 +34,15 @@ def test_check_passes_and_writes_json(tmp_path):
     report = json.loads(file.read_text())["rows"][0]
     assert report["op"] == "softmax" and report["passed"] and report["examples"] == 15 and report["seed"] == 3
     assert [p.name for p in file.parent.iterdir()] == ["report.json"]
+
+
+def test_check_leaves_nothing_in_the_folder_where_it_runs(tmp_path):
+    here, cache = tmp_path / "here", tmp_path / "cache"
+    here.mkdir()
+    environment = {n: v for n, v in os.environ.items() if n != "HYPOTHESIS_STORAGE_DIRECTORY"} | {"PORTAKERN_CACHE": str(cache)}
+    command = [sys.executable, "-c", "from portakern.cli import main; main()", "check", "softmax", "--backend", "reference", "--max-examples", "3"]
+    ran = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0 and not list(here.iterdir()), ran.stderr
 
 
 def test_check_fails_with_a_line_that_reproduces(monkeypatch):
