@@ -43,7 +43,8 @@ def _count(rows: Iterable[Row]) -> str:
     failed = [r["op"] for r in rows if not r["passed"]]
     laws = sum(sum(r["laws"].values()) for r in rows)
     cases = f"{sum(r['examples'] for r in rows):,} cases and {laws:,} instances of laws across calls, of {_some(len(rows), 'op')}"
-    return f"{cases}, {'failed: ' + ', '.join(failed) if failed else 'all within their bounds'}"
+    seconds = f"{sum(r['seconds'] for r in rows):,.0f} s, summed over processes"
+    return f"{cases}, {'failed: ' + ', '.join(failed) if failed else 'all within their bounds'}; {seconds}"
 
 
 def _some(n: int, what: str) -> str:
