@@ -80,7 +80,7 @@ class Benchmark:
 
 _KERNEL = {
     "name": "text", "launches": "count", "threads": "count?", "registers": "count?", "spills": "count?", "on_chip": "integers", "occupancy": "number?",
-    "matrix": "integers", "code_bytes": "count?", "cycles": "count?",
+    "matrix": "integers", "code_bytes": "count?", "cycles": "count?", "undefined": "list",
 }  # fmt: skip
 _COUNTS = dict.fromkeys(("refused", "tilings_refused", "cells", "layouts", "edges", "laws"), "integers")
 _MEDIAN = {"median_us": "number", "best_us": "number", "worst_us": "number"}

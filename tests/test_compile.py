@@ -121,6 +121,14 @@ def test_keys_and_values_take_tiles_of_one_layout_on_hopper(d, dv, columns):
     assert built.ok and widths == {str(built.tiling["block_kv"]), str(columns)}, str(built)
 
 
+@has_triton
+def test_a_tile_that_registers_cannot_hold_is_refused_before_minutes_of_compiling():
+    q, lse = np.zeros((1, 300, 2, 9), np.float32), np.zeros((1, 2, 300), np.float32)
+    op = pk.op("attention_vjp", backend="triton", tiling={"dq_block_q": 128, "dq_block_kv": 128, "num_warps": 2})
+    built = op.lower(q, q, q, q, lse, q, target="sm_90")
+    assert not built.ok and "needs about 69632 registers and 2 warps of sm_90 have 16320" in built.reason and "more warps" in built.reason
+
+
 LOST_BASE = """
         /*1180*/                   USGXT.U32 UR8, UR5, 0xe ;
         /*1190*/                   UIADD3 UR10, UP0, UR{low}, 0x20, URZ ;

@@ -39,7 +39,7 @@ def run_of(benchmark, rows, device=DEVICE, date="2026-03-01", **extra):
 
 def built(op="softmax", target="sm_90", dtype="bfloat16", reason=None, **kernel):
     made = {"name": "k", "launches": 1, "threads": 256, "registers": 30, "spills": 0, "on_chip": {"shared": 32}, "occupancy": 0.5, "matrix": {}, "code_bytes": 100,
-            "cycles": None, **kernel}  # fmt: skip
+            "cycles": None, "undefined": [], **kernel}  # fmt: skip
     return {"op": op, "direction": "forward", "dtype": dtype, "target": target, "backend": "triton", "call": f"{op}(...)", "tiling": {"block_n": 4096}, "ok": reason is None,
             "reason": reason, "final": True, "kernels": [made] if reason is None else [], "code_bytes": 100, "seconds": 1.0}  # fmt: skip
 
