@@ -171,8 +171,8 @@ def compile_(
     from portakern import targets
 
     names = list(targets.HARDWARE) if every else target or []
-    if not names:
-        raise SpecError(f"compile: name a --target, or --all; targets: {', '.join(targets.HARDWARE)}")
+    if every == bool(target):
+        raise SpecError(f"compile: name one or more --target, or --all, and not both; targets: {', '.join(targets.HARDWARE)}")
     start = time.perf_counter()
     found = compiling.jobs_for(ops or list(registry.ops()), names, dtype or ["bfloat16", "float32"], backend, quick)
     if not found:

@@ -264,8 +264,9 @@ def test_the_command_line(monkeypatch):
         assert row["ok"] and row["direction"] == "forward" and row["tiling"]["block_n"] == 4096 and "assembly" not in row["kernels"][0]
     table = run(cli.app, command)
     assert table.exit_code == 0 and "2 of 2 compile and fit" in table.output and "softmax_kernel" in table.output
-    missing = run(cli.app, ["compile", "softmax"])
-    assert isinstance(missing.exception, SpecError) and "--all" in str(missing.exception)
+    for unclear in ([], ["--all", "--target", "sm_80"]):
+        refused = run(cli.app, ["compile", "softmax", *unclear])
+        assert isinstance(refused.exception, SpecError) and "or --all, and not both" in str(refused.exception)
 
 
 @has_triton

@@ -24,8 +24,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.launch import (accumulator, cdiv, compiler_options, dot_precision, prepare, refuse_common, refuse_registers, shared_limit,
-                                              torch_dtype)  # fmt: skip
+from portakern.backends.triton.launch import accumulator, cdiv, compiler_options, dot_precision, prepare, refuse_common, shared_limit, torch_dtype
 from portakern.backends.triton.layout import SHAPES, fresh, pow2_at_least
 from portakern.spec import Count, Tile
 from portakern.specs.attention import score_unit
@@ -237,8 +236,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
         if shared > limit:
             return f"tiles of {block_q} x {block_kv} with {tiling['num_stages']} stages take {shared} bytes of shared memory; {call.target.arch} has {limit}"
     programs = cdiv(dims["q_len"], block_q) * dims["kv_heads"] * dims["group"] * dims["batch"]
-    registers = refuse_registers(call, tiling["num_warps"], block_q * (dv + block_kv), f"a tile of {block_q} x {block_kv}")
-    return registers or refuse_common(call, tiling["num_warps"], programs)
+    return refuse_common(call, tiling["num_warps"], programs, (f"a tile of {block_q} x {block_kv}", block_q * (dv + block_kv)))
 
 
 _prepared = functools.lru_cache(SHAPES)(functools.partial(prepare, attention_kernel))

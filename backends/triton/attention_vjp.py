@@ -25,8 +25,7 @@ import triton.language as tl
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton._band import band, limits
 from portakern.backends.triton.attention import _band, _head_dim_innermost, load_tile, padded, tanh
-from portakern.backends.triton.launch import (accumulator, cdiv, compiler_options, dot_precision, launch, refuse_common, refuse_registers, shared_limit,
-                                              tmem_columns, torch_dtype)  # fmt: skip
+from portakern.backends.triton.launch import accumulator, cdiv, compiler_options, dot_precision, launch, refuse_common, shared_limit, tmem_columns, torch_dtype
 from portakern.backends.triton.layout import fresh
 from portakern.spec import Count, Tile
 
@@ -342,11 +341,9 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     dims, warps, d, dv = call.dims, tiling["num_warps"], padded(call.dims["d"]), padded(call.dims["dv"])
     if dims["q_len"] + dims["kv_len"] > 1 << 30:
         return "more than 2^30 queries and keys: positions are 32-bit here"
-    for own, walked, summed in _passes(call, tiling):
+    for own, walked, _ in _passes(call, tiling):
         if max(own * walked, max(own, walked) * max(d, dv)) > 1 << 20:
             return f"tiles of {own} and {walked} rows at head dimensions {dims['d']} and {dims['dv']} exceed Triton's limit of 2^20 elements"
-        if refused := refuse_registers(call, warps, own * (summed + 2 * walked), f"a tile of {own} rows that walks {walked} at a time"):
-            return refused
     columns = tmem_columns(call.target.arch) if call.dtype != "float32" or dot_precision(call) == "tf32" else 0
     if 0 < columns <= d + dv and call.wants != ("d_q",) and tiling["block_kv"] >= 64 and warps in (4, 8):
         return f"d_k and d_v of {tiling['block_kv']} keys fill the {columns} columns of {call.target.arch}'s tensor memory; use block_kv = 32"
@@ -354,7 +351,9 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     if not call.interpret and shared > limit:
         return f"this tiling with {tiling['num_stages']} stages takes {shared} bytes of shared memory; {call.target.arch} has {limit}"
     tiles_q, tiles_kv = cdiv(dims["q_len"], min(tiling["dq_block_q"], max(1, AT_ONCE // dv))), cdiv(dims["kv_len"], tiling["block_kv"])
-    return refuse_common(call, warps, max(tiles_q, tiles_kv, cdiv(dims["q_len"], tiling["block_q"]) * tiles_kv * ("d_bias" in call.wants)) * dims["kv_heads"] * dims["group"] * dims["batch"])
+    tiles_bias = cdiv(dims["q_len"], tiling["block_q"]) * tiles_kv if "d_bias" in call.wants else 0
+    kept = [(f"a tile of {own} rows that walks {walked} at a time", own * (summed + 2 * walked)) for own, walked, summed in _passes(call, tiling)]
+    return refuse_common(call, warps, max(tiles_q, tiles_kv, tiles_bias) * dims["kv_heads"] * dims["group"] * dims["batch"], *kept)
 
 
 @BACKEND.implements("attention_vjp", tiling=default_tiling, supports=supports, knobs=KNOBS)

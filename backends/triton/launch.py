@@ -263,19 +263,6 @@ def tmem_columns(arch: str) -> int:
     return (targets.family(arch).on_chip.get("tmem") or 0) // 512
 
 
-def refuse_registers(call: Call, num_warps: int, values: int, tile: str) -> str | None:
-    """For a ``tile`` whose ``values`` 32-bit numbers cannot lie in the registers of ``num_warps`` warps. Operands of dots lie there too where no matrix unit takes
-    them, about as many again. The compiler would spill tens of kilobytes a thread, after minutes."""
-    if call.interpret or call.dtype == "float64":
-        return None
-    hardware = targets.family(call.target.arch)
-    needed = values if call.dtype in hardware.matrix_dtypes or dot_precision(call) == "tf32" else 2 * values
-    held = min(num_warps * hardware.lanes * (hardware.thread_registers or 0), hardware.core_registers or 0)
-    if needed <= held:
-        return None
-    return f"{tile} needs about {needed} registers and {num_warps} warps of {call.target.arch} have {held}; use a smaller tile or more warps"
-
-
 def compiler_options(tiling: Mapping[str, int]) -> dict[str, int]:
     """What a tiling says to Triton's compiler. ``matrix_instr_nonkdim``, rows and columns of one matrix instruction, stands in tilings for CDNA alone: NVIDIA's
     launch refuses the word."""
@@ -287,8 +274,8 @@ def lanes(arch: str) -> int:
     return targets.family(arch).lanes
 
 
-def refuse_common(call: Call, num_warps: int, programs: int) -> str | None:
-    """What no Triton kernel can do, in a user's words."""
+def refuse_common(call: Call, num_warps: int, programs: int, *tiles: tuple[str, int]) -> str | None:
+    """What no Triton kernel can do, in a user's words. ``tiles``: what a program keeps at a time, and of how many 32-bit numbers."""
     if programs > MAX_GRID:
         return f"{programs} tiles are more than a grid holds (2^31 - 1); use a larger tiling"
     if call.interpret:
@@ -299,4 +286,10 @@ def refuse_common(call: Call, num_warps: int, programs: int) -> str | None:
     threads, most = num_warps * hardware.lanes, hardware.program_threads or 0
     if threads > most:
         return f"num_warps = {num_warps} is {threads} threads a program on {call.target.arch}, more than {most}"
+    held = min(threads * (hardware.thread_registers or 0), hardware.core_registers or 0)
+    for name, values in tiles:
+        # Operands of dots lie in registers too where no matrix unit takes them, about as many again. Spills of tens of kilobytes a thread take minutes to compile.
+        needed = values if call.dtype in hardware.matrix_dtypes or dot_precision(call) == "tf32" else 2 * values
+        if needed > held:
+            return f"{name} needs about {needed} registers and {num_warps} warps of {call.target.arch} have {held}; use a smaller tile or more warps"
     return None
