@@ -31,6 +31,7 @@ TABLES: Mapping[str, Callable[[Kept], str]] = {
     "times": measured.times,
     "launch": measured.launch,
     "faults": measured.faults,
+    "found": measured.found,
     "soundness": measured.soundness,
     "lines": lines.lines,
 }

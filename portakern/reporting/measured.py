@@ -9,7 +9,7 @@ from portakern.reporting.kept import Kept, set_of, source
 from portakern.reporting.markdown import NONE, table
 from portakern.results import HOST_CPU, Result
 
-__all__ = ["errors", "faults", "launch", "soundness", "times"]
+__all__ = ["errors", "faults", "found", "launch", "soundness", "times"]
 
 Row = Mapping[str, Any]
 
@@ -161,6 +161,17 @@ def faults(kept: Kept) -> str:
         told = "\n".join(f"- {k['backend']} `{k['op']}`, seed {k['seed']}: {k.get('error') or k.get('what')}" for k in broken)
         text.append(f"Seeds on which the kernel without any fault did not pass either:\n{told}")
     return "\n\n".join([*text, source(r for _, r in rows)])
+
+
+def found(kept: Kept) -> str:
+    """The same in two sentences."""
+    rows = kept.rows("mutants")
+    if not rows:
+        return "Not measured yet."
+    seeds, most = max(len(row["seeds"]) for row, _ in rows), max(s.get("examples", 0) for row, _ in rows for s in row["seeds"].values())
+    caught = sum(_caught(row) for row, _ in rows)
+    slipping = _slipping([row for row, _ in rows], set_of(r for _, r in rows))
+    return f"{caught} of {len(rows)} planted mistakes are found on every one of {seeds} seeds, the last of them by example {most}. {slipping}"
 
 
 def _fault_table(rows: list[Row]) -> str:
