@@ -20,9 +20,12 @@ from portakern.compiling.worker import one_line
 from portakern.errors import SpecError, UnsupportedError
 
 LINUX = platform.system() == "Linux"
-has_triton = pytest.mark.skipif(not (LINUX and importlib.util.find_spec("triton") and importlib.util.find_spec("torch")), reason="triton is not installed")
+has_triton = pytest.mark.skipif(
+    not (LINUX and importlib.util.find_spec("triton") and importlib.util.find_spec("torch")),
+    reason="triton, which is made for Linux alone, or torch is not installed",
+)
 has_jax = pytest.mark.skipif(not importlib.util.find_spec("jax"), reason="jax is not installed")
-has_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
+has_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu, the TPU compiler that the tpu extra brings, is not installed")
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +205,7 @@ def test_tpu_kernels_compile_without_a_tpu():
 
 
 @has_jax
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu, which this test wants to miss, is installed")
 def test_a_missing_compiler_is_named_with_its_extra():
     built = pk.op("softmax").lower(np.zeros((8, 128), np.float32), target="v6e")
     assert not built.ok and "libtpu" in built.reason and "portakern[tpu]" in built.reason and not built.final

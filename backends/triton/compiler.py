@@ -113,7 +113,7 @@ def undefined_registers(sass: str) -> list[str]:
     pairs that are not in use, nor matrix instructions: ``gdesc[UR32]`` names the first of four registers, and reads two where one operand lies in registers.
 
     They hold addresses, of the matrix unit's operands among others, and no right code has any: ptxas 12.8 loses the base of such an address in kernels for
-    sm_90 (see ``attention.value_tile``), whose results are then wrong, or reads leave shared memory. Nothing but the machine code shows it.
+    sm_90 (see ``attention.head_tiles``), whose results are then wrong, or reads leave shared memory. Nothing but the machine code shows it.
     """
     written, found = {"URZ"}, set()
     for instruction in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ )?([A-Z][^;]*);", sass):

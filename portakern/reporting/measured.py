@@ -126,13 +126,12 @@ def _sanitized(rows: Sequence[tuple[Row, Result]]) -> str:
 
 
 def _fuzzed(rows: Sequence[tuple[Row, Result]]) -> str:
-    (run,) = set_of(r for _, r in rows)
     told = {"dressed": "right calls in another spelling, the same bits", "accepted": "altered and still legal"}
     verdicts = ", ".join(f"{row['calls']:,} {told.get(row['verdict'], 'refused with ' + row['verdict'])}" for row, _ in rows)
-    broken, extra = len(run.extra["broken"]), run.extra
+    runs = [r.extra for r in set_of(r for _, r in rows)]
     return (
-        f"{extra['calls']:,} ({verdicts}): {broken} crashed, hung or gave a wrong value; worst error {extra['worst']:.3f} of its bound, slowest call "
-        f"{extra['slowest_seconds']:.2f} s"
+        f"{sum(r['calls'] for r in runs):,} ({verdicts}): {sum(len(r['broken']) for r in runs)} crashed, hung or gave a wrong value; worst error "
+        f"{max(r['worst'] for r in runs):.3f} of its bound, slowest call {max(r['slowest_seconds'] for r in runs):.2f} s"
     )
 
 
@@ -152,7 +151,7 @@ def faults(kept: Kept) -> str:
             text.append(
                 f"An unfinished run, {done} of {planned} tasks: every fault met at least one seed, and a fault counts as caught on every seed that it met."
             )
-    text.append(_slipping([row for row, _ in rows], set_of(r for _, r in rows)))
+    text.append(_slipping(rows))
     missed = [(row, sum(bool(s.get("caught")) for s in row["seeds"].values())) for row, _ in rows if not _caught(row)]
     if missed:
         text.append("Not caught on every seed:\n" + "\n".join(f"- `{row['name']}` ({n} of {len(row['seeds'])} seeds): {row['what']}" for row, n in missed))
@@ -170,8 +169,7 @@ def found(kept: Kept) -> str:
         return "Not measured yet."
     seeds, most = max(len(row["seeds"]) for row, _ in rows), max(s.get("examples", 0) for row, _ in rows for s in row["seeds"].values())
     caught = sum(_caught(row) for row, _ in rows)
-    slipping = _slipping([row for row, _ in rows], set_of(r for _, r in rows))
-    return f"{caught} of {len(rows)} planted mistakes are found on every one of {seeds} seeds, the last of them by example {most}. {slipping}"
+    return f"{caught} of {len(rows)} planted mistakes are found on every one of {seeds} seeds, the last of them by example {most}. {_slipping(rows)}"
 
 
 def _fault_table(rows: list[Row]) -> str:
@@ -186,11 +184,11 @@ def _fault_table(rows: list[Row]) -> str:
     return table(["backend", "op", "faults", "caught on every seed", "err by less than 1e-2", "of these caught", "slip through a flat 1e-2"], lines, words=2)
 
 
-def _slipping(rows: Sequence[Row], runs: Sequence[Result]) -> str:
+def _slipping(rows: Sequence[tuple[Row, Result]]) -> str:
     """What a flat tolerance lets through: on inputs as most tests draw them, and on the checker's own cases."""
-    seen = [f["sees_at"] for r in rows for f in r["flat"].values() if "sees_at" in f]
-    errors = [r["max_error"] for r in rows if r.get("max_error") is not None]
-    calls, alarms = (sum(k.get(n, 0) for r in runs for k in r.extra["kernels"]) for n in ("calls", "false_alarms"))
+    seen = [f["sees_at"] for row, _ in rows for f in row["flat"].values() if "sees_at" in f]
+    errors = [row["max_error"] for row, _ in rows if row.get("max_error") is not None]
+    calls, alarms = (sum(k.get(n, 0) for r in set_of(r for _, r in rows) for k in r.extra["kernels"]) for n in ("calls", "false_alarms"))
     if not (seen and errors and calls):
         return "How many of them `assert_allclose(rtol=atol=1e-2)` lets through was not measured."
     small, missed = sum(e < 1e-2 for e in errors), sum(s is None for s in seen)

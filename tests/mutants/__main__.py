@@ -4,8 +4,8 @@
     python -m tests.mutants --device cuda --jobs 4            # the Triton faults, compiled
     python -m tests.mutants --seeds 0 --only softmax --flat-seeds
 
-Each fault meets each seed in a worker process of its own fate: one that hangs or dies is replaced, and its task counts as an error. Beside it the shipped
-kernel passes the same seeds, and on the calls of that run every fault is held to ``assert_allclose(rtol=atol=1e-2)`` as well.
+Each fault meets each seed in a worker process of its own fate: one that hangs or dies is replaced, and its task counts as an error. The shipped
+kernels pass the same seeds, and on the calls of ``--flat-seeds`` every fault is held to ``assert_allclose(rtol=atol=1e-2)`` too, until that sees it.
 """
 
 from __future__ import annotations
