@@ -111,7 +111,7 @@ def measure(arrays, options, **how):
             assert bound.shape == exact.shape == sigma.shape == shape and not np.isnan(bound[np.isfinite(exact)]).any()
             c = compare(got.astype(numpy_dtype(dtype)), exact, bound, dtype)
             worst[name] = max(c.worst, np.inf if c.bad.any() and c.worst <= 1 else 0)
-            evidence[name] = judge(got.astype(numpy_dtype(dtype)), exact, bound, sigma, dtype)
+            evidence[name] = judge(got.astype(numpy_dtype(dtype)), exact, bound, sigma, unbiased=dtype != "float32")
     return worst, evidence
 
 

@@ -136,6 +136,16 @@ def test_right_backends_pass(backend, device, name, dtype):
             assert not e.reasons, (seed, output, e)
 
 
+@pytest.mark.parametrize("out_dtype", ["float16", "bfloat16"])
+def test_operands_that_tf32_cuts_may_lean(out_dtype):
+    options = {"precision": "tf32", "out_dtype": out_dtype}
+    for seed in range(30):
+        rng = np.random.default_rng([seed, 8])
+        arrays = draw(rng, (rng.choice([1, 64]), 2), "float32"), draw(rng, (2, 127), "float32")
+        e, _ = evidence("matmul", arrays, options, simulated)["c"]
+        assert e.applies and not e.reasons, (seed, e)
+
+
 # --- faults ---
 
 
@@ -245,11 +255,11 @@ def test_statistics_need_random_values_and_enough_of_them():
     rng = np.random.default_rng(0)
     ref, ones = rng.standard_normal(1000), np.ones(1000)
     wrong = ref + 30
-    assert judge(wrong, ref, ones, ones, "float32").reasons
-    assert judge(np.repeat(wrong[:63], 20), np.repeat(ref[:63], 20), np.ones(1260), np.ones(1260), "float32").reasons == ()
+    assert judge(wrong, ref, ones, ones, unbiased=False).reasons
+    assert judge(np.repeat(wrong[:63], 20), np.repeat(ref[:63], 20), np.ones(1260), np.ones(1260), unbiased=False).reasons == ()
     for unknown in (np.inf, 0.0):
-        assert not judge(wrong, ref, ones, ones * unknown, "float32").applies
-    assert not judge(wrong, ref, ones * np.inf, ones, "float32").applies
+        assert not judge(wrong, ref, ones, ones * unknown, unbiased=False).applies
+    assert not judge(wrong, ref, ones * np.inf, ones, unbiased=False).applies
     arrays, options = typical("matmul", rng, "float32", "")
     got = partial(simulated, precision="tf32")
     assert evidence("matmul", arrays, options, got, "normal")["c"][0].reasons and not evidence("matmul", arrays, options, got, "constant")["c"][0].applies
@@ -259,13 +269,13 @@ def test_each_statistic_has_its_reason():
     rng = np.random.default_rng(0)
     ref, ones = rng.standard_normal(10000), np.ones(10000)
     noise = rng.standard_normal(10000)
-    assert judge(ref + 1.45 * noise, ref, ones, ones, "bfloat16").reasons == ()
-    (reason,) = judge(ref + 1.6 * noise, ref, ones, ones, "bfloat16").reasons
+    assert judge(ref + 1.45 * noise, ref, ones, ones, unbiased=True).reasons == ()
+    (reason,) = judge(ref + 1.6 * noise, ref, ones, ones, unbiased=True).reasons
     assert "typical" in reason
-    (reason,) = judge(ref - 0.5 * np.sign(ref), ref, ones, ones, "bfloat16").reasons
-    assert "towards 0" in reason and judge(ref - 0.5 * np.sign(ref), ref, ones, ones, "float32").reasons == ()
+    (reason,) = judge(ref - 0.5 * np.sign(ref), ref, ones, ones, unbiased=True).reasons
+    assert "towards 0" in reason and judge(ref - 0.5 * np.sign(ref), ref, ones, ones, unbiased=False).reasons == ()
     noise[7] = largest_right(10000) + 1
-    (reason,) = judge(ref + noise, ref, ones, ones, "bfloat16").reasons
+    (reason,) = judge(ref + noise, ref, ones, ones, unbiased=True).reasons
     assert "largest" in reason
 
 

@@ -2,8 +2,8 @@
 
 A bound holds for the worst case, which a sum of a thousand roundings never meets; a fault that moves every element by a tenth of it passes. The spec's
 ``sigma`` is the RMS error of random rounding at each element. In units of it a right kernel's errors have an RMS of 1 at most (``z``), are a few
-sigma at most (``largest``), and point away from 0 as often as towards it (``bias``), which truncation in place of rounding does not. Where integers are small
-enough for every partial sum to be exact, no error is right at all (the spec's ``exact``).
+sigma at most (``largest``), and point away from 0 as often as towards it (``bias``), which truncation in place of rounding does not. Under tf32, which may cut
+operands, errors may lean. Where integers are small enough for every partial sum to be exact, no error is right at all (the spec's ``exact``).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 
 from portakern.call import Call
 from portakern.dispatch import rounded
+from portakern.tolerance import units
 
 __all__ = ["RANDOM", "Evidence", "examine", "judge"]
 
@@ -75,7 +76,8 @@ def examine(call: Call, outputs: Sequence[np.ndarray], refs: Sequence[Any], boun
     for i, got in zip(wanted, outputs, strict=True):
         name = spec.outputs[i].name
         dtype = call.outputs[name][1]
-        evidence = Evidence() if spreads[i] is None else judge(got, refs[i], bounds[i], spreads[i], dtype)
+        unbiased = dtype in ("float16", "bfloat16") and not units(call).tf32
+        evidence = Evidence() if spreads[i] is None else judge(got, refs[i], bounds[i], spreads[i], unbiased=unbiased)
         wrong = 0 if forced[i] is None else int(np.sum(forced[i] & (got != rounded(refs[i], dtype))))
         if wrong:
             evidence = replace(evidence, reasons=(*evidence.reasons, f"{wrong} of {np.sum(forced[i])} elements that no step can round are not exact"))
@@ -83,8 +85,10 @@ def examine(call: Call, outputs: Sequence[np.ndarray], refs: Sequence[Any], boun
     return seen
 
 
-def judge(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, sigma: np.ndarray, dtype: str) -> Evidence:
+def judge(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, sigma: np.ndarray, *, unbiased: bool) -> Evidence:
     """Judge an output that lies within its bound. Only for values of the RANDOM regimes.
+
+    ``unbiased``: rounding to a 16-bit output outweighs every other error, so that errors may not lean.
 
     Elements count where reference, result, bound and sigma are finite and sigma is positive. Results whose values repeat, such as those of a broadcast
     row or of a row that one term dominates, are no more evidence than one copy: ``n`` of the bias test is the number of distinct results.
@@ -101,7 +105,7 @@ def judge(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, sigma: np.ndarray
         reasons.append(f"typical errors are {z:.2f} times those of random rounding; at most {Z} are right")
     if largest > largest_right(error.size):
         reasons.append(f"the largest error is {largest:.1f} times that of random rounding; at most {largest_right(error.size):.1f} is right")
-    if dtype in ("float16", "bfloat16") and abs(bias) > BIAS + 4 / np.sqrt(distinct):
+    if unbiased and abs(bias) > BIAS + 4 / np.sqrt(distinct):
         way = "towards 0, as truncation in place of rounding does" if bias < 0 else "away from 0"
         reasons.append(f"errors lean {way}: by {abs(bias):.2f} of random rounding's; at most {BIAS + 4 / np.sqrt(distinct):.2f} is right")
     return Evidence(z, bias, largest, True, tuple(reasons))
