@@ -119,7 +119,7 @@ def check(
     if case is not None:
         if len(chosen) != 1 or len(named) != 1:
             raise SpecError("check --case: name one op and one --backend")
-        reports.append(testing.replay(chosen[0], case, backend=named[0], device=device))
+        reports.append(testing.replay(chosen[0], case, backend=named[0], device=device, profile=profile))
     else:
         # not every backend has every op; a pair that is named must be there
         pairs = [(name, b) for b in named for name in chosen if (ops and backend) or b in inspect_here.having(name)]

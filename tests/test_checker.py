@@ -1,6 +1,8 @@
 """The checker: it passes right kernels, finds wrong ones, and hands out a line that shows the fault again."""
 
 import json
+import re
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -76,6 +78,59 @@ def test_failures_shrink_and_replay():
     again = testing.replay("softmax", case, fn=drops_the_tail)
     assert again.failures[0].what == report.failures[0].what
     assert testing.replay("softmax", case, fn=right).passed
+
+
+strict = False
+
+
+@contextmanager
+def stricter():
+    global strict
+    strict = True
+    yield
+    strict = False
+
+
+def wrong_where_strict(call, tiling):
+    return (softmax_float32(call.arrays["x"], call.options["axis"]).astype(call.dtype) * np.asarray(1 + strict, call.dtype),)
+
+
+def again(failure, **known):
+    """The failure's own line, run."""
+    return eval(failure.reproduce, {"portakern": pk, **known})
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_the_line_for_a_backend_of_this_process_is_python(monkeypatch, registered):
+    ours = pk.Backend("ours", "numpy", profiles={"strict": f"{__name__}:stricter"})
+    ours.implements("softmax")(wrong_where_strict)
+    if registered:
+        monkeypatch.setattr(registry, "_registered", {"ours": ours})
+    assert pk.check("softmax", backend=ours, max_examples=20, dtypes=["float32"]).passed
+    report = pk.check("softmax", backend="ours" if registered else ours, max_examples=20, dtypes=["float32"], profile="strict")
+    (failure,) = report.failures
+    assert ("backend='ours'" if registered else "backend=...") in failure.reproduce
+    if registered:
+        assert again(failure).failures[0].what == failure.what
+    assert testing.replay("softmax", failure.case, backend=ours).passed  # only in its profile is it wrong
+
+
+def test_the_line_for_a_function_names_its_framework():
+    pytest.importorskip("torch", reason="torch is not installed")
+    report = pk.check("softmax", fn=lambda x: x, framework="torch", device="cpu", max_examples=20)
+    assert report.failures[0].reproduce.endswith("fn=..., framework='torch', device='cpu')")
+
+
+def test_the_line_for_a_backend_that_a_shell_finds_names_device_and_profile(monkeypatch):
+    monkeypatch.setattr(registry.backend("reference"), "profiles", {"strict": f"{__name__}:stricter"})
+    monkeypatch.setattr(pk.dispatch, "rounded_oracle", lambda call: (call.arrays["x"],))
+    report = pk.check("softmax", backend="reference", device="cpu", profile="strict", max_examples=20)
+    assert re.match(r"portakern check softmax --backend reference --device cpu --profile strict --case '\{.*\}'$", report.failures[0].reproduce)
+
+
+def test_a_function_has_no_profile():
+    with pytest.raises(pk.SpecError, match="profile is 'strict'; a function has none"):
+        pk.check("softmax", fn=right, profile="strict")
 
 
 def test_optional_arguments_are_drawn_only_where_taken():

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -34,7 +32,7 @@ FREE_RUN = 25  # free cases that one run of Hypothesis draws: parts of a check t
 
 @dataclass(frozen=True)
 class Failure:
-    """A case that broke the contract. ``reproduce`` is a line for a shell; ``case`` the same for :func:`replay`."""
+    """A case that broke the contract. ``reproduce`` is a line for a shell or for Python (see :class:`Subject`); ``case`` the same for :func:`replay`."""
 
     op: str
     what: str
@@ -147,13 +145,13 @@ def check(
       SpecError: neither or both of backend and fn, unknown names. UnavailableError: the backend cannot run here.
     """
     spec = registry.find_spec(op) if isinstance(op, str) else op
-    subject = _subject(spec, backend, fn, framework, device)
-    report = Report(spec.name, subject.name + (f", profile {profile}" if profile else ""), seed)
+    subject = _subject(spec, backend, fn, framework, device, profile)
+    report = Report(spec.name, subject.name, seed)
     limits = limits or Limits()
     limits = replace(limits, dtypes=tuple(dtypes or limits.dtypes), arguments=subject.arguments if limits.arguments is None else limits.arguments)
     start = time.perf_counter()
     runs = _plan(spec, limits, max_examples, only)
-    with registry.backend(backend).profile(profile) if backend is not None else nullcontext():
+    with subject.context():
         _carry_out(subject, limits, runs, only is None, seed, report, shrink, shard, progress)
     report.seconds = time.perf_counter() - start
     return report
@@ -186,21 +184,27 @@ def _plan(spec: Spec[Any], limits: Limits, max_examples: int, only: Sequence[str
 
 
 def replay(op: str | Spec[Any], case: str | Case | LawCase, *, backend: str | registry.Backend | None = None, fn: Callable[..., Any] | None = None,
-           framework: str = "numpy", device: str | None = None) -> Report:  # fmt: skip
+           framework: str = "numpy", device: str | None = None, profile: str | None = None) -> Report:  # fmt: skip
     """Run one case of a failure again; arguments as for :func:`check`."""
     spec = registry.find_spec(op) if isinstance(op, str) else op
-    subject = _subject(spec, backend, fn, framework, device)
+    subject = _subject(spec, backend, fn, framework, device, profile)
     report = Report(spec.name, subject.name, 0)
     if isinstance(case, str):
         case = LawCase(**json.loads(case)) if "law" in json.loads(case) else Case.from_json(case)
-    _attempt(subject, case, report)
+    with subject.context():
+        _attempt(subject, case, report)
     return report
 
 
-def _subject(spec: Spec[Any], backend: str | registry.Backend | None, fn: Callable[..., Any] | None, framework: str, device: str | None) -> Subject:
+def _subject(spec: Spec[Any], backend: str | registry.Backend | None, fn: Callable[..., Any] | None, framework: str, device: str | None,
+             profile: str | None) -> Subject:  # fmt: skip
     if (backend is None) == (fn is None):
         raise SpecError(f"check({spec.name!r}): pass either backend= or fn=, one of the two")
-    return backend_subject(spec, backend, device) if backend is not None else function_subject(spec, fn, framework, device)
+    if backend is not None:
+        return backend_subject(spec, backend, device, profile)
+    if profile is not None:
+        raise SpecError(f"check({spec.name!r}): profile is {profile!r}; a function has none, only a backend: pass backend=")
+    return function_subject(spec, fn, framework, device)
 
 
 def _attempt(subject: Subject, case: Case | LawCase, report: Report) -> None:
@@ -257,8 +261,7 @@ def _failure(subject: Subject, case: Case | LawCase, error: Exception) -> Failur
     text = case.to_json()
     what = str(error) if isinstance(error, Broken) else f"raised {type(error).__name__}: {error}"
     named = (f"law {case.law}: " if isinstance(case, LawCase) else f"edge {case.edge}: " if case.edge else "") + what
-    line = f"{subject.command} --case {shlex.quote(text)}" if subject.command else f"portakern.testing.replay({subject.spec.name!r}, {text!r}, fn=...)"
-    return Failure(subject.spec.name, named, text, line)
+    return Failure(subject.spec.name, named, text, subject.reproduce(text))
 
 
 def _run(subject: Subject, case: Case, report: Report) -> None:

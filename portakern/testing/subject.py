@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
+import shlex
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +30,9 @@ class Subject:
       tiles: the names and ranges that a tiling may set.
       arguments: the arguments that it takes; None: all.
       accepts: whether a refusal with this text is one that the backend declares.
-      command: the shell command that checks it, or empty; name: for people.
+      context: what its cases run in: the profile that was named.
+      reproduce: ``reproduce(case)``, a line that runs a case again: for a shell, or for Python where a new process would not find what is checked.
+      name: for people.
     """
 
     spec: Spec[Any]
@@ -41,12 +45,13 @@ class Subject:
     tiles: Mapping[str, Tile]
     arguments: frozenset[str] | None
     accepts: Callable[[str], bool]
-    command: str
+    context: Callable[[], AbstractContextManager[Any]]
+    reproduce: Callable[[str], str]
     name: str
 
 
-def backend_subject(spec: Spec[Any], backend: str | registry.Backend, device: str | None) -> Subject:
-    """``spec`` on a backend, on the best device here that it serves, or on ``device`` (a platform)."""
+def backend_subject(spec: Spec[Any], backend: str | registry.Backend, device: str | None, profile: str | None) -> Subject:
+    """``spec`` on a backend, on the best device here that it serves, or on ``device`` (a platform), in a profile of the backend."""
     b = registry.backend(backend)
     b.check_available()
     fw = FRAMEWORKS[b.framework]
@@ -68,9 +73,24 @@ def backend_subject(spec: Spec[Any], backend: str | registry.Backend, device: st
         tiles={} if b.oracle else {**spec.tiling, **impl.knobs},
         arguments=None,
         accepts=lambda text: any(re.search(pattern, text) for pattern in b.refusals),
-        command=f"portakern check {spec.name} --backend {b.name}" + (f" --device {device}" if device else ""),
-        name=f"{b.name} on {target} ({how})",
+        context=lambda: b.profile(profile),
+        reproduce=_backend_line(spec, b, {"device": device, "profile": profile}),
+        name=f"{b.name} on {target} ({how})" + (f", profile {profile}" if profile else ""),
     )  # fmt: skip
+
+
+def _backend_line(spec: Spec[Any], b: registry.Backend, given: Mapping[str, str | None]) -> Callable[[str], str]:
+    if not registry.importable(spec, b):
+        return _python_line(spec, f"backend={b.name!r}" if registry.backends().get(b.name) is b else "backend=...", given)
+    command = f"portakern check {spec.name} --backend {b.name}" + "".join(f" --{k} {v}" for k, v in given.items() if v)
+    return lambda case: f"{command} --case {shlex.quote(case)}"
+
+
+def _python_line(spec: Spec[Any], subject: str, given: Mapping[str, str | None]) -> Callable[[str], str]:
+    """The line for a process that has what is checked: a spec that is not found by name goes by that of its variable, which is the same."""
+    op = repr(spec.name) if spec.name in registry.ops() and registry.find_spec(spec.name) is spec else spec.name
+    options = "".join(f", {k}={v!r}" for k, v in given.items() if v)
+    return lambda case: f"portakern.testing.replay({op}, {case!r}, {subject}{options})"
 
 
 def _legal(
@@ -114,6 +134,7 @@ def function_subject(spec: Spec[Any], fn: Callable[..., Any] | None, framework: 
         tiles={},
         arguments=arguments,
         accepts=lambda text: any(re.search(pattern, text) for pattern in getattr(fn, "refusals", ())),
-        command="",
+        context=nullcontext,
+        reproduce=_python_line(spec, "fn=...", {"framework": framework, "device": device}),
         name=f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', repr(fn))} on {fw.target(found)}",
     )  # fmt: skip
