@@ -30,9 +30,9 @@ from portakern.spec import Spec
 Arrays = dict[str, Any]
 
 SHAPES: dict[str, list[dict[str, tuple[int, ...]]]] = {  # beside the typical call of the spec
-    "softmax": [{"x": (16384, 4096)}, {"x": (4095, 4097)}],
-    "layernorm": [{"x": (16384, 4096)}, {"x": (4095, 4097)}],
-    "rmsnorm": [{"x": (16384, 4096)}, {"x": (4095, 4097)}],
+    "softmax": [{"x": (16384, 4096)}, {"x": (4095, 5000)}, {"x": (4095, 4097)}],
+    "layernorm": [{"x": (16384, 4096)}, {"x": (4095, 5000)}, {"x": (4095, 4097)}],
+    "rmsnorm": [{"x": (16384, 4096)}, {"x": (4095, 5000)}, {"x": (4095, 4097)}],
 }
 
 

@@ -4,24 +4,46 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-__all__ = ["SHAPES", "Rows", "collapse", "contiguous_strides", "fresh", "fresh_like", "gathered", "pow2_at_least", "row_start", "rows_of", "walk_rows"]
+from portakern.frameworks import numpy_dtype
+
+__all__ = [
+    "SHAPES",
+    "Rows",
+    "aligned",
+    "collapse",
+    "contiguous_strides",
+    "fresh",
+    "fresh_like",
+    "gathered",
+    "pow2_at_least",
+    "row_start",
+    "rows_of",
+    "walk_rows",
+]
 
 SHAPES = 4096  # the latest shapes whose layout is remembered: to work one out takes longer than to launch its kernel
 
 
 @triton.jit
-def row_start(x, row, rows_inner, x_outer, x_inner, flat: tl.constexpr):
+def aligned(number, unit: tl.constexpr):
+    """``number``, which is a multiple of ``unit``: so written, the compiler knows it. By itself it only asks of a number whether 16 divides it."""
+    return number if unit == 1 else number // unit * unit
+
+
+@triton.jit
+def row_start(x, row, rows_inner, x_outer, x_inner, flat: tl.constexpr, unit: tl.constexpr):
     """Where rows begin (see :class:`Rows`). One row dimension needs no division, so that the compiler still sees which rows are adjacent."""
     if flat:
-        return x + row * x_inner
+        return x + row * aligned(x_inner, unit)
     else:
-        return x + ((row // rows_inner) * x_outer + (row % rows_inner) * x_inner)
+        return x + ((row // rows_inner) * aligned(x_outer, unit) + (row % rows_inner) * aligned(x_inner, unit))
 
 
 class Rows(NamedTuple):
@@ -30,12 +52,22 @@ class Rows(NamedTuple):
     Attributes:
       height: how many rows; inner: the extent of the inner row dimension; flat: the outer one has extent 1.
       strides: for each tensor, and last for a contiguous result, its strides (outer, inner, along the row).
+      step: what divides the rows' length and every distance between two of them.
     """
 
     height: int
     inner: int
     flat: bool
     strides: tuple[tuple[int, ...], ...]
+    step: int
+
+    def known(self, dtype: str) -> dict[str, Any]:
+        """What a kernel is compiled for: ``flat``, and ``unit``, how many elements a thread may move at once in every row: the 16 bytes that it can, else 1.
+
+        With 8 bytes, a row would move, and be summed, in one way where the first row of a call lies at a multiple of 16 bytes and in another where it does not.
+        """
+        elements = 16 // numpy_dtype(dtype).itemsize
+        return {"flat": self.flat, "unit": 1 if self.step % elements else elements}
 
 
 def walk_rows(axis: int, *tensors: Any) -> tuple[tuple[Any, ...], Rows]:
@@ -66,7 +98,7 @@ def rows_of(axis: int, shape: tuple[int, ...], *strides: tuple[int, ...]) -> Row
     outer, inner = ((1, 1) + extents)[-2:]
     # a single row keeps the stride that it has among others, and with it its layout and its bits
     whole = tuple((*((0, shape[axis] * s[axis]) + step)[-2:], s[axis]) for s, step in zip(strides, steps, strict=True))
-    return Rows(outer * inner, inner, len(extents) < 2, whole)
+    return Rows(outer * inner, inner, len(extents) < 2, whole, gcd(shape[axis], *(s for step in whole for s in step[:2])))
 
 
 def gathered(x: torch.Tensor, find: Callable[..., Any], *form: Any) -> tuple[torch.Tensor, Any]:

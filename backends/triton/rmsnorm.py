@@ -18,7 +18,7 @@ import triton.language as tl
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.launch import accumulator, cdiv, prepare
 from portakern.backends.triton.layernorm import default_tiling, scale_and_shift, supports
-from portakern.backends.triton.layout import SHAPES, fresh_like, gathered, row_start, rows_of
+from portakern.backends.triton.layout import SHAPES, aligned, fresh_like, gathered, row_start, rows_of
 from portakern.spec import Tile
 
 if TYPE_CHECKING:
@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 @triton.jit
 def rmsnorm_kernel(x, weight, y, rows, rows_inner, n, eps,
                    x_outer, x_inner, x_n, weight_n,
-                   block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, one_tile: tl.constexpr, flat: tl.constexpr):  # fmt: skip
+                   block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, one_tile: tl.constexpr, flat: tl.constexpr,
+                   unit: tl.constexpr):  # fmt: skip
+    n = aligned(n, unit)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
-    x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat)
+    x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)
     x_row, y_row, row_ok = x_row[:, None], (y + row * n)[:, None], (row < rows)[:, None]
     col = tl.arange(0, block_n)[None, :].to(tl.int64)
 
@@ -68,4 +70,5 @@ def _prepared(shape: tuple[int, ...], strides: tuple[int, ...], weight_n: int, e
     """The launch for an x of this form, None where its rows must be gathered first."""
     rows, n = rows_of(len(shape) - 1, shape, strides), shape[-1]
     return rows and prepare(rmsnorm_kernel, cdiv(rows.height, block_rows), rows.height, rows.inner, n, eps, *rows.strides[0], weight_n,
-                            block_rows=block_rows, block_n=block_n, acc_dtype=accumulator(dtype), one_tile=n <= block_n, flat=rows.flat, num_warps=num_warps)  # fmt: skip
+                            block_rows=block_rows, block_n=block_n, acc_dtype=accumulator(dtype), one_tile=n <= block_n, num_warps=num_warps,
+                            **rows.known(dtype))  # fmt: skip

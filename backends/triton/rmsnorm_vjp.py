@@ -18,7 +18,7 @@ import triton.language as tl
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layernorm_vjp import add_up, default_tiling, scratch, supports
-from portakern.backends.triton.layout import fresh, row_start, walk_rows
+from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
 from portakern.spec import Tile
 
 if TYPE_CHECKING:
@@ -27,13 +27,15 @@ if TYPE_CHECKING:
 
 @triton.jit
 def statistics_kernel(x, d_y, weight, stats, rows, rows_inner, n, eps, x_outer, x_inner, x_n, d_y_outer, d_y_inner, d_y_n, weight_n,
-                      block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, flat: tl.constexpr):  # fmt: skip
+                      block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, flat: tl.constexpr,
+                      unit: tl.constexpr):  # fmt: skip
     """stats: (2, rows): r and, where d_y is given, mean(h xh) of each row."""
+    n = aligned(n, unit)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     row_ok = row < rows
-    x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat)[:, None]
+    x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None]
     if d_y is not None:
-        d_y_row = row_start(d_y, row, rows_inner, d_y_outer, d_y_inner, flat)[:, None]
+        d_y_row = row_start(d_y, row, rows_inner, d_y_outer, d_y_inner, flat, unit)[:, None]
     squares, hx = tl.zeros([block_rows], acc_dtype), tl.zeros([block_rows], acc_dtype)
     for start in range(0, tl.cast(n, tl.int64), block_n):
         lane = start + tl.arange(0, block_n)
@@ -54,8 +56,10 @@ def statistics_kernel(x, d_y, weight, stats, rows, rows_inner, n, eps, x_outer, 
 @triton.jit
 def rmsnorm_vjp_kernel(d_y, x, weight, stats, d_x, d_weights, rows, rows_inner, group, tiles, n, eps,
                        x_outer, x_inner, x_n, d_y_outer, d_y_inner, d_y_n, weight_n,
-                       block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, flat: tl.constexpr, stages: tl.constexpr):  # fmt: skip
+                       block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, flat: tl.constexpr,
+                       unit: tl.constexpr, stages: tl.constexpr):  # fmt: skip
     """d_weights: (groups, n) partial sums. Either of the two results may be None."""
+    n = aligned(n, unit)
     part, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     lane = tile.to(tl.int64) * block_n + tl.arange(0, block_n)  # one axis: a layout of its own, where rows of x are not aligned and weight is
     col, col_ok = lane[None, :], (lane < n)[None, :]
@@ -67,8 +71,8 @@ def rmsnorm_vjp_kernel(d_y, x, weight, stats, d_x, d_weights, rows, rows_inner, 
         row = start + tl.arange(0, block_rows)
         row_ok = (row < rows)[:, None]
         ok = row_ok & col_ok
-        g = tl.load(row_start(d_y, row, rows_inner, d_y_outer, d_y_inner, flat)[:, None] + col * d_y_n, mask=ok, other=0.0).to(acc_dtype)
-        t = tl.load(row_start(x, row, rows_inner, x_outer, x_inner, flat)[:, None] + col * x_n, mask=ok, other=0.0).to(acc_dtype)
+        g = tl.load(row_start(d_y, row, rows_inner, d_y_outer, d_y_inner, flat, unit)[:, None] + col * d_y_n, mask=ok, other=0.0).to(acc_dtype)
+        t = tl.load(row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None] + col * x_n, mask=ok, other=0.0).to(acc_dtype)
         if stats is None:
             r = tl.rsqrt(tl.sum(t * t, 1) / n + eps)[:, None]
         else:
@@ -98,8 +102,7 @@ def rmsnorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     (x, d_y), rows = walk_rows(x.ndim - 1, x, d_y)
     group = tiling["block_rows"] * (tiling["steps"] if want_weight else 1)
     groups, tiles = cdiv(rows.height, group), cdiv(n, tiling["block_n"])
-    acc_dtype = accumulator(call.dtype)
-    common = {"block_rows": tiling["block_rows"], "block_n": tiling["block_n"], "acc_dtype": acc_dtype, "flat": rows.flat, "num_warps": tiling["num_warps"]}
+    common = {name: tiling[name] for name in ("block_rows", "block_n", "num_warps")} | {"acc_dtype": accumulator(call.dtype)} | rows.known(call.dtype)
     strides = (*rows.strides[0], *rows.strides[1], 0 if weight is None else weight.stride(0))
     stats = scratch(call, 2, rows.height) if tiles > 1 else None
     if stats is not None:

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.launch import accumulator, cdiv, launch
-from portakern.backends.triton.layout import fresh, row_start, walk_rows
+from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
 from portakern.backends.triton.softmax import default_tiling, supports
 from portakern.spec import Tile
 
@@ -27,12 +27,14 @@ if TYPE_CHECKING:
 @triton.jit
 def softmax_vjp_kernel(y, d_y, d_x, rows, rows_inner, n,
                        y_outer, y_inner, y_n, d_y_outer, d_y_inner, d_y_n, d_x_outer, d_x_inner, d_x_n,
-                       block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, one_tile: tl.constexpr, flat: tl.constexpr):  # fmt: skip
+                       block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, one_tile: tl.constexpr, flat: tl.constexpr,
+                       unit: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     row_ok = (row < rows)[:, None]
-    y_row = row_start(y, row, rows_inner, y_outer, y_inner, flat)[:, None]
-    d_y_row = row_start(d_y, row, rows_inner, d_y_outer, d_y_inner, flat)[:, None]
-    d_x_row = row_start(d_x, row, rows_inner, d_x_outer, d_x_inner, flat)[:, None]
+    y_row = row_start(y, row, rows_inner, y_outer, y_inner, flat, unit)[:, None]
+    d_y_row = row_start(d_y, row, rows_inner, d_y_outer, d_y_inner, flat, unit)[:, None]
+    d_x_row = row_start(d_x, row, rows_inner, d_x_outer, d_x_inner, flat, unit)[:, None]
+    n = aligned(n, unit)
     col = tl.arange(0, block_n)[None, :].to(tl.int64)
 
     if one_tile:
@@ -64,5 +66,5 @@ def softmax_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     launch(softmax_vjp_kernel, cdiv(rows.height, tiling["block_rows"]), call, y, d_y, d_x, rows.height, rows.inner, n,
            *rows.strides[0], *rows.strides[1], *rows.strides[2],
            block_rows=tiling["block_rows"], block_n=tiling["block_n"], acc_dtype=accumulator(call.dtype), one_tile=n <= tiling["block_n"],
-           flat=rows.flat, num_warps=tiling["num_warps"])  # fmt: skip
+           num_warps=tiling["num_warps"], **rows.known(call.dtype))  # fmt: skip
     return (d_x,)
