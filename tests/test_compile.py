@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 
 import numpy as np
 import pytest
@@ -122,6 +123,19 @@ def test_keys_and_values_take_tiles_of_one_layout_on_hopper(d, dv, columns):
     built = pk.op("attention").lower(q, k, v, target="sm_90")
     widths = {name.split(".")[1].split("x")[1] for name in built.kernels[0].matrix}
     assert built.ok and widths == {str(built.tiling["block_kv"]), str(columns)}, str(built)
+
+
+ROWS = {"softmax": "x", "softmax_vjp": "xx", "layernorm": "xww", "layernorm_vjp": "xxww", "rmsnorm": "xw", "rmsnorm_vjp": "xxw"}
+
+
+@has_triton
+@pytest.mark.parametrize("op, target", [*((op, "sm_90") for op in ROWS), ("layernorm", "gfx942")])
+def test_rows_of_an_odd_number_of_16_bytes_are_moved_16_bytes_at_a_time(op, target):
+    narrow = {"sm_90": r"(LDG|STG)\.E\.U16", "gfx942": r"buffer_(load_ushort|store_short)"}[target]
+    for n, scalar in ((72, False), (73, True)):
+        arrays = {"x": np.zeros((64, n), np.float16), "w": np.zeros(n, np.float32)}
+        built = pk.op(op, backend="triton").lower(*(arrays[name] for name in ROWS[op]), target=target)
+        assert built.ok and bool(re.search(narrow, built.assembly)) == scalar, str(built)
 
 
 @has_triton
