@@ -4,19 +4,7 @@ import pytest
 
 import portakern as pk
 from portakern import inspect_here, registry, testing
-from portakern.frameworks import FRAMEWORKS
-
-
-def places():
-    for name, backend in sorted(registry.backends().items()):
-        if backend.unavailable():
-            yield pytest.param(name, None, marks=pytest.mark.skip(reason=backend.unavailable()))
-            continue
-        fw = FRAMEWORKS[backend.framework]
-        fw.load()
-        for platform in dict.fromkeys(fw.target(d).platform for d in fw.devices()):
-            if backend.package_for(platform):
-                yield pytest.param(name, platform, id=f"{name}-{platform}")
+from tests.places import places
 
 
 def pairs(oracle=True):

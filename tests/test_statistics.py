@@ -13,6 +13,7 @@ from portakern.frameworks import FRAMEWORKS, Target, convert, numpy_dtype
 from portakern.testing.cases import REGIMES
 from portakern.testing.statistics import examine, judge, largest_right
 from portakern.tolerance import compare
+from tests.places import device_at, places
 from tests.simulated import SIMS, truncate
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -64,25 +65,9 @@ def simulated(name, arrays, options, store=lambda y, dtype: y.astype(numpy_dtype
     return [store(y, dtype) if dtype != "float32" else y for (y, (_, dtype)) in zip(got, call.outputs.values(), strict=True)]
 
 
-def places():
-    """(backend, device) of everything that can run here, compiled or interpreted."""
-    for name, b in sorted(registry.backends().items()):
-        if b.unavailable():
-            yield pytest.param(name, None, marks=pytest.mark.skip(reason=b.unavailable()))
-            continue
-        framework = FRAMEWORKS[b.framework]
-        framework.load()
-        seen = set()
-        for device in framework.devices():
-            platform = framework.target(device).platform
-            if b.package_for(platform) and platform not in seen:
-                seen.add(platform)
-                yield pytest.param(name, device, id=f"{name}-{platform}")
-
-
-def on_backend(backend, device, name, arrays, options):
+def on_backend(backend, platform, name, arrays, options):
     numpy, framework = FRAMEWORKS["numpy"], FRAMEWORKS[registry.backends()[backend].framework]
-    ours = arrays if framework is numpy else [convert(a, numpy, framework, device) for a in arrays]
+    ours = arrays if framework is numpy else [convert(a, numpy, framework, device_at(backend, platform)) for a in arrays]
     out = op(name, backend=backend)(*ours, **options)
     return [framework.to_numpy(y) for y in (out if isinstance(out, tuple) else (out,))]
 
@@ -115,23 +100,23 @@ def test_right_simulated_kernels_pass(name, dtype):
     assert max(z) >= (0.4 if dtype == "float32" else 0.9), "sigma is slack: four times less would still pass"
 
 
-def served(backend, device, name, arrays, options, regime):
+def served(backend, platform, name, arrays, options, regime):
     b = registry.backends()[backend]
-    target = FRAMEWORKS[b.framework].target(device)
-    return evidence(name, arrays, options, partial(on_backend, backend, device), regime, target, b.package_for(target.platform)[1])
+    target = FRAMEWORKS[b.framework].target(device_at(backend, platform))
+    return evidence(name, arrays, options, partial(on_backend, backend, platform), regime, target, b.package_for(platform)[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SIMS)
-@pytest.mark.parametrize(("backend", "device"), list(places()))
-def test_right_backends_pass(backend, device, name, dtype):
+@pytest.mark.parametrize(("backend", "platform"), list(places()))
+def test_right_backends_pass(backend, platform, name, dtype):
     for seed in range(6):
         regime = ("normal", "wide")[seed % 3 == 2]
         arrays, options = CASES[name](np.random.default_rng([seed // 3, 4]), dtype, regime)  # two shapes in all: JAX compiles for each
         arrays = tuple(np.random.default_rng([seed, i]).permuted(a, axis=-2 if a.ndim > 1 else 0) for i, a in enumerate(arrays))
         if dtype == "float32" and name in ("matmul", "attention") and seed % 2:
             options = options | {"precision": "tf32"}
-        for output, (e, _) in served(backend, device, name, arrays, options, regime).items():
+        for output, (e, _) in served(backend, platform, name, arrays, options, regime).items():
             assert e.applies or regime == "wide" or output == "lse"
             assert not e.reasons, (seed, output, e)
 
@@ -202,13 +187,13 @@ def test_faults_that_hide_are_found(fault, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("backend", "device"), list(places()))
-def test_dots_of_integers_are_exact(backend, device, dtype):
+@pytest.mark.parametrize(("backend", "platform"), list(places()))
+def test_dots_of_integers_are_exact(backend, platform, dtype):
     for seed in range(3):
         rng = np.random.default_rng(seed)
         arrays = draw(rng, (70, 150), dtype, "integers"), draw(rng, (150, 66), dtype, ("integers", "spikes")[seed % 2])
         for options in ({}, {"out_dtype": "bfloat16"}, {"precision": "tf32"}):
-            e, _ = served(backend, device, "matmul", arrays, options, "integers")["c"]
+            e, _ = served(backend, platform, "matmul", arrays, options, "integers")["c"]
             assert not e.reasons and not e.applies
 
 
