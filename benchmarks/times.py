@@ -29,11 +29,8 @@ from portakern.spec import Spec
 
 Arrays = dict[str, Any]
 
-SHAPES: dict[str, list[dict[str, tuple[int, ...]]]] = {  # beside the typical call of the spec
-    "softmax": [{"x": (16384, 4096)}, {"x": (4095, 5000)}, {"x": (4095, 4097)}],
-    "layernorm": [{"x": (16384, 4096)}, {"x": (4095, 5000)}, {"x": (4095, 4097)}],
-    "rmsnorm": [{"x": (16384, 4096)}, {"x": (4095, 5000)}, {"x": (4095, 4097)}],
-}
+ROWS: list[dict[str, tuple[int, ...]]] = [{"x": (16384, 4096)}, {"x": (4095, 5000)}, {"x": (4095, 4097)}]
+SHAPES = {"softmax": ROWS, "layernorm": ROWS, "rmsnorm": ROWS}  # beside the typical call of the spec
 
 
 def _sdpa(kernel: SDPBackend) -> Callable[..., Any]:

@@ -310,9 +310,14 @@ def backend(name: str | Backend) -> Backend:
     return known[name]
 
 
+def has_name(spec: Spec[Any]) -> bool:
+    """Whether ``find_spec`` gives this spec for its name."""
+    return spec.name in ops() and find_spec(spec.name) is spec
+
+
 def importable(spec: Spec[Any], b: Backend) -> bool:
     """Whether another process finds both by name."""
-    return _installed().get(b.name) is b and spec.name in ops() and find_spec(spec.name) is spec
+    return _installed().get(b.name) is b and has_name(spec)
 
 
 @functools.cache

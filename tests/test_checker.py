@@ -87,17 +87,14 @@ strict = False
 def stricter():
     global strict
     strict = True
-    yield
-    strict = False
+    try:
+        yield
+    finally:
+        strict = False
 
 
 def wrong_where_strict(call, tiling):
     return (softmax_float32(call.arrays["x"], call.options["axis"]).astype(call.dtype) * np.asarray(1 + strict, call.dtype),)
-
-
-def again(failure, **known):
-    """The failure's own line, run."""
-    return eval(failure.reproduce, {"portakern": pk, **known})
 
 
 @pytest.mark.parametrize("registered", [True, False])
@@ -111,7 +108,7 @@ def test_the_line_for_a_backend_of_this_process_is_python(monkeypatch, registere
     (failure,) = report.failures
     assert ("backend='ours'" if registered else "backend=...") in failure.reproduce
     if registered:
-        assert again(failure).failures[0].what == failure.what
+        assert eval(failure.reproduce, {"portakern": pk}).failures[0].what == failure.what
     assert testing.replay("softmax", failure.case, backend=ours).passed  # only in its profile is it wrong
 
 

@@ -14,19 +14,8 @@ import triton.language as tl
 from portakern.frameworks import numpy_dtype
 
 __all__ = [
-    "SHAPES",
-    "Rows",
-    "aligned",
-    "collapse",
-    "contiguous_strides",
-    "fresh",
-    "fresh_like",
-    "gathered",
-    "pow2_at_least",
-    "row_start",
-    "rows_of",
-    "walk_rows",
-]
+    "SHAPES", "Rows", "aligned", "collapse", "contiguous_strides", "fresh", "fresh_like", "gathered", "pow2_at_least", "row_start", "rows_of", "walk_rows",
+]  # fmt: skip
 
 SHAPES = 4096  # the latest shapes whose layout is remembered: to work one out takes longer than to launch its kernel
 

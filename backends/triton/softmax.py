@@ -30,10 +30,10 @@ def softmax_kernel(x, y, rows, rows_inner, n,
                    x_outer, x_inner, x_n, y_outer, y_inner, y_n,
                    block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, one_tile: tl.constexpr, flat: tl.constexpr,
                    unit: tl.constexpr):  # fmt: skip
+    n = aligned(n, unit)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     x_row, y_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit), row_start(y, row, rows_inner, y_outer, y_inner, flat, unit)
     x_row, y_row, row_ok = x_row[:, None], y_row[:, None], (row < rows)[:, None]
-    n = aligned(n, unit)
     col = tl.arange(0, block_n)[None, :].to(tl.int64)
 
     if one_tile:

@@ -29,12 +29,12 @@ def softmax_vjp_kernel(y, d_y, d_x, rows, rows_inner, n,
                        y_outer, y_inner, y_n, d_y_outer, d_y_inner, d_y_n, d_x_outer, d_x_inner, d_x_n,
                        block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, one_tile: tl.constexpr, flat: tl.constexpr,
                        unit: tl.constexpr):  # fmt: skip
+    n = aligned(n, unit)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     row_ok = (row < rows)[:, None]
     y_row = row_start(y, row, rows_inner, y_outer, y_inner, flat, unit)[:, None]
     d_y_row = row_start(d_y, row, rows_inner, d_y_outer, d_y_inner, flat, unit)[:, None]
     d_x_row = row_start(d_x, row, rows_inner, d_x_outer, d_x_inner, flat, unit)[:, None]
-    n = aligned(n, unit)
     col = tl.arange(0, block_n)[None, :].to(tl.int64)
 
     if one_tile:

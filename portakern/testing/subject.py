@@ -88,7 +88,7 @@ def _backend_line(spec: Spec[Any], b: registry.Backend, given: Mapping[str, str 
 
 def _python_line(spec: Spec[Any], subject: str, given: Mapping[str, str | None]) -> Callable[[str], str]:
     """The line for a process that has what is checked: a spec that is not found by name goes by that of its variable, which is the same."""
-    op = repr(spec.name) if spec.name in registry.ops() and registry.find_spec(spec.name) is spec else spec.name
+    op = repr(spec.name) if registry.has_name(spec) else spec.name
     options = "".join(f", {k}={v!r}" for k, v in given.items() if v)
     return lambda case: f"portakern.testing.replay({op}, {case!r}, {subject}{options})"
 
