@@ -16,16 +16,40 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SKIP = {".git", "build", "dist", "notebooks", "__pycache__", ".mypy_cache", ".ruff_cache", ".import_linter_cache", ".pytest_cache", ".hypothesis"}
+SKIP = {
+    ".git",
+    "build",
+    "dist",
+    "notebooks",
+    "__pycache__",
+    ".mypy_cache",
+    ".ruff_cache",
+    ".import_linter_cache",
+    ".pytest_cache",
+    ".hypothesis",
+}
 
-FORBIDDEN_IMPORT = ("backends/triton/planted_import.py", "import portakern.backends.pallas  # noqa: F401\n", "portakern.backends.triton.planted_import")
-TYPE_ERROR = ("backends/reference/planted_type_error.py", 'answer: int = "forty-two"\n', "planted_type_error.py:1: error: Incompatible types in assignment")
+FORBIDDEN_IMPORT = (
+    "backends/triton/planted_import.py",
+    "import portakern.backends.pallas  # noqa: F401\n",
+    "portakern.backends.triton.planted_import",
+)
+TYPE_ERROR = (
+    "backends/reference/planted_type_error.py",
+    'answer: int = "forty-two"\n',
+    "planted_type_error.py:1: error: Incompatible types in assignment",
+)
 
 
 def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         tree = Path(scratch) / "tree"
-        shutil.copytree(ROOT, tree, symlinks=True, ignore=lambda folder, names: [n for n in names if n in SKIP or (Path(folder) / n / "pyvenv.cfg").exists()])
+        shutil.copytree(
+            ROOT,
+            tree,
+            symlinks=True,
+            ignore=lambda folder, names: [n for n in names if n in SKIP or (Path(folder) / n / "pyvenv.cfg").exists()],
+        )
         failures = [*_all_files_read(tree), *_plants_reported(tree)]
     for failure in failures:
         print(f"FAILED: {failure}")
@@ -54,7 +78,10 @@ def _all_files_read(tree: Path) -> Iterator[str]:
 
 def _plants_reported(tree: Path) -> Iterator[str]:
     """What was planted and not reported."""
-    for (path, text, report), command in ((FORBIDDEN_IMPORT, ["lint-imports"]), (TYPE_ERROR, ["mypy", "-p", "portakern"])):
+    for (path, text, report), command in (
+        (FORBIDDEN_IMPORT, ["lint-imports"]),
+        (TYPE_ERROR, ["mypy", "-p", "portakern"]),
+    ):
         (tree / path).write_text(text, encoding="utf-8")
         status, output = _run(tree, *command)
         (tree / path).unlink()
@@ -72,7 +99,9 @@ def _python_files(folder: Path, *, follow: bool) -> Iterator[Path]:
 
 def _run(tree: Path, tool: str, *arguments: str) -> tuple[int, str]:
     """Exit status and output of a tool of this environment, run in the copy without any cache of the original's."""
-    done = subprocess.run([Path(sys.executable).parent / tool, *arguments], cwd=tree, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [Path(sys.executable).parent / tool, *arguments], cwd=tree, capture_output=True, text=True, check=False
+    )
     return done.returncode, done.stdout + done.stderr
 
 

@@ -22,13 +22,19 @@ import portakern.examples.minilm.demo
 
 
 def main(scratch: Path) -> int:
-    subprocess.run([sys.executable, "-m", "build", "--outdir", scratch / "dist", ROOT], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-m", "build", "--outdir", scratch / "dist", ROOT], check=True, stdout=subprocess.DEVNULL
+    )
     (wheel,) = (scratch / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as z:
         inside = {n for n in z.namelist() if n.startswith("portakern/") and n.endswith((".py", "py.typed"))}
         z.extractall(scratch / "site")
         with_entry_points = [n for n in z.namelist() if n.endswith("entry_points.txt")]
-    walked = (os.path.relpath(Path(folder) / n, ROOT) for folder, _, names in os.walk(ROOT / "portakern", followlinks=True) for n in names)
+    walked = (
+        os.path.relpath(Path(folder) / n, ROOT)
+        for folder, _, names in os.walk(ROOT / "portakern", followlinks=True)
+        for n in names
+    )
     on_disk = {path for path in walked if path.endswith((".py", "py.typed"))}
     print(f"the wheel holds {len(inside & on_disk)} of {len(on_disk)} files")
     if on_disk - inside or not with_entry_points:
@@ -36,7 +42,9 @@ def main(scratch: Path) -> int:
         return 1
     ops = ",".join(sorted(p.stem for p in (ROOT / "specs").glob("*.py") if not p.stem.startswith("_")))
     site = str(scratch / "site")
-    return subprocess.run([sys.executable, "-c", SCRIPT, site, ops], cwd=scratch, env={**os.environ, "PYTHONPATH": site}, check=False).returncode
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT, site, ops], cwd=scratch, env={**os.environ, "PYTHONPATH": site}, check=False
+    ).returncode
 
 
 if __name__ == "__main__":

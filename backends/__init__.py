@@ -10,7 +10,9 @@ from types import ModuleType
 from portakern import registry
 
 if __name__ != "portakern.backends":
-    raise ImportError(f"import this package as portakern.backends, not {__name__!r}: under another name its triton folder would hide the real triton")
+    raise ImportError(
+        f"import this package as portakern.backends, not {__name__!r}: under another name its triton folder would hide the real triton"
+    )
 
 
 class _Backends(ModuleType):

@@ -28,7 +28,14 @@ LENGTHS = 997  # a prime number of kv lengths, each call another
 def stub_op(framework: str, result: Any) -> dispatch.Op:
     """The op with its route for this framework's host arrays replaced by a kernel that does nothing."""
     stub = pk.Backend("stub", framework=framework, compiles={"cpu": __name__})
-    impl = Implementation(stub, "attention", lambda call, tiling: (result, None), lambda call: {"block_q": 128, "block_kv": 64}, lambda call, tiling: None, {})
+    impl = Implementation(
+        stub,
+        "attention",
+        lambda call, tiling: (result, None),
+        lambda call: {"block_q": 128, "block_kv": 64},
+        lambda call, tiling: None,
+        {},
+    )
     fw = FRAMEWORKS[framework]
     op = pk.op("attention")
     op._routes[fw, fw.device(result)] = dispatch.Route(impl, False, HOST, fw)

@@ -100,8 +100,15 @@ def right_attention(r: Random, dtype: str) -> tuple[dict[str, Any], dict[str, An
         arrays["bias"] = array(r, dtype, r.pick((1, batch)), r.pick((1, heads * group)), r.pick((1, q_len)), kv_len)
     if r.chance(0.3):
         ids = r.pick(("int32", "int64"))
-        arrays["q_segment_ids"], arrays["kv_segment_ids"] = (r.rng.integers(0, 2, (batch, n)).astype(ids) for n in (q_len, kv_len))
-    options = {"is_causal": r.chance(0.5), "window": r.pick((None, (1, None), (2, 0))), "scale": r.pick((None, 0.5)), "softcap": r.pick((None, 2.0))}
+        arrays["q_segment_ids"], arrays["kv_segment_ids"] = (
+            r.rng.integers(0, 2, (batch, n)).astype(ids) for n in (q_len, kv_len)
+        )
+    options = {
+        "is_causal": r.chance(0.5),
+        "window": r.pick((None, (1, None), (2, 0))),
+        "scale": r.pick((None, 0.5)),
+        "softcap": r.pick((None, 2.0)),
+    }
     return arrays, options | {"return_lse": r.chance(0.5)}
 
 
@@ -131,7 +138,14 @@ def nasty_arrays() -> list[Callable[[], Any]]:
             return x
 
         j = FRAMEWORKS["jax"].from_numpy(z, None)
-        found += [lambda: j, deleted, lambda: jax.random.key(0), lambda: jax.ShapeDtypeStruct((2, 3), np.float32), lambda: j.astype(np.int8), lambda: j[0, 0]]
+        found += [
+            lambda: j,
+            deleted,
+            lambda: jax.random.key(0),
+            lambda: jax.ShapeDtypeStruct((2, 3), np.float32),
+            lambda: j.astype(np.int8),
+            lambda: j[0, 0],
+        ]
     except ImportError:
         pass
     return found
@@ -142,7 +156,19 @@ NASTY_OPTIONS: tuple[Any, ...] = (
     (), (1,), (1, 2), (None, None), [0, 0], (-1, 0), (1.0, 2), (True, 0), ((1,), 2), {}, {"a": 1}, object(), object, Fraction(1, 3), np.int8(1), np.bool_(True),
     np.float16(0.5), np.float64("nan"), np.array(1), np.array([1, 2]), np.dtype("float16"), np.dtype(">f4"), np.float32, ml_dtypes.bfloat16, range(2), slice(1), len,
 )  # fmt: skip
-NASTY_TILINGS: tuple[Any, ...] = ({}, None, {"block_m": 16}, {"block_n": 128}, {"block_q": 100}, {"block_rows": True}, {3: 4}, [1], "x", 7, {"block_kv": None})
+NASTY_TILINGS: tuple[Any, ...] = (
+    {},
+    None,
+    {"block_m": 16},
+    {"block_n": 128},
+    {"block_q": 100},
+    {"block_rows": True},
+    {3: 4},
+    [1],
+    "x",
+    7,
+    {"block_kv": None},
+)
 NASTY_BACKENDS: tuple[Any, ...] = (None, "reference", "nobody", "", 3, object())
 
 
@@ -175,11 +201,15 @@ def dress(r: Random, arrays: dict[str, Any], options: dict[str, Any]) -> tuple[d
     return new, spelled
 
 
-def spoil(r: Random, pool: list[Callable[[], Any]], arrays: dict[str, Any], options: dict[str, Any]) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
+def spoil(
+    r: Random, pool: list[Callable[[], Any]], arrays: dict[str, Any], options: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
     """(positional arguments, keywords, arguments of pk.op) with one to three of them replaced, dropped or added."""
     arrays, options, how = dict(arrays), dict(options), {}
     for _ in range(int(r.rng.integers(1, 4))):
-        what = r.pick(("array", "array", "array", "option", "option", "option", "drop", "keyword", "tiling", "backend", "cut"))
+        what = r.pick(
+            ("array", "array", "array", "option", "option", "option", "drop", "keyword", "tiling", "backend", "cut")
+        )
         if what == "array":
             arrays[r.pick(list(arrays) or ["x"])] = r.pick(pool)()
         elif what == "option":

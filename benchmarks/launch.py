@@ -32,11 +32,25 @@ import portakern as pk
 from portakern import results
 from portakern.spec import Spec
 
-EXTENTS = {"batch": 2, "shape": 64, "m": 64, "n": 128, "k": 96, "q_len": 64, "kv_len": 96, "kv_heads": 2, "group": 2, "d": 64, "dv": 64}
+EXTENTS = {
+    "batch": 2,
+    "shape": 64,
+    "m": 64,
+    "n": 128,
+    "k": 96,
+    "q_len": 64,
+    "kv_len": 96,
+    "kv_heads": 2,
+    "group": 2,
+    "d": 64,
+    "dv": 64,
+}
 A_BATCH = 100
 
 
-def small_inputs(spec: Spec[Any], device: str, dtype: str = "float32", seed: int = 0, optional: bool = False) -> dict[str, Any]:
+def small_inputs(
+    spec: Spec[Any], device: str, dtype: str = "float32", seed: int = 0, optional: bool = False
+) -> dict[str, Any]:
     """Random arrays for any op, the optional ones too if asked: every dimension has a small extent, a variadic one stands for two axes."""
     g, arrays = torch.Generator().manual_seed(seed), {}
     for a in spec.arrays:
@@ -54,7 +68,7 @@ def small_inputs(spec: Spec[Any], device: str, dtype: str = "float32", seed: int
 
 
 def served_ops() -> list[str]:
-    return [name for name in pk.ops() if importlib.util.find_spec(f"portakern.backends.triton.{name}")]
+    return [name for name in pk.ops() if importlib.util.find_spec(f"portakern.backends.triton.gpu.{name}")]
 
 
 def _same_bits(a: Any, b: Any) -> bool:
@@ -68,7 +82,11 @@ def replay_differs(name: str, dtype: str, optional: bool = False) -> list[str]:
 
     def call() -> dict[str, Any]:
         out = op(**arrays)
-        return {o.name: t for o, t in zip(op.spec.outputs, out if isinstance(out, tuple) else (out,), strict=False) if t is not None}
+        return {
+            o.name: t
+            for o, t in zip(op.spec.outputs, out if isinstance(out, tuple) else (out,), strict=False)
+            if t is not None
+        }
 
     before = call()
     torch.cuda.synchronize()
@@ -89,7 +107,10 @@ def replay_differs(name: str, dtype: str, optional: bool = False) -> list[str]:
 def torch_calls() -> dict[str, tuple[dict[str, Any], dict[str, Any], str, tuple[Any, ...]]]:
     """Op -> its arrays and options, and the name in ``torch.nn.functional`` or ``torch`` with the arguments that say the same to it."""
     x, w, b = (torch.randn(*s, device="cuda", dtype=torch.bfloat16) for s in ((64, 512), (512,), (512,)))
-    m, q = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16), torch.randn(1, 64, 4, 64, device="cuda", dtype=torch.bfloat16)
+    m, q = (
+        torch.randn(64, 64, device="cuda", dtype=torch.bfloat16),
+        torch.randn(1, 64, 4, 64, device="cuda", dtype=torch.bfloat16),
+    )
     heads_first = tuple(q.transpose(1, 2) for _ in range(3))
     return {
         "softmax": ({"x": x}, {}, "softmax", (x, -1)),
@@ -104,7 +125,10 @@ def launched(name: str, call: Callable[[], Any]) -> tuple[Any, ...]:
     from portakern.backends.triton import launch as launching
 
     seen: list[Any] = []
-    with mock.patch.object(launching, "launch", lambda *args, **constexprs: seen.append((args, constexprs))), launching.recording(lambda *args: None):
+    with (
+        mock.patch.object(launching, "launch", lambda *args, **constexprs: seen.append((args, constexprs))),
+        launching.recording(lambda *args: None),
+    ):
         call()  # while somebody records, prepared launches go through ``launch`` too
     return seen[-1]
 
@@ -119,7 +143,9 @@ def ways(name: str) -> dict[str, Callable[[], Any]]:
     ours()
     (kernel, grid, call, *args), constexprs = launched(name, ours)
     kept: dict[Any, Any] = {}
-    launcher = launching.write_launcher(kernel, [type(a) for a in args], {n: type(v) for n, v in constexprs.items()}, kept, bool(torch.version.hip))
+    launcher = launching.write_launcher(
+        kernel, [type(a) for a in args], {n: type(v) for n, v in constexprs.items()}, kept, bool(torch.version.hip)
+    )
     launcher(grid, *args, **constexprs)
     ((run, function, metadata),) = kept.values()
     values = dict(zip(kernel.arg_names, args, strict=False)) | constexprs
@@ -154,7 +180,13 @@ def measure(name: str, batches: int) -> list[dict[str, Any]]:
             if i >= 5:
                 times.setdefault(way, []).append((time.perf_counter() - t) / A_BATCH * 1e6)
     return [
-        {"op": name, "way": way, "median_us": round(statistics.median(t), 2), "best_us": round(min(t), 2), "worst_us": round(max(t), 2)}
+        {
+            "op": name,
+            "way": way,
+            "median_us": round(statistics.median(t), 2),
+            "best_us": round(min(t), 2),
+            "worst_us": round(max(t), 2),
+        }
         for way, t in times.items()
     ]
 
@@ -173,16 +205,26 @@ def main() -> None:
             rows += mine
             print(f"{name:10}", "  ".join(f"{r['way']} {r['median_us']:.1f}" for r in mine), "us", flush=True)
         graphs = [
-            {"op": name, "dtype": dtype, "arrays": "all" if optional else "required", "wrong": replay_differs(name, dtype, optional)}
+            {
+                "op": name,
+                "dtype": dtype,
+                "arrays": "all" if optional else "required",
+                "wrong": replay_differs(name, dtype, optional),
+            }
             for name in served_ops()
             for dtype in ("float32", "float16", "bfloat16")
             for optional in sorted({False, any(a.optional for a in pk.op(name).spec.arrays)})
         ]
     for g in graphs:
-        print(f"{g['op']:14} {g['dtype']:9} {g['arrays']:9} captured, its inputs changed and replayed: {'; '.join(g['wrong']) or 'the bits of the eager call'}")
+        print(
+            f"{g['op']:14} {g['dtype']:9} {g['arrays']:9} captured, its inputs changed and replayed: {'; '.join(g['wrong']) or 'the bits of the eager call'}"
+        )
     if args.json:
         command = results.command_line("python benchmarks/launch.py", args.json)
-        results.write(args.json, results.record("launch", rows, command=command, device=torch.cuda.get_device_name(), graphs=graphs))
+        results.write(
+            args.json,
+            results.record("launch", rows, command=command, device=torch.cuda.get_device_name(), graphs=graphs),
+        )
     if any(g["wrong"] for g in graphs):
         sys.exit(1)
 

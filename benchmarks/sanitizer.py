@@ -49,12 +49,23 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     with ThreadPoolExecutor(args.jobs) as pool:
-        tasks = [pool.submit(sanitize, op, tool, args.max_examples, args.timeout) for op in args.ops or pk.ops() for tool in SUMMARY]
+        tasks = [
+            pool.submit(sanitize, op, tool, args.max_examples, args.timeout)
+            for op in args.ops or pk.ops()
+            for tool in SUMMARY
+        ]
         rows = [t.result() for t in tasks]
     for r in rows:
-        print(f"{r['op']:16} {r['tool']:10} {r['errors']} errors, {r['examples']} cases, {r['seconds']} s{', ' + r['problem'] if r['problem'] else ''}")
+        print(
+            f"{r['op']:16} {r['tool']:10} {r['errors']} errors, {r['examples']} cases, {r['seconds']} s{', ' + r['problem'] if r['problem'] else ''}"
+        )
     if args.json:
-        results.write(args.json, results.record("sanitizer", rows, command=results.command_line("python benchmarks/sanitizer.py", args.json)))
+        results.write(
+            args.json,
+            results.record(
+                "sanitizer", rows, command=results.command_line("python benchmarks/sanitizer.py", args.json)
+            ),
+        )
     if any(r["errors"] or r["problem"] for r in rows):
         sys.exit(1)
 

@@ -37,7 +37,9 @@ def _sdpa(kernel: SDPBackend) -> Callable[..., Any]:
     def attend(q: Any, k: Any, v: Any, is_causal: bool = False) -> Any:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         with sdpa_kernel(kernel):
-            return functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+            return functional.scaled_dot_product_attention(
+                q, k, v, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
+            ).transpose(1, 2)
 
     return attend
 
@@ -73,7 +75,11 @@ def calls_of(spec: Spec[Any], dtype: str) -> Iterator[tuple[Arrays, dict[str, An
 def moved(call: Call) -> int:
     """The fewest bytes: each array read once, each output written once."""
     sizes = [a.numel() * a.element_size() for a in call.arrays.values() if a is not None]
-    return sum(sizes) + sum(math.prod(shape) * getattr(torch, dtype).itemsize for name, (shape, dtype) in call.outputs.items() if name in call.wants)
+    return sum(sizes) + sum(
+        math.prod(shape) * getattr(torch, dtype).itemsize
+        for name, (shape, dtype) in call.outputs.items()
+        if name in call.wants
+    )
 
 
 def floor_us(call: Call, hardware: targets.Hardware) -> float:
@@ -91,7 +97,9 @@ def gap(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> float:
     return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(ours, theirs, strict=True))
 
 
-def peers_of(spec: Spec[Any], arrays: Arrays, options: dict[str, Any], cotangent: Any) -> Iterator[tuple[str, Callable[[], tuple[Any, ...]]]]:
+def peers_of(
+    spec: Spec[Any], arrays: Arrays, options: dict[str, Any], cotangent: Any
+) -> Iterator[tuple[str, Callable[[], tuple[Any, ...]]]]:
     """What PyTorch has for the call: functions without arguments. Without a cotangent the forward op, with one its gradients."""
     for name, peer in PEERS.get(spec.name, {}).items():
         leaves = [a.detach().requires_grad_(cotangent is not None) for a in arrays.values()]
@@ -107,7 +115,12 @@ def peers_of(spec: Spec[Any], arrays: Arrays, options: dict[str, Any], cotangent
 
 
 def row(
-    spec: Spec[Any], op: Any, arrays: Arrays, options: dict[str, Any], peers: Iterator[tuple[str, Callable[[], Any]]], hardware: targets.Hardware
+    spec: Spec[Any],
+    op: Any,
+    arrays: Arrays,
+    options: dict[str, Any],
+    peers: Iterator[tuple[str, Callable[[], Any]]],
+    hardware: targets.Hardware,
 ) -> dict[str, Any]:
     """One call, checked against its first peer, then timed beside all."""
     call = op.bind(**arrays, **options)
@@ -125,7 +138,11 @@ def row(
     us = median_us(lambda: op(**arrays, **options))
     found = {"op": spec.name, "dtype": call.dtype, "call": repr(call), "tiling": dict(served[0].tiling), "us": us, "bytes": moved(call), "flops": int(call.flops),
              "floor_us": round(floor_us(call, hardware), 2), "peers": times, "checked": checked}  # fmt: skip
-    print(f"{found['call'][:110]:110} {us:9.1f} us, floor {found['floor_us']:8.1f}; " + ", ".join(f"{n} {t:.1f}" for n, t in times.items()), flush=True)
+    print(
+        f"{found['call'][:110]:110} {us:9.1f} us, floor {found['floor_us']:8.1f}; "
+        + ", ".join(f"{n} {t:.1f}" for n, t in times.items()),
+        flush=True,
+    )
     return found
 
 
@@ -142,10 +159,21 @@ def rows_of(name: str, dtype: str, hardware: targets.Hardware) -> Iterator[dict[
         outputs = dict(zip((o.name for o in forward.outputs), op.serve(call, op.route(call)), strict=True))
         main = forward.outputs[0].name
         cotangent = torch.randn_like(outputs[main])
-        saved = {n: {**arrays, **outputs}[n] for n in (*wired.inputs, *wired.outputs) if {**arrays, **outputs}.get(n) is not None}
+        saved = {
+            n: {**arrays, **outputs}[n]
+            for n in (*wired.inputs, *wired.outputs)
+            if {**arrays, **outputs}.get(n) is not None
+        }
         saved[wired.cotangents[main]] = cotangent
         kept = {n: v for n, v in options.items() if n in wired.options}
-        yield row(wired.vjp, pk.op(wired.vjp.name, backend="triton"), saved, kept, peers_of(forward, arrays, options, cotangent), hardware)
+        yield row(
+            wired.vjp,
+            pk.op(wired.vjp.name, backend="triton"),
+            saved,
+            kept,
+            peers_of(forward, arrays, options, cotangent),
+            hardware,
+        )
 
 
 def main() -> None:

@@ -29,7 +29,20 @@ _LAZY = {
     "register": "registry",
 }  # fmt: skip
 
-__all__ = ["Backend", "Op", "Report", "SpecError", "UnavailableError", "UnsupportedError", "backends", "check", "observe", "op", "ops", "register"]
+__all__ = [
+    "Backend",
+    "Op",
+    "Report",
+    "SpecError",
+    "UnavailableError",
+    "UnsupportedError",
+    "backends",
+    "check",
+    "observe",
+    "op",
+    "ops",
+    "register",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -38,7 +51,9 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     module = importlib.import_module(f"portakern.{_LAZY[name]}")
-    value = globals().setdefault(name, getattr(module, name))  # importing may have bound the name already: portakern.backends is a package too
+    value = globals().setdefault(
+        name, getattr(module, name)
+    )  # importing may have bound the name already: portakern.backends is a package too
     return value
 
 

@@ -50,7 +50,9 @@ class Wiring:
         for name in differentiated:
             if name not in self.gradients:
                 given = ", ".join(self.gradients)
-                raise UnsupportedError(f"{self.forward.name}: {self.vjp.name} gives no gradient with respect to {name}, only to {given}; detach {name}")
+                raise UnsupportedError(
+                    f"{self.forward.name}: {self.vjp.name} gives no gradient with respect to {name}, only to {given}; detach {name}"
+                )
         return tuple(o for name, o in self.gradients.items() if name in differentiated)
 
 
@@ -62,16 +64,26 @@ def wiring(spec: Spec[Any]) -> Wiring:
       UnsupportedError: the op has no gradient. SpecError: its vjp takes what the forward op does not have.
     """
     if spec.vjp is None:
-        what = "is a gradient itself, and no op differentiates it: gradients are of first order" if spec.is_vjp else "has no gradient"
-        raise UnsupportedError(f"{spec.name} {what}; cut the graph in front of its inputs (torch: .detach() or torch.no_grad(), JAX: jax.lax.stop_gradient)")
+        what = (
+            "is a gradient itself, and no op differentiates it: gradients are of first order"
+            if spec.is_vjp
+            else "has no gradient"
+        )
+        raise UnsupportedError(
+            f"{spec.name} {what}; cut the graph in front of its inputs (torch: .detach() or torch.no_grad(), JAX: jax.lax.stop_gradient)"
+        )
     vjp = registry.find_spec(spec.vjp)
     mine, outputs = {a.name for a in spec.arrays}, {o.name for o in spec.outputs}
     taken = {a.name: a.optional for a in vjp.arrays}
     for name, optional in taken.items():
         if name not in mine | outputs and name.removeprefix("d_") not in outputs:
-            raise SpecError(f"{vjp.name}: {name} is neither an input nor an output of {spec.name}, nor the cotangent (d_...) of an output; rename it")
+            raise SpecError(
+                f"{vjp.name}: {name} is neither an input nor an output of {spec.name}, nor the cotangent (d_...) of an output; rename it"
+            )
         if not optional and any(a.name == name and a.optional for a in spec.arrays):
-            raise SpecError(f"{vjp.name}: {name} is optional in {spec.name} and must be so here; give it the default None")
+            raise SpecError(
+                f"{vjp.name}: {name} is optional in {spec.name} and must be so here; give it the default None"
+            )
     return Wiring(
         spec,
         vjp,

@@ -39,7 +39,19 @@ class Step:
       inside: it is called where autograd already works, below the dispatcher.
     """
 
-    __slots__ = ("again", "backward", "forms", "forward", "inside", "names", "options", "saved", "spec", "wants", "wiring")
+    __slots__ = (
+        "again",
+        "backward",
+        "forms",
+        "forward",
+        "inside",
+        "names",
+        "options",
+        "saved",
+        "spec",
+        "wants",
+        "wiring",
+    )
 
     def __init__(self, spec: Spec[Any], names: tuple[str, ...], options: Mapping[str, Any], wants: tuple[str, ...], wiring: Wiring | None,
                  forward: Callable[..., tuple[Any, ...]], backward: Run | None, again: Run | None = None, inside: bool = False) -> None:  # fmt: skip
@@ -66,7 +78,9 @@ class Step:
         like = next((c for c in cotangents if c is not None), None)
         if like is None or not wants:
             return (None,) * len(self.names)
-        arrays = dict(zip(self.saved, unwrap_dead_wrappers(ctx.saved_tensors), strict=True)) | self._cotangents(wired, cotangents, like)
+        arrays = dict(zip(self.saved, unwrap_dead_wrappers(ctx.saved_tensors), strict=True)) | self._cotangents(
+            wired, cotangents, like
+        )
         given = dict(zip(wants, run(arrays, {n: self.options[n] for n in wired.options}, wants), strict=True))
         return tuple(given.get(wired.gradients.get(n, "")) for n in self.names)
 
@@ -76,7 +90,9 @@ class Step:
         for name, cotangent, (shape, dtype) in zip(self.wants, cotangents, self.forms, strict=True):
             argument = wired.cotangents.get(name)
             if cotangent is not None and argument is None:
-                raise UnsupportedError(f"{self.spec.name}: {wired.vjp.name} takes no cotangent of {name}; detach {name}")
+                raise UnsupportedError(
+                    f"{self.spec.name}: {wired.vjp.name} takes no cotangent of {name}; detach {name}"
+                )
             if argument is not None and cotangent is not None:
                 arrays[argument] = cotangent.resolve_neg()
             elif argument is not None and argument not in optional:
@@ -156,7 +172,9 @@ def gradient_of(op: Op, call: Call, differentiated: Sequence[str]) -> tuple[Wiri
             op.gradients[call.device] = vjp
     except UnsupportedError as e:
         name = differentiated[0]
-        raise UnsupportedError(f"{op.spec.name}: {name} requires grad, and {e}; use torch.no_grad(), or pass {name}.detach()") from None
+        raise UnsupportedError(
+            f"{op.spec.name}: {name} requires grad, and {e}; use torch.no_grad(), or pass {name}.detach()"
+        ) from None
     return wired, op.gradients[call.device]
 
 
@@ -167,7 +185,11 @@ def apply(op: Op, call: Call, late: bool = False) -> tuple[Any, ...]:
     wired: Wiring | None = None
     backward: Run | None = None
     training = call
-    differentiated = [n for n, a in zip(names, arrays, strict=True) if a.requires_grad] if torch.is_grad_enabled() and not late else []
+    differentiated = (
+        [n for n, a in zip(names, arrays, strict=True) if a.requires_grad]
+        if torch.is_grad_enabled() and not late
+        else []
+    )
     if differentiated:
         wired, vjp = gradient_of(op, call, differentiated)
         backward = functools.partial(_run, vjp, True)
@@ -179,7 +201,9 @@ def apply(op: Op, call: Call, late: bool = False) -> tuple[Any, ...]:
         assert route is not None
         return tuple(o for o in op.serve(training, route) if o is not None)
 
-    step = Step(op.spec, names, call.options, training.wants, wired, forward, backward, functools.partial(_run, op, late))
+    step = Step(
+        op.spec, names, call.options, training.wants, wired, forward, backward, functools.partial(_run, op, late)
+    )
     named = dict(zip(step.wants, differentiable(step, arrays), strict=True))
     step.forward = spent  # it holds the tensors, which a graph must not
     return tuple(named[o.name] if o.name in call.wants else None for o in op.spec.outputs)
@@ -191,7 +215,9 @@ def spent(*tensors: Any) -> Any:
 
 def _run(op: Op, late: bool, arrays: Arrays, options: Mapping[str, Any], wants: tuple[str, ...]) -> tuple[Any, ...]:
     """The outputs ``wants`` of a call that the library makes itself."""
-    if any(map(torch._C._functorch.is_legacy_batchedtensor, arrays.values())):  # torch.autograd.grad(is_grads_batched=True): only the dispatcher sees through
+    if any(
+        map(torch._C._functorch.is_legacy_batchedtensor, arrays.values())
+    ):  # torch.autograd.grad(is_grads_batched=True): only the dispatcher sees through
         from portakern.torch_ops import calling
 
         return calling(op)(arrays, options, wants)
@@ -209,7 +235,11 @@ def autocast(spec: Spec[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     names = {a.name for a in spec.arrays if "float16" in a.dtypes}
 
     def cast(name: str, value: Any) -> Any:
-        if name not in names or not isinstance(value, torch.Tensor) or value.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        if (
+            name not in names
+            or not isinstance(value, torch.Tensor)
+            or value.dtype not in (torch.float32, torch.float16, torch.bfloat16)
+        ):
             return value
         kind = value.device.type
         if not torch.is_autocast_enabled(kind):
@@ -221,7 +251,13 @@ def autocast(spec: Spec[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def over_samples(
-    spec: Spec[Any], arrays: Arrays, dims: Mapping[str, int | None], options: Mapping[str, Any], wants: tuple[str, ...], n: int, run: Run
+    spec: Spec[Any],
+    arrays: Arrays,
+    dims: Mapping[str, int | None],
+    options: Mapping[str, Any],
+    wants: tuple[str, ...],
+    n: int,
+    run: Run,
 ) -> tuple[tuple[str, ...], tuple[Any, ...]]:
     """n calls at once, as torch.vmap has it: ``dims`` says along which axis an array holds n, None for one that all share. One call where the n can join the batch,
     a loop where they cannot.
@@ -237,14 +273,21 @@ def over_samples(
             f"portakern: torch.vmap over {spec.name} runs sample by sample here: what is mapped over, or wanted per sample, has no batch axis to join",
             logging.INFO,
         )
-        samples = [run({name: a[i] if name in mapped else a for name, a in moved.items()}, one.options, wants) for i in range(n)]
+        samples = [
+            run({name: a[i] if name in mapped else a for name, a in moved.items()}, one.options, wants)
+            for i in range(n)
+        ]
         return wants, tuple(torch.stack(outputs) for outputs in zip(*samples, strict=True))
     inputs, shifted = folded
     shapes = one.outputs
-    return wants, tuple(o.reshape(n, *shapes[name][0]) for name, o in zip(wants, run(inputs, shifted, wants), strict=True))
+    return wants, tuple(
+        o.reshape(n, *shapes[name][0]) for name, o in zip(wants, run(inputs, shifted, wants), strict=True)
+    )
 
 
-def _fold(one: Call, arrays: Arrays, mapped: set[str], wants: tuple[str, ...], n: int) -> tuple[Arrays, dict[str, Any]] | None:
+def _fold(
+    one: Call, arrays: Arrays, mapped: set[str], wants: tuple[str, ...], n: int
+) -> tuple[Arrays, dict[str, Any]] | None:
     """Arrays and options with the mapped axis inside the spec's batch, None where not everything that matters carries it.
 
     A variadic batch gets one more axis; a batch of one axis grows n-fold. What is shared is broadcast where the notation allows it, else expanded without a
@@ -266,7 +309,12 @@ def _fold(one: Call, arrays: Arrays, mapped: set[str], wants: tuple[str, ...], n
         single = lead is not None and not lead.variadic and lead.broadcast and one.arrays[a.name].shape[0] != extent
         if single and a.name in own:  # its gradient is a sum over the batch, sample by sample
             return None
-        if lead is None or (a.name not in mapped and a.name not in own and lead.broadcast and (lead.variadic or one.arrays[a.name].shape[0] == 1)):
+        if lead is None or (
+            a.name not in mapped
+            and a.name not in own
+            and lead.broadcast
+            and (lead.variadic or one.arrays[a.name].shape[0] == 1)
+        ):
             folded[a.name] = array
             continue
         if a.name not in mapped:

@@ -35,7 +35,21 @@ class Call:
       degenerate: an output extent or a reduced extent is 0, so that no kernel runs.
     """
 
-    __slots__ = ("arrays", "concrete", "degenerate", "device", "dims", "dtype", "framework", "given", "interpret", "options", "spec", "target", "wants")
+    __slots__ = (
+        "arrays",
+        "concrete",
+        "degenerate",
+        "device",
+        "dims",
+        "dtype",
+        "framework",
+        "given",
+        "interpret",
+        "options",
+        "spec",
+        "target",
+        "wants",
+    )
 
     def __init__(self, spec: Spec[Any], arrays: dict[str, Any], options: dict[str, Any], dims: dict[str, Any], dtype: str, wants: tuple[str, ...],
                  framework: Framework, device: Any, degenerate: bool) -> None:  # fmt: skip
@@ -71,7 +85,9 @@ class Call:
     def _dtype_of(self, o: Output) -> str:
         if o.dtype_option and self.options[o.dtype_option]:
             return self.options[o.dtype_option]
-        if o.dtype == "float32" and self.dtype == "float64":  # a float32 statistic of a float64 call would throw away what was asked for
+        if (
+            o.dtype == "float32" and self.dtype == "float64"
+        ):  # a float32 statistic of a float64 call would throw away what was asked for
             return "float64"
         return o.dtype or self.dtype
 
@@ -95,7 +111,9 @@ class Call:
 
     def __repr__(self) -> str:
         dims = ", ".join(f"{k}={tuple(v) if isinstance(v, tuple) else v}" for k, v in self.dims.items())
-        opts = "".join(f", {o.name}={self.options[o.name]!r}" for o in self.spec.options if self.options[o.name] != o.default)
+        opts = "".join(
+            f", {o.name}={self.options[o.name]!r}" for o in self.spec.options if self.options[o.name] != o.default
+        )
         return f"{self.spec.name}({self.dtype}; {dims}{opts})"
 
 
@@ -152,7 +170,9 @@ class _Writer:
         params = [a.name + ("=None" if a.optional else "") for a in s.arrays]
         keywords = [f"{o.name}=DEFAULT_{o.name}" for o in s.options] + ["wants=None"] * s.is_vjp
         params += ["*"] * bool(keywords) + keywords
-        self.env.update({f"DEFAULT_{o.name}": o.default for o in s.options} | {f"OPTION_{o.name}": o for o in s.options})
+        self.env.update(
+            {f"DEFAULT_{o.name}": o.default for o in s.options} | {f"OPTION_{o.name}": o for o in s.options}
+        )
         return f"def bind({', '.join(params)}):\n" + "\n".join(self.lines), self.env
 
     def array(self, a: ArrayArg) -> None:
@@ -166,14 +186,23 @@ class _Writer:
             self.emit(f"device = fw.device({n})")
         else:
             self.emit(f"if BY_TYPE.get({n}.__class__) is not fw: bad_framework(SPEC, {n!r}, {n}, fw)", indent)
-            self.emit(f"if fw.device({n}) != device: device = other_device(SPEC, {n!r}, fw.device({n}), device)", indent)
+            self.emit(
+                f"if fw.device({n}) != device: device = other_device(SPEC, {n!r}, fw.device({n}), device)", indent
+            )
         dtype = "dtype" if first else "dt"
         self.env[f"DTYPES_{n}"] = frozenset(a.dtypes)
         self.emit(f"{dtype} = DTYPE_NAME.get({n}.dtype)", indent)
         if a.statistic:
-            self.emit(f"if dt != ('float64' if dtype == 'float64' else 'float32'): bad_dtype(SPEC, {n!r}, {n}.dtype, dtype)", indent)
+            self.emit(
+                f"if dt != ('float64' if dtype == 'float64' else 'float32'): bad_dtype(SPEC, {n!r}, {n}.dtype, dtype)",
+                indent,
+            )
             return self.shape(a, indent)
-        allowed = f"({dtype} != dtype{' and dt != ' + repr('float32') if a.or_float32 else ''})" if a.follows and not first else f"{dtype} not in DTYPES_{n}"
+        allowed = (
+            f"({dtype} != dtype{' and dt != ' + repr('float32') if a.or_float32 else ''})"
+            if a.follows and not first
+            else f"{dtype} not in DTYPES_{n}"
+        )
         self.emit(f"if {allowed}: bad_dtype(SPEC, {n!r}, {n}.dtype, dtype)", indent)
         self.shape(a, indent)
 
@@ -183,17 +212,28 @@ class _Writer:
         fixed = len(a.dims) - (variadic is not None)
         self.emit(f"shape = {n}.shape", indent)
         if fixed or variadic is None:
-            self.emit(f"if len(shape) {'!=' if variadic is None else '<'} {fixed}: bad_rank(SPEC, {n!r}, shape)", indent)
+            self.emit(
+                f"if len(shape) {'!=' if variadic is None else '<'} {fixed}: bad_rank(SPEC, {n!r}, shape)", indent
+            )
         if variadic is not None:
             end = len(a.dims) - variadic - 1
-            run, name = f"shape[{variadic or ''}:{-end if end else ''}]" if fixed else "shape", a.dims[variadic].factors[0]
+            run, name = (
+                f"shape[{variadic or ''}:{-end if end else ''}]" if fixed else "shape",
+                a.dims[variadic].factors[0],
+            )
             if name not in self.known:
                 self.emit(f"{name} = tuple({run})", indent)
                 self.known[name] = n
             elif a.dims[variadic].broadcast:
-                self.emit(f"if {run} != {name}: {name} = broadcast(SPEC, {n!r}, tuple({run}), {name}, {self.known[name]!r})", indent)
+                self.emit(
+                    f"if {run} != {name}: {name} = broadcast(SPEC, {n!r}, tuple({run}), {name}, {self.known[name]!r})",
+                    indent,
+                )
             else:
-                self.emit(f"if {run} != {name}: bad_axis(SPEC, {n!r}, 0, tuple({run}), {name}, {name!r}, {self.known[name]!r})", indent)
+                self.emit(
+                    f"if {run} != {name}: bad_axis(SPEC, {n!r}, 0, tuple({run}), {name}, {name!r}, {self.known[name]!r})",
+                    indent,
+                )
         for i, d in enumerate(a.dims):
             if not d.variadic:
                 index = i if variadic is None or i < variadic else i - len(a.dims)
@@ -207,17 +247,25 @@ class _Writer:
             product = "*".join(d.factors)
             also = " != 1 and " if d.broadcast else ""
             test = f"{value}{also}{value if also else ''} != {product}"
-            self.emit(f"if {test}: bad_axis(SPEC, {a.name!r}, {axis}, {value}, {product}, {str(d)!r}, {self.known[d.factors[0]]!r})", indent)
+            self.emit(
+                f"if {test}: bad_axis(SPEC, {a.name!r}, {axis}, {value}, {product}, {str(d)!r}, {self.known[d.factors[0]]!r})",
+                indent,
+            )
         elif len(d.factors) == 1:
             self.emit(f"{unknown[0]} = {value}", indent)
             self.learn(unknown[0], where, indent)
         elif len(unknown) == 1:
             rest = "*".join(f for f in d.factors if f in self.known)
             self.emit(f"{unknown[0]} = {value} // ({rest})", indent)  # no divmod: torch's symbolic integers have none
-            self.emit(f"if {value} % ({rest}): bad_division(SPEC, {a.name!r}, {axis}, {value}, {str(d)!r}, {rest!r}, {rest})", indent)
+            self.emit(
+                f"if {value} % ({rest}): bad_division(SPEC, {a.name!r}, {axis}, {value}, {str(d)!r}, {rest!r}, {rest})",
+                indent,
+            )
             self.learn(unknown[0], where, indent)
         elif last:
-            raise TypeError(f"spec {self.spec.name}: cannot solve {d} of {a.name}: {' and '.join(unknown)} appear nowhere alone")
+            raise TypeError(
+                f"spec {self.spec.name}: cannot solve {d} of {a.name}: {' and '.join(unknown)} appear nowhere alone"
+            )
         else:
             var = f"extent_{a.name}_{axis % len(a.dims)}"
             self.emit(f"{var} = {value}", indent)
@@ -242,7 +290,14 @@ class _Writer:
         variadic = {d.factors[0] for a in s.arrays for d in a.dims if d.variadic}
         decisive = {f for o in s.outputs for d in o.dims for f in d.factors} | set(s.empty)
         zero = " or ".join(f"0 in {d}" if d in variadic else f"not {d}" for d in dims if d in decisive) or "False"
-        wants = "(" + "".join(f"*((({o.name!r},) if {self.when(o)} else ())), " if self.when(o) else f"{o.name!r}, " for o in s.outputs) + ")"
+        wants = (
+            "("
+            + "".join(
+                f"*((({o.name!r},) if {self.when(o)} else ())), " if self.when(o) else f"{o.name!r}, "
+                for o in s.outputs
+            )
+            + ")"
+        )
         if s.is_vjp:
             self.emit(f"wants = check_wants(SPEC, wants, {wants})")
             wants = "wants"
@@ -278,7 +333,9 @@ def _bad_framework(spec: Spec[Any], name: str, array: Any, first: Framework) -> 
 def _other_device(spec: Spec[Any], name: str, got: Any, first: Any) -> None:
     if got is None or first is None:  # a JAX tracer beside a constant: the whole call is traced
         return
-    raise SpecError(f"{spec.name}: {name} is on {got} but {spec.arrays[0].name} is on {first}; move one so that all arrays are on one device")
+    raise SpecError(
+        f"{spec.name}: {name} is on {got} but {spec.arrays[0].name} is on {first}; move one so that all arrays are on one device"
+    )
 
 
 def _bad_dtype(spec: Spec[Any], name: str, got: Any, dtype: str | None) -> NoReturn:
@@ -286,12 +343,16 @@ def _bad_dtype(spec: Spec[Any], name: str, got: Any, dtype: str | None) -> NoRet
     text = frameworks.DTYPE_NAME.get(got, str(got))
     if a.follows and name != spec.arrays[0].name:
         also = " or float32" if a.or_float32 and dtype != "float32" else ""
-        raise SpecError(f"{spec.name}: {name} is {text} but {spec.arrays[0].name} is {dtype}; expected {dtype}{also}: cast one of them")
+        raise SpecError(
+            f"{spec.name}: {name} is {text} but {spec.arrays[0].name} is {dtype}; expected {dtype}{also}: cast one of them"
+        )
     if a.statistic:
         expected = "float64, as its arrays are" if dtype == "float64" else "float32"
         raise SpecError(f"{spec.name}: {name} is {text}; expected {expected}: cast it")
     if getattr(got, "isnative", True) is False:
-        raise SpecError(f"{spec.name}: {name} is {text}, which is not this machine's byte order; pass {name}.astype({name}.dtype.newbyteorder('='))")
+        raise SpecError(
+            f"{spec.name}: {name} is {text}, which is not this machine's byte order; pass {name}.astype({name}.dtype.newbyteorder('='))"
+        )
     raise SpecError(f"{spec.name}: {name} is {text}; expected one of {', '.join(a.dtypes)}: cast it")
 
 
@@ -300,7 +361,9 @@ def _bad_rank(spec: Spec[Any], name: str, shape: tuple[int, ...]) -> NoReturn:
     least = "at least " if any(d.variadic for d in a.dims) else ""
     need = sum(not d.variadic for d in a.dims)
     axes = "1 axis" if len(shape) == 1 else f"{len(shape)} axes"
-    raise SpecError(f"{spec.name}: {name} has {axes}, shape {tuple(shape)}; expected {least}{need}: ({a.shape.replace(' ', ', ')}); reshape it")
+    raise SpecError(
+        f"{spec.name}: {name} has {axes}, shape {tuple(shape)}; expected {least}{need}: ({a.shape.replace(' ', ', ')}); reshape it"
+    )
 
 
 def _bad_axis(spec: Spec[Any], name: str, axis: int, got: Any, want: Any, dim: str, source: str) -> NoReturn:
@@ -313,18 +376,24 @@ def _bad_axis(spec: Spec[Any], name: str, axis: int, got: Any, want: Any, dim: s
 
 
 def _bad_division(spec: Spec[Any], name: str, axis: int, got: int, dim: str, divisor: str, value: int) -> NoReturn:
-    raise SpecError(f"{spec.name}: {name} axis {axis} ({dim}) is {got}, which {divisor} = {value} does not divide; make it a multiple of {value}")
+    raise SpecError(
+        f"{spec.name}: {name} axis {axis} ({dim}) is {got}, which {divisor} = {value} does not divide; make it a multiple of {value}"
+    )
 
 
 def _bad_zero(spec: Spec[Any], dim: str, got: int, where: str) -> NoReturn:
     raise SpecError(f"{spec.name}: {dim} is {got} ({where}); expected at least 1: an array without any has no result")
 
 
-def _broadcast(spec: Spec[Any], name: str, got: tuple[int, ...], sofar: tuple[int, ...], source: str) -> tuple[int, ...]:
+def _broadcast(
+    spec: Spec[Any], name: str, got: tuple[int, ...], sofar: tuple[int, ...], source: str
+) -> tuple[int, ...]:
     n = max(len(got), len(sofar))
     a, b = (1,) * (n - len(got)) + got, (1,) * (n - len(sofar)) + sofar
     if any(x != y and x != 1 and y != 1 for x, y in zip(a, b, strict=True)):
-        raise SpecError(f"{spec.name}: the leading axes {got} of {name} do not broadcast with {sofar} of {source}; make them equal, or 1")
+        raise SpecError(
+            f"{spec.name}: the leading axes {got} of {name} do not broadcast with {sofar} of {source}; make them equal, or 1"
+        )
     return tuple(y if x == 1 else x for x, y in zip(a, b, strict=True))
 
 
@@ -332,7 +401,9 @@ def _check_option(spec: Spec[Any], option: Any, value: Any) -> Any:
     try:
         return option.check(value)
     except Exception:  # a caller's object may raise anything when it is looked at
-        raise SpecError(f"{spec.name}: {option.name} is {shown(value)}; expected {option.expected}: leave it out for {option.default!r}") from None
+        raise SpecError(
+            f"{spec.name}: {option.name} is {shown(value)}; expected {option.expected}: leave it out for {option.default!r}"
+        ) from None
 
 
 def _check_wants(spec: Spec[Any], wants: Any, possible: tuple[str, ...]) -> tuple[str, ...]:
@@ -340,12 +411,16 @@ def _check_wants(spec: Spec[Any], wants: Any, possible: tuple[str, ...]) -> tupl
     if wants is None:
         return possible
     if isinstance(wants, str) or not isinstance(wants, (tuple, list, set, frozenset)) or not wants:
-        raise SpecError(f"{spec.name}: wants is {shown(wants)}; expected names among {', '.join(possible)}: leave it out for all of them")
+        raise SpecError(
+            f"{spec.name}: wants is {shown(wants)}; expected names among {', '.join(possible)}: leave it out for all of them"
+        )
     for name in wants:
         if name not in possible:
             absent = next((o.gradient_of for o in spec.outputs if o.name == name), None)
             why = f"a gradient with respect to {absent}, which is not given" if absent else "no output"
-            raise SpecError(f"{spec.name}: wants names {shown(name)}, {why}; expected names among {', '.join(possible)}")
+            raise SpecError(
+                f"{spec.name}: wants names {shown(name)}, {why}; expected names among {', '.join(possible)}"
+            )
     return tuple(name for name in possible if name in wants)
 
 
@@ -355,5 +430,7 @@ def _check_axis(spec: Spec[Any], option: Any, value: Any, shape: tuple[int, ...]
     if not -ndim <= axis < ndim:
         name = option.axis_of
         span = f"from {-ndim} to {ndim - 1}" if ndim else "but the array has no axes"
-        raise SpecError(f"{spec.name}: {option.name} is {axis}; expected an integer {span}: {name} has shape {tuple(shape)}")
+        raise SpecError(
+            f"{spec.name}: {option.name} is {axis}; expected an integer {span}: {name} has shape {tuple(shape)}"
+        )
     return axis % ndim

@@ -20,7 +20,11 @@ from portakern import inspect_here, registry, results
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.files import cache_folder
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Declare a kernel once, run it on any accelerator, prove that every implementation agrees.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Declare a kernel once, run it on any accelerator, prove that every implementation agrees.",
+)
 out = Console()
 err = Console(stderr=True)
 
@@ -30,7 +34,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables
 def main() -> None:
     """Console entry point: the project's own errors are printed without a traceback, exit status 2."""
     logging.basicConfig(format="%(message)s")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a command that is ended ends the processes that it started
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # a command that is ended ends the processes that it started
     try:
         app()
     except (SpecError, UnsupportedError, UnavailableError, results.ResultError) as e:
@@ -57,7 +63,11 @@ def ops(as_json: Json = False) -> None:
     rows = inspect_here.ops()
     if as_json:
         return _print_json(rows)
-    _table("Ops", ["op", "arguments", "outputs", "backends"], [[r["op"], r["arguments"], r["outputs"], ", ".join(r["backends"])] for r in rows])
+    _table(
+        "Ops",
+        ["op", "arguments", "outputs", "backends"],
+        [[r["op"], r["arguments"], r["outputs"], ", ".join(r["backends"])] for r in rows],
+    )
 
 
 @app.command()
@@ -67,7 +77,14 @@ def backends(as_json: Json = False) -> None:
     if as_json:
         return _print_json(rows)
     columns = ["backend", "arrays", "compiles for", "interpreter", "here"]
-    _table("Backends", columns, [[r["backend"], r["framework"], ", ".join(r["compiles"]), "on cpu" if r["interprets"] else "-", r["here"]] for r in rows])
+    _table(
+        "Backends",
+        columns,
+        [
+            [r["backend"], r["framework"], ", ".join(r["compiles"]), "on cpu" if r["interprets"] else "-", r["here"]]
+            for r in rows
+        ],
+    )
 
 
 @app.command()
@@ -83,28 +100,48 @@ def show(op: Annotated[str, typer.Argument(help="An op's name.")], as_json: Json
         ["name", "shape", "dtypes", "optional"],
         [[a["name"], a["shape"], ", ".join(a["dtypes"]), "yes" if a["optional"] else ""] for a in info["arrays"]],
     )
-    _table("Options", ["name", "default", "expected"], [[o["name"], repr(o["default"]), o["expected"]] for o in info["options"]])
-    _table("Outputs", ["name", "shape", "dtype", "given"], [[o["name"], o["shape"], o["dtype"], o["given"]] for o in info["outputs"]])
+    _table(
+        "Options",
+        ["name", "default", "expected"],
+        [[o["name"], repr(o["default"]), o["expected"]] for o in info["options"]],
+    )
+    _table(
+        "Outputs",
+        ["name", "shape", "dtype", "given"],
+        [[o["name"], o["shape"], o["dtype"], o["given"]] for o in info["outputs"]],
+    )
     _table("Tiles", ["name", "powers of two"], [[n, f"{lo} to {hi}"] for n, (lo, hi) in info["tiling"].items()])
-    _table("Implementations", ["backend", "module", "lines"], [[i["backend"], i["module"], str(i["lines"])] for i in info["implementations"]])
+    _table(
+        "Implementations",
+        ["backend", "module", "lines"],
+        [[i["backend"], i["module"], str(i["lines"])] for i in info["implementations"]],
+    )
 
 
 @app.command()
 def check(
     ops: Annotated[list[str] | None, typer.Argument(help="Ops to check; all when none is named.")] = None,
-    backend: Annotated[list[str] | None, typer.Option(help="Backend to check; may be repeated; all that run here when none is named.")] = None,
+    backend: Annotated[
+        list[str] | None, typer.Option(help="Backend to check; may be repeated; all that run here when none is named.")
+    ] = None,
     max_examples: Annotated[int, typer.Option(min=1, help="Cases an op and backend.")] = 100,
     seed: Annotated[int, typer.Option(help="Which cases.")] = 0,
-    device: Annotated[str | None, typer.Option(help="cpu (interpreters), cuda, rocm or tpu; the best here when not named.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu (interpreters), cuda, rocm or tpu; the best here when not named.")
+    ] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="Only this dtype; may be repeated.")] = None,
     edge: Annotated[list[str] | None, typer.Option(help="Visit this edge and no other case; may be repeated.")] = None,
-    profile: Annotated[str | None, typer.Option(help="A profile that the backend declares, such as a stricter interpreter.")] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="A profile that the backend declares, such as a stricter interpreter.")
+    ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes to share the work.")] = 1,
     case: Annotated[str | None, typer.Option(help="Run one case again, as a failure printed it.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the reports to this file.")] = None,
 ) -> None:
     """Check implementations against the float64 oracle; exit status 1 if any leaves its error bound."""
-    os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(cache_folder() / "hypothesis"))  # else a folder of its own in the user's
+    os.environ.setdefault(
+        "HYPOTHESIS_STORAGE_DIRECTORY", str(cache_folder() / "hypothesis")
+    )  # else a folder of its own in the user's
     from portakern import testing
 
     start = time.perf_counter()
@@ -133,7 +170,9 @@ def check(
         command, seconds = results.command_line("portakern", json_file), round(time.perf_counter() - start, 1)
         ran_on = results.HOST_CPU if all(" on cpu " in r.subject for r in reports) else None
         rows = [r.to_dict() for r in reports]
-        results.write(json_file, results.record("conformance", rows, command=command, device=ran_on, wall_seconds=seconds))
+        results.write(
+            json_file, results.record("conformance", rows, command=command, device=ran_on, wall_seconds=seconds)
+        )
     if not all(r.passed for r in reports):
         raise typer.Exit(1)
 
@@ -142,8 +181,22 @@ def _show_reports(reports: list[Any]) -> None:
     rows = []
     for r in reports:
         worst = ", ".join(f"{name} {fraction:.2f}" for name, fraction in r.worst.items()) or "-"
-        rows.append([r.op, r.subject, "passed" if r.passed else "FAILED", str(r.examples), str(sum(r.refused.values())), worst, f"{r.seconds:.1f}"])
-    _table("Conformance (worst: share of the permitted error)", ["op", "on", "verdict", "cases", "refused", "worst", "s"], rows)
+        rows.append(
+            [
+                r.op,
+                r.subject,
+                "passed" if r.passed else "FAILED",
+                str(r.examples),
+                str(sum(r.refused.values())),
+                worst,
+                f"{r.seconds:.1f}",
+            ]
+        )
+    _table(
+        "Conformance (worst: share of the permitted error)",
+        ["op", "on", "verdict", "cases", "refused", "worst", "s"],
+        rows,
+    )
     for r in reports:
         for reason, count in r.refused.most_common():
             out.print(f"refused {count} x {r.op} on {r.subject}: {reason}", markup=False, highlight=False)
@@ -156,9 +209,13 @@ def _show_reports(reports: list[Any]) -> None:
 @app.command("compile")
 def compile_(
     ops: Annotated[list[str] | None, typer.Argument(help="Ops to compile; all when none is named.")] = None,
-    target: Annotated[list[str] | None, typer.Option(help="Architecture, such as sm_90, gfx942 or v6e; may be repeated.")] = None,
+    target: Annotated[
+        list[str] | None, typer.Option(help="Architecture, such as sm_90, gfx942 or v6e; may be repeated.")
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="Every architecture that portakern knows.")] = False,
-    dtype: Annotated[list[str] | None, typer.Option(help="May be repeated; bfloat16 and float32 when none is named.")] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="May be repeated; bfloat16 and float32 when none is named.")
+    ] = None,
     backend: Annotated[str | None, typer.Option(help="Only this backend.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Compilers at a time.")] = 1,
     quick: Annotated[bool, typer.Option(help="Nothing that takes longer than compiling: no cycle estimates.")] = False,
@@ -172,12 +229,21 @@ def compile_(
 
     names = list(targets.HARDWARE) if every else target or []
     if every == bool(target):
-        raise SpecError(f"compile: name one or more --target, or --all, and not both; targets: {', '.join(targets.HARDWARE)}")
+        raise SpecError(
+            f"compile: name one or more --target, or --all, and not both; targets: {', '.join(targets.HARDWARE)}"
+        )
     start = time.perf_counter()
     found = compiling.jobs_for(ops or list(registry.ops()), names, dtype or ["bfloat16", "float32"], backend, quick)
     if not found:
         raise UnsupportedError(f"compile: no backend compiles {', '.join(ops or ['any op'])} for {', '.join(names)}")
-    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=err, transient=True) as bar:
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=err,
+        transient=True,
+    ) as bar:
         task = bar.add_task("compiling", total=len(found))
 
         def done(built: compiling.Build) -> None:
@@ -217,7 +283,13 @@ def _show_builds(built: list[Any]) -> None:
     _table("Machine code", columns, rows)
     for b in built:
         if not b.ok:
-            out.print(f"{b.op} {b.dtype} for {b.target}: {b.reason}", style="red", markup=False, highlight=False, soft_wrap=True)
+            out.print(
+                f"{b.op} {b.dtype} for {b.target}: {b.reason}",
+                style="red",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
     out.print(f"{sum(b.ok for b in built)} of {len(built)} compile and fit")
 
 
@@ -242,10 +314,24 @@ def _kernel_cells(k: Any) -> list[str]:
 
 @app.command()
 def report(
-    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit status 1 if a table or plot is stale or was changed by hand.")] = False,
-    add: Annotated[Path | None, typer.Option(help="A file of results of a run made elsewhere, to take in first.")] = None,
-    replace: Annotated[bool, typer.Option("--replace", help="With --add: take it even if it is not newer, or lacks rows of the one that it replaces.")] = False,
-    root: Annotated[Path | None, typer.Option(help="The checkout; the one that portakern runs from when not given.")] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Write nothing; exit status 1 if a table or plot is stale or was changed by hand."
+        ),
+    ] = False,
+    add: Annotated[
+        Path | None, typer.Option(help="A file of results of a run made elsewhere, to take in first.")
+    ] = None,
+    replace: Annotated[
+        bool,
+        typer.Option(
+            "--replace", help="With --add: take it even if it is not newer, or lacks rows of the one that it replaces."
+        ),
+    ] = False,
+    root: Annotated[
+        Path | None, typer.Option(help="The checkout; the one that portakern runs from when not given.")
+    ] = None,
 ) -> None:
     """Make the tables of PORTING.md and README.md and the plots of docs/plots from benchmarks/results."""
     from portakern.reporting import checkout
@@ -257,14 +343,25 @@ def report(
         out.print(checkout.add(where, add, replace), markup=False, highlight=False, soft_wrap=True)
     if check:
         for s in (found := checkout.stale(where)):
-            out.print(f"{s.path.relative_to(where)}: {s.what}; run: {checkout.COMMAND}", style="red", markup=False, highlight=False, soft_wrap=True)
+            out.print(
+                f"{s.path.relative_to(where)}: {s.what}; run: {checkout.COMMAND}",
+                style="red",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
         if found:
             raise typer.Exit(1)
         out.print("every table and plot is up to date", highlight=False)
         return
     changed = checkout.update(where)
     for path in changed:
-        out.print(f"wrote {path.relative_to(where)}" if path.exists() else f"removed {path.relative_to(where)}", markup=False, highlight=False, soft_wrap=True)
+        out.print(
+            f"wrote {path.relative_to(where)}" if path.exists() else f"removed {path.relative_to(where)}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
     if not changed:
         out.print("every table and plot is up to date", highlight=False)
 
@@ -282,7 +379,9 @@ def doctor(as_json: Json = False) -> None:
 
 @app.command()
 def demo(
-    backend: Annotated[list[str] | None, typer.Option(help="Backend to run; may be repeated; all that run here when none is named.")] = None,
+    backend: Annotated[
+        list[str] | None, typer.Option(help="Backend to run; may be repeated; all that run here when none is named.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Embed sentences with all-MiniLM-L6-v2, every kernel through portakern, on every backend that runs here."""

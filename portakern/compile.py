@@ -22,7 +22,13 @@ __all__ = ["Build", "compile_all", "jobs_for", "lower", "record"]
 TIMEOUT = 900.0  # seconds that one call may take
 
 
-def jobs_for(ops: Sequence[str], target_names: Sequence[str], dtypes: Sequence[str], backend: str | None = None, quick: bool = False) -> list[Job]:
+def jobs_for(
+    ops: Sequence[str],
+    target_names: Sequence[str],
+    dtypes: Sequence[str],
+    backend: str | None = None,
+    quick: bool = False,
+) -> list[Job]:
     """The typical call of each op, in each dtype, on every backend that compiles it for each target."""
     b = None if backend is None else registry.backend(backend)
     found = calls.cells(list(ops), [targets.find(t) for t in target_names], list(dtypes), b)
@@ -30,7 +36,12 @@ def jobs_for(ops: Sequence[str], target_names: Sequence[str], dtypes: Sequence[s
 
 
 def compile_all(
-    jobs: Sequence[Job], processes: int = 1, *, fresh: bool = False, timeout: float = TIMEOUT, done: Callable[[Build], None] = lambda built: None
+    jobs: Sequence[Job],
+    processes: int = 1,
+    *,
+    fresh: bool = False,
+    timeout: float = TIMEOUT,
+    done: Callable[[Build], None] = lambda built: None,
 ) -> list[Build]:
     """Compile the jobs, in their order. ``fresh``: also those whose result is kept; ``done`` is told of each as it ends."""
     results: dict[Job, Build] = {}
@@ -51,9 +62,18 @@ def compile_all(
 def record(built: Sequence[Build], command: str, seconds: float) -> dict[str, Any]:
     """Results as a file of results keeps them. ``limits``: bytes that a program has on chip, by target and memory; ``scoped``: those that it gets unasked."""
     hardware = [targets.find(name) for name in dict.fromkeys(b.target for b in built)]
-    limits = {h.name: {**h.on_chip, **{f"{memory} scoped": size for memory, size in h.scoped.items()}} for h in hardware}
+    limits = {
+        h.name: {**h.on_chip, **{f"{memory} scoped": size for memory, size in h.scoped.items()}} for h in hardware
+    }
     counts = {"wall_seconds": round(seconds, 1), "ok": sum(b.ok for b in built), "of": len(built)}
-    return results.record("compile-matrix", [b.to_dict() for b in built], command=command, device=results.HOST_CPU, **counts, limits=limits)
+    return results.record(
+        "compile-matrix",
+        [b.to_dict() for b in built],
+        command=command,
+        device=results.HOST_CPU,
+        **counts,
+        limits=limits,
+    )
 
 
 def lower(this: Op, call: Call, target: str | None = None, *, timeout: float = TIMEOUT) -> Build:
@@ -67,12 +87,15 @@ def lower(this: Op, call: Call, target: str | None = None, *, timeout: float = T
     """
     name = target or call.framework.target(call.device).arch
     if not name:
-        raise SpecError(f"{call.spec.name}: the arrays are on {call.framework.target(call.device)}; name a target: one of {', '.join(targets.HARDWARE)}")
+        raise SpecError(
+            f"{call.spec.name}: the arrays are on {call.framework.target(call.device)}; name a target: one of {', '.join(targets.HARDWARE)}"
+        )
     hardware = targets.find(name)
     found = calls.compilers(call.spec.name, hardware, this.backend)
     if not found:
         raise UnsupportedError(
-            f"{call.spec.name} on {hardware.target}: no backend compiles it ahead of time" + (f"; {this.backend.name!r} was named" if this.backend else "")
+            f"{call.spec.name} on {hardware.target}: no backend compiles it ahead of time"
+            + (f"; {this.backend.name!r} was named" if this.backend else "")
         )
     if call.degenerate:
         raise UnsupportedError(f"{call!r}: an extent is 0, so that no kernel runs")

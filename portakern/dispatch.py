@@ -110,7 +110,9 @@ class Op:
         self.__doc__ = spec.doc
         for name, value in self.user_tiling.items():
             if name not in spec.tiling and backend is None:
-                raise SpecError(f"{spec.name}: tiling has no {name!r}; expected one of {', '.join(spec.tiling)} (launch knobs need backend=)")
+                raise SpecError(
+                    f"{spec.name}: tiling has no {name!r}; expected one of {', '.join(spec.tiling)} (launch knobs need backend=)"
+                )
             if name in spec.tiling and value not in spec.tiling[name]:
                 raise SpecError(
                     f"{spec.name}: tiling[{name!r}] is {shown(value)}; expected one of {', '.join(map(str, spec.tiling[name].values))}: leave it out for the default"
@@ -124,7 +126,11 @@ class Op:
         torch = sys.modules.get("torch")
         if torch is not None:
             # somebody records the call, or has tensors without memory
-            if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
+            if (
+                torch.compiler.is_compiling()
+                or torch._C._len_torch_dispatch_stack()
+                or torch._C._get_tracing_state() is not None
+            ):
                 if any(isinstance(a, torch.Tensor) for a in (*args, *kwargs.values())):
                     staging.stage(self.key, len(args), tuple(kwargs))
                     return getattr(staging.FOUND, self.key)(*args, **kwargs)
@@ -212,7 +218,9 @@ class Op:
             else:
                 outputs = route.impl.run(inner, tiling)
             if inner is not call:
-                outputs = _outputs_back(call, route.framework, outputs, copy="jax" in (call.framework.name, route.framework.name))
+                outputs = _outputs_back(
+                    call, route.framework, outputs, copy="jax" in (call.framework.name, route.framework.name)
+                )
         if _observers:
             tell(Served(call, route.impl.backend.name, route.interpret, dict(tiling), outputs))
         return outputs
@@ -221,7 +229,9 @@ class Op:
         if self._bare:
             return outputs[0]
         if len(call.wants) == 1 and not call.spec.is_vjp:
-            return outputs[0] if len(outputs) == 1 else outputs[[o.name for o in call.spec.outputs].index(call.wants[0])]
+            return (
+                outputs[0] if len(outputs) == 1 else outputs[[o.name for o in call.spec.outputs].index(call.wants[0])]
+            )
         return call.spec.result(*outputs)
 
     def lower(self, /, *args: Any, target: str | None = None, **kwargs: Any) -> Build:
@@ -244,8 +254,13 @@ class Op:
 def _checked_tiling(spec: Spec[Any], tiling: Any) -> dict[str, int]:
     """Python integers by name; whether the names and values are legal is known later, with the backend."""
     if not isinstance(tiling, Mapping):
-        raise SpecError(f"{spec.name}: tiling is {shown(tiling)}; expected a dict from tile name to extent: {{{next(iter(spec.tiling), 'name')!r}: 128}}")
-    return {name: int(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value for name, value in tiling.items()}
+        raise SpecError(
+            f"{spec.name}: tiling is {shown(tiling)}; expected a dict from tile name to extent: {{{next(iter(spec.tiling), 'name')!r}: 128}}"
+        )
+    return {
+        name: int(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value
+        for name, value in tiling.items()
+    }
 
 
 def _unreadable(spec: Spec[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception) -> Exception:
@@ -255,7 +270,9 @@ def _unreadable(spec: Spec[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any
             _ = getattr(value, "shape", None)
         except Exception as e:
             why = str(e).partition("\n")[0]
-            return SpecError(f"{spec.name}: {name} is a {type(value).__name__} without a shape ({why}); expected a dense array with values in it")
+            return SpecError(
+                f"{spec.name}: {name} is a {type(value).__name__} without a shape ({why}); expected a dense array with values in it"
+            )
     return error
 
 
@@ -292,8 +309,12 @@ def find_route(b: Backend, call: Call, target: Target) -> Route:
     home = b.package_for(target.platform)
     impl = None if reason or home is None else b.implementation(call.spec.name, home[0])
     if home is None or impl is None:
-        others = ", ".join(o.name for o in registry.backends().values() if o is not b and why_not(o, call.spec, target) is None)
-        raise UnsupportedError(f"{call.spec.name} on {target}: backend {b.name!r} cannot: {reason or 'it has none'}. Backends that can: {others or 'none'}")
+        others = ", ".join(
+            o.name for o in registry.backends().values() if o is not b and why_not(o, call.spec, target) is None
+        )
+        raise UnsupportedError(
+            f"{call.spec.name} on {target}: backend {b.name!r} cannot: {reason or 'it has none'}. Backends that can: {others or 'none'}"
+        )
     return Route(impl, home[1], target, FRAMEWORKS[b.framework])
 
 
@@ -325,7 +346,10 @@ def degenerate_values(call: Call) -> Mapping[str, float]:
 def degenerate_outputs(call: Call) -> tuple[Any, ...]:
     """The outputs of a call that has nothing to compute: empty ones, or the spec's value for a reduced extent of 0."""
     gone, full = degenerate_values(call), call.framework.full
-    return tuple(full(shape, dtype, gone.get(n, 0.0), call.device) if n in call.wants else None for n, (shape, dtype) in call.outputs.items())
+    return tuple(
+        full(shape, dtype, gone.get(n, 0.0), call.device) if n in call.wants else None
+        for n, (shape, dtype) in call.outputs.items()
+    )
 
 
 def to_framework(call: Call, framework: Framework) -> Call:
@@ -364,7 +388,10 @@ def _widen(array: np.ndarray) -> np.ndarray:
 
 def rounded_oracle(call: Call) -> tuple[Any, ...]:
     """The oracle's outputs as NumPy arrays in the declared dtypes."""
-    return tuple(None if y is None else rounded(y, dtype) for y, (_, dtype) in zip(oracle(call), call.outputs.values(), strict=True))
+    return tuple(
+        None if y is None else rounded(y, dtype)
+        for y, (_, dtype) in zip(oracle(call), call.outputs.values(), strict=True)
+    )
 
 
 def rounded(exact: np.ndarray, dtype: str) -> np.ndarray:

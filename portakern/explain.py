@@ -28,14 +28,25 @@ def explain(op: dispatch.Op, call: Call) -> str:
     for b in registry.backends().values():
         if b is not chosen:
             reason = dispatch.why_not(b, call.spec, target)
-            lines.append(f"  not {b.name}: {reason or ('another backend was named' if op.backend else 'serves these arrays only when named')}")
+            lines.append(
+                f"  not {b.name}: {reason or ('another backend was named' if op.backend else 'serves these arrays only when named')}"
+            )
     return "\n".join(lines)
 
 
 def _plan(op: dispatch.Op, call: Call, route: dispatch.Route) -> list[str]:
     name = route.impl.backend.name
-    how = "float64 oracle on the host" if route.impl.backend.oracle else "interpreter" if route.interpret else f"compiled for {route.target}"
-    lines = [f"  backend: {name} ({'named' if op.backend else 'chosen from the arrays'}), {how}", f"  implementation: {route.impl.fn.__module__}"]
+    how = (
+        "float64 oracle on the host"
+        if route.impl.backend.oracle
+        else "interpreter"
+        if route.interpret
+        else f"compiled for {route.target}"
+    )
+    lines = [
+        f"  backend: {name} ({'named' if op.backend else 'chosen from the arrays'}), {how}",
+        f"  implementation: {route.impl.fn.__module__}",
+    ]
     if call.degenerate:
         return [*lines, "  plan: no kernel: an extent is 0"]
     if route.framework is not call.framework:

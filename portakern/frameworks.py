@@ -33,7 +33,9 @@ class Target(NamedTuple):
         return f"{self.platform} {self.arch}".strip()
 
 
-_NUMPY_DTYPES = {n: np.dtype(n) for n in ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")}
+_NUMPY_DTYPES = {
+    n: np.dtype(n) for n in ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
+}
 _NUMPY_DTYPES["bfloat16"] = np.dtype(ml_dtypes.bfloat16)
 
 DTYPE_NAME: dict[Any, str] = {dtype: name for name, dtype in _NUMPY_DTYPES.items()}
@@ -94,7 +96,9 @@ class Framework:
         """An array on ``device``; it may share memory with ``array``. device None is the host."""
         raise NotImplementedError
 
-    def strided(self, memory: np.ndarray, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, device: Any) -> Any:
+    def strided(
+        self, memory: np.ndarray, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, device: Any
+    ) -> Any:
         """A view of ``memory`` (one axis) with strides and offset in elements, or its values where the library has no strides."""
         view = np.lib.stride_tricks.as_strided(memory[offset:], shape, tuple(s * memory.itemsize for s in strides))
         return self.from_numpy(view, device)
@@ -130,9 +134,13 @@ class NumPy(Framework):
     def check(self, call: Call) -> bool:
         for name, array in call.arrays.items():
             if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
-                raise SpecError(f"{call.spec.name}: {name} is a numpy.ma.MaskedArray, whose mask no kernel sees; pass {name}.filled(...) instead")
+                raise SpecError(
+                    f"{call.spec.name}: {name} is a numpy.ma.MaskedArray, whose mask no kernel sees; pass {name}.filled(...) instead"
+                )
             if array is not None and type(array) is not np.ndarray:
-                call.arrays[name] = array.view(np.ndarray)  # a subclass may give operators another meaning: numpy.matrix does
+                call.arrays[name] = array.view(
+                    np.ndarray
+                )  # a subclass may give operators another meaning: numpy.matrix does
         return False
 
     def to_numpy(self, array: Any) -> np.ndarray:
@@ -170,7 +178,9 @@ class Torch(Framework):
     def poisoned(self) -> Iterator[None]:
         torch = self.load()
         before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-        torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty then fills with NaN (torch.utils.deterministic.fill_uninitialized_memory)
+        torch.use_deterministic_algorithms(
+            True, warn_only=True
+        )  # torch.empty then fills with NaN (torch.utils.deterministic.fill_uninitialized_memory)
         try:
             yield
         finally:
@@ -185,13 +195,19 @@ class Torch(Framework):
     def abstract(self, shape: tuple[int, ...], dtype: str, strides: Sequence[int] | None = None) -> Any:
         torch = self.load()
         kind = getattr(torch, dtype)
-        return torch.empty(shape, dtype=kind, device="meta") if strides is None else torch.empty_strided(shape, strides, dtype=kind, device="meta")
+        return (
+            torch.empty(shape, dtype=kind, device="meta")
+            if strides is None
+            else torch.empty_strided(shape, strides, dtype=kind, device="meta")
+        )
 
     def check(self, call: Call) -> bool:
         torch = sys.modules["torch"]
         name = call.spec.arrays[0].name
         if call.arrays[name].is_meta:
-            raise SpecError(f"{call.spec.name}: {name} is on meta, where there are no values; expected one on a device: torch.empty_like({name}, device='cpu')")
+            raise SpecError(
+                f"{call.spec.name}: {name} is on meta, where there are no values; expected one on a device: torch.empty_like({name}, device='cpu')"
+            )
         plain, strided, functorch = torch.Tensor, torch.strided, torch._C._functorch
         inside_func = functorch.peek_interpreter_stack() is not None
         grad, dual = torch.is_grad_enabled(), torch.autograd.forward_ad._current_level >= 0
@@ -199,16 +215,22 @@ class Torch(Framework):
         for name, array in call.arrays.items():
             if array is None:
                 continue
-            if (grad and array.requires_grad) or (dual and torch.autograd.forward_ad.unpack_dual(array).tangent is not None):
+            if (grad and array.requires_grad) or (
+                dual and torch.autograd.forward_ad.unpack_dual(array).tangent is not None
+            ):
                 watched = True
             if array.layout is not strided:
-                raise SpecError(f"{call.spec.name}: {name} has layout {array.layout}; expected a strided tensor: pass {name}.to_dense()")
+                raise SpecError(
+                    f"{call.spec.name}: {name} has layout {array.layout}; expected a strided tensor: pass {name}.to_dense()"
+                )
             if array.is_neg():
                 raise SpecError(f"{call.spec.name}: {name} is a lazily negated view; pass {name}.resolve_neg()")
             if inside_func and functorch.is_functorch_wrapped_tensor(array):
                 watched = True
             if type(array) is not plain and type(array).__torch_dispatch__ is not plain.__torch_dispatch__:
-                raise UnsupportedError(f"{call.spec.name}: {name} is a {type(array).__name__}, which has no memory of its own; pass a plain torch.Tensor")
+                raise UnsupportedError(
+                    f"{call.spec.name}: {name} is a {type(array).__name__}, which has no memory of its own; pass a plain torch.Tensor"
+                )
         return watched
 
     def to_numpy(self, array: Any) -> np.ndarray:
@@ -226,7 +248,9 @@ class Torch(Framework):
             tensor = torch.from_numpy(_for_torch(array))
         return tensor if device is None else tensor.to(device)
 
-    def strided(self, memory: np.ndarray, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, device: Any) -> Any:
+    def strided(
+        self, memory: np.ndarray, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, device: Any
+    ) -> Any:
         return self.from_numpy(memory, device).as_strided(shape, strides, offset)
 
 
@@ -254,7 +278,11 @@ class Jax(Framework):
             )
         if device.platform == "gpu":
             rocm = "rocm" in device.client.platform_version.lower()
-            return Target("rocm", "") if rocm else Target("cuda", "sm_" + str(getattr(device, "compute_capability", "")).replace(".", ""))
+            return (
+                Target("rocm", "")
+                if rocm
+                else Target("cuda", "sm_" + str(getattr(device, "compute_capability", "")).replace(".", ""))
+            )
         if device.platform == "tpu":
             return Target("tpu", device.device_kind.lower().removeprefix("tpu").strip().replace(" lite", "e"))
         return Target(device.platform)
@@ -269,7 +297,9 @@ class Jax(Framework):
     def check(self, call: Call) -> bool:
         for name, array in call.arrays.items():
             if array is not None and call.device is not None and array.is_deleted():
-                raise SpecError(f"{call.spec.name}: {name} was deleted, or donated to another computation; pass an array that still has its values")
+                raise SpecError(
+                    f"{call.spec.name}: {name} was deleted, or donated to another computation; pass an array that still has its values"
+                )
         return False
 
     def to_numpy(self, array: Any) -> np.ndarray:
@@ -279,9 +309,13 @@ class Jax(Framework):
         jax = self.load()
         if array.dtype.itemsize == 8 and not jax.config.jax_enable_x64:
             if array.dtype.kind == "f":
-                raise UnsupportedError("JAX would narrow this float64 array to float32; cast it first, or enable jax_enable_x64")
+                raise UnsupportedError(
+                    "JAX would narrow this float64 array to float32; cast it first, or enable jax_enable_x64"
+                )
             if array.size and (array.min() < -(2**31) or array.max() >= 2**31):
-                raise UnsupportedError("JAX would wrap this int64 array to int32 and its values do not fit; enable jax_enable_x64, or use smaller ids")
+                raise UnsupportedError(
+                    "JAX would wrap this int64 array to int32 and its values do not fit; enable jax_enable_x64, or use smaller ids"
+                )
         return jax.device_put(array, device if device is not None else jax.local_devices(backend="cpu")[0])
 
 
@@ -352,4 +386,6 @@ def _import(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as e:
-        raise UnavailableError(f"{module} cannot be imported ({e}); install it with: pip install 'portakern[{extra}]'") from e
+        raise UnavailableError(
+            f"{module} cannot be imported ({e}); install it with: pip install 'portakern[{extra}]'"
+        ) from e

@@ -23,8 +23,17 @@ def ops() -> list[dict[str, Any]]:
     rows = []
     for name in registry.ops():
         s = registry.find_spec(name)
-        arguments = [a.name + ("?" if a.optional else "") for a in s.arrays] + [f"{o.name}={o.default!r}" for o in s.options]
-        rows.append({"op": name, "arguments": ", ".join(arguments), "outputs": ", ".join(o.name for o in s.outputs), "backends": having(name)})
+        arguments = [a.name + ("?" if a.optional else "") for a in s.arrays] + [
+            f"{o.name}={o.default!r}" for o in s.options
+        ]
+        rows.append(
+            {
+                "op": name,
+                "arguments": ", ".join(arguments),
+                "outputs": ", ".join(o.name for o in s.outputs),
+                "backends": having(name),
+            }
+        )
     return rows
 
 
@@ -94,7 +103,10 @@ def devices() -> list[dict[str, str]]:
     rows = []
     for fw in FRAMEWORKS.values():
         try:
-            rows += [{"framework": fw.name, "device": str(fw.target(d)), "platform": fw.target(d).platform} for d in fw.devices()]
+            rows += [
+                {"framework": fw.name, "device": str(fw.target(d)), "platform": fw.target(d).platform}
+                for d in fw.devices()
+            ]
         except UnavailableError:
             rows.append({"framework": fw.name, "device": "not installed", "platform": ""})
     return rows
@@ -126,7 +138,10 @@ def _diagnose(b: registry.Backend, platforms: set[str]) -> tuple[str, str]:
     missing = b.unavailable()
     if missing:
         if "triton" in b.requires and platform.system() != "Linux":
-            return "cannot run", f"triton publishes no wheel for {platform.system()}: use Linux (or WSL2), or another backend"
+            return (
+                "cannot run",
+                f"triton publishes no wheel for {platform.system()}: use Linux (or WSL2), or another backend",
+            )
         return "cannot run", missing
     compiled = sorted(platforms & set(b.compiles))
     if b.oracle:

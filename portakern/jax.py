@@ -66,7 +66,11 @@ def dot_product_attention(
     segments = _segments(batch, (t, query_seq_lengths), (s, key_value_seq_lengths))
     hidden = bias is not None or segments is not None or left is not None
     delta = rows - columns  # the op aligns at the bottom right
-    window = None if left is None and right is None else (None if left is None else left - delta, None if right is None else right + delta)
+    window = (
+        None
+        if left is None and right is None
+        else (None if left is None else left - delta, None if right is None else right + delta)
+    )
     ids = () if segments is None else (segments[0][:, :rows], segments[1][:, :columns])
     out = attention(
         query[:, :rows], key[:, :columns], value[:, :columns], None if bias is None else bias[:, :, :rows, :columns], *ids,
@@ -78,8 +82,14 @@ def dot_product_attention(
     lse = jnp.pad(jnp.swapaxes(out.lse, 1, 2), ((0, 0), (0, t - rows), (0, 0)), constant_values=-jnp.inf)
     blind = jnp.isneginf(lse)
     if hidden and s:
-        mean = jnp.repeat(jnp.mean(value, axis=1, keepdims=True, dtype=jnp.float32), heads // value.shape[2], axis=2).astype(o.dtype)
-        beyond = False if query_seq_lengths is None else (jnp.arange(t) >= jnp.asarray(query_seq_lengths)[:, None])[:, :, None, None]
+        mean = jnp.repeat(
+            jnp.mean(value, axis=1, keepdims=True, dtype=jnp.float32), heads // value.shape[2], axis=2
+        ).astype(o.dtype)
+        beyond = (
+            False
+            if query_seq_lengths is None
+            else (jnp.arange(t) >= jnp.asarray(query_seq_lengths)[:, None])[:, :, None, None]
+        )
         o = jnp.where(blind[..., None] & jnp.logical_not(beyond), mean, o)
     if not return_residual:
         return o
@@ -90,15 +100,21 @@ def dot_product_attention(
 def _additive(bias: Any, mask: Any, dtype: Any, full: tuple[int, ...]) -> Any:
     """bias and mask as one array to add, whose last axis is whole; None where there is neither."""
     for name, array in (("bias", bias), ("mask", mask)):
-        if array is not None and (jnp.ndim(array) != 4 or any(n not in (1, m) for n, m in zip(jnp.shape(array), full, strict=True))):
-            raise SpecError(f"dot_product_attention: {name} has shape {jnp.shape(array)}; expected 4 axes that broadcast to (B, N, T, S) = {full}")
+        if array is not None and (
+            jnp.ndim(array) != 4 or any(n not in (1, m) for n, m in zip(jnp.shape(array), full, strict=True))
+        ):
+            raise SpecError(
+                f"dot_product_attention: {name} has shape {jnp.shape(array)}; expected 4 axes that broadcast to (B, N, T, S) = {full}"
+            )
     if bias is not None:
         bias = jnp.asarray(bias)
         bias = bias if bias.dtype in (dtype, jnp.float32) else bias.astype(jnp.float32)
     if mask is not None:
         mask = jnp.asarray(mask)
         if mask.dtype != bool:
-            raise SpecError(f"dot_product_attention: mask is {mask.dtype}; expected bool: pass an additive mask as bias")
+            raise SpecError(
+                f"dot_product_attention: mask is {mask.dtype}; expected bool: pass an additive mask as bias"
+            )
         bias = jnp.where(mask, jnp.zeros((), dtype) if bias is None else bias, -jnp.inf)
     return None if bias is None else jnp.broadcast_to(bias, (*bias.shape[:3], full[3]))
 

@@ -91,7 +91,16 @@ def option_from_annotation(name: str, hint: Any, default: Any) -> Option:
     axis_of = next((mark.of for mark in marks if isinstance(mark, Axis)), None)
     kind = _kind(inner, marks)
     if optional:
-        return Option(name, default, lambda v: None if v is None else check(v), f"{expected}, or None", (None, *choices), axis_of, kind, True)
+        return Option(
+            name,
+            default,
+            lambda v: None if v is None else check(v),
+            f"{expected}, or None",
+            (None, *choices),
+            axis_of,
+            kind,
+            True,
+        )
     return Option(name, default, check, expected, choices, axis_of, kind)
 
 
@@ -110,7 +119,11 @@ def _checker(kind: Any, marks: tuple[Any, ...]) -> tuple[Callable[[Any], Any], s
         return (lambda v: _member(v, allowed)), f"one of {', '.join(map(repr, allowed))}", allowed
     if typing.get_origin(kind) is tuple:
         length = len(typing.get_args(kind))
-        return (lambda v: _tuple(v, length, bounds)), f"a tuple of {length} integers {bounds} (None for no limit)", bounds.typical
+        return (
+            (lambda v: _tuple(v, length, bounds)),
+            f"a tuple of {length} integers {bounds} (None for no limit)",
+            bounds.typical,
+        )
     if kind is bool:
         return _bool, "True or False", (False, True)
     if kind is int:
@@ -127,7 +140,10 @@ def _member(value: Any, allowed: tuple[Any, ...]) -> Any:
 
 
 def _bool(value: Any) -> bool:
-    if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):  # NumPy's bool scalar, under its 1.x and 2.x names
+    if isinstance(value, bool) or type(value).__name__ in (
+        "bool_",
+        "bool",
+    ):  # NumPy's bool scalar, under its 1.x and 2.x names
         return bool(value)
     raise ValueError
 

@@ -83,7 +83,9 @@ class Implementation:
         if not isinstance(outputs, tuple) or len(outputs) != len(call.spec.outputs):
             got = f"{len(outputs)} outputs" if isinstance(outputs, tuple) else f"a {type(outputs).__name__}"
             names = ", ".join(o.name for o in call.spec.outputs)
-            raise TypeError(f"{self.op} on backend {self.backend.name!r} returned {got}; expected a tuple with every output of the spec: ({names},)")
+            raise TypeError(
+                f"{self.op} on backend {self.backend.name!r} returned {got}; expected a tuple with every output of the spec: ({names},)"
+            )
         return outputs
 
 
@@ -121,9 +123,13 @@ class Backend:
 
     def __post_init__(self, platforms: Sequence[str]) -> None:
         if self.framework not in FRAMEWORKS:
-            raise SpecError(f"backend {self.name!r}: framework is {self.framework!r}; expected one of {', '.join(FRAMEWORKS)}")
+            raise SpecError(
+                f"backend {self.name!r}: framework is {self.framework!r}; expected one of {', '.join(FRAMEWORKS)}"
+            )
         if isinstance(platforms, str):
-            raise SpecError(f"backend {self.name!r}: platforms is {platforms!r}; expected a list of names: [{platforms!r}]")
+            raise SpecError(
+                f"backend {self.name!r}: platforms is {platforms!r}; expected a list of names: [{platforms!r}]"
+            )
         if not (platforms or self.compiles or self.interprets):
             platforms = ("cpu",)
         self.compiles = {**dict.fromkeys(platforms, IN_PROCESS), **self.compiles}
@@ -199,7 +205,9 @@ class Backend:
         if name is None:
             return nullcontext()
         if name not in self.profiles:
-            raise SpecError(f"backend {self.name!r} has no profile {name!r}; expected one of {', '.join(self.profiles) or '(it has none)'}")
+            raise SpecError(
+                f"backend {self.name!r} has no profile {name!r}; expected one of {', '.join(self.profiles) or '(it has none)'}"
+            )
         module, _, function = self.profiles[name].partition(":")
         context: AbstractContextManager[Any] = getattr(importlib.import_module(module), function)()
         return context
@@ -216,7 +224,9 @@ class Backend:
         missing = [m for m in self.requires if importlib.util.find_spec(m) is None]
         if not missing:
             return None
-        return f"{' and '.join(missing)} not installed; run: pip install " + (f"'portakern[{self.extra}]'" if self.extra else " ".join(missing))
+        return f"{' and '.join(missing)} not installed; run: pip install " + (
+            f"'portakern[{self.extra}]'" if self.extra else " ".join(missing)
+        )
 
     def check_available(self) -> None:
         reason = self.unavailable()
@@ -261,7 +271,9 @@ def _installed() -> Mapping[str, Backend]:
         b.auto = _ours(entry)
         found[entry.name], sources[entry.name] = b, _source(entry)
     if not found:
-        raise UnavailableError("no backend is registered: portakern must be installed (pip install -e . in a checkout) so that its entry points exist")
+        raise UnavailableError(
+            "no backend is registered: portakern must be installed (pip install -e . in a checkout) so that its entry points exist"
+        )
     return MappingProxyType(found)
 
 
@@ -276,7 +288,9 @@ def _check_backend(entry: EntryPoint, b: Any, known: Mapping[str, Backend]) -> N
 def _check_oracle(b: Backend, known: Mapping[str, Backend]) -> None:
     first = next((o.name for o in known.values() if o.oracle), None)
     if b.oracle and first:
-        raise SpecError(f"backend {b.name!r} says oracle=True, and {first!r} is the oracle; register its ops there: @pk.backends()[{first!r}].implements(...)")
+        raise SpecError(
+            f"backend {b.name!r} says oracle=True, and {first!r} is the oracle; register its ops there: @pk.backends()[{first!r}].implements(...)"
+        )
 
 
 def backends() -> Mapping[str, Backend]:
@@ -294,7 +308,9 @@ def register(b: Backend) -> Backend:
         raise SpecError(f"register() got a {type(b).__name__}; expected a portakern.Backend")
     known = backends()
     if b.name in known:
-        raise SpecError(f"backend name {b.name!r} is taken; choose another, or pass the Backend object itself as backend=, which needs no registration")
+        raise SpecError(
+            f"backend name {b.name!r} is taken; choose another, or pass the Backend object itself as backend=, which needs no registration"
+        )
     _check_oracle(b, known)
     _registered[b.name] = b
     return b
@@ -351,7 +367,9 @@ def find_spec(op: str) -> Spec[Any]:
         raise SpecError(f"op {op!r} is unknown; expected one of {', '.join(ops())}, or a spec")
     named = [s if isinstance(s, str) else _source(s) for s in sources]
     if len(sources) > 1:
-        raise SpecError(f"op {op!r} comes from {len(sources)} places: {' and '.join(named)}; uninstall one, or rename its entry point")
+        raise SpecError(
+            f"op {op!r} comes from {len(sources)} places: {' and '.join(named)}; uninstall one, or rename its entry point"
+        )
     source = sources[0]
     try:
         found = getattr(importlib.import_module(source), op) if isinstance(source, str) else source.load()

@@ -20,7 +20,19 @@ from typing import Any
 from portakern import inspect_here
 from portakern.files import write_atomically
 
-__all__ = ["BENCHMARKS", "HOST_CPU", "SCHEMA", "Benchmark", "Result", "ResultError", "command_line", "read", "read_all", "record", "write"]
+__all__ = [
+    "BENCHMARKS",
+    "HOST_CPU",
+    "SCHEMA",
+    "Benchmark",
+    "Result",
+    "ResultError",
+    "command_line",
+    "read",
+    "read_all",
+    "record",
+    "write",
+]
 
 SCHEMA = 1
 HOST_CPU = inspect_here.HOST_CPU
@@ -54,12 +66,23 @@ KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "object": (lambda v: isinstance(v, dict), "an object"),
     "list": (lambda v: isinstance(v, list), "a list"),
     "numbers": (lambda v: isinstance(v, dict) and all(map(_number, v.values())), "an object of numbers"),
-    "integers": (lambda v: isinstance(v, dict) and all(isinstance(x, int) for x in v.values()), "an object of whole numbers"),
+    "integers": (
+        lambda v: isinstance(v, dict) and all(isinstance(x, int) for x in v.values()),
+        "an object of whole numbers",
+    ),
     "any": (lambda v: True, "anything"),
 }
 """What a value may be, under the names that :class:`Benchmark` uses; with a ? behind, it may be null or absent too."""
 
-HEADER = {"schema": "integer", "benchmark": "text", "command": "text", "date": "date", "device": "text", "environment": "object", "rows": "list"}
+HEADER = {
+    "schema": "integer",
+    "benchmark": "text",
+    "command": "text",
+    "date": "date",
+    "device": "text",
+    "environment": "object",
+    "rows": "list",
+}
 
 
 @dataclass(frozen=True)
@@ -155,7 +178,9 @@ def command_line(program: str, file: Path | None = None) -> str:
     return f"{program} {shlex.join(arguments)}".strip()
 
 
-def record(benchmark: str, rows: Sequence[Mapping[str, Any]], *, command: str, device: str | None = None, **extra: Any) -> dict[str, Any]:
+def record(
+    benchmark: str, rows: Sequence[Mapping[str, Any]], *, command: str, device: str | None = None, **extra: Any
+) -> dict[str, Any]:
     """A run of today as a file keeps it. ``device``: the name of what was measured; this machine's best if not given."""
     return {
         "schema": SCHEMA,
@@ -189,7 +214,9 @@ def read(path: Path) -> Result:
     if found:
         raise ResultError(f"{path}: {found}")
     extra = {n: v for n, v in data.items() if n not in HEADER}
-    return Result(path, data["benchmark"], data["command"], data["date"], data["device"], data["environment"], data["rows"], extra)
+    return Result(
+        path, data["benchmark"], data["command"], data["date"], data["device"], data["environment"], data["rows"], extra
+    )
 
 
 def read_all(folder: Path) -> list[Result]:
@@ -229,7 +256,11 @@ def _row_faults(rows: list[Any], form: Benchmark) -> Iterator[str]:
         yield from _faults(row, form.row, place + ".")
         for name, kinds in form.nested.items():
             for j, inner in enumerate(row[name] if isinstance(row.get(name), list) else ()):
-                yield from _faults(inner, kinds, f"{place}.{name}[{j}].") if isinstance(inner, dict) else [f"'{place}.{name}[{j}]' is no object"]
+                yield from (
+                    _faults(inner, kinds, f"{place}.{name}[{j}].")
+                    if isinstance(inner, dict)
+                    else [f"'{place}.{name}[{j}]' is no object"]
+                )
         key = json.dumps([row.get(n) for n in form.key])
         if key in seen:
             yield f"'{place}' measures what rows[{seen[key]}] does: {', '.join(f'{n} {row.get(n)!r}' for n in form.key)}; expected one row for each"

@@ -110,7 +110,11 @@ class Dim:
         body = text.lstrip("*#")
         prefix = text[: len(text) - len(body)]
         factors = tuple(body.split("*"))
-        if not all(f.isidentifier() for f in factors) or len(set(prefix)) != len(prefix) or ("*" in prefix and len(factors) > 1):
+        if (
+            not all(f.isidentifier() for f in factors)
+            or len(set(prefix)) != len(prefix)
+            or ("*" in prefix and len(factors) > 1)
+        ):
             raise ValueError(f"shape notation {text!r} is not one of: name, a*b, #name, *name, *#name")
         return cls(factors, "#" in prefix, "*" in prefix)
 
@@ -199,7 +203,9 @@ class Spec(Generic[P]):
         It is the leading dimension of the first array, if that is called batch, or is the variadic run of an array along one axis of which the op works."""
         first = self.arrays[0]
         lead = first.dims[0] if first.dims else None
-        if lead is None or not (lead.factors == ("batch",) or (lead.variadic and any(o.axis_of == first.name for o in self.options))):
+        if lead is None or not (
+            lead.factors == ("batch",) or (lead.variadic and any(o.axis_of == first.name for o in self.options))
+        ):
             return None
         return lead.factors[0]
 
@@ -233,7 +239,9 @@ class Spec(Generic[P]):
         """Decorator: an :class:`Edge` named like the function, which plants its values; ``where`` holds Edge's other attributes."""
 
         def declare(plant: F) -> F:
-            self.edges[plant.__name__] = Edge(plant.__name__, inspect.cleandoc(plant.__doc__ or ""), plant=plant, **where)
+            self.edges[plant.__name__] = Edge(
+                plant.__name__, inspect.cleandoc(plant.__doc__ or ""), plant=plant, **where
+            )
             return plant
 
         return declare
@@ -315,17 +323,38 @@ def spec(
     return declare
 
 
-def _array_arg(p: inspect.Parameter, hint: Any, float_dtypes: tuple[str, ...], or_float32: bool, own_dtype: bool) -> ArrayArg:
+def _array_arg(
+    p: inspect.Parameter, hint: Any, float_dtypes: tuple[str, ...], or_float32: bool, own_dtype: bool
+) -> ArrayArg:
     optional = p.default is None
     if optional:
         hint = next(a for a in typing.get_args(hint) if a is not types.NoneType)
     floating = len(hint.dtypes) > 1 and "float32" in hint.dtypes
-    dtypes = tuple(d for d in float_dtypes if d in hint.dtypes) if floating else tuple(d for d in ("int32", "int64", "float32", "bool") if d in hint.dtypes)
-    return ArrayArg(p.name, _dims(hint), dtypes, optional, floating and not own_dtype, or_float32, statistic=dtypes == ("float32",) and not floating)
+    dtypes = (
+        tuple(d for d in float_dtypes if d in hint.dtypes)
+        if floating
+        else tuple(d for d in ("int32", "int64", "float32", "bool") if d in hint.dtypes)
+    )
+    return ArrayArg(
+        p.name,
+        _dims(hint),
+        dtypes,
+        optional,
+        floating and not own_dtype,
+        or_float32,
+        statistic=dtypes == ("float32",) and not floating,
+    )
 
 
 def _output(name: str, hint: Any, dtype_option: str | None, wanted_by: str | None) -> Output:
-    return Output(name, _dims(hint), hint.dtypes[0] if len(hint.dtypes) == 1 else None, dtype_option, wanted_by, name[2:] if name.startswith("d_") else None)
+    return Output(
+        name,
+        _dims(hint),
+        hint.dtypes[0] if len(hint.dtypes) == 1 else None,
+        dtype_option,
+        wanted_by,
+        name[2:] if name.startswith("d_") else None,
+    )
 
 
 def _dims(hint: Any) -> tuple[Dim, ...]:

@@ -208,7 +208,16 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType({h.name: h for h in (*_NVIDI
 """Every known architecture by name, NVIDIA's, then AMD's, then Google's, oldest first."""
 
 # Names under which frameworks know a chip of the table, and chips with the limits of one of the table (same source as its).
-_SAME = {"sm_87": "sm_80", "sm_103": "sm_100", "sm_121": "sm_120", "gfx1101": "gfx1100", "gfx1102": "gfx1100", "gfx1200": "gfx1201", "v5": "v5p", "7x": "v7x"}
+_SAME = {
+    "sm_87": "sm_80",
+    "sm_103": "sm_100",
+    "sm_121": "sm_120",
+    "gfx1101": "gfx1100",
+    "gfx1102": "gfx1100",
+    "gfx1200": "gfx1201",
+    "v5": "v5p",
+    "7x": "v7x",
+}
 
 
 def find(name: str) -> Hardware:
@@ -226,8 +235,18 @@ def family(arch: str) -> Hardware:
     known = HARDWARE.get(_SAME.get(arch, arch))
     if known is not None:
         return known
-    prefix = "gfx9" if arch.startswith("gfx9") else "gfx1" if arch.startswith("gfx") else "v" if arch.startswith("v") else "sm_"
-    return min((h for n, h in HARDWARE.items() if n.startswith(prefix)), key=lambda h: max(b or 0 for b in h.on_chip.values()))
+    prefix = (
+        "gfx9"
+        if arch.startswith("gfx9")
+        else "gfx1"
+        if arch.startswith("gfx")
+        else "v"
+        if arch.startswith("v")
+        else "sm_"
+    )
+    return min(
+        (h for n, h in HARDWARE.items() if n.startswith(prefix)), key=lambda h: max(b or 0 for b in h.on_chip.values())
+    )
 
 
 def least(platform: str, memory: str) -> int:

@@ -60,7 +60,9 @@ def format_of(dtype: str) -> Format:
     """The :class:`Format` of a dtype name."""
     info = ml_dtypes.finfo(dtype)
     U, largest = float(info.eps) / 2, float(info.max)
-    overflow = np.inf if dtype == "float64" else largest * (1 + U / (2 - 2 * U))  # half a spacing beyond the largest number
+    overflow = (
+        np.inf if dtype == "float64" else largest * (1 + U / (2 - 2 * U))
+    )  # half a spacing beyond the largest number
     eta = float(info.smallest_subnormal) / 2 if dtype == "float16" else float(info.tiny)
     return Format(2 * U if dtype == "float64" else U, eta, overflow)
 
@@ -95,7 +97,9 @@ def units(call: Call) -> Units:
     flush = 2.0**-14 if call.dtype == "float16" and call.target.arch == "gfx90a" else accumulator.eta
     tf32 = 2.0**-9 + 2.0**-20 if call.dtype == "float32" and call.options.get("precision") == "tf32" else 0.0
     huge = 2.0**1023 if call.dtype == "float64" else 2.0**127
-    return Units(accumulator.U, 8 * accumulator.U, accumulator.eta, huge, flush, tf32, operand.U, max(operand.eta, flush))
+    return Units(
+        accumulator.U, 8 * accumulator.U, accumulator.eta, huge, flush, tf32, operand.U, max(operand.eta, flush)
+    )
 
 
 def chain(n: Any) -> Any:

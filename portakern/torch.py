@@ -63,12 +63,18 @@ def scaled_dot_product_attention(
     """
     name = "scaled_dot_product_attention"
     if dropout_p > 0.0:
-        raise UnsupportedError(f"{name}: dropout_p is {dropout_p}; expected 0.0: no kernel draws random numbers; pass 0.0, or dropout the output")
+        raise UnsupportedError(
+            f"{name}: dropout_p is {dropout_p}; expected 0.0: no kernel draws random numbers; pass 0.0, or dropout the output"
+        )
     if attn_mask is not None and is_causal:
-        raise SpecError(f"{name}: attn_mask and is_causal=True exclude each other; pass one, with the causal mask in attn_mask")
+        raise SpecError(
+            f"{name}: attn_mask and is_causal=True exclude each other; pass one, with the causal mask in attn_mask"
+        )
     for argument, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() < 2:
-            raise SpecError(f"{name}: {argument} has shape {tuple(x.shape)}; expected at least 2 axes: (..., length, head dim)")
+            raise SpecError(
+                f"{name}: {argument} has shape {tuple(x.shape)}; expected at least 2 axes: (..., length, head dim)"
+            )
     lead, q, k, v = _same_lead(name, query, key, value, enable_gqa)
     length, keys = query.shape[-2], key.shape[-2]
     bias = None if attn_mask is None else _bias(name, attn_mask, query, lead, length, keys)
@@ -76,11 +82,15 @@ def scaled_dot_product_attention(
     if is_causal:
         keys = min(keys, length)  # later keys are past every query
         k, v, window = k[:, :, :keys], v[:, :, :keys], (None, length - keys)
-    o = _op("attention", backend)(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias, window=window, scale=scale)
+    o = _op("attention", backend)(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias, window=window, scale=scale
+    )
     return o.transpose(1, 2).reshape(*lead, length, value.shape[-1])
 
 
-def _same_lead(name: str, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[tuple[int, ...], Tensor, Tensor, Tensor]:
+def _same_lead(
+    name: str, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[tuple[int, ...], Tensor, Tensor, Tensor]:
     """The leading axes of the result, and the three tensors as (batch, heads, length, head dim)."""
     query_lead, leads = tuple(query.shape[:-2]), [tuple(key.shape[:-2]), tuple(value.shape[:-2])]
     kv_heads = None
@@ -110,9 +120,13 @@ def _same_lead(name: str, query: Tensor, key: Tensor, value: Tensor, enable_gqa:
 def _bias(name: str, mask: Tensor, query: Tensor, lead: tuple[int, ...], length: int, keys: int) -> Tensor:
     """An attention mask as (batch or 1, heads or 1, length or 1, keys) to add."""
     if mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(mask.logical_not(), -math.inf)
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(
+            mask.logical_not(), -math.inf
+        )
     full = (*lead, length, keys)
-    if mask.dim() > len(full) or any(m not in (1, f) for m, f in zip(reversed(mask.shape), reversed(full), strict=False)):
+    if mask.dim() > len(full) or any(
+        m not in (1, f) for m, f in zip(reversed(mask.shape), reversed(full), strict=False)
+    ):
         raise SpecError(f"{name}: attn_mask has shape {tuple(mask.shape)}; expected one that broadcasts to {full}")
     mask = mask.reshape((1,) * (max(len(full), 4) - mask.dim()) + tuple(mask.shape))
     outer = mask.shape[:-3]
@@ -121,14 +135,23 @@ def _bias(name: str, mask: Tensor, query: Tensor, lead: tuple[int, ...], length:
     return mask.reshape(-1, *mask.shape[-3:]).expand(-1, -1, -1, keys)
 
 
-def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None, *, backend: str | None = None) -> Tensor:
+def softmax(
+    input: Tensor,
+    dim: int | None = None,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+    *,
+    backend: str | None = None,
+) -> Tensor:
     """``torch.nn.functional.softmax`` on the softmax op: along ``dim``, after a cast to ``dtype`` where one is given.
 
     Raises:
       SpecError: dim None (PyTorch's implicit choice is deprecated) or out of range, a dtype that is not floating-point.
     """
     if dim is None:
-        raise SpecError("softmax: dim is None; expected an axis: PyTorch's implicit choice is deprecated, pass dim=-1 for the last axis")
+        raise SpecError(
+            "softmax: dim is None; expected an axis: PyTorch's implicit choice is deprecated, pass dim=-1 for the last axis"
+        )
     x = input if dtype is None else input.to(dtype)
     if x.dim() == 0:  # PyTorch takes a number for a row of one
         return softmax(x.reshape(1), dim, _stacklevel, backend=backend).reshape(())
@@ -173,11 +196,15 @@ def rms_norm(
     return _normalised("rms_norm", _op("rmsnorm", backend), input, normalized_shape, eps, weight=weight)
 
 
-def _normalised(name: str, norm: Op, input: Tensor, normalized_shape: Sequence[int], eps: float, **affine: Tensor | None) -> Tensor:
+def _normalised(
+    name: str, norm: Op, input: Tensor, normalized_shape: Sequence[int], eps: float, **affine: Tensor | None
+) -> Tensor:
     """An op along the last axis, along all the trailing axes ``normalized_shape``."""
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     if not shape or tuple(input.shape[-len(shape) :]) != shape:
-        raise SpecError(f"{name}: normalized_shape is {shape}; expected the last axes of input, whose shape is {tuple(input.shape)}")
+        raise SpecError(
+            f"{name}: normalized_shape is {shape}; expected the last axes of input, whose shape is {tuple(input.shape)}"
+        )
     for argument, x in affine.items():
         if x is not None and tuple(x.shape) != shape:
             raise SpecError(f"{name}: {argument} has shape {tuple(x.shape)}; expected normalized_shape, {shape}")
@@ -201,7 +228,9 @@ def matmul(input: Tensor, other: Tensor, *, out: Tensor | None = None, backend: 
     for name, x in (("input", input), ("other", other)):
         if x.dim() == 0:
             raise SpecError(f"matmul: {name} is a number; expected at least 1 axis: multiply with * instead")
-    c = _op("matmul", backend)(input[None] if input.dim() == 1 else input, other[:, None] if other.dim() == 1 else other)
+    c = _op("matmul", backend)(
+        input[None] if input.dim() == 1 else input, other[:, None] if other.dim() == 1 else other
+    )
     c = c.squeeze(-2) if input.dim() == 1 else c
     c = c.squeeze(-1) if other.dim() == 1 else c
     if out is None:
@@ -219,8 +248,8 @@ _TWINS: dict[Any, Callable[..., Any]] = {
     torch.softmax: lambda input, dim, dtype=None, **more: softmax(input, dim, dtype=dtype, **more),
     Tensor.softmax: lambda input, dim, dtype=None, **more: softmax(input, dim, dtype=dtype, **more),
     F.layer_norm: layer_norm,
-    torch.layer_norm: lambda input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True, **more: layer_norm(
-        input, normalized_shape, weight, bias, eps, **more
+    torch.layer_norm: lambda input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True, **more: (
+        layer_norm(input, normalized_shape, weight, bias, eps, **more)
     ),
     F.rms_norm: rms_norm,
     torch.rms_norm: rms_norm,
@@ -254,7 +283,9 @@ class swapped(TorchFunctionMode):
         kwargs = kwargs or {}
         twin = _TWINS.get(func)
         if twin is None:
-            if getattr(func, "__globals__", None) is F.__dict__:  # Python code of PyTorch's, such as multi_head_attention_forward, calls them too
+            if (
+                getattr(func, "__globals__", None) is F.__dict__
+            ):  # Python code of PyTorch's, such as multi_head_attention_forward, calls them too
                 func = self._with_twins(func)
             return func(*args, **kwargs)
         try:
@@ -274,7 +305,9 @@ class swapped(TorchFunctionMode):
                 if isinstance(value, Hashable) and value in _TWINS
             }
             taking = {name: (lambda *args, call=call, **kwargs: call(args, kwargs)) for name, call in names.items()}
-            copy = types.FunctionType(func.__code__, {**func.__globals__, **taking}, func.__name__, func.__defaults__, func.__closure__)
+            copy = types.FunctionType(
+                func.__code__, {**func.__globals__, **taking}, func.__name__, func.__defaults__, func.__closure__
+            )
             copy.__kwdefaults__ = func.__kwdefaults__
             self.copies[func] = copy
         return self.copies[func]

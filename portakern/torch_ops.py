@@ -30,7 +30,14 @@ __all__ = ["define", "staged"]
 LIBRARY = torch.library.Library("portakern", "FRAGMENT")
 ROUTING = ("wants", "backend", "tiling")
 AUTOCAST = ("AutocastCPU", "AutocastCUDA")
-SCHEMA = {"bool": "bool", "int": "SymInt", "float": "float", "choice": "str", "dtype": "ScalarType", "tuple": "SymInt[]"}
+SCHEMA = {
+    "bool": "bool",
+    "int": "SymInt",
+    "float": "float",
+    "choice": "str",
+    "dtype": "ScalarType",
+    "tuple": "SymInt[]",
+}
 
 _named: dict[str, Spec[Any]] = {}
 _backends: dict[str, Backend] = {}
@@ -47,7 +54,12 @@ def _write(spec: Spec[Any], backend: str, tiling: str) -> Callable[..., Any]:
     env: dict[str, Any] = {"custom_op": define(spec), "result": spec.result, "pairs": _pairs, "dtype": _torch_dtype}
     env |= {f"default_{o.name}": o.default for o in spec.options}
     wrap = {"tuple": "pairs({0})", "dtype": "dtype({0})"}
-    params = [a.name + "=None" * a.optional for a in spec.arrays] + ["*"] + [f"{o.name}=default_{o.name}" for o in spec.options] + ["wants=None"] * spec.is_vjp
+    params = (
+        [a.name + "=None" * a.optional for a in spec.arrays]
+        + ["*"]
+        + [f"{o.name}=default_{o.name}" for o in spec.options]
+        + ["wants=None"] * spec.is_vjp
+    )
     options = [f"{o.name}={wrap.get(o.kind, '{0}').format(o.name)}" for o in spec.options]
     wants = "','.join(wants or ())" if spec.is_vjp else "''"
     call = f"custom_op({', '.join([a.name for a in spec.arrays] + options)}, wants={wants}, backend={backend!r}, tiling={tiling!r})"
@@ -57,7 +69,9 @@ def _write(spec: Spec[Any], backend: str, tiling: str) -> Callable[..., Any]:
     else:
         lines.append(f"    {', '.join(o.name for o in spec.outputs)} = {call}")
         lines += _results(spec)
-    exec(compile("\n".join(lines), f"<staged {spec.name}>", "exec"), env)  # the text derives from the spec, and from names that registries hold
+    exec(
+        compile("\n".join(lines), f"<staged {spec.name}>", "exec"), env
+    )  # the text derives from the spec, and from names that registries hold
     written: Callable[..., Any] = env[spec.name]
     return written
 
@@ -68,8 +82,12 @@ def _results(spec: Spec[Any]) -> list[str]:
     conditions = {o.name: o.wanted_by for o in spec.outputs}
     if spec.is_vjp:
         given = {o.name: f"{o.gradient_of} is not None" if o.gradient_of in optional else "True" for o in spec.outputs}
-        conditions = {name: f"({condition} if wants is None else {name!r} in wants)" for name, condition in given.items()}
-    every = ", ".join(name if condition is None else f"{name} if {condition} else None" for name, condition in conditions.items())
+        conditions = {
+            name: f"({condition} if wants is None else {name!r} in wants)" for name, condition in given.items()
+        }
+    every = ", ".join(
+        name if condition is None else f"{name} if {condition} else None" for name, condition in conditions.items()
+    )
     always = [name for name, condition in conditions.items() if condition is None]
     lines = []
     if len(always) == 1 and not spec.is_vjp:
@@ -126,7 +144,9 @@ def define(spec: Spec[Any]) -> Any:
     options = [f"{SCHEMA[o.kind]}{'?' * o.optional} {o.name}={_literal(o)}" for o in spec.options]
     returns = ", ".join(f"Tensor {o.name}" for o in spec.outputs)
     routing = [f'str {r}=""' for r in ROUTING]
-    LIBRARY.define(f"{name}({', '.join([*arrays, '*', *options, *routing])}) -> ({returns})", tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.define(
+        f"{name}({', '.join([*arrays, '*', *options, *routing])}) -> ({returns})", tags=(torch.Tag.pt2_compliant_tag,)
+    )
     overload = getattr(torch.ops.portakern, name).default
     rules = _Rules(spec, overload)
     LIBRARY.impl(name, rules.run, "CompositeExplicitAutograd")
@@ -159,7 +179,9 @@ class _Rules:
         self.spec, self.overload = spec, overload
         self.names = tuple(o.name for o in spec.outputs)
 
-    def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Op, dict[str, Any], dict[str, Any], tuple[str, ...]]:
+    def read(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Op, dict[str, Any], dict[str, Any], tuple[str, ...]]:
         """(op, arrays that are given, options, outputs wanted or none) of a call."""
         arrays = {a.name: x for a, x in zip(self.spec.arrays, args, strict=False) if x is not None}
         options = {}
@@ -196,11 +218,15 @@ class _Rules:
     def fake(self, *args: Any, **kwargs: Any) -> Any:
         _, call = self.bind(args, kwargs)
         forms = ((name, shape, _DTYPES[dtype]) for name, (shape, dtype) in call.outputs.items())
-        return self.pack([torch.empty(s, dtype=d, device=call.device) if n in call.wants else None for n, s, d in forms], args[0])
+        return self.pack(
+            [torch.empty(s, dtype=d, device=call.device) if n in call.wants else None for n, s, d in forms], args[0]
+        )
 
     def differentiate(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
         below = keys & torch._C._after_autograd_keyset
-        if torch.autograd.forward_ad._current_level >= 0 and any(torch.autograd.forward_ad.unpack_dual(a).tangent is not None for a in args if a is not None):
+        if torch.autograd.forward_ad._current_level >= 0 and any(
+            torch.autograd.forward_ad.unpack_dual(a).tangent is not None for a in args if a is not None
+        ):
             raise UnsupportedError(autograd.refuse_forward_mode(self.spec))
 
         def redispatch(*args: Any, **kwargs: Any) -> Any:
@@ -218,11 +244,15 @@ class _Rules:
 
         def forward(*tensors: Any) -> tuple[Any, ...]:
             given = dict(zip(named, tensors, strict=True))
-            outputs = redispatch(*(given.get(a.name) for a in self.spec.arrays), **{**kwargs, "wants": ",".join(training.wants)})
+            outputs = redispatch(
+                *(given.get(a.name) for a in self.spec.arrays), **{**kwargs, "wants": ",".join(training.wants)}
+            )
             every = dict(zip(self.names, outputs if len(self.names) > 1 else (outputs,), strict=True))
             return tuple(every[name] for name in training.wants)
 
-        step = autograd.Step(self.spec, tuple(named), call.options, training.wants, wired, forward, backward, inside=True)
+        step = autograd.Step(
+            self.spec, tuple(named), call.options, training.wants, wired, forward, backward, inside=True
+        )
         outputs = dict(zip(training.wants, autograd.differentiable(step, tuple(named.values())), strict=True))
         step.forward = autograd.spent
         return self.pack([outputs[n] if n in call.wants else None for n in self.names], args[0])
@@ -235,7 +265,9 @@ class _Rules:
     def vmap(self, info: Any, in_dims: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
         _, arrays, options, wants = self.read(args, kwargs)
         dims = {a.name: d for a, d in zip(self.spec.arrays, in_dims, strict=False)}
-        wants, outputs = autograd.over_samples(self.spec, arrays, dims, options, wants, info.batch_size, _calling(self.overload, kwargs))
+        wants, outputs = autograd.over_samples(
+            self.spec, arrays, dims, options, wants, info.batch_size, _calling(self.overload, kwargs)
+        )
         named = dict(zip(wants, outputs, strict=True))
         packed = self.pack([named.get(n) for n in self.names], args[0])
         dims_out = tuple(0 if n in named else None for n in self.names)
@@ -264,7 +296,9 @@ def _calling(overload: Any, kwargs: Mapping[str, Any]) -> autograd.Run:
 
     def run(arrays: dict[str, Any], options: Mapping[str, Any], wants: tuple[str, ...]) -> tuple[Any, ...]:
         encoded = {o.name: _encode(o, options[o.name]) for o in spec.options if o.name in options}
-        outputs = overload(*(arrays.get(a.name) for a in spec.arrays), **encoded, **{**routing, "wants": ",".join(wants)})
+        outputs = overload(
+            *(arrays.get(a.name) for a in spec.arrays), **encoded, **{**routing, "wants": ",".join(wants)}
+        )
         named = dict(zip((o.name for o in spec.outputs), outputs if len(spec.outputs) > 1 else (outputs,), strict=True))
         return tuple(named[name] for name in wants)
 

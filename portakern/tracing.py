@@ -82,14 +82,21 @@ _interpreted = jax.jit(_apply, static_argnums=(0, 1, 2, 3), compiler_options={"x
 
 def run(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     """Run an implementation on concrete JAX arrays, compiled once per shape by ``jax.jit``."""
-    return _spread(call, (_interpreted if call.interpret else _compiled)(impl, _static(call, impl.backend, tiling), call.target, call.interpret, *_given(call)))
+    return _spread(
+        call,
+        (_interpreted if call.interpret else _compiled)(
+            impl, _static(call, impl.backend, tiling), call.target, call.interpret, *_given(call)
+        ),
+    )
 
 
 def trace(call: Call, backend: Backend | None, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     """Stage a call on tracers; the outputs are tracers."""
     for name, array in call.arrays.items():
         if isinstance(array, jax.ShapeDtypeStruct):
-            raise SpecError(f"{call.spec.name}: {name} is a jax.ShapeDtypeStruct, which has no values; pass the op and it to jax.eval_shape, or pass an array")
+            raise SpecError(
+                f"{call.spec.name}: {name} is a jax.ShapeDtypeStruct, which has no values; pass the op and it to jax.eval_shape, or pass an array"
+            )
     if backend is not None and backend.framework != "jax" and not backend.oracle:
         others = [b.name for b in registry.backends().values() if b.framework == "jax" or b.oracle]
         raise UnsupportedError(
@@ -98,7 +105,10 @@ def trace(call: Call, backend: Backend | None, tiling: Mapping[str, int]) -> tup
         )
     if call.degenerate:
         gone = dispatch.degenerate_values(call)
-        return tuple(jnp.full(s, gone.get(n, 0.0), numpy_dtype(d)) if n in call.wants else None for n, (s, d) in call.outputs.items())
+        return tuple(
+            jnp.full(s, gone.get(n, 0.0), numpy_dtype(d)) if n in call.wants else None
+            for n, (s, d) in call.outputs.items()
+        )
     static, arrays = _static(call, backend, tiling), _varying_alike(_given(call))
     return _spread(call, _differentiable(static, *arrays) if call.spec.vjp else _primitive.bind(*arrays, static=static))
 
@@ -108,12 +118,17 @@ def _varying_alike(arrays: list[Any]) -> list[Any]:
     sharded rows, gets the sum of its shards' gradients by the transposition of this very step."""
     varies = [_axes_of(jax.typeof(a)) for a in arrays]
     everywhere = frozenset().union(*varies)
-    return [a if mine == everywhere else _to_varying(a, tuple(sorted(everywhere - mine))) for a, mine in zip(arrays, varies, strict=True)]
+    return [
+        a if mine == everywhere else _to_varying(a, tuple(sorted(everywhere - mine)))
+        for a, mine in zip(arrays, varies, strict=True)
+    ]
 
 
 def _axes_of(aval: Any) -> frozenset[str]:
     """The mesh axes that a value varies along inside ``jax.shard_map``."""
-    found: frozenset[str] = aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else getattr(aval, "vma", frozenset())
+    found: frozenset[str] = (
+        aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else getattr(aval, "vma", frozenset())
+    )
     return found
 
 
@@ -138,15 +153,25 @@ class _Saved:
 def _forward(static: _Static, *primals: Any) -> tuple[tuple[Any, ...], tuple[_Saved, tuple[Any, ...]]]:
     """The primals arrive with a mark that says whether they are differentiated."""
     wired = wiring(static.spec)
-    wants = wired.wants(tuple(n for n, p in zip(static.given, primals, strict=True) if p.perturbed and jnp.issubdtype(p.value.dtype, jnp.floating)))
+    wants = wired.wants(
+        tuple(
+            n
+            for n, p in zip(static.given, primals, strict=True)
+            if p.perturbed and jnp.issubdtype(p.value.dtype, jnp.floating)
+        )
+    )
     values = dict(zip(static.given, (p.value for p in primals), strict=True))
     training = tuple(o.name for o in static.spec.outputs if o.name in static.wants or o.name in wired.outputs)
-    outputs = dict(zip(training, _primitive.bind(*values.values(), static=replace(static, wants=training)), strict=True))
+    outputs = dict(
+        zip(training, _primitive.bind(*values.values(), static=replace(static, wants=training)), strict=True)
+    )
     saved = {n: values[n] for n in wired.inputs if n in values} | {n: outputs[n] for n in wired.outputs}
     return tuple(outputs[n] for n in static.wants), (_Saved(tuple(saved), wants), tuple(saved.values()))
 
 
-def _backward(static: _Static, residuals: tuple[_Saved, tuple[Any, ...]], cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
+def _backward(
+    static: _Static, residuals: tuple[_Saved, tuple[Any, ...]], cotangents: tuple[Any, ...]
+) -> tuple[Any, ...]:
     saved, arrays = residuals
     wired = wiring(static.spec)
     given = dict(zip(saved.names, arrays, strict=True))
@@ -155,13 +180,17 @@ def _backward(static: _Static, residuals: tuple[_Saved, tuple[Any, ...]], cotang
         return (None,) * len(static.given)
     for name, cotangent in zip(static.wants, cotangents, strict=True):
         if name in some and name not in wired.cotangents:
-            raise UnsupportedError(f"{wired.vjp.name} takes no cotangent of {name}; cut the graph behind it with jax.lax.stop_gradient")
+            raise UnsupportedError(
+                f"{wired.vjp.name} takes no cotangent of {name}; cut the graph behind it with jax.lax.stop_gradient"
+            )
         if name in some or not next(a.optional for a in wired.vjp.arrays if a.name == wired.cotangents[name]):
             given[wired.cotangents[name]] = some[name] if name in some else jnp.zeros(cotangent.shape, cotangent.dtype)
     options = {n: v for n, v in static.options if n in wired.options}
     tiling = {n: v for n, v in static.tiling if n in wired.vjp.tiling}
     gradients = dispatch.op(wired.vjp, backend=static.backend, tiling=tiling)(**given, **options, wants=saved.wants)
-    return tuple(getattr(gradients, wired.gradients[n]) if wired.gradients.get(n) in saved.wants else None for n in static.given)
+    return tuple(
+        getattr(gradients, wired.gradients[n]) if wired.gradients.get(n) in saved.wants else None for n in static.given
+    )
 
 
 _differentiable.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -192,9 +221,18 @@ def _on_platform(platform: str, static: _Static, *arrays: Any) -> tuple[Any, ...
     return outputs
 
 
-def _tell(static: _Static, backend: str, route: dispatch.Route, tiling: Mapping[str, int], arrays: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
+def _tell(
+    static: _Static,
+    backend: str,
+    route: dispatch.Route,
+    tiling: Mapping[str, int],
+    arrays: tuple[Any, ...],
+    outputs: tuple[Any, ...],
+) -> None:
     call = static.bind(tuple(map(np.asarray, arrays))).replace(target=route.target, interpret=route.interpret)
-    dispatch.tell(dispatch.Served(call, backend, route.interpret, tiling, _spread(call, tuple(map(np.asarray, outputs)))))
+    dispatch.tell(
+        dispatch.Served(call, backend, route.interpret, tiling, _spread(call, tuple(map(np.asarray, outputs))))
+    )
 
 
 def _callback(static: _Static, call: Call, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -231,7 +269,10 @@ def _abstract(*avals: Any, static: _Static) -> list[Any]:
         shapes = [s if ax is None else s[1:] for s, ax in zip(shapes, axes, strict=True)]
     inner = static.bind(tuple(jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(shapes, avals, strict=True)))
     first = avals[0]  # it varies along the same mesh axes as all of them: see _varying_alike
-    unsharded = [first.sharding.update(spec=jax.sharding.PartitionSpec(*(None,) * len(lead + s))) for s, _ in inner.outputs.values()]
+    unsharded = [
+        first.sharding.update(spec=jax.sharding.PartitionSpec(*(None,) * len(lead + s)))
+        for s, _ in inner.outputs.values()
+    ]
     return [
         first.update(shape=lead + s, dtype=numpy_dtype(d), weak_type=False, sharding=sharding)
         for (n, (s, d)), sharding in zip(inner.outputs.items(), unsharded, strict=True)
@@ -274,7 +315,11 @@ def _lowering(platform: str) -> Callable[..., Any]:
         _one_device(ctx, static)
         # Below this point every device computes on what it holds: which mesh axes a value varies along is settled, and kernels need not carry it.
         with _check_vma(False):
-            return inner(ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]), *operands, static=static)
+            return inner(
+                ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]),
+                *operands,
+                static=static,
+            )
 
     return rule
 

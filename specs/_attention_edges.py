@@ -38,7 +38,9 @@ def rows_that_bias_masks(arrays, rng, options):
     bias[:, :, _some(rng, bias.shape[2])] = -inf
 
 
-@attention.edge(dims={"q_len": (1, 40), "kv_len": (128, 128)}, given=SEGMENTS, options={"is_causal": False, "window": None})
+@attention.edge(
+    dims={"q_len": (1, 40), "kv_len": (128, 128)}, given=SEGMENTS, options={"is_causal": False, "window": None}
+)
 def rows_that_segments_mask(arrays, rng, options):
     """A query of a segment that no key has is zeros with lse = -inf, also where no other mask touches a tile of keys."""
     q_ids = arrays["q_segment_ids"]
@@ -91,7 +93,12 @@ def infinite_logits(arrays, rng, options):
     k[..., 0] = 1 + np.abs(k[..., 0])
 
 
-@attention.edge(dims={"q_len": (1, 70), "kv_len": (2, 140)}, given=SEGMENTS, options={"scale": 1.0, "softcap": None}, absent=("bias",))
+@attention.edge(
+    dims={"q_len": (1, 70), "kv_len": (2, 140)},
+    given=SEGMENTS,
+    options={"scale": 1.0, "softcap": None},
+    absent=("bias",),
+)
 def logits_of_minus_1e5(arrays, rng, options):
     """Logits near -1e5 beside fully masked rows stay exact: no finite mask value is that low."""
     arrays["q"][...], arrays["k"][..., 1:] = 0, 0
@@ -99,7 +106,10 @@ def logits_of_minus_1e5(arrays, rng, options):
     arrays["q_segment_ids"][:, _some(rng, arrays["q"].shape[1])] = 9
 
 
-@attention.edge(dims={"q_len": (1, 40), "kv_len": (33, 140), "d": (17, 40), "dv": (1, 15)}, options={"is_causal": False, "window": None})
+@attention.edge(
+    dims={"q_len": (1, 40), "kv_len": (33, 140), "d": (17, 40), "dv": (1, 15)},
+    options={"is_causal": False, "window": None},
+)
 def values_shorter_than_keys(arrays, rng, options):
     """Value heads that fill a narrower tile than query heads, over many keys: an assembler has formed wrong addresses for such pairs of tiles."""
 
@@ -112,7 +122,9 @@ def bias_of_finfo_min(arrays, rng, options):
     bias[:, :, _some(rng, bias.shape[2])] = -3.3e38 if rng.random() < 0.5 else -6.5e4
 
 
-@attention.edge(dims={"kv_len": (2, 140)}, given=SEGMENTS, options={"is_causal": False, "window": None}, absent=("bias",))
+@attention.edge(
+    dims={"kv_len": (2, 140)}, given=SEGMENTS, options={"is_causal": False, "window": None}, absent=("bias",)
+)
 def one_visible_key(arrays, rng, options):
     """A row that sees one key returns its value, whatever the score."""
     arrays["kv_segment_ids"][...] = 9
@@ -125,7 +137,11 @@ def many_query_heads_a_key_head(arrays, rng, options):
     """Query head h reads key head h // group, with head dimensions that no power of two matches."""
 
 
-@attention.edge(dims={"q_len": (1, 40), "kv_len": (129, 140)}, options={"is_causal": False, "window": None}, absent=("bias", *SEGMENTS))
+@attention.edge(
+    dims={"q_len": (1, 40), "kv_len": (129, 140)},
+    options={"is_causal": False, "window": None},
+    absent=("bias", *SEGMENTS),
+)
 def values_at_tile_borders(arrays, rng, options):
     """All weights are equal and only the keys beside the borders of tiles hold a value, so that one that is dropped or repeated shows; the last tile is ragged."""
     n = arrays["k"].shape[1]
@@ -191,7 +207,11 @@ def causal_prefix_ignores_the_future(run, draw):
     cut = draw.extent(1, n - 1)
     later_k, later_v = k.copy(), v.copy()
     later_k[:, cut:], later_v[:, cut:] = draw.normal(1, n - cut, 1, d), draw.normal(1, n - cut, 1, d)
-    draw.same_bits(run(q, later_k, later_v, is_causal=True)[:, :cut], run(q, k, v, is_causal=True)[:, :cut], "a causal prefix after the future changed")
+    draw.same_bits(
+        run(q, later_k, later_v, is_causal=True)[:, :cut],
+        run(q, k, v, is_causal=True)[:, :cut],
+        "a causal prefix after the future changed",
+    )
 
 
 @attention.law
@@ -199,7 +219,9 @@ def heads_and_batches_are_independent(run, draw):
     """One batch entry and one key head, alone, give the same bits as among others."""
     q_len, kv_len, d = draw.extent(1, 70), draw.extent(1, 150), draw.extent(4, 40)
     q, k, v = draw.normal(3, q_len, 4, d), draw.normal(3, kv_len, 2, d), draw.normal(3, kv_len, 2, d)
-    draw.same_bits(run(q[1:2, :, 2:], k[1:2, :, 1:], v[1:2, :, 1:]), run(q, k, v)[1:2, :, 2:], "one batch entry and key head alone")
+    draw.same_bits(
+        run(q[1:2, :, 2:], k[1:2, :, 1:], v[1:2, :, 1:]), run(q, k, v)[1:2, :, 2:], "one batch entry and key head alone"
+    )
 
 
 @attention.law

@@ -83,7 +83,12 @@ def narrow_windows(arrays, rng, options):
     """A window of three keys: whole tiles are skipped, and rows may see none."""
 
 
-@attention_vjp.edge(dims={"q_len": (20, 80), "kv_len": (100, 140)}, options={"window": (0, 0), "is_causal": False}, absent=SEGMENTS, smallest_tiles=True)
+@attention_vjp.edge(
+    dims={"q_len": (20, 80), "kv_len": (100, 140)},
+    options={"window": (0, 0), "is_causal": False},
+    absent=SEGMENTS,
+    smallest_tiles=True,
+)
 def keys_that_no_query_sees(arrays, rng, options):
     """More keys than queries and a window of one: the first keys' gradients are zeros that somebody has to write."""
 
@@ -96,22 +101,30 @@ def causal_edge_at_a_tile_border(arrays, rng, options):
     """The first query of a tile of 16 sees all but the last key of another."""
 
 
-@attention_vjp.edge(dims={"q_len": (48, 48), "kv_len": (32, 32)}, options={"is_causal": False, "window": (None, 17)}, **BAND)
+@attention_vjp.edge(
+    dims={"q_len": (48, 48), "kv_len": (32, 32)}, options={"is_causal": False, "window": (None, 17)}, **BAND
+)
 def windows_open_to_the_left(arrays, rng, options):
     """A right edge alone, beyond the diagonal by a tile: the last query of a tile of 16 sees the first key of another, and no more of it."""
 
 
-@attention_vjp.edge(dims={"q_len": (48, 48), "kv_len": (48, 48)}, options={"is_causal": False, "window": (30, None)}, **BAND)
+@attention_vjp.edge(
+    dims={"q_len": (48, 48), "kv_len": (48, 48)}, options={"is_causal": False, "window": (30, None)}, **BAND
+)
 def windows_open_to_the_right(arrays, rng, options):
     """A left edge alone: the last query of a tile of 16 sees all but the first key of another."""
 
 
-@attention_vjp.edge(dims={"q_len": (80, 80), "kv_len": (80, 80)}, options={"is_causal": False, "window": (30, 30)}, **BAND)
+@attention_vjp.edge(
+    dims={"q_len": (80, 80), "kv_len": (80, 80)}, options={"is_causal": False, "window": (30, 30)}, **BAND
+)
 def windows_of_several_tiles(arrays, rng, options):
     """Both edges, with a whole tile of 16 between them: each just misses the corner of a tile."""
 
 
-@attention_vjp.edge(dims={"q_len": (80, 80), "kv_len": (80, 80)}, options={"is_causal": False, "window": (17, 17)}, **BAND)
+@attention_vjp.edge(
+    dims={"q_len": (80, 80), "kv_len": (80, 80)}, options={"is_causal": False, "window": (17, 17)}, **BAND
+)
 def windows_that_reach_one_key_of_a_tile(arrays, rng, options):
     """Both edges just reach the corner of a tile of 16: 16 queries see 50 keys, and those lie in 5 tiles, one more than 50 take."""
 
@@ -141,7 +154,11 @@ def nan_in_the_last_value(arrays, rng, options):
     arrays["v"][:, -1] = np.nan
 
 
-@attention_vjp.edge(dims={"q_len": (2, 140), "kv_len": (2, 140)}, options={"is_causal": True, "window": None}, absent=("bias", *SEGMENTS))
+@attention_vjp.edge(
+    dims={"q_len": (2, 140), "kv_len": (2, 140)},
+    options={"is_causal": True, "window": None},
+    absent=("bias", *SEGMENTS),
+)
 def nan_in_the_first_cotangents(arrays, rng, options):
     """NaN in d_o of a row reaches the keys that it sees."""
     arrays["d_o"][:, rng.integers(arrays["d_o"].shape[1])] = np.nan
@@ -173,7 +190,12 @@ def nan_bias_at_masked_pairs(arrays, rng, options):
 # --- scores far away ---
 
 
-@attention_vjp.edge(dims={"q_len": (1, 70), "kv_len": (2, 140)}, given=SEGMENTS, options={"scale": 1.0, "softcap": None}, absent=("bias",))
+@attention_vjp.edge(
+    dims={"q_len": (1, 70), "kv_len": (2, 140)},
+    given=SEGMENTS,
+    options={"scale": 1.0, "softcap": None},
+    absent=("bias",),
+)
 def logits_of_minus_1e5(arrays, rng, options):
     """Logits near -1e5 beside fully masked rows stay as exact as lse: no finite mask value is that low."""
     arrays["q"][...], arrays["k"][..., 1:] = 0, 0
@@ -203,7 +225,9 @@ def flat_softcap(arrays, rng, options):
 # --- shapes and sums ---
 
 
-@attention_vjp.edge(dims={"kv_len": (2, 140)}, given=SEGMENTS, options={"is_causal": False, "window": None}, absent=("bias", "d_lse"))
+@attention_vjp.edge(
+    dims={"kv_len": (2, 140)}, given=SEGMENTS, options={"is_causal": False, "window": None}, absent=("bias", "d_lse")
+)
 def one_visible_key(arrays, rng, options):
     """A row that sees one key does not depend on its score: d_q is next to 0, and d_v takes the whole d_o."""
     arrays["kv_segment_ids"][...] = 9
@@ -216,7 +240,9 @@ def many_query_heads_a_key_head(arrays, rng, options):
     """d_k and d_v sum over the query heads h with h // group = their head, with head dimensions that no power of two matches."""
 
 
-@attention_vjp.edge(dims={"batch": (2, 3), "group": (1, 3), "q_len": (17, 40), "kv_len": (17, 40)}, given=("bias",), smallest_tiles=True)
+@attention_vjp.edge(
+    dims={"batch": (2, 3), "group": (1, 3), "q_len": (17, 40), "kv_len": (17, 40)}, given=("bias",), smallest_tiles=True
+)
 def gradients_of_a_bias(arrays, rng, options):
     """d_bias sums over the axes along which bias is broadcast, across tiles, and over no others."""
 
@@ -284,7 +310,9 @@ def linear_in_the_cotangents(run, draw):
         return
     d_o, d_lse = arrays[5], draw.rng.standard_normal(arrays[4].shape).astype(arrays[4].dtype)
     by = 2.0 ** draw.extent(1, 6)
-    many = run(*arrays[:5], (d_o * d_o.dtype.type(by)).astype(d_o.dtype), None, None, None, d_lse * d_lse.dtype.type(by))
+    many = run(
+        *arrays[:5], (d_o * d_o.dtype.type(by)).astype(d_o.dtype), None, None, None, d_lse * d_lse.dtype.type(by)
+    )
     once = run(*arrays, None, None, None, d_lse)
     want = tuple((x * x.dtype.type(by)).astype(x.dtype) for x in once[:3])
     _same(draw, many, want, "cotangents times a power of two")
@@ -319,7 +347,9 @@ def the_future_has_no_gradient(run, draw):
     d_o[:, cut:] = 0
     _, d_k, d_v, _ = run(*arrays, d_o, is_causal=True)
     for name, x in (("d_k", d_k), ("d_v", d_v)):
-        draw.same_bits(np.abs(x[:, cut:]), np.zeros_like(x[:, cut:]), f"{name} of keys that no query with a cotangent sees")
+        draw.same_bits(
+            np.abs(x[:, cut:]), np.zeros_like(x[:, cut:]), f"{name} of keys that no query with a cotangent sees"
+        )
 
 
 @attention_vjp.law
@@ -340,7 +370,12 @@ def heads_and_batches_are_independent(run, draw):
     q, k, v, o, lse, d_o = _draw(draw, 3, draw.extent(1, 70), draw.extent(1, 120), 4, 2, draw.extent(4, 40))
     alone = run(q[1:2, :, 2:], k[1:2, :, 1:], v[1:2, :, 1:], o[1:2, :, 2:], lse[1:2, 2:], d_o[1:2, :, 2:])
     among = run(q, k, v, o, lse, d_o)
-    _same(draw, alone, (among[0][1:2, :, 2:], among[1][1:2, :, 1:], among[2][1:2, :, 1:]), "one batch entry and key head alone")
+    _same(
+        draw,
+        alone,
+        (among[0][1:2, :, 2:], among[1][1:2, :, 1:], among[2][1:2, :, 1:]),
+        "one batch entry and key head alone",
+    )
 
 
 @attention_vjp.law
@@ -358,5 +393,7 @@ def queries_are_independent(run, draw):
     q_len, kv_len, d = draw.extent(2, 120), draw.extent(1, 120), draw.extent(4, 40)
     q, k, v, o, lse, d_o = _draw(draw, 1, q_len, kv_len, 2, 1, d)
     last, among = draw.extent(1, q_len), run(q, k, v, o, lse, d_o)[0]
-    alone = run(q[:, -last:], np.repeat(k, 2, 2), np.repeat(v, 2, 2), o[:, -last:], lse[:, :, -last:], d_o[:, -last:])[0]
+    alone = run(q[:, -last:], np.repeat(k, 2, 2), np.repeat(v, 2, 2), o[:, -last:], lse[:, :, -last:], d_o[:, -last:])[
+        0
+    ]
     draw.same_bits(alone, among[:, -last:], "d_q of the last queries alone")

@@ -38,8 +38,24 @@ class AttentionOut(NamedTuple):
     ],
     vjp="attention_vjp",
     autocast="lower",
-    typical={"batch": 4, "kv_heads": 4, "group": 4, "q_len": 4096, "kv_len": 4096, "d": 128, "dv": 128, "is_causal": True},
-    flops=lambda call: 2.0 * call.dims["batch"] * call.dims["kv_heads"] * call.dims["group"] * allowed_pairs(call) * (call.dims["d"] + call.dims["dv"]),
+    typical={
+        "batch": 4,
+        "kv_heads": 4,
+        "group": 4,
+        "q_len": 4096,
+        "kv_len": 4096,
+        "d": 128,
+        "dv": 128,
+        "is_causal": True,
+    },
+    flops=lambda call: (
+        2.0
+        * call.dims["batch"]
+        * call.dims["kv_heads"]
+        * call.dims["group"]
+        * allowed_pairs(call)
+        * (call.dims["d"] + call.dims["dv"])
+    ),
 )
 def attention(
     q: Float[A, "batch q_len kv_heads*group d"],
@@ -50,7 +66,8 @@ def attention(
     kv_segment_ids: Int[A, "batch kv_len"] | None = None,
     *,
     is_causal: bool = False,
-    window: Annotated[tuple[int | None, int | None], Range(0, typical=((3, 0), (None, 2), (5, 5), (0, 0)))] | None = None,
+    window: Annotated[tuple[int | None, int | None], Range(0, typical=((3, 0), (None, 2), (5, 5), (0, 0)))]
+    | None = None,
     scale: Annotated[float, Range(typical=(0.125, 1.0, 0.3))] | None = None,
     softcap: Annotated[float, Range(0.0, 1e30, open=True, typical=(2.0, 30.0))] | None = None,
     precision: Literal["ieee", "tf32"] = "ieee",
@@ -93,7 +110,9 @@ def allowed_pairs(call) -> float:
 def allowed(call: Call, b: int) -> np.ndarray:
     """(q_len, kv_len): may query i of batch b see key j? Positions are aligned at the bottom right: the last query stands at the last key."""
     q_len, kv_len = call.dims["q_len"], call.dims["kv_len"]
-    ahead = np.arange(kv_len) - np.arange(kv_len - q_len, kv_len)[:, None]  # how far the key lies beyond the query's own position
+    ahead = (
+        np.arange(kv_len) - np.arange(kv_len - q_len, kv_len)[:, None]
+    )  # how far the key lies beyond the query's own position
     left, right = call.options["window"] or (None, None)
     mask = np.ones((q_len, kv_len), bool)
     if call.options["is_causal"]:
@@ -165,7 +184,19 @@ class _Rows(NamedTuple):
         g = np.where(ds < 1, p * np.expm1(ds), np.exp(np.minimum(ds - d, 700)))
         n = seen.sum(1, keepdims=True)
         steps = unit.u * (np.minimum(20 * n, call.dims["kv_len"]) + 32)
-        return cls(seen, n, m, d, ds, p, p.sum(1, keepdims=True), g, (p * np.exp(-ds)).sum(1, keepdims=True), steps, (may & overflows).any(1, keepdims=True))
+        return cls(
+            seen,
+            n,
+            m,
+            d,
+            ds,
+            p,
+            p.sum(1, keepdims=True),
+            g,
+            (p * np.exp(-ds)).sum(1, keepdims=True),
+            steps,
+            (may & overflows).any(1, keepdims=True),
+        )
 
 
 def score_errors(call, unit, b, h):
@@ -174,7 +205,10 @@ def score_errors(call, unit, b, h):
     depth, u, scale, softcap = call.dims["d"], unit.u, scale_of(call), call.options["softcap"]
     size = abs_matmul(q, k.T, unit)
     s, ds = scale * (q @ k.T), ((depth + 6) * u + unit.tf32) * abs(scale) * size
-    ds += abs(scale) * (unit.flush * (magnitude(q).sum(1, keepdims=True) + magnitude(k).sum(1)) + depth * unit.tau) + unit.tau * size
+    ds += (
+        abs(scale) * (unit.flush * (magnitude(q).sum(1, keepdims=True) + magnitude(k).sum(1)) + depth * unit.tau)
+        + unit.tau * size
+    )
     if softcap is not None:
         toward_0 = softcap * np.tanh((np.abs(s) - ds) / softcap)  # where tanh is steeper
         s = softcap * np.tanh(s / softcap)
@@ -201,16 +235,22 @@ def _bound_o(call, unit, row, v, o):
     size, rounding = magnitude(v), unit.U + unit.tf32 + row.steps
     total = row.seen @ size
     lost = unit.eta * total + unit.flush * row.l + row.n * unit.tau
-    err = (row.g @ size + np.abs(o) * row.g.sum(1, keepdims=True) + rounding * ((row.p + row.g) @ size) + lost) / row.least
+    err = (
+        row.g @ size + np.abs(o) * row.g.sum(1, keepdims=True) + rounding * ((row.p + row.g) @ size) + lost
+    ) / row.least
     err = np.fmin(err, (size.max(0) + np.abs(o)) * (1 + 4 * rounding) + 2 * lost)
     err = np.where(row.n == 0, 0.0, err)
     masked = (~row.seen).astype(float) @ ~np.isfinite(v) > 0
     faint = (row.seen & (row.d > -log(unit.eta) - 7)).astype(float) @ np.isinf(v) > 0
-    return round_to(np.where(row.overflows | (total >= unit.huge) | (masked & ~np.isnan(o)) | faint, inf, err), o, call.dtype)
+    return round_to(
+        np.where(row.overflows | (total >= unit.huge) | (masked & ~np.isnan(o)) | faint, inf, err), o, call.dtype
+    )
 
 
 def _bound_lse(call, unit, row, lse):
-    largest = np.where(row.d - row.ds < 745, row.ds, 0).max(1)  # lse moves by no more than the largest error of a score that counts
+    largest = np.where(row.d - row.ds < 745, row.ds, 0).max(
+        1
+    )  # lse moves by no more than the largest error of a score that counts
     moved = np.maximum(np.log1p(row.g.sum(1) / row.l[:, 0]), np.log(row.l / row.least)[:, 0])
     err = np.where(largest > 1, largest, moved) + row.steps[:, 0] + 4 * unit.u * (np.abs(row.m[:, 0]) + np.abs(lse))
     err = np.where(row.overflows[:, 0], inf, np.where(row.n[:, 0] == 0, 0.0, err))
@@ -241,11 +281,19 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
             share, (f2, lean) = row.p / row.l, _score_spread(call, unit, row, b, h)
             unknown = row.overflows | (np.where(row.d < 100, f2, 0.0).max(1, keepdims=True) >= 2.0**-8)
             moved = np.where(row.p > 0, np.square(share) * f2, 0.0)
-            sigma_o[b, :, h] = np.where(unknown, inf, _o_spread(call, unit, row, share, moved, rest, call.arrays["v"][b, :, h // group], o[b, :, h]))
+            sigma_o[b, :, h] = np.where(
+                unknown,
+                inf,
+                _o_spread(call, unit, row, share, moved, rest, call.arrays["v"][b, :, h // group], o[b, :, h]),
+            )
             if sigma_lse is not None:
                 entropy = np.where(row.p > 0, share * row.d, 0.0).sum(1)
-                variance = moved.sum(1) + (share * lean).sum(1) ** 2 + unit.u**2 * (row.m[:, 0] ** 2 + entropy**2) + rest
-                sigma_lse[b, h] = np.where(unknown[:, 0], inf, np.hypot(store_spread(lse[b, h], call.outputs["lse"][1]), np.sqrt(variance)))
+                variance = (
+                    moved.sum(1) + (share * lean).sum(1) ** 2 + unit.u**2 * (row.m[:, 0] ** 2 + entropy**2) + rest
+                )
+                sigma_lse[b, h] = np.where(
+                    unknown[:, 0], inf, np.hypot(store_spread(lse[b, h], call.outputs["lse"][1]), np.sqrt(variance))
+                )
     return sigma_o, sigma_lse
 
 
@@ -258,7 +306,10 @@ def _score_spread(call, unit, row, b, h):
 
 def score_spread(call, unit, b, h):
     """Of one head, (q_len, kv_len): the variance of its scores up to the softcap, and what leans the same way in all of them."""
-    q, k = (np.where(np.isfinite(a), a, 0.0) for a in (call.arrays["q"][b, :, h], call.arrays["k"][b, :, h // call.dims["group"]]))
+    q, k = (
+        np.where(np.isfinite(a), a, 0.0)
+        for a in (call.arrays["q"][b, :, h], call.arrays["k"][b, :, h // call.dims["group"]])
+    )
     x, y = dot_spread(call, call.dims["d"])
     scale, softcap, kappa_u = scale_of(call), call.options["softcap"], KAPPA * unit.u
     t, squares = scale * (q @ k.T), scale**2 * (np.square(q) @ np.square(k).T)
@@ -270,10 +321,15 @@ def score_spread(call, unit, b, h):
 def _o_spread(call, unit, row, share, moved, rest, v, o):
     v, o = (np.where(np.isfinite(a), a, 0.0) for a in (v, o))
     x, y = dot_spread(call, call.dims["kv_len"])
-    products, rounded_p = np.square(share) @ np.square(v), (KAPPA * unit.U) ** 2 if call.dtype in ("float16", "bfloat16") else 0.0
+    products, rounded_p = (
+        np.square(share) @ np.square(v),
+        (KAPPA * unit.U) ** 2 if call.dtype in ("float16", "bfloat16") else 0.0,
+    )
     along = moved @ np.square(v) - 2 * o * (moved @ v) + np.square(o) * moved.sum(1, keepdims=True)
     variance = np.maximum(along, 0) + (y + rounded_p) * products + np.square(o) * (x + rest + (unit.ex / 4) ** 2)
-    return np.hypot(store_spread(o, call.dtype), np.sqrt(variance + unit.eta**2 / 3 * (row.seen @ np.square(v)) / row.l**2))
+    return np.hypot(
+        store_spread(o, call.dtype), np.sqrt(variance + unit.eta**2 / 3 * (row.seen @ np.square(v)) / row.l**2)
+    )
 
 
 def score_unit(call: Call) -> tuple[float | None, float]:

@@ -11,7 +11,17 @@ from jaxtyping import Float, Float32, Int
 from portakern.options import Range
 from portakern.spec import Rule, Tile, spec
 from portakern.specs.attention import allowed, allowed_pairs, scale_of, score_errors, score_spread
-from portakern.tolerance import KAPPA, abs_matmul, chain, dot_spread, format_of, magnitude, round_to, store_spread, units
+from portakern.tolerance import (
+    KAPPA,
+    abs_matmul,
+    chain,
+    dot_spread,
+    format_of,
+    magnitude,
+    round_to,
+    store_spread,
+    units,
+)
 
 if TYPE_CHECKING:
     from portakern.call import Call
@@ -60,7 +70,8 @@ def attention_vjp(
     d_lse: Float32[A, "batch kv_heads*group q_len"] | None = None,
     *,
     is_causal: bool = False,
-    window: Annotated[tuple[int | None, int | None], Range(0, typical=((3, 0), (None, 2), (5, 5), (0, 0)))] | None = None,
+    window: Annotated[tuple[int | None, int | None], Range(0, typical=((3, 0), (None, 2), (5, 5), (0, 0)))]
+    | None = None,
     scale: Annotated[float, Range(typical=(0.125, 1.0, 0.3))] | None = None,
     softcap: Annotated[float, Range(0.0, 1e30, open=True, typical=(2.0, 30.0))] | None = None,
     precision: Literal["ieee", "tf32"] = "ieee",
@@ -116,17 +127,27 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     with np.errstate(all="ignore"):
         for b, kv_head in np.ndindex(k.shape[0], k.shape[2]):
             pairs = _Pairs.of(call, unit, b, kv_head)
-            D, P = (pairs.seen, pairs.D, pairs.F, pairs.nan, pairs.wild), (pairs.seen, pairs.P, pairs.g, pairs.nan_P, pairs.wild_P)
-            d_q[b, :, kv_head * group : (kv_head + 1) * group] = _by_head(_product(unit, D, k[b, :, kv_head], scale), group)
+            D, P = (
+                (pairs.seen, pairs.D, pairs.F, pairs.nan, pairs.wild),
+                (pairs.seen, pairs.P, pairs.g, pairs.nan_P, pairs.wild_P),
+            )
+            d_q[b, :, kv_head * group : (kv_head + 1) * group] = _by_head(
+                _product(unit, D, k[b, :, kv_head], scale), group
+            )
             d_k[b, :, kv_head] = _product(unit, tuple(x.T for x in D), _stacked(_group(call, "q", b, kv_head)), scale)
             d_v[b, :, kv_head] = _product(unit, tuple(x.T for x in P), _stacked(_group(call, "d_o", b, kv_head)))
             if sums is not None:
-                _add_to_bias(sums, np.stack([pairs.E, np.abs(pairs.dS) + pairs.E, pairs.seen, pairs.wild]), b, kv_head, group)
+                _add_to_bias(
+                    sums, np.stack([pairs.E, np.abs(pairs.dS) + pairs.E, pairs.seen, pairs.wild]), b, kv_head, group
+                )
         if sums is not None:
             err, total, n, wild = sums
             d_bias = np.where((wild > 0) | (total >= unit.huge), inf, err + (n + 8) * unit.u * total)
     errors = {"d_q": d_q, "d_k": d_k, "d_v": d_v, "d_bias": d_bias}
-    return tuple(None if r is None else round_to(errors[name], r, call.outputs[name][1]) for name, r in zip(errors, ref, strict=True))
+    return tuple(
+        None if r is None else round_to(errors[name], r, call.outputs[name][1])
+        for name, r in zip(errors, ref, strict=True)
+    )
 
 
 class _Pairs(NamedTuple):
@@ -152,7 +173,9 @@ class _Pairs(NamedTuple):
     @classmethod
     def of(cls, call, unit, b, kv_head):
         heads, u = range(kv_head * call.dims["group"], (kv_head + 1) * call.dims["group"]), unit.u
-        s, ds, capped, large = (np.concatenate(x) for x in zip(*(score_errors(call, unit, b, h) for h in heads), strict=True))
+        s, ds, capped, large = (
+            np.concatenate(x) for x in zip(*(score_errors(call, unit, b, h) for h in heads), strict=True)
+        )
         may, lse = np.concatenate([allowed(call, b)] * len(heads)), call.arrays["lse"][b, heads].reshape(-1, 1)
         seen = may & (s != -inf) & (lse != -inf)
         e = ds + 4 * u * (np.abs(s) + np.abs(lse)) + unit.ex
@@ -179,14 +202,31 @@ class _Pairs(NamedTuple):
 
 def _differences(call, unit, b, kv_head):
     """a = dP - Delta of finite operands, how far rounding may move it, and where it holds NaN, or inf or sums that may overflow."""
-    d_o, o, v, d_lse = _stacked(_group(call, "d_o", b, kv_head)), _stacked(_group(call, "o", b, kv_head)), call.arrays["v"][b, :, kv_head], call.arrays["d_lse"]
+    d_o, o, v, d_lse = (
+        _stacked(_group(call, "d_o", b, kv_head)),
+        _stacked(_group(call, "o", b, kv_head)),
+        call.arrays["v"][b, :, kv_head],
+        call.arrays["d_lse"],
+    )
     group, u, dv = call.dims["group"], unit.u, call.dims["dv"]
-    d_lse = np.zeros((d_o.shape[0], 1)) if d_lse is None else d_lse[b, kv_head * group : (kv_head + 1) * group].reshape(-1, 1)
+    d_lse = (
+        np.zeros((d_o.shape[0], 1))
+        if d_lse is None
+        else d_lse[b, kv_head * group : (kv_head + 1) * group].reshape(-1, 1)
+    )
     clean_d_o, clean_o, clean_v, clean_d_lse = (_finite(x) for x in (d_o, o, v, d_lse))
     products, size = (np.abs(clean_d_o) * np.abs(clean_o)).sum(1, keepdims=True), abs_matmul(d_o, v.T, unit)
     dP, delta = clean_d_o @ clean_v.T, (clean_d_o * clean_o).sum(1, keepdims=True) - clean_d_lse
-    flushed = unit.flush * (np.abs(clean_d_o).sum(1, keepdims=True) * 2 + np.abs(clean_o).sum(1, keepdims=True) + np.abs(clean_v).sum(1)) + 2 * dv * unit.tau
-    da = ((dv + 6) * u + unit.tf32) * size + u * ((dv + 3) * products + 2 * np.abs(clean_d_lse) + np.abs(dP) + np.abs(delta)) + flushed
+    flushed = (
+        unit.flush
+        * (np.abs(clean_d_o).sum(1, keepdims=True) * 2 + np.abs(clean_o).sum(1, keepdims=True) + np.abs(clean_v).sum(1))
+        + 2 * dv * unit.tau
+    )
+    da = (
+        ((dv + 6) * u + unit.tf32) * size
+        + u * ((dv + 3) * products + 2 * np.abs(clean_d_lse) + np.abs(dP) + np.abs(delta))
+        + flushed
+    )
     row = np.concatenate([d_o, o, d_lse], 1)
     nan = np.isnan(row).any(1, keepdims=True) | np.isnan(v).any(1)
     overflows = (size >= unit.huge) | (products >= unit.huge) | (np.abs(clean_d_lse) >= unit.huge)
@@ -204,7 +244,9 @@ def _slopes(call, unit, b, kv_head, capped):
 
 def _infinite(call, b, kv_head):
     """Scores whose query or key holds an infinity."""
-    return np.isinf(_stacked(_group(call, "q", b, kv_head))).any(1, keepdims=True) | np.isinf(call.arrays["k"][b, :, kv_head]).any(1)
+    return np.isinf(_stacked(_group(call, "q", b, kv_head))).any(1, keepdims=True) | np.isinf(
+        call.arrays["k"][b, :, kv_head]
+    ).any(1)
 
 
 def _group(call, name, b, kv_head):
@@ -230,7 +272,12 @@ def _product(unit, weights, other, scale=1.0):
     moved = np.where(seen, err + unit.U * (np.abs(weight) + err) + unit.eta, 0.0)
     largest = np.abs(weight) + moved
     total = largest @ size
-    out = moved @ size + ((n + 8) * unit.u + unit.tf32) * total + unit.flush * largest.sum(1, keepdims=True) + n * unit.tau
+    out = (
+        moved @ size
+        + ((n + 8) * unit.u + unit.tf32) * total
+        + unit.flush * largest.sum(1, keepdims=True)
+        + n * unit.tau
+    )
     met = _meet(~seen, ~np.isfinite(other)) | _meet(seen & ~nan, np.isinf(other))
     return np.where(wild.any(1, keepdims=True) | met | (total >= unit.huge), inf, scale * out)
 
@@ -266,12 +313,24 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
             pairs = _Pairs.of(call, unit, b, kv_head)
             spread = _Spread.of(call, unit, pairs, b, kv_head)
             D, var_D, P, lean, row = pairs.D, spread.var_D, pairs.P, spread.lean, spread.row
-            of_q = _product_spread(call, unit, D, var_D, [*(x * pairs.J for x in spread.lean_S), row * pairs.J], k[b, :, kv_head], spread.unknown)
+            of_q = _product_spread(
+                call,
+                unit,
+                D,
+                var_D,
+                [*(x * pairs.J for x in spread.lean_S), row * pairs.J],
+                k[b, :, kv_head],
+                spread.unknown,
+            )
             d_q[b, :, kv_head * group : (kv_head + 1) * group] = _by_head(scale2 * of_q, group)
             by_key = D.T, (var_D + np.square(row * pairs.J)).T, [(x * pairs.J).T for x in spread.lean_S]
-            d_k[b, :, kv_head] = scale2 * _product_spread(call, unit, *by_key, _stacked(_group(call, "q", b, kv_head)), spread.unknown.T)
+            d_k[b, :, kv_head] = scale2 * _product_spread(
+                call, unit, *by_key, _stacked(_group(call, "q", b, kv_head)), spread.unknown.T
+            )
             by_key = P.T, spread.var_P.T, [(x * P).T for x in lean]
-            d_v[b, :, kv_head] = _product_spread(call, unit, *by_key, _stacked(_group(call, "d_o", b, kv_head)), spread.unknown.T)
+            d_v[b, :, kv_head] = _product_spread(
+                call, unit, *by_key, _stacked(_group(call, "d_o", b, kv_head)), spread.unknown.T
+            )
             if sums is not None:
                 values = [spread.unknown, spread.var_S + row**2, np.square(pairs.dS), pairs.dS, *spread.lean_S]
                 _add_to_bias(sums, np.stack(values), b, kv_head, group)
@@ -306,13 +365,29 @@ class _Spread(NamedTuple):
         lse = np.broadcast_to(call.arrays["lse"][b, heads].reshape(-1, 1), pairs.seen.shape)
         s, lse = (np.where(pairs.seen & np.isfinite(x), x, 0.0) for x in (pairs.s, lse))
         of_c, f2 = f2, f2 + ku2 * (2 * s**2 + 2 * lse**2 + (s - lse) ** 2) + (unit.ex / 4) ** 2
-        d_o, o, v = (_finite(a) for a in (_stacked(_group(call, "d_o", b, kv_head)), _stacked(_group(call, "o", b, kv_head)), call.arrays["v"][b, :, kv_head]))
+        d_o, o, v = (
+            _finite(a)
+            for a in (
+                _stacked(_group(call, "d_o", b, kv_head)),
+                _stacked(_group(call, "o", b, kv_head)),
+                call.arrays["v"][b, :, kv_head],
+            )
+        )
         d_lse = 0.0 if call.arrays["d_lse"] is None else _finite(call.arrays["d_lse"][b, heads]).reshape(-1, 1)
         dP, products, c = d_o @ v.T, d_o * o, chain(call.dims["dv"])
         total, P2 = products.sum(1, keepdims=True), np.square(pairs.P)
-        of_delta = ku2 * (c / 3 * total**2 + (c / 6 + 1) * np.square(products).sum(1, keepdims=True) + (total - d_lse) ** 2 + np.square(d_lse))
-        var_S = np.square(pairs.dS) * (f2 + 3 * ku2) + P2 * (y * np.square(d_o) @ np.square(v).T + x * dP**2 + ku2 * np.square(pairs.a))
-        flushed = np.where(pairs.seen, unit.tau**2 / 3 * (1 + np.square(pairs.a)) + 1e-300, 0.0)  # 1e-300: squares of smaller values are lost
+        of_delta = ku2 * (
+            c / 3 * total**2
+            + (c / 6 + 1) * np.square(products).sum(1, keepdims=True)
+            + (total - d_lse) ** 2
+            + np.square(d_lse)
+        )
+        var_S = np.square(pairs.dS) * (f2 + 3 * ku2) + P2 * (
+            y * np.square(d_o) @ np.square(v).T + x * dP**2 + ku2 * np.square(pairs.a)
+        )
+        flushed = np.where(
+            pairs.seen, unit.tau**2 / 3 * (1 + np.square(pairs.a)) + 1e-300, 0.0
+        )  # 1e-300: squares of smaller values are lost
         stored = (KAPPA * unit.U) ** 2 if call.dtype in ("float16", "bfloat16") else 0.0
         faint = np.where(pairs.seen, unit.eta**2 / 3, 0.0)
         var_S, var_P = var_S + flushed, P2 * (f2 + stored) + faint + flushed
@@ -334,7 +409,12 @@ def _product_spread(call, unit, weight, variance, lean, other, unknown):
     x, y = dot_spread(call, weight.shape[1])
     other = _finite(other)
     squares, total = np.square(other), weight @ other
-    out = variance @ squares + y * np.square(weight) @ squares + (x + 2 * (KAPPA * unit.u) ** 2) * np.square(total) + sum(np.square(a @ other) for a in lean)
+    out = (
+        variance @ squares
+        + y * np.square(weight) @ squares
+        + (x + 2 * (KAPPA * unit.u) ** 2) * np.square(total)
+        + sum(np.square(a @ other) for a in lean)
+    )
     return np.where(unknown.any(1, keepdims=True), inf, out)
 
 

@@ -76,7 +76,9 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         rho = np.maximum(np.sqrt(v / low) - 1, 1 - np.sqrt(v / high)) + 4 * u
         r, xh = 1 / np.sqrt(v), np.abs(centred) / np.sqrt(v)
         err = w * (r * (delta + 3 * tau) * (1 + rho) + xh * (rho + 4 * u) + tau) + 2 * u * (b + xh * w) + tau * (xh + 2)
-        overflows = np.isfinite(size) & ((size >= unit.huge) | (n * var >= unit.huge) | (xh * w + b >= unit.huge) | np.isinf(w))
+        overflows = np.isfinite(size) & (
+            (size >= unit.huge) | (n * var >= unit.huge) | (xh * w + b >= unit.huge) | np.isinf(w)
+        )
         err = np.where((low <= 0) | overflows, np.inf, err)
     return (round_to(err, ref[0], call.dtype),)
 
@@ -155,7 +157,9 @@ def rows_are_independent(run, draw):
 def scale_invariant(run, draw):
     """layernorm(2^k x) = layernorm(x) at eps = 0, to the bit: powers of two round nothing."""
     x = draw.normal(draw.extent(1, 5), draw.extent(2, 300))
-    draw.same_bits(run(x * x.dtype.type(2.0 ** draw.extent(-4, 4)), eps=0.0), run(x, eps=0.0), "a row scaled by a power of two")
+    draw.same_bits(
+        run(x * x.dtype.type(2.0 ** draw.extent(-4, 4)), eps=0.0), run(x, eps=0.0), "a row scaled by a power of two"
+    )
 
 
 @layernorm.law

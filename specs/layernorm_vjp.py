@@ -103,7 +103,9 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     with np.errstate(all="ignore"):
         row = _Rows.of(call)
         errors: list[Any] = [None if ref[0] is None else _d_x_error(call, row, ref[0]), *_column_errors(unit, row)]
-        return tuple(None if y is None else round_to(e, y, dtype) for e, y, dtype in zip(errors, ref, dtypes, strict=True))
+        return tuple(
+            None if y is None else round_to(e, y, dtype) for e, y, dtype in zip(errors, ref, dtypes, strict=True)
+        )
 
 
 def _d_x_error(call: Call, row: _Rows, d_x: np.ndarray) -> np.ndarray:
@@ -120,12 +122,22 @@ def _d_x_error(call: Call, row: _Rows, d_x: np.ndarray) -> np.ndarray:
     d1 = (c + 3) * u * mean(h) + mean(lost) + tau
     d2 = mean(h * row.dxh + ((c + 4) * u * h + lost) * size) + tau
     terms = h + c1 + d1 + size * (c2 + d2)
-    err = row.r * (1 + row.rho) * (u * h + lost + d1 + size * d2 + row.dxh * c2 + 4 * u * terms + 2 * tau) + row.rho * np.abs(d_x.reshape(-1, n))
+    err = row.r * (1 + row.rho) * (
+        u * h + lost + d1 + size * d2 + row.dxh * c2 + 4 * u * terms + 2 * tau
+    ) + row.rho * np.abs(d_x.reshape(-1, n))
     tiny_g, tiny_w = ((a != 0) & (np.abs(a) < tau) for a in (row.g, w))
     infinite, ambiguous = np.isinf(row.h), np.abs(xh) <= row.dxh
     sums = (n * mean(h) >= unit.huge) | (n * mean(h * size) >= unit.huge)
-    unsure = sums | np.isinf(row.dxh) | ((infinite & ambiguous) | (np.isinf(row.g) & tiny_w) | (np.isinf(w) & tiny_g)).any(1, keepdims=True)
-    unsure = unsure | (infinite.any(1, keepdims=True) & ambiguous) | (np.isfinite(terms) & (np.maximum(row.r, 1) * terms >= unit.huge))
+    unsure = (
+        sums
+        | np.isinf(row.dxh)
+        | ((infinite & ambiguous) | (np.isinf(row.g) & tiny_w) | (np.isinf(w) & tiny_g)).any(1, keepdims=True)
+    )
+    unsure = (
+        unsure
+        | (infinite.any(1, keepdims=True) & ambiguous)
+        | (np.isfinite(terms) & (np.maximum(row.r, 1) * terms >= unit.huge))
+    )
     return np.where(unsure, inf, err).reshape(d_x.shape)
 
 
@@ -165,11 +177,19 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         q = k2 * (c / 3 + 8) + (shift2 * r2) ** 2
         c1, c2 = h.sum(1, keepdims=True) / n, (h * xh).sum(1, keepdims=True) / n
         of_c2 = spread(h * xh, 1, c, spare) + c1**2 * r2 * shift2 + q * c2**2
-        terms = 4 * k2 * (h**2 + c1**2 + (xh * c2) ** 2) + spread(h, 1, c, spare) + xh**2 * of_c2 + c2**2 * (r2 * shift2 + q * xh**2)
+        terms = (
+            4 * k2 * (h**2 + c1**2 + (xh * c2) ** 2)
+            + spread(h, 1, c, spare)
+            + xh**2 * of_c2
+            + c2**2 * (r2 * shift2 + q * xh**2)
+        )
         own = r2 * (terms + q * np.square(h - c1 - xh * c2))
         weight = (g**2 * (r2 * shift2 + q * xh**2)).sum(0) + rows**2 * spread(g * xh, 0, rows)[0]
         variances = own.reshape(call.arrays["x"].shape), weight, rows**2 * spread(g, 0, rows)[0]
-        return tuple(None if y is None else np.hypot(store_spread(y, dtype), np.sqrt(s)) for y, dtype, s in zip(ref, dtypes, variances, strict=True))
+        return tuple(
+            None if y is None else np.hypot(store_spread(y, dtype), np.sqrt(s))
+            for y, dtype, s in zip(ref, dtypes, variances, strict=True)
+        )
 
 
 @layernorm_vjp.exact
@@ -237,7 +257,9 @@ def many_rows(arrays, rng, options):
     """d_weight and d_bias are sums of several partial sums."""
 
 
-@layernorm_vjp.edge(dims={"batch": (257, 300), "n": (1, 12)}, given=("weight", "bias"), regime="integers", smallest_tiles=True)
+@layernorm_vjp.edge(
+    dims={"batch": (257, 300), "n": (1, 12)}, given=("weight", "bias"), regime="integers", smallest_tiles=True
+)
 def many_rows_of_integers(arrays, rng, options):
     """d_bias is exact: a row that is dropped or counted twice shows."""
 
@@ -264,7 +286,9 @@ def rows_are_independent(run, draw):
     """A row of d_x alone has the same bits as among others."""
     shape = draw.extent(2, 40), draw.extent(1, 300)
     x, d_y, weight, row = draw.normal(*shape), draw.normal(*shape), draw.normal(shape[1]), draw.extent(0, shape[0] - 1)
-    draw.same_bits(run(x[row : row + 1], d_y[row : row + 1], weight)[0], run(x, d_y, weight)[0][row : row + 1], "a row alone")
+    draw.same_bits(
+        run(x[row : row + 1], d_y[row : row + 1], weight)[0], run(x, d_y, weight)[0][row : row + 1], "a row alone"
+    )
 
 
 @layernorm_vjp.law
@@ -282,7 +306,9 @@ def powers_of_two_scale_exactly(run, draw):
     shape = draw.extent(1, 150), draw.extent(2, 30)
     x, d_y, weight, bias = draw.normal(*shape), draw.normal(*shape), draw.normal(shape[1]), draw.normal(shape[1])
     two, d_y = x.dtype.type(2), d_y * x.dtype.type(64)  # far from subnormal results
-    for name, doubled, once in zip(("d_x", "d_weight", "d_bias"), run(x, d_y * two, weight, bias), run(x, d_y, weight, bias), strict=True):
+    for name, doubled, once in zip(
+        ("d_x", "d_weight", "d_bias"), run(x, d_y * two, weight, bias), run(x, d_y, weight, bias), strict=True
+    ):
         draw.same_bits(doubled, once * two, f"{name} of a cotangent doubled")
 
 

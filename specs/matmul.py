@@ -62,7 +62,9 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     a, b = call.arrays["a"], call.arrays["b"]
     unit, k = units(call), call.dims["k"]
     with np.errstate(all="ignore"):
-        flushed = unit.flush * (magnitude(a).sum(-1, keepdims=True) + magnitude(b).sum(-2, keepdims=True)) + k * unit.tau
+        flushed = (
+            unit.flush * (magnitude(a).sum(-1, keepdims=True) + magnitude(b).sum(-2, keepdims=True)) + k * unit.tau
+        )
         err = ((k + 6) * unit.u + unit.tf32) * abs_matmul(a, b, unit) + flushed
     return (round_to(err, ref[0], call.outputs["c"][1]),)
 
@@ -74,7 +76,9 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     x, y = dot_spread(call, call.dims["k"])
     with np.errstate(all="ignore"):
         a2, b2 = np.square(magnitude(a)), np.square(magnitude(b))
-        variance = x * np.square(c) + y * (a2 @ b2) + unit.flush**2 * (a2.sum(-1, keepdims=True) + b2.sum(-2, keepdims=True))
+        variance = (
+            x * np.square(c) + y * (a2 @ b2) + unit.flush**2 * (a2.sum(-1, keepdims=True) + b2.sum(-2, keepdims=True))
+        )
         return (np.hypot(store_spread(c, call.outputs["c"][1]), np.sqrt(variance)),)
 
 
@@ -93,7 +97,11 @@ def exact(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         return kept & np.isfinite(x)
 
     rows, columns = whole(a).all(-1, keepdims=True), whole(b).all(-2, keepdims=True)
-    return (rows & columns & (abs_matmul(a, b, unit) < 1 / unit.u),) if (rows.any() and columns.any()) else (np.zeros(ref[0].shape, bool),)
+    return (
+        (rows & columns & (abs_matmul(a, b, unit) < 1 / unit.u),)
+        if (rows.any() and columns.any())
+        else (np.zeros(ref[0].shape, bool),)
+    )
 
 
 @matmul.edge(dims={"m": (1, 40), "k": (1, 140), "n": (1, 40)})

@@ -24,7 +24,9 @@ class MatmulVjpOut(NamedTuple):
 @spec(
     tiling={"block_m": Tile(16, 1024, of="m"), "block_n": Tile(16, 1024, of="n"), "block_k": Tile(16, 1024, of="k")},
     own_dtype=("d_c",),
-    flops=lambda call: 2.0 * len(call.wants) * prod(call.dims["batch"]) * call.dims["m"] * call.dims["n"] * call.dims["k"],
+    flops=lambda call: (
+        2.0 * len(call.wants) * prod(call.dims["batch"]) * call.dims["m"] * call.dims["n"] * call.dims["k"]
+    ),
 )
 def matmul_vjp(
     a: Float[A, "*#batch m k"],
@@ -67,7 +69,9 @@ def folded(call: Call, name: str) -> Call:
     extents = [own[axis] for axis in kept]
     left = left.transpose(*kept, row, *summed, column).reshape(*extents, left.shape[-2], -1)
     right = right.transpose(*kept, *summed, row, column).reshape(*extents, -1, right.shape[-1])
-    return call.inner("matmul", left, right, precision=call.options["precision"], out_dtype=dtype).replace(dtype=product_dtype(call))
+    return call.inner("matmul", left, right, precision=call.options["precision"], out_dtype=dtype).replace(
+        dtype=product_dtype(call)
+    )
 
 
 def _as_products(call: Call, ref: tuple[Any, ...], measure: str) -> tuple[Any, ...]:
@@ -107,7 +111,9 @@ def exact(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _one_hot(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """Zeros but for a one in each row, where tiles begin and end."""
-    edges = [i for i in {0, shape[-1] - 1, *(p + s for p in (16, 32, 64, 128, 256) for s in (-1, 0))} if 0 <= i < shape[-1]]
+    edges = [
+        i for i in {0, shape[-1] - 1, *(p + s for p in (16, 32, 64, 128, 256) for s in (-1, 0))} if 0 <= i < shape[-1]
+    ]
     values = np.zeros(shape)
     np.put_along_axis(values, rng.choice(edges, (*shape[:-1], 1)), 1.0, -1)
     return values

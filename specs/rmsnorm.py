@@ -178,7 +178,9 @@ def rows_are_independent(run, draw):
 def scale_invariant(run, draw):
     """rmsnorm(2^k x) = rmsnorm(x) at eps = 0, to the bit: powers of two round nothing, unless they lead to subnormal numbers (so k >= 0)."""
     x = draw.normal(draw.extent(1, 5), draw.extent(1, 300))
-    draw.same_bits(run(x * x.dtype.type(2.0 ** draw.extent(0, 8)), eps=0.0), run(x, eps=0.0), "a row scaled by a power of two")
+    draw.same_bits(
+        run(x * x.dtype.type(2.0 ** draw.extent(0, 8)), eps=0.0), run(x, eps=0.0), "a row scaled by a power of two"
+    )
 
 
 @rmsnorm.law

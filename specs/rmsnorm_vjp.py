@@ -70,7 +70,16 @@ class _Rows(NamedTuple):
         x, g = (call.arrays[name].reshape(-1, call.dims["n"]) for name in ("x", "d_y"))
         r, rho, unsure = (a.reshape(-1, 1) for a in root(call))
         xh = x * r
-        return cls(x, g, g if call.arrays["weight"] is None else g * call.arrays["weight"], xh, normalised_error(call, xh, r, rho), r, rho, unsure)
+        return cls(
+            x,
+            g,
+            g if call.arrays["weight"] is None else g * call.arrays["weight"],
+            xh,
+            normalised_error(call, xh, r, rho),
+            r,
+            rho,
+            unsure,
+        )
 
 
 @rmsnorm_vjp.tolerance
@@ -89,7 +98,10 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     with np.errstate(all="ignore"):
         row = _Rows.of(call)
         errors: list[Any] = [None if ref[0] is None else _d_x_error(call, row, ref[0]), _d_weight_error(call, row)]
-        return tuple(None if y is None else round_to(e, y, dtype) for e, y, (_, dtype) in zip(errors, ref, call.outputs.values(), strict=True))
+        return tuple(
+            None if y is None else round_to(e, y, dtype)
+            for e, y, (_, dtype) in zip(errors, ref, call.outputs.values(), strict=True)
+        )
 
 
 def _d_x_error(call: Call, row: _Rows, d_x: np.ndarray) -> np.ndarray:
@@ -104,13 +116,17 @@ def _d_x_error(call: Call, row: _Rows, d_x: np.ndarray) -> np.ndarray:
     lost = tau * (magnitude(row.g) + magnitude(w) + 1)
     d2 = mean(h * dxh + ((chain(n) + 6) * u * h + lost) * size) + tau * (1 + r)
     terms = h + size * (c2 + d2)
-    err = r * (1 + rho) * (u * h + lost + size * d2 + dxh * c2 + 3 * u * terms + 2 * tau) + rho * np.abs(d_x.reshape(-1, n))
+    err = r * (1 + rho) * (u * h + lost + size * d2 + dxh * c2 + 3 * u * terms + 2 * tau) + rho * np.abs(
+        d_x.reshape(-1, n)
+    )
     tiny_g, tiny_w = ((a != 0) & (np.abs(a) < tau) for a in (row.g, w))
     ambiguous = (row.x != 0) & (np.abs(row.xh) <= dxh)
     unsure = row.unsure | ((np.isinf(row.g) & tiny_w) | (np.isinf(w) & tiny_g)).any(1, keepdims=True)
     unsure = unsure | (np.isinf(row.h).any(1, keepdims=True) & ambiguous.any(1, keepdims=True))
     sums = [(h * factor).sum(1, keepdims=True) >= unit.huge for factor in (size, magnitude(row.x))]
-    unsure = unsure | sums[0] | sums[1] | (h >= unit.huge).any(1, keepdims=True) | (np.maximum(r, 1) * terms >= unit.huge)
+    unsure = (
+        unsure | sums[0] | sums[1] | (h >= unit.huge).any(1, keepdims=True) | (np.maximum(r, 1) * terms >= unit.huge)
+    )
     return np.where(unsure, inf, err).reshape(d_x.shape)
 
 
@@ -132,7 +148,12 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     d_x:      store^2 + q (d_x - 2 r xh c2)^2 + r^2 [3 k^2 (h^2 + (xh c2)^2) + xh^2 t^2(h xh)]
     d_weight: store^2 + sum (d_y xh)^2 (q + 2 k^2) + M^2 s^2(d_y xh)
     """
-    k2, q, n, dtypes = (KAPPA * units(call).u) ** 2, root_spread(call), call.dims["n"], [dtype for _, dtype in call.outputs.values()]
+    k2, q, n, dtypes = (
+        (KAPPA * units(call).u) ** 2,
+        root_spread(call),
+        call.dims["n"],
+        [dtype for _, dtype in call.outputs.values()],
+    )
 
     def spread(values: np.ndarray, axis: int, longest: float) -> np.ndarray:
         count = values.shape[axis]
@@ -143,10 +164,17 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         row = _Rows.of(call)
         h, xh, rows = row.h, row.xh, row.g.shape[0]
         pull = xh * ((h * xh).sum(1, keepdims=True) / n)
-        own = q * np.square(h - 3 * pull) + 3 * k2 * (h**2 + pull**2) + xh**2 * (1 + 8 / rows) * spread(h * xh, 1, chain(n))
+        own = (
+            q * np.square(h - 3 * pull)
+            + 3 * k2 * (h**2 + pull**2)
+            + xh**2 * (1 + 8 / rows) * spread(h * xh, 1, chain(n))
+        )
         weight = np.square(row.g * xh).sum(0) * (q + 2 * k2) + rows**2 * spread(row.g * xh, 0, rows)[0]
         variances = (row.r**2 * own).reshape(call.arrays["x"].shape), weight
-        return tuple(None if y is None else np.hypot(store_spread(y, dtype), np.sqrt(s)) for y, dtype, s in zip(ref, dtypes, variances, strict=True))
+        return tuple(
+            None if y is None else np.hypot(store_spread(y, dtype), np.sqrt(s))
+            for y, dtype, s in zip(ref, dtypes, variances, strict=True)
+        )
 
 
 def _plant(rng: np.random.Generator, x: np.ndarray, value: float) -> None:
@@ -230,7 +258,9 @@ def rows_are_independent(run, draw):
     """A row of d_x alone has the same bits as among others."""
     shape = draw.extent(2, 40), draw.extent(1, 300)
     x, d_y, weight, row = draw.normal(*shape), draw.normal(*shape), draw.normal(shape[1]), draw.extent(0, shape[0] - 1)
-    draw.same_bits(run(x[row : row + 1], d_y[row : row + 1], weight)[0], run(x, d_y, weight)[0][row : row + 1], "a row alone")
+    draw.same_bits(
+        run(x[row : row + 1], d_y[row : row + 1], weight)[0], run(x, d_y, weight)[0][row : row + 1], "a row alone"
+    )
 
 
 @rmsnorm_vjp.law

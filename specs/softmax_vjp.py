@@ -26,7 +26,9 @@ class SoftmaxVjpOut(NamedTuple):
     tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 16384, of="shape")},
     flops=lambda call: 4.0 * prod(call.dims["shape"]),
 )
-def softmax_vjp(y: Float[A, "*shape"], d_y: Float[A, "*shape"], *, axis: Annotated[int, Axis("y")] = -1) -> SoftmaxVjpOut:
+def softmax_vjp(
+    y: Float[A, "*shape"], d_y: Float[A, "*shape"], *, axis: Annotated[int, Axis("y")] = -1
+) -> SoftmaxVjpOut:
     """d_x = y (d_y - Delta), Delta = sum y d_y along ``axis``, in float32 (float64 for float64).
 
     Args:
@@ -62,7 +64,11 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         lost = y * (unit.tau * (y + g + 2)).sum(axis, keepdims=True) + unit.tau * (apart + 1)
         err = y * ((chain(n) + 2) * unit.u * size + 2 * unit.u * apart) + lost
         unsure = np.isinf(call.arrays["y"]) | (np.isinf(call.arrays["d_y"]) & tiny_y)
-        overflows = (size >= unit.huge) | (np.isfinite(delta) & (apart * np.maximum(1, y) >= unit.huge)) | (np.isinf(delta) & tiny_y)
+        overflows = (
+            (size >= unit.huge)
+            | (np.isfinite(delta) & (apart * np.maximum(1, y) >= unit.huge))
+            | (np.isinf(delta) & tiny_y)
+        )
         err = np.where(overflows | unsure.any(axis, keepdims=True), inf, err)
     return (round_to(err, ref[0], call.dtype),)
 
@@ -75,12 +81,22 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     product itself. That is one draw for a whole row: 8/R makes room for what R rows may draw. Then d_y - Delta rounds and its product with y, or two products
     and their difference. A subnormal y may be read as 0, which loses all of y (d_y - Delta).
     """
-    y, g, n, k = magnitude(call.arrays["y"]), call.arrays["d_y"], call.arrays["y"].shape[call.options["axis"]], KAPPA * units(call).u
+    y, g, n, k = (
+        magnitude(call.arrays["y"]),
+        call.arrays["d_y"],
+        call.arrays["y"].shape[call.options["axis"]],
+        KAPPA * units(call).u,
+    )
     with np.errstate(all="ignore"):
         delta, _, squares = _delta(call)
         shared = (1 + 8 / delta.size) * ((chain(n) / 3 + 1) * delta**2 + (chain(n) / 6 + np.log2(n) + 1) * squares)
         flushed = np.where(y < units(call).tau, y * np.abs(g - delta), 0.0)
-        return (np.hypot(np.hypot(store_spread(ref[0], call.dtype), flushed), k * y * np.sqrt(shared + g**2 + delta**2 + (g - delta) ** 2)),)
+        return (
+            np.hypot(
+                np.hypot(store_spread(ref[0], call.dtype), flushed),
+                k * y * np.sqrt(shared + g**2 + delta**2 + (g - delta) ** 2),
+            ),
+        )
 
 
 @softmax_vjp.edge(dims={"shape": (2, 140)})

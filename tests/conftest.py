@@ -10,13 +10,23 @@ import os
 from hypothesis import HealthCheck, settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-if "PYTEST_XDIST_WORKER" in os.environ:  # one thread a worker: two workers with a thread pool each would fight over the cores
+if (
+    "PYTEST_XDIST_WORKER" in os.environ
+):  # one thread a worker: two workers with a thread pool each would fight over the cores
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")
 
 CI = bool(os.environ.get("CI"))
-SLOW_ON_PURPOSE = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]  # interpreters, and fixtures that hold no state
+SLOW_ON_PURPOSE = [
+    HealthCheck.too_slow,
+    HealthCheck.data_too_large,
+    HealthCheck.function_scoped_fixture,
+]  # interpreters, and fixtures that hold no state
 
-settings.register_profile("fast", max_examples=25, deadline=None, derandomize=CI, print_blob=True, suppress_health_check=SLOW_ON_PURPOSE)
-settings.register_profile("deep", max_examples=1000, deadline=None, derandomize=False, print_blob=True, suppress_health_check=SLOW_ON_PURPOSE)
+settings.register_profile(
+    "fast", max_examples=25, deadline=None, derandomize=CI, print_blob=True, suppress_health_check=SLOW_ON_PURPOSE
+)
+settings.register_profile(
+    "deep", max_examples=1000, deadline=None, derandomize=False, print_blob=True, suppress_health_check=SLOW_ON_PURPOSE
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))

@@ -56,7 +56,11 @@ def sim_layernorm(x, weight=None, bias=None, eps=1e-5, block=None, ftz=False, mo
             part = x[..., j : j + block]
             here = part.shape[-1]
             delta = part.mean(-1, keepdims=True) - mean
-            m2 = m2 + np.square(part - part.mean(-1, keepdims=True)).sum(-1, keepdims=True) + delta * (delta * F32(here / (j + here) * j))
+            m2 = (
+                m2
+                + np.square(part - part.mean(-1, keepdims=True)).sum(-1, keepdims=True)
+                + delta * (delta * F32(here / (j + here) * j))
+            )
             mean = mean + delta * F32(here / (j + here))
         var = m2 / F32(n)
     else:
@@ -93,21 +97,36 @@ def sim_attention(q, k, v, bias=None, is_causal=False, scale=None, softcap=None,
             here = np.arange(j, min(j + block, kv_len))
             s = sim_matmul(qh, kh[here].T, depth, precision, ftz)[0] * (F32(1) if round_q else scale)
             s = s if softcap is None else F32(softcap) * tanh(s / F32(softcap))
-            s = s if bias is None else s + np.broadcast_to(bias, (batch, heads, q_len, kv_len))[b, h][:, here].astype(F32)
+            s = (
+                s
+                if bias is None
+                else s + np.broadcast_to(bias, (batch, heads, q_len, kv_len))[b, h][:, here].astype(F32)
+            )
             hide = (here > behind) & is_causal | (here == drop)
             s = np.where(hide, -F32(np.inf) if sentinel is None else F32(sentinel), s)
             new = np.maximum(m, s.max(1, keepdims=True)) if shift else np.zeros_like(m)
             origin = np.where(new == -np.inf, F32(0), new)
             p, alpha = flush(np.exp(s - origin), ftz), flush(np.exp(m - origin), ftz)
             l, m = l * alpha + p.sum(1, keepdims=True), new
-            acc = acc * alpha + sim_matmul(truncate(p, v.dtype.name) if truncate_p else p.astype(v.dtype), vh[here], block, precision, ftz)[0]
+            acc = (
+                acc * alpha
+                + sim_matmul(
+                    truncate(p, v.dtype.name) if truncate_p else p.astype(v.dtype), vh[here], block, precision, ftz
+                )[0]
+            )
             acc = acc if low is None else acc.astype(low).astype(F32)
         o[b, :, h] = np.where(l == 0, F32(0), acc / l)
         lse[b, h] = (m + np.log(l))[:, 0]
     return o, lse
 
 
-SIMS = {"matmul": sim_matmul, "softmax": sim_softmax, "layernorm": sim_layernorm, "rmsnorm": sim_rmsnorm, "attention": sim_attention}
+SIMS = {
+    "matmul": sim_matmul,
+    "softmax": sim_softmax,
+    "layernorm": sim_layernorm,
+    "rmsnorm": sim_rmsnorm,
+    "attention": sim_attention,
+}
 
 
 def draw(rng, shape, dtype, regime="normal"):

@@ -32,7 +32,10 @@ def flush(x, on):
 
 def in_blocks(values, block, axis=-1):
     """A sum, block after block."""
-    parts = [values.take(range(j, min(j + block, values.shape[axis])), axis).sum(axis, keepdims=True) for j in range(0, values.shape[axis], block)]
+    parts = [
+        values.take(range(j, min(j + block, values.shape[axis])), axis).sum(axis, keepdims=True)
+        for j in range(0, values.shape[axis], block)
+    ]
     total = np.zeros_like(parts[0])
     for part in parts:
         total = total + part
@@ -61,7 +64,21 @@ def welford(x, block):
     return mean, m2 / acc(n)
 
 
-def sim_layernorm_vjp(x, d_y, weight=None, bias=None, eps=1e-5, block=None, group=64, ftz=False, ddof=0, drop=None, c2=1.0, low=None, skip_rows=0):
+def sim_layernorm_vjp(
+    x,
+    d_y,
+    weight=None,
+    bias=None,
+    eps=1e-5,
+    block=None,
+    group=64,
+    ftz=False,
+    ddof=0,
+    drop=None,
+    c2=1.0,
+    low=None,
+    skip_rows=0,
+):
     acc, (n, shape) = accumulator(x), (x.shape[-1], x.shape)
     x, g = (flush(a.reshape(-1, n).astype(acc), ftz) for a in (x, d_y))
     if block:
@@ -72,16 +89,41 @@ def sim_layernorm_vjp(x, d_y, weight=None, bias=None, eps=1e-5, block=None, grou
     r = acc(1) / np.sqrt(flush(var + acc(eps), ftz))
     xh, h = (x - mean) * r, g if weight is None else flush(g * flush(weight.astype(acc), ftz), ftz)
     mean_h, mean_hx = (in_blocks(t, block or n) / acc(n) for t in (h, flush(h * xh, ftz)))
-    d_x = r * (h - mean_h - xh * (mean_hx * acc(c2))) if drop is None else r * (h - (mean_h if drop == "c2" else xh * mean_hx))
+    d_x = (
+        r * (h - mean_h - xh * (mean_hx * acc(c2)))
+        if drop is None
+        else r * (h - (mean_h if drop == "c2" else xh * mean_hx))
+    )
     sums = []
     for values in (flush(g * xh, ftz), g):
-        partial_sums = np.concatenate([in_blocks(values[i : i + group], 1, 0) for i in range(0, len(values) - skip_rows, group)] or [values[:1] * 0])
+        partial_sums = np.concatenate(
+            [in_blocks(values[i : i + group], 1, 0) for i in range(0, len(values) - skip_rows, group)]
+            or [values[:1] * 0]
+        )
         total = in_blocks(partial_sums, 1, 0)[0]
         sums.append(total if low is None else total.astype(low).astype(acc))
-    return flush(d_x, ftz).reshape(shape), None if weight is None else flush(sums[0], ftz), None if bias is None else flush(sums[1], ftz)
+    return (
+        flush(d_x, ftz).reshape(shape),
+        None if weight is None else flush(sums[0], ftz),
+        None if bias is None else flush(sums[1], ftz),
+    )
 
 
-def sim_rmsnorm_vjp(x, d_y, weight=None, eps=1e-6, block=None, group=64, ftz=False, last=False, over=0, drop=False, c2=1.0, low=None, skip_rows=0):
+def sim_rmsnorm_vjp(
+    x,
+    d_y,
+    weight=None,
+    eps=1e-6,
+    block=None,
+    group=64,
+    ftz=False,
+    last=False,
+    over=0,
+    drop=False,
+    c2=1.0,
+    low=None,
+    skip_rows=0,
+):
     """last: r meets mean(h x) after the sum, as where rows are longer than a tile."""
     acc, (n, shape) = accumulator(x), (x.shape[-1], x.shape)
     x, g = (flush(a.reshape(-1, n).astype(acc), ftz) for a in (x, d_y))
@@ -90,7 +132,9 @@ def sim_rmsnorm_vjp(x, d_y, weight=None, eps=1e-6, block=None, group=64, ftz=Fal
     mean_hx = (in_blocks(flush(h * (x if last else xh), ftz), block or n) / acc(n)) * (r if last else acc(1))
     d_x = r * (h - (acc(0) if drop else xh * (mean_hx * acc(c2))))
     values = flush(g * xh, ftz)
-    partial_sums = np.concatenate([in_blocks(values[i : i + group], 1, 0) for i in range(0, len(values) - skip_rows, group)] or [values[:1] * 0])
+    partial_sums = np.concatenate(
+        [in_blocks(values[i : i + group], 1, 0) for i in range(0, len(values) - skip_rows, group)] or [values[:1] * 0]
+    )
     total = in_blocks(partial_sums, 1, 0)[0]
     total = total if low is None else total.astype(low).astype(acc)
     return flush(d_x, ftz).reshape(shape), None if weight is None else flush(total, ftz)
@@ -105,7 +149,9 @@ def fold(x, shape):
     return x
 
 
-def sim_matmul_vjp(a, b, d_c, precision="ieee", block=32, ftz=False, after=False, low=None, only_first=False, tail=True, cut=False):
+def sim_matmul_vjp(
+    a, b, d_c, precision="ieee", block=32, ftz=False, after=False, low=None, only_first=False, tail=True, cut=False
+):
     acc = accumulator(a, b, d_c)
     narrow = max({a.dtype.itemsize, d_c.dtype.itemsize}) < 4 and a.dtype == d_c.dtype
     precision = "tf32" if cut else "ieee" if narrow or acc is np.float64 else precision
@@ -121,7 +167,11 @@ def sim_matmul_vjp(a, b, d_c, precision="ieee", block=32, ftz=False, after=False
         left, right = (np.broadcast_to(x, (*batch, *x.shape[-2:])) for x in (left, right))
         if only_first:
             (x,) = product(left, right)
-            grads.append(x[tuple(0 for _ in range(x.ndim - own.ndim))][tuple(slice(1) if e == 1 else slice(None) for e in own.shape)].reshape(own.shape))
+            grads.append(
+                x[tuple(0 for _ in range(x.ndim - own.ndim))][
+                    tuple(slice(1) if e == 1 else slice(None) for e in own.shape)
+                ].reshape(own.shape)
+            )
         elif after or not batch:
             grads.append(fold(product(left, right)[0], own.shape))
         else:  # the batch entries that are summed lie one after another along the contraction
@@ -137,11 +187,20 @@ def sim_matmul_vjp(a, b, d_c, precision="ieee", block=32, ftz=False, after=False
     return tuple(grads)
 
 
-SIMS = {"softmax_vjp": sim_softmax_vjp, "layernorm_vjp": sim_layernorm_vjp, "rmsnorm_vjp": sim_rmsnorm_vjp, "matmul_vjp": sim_matmul_vjp}
+SIMS = {
+    "softmax_vjp": sim_softmax_vjp,
+    "layernorm_vjp": sim_layernorm_vjp,
+    "rmsnorm_vjp": sim_rmsnorm_vjp,
+    "matmul_vjp": sim_matmul_vjp,
+}
 
 
 def softmax_case(rng, dtype, regime, large=False):
-    rows, n = (pick(rng, [1, 7, 64]), pick(rng, [64, 257, 1030])) if large else (int(rng.integers(1, 24)), pick(rng, [1, 5, 64, 300, 1024]))
+    rows, n = (
+        (pick(rng, [1, 7, 64]), pick(rng, [64, 257, 1030]))
+        if large
+        else (int(rng.integers(1, 24)), pick(rng, [1, 5, 64, 300, 1024]))
+    )
     x = draw(rng, (rows, n), dtype, regime)
     x = x if regime != "wide" or rng.random() < 0.5 else draw(rng, (rows, n), dtype)
     y = np.array(oracle(op("softmax").bind(x))[0]).astype(numpy_dtype(dtype))
@@ -149,11 +208,26 @@ def softmax_case(rng, dtype, regime, large=False):
 
 
 def layernorm_case(rng, dtype, regime, large=False):
-    rows, n = (pick(rng, [1, 7, 64, 200]), pick(rng, [64, 65, 257])) if large else (pick(rng, [1, 3, 17, 200]), pick(rng, [1, 5, 64, 300]))
-    weight = draw(rng, (n,), pick(rng, [dtype, "float32"]) if dtype != "float64" else dtype, regime if large else "normal") if rng.random() < 0.7 else None
-    bias = draw(rng, (n,), pick(rng, [dtype, "float32"]) if dtype != "float64" else dtype) if rng.random() < 0.7 else None
+    rows, n = (
+        (pick(rng, [1, 7, 64, 200]), pick(rng, [64, 65, 257]))
+        if large
+        else (pick(rng, [1, 3, 17, 200]), pick(rng, [1, 5, 64, 300]))
+    )
+    weight = (
+        draw(rng, (n,), pick(rng, [dtype, "float32"]) if dtype != "float64" else dtype, regime if large else "normal")
+        if rng.random() < 0.7
+        else None
+    )
+    bias = (
+        draw(rng, (n,), pick(rng, [dtype, "float32"]) if dtype != "float64" else dtype) if rng.random() < 0.7 else None
+    )
     options = {"eps": 1e-5} if large else {"eps": pick(rng, [1e-5, 1e-12, 0.0, 1e-2])}
-    return (draw(rng, (rows, n), dtype, regime), draw(rng, (rows, n), dtype, pick(rng, ["normal", regime]) if not large else regime), weight, bias), options
+    return (
+        draw(rng, (rows, n), dtype, regime),
+        draw(rng, (rows, n), dtype, pick(rng, ["normal", regime]) if not large else regime),
+        weight,
+        bias,
+    ), options
 
 
 def rmsnorm_case(rng, dtype, regime, large=False):
@@ -172,10 +246,22 @@ def matmul_case(rng, dtype, regime, large=False):
     return (draw(rng, (*batch_a, m, k), dtype, regime), draw(rng, (*batch_b, k, n), dtype, regime), d_c), {}
 
 
-CASES = {"softmax_vjp": softmax_case, "layernorm_vjp": layernorm_case, "rmsnorm_vjp": rmsnorm_case, "matmul_vjp": matmul_case}
+CASES = {
+    "softmax_vjp": softmax_case,
+    "layernorm_vjp": layernorm_case,
+    "rmsnorm_vjp": rmsnorm_case,
+    "matmul_vjp": matmul_case,
+}
 VARIANTS = {
     "softmax_vjp": ({}, {"block": 128}, {"apart": True}, {"ftz": True}, {"block": 128, "ftz": True, "apart": True}),
     "layernorm_vjp": ({}, {"block": 128}, {"block": 16, "group": 8}, {"group": 1}, {"ftz": True}),
-    "rmsnorm_vjp": ({}, {"block": 128, "last": True}, {"block": 16, "group": 8}, {"group": 1}, {"ftz": True}, {"ftz": True, "last": True}),
+    "rmsnorm_vjp": (
+        {},
+        {"block": 128, "last": True},
+        {"block": 16, "group": 8},
+        {"group": 1},
+        {"ftz": True},
+        {"ftz": True, "last": True},
+    ),
     "matmul_vjp": ({}, {"block": 16}, {"after": True}, {"ftz": True}),
 }

@@ -29,7 +29,10 @@ def sim_attention_vjp(call, block_q=16, block_kv=16, ftz=False, drop=None, facto
     F32, arrays, options, precision = simulated.F32, call.arrays, call.options, call.options["precision"]
     q, k, v, o, d_o, lse, bias, d_lse = (arrays[n] for n in ("q", "k", "v", "o", "d_o", "lse", "bias", "d_lse"))
     (batch, q_len, heads, depth), kv_len, group = q.shape, k.shape[1], call.dims["group"]
-    scale, cap = F32((1 / np.sqrt(depth) if options["scale"] is None else options["scale"]) * factor), options["softcap"]
+    scale, cap = (
+        F32((1 / np.sqrt(depth) if options["scale"] is None else options["scale"]) * factor),
+        options["softcap"],
+    )
     d_q, d_k, d_v, d_bias = (None if a is None else np.zeros(a.shape, F32) for a in (q, k, v, bias))
     dot = lambda a, b: sim_matmul(a, b, a.shape[-1], precision, ftz)[0]  # noqa: E731
     store = lambda x, cut: truncate(x, q.dtype.name) if cut else x.astype(q.dtype)  # noqa: E731
@@ -43,7 +46,13 @@ def sim_attention_vjp(call, block_q=16, block_kv=16, ftz=False, drop=None, facto
         delta = delta - (0 if d_lse is None or "d_lse" in forget else d_lse[b, h].astype(F32)[:, None])
         for i, j in np.ndindex(-(-q_len // block_q), -(-kv_len // block_kv)):
             rows, keys = slice(i * block_q, (i + 1) * block_q), slice(j * block_kv, (j + 1) * block_kv)
-            here, qt, gt, kt, vt = may[rows, keys].copy(), q[b, rows, h], d_o[b, rows, h], k[b, keys, kv_head], v[b, keys, kv_head]
+            here, qt, gt, kt, vt = (
+                may[rows, keys].copy(),
+                q[b, rows, h],
+                d_o[b, rows, h],
+                k[b, keys, kv_head],
+                v[b, keys, kv_head],
+            )
             if drop is not None and keys.start <= drop < keys.stop:
                 here[:, drop - keys.start] = False
             s, slope = dot(qt, kt.T) * scale, F32(1)
@@ -82,20 +91,38 @@ def with_residuals(rng, arrays, options, dtype, regime, lse_too):
 
 
 def a_case(rng, dtype, regime, extents=(1, 5, 16, 33, 64), masks=("normal", "mask", "very_negative")):
-    batch, q_len, kv_len, kv_heads, group = rng.integers(1, 3), pick(rng, extents), pick(rng, extents), rng.integers(1, 3), rng.integers(1, 4)
+    batch, q_len, kv_len, kv_heads, group = (
+        rng.integers(1, 3),
+        pick(rng, extents),
+        pick(rng, extents),
+        rng.integers(1, 3),
+        rng.integers(1, 4),
+    )
     d, dv = pick(rng, (3, 16, 40)), pick(rng, (3, 16, 40))
     drawn = {
         "is_causal": (0.4, (True,)), "window": (0.3, ((3, 0), (None, 2), (5, 5), (0, 0))), "scale": (0.5, (0.125, 1.0, -0.3)), "softcap": (0.4, (2.0, 30.0)),
         "precision": (0.3 * (dtype == "float32"), ("tf32",)),
     }  # fmt: skip
     options = {name: pick(rng, values) for name, (share, values) in drawn.items() if rng.random() < share}
-    shapes = {"q": (batch, q_len, kv_heads * group, d), "k": (batch, kv_len, kv_heads, d), "v": (batch, kv_len, kv_heads, dv)}
+    shapes = {
+        "q": (batch, q_len, kv_heads * group, d),
+        "k": (batch, kv_len, kv_heads, d),
+        "v": (batch, kv_len, kv_heads, dv),
+    }
     arrays = {name: draw(rng, shape, dtype, regime) for name, shape in shapes.items()}
     if rng.random() < 0.6:
         shape = tuple(1 if rng.random() < 0.33 else n for n in (batch, kv_heads * group, q_len)) + (kv_len,)
-        arrays["bias"] = draw(rng, shape, "float32" if "float" in dtype and rng.random() < 0.5 and dtype != "float64" else dtype, pick(rng, masks))
+        arrays["bias"] = draw(
+            rng,
+            shape,
+            "float32" if "float" in dtype and rng.random() < 0.5 and dtype != "float64" else dtype,
+            pick(rng, masks),
+        )
     if rng.random() < 0.3:
-        arrays |= {"q_segment_ids": rng.integers(0, 3, (batch, q_len)), "kv_segment_ids": rng.integers(0, 3, (batch, kv_len))}
+        arrays |= {
+            "q_segment_ids": rng.integers(0, 3, (batch, q_len)),
+            "kv_segment_ids": rng.integers(0, 3, (batch, kv_len)),
+        }
     return with_residuals(rng, arrays, options, dtype, regime, rng.random() < 0.4), options
 
 
@@ -143,7 +170,9 @@ def ordinary(rng, dtype, softcap=None, lse_too=True):
     """An ordinary call: no mask, a float32 bias for each head, grouped queries."""
     q, k, v = (draw(rng, shape, dtype) for shape in ((1, 80, 2, 40), (1, 97, 1, 40), (1, 97, 1, 16)))
     options = {"softcap": softcap} if softcap else {}
-    return with_residuals(rng, {"q": q, "k": k, "v": v, "bias": draw(rng, (1, 2, 80, 97), "float32")}, options, dtype, "normal", lse_too), options
+    return with_residuals(
+        rng, {"q": q, "k": k, "v": v, "bias": draw(rng, (1, 2, 80, 97), "float32")}, options, dtype, "normal", lse_too
+    ), options
 
 
 def test_float32_faults_that_a_bound_four_times_as_wide_would_miss():
@@ -175,7 +204,9 @@ def test_a_key_that_is_dropped_breaks_the_bound(dtype):
     keys = np.zeros((1, 65, 1, 16))
     keys[:, 64, :, 0] = 3
     arrays = {"q": np.ones((1, 4, 1, 16)), "k": keys, "v": rng.standard_normal((1, 65, 1, 8))}
-    arrays = with_residuals(rng, {n: x.astype(numpy_dtype(dtype)) for n, x in arrays.items()}, {}, dtype, "normal", False)
+    arrays = with_residuals(
+        rng, {n: x.astype(numpy_dtype(dtype)) for n, x in arrays.items()}, {}, dtype, "normal", False
+    )
     assert max(measure(arrays, {})[0].values()) <= 1
     worst, _ = measure(arrays, {}, drop=64)
     assert min(worst.values()) > 1
@@ -188,7 +219,13 @@ def test_right_kernels_have_the_errors_of_random_rounding(dtype):
     zs = []
     for seed in range(8):
         rng = np.random.default_rng([seed, 5])
-        arrays, options = a_case(rng, dtype, ("normal", "wide")[seed % 4 == 3], extents=(64, 97), masks=("normal", "mask", "mask_finfo_min", "very_negative"))
+        arrays, options = a_case(
+            rng,
+            dtype,
+            ("normal", "wide")[seed % 4 == 3],
+            extents=(64, 97),
+            masks=("normal", "mask", "mask_finfo_min", "very_negative"),
+        )
         for name, e in measure(arrays, options, **pick(rng, VARIANTS))[1].items():
             assert not e.reasons, (seed, name, e)
             zs.append(e.z * e.applies)
@@ -227,10 +264,14 @@ def test_nan_and_inf_follow_the_reference(dtype):
     for seed in range(40):
         rng = np.random.default_rng(seed)
         arrays, options = a_case(rng, dtype, "normal", extents=(1, 5, 16, 33))
-        forward = {n: arrays[n].copy() for n in ("q", "k", "v", "bias", "q_segment_ids", "kv_segment_ids") if n in arrays}
+        forward = {
+            n: arrays[n].copy() for n in ("q", "k", "v", "bias", "q_segment_ids", "kv_segment_ids") if n in arrays
+        }
         for name in ("q", "k", "v", "bias"):
             if name in forward and rng.random() < 0.4:
-                forward[name][tuple(rng.integers(n) for n in forward[name].shape)] = rng.choice([np.nan, np.inf, -np.inf])
+                forward[name][tuple(rng.integers(n) for n in forward[name].shape)] = rng.choice(
+                    [np.nan, np.inf, -np.inf]
+                )
         arrays = with_residuals(rng, forward, options, dtype, "special", seed % 2 == 0)
         worst, _ = measure(arrays, options)
         assert max(worst.values()) <= 1, (seed, worst)
@@ -287,18 +328,31 @@ def loss(arrays, options, d_o, d_lse):
 def test_the_oracle_agrees_with_finite_differences(options, segments):
     rng = np.random.default_rng(3)
     batch, q_len, kv_len, kv_heads, group, d, dv = 2, 6, 5, 2, 2, 4, 3
-    ids = {"q_segment_ids": rng.integers(0, 3, (batch, q_len)), "kv_segment_ids": rng.integers(0, 2, (batch, kv_len))} if segments else {}
+    ids = (
+        {"q_segment_ids": rng.integers(0, 3, (batch, q_len)), "kv_segment_ids": rng.integers(0, 2, (batch, kv_len))}
+        if segments
+        else {}
+    )
     for wide in [None, *itertools.product((False, True), repeat=3)]:
-        shapes = {"q": (batch, q_len, kv_heads * group, d), "k": (batch, kv_len, kv_heads, d), "v": (batch, kv_len, kv_heads, dv)}
+        shapes = {
+            "q": (batch, q_len, kv_heads * group, d),
+            "k": (batch, kv_len, kv_heads, d),
+            "v": (batch, kv_len, kv_heads, dv),
+        }
         if wide is not None:
-            shapes["bias"] = tuple(n if w else 1 for n, w in zip((batch, kv_heads * group, q_len), wide, strict=True)) + (kv_len,)
+            shapes["bias"] = tuple(
+                n if w else 1 for n, w in zip((batch, kv_heads * group, q_len), wide, strict=True)
+            ) + (kv_len,)
         floats = {n: rng.standard_normal(s) for n, s in shapes.items()}
         saved = with_residuals(rng, floats | ids, options, "float64", "normal", True)
         gradients = oracle(op("attention_vjp").bind(**saved, **options))
         for name, gradient in zip(("q", "k", "v", "bias"), gradients, strict=True):
             if name in floats:
                 way, step = rng.standard_normal(floats[name].shape), 1e-5
-                up, down = (loss(floats | ids | {name: floats[name] + s * way}, options, saved["d_o"], saved["d_lse"]) for s in (step, -step))
+                up, down = (
+                    loss(floats | ids | {name: floats[name] + s * way}, options, saved["d_o"], saved["d_lse"])
+                    for s in (step, -step)
+                )
                 assert np.isclose((up - down) / (2 * step), np.sum(gradient * way), rtol=1e-6, atol=1e-7), (name, wide)
 
 
@@ -306,7 +360,10 @@ def test_the_oracle_agrees_with_finite_differences(options, segments):
 def test_the_oracle_agrees_with_automatic_differentiation(name):
     torch = pytest.importorskip("torch")
     options, rng = OPTIONS[name], np.random.default_rng(4)
-    floats = {n: rng.standard_normal(s) for n, s in {"q": (2, 7, 4, 5), "k": (2, 9, 2, 5), "v": (2, 9, 2, 3), "bias": (1, 4, 1, 9)}.items()}
+    floats = {
+        n: rng.standard_normal(s)
+        for n, s in {"q": (2, 7, 4, 5), "k": (2, 9, 2, 5), "v": (2, 9, 2, 3), "bias": (1, 4, 1, 9)}.items()
+    }
     saved = with_residuals(rng, floats, options, "float64", "normal", True)
     q, k, v, bias = leaves = [torch.tensor(x, requires_grad=True) for x in floats.values()]
     s = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, 2)) * options.get("scale", 5**-0.5)

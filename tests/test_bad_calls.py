@@ -243,7 +243,9 @@ GOOD = {
     "a subclass": lambda: softmax(X.view(type("Ours", (np.ndarray,), {}))),
     "a parameter": lambda: softmax(torch.nn.Parameter(torch.zeros(3), requires_grad=False)),
     "arrays by keyword": lambda: attention(v=K, k=K, q=Q),
-    "segment ids of two widths": lambda: attention(Q, K, K, None, zeros(2, 5, dtype=INT32), zeros(2, 7, dtype=np.int64)),
+    "segment ids of two widths": lambda: attention(
+        Q, K, K, None, zeros(2, 5, dtype=INT32), zeros(2, 7, dtype=np.int64)
+    ),
 }
 
 

@@ -10,20 +10,32 @@ import portakern as pk
 from portakern import testing
 
 HEADS, WIDTH, LENGTH, BATCH = 2, 32, 24, 2
-SHAPES = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH), "up": (WIDTH, 2 * WIDTH), "down": (2 * WIDTH, WIDTH), "norm1": (WIDTH,), "norm2": (WIDTH,)}
+SHAPES = {
+    "qkv": (WIDTH, 3 * WIDTH),
+    "out": (WIDTH, WIDTH),
+    "up": (WIDTH, 2 * WIDTH),
+    "down": (2 * WIDTH, WIDTH),
+    "norm1": (WIDTH,),
+    "norm2": (WIDTH,),
+}
 OPS = ("matmul", "softmax", "layernorm", "attention")
 
 
 def parameters():
     rng = np.random.default_rng(7)
-    layers = [{n: rng.standard_normal(s) / (1 if len(s) == 1 else s[0] ** 0.5) for n, s in SHAPES.items()} for _ in range(2)]
+    layers = [
+        {n: rng.standard_normal(s) / (1 if len(s) == 1 else s[0] ** 0.5) for n, s in SHAPES.items()} for _ in range(2)
+    ]
     return layers, rng.standard_normal((BATCH, LENGTH, WIDTH))
 
 
 def block(ops, p, x):
     """Attention and a gated perceptron, each behind a layernorm; the gate is a softmax, so that all four ops take part."""
     matmul, softmax, layernorm, attention = ops
-    q, k, v = (a.reshape(*a.shape[:2], HEADS, -1) for a in (matmul(layernorm(x, p["norm1"]), p["qkv"][:, i * WIDTH : (i + 1) * WIDTH]) for i in range(3)))
+    q, k, v = (
+        a.reshape(*a.shape[:2], HEADS, -1)
+        for a in (matmul(layernorm(x, p["norm1"]), p["qkv"][:, i * WIDTH : (i + 1) * WIDTH]) for i in range(3))
+    )
     x = x + matmul(attention(q, k, v).reshape(x.shape), p["out"])
     h = matmul(layernorm(x, p["norm2"]), p["up"])
     return x + matmul(h * softmax(h), p["down"])
@@ -76,7 +88,9 @@ def test_torch_compile(dtype):
     with pk.observe(served.append):
         got = run(mine, getattr(torch, dtype), compile=True)
     within_bounds(served)
-    rounded = [{n: np.asarray(torch.tensor(a, dtype=getattr(torch, dtype)).double()) for n, a in p.items()} for p in layers]
+    rounded = [
+        {n: np.asarray(torch.tensor(a, dtype=getattr(torch, dtype)).double()) for n, a in p.items()} for p in layers
+    ]
     layers, x = rounded, np.asarray(torch.tensor(x, dtype=getattr(torch, dtype)).double())
     errors(got, run(plain, getattr(torch, dtype)), run(plain, torch.float64))
 
@@ -89,11 +103,15 @@ def test_jax_jit_of_grad(dtype):
     def plain_attention(q, k, v):
         s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
         s = jnp.where(jnp.tril(jnp.ones(s.shape[2:], bool)), s, -jnp.inf)
-        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(s.astype(jnp.promote_types(s.dtype, jnp.float32))).astype(q.dtype), v)
+        return jnp.einsum(
+            "bhqk,bkhd->bqhd", jax.nn.softmax(s.astype(jnp.promote_types(s.dtype, jnp.float32))).astype(q.dtype), v
+        )
 
     def plain_layernorm(x, w):
         x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        return ((x32 - x32.mean(-1, keepdims=True)) * jax.lax.rsqrt(x32.var(-1, keepdims=True) + 1e-5)).astype(x.dtype) * w
+        return ((x32 - x32.mean(-1, keepdims=True)) * jax.lax.rsqrt(x32.var(-1, keepdims=True) + 1e-5)).astype(
+            x.dtype
+        ) * w
 
     attention = functools.partial(pk.op("attention", backend="pallas"), is_causal=True)
     mine = (*(pk.op(o, backend="pallas") for o in OPS[:3]), attention)
@@ -106,7 +124,9 @@ def test_jax_jit_of_grad(dtype):
                 x = block(ops, p, x)
             return jnp.sum(x.astype(jnp.promote_types(x.dtype, jnp.float32))), x
 
-        given = [{n: jnp.asarray(a, jnp.bfloat16 if "bf" in str(dtype) else dtype) for n, a in p.items()} for p in layers]
+        given = [
+            {n: jnp.asarray(a, jnp.bfloat16 if "bf" in str(dtype) else dtype) for n, a in p.items()} for p in layers
+        ]
         grads, out = jax.jit(jax.grad(net, (0, 1), has_aux=True))(jnp.asarray(x, dtype), given)
         return [np.asarray(a, np.float64) for a in (out, grads[0], *(p[n] for p in grads[1] for n in SHAPES))]
 

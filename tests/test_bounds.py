@@ -43,7 +43,11 @@ def matmul_case(rng, dtype, regime):
 
 def layernorm_case(rng, dtype, regime):
     n = rng.choice([1, 5, 64, 300, 1024, 4096])
-    affine = (draw(rng, (n,), rng.choice([dtype, "float32"])), draw(rng, (n,), rng.choice([dtype, "float32"]))) if rng.random() < 0.7 else (None, None)
+    affine = (
+        (draw(rng, (n,), rng.choice([dtype, "float32"])), draw(rng, (n,), rng.choice([dtype, "float32"])))
+        if rng.random() < 0.7
+        else (None, None)
+    )
     return (draw(rng, (rng.integers(1, 24), n), dtype, regime), *affine)
 
 
@@ -59,11 +63,20 @@ def attention_case(rng, dtype, regime, kv_len=None, depth=None):
     kv_len, depth = kv_len or rng.choice([1, 5, 64, 200, 500]), depth or rng.choice([1, 8, 40, 64, 128])
     q_len, group, dv = rng.integers(1, 24), rng.integers(1, 3), rng.integers(1, 33)
     qk = regime if regime != "spread" else "wide"
-    q, k = draw(rng, (1, q_len, group, depth), dtype, qk), draw(rng, (1, kv_len, 1, depth), dtype, "normal" if regime == "rising" else regime)
+    q, k = (
+        draw(rng, (1, q_len, group, depth), dtype, qk),
+        draw(rng, (1, kv_len, 1, depth), dtype, "normal" if regime == "rising" else regime),
+    )
     return q, k, draw(rng, (1, kv_len, 1, dv), dtype, rng.choice(["normal", qk]))
 
 
-CASES = {"matmul": matmul_case, "softmax": softmax_case, "layernorm": layernorm_case, "rmsnorm": rmsnorm_case, "attention": attention_case}
+CASES = {
+    "matmul": matmul_case,
+    "softmax": softmax_case,
+    "layernorm": layernorm_case,
+    "rmsnorm": rmsnorm_case,
+    "attention": attention_case,
+}
 VARIANTS = {
     "matmul": ({}, {"block": 16}, {"ftz": True}),
     "softmax": ({}, {"block": 128}, {"base2": False, "block": 1024}, {"ftz": True}),
@@ -105,7 +118,11 @@ def test_right_kernels_stay_inside_and_the_bound_is_not_vacuous(name, dtype):
     for regime in REGIMES:
         for seed in range(8):
             rng = np.random.default_rng([seed, len(regime)])
-            arrays, options, variant = CASES[name](rng, dtype, regime), pick(rng, OPTIONS[name]), pick(rng, VARIANTS[name])
+            arrays, options, variant = (
+                CASES[name](rng, dtype, regime),
+                pick(rng, OPTIONS[name]),
+                pick(rng, VARIANTS[name]),
+            )
             worst = measure(name, arrays, options, **variant)
             assert max(worst) <= 1, (regime, seed, options, variant, worst)
             if "ftz" not in variant:  # a flush alone reaches the whole bound of a number next to subnormal
@@ -135,7 +152,10 @@ NEAR = {
     "softmax": (lambda r: (draw(r, (40, 257), "float32"),), partial(SIMS["softmax"], factor=1 + 7e-6)),
     "layernorm": (lambda r: (draw(r, (40, 64), "float32"),), lambda *a: (SIMS["layernorm"](*a)[0] * F32(1 + 6e-6),)),
     "rmsnorm": (lambda r: (draw(r, (40, 64), "float32"),), lambda *a: (SIMS["rmsnorm"](*a)[0] * F32(1 + 4e-6),)),
-    "attention": (lambda r: tuple(draw(r, (1, n, 1, d), "float32") for n, d in ((80, 40), (97, 40), (97, 16))), partial(sim_attention, factor=1 + 4e-5)),
+    "attention": (
+        lambda r: tuple(draw(r, (1, n, 1, d), "float32") for n, d in ((80, 40), (97, 40), (97, 16))),
+        partial(sim_attention, factor=1 + 4e-5),
+    ),
 }
 
 
@@ -153,7 +173,10 @@ def test_float32_faults_that_a_bound_four_times_as_wide_would_miss(name):
 def test_nan_and_inf_follow_the_reference(name, dtype):
     for seed in range(40):
         rng = np.random.default_rng(seed)
-        arrays, options = [a if a is None else a.copy() for a in CASES[name](rng, dtype, pick(rng, REGIMES))], pick(rng, OPTIONS[name])
+        arrays, options = (
+            [a if a is None else a.copy() for a in CASES[name](rng, dtype, pick(rng, REGIMES))],
+            pick(rng, OPTIONS[name]),
+        )
         for a in arrays:
             if a is not None and rng.random() < 0.5:
                 a[tuple(rng.integers(extent) for extent in a.shape)] = rng.choice([np.nan, np.inf, -np.inf])
@@ -186,12 +209,23 @@ def test_a_maximum_that_rises_in_every_tile(dtype, slope):
 
 
 def test_tf32_has_its_own_terms():
-    rng, near_1 = np.random.default_rng(0), np.full((8, 512), F32(1 + 2.0**-10 - 2.0**-23))  # the 10 bits that stay are all 0
+    rng, near_1 = (
+        np.random.default_rng(0),
+        np.full((8, 512), F32(1 + 2.0**-10 - 2.0**-23)),
+    )  # the 10 bits that stay are all 0
     tf32 = {"precision": "tf32"}
     assert 0.9 < measure("matmul", (near_1, near_1.T), tf32)[0] <= 1
-    q, k, v = draw(rng, (1, 40, 2, 64), "float32"), draw(rng, (1, 200, 1, 64), "float32"), np.broadcast_to(near_1[0, 0], (1, 200, 1, 4))
+    q, k, v = (
+        draw(rng, (1, 40, 2, 64), "float32"),
+        draw(rng, (1, 200, 1, 64), "float32"),
+        np.broadcast_to(near_1[0, 0], (1, 200, 1, 4)),
+    )
     arrays, cut_products = (q, k, v), partial(sim_attention, precision="tf32")
-    assert max(measure("attention", arrays, tf32 | {"return_lse": True})) <= 1 < min(measure("attention", arrays, {"return_lse": True}, simulate=cut_products))
+    assert (
+        max(measure("attention", arrays, tf32 | {"return_lse": True}))
+        <= 1
+        < min(measure("attention", arrays, {"return_lse": True}, simulate=cut_products))
+    )
 
 
 def test_scores_far_from_0():
@@ -215,7 +249,11 @@ def spikes(rng, dtype, n, depth=16, where=None):
     keys = np.eye(depth)[np.arange(n) % depth] * 0
     q, v = np.zeros((1, 4, 1, depth)), rng.standard_normal((1, n, 1, 8))
     keys[where, 0] = q[..., 0] = 30
-    return q.astype(numpy_dtype(dtype)), keys.reshape(1, n, 1, depth).astype(numpy_dtype(dtype)), v.astype(numpy_dtype(dtype))
+    return (
+        q.astype(numpy_dtype(dtype)),
+        keys.reshape(1, n, 1, depth).astype(numpy_dtype(dtype)),
+        v.astype(numpy_dtype(dtype)),
+    )
 
 
 def integers(rng, shape, dtype, top):
@@ -269,14 +307,21 @@ def test_masks_that_data_can_reach_break_the_bound():
 
 def test_a_query_that_is_scaled_and_rounded_first_breaks_the_bound_of_lse():
     rng = np.random.default_rng(0)
-    arrays, options = tuple(draw(rng, s, "bfloat16") for s in ((1, 32, 1, 40), (1, 8, 1, 40), (1, 8, 1, 4))), {"return_lse": True}
+    arrays, options = (
+        tuple(draw(rng, s, "bfloat16") for s in ((1, 32, 1, 40), (1, 8, 1, 40), (1, 8, 1, 4))),
+        {"return_lse": True},
+    )
     assert max(measure("attention", arrays, options)) <= 1 < measure("attention", arrays, options, round_q=True)[1]
 
 
 def test_tf32_in_place_of_ieee_breaks_the_bound():
     rng = np.random.default_rng(0)
     a, b = integers(rng, (8, 16), "float32", 2**14), integers(rng, (16, 8), "float32", 2)
-    assert max(measure("matmul", (a, b))) <= 1 < max(measure("matmul", (a, b), simulate=partial(sim_matmul, precision="tf32")))
+    assert (
+        max(measure("matmul", (a, b)))
+        <= 1
+        < max(measure("matmul", (a, b), simulate=partial(sim_matmul, precision="tf32")))
+    )
 
 
 # --- the comparison itself ---
@@ -315,5 +360,7 @@ def test_compare_refuses_a_bound_that_is_nan():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_formats(dtype):
     f, to = format_of(dtype), numpy_dtype(dtype)
-    assert np.isfinite(np.float64(f.overflow * (1 - 2.0**-23)).astype(to)) and np.isinf(np.float64(f.overflow).astype(to))
+    assert np.isfinite(np.float64(f.overflow * (1 - 2.0**-23)).astype(to)) and np.isinf(
+        np.float64(f.overflow).astype(to)
+    )
     assert to.type(1 + f.U) == 1 != to.type(1 + 2 * f.U)

@@ -26,7 +26,10 @@ def right(x, *, axis=-1):
 
 
 WRONG = {
-    "unshifted": (lambda x: (np.exp(x.astype(np.float32)) / np.exp(x.astype(np.float32)).sum(-1, keepdims=True)).astype(x.dtype), "y"),
+    "unshifted": (
+        lambda x: (np.exp(x.astype(np.float32)) / np.exp(x.astype(np.float32)).sum(-1, keepdims=True)).astype(x.dtype),
+        "y",
+    ),
     "one percent off": (lambda x: (softmax_float32(x) * np.float32(1.01)).astype(x.dtype), "permitted error"),
     "wrong dtype": (lambda x: softmax_float32(x).astype(np.float64), "y is float64; expected"),
     "wrong shape": (lambda x: softmax_float32(x)[None].astype(x.dtype), "y has shape"),
@@ -69,7 +72,10 @@ def test_wrong_functions_fail_with_words(name):
 def test_failures_shrink_and_replay():
     def drops_the_tail(x, *, axis=-1):
         return right(
-            x if x.shape[axis] < 17 or axis not in (-1, x.ndim - 1) else np.concatenate([x[..., :-1], np.full_like(x[..., -1:], -np.inf)], -1), axis=axis
+            x
+            if x.shape[axis] < 17 or axis not in (-1, x.ndim - 1)
+            else np.concatenate([x[..., :-1], np.full_like(x[..., -1:], -np.inf)], -1),
+            axis=axis,
         )
 
     report = pk.check("softmax", fn=drops_the_tail, max_examples=300)
@@ -94,7 +100,9 @@ def stricter():
 
 
 def wrong_where_strict(call, tiling):
-    return (softmax_float32(call.arrays["x"], call.options["axis"]).astype(call.dtype) * np.asarray(1 + strict, call.dtype),)
+    return (
+        softmax_float32(call.arrays["x"], call.options["axis"]).astype(call.dtype) * np.asarray(1 + strict, call.dtype),
+    )
 
 
 @pytest.mark.parametrize("registered", [True, False])
@@ -104,7 +112,9 @@ def test_the_line_for_a_backend_of_this_process_is_python(monkeypatch, registere
     if registered:
         monkeypatch.setattr(registry, "_registered", {"ours": ours})
     assert pk.check("softmax", backend=ours, max_examples=20, dtypes=["float32"]).passed
-    report = pk.check("softmax", backend="ours" if registered else ours, max_examples=20, dtypes=["float32"], profile="strict")
+    report = pk.check(
+        "softmax", backend="ours" if registered else ours, max_examples=20, dtypes=["float32"], profile="strict"
+    )
     (failure,) = report.failures
     assert ("backend='ours'" if registered else "backend=...") in failure.reproduce
     if registered:
@@ -122,7 +132,10 @@ def test_the_line_for_a_backend_that_a_shell_finds_names_device_and_profile(monk
     monkeypatch.setattr(registry.backend("reference"), "profiles", {"strict": f"{__name__}:stricter"})
     monkeypatch.setattr(pk.dispatch, "rounded_oracle", lambda call: (call.arrays["x"],))
     report = pk.check("softmax", backend="reference", device="cpu", profile="strict", max_examples=20)
-    assert re.match(r"portakern check softmax --backend reference --device cpu --profile strict --case '\{.*\}'$", report.failures[0].reproduce)
+    assert re.match(
+        r"portakern check softmax --backend reference --device cpu --profile strict --case '\{.*\}'$",
+        report.failures[0].reproduce,
+    )
 
 
 def test_a_function_has_no_profile():
@@ -134,7 +147,9 @@ def test_optional_arguments_are_drawn_only_where_taken():
     def bare(x, *, eps=1e-5):
         x64 = x.astype(np.float64)
         with np.errstate(all="ignore"):
-            return np.ascontiguousarray(((x64 - x64.mean(-1, keepdims=True)) / np.sqrt(x64.var(-1, keepdims=True) + eps)).astype(x.dtype))
+            return np.ascontiguousarray(
+                ((x64 - x64.mean(-1, keepdims=True)) / np.sqrt(x64.var(-1, keepdims=True) + eps)).astype(x.dtype)
+            )
 
     report = pk.check("layernorm", fn=bare, max_examples=40)
     assert report.passed, report.failures
@@ -153,7 +168,11 @@ def test_check_takes_a_backend_or_a_function():
 def test_functions_of_other_frameworks():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     report = pk.check(
-        "softmax", fn=lambda x, axis=-1: torch.softmax(x.float(), axis).to(x.dtype).contiguous(), framework="torch", device="cpu", max_examples=30
+        "softmax",
+        fn=lambda x, axis=-1: torch.softmax(x.float(), axis).to(x.dtype).contiguous(),
+        framework="torch",
+        device="cpu",
+        max_examples=30,
     )
     assert report.passed, report.failures
 
@@ -172,7 +191,14 @@ def test_cases_build_what_they_say(regime, layout, dtype):
 
 
 def test_cases_survive_json():
-    case = Case("float16", {"q": (1, 2, 3, 4)}, options={"window": (1, None)}, wider=("bias",), masks={"bias": "mask"}, tiling={"block_q": 16})
+    case = Case(
+        "float16",
+        {"q": (1, 2, 3, 4)},
+        options={"window": (1, None)},
+        wider=("bias",),
+        masks={"bias": "mask"},
+        tiling={"block_q": 16},
+    )
     assert Case.from_json(case.to_json()) == case
 
 

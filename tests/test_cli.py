@@ -28,7 +28,9 @@ def test_tables_and_json(command):
 
 def test_check_passes_and_writes_json(tmp_path):
     file = tmp_path / "deep" / "report.json"
-    result = run(app, ["check", "softmax", "--backend", "reference", "--max-examples", "15", "--seed", "3", "--json", str(file)])
+    result = run(
+        app, ["check", "softmax", "--backend", "reference", "--max-examples", "15", "--seed", "3", "--json", str(file)]
+    )
     assert result.exit_code == 0, result.output
     assert "passed" in result.output
     report = json.loads(file.read_text())["rows"][0]
@@ -39,8 +41,20 @@ def test_check_passes_and_writes_json(tmp_path):
 def test_check_leaves_nothing_in_the_folder_where_it_runs(tmp_path):
     here, cache = tmp_path / "here", tmp_path / "cache"
     here.mkdir()
-    environment = {n: v for n, v in os.environ.items() if n != "HYPOTHESIS_STORAGE_DIRECTORY"} | {"PORTAKERN_CACHE": str(cache)}
-    command = [sys.executable, "-c", "from portakern.cli import main; main()", "check", "softmax", "--backend", "reference", "--max-examples", "3"]
+    environment = {n: v for n, v in os.environ.items() if n != "HYPOTHESIS_STORAGE_DIRECTORY"} | {
+        "PORTAKERN_CACHE": str(cache)
+    }
+    command = [
+        sys.executable,
+        "-c",
+        "from portakern.cli import main; main()",
+        "check",
+        "softmax",
+        "--backend",
+        "reference",
+        "--max-examples",
+        "3",
+    ]
     ran = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0 and not list(here.iterdir()), ran.stderr
 
@@ -64,7 +78,9 @@ def test_check_fails_with_a_line_that_reproduces(monkeypatch):
 
 
 def test_own_errors_have_no_traceback():
-    ran = subprocess.run([sys.executable, "-c", "from portakern.cli import main; main()", "show", "conv"], capture_output=True, text=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", "from portakern.cli import main; main()", "show", "conv"], capture_output=True, text=True
+    )
     assert ran.returncode == 2 and "op 'conv' is unknown" in ran.stderr and "Traceback" not in ran.stderr
 
 
@@ -80,7 +96,9 @@ def test_doctor_says_that_triton_has_no_wheel_elsewhere(monkeypatch):
     from portakern import inspect_here, registry
 
     monkeypatch.setattr(inspect_here.platform, "system", lambda: "Darwin")
-    monkeypatch.setattr(registry.Backend, "unavailable", lambda self: "triton not installed" if self.name == "triton" else None)
+    monkeypatch.setattr(
+        registry.Backend, "unavailable", lambda self: "triton not installed" if self.name == "triton" else None
+    )
     rows = {b["backend"]: b for b in inspect_here.doctor()["backends"]}
     assert "no wheel for Darwin" in rows["triton"]["next"]
     assert pk.backends()

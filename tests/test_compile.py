@@ -26,7 +26,10 @@ has_triton = pytest.mark.skipif(
     reason="triton, which is made for Linux alone, or torch is not installed",
 )
 has_jax = pytest.mark.skipif(not importlib.util.find_spec("jax"), reason="jax is not installed")
-has_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu, the TPU compiler that the tpu extra brings, is not installed")
+has_libtpu = pytest.mark.skipif(
+    not importlib.util.find_spec("libtpu"),
+    reason="libtpu, the TPU compiler that the tpu extra brings, is not installed",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -44,8 +47,16 @@ def test_every_figure_has_a_source_and_every_absence_a_note(name):
 
 
 def test_targets_that_the_table_lacks_fall_to_their_family():
-    assert targets.family("sm_90").name == "sm_90" and targets.family("sm_103").name == "sm_100" and targets.family("7x").name == "v7x"
-    assert targets.family("sm_75").name == "sm_86" and targets.family("gfx906").name == "gfx90a" and targets.family("gfx1030").name == "gfx1100"
+    assert (
+        targets.family("sm_90").name == "sm_90"
+        and targets.family("sm_103").name == "sm_100"
+        and targets.family("7x").name == "v7x"
+    )
+    assert (
+        targets.family("sm_75").name == "sm_86"
+        and targets.family("gfx906").name == "gfx90a"
+        and targets.family("gfx1030").name == "gfx1100"
+    )
     assert targets.find("sm_121").name == "sm_120"
     with pytest.raises(SpecError, match="target 'sm_12' is unknown; expected one of sm_80"):
         targets.find("sm_12")
@@ -58,7 +69,11 @@ def test_tpu_figures_are_jax_s(name):
 
     chip = tpu_info.ChipVersion(name.removeprefix("v") if name == "v7x" else name)
     theirs, h = tpu_info.get_tpu_info_for_chip(chip, 1), targets.find(name)
-    assert (theirs.vmem_capacity_bytes, theirs.smem_capacity_bytes, theirs.num_lanes, theirs.num_sublanes) == (*h.on_chip.values(), h.lanes, h.sublanes)
+    assert (theirs.vmem_capacity_bytes, theirs.smem_capacity_bytes, theirs.num_lanes, theirs.num_sublanes) == (
+        *h.on_chip.values(),
+        h.lanes,
+        h.sublanes,
+    )
     assert chip.num_physical_tensor_cores_per_chip == h.cores
     assert h.flops["bfloat16"] == pytest.approx(theirs.bf16_ops_per_second * h.cores, rel=0.01)
     assert h.bandwidth == pytest.approx(theirs.mem_bw_bytes_per_second * h.cores, rel=0.13)  # v5p: 2460 and 2765 GB/s
@@ -67,7 +82,12 @@ def test_tpu_figures_are_jax_s(name):
 # --------------------------------------------------------------------------------------------------------------------------------------- the verdict
 def test_what_overflows_the_chip_is_a_failure_with_its_limit():
     built = Build("op", "forward", "bfloat16", "sm_86", "mine")
-    built.judge(Compiled([Kernel("small", on_chip={"shared": 1024}, threads=256), Kernel("large", on_chip={"shared": 164 * 1024})]), targets.find("sm_86"))
+    built.judge(
+        Compiled(
+            [Kernel("small", on_chip={"shared": 1024}, threads=256), Kernel("large", on_chip={"shared": 164 * 1024})]
+        ),
+        targets.find("sm_86"),
+    )
     assert not built.ok and built.reason == "large takes 167936 bytes of shared, and sm_86 has 101376"
     built.judge(Compiled([Kernel("large", on_chip={"shared": 99 * 1024}, code_bytes=7)]), targets.find("sm_86"))
     assert built.ok and built.reason is None and built.code_bytes == 7
@@ -77,7 +97,10 @@ def test_what_overflows_the_chip_is_a_failure_with_its_limit():
 
 def test_reasons_are_one_line():
     assert one_line("") == "it gave no reason"
-    assert one_line("\nwhile compiling:\n  in f\nerror: out of shared memory\n  ^\n") == "while compiling: error: out of shared memory"
+    assert (
+        one_line("\nwhile compiling:\n  in f\nerror: out of shared memory\n  ^\n")
+        == "while compiling: error: out of shared memory"
+    )
     assert len(one_line("x" * 1000)) == 300
 
 
@@ -91,7 +114,11 @@ def test_every_op_has_a_typical_call(name):
 
 def test_a_gradient_op_takes_its_forward_s_call():
     form = calls.typical_form(registry.find_spec("attention_vjp"), "float32")
-    assert form["options"] == {"is_causal": True} and form["arrays"]["lse"] == [[4, 16, 4096], "float32", None] and "bias" not in form["arrays"]
+    assert (
+        form["options"] == {"is_causal": True}
+        and form["arrays"]["lse"] == [[4, 16, 4096], "float32", None]
+        and "bias" not in form["arrays"]
+    )
 
 
 def test_no_typical_call_is_said():
@@ -125,7 +152,14 @@ def test_keys_and_values_take_tiles_of_one_layout_on_hopper(d, dv, columns):
     assert built.ok and widths == {str(built.tiling["block_kv"]), str(columns)}, str(built)
 
 
-ROWS = {"softmax": "x", "softmax_vjp": "xx", "layernorm": "xww", "layernorm_vjp": "xxww", "rmsnorm": "xw", "rmsnorm_vjp": "xxw"}
+ROWS = {
+    "softmax": "x",
+    "softmax_vjp": "xx",
+    "layernorm": "xww",
+    "layernorm_vjp": "xxww",
+    "rmsnorm": "xw",
+    "rmsnorm_vjp": "xxw",
+}
 
 
 @has_triton
@@ -143,7 +177,11 @@ def test_a_tile_that_registers_cannot_hold_is_refused_before_minutes_of_compilin
     q, lse = np.zeros((1, 300, 2, 9), np.float32), np.zeros((1, 2, 300), np.float32)
     op = pk.op("attention_vjp", backend="triton", tiling={"dq_block_q": 128, "dq_block_kv": 128, "num_warps": 2})
     built = op.lower(q, q, q, q, lse, q, target="sm_90")
-    assert not built.ok and "needs about 69632 registers and 2 warps of sm_90 have 16320" in built.reason and "more warps" in built.reason
+    assert (
+        not built.ok
+        and "needs about 69632 registers and 2 warps of sm_90 have 16320" in built.reason
+        and "more warps" in built.reason
+    )
 
 
 LOST_BASE = """
@@ -186,8 +224,10 @@ def test_lower_refuses_in_words():
 def test_lower_in_this_process_for_a_backend_that_no_other_knows():
     from portakern.backends.triton import BACKEND
 
-    mine = pk.Backend("mine", framework="torch", compiles={"cuda": "portakern.backends.triton"}, compiler=BACKEND.compiler)
-    impl = BACKEND.implementation("softmax", "portakern.backends.triton")
+    mine = pk.Backend(
+        "mine", framework="torch", compiles={"cuda": "portakern.backends.triton.gpu"}, compiler=BACKEND.compiler
+    )
+    impl = BACKEND.implementation("softmax", "portakern.backends.triton.gpu")
     mine.implements("softmax", tiling=impl.tiling, supports=impl.supports, knobs=impl.knobs)(impl.fn)
     built = pk.op("softmax", backend=mine).lower(np.zeros((4, 256), np.float32), target="sm_89")
     assert built.ok and built.backend == "mine" and built.kernels[0].matrix == {}
@@ -215,11 +255,17 @@ def test_tpu_kernels_compile_without_a_tpu():
     built = pk.op("matmul").lower(a, a, target="v5e")
     assert built.ok, built.reason
     (kernel,) = built.kernels
-    assert kernel.on_chip["vmem"] > 2**20 and any(n.startswith("vmatmul") for n in kernel.matrix) and "vmatmul" in kernel.assembly
+    assert (
+        kernel.on_chip["vmem"] > 2**20
+        and any(n.startswith("vmatmul") for n in kernel.matrix)
+        and "vmatmul" in kernel.assembly
+    )
 
 
 @has_jax
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu, which this test wants to miss, is installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is not None, reason="libtpu, which this test wants to miss, is installed"
+)
 def test_a_missing_compiler_is_named_with_its_extra():
     built = pk.op("softmax").lower(np.zeros((8, 128), np.float32), target="v6e")
     assert not built.ok and "libtpu" in built.reason and "portakern[tpu]" in built.reason and not built.final
@@ -235,7 +281,11 @@ def test_a_compiler_that_dies_or_hangs_costs_its_own_job(monkeypatch):
     compiler = registry.backend("triton").load_compiler()
     (good,), (bad,) = jobs(), jobs(target="gfx1201")
     real = compiler.environment
-    monkeypatch.setattr(compiler, "environment", lambda h, quick: {"PYTHONHOME": "/nonexistent"} if h.name == "gfx1201" else real(h, quick))
+    monkeypatch.setattr(
+        compiler,
+        "environment",
+        lambda h, quick: {"PYTHONHOME": "/nonexistent"} if h.name == "gfx1201" else real(h, quick),
+    )
     ok, dead = compiling.compile_all([good, bad], 2)
     assert ok.ok and not dead.ok and dead.reason.startswith("the compiler ended with status") and not dead.final
     monkeypatch.setattr(compiler, "environment", real)
@@ -261,8 +311,12 @@ def test_what_was_compiled_is_kept_until_something_changes(tmp_path, monkeypatch
 
 def test_the_cache_follows_imports_within_the_package():
     cache._read.cache_clear()
-    text, imports = cache._read("portakern.backends.triton.softmax_vjp")
-    assert "softmax_vjp_kernel" in text and "portakern.backends.triton.softmax" in imports and "portakern.backends.triton.launch" in imports
+    text, imports = cache._read("portakern.backends.triton.gpu.softmax_vjp")
+    assert (
+        "softmax_vjp_kernel" in text
+        and "portakern.backends.triton.gpu.softmax" in imports
+        and "portakern.backends.triton.launch" in imports
+    )
     one, other = (cache._digest(frozenset([f"portakern.specs.{n}"])) for n in ("softmax", "layernorm"))
     assert one != other
 
@@ -275,10 +329,19 @@ def test_the_command_line(monkeypatch):
     result = run(cli.app, [*command, "--json"])
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
-    assert {"benchmark", "command", "date", "environment", "wall_seconds", "limits", "rows"} <= set(record) and record["ok"] == record["of"] == 2
-    assert [r["target"] for r in record["rows"]] == ["sm_80", "gfx1100"] and record["limits"]["gfx1100"] == {"lds": 65536}
+    assert {"benchmark", "command", "date", "environment", "wall_seconds", "limits", "rows"} <= set(record) and record[
+        "ok"
+    ] == record["of"] == 2
+    assert [r["target"] for r in record["rows"]] == ["sm_80", "gfx1100"] and record["limits"]["gfx1100"] == {
+        "lds": 65536
+    }
     for row in record["rows"]:
-        assert row["ok"] and row["direction"] == "forward" and row["tiling"]["block_n"] == 4096 and "assembly" not in row["kernels"][0]
+        assert (
+            row["ok"]
+            and row["direction"] == "forward"
+            and row["tiling"]["block_n"] == 4096
+            and "assembly" not in row["kernels"][0]
+        )
     table = run(cli.app, command)
     assert table.exit_code == 0 and "2 of 2 compile and fit" in table.output and "softmax_kernel" in table.output
     for unclear in ([], ["--all", "--target", "sm_80"]):
@@ -295,4 +358,6 @@ def test_every_op_compiles_and_fits_one_target_of_each_vendor(target):
     for built in compiling.compile_all(found, os.cpu_count() or 1):
         assert built.ok, str(built)
         products = built.op.partition("_")[0] in ("matmul", "attention")
-        assert bool(any(k.matrix for k in built.kernels)) == (products and (built.dtype == "bfloat16" or target != "sm_90")), str(built)
+        assert bool(any(k.matrix for k in built.kernels)) == (
+            products and (built.dtype == "bfloat16" or target != "sm_90")
+        ), str(built)

@@ -50,7 +50,9 @@ def test_several_tiles_are_visited(backend, device, op):
     """Drawn sizes seldom exceed default tiles: without the edges that ask for the smallest, loops over tiles would run once in the whole suite."""
     spec = registry.find_spec(op)
     only = [f"several_{tile}" for tile, t in spec.tiling.items() if t.of]
-    report = pk.check(op, backend=backend, device=device, max_examples=3 * len(only), only=only, dtypes=["float32"], seed=5)
+    report = pk.check(
+        op, backend=backend, device=device, max_examples=3 * len(only), only=only, dtypes=["float32"], seed=5
+    )
     assert report.passed, report.failures
     for tile, t in spec.tiling.items():
         assert t.of is None or crossing(report, tile) >= 1, (tile, report.cells)

@@ -20,7 +20,9 @@ def test_host_arrays_go_to_the_oracle_and_say_so_once(caplog):
         pk.op("softmax")(X)
     assert isinstance(y, np.ndarray) and y.dtype == np.float32
     np.testing.assert_allclose(y.sum(-1), 1, rtol=1e-6)
-    assert [r.getMessage() for r in caplog.records] == ["portakern: CPU arrays are served by reference, the float64 oracle: right, and slow"]
+    assert [r.getMessage() for r in caplog.records] == [
+        "portakern: CPU arrays are served by reference, the float64 oracle: right, and slow"
+    ]
 
 
 def test_explain_names_the_choice_and_the_rest():
@@ -69,20 +71,28 @@ def test_the_oracle_rounds_once():
 def test_a_gpu_without_a_native_backend_names_what_serves_it():
     spec, cuda = registry.find_spec("softmax"), Target("cuda", "sm_90")
     with pytest.raises(
-        pk.UnsupportedError, match="no backend serves jax arrays on cuda sm_90 by itself.*nothing for cuda yet.*when named: .*backend='reference'"
+        pk.UnsupportedError,
+        match="no backend serves jax arrays on cuda sm_90 by itself.*nothing for cuda yet.*when named: .*backend='reference'",
     ):
         dispatch.choose(spec, FRAMEWORKS["jax"], cuda)
 
 
 def test_a_backend_that_is_named_runs_there_or_raises():
     call = pk.op("softmax").bind(X)
-    with pytest.raises(pk.UnsupportedError, match="softmax on tpu v5e: backend 'triton' cannot: .*Backends that can: .*reference"):
+    with pytest.raises(
+        pk.UnsupportedError, match="softmax on tpu v5e: backend 'triton' cannot: .*Backends that can: .*reference"
+    ):
         dispatch.find_route(registry.backend("triton"), call, Target("tpu", "v5e"))
 
 
 def test_a_missing_framework_says_what_to_install():
-    ghost = pk.Backend("ghost", framework="torch", compiles={"cuda": "nowhere"}, requires=("no_such_module",), extra="ghost")
-    with pytest.raises(pk.UnavailableError, match=r"backend 'ghost' cannot run here: no_such_module not installed; run: pip install 'portakern\[ghost\]'"):
+    ghost = pk.Backend(
+        "ghost", framework="torch", compiles={"cuda": "nowhere"}, requires=("no_such_module",), extra="ghost"
+    )
+    with pytest.raises(
+        pk.UnavailableError,
+        match=r"backend 'ghost' cannot run here: no_such_module not installed; run: pip install 'portakern\[ghost\]'",
+    ):
         ghost.check_available()
 
 

@@ -98,7 +98,9 @@ def test_matmul_past_two_to_the_31_elements():
     c = pk.op("matmul")(b.T[:, :24].contiguous(), wide)
     assert c.numel() > BIG
     columns = rows_to_sample(wide.shape[1], 24)
-    assert within_bound("matmul", c[:, columns].contiguous(), b.T[:, :24].contiguous(), wide[:, columns].contiguous()) <= 1
+    assert (
+        within_bound("matmul", c[:, columns].contiguous(), b.T[:, :24].contiguous(), wide[:, columns].contiguous()) <= 1
+    )
 
 
 @large
@@ -161,7 +163,10 @@ def test_gradients_of_attention_past_two_to_the_31_elements():
         row, keys = slice(i, i + 1), slice(max(i - left, 0), i + 1)
         part = (q[:, row], k[:, keys], v[:, keys], o[:, row], lse[..., row], d_o[:, row])
         gradients = (d_q[:, row], d_k[:, keys], d_v[:, keys])
-        assert within_bound("attention_vjp", tuple(t.contiguous() for t in gradients), *(t.contiguous() for t in part)) <= 1
+        assert (
+            within_bound("attention_vjp", tuple(t.contiguous() for t in gradients), *(t.contiguous() for t in part))
+            <= 1
+        )
 
 
 def far(shape, dtype=torch.bfloat16):
@@ -183,7 +188,11 @@ def far(shape, dtype=torch.bfloat16):
 def test_value_heads_unlike_query_heads(d, dv, dtype, tiling):
     """Code of ptxas 12.8 for them read the wrong values past the 16th key, or left shared memory."""
     q, k, v = normal(2, 70, 4, d, dtype=dtype), normal(2, 300, 2, d, dtype=dtype), normal(2, 300, 2, dv, dtype=dtype)
-    for options in ({}, {"is_causal": True, "window": (30, 0)}, {"softcap": 3.0, "bias": normal(2, 1, 1, 600)[..., ::2]}):
+    for options in (
+        {},
+        {"is_causal": True, "window": (30, 0)},
+        {"softcap": 3.0, "bias": normal(2, 1, 1, 600)[..., ::2]},
+    ):
         o = pk.op("attention", backend="triton", tiling=tiling)(q, k, v, **options)
         assert within_bound("attention", o, q, k, v, **options) <= 1
 
@@ -191,7 +200,12 @@ def test_value_heads_unlike_query_heads(d, dv, dtype, tiling):
 @large
 def test_strides_past_two_to_the_31():
     x = far((4, 300))
-    for op, args in {"softmax": (x,), "layernorm": (x,), "rmsnorm": (x,), "matmul": (x, normal(300, 20, dtype=torch.bfloat16))}.items():
+    for op, args in {
+        "softmax": (x,),
+        "layernorm": (x,),
+        "rmsnorm": (x,),
+        "matmul": (x, normal(300, 20, dtype=torch.bfloat16)),
+    }.items():
         assert within_bound(op, pk.op(op)(*args), *args) <= 1
     q = far((4, 33, 2, 64))
     assert within_bound("attention", pk.op("attention")(q, q, q), q, q, q) <= 1
@@ -207,7 +221,12 @@ def test_strides_of_gradients_past_two_to_the_31():
     for op, args in operands.items():
         assert within_bound(op, pk.op(op)(*args), *args) <= 1
     del x, d_y, operands, args
-    q, near, d_o, lse = far((4, 33, 2, 64)), normal(4, 33, 2, 64, dtype=torch.bfloat16), far((4, 33, 2, 64)), far((4, 2, 33), torch.float32)
+    q, near, d_o, lse = (
+        far((4, 33, 2, 64)),
+        normal(4, 33, 2, 64, dtype=torch.bfloat16),
+        far((4, 33, 2, 64)),
+        far((4, 2, 33), torch.float32),
+    )
     for args in ((q, near, near), (near, q, q)):
         o, of_rows = pk.op("attention")(*args, return_lse=True)
         args = (*args, d_o.copy_(o), lse.copy_(of_rows), d_o)  # one far buffer is both o and its cotangent

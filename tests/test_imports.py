@@ -19,7 +19,10 @@ print(json.dumps([end - middle, loaded, later]))
 
 
 def test_import_is_light():
-    runs = [json.loads(subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True).stdout) for _ in range(3)]
+    runs = [
+        json.loads(subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True).stdout)
+        for _ in range(3)
+    ]
     assert runs[0][1:] == [[], []]
     assert min(r[0] for r in runs) <= 0.25
 

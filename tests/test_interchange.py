@@ -38,7 +38,13 @@ def test_the_same_kind_comes_back(kind, backend, dtype):
 
 
 def pointer(x):
-    return x.ctypes.data if isinstance(x, np.ndarray) else x.data_ptr() if isinstance(x, torch.Tensor) else x.unsafe_buffer_pointer()
+    return (
+        x.ctypes.data
+        if isinstance(x, np.ndarray)
+        else x.data_ptr()
+        if isinstance(x, torch.Tensor)
+        else x.unsafe_buffer_pointer()
+    )
 
 
 def aligned(x):
@@ -70,8 +76,10 @@ LAYOUTS = {
 }
 VIEWS = ("contiguous", "transposed", "sliced", "strided", "broadcast", "off by one", "scalar")
 CROSSINGS = {  # (from, to) -> layout -> whether the memory is shared
-    ("numpy", "torch"): dict.fromkeys((*VIEWS, "read-only"), True) | {"negative strides": False},  # torch has no negative strides
-    ("numpy", "jax"): dict.fromkeys((*VIEWS, "negative strides"), False) | {"contiguous": True, "read-only": True, "scalar": True},
+    ("numpy", "torch"): dict.fromkeys((*VIEWS, "read-only"), True)
+    | {"negative strides": False},  # torch has no negative strides
+    ("numpy", "jax"): dict.fromkeys((*VIEWS, "negative strides"), False)
+    | {"contiguous": True, "read-only": True, "scalar": True},
     ("torch", "numpy"): dict.fromkeys((*VIEWS, "requires_grad"), True),
     ("torch", "jax"): dict.fromkeys(VIEWS, False) | {"contiguous": True, "requires_grad": True, "scalar": True},
     ("jax", "numpy"): {"contiguous": False},  # NumPy's arrays are writable, JAX's never
@@ -96,7 +104,9 @@ def test_crossings_share_memory_or_copy(source, to, layout, dtype, recwarn):
     assert not recwarn.list
 
 
-@pytest.mark.parametrize("make", [lambda: X.astype(">f4"), lambda: X.astype(ml_dtypes.float8_e4m3fn)], ids=["byte order", "fp8"])
+@pytest.mark.parametrize(
+    "make", [lambda: X.astype(">f4"), lambda: X.astype(ml_dtypes.float8_e4m3fn)], ids=["byte order", "fp8"]
+)
 def test_dtypes_that_no_op_takes_are_refused_by_name(make):
     with pytest.raises(pk.SpecError, match=r"softmax: x is (>f4|float8_e4m3fn)"):
         pk.op("softmax")(make())
@@ -160,7 +170,9 @@ def test_frameworks_and_devices_do_not_mix():
 
 def test_torch_tensors_that_no_kernel_can_read_are_refused():
     x = torch.randn(3, 4)
-    with pytest.raises(pk.UnsupportedError, match=r"softmax_vjp: y requires grad.*torch.no_grad\(\), or pass y.detach\(\)"):
+    with pytest.raises(
+        pk.UnsupportedError, match=r"softmax_vjp: y requires grad.*torch.no_grad\(\), or pass y.detach\(\)"
+    ):
         pk.op("softmax_vjp")(x.clone().requires_grad_(), x)
     with torch.no_grad():
         pk.op("softmax")(x.clone().requires_grad_())

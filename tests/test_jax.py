@@ -45,11 +45,17 @@ def test_jit_agrees_with_eager(backend):
 def test_vmap_nested_and_with_unmapped_arguments(backend):
     layernorm, reference = pk.op("layernorm", backend=backend), pk.op("layernorm", backend="reference")
     x, w, b = normal(3, 2, 5, 40), normal(3, 40), normal(40)
-    mapped = jax.vmap(jax.vmap(lambda x, w, b: layernorm(x, w, b), in_axes=(0, None, None)), in_axes=(0, 0, None))(x, w, b)
+    mapped = jax.vmap(jax.vmap(lambda x, w, b: layernorm(x, w, b), in_axes=(0, None, None)), in_axes=(0, 0, None))(
+        x, w, b
+    )
     want = np.stack([reference(x[i], w[i], b) for i in range(3)])
     np.testing.assert_allclose(mapped, want, atol=2e-6)
     out_axis = jax.vmap(lambda x: pk.op("softmax", backend=backend)(x), in_axes=2, out_axes=1)(x[0])
-    np.testing.assert_allclose(out_axis, np.moveaxis(pk.op("softmax", backend="reference")(np.moveaxis(np.asarray(x[0]), 2, 0)), 0, 1), atol=2e-6)
+    np.testing.assert_allclose(
+        out_axis,
+        np.moveaxis(pk.op("softmax", backend="reference")(np.moveaxis(np.asarray(x[0]), 2, 0)), 0, 1),
+        atol=2e-6,
+    )
 
 
 @pytest.mark.parametrize("op", ["matmul", "attention"])
@@ -76,7 +82,10 @@ def test_extents_of_zero_under_jit():
 
 
 def test_triton_cannot_be_staged():
-    with pytest.raises(pk.UnsupportedError, match="backend 'triton' runs torch kernels, which JAX cannot stage.*use one of: pallas, reference"):
+    with pytest.raises(
+        pk.UnsupportedError,
+        match="backend 'triton' runs torch kernels, which JAX cannot stage.*use one of: pallas, reference",
+    ):
         jax.jit(pk.op("softmax", backend="triton"))(normal(3, 4))
 
 
@@ -90,10 +99,19 @@ CASES = {
     "layernorm bare": lambda d: ((normal(33, dtype=d),), {}),
     "rmsnorm": lambda d: ((normal(3, 7, 300, dtype=d), normal(300)), {}),
     "rmsnorm bare": lambda d: ((normal(33, dtype=d),), {}),
-    "attention": lambda d: (tuple(normal(2, n, h, 64, dtype=d) for n, h in ((100, 4), (130, 2), (130, 2))), {"is_causal": True, "return_lse": True}),
-    "attention window": lambda d: (tuple(normal(1, 300, 2, 80, dtype=d) for _ in range(3)), {"window": (40, 8), "softcap": 20.0}),
+    "attention": lambda d: (
+        tuple(normal(2, n, h, 64, dtype=d) for n, h in ((100, 4), (130, 2), (130, 2))),
+        {"is_causal": True, "return_lse": True},
+    ),
+    "attention window": lambda d: (
+        tuple(normal(1, 300, 2, 80, dtype=d) for _ in range(3)),
+        {"window": (40, 8), "softcap": 20.0},
+    ),
     "attention bias": lambda d: ((*(normal(1, 50, 2, 32, dtype=d) for _ in range(3)), normal(1, 2, 1, 50)), {}),
-    "attention segments": lambda d: ((*(normal(1, 50, 2, 32, dtype=d) for _ in range(3)), None, *[jnp.zeros((1, 50), jnp.int32)] * 2), {"precision": "tf32"}),
+    "attention segments": lambda d: (
+        (*(normal(1, 50, 2, 32, dtype=d) for _ in range(3)), None, *[jnp.zeros((1, 50), jnp.int32)] * 2),
+        {"precision": "tf32"},
+    ),
 }
 
 
@@ -128,12 +146,19 @@ def test_every_op_lowers_for_tpu_and_vmaps_on_drawn_cases(op, data):
     run = pk.op(op, backend="pallas")
     call = run.bind(**arrays, **case.options)
     try:
-        exported = jax.export.export(jax.jit(lambda a: run(**a, **case.options)), platforms=["tpu"])(arrays).mlir_module()
+        exported = jax.export.export(jax.jit(lambda a: run(**a, **case.options)), platforms=["tpu"])(
+            arrays
+        ).mlir_module()
     except pk.UnsupportedError as e:
-        assert "TPUs have no float16" in str(e) and "float16" in (*case.options.values(), *(a.dtype for a in arrays.values()))
+        assert "TPUs have no float16" in str(e) and "float16" in (
+            *case.options.values(),
+            *(a.dtype for a in arrays.values()),
+        )
         reject()
     assert call.degenerate or "tpu_custom_call" in exported
-    together = jax.tree.leaves(jax.vmap(lambda a: run(**a, **case.options))({n: jnp.stack([a, a]) for n, a in arrays.items()}))
+    together = jax.tree.leaves(
+        jax.vmap(lambda a: run(**a, **case.options))({n: jnp.stack([a, a]) for n, a in arrays.items()})
+    )
     alone = jax.tree.leaves(run(**arrays, **case.options))
     for both, one in zip(together, alone, strict=True):
         assert both.shape == (2, *one.shape) and both.dtype == one.dtype
@@ -144,7 +169,9 @@ def test_float16_is_refused_on_tpu_with_the_reason():
     import jax.export
 
     with pytest.raises(pk.UnsupportedError, match="float16"):
-        jax.export.export(jax.jit(pk.op("softmax", backend="pallas")), platforms=["tpu"])(normal(4, 128, dtype=jnp.float16))
+        jax.export.export(jax.jit(pk.op("softmax", backend="pallas")), platforms=["tpu"])(
+            normal(4, 128, dtype=jnp.float16)
+        )
 
 
 def test_lowering_for_a_gpu_says_that_pallas_is_not_there_yet():

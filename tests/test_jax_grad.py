@@ -96,7 +96,9 @@ def test_vmap_of_gradients_with_shared_arrays(op, backend):
         return jax.vmap(jax.grad(loss_of(f, options), every), in_axes=axes)(*arrays)
 
     close(grads(pk.op(op, backend=backend)), grads(plain))
-    total = jax.grad(lambda *a: jax.vmap(loss_of(pk.op(op, backend=backend), options), in_axes=axes)(*a).sum(), every)(*arrays)
+    total = jax.grad(lambda *a: jax.vmap(loss_of(pk.op(op, backend=backend), options), in_axes=axes)(*a).sum(), every)(
+        *arrays
+    )
     close(total, jax.grad(lambda *a: jax.vmap(loss_of(plain, options), in_axes=axes)(*a).sum(), every)(*arrays))
 
 
@@ -121,7 +123,9 @@ def test_only_the_gradients_that_are_asked_for_are_computed():
     text = str(jax.make_jaxpr(jax.grad(lambda q: pk.op("attention")(q, k, v, bias).sum()))(q))
     asked = text[text.index("attention_vjp") :]
     assert "wants=('d_q',)" in asked
-    assert "wants=('d_q', 'd_bias')" in str(jax.make_jaxpr(jax.grad(lambda q, b: pk.op("attention")(q, k, v, b).sum(), (0, 1)))(q, bias))
+    assert "wants=('d_q', 'd_bias')" in str(
+        jax.make_jaxpr(jax.grad(lambda q, b: pk.op("attention")(q, k, v, b).sum(), (0, 1)))(q, bias)
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

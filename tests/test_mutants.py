@@ -67,7 +67,9 @@ def test_a_planted_fault_is_caught(name):
     assert found["caught"], found
 
 
-@pytest.mark.parametrize(("backend", "op"), [("triton", "softmax"), ("triton", "layernorm"), ("triton", "matmul"), ("pallas", "matmul")])
+@pytest.mark.parametrize(
+    ("backend", "op"), [("triton", "softmax"), ("triton", "layernorm"), ("triton", "matmul"), ("pallas", "matmul")]
+)
 def test_the_kernel_without_it_passes(backend, op):
     """Attention and the others pass more of the same in test_conformance."""
     needs(next(f for f in FAULTS if f.backend == backend))

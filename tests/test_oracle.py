@@ -63,7 +63,9 @@ def test_softmax_takes_every_finite_x():
     x = np.array([[big, -big, 0], [big, big, -big], [-1e5, -1e5, -1e5 - 2], [5e-45, 0, -5e-45]], np.float32)
     (y,) = run("softmax", x)
     e = math.exp(-2)
-    np.testing.assert_allclose(y, [[1, 0, 0], [0.5, 0.5, 0], [1 / (2 + e), 1 / (2 + e), e / (2 + e)], [1 / 3] * 3], rtol=1e-14)
+    np.testing.assert_allclose(
+        y, [[1, 0, 0], [0.5, 0.5, 0], [1 / (2 + e), 1 / (2 + e), e / (2 + e)], [1 / 3] * 3], rtol=1e-14
+    )
 
 
 @pytest.mark.parametrize("row", [[-inf, -inf, -inf], [inf, 0, 1], [inf, inf, -inf], [nan, 0, -inf]])
@@ -121,7 +123,9 @@ def test_rmsnorm_has_the_asked_mean_of_squares(affine, eps):
 
 def test_rmsnorm_of_nan_inf_and_zeros():
     x = np.array([[1, nan, 2], [1, -inf, 2], [0, 0, 0], [3, -3, 3]], np.float32)
-    np.testing.assert_array_equal(run("rmsnorm", x, eps=0.0)[0], [[nan] * 3, [0, nan, 0], [nan] * 3, [1, -1, 1]])  # zeros: 0 / 0
+    np.testing.assert_array_equal(
+        run("rmsnorm", x, eps=0.0)[0], [[nan] * 3, [0, nan, 0], [nan] * 3, [1, -1, 1]]
+    )  # zeros: 0 / 0
     assert (run("rmsnorm", x[2:3])[0] == 0).all()
 
 
@@ -140,7 +144,11 @@ def loops(q, k, v, bias=None, q_seg=None, kv_seg=None, is_causal=False, window=N
             s = s if softcap is None else softcap * math.tanh(s / softcap)
             s = s if bias is None else s + bias[b % bias.shape[0], h % bias.shape[1], i % bias.shape[2], j]
             left, right = window or (None, None)
-            hidden = (is_causal and j > here) or (left is not None and j < here - left) or (right is not None and j > here + right)
+            hidden = (
+                (is_causal and j > here)
+                or (left is not None and j < here - left)
+                or (right is not None and j > here + right)
+            )
             hidden = hidden or (q_seg is not None and q_seg[b, i] != kv_seg[b, j]) or s == -inf
             if not hidden:
                 weights[j] = math.exp(s)
@@ -276,5 +284,7 @@ def test_against_torch():
     np.testing.assert_allclose(run("matmul", x, x.mT)[0], x @ x.mT, rtol=1e-12, atol=1e-14)
     q, k, v = (torch.from_numpy(normal(2, n, h, 8, seed=h)) for n, h in ((6, 4), (9, 2), (9, 2)))
     mask = torch.ones(6, 9, dtype=torch.bool).tril(9 - 6)
-    theirs = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    theirs = F.scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in (q, k, v)), attn_mask=mask, enable_gqa=True
+    ).transpose(1, 2)
     np.testing.assert_allclose(run("attention", q, k, v, is_causal=True)[0], theirs, rtol=1e-12, atol=1e-14)

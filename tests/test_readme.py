@@ -10,7 +10,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = [(README[: m.start()].count("\n") + 2, m[1]) for m in re.finditer(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)]
+BLOCKS = [
+    (README[: m.start()].count("\n") + 2, m[1])
+    for m in re.finditer(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # one block shows a kernel that overflows
@@ -19,7 +22,9 @@ def test_python_blocks() -> None:
         pytest.importorskip(framework, reason=f"{framework} is not installed")
     jax = pytest.importorskip("jax", reason="jax is not installed")
     session: dict[str, object] = {"__name__": "readme"}
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):  # the README speaks to a reader without an accelerator
+    with jax.default_device(
+        jax.local_devices(backend="cpu")[0]
+    ):  # the README speaks to a reader without an accelerator
         for line, block in BLOCKS:
             exec(compile("\n" * (line - 1) + block, str(ROOT / "README.md"), "exec"), session)
 

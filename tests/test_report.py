@@ -54,15 +54,30 @@ def put(folder: Path, name: str, data) -> Path:
 def tree(tmp_path):
     """A small checkout: every table, one chip and a half."""
     root = tmp_path / "tree"
-    rows = [built(), built(target="gfx942", spills=4), built("matmul", reason="takes | too much"), built("matmul", "v5e", on_chip={"vmem": 2**20}, cycles=2000)]
+    rows = [
+        built(),
+        built(target="gfx942", spills=4),
+        built("matmul", reason="takes | too much"),
+        built("matmul", "v5e", on_chip={"vmem": 2**20}, cycles=2000),
+    ]
     kept = root / "benchmarks" / "results"
     put(
         kept,
         "compile-matrix.json",
-        run_of("compile-matrix", rows, "host CPU", wall_seconds=1, ok=3, of=4, limits={"sm_90": {"shared": 64}, "v5e": {"vmem": 2**21}}),
+        run_of(
+            "compile-matrix",
+            rows,
+            "host CPU",
+            wall_seconds=1,
+            ok=3,
+            of=4,
+            limits={"sm_90": {"shared": 64}, "v5e": {"vmem": 2**21}},
+        ),
     )
     put(kept, "times-h100.json", run_of("times", [TIME]))
-    marks = "".join(f"## {name}\n\n<!-- portakern report: {name} -->\n<!-- end: {name} -->\n\n" for name in checkout.TABLES)
+    marks = "".join(
+        f"## {name}\n\n<!-- portakern report: {name} -->\n<!-- end: {name} -->\n\n" for name in checkout.TABLES
+    )
     (root / "PORTING.md").write_text("# Title\n\n" + marks + "The end.\n")
     (root / "README.md").write_text("No marks here.\n")
     os.symlink(ROOT / "portakern", root / "portakern")
@@ -96,7 +111,11 @@ def report(root, *arguments):
 
 
 def content(root: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file() and (root / "portakern") not in p.parents}
+    return {
+        str(p.relative_to(root)): p.read_bytes()
+        for p in sorted(root.rglob("*"))
+        if p.is_file() and (root / "portakern") not in p.parents
+    }
 
 
 def test_the_report_of_this_checkout_is_up_to_date():
@@ -104,7 +123,11 @@ def test_the_report_of_this_checkout_is_up_to_date():
 
 
 def test_every_table_has_its_place_in_this_checkout():
-    there = {name for page in checkout.PAGES for name in markdown.pieces((ROOT / page).read_text(encoding="utf-8"), ROOT / page)}
+    there = {
+        name
+        for page in checkout.PAGES
+        for name in markdown.pieces((ROOT / page).read_text(encoding="utf-8"), ROOT / page)
+    }
     assert there == set(checkout.TABLES)
 
 
@@ -112,18 +135,33 @@ def test_every_table_has_its_place_in_this_checkout():
 def test_tables_show_the_results(fresh):
     pieces = markdown.pieces((fresh / "PORTING.md").read_text(), fresh / "PORTING.md")
     assert "| `softmax` | bfloat16 | triton | ok | ok | – |" in pieces["matrix"]
-    assert "| `matmul` | bfloat16 | triton | **no** (1) | – | ok |\n" in pieces["matrix"] and "1. takes | too much" in pieces["matrix"]
+    assert (
+        "| `matmul` | bfloat16 | triton | **no** (1) | – | ok |\n" in pieces["matrix"]
+        and "1. takes | too much" in pieces["matrix"]
+    )
     assert "3 of 4 typical calls compile and fit." in pieces["matrix"]
     assert "| `softmax` | bfloat16 | sm_90 | 1 | 30 | 0 | shared 32 B (50%) | 50% | none |" in pieces["resources"]
     assert "| sm_90 | H100 SXM5 80 GB | 1 of 2 | 0 | 0 | 50% | 50% |" in pieces["resources"]
     assert "| `softmax` | bfloat16 | triton | sm_90, gfx942 | `block_n=4096` |" in pieces["tilings"]
     assert "| `matmul` | bfloat16 | 2 |" in pieces["cycles"]
-    assert f"**{DEVICE}**" in pieces["times"] and "| `softmax` | bfloat16 | n=4096 | torch 50 | 40 | 20 | 50% |" in pieces["times"]
-    assert pieces["errors"].startswith("No conformance run is kept yet") and pieces["launch"].startswith("Nothing was measured yet")
+    assert (
+        f"**{DEVICE}**" in pieces["times"]
+        and "| `softmax` | bfloat16 | n=4096 | torch 50 | 40 | 20 | 50% |" in pieces["times"]
+    )
+    assert pieces["errors"].startswith("No conformance run is kept yet") and pieces["launch"].startswith(
+        "Nothing was measured yet"
+    )
     assert "| `softmax` | " in pieces["lines"] and (fresh / "README.md").read_text() == "No marks here.\n"
     for plot in (fresh / "docs" / "plots").iterdir():
-        assert ElementTree.parse(plot).getroot().tag.endswith("svg") and "Verdana, Arial, sans-serif" in plot.read_text()
-    assert [p.name for p in sorted((fresh / "docs" / "plots").iterdir())] == ["heatmap.svg", "roofline-gfx942.svg", "roofline-sm_90.svg", "roofline-v5e.svg"]
+        assert (
+            ElementTree.parse(plot).getroot().tag.endswith("svg") and "Verdana, Arial, sans-serif" in plot.read_text()
+        )
+    assert [p.name for p in sorted((fresh / "docs" / "plots").iterdir())] == [
+        "heatmap.svg",
+        "roofline-gfx942.svg",
+        "roofline-sm_90.svg",
+        "roofline-v5e.svg",
+    ]
 
 
 def test_two_generations_have_the_same_bytes(fresh):
@@ -151,7 +189,11 @@ def test_what_was_changed_by_hand_is_named(fresh):
         "docs/plots/roofline-sm_90.svg: was changed by hand; run: portakern report",
     ]
     mended = report(fresh)
-    assert mended.exit_code == 0 and mended.output.splitlines() == ["wrote PORTING.md", "wrote docs/plots/heatmap.svg", "wrote docs/plots/roofline-sm_90.svg"]
+    assert mended.exit_code == 0 and mended.output.splitlines() == [
+        "wrote PORTING.md",
+        "wrote docs/plots/heatmap.svg",
+        "wrote docs/plots/roofline-sm_90.svg",
+    ]
     assert report(fresh, "--check").exit_code == 0 and "The prose may change." in page.read_text()
 
 
@@ -161,14 +203,17 @@ def test_results_that_change_make_tables_and_plots_stale(fresh):
     data["rows"] = [built(target="sm_90", spills=8)]
     file.write_text(json.dumps(data))
     gone = "shows what is no longer among the results"
-    assert {s.what.removesuffix(" is stale or was changed by hand") for s in checkout.stale(fresh) if s.path.suffix == ".md"} == {
-        f"table {name!r}" for name in ("matrix", "resources", "tilings", "cycles")
-    }
+    assert {
+        s.what.removesuffix(" is stale or was changed by hand") for s in checkout.stale(fresh) if s.path.suffix == ".md"
+    } == {f"table {name!r}" for name in ("matrix", "resources", "tilings", "cycles")}
     assert {s.path.name: s.what for s in checkout.stale(fresh) if s.path.suffix == ".svg"} == {
         "heatmap.svg": "is stale", "roofline-gfx942.svg": gone, "roofline-v5e.svg": gone
     }  # fmt: skip
     checkout.update(fresh)
-    assert sorted(p.name for p in (fresh / "docs" / "plots").iterdir()) == ["heatmap.svg", "roofline-sm_90.svg"] and not checkout.stale(fresh)
+    assert sorted(p.name for p in (fresh / "docs" / "plots").iterdir()) == [
+        "heatmap.svg",
+        "roofline-sm_90.svg",
+    ] and not checkout.stale(fresh)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +249,10 @@ def test_without_matplotlib_nothing_is_half_done(tree, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     before = content(tree)
     said = report(tree)
-    assert str(said.exception) == "the plots of portakern report need matplotlib; run: pip install 'portakern[demo]'" and content(tree) == before
+    assert (
+        str(said.exception) == "the plots of portakern report need matplotlib; run: pip install 'portakern[demo]'"
+        and content(tree) == before
+    )
     assert report(tree, "--check").exit_code == 1  # checking draws nothing
 
 
@@ -220,9 +268,15 @@ def test_a_new_run_is_taken_in(fresh, tmp_path):
 def test_a_newer_run_replaces(fresh, tmp_path):
     file = put(tmp_path, "other.json", run_of("times", [{**TIME, "us": 25.0}], date="2026-03-02"))
     said = report(fresh, "--add", file)
-    assert said.output.splitlines()[0] == f"times-h100.json is replaced: times on {DEVICE} of 2026-03-01, 1 row, by that of 2026-03-02, 1 row"
+    assert (
+        said.output.splitlines()[0]
+        == f"times-h100.json is replaced: times on {DEVICE} of 2026-03-01, 1 row, by that of 2026-03-02, 1 row"
+    )
     assert "| torch 50 | 25 | 20 | 80% |" in (fresh / "PORTING.md").read_text() and checkout.stale(fresh) == []
-    assert sorted(p.name for p in (fresh / "benchmarks" / "results").iterdir()) == ["compile-matrix.json", "times-h100.json"]
+    assert sorted(p.name for p in (fresh / "benchmarks" / "results").iterdir()) == [
+        "compile-matrix.json",
+        "times-h100.json",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -240,15 +294,22 @@ def test_a_newer_run_replaces(fresh, tmp_path):
 def test_a_bad_file_is_refused_and_changes_nothing(fresh, tmp_path, data, message):
     before, file = content(fresh), put(tmp_path, "times-h100.json", data)
     said = report(fresh, "--add", file)
-    assert isinstance(said.exception, ResultError) and str(said.exception).startswith(f"{file}: {message}"), said.exception
+    assert isinstance(said.exception, ResultError) and str(said.exception).startswith(f"{file}: {message}"), (
+        said.exception
+    )
     assert content(fresh) == before
 
 
 def test_replace_takes_it_all_the_same(fresh, tmp_path):
-    file = put(tmp_path, "times.json", run_of("times", [{**TIME, "call": "softmax(bfloat16; n=2)"}, {**TIME, "us": 30.0}]))
+    file = put(
+        tmp_path, "times.json", run_of("times", [{**TIME, "call": "softmax(bfloat16; n=2)"}, {**TIME, "us": 30.0}])
+    )
     assert report(fresh, "--add", file, "--replace").output.splitlines()[0].startswith("times-h100.json is replaced: ")
     assert "| 30 | 20 |" in (fresh / "PORTING.md").read_text()
-    assert str(report(fresh, "--add", file, "--check").exception) == "report: --check writes nothing, and --add does; give one of them"
+    assert (
+        str(report(fresh, "--add", file, "--check").exception)
+        == "report: --check writes nothing, and --add does; give one of them"
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------------------------------- what is counted
@@ -261,7 +322,11 @@ def test_lines_of_code():
 
 
 def test_the_newest_of_several_runs_is_shown(tree):
-    put(tree / "benchmarks" / "results", "times-2.json", run_of("times", [{**TIME, "us": 30.0}, {**TIME, "dtype": "float32"}], date="2026-04-01"))
+    put(
+        tree / "benchmarks" / "results",
+        "times-2.json",
+        run_of("times", [{**TIME, "us": 30.0}, {**TIME, "dtype": "float32"}], date="2026-04-01"),
+    )
     shown = {row["dtype"]: (row["us"], r.file.name) for row, r in Kept.of(tree).rows("times")}
     assert shown == {"bfloat16": (30.0, "times-2.json"), "float32": (40.0, "times-2.json")}
 
@@ -284,7 +349,11 @@ def test_chips_are_known_by_their_makers_names(device, name):
 def test_where_an_op_lies_under_the_roof(tree):
     data = roofline.roofline(Kept.of(tree), targets.find("sm_90"))
     (point,), h = data["points"], targets.find("sm_90")
-    assert point["intensity"] == 5 * 4096**2 / (2 * 2 * 4096**2) and point["by_memory"] and point["bound"] == pytest.approx(1.25 * h.bandwidth)
+    assert (
+        point["intensity"] == 5 * 4096**2 / (2 * 2 * 4096**2)
+        and point["by_memory"]
+        and point["bound"] == pytest.approx(1.25 * h.bandwidth)
+    )
     assert point["share"] == pytest.approx(83886080 / 40e-6 / point["bound"]) and len(data["measured"]) == 1
     other = roofline.roofline(Kept.of(tree), targets.find("v5e"))
     assert not other["measured"] and other["points"][0]["op"] == "matmul" and not other["points"][0]["by_memory"]

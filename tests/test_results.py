@@ -19,7 +19,15 @@ RUN = {
     "schema": 1, "benchmark": "launch", "command": "python benchmarks/launch.py", "date": "2026-01-31", "device": "a GPU", "environment": {"torch": "2.11"}, "graphs": [],
     "rows": [ROW],
 }  # fmt: skip
-KERNEL = {"name": "k", "launches": 1, "threads": 128, "registers": None, "on_chip": {"shared": 10.5}, "matrix": {}, "spills": 0}
+KERNEL = {
+    "name": "k",
+    "launches": 1,
+    "threads": 128,
+    "registers": None,
+    "on_chip": {"shared": 10.5},
+    "matrix": {},
+    "spills": 0,
+}
 BUILD = {
     "op": "softmax", "direction": "forward", "dtype": "float32", "target": "sm_90", "backend": "triton", "call": "softmax(...)", "tiling": {"block_n": 128}, "ok": True,
     "reason": None, "final": True, "kernels": [KERNEL], "code_bytes": 1, "seconds": 1.0,
@@ -40,7 +48,9 @@ def test_every_result_that_is_kept_can_be_read(file):
 
 def test_what_is_recorded_can_be_read(tmp_path):
     file = tmp_path / "deep" / "launch.json"
-    results.write(file, results.record("launch", [ROW], command="python benchmarks/launch.py", device="a GPU", graphs=[]))
+    results.write(
+        file, results.record("launch", [ROW], command="python benchmarks/launch.py", device="a GPU", graphs=[])
+    )
     run = results.read(file)
     assert (run.benchmark, run.device, run.rows, run.extra) == ("launch", "a GPU", [ROW], {"graphs": []})
     assert run.environment["portakern"] and run.keys == {("softmax", "op")}

@@ -27,7 +27,9 @@ def draw(rng, shape, dtype, regime="normal"):
 
 def matmul_case(rng, dtype, regime):
     m, k, n = rng.choice([64, 65, 96, 128, 192], 3)
-    return (draw(rng, (m, k), dtype, regime), draw(rng, (k, n), dtype, regime)), {} if rng.random() < 0.6 else {"out_dtype": "float32"}
+    return (draw(rng, (m, k), dtype, regime), draw(rng, (k, n), dtype, regime)), {} if rng.random() < 0.6 else {
+        "out_dtype": "float32"
+    }
 
 
 def softmax_case(rng, dtype, regime):
@@ -46,28 +48,45 @@ def rmsnorm_case(rng, dtype, regime):
 
 
 def attention_case(rng, dtype, regime, softcap=None):
-    q_len, kv_len, d, dv, group = (rng.choice(x) for x in ([64, 97, 130], [64, 97, 130], [16, 40, 64, 128], [16, 40], [1, 2]))
+    q_len, kv_len, d, dv, group = (
+        rng.choice(x) for x in ([64, 97, 130], [64, 97, 130], [16, 40, 64, 128], [16, 40], [1, 2])
+    )
     options = {"return_lse": True, "is_causal": bool(rng.random() < 0.4), "softcap": softcap or rng.choice([None, None, 2.0, 30.0]),
                "scale": rng.choice([None, None, 0.3, 1.0])}  # fmt: skip
-    arrays = [draw(rng, (1, n, heads, size), dtype, regime) for n, heads, size in ((q_len, 2 * group, d), (kv_len, 2, d), (kv_len, 2, dv))]
+    arrays = [
+        draw(rng, (1, n, heads, size), dtype, regime)
+        for n, heads, size in ((q_len, 2 * group, d), (kv_len, 2, d), (kv_len, 2, dv))
+    ]
     if rng.random() < 0.4:
-        arrays.append(draw(rng, (1, 1, q_len, kv_len), dtype, rng.choice(["normal", "mask", "mask_finfo_min", "very_negative"])))
+        arrays.append(
+            draw(rng, (1, 1, q_len, kv_len), dtype, rng.choice(["normal", "mask", "mask_finfo_min", "very_negative"]))
+        )
     return tuple(arrays), options
 
 
-CASES = {"matmul": matmul_case, "softmax": softmax_case, "layernorm": layernorm_case, "rmsnorm": rmsnorm_case, "attention": attention_case}
+CASES = {
+    "matmul": matmul_case,
+    "softmax": softmax_case,
+    "layernorm": layernorm_case,
+    "rmsnorm": rmsnorm_case,
+    "attention": attention_case,
+}
 
 
 def simulated(name, arrays, options, store=lambda y, dtype: y.astype(numpy_dtype(dtype)), **faults):
     call = op(name).bind(*arrays, **options)
     known = {k: v for k, v in options.items() if k != "out_dtype"}
     got = SIMS[name](*arrays, **known, **faults)
-    return [store(y, dtype) if dtype != "float32" else y for (y, (_, dtype)) in zip(got, call.outputs.values(), strict=True)]
+    return [
+        store(y, dtype) if dtype != "float32" else y for (y, (_, dtype)) in zip(got, call.outputs.values(), strict=True)
+    ]
 
 
 def on_backend(backend, platform, name, arrays, options):
     numpy, framework = FRAMEWORKS["numpy"], FRAMEWORKS[registry.backends()[backend].framework]
-    ours = arrays if framework is numpy else [convert(a, numpy, framework, device_at(backend, platform)) for a in arrays]
+    ours = (
+        arrays if framework is numpy else [convert(a, numpy, framework, device_at(backend, platform)) for a in arrays]
+    )
     out = op(name, backend=backend)(*ours, **options)
     return [framework.to_numpy(y) for y in (out if isinstance(out, tuple) else (out,))]
 
@@ -81,7 +100,10 @@ def evidence(name, arrays, options, kernel, regime="normal", target=None, interp
     got = kernel(name, arrays, options)
     found = examine(as_float64(call), got, refs, bounds, regime)
     outputs = dict(zip(call.wants, got, strict=True))
-    return {n: (e, compare(outputs[n], refs[i], bounds[i], call.outputs[n][1]).worst) for i, (n, e) in enumerate(found.items())}
+    return {
+        n: (e, compare(outputs[n], refs[i], bounds[i], call.outputs[n][1]).worst)
+        for i, (n, e) in enumerate(found.items())
+    }
 
 
 # --- right kernels ---
@@ -103,7 +125,9 @@ def test_right_simulated_kernels_pass(name, dtype):
 def served(backend, platform, name, arrays, options, regime):
     b = registry.backends()[backend]
     target = FRAMEWORKS[b.framework].target(device_at(backend, platform))
-    return evidence(name, arrays, options, partial(on_backend, backend, platform), regime, target, b.package_for(platform)[1])
+    return evidence(
+        name, arrays, options, partial(on_backend, backend, platform), regime, target, b.package_for(platform)[1]
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -112,8 +136,12 @@ def served(backend, platform, name, arrays, options, regime):
 def test_right_backends_pass(backend, platform, name, dtype):
     for seed in range(6):
         regime = ("normal", "wide")[seed % 3 == 2]
-        arrays, options = CASES[name](np.random.default_rng([seed // 3, 4]), dtype, regime)  # two shapes in all: JAX compiles for each
-        arrays = tuple(np.random.default_rng([seed, i]).permuted(a, axis=-2 if a.ndim > 1 else 0) for i, a in enumerate(arrays))
+        arrays, options = CASES[name](
+            np.random.default_rng([seed // 3, 4]), dtype, regime
+        )  # two shapes in all: JAX compiles for each
+        arrays = tuple(
+            np.random.default_rng([seed, i]).permuted(a, axis=-2 if a.ndim > 1 else 0) for i, a in enumerate(arrays)
+        )
         if dtype == "float32" and name in ("matmul", "attention") and seed % 2:
             options = options | {"precision": "tf32"}
         for output, (e, _) in served(backend, platform, name, arrays, options, regime).items():
@@ -158,7 +186,13 @@ HIDING = {
     "y of rmsnorm truncated": ("rmsnorm", ("float16", "bfloat16"), {"store": truncate}, "lean towards 0"),
     "mean of squares over n + 1": ("rmsnorm", DTYPES, {"over": 1}, "typical"),
 }  # fmt: skip
-TYPICAL = {"matmul": (64, 128, 64), "softmax": (64, 257), "layernorm": (64, 64), "rmsnorm": (64, 64), "attention": (80, 97, 40, 16)}
+TYPICAL = {
+    "matmul": (64, 128, 64),
+    "softmax": (64, 257),
+    "layernorm": (64, 64),
+    "rmsnorm": (64, 64),
+    "attention": (80, 97, 40, 16),
+}
 
 
 def typical(name, rng, dtype, fault):
@@ -241,13 +275,19 @@ def test_statistics_need_random_values_and_enough_of_them():
     ref, ones = rng.standard_normal(1000), np.ones(1000)
     wrong = ref + 30
     assert judge(wrong, ref, ones, ones, unbiased=False).reasons
-    assert judge(np.repeat(wrong[:63], 20), np.repeat(ref[:63], 20), np.ones(1260), np.ones(1260), unbiased=False).reasons == ()
+    assert (
+        judge(np.repeat(wrong[:63], 20), np.repeat(ref[:63], 20), np.ones(1260), np.ones(1260), unbiased=False).reasons
+        == ()
+    )
     for unknown in (np.inf, 0.0):
         assert not judge(wrong, ref, ones, ones * unknown, unbiased=False).applies
     assert not judge(wrong, ref, ones * np.inf, ones, unbiased=False).applies
     arrays, options = typical("matmul", rng, "float32", "")
     got = partial(simulated, precision="tf32")
-    assert evidence("matmul", arrays, options, got, "normal")["c"][0].reasons and not evidence("matmul", arrays, options, got, "constant")["c"][0].applies
+    assert (
+        evidence("matmul", arrays, options, got, "normal")["c"][0].reasons
+        and not evidence("matmul", arrays, options, got, "constant")["c"][0].applies
+    )
 
 
 def test_each_statistic_has_its_reason():
@@ -269,5 +309,8 @@ def test_compiled_matrix_units_round_unlike_numpy():
     rng = np.random.default_rng(0)
     arrays, cuda = (draw(rng, (64, 256), "bfloat16"), draw(rng, (256, 64), "bfloat16")), Target("cuda", "sm_90")
     call = as_float64(op("matmul").bind(*arrays, out_dtype="float32"))
-    here, compiled, interpreted = (call.spec.spread(c, oracle(c))[0] for c in (call, call.replace(target=cuda), call.replace(target=cuda, interpret=True)))
+    here, compiled, interpreted = (
+        call.spec.spread(c, oracle(c))[0]
+        for c in (call, call.replace(target=cuda), call.replace(target=cuda, interpret=True))
+    )
     assert (compiled > 2 * here).all() and (interpreted == here).all()

@@ -63,7 +63,9 @@ def test_a_function_becomes_a_backend(framework):
     softmax = pk.op("softmax", backend="mine")
     np.testing.assert_allclose(softmax(X), pk.op("softmax")(X), atol=1e-6)
     assert f"backend: mine (named), compiled for cpu\n  implementation: {__name__}" in softmax.explain(X)
-    report = pk.check("softmax", backend="mine", device="cpu", max_examples=40, limits=Limits(arguments=frozenset({"axis"})))
+    report = pk.check(
+        "softmax", backend="mine", device="cpu", max_examples=40, limits=Limits(arguments=frozenset({"axis"}))
+    )
     assert report.passed, report.failures
 
 
@@ -97,13 +99,17 @@ def test_nothing_changes_for_calls_that_name_no_backend():
 
 def test_names_are_taken_once():
     mine()
-    with pytest.raises(pk.SpecError, match="backend name 'mine' is taken; choose another, or pass the Backend object itself"):
+    with pytest.raises(
+        pk.SpecError, match="backend name 'mine' is taken; choose another, or pass the Backend object itself"
+    ):
         pk.register(pk.Backend("mine", framework="numpy"))
     with pytest.raises(pk.SpecError, match="backend name 'triton' is taken"):
         pk.register(pk.Backend("triton", framework="torch"))
     with pytest.raises(pk.SpecError, match="'second' says oracle=True, and 'reference' is the oracle"):
         pk.register(pk.Backend("second", framework="numpy", oracle=True))
-    with pytest.raises(pk.SpecError, match="softmax on backend 'reference' is taken by portakern.backends.reference.softmax"):
+    with pytest.raises(
+        pk.SpecError, match="softmax on backend 'reference' is taken by portakern.backends.reference.softmax"
+    ):
         pk.backends()["reference"].implements("softmax")(numpy_softmax)
     with pytest.raises(pk.SpecError, match="expected a portakern.Backend"):
         pk.register("mine")
@@ -128,7 +134,10 @@ def test_backends_are_declared_right():
         pk.op("layernorm", backend=pk.Backend("mine", framework="numpy", compiles={"cpu": "nowhere"}))(X)
 
 
-@pytest.mark.parametrize(("result", "words"), [(X, "returned a ndarray; expected a tuple with every output of the spec: (y,)"), ((X, X), "returned 2 outputs")])
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [(X, "returned a ndarray; expected a tuple with every output of the spec: (y,)"), ((X, X), "returned 2 outputs")],
+)
 def test_a_function_that_forgets_the_tuple_is_told(result, words):
     mine(fn=lambda call, tiling: result)
     with pytest.raises(TypeError) as caught:
@@ -204,7 +213,9 @@ def shell(tmp_path):
 
     def run(code, *args):
         path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-        return subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+        return subprocess.run(
+            [sys.executable, "-c", code, *args], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
+        )
 
     write(PLUG_IN)
     run.write = write
@@ -254,7 +265,8 @@ def test_installed_backends_that_clash_are_named_and_broken_ones_left_out(shell)
     listed = shell("import portakern as pk; print(*pk.backends())")
     assert listed.stdout.split() == ["pallas", "reference", "triton", "theirs"]
     assert (
-        "backend 'other' (their_backend:BACKEND) cannot be loaded and is left out: its entry point is called 'other' and its name is 'theirs'" in listed.stderr
+        "backend 'other' (their_backend:BACKEND) cannot be loaded and is left out: its entry point is called 'other' and its name is 'theirs'"
+        in listed.stderr
     )
     assert "'function' (their_backend:scale_up) cannot be loaded and is left out: it is a function" in listed.stderr
     shell.write({"rival-0.1.dist-info/entry_points.txt": "[portakern.backends]\ntheirs = their_backend:BACKEND\n"})
@@ -308,5 +320,13 @@ def test_the_rest_is_within_its_bounds(name):
     from portakern.examples.conformance.findings import apart_from
 
     fn, findings, framework, dtypes, examples = kernel(name)
-    report = pk.check("attention", fn=apart_from(fn, findings), framework=framework, device="cpu", dtypes=dtypes, max_examples=examples, shrink=False)
+    report = pk.check(
+        "attention",
+        fn=apart_from(fn, findings),
+        framework=framework,
+        device="cpu",
+        dtypes=dtypes,
+        max_examples=examples,
+        shrink=False,
+    )
     assert report.passed and report.examples >= examples // 4, (report.failures, report.refused)

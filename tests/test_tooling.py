@@ -29,7 +29,9 @@ def requirements(lines: list[str]) -> set[str]:
 
 def test_every_direct_dependency_is_pinned() -> None:
     extras = PYPROJECT["project"]["optional-dependencies"]
-    wanted = requirements(PYPROJECT["project"]["dependencies"]).union(*(requirements(v) for k, v in extras.items() if k not in ACCELERATORS))
+    wanted = requirements(PYPROJECT["project"]["dependencies"]).union(
+        *(requirements(v) for k, v in extras.items() if k not in ACCELERATORS)
+    )
     assert wanted - {canonical(p) for p in PINS} == set()
 
 
@@ -61,14 +63,23 @@ def test_the_symlinks_lead_to_the_folders() -> None:
 @pytest.mark.parametrize("module", ["portakern.specs.{}", "portakern.backends.reference.{}"])
 def test_specs_and_the_oracle_import_no_framework(module: str) -> None:
     ops = sorted(p.stem for p in (ROOT / "specs").glob("*.py") if not p.stem.startswith("_"))
-    code = "\n".join([*(f"import {module.format(op)}" for op in ops), "import sys", "print({'torch', 'triton', 'jax'} & set(sys.modules))"])
+    code = "\n".join(
+        [
+            *(f"import {module.format(op)}" for op in ops),
+            "import sys",
+            "print({'torch', 'triton', 'jax'} & set(sys.modules))",
+        ]
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
     assert done.stdout.strip() == "set()"
 
 
 def test_backend_packages_import_no_framework() -> None:
     code = "import portakern as pk, sys; pk.backends(); print({'torch', 'triton', 'jax'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/").stdout.strip() == "set()"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/").stdout.strip()
+        == "set()"
+    )
 
 
 @pytest.mark.parametrize("folder", ["", "triton", "pallas", "reference"])
@@ -76,11 +87,17 @@ def test_a_backend_refuses_to_be_imported_under_another_name(folder: str, tmp_pa
     """A script run from inside backends/ would find our triton folder where it asked for Triton."""
     module = folder or "backends"
     where = ROOT / "backends" if folder else ROOT
-    done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True, check=False, cwd=where)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, check=False, cwd=where
+    )
     assert done.returncode != 0 and f"portakern.backends{'.' + folder if folder else ''}" in done.stderr
 
 
 def test_no_file_is_longer_than_a_reader_bears() -> None:
-    sources = [p for folder in ("portakern", "specs", "backends", "examples", "tests", "benchmarks") for p in (ROOT / folder).rglob("*.py")]
+    sources = [
+        p
+        for folder in ("portakern", "specs", "backends", "examples", "tests", "benchmarks")
+        for p in (ROOT / folder).rglob("*.py")
+    ]
     lengths = {str(p.relative_to(ROOT)): len(p.read_text(encoding="utf-8").splitlines()) for p in sources}
     assert {name: n for name, n in lengths.items() if n > 400} == {}

@@ -23,7 +23,9 @@ BACKENDS = ("reference", "triton")
 
 
 def f64(*shape, grad=True, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape))).requires_grad_(grad)
+    return torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape))
+    ).requires_grad_(grad)
 
 
 IDS = torch.tensor([[0, 0, 1]]), torch.tensor([[0, 1, 1, 1]])
@@ -81,7 +83,9 @@ LAYOUTS = {
 def test_gradients_are_torch_s_whatever_the_cotangent_s_strides(op, layout):
     ours, theirs, arrays = TWINS[op]
     weight = LAYOUTS[layout](theirs(*arrays).detach())
-    for mine, its, x in zip(grads(ours, *arrays, weight=weight), grads(theirs, *arrays, weight=weight), arrays, strict=True):
+    for mine, its, x in zip(
+        grads(ours, *arrays, weight=weight), grads(theirs, *arrays, weight=weight), arrays, strict=True
+    ):
         torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-12)
         assert mine.data_ptr() != x.data_ptr() and mine.dtype == x.dtype and mine.is_contiguous()
 
@@ -91,7 +95,10 @@ def test_backends_of_other_frameworks_differentiate_torch_tensors(backend):
     if backend == "pallas":
         pytest.importorskip("jax", reason="jax is not installed")
     x = f64(3, 4).detach().float().requires_grad_()
-    got, want = grads(pk.op("softmax", backend=backend), x, weight=x.detach()), grads(lambda x: torch.softmax(x, -1), x, weight=x.detach())
+    got, want = (
+        grads(pk.op("softmax", backend=backend), x, weight=x.detach()),
+        grads(lambda x: torch.softmax(x, -1), x, weight=x.detach()),
+    )
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
@@ -124,7 +131,12 @@ def test_the_user_gets_what_was_asked_for():
     attention = pk.op("attention", backend="reference")
     assert isinstance(attention(q, k, v), torch.Tensor)
     o, lse = attention(q, k, v, return_lse=True)
-    assert o.requires_grad and lse.requires_grad and o.grad_fn is lse.grad_fn and type(o.grad_fn).__name__ == "attentionBackward"
+    assert (
+        o.requires_grad
+        and lse.requires_grad
+        and o.grad_fn is lse.grad_fn
+        and type(o.grad_fn).__name__ == "attentionBackward"
+    )
     alone = torch.autograd.grad(lse.sum(), (q, k, v), retain_graph=True)
     assert not alone[2].any() and alone[0].any()
 
@@ -177,7 +189,10 @@ def test_second_order_is_refused_when_somebody_differentiates_twice():
     x = f64(3)
     g = torch.autograd.grad(pk.op("softmax", backend="reference")(x).pow(2).sum(), x, create_graph=True)[0]
     assert g.requires_grad
-    with pytest.raises(pk.UnsupportedError, match="softmax: second-order gradients are not given: softmax_vjp is what computes the first"):
+    with pytest.raises(
+        pk.UnsupportedError,
+        match="softmax: second-order gradients are not given: softmax_vjp is what computes the first",
+    ):
         g.pow(2).sum().backward()
     with pytest.raises(pk.UnsupportedError, match="softmax_vjp: y requires grad, and softmax_vjp is a gradient itself"):
         pk.op("softmax_vjp", backend="reference")(x, x)
@@ -210,8 +225,14 @@ def test_autocast_follows_torch():
     x = torch.randn(4, 4, requires_grad=True)
     q = torch.randn(1, 3, 2, 4, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        low = [pk.op("matmul", backend="reference")(x, x.bfloat16()), pk.op("attention", backend="reference")(q, q, v=q)]
-        full = [pk.op("softmax", backend="reference")(x.bfloat16()), pk.op("layernorm", backend="reference")(x.bfloat16(), x[0])]
+        low = [
+            pk.op("matmul", backend="reference")(x, x.bfloat16()),
+            pk.op("attention", backend="reference")(q, q, v=q),
+        ]
+        full = [
+            pk.op("softmax", backend="reference")(x.bfloat16()),
+            pk.op("layernorm", backend="reference")(x.bfloat16(), x[0]),
+        ]
         wide = pk.op("matmul", backend="reference")(x.double(), x.double())
         with torch.autocast("cpu", enabled=False):
             assert pk.op("matmul", backend="reference")(x, x).dtype == torch.float32
@@ -253,14 +274,18 @@ def pair(monkeypatch):
         """d_x = norm d_y + 2 x (x . d_y)."""
 
     find = registry.find_spec
-    monkeypatch.setattr(registry, "find_spec", lambda name: {"pair": pair, "pair_vjp": pair_vjp}.get(name) or find(name))
+    monkeypatch.setattr(
+        registry, "find_spec", lambda name: {"pair": pair, "pair_vjp": pair_vjp}.get(name) or find(name)
+    )
     backend = pk.Backend("own", framework="torch")
 
     @backend.implements("pair")
     def _pair(call, tiling):
         x, shift = call.arrays["x"], call.arrays["shift"]
         norm = (x * x).sum(-1)
-        return x * norm[..., None] + (0 if shift is None else shift), norm.to(torch.float64 if call.dtype == "float64" else torch.float32)
+        return x * norm[..., None] + (0 if shift is None else shift), norm.to(
+            torch.float64 if call.dtype == "float64" else torch.float32
+        )
 
     def _vjp(call, tiling):
         x, norm, d_y = (call.arrays[n] for n in ("x", "norm", "d_y"))
@@ -277,7 +302,9 @@ def pair(monkeypatch):
 def test_a_third_party_s_gradient(pair):
     op, x = pair(), f64(2, 3)
     assert torch.autograd.gradcheck(lambda x: op(x).y, x)
-    torch.testing.assert_close(torch.func.vmap(torch.func.grad(lambda x: op(x).y.sum()))(x.detach()), grads(lambda x: op(x).y, x)[0])
+    torch.testing.assert_close(
+        torch.func.vmap(torch.func.grad(lambda x: op(x).y.sum()))(x.detach()), grads(lambda x: op(x).y, x)[0]
+    )
     with pytest.raises(pk.UnsupportedError, match="pair: pair_vjp takes no cotangent of norm; detach norm"):
         op(x).norm.sum().backward()
 
@@ -290,7 +317,10 @@ def test_a_cotangent_that_must_be_there_is_zeros(pair):
 
 def test_what_has_no_gradient_is_refused_at_the_call(pair):
     op, x, shift = pair(), f64(2, 3), f64(3)
-    with pytest.raises(pk.UnsupportedError, match=r"pair: shift requires grad, and .*no gradient with respect to shift, only to x; .* pass shift.detach\(\)"):
+    with pytest.raises(
+        pk.UnsupportedError,
+        match=r"pair: shift requires grad, and .*no gradient with respect to shift, only to x; .* pass shift.detach\(\)",
+    ):
         op(x.detach(), shift)
     op(x, shift.detach())
     with torch.no_grad():
@@ -300,7 +330,10 @@ def test_what_has_no_gradient_is_refused_at_the_call(pair):
 def test_a_backend_without_the_gradient_is_refused_at_the_call(pair):
     op = pair(vjp=False)
     op(f64(2, 3, grad=False))
-    with pytest.raises(pk.UnsupportedError, match="pair: x requires grad, and pair_vjp on cpu: backend 'own' cannot: it has no pair_vjp"):
+    with pytest.raises(
+        pk.UnsupportedError,
+        match="pair: x requires grad, and pair_vjp on cpu: backend 'own' cannot: it has no pair_vjp",
+    ):
         op(f64(2, 3))
 
 
@@ -312,7 +345,10 @@ def test_an_op_without_a_gradient_is_refused_at_the_call_and_may_be_mapped():
     backend = pk.Backend("own", framework="torch")
     backend.implements("double")(lambda call, tiling: (call.arrays["x"] * 2,))
     op = pk.op(double, backend=backend)
-    with pytest.raises(pk.UnsupportedError, match="double: x requires grad, and double has no gradient; cut the graph in front of its inputs"):
+    with pytest.raises(
+        pk.UnsupportedError,
+        match="double: x requires grad, and double has no gradient; cut the graph in front of its inputs",
+    ):
         op(f64(2, 3))
     with pytest.raises(pk.UnsupportedError, match="double: x requires grad"):
         torch.func.grad(lambda x: op(x).sum())(f64(2, 3, grad=False))

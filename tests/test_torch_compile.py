@@ -58,13 +58,22 @@ def test_opcheck(name):
     pytest.importorskip("expecttest", reason="expecttest is not installed, which torch.library.opcheck imports")
     op, arrays, options = PLAIN[name]
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    assert torch.library.opcheck(getattr(OPS, op).default, arrays, options, test_utils=tests) == dict.fromkeys(tests, "SUCCESS")
+    assert torch.library.opcheck(getattr(OPS, op).default, arrays, options, test_utils=tests) == dict.fromkeys(
+        tests, "SUCCESS"
+    )
 
 
 def test_schemas_derive_from_specs():
-    assert str(OPS.softmax.default._schema) == 'portakern::softmax(Tensor x, *, SymInt axis=-1, str wants="", str backend="", str tiling="") -> Tensor y'
+    assert (
+        str(OPS.softmax.default._schema)
+        == 'portakern::softmax(Tensor x, *, SymInt axis=-1, str wants="", str backend="", str tiling="") -> Tensor y'
+    )
     attention = str(OPS.attention.default._schema)
-    assert "Tensor? bias=None" in attention and "SymInt[]? window=None" in attention and attention.endswith("-> (Tensor o, Tensor lse)")
+    assert (
+        "Tensor? bias=None" in attention
+        and "SymInt[]? window=None" in attention
+        and attention.endswith("-> (Tensor o, Tensor lse)")
+    )
 
 
 def test_unwanted_outputs_are_empty_tensors_and_wants_names_outputs():
@@ -82,19 +91,31 @@ def test_gradcheck_of_the_custom_ops(name):
     options = {k: v for k, v in options.items() if k != "out_dtype"}
     wanted = 1 if name == "attention" else None
     f = lambda *given: getattr(OPS, op)(*given, **options)  # noqa: E731
-    assert torch.autograd.gradcheck(lambda *given: f(*given)[:wanted] if wanted else f(*given), arrays, fast_mode=True, check_batched_grad=name == "softmax")
+    assert torch.autograd.gradcheck(
+        lambda *given: f(*given)[:wanted] if wanted else f(*given),
+        arrays,
+        fast_mode=True,
+        check_batched_grad=name == "softmax",
+    )
 
 
 def test_torch_func_sees_through_custom_ops():
     x = f64(2, 3, grad=False)
     loss = lambda f: lambda x: f(x).pow(2).sum()  # noqa: E731
-    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss(OPS.softmax)))(x), torch.func.grad(loss(lambda x: torch.softmax(x, -1)))(x))
+    torch.testing.assert_close(
+        torch.func.vmap(torch.func.grad(loss(OPS.softmax)))(x), torch.func.grad(loss(lambda x: torch.softmax(x, -1)))(x)
+    )
     torch.testing.assert_close(torch.func.jacrev(OPS.softmax)(x), torch.func.jacrev(lambda x: torch.softmax(x, -1))(x))
     q, k, v = (torch.stack([a, 2 * a]).detach() for a in QKV)
-    torch.testing.assert_close(torch.func.vmap(OPS.attention)(q, k, v)[0], loop(lambda *a: OPS.attention(*a)[0], (0, 0, 0), (q, k, v)))
+    torch.testing.assert_close(
+        torch.func.vmap(OPS.attention)(q, k, v)[0], loop(lambda *a: OPS.attention(*a)[0], (0, 0, 0), (q, k, v))
+    )
     with pytest.raises(pk.UnsupportedError, match="softmax: second-order gradients"):
         torch.func.grad(lambda x: torch.func.grad(loss(OPS.softmax))(x).sum())(x)
-    for what in (lambda: torch.func.jvp(OPS.softmax, (x,), (x,)), lambda: torch.func.jvp(torch.func.grad(loss(OPS.softmax)), (x,), (x,))):
+    for what in (
+        lambda: torch.func.jvp(OPS.softmax, (x,), (x,)),
+        lambda: torch.func.jvp(torch.func.grad(loss(OPS.softmax)), (x,), (x,)),
+    ):
         with pytest.raises(pk.UnsupportedError, match="softmax: forward-mode"):
             what()
 
@@ -111,7 +132,9 @@ def layer(x, weight, bias, w1, w2, backend):
     """Every op once, with options, in a row."""
     h = pk.op("layernorm", backend=backend)(x, weight, bias)
     q = pk.op("matmul", backend=backend)(h, w1).unflatten(-1, (2, 4))
-    o, lse = pk.op("attention", backend=backend)(q, q[:, :, :1], q[:, :, 1:], is_causal=True, window=(2, None), return_lse=True)
+    o, lse = pk.op("attention", backend=backend)(
+        q, q[:, :, :1], q[:, :, 1:], is_causal=True, window=(2, None), return_lse=True
+    )
     return pk.op("softmax", backend=backend)(o.flatten(2) @ w2, axis=1) + lse.sum()
 
 
@@ -143,10 +166,17 @@ def test_the_graph_holds_the_ops_and_the_residuals_only_when_training():
     attention = pk.op("attention", backend="triton", tiling={"block_q": 16})
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, inference_compiler=keep)
     compiled(attention, backend=backend)(*(x.detach() for x in QKV))
-    assert "portakern.attention.default" in graphs[0].code and "attention_vjp" not in graphs[0].code and "o,lse" not in graphs[0].code
+    assert (
+        "portakern.attention.default" in graphs[0].code
+        and "attention_vjp" not in graphs[0].code
+        and "o,lse" not in graphs[0].code
+    )
     compiled(attention, backend=backend)(*QKV).sum().backward()
     assert "wants = 'o,lse', backend = 'triton', tiling = 'block_q=16'" in graphs[1].code
-    assert "portakern.attention_vjp.default" in graphs[2].code and "wants = 'd_q,d_k,d_v', backend = 'triton', tiling = 'block_q=16'" in graphs[2].code
+    assert (
+        "portakern.attention_vjp.default" in graphs[2].code
+        and "wants = 'd_q,d_k,d_v', backend = 'triton', tiling = 'block_q=16'" in graphs[2].code
+    )
 
 
 def test_one_compilation_serves_layers_with_an_op_each_and_dynamic_sizes():
@@ -163,7 +193,9 @@ def test_one_compilation_serves_layers_with_an_op_each_and_dynamic_sizes():
     run = torch.compile(Layer.forward, backend=counter, fullgraph=True, dynamic=True)
     for one in (first, second):
         for n in (3, 4, 5):
-            torch.testing.assert_close(run(one, f64(n, n + 1, grad=False)), torch.softmax(f64(n, n + 1, grad=False), -1) + 1)
+            torch.testing.assert_close(
+                run(one, f64(n, n + 1, grad=False)), torch.softmax(f64(n, n + 1, grad=False), -1) + 1
+            )
     assert counter.frame_count == 1
 
 
@@ -194,14 +226,29 @@ def test_autocast_inside_and_outside_compile():
 
 WRONG = {
     "an axis": (lambda x: pk.op("softmax")(x, axis=5), r"softmax: axis is 5; expected an integer from -2 to 1"),
-    "an option's name": (lambda x: pk.op("softmax")(x, axs=0), r"softmax\(\) got an unexpected keyword argument 'axs'; arrays: x; keyword options: axis"),
+    "an option's name": (
+        lambda x: pk.op("softmax")(x, axs=0),
+        r"softmax\(\) got an unexpected keyword argument 'axs'; arrays: x; keyword options: axis",
+    ),
     "a missing array": (lambda x: pk.op("matmul")(x), r"matmul\(\) missing a required argument: 'b'; arrays: a, b"),
-    "an option's value": (lambda x: pk.op("matmul")(x, x, precision="bf16"), r"precision is 'bf16'; expected one of 'ieee', 'tf32'"),
-    "dtypes": (lambda x: pk.op("matmul")(x, x.float()), r"matmul: b is float32 but a is float64; expected float64: cast one of them"),
+    "an option's value": (
+        lambda x: pk.op("matmul")(x, x, precision="bf16"),
+        r"precision is 'bf16'; expected one of 'ieee', 'tf32'",
+    ),
+    "dtypes": (
+        lambda x: pk.op("matmul")(x, x.float()),
+        r"matmul: b is float32 but a is float64; expected float64: cast one of them",
+    ),
     "shapes": (lambda x: pk.op("matmul")(x, x), r"b axis -2 \(k\) is 2; expected 3, as set by a axis -1"),
-    "a window": (lambda x: pk.op("attention")(x[None, None], x[None, None], x[None, None], window=(1, 2, 3)), r"window is \(1, 2, 3\); expected a tuple of 2"),
+    "a window": (
+        lambda x: pk.op("attention")(x[None, None], x[None, None], x[None, None], window=(1, 2, 3)),
+        r"window is \(1, 2, 3\); expected a tuple of 2",
+    ),
     "an op": (lambda x: pk.op("conv")(x), r"op 'conv' is unknown; expected one of"),
-    "a tile": (lambda x: pk.op("softmax", tiling={"block_n": 100})(x), r"tiling\['block_n'\] is 100; expected one of 128"),
+    "a tile": (
+        lambda x: pk.op("softmax", tiling={"block_n": 100})(x),
+        r"tiling\['block_n'\] is 100; expected one of 128",
+    ),
 }
 
 
@@ -215,18 +262,37 @@ def test_wrong_calls_say_what_is_wrong(name):
 def test_options_in_every_spelling():
     q, k, v = QKV
     attention = pk.op("attention", backend="reference")
-    for options in ({"window": [1, 0]}, {"window": (None, 2)}, {"window": None, "scale": 2}, {"softcap": 3.0, "is_causal": True}):
+    for options in (
+        {"window": [1, 0]},
+        {"window": (None, 2)},
+        {"window": None, "scale": 2},
+        {"softcap": 3.0, "is_causal": True},
+    ):
         assert torch.equal(compiled(functools.partial(attention, **options))(q, k, v), attention(q, k, v, **options))
     masked = lambda *a: attention(*a, *IDS).sum()  # noqa: E731
     given = (*QKV, f64(1, 1, 1, 4))
-    assert all(map(torch.equal, torch.autograd.grad(compiled(masked)(*given), given), torch.autograd.grad(masked(*given), given)))
+    assert all(
+        map(
+            torch.equal,
+            torch.autograd.grad(compiled(masked)(*given), given),
+            torch.autograd.grad(masked(*given), given),
+        )
+    )
     matmul, x = pk.op("matmul", backend="reference"), f64(3, 3)
     for dtype in (torch.float16, "bfloat16", None):
-        assert compiled(lambda x, dtype=dtype: matmul(x, b=x, out_dtype=dtype))(x).dtype == matmul(x, x, out_dtype=dtype).dtype
+        assert (
+            compiled(lambda x, dtype=dtype: matmul(x, b=x, out_dtype=dtype))(x).dtype
+            == matmul(x, x, out_dtype=dtype).dtype
+        )
     vjp = pk.op("layernorm_vjp", backend="reference")
     given = f64(2, 3, grad=False), f64(2, 3, grad=False), f64(3, grad=False)
     got = compiled(lambda *a: vjp(*a, wants=("d_weight",)))(*given)
-    assert type(got) is vjp.spec.result and got.d_x is None and got.d_bias is None and torch.equal(got.d_weight, vjp(*given).d_weight)
+    assert (
+        type(got) is vjp.spec.result
+        and got.d_x is None
+        and got.d_bias is None
+        and torch.equal(got.d_weight, vjp(*given).d_weight)
+    )
     assert compiled(lambda *a: vjp(*a))(*given).d_bias is None
 
 
@@ -236,7 +302,10 @@ def test_backends_that_nobody_registered():
         b.implements("softmax")(lambda call, tiling, n=n: (torch.full_like(call.arrays["x"], n),))
         op = pk.op("softmax", backend=b)
         assert torch.equal(compiled(op)(torch.ones(3)), torch.full((3,), float(n)))
-        with pytest.raises(Exception, match="softmax: x requires grad, and softmax_vjp on cpu: backend 'mine' cannot: it has no softmax_vjp"):
+        with pytest.raises(
+            Exception,
+            match="softmax: x requires grad, and softmax_vjp on cpu: backend 'mine' cannot: it has no softmax_vjp",
+        ):
             compiled(op)(torch.ones(3, requires_grad=True))
 
 

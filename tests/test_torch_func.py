@@ -48,7 +48,11 @@ def test_vmap_and_per_sample_gradients(name, caplog):
     caplog.set_level(logging.INFO, "portakern")
     call = pk.op(op, backend="reference")
     f = lambda *given: call(*given, **options)  # noqa: E731
-    seen = served(lambda: torch.testing.assert_close(torch.func.vmap(f, in_dims)(*arrays), loop(f, in_dims, arrays), rtol=1e-13, atol=1e-13))
+    seen = served(
+        lambda: torch.testing.assert_close(
+            torch.func.vmap(f, in_dims)(*arrays), loop(f, in_dims, arrays), rtol=1e-13, atol=1e-13
+        )
+    )
     n = next(a.shape[d] for a, d in zip(arrays, in_dims, strict=True) if d is not None)
     assert len(seen) == n + (1 if folds else n)
     assert ("runs sample by sample" in caplog.text) is not folds
@@ -64,18 +68,24 @@ def test_a_loop_over_samples_is_said_once(caplog):
     for _ in range(2):
         g(f64(4, grad=False), f64(2, 3, 4, grad=False))
     said = [r for r in caplog.records if "torch.vmap over" in r.message]
-    assert len(said) == 1 and said[0].levelno == logging.INFO and "layernorm_vjp runs sample by sample" in said[0].message
+    assert (
+        len(said) == 1 and said[0].levelno == logging.INFO and "layernorm_vjp runs sample by sample" in said[0].message
+    )
 
 
 def test_maps_nest_and_jacobians_follow():
     x = f64(2, 3, 4, grad=False)
     softmax = pk.op("softmax", backend="triton")
     torch.testing.assert_close(torch.func.vmap(torch.func.vmap(softmax))(x), torch.softmax(x, -1))
-    torch.testing.assert_close(torch.func.jacrev(softmax)(x[0]), torch.func.jacrev(lambda x: torch.softmax(x, -1))(x[0]))
+    torch.testing.assert_close(
+        torch.func.jacrev(softmax)(x[0]), torch.func.jacrev(lambda x: torch.softmax(x, -1))(x[0])
+    )
     _, pullback = torch.func.vjp(softmax, x)
     torch.testing.assert_close(pullback(x)[0], torch.func.vjp(lambda x: torch.softmax(x, -1), x)[1](x)[0])
     leaf = x[0].detach().requires_grad_()
-    batched = torch.autograd.grad(softmax(leaf), leaf, torch.eye(12, dtype=torch.float64).view(12, 3, 4), is_grads_batched=True)[0]
+    batched = torch.autograd.grad(
+        softmax(leaf), leaf, torch.eye(12, dtype=torch.float64).view(12, 3, 4), is_grads_batched=True
+    )[0]
     torch.testing.assert_close(batched.view(3, 4, 3, 4), torch.func.jacrev(softmax)(leaf.detach()))
 
 
@@ -86,7 +96,10 @@ def test_maps_nest_and_jacobians_follow():
     lambda f, x: torch.func.jvp(torch.func.grad(lambda x: f(x).sum()), (x,), (x,)),
 ])  # fmt: skip
 def test_forward_mode_is_refused(what):
-    with pytest.raises(pk.UnsupportedError, match=r"softmax: forward-mode derivatives \(jvp, jacfwd, hessian\) are not given; use reverse mode"):
+    with pytest.raises(
+        pk.UnsupportedError,
+        match=r"softmax: forward-mode derivatives \(jvp, jacfwd, hessian\) are not given; use reverse mode",
+    ):
         what(pk.op("softmax", backend="reference"), f64(3, grad=False))
 
 

@@ -37,9 +37,19 @@ def samples():
 
 def run(f, sample):
     """The result and the gradients of everything that requires one."""
-    tensors = [x for x in (sample.input, *sample.args, *sample.kwargs.values()) if isinstance(x, torch.Tensor) and x.requires_grad]
+    tensors = [
+        x
+        for x in (sample.input, *sample.args, *sample.kwargs.values())
+        if isinstance(x, torch.Tensor) and x.requires_grad
+    ]
     out = f(sample.input, *sample.args, **sample.kwargs)
-    grads = torch.autograd.grad(out, tensors, torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape), allow_unused=True) if tensors else ()
+    grads = (
+        torch.autograd.grad(
+            out, tensors, torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape), allow_unused=True
+        )
+        if tensors
+        else ()
+    )
     return [out, *(g for g in grads if g is not None)]
 
 
@@ -54,16 +64,26 @@ def test_pytorchs_own_samples_run_and_are_right_or_refused_for_a_known_reason():
             assert reason, f"{info.name} {info.variant_test_name} sample {i}: {e}"
             refused[info.name, REFUSED[reason]] += 1
             continue
-        exact = run(info.op, sample.transform(lambda x: x.detach().double().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x))
+        exact = run(
+            info.op,
+            sample.transform(
+                lambda x: x.detach().double().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+            ),
+        )
         for a, b, e in zip(got, run(info.op, sample), exact, strict=True):
             assert a.dtype == b.dtype and a.shape == b.shape, (info.name, i)
-            torch.testing.assert_close(a.double(), e.double(), rtol=1e-5, atol=1e-5, msg=lambda m, n=info.name, i=i: f"{n} sample {i}: {m}")
+            torch.testing.assert_close(
+                a.double(), e.double(), rtol=1e-5, atol=1e-5, msg=lambda m, n=info.name, i=i: f"{n} sample {i}: {m}"
+            )
         ran[info.name] += 1
     first_three = [n for n in SAMPLED if "attention" not in n]
     total = sum(ran[n] for n in first_three)
     assert total / (total + sum(c for (n, _), c in refused.items() if n in first_three)) >= 0.9, (ran, refused)
     attention = "nn.functional.scaled_dot_product_attention"
-    assert ran[attention] >= 13 and {why for n, why in refused if n == attention} == {"dropout is refused"}, (ran, refused)
+    assert ran[attention] >= 13 and {why for n, why in refused if n == attention} == {"dropout is refused"}, (
+        ran,
+        refused,
+    )
 
 
 SHAPES = [
@@ -83,10 +103,19 @@ def test_attention(q_shape, k_shape, backend):
     q, k, v = torch.randn(q_shape), torch.randn(k_shape), torch.randn(k_shape)
     lead = torch.broadcast_shapes(q_shape[:-2], k_shape[:-2])
     full = (*lead, q_shape[-2], k_shape[-2])
-    masks = [None, torch.rand(full[-2:]) < 0.7, torch.rand(full) < 0.5, torch.randn(*full[:-2], 1, full[-1]), torch.randn(full[-2], 1)]
+    masks = [
+        None,
+        torch.rand(full[-2:]) < 0.7,
+        torch.rand(full) < 0.5,
+        torch.randn(*full[:-2], 1, full[-1]),
+        torch.randn(full[-2], 1),
+    ]
     for given in [{"is_causal": True}, {"scale": 0.2}, *({"attn_mask": m} for m in masks)]:
         torch.testing.assert_close(
-            twin.scaled_dot_product_attention(q, k, v, **given, backend=backend), F.scaled_dot_product_attention(q, k, v, **given), rtol=2e-5, atol=2e-5
+            twin.scaled_dot_product_attention(q, k, v, **given, backend=backend),
+            F.scaled_dot_product_attention(q, k, v, **given),
+            rtol=2e-5,
+            atol=2e-5,
         )
 
 
@@ -113,7 +142,9 @@ def test_refusals_name_the_argument():
     q = torch.randn(1, 2, 3, 8)
     for message, call in {
         "dropout_p is 0.1; expected 0.0": lambda: twin.scaled_dot_product_attention(q, q, q, dropout_p=0.1),
-        "exclude each other": lambda: twin.scaled_dot_product_attention(q, q, q, torch.ones(3, 3, dtype=torch.bool), is_causal=True),
+        "exclude each other": lambda: twin.scaled_dot_product_attention(
+            q, q, q, torch.ones(3, 3, dtype=torch.bool), is_causal=True
+        ),
         r"attn_mask has shape \(4, 3\)": lambda: twin.scaled_dot_product_attention(q, q, q, torch.ones(4, 3)),
         "or enable_gqa=True": lambda: twin.scaled_dot_product_attention(torch.randn(1, 4, 3, 8), q, q),
         "to divide query's": lambda: twin.scaled_dot_product_attention(torch.randn(1, 3, 3, 8), q, q, enable_gqa=True),
@@ -141,13 +172,23 @@ def test_signatures_are_those_of_torch():
     assert list(inspect.signature(twin.layer_norm).parameters)[:-1] == list(inspect.signature(F.layer_norm).parameters)
     assert list(inspect.signature(twin.rms_norm).parameters)[:-1] == list(inspect.signature(F.rms_norm).parameters)
     for name in ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"):
-        assert name in inspect.signature(twin.scaled_dot_product_attention).parameters and name in F.scaled_dot_product_attention.__doc__
+        assert (
+            name in inspect.signature(twin.scaled_dot_product_attention).parameters
+            and name in F.scaled_dot_product_attention.__doc__
+        )
 
 
 def test_rms_norm_without_eps_takes_that_of_the_dtype_it_computes_in():
-    for dtype, eps in ((torch.float64, torch.float64), (torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float16, torch.float32)):
+    for dtype, eps in (
+        (torch.float64, torch.float64),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+    ):
         x = torch.full((2, 8), 1e-3, dtype=dtype)
-        torch.testing.assert_close(twin.rms_norm(x, [8], backend="reference"), F.rms_norm(x, [8], eps=torch.finfo(eps).eps))
+        torch.testing.assert_close(
+            twin.rms_norm(x, [8], backend="reference"), F.rms_norm(x, [8], eps=torch.finfo(eps).eps)
+        )
 
 
 def test_a_module_swapped_runs_on_rmsnorm():

@@ -14,7 +14,17 @@ from portakern.tolerance import compare
 from tests.simulated import truncate
 from tests.simulated_vjp import BATCHES, CASES, DTYPES, SIMS, VARIANTS, draw, pick, sim_matmul_vjp
 
-REGIMES = ("normal", "wide", "integers", "spikes", "constant", "large_mean", "subnormal", "near_overflow", "very_negative")
+REGIMES = (
+    "normal",
+    "wide",
+    "integers",
+    "spikes",
+    "constant",
+    "large_mean",
+    "subnormal",
+    "near_overflow",
+    "very_negative",
+)
 BF16 = numpy_dtype("bfloat16")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -39,13 +49,19 @@ def examine_as(name, arrays, got, options=None, regime="normal", store=lambda y,
     """Output name -> what the statistics say of ``got``, the gradients before they are stored."""
     call = op(name).bind(*arrays, **(options or {}))
     refs, wide = oracle(call), as_float64(call)
-    stored = [store(y, dtype) if dtype != "float32" else y for y, (_, dtype) in zip(got, call.outputs.values(), strict=True) if y is not None]
+    stored = [
+        store(y, dtype) if dtype != "float32" else y
+        for y, (_, dtype) in zip(got, call.outputs.values(), strict=True)
+        if y is not None
+    ]
     return examine(wide, stored, refs, call.spec.bound(wide, refs), regime)
 
 
 def evidence(name, arrays, options, regime="normal", store=None, **faults):
     """The same of a simulated kernel."""
-    return examine_as(name, arrays, SIMS[name](*arrays, **options, **faults), options, regime, **({"store": store} if store else {}))
+    return examine_as(
+        name, arrays, SIMS[name](*arrays, **options, **faults), options, regime, **({"store": store} if store else {})
+    )
 
 
 # --- the oracles ---
@@ -146,7 +162,10 @@ def test_only_wanted_gradients_are_computed():
         call = op("layernorm_vjp").bind(x, x, x[0], x[1], wants=wants)
         ref = oracle(call)
         for got in (ref, *(f(as_float64(call), ref) for f in (call.spec.bound, call.spec.spread))):
-            assert tuple(name for name, g in zip(("d_x", "d_weight", "d_bias"), got, strict=True) if g is not None) == wants
+            assert (
+                tuple(name for name, g in zip(("d_x", "d_weight", "d_bias"), got, strict=True) if g is not None)
+                == wants
+            )
 
 
 def test_what_nan_and_inf_reach():
@@ -155,9 +174,18 @@ def test_what_nan_and_inf_reach():
     bad = x.copy()
     bad[1, 2] = np.inf
     d_x, d_weight, d_bias = oracle(op("layernorm_vjp").bind(bad, d_y, weight, weight))
-    assert np.isnan(d_x[1]).all() and np.isnan(d_weight).all() and np.isfinite(d_bias).all() and np.isfinite(np.delete(d_x, 1, 0)).all()
+    assert (
+        np.isnan(d_x[1]).all()
+        and np.isnan(d_weight).all()
+        and np.isfinite(d_bias).all()
+        and np.isfinite(np.delete(d_x, 1, 0)).all()
+    )
     d_x, d_weight = oracle(op("rmsnorm_vjp").bind(bad, d_y, weight))
-    assert np.isnan(d_x[1]).all() and np.flatnonzero(np.isnan(d_weight)).tolist() == [2] and np.isfinite(np.delete(d_x, 1, 0)).all()
+    assert (
+        np.isnan(d_x[1]).all()
+        and np.flatnonzero(np.isnan(d_weight)).tolist() == [2]
+        and np.isfinite(np.delete(d_x, 1, 0)).all()
+    )
     bad = d_y.copy()
     bad[1, 2] = np.nan
     d_x, d_weight, d_bias = oracle(op("layernorm_vjp").bind(x, bad, weight, weight))
@@ -166,7 +194,12 @@ def test_what_nan_and_inf_reach():
     (d_x,) = oracle(op("softmax_vjp").bind(np.full((4, 5), 0.2), bad))
     assert np.isnan(d_x[1]).all() and np.isfinite(np.delete(d_x, 1, 0)).all()
     d_a, d_b = oracle(op("matmul_vjp").bind(rng.standard_normal((4, 3)), rng.standard_normal((3, 5)), bad))
-    assert np.isnan(d_a[1]).all() and np.isfinite(np.delete(d_a, 1, 0)).all() and np.isnan(d_b[:, 2]).all() and np.isfinite(np.delete(d_b, 2, 1)).all()
+    assert (
+        np.isnan(d_a[1]).all()
+        and np.isfinite(np.delete(d_a, 1, 0)).all()
+        and np.isnan(d_b[:, 2]).all()
+        and np.isfinite(np.delete(d_b, 2, 1)).all()
+    )
 
 
 # --- right kernels ---
@@ -221,11 +254,16 @@ def test_typical_errors_of_right_kernels(name, dtype):
     z = {}
     for seed in range(24):
         regime, rng = ("normal", "wide")[seed % 2], np.random.default_rng([seed, 3])
-        (arrays, options), variant = CASES[name](rng, dtype, regime, large=True), pick(rng, [v for v in VARIANTS[name] if "ftz" not in v])
+        (arrays, options), variant = (
+            CASES[name](rng, dtype, regime, large=True),
+            pick(rng, [v for v in VARIANTS[name] if "ftz" not in v]),
+        )
         for output, e in evidence(name, arrays, options, regime, **variant).items():
             assert not e.reasons, (seed, output, variant, e)
             z[output] = max(e.z, z.get(output, 0))
-    assert min(z.values()) >= (0.4 if dtype == "float32" else 0.9), f"sigma is slack: four times less would still pass: {z}"
+    assert min(z.values()) >= (0.4 if dtype == "float32" else 0.9), (
+        f"sigma is slack: four times less would still pass: {z}"
+    )
 
 
 # --- faults ---
@@ -255,7 +293,13 @@ def test_float32_faults_that_a_bound_four_times_as_wide_would_miss(name):
     build, off = NEAR[name]
     for seed in range(4):
         arrays = build(np.random.default_rng(seed))
-        worst = measure(name, arrays, simulate=lambda *a, **o: tuple(y * np.float32(1 + e) for y, e in zip(SIMS[name](*a, **o), off.values(), strict=True)))
+        worst = measure(
+            name,
+            arrays,
+            simulate=lambda *a, **o: tuple(
+                y * np.float32(1 + e) for y, e in zip(SIMS[name](*a, **o), off.values(), strict=True)
+            ),
+        )
         assert worst.keys() == off.keys() and min(worst.values()) > 1 and max(worst.values()) < 4, worst
 
 
@@ -273,10 +317,18 @@ def rmsnorm_arrays(rng, dtype, rows=130, n=40):
 
 
 def matmul_arrays(rng, dtype, batch_a=(3,), batch_b=(), m=40, k=8, n=70):
-    return tuple(draw(rng, s, dtype) for s in ((*batch_a, m, k), (*batch_b, k, n), (*np.broadcast_shapes(batch_a, batch_b), m, n)))
+    return tuple(
+        draw(rng, s, dtype)
+        for s in ((*batch_a, m, k), (*batch_b, k, n), (*np.broadcast_shapes(batch_a, batch_b), m, n))
+    )
 
 
-ARRAYS = {"softmax_vjp": softmax_arrays, "layernorm_vjp": layernorm_arrays, "rmsnorm_vjp": rmsnorm_arrays, "matmul_vjp": matmul_arrays}
+ARRAYS = {
+    "softmax_vjp": softmax_arrays,
+    "layernorm_vjp": layernorm_arrays,
+    "rmsnorm_vjp": rmsnorm_arrays,
+    "matmul_vjp": matmul_arrays,
+}
 FAULTS = {
     "Delta without the last tile": ("softmax_vjp", {"tail": False, "block": 128}, "d_x"),
     "Delta kept in bfloat16": ("softmax_vjp", {"low": BF16}, "d_x"),
@@ -316,7 +368,11 @@ def test_raw_moments_break_the_bound():
         xh = (x - x.mean(1, keepdims=True)) * r
         return r * (d_y - d_y.mean(1, keepdims=True) - xh * (d_y * xh).mean(1, keepdims=True)), None, None
 
-    assert max(measure("layernorm_vjp", (x, d_y)).values()) <= 1 < max(measure("layernorm_vjp", (x, d_y), simulate=moments).values())
+    assert (
+        max(measure("layernorm_vjp", (x, d_y)).values())
+        <= 1
+        < max(measure("layernorm_vjp", (x, d_y), simulate=moments).values())
+    )
 
 
 HIDING = {
@@ -356,7 +412,9 @@ def test_what_has_to_be_exact():
     a, b, d_c = (draw(rng, s, "bfloat16", "integers") for s in ((3, 8, 5), (5, 6), (3, 8, 6)))
     assert exact_share("matmul_vjp", (a, b, d_c)) == [1, 1]
     wide = np.full((3, 8, 6), 2.0**11 + 1, np.float32)  # 12 significant bits
-    assert exact_share("matmul_vjp", (a, b, wide)) == [1, 1] and exact_share("matmul_vjp", (a, b, wide), precision="tf32") == [0, 0]
+    assert exact_share("matmul_vjp", (a, b, wide)) == [1, 1] and exact_share(
+        "matmul_vjp", (a, b, wide), precision="tf32"
+    ) == [0, 0]
     assert exact_share("matmul_vjp", (a, b, wide * 2**12)) == [0, 0]  # sums beyond 2^24
     d_y = draw(rng, (600, 5), "float32", "integers")
     d_y[3, 1], d_y[4, 2] = 0.5, np.nan
@@ -371,7 +429,11 @@ def test_inexact_integers_are_found():
     rounded_first = (arrays[0], b, d_c.astype(BF16))
     for fault in ({"low": BF16}, {"cut": True}):
         assert not any(e.reasons for e in evidence("matmul_vjp", arrays, {}, "integers").values())
-        assert any("not exact" in r for e in evidence("matmul_vjp", arrays, {}, "integers", **fault).values() for r in e.reasons), fault
+        assert any(
+            "not exact" in r
+            for e in evidence("matmul_vjp", arrays, {}, "integers", **fault).values()
+            for r in e.reasons
+        ), fault
     found = examine_as("matmul_vjp", arrays, sim_matmul_vjp(*rounded_first))
     assert any("not exact" in r for e in found.values() for r in e.reasons)
     arrays = tuple(draw(rng, s, "float32", "integers") for s in ((300, 5), (300, 5), 5, 5))
@@ -384,12 +446,16 @@ def test_products_are_taken_in_the_dtype_that_holds_both(dtypes, product):
     from portakern.specs.matmul_vjp import folded, product_dtype
 
     rng = np.random.default_rng(0)
-    a, b, d_c = (draw(rng, s, d) for s, d in (((2, 1, 4, 3), dtypes[0]), ((5, 3, 6), dtypes[0]), ((2, 5, 4, 6), dtypes[1])))
+    a, b, d_c = (
+        draw(rng, s, d) for s, d in (((2, 1, 4, 3), dtypes[0]), ((5, 3, 6), dtypes[0]), ((2, 5, 4, 6), dtypes[1]))
+    )
     call = op("matmul_vjp").bind(a, b, d_c, precision="tf32")
     wide = as_float64(call)
     assert product_dtype(call) == product_dtype(wide) == product
     assert [folded(wide, name).dims["k"] for name in ("d_a", "d_b")] == [5 * 6, 2 * 4]
     for name, exact_value in zip(("d_a", "d_b"), oracle(call), strict=True):
         inner = folded(wide, name)
-        np.testing.assert_allclose((inner.arrays["a"] @ inner.arrays["b"]).reshape(exact_value.shape), exact_value, rtol=1e-12)
+        np.testing.assert_allclose(
+            (inner.arrays["a"] @ inner.arrays["b"]).reshape(exact_value.shape), exact_value, rtol=1e-12
+        )
         assert inner.outputs["c"][1] == dtypes[0] and inner.dtype == product

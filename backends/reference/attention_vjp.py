@@ -21,14 +21,21 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray | N
     """
     q, k, v, o, d_o, lse, bias, d_lse = (call.arrays[n] for n in ("q", "k", "v", "o", "d_o", "lse", "bias", "d_lse"))
     scale = 1 / math.sqrt(call.dims["d"]) if call.options["scale"] is None else call.options["scale"]
-    d_q, d_k, d_v, d_bias = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape), None if bias is None else np.zeros(bias.shape)
+    d_q, d_k, d_v, d_bias = (
+        np.zeros(q.shape),
+        np.zeros(k.shape),
+        np.zeros(v.shape),
+        None if bias is None else np.zeros(bias.shape),
+    )
     with np.errstate(all="ignore"):
         for b, h in np.ndindex(lse.shape[:2]):
             kv_head, row = h // call.dims["group"], lse[b, h][:, None]
             s = scores(call, b, h)
             seen = (s != -np.inf) & (row != -np.inf)
             p = np.where(seen, np.exp(s - row), 0.0)
-            delta = (d_o[b, :, h] * o[b, :, h]).sum(-1, keepdims=True) - (0.0 if d_lse is None else d_lse[b, h][:, None])
+            delta = (d_o[b, :, h] * o[b, :, h]).sum(-1, keepdims=True) - (
+                0.0 if d_lse is None else d_lse[b, h][:, None]
+            )
             ds = np.where(seen, p * (d_o[b, :, h] @ v[b, :, kv_head].T - delta), 0.0)
             D = np.where(seen, ds * slope(call, scale, q[b, :, h], k[b, :, kv_head]), 0.0)
             d_q[b, :, h] = scale * weighted_sum(D, seen, k[b, :, kv_head])

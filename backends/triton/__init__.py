@@ -11,5 +11,5 @@ if __name__ != "portakern.backends.triton":
 
 from portakern.registry import Backend
 
-BACKEND = Backend("triton", framework="torch", compiles={"cuda": __name__, "rocm": __name__}, interprets=__name__, compiler=f"{__name__}.compiler", requires=("torch", "triton"), extra="triton",
+BACKEND = Backend("triton", framework="torch", compiles={"cuda": f"{__name__}.gpu", "rocm": f"{__name__}.gpu"}, interprets=f"{__name__}.gpu", compiler=f"{__name__}.compiler", requires=("torch", "triton"), extra="triton",
                   refusals=("float64 is not compiled for GPUs",))  # fmt: skip

@@ -51,7 +51,9 @@ def build(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compil
     sources: dict[str, list[Any]] = {}
     for kernel, args, constexprs in launches:
         source, options = _specialised(kernel, args, constexprs, hardware)
-        sources.setdefault(f"{source.hash()} {sorted((k, str(v)) for k, v in options.items())}", []).append((source, options))
+        sources.setdefault(f"{source.hash()} {sorted((k, str(v)) for k, v in options.items())}", []).append(
+            (source, options)
+        )
     kernels = []
     for same in sources.values():
         source, options = same[0]
@@ -64,17 +66,25 @@ def build(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compil
 def _gpu_target(hardware: Hardware) -> Any:
     from triton.backends.compiler import GPUTarget
 
-    return GPUTarget("cuda", int(hardware.name[3:]), hardware.lanes) if hardware.platform == "cuda" else GPUTarget("hip", hardware.name, hardware.lanes)
+    return (
+        GPUTarget("cuda", int(hardware.name[3:]), hardware.lanes)
+        if hardware.platform == "cuda"
+        else GPUTarget("hip", hardware.name, hardware.lanes)
+    )
 
 
-def _specialised(kernel: Any, args: tuple[Any, ...], constexprs: dict[str, Any], hardware: Hardware) -> tuple[Any, dict[str, Any]]:
+def _specialised(
+    kernel: Any, args: tuple[Any, ...], constexprs: dict[str, Any], hardware: Hardware
+) -> tuple[Any, dict[str, Any]]:
     """The kernel as Triton's own launch would compile it for these arguments, and the compiler's options."""
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import create_function_from_signature
 
     backend = make_backend(_gpu_target(hardware))
     given = {"debug": False, **constexprs}
-    bound, specialization, extra = create_function_from_signature(kernel.signature, kernel.params, backend)(*args, **given)
+    bound, specialization, extra = create_function_from_signature(kernel.signature, kernel.params, backend)(
+        *args, **given
+    )
     options, signature, values, attributes = kernel._pack_args(backend, given, bound, specialization, extra)
     return ASTSource(kernel, signature, values, attributes), dict(options.__dict__)
 
@@ -169,7 +179,9 @@ def _disassembled(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([knobs.nvidia.cuobjdump.path, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "-sass", file.name], capture_output=True, text=True, check=True
+        ).stdout
 
 
 def _text_bytes(elf: bytes) -> int:

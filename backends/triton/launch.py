@@ -36,10 +36,15 @@ log = logging.getLogger("portakern")
 MAX_GRID = 2**31 - 1  # of a grid's first dimension, on NVIDIA and AMD; the others end at 65535, so no kernel uses them
 
 # How Triton's launchers are called: release 3.6 passes what follows the function through *args, later ones name it.
-_GRID, _REST = ["gridX", "gridY", "gridZ", "stream", "function"], ["kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook"]
+_GRID, _REST = (
+    ["gridX", "gridY", "gridZ", "stream", "function"],
+    ["kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook"],
+)
 
 _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
+_current_stream = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
+)
 _launchers: dict[tuple[Any, ...], Callable[..., Handles | None]] = {}
 _warned: set[str] = set()
 _recorder: Callable[..., None] | None = None
@@ -75,7 +80,11 @@ def prepare(kernel: JITFunction[Any], grid: int, *numbers: Any, **constexprs: An
     """
     names = [p.name for p in kernel.params]
     tensors = sum(not p.is_constexpr for p in kernel.params) - len(numbers)
-    values = {p.name: p.default for p in kernel.params if p.has_default} | dict(zip(names[tensors:], numbers, strict=False)) | constexprs
+    values = (
+        {p.name: p.default for p in kernel.params if p.has_default}
+        | dict(zip(names[tensors:], numbers, strict=False))
+        | constexprs
+    )
     make = _preparer(tensors, bool(torch.version.hip))
     prepared: Callable[..., None] = make(kernel, grid, numbers, constexprs, [values[n] for n in names[tensors:]])
     return prepared
@@ -86,7 +95,10 @@ def _preparer(tensors: int, hip: bool) -> Callable[..., Callable[..., None]]:
     """Makes prepared launches on this many tensors; straight-line code, as every one of them is on every call's path."""
     names = [f"t{i}" for i in range(tensors)]
     passed = ", ".join(names)
-    key = ", ".join(f"{n} is None or ({', '.join(_tensor_key(n, hip))})" for n in names) + ", knobs.amd.use_buffer_ops" * hip
+    key = (
+        ", ".join(f"{n} is None or ({', '.join(_tensor_key(n, hip))})" for n in names)
+        + ", knobs.amd.use_buffer_ops" * hip
+    )
     text = f"""
 def make(kernel, grid, numbers, constexprs, rest):
     kept = {{}}
@@ -123,10 +135,14 @@ def recording(recorder: Callable[[JITFunction[Any], tuple[Any, ...], dict[str, A
         _recorder = before
 
 
-def _learn(types: tuple[Any, ...], kernel: JITFunction[Any], args: tuple[Any, ...], constexprs: dict[str, Any]) -> Callable[..., Handles | None]:
+def _learn(
+    types: tuple[Any, ...], kernel: JITFunction[Any], args: tuple[Any, ...], constexprs: dict[str, Any]
+) -> Callable[..., Handles | None]:
     """The function that launches ``kernel`` on arguments of these types; it keeps the kernel alive, and with it the id."""
     try:
-        launcher = write_launcher(kernel, [type(a) for a in args], {n: type(v) for n, v in constexprs.items()}, {}, bool(torch.version.hip))
+        launcher = write_launcher(
+            kernel, [type(a) for a in args], {n: type(v) for n, v in constexprs.items()}, {}, bool(torch.version.hip)
+        )
         _watched(kernel)
     except (_Unexpected, AttributeError) as e:
         _warn(e)
@@ -145,7 +161,10 @@ def _by_triton(kernel: JITFunction[Any]) -> Callable[..., None]:
 def _warn(why: Exception) -> None:
     if str(why) not in _warned:
         _warned.add(str(why))
-        log.warning("portakern: a Triton kernel is launched by Triton's own path each time, right but some 20 us slower: %s", why)
+        log.warning(
+            "portakern: a Triton kernel is launched by Triton's own path each time, right but some 20 us slower: %s",
+            why,
+        )
 
 
 def _watched(kernel: JITFunction[Any]) -> bool:
@@ -165,7 +184,11 @@ def _handles(compiled: Any) -> Handles:
 
 
 def write_launcher(
-    kernel: JITFunction[Any], args: list[type], constexprs: dict[str, type], kept: MutableMapping[Any, Handles], hip: bool
+    kernel: JITFunction[Any],
+    args: list[type],
+    constexprs: dict[str, type],
+    kept: MutableMapping[Any, Handles],
+    hip: bool,
 ) -> Callable[..., Handles | None]:
     """``launcher(grid, *args, **constexprs)`` for arguments of these types; it returns the handles that it found in ``kept``."""
 
@@ -191,7 +214,9 @@ def _widths(*numbers: int) -> tuple[int, ...]:
 
 def _tensor_key(name: str, hip: bool) -> list[str]:
     """What Triton specialises a tensor on."""
-    buffer = [f"{name}.untyped_storage().size() < 2147483648"]  # memory under 2 GiB is reached through buffer instructions
+    buffer = [
+        f"{name}.untyped_storage().size() < 2147483648"
+    ]  # memory under 2 GiB is reached through buffer instructions
     return [f"{name}.dtype", f"not {name}.data_ptr() & 15"] + buffer * hip
 
 
@@ -202,11 +227,17 @@ def _source(kernel: JITFunction[Any], args: list[type], constexprs: dict[str, ty
     by_value = {p.name for p in kernel.params if p.is_constexpr} | (types.keys() - set(names))
     tensors = [n for n, t in types.items() if n not in by_value and issubclass(t, torch.Tensor)]
     numbers = [n for n, t in types.items() if n not in by_value and t is int]
-    odd = [f"{n}: {t.__name__}" for n, t in types.items() if n not in (*tensors, *numbers, *by_value) and t not in (bool, float, type(None))]
+    odd = [
+        f"{n}: {t.__name__}"
+        for n, t in types.items()
+        if n not in (*tensors, *numbers, *by_value) and t not in (bool, float, type(None))
+    ]
     odd += [f"{p.name} (none)" for p in kernel.params if p.name not in types and not p.has_default]
     odd += [str(p) for n, p in kernel.signature.parameters.items() if n.startswith("_") or p.kind is p.VAR_POSITIONAL]
     if odd or not tensors or len(args) > len(names):
-        raise _Unexpected(f"{kernel.__name__} on {len(args)} arguments, {len(tensors)} of them tensors; {', '.join(odd)}")
+        raise _Unexpected(
+            f"{kernel.__name__} on {len(args)} arguments, {len(tensors)} of them tensors; {', '.join(odd)}"
+        )
 
     key = ["_device"]
     for n in tensors:

@@ -87,7 +87,9 @@ def rows_of(axis: int, shape: tuple[int, ...], *strides: tuple[int, ...]) -> Row
     outer, inner = ((1, 1) + extents)[-2:]
     # a single row keeps the stride that it has among others, and with it its layout and its bits
     whole = tuple((*((0, shape[axis] * s[axis]) + step)[-2:], s[axis]) for s, step in zip(strides, steps, strict=True))
-    return Rows(outer * inner, inner, len(extents) < 2, whole, gcd(shape[axis], *(s for step in whole for s in step[:2])))
+    return Rows(
+        outer * inner, inner, len(extents) < 2, whole, gcd(shape[axis], *(s for step in whole for s in step[:2]))
+    )
 
 
 def gathered(x: torch.Tensor, find: Callable[..., Any], *form: Any) -> tuple[torch.Tensor, Any]:

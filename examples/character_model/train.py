@@ -52,7 +52,12 @@ class Layer(nn.Module):
     def __init__(self, ops: Ops) -> None:
         super().__init__()
         self.ops = ops
-        shapes = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+        shapes = {
+            "qkv": (WIDTH, 3 * WIDTH),
+            "out": (WIDTH, WIDTH),
+            "up": (WIDTH, 4 * WIDTH),
+            "down": (4 * WIDTH, WIDTH),
+        }
         self.weights = nn.ParameterDict({n: nn.Parameter(torch.randn(s) / math.sqrt(s[0])) for n, s in shapes.items()})
         self.norms = nn.ParameterList([nn.Parameter(torch.ones(WIDTH)) for _ in range(2)])
 
@@ -114,10 +119,20 @@ def compare(curves: dict[str, list[list[float]]]) -> dict[str, Any]:
     """Mean final losses, and their difference in standard errors."""
     ends = {who: [final(c) for c in runs] for who, runs in curves.items()}
     means = {who: statistics.mean(e) for who, e in ends.items()}
-    error = math.sqrt(sum(statistics.variance(e) / len(e) for e in ends.values())) if all(len(e) > 1 for e in ends.values()) else math.nan
+    error = (
+        math.sqrt(sum(statistics.variance(e) / len(e) for e in ends.values()))
+        if all(len(e) > 1 for e in ends.values())
+        else math.nan
+    )
     difference = means["portakern"] - means["torch"]
     ratio = abs(difference) / error if error else math.nan
-    return {"final": ends, "mean": means, "standard_error": error, "difference": difference, "in_standard_errors": ratio}
+    return {
+        "final": ends,
+        "mean": means,
+        "standard_error": error,
+        "difference": difference,
+        "in_standard_errors": ratio,
+    }
 
 
 def draw_plot(curves: dict[str, list[list[float]]], path: Path) -> None:
@@ -136,8 +151,17 @@ def draw_plot(curves: dict[str, list[list[float]]], path: Path) -> None:
         for i, run in enumerate(curves[who]):
             left.plot(smooth(run), color=f"C{i}", label=who if i == 0 else None, **style)
     for i, (mine, theirs) in enumerate(zip(curves["portakern"], curves["torch"], strict=True)):
-        right.plot([a - b for a, b in zip(smooth(mine), smooth(theirs), strict=True)], color=f"C{i}", linewidth=1, label=f"seed {i}")
-    left.set(xlabel="step", ylabel="cross entropy (nats a character)", title="On portakern's ops (wide) and PyTorch's own (dashed)")
+        right.plot(
+            [a - b for a, b in zip(smooth(mine), smooth(theirs), strict=True)],
+            color=f"C{i}",
+            linewidth=1,
+            label=f"seed {i}",
+        )
+    left.set(
+        xlabel="step",
+        ylabel="cross entropy (nats a character)",
+        title="On portakern's ops (wide) and PyTorch's own (dashed)",
+    )
     right.set(xlabel="step", ylabel="portakern - torch", title="The difference, seed by seed")
     for axes in (left, right):
         axes.legend()
@@ -153,7 +177,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="where to write the result")
-    parser.add_argument("--draw", type=Path, nargs=2, metavar=("JSON", "SVG"), help="plot an earlier result instead of training")
+    parser.add_argument(
+        "--draw", type=Path, nargs=2, metavar=("JSON", "SVG"), help="plot an earlier result instead of training"
+    )
     args = parser.parse_args(argv)
     if args.draw:
         kept: dict[str, list[list[float]]] = {}
@@ -166,14 +192,23 @@ def main(argv: list[str] | None = None) -> int:
         curves[who] = [train(ops, seed, args.steps, args.device) for seed in range(args.seeds)]
         print(f"{who:10} final losses {' '.join(f'{final(c):.4f}' for c in curves[who])}")
     result = compare(curves)
-    print(f"means differ by {result['difference']:+.5f}, {result['in_standard_errors']:.2f} standard errors of the difference")
+    print(
+        f"means differ by {result['difference']:+.5f}, {result['in_standard_errors']:.2f} standard errors of the difference"
+    )
     if args.json:
         device = torch.cuda.get_device_name() if args.device == "cuda" else results.HOST_CPU
         rounded = {who: [[round(x, 4) for x in c] for c in runs] for who, runs in curves.items()}
         ends = result.pop("final")
-        rows = [{"ops": who, "seed": i, "final": ends[who][i], "losses": c} for who, runs in rounded.items() for i, c in enumerate(runs)]
+        rows = [
+            {"ops": who, "seed": i, "final": ends[who][i], "losses": c}
+            for who, runs in rounded.items()
+            for i, c in enumerate(runs)
+        ]
         command = results.command_line("python -m portakern.examples.character_model.train", args.json)
-        results.write(args.json, results.record("character_model", rows, command=command, device=device, steps=args.steps, **result))
+        results.write(
+            args.json,
+            results.record("character_model", rows, command=command, device=device, steps=args.steps, **result),
+        )
     return 0
 
 

@@ -62,15 +62,26 @@ def replay(fn: Callable[..., Any], finding: Finding, framework: str) -> testing.
     return testing.replay("attention", finding.case, fn=finding.fn or fn, framework=framework, device="cpu")
 
 
-def show(fn: Callable[..., Any], findings: Mapping[str, Finding], framework: str, dtypes: tuple[str, ...], max_examples: int) -> None:
+def show(
+    fn: Callable[..., Any], findings: Mapping[str, Finding], framework: str, dtypes: tuple[str, ...], max_examples: int
+) -> None:
     """Print each finding with what the suite says about its case, then the check of the rest."""
     logging.getLogger("portakern").setLevel(logging.ERROR)
     for name, finding in findings.items():
         print(f"{name}: {finding.what}")
         if finding.case:
             print(f"  {next(iter(replay(fn, finding, framework).failures), 'NOT SEEN with these versions')}\n")
-    report = pk.check("attention", fn=apart_from(fn, findings), framework=framework, device="cpu", dtypes=dtypes, max_examples=max_examples)
-    print(f"the rest: {'passed' if report.passed else 'FAILED'}, {report.examples} cases compared, worst share of the bound {report.worst}")
+    report = pk.check(
+        "attention",
+        fn=apart_from(fn, findings),
+        framework=framework,
+        device="cpu",
+        dtypes=dtypes,
+        max_examples=max_examples,
+    )
+    print(
+        f"the rest: {'passed' if report.passed else 'FAILED'}, {report.examples} cases compared, worst share of the bound {report.worst}"
+    )
     for refused, count in report.refused.most_common():
         print(f"  left out {count} x {refused}")
     for failure in report.failures:

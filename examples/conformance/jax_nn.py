@@ -12,7 +12,15 @@ from portakern.examples.conformance.findings import Finding, finite, overflows, 
 
 
 @jax.jit(static_argnames=("is_causal", "scale"))
-def attention(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None = None, *, is_causal: bool = False, scale: float | None = None) -> jax.Array:
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> jax.Array:
     """The same layout as the spec's. jax.nn wants v as wide as k: the narrower gets columns of zeros. Its causal mask is aligned at the top left, ours at the
     bottom right: it goes in as a mask."""
     (d, dv), (q_len, kv_len) = (q.shape[3], v.shape[3]), (q.shape[1], k.shape[1])

@@ -13,7 +13,15 @@ from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes, SegmentI
 from portakern.examples.conformance.findings import Finding, finite, overflows, show
 
 
-def flash(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None = None, *, is_causal: bool = False, scale: float | None = None) -> jax.Array:
+def flash(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> jax.Array:
     """The spec's (batch, sequence, heads, d) to the kernel's (batch, heads, sequence, d) and back.
 
     It wants key lengths that are multiples of 128, v as wide as k, as many key heads as query heads, and its causal mask is aligned at the top left. So both
@@ -33,7 +41,15 @@ def flash(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None = Non
         bias = jnp.pad(bias, ((0, 0), (0, 0), (length - q_len, 0), (length - kv_len, 0)))
     ids = jnp.ones((batch, length), jnp.int32)
     with pltpu.force_tpu_interpret_mode():
-        o = flash_attention(ready(q), ready(k), ready(v), bias, SegmentIds(ids, ids.at[:, : length - kv_len].set(0)), causal=is_causal, sm_scale=scale)
+        o = flash_attention(
+            ready(q),
+            ready(k),
+            ready(v),
+            bias,
+            SegmentIds(ids, ids.at[:, : length - kv_len].set(0)),
+            causal=is_causal,
+            sm_scale=scale,
+        )
     return o[:, :, length - q_len :, :dv].transpose(0, 2, 1, 3)
 
 

@@ -12,7 +12,13 @@ from portakern.examples.conformance.findings import Finding, finite, overflows, 
 
 
 def sdpa(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None = None, *, is_causal: bool = False, scale: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """The spec's (batch, sequence, heads, d) to torch's (batch, heads, sequence, d) and back. torch's causal mask is aligned at the top left, ours at the
     bottom right: it goes in as a mask."""

@@ -35,7 +35,9 @@ def register(name: str = "portakern", backend: str | None = None) -> None:
         """query: (batch, heads, length, head dim); key, value with fewer heads -> (batch, length, heads, head dim)."""
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         causal = bool(causal) and attention_mask is None and query.shape[2] > 1
-        o = scaled_dot_product_attention(query, key, value, attention_mask, dropout, causal, scaling, enable_gqa=True, backend=backend)
+        o = scaled_dot_product_attention(
+            query, key, value, attention_mask, dropout, causal, scaling, enable_gqa=True, backend=backend
+        )
         return o.transpose(1, 2), None
 
     AttentionInterface.register(name, attend)
@@ -46,8 +48,17 @@ def models(implementation: str) -> dict[str, PreTrainedModel]:
     """The two models; the same seed gives the same weights whatever the implementation."""
     torch.manual_seed(0)
     shared = {"vocab_size": 101, "attn_implementation": implementation}
-    llama = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, **shared)
-    gpt2 = GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **shared)
+    llama = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        **shared,
+    )
+    gpt2 = GPT2Config(
+        n_embd=64, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **shared
+    )
     return {"llama": LlamaForCausalLM(llama), "gpt2": GPT2LMHeadModel(gpt2)}
 
 
@@ -59,7 +70,10 @@ def run(model: PreTrainedModel, device: str) -> dict[str, torch.Tensor]:
     mask[0, :5] = 0
     out = model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
     out.loss.backward()
-    return {"logits": out.logits[mask.bool()].detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
+    return {
+        "logits": out.logits[mask.bool()].detach(),
+        **{n: p.grad for n, p in model.named_parameters() if p.grad is not None},
+    }
 
 
 def differences(device: str, backend: str | None) -> dict[str, float]:

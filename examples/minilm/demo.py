@@ -81,7 +81,12 @@ class Run:
         limit = LIMITS[self.dtype]
         close = self.oracle.cosine >= limit["cosine"] and self.oracle.difference <= limit["difference"]
         bounded = not self.broken and max(self.worst.values()) <= 1.0
-        return self.calls == self.expected and close and bounded and [m for m, _ in self.matches] == list(range(len(PAIRS)))
+        return (
+            self.calls == self.expected
+            and close
+            and bounded
+            and [m for m, _ in self.matches] == list(range(len(PAIRS)))
+        )
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,13 @@ class DemoResult:
     def to_dict(self) -> dict[str, Any]:
         """As plain data for JSON."""
         runs = [{**asdict(r), "passed": r.passed} for r in self.runs]
-        return {"sentences": list(self.sentences), "runs": runs, "skipped": self.skipped, "seconds": self.seconds, "passed": self.passed}
+        return {
+            "sentences": list(self.sentences),
+            "runs": runs,
+            "skipped": self.skipped,
+            "seconds": self.seconds,
+            "passed": self.passed,
+        }
 
 
 def run(
@@ -124,7 +135,11 @@ def run(
     skipped: dict[str, str] = {}
     if backends is None:
         skipped = {name: reason for name in registry.backends() if (reason := why_not(name))}
-        backends = [name for name in sorted(registry.backends(), key=lambda n: not registry.backend(n).oracle) if name not in skipped]
+        backends = [
+            name
+            for name in sorted(registry.backends(), key=lambda n: not registry.backend(n).oracle)
+            if name not in skipped
+        ]
     oracle = next(b.name for b in registry.backends().values() if b.oracle)
     progress("embedding on the oracle")
     exact = MiniLM(oracle, "float32", checkpoint)
@@ -146,7 +161,14 @@ def why_not(backend: str) -> str | None:
     return None
 
 
-def _run_one(backend: str, dtype: str, checkpoint: Checkpoint, truth: np.ndarray, peer: np.ndarray | None, progress: Callable[[str], None]) -> Run:
+def _run_one(
+    backend: str,
+    dtype: str,
+    checkpoint: Checkpoint,
+    truth: np.ndarray,
+    peer: np.ndarray | None,
+    progress: Callable[[str], None],
+) -> Run:
     from portakern.testing import Audit
 
     progress(f"{backend}, {dtype}: embedding")
@@ -194,10 +216,14 @@ def render(result: DemoResult, console: Console) -> None:
     """Print the result as tables."""
     from rich.table import Table
 
-    caption = (
-        "bound: worst error of any element, as a fraction of what rounding permits. Embeddings: worst cosine of a sentence, largest difference of an element."
+    caption = "bound: worst error of any element, as a fraction of what rounding permits. Embeddings: worst cosine of a sentence, largest difference of an element."
+    table = Table(
+        title="all-MiniLM-L6-v2 through portakern",
+        caption=caption,
+        title_justify="left",
+        caption_justify="left",
+        header_style="bold",
     )
-    table = Table(title="all-MiniLM-L6-v2 through portakern", caption=caption, title_justify="left", caption_justify="left", header_style="bold")
     for column in ("backend", "op calls\nserved", "bound", "to the\noracle", "to sentence-\ntransformers", "verdict"):
         table.add_column(column, no_wrap=True)
     for r in result.runs:
@@ -205,7 +231,9 @@ def render(result: DemoResult, console: Console) -> None:
         calls = "\n".join(f"{op} {n}/{r.expected[op]}" for op, n in r.calls.items())
         bound = "\n".join(f"{r.worst[op]:.2f}" for op in r.calls)
         verdict = "[green]passed[/green]" if r.passed else "[red]FAILED[/red]"
-        table.add_row(who, calls, bound, _shown(r.oracle), _shown(r.peer), f"{verdict}\n{r.seconds:.1f} s", end_section=True)
+        table.add_row(
+            who, calls, bound, _shown(r.oracle), _shown(r.peer), f"{verdict}\n{r.seconds:.1f} s", end_section=True
+        )
     console.print(table)
     for name, reason in result.skipped.items():
         console.print(f"not run: {name}: {reason}", markup=False, highlight=False)

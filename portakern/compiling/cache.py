@@ -92,6 +92,10 @@ def _read(module: str) -> tuple[str, tuple[str, ...]]:
         if isinstance(node, ast.Import):
             names += [a.name for a in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module or ""
+            base = (
+                importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+                if node.level
+                else node.module or ""
+            )
             names += [base, *(f"{base}.{a.name}" for a in node.names)]
     return text, tuple(names)

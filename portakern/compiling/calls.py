@@ -24,7 +24,9 @@ def typical(spec: Spec[Any]) -> Mapping[str, Any]:
     """What the spec, or for a gradient op its forward's, declares as a typical call."""
     source = spec if spec.typical or not spec.is_vjp else registry.forward_of(spec)
     if source is None or not source.typical:
-        raise SpecError(f"{spec.name} declares no typical call; add typical={{dimension: extent, option: value, optional array: True}} to its @spec(...)")
+        raise SpecError(
+            f"{spec.name} declares no typical call; add typical={{dimension: extent, option: value, optional array: True}} to its @spec(...)"
+        )
     return source.typical
 
 
@@ -38,8 +40,16 @@ def typical_form(spec: Spec[Any], dtype: str) -> Form:
     missing = [n for n, extent in dims.items() if extent is None]
     if missing:
         raise SpecError(f"{spec.name}: its typical call has no extent for {', '.join(missing)}")
-    arrays = {a.name: [list(shape_of(a.dims, dims)), _dtype(a, dtype), None] for a in spec.arrays if not a.optional or values.get(a.name)}
-    return {"arrays": arrays, "options": {o.name: values[o.name] for o in spec.options if o.name in values}, "wants": None}
+    arrays = {
+        a.name: [list(shape_of(a.dims, dims)), _dtype(a, dtype), None]
+        for a in spec.arrays
+        if not a.optional or values.get(a.name)
+    }
+    return {
+        "arrays": arrays,
+        "options": {o.name: values[o.name] for o in spec.options if o.name in values},
+        "wants": None,
+    }
 
 
 def _dtype(a: ArrayArg, dtype: str) -> str:
@@ -50,12 +60,16 @@ def _dtype(a: ArrayArg, dtype: str) -> str:
 
 def form_of(call: Call) -> Form:
     """The form of a bound call."""
-    arrays = {n: [list(a.shape), call.dtype_of(n), call.framework.strides(a)] for n, a in call.arrays.items() if a is not None}
+    arrays = {
+        n: [list(a.shape), call.dtype_of(n), call.framework.strides(a)] for n, a in call.arrays.items() if a is not None
+    }
     options = {o.name: call.options[o.name] for o in call.spec.options}
     return {"arrays": arrays, "options": options, "wants": list(call.wants)}
 
 
-def abstract_call(this: Op, b: Backend, form: Form, hardware: Hardware) -> tuple[Implementation, Call, Mapping[str, int]]:
+def abstract_call(
+    this: Op, b: Backend, form: Form, hardware: Hardware
+) -> tuple[Implementation, Call, Mapping[str, int]]:
     """The implementation that ``b`` has for a target, the call on arrays without memory, and its tiling.
 
     Raises:
@@ -66,7 +80,9 @@ def abstract_call(this: Op, b: Backend, form: Form, hardware: Hardware) -> tuple
         raise SpecError(f"backend {b.name!r} has no {this.spec.name} for {hardware.platform}")
     framework = FRAMEWORKS[b.framework]
     framework.load()
-    arrays = {n: framework.abstract(tuple(shape), dtype, strides) for n, (shape, dtype, strides) in form["arrays"].items()}
+    arrays = {
+        n: framework.abstract(tuple(shape), dtype, strides) for n, (shape, dtype, strides) in form["arrays"].items()
+    }
     options = {n: tuple(v) if isinstance(v, list) else v for n, v in form["options"].items()}
     call = this.unchecked(**arrays, **options)
     wants = call.wants if form["wants"] is None else tuple(form["wants"])
@@ -81,10 +97,16 @@ def direction(spec: Spec[Any]) -> str:
 def compilers(spec_name: str, hardware: Hardware, backend: Backend | None = None) -> list[Backend]:
     """The backends, or the one named, that compile an op for a target ahead of time."""
     among = [backend] if backend else [b for b in registry.backends().values() if not b.oracle]
-    return [b for b in among if b.compiler and hardware.platform in b.compiles and b.has(spec_name, b.compiles[hardware.platform])]
+    return [
+        b
+        for b in among
+        if b.compiler and hardware.platform in b.compiles and b.has(spec_name, b.compiles[hardware.platform])
+    ]
 
 
-def cells(names: list[str], hardware: list[Hardware], dtypes: list[str], backend: Backend | None) -> Iterator[tuple[Op, Backend, Hardware, str]]:
+def cells(
+    names: list[str], hardware: list[Hardware], dtypes: list[str], backend: Backend | None
+) -> Iterator[tuple[Op, Backend, Hardware, str]]:
     """Every op, target and dtype with the backends that compile it, a target at a time."""
     for h in hardware:
         for name in names:

@@ -43,7 +43,14 @@ class Job:
     def failed(self, reason: str, seconds: float) -> Build:
         dtype = next(d for _, d, _ in self.form["arrays"].values())
         return Build(
-            self.op.spec.name, direction(self.op.spec), dtype, self.hardware.name, self.backend.name, reason=reason, final=False, seconds=round(seconds, 2)
+            self.op.spec.name,
+            direction(self.op.spec),
+            dtype,
+            self.hardware.name,
+            self.backend.name,
+            reason=reason,
+            final=False,
+            seconds=round(seconds, 2),
         )
 
 
@@ -85,7 +92,11 @@ class _Process:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(10)
         status = self.process.poll()
-        how = f"died of {signal.Signals(-status).name}" if status is not None and status < 0 else f"ended with status {status}"
+        how = (
+            f"died of {signal.Signals(-status).name}"
+            if status is not None and status < 0
+            else f"ended with status {status}"
+        )
         said = self.log.read_text(errors="replace")[-4000:] if self.log.exists() else ""
         return f"the compiler {how}" + (f": {one_line(said[said.find(chr(10)) + 1 :] or said)}" if said.strip() else "")
 
@@ -133,7 +144,9 @@ class _Worker:
             self.process = None
 
 
-def run(jobs: list[Job], processes: int, timeout: float, done: Callable[[Job, Build], None] = lambda job, built: None) -> Iterator[tuple[Job, Build]]:
+def run(
+    jobs: list[Job], processes: int, timeout: float, done: Callable[[Job, Build], None] = lambda job, built: None
+) -> Iterator[tuple[Job, Build]]:
     """Compile every job, ``processes`` at a time; the results as they come."""
     free: SimpleQueue[_Worker] = SimpleQueue()
     workers = [_Worker() for _ in range(max(1, min(processes, len(jobs))))]

@@ -113,7 +113,10 @@ class Build:
 
     def __str__(self) -> str:
         tiles = ", ".join(f"{n}={v}" for n, v in self.tiling.items())
-        lines = [f"{self.call or self.op} for {self.target} by {self.backend}: {'ok' if self.ok else self.reason}", f"  tiling: {tiles or 'none'}"]
+        lines = [
+            f"{self.call or self.op} for {self.target} by {self.backend}: {'ok' if self.ok else self.reason}",
+            f"  tiling: {tiles or 'none'}",
+        ]
         for k in self.kernels:
             parts = [f"{k.registers} registers a thread"] if k.registers is not None else []
             parts += [f"{k.spills} spilled"] if k.spills else []

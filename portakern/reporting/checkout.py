@@ -53,7 +53,9 @@ def checkout(root: Path | None = None) -> Path:
     found = (root or Path(portakern.__file__).resolve().parents[1]).resolve()
     missing = [name for name in (PAGES[0], FOLDER) if not (found / name).exists()]
     if missing:
-        raise ResultError(f"{COMMAND} works on a checkout of portakern, and {found} has no {missing[0]}; clone the repository and run: pip install -e .")
+        raise ResultError(
+            f"{COMMAND} works on a checkout of portakern, and {found} has no {missing[0]}; clone the repository and run: pip install -e ."
+        )
     return found
 
 
@@ -121,7 +123,11 @@ def stale(root: Path) -> list[Stale]:
     kept, found = Kept.of(root), []
     for page, _, there in _pages(root):
         wanted = _tables(kept, there)
-        found += [Stale(page, f"table {name!r} is stale or was changed by hand") for name, text in there.items() if text != wanted[name]]
+        found += [
+            Stale(page, f"table {name!r} is stale or was changed by hand")
+            for name, text in there.items()
+            if text != wanted[name]
+        ]
     return found + [Stale(path, fault) for path, fault, _ in _plot_faults(kept)]
 
 
@@ -147,10 +153,16 @@ def add(root: Path, file: Path, replace: bool = False) -> str:
     """Take a run made elsewhere into the results; what was done, in words. ResultError where the run is not fit for it, and then nothing has changed."""
     new = results.read(file)
     folder = root / FOLDER
-    same = [r for r in results.read_all(folder) if (r.benchmark, r.device) == (new.benchmark, new.device) and r.keys & new.keys]
+    same = [
+        r
+        for r in results.read_all(folder)
+        if (r.benchmark, r.device) == (new.benchmark, new.device) and r.keys & new.keys
+    ]
     if len(same) > 1:
         names = " and ".join(r.file.name for r in same)
-        raise ResultError(f"{file}: {names} of {FOLDER} hold what it measured on {new.device}; delete all but one of them first")
+        raise ResultError(
+            f"{file}: {names} of {FOLDER} hold what it measured on {new.device}; delete all but one of them first"
+        )
     if same:
         place, said = same[0].file, _replacing(same[0], new, replace)
     else:
@@ -158,7 +170,9 @@ def add(root: Path, file: Path, replace: bool = False) -> str:
         said = f"{place.name} is new: {new.benchmark} on {new.device}, {_rows(new)}"
         if place.exists():
             other = results.read(place)
-            raise ResultError(f"{file}: {FOLDER}/{place.name} is another run's: {other.benchmark} on {other.device}; give the file another name")
+            raise ResultError(
+                f"{file}: {FOLDER}/{place.name} is another run's: {other.benchmark} on {other.device}; give the file another name"
+            )
     write_atomically(place, file.read_text(encoding="utf-8"))
     return said
 

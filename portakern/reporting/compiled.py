@@ -55,11 +55,15 @@ def matrix(kept: Kept) -> str:
         for team in _teams(rows):
             there = {r["target"]: r for r in mine if r["backend"] in team}
             if there:
-                lines.append([f"`{op}`", dtype, ", ".join(b for b in team if any(r["backend"] == b for r in there.values()))])
+                lines.append(
+                    [f"`{op}`", dtype, ", ".join(b for b in team if any(r["backend"] == b for r in there.values()))]
+                )
                 lines[-1] += [_verdict(there.get(t), reasons) for t in columns]
     footnotes = "\n".join(f"{i}. {reason}" for i, reason in enumerate(reasons, 1))
     count = f"{sum(r['ok'] for r in rows)} of {len(rows)} typical calls compile and fit."
-    return "\n\n".join(p for p in (table(["op", "dtype", "by", *columns], lines, words=3 + len(columns)), footnotes, count, said) if p)
+    return "\n\n".join(
+        p for p in (table(["op", "dtype", "by", *columns], lines, words=3 + len(columns)), footnotes, count, said) if p
+    )
 
 
 def _verdict(row: Row | None, reasons: list[str]) -> str:
@@ -81,11 +85,23 @@ def resources(kept: Kept) -> str:
     limits = {t: found for _, r in kept.rows("compile-matrix") for t, found in r.extra["limits"].items()}
     names = known_targets(r["target"] for r in rows)
     summary = [_target_line(t, [r for r in rows if r["target"] == t], limits.get(t, {})) for t in names]
-    heads = ["target", "chip", "calls that fit", "with matrix instructions", "with spills", "on-chip memory, at most", "occupancy, at least"]
+    heads = [
+        "target",
+        "chip",
+        "calls that fit",
+        "with matrix instructions",
+        "with spills",
+        "on-chip memory, at most",
+        "occupancy, at least",
+    ]
     text = [table(heads, summary, words=2)]
     for platform in dict.fromkeys(_platform(t) for t in names):
         here = [t for t in names if _platform(t) == platform]
-        lines = [r for found in _by_op(r for r in rows if r["target"] in here).values() for r in sorted(found, key=lambda r: here.index(r["target"]))]
+        lines = [
+            r
+            for found in _by_op(r for r in rows if r["target"] in here).values()
+            for r in sorted(found, key=lambda r: here.index(r["target"]))
+        ]
         text.append(fold(f"{platform} ({', '.join(here)}): {len(lines)} calls", _details(lines, limits)))
     notes = (
         "Of a call with several kernels: the most registers, all spills, the most memory, the least occupancy. Spills are bytes a thread on a GPU, and vector "
@@ -115,7 +131,12 @@ def _target_line(target: str, rows: list[Row], limits: Mapping[str, int]) -> lis
 
 def _memory(row: Row, limits: Mapping[str, int]) -> tuple[float | None, str]:
     """(share of the limit, in words) of the memory that a call fills most."""
-    found = [(used / limits[m], f"{m} {_size(used)}") for k in row["kernels"] for m, used in k["on_chip"].items() if limits.get(m)]
+    found = [
+        (used / limits[m], f"{m} {_size(used)}")
+        for k in row["kernels"]
+        for m, used in k["on_chip"].items()
+        if limits.get(m)
+    ]
     return max(found, default=(None, NONE), key=lambda f: f[0] or 0)
 
 
@@ -156,7 +177,17 @@ def _details(rows: list[Row], limits: Mapping[str, Mapping[str, int]]) -> str:
                 words if share is None else f"{words} ({share:.0%})", shown(_known(r, "occupancy"), min, ".0%"), _matrix_instruction(r),
             ]
         )  # fmt: skip
-    heads = ["op", "dtype", "target", "launches", "registers", "spills", "on-chip memory", "occupancy", "matrix instruction"]
+    heads = [
+        "op",
+        "dtype",
+        "target",
+        "launches",
+        "registers",
+        "spills",
+        "on-chip memory",
+        "occupancy",
+        "matrix instruction",
+    ]
     used = [i for i in range(len(heads)) if any(line[i] != NONE for line in lines)]
     return table([heads[i] for i in used], [[line[i] for i in used] for line in lines], words=3)
 
@@ -172,10 +203,19 @@ def tilings(kept: Kept) -> str:
         tiles = " ".join(f"{n}={v}" for n, v in r["tiling"].items())
         found.setdefault(r["op"], {}).setdefault((r["dtype"], r["backend"], tiles), []).append(r["target"])
     heads = ["dtype", "by", "targets", "tiling"]
-    parts = {op: [[dtype, by, ", ".join(where), f"`{tiles}`"] for (dtype, by, tiles), where in lines.items()] for op, lines in found.items()}
+    parts = {
+        op: [[dtype, by, ", ".join(where), f"`{tiles}`"] for (dtype, by, tiles), where in lines.items()]
+        for op, lines in found.items()
+    }
     if sum(map(len, parts.values())) <= UNFOLDED:
-        return table(["op", *heads], [[f"`{op}`", *line] for op, lines in parts.items() for line in lines], words=5) + "\n\n" + said
-    return "\n\n".join([*(fold(f"<code>{op}</code>", table(heads, lines, words=4)) for op, lines in parts.items()), said])
+        return (
+            table(["op", *heads], [[f"`{op}`", *line] for op, lines in parts.items() for line in lines], words=5)
+            + "\n\n"
+            + said
+        )
+    return "\n\n".join(
+        [*(fold(f"<code>{op}</code>", table(heads, lines, words=4)) for op, lines in parts.items()), said]
+    )
 
 
 def _estimate(row: Row) -> tuple[int, bool]:

@@ -15,7 +15,16 @@ from portakern.results import Result
 __all__ = ["FOLDER", "Kept", "chip", "known_targets", "set_of", "source"]
 
 FOLDER = "benchmarks/results"
-CORE = {"portakern", "python", "system", "numpy", "ml_dtypes", "jaxtyping", "hypothesis", "jaxlib"}  # versions that decide no kernel
+CORE = {
+    "portakern",
+    "python",
+    "system",
+    "numpy",
+    "ml_dtypes",
+    "jaxtyping",
+    "hypothesis",
+    "jaxlib",
+}  # versions that decide no kernel
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,9 @@ def source(used: Iterable[Result]) -> str:
     lines = []
     for r in sorted(set_of(used), key=lambda r: r.file.name):
         versions = ", ".join(f"{n} {v}" for n, v in r.environment.items() if v and n not in CORE)
-        lines.append(f"{link(f'{FOLDER}/{r.file.name}')}: {r.date}, {r.device}, {versions or 'no framework'}; `{r.command}`")
+        lines.append(
+            f"{link(f'{FOLDER}/{r.file.name}')}: {r.date}, {r.device}, {versions or 'no framework'}; `{r.command}`"
+        )
     return "\n".join(f"<sub>{line}</sub>" + ("  " if i < len(lines) - 1 else "") for i, line in enumerate(lines))
 
 

@@ -13,7 +13,15 @@ from portakern.reporting.markdown import NONE, table
 
 __all__ = ["code_lines", "lines"]
 
-SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
+SILENT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
 
 
 def code_lines(source: str) -> int:
@@ -23,7 +31,10 @@ def code_lines(source: str) -> int:
         if token.type not in SILENT:
             found.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node) is not None:
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and ast.get_docstring(node) is not None
+        ):
             first = node.body[0]
             found.difference_update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
     return len(found)
@@ -71,13 +82,28 @@ def lines(kept: Kept) -> str:
         packages = sorted(p for p in b.packages if b.auto and p and any(_file(kept.root, f"{p}.{op}") for op in ops))
         top = min(packages, key=len, default="").rpartition(b.name)[0] + b.name
         for p in packages:
-            columns[p.rpartition("backends.")[2]] = (top, {op: f"{p}.{op}" for op in ops if _file(kept.root, f"{p}.{op}")})
+            columns[p.rpartition("backends.")[2]] = (
+                top,
+                {op: f"{p}.{op}" for op in ops if _file(kept.root, f"{p}.{op}")},
+            )
 
     def count(files: set[Path]) -> str:
         return str(sum(code_lines(f.read_text(encoding="utf-8")) for f in files)) if files else NONE
 
-    body = [[f"`{op}`", *(count({f for m in [there.get(op, "")] if m and (f := _file(kept.root, m))}) for _, there in columns.values())] for op in ops]
-    body.append(["what they share", *(count(_shared(kept.root, set(there.values()), top)) for top, there in columns.values())])
+    body = [
+        [
+            f"`{op}`",
+            *(
+                count({f for m in [there.get(op, "")] if m and (f := _file(kept.root, m))})
+                for _, there in columns.values()
+            ),
+        ]
+        for op in ops
+    ]
+    body.append(
+        ["what they share", *(count(_shared(kept.root, set(there.values()), top)) for top, there in columns.values())]
+    )
     return (
-        table(["op", *columns], body) + "\n\nLines of code: no blank lines, comments or docstrings. What they share: the modules beside them that they import."
+        table(["op", *columns], body)
+        + "\n\nLines of code: no blank lines, comments or docstrings. What they share: the modules beside them that they import."
     )

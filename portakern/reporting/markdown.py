@@ -44,11 +44,15 @@ def _spans(text: str, page: Path) -> list[tuple[str, int, int]]:
             found.append((name, opened[1], mark.start()))
             opened = None
         elif opened is not None:
-            raise ResultError(f"{page.name}, line {line}: {mark[0]} stands inside {opened[0]!r}; expected <!-- end: {opened[0]} --> before it")
+            raise ResultError(
+                f"{page.name}, line {line}: {mark[0]} stands inside {opened[0]!r}; expected <!-- end: {opened[0]} --> before it"
+            )
         else:
             opened = (name, mark.end() + 1, line)
     if opened is not None:
-        raise ResultError(f"{page.name}, line {opened[2]}: <!-- portakern report: {opened[0]} --> has no end; expected <!-- end: {opened[0]} --> below it")
+        raise ResultError(
+            f"{page.name}, line {opened[2]}: <!-- portakern report: {opened[0]} --> has no end; expected <!-- end: {opened[0]} --> below it"
+        )
     return found
 
 

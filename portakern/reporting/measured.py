@@ -19,7 +19,11 @@ def errors(kept: Kept) -> str:
     rows = kept.rows("conformance")
     if not rows:
         return "No conformance run is kept yet: `portakern check --backend NAME --json FILE`, and `portakern report --add FILE`."
-    columns = list(dict.fromkeys((row["subject"], r.device) for row, r in sorted(rows, key=lambda x: (x[1].device, x[0]["subject"]))))
+    columns = list(
+        dict.fromkeys(
+            (row["subject"], r.device) for row, r in sorted(rows, key=lambda x: (x[1].device, x[0]["subject"]))
+        )
+    )
     found = {(row["op"], row["subject"], r.device): row for row, r in rows}
     lines = []
     for op in sorted({row["op"] for row, _ in rows}):
@@ -27,7 +31,10 @@ def errors(kept: Kept) -> str:
         for output in outputs or [NONE]:
             lines.append([f"`{op}`", output, *(_worst(found.get((op, *column)), output) for column in columns)])
     heads = [subject if device == HOST_CPU else f"{subject}, {device}" for subject, device in columns]
-    notes = [f"- {head}: {_count(row for (_, *column), row in found.items() if tuple(column) == c)}" for head, c in zip(heads, columns, strict=True)]
+    notes = [
+        f"- {head}: {_count(row for (_, *column), row in found.items() if tuple(column) == c)}"
+        for head, c in zip(heads, columns, strict=True)
+    ]
     return "\n\n".join([table(["op", "output", *heads], lines, words=2), "\n".join(notes), source(r for _, r in rows)])
 
 
@@ -68,7 +75,9 @@ def times(kept: Kept) -> str:
         for r in sorted(mine, key=lambda r: (r["op"], r["dtype"])):
             peers = ", ".join(f"{name} {_us(us)}" for name, us in sorted(r["peers"].items(), key=lambda x: x[1]))
             share = f"{r['floor_us'] / r['us']:.0%}" if r["us"] else NONE
-            lines.append([f"`{r['op']}`", r["dtype"], _inside(r["call"]), peers or NONE, _us(r["us"]), _us(r["floor_us"]), share])
+            lines.append(
+                [f"`{r['op']}`", r["dtype"], _inside(r["call"]), peers or NONE, _us(r["us"]), _us(r["floor_us"]), share]
+            )
         return table(["op", "dtype", "call", "others, µs", "µs", "floor, µs", "floor / time"], lines, words=4)
 
     unchecked = dict.fromkeys(f"`{row['op']}` {row['dtype']}" for row, _ in rows if not row["checked"])
@@ -97,14 +106,19 @@ def launch(kept: Kept) -> str:
     def render(mine: list[Row]) -> str:
         ways, ops = (list(dict.fromkeys(row[n] for row in mine)) for n in ("way", "op"))
         found = {(row["op"], row["way"]): row["median_us"] for row in mine}
-        return table(["op", *ways], [[f"`{op}`", *(NONE if (us := found.get((op, w))) is None else f"{us:.1f}" for w in ways)] for op in ops])
+        return table(
+            ["op", *ways],
+            [[f"`{op}`", *(NONE if (us := found.get((op, w))) is None else f"{us:.1f}" for w in ways)] for op in ops],
+        )
 
     graphs = [g for r in set_of(r for _, r in rows) for g in r.extra["graphs"]]
     wrong = [f"{g['op']} {g['dtype']}" for g in graphs if g["wrong"]]
     said = f"{len(graphs)} calls captured in a graph, their inputs changed, replayed: " + (
         f"not the eager call's bits: {', '.join(wrong)}." if wrong else "the eager call's bits."
     )
-    notes = "Microseconds of host time a call, median; [launch.py](benchmarks/launch.py) says what each way is." + (f" {said}" if graphs else "")
+    notes = "Microseconds of host time a call, median; [launch.py](benchmarks/launch.py) says what each way is." + (
+        f" {said}" if graphs else ""
+    )
     return "\n\n".join([_by_device(rows, render), notes, source(r for _, r in rows)])
 
 
@@ -127,7 +141,9 @@ def _sanitized(rows: Sequence[tuple[Row, Result]]) -> str:
 
 def _fuzzed(rows: Sequence[tuple[Row, Result]]) -> str:
     told = {"dressed": "right calls in another spelling, the same bits", "accepted": "altered and still legal"}
-    verdicts = ", ".join(f"{row['calls']:,} {told.get(row['verdict'], 'refused with ' + row['verdict'])}" for row, _ in rows)
+    verdicts = ", ".join(
+        f"{row['calls']:,} {told.get(row['verdict'], 'refused with ' + row['verdict'])}" for row, _ in rows
+    )
     runs = [r.extra for r in set_of(r for _, r in rows)]
     return (
         f"{sum(r['calls'] for r in runs):,} ({verdicts}): {sum(len(r['broken']) for r in runs)} crashed, hung or gave a wrong value; worst error "
@@ -154,10 +170,15 @@ def faults(kept: Kept) -> str:
     text.append(_slipping(rows))
     missed = [(row, sum(bool(s.get("caught")) for s in row["seeds"].values())) for row, _ in rows if not _caught(row)]
     if missed:
-        text.append("Not caught on every seed:\n" + "\n".join(f"- `{row['name']}` ({n} of {len(row['seeds'])} seeds): {row['what']}" for row, n in missed))
+        text.append(
+            "Not caught on every seed:\n"
+            + "\n".join(f"- `{row['name']}` ({n} of {len(row['seeds'])} seeds): {row['what']}" for row, n in missed)
+        )
     broken = [k for r in set_of(r for _, r in rows) for k in r.extra["kernels"] if k.get("failed", True)]
     if broken:
-        told = "\n".join(f"- {k['backend']} `{k['op']}`, seed {k['seed']}: {k.get('error') or k.get('what')}" for k in broken)
+        told = "\n".join(
+            f"- {k['backend']} `{k['op']}`, seed {k['seed']}: {k.get('error') or k.get('what')}" for k in broken
+        )
         text.append(f"Seeds on which the kernel without any fault did not pass either:\n{told}")
     return "\n\n".join([*text, source(r for _, r in rows)])
 
@@ -167,28 +188,50 @@ def found(kept: Kept) -> str:
     rows = kept.rows("mutants")
     if not rows:
         return "Not measured yet."
-    seeds, most = max(len(row["seeds"]) for row, _ in rows), max(s.get("examples", 0) for row, _ in rows for s in row["seeds"].values())
+    seeds, most = (
+        max(len(row["seeds"]) for row, _ in rows),
+        max(s.get("examples", 0) for row, _ in rows for s in row["seeds"].values()),
+    )
     caught = sum(_caught(row) for row, _ in rows)
     return f"{caught} of {len(rows)} planted mistakes are found on every one of {seeds} seeds, the last of them by example {most}. {_slipping(rows)}"
 
 
 def _fault_table(rows: list[Row]) -> str:
     pairs = sorted({(r["backend"], r["op"]) for r in rows})
-    groups = [([b, f"`{op}`"], [r for r in rows if (r["backend"], r["op"]) == (b, op)]) for b, op in pairs] + [(["**all**", ""], rows)]
+    groups = [([b, f"`{op}`"], [r for r in rows if (r["backend"], r["op"]) == (b, op)]) for b, op in pairs] + [
+        (["**all**", ""], rows)
+    ]
     lines = []
     for name, mine in groups:
-        small = [r for r in mine if (r["small"] if r.get("max_error") is None else r["max_error"] < 1e-2)]  # as declared, where it was not measured
+        small = [
+            r for r in mine if (r["small"] if r.get("max_error") is None else r["max_error"] < 1e-2)
+        ]  # as declared, where it was not measured
         flat = [f["sees_at"] for r in mine for f in r["flat"].values() if "sees_at" in f]
         lines.append([*name, str(len(mine)), str(sum(map(_caught, mine))), str(len(small)), str(sum(map(_caught, small))),
                       f"{sum(f is None for f in flat) / len(flat):.0%}" if flat else "not run"])  # fmt: skip
-    return table(["backend", "op", "faults", "caught on every seed", "err by less than 1e-2", "of these caught", "slip through a flat 1e-2"], lines, words=2)
+    return table(
+        [
+            "backend",
+            "op",
+            "faults",
+            "caught on every seed",
+            "err by less than 1e-2",
+            "of these caught",
+            "slip through a flat 1e-2",
+        ],
+        lines,
+        words=2,
+    )
 
 
 def _slipping(rows: Sequence[tuple[Row, Result]]) -> str:
     """What a flat tolerance lets through: on inputs as most tests draw them, and on the checker's own cases."""
     seen = [f["sees_at"] for row, _ in rows for f in row["flat"].values() if "sees_at" in f]
     errors = [row["max_error"] for row, _ in rows if row.get("max_error") is not None]
-    calls, alarms = (sum(k.get(n, 0) for r in set_of(r for _, r in rows) for k in r.extra["kernels"]) for n in ("calls", "false_alarms"))
+    calls, alarms = (
+        sum(k.get(n, 0) for r in set_of(r for _, r in rows) for k in r.extra["kernels"])
+        for n in ("calls", "false_alarms")
+    )
     if not (seen and errors and calls):
         return "How many of them `assert_allclose(rtol=atol=1e-2)` lets through was not measured."
     small, missed = sum(e < 1e-2 for e in errors), sum(s is None for s in seen)

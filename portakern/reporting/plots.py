@@ -12,7 +12,14 @@ from portakern.errors import UnavailableError
 __all__ = ["draw"]
 
 INK, FAINT, SOFT = "#222222", "#8a8a8a", "#d9d9d9"
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe and Ito's, which colour-blind readers tell apart
+COLOURS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#56b4e9",
+    "#e69f00",
+)  # Okabe and Ito's, which colour-blind readers tell apart
 FILLS = {"fits": "#b7dfc9", "spills": "#f6dd9c", "fails": "#ee9a8d"}
 STYLE = {
     "svg.hashsalt": "portakern", "svg.fonttype": "none", "font.family": "DejaVu Sans", "font.size": 9, "axes.edgecolor": FAINT, "axes.labelcolor": INK,
@@ -27,20 +34,30 @@ def draw(data: dict[str, Any]) -> str:
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure
     except ImportError as e:
-        raise UnavailableError("the plots of portakern report need matplotlib; run: pip install 'portakern[demo]'") from e
+        raise UnavailableError(
+            "the plots of portakern report need matplotlib; run: pip install 'portakern[demo]'"
+        ) from e
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, "backend": "svg", **STYLE}):
         figure = Figure()
         FigureCanvasSVG(figure)
         {"roofline": _roofline, "heatmap": _heatmap}[data["kind"]](figure, data)
         out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None}, bbox_inches="tight", pad_inches=0.12)
+        figure.savefig(
+            out, format="svg", metadata={"Date": None, "Creator": None}, bbox_inches="tight", pad_inches=0.12
+        )
     short = re.sub(r"-?\d+\.\d{3,}", lambda m: f"{float(m[0]):.2f}".rstrip("0").rstrip("."), out.getvalue())
     return short.replace("font-family: 'DejaVu Sans'", "font-family: 'DejaVu Sans', Verdana, Arial, sans-serif")
 
 
 def _rate(value: float) -> str:
     """Operations a second in words."""
-    return f"{value / 1e15:.3g} P" if value >= 1e15 else f"{value / 1e12:.3g} T" if value >= 1e12 else f"{value / 1e9:.3g} G"
+    return (
+        f"{value / 1e15:.3g} P"
+        if value >= 1e15
+        else f"{value / 1e12:.3g} T"
+        if value >= 1e12
+        else f"{value / 1e9:.3g} G"
+    )
 
 
 def _short(dtype: str) -> str:
@@ -70,12 +87,34 @@ def _roofline(figure: Any, data: dict[str, Any]) -> None:
     _along(axes, min(rates) / 3 / bandwidth, min(rates) / 3, f"{bandwidth / 1e9:,.0f} GB/s")
     for dtype, peak in roofs.items():
         axes.plot([peak / bandwidth, right], [peak, peak], color=colours[dtype], linewidth=1.4)
-        axes.annotate(f"{dtype}: {_rate(peak)}flop/s", (right, peak), (-2, 4), textcoords="offset points", ha="right", color=colours[dtype])
+        axes.annotate(
+            f"{dtype}: {_rate(peak)}flop/s",
+            (right, peak),
+            (-2, 4),
+            textcoords="offset points",
+            ha="right",
+            color=colours[dtype],
+        )
     for m in data["measured"]:
-        axes.plot([m["intensity"]] * 2, [m["measured"], m["bound"]], color=colours[m["dtype"]], linewidth=0.6, linestyle=":", zorder=2)
+        axes.plot(
+            [m["intensity"]] * 2,
+            [m["measured"], m["bound"]],
+            color=colours[m["dtype"]],
+            linewidth=0.6,
+            linestyle=":",
+            zorder=2,
+        )
         axes.plot([m["intensity"]], [m["measured"]], "o", markersize=4, color=colours[m["dtype"]], zorder=3)
     for p in points:
-        axes.plot([p["intensity"]], [p["bound"]], "o", markersize=5, markerfacecolor="white", markeredgecolor=colours[p["dtype"]], zorder=4)
+        axes.plot(
+            [p["intensity"]],
+            [p["bound"]],
+            "o",
+            markersize=5,
+            markerfacecolor="white",
+            markeredgecolor=colours[p["dtype"]],
+            zorder=4,
+        )
     _labels(axes, points, colours)
     _legend(axes, data)
 
@@ -83,18 +122,31 @@ def _roofline(figure: Any, data: dict[str, Any]) -> None:
 def _along(axes: Any, x: float, y: float, text: str) -> None:
     """A text under the slope of the roof."""
     (x0, y0), (x1, y1) = axes.transData.transform([(x, y), (10 * x, 10 * y)])
-    axes.annotate(text, (x, y), (6, -4), textcoords="offset points", rotation=degrees(atan2(y1 - y0, x1 - x0)), rotation_mode="anchor", va="top", color=INK)
+    axes.annotate(
+        text,
+        (x, y),
+        (6, -4),
+        textcoords="offset points",
+        rotation=degrees(atan2(y1 - y0, x1 - x0)),
+        rotation_mode="anchor",
+        va="top",
+        color=INK,
+    )
 
 
 def _labels(axes: Any, points: list[dict[str, Any]], colours: dict[str, str]) -> None:
     """Labels in two columns right of the points that they name, where the plot is empty, in an order in which no two leaders of a column cross."""
     height = lambda p: axes.transAxes.inverted().transform(axes.transData.transform((p["intensity"], p["bound"])))[1]  # noqa: E731
     for slope, column in ((True, 0.3), (False, 0.71)):
-        order = sorted((p for p in points if p["by_memory"] == slope), key=lambda p: (-p["bound"], -p["intensity"], p["op"]))
+        order = sorted(
+            (p for p in points if p["by_memory"] == slope), key=lambda p: (-p["bound"], -p["intensity"], p["op"])
+        )
         if not order:
             continue
         step = min(0.046, 0.6 / len(order))
-        start = max(height(order[0]) - 0.02 if slope else min(map(height, order)) - 0.05, 0.03 + step * (len(order) - 1))
+        start = max(
+            height(order[0]) - 0.02 if slope else min(map(height, order)) - 0.05, 0.03 + step * (len(order) - 1)
+        )
         for i, p in enumerate(order):
             text = f"{p['op']} {_short(p['dtype'])}: {p['intensity']:{',.0f' if p['intensity'] >= 100 else '.2g'}} op/B"
             text += f", {p['share']:.0%}" if p["share"] is not None else ""
@@ -122,7 +174,9 @@ def _heatmap(figure: Any, data: dict[str, Any]) -> None:
     for y, cells in enumerate(rows.values()):
         for x, cell in enumerate(cells):
             if cell is not None:
-                axes.fill([x, x + 1, x + 1, x], [y, y, y + 1, y + 1], color=FILLS[cell[0]], edgecolor="white", linewidth=1.5)
+                axes.fill(
+                    [x, x + 1, x + 1, x], [y, y, y + 1, y + 1], color=FILLS[cell[0]], edgecolor="white", linewidth=1.5
+                )
                 axes.text(x + 0.5, y + 0.5, "M" if cell[1] else "", ha="center", va="center", fontsize=8, color=INK)
     axes.set_xticks([x + 0.5 for x in range(len(names))], names, fontsize=8)
     axes.set_yticks([y + 0.5 for y in range(len(rows))], list(rows))
@@ -130,7 +184,11 @@ def _heatmap(figure: Any, data: dict[str, Any]) -> None:
     axes.tick_params(length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    words = {"fits": "compiles and fits", "spills": "compiles, with registers spilled", "fails": "does not compile, or does not fit"}
+    words = {
+        "fits": "compiles and fits",
+        "spills": "compiles, with registers spilled",
+        "fails": "does not compile, or does not fit",
+    }
     for kind, word in words.items():
         axes.plot([], [], "s", markersize=9, color=FILLS[kind], label=word)
     axes.plot([], [], marker=r"$\mathrm{M}$", markersize=7, linestyle="", color=INK, label="matrix instructions")

@@ -37,11 +37,16 @@ def work(op: str, dtype: str) -> tuple[int, int]:
     s = registry.find_spec(op)
     form = calls.typical_form(s, dtype)
     types = {"bfloat16": ml_dtypes.bfloat16}
-    arrays = {n: np.broadcast_to(np.zeros((), types.get(d, d)), shape) for n, (shape, d, _) in form["arrays"].items()}  # one element each, however large
+    arrays = {
+        n: np.broadcast_to(np.zeros((), types.get(d, d)), shape) for n, (shape, d, _) in form["arrays"].items()
+    }  # one element each, however large
     options = {n: tuple(v) if isinstance(v, list) else v for n, v in form["options"].items()}
     call = make_op(op).unchecked(**arrays, **options)
     moved = sum(a.size * a.itemsize for a in arrays.values())
-    moved += sum(prod(call.outputs[o][0]) * np.dtype(types.get(call.outputs[o][1], call.outputs[o][1])).itemsize for o in call.wants)
+    moved += sum(
+        prod(call.outputs[o][0]) * np.dtype(types.get(call.outputs[o][1], call.outputs[o][1])).itemsize
+        for o in call.wants
+    )
     return round(s.flops(call)), moved
 
 
@@ -54,7 +59,9 @@ def _known_work(op: str, dtype: str) -> tuple[int, int] | None:
 
 def roofline(kept: Kept, h: Hardware) -> dict[str, Any]:
     """The roof of one chip, the typical calls that compile for it, and every call that was timed on it."""
-    compiled = {(row["op"], row["dtype"]) for row, _ in kept.rows("compile-matrix") if row["target"] == h.name and row["ok"]}
+    compiled = {
+        (row["op"], row["dtype"]) for row, _ in kept.rows("compile-matrix") if row["target"] == h.name and row["ok"]
+    }
     timed = [row for row, r in kept.rows("times") if chip(r.device) == h.name and row["us"] and row["bytes"]]
     roofs = {d: peak for d, peak in h.flops.items() if peak is not None}
 
@@ -68,10 +75,18 @@ def roofline(kept: Kept, h: Hardware) -> dict[str, Any]:
         if known is None or dtype not in roofs:
             continue
         flops, moved = known
-        same = [row for row in timed if (row["op"], row["dtype"]) == (op, dtype) and (row["flops"], row["bytes"]) == (flops, moved)]
+        same = [
+            row
+            for row in timed
+            if (row["op"], row["dtype"]) == (op, dtype) and (row["flops"], row["bytes"]) == (flops, moved)
+        ]
         p = place(op, dtype, flops, moved)
         points.append(replace(p, share=flops / same[0]["us"] * 1e6 / p.bound if same else None))
-    measured = [{**asdict(place(r["op"], r["dtype"], r["flops"], r["bytes"])), "measured": r["flops"] / r["us"] * 1e6} for r in timed if r["dtype"] in roofs]
+    measured = [
+        {**asdict(place(r["op"], r["dtype"], r["flops"], r["bytes"])), "measured": r["flops"] / r["us"] * 1e6}
+        for r in timed
+        if r["dtype"] in roofs
+    ]
     used = {p.dtype for p in points} | {m["dtype"] for m in measured}
     return {
         "kind": "roofline", "target": h.name, "product": h.product, "bandwidth": h.bandwidth, "points": [asdict(p) for p in points], "measured": measured,

@@ -13,4 +13,18 @@ from portakern.testing.runner import Failure, Report, check, replay
 from portakern.testing.strategies import Limits
 from portakern.testing.verdict import Broken, compare_call
 
-__all__ = ["Audit", "Broken", "Case", "Draw", "Failure", "Limits", "Report", "audit", "check", "check_all", "compare_call", "edges", "replay"]
+__all__ = [
+    "Audit",
+    "Broken",
+    "Case",
+    "Draw",
+    "Failure",
+    "Limits",
+    "Report",
+    "audit",
+    "check",
+    "check_all",
+    "compare_call",
+    "edges",
+    "replay",
+]

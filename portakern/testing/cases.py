@@ -63,11 +63,17 @@ class Case:
         given = {a.name: a for a in spec.arrays if a.name in self.shapes}
         forward = registry.forward_of(spec) if spec.is_vjp else None
         saved = {o.name for o in forward.outputs} & set(given) if forward else set()
-        drawn = {a.name: (a, self.shapes[a.name]) for a in given.values() if a.name not in saved} | (self._more(spec, forward) if forward and saved else {})
+        drawn = {a.name: (a, self.shapes[a.name]) for a in given.values() if a.name not in saved} | (
+            self._more(spec, forward) if forward and saved else {}
+        )
         values = {n: self._values(a, shape) for n, (a, shape) in drawn.items()}
         plant = edges(spec)[self.edge].plant if self.edge else None
         if plant:
-            plant(values, np.random.default_rng([self.seed, 1]), {o.name: self.options.get(o.name, o.default) for o in spec.options})
+            plant(
+                values,
+                np.random.default_rng([self.seed, 1]),
+                {o.name: self.options.get(o.name, o.default) for o in spec.options},
+            )
         with np.errstate(over="ignore", invalid="ignore"):
             arrays = {n: values[n].astype(numpy_dtype(self.dtype_of(a))) for n, (a, _) in drawn.items()}
         if forward and saved:
@@ -76,9 +82,15 @@ class Case:
 
     def _more(self, spec: Spec[Any], forward: Spec[Any]) -> dict[str, tuple[ArrayArg, Shape]]:
         """The inputs that the forward op needs, and its gradient does not."""
-        arrays = {a.name: np.broadcast_to(np.zeros((), numpy_dtype(self.dtype_of(a))), self.shapes[a.name]) for a in spec.arrays if a.name in self.shapes}
+        arrays = {
+            a.name: np.broadcast_to(np.zeros((), numpy_dtype(self.dtype_of(a))), self.shapes[a.name])
+            for a in spec.arrays
+            if a.name in self.shapes
+        }
         dims = dispatch.op(spec).bind(**arrays, **self.options).dims
-        return {a.name: (a, shape_of(a.dims, dims)) for a in forward.arrays if not a.optional and a.name not in self.shapes}
+        return {
+            a.name: (a, shape_of(a.dims, dims)) for a in forward.arrays if not a.optional and a.name not in self.shapes
+        }
 
     def dtype_of(self, a: ArrayArg) -> str:
         """The dtype of an argument in this case."""
@@ -99,13 +111,22 @@ class Case:
         return np.sort(rng.integers(0, 4, shape), axis=-1) if self.seed % 2 else rng.integers(0, 3, shape)
 
 
-def _forward_outputs(forward: Spec[Any], arrays: Mapping[str, np.ndarray], options: Mapping[str, Any], names: set[str]) -> dict[str, np.ndarray]:
+def _forward_outputs(
+    forward: Spec[Any], arrays: Mapping[str, np.ndarray], options: Mapping[str, Any], names: set[str]
+) -> dict[str, np.ndarray]:
     """What the forward op's oracle gives for these arrays: the residuals of its gradient."""
     known = {o.name for o in forward.options}
-    call = dispatch.op(forward).bind(**{a.name: arrays[a.name] for a in forward.arrays if a.name in arrays}, **{k: v for k, v in options.items() if k in known})
+    call = dispatch.op(forward).bind(
+        **{a.name: arrays[a.name] for a in forward.arrays if a.name in arrays},
+        **{k: v for k, v in options.items() if k in known},
+    )
     call = call.replace(wants=tuple(o.name for o in forward.outputs if o.name in names))
     outputs = dispatch.degenerate_outputs(call) if call.degenerate else dispatch.rounded_oracle(call)
-    return {o.name: value for o, value in zip(forward.outputs, outputs, strict=True) if o.name in names and value is not None}
+    return {
+        o.name: value
+        for o, value in zip(forward.outputs, outputs, strict=True)
+        if o.name in names and value is not None
+    }
 
 
 class Buffer(NamedTuple):
@@ -118,7 +139,9 @@ class Buffer(NamedTuple):
 
     def view(self) -> np.ndarray:
         itemsize = self.memory.itemsize
-        return np.lib.stride_tricks.as_strided(self.memory[self.offset :], self.shape, tuple(s * itemsize for s in self.strides))
+        return np.lib.stride_tricks.as_strided(
+            self.memory[self.offset :], self.shape, tuple(s * itemsize for s in self.strides)
+        )
 
 
 @functools.cache
@@ -128,9 +151,15 @@ def edges(spec: Spec[Any]) -> Mapping[str, Edge]:
     variadic = {d.factors[0] for a in spec.arrays for d in a.dims if d.variadic}
     shown = dict.fromkeys(f for o in spec.outputs for d in o.dims for f in d.factors)
     found = [Edge(f"no_{d}", f"{d} = 0 is reduced away: the declared values", dims={d: (0, 0)}) for d in reduced]
-    found += [Edge(f"empty_{d}", f"{d} = 0 is an extent of the output: an empty result", dims={d: (0, 0)}) for d in shown if d not in spec.positive]
     found += [
-        Edge(f"several_{tile}", f"{t.of} longer than two tiles, and ragged", dims={t.of: (257, 300)}, smallest_tiles=True)
+        Edge(f"empty_{d}", f"{d} = 0 is an extent of the output: an empty result", dims={d: (0, 0)})
+        for d in shown
+        if d not in spec.positive
+    ]
+    found += [
+        Edge(
+            f"several_{tile}", f"{t.of} longer than two tiles, and ragged", dims={t.of: (257, 300)}, smallest_tiles=True
+        )
         for tile, t in spec.tiling.items()
         if t.of
     ]

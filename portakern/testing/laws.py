@@ -58,10 +58,14 @@ class Draw:
             raise Broken(f"{what}: {got.dtype.name} {got.shape} and {want.dtype.name} {want.shape}; expected the same")
         got, want = np.ascontiguousarray(got), np.ascontiguousarray(want)
         raw = np.dtype(f"u{got.itemsize}")
-        differ = (got.view(raw) != want.view(raw)) & ~(np.isnan(got.astype(np.float64)) & np.isnan(want.astype(np.float64)))
+        differ = (got.view(raw) != want.view(raw)) & ~(
+            np.isnan(got.astype(np.float64)) & np.isnan(want.astype(np.float64))
+        )
         if differ.any():
             index = tuple(int(i) for i in np.unravel_index(int(np.argmax(differ)), differ.shape))
-            raise Broken(f"{what}: {float(got[index]):.9g} and {float(want[index]):.9g} at {list(index)}; {int(differ.sum())} of {differ.size} elements differ")
+            raise Broken(
+                f"{what}: {float(got[index]):.9g} and {float(want[index]):.9g} at {list(index)}; {int(differ.sum())} of {differ.size} elements differ"
+            )
 
 
 def run_law(subject: Subject, case: LawCase) -> None:
@@ -70,7 +74,12 @@ def run_law(subject: Subject, case: LawCase) -> None:
     op = subject.run({})
 
     def run(*arrays: np.ndarray | None, **options: Any) -> Any:
-        ours = [None if a is None else fw.strided(np.ascontiguousarray(a).reshape(-1), a.shape, _strides(a.shape), 0, subject.device) for a in arrays]
+        ours = [
+            None
+            if a is None
+            else fw.strided(np.ascontiguousarray(a).reshape(-1), a.shape, _strides(a.shape), 0, subject.device)
+            for a in arrays
+        ]
         out = op(*ours, **options)
         return tuple(None if o is None else fw.to_numpy(o) for o in out) if isinstance(out, tuple) else fw.to_numpy(out)
 

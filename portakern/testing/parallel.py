@@ -16,7 +16,9 @@ __all__ = ["check_all"]
 SHARDS = 12  # parts of one check; more than cores share one, so that no process is left with the longest
 
 
-def check_all(pairs: Sequence[tuple[str, str]], jobs: int, advance: Callable[[str, str, int], None], **options: Any) -> list[Report]:
+def check_all(
+    pairs: Sequence[tuple[str, str]], jobs: int, advance: Callable[[str, str, int], None], **options: Any
+) -> list[Report]:
     """A report for each (op, backend), with ``options`` of :func:`portakern.testing.check`.
 
     ``jobs`` processes share the work; what is drawn does not depend on how many. ``advance(op, backend, cases)`` is called as cases are done.
@@ -24,8 +26,14 @@ def check_all(pairs: Sequence[tuple[str, str]], jobs: int, advance: Callable[[st
     if jobs == 1:
         return [_alone(op, backend, advance, options) for op, backend in pairs]
     parts: dict[tuple[str, str], list[Report]] = {pair: [] for pair in pairs}
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_one_thread) as pool:  # CUDA and JAX do not survive a fork
-        waiting = {pool.submit(check, op, backend=backend, shard=(i, SHARDS), **options): (op, backend) for i in range(SHARDS) for op, backend in pairs}
+    with ProcessPoolExecutor(
+        jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_one_thread
+    ) as pool:  # CUDA and JAX do not survive a fork
+        waiting = {
+            pool.submit(check, op, backend=backend, shard=(i, SHARDS), **options): (op, backend)
+            for i in range(SHARDS)
+            for op, backend in pairs
+        }
         for done in as_completed(waiting):
             report, (op, backend) = done.result(), waiting[done]
             parts[op, backend].append(report)

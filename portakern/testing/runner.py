@@ -148,7 +148,11 @@ def check(
     subject = _subject(spec, backend, fn, framework, device, profile)
     report = Report(spec.name, subject.name, seed)
     limits = limits or Limits()
-    limits = replace(limits, dtypes=tuple(dtypes or limits.dtypes), arguments=subject.arguments if limits.arguments is None else limits.arguments)
+    limits = replace(
+        limits,
+        dtypes=tuple(dtypes or limits.dtypes),
+        arguments=subject.arguments if limits.arguments is None else limits.arguments,
+    )
     start = time.perf_counter()
     runs = _plan(spec, limits, max_examples, only)
     with subject.context():
@@ -168,19 +172,28 @@ def _carry_out(subject: Subject, limits: Limits, runs: list[tuple[Edge | None, i
             _instances(subject, name, limits, runs[0][1], number, seed, report)
 
 
-def _plan(spec: Spec[Any], limits: Limits, max_examples: int, only: Sequence[str] | None) -> list[tuple[Edge | None, int]]:
+def _plan(
+    spec: Spec[Any], limits: Limits, max_examples: int, only: Sequence[str] | None
+) -> list[tuple[Edge | None, int]]:
     """How many cases to draw on each edge, and (None) on none."""
     known = edges(spec)
     for name in only or ():
         if name not in known:
             raise SpecError(f"check({spec.name!r}): edge {name!r} is unknown; expected one of {', '.join(known)}")
-    corners = [e for e in known.values() if (only is None or e.name in only) and all(limits.takes(name) for name in (*e.options, *e.given))]
+    corners = [
+        e
+        for e in known.values()
+        if (only is None or e.name in only) and all(limits.takes(name) for name in (*e.options, *e.given))
+    ]
     if only is not None:
         return [(e, max(1, max_examples // len(corners))) for e in corners]
     each = max(1, min(EDGE_EXAMPLES, max_examples // (2 * len(corners))))
     visited = corners[: max_examples // (2 * each)]
     free = max_examples - each * len(visited)
-    return [*((e, each) for e in visited), *((None, n) for n in (FREE_RUN,) * (free // FREE_RUN) + (free % FREE_RUN,) if n)]
+    return [
+        *((e, each) for e in visited),
+        *((None, n) for n in (FREE_RUN,) * (free // FREE_RUN) + (free % FREE_RUN,) if n),
+    ]
 
 
 def replay(op: str | Spec[Any], case: str | Case | LawCase, *, backend: str | registry.Backend | None = None, fn: Callable[..., Any] | None = None,
@@ -203,7 +216,9 @@ def _subject(spec: Spec[Any], backend: str | registry.Backend | None, fn: Callab
     if backend is not None:
         return backend_subject(spec, backend, device, profile)
     if profile is not None:
-        raise SpecError(f"check({spec.name!r}): profile is {profile!r}; a function has none, only a backend: pass backend=")
+        raise SpecError(
+            f"check({spec.name!r}): profile is {profile!r}; a function has none, only a backend: pass backend="
+        )
     return function_subject(spec, fn, framework, device)
 
 
@@ -237,7 +252,9 @@ def _explore(subject: Subject, limits: Limits, edge: Edge | None, count: int, st
     @given(cases(subject.spec, limits, subject.tiles, edge))
     def one(case: Case) -> None:
         seen.append(case)
-        if len(seen) == 1 or (failed and not shrink):  # Hypothesis begins with the simplest case of all, the same for every seed
+        if len(seen) == 1 or (
+            failed and not shrink
+        ):  # Hypothesis begins with the simplest case of all, the same for every seed
             return
         try:
             _run(subject, case, report)
@@ -284,7 +301,9 @@ def _run(subject: Subject, case: Case, report: Report) -> None:
         report.refused[str(e).partition("cannot: ")[2] or str(e)] += 1
         return
     outputs = _given(got)
-    regime = "" if case.edge or case.masks or "expanded" in case.layouts.values() else case.regime  # planted or repeated values are not random
+    regime = (
+        "" if case.edge or case.masks or "expanded" in case.layouts.values() else case.regime
+    )  # planted or repeated values are not random
     fractions = _compare_all(reference, outputs, fw, arrays, tiling, regime)
     _check_inputs_untouched(subject, buffers, arrays)
     again = run(*positional, **named, **case.options)
@@ -305,7 +324,14 @@ def _given(result: Any) -> tuple[Any, ...]:
     return tuple(o for o in result if o is not None) if isinstance(result, tuple) else (result,)
 
 
-def _compare_all(call: Call, outputs: tuple[Any, ...], fw: Framework, inputs: Mapping[str, Any], tiling: Mapping[str, int], regime: str) -> dict[str, float]:
+def _compare_all(
+    call: Call,
+    outputs: tuple[Any, ...],
+    fw: Framework,
+    inputs: Mapping[str, Any],
+    tiling: Mapping[str, int],
+    regime: str,
+) -> dict[str, float]:
     if len(outputs) != len(call.wants):
         raise Broken(f"{len(outputs)} outputs came back; expected {len(call.wants)}: {', '.join(call.wants)}")
     values = []

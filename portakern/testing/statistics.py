@@ -56,7 +56,9 @@ class Evidence:
     reasons: tuple[str, ...] = ()
 
 
-def examine(call: Call, outputs: Sequence[np.ndarray], refs: Sequence[Any], bounds: Sequence[Any], regime: str = "") -> dict[str, Evidence]:
+def examine(
+    call: Call, outputs: Sequence[np.ndarray], refs: Sequence[Any], bounds: Sequence[Any], regime: str = ""
+) -> dict[str, Evidence]:
     """Judge the wanted outputs of a call that lie within their bounds.
 
     Args:
@@ -80,7 +82,13 @@ def examine(call: Call, outputs: Sequence[np.ndarray], refs: Sequence[Any], boun
         evidence = Evidence() if spreads[i] is None else judge(got, refs[i], bounds[i], spreads[i], unbiased=unbiased)
         wrong = 0 if forced[i] is None else int(np.sum(forced[i] & (got != rounded(refs[i], dtype))))
         if wrong:
-            evidence = replace(evidence, reasons=(*evidence.reasons, f"{wrong} of {np.sum(forced[i])} elements that no step can round are not exact"))
+            evidence = replace(
+                evidence,
+                reasons=(
+                    *evidence.reasons,
+                    f"{wrong} of {np.sum(forced[i])} elements that no step can round are not exact",
+                ),
+            )
         seen[name] = evidence
     return seen
 
@@ -99,13 +107,21 @@ def judge(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, sigma: np.ndarray
     if distinct < LEAST:
         return Evidence()
     error = (got[use] - ref[use]) / sigma[use]
-    z, largest, bias = float(np.sqrt(np.mean(error**2))), float(np.abs(error).max()), float(np.mean(np.sign(ref[use]) * error))
+    z, largest, bias = (
+        float(np.sqrt(np.mean(error**2))),
+        float(np.abs(error).max()),
+        float(np.mean(np.sign(ref[use]) * error)),
+    )
     reasons = []
     if z > Z:
         reasons.append(f"typical errors are {z:.2f} times those of random rounding; at most {Z} are right")
     if largest > largest_right(error.size):
-        reasons.append(f"the largest error is {largest:.1f} times that of random rounding; at most {largest_right(error.size):.1f} is right")
+        reasons.append(
+            f"the largest error is {largest:.1f} times that of random rounding; at most {largest_right(error.size):.1f} is right"
+        )
     if unbiased and abs(bias) > BIAS + 4 / np.sqrt(distinct):
         way = "towards 0, as truncation in place of rounding does" if bias < 0 else "away from 0"
-        reasons.append(f"errors lean {way}: by {abs(bias):.2f} of random rounding's; at most {BIAS + 4 / np.sqrt(distinct):.2f} is right")
+        reasons.append(
+            f"errors lean {way}: by {abs(bias):.2f} of random rounding's; at most {BIAS + 4 / np.sqrt(distinct):.2f} is right"
+        )
     return Evidence(z, bias, largest, True, tuple(reasons))

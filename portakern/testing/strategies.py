@@ -41,13 +41,23 @@ class Limits:
 
 
 @st.composite
-def cases(draw: st.DrawFn, spec: Spec[Any], limits: Limits, tiles: Mapping[str, Tile], edge: Edge | None = None) -> Case:
+def cases(
+    draw: st.DrawFn, spec: Spec[Any], limits: Limits, tiles: Mapping[str, Tile], edge: Edge | None = None
+) -> Case:
     """A case of ``spec`` within ``limits``; ``tiles`` are the tile names and ranges that a tiling may set; ``edge``: the corner to visit."""
     edge = edge or Edge("")
-    given = [a for a in spec.arrays if not a.optional or a.name in edge.given or (limits.takes(a.name) and a.name not in edge.absent and draw(st.booleans()))]
+    given = [
+        a
+        for a in spec.arrays
+        if not a.optional
+        or a.name in edge.given
+        or (limits.takes(a.name) and a.name not in edge.absent and draw(st.booleans()))
+    ]
     dims = _shrink_to_fit(spec, given, draw(_dims(spec, edge)), limits, edge)
     shapes = {a.name: _stretch(draw, a, dims, edge.stretched.get(a.name, ())) for a in given}
-    kinds = sorted(k for k in LAYOUTS if not (edge.plant and k == "expanded"))  # repeating index 0 would undo what is planted
+    kinds = sorted(
+        k for k in LAYOUTS if not (edge.plant and k == "expanded")
+    )  # repeating index 0 would undo what is planted
     layouts = {a.name: draw(st.sampled_from(kinds)) for a in given if limits.strided and draw(st.booleans())}
     dtype = draw(st.sampled_from([d for d in spec.dtypes if d in limits.dtypes]))
     case = Case(
@@ -73,7 +83,11 @@ def cases(draw: st.DrawFn, spec: Spec[Any], limits: Limits, tiles: Mapping[str, 
 
 def _binds(spec: Spec[Any], case: Case) -> bool:
     """Whether the drawn arguments obey the rules across arguments (both of a pair, say); tried on arrays of one element, stretched."""
-    arrays = {a.name: np.broadcast_to(np.zeros((), numpy_dtype(case.dtype_of(a))), case.shapes[a.name]) for a in spec.arrays if a.name in case.shapes}
+    arrays = {
+        a.name: np.broadcast_to(np.zeros((), numpy_dtype(case.dtype_of(a))), case.shapes[a.name])
+        for a in spec.arrays
+        if a.name in case.shapes
+    }
     try:
         dispatch.op(spec).bind(**arrays, **case.options)
     except SpecError:
@@ -111,25 +125,42 @@ def _dims(draw: st.DrawFn, spec: Spec[Any], edge: Edge) -> dict[str, Any]:
         extent = st.one_of(st.sampled_from(choices), extent) if choices else extent
         if name not in edge.dims and name not in spec.positive and not edge.name and not draw(st.integers(0, 24)):
             extent = st.just(0)
-        dims[name] = tuple(draw(st.lists(extent, min_size=name in edge.dims, max_size=1 if lo > 64 else 3))) if name in variadic else draw(extent)
+        dims[name] = (
+            tuple(draw(st.lists(extent, min_size=name in edge.dims, max_size=1 if lo > 64 else 3)))
+            if name in variadic
+            else draw(extent)
+        )
     for a in spec.arrays:  # an op along an axis needs one
         if len(a.dims) == 1 and a.dims[0].variadic and not a.optional and not dims[a.dims[0].factors[0]]:
             dims[a.dims[0].factors[0]] = (draw(st.sampled_from(EXTENTS)),)
     return dims
 
 
-def _shrink_to_fit(spec: Spec[Any], given: Sequence[ArrayArg], dims: dict[str, Any], limits: Limits, edge: Edge) -> dict[str, Any]:
+def _shrink_to_fit(
+    spec: Spec[Any], given: Sequence[ArrayArg], dims: dict[str, Any], limits: Limits, edge: Edge
+) -> dict[str, Any]:
     """Halve the largest extent until the arrays and the work fit; one that the edge bounds from below only while another cannot give."""
 
     def too_big() -> bool:
-        full = {n: tuple(map(_at_least_1, e)) if isinstance(e, tuple) else _at_least_1(e) for n, e in dims.items()}  # a 0 may be broadcast away
-        shapes = [*(a.dims for a in given), *(o.dims for o in spec.outputs if o.gradient_of is None or o.gradient_of in {a.name for a in given})]
+        full = {
+            n: tuple(map(_at_least_1, e)) if isinstance(e, tuple) else _at_least_1(e) for n, e in dims.items()
+        }  # a 0 may be broadcast away
+        shapes = [
+            *(a.dims for a in given),
+            *(o.dims for o in spec.outputs if o.gradient_of is None or o.gradient_of in {a.name for a in given}),
+        ]
         sizes = [math.prod(shape_of(s, full)) for s in shapes]
         extents: list[int] = [math.prod(e) if isinstance(e, tuple) else e for e in full.values()]
         return max(sizes) > limits.elements or math.prod(extents) > limits.flops / 4
 
     while too_big():
-        name = max(dims, key=lambda d: (_widest(dims[d]) > 1 and _widest(dims[d]) // 2 >= edge.dims.get(d, (0, 0))[0], _widest(dims[d])))
+        name = max(
+            dims,
+            key=lambda d: (
+                _widest(dims[d]) > 1 and _widest(dims[d]) // 2 >= edge.dims.get(d, (0, 0))[0],
+                _widest(dims[d]),
+            ),
+        )
         extent = dims[name]
         if isinstance(extent, tuple):
             i = extent.index(max(extent))
@@ -160,7 +191,9 @@ def _stretch(draw: st.DrawFn, a: ArrayArg, dims: dict[str, Any], ones: Sequence[
 
 
 @st.composite
-def _wants(draw: st.DrawFn, spec: Spec[Any], shapes: Mapping[str, tuple[int, ...]], rarely: int) -> dict[str, tuple[str, ...]]:
+def _wants(
+    draw: st.DrawFn, spec: Spec[Any], shapes: Mapping[str, tuple[int, ...]], rarely: int
+) -> dict[str, tuple[str, ...]]:
     """Now and then some of the gradients only; less often on an edge, which is about one of them."""
     optional = {a.name for a in spec.arrays if a.optional}
     names = [o.name for o in spec.outputs if o.gradient_of in shapes or o.gradient_of not in optional]

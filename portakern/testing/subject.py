@@ -50,14 +50,19 @@ class Subject:
     name: str
 
 
-def backend_subject(spec: Spec[Any], backend: str | registry.Backend, device: str | None, profile: str | None) -> Subject:
+def backend_subject(
+    spec: Spec[Any], backend: str | registry.Backend, device: str | None, profile: str | None
+) -> Subject:
     """``spec`` on a backend, on the best device here that it serves, or on ``device`` (a platform), in a profile of the backend."""
     b = registry.backend(backend)
     b.check_available()
     fw = FRAMEWORKS[b.framework]
     fw.load()
     served = ((d, fw.target(d)) for d in fw.devices())
-    found, target = next(((d, t) for d, t in served if b.package_for(t.platform) is not None and device in (None, t.platform)), (None, None))
+    found, target = next(
+        ((d, t) for d, t in served if b.package_for(t.platform) is not None and device in (None, t.platform)),
+        (None, None),
+    )
     if target is None:
         here = ", ".join(str(fw.target(d)) for d in fw.devices())
         raise UnavailableError(f"backend {b.name!r} serves no {device or 'device'} here; devices of {fw.name}: {here}")
@@ -81,7 +86,9 @@ def backend_subject(spec: Spec[Any], backend: str | registry.Backend, device: st
 
 def _backend_line(spec: Spec[Any], b: registry.Backend, given: Mapping[str, str | None]) -> Callable[[str], str]:
     if not registry.importable(spec, b):
-        return _python_line(spec, f"backend={b.name!r}" if registry.backends().get(b.name) is b else "backend=...", given)
+        return _python_line(
+            spec, f"backend={b.name!r}" if registry.backends().get(b.name) is b else "backend=...", given
+        )
     command = f"portakern check {spec.name} --backend {b.name}" + "".join(f" --{k} {v}" for k, v in given.items() if v)
     return lambda case: f"{command} --case {shlex.quote(case)}"
 
@@ -104,7 +111,9 @@ def _legal(
     if fw.name != "numpy":
         call = dispatch.to_framework(call, fw)
     default, reason = impl.tiling(call), None
-    tiling = {n: v for n, v in case.tiling.items() if n in default}  # an implementation may have fewer tiles than its spec, or none
+    tiling = {
+        n: v for n, v in case.tiling.items() if n in default
+    }  # an implementation may have fewer tiles than its spec, or none
     while tiling:
         reason = impl.supports(call, {**default, **tiling})
         if reason is None:

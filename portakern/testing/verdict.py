@@ -26,14 +26,18 @@ def expected(call: Call) -> tuple[Call, tuple[Any, ...], tuple[Any, ...]]:
         raise SpecError(f"{call.spec.name} declares no tolerance; give its spec one with @{call.spec.name}.tolerance")
     wide = dispatch.as_float64(call)
     if call.degenerate:
-        exact: tuple[Any, ...] = tuple(None if o is None else np.asarray(o, np.float64) for o in dispatch.degenerate_outputs(wide))
+        exact: tuple[Any, ...] = tuple(
+            None if o is None else np.asarray(o, np.float64) for o in dispatch.degenerate_outputs(wide)
+        )
         return wide, exact, tuple(None if o is None else np.zeros_like(o) for o in exact)
     exact = dispatch.oracle(call)
     with np.errstate(all="ignore"):
         return wide, exact, call.spec.bound(wide, exact)
 
 
-def compare_call(call: Call, outputs: Sequence[np.ndarray], tiling: Mapping[str, int] | None = None, regime: str = "") -> dict[str, float]:
+def compare_call(
+    call: Call, outputs: Sequence[np.ndarray], tiling: Mapping[str, int] | None = None, regime: str = ""
+) -> dict[str, float]:
     """Output name -> worst fraction of the bound, for the wanted outputs of ``call`` as NumPy arrays.
 
     ``call.target`` and ``call.interpret`` say what ran; ``tiling`` with which tiles; ``regime`` how the values were drawn, "" for anything but a regime's own values.
@@ -61,11 +65,22 @@ def compare_call(call: Call, outputs: Sequence[np.ndarray], tiling: Mapping[str,
     return fractions
 
 
-def describe(call: Call, name: str, got: np.ndarray, ref: np.ndarray, bound: np.ndarray, bad: np.ndarray, tiling: Mapping[str, int]) -> str:
+def describe(
+    call: Call,
+    name: str,
+    got: np.ndarray,
+    ref: np.ndarray,
+    bound: np.ndarray,
+    bad: np.ndarray,
+    tiling: Mapping[str, int],
+) -> str:
     """The first bad element in words."""
     index = tuple(int(i) for i in np.unravel_index(int(np.argmax(bad)), bad.shape))
     value, want = np.asarray(got[index], np.float64), ref[index]
-    places = [*tiles_of(call, name, index, tiling), *([call.spec.region(call, name, index)] if call.spec.region else [])]
+    places = [
+        *tiles_of(call, name, index, tiling),
+        *([call.spec.region(call, name, index)] if call.spec.region else []),
+    ]
     where = f" ({'; '.join(places)})" if places else ""
     return (
         f"{name}{list(index)}{where} is {value:.9g}; the oracle says {want:.9g}, permitted error {bound[index]:.3g}, "
@@ -83,5 +98,7 @@ def tiles_of(call: Call, name: str, index: tuple[int, ...], tiling: Mapping[str,
             continue
         for back, d in enumerate(reversed(output.dims), 1):
             if d.factors == (of,) and not d.variadic:
-                found.append(f"{tile}={extent}: tile {index[-back] // extent} of {-(-call.dims[of] // extent)}, element {index[-back] % extent}")
+                found.append(
+                    f"{tile}={extent}: tile {index[-back] // extent} of {-(-call.dims[of] // extent)}, element {index[-back] % extent}"
+                )
     return found

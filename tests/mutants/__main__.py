@@ -26,18 +26,38 @@ from .pool import Task, run
 SINGLE = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def plan(faults: Sequence[Fault], seeds: Sequence[int], flat_seeds: Sequence[int], device: str, examples: int) -> list[Task]:
+def plan(
+    faults: Sequence[Fault], seeds: Sequence[int], flat_seeds: Sequence[int], device: str, examples: int
+) -> list[Task]:
     """The longest first: the shipped kernels, then each fault. A kernel's task holds the first of its faults."""
     kernels = {(f.op, f.backend): f for f in reversed(faults)}
     order = sorted(kernels, key=lambda k: (k[1] != "pallas", "attention" not in k[0], len(k[0])))
-    alone = [Task(kind, f, s, device, examples) for kind, on in (("catch", seeds), ("flat", flat_seeds)) for s in on for f in faults]
-    return [*(Task("right", kernels[k], s, device, examples) for k in order for s in seeds), *alone, *(Task("error", f, 0, device, 0) for f in faults)]
+    alone = [
+        Task(kind, f, s, device, examples)
+        for kind, on in (("catch", seeds), ("flat", flat_seeds))
+        for s in on
+        for f in faults
+    ]
+    return [
+        *(Task("right", kernels[k], s, device, examples) for k in order for s in seeds),
+        *alone,
+        *(Task("error", f, 0, device, 0) for f in faults),
+    ]
 
 
-def rows(faults: Sequence[Fault], results: dict[Task, dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def rows(
+    faults: Sequence[Fault], results: dict[Task, dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """One row a fault, one a kernel and seed."""
-    kernels = [{"backend": t.fault.backend, "op": t.fault.op, "seed": t.seed, **r} for t, r in results.items() if t.kind == "right"]
-    table = {f: {"name": f.name, "backend": f.backend, "op": f.op, "what": f.what, "small": f.small, "seeds": {}, "flat": {}} for f in faults}
+    kernels = [
+        {"backend": t.fault.backend, "op": t.fault.op, "seed": t.seed, **r}
+        for t, r in results.items()
+        if t.kind == "right"
+    ]
+    table = {
+        f: {"name": f.name, "backend": f.backend, "op": f.op, "what": f.what, "small": f.small, "seeds": {}, "flat": {}}
+        for f in faults
+    }
     for t, r in results.items():
         if t.kind == "error":
             table[t.fault] |= r
@@ -53,9 +73,15 @@ def show(table: Sequence[dict[str, Any]], kernels: Sequence[dict[str, Any]]) -> 
         caught = [s["examples"] for s in seeds if s.get("caught")]
         flat = [r["sees_at"] for r in row["flat"].values() if "sees_at" in r]
         counts = f"{statistics.median(caught):6.0f} {max(caught):6}" if caught else " " * 13
-        mark = "" if len(caught) == len(seeds) else "   <-- " + "; ".join(sorted({s.get("error", "passed") for s in seeds if not s.get("caught")}))
+        mark = (
+            ""
+            if len(caught) == len(seeds)
+            else "   <-- " + "; ".join(sorted({s.get("error", "passed") for s in seeds if not s.get("caught")}))
+        )
         sees = f"{sum(x is not None for x in flat)}/{len(flat)}" if flat else ""
-        print(f"{row['name']:44} {row.get('max_error', float('nan')):9.2g}   {len(caught)}/{len(seeds)}   {counts}              {sees:>5}{mark}")
+        print(
+            f"{row['name']:44} {row.get('max_error', float('nan')):9.2g}   {len(caught)}/{len(seeds)}   {counts}              {sees:>5}{mark}"
+        )
     summary = summarise(table, kernels)
     print("\n" + "\n".join(f"{k.replace('_', ' ')}: {v}" for k, v in summary.items()))
 
@@ -71,28 +97,44 @@ def summarise(table: Sequence[dict[str, Any]], kernels: Sequence[dict[str, Any]]
         "small_caught_on_every_seed": sum(r.get("max_error", 1) < 1e-2 for r in full),
         "not_caught_on_every_seed": [r["name"] for r in table if r not in full],
         "kernels_and_seeds_that_failed": [
-            f"{k['backend']} {k['op']} seed {k['seed']}: {k.get('error') or k.get('what')}" for k in kernels if k.get("failed", True)
+            f"{k['backend']} {k['op']} seed {k['seed']}: {k.get('error') or k.get('what')}"
+            for k in kernels
+            if k.get("failed", True)
         ],
-        "slips_through_flat_1e-2": f"{sum(p is None for p in pairs)} of {len(pairs)} (fault, seed) pairs" if pairs else "not run",
+        "slips_through_flat_1e-2": f"{sum(p is None for p in pairs)} of {len(pairs)} (fault, seed) pairs"
+        if pairs
+        else "not run",
         "flat_1e-2_false_alarms": f"{sum(k.get('false_alarms', 0) for k in kernels)} of {calls} calls of the shipped kernels",
     }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--examples", type=int, default=200)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--only", nargs="+", default=[""], help="faults whose name holds one of these")
-    parser.add_argument("--flat-seeds", type=int, nargs="*", default=[0], help="seeds of the comparison with a flat tolerance; none leaves it out")
+    parser.add_argument(
+        "--flat-seeds",
+        type=int,
+        nargs="*",
+        default=[0],
+        help="seeds of the comparison with a flat tolerance; none leaves it out",
+    )
     parser.add_argument("--timeout", type=float, default=1800, help="seconds a task may take")
     parser.add_argument("--json", type=Path)
     parser.add_argument(
-        "--resume", action="store_true", help="do only what the file of --json does not hold yet; only if neither kernels nor checks have changed"
+        "--resume",
+        action="store_true",
+        help="do only what the file of --json does not hold yet; only if neither kernels nor checks have changed",
     )
     args = parser.parse_args()
-    os.environ.update(dict.fromkeys(SINGLE, "1") | {"JAX_PLATFORMS": "cpu"})  # one thread a worker; JAX's share here is the interpreter
+    os.environ.update(
+        dict.fromkeys(SINGLE, "1") | {"JAX_PLATFORMS": "cpu"}
+    )  # one thread a worker; JAX's share here is the interpreter
 
     faults = [f for f in FAULTS if any(part in f.name for part in args.only) and (args.device == "cpu" or f.gpu)]
     tasks = plan(faults, args.seeds, args.flat_seeds, args.device, args.examples)
@@ -113,7 +155,11 @@ def main() -> int:
             if result["failed"]
             else "passed"
         )
-        print(f"[{len(results)}/{planned}, {time.time() - start:.0f} s] {task}: {said} {result.get('examples', '')}", file=sys.stderr, flush=True)
+        print(
+            f"[{len(results)}/{planned}, {time.time() - start:.0f} s] {task}: {said} {result.get('examples', '')}",
+            file=sys.stderr,
+            flush=True,
+        )
         save(args, faults, results, planned, start)
 
     run(tasks, args.jobs, args.timeout, done)
@@ -132,11 +178,16 @@ def kept(file: Path, tasks: Sequence[Task]) -> dict[Task, dict[str, Any]]:
             found["error", row["name"], 0] = {"max_error": row["max_error"]}
         for kind, runs in (("catch", row["seeds"]), ("flat", row["flat"])):
             found |= {(kind, row["name"], int(seed)): r for seed, r in runs.items()}
-    keys = {t: ("kernel", t.fault.backend, t.fault.op, t.seed) if t.kind == "right" else (t.kind, t.fault.name, t.seed) for t in tasks}
+    keys = {
+        t: ("kernel", t.fault.backend, t.fault.op, t.seed) if t.kind == "right" else (t.kind, t.fault.name, t.seed)
+        for t in tasks
+    }
     return {t: found[key] for t, key in keys.items() if key in found and "error" not in found[key]}
 
 
-def save(args: argparse.Namespace, faults: Sequence[Fault], done: dict[Task, dict[str, Any]], planned: int, start: float) -> None:
+def save(
+    args: argparse.Namespace, faults: Sequence[Fault], done: dict[Task, dict[str, Any]], planned: int, start: float
+) -> None:
     if not args.json:
         return
     from portakern.results import HOST_CPU, command_line, record, write

@@ -28,7 +28,16 @@ from .faults import Fault
 __all__ = ["beside_flat", "catch", "checked", "error_on_ordinary_data", "mutant", "mutated_source"]
 
 FLAT = 1e-2  # rtol and atol of the usual test
-UNBUILT = (NameError, UnboundLocalError, KeyError, ImportError, ModuleNotFoundError, AttributeError, SyntaxError, IndentationError)
+UNBUILT = (
+    NameError,
+    UnboundLocalError,
+    KeyError,
+    ImportError,
+    ModuleNotFoundError,
+    AttributeError,
+    SyntaxError,
+    IndentationError,
+)
 """What a mutant raises that was put together wrongly, or whose kernel was edited after it was read: it says nothing about the fault."""
 
 
@@ -135,7 +144,9 @@ class Seen(Exception):
     """A flat tolerance sees the fault: the check may end."""
 
 
-def beside_flat(op: str, backend: str, fault: Fault | None, seed: int, device: str, max_examples: int) -> dict[str, Any]:
+def beside_flat(
+    op: str, backend: str, fault: Fault | None, seed: int, device: str, max_examples: int
+) -> dict[str, Any]:
     """The shipped kernel under a check and, on the very calls that the check makes, under ``assert_allclose(rtol=atol=1e-2)``: ``calls``, and the
     ``false_alarms`` among them. With a fault, ``sees_at`` alone: the first call where the faulty kernel misses that tolerance and the shipped one does not;
     the check ends there. None: it never does. A crash counts as seen.
@@ -147,7 +158,12 @@ def beside_flat(op: str, backend: str, fault: Fault | None, seed: int, device: s
 
     def compare(served: dispatch.Served) -> None:
         call = served.call
-        if busy or call.degenerate or served.backend != backend or (last and all(a is b for a, b in zip(last, call.arrays.values(), strict=True))):
+        if (
+            busy
+            or call.degenerate
+            or served.backend != backend
+            or (last and all(a is b for a, b in zip(last, call.arrays.values(), strict=True)))
+        ):
             return
         last[:] = call.arrays.values()
         busy.append(True)
@@ -183,7 +199,9 @@ def _flat_right(served: dispatch.Served, backend: Backend, exact: Sequence[np.nd
         return False
 
 
-def _saved(batch: int, q_len: int, kv_len: int, heads: int, kv_heads: int, d: int, dv: int) -> dict[str, tuple[int, ...]]:
+def _saved(
+    batch: int, q_len: int, kv_len: int, heads: int, kv_heads: int, d: int, dv: int
+) -> dict[str, tuple[int, ...]]:
     """The shapes of what attention's gradients always take."""
     o = (batch, q_len, heads, dv)
     k, v = ((batch, kv_len, kv_heads, n) for n in (d, dv))
@@ -215,10 +233,32 @@ ORDINARY: dict[str, list[tuple[dict[str, tuple[int, ...]], dict[str, Any], dict[
     ],
     "attention": [
         ({"q": (2, 100, 4, 64), "k": (2, 260, 2, 64), "v": (2, 260, 2, 40)}, {"return_lse": True}, {}),
-        ({"q": (1, 200, 4, 48), "k": (1, 200, 4, 48), "v": (1, 200, 4, 48)}, {"is_causal": True}, {"block_q": 128, "block_kv": 128}),
-        ({"q": (1, 150, 2, 64), "k": (1, 330, 1, 64), "v": (1, 330, 1, 64)}, {"window": (100, 30)}, {"block_q": 128, "block_kv": 128}),
-        ({"q": (1, 90, 4, 32), "k": (1, 300, 2, 32), "v": (1, 300, 2, 32), "bias": (1, 4, 1, 300)}, {"softcap": 5.0}, {}),
-        ({"q": (2, 128, 2, 64), "k": (2, 256, 2, 64), "v": (2, 256, 2, 64), "q_segment_ids": (2, 128), "kv_segment_ids": (2, 256)}, {}, {}),
+        (
+            {"q": (1, 200, 4, 48), "k": (1, 200, 4, 48), "v": (1, 200, 4, 48)},
+            {"is_causal": True},
+            {"block_q": 128, "block_kv": 128},
+        ),
+        (
+            {"q": (1, 150, 2, 64), "k": (1, 330, 1, 64), "v": (1, 330, 1, 64)},
+            {"window": (100, 30)},
+            {"block_q": 128, "block_kv": 128},
+        ),
+        (
+            {"q": (1, 90, 4, 32), "k": (1, 300, 2, 32), "v": (1, 300, 2, 32), "bias": (1, 4, 1, 300)},
+            {"softcap": 5.0},
+            {},
+        ),
+        (
+            {
+                "q": (2, 128, 2, 64),
+                "k": (2, 256, 2, 64),
+                "v": (2, 256, 2, 64),
+                "q_segment_ids": (2, 128),
+                "kv_segment_ids": (2, 256),
+            },
+            {},
+            {},
+        ),
     ],
     "matmul_vjp": [
         ({"a": (96, 200), "b": (200, 72), "d_c": (96, 72)}, {}, {}),
@@ -267,14 +307,18 @@ def error_on_ordinary_data(fault: Fault, device: str) -> float:
                 arrays = {n: np.ascontiguousarray(b.view()) for n, b in drawn.items()}
             else:
                 arrays = {
-                    n: np.sort(rng.integers(0, 3, s)).astype(np.int32) if "segment" in n else rng.standard_normal(s).astype(numpy_dtype(dtype))
+                    n: np.sort(rng.integers(0, 3, s)).astype(np.int32)
+                    if "segment" in n
+                    else rng.standard_normal(s).astype(numpy_dtype(dtype))
                     for n, s in shapes.items()
                 }
             call = dispatch.op(fault.op).bind(**arrays, **options)
             exact = dispatch.oracle(call)
             try:
                 with fw.poisoned():
-                    got = dispatch.op(fault.op, backend=mutant(fault), tiling=tiling)(**{n: fw.from_numpy(a, where) for n, a in arrays.items()}, **options)
+                    got = dispatch.op(fault.op, backend=mutant(fault), tiling=tiling)(
+                        **{n: fw.from_numpy(a, where) for n, a in arrays.items()}, **options
+                    )
             except UNBUILT:
                 raise
             except Exception:
@@ -285,6 +329,10 @@ def error_on_ordinary_data(fault: Fault, device: str) -> float:
                 want, unit = exact[i], format_of(call.outputs[call.spec.outputs[i].name][1]).U
                 value = np.asarray(fw.to_numpy(y), np.float64)
                 with np.errstate(invalid="ignore"):
-                    error = np.where((value == want) | (np.isnan(value) & np.isnan(want)), 0.0, np.abs(value - want) - unit * np.abs(want))
+                    error = np.where(
+                        (value == want) | (np.isnan(value) & np.isnan(want)),
+                        0.0,
+                        np.abs(value - want) - unit * np.abs(want),
+                    )
                 worst = max(worst, float(np.nan_to_num(error, nan=np.inf).max()))
     return worst

@@ -39,7 +39,9 @@ def work(task: Task) -> dict[str, Any]:
     if task.kind == "error":
         return {"max_error": harness.error_on_ordinary_data(f, task.device)}
     if task.kind in ("right", "flat"):
-        return harness.beside_flat(f.op, f.backend, f if task.kind == "flat" else None, task.seed, task.device, task.examples)
+        return harness.beside_flat(
+            f.op, f.backend, f if task.kind == "flat" else None, task.seed, task.device, task.examples
+        )
     return harness.catch(f, task.seed, task.device, task.examples)
 
 

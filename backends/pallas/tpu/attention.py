@@ -63,12 +63,16 @@ def default_tiling(call: Call) -> dict[str, int]:
 def grains(call: Call) -> tuple[int, int]:
     """The native grid that block_q and block_kv lie on: sublanes, but lanes where lse, segment ids or a bias have that axis last."""
     segments, rows = call.arrays["q_segment_ids"] is not None, sublanes(call.arrays["q"].dtype)
-    return LANES if segments or "lse" in call.wants else rows, LANES if segments or call.arrays["bias"] is not None else rows
+    return LANES if segments or "lse" in call.wants else rows, LANES if segments or call.arrays[
+        "bias"
+    ] is not None else rows
 
 
 def blocks(call: Call, tiling: Mapping[str, int]) -> tuple[int, int]:
     of_q, of_kv = grains(call)
-    return row_block(call, call.dims["q_len"], tiling["block_q"], of_q), block(call.dims["kv_len"], tiling["block_kv"], of_kv)
+    return row_block(call, call.dims["q_len"], tiling["block_q"], of_q), block(
+        call.dims["kv_len"], tiling["block_kv"], of_kv
+    )
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
@@ -76,7 +80,9 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     bq, bkv = blocks(call, tiling)
     d, dv, lanes, item = padded(call.dims["d"]), padded(call.dims["dv"]), padded(bkv), call.arrays["q"].dtype.itemsize
     bias = call.arrays["bias"]
-    streamed = item * (bq * d + bkv * (d + dv) + bq * dv) + (0 if bias is None else bias.dtype.itemsize * lanes * (8 if bias.shape[2] == 1 else bq))
+    streamed = item * (bq * d + bkv * (d + dv) + bq * dv) + (
+        0 if bias is None else bias.dtype.itemsize * lanes * (8 if bias.shape[2] == 1 else bq)
+    )
     resident = 2 * streamed + 4 * bq * (dv + 2 * LANES) + 12 * bq * lanes  # the last: s, p and the mask of one step
     return (
         dtype_refused(call)
@@ -160,7 +166,15 @@ def both(*rules: Any) -> Any:
     return None if not rules else rules[0] if len(rules) == 1 else rules[0] & both(*rules[1:])
 
 
-def kernel(*refs: Any, names: tuple[str, ...], band: Band, pre: float | None, softcap: float | None, unit: float, interpreted: bool) -> None:
+def kernel(
+    *refs: Any,
+    names: tuple[str, ...],
+    band: Band,
+    pre: float | None,
+    softcap: float | None,
+    unit: float,
+    interpreted: bool,
+) -> None:
     ref = dict(zip(names, refs, strict=True))
     m_ref, l_ref, acc_ref = ref["m"], ref["l"], ref["acc"]
     i, step = step_along(2), step_along(3)
@@ -261,7 +275,10 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Arr
     if call.arrays["q_segment_ids"] is not None:
         q_ids, kv_ids = words(call.arrays["q_segment_ids"]), words(call.arrays["kv_segment_ids"])
         inputs["q_segment_ids"] = q_ids, pl.BlockSpec((None, q_ids.shape[1], bq), lambda b, h, i, step: (b, 0, i))
-        inputs["kv_segment_ids"] = kv_ids, pl.BlockSpec((None, kv_ids.shape[1], bkv), lambda b, h, i, step: (b, 0, band.block(i, step)))
+        inputs["kv_segment_ids"] = (
+            kv_ids,
+            pl.BlockSpec((None, kv_ids.shape[1], bkv), lambda b, h, i, step: (b, 0, band.block(i, step))),
+        )
 
     outputs = {"o": (jax.ShapeDtypeStruct((batch, heads, q_len, dv), q.dtype), head_blocks(bq, dv, at_query))}
     if "lse" in call.wants:
@@ -272,7 +289,15 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Arr
     steps = band.steps()
     pairs = batch * heads * q_len * min(call.dims["kv_len"], steps * bkv)
     results = pl.pallas_call(
-        partial(kernel, names=(*inputs, *outputs, "m", "l", "acc"), band=band, pre=pre, softcap=call.options["softcap"], unit=unit, interpreted=call.interpret),
+        partial(
+            kernel,
+            names=(*inputs, *outputs, "m", "l", "acc"),
+            band=band,
+            pre=pre,
+            softcap=call.options["softcap"],
+            unit=unit,
+            interpreted=call.interpret,
+        ),
         grid=(batch, heads, pl.cdiv(q_len, bq), steps),
         in_specs=[spec for _, spec in inputs.values()],
         out_specs=[spec for _, spec in outputs.values()],

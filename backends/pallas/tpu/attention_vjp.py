@@ -74,7 +74,9 @@ def grains(call: Call) -> tuple[int, int]:
 def resident(call: Call, bq: int, bkv: int) -> int:
     """The VMEM, in bytes, of one step of the kernel of d_k and d_v, which needs most: what is streamed twice, sums, and P, dP, dS and the mask of the step."""
     bias, heads = call.arrays["bias"], padded(call.dims["d"]) + padded(call.dims["dv"])
-    streamed = call.arrays["q"].dtype.itemsize * heads * (bq + 2 * bkv) + (0 if bias is None else bias.dtype.itemsize * bq * padded(bkv))
+    streamed = call.arrays["q"].dtype.itemsize * heads * (bq + 2 * bkv) + (
+        0 if bias is None else bias.dtype.itemsize * bq * padded(bkv)
+    )
     split = 6 * heads * (bq + bkv) if call.dtype == "float32" else 0  # float32 operands as three bfloat16 summands
     return 2 * streamed + 4 * bkv * heads + 16 * bkv * padded(bq) + split
 
@@ -209,7 +211,11 @@ def by_bias(*refs: Any, names: tuple[str, ...], band: Band, scores: Scores, one_
 
     on_band(band, j, i, (first <= i) & (i <= last), visit)
 
-    @pl.when((summed[0] == pl.num_programs(4) - 1) & (summed[1] == pl.num_programs(5) - 1) & (summed[2] == pl.num_programs(6) - 1))
+    @pl.when(
+        (summed[0] == pl.num_programs(4) - 1)
+        & (summed[1] == pl.num_programs(5) - 1)
+        & (summed[2] == pl.num_programs(6) - 1)
+    )
     def finish() -> None:
         ref["d_bias"][...] = ref["acc"][...].T.astype(ref["d_bias"].dtype)
 
@@ -246,7 +252,11 @@ class Operands:
     def __init__(self, call: Call) -> None:
         self.call = call
         self.heads = {name: jnp.swapaxes(call.arrays[name], 1, 2) for name in ("q", "k", "v", "d_o")}
-        self.ids = {name: words(call.arrays[name]) for name in ("q_segment_ids", "kv_segment_ids") if call.arrays[name] is not None}
+        self.ids = {
+            name: words(call.arrays[name])
+            for name in ("q_segment_ids", "kv_segment_ids")
+            if call.arrays[name] is not None
+        }
         self.lse_delta = row_statistics(call, self.heads["d_o"])
 
     def at(self, bq: int, bkv: int, query: Index, key: Index) -> Blocks:
@@ -255,7 +265,10 @@ class Operands:
         lse_delta = jnp.pad(self.lse_delta, ((0, 0), (0, 0), (0, 0), (0, -q_len % bq))).reshape(batch, heads, 2, -1, bq)
         found = {name: (self.heads[name], head_blocks(bq, self.heads[name].shape[3], query)) for name in ("q", "d_o")}
         found |= {name: (self.heads[name], head_blocks(bkv, self.heads[name].shape[3], key)) for name in ("k", "v")}
-        found["lse_delta"] = jnp.swapaxes(lse_delta, 2, 3), pl.BlockSpec((None, None, None, 2, bq), lambda *step: (*query(*step), 0, 0))
+        found["lse_delta"] = (
+            jnp.swapaxes(lse_delta, 2, 3),
+            pl.BlockSpec((None, None, None, 2, bq), lambda *step: (*query(*step), 0, 0)),
+        )
         if bias is not None:
             found["bias"] = bias, bias_blocks(bias.shape, bq, bkv, query, key)
         for name, ids in self.ids.items():
@@ -271,7 +284,9 @@ def row_statistics(call: Call, d_o: jax.Array) -> jax.Array:
     by_head = head_blocks(rows, dv, lambda b, h, i: (b, h, i))
     at_row = [pl.BlockSpec((None, None, n, rows), lambda b, h, i: (b, h, 0, i)) for n in (1, 2)]
     inputs = {"o": (jnp.swapaxes(call.arrays["o"], 1, 2), by_head), "d_o": (d_o, by_head)}
-    inputs |= {name: (call.arrays[name][:, :, None], at_row[0]) for name in ("lse", "d_lse") if call.arrays[name] is not None}
+    inputs |= {
+        name: (call.arrays[name][:, :, None], at_row[0]) for name in ("lse", "d_lse") if call.arrays[name] is not None
+    }
     outputs = {"lse_delta": (jax.ShapeDtypeStruct((batch, heads, 2, q_len), jnp.float32), at_row[1])}
     return launch(call, by_row, (batch, heads, pl.cdiv(q_len, rows)), 0, inputs, outputs)["lse_delta"]
 
@@ -301,7 +316,9 @@ def launch(call: Call, kernel: Callable[..., None], grid: tuple[int, ...], summe
         out_shape=[form for form, _ in outputs.values()],
         scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch.values()],
         compiler_params=in_order(*["parallel"] * (len(grid) - summed), *["arbitrary"] * summed),
-        cost_estimate=pl.CostEstimate(flops=2 * prod(grid) * pairs * depth, transcendentals=prod(grid) * pairs, bytes_accessed=moved),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * prod(grid) * pairs * depth, transcendentals=prod(grid) * pairs, bytes_accessed=moved
+        ),
         interpret=interpreter(call),
         name="portakern_attention_vjp_" + "_".join(outputs),
     )(*(array for array, _ in inputs.values()))
@@ -320,9 +337,21 @@ def query_gradient(call: Call, tiling: Mapping[str, int], operands: Operands) ->
         return b, quotient(h, group), band.block(i, step)
 
     grid = batch, heads, pl.cdiv(q_len, bq), band.steps()
-    outputs = {"d_q": (jax.ShapeDtypeStruct((batch, heads, q_len, d), call.arrays["q"].dtype), head_blocks(bq, d, query))}
+    outputs = {
+        "d_q": (jax.ShapeDtypeStruct((batch, heads, q_len, d), call.arrays["q"].dtype), head_blocks(bq, d, query))
+    }
     kernel = partial(by_query, band=band, scores=Scores.of(call))
-    found = launch(call, kernel, grid, 1, operands.at(bq, bkv, query, key), outputs, {"acc": (bq, d)}, bq * bkv, 2 * d + call.dims["dv"])
+    found = launch(
+        call,
+        kernel,
+        grid,
+        1,
+        operands.at(bq, bkv, query, key),
+        outputs,
+        {"acc": (bq, d)},
+        bq * bkv,
+        2 * d + call.dims["dv"],
+    )
     return {"d_q": jnp.swapaxes(found["d_q"], 1, 2)}
 
 
@@ -351,22 +380,50 @@ def key_gradients(call: Call, tiling: Mapping[str, int], operands: Operands) -> 
 
 
 def bias_gradient(call: Call, tiling: Mapping[str, int], operands: Operands) -> dict[str, jax.Array]:
-    (batch, q_len, heads, _), group, (of_q, of_kv), kv_len = call.arrays["q"].shape, call.dims["group"], grains(call), call.dims["kv_len"]
+    (batch, q_len, heads, _), group, (of_q, of_kv), kv_len = (
+        call.arrays["q"].shape,
+        call.dims["group"],
+        grains(call),
+        call.dims["kv_len"],
+    )
     bias = call.arrays["bias"]
     batches, bias_heads, rows, _ = bias.shape
     bq, bkv = row_block(call, q_len, tiling["block_q"], of_q), row_block(call, kv_len, tiling["block_kv"], of_kv)
     band, one_row = turned(Band.of(call, bq, bkv), q_len), rows == 1
 
-    def query(b: Any, h: Any, i: Any, j: Any, batch: Any, head: Any, step: Any) -> tuple[Any, Any, Any]:  # of each pair of axes one has a single step
+    def query(
+        b: Any, h: Any, i: Any, j: Any, batch: Any, head: Any, step: Any
+    ) -> tuple[Any, Any, Any]:  # of each pair of axes one has a single step
         return b + batch, h + head, band.block(j, step) if one_row else i
 
     def key(b: Any, h: Any, i: Any, j: Any, batch: Any, head: Any, step: Any) -> tuple[Any, Any, Any]:
         return b + batch, quotient(h + head, group), j
 
-    grid = batches, bias_heads, pl.cdiv(rows, bq), pl.cdiv(kv_len, bkv), batch // batches, heads // bias_heads, band.steps() if one_row else 1
+    grid = (
+        batches,
+        bias_heads,
+        pl.cdiv(rows, bq),
+        pl.cdiv(kv_len, bkv),
+        batch // batches,
+        heads // bias_heads,
+        band.steps() if one_row else 1,
+    )
     outputs = {"d_bias": (jax.ShapeDtypeStruct(bias.shape, bias.dtype), bias_blocks(bias.shape, bq, bkv, query, key))}
-    kernel, scratch = partial(by_bias, band=band, scores=Scores.of(call), one_row=one_row), {"acc": (bkv, 1 if one_row else bq)}
-    return launch(call, kernel, grid, 3, operands.at(bq, bkv, query, key), outputs, scratch, bq * bkv, call.dims["d"] + call.dims["dv"])
+    kernel, scratch = (
+        partial(by_bias, band=band, scores=Scores.of(call), one_row=one_row),
+        {"acc": (bkv, 1 if one_row else bq)},
+    )
+    return launch(
+        call,
+        kernel,
+        grid,
+        3,
+        operands.at(bq, bkv, query, key),
+        outputs,
+        scratch,
+        bq * bkv,
+        call.dims["d"] + call.dims["dv"],
+    )
 
 
 @BACKEND.implements("attention_vjp", tiling=default_tiling, supports=supports)

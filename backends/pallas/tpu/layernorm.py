@@ -25,7 +25,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import LANES, block, dtype_refused, in_order, interpreter, off_grid, over_vmem, positions, row_block, step_along, sublanes
+from portakern.backends.pallas.common import (
+    LANES,
+    block,
+    dtype_refused,
+    in_order,
+    interpreter,
+    off_grid,
+    over_vmem,
+    positions,
+    row_block,
+    step_along,
+    sublanes,
+)
 from portakern.call import Call
 
 # Of one block, with double buffers and float32 intermediates 10 to 14 MiB; a gradient, which streams more arrays, has half. Thousands of cycles that the
@@ -107,11 +119,15 @@ def layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
             pl.BlockSpec((rows, block_n), lambda row, sweep, step: (row, step)),
             *(pl.BlockSpec((1, block_n), lambda row, sweep, step: (0, sweep * step)) for _ in affine),
         ],
-        out_specs=pl.BlockSpec((rows, block_n), lambda row, sweep, step: (row, sweep * step)),  # sweep 0 stays on the block that sweep 1 writes first
+        out_specs=pl.BlockSpec(
+            (rows, block_n), lambda row, sweep, step: (row, sweep * step)
+        ),  # sweep 0 stays on the block that sweep 1 writes first
         out_shape=jax.ShapeDtypeStruct((height, n), x.dtype),
         scratch_shapes=[state, state],
         compiler_params=in_order("parallel", "arbitrary", "arbitrary"),
-        cost_estimate=pl.CostEstimate(flops=9 * x.size, transcendentals=height, bytes_accessed=(3 if steps > 1 else 2) * x.size * x.dtype.itemsize),
+        cost_estimate=pl.CostEstimate(
+            flops=9 * x.size, transcendentals=height, bytes_accessed=(3 if steps > 1 else 2) * x.size * x.dtype.itemsize
+        ),
         interpret=interpreter(call),
         name="portakern_layernorm",
     )(x.reshape(height, n), *affine.values())

@@ -26,7 +26,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import LANES, block, dtype_refused, in_order, interpreter, off_grid, over_vmem, positions, step_along, sublanes
+from portakern.backends.pallas.common import (
+    LANES,
+    block,
+    dtype_refused,
+    in_order,
+    interpreter,
+    off_grid,
+    over_vmem,
+    positions,
+    step_along,
+    sublanes,
+)
 from portakern.backends.pallas.tpu.layernorm import blocks, default_tiling
 from portakern.call import Call
 
@@ -77,7 +88,9 @@ def kernel(*refs: Any, names: tuple[str, ...], height: int, n: int, eps: float) 
             if "d_x" in ref:
                 block_h = along_row(h)
                 # both sums, about the new mean
-                ref["hx"][...] += along_row(h * (x - block_mean)) + ((delta - delta * share) * block_h - delta * share * ref["h_sum"][...])
+                ref["hx"][...] += along_row(h * (x - block_mean)) + (
+                    (delta - delta * share) * block_h - delta * share * ref["h_sum"][...]
+                )
                 ref["h_sum"][...] += block_h
             ref["mean"][...] += delta * share
 
@@ -104,7 +117,9 @@ def layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | No
     reads_x = "d_x" in wants or "d_weight" in wants
     sweeps = min(steps, 2) if reads_x else 1
 
-    def written(sweep: Any, step: Any) -> Any:  # sweep 0 stays on the block that sweep 1 writes first: nothing unwritten leaves VMEM
+    def written(
+        sweep: Any, step: Any
+    ) -> Any:  # sweep 0 stays on the block that sweep 1 writes first: nothing unwritten leaves VMEM
         return step if sweeps == 1 else sweep * step
 
     of_rows = pl.BlockSpec((rows, block_n), lambda row, sweep, step: (row, step))
@@ -130,14 +145,19 @@ def layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | No
         out_shape=[shape for shape, _ in outputs.values()],
         scratch_shapes=[*state.values()],
         compiler_params=in_order("parallel", "arbitrary", "arbitrary"),
-        cost_estimate=pl.CostEstimate(flops=18 * x.size, transcendentals=height, bytes_accessed=(1 + 2 * sweeps) * x.size * item),
+        cost_estimate=pl.CostEstimate(
+            flops=18 * x.size, transcendentals=height, bytes_accessed=(1 + 2 * sweeps) * x.size * item
+        ),
         interpret=interpreter(call),
         name="portakern_layernorm_vjp",
     )(*(array for array, _ in inputs.values()))
     found = dict(zip(outputs, results, strict=True))
     return (
         found["d_x"].reshape(x.shape) if "d_x" in found else None,
-        *(add_up(call, found[name].reshape(groups, n), call.outputs[name][1]) if name in found else None for name in ("d_weight", "d_bias")),
+        *(
+            add_up(call, found[name].reshape(groups, n), call.outputs[name][1]) if name in found else None
+            for name in ("d_weight", "d_bias")
+        ),
     )
 
 

@@ -41,13 +41,21 @@ from portakern.call import Call
 
 
 def default_tiling(call: Call) -> dict[str, int]:
-    return {"block_m": 512, "block_n": 512, "block_k": 512} if call.dtype == "float32" else {"block_m": 512, "block_n": 1024, "block_k": 1024}
+    return (
+        {"block_m": 512, "block_n": 512, "block_k": 512}
+        if call.dtype == "float32"
+        else {"block_m": 512, "block_n": 1024, "block_k": 1024}
+    )
 
 
 def blocks(call: Call, tiling: Mapping[str, int], m: int) -> tuple[int, int, int]:
     grain = sublanes(call.arrays["a"].dtype)
     n, k = call.dims["n"], call.dims["k"]
-    return row_block(call, m, tiling["block_m"], grain), block(n, tiling["block_n"], LANES), block(k, tiling["block_k"], LANES)
+    return (
+        row_block(call, m, tiling["block_m"], grain),
+        block(n, tiling["block_n"], LANES),
+        block(k, tiling["block_k"], LANES),
+    )
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
@@ -89,7 +97,11 @@ def operand(shape: tuple[int, ...], block_shape: tuple[int, int], axes: tuple[in
     first = rank - 3 - len(batch)
 
     def index(*step: Any) -> tuple[Any, ...]:
-        return (*(0 if extent == 1 else step[first + d] for d, extent in enumerate(batch)), step[axes[0]], step[axes[1]])
+        return (
+            *(0 if extent == 1 else step[first + d] for d, extent in enumerate(batch)),
+            step[axes[0]],
+            step[axes[1]],
+        )
 
     return pl.BlockSpec((*(None for _ in batch), *block_shape), index)
 
@@ -118,7 +130,8 @@ def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
         cost_estimate=pl.CostEstimate(
             flops=2 * products,
             transcendentals=0,
-            bytes_accessed=products // n * pl.cdiv(n, bn) * a.dtype.itemsize + products // m * pl.cdiv(m, bm) * b.dtype.itemsize,
+            bytes_accessed=products // n * pl.cdiv(n, bn) * a.dtype.itemsize
+            + products // m * pl.cdiv(m, bm) * b.dtype.itemsize,
         ),
         interpret=interpreter(call),
         name="portakern_matmul",

@@ -33,11 +33,16 @@ def batch_axes(call: Call, name: str) -> tuple[list[int], list[int]]:
 def product(call: Call, name: str) -> Call:
     """The call of matmul that gives a gradient: (*kept, i, K) times (*kept, K, j), K the summed batch axes and, innermost, n (d_a) or m (d_b)."""
     rank, dtype = len(call.dims["batch"]), jnp.dtype(product_dtype(call))
-    a, b, d_c = (x.reshape((1,) * (rank + 2 - x.ndim) + x.shape).astype(dtype) for x in (call.arrays[n] for n in ("a", "b", "d_c")))
+    a, b, d_c = (
+        x.reshape((1,) * (rank + 2 - x.ndim) + x.shape).astype(dtype)
+        for x in (call.arrays[n] for n in ("a", "b", "d_c"))
+    )
     left, right = (d_c, jnp.swapaxes(b, -1, -2)) if name == "d_a" else (jnp.swapaxes(a, -1, -2), d_c)
     kept, summed = batch_axes(call, name)
     left = left.transpose(*kept, rank, *summed, rank + 1).reshape(*(left.shape[i] for i in kept), left.shape[-2], -1)
-    right = right.transpose(*kept, *summed, rank, rank + 1).reshape(*(right.shape[i] for i in kept), -1, right.shape[-1])
+    right = right.transpose(*kept, *summed, rank, rank + 1).reshape(
+        *(right.shape[i] for i in kept), -1, right.shape[-1]
+    )
     return call.inner("matmul", left, right, precision=call.options["precision"], out_dtype=call.outputs[name][1])
 
 

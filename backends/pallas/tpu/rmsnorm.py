@@ -63,11 +63,15 @@ def rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
             pl.BlockSpec((rows, block_n), lambda row, sweep, step: (row, step)),
             *(pl.BlockSpec((1, block_n), lambda row, sweep, step: (0, sweep * step)) for _ in weight),
         ],
-        out_specs=pl.BlockSpec((rows, block_n), lambda row, sweep, step: (row, sweep * step)),  # sweep 0 stays on the block that sweep 1 writes first
+        out_specs=pl.BlockSpec(
+            (rows, block_n), lambda row, sweep, step: (row, sweep * step)
+        ),  # sweep 0 stays on the block that sweep 1 writes first
         out_shape=jax.ShapeDtypeStruct((height, n), x.dtype),
         scratch_shapes=[pltpu.VMEM((rows, 1), jnp.float32)],
         compiler_params=in_order("parallel", "arbitrary", "arbitrary"),
-        cost_estimate=pl.CostEstimate(flops=4 * x.size, transcendentals=height, bytes_accessed=(3 if steps > 1 else 2) * x.size * x.dtype.itemsize),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * x.size, transcendentals=height, bytes_accessed=(3 if steps > 1 else 2) * x.size * x.dtype.itemsize
+        ),
         interpret=interpreter(call),
         name="portakern_rmsnorm",
     )(x.reshape(height, n), *weight.values())

@@ -92,12 +92,16 @@ def rmsnorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None
         out_shape=[shape for shape, _ in outputs.values()],
         scratch_shapes=[state, state],
         compiler_params=in_order("parallel", "arbitrary", "arbitrary"),
-        cost_estimate=pl.CostEstimate(flops=12 * x.size, transcendentals=height, bytes_accessed=(1 + 2 * sweeps) * x.size * x.dtype.itemsize),
+        cost_estimate=pl.CostEstimate(
+            flops=12 * x.size, transcendentals=height, bytes_accessed=(1 + 2 * sweeps) * x.size * x.dtype.itemsize
+        ),
         interpret=interpreter(call),
         name="portakern_rmsnorm_vjp",
     )(*(array for array, _ in inputs.values()))
     found = dict(zip(outputs, results, strict=True))
     return (
         found["d_x"].reshape(x.shape) if "d_x" in found else None,
-        add_up(call, found["d_weight"].reshape(groups, n), call.outputs["d_weight"][1]) if "d_weight" in found else None,
+        add_up(call, found["d_weight"].reshape(groups, n), call.outputs["d_weight"][1])
+        if "d_weight" in found
+        else None,
     )

@@ -64,8 +64,15 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     item = call.arrays["x"].dtype.itemsize
     return (
         dtype_refused(call)
-        or off_grid("block_rows", tiling["block_rows"], shape[3 - axis], LANES if axis == 1 else sublanes(call.arrays["x"].dtype))
-        or over_vmem(padded(rows) * n * (4 * item + 12) if axis == 1 else rows * n * (4 * item + 12), "block_rows or block_n")
+        or off_grid(
+            "block_rows",
+            tiling["block_rows"],
+            shape[3 - axis],
+            LANES if axis == 1 else sublanes(call.arrays["x"].dtype),
+        )
+        or over_vmem(
+            padded(rows) * n * (4 * item + 12) if axis == 1 else rows * n * (4 * item + 12), "block_rows or block_n"
+        )
     )
 
 
@@ -118,11 +125,17 @@ def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
         partial(kernel, n=shape[axis], axis=axis - 1),
         grid=(shape[0], pl.cdiv(shape[3 - axis], rows), min(steps, 2), steps),
         in_specs=[spec(lambda sweep, step: step)],
-        out_specs=spec(lambda sweep, step: sweep * step),  # sweep 0 stays on the block that sweep 1 writes first: nothing unwritten leaves VMEM
+        out_specs=spec(
+            lambda sweep, step: sweep * step
+        ),  # sweep 0 stays on the block that sweep 1 writes first: nothing unwritten leaves VMEM
         out_shape=jax.ShapeDtypeStruct(shape, x.dtype),
         scratch_shapes=[state, state],
         compiler_params=in_order("parallel", "parallel", "arbitrary", "arbitrary"),
-        cost_estimate=pl.CostEstimate(flops=6 * x.size, transcendentals=2 * x.size, bytes_accessed=(3 if steps > 1 else 2) * x.size * x.dtype.itemsize),
+        cost_estimate=pl.CostEstimate(
+            flops=6 * x.size,
+            transcendentals=2 * x.size,
+            bytes_accessed=(3 if steps > 1 else 2) * x.size * x.dtype.itemsize,
+        ),
         interpret=interpreter(call),
         name="portakern_softmax",
     )(x.reshape(shape))

@@ -18,7 +18,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import LANES, dtype_refused, in_order, interpreter, off_grid, over_vmem, padded, positions, step_along, sublanes
+from portakern.backends.pallas.common import (
+    LANES,
+    dtype_refused,
+    in_order,
+    interpreter,
+    off_grid,
+    over_vmem,
+    padded,
+    positions,
+    step_along,
+    sublanes,
+)
 from portakern.backends.pallas.tpu.softmax import blocks, default_tiling, view
 from portakern.call import Call
 
@@ -71,11 +82,15 @@ def softmax_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
         partial(kernel, n=shape[axis], axis=axis - 1),
         grid=(shape[0], pl.cdiv(shape[3 - axis], rows), min(steps, 2), steps),
         in_specs=[spec(lambda sweep, step: step)] * 2,
-        out_specs=spec(lambda sweep, step: sweep * step),  # sweep 0 stays on the block that sweep 1 writes first: nothing unwritten leaves VMEM
+        out_specs=spec(
+            lambda sweep, step: sweep * step
+        ),  # sweep 0 stays on the block that sweep 1 writes first: nothing unwritten leaves VMEM
         out_shape=jax.ShapeDtypeStruct(shape, y.dtype),
         scratch_shapes=[pltpu.VMEM((1, rows) if axis == 1 else (rows, 1), jnp.float32)],
         compiler_params=in_order("parallel", "parallel", "arbitrary", "arbitrary"),
-        cost_estimate=pl.CostEstimate(flops=4 * y.size, transcendentals=0, bytes_accessed=(5 if steps > 1 else 3) * y.size * y.dtype.itemsize),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * y.size, transcendentals=0, bytes_accessed=(5 if steps > 1 else 3) * y.size * y.dtype.itemsize
+        ),
         interpret=interpreter(call),
         name="portakern_softmax_vjp",
     )(y.reshape(shape), d_y.reshape(shape))

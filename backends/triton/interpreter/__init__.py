@@ -37,7 +37,10 @@ def run(kernel: JITFunction[Any], grid: int, *args: Any, **kwargs: Any) -> None:
     constexprs = {p.name for p in kernel.params if p.is_constexpr}
     values = {k: v if k in constexprs else _argument(v) for k, v in given.items()}
     body = _interpreted(kernel).body
-    spans = tuple((s.data_ptr(), s.data_ptr() + s.nbytes()) for s in (v.untyped_storage() for v in given.values() if isinstance(v, torch.Tensor)))
+    spans = tuple(
+        (s.data_ptr(), s.data_ptr() + s.nbytes())
+        for s in (v.untyped_storage() for v in given.values() if isinstance(v, torch.Tensor))
+    )
     outer = PROGRAM.index, PROGRAM.grid, PROGRAM.spans
     PROGRAM.grid, PROGRAM.spans = grid, spans
     try:

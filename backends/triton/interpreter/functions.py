@@ -13,7 +13,19 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter as upstream
 
-from portakern.backends.triton.interpreter.values import FLOATS, NUMPY, PROGRAM, SEMANTIC, Block, bound, check_addresses, convert, direct, made, scalar
+from portakern.backends.triton.interpreter.values import (
+    FLOATS,
+    NUMPY,
+    PROGRAM,
+    SEMANTIC,
+    Block,
+    bound,
+    check_addresses,
+    convert,
+    direct,
+    made,
+    scalar,
+)
 
 __all__ = ["OVERRIDES"]
 
@@ -29,7 +41,11 @@ def _operand(x: Any, dtype: tl.dtype) -> Any:
     x = _raw(x)
     if isinstance(x, Block):
         return convert(x.handle.data, x.dtype, dtype)
-    return convert(np.array(x, np.float32 if dtype.name == "bf16" else NUMPY[dtype.name]), tl.float32 if dtype.name == "bf16" else dtype, dtype)
+    return convert(
+        np.array(x, np.float32 if dtype.name == "bf16" else NUMPY[dtype.name]),
+        tl.float32 if dtype.name == "bf16" else dtype,
+        dtype,
+    )
 
 
 def _element(p: Block) -> tuple[tl.dtype, np.dtype[Any]]:
@@ -54,9 +70,13 @@ def load(pointer: Block, mask: Any = None, other: Any = None, **hints: Any) -> B
 
 def store(pointer: Block, value: Any, mask: Any = None, **hints: Any) -> None:
     address, (element, dtype) = pointer.handle.data, _element(pointer)
-    lanes = np.broadcast_to(True if mask is None else mask.handle.data if isinstance(mask, Block) else bool(mask), address.shape)
+    lanes = np.broadcast_to(
+        True if mask is None else mask.handle.data if isinstance(mask, Block) else bool(mask), address.shape
+    )
     check_addresses(address, lanes, dtype.itemsize)
-    upstream._interpreter.store(address, np.ascontiguousarray(np.broadcast_to(_operand(value, element), address.shape)), lanes)
+    upstream._interpreter.store(
+        address, np.ascontiguousarray(np.broadcast_to(_operand(value, element), address.shape)), lanes
+    )
 
 
 def dot(input: Block, other: Block, acc: Block | None = None, input_precision: str | None = None, allow_tf32: Any = None, max_num_imprecise_acc: Any = None,
@@ -64,7 +84,9 @@ def dot(input: Block, other: Block, acc: Block | None = None, input_precision: s
     """Products and sums in float32 (float64, int32): what ``ieee`` promises and what tensor cores do with 16-bit operands."""
     a, b = input.handle.data, other.handle.data
     if input.dtype.name != other.dtype.name or min(a.shape[-2], *b.shape[-2:]) < 16:
-        raise ValueError(f"dot of {input.dtype} {a.shape} and {other.dtype} {b.shape}: dtypes must be equal and extents at least 16")
+        raise ValueError(
+            f"dot of {input.dtype} {a.shape} and {other.dtype} {b.shape}: dtypes must be equal and extents at least 16"
+        )
     if input.dtype.name not in ("bf16", "fp16", "fp32", "fp64", "int8"):
         raise NotImplementedError(f"dot of {input.dtype} is not interpreted")
     wide = {"fp64": tl.float64, "int8": tl.int32}.get(input.dtype.name, tl.float32)
@@ -73,7 +95,10 @@ def dot(input: Block, other: Block, acc: Block | None = None, input_precision: s
         if acc.handle.data.shape != data.shape:
             raise ValueError(f"dot gives {data.shape} but acc is {acc.handle.data.shape}")
         data = data + acc.handle.data
-    return made(data.astype(NUMPY[out_dtype.name], copy=False) if wide is tl.float32 else data, out_dtype if wide is tl.float32 else wide)
+    return made(
+        data.astype(NUMPY[out_dtype.name], copy=False) if wide is tl.float32 else data,
+        out_dtype if wide is tl.float32 else wide,
+    )
 
 
 def _elementwise(ufunc: Callable[..., Any], slow: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,13 +130,21 @@ def where(condition: Any, x: Any, y: Any) -> Any:
             if other.__class__ is float or (isinstance(other, Block) and other.dtype.name == typed.dtype.name):
                 a, b = (v.handle.data if isinstance(v, Block) else v for v in (x, y))
                 data = np.where(condition.handle.data, a, b)
-                return made(data, typed.dtype, condition.is_block or typed.is_block or (isinstance(other, Block) and other.is_block))
+                return made(
+                    data,
+                    typed.dtype,
+                    condition.is_block or typed.is_block or (isinstance(other, Block) and other.is_block),
+                )
     return _slow_where(condition, x, y)
 
 
 def full(shape: Any, value: Any, dtype: tl.dtype) -> Block:
     extents = tuple(int(_raw(s)) for s in shape)
-    return made(np.broadcast_to(_operand(value, dtype), extents), dtype) if extents else made(_operand(value, dtype).reshape(1), dtype, False)
+    return (
+        made(np.broadcast_to(_operand(value, dtype), extents), dtype)
+        if extents
+        else made(_operand(value, dtype).reshape(1), dtype, False)
+    )
 
 
 def zeros(shape: Any, dtype: tl.dtype) -> Block:
@@ -142,7 +175,9 @@ def arange(start: int, end: int) -> Block:
 def value_range(*bounds: Any, **hints: Any) -> Any:
     """``range`` and ``tl.range``: the index is a scalar of the bounds' dtype, as in a compiled kernel."""
     plain = [_raw(b) for b in bounds]
-    wide = any(isinstance(b, Block) and b.dtype.name == "int64" for b in plain) or any(not -(2**31) <= int(b) < 2**31 for b in plain)
+    wide = any(isinstance(b, Block) and b.dtype.name == "int64" for b in plain) or any(
+        not -(2**31) <= int(b) < 2**31 for b in plain
+    )
     for i in range(*(int(b) for b in plain)):
         yield scalar(i, tl.int64 if wide else tl.int32)
 
@@ -153,7 +188,11 @@ def static_range(*bounds: Any, **hints: Any) -> Any:
 
 def _ufunc_of(combine: Any) -> np.ufunc | None:
     """The ufunc that a combiner of ``tl.sum``, ``tl.max`` or ``tl.min`` is."""
-    known = ((tl.standard._sum_combine, np.add), (tl.standard._elementwise_max, np.fmax), (tl.standard._elementwise_min, np.fmin))
+    known = (
+        (tl.standard._sum_combine, np.add),
+        (tl.standard._elementwise_max, np.fmax),
+        (tl.standard._elementwise_min, np.fmin),
+    )
     return next((ufunc for jit, ufunc in known if combine.jit is jit), None)
 
 
@@ -174,9 +213,18 @@ def reduce(input: Any, axis: int | None, combine_fn: Any, keep_dims: bool = Fals
     data = [p.handle.data.reshape(-1) if axis is None else np.moveaxis(p.handle.data, axis, 0) for p in parts]
     while data[0].shape[0] > 1:
         half = data[0].shape[0] // 2
-        got = combine_fn(*(made(d[s], p.dtype) for s in (slice(0, half), slice(half, None)) for d, p in zip(data, parts, strict=True)))
+        got = combine_fn(
+            *(
+                made(d[s], p.dtype)
+                for s in (slice(0, half), slice(half, None))
+                for d, p in zip(data, parts, strict=True)
+            )
+        )
         data = [g.handle.data for g in (got if isinstance(got, tuple) else (got,))]
-    results = [made(d[0], p.dtype) if np.ndim(d[0]) else made(d.reshape(1), p.dtype, False) for d, p in zip(data, parts, strict=True)]
+    results = [
+        made(d[0], p.dtype) if np.ndim(d[0]) else made(d.reshape(1), p.dtype, False)
+        for d, p in zip(data, parts, strict=True)
+    ]
     if _raw(keep_dims):
         results = [made(np.expand_dims(r.handle.data, axis), r.dtype) for r in results]
     return tuple(results) if isinstance(input, tuple) else results[0]
@@ -189,7 +237,9 @@ def associative_scan(*args: Any, **kwargs: Any) -> Any:
 def _reduction(ufunc: np.ufunc) -> Callable[..., Any]:
     def op(input: Block, axis: int | None = None, keep_dims: bool = False) -> Block:
         if input.dtype.name not in ("fp32", "fp64", "int32", "int64"):
-            raise NotImplementedError(f"reduction of {input.dtype}: convert it to float32 or int32 first, as the accumulator of a device would be")
+            raise NotImplementedError(
+                f"reduction of {input.dtype}: convert it to float32 or int32 first, as the accumulator of a device would be"
+            )
         return _reduce_data(input, axis, ufunc, bool(_raw(keep_dims)))
 
     return op

@@ -17,12 +17,48 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as upstream
 
-__all__ = ["FLOATS", "INTS", "NUMPY", "PROGRAM", "SEMANTIC", "Block", "bound", "check_addresses", "convert", "direct", "made", "pointer", "scalar"]
+__all__ = [
+    "FLOATS",
+    "INTS",
+    "NUMPY",
+    "PROGRAM",
+    "SEMANTIC",
+    "Block",
+    "bound",
+    "check_addresses",
+    "convert",
+    "direct",
+    "made",
+    "pointer",
+    "scalar",
+]
 
 FLOATS = {"fp16": np.float16, "fp32": np.float32, "fp64": np.float64}
 INTS = {"int32": np.int32, "int64": np.int64}
-NUMPY = FLOATS | INTS | {"int1": np.bool_, "int8": np.int8, "int16": np.int16, "uint8": np.uint8, "uint16": np.uint16, "uint32": np.uint32, "uint64": np.uint64}
-SCALARS = {np.dtype(n): t for n, t in [("f2", tl.float16), ("f4", tl.float32), ("f8", tl.float64), ("i4", tl.int32), ("i8", tl.int64), ("?", tl.int1)]}
+NUMPY = (
+    FLOATS
+    | INTS
+    | {
+        "int1": np.bool_,
+        "int8": np.int8,
+        "int16": np.int16,
+        "uint8": np.uint8,
+        "uint16": np.uint16,
+        "uint32": np.uint32,
+        "uint64": np.uint64,
+    }
+)
+SCALARS = {
+    np.dtype(n): t
+    for n, t in [
+        ("f2", tl.float16),
+        ("f4", tl.float32),
+        ("f8", tl.float64),
+        ("i4", tl.int32),
+        ("i8", tl.int64),
+        ("?", tl.int1),
+    ]
+}
 
 
 class Program(threading.local):
@@ -134,7 +170,9 @@ def check_addresses(address: np.ndarray, mask: np.ndarray | None, size: int) -> 
     for a, b in PROGRAM.spans:
         inside |= (live >= a) & (live + max(size, 1) <= b)
     if not inside.all():
-        raise IndexError(f"program {PROGRAM.index} touches memory outside its arguments' storages: {int((~inside).sum())} of {live.size} addresses")
+        raise IndexError(
+            f"program {PROGRAM.index} touches memory outside its arguments' storages: {int((~inside).sum())} of {live.size} addresses"
+        )
 
 
 class Block(tl.tensor):
@@ -188,7 +226,12 @@ class Block(tl.tensor):
 
     def to(self, dtype: tl.dtype, fp_downcast_rounding: str | None = None, bitcast: bool = False) -> Block:
         source, target = self.dtype.name, dtype.scalar.name
-        if fp_downcast_rounding or bitcast or (source != "bf16" and source not in NUMPY) or (target != "bf16" and target not in FLOATS and target not in INTS):
+        if (
+            fp_downcast_rounding
+            or bitcast
+            or (source != "bf16" and source not in NUMPY)
+            or (target != "bf16" and target not in FLOATS and target not in INTS)
+        ):
             return tl.tensor.to(self, dtype, fp_downcast_rounding, bitcast, _semantic=SEMANTIC)
         return made(convert(self.handle.data, self.dtype, dtype.scalar), dtype.scalar, self.is_block)
 
@@ -198,7 +241,9 @@ class Semantic(TritonSemantic):
 
 
 SEMANTIC: Any = Semantic(Builder())
-SEMANTIC.builder.options = upstream.InterpreterOptions(sanitize_overflow=False, allowed_dot_input_precisions=("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6"))
+SEMANTIC.builder.options = upstream.InterpreterOptions(
+    sanitize_overflow=False, allowed_dot_input_precisions=("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6")
+)
 
 _new: Any = object.__new__
 _block_types: dict[tuple[str, tuple[int, ...]], tl.block_type] = {}
@@ -234,7 +279,9 @@ def bound(member: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def direct(ufunc: Callable[..., Any], slow: Callable[..., Any], kinds: str, result: tl.dtype | None = None, swap: bool = False) -> Callable[..., Any]:
+def direct(
+    ufunc: Callable[..., Any], slow: Callable[..., Any], kinds: str, result: tl.dtype | None = None, swap: bool = False
+) -> Callable[..., Any]:
     """``slow`` with a shortcut for operands that share a dtype of ``kinds``, or are int32 and int64, or one a Python number of the same kind."""
     names = {n for n in NUMPY if np.dtype(NUMPY[n]).kind in kinds and n in (*FLOATS, *INTS, "int1")}
     ints = set(INTS) & names
@@ -246,7 +293,10 @@ def direct(ufunc: Callable[..., Any], slow: Callable[..., Any], kinds: str, resu
             if (ty == tx and tx in names) or (tx in ints and ty in ints):
                 data = ufunc(y.handle.data, x.handle.data) if swap else ufunc(x.handle.data, y.handle.data)
                 return made(data, result or SCALARS[data.dtype], x.is_block or y.is_block)
-        elif tx in names and ((kind is float and tx in FLOATS) or (kind is int and tx != "int1" and (tx in FLOATS or -(2**31) <= y < 2**31))):
+        elif tx in names and (
+            (kind is float and tx in FLOATS)
+            or (kind is int and tx != "int1" and (tx in FLOATS or -(2**31) <= y < 2**31))
+        ):
             data = ufunc(y, x.handle.data) if swap else ufunc(x.handle.data, y)
             return made(data, result or SCALARS[data.dtype], x.is_block)
         return slow(x, y)

@@ -91,7 +91,10 @@ def build(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compil
     told = _files(dump) - before
     made = re.findall(r"%([\w.-]+) = .*custom_call_target=\"tpu_custom_call\"", compiled.as_text())
     cycles = _estimate(call, tiling, made) if os.environ.get(WANT_ESTIMATE) else {}
-    return Compiled(_merged([_read(name, told, cycles.get(name)) for name in made]), compiled.memory_analysis().generated_code_size_in_bytes)
+    return Compiled(
+        _merged([_read(name, told, cycles.get(name)) for name in made]),
+        compiled.memory_analysis().generated_code_size_in_bytes,
+    )
 
 
 def _files(folder: Path | None) -> set[Path]:
@@ -107,11 +110,25 @@ def _read(name: str, told: set[Path], cycles: int | None) -> Kernel:
 
     allocations = re.findall(r"#allocation\d+ \[[^\n]*?space=(vmem|smem), size = (0x[0-9a-f]+)", text("original"))
     bundles, busy = text("final_bundles"), _busy(text("final_hlo-static-per-bundle-utilization"))
-    on_chip = {memory: sum(int(size, 16) for space, size in allocations if space == memory) for memory in ("vmem", "smem")} if allocations else {}
+    on_chip = (
+        {memory: sum(int(size, 16) for space, size in allocations if space == memory) for memory in ("vmem", "smem")}
+        if allocations
+        else {}
+    )
     # of a product's suffixes the dtype alone: not the mask, nor which of the core's MXUs it is
     products = re.findall(r"\b(vmatmul|vmatpush)\d?((?:\.\w+)+)", bundles)
-    matrix = Counter(verb + next((f".{s}" for s in suffixes.split(".") if re.fullmatch(r"(bf|[fsu])\d+\w*", s)), "") for verb, suffixes in products)
-    return Kernel(name.partition(".")[0], on_chip=on_chip, spills=busy.get("VSTORE:SPILL"), matrix=dict(matrix.most_common()), cycles=cycles, assembly=bundles)
+    matrix = Counter(
+        verb + next((f".{s}" for s in suffixes.split(".") if re.fullmatch(r"(bf|[fsu])\d+\w*", s)), "")
+        for verb, suffixes in products
+    )
+    return Kernel(
+        name.partition(".")[0],
+        on_chip=on_chip,
+        spills=busy.get("VSTORE:SPILL"),
+        matrix=dict(matrix.most_common()),
+        cycles=cycles,
+        assembly=bundles,
+    )
 
 
 def _merged(kernels: list[Kernel]) -> list[Kernel]:
@@ -138,15 +155,29 @@ def _estimate(call: Call, tiling: Mapping[str, int], names: list[str]) -> dict[s
     """Kernel -> cycles of a whole run, of those for which another process came to an estimate before it died or had taken enough."""
     with tempfile.TemporaryDirectory() as folder:
         told = {name: Path(folder) / f"{name}_static_llo_profile.textproto" for name in names}
-        variables = {WANT_ESTIMATE: "", "LIBTPU_INIT_ARGS": f"{FROM_HBM} --xla_jf_dump_static_llo_profile_to={folder}", "PORTAKERN_LOG": os.devnull}
+        variables = {
+            WANT_ESTIMATE: "",
+            "LIBTPU_INIT_ARGS": f"{FROM_HBM} --xla_jf_dump_static_llo_profile_to={folder}",
+            "PORTAKERN_LOG": os.devnull,
+        }
         command = [sys.executable, "-m", "portakern.compiling.worker", BACKEND.name, call.target.arch]
         quiet = subprocess.DEVNULL
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, text=True, env=os.environ | variables) as process:
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, text=True, env=os.environ | variables
+        ) as process:
             assert process.stdin is not None
-            process.stdin.write(json.dumps({"op": call.spec.name, "tiling": dict(tiling), "form": form_of(call), "assembly": False}) + "\n")
+            process.stdin.write(
+                json.dumps({"op": call.spec.name, "tiling": dict(tiling), "form": form_of(call), "assembly": False})
+                + "\n"
+            )
             process.stdin.close()
             end = time.monotonic() + ESTIMATE_SECONDS
-            while process.poll() is None and time.monotonic() < end and _resident(process.pid) < ESTIMATE_BYTES and not all(map(_cycles, told.values())):
+            while (
+                process.poll() is None
+                and time.monotonic() < end
+                and _resident(process.pid) < ESTIMATE_BYTES
+                and not all(map(_cycles, told.values()))
+            ):
                 time.sleep(0.2)
             process.kill()
         return {name: cycles for name, path in told.items() if (cycles := _cycles(path))}

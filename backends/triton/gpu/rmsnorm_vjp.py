@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.gpu.layernorm_vjp import add_up, default_tiling, scratch, supports
 from portakern.backends.triton.launch import accumulator, cdiv, launch
-from portakern.backends.triton.layernorm_vjp import add_up, default_tiling, scratch, supports
 from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
 from portakern.spec import Tile
 
@@ -61,7 +61,9 @@ def rmsnorm_vjp_kernel(d_y, x, weight, stats, d_x, d_weights, rows, rows_inner, 
     """d_weights: (groups, n) partial sums. Either of the two results may be None."""
     n = aligned(n, unit)
     part, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
-    lane = tile.to(tl.int64) * block_n + tl.arange(0, block_n)  # one axis: a layout of its own, where rows of x are not aligned and weight is
+    lane = tile.to(tl.int64) * block_n + tl.arange(
+        0, block_n
+    )  # one axis: a layout of its own, where rows of x are not aligned and weight is
     col, col_ok = lane[None, :], (lane < n)[None, :]
     if weight is not None:
         w = tl.load(weight + lane * weight_n, mask=lane < n, other=0.0).to(acc_dtype)[None, :]
@@ -71,8 +73,12 @@ def rmsnorm_vjp_kernel(d_y, x, weight, stats, d_x, d_weights, rows, rows_inner, 
         row = start + tl.arange(0, block_rows)
         row_ok = (row < rows)[:, None]
         ok = row_ok & col_ok
-        g = tl.load(row_start(d_y, row, rows_inner, d_y_outer, d_y_inner, flat, unit)[:, None] + col * d_y_n, mask=ok, other=0.0).to(acc_dtype)
-        t = tl.load(row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None] + col * x_n, mask=ok, other=0.0).to(acc_dtype)
+        g = tl.load(
+            row_start(d_y, row, rows_inner, d_y_outer, d_y_inner, flat, unit)[:, None] + col * d_y_n, mask=ok, other=0.0
+        ).to(acc_dtype)
+        t = tl.load(
+            row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None] + col * x_n, mask=ok, other=0.0
+        ).to(acc_dtype)
         if stats is None:
             r = tl.rsqrt(tl.sum(t * t, 1) / n + eps)[:, None]
         else:
@@ -96,13 +102,23 @@ def rmsnorm_vjp_kernel(d_y, x, weight, stats, d_x, d_weights, rows, rows_inner, 
 @BACKEND.implements("rmsnorm_vjp", tiling=default_tiling, supports=supports,
                     knobs={"num_warps": Tile(1, 32), "num_stages": Tile(1, 8), "steps": Tile(1, 1024)})  # fmt: skip
 def rmsnorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    x, d_y, weight, n, eps = call.arrays["x"], call.arrays["d_y"], call.arrays["weight"], call.dims["n"], call.options["eps"]
+    x, d_y, weight, n, eps = (
+        call.arrays["x"],
+        call.arrays["d_y"],
+        call.arrays["weight"],
+        call.dims["n"],
+        call.options["eps"],
+    )
     want_x, want_weight = "d_x" in call.wants, "d_weight" in call.wants
     d_x = fresh(x.shape, x.dtype, x.device) if want_x else None
     (x, d_y), rows = walk_rows(x.ndim - 1, x, d_y)
     group = tiling["block_rows"] * (tiling["steps"] if want_weight else 1)
     groups, tiles = cdiv(rows.height, group), cdiv(n, tiling["block_n"])
-    common = {name: tiling[name] for name in ("block_rows", "block_n", "num_warps")} | {"acc_dtype": accumulator(call.dtype)} | rows.known(call.dtype)
+    common = (
+        {name: tiling[name] for name in ("block_rows", "block_n", "num_warps")}
+        | {"acc_dtype": accumulator(call.dtype)}
+        | rows.known(call.dtype)
+    )
     strides = (*rows.strides[0], *rows.strides[1], 0 if weight is None else weight.stride(0))
     stats = scratch(call, 2, rows.height) if tiles > 1 else None
     if stats is not None:

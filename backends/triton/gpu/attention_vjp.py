@@ -23,9 +23,19 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton._band import band, limits
-from portakern.backends.triton.attention import _band, _head_dim_innermost, load_tile, padded, tanh
-from portakern.backends.triton.launch import accumulator, cdiv, compiler_options, dot_precision, launch, refuse_common, shared_limit, tmem_columns, torch_dtype
+from portakern.backends.triton.gpu._band import band, limits
+from portakern.backends.triton.gpu.attention import _band, _head_dim_innermost, load_tile, padded, tanh
+from portakern.backends.triton.launch import (
+    accumulator,
+    cdiv,
+    compiler_options,
+    dot_precision,
+    launch,
+    refuse_common,
+    shared_limit,
+    tmem_columns,
+    torch_dtype,
+)
 from portakern.backends.triton.layout import fresh
 from portakern.spec import Count, Tile
 
@@ -33,17 +43,43 @@ if TYPE_CHECKING:
     from portakern.call import Call
 
 AT_ONCE = 4096  # elements of o for a program of statistics_kernel
-KNOBS = {"num_warps": Tile(1, 16), "num_stages": Count(1, 8), "dq_block_q": Tile(16, 1024), "dq_block_kv": Tile(16, 1024), "matrix_instr_nonkdim": Tile(16, 32)}
+KNOBS = {
+    "num_warps": Tile(1, 16),
+    "num_stages": Count(1, 8),
+    "dq_block_q": Tile(16, 1024),
+    "dq_block_kv": Tile(16, 1024),
+    "matrix_instr_nonkdim": Tile(16, 32),
+}
 # The larger head dimension up to which a tiling serves, block_q, block_kv, and KNOBS in their order. "small": less than 200 KiB of shared memory. ieee products
 # are scalar on NVIDIA and RDNA, operands in registers. "16-bit" and "ieee sm_90" up to 128 are the fastest on an H100, spills and all. Those for Blackwell
 # ("tensor memory"), AMD and ieee were compiled, not run: the most occupancy times tile of what does not spill up to 128. PORTING.md says where all spill.
 TILES: dict[str, list[tuple[int, ...]]] = {
     "16-bit": [(128, 64, 64, 4, 2, 64, 64), (256, 32, 64, 8, 2, 128, 32), (1 << 30, 16, 32, 8, 1, 32, 16)],
-    "16-bit small": [(64, 64, 128, 8, 2, 128, 64), (128, 32, 64, 8, 2, 64, 32), (256, 16, 32, 8, 1, 64, 16), (1 << 30, 16, 16, 8, 1, 16, 16)],
-    "16-bit tensor memory": [(64, 64, 64, 8, 2, 128, 64), (128, 64, 64, 8, 1, 64, 64), (256, 32, 32, 8, 1, 128, 32), (1 << 30, 16, 16, 8, 1, 32, 16)],
-    "16-bit CDNA": [(64, 64, 128, 8, 1, 128, 64, 16), (128, 16, 128, 8, 1, 128, 32, 16), (256, 16, 64, 8, 1, 64, 16, 16), (1 << 30, 16, 16, 4, 1, 16, 16, 16)],
+    "16-bit small": [
+        (64, 64, 128, 8, 2, 128, 64),
+        (128, 32, 64, 8, 2, 64, 32),
+        (256, 16, 32, 8, 1, 64, 16),
+        (1 << 30, 16, 16, 8, 1, 16, 16),
+    ],
+    "16-bit tensor memory": [
+        (64, 64, 64, 8, 2, 128, 64),
+        (128, 64, 64, 8, 1, 64, 64),
+        (256, 32, 32, 8, 1, 128, 32),
+        (1 << 30, 16, 16, 8, 1, 32, 16),
+    ],
+    "16-bit CDNA": [
+        (64, 64, 128, 8, 1, 128, 64, 16),
+        (128, 16, 128, 8, 1, 128, 32, 16),
+        (256, 16, 64, 8, 1, 64, 16, 16),
+        (1 << 30, 16, 16, 4, 1, 16, 16, 16),
+    ],
     "16-bit RDNA": [(64, 16, 64, 8, 1, 128, 16), (128, 16, 64, 8, 1, 64, 16), (1 << 30, 16, 16, 8, 1, 16, 16)],
-    "tf32": [(64, 32, 64, 8, 2, 64, 64), (128, 32, 32, 8, 2, 64, 32), (256, 16, 32, 8, 1, 32, 16), (1 << 30, 16, 16, 8, 1, 16, 16)],
+    "tf32": [
+        (64, 32, 64, 8, 2, 64, 64),
+        (128, 32, 32, 8, 2, 64, 32),
+        (256, 16, 32, 8, 1, 32, 16),
+        (1 << 30, 16, 16, 8, 1, 16, 16),
+    ],
     "ieee": [(64, 32, 64, 16, 2, 64, 32), (128, 16, 64, 8, 2, 64, 16), (1 << 30, 16, 16, 8, 1, 16, 16)],
     "ieee sm_90": [(64, 32, 32, 8, 2, 32, 32), (128, 32, 32, 8, 1, 32, 32), (1 << 30, 16, 16, 8, 1, 16, 16)],
     "ieee CDNA": [(64, 32, 64, 4, 1, 64, 32, 16), (128, 16, 64, 8, 1, 64, 16, 16), (1 << 30, 16, 16, 4, 1, 16, 16, 16)],
@@ -89,8 +125,12 @@ def statistics_kernel(o, d_o, lse, d_lse, shift, delta, tiles, heads, q_len, dv,
     i = tl.program_id(0) % tiles * rows + tl.arange(0, rows)
     i_ok, row, ddv = i < q_len, i.to(tl.int64), tl.arange(0, block_dv)[None, :]
     ok = i_ok[:, None] & (ddv < dv)
-    o_tile = tl.load(o + batch * o_b + head * o_h + (row[:, None] * o_s + ddv.to(tl.int64) * o_d), mask=ok, other=0.0).to(acc_dtype)
-    d_o_tile = tl.load(d_o + batch * do_b + head * do_h + (row[:, None] * do_s + ddv.to(tl.int64) * do_d), mask=ok, other=0.0).to(acc_dtype)
+    o_tile = tl.load(
+        o + batch * o_b + head * o_h + (row[:, None] * o_s + ddv.to(tl.int64) * o_d), mask=ok, other=0.0
+    ).to(acc_dtype)
+    d_o_tile = tl.load(
+        d_o + batch * do_b + head * do_h + (row[:, None] * do_s + ddv.to(tl.int64) * do_d), mask=ok, other=0.0
+    ).to(acc_dtype)
     total = tl.sum(o_tile * d_o_tile, 1)
     if d_lse is not None:
         total -= tl.load(d_lse + batch * dl_b + head * dl_h + row * dl_s, mask=i_ok, other=0.0)
@@ -141,15 +181,23 @@ def d_k_d_v_kernel(q, k, v, d_o, shift, delta, bias, q_segments, kv_segments, d_
     j = (tile * block_kv + tl.arange(0, block_kv))[:, None]
     j_ok, col, dd, ddv = j < kv_len, j.to(tl.int64), tl.arange(0, block_d)[None, :], tl.arange(0, block_dv)[None, :]
     d_ok, dv_ok = dd < d, ddv < dv
-    k_tile = load_tile(k + (batch * k_b + kv_head * k_h) + (col * k_s + dd.to(tl.int64) * k_d), j_ok, d_ok, True, not whole_d)
-    v_tile = load_tile(v + (batch * v_b + kv_head * v_h) + (col * v_s + ddv.to(tl.int64) * v_d), j_ok, dv_ok, True, not whole_dv)
+    k_tile = load_tile(
+        k + (batch * k_b + kv_head * k_h) + (col * k_s + dd.to(tl.int64) * k_d), j_ok, d_ok, True, not whole_d
+    )
+    v_tile = load_tile(
+        v + (batch * v_b + kv_head * v_h) + (col * v_s + ddv.to(tl.int64) * v_d), j_ok, dv_ok, True, not whole_dv
+    )
     kv_segment = None
     if q_segments is not None:
         kv_segment = tl.load(kv_segments + batch * kv_seg_b + col * kv_seg_s, mask=j_ok, other=0)
         q_segments += batch * q_seg_b
 
-    top = tile * block_kv - (kv_len - q_len)  # key j stands beside query j - (kv_len - q_len), and is seen from as far as queries see, the other way round
-    first, inner_first, inner_last, last = band(top, top + tl.minimum(block_kv, kv_len - tile * block_kv) - 1, right, left, q_len, block_q)
+    top = tile * block_kv - (
+        kv_len - q_len
+    )  # key j stands beside query j - (kv_len - q_len), and is seen from as far as queries see, the other way round
+    first, inner_first, inner_last, last = band(
+        top, top + tl.minimum(block_kv, kv_len - tile * block_kv) - 1, right, left, q_len, block_q
+    )
     lo, hi = limits(j - (kv_len - q_len), right, left, q_len)
 
     want_k: tl.constexpr = d_k is not None
@@ -218,8 +266,12 @@ def d_q_kernel(q, k, v, d_o, shift, delta, bias, q_segments, kv_segments, d_q, p
     i = (tile * block_q + tl.arange(0, block_q))[:, None]
     i_ok, row, dd, ddv = i < q_len, i.to(tl.int64), tl.arange(0, block_d)[None, :], tl.arange(0, block_dv)[None, :]
     d_ok, dv_ok = dd < d, ddv < dv
-    q_tile = load_tile(q + (batch * q_b + head * q_h) + (row * q_s + dd.to(tl.int64) * q_d), i_ok, d_ok, True, not whole_d)
-    d_o_tile = load_tile(d_o + (batch * do_b + head * do_h) + (row * do_s + ddv.to(tl.int64) * do_d), i_ok, dv_ok, True, not whole_dv)
+    q_tile = load_tile(
+        q + (batch * q_b + head * q_h) + (row * q_s + dd.to(tl.int64) * q_d), i_ok, d_ok, True, not whole_d
+    )
+    d_o_tile = load_tile(
+        d_o + (batch * do_b + head * do_h) + (row * do_s + ddv.to(tl.int64) * do_d), i_ok, dv_ok, True, not whole_dv
+    )
     at = (batch * heads + head) * q_len + row
     shift_i, delta_i = tl.load(shift + at, mask=i_ok, other=0.0), tl.load(delta + at, mask=i_ok, other=0.0)
     k += (batch * k_b + (head // group) * k_h) + dd.to(tl.int64) * k_d
@@ -232,7 +284,9 @@ def d_q_kernel(q, k, v, d_o, shift, delta, bias, q_segments, kv_segments, d_q, p
         kv_segments += batch * kv_seg_b
 
     top = tile * block_q + (kv_len - q_len)
-    first, inner_first, inner_last, last = band(top, top + tl.minimum(block_q, q_len - tile * block_q) - 1, left, right, kv_len, block_kv)
+    first, inner_first, inner_last, last = band(
+        top, top + tl.minimum(block_q, q_len - tile * block_q) - 1, left, right, kv_len, block_kv
+    )
     lo, hi = limits(i + (kv_len - q_len), left, right, kv_len)
 
     acc = tl.zeros([block_q, block_d], acc_dtype)
@@ -243,7 +297,11 @@ def d_q_kernel(q, k, v, d_o, shift, delta, bias, q_segments, kv_segments, d_q, p
                      pre, softcap, k_s, v_s, bias_s, kv_seg_s, block_kv, whole_d, whole_dv, False, precision, acc_dtype)  # fmt: skip
     acc = visit_keys(acc, q_tile, d_o_tile, shift_i, delta_i, inner_last, last, k, v, bias, kv_segments, q_segment, i_ok, d_ok, dv_ok, lo, hi, kv_len,
                      pre, softcap, k_s, v_s, bias_s, kv_seg_s, block_kv, whole_d, whole_dv, True, precision, acc_dtype)  # fmt: skip
-    tl.store(d_q + (((batch * q_len + row) * heads + head) * d + dd), (acc * scale).to(d_q.dtype.element_ty), mask=i_ok & d_ok)
+    tl.store(
+        d_q + (((batch * q_len + row) * heads + head) * d + dd),
+        (acc * scale).to(d_q.dtype.element_ty),
+        mask=i_ok & d_ok,
+    )
 
 
 @triton.jit
@@ -254,7 +312,11 @@ def d_bias_kernel(q, k, v, d_o, shift, delta, bias, q_segments, kv_segments, d_b
                   precision: tl.constexpr, acc_dtype: tl.constexpr):  # fmt: skip
     """A tile of the bias gradient: the sum over ``sum_batches`` batch entries, ``sum_heads`` heads and, with ``one_row``, all queries, that share the bias."""
     tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    bias_tile_q, bias_head, bias_batch = rest % bias_tiles_q, rest // bias_tiles_q % bias_heads, rest // bias_tiles_q // bias_heads
+    bias_tile_q, bias_head, bias_batch = (
+        rest % bias_tiles_q,
+        rest // bias_tiles_q % bias_heads,
+        rest // bias_tiles_q // bias_heads,
+    )
     j = tile * block_kv + tl.arange(0, block_kv)
     j_ok, col, dd, ddv = j < kv_len, j.to(tl.int64), tl.arange(0, block_d)[None, :], tl.arange(0, block_dv)[None, :]
     d_ok, dv_ok = dd < d, ddv < dv
@@ -266,25 +328,59 @@ def d_bias_kernel(q, k, v, d_o, shift, delta, bias, q_segments, kv_segments, d_b
     acc = tl.zeros([block_q, block_kv], acc_dtype)
     for n in range(sum_batches * sum_heads):
         batch, head = (bias_batch + n // sum_heads).to(tl.int64), (bias_head + n % sum_heads).to(tl.int64)
-        k_tile = load_tile(k + (batch * k_b + (head // group) * k_h) + (col[:, None] * k_s + dd.to(tl.int64) * k_d), j_ok[:, None], d_ok, True, not whole_d)
-        v_tile = load_tile(v + (batch * v_b + (head // group) * v_h) + (col[:, None] * v_s + ddv.to(tl.int64) * v_d), j_ok[:, None], dv_ok, True, not whole_dv)
+        k_tile = load_tile(
+            k + (batch * k_b + (head // group) * k_h) + (col[:, None] * k_s + dd.to(tl.int64) * k_d),
+            j_ok[:, None],
+            d_ok,
+            True,
+            not whole_d,
+        )
+        v_tile = load_tile(
+            v + (batch * v_b + (head // group) * v_h) + (col[:, None] * v_s + ddv.to(tl.int64) * v_d),
+            j_ok[:, None],
+            dv_ok,
+            True,
+            not whole_dv,
+        )
         for start in range(first, last, block_q):
             i = (start + tl.arange(0, block_q))[:, None]
             i_ok, row, at = i < q_len, i.to(tl.int64), (batch * heads + head) * q_len + i
-            q_tile = load_tile(q + (batch * q_b + head * q_h) + (row * q_s + dd.to(tl.int64) * q_d), i_ok, d_ok, True, not whole_d)
-            d_o_tile = load_tile(d_o + (batch * do_b + head * do_h) + (row * do_s + ddv.to(tl.int64) * do_d), i_ok, dv_ok, True, not whole_dv)
+            q_tile = load_tile(
+                q + (batch * q_b + head * q_h) + (row * q_s + dd.to(tl.int64) * q_d), i_ok, d_ok, True, not whole_d
+            )
+            d_o_tile = load_tile(
+                d_o + (batch * do_b + head * do_h) + (row * do_s + ddv.to(tl.int64) * do_d),
+                i_ok,
+                dv_ok,
+                True,
+                not whole_dv,
+            )
             lo, hi = limits(i + (kv_len - q_len), left, right, kv_len)
             allowed = (j[None, :] >= lo) & (j[None, :] < hi) & i_ok
             if q_segments is not None:
                 q_segment = tl.load(q_segments + batch * q_seg_b + row * q_seg_s, mask=i_ok, other=0)
-                allowed &= q_segment == tl.load(kv_segments + batch * kv_seg_b + col * kv_seg_s, mask=j_ok, other=0)[None, :]
+                allowed &= (
+                    q_segment == tl.load(kv_segments + batch * kv_seg_b + col * kv_seg_s, mask=j_ok, other=0)[None, :]
+                )
             shift_i, delta_i = tl.load(shift + at, mask=i_ok, other=0.0), tl.load(delta + at, mask=i_ok, other=0.0)
-            bias_tile = load_tile(bias + (batch * bias_b + head * bias_h) + (row * bias_q + col[None, :] * bias_s), i_ok, j_ok[None, :], True, True)
-            p, t = weights(q_tile, k_tile, shift_i, bias_tile.to(acc_dtype), allowed, pre, softcap, precision, acc_dtype)
+            bias_tile = load_tile(
+                bias + (batch * bias_b + head * bias_h) + (row * bias_q + col[None, :] * bias_s),
+                i_ok,
+                j_ok[None, :],
+                True,
+                True,
+            )
+            p, t = weights(
+                q_tile, k_tile, shift_i, bias_tile.to(acc_dtype), allowed, pre, softcap, precision, acc_dtype
+            )
             acc += score_gradients(p, t, d_o_tile, v_tile, delta_i, allowed, softcap, precision, acc_dtype)[0]
 
     if one_row:
-        tl.store(d_bias + (bias_batch.to(tl.int64) * bias_heads + bias_head) * kv_len + col, tl.sum(acc, 0).to(d_bias.dtype.element_ty), mask=j_ok)
+        tl.store(
+            d_bias + (bias_batch.to(tl.int64) * bias_heads + bias_head) * kv_len + col,
+            tl.sum(acc, 0).to(d_bias.dtype.element_ty),
+            mask=j_ok,
+        )
     else:
         i = (bias_tile_q * block_q + tl.arange(0, block_q))[:, None]
         at = ((bias_batch.to(tl.int64) * bias_heads + bias_head) * q_len + i) * kv_len + col[None, :]
@@ -300,11 +396,21 @@ def default_tiling(call: Call) -> dict[str, int]:
     elif kind == "16-bit" and arch:
         kind += " tensor memory" if tmem_columns(arch) else " small" if shared_limit(arch) < 200 * 1024 else ""
     kind = f"{kind} {arch}" if f"{kind} {arch}" in TILES else kind
-    tiling = dict(zip(("block_q", "block_kv", *KNOBS), next(tile for most, *tile in TILES[kind] if d <= most), strict=False))  # CDNA's alone have the last
-    if call.arrays["bias"] is not None or call.arrays["q_segment_ids"] is not None or call.options["softcap"] is not None:  # registers beside the scores'
+    tiling = dict(
+        zip(("block_q", "block_kv", *KNOBS), next(tile for most, *tile in TILES[kind] if d <= most), strict=False)
+    )  # CDNA's alone have the last
+    if (
+        call.arrays["bias"] is not None
+        or call.arrays["q_segment_ids"] is not None
+        or call.options["softcap"] is not None
+    ):  # registers beside the scores'
         tiling["block_q"] = min(tiling["block_q"], 32)
     while shared_bytes(call, tiling) > shared_limit(arch):
-        widest = "num_stages" if tiling["num_stages"] > 1 else max(("block_q", "block_kv", "dq_block_q", "dq_block_kv"), key=tiling.__getitem__)
+        widest = (
+            "num_stages"
+            if tiling["num_stages"] > 1
+            else max(("block_q", "block_kv", "dq_block_q", "dq_block_kv"), key=tiling.__getitem__)
+        )
         if tiling[widest] == 16:
             break
         tiling[widest] = tiling[widest] - 1 if widest == "num_stages" else tiling[widest] // 2
@@ -315,7 +421,9 @@ def _passes(call: Call, tiling: Mapping[str, int]) -> list[tuple[int, int, int]]
     """(rows that a program owns, rows that it walks at a time, columns that it sums up), for each launch."""
     d, dv = padded(call.dims["d"]), padded(call.dims["dv"])
     own_keys = (tiling["block_kv"], tiling["block_q"], d + dv)
-    return [own_keys] * (call.wants != ("d_q",)) + [(tiling["dq_block_q"], tiling["dq_block_kv"], d)] * ("d_q" in call.wants)
+    return [own_keys] * (call.wants != ("d_q",)) + [(tiling["dq_block_q"], tiling["dq_block_kv"], d)] * (
+        "d_q" in call.wants
+    )
 
 
 def shared_bytes(call: Call, tiling: Mapping[str, int]) -> int:
@@ -350,10 +458,18 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     shared, limit = shared_bytes(call, tiling), shared_limit(call.target.arch)
     if not call.interpret and shared > limit:
         return f"this tiling with {tiling['num_stages']} stages takes {shared} bytes of shared memory; {call.target.arch} has {limit}"
-    tiles_q, tiles_kv = cdiv(dims["q_len"], min(tiling["dq_block_q"], max(1, AT_ONCE // dv))), cdiv(dims["kv_len"], tiling["block_kv"])
+    tiles_q, tiles_kv = (
+        cdiv(dims["q_len"], min(tiling["dq_block_q"], max(1, AT_ONCE // dv))),
+        cdiv(dims["kv_len"], tiling["block_kv"]),
+    )
     tiles_bias = cdiv(dims["q_len"], tiling["block_q"]) * tiles_kv if "d_bias" in call.wants else 0
-    kept = [(f"a tile of {own} rows that walks {walked} at a time", own * (summed + 2 * walked)) for own, walked, summed in _passes(call, tiling)]
-    return refuse_common(call, warps, max(tiles_q, tiles_kv, tiles_bias) * dims["kv_heads"] * dims["group"] * dims["batch"], *kept)
+    kept = [
+        (f"a tile of {own} rows that walks {walked} at a time", own * (summed + 2 * walked))
+        for own, walked, summed in _passes(call, tiling)
+    ]
+    return refuse_common(
+        call, warps, max(tiles_q, tiles_kv, tiles_bias) * dims["kv_heads"] * dims["group"] * dims["batch"], *kept
+    )
 
 
 @BACKEND.implements("attention_vjp", tiling=default_tiling, supports=supports, knobs=KNOBS)
@@ -372,7 +488,10 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
            *o.stride(), *d_o.stride(), *lse.stride(), *((0, 0, 0) if d_lse is None else d_lse.stride()), rows=rows, block_dv=block_dv,
            acc_dtype=acc_dtype, enable_fp_fusion=False)  # fmt: skip
 
-    out = {name: fresh(shape, torch_dtype(dtype), q.device) if name in wants else None for name, (shape, dtype) in call.outputs.items()}
+    out = {
+        name: fresh(shape, torch_dtype(dtype), q.device) if name in wants else None
+        for name, (shape, dtype) in call.outputs.items()
+    }
     scale, softcap = d**-0.5 if options["scale"] is None else options["scale"], options["softcap"]
     given = q, k, v, d_o, shift, delta, bias, q_segments, kv_segments
     scores = scale if softcap is None else scale / softcap, softcap

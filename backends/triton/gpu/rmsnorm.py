@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.gpu.layernorm import default_tiling, scale_and_shift, supports
 from portakern.backends.triton.launch import accumulator, cdiv, prepare
-from portakern.backends.triton.layernorm import default_tiling, scale_and_shift, supports
 from portakern.backends.triton.layout import SHAPES, aligned, fresh_like, gathered, row_start, rows_of
 from portakern.spec import Tile
 
@@ -59,14 +59,30 @@ def rmsnorm_kernel(x, weight, y, rows, rows_inner, n, eps,
 def rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     x, weight = call.arrays["x"], call.arrays["weight"]
     y = fresh_like(x)
-    form = (0 if weight is None else weight.stride(0), call.options["eps"], call.dtype, tiling["block_rows"], tiling["block_n"], tiling["num_warps"])
+    form = (
+        0 if weight is None else weight.stride(0),
+        call.options["eps"],
+        call.dtype,
+        tiling["block_rows"],
+        tiling["block_n"],
+        tiling["num_warps"],
+    )
     x, run = gathered(x, _prepared, *form)
     run(call, x, weight, y)
     return (y,)
 
 
 @functools.lru_cache(SHAPES)
-def _prepared(shape: tuple[int, ...], strides: tuple[int, ...], weight_n: int, eps: float, dtype: str, block_rows: int, block_n: int, num_warps: int) -> Any:
+def _prepared(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    weight_n: int,
+    eps: float,
+    dtype: str,
+    block_rows: int,
+    block_n: int,
+    num_warps: int,
+) -> Any:
     """The launch for an x of this form, None where its rows must be gathered first."""
     rows, n = rows_of(len(shape) - 1, shape, strides), shape[-1]
     return rows and prepare(rmsnorm_kernel, cdiv(rows.height, block_rows), rows.height, rows.inner, n, eps, *rows.strides[0], weight_n,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton import matmul as forward
+from portakern.backends.triton.gpu import matmul as forward
 from portakern.backends.triton.launch import torch_dtype
 from portakern.spec import Count, Tile
 from portakern.specs.matmul_vjp import product_dtype
@@ -53,13 +53,20 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     dims = {"d_a": {"m": m, "n": k, "k": n}, "d_b": {"m": k, "n": n, "k": m}}
     for name in call.wants:
         kept, _ = batch_axes(call, name)
-        reason = forward.supports(call.replace(dtype=product_dtype(call), dims=dims[name] | {"batch": tuple(batch[i] for i in kept)}), tiling)
+        reason = forward.supports(
+            call.replace(dtype=product_dtype(call), dims=dims[name] | {"batch": tuple(batch[i] for i in kept)}), tiling
+        )
         if reason:
             return f"{name}: {reason}"
     return None
 
 
-@BACKEND.implements("matmul_vjp", tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32), "num_stages": Count(1, 8), "group": Tile(1, 64)})
+@BACKEND.implements(
+    "matmul_vjp",
+    tiling=default_tiling,
+    supports=supports,
+    knobs={"num_warps": Tile(1, 32), "num_stages": Count(1, 8), "group": Tile(1, 64)},
+)
 def matmul_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     def gradient(name: str) -> torch.Tensor | None:
         if name not in call.wants:

@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.gpu.softmax import refuse_tile
 from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, shared_limit, torch_dtype
 from portakern.backends.triton.layout import aligned, fresh, pow2_at_least, row_start, walk_rows
-from portakern.backends.triton.softmax import refuse_tile
 from portakern.spec import Tile
 
 if TYPE_CHECKING:
@@ -52,7 +52,9 @@ def statistics_kernel(x, d_y, weight, stats, rows, rows_inner, n, eps, x_outer, 
         d = tl.where(ok, t - tile_mean[:, None], 0.0)
         delta = tile_mean - mean
         step = delta * (here / (before + here))
-        m2 += tl.sum(d * d, 1) + delta * (step * before)  # delta is squared last: it is the whole mean in the first tile, where its weight is 0
+        m2 += tl.sum(d * d, 1) + delta * (
+            step * before
+        )  # delta is squared last: it is the whole mean in the first tile, where its weight is 0
         if d_y is not None:
             h = tl.load(d_y_row + col * d_y_n, mask=ok, other=0.0).to(acc_dtype)
             if weight is not None:
@@ -78,7 +80,9 @@ def layernorm_vjp_kernel(d_y, x, weight, stats, d_x, d_weights, d_biases, rows, 
     """d_weights, d_biases: (groups, n) partial sums. Any of the three results may be None; x is None where d_bias alone is wanted."""
     n = aligned(n, unit)
     part, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
-    lane = tile.to(tl.int64) * block_n + tl.arange(0, block_n)  # one axis: a layout of its own, where rows of x are not aligned and weight is
+    lane = tile.to(tl.int64) * block_n + tl.arange(
+        0, block_n
+    )  # one axis: a layout of its own, where rows of x are not aligned and weight is
     col, col_ok = lane[None, :], (lane < n)[None, :]
     if weight is not None:
         w = tl.load(weight + lane * weight_n, mask=lane < n, other=0.0).to(acc_dtype)[None, :]
@@ -88,16 +92,22 @@ def layernorm_vjp_kernel(d_y, x, weight, stats, d_x, d_weights, d_biases, rows, 
         row = start + tl.arange(0, block_rows)
         row_ok = (row < rows)[:, None]
         ok = row_ok & col_ok
-        g = tl.load(row_start(d_y, row, rows_inner, d_y_outer, d_y_inner, flat, unit)[:, None] + col * d_y_n, mask=ok, other=0.0).to(acc_dtype)
+        g = tl.load(
+            row_start(d_y, row, rows_inner, d_y_outer, d_y_inner, flat, unit)[:, None] + col * d_y_n, mask=ok, other=0.0
+        ).to(acc_dtype)
         if x is not None:
-            t = tl.load(row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None] + col * x_n, mask=ok, other=0.0).to(acc_dtype)
+            t = tl.load(
+                row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None] + col * x_n, mask=ok, other=0.0
+            ).to(acc_dtype)
             if stats is None:
                 d = tl.where(ok, t - (tl.sum(t, 1) / n)[:, None], 0.0)
                 r = tl.rsqrt(tl.sum(d * d, 1) / n + eps)[:, None]
             else:
                 d = t - tl.load(stats + row[:, None], mask=row_ok, other=0.0)
                 r = tl.load(stats + rows + row[:, None], mask=row_ok, other=0.0)
-            xh = tl.where(row_ok, d * r, 0.0)  # of no row, r may be infinite, and 0 * inf would enter the sums over rows
+            xh = tl.where(
+                row_ok, d * r, 0.0
+            )  # of no row, r may be infinite, and 0 * inf would enter the sums over rows
             if d_x is not None:
                 h = g
                 if weight is not None:
@@ -107,7 +117,9 @@ def layernorm_vjp_kernel(d_y, x, weight, stats, d_x, d_weights, d_biases, rows, 
                 else:
                     h_mean = tl.load(stats + tl.cast(rows, tl.int64) * 2 + row[:, None], mask=row_ok, other=0.0)
                     hx_mean = tl.load(stats + tl.cast(rows, tl.int64) * 3 + row[:, None], mask=row_ok, other=0.0)
-                tl.store(d_x + row[:, None] * n + col, (r * (h - h_mean - xh * hx_mean)).to(d_x.dtype.element_ty), mask=ok)
+                tl.store(
+                    d_x + row[:, None] * n + col, (r * (h - h_mean - xh * hx_mean)).to(d_x.dtype.element_ty), mask=ok
+                )
             if d_weights is not None:
                 w_sum += g * xh
         if d_biases is not None:
@@ -119,7 +131,19 @@ def layernorm_vjp_kernel(d_y, x, weight, stats, d_x, d_weights, d_biases, rows, 
 
 
 @triton.jit
-def sum_kernel(a, b, a_sum, b_sum, count, n, tiles, summed: tl.constexpr, block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr):
+def sum_kernel(
+    a,
+    b,
+    a_sum,
+    b_sum,
+    count,
+    n,
+    tiles,
+    summed: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_n: tl.constexpr,
+    acc_dtype: tl.constexpr,
+):
     """Sums over ``summed`` rows at a time of a and b, (count, n); b may be None."""
     part, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     col = tile.to(tl.int64) * block_n + tl.arange(0, block_n)[None, :]
@@ -166,7 +190,11 @@ def layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     (x, d_y), rows = walk_rows(x.ndim - 1, x, d_y)
     group = tiling["block_rows"] * (tiling["steps"] if sums else 1)
     groups, tiles, read_x = cdiv(rows.height, group), cdiv(n, tiling["block_n"]), want_x or want_weight
-    common = {name: tiling[name] for name in ("block_rows", "block_n", "num_warps")} | {"acc_dtype": accumulator(call.dtype)} | rows.known(call.dtype)
+    common = (
+        {name: tiling[name] for name in ("block_rows", "block_n", "num_warps")}
+        | {"acc_dtype": accumulator(call.dtype)}
+        | rows.known(call.dtype)
+    )
     strides = (*rows.strides[0], *rows.strides[1], 0 if weight is None else weight.stride(0))
     stats = scratch(call, 4, rows.height) if tiles > 1 and read_x else None
     if stats is not None:
@@ -191,7 +219,10 @@ def add_up(call: Call, partial: dict[str, torch.Tensor]) -> dict[str, torch.Tens
     while partial and parts != 1:
         count = next(iter(partial.values())).shape[0]
         parts, tiles = cdiv(count, SUMMED), cdiv(n, block_n)
-        sums = {name: p.new_empty(n, dtype=torch_dtype(call.outputs[name][1])) if parts == 1 else p.new_empty(parts, n) for name, p in partial.items()}
+        sums = {
+            name: p.new_empty(n, dtype=torch_dtype(call.outputs[name][1])) if parts == 1 else p.new_empty(parts, n)
+            for name, p in partial.items()
+        }
         (a, b), (a_sum, b_sum) = ((*of.values(), None)[:2] for of in (partial, sums))
         launch(sum_kernel, parts * tiles, call, a, b, a_sum, b_sum, count, n, tiles, summed=SUMMED, block_rows=64, block_n=block_n,
                acc_dtype=accumulator(call.dtype), num_warps=8)  # fmt: skip

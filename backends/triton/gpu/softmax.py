@@ -32,7 +32,10 @@ def softmax_kernel(x, y, rows, rows_inner, n,
                    unit: tl.constexpr):  # fmt: skip
     n = aligned(n, unit)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
-    x_row, y_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit), row_start(y, row, rows_inner, y_outer, y_inner, flat, unit)
+    x_row, y_row = (
+        row_start(x, row, rows_inner, x_outer, x_inner, flat, unit),
+        row_start(y, row, rows_inner, y_outer, y_inner, flat, unit),
+    )
     x_row, y_row, row_ok = x_row[:, None], y_row[:, None], (row < rows)[:, None]
     col = tl.arange(0, block_n)[None, :].to(tl.int64)
 
@@ -72,7 +75,11 @@ def _tile_rows(n: int, arch: str) -> tuple[int, int, int]:
     block_n = pow2_at_least(n, 128) if n <= 16384 else 8192
     block_rows = pow2_at_least(2048 // block_n, 1, 16)
     elements = 32 if n % 8 else 16
-    return block_rows, block_n, pow2_at_least(block_rows * block_n // (elements * lanes(arch)), 64 // elements, 512 // lanes(arch))
+    return (
+        block_rows,
+        block_n,
+        pow2_at_least(block_rows * block_n // (elements * lanes(arch)), 64 // elements, 512 // lanes(arch)),
+    )
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
@@ -106,7 +113,15 @@ def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
 
 
 @functools.lru_cache(SHAPES)
-def _prepared(shape: tuple[int, ...], strides: tuple[int, ...], axis: int, dtype: str, block_rows: int, block_n: int, num_warps: int) -> Any:
+def _prepared(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    axis: int,
+    dtype: str,
+    block_rows: int,
+    block_n: int,
+    num_warps: int,
+) -> Any:
     """The launch for an x of this form, None where its rows must be gathered first."""
     rows, n = rows_of(axis, shape, strides), shape[axis]
     return rows and prepare(softmax_kernel, cdiv(rows.height, block_rows), rows.height, rows.inner, n, *rows.strides[0], *rows.strides[1],

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.gpu.softmax import default_tiling, supports
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
-from portakern.backends.triton.softmax import default_tiling, supports
 from portakern.spec import Tile
 
 if TYPE_CHECKING:

@@ -26,7 +26,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from portakern import dispatch
 
-PARAMS = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2, uninitialized_memory="nan", out_of_bounds_reads="raise")
+PARAMS = pltpu.InterpretParams(
+    detect_races=True, num_cores_or_threads=2, uninitialized_memory="nan", out_of_bounds_reads="raise"
+)
 
 _initialize, _clean_up = interpret_pallas_call._initialize_shared_memory, interpret_pallas_call._clean_up_shared_memory
 _dma_mode = "on_wait"
@@ -72,7 +74,10 @@ def _on_a_core(jaxpr: Any, consts: Any, *args: Any) -> None:
     with _compiling:
         program = _programs.get(jaxpr)
         if program is None:
-            steps = jax.jit(lambda consts, *args: jax.core.eval_jaxpr(jaxpr, consts, *args), compiler_options={"xla_backend_optimization_level": 0})
+            steps = jax.jit(
+                lambda consts, *args: jax.core.eval_jaxpr(jaxpr, consts, *args),
+                compiler_options={"xla_backend_optimization_level": 0},
+            )
             program = _programs[jaxpr] = steps.lower(consts, *args).compile()
             if len(_programs) > 16:
                 _programs.popitem(last=False)

@@ -17,7 +17,15 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.launch import accumulator, cdiv, dot_precision, prepare, refuse_common, shared_limit, torch_dtype
+from portakern.backends.triton.launch import (
+    accumulator,
+    cdiv,
+    dot_precision,
+    prepare,
+    refuse_common,
+    shared_limit,
+    torch_dtype,
+)
 from portakern.backends.triton.layout import SHAPES, collapse, contiguous_strides, fresh, pow2_at_least
 from portakern.spec import Count, Tile
 
@@ -49,7 +57,9 @@ def matmul_kernel(a, b, c, m, n, k, tiles_m, tiles_n, steps_k, batch_inner,
         if whole_k:
             at, bt = tl.load(a_tile, mask=i_ok, other=0.0), tl.load(b_tile, mask=j_ok, other=0.0)
         else:
-            left = k - tl.cast(step, tl.int64) * block_k  # both operands read 0 beyond k: a NaN there times 0 would be NaN
+            left = (
+                k - tl.cast(step, tl.int64) * block_k
+            )  # both operands read 0 beyond k: a NaN there times 0 would be NaN
             at = tl.load(a_tile, mask=i_ok & (kk < left)[None, :], other=0.0)
             bt = tl.load(b_tile, mask=j_ok & (kk < left)[:, None], other=0.0)
         acc = tl.dot(at, bt, acc, input_precision=precision, out_dtype=acc_dtype)
@@ -86,7 +96,11 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
         return f"a tile of {block_m} x {block_n} x {block_k} has an operand over Triton's limit of 2^20 elements"
     if not call.interpret:
         size = 2 if call.dtype in ("float16", "bfloat16") else 4
-        in_registers = call.target.arch not in ("sm_90", "sm_100", "sm_103")  # their matrix units read shared memory, so every stage stays there
+        in_registers = call.target.arch not in (
+            "sm_90",
+            "sm_100",
+            "sm_103",
+        )  # their matrix units read shared memory, so every stage stays there
         buffers = max(1, tiling["num_stages"] - in_registers)
         shared = buffers * (block_m + block_n) * block_k * size
         if shared > shared_limit(call.target.arch):
@@ -103,7 +117,12 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
 _prepared = functools.lru_cache(SHAPES)(functools.partial(prepare, matmul_kernel))
 
 
-@BACKEND.implements("matmul", tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32), "num_stages": Count(1, 8), "group": Tile(1, 64)})
+@BACKEND.implements(
+    "matmul",
+    tiling=default_tiling,
+    supports=supports,
+    knobs={"num_warps": Tile(1, 32), "num_stages": Count(1, 8), "group": Tile(1, 64)},
+)
 def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     dims, a, b = call.dims, call.arrays["a"], call.arrays["b"]
     batch, m, n, k = dims["batch"], dims["m"], dims["n"], dims["k"]
@@ -112,7 +131,9 @@ def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     if batch:
         a, b = a.expand(*batch, m, k), b.expand(*batch, k, n)
     rows, strides = _rows(a, b, c)
-    if len(rows) > 3:  # batch axes that two strides an operand cannot walk: the one case that gathers (and broadcasts) copies
+    if (
+        len(rows) > 3
+    ):  # batch axes that two strides an operand cannot walk: the one case that gathers (and broadcasts) copies
         a, b = a.contiguous(), b.contiguous()
         rows, strides = _rows(a, b, c)
     batch_outer, batch_inner, m = ((1, 1) + rows)[-3:]
@@ -129,7 +150,9 @@ def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
 
 def _rows(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
     """The batch axes and m, collapsed together: where b is not batched, all rows of a become one tall matrix. m stays, even as 1."""
-    shape, (sa, sb, sc) = collapse(c.shape[:-1], a.stride()[:-1], (*b.stride()[:-2], 0), contiguous_strides(c.shape)[:-1])
+    shape, (sa, sb, sc) = collapse(
+        c.shape[:-1], a.stride()[:-1], (*b.stride()[:-2], 0), contiguous_strides(c.shape)[:-1]
+    )
     if shape and not sb[-1]:
         return shape, [sa, sb, sc]
     return (*shape, 1), [(*sa, 0), (*sb, 0), (*sc, 0)]

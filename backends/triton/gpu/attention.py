@@ -24,7 +24,16 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.launch import accumulator, cdiv, compiler_options, dot_precision, prepare, refuse_common, shared_limit, torch_dtype
+from portakern.backends.triton.launch import (
+    accumulator,
+    cdiv,
+    compiler_options,
+    dot_precision,
+    prepare,
+    refuse_common,
+    shared_limit,
+    torch_dtype,
+)
 from portakern.backends.triton.layout import SHAPES, fresh, pow2_at_least
 from portakern.spec import Count, Tile
 from portakern.specs.attention import score_unit
@@ -111,7 +120,9 @@ def attention_kernel(q, k, v, bias, q_segments, kv_segments, o, lse, pre, softca
     batch = (tl.program_id(0) // tiles_q // heads).to(tl.int64)
     i = tile * block_q + tl.arange(0, block_q)
     i_ok, row, dd = (i < q_len)[:, None], i.to(tl.int64)[:, None], tl.arange(0, block_d)[None, :]
-    q_tile = load_tile(q + (batch * q_b + head * q_h) + (row * q_s + dd.to(tl.int64) * q_d), i_ok, dd < d, True, not whole_d)
+    q_tile = load_tile(
+        q + (batch * q_b + head * q_h) + (row * q_s + dd.to(tl.int64) * q_d), i_ok, dd < d, True, not whole_d
+    )
     k += batch * k_b + (head // group) * k_h
     v += batch * v_b + (head // group) * v_h
     if bias is not None:
@@ -132,7 +143,10 @@ def attention_kernel(q, k, v, bias, q_segments, kv_segments, o, lse, pre, softca
         first, lo_all = tl.maximum(top - left, 0) // block_kv * block_kv, tl.maximum(bottom - left, 0)
     if right is not None:
         limit_hi = tl.minimum(i[:, None] + (at + right + 1), kv_len)
-        last, hi_all = tl.minimum(tl.maximum(bottom + right + 1, 0), kv_len), tl.minimum(tl.maximum(top + right + 1, 0), kv_len)
+        last, hi_all = (
+            tl.minimum(tl.maximum(bottom + right + 1, 0), kv_len),
+            tl.minimum(tl.maximum(top + right + 1, 0), kv_len),
+        )
     inner_first = tl.minimum((lo_all + block_kv - 1) // block_kv * block_kv, last)
     inner_last = tl.maximum(hi_all // block_kv * block_kv, inner_first)
 
@@ -183,17 +197,65 @@ def default_tiling(call: Call) -> dict[str, int]:
     cdna, rdna = arch.startswith("gfx9"), arch.startswith("gfx") and not arch.startswith("gfx9")
     if call.dtype in ("float16", "bfloat16"):
         if rdna:
-            tile = (128, 32, 8, 1) if d <= 64 else (128, 16, 8, 1) if d <= 128 else (128, 16, 16, 1) if d <= 256 else (32, 16, 8, 1)
+            tile = (
+                (128, 32, 8, 1)
+                if d <= 64
+                else (128, 16, 8, 1)
+                if d <= 128
+                else (128, 16, 16, 1)
+                if d <= 256
+                else (32, 16, 8, 1)
+            )
         elif cdna:
-            tile = (128, 64, 8, 1) if d <= 128 else (128, 32, 8, 1) if d <= 256 else (64, 16, 8, 1) if d <= 512 else (16, 16, 4, 1)
+            tile = (
+                (128, 64, 8, 1)
+                if d <= 128
+                else (128, 32, 8, 1)
+                if d <= 256
+                else (64, 16, 8, 1)
+                if d <= 512
+                else (16, 16, 4, 1)
+            )
         elif arch and shared_limit(arch) < 200 * 1024:
-            tile = (128, 64, 4, 3) if d <= 64 else (128, 32, 8, 2) if d <= 128 else (64, 32, 8, 1) if d <= 256 else (16, 16, 8, 1)
+            tile = (
+                (128, 64, 4, 3)
+                if d <= 64
+                else (128, 32, 8, 2)
+                if d <= 128
+                else (64, 32, 8, 1)
+                if d <= 256
+                else (16, 16, 8, 1)
+            )
         else:
-            tile = (128, 128, 8, 3) if d <= 64 else (128, 64, 8, 3) if d <= 128 else (128, 32, 8, 2) if d <= 256 else (32, 16, 8, 1)
+            tile = (
+                (128, 128, 8, 3)
+                if d <= 64
+                else (128, 64, 8, 3)
+                if d <= 128
+                else (128, 32, 8, 2)
+                if d <= 256
+                else (32, 16, 8, 1)
+            )
     elif dot_precision(call) == "tf32":
-        tile = (128, 64, 8, 2) if d <= 64 else (128, 32, 8, 2) if d <= 128 else (32, 32, 4, 2) if d <= 256 else (16, 16, 4, 1)
+        tile = (
+            (128, 64, 8, 2)
+            if d <= 64
+            else (128, 32, 8, 2)
+            if d <= 128
+            else (32, 32, 4, 2)
+            if d <= 256
+            else (16, 16, 4, 1)
+        )
     elif cdna:
-        tile = (128, 32, 8, 1) if d <= 64 else (128, 16, 8, 1) if d <= 128 else (64, 16, 8, 1) if d <= 256 else (16, 16, 4, 1)
+        tile = (
+            (128, 32, 8, 1)
+            if d <= 64
+            else (128, 16, 8, 1)
+            if d <= 128
+            else (64, 16, 8, 1)
+            if d <= 256
+            else (16, 16, 4, 1)
+        )
     elif rdna:
         tile = (32, 16, 8, 1) if d <= 64 else (16, 16, 8, 1)
     elif arch.startswith("sm_") and 64 < d <= 128:
@@ -202,7 +264,9 @@ def default_tiling(call: Call) -> dict[str, int]:
     else:
         tile = (64, 32, 8, 2) if d <= 64 else (32, 16, 8, 2) if d <= 128 else (16, 16, 4, 1)
     block_q, block_kv, num_warps, num_stages = tile
-    tiling = {"block_q": block_q, "block_kv": block_kv, "num_warps": num_warps, "num_stages": num_stages} | ({"matrix_instr_nonkdim": 16} if cdna else {})
+    tiling = {"block_q": block_q, "block_kv": block_kv, "num_warps": num_warps, "num_stages": num_stages} | (
+        {"matrix_instr_nonkdim": 16} if cdna else {}
+    )
     while tiling["num_stages"] > 1 and shared_bytes(call, tiling) > shared_limit(arch):  # a bias takes room too
         tiling["num_stages"] -= 1
     while tiling["block_kv"] > 16 and shared_bytes(call, tiling) > shared_limit(arch):
@@ -236,7 +300,9 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
         if shared > limit:
             return f"tiles of {block_q} x {block_kv} with {tiling['num_stages']} stages take {shared} bytes of shared memory; {call.target.arch} has {limit}"
     programs = cdiv(dims["q_len"], block_q) * dims["kv_heads"] * dims["group"] * dims["batch"]
-    return refuse_common(call, tiling["num_warps"], programs, (f"a tile of {block_q} x {block_kv}", block_q * (dv + block_kv)))
+    return refuse_common(
+        call, tiling["num_warps"], programs, (f"a tile of {block_q} x {block_kv}", block_q * (dv + block_kv))
+    )
 
 
 _prepared = functools.lru_cache(SHAPES)(functools.partial(prepare, attention_kernel))
@@ -245,7 +311,9 @@ _prepared = functools.lru_cache(SHAPES)(functools.partial(prepare, attention_ker
 @BACKEND.implements("attention", tiling=default_tiling, supports=supports, knobs=KNOBS)
 def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     arrays, dims, options = call.arrays, call.dims, call.options
-    q, k, v, bias, q_segments, kv_segments = (arrays[n] for n in ("q", "k", "v", "bias", "q_segment_ids", "kv_segment_ids"))
+    q, k, v, bias, q_segments, kv_segments = (
+        arrays[n] for n in ("q", "k", "v", "bias", "q_segment_ids", "kv_segment_ids")
+    )
     if not call.interpret:
         k, v = _head_dim_innermost(k), _head_dim_innermost(v)
     batch, q_len, heads, d = q.shape
@@ -257,7 +325,9 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     left, right = _band(options["is_causal"], options["window"], q_len + kv_len)
     pre, unit = score_unit(call)
     bias_strides = (0, 0, 0, 0) if bias is None else bias.expand(batch, heads, q_len, kv_len).stride()
-    q_seg_strides, kv_seg_strides = ((0, 0), (0, 0)) if q_segments is None else (q_segments.stride(), kv_segments.stride())
+    q_seg_strides, kv_seg_strides = (
+        ((0, 0), (0, 0)) if q_segments is None else (q_segments.stride(), kv_segments.stride())
+    )
     (block_d, block_dv), tiles_q = head_tiles(call), cdiv(q_len, tiling["block_q"])
     run = _prepared(tiles_q * heads * batch, pre, options["softcap"], unit * log2(e), unit, left, right, tiles_q, heads, dims["group"], q_len, kv_len, d, dv,
                     *q.stride(), *k.stride(), *v.stride(), *bias_strides, *q_seg_strides, *kv_seg_strides,

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.gpu.softmax import refuse_tile, tile_rows
 from portakern.backends.triton.launch import accumulator, cdiv, prepare
 from portakern.backends.triton.layout import SHAPES, aligned, fresh_like, gathered, row_start, rows_of
-from portakern.backends.triton.softmax import refuse_tile, tile_rows
 from portakern.spec import Tile
 
 if TYPE_CHECKING:
@@ -69,7 +69,9 @@ def layernorm_kernel(x, weight, bias, y, rows, rows_inner, n, eps,
         for start in range(0, tl.cast(n, tl.int64), block_n):
             ok = row_ok & (start + col < n)
             t = tl.load(x_row + (start + col) * x_n, mask=ok, other=0.0).to(acc_dtype)
-            out = scale_and_shift((t - mean[:, None]) * r[:, None], weight, bias, weight_n, bias_n, start + col, n, acc_dtype)
+            out = scale_and_shift(
+                (t - mean[:, None]) * r[:, None], weight, bias, weight_n, bias_n, start + col, n, acc_dtype
+            )
             tl.store(y_row + (start + col), out.to(y.dtype.element_ty), mask=ok)
 
 

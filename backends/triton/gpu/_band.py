@@ -13,7 +13,10 @@ def band(top, bottom, before, after, length, block: tl.constexpr):
     if before is not None:
         first, lo_all = tl.maximum(top - before, 0) // block * block, tl.maximum(bottom - before, 0)
     if after is not None:
-        last, hi_all = tl.minimum(tl.maximum(bottom + after + 1, 0), length), tl.minimum(tl.maximum(top + after + 1, 0), length)
+        last, hi_all = (
+            tl.minimum(tl.maximum(bottom + after + 1, 0), length),
+            tl.minimum(tl.maximum(top + after + 1, 0), length),
+        )
     inner_first = tl.minimum((lo_all + block - 1) // block * block, last)
     inner_last = tl.maximum(hi_all // block * block, inner_first)
     return first, inner_first, inner_last, last

@@ -1,0 +1,1 @@
+"""What compiles and simulates the kernels for TPUs on machines without one."""
