@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from types import ModuleType
 
-from portakern import registry
+from portakern.core import registry
 
 if __name__ != "portakern.backends":
     raise ImportError(

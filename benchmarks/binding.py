@@ -18,9 +18,11 @@ from typing import Any
 import numpy as np
 
 import portakern as pk
-from portakern import dispatch, results
-from portakern.frameworks import FRAMEWORKS, HOST
-from portakern.registry import Implementation
+from portakern import results
+from portakern.core import route as dispatch
+from portakern.core.backend import Implementation
+from portakern.core.framework import FRAMEWORKS
+from portakern.core.targets import HOST
 
 LENGTHS = 997  # a prime number of kv lengths, each call another
 

@@ -26,7 +26,7 @@ import numpy as np
 
 import portakern as pk
 from portakern import results, testing
-from portakern.frameworks import FRAMEWORKS
+from portakern.core.framework import FRAMEWORKS
 
 OURS = (pk.SpecError, pk.UnsupportedError, pk.UnavailableError)
 DTYPES = ("float32", "float16", "bfloat16", "float64")

@@ -22,9 +22,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
 import portakern as pk
-from portakern import autodiff, dispatch, registry, results, targets
-from portakern.call import Call
-from portakern.compiling.calls import typical_form
+from portakern import results
+from portakern.compiling.forms import typical_form
+from portakern.core import gradients as autodiff
+from portakern.core import registry, targets
+from portakern.core import route as dispatch
+from portakern.core.call import Call
 from portakern.spec import Spec
 
 Arrays = dict[str, Any]

@@ -12,22 +12,29 @@ from typing import TYPE_CHECKING, Any
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 
 if TYPE_CHECKING:
-    from portakern.dispatch import Op as Op
-    from portakern.dispatch import observe as observe
-    from portakern.dispatch import op as op
-    from portakern.registry import Backend as Backend
-    from portakern.registry import backends as backends
-    from portakern.registry import ops as ops
-    from portakern.registry import register as register
+    from portakern.api import Op as Op
+    from portakern.api import op as op
+    from portakern.core.backend import Backend as Backend
+    from portakern.core.observe import observe as observe
+    from portakern.core.registry import backends as backends
+    from portakern.core.registry import ops as ops
+    from portakern.core.registry import register as register
     from portakern.testing import Report as Report
     from portakern.testing import check as check
 
 __version__ = "0.1.0"
 
 _LAZY = {
-    "Backend": "registry", "Op": "dispatch", "Report": "testing", "backends": "registry", "check": "testing", "observe": "dispatch", "op": "dispatch", "ops": "registry",
-    "register": "registry",
-}  # fmt: skip
+    "Backend": "core.backend",
+    "Op": "api",
+    "Report": "testing",
+    "backends": "core.registry",
+    "check": "testing",
+    "observe": "core.observe",
+    "op": "api",
+    "ops": "core.registry",
+    "register": "core.registry",
+}
 
 __all__ = [
     "Backend",

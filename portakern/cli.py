@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from portakern import inspect_here, registry, results
+from portakern import inventory, results
+from portakern.core import registry
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.files import cache_folder
 
@@ -60,7 +61,7 @@ def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 @app.command()
 def ops(as_json: Json = False) -> None:
     """List the ops and which backends implement each."""
-    rows = inspect_here.ops()
+    rows = inventory.ops()
     if as_json:
         return _print_json(rows)
     _table(
@@ -73,7 +74,7 @@ def ops(as_json: Json = False) -> None:
 @app.command()
 def backends(as_json: Json = False) -> None:
     """List the backends, where each runs, and what it lacks here."""
-    rows = inspect_here.backends()
+    rows = inventory.backends()
     if as_json:
         return _print_json(rows)
     columns = ["backend", "arrays", "compiles for", "interpreter", "here"]
@@ -90,7 +91,7 @@ def backends(as_json: Json = False) -> None:
 @app.command()
 def show(op: Annotated[str, typer.Argument(help="An op's name.")], as_json: Json = False) -> None:
     """Show an op's declaration: arguments, options, outputs, tiles, edge values, implementations."""
-    info = inspect_here.show(op)
+    info = inventory.show(op)
     if as_json:
         return _print_json(info)
     out.print(info["op"], style="bold")
@@ -124,7 +125,10 @@ def check(
     backend: Annotated[
         list[str] | None, typer.Option(help="Backend to check; may be repeated; all that run here when none is named.")
     ] = None,
-    max_examples: Annotated[int, typer.Option(min=1, help="Cases an op and backend.")] = 100,
+    variant: Annotated[
+        str | None, typer.Option(help="Only this variant of the backend; each that runs there when not named.")
+    ] = None,
+    max_examples: Annotated[int, typer.Option(min=1, help="Cases an op and variant.")] = 100,
     seed: Annotated[int, typer.Option(help="Which cases.")] = 0,
     device: Annotated[
         str | None, typer.Option(help="cpu (interpreters), cuda, rocm or tpu; the best here when not named.")
@@ -146,7 +150,7 @@ def check(
 
     start = time.perf_counter()
     chosen = ops or list(registry.ops())
-    named = backend or [r["backend"] for r in inspect_here.backends() if r["available"]]
+    named = backend or [r["backend"] for r in inventory.backends() if r["available"]]
     for name in chosen:
         registry.find_spec(name)
     for b in named:
@@ -156,14 +160,21 @@ def check(
     if case is not None:
         if len(chosen) != 1 or len(named) != 1:
             raise SpecError("check --case: name one op and one --backend")
-        reports.append(testing.replay(chosen[0], case, backend=named[0], device=device, profile=profile))
+        reports.append(
+            testing.replay(chosen[0], case, backend=named[0], variant=variant, device=device, profile=profile)
+        )
     else:
         # not every backend has every op; a pair that is named must be there
-        pairs = [(name, b) for b in named for name in chosen if (ops and backend) or b in inspect_here.having(name)]
+        pairs = [(name, b) for b in named for name in chosen if (ops and backend) or b in inventory.having(name)]
+        subjects = [
+            (name, b, v)
+            for name, b in pairs
+            for v in ([variant] if variant else testing.backend_variants(registry.find_spec(name), b, device))
+        ]
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=err, transient=True) as bar:
-            tasks = {pair: bar.add_task("{} on {}".format(*pair), total=max_examples) for pair in pairs}
-            reports = testing.check_all(pairs, jobs, lambda name, b, cases: bar.advance(tasks[name, b], cases),
+            tasks = {s: bar.add_task("{} on {}, {}".format(*s), total=max_examples) for s in subjects}
+            reports = testing.check_all(subjects, jobs, lambda s, cases: bar.advance(tasks[s], cases),
                                         device=device, dtypes=dtype, only=edge, profile=profile, max_examples=max_examples, seed=seed)  # fmt: skip
     _show_reports(reports)
     if json_file:
@@ -217,6 +228,7 @@ def compile_(
         list[str] | None, typer.Option(help="May be repeated; bfloat16 and float32 when none is named.")
     ] = None,
     backend: Annotated[str | None, typer.Option(help="Only this backend.")] = None,
+    variant: Annotated[str | None, typer.Option(help="Only this variant of a backend.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Compilers at a time.")] = 1,
     quick: Annotated[bool, typer.Option(help="Nothing that takes longer than compiling: no cycle estimates.")] = False,
     fresh: Annotated[bool, typer.Option(help="Compile again what is in the cache.")] = False,
@@ -224,8 +236,8 @@ def compile_(
     as_json: Json = False,
 ) -> None:
     """Compile ops, forward and backward, for hardware that need not be here, and say what each kernel takes of it; exit status 1 if any cannot be."""
-    from portakern import compile as compiling
-    from portakern import targets
+    from portakern.compiling import matrix as compiling
+    from portakern.core import targets
 
     names = list(targets.HARDWARE) if every else target or []
     if every == bool(target):
@@ -233,7 +245,9 @@ def compile_(
             f"compile: name one or more --target, or --all, and not both; targets: {', '.join(targets.HARDWARE)}"
         )
     start = time.perf_counter()
-    found = compiling.jobs_for(ops or list(registry.ops()), names, dtype or ["bfloat16", "float32"], backend, quick)
+    found = compiling.jobs_for(
+        ops or list(registry.ops()), names, dtype or ["bfloat16", "float32"], backend, quick, variant
+    )
     if not found:
         raise UnsupportedError(f"compile: no backend compiles {', '.join(ops or ['any op'])} for {', '.join(names)}")
     with Progress(
@@ -369,7 +383,7 @@ def report(
 @app.command()
 def doctor(as_json: Json = False) -> None:
     """Say what is installed, which devices there are, what each backend can do here, and what to install next."""
-    info = inspect_here.doctor()
+    info = inventory.doctor()
     if as_json:
         return _print_json(info)
     _table("Installed", ["package", "version"], [[k, v or "-"] for k, v in info["environment"].items()])

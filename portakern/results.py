@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from portakern import inspect_here
+from portakern import inventory
 from portakern.files import write_atomically
 
 __all__ = [
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 SCHEMA = 1
-HOST_CPU = inspect_here.HOST_CPU
+HOST_CPU = inventory.HOST_CPU
 
 log = logging.getLogger("portakern")
 
@@ -187,8 +187,8 @@ def record(
         "benchmark": benchmark,
         "command": command,
         "date": datetime.date.today().isoformat(),
-        "device": device or inspect_here.device_name(),
-        "environment": inspect_here.environment(),
+        "device": device or inventory.device_name(),
+        "environment": inventory.environment(),
         **extra,
         "rows": list(rows),
     }

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from portakern.spec.tolerance import format_of
 from portakern.specs.attention import allowed, attention
-from portakern.tolerance import format_of
 
 if TYPE_CHECKING:
-    from portakern.call import Call
+    from portakern.core.call import Call
 
 
 @attention.locate

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from portakern.spec.tolerance import format_of
 from portakern.specs.attention import allowed
 from portakern.specs.attention_vjp import attention_vjp
-from portakern.tolerance import format_of
 
 if TYPE_CHECKING:
-    from portakern.call import Call
+    from portakern.core.call import Call
 
 SEGMENTS = ("q_segment_ids", "kv_segment_ids")
 

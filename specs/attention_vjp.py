@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 import numpy as np
 from jaxtyping import Float, Float32, Int
 
-from portakern.options import Range
 from portakern.spec import Rule, Tile, spec
-from portakern.specs.attention import allowed, allowed_pairs, scale_of, score_errors, score_spread
-from portakern.tolerance import (
+from portakern.spec.options import Range
+from portakern.spec.tolerance import (
     KAPPA,
     abs_matmul,
     chain,
@@ -22,9 +21,10 @@ from portakern.tolerance import (
     store_spread,
     units,
 )
+from portakern.specs.attention import allowed, allowed_pairs, scale_of, score_errors, score_spread
 
 if TYPE_CHECKING:
-    from portakern.call import Call
+    from portakern.core.call import Call
 
 A = TypeVar("A")
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 import numpy as np
 from jaxtyping import Float
 
-from portakern.options import DType
 from portakern.spec import Tile, spec
-from portakern.tolerance import abs_matmul, dot_spread, magnitude, round_to, store_spread, units
+from portakern.spec.options import DType
+from portakern.spec.tolerance import abs_matmul, dot_spread, magnitude, round_to, store_spread, units
 
 if TYPE_CHECKING:
-    from portakern.call import Call
+    from portakern.core.call import Call
 
 A = TypeVar("A")
 

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from portakern.spec import Tile, spec
 
 if TYPE_CHECKING:
-    from portakern.call import Call
+    from portakern.core.call import Call
 
 A = TypeVar("A")
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 import numpy as np
 from jaxtyping import Float
 
-from portakern.options import Range
 from portakern.spec import Tile, spec
+from portakern.spec.options import Range
+from portakern.spec.tolerance import KAPPA, chain, magnitude, round_to, store_spread, units
 from portakern.specs.rmsnorm import normalised_error, root, root_spread
-from portakern.tolerance import KAPPA, chain, magnitude, round_to, store_spread, units
 
 if TYPE_CHECKING:
-    from portakern.call import Call
+    from portakern.core.call import Call
 
 A = TypeVar("A")
 

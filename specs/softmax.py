@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 import numpy as np
 from jaxtyping import Float
 
-from portakern.options import Axis
 from portakern.spec import Tile, spec
-from portakern.tolerance import KAPPA, chain, round_to, store_spread, units
+from portakern.spec.options import Axis
+from portakern.spec.tolerance import KAPPA, chain, round_to, store_spread, units
 
 if TYPE_CHECKING:
-    from portakern.call import Call
+    from portakern.core.call import Call
 
 A = TypeVar("A")
 

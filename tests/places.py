@@ -2,8 +2,8 @@
 
 import pytest
 
-from portakern import registry
-from portakern.frameworks import FRAMEWORKS
+from portakern.core import registry
+from portakern.core.framework import FRAMEWORKS
 
 
 def _devices(name):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from portakern.frameworks import numpy_dtype
+from portakern.spec.dtypes import numpy_dtype
 
 F32, TAU = np.float32, np.float32(2.0**-126)
 """The accumulator's type and its smallest normal number."""

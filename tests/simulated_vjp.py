@@ -6,8 +6,9 @@ from functools import partial
 
 import numpy as np
 
-from portakern.dispatch import op, oracle
-from portakern.frameworks import numpy_dtype
+from portakern.api import op
+from portakern.core.oracle import oracle
+from portakern.spec.dtypes import numpy_dtype
 from portakern.testing.cases import REGIMES as VALUES
 from tests.simulated import sim_matmul
 

@@ -7,12 +7,13 @@ import itertools
 import numpy as np
 import pytest
 
-from portakern.dispatch import as_float64, op, oracle
-from portakern.frameworks import numpy_dtype
+from portakern.api import op
+from portakern.core.oracle import as_float64, oracle
+from portakern.spec.dtypes import numpy_dtype
+from portakern.spec.tolerance import compare
 from portakern.specs.attention import allowed
 from portakern.testing.cases import REGIMES
 from portakern.testing.statistics import judge
-from portakern.tolerance import compare
 from tests import simulated
 from tests.simulated import flush, sim_matmul, truncate
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from portakern import testing
-from portakern.dispatch import as_float64, op, oracle
-from portakern.frameworks import numpy_dtype
-from portakern.tolerance import compare, format_of
+from portakern.api import op
+from portakern.core.oracle import as_float64, oracle
+from portakern.spec.dtypes import numpy_dtype
+from portakern.spec.tolerance import compare, format_of
 from tests import simulated
 from tests.simulated import REGIMES, SIMS, draw, sim_attention, sim_matmul
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import portakern as pk
-from portakern import registry, testing
-from portakern.frameworks import Target
+from portakern import testing
+from portakern.core import registry
+from portakern.core.targets import Target
 from portakern.testing import Case, Limits
 from portakern.testing.cases import LAYOUTS, REGIMES
 

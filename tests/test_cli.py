@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 import portakern as pk
-from portakern import dispatch
 from portakern.cli import app
+from portakern.core import route as dispatch
 from portakern.files import write_atomically
 
 run = CliRunner().invoke
@@ -93,7 +93,7 @@ def test_files_are_written_whole(tmp_path):
 
 
 def test_doctor_says_that_triton_has_no_wheel_elsewhere(monkeypatch):
-    from portakern import inspect_here, registry
+    from portakern.core import registry
 
     monkeypatch.setattr(inspect_here.platform, "system", lambda: "Darwin")
     monkeypatch.setattr(

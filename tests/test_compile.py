@@ -13,11 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 import portakern as pk
-from portakern import cli, registry, targets
-from portakern import compile as compiling
-from portakern.compiling import cache, calls
-from portakern.compiling.report import Build, Compiled, Kernel
+from portakern import cli
+from portakern.compiling import cache
+from portakern.compiling import matrix as compiling
+from portakern.compiling.build import Build, Compiled, Kernel
 from portakern.compiling.worker import one_line
+from portakern.core import registry, targets
 from portakern.errors import SpecError, UnsupportedError
 
 LINUX = platform.system() == "Linux"

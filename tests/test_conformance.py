@@ -3,7 +3,8 @@
 import pytest
 
 import portakern as pk
-from portakern import inspect_here, registry, testing
+from portakern import testing
+from portakern.core import registry
 from tests.places import places
 
 

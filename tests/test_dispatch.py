@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 import portakern as pk
-from portakern import dispatch, registry
-from portakern.frameworks import FRAMEWORKS, Target
+from portakern.core import registry
+from portakern.core import route as dispatch
+from portakern.core.framework import FRAMEWORKS
+from portakern.core.targets import Target
 
 X = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
 

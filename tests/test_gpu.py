@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 import portakern as pk
-from portakern import dispatch, testing
+from portakern import testing
+from portakern.core import route as dispatch
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA or AMD GPU")

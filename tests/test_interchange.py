@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import portakern as pk
-from portakern.frameworks import FRAMEWORKS, convert
+from portakern.core.framework import FRAMEWORKS, convert
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 jax = pytest.importorskip("jax", reason="jax is not installed")

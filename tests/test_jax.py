@@ -6,7 +6,8 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 import portakern as pk
-from portakern import inspect_here, registry, testing
+from portakern import testing
+from portakern.core import registry
 from portakern.testing import strategies
 
 jax = pytest.importorskip("jax", reason="jax is not installed")

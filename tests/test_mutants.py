@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from portakern import registry
+from portakern.core import registry
 
 ROOT = str(Path(__file__).parent.parent)
 if ROOT not in sys.path:  # importing by path leaves siblings unseen

@@ -8,7 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from portakern.dispatch import op, oracle
+from portakern.api import op
+from portakern.core.oracle import oracle
 
 inf, nan = math.inf, math.nan
 pytestmark = pytest.mark.filterwarnings("error")

@@ -12,8 +12,8 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from portakern import targets
 from portakern.cli import app
+from portakern.core import targets
 from portakern.reporting import checkout, lines, markdown, roofline
 from portakern.reporting.kept import Kept, chip
 from portakern.results import ResultError

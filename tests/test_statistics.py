@@ -7,12 +7,15 @@ from functools import partial
 import numpy as np
 import pytest
 
-from portakern import registry
-from portakern.dispatch import as_float64, op, oracle
-from portakern.frameworks import FRAMEWORKS, Target, convert, numpy_dtype
+from portakern.api import op
+from portakern.core import registry
+from portakern.core.framework import FRAMEWORKS, convert
+from portakern.core.oracle import as_float64, oracle
+from portakern.core.targets import Target
+from portakern.spec.dtypes import numpy_dtype
+from portakern.spec.tolerance import compare
 from portakern.testing.cases import REGIMES
 from portakern.testing.statistics import examine, judge, largest_right
-from portakern.tolerance import compare
 from tests.places import device_at, places
 from tests.simulated import SIMS, truncate
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import portakern as pk
-from portakern import registry
+from portakern.core import registry
 from portakern.testing import Limits
 
 X = np.random.default_rng(0).standard_normal((3, 40)).astype(np.float32)

@@ -11,7 +11,8 @@ import pytest
 from jaxtyping import Float, Float32
 
 import portakern as pk
-from portakern import autodiff, registry
+from portakern.core import gradients as autodiff
+from portakern.core import registry
 from portakern.spec import spec
 
 torch = pytest.importorskip("torch", reason="torch is not installed")

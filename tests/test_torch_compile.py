@@ -9,13 +9,13 @@ import sys
 import pytest
 
 import portakern as pk
-from portakern import registry
+from portakern.core import registry
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 fn = torch.nn.functional
 
-from portakern import torch_ops  # noqa: E402
+from portakern.frameworks.torch import custom_ops as torch_ops  # noqa: E402
 from tests.test_torch import IDS, QKV, f64  # noqa: E402
 from tests.test_torch_func import loop  # noqa: E402
 

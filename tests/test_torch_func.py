@@ -7,7 +7,7 @@ import logging
 import pytest
 
 import portakern as pk
-from portakern import dispatch
+from portakern.core import route as dispatch
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")

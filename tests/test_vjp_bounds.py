@@ -7,10 +7,11 @@ from functools import partial
 import numpy as np
 import pytest
 
-from portakern.dispatch import as_float64, op, oracle
-from portakern.frameworks import numpy_dtype
+from portakern.api import op
+from portakern.core.oracle import as_float64, oracle
+from portakern.spec.dtypes import numpy_dtype
+from portakern.spec.tolerance import compare
 from portakern.testing.statistics import examine
-from portakern.tolerance import compare
 from tests.simulated import truncate
 from tests.simulated_vjp import BATCHES, CASES, DTYPES, SIMS, VARIANTS, draw, pick, sim_matmul_vjp
 

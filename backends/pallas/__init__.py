@@ -8,7 +8,13 @@ if __name__ != "portakern.backends.pallas":
         f"this package is portakern.backends.pallas and was imported as {__name__!r}; run scripts from outside the backends folder"
     )
 
-from portakern.registry import Backend
+from portakern.core.backend import Backend
 
-BACKEND = Backend("pallas", framework="jax", compiles={"tpu": f"{__name__}.tpu"}, interprets=f"{__name__}.tpu", compiler=f"{__name__}.tpu.toolchain.compiler", requires=("jax",), extra="pallas",
-                  profiles={"simulated": f"{__name__}.tpu.toolchain.simulator:simulated"}, refusals=("TPUs have no float16", "TPUs have no float64"))  # fmt: skip
+BACKEND = Backend(
+    "pallas",
+    framework="jax",
+    package=__name__,
+    requires=("jax",),
+    extra="pallas",
+    refusals=("TPUs have no float16", "TPUs have no float64"),
+)

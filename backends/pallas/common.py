@@ -13,8 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from portakern import targets
-from portakern.call import Call
+from portakern.core import targets
+from portakern.core.call import Call
 
 LANES = 128
 VMEM_BYTES = targets.least("tpu", "vmem")  # what a kernel may use by default on every chip

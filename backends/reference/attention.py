@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from portakern.backends.reference import BACKEND
-from portakern.call import Call
+from portakern.core.call import Call
 from portakern.specs.attention import allowed
 
 

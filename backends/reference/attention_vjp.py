@@ -9,7 +9,7 @@ import numpy as np
 
 from portakern.backends.reference import BACKEND
 from portakern.backends.reference.attention import scores, weighted_sum
-from portakern.call import Call
+from portakern.core.call import Call
 
 
 @BACKEND.implements("attention_vjp")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from portakern.backends.reference import BACKEND
-from portakern.call import Call
+from portakern.core.call import Call
 
 
 @BACKEND.implements("rmsnorm")

@@ -9,7 +9,13 @@ if __name__ != "portakern.backends.triton":
         "Start it from another folder, and import portakern.backends.triton"
     )
 
-from portakern.registry import Backend
+from portakern.core.backend import Backend
 
-BACKEND = Backend("triton", framework="torch", compiles={"cuda": f"{__name__}.gpu", "rocm": f"{__name__}.gpu"}, interprets=f"{__name__}.gpu", compiler=f"{__name__}.compiler", requires=("torch", "triton"), extra="triton",
-                  refusals=("float64 is not compiled for GPUs",))  # fmt: skip
+BACKEND = Backend(
+    "triton",
+    framework="torch",
+    package=__name__,
+    requires=("torch", "triton"),
+    extra="triton",
+    refusals=("float64 is not compiled for GPUs",),
+)

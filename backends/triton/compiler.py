@@ -17,13 +17,13 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from portakern import targets
-from portakern.compiling.report import Compiled, Kernel
-from portakern.targets import Hardware
+from portakern.compiling.build import Compiled, Kernel
+from portakern.core import targets
+from portakern.core.targets import Hardware
 
 if TYPE_CHECKING:
-    from portakern.call import Call
-    from portakern.registry import Implementation
+    from portakern.core.backend import Implementation
+    from portakern.core.call import Call
 
 REGISTERS_ALLOCATED = 256  # NVIDIA gives a warp registers by so many (CUDA occupancy calculator); a block also pays 1 KiB of shared memory
 

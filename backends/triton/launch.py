@@ -2,7 +2,7 @@
 
 ``kernel[grid](...)`` takes 20 to 50 us of host time to find out which binary its arguments select. Here binaries are kept under keys that are at
 least as fine as Triton's own, and a later launch goes straight to its binary. Key and launch are one straight-line function, written once for each
-kernel and list of argument types, as ``portakern.call`` writes binders. The first launch of a key is Triton's. What a caller launches again and again
+kernel and list of argument types, as ``portakern.core.binder`` writes binders. The first launch of a key is Triton's. What a caller launches again and again
 with other tensors alone it prepares once.
 """
 
@@ -20,11 +20,11 @@ import triton.language as tl
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from portakern import targets
 from portakern.backends.triton import interpreter
+from portakern.core import targets
 
 if TYPE_CHECKING:
-    from portakern.call import Call
+    from portakern.core.call import Call
 
 __all__ = [
     "MAX_GRID", "accumulator", "cdiv", "compiler_options", "dot_precision", "lanes", "launch", "prepare", "recording", "refuse_common", "shared_limit", "tmem_columns",

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from portakern.frameworks import numpy_dtype
+from portakern.spec.dtypes import numpy_dtype
 
 __all__ = [
     "SHAPES", "Rows", "aligned", "collapse", "contiguous_strides", "fresh", "fresh_like", "gathered", "pow2_at_least", "row_start", "rows_of", "walk_rows",

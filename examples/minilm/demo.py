@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portakern import registry
-from portakern.dispatch import Served, observe
+from portakern.core import registry
+from portakern.core.observe import Served, observe
 from portakern.errors import UnavailableError
 from portakern.examples.minilm.glue import glue_for
 from portakern.examples.minilm.model import Checkpoint, MiniLM, load

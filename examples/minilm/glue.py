@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from portakern import registry
+from portakern.core import registry
+from portakern.core.framework import FRAMEWORKS
+from portakern.core.targets import Target
 from portakern.errors import UnavailableError
-from portakern.frameworks import FRAMEWORKS, Target, numpy_dtype
+from portakern.spec.dtypes import numpy_dtype
 
 __all__ = ["Glue", "glue_for"]
 

@@ -12,8 +12,8 @@ import importlib.util
 import json
 from pathlib import Path
 
+from portakern.compiling.build import Build
 from portakern.compiling.pool import Job
-from portakern.compiling.report import Build
 from portakern.files import cache_folder, write_atomically
 
 __all__ = ["find", "keep", "key", "look_again"]
@@ -22,15 +22,15 @@ __all__ = ["find", "keep", "key", "look_again"]
 def key(job: Job) -> str:
     """A name for the job's result."""
     modules = [
-        job.backend.where(job.op.spec.name, job.backend.compiles[job.hardware.platform]) or "",
-        job.backend.compiler or "",
-        job.op.spec.fn.__module__,
-        "portakern.compiling.report",
+        job.backend.where(job.spec.name, job.family) or "",
+        job.family.compiler or "",
+        job.spec.fn.__module__,
+        "portakern.compiling.build",
     ]
     what = {
-        "job": [job.op.spec.name, job.backend.name, job.hardware.name, job.form, job.op.user_tiling, job.quick],
+        "job": [job.spec.name, job.backend.name, job.family.name, job.hardware.name, job.form, job.tiling, job.quick],
         "hardware": repr(job.hardware),
-        "versions": job.backend.load_compiler().versions(job.hardware),
+        "versions": job.family.load_compiler().versions(job.hardware),
         "source": _digest(frozenset(modules)),
     }
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]

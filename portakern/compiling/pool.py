@@ -12,42 +12,48 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from portakern.compiling.calls import direction
-from portakern.compiling.report import Build
+from portakern.compiling.build import Build
+from portakern.compiling.forms import direction
 from portakern.compiling.worker import one_line
-from portakern.dispatch import Op
-from portakern.registry import Backend
-from portakern.targets import Hardware
+from portakern.core.backend import Backend, Family
+from portakern.core.targets import Hardware
+from portakern.spec import Spec
 
 __all__ = ["Job", "run"]
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One call to compile. ``quick``: nothing that takes longer than the compiler itself, such as estimates; ``assembly``: keep the machine code's text."""
+    """One call to compile, with a variant of an op for a target.
 
-    op: Op
+    ``tiling``: what the user named of it; ``quick``: nothing that takes longer than the compiler itself, such as estimates; ``assembly``: keep the machine
+    code's text."""
+
+    spec: Spec[Any]
     backend: Backend
+    family: Family
     hardware: Hardware
     form: dict[str, Any]
+    tiling: Mapping[str, int] = field(default_factory=dict)
     quick: bool = False
     assembly: bool = False
 
     def failed(self, reason: str, seconds: float) -> Build:
         dtype = next(d for _, d, _ in self.form["arrays"].values())
         return Build(
-            self.op.spec.name,
-            direction(self.op.spec),
+            self.spec.name,
+            direction(self.spec),
             dtype,
             self.hardware.name,
             self.backend.name,
+            variant=self.family.name,
             reason=reason,
             final=False,
             seconds=round(seconds, 2),
@@ -56,14 +62,14 @@ class Job:
 
 @dataclass
 class _Process:
-    """A worker that stays for jobs of one backend and target."""
+    """A worker that stays for jobs of one variant and target."""
 
-    key: tuple[str, str, bool]
+    key: tuple[str, str, str, bool]
     environment: dict[str, str]
     scratch: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="portakern-compile-")))
 
     def __post_init__(self) -> None:
-        backend, target, _ = self.key
+        backend, _, target, _ = self.key
         variables = {n: v.replace("{scratch}", str(self.scratch)) for n, v in self.environment.items()}
         self.log = self.scratch / "log"
         self.process = subprocess.Popen(
@@ -75,7 +81,8 @@ class _Process:
         """The answer, or how the process ended."""
         process = self.process
         assert process.stdin is not None and process.stdout is not None
-        request = {"op": job.op.spec.name, "tiling": job.op.user_tiling, "form": job.form, "assembly": job.assembly}
+        request = {"op": job.spec.name, "variant": job.family.name, "tiling": dict(job.tiling), "form": job.form}
+        request["assembly"] = job.assembly
         try:
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
@@ -123,10 +130,10 @@ class _Worker:
 
     def serve(self, job: Job, timeout: float) -> Build:
         start = time.perf_counter()
-        key = (job.backend.name, job.hardware.name, job.quick)
+        key = (job.backend.name, job.family.name, job.hardware.name, job.quick)
         if self.process is None or self.process.key != key:
             self.close()
-            self.process = _Process(key, job.backend.load_compiler().environment(job.hardware, job.quick))
+            self.process = _Process(key, job.family.load_compiler().environment(job.hardware, job.quick))
         answer = self.process.ask(job, timeout)
         if isinstance(answer, Build):
             return answer

@@ -9,34 +9,41 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
-from portakern import registry, targets
-from portakern.compiling.calls import abstract_call, direction
-from portakern.compiling.report import Build
-from portakern.dispatch import Op, op
+from portakern.compiling.build import Build
+from portakern.compiling.forms import abstract_call, direction
+from portakern.core import registry, targets
+from portakern.core.backend import Backend, Family
+from portakern.core.route import Choice
+from portakern.core.targets import Hardware
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
-from portakern.registry import Backend
-from portakern.targets import Hardware
+from portakern.spec import Spec
 
 __all__ = ["build", "main"]
 
 LONGEST = 300
 
 
-def build(this: Op, b: Backend, hardware: Hardware, form: dict[str, Any]) -> Build:
-    """Compile one call here, in this process."""
+def build(
+    spec: Spec[Any], b: Backend, family: Family, hardware: Hardware, form: dict[str, Any], tiling: Mapping[str, int]
+) -> Build:
+    """Compile one call here, in this process, under the tiles that the user named."""
     first = next(dtype for _, dtype, _ in form["arrays"].values())
-    result = Build(this.spec.name, direction(this.spec), first, hardware.name, b.name)
+    result = Build(spec.name, direction(spec), first, hardware.name, b.name, variant=family.name)
     start = time.perf_counter()
     try:
-        compiler = b.load_compiler()
+        compiler = family.load_compiler()
         missing = compiler.unavailable(hardware)
         if missing:
             raise UnavailableError(missing)
-        impl, call, tiling = abstract_call(this, b, form, hardware)
-        result.call, result.tiling = repr(call), dict(tiling)
-        result.judge(compiler.build(impl, call, tiling), hardware)
+        impl = b.implementation(spec.name, family)
+        if impl is None:
+            raise SpecError(f"backend {b.name!r} has no {spec.name} in its variant {family.name!r}")
+        call, used = abstract_call(spec, impl, form, hardware, tiling)
+        result.call, result.tiling = repr(call), dict(used)
+        result.judge(compiler.build(impl, call, used), hardware)
     except UnavailableError as e:
         result.reason, result.final = one_line(str(e)), False
     except (SpecError, UnsupportedError) as e:
@@ -65,8 +72,11 @@ def main() -> None:
     b, hardware = registry.backend(sys.argv[1]), targets.find(sys.argv[2])
     for line in sys.stdin:
         job = json.loads(line)
-        this = op(job["op"], backend=b, tiling=job["tiling"])
-        answers.write(json.dumps(build(this, b, hardware, job["form"]).to_dict(assembly=job["assembly"])) + "\n")
+        spec = registry.find_spec(job["op"])
+        family = next(f for f in b.families if f.name == job["variant"])
+        tiling = Choice.of(spec, b, job["variant"], job["tiling"]).tiling
+        built = build(spec, b, family, hardware, job["form"], tiling)
+        answers.write(json.dumps(built.to_dict(assembly=job["assembly"])) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from portakern import registry, targets
+from portakern.core import registry, targets
 from portakern.reporting.kept import Kept, known_targets, source
 from portakern.reporting.markdown import NONE, fold, table
 

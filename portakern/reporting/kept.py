@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from portakern import results, targets
+from portakern import results
+from portakern.core import targets
 from portakern.reporting.markdown import link
 from portakern.results import Result
 

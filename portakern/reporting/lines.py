@@ -7,7 +7,7 @@ import io
 import tokenize
 from pathlib import Path
 
-from portakern import registry
+from portakern.core import registry
 from portakern.reporting.kept import Kept
 from portakern.reporting.markdown import NONE, table
 
@@ -79,7 +79,9 @@ def lines(kept: Kept) -> str:
     ops = [s.rpartition(".")[2] for s in specs]
     columns: dict[str, tuple[str, dict[str, str]]] = {"spec": (registry.SPECS, dict(zip(ops, specs, strict=True)))}
     for b in registry.backends().values():
-        packages = sorted(p for p in b.packages if b.auto and p and any(_file(kept.root, f"{p}.{op}") for op in ops))
+        packages = sorted(
+            p for f in b.families if (p := f.package) and b.auto and any(_file(kept.root, f"{p}.{op}") for op in ops)
+        )
         top = min(packages, key=len, default="").rpartition(b.name)[0] + b.name
         for p in packages:
             columns[p.rpartition("backends.")[2]] = (

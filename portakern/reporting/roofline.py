@@ -10,12 +10,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from portakern import registry, targets
-from portakern.compiling import calls
-from portakern.dispatch import op as make_op
+from portakern.api import op as make_op
+from portakern.compiling import forms
+from portakern.core import registry, targets
+from portakern.core.targets import Hardware
 from portakern.errors import SpecError
 from portakern.reporting.kept import Kept, chip, known_targets
-from portakern.targets import Hardware
 
 __all__ = ["Point", "heatmap", "plots", "roofline", "work"]
 
@@ -35,7 +35,7 @@ class Point:
 def work(op: str, dtype: str) -> tuple[int, int]:
     """(operations, bytes) of an op's typical call, every array touched once."""
     s = registry.find_spec(op)
-    form = calls.typical_form(s, dtype)
+    form = forms.typical_form(s, dtype)
     types = {"bfloat16": ml_dtypes.bfloat16}
     arrays = {
         n: np.broadcast_to(np.zeros((), types.get(d, d)), shape) for n, (shape, d, _) in form["arrays"].items()

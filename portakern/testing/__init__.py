@@ -11,6 +11,7 @@ from portakern.testing.laws import Draw
 from portakern.testing.parallel import check_all
 from portakern.testing.runner import Failure, Report, check, replay
 from portakern.testing.strategies import Limits
+from portakern.testing.subject import backend_variants
 from portakern.testing.verdict import Broken, compare_call
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Limits",
     "Report",
     "audit",
+    "backend_variants",
     "check",
     "check_all",
     "compare_call",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from portakern.dispatch import Served, observe
+from portakern.core.observe import Served, observe
 from portakern.testing.verdict import Broken, compare_call
 
 __all__ = ["Audit", "audit"]

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from portakern import dispatch, registry
-from portakern.call import shape_of
-from portakern.frameworks import numpy_dtype
+from portakern.core import registry
+from portakern.core.binder import bind
+from portakern.core.call import shape_of
+from portakern.core.oracle import degenerate_outputs, rounded_oracle
 from portakern.spec import ArrayArg, Edge, Spec
+from portakern.spec.dtypes import numpy_dtype
 
 __all__ = ["LAYOUTS", "REGIMES", "Buffer", "Case", "edges"]
 
@@ -87,7 +89,7 @@ class Case:
             for a in spec.arrays
             if a.name in self.shapes
         }
-        dims = dispatch.op(spec).bind(**arrays, **self.options).dims
+        dims = bind(spec, **arrays, **self.options).dims
         return {
             a.name: (a, shape_of(a.dims, dims)) for a in forward.arrays if not a.optional and a.name not in self.shapes
         }
@@ -116,12 +118,13 @@ def _forward_outputs(
 ) -> dict[str, np.ndarray]:
     """What the forward op's oracle gives for these arrays: the residuals of its gradient."""
     known = {o.name for o in forward.options}
-    call = dispatch.op(forward).bind(
+    call = bind(
+        forward,
         **{a.name: arrays[a.name] for a in forward.arrays if a.name in arrays},
         **{k: v for k, v in options.items() if k in known},
     )
     call = call.replace(wants=tuple(o.name for o in forward.outputs if o.name in names))
-    outputs = dispatch.degenerate_outputs(call) if call.degenerate else dispatch.rounded_oracle(call)
+    outputs = degenerate_outputs(call) if call.degenerate else rounded_oracle(call)
     return {
         o.name: value
         for o, value in zip(forward.outputs, outputs, strict=True)

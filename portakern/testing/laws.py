@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from portakern.frameworks import numpy_dtype
+from portakern.spec.dtypes import numpy_dtype
 from portakern.testing.subject import Subject
 from portakern.testing.verdict import Broken
 

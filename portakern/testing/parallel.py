@@ -17,39 +17,51 @@ SHARDS = 12  # parts of one check; more than cores share one, so that no process
 
 
 def check_all(
-    pairs: Sequence[tuple[str, str]], jobs: int, advance: Callable[[str, str, int], None], **options: Any
+    subjects: Sequence[tuple[str, str, str | None]],
+    jobs: int,
+    advance: Callable[[tuple[str, str, str | None], int], None],
+    **options: Any,
 ) -> list[Report]:
-    """A report for each (op, backend), with ``options`` of :func:`portakern.testing.check`.
+    """A report for each (op, backend, variant), with ``options`` of :func:`portakern.testing.check`.
 
-    ``jobs`` processes share the work; what is drawn does not depend on how many. ``advance(op, backend, cases)`` is called as cases are done.
+    ``jobs`` processes share the work; what is drawn does not depend on how many. ``advance(subject, cases)`` is called as cases are done.
     """
     if jobs == 1:
-        return [_alone(op, backend, advance, options) for op, backend in pairs]
-    parts: dict[tuple[str, str], list[Report]] = {pair: [] for pair in pairs}
-    with ProcessPoolExecutor(
-        jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_one_thread
-    ) as pool:  # CUDA and JAX do not survive a fork
+        return [_alone(subject, advance, options) for subject in subjects]
+    parts: dict[tuple[str, str, str | None], list[Report]] = {subject: [] for subject in subjects}
+    # CUDA and JAX do not survive a fork
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_one_thread) as pool:
         waiting = {
-            pool.submit(check, op, backend=backend, shard=(i, SHARDS), **options): (op, backend)
+            pool.submit(check, op, backend=backend, variant=variant, shard=(i, SHARDS), **options): (
+                op,
+                backend,
+                variant,
+            )
             for i in range(SHARDS)
-            for op, backend in pairs
+            for op, backend, variant in subjects
         }
         for done in as_completed(waiting):
-            report, (op, backend) = done.result(), waiting[done]
-            parts[op, backend].append(report)
-            advance(op, backend, report.examples)
+            report, subject = done.result(), waiting[done]
+            parts[subject].append(report)
+            advance(subject, report.examples)
     return [reduce(Report.merge, reports) for reports in parts.values()]
 
 
-def _alone(op: str, backend: str, advance: Callable[[str, str, int], None], options: dict[str, Any]) -> Report:
+def _alone(
+    subject: tuple[str, str, str | None],
+    advance: Callable[[tuple[str, str, str | None], int], None],
+    options: dict[str, Any],
+) -> Report:
     seen = 0
 
     def progress(done: int) -> None:
         nonlocal seen
-        advance(op, backend, done - seen)
+        advance(subject, done - seen)
         seen = done
 
-    return check(op, backend=backend, progress=progress, **options)
+    op, backend, variant = subject
+    return check(op, backend=backend, variant=variant, progress=progress, **options)
 
 
 def _one_thread() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections import Counter
@@ -13,15 +14,17 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as hypothesis_seed
 
-from portakern import dispatch, registry
-from portakern.call import Call
+from portakern.core import registry
+from portakern.core.backend import Backend
+from portakern.core.binder import bind
+from portakern.core.call import Call
+from portakern.core.framework import Framework
 from portakern.errors import SpecError, UnsupportedError
-from portakern.frameworks import Framework
 from portakern.spec import Edge, Spec
 from portakern.testing.cases import Buffer, Case, edges
 from portakern.testing.laws import LawCase, run_law
 from portakern.testing.strategies import Limits, cases
-from portakern.testing.subject import Subject, backend_subject, function_subject
+from portakern.testing.subject import Subject, backend_subject, backend_variants, function_subject
 from portakern.testing.verdict import Broken, compare_call
 
 __all__ = ["Failure", "Report", "check", "replay"]
@@ -89,8 +92,9 @@ class Report:
         """This report and that of another shard of the same check, as one; seconds add up."""
         worst = {k: max(self.worst.get(k, 0.0), other.worst.get(k, 0.0)) for k in {**self.worst, **other.worst}}
         worse = max(other.worst.values(), default=0.0) > max(self.worst.values(), default=0.0)
+        subject = self.subject if other.subject in self.subject else f"{self.subject}; {other.subject}"
         return Report(
-            self.op, self.subject, self.seed, self.examples + other.examples, self.failures + other.failures, worst,
+            self.op, subject, self.seed, self.examples + other.examples, self.failures + other.failures, worst,
             other.worst_case if worse else self.worst_case, self.refused + other.refused, self.tilings_refused + other.tilings_refused,
             self.cells + other.cells, self.layouts + other.layouts, self.edges + other.edges, self.laws + other.laws, self.seconds + other.seconds,
         )  # fmt: skip
@@ -106,7 +110,8 @@ class Report:
 def check(
     op: str | Spec[Any],
     *,
-    backend: str | registry.Backend | None = None,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
     fn: Callable[..., Any] | None = None,
     framework: str = "numpy",
     device: str | None = None,
@@ -125,7 +130,8 @@ def check(
 
     Args:
       op: the op's name or spec.
-      backend: a backend's name, or a Backend that nobody registered; or
+      backend: a backend's name, or a Backend that nobody registered;
+      variant: one of the backend's variants of the op; None: each that runs there, one after the other, with all the examples; or
       fn: any callable with the op's arguments, or some of them: optional arrays and options that it does not take are not drawn.
       framework: whose arrays ``fn`` takes: numpy, torch or jax.
       device: cpu, cuda, rocm or tpu; None: the best one here that the backend serves.
@@ -145,7 +151,14 @@ def check(
       SpecError: neither or both of backend and fn, unknown names. UnavailableError: the backend cannot run here.
     """
     spec = registry.find_spec(op) if isinstance(op, str) else op
-    subject = _subject(spec, backend, fn, framework, device, profile)
+    several = () if backend is None or variant is not None else backend_variants(spec, backend, device)
+    if len(several) > 1:
+        every = functools.partial(
+            check, op, backend=backend, device=device, dtypes=dtypes, only=only, max_examples=max_examples, seed=seed,
+            limits=limits, profile=profile, shrink=shrink, shard=shard, progress=progress,
+        )  # fmt: skip
+        return functools.reduce(Report.merge, (every(variant=name) for name in several))
+    subject = _subject(spec, backend, variant, fn, framework, device, profile)
     report = Report(spec.name, subject.name, seed)
     limits = limits or Limits()
     limits = replace(
@@ -196,11 +209,20 @@ def _plan(
     ]
 
 
-def replay(op: str | Spec[Any], case: str | Case | LawCase, *, backend: str | registry.Backend | None = None, fn: Callable[..., Any] | None = None,
-           framework: str = "numpy", device: str | None = None, profile: str | None = None) -> Report:  # fmt: skip
+def replay(
+    op: str | Spec[Any],
+    case: str | Case | LawCase,
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    fn: Callable[..., Any] | None = None,
+    framework: str = "numpy",
+    device: str | None = None,
+    profile: str | None = None,
+) -> Report:
     """Run one case of a failure again; arguments as for :func:`check`."""
     spec = registry.find_spec(op) if isinstance(op, str) else op
-    subject = _subject(spec, backend, fn, framework, device, profile)
+    subject = _subject(spec, backend, variant, fn, framework, device, profile)
     report = Report(spec.name, subject.name, 0)
     if isinstance(case, str):
         case = LawCase(**json.loads(case)) if "law" in json.loads(case) else Case.from_json(case)
@@ -209,16 +231,24 @@ def replay(op: str | Spec[Any], case: str | Case | LawCase, *, backend: str | re
     return report
 
 
-def _subject(spec: Spec[Any], backend: str | registry.Backend | None, fn: Callable[..., Any] | None, framework: str, device: str | None,
-             profile: str | None) -> Subject:  # fmt: skip
+def _subject(
+    spec: Spec[Any],
+    backend: str | Backend | None,
+    variant: str | None,
+    fn: Callable[..., Any] | None,
+    framework: str,
+    device: str | None,
+    profile: str | None,
+) -> Subject:
     if (backend is None) == (fn is None):
         raise SpecError(f"check({spec.name!r}): pass either backend= or fn=, one of the two")
     if backend is not None:
-        return backend_subject(spec, backend, device, profile)
-    if profile is not None:
-        raise SpecError(
-            f"check({spec.name!r}): profile is {profile!r}; a function has none, only a backend: pass backend="
-        )
+        return backend_subject(spec, backend, variant, device, profile)
+    for name, value in (("profile", profile), ("variant", variant)):
+        if value is not None:
+            raise SpecError(
+                f"check({spec.name!r}): {name} is {value!r}; a function has none, only a backend: pass backend="
+            )
     return function_subject(spec, fn, framework, device)
 
 
@@ -286,7 +316,7 @@ def _run(subject: Subject, case: Case, report: Report) -> None:
     spec, fw = subject.spec, subject.framework
     buffers = case.buffers(spec)
     arrays = {n: fw.strided(b.memory.copy(), b.shape, b.strides, b.offset, subject.device) for n, b in buffers.items()}
-    reference = dispatch.op(spec).bind(**{n: b.view() for n, b in buffers.items()}, **case.options)
+    reference = bind(spec, **{n: b.view() for n, b in buffers.items()}, **case.options)
     reference.target, reference.interpret = subject.target, subject.interpret
     positional = [arrays[a.name] for a in spec.arrays if not a.optional]
     named = {a.name: arrays[a.name] for a in spec.arrays if a.optional and a.name in arrays}

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from portakern.call import Call
-from portakern.dispatch import rounded
-from portakern.tolerance import units
+from portakern.core.call import Call
+from portakern.core.oracle import rounded
+from portakern.spec.tolerance import units
 
 __all__ = ["RANDOM", "Evidence", "examine", "judge"]
 
@@ -62,7 +62,7 @@ def examine(
     """Judge the wanted outputs of a call that lie within their bounds.
 
     Args:
-      call: the call in float64 (``dispatch.as_float64``), its ``target`` and ``interpret`` those of the run: a compiled matrix unit rounds unlike NumPy.
+      call: the call in float64 (``portakern.core.oracle.as_float64``), its ``target`` and ``interpret`` those of the run: a compiled matrix unit rounds unlike NumPy.
       outputs: the wanted outputs in the spec's order, as they were stored.
       refs, bounds: of every output of the spec, from the oracle and the spec's tolerance.
       regime: how the values were drawn; statistics are taken for those of RANDOM alone. Exact results are demanded wherever the values force them.

@@ -11,12 +11,12 @@ import numpy as np
 from hypothesis import reject
 from hypothesis import strategies as st
 
-from portakern import dispatch
-from portakern.call import shape_of
+from portakern.core.binder import bind
+from portakern.core.call import shape_of
 from portakern.errors import SpecError
-from portakern.frameworks import numpy_dtype
-from portakern.options import Option
 from portakern.spec import ArrayArg, Edge, Spec, Tile
+from portakern.spec.dtypes import numpy_dtype
+from portakern.spec.options import Option
 from portakern.testing.cases import LAYOUTS, MASK_REGIMES, VALUE_REGIMES, Case
 
 __all__ = ["Limits", "cases"]
@@ -89,7 +89,7 @@ def _binds(spec: Spec[Any], case: Case) -> bool:
         if a.name in case.shapes
     }
     try:
-        dispatch.op(spec).bind(**arrays, **case.options)
+        bind(spec, **arrays, **case.options)
     except SpecError:
         return False
     return True

@@ -10,13 +10,18 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from portakern import dispatch, registry
+from portakern.api import op
+from portakern.core import registry
+from portakern.core.backend import Backend, Implementation
+from portakern.core.binder import bind
+from portakern.core.framework import Framework, frameworks
+from portakern.core.route import to_framework
+from portakern.core.targets import Target
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
-from portakern.frameworks import FRAMEWORKS, Framework, Target
 from portakern.spec import Spec, Tile
 from portakern.testing.cases import Case
 
-__all__ = ["Subject", "backend_subject", "function_subject"]
+__all__ = ["Subject", "backend_subject", "backend_variants", "function_subject"]
 
 
 @dataclass(frozen=True)
@@ -50,41 +55,73 @@ class Subject:
     name: str
 
 
-def backend_subject(
-    spec: Spec[Any], backend: str | registry.Backend, device: str | None, profile: str | None
-) -> Subject:
-    """``spec`` on a backend, on the best device here that it serves, or on ``device`` (a platform), in a profile of the backend."""
+def backend_variants(spec: Spec[Any], backend: str | Backend, device: str | None = None) -> tuple[str, ...]:
+    """The variants of an op on a backend that run on the best device here that it serves, or on ``device`` (a platform).
+
+    Raises:
+      UnavailableError: the backend serves no such device here. UnsupportedError: it has no such op there.
+    """
     b = registry.backend(backend)
-    b.check_available()
-    fw = FRAMEWORKS[b.framework]
-    fw.load()
-    served = ((d, fw.target(d)) for d in fw.devices())
-    found, target = next(
-        ((d, t) for d, t in served if b.package_for(t.platform) is not None and device in (None, t.platform)),
-        (None, None),
-    )
-    if target is None:
-        here = ", ".join(str(fw.target(d)) for d in fw.devices())
-        raise UnavailableError(f"backend {b.name!r} serves no {device or 'device'} here; devices of {fw.name}: {here}")
-    package, interpret = b.package_for(target.platform) or ("", False)
-    impl = b.implementation(spec.name, package)
-    if impl is None:
+    _, target = _place(b, device)
+    names = [f.name for f, _ in b.families_for(target) if b.where(spec.name, f) is not None]
+    if not names:
         raise UnsupportedError(f"backend {b.name!r} has no {spec.name}")
+    return tuple(names)
+
+
+def _place(b: Backend, device: str | None) -> tuple[Any, Target]:
+    """The device that a backend's kernels are checked on, and what it is."""
+    b.check_available()
+    fw = frameworks()[b.framework]
+    fw.load()
+    for d in fw.devices():
+        target = fw.target(d)
+        if b.families_for(target) and device in (None, target.platform):
+            return d, target
+    here = ", ".join(str(fw.target(d)) for d in fw.devices())
+    raise UnavailableError(f"backend {b.name!r} serves no {device or 'device'} here; devices of {fw.name}: {here}")
+
+
+def backend_subject(
+    spec: Spec[Any], backend: str | Backend, variant: str | None, device: str | None, profile: str | None
+) -> Subject:
+    """``spec`` on a backend, on the best device here that it serves, or on ``device`` (a platform), in a profile of the backend.
+
+    ``variant``: the one to check; None: the first that runs there. What a variant refuses and a later one takes is no failure of its.
+    """
+    b = registry.backend(backend)
+    if variant is not None:
+        b.check_variant(variant)
+    fw = frameworks()[b.framework]
+    found, target = _place(b, device)
+    homes = [(f, i) for f, i in b.families_for(target, variant) if b.where(spec.name, f) is not None]
+    if not homes:
+        raise UnsupportedError(
+            f"backend {b.name!r} has no {spec.name}" + (f" in its variant {variant!r}" if variant else "")
+        )
+    family, interpret = homes[0]
+    impl = b.implementation(spec.name, family)
+    assert impl is not None
+    every = backend_variants(spec, b, target.platform) if len(b.families) > 1 else (family.name,)
+    others_follow = family.name in every[:-1]
+    named = family.name if len(b.families) > 1 else None
     how = "oracle" if b.oracle else "interpreted" if interpret else "compiled"
     return Subject(
         spec, fw, found, target, interpret,
-        run=lambda tiling: dispatch.op(spec, backend=b, tiling=tiling),
+        run=lambda tiling: op(spec, backend=b, variant=named, tiling=tiling),
         tiling=lambda case: _legal(impl, spec, case, fw, target, interpret),
         tiles={} if b.oracle else {**spec.tiling, **impl.knobs},
         arguments=None,
-        accepts=lambda text: any(re.search(pattern, text) for pattern in b.refusals),
+        accepts=lambda text: others_follow or any(re.search(pattern, text) for pattern in b.refusals),
         context=lambda: b.profile(profile),
-        reproduce=_backend_line(spec, b, {"device": device, "profile": profile}),
-        name=f"{b.name} on {target} ({how})" + (f", profile {profile}" if profile else ""),
+        reproduce=_backend_line(spec, b, {"variant": named, "device": device, "profile": profile}),
+        name=f"{b.name} on {target} ({how})"
+        + (f", variant {named}" if named else "")
+        + (f", profile {profile}" if profile else ""),
     )  # fmt: skip
 
 
-def _backend_line(spec: Spec[Any], b: registry.Backend, given: Mapping[str, str | None]) -> Callable[[str], str]:
+def _backend_line(spec: Spec[Any], b: Backend, given: Mapping[str, str | None]) -> Callable[[str], str]:
     if not registry.importable(spec, b):
         return _python_line(
             spec, f"backend={b.name!r}" if registry.backends().get(b.name) is b else "backend=...", given
@@ -101,19 +138,18 @@ def _python_line(spec: Spec[Any], subject: str, given: Mapping[str, str | None])
 
 
 def _legal(
-    impl: registry.Implementation, spec: Spec[Any], case: Case, fw: Framework, target: Target, interpret: bool
+    impl: Implementation, spec: Spec[Any], case: Case, fw: Framework, target: Target, interpret: bool
 ) -> tuple[Mapping[str, int], Mapping[str, int], str | None]:
     """The case's tiling, its tiles doubled until the implementation supports it; none where it never does."""
-    call = dispatch.op(spec).bind(**{n: b.view() for n, b in case.buffers(spec).items()}, **case.options)
+    call = bind(spec, **{n: b.view() for n, b in case.buffers(spec).items()}, **case.options)
     if impl.backend.oracle or call.degenerate:
         return {}, {}, None
     call = call.replace(target=target, interpret=interpret)
-    if fw.name != "numpy":
-        call = dispatch.to_framework(call, fw)
+    if not fw.host_only:
+        call = to_framework(call, fw)
     default, reason = impl.tiling(call), None
-    tiling = {
-        n: v for n, v in case.tiling.items() if n in default
-    }  # an implementation may have fewer tiles than its spec, or none
+    # an implementation may have fewer tiles than its spec, or none
+    tiling = {n: v for n, v in case.tiling.items() if n in default}
     while tiling:
         reason = impl.supports(call, {**default, **tiling})
         if reason is None:
@@ -127,9 +163,9 @@ def function_subject(spec: Spec[Any], fn: Callable[..., Any] | None, framework: 
     """A bare callable over one framework's arrays. Its attribute ``refusals``, if any, declares the refusals that a backend would."""
     if not callable(fn):
         raise SpecError(f"check({spec.name!r}): fn is {fn!r}; expected a callable with the op's arguments")
-    if framework not in FRAMEWORKS:
-        raise SpecError(f"check({spec.name!r}): framework is {framework!r}; expected one of {', '.join(FRAMEWORKS)}")
-    fw = FRAMEWORKS[framework]
+    if framework not in frameworks():
+        raise SpecError(f"check({spec.name!r}): framework is {framework!r}; expected one of {', '.join(frameworks())}")
+    fw = frameworks()[framework]
     fw.load()
     found = next((d for d in fw.devices() if device is None or fw.target(d).platform == device), None)
     if found is None:

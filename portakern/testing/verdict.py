@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from portakern import dispatch
-from portakern.call import Call
+from portakern.core.call import Call
+from portakern.core.oracle import as_float64, degenerate_outputs, oracle
 from portakern.errors import SpecError
+from portakern.spec.tolerance import compare
 from portakern.testing.statistics import examine
-from portakern.tolerance import compare
 
 __all__ = ["Broken", "compare_call", "expected"]
 
@@ -24,13 +24,13 @@ def expected(call: Call) -> tuple[Call, tuple[Any, ...], tuple[Any, ...]]:
     """(the call in float64, the exact outputs, their bounds); None for an output that the call does not want."""
     if call.spec.bound is None:
         raise SpecError(f"{call.spec.name} declares no tolerance; give its spec one with @{call.spec.name}.tolerance")
-    wide = dispatch.as_float64(call)
+    wide = as_float64(call)
     if call.degenerate:
         exact: tuple[Any, ...] = tuple(
-            None if o is None else np.asarray(o, np.float64) for o in dispatch.degenerate_outputs(wide)
+            None if o is None else np.asarray(o, np.float64) for o in degenerate_outputs(wide)
         )
         return wide, exact, tuple(None if o is None else np.zeros_like(o) for o in exact)
-    exact = dispatch.oracle(call)
+    exact = oracle(call)
     with np.errstate(all="ignore"):
         return wide, exact, call.spec.bound(wide, exact)
 

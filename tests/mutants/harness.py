@@ -17,11 +17,14 @@ from typing import Any
 import numpy as np
 
 import portakern as pk
-from portakern import dispatch, registry, testing
-from portakern.frameworks import FRAMEWORKS, numpy_dtype
-from portakern.registry import Backend
+from portakern import testing
+from portakern.core import registry
+from portakern.core import route as dispatch
+from portakern.core.backend import Backend
+from portakern.core.framework import FRAMEWORKS
+from portakern.spec.dtypes import numpy_dtype
+from portakern.spec.tolerance import format_of
 from portakern.testing import cases
-from portakern.tolerance import format_of
 
 from .faults import Fault
 
@@ -132,7 +135,7 @@ def _again(served: dispatch.Served, backend: Backend) -> list[Any]:
     impl = backend.implementation(call.spec.name, package)
     assert impl is not None
     if call.framework.name == "jax":
-        from portakern import tracing
+        from portakern.frameworks.jax import tracing
 
         outputs = tracing.run(impl, call, served.tiling)
     else:

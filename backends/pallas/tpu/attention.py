@@ -49,7 +49,7 @@ from portakern.backends.pallas.common import (
     step_along,
     sublanes,
 )
-from portakern.call import Call
+from portakern.core.call import Call
 from portakern.specs.attention import score_unit
 
 

@@ -52,7 +52,7 @@ from portakern.backends.pallas.common import (
     sublanes,
 )
 from portakern.backends.pallas.tpu.attention import Band, both, head_blocks, same_segment, where_stretched, words
-from portakern.call import Call
+from portakern.core.call import Call
 from portakern.specs.attention import scale_of, score_unit
 
 Index = Callable[..., tuple[Any, Any, Any]]

@@ -39,7 +39,7 @@ from portakern.backends.pallas.common import (
     sublanes,
 )
 from portakern.backends.pallas.tpu.layernorm import blocks, default_tiling
-from portakern.call import Call
+from portakern.core.call import Call
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:

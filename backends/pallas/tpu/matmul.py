@@ -37,7 +37,7 @@ from portakern.backends.pallas.common import (
     step_along,
     sublanes,
 )
-from portakern.call import Call
+from portakern.core.call import Call
 
 
 def default_tiling(call: Call) -> dict[str, int]:

@@ -18,7 +18,9 @@ import jax.numpy as jnp
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import dtype_refused
 from portakern.backends.pallas.tpu import matmul as forward
-from portakern.call import Call
+from portakern.core.binder import sibling
+from portakern.core.call import Call
+from portakern.core.registry import find_spec
 from portakern.specs.matmul import matmul as matmul_spec
 from portakern.specs.matmul_vjp import product_dtype
 
@@ -43,7 +45,9 @@ def product(call: Call, name: str) -> Call:
     right = right.transpose(*kept, *summed, rank, rank + 1).reshape(
         *(right.shape[i] for i in kept), -1, right.shape[-1]
     )
-    return call.inner("matmul", left, right, precision=call.options["precision"], out_dtype=call.outputs[name][1])
+    return sibling(
+        call, find_spec("matmul"), left, right, precision=call.options["precision"], out_dtype=call.outputs[name][1]
+    )
 
 
 def default_tiling(call: Call) -> dict[str, int]:

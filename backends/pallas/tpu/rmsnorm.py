@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import in_order, interpreter, positions, step_along
 from portakern.backends.pallas.tpu.layernorm import blocks, default_tiling, supports
-from portakern.call import Call
+from portakern.core.call import Call
 
 
 def kernel(*refs: Any, names: tuple[str, ...], n: int, eps: float) -> None:

@@ -27,7 +27,7 @@ from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import in_order, interpreter, positions, step_along
 from portakern.backends.pallas.tpu.layernorm import blocks, default_tiling
 from portakern.backends.pallas.tpu.layernorm_vjp import add_up, supports
-from portakern.call import Call
+from portakern.core.call import Call
 
 
 def kernel(*refs: Any, names: tuple[str, ...], height: int, n: int, eps: float) -> None:

@@ -36,7 +36,7 @@ from portakern.backends.pallas.common import (
     step_along,
     sublanes,
 )
-from portakern.call import Call
+from portakern.core.call import Call
 
 # Of one block, with double buffers and float32 intermediates 10 to 14 MiB; a gradient, which streams another array, has half. Thousands of cycles that the
 # compiler expects of bfloat16 at 4096 x 4096 by rows of a block, 16, 32, 64, 128: v5e 271, 160, 108, 90; v6e 201, 115, 80, 64.

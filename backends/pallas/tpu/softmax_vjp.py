@@ -31,7 +31,7 @@ from portakern.backends.pallas.common import (
     sublanes,
 )
 from portakern.backends.pallas.tpu.softmax import blocks, default_tiling, view
-from portakern.call import Call
+from portakern.core.call import Call
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:

@@ -39,7 +39,7 @@ from portakern.spec import Count, Tile
 from portakern.specs.attention import score_unit
 
 if TYPE_CHECKING:
-    from portakern.call import Call
+    from portakern.core.call import Call
 
 KNOBS = {"num_warps": Tile(1, 16), "num_stages": Count(1, 8), "matrix_instr_nonkdim": Tile(16, 32)}
 

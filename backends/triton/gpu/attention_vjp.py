@@ -40,7 +40,7 @@ from portakern.backends.triton.layout import fresh
 from portakern.spec import Count, Tile
 
 if TYPE_CHECKING:
-    from portakern.call import Call
+    from portakern.core.call import Call
 
 AT_ONCE = 4096  # elements of o for a program of statistics_kernel
 KNOBS = {

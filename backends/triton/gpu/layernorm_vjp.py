@@ -25,7 +25,7 @@ from portakern.backends.triton.layout import aligned, fresh, pow2_at_least, row_
 from portakern.spec import Tile
 
 if TYPE_CHECKING:
-    from portakern.call import Call
+    from portakern.core.call import Call
 
 SUMMED = 1024  # partial sums that one program of sum_kernel adds up
 

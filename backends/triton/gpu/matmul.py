@@ -30,7 +30,7 @@ from portakern.backends.triton.layout import SHAPES, collapse, contiguous_stride
 from portakern.spec import Count, Tile
 
 if TYPE_CHECKING:
-    from portakern.call import Call
+    from portakern.core.call import Call
 
 
 @triton.jit

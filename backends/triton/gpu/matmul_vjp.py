@@ -16,11 +16,13 @@ import torch
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu import matmul as forward
 from portakern.backends.triton.launch import torch_dtype
+from portakern.core.binder import sibling
+from portakern.core.registry import find_spec
 from portakern.spec import Count, Tile
 from portakern.specs.matmul_vjp import product_dtype
 
 if TYPE_CHECKING:
-    from portakern.call import Call
+    from portakern.core.call import Call
 
 
 def batch_axes(call: Call, name: str) -> tuple[list[int], list[int]]:
@@ -38,7 +40,9 @@ def product(call: Call, name: str) -> Call:
     kept, summed = batch_axes(call, name)
     left = left.permute(*kept, rank, *summed, rank + 1).reshape(*(left.shape[i] for i in kept), left.shape[-2], -1)
     right = right.permute(*kept, *summed, rank, rank + 1).reshape(*(right.shape[i] for i in kept), -1, right.shape[-1])
-    return call.inner("matmul", left, right, precision=call.options["precision"], out_dtype=call.outputs[name][1])
+    return sibling(
+        call, find_spec("matmul"), left, right, precision=call.options["precision"], out_dtype=call.outputs[name][1]
+    )
 
 
 def default_tiling(call: Call) -> dict[str, int]:

@@ -22,7 +22,7 @@ from portakern.backends.triton.layout import SHAPES, aligned, fresh_like, gather
 from portakern.spec import Tile
 
 if TYPE_CHECKING:
-    from portakern.call import Call
+    from portakern.core.call import Call
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from portakern.backends.triton.layout import aligned, fresh, row_start, walk_row
 from portakern.spec import Tile
 
 if TYPE_CHECKING:
-    from portakern.call import Call
+    from portakern.core.call import Call
 
 
 @triton.jit

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portakern.backends.pallas import BACKEND
-from portakern.compiling.calls import form_of
-from portakern.compiling.report import Compiled, Kernel
-from portakern.targets import Hardware
+from portakern.compiling.build import Compiled, Kernel
+from portakern.compiling.forms import form_of
+from portakern.core.targets import Hardware
 
 if TYPE_CHECKING:
-    from portakern.call import Call
-    from portakern.registry import Implementation
+    from portakern.core.backend import Implementation
+    from portakern.core.call import Call
 
 TOPOLOGY = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
 NO_ESTIMATE = ("v4",)  # libtpu has no model of its DMA latency

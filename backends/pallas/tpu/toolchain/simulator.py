@@ -24,7 +24,7 @@ import jax
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call, thread_map
 from jax.experimental.pallas import tpu as pltpu
 
-from portakern import dispatch
+from portakern.core import route as dispatch
 
 PARAMS = pltpu.InterpretParams(
     detect_races=True, num_cores_or_threads=2, uninitialized_memory="nan", out_of_bounds_reads="raise"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from portakern.targets import Hardware
+from portakern.core.targets import Hardware
 
 __all__ = ["Build", "Compiled", "Kernel"]
 
@@ -18,7 +18,7 @@ class Kernel:
       name: the kernel's; launches: how many launches of the call it serves.
       threads: of one program; registers: 32-bit registers a thread.
       spills: what did not fit in registers: bytes a thread on a GPU, vector registers stored in the code of a TPU kernel.
-      on_chip: memory (as named in :mod:`portakern.targets`) -> bytes that one program takes.
+      on_chip: memory (as named in :mod:`portakern.core.targets`) -> bytes that one program takes.
       occupancy: share of a core's resident threads that fit beside each other.
       matrix: matrix instruction -> how often it stands in the machine code.
       code_bytes: of the machine code; cycles: the compiler's own static estimate of a whole run.
@@ -77,6 +77,7 @@ class Build:
     dtype: str
     target: str
     backend: str
+    variant: str = ""
     call: str = ""
     tiling: dict[str, int] = field(default_factory=dict)
     ok: bool = False
@@ -114,7 +115,8 @@ class Build:
     def __str__(self) -> str:
         tiles = ", ".join(f"{n}={v}" for n, v in self.tiling.items())
         lines = [
-            f"{self.call or self.op} for {self.target} by {self.backend}: {'ok' if self.ok else self.reason}",
+            f"{self.call or self.op} for {self.target} by {self.backend}, variant {self.variant}: "
+            f"{'ok' if self.ok else self.reason}",
             f"  tiling: {tiles or 'none'}",
         ]
         for k in self.kernels:

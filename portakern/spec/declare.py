@@ -21,10 +21,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar
 
-from portakern.options import Option, option_from_annotation
+from portakern.spec.options import Option, option_from_annotation
 
 if TYPE_CHECKING:
-    from portakern.call import Call
+    from portakern.core.call import Call
 
 __all__ = ["ArrayArg", "Count", "Dim", "Edge", "Output", "Rule", "Spec", "Tile", "spec"]
 
@@ -292,7 +292,7 @@ def spec(
       positive: dimensions whose extent 0 is refused.
       empty: reduced dimension -> the value of each output when its extent is 0.
       masks: additive masks among the arrays, whose -inf hides a pair.
-      vjp: the name of the op that computes gradients (see :mod:`portakern.autodiff`).
+      vjp: the name of the op that computes gradients (see :mod:`portakern.core.gradients`).
       autocast: what torch.autocast makes of the float arguments, float64 apart: "lower" casts them to its dtype, as it does for matrix products, "float32" to
         that, as for reductions; None leaves them alone.
       typical: a call as users make it, for what compiles or measures without one of theirs: dimension -> extent, option -> value, optional array -> True where

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 if TYPE_CHECKING:
-    from portakern.call import Call
+    from portakern.core.call import Call
 
 __all__ = [
     "KAPPA",

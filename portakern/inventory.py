@@ -8,9 +8,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from portakern import registry
+from portakern.core import registry
+from portakern.core.backend import Backend
+from portakern.core.framework import frameworks
 from portakern.errors import UnavailableError
-from portakern.frameworks import FRAMEWORKS
 
 __all__ = ["backends", "doctor", "environment", "having", "ops", "show"]
 
@@ -39,7 +40,7 @@ def ops() -> list[dict[str, Any]]:
 
 def having(op: str) -> list[str]:
     """The backends that implement an op somewhere."""
-    return [b.name for b in registry.backends().values() if any(b.has(op, p) for p in b.packages)]
+    return [b.name for b in registry.backends().values() if any(True for _ in b.having(op))]
 
 
 def backends() -> list[dict[str, Any]]:
@@ -47,7 +48,7 @@ def backends() -> list[dict[str, Any]]:
     rows = []
     for b in registry.backends().values():
         missing = b.unavailable()
-        rows.append({"backend": b.name, "framework": b.framework, "compiles": [*b.compiles], "interprets": b.interprets is not None,
+        rows.append({"backend": b.name, "framework": b.framework, "compiles": [*b.compiled_platforms()], "interprets": b.can_interpret(),
                      "available": missing is None, "here": missing or "available"})  # fmt: skip
     return rows
 
@@ -73,11 +74,11 @@ def show(op: str) -> dict[str, Any]:
 def _implementations(op: str) -> list[dict[str, Any]]:
     rows = []
     for b in registry.backends().values():
-        for package in sorted(p for p in b.packages if b.has(op, p)):
-            module = b.where(op, package) or ""
+        for family in b.having(op):
+            module = b.where(op, family) or ""
             found = None if module == "__main__" else importlib.util.find_spec(module)
             lines = len(Path(found.origin).read_text().splitlines()) if found and found.origin else 0
-            rows.append({"backend": b.name, "module": module, "lines": lines})
+            rows.append({"backend": b.name, "variant": family.name, "module": module, "lines": lines})
     return rows
 
 
@@ -101,7 +102,7 @@ def _version(package: str) -> str | None:
 def devices() -> list[dict[str, str]]:
     """Every device of every installed framework."""
     rows = []
-    for fw in FRAMEWORKS.values():
+    for fw in frameworks().values():
         try:
             rows += [
                 {"framework": fw.name, "device": str(fw.target(d)), "platform": fw.target(d).platform}
@@ -114,12 +115,7 @@ def devices() -> list[dict[str, str]]:
 
 def device_name() -> str:
     """The accelerators by their makers' names, several of a kind as one; HOST_CPU where there are none."""
-    names = []
-    if importlib.util.find_spec("torch"):
-        torch = FRAMEWORKS["torch"].load()
-        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    if not names and importlib.util.find_spec("jax"):
-        names = [d.device_kind for d in FRAMEWORKS["jax"].load().local_devices() if d.platform != "cpu"]
+    names = next((found for f in frameworks().values() if (found := f.accelerator_names())), [])
     return ", ".join(dict.fromkeys(names)) or HOST_CPU
 
 
@@ -133,7 +129,7 @@ def doctor() -> dict[str, Any]:
     return {"environment": environment(), "devices": found, "backends": rows}
 
 
-def _diagnose(b: registry.Backend, platforms: set[str]) -> tuple[str, str]:
+def _diagnose(b: Backend, platforms: set[str]) -> tuple[str, str]:
     """(what the backend can do here, what to install or do next)."""
     missing = b.unavailable()
     if missing:
@@ -143,10 +139,10 @@ def _diagnose(b: registry.Backend, platforms: set[str]) -> tuple[str, str]:
                 f"triton publishes no wheel for {platform.system()}: use Linux (or WSL2), or another backend",
             )
         return "cannot run", missing
-    compiled = sorted(platforms & set(b.compiles))
+    compiled = sorted(platforms & set(b.compiled_platforms()))
     if b.oracle:
         return "runs on the host, in float64", "nothing: it is the yardstick"
     if compiled:
         return f"compiles for {', '.join(compiled)}", "nothing"
-    can = "interprets on cpu: exact semantics, slow" if b.interprets else "nothing: no device that it compiles for"
-    return can, f"for speed: a machine with {' or '.join(b.compiles)} and {b.framework} built for it"
+    can = "interprets on cpu: exact semantics, slow" if b.can_interpret() else "nothing: no device that it compiles for"
+    return can, f"for speed: a machine with {' or '.join(b.compiled_platforms())} and {b.framework} built for it"

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from portakern import registry
-from portakern.call import Call, shape_of
-from portakern.dispatch import Op, op, resolve_tiling
+from portakern.core import registry
+from portakern.core.backend import Backend, Family, Implementation
+from portakern.core.binder import unchecked
+from portakern.core.call import Call, shape_of
+from portakern.core.framework import frameworks
+from portakern.core.route import resolve_tiling
+from portakern.core.targets import Hardware
 from portakern.errors import SpecError
-from portakern.frameworks import FRAMEWORKS
-from portakern.registry import Backend, Implementation
 from portakern.spec import ArrayArg, Spec
-from portakern.targets import Hardware
 
 __all__ = ["Form", "abstract_call", "cells", "compilers", "direction", "form_of", "typical_form"]
 
@@ -68,48 +69,52 @@ def form_of(call: Call) -> Form:
 
 
 def abstract_call(
-    this: Op, b: Backend, form: Form, hardware: Hardware
-) -> tuple[Implementation, Call, Mapping[str, int]]:
-    """The implementation that ``b`` has for a target, the call on arrays without memory, and its tiling.
+    spec: Spec[Any], impl: Implementation, form: Form, hardware: Hardware, user: Mapping[str, int]
+) -> tuple[Call, Mapping[str, int]]:
+    """The call on arrays without memory, and its tiling under the tiles that the user named.
 
     Raises:
-      UnsupportedError: the backend refuses the call.
+      UnsupportedError: the implementation refuses the call.
     """
-    impl = b.implementation(this.spec.name, b.compiles[hardware.platform]) if hardware.platform in b.compiles else None
-    if impl is None:
-        raise SpecError(f"backend {b.name!r} has no {this.spec.name} for {hardware.platform}")
-    framework = FRAMEWORKS[b.framework]
+    framework = frameworks()[impl.backend.framework]
     framework.load()
     arrays = {
         n: framework.abstract(tuple(shape), dtype, strides) for n, (shape, dtype, strides) in form["arrays"].items()
     }
     options = {n: tuple(v) if isinstance(v, list) else v for n, v in form["options"].items()}
-    call = this.unchecked(**arrays, **options)
+    call = unchecked(spec, **arrays, **options)
     wants = call.wants if form["wants"] is None else tuple(form["wants"])
-    call = call.replace(target=hardware.target, interpret=False, concrete=framework.name != "jax", wants=wants)
-    return impl, call, resolve_tiling(impl, call, this.user_tiling)
+    call = call.replace(target=hardware.target, interpret=False, concrete=not framework.immutable, wants=wants)
+    return call, resolve_tiling(impl, call, user)
 
 
 def direction(spec: Spec[Any]) -> str:
+    """Which pass of a model an op belongs to: forward or backward."""
     return "backward" if spec.is_vjp else "forward"
 
 
-def compilers(spec_name: str, hardware: Hardware, backend: Backend | None = None) -> list[Backend]:
-    """The backends, or the one named, that compile an op for a target ahead of time."""
+def compilers(
+    spec_name: str, hardware: Hardware, backend: Backend | None = None, variant: str | None = None
+) -> list[tuple[Backend, Family]]:
+    """The variants, of every backend or of the one named, that compile an op for a target ahead of time."""
     among = [backend] if backend else [b for b in registry.backends().values() if not b.oracle]
     return [
-        b
+        (b, family)
         for b in among
-        if b.compiler and hardware.platform in b.compiles and b.has(spec_name, b.compiles[hardware.platform])
+        for family in b.families
+        if family.compiler
+        and family.compiles_for(hardware.target)
+        and b.where(spec_name, family) is not None
+        and variant in (None, family.name)
     ]
 
 
 def cells(
-    names: list[str], hardware: list[Hardware], dtypes: list[str], backend: Backend | None
-) -> Iterator[tuple[Op, Backend, Hardware, str]]:
-    """Every op, target and dtype with the backends that compile it, a target at a time."""
+    names: list[str], hardware: list[Hardware], dtypes: list[str], backend: Backend | None, variant: str | None = None
+) -> Iterator[tuple[Spec[Any], Backend, Family, Hardware, str]]:
+    """Every op, target and dtype with the variants that compile it, a target at a time."""
     for h in hardware:
         for name in names:
-            for b in compilers(name, h, backend):
-                this = op(name, backend=b)
-                yield from ((this, b, h, dtype) for dtype in dtypes if dtype in this.spec.dtypes)
+            for b, family in compilers(name, h, backend, variant):
+                spec = registry.find_spec(name)
+                yield from ((spec, b, family, h, dtype) for dtype in dtypes if dtype in spec.dtypes)

@@ -3,7 +3,7 @@
 Under ``jax.jit`` the arrays have no device yet, and ``jax.lax.platform_dependent`` would trace every branch. So a traced call becomes one primitive
 whose lowering chooses the backend for its platform, and raises there with the reason when there is none; lowering for a TPU works on a machine without one.
 
-Gradients are a ``jax.custom_vjp`` around that primitive: its backward pass calls the op that the spec names (see :mod:`portakern.autodiff`) for those inputs that
+Gradients are a ``jax.custom_vjp`` around that primitive: its backward pass calls the op that the spec names (see :mod:`portakern.core.gradients`) for those inputs that
 are differentiated and no others.
 """
 
@@ -23,13 +23,20 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from portakern import dispatch, registry
-from portakern.autodiff import wiring
-from portakern.call import Call
+from portakern.core import registry
+from portakern.core.backend import Backend, Implementation
+from portakern.core.binder import bind
+from portakern.core.call import Call
+from portakern.core.framework import frameworks, host_framework
+from portakern.core.gradients import wiring
+from portakern.core.observe import Served, observed, tell
+from portakern.core.oracle import degenerate_values, rounded_oracle
+from portakern.core.route import Choice, Route, announce, choose, find_routes, pick
+from portakern.core.serve import call_through
+from portakern.core.targets import Target
 from portakern.errors import SpecError, UnsupportedError
-from portakern.frameworks import FRAMEWORKS, Target, numpy_dtype
-from portakern.registry import Backend, Implementation
 from portakern.spec import Spec
+from portakern.spec.dtypes import numpy_dtype
 
 __all__ = ["run", "trace"]
 
@@ -42,6 +49,7 @@ class _Static:
 
     spec: Spec[Any]
     backend: Backend | None
+    variant: str | None
     tiling: tuple[tuple[str, int], ...]
     given: tuple[str, ...]
     options: tuple[tuple[str, Any], ...]
@@ -49,13 +57,18 @@ class _Static:
     vmaps: tuple[Axes, ...] = ()
 
     def bind(self, arrays: Sequence[Any]) -> Call:
-        call = dispatch.op(self.spec).bind(**dict(zip(self.given, arrays, strict=True)), **dict(self.options))
+        call = bind(self.spec, **dict(zip(self.given, arrays, strict=True)), **dict(self.options))
         return call.replace(wants=self.wants)
 
+    @property
+    def choice(self) -> Choice:
+        return Choice(self.backend, self.variant, dict(self.tiling))
 
-def _static(call: Call, backend: Backend | None, tiling: Mapping[str, int]) -> _Static:
+
+def _static(call: Call, choice: Choice) -> _Static:
     given = tuple(n for n, a in call.arrays.items() if a is not None)
-    return _Static(call.spec, backend, tuple(sorted(tiling.items())), given, tuple(call.options.items()), call.wants)
+    tiling = tuple(sorted(choice.tiling.items()))
+    return _Static(call.spec, choice.backend, choice.variant, tiling, given, tuple(call.options.items()), call.wants)
 
 
 def _given(call: Call) -> list[Any]:
@@ -85,18 +98,19 @@ def run(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[An
     return _spread(
         call,
         (_interpreted if call.interpret else _compiled)(
-            impl, _static(call, impl.backend, tiling), call.target, call.interpret, *_given(call)
+            impl, _static(call, Choice(impl.backend, tiling=dict(tiling))), call.target, call.interpret, *_given(call)
         ),
     )
 
 
-def trace(call: Call, backend: Backend | None, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+def trace(call: Call, choice: Choice) -> tuple[Any, ...]:
     """Stage a call on tracers; the outputs are tracers."""
     for name, array in call.arrays.items():
         if isinstance(array, jax.ShapeDtypeStruct):
             raise SpecError(
                 f"{call.spec.name}: {name} is a jax.ShapeDtypeStruct, which has no values; pass the op and it to jax.eval_shape, or pass an array"
             )
+    backend = choice.backend
     if backend is not None and backend.framework != "jax" and not backend.oracle:
         others = [b.name for b in registry.backends().values() if b.framework == "jax" or b.oracle]
         raise UnsupportedError(
@@ -104,12 +118,12 @@ def trace(call: Call, backend: Backend | None, tiling: Mapping[str, int]) -> tup
             f"call it outside jit, vmap and grad, or use one of: {', '.join(others)}"
         )
     if call.degenerate:
-        gone = dispatch.degenerate_values(call)
+        gone = degenerate_values(call)
         return tuple(
             jnp.full(s, gone.get(n, 0.0), numpy_dtype(d)) if n in call.wants else None
             for n, (s, d) in call.outputs.items()
         )
-    static, arrays = _static(call, backend, tiling), _varying_alike(_given(call))
+    static, arrays = _static(call, choice), _varying_alike(_given(call))
     return _spread(call, _differentiable(static, *arrays) if call.spec.vjp else _primitive.bind(*arrays, static=static))
 
 
@@ -187,10 +201,10 @@ def _backward(
             given[wired.cotangents[name]] = some[name] if name in some else jnp.zeros(cotangent.shape, cotangent.dtype)
     options = {n: v for n, v in static.options if n in wired.options}
     tiling = {n: v for n, v in static.tiling if n in wired.vjp.tiling}
-    gradients = dispatch.op(wired.vjp, backend=static.backend, tiling=tiling)(**given, **options, wants=saved.wants)
-    return tuple(
-        getattr(gradients, wired.gradients[n]) if wired.gradients.get(n) in saved.wants else None for n in static.given
-    )
+    call = bind(wired.vjp, **given, **options, wants=saved.wants)
+    outputs = call_through(call, Choice(static.backend, tiling=tiling))
+    gradients = dict(zip((o.name for o in wired.vjp.outputs), outputs, strict=True))
+    return tuple(gradients[wired.gradients[n]] if wired.gradients.get(n) in saved.wants else None for n in static.given)
 
 
 _differentiable.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -208,39 +222,34 @@ def _lowered(platform: str, *arrays: Any, static: _Static) -> tuple[Any, ...]:
 def _on_platform(platform: str, static: _Static, *arrays: Any) -> tuple[Any, ...]:
     call = static.bind(arrays)
     target = Target(platform)
-    backend = static.backend or dispatch.choose(call.spec, FRAMEWORKS["jax"], target)
-    route = dispatch.find_route(backend, call, target)
-    dispatch.announce(backend, route, target)
+    backend = static.backend or choose(call.spec, frameworks()["jax"], target)
+    candidates = find_routes(backend, call, target, static.variant)
+    route = candidates[0]
+    announce(route)
     call.target, call.interpret, call.concrete = target, route.interpret, False
     if backend.oracle:
         return _callback(static, call, arrays)
-    tiling = dispatch.resolve_tiling(route.impl, call, dict(static.tiling))
+    route, tiling = pick(candidates, call, dict(static.tiling))
     outputs = tuple(o for o in route.impl.run(call, tiling) if o is not None)
-    if dispatch.observed():
-        jax.debug.callback(functools.partial(_tell, static, backend.name, route, tiling), arrays, outputs)
+    if observed():
+        jax.debug.callback(functools.partial(_tell, static, route, tiling), arrays, outputs)
     return outputs
 
 
 def _tell(
-    static: _Static,
-    backend: str,
-    route: dispatch.Route,
-    tiling: Mapping[str, int],
-    arrays: tuple[Any, ...],
-    outputs: tuple[Any, ...],
+    static: _Static, route: Route, tiling: Mapping[str, int], arrays: tuple[Any, ...], outputs: tuple[Any, ...]
 ) -> None:
     call = static.bind(tuple(map(np.asarray, arrays))).replace(target=route.target, interpret=route.interpret)
-    dispatch.tell(
-        dispatch.Served(call, backend, route.interpret, tiling, _spread(call, tuple(map(np.asarray, outputs))))
-    )
+    impl, told = route.impl, _spread(call, tuple(map(np.asarray, outputs)))
+    tell(Served(call, impl.backend.name, impl.family.name, route.interpret, tiling, told))
 
 
 def _callback(static: _Static, call: Call, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
     shapes = tuple(jax.ShapeDtypeStruct(s, numpy_dtype(d)) for n, (s, d) in call.outputs.items() if n in call.wants)
 
     def on_host(*values: Any) -> tuple[Any, ...]:
-        inner = static.bind(tuple(FRAMEWORKS["numpy"].to_numpy(v) for v in values))
-        return tuple(o for o in dispatch.rounded_oracle(inner) if o is not None)
+        inner = static.bind(tuple(host_framework().to_numpy(v) for v in values))
+        return tuple(o for o in rounded_oracle(inner) if o is not None)
 
     out: tuple[Any, ...] = jax.pure_callback(on_host, shapes, *arrays, vmap_method="sequential")
     return out

@@ -1,133 +1,81 @@
 """Binding: the arguments of one call, checked against the spec and solved for its dimensions.
 
-``binder(spec)`` writes one straight-line Python function per spec and compiles it (as ``dataclasses`` and ``attrs`` do): the same
-checks through a generic ``*args`` binder cost 15-19 us for attention against about 4 us here. No shape is remembered.
+:func:`bind` runs one straight-line Python function per spec that :func:`binder` writes and compiles (as ``dataclasses`` and ``attrs`` do): the same checks
+through a generic ``*args`` binder cost 15-19 us for attention against about 4 us here. No shape is remembered.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from portakern import frameworks
+from portakern.core.call import Call
+from portakern.core.framework import BY_TYPE, DTYPE_NAME, Framework, framework_of
 from portakern.errors import SpecError
-from portakern.frameworks import Framework, Target
-from portakern.options import shown
 from portakern.spec import ArrayArg, Dim, Output, Spec
+from portakern.spec.options import shown
 
-__all__ = ["Call", "binder"]
+__all__ = ["bind", "binder", "misfit", "sibling", "unbound", "unchecked"]
 
 
-class Call:
-    """One bound call, as a backend sees it.
+def bind(spec: Spec[Any], /, *args: Any, **kwargs: Any) -> Call:
+    """Check the arguments of a call and solve for its dimensions, without running anything.
 
-    Attributes:
-      spec: the op.
-      arrays: argument name -> array, None where an optional one was not given.
-      options: option name -> canonical value, defaults filled in.
-      dims: dimension name -> extent; a variadic one is a tuple.
-      dtype: the op's dtype, that of its first float array.
-      wants: names of the outputs that are needed, in the spec's order.
-      framework: whose arrays these are; device: where they live, in that framework's terms.
-      target: the hardware; interpret: run in the backend's interpreter; concrete: False under JAX tracing.
-      given: array name -> dtype name before the arrays were widened for the oracle; None: they are as they were given.
-      degenerate: an output extent or a reduced extent is 0, so that no kernel runs.
+    Raises:
+      SpecError: the call is wrong on every backend. UnsupportedError: arrays that no kernel can read.
     """
-
-    __slots__ = (
-        "arrays",
-        "concrete",
-        "degenerate",
-        "device",
-        "dims",
-        "dtype",
-        "framework",
-        "given",
-        "interpret",
-        "options",
-        "spec",
-        "target",
-        "wants",
-    )
-
-    def __init__(self, spec: Spec[Any], arrays: dict[str, Any], options: dict[str, Any], dims: dict[str, Any], dtype: str, wants: tuple[str, ...],
-                 framework: Framework, device: Any, degenerate: bool) -> None:  # fmt: skip
-        self.spec = spec
-        self.arrays = arrays
-        self.options = options
-        self.dims = dims
-        self.dtype = dtype
-        self.wants = wants
-        self.framework = framework
-        self.device = device
-        self.degenerate = degenerate
-        self.target: Target = frameworks.HOST
-        self.interpret = False
-        self.concrete = True
-        self.given: dict[str, str] | None = None
-
-    @property
-    def outputs(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Output name -> (shape, dtype name), of all outputs, wanted or not. A gradient is like the input whose gradient it is, where that is an argument."""
-        return {o.name: self._form_of(o) for o in self.spec.outputs}
-
-    def _form_of(self, o: Output) -> tuple[tuple[int, ...], str]:
-        of = o.gradient_of
-        if of is not None and self.arrays.get(of) is not None:
-            return tuple(self.arrays[of].shape), self.dtype_of(of)
-        return shape_of(o.dims, self.dims), self._dtype_of(o)
-
-    def dtype_of(self, name: str) -> str:
-        """The dtype name that an array was given in."""
-        return self.given[name] if self.given else frameworks.DTYPE_NAME[self.arrays[name].dtype]
-
-    def _dtype_of(self, o: Output) -> str:
-        if o.dtype_option and self.options[o.dtype_option]:
-            return self.options[o.dtype_option]
-        if (
-            o.dtype == "float32" and self.dtype == "float64"
-        ):  # a float32 statistic of a float64 call would throw away what was asked for
-            return "float64"
-        return o.dtype or self.dtype
-
-    @property
-    def flops(self) -> float:
-        return self.spec.flops(self)
-
-    def replace(self, **changes: Any) -> Call:
-        """A copy with some attributes changed."""
-        new = object.__new__(Call)
-        for name in Call.__slots__:
-            setattr(new, name, changes.get(name, getattr(self, name)))
-        return new
-
-    def inner(self, spec: Spec[Any] | str, *arrays: Any, **options: Any) -> Call:
-        """A call of another op on arrays that live where this call's do, for this call's target: what an implementation hands to a sibling's."""
-        from portakern.dispatch import op
-
-        call = op(spec).unchecked(*arrays, **options)
-        return call.replace(target=self.target, interpret=self.interpret, concrete=self.concrete)
-
-    def __repr__(self) -> str:
-        dims = ", ".join(f"{k}={tuple(v) if isinstance(v, tuple) else v}" for k, v in self.dims.items())
-        opts = "".join(
-            f", {o.name}={self.options[o.name]!r}" for o in self.spec.options if self.options[o.name] != o.default
-        )
-        return f"{self.spec.name}({self.dtype}; {dims}{opts})"
+    call = unchecked(spec, *args, **kwargs)
+    call.framework.check(call)
+    return call
 
 
-def shape_of(notation: tuple[Dim, ...], dims: dict[str, Any]) -> tuple[int, ...]:
-    """The shape that a notation has under solved dimensions (a broadcast axis at full extent)."""
-    shape: list[int] = []
-    for d in notation:
-        if d.variadic:
-            shape.extend(dims[d.factors[0]])
-        else:
-            shape.append(math.prod(dims[f] for f in d.factors))
-    return tuple(shape)
+def unchecked(spec: Spec[Any], /, *args: Any, **kwargs: Any) -> Call:
+    """:func:`bind` for arrays of any standing: abstract ones, or ones that want a gradient."""
+    try:
+        return binder(spec)(*args, **kwargs)
+    except (TypeError, RuntimeError) as e:
+        raise unbound(spec, e, args, kwargs) from None
 
 
+def sibling(call: Call, spec: Spec[Any], /, *arrays: Any, **options: Any) -> Call:
+    """A call of another op on arrays that live where this call's do, for its target: what an implementation hands to another op's."""
+    found = unchecked(spec, *arrays, **options)
+    return found.replace(target=call.target, interpret=call.interpret, concrete=call.concrete)
+
+
+def unbound(spec: Spec[Any], error: Exception, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exception:
+    """What a failed binding means to the caller: ``error``, or one that says it in the op's words."""
+    if isinstance(error, RuntimeError):
+        return _unreadable(spec, args, kwargs, error)
+    if isinstance(error, SpecError) or (
+        error.__traceback__ and error.__traceback__.tb_next
+    ):  # raised within the binder
+        return error
+    return misfit(spec, str(error).replace("bind()", spec.name + "()"))
+
+
+def misfit(spec: Spec[Any], what: str) -> SpecError:
+    """The error for arguments that the signature does not have."""
+    arrays = ", ".join(a.name for a in spec.arrays)
+    options = ", ".join(o.name for o in spec.options)
+    return SpecError(f"{what}; arrays: {arrays}; keyword options: {options}")
+
+
+def _unreadable(spec: Spec[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception) -> Exception:
+    """The error for an array that cannot even say its shape (a nested or uninitialised tensor); ``error`` itself where there is none."""
+    for name, value in [*zip((a.name for a in spec.arrays), args, strict=False), *kwargs.items()]:
+        try:
+            _ = getattr(value, "shape", None)
+        except Exception as e:
+            why = str(e).partition("\n")[0]
+            return SpecError(
+                f"{spec.name}: {name} is a {type(value).__name__} without a shape ({why}); expected a dense array with values in it"
+            )
+    return error
+
+
+@functools.cache
 def binder(spec: Spec[Any]) -> Callable[..., Call]:
     """Compile ``spec``'s signature into a function from its arguments to a :class:`Call`."""
     source, env = _Writer(spec).write()
@@ -146,7 +94,7 @@ class _Writer:
         self.waiting: list[tuple[ArrayArg, int, Dim, str]] = []
         self.lines: list[str] = []
         self.env: dict[str, Any] = {
-            "SPEC": spec, "Call": Call, "DTYPE_NAME": frameworks.DTYPE_NAME, "BY_TYPE": frameworks._BY_TYPE, "framework_of": frameworks.framework_of,
+            "SPEC": spec, "Call": Call, "DTYPE_NAME": DTYPE_NAME, "BY_TYPE": BY_TYPE, "framework_of": framework_of,
             "bad_framework": _bad_framework, "bad_dtype": _bad_dtype, "bad_rank": _bad_rank, "bad_axis": _bad_axis, "bad_division": _bad_division,
             "bad_zero": _bad_zero, "other_device": _other_device, "check_option": _check_option, "check_axis": _check_axis, "broadcast": _broadcast, "check_wants": _check_wants, "SpecError": SpecError,
         }  # fmt: skip
@@ -323,7 +271,7 @@ def _argument(spec: Spec[Any], name: str) -> ArrayArg:
 
 
 def _bad_framework(spec: Spec[Any], name: str, array: Any, first: Framework) -> None:
-    found = frameworks.framework_of(spec.name, name, array)
+    found = framework_of(spec.name, name, array)
     if found is not first:
         raise SpecError(
             f"{spec.name}: {name} is a {found.name} array but {spec.arrays[0].name} is a {first.name} array; convert one so that all arrays are of one framework"
@@ -340,7 +288,7 @@ def _other_device(spec: Spec[Any], name: str, got: Any, first: Any) -> None:
 
 def _bad_dtype(spec: Spec[Any], name: str, got: Any, dtype: str | None) -> NoReturn:
     a = _argument(spec, name)
-    text = frameworks.DTYPE_NAME.get(got, str(got))
+    text = DTYPE_NAME.get(got, str(got))
     if a.follows and name != spec.arrays[0].name:
         also = " or float32" if a.or_float32 and dtype != "float32" else ""
         raise SpecError(

@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from portakern import registry, results, targets
-from portakern.call import Call
-from portakern.compiling import cache, calls, pool
+from portakern import results
+from portakern.compiling import cache, forms, pool
+from portakern.compiling.build import Build
 from portakern.compiling.pool import Job
-from portakern.compiling.report import Build
 from portakern.compiling.worker import build
-from portakern.dispatch import Op
+from portakern.core import registry, targets
+from portakern.core.backend import Backend, Family
+from portakern.core.call import Call
+from portakern.core.route import Choice
 from portakern.errors import SpecError, UnsupportedError
 
 __all__ = ["Build", "compile_all", "jobs_for", "lower", "record"]
@@ -28,11 +30,15 @@ def jobs_for(
     dtypes: Sequence[str],
     backend: str | None = None,
     quick: bool = False,
+    variant: str | None = None,
 ) -> list[Job]:
-    """The typical call of each op, in each dtype, on every backend that compiles it for each target."""
+    """The typical call of each op, in each dtype, with every variant of every backend that compiles it for each target."""
     b = None if backend is None else registry.backend(backend)
-    found = calls.cells(list(ops), [targets.find(t) for t in target_names], list(dtypes), b)
-    return [Job(this, of, hardware, calls.typical_form(this.spec, dtype), quick) for this, of, hardware, dtype in found]
+    hardware = [targets.find(t) for t in target_names]
+    found = forms.cells(list(ops), hardware, list(dtypes), b, variant)
+    return [
+        Job(spec, of, family, h, forms.typical_form(spec, dtype), quick=quick) for spec, of, family, h, dtype in found
+    ]
 
 
 def compile_all(
@@ -76,7 +82,7 @@ def record(built: Sequence[Build], command: str, seconds: float) -> dict[str, An
     )
 
 
-def lower(this: Op, call: Call, target: str | None = None, *, timeout: float = TIMEOUT) -> Build:
+def lower(call: Call, choice: Choice, target: str | None = None, *, timeout: float = TIMEOUT) -> Build:
     """Compile one bound call for a target, by default that of its arrays, with the assembly.
 
     An op or backend that only this process knows is compiled in this process.
@@ -91,16 +97,34 @@ def lower(this: Op, call: Call, target: str | None = None, *, timeout: float = T
             f"{call.spec.name}: the arrays are on {call.framework.target(call.device)}; name a target: one of {', '.join(targets.HARDWARE)}"
         )
     hardware = targets.find(name)
-    found = calls.compilers(call.spec.name, hardware, this.backend)
+    found = forms.compilers(call.spec.name, hardware, choice.backend, choice.variant)
     if not found:
         raise UnsupportedError(
             f"{call.spec.name} on {hardware.target}: no backend compiles it ahead of time"
-            + (f"; {this.backend.name!r} was named" if this.backend else "")
+            + (f"; {choice.backend.name!r} was named" if choice.backend else "")
         )
     if call.degenerate:
         raise UnsupportedError(f"{call!r}: an extent is 0, so that no kernel runs")
-    job = Job(this, found[0], hardware, calls.form_of(call), quick=True, assembly=True)
-    if registry.importable(this.spec, found[0]):
+    form = forms.form_of(call)
+    b, family = _first_that_takes(call, form, choice, found, hardware)
+    job = Job(call.spec, b, family, hardware, form, choice.tiling, quick=True, assembly=True)
+    if registry.importable(call.spec, b):
         ((_, built),) = pool.run([job], 1, timeout)
         return built
-    return build(this, found[0], hardware, job.form)
+    return build(call.spec, b, family, hardware, form, choice.tiling)
+
+
+def _first_that_takes(
+    call: Call, form: forms.Form, choice: Choice, found: list[tuple[Backend, Family]], hardware: targets.Hardware
+) -> tuple[Backend, Family]:
+    """Of the variants of the first backend the one that would serve the call: the last, whose refusal is then told, if none would."""
+    mine = [(b, family) for b, family in found if b is found[0][0]]
+    for b, family in mine[:-1]:
+        impl = b.implementation(call.spec.name, family)
+        try:
+            if impl is not None:
+                forms.abstract_call(call.spec, impl, form, hardware, choice.tiling)
+                return b, family
+        except UnsupportedError:
+            continue
+    return mine[-1]

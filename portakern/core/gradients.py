@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from portakern import registry
-from portakern.call import Call
+from portakern.core import registry
+from portakern.core.call import Call
 from portakern.errors import SpecError, UnsupportedError
 from portakern.spec import Spec
 

@@ -2,8 +2,8 @@
 
 Schema, fake kernel, autograd, vmap and autocast rules derive from the spec. ``pk.op(...)`` objects call these by themselves while torch is tracing; nobody else
 needs to. The schema is that of the spec, with two differences. Options are typed where a schema has the type; a tuple of integers and None is a list of pairs,
-``(3, None)`` being ``[1, 3, 0, 0]``: given or not, and its value. And three strings follow: ``wants`` (names of the outputs that are needed, comma-separated; empty:
-as the options say), ``backend`` (a name; empty: chosen from the arrays) and ``tiling`` (``block_m=64,block_n=128``). Every output is returned; those not wanted
+``(3, None)`` being ``[1, 3, 0, 0]``: given or not, and its value. And four strings follow: ``wants`` (names of the outputs that are needed, comma-separated; empty:
+as the options say), ``backend`` (a name; empty: chosen from the arrays), ``variant`` (of that backend's; empty: the first that takes the call) and ``tiling`` (``block_m=64,block_n=128``). Every output is returned; those not wanted
 are empty tensors.
 
 >>> torch.ops.portakern.attention(q, k, v, is_causal=True, window=[1, 128, 0, 0], wants="o,lse", backend="triton", tiling="block_q=64")
@@ -18,17 +18,21 @@ from typing import Any
 
 import torch
 
-from portakern import autograd, dispatch, registry
-from portakern.dispatch import Op
+from portakern.core import registry
+from portakern.core.backend import Backend
+from portakern.core.binder import unchecked
+from portakern.core.call import Call
+from portakern.core.route import Choice, routes
+from portakern.core.serve import serve
 from portakern.errors import SpecError, UnsupportedError
-from portakern.options import Option
-from portakern.registry import Backend
+from portakern.frameworks.torch import autograd
 from portakern.spec import Spec
+from portakern.spec.options import Option
 
-__all__ = ["define", "staged"]
+__all__ = ["calling", "define", "staged"]
 
 LIBRARY = torch.library.Library("portakern", "FRAGMENT")
-ROUTING = ("wants", "backend", "tiling")
+ROUTING = ("wants", "backend", "variant", "tiling")
 AUTOCAST = ("AutocastCPU", "AutocastCUDA")
 SCHEMA = {
     "bool": "bool",
@@ -43,14 +47,13 @@ _named: dict[str, Spec[Any]] = {}
 _backends: dict[str, Backend] = {}
 
 
-def staged(op: Op) -> Callable[..., Any]:
+def staged(spec: Spec[Any], choice: Choice) -> Callable[..., Any]:
     """A function with the spec's signature that calls the custom op: straight-line code that torch.compile traces, and the same for Ops that agree in everything."""
-    tiling = ",".join(f"{n}={v}" for n, v in sorted(op.user_tiling.items()))
-    return _write(op.spec, _name_of(op.backend), tiling)
+    return _write(spec, tuple(_routing(choice).items()))
 
 
 @functools.cache
-def _write(spec: Spec[Any], backend: str, tiling: str) -> Callable[..., Any]:
+def _write(spec: Spec[Any], routing: tuple[tuple[str, str], ...]) -> Callable[..., Any]:
     env: dict[str, Any] = {"custom_op": define(spec), "result": spec.result, "pairs": _pairs, "dtype": _torch_dtype}
     env |= {f"default_{o.name}": o.default for o in spec.options}
     wrap = {"tuple": "pairs({0})", "dtype": "dtype({0})"}
@@ -62,7 +65,8 @@ def _write(spec: Spec[Any], backend: str, tiling: str) -> Callable[..., Any]:
     )
     options = [f"{o.name}={wrap.get(o.kind, '{0}').format(o.name)}" for o in spec.options]
     wants = "','.join(wants or ())" if spec.is_vjp else "''"
-    call = f"custom_op({', '.join([a.name for a in spec.arrays] + options)}, wants={wants}, backend={backend!r}, tiling={tiling!r})"
+    how = "".join(f", {name}={value!r}" for name, value in routing)
+    call = f"custom_op({', '.join([a.name for a in spec.arrays] + options)}, wants={wants}{how})"
     lines = [f"def {spec.name}({', '.join(params)}):"]
     if len(spec.outputs) == 1:
         lines.append(f"    return result({call})" if spec.is_vjp else f"    return {call}")
@@ -77,7 +81,7 @@ def _write(spec: Spec[Any], backend: str, tiling: str) -> Callable[..., Any]:
 
 
 def _results(spec: Spec[Any]) -> list[str]:
-    """Return what :meth:`portakern.dispatch.Op` would: the only output that is wanted by itself, else all, None for an unwanted one."""
+    """Return what :class:`portakern.api.Op` would: the only output that is wanted by itself, else all, None for an unwanted one."""
     optional = {a.name for a in spec.arrays if a.optional}
     conditions = {o.name: o.wanted_by for o in spec.outputs}
     if spec.is_vjp:
@@ -166,10 +170,10 @@ def _literal(o: Option) -> str:
 
 
 @functools.cache
-def _op(spec: Spec[Any], backend: str, tiling: str) -> Op:
+def _choice(spec: Spec[Any], backend: str, variant: str, tiling: str) -> Choice:
     extents = dict(part.split("=") for part in tiling.split(",")) if tiling else {}
     named = _backends.get(backend) or (registry.backend(backend) if backend else None)
-    return dispatch.op(spec, backend=named, tiling={name: int(value) for name, value in extents.items()})
+    return Choice.of(spec, named, variant or None, {name: int(value) for name, value in extents.items()})
 
 
 class _Rules:
@@ -181,8 +185,8 @@ class _Rules:
 
     def read(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Op, dict[str, Any], dict[str, Any], tuple[str, ...]]:
-        """(op, arrays that are given, options, outputs wanted or none) of a call."""
+    ) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]:
+        """(arrays that are given, options, outputs wanted or none) of a call."""
         arrays = {a.name: x for a, x in zip(self.spec.arrays, args, strict=False) if x is not None}
         options = {}
         for o in self.spec.options:
@@ -192,16 +196,16 @@ class _Rules:
         for name in wants:
             if name not in self.names:
                 raise SpecError(f"{self.spec.name}: wants names {name!r}; expected names among {', '.join(self.names)}")
-        return _op(self.spec, kwargs.get("backend", ""), kwargs.get("tiling", "")), arrays, options, wants
+        return arrays, options, wants
 
-    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Op, Any]:
-        op, arrays, options, wants = self.read(args, kwargs)
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Choice, Call]:
+        arrays, options, wants = self.read(args, kwargs)
         if self.spec.is_vjp and wants:
             options["wants"] = wants
-        call = op.unchecked(**arrays, **options)
+        call = unchecked(self.spec, **arrays, **options)
         if wants:
             call.wants = tuple(n for n in self.names if n in wants)
-        return op, call
+        return _choice(self.spec, *(kwargs.get(r, "") for r in ROUTING[1:])), call
 
     def pack(self, outputs: Sequence[Any], like: torch.Tensor) -> Any:
         """The outputs as the schema has them."""
@@ -209,11 +213,11 @@ class _Rules:
         return packed if len(packed) > 1 else packed[0]
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        op, call = self.bind(args, kwargs)
+        choice, call = self.bind(args, kwargs)
         call.framework.check(call)
-        route = op.route(call)
-        assert route is not None
-        return self.pack(op.serve(call, route), args[0])
+        candidates = routes(call, choice)
+        assert candidates is not None
+        return self.pack(serve(call, candidates, choice.tiling), args[0])
 
     def fake(self, *args: Any, **kwargs: Any) -> Any:
         _, call = self.bind(args, kwargs)
@@ -235,12 +239,12 @@ class _Rules:
 
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
             return redispatch(*args, **kwargs)
-        op, call = self.bind(args, kwargs)
+        choice, call = self.bind(args, kwargs)
         named = {n: a for n, a in call.arrays.items() if a is not None}
         wired, backward, training = None, None, call
         if not self.spec.is_vjp:
-            wired, vjp = autograd.gradient_of(op, call, [n for n, a in named.items() if a.requires_grad])
-            backward, training = calling(vjp), wired.training(call)
+            wired, vjp = autograd.gradient_of(call, choice, [n for n, a in named.items() if a.requires_grad])
+            backward, training = calling(wired.vjp, vjp), wired.training(call)
 
         def forward(*tensors: Any) -> tuple[Any, ...]:
             given = dict(zip(named, tensors, strict=True))
@@ -263,7 +267,7 @@ class _Rules:
             return self.overload(*arrays, **kwargs)
 
     def vmap(self, info: Any, in_dims: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
-        _, arrays, options, wants = self.read(args, kwargs)
+        arrays, options, wants = self.read(args, kwargs)
         dims = {a.name: d for a, d in zip(self.spec.arrays, in_dims, strict=False)}
         wants, outputs = autograd.over_samples(
             self.spec, arrays, dims, options, wants, info.batch_size, _calling(self.overload, kwargs)
@@ -284,9 +288,9 @@ def _outer_levels() -> Iterator[None]:
         yield
 
 
-def calling(op: Op) -> autograd.Run:
-    """Calls of ``op``, through its custom op."""
-    return _calling(define(op.spec), _routing(op))
+def calling(spec: Spec[Any], choice: Choice) -> autograd.Run:
+    """Calls of an op, through its custom op."""
+    return _calling(define(spec), _routing(choice))
 
 
 def _calling(overload: Any, kwargs: Mapping[str, Any]) -> autograd.Run:
@@ -309,5 +313,7 @@ def _encode(o: Option, value: Any) -> Any:
     return _pairs(value) if o.kind == "tuple" else _torch_dtype(value) if o.kind == "dtype" else value
 
 
-def _routing(op: Op) -> dict[str, str]:
-    return {"backend": _name_of(op.backend), "tiling": ",".join(f"{n}={v}" for n, v in sorted(op.user_tiling.items()))}
+def _routing(choice: Choice) -> dict[str, str]:
+    """What a custom op takes to know who must serve it: the strings after ``wants``."""
+    tiling = ",".join(f"{n}={v}" for n, v in sorted(choice.tiling.items()))
+    return {"backend": _name_of(choice.backend), "variant": choice.variant or "", "tiling": tiling}

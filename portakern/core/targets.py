@@ -1,4 +1,4 @@
-"""The hardware that kernels are compiled for: what a program may use, what a chip can do, and where each figure comes from.
+"""What runs a kernel, and the hardware that kernels are compiled for: what a program may use, what a chip can do, and where each figure comes from.
 
 Tilings, the compile matrix and rooflines read this table, and nothing else states such a number. Limits belong to an architecture; rates, bandwidth and
 capacity belong to ``product``, one chip that has it. A figure that no document of its maker settles is None, with a note that says why.
@@ -10,11 +10,24 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import NamedTuple
 
 from portakern.errors import SpecError
-from portakern.frameworks import Target
 
-__all__ = ["HARDWARE", "Hardware", "family", "find", "least"]
+__all__ = ["HARDWARE", "HOST", "Hardware", "Target", "family", "find", "least"]
+
+
+class Target(NamedTuple):
+    """What runs the kernel: ``platform`` is cpu, cuda, rocm or tpu (``traced`` while nobody has chosen one); ``arch`` like sm_90, gfx942, v5e, or empty."""
+
+    platform: str
+    arch: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.platform} {self.arch}".strip()
+
+
+HOST = Target("cpu")
 
 KIB, MIB, GB, TERA = 2**10, 2**20, 10**9, 10**12
 
@@ -24,7 +37,7 @@ class Hardware:
     """One architecture, and one product of it.
 
     Attributes:
-      name, platform: as in :class:`portakern.frameworks.Target`; product: the chip whose rates these are.
+      name, platform: as in :class:`Target`; product: the chip whose rates these are.
       lanes: threads of a warp or wave, elements of a vector register's row on a TPU. sublanes: rows of a TPU's vector register.
       program_threads, core_threads: most threads of one program (block, workgroup), and resident on one core (SM, CU).
       thread_registers, core_registers: 32-bit registers that one thread may have, and that all threads of one core share.

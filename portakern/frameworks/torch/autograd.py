@@ -1,8 +1,9 @@
 """Gradients, ``torch.func`` and autocast under PyTorch: how autograd and vmap see through an op call.
 
 A call comes here only when somebody watches it: an input requires a gradient, or ``torch.func`` wraps one. It then runs inside a ``torch.autograd.Function``, whose
-backward calls the op that the spec names as its vjp (see :mod:`portakern.autodiff`) on the same backend. That call runs inside such a Function too when it is
-watched itself, and its backward refuses: gradients are of first order. :mod:`portakern.torch_ops` uses the same Function below torch.compile.
+backward calls the op that the spec names as its vjp (see :mod:`portakern.core.gradients`) on the same backend. That call runs inside such a Function too when it is
+watched itself, and its backward refuses: gradients are of first order. :mod:`portakern.frameworks.torch.eager` makes such calls for an eager caller,
+:mod:`portakern.frameworks.torch.custom_ops` below torch.compile.
 """
 
 from __future__ import annotations
@@ -15,14 +16,27 @@ from typing import Any
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function, unwrap_dead_wrappers
 
-from portakern import dispatch, registry
-from portakern.autodiff import Wiring, wiring
-from portakern.call import Call
-from portakern.dispatch import Op
+from portakern.core import registry
+from portakern.core.binder import unchecked
+from portakern.core.call import Call
+from portakern.core.gradients import Wiring, wiring
+from portakern.core.observe import say
+from portakern.core.route import Choice, routes
 from portakern.errors import UnsupportedError
 from portakern.spec import Spec
 
-__all__ = ["Step", "apply", "autocast", "differentiable", "over_samples", "refusal"]
+__all__ = [
+    "Arrays",
+    "Run",
+    "Step",
+    "autocast",
+    "differentiable",
+    "gradient_of",
+    "over_samples",
+    "refusal",
+    "refuse_forward_mode",
+    "spent",
+]
 
 Arrays = dict[str, Any]
 Run = Callable[[Arrays, Mapping[str, Any], tuple[str, ...]], tuple[Any, ...]]
@@ -158,76 +172,29 @@ def refuse_forward_mode(spec: Spec[Any]) -> str:
     return f"{spec.name}: forward-mode derivatives (jvp, jacfwd, hessian) are not given; use reverse mode: torch.func.vjp, grad or jacrev"
 
 
-def gradient_of(op: Op, call: Call, differentiated: Sequence[str]) -> tuple[Wiring, Op]:
+def gradient_of(call: Call, choice: Choice, differentiated: Sequence[str]) -> tuple[Wiring, Choice]:
     """What differentiates a call with respect to the arrays named, on the same backend. Where nothing does, the forward call says so and not a backward pass."""
+    spec = call.spec
     try:
-        wired = wiring(op.spec)
+        wired = wiring(spec)
         wired.wants(differentiated)
-        if call.device not in op.gradients:
-            route = op.route(call)
-            assert route is not None
-            tiling = {name: value for name, value in op.user_tiling.items() if name in wired.vjp.tiling}
-            vjp = dispatch.op(wired.vjp, backend=route.impl.backend, tiling=tiling)
-            vjp.route(call.replace(spec=wired.vjp))
-            op.gradients[call.device] = vjp
+        if call.device not in choice.gradients:
+            candidates = routes(call, choice)
+            assert candidates is not None
+            tiling = {name: value for name, value in choice.tiling.items() if name in wired.vjp.tiling}
+            vjp = Choice.of(wired.vjp, candidates[0].impl.backend, None, tiling)
+            routes(call.replace(spec=wired.vjp), vjp)
+            choice.gradients[call.device] = vjp
     except UnsupportedError as e:
         name = differentiated[0]
         raise UnsupportedError(
-            f"{op.spec.name}: {name} requires grad, and {e}; use torch.no_grad(), or pass {name}.detach()"
+            f"{spec.name}: {name} requires grad, and {e}; use torch.no_grad(), or pass {name}.detach()"
         ) from None
-    return wired, op.gradients[call.device]
-
-
-def apply(op: Op, call: Call, late: bool = False) -> tuple[Any, ...]:
-    """The outputs of a watched call in the spec's order, None for one that the call does not want. ``late``: what has no gradient is refused only when asked for one."""
-    names = tuple(n for n, a in call.arrays.items() if a is not None)
-    arrays = [call.arrays[n] for n in names]
-    wired: Wiring | None = None
-    backward: Run | None = None
-    training = call
-    differentiated = (
-        [n for n, a in zip(names, arrays, strict=True) if a.requires_grad]
-        if torch.is_grad_enabled() and not late
-        else []
-    )
-    if differentiated:
-        wired, vjp = gradient_of(op, call, differentiated)
-        backward = functools.partial(_run, vjp, True)
-        training = wired.training(call)
-
-    def forward(*tensors: Any) -> tuple[Any, ...]:
-        training.arrays = training.arrays | dict(zip(names, tensors, strict=True))
-        route = op.route(training)
-        assert route is not None
-        return tuple(o for o in op.serve(training, route) if o is not None)
-
-    step = Step(
-        op.spec, names, call.options, training.wants, wired, forward, backward, functools.partial(_run, op, late)
-    )
-    named = dict(zip(step.wants, differentiable(step, arrays), strict=True))
-    step.forward = spent  # it holds the tensors, which a graph must not
-    return tuple(named[o.name] if o.name in call.wants else None for o in op.spec.outputs)
+    return wired, choice.gradients[call.device]
 
 
 def spent(*tensors: Any) -> Any:
     raise AssertionError("a step runs once")
-
-
-def _run(op: Op, late: bool, arrays: Arrays, options: Mapping[str, Any], wants: tuple[str, ...]) -> tuple[Any, ...]:
-    """The outputs ``wants`` of a call that the library makes itself."""
-    if any(
-        map(torch._C._functorch.is_legacy_batchedtensor, arrays.values())
-    ):  # torch.autograd.grad(is_grads_batched=True): only the dispatcher sees through
-        from portakern.torch_ops import calling
-
-        return calling(op)(arrays, options, wants)
-    call = op.unchecked(**arrays, **options)
-    call.wants = tuple(o.name for o in op.spec.outputs if o.name in wants)
-    watched = call.framework.check(call)
-    route = op.route(call)
-    assert route is not None
-    outputs = apply(op, call, late) if watched else op.serve(call, route)
-    return tuple(o for o in outputs if o is not None)
 
 
 def autocast(spec: Spec[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -265,11 +232,11 @@ def over_samples(
     Returns: the names of the outputs (``wants`` unless that is empty), and those outputs, stacked along a new first axis."""
     moved = {name: array if dims[name] is None else array.movedim(dims[name], 0) for name, array in arrays.items()}
     mapped = {name for name in arrays if dims[name] is not None}
-    one = dispatch.op(spec).unchecked(**{name: a[0] if name in mapped else a for name, a in moved.items()}, **options)
+    one = unchecked(spec, **{name: a[0] if name in mapped else a for name, a in moved.items()}, **options)
     wants = tuple(o.name for o in spec.outputs if o.name in (wants or one.wants))
     folded = _fold(one, moved, mapped, wants, n)
     if folded is None:
-        dispatch.say(
+        say(
             f"portakern: torch.vmap over {spec.name} runs sample by sample here: what is mapped over, or wanted per sample, has no batch axis to join",
             logging.INFO,
         )

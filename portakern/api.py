@@ -1,0 +1,137 @@
+"""Ops as users call them: a thin face over binding, routing and serving (:mod:`portakern.core`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from portakern.compiling.build import Build
+from portakern.compiling.matrix import lower
+from portakern.core import registry
+from portakern.core.backend import Backend
+from portakern.core.binder import bind, binder, unbound, unchecked
+from portakern.core.call import Call
+from portakern.core.explain import explain
+from portakern.core.framework import frameworks
+from portakern.core.route import Choice, routes
+from portakern.core.serve import serve
+from portakern.spec import Spec
+
+__all__ = ["Op", "op"]
+
+RECORDERS = tuple(f for f in frameworks().values() if f.records)
+"""The frameworks that may record a call instead of running it."""
+
+
+def op(
+    which: str | Spec[Any],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> Op:
+    """An op to call.
+
+    Args:
+      which: the op's name (see :func:`portakern.ops`), or its spec.
+      backend: who must serve it, by name or as an object; it runs there or raises. None: chosen per call from the arrays
+        (PyTorch on an NVIDIA or AMD GPU: triton; JAX on a TPU: pallas; anything on a CPU: the float64 oracle, which is
+        slow and says so once in the log).
+      variant: which of the backend's variants of the op must serve it, by the name that ``explain()`` shows; None: the
+        first, most particular one that takes the call.
+      tiling: overrides of the default tile extents and launch knobs, powers of two within the declared ranges (stages:
+        any number).
+
+    Raises:
+      SpecError: an unknown op, backend, variant or tile.
+    """
+    for framework in RECORDERS:
+        if framework.recording_python():
+            made: Op = framework.recorded_op(make, which, backend, variant, tiling)
+            return made
+    return make(which, backend, variant, tiling)
+
+
+def make(
+    which: str | Spec[Any], backend: str | Backend | None, variant: str | None, tiling: Mapping[str, int] | None
+) -> Op:
+    """The op of :func:`op`, whoever records."""
+    spec = which if isinstance(which, Spec) else registry.find_spec(str(which))
+    return Op(spec, Choice.of(spec, backend, variant, tiling))
+
+
+class Op:
+    """A callable op, as :func:`op` makes it.
+
+    ``op(*arrays, **options)`` takes NumPy, PyTorch or JAX arrays and returns the same kind; ``op.spec.doc`` tells of the
+    arguments.
+    """
+
+    def __init__(self, spec: Spec[Any], choice: Choice) -> None:
+        self.spec, self.choice = spec, choice
+        self._bind = binder(spec)
+        self._bare = len(spec.outputs) == 1 and not spec.is_vjp  # the result is the one output itself
+        self.__doc__ = spec.doc
+        self.kept = {f.name: f.keep(self) for f in RECORDERS}
+
+    @property
+    def backend(self) -> Backend | None:
+        """The backend that was named."""
+        return self.choice.backend
+
+    @property
+    def user_tiling(self) -> Mapping[str, int]:
+        """The tiles that were named."""
+        return self.choice.tiling
+
+    def __repr__(self) -> str:
+        variant = f", variant {self.choice.variant}" if self.choice.variant else ""
+        return f"<portakern op {self.spec.name} on {self.backend.name if self.backend else 'auto'}{variant}>"
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        for framework in RECORDERS:
+            if framework.recording():  # somebody records the call, or has arrays without memory
+                if any(framework.is_array(a) for a in (*args, *kwargs.values())):
+                    return framework.record(self, args, kwargs)
+            elif self.spec.autocast and framework.casting():
+                args, kwargs = framework.cast(self.spec, args, kwargs)
+        try:
+            call = self._bind(*args, **kwargs)
+        except (TypeError, RuntimeError) as e:
+            raise unbound(self.spec, e, args, kwargs) from None
+        # what follows is ``call_through``, written out: one call less on the path of every eager call
+        choice, framework = self.choice, call.framework
+        watched = framework.check(call)
+        candidates = choice.found.get((call.spec, framework, call.device)) or routes(call, choice)
+        if candidates is None:
+            outputs = framework.trace(call, choice)
+        elif watched:
+            outputs = framework.differentiate(call, choice)
+        else:
+            outputs = serve(call, candidates, choice.tiling)
+        if self._bare:
+            return outputs[0]
+        if len(call.wants) == 1 and not call.spec.is_vjp:
+            names = [o.name for o in call.spec.outputs]
+            return outputs[0] if len(outputs) == 1 else outputs[names.index(call.wants[0])]
+        return call.spec.result(*outputs)
+
+    def bind(self, /, *args: Any, **kwargs: Any) -> Call:
+        """Check the arguments and solve for the dimensions, without running anything."""
+        return bind(self.spec, *args, **kwargs)
+
+    def lower(self, /, *args: Any, target: str | None = None, **kwargs: Any) -> Build:
+        """Compile the call for a target that need not be here; the arrays' values are not read.
+
+        Args:
+          target: an architecture (``"sm_90"``, ``"gfx942"``, ``"v6e"``); None: where the arrays are.
+
+        Returns:
+          what the compiler made: ``.ok`` or ``.reason``, ``.kernels`` with registers, spills, on-chip memory and matrix
+          instructions, and ``.assembly``.
+        """
+        return lower(unchecked(self.spec, *args, **kwargs), self.choice, target)
+
+    def explain(self, *args: Any, **kwargs: Any) -> str:
+        """Which implementation would serve this call, with which tiling from where, and why not the others. Nothing runs."""
+        return explain(self.bind(*args, **kwargs), self.choice)

@@ -1,0 +1,314 @@
+"""A backend: which functions implement which ops, for which machines, in which array library."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import InitVar, dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from portakern.core.framework import frameworks
+from portakern.core.targets import Hardware, Target
+from portakern.errors import SpecError, UnavailableError
+from portakern.spec import Tile
+
+if TYPE_CHECKING:
+    from portakern.compiling.build import Compiled
+    from portakern.core.call import Call
+
+__all__ = ["Backend", "Compiler", "Family", "Implementation", "Tiling"]
+
+Tiling = Mapping[str, int]
+F = TypeVar("F", bound=Callable[..., Any])
+
+IN_PROCESS = ""  # stands for a package where there is none: functions registered by hand
+
+
+def _no_tiling(call: Call) -> dict[str, int]:
+    return {}
+
+
+def _always(call: Call, tiling: Tiling) -> str | None:
+    return None
+
+
+class Compiler(Protocol):
+    """What a family's module for compiling ahead of time has. Importing it imports no framework."""
+
+    def unavailable(self, hardware: Hardware) -> str | None:
+        """None, or what must be installed to compile for ``hardware``."""
+
+    def environment(self, hardware: Hardware, quick: bool) -> dict[str, str]:
+        """Environment variables of a process that compiles; ``{scratch}`` stands for a folder of the process.
+
+        ``quick``: nothing slower than compiling.
+        """
+
+    def versions(self, hardware: Hardware) -> dict[str, str]:
+        """The versions of everything that decides the machine code."""
+
+    def build(self, impl: Implementation, call: Call, tiling: Tiling) -> Compiled:
+        """Compile a call on arrays without memory, for ``call.target``. Any exception is the reason why it cannot be."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A package of op modules, the kernels for one kind of machine. An op that several families of a backend have is one op with several variants.
+
+    Attributes:
+      package: where the modules lie: ``<package>.<op>``. Its last name is the variant's.
+      platforms: what its kernels are compiled for: cpu, cuda, rocm, tpu.
+      targets: the architectures of those platforms that it is for; empty: every one.
+      interprets: its kernels also run on CPU arrays, in an interpreter.
+      compiler: the module that compiles its calls for hardware that is not here (see :class:`Compiler`), or None.
+      profiles: name -> "module:function" of a context manager in which the checker runs it, a slower and stricter interpreter, say.
+    """
+
+    package: str
+    platforms: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
+    interprets: bool = False
+    compiler: str | None = None
+    profiles: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def name(self) -> str:
+        """What ``variant=`` calls it."""
+        return self.package.rpartition(".")[2] or "own"
+
+    def compiles_for(self, target: Target) -> bool:
+        """Whether its kernels are compiled for a target."""
+        return target.platform in self.platforms and (not self.targets or target.arch in self.targets)
+
+    def load_compiler(self) -> Compiler:
+        """The module that compiles ahead of time."""
+        if self.compiler is None:
+            raise UnavailableError(f"{self.name} compiles nothing ahead of time")
+        found: Any = importlib.import_module(self.compiler)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Implementation:
+    """One variant of one op on one backend.
+
+    Attributes:
+      fn: ``fn(call, tiling)`` returns every output in the spec's order, None for one that ``call.wants`` does not name.
+      tiling: the default tiling of a call; it must not depend on batch or row counts, so that a row's bits do not either.
+      supports: None, or why this variant cannot serve the call with this tiling, in a user's words.
+      knobs: launch parameters of its own, tunable beside the spec's tiles.
+    """
+
+    backend: Backend
+    family: Family
+    op: str
+    fn: Callable[[Call, Tiling], tuple[Any, ...]]
+    tiling: Callable[[Call], dict[str, int]]
+    supports: Callable[[Call, Tiling], str | None]
+    knobs: Mapping[str, Tile]
+
+    def run(self, call: Call, tiling: Tiling) -> tuple[Any, ...]:
+        """``fn``, held to returning a tuple of the right length: a bare array would be taken apart along its first axis."""
+        outputs = self.fn(call, tiling)
+        if not isinstance(outputs, tuple) or len(outputs) != len(call.spec.outputs):
+            got = f"{len(outputs)} outputs" if isinstance(outputs, tuple) else f"a {type(outputs).__name__}"
+            names = ", ".join(o.name for o in call.spec.outputs)
+            raise TypeError(
+                f"{self.op} on backend {self.backend.name!r} returned {got}; "
+                f"expected a tuple with every output of the spec: ({names},)"
+            )
+        return outputs
+
+
+@dataclass(eq=False)
+class Backend:
+    """Implementations in one framework, in families: one for each kind of machine.
+
+    Attributes:
+      name: what users pass as ``backend=``.
+      framework: whose arrays the implementations take: numpy, torch or jax.
+      requires: modules that must be importable; extra: the portakern extra that installs them.
+      oracle: the float64 reference: takes float64 arrays of any device, its results are rounded by the caller.
+      refusals: regular expressions of the reasons for which it may refuse a right call; the checker counts any other refusal as a failure.
+      package: the package in which its families lie, a folder each with a module ``family`` that says what it is for (``FAMILY``); or else
+      compiles: platform (cpu, cuda, rocm, tpu) -> the package that holds its op modules, or several, most particular first;
+      interprets: the package whose kernels can also run in an interpreter on CPU arrays, or None;
+      compiler, profiles: as of each of those families (:class:`Family`).
+      platforms: platforms served by functions that :meth:`implements` registers, with no package behind them. cpu when nothing else is given.
+      auto: it may serve calls that name no backend. The registry says so of portakern's own; everybody else's run when named.
+    """
+
+    name: str
+    framework: str
+    requires: tuple[str, ...] = ()
+    extra: str | None = None
+    oracle: bool = False
+    refusals: Sequence[str] = ()
+    package: str | None = None
+    compiles: InitVar[Mapping[str, str | Sequence[str]] | None] = None
+    interprets: InitVar[str | None] = None
+    compiler: InitVar[str | None] = None
+    profiles: InitVar[Mapping[str, str] | None] = None
+    platforms: InitVar[Sequence[str]] = ()
+    auto: bool = field(default=False, init=False)
+    _found: dict[tuple[str, str], Implementation] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(
+        self,
+        compiles: Mapping[str, str | Sequence[str]] | None,
+        interprets: str | None,
+        compiler: str | None,
+        profiles: Mapping[str, str] | None,
+        platforms: Sequence[str],
+    ) -> None:
+        if self.framework not in frameworks():
+            raise SpecError(
+                f"backend {self.name!r}: framework is {self.framework!r}; expected one of {', '.join(frameworks())}"
+            )
+        if isinstance(platforms, str):
+            raise SpecError(
+                f"backend {self.name!r}: platforms is {platforms!r}; expected a list of names: [{platforms!r}]"
+            )
+        if self.package is not None:
+            return  # its families are found when they are asked for: the package is being imported now
+        if not (platforms or compiles or interprets):
+            platforms = ("cpu",)
+        homes: dict[str, list[str]] = {IN_PROCESS: [*platforms]} if platforms else {}
+        for platform, packages in (compiles or {}).items():
+            for package in (packages,) if isinstance(packages, str) else packages:
+                homes.setdefault(package, []).append(platform)
+        if interprets:
+            homes.setdefault(interprets, [])
+        self.families = tuple(
+            Family(package, tuple(of), interprets=package == interprets, compiler=compiler, profiles=profiles or {})
+            for package, of in homes.items()
+        )
+
+    @functools.cached_property
+    def families(self) -> tuple[Family, ...]:
+        """Most particular first: those for few architectures before those for many, and those before the ones for all."""
+        found: list[Family] = []
+        package = importlib.import_module(str(self.package))
+        for module in pkgutil.iter_modules(package.__path__):
+            folders = [f"{path}/{module.name}" for path in package.__path__]
+            if module.ispkg and any(m.name == "family" for m in pkgutil.iter_modules(folders)):
+                found.append(importlib.import_module(f"{self.package}.{module.name}.family").FAMILY)
+        if not found:
+            raise SpecError(f"backend {self.name!r}: package {self.package!r} has no family: a folder with a family.py")
+        return tuple(sorted(found, key=lambda f: (len(f.targets) or 10**6, f.name)))
+
+    def implements(
+        self,
+        op: str,
+        *,
+        tiling: Callable[[Call], dict[str, int]] = _no_tiling,
+        supports: Callable[[Call, Tiling], str | None] = _always,
+        knobs: Mapping[str, Tile] = MappingProxyType({}),
+    ) -> Callable[[F], F]:
+        """Register the decorated ``fn(call, tiling)`` as this backend's ``op`` (see :class:`Implementation`).
+
+        A function of a family's own package is that family's; one from elsewhere serves all platforms, and replaces no other:
+        only itself, when a notebook cell runs again.
+        """
+
+        def register(fn: F) -> F:
+            package = fn.__module__.rpartition(".")[0]
+            own = [f for f in self.families if f.package == package != IN_PROCESS]
+            for family in own or self.families:
+                there = self.where(op, family)
+                before = self._found.get((family.package, op))
+                if there and not own and not (before and _same_place(before.fn, fn)):
+                    raise SpecError(
+                        f"{op} on backend {self.name!r} is taken by {there}; "
+                        f"{fn.__module__}.{fn.__qualname__} needs a backend of its own: pk.Backend(...)"
+                    )
+                self._found[family.package, op] = Implementation(self, family, op, fn, tiling, supports, knobs)
+            return fn
+
+        return register
+
+    def compiled_platforms(self) -> tuple[str, ...]:
+        """The platforms that some family compiles for."""
+        return tuple(dict.fromkeys(p for f in self.families for p in f.platforms))
+
+    def can_interpret(self) -> bool:
+        """Whether some family's kernels run on CPU arrays in an interpreter."""
+        return any(f.interprets for f in self.families)
+
+    def families_for(self, target: Target, variant: str | None = None) -> tuple[tuple[Family, bool], ...]:
+        """(family, interpreted) of what serves a target, most particular first; of the one called ``variant`` alone, if it is named.
+
+        A family for some architectures is interpreted only if it is named: elsewhere its place is after one that runs everywhere.
+        """
+        found = [(f, False) for f in self.families if f.compiles_for(target)]
+        if target.platform == "cpu":
+            found += [(f, True) for f in self.families if f.interprets and (not f.targets or f.name == variant)]
+        if not found and self.oracle:
+            found = [(f, False) for f in self.families if "cpu" in f.platforms]
+        return tuple((f, interpreted) for f, interpreted in found if variant in (None, f.name))
+
+    def where(self, op: str, family: Family) -> str | None:
+        """The module that implements ``op`` in a family, found without importing its framework, or None."""
+        found = self._found.get((family.package, op))
+        if found:
+            return found.fn.__module__
+        if family.package == IN_PROCESS:
+            return None
+        try:
+            name = f"{family.package}.{op}"
+            return name if importlib.util.find_spec(name) else None
+        except ModuleNotFoundError:  # the package itself is missing
+            return None
+
+    def having(self, op: str) -> Iterator[Family]:
+        """The families that implement ``op``, found without importing its framework."""
+        return (f for f in self.families if self.where(op, f) is not None)
+
+    def implementation(self, op: str, family: Family) -> Implementation | None:
+        """The implementation of ``op`` in a family, imported by convention from ``<package>.<op>``."""
+        if (family.package, op) not in self._found and self.where(op, family) is not None:
+            self.check_available()
+            importlib.import_module(f"{family.package}.{op}")
+        return self._found.get((family.package, op))
+
+    def check_variant(self, variant: str) -> None:
+        """SpecError where no family has this name."""
+        if variant not in [f.name for f in self.families]:
+            names = ", ".join(f.name for f in self.families)
+            raise SpecError(f"backend {self.name!r} has no variant {variant!r}; expected one of {names}")
+
+    def profile(self, name: str | None) -> AbstractContextManager[Any]:
+        """The context of a profile; None is no profile."""
+        if name is None:
+            return nullcontext()
+        known = {n: where for f in self.families for n, where in f.profiles.items()}
+        if name not in known:
+            raise SpecError(
+                f"backend {self.name!r} has no profile {name!r}; expected one of {', '.join(known) or '(it has none)'}"
+            )
+        module, _, function = known[name].partition(":")
+        context: AbstractContextManager[Any] = getattr(importlib.import_module(module), function)()
+        return context
+
+    def unavailable(self) -> str | None:
+        """None, or what must be installed before this backend can run."""
+        missing = [m for m in self.requires if importlib.util.find_spec(m) is None]
+        if not missing:
+            return None
+        install = f"'portakern[{self.extra}]'" if self.extra else " ".join(missing)
+        return f"{' and '.join(missing)} not installed; run: pip install {install}"
+
+    def check_available(self) -> None:
+        """UnavailableError where something must be installed first."""
+        reason = self.unavailable()
+        if reason:
+            raise UnavailableError(f"backend {self.name!r} cannot run here: {reason}")
+
+
+def _same_place(a: Callable[..., Any], b: Callable[..., Any]) -> bool:
+    return (a.__module__, getattr(a, "__qualname__", a)) == (b.__module__, getattr(b, "__qualname__", b))

@@ -1,0 +1,114 @@
+"""One bound call: its arguments, checked, and what was solved from them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from portakern.core.framework import DTYPE_NAME, Framework
+from portakern.core.targets import HOST, Target
+from portakern.spec import Dim, Output, Spec
+
+__all__ = ["Call", "shape_of"]
+
+
+class Call:
+    """One bound call, as a backend sees it.
+
+    Attributes:
+      spec: the op.
+      arrays: argument name -> array, None where an optional one was not given.
+      options: option name -> canonical value, defaults filled in.
+      dims: dimension name -> extent; a variadic one is a tuple.
+      dtype: the op's dtype, that of its first float array.
+      wants: names of the outputs that are needed, in the spec's order.
+      framework: whose arrays these are; device: where they live, in that framework's terms.
+      target: the hardware; interpret: run in the backend's interpreter; concrete: False under JAX tracing.
+      given: array name -> dtype name before the arrays were widened for the oracle; None: they are as they were given.
+      degenerate: an output extent or a reduced extent is 0, so that no kernel runs.
+    """
+
+    __slots__ = (
+        "arrays",
+        "concrete",
+        "degenerate",
+        "device",
+        "dims",
+        "dtype",
+        "framework",
+        "given",
+        "interpret",
+        "options",
+        "spec",
+        "target",
+        "wants",
+    )
+
+    def __init__(self, spec: Spec[Any], arrays: dict[str, Any], options: dict[str, Any], dims: dict[str, Any], dtype: str, wants: tuple[str, ...],
+                 framework: Framework, device: Any, degenerate: bool) -> None:  # fmt: skip
+        self.spec = spec
+        self.arrays = arrays
+        self.options = options
+        self.dims = dims
+        self.dtype = dtype
+        self.wants = wants
+        self.framework = framework
+        self.device = device
+        self.degenerate = degenerate
+        self.target: Target = HOST
+        self.interpret = False
+        self.concrete = True
+        self.given: dict[str, str] | None = None
+
+    @property
+    def outputs(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Output name -> (shape, dtype name), of all outputs, wanted or not. A gradient is like the input whose gradient it is, where that is an argument."""
+        return {o.name: self._form_of(o) for o in self.spec.outputs}
+
+    def _form_of(self, o: Output) -> tuple[tuple[int, ...], str]:
+        of = o.gradient_of
+        if of is not None and self.arrays.get(of) is not None:
+            return tuple(self.arrays[of].shape), self.dtype_of(of)
+        return shape_of(o.dims, self.dims), self._dtype_of(o)
+
+    def dtype_of(self, name: str) -> str:
+        """The dtype name that an array was given in."""
+        return self.given[name] if self.given else DTYPE_NAME[self.arrays[name].dtype]
+
+    def _dtype_of(self, o: Output) -> str:
+        if o.dtype_option and self.options[o.dtype_option]:
+            return self.options[o.dtype_option]
+        if (
+            o.dtype == "float32" and self.dtype == "float64"
+        ):  # a float32 statistic of a float64 call would throw away what was asked for
+            return "float64"
+        return o.dtype or self.dtype
+
+    @property
+    def flops(self) -> float:
+        return self.spec.flops(self)
+
+    def replace(self, **changes: Any) -> Call:
+        """A copy with some attributes changed."""
+        new = object.__new__(Call)
+        for name in Call.__slots__:
+            setattr(new, name, changes.get(name, getattr(self, name)))
+        return new
+
+    def __repr__(self) -> str:
+        dims = ", ".join(f"{k}={tuple(v) if isinstance(v, tuple) else v}" for k, v in self.dims.items())
+        opts = "".join(
+            f", {o.name}={self.options[o.name]!r}" for o in self.spec.options if self.options[o.name] != o.default
+        )
+        return f"{self.spec.name}({self.dtype}; {dims}{opts})"
+
+
+def shape_of(notation: tuple[Dim, ...], dims: dict[str, Any]) -> tuple[int, ...]:
+    """The shape that a notation has under solved dimensions (a broadcast axis at full extent)."""
+    shape: list[int] = []
+    for d in notation:
+        if d.variadic:
+            shape.extend(dims[d.factors[0]])
+        else:
+            shape.append(math.prod(dims[f] for f in d.factors))
+    return tuple(shape)

@@ -1,0 +1,82 @@
+"""Say in words what routing would do with a call."""
+
+from __future__ import annotations
+
+from portakern.core import registry
+from portakern.core.call import Call
+from portakern.core.route import Choice, Route, choose, find_routes, pick, resolve_tiling, to_framework, why_not
+from portakern.errors import SpecError, UnavailableError, UnsupportedError
+
+__all__ = ["explain"]
+
+
+def explain(call: Call, choice: Choice) -> str:
+    """A few lines: the call, who serves it and how, the tiling and its source, and why the other backends do not."""
+    target = call.framework.target(call.device)
+    lines = [repr(call), f"  arrays: {call.framework.name} on {target}"]
+    if target.platform == "traced":
+        return "\n".join([*lines, f"  chosen when {call.framework.title} lowers the traced function for a platform"])
+    chosen = None
+    try:
+        chosen = choice.backend or choose(call.spec, call.framework, target)
+        lines += _plan(call, choice, find_routes(chosen, call, target, choice.variant))
+    except (UnsupportedError, UnavailableError) as e:
+        lines.append(f"  refused: {e}")
+    for b in registry.backends().values():
+        if b is not chosen:
+            named = "another backend was named" if choice.backend else "serves these arrays only when named"
+            lines.append(f"  not {b.name}: {why_not(b, call.spec, target) or named}")
+    return "\n".join(lines)
+
+
+def _plan(call: Call, choice: Choice, candidates: tuple[Route, ...]) -> list[str]:
+    route = candidates[0]
+    backend, framework = route.impl.backend, route.framework
+    inner = call.replace(target=route.target, interpret=route.interpret)
+    how = f"compiled for {route.target}"
+    how = "float64 oracle on the host" if backend.oracle else "interpreter" if route.interpret else how
+    lines = [f"  backend: {backend.name} ({'named' if choice.backend else 'chosen from the arrays'}), {how}"]
+    if call.degenerate:
+        return [*lines, f"  implementation: {route.impl.fn.__module__}", "  plan: no kernel: an extent is 0"]
+    tiling = {}
+    if not backend.oracle:
+        if framework is not call.framework:
+            inner = to_framework(inner, framework)
+        route, tiling = pick(candidates, inner, choice.tiling)
+    lines.append(f"  implementation: {route.impl.fn.__module__}")
+    if len(backend.families) > 1:
+        lines += _variants(inner, choice, candidates, route)
+    if framework is not call.framework:
+        lines.append(f"  crossing: {call.framework.name} -> {framework.name} and back")
+    if not backend.oracle:
+        parts = (f"{k}={v} ({'yours' if k in choice.tiling else 'default'})" for k, v in tiling.items())
+        lines.append(f"  tiling: {', '.join(parts) or 'none'}")
+    return lines
+
+
+def _variants(call: Call, choice: Choice, candidates: tuple[Route, ...], served: Route) -> list[str]:
+    """Every variant of the backend in their order, and why it is not the one that serves."""
+    of = {route.impl.family: route for route in candidates}
+    lines = []
+    for family in served.impl.backend.families:
+        route = of.get(family)
+        if route is served:
+            why = "serves this call" + (" (named)" if choice.variant else "")
+        elif choice.variant is not None and family.name != choice.variant:
+            why = "another variant was named"
+        elif route is None:
+            has = served.impl.backend.where(call.spec.name, family) is not None
+            why = f"not for {call.target}" if has else f"it has no {call.spec.name}"
+        else:
+            why = _reason(route, call, choice) or f"{served.impl.family.name} comes first"
+        lines.append(f"  variant {family.name}: {why}")
+    return lines
+
+
+def _reason(route: Route, call: Call, choice: Choice) -> str | None:
+    """Why a variant does not take the call; None where it would."""
+    try:
+        resolve_tiling(route.impl, call, choice.tiling)
+    except (UnsupportedError, SpecError) as e:
+        return str(e).partition("cannot: ")[2] or str(e)
+    return None

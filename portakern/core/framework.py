@@ -1,0 +1,244 @@
+"""An array library behind one face: whose array is it, where does it live, how does it cross to another library, what watches its calls.
+
+On the host every crossing goes through NumPy without a copy (bfloat16 as ml_dtypes); between two libraries on a GPU it is DLPack. The libraries themselves are
+described in :mod:`portakern.frameworks`, one wing each, found by walking that package.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portakern.core.targets import Target
+from portakern.errors import SpecError, UnavailableError, UnsupportedError
+from portakern.spec.dtypes import NUMPY_DTYPES, numpy_dtype
+
+if TYPE_CHECKING:
+    from portakern.core.backend import Implementation
+    from portakern.core.call import Call
+    from portakern.core.route import Choice
+
+__all__ = [
+    "BY_TYPE",
+    "DTYPE_NAME",
+    "Framework",
+    "convert",
+    "framework_of",
+    "frameworks",
+    "host_framework",
+    "load_library",
+]
+
+WINGS = "portakern.frameworks"
+
+DTYPE_NAME: dict[Any, str] = {dtype: name for name, dtype in NUMPY_DTYPES.items()}
+"""dtype objects of every framework seen so far -> their name."""
+
+
+class Framework:
+    """One array library. Subclasses are stateless; there is one instance of each (see :func:`frameworks`).
+
+    Attributes:
+      name: what users and backends call it; title: as its makers write it; wrapper: the function that makes its arrays of anything.
+      host_only: its arrays live in host memory, wherever others do.
+      immutable: its arrays never change, so that none may share memory that somebody else may write to.
+      records: calls may be recorded instead of run (:meth:`recording`), which every op asks about before it binds its arguments.
+    """
+
+    name: str
+    title: str
+    wrapper: str
+    host_only = False
+    immutable = False
+    records = False
+
+    device: Callable[[Any], Any]
+    """A hashable that is equal for two arrays that live together."""
+
+    def load(self) -> Any:
+        """Import the library and learn its dtypes; UnavailableError where it is not installed."""
+        raise NotImplementedError
+
+    def is_array(self, value: Any) -> bool:
+        """Whether ``value`` is one of this library's arrays. Imports nothing: before the library is imported there is none."""
+        raise NotImplementedError
+
+    def target(self, device: Any) -> Target:
+        """The hardware behind a device."""
+        raise NotImplementedError
+
+    def devices(self) -> list[Any]:
+        """The devices here, accelerators first."""
+        raise NotImplementedError
+
+    def accelerator_names(self) -> list[str]:
+        """The makers' names of the accelerators that the library sees here; none where it is not installed."""
+        return []
+
+    def owns(self, array: Any) -> bool:
+        """Whether ``array`` is one of this library's."""
+        try:
+            return framework_of("", "", array) is self
+        except SpecError:
+            return False
+
+    def poisoned(self) -> AbstractContextManager[None]:
+        """While inside, fresh uninitialised arrays hold NaN, where the library can do that."""
+        return nullcontext()
+
+    def contiguous(self, array: Any) -> bool:
+        """Whether elements lie in row-major order without gaps."""
+        return True
+
+    def check(self, call: Call) -> bool:
+        """Refuse arrays of this library that no kernel can read as they are. Says whether the library differentiates or maps over any of them."""
+        return False
+
+    def to_numpy(self, array: Any) -> np.ndarray:
+        """The values on the host; a view where the memory is the host's. The caller does not write to it."""
+        raise NotImplementedError
+
+    def from_numpy(self, array: np.ndarray, device: Any) -> Any:
+        """An array on ``device``; it may share memory with ``array``. device None is the host."""
+        raise NotImplementedError
+
+    def for_dlpack(self, array: Any, copy: bool) -> Any:
+        """The array, or with ``copy`` one in memory of its own, as DLPack takes it."""
+        raise NotImplementedError
+
+    def from_dlpack(self, array: Any) -> Any:
+        """An array over the memory of another library's."""
+        raise NotImplementedError
+
+    def strided(
+        self, memory: np.ndarray, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, device: Any
+    ) -> Any:
+        """A view of ``memory`` (one axis) with strides and offset in elements, or its values where the library has no strides."""
+        view = np.lib.stride_tricks.as_strided(memory[offset:], shape, tuple(s * memory.itemsize for s in strides))
+        return self.from_numpy(view, device)
+
+    def strides(self, array: Any) -> list[int] | None:
+        """Strides in elements, None where the library has no strides."""
+        return None
+
+    def abstract(self, shape: tuple[int, ...], dtype: str, strides: Sequence[int] | None = None) -> Any:
+        """An array of this form without memory, to compile for."""
+        raise UnsupportedError(f"{self.name} has no arrays without memory")
+
+    def full(self, shape: tuple[int, ...], dtype: str, value: float, device: Any) -> Any:
+        """An array filled with one value."""
+        return self.from_numpy(np.full(shape, value, numpy_dtype(dtype)), device)
+
+    # --- calls that the library watches, records, or runs in a way of its own ---
+
+    def run(self, impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+        """Run an implementation on arrays that are here: every output in the spec's order."""
+        return impl.run(call, tiling)
+
+    def differentiate(self, call: Call, choice: Choice) -> tuple[Any, ...]:
+        """The outputs of a call that :meth:`check` says is watched."""
+        raise NotImplementedError
+
+    def trace(self, call: Call, choice: Choice) -> tuple[Any, ...]:
+        """The outputs of a call whose arrays have no device yet: their target's platform is ``traced``."""
+        raise NotImplementedError
+
+    def recording(self) -> bool:
+        """Whether the library records calls now, or has arrays without memory."""
+        return False
+
+    def recording_python(self) -> bool:
+        """Whether the library records the very Python that runs now."""
+        return False
+
+    def keep(self, op: Any) -> Any:
+        """What an op keeps for the recorder of its calls: made once, handed back as ``op.kept[name]``."""
+        return None
+
+    def record(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an op call under :meth:`recording`."""
+        raise NotImplementedError
+
+    def recorded_op(self, make: Callable[..., Any], *args: Any) -> Any:
+        """The op ``make(*args)``, asked for under :meth:`recording_python`."""
+        raise NotImplementedError
+
+    def casting(self) -> bool:
+        """Whether the library casts the arguments of some ops."""
+        return False
+
+    def cast(self, spec: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments under :meth:`casting`."""
+        return args, kwargs
+
+
+@functools.cache
+def frameworks() -> Mapping[str, Framework]:
+    """Every framework by name, the host's first."""
+    modules = [
+        importlib.import_module(f"{WINGS}.{m.name}")
+        for m in pkgutil.iter_modules(importlib.import_module(WINGS).__path__)
+    ]
+    found = sorted((m.FRAMEWORK for m in modules), key=lambda f: (not f.host_only, f.immutable, f.name))
+    return MappingProxyType({f.name: f for f in found})
+
+
+def host_framework() -> Framework:
+    """The framework whose arrays the oracle takes."""
+    return next(f for f in frameworks().values() if f.host_only)
+
+
+BY_TYPE: dict[type, Framework] = {}
+"""Type of an array -> its framework, of the types seen so far."""
+
+
+def framework_of(op: str, name: str, array: Any) -> Framework:
+    """The framework that ``array`` belongs to; SpecError where it is not an array."""
+    found = BY_TYPE.get(type(array))
+    if found is None:
+        found = _find_framework(op, name, array)
+        found.load()
+        BY_TYPE[type(array)] = found
+    return found
+
+
+def _find_framework(op: str, name: str, array: Any) -> Framework:
+    for framework in frameworks().values():
+        if framework.is_array(array):
+            return framework
+    kind = type(array)
+    what = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    *some, last = frameworks().values()
+    titles = f"{', '.join(f.title for f in some)} or {last.title}"
+    wrapped = f"{', '.join(f'{f.wrapper}({name})' for f in some)} or {last.wrapper}({name})"
+    raise SpecError(f"{op}: {name} has type {what}; expected a {titles} array: wrap it with {wrapped}")
+
+
+def convert(array: Any, src: Framework, dst: Framework, device: Any = None, copy: bool = False) -> Any:
+    """``array`` of ``src`` as one of ``dst``, zero-copy where both can see the memory unless ``copy`` asks for memory of its own.
+
+    ``device`` (dst's own): where the result must live; None: where it is. An array that shares an immutable one's memory must not be written to.
+    """
+    if src is dst:
+        return array
+    if not (src.host_only or dst.host_only) and src.target(src.device(array)).platform in ("cuda", "rocm"):
+        return dst.from_dlpack(src.for_dlpack(array, copy))
+    host = src.to_numpy(array)
+    return dst.from_numpy(np.array(host, order="C") if copy else host, device)
+
+
+def load_library(module: str, extra: str) -> Any:
+    """Import an array library; UnavailableError says how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as e:
+        raise UnavailableError(
+            f"{module} cannot be imported ({e}); install it with: pip install 'portakern[{extra}]'"
+        ) from e

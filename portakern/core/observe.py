@@ -1,0 +1,57 @@
+"""Who looks on while ops are served."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from portakern.core.call import Call
+
+__all__ = ["Served", "observe", "observed", "say", "tell"]
+
+log = logging.getLogger("portakern")
+_said: set[str] = set()
+_observers: list[Callable[[Served], None]] = []
+
+
+@dataclass(frozen=True)
+class Served:
+    """One finished op call, as :func:`observe` hands it out: the caller's ``call``, who served it, its outputs (None where unwanted)."""
+
+    call: Call
+    backend: str
+    variant: str
+    interpret: bool
+    tiling: Mapping[str, int]
+    outputs: tuple[Any, ...]
+
+
+@contextmanager
+def observe(callback: Callable[[Served], None]) -> Iterator[None]:
+    """While inside, ``callback`` sees every op call after it was served, and those of functions that ``jax.jit`` compiles while inside, as NumPy arrays, when they run."""
+    _observers.append(callback)
+    try:
+        yield
+    finally:
+        _observers.remove(callback)
+
+
+def observed() -> bool:
+    """Whether anybody observes."""
+    return bool(_observers)
+
+
+def tell(served: Served) -> None:
+    """Show the observers a call."""
+    for callback in _observers:
+        callback(served)
+
+
+def say(text: str, level: int = logging.WARNING) -> None:
+    """Log a line, once in a process."""
+    if text not in _said:
+        _said.add(text)
+        log.log(level, text)

@@ -1,0 +1,194 @@
+"""Which ops exist and which backends exist. Everything is found by name and loaded on first use."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import pkgutil
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
+from typing import Any
+
+from portakern.core.backend import Backend
+from portakern.errors import SpecError, UnavailableError
+from portakern.spec import Spec
+
+__all__ = [
+    "backend",
+    "backends",
+    "find_spec",
+    "forward_of",
+    "has_name",
+    "importable",
+    "ops",
+    "oracle_backend",
+    "register",
+]
+
+log = logging.getLogger("portakern")
+
+SPECS = "portakern.specs"  # the package of portakern's own specs, and the entry-point group of everybody else's
+BACKENDS_GROUP = "portakern.backends"
+
+
+def _source(entry: EntryPoint) -> str:
+    """Where an entry point comes from, in words."""
+    dist = getattr(entry, "dist", None)
+    return f"{entry.value} ({dist.name} {dist.version})" if dist else entry.value
+
+
+def _ours(entry: EntryPoint) -> bool:
+    dist = getattr(entry, "dist", None)
+    return dist is not None and dist.name == "portakern"
+
+
+_registered: dict[str, Backend] = {}
+
+
+@functools.cache
+def _installed() -> Mapping[str, Backend]:
+    """Backends from the ``portakern.backends`` entry-point group, portakern's own first; one broken plug-in must not take the others down, nor vanish unseen."""
+    found: dict[str, Backend] = {}
+    sources: dict[str, str] = {}
+    for entry in sorted(entry_points(group=BACKENDS_GROUP), key=lambda e: (not _ours(e), e.name)):
+        if entry.name in found:
+            raise SpecError(
+                f"backend {entry.name!r} comes from two places: {sources[entry.name]} and {_source(entry)}; uninstall one, or rename its entry point"
+            )
+        try:
+            b = entry.load()
+            _check_backend(entry, b, found)
+        except Exception as e:
+            log.warning("portakern: backend %r (%s) cannot be loaded and is left out: %s", entry.name, entry.value, e)
+            continue
+        b.auto = _ours(entry)
+        found[entry.name], sources[entry.name] = b, _source(entry)
+    if not found:
+        raise UnavailableError(
+            "no backend is registered: portakern must be installed (pip install -e . in a checkout) so that its entry points exist"
+        )
+    return MappingProxyType(found)
+
+
+def _check_backend(entry: EntryPoint, b: Any, known: Mapping[str, Backend]) -> None:
+    if not isinstance(b, Backend):
+        raise SpecError(f"it is a {type(b).__name__}; expected a portakern.Backend")
+    if b.name != entry.name:
+        raise SpecError(f"its entry point is called {entry.name!r} and its name is {b.name!r}; make them equal")
+    _check_oracle(b, known)
+
+
+def _check_oracle(b: Backend, known: Mapping[str, Backend]) -> None:
+    first = next((o.name for o in known.values() if o.oracle), None)
+    if b.oracle and first:
+        raise SpecError(
+            f"backend {b.name!r} says oracle=True, and {first!r} is the oracle; register its ops there: @pk.backends()[{first!r}].implements(...)"
+        )
+
+
+def backends() -> Mapping[str, Backend]:
+    """Every backend by name: installed ones (the ``portakern.backends`` entry-point group), then those registered in this process."""
+    return MappingProxyType({**_installed(), **_registered})
+
+
+def register(b: Backend) -> Backend:
+    """Make a backend known by its name in this process. Calls that name no backend are served as before.
+
+    Raises:
+      SpecError: the name is taken, or it claims to be a second oracle.
+    """
+    if not isinstance(b, Backend):
+        raise SpecError(f"register() got a {type(b).__name__}; expected a portakern.Backend")
+    known = backends()
+    if b.name in known:
+        raise SpecError(
+            f"backend name {b.name!r} is taken; choose another, or pass the Backend object itself as backend=, which needs no registration"
+        )
+    _check_oracle(b, known)
+    _registered[b.name] = b
+    return b
+
+
+def backend(name: str | Backend) -> Backend:
+    """A backend by name, or one that nobody registered as itself; SpecError lists the known names."""
+    if isinstance(name, Backend):
+        return name
+    known = backends()
+    if not isinstance(name, str) or name not in known:
+        raise SpecError(f"backend {name!r} is unknown; expected one of {', '.join(known)}, or a Backend object")
+    return known[name]
+
+
+def oracle_backend() -> Backend:
+    """The backend that every other is held to."""
+    return next(b for b in backends().values() if b.oracle)
+
+
+def has_name(spec: Spec[Any]) -> bool:
+    """Whether ``find_spec`` gives this spec for its name."""
+    return spec.name in ops() and find_spec(spec.name) is spec
+
+
+def importable(spec: Spec[Any], b: Backend) -> bool:
+    """Whether another process finds both by name."""
+    return _installed().get(b.name) is b and has_name(spec)
+
+
+@functools.cache
+def _spec_sources() -> Mapping[str, list[EntryPoint | str]]:
+    """Op name -> where it is declared: a module of portakern's, or entry points of the ``portakern.specs`` group. More than one is a clash."""
+    found: dict[str, list[EntryPoint | str]] = {}
+    for module in pkgutil.iter_modules(importlib.import_module(SPECS).__path__):
+        if not module.name.startswith("_"):
+            found[module.name] = [f"{SPECS}.{module.name}"]
+    for entry in sorted(entry_points(group=SPECS), key=lambda e: (e.name, e.value)):
+        found.setdefault(entry.name, []).append(entry)
+    return MappingProxyType(found)
+
+
+@functools.cache
+def ops() -> tuple[str, ...]:
+    """The names of all declared ops, portakern's own and those of the ``portakern.specs`` entry-point group, without importing their specs."""
+    return tuple(sorted(_spec_sources()))
+
+
+@functools.cache
+def find_spec(op: str) -> Spec[Any]:
+    """An op's spec by name.
+
+    Raises:
+      SpecError: the name is unknown, comes from two places, or leads to something that is no spec of that name.
+      UnavailableError: the package that declares it cannot be imported.
+    """
+    sources = _spec_sources().get(op)
+    if sources is None:
+        raise SpecError(f"op {op!r} is unknown; expected one of {', '.join(ops())}, or a spec")
+    named = [s if isinstance(s, str) else _source(s) for s in sources]
+    if len(sources) > 1:
+        raise SpecError(
+            f"op {op!r} comes from {len(sources)} places: {' and '.join(named)}; uninstall one, or rename its entry point"
+        )
+    source = sources[0]
+    try:
+        found = getattr(importlib.import_module(source), op) if isinstance(source, str) else source.load()
+    except (ImportError, AttributeError) as e:
+        raise UnavailableError(f"op {op!r} cannot be loaded from {named[0]}: {e}") from e
+    if not isinstance(found, Spec) or found.name != op:
+        what = f"the spec of {found.name!r}" if isinstance(found, Spec) else f"a {type(found).__name__}"
+        raise SpecError(f"op {op!r} leads to {what} in {named[0]}; expected a spec whose function is called {op!r}")
+    return found
+
+
+@functools.cache
+def forward_of(vjp: Spec[Any]) -> Spec[Any] | None:
+    """The op whose gradients ``vjp`` computes, among the declared ones; None where there is none."""
+    for name in ops():
+        try:
+            found = find_spec(name)
+        except (SpecError, UnavailableError):  # somebody's broken plug-in: it is told of when it is asked for
+            continue
+        if found.vjp == vjp.name:
+            return found
+    return None

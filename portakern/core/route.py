@@ -1,0 +1,206 @@
+"""From a bound call to the implementation that serves it, and the tiling that it runs with. Nothing falls back in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from portakern.core import registry
+from portakern.core.backend import Backend, Implementation
+from portakern.core.call import Call
+from portakern.core.framework import Framework, convert, frameworks
+from portakern.core.observe import say
+from portakern.core.targets import HOST, Target
+from portakern.errors import SpecError, UnsupportedError
+from portakern.spec import Spec
+from portakern.spec.options import shown
+
+__all__ = ["Choice", "Route", "choose", "find_routes", "pick", "resolve_tiling", "routes", "to_framework", "why_not"]
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """Where calls of one framework and device may go: a variant of the op on the backend that serves them."""
+
+    impl: Implementation
+    interpret: bool
+    target: Target
+    framework: Framework
+    """The implementation's."""
+
+
+@dataclass(eq=False)
+class Choice:
+    """Who must serve an op's calls, as its maker named it; None where the arrays choose.
+
+    Attributes:
+      backend, variant: the backend, and which of its variants of the op. tiling: overrides of the tiling.
+      found: what was found for calls of a spec, a framework and a device; gradients: the choice for the op of the gradients, by device.
+    """
+
+    backend: Backend | None = None
+    variant: str | None = None
+    tiling: dict[str, int] = field(default_factory=dict)
+    found: dict[tuple[Spec[Any], Framework, Any], tuple[Route, ...]] = field(default_factory=dict, repr=False)
+    gradients: dict[Any, Choice] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, spec: Spec[Any], backend: str | Backend | None, variant: str | None, tiling: Any) -> Choice:
+        """What the maker of an op named, checked: SpecError for an unknown backend, variant or tile."""
+        b = None if backend is None else registry.backend(backend)
+        if variant is not None:
+            if b is None:
+                raise SpecError(f"{spec.name}: variant is {shown(variant)} and no backend is named; pass backend= too")
+            b.check_variant(variant)
+        return cls(b, variant, _checked_tiling(spec, tiling or {}, b))
+
+
+def _checked_tiling(spec: Spec[Any], tiling: Any, backend: Backend | None) -> dict[str, int]:
+    """Python integers by name; of a backend's knobs names and values are checked when the implementation is known."""
+    if not isinstance(tiling, Mapping):
+        example = f"{{{next(iter(spec.tiling), 'name')!r}: 128}}"
+        raise SpecError(f"{spec.name}: tiling is {shown(tiling)}; expected a dict from tile name to extent: {example}")
+    found = {n: int(v) if hasattr(v, "__index__") and not isinstance(v, bool) else v for n, v in tiling.items()}
+    for name, value in found.items():
+        if name not in spec.tiling and backend is None:
+            raise SpecError(
+                f"{spec.name}: tiling has no {name!r}; expected one of {', '.join(spec.tiling)} "
+                "(launch knobs need backend=)"
+            )
+        if name in spec.tiling and value not in spec.tiling[name]:
+            values = ", ".join(map(str, spec.tiling[name].values))
+            raise SpecError(
+                f"{spec.name}: tiling[{name!r}] is {shown(value)}; "
+                f"expected one of {values}: leave it out for the default"
+            )
+    return found
+
+
+def routes(call: Call, choice: Choice) -> tuple[Route, ...] | None:
+    """Who may serve calls like this one, most particular first; None while their arrays have no device."""
+    known = choice.found.get((call.spec, call.framework, call.device))
+    if known is not None:
+        return known
+    target = call.framework.target(call.device)
+    if target.platform == "traced":
+        return None
+    backend = choice.backend or choose(call.spec, call.framework, target)
+    found = find_routes(backend, call, target, choice.variant)
+    announce(found[0])
+    choice.found[call.spec, call.framework, call.device] = found
+    return found
+
+
+def choose(spec: Spec[Any], framework: Framework, target: Target) -> Backend:
+    """The backend that serves a framework's arrays on a target when none was named; UnsupportedError lists why none does."""
+    known = registry.backends().values()
+    for b in known:
+        compiled = target.platform in b.compiled_platforms()
+        if b.auto and b.framework == framework.name and compiled and not b.oracle:
+            return b
+    if target.platform == "cpu":
+        return registry.oracle_backend()
+    reasons = [f"{b.name}: {why_not(b, spec, target)}" for b in known if not b.oracle and why_not(b, spec, target)]
+    serving = [f"backend={b.name!r}" for b in known if why_not(b, spec, target) is None]
+    raise UnsupportedError(
+        f"{spec.name}: no backend serves {framework.name} arrays on {target} by itself. {'; '.join(reasons)}. "
+        f"These serve it when named: {', '.join(serving) or 'none'}"
+    )
+
+
+def why_not(b: Backend, spec: Spec[Any], target: Target, variant: str | None = None) -> str | None:
+    """None if ``b`` can serve ``spec`` on ``target``, else the reason."""
+    missing = b.unavailable()
+    if missing:
+        return missing
+    homes = b.families_for(target, variant)
+    if not homes:
+        if variant is not None and b.families_for(target):
+            return f"its variant {variant!r} is not for {target}"
+        also = ", interprets on cpu" if b.can_interpret() else ""
+        platforms = " and ".join(b.compiled_platforms())
+        return f"it compiles for {platforms}{also}, and has nothing for {target.platform} yet"
+    if any(b.where(spec.name, family) for family, _ in homes):
+        return None
+    packages = ", ".join(family.package for family, _ in homes if family.package)
+    return f"it has no {spec.name}" + (f" in {packages}" if packages else "")
+
+
+def find_routes(b: Backend, call: Call, target: Target, variant: str | None = None) -> tuple[Route, ...]:
+    """The variants of ``call`` on ``b``, most particular first, or the error that says why there is none."""
+    b.check_available()
+    found: list[Route] = []
+    for family, interpret in b.families_for(target, variant):
+        impl = b.implementation(call.spec.name, family)
+        if impl is not None:
+            found.append(Route(impl, interpret, target, frameworks()[b.framework]))
+    if not found:
+        reason = why_not(b, call.spec, target, variant) or "it has none"
+        others = [o.name for o in registry.backends().values() if o is not b and why_not(o, call.spec, target) is None]
+        raise UnsupportedError(
+            f"{call.spec.name} on {target}: backend {b.name!r} cannot: {reason}. "
+            f"Backends that can: {', '.join(others) or 'none'}"
+        )
+    return tuple(found)
+
+
+def pick(candidates: tuple[Route, ...], call: Call, user: Mapping[str, int]) -> tuple[Route, Mapping[str, int]]:
+    """The first candidate that takes the call, and its tiling; UnsupportedError with every reason where none does."""
+    if len(candidates) == 1:
+        return candidates[0], resolve_tiling(candidates[0].impl, call, user)
+    reasons = []
+    for route in candidates:
+        try:
+            return route, resolve_tiling(route.impl, call, user)
+        except (UnsupportedError, SpecError) as e:
+            reasons.append(e)
+    if all(isinstance(e, SpecError) for e in reasons):  # a tile that no variant has
+        raise reasons[-1]
+    told = "; ".join(
+        f"{route.impl.family.name}: {str(e).partition('cannot: ')[2] or e}"
+        for route, e in zip(candidates, reasons, strict=True)
+    )
+    name = candidates[0].impl.backend.name
+    raise UnsupportedError(f"{call!r} on {call.target}: backend {name!r} cannot: {told}")
+
+
+def resolve_tiling(impl: Implementation, call: Call, user: Mapping[str, int]) -> Mapping[str, int]:
+    """The default tiling under the user's, checked; UnsupportedError where the implementation cannot serve the call with it."""
+    tiling = impl.tiling(call)
+    if user:
+        for name, value in user.items():
+            if name not in tiling:
+                names = ", ".join(tiling) or "(none: it has no tiles)"
+                raise SpecError(
+                    f"{call.spec.name}: tiling has no {name!r} on {impl.backend.name}; expected one of {names}"
+                )
+            if name in impl.knobs and value not in impl.knobs[name]:
+                values = ", ".join(map(str, impl.knobs[name].values))
+                raise SpecError(
+                    f"{call.spec.name}: tiling[{name!r}] is {shown(value)}; "
+                    f"expected one of {values}: leave it out for the default"
+                )
+        tiling = {**tiling, **user}
+    reason = impl.supports(call, tiling)
+    if reason:
+        raise UnsupportedError(f"{call!r} on {call.target}: backend {impl.backend.name!r} cannot: {reason}")
+    return tiling
+
+
+def to_framework(call: Call, framework: Framework) -> Call:
+    """The same call with its arrays in another framework."""
+    arrays = {n: a if a is None else convert(a, call.framework, framework) for n, a in call.arrays.items()}
+    device = framework.device(next(iter(arrays.values())))
+    return call.replace(arrays=arrays, framework=framework, device=device)
+
+
+def announce(route: Route) -> None:
+    """Say once that a slow path was taken."""
+    b = route.impl.backend
+    if route.interpret:
+        say(f"portakern: {b.name} runs in its interpreter on CPU arrays: exact semantics, slow")
+    elif b.oracle and route.target != HOST:
+        say(f"portakern: {b.name} copies arrays from {route.target} to the host: it is the float64 oracle, and slow")
+    elif b.oracle:
+        say(f"portakern: CPU arrays are served by {b.name}, the float64 oracle: right, and slow")

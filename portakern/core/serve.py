@@ -1,0 +1,56 @@
+"""Run a bound call on the implementation that its arrays, or its caller, chose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from portakern.core.call import Call
+from portakern.core.framework import Framework, convert
+from portakern.core.observe import Served, observed, tell
+from portakern.core.oracle import degenerate_outputs, rounded_oracle
+from portakern.core.route import Choice, Route, pick, resolve_tiling, routes, to_framework
+
+__all__ = ["call_through", "serve"]
+
+
+def call_through(call: Call, choice: Choice) -> tuple[Any, ...]:
+    """Every output of a bound call in the spec's order, None for an unwanted one: run, or seen by whoever watches or traces the caller's arrays."""
+    watched = call.framework.check(call)
+    candidates = choice.found.get((call.spec, call.framework, call.device)) or routes(call, choice)
+    if candidates is None:
+        return call.framework.trace(call, choice)
+    if watched:
+        return call.framework.differentiate(call, choice)
+    return serve(call, candidates, choice.tiling)
+
+
+def serve(call: Call, candidates: tuple[Route, ...], user: Mapping[str, int]) -> tuple[Any, ...]:
+    """Run a checked call: every output in the spec's order, None for an unwanted one. ``user``: tiles that the caller named."""
+    route = candidates[0]  # all are of one backend, and run on one target
+    framework = route.framework
+    call.target, call.interpret = route.target, route.interpret
+    tiling: Mapping[str, int] = {}
+    if call.degenerate:
+        outputs = degenerate_outputs(call)
+    elif route.impl.backend.oracle:
+        tiling = resolve_tiling(route.impl, call, user)
+        outputs = _outputs_back(call, framework, rounded_oracle(call), copy=False)
+    elif framework is call.framework:
+        route, tiling = pick(candidates, call, user)
+        outputs = framework.run(route.impl, call, tiling)
+    else:
+        inner = to_framework(call, framework)
+        route, tiling = pick(candidates, inner, user)
+        outputs = framework.run(route.impl, inner, tiling)
+        # no immutable array may share memory that a kernel keeps (a workspace) or that somebody may write to
+        outputs = _outputs_back(call, framework, outputs, copy=call.framework.immutable or framework.immutable)
+    if observed():
+        impl = route.impl
+        tell(Served(call, impl.backend.name, impl.family.name, route.interpret, dict(tiling), outputs))
+    return outputs
+
+
+def _outputs_back(call: Call, framework: Framework, outputs: tuple[Any, ...], copy: bool) -> tuple[Any, ...]:
+    """Outputs as the caller's arrays."""
+    return tuple(None if o is None else convert(o, framework, call.framework, call.device, copy) for o in outputs)

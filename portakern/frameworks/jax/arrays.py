@@ -1,0 +1,115 @@
+"""JAX arrays. Nothing here imports jax until an array of its has been seen or asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portakern.core.framework import Framework, load_library
+from portakern.core.targets import Target
+from portakern.errors import SpecError, UnsupportedError
+from portakern.spec.dtypes import numpy_dtype
+
+if TYPE_CHECKING:
+    from portakern.core.backend import Implementation
+    from portakern.core.call import Call
+    from portakern.core.route import Choice
+
+__all__ = ["Jax"]
+
+
+class Jax(Framework):
+    name, title, wrapper = "jax", "JAX", "jax.numpy.asarray"
+    immutable = True
+
+    @staticmethod
+    def device(array: Any) -> Any:
+        jax = sys.modules["jax"]
+        if isinstance(array, (jax.core.Tracer, jax.ShapeDtypeStruct)):  # its device is chosen at lowering
+            return None
+        devices = array.sharding.device_set
+        return next(iter(devices)) if len(devices) == 1 else frozenset(devices)
+
+    def load(self) -> Any:
+        return load_library("jax", "pallas")
+
+    def is_array(self, value: Any) -> bool:
+        jax = sys.modules.get("jax")
+        return jax is not None and isinstance(value, (jax.Array, jax.ShapeDtypeStruct))
+
+    def target(self, device: Any) -> Target:
+        if device is None:
+            return Target("traced")
+        if not hasattr(device, "platform"):
+            n = len(device)
+            raise UnsupportedError(
+                f"the arrays are sharded over {n} devices; portakern runs on one: call it inside jax.shard_map, or gather with jax.device_put(x, device)"
+            )
+        if device.platform == "gpu":
+            rocm = "rocm" in device.client.platform_version.lower()
+            return (
+                Target("rocm", "")
+                if rocm
+                else Target("cuda", "sm_" + str(getattr(device, "compute_capability", "")).replace(".", ""))
+            )
+        if device.platform == "tpu":
+            return Target("tpu", device.device_kind.lower().removeprefix("tpu").strip().replace(" lite", "e"))
+        return Target(device.platform)
+
+    def abstract(self, shape: tuple[int, ...], dtype: str, strides: Sequence[int] | None = None) -> Any:
+        return self.load().ShapeDtypeStruct(shape, numpy_dtype(dtype))
+
+    def devices(self) -> list[Any]:
+        jax = self.load()
+        return list(dict.fromkeys([*jax.local_devices(), *jax.local_devices(backend="cpu")]))
+
+    def check(self, call: Call) -> bool:
+        for name, array in call.arrays.items():
+            if array is not None and call.device is not None and array.is_deleted():
+                raise SpecError(
+                    f"{call.spec.name}: {name} was deleted, or donated to another computation; pass an array that still has its values"
+                )
+        return False
+
+    def to_numpy(self, array: Any) -> np.ndarray:
+        return np.asarray(array)
+
+    def from_numpy(self, array: np.ndarray, device: Any) -> Any:
+        jax = self.load()
+        if array.dtype.itemsize == 8 and not jax.config.jax_enable_x64:
+            if array.dtype.kind == "f":
+                raise UnsupportedError(
+                    "JAX would narrow this float64 array to float32; cast it first, or enable jax_enable_x64"
+                )
+            if array.size and (array.min() < -(2**31) or array.max() >= 2**31):
+                raise UnsupportedError(
+                    "JAX would wrap this int64 array to int32 and its values do not fit; enable jax_enable_x64, or use smaller ids"
+                )
+        return jax.device_put(array, device if device is not None else jax.local_devices(backend="cpu")[0])
+
+    def for_dlpack(self, array: Any, copy: bool) -> Any:
+        return self.load().numpy.array(array, copy=True) if copy else array
+
+    def from_dlpack(self, array: Any) -> Any:
+        return self.load().dlpack.from_dlpack(array)
+
+    def accelerator_names(self) -> list[str]:
+        if not importlib.util.find_spec("jax"):
+            return []
+        return [d.device_kind for d in self.load().local_devices() if d.platform != "cpu"]
+
+    # --- calls are jitted where arrays are here, and staged where they are not ---
+
+    def run(self, impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+        from portakern.frameworks.jax import tracing
+
+        return tracing.run(impl, call, tiling)
+
+    def trace(self, call: Call, choice: Choice) -> tuple[Any, ...]:
+        from portakern.frameworks.jax import tracing
+
+        return tracing.trace(call, choice)

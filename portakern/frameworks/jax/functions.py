@@ -1,0 +1,137 @@
+"""Drop-in twins of JAX's own functions on portakern ops: the same arguments, the same semantics where JAX's differ from the ops'."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from portakern.api import op
+from portakern.errors import SpecError
+
+__all__ = ["dot_product_attention"]
+
+
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> Any:
+    """``jax.nn.dot_product_attention`` on the attention op.
+
+    Causal masks and windows are aligned at the top left: query i stands beside key i. A row that may see no key is the mean of all values, and zeros where the
+    query lies beyond ``query_seq_lengths``. (A row hidden by a bias of -inf is the mean too, where JAX's XLA path gives NaN.)
+
+    Args:
+      query: (B, T, N, H) or (T, N, H); key, value: (B, S, K, H) or (S, K, H), where K divides N.
+      bias: added to the scaled logits; mask: bool, True where a pair takes part. Both of 4 axes (3 without B), broadcastable to (B, N, T, S).
+      scale: of the logits; None: 1/sqrt(H).
+      query_seq_lengths, key_value_seq_lengths: (B,) integers.
+      local_window_size: (left, right) keys that a query sees beside its own, or one number for both.
+      implementation: the name of a portakern backend (JAX's names its own: xla, cudnn); None: chosen from the arrays.
+      return_residual: also return the log-sum-exp, (B, T, N) in key's dtype, through which no gradient flows.
+
+    Returns:
+      The query's shape with value's last axis; with return_residual a pair.
+
+    Raises:
+      SpecError: shapes or dtypes that do not agree. UnsupportedError: the backend cannot.
+    """
+    if jnp.ndim(query) == 3:
+        lone = [None if a is None else jnp.asarray(a)[None] for a in (query, key, value, bias, mask)]
+        out = dot_product_attention(*lone, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
+                                    local_window_size=local_window_size, implementation=implementation, return_residual=return_residual)  # fmt: skip
+        return jax.tree.map(lambda x: x[0], out)
+    query, key, value = map(jnp.asarray, (query, key, value))
+    attention = op("attention", backend=implementation)
+    if query.ndim != 4 or key.ndim != 4:
+        attention.bind(query, key, value)  # says what is wrong
+    (batch, t, heads, _), s = query.shape, key.shape[1]
+    bias = _additive(bias, mask, query.dtype, (batch, heads, t, s))
+    left, right = _window(local_window_size, is_causal)
+    rows = t if left is None else min(t, s + left)  # later queries are past every key that their window reaches
+    columns = s if right is None else min(s, rows + right)  # later keys are past every query's
+    segments = _segments(batch, (t, query_seq_lengths), (s, key_value_seq_lengths))
+    hidden = bias is not None or segments is not None or left is not None
+    delta = rows - columns  # the op aligns at the bottom right
+    window = (
+        None
+        if left is None and right is None
+        else (None if left is None else left - delta, None if right is None else right + delta)
+    )
+    ids = () if segments is None else (segments[0][:, :rows], segments[1][:, :columns])
+    out = attention(
+        query[:, :rows], key[:, :columns], value[:, :columns], None if bias is None else bias[:, :, :rows, :columns], *ids,
+        scale=scale, window=window, return_lse=hidden or return_residual,
+    )  # fmt: skip
+    if not (hidden or return_residual):
+        return out
+    o = jnp.pad(out.o, ((0, 0), (0, t - rows), (0, 0), (0, 0)))
+    lse = jnp.pad(jnp.swapaxes(out.lse, 1, 2), ((0, 0), (0, t - rows), (0, 0)), constant_values=-jnp.inf)
+    blind = jnp.isneginf(lse)
+    if hidden and s:
+        mean = jnp.repeat(
+            jnp.mean(value, axis=1, keepdims=True, dtype=jnp.float32), heads // value.shape[2], axis=2
+        ).astype(o.dtype)
+        beyond = (
+            False
+            if query_seq_lengths is None
+            else (jnp.arange(t) >= jnp.asarray(query_seq_lengths)[:, None])[:, :, None, None]
+        )
+        o = jnp.where(blind[..., None] & jnp.logical_not(beyond), mean, o)
+    if not return_residual:
+        return o
+    lowest = -0.7 * float(jnp.finfo(jnp.float32).max) + math.log(max(s, 1))
+    return o, jax.lax.stop_gradient(jnp.where(blind, lowest, lse).astype(key.dtype))
+
+
+def _additive(bias: Any, mask: Any, dtype: Any, full: tuple[int, ...]) -> Any:
+    """bias and mask as one array to add, whose last axis is whole; None where there is neither."""
+    for name, array in (("bias", bias), ("mask", mask)):
+        if array is not None and (
+            jnp.ndim(array) != 4 or any(n not in (1, m) for n, m in zip(jnp.shape(array), full, strict=True))
+        ):
+            raise SpecError(
+                f"dot_product_attention: {name} has shape {jnp.shape(array)}; expected 4 axes that broadcast to (B, N, T, S) = {full}"
+            )
+    if bias is not None:
+        bias = jnp.asarray(bias)
+        bias = bias if bias.dtype in (dtype, jnp.float32) else bias.astype(jnp.float32)
+    if mask is not None:
+        mask = jnp.asarray(mask)
+        if mask.dtype != bool:
+            raise SpecError(
+                f"dot_product_attention: mask is {mask.dtype}; expected bool: pass an additive mask as bias"
+            )
+        bias = jnp.where(mask, jnp.zeros((), dtype) if bias is None else bias, -jnp.inf)
+    return None if bias is None else jnp.broadcast_to(bias, (*bias.shape[:3], full[3]))
+
+
+def _window(size: Any, is_causal: bool) -> tuple[int | None, int | None]:
+    left, right = (None, None) if size is None else (size, size) if isinstance(size, int) else size
+    return left, (0 if is_causal else right)
+
+
+def _segments(batch: int, query: tuple[int, Any], key: tuple[int, Any]) -> tuple[jax.Array, jax.Array] | None:
+    """Sequence lengths as segment ids: 0 within, and beyond what the other side does not have."""
+    if query[1] is None and key[1] is None:
+        return None
+
+    def ids(length: int, lengths: Any, beyond: int) -> jax.Array:
+        if lengths is None:
+            return jnp.zeros((batch, length), jnp.int32)
+        return jnp.where(jnp.arange(length) < jnp.asarray(lengths)[:, None], 0, beyond).astype(jnp.int32)
+
+    return ids(*query, 1), ids(*key, 2)

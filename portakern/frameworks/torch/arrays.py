@@ -1,0 +1,198 @@
+"""PyTorch tensors. Nothing here imports torch until a tensor has been seen or asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from portakern.core.framework import DTYPE_NAME, Framework, load_library
+from portakern.core.targets import Target
+from portakern.errors import SpecError, UnsupportedError
+from portakern.frameworks.torch import staging
+from portakern.spec.dtypes import NUMPY_DTYPES
+
+if TYPE_CHECKING:
+    from portakern.core.call import Call
+    from portakern.core.route import Choice
+
+__all__ = ["Torch"]
+
+
+class Torch(Framework):
+    name, title, wrapper = "torch", "PyTorch", "torch.tensor"
+    records = True
+    device = staticmethod(lambda array: array.device)
+
+    def load(self) -> Any:
+        torch = load_library("torch", "triton")
+        DTYPE_NAME.update({getattr(torch, n): n for n in NUMPY_DTYPES})
+        return torch
+
+    def is_array(self, value: Any) -> bool:
+        torch = sys.modules.get("torch")
+        return torch is not None and isinstance(value, torch.Tensor)
+
+    def target(self, device: Any) -> Target:
+        torch = sys.modules["torch"]
+        if device.type == "cuda":
+            if torch.version.hip:
+                return Target("rocm", torch.cuda.get_device_properties(device).gcnArchName.split(":")[0])
+            return Target("cuda", "sm_{}{}".format(*torch.cuda.get_device_capability(device)))
+        return Target(device.type)
+
+    def devices(self) -> list[Any]:
+        torch = self.load()
+        return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] + [torch.device("cpu")]
+
+    @contextmanager
+    def poisoned(self) -> Iterator[None]:
+        torch = self.load()
+        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(
+            True, warn_only=True
+        )  # torch.empty then fills with NaN (torch.utils.deterministic.fill_uninitialized_memory)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+    def contiguous(self, array: Any) -> bool:
+        return bool(array.is_contiguous())
+
+    def strides(self, array: Any) -> list[int]:
+        return list(array.stride())
+
+    def abstract(self, shape: tuple[int, ...], dtype: str, strides: Sequence[int] | None = None) -> Any:
+        torch = self.load()
+        kind = getattr(torch, dtype)
+        return (
+            torch.empty(shape, dtype=kind, device="meta")
+            if strides is None
+            else torch.empty_strided(shape, strides, dtype=kind, device="meta")
+        )
+
+    def check(self, call: Call) -> bool:
+        torch = sys.modules["torch"]
+        name = call.spec.arrays[0].name
+        if call.arrays[name].is_meta:
+            raise SpecError(
+                f"{call.spec.name}: {name} is on meta, where there are no values; expected one on a device: torch.empty_like({name}, device='cpu')"
+            )
+        plain, strided, functorch = torch.Tensor, torch.strided, torch._C._functorch
+        inside_func = functorch.peek_interpreter_stack() is not None
+        grad, dual = torch.is_grad_enabled(), torch.autograd.forward_ad._current_level >= 0
+        watched = False
+        for name, array in call.arrays.items():
+            if array is None:
+                continue
+            if (grad and array.requires_grad) or (
+                dual and torch.autograd.forward_ad.unpack_dual(array).tangent is not None
+            ):
+                watched = True
+            if array.layout is not strided:
+                raise SpecError(
+                    f"{call.spec.name}: {name} has layout {array.layout}; expected a strided tensor: pass {name}.to_dense()"
+                )
+            if array.is_neg():
+                raise SpecError(f"{call.spec.name}: {name} is a lazily negated view; pass {name}.resolve_neg()")
+            if inside_func and functorch.is_functorch_wrapped_tensor(array):
+                watched = True
+            if type(array) is not plain and type(array).__torch_dispatch__ is not plain.__torch_dispatch__:
+                raise UnsupportedError(
+                    f"{call.spec.name}: {name} is a {type(array).__name__}, which has no memory of its own; pass a plain torch.Tensor"
+                )
+        return watched
+
+    def to_numpy(self, array: Any) -> np.ndarray:
+        torch = sys.modules["torch"]
+        host = array.detach().cpu()
+        if host.dtype == torch.bfloat16:
+            return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        return host.numpy()
+
+    def from_numpy(self, array: np.ndarray, device: Any) -> Any:
+        torch = self.load()
+        if array.dtype == ml_dtypes.bfloat16:
+            tensor = torch.from_numpy(_for_torch(array.view(np.int16))).view(torch.bfloat16)
+        else:
+            tensor = torch.from_numpy(_for_torch(array))
+        return tensor if device is None else tensor.to(device)
+
+    def strided(
+        self, memory: np.ndarray, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, device: Any
+    ) -> Any:
+        return self.from_numpy(memory, device).as_strided(shape, strides, offset)
+
+    def for_dlpack(self, array: Any, copy: bool) -> Any:
+        array = array.detach().contiguous()
+        return array.clone() if copy else array
+
+    def from_dlpack(self, array: Any) -> Any:
+        return self.load().from_dlpack(array)
+
+    def accelerator_names(self) -> list[str]:
+        if not importlib.util.find_spec("torch"):
+            return []
+        torch = self.load()
+        return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+    # --- who else sees the calls: autograd, torch.func, torch.compile, dispatch modes, autocast ---
+
+    def differentiate(self, call: Call, choice: Choice) -> tuple[Any, ...]:
+        from portakern.frameworks.torch import eager
+
+        return eager.differentiate(call, choice)
+
+    def recording(self) -> bool:
+        torch = sys.modules.get("torch")
+        return torch is not None and bool(
+            torch.compiler.is_compiling()
+            or torch._C._len_torch_dispatch_stack()
+            or torch._C._get_tracing_state() is not None
+        )
+
+    def recording_python(self) -> bool:
+        torch = sys.modules.get("torch")
+        return torch is not None and bool(torch.compiler.is_compiling())
+
+    def keep(self, op: Any) -> Any:
+        return staging.keep(op)
+
+    def record(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = op.kept["torch"].key
+        staging.stage(key, len(args), tuple(kwargs))
+        return getattr(staging.FOUND, key)(*args, **kwargs)
+
+    def recorded_op(self, make: Callable[..., Any], *args: Any) -> Any:
+        return getattr(staging.FOUND, staging.prepare(make, *args))
+
+    def casting(self) -> bool:
+        torch = sys.modules.get("torch")
+        return torch is not None and bool(torch._C._is_any_autocast_enabled())
+
+    def cast(self, spec: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        from portakern.frameworks.torch import autograd
+
+        return autograd.autocast(spec, args, kwargs)
+
+
+def _for_torch(array: np.ndarray) -> np.ndarray:
+    """The same memory in a form that torch takes without a word: it has no negative strides, and warns on read-only arrays (which no backend writes to)."""
+    if any(s < 0 for s in array.strides):
+        return array.copy()
+    return array if array.flags.writeable else np.asarray(_Writable(array))
+
+
+class _Writable:
+    """NumPy's array interface over a read-only array's memory, without the read-only flag."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._owner = array
+        face = array.__array_interface__
+        self.__array_interface__ = {**face, "data": (face["data"][0], False)}

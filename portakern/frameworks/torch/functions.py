@@ -1,0 +1,318 @@
+"""Drop-in twins of PyTorch's own functions on portakern ops: the same arguments, the same semantics where PyTorch's differ from the ops'; and a way to swap them
+into a model that calls PyTorch's.
+
+Arrays choose the backend, as for :func:`portakern.op`; ``with swapped(backend="triton")`` names one.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import types
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from portakern.api import Op, op
+from portakern.errors import SpecError, UnsupportedError
+
+__all__ = ["layer_norm", "matmul", "rms_norm", "scaled_dot_product_attention", "softmax", "swapped"]
+
+log = logging.getLogger("portakern")
+_ops: dict[tuple[str, str | None], Op] = {}
+
+
+def _op(name: str, backend: str | None) -> Op:
+    """The op, kept: to make one takes longer than to call it."""
+    return _ops.get((name, backend)) or _ops.setdefault((name, backend), op(name, backend=backend))
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """``torch.nn.functional.scaled_dot_product_attention`` on the attention op.
+
+    Args:
+      query: (..., L, E); key: (..., S, E); value: (..., S, Ev). The leading axes broadcast; the last of them is the heads.
+      attn_mask: bool, True where a pair takes part, or of query's dtype or float32, added to the scores; it broadcasts to (..., L, S).
+      dropout_p: 0; more is refused, for no kernel here draws random numbers.
+      is_causal: query i sees keys up to i (aligned at the top left).
+      scale: None is 1/sqrt(E).
+      enable_gqa: key and value may have fewer heads, which divide query's.
+      backend: who must serve it; None: chosen from the arrays.
+
+    Returns:
+      (..., L, Ev). A row that may see no key is zeros.
+
+    Raises:
+      UnsupportedError: dropout_p > 0. SpecError: shapes that do not broadcast, a mask beside is_causal.
+    """
+    name = "scaled_dot_product_attention"
+    if dropout_p > 0.0:
+        raise UnsupportedError(
+            f"{name}: dropout_p is {dropout_p}; expected 0.0: no kernel draws random numbers; pass 0.0, or dropout the output"
+        )
+    if attn_mask is not None and is_causal:
+        raise SpecError(
+            f"{name}: attn_mask and is_causal=True exclude each other; pass one, with the causal mask in attn_mask"
+        )
+    for argument, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() < 2:
+            raise SpecError(
+                f"{name}: {argument} has shape {tuple(x.shape)}; expected at least 2 axes: (..., length, head dim)"
+            )
+    lead, q, k, v = _same_lead(name, query, key, value, enable_gqa)
+    length, keys = query.shape[-2], key.shape[-2]
+    bias = None if attn_mask is None else _bias(name, attn_mask, query, lead, length, keys)
+    window = None
+    if is_causal:
+        keys = min(keys, length)  # later keys are past every query
+        k, v, window = k[:, :, :keys], v[:, :, :keys], (None, length - keys)
+    o = _op("attention", backend)(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias, window=window, scale=scale
+    )
+    return o.transpose(1, 2).reshape(*lead, length, value.shape[-1])
+
+
+def _same_lead(
+    name: str, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[tuple[int, ...], Tensor, Tensor, Tensor]:
+    """The leading axes of the result, and the three tensors as (batch, heads, length, head dim)."""
+    query_lead, leads = tuple(query.shape[:-2]), [tuple(key.shape[:-2]), tuple(value.shape[:-2])]
+    kv_heads = None
+    if enable_gqa and query_lead and all(leads):
+        heads, kv_heads = query_lead[-1], leads[0][-1]
+        if leads[1][-1] != kv_heads or kv_heads == 0 or heads % kv_heads:
+            raise SpecError(
+                f"{name}: query has {heads} heads, key {kv_heads} and value {leads[1][-1]}; expected key's and value's equal, and to divide query's"
+            )
+        leads = [(*x[:-1], heads) for x in leads]
+    try:
+        lead = tuple(torch.broadcast_shapes(query_lead, *leads))
+    except RuntimeError as e:
+        hint = "" if enable_gqa else ", or enable_gqa=True for fewer key heads"
+        raise SpecError(
+            f"{name}: the leading axes {query_lead} of query, {tuple(key.shape[:-2])} of key and {tuple(value.shape[:-2])} of value do not broadcast; make them equal{hint}"
+        ) from e
+
+    def four(x: Tensor, heads: int | None) -> Tensor:
+        outer = lead if heads is None else (*lead[:-1], heads)
+        x = x.expand(*outer, *x.shape[-2:])
+        return x.reshape(math.prod(outer[:-1]), outer[-1] if outer else 1, *x.shape[-2:])
+
+    return lead, four(query, None), four(key, kv_heads), four(value, kv_heads)
+
+
+def _bias(name: str, mask: Tensor, query: Tensor, lead: tuple[int, ...], length: int, keys: int) -> Tensor:
+    """An attention mask as (batch or 1, heads or 1, length or 1, keys) to add."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(
+            mask.logical_not(), -math.inf
+        )
+    full = (*lead, length, keys)
+    if mask.dim() > len(full) or any(
+        m not in (1, f) for m, f in zip(reversed(mask.shape), reversed(full), strict=False)
+    ):
+        raise SpecError(f"{name}: attn_mask has shape {tuple(mask.shape)}; expected one that broadcasts to {full}")
+    mask = mask.reshape((1,) * (max(len(full), 4) - mask.dim()) + tuple(mask.shape))
+    outer = mask.shape[:-3]
+    if len(full) > 4 and any(n != 1 for n in outer):
+        mask = mask.expand(*lead[:-1], *mask.shape[-3:])
+    return mask.reshape(-1, *mask.shape[-3:]).expand(-1, -1, -1, keys)
+
+
+def softmax(
+    input: Tensor,
+    dim: int | None = None,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """``torch.nn.functional.softmax`` on the softmax op: along ``dim``, after a cast to ``dtype`` where one is given.
+
+    Raises:
+      SpecError: dim None (PyTorch's implicit choice is deprecated) or out of range, a dtype that is not floating-point.
+    """
+    if dim is None:
+        raise SpecError(
+            "softmax: dim is None; expected an axis: PyTorch's implicit choice is deprecated, pass dim=-1 for the last axis"
+        )
+    x = input if dtype is None else input.to(dtype)
+    if x.dim() == 0:  # PyTorch takes a number for a row of one
+        return softmax(x.reshape(1), dim, _stacklevel, backend=backend).reshape(())
+    return _op("softmax", backend)(x, axis=dim)
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """``torch.nn.functional.layer_norm`` on the layernorm op: over the trailing axes ``normalized_shape``, which weight and bias share.
+
+    Raises:
+      SpecError: normalized_shape is not how input's shape ends, or weight or bias has another shape.
+    """
+    return _normalised("layer_norm", _op("layernorm", backend), input, normalized_shape, eps, weight=weight, bias=bias)
+
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """``torch.nn.functional.rms_norm`` on the rmsnorm op: over the trailing axes ``normalized_shape``, which weight shares.
+
+    Args:
+      eps: None is ``torch.finfo(dtype).eps`` of the dtype that PyTorch computes in: float32 for 16-bit input, input's otherwise.
+
+    Raises:
+      SpecError: normalized_shape is not how input's shape ends, or weight has another shape.
+    """
+    if eps is None:
+        eps = torch.finfo(torch.float64 if input.dtype == torch.float64 else torch.float32).eps
+    return _normalised("rms_norm", _op("rmsnorm", backend), input, normalized_shape, eps, weight=weight)
+
+
+def _normalised(
+    name: str, norm: Op, input: Tensor, normalized_shape: Sequence[int], eps: float, **affine: Tensor | None
+) -> Tensor:
+    """An op along the last axis, along all the trailing axes ``normalized_shape``."""
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    if not shape or tuple(input.shape[-len(shape) :]) != shape:
+        raise SpecError(
+            f"{name}: normalized_shape is {shape}; expected the last axes of input, whose shape is {tuple(input.shape)}"
+        )
+    for argument, x in affine.items():
+        if x is not None and tuple(x.shape) != shape:
+            raise SpecError(f"{name}: {argument} has shape {tuple(x.shape)}; expected normalized_shape, {shape}")
+    if len(shape) == 1:
+        return norm(input, *affine.values(), eps=eps)
+    n, lead = math.prod(shape), tuple(input.shape[: -len(shape)])
+    flat = [None if x is None else x.reshape(n) for x in affine.values()]
+    return norm(input.reshape(*lead, n), *flat, eps=eps).reshape(input.shape)
+
+
+def matmul(input: Tensor, other: Tensor, *, out: Tensor | None = None, backend: str | None = None) -> Tensor:
+    """``torch.matmul`` on the matmul op: vectors are rows or columns, leading axes broadcast.
+
+    Args:
+      input: (..., m, k) or (k,); other: (..., k, n) or (k,).
+      out: a tensor of the result's shape and dtype to write it to.
+
+    Raises:
+      SpecError: shapes that do not agree, a number for a matrix, an ``out`` that does not fit or takes part in a gradient.
+    """
+    for name, x in (("input", input), ("other", other)):
+        if x.dim() == 0:
+            raise SpecError(f"matmul: {name} is a number; expected at least 1 axis: multiply with * instead")
+    c = _op("matmul", backend)(
+        input[None] if input.dim() == 1 else input, other[:, None] if other.dim() == 1 else other
+    )
+    c = c.squeeze(-2) if input.dim() == 1 else c
+    c = c.squeeze(-1) if other.dim() == 1 else c
+    if out is None:
+        return c
+    if out.shape != c.shape or out.dtype != c.dtype:
+        raise SpecError(f"matmul: out is {out.dtype} {tuple(out.shape)}; expected {c.dtype} {tuple(c.shape)}")
+    if torch.is_grad_enabled() and (c.requires_grad or out.requires_grad):
+        raise SpecError("matmul: out cannot take part in a gradient; leave it out")
+    return out.copy_(c)
+
+
+_TWINS: dict[Any, Callable[..., Any]] = {
+    F.scaled_dot_product_attention: scaled_dot_product_attention,
+    F.softmax: softmax,
+    torch.softmax: lambda input, dim, dtype=None, **more: softmax(input, dim, dtype=dtype, **more),
+    Tensor.softmax: lambda input, dim, dtype=None, **more: softmax(input, dim, dtype=dtype, **more),
+    F.layer_norm: layer_norm,
+    torch.layer_norm: lambda input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True, **more: (
+        layer_norm(input, normalized_shape, weight, bias, eps, **more)
+    ),
+    F.rms_norm: rms_norm,
+    torch.rms_norm: rms_norm,
+    torch.matmul: matmul,
+    Tensor.matmul: matmul,
+    Tensor.__matmul__: matmul,
+    Tensor.__rmatmul__: lambda input, other, **more: matmul(other, input, **more),
+}
+
+
+class swapped(TorchFunctionMode):
+    """Within this context PyTorch's scaled_dot_product_attention, softmax, layer_norm, rms_norm and matmul (functions, methods and the operator @) run on portakern.
+
+    >>> with portakern.torch.swapped():
+    ...     model(x).sum().backward()
+
+    Args:
+      backend: who must serve them; None: chosen from the arrays.
+      otherwise: what happens to a call that portakern refuses: "raise", or "torch" to let PyTorch serve it, which the log says once a reason.
+    """
+
+    def __init__(self, backend: str | None = None, otherwise: Literal["raise", "torch"] = "raise") -> None:
+        super().__init__()
+        if otherwise not in ("raise", "torch"):
+            raise SpecError(f"swapped: otherwise is {otherwise!r}; expected 'raise' or 'torch'")
+        self.backend, self.otherwise = backend, otherwise
+        self.said: set[str] = set()
+        self.copies: dict[Any, types.FunctionType] = {}
+
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        twin = _TWINS.get(func)
+        if twin is None:
+            if (
+                getattr(func, "__globals__", None) is F.__dict__
+            ):  # Python code of PyTorch's, such as multi_head_attention_forward, calls them too
+                func = self._with_twins(func)
+            return func(*args, **kwargs)
+        try:
+            return twin(*args, backend=self.backend, **kwargs)
+        except (SpecError, UnsupportedError) as e:
+            if self.otherwise == "raise":
+                raise
+            self._say(str(e))
+            return func(*args, **kwargs)
+
+    def _with_twins(self, func: types.FunctionType) -> types.FunctionType:
+        """The same code, where the names of swapped functions mean this mode."""
+        if func not in self.copies:
+            names = {
+                name: functools.partial(self.__torch_function__, value, ())
+                for name, value in F.__dict__.items()
+                if isinstance(value, Hashable) and value in _TWINS
+            }
+            taking = {name: (lambda *args, call=call, **kwargs: call(args, kwargs)) for name, call in names.items()}
+            copy = types.FunctionType(
+                func.__code__, {**func.__globals__, **taking}, func.__name__, func.__defaults__, func.__closure__
+            )
+            copy.__kwdefaults__ = func.__kwdefaults__
+            self.copies[func] = copy
+        return self.copies[func]
+
+    def _say(self, reason: str) -> None:
+        if reason not in self.said:
+            self.said.add(reason)
+            log.warning("portakern: PyTorch serves a swapped call: %s", reason)

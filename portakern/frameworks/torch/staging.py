@@ -1,0 +1,87 @@
+"""What torch.compile reads of an Op while it traces a function, in forms that it can trace. Nothing here imports torch by itself.
+
+Dynamo runs ``prepare`` and ``stage`` as they are and takes what they return for constants, which may be strings but neither functions nor Ops. So they leave
+those as attributes of ``FOUND``, where dynamo looks them up by name, and looks again before it runs the compiled function.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from portakern.core.binder import binder, misfit
+from portakern.core.route import Choice
+from portakern.spec import Spec
+
+__all__ = ["FOUND", "Kept", "keep", "prepare", "stage"]
+
+
+class Op(Protocol):
+    """What this module reads of an op object."""
+
+    spec: Spec[Any]
+    choice: Choice
+    kept: dict[str, Any]
+
+
+class Kept(NamedTuple):
+    """What an op keeps: the name that it shares with ops that agree in everything, and the first op of that name, None if it is that itself."""
+
+    key: str
+    namesake: Op | None
+
+
+_kept: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+
+
+class _Found:
+    """Ops and staged functions as attributes."""
+
+
+FOUND = _Found()
+
+
+def _constant(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch.compiler.assume_constant_result does, for a module that must not import torch."""
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
+
+
+def keep(this: Op) -> Kept:
+    """A name that ops of one spec and choice share, and the first op of that name, whom the others keep alive.
+
+    torch.compile compares names, not objects, so that two layers with an op each share compiled code."""
+    choice = this.choice
+    words = [this.spec.name, choice.backend.name if choice.backend else "", choice.variant or ""]
+    first = key = f"{' '.join(words)} {sorted(choice.tiling.items())}"
+    n = 1
+    while (other := _kept.setdefault(key, this)).spec is not this.spec or other.choice.backend is not choice.backend:
+        n += 1
+        key = f"{first} {n}"
+    return Kept(key, None if other is this else other)
+
+
+@_constant
+def prepare(make: Callable[..., Op], *args: Any) -> str:
+    """Make the op that a traced function asks for; its attribute of ``FOUND``."""
+    made = make(*args)
+    name = f"op {made.kept['torch'].key}"
+    setattr(FOUND, name, made)
+    return name
+
+
+@_constant
+def stage(key: str, given: int, named: tuple[str, ...]) -> None:
+    """Put the function that stands for the ops called ``key`` in a graph under that name.
+
+    A call with the wrong arguments, ``given`` by position and ``named``, is refused here."""
+    from portakern.frameworks.torch import custom_ops
+
+    made = _kept[key]
+    try:
+        inspect.signature(binder(made.spec)).bind(*[None] * given, **dict.fromkeys(named))
+    except TypeError as e:
+        raise misfit(made.spec, f"{made.spec.name}() {e}") from None
+    setattr(FOUND, key, custom_ops.staged(made.spec, made.choice))
