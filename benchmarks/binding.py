@@ -19,28 +19,29 @@ import numpy as np
 
 import portakern as pk
 from portakern import results
-from portakern.core import route as dispatch
 from portakern.core.backend import Implementation
-from portakern.core.framework import FRAMEWORKS
+from portakern.core.framework import frameworks
+from portakern.core.route import Route
 from portakern.core.targets import HOST
 
 LENGTHS = 997  # a prime number of kv lengths, each call another
 
 
-def stub_op(framework: str, result: Any) -> dispatch.Op:
+def stub_op(framework: str, result: Any) -> pk.Op:
     """The op with its route for this framework's host arrays replaced by a kernel that does nothing."""
     stub = pk.Backend("stub", framework=framework, compiles={"cpu": __name__})
     impl = Implementation(
         stub,
+        stub.families[0],
         "attention",
         lambda call, tiling: (result, None),
         lambda call: {"block_q": 128, "block_kv": 64},
         lambda call, tiling: None,
         {},
     )
-    fw = FRAMEWORKS[framework]
+    fw = frameworks()[framework]
     op = pk.op("attention")
-    op._routes[fw, fw.device(result)] = dispatch.Route(impl, False, HOST, fw)
+    op.choice.found[op.spec, fw, fw.device(result)] = (Route(impl, False, HOST, fw),)
     return op
 
 
@@ -49,7 +50,7 @@ def inputs(framework: str) -> tuple[Any, list[Any]]:
     q, keys = zeros(1, 8, 8, 64), [zeros(1, 64 + i, 2, 64) for i in range(LENGTHS)]
     if framework == "numpy":
         return q, keys
-    fw = FRAMEWORKS[framework]
+    fw = frameworks()[framework]
     fw.load()
     return fw.from_numpy(q, None), [fw.from_numpy(k, None) for k in keys]
 

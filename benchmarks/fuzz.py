@@ -26,7 +26,7 @@ import numpy as np
 
 import portakern as pk
 from portakern import results, testing
-from portakern.core.framework import FRAMEWORKS
+from portakern.core.framework import frameworks
 
 OURS = (pk.SpecError, pk.UnsupportedError, pk.UnavailableError)
 DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -137,7 +137,7 @@ def nasty_arrays() -> list[Callable[[], Any]]:
             x.delete()
             return x
 
-        j = FRAMEWORKS["jax"].from_numpy(z, None)
+        j = frameworks()["jax"].from_numpy(z, None)
         found += [
             lambda: j,
             deleted,
@@ -174,7 +174,7 @@ NASTY_BACKENDS: tuple[Any, ...] = (None, "reference", "nobody", "", 3, object())
 
 def dress(r: Random, arrays: dict[str, Any], options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The same call, spelled otherwise."""
-    kind = r.pick([k for k in FRAMEWORKS if k in sys.modules or k == "numpy"])
+    kind = r.pick([k for k in frameworks() if k in sys.modules or k == "numpy"])
     if kind == "jax" and any(a.dtype.itemsize == 8 for a in arrays.values()):
         kind = "numpy"
     new = {}
@@ -186,7 +186,7 @@ def dress(r: Random, arrays: dict[str, Any], options: dict[str, Any]) -> tuple[d
             a = np.repeat(a, 2, -1)[..., ::2]
         elif layout == "reversed" and a.ndim:
             a = np.ascontiguousarray(a[::-1])[::-1]
-        new[n] = FRAMEWORKS[kind].from_numpy(a, None)
+        new[n] = frameworks()[kind].from_numpy(a, None)
     spelled = {}
     for n, v in options.items():
         if isinstance(v, bool):
@@ -234,7 +234,7 @@ def bits(out: Any) -> list[tuple[str, tuple[int, ...], bytes]]:
     """The outputs to the bit, NaN alike; float64 cut to float32, because the oracle's own last bits depend on the order in which BLAS adds."""
     found = []
     for o in out if isinstance(out, tuple) else (out,):
-        host = next(f for f in FRAMEWORKS.values() if f.owns(o)).to_numpy(o)
+        host = next(f for f in frameworks().values() if f.owns(o)).to_numpy(o)
         with np.errstate(over="ignore"):
             single = host.astype(np.float32)  # exact but for float64
         found.append((host.dtype.name, host.shape, np.where(np.isnan(single), np.float32("nan"), single).tobytes()))
@@ -286,7 +286,7 @@ def main() -> None:
     args = parser.parse_args()
     logging.getLogger("portakern").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    for fw in FRAMEWORKS.values():
+    for fw in frameworks().values():
         try:
             fw.load()
         except pk.UnavailableError as e:

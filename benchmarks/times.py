@@ -24,10 +24,12 @@ from triton.testing import do_bench
 import portakern as pk
 from portakern import results
 from portakern.compiling.forms import typical_form
-from portakern.core import gradients as autodiff
 from portakern.core import registry, targets
-from portakern.core import route as dispatch
 from portakern.core.call import Call
+from portakern.core.gradients import wiring
+from portakern.core.observe import Served, observe
+from portakern.core.route import routes
+from portakern.core.serve import serve
 from portakern.spec import Spec
 
 Arrays = dict[str, Any]
@@ -127,8 +129,8 @@ def row(
 ) -> dict[str, Any]:
     """One call, checked against its first peer, then timed beside all."""
     call = op.bind(**arrays, **options)
-    served: list[dispatch.Served] = []
-    with dispatch.observe(served.append):
+    served: list[Served] = []
+    with observe(served.append):
         ours = op(**arrays, **options)
     ours = ours if isinstance(ours, tuple) else (ours,)
     times, checked = {}, False
@@ -157,9 +159,9 @@ def rows_of(name: str, dtype: str, hardware: targets.Hardware) -> Iterator[dict[
         yield row(forward, op, arrays, options, peers_of(forward, arrays, options, None), hardware)
         if forward.vjp is None:
             continue
-        wired = autodiff.wiring(forward)
+        wired = wiring(forward)
         call = wired.training(op.bind(**arrays, **options))
-        outputs = dict(zip((o.name for o in forward.outputs), op.serve(call, op.route(call)), strict=True))
+        outputs = dict(zip((o.name for o in forward.outputs), serve(call, routes(call, op.choice), {}), strict=True))
         main = forward.outputs[0].name
         cotangent = torch.randn_like(outputs[main])
         saved = {

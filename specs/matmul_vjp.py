@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from portakern.spec import Tile, spec
+from portakern.specs.matmul import matmul
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -69,9 +70,12 @@ def folded(call: Call, name: str) -> Call:
     extents = [own[axis] for axis in kept]
     left = left.transpose(*kept, row, *summed, column).reshape(*extents, left.shape[-2], -1)
     right = right.transpose(*kept, *summed, row, column).reshape(*extents, -1, right.shape[-1])
-    return call.inner("matmul", left, right, precision=call.options["precision"], out_dtype=dtype).replace(
-        dtype=product_dtype(call)
-    )
+    dims = {"batch": left.shape[:-2], "m": left.shape[-2], "k": left.shape[-1], "n": right.shape[-1]}
+    options = {"precision": call.options["precision"], "out_dtype": dtype}
+    return call.replace(
+        spec=matmul, arrays={"a": left, "b": right}, dims=dims, options=options, wants=("c",), given=None,
+        dtype=product_dtype(call),
+    )  # fmt: skip
 
 
 def _as_products(call: Call, ref: tuple[Any, ...], measure: str) -> tuple[Any, ...]:

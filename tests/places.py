@@ -3,12 +3,13 @@
 import pytest
 
 from portakern.core import registry
-from portakern.core.framework import FRAMEWORKS
+from portakern.core.framework import frameworks
+from portakern.core.targets import Target
 
 
 def _devices(name):
     """Platform -> its first device, in the terms of the backend's framework."""
-    framework = FRAMEWORKS[registry.backend(name).framework]
+    framework = frameworks()[registry.backend(name).framework]
     framework.load()
     return {framework.target(d).platform: d for d in reversed(list(framework.devices()))}
 
@@ -20,7 +21,7 @@ def places():
             yield pytest.param(name, None, marks=pytest.mark.skip(reason=backend.unavailable()))
             continue
         for platform in sorted(_devices(name)):
-            if backend.package_for(platform):
+            if backend.families_for(Target(platform)):
                 yield pytest.param(name, platform, id=f"{name}-{platform}")
 
 

@@ -3,13 +3,14 @@
 import json
 import re
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import portakern as pk
 from portakern import testing
-from portakern.core import registry
+from portakern.core import registry, serve
 from portakern.core.targets import Target
 from portakern.testing import Case, Limits
 from portakern.testing.cases import LAYOUTS, REGIMES
@@ -130,8 +131,10 @@ def test_the_line_for_a_function_names_its_framework():
 
 
 def test_the_line_for_a_backend_that_a_shell_finds_names_device_and_profile(monkeypatch):
-    monkeypatch.setattr(registry.backend("reference"), "profiles", {"strict": f"{__name__}:stricter"})
-    monkeypatch.setattr(pk.dispatch, "rounded_oracle", lambda call: (call.arrays["x"],))
+    oracle = registry.backend("reference")
+    strict = replace(oracle.families[0], profiles={"strict": f"{__name__}:stricter"})
+    monkeypatch.setattr(oracle, "families", (strict,))
+    monkeypatch.setattr(serve, "rounded_oracle", lambda call: (call.arrays["x"],))
     report = pk.check("softmax", backend="reference", device="cpu", profile="strict", max_examples=20)
     assert re.match(
         r"portakern check softmax --backend reference --device cpu --profile strict --case '\{.*\}'$",

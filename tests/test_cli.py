@@ -11,8 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 import portakern as pk
+from portakern import inventory
 from portakern.cli import app
-from portakern.core import route as dispatch
+from portakern.core import serve
+from portakern.core.backend import Backend
+from portakern.core.oracle import as_float64
 from portakern.files import write_atomically
 
 run = CliRunner().invoke
@@ -62,12 +65,12 @@ def test_check_leaves_nothing_in_the_folder_where_it_runs(tmp_path):
 def test_check_fails_with_a_line_that_reproduces(monkeypatch):
     from portakern.backends.reference import BACKEND
 
-    impl = BACKEND.implementation("softmax", "portakern.backends.reference")
+    impl = BACKEND.implementation("softmax", BACKEND.families[0])
 
     def off_by_a_percent(call):
-        return (np.float32(1.01) * impl.fn(dispatch.as_float64(call), {})[0].astype(np.float32),)
+        return (np.float32(1.01) * impl.fn(as_float64(call), {})[0].astype(np.float32),)
 
-    monkeypatch.setattr(dispatch, "rounded_oracle", off_by_a_percent)
+    monkeypatch.setattr(serve, "rounded_oracle", off_by_a_percent)
     result = run(app, ["check", "softmax", "--backend", "reference", "--max-examples", "30", "--dtype", "float32"])
     assert result.exit_code == 1
     line = re.search(r"portakern check softmax --backend reference --case '(.*)'", result.output)
@@ -93,12 +96,9 @@ def test_files_are_written_whole(tmp_path):
 
 
 def test_doctor_says_that_triton_has_no_wheel_elsewhere(monkeypatch):
-    from portakern.core import registry
 
-    monkeypatch.setattr(inspect_here.platform, "system", lambda: "Darwin")
-    monkeypatch.setattr(
-        registry.Backend, "unavailable", lambda self: "triton not installed" if self.name == "triton" else None
-    )
-    rows = {b["backend"]: b for b in inspect_here.doctor()["backends"]}
+    monkeypatch.setattr(inventory.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(Backend, "unavailable", lambda self: "triton not installed" if self.name == "triton" else None)
+    rows = {b["backend"]: b for b in inventory.doctor()["backends"]}
     assert "no wheel for Darwin" in rows["triton"]["next"]
     assert pk.backends()

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import portakern as pk
 from portakern import cli
-from portakern.compiling import cache
+from portakern.compiling import cache, forms
 from portakern.compiling import matrix as compiling
 from portakern.compiling.build import Build, Compiled, Kernel
 from portakern.compiling.worker import one_line
@@ -108,13 +108,13 @@ def test_reasons_are_one_line():
 # --------------------------------------------------------------------------------------------------------------------------------- calls without arrays
 @pytest.mark.parametrize("name", registry.ops())
 def test_every_op_has_a_typical_call(name):
-    form = calls.typical_form(registry.find_spec(name), "bfloat16")
+    form = forms.typical_form(registry.find_spec(name), "bfloat16")
     assert max(e for shape, _, _ in form["arrays"].values() for e in shape) == 4096
     assert all(o in {o.name for o in registry.find_spec(name).options} for o in form["options"])
 
 
 def test_a_gradient_op_takes_its_forward_s_call():
-    form = calls.typical_form(registry.find_spec("attention_vjp"), "float32")
+    form = forms.typical_form(registry.find_spec("attention_vjp"), "float32")
     assert (
         form["options"] == {"is_causal": True}
         and form["arrays"]["lse"] == [[4, 16, 4096], "float32", None]
@@ -126,7 +126,7 @@ def test_no_typical_call_is_said():
     spec = registry.find_spec("softmax")
     bare = type(spec)(**{**{n: getattr(spec, n) for n in spec.__dataclass_fields__}, "typical": {}})
     with pytest.raises(SpecError, match="declares no typical call; add typical="):
-        calls.typical_form(bare, "float32")
+        forms.typical_form(bare, "float32")
 
 
 # ----------------------------------------------------------------------------------------------------------------------------------- real compilers
@@ -243,7 +243,8 @@ def test_recorded_launches_do_not_take_place():
     b = registry.backend("triton")
     form = {"arrays": {"x": [[8, 64], "float32", [1, 8]]}, "options": {}, "wants": None}
     with recording(lambda *launch: seen.append(launch)):
-        impl, call, tiling = calls.abstract_call(pk.op("softmax"), b, form, targets.find("sm_90"))
+        impl = b.implementation("softmax", b.families[0])
+        call, tiling = forms.abstract_call(pk.op("softmax").spec, impl, form, targets.find("sm_90"), {})
         (y,) = impl.run(call, tiling)
     assert len(seen) == 1 and y.is_meta and y.is_contiguous() and seen[0][1][0].stride() == (1, 8)
     assert isinstance(seen[0][1][0], torch.Tensor) and seen[0][2]["block_n"] == tiling["block_n"]
@@ -279,7 +280,7 @@ def jobs(op="softmax", target="sm_90", dtype="float32"):
 
 @has_triton
 def test_a_compiler_that_dies_or_hangs_costs_its_own_job(monkeypatch):
-    compiler = registry.backend("triton").load_compiler()
+    compiler = registry.backend("triton").families[0].load_compiler()
     (good,), (bad,) = jobs(), jobs(target="gfx1201")
     real = compiler.environment
     monkeypatch.setattr(
@@ -303,7 +304,7 @@ def test_what_was_compiled_is_kept_until_something_changes(tmp_path, monkeypatch
     (again,) = compiling.compile_all(jobs())
     assert again.to_dict() == first.to_dict()
     names = {cache.key(j) for j in [*jobs(), *jobs(dtype="bfloat16"), *jobs(target="sm_80"), *jobs("softmax_vjp")]}
-    monkeypatch.setattr(registry.backend("triton").load_compiler(), "versions", lambda h: {"triton": "0"})
+    monkeypatch.setattr(registry.backend("triton").families[0].load_compiler(), "versions", lambda h: {"triton": "0"})
     assert len(names | {cache.key(*jobs())}) == 5
     (file,) = (tmp_path / "cache").rglob("*.json")
     file.write_text("{")

@@ -3,7 +3,7 @@
 import pytest
 
 import portakern as pk
-from portakern import testing
+from portakern import inventory, testing
 from portakern.core import registry
 from tests.places import places
 
@@ -13,7 +13,7 @@ def pairs(oracle=True):
     for place in places():
         backend, device = place.values
         for op in pk.ops():
-            if place.marks or (backend in inspect_here.having(op) and (oracle or not registry.backend(backend).oracle)):
+            if place.marks or (backend in inventory.having(op) and (oracle or not registry.backend(backend).oracle)):
                 yield pytest.param(backend, device, op, marks=place.marks, id=f"{place.id or backend}-{op}")
 
 

@@ -7,16 +7,18 @@ import numpy as np
 import pytest
 
 import portakern as pk
+from portakern.core import observe as watching
 from portakern.core import registry
 from portakern.core import route as dispatch
-from portakern.core.framework import FRAMEWORKS
+from portakern.core.framework import frameworks
+from portakern.core.oracle import rounded as to_nearest
 from portakern.core.targets import Target
 
 X = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
 
 
 def test_host_arrays_go_to_the_oracle_and_say_so_once(caplog):
-    dispatch._said.clear()
+    watching._said.clear()
     with caplog.at_level(logging.WARNING, "portakern"):
         y = pk.op("softmax")(X)
         pk.op("softmax")(X)
@@ -66,7 +68,7 @@ def test_the_oracle_takes_no_tiling():
 def test_the_oracle_rounds_once():
     tie = 1 + 2.0**-8  # half way between two bfloat16 numbers; the even one is 1
     exact = np.array([tie, tie + 2.0**-40, tie - 2.0**-40, -tie - 2.0**-40, np.nan, np.inf])
-    rounded = dispatch.rounded(exact, "bfloat16").astype(float)
+    rounded = to_nearest(exact, "bfloat16").astype(float)
     np.testing.assert_array_equal(rounded, [1, 1 + 2.0**-7, 1, -1 - 2.0**-7, np.nan, np.inf])
 
 
@@ -76,7 +78,7 @@ def test_a_gpu_without_a_native_backend_names_what_serves_it():
         pk.UnsupportedError,
         match="no backend serves jax arrays on cuda sm_90 by itself.*nothing for cuda yet.*when named: .*backend='reference'",
     ):
-        dispatch.choose(spec, FRAMEWORKS["jax"], cuda)
+        dispatch.choose(spec, frameworks()["jax"], cuda)
 
 
 def test_a_backend_that_is_named_runs_there_or_raises():
@@ -84,7 +86,7 @@ def test_a_backend_that_is_named_runs_there_or_raises():
     with pytest.raises(
         pk.UnsupportedError, match="softmax on tpu v5e: backend 'triton' cannot: .*Backends that can: .*reference"
     ):
-        dispatch.find_route(registry.backend("triton"), call, Target("tpu", "v5e"))
+        dispatch.find_routes(registry.backend("triton"), call, Target("tpu", "v5e"))
 
 
 def test_a_missing_framework_says_what_to_install():

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 import portakern as pk
-from portakern.core.framework import FRAMEWORKS, convert
+from portakern.core.framework import convert, frameworks
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 jax = pytest.importorskip("jax", reason="jax is not installed")
 
-NUMPY, TORCH, JAX = FRAMEWORKS["numpy"], FRAMEWORKS["torch"], FRAMEWORKS["jax"]
+NUMPY, TORCH, JAX = frameworks()["numpy"], frameworks()["torch"], frameworks()["jax"]
 X = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
 FLOATS = ("float32", "float16", "bfloat16")
 
@@ -19,7 +19,7 @@ def as_kind(kind, x, dtype):
     x = x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     if kind == "numpy":
         return x
-    fw = FRAMEWORKS[kind]
+    fw = frameworks()[kind]
     fw.load()
     return fw.from_numpy(x, None)
 
@@ -31,8 +31,8 @@ def test_the_same_kind_comes_back(kind, backend, dtype):
     x = as_kind(kind, X, dtype)
     y = pk.op("softmax", backend=backend)(x)
     assert type(y) is type(x) and y.dtype == x.dtype and y.shape == x.shape
-    got = FRAMEWORKS[kind].to_numpy(y).astype(np.float64)
-    wide = FRAMEWORKS[kind].to_numpy(x).astype(np.float64)
+    got = frameworks()[kind].to_numpy(y).astype(np.float64)
+    wide = frameworks()[kind].to_numpy(x).astype(np.float64)
     want = np.exp(wide) / np.exp(wide).sum(-1, keepdims=True)
     np.testing.assert_allclose(got, want, rtol=1e-2 if dtype == "bfloat16" else 2e-3 if dtype == "float16" else 1e-6)
 
@@ -91,7 +91,7 @@ ROWS = [(*crossing, layout) for crossing, layouts in CROSSINGS.items() for layou
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("source", "to", "layout"), ROWS, ids=[" ".join(row) for row in ROWS])
 def test_crossings_share_memory_or_copy(source, to, layout, dtype, recwarn):
-    src, dst = FRAMEWORKS[source], FRAMEWORKS[to]
+    src, dst = frameworks()[source], frameworks()[to]
     x = aligned(as_kind("numpy", X, dtype))
     x = LAYOUTS[layout](src.from_numpy(x, None))
     before = src.to_numpy(x).copy()

@@ -6,7 +6,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 import portakern as pk
-from portakern import testing
+from portakern import inventory, testing
 from portakern.core import registry
 from portakern.testing import strategies
 
@@ -135,7 +135,7 @@ def test_every_kernel_lowers_for_tpu(name, dtype):
 DRAWN = testing.Limits(dtypes=("float32", "bfloat16"), strided=False, elements=600)
 
 
-@pytest.mark.parametrize("op", [op for op in pk.ops() if "pallas" in inspect_here.having(op)])
+@pytest.mark.parametrize("op", [op for op in pk.ops() if "pallas" in inventory.having(op)])
 @settings(max_examples=12)
 @given(data=st.data())
 def test_every_op_lowers_for_tpu_and_vmaps_on_drawn_cases(op, data):

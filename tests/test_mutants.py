@@ -51,11 +51,12 @@ def test_a_mutant_leaves_the_shipped_backend_alone():
     fault = BY_NAME[SAMPLE[0]]
     needs(fault)
     shipped = registry.backend(fault.backend)
-    before = shipped.implementation(fault.op, shipped.interprets)
+    (home, *_) = shipped.families
+    before = shipped.implementation(fault.op, home)
     mutant = harness.mutant(fault)
-    ours = mutant.implementation(fault.op, mutant.interprets)
+    ours = mutant.implementation(fault.op, mutant.families[0])
     assert ours.fn is not before.fn and ours.backend is mutant
-    assert shipped.implementation(fault.op, shipped.interprets) is before
+    assert shipped.implementation(fault.op, home) is before
     assert fault.name not in registry.backends()
 
 

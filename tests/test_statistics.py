@@ -9,7 +9,7 @@ import pytest
 
 from portakern.api import op
 from portakern.core import registry
-from portakern.core.framework import FRAMEWORKS, convert
+from portakern.core.framework import convert, frameworks
 from portakern.core.oracle import as_float64, oracle
 from portakern.core.targets import Target
 from portakern.spec.dtypes import numpy_dtype
@@ -86,7 +86,7 @@ def simulated(name, arrays, options, store=lambda y, dtype: y.astype(numpy_dtype
 
 
 def on_backend(backend, platform, name, arrays, options):
-    numpy, framework = FRAMEWORKS["numpy"], FRAMEWORKS[registry.backends()[backend].framework]
+    numpy, framework = frameworks()["numpy"], frameworks()[registry.backends()[backend].framework]
     ours = (
         arrays if framework is numpy else [convert(a, numpy, framework, device_at(backend, platform)) for a in arrays]
     )
@@ -127,9 +127,9 @@ def test_right_simulated_kernels_pass(name, dtype):
 
 def served(backend, platform, name, arrays, options, regime):
     b = registry.backends()[backend]
-    target = FRAMEWORKS[b.framework].target(device_at(backend, platform))
+    target = frameworks()[b.framework].target(device_at(backend, platform))
     return evidence(
-        name, arrays, options, partial(on_backend, backend, platform), regime, target, b.package_for(platform)[1]
+        name, arrays, options, partial(on_backend, backend, platform), regime, target, b.families_for(target)[0][1]
     )
 
 

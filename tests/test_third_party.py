@@ -159,9 +159,9 @@ PLUG_IN = {
         import numpy as np
         from jaxtyping import Float
         import portakern as pk
-        from portakern.options import Range
+        from portakern.spec.options import Range
         from portakern.spec import spec
-        from portakern.tolerance import round_to, units
+        from portakern.spec.tolerance import round_to, units
 
         A = TypeVar("A")
 

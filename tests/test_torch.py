@@ -11,8 +11,8 @@ import pytest
 from jaxtyping import Float, Float32
 
 import portakern as pk
-from portakern.core import gradients as autodiff
 from portakern.core import registry
+from portakern.core.gradients import wiring
 from portakern.spec import spec
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -361,7 +361,7 @@ def test_a_vjp_that_gives_every_gradient_its_name():
     for name in pk.ops():
         found = registry.find_spec(name)
         if found.vjp:
-            wired = autodiff.wiring(found)
+            wired = wiring(found)
             assert set(wired.gradients.values()) == {o.name for o in wired.vjp.outputs}
 
 

@@ -10,12 +10,12 @@ import pytest
 
 import portakern as pk
 from portakern.core import registry
+from portakern.frameworks.torch import custom_ops
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 fn = torch.nn.functional
 
-from portakern.frameworks.torch import custom_ops as torch_ops  # noqa: E402
 from tests.test_torch import IDS, QKV, f64  # noqa: E402
 from tests.test_torch_func import loop  # noqa: E402
 
@@ -27,8 +27,8 @@ NAMES = ("softmax", "layernorm", "rmsnorm", "matmul", "attention")
 def fresh():
     for name in NAMES:
         spec = registry.find_spec(name)
-        torch_ops.define(spec)
-        torch_ops.define(registry.find_spec(spec.vjp))
+        custom_ops.define(spec)
+        custom_ops.define(registry.find_spec(spec.vjp))
     torch.compiler.reset()
 
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 import portakern as pk
-from portakern.core import route as dispatch
+from portakern.core import observe
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
@@ -44,7 +44,7 @@ MAPS = {  # op, in_dims, arrays (one more axis than the op's where mapped), opti
 @pytest.mark.parametrize("name", MAPS)
 def test_vmap_and_per_sample_gradients(name, caplog):
     op, in_dims, arrays, options, folds = MAPS[name]
-    dispatch._said.clear()
+    observe._said.clear()
     caplog.set_level(logging.INFO, "portakern")
     call = pk.op(op, backend="reference")
     f = lambda *given: call(*given, **options)  # noqa: E731
@@ -62,7 +62,7 @@ def test_vmap_and_per_sample_gradients(name, caplog):
 
 
 def test_a_loop_over_samples_is_said_once(caplog):
-    dispatch._said.clear()
+    observe._said.clear()
     caplog.set_level(logging.INFO, "portakern")
     g = torch.func.vmap(torch.func.grad(lambda w, x: pk.op("layernorm", backend="reference")(x, w).sum()), (None, 0))
     for _ in range(2):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from portakern.core import registry
-from portakern.core.framework import FRAMEWORKS
+from portakern.core.framework import frameworks
 from portakern.core.targets import Target
 from portakern.errors import UnavailableError
 from portakern.spec.dtypes import numpy_dtype
@@ -25,15 +25,15 @@ class Glue:
     def __init__(self, backend: str) -> None:
         served = registry.backend(backend)
         served.check_available()
-        self.framework = FRAMEWORKS[served.framework]
+        self.framework = frameworks()[served.framework]
         self.framework.load()
-        devices = [d for d in self.framework.devices() if served.package_for(self.framework.target(d).platform)]
+        devices = [d for d in self.framework.devices() if served.families_for(self.framework.target(d))]
         if not devices:
             raise UnavailableError(f"{backend} serves no device of {self.framework.name} here")
         self.device = devices[0]
         self.target: Target = self.framework.target(self.device)
         self.oracle = served.oracle
-        self.interpreted = self.target.platform not in served.compiles
+        self.interpreted = served.families_for(self.target)[0][1]
 
     def array(self, x: np.ndarray, dtype: str) -> Any:
         """``x`` as an array of the library, on the device."""

@@ -118,7 +118,7 @@ APART = (
     "        inner = product(call, name)\n"
     '        left, right, step = inner.arrays["a"], inner.arrays["b"], call.dims["n" if name == "d_a" else "m"]\n'
     "        parts = [(left[..., at : at + step], right[..., at : at + step, :]) for at in range(0, left.shape[-1], step)]\n"
-    '        c = sum(forward.matmul(call.inner("matmul", x, y, **inner.options), tiling)[0] for x, y in parts)\n'
+    '        c = sum(forward.matmul(sibling(call, find_spec("matmul"), x, y, **inner.options), tiling)[0] for x, y in parts)\n'
 )
 TRITON_MATMUL_VJP = [
     _triton("matmul_vjp", "summed-batches-rounded", "each batch entry's product is rounded before the entries are summed", "        (c,) = forward.matmul(product(call, name), tiling)\n", APART),
@@ -206,7 +206,7 @@ PALLAS_MATMUL_VJP = [
     _pallas("matmul_vjp", "cotangent-as-a", "a wider d_c is rounded to a's dtype first", "jnp.dtype(product_dtype(call))\n    a, b", "jnp.dtype(call.dtype)\n    a, b"),
     _pallas(
         "matmul_vjp", "last-entry-dropped", "sums over batch entries leave out the last product of the last one",
-        "    return call.inner(", "    if summed and left.shape[-1] > 64:\n        left, right = left[..., :-1], right[..., :-1, :]\n    return call.inner(",
+        "    return sibling(", "    if summed and left.shape[-1] > 64:\n        left, right = left[..., :-1], right[..., :-1, :]\n    return sibling(",
     ),
 ]  # fmt: skip
 

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ import numpy as np
 import portakern as pk
 from portakern import testing
 from portakern.core import registry
-from portakern.core import route as dispatch
 from portakern.core.backend import Backend
-from portakern.core.framework import FRAMEWORKS
+from portakern.core.binder import bind
+from portakern.core.framework import frameworks
+from portakern.core.observe import Served, observe
+from portakern.core.oracle import oracle
 from portakern.spec.dtypes import numpy_dtype
 from portakern.spec.tolerance import format_of
 from portakern.testing import cases
@@ -53,9 +56,7 @@ def _folder() -> Path:
 
 
 def _package(backend: str) -> str:
-    package = registry.backend(backend).interprets
-    assert package is not None
-    return package
+    return next(f.package for f in registry.backend(backend).families if f.interprets)
 
 
 def mutated_source(fault: Fault) -> str:
@@ -77,7 +78,7 @@ def mutant(fault: Fault) -> Backend:
     shipped, nowhere = registry.backend(fault.backend), "portakern_mutants"
     backend = copy.copy(shipped)
     backend.name, backend._found = fault.name, {}
-    backend.compiles, backend.interprets = dict.fromkeys(shipped.compiles, nowhere), nowhere
+    backend.package, backend.families = None, tuple(replace(f, package=f"{nowhere}.{f.name}") for f in shipped.families)
     registration = f"from portakern.backends.{fault.backend} import BACKEND\n"
     source = mutated_source(fault)
     assert source.count(registration) == 1
@@ -128,18 +129,13 @@ def _flat_ok(outputs: Sequence[Any], exact: Sequence[np.ndarray | None]) -> bool
     return True
 
 
-def _again(served: dispatch.Served, backend: Backend) -> list[Any]:
+def _again(served: Served, backend: Backend) -> list[Any]:
     """Another backend's outputs for a call that was served, with the same tiling; None where unwanted."""
     call = served.call
-    package, _ = backend.package_for(call.target.platform) or ("", False)
-    impl = backend.implementation(call.spec.name, package)
+    (family, _), *_ = backend.families_for(call.target)
+    impl = backend.implementation(call.spec.name, family)
     assert impl is not None
-    if call.framework.name == "jax":
-        from portakern.frameworks.jax import tracing
-
-        outputs = tracing.run(impl, call, served.tiling)
-    else:
-        outputs = impl.fn(call, served.tiling)
+    outputs = call.framework.run(impl, call, served.tiling)
     return [None if o is None else call.framework.to_numpy(o) for o in outputs]
 
 
@@ -159,7 +155,7 @@ def beside_flat(
     last: list[Any] = []
     busy: list[bool] = []
 
-    def compare(served: dispatch.Served) -> None:
+    def compare(served: Served) -> None:
         call = served.call
         if (
             busy
@@ -175,8 +171,8 @@ def beside_flat(
         finally:
             busy.clear()
 
-    def _compare(served: dispatch.Served) -> None:
-        exact = dispatch.oracle(served.call)
+    def _compare(served: Served) -> None:
+        exact = oracle(served.call)
         count["calls"] += 1
         if not _flat_ok([None if o is None else served.call.framework.to_numpy(o) for o in served.outputs], exact):
             count["false_alarms"] += 1
@@ -184,7 +180,7 @@ def beside_flat(
             sees_at.append(count["calls"])
             raise Seen
 
-    with dispatch.observe(compare):
+    with observe(compare):
         row = checked(op, backend, seed, device, max_examples)
     if fault is None:
         return {**row, **count}
@@ -193,7 +189,7 @@ def beside_flat(
     return {"sees_at": sees_at[0] if sees_at else None}
 
 
-def _flat_right(served: dispatch.Served, backend: Backend, exact: Sequence[np.ndarray | None]) -> bool:
+def _flat_right(served: Served, backend: Backend, exact: Sequence[np.ndarray | None]) -> bool:
     try:
         return _flat_ok(_again(served, backend), exact)
     except UNBUILT:
@@ -299,7 +295,7 @@ ORDINARY: dict[str, list[tuple[dict[str, tuple[int, ...]], dict[str, Any], dict[
 def error_on_ordinary_data(fault: Fault, device: str) -> float:
     """The largest error on ORDINARY calls in float32 and bfloat16, beyond the half unit in the last place that any stored result may have; inf where a
     faulty kernel crashes, or gives NaN for a number."""
-    fw = FRAMEWORKS[registry.backend(fault.backend).framework]
+    fw = frameworks()[registry.backend(fault.backend).framework]
     where = next(d for d in fw.devices() if fw.target(d).platform == device)
     rng = np.random.default_rng(7)
     worst = 0.0
@@ -315,11 +311,11 @@ def error_on_ordinary_data(fault: Fault, device: str) -> float:
                     else rng.standard_normal(s).astype(numpy_dtype(dtype))
                     for n, s in shapes.items()
                 }
-            call = dispatch.op(fault.op).bind(**arrays, **options)
-            exact = dispatch.oracle(call)
+            call = bind(registry.find_spec(fault.op), **arrays, **options)
+            exact = oracle(call)
             try:
                 with fw.poisoned():
-                    got = dispatch.op(fault.op, backend=mutant(fault), tiling=tiling)(
+                    got = pk.op(fault.op, backend=mutant(fault), tiling=tiling)(
                         **{n: fw.from_numpy(a, where) for n, a in arrays.items()}, **options
                     )
             except UNBUILT:
