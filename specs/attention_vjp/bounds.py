@@ -19,33 +19,9 @@ if TYPE_CHECKING:
 
 @attention_vjp.tolerance
 def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Bounds of the gradients, from those of P and dS at each pair that a row sees.
+    """Bounds of the gradients, from those of P, dS and D at each pair that a row sees: g, E and F of :class:`Pairs`.
 
-    P, dS, D, t and Delta are those of the contract, dP = d_o v^T, c the softcap, dv the extent of a value; u, U, ex,
-    tau, eta, flush, tf32 are :class:`portakern.tolerance.Units`.
-
-    The exponent s - lse errs by e, with ds the error of a score as in attention, but without the share of the maximum:
-
-        e = ds + 4u (|s| + |lse|) + ex
-
-    that is two products with log2(e), a rounded constant and the difference s - lse; exp. So P moves by
-
-        g = P (exp(e) - 1)
-
-    at most: here nothing divides by a sum of P, and no kernel has to keep P below 1. Where lse is so low that lse
-    log2(e) overflows, as under a bias of finfo.min throughout, P may be off by P + 1: anything from 0 to 1 is half of
-    what is permitted.
-
-    The difference a = dP - Delta moves by da, and dS = P a by E:
-
-        da = ((dv+6) u + tf32) |d_o| |v|^T + u ((dv+3) sum |d_o o| + 2 |d_lse| + |dP| + |Delta|) + flushed operands
-        E  = g |a| + (P + g) (da + 2u (|a| + da)) + tau (1 + |a| + da)
-
-    The softcap's slope J = 1 - t^2 moves by dJ, where h is the error of t, that is attention's of c t over c; and D =
-    dS J by F:
-
-        dJ = min(h (2 |t| + h) + 4u, 1 + 4u)
-        F  = E (J + dJ) + |dS| dJ + 2u (|D| + E) + tau
+    P, dS and D are those of the contract; u, U, tau, eta, flush, tf32 are :class:`portakern.tolerance.Units`.
 
     Into the products go P and D as the inputs' dtype, which moves P' = P + g and D' = |D| + F by
 

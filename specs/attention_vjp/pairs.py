@@ -69,11 +69,35 @@ class KeyHead(NamedTuple):
 class Pairs(NamedTuple):
     """What the queries of a group and their keys make of each other, (group*q_len, kv_len).
 
+    s, t, P, dS, D and Delta are those of the contract, dP = d_o v^T, c the softcap, dv the extent of a value; u, ex,
+    tau, tf32 are :class:`portakern.tolerance.Units`.
+
+    The exponent s - lse errs by e, with ds the error of a score as in attention, but without the share of the maximum:
+
+        e = ds + 4u (|s| + |lse|) + ex
+
+    that is two products with log2(e), a rounded constant and the difference s - lse; exp. So P moves by
+
+        g = P (exp(e) - 1)
+
+    at most: here nothing divides by a sum of P, and no kernel has to keep P below 1. Where lse is so low that lse
+    log2(e) overflows, as under a bias of finfo.min throughout, P may be off by P + 1: anything from 0 to 1 is half of
+    what is permitted.
+
+    The difference a = dP - Delta moves by da, and dS = P a by E:
+
+        da = ((dv+6) u + tf32) |d_o| |v|^T + u ((dv+3) sum |d_o o| + 2 |d_lse| + |dP| + |Delta|) + flushed operands
+        E  = g |a| + (P + g) (da + 2u (|a| + da)) + tau (1 + |a| + da)
+
+    The softcap's slope J = 1 - t^2 moves by dJ, where h is the error of t, that is attention's of c t over c; and
+    D = dS J by F:
+
+        dJ = min(h (2 |t| + h) + 4u, 1 + 4u)
+        F  = E (J + dJ) + |dS| dJ + 2u (|D| + E) + tau
+
     Attributes:
-      seen: which pairs count; s: their scores.
-      P, dS, D: as in the contract; a = dP - Delta, of which dS = P a; J = 1 - t^2, of which D = dS J. P, dS and D are 0
-        where not seen or not finite.
-      g, E, F: how far rounding may move P, dS and D.
+      seen: which pairs count.
+      s, P, g, a, dS, E, J, D, F: as above; P, dS, D and their errors are 0 where not seen or not finite.
       nan, nan_P: NaN enters D, P. wild, wild_P: nothing is promised of D, P.
     """
 
