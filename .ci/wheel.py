@@ -1,4 +1,7 @@
-"""Build the sdist and from it the wheel; demand that the wheel holds every Python file of the package, and works where there is no checkout."""
+"""Build the sdist and from it the wheel.
+
+The wheel must hold every Python file of the package, and work where there is no checkout.
+"""
 
 from __future__ import annotations
 
