@@ -1,7 +1,8 @@
-"""Prove that the linters see: in a copy of the tree, plant one forbidden import and one type error under backends/ and demand that each is reported;
-and demand that ruff, mypy and import-linter each read as many files as there are.
+"""Prove that the linters see.
 
-The packages under portakern/ are partly symlinks, which a tool can skip in silence: then it reports success on a handful of files.
+In a copy of the tree, plant one forbidden import and one type error under backends/ and demand that each is reported;
+and demand that ruff, mypy and import-linter each read as many files as there are. The packages under portakern/ are
+partly symlinks, which a tool can skip in silence: then it reports success on a handful of files.
 """
 
 from __future__ import annotations
@@ -62,7 +63,10 @@ def _all_files_read(tree: Path) -> Iterator[str]:
     everything = len({p.resolve() for p in _python_files(tree, follow=False)})
     linked = sum(len(list(_python_files(tree / folder, follow=False))) for folder in ("specs", "backends", "examples"))
     if not 0 < linked < package:
-        yield f"portakern/ holds {package} files, and specs/, backends/ and examples/ {linked}: are the symlinks in place?"
+        yield (
+            f"portakern/ holds {package} files, and specs/, backends/ and examples/ {linked}: "
+            "are the symlinks in place?"
+        )
     for tool, count, pattern, expected in (
         ("mypy", ["mypy", "-p", "portakern"], r"(?:in|checked) (\d+) source files?", package),
         ("import-linter", ["lint-imports"], r"Analyzed (\d+) files", package),

@@ -1,4 +1,7 @@
-"""Print a command block of README.md, so that CI runs what readers are told to run: ``readme.py demo`` prints the block under ``<!-- ci: demo -->``."""
+"""Print a command block of README.md, so that CI runs what readers are told to run.
+
+``readme.py demo`` prints the block under ``<!-- ci: demo -->``.
+"""
 
 from __future__ import annotations
 

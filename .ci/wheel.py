@@ -1,8 +1,12 @@
-"""Build the sdist and from it the wheel; demand that the wheel holds every Python file of the package, and works where there is no checkout."""
+"""Build the sdist and from it the wheel.
+
+The wheel must hold every Python file of the package, and work where there is no checkout.
+"""
 
 from __future__ import annotations
 
 import os
+import pkgutil
 import subprocess
 import sys
 import zipfile
@@ -40,7 +44,7 @@ def main(scratch: Path) -> int:
     if on_disk - inside or not with_entry_points:
         print(f"FAILED: missing from the wheel: {sorted(on_disk - inside)}")
         return 1
-    ops = ",".join(sorted(p.stem for p in (ROOT / "specs").glob("*.py") if not p.stem.startswith("_")))
+    ops = ",".join(m.name for m in pkgutil.iter_modules([str(ROOT / "specs")]) if not m.name.startswith("_"))
     site = str(scratch / "site")
     return subprocess.run(
         [sys.executable, "-c", SCRIPT, site, ops], cwd=scratch, env={**os.environ, "PYTHONPATH": site}, check=False

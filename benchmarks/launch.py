@@ -1,7 +1,7 @@
-"""Host time of an eager call on a GPU, from the bare launch up, beside PyTorch's own op; and every op captured in a CUDA graph and replayed.
+"""Host time of an eager call on a GPU, from the bare launch up, beside PyTorch's own op; and every op in a CUDA graph.
 
-Calls come in batches of 100 with a synchronisation between them, so that the queue to the device never fills and a call's time is the host's alone. The ways of
-calling take turns, batch by batch.
+A graph captures a call and is replayed. Calls come in batches of 100 with a synchronisation between them, so that the
+queue to the device never fills and a call's time is the host's alone. The ways of calling take turns, batch by batch.
 
     bare       the kept kernel's launcher, its arguments prepared
     launch     the same through ``launch``: key, look-up and launcher
@@ -51,7 +51,10 @@ A_BATCH = 100
 def small_inputs(
     spec: Spec[Any], device: str, dtype: str = "float32", seed: int = 0, optional: bool = False
 ) -> dict[str, Any]:
-    """Random arrays for any op, the optional ones too if asked: every dimension has a small extent, a variadic one stands for two axes."""
+    """Random arrays for any op, the optional ones too if asked.
+
+    Every dimension has a small extent, a variadic one stands for two axes.
+    """
     g, arrays = torch.Generator().manual_seed(seed), {}
     for a in spec.arrays:
         if a.optional and not optional:
@@ -76,7 +79,10 @@ def _same_bits(a: Any, b: Any) -> bool:
 
 
 def replay_differs(name: str, dtype: str, optional: bool = False) -> list[str]:
-    """Capture one call, change its inputs in place, replay: what is not, to the bit, as an eager call on the new inputs gives it."""
+    """Capture one call, change its inputs in place, replay.
+
+    Returns what is not, to the bit, as an eager call on the new inputs gives it.
+    """
     op = pk.op(name, backend="triton")
     arrays, others = (small_inputs(op.spec, "cuda", dtype, seed, optional) for seed in (0, 1))
 
@@ -105,7 +111,10 @@ def replay_differs(name: str, dtype: str, optional: bool = False) -> list[str]:
 
 
 def torch_calls() -> dict[str, tuple[dict[str, Any], dict[str, Any], str, tuple[Any, ...]]]:
-    """Op -> its arrays and options, and the name in ``torch.nn.functional`` or ``torch`` with the arguments that say the same to it."""
+    """Op -> its arrays and options, and what says the same to PyTorch.
+
+    That is the name in ``torch.nn.functional`` or ``torch`` and the arguments.
+    """
     x, w, b = (torch.randn(*s, device="cuda", dtype=torch.bfloat16) for s in ((64, 512), (512,), (512,)))
     m, q = (
         torch.randn(64, 64, device="cuda", dtype=torch.bfloat16),
@@ -217,7 +226,8 @@ def main() -> None:
         ]
     for g in graphs:
         print(
-            f"{g['op']:14} {g['dtype']:9} {g['arrays']:9} captured, its inputs changed and replayed: {'; '.join(g['wrong']) or 'the bits of the eager call'}"
+            f"{g['op']:14} {g['dtype']:9} {g['arrays']:9} captured, its inputs changed and replayed: "
+            f"{'; '.join(g['wrong']) or 'the bits of the eager call'}"
         )
     if args.json:
         command = results.command_line("python benchmarks/launch.py", args.json)

@@ -10,7 +10,8 @@ from jaxtyping import Float
 
 from portakern.spec import Tile, spec
 from portakern.spec.options import Range
-from portakern.spec.tolerance import KAPPA, chain, magnitude, round_to, store_spread, units
+from portakern.spec.tolerance import KAPPA, Units, chain, magnitude, round_to, store_spread, units
+from portakern.specs._rows import plant
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -37,7 +38,9 @@ def layernorm(
     *,
     eps: Annotated[float, Range(0.0, typical=(1e-5, 1e-12, 1e-2))] = 1e-5,
 ) -> LayernormOut:
-    """y = (x - mean) / sqrt(var + eps) * weight + bias over the last axis, var the mean squared deviation (Ba, Kiros, Hinton 2016, eq. 3-4).
+    """y = (x - mean) / sqrt(var + eps) * weight + bias over the last axis, var the mean squared deviation.
+
+    The source is Ba, Kiros, Hinton 2016, equations 3 and 4.
 
     Args:
       x: (*batch, n).
@@ -50,47 +53,91 @@ def layernorm(
     raise NotImplementedError
 
 
-@layernorm.tolerance
-def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """B = E (1 + U) + U|y| + eta,  E = |w| [r (delta + 3 tau)(1 + rho) + |xh| (rho + 4u) + tau] + 2u (|b| + |xh w|) + tau (|xh| + 2).
+class Moments(NamedTuple):
+    """What the statistics of rows are, and how far rounding may move them, (*batch, 1) but for ``centred``.
 
-    v = var + eps, r = v^-1/2, xh = (x - mean) r, and c = c_N + 2 the roundings on the way to a mean.
-    The mean errs by delta = c u mean|x|. Two passes about such a mean find between var and var + delta^2; merging partial means (Welford) finds the mean
-    square of deviations that are each off by delta, between (sqrt(var) - delta)^2 and (sqrt(var) + delta)^2. Summing that rounds by a share (c + 4) u, and
-    3 tau come or go where squares, var or eps flush. rho is the share by which the ends of that range of v move r, and 4u for the root and its products.
-    Last, w, its product with xh and b may flush.
-    Nothing is promised where the low end is not positive (eps = 0 on a row whose variance is 0, drowns in the mean's rounding or is subnormal), or where
-    sum|x|, sum (x - mean)^2 or the output's terms reach 2^127, or w is infinite (xh rounds to either side of 0).
+    Attributes:
+      size: sum |x|; mean, var: the statistics; centred: x - mean; v = var + eps.
+      delta: how far the mean may be off.
+      low: the low end of the range of v; where it is not positive nothing is promised.
+      rho: the share of itself by which r = v^-1/2 may be off.
     """
-    x, w, b = (call.arrays[name] for name in ("x", "weight", "bias"))
-    w, b = 1.0 if w is None else np.abs(w), 0.0 if b is None else magnitude(b)
-    unit, n, eps = units(call), x.shape[-1], call.options["eps"]
-    u, tau, c = unit.u, unit.tau, chain(x.shape[-1]) + 2
-    with np.errstate(all="ignore"):
-        size = np.abs(x).sum(-1, keepdims=True)
-        centred = x - x.sum(-1, keepdims=True) / n
+
+    size: np.ndarray
+    mean: np.ndarray
+    centred: np.ndarray
+    var: np.ndarray
+    v: np.ndarray
+    delta: np.ndarray
+    low: np.ndarray
+    rho: np.ndarray
+
+    @classmethod
+    def of(cls, x: np.ndarray, eps: float, unit: Units) -> Moments:
+        """The moments of the rows of x, (*batch, n), where u and tau are those of ``unit``.
+
+        On the way to a mean lie c = chain(n) + 2 roundings, so that it errs by delta = c u mean |x|. Two passes about
+        such a mean find between var and var + delta^2; merging partial means (Welford) finds the mean square of
+        deviations that are each off by delta, between (sqrt(var) - delta)^2 and (sqrt(var) + delta)^2. Summing that
+        rounds by a share (c + 4) u, and 3 tau come or go where squares, var or eps flush. rho is the share by which the
+        ends of that range of v move r, and 4u for the root.
+        """
+        n = x.shape[-1]
+        u, tau, c = unit.u, unit.tau, chain(n) + 2
+        size, mean = np.abs(x).sum(-1, keepdims=True), x.sum(-1, keepdims=True) / n
+        centred = x - mean
         var = np.square(centred).sum(-1, keepdims=True) / n
         delta, sd, v = c * u * size / n, np.sqrt(var), var + eps
         low = np.maximum(sd - delta, 0) ** 2 * (1 - (c + 4) * u) + eps - 3 * tau
         high = (sd + delta) ** 2 * (1 + (c + 4) * u) + eps + 3 * tau
         rho = np.maximum(np.sqrt(v / low) - 1, 1 - np.sqrt(v / high)) + 4 * u
-        r, xh = 1 / np.sqrt(v), np.abs(centred) / np.sqrt(v)
-        err = w * (r * (delta + 3 * tau) * (1 + rho) + xh * (rho + 4 * u) + tau) + 2 * u * (b + xh * w) + tau * (xh + 2)
-        overflows = np.isfinite(size) & (
-            (size >= unit.huge) | (n * var >= unit.huge) | (xh * w + b >= unit.huge) | np.isinf(w)
-        )
-        err = np.where((low <= 0) | overflows, np.inf, err)
+        return cls(size, mean, centred, var, v, delta, low, rho)
+
+    def normalised_error(self, r: np.ndarray, xh: np.ndarray, unit: Units) -> np.ndarray:
+        """How far xh = (x - mean) r may be off, given its magnitude: see :func:`bound`."""
+        return r * (self.delta + 3 * unit.tau) * (1 + self.rho) + xh * (self.rho + 4 * unit.u) + unit.tau
+
+
+@layernorm.tolerance
+def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The bound of y, w and b being weight and bias, with :class:`portakern.tolerance.Units`:
+
+        B = E (1 + U) + U |y| + eta
+        E = |w| dxh + 2u (|b| + |xh w|) + tau (|xh| + 2)
+        dxh = r (delta + 3 tau) (1 + rho) + |xh| (rho + 4u) + tau
+
+    v = var + eps, r = v^-1/2, xh = (x - mean) r, which errs by dxh. The mean errs by delta and r by a share rho of
+    itself (:meth:`Moments.of`); x - mean and its product with r round by less than 4u. Last, w, its product with xh and
+    b may flush.
+
+    Nothing is promised where the low end of v is not positive (eps = 0 on a row whose variance is 0, drowns in the
+    mean's rounding or is subnormal), or where sum |x|, sum (x - mean)^2 or the output's terms reach 2^127, or w is
+    infinite (xh rounds to either side of 0).
+    """
+    x, w, b = (call.arrays[name] for name in ("x", "weight", "bias"))
+    w, b = 1.0 if w is None else np.abs(w), 0.0 if b is None else magnitude(b)
+    unit, n = units(call), x.shape[-1]
+    with np.errstate(all="ignore"):
+        row = Moments.of(x, call.options["eps"], unit)
+        r, xh = 1 / np.sqrt(row.v), np.abs(row.centred) / np.sqrt(row.v)
+        err = w * row.normalised_error(r, xh, unit) + 2 * unit.u * (b + xh * w) + unit.tau * (xh + 2)
+        overflows = (row.size >= unit.huge) | (n * row.var >= unit.huge) | (xh * w + b >= unit.huge) | np.isinf(w)
+        err = np.where((row.low <= 0) | (np.isfinite(row.size) & overflows), np.inf, err)
     return (round_to(err, ref[0], call.dtype),)
 
 
 @layernorm.sigma
 def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """sigma^2 = store^2 + w^2 [(r ds)^2 + xh^2 (KAPPA u)^2 (c_N / 3 + 8) + (xh ds^2 / v)^2] + (KAPPA u)^2 (b^2 + (xh w)^2),  symbols as in the bound.
+    """The RMS error of y, with the symbols of the bound, k = KAPPA u and c_N = chain(n):
 
-    ds = KAPPA u sqrt((c_N / 3 + 1) mean^2 + (c_N / 6 + log2 n) var / n) is the error of the mean: the i-th of c_N additions rounds a partial sum of i/c_N
-    of n mean and a bridge of the deviations, every level of a tree the root of n deviations, and then the division. It shifts a row as one, and moves the
-    variance by ds^2. The sum of squares rounds like the mean, by half of which r moves; 8: the squares, v, the root, x - mean and two products.
-    A kernel may add b - mean r w instead, and round b and xh w apart.
+        sigma^2 = store^2 + w^2 [(r ds)^2 + xh^2 k^2 (c_N / 3 + 8) + (xh ds^2 / v)^2] + k^2 (b^2 + (xh w)^2)
+        ds^2 = k^2 [(c_N / 3 + 1) mean^2 + (c_N / 6 + log2 n) var / n]
+
+    store is that of storing y (``store_spread``), and ds that of the mean: the i-th of c_N additions rounds a partial
+    sum of i/c_N of n mean and a bridge of the deviations, every level of a tree the root of n deviations, and then the
+    division. It shifts a row as one, and moves the variance by ds^2. The sum of squares rounds like the mean, by half
+    of which r moves; 8: the squares, v, the root, x - mean and two products. A kernel may add b - mean r w instead, and
+    round b and xh w apart.
     """
     x, w, b = (call.arrays[name] for name in ("x", "weight", "bias"))
     w, b = 1.0 if w is None else magnitude(w), 0.0 if b is None else magnitude(b)
@@ -105,14 +152,10 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         return (np.hypot(store_spread(ref[0], call.dtype), np.sqrt(variance)),)
 
 
-def _plant(rng: np.random.Generator, x: np.ndarray, value: float) -> None:
-    x[rng.random(x.shape[:-1]) < 0.5, rng.integers(x.shape[-1])] = value
-
-
 @layernorm.edge(dims={"n": (1, 300)})
 def nan_or_inf_in_a_row(arrays, rng, options):
     """An inf or NaN makes its whole row NaN, and no other."""
-    _plant(rng, arrays["x"], rng.choice([np.nan, inf, -inf]))
+    plant(rng, arrays["x"], rng.choice([np.nan, inf, -inf]))
 
 
 @layernorm.edge(dims={"n": (2, 300)}, regime="constant")
@@ -157,9 +200,8 @@ def rows_are_independent(run, draw):
 def scale_invariant(run, draw):
     """layernorm(2^k x) = layernorm(x) at eps = 0, to the bit: powers of two round nothing."""
     x = draw.normal(draw.extent(1, 5), draw.extent(2, 300))
-    draw.same_bits(
-        run(x * x.dtype.type(2.0 ** draw.extent(-4, 4)), eps=0.0), run(x, eps=0.0), "a row scaled by a power of two"
-    )
+    scaled = x * x.dtype.type(2.0 ** draw.extent(-4, 4))
+    draw.same_bits(run(scaled, eps=0.0), run(x, eps=0.0), "a row scaled by a power of two")
 
 
 @layernorm.law

@@ -42,7 +42,8 @@ def matmul(
 
     Args:
       a: (*batch, m, k); b: (*batch, k, n). The leading axes broadcast as NumPy's do.
-      precision: for float32 operands: "ieee" keeps every product exact to float32, "tf32" lets the matrix unit keep 10 bits of each operand.
+      precision: for float32 operands: "ieee" keeps every product exact to float32, "tf32" lets the matrix unit keep 10
+        bits of each operand.
       out_dtype: dtype of c; None: that of a and b.
 
     Returns:
@@ -53,40 +54,48 @@ def matmul(
 
 @matmul.tolerance
 def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """B = E (1 + U) + U|c| + eta,  E = ((K+6) u + tf32) |A||B| + flush (sum_k |a| + sum_k |b|) + K tau.
+    """The bound of c, a sum of K = k products, with :class:`portakern.tolerance.Units`:
 
-    Sums in any order cost (K-1) u |A||B| and the products u (Higham, section 3.1); the rest of the 6 u is for split-k partial sums. tf32: both operands
-    of a product are cut to 10 bits. flush: subnormal operands read as 0, each next to the other operand; tau: subnormal products and sums become 0.
-    U and eta belong to the output's dtype. Where |A||B| reaches 2^127 a partial sum may overflow, and nothing is promised.
+        B = E (1 + U) + U |c| + eta
+        E = ((K+6) u + tf32) |A| |B| + flush (sum_k |a| + sum_k |b|) + K tau
+
+    Sums in any order cost (K-1) u |A| |B| and the products u (Higham, section 3.1); the rest of the 6 u is for split-k
+    partial sums. tf32: both operands of a product are cut to 10 bits. flush: subnormal operands read as 0, each next to
+    the other operand; tau: subnormal products and sums become 0. U and eta belong to the output's dtype. Where |A| |B|
+    reaches 2^127 a partial sum may overflow, and nothing is promised.
     """
     a, b = call.arrays["a"], call.arrays["b"]
     unit, k = units(call), call.dims["k"]
     with np.errstate(all="ignore"):
-        flushed = (
-            unit.flush * (magnitude(a).sum(-1, keepdims=True) + magnitude(b).sum(-2, keepdims=True)) + k * unit.tau
-        )
+        operands = magnitude(a).sum(-1, keepdims=True) + magnitude(b).sum(-2, keepdims=True)
+        flushed = unit.flush * operands + k * unit.tau
         err = ((k + 6) * unit.u + unit.tf32) * abs_matmul(a, b, unit) + flushed
     return (round_to(err, ref[0], call.outputs["c"][1]),)
 
 
 @matmul.sigma
 def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """sigma^2 = store^2 + x c^2 + y (A^2 @ B^2) + flush^2 (sum_k a^2 + sum_k b^2), x and y those of a dot of K products (``dot_spread``)."""
+    """sigma^2 = store^2 + x c^2 + y (A^2 @ B^2) + flush^2 (sum_k a^2 + sum_k b^2), the RMS error of c.
+
+    store is that of storing c (``store_spread``), x and y are those of a dot of K products (``dot_spread``), A^2 and
+    B^2 are squared element by element.
+    """
     a, b, c, unit = call.arrays["a"], call.arrays["b"], magnitude(ref[0]), units(call)
     x, y = dot_spread(call, call.dims["k"])
     with np.errstate(all="ignore"):
         a2, b2 = np.square(magnitude(a)), np.square(magnitude(b))
-        variance = (
-            x * np.square(c) + y * (a2 @ b2) + unit.flush**2 * (a2.sum(-1, keepdims=True) + b2.sum(-2, keepdims=True))
-        )
+        operands = a2.sum(-1, keepdims=True) + b2.sum(-2, keepdims=True)
+        variance = x * np.square(c) + y * (a2 @ b2) + unit.flush**2 * operands
         return (np.hypot(store_spread(c, call.outputs["c"][1]), np.sqrt(variance)),)
 
 
 @matmul.exact
 def exact(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Rows and columns of integers whose |A||B| < 1/u: every product and every partial sum, in any order, is an integer that the accumulator holds.
+    """Rows and columns of integers whose |A| |B| < 1/u.
 
-    Under tf32 the operands must keep their value when cut to 10 bits, that is 11 significant ones."""
+    Every product and every partial sum of them, in any order, is an integer that the accumulator holds. Under tf32 the
+    operands must keep their value when cut to 10 bits, that is 11 significant ones.
+    """
     a, b, unit = call.arrays["a"], call.arrays["b"], units(call)
 
     def whole(x: np.ndarray) -> np.ndarray:
@@ -97,11 +106,9 @@ def exact(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         return kept & np.isfinite(x)
 
     rows, columns = whole(a).all(-1, keepdims=True), whole(b).all(-2, keepdims=True)
-    return (
-        (rows & columns & (abs_matmul(a, b, unit) < 1 / unit.u),)
-        if (rows.any() and columns.any())
-        else (np.zeros(ref[0].shape, bool),)
-    )
+    if not (rows.any() and columns.any()):
+        return (np.zeros(ref[0].shape, bool),)
+    return (rows & columns & (abs_matmul(a, b, unit) < 1 / unit.u),)
 
 
 @matmul.edge(dims={"m": (1, 40), "k": (1, 140), "n": (1, 40)})
@@ -146,7 +153,10 @@ def another_output_dtype(arrays, rng, options):
 
 @matmul.edge(dims={"m": (129, 140), "n": (17, 29), "k": (1, 20)}, smallest_tiles=True)
 def many_tiles_both_ways(arrays, rng, options):
-    """However tiles are numbered, each is computed once: 9 rows of tiles of 16 leave a last group of one for groups of 2, 4 and 8."""
+    """However tiles are numbered, each is computed once.
+
+    9 rows of tiles of 16 leave a last group of one for groups of 2, 4 and 8.
+    """
 
 
 @matmul.law

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from portakern.spec import Tile, spec
+from portakern.specs._gradients import doubled, each_alone
 from portakern.specs.matmul import matmul
 
 if TYPE_CHECKING:
@@ -36,13 +37,15 @@ def matmul_vjp(
     *,
     precision: Literal["ieee", "tf32"] = "ieee",
 ) -> MatmulVjpOut:
-    """d_a = d_c b^T and d_b = a^T d_c, each summed over the batch axes along which its operand was broadcast, accumulated in float32 and rounded once.
+    """d_a = d_c b^T and d_b = a^T d_c, accumulated in float32 and rounded once.
 
-    A batch axis that is summed is one more factor of the contraction: with it folded in beside n (d_a) or m (d_b), each gradient is one matrix product.
+    Each is summed over the batch axes along which its operand was broadcast. A batch axis that is summed is one more
+    factor of the contraction: with it folded in beside n (d_a) or m (d_b), each gradient is one matrix product.
 
     Args:
       a: (*batch, m, k); b: (*batch, k, n), as in matmul.
-      d_c: (*batch, m, n), the cotangent of c, of any float dtype. A product of two dtypes is taken in float32, or in float64 where one of them is.
+      d_c: (*batch, m, n), the cotangent of c, of any float dtype. A product of two dtypes is taken in float32, or in
+        float64 where one of them is.
       precision: for float32 products, as in matmul.
 
     Returns:
@@ -52,15 +55,16 @@ def matmul_vjp(
 
 
 def product_dtype(call: Call) -> str:
-    """The dtype in which a product of d_c and another operand is taken: theirs if they agree, else the least that holds both."""
+    """The dtype in which a product of d_c and another operand is taken: theirs, or the least that holds both."""
     dtypes = {call.dtype, call.dtype_of("d_c")}
     return dtypes.pop() if len(dtypes) == 1 else "float64" if "float64" in dtypes else "float32"
 
 
 def folded(call: Call, name: str) -> Call:
-    """The matmul that gives ``name``: left (*kept, i, K) @ right (*kept, K, j) -> (*kept, i, j), the gradient without its axes of extent 1.
+    """The matmul that gives ``name``: left (*kept, i, K) @ right (*kept, K, j) -> (*kept, i, j).
 
-    K runs over the batch axes along which the operand was broadcast and, innermost, over n (d_a) or m (d_b). Like all calls here, it is of float64 arrays.
+    The result is the gradient without its axes of extent 1. K runs over the batch axes along which the operand was
+    broadcast and, innermost, over n (d_a) or m (d_b). Like all calls here, it is of float64 arrays.
     """
     batch, (shape, dtype) = call.dims["batch"], call.outputs[name]
     a, b, d_c = (np.broadcast_to(x, (*batch, *x.shape[-2:])) for x in (call.arrays[n] for n in ("a", "b", "d_c")))
@@ -71,11 +75,15 @@ def folded(call: Call, name: str) -> Call:
     left = left.transpose(*kept, row, *summed, column).reshape(*extents, left.shape[-2], -1)
     right = right.transpose(*kept, *summed, row, column).reshape(*extents, -1, right.shape[-1])
     dims = {"batch": left.shape[:-2], "m": left.shape[-2], "k": left.shape[-1], "n": right.shape[-1]}
-    options = {"precision": call.options["precision"], "out_dtype": dtype}
     return call.replace(
-        spec=matmul, arrays={"a": left, "b": right}, dims=dims, options=options, wants=("c",), given=None,
+        spec=matmul,
+        arrays={"a": left, "b": right},
+        options={"precision": call.options["precision"], "out_dtype": dtype},
+        dims=dims,
         dtype=product_dtype(call),
-    )  # fmt: skip
+        wants=("c",),
+        given=None,
+    )
 
 
 def _as_products(call: Call, ref: tuple[Any, ...], measure: str) -> tuple[Any, ...]:
@@ -93,10 +101,11 @@ def _as_products(call: Call, ref: tuple[Any, ...], measure: str) -> tuple[Any, .
 
 @matmul_vjp.tolerance
 def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Each gradient is one matmul (:func:`folded`), of K = n (d_a) or m (d_b) times the batch entries that are summed, and has matmul's bound.
+    """Each gradient is one matmul (:func:`folded`) and has matmul's bound.
 
-    u, tf32 and flush are those of the dtype in which products are taken (:func:`product_dtype`), U and eta those of the gradient's. Adding up batch entries
-    after their products, in float32, is one more order of the same sum.
+    Its K is n (d_a) or m (d_b) times the batch entries that are summed. u, tf32 and flush are those of the dtype in
+    which products are taken (:func:`product_dtype`), U and eta those of the gradient's. Adding up batch entries after
+    their products, in float32, is one more order of the same sum.
     """
     return _as_products(call, ref, "bound")
 
@@ -115,9 +124,8 @@ def exact(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _one_hot(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """Zeros but for a one in each row, where tiles begin and end."""
-    edges = [
-        i for i in {0, shape[-1] - 1, *(p + s for p in (16, 32, 64, 128, 256) for s in (-1, 0))} if 0 <= i < shape[-1]
-    ]
+    beside_tiles = (p + s for p in (16, 32, 64, 128, 256) for s in (-1, 0))
+    edges = [i for i in {0, shape[-1] - 1, *beside_tiles} if 0 <= i < shape[-1]]
     values = np.zeros(shape)
     np.put_along_axis(values, rng.choice(edges, (*shape[:-1], 1)), 1.0, -1)
     return values
@@ -125,7 +133,7 @@ def _one_hot(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 @matmul_vjp.edge(dims={"batch": (2, 5), "m": (1, 20), "k": (1, 20), "n": (1, 20)})
 def batches_that_are_summed(arrays, rng, options):
-    """An operand that is broadcast along a batch axis, missing or of extent 1, has a gradient that is summed along it."""
+    """An operand that is broadcast along a batch axis, missing or of extent 1, has a gradient summed along it."""
 
 
 @matmul_vjp.edge(dims={"batch": (3, 6), "m": (1, 6), "k": (1, 6), "n": (1, 6)}, regime="integers")
@@ -200,8 +208,7 @@ def gradients_do_not_depend_on_which_are_wanted(run, draw):
     """Each gradient, asked for alone, has the same bits."""
     m, k, n = draw.extent(1, 70), draw.extent(1, 70), draw.extent(1, 70)
     arrays = draw.normal(2, m, k), draw.normal(k, n), draw.normal(2, m, n)
-    for i, (name, together) in enumerate(zip(("d_a", "d_b"), run(*arrays), strict=True)):
-        draw.same_bits(run(*arrays, wants=(name,))[i], together, f"{name} alone")
+    each_alone(run, draw, ("d_a", "d_b"), arrays)
 
 
 @matmul_vjp.law
@@ -219,9 +226,7 @@ def powers_of_two_scale_exactly(run, draw):
     """A cotangent that is doubled doubles both gradients, to the bit."""
     m, k, n = draw.extent(1, 70), draw.extent(1, 70), draw.extent(1, 140)
     a, b, d_c = draw.normal(m, k), draw.normal(k, n), draw.normal(m, n)
-    two, d_c = a.dtype.type(2), d_c * a.dtype.type(64)  # far from subnormal results
-    for name, doubled, once in zip(("d_a", "d_b"), run(a, b, d_c * two), run(a, b, d_c), strict=True):
-        draw.same_bits(doubled, once * two, f"{name} of a cotangent doubled")
+    doubled(lambda d_c: run(a, b, d_c), draw, ("d_a", "d_b"), d_c)
 
 
 @matmul_vjp.law

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from portakern.spec import Tile, spec
 from portakern.spec.options import Range
 from portakern.spec.tolerance import KAPPA, chain, magnitude, round_to, store_spread, units
+from portakern.specs._rows import plant
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -36,26 +37,32 @@ def rmsnorm(
     *,
     eps: Annotated[float, Range(0.0, typical=(1e-6, 1e-12, 1e-2))] = 1e-6,
 ) -> RmsnormOut:
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32 (float64 for float64) (Zhang and Sennrich 2019, eq. 4).
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32 (float64 for float64).
+
+    The source is Zhang and Sennrich 2019, equation 4.
 
     Args:
       x: (*batch, n).
       weight: (n,), x's dtype or float32; None is 1. A model that keeps weight - 1 passes the sum.
-      eps: added to the mean of squares, >= 0; a number, where torch.nn.functional.rms_norm takes None for a dtype's own.
+      eps: added to the mean of squares, >= 0; a number, where torch.nn.functional.rms_norm takes None for a dtype's
+        own.
 
     Returns:
-      y: the shape and dtype of x. What arithmetic makes of infinities: a NaN makes its row NaN; an inf makes its own element NaN and the others of its row 0.
-      Guaranteed while a row's sum of x^2 is under 2^127 (2^1023 in float64).
+      y: the shape and dtype of x. What arithmetic makes of infinities: a NaN makes its row NaN; an inf makes its own
+      element NaN and the others of its row 0. Guaranteed while a row's sum of x^2 is under 2^127 (2^1023 in float64).
     """
     raise NotImplementedError
 
 
 def root(call: Call) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """r = (mean x^2 + eps)^-1/2 of each row, (*batch, 1); rho, the share of itself by which it errs; and of which rows nothing is promised.
+    """r of each row, (*batch, 1); rho, the share of itself by which it errs; and of which rows nothing is promised.
 
-    v = mean x^2 + eps errs by (c_N + 6) u: the square, c_N additions, a division (2 ulp), the sum with eps; 3 tau come or go where squares, their mean or eps
-    flush. rho is the share by which the ends of that range move v^-1/2, and 4u for the root (2 ulp). An infinite v makes r 0, exactly.
-    Nothing is promised where the low end is not positive (eps = 0 on a row of zeros, or of squares next to subnormal), or where sum x^2 reaches 2^127.
+    r = v^-1/2 with v = mean x^2 + eps, which errs by the share (c_N + 6) u of itself, c_N = chain(n): the square, c_N
+    additions, a division (2 ulp), the sum with eps; 3 tau come or go where squares, their mean or eps flush. rho is the
+    share by which the ends of that range move v^-1/2, and 4u for the root (2 ulp). An infinite v makes r 0, exactly.
+
+    Nothing is promised where the low end is not positive (eps = 0 on a row of zeros, or of squares next to subnormal),
+    or where sum x^2 reaches 2^127.
     """
     x, unit = call.arrays["x"], units(call)
     total = np.square(x).sum(-1, keepdims=True)
@@ -67,17 +74,23 @@ def root(call: Call) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def normalised_error(call: Call, xh: np.ndarray, r: np.ndarray, rho: np.ndarray) -> np.ndarray:
-    """dxh = |xh| (rho + 4u) + r tau (1 + rho) + tau of xh = x r: r, the product (or a quotient by the root, 2 ulp), and x or the product where it flushes."""
+    """dxh = |xh| (rho + 4u) + r tau (1 + rho) + tau, by which xh = x r may be off.
+
+    In order: r and the product (or a quotient by the root, 2 ulp); x where it flushes; the product where it does.
+    """
     unit = units(call)
     return np.abs(xh) * (rho + 4 * unit.u) + r * unit.tau * (1 + rho) + unit.tau
 
 
 @rmsnorm.tolerance
 def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """B = E (1 + U) + U|y| + eta,  E = |w| dxh + u |xh w| + tau (|xh| + 1).
+    """The bound of y, w being weight, with :class:`portakern.tolerance.Units`:
 
-    xh = x r errs by dxh (:func:`normalised_error`), of which r's share is rho (:func:`root`); then the product with w rounds, and w or the product may flush.
-    Beyond what root promises: nothing where |xh w| reaches 2^127, or where w is infinite beside an x whose xh may flush (0 * inf is NaN).
+        B = E (1 + U) + U |y| + eta,  E = |w| dxh + u |xh w| + tau (|xh| + 1)
+
+    xh = x r errs by dxh (:func:`normalised_error`), of which r's share is rho (:func:`root`); then the product with w
+    rounds, and w or the product may flush. Beyond what root promises: nothing where |xh w| reaches 2^127, or where w is
+    infinite beside an x whose xh may flush (0 * inf is NaN).
     """
     x, w, unit = call.arrays["x"], call.arrays["weight"], units(call)
     w = np.ones(1) if w is None else w
@@ -92,11 +105,11 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def root_spread(call: Call) -> float:
-    """The variance of r's relative error, (1 + 8/M)(KAPPA u)^2 (c_N / 12 + 5): of half that of v, and of the root.
+    """The variance of r's relative error, (1 + 8/M) (KAPPA u)^2 (c_N / 12 + 5): of half that of v, and of the root.
 
-    The i-th of c_N additions rounds a partial sum of i/c_N of the whole, c_N / 3 in all; a tree's levels 2; half of it leaves a quarter, c_N / 12 + 1/2. The
-    square, the division (2 ulp) and the sum with eps leave less than 2, an approximate root less than 3. It is one draw for a row: 8/M makes room for what M
-    rows may draw.
+    The i-th of c_N = chain(n) additions rounds a partial sum of i/c_N of the whole, c_N / 3 in all; a tree's levels 2;
+    half of it leaves a quarter, c_N / 12 + 1/2. The square, the division (2 ulp) and the sum with eps leave less than
+    2, an approximate root less than 3. It is one draw for a row: 8/M makes room for what M rows may draw.
     """
     rows = max(prod(call.dims["batch"]), 1)
     return float((1 + 8 / rows) * (KAPPA * units(call).u) ** 2 * (chain(call.dims["n"]) / 12 + 5))
@@ -104,7 +117,10 @@ def root_spread(call: Call) -> float:
 
 @rmsnorm.sigma
 def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """sigma^2 = store^2 + y^2 [q + 2 (KAPPA u)^2],  q of :func:`root_spread`, and two products."""
+    """sigma^2 = store^2 + y^2 [q + 2 (KAPPA u)^2], the RMS error of y.
+
+    In order: storing y (``store_spread``), r's error with q of :func:`root_spread`, two products.
+    """
     share = np.sqrt(root_spread(call) + 2 * (KAPPA * units(call).u) ** 2)
     return (np.hypot(store_spread(ref[0], call.dtype), share * np.abs(ref[0])),)
 
@@ -112,15 +128,13 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 @rmsnorm.edge(dims={"n": (1, 300)})
 def nan_in_a_row(arrays, rng, options):
     """A NaN makes its whole row NaN, and no other."""
-    x = arrays["x"]
-    x[rng.random(x.shape[:-1]) < 0.5, rng.integers(x.shape[-1])] = np.nan
+    plant(rng, arrays["x"], np.nan)
 
 
 @rmsnorm.edge(dims={"n": (1, 300)})
 def inf_in_a_row(arrays, rng, options):
     """An inf makes its own element NaN and the others of its row 0."""
-    x = arrays["x"]
-    x[rng.random(x.shape[:-1]) < 0.5, rng.integers(x.shape[-1])] = rng.choice([inf, -inf])
+    plant(rng, arrays["x"], rng.choice([inf, -inf]))
 
 
 @rmsnorm.edge(dims={"n": (1, 300)}, absent=("weight",))
@@ -176,11 +190,13 @@ def rows_are_independent(run, draw):
 
 @rmsnorm.law
 def scale_invariant(run, draw):
-    """rmsnorm(2^k x) = rmsnorm(x) at eps = 0, to the bit: powers of two round nothing, unless they lead to subnormal numbers (so k >= 0)."""
+    """rmsnorm(2^k x) = rmsnorm(x) at eps = 0, to the bit.
+
+    Powers of two round nothing, unless they lead to subnormal numbers (so k >= 0).
+    """
     x = draw.normal(draw.extent(1, 5), draw.extent(1, 300))
-    draw.same_bits(
-        run(x * x.dtype.type(2.0 ** draw.extent(0, 8)), eps=0.0), run(x, eps=0.0), "a row scaled by a power of two"
-    )
+    scaled = x * x.dtype.type(2.0 ** draw.extent(0, 8))
+    draw.same_bits(run(scaled, eps=0.0), run(x, eps=0.0), "a row scaled by a power of two")
 
 
 @rmsnorm.law

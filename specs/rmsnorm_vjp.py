@@ -10,7 +10,9 @@ from jaxtyping import Float
 
 from portakern.spec import Tile, spec
 from portakern.spec.options import Range
-from portakern.spec.tolerance import KAPPA, chain, magnitude, round_to, store_spread, units
+from portakern.spec.tolerance import KAPPA, chain, magnitude, units
+from portakern.specs._gradients import doubled, each_alone, row_alone, stored_bounds, stored_spreads
+from portakern.specs._rows import mean_variance, plant, silence_all_but_one
 from portakern.specs.rmsnorm import normalised_error, root, root_spread
 
 if TYPE_CHECKING:
@@ -47,14 +49,20 @@ def rmsnorm_vjp(
 
     Returns:
       d_x: the shape and dtype of x; d_weight: those of weight, None where that was not given.
-      An inf or NaN in a row of x makes its row of d_x NaN; the inf its column of d_weight, the NaN all of it. A NaN in d_y its row of d_x and its column of
-      d_weight. Guaranteed while a row's sums of x^2 and of |h x| are under 2^127 (2^1023 in float64).
+      An inf or NaN in a row of x makes its row of d_x NaN; the inf its column of d_weight, the NaN all of it. A NaN in
+      d_y its row of d_x and its column of d_weight. Guaranteed while a row's sums of x^2 and of |h x| are under 2^127
+      (2^1023 in float64).
     """
     raise NotImplementedError
 
 
 class _Rows(NamedTuple):
-    """x, d_y, h and xh by rows of n, (rows, n), and of each row r, rho and whether nothing is promised of it, (rows, 1): see rmsnorm's ``root``."""
+    """The call by rows of n, (rows, n) or (rows, 1).
+
+    Attributes:
+      g: d_y; x, h, xh, r: as in the contract; dxh: how far xh may be off.
+      rho: the share of itself by which r may be off; unsure: whether nothing is promised of a row (rmsnorm's ``root``).
+    """
 
     x: np.ndarray
     g: np.ndarray
@@ -70,41 +78,41 @@ class _Rows(NamedTuple):
         x, g = (call.arrays[name].reshape(-1, call.dims["n"]) for name in ("x", "d_y"))
         r, rho, unsure = (a.reshape(-1, 1) for a in root(call))
         xh = x * r
-        return cls(
-            x,
-            g,
-            g if call.arrays["weight"] is None else g * call.arrays["weight"],
-            xh,
-            normalised_error(call, xh, r, rho),
-            r,
-            rho,
-            unsure,
-        )
+        h = g if call.arrays["weight"] is None else g * call.arrays["weight"]
+        return cls(x, g, h, xh, normalised_error(call, xh, r, rho), r, rho, unsure)
 
 
 @rmsnorm_vjp.tolerance
 def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """xh errs by dxh, and r by rho of itself: dxh and rho as in rmsnorm's bound.
+    """Bounds of the gradients: each is B = E (1 + U) + U |value| + eta, U and eta of the gradient's own dtype.
 
-    With X = |xh| + dxh and c2 = mean(h xh), h = w d_y errs by dh = u|h| + lost, where lost = tau (|d_y| + |w| + 1) is what flushes; c2 by
-    d2 = mean(|h| dxh + ((c_N + 6) u |h| + lost) X) + tau (1 + r): h, the products, their sum and the division (2 ulp); products h x that r meets last may flush.
-    d_x:      E = r (1 + rho) [dh + X d2 + dxh |c2| + 3u (|h| + X (|c2| + d2)) + 2 tau] + rho |d_x|
-    d_weight: E = sum |d_y| dxh + (M + 2) u sum |d_y| X + tau sum (|d_y| + X + 1), sums over the M rows, in any order
-    and B = E (1 + U) + U |value| + eta, U and eta of the gradient's own dtype.
+    xh errs by dxh and r by rho of itself, both as in rmsnorm's bound; u and tau are
+    :class:`portakern.tolerance.Units`, w is weight, c_N = chain(n), and M the number of rows. With
 
-    Nothing is promised of a row where rmsnorm promises nothing (all of d_weight takes part in it), or where h, r times the terms of d_x, or a sum of |h xh|,
-    |h x| or |d_y xh| reaches 2^127. An infinite h or d_y gives infinities and NaN by the sign of xh: nothing is promised beside an x whose xh may flush.
+        X = |xh| + dxh,  c2 = mean(h xh),  lost = tau (|d_y| + |w| + 1), which is what flushes in h,
+
+    h = w d_y errs by dh = u |h| + lost, and c2 by d2: h, the products, their sum and the division (2 ulp); products h x
+    that r meets last may flush.
+
+        d2 = mean(|h| dxh + ((c_N + 6) u |h| + lost) X) + tau (1 + r)
+
+    And so the gradients, where sums are over the M rows, in any order:
+
+        d_x:      E = r (1 + rho) [dh + X d2 + dxh |c2| + 3u (|h| + X (|c2| + d2)) + 2 tau] + rho |d_x|
+        d_weight: E = sum |d_y| dxh + (M + 2) u sum |d_y| X + tau sum (|d_y| + X + 1)
+
+    Nothing is promised of a row where rmsnorm promises nothing (all of d_weight takes part in it), or where h, r times
+    the terms of d_x, or a sum of |h xh|, |h x| or |d_y xh| reaches 2^127. An infinite h or d_y gives infinities and NaN
+    by the sign of xh: nothing is promised beside an x whose xh may flush.
     """
     with np.errstate(all="ignore"):
         row = _Rows.of(call)
-        errors: list[Any] = [None if ref[0] is None else _d_x_error(call, row, ref[0]), _d_weight_error(call, row)]
-        return tuple(
-            None if y is None else round_to(e, y, dtype)
-            for e, y, (_, dtype) in zip(errors, ref, call.outputs.values(), strict=True)
-        )
+        of_x = None if ref[0] is None else _d_x_error(call, row, ref[0])
+        return stored_bounds(call, ref, [of_x, _d_weight_error(call, row)])
 
 
 def _d_x_error(call: Call, row: _Rows, d_x: np.ndarray) -> np.ndarray:
+    """E of d_x."""
     unit, n, w = units(call), call.dims["n"], call.arrays["weight"]
     w = np.ones(1) if w is None else w
     u, tau, r, rho, dxh = unit.u, unit.tau, row.r, row.rho, row.dxh
@@ -116,21 +124,21 @@ def _d_x_error(call: Call, row: _Rows, d_x: np.ndarray) -> np.ndarray:
     lost = tau * (magnitude(row.g) + magnitude(w) + 1)
     d2 = mean(h * dxh + ((chain(n) + 6) * u * h + lost) * size) + tau * (1 + r)
     terms = h + size * (c2 + d2)
-    err = r * (1 + rho) * (u * h + lost + size * d2 + dxh * c2 + 3 * u * terms + 2 * tau) + rho * np.abs(
-        d_x.reshape(-1, n)
-    )
+    inner = u * h + lost + size * d2 + dxh * c2 + 3 * u * terms + 2 * tau
+    err = r * (1 + rho) * inner + rho * np.abs(d_x.reshape(-1, n))
+
     tiny_g, tiny_w = ((a != 0) & (np.abs(a) < tau) for a in (row.g, w))
     ambiguous = (row.x != 0) & (np.abs(row.xh) <= dxh)
     unsure = row.unsure | ((np.isinf(row.g) & tiny_w) | (np.isinf(w) & tiny_g)).any(1, keepdims=True)
     unsure = unsure | (np.isinf(row.h).any(1, keepdims=True) & ambiguous.any(1, keepdims=True))
-    sums = [(h * factor).sum(1, keepdims=True) >= unit.huge for factor in (size, magnitude(row.x))]
-    unsure = (
-        unsure | sums[0] | sums[1] | (h >= unit.huge).any(1, keepdims=True) | (np.maximum(r, 1) * terms >= unit.huge)
-    )
+    for factor in (size, magnitude(row.x)):
+        unsure = unsure | ((h * factor).sum(1, keepdims=True) >= unit.huge)
+    unsure = unsure | (h >= unit.huge).any(1, keepdims=True) | (np.maximum(r, 1) * terms >= unit.huge)
     return np.where(unsure, inf, err).reshape(d_x.shape)
 
 
 def _d_weight_error(call: Call, row: _Rows) -> np.ndarray:
+    """E of d_weight."""
     unit, g, size = units(call), magnitude(row.g), np.abs(row.xh) + row.dxh
     products = (g * size).sum(0)
     err = (g * row.dxh).sum(0) + (g.shape[0] + 2) * unit.u * products + unit.tau * (g + size + 1).sum(0)
@@ -140,57 +148,38 @@ def _d_weight_error(call: Call, row: _Rows) -> np.ndarray:
 
 @rmsnorm_vjp.sigma
 def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """With k = KAPPA u and q the variance of r's relative error (rmsnorm's ``root_spread``), one draw for a row.
+    """RMS errors of the gradients, with the symbols of the bound and k = KAPPA u.
 
-    A mean of N terms of which c are added one after another errs by s^2 = k^2 [(c / 3 + 1) mean^2 + (c / 6 + log2 N + 1) S^2 / N], S^2 their mean square: the
-    i-th addition rounds a partial sum of i/c of the whole and a bridge, every level of a tree the root of the terms, then each term. c is c_N in a row, M in a
-    column. c2 is one draw for a row too: t^2 = (1 + 8/M) s^2 makes room for what M rows may draw. r stands once in r h and three times in r xh c2.
-    d_x:      store^2 + q (d_x - 2 r xh c2)^2 + r^2 [3 k^2 (h^2 + (xh c2)^2) + xh^2 t^2(h xh)]
-    d_weight: store^2 + sum (d_y xh)^2 (q + 2 k^2) + M^2 s^2(d_y xh)
+    q is the variance of r's relative error (rmsnorm's ``root_spread``), one draw for a row. A mean errs by s^2
+    (``mean_variance``), where the longest chain of additions is c_N in a row and M in a column. c2 is one draw for a
+    row too: t^2 = (1 + 8/M) s^2 makes room for what M rows may draw. r stands once in r h and three times in r xh c2.
+
+        d_x:      store^2 + q (d_x - 2 r xh c2)^2 + r^2 [3 k^2 (h^2 + (xh c2)^2) + xh^2 t^2(h xh)]
+        d_weight: store^2 + sum (d_y xh)^2 (q + 2 k^2) + M^2 s^2(d_y xh)
+
+    are the variances, store being the RMS error of storing (``store_spread``).
     """
-    k2, q, n, dtypes = (
-        (KAPPA * units(call).u) ** 2,
-        root_spread(call),
-        call.dims["n"],
-        [dtype for _, dtype in call.outputs.values()],
-    )
-
-    def spread(values: np.ndarray, axis: int, longest: float) -> np.ndarray:
-        count = values.shape[axis]
-        squares, mean = np.square(values).sum(axis, keepdims=True) / count, values.sum(axis, keepdims=True) / count
-        return k2 * ((longest / 3 + 1) * mean**2 + (longest / 6 + np.log2(count) + 1) * squares / count)
-
+    k2, q, n = (KAPPA * units(call).u) ** 2, root_spread(call), call.dims["n"]
     with np.errstate(all="ignore"):
         row = _Rows.of(call)
         h, xh, rows = row.h, row.xh, row.g.shape[0]
         pull = xh * ((h * xh).sum(1, keepdims=True) / n)
-        own = (
-            q * np.square(h - 3 * pull)
-            + 3 * k2 * (h**2 + pull**2)
-            + xh**2 * (1 + 8 / rows) * spread(h * xh, 1, chain(n))
-        )
-        weight = np.square(row.g * xh).sum(0) * (q + 2 * k2) + rows**2 * spread(row.g * xh, 0, rows)[0]
-        variances = (row.r**2 * own).reshape(call.arrays["x"].shape), weight
-        return tuple(
-            None if y is None else np.hypot(store_spread(y, dtype), np.sqrt(s))
-            for y, dtype, s in zip(ref, dtypes, variances, strict=True)
-        )
-
-
-def _plant(rng: np.random.Generator, x: np.ndarray, value: float) -> None:
-    x[rng.random(x.shape[:-1]) < 0.5, rng.integers(x.shape[-1])] = value
+        of_c2 = xh**2 * (1 + 8 / rows) * mean_variance(h * xh, 1, chain(n), k2)
+        own = q * np.square(h - 3 * pull) + 3 * k2 * (h**2 + pull**2) + of_c2
+        of_weight = np.square(row.g * xh).sum(0) * (q + 2 * k2) + rows**2 * mean_variance(row.g * xh, 0, rows, k2)[0]
+        return stored_spreads(call, ref, [(row.r**2 * own).reshape(call.arrays["x"].shape), of_weight])
 
 
 @rmsnorm_vjp.edge(dims={"n": (1, 300)})
 def nan_or_inf_in_a_row(arrays, rng, options):
     """An inf or NaN in x makes its row of d_x NaN, and no other; the inf its column of d_weight, the NaN all of it."""
-    _plant(rng, arrays["x"], rng.choice([np.nan, inf, -inf]))
+    plant(rng, arrays["x"], rng.choice([np.nan, inf, -inf]))
 
 
 @rmsnorm_vjp.edge(dims={"n": (1, 300)})
 def nan_or_inf_in_cotangents(arrays, rng, options):
-    """A NaN in d_y makes its row of d_x and its column of d_weight NaN, and no other; an inf what arithmetic makes of it."""
-    _plant(rng, arrays["d_y"], rng.choice([np.nan, inf]))
+    """A NaN in d_y makes its row of d_x and its column of d_weight NaN, and no other; an inf what arithmetic makes."""
+    plant(rng, arrays["d_y"], rng.choice([np.nan, inf]))
 
 
 @rmsnorm_vjp.edge(dims={"n": (1, 300)}, given=("weight",))
@@ -207,7 +196,10 @@ def rows_of_zeros(arrays, rng, options):
 
 @rmsnorm_vjp.edge(dims={"batch": (5, 7), "n": (2, 300)}, options={"eps": 0.0}, given=("weight",))
 def no_eps(arrays, rng, options):
-    """eps = 0 is allowed, also where a tile has rows to spare: those have no squares, and leave nothing in the sums over rows."""
+    """eps = 0 is allowed, also where a tile has rows to spare.
+
+    Those have no squares, and leave nothing in the sums over rows.
+    """
 
 
 @rmsnorm_vjp.edge(dims={"n": (1, 300)}, options={"eps": 1e-2})
@@ -249,18 +241,13 @@ def many_rows_of_one_size(arrays, rng, options):
 @rmsnorm_vjp.edge(dims={"batch": (100, 300), "n": (2, 12)}, given=("weight",))
 def one_row_with_a_cotangent(arrays, rng, options):
     """One row, the last of all or another, makes d_weight alone."""
-    rows = arrays["d_y"].reshape(-1, arrays["d_y"].shape[-1])
-    rows[np.arange(len(rows)) != rng.choice([0, len(rows) // 2, len(rows) - 1])] = 0
+    silence_all_but_one(rng, arrays["d_y"])
 
 
 @rmsnorm_vjp.law
 def rows_are_independent(run, draw):
     """A row of d_x alone has the same bits as among others."""
-    shape = draw.extent(2, 40), draw.extent(1, 300)
-    x, d_y, weight, row = draw.normal(*shape), draw.normal(*shape), draw.normal(shape[1]), draw.extent(0, shape[0] - 1)
-    draw.same_bits(
-        run(x[row : row + 1], d_y[row : row + 1], weight)[0], run(x, d_y, weight)[0][row : row + 1], "a row alone"
-    )
+    row_alone(run, draw, weighted=True)
 
 
 @rmsnorm_vjp.law
@@ -268,8 +255,7 @@ def gradients_do_not_depend_on_which_are_wanted(run, draw):
     """Each gradient, asked for alone, has the same bits."""
     shape = draw.extent(1, 150), draw.extent(1, 30)
     arrays = draw.normal(*shape), draw.normal(*shape), draw.normal(shape[1])
-    for i, (name, together) in enumerate(zip(("d_x", "d_weight"), run(*arrays), strict=True)):
-        draw.same_bits(run(*arrays, wants=(name,))[i], together, f"{name} alone")
+    each_alone(run, draw, ("d_x", "d_weight"), arrays)
 
 
 @rmsnorm_vjp.law
@@ -277,6 +263,4 @@ def powers_of_two_scale_exactly(run, draw):
     """A cotangent that is doubled doubles both gradients, to the bit."""
     shape = draw.extent(1, 150), draw.extent(2, 30)
     x, d_y, weight = draw.normal(*shape), draw.normal(*shape), draw.normal(shape[1])
-    two, d_y = x.dtype.type(2), d_y * x.dtype.type(64)  # far from subnormal results
-    for name, doubled, once in zip(("d_x", "d_weight"), run(x, d_y * two, weight), run(x, d_y, weight), strict=True):
-        draw.same_bits(doubled, once * two, f"{name} of a cotangent doubled")
+    doubled(lambda d_y: run(x, d_y, weight), draw, ("d_x", "d_weight"), d_y)

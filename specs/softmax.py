@@ -11,6 +11,7 @@ from jaxtyping import Float
 from portakern.spec import Tile, spec
 from portakern.spec.options import Axis
 from portakern.spec.tolerance import KAPPA, chain, round_to, store_spread, units
+from portakern.specs._rows import plant
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -44,11 +45,16 @@ def softmax(x: Float[A, "*shape"], *, axis: Annotated[int, Axis("x")] = -1) -> S
 
 @softmax.tolerance
 def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """B = E (1 + U) + U y + eta,  E = y [4u (d + H) + 2 ex + (c_N + 8) u],  d = m - x, H = sum y d.
+    """The bound of y along a row of N elements, whose maximum is m:
 
-    x - m rounds by u d, and exp of it, taken as exp2 of a product with log2(e), errs by 4 u d + ex. The sum carries the average of that, 4 u H + ex, plus
-    its chain of c_N additions; the division and whatever else a row passes through are within 8 u. exp(-d) below tau may be 0: the sum is at least 1, so
-    eta covers it. A flushed subnormal x moves d by less than any of these.
+        B = E (1 + U) + U y + eta,  E = y [4u (d + H) + 2 ex + (c_N + 8) u],  d = m - x, H = sum y d, c_N = chain(N)
+
+    where u, U, ex, tau and eta are :class:`portakern.tolerance.Units`.
+
+    x - m rounds by u d, and exp of it, taken as exp2 of a product with log2(e), errs by 4u d + ex. The sum carries the
+    average of that, 4u H + ex, plus its chain of c_N additions; the division and whatever else a row passes through are
+    within 8u. exp(-d) below tau may be 0: the sum is at least 1, so eta covers it. A flushed subnormal x moves d by
+    less than any of these.
     """
     x, y, axis, unit = call.arrays["x"], ref[0], call.options["axis"], units(call)
     with np.errstate(all="ignore"):
@@ -60,11 +66,14 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @softmax.sigma
 def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """sigma^2 = store^2 + y^2 [u^2 (d^2 + H^2) + 2 (ex/4)^2 + (KAPPA u)^2 (c_N / 3 + 4)],  d and H as in the bound.
+    """The RMS error of y, with the symbols of the bound:
 
-    x - m and its product with log2(e) round by KAPPA u d each, and the constant errs by up to 0.3 u of itself in every element alike: u d altogether, of which
-    the sum takes the average u H. exp errs by ex/4 in the element and, as it leans one way, on average. The i-th of c_N additions rounds a partial
-    sum of i/c_N of the whole. Division, product and the sum's own last roundings: 4.
+        sigma^2 = store^2 + y^2 [u^2 (d^2 + H^2) + 2 (ex/4)^2 + (KAPPA u)^2 (c_N / 3 + 4)]
+
+    store is that of storing y (``store_spread``). x - m and its product with log2(e) round by KAPPA u d each, and the
+    constant errs by up to 0.3 u of itself in every element alike: u d altogether, of which the sum takes the average
+    u H. exp errs by ex/4 in the element and, as it leans one way, on average. The i-th of c_N additions rounds a
+    partial sum of i/c_N of the whole. Division, product and the sum's own last roundings: 4.
     """
     x, y, axis, u, ex = call.arrays["x"], ref[0], call.options["axis"], units(call).u, units(call).ex
     with np.errstate(all="ignore"):
@@ -72,12 +81,6 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         entropy = (y * d).sum(axis, keepdims=True)
         share = u**2 * (d**2 + entropy**2) + 2 * (ex / 4) ** 2 + (KAPPA * u) ** 2 * (chain(x.shape[axis]) / 3 + 4)
         return (np.hypot(store_spread(y, call.dtype), y * np.sqrt(share)),)
-
-
-def _one(rng: np.random.Generator, x: np.ndarray, options: dict[str, Any], value: float) -> None:
-    """Plant a value somewhere in some rows."""
-    rows = np.moveaxis(x, options["axis"], -1)
-    rows[rng.random(rows.shape[:-1]) < 0.5, rng.integers(rows.shape[-1])] = value
 
 
 @softmax.edge(dims={"shape": (2, 140)})
@@ -90,13 +93,13 @@ def rows_of_minus_inf(arrays, rng, options):
 @softmax.edge(dims={"shape": (2, 140)})
 def infinite_elements(arrays, rng, options):
     """A +inf makes its whole row NaN; a -inf is a zero."""
-    _one(rng, arrays["x"], options, rng.choice([inf, -inf]))
+    plant(rng, np.moveaxis(arrays["x"], options["axis"], -1), rng.choice([inf, -inf]))
 
 
 @softmax.edge(dims={"shape": (2, 140)})
 def nan_elements(arrays, rng, options):
     """A NaN makes its whole row NaN, and no other."""
-    _one(rng, arrays["x"], options, np.nan)
+    plant(rng, np.moveaxis(arrays["x"], options["axis"], -1), np.nan)
 
 
 @softmax.edge(dims={"shape": (120, 600)}, regime="spikes")

@@ -11,6 +11,8 @@ from jaxtyping import Float
 from portakern.spec import Tile, spec
 from portakern.spec.options import Axis
 from portakern.spec.tolerance import KAPPA, chain, magnitude, round_to, store_spread, units
+from portakern.specs._gradients import row_alone
+from portakern.specs._rows import plant
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -50,11 +52,18 @@ def _delta(call: Call) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @softmax_vjp.tolerance
 def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """B = E (1 + U) + U|d_x| + eta,  E = |y| [(c_N + 2) u sum|y d_y| + 2u (|d_y| + |Delta|)] + flushed.
+    """The bound of d_x along a row of N elements, with c_N = chain(N) and :class:`portakern.tolerance.Units`:
 
-    Delta: products round by u and sums by a chain of c_N. y (d_y - Delta) and y d_y - y Delta both round by 2u (|d_y| + |Delta|) |y| at most.
-    flushed = tau [|y| sum(|y| + |d_y| + 2) + |d_y| + |Delta| + 1]: subnormal elements read as 0, each next to the other factor, and results become 0.
-    Nothing is promised where sum|y d_y|, |d_y| + |Delta| or its product with y reach 2^127, and where an infinity meets a subnormal, or is in y itself.
+        B = E (1 + U) + U |d_x| + eta
+        E = |y| [(c_N + 2) u sum |y d_y| + 2u (|d_y| + |Delta|)] + flushed
+        flushed = tau [|y| sum (|y| + |d_y| + 2) + |d_y| + |Delta| + 1]
+
+    The products of Delta round by u and their sum by a chain of c_N. y (d_y - Delta) and y d_y - y Delta both round by
+    2u (|d_y| + |Delta|) |y| at most. flushed: subnormal elements are read as 0, each next to the other factor, and
+    results become 0.
+
+    Nothing is promised where sum |y d_y|, |d_y| + |Delta| or its product with y reach 2^127, and where an infinity
+    meets a subnormal, or is in y itself.
     """
     y, g, axis, unit = call.arrays["y"], call.arrays["d_y"], call.options["axis"], units(call)
     with np.errstate(all="ignore"):
@@ -64,46 +73,39 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         lost = y * (unit.tau * (y + g + 2)).sum(axis, keepdims=True) + unit.tau * (apart + 1)
         err = y * ((chain(n) + 2) * unit.u * size + 2 * unit.u * apart) + lost
         unsure = np.isinf(call.arrays["y"]) | (np.isinf(call.arrays["d_y"]) & tiny_y)
-        overflows = (
-            (size >= unit.huge)
-            | (np.isfinite(delta) & (apart * np.maximum(1, y) >= unit.huge))
-            | (np.isinf(delta) & tiny_y)
-        )
+        overflows = (size >= unit.huge) | (np.isfinite(delta) & (apart * np.maximum(1, y) >= unit.huge))
+        overflows = overflows | (np.isinf(delta) & tiny_y)
         err = np.where(overflows | unsure.any(axis, keepdims=True), inf, err)
     return (round_to(err, ref[0], call.dtype),)
 
 
 @softmax_vjp.sigma
 def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """sigma^2 = store^2 + (KAPPA u y)^2 [(1 + 8/R) ((c_N / 3 + 1) Delta^2 + (c_N / 6 + log2 N + 1) sum (y d_y)^2) + d_y^2 + Delta^2 + (d_y - Delta)^2].
+    """The RMS error of d_x, with the symbols of the bound, over R rows:
 
-    The i-th of c_N additions rounds a partial sum of i/c_N of Delta and a bridge of the products, every level of a tree the root of N products, and each
-    product itself. That is one draw for a whole row: 8/R makes room for what R rows may draw. Then d_y - Delta rounds and its product with y, or two products
-    and their difference. A subnormal y may be read as 0, which loses all of y (d_y - Delta).
+        sigma^2 = store^2 + (KAPPA u y)^2 [(1 + 8/R) s^2 + d_y^2 + Delta^2 + (d_y - Delta)^2]
+        s^2 = (c_N / 3 + 1) Delta^2 + (c_N / 6 + log2 N + 1) sum (y d_y)^2
+
+    store is that of storing d_x (``store_spread``). s is the share of the sum Delta: the i-th of c_N additions rounds a
+    partial sum of i/c_N of Delta and a bridge of the products, every level of a tree the root of N products, and each
+    product itself. That is one draw for a whole row: 8/R makes room for what R rows may draw. Then d_y - Delta rounds
+    and its product with y, or two products and their difference. A subnormal y may be read as 0, which loses all of
+    y (d_y - Delta).
     """
-    y, g, n, k = (
-        magnitude(call.arrays["y"]),
-        call.arrays["d_y"],
-        call.arrays["y"].shape[call.options["axis"]],
-        KAPPA * units(call).u,
-    )
+    y, g, n = magnitude(call.arrays["y"]), call.arrays["d_y"], call.arrays["y"].shape[call.options["axis"]]
+    k = KAPPA * units(call).u
     with np.errstate(all="ignore"):
         delta, _, squares = _delta(call)
         shared = (1 + 8 / delta.size) * ((chain(n) / 3 + 1) * delta**2 + (chain(n) / 6 + np.log2(n) + 1) * squares)
         flushed = np.where(y < units(call).tau, y * np.abs(g - delta), 0.0)
-        return (
-            np.hypot(
-                np.hypot(store_spread(ref[0], call.dtype), flushed),
-                k * y * np.sqrt(shared + g**2 + delta**2 + (g - delta) ** 2),
-            ),
-        )
+        own = k * y * np.sqrt(shared + g**2 + delta**2 + (g - delta) ** 2)
+        return (np.hypot(np.hypot(store_spread(ref[0], call.dtype), flushed), own),)
 
 
 @softmax_vjp.edge(dims={"shape": (2, 140)})
 def nan_and_inf_in_cotangents(arrays, rng, options):
     """A NaN in d_y makes its whole row NaN, and no other; an infinity makes infinities and NaN by plain arithmetic."""
-    rows = np.moveaxis(arrays["d_y"], options["axis"], -1)
-    rows[rng.random(rows.shape[:-1]) < 0.5, rng.integers(rows.shape[-1])] = rng.choice([np.nan, inf, -inf])
+    plant(rng, np.moveaxis(arrays["d_y"], options["axis"], -1), rng.choice([np.nan, inf, -inf]))
 
 
 @softmax_vjp.edge(dims={"shape": (2, 140)})
@@ -143,9 +145,7 @@ def every_tile_counts(arrays, rng, options):
 @softmax_vjp.law
 def rows_are_independent(run, draw):
     """A row alone gives the same bits as among others."""
-    shape = draw.extent(2, 40), draw.extent(1, 300)
-    y, d_y, row = draw.normal(*shape), draw.normal(*shape), draw.extent(0, shape[0] - 1)
-    draw.same_bits(run(y[row : row + 1], d_y[row : row + 1])[0], run(y, d_y)[0][row : row + 1], "a row alone")
+    row_alone(run, draw, weighted=False)
 
 
 @softmax_vjp.law

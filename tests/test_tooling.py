@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def test_the_symlinks_lead_to_the_folders() -> None:
 
 @pytest.mark.parametrize("module", ["portakern.specs.{}", "portakern.backends.reference.{}"])
 def test_specs_and_the_oracle_import_no_framework(module: str) -> None:
-    ops = sorted(p.stem for p in (ROOT / "specs").glob("*.py") if not p.stem.startswith("_"))
+    ops = sorted(m.name for m in pkgutil.iter_modules([str(ROOT / "specs")]) if not m.name.startswith("_"))
     code = "\n".join(
         [
             *(f"import {module.format(op)}" for op in ops),

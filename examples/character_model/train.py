@@ -1,11 +1,12 @@
-"""Train a small character model twice from the same seeds, on portakern ops and on PyTorch's own, and compare where the losses end.
+"""Train a small character model twice from the same seeds, on portakern ops and on PyTorch's own; compare the losses.
 
     python -m portakern.examples.character_model.train --json losses.json
     python -m portakern.examples.character_model.train --draw losses.json losses.svg
     python -m portakern.examples.character_model.train --device cpu --backend triton --steps 2 --seeds 1
 
-The text is Shakespeare's sonnets (26 of them, 16 kB, in the public domain). The model has two layers of width 128 with four heads: embeddings, layernorm,
-causal attention, layernorm, a perceptron; matrix products under bfloat16 autocast.
+What is compared is where the losses end. The text is Shakespeare's sonnets (26 of them, 16 kB, in the public domain).
+The model has two layers of width 128 with four heads: embeddings, layernorm, causal attention, layernorm, a perceptron;
+matrix products under bfloat16 autocast.
 """
 
 from __future__ import annotations
@@ -193,7 +194,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{who:10} final losses {' '.join(f'{final(c):.4f}' for c in curves[who])}")
     result = compare(curves)
     print(
-        f"means differ by {result['difference']:+.5f}, {result['in_standard_errors']:.2f} standard errors of the difference"
+        f"means differ by {result['difference']:+.5f}, "
+        f"{result['in_standard_errors']:.2f} standard errors of the difference"
     )
     if args.json:
         device = torch.cuda.get_device_name() if args.device == "cuda" else results.HOST_CPU

@@ -1,4 +1,7 @@
-"""What a check found out about somebody else's kernel: a case that shows it, and the region of the contract that the rest of the check leaves out for it."""
+"""What a check found out about somebody else's kernel.
+
+A finding is a case that shows it, and the region of the contract that the rest of the check leaves out for it.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,10 @@ __all__ = ["Finding", "apart_from", "finite", "overflows", "replay", "show"]
 
 @dataclass(frozen=True)
 class Finding:
-    """``case`` shows it on the bare adapter (or on ``fn``); ``where(**arguments)`` says which calls are left out of the check because of it.
+    """One thing that was found.
 
-    An empty case: not a fault, but something that the kernel declares not to do.
+    ``case`` shows it on the bare adapter (or on ``fn``); ``where(**arguments)`` says which calls are left out of the
+    check because of it. An empty case: not a fault, but something that the kernel declares not to do.
     """
 
     what: str
@@ -42,7 +46,10 @@ def overflows(q: Any, k: Any, scale: float | None, limit: float = 2.0**127) -> b
 
 
 def apart_from(fn: Callable[..., Any], findings: Mapping[str, Finding]) -> Callable[..., Any]:
-    """``fn``, refusing the calls in which something was found: the checker counts them, by name, and holds the kernel to everything else."""
+    """``fn``, refusing the calls in which something was found.
+
+    The checker counts them, by name, and holds the kernel to everything else.
+    """
 
     @functools.wraps(fn)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -80,7 +87,8 @@ def show(
         max_examples=max_examples,
     )
     print(
-        f"the rest: {'passed' if report.passed else 'FAILED'}, {report.examples} cases compared, worst share of the bound {report.worst}"
+        f"the rest: {'passed' if report.passed else 'FAILED'}, {report.examples} cases compared, "
+        f"worst share of the bound {report.worst}"
     )
     for refused, count in report.refused.most_common():
         print(f"  left out {count} x {refused}")

@@ -1,9 +1,10 @@
-"""portakern as an attention implementation of Hugging Face transformers, tried on a small Llama (grouped heads) and a small GPT-2, forward and backward.
+"""portakern as an attention implementation of Hugging Face transformers, forward and backward.
 
     python -m portakern.examples.huggingface.attention
 
-``register()`` makes ``attn_implementation="portakern"`` known to every model of transformers; masks come as for its "sdpa". Both models are initialised at random,
-and are compared with transformers' own SDPA path on a padded batch: logits, and the gradient of every parameter.
+``register()`` makes ``attn_implementation="portakern"`` known to every model of transformers; masks come as for its
+"sdpa". It is tried on a small Llama (grouped heads) and a small GPT-2. Both models are initialised at random, and are
+compared with transformers' own SDPA path on a padded batch: logits, and the gradient of every parameter.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from portakern.torch import scaled_dot_product_attention
 
 
 def register(name: str = "portakern", backend: str | None = None) -> None:
-    """Let models be built with ``attn_implementation=name``; ``backend``: who must serve them, None: chosen from the arrays."""
+    """Let models be built with ``attn_implementation=name``.
+
+    ``backend``: who must serve them, None: chosen from the arrays.
+    """
 
     def attend(
         module: torch.nn.Module,
@@ -63,7 +67,10 @@ def models(implementation: str) -> dict[str, PreTrainedModel]:
 
 
 def run(model: PreTrainedModel, device: str) -> dict[str, torch.Tensor]:
-    """Logits of the tokens that are there, and every parameter's gradient, on a batch whose first row is padded on the left."""
+    """Logits of the tokens that are there, and every parameter's gradient.
+
+    The first row of the batch is padded on the left.
+    """
     model = model.to(device)
     ids = torch.arange(2 * 23, device=device).reshape(2, 23) * 7 % 101
     mask = torch.ones_like(ids)

@@ -1,1 +1,4 @@
-"""all-MiniLM-L6-v2, a sentence-embedding model, with every matmul, softmax, layernorm and attention served by a portakern backend of choice."""
+"""all-MiniLM-L6-v2, a sentence-embedding model, on a portakern backend of choice.
+
+Every matmul, softmax, layernorm and attention is served by it.
+"""

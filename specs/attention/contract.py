@@ -1,0 +1,103 @@
+"""What attention is: its signature, its rules and its work."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeVar
+
+from jaxtyping import Float, Float32, Int
+
+from portakern.spec import Rule, Tile, spec
+from portakern.spec.options import Range
+from portakern.specs.attention.scores import allowed_pairs
+
+if TYPE_CHECKING:
+    from portakern.core.call import Call
+
+A = TypeVar("A")
+
+TILING = {"block_q": Tile(16, 1024, of="q_len"), "block_kv": Tile(16, 1024, of="kv_len")}
+POSITIVE = ("kv_heads", "group", "d", "dv")
+SEGMENTS_COME_TOGETHER = Rule(
+    lambda call: (call.arrays["q_segment_ids"] is None) == (call.arrays["kv_segment_ids"] is None),
+    "q_segment_ids and kv_segment_ids come together; pass both, or neither",
+)
+
+Window = Annotated[tuple[int | None, int | None], Range(0, typical=((3, 0), (None, 2), (5, 5), (0, 0)))]
+Scale = Annotated[float, Range(typical=(0.125, 1.0, 0.3))]
+Softcap = Annotated[float, Range(0.0, 1e30, open=True, typical=(2.0, 30.0))]
+
+
+class AttentionOut(NamedTuple):
+    o: Float[A, "batch q_len kv_heads*group dv"]
+    lse: Float32[A, "batch kv_heads*group q_len"]
+
+
+def work(call: Call, depth: int) -> float:
+    """Floating-point operations: at every pair that is seen, products and sums along ``depth`` elements of heads."""
+    heads = call.dims["kv_heads"] * call.dims["group"]
+    return 2.0 * call.dims["batch"] * heads * allowed_pairs(call) * depth
+
+
+@spec(
+    tiling=TILING,
+    returns={"lse": "return_lse"},
+    or_float32=("bias",),
+    masks=("bias",),
+    positive=POSITIVE,
+    empty={"kv_len": {"o": 0.0, "lse": -inf}},
+    require=[SEGMENTS_COME_TOGETHER],
+    vjp="attention_vjp",
+    autocast="lower",
+    typical={
+        "batch": 4,
+        "kv_heads": 4,
+        "group": 4,
+        "q_len": 4096,
+        "kv_len": 4096,
+        "d": 128,
+        "dv": 128,
+        "is_causal": True,
+    },
+    flops=lambda call: work(call, call.dims["d"] + call.dims["dv"]),
+)
+def attention(
+    q: Float[A, "batch q_len kv_heads*group d"],
+    k: Float[A, "batch kv_len kv_heads d"],
+    v: Float[A, "batch kv_len kv_heads dv"],
+    bias: Float[A, "#batch #kv_heads*group #q_len kv_len"] | None = None,
+    q_segment_ids: Int[A, "batch q_len"] | None = None,
+    kv_segment_ids: Int[A, "batch kv_len"] | None = None,
+    *,
+    is_causal: bool = False,
+    window: Window | None = None,
+    scale: Scale | None = None,
+    softcap: Softcap | None = None,
+    precision: Literal["ieee", "tf32"] = "ieee",
+    return_lse: bool = False,
+) -> AttentionOut:
+    """o = softmax(softcap(scale q k^T) + bias, masked) v, one row at a time and never storing the scores.
+
+    The algorithm is FlashAttention-2's forward pass (Dao 2023, algorithm 1).
+
+    Args:
+      q: (batch, q_len, kv_heads*group, d). Query head h reads key head h // group.
+      k: (batch, kv_len, kv_heads, d); v: (batch, kv_len, kv_heads, dv).
+      bias: added to the scaled scores; (batch, heads, q_len, kv_len), where the first three may be 1; q's dtype or
+        float32. -inf masks the pair.
+      q_segment_ids, kv_segment_ids: (batch, q_len), (batch, kv_len): a pair is allowed where they are equal. Both or
+        neither.
+      is_causal: query i sees keys up to i + kv_len - q_len (aligned at the bottom right: the last query sees every
+        key).
+      window: (left, right): query i sees keys from i + kv_len - q_len - left to i + kv_len - q_len + right; None on a
+        side is unbounded.
+      scale: None is 1/sqrt(d).
+      softcap: c: scores become c tanh(s/c), before the bias.
+      precision: for float32 operands, as in matmul.
+      return_lse: also return the log-sum-exp.
+
+    Returns:
+      o: (batch, q_len, kv_heads*group, dv), q's dtype; with return_lse also lse: (batch, kv_heads*group, q_len),
+      float32, natural log. A row that may see no key is zeros, its lse -inf.
+    """
+    raise NotImplementedError

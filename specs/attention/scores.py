@@ -1,0 +1,81 @@
+"""Which pairs of a query and a key are seen, and how a score is made of them."""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from portakern.core.call import Call
+
+
+def allowed_pairs(call: Call) -> float:
+    """Number of (query, key) pairs of one head that the causal mask and the window allow.
+
+    Segments and bias are data and do not count.
+    """
+    q_len, kv_len = call.dims["q_len"], call.dims["kv_len"]
+    left, right = call.options["window"] or (None, None)
+    if call.options["is_causal"]:
+        right = 0 if right is None else min(right, 0)
+    total = 0
+    for i in range(kv_len - q_len, kv_len):
+        lo = 0 if left is None else max(i - left, 0)
+        hi = kv_len if right is None else min(i + right + 1, kv_len)
+        total += max(hi - lo, 0)
+    return float(total)
+
+
+def allowed(call: Call, b: int) -> np.ndarray:
+    """(q_len, kv_len): may query i of batch b see key j?
+
+    Positions are aligned at the bottom right: the last query stands at the last key.
+    """
+    q_len, kv_len = call.dims["q_len"], call.dims["kv_len"]
+    # how far the key lies beyond the query's own position
+    ahead = np.arange(kv_len) - np.arange(kv_len - q_len, kv_len)[:, None]
+    left, right = call.options["window"] or (None, None)
+    mask = np.ones((q_len, kv_len), bool)
+    if call.options["is_causal"]:
+        mask &= ahead <= 0
+    if left is not None:
+        mask &= ahead >= -left
+    if right is not None:
+        mask &= ahead <= right
+    if call.arrays["q_segment_ids"] is not None:
+        mask &= call.arrays["q_segment_ids"][b][:, None] == call.arrays["kv_segment_ids"][b]
+    return mask
+
+
+def scale_of(call: Call) -> float:
+    """The scale that None stands for."""
+    return 1 / sqrt(call.dims["d"]) if call.options["scale"] is None else call.options["scale"]
+
+
+def head_of_bias(call: Call, b: int, h: int) -> np.ndarray:
+    """(q_len, kv_len) of bias, or (1, kv_len) where it is the same for all queries."""
+    bias = call.arrays["bias"]
+    return bias[b % bias.shape[0], h % bias.shape[1]]
+
+
+def score_unit(call: Call) -> tuple[float | None, float]:
+    """In which unit a kernel keeps its scores.
+
+    Returns:
+      What dots are multiplied by before anything else, None for nothing; and the positive factor that takes scores
+      from there to natural units.
+
+    A kernel that keeps scores in the unit in which they arise, and scales the difference s - m to the row's maximum m
+    instead of the score s, never rounds s two ways: m is one of the s, so no weight exceeds 1 and one of them is 1.
+    Scaled first, a product may be fused into the difference and not into m, and an ulp of a score of 1e10 is 1024.
+    """
+    scale, softcap = call.options["scale"], call.options["softcap"]
+    scale = call.dims["d"] ** -0.5 if scale is None else scale
+    biased = call.arrays["bias"] is not None
+    if softcap is not None:
+        return scale / softcap, 1.0 if biased else softcap
+    if biased or scale == 0.0:
+        return scale, 1.0
+    return (None if scale > 0 else -1.0), abs(scale)

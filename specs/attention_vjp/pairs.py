@@ -1,0 +1,187 @@
+"""What rounding does to the pairs of queries and keys, of which all gradients of attention are sums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf, log
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from portakern.spec.tolerance import Units, abs_matmul, format_of, units
+from portakern.specs.attention.bounds import Scores
+from portakern.specs.attention.scores import allowed, scale_of
+
+if TYPE_CHECKING:
+    from portakern.core.call import Call
+
+
+class KeyHead(NamedTuple):
+    """One key head of a batch entry, and the group of query heads that reads it.
+
+    The group's queries, one head after another, are the rows of every matrix of pairs: (group*q_len, kv_len).
+    """
+
+    call: Call
+    unit: Units
+    b: int
+    kv_head: int
+
+    @classmethod
+    def all_of(cls, call: Call) -> Iterator[KeyHead]:
+        batch, _, kv_heads, _ = call.arrays["k"].shape
+        unit = units(call)
+        return (cls(call, unit, b, kv_head) for b, kv_head in np.ndindex(batch, kv_heads))
+
+    @property
+    def heads(self) -> slice:
+        """The query heads of the group."""
+        group = self.call.dims["group"]
+        return slice(self.kv_head * group, (self.kv_head + 1) * group)
+
+    def keys(self, name):
+        """(kv_len, extent) of k or v."""
+        return self.call.arrays[name][self.b, :, self.kv_head]
+
+    def queries(self, name):
+        """(group*q_len, extent) of q, o or d_o."""
+        x = self.call.arrays[name][self.b, :, self.heads]
+        return x.swapaxes(0, 1).reshape(-1, x.shape[2])
+
+    def by_query(self, x):
+        """(group*q_len, extent) as (q_len, group, extent)."""
+        return x.reshape(self.call.dims["group"], -1, x.shape[1]).swapaxes(0, 1)
+
+    def statistic(self, name):
+        """(group*q_len, 1) of lse or d_lse; zeros for a d_lse that was not given."""
+        x = self.call.arrays[name]
+        if x is None:
+            return np.zeros((self.call.dims["group"] * self.call.dims["q_len"], 1))
+        return x[self.b, self.heads].reshape(-1, 1)
+
+    def add_to_bias(self, sums, values):
+        """Add matrices of pairs, ``values`` (channels, group*q_len, kv_len), to ``sums`` (channels, *bias's shape)."""
+        for i, value in enumerate(np.split(values, self.call.dims["group"], 1)):
+            at = sums[:, self.b % sums.shape[1], (self.heads.start + i) % sums.shape[2]]
+            at += value.sum(1, keepdims=True) if at.shape[1] == 1 else value
+
+
+class Pairs(NamedTuple):
+    """What the queries of a group and their keys make of each other, (group*q_len, kv_len).
+
+    s, t, P, dS, D and Delta are those of the contract, dP = d_o v^T, c the softcap, dv the extent of a value; u, ex,
+    tau, tf32 are :class:`portakern.tolerance.Units`.
+
+    The exponent s - lse errs by e, with ds the error of a score as in attention, but without the share of the maximum:
+
+        e = ds + 4u (|s| + |lse|) + ex
+
+    that is two products with log2(e), a rounded constant and the difference s - lse; exp. So P moves by
+
+        g = P (exp(e) - 1)
+
+    at most: here nothing divides by a sum of P, and no kernel has to keep P below 1. Where lse is so low that lse
+    log2(e) overflows, as under a bias of finfo.min throughout, P may be off by P + 1: anything from 0 to 1 is half of
+    what is permitted.
+
+    The difference a = dP - Delta moves by da, and dS = P a by E:
+
+        da = ((dv+6) u + tf32) |d_o| |v|^T + u ((dv+3) sum |d_o o| + 2 |d_lse| + |dP| + |Delta|) + flushed operands
+        E  = g |a| + (P + g) (da + 2u (|a| + da)) + tau (1 + |a| + da)
+
+    The softcap's slope J = 1 - t^2 moves by dJ, where h is the error of t, that is attention's of c t over c; and
+    D = dS J by F:
+
+        dJ = min(h (2 |t| + h) + 4u, 1 + 4u)
+        F  = E (J + dJ) + |dS| dJ + 2u (|D| + E) + tau
+
+    Attributes:
+      seen: which pairs count.
+      s, P, g, a, dS, E, J, D, F: as above; P, dS, D and their errors are 0 where not seen or not finite.
+      nan, nan_P: NaN enters D, P. wild, wild_P: nothing is promised of D, P.
+    """
+
+    seen: np.ndarray
+    s: np.ndarray
+    P: np.ndarray
+    g: np.ndarray
+    a: np.ndarray
+    dS: np.ndarray
+    E: np.ndarray
+    J: np.ndarray | float
+    D: np.ndarray
+    F: np.ndarray
+    nan: np.ndarray
+    nan_P: np.ndarray
+    wild: np.ndarray
+    wild_P: np.ndarray
+
+    @classmethod
+    def of(cls, head: KeyHead) -> Pairs:
+        call, unit, u = head.call, head.unit, head.unit.u
+        heads = range(head.heads.start, head.heads.stop)
+        scores = (Scores.of(call, unit, head.b, h) for h in heads)
+        s, ds, capped, large = (np.concatenate(x) for x in zip(*scores, strict=True))
+        may, lse = np.concatenate([allowed(call, head.b)] * len(heads)), head.statistic("lse")
+        seen = may & (s != -inf) & (lse != -inf)
+        e = ds + 4 * u * (np.abs(s) + np.abs(lse)) + unit.ex
+        P = np.exp(np.minimum(s - lse, 700))
+        lost = lse <= -log(4) * unit.huge  # lse log2(e) overflows
+        g = np.where(lost, P + 1, np.where(e < 1, P * np.expm1(e), np.exp(np.minimum(e + s - lse, 700))))
+        a, da, nan_a, wild_a = _differences(head)
+        size = np.abs(a)
+        dS, E = P * a, g * size + (P + g) * (da + 2 * u * (size + da)) + unit.tau * (1 + size + da)
+        J, dJ = _slopes(head, capped)
+        D = dS * J
+        F = E * (J + dJ) + np.abs(dS) * dJ + 2 * u * (np.abs(D) + E) + unit.tau
+
+        limit, infinite = min(format_of(call.dtype).overflow, unit.huge), _infinite(head)
+        broken = large | infinite | (lse >= unit.huge) | (s == inf)
+        nan_P = np.isnan(s) | np.isnan(lse)
+        nan, hidden = nan_P | nan_a, may & ~seen
+        wild_P = seen & ~nan_P & (broken | (P + g >= limit)) | hidden & (large | infinite | nan_P)
+        wild_D = broken | wild_a | (P + g >= limit) | ((np.abs(D) + F) * max(1, abs(scale_of(call))) >= limit)
+        wild = seen & ~nan & wild_D | hidden & (large | infinite | wild_a | nan)
+        P, g, dS, E, D, F = (np.where(seen & np.isfinite(x), x, 0.0) for x in (P, g, dS, E, D, F))
+        return cls(seen, s, P, g, a, dS, E, J, D, F, nan, nan_P, wild, wild_P)
+
+
+def _differences(head: KeyHead) -> tuple[Any, ...]:
+    """a = dP - Delta, of finite operands, and its da; where it holds NaN; where it holds inf or sums may overflow."""
+    unit, u, dv = head.unit, head.unit.u, head.call.dims["dv"]
+    d_o, o, v, d_lse = head.queries("d_o"), head.queries("o"), head.keys("v"), head.statistic("d_lse")
+    row = np.concatenate([d_o, o, d_lse], 1)
+    nan = np.isnan(row).any(1, keepdims=True) | np.isnan(v).any(1)
+    infinite = np.isinf(row).any(1, keepdims=True) | np.isinf(v).any(1)
+    size = abs_matmul(d_o, v.T, unit)
+
+    d_o, o, v, d_lse = (finite(x) for x in (d_o, o, v, d_lse))
+    products = (np.abs(d_o) * np.abs(o)).sum(1, keepdims=True)
+    dP, delta = d_o @ v.T, (d_o * o).sum(1, keepdims=True) - d_lse
+    operands = np.abs(d_o).sum(1, keepdims=True) * 2 + np.abs(o).sum(1, keepdims=True) + np.abs(v).sum(1)
+    of_delta = (dv + 3) * products + 2 * np.abs(d_lse) + np.abs(dP) + np.abs(delta)
+    da = ((dv + 6) * u + unit.tf32) * size + u * of_delta + (unit.flush * operands + 2 * dv * unit.tau)
+    overflows = (size >= unit.huge) | (products >= unit.huge) | (np.abs(d_lse) >= unit.huge)
+    return dP - delta, da, nan, overflows | infinite
+
+
+def _slopes(head: KeyHead, capped: np.ndarray) -> tuple[Any, Any]:
+    """J = 1 - t^2, what the softcap leaves of a dot's gradient, and how far rounding may move it; 1 and 0 without one.
+
+    ``capped``: how far rounding may move c t, the score up to the softcap.
+    """
+    if (cap := head.call.options["softcap"]) is None:
+        return 1.0, 0.0
+    t, h = scale_of(head.call) * (head.queries("q") @ head.keys("k").T) / cap, capped / cap
+    u4 = 4 * head.unit.u
+    return np.square(1 / np.cosh(t)), np.minimum(h * (2 * np.abs(np.tanh(t)) + h) + u4, 1 + u4)
+
+
+def _infinite(head: KeyHead) -> np.ndarray:
+    """Scores whose query or key holds an infinity."""
+    return np.isinf(head.queries("q")).any(1, keepdims=True) | np.isinf(head.keys("k")).any(1)
+
+
+def finite(x: np.ndarray) -> np.ndarray:
+    """x with 0 in place of infinities and NaN."""
+    return np.where(np.isfinite(x), x, 0.0)
