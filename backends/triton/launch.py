@@ -74,7 +74,8 @@ def launch(kernel: JITFunction[Any], grid: int, call: Call, *args: Any, **conste
 
 
 def prepare(kernel: JITFunction[Any], grid: int, *numbers: Any, **constexprs: Any) -> Callable[..., None]:
-    """``launch`` of a kernel whose parameters are tensors (or None), then ``numbers``, then constexprs, as a function of ``(call, *tensors)`` to keep.
+    """``launch`` of a kernel whose parameters are tensors (or None), then ``numbers`` or tuples of them, then constexprs, as a function of
+    ``(call, *tensors)`` to keep.
 
     It asks of a call only what tensors decide: 1 us of host time where ``launch`` takes 4.
     """
@@ -200,7 +201,7 @@ def write_launcher(
         except (_Unexpected, AttributeError) as e:
             _warn(e)
 
-    env = {"_first": first, "_find": kept.get, "_watched": _watched, "_kernel": kernel, "_widths": _widths, "_on": torch.cuda.device, "_current": _current_device,
+    env = {"_first": first, "_find": kept.get, "_watched": _watched, "_kernel": kernel, "_widths": _widths, "_inside": _inside, "_on": torch.cuda.device, "_current": _current_device,
            "_stream": _current_stream, "_knobs": knobs, **{f"_{p.name}": p.default for p in kernel.params if p.has_default}}  # fmt: skip
     exec(compile(_source(kernel, args, constexprs, hip), f"<launcher of {kernel.__name__}>", "exec"), env)
     written: Callable[..., Handles | None] = env["_launcher"]
@@ -210,6 +211,21 @@ def write_launcher(
 def _widths(*numbers: int) -> tuple[int, ...]:
     """How wide an integer each number needs: Triton passes it as int32, int64 or uint64."""
     return tuple(0 if -(2**31) <= n < 2**31 else 1 if n < 2**63 else 2 for n in numbers)
+
+
+def _inside(values: tuple[Any, ...], hip: bool) -> tuple[Any, ...]:
+    """What Triton specialises a tuple on: its type, which names the members, and of each member what it would outside."""
+    key: list[Any] = [type(values)]
+    for v in values:
+        if isinstance(v, tuple):
+            key.append(_inside(v, hip))
+        elif isinstance(v, torch.Tensor):
+            key.append((v.dtype, not v.data_ptr() & 15, hip and v.untyped_storage().size() < 2147483648))
+        elif type(v) is int:
+            key.append((v & 15 and (v == 1 or 2), *_widths(v)))
+        else:
+            key.append(type(v) if isinstance(v, (bool, float)) else v)
+    return tuple(key)
 
 
 def _tensor_key(name: str, hip: bool) -> list[str]:
@@ -227,10 +243,11 @@ def _source(kernel: JITFunction[Any], args: list[type], constexprs: dict[str, ty
     by_value = {p.name for p in kernel.params if p.is_constexpr} | (types.keys() - set(names))
     tensors = [n for n, t in types.items() if n not in by_value and issubclass(t, torch.Tensor)]
     numbers = [n for n, t in types.items() if n not in by_value and t is int]
+    tuples = [n for n, t in types.items() if n not in by_value and issubclass(t, tuple)]
     odd = [
         f"{n}: {t.__name__}"
         for n, t in types.items()
-        if n not in (*tensors, *numbers, *by_value) and t not in (bool, float, type(None))
+        if n not in (*tensors, *numbers, *tuples, *by_value) and t not in (bool, float, type(None))
     ]
     odd += [f"{p.name} (none)" for p in kernel.params if p.name not in types and not p.has_default]
     odd += [str(p) for n, p in kernel.signature.parameters.items() if n.startswith("_") or p.kind is p.VAR_POSITIONAL]
@@ -245,6 +262,7 @@ def _source(kernel: JITFunction[Any], args: list[type], constexprs: dict[str, ty
     key += [f"{n} & 15 and ({n} == 1 or 2)" for n in numbers]
     if numbers:
         key += [f"0 if 0 <= ({' | '.join(numbers)}) < 2147483648 else _widths({', '.join(numbers)})"]
+    key += [f"_inside({n}, {hip})" for n in tuples]
     key += ["_knobs.amd.use_buffer_ops"] * hip + [n for n in types if n in by_value]
     passed, named = ", ".join(types), "".join(f", {n}={n}" for n in constexprs)
     return f"""

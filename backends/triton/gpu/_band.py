@@ -31,3 +31,14 @@ def limits(place, before, after, length):
     if after is not None:
         hi = tl.minimum(place + after + 1, length)
     return lo, hi
+
+
+@triton.jit
+def fold(visit: tl.constexpr, state, own, walked, pairs, scores, span, before, plan: tl.constexpr):
+    """The state after ``visit`` has walked the ``span`` that ``band`` gives: tiles on the band's near edge, tiles that every place sees whole, and tiles on its
+    far edge or over the end of what is walked. Only the second need no masking."""
+    first, inner_first, inner_last, last = span
+    if before is not None:
+        state = visit(state, own, walked, pairs, scores, first, inner_first, True, plan)
+    state = visit(state, own, walked, pairs, scores, inner_first, inner_last, False, plan)
+    return visit(state, own, walked, pairs, scores, inner_last, last, True, plan)

@@ -17,13 +17,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from math import e, log2
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.gpu._band import band, fold, limits
 from portakern.backends.triton.launch import (
     accumulator,
     cdiv,
@@ -69,103 +70,184 @@ def load_tile(ptr, row_ok, col_ok, mask_rows: tl.constexpr, mask_cols: tl.conste
         return tl.load(ptr)
 
 
+class Strides(NamedTuple):
+    """Of q, k, v and d_o by (batch entry, row, head, column), of bias by (batch entry, head, query, key), of segments by (batch entry, row)."""
+
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    bias: tuple[int, ...]
+    q_segments: tuple[int, ...]
+    kv_segments: tuple[int, ...]
+
+
+class Plan(NamedTuple):
+    """What a kernel is compiled for: the extents of its tiles, whether their columns reach past the head dimensions, and its arithmetic."""
+
+    block_q: int
+    block_kv: int
+    block_d: int
+    block_dv: int
+    ragged_d: bool
+    ragged_dv: bool
+    precision: str
+    acc_dtype: tl.dtype
+
+
+class Keys(NamedTuple):
+    """The keys and values of one head, walked row by row: the addresses of row 0, one a column; the step to the next row; which columns there are; how many
+    rows."""
+
+    k: Any
+    k_s: Any
+    d_ok: Any
+    v: Any
+    v_s: Any
+    dv_ok: Any
+    kv_len: Any
+
+
+class Pairs(NamedTuple):
+    """What decides beside q . k how the rows that a program owns see the columns that it walks: queries their keys, or keys the queries that see them.
+
+    A row sees the columns [lo, hi) whose segment is ``segment``, its own, and adds a bias. The addresses are those of column 0, with the step to the next
+    column; None where there is no bias, or there are no segments.
+    """
+
+    row_ok: Any
+    lo: Any
+    hi: Any
+    bias: Any
+    bias_step: Any
+    segment: Any
+    segments: Any
+    segment_step: Any
+
+
 @triton.jit
-def visit(acc, l, m, q_tile, first, last, k, v, bias, kv_segments, q_segment, i_ok, limit_lo, limit_hi,
-          d, dv, kv_len, pre, softcap, rate, k_s, k_d, v_s, v_d, bias_s, kv_seg_s,
-          block_kv: tl.constexpr, block_d: tl.constexpr, block_dv: tl.constexpr, whole_d: tl.constexpr, whole_dv: tl.constexpr, edge: tl.constexpr,
-          precision: tl.constexpr, acc_dtype: tl.constexpr):  # fmt: skip
-    """Fold the keys from ``first`` to ``last`` into (acc, l, m). ``edge``: some pair may lie outside [limit_lo, limit_hi)."""
-    dd, ddv = tl.arange(0, block_d)[None, :], tl.arange(0, block_dv)[None, :]
-    for start in range(first, last, block_kv):
-        j = start + tl.arange(0, block_kv)
-        j_ok = j < kv_len
-        row, col = j.to(tl.int64)[:, None], j.to(tl.int64)[None, :]
-        k_tile = load_tile(k + (row * k_s + dd.to(tl.int64) * k_d), j_ok[:, None], dd < d, edge, not whole_d)
-
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=precision, out_dtype=acc_dtype)
-        if pre is not None:
-            s = s * pre
-        if softcap is not None:
-            s = tanh(s)
-        if bias is not None:
-            if softcap is not None:
-                s = s * softcap
-            s = s + load_tile(bias + col * bias_s, i_ok, j_ok[None, :], True, edge).to(acc_dtype)
-        if edge:
-            s = tl.where((j[None, :] >= limit_lo) & (j[None, :] < limit_hi), s, float("-inf"))
-        if kv_segments is not None:
-            kv_segment = tl.load(kv_segments + col * kv_seg_s, mask=j_ok[None, :], other=0)
-            s = tl.where(q_segment == kv_segment, s, float("-inf"))
-
-        m_new = tl.maximum(m, tl.max(s, 1))
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # no key allowed so far: -inf - -inf would be NaN
-        p, alpha = tl.exp2((s - shift[:, None]) * rate), tl.exp2((m - shift) * rate)
-        l = l * alpha + tl.sum(p, 1)
-        m = m_new
-        v_tile = load_tile(v + (row * v_s + ddv.to(tl.int64) * v_d), j_ok[:, None], ddv < dv, edge, not whole_dv)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=precision, out_dtype=acc_dtype)
-    return acc, l, m
+def program(tiles, heads):
+    """(tile, head, batch entry) of this program; tiles vary fastest."""
+    index = tl.program_id(0)
+    return index % tiles, (index // tiles % heads).to(tl.int64), (index // tiles // heads).to(tl.int64)
 
 
 @triton.jit
-def attention_kernel(q, k, v, bias, q_segments, kv_segments, o, lse, pre, softcap, rate, unit, left, right,
-                     tiles_q, heads, group, q_len, kv_len, d, dv,
-                     q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d, v_b, v_s, v_h, v_d, bias_b, bias_h, bias_q, bias_s, q_seg_b, q_seg_s, kv_seg_b, kv_seg_s,
-                     block_q: tl.constexpr, block_kv: tl.constexpr, block_d: tl.constexpr, block_dv: tl.constexpr,
-                     whole_d: tl.constexpr, whole_dv: tl.constexpr, precision: tl.constexpr, acc_dtype: tl.constexpr):  # fmt: skip
-    tile = tl.program_id(0) % tiles_q
-    if right is not None:
-        tile = tiles_q - 1 - tile  # the last queries may see most keys: start them first
-    head = (tl.program_id(0) // tiles_q % heads).to(tl.int64)
-    batch = (tl.program_id(0) // tiles_q // heads).to(tl.int64)
-    i = tile * block_q + tl.arange(0, block_q)
-    i_ok, row, dd = (i < q_len)[:, None], i.to(tl.int64)[:, None], tl.arange(0, block_d)[None, :]
-    q_tile = load_tile(
-        q + (batch * q_b + head * q_h) + (row * q_s + dd.to(tl.int64) * q_d), i_ok, dd < d, True, not whole_d
-    )
-    k += batch * k_b + (head // group) * k_h
-    v += batch * v_b + (head // group) * v_h
+def load_head(x, strides, batch, head, row, row_ok, d, block_d: tl.constexpr, ragged_d: tl.constexpr):
+    """Rows of one head of x, which is (batch, length, heads, d), as a tile of block_d columns."""
+    x_b, x_s, x_h, x_d = strides
+    column = tl.arange(0, block_d)[None, :]
+    at = x + (batch * x_b + head * x_h) + (row * x_s + column.to(tl.int64) * x_d)
+    return load_tile(at, row_ok, column < d, True, ragged_d)
+
+
+@triton.jit
+def over_keys(visit: tl.constexpr, state, own, place, operands, strides, scores, window, extents, plan: tl.constexpr):
+    """The state after ``visit`` has folded into it all the keys that a tile of queries sees. Query i stands beside key i + kv_len - q_len.
+
+    own: the tile's own operands, as ``visit`` takes them. place: (tile, head, batch entry). The others are the kernel's arguments.
+    """
+    tile, head, batch = place
+    k, v, bias, q_segments, kv_segments = operands
+    k_b, k_s, k_h, k_d = strides.k
+    v_b, v_s, v_h, v_d = strides.v
+    bias_b, bias_h, bias_q, bias_s = strides.bias
+    q_seg_b, q_seg_s = strides.q_segments
+    kv_seg_b, kv_seg_s = strides.kv_segments
+    left, right = window
+    heads, group, q_len, kv_len, d, dv = extents
+
+    dd, ddv = tl.arange(0, plan.block_d)[None, :], tl.arange(0, plan.block_dv)[None, :]
+    k += (batch * k_b + (head // group) * k_h) + dd.to(tl.int64) * k_d
+    v += (batch * v_b + (head // group) * v_h) + ddv.to(tl.int64) * v_d
+    keys = Keys(k, k_s, dd < d, v, v_s, ddv < dv, kv_len)
+
+    i = (tile * plan.block_q + tl.arange(0, plan.block_q))[:, None]
+    i_ok, row = i < q_len, i.to(tl.int64)
     if bias is not None:
         bias += batch * bias_b + head * bias_h + row * bias_q
     q_segment = None
     if q_segments is not None:
         q_segment = tl.load(q_segments + batch * q_seg_b + row * q_seg_s, mask=i_ok, other=0)
         kv_segments += batch * kv_seg_b
+    lo, hi = limits(i + (kv_len - q_len), left, right, kv_len)
+    pairs = Pairs(i_ok, lo, hi, bias, bias_s, q_segment, kv_segments, kv_seg_s)
 
-    # Row i may see the keys [limit_lo, limit_hi). Some row of the tile sees [first, last), every row sees [lo_all, hi_all).
-    at = kv_len - q_len  # query i stands beside key i + at
-    top, bottom = tile * block_q + at, tl.minimum(tile * block_q + block_q, q_len) - 1 + at
-    first, lo_all = tile * 0, tile * 0
-    last, hi_all = first + kv_len, first + kv_len
-    limit_lo, limit_hi = tl.zeros([block_q, 1], tl.int32), tl.full([block_q, 1], kv_len, tl.int32)
-    if left is not None:
-        limit_lo = i[:, None] + (at - left)
-        first, lo_all = tl.maximum(top - left, 0) // block_kv * block_kv, tl.maximum(bottom - left, 0)
-    if right is not None:
-        limit_hi = tl.minimum(i[:, None] + (at + right + 1), kv_len)
-        last, hi_all = (
-            tl.minimum(tl.maximum(bottom + right + 1, 0), kv_len),
-            tl.minimum(tl.maximum(top + right + 1, 0), kv_len),
+    top = tile * plan.block_q + (kv_len - q_len)
+    bottom = top + tl.minimum(plan.block_q, q_len - tile * plan.block_q) - 1
+    span = band(top, bottom, left, right, kv_len, plan.block_kv)
+    return fold(visit, state, own, keys, pairs, scores, span, left, plan)
+
+
+@triton.jit
+def visit(state, q_tile, keys, pairs, scores, first, last, edge: tl.constexpr, plan: tl.constexpr):
+    """Fold the keys from ``first`` to ``last`` into the state (acc, l, m). ``edge``: some pair may lie outside [lo, hi)."""
+    acc, l, m = state
+    pre, softcap, rate, _ = scores
+    for start in range(first, last, plan.block_kv):
+        j = start + tl.arange(0, plan.block_kv)
+        j_ok = j < keys.kv_len
+        row, col = j.to(tl.int64)[:, None], j.to(tl.int64)[None, :]
+        k_tile = load_tile(keys.k + row * keys.k_s, j_ok[:, None], keys.d_ok, edge, plan.ragged_d)
+
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=plan.precision, out_dtype=plan.acc_dtype)
+        if pre is not None:
+            s = s * pre
+        if softcap is not None:
+            s = tanh(s)
+        if pairs.bias is not None:
+            if softcap is not None:
+                s = s * softcap
+            bias = load_tile(pairs.bias + col * pairs.bias_step, pairs.row_ok, j_ok[None, :], True, edge)
+            s = s + bias.to(plan.acc_dtype)
+        if edge:
+            s = tl.where((j[None, :] >= pairs.lo) & (j[None, :] < pairs.hi), s, float("-inf"))
+        if pairs.segments is not None:
+            kv_segment = tl.load(pairs.segments + col * pairs.segment_step, mask=j_ok[None, :], other=0)
+            s = tl.where(pairs.segment == kv_segment, s, float("-inf"))
+
+        m_new = tl.maximum(m, tl.max(s, 1))
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # no key allowed so far: -inf - -inf would be NaN
+        p, alpha = tl.exp2((s - shift[:, None]) * rate), tl.exp2((m - shift) * rate)
+        l = l * alpha + tl.sum(p, 1)
+        m = m_new
+        v_tile = load_tile(keys.v + row * keys.v_s, j_ok[:, None], keys.dv_ok, edge, plan.ragged_dv)
+        acc = tl.dot(
+            p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=plan.precision, out_dtype=plan.acc_dtype
         )
-    inner_first = tl.minimum((lo_all + block_kv - 1) // block_kv * block_kv, last)
-    inner_last = tl.maximum(hi_all // block_kv * block_kv, inner_first)
+    return acc, l, m
 
-    m = tl.full([block_q], float("-inf"), acc_dtype)
-    l = tl.zeros([block_q], acc_dtype)
-    acc = tl.zeros([block_q, block_dv], acc_dtype)
-    if left is not None:
-        acc, l, m = visit(acc, l, m, q_tile, first, inner_first, k, v, bias, kv_segments, q_segment, i_ok, limit_lo, limit_hi, d, dv, kv_len, pre, softcap, rate,
-                          k_s, k_d, v_s, v_d, bias_s, kv_seg_s, block_kv, block_d, block_dv, whole_d, whole_dv, True, precision, acc_dtype)  # fmt: skip
-    acc, l, m = visit(acc, l, m, q_tile, inner_first, inner_last, k, v, bias, kv_segments, q_segment, i_ok, limit_lo, limit_hi, d, dv, kv_len, pre, softcap, rate,
-                      k_s, k_d, v_s, v_d, bias_s, kv_seg_s, block_kv, block_d, block_dv, whole_d, whole_dv, False, precision, acc_dtype)  # fmt: skip
-    acc, l, m = visit(acc, l, m, q_tile, inner_last, last, k, v, bias, kv_segments, q_segment, i_ok, limit_lo, limit_hi, d, dv, kv_len, pre, softcap, rate,
-                      k_s, k_d, v_s, v_d, bias_s, kv_seg_s, block_kv, block_d, block_dv, whole_d, whole_dv, True, precision, acc_dtype)  # fmt: skip
 
-    ddv = tl.arange(0, block_dv)[None, :]
+@triton.jit
+def attention_kernel(
+    q, k, v, bias, q_segments, kv_segments, o, lse, scores, window, tiles_q, extents, strides, plan: tl.constexpr
+):
+    """One tile of o, and of lse unless that is None.
+
+    scores: (pre, softcap, rate, unit), by which q . k becomes s, and s becomes p. window: how far (left, right) of its own place a query sees.
+    extents: (heads, group, q_len, kv_len, d, dv). strides: those of q, k and v by (batch entry, row, head, column), of bias by (batch entry, head, query, key),
+    of q_segments and kv_segments by (batch entry, row).
+    """
+    heads, group, q_len, kv_len, d, dv = extents
+    _, right = window
+    tile, head, batch = program(tiles_q, heads)
+    if right is not None:
+        tile = tiles_q - 1 - tile  # the last queries may see most keys: start them first
+    i = tile * plan.block_q + tl.arange(0, plan.block_q)
+    i_ok, row = (i < q_len)[:, None], i.to(tl.int64)[:, None]
+    q_tile = load_head(q, strides.q, batch, head, row, i_ok, d, plan.block_d, plan.ragged_d)
+
+    acc = tl.full([plan.block_q, plan.block_dv], 0.0, plan.acc_dtype)
+    l = tl.full([plan.block_q], 0.0, plan.acc_dtype)
+    m = tl.full([plan.block_q], float("-inf"), plan.acc_dtype)
+    acc, l, m = over_keys(visit, (acc, l, m), q_tile, (tile, head, batch), (k, v, bias, q_segments, kv_segments),
+                          strides, scores, window, extents, plan)  # fmt: skip
+
+    ddv = tl.arange(0, plan.block_dv)[None, :]
     out = acc / tl.where(l == 0.0, 1.0, l)[:, None]  # l = 0: every key masked, and acc is 0 too
-    tl.store(o + ((batch * q_len + row) * heads + head) * dv + ddv, out.to(o.dtype.element_ty), mask=i_ok & (ddv < dv))
+    at = ((batch * q_len + row) * heads + head) * dv + ddv
+    tl.store(o + at, out.to(o.dtype.element_ty), mask=i_ok & (ddv < dv))
     if lse is not None:
-        total = m * unit + tl.log(l)
+        total = m * scores[3] + tl.log(l)
         tl.store(lse + (batch * heads + head) * q_len + i, total, mask=i < q_len)
 
 
@@ -329,10 +411,14 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
         ((0, 0), (0, 0)) if q_segments is None else (q_segments.stride(), kv_segments.stride())
     )
     (block_d, block_dv), tiles_q = head_tiles(call), cdiv(q_len, tiling["block_q"])
-    run = _prepared(tiles_q * heads * batch, pre, options["softcap"], unit * log2(e), unit, left, right, tiles_q, heads, dims["group"], q_len, kv_len, d, dv,
-                    *q.stride(), *k.stride(), *v.stride(), *bias_strides, *q_seg_strides, *kv_seg_strides,
-                    block_q=tiling["block_q"], block_kv=tiling["block_kv"], block_d=block_d, block_dv=block_dv, whole_d=block_d == d, whole_dv=block_dv == dv,
-                    precision=dot_precision(call), acc_dtype=accumulator(call.dtype), **compiler_options(tiling))  # fmt: skip
+    plan = Plan(tiling["block_q"], tiling["block_kv"], block_d, block_dv, block_d != d, block_dv != dv,
+                dot_precision(call), accumulator(call.dtype))  # fmt: skip
+    run = _prepared(
+        tiles_q * heads * batch, (pre, options["softcap"], unit * log2(e), unit), (left, right), tiles_q,
+        (heads, dims["group"], q_len, kv_len, d, dv),
+        Strides(q.stride(), k.stride(), v.stride(), bias_strides, q_seg_strides, kv_seg_strides),
+        plan=plan, **compiler_options(tiling),
+    )  # fmt: skip
     run(call, q, k, v, bias, q_segments, kv_segments, o, lse)
     return (o, lse)
 

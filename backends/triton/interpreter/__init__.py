@@ -6,7 +6,8 @@ executed once more over its own namespace, in which ``tl`` is a stand-in whose f
 nothing to restore, nothing to lock, and threads may interpret and compile at the same time.
 
 As in a compiled kernel, assigning a Python number makes it a typed scalar, a loop index is a typed scalar, and integer arguments
-are int32 or, when they do not fit, int64. Unlike one, float arguments stay Python floats, so that float64 kernels keep them whole.
+are int32 or, when they do not fit, int64; tuples and named tuples of arguments stay such. Unlike one, float arguments stay Python floats, so
+that float64 kernels keep them whole.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import functools
 import inspect
 import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ def run(kernel: JITFunction[Any], grid: int, *args: Any, **kwargs: Any) -> None:
     body = _interpreted(kernel).body
     spans = tuple(
         (s.data_ptr(), s.data_ptr() + s.nbytes())
-        for s in (v.untyped_storage() for v in given.values() if isinstance(v, torch.Tensor))
+        for s in (v.untyped_storage() for v in _leaves(given.values()) if isinstance(v, torch.Tensor))
     )
     outer = PROGRAM.index, PROGRAM.grid, PROGRAM.spans
     PROGRAM.grid, PROGRAM.spans = grid, spans
@@ -52,7 +53,19 @@ def run(kernel: JITFunction[Any], grid: int, *args: Any, **kwargs: Any) -> None:
         PROGRAM.index, PROGRAM.grid, PROGRAM.spans = outer
 
 
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    """``values``, and in place of tuples what they hold."""
+    for v in values:
+        if isinstance(v, tuple):
+            yield from _leaves(v)
+        else:
+            yield v
+
+
 def _argument(value: Any) -> Any:
+    if isinstance(value, tuple):
+        members = map(_argument, value)
+        return type(value)(*members) if hasattr(value, "_fields") else tuple(members)
     if isinstance(value, torch.Tensor):
         return pointer(value.data_ptr(), _pointer_type(value.dtype))
     if isinstance(value, (bool, int)):
