@@ -92,6 +92,8 @@ class Plan(NamedTuple):
     ragged_dv: bool
     precision: str
     acc_dtype: tl.dtype
+    want_k: bool = False
+    want_v: bool = False
 
 
 class Keys(NamedTuple):
@@ -406,21 +408,29 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
         lse = fresh((batch, heads, q_len), torch_dtype(call.outputs["lse"][1]), q.device)
     left, right = _band(options["is_causal"], options["window"], q_len + kv_len)
     pre, unit = score_unit(call)
-    bias_strides = (0, 0, 0, 0) if bias is None else bias.expand(batch, heads, q_len, kv_len).stride()
-    q_seg_strides, kv_seg_strides = (
-        ((0, 0), (0, 0)) if q_segments is None else (q_segments.stride(), kv_segments.stride())
-    )
+    strides = strides_of(q, k, v, bias, q_segments, kv_segments, (batch, heads, q_len, kv_len))
     (block_d, block_dv), tiles_q = head_tiles(call), cdiv(q_len, tiling["block_q"])
     plan = Plan(tiling["block_q"], tiling["block_kv"], block_d, block_dv, block_d != d, block_dv != dv,
                 dot_precision(call), accumulator(call.dtype))  # fmt: skip
     run = _prepared(
         tiles_q * heads * batch, (pre, options["softcap"], unit * log2(e), unit), (left, right), tiles_q,
-        (heads, dims["group"], q_len, kv_len, d, dv),
-        Strides(q.stride(), k.stride(), v.stride(), bias_strides, q_seg_strides, kv_seg_strides),
-        plan=plan, **compiler_options(tiling),
+        (heads, dims["group"], q_len, kv_len, d, dv), strides, plan=plan, **compiler_options(tiling),
     )  # fmt: skip
     run(call, q, k, v, bias, q_segments, kv_segments, o, lse)
     return (o, lse)
+
+
+def strides_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
+               q_segments: torch.Tensor | None, kv_segments: torch.Tensor | None, scores: tuple[int, ...]) -> Strides:  # fmt: skip
+    """``scores``: the shape that bias broadcasts to."""
+    return Strides(
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        (0, 0, 0, 0) if bias is None else bias.expand(scores).stride(),
+        (0, 0) if q_segments is None else q_segments.stride(),
+        (0, 0) if kv_segments is None else kv_segments.stride(),
+    )
 
 
 def _head_dim_innermost(x: torch.Tensor) -> torch.Tensor:
