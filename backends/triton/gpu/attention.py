@@ -70,6 +70,24 @@ def load_tile(ptr, row_ok, col_ok, mask_rows: tl.constexpr, mask_cols: tl.conste
         return tl.load(ptr)
 
 
+class Scores(NamedTuple):
+    """q . k times ``pre`` is the score under the softcap, or the score; p = 2^((s - m) rate); lse = m unit + log l. Gradients know lse, and need no rate."""
+
+    pre: float | None
+    softcap: float | None
+    rate: float | None = None
+    unit: float | None = None
+
+
+class Extents(NamedTuple):
+    heads: int
+    group: int
+    q_len: int
+    kv_len: int
+    d: int
+    dv: int
+
+
 class Strides(NamedTuple):
     """Of q, k, v and d_o by (batch entry, row, head, column), of bias by (batch entry, head, query, key), of segments by (batch entry, row)."""
 
@@ -156,12 +174,12 @@ def over_keys(visit: tl.constexpr, state, own, place, operands, strides, scores,
     q_seg_b, q_seg_s = strides.q_segments
     kv_seg_b, kv_seg_s = strides.kv_segments
     left, right = window
-    heads, group, q_len, kv_len, d, dv = extents
+    q_len, kv_len, kv_head = extents.q_len, extents.kv_len, head // extents.group
 
     dd, ddv = tl.arange(0, plan.block_d)[None, :], tl.arange(0, plan.block_dv)[None, :]
-    k += (batch * k_b + (head // group) * k_h) + dd.to(tl.int64) * k_d
-    v += (batch * v_b + (head // group) * v_h) + ddv.to(tl.int64) * v_d
-    keys = Keys(k, k_s, dd < d, v, v_s, ddv < dv, kv_len)
+    k += (batch * k_b + kv_head * k_h) + dd.to(tl.int64) * k_d
+    v += (batch * v_b + kv_head * v_h) + ddv.to(tl.int64) * v_d
+    keys = Keys(k, k_s, dd < extents.d, v, v_s, ddv < extents.dv, kv_len)
 
     i = (tile * plan.block_q + tl.arange(0, plan.block_q))[:, None]
     i_ok, row = i < q_len, i.to(tl.int64)
@@ -184,7 +202,6 @@ def over_keys(visit: tl.constexpr, state, own, place, operands, strides, scores,
 def visit(state, q_tile, keys, pairs, scores, first, last, edge: tl.constexpr, plan: tl.constexpr):
     """Fold the keys from ``first`` to ``last`` into the state (acc, l, m). ``edge``: some pair may lie outside [lo, hi)."""
     acc, l, m = state
-    pre, softcap, rate, _ = scores
     for start in range(first, last, plan.block_kv):
         j = start + tl.arange(0, plan.block_kv)
         j_ok = j < keys.kv_len
@@ -192,13 +209,13 @@ def visit(state, q_tile, keys, pairs, scores, first, last, edge: tl.constexpr, p
         k_tile = load_tile(keys.k + row * keys.k_s, j_ok[:, None], keys.d_ok, edge, plan.ragged_d)
 
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=plan.precision, out_dtype=plan.acc_dtype)
-        if pre is not None:
-            s = s * pre
-        if softcap is not None:
+        if scores.pre is not None:
+            s = s * scores.pre
+        if scores.softcap is not None:
             s = tanh(s)
         if pairs.bias is not None:
-            if softcap is not None:
-                s = s * softcap
+            if scores.softcap is not None:
+                s = s * scores.softcap
             bias = load_tile(pairs.bias + col * pairs.bias_step, pairs.row_ok, j_ok[None, :], True, edge)
             s = s + bias.to(plan.acc_dtype)
         if edge:
@@ -209,7 +226,7 @@ def visit(state, q_tile, keys, pairs, scores, first, last, edge: tl.constexpr, p
 
         m_new = tl.maximum(m, tl.max(s, 1))
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # no key allowed so far: -inf - -inf would be NaN
-        p, alpha = tl.exp2((s - shift[:, None]) * rate), tl.exp2((m - shift) * rate)
+        p, alpha = tl.exp2((s - shift[:, None]) * scores.rate), tl.exp2((m - shift) * scores.rate)
         l = l * alpha + tl.sum(p, 1)
         m = m_new
         v_tile = load_tile(keys.v + row * keys.v_s, j_ok[:, None], keys.dv_ok, edge, plan.ragged_dv)
@@ -225,18 +242,16 @@ def attention_kernel(
 ):
     """One tile of o, and of lse unless that is None.
 
-    scores: (pre, softcap, rate, unit), by which q . k becomes s, and s becomes p. window: how far (left, right) of its own place a query sees.
-    extents: (heads, group, q_len, kv_len, d, dv). strides: those of q, k and v by (batch entry, row, head, column), of bias by (batch entry, head, query, key),
-    of q_segments and kv_segments by (batch entry, row).
+    scores, extents, strides, plan: ``Scores``, ``Extents``, ``Strides`` and ``Plan``. window: how far (left, right) of its own place a query sees, None for
+    all the way.
     """
-    heads, group, q_len, kv_len, d, dv = extents
     _, right = window
-    tile, head, batch = program(tiles_q, heads)
+    tile, head, batch = program(tiles_q, extents.heads)
     if right is not None:
         tile = tiles_q - 1 - tile  # the last queries may see most keys: start them first
     i = tile * plan.block_q + tl.arange(0, plan.block_q)
-    i_ok, row = (i < q_len)[:, None], i.to(tl.int64)[:, None]
-    q_tile = load_head(q, strides.q, batch, head, row, i_ok, d, plan.block_d, plan.ragged_d)
+    i_ok, row = (i < extents.q_len)[:, None], i.to(tl.int64)[:, None]
+    q_tile = load_head(q, strides.q, batch, head, row, i_ok, extents.d, plan.block_d, plan.ragged_d)
 
     acc = tl.full([plan.block_q, plan.block_dv], 0.0, plan.acc_dtype)
     l = tl.full([plan.block_q], 0.0, plan.acc_dtype)
@@ -246,11 +261,11 @@ def attention_kernel(
 
     ddv = tl.arange(0, plan.block_dv)[None, :]
     out = acc / tl.where(l == 0.0, 1.0, l)[:, None]  # l = 0: every key masked, and acc is 0 too
-    at = ((batch * q_len + row) * heads + head) * dv + ddv
-    tl.store(o + at, out.to(o.dtype.element_ty), mask=i_ok & (ddv < dv))
+    at = ((batch * extents.q_len + row) * extents.heads + head) * extents.dv + ddv
+    tl.store(o + at, out.to(o.dtype.element_ty), mask=i_ok & (ddv < extents.dv))
     if lse is not None:
-        total = m * scores[3] + tl.log(l)
-        tl.store(lse + (batch * heads + head) * q_len + i, total, mask=i < q_len)
+        total = m * scores.unit + tl.log(l)
+        tl.store(lse + (batch * extents.heads + head) * extents.q_len + i, total, mask=i < extents.q_len)
 
 
 def padded(d: int) -> int:
@@ -395,9 +410,8 @@ _prepared = functools.lru_cache(SHAPES)(functools.partial(prepare, attention_ker
 @BACKEND.implements("attention", tiling=default_tiling, supports=supports, knobs=KNOBS)
 def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     arrays, dims, options = call.arrays, call.dims, call.options
-    q, k, v, bias, q_segments, kv_segments = (
-        arrays[n] for n in ("q", "k", "v", "bias", "q_segment_ids", "kv_segment_ids")
-    )
+    q, k, v, bias = arrays["q"], arrays["k"], arrays["v"], arrays["bias"]
+    q_segments, kv_segments = arrays["q_segment_ids"], arrays["kv_segment_ids"]
     if not call.interpret:
         k, v = _head_dim_innermost(k), _head_dim_innermost(v)
     batch, q_len, heads, d = q.shape
@@ -406,16 +420,17 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     lse = None
     if "lse" in call.wants:
         lse = fresh((batch, heads, q_len), torch_dtype(call.outputs["lse"][1]), q.device)
-    left, right = _band(options["is_causal"], options["window"], q_len + kv_len)
+    window = _band(options["is_causal"], options["window"], q_len + kv_len)
     pre, unit = score_unit(call)
     strides = strides_of(q, k, v, bias, q_segments, kv_segments, (batch, heads, q_len, kv_len))
     (block_d, block_dv), tiles_q = head_tiles(call), cdiv(q_len, tiling["block_q"])
     plan = Plan(tiling["block_q"], tiling["block_kv"], block_d, block_dv, block_d != d, block_dv != dv,
                 dot_precision(call), accumulator(call.dtype))  # fmt: skip
+    scores = Scores(pre, options["softcap"], unit * log2(e), unit)
+    extents = Extents(heads, dims["group"], q_len, kv_len, d, dv)
     run = _prepared(
-        tiles_q * heads * batch, (pre, options["softcap"], unit * log2(e), unit), (left, right), tiles_q,
-        (heads, dims["group"], q_len, kv_len, d, dv), strides, plan=plan, **compiler_options(tiling),
-    )  # fmt: skip
+        tiles_q * heads * batch, scores, window, tiles_q, extents, strides, plan=plan, **compiler_options(tiling)
+    )
     run(call, q, k, v, bias, q_segments, kv_segments, o, lse)
     return (o, lse)
 

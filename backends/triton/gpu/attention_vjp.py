@@ -26,8 +26,10 @@ import triton.language as tl
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu._band import band, fold, limits
 from portakern.backends.triton.gpu.attention import (
+    Extents,
     Pairs,
     Plan,
+    Scores,
     _band,
     _head_dim_innermost,
     load_head,
@@ -119,12 +121,11 @@ class Queries(NamedTuple):
 def weights(a, b, shift, bias, allowed, scores, plan: tl.constexpr):
     """(p, t) of a tile of scores a b^T; ``allowed`` None: every pair is. The difference s - lse comes before ``exp2``'s factor log2(e), by which the largest
     scores would overflow."""
-    pre, softcap = scores
-    t = tl.dot(a, tl.trans(b), input_precision=plan.precision, out_dtype=plan.acc_dtype) * pre
+    t = tl.dot(a, tl.trans(b), input_precision=plan.precision, out_dtype=plan.acc_dtype) * scores.pre
     s = t
-    if softcap is not None:
+    if scores.softcap is not None:
         t = tanh(t)
-        s = t * softcap
+        s = t * scores.softcap
     if bias is not None:
         s = s + bias
     p = tl.exp2((s - shift) * 1.4426950408889634)
@@ -136,10 +137,9 @@ def weights(a, b, shift, bias, allowed, scores, plan: tl.constexpr):
 @triton.jit
 def score_gradients(p, t, a, b, delta, allowed, scores, plan: tl.constexpr):
     """(d_bias, ds) of a tile, whose dp is a b^T."""
-    _, softcap = scores
     d_bias = p * (tl.dot(a, tl.trans(b), input_precision=plan.precision, out_dtype=plan.acc_dtype) - delta)
     ds = d_bias
-    if softcap is not None:
+    if scores.softcap is not None:
         ds = ds * (1.0 - t * t)
     if allowed is not None:  # once more: what a masked pair, or memory past an extent, holds may be NaN
         d_bias, ds = tl.where(allowed, d_bias, 0.0), tl.where(allowed, ds, 0.0)
@@ -212,8 +212,7 @@ def d_k_d_v_kernel(
     q, k, v, d_o, shift, delta, bias, q_segments, kv_segments, d_k, d_v, scores, scale, window, tiles, extents, strides,
     d_o_strides, plan: tl.constexpr,
 ):  # fmt: skip
-    """One tile of d_k and d_v, for what ``plan`` wants of them. scores: (pre, softcap), by which q . k becomes t, and t becomes s. window, extents, strides:
-    ``attention_kernel``'s."""
+    """One tile of d_k and d_v, of those that ``plan`` wants. The groups of numbers are ``attention_kernel``'s."""
     heads, group, q_len, kv_len, d, dv = extents
     left, right = window
     q_b, q_s, q_h, q_d = strides.q
@@ -291,17 +290,16 @@ def d_q_kernel(
     q, k, v, d_o, shift, delta, bias, q_segments, kv_segments, d_q, scores, scale, window, tiles, extents, strides,
     d_o_strides, plan: tl.constexpr,
 ):  # fmt: skip
-    """One tile of d_q. scores: ``d_k_d_v_kernel``'s. window, extents, strides: ``attention_kernel``'s."""
-    heads, group, q_len, kv_len, d, dv = extents
+    """One tile of d_q. The groups of numbers are ``attention_kernel``'s."""
     _, right = window
-    tile, head, batch = program(tiles, heads)
+    tile, head, batch = program(tiles, extents.heads)
     if right is not None:
         tile = tiles - 1 - tile  # the last queries may see most keys: start them first
     i = (tile * plan.block_q + tl.arange(0, plan.block_q))[:, None]
-    i_ok, row = i < q_len, i.to(tl.int64)
-    q_tile = load_head(q, strides.q, batch, head, row, i_ok, d, plan.block_d, plan.ragged_d)
-    d_o_tile = load_head(d_o, d_o_strides, batch, head, row, i_ok, dv, plan.block_dv, plan.ragged_dv)
-    at = (batch * heads + head) * q_len + row
+    i_ok, row = i < extents.q_len, i.to(tl.int64)
+    q_tile = load_head(q, strides.q, batch, head, row, i_ok, extents.d, plan.block_d, plan.ragged_d)
+    d_o_tile = load_head(d_o, d_o_strides, batch, head, row, i_ok, extents.dv, plan.block_dv, plan.ragged_dv)
+    at = (batch * extents.heads + head) * extents.q_len + row
     shift_i, delta_i = tl.load(shift + at, mask=i_ok, other=0.0), tl.load(delta + at, mask=i_ok, other=0.0)
 
     acc = tl.full([plan.block_q, plan.block_d], 0.0, plan.acc_dtype)
@@ -310,8 +308,8 @@ def d_q_kernel(
         (k, v, bias, q_segments, kv_segments), strides, scores, window, extents, plan,
     )  # fmt: skip
     dd = tl.arange(0, plan.block_d)[None, :]
-    at = ((batch * q_len + row) * heads + head) * d + dd
-    tl.store(d_q + at, (acc * scale).to(d_q.dtype.element_ty), mask=i_ok & (dd < d))
+    at = ((batch * extents.q_len + row) * extents.heads + head) * extents.d + dd
+    tl.store(d_q + at, (acc * scale).to(d_q.dtype.element_ty), mask=i_ok & (dd < extents.d))
 
 
 @triton.jit
@@ -320,7 +318,7 @@ def d_bias_kernel(
     sum_batches, sum_heads, extents, strides, d_o_strides, one_row: tl.constexpr, plan: tl.constexpr,
 ):  # fmt: skip
     """A tile of the bias gradient: the sum over ``sum_batches`` batch entries, ``sum_heads`` heads and, with ``one_row``, all queries, that share the bias.
-    scores: ``d_k_d_v_kernel``'s. window, extents, strides: ``attention_kernel``'s."""
+    The groups of numbers are ``attention_kernel``'s."""
     heads, group, q_len, kv_len, d, dv = extents
     left, right = window
     bias_b, bias_h, bias_q, bias_s = strides.bias
@@ -464,7 +462,8 @@ _statistics, _d_k_d_v, _d_q, _d_bias = (
 @BACKEND.implements("attention_vjp", tiling=default_tiling, supports=supports, knobs=KNOBS)
 def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     arrays, dims, options, wants = call.arrays, call.dims, call.options, call.wants
-    q, k, v, o, lse, d_o, bias, d_lse = (arrays[n] for n in ("q", "k", "v", "o", "lse", "d_o", "bias", "d_lse"))
+    q, k, v, bias, d_o = arrays["q"], arrays["k"], arrays["v"], arrays["bias"], arrays["d_o"]
+    o, lse, d_lse = arrays["o"], arrays["lse"], arrays["d_lse"]
     q_segments, kv_segments = arrays["q_segment_ids"], arrays["kv_segment_ids"]
     if not call.interpret:
         q, k, v, o, d_o = (_head_dim_innermost(x) for x in (q, k, v, o, d_o))
@@ -487,9 +486,9 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     }
     scale, softcap = d**-0.5 if options["scale"] is None else options["scale"], options["softcap"]
     given = q, k, v, d_o, shift, delta, bias, q_segments, kv_segments
-    scores = scale if softcap is None else scale / softcap, softcap
+    scores = Scores(scale if softcap is None else scale / softcap, softcap)
     window = _band(options["is_causal"], options["window"], q_len + kv_len)
-    extents = heads, group, q_len, kv_len, d, dv
+    extents = Extents(heads, group, q_len, kv_len, d, dv)
     strides = strides_of(q, k, v, bias, q_segments, kv_segments, (batch, heads, q_len, kv_len)), d_o.stride()
     plan = Plan(tiling["block_q"], tiling["block_kv"], block_d, block_dv, block_d != d, block_dv != dv,
                 dot_precision(call), acc_dtype, "d_k" in wants, "d_v" in wants)  # fmt: skip
