@@ -1,15 +1,17 @@
 """Scaled dot-product attention, one pass over the keys per tile of queries (Dao 2023, FlashAttention-2, algorithm 1).
 
     s_ij = cap(scale q_i . k_j) + bias_ij,  -inf where masked        cap(s) = c tanh(s / c)
-    m_i = max_j s_ij        p_ij = exp(s_ij - m_i)        l_i = sum_j p_ij        o_i = sum_j p_ij v_j / l_i        lse_i = m_i + log l_i
+    m_i = max_j s_ij    p_ij = exp(s_ij - m_i)    l_i = sum_j p_ij    o_i = sum_j p_ij v_j / l_i    lse_i = m_i + log l_i
 
-A program owns block_q queries of one head and walks its keys in tiles of block_kv, keeping m, l and the unnormalised o (``acc``) and
-rescaling them whenever m grows (online softmax, Milakov and Gimelshein 2018). Tiles that causal and window masks empty are not visited;
-only tiles on a mask's edge, or over the end of the keys, pay for masking. Tile borders lie at multiples of block_kv whatever the masks,
-and a tile that is masked for a row leaves the row's state as it is to the bit, so no row depends on its neighbours.
+A program owns block_q queries of one head and walks its keys in tiles of block_kv, keeping m, l and the unnormalised o
+(``acc``) and rescaling them whenever m grows (online softmax, Milakov and Gimelshein 2018). Tiles that causal and window
+masks empty are not visited; only tiles on a mask's edge, or over the end of the keys, pay for masking. Tile borders lie
+at multiples of block_kv whatever the masks, and a tile that is masked for a row leaves the row's state as it is to the
+bit, so no row depends on its neighbours.
 
-The scores and m stay in the unit in which they arise, |scale| for plain dots, c under a softcap, 1 once a bias is added; p = 2^((s - m) rate)
-with rate = unit log2(e), since ``exp2`` is the hardware's instruction. The difference comes before the factor (see ``score_unit``).
+The scores and m stay in the unit in which they arise, |scale| for plain dots, c under a softcap, 1 once a bias is added;
+p = 2^((s - m) rate) with rate = unit log2(e), since ``exp2`` is the hardware's instruction. The difference comes before
+the factor (see ``score_unit``).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from math import e, log2
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -25,6 +27,17 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu._band import band, fold, limits
+from portakern.backends.triton.gpu._heads import (
+    Extents,
+    Keys,
+    Pairs,
+    Plan,
+    Scores,
+    load_head,
+    load_tile,
+    program,
+    strides_of,
+)
 from portakern.backends.triton.launch import (
     accumulator,
     cdiv,
@@ -42,13 +55,15 @@ from portakern.specs.attention import score_unit
 if TYPE_CHECKING:
     from portakern.call import Call
 
+LOG2E = log2(e)
 KNOBS = {"num_warps": Tile(1, 16), "num_stages": Count(1, 8), "matrix_instr_nonkdim": Tile(16, 32)}
 
 
 @triton.jit
 def tanh(x):
-    """Within a few units in the last place for every x, in float32 and in float64: Lambert's continued fraction, cut at the seventh
-    term, up to 1/2 (it is exact to 2e-16 there), and (1 - e) / (1 + e) with e = exp(-2|x|) beyond, where 1 - e does not cancel."""
+    """Within a few units in the last place for every x, in float32 and in float64: Lambert's continued fraction, cut at
+    the seventh term, up to 1/2 (it is exact to 2e-16 there), and (1 - e) / (1 + e) with e = exp(-2|x|) beyond, where
+    1 - e does not cancel."""
     x2 = x * x
     num = 135135.0 + x2 * (17325.0 + x2 * (378.0 + x2))
     den = 135135.0 + x2 * (62370.0 + x2 * (3150.0 + x2 * 28.0))
@@ -58,115 +73,13 @@ def tanh(x):
 
 
 @triton.jit
-def load_tile(ptr, row_ok, col_ok, mask_rows: tl.constexpr, mask_cols: tl.constexpr):
-    """Masked lanes read 0, so that memory past an extent, which may hold NaN, meets no product."""
-    if mask_rows and mask_cols:
-        return tl.load(ptr, mask=row_ok & col_ok, other=0.0)
-    elif mask_rows:
-        return tl.load(ptr, mask=row_ok, other=0.0)
-    elif mask_cols:
-        return tl.load(ptr, mask=col_ok, other=0.0)
-    else:
-        return tl.load(ptr)
-
-
-class Scores(NamedTuple):
-    """q . k times ``pre`` is the score under the softcap, or the score; p = 2^((s - m) rate); lse = m unit + log l. Gradients know lse, and need no rate."""
-
-    pre: float | None
-    softcap: float | None
-    rate: float | None = None
-    unit: float | None = None
-
-
-class Extents(NamedTuple):
-    heads: int
-    group: int
-    q_len: int
-    kv_len: int
-    d: int
-    dv: int
-
-
-class Strides(NamedTuple):
-    """Of q, k, v and d_o by (batch entry, row, head, column), of bias by (batch entry, head, query, key), of segments by (batch entry, row)."""
-
-    q: tuple[int, ...]
-    k: tuple[int, ...]
-    v: tuple[int, ...]
-    bias: tuple[int, ...]
-    q_segments: tuple[int, ...]
-    kv_segments: tuple[int, ...]
-
-
-class Plan(NamedTuple):
-    """What a kernel is compiled for: the extents of its tiles, whether their columns reach past the head dimensions, and its arithmetic."""
-
-    block_q: int
-    block_kv: int
-    block_d: int
-    block_dv: int
-    ragged_d: bool
-    ragged_dv: bool
-    precision: str
-    acc_dtype: tl.dtype
-    want_k: bool = False
-    want_v: bool = False
-
-
-class Keys(NamedTuple):
-    """The keys and values of one head, walked row by row: the addresses of row 0, one a column; the step to the next row; which columns there are; how many
-    rows."""
-
-    k: Any
-    k_s: Any
-    d_ok: Any
-    v: Any
-    v_s: Any
-    dv_ok: Any
-    kv_len: Any
-
-
-class Pairs(NamedTuple):
-    """What decides beside q . k how the rows that a program owns see the columns that it walks: queries their keys, or keys the queries that see them.
-
-    A row sees the columns [lo, hi) whose segment is ``segment``, its own, and adds a bias. The addresses are those of column 0, with the step to the next
-    column; None where there is no bias, or there are no segments.
-    """
-
-    row_ok: Any
-    lo: Any
-    hi: Any
-    bias: Any
-    bias_step: Any
-    segment: Any
-    segments: Any
-    segment_step: Any
-
-
-@triton.jit
-def program(tiles, heads):
-    """(tile, head, batch entry) of this program; tiles vary fastest."""
-    index = tl.program_id(0)
-    return index % tiles, (index // tiles % heads).to(tl.int64), (index // tiles // heads).to(tl.int64)
-
-
-@triton.jit
-def load_head(x, strides, batch, head, row, row_ok, d, block_d: tl.constexpr, ragged_d: tl.constexpr):
-    """Rows of one head of x, which is (batch, length, heads, d), as a tile of block_d columns."""
-    x_b, x_s, x_h, x_d = strides
-    column = tl.arange(0, block_d)[None, :]
-    at = x + (batch * x_b + head * x_h) + (row * x_s + column.to(tl.int64) * x_d)
-    return load_tile(at, row_ok, column < d, True, ragged_d)
-
-
-@triton.jit
 def over_keys(visit: tl.constexpr, state, own, place, operands, strides, scores, window, extents, plan: tl.constexpr):
-    """The state after ``visit`` has folded into it all the keys that a tile of queries sees. Query i stands beside key i + kv_len - q_len.
+    """The state after ``visit`` has folded into it all the keys that a tile of queries sees.
 
-    own: the tile's own operands, as ``visit`` takes them. place: (tile, head, batch entry). The others are the kernel's arguments.
+    Query i stands beside key i + kv_len - q_len. own: what the program owns, as ``visit`` takes it. place: (tile, query
+    head, key head, batch entry). The others are the kernel's arguments.
     """
-    tile, head, batch = place
+    tile, head, kv_head, batch = place
     k, v, bias, q_segments, kv_segments = operands
     k_b, k_s, k_h, k_d = strides.k
     v_b, v_s, v_h, v_d = strides.v
@@ -174,7 +87,7 @@ def over_keys(visit: tl.constexpr, state, own, place, operands, strides, scores,
     q_seg_b, q_seg_s = strides.q_segments
     kv_seg_b, kv_seg_s = strides.kv_segments
     left, right = window
-    q_len, kv_len, kv_head = extents.q_len, extents.kv_len, head // extents.group
+    q_len, kv_len = extents.q_len, extents.kv_len
 
     dd, ddv = tl.arange(0, plan.block_d)[None, :], tl.arange(0, plan.block_dv)[None, :]
     k += (batch * k_b + kv_head * k_h) + dd.to(tl.int64) * k_d
@@ -200,7 +113,10 @@ def over_keys(visit: tl.constexpr, state, own, place, operands, strides, scores,
 
 @triton.jit
 def visit(state, q_tile, keys, pairs, scores, first, last, edge: tl.constexpr, plan: tl.constexpr):
-    """Fold the keys from ``first`` to ``last`` into the state (acc, l, m). ``edge``: some pair may lie outside [lo, hi)."""
+    """Fold the keys from ``first`` to ``last`` into the state (acc, l, m).
+
+    ``edge``: some pair may lie outside [lo, hi), or some key past the end.
+    """
     acc, l, m = state
     for start in range(first, last, plan.block_kv):
         j = start + tl.arange(0, plan.block_kv)
@@ -230,9 +146,8 @@ def visit(state, q_tile, keys, pairs, scores, first, last, edge: tl.constexpr, p
         l = l * alpha + tl.sum(p, 1)
         m = m_new
         v_tile = load_tile(keys.v + row * keys.v_s, j_ok[:, None], keys.dv_ok, edge, plan.ragged_dv)
-        acc = tl.dot(
-            p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=plan.precision, out_dtype=plan.acc_dtype
-        )
+        acc = acc * alpha[:, None]
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=plan.precision, out_dtype=plan.acc_dtype)
     return acc, l, m
 
 
@@ -240,11 +155,7 @@ def visit(state, q_tile, keys, pairs, scores, first, last, edge: tl.constexpr, p
 def attention_kernel(
     q, k, v, bias, q_segments, kv_segments, o, lse, scores, window, tiles_q, extents, strides, plan: tl.constexpr
 ):
-    """One tile of o, and of lse unless that is None.
-
-    scores, extents, strides, plan: ``Scores``, ``Extents``, ``Strides`` and ``Plan``. window: how far (left, right) of its own place a query sees, None for
-    all the way.
-    """
+    """A tile of block_q rows of o, and of lse unless that is None. ``_heads`` says what the groups hold."""
     _, right = window
     tile, head, batch = program(tiles_q, extents.heads)
     if right is not None:
@@ -256,8 +167,9 @@ def attention_kernel(
     acc = tl.full([plan.block_q, plan.block_dv], 0.0, plan.acc_dtype)
     l = tl.full([plan.block_q], 0.0, plan.acc_dtype)
     m = tl.full([plan.block_q], float("-inf"), plan.acc_dtype)
-    acc, l, m = over_keys(visit, (acc, l, m), q_tile, (tile, head, batch), (k, v, bias, q_segments, kv_segments),
-                          strides, scores, window, extents, plan)  # fmt: skip
+    place = tile, head, head // extents.group, batch
+    operands = k, v, bias, q_segments, kv_segments
+    acc, l, m = over_keys(visit, (acc, l, m), q_tile, place, operands, strides, scores, window, extents, plan)
 
     ddv = tl.arange(0, plan.block_dv)[None, :]
     out = acc / tl.where(l == 0.0, 1.0, l)[:, None]  # l = 0: every key masked, and acc is 0 too
@@ -276,9 +188,10 @@ def padded(d: int) -> int:
 def head_tiles(call: Call) -> tuple[int, int]:
     """The tile extents that d and dv take: ``padded``, but in 16 bits on Hopper alike up to 64, where rows of 128 bytes begin.
 
-    A k and v that cannot be copied asynchronously (one stage, or rows that are no multiple of 4 bytes) take turns at one address of shared memory. Where their
-    tiles differ in layout, which rows of 32, 64 and 128 bytes do, ptxas 12.8, which Triton 3.6 brings, forms addresses for the matrix unit from uniform
-    registers that nothing wrote: products past the first 16 keys read other memory, or leave shared memory. ptxas 12.9 is right (``undefined_registers``).
+    A k and v that cannot be copied asynchronously (one stage, or rows that are no multiple of 4 bytes) take turns at one
+    address of shared memory. Where their tiles differ in layout, which rows of 32, 64 and 128 bytes do, ptxas 12.8, which
+    Triton 3.6 brings, forms addresses for the matrix unit from uniform registers that nothing wrote: products past the
+    first 16 keys read other memory, or leave shared memory. ptxas 12.9 is right (``undefined_registers``).
     """
     d, dv = padded(call.dims["d"]), padded(call.dims["dv"])
     least = min(64, max(d, dv)) if call.target.arch == "sm_90" and call.dtype in ("float16", "bfloat16") else 0
@@ -411,48 +324,37 @@ _prepared = functools.lru_cache(SHAPES)(functools.partial(prepare, attention_ker
 def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     arrays, dims, options = call.arrays, call.dims, call.options
     q, k, v, bias = arrays["q"], arrays["k"], arrays["v"], arrays["bias"]
-    q_segments, kv_segments = arrays["q_segment_ids"], arrays["kv_segment_ids"]
+    segments = arrays["q_segment_ids"], arrays["kv_segment_ids"]
     if not call.interpret:
         k, v = _head_dim_innermost(k), _head_dim_innermost(v)
-    batch, q_len, heads, d = q.shape
-    kv_len, dv = dims["kv_len"], dims["dv"]
+    batch, q_len, kv_len, d, dv = dims["batch"], dims["q_len"], dims["kv_len"], dims["d"], dims["dv"]
+    heads = dims["kv_heads"] * dims["group"]
     o = fresh((batch, q_len, heads, dv), q.dtype, q.device)
     lse = None
     if "lse" in call.wants:
         lse = fresh((batch, heads, q_len), torch_dtype(call.outputs["lse"][1]), q.device)
-    window = _band(options["is_causal"], options["window"], q_len + kv_len)
+
+    block_q, (block_d, block_dv), precision = tiling["block_q"], head_tiles(call), dot_precision(call)
+    plan = Plan(
+        block_q, tiling["block_kv"], block_d, block_dv, block_d != d, block_dv != dv, precision, accumulator(call.dtype)
+    )
     pre, unit = score_unit(call)
-    strides = strides_of(q, k, v, bias, q_segments, kv_segments, (batch, heads, q_len, kv_len))
-    (block_d, block_dv), tiles_q = head_tiles(call), cdiv(q_len, tiling["block_q"])
-    plan = Plan(tiling["block_q"], tiling["block_kv"], block_d, block_dv, block_d != d, block_dv != dv,
-                dot_precision(call), accumulator(call.dtype))  # fmt: skip
-    scores = Scores(pre, options["softcap"], unit * log2(e), unit)
+    scores = Scores(pre, options["softcap"], unit * LOG2E, unit)
+    window = _band(options["is_causal"], options["window"], q_len + kv_len)
     extents = Extents(heads, dims["group"], q_len, kv_len, d, dv)
-    run = _prepared(
-        tiles_q * heads * batch, scores, window, tiles_q, extents, strides, plan=plan, **compiler_options(tiling)
-    )
-    run(call, q, k, v, bias, q_segments, kv_segments, o, lse)
+    strides, tiles_q = strides_of(q, k, v, bias, segments, (batch, heads, q_len, kv_len)), cdiv(q_len, block_q)
+    programs, how = tiles_q * heads * batch, compiler_options(tiling)
+    run = _prepared(programs, scores, window, tiles_q, extents, strides, plan=plan, **how)
+    run(call, q, k, v, bias, *segments, o, lse)
     return (o, lse)
-
-
-def strides_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
-               q_segments: torch.Tensor | None, kv_segments: torch.Tensor | None, scores: tuple[int, ...]) -> Strides:  # fmt: skip
-    """``scores``: the shape that bias broadcasts to."""
-    return Strides(
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        (0, 0, 0, 0) if bias is None else bias.expand(scores).stride(),
-        (0, 0) if q_segments is None else q_segments.stride(),
-        (0, 0) if kv_segments is None else kv_segments.stride(),
-    )
 
 
 def _head_dim_innermost(x: torch.Tensor) -> torch.Tensor:
     """``x``, gathered into a copy where its elements of one head are not adjacent.
 
-    Triton 3.6 compiles the kernel wrongly for Hopper when k is read across a stride: values come out wrong, or reads leave shared memory (compute-sanitizer:
-    invalid __shared__ read), with value heads of up to 32. Such reads would not coalesce either.
+    Triton 3.6 compiles the kernel wrongly for Hopper when k is read across a stride: values come out wrong, or reads leave
+    shared memory (compute-sanitizer: invalid __shared__ read), with value heads of up to 32. Such reads would not
+    coalesce either.
     """
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 

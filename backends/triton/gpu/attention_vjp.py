@@ -1,17 +1,21 @@
 """Gradients of attention, from its inputs, o and lse, without the scores (Dao 2023, FlashAttention-2, algorithm 2).
 
-    p_ij = exp(s_ij - lse_i)        dp_ij = d_o_i . v_j        delta_i = d_o_i . o_i - d_lse_i        d_bias_ij = p_ij (dp_ij - delta_i)
-    ds_ij = d_bias_ij cap'(t_ij)    d_q_i = scale sum_j ds_ij k_j    d_k_j = scale sum_i ds_ij q_i    d_v_j = sum_i p_ij d_o_i
+    p_ij = exp(s_ij - lse_i)    dp_ij = d_o_i . v_j    delta_i = d_o_i . o_i - d_lse_i
+    d_bias_ij = p_ij (dp_ij - delta_i)    ds_ij = d_bias_ij cap'(t_ij)
+    d_q_i = scale sum_j ds_ij k_j    d_k_j = scale sum_i ds_ij q_i    d_v_j = sum_i p_ij d_o_i
 
-with s_ij = cap(t_ij) + bias_ij, t = scale q.k and cap'(t) = 1 - tanh(t / c)^2 (1 without a softcap); p and d_bias are 0 at masked pairs.
+with s_ij = cap(t_ij) + bias_ij, t = scale q.k and cap'(t) = 1 - tanh(t / c)^2 (1 without a softcap); p and d_bias are 0
+at masked pairs.
 
-Every sum has one owner, so nothing is added atomically and a result has the same bits on every run. ``statistics_kernel`` writes delta and lse. A program of
-``d_k_d_v_kernel`` owns block_kv keys of one key head and walks, head by head of its group, the tiles of block_q queries that see them; one of ``d_q_kernel``
-owns dq_block_q queries and walks tiles of dq_block_kv keys; one of ``d_bias_kernel`` owns a block_q x block_kv tile of the bias and walks the axes along
-which the bias is broadcast. All three recompute p by ``weights`` and ds by ``score_gradients``. As in the forward pass tiles that masks empty are not
-visited, and only those on an edge pay for masking.
+Every sum has one owner, so nothing is added atomically and a result has the same bits on every run.
+``statistics_kernel`` writes delta and lse. A program of ``d_k_d_v_kernel`` owns block_kv keys of one key head and walks,
+head by head of its group, the tiles of block_q queries that see them; one of ``d_q_kernel`` owns dq_block_q queries and
+walks tiles of dq_block_kv keys; one of ``d_bias_kernel`` owns a block_q x block_kv tile of the bias and walks the axes
+along which the bias is broadcast. All three recompute p by ``weights`` and ds by ``score_gradients``. As in the forward
+pass tiles that masks empty are not visited, and only those on an edge pay for masking.
 
-A tile of scores is a b^T either way round: d_q has queries as rows; d_k and d_v have keys as rows, so that p^T and ds^T are what the next dots take.
+A tile of scores is a b^T either way round: d_q has queries as rows; d_k and d_v have keys as rows, so that p^T and ds^T
+are what the next dots take. ``_heads`` says what the groups hold in which the kernels take their numbers.
 """
 
 from __future__ import annotations
@@ -25,21 +29,17 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu._band import band, fold, limits
-from portakern.backends.triton.gpu.attention import (
+from portakern.backends.triton.gpu._heads import (
     Extents,
     Pairs,
     Plan,
     Scores,
-    _band,
-    _head_dim_innermost,
     load_head,
     load_tile,
-    over_keys,
-    padded,
     program,
     strides_of,
-    tanh,
 )
+from portakern.backends.triton.gpu.attention import _band, _head_dim_innermost, over_keys, padded, tanh
 from portakern.backends.triton.launch import (
     accumulator,
     cdiv,
@@ -103,8 +103,8 @@ TILES: dict[str, list[tuple[int, ...]]] = {
 
 
 class Queries(NamedTuple):
-    """The queries of one head and what belongs to their rows, walked row by row: the addresses of row 0, one a column; the step to the next row; which columns
-    there are; how many rows. shift and delta have one number a row."""
+    """The queries of one head with their d_o, as ``Keys`` has keys with their values; and the addresses of what
+    ``statistics_kernel`` wrote, one number a row."""
 
     q: Any
     q_s: Any
@@ -119,8 +119,8 @@ class Queries(NamedTuple):
 
 @triton.jit
 def weights(a, b, shift, bias, allowed, scores, plan: tl.constexpr):
-    """(p, t) of a tile of scores a b^T; ``allowed`` None: every pair is. The difference s - lse comes before ``exp2``'s factor log2(e), by which the largest
-    scores would overflow."""
+    """(p, t) of a tile of scores a b^T; ``allowed`` None: every pair is. The difference s - lse comes before ``exp2``'s
+    factor log2(e), by which the largest scores would overflow."""
     t = tl.dot(a, tl.trans(b), input_precision=plan.precision, out_dtype=plan.acc_dtype) * scores.pre
     s = t
     if scores.softcap is not None:
@@ -151,8 +151,11 @@ def statistics_kernel(
     o, d_o, lse, d_lse, shift, delta, tiles, heads, q_len, dv, o_strides, d_o_strides, lse_strides, d_lse_strides,
     rows: tl.constexpr, block_dv: tl.constexpr, acc_dtype: tl.constexpr,
 ):  # fmt: skip
-    """delta = sum(o d_o) - d_lse and shift = lse, what scores are measured from; both (batch, heads, q_len). A row that sees no key gets shift = inf, so that
-    its p is 0, and delta = 0. To be compiled without contraction: products fused into the first step of a butterfly sum leave lanes a bit apart."""
+    """delta = sum(o d_o) - d_lse and shift = lse, what scores are measured from; both (batch, heads, q_len).
+
+    A row that sees no key gets shift = inf, so that its p is 0, and delta = 0. To be compiled without contraction:
+    products fused into the first step of a butterfly sum leave lanes a bit apart.
+    """
     o_b, o_s, o_h, o_d = o_strides
     do_b, do_s, do_h, do_d = d_o_strides
     lse_b, lse_h, lse_s = lse_strides
@@ -212,7 +215,7 @@ def d_k_d_v_kernel(
     q, k, v, d_o, shift, delta, bias, q_segments, kv_segments, d_k, d_v, scores, scale, window, tiles, extents, strides,
     d_o_strides, plan: tl.constexpr,
 ):  # fmt: skip
-    """One tile of d_k and d_v, of those that ``plan`` wants. The groups of numbers are ``attention_kernel``'s."""
+    """A tile of block_kv rows of d_k and of d_v, of those that ``plan`` wants."""
     heads, group, q_len, kv_len, d, dv = extents
     left, right = window
     q_b, q_s, q_h, q_d = strides.q
@@ -290,7 +293,7 @@ def d_q_kernel(
     q, k, v, d_o, shift, delta, bias, q_segments, kv_segments, d_q, scores, scale, window, tiles, extents, strides,
     d_o_strides, plan: tl.constexpr,
 ):  # fmt: skip
-    """One tile of d_q. The groups of numbers are ``attention_kernel``'s."""
+    """A tile of block_q rows of d_q."""
     _, right = window
     tile, head, batch = program(tiles, extents.heads)
     if right is not None:
@@ -303,10 +306,10 @@ def d_q_kernel(
     shift_i, delta_i = tl.load(shift + at, mask=i_ok, other=0.0), tl.load(delta + at, mask=i_ok, other=0.0)
 
     acc = tl.full([plan.block_q, plan.block_d], 0.0, plan.acc_dtype)
-    acc = over_keys(
-        visit_keys, acc, (q_tile, d_o_tile, shift_i, delta_i), (tile, head, batch),
-        (k, v, bias, q_segments, kv_segments), strides, scores, window, extents, plan,
-    )  # fmt: skip
+    own = q_tile, d_o_tile, shift_i, delta_i
+    place = tile, head, head // extents.group, batch
+    operands = k, v, bias, q_segments, kv_segments
+    acc = over_keys(visit_keys, acc, own, place, operands, strides, scores, window, extents, plan)
     dd = tl.arange(0, plan.block_d)[None, :]
     at = ((batch * extents.q_len + row) * extents.heads + head) * extents.d + dd
     tl.store(d_q + at, (acc * scale).to(d_q.dtype.element_ty), mask=i_ok & (dd < extents.d))
@@ -317,8 +320,8 @@ def d_bias_kernel(
     q, k, v, d_o, shift, delta, bias, q_segments, kv_segments, d_bias, scores, window, tiles, bias_tiles_q, bias_heads,
     sum_batches, sum_heads, extents, strides, d_o_strides, one_row: tl.constexpr, plan: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the bias gradient: the sum over ``sum_batches`` batch entries, ``sum_heads`` heads and, with ``one_row``, all queries, that share the bias.
-    The groups of numbers are ``attention_kernel``'s."""
+    """A tile of the bias gradient: the sum over ``sum_batches`` batch entries, ``sum_heads`` heads and, with ``one_row``,
+    all queries, that share the bias."""
     heads, group, q_len, kv_len, d, dv = extents
     left, right = window
     bias_b, bias_h, bias_q, bias_s = strides.bias
@@ -464,7 +467,7 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     arrays, dims, options, wants = call.arrays, call.dims, call.options, call.wants
     q, k, v, bias, d_o = arrays["q"], arrays["k"], arrays["v"], arrays["bias"], arrays["d_o"]
     o, lse, d_lse = arrays["o"], arrays["lse"], arrays["d_lse"]
-    q_segments, kv_segments = arrays["q_segment_ids"], arrays["kv_segment_ids"]
+    segments = arrays["q_segment_ids"], arrays["kv_segment_ids"]
     if not call.interpret:
         q, k, v, o, d_o = (_head_dim_innermost(x) for x in (q, k, v, o, d_o))
     batch, q_len, heads, d = q.shape
@@ -485,17 +488,17 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
         for name, (shape, dtype) in call.outputs.items()
     }
     scale, softcap = d**-0.5 if options["scale"] is None else options["scale"], options["softcap"]
-    given = q, k, v, d_o, shift, delta, bias, q_segments, kv_segments
+    given = q, k, v, d_o, shift, delta, bias, *segments
     scores = Scores(scale if softcap is None else scale / softcap, softcap)
     window = _band(options["is_causal"], options["window"], q_len + kv_len)
     extents = Extents(heads, group, q_len, kv_len, d, dv)
-    strides = strides_of(q, k, v, bias, q_segments, kv_segments, (batch, heads, q_len, kv_len)), d_o.stride()
+    strides = strides_of(q, k, v, bias, segments, (batch, heads, q_len, kv_len)), d_o.stride()
     plan = Plan(tiling["block_q"], tiling["block_kv"], block_d, block_dv, block_d != d, block_dv != dv,
-                dot_precision(call), acc_dtype, "d_k" in wants, "d_v" in wants)  # fmt: skip
+                dot_precision(call), acc_dtype)  # fmt: skip
     how, tiles_kv = compiler_options(tiling), cdiv(kv_len, plan.block_kv)
-    if plan.want_k or plan.want_v:
-        grid = tiles_kv * dims["kv_heads"] * batch
-        run = _d_k_d_v(grid, scores, scale, window, tiles_kv, extents, *strides, plan=plan, **how)
+    if "d_k" in wants or "d_v" in wants:
+        programs, own = tiles_kv * dims["kv_heads"] * batch, plan._replace(want_k="d_k" in wants, want_v="d_v" in wants)
+        run = _d_k_d_v(programs, scores, scale, window, tiles_kv, extents, *strides, plan=own, **how)
         run(call, *given, out["d_k"], out["d_v"])
     if "d_q" in wants:
         tiles_q = cdiv(q_len, tiling["dq_block_q"])
