@@ -1,5 +1,5 @@
-"""Which tiles a band of causal and window masks touches, from either side: queries that see keys, or keys that are seen by
-queries."""
+"""Which tiles a band of causal and window masks touches, from either side: queries that see keys, or keys that are seen
+by queries."""
 
 import triton
 import triton.language as tl
@@ -38,8 +38,9 @@ def limits(place, before, after, length):
 
 @triton.jit
 def fold(visit: tl.constexpr, state, own, walked, pairs, scores, span, before, plan: tl.constexpr):
-    """The state after ``visit`` has walked the ``span`` that ``band`` gives: tiles on the near edge of the band, then tiles
-    that every place sees whole, which need no masking, then tiles on its far edge or over the end of what is walked.
+    """The state after ``visit`` has walked the ``span`` that ``band`` gives: tiles on the near edge of the band, then
+    tiles that every place sees whole, which need no masking, then tiles on its far edge or over the end of what is
+    walked.
 
     There is a near edge only where the band ends ``before`` a place. own: what the program owns, as ``visit`` takes it.
     """

@@ -1,9 +1,9 @@
-"""What the kernels of attention and of its gradients share: the groups in which they pass numbers on, and how the rows of
-one head are read.
+"""What the kernels of attention and of its gradients share: the groups in which they pass numbers on, and how the rows
+of one head are read.
 
-A kernel's numbers come in the groups ``Scores``, ``Extents``, ``Strides`` and ``Plan``, and in ``window``, a pair: how far
-to the left and to the right of its own place a query sees, None for all the way. Within a kernel, ``Keys`` is what a
-program walks, and ``Pairs`` how what it owns sees that.
+A kernel's numbers come in the groups ``Scores``, ``Extents``, ``Strides`` and ``Plan``, and in ``window``, a pair: how
+far to the left and to the right of its own place a query sees, None for all the way. Within a kernel, ``Keys`` is what
+a program walks, and ``Pairs`` how what it owns sees that.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import triton.language as tl
 
 
 class Scores(NamedTuple):
-    """From dot products to weights: q . k ``pre`` is the score, or tanh's argument under a softcap (``pre`` None: nothing
-    to multiply by); a weight is 2^((s - m) ``rate``), and lse is m ``unit`` + log l. Gradients, which are given lse, take
-    neither of the last two."""
+    """From dot products to weights: q . k ``pre`` is the score, or tanh's argument under a softcap (``pre`` None:
+    nothing to multiply by); a weight is 2^((s - m) ``rate``), and lse is m ``unit`` + log l. Gradients, which are given
+    lse, take neither of the last two."""
 
     pre: float | None
     softcap: float | None
@@ -27,7 +27,8 @@ class Scores(NamedTuple):
 
 
 class Extents(NamedTuple):
-    """``heads`` are those of q, of which ``group`` share one of k and v; ``d`` is the head dimension of q and k, ``dv`` of v and o."""
+    """``heads`` are those of q, of which ``group`` share one of k and v; ``d`` is the head dimension of q and k, ``dv``
+    of v and o."""
 
     heads: int
     group: int
@@ -38,8 +39,8 @@ class Extents(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Of q, k and v, which are (batch, length, heads, d); of bias, broadcast to (batch, heads, q_len, kv_len); of segments,
-    (batch, length). 0 for what is absent."""
+    """Of q, k and v, which are (batch, length, heads, d); of bias, broadcast to (batch, heads, q_len, kv_len); of
+    segments, (batch, length). 0 for what is absent."""
 
     q: tuple[int, ...]
     k: tuple[int, ...]
@@ -50,8 +51,8 @@ class Strides(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a kernel is compiled for: the extents of its tiles, whether their columns reach past the head dimensions, how it
-    multiplies and adds, and which of d_k and d_v somebody wants."""
+    """What a kernel is compiled for: the extents of its tiles, whether their columns reach past the head dimensions,
+    how it multiplies and adds, and which of d_k and d_v somebody wants."""
 
     block_q: int
     block_kv: int
@@ -66,8 +67,8 @@ class Plan(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The keys and values of one head, which a program walks row by row: the addresses of row 0, one for each column of a
-    tile; the step to the next row; which columns lie in the head dimension; and how many rows there are."""
+    """The keys and values of one head, which a program walks row by row: the addresses of row 0, one for each column of
+    a tile; the step to the next row; which columns lie in the head dimension; and how many rows there are."""
 
     k: Any
     k_s: Any
@@ -79,12 +80,12 @@ class Keys(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """How the rows that a program owns see the columns that it walks, beside what q . k says: queries see keys, or keys are
-    seen by queries.
+    """How the rows that a program owns see the columns that it walks, beside what q . k says: queries see keys, or keys
+    are seen by queries.
 
-    Rows exist where ``row_ok``. A row sees the columns [lo, hi) whose segment equals ``segment``, its own, and adds a bias.
-    ``bias`` and ``segments`` are addresses at column 0, from which a step leads to the next column; None where there is no
-    bias, or there are no segments.
+    Rows exist where ``row_ok``. A row sees the columns [lo, hi) whose segment equals ``segment``, its own, and adds a
+    bias. ``bias`` and ``segments`` are addresses at column 0, from which a step leads to the next column; None where
+    there is no bias, or there are no segments.
     """
 
     row_ok: Any

@@ -1,17 +1,17 @@
 """Scaled dot-product attention, one pass over the keys per tile of queries (Dao 2023, FlashAttention-2, algorithm 1).
 
-    s_ij = cap(scale q_i . k_j) + bias_ij,  -inf where masked        cap(s) = c tanh(s / c)
-    m_i = max_j s_ij    p_ij = exp(s_ij - m_i)    l_i = sum_j p_ij    o_i = sum_j p_ij v_j / l_i    lse_i = m_i + log l_i
+    s_ij = cap(scale q_i . k_j) + bias_ij, -inf where masked    cap(s) = c tanh(s / c)    m_i = max_j s_ij
+    p_ij = exp(s_ij - m_i)    l_i = sum_j p_ij    o_i = sum_j p_ij v_j / l_i    lse_i = m_i + log l_i
 
 A program owns block_q queries of one head and walks its keys in tiles of block_kv, keeping m, l and the unnormalised o
-(``acc``) and rescaling them whenever m grows (online softmax, Milakov and Gimelshein 2018). Tiles that causal and window
-masks empty are not visited; only tiles on a mask's edge, or over the end of the keys, pay for masking. Tile borders lie
-at multiples of block_kv whatever the masks, and a tile that is masked for a row leaves the row's state as it is to the
-bit, so no row depends on its neighbours.
+(``acc``) and rescaling them whenever m grows (online softmax, Milakov and Gimelshein 2018). Tiles that causal and
+window masks empty are not visited; only tiles on a mask's edge, or over the end of the keys, pay for masking. Tile
+borders lie at multiples of block_kv whatever the masks, and a tile that is masked for a row leaves the row's state as
+it is to the bit, so no row depends on its neighbours.
 
-The scores and m stay in the unit in which they arise, |scale| for plain dots, c under a softcap, 1 once a bias is added;
-p = 2^((s - m) rate) with rate = unit log2(e), since ``exp2`` is the hardware's instruction. The difference comes before
-the factor (see ``score_unit``).
+The scores and m stay in the unit in which they arise, |scale| for plain dots, c under a softcap, 1 once a bias is
+added; p = 2^((s - m) rate) with rate = unit log2(e), since ``exp2`` is the hardware's instruction. The difference comes
+before the factor (see ``score_unit``).
 """
 
 from __future__ import annotations
@@ -186,12 +186,13 @@ def padded(d: int) -> int:
 
 
 def head_tiles(call: Call) -> tuple[int, int]:
-    """The tile extents that d and dv take: ``padded``, but in 16 bits on Hopper alike up to 64, where rows of 128 bytes begin.
+    """The tile extents that d and dv take: ``padded``, but in 16 bits on Hopper alike up to 64, where rows of 128 bytes
+    begin.
 
-    A k and v that cannot be copied asynchronously (one stage, or rows that are no multiple of 4 bytes) take turns at one
-    address of shared memory. Where their tiles differ in layout, which rows of 32, 64 and 128 bytes do, ptxas 12.8, which
-    Triton 3.6 brings, forms addresses for the matrix unit from uniform registers that nothing wrote: products past the
-    first 16 keys read other memory, or leave shared memory. ptxas 12.9 is right (``undefined_registers``).
+    A k and v that cannot be copied asynchronously (one stage, or rows that are no multiple of 4 bytes) take turns at
+    one address of shared memory. Where their tiles differ in layout, which rows of 32, 64 and 128 bytes do, ptxas 12.8,
+    which Triton 3.6 brings, forms addresses for the matrix unit from uniform registers that nothing wrote: products
+    past the first 16 keys read other memory, or leave shared memory. ptxas 12.9 is right (``undefined_registers``).
     """
     d, dv = padded(call.dims["d"]), padded(call.dims["dv"])
     least = min(64, max(d, dv)) if call.target.arch == "sm_90" and call.dtype in ("float16", "bfloat16") else 0
@@ -352,15 +353,15 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
 def _head_dim_innermost(x: torch.Tensor) -> torch.Tensor:
     """``x``, gathered into a copy where its elements of one head are not adjacent.
 
-    Triton 3.6 compiles the kernel wrongly for Hopper when k is read across a stride: values come out wrong, or reads leave
-    shared memory (compute-sanitizer: invalid __shared__ read), with value heads of up to 32. Such reads would not
+    Triton 3.6 compiles the kernel wrongly for Hopper when k is read across a stride: values come out wrong, or reads
+    leave shared memory (compute-sanitizer: invalid __shared__ read), with value heads of up to 32. Such reads would not
     coalesce either.
     """
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _band(is_causal: bool, window: tuple[int | None, int | None] | None, enough: int) -> tuple[int | None, int | None]:
-    """Causal and window masks as one band: how far left and right of its own place a query sees, None for all the way."""
+    """Causal and window masks as one: how far left and right of its own place a query sees, None for all the way."""
     left, right = window or (None, None)
     if is_causal:
         right = 0

@@ -8,11 +8,11 @@ with s_ij = cap(t_ij) + bias_ij, t = scale q.k and cap'(t) = 1 - tanh(t / c)^2 (
 at masked pairs.
 
 Every sum has one owner, so nothing is added atomically and a result has the same bits on every run.
-``statistics_kernel`` writes delta and lse. A program of ``d_k_d_v_kernel`` owns block_kv keys of one key head and walks,
-head by head of its group, the tiles of block_q queries that see them; one of ``d_q_kernel`` owns dq_block_q queries and
-walks tiles of dq_block_kv keys; one of ``d_bias_kernel`` owns a block_q x block_kv tile of the bias and walks the axes
-along which the bias is broadcast. All three recompute p by ``weights`` and ds by ``score_gradients``. As in the forward
-pass tiles that masks empty are not visited, and only those on an edge pay for masking.
+``statistics_kernel`` writes delta and lse. A program of ``d_k_d_v_kernel`` owns block_kv keys of one key head and
+walks, head by head of its group, the tiles of block_q queries that see them; one of ``d_q_kernel`` owns dq_block_q
+queries and walks tiles of dq_block_kv keys; one of ``d_bias_kernel`` owns a block_q x block_kv tile of the bias and
+walks the axes along which the bias is broadcast. All three recompute p by ``weights`` and ds by ``score_gradients``. As
+in the forward pass tiles that masks empty are not visited, and only those on an edge pay for masking.
 
 A tile of scores is a b^T either way round: d_q has queries as rows; d_k and d_v have keys as rows, so that p^T and ds^T
 are what the next dots take. ``_heads`` says what the groups hold in which the kernels take their numbers.
@@ -179,7 +179,7 @@ def statistics_kernel(
 
 @triton.jit
 def visit_queries(state, own, queries, pairs, scores, first, last, edge: tl.constexpr, plan: tl.constexpr):
-    """Add the queries from ``first`` to ``last`` to the state (dk, dv). ``edge``: some pair may lie outside [lo, hi)."""
+    """Add the queries from ``first`` to ``last`` to the state (dk, dv). ``edge``: a pair may lie outside [lo, hi)."""
     dk, dv = state
     k_tile, v_tile = own
     for start in range(first, last, plan.block_q):
@@ -265,7 +265,7 @@ def d_k_d_v_kernel(
 
 @triton.jit
 def visit_keys(dq, own, keys, pairs, scores, first, last, edge: tl.constexpr, plan: tl.constexpr):
-    """Add the keys from ``first`` to ``last`` to dq. ``edge``: some pair may lie outside [lo, hi)."""
+    """Add the keys from ``first`` to ``last`` to dq. ``edge``: a pair may lie outside [lo, hi)."""
     q_tile, d_o_tile, shift_i, delta_i = own
     for start in range(first, last, plan.block_kv):
         j = start + tl.arange(0, plan.block_kv)
@@ -320,8 +320,8 @@ def d_bias_kernel(
     q, k, v, d_o, shift, delta, bias, q_segments, kv_segments, d_bias, scores, window, tiles, bias_tiles_q, bias_heads,
     sum_batches, sum_heads, extents, strides, d_o_strides, one_row: tl.constexpr, plan: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the bias gradient: the sum over ``sum_batches`` batch entries, ``sum_heads`` heads and, with ``one_row``,
-    all queries, that share the bias."""
+    """A tile of the bias gradient: the sum over ``sum_batches`` batch entries, ``sum_heads`` heads and, with
+    ``one_row``, all queries, that share the bias."""
     heads, group, q_len, kv_len, d, dv = extents
     left, right = window
     bias_b, bias_h, bias_q, bias_s = strides.bias

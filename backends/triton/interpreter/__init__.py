@@ -1,13 +1,14 @@
 """Runs ``@triton.jit`` kernels on CPU tensors, call by call, beside compiled launches in the same process.
 
-Triton's own interpreter is chosen by an environment variable when a kernel is decorated, and works by replacing the functions of
-``triton.language`` for the whole process, which breaks a compile on another thread. Here nothing global changes: a kernel's source is
-executed once more over its own namespace, in which ``tl`` is a stand-in whose functions take and give :class:`values.Block`. So there is
-nothing to restore, nothing to lock, and threads may interpret and compile at the same time.
+Triton's own interpreter is chosen by an environment variable when a kernel is decorated, and works by replacing the
+functions of ``triton.language`` for the whole process, which breaks a compile on another thread. Here nothing global
+changes: a kernel's source is executed once more over its own namespace, in which ``tl`` is a stand-in whose functions
+take and give :class:`values.Block`. So there is nothing to restore, nothing to lock, and threads may interpret and
+compile at the same time.
 
-As in a compiled kernel, assigning a Python number makes it a typed scalar, a loop index is a typed scalar, and integer arguments
-are int32 or, when they do not fit, int64; tuples and named tuples of arguments stay such. Unlike one, float arguments stay Python floats, so
-that float64 kernels keep them whole.
+As in a compiled kernel, assigning a Python number makes it a typed scalar, a loop index is a typed scalar, and integer
+arguments are int32 or, when they do not fit, int64; tuples and named tuples of arguments stay such. Unlike one, float
+arguments stay Python floats, so that float64 kernels keep them whole.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ __all__ = ["run"]
 
 
 def run(kernel: JITFunction[Any], grid: int, *args: Any, **kwargs: Any) -> None:
-    """Launch ``kernel`` over a 1-D grid on CPU tensors; keywords that are no parameter of it (``num_warps``) are ignored."""
+    """Launch ``kernel`` over a 1-D grid on CPU tensors; keywords that are no parameter of it (``num_warps``) are
+    ignored."""
     names = kernel.arg_names
     given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
     constexprs = {p.name for p in kernel.params if p.is_constexpr}
