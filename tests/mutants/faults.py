@@ -74,9 +74,10 @@ TRITON_ATTENTION = [
     _triton(
         "attention", "window-left-unmasked", "the tile that holds a window's left edge counts as wholly visible",
         FOLD,
-        "    first, inner_first, inner_last, last = span\n    if left is not None:\n"
-        "        seen = tl.maximum(bottom - left, 0) // plan.block_kv * plan.block_kv\n"
-        "        span = first, tl.minimum(seen, last), inner_last, last\n" + FOLD,
+        "    first, _, _, last = span\n    if left is not None:\n"
+        "        inner_first = tl.minimum(tl.maximum(bottom - left, 0) // plan.block_kv * plan.block_kv, last)\n"
+        "        _, _, seen, _ = band(top, bottom, None, right, kv_len, plan.block_kv)\n"
+        "        span = first, inner_first, tl.maximum(seen, inner_first), last\n" + FOLD,
     ),
     _triton("attention", "finite-sentinel", "causal, window and tail masks write -1e4 for -inf", '< pairs.hi), s, float("-inf"))', "< pairs.hi), s, -1e4)", small=True),
     _triton(

@@ -38,7 +38,7 @@ def run(kernel: JITFunction[Any], grid: int, *args: Any, **kwargs: Any) -> None:
     names = kernel.arg_names
     given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
     constexprs = {p.name for p in kernel.params if p.is_constexpr}
-    values = {k: v if k in constexprs else _argument(v) for k, v in given.items()}
+    values = {k: _translated(v) if k in constexprs else _argument(v) for k, v in given.items()}
     body = _interpreted(kernel).body
     spans = tuple(
         (s.data_ptr(), s.data_ptr() + s.nbytes())
@@ -122,7 +122,7 @@ def _namespace(module: types.ModuleType) -> _Namespace:
 
 
 def _translated(value: Any) -> Any:
-    """What ``value``, found in a kernel's globals, is in interpreted code."""
+    """What ``value``, found in a kernel's globals or given as a constexpr, is in interpreted code."""
     if id(value) in OVERRIDES:
         return OVERRIDES[id(value)]
     if isinstance(value, JITFunction):
