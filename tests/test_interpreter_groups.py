@@ -1,4 +1,4 @@
-"""Triton kernels that take and pass on their numbers in groups: the interpreter runs them, and launches tell them apart as Triton does."""
+"""Triton kernels that take their numbers in groups, and pass them on in others, in the interpreter."""
 
 from typing import Any, NamedTuple
 

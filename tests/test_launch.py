@@ -136,7 +136,7 @@ CALLS = st.tuples(
 )
 @given(call=CALLS, data=st.data())
 def test_drawn_calls_of_one_key_have_one_binary(host, hip, call, data):
-    """Beside a drawn call: calls in which some arguments are others of the same key of ours, one by one and all together."""
+    """Beside a drawn call: calls in which some arguments are others of the same key, one by one and all together."""
     args, options = call
     key = key_of(args, options, hip)[1]
     near = []

@@ -106,13 +106,15 @@ def strides_of(
     segments: tuple[torch.Tensor | None, torch.Tensor | None],
     scores: tuple[int, int, int, int],
 ) -> Strides:
-    """``segments``: the queries' and the keys'. ``scores``: the shape that bias is broadcast to."""
+    """``segments``: the queries' and the keys', or None twice. ``scores``: the shape that bias is broadcast to."""
+    queries, keys = segments
     return Strides(
         q.stride(),
         k.stride(),
         v.stride(),
         (0, 0, 0, 0) if bias is None else bias.expand(scores).stride(),
-        *((0, 0) if s is None else s.stride() for s in segments),
+        (0, 0) if queries is None else queries.stride(),
+        (0, 0) if keys is None else keys.stride(),
     )
 
 
