@@ -1,9 +1,10 @@
 """One way to launch: the compiler on a GPU, the interpreter on the CPU, chosen by the call.
 
-``kernel[grid](...)`` takes 20 to 50 us of host time to find out which binary its arguments select. Here binaries are kept under keys that are at
-least as fine as Triton's own, and a later launch goes straight to its binary. Key and launch are one straight-line function, written once for each
-kernel and list of argument types, as ``portakern.core.binder`` writes binders. The first launch of a key is Triton's. What a caller launches again and again
-with other tensors alone it prepares once.
+``kernel[grid](...)`` takes 20 to 50 us of host time to find out which binary its arguments select. Here binaries are
+kept under keys that are at least as fine as Triton's own, and a later launch goes straight to its binary. Key and
+launch are one straight-line function, written once for each kernel and list of argument types, as ``portakern.core.binder``
+writes binders. The first launch of a key is Triton's. What a caller launches again and again with other tensors alone
+it prepares once.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 __all__ = [
-    "MAX_GRID", "accumulator", "cdiv", "compiler_options", "dot_precision", "lanes", "launch", "prepare", "recording", "refuse_common", "shared_limit", "tmem_columns",
-    "torch_dtype", "write_launcher",
+    "MAX_GRID", "accumulator", "cdiv", "compiler_options", "dot_precision", "lanes", "launch", "prepare", "recording",
+    "refuse_common", "shared_limit", "tmem_columns", "torch_dtype", "write_launcher",
 ]  # fmt: skip
 
 log = logging.getLogger("portakern")
@@ -59,7 +60,8 @@ class _Unexpected(Exception):
 
 
 def launch(kernel: JITFunction[Any], grid: int, call: Call, *args: Any, **constexprs: Any) -> Handles | None:
-    """Run ``kernel`` over ``grid`` programs on the device of the call's arrays. ``constexprs``: the kernel's, and Triton's own such as ``num_warps``.
+    """Run ``kernel`` over ``grid`` programs on the device of the call's arrays. ``constexprs``: the kernel's, and
+    Triton's own such as ``num_warps``.
 
     Returns: what was launched, where it is kept.
     """
@@ -74,7 +76,8 @@ def launch(kernel: JITFunction[Any], grid: int, call: Call, *args: Any, **conste
 
 
 def prepare(kernel: JITFunction[Any], grid: int, *numbers: Any, **constexprs: Any) -> Callable[..., None]:
-    """``launch`` of a kernel whose parameters are tensors (or None), then ``numbers``, then constexprs, as a function of ``(call, *tensors)`` to keep.
+    """``launch`` of a kernel whose parameters are tensors (or None), then ``numbers`` or tuples of them, then
+    constexprs, as a function of ``(call, *tensors)`` to keep.
 
     It asks of a call only what tensors decide: 1 us of host time where ``launch`` takes 4.
     """
@@ -92,7 +95,7 @@ def prepare(kernel: JITFunction[Any], grid: int, *numbers: Any, **constexprs: An
 
 @functools.cache
 def _preparer(tensors: int, hip: bool) -> Callable[..., Callable[..., None]]:
-    """Makes prepared launches on this many tensors; straight-line code, as every one of them is on every call's path."""
+    """Makes prepared launches on this many tensors; straight-line code, as each is on every call's path."""
     names = [f"t{i}" for i in range(tensors)]
     passed = ", ".join(names)
     key = (
@@ -126,7 +129,8 @@ def make(kernel, grid, numbers, constexprs, rest):
 
 @contextmanager
 def recording(recorder: Callable[[JITFunction[Any], tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
-    """While inside, ``recorder(kernel, args, constexprs)`` is told of launches, and none takes place. For a process that only compiles."""
+    """While inside, ``recorder(kernel, args, constexprs)`` is told of launches, and none takes place. For a process
+    that only compiles."""
     global _recorder
     before, _recorder = _recorder, recorder
     try:
@@ -138,7 +142,7 @@ def recording(recorder: Callable[[JITFunction[Any], tuple[Any, ...], dict[str, A
 def _learn(
     types: tuple[Any, ...], kernel: JITFunction[Any], args: tuple[Any, ...], constexprs: dict[str, Any]
 ) -> Callable[..., Handles | None]:
-    """The function that launches ``kernel`` on arguments of these types; it keeps the kernel alive, and with it the id."""
+    """What launches ``kernel`` on arguments of these types; it keeps the kernel alive, and with it the id."""
     try:
         launcher = write_launcher(
             kernel, [type(a) for a in args], {n: type(v) for n, v in constexprs.items()}, {}, bool(torch.version.hip)
@@ -168,10 +172,17 @@ def _warn(why: Exception) -> None:
 
 
 def _watched(kernel: JITFunction[Any]) -> bool:
-    """Whether somebody watches launches or compiles in a special way: a profiler's hooks, debug asserts, instrumented code. Then Triton launches."""
+    """Whether somebody watches launches or compiles in a special way: a profiler's hooks, debug asserts, instrumented
+    code. Then Triton launches."""
     r = knobs.runtime
-    return bool(r.debug or r.add_stages_inspection_hook or knobs.compilation.instrumentation_mode or kernel.pre_run_hooks
-                or getattr(r.launch_enter_hook, "calls", r.launch_enter_hook) or getattr(r.launch_exit_hook, "calls", r.launch_exit_hook))  # fmt: skip
+    return bool(
+        r.debug
+        or r.add_stages_inspection_hook
+        or knobs.compilation.instrumentation_mode
+        or kernel.pre_run_hooks
+        or getattr(r.launch_enter_hook, "calls", r.launch_enter_hook)
+        or getattr(r.launch_exit_hook, "calls", r.launch_exit_hook)
+    )
 
 
 def _handles(compiled: Any) -> Handles:
@@ -190,7 +201,8 @@ def write_launcher(
     kept: MutableMapping[Any, Handles],
     hip: bool,
 ) -> Callable[..., Handles | None]:
-    """``launcher(grid, *args, **constexprs)`` for arguments of these types; it returns the handles that it found in ``kept``."""
+    """``launcher(grid, *args, **constexprs)`` for arguments of these types; it returns the handles that it found in
+    ``kept``."""
 
     def first(key: Any, grid: int, *args: Any, **constexprs: Any) -> None:
         compiled = kernel[(grid,)](*args, **constexprs)
@@ -200,8 +212,11 @@ def write_launcher(
         except (_Unexpected, AttributeError) as e:
             _warn(e)
 
-    env = {"_first": first, "_find": kept.get, "_watched": _watched, "_kernel": kernel, "_widths": _widths, "_on": torch.cuda.device, "_current": _current_device,
-           "_stream": _current_stream, "_knobs": knobs, **{f"_{p.name}": p.default for p in kernel.params if p.has_default}}  # fmt: skip
+    env = {
+        "_first": first, "_find": kept.get, "_watched": _watched, "_kernel": kernel, "_widths": _widths,
+        "_inside": _inside, "_on": torch.cuda.device, "_current": _current_device, "_stream": _current_stream,
+        "_knobs": knobs, **{f"_{p.name}": p.default for p in kernel.params if p.has_default},
+    }  # fmt: skip
     exec(compile(_source(kernel, args, constexprs, hip), f"<launcher of {kernel.__name__}>", "exec"), env)
     written: Callable[..., Handles | None] = env["_launcher"]
     return written
@@ -210,6 +225,22 @@ def write_launcher(
 def _widths(*numbers: int) -> tuple[int, ...]:
     """How wide an integer each number needs: Triton passes it as int32, int64 or uint64."""
     return tuple(0 if -(2**31) <= n < 2**31 else 1 if n < 2**63 else 2 for n in numbers)
+
+
+def _inside(values: tuple[Any, ...], hip: bool) -> tuple[Any, ...]:
+    """What Triton specialises a tuple on: its type, which names the members, and of each member what it would
+    outside."""
+    key: list[Any] = [type(values)]
+    for v in values:
+        if isinstance(v, tuple):
+            key.append(_inside(v, hip))
+        elif isinstance(v, torch.Tensor):
+            key.append((v.dtype, not v.data_ptr() & 15, hip and v.untyped_storage().size() < 2147483648))
+        elif type(v) is int:
+            key.append((v & 15 and (v == 1 or 2), *_widths(v)))
+        else:
+            key.append(type(v) if isinstance(v, (bool, float)) else v)
+    return tuple(key)
 
 
 def _tensor_key(name: str, hip: bool) -> list[str]:
@@ -221,16 +252,18 @@ def _tensor_key(name: str, hip: bool) -> list[str]:
 
 
 def _source(kernel: JITFunction[Any], args: list[type], constexprs: dict[str, type], hip: bool) -> str:
-    """The launcher's text. Its key has all that Triton specialises on beyond the types: see ``get_tensor_specialization`` and ``get_int_specialization`` there."""
+    """The launcher's text. Its key has all that Triton specialises on beyond the types: see
+    ``get_tensor_specialization`` and ``get_int_specialization`` there."""
     names = [p.name for p in kernel.params]
     types = dict(zip(names, args, strict=False)) | constexprs
     by_value = {p.name for p in kernel.params if p.is_constexpr} | (types.keys() - set(names))
     tensors = [n for n, t in types.items() if n not in by_value and issubclass(t, torch.Tensor)]
     numbers = [n for n, t in types.items() if n not in by_value and t is int]
+    tuples = [n for n, t in types.items() if n not in by_value and issubclass(t, tuple)]
     odd = [
         f"{n}: {t.__name__}"
         for n, t in types.items()
-        if n not in (*tensors, *numbers, *by_value) and t not in (bool, float, type(None))
+        if n not in (*tensors, *numbers, *tuples, *by_value) and t not in (bool, float, type(None))
     ]
     odd += [f"{p.name} (none)" for p in kernel.params if p.name not in types and not p.has_default]
     odd += [str(p) for n, p in kernel.signature.parameters.items() if n.startswith("_") or p.kind is p.VAR_POSITIONAL]
@@ -245,8 +278,10 @@ def _source(kernel: JITFunction[Any], args: list[type], constexprs: dict[str, ty
     key += [f"{n} & 15 and ({n} == 1 or 2)" for n in numbers]
     if numbers:
         key += [f"0 if 0 <= ({' | '.join(numbers)}) < 2147483648 else _widths({', '.join(numbers)})"]
+    key += [f"_inside({n}, {hip})" for n in tuples]
     key += ["_knobs.amd.use_buffer_ops"] * hip + [n for n in types if n in by_value]
     passed, named = ", ".join(types), "".join(f", {n}={n}" for n in constexprs)
+    arguments = ", ".join(n if n in types else f"_{n}" for n in names)
     return f"""
 def _launcher(_grid, {passed}):
     _device = {tensors[0]}.get_device()
@@ -258,7 +293,7 @@ def _launcher(_grid, {passed}):
     if _kept is None or _watched(_kernel):
         return _first(_key, _grid, {", ".join(names[: len(args)])}{named})
     _run, _function, _metadata = _kept
-    _run(_grid, 1, 1, _stream(_device), _function, _metadata, None, None, None, {", ".join(n if n in types else f"_{n}" for n in names)})
+    _run(_grid, 1, 1, _stream(_device), _function, _metadata, None, None, None, {arguments})
     return _kept
 """
 
@@ -290,13 +325,14 @@ def shared_limit(arch: str) -> int:
 
 
 def tmem_columns(arch: str) -> int:
-    """Columns of the tensor memory in which Blackwell's matrix unit accumulates, 128 lanes of 32 bits each; 0 without it."""
+    """Columns of the tensor memory in which Blackwell's matrix unit accumulates, 128 lanes of 32 bits each; 0 without
+    it."""
     return (targets.family(arch).on_chip.get("tmem") or 0) // 512
 
 
 def compiler_options(tiling: Mapping[str, int]) -> dict[str, int]:
-    """What a tiling says to Triton's compiler. ``matrix_instr_nonkdim``, rows and columns of one matrix instruction, stands in tilings for CDNA alone: NVIDIA's
-    launch refuses the word."""
+    """What a tiling says to Triton's compiler. ``matrix_instr_nonkdim``, rows and columns of one matrix instruction,
+    stands in tilings for CDNA alone: NVIDIA's launch refuses the word."""
     return {n: tiling[n] for n in ("num_warps", "num_stages", "matrix_instr_nonkdim") if n in tiling}
 
 
@@ -306,7 +342,8 @@ def lanes(arch: str) -> int:
 
 
 def refuse_common(call: Call, num_warps: int, programs: int, *tiles: tuple[str, int]) -> str | None:
-    """What no Triton kernel can do, in a user's words. ``tiles``: what a program keeps at a time, and of how many 32-bit numbers."""
+    """What no Triton kernel can do, in a user's words. ``tiles``: what a program keeps at a time, and of how many
+    32-bit numbers."""
     if programs > MAX_GRID:
         return f"{programs} tiles are more than a grid holds (2^31 - 1); use a larger tiling"
     if call.interpret:
@@ -319,8 +356,12 @@ def refuse_common(call: Call, num_warps: int, programs: int, *tiles: tuple[str, 
         return f"num_warps = {num_warps} is {threads} threads a program on {call.target.arch}, more than {most}"
     held = min(threads * (hardware.thread_registers or 0), hardware.core_registers or 0)
     for name, values in tiles:
-        # Operands of dots lie in registers too where no matrix unit takes them, about as many again. Spills of tens of kilobytes a thread take minutes to compile.
+        # Operands of dots lie in registers too where no matrix unit takes them, about as many again. Spills of tens of
+        # kilobytes a thread take minutes to compile.
         needed = values if call.dtype in hardware.matrix_dtypes or dot_precision(call) == "tf32" else 2 * values
         if needed > held:
-            return f"{name} needs about {needed} registers and {num_warps} warps of {call.target.arch} have {held}; use a smaller tile or more warps"
+            return (
+                f"{name} needs about {needed} registers and {num_warps} warps of {call.target.arch} have {held}; "
+                "use a smaller tile or more warps"
+            )
     return None

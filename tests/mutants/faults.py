@@ -41,6 +41,7 @@ def _pallas(op: str, name: str, what: str, old: str, new: str, **more: object) -
     return Fault(f"pallas-{op}-{name}", "pallas", op, old, new, what, gpu=False, **more)  # type: ignore[arg-type]
 
 
+FOLD = "    return fold(visit, state, own, keys, pairs,"  # in Triton's attention, where the tiles to visit are known
 TRITON_ATTENTION = [
     _triton(
         "attention", "p-truncated", "bfloat16 weights are cut instead of rounded to nearest",
@@ -55,37 +56,51 @@ TRITON_ATTENTION = [
     ),
     _triton(
         "attention", "last-key-dropped", "the last key of a long row is masked where the tail tile is ragged",
-        "tl.full([block_q, 1], kv_len, tl.int32)", "tl.full([block_q, 1], kv_len - tl.minimum(kv_len // 129, 1), tl.int32)",
+        "limits(i + (kv_len - q_len), left, right, kv_len)",
+        "limits(i + (kv_len - q_len), left, right, kv_len - tl.minimum(kv_len // 129, 1))",
     ),
     _triton(
         "attention", "causal-edge-at-tile", "the first query of a tile sees one key beyond its own where that key ends a tile",
-        "tl.minimum(tl.maximum(top + right + 1, 0), kv_len)\n    inner_first", "tl.minimum(tl.maximum(top + right + 2, 0), kv_len)\n    inner_first",
+        FOLD,
+        "    first, inner_first, inner_last, last = span\n    if right is not None:\n"
+        "        seen = tl.minimum(tl.maximum(top + right + 2, 0), kv_len) // plan.block_kv * plan.block_kv\n"
+        "        span = first, inner_first, tl.maximum(seen, inner_first), last\n" + FOLD,
         small=True,
     ),
-    _triton("attention", "window-off-by-one", "the window is one key short on its left", "limit_lo = i[:, None] + (at - left)", "limit_lo = i[:, None] + (at - left + 1)"),
+    _triton(
+        "attention", "window-off-by-one", "the window is one key short on its left",
+        "    pairs = Pairs(i_ok, lo, hi,", "    if left is not None:\n        lo += 1\n    pairs = Pairs(i_ok, lo, hi,",
+    ),
     _triton(
         "attention", "window-left-unmasked", "the tile that holds a window's left edge counts as wholly visible",
-        "inner_first = tl.minimum((lo_all + block_kv - 1) // block_kv * block_kv, last)", "inner_first = tl.minimum(lo_all // block_kv * block_kv, last)",
+        FOLD,
+        "    first, _, _, last = span\n    if left is not None:\n"
+        "        inner_first = tl.minimum(tl.maximum(bottom - left, 0) // plan.block_kv * plan.block_kv, last)\n"
+        "        _, _, seen, _ = band(top, bottom, None, right, kv_len, plan.block_kv)\n"
+        "        span = first, inner_first, tl.maximum(seen, inner_first), last\n" + FOLD,
     ),
-    _triton("attention", "finite-sentinel", "causal, window and tail masks write -1e4 for -inf", '< limit_hi), s, float("-inf"))', "< limit_hi), s, -1e4)", small=True),
+    _triton("attention", "finite-sentinel", "causal, window and tail masks write -1e4 for -inf", '< pairs.hi), s, float("-inf"))', "< pairs.hi), s, -1e4)", small=True),
     _triton(
         "attention", "no-minus-inf-guard", "a tile with no visible key subtracts -inf from -inf",
         'shift = tl.where(m_new == float("-inf"), 0.0, m_new)', "shift = m_new",
     ),
-    _triton("attention", "lse-base-2", "the log-sum-exp takes its logarithm in base 2", "m * unit + tl.log(l)", "m * unit + tl.log2(l)"),
+    _triton("attention", "lse-base-2", "the log-sum-exp takes its logarithm in base 2", "m * scores.unit + tl.log(l)", "m * scores.unit + tl.log2(l)"),
     _triton(
         "attention", "segments-only-on-edges", "segments are compared on edge tiles only",
-        "s = tl.where(q_segment == kv_segment, s, float(\"-inf\"))", "if edge:\n                s = tl.where(q_segment == kv_segment, s, float(\"-inf\"))",
+        's = tl.where(pairs.segment == kv_segment, s, float("-inf"))',
+        'if edge:\n                s = tl.where(pairs.segment == kv_segment, s, float("-inf"))',
     ),
     _triton(
         "attention", "acc-bfloat16", "the accumulator of o is rounded to bfloat16 after each tile",
-        "input_precision=precision, out_dtype=acc_dtype)\n    return acc, l, m", "input_precision=precision, out_dtype=acc_dtype).to(tl.bfloat16).to(acc_dtype)\n    return acc, l, m",
+        "out_dtype=plan.acc_dtype)\n    return acc, l, m",
+        "out_dtype=plan.acc_dtype).to(tl.bfloat16).to(plan.acc_dtype)\n    return acc, l, m",
         small=True,
     ),
-    _triton("attention", "kv-head-modulo", "query head h reads key head h % kv_heads", "(head // group)", "(head % (heads // group))", times=2),
+    _triton("attention", "kv-head-modulo", "query head h reads key head h % kv_heads", "head // extents.group", "head % (extents.heads // extents.group)"),
     _triton(
         "attention", "rescale-skipped", "l and o are not rescaled where the maximum grows by little",
-        "tl.exp2((m - shift) * rate)", "tl.where((m - shift) * rate > -0.01, 1.0, tl.exp2((m - shift) * rate))", small=True,
+        "tl.exp2((m - shift) * scores.rate)",
+        "tl.where((m - shift) * scores.rate > -0.01, 1.0, tl.exp2((m - shift) * scores.rate))", small=True,
     ),
     _triton(
         "attention", "l-not-rescaled", "l keeps its unit when the maximum grows in an edge tile",
@@ -93,23 +108,26 @@ TRITON_ATTENTION = [
     ),
     _triton(
         "attention", "bias-stride", "a bias that broadcasts over heads is walked as if it had them",
-        "bias += batch * bias_b + head * bias_h", "bias += batch * bias_b + head // group * bias_h",
+        "bias += batch * bias_b + head * bias_h", "bias += batch * bias_b + head // extents.group * bias_h",
     ),
     _triton("attention", "tanh-range", "the tanh fraction is used beyond the range where it converges", "tl.abs(x) < 0.5", "tl.abs(x) < 3.5", small=True),
     _triton(
         "attention", "q-prescaled", "q is scaled and rounded to its dtype before the dot, where a bias or a softcap follows",
-        "        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=precision, out_dtype=acc_dtype)\n        if pre is not None:\n            s = s * pre",
-        "        qs = q_tile\n        if pre is not None:\n            qs = (q_tile.to(acc_dtype) * pre).to(q_tile.dtype)\n"
-        "        s = tl.dot(qs, tl.trans(k_tile), input_precision=precision, out_dtype=acc_dtype)",
+        "        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=plan.precision, out_dtype=plan.acc_dtype)\n"
+        "        if scores.pre is not None:\n            s = s * scores.pre",
+        "        qs = q_tile\n        if scores.pre is not None:\n"
+        "            qs = (q_tile.to(plan.acc_dtype) * scores.pre).to(q_tile.dtype)\n"
+        "        s = tl.dot(qs, tl.trans(k_tile), input_precision=plan.precision, out_dtype=plan.acc_dtype)",
         small=True,
     ),
     _triton(
         "attention", "store-unmasked", "lanes of a head dimension beyond dv are written too",
-        "mask=i_ok & (ddv < dv))", "mask=i_ok)", gpu=False,
+        "mask=i_ok & (ddv < extents.dv))", "mask=i_ok)", gpu=False,
     ),
     _triton(
         "attention", "v-tail-unmasked", "rows of v beyond the last key are read",
-        "j_ok[:, None], ddv < dv, edge, not whole_dv)", "j_ok[:, None], ddv < dv, False, not whole_dv)", gpu=False,
+        "j_ok[:, None], keys.dv_ok, edge, plan.ragged_dv)", "j_ok[:, None], keys.dv_ok, False, plan.ragged_dv)",
+        gpu=False,
     ),
 ]  # fmt: skip
 

@@ -14,14 +14,14 @@ TRITON_ATTENTION_VJP = [
     ),
     _triton(
         "attention_vjp", "p-truncated", "bfloat16 weights are cut instead of rounded to nearest on their way into d_v",
-        "        if want_v:\n            dv = tl.dot(p.to(d_o_tile.dtype),",
-        "        if want_v:\n            pt = p\n            if d_o_tile.dtype == tl.bfloat16:\n                pt = (p.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)\n"
+        "        if plan.want_v:\n            dv = tl.dot(p.to(d_o_tile.dtype),",
+        "        if plan.want_v:\n            pt = p\n            if d_o_tile.dtype == tl.bfloat16:\n                pt = (p.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)\n"
         "            dv = tl.dot(pt.to(d_o_tile.dtype),",
         small=True,
     ),
     _triton(
         "attention_vjp", "ds-rounded-twice", "dS is rounded to the inputs' dtype before the softcap's slope",
-        "    ds = d_bias\n    if softcap is not None:\n        ds = ds * (1.0 - t * t)", "    ds = d_bias\n    if softcap is not None:\n        ds = ds.to(a.dtype).to(acc_dtype) * (1.0 - t * t)",
+        "        ds = ds * (1.0 - t * t)", "        ds = ds.to(a.dtype).to(plan.acc_dtype) * (1.0 - t * t)",
         small=True,
     ),
     _triton("attention_vjp", "no-softcap-slope", "the softcap's slope is left out", "ds = ds * (1.0 - t * t)", "ds = ds * 1.0"),
@@ -43,35 +43,35 @@ TRITON_ATTENTION_VJP = [
     ),
     _triton(
         "attention_vjp", "last-query-dropped", "the last of many queries is masked on the edge tiles of d_k and d_v",
-        "(i[None, :] >= lo) & (i[None, :] < hi)", "(i[None, :] >= lo) & (i[None, :] < hi) & (i[None, :] < q_len - tl.minimum(q_len // 65, 1))",
+        "(i[None, :] < pairs.hi)",
+        "(i[None, :] < pairs.hi) & (i[None, :] < queries.q_len - tl.minimum(queries.q_len // 65, 1))",
     ),
     _triton("attention_vjp", "last-head-dropped", "d_k and d_v leave out the last query head of a group", "range(kv_head * group, kv_head * group + group)", "range(kv_head * group, kv_head * group + tl.maximum(group - 1, 1))"),
-    _triton("attention_vjp", "kv-head-modulo", "query head h reads key head h % kv_heads in d_q", "k += (batch * k_b + (head // group) * k_h)", "k += (batch * k_b + (head % (heads // group)) * k_h)"),
+    _triton("attention_vjp", "kv-head-modulo", "query head h reads key head h % kv_heads in d_q", "head // extents.group", "head % (extents.heads // extents.group)"),
     _triton(
         "attention_vjp", "transposed-band-corner", "a tile of queries whose first just misses the last key of a tile counts as wholly seen",
-        "first, inner_first, inner_last, last = band(top, top + tl.minimum(block_kv, kv_len - tile * block_kv) - 1,",
-        "first, inner_first, inner_last, last = band(top, top + tl.minimum(block_kv, kv_len - tile * block_kv) - 2,",
+        "span = band(top, bottom,", "span = band(top, bottom - 1,",
         small=True,
     ),
     _triton(
         "attention_vjp", "transposed-band-start", "the queries that see a tile of keys start one too late",
-        "first, inner_first, inner_last, last = band(top, top + tl.minimum(block_kv, kv_len - tile * block_kv) - 1,",
-        "first, inner_first, inner_last, last = band(top + 1, top + tl.minimum(block_kv, kv_len - tile * block_kv) - 1,",
+        "span = band(top, bottom,", "span = band(top + 1, bottom,",
         small=True,
     ),
     _triton("attention_vjp", "transposed-window-swapped", "keys are seen as far as queries see, not the other way round", "limits(j - (kv_len - q_len), right, left, q_len)", "limits(j - (kv_len - q_len), left, right, q_len)"),
     _triton("attention_vjp", "segments-only-on-edges", "segments are compared on edge tiles only", "allowed = allowed & same if edge else same", "allowed = allowed & same if edge else None", times=2),
     _triton("attention_vjp", "bias-batch-not-summed", "d_bias is that of the first batch entry alone where bias is broadcast over them", "range(sum_batches * sum_heads)", "range(sum_heads)"),
-    _triton("attention_vjp", "bias-last-tile-of-queries", "a bias of one row sums all queries but those of the last ragged tile", "    for n in range(sum_batches", "    if one_row:\n        last = tl.maximum(last // block_q * block_q, block_q)\n    for n in range(sum_batches", small=True),
-    _triton("attention_vjp", "bias-float16", "a float32 bias passes through float16", "bias_tile.to(acc_dtype), allowed", "bias_tile.to(tl.float16).to(acc_dtype), allowed", small=True),
-    _triton("attention_vjp", "d-q-truncated", "a bfloat16 d_q is cut instead of rounded to nearest", "    tl.store(d_q + (((batch", "    acc = acc * scale\n    scale = 1.0\n    if d_q.dtype.element_ty == tl.bfloat16:\n        acc = (acc.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)\n    tl.store(d_q + (((batch", small=True),
+    _triton("attention_vjp", "bias-last-tile-of-queries", "a bias of one row sums all queries but those of the last ragged tile", "    for n in range(sum_batches", "    if one_row:\n        last = tl.maximum(last // plan.block_q * plan.block_q, plan.block_q)\n    for n in range(sum_batches", small=True),
+    _triton("attention_vjp", "bias-float16", "a float32 bias passes through float16", "True, True).to(plan.acc_dtype)", "True, True).to(tl.float16).to(plan.acc_dtype)", small=True),
+    _triton("attention_vjp", "d-q-truncated", "a bfloat16 d_q is cut instead of rounded to nearest", "    tl.store(d_q + at", "    acc = acc * scale\n    scale = 1.0\n    if d_q.dtype.element_ty == tl.bfloat16:\n        acc = (acc.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)\n    tl.store(d_q + at", small=True),
     _triton(
         "attention_vjp", "acc-bfloat16", "the accumulator of d_q is rounded to bfloat16 after each tile",
-        "dq, input_precision=precision, out_dtype=acc_dtype)", "dq, input_precision=precision, out_dtype=acc_dtype).to(tl.bfloat16).to(acc_dtype)", small=True,
+        "dq, input_precision=plan.precision, out_dtype=plan.acc_dtype)",
+        "dq, input_precision=plan.precision, out_dtype=plan.acc_dtype).to(tl.bfloat16).to(plan.acc_dtype)", small=True,
     ),
     _triton(
         "attention_vjp", "k-tail-unmasked", "rows of k beyond the last key are read in d_q",
-        "k_tile = load_tile(k + col[:, None] * k_s, j_ok[:, None], d_ok, edge, not whole_d)", "k_tile = load_tile(k + col[:, None] * k_s, j_ok[:, None], d_ok, False, not whole_d)", gpu=False,
+        "j_ok[:, None], keys.d_ok, edge, plan.ragged_d)", "j_ok[:, None], keys.d_ok, False, plan.ragged_d)", gpu=False,
     ),
 ]  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""Which tiles a band of causal and window masks touches, from either side: queries that see keys, or keys that are seen by queries."""
+"""Which tiles a band of causal and window masks touches, from either side: queries that see keys, or keys that are seen
+by queries."""
 
 import triton
 import triton.language as tl
@@ -6,8 +7,10 @@ import triton.language as tl
 
 @triton.jit
 def band(top, bottom, before, after, length, block: tl.constexpr):
-    """Places ``top`` to ``bottom`` each see [place - before, place + after] out of ``length`` (None: all that way): tiles of ``block`` from first to last
-    hold what some of them see, tiles from inner_first to inner_last what all of them see."""
+    """Places ``top`` to ``bottom`` each see [place - before, place + after] out of ``length`` (None: all that way).
+
+    Tiles of ``block`` from first to last hold what some of them see, tiles from inner_first to inner_last what all see.
+    """
     first, lo_all = top * 0, top * 0
     last, hi_all = first + length, first + length
     if before is not None:
@@ -31,3 +34,18 @@ def limits(place, before, after, length):
     if after is not None:
         hi = tl.minimum(place + after + 1, length)
     return lo, hi
+
+
+@triton.jit
+def fold(visit: tl.constexpr, state, own, walked, pairs, scores, span, before, plan: tl.constexpr):
+    """The state after ``visit`` has walked the ``span`` that ``band`` gives: tiles on the near edge of the band, then
+    tiles that every place sees whole, which need no masking, then tiles on its far edge or over the end of what is
+    walked.
+
+    There is a near edge only where the band ends ``before`` a place. own: what the program owns, as ``visit`` takes it.
+    """
+    first, inner_first, inner_last, last = span
+    if before is not None:
+        state = visit(state, own, walked, pairs, scores, first, inner_first, True, plan)
+    state = visit(state, own, walked, pairs, scores, inner_first, inner_last, False, plan)
+    return visit(state, own, walked, pairs, scores, inner_last, last, True, plan)

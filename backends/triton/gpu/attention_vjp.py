@@ -1,42 +1,57 @@
 """Gradients of attention, from its inputs, o and lse, without the scores (Dao 2023, FlashAttention-2, algorithm 2).
 
-    p_ij = exp(s_ij - lse_i)        dp_ij = d_o_i . v_j        delta_i = d_o_i . o_i - d_lse_i        d_bias_ij = p_ij (dp_ij - delta_i)
-    ds_ij = d_bias_ij cap'(t_ij)    d_q_i = scale sum_j ds_ij k_j    d_k_j = scale sum_i ds_ij q_i    d_v_j = sum_i p_ij d_o_i
+    p_ij = exp(s_ij - lse_i)    dp_ij = d_o_i . v_j    delta_i = d_o_i . o_i - d_lse_i
+    d_bias_ij = p_ij (dp_ij - delta_i)    ds_ij = d_bias_ij cap'(t_ij)
+    d_q_i = scale sum_j ds_ij k_j    d_k_j = scale sum_i ds_ij q_i    d_v_j = sum_i p_ij d_o_i
 
-with s_ij = cap(t_ij) + bias_ij, t = scale q.k and cap'(t) = 1 - tanh(t / c)^2 (1 without a softcap); p and d_bias are 0 at masked pairs.
+with s_ij = cap(t_ij) + bias_ij, t = scale q.k and cap'(t) = 1 - tanh(t / c)^2 (1 without a softcap); p and d_bias are 0
+at masked pairs.
 
-Every sum has one owner, so nothing is added atomically and a result has the same bits on every run. ``statistics_kernel`` writes delta and lse. A program of
-``d_k_d_v_kernel`` owns block_kv keys of one key head and walks, head by head of its group, the tiles of block_q queries that see them; one of ``d_q_kernel``
-owns dq_block_q queries and walks tiles of dq_block_kv keys; one of ``d_bias_kernel`` owns a block_q x block_kv tile of the bias and walks the axes along
-which the bias is broadcast. All three recompute p by ``weights`` and ds by ``score_gradients``. As in the forward pass tiles that masks empty are not
-visited, and only those on an edge pay for masking.
+Every sum has one owner, so nothing is added atomically and a result has the same bits on every run.
+``statistics_kernel`` writes delta and lse. A program of ``d_k_d_v_kernel`` owns block_kv keys of one key head and
+walks, head by head of its group, the tiles of block_q queries that see them; one of ``d_q_kernel`` owns dq_block_q
+queries and walks tiles of dq_block_kv keys; one of ``d_bias_kernel`` owns a block_q x block_kv tile of the bias and
+walks the axes along which the bias is broadcast. All three recompute p by ``weights`` and ds by ``score_gradients``. As
+in the forward pass tiles that masks empty are not visited, and only those on an edge pay for masking.
 
-A tile of scores is a b^T either way round: d_q has queries as rows; d_k and d_v have keys as rows, so that p^T and ds^T are what the next dots take.
+A tile of scores is a b^T either way round: d_q has queries as rows; d_k and d_v have keys as rows, so that p^T and ds^T
+are what the next dots take. ``_heads`` says what the groups hold in which the kernels take their numbers.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._band import band, limits
-from portakern.backends.triton.gpu.attention import _band, _head_dim_innermost, load_tile, padded, tanh
+from portakern.backends.triton.gpu._band import band, fold, limits
+from portakern.backends.triton.gpu._heads import (
+    Extents,
+    Pairs,
+    Plan,
+    Scores,
+    load_head,
+    load_tile,
+    program,
+    strides_of,
+)
+from portakern.backends.triton.gpu.attention import _band, _head_dim_innermost, over_keys, padded, tanh
 from portakern.backends.triton.launch import (
     accumulator,
     cdiv,
     compiler_options,
     dot_precision,
-    launch,
+    prepare,
     refuse_common,
     shared_limit,
     tmem_columns,
     torch_dtype,
 )
-from portakern.backends.triton.layout import fresh
+from portakern.backends.triton.layout import SHAPES, fresh
 from portakern.spec import Count, Tile
 
 if TYPE_CHECKING:
@@ -87,15 +102,30 @@ TILES: dict[str, list[tuple[int, ...]]] = {
 }
 
 
+class Queries(NamedTuple):
+    """The queries of one head with their d_o, as ``Keys`` has keys with their values; and the addresses of what
+    ``statistics_kernel`` wrote, one number a row."""
+
+    q: Any
+    q_s: Any
+    d_ok: Any
+    d_o: Any
+    do_s: Any
+    dv_ok: Any
+    shift: Any
+    delta: Any
+    q_len: Any
+
+
 @triton.jit
-def weights(a, b, shift, bias, allowed, pre, softcap, precision: tl.constexpr, acc_dtype: tl.constexpr):
-    """(p, t) of a tile of scores a b^T; ``allowed`` None: every pair is. The difference s - lse comes before ``exp2``'s factor log2(e), by which the largest
-    scores would overflow."""
-    t = tl.dot(a, tl.trans(b), input_precision=precision, out_dtype=acc_dtype) * pre
+def weights(a, b, shift, bias, allowed, scores, plan: tl.constexpr):
+    """(p, t) of a tile of scores a b^T; ``allowed`` None: every pair is. The difference s - lse comes before ``exp2``'s
+    factor log2(e), by which the largest scores would overflow."""
+    t = tl.dot(a, tl.trans(b), input_precision=plan.precision, out_dtype=plan.acc_dtype) * scores.pre
     s = t
-    if softcap is not None:
+    if scores.softcap is not None:
         t = tanh(t)
-        s = t * softcap
+        s = t * scores.softcap
     if bias is not None:
         s = s + bias
     p = tl.exp2((s - shift) * 1.4426950408889634)
@@ -105,11 +135,11 @@ def weights(a, b, shift, bias, allowed, pre, softcap, precision: tl.constexpr, a
 
 
 @triton.jit
-def score_gradients(p, t, a, b, delta, allowed, softcap, precision: tl.constexpr, acc_dtype: tl.constexpr):
+def score_gradients(p, t, a, b, delta, allowed, scores, plan: tl.constexpr):
     """(d_bias, ds) of a tile, whose dp is a b^T."""
-    d_bias = p * (tl.dot(a, tl.trans(b), input_precision=precision, out_dtype=acc_dtype) - delta)
+    d_bias = p * (tl.dot(a, tl.trans(b), input_precision=plan.precision, out_dtype=plan.acc_dtype) - delta)
     ds = d_bias
-    if softcap is not None:
+    if scores.softcap is not None:
         ds = ds * (1.0 - t * t)
     if allowed is not None:  # once more: what a masked pair, or memory past an extent, holds may be NaN
         d_bias, ds = tl.where(allowed, d_bias, 0.0), tl.where(allowed, ds, 0.0)
@@ -117,22 +147,29 @@ def score_gradients(p, t, a, b, delta, allowed, softcap, precision: tl.constexpr
 
 
 @triton.jit
-def statistics_kernel(o, d_o, lse, d_lse, shift, delta, tiles, heads, q_len, dv, o_b, o_s, o_h, o_d, do_b, do_s, do_h, do_d, lse_b, lse_h, lse_s,
-                      dl_b, dl_h, dl_s, rows: tl.constexpr, block_dv: tl.constexpr, acc_dtype: tl.constexpr):  # fmt: skip
-    """delta = sum(o d_o) - d_lse and shift = lse, what scores are measured from; both (batch, heads, q_len). A row that sees no key gets shift = inf, so that
-    its p is 0, and delta = 0. To be compiled without contraction: products fused into the first step of a butterfly sum leave lanes a bit apart."""
-    head, batch = (tl.program_id(0) // tiles % heads).to(tl.int64), (tl.program_id(0) // tiles // heads).to(tl.int64)
-    i = tl.program_id(0) % tiles * rows + tl.arange(0, rows)
+def statistics_kernel(
+    o, d_o, lse, d_lse, shift, delta, tiles, heads, q_len, dv, o_strides, d_o_strides, lse_strides, d_lse_strides,
+    rows: tl.constexpr, block_dv: tl.constexpr, acc_dtype: tl.constexpr,
+):  # fmt: skip
+    """delta = sum(o d_o) - d_lse and shift = lse, what scores are measured from; both (batch, heads, q_len).
+
+    A row that sees no key gets shift = inf, so that its p is 0, and delta = 0. To be compiled without contraction:
+    products fused into the first step of a butterfly sum leave lanes a bit apart.
+    """
+    o_b, o_s, o_h, o_d = o_strides
+    do_b, do_s, do_h, do_d = d_o_strides
+    lse_b, lse_h, lse_s = lse_strides
+    tile, head, batch = program(tiles, heads)
+    i = tile * rows + tl.arange(0, rows)
     i_ok, row, ddv = i < q_len, i.to(tl.int64), tl.arange(0, block_dv)[None, :]
     ok = i_ok[:, None] & (ddv < dv)
-    o_tile = tl.load(
-        o + batch * o_b + head * o_h + (row[:, None] * o_s + ddv.to(tl.int64) * o_d), mask=ok, other=0.0
-    ).to(acc_dtype)
-    d_o_tile = tl.load(
-        d_o + batch * do_b + head * do_h + (row[:, None] * do_s + ddv.to(tl.int64) * do_d), mask=ok, other=0.0
-    ).to(acc_dtype)
+    o_at = o + batch * o_b + head * o_h + (row[:, None] * o_s + ddv.to(tl.int64) * o_d)
+    d_o_at = d_o + batch * do_b + head * do_h + (row[:, None] * do_s + ddv.to(tl.int64) * do_d)
+    o_tile = tl.load(o_at, mask=ok, other=0.0).to(acc_dtype)
+    d_o_tile = tl.load(d_o_at, mask=ok, other=0.0).to(acc_dtype)
     total = tl.sum(o_tile * d_o_tile, 1)
     if d_lse is not None:
+        dl_b, dl_h, dl_s = d_lse_strides
         total -= tl.load(d_lse + batch * dl_b + head * dl_h + row * dl_s, mask=i_ok, other=0.0)
     l = tl.load(lse + batch * lse_b + head * lse_h + row * lse_s, mask=i_ok, other=0.0)
     at = (batch * heads + head) * q_len + row
@@ -141,249 +178,196 @@ def statistics_kernel(o, d_o, lse, d_lse, shift, delta, tiles, heads, q_len, dv,
 
 
 @triton.jit
-def visit_queries(dk, dv, k_tile, v_tile, first, last, q, d_o, shift, delta, bias, q_segments, kv_segment, j_ok, d_ok, dv_ok, lo, hi, q_len,
-                  pre, softcap, q_s, do_s, bias_q, q_seg_s, block_q: tl.constexpr, whole_d: tl.constexpr, whole_dv: tl.constexpr,
-                  want_k: tl.constexpr, want_v: tl.constexpr, edge: tl.constexpr, precision: tl.constexpr, acc_dtype: tl.constexpr):  # fmt: skip
-    """Add the queries from ``first`` to ``last`` to (dk, dv). ``edge``: some pair may lie outside [lo, hi)."""
-    for start in range(first, last, block_q):
-        i = start + tl.arange(0, block_q)
-        i_ok, row = i < q_len, i.to(tl.int64)
-        q_tile = load_tile(q + row[:, None] * q_s, i_ok[:, None], d_ok, edge, not whole_d)
-        d_o_tile = load_tile(d_o + row[:, None] * do_s, i_ok[:, None], dv_ok, edge, not whole_dv)
+def visit_queries(state, own, queries, pairs, scores, first, last, edge: tl.constexpr, plan: tl.constexpr):
+    """Add the queries from ``first`` to ``last`` to the state (dk, dv). ``edge``: a pair may lie outside [lo, hi)."""
+    dk, dv = state
+    k_tile, v_tile = own
+    for start in range(first, last, plan.block_q):
+        i = start + tl.arange(0, plan.block_q)
+        i_ok, row = i < queries.q_len, i.to(tl.int64)
+        q_tile = load_tile(queries.q + row[:, None] * queries.q_s, i_ok[:, None], queries.d_ok, edge, plan.ragged_d)
+        d_o_tile = load_tile(
+            queries.d_o + row[:, None] * queries.do_s, i_ok[:, None], queries.dv_ok, edge, plan.ragged_dv
+        )
         bias_tile, allowed = None, None
-        if bias is not None:
-            bias_tile = load_tile(bias + row[None, :] * bias_q, i_ok[None, :], j_ok, edge, True).to(acc_dtype)
+        if pairs.bias is not None:
+            bias_at = pairs.bias + row[None, :] * pairs.bias_step
+            bias_tile = load_tile(bias_at, i_ok[None, :], pairs.row_ok, edge, True).to(plan.acc_dtype)
         if edge:
-            allowed = (i[None, :] >= lo) & (i[None, :] < hi)
-        if q_segments is not None:
-            same = tl.load(q_segments + row * q_seg_s, mask=i_ok, other=0)[None, :] == kv_segment
+            allowed = (i[None, :] >= pairs.lo) & (i[None, :] < pairs.hi)
+        if pairs.segments is not None:
+            same = tl.load(pairs.segments + row * pairs.segment_step, mask=i_ok, other=0)[None, :] == pairs.segment
             allowed = allowed & same if edge else same
 
-        shift_i = load_tile(shift + i, i_ok, i_ok, edge, False)[None, :]
-        p, t = weights(k_tile, q_tile, shift_i, bias_tile, allowed, pre, softcap, precision, acc_dtype)
-        if want_v:
-            dv = tl.dot(p.to(d_o_tile.dtype), d_o_tile, dv, input_precision=precision, out_dtype=acc_dtype)
-        if want_k:
-            delta_i = load_tile(delta + i, i_ok, i_ok, edge, False)[None, :]
-            _, ds = score_gradients(p, t, v_tile, d_o_tile, delta_i, allowed, softcap, precision, acc_dtype)
-            dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=precision, out_dtype=acc_dtype)
+        shift_i = load_tile(queries.shift + i, i_ok, i_ok, edge, False)[None, :]
+        p, t = weights(k_tile, q_tile, shift_i, bias_tile, allowed, scores, plan)
+        if plan.want_v:
+            dv = tl.dot(p.to(d_o_tile.dtype), d_o_tile, dv, input_precision=plan.precision, out_dtype=plan.acc_dtype)
+        if plan.want_k:
+            delta_i = load_tile(queries.delta + i, i_ok, i_ok, edge, False)[None, :]
+            _, ds = score_gradients(p, t, v_tile, d_o_tile, delta_i, allowed, scores, plan)
+            dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=plan.precision, out_dtype=plan.acc_dtype)
     return dk, dv
 
 
 @triton.jit
-def d_k_d_v_kernel(q, k, v, d_o, shift, delta, bias, q_segments, kv_segments, d_k, d_v, pre, softcap, scale, left, right, tiles, heads, group,
-                   q_len, kv_len, d, dv, q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d, v_b, v_s, v_h, v_d, do_b, do_s, do_h, do_d, bias_b, bias_h, bias_q, bias_s,
-                   q_seg_b, q_seg_s, kv_seg_b, kv_seg_s, block_q: tl.constexpr, block_kv: tl.constexpr, block_d: tl.constexpr, block_dv: tl.constexpr,
-                   whole_d: tl.constexpr, whole_dv: tl.constexpr, precision: tl.constexpr, acc_dtype: tl.constexpr):  # fmt: skip
-    tile, kv_heads = tl.program_id(0) % tiles, heads // group
-    kv_head = (tl.program_id(0) // tiles % kv_heads).to(tl.int64)
-    batch = (tl.program_id(0) // tiles // kv_heads).to(tl.int64)
-    j = (tile * block_kv + tl.arange(0, block_kv))[:, None]
-    j_ok, col, dd, ddv = j < kv_len, j.to(tl.int64), tl.arange(0, block_d)[None, :], tl.arange(0, block_dv)[None, :]
-    d_ok, dv_ok = dd < d, ddv < dv
-    k_tile = load_tile(
-        k + (batch * k_b + kv_head * k_h) + (col * k_s + dd.to(tl.int64) * k_d), j_ok, d_ok, True, not whole_d
-    )
-    v_tile = load_tile(
-        v + (batch * v_b + kv_head * v_h) + (col * v_s + ddv.to(tl.int64) * v_d), j_ok, dv_ok, True, not whole_dv
-    )
+def d_k_d_v_kernel(
+    q, k, v, d_o, shift, delta, bias, q_segments, kv_segments, d_k, d_v, scores, scale, window, tiles, extents, strides,
+    d_o_strides, plan: tl.constexpr,
+):  # fmt: skip
+    """A tile of block_kv rows of d_k and of d_v, of those that ``plan`` wants."""
+    heads, group, q_len, kv_len, d, dv = extents
+    left, right = window
+    q_b, q_s, q_h, q_d = strides.q
+    do_b, do_s, do_h, do_d = d_o_strides
+    bias_b, bias_h, bias_q, bias_s = strides.bias
+    q_seg_b, q_seg_s = strides.q_segments
+    kv_seg_b, kv_seg_s = strides.kv_segments
+    kv_heads = heads // group
+    tile, kv_head, batch = program(tiles, kv_heads)
+    j = (tile * plan.block_kv + tl.arange(0, plan.block_kv))[:, None]
+    j_ok, col = j < kv_len, j.to(tl.int64)
+    k_tile = load_head(k, strides.k, batch, kv_head, col, j_ok, d, plan.block_d, plan.ragged_d)
+    v_tile = load_head(v, strides.v, batch, kv_head, col, j_ok, dv, plan.block_dv, plan.ragged_dv)
     kv_segment = None
     if q_segments is not None:
         kv_segment = tl.load(kv_segments + batch * kv_seg_b + col * kv_seg_s, mask=j_ok, other=0)
         q_segments += batch * q_seg_b
 
-    top = tile * block_kv - (
-        kv_len - q_len
-    )  # key j stands beside query j - (kv_len - q_len), and is seen from as far as queries see, the other way round
-    first, inner_first, inner_last, last = band(
-        top, top + tl.minimum(block_kv, kv_len - tile * block_kv) - 1, right, left, q_len, block_q
-    )
+    # Key j stands beside query j - (kv_len - q_len), and is seen from as far as queries see, the other way round.
+    top = tile * plan.block_kv - (kv_len - q_len)
+    bottom = top + tl.minimum(plan.block_kv, kv_len - tile * plan.block_kv) - 1
+    span = band(top, bottom, right, left, q_len, plan.block_q)
     lo, hi = limits(j - (kv_len - q_len), right, left, q_len)
 
-    want_k: tl.constexpr = d_k is not None
-    want_v: tl.constexpr = d_v is not None
-    dk_acc, dv_acc = tl.zeros([block_kv, block_d], acc_dtype), tl.zeros([block_kv, block_dv], acc_dtype)
+    dd, ddv = tl.arange(0, plan.block_d)[None, :], tl.arange(0, plan.block_dv)[None, :]
+    d_ok, dv_ok = dd < d, ddv < dv
+    dk_acc = tl.full([plan.block_kv, plan.block_d], 0.0, plan.acc_dtype)
+    dv_acc = tl.full([plan.block_kv, plan.block_dv], 0.0, plan.acc_dtype)
     for head in range(kv_head * group, kv_head * group + group):
         q_of = q + (batch * q_b + head * q_h) + dd.to(tl.int64) * q_d
         do_of = d_o + (batch * do_b + head * do_h) + ddv.to(tl.int64) * do_d
-        shift_of, delta_of = shift + (batch * heads + head) * q_len, delta + (batch * heads + head) * q_len
+        rows = (batch * heads + head) * q_len
+        queries = Queries(q_of, q_s, d_ok, do_of, do_s, dv_ok, shift + rows, delta + rows, q_len)
         bias_of = None
         if bias is not None:
             bias_of = bias + (batch * bias_b + head * bias_h) + col * bias_s
-        if right is not None:
-            dk_acc, dv_acc = visit_queries(
-                dk_acc, dv_acc, k_tile, v_tile, first, inner_first, q_of, do_of, shift_of, delta_of, bias_of, q_segments, kv_segment, j_ok, d_ok, dv_ok, lo,
-                hi, q_len, pre, softcap, q_s, do_s, bias_q, q_seg_s, block_q, whole_d, whole_dv, want_k, want_v, True, precision, acc_dtype)  # fmt: skip
-        dk_acc, dv_acc = visit_queries(
-            dk_acc, dv_acc, k_tile, v_tile, inner_first, inner_last, q_of, do_of, shift_of, delta_of, bias_of, q_segments, kv_segment, j_ok, d_ok, dv_ok, lo,
-            hi, q_len, pre, softcap, q_s, do_s, bias_q, q_seg_s, block_q, whole_d, whole_dv, want_k, want_v, False, precision, acc_dtype)  # fmt: skip
-        dk_acc, dv_acc = visit_queries(
-            dk_acc, dv_acc, k_tile, v_tile, inner_last, last, q_of, do_of, shift_of, delta_of, bias_of, q_segments, kv_segment, j_ok, d_ok, dv_ok, lo,
-            hi, q_len, pre, softcap, q_s, do_s, bias_q, q_seg_s, block_q, whole_d, whole_dv, want_k, want_v, True, precision, acc_dtype)  # fmt: skip
+        pairs = Pairs(j_ok, lo, hi, bias_of, bias_q, kv_segment, q_segments, q_seg_s)
+        state = dk_acc, dv_acc
+        dk_acc, dv_acc = fold(visit_queries, state, (k_tile, v_tile), queries, pairs, scores, span, right, plan)
 
     at = (batch * kv_len + col) * kv_heads + kv_head
-    if want_k:
+    if plan.want_k:
         tl.store(d_k + at * d + dd, (dk_acc * scale).to(d_k.dtype.element_ty), mask=j_ok & d_ok)
-    if want_v:
+    if plan.want_v:
         tl.store(d_v + at * dv + ddv, dv_acc.to(d_v.dtype.element_ty), mask=j_ok & dv_ok)
 
 
 @triton.jit
-def visit_keys(dq, q_tile, d_o_tile, shift_i, delta_i, first, last, k, v, bias, kv_segments, q_segment, i_ok, d_ok, dv_ok, lo, hi, kv_len,
-               pre, softcap, k_s, v_s, bias_s, kv_seg_s, block_kv: tl.constexpr, whole_d: tl.constexpr, whole_dv: tl.constexpr,
-               edge: tl.constexpr, precision: tl.constexpr, acc_dtype: tl.constexpr):  # fmt: skip
-    """Add the keys from ``first`` to ``last`` to dq. ``edge``: some pair may lie outside [lo, hi)."""
-    for start in range(first, last, block_kv):
-        j = start + tl.arange(0, block_kv)
-        j_ok, col = j < kv_len, j.to(tl.int64)
-        k_tile = load_tile(k + col[:, None] * k_s, j_ok[:, None], d_ok, edge, not whole_d)
-        v_tile = load_tile(v + col[:, None] * v_s, j_ok[:, None], dv_ok, edge, not whole_dv)
+def visit_keys(dq, own, keys, pairs, scores, first, last, edge: tl.constexpr, plan: tl.constexpr):
+    """Add the keys from ``first`` to ``last`` to dq. ``edge``: a pair may lie outside [lo, hi)."""
+    q_tile, d_o_tile, shift_i, delta_i = own
+    for start in range(first, last, plan.block_kv):
+        j = start + tl.arange(0, plan.block_kv)
+        j_ok, col = j < keys.kv_len, j.to(tl.int64)
+        k_tile = load_tile(keys.k + col[:, None] * keys.k_s, j_ok[:, None], keys.d_ok, edge, plan.ragged_d)
+        v_tile = load_tile(keys.v + col[:, None] * keys.v_s, j_ok[:, None], keys.dv_ok, edge, plan.ragged_dv)
         bias_tile, allowed = None, None
-        if bias is not None:
-            bias_tile = load_tile(bias + col[None, :] * bias_s, i_ok, j_ok[None, :], True, edge).to(acc_dtype)
+        if pairs.bias is not None:
+            bias_at = pairs.bias + col[None, :] * pairs.bias_step
+            bias_tile = load_tile(bias_at, pairs.row_ok, j_ok[None, :], True, edge).to(plan.acc_dtype)
         if edge:
-            allowed = (j[None, :] >= lo) & (j[None, :] < hi)
-        if kv_segments is not None:
-            same = tl.load(kv_segments + col * kv_seg_s, mask=j_ok, other=0)[None, :] == q_segment
+            allowed = (j[None, :] >= pairs.lo) & (j[None, :] < pairs.hi)
+        if pairs.segments is not None:
+            same = tl.load(pairs.segments + col * pairs.segment_step, mask=j_ok, other=0)[None, :] == pairs.segment
             allowed = allowed & same if edge else same
 
-        p, t = weights(q_tile, k_tile, shift_i, bias_tile, allowed, pre, softcap, precision, acc_dtype)
-        _, ds = score_gradients(p, t, d_o_tile, v_tile, delta_i, allowed, softcap, precision, acc_dtype)
-        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=precision, out_dtype=acc_dtype)
+        p, t = weights(q_tile, k_tile, shift_i, bias_tile, allowed, scores, plan)
+        _, ds = score_gradients(p, t, d_o_tile, v_tile, delta_i, allowed, scores, plan)
+        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=plan.precision, out_dtype=plan.acc_dtype)
     return dq
 
 
 @triton.jit
-def d_q_kernel(q, k, v, d_o, shift, delta, bias, q_segments, kv_segments, d_q, pre, softcap, scale, left, right, tiles, heads, group, q_len, kv_len, d, dv,
-               q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d, v_b, v_s, v_h, v_d, do_b, do_s, do_h, do_d, bias_b, bias_h, bias_q, bias_s,
-               q_seg_b, q_seg_s, kv_seg_b, kv_seg_s, block_q: tl.constexpr, block_kv: tl.constexpr, block_d: tl.constexpr, block_dv: tl.constexpr,
-               whole_d: tl.constexpr, whole_dv: tl.constexpr, precision: tl.constexpr, acc_dtype: tl.constexpr):  # fmt: skip
-    tile = tl.program_id(0) % tiles
+def d_q_kernel(
+    q, k, v, d_o, shift, delta, bias, q_segments, kv_segments, d_q, scores, scale, window, tiles, extents, strides,
+    d_o_strides, plan: tl.constexpr,
+):  # fmt: skip
+    """A tile of block_q rows of d_q."""
+    _, right = window
+    tile, head, batch = program(tiles, extents.heads)
     if right is not None:
         tile = tiles - 1 - tile  # the last queries may see most keys: start them first
-    head = (tl.program_id(0) // tiles % heads).to(tl.int64)
-    batch = (tl.program_id(0) // tiles // heads).to(tl.int64)
-    i = (tile * block_q + tl.arange(0, block_q))[:, None]
-    i_ok, row, dd, ddv = i < q_len, i.to(tl.int64), tl.arange(0, block_d)[None, :], tl.arange(0, block_dv)[None, :]
-    d_ok, dv_ok = dd < d, ddv < dv
-    q_tile = load_tile(
-        q + (batch * q_b + head * q_h) + (row * q_s + dd.to(tl.int64) * q_d), i_ok, d_ok, True, not whole_d
-    )
-    d_o_tile = load_tile(
-        d_o + (batch * do_b + head * do_h) + (row * do_s + ddv.to(tl.int64) * do_d), i_ok, dv_ok, True, not whole_dv
-    )
-    at = (batch * heads + head) * q_len + row
+    i = (tile * plan.block_q + tl.arange(0, plan.block_q))[:, None]
+    i_ok, row = i < extents.q_len, i.to(tl.int64)
+    q_tile = load_head(q, strides.q, batch, head, row, i_ok, extents.d, plan.block_d, plan.ragged_d)
+    d_o_tile = load_head(d_o, d_o_strides, batch, head, row, i_ok, extents.dv, plan.block_dv, plan.ragged_dv)
+    at = (batch * extents.heads + head) * extents.q_len + row
     shift_i, delta_i = tl.load(shift + at, mask=i_ok, other=0.0), tl.load(delta + at, mask=i_ok, other=0.0)
-    k += (batch * k_b + (head // group) * k_h) + dd.to(tl.int64) * k_d
-    v += (batch * v_b + (head // group) * v_h) + ddv.to(tl.int64) * v_d
-    if bias is not None:
-        bias += batch * bias_b + head * bias_h + row * bias_q
-    q_segment = None
-    if q_segments is not None:
-        q_segment = tl.load(q_segments + batch * q_seg_b + row * q_seg_s, mask=i_ok, other=0)
-        kv_segments += batch * kv_seg_b
 
-    top = tile * block_q + (kv_len - q_len)
-    first, inner_first, inner_last, last = band(
-        top, top + tl.minimum(block_q, q_len - tile * block_q) - 1, left, right, kv_len, block_kv
-    )
-    lo, hi = limits(i + (kv_len - q_len), left, right, kv_len)
-
-    acc = tl.zeros([block_q, block_d], acc_dtype)
-    if left is not None:
-        acc = visit_keys(acc, q_tile, d_o_tile, shift_i, delta_i, first, inner_first, k, v, bias, kv_segments, q_segment, i_ok, d_ok, dv_ok, lo, hi, kv_len,
-                         pre, softcap, k_s, v_s, bias_s, kv_seg_s, block_kv, whole_d, whole_dv, True, precision, acc_dtype)  # fmt: skip
-    acc = visit_keys(acc, q_tile, d_o_tile, shift_i, delta_i, inner_first, inner_last, k, v, bias, kv_segments, q_segment, i_ok, d_ok, dv_ok, lo, hi, kv_len,
-                     pre, softcap, k_s, v_s, bias_s, kv_seg_s, block_kv, whole_d, whole_dv, False, precision, acc_dtype)  # fmt: skip
-    acc = visit_keys(acc, q_tile, d_o_tile, shift_i, delta_i, inner_last, last, k, v, bias, kv_segments, q_segment, i_ok, d_ok, dv_ok, lo, hi, kv_len,
-                     pre, softcap, k_s, v_s, bias_s, kv_seg_s, block_kv, whole_d, whole_dv, True, precision, acc_dtype)  # fmt: skip
-    tl.store(
-        d_q + (((batch * q_len + row) * heads + head) * d + dd),
-        (acc * scale).to(d_q.dtype.element_ty),
-        mask=i_ok & d_ok,
-    )
+    acc = tl.full([plan.block_q, plan.block_d], 0.0, plan.acc_dtype)
+    own = q_tile, d_o_tile, shift_i, delta_i
+    place = tile, head, head // extents.group, batch
+    operands = k, v, bias, q_segments, kv_segments
+    acc = over_keys(visit_keys, acc, own, place, operands, strides, scores, window, extents, plan)
+    dd = tl.arange(0, plan.block_d)[None, :]
+    at = ((batch * extents.q_len + row) * extents.heads + head) * extents.d + dd
+    tl.store(d_q + at, (acc * scale).to(d_q.dtype.element_ty), mask=i_ok & (dd < extents.d))
 
 
 @triton.jit
-def d_bias_kernel(q, k, v, d_o, shift, delta, bias, q_segments, kv_segments, d_bias, pre, softcap, left, right, tiles, bias_tiles_q, bias_heads,
-                  sum_batches, sum_heads, heads, group, q_len, kv_len, d, dv, q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d, v_b, v_s, v_h, v_d, do_b, do_s,
-                  do_h, do_d, bias_b, bias_h, bias_q, bias_s, q_seg_b, q_seg_s, kv_seg_b, kv_seg_s, block_q: tl.constexpr, block_kv: tl.constexpr,
-                  block_d: tl.constexpr, block_dv: tl.constexpr, whole_d: tl.constexpr, whole_dv: tl.constexpr, one_row: tl.constexpr,
-                  precision: tl.constexpr, acc_dtype: tl.constexpr):  # fmt: skip
-    """A tile of the bias gradient: the sum over ``sum_batches`` batch entries, ``sum_heads`` heads and, with ``one_row``, all queries, that share the bias."""
+def d_bias_kernel(
+    q, k, v, d_o, shift, delta, bias, q_segments, kv_segments, d_bias, scores, window, tiles, bias_tiles_q, bias_heads,
+    sum_batches, sum_heads, extents, strides, d_o_strides, one_row: tl.constexpr, plan: tl.constexpr,
+):  # fmt: skip
+    """A tile of the bias gradient: the sum over ``sum_batches`` batch entries, ``sum_heads`` heads and, with
+    ``one_row``, all queries, that share the bias."""
+    heads, group, q_len, kv_len, d, dv = extents
+    left, right = window
+    bias_b, bias_h, bias_q, bias_s = strides.bias
+    q_seg_b, q_seg_s = strides.q_segments
+    kv_seg_b, kv_seg_s = strides.kv_segments
     tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    bias_tile_q, bias_head, bias_batch = (
-        rest % bias_tiles_q,
-        rest // bias_tiles_q % bias_heads,
-        rest // bias_tiles_q // bias_heads,
-    )
-    j = tile * block_kv + tl.arange(0, block_kv)
-    j_ok, col, dd, ddv = j < kv_len, j.to(tl.int64), tl.arange(0, block_d)[None, :], tl.arange(0, block_dv)[None, :]
-    d_ok, dv_ok = dd < d, ddv < dv
-    top = tile * block_kv - (kv_len - q_len)
-    first, _, _, last = band(top, top + tl.minimum(block_kv, kv_len - tile * block_kv) - 1, right, left, q_len, block_q)
+    bias_tile_q, bias_row = rest % bias_tiles_q, rest // bias_tiles_q
+    bias_head, bias_batch = bias_row % bias_heads, bias_row // bias_heads
+    j = tile * plan.block_kv + tl.arange(0, plan.block_kv)
+    j_ok, col = j < kv_len, j.to(tl.int64)
+    top = tile * plan.block_kv - (kv_len - q_len)
+    bottom = top + tl.minimum(plan.block_kv, kv_len - tile * plan.block_kv) - 1
+    first, _, _, last = band(top, bottom, right, left, q_len, plan.block_q)
     if not one_row:  # its own queries, unless no key of the tile sees them
-        first, last = tl.maximum(first, bias_tile_q * block_q), tl.minimum(last, bias_tile_q * block_q + block_q)
+        first = tl.maximum(first, bias_tile_q * plan.block_q)
+        last = tl.minimum(last, bias_tile_q * plan.block_q + plan.block_q)
 
-    acc = tl.zeros([block_q, block_kv], acc_dtype)
+    acc = tl.full([plan.block_q, plan.block_kv], 0.0, plan.acc_dtype)
     for n in range(sum_batches * sum_heads):
         batch, head = (bias_batch + n // sum_heads).to(tl.int64), (bias_head + n % sum_heads).to(tl.int64)
-        k_tile = load_tile(
-            k + (batch * k_b + (head // group) * k_h) + (col[:, None] * k_s + dd.to(tl.int64) * k_d),
-            j_ok[:, None],
-            d_ok,
-            True,
-            not whole_d,
-        )
-        v_tile = load_tile(
-            v + (batch * v_b + (head // group) * v_h) + (col[:, None] * v_s + ddv.to(tl.int64) * v_d),
-            j_ok[:, None],
-            dv_ok,
-            True,
-            not whole_dv,
-        )
-        for start in range(first, last, block_q):
-            i = (start + tl.arange(0, block_q))[:, None]
+        kv_head, key = head // group, col[:, None]
+        k_tile = load_head(k, strides.k, batch, kv_head, key, j_ok[:, None], d, plan.block_d, plan.ragged_d)
+        v_tile = load_head(v, strides.v, batch, kv_head, key, j_ok[:, None], dv, plan.block_dv, plan.ragged_dv)
+        for start in range(first, last, plan.block_q):
+            i = (start + tl.arange(0, plan.block_q))[:, None]
             i_ok, row, at = i < q_len, i.to(tl.int64), (batch * heads + head) * q_len + i
-            q_tile = load_tile(
-                q + (batch * q_b + head * q_h) + (row * q_s + dd.to(tl.int64) * q_d), i_ok, d_ok, True, not whole_d
-            )
-            d_o_tile = load_tile(
-                d_o + (batch * do_b + head * do_h) + (row * do_s + ddv.to(tl.int64) * do_d),
-                i_ok,
-                dv_ok,
-                True,
-                not whole_dv,
-            )
+            q_tile = load_head(q, strides.q, batch, head, row, i_ok, d, plan.block_d, plan.ragged_d)
+            d_o_tile = load_head(d_o, d_o_strides, batch, head, row, i_ok, dv, plan.block_dv, plan.ragged_dv)
             lo, hi = limits(i + (kv_len - q_len), left, right, kv_len)
             allowed = (j[None, :] >= lo) & (j[None, :] < hi) & i_ok
             if q_segments is not None:
                 q_segment = tl.load(q_segments + batch * q_seg_b + row * q_seg_s, mask=i_ok, other=0)
-                allowed &= (
-                    q_segment == tl.load(kv_segments + batch * kv_seg_b + col * kv_seg_s, mask=j_ok, other=0)[None, :]
-                )
+                kv_segment = tl.load(kv_segments + batch * kv_seg_b + col * kv_seg_s, mask=j_ok, other=0)
+                allowed &= q_segment == kv_segment[None, :]
             shift_i, delta_i = tl.load(shift + at, mask=i_ok, other=0.0), tl.load(delta + at, mask=i_ok, other=0.0)
-            bias_tile = load_tile(
-                bias + (batch * bias_b + head * bias_h) + (row * bias_q + col[None, :] * bias_s),
-                i_ok,
-                j_ok[None, :],
-                True,
-                True,
-            )
-            p, t = weights(
-                q_tile, k_tile, shift_i, bias_tile.to(acc_dtype), allowed, pre, softcap, precision, acc_dtype
-            )
-            acc += score_gradients(p, t, d_o_tile, v_tile, delta_i, allowed, softcap, precision, acc_dtype)[0]
+            bias_at = bias + (batch * bias_b + head * bias_h) + (row * bias_q + col[None, :] * bias_s)
+            bias_tile = load_tile(bias_at, i_ok, j_ok[None, :], True, True).to(plan.acc_dtype)
+            p, t = weights(q_tile, k_tile, shift_i, bias_tile, allowed, scores, plan)
+            acc += score_gradients(p, t, d_o_tile, v_tile, delta_i, allowed, scores, plan)[0]
 
+    of_bias = bias_batch.to(tl.int64) * bias_heads + bias_head
     if one_row:
-        tl.store(
-            d_bias + (bias_batch.to(tl.int64) * bias_heads + bias_head) * kv_len + col,
-            tl.sum(acc, 0).to(d_bias.dtype.element_ty),
-            mask=j_ok,
-        )
+        tl.store(d_bias + of_bias * kv_len + col, tl.sum(acc, 0).to(d_bias.dtype.element_ty), mask=j_ok)
     else:
-        i = (bias_tile_q * block_q + tl.arange(0, block_q))[:, None]
-        at = ((bias_batch.to(tl.int64) * bias_heads + bias_head) * q_len + i) * kv_len + col[None, :]
+        i = (bias_tile_q * plan.block_q + tl.arange(0, plan.block_q))[:, None]
+        at = (of_bias * q_len + i) * kv_len + col[None, :]
         tl.store(d_bias + at, acc.to(d_bias.dtype.element_ty), mask=(i < q_len) & j_ok[None, :])
 
 
@@ -472,11 +456,18 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     )
 
 
+_statistics, _d_k_d_v, _d_q, _d_bias = (
+    functools.lru_cache(SHAPES)(functools.partial(prepare, kernel))
+    for kernel in (statistics_kernel, d_k_d_v_kernel, d_q_kernel, d_bias_kernel)
+)
+
+
 @BACKEND.implements("attention_vjp", tiling=default_tiling, supports=supports, knobs=KNOBS)
 def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     arrays, dims, options, wants = call.arrays, call.dims, call.options, call.wants
-    q, k, v, o, lse, d_o, bias, d_lse = (arrays[n] for n in ("q", "k", "v", "o", "lse", "d_o", "bias", "d_lse"))
-    q_segments, kv_segments = arrays["q_segment_ids"], arrays["kv_segment_ids"]
+    q, k, v, bias, d_o = arrays["q"], arrays["k"], arrays["v"], arrays["bias"], arrays["d_o"]
+    o, lse, d_lse = arrays["o"], arrays["lse"], arrays["d_lse"]
+    segments = arrays["q_segment_ids"], arrays["kv_segment_ids"]
     if not call.interpret:
         q, k, v, o, d_o = (_head_dim_innermost(x) for x in (q, k, v, o, d_o))
     batch, q_len, heads, d = q.shape
@@ -484,35 +475,43 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     block_d, block_dv, rows = padded(d), padded(dv), max(1, AT_ONCE // padded(dv))
 
     shift, delta = (fresh((batch, heads, q_len), lse.dtype, q.device) for _ in range(2))
-    launch(statistics_kernel, cdiv(q_len, rows) * heads * batch, call, o, d_o, lse, d_lse, shift, delta, cdiv(q_len, rows), heads, q_len, dv,
-           *o.stride(), *d_o.stride(), *lse.stride(), *((0, 0, 0) if d_lse is None else d_lse.stride()), rows=rows, block_dv=block_dv,
-           acc_dtype=acc_dtype, enable_fp_fusion=False)  # fmt: skip
+    tiles = cdiv(q_len, rows)
+    statistics = _statistics(
+        tiles * heads * batch, tiles, heads, q_len, dv, o.stride(), d_o.stride(), lse.stride(),
+        None if d_lse is None else d_lse.stride(), rows=rows, block_dv=block_dv, acc_dtype=acc_dtype,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    statistics(call, o, d_o, lse, d_lse, shift, delta)
 
     out = {
         name: fresh(shape, torch_dtype(dtype), q.device) if name in wants else None
         for name, (shape, dtype) in call.outputs.items()
     }
     scale, softcap = d**-0.5 if options["scale"] is None else options["scale"], options["softcap"]
-    given = q, k, v, d_o, shift, delta, bias, q_segments, kv_segments
-    scores = scale if softcap is None else scale / softcap, softcap
-    seen, extents = _band(options["is_causal"], options["window"], q_len + kv_len), (heads, group, q_len, kv_len, d, dv)
-    bias_strides = (0, 0, 0, 0) if bias is None else bias.expand(batch, heads, q_len, kv_len).stride()
-    segment_strides = (0, 0, 0, 0) if q_segments is None else (*q_segments.stride(), *kv_segments.stride())
-    strides = *q.stride(), *k.stride(), *v.stride(), *d_o.stride(), *bias_strides, *segment_strides
-    how = compiler_options(tiling) | {n: tiling[n] for n in ("block_q", "block_kv")} | {
-        "block_d": block_d, "block_dv": block_dv, "whole_d": block_d == d, "whole_dv": block_dv == dv, "precision": dot_precision(call),
-        "acc_dtype": acc_dtype}  # fmt: skip
-    tiles_kv = cdiv(kv_len, tiling["block_kv"])
+    given = q, k, v, d_o, shift, delta, bias, *segments
+    scores = Scores(scale if softcap is None else scale / softcap, softcap)
+    window = _band(options["is_causal"], options["window"], q_len + kv_len)
+    extents = Extents(heads, group, q_len, kv_len, d, dv)
+    strides = strides_of(q, k, v, bias, segments, (batch, heads, q_len, kv_len)), d_o.stride()
+    plan = Plan(tiling["block_q"], tiling["block_kv"], block_d, block_dv, block_d != d, block_dv != dv,
+                dot_precision(call), acc_dtype)  # fmt: skip
+    how, tiles_kv = compiler_options(tiling), cdiv(kv_len, plan.block_kv)
     if "d_k" in wants or "d_v" in wants:
-        launch(d_k_d_v_kernel, tiles_kv * dims["kv_heads"] * batch, call, *given, out["d_k"], out["d_v"], *scores, scale, *seen, tiles_kv, *extents, *strides,
-               **how)  # fmt: skip
+        programs, own = tiles_kv * dims["kv_heads"] * batch, plan._replace(want_k="d_k" in wants, want_v="d_v" in wants)
+        run = _d_k_d_v(programs, scores, scale, window, tiles_kv, extents, *strides, plan=own, **how)
+        run(call, *given, out["d_k"], out["d_v"])
     if "d_q" in wants:
         tiles_q = cdiv(q_len, tiling["dq_block_q"])
-        launch(d_q_kernel, tiles_q * heads * batch, call, *given, out["d_q"], *scores, scale, *seen, tiles_q, *extents, *strides,
-               **how | {"block_q": tiling["dq_block_q"], "block_kv": tiling["dq_block_kv"]})  # fmt: skip
+        own = plan._replace(block_q=tiling["dq_block_q"], block_kv=tiling["dq_block_kv"])
+        run = _d_q(tiles_q * heads * batch, scores, scale, window, tiles_q, extents, *strides, plan=own, **how)
+        run(call, *given, out["d_q"])
     if "d_bias" in wants:
         bias_batches, bias_heads, bias_rows, _ = bias.shape
-        tiles_q = cdiv(bias_rows, tiling["block_q"])
-        launch(d_bias_kernel, tiles_kv * tiles_q * bias_heads * bias_batches, call, *given, out["d_bias"], *scores, *seen, tiles_kv, tiles_q, bias_heads,
-               batch // bias_batches, heads // bias_heads, *extents, *strides, one_row=bias_rows == 1, **how | {"num_stages": 1})  # fmt: skip
+        tiles_q = cdiv(bias_rows, plan.block_q)
+        run = _d_bias(
+            tiles_kv * tiles_q * bias_heads * bias_batches, scores, window, tiles_kv, tiles_q, bias_heads,
+            batch // bias_batches, heads // bias_heads, extents, *strides, one_row=bias_rows == 1, plan=plan,
+            **how | {"num_stages": 1},
+        )  # fmt: skip
+        run(call, *given, out["d_bias"])
     return tuple(out.values())

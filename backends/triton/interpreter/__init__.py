@@ -1,12 +1,14 @@
 """Runs ``@triton.jit`` kernels on CPU tensors, call by call, beside compiled launches in the same process.
 
-Triton's own interpreter is chosen by an environment variable when a kernel is decorated, and works by replacing the functions of
-``triton.language`` for the whole process, which breaks a compile on another thread. Here nothing global changes: a kernel's source is
-executed once more over its own namespace, in which ``tl`` is a stand-in whose functions take and give :class:`values.Block`. So there is
-nothing to restore, nothing to lock, and threads may interpret and compile at the same time.
+Triton's own interpreter is chosen by an environment variable when a kernel is decorated, and works by replacing the
+functions of ``triton.language`` for the whole process, which breaks a compile on another thread. Here nothing global
+changes: a kernel's source is executed once more over its own namespace, in which ``tl`` is a stand-in whose functions
+take and give :class:`values.Block`. So there is nothing to restore, nothing to lock, and threads may interpret and
+compile at the same time.
 
-As in a compiled kernel, assigning a Python number makes it a typed scalar, a loop index is a typed scalar, and integer arguments
-are int32 or, when they do not fit, int64. Unlike one, float arguments stay Python floats, so that float64 kernels keep them whole.
+As in a compiled kernel, assigning a Python number makes it a typed scalar, a loop index is a typed scalar, and integer
+arguments are int32 or, when they do not fit, int64; tuples and named tuples of arguments stay such. Unlike one, float
+arguments stay Python floats, so that float64 kernels keep them whole.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import functools
 import inspect
 import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -31,15 +33,16 @@ __all__ = ["run"]
 
 
 def run(kernel: JITFunction[Any], grid: int, *args: Any, **kwargs: Any) -> None:
-    """Launch ``kernel`` over a 1-D grid on CPU tensors; keywords that are no parameter of it (``num_warps``) are ignored."""
+    """Launch ``kernel`` over a 1-D grid on CPU tensors; keywords that are no parameter of it (``num_warps``) are
+    ignored."""
     names = kernel.arg_names
     given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
     constexprs = {p.name for p in kernel.params if p.is_constexpr}
-    values = {k: v if k in constexprs else _argument(v) for k, v in given.items()}
+    values = {k: _translated(v) if k in constexprs else _argument(v) for k, v in given.items()}
     body = _interpreted(kernel).body
     spans = tuple(
         (s.data_ptr(), s.data_ptr() + s.nbytes())
-        for s in (v.untyped_storage() for v in given.values() if isinstance(v, torch.Tensor))
+        for s in (v.untyped_storage() for v in _leaves(given.values()) if isinstance(v, torch.Tensor))
     )
     outer = PROGRAM.index, PROGRAM.grid, PROGRAM.spans
     PROGRAM.grid, PROGRAM.spans = grid, spans
@@ -52,7 +55,19 @@ def run(kernel: JITFunction[Any], grid: int, *args: Any, **kwargs: Any) -> None:
         PROGRAM.index, PROGRAM.grid, PROGRAM.spans = outer
 
 
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    """``values``, and in place of tuples what they hold."""
+    for v in values:
+        if isinstance(v, tuple):
+            yield from _leaves(v)
+        else:
+            yield v
+
+
 def _argument(value: Any) -> Any:
+    if isinstance(value, tuple):
+        members = map(_argument, value)
+        return type(value)(*members) if hasattr(value, "_fields") else tuple(members)
     if isinstance(value, torch.Tensor):
         return pointer(value.data_ptr(), _pointer_type(value.dtype))
     if isinstance(value, (bool, int)):
@@ -107,7 +122,7 @@ def _namespace(module: types.ModuleType) -> _Namespace:
 
 
 def _translated(value: Any) -> Any:
-    """What ``value``, found in a kernel's globals, is in interpreted code."""
+    """What ``value``, found in a kernel's globals or given as a constexpr, is in interpreted code."""
     if id(value) in OVERRIDES:
         return OVERRIDES[id(value)]
     if isinstance(value, JITFunction):

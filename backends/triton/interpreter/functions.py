@@ -1,7 +1,8 @@
-"""The functions of ``triton.language`` that kernels call, on interpreted values; those not here run Triton's own code on its NumPy builder.
+"""The functions of ``triton.language`` that kernels call, on interpreted values; those not here run Triton's own code
+on its NumPy builder.
 
-Stricter than a device where a device is silent: masked lanes of a load without ``other`` hold poison, an address outside the storages of
-the launch's arguments raises, a dot operand under 16 raises.
+Stricter than a device where a device is silent: masked lanes of a load without ``other`` hold poison, an address
+outside the storages of the launch's arguments raises, a dot operand under 16 raises.
 """
 
 from __future__ import annotations
@@ -79,9 +80,17 @@ def store(pointer: Block, value: Any, mask: Any = None, **hints: Any) -> None:
     )
 
 
-def dot(input: Block, other: Block, acc: Block | None = None, input_precision: str | None = None, allow_tf32: Any = None, max_num_imprecise_acc: Any = None,
-        out_dtype: tl.dtype = tl.float32) -> Block:  # fmt: skip
-    """Products and sums in float32 (float64, int32): what ``ieee`` promises and what tensor cores do with 16-bit operands."""
+def dot(
+    input: Block,
+    other: Block,
+    acc: Block | None = None,
+    input_precision: str | None = None,
+    allow_tf32: Any = None,
+    max_num_imprecise_acc: Any = None,
+    out_dtype: tl.dtype = tl.float32,
+) -> Block:
+    """Products and sums in float32 (float64, int32): what ``ieee`` promises and what tensor cores do with 16-bit
+    operands."""
     a, b = input.handle.data, other.handle.data
     if input.dtype.name != other.dtype.name or min(a.shape[-2], *b.shape[-2:]) < 16:
         raise ValueError(
@@ -238,7 +247,8 @@ def _reduction(ufunc: np.ufunc) -> Callable[..., Any]:
     def op(input: Block, axis: int | None = None, keep_dims: bool = False) -> Block:
         if input.dtype.name not in ("fp32", "fp64", "int32", "int64"):
             raise NotImplementedError(
-                f"reduction of {input.dtype}: convert it to float32 or int32 first, as the accumulator of a device would be"
+                f"reduction of {input.dtype}: convert it to float32 or int32 first, as the accumulator of a device "
+                "would be"
             )
         return _reduce_data(input, axis, ufunc, bool(_raw(keep_dims)))
 
@@ -255,16 +265,19 @@ def _static_assert(condition: Any, message: str = "") -> None:
 
 
 _ELEMENTWISE: dict[str, Callable[..., Any]] = {
-    "exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "sqrt": np.sqrt, "abs": np.abs, "sqrt_rn": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x),
+    "exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "abs": np.abs,
+    "sqrt": np.sqrt, "sqrt_rn": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x),
 }  # fmt: skip
 
 OVERRIDES: dict[int, Any] = {
     id(original): replacement
     for original, replacement in [
-        (range, value_range), (tl.range, value_range), (tl.static_range, static_range), (tl.static_assert, _static_assert), (tl.static_print, print),
-        (tl.program_id, program_id), (tl.num_programs, num_programs), (tl.load, load), (tl.store, store), (tl.dot, dot), (tl.where, where),
-        (tl.arange, arange), (tl.full, full), (tl.zeros, zeros), (tl.trans, trans), (tl.cast, cast), (tl.reduce, reduce),
-        (tl.associative_scan, associative_scan), (tl.sum, _reduction(np.add)), (tl.max, _reduction(np.fmax)), (tl.min, _reduction(np.fmin)),
+        (range, value_range), (tl.range, value_range), (tl.static_range, static_range),
+        (tl.static_assert, _static_assert), (tl.static_print, print),
+        (tl.program_id, program_id), (tl.num_programs, num_programs), (tl.load, load), (tl.store, store),
+        (tl.dot, dot), (tl.where, where), (tl.arange, arange), (tl.full, full), (tl.zeros, zeros), (tl.trans, trans),
+        (tl.cast, cast), (tl.reduce, reduce), (tl.associative_scan, associative_scan),
+        (tl.sum, _reduction(np.add)), (tl.max, _reduction(np.fmax)), (tl.min, _reduction(np.fmin)),
         (tl.maximum, _two(np.fmax, bound(tl.maximum))), (tl.minimum, _two(np.fmin, bound(tl.minimum))),
         (tl.multiple_of, _identity), (tl.max_contiguous, _identity), (tl.max_constancy, _identity),
         *((getattr(tl, name), _elementwise(ufunc, bound(getattr(tl, name)))) for name, ufunc in _ELEMENTWISE.items()),

@@ -1,8 +1,8 @@
 """The values of interpreted kernels: NumPy arrays behind ``triton.language.tensor``'s interface.
 
-``Block`` subclasses ``tl.tensor`` and carries its own semantic object, so nothing in Triton is patched. What kernels do most has a direct
-NumPy path here, taken only where no promotion is needed; everything else goes through Triton's own type rules (``TritonSemantic``) onto
-its NumPy builder, mended for bfloat16, which lives in uint16 bit patterns there.
+``Block`` subclasses ``tl.tensor`` and carries its own semantic object, so nothing in Triton is patched. What kernels do
+most has a direct NumPy path here, taken only where no promotion is needed; everything else goes through Triton's own
+type rules (``TritonSemantic``) onto its NumPy builder, mended for bfloat16, which lives in uint16 bit patterns there.
 """
 
 from __future__ import annotations
@@ -171,7 +171,8 @@ def check_addresses(address: np.ndarray, mask: np.ndarray | None, size: int) -> 
         inside |= (live >= a) & (live + max(size, 1) <= b)
     if not inside.all():
         raise IndexError(
-            f"program {PROGRAM.index} touches memory outside its arguments' storages: {int((~inside).sum())} of {live.size} addresses"
+            f"program {PROGRAM.index} touches memory outside its arguments' storages: "
+            f"{int((~inside).sum())} of {live.size} addresses"
         )
 
 
@@ -282,7 +283,8 @@ def bound(member: Callable[..., Any]) -> Callable[..., Any]:
 def direct(
     ufunc: Callable[..., Any], slow: Callable[..., Any], kinds: str, result: tl.dtype | None = None, swap: bool = False
 ) -> Callable[..., Any]:
-    """``slow`` with a shortcut for operands that share a dtype of ``kinds``, or are int32 and int64, or one a Python number of the same kind."""
+    """``slow`` with a shortcut for operands that share a dtype of ``kinds``, or are int32 and int64, or one a Python
+    number of the same kind."""
     names = {n for n in NUMPY if np.dtype(NUMPY[n]).kind in kinds and n in (*FLOATS, *INTS, "int1")}
     ints = set(INTS) & names
 

@@ -1,0 +1,147 @@
+"""What the kernels of attention and of its gradients share: the groups in which they pass numbers on, and how the rows
+of one head are read.
+
+A kernel's numbers come in the groups ``Scores``, ``Extents``, ``Strides`` and ``Plan``, and in ``window``, a pair: how
+far to the left and to the right of its own place a query sees, None for all the way. Within a kernel, ``Keys`` is what
+a program walks, and ``Pairs`` how what it owns sees that.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+
+class Scores(NamedTuple):
+    """From dot products to weights: q . k ``pre`` is the score, or tanh's argument under a softcap (``pre`` None:
+    nothing to multiply by); a weight is 2^((s - m) ``rate``), and lse is m ``unit`` + log l. Gradients, which are given
+    lse, take neither of the last two."""
+
+    pre: float | None
+    softcap: float | None
+    rate: float | None = None
+    unit: float | None = None
+
+
+class Extents(NamedTuple):
+    """``heads`` are those of q, of which ``group`` share one of k and v; ``d`` is the head dimension of q and k, ``dv``
+    of v and o."""
+
+    heads: int
+    group: int
+    q_len: int
+    kv_len: int
+    d: int
+    dv: int
+
+
+class Strides(NamedTuple):
+    """Of q, k and v, which are (batch, length, heads, d); of bias, broadcast to (batch, heads, q_len, kv_len); of
+    segments, (batch, length). 0 for what is absent."""
+
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    bias: tuple[int, ...]
+    q_segments: tuple[int, ...]
+    kv_segments: tuple[int, ...]
+
+
+class Plan(NamedTuple):
+    """What a kernel is compiled for: the extents of its tiles, whether their columns reach past the head dimensions,
+    how it multiplies and adds, and which of d_k and d_v somebody wants."""
+
+    block_q: int
+    block_kv: int
+    block_d: int
+    block_dv: int
+    ragged_d: bool
+    ragged_dv: bool
+    precision: str
+    acc_dtype: tl.dtype
+    want_k: bool = False
+    want_v: bool = False
+
+
+class Keys(NamedTuple):
+    """The keys and values of one head, which a program walks row by row: the addresses of row 0, one for each column of
+    a tile; the step to the next row; which columns lie in the head dimension; and how many rows there are."""
+
+    k: Any
+    k_s: Any
+    d_ok: Any
+    v: Any
+    v_s: Any
+    dv_ok: Any
+    kv_len: Any
+
+
+class Pairs(NamedTuple):
+    """How the rows that a program owns see the columns that it walks, beside what q . k says: queries see keys, or keys
+    are seen by queries.
+
+    Rows exist where ``row_ok``. A row sees the columns [lo, hi) whose segment equals ``segment``, its own, and adds a
+    bias. ``bias`` and ``segments`` are addresses at column 0, from which a step leads to the next column; None where
+    there is no bias, or there are no segments.
+    """
+
+    row_ok: Any
+    lo: Any
+    hi: Any
+    bias: Any
+    bias_step: Any
+    segment: Any
+    segments: Any
+    segment_step: Any
+
+
+def strides_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    segments: tuple[torch.Tensor | None, torch.Tensor | None],
+    scores: tuple[int, int, int, int],
+) -> Strides:
+    """``segments``: the queries' and the keys', or None twice. ``scores``: the shape that bias is broadcast to."""
+    queries, keys = segments
+    return Strides(
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        (0, 0, 0, 0) if bias is None else bias.expand(scores).stride(),
+        (0, 0) if queries is None else queries.stride(),
+        (0, 0) if keys is None else keys.stride(),
+    )
+
+
+@triton.jit
+def program(tiles, heads):
+    """(tile, head, batch entry) of this program; tiles vary fastest."""
+    index = tl.program_id(0)
+    return index % tiles, (index // tiles % heads).to(tl.int64), (index // tiles // heads).to(tl.int64)
+
+
+@triton.jit
+def load_tile(ptr, row_ok, col_ok, mask_rows: tl.constexpr, mask_cols: tl.constexpr):
+    """Masked lanes read 0, so that memory past an extent, which may hold NaN, meets no product."""
+    if mask_rows and mask_cols:
+        return tl.load(ptr, mask=row_ok & col_ok, other=0.0)
+    elif mask_rows:
+        return tl.load(ptr, mask=row_ok, other=0.0)
+    elif mask_cols:
+        return tl.load(ptr, mask=col_ok, other=0.0)
+    else:
+        return tl.load(ptr)
+
+
+@triton.jit
+def load_head(x, strides, batch, head, row, row_ok, d, block_d: tl.constexpr, ragged_d: tl.constexpr):
+    """Rows of one head of x, which is (batch, length, heads, d), as a tile of block_d columns."""
+    x_b, x_s, x_h, x_d = strides
+    column = tl.arange(0, block_d)[None, :]
+    at = x + (batch * x_b + head * x_h) + (row * x_s + column.to(tl.int64) * x_d)
+    return load_tile(at, row_ok, column < d, True, ragged_d)
