@@ -1,7 +1,8 @@
-"""Host time of an eager call on a GPU, from the bare launch up, beside PyTorch's own op; and every op captured in a CUDA graph and replayed.
+"""Host time of an eager call on a GPU, from the bare launch up, beside PyTorch's own op; and every op in a CUDA graph.
 
-Calls come in batches of 100 with a synchronisation between them, so that the queue to the device never fills and a call's time is the host's alone. The ways of
-calling take turns, batch by batch.
+Calls come in batches of 100 with a synchronisation between them, so that the queue to the device never fills and a
+call's time is the host's alone. The ways of calling take turns, batch by batch. The graphs are captured from a call,
+and replayed on other inputs.
 
     bare       the kept kernel's launcher, its arguments prepared
     launch     the same through ``launch``: key, look-up and launcher
@@ -51,7 +52,10 @@ A_BATCH = 100
 def small_inputs(
     spec: Spec[Any], device: str, dtype: str = "float32", seed: int = 0, optional: bool = False
 ) -> dict[str, Any]:
-    """Random arrays for any op, the optional ones too if asked: every dimension has a small extent, a variadic one stands for two axes."""
+    """Random arrays for any op, the optional ones too if asked.
+
+    Every dimension has a small extent, a variadic one stands for two axes.
+    """
     g, arrays = torch.Generator().manual_seed(seed), {}
     for a in spec.arrays:
         if a.optional and not optional:
@@ -76,7 +80,7 @@ def _same_bits(a: Any, b: Any) -> bool:
 
 
 def replay_differs(name: str, dtype: str, optional: bool = False) -> list[str]:
-    """Capture one call, change its inputs in place, replay: what is not, to the bit, as an eager call on the new inputs gives it."""
+    """Capture one call, change its inputs in place, replay: what is not as an eager call gives it, to the bit."""
     op = pk.op(name, backend="triton")
     arrays, others = (small_inputs(op.spec, "cuda", dtype, seed, optional) for seed in (0, 1))
 
@@ -132,7 +136,7 @@ class _Calls(TorchFunctionMode):
 
 
 def torch_call(name: str, arrays: dict[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """The function of torch that the peer calls for an op, of those that ``portakern.torch`` has a twin of, and its arguments."""
+    """The function of torch that the peer calls for an op, and its arguments: one that ``portakern.torch`` twins."""
     with _Calls() as calls:
         pk.op(name, backend="torch")(**arrays)
     return next(seen for seen in calls.seen if seen[0].__name__ in twins.__all__)
@@ -231,9 +235,8 @@ def main() -> None:
             for optional in sorted({False, any(a.optional for a in pk.op(name).spec.arrays)})
         ]
     for g in graphs:
-        print(
-            f"{g['op']:14} {g['dtype']:9} {g['arrays']:9} captured, its inputs changed and replayed: {'; '.join(g['wrong']) or 'the bits of the eager call'}"
-        )
+        verdict = "; ".join(g["wrong"]) or "the bits of the eager call"
+        print(f"{g['op']:14} {g['dtype']:9} {g['arrays']:9} captured, its inputs changed and replayed: {verdict}")
     if args.json:
         command = results.command_line("python benchmarks/launch.py", args.json)
         results.write(

@@ -1,8 +1,9 @@
-"""Device time of every op on a GPU, beside the bound of its memory traffic and arithmetic and beside every peer that is
-installed and takes PyTorch's tensors (``portakern backends`` lists them).
+"""Device time of every op on a GPU, beside the bound of its memory traffic and arithmetic and beside every peer.
 
-Each result is compared with the first peer's before it is timed. Both sides run under ``triton.testing.do_bench``: random data, the L2 cache cleared before each
-run, the median of the runs. Of a peer's gradients its backward pass is timed, without the forward pass that it needs.
+A peer is timed that is installed and takes PyTorch's tensors (``portakern backends`` lists them). Each result is
+compared with the first peer's before it is timed. Both sides run under ``triton.testing.do_bench``: random data, the L2
+cache cleared before each run, the median of the runs. Of a peer's gradients the backward pass is timed, without the
+forward pass that it needs.
 
     python benchmarks/times.py [OPS] [--dtype bfloat16] [--json FILE]
 """
@@ -76,7 +77,10 @@ def gap(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> float:
 def peers_of(
     spec: Spec[Any], arrays: Arrays, options: dict[str, Any]
 ) -> Iterator[tuple[str, Callable[[], tuple[Any, ...]]]]:
-    """Every peer over PyTorch's arrays that takes the call, with what it runs: a function without arguments. Of gradients that is the backward pass alone."""
+    """Every peer over PyTorch's arrays that takes the call, with what it runs: a function without arguments.
+
+    Of gradients that is the backward pass alone.
+    """
     for name, peer in registry.peers().items():
         op = pk.op(spec, backend=peer)
         call = op.bind(**arrays, **options)
@@ -112,8 +116,18 @@ def row(
             checked = True
         times[name] = median_us(run)
     us = median_us(lambda: op(**arrays, **options))
-    found = {"op": spec.name, "dtype": call.dtype, "call": repr(call), "tiling": dict(served[0].tiling), "us": us, "bytes": moved(call), "flops": int(call.flops),
-             "floor_us": round(floor_us(call, hardware), 2), "peers": times, "checked": checked}  # fmt: skip
+    found = {
+        "op": spec.name,
+        "dtype": call.dtype,
+        "call": repr(call),
+        "tiling": dict(served[0].tiling),
+        "us": us,
+        "bytes": moved(call),
+        "flops": int(call.flops),
+        "floor_us": round(floor_us(call, hardware), 2),
+        "peers": times,
+        "checked": checked,
+    }
     print(
         f"{found['call'][:110]:110} {us:9.1f} us, floor {found['floor_us']:8.1f}; "
         + ", ".join(f"{n} {t:.1f}" for n, t in times.items()),
@@ -167,8 +181,10 @@ def main() -> None:
         for dtype in args.dtype or ["bfloat16", "float32"]:
             rows += rows_of(name, dtype, hardware)
             if args.json:
-                results.write(args.json, results.record("times", rows, command=results.command_line("python benchmarks/times.py", args.json),
-                                                        device=torch.cuda.get_device_name(), wall_seconds=round(time.perf_counter() - start, 1)))  # fmt: skip
+                command = results.command_line("python benchmarks/times.py", args.json)
+                device, seconds = torch.cuda.get_device_name(), round(time.perf_counter() - start, 1)
+                found = results.record("times", rows, command=command, device=device, wall_seconds=seconds)
+                results.write(args.json, found)
 
 
 if __name__ == "__main__":

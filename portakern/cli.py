@@ -73,7 +73,7 @@ def ops(as_json: Json = False) -> None:
 
 @app.command()
 def backends(as_json: Json = False) -> None:
-    """List the backends, where each runs, and what it lacks here; then the peers, other people's kernels that run when named."""
+    """List the backends, where each runs, and what it lacks here; then the peers, which run when they are named."""
     rows, peers = inventory.backends(), inventory.peers()
     if as_json:
         return _print_json(rows + peers)

@@ -1,4 +1,5 @@
-"""Other people's kernels as backends: right where the library is, refused in words where it lacks something, and never asked unless named."""
+"""Other people's kernels as backends: right where the library is, refused in words where it lacks something, and never
+asked unless they are named."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ def test_the_command_line_lists_them_apart_and_checks_those_that_are_named():
     assert run(app, ["check", "--backend", "liger", "--max-examples", "2"]).exit_code != 0  # no GPU, or not installed
 
 
-# What is right: every element within its bound, on cases of every kind and every edge that the library has arguments for.
+# What is right: every element within its bound, on cases of every kind and edges that its arguments reach.
 RIGHT = [
     ("torch", "softmax", ("float32",)),
     ("torch", "softmax_vjp", ALL),
@@ -117,8 +118,8 @@ def test_peers_are_within_the_bounds(peer, op, dtypes):
     [("torch", {"is_causal", "scale"}), ("sdpa_flash", {"is_causal", "scale"}), ("jax", {"scale"})],
 )
 def test_gradients_of_attention_by_the_librarys_autograd(peer, options):
-    """On contiguous arrays: an expanded lse is not what the forward op gives, and autograd reads its own. In JAX a row that a causal mask leaves no key is the mean of
-    v, and has its gradient."""
+    """On contiguous arrays: an expanded lse is not what the forward op gives, and autograd reads its own. In JAX a row
+    that a causal mask leaves no key is the mean of v, and has its gradient."""
     needs(peer)
     limits = Limits(strided=False, arguments=frozenset(options))
     edges = ["several_block_q", "several_block_kv"]
@@ -131,16 +132,19 @@ def test_gradients_of_attention_by_the_librarys_autograd(peer, options):
 OUTSIDE = {
     "16-bit sums over rows": (  # the gradient of a weight adds 864 rows up in bfloat16
         "torch", "layernorm_vjp", "d_weight[0] is 0.742",
-        '{"dtype":"bfloat16","shapes":{"x":[16,9,6,4],"d_y":[16,9,6,4],"weight":[4],"bias":[4]},"regime":"normal","seed":585555,'
+        '{"dtype":"bfloat16","shapes":{"x":[16,9,6,4],"d_y":[16,9,6,4],"weight":[4],"bias":[4]},'
+        '"regime":"normal","seed":585555,'
         '"options":{"eps":0.01},"edge":"nan_in_weight_and_bias"}',
     ),
     "16-bit, not the last axis": (  # rounded twice
         "torch", "softmax", "y[0, 1, 1] is 0.136",
-        '{"dtype":"float16","shapes":{"x":[9,17,17]},"regime":"normal","seed":10383116,"options":{"axis":-2},"layouts":{"x":"expanded"}}',
+        '{"dtype":"float16","shapes":{"x":[9,17,17]},"regime":"normal","seed":10383116,"options":{"axis":-2},'
+        '"layouts":{"x":"expanded"}}',
     ),
     "16-bit sums over a batch": (  # each product of the batch is rounded before the sum
         "torch", "matmul_vjp", "d_a[0, 0, 0, 0, 0] is 1.70",
-        '{"dtype":"bfloat16","shapes":{"a":[4,1,1,1,6],"b":[4,6,6,6,4],"d_c":[4,6,6,1,4]},"regime":"normal","seed":1268,'
+        '{"dtype":"bfloat16","shapes":{"a":[4,1,1,1,6],"b":[4,6,6,6,4],"d_c":[4,6,6,1,4]},"regime":"normal",'
+        '"seed":1268,'
         '"layouts":{"a":"sliced","d_c":"strided"},"edge":"one_row"}',
     ),
     "from one 16-bit dtype to another": (  # by way of the first
@@ -169,12 +173,15 @@ def test_what_is_outside_is_still_there(what):
 IDS = np.zeros((1, 6), np.int32)
 LACKING = {
     "window": (("attention", "torch"), {"window": (3, 0)}, "its attention has no window; leave it at None"),
-    "segments": (("attention", "jax"), {"q_segment_ids": IDS, "kv_segment_ids": IDS}, "its attention has no q_segment_ids; leave it out"),
+    "segments": (("attention", "jax"), {"q_segment_ids": IDS, "kv_segment_ids": IDS},
+                 "its attention has no q_segment_ids; leave it out"),
     "softcap": (("attention", "sdpa_flash"), {"softcap": 2.0}, "its attention has no softcap"),
     "lse": (("attention", "torch"), {"return_lse": True}, "its attention has no return_lse"),
     "out_dtype": (("matmul", "torch"), {"out_dtype": "float16"}, "its matmul has no out_dtype"),
-    "kernel": (("attention", "sdpa_flash"), {"v": Q[..., :4]}, "torch says: Flash attention requires q,k,v to have the same last dimension"),
-    "heads": (("attention", "pallas_flash"), {"q": Q.repeat(17, 3), "k": Q.repeat(17, 3)}, "the kernel takes heads up to 128 wide and multiples of 128; these are 136 wide"),
+    "kernel": (("attention", "sdpa_flash"), {"v": Q[..., :4]},
+               "torch says: Flash attention requires q,k,v to have the same last dimension"),
+    "heads": (("attention", "pallas_flash"), {"q": Q.repeat(17, 3), "k": Q.repeat(17, 3)},
+              "the kernel takes heads up to 128 wide and multiples of 128; these are 136 wide"),
     "platform": (("attention", "sdpa_cudnn"), {}, "it compiles for cuda, and has nothing for cpu yet"),
     "op": (("softmax", "sdpa_flash"), {}, "it has no softmax"),
 }  # fmt: skip

@@ -21,7 +21,7 @@ BACKEND = Backend(
 
 
 def cudnn_takes(call: Call) -> str | None:
-    """The limits that JAX checks before it calls the kernel, from where an exception would come out of the middle of a traced call."""
+    """The limits that JAX checks before it calls the kernel; its error would come from within a traced call."""
     d, dv = call.dims["d"], call.dims["dv"]
     if call.dtype not in ("float16", "bfloat16"):
         return f"cuDNN takes float16 and bfloat16, not {call.dtype}"

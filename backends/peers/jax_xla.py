@@ -56,7 +56,10 @@ def attention(
 
 
 def attend(q: Any, k: Any, v: Any, bias: Any, is_causal: bool, scale: float | None, implementation: str) -> Any:
-    """Its causal mask is aligned at the top left where the spec's is at the bottom right: unless there are as many queries as keys, it goes in as a mask."""
+    """Its causal mask is aligned at the top left, the spec's at the bottom right.
+
+    Unless there are as many queries as keys, the spec's goes in as a mask.
+    """
     import jax
 
     (q_len, kv_len), mask = (q.shape[1], k.shape[1]), None

@@ -1,4 +1,7 @@
-"""The TPU kernel that JAX ships, ``jax.experimental.pallas.ops.tpu.flash_attention``; on a CPU in Pallas's TPU interpreter."""
+"""The TPU kernel that JAX ships, ``jax.experimental.pallas.ops.tpu.flash_attention``.
+
+On a CPU it runs in Pallas's TPU interpreter.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +53,9 @@ def attention(
 ) -> Any:
     """The spec's (batch, sequence, heads, d) to the kernel's (batch, heads, sequence, d) and back.
 
-    It wants key lengths that are multiples of 128, v as wide as k, as many key heads as query heads, and its causal mask is aligned at the top left. So both
-    sequences get padding in front, up to one multiple of 128, where the two alignments agree; segment ids hide the padding. It scales after the bias: the bias
-    goes in divided by the scale.
+    It wants key lengths that are multiples of 128, v as wide as k, as many key heads as query heads, and its causal
+    mask is aligned at the top left. So both sequences get padding in front, up to one multiple of 128, where the two
+    alignments agree; segment ids hide the padding. It scales after the bias: the bias goes in divided by the scale.
     """
     import jax.numpy as jnp
     from jax.experimental.pallas.ops.tpu.flash_attention import SegmentIds, flash_attention

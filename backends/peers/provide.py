@@ -35,7 +35,7 @@ def _nowhere(call: Call) -> AbstractContextManager[Any]:
 def provides(
     backend: Backend, *, refuses: Refuses = _nothing, gradients: bool = True, around: Around = _nowhere
 ) -> Callable[[F], F]:
-    """Register the decorated function as the op of its name, and with ``gradients`` also as the op of that op's gradients.
+    """Register the decorated function as the op of its name, with ``gradients`` also as the op of its gradients.
 
     The function takes the spec's arguments by name, as many as the library knows, and returns the spec's first output.
 
@@ -106,8 +106,9 @@ class Provided:
 class Gradients(Provided):
     """The op of the gradients of ``fn``, by the library's own autograd.
 
-    Nothing of the library's own was saved, so that it computes the forward op again. Saved outputs that the spec hands over (o and lse of attention) are not read:
-    where they are not what the forward op gives, the gradients are those of its own.
+    Nothing of the library's own was saved, so that it computes the forward op again. Saved outputs that the spec hands
+    over (o and lse of attention) are not read: where they are not what the forward op gives, the gradients are those of
+    its own.
     """
 
     def gives(self, call: Call) -> str | None:
@@ -115,7 +116,8 @@ class Gradients(Provided):
         first, cotangent = call.spec.arrays[0].name, self._cotangent(call)
         if call.arrays[cotangent].dtype == call.arrays[first].dtype:
             return None
-        return f"its {self.fn.__name__} gives no {call.spec.outputs[0].name} of a {cotangent} in another dtype than {first}; cast it"
+        gradient = call.spec.outputs[0].name
+        return f"its {self.fn.__name__} gives no {gradient} of a {cotangent} in another dtype than {first}; cast it"
 
     def prepared(self, call: Call) -> Callable[[], tuple[Any, ...]]:
         """The backward pass alone: the forward op is computed here."""

@@ -20,7 +20,7 @@ BACKEND = Backend(
 
 
 def one_dtype(call: Call) -> str | None:
-    """Beside 16-bit arrays the spec allows float32 ones, which torch's functions refuse or let decide the result's dtype."""
+    """Beside 16-bit arrays the spec allows float32 ones: torch refuses them, or lets them decide the result's dtype."""
     first = call.spec.arrays[0].name
     for a in call.spec.arrays:
         array = call.arrays[a.name]
@@ -35,7 +35,8 @@ def as_precise(call: Call) -> str | None:
 
     tf32 = torch.get_float32_matmul_precision() != "highest"
     if tf32 and call.dtype == "float32" and call.options["precision"] == "ieee":
-        return "torch is set to multiply float32 as tf32: torch.set_float32_matmul_precision('highest'), or precision='tf32'"
+        asked = "torch.set_float32_matmul_precision('highest'), or precision='tf32'"
+        return f"torch is set to multiply float32 as tf32; pass what you want: {asked}"
     return None
 
 
@@ -85,8 +86,8 @@ def arranged(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of ``scaled_dot_product_attention`` that say the same.
 
-    It has heads before the sequence, and its causal mask is aligned at the top left where the spec's is at the bottom right: unless there are as many queries as
-    keys and no bias, the mask goes in with the bias.
+    It has heads before the sequence, and its causal mask is aligned at the top left where the spec's is at the bottom
+    right: unless there are as many queries as keys and no bias, the spec's goes in as a mask, added to the bias.
     """
     import torch
 

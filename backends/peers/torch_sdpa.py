@@ -1,4 +1,7 @@
-"""The kernels behind PyTorch's ``scaled_dot_product_attention``, each by itself: FlashAttention-2 (Dao 2023), cuDNN's, and xFormers' memory-efficient one."""
+"""The kernels behind PyTorch's ``scaled_dot_product_attention``, each by itself.
+
+They are FlashAttention-2 (Dao 2023), xFormers' memory-efficient one and cuDNN's; on a CPU torch has a flash kernel too.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +55,9 @@ def _torchs_reason(backend: str, call: Call) -> str | None:
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    names = ("q", "k", "v", "bias")
-    arrays = [a if (a := call.arrays[n]) is None else a.detach().requires_grad_(call.spec.is_vjp) for n in names]
-    args, kwargs = arranged(*arrays, call.options["is_causal"], call.options["scale"])
+    given = (call.arrays[n] for n in ("q", "k", "v", "bias"))
+    q, k, v, bias = (a if a is None else a.detach().requires_grad_(call.spec.is_vjp) for a in given)
+    args, kwargs = arranged(q, k, v, bias, call.options["is_causal"], call.options["scale"])
     with warnings.catch_warnings(record=True) as said, sdpa_kernel(getattr(SDPBackend, backend)):
         warnings.simplefilter("always")
         try:

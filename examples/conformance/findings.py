@@ -1,4 +1,7 @@
-"""What a check found out about somebody else's kernel: a case that shows it, and the region of the contract that the rest of the check leaves out for it."""
+"""What a check found out about somebody else's kernel.
+
+A finding is a case that shows it, and the region of the contract that the rest of the check leaves out for it.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,10 @@ __all__ = ["Finding", "apart_from", "finite", "framework_of", "overflows", "repl
 
 @dataclass(frozen=True)
 class Finding:
-    """``case`` shows it on the peer (or on ``fn``, a function over the peer's arrays); ``where(**arguments)`` says which calls are left out of the check because of it.
+    """``case`` shows it on the peer, or on ``fn``, a function over the peer's arrays.
 
-    An empty case: not a fault, but something that the kernel declares not to do.
+    ``where(**arguments)`` says which calls are left out of the check because of it. An empty case: not a fault, but
+    something that the kernel declares not to do.
     """
 
     what: str
@@ -40,7 +44,10 @@ def overflows(q: Any, k: Any, scale: float | None, limit: float = 2.0**127) -> b
 
 
 def apart_from(peer: str, findings: Mapping[str, Finding]) -> Callable[..., Any]:
-    """The attention of a peer, refusing the calls in which something was found: the checker counts them, by name, and holds the kernel to everything else."""
+    """The attention of a peer, refusing the calls in which something was found.
+
+    The checker counts them, by name, and holds the kernel to everything else.
+    """
     op = pk.op("attention", backend=peer)
 
     def checked(
@@ -85,9 +92,8 @@ def show(peer: str, findings: Mapping[str, Finding], dtypes: tuple[str, ...], ma
         dtypes=dtypes,
         max_examples=max_examples,
     )
-    print(
-        f"the rest: {'passed' if report.passed else 'FAILED'}, {report.examples} cases compared, worst share of the bound {report.worst}"
-    )
+    verdict = "passed" if report.passed else "FAILED"
+    print(f"the rest: {verdict}, {report.examples} cases compared, worst share of the bound {report.worst}")
     for refused, count in report.refused.most_common():
         print(f"  left out {count} x {refused}")
     for failure in report.failures:

@@ -26,15 +26,19 @@ FINDINGS = {
     ),
     "NaN lost": Finding(
         "a row whose scores are all NaN comes out as 0 when there are few keys, and as NaN when there are many",
-        '{"dtype":"float32","shapes":{"q":[1,1,3,1],"k":[1,2,3,1],"v":[1,2,3,1]},"regime":"special","edge":"planted_nan_and_inf"}',
+        '{"dtype":"float32","shapes":{"q":[1,1,3,1],"k":[1,2,3,1],"v":[1,2,3,1]},"regime":"special",'
+        '"edge":"planted_nan_and_inf"}',
         lambda q, k, bias, is_causal, **_: not finite(q, k) and bias is None and not is_causal,
     ),
     "NaN behind a mask": Finding(
         "a mask is added to the scores as -inf, so NaN in a key that the mask hides reaches the row",
-        '{"dtype":"float32","shapes":{"q":[1,3,1,8],"k":[1,4,1,8],"v":[1,4,1,8]},"options":{"is_causal":true},"edge":"nan_in_the_last_key"}',
+        '{"dtype":"float32","shapes":{"q":[1,3,1,8],"k":[1,4,1,8],"v":[1,4,1,8]},"options":{"is_causal":true},'
+        '"edge":"nan_in_the_last_key"}',
         lambda q, k, **_: not finite(q, k),
     ),
-    "scores beyond float32": Finding("no kernel promises anything there", where=lambda q, k, scale, **_: overflows(q, k, scale)),
+    "scores beyond float32": Finding(
+        "no kernel promises anything there", where=lambda q, k, scale, **_: overflows(q, k, scale)
+    ),
 }  # fmt: skip
 
 

@@ -102,7 +102,8 @@ class Implementation:
       tiling: the default tiling of a call; it must not depend on batch or row counts, so that a row's bits do not either.
       supports: None, or why this variant cannot serve the call with this tiling, in a user's words.
       knobs: launch parameters of its own, tunable beside the spec's tiles.
-      takes: the arguments that it knows of those that a spec has; None: all. The checker draws no others, and holds it to no law.
+      takes: the arguments that it knows of those that a spec has; None: all. The checker draws no others, and holds it
+        to no law.
     """
 
     backend: Backend
@@ -142,7 +143,8 @@ class Backend:
       interprets: the package whose kernels can also run in an interpreter on CPU arrays, or None;
       compiler, profiles: as of each of those families (:class:`Family`).
       platforms: platforms served by functions that :meth:`implements` registers, with no package behind them. cpu when nothing else is given.
-      peer: somebody else's kernels, to compare with: it runs when named, and lists of backends leave it out (``registry.peers``).
+      peer: somebody else's kernels, to compare with: it runs when named, and lists of backends leave it out
+        (:func:`portakern.core.registry.peers`).
       auto: it may serve calls that name no backend. The registry says so of portakern's own; everybody else's run when named.
     """
 

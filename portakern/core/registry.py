@@ -91,7 +91,8 @@ def _check_oracle(b: Backend, known: Mapping[str, Backend]) -> None:
 
 
 def backends() -> Mapping[str, Backend]:
-    """Every backend by name: installed ones (the ``portakern.backends`` entry-point group), then those registered in this process. Peers are not among them."""
+    """Every backend by name: installed ones (the ``portakern.backends`` entry-point group), then those registered in
+    this process. Peers are not among them (:func:`peers`)."""
     return MappingProxyType({n: b for n, b in _everyone().items() if not b.peer})
 
 
