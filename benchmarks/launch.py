@@ -1,13 +1,14 @@
 """Host time of an eager call on a GPU, from the bare launch up, beside PyTorch's own op; and every op in a CUDA graph.
 
-A graph captures a call and is replayed. Calls come in batches of 100 with a synchronisation between them, so that the
-queue to the device never fills and a call's time is the host's alone. The ways of calling take turns, batch by batch.
+Calls come in batches of 100 with a synchronisation between them, so that the queue to the device never fills and a
+call's time is the host's alone. The ways of calling take turns, batch by batch. The graphs are captured from a call,
+and replayed on other inputs.
 
     bare       the kept kernel's launcher, its arguments prepared
     launch     the same through ``launch``: key, look-up and launcher
     triton     the same through Triton's ``kernel[grid](...)``
     op         ``pk.op(name, backend="triton")(...)``: binding, routing, tiling, allocation, launch
-    portakern.torch, torch: the drop-in twin, and what it stands for
+    portakern.torch, torch: the drop-in twin, and what it stands for: the function that the peer ``torch`` calls
 
     python benchmarks/launch.py [--batches 200] [--json FILE]
 """
@@ -15,7 +16,6 @@ queue to the device never fills and a call's time is the host's alone. The ways 
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import statistics
 import sys
@@ -26,9 +26,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 import portakern as pk
+import portakern.torch as twins
 from portakern import results
 from portakern.spec import Spec
 
@@ -79,10 +80,7 @@ def _same_bits(a: Any, b: Any) -> bool:
 
 
 def replay_differs(name: str, dtype: str, optional: bool = False) -> list[str]:
-    """Capture one call, change its inputs in place, replay.
-
-    Returns what is not, to the bit, as an eager call on the new inputs gives it.
-    """
+    """Capture one call, change its inputs in place, replay: what is not as an eager call gives it, to the bit."""
     op = pk.op(name, backend="triton")
     arrays, others = (small_inputs(op.spec, "cuda", dtype, seed, optional) for seed in (0, 1))
 
@@ -110,23 +108,38 @@ def replay_differs(name: str, dtype: str, optional: bool = False) -> list[str]:
     return wrong + [f"{n}, which did not follow the inputs" for n, t in before.items() if _same_bits(t, replayed[n])]
 
 
-def torch_calls() -> dict[str, tuple[dict[str, Any], dict[str, Any], str, tuple[Any, ...]]]:
-    """Op -> its arrays and options, and what says the same to PyTorch.
-
-    That is the name in ``torch.nn.functional`` or ``torch`` and the arguments.
-    """
+def small_calls() -> dict[str, dict[str, Any]]:
+    """Op -> the arrays of the call that is timed."""
     x, w, b = (torch.randn(*s, device="cuda", dtype=torch.bfloat16) for s in ((64, 512), (512,), (512,)))
     m, q = (
         torch.randn(64, 64, device="cuda", dtype=torch.bfloat16),
         torch.randn(1, 64, 4, 64, device="cuda", dtype=torch.bfloat16),
     )
-    heads_first = tuple(q.transpose(1, 2) for _ in range(3))
     return {
-        "softmax": ({"x": x}, {}, "softmax", (x, -1)),
-        "layernorm": ({"x": x, "weight": w, "bias": b}, {}, "layer_norm", (x, (512,), w, b)),
-        "matmul": ({"a": m, "b": m}, {}, "matmul", (m, m)),
-        "attention": ({"q": q, "k": q, "v": q}, {}, "scaled_dot_product_attention", heads_first),
+        "softmax": {"x": x},
+        "layernorm": {"x": x, "weight": w, "bias": b},
+        "matmul": {"a": m, "b": m},
+        "attention": {"q": q, "k": q, "v": q},
     }
+
+
+class _Calls(TorchFunctionMode):
+    """Writes down the functions of torch that are called inside, with their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def torch_call(name: str, arrays: dict[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """The function of torch that the peer calls for an op, and its arguments: one that ``portakern.torch`` twins."""
+    with _Calls() as calls:
+        pk.op(name, backend="torch")(**arrays)
+    return next(seen for seen in calls.seen if seen[0].__name__ in twins.__all__)
 
 
 def launched(name: str, call: Callable[[], Any]) -> tuple[Any, ...]:
@@ -146,9 +159,9 @@ def ways(name: str) -> dict[str, Callable[[], Any]]:
     """What to time for one op: a name and a call without arguments."""
     from portakern.backends.triton import launch as launching
 
-    arrays, options, torch_name, torch_args = torch_calls()[name]
+    arrays = small_calls()[name]
     op = pk.op(name, backend="triton")
-    ours: Callable[[], Any] = lambda: op(*arrays.values(), **options)  # noqa: E731
+    ours: Callable[[], Any] = lambda: op(*arrays.values())  # noqa: E731
     ours()
     (kernel, grid, call, *args), constexprs = launched(name, ours)
     kept: dict[Any, Any] = {}
@@ -161,19 +174,16 @@ def ways(name: str) -> dict[str, Callable[[], Any]]:
     prepared = [values[n] for n in kernel.arg_names]
     stream = torch.cuda.current_stream().cuda_stream
     by_triton = kernel[(grid,)]
-    found: dict[str, Callable[[], Any]] = {
+    theirs, args_of_theirs, options_of_theirs = torch_call(name, arrays)
+    twin = getattr(twins, theirs.__name__)
+    return {
         "bare": lambda: run(grid, 1, 1, stream, function, metadata, None, None, None, *prepared),
         "launch": lambda: launching.launch(kernel, grid, call, *args, **constexprs),
         "triton": lambda: by_triton(*args, **constexprs),
         "op": ours,
+        "portakern.torch": lambda: twin(*args_of_theirs, **options_of_theirs),
+        "torch": lambda: theirs(*args_of_theirs, **options_of_theirs),
     }
-    if importlib.util.find_spec("portakern.torch"):
-        twin = getattr(importlib.import_module("portakern.torch"), torch_name, None)
-        if twin is not None:
-            found["portakern.torch"] = lambda: twin(*torch_args)
-    peer = getattr(functional, torch_name, None) or getattr(torch, torch_name)
-    found["torch"] = lambda: peer(*torch_args)
-    return found
 
 
 def measure(name: str, batches: int) -> list[dict[str, Any]]:
@@ -209,7 +219,7 @@ def main() -> None:
         sys.exit("needs an NVIDIA or AMD GPU")
     rows: list[dict[str, Any]] = []
     with torch.no_grad():
-        for name in torch_calls():
+        for name in small_calls():
             mine = measure(name, args.batches)
             rows += mine
             print(f"{name:10}", "  ".join(f"{r['way']} {r['median_us']:.1f}" for r in mine), "us", flush=True)
@@ -225,10 +235,8 @@ def main() -> None:
             for optional in sorted({False, any(a.optional for a in pk.op(name).spec.arrays)})
         ]
     for g in graphs:
-        print(
-            f"{g['op']:14} {g['dtype']:9} {g['arrays']:9} captured, its inputs changed and replayed: "
-            f"{'; '.join(g['wrong']) or 'the bits of the eager call'}"
-        )
+        verdict = "; ".join(g["wrong"]) or "the bits of the eager call"
+        print(f"{g['op']:14} {g['dtype']:9} {g['arrays']:9} captured, its inputs changed and replayed: {verdict}")
     if args.json:
         command = results.command_line("python benchmarks/launch.py", args.json)
         results.write(

@@ -1,8 +1,9 @@
-"""Device time of every op on a GPU, beside the bound of its traffic and arithmetic and beside PyTorch's kernels.
+"""Device time of every op on a GPU, beside the bound of its memory traffic and arithmetic and beside every peer.
 
-Each result is compared with the first peer's before it is timed. Both sides run under ``triton.testing.do_bench``:
-random data, the L2 cache cleared before each run, the median of the runs. A gradient op's peer is what
-``torch.autograd.grad`` runs for the peer of its forward op.
+A peer is timed that is installed and takes PyTorch's tensors (``portakern backends`` lists them). Each result is
+compared with the first peer's before it is timed. Both sides run under ``triton.testing.do_bench``: random data, the L2
+cache cleared before each run, the median of the runs. Of a peer's gradients the backward pass is timed, without the
+forward pass that it needs.
 
     python benchmarks/times.py [OPS] [--dtype bfloat16] [--json FILE]
 """
@@ -13,13 +14,10 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
 import portakern as pk
@@ -29,42 +27,15 @@ from portakern.core import registry, targets
 from portakern.core.call import Call
 from portakern.core.gradients import wiring
 from portakern.core.observe import Served, observe
-from portakern.core.route import routes
+from portakern.core.route import pick, routes
 from portakern.core.serve import serve
+from portakern.errors import UnsupportedError
 from portakern.spec import Spec
 
 Arrays = dict[str, Any]
 
 ROWS: list[dict[str, tuple[int, ...]]] = [{"x": (16384, 4096)}, {"x": (4095, 5000)}, {"x": (4095, 4097)}]
 SHAPES = {"softmax": ROWS, "layernorm": ROWS, "rmsnorm": ROWS}  # beside the typical call of the spec
-
-
-def _sdpa(kernel: SDPBackend) -> Callable[..., Any]:
-    def attend(q: Any, k: Any, v: Any, is_causal: bool = False) -> Any:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        with sdpa_kernel(kernel):
-            return functional.scaled_dot_product_attention(
-                q, k, v, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
-            ).transpose(1, 2)
-
-    return attend
-
-
-def _normed(norm: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda x, *affine, **options: norm(x, x.shape[-1:], *affine, **options)
-
-
-PEERS: dict[str, dict[str, Callable[..., Any]]] = {
-    "matmul": {"cuBLAS": torch.matmul},
-    "softmax": {"torch": lambda x: torch.softmax(x, -1)},
-    "layernorm": {"torch": _normed(functional.layer_norm)},
-    "rmsnorm": {"torch": _normed(functional.rms_norm)},
-    "attention": {
-        "FlashAttention-2": _sdpa(SDPBackend.FLASH_ATTENTION),
-        "cuDNN": _sdpa(SDPBackend.CUDNN_ATTENTION),
-        "memory-efficient": _sdpa(SDPBackend.EFFICIENT_ATTENTION),
-    },
-}
 
 
 def calls_of(spec: Spec[Any], dtype: str) -> Iterator[tuple[Arrays, dict[str, Any]]]:
@@ -104,23 +75,23 @@ def gap(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> float:
 
 
 def peers_of(
-    spec: Spec[Any], arrays: Arrays, options: dict[str, Any], cotangent: Any
+    spec: Spec[Any], arrays: Arrays, options: dict[str, Any]
 ) -> Iterator[tuple[str, Callable[[], tuple[Any, ...]]]]:
-    """What PyTorch has for the call: functions without arguments.
+    """Every peer over PyTorch's arrays that takes the call, with what it runs: a function without arguments.
 
-    Without a cotangent they are the forward op, with one its gradients.
+    Of gradients that is the backward pass alone.
     """
-    for name, peer in PEERS.get(spec.name, {}).items():
-        leaves = [a.detach().requires_grad_(cotangent is not None) for a in arrays.values()]
-        try:
-            with nullcontext() if cotangent is not None else torch.no_grad():
-                y = peer(*leaves, **options)
-        except RuntimeError:  # this library has no kernel for the dtype
+    for name, peer in registry.peers().items():
+        op = pk.op(spec, backend=peer)
+        call = op.bind(**arrays, **options)
+        if peer.framework != call.framework.name or peer.unavailable():
             continue
-        if cotangent is None:
-            yield name, torch.no_grad()(lambda peer=peer, leaves=leaves: (peer(*leaves, **options),))
-        else:
-            yield name, lambda y=y, leaves=leaves: torch.autograd.grad(y, leaves, cotangent, retain_graph=True)
+        try:
+            chosen, _ = pick(routes(call, op.choice) or (), call, {})
+        except UnsupportedError:
+            continue
+        provided: Any = chosen.impl.fn
+        yield name, provided.prepared(call)
 
 
 def row(
@@ -170,7 +141,7 @@ def rows_of(name: str, dtype: str, hardware: targets.Hardware) -> Iterator[dict[
     forward = registry.find_spec(name)
     op = pk.op(name, backend="triton")
     for arrays, options in calls_of(forward, dtype):
-        yield row(forward, op, arrays, options, peers_of(forward, arrays, options, None), hardware)
+        yield row(forward, op, arrays, options, peers_of(forward, arrays, options), hardware)
         if forward.vjp is None:
             continue
         wired = wiring(forward)
@@ -190,7 +161,7 @@ def rows_of(name: str, dtype: str, hardware: targets.Hardware) -> Iterator[dict[
             pk.op(wired.vjp.name, backend="triton"),
             saved,
             kept,
-            peers_of(forward, arrays, options, cotangent),
+            peers_of(wired.vjp, saved, kept),
             hardware,
         )
 
@@ -210,14 +181,10 @@ def main() -> None:
         for dtype in args.dtype or ["bfloat16", "float32"]:
             rows += rows_of(name, dtype, hardware)
             if args.json:
-                data = results.record(
-                    "times",
-                    rows,
-                    command=results.command_line("python benchmarks/times.py", args.json),
-                    device=torch.cuda.get_device_name(),
-                    wall_seconds=round(time.perf_counter() - start, 1),
-                )
-                results.write(args.json, data)
+                command = results.command_line("python benchmarks/times.py", args.json)
+                device, seconds = torch.cuda.get_device_name(), round(time.perf_counter() - start, 1)
+                found = results.record("times", rows, command=command, device=device, wall_seconds=seconds)
+                results.write(args.json, found)
 
 
 if __name__ == "__main__":

@@ -73,19 +73,26 @@ def ops(as_json: Json = False) -> None:
 
 @app.command()
 def backends(as_json: Json = False) -> None:
-    """List the backends, where each runs, and what it lacks here."""
-    rows = inventory.backends()
+    """List the backends, where each runs, and what it lacks here; then the peers, which run when they are named."""
+    rows, peers = inventory.backends(), inventory.peers()
     if as_json:
-        return _print_json(rows)
+        return _print_json(rows + peers)
     columns = ["backend", "arrays", "compiles for", "interpreter", "here"]
-    _table(
-        "Backends",
-        columns,
-        [
-            [r["backend"], r["framework"], ", ".join(r["compiles"]), "on cpu" if r["interprets"] else "-", r["here"]]
-            for r in rows
-        ],
-    )
+    for title, listed in {"Backends": rows, "Peers: they serve nothing unless they are named": peers}.items():
+        _table(
+            title,
+            columns,
+            [
+                [
+                    r["backend"],
+                    r["framework"],
+                    ", ".join(r["compiles"]),
+                    "on cpu" if r["interprets"] else "-",
+                    r["here"],
+                ]
+                for r in listed
+            ],
+        )
 
 
 @app.command()
@@ -112,18 +119,16 @@ def show(op: Annotated[str, typer.Argument(help="An op's name.")], as_json: Json
         [[o["name"], o["shape"], o["dtype"], o["given"]] for o in info["outputs"]],
     )
     _table("Tiles", ["name", "powers of two"], [[n, f"{lo} to {hi}"] for n, (lo, hi) in info["tiling"].items()])
-    _table(
-        "Implementations",
-        ["backend", "module", "lines"],
-        [[i["backend"], i["module"], str(i["lines"])] for i in info["implementations"]],
-    )
+    for title, rows in {"Implementations": info["implementations"], "Peers": info["peers"]}.items():
+        _table(title, ["backend", "module", "lines"], [[i["backend"], i["module"], str(i["lines"])] for i in rows])
 
 
 @app.command()
 def check(
     ops: Annotated[list[str] | None, typer.Argument(help="Ops to check; all when none is named.")] = None,
     backend: Annotated[
-        list[str] | None, typer.Option(help="Backend to check; may be repeated; all that run here when none is named.")
+        list[str] | None,
+        typer.Option(help="Backend or peer to check; may be repeated; all backends that run here when none is named."),
     ] = None,
     variant: Annotated[
         str | None, typer.Option(help="Only this variant of the backend; each that runs there when not named.")
@@ -165,7 +170,9 @@ def check(
         )
     else:
         # not every backend has every op; a pair that is named must be there
-        pairs = [(name, b) for b in named for name in chosen if (ops and backend) or b in inventory.having(name)]
+        pairs = [
+            (name, b) for b in named for name in chosen if (ops and backend) or any(registry.backend(b).having(name))
+        ]
         subjects = [
             (name, b, v)
             for name, b in pairs

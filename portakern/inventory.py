@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import platform
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,14 @@ from portakern.core.backend import Backend
 from portakern.core.framework import frameworks
 from portakern.errors import UnavailableError
 
-__all__ = ["backends", "doctor", "environment", "having", "ops", "show"]
+__all__ = ["backends", "doctor", "environment", "having", "ops", "peers", "show"]
 
 HOST_CPU = "host CPU"  # the device of a run that used no accelerator
 PACKAGES = ("numpy", "ml_dtypes", "jaxtyping", "hypothesis", "torch", "triton", "jax", "jaxlib", "libtpu")
 
 
 def ops() -> list[dict[str, Any]]:
-    """Each op with its arguments, outputs and the backends that implement it."""
+    """Each op with its arguments, outputs and the backends and peers that implement it."""
     rows = []
     for name in registry.ops():
         s = registry.find_spec(name)
@@ -33,6 +34,7 @@ def ops() -> list[dict[str, Any]]:
                 "arguments": ", ".join(arguments),
                 "outputs": ", ".join(o.name for o in s.outputs),
                 "backends": having(name),
+                "peers": [b.name for b in registry.peers().values() if any(True for _ in b.having(name))],
             }
         )
     return rows
@@ -45,12 +47,25 @@ def having(op: str) -> list[str]:
 
 def backends() -> list[dict[str, Any]]:
     """Each backend with where it runs and whether it can here."""
-    rows = []
-    for b in registry.backends().values():
-        missing = b.unavailable()
-        rows.append({"backend": b.name, "framework": b.framework, "compiles": [*b.compiled_platforms()], "interprets": b.can_interpret(),
-                     "available": missing is None, "here": missing or "available"})  # fmt: skip
-    return rows
+    return [_row(b) for b in registry.backends().values()]
+
+
+def peers() -> list[dict[str, Any]]:
+    """The same of each peer: other people's kernels, which serve nothing unless they are named."""
+    return [_row(b) for b in registry.peers().values()]
+
+
+def _row(b: Backend) -> dict[str, Any]:
+    missing = b.unavailable()
+    return {
+        "backend": b.name,
+        "framework": b.framework,
+        "compiles": [*b.compiled_platforms()],
+        "interprets": b.can_interpret(),
+        "available": missing is None,
+        "here": missing or "available",
+        "peer": b.peer,
+    }
 
 
 def show(op: str) -> dict[str, Any]:
@@ -67,13 +82,14 @@ def show(op: str) -> dict[str, Any]:
         ],
         "tiling": {n: [t.lo, t.hi] for n, t in s.tiling.items()},
         "empty": {d: {k: str(v) for k, v in values.items()} for d, values in s.empty.items()},
-        "implementations": _implementations(op),
+        "implementations": _implementations(op, registry.backends().values()),
+        "peers": _implementations(op, registry.peers().values()),
     }  # fmt: skip
 
 
-def _implementations(op: str) -> list[dict[str, Any]]:
+def _implementations(op: str, among: Iterable[Backend]) -> list[dict[str, Any]]:
     rows = []
-    for b in registry.backends().values():
+    for b in among:
         for family in b.having(op):
             module = b.where(op, family) or ""
             found = None if module == "__main__" else importlib.util.find_spec(module)

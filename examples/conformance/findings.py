@@ -5,8 +5,6 @@ A finding is a case that shows it, and the region of the contract that the rest 
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -16,15 +14,15 @@ from typing import Any
 import portakern as pk
 from portakern import testing
 
-__all__ = ["Finding", "apart_from", "finite", "overflows", "replay", "show"]
+__all__ = ["Finding", "apart_from", "finite", "framework_of", "overflows", "replay", "show"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was found.
+    """``case`` shows it on the peer, or on ``fn``, a function over the peer's arrays.
 
-    ``case`` shows it on the bare adapter (or on ``fn``); ``where(**arguments)`` says which calls are left out of the
-    check because of it. An empty case: not a fault, but something that the kernel declares not to do.
+    ``where(**arguments)`` says which calls are left out of the check because of it. An empty case: not a fault, but
+    something that the kernel declares not to do.
     """
 
     what: str
@@ -45,51 +43,57 @@ def overflows(q: Any, k: Any, scale: float | None, limit: float = 2.0**127) -> b
     return float(abs(q).max()) * float(abs(k).max()) * q.shape[3] * max(1.0, abs(scale or 1.0)) >= limit
 
 
-def apart_from(fn: Callable[..., Any], findings: Mapping[str, Finding]) -> Callable[..., Any]:
-    """``fn``, refusing the calls in which something was found.
+def apart_from(peer: str, findings: Mapping[str, Finding]) -> Callable[..., Any]:
+    """The attention of a peer, refusing the calls in which something was found.
 
     The checker counts them, by name, and holds the kernel to everything else.
     """
+    op = pk.op("attention", backend=peer)
 
-    @functools.wraps(fn)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(fn).bind(*args, **kwargs)
-        given.apply_defaults()
+    def checked(
+        q: Any, k: Any, v: Any, bias: Any = None, *, is_causal: bool = False, scale: float | None = None
+    ) -> Any:
         for name, finding in findings.items():
-            if finding.where(**given.arguments):
+            if finding.where(q=q, k=k, v=v, bias=bias, is_causal=is_causal, scale=scale):
                 raise pk.UnsupportedError(name)
-        return fn(*args, **kwargs)
+        return op(q, k, v, bias, is_causal=is_causal, scale=scale)
 
-    checked.refusals = [re.escape(name) for name in findings]  # type: ignore[attr-defined]
+    assert op.backend is not None
+    checked.refusals = [*op.backend.refusals, *map(re.escape, findings)]  # type: ignore[attr-defined]
     return checked
 
 
-def replay(fn: Callable[..., Any], finding: Finding, framework: str) -> testing.Report:
+def framework_of(peer: str) -> str:
+    """The library whose arrays a peer takes."""
+    b = pk.op("attention", backend=peer).backend
+    assert b is not None
+    return b.framework
+
+
+def replay(peer: str, finding: Finding) -> testing.Report:
     """Run a finding's case on the bare kernel."""
-    return testing.replay("attention", finding.case, fn=finding.fn or fn, framework=framework, device="cpu")
+    if finding.fn is None:
+        return testing.replay("attention", finding.case, backend=peer, device="cpu")
+    return testing.replay("attention", finding.case, fn=finding.fn, framework=framework_of(peer), device="cpu")
 
 
-def show(
-    fn: Callable[..., Any], findings: Mapping[str, Finding], framework: str, dtypes: tuple[str, ...], max_examples: int
-) -> None:
+def show(peer: str, findings: Mapping[str, Finding], dtypes: tuple[str, ...], max_examples: int) -> None:
     """Print each finding with what the suite says about its case, then the check of the rest."""
     logging.getLogger("portakern").setLevel(logging.ERROR)
     for name, finding in findings.items():
         print(f"{name}: {finding.what}")
         if finding.case:
-            print(f"  {next(iter(replay(fn, finding, framework).failures), 'NOT SEEN with these versions')}\n")
+            print(f"  {next(iter(replay(peer, finding).failures), 'NOT SEEN with these versions')}\n")
     report = pk.check(
         "attention",
-        fn=apart_from(fn, findings),
-        framework=framework,
+        fn=apart_from(peer, findings),
+        framework=framework_of(peer),
         device="cpu",
         dtypes=dtypes,
         max_examples=max_examples,
     )
-    print(
-        f"the rest: {'passed' if report.passed else 'FAILED'}, {report.examples} cases compared, "
-        f"worst share of the bound {report.worst}"
-    )
+    verdict = "passed" if report.passed else "FAILED"
+    print(f"the rest: {verdict}, {report.examples} cases compared, worst share of the bound {report.worst}")
     for refused, count in report.refused.most_common():
         print(f"  left out {count} x {refused}")
     for failure in report.failures:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from portakern.core.framework import frameworks
 from portakern.core.targets import Hardware, Target
 from portakern.errors import SpecError, UnavailableError
-from portakern.spec import Tile
+from portakern.spec import Spec, Tile
 
 if TYPE_CHECKING:
     from portakern.compiling.build import Compiled
@@ -102,6 +102,8 @@ class Implementation:
       tiling: the default tiling of a call; it must not depend on batch or row counts, so that a row's bits do not either.
       supports: None, or why this variant cannot serve the call with this tiling, in a user's words.
       knobs: launch parameters of its own, tunable beside the spec's tiles.
+      takes: the arguments that it knows of those that a spec has; None: all. The checker draws no others, and holds it
+        to no law.
     """
 
     backend: Backend
@@ -111,6 +113,7 @@ class Implementation:
     tiling: Callable[[Call], dict[str, int]]
     supports: Callable[[Call, Tiling], str | None]
     knobs: Mapping[str, Tile]
+    takes: Callable[[Spec[Any]], frozenset[str]] | None = None
 
     def run(self, call: Call, tiling: Tiling) -> tuple[Any, ...]:
         """``fn``, held to returning a tuple of the right length: a bare array would be taken apart along its first axis."""
@@ -140,6 +143,8 @@ class Backend:
       interprets: the package whose kernels can also run in an interpreter on CPU arrays, or None;
       compiler, profiles: as of each of those families (:class:`Family`).
       platforms: platforms served by functions that :meth:`implements` registers, with no package behind them. cpu when nothing else is given.
+      peer: somebody else's kernels, to compare with: it runs when named, and lists of backends leave it out
+        (:func:`portakern.core.registry.peers`).
       auto: it may serve calls that name no backend. The registry says so of portakern's own; everybody else's run when named.
     """
 
@@ -150,6 +155,7 @@ class Backend:
     oracle: bool = False
     refusals: Sequence[str] = ()
     package: str | None = None
+    peer: bool = False
     compiles: InitVar[Mapping[str, str | Sequence[str]] | None] = None
     interprets: InitVar[str | None] = None
     compiler: InitVar[str | None] = None
@@ -209,6 +215,7 @@ class Backend:
         tiling: Callable[[Call], dict[str, int]] = _no_tiling,
         supports: Callable[[Call, Tiling], str | None] = _always,
         knobs: Mapping[str, Tile] = MappingProxyType({}),
+        takes: Callable[[Spec[Any]], frozenset[str]] | None = None,
     ) -> Callable[[F], F]:
         """Register the decorated ``fn(call, tiling)`` as this backend's ``op`` (see :class:`Implementation`).
 
@@ -227,7 +234,7 @@ class Backend:
                         f"{op} on backend {self.name!r} is taken by {there}; "
                         f"{fn.__module__}.{fn.__qualname__} needs a backend of its own: pk.Backend(...)"
                     )
-                self._found[family.package, op] = Implementation(self, family, op, fn, tiling, supports, knobs)
+                self._found[family.package, op] = Implementation(self, family, op, fn, tiling, supports, knobs, takes)
             return fn
 
         return register

@@ -22,8 +22,10 @@ __all__ = [
     "forward_of",
     "has_name",
     "importable",
+    "known",
     "ops",
     "oracle_backend",
+    "peers",
     "register",
 ]
 
@@ -63,9 +65,9 @@ def _installed() -> Mapping[str, Backend]:
         except Exception as e:
             log.warning("portakern: backend %r (%s) cannot be loaded and is left out: %s", entry.name, entry.value, e)
             continue
-        b.auto = _ours(entry)
+        b.auto = _ours(entry) and not b.peer
         found[entry.name], sources[entry.name] = b, _source(entry)
-    if not found:
+    if not any(b.auto for b in found.values()):
         raise UnavailableError(
             "no backend is registered: portakern must be installed (pip install -e . in a checkout) so that its entry points exist"
         )
@@ -89,8 +91,23 @@ def _check_oracle(b: Backend, known: Mapping[str, Backend]) -> None:
 
 
 def backends() -> Mapping[str, Backend]:
-    """Every backend by name: installed ones (the ``portakern.backends`` entry-point group), then those registered in this process."""
-    return MappingProxyType({**_installed(), **_registered})
+    """Every backend by name: installed ones (the ``portakern.backends`` entry-point group), then those registered in
+    this process. Peers are not among them (:func:`peers`)."""
+    return MappingProxyType({n: b for n, b in _everyone().items() if not b.peer})
+
+
+def peers() -> Mapping[str, Backend]:
+    """Other people's kernels by name, each behind a backend that serves nothing unless it is named (``Backend.peer``)."""
+    return MappingProxyType({n: b for n, b in _everyone().items() if b.peer})
+
+
+def _everyone() -> dict[str, Backend]:
+    return {**_installed(), **_registered}
+
+
+def known(b: Backend) -> bool:
+    """Whether :func:`backend` gives this one for its name, in this process."""
+    return _everyone().get(b.name) is b
 
 
 def register(b: Backend) -> Backend:
@@ -101,12 +118,12 @@ def register(b: Backend) -> Backend:
     """
     if not isinstance(b, Backend):
         raise SpecError(f"register() got a {type(b).__name__}; expected a portakern.Backend")
-    known = backends()
-    if b.name in known:
+    others = _everyone()
+    if b.name in others:
         raise SpecError(
             f"backend name {b.name!r} is taken; choose another, or pass the Backend object itself as backend=, which needs no registration"
         )
-    _check_oracle(b, known)
+    _check_oracle(b, others)
     _registered[b.name] = b
     return b
 
@@ -115,10 +132,10 @@ def backend(name: str | Backend) -> Backend:
     """A backend by name, or one that nobody registered as itself; SpecError lists the known names."""
     if isinstance(name, Backend):
         return name
-    known = backends()
-    if not isinstance(name, str) or name not in known:
-        raise SpecError(f"backend {name!r} is unknown; expected one of {', '.join(known)}, or a Backend object")
-    return known[name]
+    found = _everyone().get(name) if isinstance(name, str) else None
+    if found is None:
+        raise SpecError(f"backend {name!r} is unknown; expected one of {', '.join(backends())}, or a Backend object")
+    return found
 
 
 def oracle_backend() -> Backend:

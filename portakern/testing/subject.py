@@ -111,7 +111,7 @@ def backend_subject(
         run=lambda tiling: op(spec, backend=b, variant=named, tiling=tiling),
         tiling=lambda case: _legal(impl, spec, case, fw, target, interpret),
         tiles={} if b.oracle else {**spec.tiling, **impl.knobs},
-        arguments=None,
+        arguments=None if impl.takes is None else impl.takes(spec),
         accepts=lambda text: others_follow or any(re.search(pattern, text) for pattern in b.refusals),
         context=lambda: b.profile(profile),
         reproduce=_backend_line(spec, b, {"variant": named, "device": device, "profile": profile}),
@@ -123,9 +123,7 @@ def backend_subject(
 
 def _backend_line(spec: Spec[Any], b: Backend, given: Mapping[str, str | None]) -> Callable[[str], str]:
     if not registry.importable(spec, b):
-        return _python_line(
-            spec, f"backend={b.name!r}" if registry.backends().get(b.name) is b else "backend=...", given
-        )
+        return _python_line(spec, f"backend={b.name!r}" if registry.known(b) else "backend=...", given)
     command = f"portakern check {spec.name} --backend {b.name}" + "".join(f" --{k} {v}" for k, v in given.items() if v)
     return lambda case: f"{command} --case {shlex.quote(case)}"
 

@@ -1,0 +1,70 @@
+"""JAX's own functions under ``jax.jit``, as XLA compiles them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from portakern.backends.peers.provide import LACKS, provides
+from portakern.core.backend import Backend
+
+BACKEND = Backend(
+    "jax",
+    framework="jax",
+    peer=True,
+    platforms=("cpu", "cuda", "rocm", "tpu"),
+    requires=("jax",),
+    extra="pallas",
+    refusals=(LACKS,),
+)
+PRECISION = {"ieee": "highest", "tf32": "tensorfloat32"}  # JAX's names
+
+
+@provides(BACKEND, gradients=False)
+def softmax(x: Any, *, axis: int = -1) -> Any:
+    import jax
+
+    return jax.nn.softmax(x, axis)
+
+
+@provides(BACKEND)
+def matmul(a: Any, b: Any, *, precision: str = "ieee", out_dtype: Any = None) -> Any:
+    import jax
+
+    with jax.default_matmul_precision(PRECISION[precision]):
+        return jax.numpy.matmul(a, b, preferred_element_type=out_dtype)
+
+
+@provides(BACKEND)
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    bias: Any = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    precision: str = "ieee",
+) -> Any:
+    """jax.nn wants v as wide as k: the narrower gets columns of zeros."""
+    import jax
+
+    d, dv = q.shape[3], v.shape[3]
+    q, k, v = (jax.numpy.pad(x, ((0, 0),) * 3 + ((0, max(d, dv) - x.shape[3]),)) for x in (q, k, v))
+    with jax.default_matmul_precision(PRECISION[precision]):
+        o = attend(q, k, v, bias, is_causal, d**-0.5 if scale is None else scale, "xla")
+    return o[..., :dv]
+
+
+def attend(q: Any, k: Any, v: Any, bias: Any, is_causal: bool, scale: float | None, implementation: str) -> Any:
+    """Its causal mask is aligned at the top left, the spec's at the bottom right.
+
+    Unless there are as many queries as keys, the spec's goes in as a mask.
+    """
+    import jax
+
+    (q_len, kv_len), mask = (q.shape[1], k.shape[1]), None
+    if is_causal and q_len != kv_len:
+        mask, is_causal = jax.numpy.tril(jax.numpy.ones((1, 1, q_len, kv_len), bool), kv_len - q_len), False
+    return jax.nn.dot_product_attention(
+        q, k, v, bias, mask, scale=scale, is_causal=is_causal, implementation=implementation
+    )

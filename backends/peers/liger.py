@@ -1,0 +1,63 @@
+"""Liger's Triton kernels (Hsu et al. 2024, Liger Kernel), where ``liger-kernel`` is installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from portakern.backends.peers.provide import LACKS, provides
+from portakern.core.backend import Backend
+from portakern.core.call import Call
+
+BACKEND = Backend(
+    "liger",
+    framework="torch",
+    peer=True,
+    platforms=("cuda", "rocm"),
+    requires=("torch", "triton", "liger_kernel"),
+    refusals=(LACKS, "Liger computes", "Liger takes"),
+)
+
+
+def narrow(call: Call) -> str | None:
+    """Its kernels compute in float32, whatever the arrays are."""
+    return "Liger computes in float32, which is less than float64" if call.dtype == "float64" else None
+
+
+def along_rows(call: Call) -> str | None:
+    """Why its softmax does not take a call."""
+    x = call.arrays["x"]
+    if call.options["axis"] not in (-1, x.ndim - 1):
+        return "Liger takes the last axis only: move yours there, x.movedim(axis, -1)"
+    return narrow(call)
+
+
+def affine(call: Call) -> str | None:
+    """Why its layer norm does not take a call."""
+    if call.arrays["weight"] is None or call.arrays["bias"] is None:
+        return "Liger takes a layer norm with both weight and bias: pass ones and zeros"
+    return narrow(call)
+
+
+@provides(BACKEND, refuses=along_rows, gradients=False)
+def softmax(x: Any, *, axis: int = -1) -> Any:
+    from liger_kernel.ops.softmax import LigerSoftmaxFunction
+
+    return LigerSoftmaxFunction.apply(x)
+
+
+@provides(BACKEND, refuses=affine)
+def layernorm(x: Any, weight: Any = None, bias: Any = None, *, eps: float = 1e-5) -> Any:
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+
+    return LigerLayerNormFunction.apply(x, weight, bias, eps)
+
+
+@provides(BACKEND, refuses=narrow)
+def rmsnorm(x: Any, weight: Any = None, *, eps: float = 1e-6) -> Any:
+    """With Gemma's casts: all of it in float32 and rounded once, as the spec has it.
+
+    Llama's would round before the product with the weight. Not in place, where it would write d_x over d_y.
+    """
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    return LigerRMSNormFunction.apply(x, weight, eps, 0.0, "gemma", False)

@@ -1,0 +1,118 @@
+"""PyTorch's own functions, run eagerly: what a model calls that knows nothing of portakern."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from portakern.backends.peers.provide import LACKS, provides
+from portakern.core.backend import Backend
+from portakern.core.call import Call
+
+BACKEND = Backend(
+    "torch",
+    framework="torch",
+    peer=True,
+    platforms=("cpu", "cuda", "rocm"),
+    requires=("torch",),
+    extra="triton",
+    refusals=(LACKS, "torch wants", "torch is set"),
+)
+
+
+def one_dtype(call: Call) -> str | None:
+    """Beside 16-bit arrays the spec allows float32 ones: torch refuses them, or lets them decide the result's dtype."""
+    first = call.spec.arrays[0].name
+    for a in call.spec.arrays:
+        array = call.arrays[a.name]
+        if a.or_float32 and array is not None and array.dtype != call.arrays[first].dtype:
+            return f"torch wants {a.name} in the dtype of {first}: cast it, {a.name}.to({first}.dtype)"
+    return None
+
+
+def as_precise(call: Call) -> str | None:
+    """torch says once for the process whether float32 products may be tf32; the spec says it for each call."""
+    import torch
+
+    tf32 = torch.get_float32_matmul_precision() != "highest"
+    if tf32 and call.dtype == "float32" and call.options["precision"] == "ieee":
+        asked = "torch.set_float32_matmul_precision('highest'), or precision='tf32'"
+        return f"torch is set to multiply float32 as tf32; pass what you want: {asked}"
+    return None
+
+
+@provides(BACKEND, gradients=False)
+def softmax(x: Any, *, axis: int = -1) -> Any:
+    import torch
+
+    return torch.softmax(x, axis)
+
+
+@provides(BACKEND, gradients=False)
+def softmax_vjp(y: Any, d_y: Any, *, axis: int = -1) -> Any:
+    """What autograd runs for softmax: it saves y, as the spec does."""
+    import torch
+
+    return torch._softmax_backward_data(d_y, y, axis, y.dtype)
+
+
+@provides(BACKEND, refuses=one_dtype)
+def layernorm(x: Any, weight: Any = None, bias: Any = None, *, eps: float = 1e-5) -> Any:
+    from torch.nn import functional
+
+    return functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+@provides(BACKEND, refuses=one_dtype)
+def rmsnorm(x: Any, weight: Any = None, *, eps: float = 1e-6) -> Any:
+    from torch.nn import functional
+
+    return functional.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+@provides(BACKEND, refuses=as_precise)
+def matmul(a: Any, b: Any, *, precision: str = "ieee") -> Any:
+    import torch
+
+    return torch.matmul(a, b)
+
+
+def attention_wants(call: Call) -> str | None:
+    """Why torch's function would not take a call."""
+    return one_dtype(call) or as_precise(call)
+
+
+def arranged(
+    q: Any, k: Any, v: Any, bias: Any, is_causal: bool, scale: float | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of ``scaled_dot_product_attention`` that say the same.
+
+    It has heads before the sequence, and its causal mask is aligned at the top left where the spec's is at the bottom
+    right: unless there are as many queries as keys and no bias, the spec's goes in as a mask, added to the bias.
+    """
+    import torch
+
+    q_len, kv_len = q.shape[1], k.shape[1]
+    mask = bias
+    if is_causal and (q_len != kv_len or bias is not None):
+        hidden = torch.ones(q_len, kv_len, dtype=torch.bool, device=q.device).triu(kv_len - q_len + 1)
+        mask, is_causal = ~hidden if bias is None else bias.masked_fill(hidden, -torch.inf), False
+    heads_first = tuple(x.transpose(1, 2) for x in (q, k, v))
+    return (*heads_first, mask, 0.0, is_causal), {"scale": scale, "enable_gqa": q.shape[2] != k.shape[2]}
+
+
+@provides(BACKEND, refuses=attention_wants)
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    bias: Any = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    precision: str = "ieee",
+) -> Any:
+    """By whichever kernel torch chooses."""
+    from torch.nn import functional
+
+    args, kwargs = arranged(q, k, v, bias, is_causal, scale)
+    return functional.scaled_dot_product_attention(*args, **kwargs).transpose(1, 2)

@@ -1,0 +1,278 @@
+"""Other people's kernels as backends: right where the library is, refused in words where it lacks something, and never
+asked unless they are named."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import portakern as pk
+from portakern import testing
+from portakern.cli import app
+from portakern.core import registry
+from portakern.testing import Limits
+
+ROOT = Path(__file__).parent.parent
+X = np.random.default_rng(0).standard_normal((3, 40)).astype(np.float32)
+Q = np.random.default_rng(1).standard_normal((1, 6, 2, 8)).astype(np.float32)
+ALL = ("float32", "float16", "bfloat16")
+
+
+def needs(peer):
+    reason = registry.backend(peer).unavailable()
+    if reason:
+        pytest.skip(reason)
+
+
+def test_peers_stand_apart():
+    peers = registry.peers()
+    assert {"torch", "torch_compile", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "liger", "jax", "jax_cudnn",
+            "pallas_flash"} <= set(peers)  # fmt: skip
+    assert not set(peers) & set(pk.backends())
+    assert all(b.peer and not b.auto for b in peers.values())
+    for call in (pk.op("softmax").explain(X), pk.op("softmax", backend="triton").explain(X)):
+        assert not re.search(r"not (torch|jax|sdpa_\w+|liger)\b", call)
+    with pytest.raises(pk.SpecError, match="expected one of pallas, reference, triton, or a Backend object"):
+        pk.op("softmax", backend="torhc")
+    with pytest.raises(pk.SpecError, match="backend name 'torch' is taken"):
+        pk.register(pk.Backend("torch", framework="torch"))
+
+
+def test_every_module_of_peers_is_found_by_name():
+    package = importlib.import_module("portakern.backends.peers")
+    modules = {f"{package.__name__}.{m.name}" for m in pkgutil.iter_modules(package.__path__)}
+    found = {b.where(op, family) for b in registry.peers().values() for op in pk.ops() for family in b.having(op)}
+    assert found == modules - {f"{package.__name__}.provide"}
+
+
+def test_a_peer_is_named_and_explained():
+    needs("torch")
+    softmax = pk.op("softmax", backend="torch")
+    np.testing.assert_allclose(softmax(X), pk.op("softmax")(X), atol=1e-6)
+    said = softmax.explain(X)
+    assert "backend: torch (named), compiled for cpu" in said
+    assert "implementation: portakern.backends.peers.torch_eager" in said
+    assert "crossing: numpy -> torch and back" in said
+
+
+def test_a_backend_registered_as_a_peer_is_one():
+    mine = pk.Backend("my_peer", framework="numpy", peer=True)
+    mine.implements("softmax")(lambda call, tiling: (call.arrays["x"],))
+    try:
+        assert pk.register(mine) is registry.peers()["my_peer"]
+        assert "my_peer" not in pk.backends() and registry.backend("my_peer") is mine
+    finally:
+        del registry._registered["my_peer"]
+
+
+def test_the_command_line_lists_them_apart_and_checks_those_that_are_named():
+    run = CliRunner().invoke
+    rows = {r["backend"]: r for r in json.loads(run(app, ["backends", "--json"]).stdout)}
+    assert rows["torch"]["peer"] and not rows["triton"]["peer"] and [*rows][: len(pk.backends())] == [*pk.backends()]
+    assert "Peers" in run(app, ["backends"]).stdout
+    softmax = next(r for r in json.loads(run(app, ["ops", "--json"]).stdout) if r["op"] == "softmax")
+    assert "torch" in softmax["peers"] and "torch" not in softmax["backends"]
+    few = ["check", "softmax", "--max-examples", "2", "--dtype", "float32"]
+    assert "torch on" not in run(app, few).stdout
+    needs("torch")
+    named = run(app, [*few, "--backend", "torch"])
+    assert named.exit_code == 0 and "torch on cpu" in named.stdout
+    assert run(app, ["check", "--backend", "liger", "--max-examples", "2"]).exit_code != 0  # no GPU, or not installed
+
+
+# What is right: every element within its bound, on cases of every kind and edges that its arguments reach.
+RIGHT = [
+    ("torch", "softmax", ("float32",)),
+    ("torch", "softmax_vjp", ALL),
+    ("torch", "layernorm", ALL),
+    ("torch", "layernorm_vjp", ("float32",)),
+    ("torch", "rmsnorm", ALL),
+    ("torch", "rmsnorm_vjp", ALL),
+    ("torch", "matmul", ALL),
+    ("torch", "matmul_vjp", ("float32",)),
+    ("sdpa_flash", "attention", ("float32", "bfloat16")),
+    ("jax", "softmax", ("float32",)),
+    ("jax", "matmul", ("float32",)),
+    ("jax", "matmul_vjp", ("float32",)),
+]
+
+
+@pytest.mark.parametrize(("peer", "op", "dtypes"), RIGHT, ids=[f"{p}-{o}" for p, o, _ in RIGHT])
+def test_peers_are_within_the_bounds(peer, op, dtypes):
+    needs(peer)
+    count = 16 if registry.backend(peer).framework == "jax" else 60
+    report = pk.check(op, backend=peer, device="cpu", dtypes=dtypes, max_examples=count, shrink=False)
+    assert report.passed and report.examples >= count // 8, (report.failures, report.refused)
+    assert not report.laws  # bits that do not depend on what else is in a call: portakern's promise, not theirs
+
+
+@pytest.mark.parametrize(
+    ("peer", "options"),
+    [("torch", {"is_causal", "scale"}), ("sdpa_flash", {"is_causal", "scale"}), ("jax", {"scale"})],
+)
+def test_gradients_of_attention_by_the_librarys_autograd(peer, options):
+    """On contiguous arrays: an expanded lse is not what the forward op gives, and autograd reads its own. In JAX a row
+    that a causal mask leaves no key is the mean of v, and has its gradient."""
+    needs(peer)
+    limits = Limits(strided=False, arguments=frozenset(options))
+    edges = ["several_block_q", "several_block_kv"]
+    report = pk.check("attention_vjp", backend=peer, device="cpu", dtypes=["float32"], only=edges,
+                      max_examples=8, limits=limits, shrink=False)  # fmt: skip
+    assert report.passed and report.examples, (report.failures, report.refused)
+
+
+# What is not: a case that shows it, and what it says. Attention's are the findings of examples/conformance.
+OUTSIDE = {
+    "16-bit sums over rows": (  # the gradient of a weight adds 864 rows up in bfloat16
+        "torch", "layernorm_vjp", "d_weight[0] is 0.742",
+        '{"dtype":"bfloat16","shapes":{"x":[16,9,6,4],"d_y":[16,9,6,4],"weight":[4],"bias":[4]},'
+        '"regime":"normal","seed":585555,'
+        '"options":{"eps":0.01},"edge":"nan_in_weight_and_bias"}',
+    ),
+    "16-bit, not the last axis": (  # rounded twice
+        "torch", "softmax", "y[0, 1, 1] is 0.136",
+        '{"dtype":"float16","shapes":{"x":[9,17,17]},"regime":"normal","seed":10383116,"options":{"axis":-2},'
+        '"layouts":{"x":"expanded"}}',
+    ),
+    "16-bit sums over a batch": (  # each product of the batch is rounded before the sum
+        "torch", "matmul_vjp", "d_a[0, 0, 0, 0, 0] is 1.70",
+        '{"dtype":"bfloat16","shapes":{"a":[4,1,1,1,6],"b":[4,6,6,6,4],"d_c":[4,6,6,1,4]},"regime":"normal",'
+        '"seed":1268,'
+        '"layouts":{"a":"sliced","d_c":"strided"},"edge":"one_row"}',
+    ),
+    "from one 16-bit dtype to another": (  # by way of the first
+        "jax", "matmul", "c[0, 0, 0, 0] is -0.0478515625",
+        '{"dtype":"bfloat16","shapes":{"a":[1,1,1,1],"b":[1,1,1,1]},"regime":"normal","seed":7771,'
+        '"options":{"precision":"tf32","out_dtype":"float16"},"edge":"extents_of_1"}',
+    ),
+    "16-bit arithmetic": (  # exp, sum and quotient in bfloat16
+        "jax", "softmax", "y[1] is 0.00143",
+        '{"dtype":"bfloat16","shapes":{"x":[293]},"regime":"normal","seed":37524,"edge":"several_block_n"}',
+    ),
+}  # fmt: skip
+SEEN_WITH = {"torch": "2.13", "jax": "0.10"}
+
+
+@pytest.mark.parametrize("what", OUTSIDE)
+def test_what_is_outside_is_still_there(what):
+    peer, op, words, case = OUTSIDE[what]
+    needs(peer)
+    if not importlib.import_module(peer).__version__.startswith(SEEN_WITH[peer]):
+        pytest.skip(f"seen with {peer} {SEEN_WITH[peer]}")
+    failures = testing.replay(op, case, backend=peer, device="cpu").failures
+    assert failures and words in failures[0].what
+
+
+IDS = np.zeros((1, 6), np.int32)
+LACKING = {
+    "window": (("attention", "torch"), {"window": (3, 0)}, "its attention has no window; leave it at None"),
+    "segments": (("attention", "jax"), {"q_segment_ids": IDS, "kv_segment_ids": IDS},
+                 "its attention has no q_segment_ids; leave it out"),
+    "softcap": (("attention", "sdpa_flash"), {"softcap": 2.0}, "its attention has no softcap"),
+    "lse": (("attention", "torch"), {"return_lse": True}, "its attention has no return_lse"),
+    "out_dtype": (("matmul", "torch"), {"out_dtype": "float16"}, "its matmul has no out_dtype"),
+    "kernel": (("attention", "sdpa_flash"), {"v": Q[..., :4]},
+               "torch says: Flash attention requires q,k,v to have the same last dimension"),
+    "heads": (("attention", "pallas_flash"), {"q": Q.repeat(17, 3), "k": Q.repeat(17, 3)},
+              "the kernel takes heads up to 128 wide and multiples of 128; these are 136 wide"),
+    "platform": (("attention", "sdpa_cudnn"), {}, "it compiles for cuda, and has nothing for cpu yet"),
+    "op": (("softmax", "sdpa_flash"), {}, "it has no softmax"),
+}  # fmt: skip
+ARRAYS = {"attention": {"q": Q, "k": Q, "v": Q}, "matmul": {"a": X, "b": X.T}, "softmax": {"x": X}}
+
+
+@pytest.mark.parametrize("what", LACKING)
+def test_what_a_library_lacks_is_refused_by_name(what):
+    (op, peer), asked, words = LACKING[what]
+    needs(peer)
+    with pytest.raises(pk.UnsupportedError) as caught:
+        pk.op(op, backend=peer)(**{**ARRAYS[op], **asked})
+    assert f"backend {peer!r} cannot: " in str(caught.value) and words in str(caught.value)
+
+
+def test_dtypes_that_a_library_does_not_mix_are_refused():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    x, weight = torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(4)
+    with pytest.raises(
+        pk.UnsupportedError, match=r"torch wants weight in the dtype of x: cast it, weight.to\(x.dtype\)"
+    ):
+        pk.op("rmsnorm", backend="torch")(x, weight)
+    with pytest.raises(pk.UnsupportedError, match="its matmul gives no d_a of a d_c in another dtype than a; cast it"):
+        pk.op("matmul_vjp", backend="torch")(x, x.T, torch.ones(2, 2))
+
+
+def test_float32_products_are_as_precise_as_asked():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    a, before = torch.ones(2, 2), torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        with pytest.raises(pk.UnsupportedError, match="torch is set to multiply float32 as tf32"):
+            pk.op("matmul", backend="torch")(a, a)
+        assert pk.op("matmul", backend="torch")(a, a, precision="tf32").tolist() == [[2, 2], [2, 2]]
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_autograd_goes_through_a_peers_gradients():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    x, weight = torch.from_numpy(X).requires_grad_(), torch.ones(40, requires_grad=True)
+    (pk.op("layernorm", backend="torch")(x, weight) ** 2).sum().backward()
+    mine = x.grad, weight.grad
+    x.grad = weight.grad = None
+    (torch.nn.functional.layer_norm(x, (40,), weight) ** 2).sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(mine, (x.grad, weight.grad), strict=True))
+    q = torch.from_numpy(Q).requires_grad_()
+    with pytest.raises(pk.UnsupportedError, match="its attention gives no lse, which was asked for or is saved"):
+        pk.op("attention", backend="torch")(q, q, q)
+
+
+def test_compiled_functions_are_the_eager_ones():
+    needs("torch_compile")
+    np.testing.assert_allclose(pk.op("softmax", backend="torch_compile")(X), pk.op("softmax")(X), atol=1e-6)
+
+
+# --- the benchmarks ask the registry: no list of peers is written anywhere else ---
+
+
+def test_times_runs_whatever_peer_takes_a_call():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    pytest.importorskip("triton", reason="triton is not installed")
+    from benchmarks import times
+
+    q = torch.from_numpy(Q)
+    o, lse = (torch.from_numpy(a) for a in pk.op("attention")(Q, Q, Q, return_lse=True))
+    calls = {
+        "attention": {"q": q, "k": q, "v": q},
+        "attention_vjp": {"q": q, "k": q, "v": q, "o": o, "lse": lse, "d_o": q},
+    }
+    for op, arrays in calls.items():
+        found = dict(times.peers_of(registry.find_spec(op), arrays, {}))
+        assert set(found) == {"sdpa_flash", "torch", "torch_compile"}
+        ours = pk.op(op)(**arrays)
+        ours = ours if isinstance(ours, tuple) else (ours,)
+        assert times.gap(tuple(x for x in ours if x is not None), found["sdpa_flash"]()) < 1e-5
+
+
+def test_launch_times_the_function_that_the_peer_calls():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    pytest.importorskip("triton", reason="triton is not installed")
+    from benchmarks import launch
+
+    function, args, options = launch.torch_call("layernorm", {"x": torch.from_numpy(X)})
+    assert function is torch.nn.functional.layer_norm
+    assert torch.equal(function(*args, **options), pk.op("layernorm", backend="torch")(torch.from_numpy(X)))
+    function, args, _ = launch.torch_call("attention", dict.fromkeys("qkv", torch.from_numpy(Q)))
+    assert function is torch.nn.functional.scaled_dot_product_attention and args[0].shape == (1, 2, 6, 8)
+
+
+def test_no_list_of_peers_is_written_elsewhere():
+    theirs = re.compile(r"sdpa_kernel|SDPBackend|torch\.(softmax|matmul)|nn import functional|jax\.nn\.\w+\(|liger")
+    for file in (ROOT / "benchmarks").glob("*.py"):
+        assert not theirs.search(file.read_text(encoding="utf-8")), file
