@@ -5,10 +5,20 @@ Importing this package imports no jax: the op modules do, when a call needs them
 
 if __name__ != "portakern.backends.pallas":
     raise ImportError(
-        f"this package is portakern.backends.pallas and was imported as {__name__!r}; run scripts from outside the backends folder"
+        f"this package is portakern.backends.pallas and was imported as {__name__!r}; "
+        "run scripts from outside the backends folder"
     )
 
 from portakern.registry import Backend
 
-BACKEND = Backend("pallas", framework="jax", compiles={"tpu": f"{__name__}.tpu"}, interprets=f"{__name__}.tpu", compiler=f"{__name__}.tpu.toolchain.compiler", requires=("jax",), extra="pallas",
-                  profiles={"simulated": f"{__name__}.tpu.toolchain.simulator:simulated"}, refusals=("TPUs have no float16", "TPUs have no float64"))  # fmt: skip
+BACKEND = Backend(
+    "pallas",
+    framework="jax",
+    compiles={"tpu": f"{__name__}.tpu"},
+    interprets=f"{__name__}.tpu",
+    compiler=f"{__name__}.tpu.toolchain.compiler",
+    requires=("jax",),
+    extra="pallas",
+    profiles={"simulated": f"{__name__}.tpu.toolchain.simulator:simulated"},
+    refusals=("TPUs have no float16", "TPUs have no float64"),
+)
