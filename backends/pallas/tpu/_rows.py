@@ -10,14 +10,17 @@ nothing unwritten may leave it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from portakern.backends.pallas.common import block, row_block, step_along, within
-from portakern.backends.pallas.tpu._chip import LANES, dtype_refused, off_grid, over_vmem, sublanes, whole_lanes
+from portakern.backends.pallas.common import Blocks, block, row_block, step_along, within
+from portakern.backends.pallas.tpu._chip import LANES, dtype_refused, launch, off_grid, over_vmem, sublanes, whole_lanes
 from portakern.call import Call
 
 
@@ -147,6 +150,41 @@ class Walk(NamedTuple):
             or off_grid("block_rows", tiling["block_rows"], self.height, grains(call, self.along)[0])
             or over_vmem(needed, "block_rows or block_n")
         )
+
+
+def launched(
+    call: Call,
+    kernel: Callable[..., None],
+    walk: Walk,
+    *,
+    inputs: Blocks,
+    outputs: Blocks,
+    statistics: tuple[str, ...],
+    reads: int,
+    flops: int,
+    transcendentals: int,
+) -> dict[str, jax.Array]:
+    """What ``kernel(ref, walk=walk)``, which keeps the named statistics of each row, writes by name.
+
+    A sweep reads so many arrays of rows, and makes so many operations an element; transcendental functions are counted
+    for the whole walk. These numbers are an estimate for XLA, no more.
+    """
+    size = math.prod(walk.shape)
+    return launch(
+        call,
+        partial(kernel, walk=walk),
+        f"portakern_{call.spec.name}",
+        walk.grid,
+        in_order=2,
+        inputs=inputs,
+        outputs=outputs,
+        scratch=dict.fromkeys(statistics, walk.statistic),
+        cost=pl.CostEstimate(
+            flops=flops * size,
+            transcendentals=transcendentals,
+            bytes_accessed=(reads * walk.sweeps + 1) * size * jnp.dtype(call.dtype).itemsize,
+        ),
+    )
 
 
 def grains(call: Call, along: int) -> tuple[int, int]:

@@ -153,8 +153,10 @@ def by_key(ref: Refs, *, band: Band, scores: Scores, scale: float) -> None:
 
 
 def by_bias(ref: Refs, *, band: Band, scores: Scores, one_row: bool) -> None:
-    """d_bias of a block of bias, summed over what the block is broadcast over: batch entries, heads and, in
-    ``one_row``, query blocks."""
+    """d_bias of a block of bias, summed over what the block is broadcast over.
+
+    These are batch entries, heads and, in ``one_row``, the query blocks too. The band is turned over.
+    """
     j, batch, head, step = (step_along(axis) for axis in (3, 4, 5, 6))
     first, last = band.span(j)
     i = first + step if one_row else step_along(2)
@@ -200,8 +202,7 @@ def selected(visible: Any, x: Any) -> Any:
 
 
 class Saved(Operands):
-    """What every gradient reads: the operands of the forward pass, the cotangent d_o, and lse and Delta of every
-    query."""
+    """What every gradient reads: the forward pass's operands, the cotangent d_o, and lse and Delta of every query."""
 
     def __init__(self, call: Call) -> None:
         super().__init__(call)

@@ -27,8 +27,7 @@ from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
-from portakern.backends.pallas.tpu._chip import launch
-from portakern.backends.pallas.tpu._rows import Walk
+from portakern.backends.pallas.tpu._rows import Walk, launched
 from portakern.call import Call
 
 # Of one block, with double buffers and float32 intermediates 10 to 14 MiB; a gradient, which streams more arrays, has half. Thousands of cycles that the
@@ -102,26 +101,22 @@ def normalised(
     """y of a normalisation along the last axis: what ``kernel(ref, walk=...)`` makes of x and of the weight and bias
     that the call has.
 
-    It keeps the named statistics of each row, and does so many operations an element.
+    The kernel keeps the named statistics of each row, and does so many operations an element.
     """
     x, walk = call.arrays["x"], walk_of(call, tiling)
     inputs = {"x": (x.reshape(walk.shape), walk.read())}
     for name in ("weight", "bias"):
         if call.arrays.get(name) is not None:
             inputs[name] = (call.arrays[name].reshape(1, walk.n), walk.weights(in_every_sweep=False))
-    found = launch(
+    found = launched(
         call,
-        partial(kernel, walk=walk),
-        f"portakern_{call.spec.name}",
-        walk.grid,
-        in_order=2,
+        kernel,
+        walk,
         inputs=inputs,
         outputs={"y": (jax.ShapeDtypeStruct(walk.shape, x.dtype), walk.written())},
-        scratch=dict.fromkeys(statistics, walk.statistic),
-        cost=pl.CostEstimate(
-            flops=flops * x.size,
-            transcendentals=walk.height,
-            bytes_accessed=(walk.sweeps + 1) * x.size * x.dtype.itemsize,
-        ),
+        statistics=statistics,
+        reads=1,
+        flops=flops,
+        transcendentals=walk.height,
     )
     return (found["y"].reshape(x.shape),)

@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Blocks, Refs, block, step_along, within
 from portakern.backends.pallas.tpu._chip import LANES, launch, sublanes
-from portakern.backends.pallas.tpu._rows import Walk
+from portakern.backends.pallas.tpu._rows import Walk, launched
 from portakern.backends.pallas.tpu.layernorm import default_tiling, merge, walk_of
 from portakern.call import Call
 
@@ -84,11 +84,10 @@ def layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | No
 def gradients(
     call: Call, tiling: Mapping[str, int], kernel: Callable[..., None], statistics: tuple[str, ...], flops: int
 ) -> tuple[jax.Array | None, ...]:
-    """The gradients of a normalisation along the last axis that the call wants, as ``kernel(ref, walk=...)`` makes
-    them.
+    """The gradients of a normalisation along the last axis that the call wants.
 
-    It keeps the named statistics of each row, and does so many operations an element. It writes d_x, and partial sums
-    of d_weight and d_bias over the rows of each row block.
+    ``kernel(ref, walk=...)`` keeps the named statistics of each row, and does so many operations an element. It writes
+    d_x, and partial sums of d_weight and d_bias over the rows of each row block.
     """
     x, d_y, weight, wants = call.arrays["x"], call.arrays["d_y"], call.arrays["weight"], call.wants
     walk = walk_of(call, tiling)
@@ -106,20 +105,16 @@ def gradients(
     for name in ("d_weight", "d_bias"):
         if name in wants:
             outputs[name] = (jax.ShapeDtypeStruct((walk.groups, 1, walk.n), jnp.float32), walk.partial_sums())
-    found = launch(
+    found = launched(
         call,
-        partial(kernel, walk=walk),
-        f"portakern_{call.spec.name}",
-        walk.grid,
-        in_order=2,
+        kernel,
+        walk,
         inputs=inputs,
         outputs=outputs,
-        scratch=dict.fromkeys(statistics, walk.statistic),
-        cost=pl.CostEstimate(
-            flops=flops * x.size,
-            transcendentals=walk.height,
-            bytes_accessed=(1 + 2 * walk.sweeps) * x.size * x.dtype.itemsize,
-        ),
+        statistics=statistics,
+        reads=2,
+        flops=flops,
+        transcendentals=walk.height,
     )
 
     def finished(name: str) -> jax.Array | None:

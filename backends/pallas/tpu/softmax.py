@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import jax
@@ -23,8 +22,8 @@ from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
-from portakern.backends.pallas.tpu._chip import LANES, launch
-from portakern.backends.pallas.tpu._rows import Walk
+from portakern.backends.pallas.tpu._chip import LANES
+from portakern.backends.pallas.tpu._rows import Walk, launched
 from portakern.call import Call
 
 # Of one block, with double buffers and float32 intermediates 10 to 14 MiB; a gradient, which streams another array, has half. Thousands of cycles that the
@@ -99,19 +98,15 @@ def kernel(ref: Refs, *, walk: Walk) -> None:
 def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     x = call.arrays["x"]
     walk = walk_of(call, tiling)
-    found = launch(
+    found = launched(
         call,
-        partial(kernel, walk=walk),
-        "portakern_softmax",
-        walk.grid,
-        in_order=2,
+        kernel,
+        walk,
         inputs={"x": (x.reshape(walk.shape), walk.read())},
         outputs={"y": (jax.ShapeDtypeStruct(walk.shape, x.dtype), walk.written())},
-        scratch={"m": walk.statistic, "l": walk.statistic},
-        cost=pl.CostEstimate(
-            flops=6 * x.size,
-            transcendentals=2 * x.size,
-            bytes_accessed=(walk.sweeps + 1) * x.size * x.dtype.itemsize,
-        ),
+        statistics=("m", "l"),
+        reads=1,
+        flops=6,
+        transcendentals=2 * x.size,
     )
     return (found["y"].reshape(x.shape),)

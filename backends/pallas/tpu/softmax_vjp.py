@@ -11,7 +11,6 @@ Source: the derivative of the formula of softmax, with y as the forward pass sto
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +18,7 @@ from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
-from portakern.backends.pallas.tpu._chip import launch
-from portakern.backends.pallas.tpu._rows import Walk
+from portakern.backends.pallas.tpu._rows import Walk, launched
 from portakern.backends.pallas.tpu.softmax import default_tiling, walk_of
 from portakern.call import Call
 
@@ -50,17 +48,15 @@ def kernel(ref: Refs, *, walk: Walk) -> None:
 def softmax_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     y, d_y = call.arrays["y"], call.arrays["d_y"]
     walk = walk_of(call, tiling)
-    found = launch(
+    found = launched(
         call,
-        partial(kernel, walk=walk),
-        "portakern_softmax_vjp",
-        walk.grid,
-        in_order=2,
+        kernel,
+        walk,
         inputs={"y": (y.reshape(walk.shape), walk.read()), "d_y": (d_y.reshape(walk.shape), walk.read())},
         outputs={"d_x": (jax.ShapeDtypeStruct(walk.shape, y.dtype), walk.written())},
-        scratch={"delta": walk.statistic},
-        cost=pl.CostEstimate(
-            flops=4 * y.size, transcendentals=0, bytes_accessed=(2 * walk.sweeps + 1) * y.size * y.dtype.itemsize
-        ),
+        statistics=("delta",),
+        reads=2,
+        flops=4,
+        transcendentals=0,
     )
     return (found["d_x"].reshape(y.shape),)
