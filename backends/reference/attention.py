@@ -14,10 +14,14 @@ from portakern.specs.attention import allowed
 
 @BACKEND.implements("attention")
 def attention(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray | None]:
-    """o = sum_j p_j v_j / l, lse = m + log l, with p_j = exp(s_j - m), l = sum_j p_j and m = max s_j; s = -inf at masked pairs.
+    """Every query's mean of the values that it sees, weighted by the exponentials of its scores:
 
-    q: (batch, q_len, heads, d), k: (batch, kv_len, kv_heads, d), v: (batch, kv_len, kv_heads, dv) -> o: (batch, q_len, heads, dv), lse: (batch, heads, q_len).
-    A row that sees no key has m = -inf and l = 0: its o is 0, its lse -inf. A +inf score (inf - inf) or a NaN score makes p, and so the row, NaN.
+        p_j = exp(s_j - m), m = max s_j, l = sum_j p_j;  o = sum_j p_j v_j / l, lse = m + log l
+
+    q: (batch, q_len, heads, d), k: (batch, kv_len, kv_heads, d), v: (batch, kv_len, kv_heads, dv)
+    -> o: (batch, q_len, heads, dv), lse: (batch, heads, q_len).
+    Masked pairs have s = -inf. A row that sees no key has m = -inf and l = 0: its o is 0, its lse -inf. A +inf score
+    (inf - inf) or a NaN score makes p, and so the row, NaN.
     """
     v = call.arrays["v"]
     (batch, q_len, heads, _), group = call.arrays["q"].shape, call.dims["group"]
@@ -34,7 +38,10 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray, np.nda
 
 
 def scores(call: Call, b: int, h: int) -> np.ndarray:
-    """s (q_len, kv_len) of one head: softcap(scale q.k) + bias, and -inf where the pair is masked. The mask selects last: what it hides leaves no trace."""
+    """s (q_len, kv_len) of one head: softcap(scale q.k) + bias, and -inf where the pair is masked.
+
+    The mask selects last: what it hides leaves no trace.
+    """
     q, k, bias = (call.arrays[name] for name in ("q", "k", "bias"))
     scale, cap = call.options["scale"], call.options["softcap"]
     s = (1 / math.sqrt(q.shape[-1]) if scale is None else scale) * (q[b, :, h] @ k[b, :, h // call.dims["group"]].T)
@@ -46,7 +53,10 @@ def scores(call: Call, b: int, h: int) -> np.ndarray:
 
 
 def weighted_sum(p: np.ndarray, seen: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """p @ v over seen pairs only: NaN and inf in v reach the rows that see their key, and 0 * NaN of a masked pair never arises."""
+    """p @ v over seen pairs only.
+
+    NaN and inf in v reach the rows that see their key, and 0 * NaN of a masked pair never arises.
+    """
     finite = np.where(np.isfinite(v), v, 0.0)
     total = p @ finite
     for j in np.flatnonzero((v != finite).any(-1)):

@@ -14,28 +14,28 @@ from portakern.core.call import Call
 
 @BACKEND.implements("attention_vjp")
 def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray | None, ...]:
-    """P = exp(s - lse), Delta = sum(d_o * o) - d_lse, dS = P (d_o v^T - Delta), D = dS (1 - tanh^2); d_q = scale D k, d_k = scale D^T q, d_v = P^T d_o.
+    """The gradients of attention by the scores, and from there by its arguments:
 
-    Shapes as the inputs'; d_k and d_v sum over the query heads of a key head, d_bias = dS over the axes along which bias has an extent of 1.
-    Masked pairs have s = -inf, and so P = dS = 0, as has a row with lse = -inf; what is masked leaves no trace.
+        P = exp(s - lse), Delta = sum(d_o * o) - d_lse, dS = P (d_o v^T - Delta), D = dS (1 - tanh^2)
+        d_q = scale D k, d_k = scale D^T q, d_v = P^T d_o, d_bias = dS
+
+    Shapes are the inputs'. d_k and d_v are summed over the query heads of a key head, d_bias over the axes along which
+    bias has an extent of 1. Masked pairs have s = -inf, and so P = dS = 0, as has a row with lse = -inf; what is masked
+    leaves no trace.
     """
     q, k, v, o, d_o, lse, bias, d_lse = (call.arrays[n] for n in ("q", "k", "v", "o", "d_o", "lse", "bias", "d_lse"))
     scale = 1 / math.sqrt(call.dims["d"]) if call.options["scale"] is None else call.options["scale"]
-    d_q, d_k, d_v, d_bias = (
-        np.zeros(q.shape),
-        np.zeros(k.shape),
-        np.zeros(v.shape),
-        None if bias is None else np.zeros(bias.shape),
-    )
+    d_q, d_k, d_v = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
+    d_bias = None if bias is None else np.zeros(bias.shape)
     with np.errstate(all="ignore"):
         for b, h in np.ndindex(lse.shape[:2]):
             kv_head, row = h // call.dims["group"], lse[b, h][:, None]
             s = scores(call, b, h)
             seen = (s != -np.inf) & (row != -np.inf)
             p = np.where(seen, np.exp(s - row), 0.0)
-            delta = (d_o[b, :, h] * o[b, :, h]).sum(-1, keepdims=True) - (
-                0.0 if d_lse is None else d_lse[b, h][:, None]
-            )
+            delta = (d_o[b, :, h] * o[b, :, h]).sum(-1, keepdims=True)
+            if d_lse is not None:
+                delta = delta - d_lse[b, h][:, None]
             ds = np.where(seen, p * (d_o[b, :, h] @ v[b, :, kv_head].T - delta), 0.0)
             D = np.where(seen, ds * slope(call, scale, q[b, :, h], k[b, :, kv_head]), 0.0)
             d_q[b, :, h] = scale * weighted_sum(D, seen, k[b, :, kv_head])
@@ -49,7 +49,10 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray | N
 
 
 def slope(call: Call, scale: float, q: np.ndarray, k: np.ndarray) -> np.ndarray | float:
-    """By how much the softcap moves a score with its dot: 1 - tanh(scale q.k / c)^2, as 1 / cosh^2 since 1 - tanh^2 cancels."""
+    """By how much the softcap moves a score with its dot: 1 - tanh(scale q.k / c)^2.
+
+    It is computed as 1 / cosh^2, since 1 - tanh^2 cancels.
+    """
     cap = call.options["softcap"]
     if cap is None:
         return 1.0

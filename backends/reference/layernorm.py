@@ -12,7 +12,10 @@ from portakern.core.call import Call
 
 @BACKEND.implements("layernorm")
 def layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray]:
-    """y = (x - mean) / sqrt(var + eps) * weight + bias, var = mean (x - mean)^2. An inf or NaN makes var, and so its whole row, NaN."""
+    """y = (x - mean) / sqrt(var + eps) * weight + bias, var = mean (x - mean)^2.
+
+    x: (*batch, n), weight and bias: (n) or None -> y: (*batch, n). An inf or NaN makes var, and so its whole row, NaN.
+    """
     x, weight, bias = (call.arrays[name] for name in ("x", "weight", "bias"))
     n = x.shape[-1]
     with np.errstate(all="ignore"):

@@ -12,10 +12,14 @@ from portakern.core.call import Call
 
 @BACKEND.implements("layernorm_vjp")
 def layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray | None, ...]:
-    """With r = (var + eps)^-1/2, xh = (x - mean) r and h = d_y weight:
+    """The gradients by way of the normalised row xh:
 
-    d_x = r (h - mean h - xh mean(h xh)), d_weight = sum over rows of d_y xh, d_bias = sum over rows of d_y.
-    An inf or NaN in a row of x makes its xh NaN, and so its d_x and all of d_weight. One in d_y reaches its row of d_x and its column of the others.
+        r = (var + eps)^-1/2, xh = (x - mean) r, h = d_y weight
+        d_x = r (h - mean h - xh mean(h xh)), d_weight = sum over rows of d_y xh, d_bias = sum over rows of d_y
+
+    x, d_y: (*batch, n), weight, bias: (n) or None -> d_x: (*batch, n), d_weight, d_bias: (n).
+    An inf or NaN in a row of x makes its xh NaN, and so its d_x and all of d_weight. One in d_y reaches its row of d_x
+    and its column of the others.
     """
     x, d_y, weight = call.arrays["x"], call.arrays["d_y"], call.arrays["weight"]
     n = x.shape[-1]

@@ -12,7 +12,10 @@ from portakern.core.call import Call
 
 @BACKEND.implements("matmul_vjp")
 def matmul_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray | None, ...]:
-    """d_a = d_c b^T and d_b = a^T d_c, each summed over the batch axes along which its operand was broadcast. No product is left out: 0 * inf is NaN."""
+    """d_a = d_c b^T and d_b = a^T d_c, each summed over the batch axes along which its operand was broadcast.
+
+    No product is left out: 0 * inf is NaN.
+    """
     a, b, d_c = (call.arrays[name] for name in ("a", "b", "d_c"))
     with np.errstate(all="ignore"):
         d_a = unbroadcast(np.matmul(d_c, np.swapaxes(b, -1, -2)), a.shape) if "d_a" in call.wants else None

@@ -12,7 +12,11 @@ from portakern.core.call import Call
 
 @BACKEND.implements("rmsnorm")
 def rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray]:
-    """y = x r weight, r = (mean x^2 + eps)^-1/2. A NaN makes r, and so its row, NaN; an inf makes r 0, and 0 * inf is NaN at its own element alone."""
+    """y = x r weight, r = (mean x^2 + eps)^-1/2.
+
+    x: (*batch, n), weight: (n) or None -> y: (*batch, n). A NaN makes r, and so its row, NaN; an inf makes r 0, and
+    0 * inf is NaN at its own element alone.
+    """
     x, weight = call.arrays["x"], call.arrays["weight"]
     with np.errstate(all="ignore"):
         r = 1 / np.sqrt(np.square(x).sum(-1, keepdims=True) / x.shape[-1] + call.options["eps"])

@@ -12,9 +12,14 @@ from portakern.core.call import Call
 
 @BACKEND.implements("rmsnorm_vjp")
 def rmsnorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray | None, ...]:
-    """With r = (mean x^2 + eps)^-1/2, xh = x r and h = d_y weight: d_x = r (h - xh mean(h xh)), d_weight = sum over rows of d_y xh.
+    """The gradients by way of the normalised row xh:
 
-    A NaN in a row of x makes its xh NaN, and so its d_x and all of d_weight; of an inf xh is NaN at its own element and 0 at the others, and d_x NaN.
+        r = (mean x^2 + eps)^-1/2, xh = x r, h = d_y weight
+        d_x = r (h - xh mean(h xh)), d_weight = sum over rows of d_y xh
+
+    x, d_y: (*batch, n), weight: (n) or None -> d_x: (*batch, n), d_weight: (n).
+    A NaN in a row of x makes its xh NaN, and so its d_x and all of d_weight; of an inf xh is NaN at its own element and
+    0 at the others, and d_x NaN.
     """
     x, d_y, weight = call.arrays["x"], call.arrays["d_y"], call.arrays["weight"]
     n = x.shape[-1]

@@ -12,7 +12,10 @@ from portakern.core.call import Call
 
 @BACKEND.implements("softmax")
 def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray]:
-    """y = exp(x - m) / sum exp(x - m), m = max x. A row of -inf, or with +inf (inf - inf) or NaN, is all NaN by plain arithmetic."""
+    """y = exp(x - m) / sum exp(x - m), m = max x along the axis.
+
+    A row of -inf, or with +inf (inf - inf) or NaN, is all NaN by plain arithmetic.
+    """
     x, axis = call.arrays["x"], call.options["axis"]
     with np.errstate(all="ignore"):
         e = np.exp(x - x.max(axis, keepdims=True, initial=-np.inf))

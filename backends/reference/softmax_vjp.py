@@ -12,7 +12,10 @@ from portakern.core.call import Call
 
 @BACKEND.implements("softmax_vjp")
 def softmax_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray]:
-    """d_x = y (d_y - sum y d_y), from y as it was stored. 0 * inf is NaN, by plain arithmetic, and a NaN anywhere makes its whole row NaN."""
+    """d_x = y (d_y - sum y d_y) along the axis, from y as it was stored.
+
+    0 * inf is NaN, by plain arithmetic, and a NaN anywhere makes its whole row NaN.
+    """
     y, d_y = call.arrays["y"], call.arrays["d_y"]
     with np.errstate(all="ignore"):
         return (y * (d_y - (y * d_y).sum(call.options["axis"], keepdims=True)),)

@@ -37,10 +37,6 @@ def _triton(op: str, name: str, what: str, old: str, new: str, **more: object) -
     return Fault(f"triton-{op}-{name}", "triton", op, old, new, what, **more)  # type: ignore[arg-type]
 
 
-def _pallas(op: str, name: str, what: str, old: str, new: str, **more: object) -> Fault:
-    return Fault(f"pallas-{op}-{name}", "pallas", op, old, new, what, gpu=False, **more)  # type: ignore[arg-type]
-
-
 FOLD = "    return fold(visit, state, own, keys, pairs,"  # in Triton's attention, where the tiles to visit are known
 TRITON_ATTENTION = [
     _triton(
@@ -210,76 +206,9 @@ TRITON_MATMUL = [
     ),
 ]  # fmt: skip
 
-PALLAS_ATTENTION = [
-    _pallas(
-        "attention", "p-truncated", "bfloat16 weights are cut instead of rounded to nearest",
-        "        acc_ref[...] = acc_ref[...] * shrink + dot(p.astype(v.dtype),",
-        "        if v.dtype == jnp.bfloat16:\n            p = lax.bitcast_convert_type(lax.bitcast_convert_type(p, jnp.int32) & -65536, jnp.float32)\n"
-        "        acc_ref[...] = acc_ref[...] * shrink + dot(p.astype(v.dtype),",
-        small=True,
-    ),
-    _pallas("attention", "l-of-rounded-p", "l sums the weights after they were rounded to v's dtype", "shrink + jnp.sum(p, axis=1", 'shrink + jnp.sum(p.astype(ref["v"].dtype).astype(jnp.float32), axis=1', small=True),
-    _pallas("attention", "causal-top-left", "queries stand beside the first keys, not the last", "aligned, far = kv_len - q_len, kv_len + q_len", "aligned, far = 0, kv_len + q_len"),
-    _pallas("attention", "band-left-corner", "a block whose last query just misses the first key counts as inside the band", ">= self.first - 1", ">= self.first - 2", small=True),
-    _pallas("attention", "band-right-corner", "a block whose first query just misses the last key counts as inside the band", "<= self.last + 1", "<= self.last + 2", small=True),
-    _pallas("attention", "too-few-steps", "a band that straddles one block more than its width loses the last", "pl.cdiv(width - 1, self.block_kv) + 1", "pl.cdiv(width, self.block_kv)", small=True),
-    _pallas("attention", "no-minus-inf-guard", "a block with no visible key subtracts -inf from -inf", "origin = jnp.where(m_new == -jnp.inf, 0.0, m_new)", "origin = m_new"),
-    _pallas("attention", "finite-sentinel", "masks write -0.7 of the largest number for -inf", "s = jnp.where(allowed, s, -jnp.inf)", "s = jnp.where(allowed, s, -0.7 * float(jnp.finfo(jnp.float32).max))", small=True),
-    _pallas("attention", "segments-only-on-edges", "segments are compared on edge blocks only", "both(band.allowed(i, j) if edge else None, segments)", "both(band.allowed(i, j), segments) if edge else None"),
-    _pallas("attention", "bias-of-kv-head", "the bias follows the key's head", "lambda b, h, i, step: (b, h, i))\n        rows", "lambda b, h, i, step: (b, quotient(h, group), i))\n        rows"),
-    _pallas("attention", "kv-head-modulo", "query head h reads key head h % kv_heads", "return b, quotient(h, group), band", "return b, h % k.shape[2], band"),
-    _pallas("attention", "softcap-pade", "tanh is its low-order fraction, clamped", "s = jnp.tanh(s)", "s = jnp.clip(s * (27 + s * s) / (27 + 9 * s * s), -1, 1)"),
-    _pallas(
-        "attention", "bias-after-mask", "the bias is added after the masks, so that a NaN there is added to -inf",
-        '        if "bias" in ref:\n            s = s + ref["bias"][...].astype(jnp.float32)\n        segments = same_segment(ref["q_segment_ids"], ref["kv_segment_ids"]) if "q_segment_ids" in ref else None\n        allowed = both(band.allowed(i, j) if edge else None, segments)\n        if allowed is not None:\n            s = jnp.where(allowed, s, -jnp.inf)\n',
-        '        segments = same_segment(ref["q_segment_ids"], ref["kv_segment_ids"]) if "q_segment_ids" in ref else None\n        allowed = both(band.allowed(i, j) if edge else None, segments)\n        if allowed is not None:\n            s = jnp.where(allowed, s, -jnp.inf)\n        if "bias" in ref:\n'
-        '            s = s + jnp.where(positions(s.shape, 1, j * band.block_kv) < band.kv_len, ref["bias"][...].astype(jnp.float32), 0.0)\n',
-        small=True,
-    ),
-    _pallas(
-        "attention", "additive-segments", "the segment mask adds -inf, so that a NaN or inf in another segment's key stays",
-        "        allowed = both(band.allowed(i, j) if edge else None, segments)\n",
-        "        if segments is not None:\n            s += jnp.where(segments, 0.0, -jnp.inf)\n        allowed = band.allowed(i, j) if edge else None\n",
-        small=True,
-    ),
-    _pallas("attention", "acc-bfloat16", "the accumulator of o is rounded to bfloat16 after each block", "dot(p.astype(v.dtype), v, (1, 0))", "dot(p.astype(v.dtype), v, (1, 0))\n        acc_ref[...] = acc_ref[...].astype(jnp.bfloat16).astype(jnp.float32)", small=True),
-    _pallas("attention", "scale-of-padded-d", "the default scale comes from the head dimension rounded up to 8", "    pre, unit = score_unit(call)\n", "    pre, unit = score_unit(call)\n    unit *= (d / padded(d, 8)) ** 0.5\n", small=True),
-]  # fmt: skip
-
-PALLAS_SOFTMAX = [
-    _pallas("softmax", "no-minus-inf-guard", "a first block of nothing but -inf subtracts -inf from -inf", "origin = jnp.where(m == -jnp.inf, 0.0, m)", "origin = m", small=True),
-    _pallas("softmax", "finite-padding", "lanes beyond a row hold -1e4 instead of -inf", "< n, x, -jnp.inf)", "< n, x, -1e4)", small=True),
-    _pallas("softmax", "rounded-twice", "weights are rounded to the output's dtype before the division", "(jnp.exp(x - m_ref[...]) / l_ref[...])", "(jnp.exp(x - m_ref[...]).astype(y_ref.dtype).astype(jnp.float32) / l_ref[...])", small=True),
-    _pallas("softmax", "exp-clamped", "the exponent is clamped at -20", "(jnp.exp(x - m_ref[...]) / l_ref[...])", "(jnp.exp(jnp.maximum(x - m_ref[...], -20.0)) / l_ref[...])", small=True),
-    _pallas("softmax", "l-not-rescaled", "the running sum keeps its unit when the maximum grows", "l_ref[...] * jnp.exp(m_ref[...] - origin)", "l_ref[...]"),
-    _pallas("softmax", "last-not-summed", "the sum of a long ragged row leaves out its last element", "jnp.sum(jnp.exp(x - origin), axis=axis, keepdims=True)", "jnp.sum(jnp.where(positions(x.shape, axis, step * block_n) < n - (n > 128), jnp.exp(x - origin), 0.0), axis=axis, keepdims=True)", small=True),
-]  # fmt: skip
-
-PALLAS_LAYERNORM = [
-    _pallas("layernorm", "one-pass-variance", "the variance within a block is E[x^2] - mean^2", "total(jnp.square(x - block_mean))", "total(jnp.square(x)) - jnp.float32(here) * jnp.square(block_mean)", small=True),
-    _pallas("layernorm", "eps-outside", "eps is added to the standard deviation", "lax.rsqrt(m2[...] / n + eps)", "1 / (jnp.sqrt(m2[...] / n) + eps)", small=True),
-    _pallas("layernorm", "eps-ignored", "eps is always 1e-5", 'eps=call.options["eps"])', "eps=1e-5)", small=True),
-    _pallas("layernorm", "weight-as-x", "a float32 weight is rounded to x's dtype", '"weight"][...].astype(jnp.float32)', '"weight"][...].astype(ref["x"].dtype).astype(jnp.float32)', small=True),
-    _pallas("layernorm", "ragged-count", "the merge counts a ragged last block as full", "here = jnp.minimum(n - seen, block_n)", "here = block_n", small=True),
-    _pallas("layernorm", "between-blocks", "the merge forgets that blocks differ in their means", " + delta * (delta * (share * jnp.float32(seen)))", ""),
-]  # fmt: skip
-
-PALLAS_RMSNORM = [
-    _pallas("rmsnorm", "mean-over-blocks", "the mean of squares divides by the extent of all blocks", "lax.rsqrt(squares[...] / n + eps)", "lax.rsqrt(squares[...] / (n + -n % block_n) + eps)"),
-    _pallas("rmsnorm", "eps-outside", "eps is added to the root", "lax.rsqrt(squares[...] / n + eps)", "1 / (jnp.sqrt(squares[...] / n) + eps)", small=True),
-    _pallas("rmsnorm", "eps-ignored", "eps is always 1e-6", 'eps=call.options["eps"])', "eps=1e-6)", small=True),
-    _pallas("rmsnorm", "weight-as-x", "a float32 weight is rounded to x's dtype", '"weight"][...].astype(jnp.float32)', '"weight"][...].astype(ref["x"].dtype).astype(jnp.float32)', small=True),
-]  # fmt: skip
-
-PALLAS_MATMUL = [
-    _pallas("matmul", "acc-bfloat16", "the accumulator is rounded to bfloat16 after each block", "acc_ref[...] += dot(a, b, (1, 0))", "acc_ref[...] = (acc_ref[...] + dot(a, b, (1, 0))).astype(jnp.bfloat16).astype(jnp.float32)"),
-    _pallas("matmul", "tf32-for-ieee", "float32 operands keep 10 bits although precision is ieee", "    acc_ref[...] += dot(a, b, (1, 0))", "    if a.dtype == jnp.float32:\n        a, b = jax.lax.reduce_precision(a, 8, 10), jax.lax.reduce_precision(b, 8, 10)\n    acc_ref[...] += dot(a, b, (1, 0))"),
-    _pallas("matmul", "batch-from-the-left", "batch axes broadcast aligned at the left", "first = rank - 3 - len(batch)", "first = 0"),
-    _pallas("matmul", "rounded-twice", "the result passes through the operands' dtype before out_dtype", "acc_ref[...].astype(c_ref.dtype)", "acc_ref[...].astype(a_ref.dtype).astype(c_ref.dtype)"),
-    _pallas("matmul", "k-tail-short", "the ragged end of a long k loses its last product", "a = jnp.where(positions(a.shape, 1, step * block_k) < k, a, 0)", "a = jnp.where(positions(a.shape, 1, step * block_k) < k - (k > 64), a, 0)"),
-]  # fmt: skip
-
-from .faults_vjp import FAULTS_VJP  # noqa: E402  it needs Fault
+from .faults_pallas import FAULTS_PALLAS  # noqa: E402  the other tables need Fault
+from .faults_pallas_vjp import FAULTS_PALLAS_VJP  # noqa: E402
+from .faults_vjp import FAULTS_VJP  # noqa: E402
 
 FAULTS = (
     TRITON_ATTENTION
@@ -287,10 +216,7 @@ FAULTS = (
     + TRITON_LAYERNORM
     + TRITON_RMSNORM
     + TRITON_MATMUL
-    + PALLAS_ATTENTION
-    + PALLAS_SOFTMAX
-    + PALLAS_LAYERNORM
-    + PALLAS_RMSNORM
-    + PALLAS_MATMUL
+    + FAULTS_PALLAS
     + FAULTS_VJP
+    + FAULTS_PALLAS_VJP
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .faults import Fault, _pallas, _triton
+from .faults import Fault, _triton
 
 __all__ = ["FAULTS_VJP"]
 
@@ -131,86 +131,6 @@ TRITON_MATMUL_VJP = [
     ),
 ]  # fmt: skip
 
-PALLAS_ATTENTION_VJP = [
-    _pallas("attention_vjp", "delta-with-d-lse-added", "the cotangent of lse has the wrong sign in Delta", 'delta - ref["d_lse"]', 'delta + ref["d_lse"]'),
-    _pallas(
-        "attention_vjp", "delta-of-rounded-products", "Delta sums products that were rounded to the inputs' dtype",
-        'jnp.sum(ref["d_o"][...].astype(jnp.float32) * ref["o"][...].astype(jnp.float32), axis', 'jnp.sum((ref["d_o"][...] * ref["o"][...]).astype(jnp.float32), axis', small=True,
-    ),
-    _pallas("attention_vjp", "no-minus-inf-guard", "a row that sees no key keeps its lse of -inf", "jnp.where(unseen, jnp.inf, lse)", "lse", small=True),
-    _pallas("attention_vjp", "lse-rounded", "lse passes through the inputs' dtype", "jnp.where(unseen, jnp.inf, lse)", 'jnp.where(unseen, jnp.inf, lse.astype(ref["o"].dtype).astype(jnp.float32))'),
-    _pallas(
-        "attention_vjp", "p-truncated", "bfloat16 weights are cut instead of rounded to nearest on their way into d_v",
-        '            ref["v_acc"][...] += dot(p.astype(d_o.dtype), d_o, (1, 0))',
-        "            cut = p if d_o.dtype != jnp.bfloat16 else jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(p, jnp.int32) & -65536, jnp.float32)\n"
-        '            ref["v_acc"][...] += dot(cut.astype(d_o.dtype), d_o, (1, 0))',
-        small=True,
-    ),
-    _pallas(
-        "attention_vjp", "ds-rounded-twice", "dS is rounded to the inputs' dtype before the softcap's slope",
-        "selected(allowed, d_s * slope)", 'selected(allowed, d_s.astype(ref["q"].dtype).astype(jnp.float32) * slope)', times=2, small=True,
-    ),
-    _pallas("attention_vjp", "tanh-twice", "the softcap's slope takes the tanh of what is one already", "slope = 1 - s * s", "slope = 1 - jnp.tanh(s) ** 2"),
-    _pallas("attention_vjp", "d-q-scale-off", "d_q's scale is 0.3 % too large", '(ref["acc"][...] * scores.scale)', '(ref["acc"][...] * (scores.scale * 1.003))', small=True),
-    _pallas("attention_vjp", "heads-not-summed", "d_k and d_v start anew at each query head of a group", "pl.when((head == 0) & (step == 0))", "pl.when(step == 0)"),
-    _pallas("attention_vjp", "bias-batch-not-summed", "d_bias starts anew at each batch entry that it sums", "pl.when((summed[0] == 0) & (summed[1] == 0) & (summed[2] == 0))", "pl.when((summed[1] == 0) & (summed[2] == 0))"),
-    _pallas("attention_vjp", "bias-queries-not-summed", "d_bias of a bias of one row starts anew at each block of queries", "pl.when((summed[0] == 0) & (summed[1] == 0) & (summed[2] == 0))", "pl.when((summed[0] == 0) & (summed[1] == 0))", small=True),
-    _pallas("attention_vjp", "bias-as-q", "a float32 bias is rounded to q's dtype in d_k, d_v and d_bias", 'ref["bias"][...].astype(jnp.float32).T', 'ref["bias"][...].astype(ref["q"].dtype).astype(jnp.float32).T', small=True),
-    _pallas(
-        "attention_vjp", "band-left-corner", "a block whose last row just misses the first column counts as inside the band",
-        "inside = band.inside(row, column)", "inside = band._replace(first=None if band.first is None else band.first - 1).inside(row, column)", small=True,
-    ),
-    _pallas(
-        "attention_vjp", "band-right-corner", "a block whose first row just misses the last column counts as inside the band",
-        "inside = band.inside(row, column)", "inside = band._replace(last=None if band.last is None else band.last + 1).inside(row, column)", small=True,
-    ),
-    _pallas("attention_vjp", "band-turned-wrong", "the band as keys see it has its bounds in the queries' order", "in (band.last, band.first))", "in (band.first, band.last))"),
-    _pallas("attention_vjp", "k-tail-unmasked", "rows of k beyond the last key enter d_q", "within(k, j * band.block_kv, band.kv_len) if edge else k", "k"),
-    _pallas("attention_vjp", "q-tail-unmasked", "rows of q and d_o beyond the last query enter d_k and d_v", "q, d_o = (within(x, i * band.block_kv, band.kv_len) for x in (q, d_o))", "pass"),
-    _pallas(
-        "attention_vjp", "masked-once", "dS is not selected again after the arithmetic: what a masked pair's v holds leaks into d_q",
-        'selected(allowed, p * (dot(ref["d_o"][...], ref["v"][...], (1, 1)) - delta))', '(p * (dot(ref["d_o"][...], ref["v"][...], (1, 1)) - delta))', small=True,
-    ),
-    _pallas("attention_vjp", "segments-only-on-edges", "segments are compared on edge blocks only in d_k, d_v and d_bias", "both(band.allowed(j, i) if edge else None, segments)", "both(band.allowed(j, i), segments) if edge else None"),
-    _pallas("attention_vjp", "acc-bfloat16", "the accumulator of d_k is rounded to bfloat16 after each block", 'ref["k_acc"][...] += dot(d_s.astype(q.dtype), q, (1, 0))', 'ref["k_acc"][...] = (ref["k_acc"][...] + dot(d_s.astype(q.dtype), q, (1, 0))).astype(jnp.bfloat16).astype(jnp.float32)'),
-]  # fmt: skip
-
-PALLAS_SOFTMAX_VJP = [
-    _pallas("softmax_vjp", "delta-of-rounded-terms", "Delta sums terms that were rounded to y's dtype", "terms = y * d_y", "terms = (y * d_y).astype(y_ref.dtype).astype(jnp.float32)", small=True),
-    _pallas("softmax_vjp", "last-not-summed", "Delta of a long ragged row leaves out its last element", "< n, terms, 0.0)", "< n - (n > 128), terms, 0.0)", small=True),
-    _pallas("softmax_vjp", "last-block-alone", "Delta starts anew at each block", "pl.when((sweep == 0) & (step == 0))", "pl.when(sweep == 0)", small=True),
-    _pallas("softmax_vjp", "padding-summed", "lanes beyond a row enter Delta", "if n % block_n:", "if n % block_n == 1:"),
-]  # fmt: skip
-
-PALLAS_LAYERNORM_VJP = [
-    _pallas("layernorm_vjp", "one-pass-variance", "the variance within a block is E[x^2] - mean^2", "along_row(jnp.square(x - block_mean)) +", "along_row(jnp.square(x)) - jnp.float32(here) * jnp.square(block_mean) +", small=True),
-    _pallas("layernorm_vjp", "ragged-count", "the merge counts a ragged last block as full", "here = jnp.minimum(n - seen, block_n)", "here = block_n"),
-    _pallas("layernorm_vjp", "hx-not-moved", "mean(h xh) forgets that blocks differ in their means", "((delta - delta * share) * block_h - delta * share * ref[\"h_sum\"][...])", "0.0"),
-    _pallas("layernorm_vjp", "missing-rows-counted", "rows beyond the last enter d_weight and d_bias", "if height % block_rows:", "if height % block_rows == 1:"),
-    _pallas("layernorm_vjp", "weight-as-x", "a float32 weight is rounded to x's dtype", 'ref["weight"][...].astype(jnp.float32)', 'ref["weight"][...].astype(ref["d_y"].dtype).astype(jnp.float32)', small=True),
-    _pallas("layernorm_vjp", "last-group-dropped", "the last of several partial sums is left out", "if height % x.shape[0]:\n        x = jnp.where(positions(x.shape, 0, step * x.shape[0]) < height, x, 0.0)", "x = jnp.where(positions(x.shape, 0, step * x.shape[0]) < max(height - 1, 1), x, 0.0)"),
-    _pallas("layernorm_vjp", "partial-sums-rounded", "partial sums of d_weight are rounded to the inputs' dtype", 'over_rows(d_y * xh)', 'over_rows(d_y * xh).astype(ref["d_y"].dtype).astype(jnp.float32)'),
-]  # fmt: skip
-
-PALLAS_RMSNORM_VJP = [
-    _pallas("rmsnorm_vjp", "padding-summed", "lanes beyond a row enter its sums", "if n % block_n:", "if n % block_n == 1:"),
-    _pallas("rmsnorm_vjp", "last-block-alone", "the sums of a row start anew at each block", "pl.when((sweep == 0) & (step == 0))", "pl.when(sweep == 0)"),
-    _pallas("rmsnorm_vjp", "missing-rows-counted", "rows beyond the last enter d_weight", "if height % block_rows:", "if height % block_rows == 1:"),
-    _pallas("rmsnorm_vjp", "weight-as-x", "a float32 weight is rounded to x's dtype", 'ref["weight"][...].astype(jnp.float32)', 'ref["weight"][...].astype(ref["d_y"].dtype).astype(jnp.float32)', small=True),
-    _pallas("rmsnorm_vjp", "partial-sums-rounded", "partial sums of d_weight are rounded to the inputs' dtype", "jnp.sum(product, axis=0, keepdims=True)", 'jnp.sum(product, axis=0, keepdims=True).astype(ref["d_y"].dtype).astype(jnp.float32)'),
-]  # fmt: skip
-
-PALLAS_MATMUL_VJP = [
-    _pallas("matmul_vjp", "summed-batches-rounded", "each batch entry's product is rounded before the entries are summed", "        (c,) = forward.matmul(product(call, name), tiling)\n", APART),
-    _pallas("matmul_vjp", "batch-from-the-left", "batch axes broadcast aligned at the left", "x.reshape((1,) * (rank + 2 - x.ndim) + x.shape)", "x.reshape(x.shape[:-2] + (1,) * (rank + 2 - x.ndim) + x.shape[-2:])"),
-    _pallas("matmul_vjp", "cotangent-as-a", "a wider d_c is rounded to a's dtype first", "jnp.dtype(product_dtype(call))\n    a, b", "jnp.dtype(call.dtype)\n    a, b"),
-    _pallas(
-        "matmul_vjp", "last-entry-dropped", "sums over batch entries leave out the last product of the last one",
-        "    return sibling(", "    if summed and left.shape[-1] > 64:\n        left, right = left[..., :-1], right[..., :-1, :]\n    return sibling(",
-    ),
-]  # fmt: skip
-
 FAULTS_VJP: list[Fault] = [
     *TRITON_ATTENTION_VJP, *TRITON_SOFTMAX_VJP, *TRITON_LAYERNORM_VJP, *TRITON_RMSNORM_VJP, *TRITON_MATMUL_VJP,
-    *PALLAS_ATTENTION_VJP, *PALLAS_SOFTMAX_VJP, *PALLAS_LAYERNORM_VJP, *PALLAS_RMSNORM_VJP, *PALLAS_MATMUL_VJP,
 ]  # fmt: skip

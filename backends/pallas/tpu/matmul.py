@@ -1,13 +1,16 @@
 """Matrix multiplication on TPUs: C = A B, one output block at a time, k innermost.
 
-a: (*#batch, m, k), b: (*#batch, k, n) -> c: (*batch, m, n). The grid is (*batch, m blocks, n blocks, k blocks). Every k step multiplies a (block_m, block_k)
-by a (block_k, block_n) block on the MXU and adds the product to a float32 accumulator that stays in VMEM; the last step rounds it once to the output's dtype.
-Batch axes are grid axes: an operand that is broadcast along one answers with block 0 there, so nothing is repeated in memory. Rows of batched a that share one
-b are one taller matrix.
+a: (*#batch, m, k), b: (*#batch, k, n) -> c: (*batch, m, n). The grid is (*batch, m blocks, n blocks, k blocks). Every k
+step multiplies a (block_m, block_k) by a (block_k, block_n) block on the matrix unit and adds the product to a float32
+accumulator that stays in VMEM; the last step rounds it once to the output's dtype. Batch axes are grid axes: an operand
+that is broadcast along one answers with block 0 there, so nothing is repeated in memory. Rows of batched a that share
+one b are one taller matrix.
 
-block_m, block_n: the output block (sublanes, lanes); block_k: the share of k resident at a step. Larger blocks read each operand fewer times.
+block_m, block_n: the output block (sublanes, lanes); block_k: the share of k resident at a step. Larger blocks read
+each operand fewer times.
 
-Source: the blocked product of Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008), section 4, with VMEM as the cache.
+Source: the blocked product of Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008),
+section 4, with VMEM as the cache.
 """
 
 from __future__ import annotations
@@ -20,23 +23,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import (
-    LANES,
-    block,
-    dot,
-    dtype_refused,
-    in_order,
-    interpreter,
-    off_grid,
-    over_vmem,
-    positions,
-    row_block,
-    step_along,
-    sublanes,
-)
+from portakern.backends.pallas.common import Refs, block, row_block, step_along, within
+from portakern.backends.pallas.tpu._chip import LANES, dot, dtype_refused, launch, off_grid, over_vmem, sublanes
 from portakern.core.call import Call
 
 
@@ -49,12 +39,11 @@ def default_tiling(call: Call) -> dict[str, int]:
 
 
 def blocks(call: Call, tiling: Mapping[str, int], m: int) -> tuple[int, int, int]:
-    grain = sublanes(call.arrays["a"].dtype)
-    n, k = call.dims["n"], call.dims["k"]
+    """(block_m, block_n, block_k) of a call whose a has m rows for each b."""
     return (
-        row_block(call, m, tiling["block_m"], grain),
-        block(n, tiling["block_n"], LANES),
-        block(k, tiling["block_k"], LANES),
+        row_block(call, m, tiling["block_m"], sublanes(call.arrays["a"].dtype)),
+        block(call.dims["n"], tiling["block_n"], LANES),
+        block(call.dims["k"], tiling["block_k"], LANES),
     )
 
 
@@ -62,6 +51,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     m, n, k = (call.dims[axis] for axis in "mnk")
     bm, bn, bk = blocks(call, tiling, m)
     size, out = call.arrays["a"].dtype.itemsize, jnp.dtype(call.outputs["c"][1]).itemsize
+    # two blocks of each operand, so that one is moved while the other is used, and one accumulator
     resident = 2 * (bm * bk + bk * bn) * size + 2 * bm * bn * out + 4 * bm * bn
     return (
         dtype_refused(call, call.outputs["c"][1])
@@ -72,36 +62,37 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     )
 
 
-def kernel(a_ref: Any, b_ref: Any, c_ref: Any, acc_ref: Any, *, k: int, axis: int) -> None:
+def kernel(ref: Refs, *, k: int, axis: int) -> None:
+    """``axis`` is the grid axis along which the blocks of k follow each other."""
     step, last = step_along(axis), pl.num_programs(axis) - 1
-    block_k = a_ref.shape[1]
 
     @pl.when(step == 0)
     def start() -> None:
-        acc_ref[...] = jnp.zeros_like(acc_ref)
+        ref.acc[...] = jnp.zeros_like(ref.acc)
 
-    a, b = a_ref[...], b_ref[...]
-    if k % block_k:  # both sides: beyond k lies anything, and 0 * NaN is NaN
-        a = jnp.where(positions(a.shape, 1, step * block_k) < k, a, 0)
-        b = jnp.where(positions(b.shape, 0, step * block_k) < k, b, 0)
-    acc_ref[...] += dot(a, b, (1, 0))
+    a, b = ref.a[...], ref.b[...]
+    start_of_k = step * a.shape[1]
+    # both sides: beyond k lies anything, and 0 * NaN is NaN
+    a, b = within(a, 1, start_of_k, k), within(b, 0, start_of_k, k)
+    ref.acc[...] += dot(a, b, (1, 0))
 
     @pl.when(step == last)
     def finish() -> None:
-        c_ref[...] = acc_ref[...].astype(c_ref.dtype)
+        ref.c[...] = ref.acc[...].astype(ref.c.dtype)
 
 
 def operand(shape: tuple[int, ...], block_shape: tuple[int, int], axes: tuple[int, int], rank: int) -> pl.BlockSpec:
-    """Blocks of an operand whose matrix axes follow the grid axes `axes`, and whose batch axes follow the grid's batch axes unless their extent is 1."""
+    """Blocks of an operand in a grid of ``rank`` axes.
+
+    The operand's matrix axes follow the grid axes ``axes``, its batch axes the grid's batch axes, unless their extent
+    is 1.
+    """
     batch = shape[:-2]
     first = rank - 3 - len(batch)
 
     def index(*step: Any) -> tuple[Any, ...]:
-        return (
-            *(0 if extent == 1 else step[first + d] for d, extent in enumerate(batch)),
-            step[axes[0]],
-            step[axes[1]],
-        )
+        at_batch = (0 if extent == 1 else step[first + d] for d, extent in enumerate(batch))
+        return (*at_batch, step[axes[0]], step[axes[1]])
 
     return pl.BlockSpec((*(None for _ in batch), *block_shape), index)
 
@@ -119,21 +110,25 @@ def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     rank = len(grid)
     rows, columns, depth = rank - 3, rank - 2, rank - 1
     products = math.prod(batch) * m * n * k
-    c = pl.pallas_call(
+    bytes_of_a = products // n * pl.cdiv(n, bn) * a.dtype.itemsize
+    bytes_of_b = products // m * pl.cdiv(m, bm) * b.dtype.itemsize
+    found = launch(
+        call,
         partial(kernel, k=k, axis=depth),
-        grid=grid,
-        in_specs=[operand(a.shape, (bm, bk), (rows, depth), rank), operand(b.shape, (bk, bn), (depth, columns), rank)],
-        out_specs=operand((*batch, m, n), (bm, bn), (rows, columns), rank),
-        out_shape=jax.ShapeDtypeStruct((*batch, m, n), dtype),
-        scratch_shapes=[pltpu.VMEM((bm, bn), jnp.float32)],
-        compiler_params=in_order(*["parallel"] * depth, "arbitrary"),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * products,
-            transcendentals=0,
-            bytes_accessed=products // n * pl.cdiv(n, bn) * a.dtype.itemsize
-            + products // m * pl.cdiv(m, bm) * b.dtype.itemsize,
-        ),
-        interpret=interpreter(call),
-        name="portakern_matmul",
-    )(a, b)
-    return (c.reshape(shape),)
+        "portakern_matmul",
+        grid,
+        in_order=1,
+        inputs={
+            "a": (a, operand(a.shape, (bm, bk), (rows, depth), rank)),
+            "b": (b, operand(b.shape, (bk, bn), (depth, columns), rank)),
+        },
+        outputs={
+            "c": (
+                jax.ShapeDtypeStruct((*batch, m, n), dtype),
+                operand((*batch, m, n), (bm, bn), (rows, columns), rank),
+            )
+        },
+        scratch={"acc": (bm, bn)},
+        cost=pl.CostEstimate(flops=2 * products, transcendentals=0, bytes_accessed=bytes_of_a + bytes_of_b),
+    )
+    return (found["c"].reshape(shape),)

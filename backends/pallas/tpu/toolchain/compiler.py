@@ -1,8 +1,9 @@
-"""TPU machine code without a TPU: libtpu compiles for a topology that is only described, and tells what it made when asked to dump it.
+"""TPU machine code without a TPU: libtpu compiles for a topology that is only described.
 
-The environment of the process decides what it tells, so it is chosen before jax is imported. Per kernel: the memory it allocates, the VLIW bundles, and what
-each bundle keeps busy. An estimate of the whole run's cycles, for which libtpu follows the grid, is made by another process: it may end that process, or never
-come to an end on one of XLA's own copies and take all memory on the way.
+It tells what it made when asked to dump it. The environment of the process decides what it tells, so it is chosen
+before jax is imported. Per kernel: the memory it allocates, the VLIW bundles, and what each bundle keeps busy. An
+estimate of the whole run's cycles, for which libtpu follows the grid, is made by another process: it may end that
+process, or never come to an end on one of XLA's own copies and take all memory on the way.
 """
 
 from __future__ import annotations
@@ -35,8 +36,12 @@ NO_ESTIMATE = ("v4",)  # libtpu has no model of its DMA latency
 ESTIMATE_SECONDS, ESTIMATE_BYTES = 60.0, 4 * 2**30  # what the other process may take
 DUMP, WANT_ESTIMATE = "PORTAKERN_TPU_DUMP", "PORTAKERN_TPU_ESTIMATE"
 TELL = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=original|final_bundles|final_hlo-static"
-# Whatever fits is kept in VMEM from one operation of a program to the next, and a kernel then needs no windows for it: here every kernel must bring its own.
-FROM_HBM = "--xla_vf_vmem_memory_space_assignment=false --xla_gf_vmem_memory_space_assignment=false --xla_tpu_cmem_memory_space_assignment=false"
+# Whatever fits is kept in VMEM from one operation of a program to the next, and a kernel then needs no windows for it:
+# here every kernel must bring its own.
+FROM_HBM = (
+    "--xla_vf_vmem_memory_space_assignment=false --xla_gf_vmem_memory_space_assignment=false "
+    "--xla_tpu_cmem_memory_space_assignment=false"
+)
 
 
 def unavailable(hardware: Hardware) -> str | None:
@@ -152,7 +157,7 @@ def _busy(table: str) -> dict[str, int]:
 
 
 def _estimate(call: Call, tiling: Mapping[str, int], names: list[str]) -> dict[str, int]:
-    """Kernel -> cycles of a whole run, of those for which another process came to an estimate before it died or had taken enough."""
+    """Kernel -> cycles of a whole run, where another process came to an estimate before it died or had taken enough."""
     with tempfile.TemporaryDirectory() as folder:
         told = {name: Path(folder) / f"{name}_static_llo_profile.textproto" for name in names}
         variables = {

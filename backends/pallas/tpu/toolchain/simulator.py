@@ -1,12 +1,14 @@
-"""Pallas's simulated TPU as a check profile: every interpreted call runs on two cores, with the memories, DMAs and races of a chip.
+"""Pallas's simulated TPU as a check profile.
 
-Buffers that nothing wrote hold NaN; a block or an index beyond a buffer raises; so does a race, when its kernel ends. Calls alternate between the two times at
-which a DMA may move its data: when somebody waits for it, so that whoever reads too early sees the old memory, and at once, so that whoever issues it too
-early destroys what was still to be read. The checker makes each call twice and compares bits, so that each case meets both.
+Every interpreted call runs on two cores, with the memories, DMAs and races of a chip. Buffers that nothing wrote hold
+NaN; a block or an index beyond a buffer raises; so does a race, when its kernel ends. Calls alternate between the two
+times at which a DMA may move its data: when somebody waits for it, so that whoever reads too early sees the old memory,
+and at once, so that whoever issues it too early destroys what was still to be read. The checker makes each call twice
+and compares bits, so that each case meets both.
 
-The simulator is Pallas's own (``pltpu.InterpretParams``). What it has no parameter for is told to it through functions that jax keeps to itself: alone it
-prints races and keeps those of the last kernel only, stays broken after an exception, and (until jax 0.11) compiles a kernel again for each core and
-each call, which is nine tenths of its time.
+The simulator is Pallas's own (``pltpu.InterpretParams``). What it has no parameter for is told to it through functions
+that jax keeps to itself: alone it prints races and keeps those of the last kernel only, stays broken after an
+exception, and (until jax 0.11) compiles a kernel again for each core and each call, which is nine tenths of its time.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ _compiling = threading.Lock()
 
 @contextmanager
 def simulated() -> Iterator[None]:
-    """Within this context interpreted calls run on the simulator. They share its memory, so only one thread may make them."""
+    """Within this context interpreted calls run on the simulator.
+
+    They share its memory, so only one thread may make them.
+    """
     modes = itertools.cycle(("eager", "on_wait"))
 
     def next_mode(served: dispatch.Served) -> None:

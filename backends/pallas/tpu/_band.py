@@ -1,0 +1,103 @@
+"""Which keys causality and a window let a query see, and so which blocks of queries and keys meet at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from portakern.backends.pallas.common import positions, quotient
+from portakern.core.call import Call
+
+
+class Band(NamedTuple):
+    """The keys that causality and the window let a query see, in blocks of block_q queries and block_kv keys.
+
+    Query i sees key j where first <= j - i <= last; None is no bound.
+    """
+
+    first: int | None
+    last: int | None
+    kv_len: int
+    block_q: int
+    block_kv: int
+
+    @classmethod
+    def of(cls, call: Call, block_q: int, block_kv: int) -> Band:
+        """The band of a call: its last query stands beside its last key."""
+        left, right = call.options["window"] or (None, None)
+        if call.options["is_causal"]:
+            right = 0 if right is None else min(right, 0)
+        q_len, kv_len = call.dims["q_len"], call.dims["kv_len"]
+        aligned, far = kv_len - q_len, kv_len + q_len  # no window wider than that says more, and an int32 holds it
+        first = None if left is None else aligned - min(left, far)
+        return cls(first, None if right is None else aligned + min(right, far), kv_len, block_q, block_kv)
+
+    def span(self, i: Any) -> tuple[Any, Any]:
+        """The first and the last key block that query block i can see.
+
+        Where it sees none, the last lies before the first.
+        """
+        low, high = (max, min) if isinstance(i, int) else (jnp.maximum, jnp.minimum)
+        first, last = 0, (self.kv_len - 1) // self.block_kv
+        if self.first is not None:
+            first = quotient(low(i * self.block_q + self.first, 0), self.block_kv)
+        if self.last is not None:
+            key = high(low((i + 1) * self.block_q - 1 + self.last, -1), self.kv_len - 1)
+            last = quotient(key + self.block_kv, self.block_kv) - 1
+        return first, last
+
+    def steps(self) -> int:
+        """Key blocks that any one query block can see, at most."""
+        whole = pl.cdiv(self.kv_len, self.block_kv)
+        if self.first is None or self.last is None:
+            return whole
+        width = max(1, self.block_q + self.last - self.first)
+        return min(whole, pl.cdiv(width - 1, self.block_kv) + 1)
+
+    def block(self, i: Any, step: Any) -> Any:
+        """The key block that a step of query block i has resident: past the last visible one, that one again."""
+        first, last = self.span(i)
+        return jnp.clip(first + step, 0, jnp.maximum(last, 0))
+
+    def inside(self, i: Any, j: Any) -> Any:
+        """Whether every pair of query block i and key block j is visible."""
+        within: Any = True
+        if self.kv_len % self.block_kv:
+            within &= (j + 1) * self.block_kv <= self.kv_len
+        if self.first is not None:
+            within &= j * self.block_kv - (i + 1) * self.block_q >= self.first - 1
+        if self.last is not None:
+            within &= (j + 1) * self.block_kv - i * self.block_q <= self.last + 1
+        return within
+
+    def allowed(self, i: Any, j: Any) -> Any:
+        """Which pairs of query block i and key block j are visible, or None where all are."""
+        shape = (self.block_q, self.block_kv)
+        key = positions(shape, 1, j * self.block_kv)
+        offset = key - positions(shape, 0, i * self.block_q)
+        rules = []
+        if self.kv_len % self.block_kv:
+            rules.append(key < self.kv_len)
+        if self.first is not None:
+            rules.append(offset >= self.first)
+        if self.last is not None:
+            rules.append(offset <= self.last)
+        return both(*rules)
+
+    def visit(self, i: Any, j: Any, visible: Any, body: Callable[[bool], None]) -> None:
+        """Run ``body(edge)`` on query block i and key block j if some pair of it is visible.
+
+        ``edge`` says whether some pair is not, so that blocks wholly inside the band pay for no mask.
+        """
+        inside = self.inside(i, j)
+        pl.when(visible & inside)(lambda: body(False))
+        pl.when(visible & (inside ^ True))(lambda: body(True))
+
+
+def both(*rules: Any) -> Any:
+    """What all of these masks allow, where None allows everything."""
+    rules = tuple(rule for rule in rules if rule is not None)
+    return None if not rules else rules[0] if len(rules) == 1 else rules[0] & both(*rules[1:])

@@ -1,0 +1,111 @@
+"""What the kernels need to know of a TPU: its native grid, its memory and matrix unit, and what it refuses.
+
+A vector register holds 8 sublanes (16 of 16-bit values) by 128 lanes, and the last two axes of a block are counted in
+those. A tile that a user names is never changed in silence: it is legal when it lies on that grid, or when it covers
+its whole extent. Then the block is the extent rounded up to the grid, and the kernel masks what lies beyond.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from portakern.backends.pallas import common
+from portakern.backends.pallas.common import Blocks, Refs
+from portakern.core import targets
+from portakern.core.call import Call
+
+LANES = 128
+VMEM_BYTES = targets.least("tpu", "vmem")  # what a kernel may use by default on every chip
+
+
+def sublanes(dtype: Any) -> int:
+    """Rows of one native tile: 8 of 32-bit values, 16 of 16-bit values."""
+    return 32 // jnp.dtype(dtype).itemsize
+
+
+def whole_lanes(extent: int) -> int:
+    """An extent as it lies in VMEM along lanes: rounded up to whole vector registers."""
+    return common.padded(extent, LANES)
+
+
+def off_grid(name: str, tile: int, extent: int, grain: int) -> str | None:
+    """Why a tile is not legal for an extent, or None."""
+    if tile % grain == 0 or tile >= extent:
+        return None
+    return (
+        f"{name}={tile} is off the TPU's native grid here: use a multiple of {grain}, "
+        f"or a tile that covers the whole extent of {extent}"
+    )
+
+
+def over_vmem(needed: int, names: str) -> str | None:
+    """Why blocks of so many bytes cannot be resident at once, or None.
+
+    ``names`` are the tiles that would have to be smaller.
+    """
+    if needed <= VMEM_BYTES:
+        return None
+    return (
+        f"this tiling needs about {needed / 2**20:.1f} MiB of VMEM and a TPU kernel has {VMEM_BYTES >> 20} MiB "
+        f"by default: choose smaller {names}"
+    )
+
+
+def dtype_refused(call: Call, *more: str | None) -> str | None:
+    """Why a TPU cannot compute in the call's dtype, or in one of these, or None."""
+    lacks = {"float64": "TPUs have no float64: convert to float32, or use the reference backend"}
+    if call.target.platform == "tpu":
+        lacks["float16"] = "TPUs have no float16 (their compiler refuses even a load): convert to bfloat16 or float32"
+    return common.first_lacking(lacks, call.dtype, *more)
+
+
+def dot(a: Any, b: Any, contract: tuple[int, int]) -> Any:
+    """One product of 2-D blocks on the matrix unit, accumulated in float32.
+
+    It contracts axis contract[0] of a with axis contract[1] of b. Mosaic multiplies float32 operands either as one
+    bfloat16 pass, which is outside the tf32 bound as well as the ieee one, or in full: HIGHEST serves both.
+    """
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def launch(
+    call: Call,
+    kernel: Callable[[Refs], None],
+    name: str,
+    grid: tuple[int, ...],
+    *,
+    in_order: int,
+    inputs: Blocks,
+    outputs: Blocks,
+    scratch: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    cost: pl.CostEstimate,
+) -> dict[str, jax.Array]:
+    """Run ``kernel(ref)`` on a TPU's grid, and return what it wrote by name (`common.launch`).
+
+    The last ``in_order`` grid axes run one step after another, since ``scratch``, float32 arrays of these shapes in
+    VMEM, is carried along them ("arbitrary", in Mosaic's word). The axes before them are independent of each other and
+    may be split over cores ("parallel").
+    """
+    return common.launch(
+        call,
+        kernel,
+        name,
+        grid,
+        inputs=inputs,
+        outputs=outputs,
+        scratch={state: pltpu.VMEM(shape, jnp.float32) for state, shape in scratch.items()},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",) * (len(grid) - in_order) + ("arbitrary",) * in_order
+        ),
+        cost=cost,
+    )
