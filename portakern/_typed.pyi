@@ -22,7 +22,7 @@ class JAXArray(Protocol):
     @property
     def sharding(self) -> Any: ...
 
-A = TypeVar("A", bound=PyTorchArray | JAXArray)
+Array = TypeVar("Array", bound=PyTorchArray | JAXArray)
 T = TypeVar("T", covariant=True)
 
 class AttentionOut(NamedTuple, Generic[T]):
@@ -33,12 +33,12 @@ class AttentionOp(Op):
     @overload
     def __call__(
         self,
-        q: A,
-        k: A,
-        v: A,
-        bias: A | None = None,
-        q_segment_ids: A | None = None,
-        kv_segment_ids: A | None = None,
+        q: Array,
+        k: Array,
+        v: Array,
+        bias: Array | None = None,
+        q_segment_ids: Array | None = None,
+        kv_segment_ids: Array | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -46,7 +46,7 @@ class AttentionOp(Op):
         softcap: float | None = None,
         precision: Literal["ieee", "tf32"] = "ieee",
         return_lse: Literal[False] = False,
-    ) -> A:
+    ) -> Array:
         """o = softmax(softcap(scale q k^T) + bias, masked) v, one row at a time and never storing the scores (Dao 2023,
         FlashAttention-2, algorithm 1).
 
@@ -74,12 +74,12 @@ class AttentionOp(Op):
     @overload
     def __call__(
         self,
-        q: A,
-        k: A,
-        v: A,
-        bias: A | None = None,
-        q_segment_ids: A | None = None,
-        kv_segment_ids: A | None = None,
+        q: Array,
+        k: Array,
+        v: Array,
+        bias: Array | None = None,
+        q_segment_ids: Array | None = None,
+        kv_segment_ids: Array | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -87,16 +87,16 @@ class AttentionOp(Op):
         softcap: float | None = None,
         precision: Literal["ieee", "tf32"] = "ieee",
         return_lse: Literal[True],
-    ) -> AttentionOut[A]: ...
+    ) -> AttentionOut[Array]: ...
     @overload
     def __call__(
         self,
-        q: A,
-        k: A,
-        v: A,
-        bias: A | None = None,
-        q_segment_ids: A | None = None,
-        kv_segment_ids: A | None = None,
+        q: Array,
+        k: Array,
+        v: Array,
+        bias: Array | None = None,
+        q_segment_ids: Array | None = None,
+        kv_segment_ids: Array | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -104,7 +104,7 @@ class AttentionOp(Op):
         softcap: float | None = None,
         precision: Literal["ieee", "tf32"] = "ieee",
         return_lse: bool = False,
-    ) -> A | AttentionOut[A]: ...
+    ) -> Array | AttentionOut[Array]: ...
     @overload
     def __call__(
         self,
@@ -167,16 +167,16 @@ class AttentionVjpOp(Op):
     @overload
     def __call__(
         self,
-        q: A,
-        k: A,
-        v: A,
-        o: A,
-        lse: A,
-        d_o: A,
-        bias: A | None = None,
-        q_segment_ids: A | None = None,
-        kv_segment_ids: A | None = None,
-        d_lse: A | None = None,
+        q: Array,
+        k: Array,
+        v: Array,
+        o: Array,
+        lse: Array,
+        d_o: Array,
+        bias: Array | None = None,
+        q_segment_ids: Array | None = None,
+        kv_segment_ids: Array | None = None,
+        d_lse: Array | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -184,7 +184,7 @@ class AttentionVjpOp(Op):
         softcap: float | None = None,
         precision: Literal["ieee", "tf32"] = "ieee",
         wants: None = None,
-    ) -> AttentionGradients[A]:
+    ) -> AttentionGradients[Array]:
         """Gradients of attention from its own results, the scores recomputed and never stored (Dao 2023,
         FlashAttention-2, algorithm 2):
 
@@ -215,16 +215,16 @@ class AttentionVjpOp(Op):
     @overload
     def __call__(
         self,
-        q: A,
-        k: A,
-        v: A,
-        o: A,
-        lse: A,
-        d_o: A,
-        bias: A | None = None,
-        q_segment_ids: A | None = None,
-        kv_segment_ids: A | None = None,
-        d_lse: A | None = None,
+        q: Array,
+        k: Array,
+        v: Array,
+        o: Array,
+        lse: Array,
+        d_o: Array,
+        bias: Array | None = None,
+        q_segment_ids: Array | None = None,
+        kv_segment_ids: Array | None = None,
+        d_lse: Array | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -232,7 +232,7 @@ class AttentionVjpOp(Op):
         softcap: float | None = None,
         precision: Literal["ieee", "tf32"] = "ieee",
         wants: Iterable[Literal["d_q", "d_k", "d_v", "d_bias"]] | None,
-    ) -> AttentionGradients[A | None]: ...
+    ) -> AttentionGradients[Array | None]: ...
     @overload
     def __call__(
         self,
@@ -278,7 +278,14 @@ class AttentionVjpOp(Op):
 
 class LayernormOp(Op):
     @overload
-    def __call__(self, x: A, weight: A | None = None, bias: A | None = None, *, eps: float = 1e-05) -> A:
+    def __call__(
+        self,
+        x: Array,
+        weight: Array | None = None,
+        bias: Array | None = None,
+        *,
+        eps: float = 1e-05,
+    ) -> Array:
         """y = (x - mean) / sqrt(var + eps) * weight + bias over the last axis, var the mean squared deviation (Ba,
         Kiros, Hinton 2016, eq. 3-4).
 
@@ -309,14 +316,14 @@ class LayernormVjpOp(Op):
     @overload
     def __call__(
         self,
-        x: A,
-        d_y: A,
-        weight: A | None = None,
-        bias: A | None = None,
+        x: Array,
+        d_y: Array,
+        weight: Array | None = None,
+        bias: Array | None = None,
         *,
         eps: float = 1e-05,
         wants: None = None,
-    ) -> LayernormVjpOut[A]:
+    ) -> LayernormVjpOut[Array]:
         """With r = (var + eps)^-1/2, xh = (x - mean) r and h = d_y weight, in float32 (float64 for float64):
 
         d_x = r (h - mean h - xh mean(h xh)), d_weight = sum of d_y xh and d_bias = sum of d_y, both over all rows.
@@ -335,14 +342,14 @@ class LayernormVjpOp(Op):
     @overload
     def __call__(
         self,
-        x: A,
-        d_y: A,
-        weight: A | None = None,
-        bias: A | None = None,
+        x: Array,
+        d_y: Array,
+        weight: Array | None = None,
+        bias: Array | None = None,
         *,
         eps: float = 1e-05,
         wants: Iterable[Literal["d_x", "d_weight", "d_bias"]] | None,
-    ) -> LayernormVjpOut[A | None]: ...
+    ) -> LayernormVjpOut[Array | None]: ...
     @overload
     def __call__(
         self,
@@ -370,12 +377,12 @@ class MatmulOp(Op):
     @overload
     def __call__(
         self,
-        a: A,
-        b: A,
+        a: Array,
+        b: Array,
         *,
         precision: Literal["ieee", "tf32"] = "ieee",
         out_dtype: Any | None = None,
-    ) -> A:
+    ) -> Array:
         """c = a @ b, accumulated in float32 (float64 for float64) and rounded once.
 
         Args:
@@ -405,13 +412,13 @@ class MatmulVjpOp(Op):
     @overload
     def __call__(
         self,
-        a: A,
-        b: A,
-        d_c: A,
+        a: Array,
+        b: Array,
+        d_c: Array,
         *,
         precision: Literal["ieee", "tf32"] = "ieee",
         wants: None = None,
-    ) -> MatmulVjpOut[A]:
+    ) -> MatmulVjpOut[Array]:
         """d_a = d_c b^T and d_b = a^T d_c, each summed over the batch axes along which its operand was broadcast,
         accumulated in float32 and rounded once.
 
@@ -430,13 +437,13 @@ class MatmulVjpOp(Op):
     @overload
     def __call__(
         self,
-        a: A,
-        b: A,
-        d_c: A,
+        a: Array,
+        b: Array,
+        d_c: Array,
         *,
         precision: Literal["ieee", "tf32"] = "ieee",
         wants: Iterable[Literal["d_a", "d_b"]] | None,
-    ) -> MatmulVjpOut[A | None]: ...
+    ) -> MatmulVjpOut[Array | None]: ...
     @overload
     def __call__(
         self,
@@ -460,7 +467,7 @@ class MatmulVjpOp(Op):
 
 class RmsnormOp(Op):
     @overload
-    def __call__(self, x: A, weight: A | None = None, *, eps: float = 1e-06) -> A:
+    def __call__(self, x: Array, weight: Array | None = None, *, eps: float = 1e-06) -> Array:
         """y = x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32 (float64 for float64) (Zhang and
         Sennrich 2019, eq. 4).
 
@@ -486,13 +493,13 @@ class RmsnormVjpOp(Op):
     @overload
     def __call__(
         self,
-        x: A,
-        d_y: A,
-        weight: A | None = None,
+        x: Array,
+        d_y: Array,
+        weight: Array | None = None,
         *,
         eps: float = 1e-06,
         wants: None = None,
-    ) -> RmsnormVjpOut[A]:
+    ) -> RmsnormVjpOut[Array]:
         """With r = (mean(x^2) + eps)^-1/2, xh = x r and h = d_y weight, in float32 (float64 for float64):
 
         d_x = r (h - xh mean(h xh)) and d_weight = sum of d_y xh over all rows.
@@ -511,13 +518,13 @@ class RmsnormVjpOp(Op):
     @overload
     def __call__(
         self,
-        x: A,
-        d_y: A,
-        weight: A | None = None,
+        x: Array,
+        d_y: Array,
+        weight: Array | None = None,
         *,
         eps: float = 1e-06,
         wants: Iterable[Literal["d_x", "d_weight"]] | None,
-    ) -> RmsnormVjpOut[A | None]: ...
+    ) -> RmsnormVjpOut[Array | None]: ...
     @overload
     def __call__(
         self,
@@ -541,7 +548,7 @@ class RmsnormVjpOp(Op):
 
 class SoftmaxOp(Op):
     @overload
-    def __call__(self, x: A, *, axis: int = -1) -> A:
+    def __call__(self, x: Array, *, axis: int = -1) -> Array:
         """y = exp(x - max x) / sum exp(x - max x) along ``axis``, in float32 (float64 for float64).
 
         Args:
@@ -559,7 +566,7 @@ class SoftmaxVjpOut(NamedTuple, Generic[T]):
 
 class SoftmaxVjpOp(Op):
     @overload
-    def __call__(self, y: A, d_y: A, *, axis: int = -1, wants: None = None) -> SoftmaxVjpOut[A]:
+    def __call__(self, y: Array, d_y: Array, *, axis: int = -1, wants: None = None) -> SoftmaxVjpOut[Array]:
         """d_x = y (d_y - Delta), Delta = sum y d_y along ``axis``, in float32 (float64 for float64).
 
         Args:
@@ -572,12 +579,12 @@ class SoftmaxVjpOp(Op):
     @overload
     def __call__(
         self,
-        y: A,
-        d_y: A,
+        y: Array,
+        d_y: Array,
         *,
         axis: int = -1,
         wants: Iterable[Literal["d_x"]] | None,
-    ) -> SoftmaxVjpOut[A | None]: ...
+    ) -> SoftmaxVjpOut[Array | None]: ...
     @overload
     def __call__(
         self,
@@ -690,9 +697,8 @@ def op(
     Args:
       which: the op's name (see :func:`portakern.ops`), or its spec.
       backend: who must serve it, by name or as an object; it runs there or raises. None: chosen per call from the
-        arrays
-        (PyTorch on an NVIDIA or AMD GPU: triton; JAX on a TPU: pallas; anything on a CPU: the float64 oracle, which is
-        slow and says so once in the log).
+        arrays (PyTorch on an NVIDIA or AMD GPU: triton; JAX on a TPU: pallas; anything on a CPU: the float64 oracle,
+        which is slow and says so once in the log).
       variant: which of the backend's variants of the op must serve it, by the name that ``explain()`` shows; None: the
         first, most particular one that takes the call.
       tiling: overrides of the default tile extents and launch knobs, powers of two within the declared ranges (stages:

@@ -35,9 +35,9 @@ def op(
 
     Args:
       which: the op's name (see :func:`portakern.ops`), or its spec.
-      backend: who must serve it, by name or as an object; it runs there or raises. None: chosen per call from the arrays
-        (PyTorch on an NVIDIA or AMD GPU: triton; JAX on a TPU: pallas; anything on a CPU: the float64 oracle, which is
-        slow and says so once in the log).
+      backend: who must serve it, by name or as an object; it runs there or raises. None: chosen per call from the
+        arrays (PyTorch on an NVIDIA or AMD GPU: triton; JAX on a TPU: pallas; anything on a CPU: the float64 oracle,
+        which is slow and says so once in the log).
       variant: which of the backend's variants of the op must serve it, by the name that ``explain()`` shows; None: the
         first, most particular one that takes the call.
       tiling: overrides of the default tile extents and launch knobs, powers of two within the declared ranges (stages:
@@ -62,7 +62,7 @@ def make(
 
 
 class FromSpec:
-    """An attribute of an op that is worked out of its spec when somebody asks; to make or call an op costs nothing more."""
+    """An attribute of an op that is worked out of its spec when somebody asks, and costs nothing before."""
 
     def __init__(self, work_out: Callable[[Spec[Any]], Any], on_the_class: Any = None) -> None:
         self.work_out, self.on_the_class = work_out, on_the_class
@@ -146,5 +146,7 @@ class Op:
         return lower(unchecked(self.spec, *args, **kwargs), self.choice, target)
 
     def explain(self, *args: Any, **kwargs: Any) -> str:
-        """Which implementation would serve this call, with which tiling from where, and why not the others. Nothing runs."""
+        """Which implementation would serve this call, with which tiling from where, and why not the others.
+
+        Nothing runs."""
         return explain(self.bind(*args, **kwargs), self.choice)

@@ -14,9 +14,11 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from jaxtyping import Float
 from typer.testing import CliRunner
 
 import portakern as pk
@@ -24,6 +26,7 @@ from portakern.cli import app
 from portakern.core import registry
 from portakern.core.framework import frameworks
 from portakern.reporting import checkout, stubs
+from portakern.spec import spec
 from portakern.spec.signature import signature
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -282,6 +285,49 @@ def _loads(framework):
     except pk.UnavailableError:
         return False
     return True
+
+
+class TwoOut(NamedTuple):
+    y: Float[Any, "n"]
+    z: Float[Any, "n"]
+
+
+class ThreeOut(NamedTuple):
+    y: Float[Any, "n"]
+    low: Float[Any, "n"]
+    high: Float[Any, "n"]
+
+
+def both(x: Float[Any, "n"], *, size: int = 1) -> TwoOut:
+    """Always two outputs."""
+
+
+def ends(x: Float[Any, "n"], *, low: bool = False, high: bool = True) -> ThreeOut:
+    """One output, and others on demand, one of them by default."""
+
+
+@pytest.mark.parametrize(
+    ("declared", "returns", "fields", "ways"),
+    [
+        (both, {}, ["y: T", "z: T"], {"": "TwoOut[{}]"}),
+        (
+            ends,
+            {"low": "low", "high": "high"},
+            ["y: T", "low: T | None", "high: T | None"],
+            {
+                "low: Literal[False] = False, high: Literal[False]": "{}",
+                "low: Literal[True]": "ThreeOut[{}]",
+                "high: Literal[True] = True": "ThreeOut[{}]",
+                "": "{0} | ThreeOut[{0}]",
+            },
+        ),
+    ],
+)
+def test_outputs_on_demand(declared, returns, fields, ways):
+    made = spec(tiling={}, flops=lambda call: 0.0, returns=returns)(declared)
+    (result,) = stubs._result(made)
+    assert [line.strip() for line in result.splitlines()[1:]] == fields
+    assert {", ".join(f"{n}: {t}" for n, t in w.narrowed.items()): w.returns for w in stubs._ways(made)} == ways
 
 
 def test_only_our_own_ops_stand_in_the_stub():

@@ -42,7 +42,7 @@ SEAL = re.compile(r"<!-- portakern report: shows ([0-9a-f]{16}), is ([0-9a-f]{16
 
 @dataclass(frozen=True)
 class Stale:
-    """A table, plot or stub that is not what results and source would make of it: its file, and what is wrong in words."""
+    """A table, plot or stub that is not what results and source make of it: its file, and what is wrong in words."""
 
     path: Path
     what: str

@@ -1,10 +1,11 @@
 """What type checkers and editors see of ``portakern.op``: a stub written from the specs, with each op's own signature.
 
-``portakern/_typed.pyi`` has no Python file beside it; ``portakern/__init__.py`` imports it for type checkers alone. There
-``op("attention")`` gives an ``AttentionOp``: an ``Op`` whose call has the spec's parameters and returns what the options
-ask for, in the library of its arrays. Each signature stands there twice. NumPy's array types carry a shape and a dtype,
-which a result need not share, so NumPy's arrays have one of their own. The arrays of other libraries have one plain type,
-which the other signature hands through; it knows them by an attribute, so that checkers need not read those libraries.
+``portakern/_typed.pyi`` has no Python file beside it; ``portakern/__init__.py`` imports it for type checkers alone.
+There ``op("attention")`` gives an ``AttentionOp``: an ``Op`` whose call has the spec's parameters and returns what the
+options ask for, in the library of its arrays. Each signature stands there twice. NumPy's array types carry a shape and
+a dtype, which a result need not share, so NumPy's arrays have one of their own. The arrays of other libraries have one
+plain type, which the other signature hands through; it knows them by an attribute, so that checkers need not read those
+libraries.
 """
 
 from __future__ import annotations
@@ -72,11 +73,11 @@ def _own_ops() -> list[str]:
 
 # ------------------------------------------------------------------------------------------------- arrays and results
 def _arrays() -> Iterator[str]:
-    """The kinds of array that are handed through, and the type variables: A for an array, T for an output."""
+    """The kinds of array that are handed through, and the type variables: one for an array, T for an output."""
     marked = {f"{f.title}Array": f for f in frameworks().values() if f.hallmark}
     for name, f in marked.items():
         yield ARRAY.format(name=name, title=f.title, hallmark=f.hallmark)
-    yield f'A = TypeVar("A", bound={" | ".join(marked)})\nT = TypeVar("T", covariant=True)\n'
+    yield f'Array = TypeVar("Array", bound={" | ".join(marked)})\nT = TypeVar("T", covariant=True)\n'
 
 
 def _result(spec: Spec[Any]) -> Iterator[str]:
@@ -95,7 +96,7 @@ def _may_miss(spec: Spec[Any], output: Output) -> bool:
 
 # ------------------------------------------------------------------------------------------------------- ops and calls
 class Way(NamedTuple):
-    """One way to call an op: the text of parameters that it narrows, and what it then returns, ``{}`` being an array."""
+    """One way to call an op: the text of parameters that it narrows, and what it then returns (``{}``: an array)."""
 
     narrowed: Mapping[str, str]
     returns: str
@@ -129,7 +130,7 @@ def _typed_op(spec: Spec[Any]) -> str:
     """The class of an op; its documentation stands in the first of its signatures."""
     calls = [
         _function("__call__", ("self", *_parameters(spec, array, way)), way.returns.format(array))
-        for array in ("A", "NDArray[Any]")
+        for array in ("Array", "NDArray[Any]")
         for way in _ways(spec)
     ]
     calls[0] = _documented(calls[0], spec.doc, "        ")
