@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 
 if TYPE_CHECKING:
+    from portakern._typed import op as op  # a stub: op by op, what api.op returns and what its calls take
     from portakern.api import Op as Op
-    from portakern.api import op as op
     from portakern.core.backend import Backend as Backend
     from portakern.core.observe import observe as observe
     from portakern.core.registry import backends as backends
@@ -43,6 +43,7 @@ __all__ = [
     "SpecError",
     "UnavailableError",
     "UnsupportedError",
+    "__version__",
     "backends",
     "check",
     "observe",
@@ -52,17 +53,18 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'portakern' has no attribute {name!r}")
-    import importlib
+if not TYPE_CHECKING:  # to a type checker a module with __getattr__ has every name, misspelt ones too
 
-    module = importlib.import_module(f"portakern.{_LAZY[name]}")
-    value = globals().setdefault(
-        name, getattr(module, name)
-    )  # importing may have bound the name already: portakern.backends is a package too
-    return value
+    def __getattr__(name: str) -> Any:
+        if name not in _LAZY:
+            raise AttributeError(f"module 'portakern' has no attribute {name!r}")
+        import importlib
+
+        module = importlib.import_module(f"portakern.{_LAZY[name]}")
+        # importing may have bound the name already: portakern.backends is a package too
+        return globals().setdefault(name, getattr(module, name))
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    """The public names, and those faces of array libraries that somebody imported."""
+    return sorted([*__all__, *(face for face in ("jax", "torch") if face in globals())])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from portakern.compiling.build import Build
@@ -16,6 +16,7 @@ from portakern.core.framework import frameworks
 from portakern.core.route import Choice, routes
 from portakern.core.serve import serve
 from portakern.spec import Spec
+from portakern.spec.signature import described, signature
 
 __all__ = ["Op", "op"]
 
@@ -34,9 +35,9 @@ def op(
 
     Args:
       which: the op's name (see :func:`portakern.ops`), or its spec.
-      backend: who must serve it, by name or as an object; it runs there or raises. None: chosen per call from the arrays
-        (PyTorch on an NVIDIA or AMD GPU: triton; JAX on a TPU: pallas; anything on a CPU: the float64 oracle, which is
-        slow and says so once in the log).
+      backend: who must serve it, by name or as an object; it runs there or raises. None: chosen per call from the
+        arrays (PyTorch on an NVIDIA or AMD GPU: triton; JAX on a TPU: pallas; anything on a CPU: the float64 oracle,
+        which is slow and says so once in the log).
       variant: which of the backend's variants of the op must serve it, by the name that ``explain()`` shows; None: the
         first, most particular one that takes the call.
       tiling: overrides of the default tile extents and launch knobs, powers of two within the declared ranges (stages:
@@ -60,18 +61,30 @@ def make(
     return Op(spec, Choice.of(spec, backend, variant, tiling))
 
 
+class FromSpec:
+    """An attribute of an op that is worked out of its spec when somebody asks, and costs nothing before."""
+
+    def __init__(self, work_out: Callable[[Spec[Any]], Any], on_the_class: Any = None) -> None:
+        self.work_out, self.on_the_class = work_out, on_the_class
+
+    def __get__(self, of: Op | None, owner: type[Op]) -> Any:
+        return self.on_the_class if of is None else self.work_out(of.spec)
+
+
 class Op:
     """A callable op, as :func:`op` makes it.
 
-    ``op(*arrays, **options)`` takes NumPy, PyTorch or JAX arrays and returns the same kind; ``op.spec.doc`` tells of the
-    arguments.
+    ``op(*arrays, **options)`` takes NumPy, PyTorch or JAX arrays and returns the same kind; ``help(op)`` and
+    ``inspect.signature(op)`` tell of the arguments.
     """
+
+    __doc__ = FromSpec(described, __doc__)
+    __signature__ = FromSpec(signature)
 
     def __init__(self, spec: Spec[Any], choice: Choice) -> None:
         self.spec, self.choice = spec, choice
         self._bind = binder(spec)
         self._bare = len(spec.outputs) == 1 and not spec.is_vjp  # the result is the one output itself
-        self.__doc__ = spec.doc
         self.kept = {f.name: f.keep(self) for f in RECORDERS}
 
     @property
@@ -133,5 +146,7 @@ class Op:
         return lower(unchecked(self.spec, *args, **kwargs), self.choice, target)
 
     def explain(self, *args: Any, **kwargs: Any) -> str:
-        """Which implementation would serve this call, with which tiling from where, and why not the others. Nothing runs."""
+        """Which implementation would serve this call, with which tiling from where, and why not the others.
+
+        Nothing runs."""
         return explain(self.bind(*args, **kwargs), self.choice)

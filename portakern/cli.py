@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from portakern import inventory, results
+from portakern import __version__, inventory, results
 from portakern.core import registry
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.files import cache_folder
@@ -28,6 +28,22 @@ app = typer.Typer(
 )
 out = Console()
 err = Console(stderr=True)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"portakern {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _portakern(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """What is asked of the command itself."""
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
@@ -338,7 +354,7 @@ def report(
     check: Annotated[
         bool,
         typer.Option(
-            "--check", help="Write nothing; exit status 1 if a table or plot is stale or was changed by hand."
+            "--check", help="Write nothing; exit status 1 if a table, plot or stub is stale or was changed by hand."
         ),
     ] = False,
     add: Annotated[
@@ -354,7 +370,7 @@ def report(
         Path | None, typer.Option(help="The checkout; the one that portakern runs from when not given.")
     ] = None,
 ) -> None:
-    """Make the tables of PORTING.md and README.md and the plots of docs/plots from benchmarks/results."""
+    """Make the tables of PORTING.md and README.md, the plots of docs/plots and the stub that editors read."""
     from portakern.reporting import checkout
 
     if check and add:
@@ -373,7 +389,7 @@ def report(
             )
         if found:
             raise typer.Exit(1)
-        out.print("every table and plot is up to date", highlight=False)
+        out.print("every table, plot and stub is up to date", highlight=False)
         return
     changed = checkout.update(where)
     for path in changed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import sys
 import tokenize
 from pathlib import Path
@@ -80,7 +80,8 @@ def tree(tmp_path):
     )
     (root / "PORTING.md").write_text("# Title\n\n" + marks + "The end.\n")
     (root / "README.md").write_text("No marks here.\n")
-    os.symlink(ROOT / "portakern", root / "portakern")
+    skip = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "portakern", root / "portakern", ignore=skip)
     return root
 
 

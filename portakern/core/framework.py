@@ -47,6 +47,8 @@ class Framework:
 
     Attributes:
       name: what users and backends call it; title: as its makers write it; wrapper: the function that makes its arrays of anything.
+      hallmark: an attribute of its arrays that those of no other library have, by which type checkers tell them apart.
+      twins: functions of the library, by name, whose drop-in twins ``portakern.<name>`` has, and the op behind each.
       host_only: its arrays live in host memory, wherever others do.
       immutable: its arrays never change, so that none may share memory that somebody else may write to.
       records: calls may be recorded instead of run (:meth:`recording`), which every op asks about before it binds its arguments.
@@ -55,6 +57,8 @@ class Framework:
     name: str
     title: str
     wrapper: str
+    hallmark = ""
+    twins: Mapping[str, str] = MappingProxyType({})
     host_only = False
     immutable = False
     records = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import logging
@@ -12,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from portakern.core.backend import Backend
+from portakern.core.framework import frameworks
 from portakern.errors import SpecError, UnavailableError
 from portakern.spec import Spec
 
@@ -181,7 +183,7 @@ def find_spec(op: str) -> Spec[Any]:
     """
     sources = _spec_sources().get(op)
     if sources is None:
-        raise SpecError(f"op {op!r} is unknown; expected one of {', '.join(ops())}, or a spec")
+        raise SpecError(f"op {op!r} is unknown; expected one of {', '.join(ops())}, or a spec{_meant(op)}")
     named = [s if isinstance(s, str) else _source(s) for s in sources]
     if len(sources) > 1:
         raise SpecError(
@@ -196,6 +198,16 @@ def find_spec(op: str) -> Spec[Any]:
         what = f"the spec of {found.name!r}" if isinstance(found, Spec) else f"a {type(found).__name__}"
         raise SpecError(f"op {op!r} leads to {what} in {named[0]}; expected a spec whose function is called {op!r}")
     return found
+
+
+def _meant(name: str) -> str:
+    """What somebody who asked for an op of this name may have meant: the op, and an array library's own function."""
+    twins = {f"portakern.{f.name}.{name}": (f, f.twins[name]) for f in frameworks().values() if name in f.twins}
+    near = [op for _, op in twins.values()] or difflib.get_close_matches(name.lower(), ops(), n=1)
+    if not near:
+        return ""
+    faces = "".join(f", or {face}, which takes what {f.title}'s function takes" for face, (f, _) in twins.items())
+    return f"; did you mean {near[0]!r}{faces}?"
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Bringing a checkout's tables and plots up to date, telling which are not, and taking in results of runs made elsewhere."""
+"""Bringing a checkout's tables, plots and stub up to date, telling what is not, and taking in runs made elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import portakern
 from portakern import results
 from portakern.files import write_atomically
-from portakern.reporting import compiled, lines, markdown, measured, plots, roofline
+from portakern.reporting import compiled, lines, markdown, measured, plots, roofline, stubs
 from portakern.reporting.kept import FOLDER, Kept
 from portakern.results import Result, ResultError
 
@@ -42,7 +42,7 @@ SEAL = re.compile(r"<!-- portakern report: shows ([0-9a-f]{16}), is ([0-9a-f]{16
 
 @dataclass(frozen=True)
 class Stale:
-    """A table or plot that is not what the results and the source would make of it: its file, and what is wrong in words."""
+    """A table, plot or stub that is not what results and source make of it: its file, and what is wrong in words."""
 
     path: Path
     what: str
@@ -118,9 +118,15 @@ def _plot_faults(kept: Kept) -> Iterator[tuple[Path, str, Mapping[str, Any] | No
             yield path, "shows what is no longer among the results", None
 
 
+def _stale_stub(root: Path) -> Iterator[Stale]:
+    path = root / stubs.FILE
+    if not path.is_file() or path.read_text(encoding="utf-8") != stubs.stub():
+        yield Stale(path, "is not what the specs say, or was changed by hand")
+
+
 def stale(root: Path) -> list[Stale]:
-    """Every table and plot that the results and the source would have otherwise. Nothing is written, and nothing drawn."""
-    kept, found = Kept.of(root), []
+    """All that the results and the source would have otherwise. Nothing is written, and nothing drawn."""
+    kept, found = Kept.of(root), [*_stale_stub(root)]
     for page, _, there in _pages(root):
         wanted = _tables(kept, there)
         found += [
@@ -132,9 +138,9 @@ def stale(root: Path) -> list[Stale]:
 
 
 def update(root: Path) -> list[Path]:
-    """Make every table and plot anew that is not up to date; the files that changed. What is drawn is drawn before anything is written."""
+    """Make anew what is not up to date; the files that changed. What is drawn is drawn before anything is written."""
     kept = Kept.of(root)
-    new: dict[Path, str | None] = {}
+    new: dict[Path, str | None] = {s.path: stubs.stub() for s in _stale_stub(root)}
     for page, text, there in _pages(root):
         made = markdown.replace(text, _tables(kept, there), page)
         if made != text:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,8 @@ __all__ = ["Jax"]
 
 class Jax(Framework):
     name, title, wrapper = "jax", "JAX", "jax.numpy.asarray"
+    hallmark = "sharding"
+    twins = MappingProxyType({"dot_product_attention": "attention"})
     immutable = True
 
     @staticmethod

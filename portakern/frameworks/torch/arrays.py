@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -26,6 +27,16 @@ __all__ = ["Torch"]
 
 class Torch(Framework):
     name, title, wrapper = "torch", "PyTorch", "torch.tensor"
+    hallmark = "requires_grad"
+    twins = MappingProxyType(
+        {
+            "layer_norm": "layernorm",
+            "matmul": "matmul",
+            "rms_norm": "rmsnorm",
+            "scaled_dot_product_attention": "attention",
+            "softmax": "softmax",
+        }
+    )
     records = True
     device = staticmethod(lambda array: array.device)
 

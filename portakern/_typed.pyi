@@ -1,0 +1,709 @@
+# Written by "portakern report" from the specs: change those, and run it again.
+"""What type checkers and editors see of ``portakern.op``: each op's own signature, by its name."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, overload
+
+from numpy.typing import NDArray
+
+from portakern.api import Op
+from portakern.core.backend import Backend
+from portakern.spec import Spec
+
+class PyTorchArray(Protocol):
+    """Whatever has this attribute is an array of PyTorch."""
+
+    @property
+    def requires_grad(self) -> Any: ...
+
+class JAXArray(Protocol):
+    """Whatever has this attribute is an array of JAX."""
+
+    @property
+    def sharding(self) -> Any: ...
+
+Array = TypeVar("Array", bound=PyTorchArray | JAXArray)
+T = TypeVar("T", covariant=True)
+
+class AttentionOut(NamedTuple, Generic[T]):
+    o: T
+    lse: T
+
+class AttentionOp(Op):
+    @overload
+    def __call__(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        bias: Array | None = None,
+        q_segment_ids: Array | None = None,
+        kv_segment_ids: Array | None = None,
+        *,
+        is_causal: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        return_lse: Literal[False] = False,
+    ) -> Array:
+        """o = softmax(softcap(scale q k^T) + bias, masked) v, one row at a time and never storing the scores (Dao 2023,
+        FlashAttention-2, algorithm 1).
+
+        Args:
+          q: (batch, q_len, kv_heads*group, d); k: (batch, kv_len, kv_heads, d); v: (batch, kv_len, kv_heads, dv). Query
+            head h reads key head h // group.
+          bias: added to the scaled scores; (batch, heads, q_len, kv_len), where the first three may be 1; q's dtype or
+            float32. -inf masks the pair.
+          q_segment_ids, kv_segment_ids: (batch, q_len), (batch, kv_len): a pair is allowed where they are equal. Both
+            or neither.
+          is_causal: query i sees keys up to i + kv_len - q_len (aligned at the bottom right: the last query sees every
+            key).
+          window: (left, right): query i sees keys from i + kv_len - q_len - left to i + kv_len - q_len + right; None on
+            a side is unbounded.
+          scale: None is 1/sqrt(d).
+          softcap: c: scores become c tanh(s/c), before the bias.
+          precision: for float32 operands, as in matmul.
+          return_lse: also return the log-sum-exp.
+
+        Returns:
+          o: (batch, q_len, kv_heads*group, dv), q's dtype; with return_lse also lse: (batch, kv_heads*group, q_len),
+            float32, natural log.
+          A row that may see no key is zeros, its lse -inf.
+        """
+    @overload
+    def __call__(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        bias: Array | None = None,
+        q_segment_ids: Array | None = None,
+        kv_segment_ids: Array | None = None,
+        *,
+        is_causal: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        return_lse: Literal[True],
+    ) -> AttentionOut[Array]: ...
+    @overload
+    def __call__(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        bias: Array | None = None,
+        q_segment_ids: Array | None = None,
+        kv_segment_ids: Array | None = None,
+        *,
+        is_causal: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        return_lse: bool = False,
+    ) -> Array | AttentionOut[Array]: ...
+    @overload
+    def __call__(
+        self,
+        q: NDArray[Any],
+        k: NDArray[Any],
+        v: NDArray[Any],
+        bias: NDArray[Any] | None = None,
+        q_segment_ids: NDArray[Any] | None = None,
+        kv_segment_ids: NDArray[Any] | None = None,
+        *,
+        is_causal: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        return_lse: Literal[False] = False,
+    ) -> NDArray[Any]: ...
+    @overload
+    def __call__(
+        self,
+        q: NDArray[Any],
+        k: NDArray[Any],
+        v: NDArray[Any],
+        bias: NDArray[Any] | None = None,
+        q_segment_ids: NDArray[Any] | None = None,
+        kv_segment_ids: NDArray[Any] | None = None,
+        *,
+        is_causal: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        return_lse: Literal[True],
+    ) -> AttentionOut[NDArray[Any]]: ...
+    @overload
+    def __call__(
+        self,
+        q: NDArray[Any],
+        k: NDArray[Any],
+        v: NDArray[Any],
+        bias: NDArray[Any] | None = None,
+        q_segment_ids: NDArray[Any] | None = None,
+        kv_segment_ids: NDArray[Any] | None = None,
+        *,
+        is_causal: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        return_lse: bool = False,
+    ) -> NDArray[Any] | AttentionOut[NDArray[Any]]: ...
+
+class AttentionGradients(NamedTuple, Generic[T]):
+    d_q: T
+    d_k: T
+    d_v: T
+    d_bias: T | None
+
+class AttentionVjpOp(Op):
+    @overload
+    def __call__(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        o: Array,
+        lse: Array,
+        d_o: Array,
+        bias: Array | None = None,
+        q_segment_ids: Array | None = None,
+        kv_segment_ids: Array | None = None,
+        d_lse: Array | None = None,
+        *,
+        is_causal: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        wants: None = None,
+    ) -> AttentionGradients[Array]:
+        """Gradients of attention from its own results, the scores recomputed and never stored (Dao 2023,
+        FlashAttention-2, algorithm 2):
+
+            t = tanh(scale q k^T / c), s = c t + bias, P = exp(s - lse);  without a softcap s = scale q k^T + bias
+            Delta = rowsum(d_o * o) - d_lse;  dS = P (d_o v^T - Delta);  D = dS (1 - t^2), without a softcap dS
+            d_q = scale D k;  d_k = scale D^T q and d_v = P^T d_o, summed over the query heads of a key head;  d_bias =
+              dS, summed over the axes that bias broadcasts
+
+        At pairs that causal, window or segments mask, P and dS are 0, whatever lse, d_o, v and the rest hold there:
+        select after the arithmetic.
+        A row with lse = -inf saw no key: its P is 0. Where bias = -inf, P is 0 as exp gives it. o and lse are taken as
+        they are, rounded. Where a bias of finfo.min
+        throughout makes lse so low that lse log2(e) overflows, P is from 0 to 1, never NaN: NaN there would reach every
+        key.
+        NaN and inf reach what they meet at allowed pairs. 0 in P or D times a q, k or d_o that is NaN or inf, inside a
+        tile, may be NaN; beyond an extent never.
+
+        Args:
+          q, k, v, bias, q_segment_ids, kv_segment_ids, is_causal, window, scale, softcap, precision: as in attention.
+          o, lse: what attention returned.
+          d_o, d_lse: cotangents of o (its dtype) and lse (float32); d_lse None is 0.
+
+        Returns:
+          d_q, d_k, d_v, d_bias: the shapes and dtypes of q, k, v and bias. A row that saw no key has no gradient and
+            leaves none.
+          For 16-bit inputs P and D are rounded to nearest before their products, as P is in attention.
+        """
+    @overload
+    def __call__(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        o: Array,
+        lse: Array,
+        d_o: Array,
+        bias: Array | None = None,
+        q_segment_ids: Array | None = None,
+        kv_segment_ids: Array | None = None,
+        d_lse: Array | None = None,
+        *,
+        is_causal: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        wants: Iterable[Literal["d_q", "d_k", "d_v", "d_bias"]] | None,
+    ) -> AttentionGradients[Array | None]: ...
+    @overload
+    def __call__(
+        self,
+        q: NDArray[Any],
+        k: NDArray[Any],
+        v: NDArray[Any],
+        o: NDArray[Any],
+        lse: NDArray[Any],
+        d_o: NDArray[Any],
+        bias: NDArray[Any] | None = None,
+        q_segment_ids: NDArray[Any] | None = None,
+        kv_segment_ids: NDArray[Any] | None = None,
+        d_lse: NDArray[Any] | None = None,
+        *,
+        is_causal: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        wants: None = None,
+    ) -> AttentionGradients[NDArray[Any]]: ...
+    @overload
+    def __call__(
+        self,
+        q: NDArray[Any],
+        k: NDArray[Any],
+        v: NDArray[Any],
+        o: NDArray[Any],
+        lse: NDArray[Any],
+        d_o: NDArray[Any],
+        bias: NDArray[Any] | None = None,
+        q_segment_ids: NDArray[Any] | None = None,
+        kv_segment_ids: NDArray[Any] | None = None,
+        d_lse: NDArray[Any] | None = None,
+        *,
+        is_causal: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        wants: Iterable[Literal["d_q", "d_k", "d_v", "d_bias"]] | None,
+    ) -> AttentionGradients[NDArray[Any] | None]: ...
+
+class LayernormOp(Op):
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        weight: Array | None = None,
+        bias: Array | None = None,
+        *,
+        eps: float = 1e-05,
+    ) -> Array:
+        """y = (x - mean) / sqrt(var + eps) * weight + bias over the last axis, var the mean squared deviation (Ba,
+        Kiros, Hinton 2016, eq. 3-4).
+
+        Args:
+          x: (*batch, n).
+          weight, bias: (n,), x's dtype or float32; None is 1 and 0.
+          eps: added to the variance, >= 0.
+
+        Returns:
+          y: the shape and dtype of x. A row that holds inf or NaN is all NaN.
+        """
+    @overload
+    def __call__(
+        self,
+        x: NDArray[Any],
+        weight: NDArray[Any] | None = None,
+        bias: NDArray[Any] | None = None,
+        *,
+        eps: float = 1e-05,
+    ) -> NDArray[Any]: ...
+
+class LayernormVjpOut(NamedTuple, Generic[T]):
+    d_x: T
+    d_weight: T | None
+    d_bias: T | None
+
+class LayernormVjpOp(Op):
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        d_y: Array,
+        weight: Array | None = None,
+        bias: Array | None = None,
+        *,
+        eps: float = 1e-05,
+        wants: None = None,
+    ) -> LayernormVjpOut[Array]:
+        """With r = (var + eps)^-1/2, xh = (x - mean) r and h = d_y weight, in float32 (float64 for float64):
+
+        d_x = r (h - mean h - xh mean(h xh)), d_weight = sum of d_y xh and d_bias = sum of d_y, both over all rows.
+
+        Args:
+          x: (*batch, n), as in layernorm; d_y: (*batch, n), the cotangent of its y.
+          weight, bias: (n,), x's dtype or float32, as in layernorm. The values of bias are not read: it says that
+            d_bias exists, and its dtype.
+          eps: as in layernorm.
+
+        Returns:
+          d_x: the shape and dtype of x; d_weight, d_bias: those of weight and bias, None where that was not given.
+          An inf or NaN in a row of x makes its row of d_x and all of d_weight NaN; a NaN in d_y its row of d_x and its
+            column of d_weight and d_bias.
+        """
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        d_y: Array,
+        weight: Array | None = None,
+        bias: Array | None = None,
+        *,
+        eps: float = 1e-05,
+        wants: Iterable[Literal["d_x", "d_weight", "d_bias"]] | None,
+    ) -> LayernormVjpOut[Array | None]: ...
+    @overload
+    def __call__(
+        self,
+        x: NDArray[Any],
+        d_y: NDArray[Any],
+        weight: NDArray[Any] | None = None,
+        bias: NDArray[Any] | None = None,
+        *,
+        eps: float = 1e-05,
+        wants: None = None,
+    ) -> LayernormVjpOut[NDArray[Any]]: ...
+    @overload
+    def __call__(
+        self,
+        x: NDArray[Any],
+        d_y: NDArray[Any],
+        weight: NDArray[Any] | None = None,
+        bias: NDArray[Any] | None = None,
+        *,
+        eps: float = 1e-05,
+        wants: Iterable[Literal["d_x", "d_weight", "d_bias"]] | None,
+    ) -> LayernormVjpOut[NDArray[Any] | None]: ...
+
+class MatmulOp(Op):
+    @overload
+    def __call__(
+        self,
+        a: Array,
+        b: Array,
+        *,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        out_dtype: Any | None = None,
+    ) -> Array:
+        """c = a @ b, accumulated in float32 (float64 for float64) and rounded once.
+
+        Args:
+          a: (*batch, m, k); b: (*batch, k, n). The leading axes broadcast as NumPy's do.
+          precision: for float32 operands: "ieee" keeps every product exact to float32, "tf32" lets the matrix unit keep
+            10 bits of each operand.
+          out_dtype: dtype of c; None: that of a and b.
+
+        Returns:
+          c: (*batch, m, n). k = 0 gives zeros.
+        """
+    @overload
+    def __call__(
+        self,
+        a: NDArray[Any],
+        b: NDArray[Any],
+        *,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        out_dtype: Any | None = None,
+    ) -> NDArray[Any]: ...
+
+class MatmulVjpOut(NamedTuple, Generic[T]):
+    d_a: T
+    d_b: T
+
+class MatmulVjpOp(Op):
+    @overload
+    def __call__(
+        self,
+        a: Array,
+        b: Array,
+        d_c: Array,
+        *,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        wants: None = None,
+    ) -> MatmulVjpOut[Array]:
+        """d_a = d_c b^T and d_b = a^T d_c, each summed over the batch axes along which its operand was broadcast,
+        accumulated in float32 and rounded once.
+
+        A batch axis that is summed is one more factor of the contraction: with it folded in beside n (d_a) or m (d_b),
+        each gradient is one matrix product.
+
+        Args:
+          a: (*batch, m, k); b: (*batch, k, n), as in matmul.
+          d_c: (*batch, m, n), the cotangent of c, of any float dtype. A product of two dtypes is taken in float32, or
+            in float64 where one of them is.
+          precision: for float32 products, as in matmul.
+
+        Returns:
+          d_a, d_b: the shape and dtype of a and of b.
+        """
+    @overload
+    def __call__(
+        self,
+        a: Array,
+        b: Array,
+        d_c: Array,
+        *,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        wants: Iterable[Literal["d_a", "d_b"]] | None,
+    ) -> MatmulVjpOut[Array | None]: ...
+    @overload
+    def __call__(
+        self,
+        a: NDArray[Any],
+        b: NDArray[Any],
+        d_c: NDArray[Any],
+        *,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        wants: None = None,
+    ) -> MatmulVjpOut[NDArray[Any]]: ...
+    @overload
+    def __call__(
+        self,
+        a: NDArray[Any],
+        b: NDArray[Any],
+        d_c: NDArray[Any],
+        *,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        wants: Iterable[Literal["d_a", "d_b"]] | None,
+    ) -> MatmulVjpOut[NDArray[Any] | None]: ...
+
+class RmsnormOp(Op):
+    @overload
+    def __call__(self, x: Array, weight: Array | None = None, *, eps: float = 1e-06) -> Array:
+        """y = x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32 (float64 for float64) (Zhang and
+        Sennrich 2019, eq. 4).
+
+        Args:
+          x: (*batch, n).
+          weight: (n,), x's dtype or float32; None is 1. A model that keeps weight - 1 passes the sum.
+          eps: added to the mean of squares, >= 0; a number, where torch.nn.functional.rms_norm takes None for a dtype's
+            own.
+
+        Returns:
+          y: the shape and dtype of x. What arithmetic makes of infinities: a NaN makes its row NaN; an inf makes its
+            own element NaN and the others of its row 0.
+          Guaranteed while a row's sum of x^2 is under 2^127 (2^1023 in float64).
+        """
+    @overload
+    def __call__(self, x: NDArray[Any], weight: NDArray[Any] | None = None, *, eps: float = 1e-06) -> NDArray[Any]: ...
+
+class RmsnormVjpOut(NamedTuple, Generic[T]):
+    d_x: T
+    d_weight: T | None
+
+class RmsnormVjpOp(Op):
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        d_y: Array,
+        weight: Array | None = None,
+        *,
+        eps: float = 1e-06,
+        wants: None = None,
+    ) -> RmsnormVjpOut[Array]:
+        """With r = (mean(x^2) + eps)^-1/2, xh = x r and h = d_y weight, in float32 (float64 for float64):
+
+        d_x = r (h - xh mean(h xh)) and d_weight = sum of d_y xh over all rows.
+
+        Args:
+          x: (*batch, n), as in rmsnorm; d_y: (*batch, n), the cotangent of its y.
+          weight: (n,), x's dtype or float32, as in rmsnorm.
+          eps: as in rmsnorm.
+
+        Returns:
+          d_x: the shape and dtype of x; d_weight: those of weight, None where that was not given.
+          An inf or NaN in a row of x makes its row of d_x NaN; the inf its column of d_weight, the NaN all of it. A NaN
+            in d_y its row of d_x and its column of
+          d_weight. Guaranteed while a row's sums of x^2 and of |h x| are under 2^127 (2^1023 in float64).
+        """
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        d_y: Array,
+        weight: Array | None = None,
+        *,
+        eps: float = 1e-06,
+        wants: Iterable[Literal["d_x", "d_weight"]] | None,
+    ) -> RmsnormVjpOut[Array | None]: ...
+    @overload
+    def __call__(
+        self,
+        x: NDArray[Any],
+        d_y: NDArray[Any],
+        weight: NDArray[Any] | None = None,
+        *,
+        eps: float = 1e-06,
+        wants: None = None,
+    ) -> RmsnormVjpOut[NDArray[Any]]: ...
+    @overload
+    def __call__(
+        self,
+        x: NDArray[Any],
+        d_y: NDArray[Any],
+        weight: NDArray[Any] | None = None,
+        *,
+        eps: float = 1e-06,
+        wants: Iterable[Literal["d_x", "d_weight"]] | None,
+    ) -> RmsnormVjpOut[NDArray[Any] | None]: ...
+
+class SoftmaxOp(Op):
+    @overload
+    def __call__(self, x: Array, *, axis: int = -1) -> Array:
+        """y = exp(x - max x) / sum exp(x - max x) along ``axis``, in float32 (float64 for float64).
+
+        Args:
+          x: any shape with at least one axis.
+          axis: the axis that sums to 1.
+
+        Returns:
+          y: the shape and dtype of x. A row that holds NaN or +inf, or nothing but -inf, is all NaN.
+        """
+    @overload
+    def __call__(self, x: NDArray[Any], *, axis: int = -1) -> NDArray[Any]: ...
+
+class SoftmaxVjpOut(NamedTuple, Generic[T]):
+    d_x: T
+
+class SoftmaxVjpOp(Op):
+    @overload
+    def __call__(self, y: Array, d_y: Array, *, axis: int = -1, wants: None = None) -> SoftmaxVjpOut[Array]:
+        """d_x = y (d_y - Delta), Delta = sum y d_y along ``axis``, in float32 (float64 for float64).
+
+        Args:
+          y: what softmax returned, as it was stored; d_y: its cotangent.
+          axis: the axis along which y sums to 1.
+
+        Returns:
+          d_x: the shape and dtype of y. A row with a NaN in y or d_y is all NaN.
+        """
+    @overload
+    def __call__(
+        self,
+        y: Array,
+        d_y: Array,
+        *,
+        axis: int = -1,
+        wants: Iterable[Literal["d_x"]] | None,
+    ) -> SoftmaxVjpOut[Array | None]: ...
+    @overload
+    def __call__(
+        self,
+        y: NDArray[Any],
+        d_y: NDArray[Any],
+        *,
+        axis: int = -1,
+        wants: None = None,
+    ) -> SoftmaxVjpOut[NDArray[Any]]: ...
+    @overload
+    def __call__(
+        self,
+        y: NDArray[Any],
+        d_y: NDArray[Any],
+        *,
+        axis: int = -1,
+        wants: Iterable[Literal["d_x"]] | None,
+    ) -> SoftmaxVjpOut[NDArray[Any] | None]: ...
+
+@overload
+def op(
+    which: Literal["attention"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> AttentionOp: ...
+@overload
+def op(
+    which: Literal["attention_vjp"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> AttentionVjpOp: ...
+@overload
+def op(
+    which: Literal["layernorm"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> LayernormOp: ...
+@overload
+def op(
+    which: Literal["layernorm_vjp"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> LayernormVjpOp: ...
+@overload
+def op(
+    which: Literal["matmul"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> MatmulOp: ...
+@overload
+def op(
+    which: Literal["matmul_vjp"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> MatmulVjpOp: ...
+@overload
+def op(
+    which: Literal["rmsnorm"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> RmsnormOp: ...
+@overload
+def op(
+    which: Literal["rmsnorm_vjp"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> RmsnormVjpOp: ...
+@overload
+def op(
+    which: Literal["softmax"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> SoftmaxOp: ...
+@overload
+def op(
+    which: Literal["softmax_vjp"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> SoftmaxVjpOp: ...
+@overload
+def op(
+    which: str | Spec[Any],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> Op:
+    """An op to call.
+
+    Args:
+      which: the op's name (see :func:`portakern.ops`), or its spec.
+      backend: who must serve it, by name or as an object; it runs there or raises. None: chosen per call from the
+        arrays (PyTorch on an NVIDIA or AMD GPU: triton; JAX on a TPU: pallas; anything on a CPU: the float64 oracle,
+        which is slow and says so once in the log).
+      variant: which of the backend's variants of the op must serve it, by the name that ``explain()`` shows; None: the
+        first, most particular one that takes the call.
+      tiling: overrides of the default tile extents and launch knobs, powers of two within the declared ranges (stages:
+        any number).
+
+    Raises:
+      SpecError: an unknown op, backend, variant or tile.
+    """

@@ -1,0 +1,47 @@
+"""What a call of an op looks like, as Python's own tools ask: the signature for ``inspect``, the text for ``help``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from portakern.spec.declare import Output, Spec
+
+__all__ = ["described", "lone_output", "signature"]
+
+
+@functools.cache
+def signature(spec: Spec[Any]) -> inspect.Signature:
+    """The spec's parameters with their defaults and types, ``wants`` for a gradient op, and what a call returns."""
+    hints = typing.get_type_hints(spec.fn)
+    declared = inspect.signature(spec.fn).parameters.values()
+    parameters = [p.replace(annotation=hints[p.name]) for p in declared]
+    if spec.is_vjp:
+        names = tuple(o.name for o in spec.outputs)
+        wants = Iterable[Literal[names]] | None  # type: ignore[valid-type]
+        parameters.append(inspect.Parameter("wants", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=wants))
+    return inspect.Signature(parameters, return_annotation=_returned(spec))
+
+
+def lone_output(spec: Spec[Any]) -> Output | None:
+    """The output that a call returns by itself, outside the named tuple, unless options ask for more; None for none."""
+    always = [o for o in spec.outputs if o.wanted_by is None]
+    return always[0] if len(always) == 1 and not spec.is_vjp else None
+
+
+def _returned(spec: Spec[Any]) -> Any:
+    lone = lone_output(spec)
+    if lone is None:
+        return spec.result
+    array = typing.get_type_hints(spec.result)[lone.name]
+    return array if len(spec.outputs) == 1 else array | spec.result
+
+
+@functools.cache
+def described(spec: Spec[Any]) -> str:
+    """The op's documentation under a line that shows how it is called, as functions without Python source have it."""
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature(spec).parameters.values()]
+    return f"{spec.name}{inspect.Signature(bare)}\n\n{spec.doc}"
