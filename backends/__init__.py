@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from types import ModuleType
 
 from portakern.core import registry
+from portakern.core.backend import Backend
 
 if __name__ != "portakern.backends":
     raise ImportError(
@@ -16,7 +17,7 @@ if __name__ != "portakern.backends":
 
 
 class _Backends(ModuleType):
-    def __call__(self) -> Mapping[str, registry.Backend]:
+    def __call__(self) -> Mapping[str, Backend]:
         """Every registered backend by name."""
         return registry.backends()
 

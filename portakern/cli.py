@@ -189,7 +189,7 @@ def check(
         pairs = [
             (name, b) for b in named for name in chosen if (ops and backend) or any(registry.backend(b).having(name))
         ]
-        subjects = [
+        subjects: list[tuple[str, str, str | None]] = [
             (name, b, v)
             for name, b in pairs
             for v in ([variant] if variant else testing.backend_variants(registry.find_spec(name), b, device))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from portakern.core import registry
 from portakern.core.call import Call
 from portakern.core.route import Choice, Route, choose, find_routes, pick, resolve_tiling, to_framework, why_not
@@ -38,7 +40,7 @@ def _plan(call: Call, choice: Choice, candidates: tuple[Route, ...]) -> list[str
     lines = [f"  backend: {backend.name} ({'named' if choice.backend else 'chosen from the arrays'}), {how}"]
     if call.degenerate:
         return [*lines, f"  implementation: {route.impl.fn.__module__}", "  plan: no kernel: an extent is 0"]
-    tiling = {}
+    tiling: Mapping[str, int] = {}
     if not backend.oracle:
         if framework is not call.framework:
             inner = to_framework(inner, framework)

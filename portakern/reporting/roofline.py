@@ -7,15 +7,15 @@ from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from portakern.api import op as make_op
 from portakern.compiling import forms
 from portakern.core import registry, targets
+from portakern.core.binder import unchecked
 from portakern.core.targets import Hardware
 from portakern.errors import SpecError
 from portakern.reporting.kept import Kept, chip, known_targets
+from portakern.spec.dtypes import numpy_dtype
 
 __all__ = ["Point", "heatmap", "plots", "roofline", "work"]
 
@@ -36,17 +36,12 @@ def work(op: str, dtype: str) -> tuple[int, int]:
     """(operations, bytes) of an op's typical call, every array touched once."""
     s = registry.find_spec(op)
     form = forms.typical_form(s, dtype)
-    types = {"bfloat16": ml_dtypes.bfloat16}
-    arrays = {
-        n: np.broadcast_to(np.zeros((), types.get(d, d)), shape) for n, (shape, d, _) in form["arrays"].items()
-    }  # one element each, however large
+    # one element each, however large
+    arrays = {n: np.broadcast_to(np.zeros((), numpy_dtype(d)), shape) for n, (shape, d, _) in form["arrays"].items()}
     options = {n: tuple(v) if isinstance(v, list) else v for n, v in form["options"].items()}
-    call = make_op(op).unchecked(**arrays, **options)
+    call = unchecked(s, **arrays, **options)
     moved = sum(a.size * a.itemsize for a in arrays.values())
-    moved += sum(
-        prod(call.outputs[o][0]) * np.dtype(types.get(call.outputs[o][1], call.outputs[o][1])).itemsize
-        for o in call.wants
-    )
+    moved += sum(prod(shape) * numpy_dtype(d).itemsize for n, (shape, d) in call.outputs.items() if n in call.wants)
     return round(s.flops(call)), moved
 
 

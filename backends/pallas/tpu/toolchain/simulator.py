@@ -26,7 +26,7 @@ import jax
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call, thread_map
 from jax.experimental.pallas import tpu as pltpu
 
-from portakern.core import route as dispatch
+from portakern.core.observe import Served, observe
 
 PARAMS = pltpu.InterpretParams(
     detect_races=True, num_cores_or_threads=2, uninitialized_memory="nan", out_of_bounds_reads="raise"
@@ -46,7 +46,7 @@ def simulated() -> Iterator[None]:
     """
     modes = itertools.cycle(("eager", "on_wait"))
 
-    def next_mode(served: dispatch.Served) -> None:
+    def next_mode(served: Served) -> None:
         global _dma_mode
         _dma_mode = next(modes)
 
@@ -55,7 +55,7 @@ def simulated() -> Iterator[None]:
         patch.object(interpret_pallas_call, "_clean_up_shared_memory", _end),
         patch.object(thread_map, "_run_jaxpr", _on_a_core),
         pltpu.force_tpu_interpret_mode(PARAMS),
-        dispatch.observe(next_mode),
+        observe(next_mode),
     ):
         yield
 
