@@ -13,6 +13,7 @@ import numpy as np
 
 from portakern import registry, staging
 from portakern.call import Call, binder
+from portakern.core import tilings
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.frameworks import FRAMEWORKS, HOST, Framework, Target, convert, numpy_dtype
 from portakern.options import shown
@@ -320,22 +321,7 @@ def find_route(b: Backend, call: Call, target: Target) -> Route:
 
 def resolve_tiling(impl: Implementation, call: Call, user: Mapping[str, int]) -> Mapping[str, int]:
     """The default tiling under the user's, checked; UnsupportedError where the backend cannot serve the call with it."""
-    tiling = impl.tiling(call)
-    if user:
-        for name, value in user.items():
-            if name not in tiling:
-                raise SpecError(
-                    f"{call.spec.name}: tiling has no {name!r} on {impl.backend.name}; expected one of {', '.join(tiling) or '(none: it has no tiles)'}"
-                )
-            if name in impl.knobs and value not in impl.knobs[name]:
-                raise SpecError(
-                    f"{call.spec.name}: tiling[{name!r}] is {shown(value)}; expected one of {', '.join(map(str, impl.knobs[name].values))}: leave it out for the default"
-                )
-        tiling = {**tiling, **user}
-    reason = impl.supports(call, tiling)
-    if reason:
-        raise UnsupportedError(f"{call!r} on {call.target}: backend {impl.backend.name!r} cannot: {reason}")
-    return tiling
+    return tilings.resolve(impl, call, user).tiling
 
 
 def degenerate_values(call: Call) -> Mapping[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from portakern import dispatch, registry
+from portakern.core import tilings
 from portakern.errors import UnavailableError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def _plan(op: dispatch.Op, call: Call, route: dispatch.Route) -> list[str]:
         inner = call.replace(target=route.target, interpret=route.interpret)
         if route.framework is not call.framework:
             inner = dispatch.to_framework(inner, route.framework)
-        tiling = dispatch.resolve_tiling(route.impl, inner, op.user_tiling)
-        parts = (f"{k}={v} ({'yours' if k in op.user_tiling else 'default'})" for k, v in tiling.items())
+        resolved = tilings.resolve(route.impl, inner, op.user_tiling)
+        parts = (f"{name}={resolved.tiling[name]} ({source})" for name, source in resolved.sources.items())
         lines.append(f"  tiling: {', '.join(parts) or 'none'}")
     return lines

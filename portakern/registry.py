@@ -65,9 +65,13 @@ class Implementation:
 
     Attributes:
       fn: ``fn(call, tiling)`` returns every output in the spec's order, None for one that ``call.wants`` does not name.
-      tiling: the default tiling of a call; it must not depend on batch or row counts, so that a row's bits do not either.
+      tiling: the default tiling of a call where no table has one; it must not depend on batch or row counts, so that a row's bits do not either.
+        Where there is a ``key`` it is asked once for each key and target, and sees nothing else of a call.
       supports: None, or why this backend cannot serve the call with this tiling, in a user's words.
       knobs: launch parameters of this backend's own, tunable beside the spec's tiles.
+      key: name -> value of what decides a call's tiling beside the target, by which tables are looked up (``portakern.core.tilings``); it must not depend
+        on batch or row counts. None: no table is asked.
+      fit: ``fit(call, tiling)`` gives a tiling that was found as it is, or a changed copy for this very call, where a bias takes room, say.
     """
 
     backend: Backend
@@ -76,6 +80,8 @@ class Implementation:
     tiling: Callable[[Call], dict[str, int]]
     supports: Callable[[Call, Tiling], str | None]
     knobs: Mapping[str, Tile]
+    key: Callable[[Call], Mapping[str, str | int]] | None = None
+    fit: Callable[[Call, Tiling], Tiling] | None = None
 
     def run(self, call: Call, tiling: Tiling) -> tuple[Any, ...]:
         """``fn``, held to returning a tuple of the right length: a bare array would be taken apart along its first axis."""
@@ -141,6 +147,8 @@ class Backend:
         tiling: Callable[[Call], dict[str, int]] = _no_tiling,
         supports: Callable[[Call, Tiling], str | None] = _always,
         knobs: Mapping[str, Tile] = MappingProxyType({}),
+        key: Callable[[Call], Mapping[str, str | int]] | None = None,
+        fit: Callable[[Call, Tiling], Tiling] | None = None,
     ) -> Callable[[F], F]:
         """Register the decorated ``fn(call, tiling)`` as this backend's ``op`` (see :class:`Implementation`).
 
@@ -158,7 +166,7 @@ class Backend:
                     raise SpecError(
                         f"{op} on backend {self.name!r} is taken by {there}; {fn.__module__}.{fn.__qualname__} needs a backend of its own: pk.Backend(...)"
                     )
-                self._found[home, op] = Implementation(self, op, fn, tiling, supports, knobs)
+                self._found[home, op] = Implementation(self, op, fn, tiling, supports, knobs, key, fit)
             return fn
 
         return register

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from portakern import dispatch, registry
+from portakern.core import tilings
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.frameworks import FRAMEWORKS, Framework, Target
 from portakern.spec import Spec, Tile
@@ -110,7 +111,7 @@ def _legal(
     call = call.replace(target=target, interpret=interpret)
     if fw.name != "numpy":
         call = dispatch.to_framework(call, fw)
-    default, reason = impl.tiling(call), None
+    default, reason = tilings.default(impl, call).tiling, None
     tiling = {
         n: v for n, v in case.tiling.items() if n in default
     }  # an implementation may have fewer tiles than its spec, or none

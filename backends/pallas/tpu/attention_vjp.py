@@ -51,15 +51,16 @@ from portakern.backends.pallas.common import (
     step_along,
     sublanes,
 )
-from portakern.backends.pallas.tpu.attention import Band, both, head_blocks, same_segment, where_stretched, words
+from portakern.backends.pallas.tpu.attention import Band, both, head_blocks, key, same_segment, where_stretched, words
 from portakern.call import Call
 from portakern.specs.attention import scale_of, score_unit
 
 Index = Callable[..., tuple[Any, Any, Any]]
 
 
-def default_tiling(call: Call) -> dict[str, int]:
-    bq, bkv = (256, 512) if call.dtype == "float32" else (512, 1024)
+def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
+    """Half of both, as often as VMEM demands."""
+    bq, bkv = tiling["block_q"], tiling["block_kv"]
     while resident(call, bq, bkv) > VMEM_BYTES and bkv > LANES:
         bq, bkv = max(LANES, bq // 2), bkv // 2
     return {"block_q": bq, "block_kv": bkv}
@@ -426,7 +427,7 @@ def bias_gradient(call: Call, tiling: Mapping[str, int], operands: Operands) -> 
     )
 
 
-@BACKEND.implements("attention_vjp", tiling=default_tiling, supports=supports)
+@BACKEND.implements("attention_vjp", key=key, fit=fit, supports=supports)
 def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
     operands = Operands(call)
     found: dict[str, jax.Array] = {}

@@ -45,6 +45,10 @@ from portakern.call import Call
 ELEMENTS = 2**19
 
 
+def key(call: Call) -> dict[str, str | int]:
+    return {"dtype": call.dtype, "n": call.dims["n"]}
+
+
 def default_tiling(call: Call) -> dict[str, int]:
     block_n = max(128, min(16384, pl.next_power_of_2(call.dims["n"])))
     return {"block_rows": min(256, ELEMENTS // (2 if call.spec.is_vjp else 1) // block_n), "block_n": block_n}
@@ -105,7 +109,7 @@ def kernel(*refs: Any, names: tuple[str, ...], n: int, eps: float) -> None:
         ref["y"][...] = y.astype(ref["y"].dtype)
 
 
-@BACKEND.implements("layernorm", tiling=default_tiling, supports=supports)
+@BACKEND.implements("layernorm", key=key, tiling=default_tiling, supports=supports)
 def layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     x, n = call.arrays["x"], call.dims["n"]
     rows, block_n = blocks(call, tiling)

@@ -38,7 +38,7 @@ from portakern.backends.pallas.common import (
     step_along,
     sublanes,
 )
-from portakern.backends.pallas.tpu.layernorm import blocks, default_tiling
+from portakern.backends.pallas.tpu.layernorm import blocks, default_tiling, key
 from portakern.call import Call
 
 
@@ -108,7 +108,7 @@ def kernel(*refs: Any, names: tuple[str, ...], height: int, n: int, eps: float) 
             ref["d_bias"][...] = over_rows(d_y)
 
 
-@BACKEND.implements("layernorm_vjp", tiling=default_tiling, supports=supports)
+@BACKEND.implements("layernorm_vjp", key=key, tiling=default_tiling, supports=supports)
 def layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
     x, d_y, weight, n, wants = call.arrays["x"], call.arrays["d_y"], call.arrays["weight"], call.dims["n"], call.wants
     rows, block_n = blocks(call, tiling)

@@ -23,7 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import in_order, interpreter, positions, step_along
-from portakern.backends.pallas.tpu.layernorm import blocks, default_tiling, supports
+from portakern.backends.pallas.tpu.layernorm import blocks, default_tiling, key, supports
 from portakern.call import Call
 
 
@@ -50,7 +50,7 @@ def kernel(*refs: Any, names: tuple[str, ...], n: int, eps: float) -> None:
         ref["y"][...] = y.astype(ref["y"].dtype)
 
 
-@BACKEND.implements("rmsnorm", tiling=default_tiling, supports=supports)
+@BACKEND.implements("rmsnorm", key=key, tiling=default_tiling, supports=supports)
 def rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     x, n = call.arrays["x"], call.dims["n"]
     rows, block_n = blocks(call, tiling)

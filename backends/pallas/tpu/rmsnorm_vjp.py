@@ -25,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import in_order, interpreter, positions, step_along
-from portakern.backends.pallas.tpu.layernorm import blocks, default_tiling
+from portakern.backends.pallas.tpu.layernorm import blocks, default_tiling, key
 from portakern.backends.pallas.tpu.layernorm_vjp import add_up, supports
 from portakern.call import Call
 
@@ -66,7 +66,7 @@ def kernel(*refs: Any, names: tuple[str, ...], height: int, n: int, eps: float) 
             ref["d_weight"][...] = jnp.sum(product, axis=0, keepdims=True)
 
 
-@BACKEND.implements("rmsnorm_vjp", tiling=default_tiling, supports=supports)
+@BACKEND.implements("rmsnorm_vjp", key=key, tiling=default_tiling, supports=supports)
 def rmsnorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
     x, d_y, weight, n, wants = call.arrays["x"], call.arrays["d_y"], call.arrays["weight"], call.dims["n"], call.wants
     rows, block_n = blocks(call, tiling)

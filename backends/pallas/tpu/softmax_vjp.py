@@ -30,7 +30,7 @@ from portakern.backends.pallas.common import (
     step_along,
     sublanes,
 )
-from portakern.backends.pallas.tpu.softmax import blocks, default_tiling, view
+from portakern.backends.pallas.tpu.softmax import blocks, default_tiling, key, view
 from portakern.call import Call
 
 
@@ -66,7 +66,7 @@ def kernel(y_ref: Any, d_y_ref: Any, d_x_ref: Any, delta_ref: Any, *, n: int, ax
         d_x_ref[...] = (y * (d_y - delta_ref[...])).astype(d_x_ref.dtype)
 
 
-@BACKEND.implements("softmax_vjp", tiling=default_tiling, supports=supports)
+@BACKEND.implements("softmax_vjp", key=key, tiling=default_tiling, supports=supports)
 def softmax_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     y, d_y = call.arrays["y"], call.arrays["d_y"]
     shape, axis = view(call)

@@ -1,0 +1,1 @@
+"""What every call passes through, whichever framework its arrays are of and whichever backend serves it."""
