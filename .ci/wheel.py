@@ -1,4 +1,4 @@
-"""Build the sdist and from it the wheel; demand that the wheel holds every Python file of the package, and works where there is no checkout."""
+"""Build the sdist and from it the wheel, which must hold every Python file and table, and work without a checkout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def main(scratch: Path) -> int:
     )
     (wheel,) = (scratch / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as z:
-        inside = {n for n in z.namelist() if n.startswith("portakern/") and n.endswith((".py", "py.typed"))}
+        inside = {n for n in z.namelist() if n.startswith("portakern/") and n.endswith((".py", "py.typed", ".json"))}
         z.extractall(scratch / "site")
         with_entry_points = [n for n in z.namelist() if n.endswith("entry_points.txt")]
     walked = (
@@ -35,7 +35,7 @@ def main(scratch: Path) -> int:
         for folder, _, names in os.walk(ROOT / "portakern", followlinks=True)
         for n in names
     )
-    on_disk = {path for path in walked if path.endswith((".py", "py.typed"))}
+    on_disk = {path for path in walked if path.endswith((".py", "py.typed", ".json"))}
     print(f"the wheel holds {len(inside & on_disk)} of {len(on_disk)} files")
     if on_disk - inside or not with_entry_points:
         print(f"FAILED: missing from the wheel: {sorted(on_disk - inside)}")
