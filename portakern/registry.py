@@ -65,13 +65,16 @@ class Implementation:
 
     Attributes:
       fn: ``fn(call, tiling)`` returns every output in the spec's order, None for one that ``call.wants`` does not name.
-      tiling: the default tiling of a call where no table has one; it must not depend on batch or row counts, so that a row's bits do not either.
-        Where there is a ``key`` it is asked once for each key and target, and sees nothing else of a call.
+      tiling: the default tiling of a call where no table has one. Where there is a ``key`` it is asked once for each key
+        and target, so that it may use nothing else of a call.
       supports: None, or why this backend cannot serve the call with this tiling, in a user's words.
       knobs: launch parameters of this backend's own, tunable beside the spec's tiles.
-      key: name -> value of what decides a call's tiling beside the target, by which tables are looked up (``portakern.core.tilings``); it must not depend
-        on batch or row counts. None: no table is asked.
-      fit: ``fit(call, tiling)`` gives a tiling that was found as it is, or a changed copy for this very call, where a bias takes room, say.
+      key: name -> value of what decides a call's tiling beside the target; tables are looked up by it
+        (``portakern.core.tilings``). None: no table is asked.
+      fit: ``fit(call, tiling)`` gives a tiling that was found as it is, or a changed copy for this very call, where a
+        bias takes room, say.
+
+    Neither ``tiling`` nor ``key`` nor ``fit`` may depend on batch or row counts, so that a row's bits do not either.
     """
 
     backend: Backend
