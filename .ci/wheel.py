@@ -1,6 +1,6 @@
 """Build the sdist and from it the wheel.
 
-The wheel must hold every Python file of the package, and work where there is no checkout.
+The wheel must hold every Python file and table of the package, and work where there is no checkout.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main(scratch: Path) -> int:
     )
     (wheel,) = (scratch / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as z:
-        inside = {n for n in z.namelist() if n.startswith("portakern/") and n.endswith((".py", ".pyi", "py.typed"))}
+        inside = {n for n in z.namelist() if n.startswith("portakern/") and n.endswith((".py", ".pyi", "py.typed", ".json"))}
         z.extractall(scratch / "site")
         with_entry_points = [n for n in z.namelist() if n.endswith("entry_points.txt")]
     walked = (
@@ -39,7 +39,7 @@ def main(scratch: Path) -> int:
         for folder, _, names in os.walk(ROOT / "portakern", followlinks=True)
         for n in names
     )
-    on_disk = {path for path in walked if path.endswith((".py", ".pyi", "py.typed"))}
+    on_disk = {path for path in walked if path.endswith((".py", ".pyi", "py.typed", ".json"))}
     print(f"the wheel holds {len(inside & on_disk)} of {len(on_disk)} files")
     if on_disk - inside or not with_entry_points:
         print(f"FAILED: missing from the wheel: {sorted(on_disk - inside)}")

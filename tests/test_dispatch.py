@@ -39,7 +39,7 @@ def test_explain_names_the_choice_and_the_rest():
 def test_explain_says_where_a_tiling_came_from():
     pytest.importorskip("triton", reason="triton is not installed")
     text = pk.op("softmax", backend="triton", tiling={"block_n": 256}).explain(X)
-    assert "block_n=256 (yours)" in text and "(default)" in text and "crossing: numpy -> torch and back" in text
+    assert "block_n=256 (yours)" in text and "(heuristic)" in text and "crossing: numpy -> torch and back" in text
 
 
 def test_extents_of_zero_need_no_kernel():

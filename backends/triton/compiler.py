@@ -1,7 +1,7 @@
 """Machine code without a GPU: what a call would launch, compiled by Triton for NVIDIA and AMD, and read back.
 
-The op's Python runs on tensors without memory, and its launches are recorded instead of made (``launch.recording``). Triton specialises them as a launch
-would, and its wheel holds both vendors' assemblers and NVIDIA's disassembler.
+The op's Python runs on tensors without memory, and its launches are recorded instead of made (``launch.recording``).
+Triton specialises them as a launch would, and its wheel holds both vendors' assemblers and NVIDIA's disassembler.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from portakern.core.backend import Implementation
     from portakern.core.call import Call
 
-REGISTERS_ALLOCATED = 256  # NVIDIA gives a warp registers by so many (CUDA occupancy calculator); a block also pays 1 KiB of shared memory
+# NVIDIA gives a warp registers by so many (CUDA occupancy calculator); a block also pays 1 KiB of shared memory.
+REGISTERS_ALLOCATED = 256
 
 
 def unavailable(hardware: Hardware) -> str | None:
@@ -114,16 +115,28 @@ def _read_nvidia(compiled: Any, log: str, hardware: Hardware) -> Kernel:
         on_chip["tmem"] = (getattr(meta, "tmem_size", 0) or 0) * 128 * 4  # columns of 128 lanes
     matrix = Counter(re.findall(r"\b((?:UTC)?[HIQOD]G?MMA\b[\w.]*)", sass))
     threads = meta.num_warps * hardware.lanes
-    return Kernel(meta.name, threads=threads, registers=registers, spills=spills, on_chip=on_chip, matrix=dict(matrix.most_common()),
-                  occupancy=_occupancy(meta.num_warps, registers, on_chip, hardware), undefined=undefined_registers(sass), assembly=sass)  # fmt: skip
+    return Kernel(
+        meta.name,
+        threads=threads,
+        registers=registers,
+        spills=spills,
+        on_chip=on_chip,
+        matrix=dict(matrix.most_common()),
+        occupancy=_occupancy(meta.num_warps, registers, on_chip, hardware),
+        undefined=undefined_registers(sass),
+        assembly=sass,
+    )
 
 
 def undefined_registers(sass: str) -> list[str]:
-    """Uniform registers that some instruction computes with and none before it, as the code stands, writes. Copies do not count, since spills copy halves of
-    pairs that are not in use, nor matrix instructions: ``gdesc[UR32]`` names the first of four registers, and reads two where one operand lies in registers.
+    """Uniform registers that some instruction computes with and none before it, as the code stands, writes.
 
-    They hold addresses, of the matrix unit's operands among others, and no right code has any: ptxas 12.8 loses the base of such an address in kernels for
-    sm_90 (see ``attention.head_tiles``), whose results are then wrong, or reads leave shared memory. Nothing but the machine code shows it.
+    Copies do not count, since spills copy halves of pairs that are not in use, nor matrix instructions:
+    ``gdesc[UR32]`` names the first of four registers, and reads two where one operand lies in registers.
+
+    They hold addresses, of the matrix unit's operands among others, and no right code has any: ptxas 12.8 loses the
+    base of such an address in kernels for sm_90 (see ``attention.head_tiles``), whose results are then wrong, or reads
+    leave shared memory. Nothing but the machine code shows it.
     """
     written, found = {"URZ"}, set()
     for instruction in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ )?([A-Z][^;]*);", sass):
@@ -164,8 +177,16 @@ def _read_amd(compiled: Any, log: str, hardware: Hardware) -> Kernel:
     programs = min(by_registers, lds // meta.shared) if meta.shared else by_registers
     most = (hardware.core_threads or 0) // hardware.lanes * (simds // (hardware.simds or 1))
     matrix = Counter(re.findall(r"\b(v_(?:mfma|smfmac|wmma|swmmac)_\w+)", text))
-    return Kernel(meta.name, threads=meta.num_warps * hardware.lanes, registers=registers, spills=4 * number("vgpr_spill_count"), on_chip={"lds": meta.shared},
-                  occupancy=round(programs * meta.num_warps / most, 4), matrix=dict(matrix.most_common()), assembly=text)  # fmt: skip
+    return Kernel(
+        meta.name,
+        threads=meta.num_warps * hardware.lanes,
+        registers=registers,
+        spills=4 * number("vgpr_spill_count"),
+        on_chip={"lds": meta.shared},
+        occupancy=round(programs * meta.num_warps / most, 4),
+        matrix=dict(matrix.most_common()),
+        assembly=text,
+    )
 
 
 def _found(pattern: str, text: str) -> str | None:

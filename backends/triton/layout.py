@@ -1,4 +1,7 @@
-"""Strided views as few, large dimensions: a kernel that knows two row strides serves every view that collapses to two dimensions."""
+"""Strided views as few, large dimensions.
+
+A kernel that knows two row strides serves every view that collapses to two dimensions.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ import triton.language as tl
 from portakern.spec.dtypes import numpy_dtype
 
 __all__ = [
-    "SHAPES", "Rows", "aligned", "collapse", "contiguous_strides", "fresh", "fresh_like", "gathered", "pow2_at_least", "row_start", "rows_of", "walk_rows",
+    "SHAPES", "Rows", "aligned", "collapse", "contiguous_strides", "fresh", "fresh_like", "gathered", "pow2_at_least",
+    "row_start", "rows_of", "walk_rows",
 ]  # fmt: skip
 
 SHAPES = 4096  # the latest shapes whose layout is remembered: to work one out takes longer than to launch its kernel
@@ -22,13 +26,19 @@ SHAPES = 4096  # the latest shapes whose layout is remembered: to work one out t
 
 @triton.jit
 def aligned(number, unit: tl.constexpr):
-    """``number``, which is a multiple of ``unit``: so written, the compiler knows it. By itself it only asks of a number whether 16 divides it."""
+    """``number``, which is a multiple of ``unit``: so written, the compiler knows it.
+
+    By itself it only asks of a number whether 16 divides it.
+    """
     return number if unit == 1 else number // unit * unit
 
 
 @triton.jit
 def row_start(x, row, rows_inner, x_outer, x_inner, flat: tl.constexpr, unit: tl.constexpr):
-    """Where rows begin (see :class:`Rows`). One row dimension needs no division, so that the compiler still sees which rows are adjacent."""
+    """Where rows begin (see :class:`Rows`).
+
+    One row dimension needs no division, so that the compiler still sees which rows are adjacent.
+    """
     if flat:
         return x + row * aligned(x_inner, unit)
     else:
@@ -36,7 +46,9 @@ def row_start(x, row, rows_inner, x_outer, x_inner, flat: tl.constexpr, unit: tl
 
 
 class Rows(NamedTuple):
-    """How a kernel walks the rows of several tensors of one shape: row i is (i // inner, i % inner) in two row dimensions.
+    """How a kernel walks the rows of several tensors of one shape.
+
+    Row i is (i // inner, i % inner) in two row dimensions.
 
     Attributes:
       height: how many rows; inner: the extent of the inner row dimension; flat: the outer one has extent 1.
@@ -51,9 +63,10 @@ class Rows(NamedTuple):
     step: int
 
     def known(self, dtype: str) -> dict[str, Any]:
-        """What a kernel is compiled for: ``flat``, and ``unit``, how many elements a thread may move at once in every row: the 16 bytes that it can, else 1.
+        """What a kernel is compiled for: ``flat``, and ``unit``, how many elements a thread may move at once.
 
-        With 8 bytes, a row would move, and be summed, in one way where the first row of a call lies at a multiple of 16 bytes and in another where it does not.
+        In every row these are the 16 bytes that it can, else 1. With 8 bytes, a row would move, and be summed, in one
+        way where the first row of a call lies at a multiple of 16 bytes and in another where it does not.
         """
         elements = 16 // numpy_dtype(dtype).itemsize
         return {"flat": self.flat, "unit": 1 if self.step % elements else elements}
@@ -93,7 +106,10 @@ def rows_of(axis: int, shape: tuple[int, ...], *strides: tuple[int, ...]) -> Row
 
 
 def gathered(x: torch.Tensor, find: Callable[..., Any], *form: Any) -> tuple[torch.Tensor, Any]:
-    """x, and what ``find`` gives for its shape, strides and ``form``; of a copy where that is None, since no two strides describe its rows."""
+    """x, and what ``find`` gives for its shape, strides and ``form``.
+
+    Where that is None, since no two strides describe the rows of x, both are of a copy.
+    """
     found = find(x.shape, x.stride(), *form)
     if found is None:
         x = x.contiguous()

@@ -1,6 +1,7 @@
 """What was compiled before: one JSON file a call, named after everything that the result depends on.
 
-That is the call, the target, the compilers' versions, and the text of every module that the implementation and the spec import within their own packages.
+That is the call, the target, the compilers' versions, the tables of tilings, and the text of every module that the
+implementation and the spec import within their own packages.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from portakern.compiling.build import Build
 from portakern.compiling.pool import Job
+from portakern.core import tilings
 from portakern.files import cache_folder, write_atomically
 
 __all__ = ["find", "keep", "key", "look_again"]
@@ -32,6 +34,7 @@ def key(job: Job) -> str:
         "hardware": repr(job.hardware),
         "versions": job.family.load_compiler().versions(job.hardware),
         "source": _digest(frozenset(modules)),
+        "tilings": [path.read_text() for path in tilings.files(modules[0].rpartition(".")[0], job.backend.name)],
     }
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
 

@@ -10,8 +10,8 @@ from portakern.core.backend import Backend, Family, Implementation
 from portakern.core.binder import unchecked
 from portakern.core.call import Call, shape_of
 from portakern.core.framework import frameworks
-from portakern.core.route import resolve_tiling
 from portakern.core.targets import Hardware
+from portakern.core.tilings import resolve
 from portakern.errors import SpecError
 from portakern.spec import ArrayArg, Spec
 
@@ -85,7 +85,7 @@ def abstract_call(
     call = unchecked(spec, **arrays, **options)
     wants = call.wants if form["wants"] is None else tuple(form["wants"])
     call = call.replace(target=hardware.target, interpret=False, concrete=not framework.immutable, wants=wants)
-    return call, resolve_tiling(impl, call, user)
+    return call, resolve(impl, call, user).tiling
 
 
 def direction(spec: Spec[Any]) -> str:

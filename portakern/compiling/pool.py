@@ -81,7 +81,12 @@ class _Process:
         """The answer, or how the process ended."""
         process = self.process
         assert process.stdin is not None and process.stdout is not None
-        request: dict[str, Any] = {"op": job.spec.name, "variant": job.family.name, "tiling": dict(job.tiling), "form": job.form}
+        request: dict[str, Any] = {
+            "op": job.spec.name,
+            "variant": job.family.name,
+            "tiling": dict(job.tiling),
+            "form": job.form,
+        }
         request["assembly"] = job.assembly
         try:
             process.stdin.write(json.dumps(request) + "\n")

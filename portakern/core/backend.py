@@ -99,11 +99,18 @@ class Implementation:
 
     Attributes:
       fn: ``fn(call, tiling)`` returns every output in the spec's order, None for one that ``call.wants`` does not name.
-      tiling: the default tiling of a call; it must not depend on batch or row counts, so that a row's bits do not either.
+      tiling: the default tiling of a call where no table has one. Where there is a ``key`` it is asked once for each key
+        and target, so that it may use nothing else of a call.
       supports: None, or why this variant cannot serve the call with this tiling, in a user's words.
       knobs: launch parameters of its own, tunable beside the spec's tiles.
+      key: name -> value of what decides a call's tiling beside the target; tables are looked up by it
+        (:mod:`portakern.core.tilings`). None: no table is asked.
+      fit: ``fit(call, tiling)`` gives a tiling that was found as it is, or a changed copy for this very call, where a
+        bias takes room, say.
       takes: the arguments that it knows of those that a spec has; None: all. The checker draws no others, and holds it
         to no law.
+
+    Neither ``tiling`` nor ``key`` nor ``fit`` may depend on batch or row counts, so that a row's bits do not either.
     """
 
     backend: Backend
@@ -113,6 +120,8 @@ class Implementation:
     tiling: Callable[[Call], dict[str, int]]
     supports: Callable[[Call, Tiling], str | None]
     knobs: Mapping[str, Tile]
+    key: Callable[[Call], Mapping[str, str | int]] | None = None
+    fit: Callable[[Call, Tiling], Tiling] | None = None
     takes: Callable[[Spec[Any]], frozenset[str]] | None = None
 
     def run(self, call: Call, tiling: Tiling) -> tuple[Any, ...]:
@@ -215,6 +224,8 @@ class Backend:
         tiling: Callable[[Call], dict[str, int]] = _no_tiling,
         supports: Callable[[Call, Tiling], str | None] = _always,
         knobs: Mapping[str, Tile] = MappingProxyType({}),
+        key: Callable[[Call], Mapping[str, str | int]] | None = None,
+        fit: Callable[[Call, Tiling], Tiling] | None = None,
         takes: Callable[[Spec[Any]], frozenset[str]] | None = None,
     ) -> Callable[[F], F]:
         """Register the decorated ``fn(call, tiling)`` as this backend's ``op`` (see :class:`Implementation`).
@@ -234,7 +245,8 @@ class Backend:
                         f"{op} on backend {self.name!r} is taken by {there}; "
                         f"{fn.__module__}.{fn.__qualname__} needs a backend of its own: pk.Backend(...)"
                     )
-                self._found[family.package, op] = Implementation(self, family, op, fn, tiling, supports, knobs, takes)
+                made = Implementation(self, family, op, fn, tiling, supports, knobs, key, fit, takes)
+                self._found[family.package, op] = made
             return fn
 
         return register

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from portakern.core import registry
 from portakern.core.call import Call
-from portakern.core.route import Choice, Route, choose, find_routes, pick, resolve_tiling, to_framework, why_not
+from portakern.core.route import Choice, Route, choose, find_routes, pick, to_framework, why_not
+from portakern.core.tilings import resolve
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 
 __all__ = ["explain"]
@@ -51,7 +52,8 @@ def _plan(call: Call, choice: Choice, candidates: tuple[Route, ...]) -> list[str
     if framework is not call.framework:
         lines.append(f"  crossing: {call.framework.name} -> {framework.name} and back")
     if not backend.oracle:
-        parts = (f"{k}={v} ({'yours' if k in choice.tiling else 'default'})" for k, v in tiling.items())
+        sources = resolve(route.impl, inner, choice.tiling).sources
+        parts = (f"{name}={tiling[name]} ({source})" for name, source in sources.items())
         lines.append(f"  tiling: {', '.join(parts) or 'none'}")
     return lines
 
@@ -78,7 +80,7 @@ def _variants(call: Call, choice: Choice, candidates: tuple[Route, ...], served:
 def _reason(route: Route, call: Call, choice: Choice) -> str | None:
     """Why a variant does not take the call; None where it would."""
     try:
-        resolve_tiling(route.impl, call, choice.tiling)
+        resolve(route.impl, call, choice.tiling)
     except (UnsupportedError, SpecError) as e:
         return str(e).partition("cannot: ")[2] or str(e)
     return None

@@ -12,11 +12,12 @@ from portakern.core.call import Call
 from portakern.core.framework import Framework, convert, frameworks
 from portakern.core.observe import say
 from portakern.core.targets import HOST, Target
+from portakern.core.tilings import resolve
 from portakern.errors import SpecError, UnsupportedError
 from portakern.spec import Spec
 from portakern.spec.options import shown
 
-__all__ = ["Choice", "Route", "choose", "find_routes", "pick", "resolve_tiling", "routes", "to_framework", "why_not"]
+__all__ = ["Choice", "Route", "choose", "find_routes", "pick", "routes", "to_framework", "why_not"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,11 +149,11 @@ def find_routes(b: Backend, call: Call, target: Target, variant: str | None = No
 def pick(candidates: tuple[Route, ...], call: Call, user: Mapping[str, int]) -> tuple[Route, Mapping[str, int]]:
     """The first candidate that takes the call, and its tiling; UnsupportedError with every reason where none does."""
     if len(candidates) == 1:
-        return candidates[0], resolve_tiling(candidates[0].impl, call, user)
+        return candidates[0], resolve(candidates[0].impl, call, user).tiling
     reasons = []
     for route in candidates:
         try:
-            return route, resolve_tiling(route.impl, call, user)
+            return route, resolve(route.impl, call, user).tiling
         except (UnsupportedError, SpecError) as e:
             reasons.append(e)
     if all(isinstance(e, SpecError) for e in reasons):  # a tile that no variant has
@@ -163,29 +164,6 @@ def pick(candidates: tuple[Route, ...], call: Call, user: Mapping[str, int]) -> 
     )
     name = candidates[0].impl.backend.name
     raise UnsupportedError(f"{call!r} on {call.target}: backend {name!r} cannot: {told}")
-
-
-def resolve_tiling(impl: Implementation, call: Call, user: Mapping[str, int]) -> Mapping[str, int]:
-    """The default tiling under the user's, checked; UnsupportedError where the implementation cannot serve the call with it."""
-    tiling = impl.tiling(call)
-    if user:
-        for name, value in user.items():
-            if name not in tiling:
-                names = ", ".join(tiling) or "(none: it has no tiles)"
-                raise SpecError(
-                    f"{call.spec.name}: tiling has no {name!r} on {impl.backend.name}; expected one of {names}"
-                )
-            if name in impl.knobs and value not in impl.knobs[name]:
-                values = ", ".join(map(str, impl.knobs[name].values))
-                raise SpecError(
-                    f"{call.spec.name}: tiling[{name!r}] is {shown(value)}; "
-                    f"expected one of {values}: leave it out for the default"
-                )
-        tiling = {**tiling, **user}
-    reason = impl.supports(call, tiling)
-    if reason:
-        raise UnsupportedError(f"{call!r} on {call.target}: backend {impl.backend.name!r} cannot: {reason}")
-    return tiling
 
 
 def to_framework(call: Call, framework: Framework) -> Call:

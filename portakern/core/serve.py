@@ -9,7 +9,8 @@ from portakern.core.call import Call
 from portakern.core.framework import Framework, convert
 from portakern.core.observe import Served, observed, tell
 from portakern.core.oracle import degenerate_outputs, rounded_oracle
-from portakern.core.route import Choice, Route, pick, resolve_tiling, routes, to_framework
+from portakern.core.route import Choice, Route, pick, routes, to_framework
+from portakern.core.tilings import resolve
 
 __all__ = ["call_through", "serve"]
 
@@ -34,7 +35,7 @@ def serve(call: Call, candidates: tuple[Route, ...], user: Mapping[str, int]) ->
     if call.degenerate:
         outputs = degenerate_outputs(call)
     elif route.impl.backend.oracle:
-        tiling = resolve_tiling(route.impl, call, user)
+        tiling = resolve(route.impl, call, user).tiling
         outputs = _outputs_back(call, framework, rounded_oracle(call), copy=False)
     elif framework is call.framework:
         route, tiling = pick(candidates, call, user)

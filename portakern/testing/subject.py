@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from portakern.api import op
-from portakern.core import registry
+from portakern.core import registry, tilings
 from portakern.core.backend import Backend, Implementation
 from portakern.core.binder import bind
 from portakern.core.framework import Framework, frameworks
@@ -145,7 +145,7 @@ def _legal(
     call = call.replace(target=target, interpret=interpret)
     if not fw.host_only:
         call = to_framework(call, fw)
-    default, reason = impl.tiling(call), None
+    default, reason = tilings.default(impl, call).tiling, None
     # an implementation may have fewer tiles than its spec, or none
     tiling = {n: v for n, v in case.tiling.items() if n in default}
     while tiling:

@@ -82,8 +82,9 @@ def mutant(fault: Fault) -> Backend:
     registration = f"from portakern.backends.{fault.backend} import BACKEND\n"
     source = mutated_source(fault)
     assert source.count(registration) == 1
-    name = "mutant_" + fault.name.replace("-", "_")
-    path = _folder() / f"{name}.py"
+    file = "mutant_" + fault.name.replace("-", "_")
+    name = f"{_package(fault.backend)}.{file}"  # as if it lay beside the shipped module: it takes the same tables of tilings
+    path = _folder() / f"{file}.py"
     path.write_text(source.replace(registration, "\n"), encoding="utf-8")
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None

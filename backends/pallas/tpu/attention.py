@@ -48,11 +48,8 @@ from portakern.core.call import Call
 from portakern.specs.attention import score_unit
 
 
-def default_tiling(call: Call) -> dict[str, int]:
-    # Bundles of a step's body for each 2^19 scores of bfloat16 at 128, on v5e and v6e: 256 x 512 3996, 2872; 512 x 512 3668, 3606; 256 x 1024 2774, 2308;
-    # 512 x 1024 2433, 2672; 1024 x 512 3306, 4094; 1024 x 1024 2360, 1967. The compiler's cycles leave these bodies out: they favour few steps.
-    wide = call.dtype == "float32" or max(call.dims["d"], call.dims["dv"]) > 256
-    return {"block_q": 256 if wide else 512, "block_kv": 512 if wide else 1024}
+def key(call: Call) -> dict[str, str | int]:
+    return {"dtype": call.dtype, "d": max(call.dims["d"], call.dims["dv"])}
 
 
 def grains(call: Call) -> tuple[int, int]:
@@ -182,7 +179,7 @@ def kernel(ref: Refs, *, band: Band, scores: Scores, interpreted: bool) -> None:
             ref.lse[...] = jnp.where(l == 0, -jnp.inf, ref.m[...] * scores.unit + jnp.log(l)).T
 
 
-@BACKEND.implements("attention", tiling=default_tiling, supports=supports)
+@BACKEND.implements("attention", key=key, supports=supports)
 def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Array | None]:
     batch, q_len, heads, d = call.arrays["q"].shape
     dv, dtype, group = call.dims["dv"], call.arrays["q"].dtype, call.dims["group"]

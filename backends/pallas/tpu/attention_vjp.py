@@ -41,13 +41,14 @@ from portakern.backends.pallas.common import Blocks, Refs, block, quotient, row_
 from portakern.backends.pallas.tpu._band import Band
 from portakern.backends.pallas.tpu._chip import LANES, VMEM_BYTES, dot, launch, whole_lanes
 from portakern.backends.pallas.tpu._heads import Operands, Place, bias_blocks, by_head, head_blocks, row_blocks
-from portakern.backends.pallas.tpu.attention import Scores, grains, refused, visible_pairs
+from portakern.backends.pallas.tpu.attention import Scores, grains, key, refused, visible_pairs
 from portakern.core.call import Call
 from portakern.specs.attention import scale_of
 
 
-def default_tiling(call: Call) -> dict[str, int]:
-    bq, bkv = (256, 512) if call.dtype == "float32" else (512, 1024)
+def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
+    """Half of both, as often as VMEM demands."""
+    bq, bkv = tiling["block_q"], tiling["block_kv"]
     while resident(call, bq, bkv) > VMEM_BYTES and bkv > LANES:
         bq, bkv = max(LANES, bq // 2), bkv // 2
     return {"block_q": bq, "block_kv": bkv}
@@ -375,7 +376,7 @@ def bias_gradient(call: Call, tiling: Mapping[str, int], saved: Saved) -> dict[s
     )
 
 
-@BACKEND.implements("attention_vjp", tiling=default_tiling, supports=supports)
+@BACKEND.implements("attention_vjp", key=key, fit=fit, supports=supports)
 def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
     saved = Saved(call)
     found: dict[str, jax.Array] = {}

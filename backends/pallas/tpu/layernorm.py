@@ -35,6 +35,10 @@ from portakern.core.call import Call
 ELEMENTS = 2**19
 
 
+def key(call: Call) -> dict[str, str | int]:
+    return {"dtype": call.dtype, "n": call.dims["n"]}
+
+
 def default_tiling(call: Call) -> dict[str, int]:
     block_n = max(128, min(16384, pl.next_power_of_2(call.dims["n"])))
     return {"block_rows": min(256, ELEMENTS // (2 if call.spec.is_vjp else 1) // block_n), "block_n": block_n}
@@ -90,7 +94,7 @@ def kernel(ref: Refs, *, walk: Walk, eps: float) -> None:
         ref.y[...] = y.astype(ref.y.dtype)
 
 
-@BACKEND.implements("layernorm", tiling=default_tiling, supports=supports)
+@BACKEND.implements("layernorm", key=key, tiling=default_tiling, supports=supports)
 def layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     return normalised(call, tiling, partial(kernel, eps=call.options["eps"]), statistics=("mean", "m2"), flops=9)
 

@@ -29,7 +29,7 @@ from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Blocks, Refs, block, step_along, within
 from portakern.backends.pallas.tpu._chip import LANES, launch, sublanes
 from portakern.backends.pallas.tpu._rows import Walk, launched
-from portakern.backends.pallas.tpu.layernorm import default_tiling, merge, walk_of
+from portakern.backends.pallas.tpu.layernorm import default_tiling, key, merge, walk_of
 from portakern.core.call import Call
 
 
@@ -75,7 +75,7 @@ def kernel(ref: Refs, *, walk: Walk, eps: float) -> None:
             ref.d_bias[...] = walk.sum_over_rows(d_y, group)
 
 
-@BACKEND.implements("layernorm_vjp", tiling=default_tiling, supports=supports)
+@BACKEND.implements("layernorm_vjp", key=key, tiling=default_tiling, supports=supports)
 def layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
     statistics = ("mean", "m2", "h_sum", "hx")
     return gradients(call, tiling, partial(kernel, eps=call.options["eps"]), statistics, flops=18)

@@ -30,12 +30,8 @@ from portakern.backends.pallas.tpu._chip import LANES, dot, dtype_refused, launc
 from portakern.core.call import Call
 
 
-def default_tiling(call: Call) -> dict[str, int]:
-    return (
-        {"block_m": 512, "block_n": 512, "block_k": 512}
-        if call.dtype == "float32"
-        else {"block_m": 512, "block_n": 1024, "block_k": 1024}
-    )
+def key(call: Call) -> dict[str, str | int]:
+    return {"dtype": call.dtype, "n": call.dims["n"], "k": call.dims["k"]}
 
 
 def blocks(call: Call, tiling: Mapping[str, int], m: int) -> tuple[int, int, int]:
@@ -97,7 +93,7 @@ def operand(shape: tuple[int, ...], block_shape: tuple[int, int], axes: tuple[in
     return pl.BlockSpec((*(None for _ in batch), *block_shape), index)
 
 
-@BACKEND.implements("matmul", tiling=default_tiling, supports=supports)
+@BACKEND.implements("matmul", key=key, supports=supports)
 def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     a, b = call.arrays["a"], call.arrays["b"]
     shape, dtype = call.outputs["c"]

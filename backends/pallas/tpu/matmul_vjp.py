@@ -56,8 +56,8 @@ def product(call: Call, name: str) -> Call:
     )
 
 
-def default_tiling(call: Call) -> dict[str, int]:
-    return forward.default_tiling(call.replace(dtype=product_dtype(call)))
+def key(call: Call) -> dict[str, str | int]:
+    return {**forward.key(call), "dtype": product_dtype(call)}
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
@@ -80,7 +80,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     return refused
 
 
-@BACKEND.implements("matmul_vjp", tiling=default_tiling, supports=supports)
+@BACKEND.implements("matmul_vjp", key=key, supports=supports)
 def matmul_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     def gradient(name: str) -> jax.Array | None:
         if name not in call.wants:

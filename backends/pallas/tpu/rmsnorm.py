@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.tpu._rows import Walk
-from portakern.backends.pallas.tpu.layernorm import default_tiling, normalised, supports
+from portakern.backends.pallas.tpu.layernorm import default_tiling, key, normalised, supports
 from portakern.core.call import Call
 
 
@@ -46,6 +46,6 @@ def kernel(ref: Refs, *, walk: Walk, eps: float) -> None:
         ref.y[...] = y.astype(ref.y.dtype)
 
 
-@BACKEND.implements("rmsnorm", tiling=default_tiling, supports=supports)
+@BACKEND.implements("rmsnorm", key=key, tiling=default_tiling, supports=supports)
 def rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     return normalised(call, tiling, partial(kernel, eps=call.options["eps"]), statistics=("squares",), flops=4)

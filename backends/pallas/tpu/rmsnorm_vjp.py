@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.tpu._rows import Walk
-from portakern.backends.pallas.tpu.layernorm import default_tiling
+from portakern.backends.pallas.tpu.layernorm import default_tiling, key
 from portakern.backends.pallas.tpu.layernorm_vjp import gradients, supports
 from portakern.core.call import Call
 
@@ -56,6 +56,6 @@ def kernel(ref: Refs, *, walk: Walk, eps: float) -> None:
             ref.d_weight[...] = walk.sum_over_rows(d_y * xh, group)
 
 
-@BACKEND.implements("rmsnorm_vjp", tiling=default_tiling, supports=supports)
+@BACKEND.implements("rmsnorm_vjp", key=key, tiling=default_tiling, supports=supports)
 def rmsnorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
     return gradients(call, tiling, partial(kernel, eps=call.options["eps"]), ("squares", "hx"), flops=12)

@@ -41,6 +41,12 @@ def view(call: Call) -> tuple[tuple[int, int, int], int]:
     return ((outer, shape[axis], inner), 1) if inner > 1 else ((1, outer, shape[axis]), 2)
 
 
+def key(call: Call) -> dict[str, str | int]:
+    """``across``: where the softmax axis lies, along sublanes or along lanes."""
+    shape, axis = view(call)
+    return {"dtype": call.dtype, "across": "sublanes" if axis == 1 else "lanes", "n": shape[axis]}
+
+
 def default_tiling(call: Call) -> dict[str, int]:
     shape, axis = view(call)
     if axis == 1:
@@ -94,7 +100,7 @@ def kernel(ref: Refs, *, walk: Walk) -> None:
         ref.y[...] = (jnp.exp(x - ref.m[...]) / ref.l[...]).astype(ref.y.dtype)
 
 
-@BACKEND.implements("softmax", tiling=default_tiling, supports=supports)
+@BACKEND.implements("softmax", key=key, tiling=default_tiling, supports=supports)
 def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     x = call.arrays["x"]
     walk = walk_of(call, tiling)

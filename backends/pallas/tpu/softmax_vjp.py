@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.tpu._rows import Walk, launched
-from portakern.backends.pallas.tpu.softmax import default_tiling, walk_of
+from portakern.backends.pallas.tpu.softmax import default_tiling, key, walk_of
 from portakern.core.call import Call
 
 
@@ -44,7 +44,7 @@ def kernel(ref: Refs, *, walk: Walk) -> None:
         ref.d_x[...] = (y * (d_y - ref.delta[...])).astype(ref.d_x.dtype)
 
 
-@BACKEND.implements("softmax_vjp", tiling=default_tiling, supports=supports)
+@BACKEND.implements("softmax_vjp", key=key, tiling=default_tiling, supports=supports)
 def softmax_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     y, d_y = call.arrays["y"], call.arrays["d_y"]
     walk = walk_of(call, tiling)

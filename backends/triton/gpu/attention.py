@@ -38,6 +38,7 @@ from portakern.backends.triton.gpu._heads import (
     program,
     strides_of,
 )
+from portakern.backends.triton.gpu.matmul import products
 from portakern.backends.triton.launch import (
     accumulator,
     cdiv,
@@ -199,92 +200,22 @@ def head_tiles(call: Call) -> tuple[int, int]:
     return max(d, least), max(dv, least)
 
 
-def default_tiling(call: Call) -> dict[str, int]:
-    """From the head dimensions, the dtype and the target alone: what fits the registers and shared memory, without spills up to head dimension 128.
+def key(call: Call) -> dict[str, str | int]:
+    """Of the head dimensions, the dtype and the target alone, never of how many queries, heads or samples there are."""
+    return {"products": products(call, call.dtype), "d": max(call.dims["d"], call.dims["dv"])}
 
-    AMD's, compiled and not run, have the most occupancy times block_q block_kv of those that do not spill. CDNA takes matrix instructions of 16 x 16: those of
-    32 x 32 do work twice where a wave owns 16 queries, and take up to 70 registers more; ``waves_per_eu`` above 1 made kernels spill. At 256 RDNA spills in
-    float32, and gfx1100, which keeps operands twice in a wave, in 16 bits too, around the loop and not in it.
-    """
-    d, arch = max(head_tiles(call)), call.target.arch
-    cdna, rdna = arch.startswith("gfx9"), arch.startswith("gfx") and not arch.startswith("gfx9")
-    if call.dtype in ("float16", "bfloat16"):
-        if rdna:
-            tile = (
-                (128, 32, 8, 1)
-                if d <= 64
-                else (128, 16, 8, 1)
-                if d <= 128
-                else (128, 16, 16, 1)
-                if d <= 256
-                else (32, 16, 8, 1)
-            )
-        elif cdna:
-            tile = (
-                (128, 64, 8, 1)
-                if d <= 128
-                else (128, 32, 8, 1)
-                if d <= 256
-                else (64, 16, 8, 1)
-                if d <= 512
-                else (16, 16, 4, 1)
-            )
-        elif arch and shared_limit(arch) < 200 * 1024:
-            tile = (
-                (128, 64, 4, 3)
-                if d <= 64
-                else (128, 32, 8, 2)
-                if d <= 128
-                else (64, 32, 8, 1)
-                if d <= 256
-                else (16, 16, 8, 1)
-            )
-        else:
-            tile = (
-                (128, 128, 8, 3)
-                if d <= 64
-                else (128, 64, 8, 3)
-                if d <= 128
-                else (128, 32, 8, 2)
-                if d <= 256
-                else (32, 16, 8, 1)
-            )
-    elif dot_precision(call) == "tf32":
-        tile = (
-            (128, 64, 8, 2)
-            if d <= 64
-            else (128, 32, 8, 2)
-            if d <= 128
-            else (32, 32, 4, 2)
-            if d <= 256
-            else (16, 16, 4, 1)
-        )
-    elif cdna:
-        tile = (
-            (128, 32, 8, 1)
-            if d <= 64
-            else (128, 16, 8, 1)
-            if d <= 128
-            else (64, 16, 8, 1)
-            if d <= 256
-            else (16, 16, 4, 1)
-        )
-    elif rdna:
-        tile = (32, 16, 8, 1) if d <= 64 else (16, 16, 8, 1)
-    elif arch.startswith("sm_") and 64 < d <= 128:
-        # float32 products are scalar instructions here, whose operands all wait in registers. On an H100 1.86 times the rate of (32, 16, 8, 2).
-        tile = (16, 64, 4, 2 if shared_limit(arch) >= 200 * 1024 else 1)
-    else:
-        tile = (64, 32, 8, 2) if d <= 64 else (32, 16, 8, 2) if d <= 128 else (16, 16, 4, 1)
-    block_q, block_kv, num_warps, num_stages = tile
-    tiling = {"block_q": block_q, "block_kv": block_kv, "num_warps": num_warps, "num_stages": num_stages} | (
-        {"matrix_instr_nonkdim": 16} if cdna else {}
-    )
-    while tiling["num_stages"] > 1 and shared_bytes(call, tiling) > shared_limit(arch):  # a bias takes room too
-        tiling["num_stages"] -= 1
-    while tiling["block_kv"] > 16 and shared_bytes(call, tiling) > shared_limit(arch):
-        tiling["block_kv"] //= 2
-    return tiling
+
+def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
+    """Fewer stages, then fewer keys at a time, where shared memory has no room: a bias takes some too."""
+    limit = shared_limit(call.target.arch)
+    if shared_bytes(call, tiling) <= limit:
+        return tiling
+    smaller = dict(tiling)
+    while smaller["num_stages"] > 1 and shared_bytes(call, smaller) > limit:
+        smaller["num_stages"] -= 1
+    while smaller["block_kv"] > 16 and shared_bytes(call, smaller) > limit:
+        smaller["block_kv"] //= 2
+    return smaller
 
 
 def shared_bytes(call: Call, tiling: Mapping[str, int]) -> int:
@@ -321,7 +252,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
 _prepared = functools.lru_cache(SHAPES)(functools.partial(prepare, attention_kernel))
 
 
-@BACKEND.implements("attention", tiling=default_tiling, supports=supports, knobs=KNOBS)
+@BACKEND.implements("attention", key=key, fit=fit, supports=supports, knobs=KNOBS)
 def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     arrays, dims, options = call.arrays, call.dims, call.options
     q, k, v, bias = arrays["q"], arrays["k"], arrays["v"], arrays["bias"]

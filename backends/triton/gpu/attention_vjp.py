@@ -39,7 +39,7 @@ from portakern.backends.triton.gpu._heads import (
     program,
     strides_of,
 )
-from portakern.backends.triton.gpu.attention import _band, _head_dim_innermost, over_keys, padded, tanh
+from portakern.backends.triton.gpu.attention import _band, _head_dim_innermost, key, over_keys, padded, tanh
 from portakern.backends.triton.launch import (
     accumulator,
     cdiv,
@@ -64,41 +64,6 @@ KNOBS = {
     "dq_block_q": Tile(16, 1024),
     "dq_block_kv": Tile(16, 1024),
     "matrix_instr_nonkdim": Tile(16, 32),
-}
-# The larger head dimension up to which a tiling serves, block_q, block_kv, and KNOBS in their order. "small": less than 200 KiB of shared memory. ieee products
-# are scalar on NVIDIA and RDNA, operands in registers. "16-bit" and "ieee sm_90" up to 128 are the fastest on an H100, spills and all. Those for Blackwell
-# ("tensor memory"), AMD and ieee were compiled, not run: the most occupancy times tile of what does not spill up to 128. PORTING.md says where all spill.
-TILES: dict[str, list[tuple[int, ...]]] = {
-    "16-bit": [(128, 64, 64, 4, 2, 64, 64), (256, 32, 64, 8, 2, 128, 32), (1 << 30, 16, 32, 8, 1, 32, 16)],
-    "16-bit small": [
-        (64, 64, 128, 8, 2, 128, 64),
-        (128, 32, 64, 8, 2, 64, 32),
-        (256, 16, 32, 8, 1, 64, 16),
-        (1 << 30, 16, 16, 8, 1, 16, 16),
-    ],
-    "16-bit tensor memory": [
-        (64, 64, 64, 8, 2, 128, 64),
-        (128, 64, 64, 8, 1, 64, 64),
-        (256, 32, 32, 8, 1, 128, 32),
-        (1 << 30, 16, 16, 8, 1, 32, 16),
-    ],
-    "16-bit CDNA": [
-        (64, 64, 128, 8, 1, 128, 64, 16),
-        (128, 16, 128, 8, 1, 128, 32, 16),
-        (256, 16, 64, 8, 1, 64, 16, 16),
-        (1 << 30, 16, 16, 4, 1, 16, 16, 16),
-    ],
-    "16-bit RDNA": [(64, 16, 64, 8, 1, 128, 16), (128, 16, 64, 8, 1, 64, 16), (1 << 30, 16, 16, 8, 1, 16, 16)],
-    "tf32": [
-        (64, 32, 64, 8, 2, 64, 64),
-        (128, 32, 32, 8, 2, 64, 32),
-        (256, 16, 32, 8, 1, 32, 16),
-        (1 << 30, 16, 16, 8, 1, 16, 16),
-    ],
-    "ieee": [(64, 32, 64, 16, 2, 64, 32), (128, 16, 64, 8, 2, 64, 16), (1 << 30, 16, 16, 8, 1, 16, 16)],
-    "ieee sm_90": [(64, 32, 32, 8, 2, 32, 32), (128, 32, 32, 8, 1, 32, 32), (1 << 30, 16, 16, 8, 1, 16, 16)],
-    "ieee CDNA": [(64, 32, 64, 4, 1, 64, 32, 16), (128, 16, 64, 8, 1, 64, 16, 16), (1 << 30, 16, 16, 4, 1, 16, 16, 16)],
-    "ieee RDNA": [(1 << 30, 16, 16, 8, 1, 16, 16)],
 }
 
 
@@ -371,34 +336,20 @@ def d_bias_kernel(
         tl.store(d_bias + at, acc.to(d_bias.dtype.element_ty), mask=(i < q_len) & j_ok[None, :])
 
 
-def default_tiling(call: Call) -> dict[str, int]:
-    """From the head dimensions, the dtype, the target and which terms the scores have: what fits the registers and shared memory."""
-    d, arch = max(padded(call.dims["d"]), padded(call.dims["dv"])), call.target.arch
-    kind = "16-bit" if call.dtype in ("float16", "bfloat16") else dot_precision(call)
-    if arch.startswith("gfx"):
-        kind = kind.replace("tf32", "ieee") + (" CDNA" if arch.startswith("gfx9") else " RDNA")
-    elif kind == "16-bit" and arch:
-        kind += " tensor memory" if tmem_columns(arch) else " small" if shared_limit(arch) < 200 * 1024 else ""
-    kind = f"{kind} {arch}" if f"{kind} {arch}" in TILES else kind
-    tiling = dict(
-        zip(("block_q", "block_kv", *KNOBS), next(tile for most, *tile in TILES[kind] if d <= most), strict=False)
-    )  # CDNA's alone have the last
-    if (
-        call.arrays["bias"] is not None
-        or call.arrays["q_segment_ids"] is not None
-        or call.options["softcap"] is not None
-    ):  # registers beside the scores'
-        tiling["block_q"] = min(tiling["block_q"], 32)
-    while shared_bytes(call, tiling) > shared_limit(arch):
-        widest = (
-            "num_stages"
-            if tiling["num_stages"] > 1
-            else max(("block_q", "block_kv", "dq_block_q", "dq_block_kv"), key=tiling.__getitem__)
-        )
-        if tiling[widest] == 16:
+def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
+    """Smaller tiles where terms of the scores take registers beside them, or where shared memory has no room."""
+    smaller, terms = dict(tiling), (call.arrays["bias"], call.arrays["q_segment_ids"], call.options["softcap"])
+    if any(term is not None for term in terms):
+        smaller["block_q"] = min(smaller["block_q"], 32)
+    while shared_bytes(call, smaller) > shared_limit(call.target.arch):
+        if smaller["num_stages"] > 1:
+            smaller["num_stages"] -= 1
+            continue
+        widest = max(("block_q", "block_kv", "dq_block_q", "dq_block_kv"), key=smaller.__getitem__)
+        if smaller[widest] == 16:
             break
-        tiling[widest] = tiling[widest] - 1 if widest == "num_stages" else tiling[widest] // 2
-    return tiling
+        smaller[widest] //= 2
+    return smaller
 
 
 def _passes(call: Call, tiling: Mapping[str, int]) -> list[tuple[int, int, int]]:
@@ -462,7 +413,7 @@ _statistics, _d_k_d_v, _d_q, _d_bias = (
 )
 
 
-@BACKEND.implements("attention_vjp", tiling=default_tiling, supports=supports, knobs=KNOBS)
+@BACKEND.implements("attention_vjp", key=key, fit=fit, supports=supports, knobs=KNOBS)
 def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     arrays, dims, options, wants = call.arrays, call.dims, call.options, call.wants
     q, k, v, bias, d_o = arrays["q"], arrays["k"], arrays["v"], arrays["bias"], arrays["d_o"]

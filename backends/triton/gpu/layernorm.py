@@ -1,9 +1,12 @@
-"""Layer normalisation of the last axis (Ba, Kiros, Hinton 2016).
+"""Layer normalisation of the last axis.
 
     y = (x - mean) / sqrt(var + eps) * weight + bias        mean = sum(x) / n        var = sum((x - mean)^2) / n
 
-A program owns ``block_rows`` rows. The variance is always two-pass: E[x^2] - mean^2 cancels when the mean is large. A row that fits in
-``block_n`` is read once and stays in registers; a longer one is read three times (mean, variance, result), the last two from cache.
+A program owns ``block_rows`` rows. The variance is always two-pass: E[x^2] - mean^2 cancels when the mean is large. A
+row that fits in ``block_n`` is read once and stays in registers; a longer one is read three times (mean, variance,
+result), the last two from cache.
+
+Source: Ba, Kiros and Hinton, "Layer Normalization" (2016), section 3.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
 @triton.jit
 def scale_and_shift(xh, weight, bias, weight_n, bias_n, col, n, acc_dtype: tl.constexpr):
+    """xh * weight + bias in columns ``col``, without those of the two that are None."""
     if weight is not None:
         xh = xh * tl.load(weight + col * weight_n, mask=col < n, other=0.0).to(acc_dtype)
     if bias is not None:
@@ -37,8 +41,8 @@ def scale_and_shift(xh, weight, bias, weight_n, bias_n, col, n, acc_dtype: tl.co
 @triton.jit
 def layernorm_kernel(x, weight, bias, y, rows, rows_inner, n, eps,
                      x_outer, x_inner, x_n, weight_n, bias_n,
-                     block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, one_tile: tl.constexpr, flat: tl.constexpr,
-                     unit: tl.constexpr):  # fmt: skip
+                     block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, one_tile: tl.constexpr,
+                     flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
     n = aligned(n, unit)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)
@@ -69,10 +73,13 @@ def layernorm_kernel(x, weight, bias, y, rows, rows_inner, n, eps,
         for start in range(0, tl.cast(n, tl.int64), block_n):
             ok = row_ok & (start + col < n)
             t = tl.load(x_row + (start + col) * x_n, mask=ok, other=0.0).to(acc_dtype)
-            out = scale_and_shift(
-                (t - mean[:, None]) * r[:, None], weight, bias, weight_n, bias_n, start + col, n, acc_dtype
-            )
+            xh = (t - mean[:, None]) * r[:, None]
+            out = scale_and_shift(xh, weight, bias, weight_n, bias_n, start + col, n, acc_dtype)
             tl.store(y_row + (start + col), out.to(y.dtype.element_ty), mask=ok)
+
+
+def key(call: Call) -> dict[str, str | int]:
+    return {"dtype": call.dtype, "n": call.dims["n"]}
 
 
 def default_tiling(call: Call) -> dict[str, int]:
@@ -83,13 +90,14 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     return refuse_tile(call, tiling, call.arrays["x"].numel() // call.dims["n"])
 
 
-@BACKEND.implements("layernorm", tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
+@BACKEND.implements("layernorm", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
 def layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     arrays = call.arrays
     x, weight, bias = arrays["x"], arrays["weight"], arrays["bias"]
     y = fresh_like(x)
-    form = (0 if weight is None else weight.stride(0), 0 if bias is None else bias.stride(0), call.options["eps"], call.dtype,
-            tiling["block_rows"], tiling["block_n"], tiling["num_warps"])  # fmt: skip
+    weight_n, bias_n = (0 if w is None else w.stride(0) for w in (weight, bias))
+    tiles = tiling["block_rows"], tiling["block_n"], tiling["num_warps"]
+    form = weight_n, bias_n, call.options["eps"], call.dtype, *tiles
     x, run = gathered(x, _prepared, *form)
     run(call, x, weight, bias, y)
     return (y,)
@@ -100,6 +108,7 @@ def _prepared(shape: tuple[int, ...], strides: tuple[int, ...], weight_n: int, b
               block_rows: int, block_n: int, num_warps: int) -> Any:  # fmt: skip
     """The launch for an x of this form, None where its rows must be gathered first."""
     rows, n = rows_of(len(shape) - 1, shape, strides), shape[-1]
-    return rows and prepare(layernorm_kernel, cdiv(rows.height, block_rows), rows.height, rows.inner, n, eps, *rows.strides[0], weight_n, bias_n,
-                            block_rows=block_rows, block_n=block_n, acc_dtype=accumulator(dtype), one_tile=n <= block_n, num_warps=num_warps,
+    return rows and prepare(layernorm_kernel, cdiv(rows.height, block_rows), rows.height, rows.inner, n, eps,
+                            *rows.strides[0], weight_n, bias_n, block_rows=block_rows, block_n=block_n,
+                            acc_dtype=accumulator(dtype), one_tile=n <= block_n, num_warps=num_warps,
                             **rows.known(dtype))  # fmt: skip

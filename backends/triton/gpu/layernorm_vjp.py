@@ -3,10 +3,14 @@
     xh = (x - mean) r        r = (var + eps)^-1/2        h = weight d_y
     d_x = r (h - mean(h) - xh mean(h xh))        d_weight = sum over rows of d_y xh        d_bias = sum over rows of d_y
 
-A program owns a group of rows, ``steps`` times ``block_rows``, and ``block_n`` columns. It loads its weights once, keeps its sums for d_weight and d_bias in
-registers while it walks the group, and writes them as one row of partial sums; a second kernel adds those up. Groups are counted in rows and every sum has
-one order, so that two runs give the same bits. A row that fits in ``block_n`` is read once and its statistics are two-pass. For longer rows a kernel of its
-own finds the statistics first, merging tiles (Chan, Golub and LeVeque 1979, equation 2.1) so that it, too, reads the row once.
+A program owns a group of rows, ``steps`` times ``block_rows``, and ``block_n`` columns. It loads its weights once,
+keeps its sums for d_weight and d_bias in registers while it walks the group, and writes them as one row of partial
+sums; a second kernel adds those up. Groups are counted in rows and every sum has one order, so that two runs give the
+same bits. A row that fits in ``block_n`` is read once and its statistics are two-pass. For longer rows a kernel of its
+own finds the statistics first, merging tiles so that it, too, reads the row once.
+
+Source of the merge: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+variances" (1979), equation 2.1.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.gpu.layernorm import key
 from portakern.backends.triton.gpu.softmax import refuse_tile
 from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, shared_limit, torch_dtype
 from portakern.backends.triton.layout import aligned, fresh, pow2_at_least, row_start, walk_rows
@@ -31,7 +36,8 @@ SUMMED = 1024  # partial sums that one program of sum_kernel adds up
 
 
 @triton.jit
-def statistics_kernel(x, d_y, weight, stats, rows, rows_inner, n, eps, x_outer, x_inner, x_n, d_y_outer, d_y_inner, d_y_n, weight_n,
+def statistics_kernel(x, d_y, weight, stats, rows, rows_inner, n, eps,
+                      x_outer, x_inner, x_n, d_y_outer, d_y_inner, d_y_n, weight_n,
                       block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, flat: tl.constexpr,
                       unit: tl.constexpr):  # fmt: skip
     """stats: (4, rows): mean, r and, where d_y is given, mean(h) and mean(h xh) of each row."""
@@ -52,9 +58,8 @@ def statistics_kernel(x, d_y, weight, stats, rows, rows_inner, n, eps, x_outer, 
         d = tl.where(ok, t - tile_mean[:, None], 0.0)
         delta = tile_mean - mean
         step = delta * (here / (before + here))
-        m2 += tl.sum(d * d, 1) + delta * (
-            step * before
-        )  # delta is squared last: it is the whole mean in the first tile, where its weight is 0
+        # delta is squared last: it is the whole mean in the first tile, where its weight is 0.
+        m2 += tl.sum(d * d, 1) + delta * (step * before)
         if d_y is not None:
             h = tl.load(d_y_row + col * d_y_n, mask=ok, other=0.0).to(acc_dtype)
             if weight is not None:
@@ -77,12 +82,14 @@ def layernorm_vjp_kernel(d_y, x, weight, stats, d_x, d_weights, d_biases, rows, 
                          x_outer, x_inner, x_n, d_y_outer, d_y_inner, d_y_n, weight_n,
                          block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, flat: tl.constexpr,
                          unit: tl.constexpr, stages: tl.constexpr):  # fmt: skip
-    """d_weights, d_biases: (groups, n) partial sums. Any of the three results may be None; x is None where d_bias alone is wanted."""
+    """d_weights, d_biases: (groups, n) partial sums.
+
+    Any of the three results may be None; x is None where d_bias alone is wanted.
+    """
     n = aligned(n, unit)
     part, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
-    lane = tile.to(tl.int64) * block_n + tl.arange(
-        0, block_n
-    )  # one axis: a layout of its own, where rows of x are not aligned and weight is
+    # Columns on one axis, which gives them a layout of their own where rows of x are not aligned and weight is.
+    lane = tile.to(tl.int64) * block_n + tl.arange(0, block_n)
     col, col_ok = lane[None, :], (lane < n)[None, :]
     if weight is not None:
         w = tl.load(weight + lane * weight_n, mask=lane < n, other=0.0).to(acc_dtype)[None, :]
@@ -92,22 +99,18 @@ def layernorm_vjp_kernel(d_y, x, weight, stats, d_x, d_weights, d_biases, rows, 
         row = start + tl.arange(0, block_rows)
         row_ok = (row < rows)[:, None]
         ok = row_ok & col_ok
-        g = tl.load(
-            row_start(d_y, row, rows_inner, d_y_outer, d_y_inner, flat, unit)[:, None] + col * d_y_n, mask=ok, other=0.0
-        ).to(acc_dtype)
+        d_y_row = row_start(d_y, row, rows_inner, d_y_outer, d_y_inner, flat, unit)[:, None]
+        g = tl.load(d_y_row + col * d_y_n, mask=ok, other=0.0).to(acc_dtype)
         if x is not None:
-            t = tl.load(
-                row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None] + col * x_n, mask=ok, other=0.0
-            ).to(acc_dtype)
+            x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None]
+            t = tl.load(x_row + col * x_n, mask=ok, other=0.0).to(acc_dtype)
             if stats is None:
                 d = tl.where(ok, t - (tl.sum(t, 1) / n)[:, None], 0.0)
                 r = tl.rsqrt(tl.sum(d * d, 1) / n + eps)[:, None]
             else:
                 d = t - tl.load(stats + row[:, None], mask=row_ok, other=0.0)
                 r = tl.load(stats + rows + row[:, None], mask=row_ok, other=0.0)
-            xh = tl.where(
-                row_ok, d * r, 0.0
-            )  # of no row, r may be infinite, and 0 * inf would enter the sums over rows
+            xh = tl.where(row_ok, d * r, 0.0)  # r of no row may be infinite, and 0 * inf would enter the sums over rows
             if d_x is not None:
                 h = g
                 if weight is not None:
@@ -117,9 +120,8 @@ def layernorm_vjp_kernel(d_y, x, weight, stats, d_x, d_weights, d_biases, rows, 
                 else:
                     h_mean = tl.load(stats + tl.cast(rows, tl.int64) * 2 + row[:, None], mask=row_ok, other=0.0)
                     hx_mean = tl.load(stats + tl.cast(rows, tl.int64) * 3 + row[:, None], mask=row_ok, other=0.0)
-                tl.store(
-                    d_x + row[:, None] * n + col, (r * (h - h_mean - xh * hx_mean)).to(d_x.dtype.element_ty), mask=ok
-                )
+                d_t = r * (h - h_mean - xh * hx_mean)
+                tl.store(d_x + row[:, None] * n + col, d_t.to(d_x.dtype.element_ty), mask=ok)
             if d_weights is not None:
                 w_sum += g * xh
         if d_biases is not None:
@@ -131,19 +133,9 @@ def layernorm_vjp_kernel(d_y, x, weight, stats, d_x, d_weights, d_biases, rows, 
 
 
 @triton.jit
-def sum_kernel(
-    a,
-    b,
-    a_sum,
-    b_sum,
-    count,
-    n,
-    tiles,
-    summed: tl.constexpr,
-    block_rows: tl.constexpr,
-    block_n: tl.constexpr,
-    acc_dtype: tl.constexpr,
-):
+def sum_kernel(a, b, a_sum, b_sum, count, n, tiles,
+               summed: tl.constexpr, block_rows: tl.constexpr, block_n: tl.constexpr,
+               acc_dtype: tl.constexpr):  # fmt: skip
     """Sums over ``summed`` rows at a time of a and b, (count, n); b may be None."""
     part, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     col = tile.to(tl.int64) * block_n + tl.arange(0, block_n)[None, :]
@@ -161,13 +153,17 @@ def sum_kernel(
 
 
 def default_tiling(call: Call) -> dict[str, int]:
-    """A whole row where 512 threads can hold it and its sums, 16 elements a thread; groups of 32 steps, so that partial sums add about a 20th to the traffic.
-    Stages: an H100 has room for one such program a multiprocessor, so rows must be under way ahead of it: with four stages and 16 bits 10 to 22 % less time
-    than with two, at n from 4096 to 8192; float32 gains nothing."""
-    n, arch = call.dims["n"], call.target.arch
+    """A formula of n, as softmax's.
+
+    A program takes a whole row where 512 threads can hold it and its sums, 16 elements a thread, in groups of 32
+    steps, so that partial sums add about a 20th to the traffic. Stages: an H100 has room for one such program a
+    multiprocessor, so rows must be under way ahead of it: with four stages and 16 bits 10 to 22 % less time than with
+    two, at n from 4096 to 8192; float32 gains nothing.
+    """
+    n, arch, short = call.dims["n"], call.target.arch, call.dtype in ("float16", "bfloat16")
     block_n = pow2_at_least(n, 128) if n <= 8192 else 4096
     block_rows = pow2_at_least(2048 // block_n, 1, 16)
-    stages = (4 if call.arrays["x"].element_size() == 2 else 2) if arch.startswith("sm_") and n <= 8192 else 1
+    stages = (4 if short else 2) if arch.startswith("sm_") and n <= 8192 else 1
     return {"block_rows": block_rows, "block_n": block_n, "steps": 32, "num_stages": stages,
             "num_warps": pow2_at_least(block_rows * block_n // (16 * lanes(arch)), 4, 512 // lanes(arch))}  # fmt: skip
 
@@ -176,12 +172,17 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     n, x = call.dims["n"], call.arrays["x"]
     buffers = 2 * (tiling["num_stages"] - 1) * tiling["block_rows"] * tiling["block_n"] * x.element_size()
     if not call.interpret and buffers > shared_limit(call.target.arch):
-        return f"num_stages = {tiling['num_stages']} of {tiling['block_rows']} x {tiling['block_n']} take {buffers} bytes of shared memory; use fewer or a smaller block_n"
+        return (
+            f"num_stages = {tiling['num_stages']} of {tiling['block_rows']} x {tiling['block_n']} take {buffers} bytes "
+            "of shared memory; use fewer or a smaller block_n"
+        )
     return refuse_tile(call, tiling, x.numel() // n * cdiv(n, tiling["block_n"]))
 
 
-@BACKEND.implements("layernorm_vjp", tiling=default_tiling, supports=supports,
-                    knobs={"num_warps": Tile(1, 32), "num_stages": Tile(1, 8), "steps": Tile(1, 1024)})  # fmt: skip
+KNOBS = {"num_warps": Tile(1, 32), "num_stages": Tile(1, 8), "steps": Tile(1, 1024)}
+
+
+@BACKEND.implements("layernorm_vjp", key=key, tiling=default_tiling, supports=supports, knobs=KNOBS)
 def layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     x, d_y, weight, n = call.arrays["x"], call.arrays["d_y"], call.arrays["weight"], call.dims["n"]
     want_x, want_weight = "d_x" in call.wants, "d_weight" in call.wants
@@ -190,20 +191,17 @@ def layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     (x, d_y), rows = walk_rows(x.ndim - 1, x, d_y)
     group = tiling["block_rows"] * (tiling["steps"] if sums else 1)
     groups, tiles, read_x = cdiv(rows.height, group), cdiv(n, tiling["block_n"]), want_x or want_weight
-    common = (
-        {name: tiling[name] for name in ("block_rows", "block_n", "num_warps")}
-        | {"acc_dtype": accumulator(call.dtype)}
-        | rows.known(call.dtype)
-    )
+    tiles_of = {name: tiling[name] for name in ("block_rows", "block_n", "num_warps")}
+    common = tiles_of | {"acc_dtype": accumulator(call.dtype)} | rows.known(call.dtype)
     strides = (*rows.strides[0], *rows.strides[1], 0 if weight is None else weight.stride(0))
     stats = scratch(call, 4, rows.height) if tiles > 1 and read_x else None
     if stats is not None:
-        launch(statistics_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, d_y if want_x else None, weight, stats, rows.height, rows.inner, n,
-               call.options["eps"], *strides, **common)  # fmt: skip
+        launch(statistics_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, d_y if want_x else None, weight,
+               stats, rows.height, rows.inner, n, call.options["eps"], *strides, **common)  # fmt: skip
     partial = {name: scratch(call, groups, n) for name in sums}
-    launch(layernorm_vjp_kernel, groups * tiles, call, d_y, x if read_x else None, weight if want_x else None, stats, d_x,
-           partial.get("d_weight"), partial.get("d_bias"), rows.height, rows.inner, group, tiles, n, call.options["eps"], *strides,
-           **common, stages=tiling["num_stages"])  # fmt: skip
+    launch(layernorm_vjp_kernel, groups * tiles, call, d_y, x if read_x else None, weight if want_x else None, stats,
+           d_x, partial.get("d_weight"), partial.get("d_bias"), rows.height, rows.inner, group, tiles, n,
+           call.options["eps"], *strides, **common, stages=tiling["num_stages"])  # fmt: skip
     result = add_up(call, partial)
     return (d_x, result.get("d_weight"), result.get("d_bias"))
 
@@ -224,7 +222,7 @@ def add_up(call: Call, partial: dict[str, torch.Tensor]) -> dict[str, torch.Tens
             for name, p in partial.items()
         }
         (a, b), (a_sum, b_sum) = ((*of.values(), None)[:2] for of in (partial, sums))
-        launch(sum_kernel, parts * tiles, call, a, b, a_sum, b_sum, count, n, tiles, summed=SUMMED, block_rows=64, block_n=block_n,
-               acc_dtype=accumulator(call.dtype), num_warps=8)  # fmt: skip
+        launch(sum_kernel, parts * tiles, call, a, b, a_sum, b_sum, count, n, tiles, summed=SUMMED, block_rows=64,
+               block_n=block_n, acc_dtype=accumulator(call.dtype), num_warps=8)  # fmt: skip
         partial = sums
     return partial

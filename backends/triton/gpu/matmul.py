@@ -2,8 +2,11 @@
 
     c[.., i, j] = sum_k a[.., i, k] b[.., k, j]
 
-A program computes one block_m x block_n tile of c, walking k in steps of block_k. Tiles are numbered so that ``group`` rows of tiles are
-finished column by column before the next group starts, which keeps their operands in L2 (the order of the Triton matmul tutorial).
+a: (*#batch, m, k), b: (*#batch, k, n) -> c: (*batch, m, n). A program computes one block_m x block_n tile of c, walking
+k in steps of block_k. Tiles are numbered so that ``group`` rows of tiles are finished column by column before the next
+group starts, which keeps their operands in L2.
+
+Source: the order of tiles in "Matrix Multiplication" of the Triton tutorials (Tillet).
 """
 
 from __future__ import annotations
@@ -57,9 +60,8 @@ def matmul_kernel(a, b, c, m, n, k, tiles_m, tiles_n, steps_k, batch_inner,
         if whole_k:
             at, bt = tl.load(a_tile, mask=i_ok, other=0.0), tl.load(b_tile, mask=j_ok, other=0.0)
         else:
-            left = (
-                k - tl.cast(step, tl.int64) * block_k
-            )  # both operands read 0 beyond k: a NaN there times 0 would be NaN
+            left = k - tl.cast(step, tl.int64) * block_k
+            # Both operands read 0 beyond k: a NaN there times 0 would be NaN.
             at = tl.load(a_tile, mask=i_ok & (kk < left)[None, :], other=0.0)
             bt = tl.load(b_tile, mask=j_ok & (kk < left)[:, None], other=0.0)
         acc = tl.dot(at, bt, acc, input_precision=precision, out_dtype=acc_dtype)
@@ -70,24 +72,33 @@ def matmul_kernel(a, b, c, m, n, k, tiles_m, tiles_n, steps_k, batch_inner,
     tl.store(c_tile, acc.to(c.dtype.element_ty), mask=i_ok & j_ok)
 
 
-def default_tiling(call: Call) -> dict[str, int]:
-    """From n, k and the dtype alone, never from m or the batch: the same row gives the same bits in any company."""
-    n, k, arch = call.dims["n"], call.dims["k"], call.target.arch
-    aligned = n % 8 == 0 and k % 8 == 0  # else operands arrive element by element, through registers
-    if call.dtype in ("float16", "bfloat16"):
-        if arch.startswith("gfx"):
-            tile = (128, 128, 32, 4 if arch.startswith("gfx9") else 8, 2)
-        elif not aligned:
-            tile = (128, 128, 32, 8, 3)
-        else:
-            tile = (128, 128, 32, 4, 4) if arch and shared_limit(arch) < 200 * 1024 else (128, 256, 64, 8, 3)
-    elif dot_precision(call) == "tf32":
-        tile = (128, 128, 32, 8, 2 if arch.startswith("gfx") else 3)
-    else:
-        tile = (64, 64, 16, 8, 2) if arch.startswith("gfx") or not aligned else (128, 128, 16, 8, 3)
-    block_m, block_n, block_k, num_warps, num_stages = tile
-    return {"block_m": block_m, "block_n": pow2_at_least(n, 16, block_n), "block_k": pow2_at_least(k, 16, block_k),
-            "num_warps": num_warps, "num_stages": num_stages, "group": 8}  # fmt: skip
+def products(call: Call, dtype: str) -> str:
+    """How products of ``dtype`` are taken, which decides what a tile costs: "16-bit", "tf32" or "ieee"."""
+    if dtype in ("float16", "bfloat16"):
+        return "16-bit"
+    return dot_precision(call if dtype == call.dtype else call.replace(dtype=dtype))
+
+
+def key(call: Call) -> dict[str, str | int]:
+    """Of n, k and the dtype, never of m or the batch: the same row gives the same bits in any company.
+
+    ``aligned``: n and k are multiples of 8; else operands arrive element by element, through registers.
+    """
+    n, k = call.dims["n"], call.dims["k"]
+    return {"products": products(call, call.dtype), "aligned": n % 8 == k % 8 == 0, "n": n, "k": k}
+
+
+def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
+    return fit_to(call.dims["n"], call.dims["k"], tiling)
+
+
+def fit_to(n: int, k: int, tiling: Mapping[str, int]) -> Mapping[str, int]:
+    """Tiles no wider than n and k need."""
+    fitted = tiling
+    for tile, extent in (("block_n", n), ("block_k", k)):
+        if extent < fitted[tile]:
+            fitted = {**fitted, tile: pow2_at_least(extent, 16, fitted[tile])}
+    return fitted
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
@@ -96,18 +107,21 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
         return f"a tile of {block_m} x {block_n} x {block_k} has an operand over Triton's limit of 2^20 elements"
     if not call.interpret:
         size = 2 if call.dtype in ("float16", "bfloat16") else 4
-        in_registers = call.target.arch not in (
-            "sm_90",
-            "sm_100",
-            "sm_103",
-        )  # their matrix units read shared memory, so every stage stays there
+        # The matrix units of Hopper and Blackwell read shared memory, so every stage stays there.
+        in_registers = call.target.arch not in ("sm_90", "sm_100", "sm_103")
         buffers = max(1, tiling["num_stages"] - in_registers)
         shared = buffers * (block_m + block_n) * block_k * size
         if shared > shared_limit(call.target.arch):
             arch, limit = call.target.arch, shared_limit(call.target.arch)
-            return f"{tiling['num_stages']} stages of {block_m} x {block_n} x {block_k} take {shared} bytes of shared memory; {arch} has {limit}"
+            return (
+                f"{tiling['num_stages']} stages of {block_m} x {block_n} x {block_k} take {shared} bytes "
+                f"of shared memory; {arch} has {limit}"
+            )
         if block_m * block_n > tiling["num_warps"] * 32 * 256:
-            return f"a {block_m} x {block_n} accumulator does not fit in the registers of {tiling['num_warps']} warps; use a smaller tile or more warps"
+            return (
+                f"a {block_m} x {block_n} accumulator does not fit in the registers of {tiling['num_warps']} warps; "
+                "use a smaller tile or more warps"
+            )
     tiles = cdiv(call.dims["m"], block_m) * cdiv(call.dims["n"], block_n)
     for extent in call.dims["batch"]:
         tiles *= extent
@@ -119,7 +133,8 @@ _prepared = functools.lru_cache(SHAPES)(functools.partial(prepare, matmul_kernel
 
 @BACKEND.implements(
     "matmul",
-    tiling=default_tiling,
+    key=key,
+    fit=fit,
     supports=supports,
     knobs={"num_warps": Tile(1, 32), "num_stages": Count(1, 8), "group": Tile(1, 64)},
 )
@@ -131,25 +146,29 @@ def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     if batch:
         a, b = a.expand(*batch, m, k), b.expand(*batch, k, n)
     rows, strides = _rows(a, b, c)
-    if (
-        len(rows) > 3
-    ):  # batch axes that two strides an operand cannot walk: the one case that gathers (and broadcasts) copies
+    # Batch axes that two strides an operand cannot walk are the one case that gathers (and broadcasts) copies.
+    if len(rows) > 3:
         a, b = a.contiguous(), b.contiguous()
         rows, strides = _rows(a, b, c)
     batch_outer, batch_inner, m = ((1, 1) + rows)[-3:]
     (a_outer, a_inner, a_m), (b_outer, b_inner, _), (c_outer, c_inner, c_m) = (((0, 0) + s)[-3:] for s in strides)
     tiles_m, tiles_n, steps_k = cdiv(m, tiling["block_m"]), cdiv(n, tiling["block_n"]), cdiv(k, tiling["block_k"])
+    a_strides, b_strides = (a_outer, a_inner, a_m, a.stride(-1)), (b_outer, b_inner, b.stride(-2), b.stride(-1))
     run = _prepared(batch_outer * batch_inner * tiles_m * tiles_n, m, n, k, tiles_m, tiles_n, steps_k, batch_inner,
-                    a_outer, a_inner, a_m, a.stride(-1), b_outer, b_inner, b.stride(-2), b.stride(-1), c_outer, c_inner, c_m,
-                    block_m=tiling["block_m"], block_n=tiling["block_n"], block_k=tiling["block_k"], group=tiling["group"],
-                    acc_dtype=accumulator(call.dtype), precision=dot_precision(call), whole_k=k % tiling["block_k"] == 0,
-                    num_warps=tiling["num_warps"], num_stages=tiling["num_stages"])  # fmt: skip
+                    *a_strides, *b_strides, c_outer, c_inner, c_m,
+                    block_m=tiling["block_m"], block_n=tiling["block_n"], block_k=tiling["block_k"],
+                    group=tiling["group"], acc_dtype=accumulator(call.dtype), precision=dot_precision(call),
+                    whole_k=k % tiling["block_k"] == 0, num_warps=tiling["num_warps"],
+                    num_stages=tiling["num_stages"])  # fmt: skip
     run(call, a, b, c)
     return (c,)
 
 
 def _rows(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """The batch axes and m, collapsed together: where b is not batched, all rows of a become one tall matrix. m stays, even as 1."""
+    """The batch axes and m, collapsed together, and the strides of a, b and c over them.
+
+    Where b is not batched, all rows of a become one tall matrix. m stays, even as 1.
+    """
     shape, (sa, sb, sc) = collapse(
         c.shape[:-1], a.stride()[:-1], (*b.stride()[:-2], 0), contiguous_strides(c.shape)[:-1]
     )

@@ -2,8 +2,9 @@
 
     d_a = d_c b^T        d_b = a^T d_c        both summed over the batch axes along which their operand was broadcast
 
-A batch axis that is summed is one more factor of the contraction, folded in beside n (d_a) or m (d_b). The transposed operands are strided views; only a
-cotangent whose summed axes lie between its rows is gathered into a copy. The tiling is matmul's, for both products.
+A batch axis that is summed is one more factor of the contraction, folded in beside n (d_a) or m (d_b). The transposed
+operands are strided views; only a cotangent whose summed axes lie between its rows is gathered into a copy. The tiling
+is matmul's, for both products.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ def batch_axes(call: Call, name: str) -> tuple[list[int], list[int]]:
 
 
 def product(call: Call, name: str) -> Call:
-    """The call of matmul that gives a gradient: (*kept, i, K) times (*kept, K, j), K the summed batch axes and, innermost, n (d_a) or m (d_b)."""
+    """The call of matmul that gives a gradient: (*kept, i, K) times (*kept, K, j).
+
+    K is the summed batch axes and, innermost, n (d_a) or m (d_b).
+    """
     rank, dtype = len(call.dims["batch"]), torch_dtype(product_dtype(call))
     a, b, d_c = (x[(None,) * (rank + 2 - x.ndim)].to(dtype) for x in (call.arrays[n] for n in ("a", "b", "d_c")))
     left, right = (d_c, b.mT) if name == "d_a" else (a.mT, d_c)
@@ -45,11 +49,24 @@ def product(call: Call, name: str) -> Call:
     )
 
 
-def default_tiling(call: Call) -> dict[str, int]:
-    """matmul's, with tiles that suit the n columns of d_b and the k columns of d_a."""
+def reach(call: Call) -> int:
+    """The extent for which matmul's tiles suit the n columns of d_b and the k columns of d_a.
+
+    It is the larger of both, and odd where either is no multiple of 8.
+    """
     n, k = call.dims["n"], call.dims["k"]
-    reach = max(n, k) | (n % 8 > 0 or k % 8 > 0)  # odd where either is unaligned
-    return forward.default_tiling(call.replace(dtype=product_dtype(call), dims=call.dims | {"n": reach, "k": reach}))
+    return max(n, k) | (n % 8 > 0 or k % 8 > 0)
+
+
+def key(call: Call) -> dict[str, str | int]:
+    """matmul's, of a product with this reach."""
+    extent, kind = reach(call), forward.products(call, product_dtype(call))
+    return {"products": kind, "aligned": extent % 8 == 0, "n": extent, "k": extent}
+
+
+def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
+    extent = reach(call)
+    return forward.fit_to(extent, extent, tiling)
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
@@ -67,7 +84,8 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
 
 @BACKEND.implements(
     "matmul_vjp",
-    tiling=default_tiling,
+    key=key,
+    fit=fit,
     supports=supports,
     knobs={"num_warps": Tile(1, 32), "num_stages": Count(1, 8), "group": Tile(1, 64)},
 )

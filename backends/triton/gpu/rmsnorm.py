@@ -1,9 +1,11 @@
-"""Root mean square normalisation of the last axis (Zhang and Sennrich 2019).
+"""Root mean square normalisation of the last axis.
 
     y = x r weight        r = (sum(x^2) / n + eps)^-1/2
 
-A program owns ``block_rows`` rows. A row that fits in ``block_n`` is read once and stays in registers; a longer one is read twice (squares, result), the second
-time from cache. Masked lanes read 0, which adds nothing to a sum of squares.
+A program owns ``block_rows`` rows. A row that fits in ``block_n`` is read once and stays in registers; a longer one is
+read twice (squares, result), the second time from cache. Masked lanes read 0, which adds nothing to a sum of squares.
+
+Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equation 4.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu.layernorm import default_tiling, scale_and_shift, supports
+from portakern.backends.triton.gpu.layernorm import default_tiling, key, scale_and_shift, supports
 from portakern.backends.triton.launch import accumulator, cdiv, prepare
 from portakern.backends.triton.layout import SHAPES, aligned, fresh_like, gathered, row_start, rows_of
 from portakern.spec import Tile
@@ -28,8 +30,8 @@ if TYPE_CHECKING:
 @triton.jit
 def rmsnorm_kernel(x, weight, y, rows, rows_inner, n, eps,
                    x_outer, x_inner, x_n, weight_n,
-                   block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, one_tile: tl.constexpr, flat: tl.constexpr,
-                   unit: tl.constexpr):  # fmt: skip
+                   block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, one_tile: tl.constexpr,
+                   flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
     n = aligned(n, unit)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)
@@ -55,36 +57,23 @@ def rmsnorm_kernel(x, weight, y, rows, rows_inner, n, eps,
             tl.store(y_row + (start + col), out.to(y.dtype.element_ty), mask=ok)
 
 
-@BACKEND.implements("rmsnorm", tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
+@BACKEND.implements("rmsnorm", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
 def rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     x, weight = call.arrays["x"], call.arrays["weight"]
     y = fresh_like(x)
-    form = (
-        0 if weight is None else weight.stride(0),
-        call.options["eps"],
-        call.dtype,
-        tiling["block_rows"],
-        tiling["block_n"],
-        tiling["num_warps"],
-    )
+    tiles = tiling["block_rows"], tiling["block_n"], tiling["num_warps"]
+    form = 0 if weight is None else weight.stride(0), call.options["eps"], call.dtype, *tiles
     x, run = gathered(x, _prepared, *form)
     run(call, x, weight, y)
     return (y,)
 
 
 @functools.lru_cache(SHAPES)
-def _prepared(
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    weight_n: int,
-    eps: float,
-    dtype: str,
-    block_rows: int,
-    block_n: int,
-    num_warps: int,
-) -> Any:
+def _prepared(shape: tuple[int, ...], strides: tuple[int, ...], weight_n: int, eps: float, dtype: str,
+              block_rows: int, block_n: int, num_warps: int) -> Any:  # fmt: skip
     """The launch for an x of this form, None where its rows must be gathered first."""
     rows, n = rows_of(len(shape) - 1, shape, strides), shape[-1]
-    return rows and prepare(rmsnorm_kernel, cdiv(rows.height, block_rows), rows.height, rows.inner, n, eps, *rows.strides[0], weight_n,
-                            block_rows=block_rows, block_n=block_n, acc_dtype=accumulator(dtype), one_tile=n <= block_n, num_warps=num_warps,
+    return rows and prepare(rmsnorm_kernel, cdiv(rows.height, block_rows), rows.height, rows.inner, n, eps,
+                            *rows.strides[0], weight_n, block_rows=block_rows, block_n=block_n,
+                            acc_dtype=accumulator(dtype), one_tile=n <= block_n, num_warps=num_warps,
                             **rows.known(dtype))  # fmt: skip

@@ -3,8 +3,9 @@
     xh = x r        r = (mean(x^2) + eps)^-1/2        h = weight d_y
     d_x = r (h - xh mean(h xh))        d_weight = sum over rows of d_y xh
 
-Programs, groups of rows, partial sums and tiles are those of layernorm_vjp. A row that fits in ``block_n`` is read once; for longer rows a kernel of its own
-finds r and mean(h xh) first, and the main kernel has one program a column tile.
+Programs, groups of rows, partial sums and tiles are those of layernorm_vjp. A row that fits in ``block_n`` is read
+once; for longer rows a kernel of its own finds r and mean(h xh) first, and the main kernel has one program a column
+tile.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu.layernorm_vjp import add_up, default_tiling, scratch, supports
+from portakern.backends.triton.gpu.layernorm import key
+from portakern.backends.triton.gpu.layernorm_vjp import KNOBS, add_up, default_tiling, scratch, supports
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
-from portakern.spec import Tile
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
 
 
 @triton.jit
-def statistics_kernel(x, d_y, weight, stats, rows, rows_inner, n, eps, x_outer, x_inner, x_n, d_y_outer, d_y_inner, d_y_n, weight_n,
+def statistics_kernel(x, d_y, weight, stats, rows, rows_inner, n, eps,
+                      x_outer, x_inner, x_n, d_y_outer, d_y_inner, d_y_n, weight_n,
                       block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, flat: tl.constexpr,
                       unit: tl.constexpr):  # fmt: skip
     """stats: (2, rows): r and, where d_y is given, mean(h xh) of each row."""
@@ -61,9 +63,8 @@ def rmsnorm_vjp_kernel(d_y, x, weight, stats, d_x, d_weights, rows, rows_inner, 
     """d_weights: (groups, n) partial sums. Either of the two results may be None."""
     n = aligned(n, unit)
     part, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
-    lane = tile.to(tl.int64) * block_n + tl.arange(
-        0, block_n
-    )  # one axis: a layout of its own, where rows of x are not aligned and weight is
+    # Columns on one axis, which gives them a layout of their own where rows of x are not aligned and weight is.
+    lane = tile.to(tl.int64) * block_n + tl.arange(0, block_n)
     col, col_ok = lane[None, :], (lane < n)[None, :]
     if weight is not None:
         w = tl.load(weight + lane * weight_n, mask=lane < n, other=0.0).to(acc_dtype)[None, :]
@@ -73,12 +74,10 @@ def rmsnorm_vjp_kernel(d_y, x, weight, stats, d_x, d_weights, rows, rows_inner, 
         row = start + tl.arange(0, block_rows)
         row_ok = (row < rows)[:, None]
         ok = row_ok & col_ok
-        g = tl.load(
-            row_start(d_y, row, rows_inner, d_y_outer, d_y_inner, flat, unit)[:, None] + col * d_y_n, mask=ok, other=0.0
-        ).to(acc_dtype)
-        t = tl.load(
-            row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None] + col * x_n, mask=ok, other=0.0
-        ).to(acc_dtype)
+        d_y_row = row_start(d_y, row, rows_inner, d_y_outer, d_y_inner, flat, unit)[:, None]
+        x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None]
+        g = tl.load(d_y_row + col * d_y_n, mask=ok, other=0.0).to(acc_dtype)
+        t = tl.load(x_row + col * x_n, mask=ok, other=0.0).to(acc_dtype)
         if stats is None:
             r = tl.rsqrt(tl.sum(t * t, 1) / n + eps)[:, None]
         else:
@@ -99,32 +98,24 @@ def rmsnorm_vjp_kernel(d_y, x, weight, stats, d_x, d_weights, rows, rows_inner, 
         tl.store(d_weights + part * n + lane, tl.sum(w_sum, 0), mask=lane < n)
 
 
-@BACKEND.implements("rmsnorm_vjp", tiling=default_tiling, supports=supports,
-                    knobs={"num_warps": Tile(1, 32), "num_stages": Tile(1, 8), "steps": Tile(1, 1024)})  # fmt: skip
+@BACKEND.implements("rmsnorm_vjp", key=key, tiling=default_tiling, supports=supports, knobs=KNOBS)
 def rmsnorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    x, d_y, weight, n, eps = (
-        call.arrays["x"],
-        call.arrays["d_y"],
-        call.arrays["weight"],
-        call.dims["n"],
-        call.options["eps"],
-    )
+    x, d_y, weight = (call.arrays[name] for name in ("x", "d_y", "weight"))
+    n, eps = call.dims["n"], call.options["eps"]
     want_x, want_weight = "d_x" in call.wants, "d_weight" in call.wants
     d_x = fresh(x.shape, x.dtype, x.device) if want_x else None
     (x, d_y), rows = walk_rows(x.ndim - 1, x, d_y)
     group = tiling["block_rows"] * (tiling["steps"] if want_weight else 1)
     groups, tiles = cdiv(rows.height, group), cdiv(n, tiling["block_n"])
-    common = (
-        {name: tiling[name] for name in ("block_rows", "block_n", "num_warps")}
-        | {"acc_dtype": accumulator(call.dtype)}
-        | rows.known(call.dtype)
-    )
+    tiles_of = {name: tiling[name] for name in ("block_rows", "block_n", "num_warps")}
+    common = tiles_of | {"acc_dtype": accumulator(call.dtype)} | rows.known(call.dtype)
     strides = (*rows.strides[0], *rows.strides[1], 0 if weight is None else weight.stride(0))
     stats = scratch(call, 2, rows.height) if tiles > 1 else None
     if stats is not None:
-        launch(statistics_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, d_y if want_x else None, weight if want_x else None, stats,
-               rows.height, rows.inner, n, eps, *strides, **common)  # fmt: skip
+        launch(statistics_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, d_y if want_x else None,
+               weight if want_x else None, stats, rows.height, rows.inner, n, eps, *strides, **common)  # fmt: skip
     partial = {"d_weight": scratch(call, groups, n)} if want_weight else {}
-    launch(rmsnorm_vjp_kernel, groups * tiles, call, d_y, x, weight if want_x else None, stats, d_x, partial.get("d_weight"),
-           rows.height, rows.inner, group, tiles, n, eps, *strides, **common, stages=tiling["num_stages"])  # fmt: skip
+    launch(rmsnorm_vjp_kernel, groups * tiles, call, d_y, x, weight if want_x else None, stats, d_x,
+           partial.get("d_weight"), rows.height, rows.inner, group, tiles, n, eps, *strides,
+           **common, stages=tiling["num_stages"])  # fmt: skip
     return (d_x, add_up(call, partial).get("d_weight"))

@@ -2,8 +2,10 @@
 
     y_j = exp(x_j - m) / l        m = max_j x_j        l = sum_j exp(x_j - m)
 
-A program owns ``block_rows`` rows. A row that fits in ``block_n`` is read once and stays in registers. A longer one is read twice:
-first its statistics, by online normalisation (Milakov and Gimelshein 2018, section 3), which rescales l whenever m grows; then its result.
+A program owns ``block_rows`` rows. A row that fits in ``block_n`` is read once and stays in registers. A longer one is
+read twice: first its statistics, by online normalisation, which rescales l whenever m grows; then its result.
+
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), section 3.
 """
 
 from __future__ import annotations
@@ -28,15 +30,13 @@ if TYPE_CHECKING:
 @triton.jit
 def softmax_kernel(x, y, rows, rows_inner, n,
                    x_outer, x_inner, x_n, y_outer, y_inner, y_n,
-                   block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, one_tile: tl.constexpr, flat: tl.constexpr,
-                   unit: tl.constexpr):  # fmt: skip
+                   block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, one_tile: tl.constexpr,
+                   flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
     n = aligned(n, unit)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
-    x_row, y_row = (
-        row_start(x, row, rows_inner, x_outer, x_inner, flat, unit),
-        row_start(y, row, rows_inner, y_outer, y_inner, flat, unit),
-    )
-    x_row, y_row, row_ok = x_row[:, None], y_row[:, None], (row < rows)[:, None]
+    row_ok = (row < rows)[:, None]
+    x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None]
+    y_row = row_start(y, row, rows_inner, y_outer, y_inner, flat, unit)[:, None]
     col = tl.arange(0, block_n)[None, :].to(tl.int64)
 
     if one_tile:
@@ -59,27 +59,26 @@ def softmax_kernel(x, y, rows, rows_inner, n,
             tl.store(y_row + (start + col) * y_n, (tl.exp(t - m[:, None]) / l[:, None]).to(y.dtype.element_ty), mask=ok)
 
 
+def key(call: Call) -> dict[str, str | int]:
+    return {"dtype": call.dtype, "n": call.dims["shape"][call.options["axis"]]}
+
+
 def default_tiling(call: Call) -> dict[str, int]:
     return tile_rows(call.dims["shape"][call.options["axis"]], call.target.arch)
 
 
 def tile_rows(n: int, arch: str) -> dict[str, int]:
-    """A whole row where 512 threads can hold it, about 2048 elements a program for short rows; 16 elements a thread, 32 for rows that are not aligned, which
-    are read one element at a time and want more reads under way in each thread (H100, n = 4097: 40 us where 16 take 47)."""
-    block_rows, block_n, num_warps = _tile_rows(n, arch)
-    return {"block_rows": block_rows, "block_n": block_n, "num_warps": num_warps}
+    """A formula of n instead of a table: nothing that was timed asked for another choice at some n, or on some chip.
 
-
-@functools.lru_cache(SHAPES)
-def _tile_rows(n: int, arch: str) -> tuple[int, int, int]:
+    A program takes a whole row where 512 threads can hold it, and about 2048 elements of short rows; a thread takes 16
+    elements, or 32 of rows that are not aligned, which are read one element at a time and want more reads under way in
+    each thread (H100, n = 4097: 40 us where 16 take 47).
+    """
     block_n = pow2_at_least(n, 128) if n <= 16384 else 8192
     block_rows = pow2_at_least(2048 // block_n, 1, 16)
-    elements = 32 if n % 8 else 16
-    return (
-        block_rows,
-        block_n,
-        pow2_at_least(block_rows * block_n // (elements * lanes(arch)), 64 // elements, 512 // lanes(arch)),
-    )
+    elements, width = 32 if n % 8 else 16, lanes(arch)
+    num_warps = pow2_at_least(block_rows * block_n // (elements * width), 64 // elements, 512 // width)
+    return {"block_rows": block_rows, "block_n": block_n, "num_warps": num_warps}
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
@@ -98,11 +97,14 @@ def _refuse_tile(tile: int, num_warps: int, interpret: bool) -> str | None:
     if tile > 1 << 20:
         return f"a tile of block_rows * block_n = {tile} elements is over Triton's limit of 2^20"
     if not interpret and tile > num_warps * 32 * 128:
-        return f"a tile of {tile} elements is over 128 registers a thread at num_warps = {num_warps}; use a smaller block_n or more warps"
+        return (
+            f"a tile of {tile} elements is over 128 registers a thread at num_warps = {num_warps}; "
+            "use a smaller block_n or more warps"
+        )
     return None
 
 
-@BACKEND.implements("softmax", tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
+@BACKEND.implements("softmax", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
 def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     x = call.arrays["x"]
     y = fresh_like(x)
@@ -113,17 +115,11 @@ def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
 
 
 @functools.lru_cache(SHAPES)
-def _prepared(
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    axis: int,
-    dtype: str,
-    block_rows: int,
-    block_n: int,
-    num_warps: int,
-) -> Any:
+def _prepared(shape: tuple[int, ...], strides: tuple[int, ...], axis: int, dtype: str,
+              block_rows: int, block_n: int, num_warps: int) -> Any:  # fmt: skip
     """The launch for an x of this form, None where its rows must be gathered first."""
     rows, n = rows_of(axis, shape, strides), shape[axis]
-    return rows and prepare(softmax_kernel, cdiv(rows.height, block_rows), rows.height, rows.inner, n, *rows.strides[0], *rows.strides[1],
-                            block_rows=block_rows, block_n=block_n, acc_dtype=accumulator(dtype), one_tile=n <= block_n, num_warps=num_warps,
+    return rows and prepare(softmax_kernel, cdiv(rows.height, block_rows), rows.height, rows.inner, n,
+                            *rows.strides[0], *rows.strides[1], block_rows=block_rows, block_n=block_n,
+                            acc_dtype=accumulator(dtype), one_tile=n <= block_n, num_warps=num_warps,
                             **rows.known(dtype))  # fmt: skip

@@ -2,8 +2,8 @@
 
     d_x_j = y_j (d_y_j - Delta)        Delta = sum_j y_j d_y_j
 
-A program owns ``block_rows`` rows of any strided views. A row that fits in ``block_n`` is read once and stays in registers. A longer one is read twice:
-first for Delta, then for its result.
+A program owns ``block_rows`` rows of any strided views. A row that fits in ``block_n`` is read once and stays in
+registers. A longer one is read twice: first for Delta, then for its result.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu.softmax import default_tiling, supports
+from portakern.backends.triton.gpu.softmax import default_tiling, key, supports
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
 from portakern.spec import Tile
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 @triton.jit
 def softmax_vjp_kernel(y, d_y, d_x, rows, rows_inner, n,
                        y_outer, y_inner, y_n, d_y_outer, d_y_inner, d_y_n, d_x_outer, d_x_inner, d_x_n,
-                       block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, one_tile: tl.constexpr, flat: tl.constexpr,
-                       unit: tl.constexpr):  # fmt: skip
+                       block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
+                       one_tile: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
     n = aligned(n, unit)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     row_ok = (row < rows)[:, None]
@@ -57,7 +57,7 @@ def softmax_vjp_kernel(y, d_y, d_x, rows, rows_inner, n,
             tl.store(d_x_row + (start + col) * d_x_n, (p * (g - delta[:, None])).to(d_x.dtype.element_ty), mask=ok)
 
 
-@BACKEND.implements("softmax_vjp", tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
+@BACKEND.implements("softmax_vjp", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
 def softmax_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     y, d_y, axis = call.arrays["y"], call.arrays["d_y"], call.options["axis"]
     d_x = fresh(y.shape, y.dtype, y.device)
@@ -65,6 +65,6 @@ def softmax_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     n = y.shape[axis]
     launch(softmax_vjp_kernel, cdiv(rows.height, tiling["block_rows"]), call, y, d_y, d_x, rows.height, rows.inner, n,
            *rows.strides[0], *rows.strides[1], *rows.strides[2],
-           block_rows=tiling["block_rows"], block_n=tiling["block_n"], acc_dtype=accumulator(call.dtype), one_tile=n <= tiling["block_n"],
-           num_warps=tiling["num_warps"], **rows.known(call.dtype))  # fmt: skip
+           block_rows=tiling["block_rows"], block_n=tiling["block_n"], acc_dtype=accumulator(call.dtype),
+           one_tile=n <= tiling["block_n"], num_warps=tiling["num_warps"], **rows.known(call.dtype))  # fmt: skip
     return (d_x,)

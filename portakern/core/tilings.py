@@ -1,0 +1,341 @@
+"""Tilings are data: named rows in tables, looked up by what an implementation declares to decide them.
+
+A table is a JSON file for one target, in the folder ``tuned`` of the package that holds a backend's packages of op
+modules::
+
+    {"schema": 1, "target": "sm_90", "notes": ["..."], "ops": {"attention": {"gpu": [ROW, ...]}}}
+
+``target`` is an architecture or, for all that have no row of their own, a platform: ``cpu`` is what interpreters take.
+``gpu`` is the variant, the last name of the package that holds the op module. A row has a name, a key, a tiling, and a
+source, which says in words whether it was measured, or only compiled, and how it was chosen. In place of a row
+``{"from": "cuda/matmul", "key": {"products": "tf32"}}`` takes over the rows that the shipped table of another target
+has for an op, all of them or those that agree with a key.
+
+A row serves a key where strings and booleans agree; a list in the row names all values that do. Among those rows the
+one with the nearest shape wins: the smallest number that is at least the call's, else the largest, where a number that
+the row leaves out has no end. With several numbers the key's order decides, the first one first; then the order of the
+rows.
+
+Four layers speak, each where those before it are silent: the user's ``tiling=``; the table in the user's cache folder,
+``tuned/<backend>/<target>.json``; the backend's own table; the implementation's function ``tiling``. A row may leave
+tiles to later layers. What was found, an implementation may ``fit`` to the call's particulars. The user's tiles stay
+as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from math import inf
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from portakern.core.targets import family
+from portakern.errors import SpecError, UnsupportedError
+from portakern.files import cache_folder
+from portakern.spec.options import shown
+
+if TYPE_CHECKING:
+    from portakern.core.backend import Implementation
+    from portakern.core.call import Call
+    from portakern.core.targets import Target
+    from portakern.spec import Spec
+
+__all__ = [
+    "Resolved", "Row", "attempt", "check_row", "default", "files", "forget", "nearest", "resolve", "rows",
+    "shipped_folder",
+]  # fmt: skip
+
+SCHEMA = 1
+REMEMBERED = 4096  # keys whose row is kept; a program of very many shapes looks some up again
+
+log = logging.getLogger("portakern")
+
+Key = Mapping[str, Any]
+
+
+class Row(NamedTuple):
+    """One tiling of a table; ``table``: the target of the table where it stands."""
+
+    name: str
+    key: Key
+    tiling: Mapping[str, int]
+    source: str
+    table: str
+
+
+class Found(NamedTuple):
+    """What tables and heuristic say for a key: the tiling, and tile name -> the layer that it came from."""
+
+    tiling: Mapping[str, int]
+    sources: Mapping[str, str]
+
+
+class Resolved(NamedTuple):
+    """The tiling of a call. ``found``: before it was fitted to the call; ``user``: what the user named."""
+
+    tiling: Mapping[str, int]
+    found: Found
+    user: Mapping[str, int]
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Tile name -> "yours", "cache: <row>", "shipped <target>: <row>" or "heuristic", and whether it was fitted."""
+        told = {}
+        for name, value in self.tiling.items():
+            fitted = "" if self.found.tiling.get(name) == value else ", fitted to this call"
+            told[name] = "yours" if name in self.user else self.found.sources.get(name, "heuristic") + fitted
+        return told
+
+
+_kept: dict[tuple[Any, ...], Resolved] = {}
+_NOTHING: Mapping[str, int] = MappingProxyType({})
+
+
+def resolve(impl: Implementation, call: Call, user: Mapping[str, int]) -> Resolved:
+    """The tiling of a call, and where it came from.
+
+    Raises:
+      SpecError: the user names a tile that there is not, or a value that a launch knob cannot have.
+      UnsupportedError: the backend cannot serve the call with this tiling.
+    """
+    resolved = default(impl, call) if not user else _named(impl, call, user)
+    reason = impl.supports(call, resolved.tiling)
+    if reason:
+        raise UnsupportedError(f"{call!r} on {call.target}: backend {impl.backend.name!r} cannot: {reason}")
+    return resolved
+
+
+def attempt(impl: Implementation, call: Call, user: Mapping[str, int]) -> tuple[Resolved, str | None]:
+    """The tiling of a call, and why the implementation cannot serve the call with it, or None.
+
+    Raises:
+      SpecError: as :func:`resolve`.
+    """
+    resolved = _named(impl, call, user)
+    return resolved, impl.supports(call, resolved.tiling)
+
+
+def default(impl: Implementation, call: Call) -> Resolved:
+    """The tiling of a call whose user names none.
+
+    A key is looked up once for each target, and its tiling, which nobody may write to, is fitted to each call.
+    """
+    if impl.key is None:
+        heuristic = impl.tiling(call)
+        return Resolved(heuristic, Found(heuristic, {}), _NOTHING)
+    key = impl.key(call)
+    place = (impl, call.target, *key.values())
+    kept = _kept.get(place)
+    if kept is None:
+        if len(_kept) >= REMEMBERED:
+            _kept.clear()
+        found = _look_up(impl, call, key)
+        kept = _kept[place] = Resolved(found.tiling, found, _NOTHING)
+    if impl.fit is None:
+        return kept
+    tiling = impl.fit(call, kept.tiling)
+    return kept if tiling is kept.tiling else Resolved(tiling, kept.found, _NOTHING)
+
+
+def forget() -> None:
+    """Read tables anew: a file may have changed since it was last asked."""
+    _kept.clear()
+    _table.cache_clear()
+    _own_rows.cache_clear()
+
+
+def _named(impl: Implementation, call: Call, user: Mapping[str, int]) -> Resolved:
+    """The default tiling with what the user names in its place, which must be there.
+
+    The values of the spec's own tiles were checked when the op was made.
+    """
+    tiling, found, _ = default(impl, call)
+    for name, value in user.items():
+        if name not in tiling:
+            raise SpecError(
+                f"{call.spec.name}: tiling has no {name!r} on {impl.backend.name}; "
+                f"expected one of {', '.join(tiling) or '(none: it has no tiles)'}"
+            )
+        if name in impl.knobs and value not in impl.knobs[name]:
+            raise SpecError(
+                f"{call.spec.name}: tiling[{name!r}] is {shown(value)}; "
+                f"expected one of {', '.join(map(str, impl.knobs[name].values))}: leave it out for the default"
+            )
+    return Resolved({**tiling, **user}, found, user)
+
+
+def _look_up(impl: Implementation, call: Call, key: Key) -> Found:
+    """Ask the layers below the user's, the last one first, so that what an earlier one says replaces it."""
+    tiling = dict(impl.tiling(call))
+    sources = dict.fromkeys(tiling, "heuristic")
+    shipped = next(filter(None, (nearest(rows(impl, name), key) for name in _tables_for(call.target))), None)
+    own = cache_folder() / "tuned" / impl.backend.name / f"{call.target.arch or call.target.platform}.json"
+    cached = nearest(_own_rows(impl, call.spec, own), key)
+    for row, layer in ((shipped, f"shipped {shipped and shipped.table}"), (cached, "cache")):
+        if row is not None:
+            tiling |= row.tiling
+            sources |= dict.fromkeys(row.tiling, f"{layer}: {row.name}")
+    return Found(tiling, sources)
+
+
+def nearest(among: tuple[Row, ...], key: Key) -> Row | None:
+    """The row that serves a key, or None: see the rule at the head of this module."""
+    exact = {name: value for name, value in key.items() if isinstance(value, (str, bool))}
+    numbers = {name: value for name, value in key.items() if name not in exact}
+
+    def distance(row: Row) -> list[tuple[bool, float]]:
+        extents = ((row.key.get(name, inf), value) for name, value in numbers.items())
+        return [(extent < value, extent if extent >= value else -extent) for extent, value in extents]
+
+    return min((row for row in among if _agrees(row, exact)), key=distance, default=None)
+
+
+def _agrees(row: Row, exact: Key) -> bool:
+    """Whether a row has these values, or lists that hold them."""
+    found = ((row.key.get(name), value) for name, value in exact.items())
+    return all(value in theirs if isinstance(theirs, list) else value == theirs for theirs, value in found)
+
+
+# -------------------------------------------------------------------------------------------------------------- files
+
+
+def _tables_for(target: Target) -> Iterator[str]:
+    """The tables to ask: the target's own, that of the architecture whose limits hold for it, its platform's."""
+    if target.arch:
+        yield target.arch
+        kin = family(target.arch)
+        if kin.platform == target.platform and kin.name != target.arch:
+            yield kin.name
+    yield target.platform
+
+
+def shipped_folder(package: str) -> Path | None:
+    """Where the tables of a package of op modules lie: ``tuned`` in the package that holds it, in itself without one."""
+    try:
+        found = importlib.util.find_spec(package.rpartition(".")[0] or package) if package else None
+    except (ImportError, ValueError):
+        return None
+    places = found.submodule_search_locations if found else None
+    return Path(next(iter(places))) / "tuned" if places else None
+
+
+def files(package: str, backend: str) -> list[Path]:
+    """Every table, shipped or the user's, on which tilings of a package's ops may depend."""
+    folders = (shipped_folder(package), cache_folder() / "tuned" / backend)
+    return [path for folder in folders if folder for path in sorted(folder.glob("*.json"))]
+
+
+def rows(impl: Implementation, target: str) -> tuple[Row, ...]:
+    """The rows that the backend's table of a target has for this implementation. SpecError: the table is wrong."""
+    package = impl.fn.__module__.rpartition(".")[0]
+    folder = shipped_folder(package)
+    return _shipped_rows(folder, target, impl.op, package.rpartition(".")[2]) if folder else ()
+
+
+def _shipped_rows(folder: Path, target: str, op: str, variant: str) -> tuple[Row, ...]:
+    """The rows of one op in a shipped table, those taken over from other tables among them."""
+    path = folder / f"{target}.json"
+    try:
+        return _with_borrowed(_table(path), op, variant, folder)
+    except ValueError as e:
+        raise SpecError(f"the table of tilings {path} is wrong: {e}") from None
+
+
+@functools.cache
+def _own_rows(impl: Implementation, spec: Spec[Any], path: Path) -> tuple[Row, ...]:
+    """The rows of the user's own table; none, after a warning that says why, where it cannot be used."""
+    package = impl.fn.__module__.rpartition(".")[0]
+    try:
+        found = _with_borrowed(_table(path), impl.op, package.rpartition(".")[2], shipped_folder(package))
+        for row in found:
+            check_row(impl, spec, row)
+    except ValueError as e:
+        _warn(f"portakern: the tilings in {path} are left out: {e}; tune again, or delete the file")
+        return ()
+    return found
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    """Log a warning, once in a process."""
+    log.warning(text)
+
+
+def check_row(impl: Implementation, spec: Spec[Any], row: Row) -> None:
+    """ValueError if a row has tiles that the implementation does not have, or values that they cannot have."""
+    legal = {**spec.tiling, **impl.knobs}
+    for name, value in row.tiling.items():
+        where = f"{impl.op}, row {row.name!r}: tiling"
+        _expect(name in legal, where, name, f"names among {', '.join(legal)}")
+        _expect(value in legal[name], f"{where}[{name!r}]", value, f"one of {', '.join(map(str, legal[name].values))}")
+
+
+Entries = Mapping[str, Mapping[str, list[Any]]]
+
+
+@functools.cache
+def _table(path: Path) -> tuple[str, Entries]:
+    """The target of a table, and its entries by op and variant; none where there is no such file.
+
+    Raises:
+      ValueError: the file is wrong, and how.
+    """
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return path.stem, {}
+    except (OSError, ValueError) as e:
+        raise ValueError(f"it cannot be read ({e})") from None
+    _expect(isinstance(table, dict), "the table", table, "an object")
+    _expect(table.get("schema") == SCHEMA, "schema", table.get("schema"), str(SCHEMA))
+    _expect(table.get("target") == path.stem, "target", table.get("target"), f"{path.stem!r}, as the file is called")
+    ops = table.get("ops")
+    _expect(isinstance(ops, dict), "ops", ops, "an object")
+    for op, variants in ops.items():
+        _expect(isinstance(variants, dict), f"ops/{op}", variants, "an object")
+        for variant, entries in variants.items():
+            _expect(isinstance(entries, list), f"ops/{op}/{variant}", entries, "a list of rows")
+            for i, entry in enumerate(entries):
+                _check_entry(f"ops/{op}/{variant}/{i}", entry)
+    return path.stem, ops
+
+
+def _check_entry(where: str, entry: Any) -> None:
+    """ValueError if an entry is neither a row nor a reference to rows."""
+    _expect(isinstance(entry, dict), where, entry, "an object")
+    if "from" in entry:
+        source = entry["from"]
+        _expect(isinstance(source, str) and source.count("/") == 1, f"{where}/from", source, "'<target>/<op>'")
+        _expect(isinstance(entry.get("key", {}), dict), f"{where}/key", entry.get("key"), "an object")
+        return
+    for name, kind in (("name", str), ("key", dict), ("tiling", dict), ("source", str)):
+        expected = "text" if kind is str else "an object"
+        _expect(isinstance(entry.get(name), kind), f"{where}/{name}", entry.get(name), expected)
+    for name, value in entry["key"].items():
+        _expect(isinstance(value, (str, int, list)), f"{where}/key/{name}", value, "text, a whole number or a list")
+    for name, value in entry["tiling"].items():
+        _expect(isinstance(value, int) and value is not True, f"{where}/tiling/{name}", value, "a whole number")
+
+
+def _expect(right: bool, where: str, got: Any, expected: str) -> None:
+    if not right:
+        raise ValueError(f"{where} is {shown(got)}; expected {expected}")
+
+
+def _with_borrowed(table: tuple[str, Entries], op: str, variant: str, folder: Path | None) -> tuple[Row, ...]:
+    """An op's rows in a table; ``folder``: where the tables lie that rows are taken over from."""
+    target, ops = table
+    found: list[Row] = []
+    for entry in ops.get(op, {}).get(variant, []):
+        if "from" not in entry:
+            found.append(Row(entry["name"], entry["key"], entry["tiling"], entry["source"], target))
+        elif folder:
+            of_target, _, of_op = entry["from"].partition("/")
+            borrowed = _shipped_rows(folder, of_target, of_op, variant)
+            found += [row for row in borrowed if _agrees(row, entry.get("key", {}))]
+    return tuple(found)
