@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from portakern import testing
-from portakern.dispatch import as_float64, op, oracle
+from portakern.dispatch import op, oracle
 from portakern.frameworks import numpy_dtype
 from portakern.tolerance import compare, format_of
+from tests.measuring import measure
 from tests.ops import forward_records, record, records
 from tests.ops._shared import pick, sweep, with_specials
 from tests.ops.record import ANY, DTYPES, EVERY
@@ -27,23 +28,6 @@ def entries(field):
         for key, entry in getattr(r, field).items()
         for dtype in entry.dtypes
     ]
-
-
-def measure(record, arrays, options=None, got=None, **how):
-    """Output -> the worst fraction of the bound that a simulated kernel reaches; inf where an element breaks it by NaN or inf. ``how``: keywords of the kernel."""
-    options = options or {}
-    call = op(record.op).bind(*arrays, **options)
-    ref = oracle(call)
-    bounds = call.spec.bound(as_float64(call), ref)
-    got = record.simulate(*arrays, **{**options, **how}) if got is None else got
-    worst = {}
-    for (output, (shape, dtype)), y, exact, limit in zip(call.outputs.items(), got, ref, bounds, strict=True):
-        assert (exact is None) == (limit is None) == (output not in call.wants)
-        if exact is not None:
-            assert limit.shape == exact.shape == shape and limit.dtype == exact.dtype == np.float64
-            c = compare(y.astype(numpy_dtype(dtype)), exact, limit, dtype)
-            worst[output] = max(c.worst, np.inf if c.bad.any() and c.worst <= 1 else 0)
-    return worst
 
 
 # --- right kernels ---

@@ -10,10 +10,10 @@ import pytest
 from portakern import registry
 from portakern.dispatch import as_float64, op, oracle
 from portakern.frameworks import FRAMEWORKS, Target, convert, numpy_dtype
-from portakern.testing.statistics import examine, judge, largest_right
-from portakern.tolerance import compare
+from portakern.testing.statistics import judge, largest_right
+from tests.measuring import evidence, simulated
 from tests.ops import record, records
-from tests.ops._shared import BF16, draw, pick, truncate
+from tests.ops._shared import BF16, draw, pick
 from tests.ops.record import DTYPES
 from tests.places import device_at, places
 
@@ -22,36 +22,12 @@ every_op = pytest.mark.parametrize("name", records())
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
-def simulated(name, arrays, options, truncates=False, **how):
-    """What a simulated kernel stores; float32 results, and those that truncation is no fault of, as they are."""
-    call = op(name).bind(*arrays, **options)
-    store = truncate if truncates else lambda y, dtype: y.astype(numpy_dtype(dtype))
-    got = record(name).simulate(*arrays, **{**options, **how})
-    kept = zip(got, call.outputs.items(), strict=True)
-    return [store(y, dtype) if dtype != "float32" else y for y, (n, (_, dtype)) in kept if n in call.wants]
-
-
 def on_backend(backend, platform, name, arrays, options):
     numpy, framework = FRAMEWORKS["numpy"], FRAMEWORKS[registry.backends()[backend].framework]
     where = device_at(backend, platform)
     ours = [a if a is None or framework is numpy else convert(a, numpy, framework, where) for a in arrays]
     out = op(name, backend=backend)(*ours, **options)
     return [framework.to_numpy(y) for y in (out if isinstance(out, tuple) else (out,)) if y is not None]
-
-
-def evidence(name, arrays, options, kernel, regime="normal", target=None, interpret=True):
-    """Output name -> (what the statistics say, the worst fraction of the bound)."""
-    call = op(name).bind(*arrays, **options)
-    call = call.replace(target=target or call.target, interpret=interpret)
-    refs = oracle(call)
-    bounds = call.spec.bound(as_float64(call), refs)
-    got = kernel(name, arrays, options)
-    found = examine(as_float64(call), got, refs, bounds, regime)
-    outputs = dict(zip(call.wants, got, strict=True))
-    return {
-        n: (e, compare(outputs[n], refs[i], bounds[i], call.outputs[n][1]).worst)
-        for i, (n, e) in enumerate(found.items())
-    }
 
 
 # --- right kernels ---
