@@ -19,6 +19,7 @@ from portakern.compiling import cache, calls
 from portakern.compiling.report import Build, Compiled, Kernel
 from portakern.compiling.worker import one_line
 from portakern.errors import SpecError, UnsupportedError
+from tests.ops import record, records
 
 LINUX = platform.system() == "Linux"
 has_triton = pytest.mark.skipif(
@@ -152,23 +153,22 @@ def test_keys_and_values_take_tiles_of_one_layout_on_hopper(d, dv, columns):
     assert built.ok and widths == {str(built.tiling["block_kv"]), str(columns)}, str(built)
 
 
-ROWS = {
-    "softmax": "x",
-    "softmax_vjp": "xx",
-    "layernorm": "xww",
-    "layernorm_vjp": "xxww",
-    "rmsnorm": "xw",
-    "rmsnorm_vjp": "xxw",
-}
+OF_ROWS = [r for r in records().values() if r.rows]
 
 
 @has_triton
-@pytest.mark.parametrize("op, target", [*((op, "sm_90") for op in ROWS), ("layernorm", "gfx942")])
-def test_rows_of_an_odd_number_of_16_bytes_are_moved_16_bytes_at_a_time(op, target):
+@pytest.mark.parametrize(
+    "r, target", [*((r, "sm_90") for r in OF_ROWS), (record("layernorm"), "gfx942")], ids=lambda x: getattr(x, "op", x)
+)
+def test_rows_of_an_odd_number_of_16_bytes_are_moved_16_bytes_at_a_time(r, target):
     narrow = {"sm_90": r"(LDG|STG)\.E\.U16", "gfx942": r"buffer_(load_ushort|store_short)"}[target]
     for n, scalar in ((72, False), (73, True)):
-        arrays = {"x": np.zeros((64, n), np.float16), "w": np.zeros(n, np.float32)}
-        built = pk.op(op, backend="triton").lower(*(arrays[name] for name in ROWS[op]), target=target)
+        arrays = {
+            "x": np.zeros((64, n), np.float16),
+            "weight": np.zeros(n, np.float32),
+            "bias": np.zeros(n, np.float32),
+        }
+        built = pk.op(r.op, backend="triton").lower(*(arrays[name] for name in r.rows), target=target)
         assert built.ok and bool(re.search(narrow, built.assembly)) == scalar, str(built)
 
 
@@ -317,7 +317,7 @@ def test_the_cache_follows_imports_within_the_package():
         and "portakern.backends.triton.gpu.softmax" in imports
         and "portakern.backends.triton.launch" in imports
     )
-    one, other = (cache._digest(frozenset([f"portakern.specs.{n}"])) for n in ("softmax", "layernorm"))
+    one, other = (cache._digest(frozenset([f"portakern.specs.{n}"])) for n in list(records())[:2])
     assert one != other
 
 
@@ -357,7 +357,7 @@ def test_every_op_compiles_and_fits_one_target_of_each_vendor(target):
     assert len(found) == 2 * len(registry.ops())
     for built in compiling.compile_all(found, os.cpu_count() or 1):
         assert built.ok, str(built)
-        products = built.op.partition("_")[0] in ("matmul", "attention")
+        products = record(built.op).matrix_units
         assert bool(any(k.matrix for k in built.kernels)) == (
             products and (built.dtype == "bfloat16" or target != "sm_90")
         ), str(built)

@@ -45,7 +45,9 @@ def test_the_model_agrees_and_every_op_call_is_counted_on_its_backend(backend: s
     result = demo.run([backend], dtypes=[dtype])
     (run,) = result.runs
     assert (run.backend, run.dtype) == (backend, dtype)
-    assert run.calls == run.expected == {"attention": 6, "layernorm": 13, "matmul": 26, "softmax": 1}
+    assert run.calls == run.expected and len(run.calls) == 4
+    assert run.calls["attention"] == 6 and run.calls["layernorm"] == 13
+    assert run.calls["matmul"] == 26 and run.calls["softmax"] == 1
     assert not run.broken
     assert all(0 < fraction <= 1 for fraction in run.worst.values()), run.worst
     if dtype == "float32":

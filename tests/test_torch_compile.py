@@ -249,7 +249,7 @@ WRONG = {
     ),
     "a missing array": (lambda x: pk.op("matmul")(x), r"matmul\(\) missing a required argument: 'b'; arrays: a, b"),
     "an option's value": (
-        lambda x: pk.op("matmul")(x, x, precision="bf16"),
+        lambda x: pk.op("matmul")(x, x.T, precision="bf16"),
         r"precision is 'bf16'; expected one of 'ieee', 'tf32'",
     ),
     "dtypes": (

@@ -22,6 +22,7 @@ from portakern.frameworks import FRAMEWORKS, numpy_dtype
 from portakern.registry import Backend
 from portakern.testing import cases
 from portakern.tolerance import format_of
+from tests.ops import record
 
 from .faults import Fault
 
@@ -199,108 +200,15 @@ def _flat_right(served: dispatch.Served, backend: Backend, exact: Sequence[np.nd
         return False
 
 
-def _saved(
-    batch: int, q_len: int, kv_len: int, heads: int, kv_heads: int, d: int, dv: int
-) -> dict[str, tuple[int, ...]]:
-    """The shapes of what attention's gradients always take."""
-    o = (batch, q_len, heads, dv)
-    k, v = ((batch, kv_len, kv_heads, n) for n in (d, dv))
-    return {"q": (batch, q_len, heads, d), "k": k, "v": v, "o": o, "lse": (batch, heads, q_len), "d_o": o}
-
-
-ORDINARY: dict[str, list[tuple[dict[str, tuple[int, ...]], dict[str, Any], dict[str, int]]]] = {
-    "matmul": [
-        ({"a": (96, 200), "b": (200, 72)}, {}, {}),
-        ({"a": (3, 64, 64), "b": (64, 200)}, {}, {"block_m": 64, "block_n": 128, "block_k": 128}),
-        ({"a": (2, 1, 40, 65), "b": (3, 65, 48)}, {}, {}),
-        ({"a": (64, 128), "b": (128, 64)}, {"out_dtype": "float32"}, {}),
-    ],
-    "softmax": [
-        ({"x": (64, 1000)}, {}, {}),
-        ({"x": (64, 1000)}, {}, {"block_rows": 16, "block_n": 128}),
-        ({"x": (8, 257, 6)}, {"axis": 1}, {}),
-        ({"x": (40, 300)}, {}, {}),
-    ],
-    "layernorm": [
-        ({"x": (64, 1000), "weight": (1000,), "bias": (1000,)}, {}, {}),
-        ({"x": (64, 1000), "weight": (1000,)}, {}, {"block_rows": 16, "block_n": 128}),
-        ({"x": (4, 8, 384)}, {}, {}),
-    ],
-    "rmsnorm": [
-        ({"x": (64, 1000), "weight": (1000,)}, {}, {}),
-        ({"x": (64, 1000), "weight": (1000,)}, {}, {"block_rows": 16, "block_n": 128}),
-        ({"x": (4, 8, 384)}, {}, {}),
-    ],
-    "attention": [
-        ({"q": (2, 100, 4, 64), "k": (2, 260, 2, 64), "v": (2, 260, 2, 40)}, {"return_lse": True}, {}),
-        (
-            {"q": (1, 200, 4, 48), "k": (1, 200, 4, 48), "v": (1, 200, 4, 48)},
-            {"is_causal": True},
-            {"block_q": 128, "block_kv": 128},
-        ),
-        (
-            {"q": (1, 150, 2, 64), "k": (1, 330, 1, 64), "v": (1, 330, 1, 64)},
-            {"window": (100, 30)},
-            {"block_q": 128, "block_kv": 128},
-        ),
-        (
-            {"q": (1, 90, 4, 32), "k": (1, 300, 2, 32), "v": (1, 300, 2, 32), "bias": (1, 4, 1, 300)},
-            {"softcap": 5.0},
-            {},
-        ),
-        (
-            {
-                "q": (2, 128, 2, 64),
-                "k": (2, 256, 2, 64),
-                "v": (2, 256, 2, 64),
-                "q_segment_ids": (2, 128),
-                "kv_segment_ids": (2, 256),
-            },
-            {},
-            {},
-        ),
-    ],
-    "matmul_vjp": [
-        ({"a": (96, 200), "b": (200, 72), "d_c": (96, 72)}, {}, {}),
-        ({"a": (3, 64, 64), "b": (64, 200), "d_c": (3, 64, 200)}, {}, {"block_m": 64, "block_n": 128, "block_k": 128}),
-        ({"a": (2, 1, 40, 65), "b": (3, 65, 48), "d_c": (2, 3, 40, 48)}, {}, {}),
-        ({"a": (40, 65), "b": (2, 3, 65, 48), "d_c": (2, 3, 40, 48)}, {}, {}),
-    ],
-    "softmax_vjp": [
-        ({"y": (64, 1000), "d_y": (64, 1000)}, {}, {}),
-        ({"y": (64, 1000), "d_y": (64, 1000)}, {}, {"block_rows": 16, "block_n": 128}),
-        ({"y": (8, 257, 6), "d_y": (8, 257, 6)}, {"axis": 1}, {}),
-        ({"y": (40, 300), "d_y": (40, 300)}, {}, {}),
-    ],
-    "layernorm_vjp": [
-        ({"x": (64, 1000), "d_y": (64, 1000), "weight": (1000,), "bias": (1000,)}, {}, {}),
-        ({"x": (64, 1000), "d_y": (64, 1000), "weight": (1000,)}, {}, {"block_rows": 16, "block_n": 128}),
-        ({"x": (4, 8, 384), "d_y": (4, 8, 384)}, {}, {}),
-    ],
-    "rmsnorm_vjp": [
-        ({"x": (64, 1000), "d_y": (64, 1000), "weight": (1000,)}, {}, {}),
-        ({"x": (64, 1000), "d_y": (64, 1000), "weight": (1000,)}, {}, {"block_rows": 16, "block_n": 128}),
-        ({"x": (4, 8, 384), "d_y": (4, 8, 384)}, {}, {}),
-    ],
-    "attention_vjp": [
-        (_saved(2, 100, 260, 4, 2, 64, 40) | {"d_lse": (2, 4, 100)}, {}, {}),
-        (_saved(1, 200, 200, 4, 4, 48, 48), {"is_causal": True}, {"block_q": 128, "block_kv": 128}),
-        (_saved(1, 150, 330, 2, 1, 64, 64), {"window": (100, 30)}, {"block_q": 128, "block_kv": 128}),
-        (_saved(1, 90, 300, 4, 2, 32, 32) | {"bias": (1, 4, 1, 300)}, {"softcap": 5.0}, {}),
-        (_saved(2, 128, 256, 2, 2, 64, 64) | {"q_segment_ids": (2, 128), "kv_segment_ids": (2, 256)}, {}, {}),
-    ],
-}
-"""Calls as a test suite would make them: (shapes, options, tiling), N(0, 1) data."""
-
-
 def error_on_ordinary_data(fault: Fault, device: str) -> float:
-    """The largest error on ORDINARY calls in float32 and bfloat16, beyond the half unit in the last place that any stored result may have; inf where a
+    """The largest error on the record's usual calls in float32 and bfloat16, beyond the half unit in the last place that any stored result may have; inf where a
     faulty kernel crashes, or gives NaN for a number."""
     fw = FRAMEWORKS[registry.backend(fault.backend).framework]
     where = next(d for d in fw.devices() if fw.target(d).platform == device)
     rng = np.random.default_rng(7)
     worst = 0.0
-    for shapes, options, tiling in ORDINARY[fault.op]:
+    for sample in record(fault.op).usual:
+        shapes, options, tiling = sample.shapes, sample.options, sample.tiling
         for dtype in ("float32", "bfloat16"):
             if registry.find_spec(fault.op).is_vjp:  # results that the forward op left must be its own
                 drawn = cases.Case(dtype, shapes, seed=7, options=options).buffers(registry.find_spec(fault.op))

@@ -143,5 +143,7 @@ RECORD = ForwardRecord(
         "rms_norm",
         lambda x, weight: (x, tuple(x.shape[-1:]), weight),
         sampled="nn.functional.rms_norm",
+        refusals={"eps is -0.5; expected a finite number in float32's range >= 0": "a negative eps is refused"},
+        least=5,
     ),
 )
