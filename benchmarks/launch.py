@@ -32,19 +32,9 @@ import portakern as pk
 from portakern import results
 from portakern.spec import Spec
 
-EXTENTS = {
-    "batch": 2,
-    "shape": 64,
-    "m": 64,
-    "n": 128,
-    "k": 96,
-    "q_len": 64,
-    "kv_len": 96,
-    "kv_heads": 2,
-    "group": 2,
-    "d": 64,
-    "dv": 64,
-}
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, this folder alone is on the path
+from tests.ops import forward_records, record
+
 A_BATCH = 100
 
 
@@ -52,7 +42,7 @@ def small_inputs(
     spec: Spec[Any], device: str, dtype: str = "float32", seed: int = 0, optional: bool = False
 ) -> dict[str, Any]:
     """Random arrays for any op, the optional ones too if asked: every dimension has a small extent, a variadic one stands for two axes."""
-    g, arrays = torch.Generator().manual_seed(seed), {}
+    g, arrays, extents = torch.Generator().manual_seed(seed), {}, record(spec.name).extents
     for a in spec.arrays:
         if a.optional and not optional:
             continue
@@ -60,7 +50,7 @@ def small_inputs(
         for d in a.dims:
             extent = 1
             for f in d.factors:
-                extent *= EXTENTS.get(f, 32)
+                extent *= extents[f]
             shape += [3, extent] if d.variadic else [extent]
         name = dtype if dtype in a.dtypes else a.dtypes[0]
         arrays[a.name] = torch.randn(shape, generator=g).to(getattr(torch, name)).to(device)
@@ -104,22 +94,6 @@ def replay_differs(name: str, dtype: str, optional: bool = False) -> list[str]:
     return wrong + [f"{n}, which did not follow the inputs" for n, t in before.items() if _same_bits(t, replayed[n])]
 
 
-def torch_calls() -> dict[str, tuple[dict[str, Any], dict[str, Any], str, tuple[Any, ...]]]:
-    """Op -> its arrays and options, and the name in ``torch.nn.functional`` or ``torch`` with the arguments that say the same to it."""
-    x, w, b = (torch.randn(*s, device="cuda", dtype=torch.bfloat16) for s in ((64, 512), (512,), (512,)))
-    m, q = (
-        torch.randn(64, 64, device="cuda", dtype=torch.bfloat16),
-        torch.randn(1, 64, 4, 64, device="cuda", dtype=torch.bfloat16),
-    )
-    heads_first = tuple(q.transpose(1, 2) for _ in range(3))
-    return {
-        "softmax": ({"x": x}, {}, "softmax", (x, -1)),
-        "layernorm": ({"x": x, "weight": w, "bias": b}, {}, "layer_norm", (x, (512,), w, b)),
-        "matmul": ({"a": m, "b": m}, {}, "matmul", (m, m)),
-        "attention": ({"q": q, "k": q, "v": q}, {}, "scaled_dot_product_attention", heads_first),
-    }
-
-
 def launched(name: str, call: Callable[[], Any]) -> tuple[Any, ...]:
     """The arguments with which ``call`` launches its kernel."""
     from portakern.backends.triton import launch as launching
@@ -137,9 +111,10 @@ def ways(name: str) -> dict[str, Callable[[], Any]]:
     """What to time for one op: a name and a call without arguments."""
     from portakern.backends.triton import launch as launching
 
-    arrays, options, torch_name, torch_args = torch_calls()[name]
-    op = pk.op(name, backend="triton")
-    ours: Callable[[], Any] = lambda: op(*arrays.values(), **options)  # noqa: E731
+    of_op, op = record(name), pk.op(name, backend="triton")
+    shapes = of_op.launched.shapes
+    arrays = {n: torch.randn(*s, device="cuda", dtype=torch.bfloat16) for n, s in shapes.items()}
+    ours: Callable[[], Any] = lambda: op(*arrays.values(), **of_op.launched.options)  # noqa: E731
     ours()
     (kernel, grid, call, *args), constexprs = launched(name, ours)
     kept: dict[Any, Any] = {}
@@ -158,12 +133,11 @@ def ways(name: str) -> dict[str, Callable[[], Any]]:
         "triton": lambda: by_triton(*args, **constexprs),
         "op": ours,
     }
-    if importlib.util.find_spec("portakern.torch"):
-        twin = getattr(importlib.import_module("portakern.torch"), torch_name, None)
-        if twin is not None:
-            found["portakern.torch"] = lambda: twin(*torch_args)
-    peer = getattr(functional, torch_name, None) or getattr(torch, torch_name)
-    found["torch"] = lambda: peer(*torch_args)
+    if of_op.twin:
+        torch_args = of_op.twin.arguments(*arrays.values())
+        twin = getattr(importlib.import_module("portakern.torch"), of_op.twin.name)
+        peer = getattr(functional, of_op.twin.name, None) or getattr(torch, of_op.twin.name)
+        found |= {"portakern.torch": lambda: twin(*torch_args), "torch": lambda: peer(*torch_args)}
     return found
 
 
@@ -200,7 +174,7 @@ def main() -> None:
         sys.exit("needs an NVIDIA or AMD GPU")
     rows: list[dict[str, Any]] = []
     with torch.no_grad():
-        for name in torch_calls():
+        for name in (r.op for r in forward_records()):
             mine = measure(name, args.batches)
             rows += mine
             print(f"{name:10}", "  ".join(f"{r['way']} {r['median_us']:.1f}" for r in mine), "us", flush=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -17,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
 import portakern as pk
@@ -27,44 +26,16 @@ from portakern.call import Call
 from portakern.compiling.calls import typical_form
 from portakern.spec import Spec
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, this folder alone is on the path
+from tests.ops import record
+
 Arrays = dict[str, Any]
-
-ROWS: list[dict[str, tuple[int, ...]]] = [{"x": (16384, 4096)}, {"x": (4095, 5000)}, {"x": (4095, 4097)}]
-SHAPES = {"softmax": ROWS, "layernorm": ROWS, "rmsnorm": ROWS}  # beside the typical call of the spec
-
-
-def _sdpa(kernel: SDPBackend) -> Callable[..., Any]:
-    def attend(q: Any, k: Any, v: Any, is_causal: bool = False) -> Any:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        with sdpa_kernel(kernel):
-            return functional.scaled_dot_product_attention(
-                q, k, v, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
-            ).transpose(1, 2)
-
-    return attend
-
-
-def _normed(norm: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda x, *affine, **options: norm(x, x.shape[-1:], *affine, **options)
-
-
-PEERS: dict[str, dict[str, Callable[..., Any]]] = {
-    "matmul": {"cuBLAS": torch.matmul},
-    "softmax": {"torch": lambda x: torch.softmax(x, -1)},
-    "layernorm": {"torch": _normed(functional.layer_norm)},
-    "rmsnorm": {"torch": _normed(functional.rms_norm)},
-    "attention": {
-        "FlashAttention-2": _sdpa(SDPBackend.FLASH_ATTENTION),
-        "cuDNN": _sdpa(SDPBackend.CUDNN_ATTENTION),
-        "memory-efficient": _sdpa(SDPBackend.EFFICIENT_ATTENTION),
-    },
-}
 
 
 def calls_of(spec: Spec[Any], dtype: str) -> Iterator[tuple[Arrays, dict[str, Any]]]:
     """Random arrays and the options of each call that is timed."""
     form = typical_form(spec, dtype)
-    for given in [{}, *SHAPES.get(spec.name, [])]:
+    for given in [{}, *record(spec.name).timed]:
         arrays = {}
         for name, (shape, held, _) in form["arrays"].items():
             shape = given.get(name, [next(iter(given.values()))[-1]] if given and len(shape) == 1 else shape)
@@ -101,7 +72,7 @@ def peers_of(
     spec: Spec[Any], arrays: Arrays, options: dict[str, Any], cotangent: Any
 ) -> Iterator[tuple[str, Callable[[], tuple[Any, ...]]]]:
     """What PyTorch has for the call: functions without arguments. Without a cotangent the forward op, with one its gradients."""
-    for name, peer in PEERS.get(spec.name, {}).items():
+    for name, peer in record(spec.name).peers.items():
         leaves = [a.detach().requires_grad_(cotangent is not None) for a in arrays.values()]
         try:
             with nullcontext() if cotangent is not None else torch.no_grad():
