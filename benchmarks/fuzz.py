@@ -1,8 +1,8 @@
 """Random calls, right and wrong, on the oracle path: the project's own errors or right results, and nothing else.
 
-Each call starts right. Then its dress may change (the framework, the memory layout, the spelling of an option, arguments by keyword), which must not change a
-bit of the result; or some arguments are replaced by values from a pool of nasty ones, after which the call is refused with one of the three error classes,
-or its result is within its bound.
+Each call starts right. Then its dress may change (the framework, the memory layout, the spelling of an option,
+arguments by keyword), which must not change a bit of the result; or some arguments are replaced by values from a pool
+of nasty ones, after which the call is refused with one of the three error classes, or its result is within its bound.
 
     python benchmarks/fuzz.py [--calls 100000] [--seed 0] [--json FILE]
 """
@@ -38,7 +38,9 @@ SLOW = 10.0  # seconds: a call on arrays this small that takes longer counts as 
 
 @dataclass
 class Result:
-    """What happened: counts by verdict, the worst share of a bound, the slowest call in seconds, and every call that broke the rules."""
+    """What happened: counts by verdict, the worst share of a bound, the slowest call in seconds, and every call that
+    broke the rules.
+    """
 
     verdicts: Counter[str] = field(default_factory=Counter)
     worst: float = 0.0
@@ -80,17 +82,51 @@ def nasty_arrays() -> list[Callable[[], Any]]:
     """Makers of values that are no array, or no array that any op takes."""
     z = np.zeros((2, 3), np.float32)
     found: list[Callable[[], Any]] = [
-        lambda: None, lambda: 3, lambda: 1.5, lambda: "x", lambda: [1.0], dict, lambda: object(), lambda: np.float32(1), lambda: z, lambda: z[..., ::-1],
-        lambda: z[:0], lambda: z[0, 0, ...], lambda: z.astype(complex), lambda: z.astype(object), lambda: z.astype(">f4"), lambda: z.astype(bool), lambda: z > 0,
-        lambda: z.astype(np.int32), lambda: z.astype(np.uint8), lambda: z.astype(ml_dtypes.float8_e4m3fn), lambda: z.astype(np.longdouble), lambda: z.astype("M8[s]"),
-        lambda: np.zeros(3, [("a", "f4")]), lambda: np.ma.masked_equal(z, 0), lambda: np.array("text"), lambda: z.view(type("Sub", (np.ndarray,), {})), lambda: np,
-    ]  # fmt: skip
+        lambda: None,
+        lambda: 3,
+        lambda: 1.5,
+        lambda: "x",
+        lambda: [1.0],
+        dict,
+        lambda: object(),
+        lambda: np.float32(1),
+        lambda: z,
+        lambda: z[..., ::-1],
+        lambda: z[:0],
+        lambda: z[0, 0, ...],
+        lambda: z.astype(complex),
+        lambda: z.astype(object),
+        lambda: z.astype(">f4"),
+        lambda: z.astype(bool),
+        lambda: z > 0,
+        lambda: z.astype(np.int32),
+        lambda: z.astype(np.uint8),
+        lambda: z.astype(ml_dtypes.float8_e4m3fn),
+        lambda: z.astype(np.longdouble),
+        lambda: z.astype("M8[s]"),
+        lambda: np.zeros(3, [("a", "f4")]),
+        lambda: np.ma.masked_equal(z, 0),
+        lambda: np.array("text"),
+        lambda: z.view(type("Sub", (np.ndarray,), {})),
+        lambda: np,
+    ]
     try:
         import torch
 
         t = torch.zeros(2, 3)
-        found += [lambda: t, t.to_sparse, lambda: t.to("meta"), lambda: t.clone().requires_grad_(), lambda: t.to(torch.complex64).conj().imag, t.bool, t.int,
-                  lambda: t.to(torch.float8_e5m2), lambda: t.T, lambda: t[0, 0], lambda: torch.nn.parameter.UninitializedParameter()]  # fmt: skip
+        found += [
+            lambda: t,
+            t.to_sparse,
+            lambda: t.to("meta"),
+            lambda: t.clone().requires_grad_(),
+            lambda: t.to(torch.complex64).conj().imag,
+            t.bool,
+            t.int,
+            lambda: t.to(torch.float8_e5m2),
+            lambda: t.T,
+            lambda: t[0, 0],
+            lambda: torch.nn.parameter.UninitializedParameter(),
+        ]
     except ImportError:
         pass
     try:
@@ -116,10 +152,57 @@ def nasty_arrays() -> list[Callable[[], Any]]:
 
 
 NASTY_OPTIONS: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 7, 10**30, -(10**400), 0.0, -0.0, 1.5, 1e300, 5e-324, float("nan"), float("inf"), 1j, "", "ieee", "tf32", "float32", "int8", b"x",
-    (), (1,), (1, 2), (None, None), [0, 0], (-1, 0), (1.0, 2), (True, 0), ((1,), 2), {}, {"a": 1}, object(), object, Fraction(1, 3), np.int8(1), np.bool_(True),
-    np.float16(0.5), np.float64("nan"), np.array(1), np.array([1, 2]), np.dtype("float16"), np.dtype(">f4"), np.float32, ml_dtypes.bfloat16, range(2), slice(1), len,
-)  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    7,
+    10**30,
+    -(10**400),
+    0.0,
+    -0.0,
+    1.5,
+    1e300,
+    5e-324,
+    float("nan"),
+    float("inf"),
+    1j,
+    "",
+    "ieee",
+    "tf32",
+    "float32",
+    "int8",
+    b"x",
+    (),
+    (1,),
+    (1, 2),
+    (None, None),
+    [0, 0],
+    (-1, 0),
+    (1.0, 2),
+    (True, 0),
+    ((1,), 2),
+    {},
+    {"a": 1},
+    object(),
+    object,
+    Fraction(1, 3),
+    np.int8(1),
+    np.bool_(True),
+    np.float16(0.5),
+    np.float64("nan"),
+    np.array(1),
+    np.array([1, 2]),
+    np.dtype("float16"),
+    np.dtype(">f4"),
+    np.float32,
+    ml_dtypes.bfloat16,
+    range(2),
+    slice(1),
+    len,
+)
 NASTY_TILINGS: tuple[Any, ...] = (
     {},
     None,
@@ -195,7 +278,9 @@ def spoil(
 
 
 def bits(out: Any) -> list[tuple[str, tuple[int, ...], bytes]]:
-    """The outputs to the bit, NaN alike; float64 cut to float32, because the oracle's own last bits depend on the order in which BLAS adds."""
+    """The outputs to the bit, NaN alike; float64 cut to float32, because the oracle's own last bits depend on the order
+    in which BLAS adds.
+    """
     found = []
     for o in out if isinstance(out, tuple) else (out,):
         host = next(f for f in FRAMEWORKS.values() if f.owns(o)).to_numpy(o)
@@ -260,16 +345,25 @@ def main() -> None:
     seconds = time.perf_counter() - start
     verdicts = ", ".join(f"{n} {v}" for v, n in result.verdicts.most_common())
     print(
-        f"\n{args.calls} calls in {seconds:.0f} s: {verdicts}; worst share of a bound {result.worst:.2f}; slowest call {result.slowest:.2f} s; broken {len(result.broken)}"
+        f"\n{args.calls} calls in {seconds:.0f} s: {verdicts}; worst share of a bound {result.worst:.2f}; "
+        f"slowest call {result.slowest:.2f} s; broken {len(result.broken)}"
     )
     for text in result.broken[:20]:
         print(text)
     if args.json:
         rows = [{"verdict": v, "calls": n} for v, n in result.verdicts.most_common()]
         data = results.record(
-            "fuzz", rows, command=results.command_line("python benchmarks/fuzz.py", args.json), device=results.HOST_CPU, calls=args.calls, seed=args.seed,
-            seconds=round(seconds, 1), worst=result.worst, slowest_seconds=round(result.slowest, 2), broken=result.broken,
-        )  # fmt: skip
+            "fuzz",
+            rows,
+            command=results.command_line("python benchmarks/fuzz.py", args.json),
+            device=results.HOST_CPU,
+            calls=args.calls,
+            seed=args.seed,
+            seconds=round(seconds, 1),
+            worst=result.worst,
+            slowest_seconds=round(result.slowest, 2),
+            broken=result.broken,
+        )
         results.write(args.json, data)
     sys.exit(bool(result.broken))
 

@@ -1,7 +1,8 @@
-"""Host time of an eager call on a GPU, from the bare launch up, beside PyTorch's own op; and every op captured in a CUDA graph and replayed.
+"""Host time of an eager call on a GPU, from the bare launch up, beside PyTorch's own op; and every op captured in a
+CUDA graph and replayed.
 
-Calls come in batches of 100 with a synchronisation between them, so that the queue to the device never fills and a call's time is the host's alone. The ways of
-calling take turns, batch by batch.
+Calls come in batches of 100 with a synchronisation between them, so that the queue to the device never fills and a
+call's time is the host's alone. The ways of calling take turns, batch by batch.
 
     bare       the kept kernel's launcher, its arguments prepared
     launch     the same through ``launch``: key, look-up and launcher
@@ -41,7 +42,9 @@ A_BATCH = 100
 def small_inputs(
     spec: Spec[Any], device: str, dtype: str = "float32", seed: int = 0, optional: bool = False
 ) -> dict[str, Any]:
-    """Random arrays for any op, the optional ones too if asked: every dimension has a small extent, a variadic one stands for two axes."""
+    """Random arrays for any op, the optional ones too if asked: every dimension has a small extent, a variadic one
+    stands for two axes.
+    """
     g, arrays, extents = torch.Generator().manual_seed(seed), {}, record(spec.name).extents
     for a in spec.arrays:
         if a.optional and not optional:
@@ -66,7 +69,9 @@ def _same_bits(a: Any, b: Any) -> bool:
 
 
 def replay_differs(name: str, dtype: str, optional: bool = False) -> list[str]:
-    """Capture one call, change its inputs in place, replay: what is not, to the bit, as an eager call on the new inputs gives it."""
+    """Capture one call, change its inputs in place, replay: what is not, to the bit, as an eager call on the new inputs
+    gives it.
+    """
     op = pk.op(name, backend="triton")
     arrays, others = (small_inputs(op.spec, "cuda", dtype, seed, optional) for seed in (0, 1))
 
@@ -191,7 +196,8 @@ def main() -> None:
         ]
     for g in graphs:
         print(
-            f"{g['op']:14} {g['dtype']:9} {g['arrays']:9} captured, its inputs changed and replayed: {'; '.join(g['wrong']) or 'the bits of the eager call'}"
+            f"{g['op']:14} {g['dtype']:9} {g['arrays']:9} captured, its inputs changed and replayed: "
+            f"{'; '.join(g['wrong']) or 'the bits of the eager call'}"
         )
     if args.json:
         command = results.command_line("python benchmarks/launch.py", args.json)

@@ -1,6 +1,8 @@
-"""The compiled kernels of every op under NVIDIA's compute-sanitizer: accesses beyond an allocation, then races in shared memory.
+"""The compiled kernels of every op under NVIDIA's compute-sanitizer: accesses beyond an allocation, then races in
+shared memory.
 
-Torch's caching allocator is off, so that every tensor is an allocation of its own and an access beyond its end is seen. Each op and tool is a process of its own.
+Torch's caching allocator is off, so that every tensor is an allocation of its own and an access beyond its end is seen.
+Each op and tool is a process of its own.
 
     python benchmarks/sanitizer.py [OPS] [--max-examples 20] [--jobs 8] [--json FILE]
 """
@@ -24,20 +26,34 @@ SUMMARY = {"memcheck": r"ERROR SUMMARY: (\d+) error", "racecheck": r"RACECHECK S
 
 
 def sanitize(op: str, tool: str, examples: int, timeout: float) -> dict[str, Any]:
-    """One op under one tool. ``errors``: what the tool counted; ``problem``: why its count is not to be had, or what failed."""
+    """One op under one tool.
+
+    ``errors``: what the tool counted; ``problem``: why its count is not to be had, or what failed.
+    """
     check = [sys.executable, "-m", "portakern.cli", "check", op, "--backend", "triton", "--max-examples", str(examples)]
     start = time.perf_counter()
     try:
-        ran = subprocess.run(["compute-sanitizer", "--tool", tool, *check], env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, text=True,
-                             capture_output=True, timeout=timeout)  # fmt: skip
+        ran = subprocess.run(
+            ["compute-sanitizer", "--tool", tool, *check],
+            env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+            text=True,
+            capture_output=True,
+            timeout=timeout,
+        )
         output, problem = ran.stdout + ran.stderr, f"exit status {ran.returncode}" if ran.returncode else None
     except subprocess.TimeoutExpired as e:
         output, problem = (e.stdout or b"").decode(), f"not done after {timeout:.0f} s"
     told = re.search(SUMMARY[tool], output)
     if told is None or int(told[1]) or problem:
         print(f"---- {op}, {tool}: {problem}\n{output[-3000:]}", flush=True)
-    return {"op": op, "tool": tool, "examples": examples, "errors": int(told[1]) if told else None,
-            "problem": problem or (None if told else "no summary"), "seconds": round(time.perf_counter() - start, 1)}  # fmt: skip
+    return {
+        "op": op,
+        "tool": tool,
+        "examples": examples,
+        "errors": int(told[1]) if told else None,
+        "problem": problem or (None if told else "no summary"),
+        "seconds": round(time.perf_counter() - start, 1),
+    }
 
 
 def main() -> None:
@@ -57,7 +73,8 @@ def main() -> None:
         rows = [t.result() for t in tasks]
     for r in rows:
         print(
-            f"{r['op']:16} {r['tool']:10} {r['errors']} errors, {r['examples']} cases, {r['seconds']} s{', ' + r['problem'] if r['problem'] else ''}"
+            f"{r['op']:16} {r['tool']:10} {r['errors']} errors, {r['examples']} cases, {r['seconds']} "
+            f"s{', ' + r['problem'] if r['problem'] else ''}"
         )
     if args.json:
         results.write(

@@ -1,7 +1,9 @@
-"""Device time of every op on a GPU, beside the bound of its memory traffic and arithmetic and beside PyTorch's kernels for the same.
+"""Device time of every op on a GPU, beside the bound of its memory traffic and arithmetic and beside PyTorch's kernels
+for the same.
 
-Each result is compared with the first peer's before it is timed. Both sides run under ``triton.testing.do_bench``: random data, the L2 cache cleared before each
-run, the median of the runs. A gradient op's peer is what ``torch.autograd.grad`` runs for the peer of its forward op.
+Each result is compared with the first peer's before it is timed. Both sides run under ``triton.testing.do_bench``:
+random data, the L2 cache cleared before each run, the median of the runs. A gradient op's peer is what
+``torch.autograd.grad`` runs for the peer of its forward op.
 
     python benchmarks/times.py [OPS] [--dtype bfloat16] [--json FILE]
 """
@@ -71,7 +73,9 @@ def gap(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> float:
 def peers_of(
     spec: Spec[Any], arrays: Arrays, options: dict[str, Any], cotangent: Any
 ) -> Iterator[tuple[str, Callable[[], tuple[Any, ...]]]]:
-    """What PyTorch has for the call: functions without arguments. Without a cotangent the forward op, with one its gradients."""
+    """What PyTorch has for the call: functions without arguments. Without a cotangent the forward op, with one its
+    gradients.
+    """
     for name, peer in record(spec.name).peers.items():
         leaves = [a.detach().requires_grad_(cotangent is not None) for a in arrays.values()]
         try:
@@ -107,8 +111,18 @@ def row(
             checked = True
         times[name] = median_us(run)
     us = median_us(lambda: op(**arrays, **options))
-    found = {"op": spec.name, "dtype": call.dtype, "call": repr(call), "tiling": dict(served[0].tiling), "us": us, "bytes": moved(call), "flops": int(call.flops),
-             "floor_us": round(floor_us(call, hardware), 2), "peers": times, "checked": checked}  # fmt: skip
+    found = {
+        "op": spec.name,
+        "dtype": call.dtype,
+        "call": repr(call),
+        "tiling": dict(served[0].tiling),
+        "us": us,
+        "bytes": moved(call),
+        "flops": int(call.flops),
+        "floor_us": round(floor_us(call, hardware), 2),
+        "peers": times,
+        "checked": checked,
+    }
     print(
         f"{found['call'][:110]:110} {us:9.1f} us, floor {found['floor_us']:8.1f}; "
         + ", ".join(f"{n} {t:.1f}" for n, t in times.items()),
@@ -162,8 +176,16 @@ def main() -> None:
         for dtype in args.dtype or ["bfloat16", "float32"]:
             rows += rows_of(name, dtype, hardware)
             if args.json:
-                results.write(args.json, results.record("times", rows, command=results.command_line("python benchmarks/times.py", args.json),
-                                                        device=torch.cuda.get_device_name(), wall_seconds=round(time.perf_counter() - start, 1)))  # fmt: skip
+                results.write(
+                    args.json,
+                    results.record(
+                        "times",
+                        rows,
+                        command=results.command_line("python benchmarks/times.py", args.json),
+                        device=torch.cuda.get_device_name(),
+                        wall_seconds=round(time.perf_counter() - start, 1),
+                    ),
+                )
 
 
 if __name__ == "__main__":

@@ -35,7 +35,9 @@ class Gpu:
         return torch.tensor(sorted(r for r in chosen if r < rows), device=self.device)
 
     def sampled(self, x, picked):
-        """Zero but for the rows ``picked``, which are random: cotangents whose sums over all rows are sums over these."""
+        """Zero but for the rows ``picked``, which are random: cotangents whose sums over all rows are sums over
+        these.
+        """
         d = torch.zeros_like(x)
         d[picked] = self.normal(len(picked), *x.shape[1:], dtype=x.dtype)
         return d

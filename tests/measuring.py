@@ -14,7 +14,9 @@ from tests.ops._shared import truncate
 
 
 def measure(record, arrays, options=None, got=None, **how):
-    """Output -> the worst fraction of the bound that a simulated kernel reaches; inf where an element breaks it by NaN or inf. ``how``: keywords of the kernel."""
+    """Output -> the worst fraction of the bound that a simulated kernel reaches; inf where an element breaks it by NaN
+    or inf. ``how``: keywords of the kernel.
+    """
     options = options or {}
     call = op(record.op).bind(*arrays, **options)
     ref = oracle(call)
@@ -55,7 +57,9 @@ def evidence(name, arrays, options, kernel, regime="normal", target=None, interp
 
 
 def differentiated(r, sample, dtype="float64"):
-    """A forward record's sample with every output wanted: arrays, options and cotangents by name, and the bound call of its gradient."""
+    """A forward record's sample with every output wanted: arrays, options and cotangents by name, and the bound call of
+    its gradient.
+    """
     wired, rng = autodiff.wiring(r.spec), np.random.default_rng(1)
     arrays = sample.arrays(r.op, dtype)
     options = {n: v for n, v in sample.options.items() if r.spec.option(n).kind != "dtype"}

@@ -1,4 +1,6 @@
-"""What is attention's gradients' own: hidden pairs, rows without a key, and every kind of mask and bias against finite differences."""
+"""What is attention's gradients' own: hidden pairs, rows without a key, and every kind of mask and bias against finite
+differences.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 def test_what_a_segment_hides_leaves_no_trace():
-    """NaN in keys, values and cotangents of hidden pairs: nothing but products of a 0 with the NaN itself may notice."""
+    """NaN in keys, values and cotangents of hidden pairs: nothing but products of a 0 with the NaN itself may
+    notice.
+    """
     rng = np.random.default_rng(0)
     q, k, v = (draw(rng, shape, "float32") for shape in ((1, 20, 2, 8), (1, 30, 1, 8), (1, 30, 1, 8)))
     ids = {"q_segment_ids": np.arange(20)[None] % 2, "kv_segment_ids": np.arange(30)[None] % 3}
@@ -46,9 +50,15 @@ def test_a_nan_in_lse_poisons_what_its_row_reaches(dtype):
 
 
 OPTIONS = {
-    "plain": {}, "causal": {"is_causal": True}, "window": {"window": (2, 1)}, "left": {"window": (3, None)}, "right": {"window": (None, 0)}, "scale": {"scale": -0.7},
-    "softcap": {"softcap": 1.5}, "all": {"is_causal": True, "window": (4, None), "scale": 0.9, "softcap": 2.0},
-}  # fmt: skip
+    "plain": {},
+    "causal": {"is_causal": True},
+    "window": {"window": (2, 1)},
+    "left": {"window": (3, None)},
+    "right": {"window": (None, 0)},
+    "scale": {"scale": -0.7},
+    "softcap": {"softcap": 1.5},
+    "all": {"is_causal": True, "window": (4, None), "scale": 0.9, "softcap": 2.0},
+}
 
 
 def loss(arrays, options, d_o, d_lse):

@@ -1,6 +1,8 @@
-"""A model of two layers, in each of which every op takes part as its record says, under torch.compile and under jax.jit(jax.grad).
+"""A model of two layers, in each of which every op takes part as its record says, under torch.compile and under
+jax.jit(jax.grad).
 
-Each op call is within its bound, and end to end the error is no more than twice that of the frameworks' own ops in the same dtype, both against float64.
+Each op call is within its bound, and end to end the error is no more than twice that of the frameworks' own ops in the
+same dtype, both against float64.
 """
 
 import numpy as np
@@ -29,7 +31,9 @@ def parameters():
 
 
 def model(ops, layers, x):
-    """Every op in a row, each beside what it is given; halved, so that the hidden state and attention's scores stay near 1."""
+    """Every op in a row, each beside what it is given; halved, so that the hidden state and attention's scores stay
+    near 1.
+    """
     for p in layers:
         for r in RECORDS:
             own = {name: value for (op, name), value in p.items() if op == r.op}

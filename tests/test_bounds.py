@@ -1,4 +1,6 @@
-"""The specs' error bounds against simulated kernels: right ones stay inside and come near enough to matter, wrong ones break out."""
+"""The specs' error bounds against simulated kernels: right ones stay inside and come near enough to matter, wrong ones
+break out.
+"""
 
 from __future__ import annotations
 
@@ -155,14 +157,30 @@ def test_compare_measures_the_worst_fraction():
 @pytest.mark.parametrize(
     ("got", "ref", "bound", "ok"),
     [
-        (np.nan, 1.0, np.inf, True), (np.nan, np.nan, np.inf, True), (np.nan, 1.0, 5.0, False), (np.inf, 1.0, 5.0, False),
-        (np.nan, np.nan, 0.0, True), (1.0, np.nan, 0.0, False), (np.inf, np.nan, 0.0, False),
-        (np.inf, np.inf, 0.0, True), (-np.inf, np.inf, 0.0, False), (65504.0, np.inf, 0.0, False), (np.nan, np.inf, 0.0, False),
-        (65504.0, 65519.0, 32.0, True), (np.inf, 65519.0, 32.0, True), (-np.inf, 65519.0, 32.0, False), (np.inf, 65480.0, 32.0, False),
-        (np.inf, 65600.0, 32.0, True), (65504.0, 65600.0, 100.0, True), (65504.0, 65600.0, 32.0, False), (np.nan, 65600.0, 100.0, False),
-        (0.0, -0.0, 0.0, True), (-np.inf, 70000.0, 200000.0, True), (-np.inf, 70000.0, 100000.0, False),
+        (np.nan, 1.0, np.inf, True),
+        (np.nan, np.nan, np.inf, True),
+        (np.nan, 1.0, 5.0, False),
+        (np.inf, 1.0, 5.0, False),
+        (np.nan, np.nan, 0.0, True),
+        (1.0, np.nan, 0.0, False),
+        (np.inf, np.nan, 0.0, False),
+        (np.inf, np.inf, 0.0, True),
+        (-np.inf, np.inf, 0.0, False),
+        (65504.0, np.inf, 0.0, False),
+        (np.nan, np.inf, 0.0, False),
+        (65504.0, 65519.0, 32.0, True),
+        (np.inf, 65519.0, 32.0, True),
+        (-np.inf, 65519.0, 32.0, False),
+        (np.inf, 65480.0, 32.0, False),
+        (np.inf, 65600.0, 32.0, True),
+        (65504.0, 65600.0, 100.0, True),
+        (65504.0, 65600.0, 32.0, False),
+        (np.nan, 65600.0, 100.0, False),
+        (0.0, -0.0, 0.0, True),
+        (-np.inf, 70000.0, 200000.0, True),
+        (-np.inf, 70000.0, 100000.0, False),
     ],
-)  # fmt: skip
+)
 def test_compare_on_nan_inf_and_overflow(got, ref, bound, ok):
     c = compare(np.array([got], np.float16), np.array([ref]), np.array([bound]), "float16")
     assert c.ok is ok

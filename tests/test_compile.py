@@ -1,4 +1,6 @@
-"""Compiling for hardware that is not here: the table of targets, what is read back, processes that die, the cache, the command line."""
+"""Compiling for hardware that is not here: the table of targets, what is read back, processes that die, the cache, the
+command line.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("PORTAKERN_CACHE", str(tmp_path / "cache"))
 
 
-# ------------------------------------------------------------------------------------------------------------------------------- the table of targets
+# ------------------------------------------------------------------------------------------------- the table of targets
 @pytest.mark.parametrize("name", targets.HARDWARE)
 def test_every_figure_has_a_source_and_every_absence_a_note(name):
     h = targets.find(name)
@@ -80,7 +82,7 @@ def test_tpu_figures_are_jax_s(name):
     assert h.bandwidth == pytest.approx(theirs.mem_bw_bytes_per_second * h.cores, rel=0.13)  # v5p: 2460 and 2765 GB/s
 
 
-# --------------------------------------------------------------------------------------------------------------------------------------- the verdict
+# ---------------------------------------------------------------------------------------------------------- the verdict
 def test_what_overflows_the_chip_is_a_failure_with_its_limit():
     built = Build("op", "forward", "bfloat16", "sm_86", "mine")
     built.judge(
@@ -105,7 +107,7 @@ def test_reasons_are_one_line():
     assert len(one_line("x" * 1000)) == 300
 
 
-# --------------------------------------------------------------------------------------------------------------------------------- calls without arrays
+# ------------------------------------------------------------------------------------------------- calls without arrays
 @pytest.mark.parametrize("name", registry.ops())
 def test_every_op_has_a_typical_call(name):
     form = calls.typical_form(registry.find_spec(name), "bfloat16")
@@ -129,7 +131,7 @@ def test_no_typical_call_is_said():
         calls.typical_form(bare, "float32")
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------- real compilers
+# ------------------------------------------------------------------------------------------------------- real compilers
 @has_triton
 @pytest.mark.parametrize("target, matrix", [("sm_90", "HGMMA"), ("gfx942", "v_mfma")])
 def test_lower_gives_machine_code_and_what_it_takes(target, matrix):
@@ -271,7 +273,7 @@ def test_a_missing_compiler_is_named_with_its_extra():
     assert not built.ok and "libtpu" in built.reason and "portakern[tpu]" in built.reason and not built.final
 
 
-# -------------------------------------------------------------------------------------------------------------------------------- processes and cache
+# -------------------------------------------------------------------------------------------------- processes and cache
 def jobs(op="softmax", target="sm_90", dtype="float32"):
     return compiling.jobs_for([op], [target], [dtype], "triton")
 

@@ -73,7 +73,10 @@ def test_a_gpu_without_a_native_backend_names_what_serves_it():
     spec, cuda = registry.find_spec("softmax"), Target("cuda", "sm_90")
     with pytest.raises(
         pk.UnsupportedError,
-        match="no backend serves jax arrays on cuda sm_90 by itself.*nothing for cuda yet.*when named: .*backend='reference'",
+        match=(
+            "no backend serves jax arrays on cuda sm_90 by itself.*nothing for cuda yet.*when named: "
+            ".*backend='reference'"
+        ),
     ):
         dispatch.choose(spec, FRAMEWORKS["jax"], cuda)
 

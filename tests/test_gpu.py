@@ -1,4 +1,6 @@
-"""What only a GPU can show: compiled and interpreted calls side by side, DLPack between frameworks, more than 2^31 elements, strides past 2^31."""
+"""What only a GPU can show: compiled and interpreted calls side by side, DLPack between frameworks, more than 2^31
+elements, strides past 2^31.
+"""
 
 import numpy as np
 import pytest

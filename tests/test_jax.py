@@ -1,4 +1,6 @@
-"""JAX transformations: jit and vmap on every backend that can be staged, TPU lowering on a machine without one, gradients refused."""
+"""JAX transformations: jit and vmap on every backend that can be staged, TPU lowering on a machine without one,
+gradients refused.
+"""
 
 import numpy as np
 import pytest

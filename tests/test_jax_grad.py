@@ -1,4 +1,6 @@
-"""Gradients under JAX: grad, vjp, jit, vmap, checkpoint, export and shard_map, on the oracle and on the Pallas kernels."""
+"""Gradients under JAX: grad, vjp, jit, vmap, checkpoint, export and shard_map, on the oracle and on the Pallas
+kernels.
+"""
 
 import subprocess
 import sys
@@ -146,15 +148,22 @@ SHARDED = """
     x, w = jnp.asarray(np.random.default_rng(0).standard_normal((8, 40)), jnp.float32), jnp.linspace(1, 2, 40)
     for backend in ("reference", "pallas"):
         layernorm = pk.op("layernorm", backend=backend)
-        loss = jax.shard_map(lambda x, w: jax.lax.psum(jnp.sum(jnp.sin(layernorm(x, w))), "data"), mesh=mesh, in_specs=(P("data"), P()), out_specs=P())
+        def sharded(f):
+            return jax.shard_map(f, mesh=mesh, in_specs=(P("data"), P()), out_specs=P())
+
+        loss = sharded(lambda x, w: jax.lax.psum(jnp.sum(jnp.sin(layernorm(x, w))), "data"))
         got = jax.jit(jax.grad(loss, (0, 1)))(x, w)
         want = jax.grad(lambda x, w: jnp.sum(jnp.sin(layernorm(x, w))), (0, 1))(x, w)
         for a, b in zip(got, want):
             np.testing.assert_allclose(a, b, atol=1e-5)
-        inside = jax.shard_map(lambda x, w: jax.grad(lambda w: jnp.sum(jnp.sin(layernorm(x, w))))(w), mesh=mesh, in_specs=(P("data"), P()), out_specs=P())
+        inside = sharded(lambda x, w: jax.grad(lambda w: jnp.sum(jnp.sin(layernorm(x, w))))(w))
         np.testing.assert_allclose(jax.jit(inside)(x, w), want[1], atol=1e-5)
         xs, ws = jax.device_put(x, NamedSharding(mesh, P("data"))), jax.device_put(w, NamedSharding(mesh, P()))
-        for call in (lambda: layernorm(xs, ws), lambda: jax.jit(layernorm)(xs, ws), lambda: jax.jit(jax.grad(lambda x: layernorm(x, ws).sum()))(xs)):
+        for call in (
+            lambda: layernorm(xs, ws),
+            lambda: jax.jit(layernorm)(xs, ws),
+            lambda: jax.jit(jax.grad(lambda x: layernorm(x, ws).sum()))(xs),
+        ):
             try:
                 call()
             except (pk.UnsupportedError, pk.SpecError) as e:

@@ -1,4 +1,6 @@
-"""A real model on every backend: embeddings, call counts and error bounds. Importing frameworks is left to the tests that need them."""
+"""A real model on every backend: embeddings, call counts and error bounds. Importing frameworks is left to the tests
+that need them.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +70,21 @@ def test_the_model_agrees_and_every_op_call_is_counted_on_its_backend(backend: s
 def test_the_result_fails_when_a_call_is_not_counted_or_leaves_its_bound() -> None:
     from portakern.examples.minilm import demo
 
-    good = demo.Run("b", "cpu", "compiled", "float32", {"softmax": 1}, {"softmax": 1}, demo.Agreement(1.0, 0.0), None, {"softmax": 0.5}, [], 0.1,
-                    [(i, 0.9) for i in range(len(demo.PAIRS))], [])  # fmt: skip
+    good = demo.Run(
+        "b",
+        "cpu",
+        "compiled",
+        "float32",
+        {"softmax": 1},
+        {"softmax": 1},
+        demo.Agreement(1.0, 0.0),
+        None,
+        {"softmax": 0.5},
+        [],
+        0.1,
+        [(i, 0.9) for i in range(len(demo.PAIRS))],
+        [],
+    )
     assert good.passed
     assert not replace(good, calls={"softmax": 0}).passed
     assert not replace(good, worst={"softmax": 1.01}).passed

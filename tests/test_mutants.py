@@ -1,4 +1,6 @@
-"""The checker finds faults that are planted in the shipped kernels; a sample here, all of them by ``python -m tests.mutants``."""
+"""The checker finds faults that are planted in the shipped kernels; a sample here, all of them by ``python -m
+tests.mutants``.
+"""
 
 import ast
 import importlib.util

@@ -1,4 +1,6 @@
-"""The float64 oracle against formulas written another way: scalar loops, PyTorch in float64, and the rows of the edge-case table."""
+"""The float64 oracle against formulas written another way: scalar loops, PyTorch in float64, and the rows of the
+edge-case table.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Gradients and autocast under PyTorch, eagerly; torch.func is tests/test_torch_func.py, torch.compile tests/test_torch_compile.py."""
+"""Gradients and autocast under PyTorch, eagerly; torch.func is tests/test_torch_func.py, torch.compile
+tests/test_torch_compile.py.
+"""
 
 from __future__ import annotations
 
@@ -320,7 +322,10 @@ def test_what_has_no_gradient_is_refused_at_the_call(pair):
     op, x, shift = pair(), f64(2, 3), f64(3)
     with pytest.raises(
         pk.UnsupportedError,
-        match=r"pair: shift requires grad, and .*no gradient with respect to shift, only to x; .* pass shift.detach\(\)",
+        match=(
+            r"pair: shift requires grad, and .*no gradient with respect to shift, only to x; .* pass "
+            r"shift.detach\(\)"
+        ),
     ):
         op(x.detach(), shift)
     op(x, shift.detach())

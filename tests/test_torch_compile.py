@@ -125,7 +125,7 @@ def test_no_gradient_of_a_gradient():
         g.sum().backward()
 
 
-# --------------------------------------------------------------------------------------------------------- torch.compile
+# -------------------------------------------------------------------------------------------------------- torch.compile
 WIDTH = 6
 
 
@@ -147,9 +147,14 @@ def weights():
     return (f64(2, 3, WIDTH), *(f64(*shape, seed=i) for i, shape in enumerate(shapes)))
 
 
-@pytest.mark.parametrize(("compiler", "backend", "dynamic"), [
-    ("aot_eager", "reference", False), ("aot_eager", "triton", True), ("inductor", "triton", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("compiler", "backend", "dynamic"),
+    [
+        ("aot_eager", "reference", False),
+        ("aot_eager", "triton", True),
+        ("inductor", "triton", True),
+    ],
+)
 def test_every_op_in_a_row_compiles_whole(compiler, backend, dynamic):
     f, arrays = in_a_row(backend), weights()
     want = f(*arrays)
@@ -373,7 +378,10 @@ def test_selective_checkpointing_may_keep_an_op_s_result():
 
 
 def test_portakern_alone_imports_no_torch():
-    code = "import sys, portakern as pk; pk.op('softmax'); assert 'torch' not in sys.modules and 'portakern.autograd' not in sys.modules"
+    code = (
+        "import sys, portakern as pk; pk.op('softmax'); assert 'torch' not in sys.modules and "
+        "'portakern.autograd' not in sys.modules"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).returncode == 0
 
 

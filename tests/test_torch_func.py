@@ -75,12 +75,15 @@ def test_maps_nest_and_jacobians_follow():
     torch.testing.assert_close(batched.view(3, 4, 3, 4), torch.func.jacrev(softmax)(leaf.detach()))
 
 
-@pytest.mark.parametrize("what", [
-    lambda f, x: torch.func.jvp(f, (x,), (x,)),
-    lambda f, x: torch.func.jacfwd(f)(x),
-    lambda f, x: torch.func.hessian(lambda x: f(x).sum())(x),
-    lambda f, x: torch.func.jvp(torch.func.grad(lambda x: f(x).sum()), (x,), (x,)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "what",
+    [
+        lambda f, x: torch.func.jvp(f, (x,), (x,)),
+        lambda f, x: torch.func.jacfwd(f)(x),
+        lambda f, x: torch.func.hessian(lambda x: f(x).sum())(x),
+        lambda f, x: torch.func.jvp(torch.func.grad(lambda x: f(x).sum()), (x,), (x,)),
+    ],
+)
 def test_forward_mode_is_refused(what):
     with pytest.raises(
         pk.UnsupportedError,

@@ -1,4 +1,5 @@
-"""The gradients' oracles against automatic differentiation and finite differences, and what NaN, infinities and integers do to them.
+"""The gradients' oracles against automatic differentiation and finite differences, and what NaN, infinities and
+integers do to them.
 
 Their bounds and spreads are held to simulated kernels in test_bounds.py and test_statistics.py, with everybody else's.
 """
@@ -45,7 +46,9 @@ def test_gradients_are_those_of_torch(r, sample):
 
 @pytest.mark.parametrize(("r", "sample"), SAMPLES)
 def test_gradients_are_finite_differences(r, sample):
-    """Without any library's derivative: each input moved by 1e-6 along each of its axes, or along random directions where they are many."""
+    """Without any library's derivative: each input moved by 1e-6 along each of its axes, or along random directions
+    where they are many.
+    """
     arrays, options, cotangents, call = differentiated(r, sample)
     rng, step = np.random.default_rng(2), 1e-6
 
@@ -161,8 +164,16 @@ def test_inexact_integers_are_found():
     assert any("not exact" in reason for reason in reasons("layernorm_vjp", arrays, skip_rows=1, group=1))
 
 
-@pytest.mark.parametrize(("dtypes", "product"), [(("bfloat16", "float32"), "float32"), (("float16", "bfloat16"), "float32"), (("float32", "float16"), "float32"),
-                                                 (("float64", "float32"), "float64"), (("float16", "float16"), "float16")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtypes", "product"),
+    [
+        (("bfloat16", "float32"), "float32"),
+        (("float16", "bfloat16"), "float32"),
+        (("float32", "float16"), "float32"),
+        (("float64", "float32"), "float64"),
+        (("float16", "float16"), "float16"),
+    ],
+)
 def test_products_are_taken_in_the_dtype_that_holds_both(dtypes, product):
     from portakern.specs.matmul_vjp import folded, product_dtype
 

@@ -39,7 +39,9 @@ UNBUILT = (
     SyntaxError,
     IndentationError,
 )
-"""What a mutant raises that was put together wrongly, or whose kernel was edited after it was read: it says nothing about the fault."""
+"""What a mutant raises that was put together wrongly, or whose kernel was edited after it was read: it says nothing
+about the fault.
+"""
 
 
 @cache
@@ -57,13 +59,16 @@ def _package(backend: str) -> str:
 
 
 def mutated_source(fault: Fault) -> str:
-    """The kernel module's source with the fault in it; AssertionError where its text is not there as often as the fault says."""
+    """The kernel module's source with the fault in it; AssertionError where its text is not there as often as the fault
+    says.
+    """
     found = importlib.util.find_spec(f"{_package(fault.backend)}.{fault.op}")
     assert found is not None and found.origin is not None
     source = Path(found.origin).read_text(encoding="utf-8")
     seen = source.count(fault.old)
     assert seen == fault.times, (
-        f"{fault.name}: its text stands {seen} times in {found.origin}, not {fault.times}; rewrite the fault for the kernel as it is now"
+        f"{fault.name}: its text stands {seen} times in {found.origin}, not {fault.times}; rewrite the fault "
+        "for the kernel as it is now"
     )
     assert fault.old != fault.new
     return source.replace(fault.old, fault.new)
@@ -92,8 +97,8 @@ def mutant(fault: Fault) -> Backend:
 
 
 def catch(fault: Fault, seed: int, device: str, max_examples: int) -> dict[str, Any]:
-    """One check of a faulty kernel: was the fault found, after how many examples, and how. A case that the shipped kernel fails too finds nothing, nor does
-    a mutant that could not be built."""
+    """One check of a faulty kernel: was the fault found, after how many examples, and how. A case that the shipped
+    kernel fails too finds nothing, nor does a mutant that could not be built."""
     row = checked(fault.op, mutant(fault), seed, device, max_examples)
     if row["failed"] and any(f"raised {e.__name__}:" in row["what"] for e in UNBUILT):
         return {**row, "caught": False, "error": f"the mutant could not be built: {row['what']}"}
@@ -148,9 +153,10 @@ class Seen(Exception):
 def beside_flat(
     op: str, backend: str, fault: Fault | None, seed: int, device: str, max_examples: int
 ) -> dict[str, Any]:
-    """The shipped kernel under a check and, on the very calls that the check makes, under ``assert_allclose(rtol=atol=1e-2)``: ``calls``, and the
-    ``false_alarms`` among them. With a fault, ``sees_at`` alone: the first call where the faulty kernel misses that tolerance and the shipped one does not;
-    the check ends there. None: it never does. A crash counts as seen.
+    """The shipped kernel under a check and, on the very calls that the check makes, under
+    ``assert_allclose(rtol=atol=1e-2)``: ``calls``, and the ``false_alarms`` among them. With a fault, ``sees_at``
+    alone: the first call where the faulty kernel misses that tolerance and the shipped one does not; the check ends
+    there. None: it never does. A crash counts as seen.
     """
     count = {"calls": 0, "false_alarms": 0}
     sees_at: list[int] = []
@@ -201,8 +207,8 @@ def _flat_right(served: dispatch.Served, backend: Backend, exact: Sequence[np.nd
 
 
 def error_on_ordinary_data(fault: Fault, device: str) -> float:
-    """The largest error on the record's usual calls in float32 and bfloat16, beyond the half unit in the last place that any stored result may have; inf where a
-    faulty kernel crashes, or gives NaN for a number."""
+    """The largest error on the record's usual calls in float32 and bfloat16, beyond the half unit in the last place
+    that any stored result may have; inf where a faulty kernel crashes, or gives NaN for a number."""
     fw = FRAMEWORKS[registry.backend(fault.backend).framework]
     where = next(d for d in fw.devices() if fw.target(d).platform == device)
     rng = np.random.default_rng(7)

@@ -1,4 +1,6 @@
-"""One record an op, found by walking this folder: a module that does not begin with an underscore, and is called like an op, holds its ``RECORD``."""
+"""One record an op, found by walking this folder: a module that does not begin with an underscore, and is called like
+an op, holds its ``RECORD``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the records share: random values, the roundings of an accumulator, and how arrays of a gradient come from a forward call."""
+"""What the records share: random values, the roundings of an accumulator, and how arrays of a gradient come from a
+forward call.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ SWEPT = ("normal", "wide", "spread", "large mean", "constant", "subnormal", "ris
 """Regimes of :func:`sweep`."""
 
 
-# ---------------------------------------------------------------------------------------------------------------- values
+# --------------------------------------------------------------------------------------------------------------- values
 def draw(rng: np.random.Generator, shape: Any, dtype: str, regime: str = "normal") -> np.ndarray:
     """Values as the checker draws them."""
     return np.array(REGIMES[regime](rng, shape, numpy_dtype(dtype))).astype(numpy_dtype(dtype))
@@ -150,7 +152,7 @@ def zeros(*shape: int, dtype: Any = F32) -> np.ndarray:
     return np.zeros(shape, dtype)
 
 
-# ------------------------------------------------------------------------------------------------- ops of rows, on a GPU
+# ------------------------------------------------------------------------------------------------ ops of rows, on a GPU
 def long_rows(name: str, affine: Callable[[Any, int], tuple[Any, ...]] = lambda gpu, n: ()) -> Callable[[Any], Any]:
     """Rows past 2^31 elements of a forward op; ``affine`` gives what follows x."""
 

@@ -1,17 +1,18 @@
-"""o = softmax(q k^T scale + bias) v, of the pairs that the masks let see each other, and lse, the logarithm of the softmax's denominator."""
+"""o = softmax(q k^T scale + bias) v, of the pairs that the masks let see each other, and lse, the logarithm of the
+softmax's denominator.
+"""
 
 from __future__ import annotations
 
-import decimal
 import itertools
-import math
 from functools import partial
 
 import numpy as np
 
-import portakern as pk
 from portakern.frameworks import numpy_dtype
 from tests.ops import matmul
+from tests.ops._attention_formulas import formula, formula_calls, in_jax, in_torch, sdpa
+from tests.ops._attention_wrong import SHAPES, VALUES
 from tests.ops._shared import (
     BF16,
     HALVES,
@@ -19,14 +20,12 @@ from tests.ops._shared import (
     accumulator,
     draw,
     flush,
-    normal64,
     pick,
     rounded_tanh,
     sweep,
     through,
     truncate,
     with_specials,
-    zeros,
 )
 from tests.ops.record import (
     DTYPES,
@@ -42,7 +41,6 @@ from tests.ops.record import (
     Twin,
 )
 
-inf = math.inf
 WITH_LSE = {"return_lse": True}
 
 
@@ -168,139 +166,7 @@ def masked_far(rng, dtype):
     return *qkv, np.full((1, 1, 1, 8), -1e5, np.float32)
 
 
-# ------------------------------------------------------------------------------------------------------ other formulas
-def formula(q, k, v, bias=None, q_seg=None, kv_seg=None, is_causal=False, window=None, scale=None, softcap=None,
-            return_lse=True):  # fmt: skip
-    """One scalar at a time, straight from the definition. Finite inputs, but for -inf in bias."""
-    (batch, q_len, heads, d), (_, kv_len, kv_heads, dv) = q.shape, v.shape
-    o, lse = np.zeros((batch, q_len, heads, dv)), np.full((batch, heads, q_len), -inf)
-    scale = d**-0.5 if scale is None else scale
-    left, right = window or (None, None)
-    for b, h, i in np.ndindex(batch, heads, q_len):
-        here, weights = i + kv_len - q_len, {}
-        for j in range(kv_len):
-            s = scale * math.fsum(q[b, i, h, c] * k[b, j, h // (heads // kv_heads), c] for c in range(d))
-            s = s if softcap is None else softcap * math.tanh(s / softcap)
-            s = s if bias is None else s + bias[b % bias.shape[0], h % bias.shape[1], i % bias.shape[2], j]
-            hidden = (
-                (is_causal and j > here)
-                or (left is not None and j < here - left)
-                or (right is not None and j > here + right)
-                or (q_seg is not None and q_seg[b, i] != kv_seg[b, j])
-                or s == -inf
-            )
-            if not hidden:
-                weights[j] = math.exp(s)
-        total = math.fsum(weights.values())
-        if weights:
-            lse[b, h, i] = math.log(total)
-            for c in range(dv):
-                o[b, i, h, c] = math.fsum(p * v[b, j, h // (heads // kv_heads), c] for j, p in weights.items()) / total
-    return o, lse
-
-
-def formula_calls():
-    windows = [None, (2, 0), (None, 1), (1, None), (0, 0), (3, 2), (None, None), (2**63 - 1, 2**80)]
-    lengths = [(4, 4), (3, 7), (7, 3), (1, 5), (5, 1)]
-    for (q_len, kv_len), causal, window in itertools.product(lengths, (False, True), windows):
-        yield (
-            f"{q_len} queries, {kv_len} keys, {'causal, ' * causal}window {window}",
-            partial(masks_call, q_len, kv_len, {"is_causal": causal, "window": window}),
-        )
-    scores = [(None, None), (-0.7, None), (0.0, 2.0), (3.0, 1.5)]
-    biases = [None, (1, 1, 1, 6), (2, 1, 5, 6), (1, 4, 1, 6), (2, 4, 5, 6)]
-    for shape, (scale, softcap) in itertools.product(biases, scores):
-        yield f"bias {shape}, scale {scale}, softcap {softcap}", partial(scores_call, shape, scale, softcap)
-    for dtype in ("int32", "int64"):
-        yield f"segments of {dtype}", partial(segments_call, dtype)
-
-
-def masks_call(q_len, kv_len, options):
-    return (normal64(1, q_len, 2, 3), normal64(1, kv_len, 1, 3), normal64(1, kv_len, 1, 2)), options | WITH_LSE
-
-
-def scores_call(shape, scale, softcap):
-    q, k, v = normal64(2, 5, 4, 3), normal64(2, 6, 2, 3), normal64(2, 6, 2, 2)
-    bias = None if shape is None else np.where(normal64(*shape) < -0.5, -inf, normal64(*shape))
-    return (q, k, v, bias), WITH_LSE | {"scale": scale, "softcap": softcap, "is_causal": True}
-
-
-def segments_call(dtype):
-    rng, top = np.random.default_rng(0), np.iinfo(dtype).max
-    ids = [rng.choice([0, 1, top, top - 1], (2, n)).astype(dtype) for n in (5, 6)]
-    return (normal64(2, 5, 2, 3), normal64(2, 6, 2, 3), normal64(2, 6, 2, 2), None, *ids), dict(WITH_LSE)
-
-
-def visible(q, k, q_seg, kv_seg, is_causal, window):
-    """Which pairs see each other, in what broadcasts over (batch, heads, q_len, kv_len), as NumPy and as arrays of q's."""
-    here, j = np.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1], np.arange(k.shape[1])
-    left, right = window or (None, None)
-    seen = (j <= here) | (not is_causal)
-    seen = seen if left is None else seen & (j >= here - left)
-    seen = seen if right is None else seen & (j <= here + right)
-    return seen, None if q_seg is None else (q_seg[:, None, :, None] == kv_seg[:, None, None, :])
-
-
-def plain(xp, asarray, q, k, v, bias=None, q_seg=None, kv_seg=None, *, is_causal=False, window=None, scale=None,
-          softcap=None, return_lse=False):  # fmt: skip
-    """The same with the operations of ``xp``, torch or jax.numpy; scores of hidden pairs are replaced by what has no gradient."""
-    (batch, q_len, heads, d), (_, kv_len, kv_heads, dv) = q.shape, v.shape
-    grouped = q.reshape(batch, q_len, kv_heads, heads // kv_heads, d)
-    s = xp.einsum("bikgd,bjkd->bkgij", grouped, k).reshape(batch, heads, q_len, kv_len)
-    s = s * (d**-0.5 if scale is None else scale)
-    s = s if softcap is None else softcap * xp.tanh(s / softcap)
-    s = s if bias is None else s + bias
-    seen, same = visible(q, k, q_seg, kv_seg, is_causal, window)
-    seen = asarray(np.ascontiguousarray(seen)) if same is None else asarray(np.ascontiguousarray(seen)) & same
-    m = xp.amax(xp.where(seen, s, -inf), -1)[..., None]
-    m = xp.where(xp.isinf(m), xp.zeros_like(m), m)
-    p = xp.where(seen, xp.exp(xp.where(seen, s - m, 0.0)), 0.0)
-    l = p.sum(-1)
-    none = l == 0
-    weights = (p / xp.where(none, 1.0, l)[..., None]).astype(q.dtype) if hasattr(p, "astype") else (
-        p / xp.where(none, 1.0, l)[..., None]
-    )  # fmt: skip
-    o = xp.einsum("bkgij,bjkd->bikgd", weights.reshape(batch, kv_heads, -1, q_len, kv_len), v)
-    o = o.reshape(batch, q_len, heads, dv)
-    lse = xp.where(none, -inf, m[..., 0] + xp.log(xp.where(none, 1.0, l)))
-    return (o, lse) if return_lse else o
-
-
-def in_torch(q, *arrays, **options):
-    import torch
-
-    return plain(torch, partial(torch.as_tensor, device=q.device), q, *arrays, **options)
-
-
-def in_jax(q, *arrays, **options):
-    import jax.numpy as jnp
-
-    return plain(jnp, jnp.asarray, q, *arrays, **options)
-
-
-def sdpa(kernel=None):
-    """PyTorch's own attention, by one of its kernels."""
-
-    def attend(q, k, v, is_causal=False):
-        from contextlib import nullcontext
-
-        import torch
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        grouped = q.shape[1] != k.shape[1]
-        with nullcontext() if kernel is None else sdpa_kernel(getattr(SDPBackend, kernel)):
-            y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped)
-        return y.transpose(1, 2)
-
-    return attend
-
-
 # ------------------------------------------------------------------------------------------------------- random calls
-def call(*arrays, **options):
-    return pk.op("attention")(*arrays, **options)
-
-
 def fuzzed(r, dtype):
     batch, q_len, kv_len, heads, d = r.extent(), r.extent(), r.extent(), max(r.extent(), 1), max(r.extent(), 1)
     group = int(r.pick((1, 2)))
@@ -340,134 +206,6 @@ def past_2_31(gpu):
 def far(gpu):
     q = gpu.far((4, 33, 2, 64))
     yield q, q, q
-
-
-# ---------------------------------------------------------------------------------------------------------- wrong calls
-Q, K = zeros(2, 5, 4, 8), zeros(2, 7, 2, 8)
-INT32 = np.int32
-SHAPES = {
-    "rank": (
-        lambda: call(zeros(2, 3), K, K),
-        r"attention: q has 2 axes, shape \(2, 3\); expected 4: \(batch, q_len, kv_heads\*group, d\); reshape it",
-    ),
-    "rank of a bias": (
-        lambda: call(Q, K, K, zeros(7)),
-        r"bias has 1 axis, shape \(7,\); expected 4: \(#batch, #kv_heads\*group, #q_len, kv_len\)",
-    ),
-    "axis": (
-        lambda: call(Q, zeros(2, 7, 2, 9), K),
-        r"attention: k axis 3 \(d\) is 9; expected 8, as set by q axis 3; make them agree: k is \(batch, ",
-    ),
-    "batch": (
-        lambda: call(Q, zeros(3, 7, 2, 8), zeros(3, 7, 2, 8)),
-        r"k axis 0 \(batch\) is 3; expected 2, as set by q axis 0",
-    ),
-    "heads that do not divide": (
-        lambda: call(zeros(2, 5, 3, 8), K, K),
-        r"q axis 2 \(kv_heads\*group\) is 3, which kv_heads = 2 does not divide; make it a multiple of 2",
-    ),
-    "no heads": (
-        lambda: call(Q, zeros(2, 7, 0, 8), zeros(2, 7, 0, 8)),
-        r"kv_heads is 0 \(k axis 2\); expected at least 1: an array without any",
-    ),
-    "no query heads": (lambda: call(zeros(2, 5, 0, 8), K, K), r"group is 0 \(q axis 2\); expected at least 1"),
-    "no head_dim": (
-        lambda: call(zeros(1, 1, 1, 0), zeros(1, 1, 1, 0), zeros(1, 1, 1, 1)),
-        r"attention: d is 0 \(q axis 3\); expected at least 1",
-    ),
-    "bias heads": (
-        lambda: call(Q, K, K, zeros(2, 3, 5, 7)),
-        r"bias axis 1 \(kv_heads\*group\) is 3; expected 4 or 1, as set by k axis 2",
-    ),
-    "bias keys": (
-        lambda: call(Q, K, K, zeros(1, 1, 1, 1)),
-        r"bias axis 3 \(kv_len\) is 1; expected 7, as set by k axis 1",
-    ),
-    "segment length": (
-        lambda: call(Q, K, K, None, zeros(2, 4, dtype=INT32), zeros(2, 7, dtype=INT32)),
-        r"q_segment_ids axis 1 \(q_len\) is 4; expected 5",
-    ),
-    "one segment array": (
-        lambda: call(Q, K, K, q_segment_ids=zeros(2, 5, dtype=INT32)),
-        r"q_segment_ids and kv_segment_ids come together; pass both, or",
-    ),
-}
-VALUES = {
-    "a bias too wide": (
-        lambda: call(Q, K, K, zeros(1, 1, 1, 7, dtype=np.float64)),
-        r"bias is float64 but q is float32; expected float32: cast one",
-    ),
-    "an integer bias": (lambda: call(Q, K, K, zeros(1, 1, 1, 7, dtype=INT32)), r"bias is int32 but q is float32"),
-    "float segments": (
-        lambda: call(Q, K, K, q_segment_ids=zeros(2, 5)),
-        r"q_segment_ids is float32; expected one of int32, int64: cast it",
-    ),
-    "unsigned segments": (
-        lambda: call(Q, K, K, None, zeros(2, 5, dtype=np.uint32)),
-        r"q_segment_ids is uint32; expected one of int32, int64",
-    ),
-    "None for an array": (
-        lambda: call(Q, None, K),
-        r"attention: k has type NoneType; expected a NumPy, PyTorch or JAX array",
-    ),
-    "a word out of a list": (
-        lambda: call(Q, K, K, precision="fp8"),
-        r"attention: precision is 'fp8'; expected one of 'ieee', 'tf32': leave it out for 'ieee'",
-    ),
-    "window below zero": (
-        lambda: call(Q, K, K, window=(1, -2)),
-        r"window is \(1, -2\); expected a tuple of 2 integers >= 0 \(None for no limit\), or None: leave it out for None",
-    ),
-    "window of one": (lambda: call(Q, K, K, window=3), r"window is 3; expected a tuple of 2 integers"),
-    "window of three": (
-        lambda: call(Q, K, K, window=(1, 2, 3)),
-        r"window is \(1, 2, 3\); expected a tuple of 2 integers",
-    ),
-    "window of booleans": (lambda: call(Q, K, K, window=(True, 1)), r"window is \(True, 1\)"),
-    "window without end": (
-        lambda: call(Q, K, K, window=(inf, None)),
-        r"window is \(inf, None\); expected .* \(None for no limit\)",
-    ),
-    "softcap of zero": (
-        lambda: call(Q, K, K, softcap=0.0),
-        r"softcap is 0.0; expected a finite number .*or None",
-    ),
-    "softcap below zero": (lambda: call(Q, K, K, softcap=-1), r"softcap is -1; expected a finite number .*or None"),
-    "softcap below float32": (
-        lambda: call(Q, K, K, softcap=1e-300),
-        r"softcap is 1e-300; expected a finite number .*or None",
-    ),
-    "scale nan": (
-        lambda: call(Q, K, K, scale=math.nan),
-        r"scale is nan; expected a finite number in float32's range, or None: leave it out for None",
-    ),
-    "scale that no float holds": (
-        lambda: call(Q, K, K, scale=10**400),
-        r"scale is 1000.*\.\.\. \(int\); expected a finite number in float32's range, or None",
-    ),
-    "scale beyond float32": (
-        lambda: call(Q, K, K, scale=1e300),
-        r"scale is 1e\+300; expected a finite number in float32's range",
-    ),
-    "scale as text": (lambda: call(Q, K, K, scale="1"), r"scale is '1'; expected a finite number"),
-    "scale as an array": (
-        lambda: call(Q, K, K, scale=np.ones(3)),
-        r"scale is array\(\[1., 1., 1.\]\); expected a finite number",
-    ),
-    "scale as a decimal": (
-        lambda: call(Q, K, K, scale=decimal.Decimal(1)),
-        r"scale is Decimal\('1'\); expected a finite number",
-    ),
-    "scale as a boolean": (lambda: call(Q, K, K, scale=True), r"scale is True; expected a finite number"),
-    "an integer for a boolean": (
-        lambda: call(Q, K, K, is_causal=1),
-        r"is_causal is 1; expected True or False: leave it out for False",
-    ),
-    "an array for a boolean": (
-        lambda: call(Q, K, K, is_causal=np.array(True)),
-        r"is_causal is array\(True\); expected True or False",
-    ),
-}
 
 
 def in_layer(op, x, p):

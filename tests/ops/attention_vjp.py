@@ -1,6 +1,7 @@
 """The gradients of attention from q, k, v, o, lse and the cotangents of o and lse.
 
-With P = exp(S - lse) and Delta = sum d_o o - d_lse: dS = P (d_o v^T - Delta), d_q = dS k scale, d_k = dS^T q scale and d_v = P^T d_o.
+With P = exp(S - lse) and Delta = sum d_o o - d_lse: dS = P (d_o v^T - Delta), d_q = dS k scale, d_k = dS^T q scale and
+d_v = P^T d_o.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ FORWARD = ("q", "k", "v", "bias", "q_segment_ids", "kv_segment_ids")
 # ------------------------------------------------------------------------------------------------- the simulated kernel
 def simulate(*arrays, block_q=16, block_kv=16, ftz=False, drop=None, factor=1.0, truncate_p=False, truncate_ds=False,
              low=None, tanh=np.tanh, base2=True, forget=(), **options):  # fmt: skip
-    """One tile of scores at a time. ``base2``: exp is exp2 of scores in units of log 2. ``forget``: terms to leave out."""
+    """One tile of scores at a time.
+
+    ``base2``: exp is exp2 of scores in units of log 2. ``forget``: terms to leave out.
+    """
     call = op("attention_vjp").bind(*arrays, **options)
     arrays, options = call.arrays, call.options
     q, k, v, o, d_o, lse, bias, d_lse = (arrays[n] for n in ("q", "k", "v", "o", "d_o", "lse", "bias", "d_lse"))
@@ -83,7 +87,9 @@ def simulate(*arrays, block_q=16, block_kv=16, ftz=False, drop=None, factor=1.0,
 
 # ---------------------------------------------------------------------------------------------------------------- calls
 def with_residuals(rng, arrays, options, dtype, regime="normal", lse_too=False):
-    """The arguments of the gradient by name: o and lse as the forward oracle gives them, d_o and perhaps d_lse drawn."""
+    """The arguments of the gradient by name: o and lse as the forward oracle gives them, d_o and perhaps d_lse
+    drawn.
+    """
     o, lse = outputs_of("attention", *(arrays.get(n) for n in FORWARD), **options, return_lse=True)
     more = {"o": o, "lse": lse, "d_o": draw(rng, o.shape, dtype, regime)}
     return arrays | more | ({"d_lse": draw(rng, lse.shape, lse.dtype.name, regime)} if lse_too else {})

@@ -40,7 +40,10 @@ def side_by_side(left, right, shape):
 
 def simulate(a, b, d_c, precision="ieee", *, block=32, ftz=False, after=False, low=None, only_first=False, tail=True,
              cut=False):  # fmt: skip
-    """``after``: batch entries are added up after the products, instead of inside them. ``cut``: tf32 whatever was asked."""
+    """``after``: batch entries are added up after the products, instead of inside them.
+
+    ``cut``: tf32 whatever was asked.
+    """
     acc = accumulator(a, b, d_c)
     narrow = max({a.dtype.itemsize, d_c.dtype.itemsize}) < 4 and a.dtype == d_c.dtype
     precision = "tf32" if cut else "ieee" if narrow or acc is np.float64 else precision

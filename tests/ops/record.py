@@ -1,7 +1,8 @@
 """What tests and benchmarks know about one op: a record, modelled on PyTorch's OpInfo.
 
-A forward op's record is a :class:`ForwardRecord`, a gradient's a :class:`GradientRecord`. A field without a default is required: a record that lacks it cannot
-be made. Nothing here imports torch or JAX; functions that speak to them import them when they are called.
+A forward op's record is a :class:`ForwardRecord`, a gradient's a :class:`GradientRecord`. A field without a default is
+required: a record that lacks it cannot be made. Nothing here imports torch or JAX; functions that speak to them import
+them when they are called.
 
 Arrays of a call are a tuple in the order of the spec's arguments, None for one that is absent.
 """
@@ -44,7 +45,9 @@ class Sample:
     wants: tuple[str, ...] | None = None
 
     def arrays(self, op: str, dtype: str = "float32", seed: int = 0) -> dict[str, np.ndarray]:
-        """N(0, 1) data, small integers for ids, and for what a forward call saves what its oracle gives; in the spec's order."""
+        """N(0, 1) data, small integers for ids, and for what a forward call saves what its oracle gives; in the spec's
+        order.
+        """
         spec = registry.find_spec(op)
         case = Case(dtype, self.shapes, seed=seed, options=self.options, wider=self.wider)
         own = {a.name for a in spec.arrays if a.statistic} | set(self.wider)
@@ -169,7 +172,8 @@ class Layer:
 
     Attributes:
       parameters: name -> shape, from the width.
-      run: (the op, the hidden state, the parameters by name) -> an array of the hidden state's shape. Written for torch and JAX alike.
+      run: (the op, the hidden state, the parameters by name) -> an array of the hidden state's shape. Written for torch
+        and JAX alike.
     """
 
     run: Callable[[Callable[..., Any], Any, Mapping[str, Any]], Any]
@@ -182,23 +186,29 @@ class OpRecord:
 
     Attributes:
       op: its name, and that of the file.
-      simulate: a kernel in NumPy in the order of the real ones, in the accumulator's type. It takes the call's arrays and options and gives a tuple of results
-        before they are stored, None for one that is not wanted; further keywords make a right variant of it or plant a fault.
+      simulate: a kernel in NumPy in the order of the real ones, in the accumulator's type. It takes the call's arrays
+        and options and gives a tuple of results before they are stored, None for one that is not wanted; further
+        keywords make a right variant of it or plant a fault.
       variants: keywords of right kernels.
       case: (generator, dtype, regime) -> arrays and options of any size and kind; regimes: those it knows.
-      telling: regimes in which right kernels have to come near the bound; all when empty. least_float64: how near in float64.
-      special: like ``case`` with a seed for the regime: arrays with NaN and infinities; None: they are planted at random into ``case``.
+      telling: regimes in which right kernels have to come near the bound; all when empty. least_float64: how near in
+        float64.
+      special: like ``case`` with a seed for the regime: arrays with NaN and infinities; None: they are planted at
+        random into ``case``.
       near, faults, corners: see the classes.
       large_case: like ``case``, with enough elements for statistics.
-      typical: (generator, dtype, **options) -> arrays and options of an ordinary call, in which faults hide; hiding: those faults.
-      least_z: output -> how near typical errors come to sigma in 16 bits, of outputs of which some are stored in float32.
+      typical: (generator, dtype, **options) -> arrays and options of an ordinary call, in which faults hide; hiding:
+        those faults.
+      least_z: output -> how near typical errors come to sigma in 16 bits, of outputs of which some are stored in
+        float32.
       small: calls of a few elements: for finite differences, torch's ``gradcheck`` and ``opcheck``.
       usual: calls as a test suite would make them, for the mutants.
       extents: dimension -> a small extent, of every dimension of the spec.
-      rows: the arrays of a call on rows of one length (None: the op is not of rows); an array of ``weight`` or ``bias`` is one row.
+      rows: the arrays of a call on rows of one length (None: the op is not of rows); an array of ``weight`` or ``bias``
+        is one row.
       matrix_units: whether compiled kernels multiply matrices.
-      past_2_31: what a GPU is asked with more than 2^31 elements: yields (outputs, arrays, options) of parts that can be compared. Its argument is ``Gpu`` of
-        tests/gpu.py.
+      past_2_31: what a GPU is asked with more than 2^31 elements: yields (outputs, arrays, options) of parts that can
+        be compared. Its argument is ``Gpu`` of tests/gpu.py.
       far: yields the arrays of calls whose strides go past 2^31.
     """
 
@@ -235,18 +245,21 @@ class ForwardRecord(OpRecord):
     """An op that is no gradient.
 
     Attributes:
-      formula: the op written another way, one scalar at a time, from float64 arrays and options; formula_calls: name -> what to try it on.
+      formula: the op written another way, one scalar at a time, from float64 arrays and options; formula_calls: name ->
+        what to try it on.
       formula_tolerance: (relative, absolute).
       in_torch, in_jax: the op in plain torch and JAX operations, from arrays and options.
       compared: one call of a moderate size, without missing optional inputs, for comparisons with plain torch and JAX.
-      derived: more calls for which PyTorch's float64 derivative and finite differences tell the gradient, beside ``small``.
+      derived: more calls for which PyTorch's float64 derivative and finite differences tell the gradient, beside
+        ``small``.
       lowered: calls to lower for TPU.
       mapped: calls under ``torch.func.vmap``.
       wrong: what users get wrong -> a call, and what its message says.
       fuzzed: (``Random`` of benchmarks/fuzz.py, dtype) -> arrays by name and options that the spec allows.
       layer: how it takes part in a model.
       launched: the call whose host time benchmarks/launch.py takes.
-      timed: shapes that benchmarks/times.py times beside the spec's typical call; an array of one axis that is not named has the length of the others' last.
+      timed: shapes that benchmarks/times.py times beside the spec's typical call; an array of one axis that is not
+        named has the length of the others' last.
       peers: what is timed beside it: a name -> a function of torch tensors and options.
       twin: what PyTorch has, if it has it.
     """
