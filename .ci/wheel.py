@@ -31,7 +31,9 @@ def main(scratch: Path) -> int:
     )
     (wheel,) = (scratch / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as z:
-        inside = {n for n in z.namelist() if n.startswith("portakern/") and n.endswith((".py", ".pyi", "py.typed", ".json"))}
+        inside = {
+            n for n in z.namelist() if n.startswith("portakern/") and n.endswith((".py", ".pyi", "py.typed", ".json"))
+        }
         z.extractall(scratch / "site")
         with_entry_points = [n for n in z.namelist() if n.endswith("entry_points.txt")]
     walked = (

@@ -1,7 +1,8 @@
-"""Host time of one attention call through ``op.__call__``, the kernel stubbed out; and memory over many calls.
+"""Host time of one attention call through ``op.__call__``, the kernel stubbed out, with kv_len different in every call;
+and memory over many calls.
 
-kv_len differs in every call. The stub is a backend of its own whose kernel returns the preallocated output, so that
-what is left is binding, routing, the tiling look-up and the result.
+The stub is a backend of its own whose kernel returns the preallocated output, so that what is left is binding, routing,
+the tiling look-up and the result.
 
     python benchmarks/binding.py [--calls 100000] [--json FILE]
 """
@@ -96,8 +97,8 @@ def main() -> None:
     rows = [measure(f, args.calls) for f in ("numpy", "torch")]
     for r in rows:
         print(
-            f"{r['framework']:6} {r['median_us']:6.2f} us a call (batches {r['best_us']:.2f} to {r['worst_us']:.2f}), "
-            f"memory grown by {r['grown_bytes']} bytes over {r['calls']} calls"
+            f"{r['framework']:6} {r['median_us']:6.2f} us a call (batches {r['best_us']:.2f} to "
+            f"{r['worst_us']:.2f}), memory grown by {r['grown_bytes']} bytes over {r['calls']} calls"
         )
     if args.json:
         command = results.command_line("python benchmarks/binding.py", args.json)

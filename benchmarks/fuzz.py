@@ -28,6 +28,9 @@ import portakern as pk
 from portakern import results, testing
 from portakern.core.framework import frameworks
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, this folder alone is on the path
+from tests.ops import forward_records
+
 OURS = (pk.SpecError, pk.UnsupportedError, pk.UnavailableError)
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 SLOW = 10.0  # seconds: a call on arrays this small that takes longer counts as a hang
@@ -35,9 +38,8 @@ SLOW = 10.0  # seconds: a call on arrays this small that takes longer counts as 
 
 @dataclass
 class Result:
-    """What happened.
-
-    Counts by verdict, the worst share of a bound, the slowest call in seconds, and every call that broke the rules.
+    """What happened: counts by verdict, the worst share of a bound, the slowest call in seconds, and every call that
+    broke the rules.
     """
 
     verdicts: Counter[str] = field(default_factory=Counter)
@@ -59,83 +61,72 @@ class Random:
     def extent(self) -> int:
         return int(self.pick((0, 1, 1, 2, 2, 3, 3, 4, 5, 7)))
 
+    def array(self, dtype: str, *shape: int) -> np.ndarray:
+        x = self.rng.standard_normal(shape)
+        if self.chance(0.1) and x.size:
+            x.reshape(-1)[int(self.rng.integers(x.size))] = self.pick((np.nan, np.inf, -np.inf, 1e30, 0.0))
+        with np.errstate(over="ignore"):
+            return x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 
-def array(r: Random, dtype: str, *shape: int) -> np.ndarray:
-    x = r.rng.standard_normal(shape)
-    if r.chance(0.1) and x.size:
-        x.reshape(-1)[int(r.rng.integers(x.size))] = r.pick((np.nan, np.inf, -np.inf, 1e30, 0.0))
-    with np.errstate(over="ignore"):
-        return x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+FORWARD = forward_records()
 
 
 def right_call(r: Random) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """(op, arrays by name, options): a call that the spec allows."""
-    name, dtype = r.pick(("attention", "layernorm", "matmul", "softmax")), r.pick(DTYPES)
-    if name == "softmax":
-        shape = [r.extent() for _ in range(int(r.rng.integers(1, 4)))]
-        return name, {"x": array(r, dtype, *shape)}, {"axis": int(r.rng.integers(-len(shape), len(shape)))}
-    if name == "layernorm":
-        n, given = r.extent(), {}
-        for extra in ("weight", "bias"):
-            if r.chance(0.5):
-                given[extra] = array(r, r.pick((dtype, "float32")) if dtype in ("float16", "bfloat16") else dtype, n)
-        return name, {"x": array(r, dtype, r.extent(), n), **given}, {"eps": r.pick((1e-5, 1e-2, 1.0))}
-    if name == "matmul":
-        m, k, n, batch = r.extent(), r.extent(), r.extent(), r.extent()
-        a, b = ((batch,), (r.pick((1, batch)),)) if r.chance(0.3) else ((), ())
-        return (
-            name,
-            {"a": array(r, dtype, *a, m, k), "b": array(r, dtype, *b, k, n)},
-            {"precision": r.pick(("ieee", "tf32")), "out_dtype": r.pick((None, *DTYPES))},
-        )
-    return name, *right_attention(r, dtype)
-
-
-def right_attention(r: Random, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    batch, q_len, kv_len, heads, d = r.extent(), r.extent(), r.extent(), max(r.extent(), 1), max(r.extent(), 1)
-    group = int(r.pick((1, 2)))
-    arrays = {
-        "q": array(r, dtype, batch, q_len, heads * group, d),
-        "k": array(r, dtype, batch, kv_len, heads, d),
-        "v": array(r, dtype, batch, kv_len, heads, d),
-    }
-    if r.chance(0.3):
-        arrays["bias"] = array(r, dtype, r.pick((1, batch)), r.pick((1, heads * group)), r.pick((1, q_len)), kv_len)
-    if r.chance(0.3):
-        ids = r.pick(("int32", "int64"))
-        arrays["q_segment_ids"], arrays["kv_segment_ids"] = (
-            r.rng.integers(0, 2, (batch, n)).astype(ids) for n in (q_len, kv_len)
-        )
-    options = {
-        "is_causal": r.chance(0.5),
-        "window": r.pick((None, (1, None), (2, 0))),
-        "scale": r.pick((None, 0.5)),
-        "softcap": r.pick((None, 2.0)),
-    }
-    return arrays, options | {"return_lse": r.chance(0.5)}
+    record = r.pick(FORWARD)
+    return record.op, *record.fuzzed(r, r.pick(DTYPES))
 
 
 def nasty_arrays() -> list[Callable[[], Any]]:
     """Makers of values that are no array, or no array that any op takes."""
     z = np.zeros((2, 3), np.float32)
     found: list[Callable[[], Any]] = [
-        lambda: None, lambda: 3, lambda: 1.5, lambda: "x", lambda: [1.0], dict, lambda: object(), lambda: np.float32(1),
-        lambda: z, lambda: z[..., ::-1], lambda: z[:0], lambda: z[0, 0, ...],
-        lambda: z.astype(complex), lambda: z.astype(object), lambda: z.astype(">f4"), lambda: z.astype(bool),
-        lambda: z > 0, lambda: z.astype(np.int32), lambda: z.astype(np.uint8),
-        lambda: z.astype(ml_dtypes.float8_e4m3fn), lambda: z.astype(np.longdouble), lambda: z.astype("M8[s]"),
-        lambda: np.zeros(3, [("a", "f4")]), lambda: np.ma.masked_equal(z, 0), lambda: np.array("text"),
-        lambda: z.view(type("Sub", (np.ndarray,), {})), lambda: np,
-    ]  # fmt: skip
+        lambda: None,
+        lambda: 3,
+        lambda: 1.5,
+        lambda: "x",
+        lambda: [1.0],
+        dict,
+        lambda: object(),
+        lambda: np.float32(1),
+        lambda: z,
+        lambda: z[..., ::-1],
+        lambda: z[:0],
+        lambda: z[0, 0, ...],
+        lambda: z.astype(complex),
+        lambda: z.astype(object),
+        lambda: z.astype(">f4"),
+        lambda: z.astype(bool),
+        lambda: z > 0,
+        lambda: z.astype(np.int32),
+        lambda: z.astype(np.uint8),
+        lambda: z.astype(ml_dtypes.float8_e4m3fn),
+        lambda: z.astype(np.longdouble),
+        lambda: z.astype("M8[s]"),
+        lambda: np.zeros(3, [("a", "f4")]),
+        lambda: np.ma.masked_equal(z, 0),
+        lambda: np.array("text"),
+        lambda: z.view(type("Sub", (np.ndarray,), {})),
+        lambda: np,
+    ]
     try:
         import torch
 
         t = torch.zeros(2, 3)
         found += [
-            lambda: t, t.to_sparse, lambda: t.to("meta"), lambda: t.clone().requires_grad_(),
-            lambda: t.to(torch.complex64).conj().imag, t.bool, t.int, lambda: t.to(torch.float8_e5m2), lambda: t.T,
-            lambda: t[0, 0], lambda: torch.nn.parameter.UninitializedParameter(),
-        ]  # fmt: skip
+            lambda: t,
+            t.to_sparse,
+            lambda: t.to("meta"),
+            lambda: t.clone().requires_grad_(),
+            lambda: t.to(torch.complex64).conj().imag,
+            t.bool,
+            t.int,
+            lambda: t.to(torch.float8_e5m2),
+            lambda: t.T,
+            lambda: t[0, 0],
+            lambda: torch.nn.parameter.UninitializedParameter(),
+        ]
     except ImportError:
         pass
     try:
@@ -161,13 +152,57 @@ def nasty_arrays() -> list[Callable[[], Any]]:
 
 
 NASTY_OPTIONS: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 7, 10**30, -(10**400), 0.0, -0.0, 1.5, 1e300, 5e-324, float("nan"), float("inf"), 1j,
-    "", "ieee", "tf32", "float32", "int8", b"x",
-    (), (1,), (1, 2), (None, None), [0, 0], (-1, 0), (1.0, 2), (True, 0), ((1,), 2), {}, {"a": 1},
-    object(), object, Fraction(1, 3), np.int8(1), np.bool_(True),
-    np.float16(0.5), np.float64("nan"), np.array(1), np.array([1, 2]),
-    np.dtype("float16"), np.dtype(">f4"), np.float32, ml_dtypes.bfloat16, range(2), slice(1), len,
-)  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    7,
+    10**30,
+    -(10**400),
+    0.0,
+    -0.0,
+    1.5,
+    1e300,
+    5e-324,
+    float("nan"),
+    float("inf"),
+    1j,
+    "",
+    "ieee",
+    "tf32",
+    "float32",
+    "int8",
+    b"x",
+    (),
+    (1,),
+    (1, 2),
+    (None, None),
+    [0, 0],
+    (-1, 0),
+    (1.0, 2),
+    (True, 0),
+    ((1,), 2),
+    {},
+    {"a": 1},
+    object(),
+    object,
+    Fraction(1, 3),
+    np.int8(1),
+    np.bool_(True),
+    np.float16(0.5),
+    np.float64("nan"),
+    np.array(1),
+    np.array([1, 2]),
+    np.dtype("float16"),
+    np.dtype(">f4"),
+    np.float32,
+    ml_dtypes.bfloat16,
+    range(2),
+    slice(1),
+    len,
+)
 NASTY_TILINGS: tuple[Any, ...] = (
     {},
     None,
@@ -243,9 +278,8 @@ def spoil(
 
 
 def bits(out: Any) -> list[tuple[str, tuple[int, ...], bytes]]:
-    """The outputs to the bit, NaN alike.
-
-    float64 is cut to float32, because the oracle's own last bits depend on the order in which BLAS adds.
+    """The outputs to the bit, NaN alike; float64 cut to float32, because the oracle's own last bits depend on the order
+    in which BLAS adds.
     """
     found = []
     for o in out if isinstance(out, tuple) else (out,):

@@ -33,19 +33,10 @@ import portakern.torch as twins
 from portakern import results
 from portakern.spec import Spec
 
-EXTENTS = {
-    "batch": 2,
-    "shape": 64,
-    "m": 64,
-    "n": 128,
-    "k": 96,
-    "q_len": 64,
-    "kv_len": 96,
-    "kv_heads": 2,
-    "group": 2,
-    "d": 64,
-    "dv": 64,
-}
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, this folder alone is on the path
+
+from tests.ops import forward_records, record
+
 A_BATCH = 100
 
 
@@ -56,7 +47,7 @@ def small_inputs(
 
     Every dimension has a small extent, a variadic one stands for two axes.
     """
-    g, arrays = torch.Generator().manual_seed(seed), {}
+    g, arrays, extents = torch.Generator().manual_seed(seed), {}, record(spec.name).extents
     for a in spec.arrays:
         if a.optional and not optional:
             continue
@@ -64,7 +55,7 @@ def small_inputs(
         for d in a.dims:
             extent = 1
             for f in d.factors:
-                extent *= EXTENTS.get(f, 32)
+                extent *= extents[f]
             shape += [3, extent] if d.variadic else [extent]
         name = dtype if dtype in a.dtypes else a.dtypes[0]
         arrays[a.name] = torch.randn(shape, generator=g).to(getattr(torch, name)).to(device)
@@ -108,21 +99,6 @@ def replay_differs(name: str, dtype: str, optional: bool = False) -> list[str]:
     return wrong + [f"{n}, which did not follow the inputs" for n, t in before.items() if _same_bits(t, replayed[n])]
 
 
-def small_calls() -> dict[str, dict[str, Any]]:
-    """Op -> the arrays of the call that is timed."""
-    x, w, b = (torch.randn(*s, device="cuda", dtype=torch.bfloat16) for s in ((64, 512), (512,), (512,)))
-    m, q = (
-        torch.randn(64, 64, device="cuda", dtype=torch.bfloat16),
-        torch.randn(1, 64, 4, 64, device="cuda", dtype=torch.bfloat16),
-    )
-    return {
-        "softmax": {"x": x},
-        "layernorm": {"x": x, "weight": w, "bias": b},
-        "matmul": {"a": m, "b": m},
-        "attention": {"q": q, "k": q, "v": q},
-    }
-
-
 class _Calls(TorchFunctionMode):
     """Writes down the functions of torch that are called inside, with their arguments."""
 
@@ -159,9 +135,9 @@ def ways(name: str) -> dict[str, Callable[[], Any]]:
     """What to time for one op: a name and a call without arguments."""
     from portakern.backends.triton import launch as launching
 
-    arrays = small_calls()[name]
-    op = pk.op(name, backend="triton")
-    ours: Callable[[], Any] = lambda: op(*arrays.values())  # noqa: E731
+    call_of, op = record(name).launched, pk.op(name, backend="triton")
+    arrays = {n: torch.randn(*s, device="cuda", dtype=torch.bfloat16) for n, s in call_of.shapes.items()}
+    ours: Callable[[], Any] = lambda: op(*arrays.values(), **call_of.options)  # noqa: E731
     ours()
     (kernel, grid, call, *args), constexprs = launched(name, ours)
     kept: dict[Any, Any] = {}
@@ -219,7 +195,7 @@ def main() -> None:
         sys.exit("needs an NVIDIA or AMD GPU")
     rows: list[dict[str, Any]] = []
     with torch.no_grad():
-        for name in small_calls():
+        for name in (r.op for r in forward_records()):
             mine = measure(name, args.batches)
             rows += mine
             print(f"{name:10}", "  ".join(f"{r['way']} {r['median_us']:.1f}" for r in mine), "us", flush=True)

@@ -1,8 +1,8 @@
-"""The compiled kernels of every op under NVIDIA's compute-sanitizer.
+"""The compiled kernels of every op under NVIDIA's compute-sanitizer: accesses beyond an allocation, then races in
+shared memory.
 
-It looks for accesses beyond an allocation, then for races in shared memory. Torch's caching allocator is off, so that
-every tensor is an allocation of its own and an access beyond its end is seen. Each op and tool is a process of its
-own.
+Torch's caching allocator is off, so that every tensor is an allocation of its own and an access beyond its end is seen.
+Each op and tool is a process of its own.
 
     python benchmarks/sanitizer.py [OPS] [--max-examples 20] [--jobs 8] [--json FILE]
 """
@@ -73,8 +73,8 @@ def main() -> None:
         rows = [t.result() for t in tasks]
     for r in rows:
         print(
-            f"{r['op']:16} {r['tool']:10} {r['errors']} errors, {r['examples']} cases, {r['seconds']} s"
-            f"{', ' + r['problem'] if r['problem'] else ''}"
+            f"{r['op']:16} {r['tool']:10} {r['errors']} errors, {r['examples']} cases, {r['seconds']} "
+            f"s{', ' + r['problem'] if r['problem'] else ''}"
         )
     if args.json:
         results.write(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,16 +33,17 @@ from portakern.core.serve import serve
 from portakern.errors import UnsupportedError
 from portakern.spec import Spec
 
-Arrays = dict[str, Any]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, this folder alone is on the path
 
-ROWS: list[dict[str, tuple[int, ...]]] = [{"x": (16384, 4096)}, {"x": (4095, 5000)}, {"x": (4095, 4097)}]
-SHAPES = {"softmax": ROWS, "layernorm": ROWS, "rmsnorm": ROWS}  # beside the typical call of the spec
+from tests.ops import record
+
+Arrays = dict[str, Any]
 
 
 def calls_of(spec: Spec[Any], dtype: str) -> Iterator[tuple[Arrays, dict[str, Any]]]:
     """Random arrays and the options of each call that is timed."""
     form = typical_form(spec, dtype)
-    for given in [{}, *SHAPES.get(spec.name, [])]:
+    for given in [{}, *record(spec.name).timed]:
         arrays = {}
         for name, (shape, held, _) in form["arrays"].items():
             shape = given.get(name, [next(iter(given.values()))[-1]] if given and len(shape) == 1 else shape)

@@ -1,4 +1,6 @@
-"""Compiling for hardware that is not here: the table of targets, what is read back, processes that die, the cache, the command line."""
+"""Compiling for hardware that is not here: the table of targets, what is read back, processes that die, the cache, the
+command line.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,7 @@ from portakern.compiling.build import Build, Compiled, Kernel
 from portakern.compiling.worker import one_line
 from portakern.core import registry, targets
 from portakern.errors import SpecError, UnsupportedError
+from tests.ops import record, records
 
 LINUX = platform.system() == "Linux"
 has_triton = pytest.mark.skipif(
@@ -38,7 +41,7 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("PORTAKERN_CACHE", str(tmp_path / "cache"))
 
 
-# ------------------------------------------------------------------------------------------------------------------------------- the table of targets
+# ------------------------------------------------------------------------------------------------- the table of targets
 @pytest.mark.parametrize("name", targets.HARDWARE)
 def test_every_figure_has_a_source_and_every_absence_a_note(name):
     h = targets.find(name)
@@ -80,7 +83,7 @@ def test_tpu_figures_are_jax_s(name):
     assert h.bandwidth == pytest.approx(theirs.mem_bw_bytes_per_second * h.cores, rel=0.13)  # v5p: 2460 and 2765 GB/s
 
 
-# --------------------------------------------------------------------------------------------------------------------------------------- the verdict
+# ---------------------------------------------------------------------------------------------------------- the verdict
 def test_what_overflows_the_chip_is_a_failure_with_its_limit():
     built = Build("op", "forward", "bfloat16", "sm_86", "mine")
     built.judge(
@@ -105,7 +108,7 @@ def test_reasons_are_one_line():
     assert len(one_line("x" * 1000)) == 300
 
 
-# --------------------------------------------------------------------------------------------------------------------------------- calls without arrays
+# ------------------------------------------------------------------------------------------------- calls without arrays
 @pytest.mark.parametrize("name", registry.ops())
 def test_every_op_has_a_typical_call(name):
     form = forms.typical_form(registry.find_spec(name), "bfloat16")
@@ -129,7 +132,7 @@ def test_no_typical_call_is_said():
         forms.typical_form(bare, "float32")
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------- real compilers
+# ------------------------------------------------------------------------------------------------------- real compilers
 @has_triton
 @pytest.mark.parametrize("target, matrix", [("sm_90", "HGMMA"), ("gfx942", "v_mfma")])
 def test_lower_gives_machine_code_and_what_it_takes(target, matrix):
@@ -153,23 +156,22 @@ def test_keys_and_values_take_tiles_of_one_layout_on_hopper(d, dv, columns):
     assert built.ok and widths == {str(built.tiling["block_kv"]), str(columns)}, str(built)
 
 
-ROWS = {
-    "softmax": "x",
-    "softmax_vjp": "xx",
-    "layernorm": "xww",
-    "layernorm_vjp": "xxww",
-    "rmsnorm": "xw",
-    "rmsnorm_vjp": "xxw",
-}
+OF_ROWS = [r for r in records().values() if r.rows]
 
 
 @has_triton
-@pytest.mark.parametrize("op, target", [*((op, "sm_90") for op in ROWS), ("layernorm", "gfx942")])
-def test_rows_of_an_odd_number_of_16_bytes_are_moved_16_bytes_at_a_time(op, target):
+@pytest.mark.parametrize(
+    "r, target", [*((r, "sm_90") for r in OF_ROWS), (record("layernorm"), "gfx942")], ids=lambda x: getattr(x, "op", x)
+)
+def test_rows_of_an_odd_number_of_16_bytes_are_moved_16_bytes_at_a_time(r, target):
     narrow = {"sm_90": r"(LDG|STG)\.E\.U16", "gfx942": r"buffer_(load_ushort|store_short)"}[target]
     for n, scalar in ((72, False), (73, True)):
-        arrays = {"x": np.zeros((64, n), np.float16), "w": np.zeros(n, np.float32)}
-        built = pk.op(op, backend="triton").lower(*(arrays[name] for name in ROWS[op]), target=target)
+        arrays = {
+            "x": np.zeros((64, n), np.float16),
+            "weight": np.zeros(n, np.float32),
+            "bias": np.zeros(n, np.float32),
+        }
+        built = pk.op(r.op, backend="triton").lower(*(arrays[name] for name in r.rows), target=target)
         assert built.ok and bool(re.search(narrow, built.assembly)) == scalar, str(built)
 
 
@@ -273,7 +275,7 @@ def test_a_missing_compiler_is_named_with_its_extra():
     assert not built.ok and "libtpu" in built.reason and "portakern[tpu]" in built.reason and not built.final
 
 
-# -------------------------------------------------------------------------------------------------------------------------------- processes and cache
+# -------------------------------------------------------------------------------------------------- processes and cache
 def jobs(op="softmax", target="sm_90", dtype="float32"):
     return compiling.jobs_for([op], [target], [dtype], "triton")
 
@@ -319,7 +321,7 @@ def test_the_cache_follows_imports_within_the_package():
         and "portakern.backends.triton.gpu.softmax" in imports
         and "portakern.backends.triton.launch" in imports
     )
-    one, other = (cache._digest(frozenset([f"portakern.specs.{n}"])) for n in ("softmax", "layernorm"))
+    one, other = (cache._digest(frozenset([f"portakern.specs.{n}"])) for n in list(records())[:2])
     assert one != other
 
 
@@ -359,7 +361,7 @@ def test_every_op_compiles_and_fits_one_target_of_each_vendor(target):
     assert len(found) == 2 * len(registry.ops())
     for built in compiling.compile_all(found, os.cpu_count() or 1):
         assert built.ok, str(built)
-        products = built.op.partition("_")[0] in ("matmul", "attention")
+        products = record(built.op).matrix_units
         assert bool(any(k.matrix for k in built.kernels)) == (
             products and (built.dtype == "bfloat16" or target != "sm_90")
         ), str(built)

@@ -1,4 +1,6 @@
-"""Every op on every backend, through the same suite that third parties use; on a machine with an accelerator both compiled and interpreted."""
+"""Every op on every backend, through the same suite that third parties use; on a machine with an accelerator both
+compiled and interpreted.
+"""
 
 import pytest
 
@@ -27,16 +29,27 @@ def test_within_bounds(op, backend, device, seed):
 
 HUGE_LOGITS = [
     '{"dtype":"float32","shapes":{"q":[1,1,2,2],"k":[1,1,2,2],"v":[1,1,2,1]},"regime":"very_negative","seed":0}',
-    '{"dtype":"float32","shapes":{"q":[1,40,2,64],"k":[1,40,2,64],"v":[1,40,2,64]},"regime":"very_negative","seed":1,"options":{"scale":-0.3}}',
-    '{"dtype":"float32","shapes":{"q":[1,40,2,64],"k":[1,40,2,64],"v":[1,40,2,64]},"regime":"large_mean","seed":2,"options":{"softcap":1e12}}',
-    '{"dtype":"bfloat16","shapes":{"q":[1,70,2,64],"k":[1,70,2,64],"v":[1,70,2,64]},"regime":"large_mean","seed":3,"options":{"scale":0.0}}',
+    (
+        '{"dtype":"float32","shapes":{"q":[1,40,2,64],"k":[1,40,2,64],"v":[1,40,2,64]},"regime":"very_negative",'
+        '"seed":1,"options":{"scale":-0.3}}'
+    ),
+    (
+        '{"dtype":"float32","shapes":{"q":[1,40,2,64],"k":[1,40,2,64],"v":[1,40,2,64]},"regime":"large_mean",'
+        '"seed":2,"options":{"softcap":1e12}}'
+    ),
+    (
+        '{"dtype":"bfloat16","shapes":{"q":[1,70,2,64],"k":[1,70,2,64],"v":[1,70,2,64]},"regime":"large_mean",'
+        '"seed":3,"options":{"scale":0.0}}'
+    ),
 ]
 
 
 @pytest.mark.parametrize("case", HUGE_LOGITS)
 @pytest.mark.parametrize(("backend", "device"), list(places()))
 def test_weights_stay_below_one_at_huge_logits(backend, device, case):
-    """An ulp of a logit of 1e10 is 1024: a product that is rounded for the maximum and fused into the difference gives exp(512) for a weight of 1."""
+    """An ulp of a logit of 1e10 is 1024: a product that is rounded for the maximum and fused into the difference gives
+    exp(512) for a weight of 1.
+    """
     report = testing.replay("attention", case, backend=backend, device=device)
     assert report.passed, report.failures
 
@@ -48,7 +61,9 @@ def crossing(report, tile):
 
 @pytest.mark.parametrize(("backend", "device", "op"), list(pairs(oracle=False)))
 def test_several_tiles_are_visited(backend, device, op):
-    """Drawn sizes seldom exceed default tiles: without the edges that ask for the smallest, loops over tiles would run once in the whole suite."""
+    """Drawn sizes seldom exceed default tiles: without the edges that ask for the smallest, loops over tiles would run
+    once in the whole suite.
+    """
     spec = registry.find_spec(op)
     only = [f"several_{tile}" for tile, t in spec.tiling.items() if t.of]
     report = pk.check(

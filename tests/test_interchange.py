@@ -1,4 +1,6 @@
-"""Crossing frameworks: the same kind of array comes back, memory is shared where it can be, and values that would not survive are refused."""
+"""Crossing frameworks: the same kind of array comes back, memory is shared where it can be, and values that would not
+survive are refused.
+"""
 
 import ml_dtypes
 import numpy as np
@@ -48,7 +50,9 @@ def pointer(x):
 
 
 def aligned(x):
-    """A copy that starts at a multiple of 64 bytes, as JAX demands of memory that it shares; torch and JAX allocate so, NumPy by luck."""
+    """A copy that starts at a multiple of 64 bytes, as JAX demands of memory that it shares; torch and JAX allocate so,
+    NumPy by luck.
+    """
     memory = np.zeros(x.nbytes + 64, np.uint8)
     start = -memory.ctypes.data % 64
     copy = memory[start : start + x.nbytes].view(x.dtype).reshape(x.shape)

@@ -1,4 +1,6 @@
-"""JAX transformations: jit and vmap on every backend that can be staged, TPU lowering on a machine without one, gradients refused."""
+"""JAX transformations: jit and vmap on every backend that can be staged, TPU lowering on a machine without one,
+gradients refused.
+"""
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import portakern as pk
 from portakern import inventory, testing
 from portakern.core import registry
 from portakern.testing import strategies
+from tests.ops import forward_records
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
 import jax.numpy as jnp  # noqa: E402
@@ -59,15 +62,13 @@ def test_vmap_nested_and_with_unmapped_arguments(backend):
     )
 
 
-@pytest.mark.parametrize("op", ["matmul", "attention"])
-def test_vmap_of_every_shape_of_kernel(op):
-    if op == "matmul":
-        args, want = (normal(3, 2, 5, 7), normal(3, 2, 7, 4)), None
-    else:
-        args = tuple(jnp.stack([a, 2 * a]) for a in qkv())
-    got = jax.vmap(pk.op(op, backend="pallas"))(*args)
-    want = jnp.stack([pk.op(op, backend="reference")(*(a[i] for a in args)) for i in range(args[0].shape[0])])
-    np.testing.assert_allclose(got, want, atol=1e-5)
+@pytest.mark.parametrize("r", forward_records(), ids=lambda r: r.op)
+def test_vmap_of_every_shape_of_kernel(r):
+    arrays, options = [jnp.asarray(a) for a in r.compared.arrays(r.op).values()], r.compared.options
+    mapped = [jnp.stack([a, 2 * a]) for a in arrays]
+    got = jax.vmap(lambda *a: pk.op(r.op, backend="pallas")(*a, **options))(*mapped)
+    want = [pk.op(r.op, backend="reference")(*(a[i] for a in mapped), **options) for i in range(2)]
+    np.testing.assert_allclose(got, jnp.stack(want), atol=1e-5)
 
 
 def test_constants_may_join_tracers():
@@ -90,46 +91,18 @@ def test_triton_cannot_be_staged():
         jax.jit(pk.op("softmax", backend="triton"))(normal(3, 4))
 
 
-CASES = {
-    "matmul": lambda d: ((normal(2, 130, 200, dtype=d), normal(200, 70, dtype=d)), {}),
-    "matmul tf32": lambda d: ((normal(130, 200, dtype=d), normal(200, 70, dtype=d)), {"precision": "tf32"}),
-    "softmax": lambda d: ((normal(5, 300, dtype=d),), {}),
-    "softmax first axis": lambda d: ((normal(70, 5, 130, dtype=d),), {"axis": 0}),
-    "softmax one axis": lambda d: ((normal(700, dtype=d),), {}),
-    "layernorm": lambda d: ((normal(3, 7, 300, dtype=d), normal(300), normal(300)), {}),
-    "layernorm bare": lambda d: ((normal(33, dtype=d),), {}),
-    "rmsnorm": lambda d: ((normal(3, 7, 300, dtype=d), normal(300)), {}),
-    "rmsnorm bare": lambda d: ((normal(33, dtype=d),), {}),
-    "attention": lambda d: (
-        tuple(normal(2, n, h, 64, dtype=d) for n, h in ((100, 4), (130, 2), (130, 2))),
-        {"is_causal": True, "return_lse": True},
-    ),
-    "attention window": lambda d: (
-        tuple(normal(1, 300, 2, 80, dtype=d) for _ in range(3)),
-        {"window": (40, 8), "softcap": 20.0},
-    ),
-    "attention bias": lambda d: ((*(normal(1, 50, 2, 32, dtype=d) for _ in range(3)), normal(1, 2, 1, 50)), {}),
-    "attention segments": lambda d: (
-        (*(normal(1, 50, 2, 32, dtype=d) for _ in range(3)), None, *[jnp.zeros((1, 50), jnp.int32)] * 2),
-        {"precision": "tf32"},
-    ),
-}
+LOWERED = [pytest.param(r, key, id=f"{r.op}: {key}") for r in forward_records() for key in r.lowered]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", CASES)
-def test_every_kernel_lowers_for_tpu(name, dtype):
+@pytest.mark.parametrize(("r", "key"), LOWERED)
+def test_every_kernel_lowers_for_tpu(r, key, dtype):
     import jax.export
 
-    args, options = CASES[name](dtype)
-    given = [a for a in args if a is not None]
-
-    def call(*arrays):
-        it = iter(arrays)
-        return pk.op(name.split()[0], backend="pallas")(*(None if a is None else next(it) for a in args), **options)
-
-    text = jax.export.export(jax.jit(call), platforms=["tpu"])(*given).mlir_module()
-    assert "tpu_custom_call" in text
+    sample = r.lowered[key]
+    arrays = {n: jnp.asarray(a) for n, a in sample.arrays(r.op, dtype).items()}
+    run = jax.jit(lambda given: pk.op(r.op, backend="pallas")(**given, **sample.options))
+    assert "tpu_custom_call" in jax.export.export(run, platforms=["tpu"])(arrays).mlir_module()
 
 
 DRAWN = testing.Limits(dtypes=("float32", "bfloat16"), strided=False, elements=600)

@@ -1,4 +1,6 @@
-"""Gradients under JAX: grad, vjp, jit, vmap, checkpoint, export and shard_map, on the oracle and on the Pallas kernels."""
+"""Gradients under JAX: grad, vjp, jit, vmap, checkpoint, export and shard_map, on the oracle and on the Pallas
+kernels.
+"""
 
 import subprocess
 import sys
@@ -11,6 +13,8 @@ import portakern as pk
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
 import jax.numpy as jnp  # noqa: E402
+
+from tests.ops import forward_records, record  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -28,39 +32,13 @@ def normal(*shape, dtype=jnp.float32):
     return jnp.asarray(RNG.standard_normal(shape), dtype)
 
 
-def plain_attention(q, k, v, bias=None, *, is_causal=False, softcap=None, return_lse=False):
-    group = q.shape[2] // k.shape[2]
-    k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
-    s = jnp.einsum("bqhd,bkhd->bhqk", q, k, precision="highest") * q.shape[-1] ** -0.5
-    s = s if softcap is None else softcap * jnp.tanh(s / softcap)
-    s = s if bias is None else s + bias
-    if is_causal:
-        s = jnp.where(jnp.tril(jnp.ones(s.shape[2:], bool), s.shape[3] - s.shape[2]), s, -jnp.inf)
-    o = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(s), v, precision="highest")
-    return (o, jax.nn.logsumexp(s, -1)) if return_lse else o
+FORWARD = [r for r in forward_records() if r.spec.vjp]
+every_op = pytest.mark.parametrize("r", FORWARD, ids=lambda r: r.op)
 
 
-def plain_layernorm(x, w=None, b=None):
-    y = (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5)
-    return (y if w is None else y * w) + (0 if b is None else b)
-
-
-def plain_rmsnorm(x, w=None):
-    y = x / jnp.sqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
-    return y if w is None else y * w
-
-
-CALLS = {
-    "matmul": (lambda: (normal(2, 5, 7), normal(7, 4)), {}, jnp.matmul),
-    "softmax": (lambda: (normal(3, 9),), {"axis": 0}, lambda x, axis: jax.nn.softmax(x, axis)),
-    "layernorm": (lambda: (normal(2, 3, 33), normal(33), normal(33)), {}, plain_layernorm),
-    "rmsnorm": (lambda: (normal(2, 3, 33), normal(33)), {}, plain_rmsnorm),
-    "attention": (
-        lambda: (normal(2, 9, 4, 8), normal(2, 11, 2, 8), normal(2, 11, 2, 8), normal(1, 4, 1, 11)),
-        {"softcap": 3.0, "is_causal": True},
-        plain_attention,
-    ),
-}
+def compared(r, seed=0):
+    """Arrays and options of the record's call, and the op in plain JAX."""
+    return [jnp.asarray(a) for a in r.compared.arrays(r.op, seed=seed).values()], r.compared.options, r.in_jax
 
 
 def close(got, want):
@@ -72,22 +50,20 @@ def loss_of(f, options):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("op", CALLS)
-def test_gradients_are_those_of_plain_jax(op, backend):
-    make, options, plain = CALLS[op]
-    arrays = make()
+@every_op
+def test_gradients_are_those_of_plain_jax(r, backend):
+    arrays, options, plain = compared(r)
     every = tuple(range(len(arrays)))
     want = jax.grad(loss_of(plain, options), every)(*arrays)
-    mine = jax.grad(loss_of(pk.op(op, backend=backend), options), every)
+    mine = jax.grad(loss_of(pk.op(r.op, backend=backend), options), every)
     close(mine(*arrays), want)
     close(jax.jit(mine)(*arrays), want)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("op", CALLS)
-def test_vmap_of_gradients_with_shared_arrays(op, backend):
-    make, options, plain = CALLS[op]
-    first, second = make(), make()
+@every_op
+def test_vmap_of_gradients_with_shared_arrays(r, backend):
+    (first, options, plain), (second, *_) = compared(r), compared(r, seed=1)
     mapped = jnp.stack([first[0], second[0]])
     arrays, axes = (mapped, *first[1:]), (0, *(None,) * (len(first) - 1))
     every = tuple(range(len(arrays)))
@@ -95,10 +71,10 @@ def test_vmap_of_gradients_with_shared_arrays(op, backend):
     def grads(f):
         return jax.vmap(jax.grad(loss_of(f, options), every), in_axes=axes)(*arrays)
 
-    close(grads(pk.op(op, backend=backend)), grads(plain))
-    total = jax.grad(lambda *a: jax.vmap(loss_of(pk.op(op, backend=backend), options), in_axes=axes)(*a).sum(), every)(
-        *arrays
-    )
+    close(grads(pk.op(r.op, backend=backend)), grads(plain))
+    total = jax.grad(
+        lambda *a: jax.vmap(loss_of(pk.op(r.op, backend=backend), options), in_axes=axes)(*a).sum(), every
+    )(*arrays)
     close(total, jax.grad(lambda *a: jax.vmap(loss_of(plain, options), in_axes=axes)(*a).sum(), every)(*arrays))
 
 
@@ -113,13 +89,13 @@ def test_a_cotangent_of_lse_counts(backend):
 
         return jax.grad(inner, (0, 1, 2))
 
-    close(loss(pk.op("attention", backend=backend))(q, k, v), loss(plain_attention)(q, k, v))
+    close(loss(pk.op("attention", backend=backend))(q, k, v), loss(record("attention").in_jax)(q, k, v))
     only_lse = jax.grad(lambda q: pk.op("attention", backend=backend)(q, k, v, return_lse=True).lse.sum())(q)
-    close(only_lse, jax.grad(lambda q: plain_attention(q, k, v, return_lse=True)[1].sum())(q))
+    close(only_lse, jax.grad(lambda q: record("attention").in_jax(q, k, v, return_lse=True)[1].sum())(q))
 
 
 def test_only_the_gradients_that_are_asked_for_are_computed():
-    q, k, v, bias = CALLS["attention"][0]()
+    q, k, v, bias = compared(record("attention"))[0]
     text = str(jax.make_jaxpr(jax.grad(lambda q: pk.op("attention")(q, k, v, bias).sum()))(q))
     asked = text[text.index("attention_vjp") :]
     assert "wants=('d_q',)" in asked
@@ -130,19 +106,17 @@ def test_only_the_gradients_that_are_asked_for_are_computed():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_checkpoint_recomputes(backend):
-    make, options, plain = CALLS["attention"]
-    arrays = make()
+    arrays, options, plain = compared(record("attention"))
     loss = loss_of(pk.op("attention", backend=backend), options)
     close(jax.grad(jax.checkpoint(loss), (0, 1, 2))(*arrays), jax.grad(loss_of(plain, options), (0, 1, 2))(*arrays))
 
 
-@pytest.mark.parametrize("op", CALLS)
-def test_gradients_export_for_one_platform(op):
+@every_op
+def test_gradients_export_for_one_platform(r):
     import jax.export
 
-    make, options, plain = CALLS[op]
-    arrays = make()
-    grads = jax.jit(jax.grad(loss_of(pk.op(op, backend="pallas"), options), tuple(range(len(arrays)))))
+    arrays, options, plain = compared(r)
+    grads = jax.jit(jax.grad(loss_of(pk.op(r.op, backend="pallas"), options), tuple(range(len(arrays)))))
     assert "tpu_custom_call" in jax.export.export(grads, platforms=["tpu"])(*arrays).mlir_module()
     back = jax.export.deserialize(jax.export.export(grads, platforms=["cpu"])(*arrays).serialize())
     close(back.call(*arrays), jax.grad(loss_of(plain, options), tuple(range(len(arrays))))(*arrays))
@@ -174,15 +148,22 @@ SHARDED = """
     x, w = jnp.asarray(np.random.default_rng(0).standard_normal((8, 40)), jnp.float32), jnp.linspace(1, 2, 40)
     for backend in ("reference", "pallas"):
         layernorm = pk.op("layernorm", backend=backend)
-        loss = jax.shard_map(lambda x, w: jax.lax.psum(jnp.sum(jnp.sin(layernorm(x, w))), "data"), mesh=mesh, in_specs=(P("data"), P()), out_specs=P())
+        def sharded(f):
+            return jax.shard_map(f, mesh=mesh, in_specs=(P("data"), P()), out_specs=P())
+
+        loss = sharded(lambda x, w: jax.lax.psum(jnp.sum(jnp.sin(layernorm(x, w))), "data"))
         got = jax.jit(jax.grad(loss, (0, 1)))(x, w)
         want = jax.grad(lambda x, w: jnp.sum(jnp.sin(layernorm(x, w))), (0, 1))(x, w)
         for a, b in zip(got, want):
             np.testing.assert_allclose(a, b, atol=1e-5)
-        inside = jax.shard_map(lambda x, w: jax.grad(lambda w: jnp.sum(jnp.sin(layernorm(x, w))))(w), mesh=mesh, in_specs=(P("data"), P()), out_specs=P())
+        inside = sharded(lambda x, w: jax.grad(lambda w: jnp.sum(jnp.sin(layernorm(x, w))))(w))
         np.testing.assert_allclose(jax.jit(inside)(x, w), want[1], atol=1e-5)
         xs, ws = jax.device_put(x, NamedSharding(mesh, P("data"))), jax.device_put(w, NamedSharding(mesh, P()))
-        for call in (lambda: layernorm(xs, ws), lambda: jax.jit(layernorm)(xs, ws), lambda: jax.jit(jax.grad(lambda x: layernorm(x, ws).sum()))(xs)):
+        for call in (
+            lambda: layernorm(xs, ws),
+            lambda: jax.jit(layernorm)(xs, ws),
+            lambda: jax.jit(jax.grad(lambda x: layernorm(x, ws).sum()))(xs),
+        ):
             try:
                 call()
             except (pk.UnsupportedError, pk.SpecError) as e:

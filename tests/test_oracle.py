@@ -1,8 +1,9 @@
-"""The float64 oracle against formulas written another way: scalar loops, PyTorch in float64, and the rows of the edge-case table."""
+"""The float64 oracle against formulas written another way: scalar loops, PyTorch in float64, and the rows of the
+edge-case table.
+"""
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
@@ -10,28 +11,41 @@ import pytest
 
 from portakern.api import op
 from portakern.core.oracle import oracle
+from tests.ops import forward_records
+from tests.ops._shared import normal64 as normal
 
 inf, nan = math.inf, math.nan
 pytestmark = pytest.mark.filterwarnings("error")
 
 
-def run(name, *arrays, **options):
-    return oracle(op(name).bind(*arrays, **options))
+def run(name, *arrays, **given):
+    return oracle(op(name).bind(*arrays, **given))
 
 
-def normal(*shape, seed=0):
-    return np.random.default_rng([seed, *shape]).standard_normal(shape)
+# --- every op ---
+
+
+@pytest.mark.parametrize(
+    ("r", "arguments"),
+    [pytest.param(r, make, id=f"{r.op}: {key}") for r in forward_records() for key, make in r.formula_calls.items()],
+)
+def test_the_oracle_is_the_formula_written_another_way(r, arguments):
+    arrays, options = arguments()
+    relative, absolute = r.formula_tolerance
+    for mine, theirs in zip(run(r.op, *arrays, **options), r.formula(*arrays, **options), strict=True):
+        assert mine.shape == theirs.shape
+        np.testing.assert_allclose(mine, theirs, rtol=relative, atol=absolute)
+
+
+@pytest.mark.parametrize("r", forward_records(), ids=lambda r: r.op)
+def test_against_torch_in_float64(r):
+    torch = pytest.importorskip("torch")
+    arrays, options = r.compared.arrays(r.op, "float64"), r.compared.options
+    theirs = r.in_torch(*map(torch.from_numpy, arrays.values()), **options)
+    np.testing.assert_allclose(run(r.op, **arrays, **options)[0], theirs, rtol=1e-12, atol=1e-14)
 
 
 # --- matmul ---
-
-
-def test_matmul_is_the_sum_of_products():
-    a, b = normal(2, 1, 3, 5), normal(4, 5, 2)
-    (c,) = run("matmul", a, b)
-    assert c.shape == (2, 4, 3, 2)
-    for i, j, m, n in np.ndindex(c.shape):
-        assert c[i, j, m, n] == pytest.approx(math.fsum(a[i, 0, m, k] * b[j, k, n] for k in range(5)), rel=1e-14)
 
 
 def test_matmul_of_nan_and_inf_stays_in_its_row():
@@ -48,15 +62,6 @@ def test_matmul_of_16_bit_integers_is_exact_and_unrounded():
 
 
 # --- softmax ---
-
-
-@pytest.mark.parametrize("axis", [0, 1, 2, -1])
-def test_softmax_is_the_share_of_the_exponential(axis):
-    x = normal(3, 4, 5)
-    (y,) = run("softmax", x, axis=axis)
-    rows = np.moveaxis(x, axis, -1).reshape(-1, x.shape[axis])
-    expected = [[math.exp(t) / math.fsum(map(math.exp, row)) for t in row] for row in rows]
-    np.testing.assert_allclose(np.moveaxis(y, axis, -1).reshape(rows.shape), expected, rtol=1e-14)
 
 
 def test_softmax_takes_every_finite_x():
@@ -83,18 +88,6 @@ def test_softmax_of_nothing_is_nothing():
 # --- layernorm ---
 
 
-@pytest.mark.parametrize(("affine", "eps"), list(itertools.product([False, True], [0.0, 1e-5, 0.5])))
-def test_layernorm_has_the_asked_mean_and_deviation(affine, eps):
-    x = normal(2, 3, 7) * 3 + 5
-    w, b = (normal(7), normal(7, seed=1)) if affine else (None, None)
-    (y,) = run("layernorm", x, w, b, eps=eps)
-    for i, j in np.ndindex(2, 3):
-        mean = math.fsum(x[i, j]) / 7
-        var = math.fsum((t - mean) ** 2 for t in x[i, j]) / 7
-        expected = [(t - mean) / math.sqrt(var + eps) for t in x[i, j]]
-        np.testing.assert_allclose(y[i, j], expected if w is None else np.array(expected) * w + b, rtol=1e-12)
-
-
 @pytest.mark.parametrize("bad", [nan, inf, -inf])
 def test_layernorm_rows_that_are_nan(bad):
     x = normal(3, 5).astype(np.float32)
@@ -113,15 +106,6 @@ def test_layernorm_of_constant_rows():
 # --- rmsnorm ---
 
 
-@pytest.mark.parametrize(("affine", "eps"), list(itertools.product([False, True], [0.0, 1e-6, 0.5])))
-def test_rmsnorm_has_the_asked_mean_of_squares(affine, eps):
-    x, w = normal(2, 3, 7) * 3 + 5, normal(7) if affine else None
-    (y,) = run("rmsnorm", x, w, eps=eps)
-    for i, j in np.ndindex(2, 3):
-        root = math.sqrt(math.fsum(t * t for t in x[i, j]) / 7 + eps)
-        np.testing.assert_allclose(y[i, j], x[i, j] / root * (1 if w is None else w), rtol=1e-13)
-
-
 def test_rmsnorm_of_nan_inf_and_zeros():
     x = np.array([[1, nan, 2], [1, -inf, 2], [0, 0, 0], [3, -3, 3]], np.float32)
     np.testing.assert_array_equal(
@@ -131,66 +115,6 @@ def test_rmsnorm_of_nan_inf_and_zeros():
 
 
 # --- attention ---
-
-
-def loops(q, k, v, bias=None, q_seg=None, kv_seg=None, is_causal=False, window=None, scale=None, softcap=None):
-    """Attention one scalar at a time, straight from the definition. Finite inputs, but for -inf in bias."""
-    (batch, q_len, heads, d), (_, kv_len, kv_heads, dv) = q.shape, v.shape
-    o, lse = np.zeros((batch, q_len, heads, dv)), np.full((batch, heads, q_len), -inf)
-    scale = d**-0.5 if scale is None else scale
-    for b, h, i in np.ndindex(batch, heads, q_len):
-        here, weights = i + kv_len - q_len, {}
-        for j in range(kv_len):
-            s = scale * math.fsum(q[b, i, h, c] * k[b, j, h // (heads // kv_heads), c] for c in range(d))
-            s = s if softcap is None else softcap * math.tanh(s / softcap)
-            s = s if bias is None else s + bias[b % bias.shape[0], h % bias.shape[1], i % bias.shape[2], j]
-            left, right = window or (None, None)
-            hidden = (
-                (is_causal and j > here)
-                or (left is not None and j < here - left)
-                or (right is not None and j > here + right)
-            )
-            hidden = hidden or (q_seg is not None and q_seg[b, i] != kv_seg[b, j]) or s == -inf
-            if not hidden:
-                weights[j] = math.exp(s)
-        total = math.fsum(weights.values())
-        if weights:
-            lse[b, h, i] = math.log(total)
-            for c in range(dv):
-                o[b, i, h, c] = math.fsum(p * v[b, j, h // (heads // kv_heads), c] for j, p in weights.items()) / total
-    return o, lse
-
-
-WINDOWS = [None, (2, 0), (None, 1), (1, None), (0, 0), (3, 2), (None, None), (2**63 - 1, 2**80)]
-
-
-@pytest.mark.parametrize(("q_len", "kv_len"), [(4, 4), (3, 7), (7, 3), (1, 5), (5, 1)])
-@pytest.mark.parametrize(("is_causal", "window"), list(itertools.product([False, True], WINDOWS)))
-def test_attention_masks_against_loops(q_len, kv_len, is_causal, window):
-    q, k, v = normal(1, q_len, 2, 3), normal(1, kv_len, 1, 3), normal(1, kv_len, 1, 2)
-    got = run("attention", q, k, v, is_causal=is_causal, window=window, return_lse=True)
-    for mine, theirs in zip(got, loops(q, k, v, is_causal=is_causal, window=window), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("bias_shape", [None, (1, 1, 1, 6), (2, 1, 5, 6), (1, 4, 1, 6), (2, 4, 5, 6)])
-@pytest.mark.parametrize(("scale", "softcap"), [(None, None), (-0.7, None), (0.0, 2.0), (3.0, 1.5)])
-def test_attention_scores_against_loops(bias_shape, scale, softcap):
-    q, k, v = normal(2, 5, 4, 3), normal(2, 6, 2, 3), normal(2, 6, 2, 2)
-    bias = None if bias_shape is None else np.where(normal(*bias_shape) < -0.5, -inf, normal(*bias_shape))
-    got = run("attention", q, k, v, bias, scale=scale, softcap=softcap, is_causal=True, return_lse=True)
-    for mine, theirs in zip(got, loops(q, k, v, bias, is_causal=True, scale=scale, softcap=softcap), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("dtype", [np.int32, np.int64])
-def test_attention_segments_against_loops(dtype):
-    q, k, v = normal(2, 5, 2, 3), normal(2, 6, 2, 3), normal(2, 6, 2, 2)
-    rng, top = np.random.default_rng(0), np.iinfo(dtype).max
-    ids = [rng.choice([0, 1, top, top - 1], (2, n)).astype(dtype) for n in (5, 6)]
-    got = run("attention", q, k, v, None, *ids, return_lse=True)
-    for mine, theirs in zip(got, loops(q, k, v, None, *ids), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-12, atol=1e-14)
 
 
 def test_attention_lse_only_when_asked():
@@ -271,18 +195,13 @@ def test_attention_far_scores_and_finfo_min():
     np.testing.assert_allclose(o[0, :, 0], np.tile(v[0, :, 0].mean(0), (2, 1)), rtol=1e-5)
 
 
-# --- PyTorch in float64 ---
+# --- PyTorch's own kernel in float64 ---
 
 
-def test_against_torch():
+def test_attention_against_torchs_own():
     torch = pytest.importorskip("torch")
     from torch.nn import functional as F
 
-    x, w, b = (torch.from_numpy(a) for a in (normal(3, 4, 9), normal(9), normal(9, seed=1)))
-    np.testing.assert_allclose(run("layernorm", x, w, b)[0], F.layer_norm(x, (9,), w, b), rtol=1e-12)
-    np.testing.assert_allclose(run("rmsnorm", x, w, eps=1e-3)[0], F.rms_norm(x, (9,), w, 1e-3), rtol=1e-12)
-    np.testing.assert_allclose(run("softmax", x, axis=1)[0], torch.softmax(x, 1), rtol=1e-13)
-    np.testing.assert_allclose(run("matmul", x, x.mT)[0], x @ x.mT, rtol=1e-12, atol=1e-14)
     q, k, v = (torch.from_numpy(normal(2, n, h, 8, seed=h)) for n, h in ((6, 4), (9, 2), (9, 2)))
     mask = torch.ones(6, 9, dtype=torch.bool).tril(9 - 6)
     theirs = F.scaled_dot_product_attention(

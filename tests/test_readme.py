@@ -1,4 +1,6 @@
-"""The README's Python runs as printed, top to bottom in one session, and CI finds the commands that it tells readers to run."""
+"""The README's Python runs as printed, top to bottom in one session, and CI finds the commands that it tells readers to
+run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`portakern report`: tables and plots follow the results, --check tells what does not, --add takes in what is fit for it."""
+"""`portakern report`: tables and plots follow the results, --check tells what does not, --add takes in what is fit for
+it.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,18 @@ from portakern.results import ResultError
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE = "NVIDIA H100 80GB HBM3"
-TIME = {"op": "softmax", "dtype": "bfloat16", "call": "softmax(bfloat16; n=4096)", "tiling": {"block_n": 4096}, "us": 40.0, "bytes": 67108864, "flops": 83886080,
-        "floor_us": 20.0, "peers": {"torch": 50.0}, "checked": True}  # fmt: skip
+TIME = {
+    "op": "softmax",
+    "dtype": "bfloat16",
+    "call": "softmax(bfloat16; n=4096)",
+    "tiling": {"block_n": 4096},
+    "us": 40.0,
+    "bytes": 67108864,
+    "flops": 83886080,
+    "floor_us": 20.0,
+    "peers": {"torch": 50.0},
+    "checked": True,
+}
 
 
 def run_of(benchmark, rows, device=DEVICE, date="2026-03-01", **extra):
@@ -38,10 +50,35 @@ def run_of(benchmark, rows, device=DEVICE, date="2026-03-01", **extra):
 
 
 def built(op="softmax", target="sm_90", dtype="bfloat16", reason=None, **kernel):
-    made = {"name": "k", "launches": 1, "threads": 256, "registers": 30, "spills": 0, "on_chip": {"shared": 32}, "occupancy": 0.5, "matrix": {}, "code_bytes": 100,
-            "cycles": None, "undefined": [], **kernel}  # fmt: skip
-    return {"op": op, "direction": "forward", "dtype": dtype, "target": target, "backend": "triton", "call": f"{op}(...)", "tiling": {"block_n": 4096}, "ok": reason is None,
-            "reason": reason, "final": True, "kernels": [made] if reason is None else [], "code_bytes": 100, "seconds": 1.0}  # fmt: skip
+    made = {
+        "name": "k",
+        "launches": 1,
+        "threads": 256,
+        "registers": 30,
+        "spills": 0,
+        "on_chip": {"shared": 32},
+        "occupancy": 0.5,
+        "matrix": {},
+        "code_bytes": 100,
+        "cycles": None,
+        "undefined": [],
+        **kernel,
+    }
+    return {
+        "op": op,
+        "direction": "forward",
+        "dtype": dtype,
+        "target": target,
+        "backend": "triton",
+        "call": f"{op}(...)",
+        "tiling": {"block_n": 4096},
+        "ok": reason is None,
+        "reason": reason,
+        "final": True,
+        "kernels": [made] if reason is None else [],
+        "code_bytes": 100,
+        "seconds": 1.0,
+    }
 
 
 def put(folder: Path, name: str, data) -> Path:
@@ -132,7 +169,7 @@ def test_every_table_has_its_place_in_this_checkout():
     assert there == set(checkout.TABLES)
 
 
-# --------------------------------------------------------------------------------------------------------------------------------- making and checking
+# -------------------------------------------------------------------------------------------------- making and checking
 def test_tables_show_the_results(fresh):
     pieces = markdown.pieces((fresh / "PORTING.md").read_text(), fresh / "PORTING.md")
     assert "| `softmax` | bfloat16 | triton | ok | ok | – |" in pieces["matrix"]
@@ -208,8 +245,10 @@ def test_results_that_change_make_tables_and_plots_stale(fresh):
         s.what.removesuffix(" is stale or was changed by hand") for s in checkout.stale(fresh) if s.path.suffix == ".md"
     } == {f"table {name!r}" for name in ("matrix", "resources", "tilings", "cycles")}
     assert {s.path.name: s.what for s in checkout.stale(fresh) if s.path.suffix == ".svg"} == {
-        "heatmap.svg": "is stale", "roofline-gfx942.svg": gone, "roofline-v5e.svg": gone
-    }  # fmt: skip
+        "heatmap.svg": "is stale",
+        "roofline-gfx942.svg": gone,
+        "roofline-v5e.svg": gone,
+    }
     checkout.update(fresh)
     assert sorted(p.name for p in (fresh / "docs" / "plots").iterdir()) == [
         "heatmap.svg",
@@ -220,14 +259,28 @@ def test_results_that_change_make_tables_and_plots_stale(fresh):
 @pytest.mark.parametrize(
     ("page", "message"),
     [
-        ("<!-- portakern report: matrix -->\n", "PORTING.md, line 1: <!-- portakern report: matrix --> has no end; expected <!-- end: matrix --> below it"),
+        (
+            "<!-- portakern report: matrix -->\n",
+            "PORTING.md, line 1: <!-- portakern report: matrix --> has no end; expected <!-- end: matrix --> below it",
+        ),
         ("a\n<!-- end: matrix -->\n", "PORTING.md, line 2: <!-- end: matrix --> ends nothing; no mark is open there"),
-        ("<!-- portakern report: matrix -->\n<!-- end: times -->\n", "PORTING.md, line 2: <!-- end: times --> ends nothing; expected <!-- end: matrix -->"),
-        ("<!-- portakern report: matrix -->\n<!-- portakern report: times -->\n",
-         "PORTING.md, line 2: <!-- portakern report: times --> stands inside 'matrix'; expected <!-- end: matrix --> before it"),
-        ("<!-- portakern report: speed -->\n<!-- end: speed -->\n", "PORTING.md: there is no table 'speed'; expected one of matrix, resources, "),
+        (
+            "<!-- portakern report: matrix -->\n<!-- end: times -->\n",
+            "PORTING.md, line 2: <!-- end: times --> ends nothing; expected <!-- end: matrix -->",
+        ),
+        (
+            "<!-- portakern report: matrix -->\n<!-- portakern report: times -->\n",
+            (
+                "PORTING.md, line 2: <!-- portakern report: times --> stands inside 'matrix'; expected <!-- end: "
+                "matrix --> before it"
+            ),
+        ),
+        (
+            "<!-- portakern report: speed -->\n<!-- end: speed -->\n",
+            "PORTING.md: there is no table 'speed'; expected one of matrix, resources, ",
+        ),
     ],
-)  # fmt: skip
+)
 def test_marks_that_do_not_pair(tree, page, message):
     (tree / "PORTING.md").write_text(page)
     for command in (checkout.stale, checkout.update):
@@ -240,9 +293,9 @@ def test_marks_that_do_not_pair(tree, page, message):
 def test_elsewhere_than_in_a_checkout(tmp_path):
     said = report(tmp_path)
     assert isinstance(said.exception, ResultError)
-    assert (
-        str(said.exception)
-        == f"portakern report works on a checkout of portakern, and {tmp_path} has no PORTING.md; clone the repository and run: pip install -e ."
+    assert str(said.exception) == (
+        f"portakern report works on a checkout of portakern, and {tmp_path} has no PORTING.md; clone the "
+        "repository and run: pip install -e ."
     )
 
 
@@ -257,7 +310,7 @@ def test_without_matplotlib_nothing_is_half_done(tree, monkeypatch):
     assert report(tree, "--check").exit_code == 1  # checking draws nothing
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------------- adding
+# --------------------------------------------------------------------------------------------------------------- adding
 def test_a_new_run_is_taken_in(fresh, tmp_path):
     rows = [{"op": "softmax", "way": "op", "median_us": 7.0, "best_us": 6.5, "worst_us": 9.0}]
     said = report(fresh, "--add", put(tmp_path, "Launch H100.json", run_of("launch", rows, graphs=[])))
@@ -286,12 +339,29 @@ def test_a_newer_run_replaces(fresh, tmp_path):
         (run_of("times", []), "'rows' is empty; expected a row for each thing measured"),
         (run_of("times", [{**TIME, "gbps": 3}]), "'rows[0].gbps' is unknown; expected op, dtype, call"),
         (run_of("times", [TIME], note=""), "'note' is unknown; expected wall_seconds"),
-        (run_of("times", [TIME]), "its date is 2026-03-01, and benchmarks/results/times-h100.json holds times on NVIDIA H100 80GB HBM3 of 2026-03-01; expected a later one"),
-        (run_of("compile-matrix", [built()], "host CPU", "2027-01-01", wall_seconds=1, ok=1, of=1, limits={}),
-         "it lacks 3 of the 4 rows of benchmarks/results/compile-matrix.json, such as matmul, bfloat16, sm_90, triton; expected the whole run"),
-        (run_of("times", [TIME], "NVIDIA B200"), "benchmarks/results/times-h100.json is another run's: times on NVIDIA H100 80GB HBM3; give the file another name"),
+        (
+            run_of("times", [TIME]),
+            (
+                "its date is 2026-03-01, and benchmarks/results/times-h100.json holds times on NVIDIA H100 80GB "
+                "HBM3 of 2026-03-01; expected a later one"
+            ),
+        ),
+        (
+            run_of("compile-matrix", [built()], "host CPU", "2027-01-01", wall_seconds=1, ok=1, of=1, limits={}),
+            (
+                "it lacks 3 of the 4 rows of benchmarks/results/compile-matrix.json, such as matmul, bfloat16, "
+                "sm_90, triton; expected the whole run"
+            ),
+        ),
+        (
+            run_of("times", [TIME], "NVIDIA B200"),
+            (
+                "benchmarks/results/times-h100.json is another run's: times on NVIDIA H100 80GB HBM3; give the "
+                "file another name"
+            ),
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_bad_file_is_refused_and_changes_nothing(fresh, tmp_path, data, message):
     before, file = content(fresh), put(tmp_path, "times-h100.json", data)
     said = report(fresh, "--add", file)
@@ -313,9 +383,12 @@ def test_replace_takes_it_all_the_same(fresh, tmp_path):
     )
 
 
-# -------------------------------------------------------------------------------------------------------------------------------------- what is counted
+# ------------------------------------------------------------------------------------------------------ what is counted
 def test_lines_of_code():
-    source = '"""Module."""\n\nimport x  # why\n\n\ndef f():\n    """Doc\n    of two lines."""\n    # a comment\n    return """a\n    b"""\n'
+    source = (
+        '"""Module."""\n\nimport x  # why\n\n\ndef f():\n    """Doc\n    of two lines."""\n    # a comment\n    '
+        'return """a\n    b"""\n'
+    )
     assert lines.code_lines(source) == 4
     text = Path(lines.__file__).read_text()
     with tokenize.open(lines.__file__) as f:

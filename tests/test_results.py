@@ -16,9 +16,15 @@ ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 ROW = {"op": "softmax", "way": "op", "median_us": 7.0, "best_us": 6.5, "worst_us": 9.0}
 RUN = {
-    "schema": 1, "benchmark": "launch", "command": "python benchmarks/launch.py", "date": "2026-01-31", "device": "a GPU", "environment": {"torch": "2.11"}, "graphs": [],
+    "schema": 1,
+    "benchmark": "launch",
+    "command": "python benchmarks/launch.py",
+    "date": "2026-01-31",
+    "device": "a GPU",
+    "environment": {"torch": "2.11"},
+    "graphs": [],
     "rows": [ROW],
-}  # fmt: skip
+}
 KERNEL = {
     "name": "k",
     "launches": 1,
@@ -29,9 +35,20 @@ KERNEL = {
     "spills": 0,
 }
 BUILD = {
-    "op": "softmax", "direction": "forward", "dtype": "float32", "target": "sm_90", "backend": "triton", "call": "softmax(...)", "tiling": {"block_n": 128}, "ok": True,
-    "reason": None, "final": True, "kernels": [KERNEL], "code_bytes": 1, "seconds": 1.0,
-}  # fmt: skip
+    "op": "softmax",
+    "direction": "forward",
+    "dtype": "float32",
+    "target": "sm_90",
+    "backend": "triton",
+    "call": "softmax(...)",
+    "tiling": {"block_n": 128},
+    "ok": True,
+    "reason": None,
+    "final": True,
+    "kernels": [KERNEL],
+    "code_bytes": 1,
+    "seconds": 1.0,
+}
 
 
 def changed(**new):
@@ -63,7 +80,10 @@ def test_what_is_recorded_can_be_read(tmp_path):
         ([], "holds []; expected an object with schema, benchmark, command, date, device, environment, rows"),
         (changed(schema=None), "'schema' is missing; expected 1"),
         (changed(schema=2), "'schema' is 2; expected 1"),
-        (changed(benchmark="lunch"), "'benchmark' is \"lunch\"; expected one of conformance, compile-matrix, times, launch"),
+        (
+            changed(benchmark="lunch"),
+            "'benchmark' is \"lunch\"; expected one of conformance, compile-matrix, times, launch",
+        ),
         (changed(benchmark=["launch"]), "'benchmark' is [\"launch\"]; expected a text that is not empty"),
         (changed(date="31.1.2026"), "'date' is \"31.1.2026\"; expected a date like 2026-11-30"),
         (changed(date="20260131"), "'date' is \"20260131\"; expected a date like 2026-11-30"),
@@ -77,13 +97,24 @@ def test_what_is_recorded_can_be_read(tmp_path):
         (changed(rows=[ROW, 3]), "'rows[1]' is 3; expected an object"),
         (changed(rows=[{**ROW, "best_us": "6.5"}]), "'rows[0].best_us' is \"6.5\"; expected a number"),
         (changed(rows=[{**ROW, "best_us": True}]), "'rows[0].best_us' is true; expected a number"),
-        (changed(rows=[{k: v for k, v in ROW.items() if k != "way"}]), "'rows[0].way' is missing; expected a text that is not empty"),
-        (changed(rows=[{**ROW, "mean_us": 7.0}]), "'rows[0].mean_us' is unknown; expected op, way, median_us, best_us, worst_us"),
-        (changed(rows=[ROW, {**ROW, "best_us": 1}]), "'rows[1]' measures what rows[0] does: op 'softmax', way 'op'; expected one row for each"),
-        (changed(benchmark="compile-matrix", graphs=None, wall_seconds=1, ok=1, of=1, limits={}, rows=[BUILD]),
-         "'rows[0].kernels[0].on_chip' is {\"shared\": 10.5}; expected an object of whole numbers"),
+        (
+            changed(rows=[{k: v for k, v in ROW.items() if k != "way"}]),
+            "'rows[0].way' is missing; expected a text that is not empty",
+        ),
+        (
+            changed(rows=[{**ROW, "mean_us": 7.0}]),
+            "'rows[0].mean_us' is unknown; expected op, way, median_us, best_us, worst_us",
+        ),
+        (
+            changed(rows=[ROW, {**ROW, "best_us": 1}]),
+            "'rows[1]' measures what rows[0] does: op 'softmax', way 'op'; expected one row for each",
+        ),
+        (
+            changed(benchmark="compile-matrix", graphs=None, wall_seconds=1, ok=1, of=1, limits={}, rows=[BUILD]),
+            "'rows[0].kernels[0].on_chip' is {\"shared\": 10.5}; expected an object of whole numbers",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_said(tmp_path, data, message):
     file = tmp_path / "run.json"
     file.write_text(json.dumps(data))

@@ -1,4 +1,6 @@
-"""Code that portakern did not write: backends registered in a few lines, ops and backends from installed packages, and other people's attention kernels."""
+"""Code that portakern did not write: backends registered in a few lines, ops and backends from installed packages, and
+other people's attention kernels.
+"""
 
 from __future__ import annotations
 
@@ -194,11 +196,15 @@ PLUG_IN = {
                 return (np.ascontiguousarray(x.astype(np.float32) * np.float32(call.options["by"])).astype(x.dtype),)
     """,
     "theirs-1.2.dist-info/METADATA": "Metadata-Version: 2.1\nName: theirs\nVersion: 1.2\n",
-    "theirs-1.2.dist-info/entry_points.txt": "[portakern.specs]\nscale_up = their_ops:scale_up\n[portakern.backends]\ntheirs = their_backend:BACKEND\n",
+    "theirs-1.2.dist-info/entry_points.txt": (
+        "[portakern.specs]\nscale_up = their_ops:scale_up\n[portakern.backends]\ntheirs = their_backend:BACKEND\n"
+    ),
 }
 RIVAL = {
     "rival-0.1.dist-info/METADATA": "Metadata-Version: 2.1\nName: rival\nVersion: 0.1\n",
-    "rival-0.1.dist-info/entry_points.txt": "[portakern.specs]\nscale_up = rival:op\nsoftmax = rival:op\nlost = rival:op\nwrong = their_ops:oracle\n",
+    "rival-0.1.dist-info/entry_points.txt": (
+        "[portakern.specs]\nscale_up = rival:op\nsoftmax = rival:op\nlost = rival:op\nwrong = their_ops:oracle\n"
+    ),
 }
 
 
@@ -237,7 +243,8 @@ def test_an_installed_package_brings_ops_and_backends(shell):
     assert checked.returncode == 0 and checked.stdout.count("passed") == 2, checked.stdout + checked.stderr
     assert shell(CLI, "check", "--backend", "theirs", "--max-examples", "20").returncode == 0  # the ops that it has
     called = shell(
-        "import portakern as pk, numpy as np; print('scale_up' in pk.ops(), pk.op('scale_up', backend='theirs')(np.ones(2)), pk.op('scale_up')(np.ones(2), by=3))"
+        "import portakern as pk, numpy as np; print('scale_up' in pk.ops(), pk.op('scale_up', "
+        "backend='theirs')(np.ones(2)), pk.op('scale_up')(np.ones(2), by=3))"
     )
     assert called.stdout == "True [2. 2.] [3. 3.]\n", called.stderr
 
@@ -249,30 +256,48 @@ def test_names_that_clash_or_lead_nowhere_are_named_with_their_sources(shell):
         "    try: print(pk.op(name))\n    except (pk.SpecError, pk.UnavailableError) as e: print(e)"
     ).stdout.splitlines()
     assert said == [
-        "op 'scale_up' comes from 2 places: rival:op (rival 0.1) and their_ops:scale_up (theirs 1.2); uninstall one, or rename its entry point",
-        "op 'softmax' comes from 2 places: portakern.specs.softmax and rival:op (rival 0.1); uninstall one, or rename its entry point",
+        (
+            "op 'scale_up' comes from 2 places: rival:op (rival 0.1) and their_ops:scale_up (theirs 1.2); "
+            "uninstall one, or rename its entry point"
+        ),
+        (
+            "op 'softmax' comes from 2 places: portakern.specs.softmax and rival:op (rival 0.1); uninstall one, "
+            "or rename its entry point"
+        ),
         "op 'lost' cannot be loaded from rival:op (rival 0.1): No module named 'rival'",
-        "op 'wrong' leads to a function in their_ops:oracle (rival 0.1); expected a spec whose function is called 'wrong'",
+        (
+            "op 'wrong' leads to a function in their_ops:oracle (rival 0.1); expected a spec whose function is "
+            "called 'wrong'"
+        ),
         "<portakern op matmul on auto>",
     ]
 
 
 def test_installed_backends_that_clash_are_named_and_broken_ones_left_out(shell):
-    shell.write({
-        "rival-0.1.dist-info/METADATA": RIVAL["rival-0.1.dist-info/METADATA"],
-        "rival-0.1.dist-info/entry_points.txt": "[portakern.backends]\nother = their_backend:BACKEND\nfunction = their_backend:scale_up\n",
-    })  # fmt: skip
+    shell.write(
+        {
+            "rival-0.1.dist-info/METADATA": RIVAL["rival-0.1.dist-info/METADATA"],
+            "rival-0.1.dist-info/entry_points.txt": (
+                "[portakern.backends]\nother = their_backend:BACKEND\nfunction = their_backend:scale_up\n"
+            ),
+        }
+    )
     listed = shell("import portakern as pk; print(*pk.backends())")
     assert listed.stdout.split() == ["pallas", "reference", "triton", "theirs"]
     assert (
-        "backend 'other' (their_backend:BACKEND) cannot be loaded and is left out: its entry point is called 'other' and its name is 'theirs'"
-        in listed.stderr
-    )
+        "backend 'other' (their_backend:BACKEND) cannot be loaded and is left out: its entry point is called "
+        "'other' and its name is 'theirs'"
+    ) in listed.stderr
     assert "'function' (their_backend:scale_up) cannot be loaded and is left out: it is a function" in listed.stderr
     shell.write({"rival-0.1.dist-info/entry_points.txt": "[portakern.backends]\ntheirs = their_backend:BACKEND\n"})
     clash = shell("import portakern as pk; pk.backends()").stderr
-    assert "backend 'theirs' comes from two places: their_backend:BACKEND (rival 0.1) and their_backend:BACKEND (theirs 1.2)" in clash \
-        or "backend 'theirs' comes from two places: their_backend:BACKEND (theirs 1.2) and their_backend:BACKEND (rival 0.1)" in clash  # fmt: skip
+    assert (
+        "backend 'theirs' comes from two places: their_backend:BACKEND (rival 0.1) and their_backend:BACKEND "
+        "(theirs 1.2)"
+    ) in clash or (
+        "backend 'theirs' comes from two places: their_backend:BACKEND (theirs 1.2) and their_backend:BACKEND "
+        "(rival 0.1)"
+    ) in clash
 
 
 KERNELS = {  # module -> (framework, dtypes, examples)

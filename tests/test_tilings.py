@@ -113,7 +113,10 @@ def test_a_wrong_tile_in_a_table_is_found():
 def test_what_has_a_table_has_a_row_for_every_key_and_target(backend):
     b = registry.backend(backend)
     targets = [h.target for h in HARDWARE.values() if h.platform in b.compiled_platforms()]
-    targets += [Target(platform) for platform in b.compiled_platforms()] + [HOST, Target(targets[0].platform, "unheard of")]
+    targets += [Target(platform) for platform in b.compiled_platforms()] + [
+        HOST,
+        Target(targets[0].platform, "unheard of"),
+    ]
     strings = {"products": ["16-bit", "tf32", "ieee"], "aligned": [True, False],
                "dtype": ["float16", "bfloat16", "float32", "float64"]}  # fmt: skip
     for op in ops_of(backend):

@@ -1,4 +1,6 @@
-"""What ties the packaging together: every dependency pinned, every tool configured for what is there, nothing heavy imported by accident."""
+"""What ties the packaging together: every dependency pinned, every tool configured for what is there, nothing heavy
+imported by accident.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Gradients and autocast under PyTorch, eagerly; torch.func is tests/test_torch_func.py, torch.compile tests/test_torch_compile.py."""
+"""Gradients and autocast under PyTorch, eagerly; torch.func is tests/test_torch_func.py, torch.compile
+tests/test_torch_compile.py.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 fn = torch.nn.functional
 
+from tests.ops import forward_records  # noqa: E402
+
 A = TypeVar("A")
 BACKENDS = ("reference", "triton")
 
@@ -31,28 +35,23 @@ def f64(*shape, grad=True, seed=0):
 
 IDS = torch.tensor([[0, 0, 1]]), torch.tensor([[0, 1, 1, 1]])
 QKV = f64(1, 3, 2, 2), f64(1, 4, 1, 2, seed=1), f64(1, 4, 1, 3, seed=2)
-CALLS = {  # op, arrays, options
-    "softmax": ("softmax", (f64(2, 3),), {}),
-    "softmax, another axis": ("softmax", (f64(2, 3, 2),), {"axis": 1}),
-    "layernorm": ("layernorm", (f64(2, 3), f64(3), f64(3, seed=1)), {"eps": 1e-2}),
-    "layernorm, no weight": ("layernorm", (f64(2, 3), None, f64(3)), {}),
-    "rmsnorm": ("rmsnorm", (f64(2, 3), f64(3)), {"eps": 1e-2}),
-    "rmsnorm, no weight": ("rmsnorm", (f64(2, 3),), {}),
-    "matmul": ("matmul", (f64(2, 3), f64(3, 2)), {}),
-    "matmul, broadcast": ("matmul", (f64(2, 1, 2, 3), f64(3, 3, 1)), {}),
-    "attention": ("attention", QKV, {}),
-    "attention, every mask": ("attention", (*QKV, f64(1, 2, 1, 4), *IDS), {"is_causal": True, "window": (2, None)}),
-    "attention, softcap and scale": ("attention", (*QKV, f64(1, 1, 3, 4)), {"softcap": 2.0, "scale": 0.4}),
-    "attention, lse": ("attention", QKV, {"return_lse": True}),
-}  # fmt: skip
+FORWARD = [r for r in forward_records() if r.spec.vjp]
+SMALL = [pytest.param(r, key, id=f"{r.op}: {key}") for r in FORWARD for key in r.small]
+
+
+def tensors(r, sample, grad=True):
+    """The float64 tensors of a record's sample, in the order of the spec's arguments; None for an absent one."""
+    arrays = {n: torch.from_numpy(a) for n, a in sample.arrays(r.op, "float64").items()}
+    given = tuple(arrays.get(a.name) for a in r.spec.arrays)
+    return tuple(x.requires_grad_(grad) if x is not None and x.is_floating_point() else x for x in given)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", CALLS)
-def test_gradients_are_those_of_differences(name, backend):
-    op, arrays, options = CALLS[name]
-    call = pk.op(op, backend=backend)
-    assert torch.autograd.gradcheck(lambda *given: call(*given, **options), arrays, fast_mode=True)
+@pytest.mark.parametrize(("r", "key"), SMALL)
+def test_gradients_are_those_of_differences(r, key, backend):
+    call, sample = pk.op(r.op, backend=backend), r.small[key]
+    options = {n: v for n, v in sample.options.items() if r.spec.option(n).kind != "dtype"}
+    assert torch.autograd.gradcheck(lambda *given: call(*given, **options), tensors(r, sample), fast_mode=True)
 
 
 def grads(f, *inputs, weight=None):
@@ -60,16 +59,19 @@ def grads(f, *inputs, weight=None):
     return torch.autograd.grad(y, inputs, torch.ones_like(y) if weight is None else weight)
 
 
-SDPA = {"is_causal": False, "enable_gqa": True}
-TWINS = {
-    "softmax": (pk.op("softmax", backend="triton"), lambda x: torch.softmax(x, -1), (f64(4, 5),)),
-    "layernorm": (pk.op("layernorm", backend="triton"), lambda x, w, b: fn.layer_norm(x, w.shape, w, b), (f64(4, 5), f64(5), f64(5, seed=1))),
-    "rmsnorm": (pk.op("rmsnorm", backend="triton"), lambda x, w: fn.rms_norm(x, w.shape, w, 1e-6), (f64(4, 5), f64(5))),
-    "matmul": (pk.op("matmul", backend="triton"), torch.matmul, (f64(2, 3, 4), f64(4, 5))),
-    "attention": (pk.op("attention", backend="triton"),
-                  lambda q, k, v: fn.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), **SDPA).transpose(1, 2),
-                  (f64(2, 5, 4, 4), f64(2, 6, 2, 4), f64(2, 6, 2, 4, seed=1))),
-}  # fmt: skip
+every_op = pytest.mark.parametrize("r", FORWARD, ids=lambda r: r.op)
+
+
+def beside_torch(r):
+    """The op on Triton and in plain torch, as functions of the arrays, and the arrays of the record's call."""
+    options, op = r.compared.options, pk.op(r.op, backend="triton")
+    return (
+        (lambda *a: op(*a, **options)),
+        (lambda *a: r.in_torch(*a, **options)),
+        [a for a in tensors(r, r.compared) if a is not None],
+    )
+
+
 LAYOUTS = {
     "contiguous": lambda y: y.clone(),
     "of a sum": lambda y: torch.ones((), dtype=y.dtype).expand(y.shape),
@@ -80,9 +82,9 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("op", TWINS)
-def test_gradients_are_torch_s_whatever_the_cotangent_s_strides(op, layout):
-    ours, theirs, arrays = TWINS[op]
+@every_op
+def test_gradients_are_torch_s_whatever_the_cotangent_s_strides(r, layout):
+    ours, theirs, arrays = beside_torch(r)
     weight = LAYOUTS[layout](theirs(*arrays).detach())
     for mine, its, x in zip(
         grads(ours, *arrays, weight=weight), grads(theirs, *arrays, weight=weight), arrays, strict=True
@@ -114,7 +116,8 @@ def served(f):
 def test_only_the_gradients_that_are_needed_are_computed(needed):
     arrays = [x.detach().requires_grad_(i in needed) for i, x in enumerate((*QKV, f64(1, 2, 3, 4)))]
     calls = served(lambda: pk.op("attention", backend="reference")(*arrays).sum().backward())
-    assert [name for name, *_ in calls] == ["attention", "attention_vjp"]
+    forward = registry.find_spec("attention")
+    assert [name for name, *_ in calls] == [forward.name, forward.vjp]
     assert calls[0][1] == ("o", "lse") and calls[1][1] == tuple(("d_q", "d_k", "d_v", "d_bias")[i] for i in needed)
     assert [x.grad is not None for x in arrays] == [i in needed for i in range(4)]
 
@@ -201,9 +204,9 @@ def test_second_order_is_refused_when_somebody_differentiates_twice():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA or AMD GPU")
-@pytest.mark.parametrize("op", TWINS)
-def test_forward_and_backward_are_captured_in_a_cuda_graph(op):
-    ours, _, arrays = TWINS[op]
+@every_op
+def test_forward_and_backward_are_captured_in_a_cuda_graph(r):
+    ours, _, arrays = beside_torch(r)
     arrays = [x.detach().float().cuda().requires_grad_() for x in arrays]
     weight = torch.randn_like(ours(*arrays))
     stream = torch.cuda.Stream()
@@ -320,7 +323,10 @@ def test_what_has_no_gradient_is_refused_at_the_call(pair):
     op, x, shift = pair(), f64(2, 3), f64(3)
     with pytest.raises(
         pk.UnsupportedError,
-        match=r"pair: shift requires grad, and .*no gradient with respect to shift, only to x; .* pass shift.detach\(\)",
+        match=(
+            r"pair: shift requires grad, and .*no gradient with respect to shift, only to x; .* pass "
+            r"shift.detach\(\)"
+        ),
     ):
         op(x.detach(), shift)
     op(x, shift.detach())

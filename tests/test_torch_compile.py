@@ -10,25 +10,24 @@ import pytest
 
 import portakern as pk
 from portakern.core import registry
-from portakern.frameworks.torch import custom_ops
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 fn = torch.nn.functional
 
-from tests.test_torch import IDS, QKV, f64  # noqa: E402
+from portakern.frameworks.torch import custom_ops  # noqa: E402
+from tests import test_torch  # noqa: E402
+from tests.ops import records  # noqa: E402
+from tests.test_torch import FORWARD, IDS, QKV, f64, tensors  # noqa: E402
 from tests.test_torch_func import loop  # noqa: E402
 
 OPS = torch.ops.portakern
-NAMES = ("softmax", "layernorm", "rmsnorm", "matmul", "attention")
 
 
 @pytest.fixture(autouse=True)
 def fresh():
-    for name in NAMES:
-        spec = registry.find_spec(name)
-        custom_ops.define(spec)
-        custom_ops.define(registry.find_spec(spec.vjp))
+    for name in records():
+        custom_ops.define(registry.find_spec(name))
     torch.compiler.reset()
 
 
@@ -37,30 +36,28 @@ def compiled(f, **kwargs):
 
 
 # ------------------------------------------------------------------------------------------------------- the custom ops
-O = torch.softmax(f64(2, 3, grad=False), -1)
-PLAIN = {  # op, arrays, options
-    "softmax": ("softmax", (f64(2, 3),), {"axis": 0}),
-    "layernorm": ("layernorm", (f64(2, 3), f64(3), f64(3)), {"backend": "triton", "tiling": "block_rows=2"}),
-    "rmsnorm": ("rmsnorm", (f64(2, 3), f64(3)), {"backend": "triton", "tiling": "block_rows=2"}),
-    "matmul": ("matmul", (f64(2, 3), f64(2, 3, 2)), {"out_dtype": torch.float32}),
-    "attention": ("attention", QKV, {"window": [1, 2, 0, 0], "scale": 0.3}),
-    "attention, lse": ("attention", (*QKV, f64(1, 1, 3, 4)), {"return_lse": True, "backend": "triton"}),
-    "softmax_vjp": ("softmax_vjp", (O, f64(2, 3, grad=False)), {}),
-    "layernorm_vjp": ("layernorm_vjp", (f64(2, 3, grad=False), f64(2, 3, grad=False), f64(3, grad=False)), {"wants": "d_weight"}),
-    "rmsnorm_vjp": ("rmsnorm_vjp", (f64(2, 3, grad=False), f64(2, 3, grad=False), f64(3, grad=False)), {"wants": "d_weight"}),
-    "matmul_vjp": ("matmul_vjp", (f64(2, 3, grad=False), f64(2, 3, 2, grad=False), f64(2, 2, 2, grad=False)), {}),
-    "attention_vjp": ("attention_vjp", (*(x.detach() for x in QKV), f64(1, 3, 2, 3, grad=False), f64(1, 2, 3, grad=False), f64(1, 3, 2, 3, grad=False)), {"wants": "d_q,d_v"}),
-}  # fmt: skip
+SMALL = [pytest.param(r, key, id=f"{r.op}: {key}") for r in records().values() for key in r.small]
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_opcheck(name):
+def custom(r, key):
+    """The custom op, and the arrays and options of a record's sample as its schema wants them."""
+    sample = r.small[key]
+    options = {n: custom_ops._encode(r.spec.option(n), v) for n, v in sample.options.items()}
+    if sample.wants is not None:
+        options["wants"] = ",".join(sample.wants)
+    return getattr(OPS, r.op), tensors(r, sample, grad=not r.spec.is_vjp), options
+
+
+@pytest.mark.parametrize("routing", [{}, {"backend": "triton"}], ids=["chosen", "triton"])
+@pytest.mark.parametrize(("r", "key"), SMALL)
+def test_opcheck(r, key, routing):
     pytest.importorskip("expecttest", reason="expecttest is not installed, which torch.library.opcheck imports")
-    op, arrays, options = PLAIN[name]
+    op, arrays, options = custom(r, key)
+    if routing:  # a tiling is a string of the tiles' names
+        routing = routing | {"tiling": ",".join(f"{tile}={t.values[1]}" for tile, t in r.spec.tiling.items())}
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    assert torch.library.opcheck(getattr(OPS, op).default, arrays, options, test_utils=tests) == dict.fromkeys(
-        tests, "SUCCESS"
-    )
+    done = torch.library.opcheck(op.default, arrays, options | routing, test_utils=tests)
+    assert done == dict.fromkeys(tests, "SUCCESS")
 
 
 def test_schemas_derive_from_specs():
@@ -85,18 +82,19 @@ def test_unwanted_outputs_are_empty_tensors_and_wants_names_outputs():
         OPS.attention(*QKV, wants="p")
 
 
-@pytest.mark.parametrize("name", [n for n in PLAIN if "vjp" not in n])
-def test_gradcheck_of_the_custom_ops(name):
-    op, arrays, options = PLAIN[name]
-    options = {k: v for k, v in options.items() if k != "out_dtype"}
-    wanted = 1 if name == "attention" else None
-    f = lambda *given: getattr(OPS, op)(*given, **options)  # noqa: E731
-    assert torch.autograd.gradcheck(
-        lambda *given: f(*given)[:wanted] if wanted else f(*given),
-        arrays,
-        fast_mode=True,
-        check_batched_grad=name == "softmax",
-    )
+@pytest.mark.parametrize(("r", "key"), test_torch.SMALL)
+def test_gradcheck_of_the_custom_ops(r, key):
+    op, arrays, options = custom(r, key)
+    options = {n: v for n, v in options.items() if r.spec.option(n).kind != "dtype"}
+    call = pk.op(r.op).bind(*arrays, **r.small[key].options)
+    wanted = [o.name in call.wants for o in r.spec.outputs]
+
+    def f(*given):
+        outputs = op(*given, **options)
+        return outputs if len(wanted) == 1 else tuple(y for y, wants in zip(outputs, wanted, strict=True) if wants)
+
+    batched = len(arrays) == 1
+    assert torch.autograd.gradcheck(f, arrays, fast_mode=True, check_batched_grad=batched)
 
 
 def test_torch_func_sees_through_custom_ops():
@@ -127,31 +125,55 @@ def test_no_gradient_of_a_gradient():
         g.sum().backward()
 
 
-# --------------------------------------------------------------------------------------------------------- torch.compile
-def layer(x, weight, bias, w1, w2, backend):
-    """Every op once, with options, in a row."""
-    h = pk.op("layernorm", backend=backend)(x, weight, bias)
-    q = pk.op("matmul", backend=backend)(h, w1).unflatten(-1, (2, 4))
-    o, lse = pk.op("attention", backend=backend)(
-        q, q[:, :, :1], q[:, :, 1:], is_causal=True, window=(2, None), return_lse=True
-    )
-    return pk.op("softmax", backend=backend)(o.flatten(2) @ w2, axis=1) + lse.sum()
+# -------------------------------------------------------------------------------------------------------- torch.compile
+WIDTH = 6
 
 
-ARRAYS = f64(2, 3, 6), f64(6), f64(6, seed=1), f64(6, 8), f64(8, 5)
+def in_a_row(backend):
+    """Every op once, one after another, on a hidden state and the parameters that they name."""
+    steps = [(r.layer, pk.op(r.op, backend=backend), list(r.layer.parameters(WIDTH))) for r in FORWARD]
+
+    def model(x, *weights):
+        given = iter(weights)
+        for layer, op, names in steps:
+            x = x + layer.run(op, x, {name: next(given) for name in names})
+        return x
+
+    return model
 
 
-@pytest.mark.parametrize(("compiler", "backend", "dynamic"), [
-    ("aot_eager", "reference", False), ("aot_eager", "triton", True), ("inductor", "triton", True),
-])  # fmt: skip
-def test_a_layer_compiles_whole(compiler, backend, dynamic):
-    f = lambda *a: layer(*a, backend)  # noqa: E731
-    want = f(*ARRAYS)
-    got = compiled(f, backend=compiler, dynamic=dynamic)(*ARRAYS)
+def weights():
+    shapes = [shape for r in FORWARD for shape in r.layer.parameters(WIDTH).values()]
+    return (f64(2, 3, WIDTH), *(f64(*shape, seed=i) for i, shape in enumerate(shapes)))
+
+
+@pytest.mark.parametrize(
+    ("compiler", "backend", "dynamic"),
+    [
+        ("aot_eager", "reference", False),
+        ("aot_eager", "triton", True),
+        ("inductor", "triton", True),
+    ],
+)
+def test_every_op_in_a_row_compiles_whole(compiler, backend, dynamic):
+    f, arrays = in_a_row(backend), weights()
+    want = f(*arrays)
+    got = compiled(f, backend=compiler, dynamic=dynamic)(*arrays)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     weight = torch.cos(torch.arange(got.numel(), dtype=torch.float64)).view(got.shape)
-    for g, w in zip(torch.autograd.grad(got, ARRAYS, weight), torch.autograd.grad(want, ARRAYS, weight), strict=True):
+    for g, w in zip(torch.autograd.grad(got, arrays, weight), torch.autograd.grad(want, arrays, weight), strict=True):
         torch.testing.assert_close(g, w, rtol=1e-10, atol=1e-12)
+
+
+def test_outputs_that_an_option_asks_for_compile_beside_the_others():
+    attention = pk.op("attention", backend="reference")
+
+    def both(q, k, v):
+        o, lse = attention(q, k, v, is_causal=True, window=(2, None), return_lse=True)
+        return o.sum() + lse[..., 1:].sum()
+
+    want = torch.autograd.grad(both(*QKV), QKV)
+    assert all(map(torch.equal, torch.autograd.grad(compiled(both)(*QKV), QKV), want))
 
 
 def test_the_graph_holds_the_ops_and_the_residuals_only_when_training():
@@ -232,7 +254,7 @@ WRONG = {
     ),
     "a missing array": (lambda x: pk.op("matmul")(x), r"matmul\(\) missing a required argument: 'b'; arrays: a, b"),
     "an option's value": (
-        lambda x: pk.op("matmul")(x, x, precision="bf16"),
+        lambda x: pk.op("matmul")(x, x.T, precision="bf16"),
         r"precision is 'bf16'; expected one of 'ieee', 'tf32'",
     ),
     "dtypes": (
@@ -352,11 +374,14 @@ def test_selective_checkpointing_may_keep_an_op_s_result():
     x = f64(2, 3)
     with pk.observe(lambda served: runs.append(served.call.spec.name)):
         checkpoint(lambda x: softmax(x).pow(2), x, use_reentrant=False, context_fn=context).sum().backward()
-    assert runs == ["softmax", "softmax_vjp"]
+    assert runs == [softmax.spec.name, softmax.spec.vjp]
 
 
 def test_portakern_alone_imports_no_torch():
-    code = "import sys, portakern as pk; pk.op('softmax'); assert 'torch' not in sys.modules and 'portakern.autograd' not in sys.modules"
+    code = (
+        "import sys, portakern as pk; pk.op('softmax'); assert 'torch' not in sys.modules and "
+        "'portakern.autograd' not in sys.modules"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).returncode == 0
 
 

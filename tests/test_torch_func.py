@@ -12,7 +12,7 @@ from portakern.core import observe
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
-from tests.test_torch import f64, fn, served  # noqa: E402
+from tests.test_torch import FORWARD, f64, fn, served, tensors  # noqa: E402
 
 
 def loop(f, in_dims, arrays):
@@ -21,43 +21,29 @@ def loop(f, in_dims, arrays):
     return tuple(map(torch.stack, zip(*outs, strict=True))) if isinstance(outs[0], tuple) else torch.stack(outs)
 
 
-bias = f64(2, 1, 4, 1, 6, grad=False)
-MAPS = {  # op, in_dims, arrays (one more axis than the op's where mapped), options, whether it folds
-    "softmax": ("softmax", (1,), (f64(3, 2, 4, grad=False),), {"axis": 0}, True),
-    "layernorm": ("layernorm", (0, None, None), (f64(2, 3, 4, grad=False), f64(4, grad=False), f64(4, grad=False)), {}, True),
-    "layernorm, own weights": ("layernorm", (0, 1), (f64(2, 3, 4, grad=False), f64(4, 2, grad=False)), {}, False),
-    "layernorm, only weights": ("layernorm", (None, 0), (f64(3, 4, grad=False), f64(2, 4, grad=False)), {}, False),
-    "rmsnorm": ("rmsnorm", (0, None), (f64(2, 3, 4, grad=False), f64(4, grad=False)), {}, True),
-    "rmsnorm, own weights": ("rmsnorm", (0, 1), (f64(2, 3, 4, grad=False), f64(4, 2, grad=False)), {}, False),
-    "matmul": ("matmul", (0, 0), (f64(2, 3, 4, grad=False), f64(2, 4, 5, grad=False)), {}, True),
-    "matmul, a shared operand": ("matmul", (None, 2), (f64(3, 4, grad=False), f64(4, 5, 2, grad=False)), {}, True),
-    "matmul, unequal batches": ("matmul", (0, None), (f64(2, 3, 4, grad=False), f64(6, 1, 4, 5, grad=False)), {}, True),
-    "matmul, mapped below": ("matmul", (None, 0), (f64(6, 3, 4, grad=False), f64(2, 4, 5, grad=False)), {}, True),
-    "attention": ("attention", (1, 0, 0), (f64(2, 2, 5, 4, 4, grad=False), f64(2, 2, 6, 2, 4, grad=False), f64(2, 2, 6, 2, 3, grad=False)), {"is_causal": True}, True),
-    "attention, shared keys": ("attention", (0, None, None), (f64(3, 2, 5, 4, 4, grad=False), f64(2, 6, 2, 4, grad=False), f64(2, 6, 2, 3, grad=False)), {}, True),
-    "attention, own bias": ("attention", (None, None, None, 0), (f64(2, 5, 4, 4, grad=False), f64(2, 6, 2, 4, grad=False), f64(2, 6, 2, 3, grad=False), bias), {}, True),
-    "attention, shared bias": ("attention", (0, None, None, None),
-                               (f64(3, 2, 5, 4, 4, grad=False), f64(2, 6, 2, 4, grad=False), f64(2, 6, 2, 3, grad=False), bias[0]), {}, True),
-}  # fmt: skip
+MAPPED = [pytest.param(r, key, id=f"{r.op}: {key}") for r in FORWARD for key in r.mapped]
 
 
-@pytest.mark.parametrize("name", MAPS)
-def test_vmap_and_per_sample_gradients(name, caplog):
-    op, in_dims, arrays, options, folds = MAPS[name]
+@pytest.mark.parametrize(("r", "key"), MAPPED)
+def test_vmap_and_per_sample_gradients(r, key, caplog):
+    mapped = r.mapped[key]
+    given = dict(zip((a.name for a in r.spec.arrays), tensors(r, mapped.sample, grad=False), strict=True))
+    given = {name: x for name, x in given.items() if x is not None}
+    arrays, in_dims = tuple(given.values()), tuple(mapped.in_dims.get(name) for name in given)
     observe._said.clear()
     caplog.set_level(logging.INFO, "portakern")
-    call = pk.op(op, backend="reference")
-    f = lambda *given: call(*given, **options)  # noqa: E731
+    call = pk.op(r.op, backend="reference")
+    f = lambda *a: call(**dict(zip(given, a, strict=True)), **mapped.sample.options)  # noqa: E731
     seen = served(
         lambda: torch.testing.assert_close(
             torch.func.vmap(f, in_dims)(*arrays), loop(f, in_dims, arrays), rtol=1e-13, atol=1e-13
         )
     )
     n = next(a.shape[d] for a, d in zip(arrays, in_dims, strict=True) if d is not None)
-    assert len(seen) == n + (1 if folds else n)
-    assert ("runs sample by sample" in caplog.text) is not folds
+    assert len(seen) == n + (1 if mapped.folds else n)
+    assert ("runs sample by sample" in caplog.text) is not mapped.folds
     every = tuple(range(len(arrays)))
-    g = torch.func.grad(lambda *given: f(*given).pow(2).sum(), argnums=every)
+    g = torch.func.grad(lambda *a: f(*a).pow(2).sum(), argnums=every)
     torch.testing.assert_close(torch.func.vmap(g, in_dims)(*arrays), loop(g, in_dims, arrays), rtol=1e-11, atol=1e-11)
 
 
@@ -89,12 +75,15 @@ def test_maps_nest_and_jacobians_follow():
     torch.testing.assert_close(batched.view(3, 4, 3, 4), torch.func.jacrev(softmax)(leaf.detach()))
 
 
-@pytest.mark.parametrize("what", [
-    lambda f, x: torch.func.jvp(f, (x,), (x,)),
-    lambda f, x: torch.func.jacfwd(f)(x),
-    lambda f, x: torch.func.hessian(lambda x: f(x).sum())(x),
-    lambda f, x: torch.func.jvp(torch.func.grad(lambda x: f(x).sum()), (x,), (x,)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "what",
+    [
+        lambda f, x: torch.func.jvp(f, (x,), (x,)),
+        lambda f, x: torch.func.jacfwd(f)(x),
+        lambda f, x: torch.func.hessian(lambda x: f(x).sum())(x),
+        lambda f, x: torch.func.jvp(torch.func.grad(lambda x: f(x).sum()), (x,), (x,)),
+    ],
+)
 def test_forward_mode_is_refused(what):
     with pytest.raises(
         pk.UnsupportedError,

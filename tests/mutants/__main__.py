@@ -4,8 +4,9 @@
     python -m tests.mutants --device cuda --jobs 4            # the Triton faults, compiled
     python -m tests.mutants --seeds 0 --only softmax --flat-seeds
 
-Each fault meets each seed in a worker process of its own fate: one that hangs or dies is replaced, and its task counts as an error. The shipped
-kernels pass the same seeds, and on the calls of ``--flat-seeds`` every fault is held to ``assert_allclose(rtol=atol=1e-2)`` too, until that sees it.
+Each fault meets each seed in a worker process of its own fate: one that hangs or dies is replaced, and its task counts
+as an error. The shipped kernels pass the same seeds, and on the calls of ``--flat-seeds`` every fault is held to
+``assert_allclose(rtol=atol=1e-2)`` too, until that sees it.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def show(table: Sequence[dict[str, Any]], kernels: Sequence[dict[str, Any]]) -> 
         )
         sees = f"{sum(x is not None for x in flat)}/{len(flat)}" if flat else ""
         print(
-            f"{row['name']:44} {row.get('max_error', float('nan')):9.2g}   {len(caught)}/{len(seeds)}   {counts}              {sees:>5}{mark}"
+            f"{row['name']:44} {row.get('max_error', float('nan')):9.2g}   {len(caught)}/{len(seeds)}   "
+            f"{counts}              {sees:>5}{mark}"
         )
     summary = summarise(table, kernels)
     print("\n" + "\n".join(f"{k.replace('_', ' ')}: {v}" for k, v in summary.items()))
@@ -104,7 +106,9 @@ def summarise(table: Sequence[dict[str, Any]], kernels: Sequence[dict[str, Any]]
         "slips_through_flat_1e-2": f"{sum(p is None for p in pairs)} of {len(pairs)} (fault, seed) pairs"
         if pairs
         else "not run",
-        "flat_1e-2_false_alarms": f"{sum(k.get('false_alarms', 0) for k in kernels)} of {calls} calls of the shipped kernels",
+        "flat_1e-2_false_alarms": (
+            f"{sum(k.get('false_alarms', 0) for k in kernels)} of {calls} calls of the shipped kernels"
+        ),
     }
 
 
@@ -194,9 +198,15 @@ def save(
 
     table, kernels = rows(faults, done)
     data = record(
-        "mutants", table, command=command_line("python -m tests.mutants", args.json), device=HOST_CPU if args.device == "cpu" else None,
-        tasks=f"{len(done)} of {planned}", wall_seconds=round(time.time() - start), summary=summarise(table, kernels), kernels=kernels,
-    )  # fmt: skip
+        "mutants",
+        table,
+        command=command_line("python -m tests.mutants", args.json),
+        device=HOST_CPU if args.device == "cpu" else None,
+        tasks=f"{len(done)} of {planned}",
+        wall_seconds=round(time.time() - start),
+        summary=summarise(table, kernels),
+        kernels=kernels,
+    )
     write(args.json, data)
 
 

@@ -28,6 +28,7 @@ from portakern.core.oracle import oracle
 from portakern.spec.dtypes import numpy_dtype
 from portakern.spec.tolerance import format_of
 from portakern.testing import cases
+from tests.ops import record
 
 from .faults import Fault
 
@@ -44,7 +45,9 @@ UNBUILT = (
     SyntaxError,
     IndentationError,
 )
-"""What a mutant raises that was put together wrongly, or whose kernel was edited after it was read: it says nothing about the fault."""
+"""What a mutant raises that was put together wrongly, or whose kernel was edited after it was read: it says nothing
+about the fault.
+"""
 
 
 @cache
@@ -60,13 +63,16 @@ def _package(backend: str) -> str:
 
 
 def mutated_source(fault: Fault) -> str:
-    """The kernel module's source with the fault in it; AssertionError where its text is not there as often as the fault says."""
+    """The kernel module's source with the fault in it; AssertionError where its text is not there as often as the fault
+    says.
+    """
     found = importlib.util.find_spec(f"{_package(fault.backend)}.{fault.op}")
     assert found is not None and found.origin is not None
     source = Path(found.origin).read_text(encoding="utf-8")
     seen = source.count(fault.old)
     assert seen == fault.times, (
-        f"{fault.name}: its text stands {seen} times in {found.origin}, not {fault.times}; rewrite the fault for the kernel as it is now"
+        f"{fault.name}: its text stands {seen} times in {found.origin}, not {fault.times}; rewrite the fault "
+        "for the kernel as it is now"
     )
     assert fault.old != fault.new
     return source.replace(fault.old, fault.new)
@@ -78,12 +84,14 @@ def mutant(fault: Fault) -> Backend:
     shipped, nowhere = registry.backend(fault.backend), "portakern_mutants"
     backend = copy.copy(shipped)
     backend.name, backend._found = fault.name, {}
-    backend.package, backend.families = None, tuple(replace(f, package=f"{nowhere}.{f.name}") for f in shipped.families)
+    backend.package = None
+    backend.families = tuple(replace(f, package=f"{nowhere}.{f.name}") for f in shipped.families)
     registration = f"from portakern.backends.{fault.backend} import BACKEND\n"
     source = mutated_source(fault)
     assert source.count(registration) == 1
     file = "mutant_" + fault.name.replace("-", "_")
-    name = f"{_package(fault.backend)}.{file}"  # as if it lay beside the shipped module: it takes the same tables of tilings
+    # as if it lay beside the shipped module: it takes the same tables of tilings
+    name = f"{_package(fault.backend)}.{file}"
     path = _folder() / f"{file}.py"
     path.write_text(source.replace(registration, "\n"), encoding="utf-8")
     spec = importlib.util.spec_from_file_location(name, path)
@@ -96,8 +104,8 @@ def mutant(fault: Fault) -> Backend:
 
 
 def catch(fault: Fault, seed: int, device: str, max_examples: int) -> dict[str, Any]:
-    """One check of a faulty kernel: was the fault found, after how many examples, and how. A case that the shipped kernel fails too finds nothing, nor does
-    a mutant that could not be built."""
+    """One check of a faulty kernel: was the fault found, after how many examples, and how. A case that the shipped
+    kernel fails too finds nothing, nor does a mutant that could not be built."""
     row = checked(fault.op, mutant(fault), seed, device, max_examples)
     if row["failed"] and any(f"raised {e.__name__}:" in row["what"] for e in UNBUILT):
         return {**row, "caught": False, "error": f"the mutant could not be built: {row['what']}"}
@@ -147,9 +155,10 @@ class Seen(Exception):
 def beside_flat(
     op: str, backend: str, fault: Fault | None, seed: int, device: str, max_examples: int
 ) -> dict[str, Any]:
-    """The shipped kernel under a check and, on the very calls that the check makes, under ``assert_allclose(rtol=atol=1e-2)``: ``calls``, and the
-    ``false_alarms`` among them. With a fault, ``sees_at`` alone: the first call where the faulty kernel misses that tolerance and the shipped one does not;
-    the check ends there. None: it never does. A crash counts as seen.
+    """The shipped kernel under a check and, on the very calls that the check makes, under
+    ``assert_allclose(rtol=atol=1e-2)``: ``calls``, and the ``false_alarms`` among them. With a fault, ``sees_at``
+    alone: the first call where the faulty kernel misses that tolerance and the shipped one does not; the check ends
+    there. None: it never does. A crash counts as seen.
     """
     count = {"calls": 0, "false_alarms": 0}
     sees_at: list[int] = []
@@ -199,108 +208,15 @@ def _flat_right(served: Served, backend: Backend, exact: Sequence[np.ndarray | N
         return False
 
 
-def _saved(
-    batch: int, q_len: int, kv_len: int, heads: int, kv_heads: int, d: int, dv: int
-) -> dict[str, tuple[int, ...]]:
-    """The shapes of what attention's gradients always take."""
-    o = (batch, q_len, heads, dv)
-    k, v = ((batch, kv_len, kv_heads, n) for n in (d, dv))
-    return {"q": (batch, q_len, heads, d), "k": k, "v": v, "o": o, "lse": (batch, heads, q_len), "d_o": o}
-
-
-ORDINARY: dict[str, list[tuple[dict[str, tuple[int, ...]], dict[str, Any], dict[str, int]]]] = {
-    "matmul": [
-        ({"a": (96, 200), "b": (200, 72)}, {}, {}),
-        ({"a": (3, 64, 64), "b": (64, 200)}, {}, {"block_m": 64, "block_n": 128, "block_k": 128}),
-        ({"a": (2, 1, 40, 65), "b": (3, 65, 48)}, {}, {}),
-        ({"a": (64, 128), "b": (128, 64)}, {"out_dtype": "float32"}, {}),
-    ],
-    "softmax": [
-        ({"x": (64, 1000)}, {}, {}),
-        ({"x": (64, 1000)}, {}, {"block_rows": 16, "block_n": 128}),
-        ({"x": (8, 257, 6)}, {"axis": 1}, {}),
-        ({"x": (40, 300)}, {}, {}),
-    ],
-    "layernorm": [
-        ({"x": (64, 1000), "weight": (1000,), "bias": (1000,)}, {}, {}),
-        ({"x": (64, 1000), "weight": (1000,)}, {}, {"block_rows": 16, "block_n": 128}),
-        ({"x": (4, 8, 384)}, {}, {}),
-    ],
-    "rmsnorm": [
-        ({"x": (64, 1000), "weight": (1000,)}, {}, {}),
-        ({"x": (64, 1000), "weight": (1000,)}, {}, {"block_rows": 16, "block_n": 128}),
-        ({"x": (4, 8, 384)}, {}, {}),
-    ],
-    "attention": [
-        ({"q": (2, 100, 4, 64), "k": (2, 260, 2, 64), "v": (2, 260, 2, 40)}, {"return_lse": True}, {}),
-        (
-            {"q": (1, 200, 4, 48), "k": (1, 200, 4, 48), "v": (1, 200, 4, 48)},
-            {"is_causal": True},
-            {"block_q": 128, "block_kv": 128},
-        ),
-        (
-            {"q": (1, 150, 2, 64), "k": (1, 330, 1, 64), "v": (1, 330, 1, 64)},
-            {"window": (100, 30)},
-            {"block_q": 128, "block_kv": 128},
-        ),
-        (
-            {"q": (1, 90, 4, 32), "k": (1, 300, 2, 32), "v": (1, 300, 2, 32), "bias": (1, 4, 1, 300)},
-            {"softcap": 5.0},
-            {},
-        ),
-        (
-            {
-                "q": (2, 128, 2, 64),
-                "k": (2, 256, 2, 64),
-                "v": (2, 256, 2, 64),
-                "q_segment_ids": (2, 128),
-                "kv_segment_ids": (2, 256),
-            },
-            {},
-            {},
-        ),
-    ],
-    "matmul_vjp": [
-        ({"a": (96, 200), "b": (200, 72), "d_c": (96, 72)}, {}, {}),
-        ({"a": (3, 64, 64), "b": (64, 200), "d_c": (3, 64, 200)}, {}, {"block_m": 64, "block_n": 128, "block_k": 128}),
-        ({"a": (2, 1, 40, 65), "b": (3, 65, 48), "d_c": (2, 3, 40, 48)}, {}, {}),
-        ({"a": (40, 65), "b": (2, 3, 65, 48), "d_c": (2, 3, 40, 48)}, {}, {}),
-    ],
-    "softmax_vjp": [
-        ({"y": (64, 1000), "d_y": (64, 1000)}, {}, {}),
-        ({"y": (64, 1000), "d_y": (64, 1000)}, {}, {"block_rows": 16, "block_n": 128}),
-        ({"y": (8, 257, 6), "d_y": (8, 257, 6)}, {"axis": 1}, {}),
-        ({"y": (40, 300), "d_y": (40, 300)}, {}, {}),
-    ],
-    "layernorm_vjp": [
-        ({"x": (64, 1000), "d_y": (64, 1000), "weight": (1000,), "bias": (1000,)}, {}, {}),
-        ({"x": (64, 1000), "d_y": (64, 1000), "weight": (1000,)}, {}, {"block_rows": 16, "block_n": 128}),
-        ({"x": (4, 8, 384), "d_y": (4, 8, 384)}, {}, {}),
-    ],
-    "rmsnorm_vjp": [
-        ({"x": (64, 1000), "d_y": (64, 1000), "weight": (1000,)}, {}, {}),
-        ({"x": (64, 1000), "d_y": (64, 1000), "weight": (1000,)}, {}, {"block_rows": 16, "block_n": 128}),
-        ({"x": (4, 8, 384), "d_y": (4, 8, 384)}, {}, {}),
-    ],
-    "attention_vjp": [
-        (_saved(2, 100, 260, 4, 2, 64, 40) | {"d_lse": (2, 4, 100)}, {}, {}),
-        (_saved(1, 200, 200, 4, 4, 48, 48), {"is_causal": True}, {"block_q": 128, "block_kv": 128}),
-        (_saved(1, 150, 330, 2, 1, 64, 64), {"window": (100, 30)}, {"block_q": 128, "block_kv": 128}),
-        (_saved(1, 90, 300, 4, 2, 32, 32) | {"bias": (1, 4, 1, 300)}, {"softcap": 5.0}, {}),
-        (_saved(2, 128, 256, 2, 2, 64, 64) | {"q_segment_ids": (2, 128), "kv_segment_ids": (2, 256)}, {}, {}),
-    ],
-}
-"""Calls as a test suite would make them: (shapes, options, tiling), N(0, 1) data."""
-
-
 def error_on_ordinary_data(fault: Fault, device: str) -> float:
-    """The largest error on ORDINARY calls in float32 and bfloat16, beyond the half unit in the last place that any stored result may have; inf where a
-    faulty kernel crashes, or gives NaN for a number."""
+    """The largest error on the record's usual calls in float32 and bfloat16, beyond the half unit in the last place
+    that any stored result may have; inf where a faulty kernel crashes, or gives NaN for a number."""
     fw = frameworks()[registry.backend(fault.backend).framework]
     where = next(d for d in fw.devices() if fw.target(d).platform == device)
     rng = np.random.default_rng(7)
     worst = 0.0
-    for shapes, options, tiling in ORDINARY[fault.op]:
+    for sample in record(fault.op).usual:
+        shapes, options, tiling = sample.shapes, sample.options, sample.tiling
         for dtype in ("float32", "bfloat16"):
             if registry.find_spec(fault.op).is_vjp:  # results that the forward op left must be its own
                 drawn = cases.Case(dtype, shapes, seed=7, options=options).buffers(registry.find_spec(fault.op))

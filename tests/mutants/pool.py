@@ -18,8 +18,8 @@ __all__ = ["Task", "run"]
 
 @dataclass(frozen=True)
 class Task:
-    """``kind``: "catch" one fault on one seed; "flat": one fault on one seed under a flat tolerance; "error": one fault on ordinary data; "right": on one seed the
-    shipped kernel that a fault stands for."""
+    """``kind``: "catch" one fault on one seed; "flat": one fault on one seed under a flat tolerance; "error": one fault
+    on ordinary data; "right": on one seed the shipped kernel that a fault stands for."""
 
     kind: str
     fault: Fault

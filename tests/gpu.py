@@ -1,0 +1,70 @@
+"""What records ask of a GPU: more than 2^31 elements, and strides past them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+import portakern as pk
+from portakern import testing
+
+
+def within_bound(op, outputs, *args, **options):
+    """Hold outputs to the bound of the call on ``args``; returns the worst fraction."""
+    call = pk.op(op).bind(*args, **options)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return max(testing.compare_call(call, [call.framework.to_numpy(o) for o in outputs]).values())
+
+
+class Gpu:
+    """What records are asked with: ``big`` elements are more than an index of 32 bits reaches."""
+
+    def __init__(self, device="cuda", big=2**31, backend=None):
+        self.torch, self.device, self.big, self.backend = torch, device, big, backend
+
+    def op(self, name):
+        return pk.op(name, backend=self.backend)
+
+    def normal(self, *shape, dtype=torch.float32):
+        return torch.randn(*shape, dtype=torch.float32, device=self.device).to(dtype)
+
+    def rows_to_sample(self, rows, row_length):
+        """First, last, both sides of element ``big``, and 64 at random."""
+        edge = self.big // row_length
+        chosen = {0, rows - 1, edge - 1, edge, *np.random.default_rng(0).integers(0, rows, 64).tolist()}
+        return torch.tensor(sorted(r for r in chosen if r < rows), device=self.device)
+
+    def sampled(self, x, picked):
+        """Zero but for the rows ``picked``, which are random: cotangents whose sums over all rows are sums over
+        these.
+        """
+        d = torch.zeros_like(x)
+        d[picked] = self.normal(len(picked), *x.shape[1:], dtype=x.dtype)
+        return d
+
+    def far(self, shape, dtype=torch.bfloat16):
+        """A small view whose first stride is half of ``big`` elements, so that its last rows lie past ``big``."""
+        memory = torch.empty(self.big // 2 * (shape[0] - 1) + 2**20, dtype=dtype, device=self.device)
+        strides, step = [], 1
+        for extent in reversed(shape[1:]):
+            strides.append(step)
+            step *= extent
+        view = memory.as_strided(shape, (self.big // 2, *reversed(strides)))
+        view.copy_(torch.randn(shape, device=self.device))
+        assert (shape[0] - 1) * view.stride(0) >= self.big
+        return view
+
+
+def worst_past_2_31(record, gpu):
+    """The worst fraction of the bound in what the record asks of many elements."""
+    return max(within_bound(record.op, out, *args, **options) for out, args, options in record.past_2_31(gpu))
+
+
+def worst_of_far_strides(record, gpu):
+    """The same of strides that are far."""
+    worst = []
+    for args in record.far(gpu):
+        outputs = gpu.op(record.op)(*args)
+        given = [o for o in (outputs if isinstance(outputs, tuple) else (outputs,)) if o is not None]
+        worst.append(within_bound(record.op, tuple(given), *args))
+    return max(worst)

@@ -1,0 +1,77 @@
+"""How far a kernel is from the oracle: fractions of the bound, and what statistics say of typical errors."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from portakern.api import op
+from portakern.core.gradients import wiring
+from portakern.core.oracle import as_float64, oracle
+from portakern.spec.dtypes import numpy_dtype
+from portakern.spec.tolerance import compare
+from portakern.testing.statistics import examine
+from tests.ops import record
+from tests.ops._shared import truncate
+
+
+def measure(record, arrays, options=None, got=None, **how):
+    """Output -> the worst fraction of the bound that a simulated kernel reaches; inf where an element breaks it by NaN
+    or inf. ``how``: keywords of the kernel.
+    """
+    options = options or {}
+    call = op(record.op).bind(*arrays, **options)
+    ref = oracle(call)
+    bounds = call.spec.bound(as_float64(call), ref)
+    got = record.simulate(*arrays, **{**options, **how}) if got is None else got
+    worst = {}
+    for (output, (shape, dtype)), y, exact, limit in zip(call.outputs.items(), got, ref, bounds, strict=True):
+        assert (exact is None) == (limit is None) == (output not in call.wants)
+        if exact is not None:
+            assert limit.shape == exact.shape == shape and limit.dtype == exact.dtype == np.float64
+            c = compare(y.astype(numpy_dtype(dtype)), exact, limit, dtype)
+            worst[output] = max(c.worst, np.inf if c.bad.any() and c.worst <= 1 else 0)
+    return worst
+
+
+def simulated(name, arrays, options, truncates=False, **how):
+    """What a simulated kernel stores; float32 results, and those that truncation is no fault of, as they are."""
+    call = op(name).bind(*arrays, **options)
+    store = truncate if truncates else lambda y, dtype: y.astype(numpy_dtype(dtype))
+    got = record(name).simulate(*arrays, **{**options, **how})
+    kept = zip(got, call.outputs.items(), strict=True)
+    return [store(y, dtype) if dtype != "float32" else y for y, (n, (_, dtype)) in kept if n in call.wants]
+
+
+def evidence(name, arrays, options, kernel, regime="normal", target=None, interpret=True):
+    """Output name -> (what the statistics say, the worst fraction of the bound)."""
+    call = op(name).bind(*arrays, **options)
+    call = call.replace(target=target or call.target, interpret=interpret)
+    refs = oracle(call)
+    bounds = call.spec.bound(as_float64(call), refs)
+    got = kernel(name, arrays, options)
+    found = examine(as_float64(call), got, refs, bounds, regime)
+    outputs = dict(zip(call.wants, got, strict=True))
+    return {
+        n: (e, compare(outputs[n], refs[i], bounds[i], call.outputs[n][1]).worst)
+        for i, (n, e) in enumerate(found.items())
+    }
+
+
+def differentiated(r, sample, dtype="float64"):
+    """A forward record's sample with every output wanted: arrays, options and cotangents by name, and the bound call of
+    its gradient.
+    """
+    wired, rng = wiring(r.spec), np.random.default_rng(1)
+    arrays = sample.arrays(r.op, dtype)
+    options = {n: v for n, v in sample.options.items() if r.spec.option(n).kind != "dtype"}
+    options |= {o.wanted_by: True for o in r.spec.outputs if o.wanted_by}
+    outputs = dict(zip(wired.forward.result._fields, oracle(op(r.op).bind(**arrays, **options)), strict=True))
+    cotangents = {n: rng.standard_normal(outputs[n].shape) for n in wired.cotangents}
+    given = {n: (arrays | outputs)[n] for n in (*wired.inputs, *wired.outputs) if n in arrays or n in outputs}
+    given |= {argument: cotangents[n] for n, argument in wired.cotangents.items()}
+    return (
+        arrays,
+        options,
+        cotangents,
+        op(wired.vjp).bind(**given, **{n: options[n] for n in wired.options if n in options}),
+    )

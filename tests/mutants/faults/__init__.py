@@ -1,0 +1,60 @@
+"""Faults planted in the shipped kernels: what people get wrong, one replacement of source text each.
+
+``<op>.py`` in this folder holds those of an op, found by walking: ``FAULTS``, a list of :class:`Planted` for each
+backend. A fault says how often its text stands in the kernel today, so that a change to the kernel breaks this table
+loudly instead of emptying it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from portakern.core import registry
+
+__all__ = ["FAULTS", "Fault", "Planted"]
+
+
+@dataclass(frozen=True)
+class Planted:
+    """One mutation of a kernel, as the op's file holds it.
+
+    Attributes:
+      name: unique among those of the kernel.
+      what: the mistake in words.
+      old, new: the text and its replacement; times: how often ``old`` occurs there.
+      small: it adds less than 1e-2 to any element on ordinary N(0, 1) data (``python -m tests.mutants`` measures it).
+      gpu: it may also run compiled on a GPU: it touches no memory outside its arguments there.
+      sample: it is among those that the test suite plants; ``python -m tests.mutants`` plants all.
+    """
+
+    name: str
+    what: str
+    old: str
+    new: str
+    small: bool = False
+    times: int = 1
+    gpu: bool = True
+    sample: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault(Planted):
+    """The same with the kernel in its name: ``backend`` and ``op`` say whose source is changed."""
+
+    backend: str
+    op: str
+
+
+def _walk() -> Iterator[Fault]:
+    for module in sorted(m.name for m in pkgutil.iter_modules(__path__)):
+        for backend, planted in importlib.import_module(f"{__name__}.{module}").FAULTS.items():
+            on_gpus = not {"cuda", "rocm"}.isdisjoint(registry.backend(backend).compiled_platforms())
+            for p in planted:
+                fields = vars(p) | {"name": f"{backend}-{module}-{p.name}", "gpu": p.gpu and on_gpus}
+                yield Fault(**fields, backend=backend, op=module)
+
+
+FAULTS = tuple(_walk())

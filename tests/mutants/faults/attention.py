@@ -1,0 +1,316 @@
+"""Faults planted in the kernels of attention."""
+
+from __future__ import annotations
+
+from tests.mutants.faults import Planted
+
+FAULTS = {
+    "triton": [
+        Planted(
+            "p-truncated",
+            "bfloat16 weights are cut instead of rounded to nearest",
+            old="        acc = tl.dot(p.to(v_tile.dtype), v_tile,",
+            new=(
+                "        if v_tile.dtype == tl.bfloat16:\n"
+                "            p = (p.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)\n"
+                "        acc = tl.dot(p.to(v_tile.dtype), v_tile,"
+            ),
+            small=True,
+        ),
+        Planted(
+            "scale-off",
+            "the default scale is 0.3 % too large",
+            old="    pre, unit = score_unit(call)\n",
+            new="    pre, unit = score_unit(call)\n    unit *= 1.003\n",
+            small=True,
+        ),
+        Planted(
+            "last-key-dropped",
+            "the last key of a long row is masked where the tail tile is ragged",
+            old="limits(i + (kv_len - q_len), left, right, kv_len)",
+            new="limits(i + (kv_len - q_len), left, right, kv_len - tl.minimum(kv_len // 129, 1))",
+        ),
+        Planted(
+            "causal-edge-at-tile",
+            "the first query of a tile sees one key beyond its own where that key ends a tile",
+            old="    return fold(visit, state, own, keys, pairs,",
+            new=(
+                "    first, inner_first, inner_last, last = span\n"
+                "    if right is not None:\n"
+                "        seen = tl.minimum(tl.maximum(top + right + 2, 0), kv_len) // plan.block_kv * plan.block_kv\n"
+                "        span = first, inner_first, tl.maximum(seen, inner_first), last\n"
+                "    return fold(visit, state, own, keys, pairs,"
+            ),
+            small=True,
+        ),
+        Planted(
+            "window-off-by-one",
+            "the window is one key short on its left",
+            old="    pairs = Pairs(i_ok, lo, hi,",
+            new="    if left is not None:\n        lo += 1\n    pairs = Pairs(i_ok, lo, hi,",
+            sample=True,
+        ),
+        Planted(
+            "window-left-unmasked",
+            "the tile that holds a window's left edge counts as wholly visible",
+            old="    return fold(visit, state, own, keys, pairs,",
+            new=(
+                "    first, _, _, last = span\n"
+                "    if left is not None:\n"
+                "        inner_first = tl.minimum(tl.maximum(bottom - left, 0) // plan.block_kv * "
+                "plan.block_kv, last)\n"
+                "        _, _, seen, _ = band(top, bottom, None, right, kv_len, plan.block_kv)\n"
+                "        span = first, inner_first, tl.maximum(seen, inner_first), last\n"
+                "    return fold(visit, state, own, keys, pairs,"
+            ),
+        ),
+        Planted(
+            "finite-sentinel",
+            "causal, window and tail masks write -1e4 for -inf",
+            old='< pairs.hi), s, float("-inf"))',
+            new="< pairs.hi), s, -1e4)",
+            small=True,
+            sample=True,
+        ),
+        Planted(
+            "no-minus-inf-guard",
+            "a tile with no visible key subtracts -inf from -inf",
+            old='shift = tl.where(m_new == float("-inf"), 0.0, m_new)',
+            new="shift = m_new",
+        ),
+        Planted(
+            "lse-base-2",
+            "the log-sum-exp takes its logarithm in base 2",
+            old="m * scores.unit + tl.log(l)",
+            new="m * scores.unit + tl.log2(l)",
+        ),
+        Planted(
+            "segments-only-on-edges",
+            "segments are compared on edge tiles only",
+            old='s = tl.where(pairs.segment == kv_segment, s, float("-inf"))',
+            new='if edge:\n                s = tl.where(pairs.segment == kv_segment, s, float("-inf"))',
+        ),
+        Planted(
+            "acc-bfloat16",
+            "the accumulator of o is rounded to bfloat16 after each tile",
+            old="out_dtype=plan.acc_dtype)\n    return acc, l, m",
+            new="out_dtype=plan.acc_dtype).to(tl.bfloat16).to(plan.acc_dtype)\n    return acc, l, m",
+            small=True,
+        ),
+        Planted(
+            "kv-head-modulo",
+            "query head h reads key head h % kv_heads",
+            old="head // extents.group",
+            new="head % (extents.heads // extents.group)",
+        ),
+        Planted(
+            "rescale-skipped",
+            "l and o are not rescaled where the maximum grows by little",
+            old="tl.exp2((m - shift) * scores.rate)",
+            new="tl.where((m - shift) * scores.rate > -0.01, 1.0, tl.exp2((m - shift) * scores.rate))",
+            small=True,
+        ),
+        Planted(
+            "l-not-rescaled",
+            "l keeps its unit when the maximum grows in an edge tile",
+            old="l = l * alpha + tl.sum(p, 1)",
+            new="l = l * (1.0 if edge else alpha) + tl.sum(p, 1)",
+        ),
+        Planted(
+            "bias-stride",
+            "a bias that broadcasts over heads is walked as if it had them",
+            old="bias += batch * bias_b + head * bias_h",
+            new="bias += batch * bias_b + head // extents.group * bias_h",
+        ),
+        Planted(
+            "tanh-range",
+            "the tanh fraction is used beyond the range where it converges",
+            old="tl.abs(x) < 0.5",
+            new="tl.abs(x) < 3.5",
+            small=True,
+        ),
+        Planted(
+            "q-prescaled",
+            "q is scaled and rounded to its dtype before the dot, where a bias or a softcap follows",
+            old=(
+                "        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=plan.precision, "
+                "out_dtype=plan.acc_dtype)\n"
+                "        if scores.pre is not None:\n"
+                "            s = s * scores.pre"
+            ),
+            new=(
+                "        qs = q_tile\n"
+                "        if scores.pre is not None:\n"
+                "            qs = (q_tile.to(plan.acc_dtype) * scores.pre).to(q_tile.dtype)\n"
+                "        s = tl.dot(qs, tl.trans(k_tile), input_precision=plan.precision, out_dtype=plan.acc_dtype)"
+            ),
+            small=True,
+        ),
+        Planted(
+            "store-unmasked",
+            "lanes of a head dimension beyond dv are written too",
+            old="mask=i_ok & (ddv < extents.dv))",
+            new="mask=i_ok)",
+            gpu=False,
+        ),
+        Planted(
+            "v-tail-unmasked",
+            "rows of v beyond the last key are read",
+            old="j_ok[:, None], keys.dv_ok, edge, plan.ragged_dv)",
+            new="j_ok[:, None], keys.dv_ok, False, plan.ragged_dv)",
+            gpu=False,
+        ),
+    ],
+    "pallas": [
+        Planted(
+            "p-truncated",
+            "bfloat16 weights are cut instead of rounded to nearest",
+            old="        ref.acc[...] = ref.acc[...] * shrink + dot(p.astype(v.dtype),",
+            new=(
+                "        if v.dtype == jnp.bfloat16:\n"
+                "            bits = jax.lax.bitcast_convert_type(p, jnp.int32) & -65536\n"
+                "            p = jax.lax.bitcast_convert_type(bits, jnp.float32)\n"
+                "        ref.acc[...] = ref.acc[...] * shrink + dot(p.astype(v.dtype),"
+            ),
+            small=True,
+        ),
+        Planted(
+            "l-of-rounded-p",
+            "l sums the weights after they were rounded to v's dtype",
+            old="shrink + jnp.sum(p, axis=1",
+            new="shrink + jnp.sum(p.astype(v.dtype).astype(jnp.float32), axis=1",
+            small=True,
+        ),
+        Planted(
+            "causal-top-left",
+            "queries stand beside the first keys, not the last",
+            old="    band = Band.of(call, bq, bkv)\n",
+            new=(
+                "    band = Band.of(call, bq, bkv)\n"
+                '    first, last = (x if x is None else x - call.dims["kv_len"] + q_len for x in band[:2])\n'
+                "    band = band._replace(first=first, last=last)\n"
+            ),
+        ),
+        Planted(
+            "band-left-corner",
+            "a block whose last query just misses the first key counts as inside the band",
+            old="band.visit(",
+            new="band._replace(first=None if band.first is None else band.first - 1).visit(",
+            small=True,
+        ),
+        Planted(
+            "band-right-corner",
+            "a block whose first query just misses the last key counts as inside the band",
+            old="band.visit(",
+            new="band._replace(last=None if band.last is None else band.last + 1).visit(",
+            small=True,
+        ),
+        Planted(
+            "too-few-steps",
+            "a band that straddles one block more than its width loses the last",
+            old="    steps = band.steps()\n",
+            new=(
+                "    steps = band.steps()\n"
+                "    if band.first is not None and band.last is not None:\n"
+                "        steps = min(steps, pl.cdiv(max(1, bq + band.last - band.first), bkv))\n"
+            ),
+            small=True,
+        ),
+        Planted(
+            "no-minus-inf-guard",
+            "a block with no visible key subtracts -inf from -inf",
+            old="m, p, shrink = online_step(ref.m[...], s, axis=1, unit=scores.unit)\n",
+            new=(
+                "m = jnp.maximum(ref.m[...], jnp.max(s, axis=1, keepdims=True))\n"
+                "        p, shrink = jnp.exp((s - m) * scores.unit), jnp.exp((ref.m[...] - m) * scores.unit)\n"
+            ),
+        ),
+        Planted(
+            "finite-sentinel",
+            "masks write -0.7 of the largest number for -inf",
+            old="s = jnp.where(visible, s, -jnp.inf)",
+            new="s = jnp.where(visible, s, -0.7 * float(jnp.finfo(jnp.float32).max))",
+            small=True,
+        ),
+        Planted(
+            "segments-only-on-edges",
+            "segments are compared on edge blocks only",
+            old="both(band.allowed(row, column) if edge else None, segments)",
+            new="both(band.allowed(row, column), segments) if edge else None",
+        ),
+        Planted(
+            "bias-of-kv-head",
+            "the bias follows the key's head",
+            old="    inputs = Operands(call).at(bq, bkv, query, key)\n",
+            new=(
+                "    inputs = Operands(call).at(bq, bkv, query, key)\n"
+                '    if "bias" in inputs:\n'
+                "        of_kv_head = lambda b, h, i, step: (b, quotient(h, group), i)\n"
+                '        inputs["bias"] = Operands(call).at(bq, bkv, of_kv_head, key)["bias"]\n'
+            ),
+        ),
+        Planted(
+            "kv-head-modulo",
+            "query head h reads key head h % kv_heads",
+            old="return b, quotient(h, group), band",
+            new="return b, h % (heads // group), band",
+            sample=True,
+        ),
+        Planted(
+            "softcap-pade",
+            "tanh is its low-order fraction, clamped",
+            old="tanh = jnp.tanh(s)",
+            new="tanh = jnp.clip(s * (27 + s * s) / (27 + 9 * s * s), -1, 1)",
+        ),
+        Planted(
+            "bias-after-mask",
+            "the bias is added after the masks, so that a NaN there is added to -inf",
+            old=(
+                "bias, settle=interpreted)\n"
+                "        visible = visible_pairs(ref, band, i, j, edge)\n"
+                "        if visible is not None:\n"
+                "            s = jnp.where(visible, s, -jnp.inf)\n"
+            ),
+            new=(
+                "None if bias is None else jnp.zeros_like(bias), settle=interpreted)\n"
+                "        visible = visible_pairs(ref, band, i, j, edge)\n"
+                "        if visible is not None:\n"
+                "            s = jnp.where(visible, s, -jnp.inf)\n"
+                "        if bias is not None:\n"
+                "            s = s + within(bias, 1, j * band.block_kv, band.kv_len)\n"
+            ),
+            small=True,
+        ),
+        Planted(
+            "additive-segments",
+            "the segment mask adds -inf, so that a NaN or inf in another segment's key stays",
+            old="        visible = visible_pairs(ref, band, i, j, edge)\n",
+            new=(
+                '        if "q_segment_ids" in ref:\n'
+                "            s += jnp.where(same_segment(ref.q_segment_ids, ref.kv_segment_ids), 0.0, -jnp.inf)\n"
+                "        visible = band.allowed(i, j) if edge else None\n"
+            ),
+            small=True,
+        ),
+        Planted(
+            "acc-bfloat16",
+            "the accumulator of o is rounded to bfloat16 after each block",
+            old="dot(p.astype(v.dtype), v, (1, 0))",
+            new=(
+                "dot(p.astype(v.dtype), v, (1, 0))\n"
+                "        ref.acc[...] = ref.acc[...].astype(jnp.bfloat16).astype(jnp.float32)"
+            ),
+            small=True,
+        ),
+        Planted(
+            "scale-of-padded-d",
+            "the default scale comes from the head dimension rounded up to 8",
+            old="        pre, unit = score_unit(call)\n",
+            new=(
+                "        pre, unit = score_unit(call)\n"
+                '        unit *= (call.dims["d"] / (-(-call.dims["d"] // 8) * 8)) ** 0.5\n'
+            ),
+            small=True,
+        ),
+    ],
+}

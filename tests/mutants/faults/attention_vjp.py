@@ -1,0 +1,335 @@
+"""Faults planted in the kernels of attention_vjp."""
+
+from __future__ import annotations
+
+from tests.mutants.faults import Planted
+
+FAULTS = {
+    "triton": [
+        Planted(
+            "delta-without-d-lse",
+            "Delta leaves out the cotangent of lse",
+            old="total -= tl.load(d_lse",
+            new="total -= 0.0 * tl.load(d_lse",
+        ),
+        Planted(
+            "delta-of-rounded-products",
+            "Delta sums products that were rounded to the inputs' dtype",
+            old="tl.sum(o_tile * d_o_tile, 1)",
+            new="tl.sum((o_tile * d_o_tile).to(o.dtype.element_ty).to(acc_dtype), 1)",
+            small=True,
+        ),
+        Planted(
+            "p-truncated",
+            "bfloat16 weights are cut instead of rounded to nearest on their way into d_v",
+            old="        if plan.want_v:\n            dv = tl.dot(p.to(d_o_tile.dtype),",
+            new=(
+                "        if plan.want_v:\n"
+                "            pt = p\n"
+                "            if d_o_tile.dtype == tl.bfloat16:\n"
+                "                pt = (p.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)\n"
+                "            dv = tl.dot(pt.to(d_o_tile.dtype),"
+            ),
+            small=True,
+        ),
+        Planted(
+            "ds-rounded-twice",
+            "dS is rounded to the inputs' dtype before the softcap's slope",
+            old="        ds = ds * (1.0 - t * t)",
+            new="        ds = ds.to(a.dtype).to(plan.acc_dtype) * (1.0 - t * t)",
+            small=True,
+        ),
+        Planted(
+            "no-softcap-slope",
+            "the softcap's slope is left out",
+            old="ds = ds * (1.0 - t * t)",
+            new="ds = ds * 1.0",
+        ),
+        Planted(
+            "softcap-slope-in-bias",
+            "d_bias takes the softcap's slope, too",
+            old="        ds = ds * (1.0 - t * t)\n",
+            new="        ds = ds * (1.0 - t * t)\n        d_bias = ds\n",
+        ),
+        Planted(
+            "d-k-scale-off",
+            "d_k's scale is 0.3 % too large",
+            old="(dk_acc * scale)",
+            new="(dk_acc * (scale * 1.003))",
+        ),
+        Planted(
+            "d-q-scale-twice",
+            "d_q is scaled twice",
+            old="(acc * scale)",
+            new="(acc * scale * scale)",
+        ),
+        Planted(
+            "log2e-rounded",
+            "exp is exp2 with log2(e) of five digits",
+            old="1.4426950408889634",
+            new="1.4427",
+            small=True,
+        ),
+        Planted(
+            "log2e-before-lse",
+            "scores and lse take log2(e)'s factor before their difference, by which the largest overflow",
+            old="(s - shift) * 1.4426950408889634",
+            new="s * 1.4426950408889634 - shift * 1.4426950408889634",
+            small=True,
+        ),
+        Planted(
+            "no-minus-inf-guard",
+            "a row that sees no key keeps its lse of -inf",
+            old='tl.store(shift + at, tl.where(l == float("-inf"), float("inf"), l)',
+            new="tl.store(shift + at, l",
+            small=True,
+        ),
+        Planted(
+            "masked-once",
+            "dS is not selected again after the arithmetic: what a masked pair's v holds leaks",
+            old="tl.where(allowed, d_bias, 0.0), tl.where(allowed, ds, 0.0)",
+            new="d_bias, ds",
+            small=True,
+        ),
+        Planted(
+            "last-query-dropped",
+            "the last of many queries is masked on the edge tiles of d_k and d_v",
+            old="(i[None, :] < pairs.hi)",
+            new="(i[None, :] < pairs.hi) & (i[None, :] < queries.q_len - tl.minimum(queries.q_len // 65, 1))",
+        ),
+        Planted(
+            "last-head-dropped",
+            "d_k and d_v leave out the last query head of a group",
+            old="range(kv_head * group, kv_head * group + group)",
+            new="range(kv_head * group, kv_head * group + tl.maximum(group - 1, 1))",
+        ),
+        Planted(
+            "kv-head-modulo",
+            "query head h reads key head h % kv_heads in d_q",
+            old="head // extents.group",
+            new="head % (extents.heads // extents.group)",
+        ),
+        Planted(
+            "transposed-band-corner",
+            "a tile of queries whose first just misses the last key of a tile counts as wholly seen",
+            old="span = band(top, bottom,",
+            new="span = band(top, bottom - 1,",
+            small=True,
+        ),
+        Planted(
+            "transposed-band-start",
+            "the queries that see a tile of keys start one too late",
+            old="span = band(top, bottom,",
+            new="span = band(top + 1, bottom,",
+            small=True,
+        ),
+        Planted(
+            "transposed-window-swapped",
+            "keys are seen as far as queries see, not the other way round",
+            old="limits(j - (kv_len - q_len), right, left, q_len)",
+            new="limits(j - (kv_len - q_len), left, right, q_len)",
+        ),
+        Planted(
+            "segments-only-on-edges",
+            "segments are compared on edge tiles only",
+            old="allowed = allowed & same if edge else same",
+            new="allowed = allowed & same if edge else None",
+            times=2,
+        ),
+        Planted(
+            "bias-batch-not-summed",
+            "d_bias is that of the first batch entry alone where bias is broadcast over them",
+            old="range(sum_batches * sum_heads)",
+            new="range(sum_heads)",
+        ),
+        Planted(
+            "bias-last-tile-of-queries",
+            "a bias of one row sums all queries but those of the last ragged tile",
+            old="    for n in range(sum_batches",
+            new=(
+                "    if one_row:\n"
+                "        last = tl.maximum(last // plan.block_q * plan.block_q, plan.block_q)\n"
+                "    for n in range(sum_batches"
+            ),
+            small=True,
+        ),
+        Planted(
+            "bias-float16",
+            "a float32 bias passes through float16",
+            old="True, True).to(plan.acc_dtype)",
+            new="True, True).to(tl.float16).to(plan.acc_dtype)",
+            small=True,
+        ),
+        Planted(
+            "d-q-truncated",
+            "a bfloat16 d_q is cut instead of rounded to nearest",
+            old="    tl.store(d_q + at",
+            new=(
+                "    acc = acc * scale\n"
+                "    scale = 1.0\n"
+                "    if d_q.dtype.element_ty == tl.bfloat16:\n"
+                "        acc = (acc.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)\n"
+                "    tl.store(d_q + at"
+            ),
+            small=True,
+        ),
+        Planted(
+            "acc-bfloat16",
+            "the accumulator of d_q is rounded to bfloat16 after each tile",
+            old="dq, input_precision=plan.precision, out_dtype=plan.acc_dtype)",
+            new="dq, input_precision=plan.precision, out_dtype=plan.acc_dtype).to(tl.bfloat16).to(plan.acc_dtype)",
+            small=True,
+        ),
+        Planted(
+            "k-tail-unmasked",
+            "rows of k beyond the last key are read in d_q",
+            old="j_ok[:, None], keys.d_ok, edge, plan.ragged_d)",
+            new="j_ok[:, None], keys.d_ok, False, plan.ragged_d)",
+            gpu=False,
+        ),
+    ],
+    "pallas": [
+        Planted(
+            "delta-with-d-lse-added",
+            "the cotangent of lse has the wrong sign in Delta",
+            old="delta - ref.d_lse",
+            new="delta + ref.d_lse",
+        ),
+        Planted(
+            "delta-of-rounded-products",
+            "Delta sums products that were rounded to the inputs' dtype",
+            old="ref.d_o[...].astype(jnp.float32) * ref.o[...].astype(jnp.float32)",
+            new="(ref.d_o[...] * ref.o[...]).astype(jnp.float32)",
+            small=True,
+        ),
+        Planted(
+            "no-minus-inf-guard",
+            "a row that sees no key keeps its lse of -inf",
+            old="jnp.where(unseen, jnp.inf, lse)",
+            new="lse",
+            small=True,
+        ),
+        Planted(
+            "lse-rounded",
+            "lse passes through the inputs' dtype",
+            old="jnp.where(unseen, jnp.inf, lse)",
+            new="jnp.where(unseen, jnp.inf, lse.astype(ref.o.dtype).astype(jnp.float32))",
+        ),
+        Planted(
+            "p-truncated",
+            "bfloat16 weights are cut instead of rounded to nearest on their way into d_v",
+            old="            ref.v_acc[...] += dot(p.astype(d_o.dtype), d_o, (1, 0))",
+            new=(
+                "            cut = p\n"
+                "            if d_o.dtype == jnp.bfloat16:\n"
+                "                bits = jax.lax.bitcast_convert_type(p, jnp.int32) & -65536\n"
+                "                cut = jax.lax.bitcast_convert_type(bits, jnp.float32)\n"
+                "            ref.v_acc[...] += dot(cut.astype(d_o.dtype), d_o, (1, 0))"
+            ),
+            small=True,
+        ),
+        Planted(
+            "ds-rounded-twice",
+            "dS is rounded to the inputs' dtype before the softcap's slope",
+            old="selected(visible, d_s * slope)",
+            new="selected(visible, d_s.astype(ref.q.dtype).astype(jnp.float32) * slope)",
+            small=True,
+            times=2,
+        ),
+        Planted(
+            "tanh-twice",
+            "the softcap's slope takes the tanh of what is one already",
+            old="1 - tanh * tanh",
+            new="1 - jnp.tanh(tanh) ** 2",
+        ),
+        Planted(
+            "d-q-scale-off",
+            "d_q's scale is 0.3 % too large",
+            old="(ref.acc[...] * scale)",
+            new="(ref.acc[...] * (scale * 1.003))",
+            small=True,
+        ),
+        Planted(
+            "heads-not-summed",
+            "d_k and d_v start anew at each query head of a group",
+            old="pl.when((head == 0) & (step == 0))",
+            new="pl.when(step == 0)",
+        ),
+        Planted(
+            "bias-batch-not-summed",
+            "d_bias starts anew at each batch entry that it sums",
+            old="pl.when((batch == 0) & (head == 0) & (step == 0))",
+            new="pl.when((head == 0) & (step == 0))",
+        ),
+        Planted(
+            "bias-queries-not-summed",
+            "d_bias of a bias of one row starts anew at each block of queries",
+            old="pl.when((batch == 0) & (head == 0) & (step == 0))",
+            new="pl.when((batch == 0) & (head == 0))",
+            small=True,
+        ),
+        Planted(
+            "bias-as-q",
+            "a float32 bias is rounded to q's dtype in d_k, d_v and d_bias",
+            old="ref.bias[...].astype(jnp.float32).T",
+            new="ref.bias[...].astype(ref.q.dtype).astype(jnp.float32).T",
+            small=True,
+        ),
+        Planted(
+            "band-left-corner",
+            "a block whose last row just misses the first column counts as inside the band",
+            old="band.visit(",
+            new="band._replace(first=None if band.first is None else band.first - 1).visit(",
+            small=True,
+            times=3,
+        ),
+        Planted(
+            "band-right-corner",
+            "a block whose first row just misses the last column counts as inside the band",
+            old="band.visit(",
+            new="band._replace(last=None if band.last is None else band.last + 1).visit(",
+            small=True,
+            times=3,
+        ),
+        Planted(
+            "band-turned-wrong",
+            "the band as keys see it has its bounds in the queries' order",
+            old="in (band.last, band.first))",
+            new="in (band.first, band.last))",
+        ),
+        Planted(
+            "k-tail-unmasked",
+            "rows of k beyond the last key enter d_q",
+            old="within(k, 0, j * band.block_kv, band.kv_len) if edge else k",
+            new="k",
+        ),
+        Planted(
+            "q-tail-unmasked",
+            "rows of q and d_o beyond the last query enter d_k and d_v",
+            old="q, d_o = (within(x, 0, i * band.block_kv, band.kv_len) for x in (q, d_o))",
+            new="pass",
+        ),
+        Planted(
+            "masked-once",
+            "dS is not selected again after the arithmetic: what a masked pair's v holds leaks into d_q",
+            old="selected(visible, p * (dot(ref.d_o[...], ref.v[...], (1, 1)) - delta))",
+            new="(p * (dot(ref.d_o[...], ref.v[...], (1, 1)) - delta))",
+            small=True,
+        ),
+        Planted(
+            "segments-only-on-edges",
+            "segments are compared on edge blocks only in d_k, d_v and d_bias",
+            old="visible_pairs(ref, band, j, i, edge, by_key=True)",
+            new="visible_pairs(ref, band, j, i, edge, by_key=True) if edge else None",
+        ),
+        Planted(
+            "acc-bfloat16",
+            "the accumulator of d_k is rounded to bfloat16 after each block",
+            old="ref.k_acc[...] += dot(d_dot.astype(q.dtype), q, (1, 0))",
+            new=(
+                "d_k = ref.k_acc[...] + dot(d_dot.astype(q.dtype), q, (1, 0))\n"
+                "            ref.k_acc[...] = d_k.astype(jnp.bfloat16).astype(jnp.float32)"
+            ),
+        ),
+    ],
+}

@@ -1,0 +1,103 @@
+"""Faults planted in the kernels of layernorm."""
+
+from __future__ import annotations
+
+from tests.mutants.faults import Planted
+
+FAULTS = {
+    "triton": [
+        Planted(
+            "one-pass-variance",
+            "the variance is E[x^2] - mean^2",
+            old="tl.rsqrt(tl.sum(d * d, 1) / n + eps)",
+            new="tl.rsqrt(tl.maximum(tl.sum(t * t, 1) / n - mean * mean, 0.0) + eps)",
+            small=True,
+            sample=True,
+        ),
+        Planted(
+            "padding-in-variance",
+            "lanes beyond the row count in the variance",
+            old="        d = tl.where(ok, t - mean[:, None], 0.0)\n        r =",
+            new="        d = t - mean[:, None]\n        r =",
+            small=True,
+        ),
+        Planted(
+            "eps-outside",
+            "eps is added to the standard deviation",
+            old="tl.rsqrt(tl.sum(d * d, 1) / n + eps)",
+            new="1.0 / (tl.sqrt(tl.sum(d * d, 1) / n) + eps)",
+            small=True,
+        ),
+        Planted(
+            "mean-over-tile",
+            "the mean divides by the tile's extent",
+            old="mean = tl.sum(t, 1) / n",
+            new="mean = tl.sum(t, 1) / block_n",
+        ),
+        Planted(
+            "unbiased-variance",
+            "long rows divide the variance by n - 1",
+            old="r = tl.rsqrt(total / n + eps)",
+            new="r = tl.rsqrt(total / (n - 1) + eps)",
+            small=True,
+        ),
+        Planted(
+            "weight-float16",
+            "the weight passes through float16",
+            old="tl.load(weight + col * weight_n, mask=col < n, other=0.0).to(acc_dtype)",
+            new="tl.load(weight + col * weight_n, mask=col < n, other=0.0).to(tl.float16).to(acc_dtype)",
+            small=True,
+        ),
+        Planted(
+            "long-row-padding",
+            "lanes beyond a long row count in the variance",
+            old="            d = tl.where(ok, t - mean[:, None], 0.0)\n            total",
+            new="            d = t - mean[:, None]\n            total",
+            small=True,
+        ),
+    ],
+    "pallas": [
+        Planted(
+            "one-pass-variance",
+            "the variance within a block is E[x^2] - mean^2",
+            old="walk.sum_along_rows(jnp.square(x - block_mean), step)",
+            new="walk.sum_along_rows(jnp.square(x), step) - jnp.float32(here) * jnp.square(block_mean)",
+            small=True,
+        ),
+        Planted(
+            "eps-outside",
+            "eps is added to the standard deviation",
+            old="lax.rsqrt(ref.m2[...] / walk.n + eps)",
+            new="1 / (jnp.sqrt(ref.m2[...] / walk.n) + eps)",
+            small=True,
+        ),
+        Planted(
+            "eps-ignored",
+            "eps is always 1e-5",
+            old='eps=call.options["eps"])',
+            new="eps=1e-5)",
+            small=True,
+        ),
+        Planted(
+            "weight-as-x",
+            "a float32 weight is rounded to x's dtype",
+            old="ref.weight[...].astype(jnp.float32)",
+            new="ref.weight[...].astype(ref.x.dtype).astype(jnp.float32)",
+            small=True,
+        ),
+        Planted(
+            "ragged-count",
+            "the merge counts a ragged last block as full",
+            old="here = jnp.minimum(walk.n - seen, walk.block_n)",
+            new="here = walk.block_n",
+            small=True,
+            sample=True,
+        ),
+        Planted(
+            "between-blocks",
+            "the merge forgets that blocks differ in their means",
+            old=" + between\n",
+            new="\n",
+        ),
+    ],
+}

@@ -1,0 +1,135 @@
+"""Faults planted in the kernels of layernorm_vjp."""
+
+from __future__ import annotations
+
+from tests.mutants.faults import Planted
+
+FAULTS = {
+    "triton": [
+        Planted(
+            "hx-mean-over-tile",
+            "mean(h xh) of a short row divides by the tile's extent",
+            old="(tl.sum(h * xh, 1) / n)",
+            new="(tl.sum(h * xh, 1) / block_n)",
+        ),
+        Planted(
+            "one-pass-variance",
+            "the variance of a short row is E[x^2] - mean^2",
+            old="r = tl.rsqrt(tl.sum(d * d, 1) / n + eps)[:, None]",
+            new=(
+                "r = tl.rsqrt(tl.maximum(tl.sum(t * t, 1) / n - (tl.sum(t, 1) / n) * (tl.sum(t, 1) / n), 0.0) "
+                "+ eps)[:, None]"
+            ),
+            small=True,
+        ),
+        Planted(
+            "padding-in-variance",
+            "lanes beyond a short row count in the variance",
+            old="d = tl.where(ok, t - (tl.sum(t, 1) / n)[:, None], 0.0)",
+            new="d = t - (tl.sum(t, 1) / n)[:, None]",
+            small=True,
+        ),
+        Planted(
+            "missing-rows-counted",
+            "rows beyond the last have an xh, where eps = 0 of 0 inf",
+            old="xh = tl.where(row_ok, d * r, 0.0)",
+            new="xh = d * r",
+            small=True,
+        ),
+        Planted(
+            "weight-float16",
+            "the weight of a short row passes through float16",
+            old="mask=lane < n, other=0.0).to(acc_dtype)[None, :]\n    w_sum",
+            new="mask=lane < n, other=0.0).to(tl.float16).to(acc_dtype)[None, :]\n    w_sum",
+            small=True,
+        ),
+        Planted(
+            "unbiased-variance",
+            "long rows divide the variance by n - 1",
+            old="r = tl.rsqrt(m2 / n + eps)",
+            new="r = tl.rsqrt(m2 / (n - 1) + eps)",
+        ),
+        Planted(
+            "hx-not-moved",
+            "mean(h xh) of a long row forgets that its tiles differ in their means",
+            old="tl.sum(h * d, 1) + ((delta - step) * tile_h - step * h_sum)",
+            new="tl.sum(h * d, 1)",
+        ),
+        Planted(
+            "last-group-dropped",
+            "the last of several partial sums is left out",
+            old="ok = (row < count) & (col < n)",
+            new="ok = (row < count - tl.minimum(count // 2, 1)) & (col < n)",
+            small=True,
+        ),
+        Planted(
+            "d-weight-bfloat16",
+            "d_weight is summed in bfloat16",
+            old="w_sum += g * xh",
+            new="w_sum = (w_sum + g * xh).to(tl.bfloat16).to(acc_dtype)",
+        ),
+    ],
+    "pallas": [
+        Planted(
+            "one-pass-variance",
+            "the variance within a block is E[x^2] - mean^2",
+            old="        block_mean, delta, moved = merge(ref.mean, ref.m2, x, walk, step)\n",
+            new=(
+                "        block_mean, delta, moved = merge(ref.mean, ref.m2, x, walk, step)\n"
+                "        here = jnp.float32(jnp.minimum(walk.n - step * walk.block_n, walk.block_n))\n"
+                "        one_pass = walk.sum_along_rows(jnp.square(x), step) - here * jnp.square(block_mean)\n"
+                "        ref.m2[...] += one_pass - walk.sum_along_rows(jnp.square(x - block_mean), step)\n"
+            ),
+            small=True,
+        ),
+        Planted(
+            "ragged-count",
+            "the merge counts a ragged last block as full",
+            old="        block_mean, delta, moved = merge(ref.mean, ref.m2, x, walk, step)\n",
+            new=(
+                "\n"
+                "        class Full(Walk):\n"
+                "            def sum_along_rows(self, values, step):\n"
+                "                return walk.sum_along_rows(values, step)\n"
+                "\n"
+                "        full = Full(*walk)._replace(shape=(walk.height, walk.n + -walk.n % walk.block_n))\n"
+                "        block_mean, delta, moved = merge(ref.mean, ref.m2, x, full, step)\n"
+            ),
+        ),
+        Planted(
+            "hx-not-moved",
+            "mean(h xh) forgets that blocks differ in their means",
+            old="(delta - moved) * block_h - moved * ref.h_sum[...]",
+            new="0.0",
+        ),
+        Planted(
+            "missing-rows-counted",
+            "rows beyond the last enter d_weight and d_bias",
+            old="walk.sum_over_rows(",
+            new="(lambda values, _: jnp.sum(values, axis=0, keepdims=True))(",
+            times=2,
+        ),
+        Planted(
+            "weight-as-x",
+            "a float32 weight is rounded to x's dtype",
+            old="ref.weight[...].astype(jnp.float32)",
+            new="ref.weight[...].astype(ref.d_y.dtype).astype(jnp.float32)",
+            small=True,
+        ),
+        Planted(
+            "last-group-dropped",
+            "the last of several partial sums is left out",
+            old="    rows = within(partial_sums, 0, step * partial_sums.shape[0], height)\n",
+            new=(
+                "    place = lax.broadcasted_iota(jnp.int32, partial_sums.shape, 0) + step * partial_sums.shape[0]\n"
+                "    rows = jnp.where(place < max(height - 1, 1), partial_sums, 0.0)\n"
+            ),
+        ),
+        Planted(
+            "partial-sums-rounded",
+            "partial sums of d_weight are rounded to the inputs' dtype",
+            old="walk.sum_over_rows(d_y * xh, group)",
+            new="walk.sum_over_rows(d_y * xh, group).astype(ref.d_y.dtype).astype(jnp.float32)",
+        ),
+    ],
+}

@@ -1,0 +1,120 @@
+"""Faults planted in the kernels of matmul."""
+
+from __future__ import annotations
+
+from tests.mutants.faults import Planted
+
+FAULTS = {
+    "triton": [
+        Planted(
+            "tf32-for-ieee",
+            "float32 operands lose 13 bits although precision is ieee",
+            old="        acc = tl.dot(at, bt, acc,",
+            new=(
+                "        if at.dtype == tl.float32:\n"
+                "            at = (at.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)\n"
+                "            bt = (bt.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)\n"
+                "        acc = tl.dot(at, bt, acc,"
+            ),
+            sample=True,
+        ),
+        Planted(
+            "k-tail-unmasked",
+            "one operand is read beyond k",
+            old="mask=j_ok & (kk < left)[:, None]",
+            new="mask=j_ok",
+            gpu=False,
+        ),
+        Planted(
+            "group-unclamped",
+            "the last group of row tiles is numbered as if it were full",
+            old="min(tiles_m - first_m, group)",
+            new="group",
+            gpu=False,
+        ),
+        Planted(
+            "group-clamped-once",
+            "the last group of row tiles is numbered as if it were full, where it is not the only one",
+            old="min(tiles_m - first_m, group)",
+            new="min(tiles_m, group)",
+            small=True,
+            gpu=False,
+        ),
+        Planted(
+            "acc-bfloat16",
+            "the accumulator is rounded to bfloat16 at each step",
+            old="input_precision=precision, out_dtype=acc_dtype)\n        a_tile",
+            new="input_precision=precision, out_dtype=acc_dtype).to(tl.bfloat16).to(acc_dtype)\n        a_tile",
+        ),
+        Planted(
+            "k-tail-short",
+            "the ragged end of k loses its last product",
+            old="a_tile, mask=i_ok & (kk < left)",
+            new="a_tile, mask=i_ok & (kk < left - (k > 64).to(tl.int64))",
+        ),
+        Planted(
+            "batch-stride",
+            "b walks the inner batch axis with a's stride",
+            old="inner * b_inner)",
+            new="inner * (a_inner if b_inner != 0 else b_inner))",
+            gpu=False,
+        ),
+        Planted(
+            "rounded-twice",
+            "the result passes through the operands' dtype before out_dtype",
+            old="acc.to(c.dtype.element_ty)",
+            new="acc.to(a.dtype.element_ty).to(c.dtype.element_ty)",
+        ),
+        Planted(
+            "store-truncated",
+            "a bfloat16 result is cut instead of rounded to nearest",
+            old="    tl.store(c_tile, acc.to(",
+            new=(
+                "    if c.dtype.element_ty == tl.bfloat16:\n"
+                "        acc = (acc.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)\n"
+                "    tl.store(c_tile, acc.to("
+            ),
+        ),
+    ],
+    "pallas": [
+        Planted(
+            "acc-bfloat16",
+            "the accumulator is rounded to bfloat16 after each block",
+            old="ref.acc[...] += dot(a, b, (1, 0))",
+            new="ref.acc[...] = (ref.acc[...] + dot(a, b, (1, 0))).astype(jnp.bfloat16).astype(jnp.float32)",
+        ),
+        Planted(
+            "tf32-for-ieee",
+            "float32 operands keep 10 bits although precision is ieee",
+            old="    ref.acc[...] += dot(a, b, (1, 0))",
+            new=(
+                "    if a.dtype == jnp.float32:\n"
+                "        a, b = jax.lax.reduce_precision(a, 8, 10), jax.lax.reduce_precision(b, 8, 10)\n"
+                "    ref.acc[...] += dot(a, b, (1, 0))"
+            ),
+        ),
+        Planted(
+            "batch-from-the-left",
+            "batch axes broadcast aligned at the left",
+            old="first = rank - 3 - len(batch)",
+            new="first = 0",
+            sample=True,
+        ),
+        Planted(
+            "rounded-twice",
+            "the result passes through the operands' dtype before out_dtype",
+            old="ref.acc[...].astype(ref.c.dtype)",
+            new="ref.acc[...].astype(ref.a.dtype).astype(ref.c.dtype)",
+        ),
+        Planted(
+            "k-tail-short",
+            "the ragged end of a long k loses its last product",
+            old="    a, b = within(",
+            new=(
+                "    place = jax.lax.broadcasted_iota(jnp.int32, a.shape, 1) + start_of_k\n"
+                "    a = jnp.where(place < k - (k > 64 and k % a.shape[1] != 0), a, 0)\n"
+                "    a, b = within("
+            ),
+        ),
+    ],
+}

@@ -1,0 +1,65 @@
+"""Faults planted in the kernels of rmsnorm."""
+
+from __future__ import annotations
+
+from tests.mutants.faults import Planted
+
+FAULTS = {
+    "triton": [
+        Planted(
+            "mean-over-tile",
+            "the mean of squares divides by the tile's extent",
+            old="tl.rsqrt(tl.sum(t * t, 1) / n + eps)",
+            new="tl.rsqrt(tl.sum(t * t, 1) / block_n + eps)",
+        ),
+        Planted(
+            "eps-outside",
+            "eps is added to the root",
+            old="tl.rsqrt(tl.sum(t * t, 1) / n + eps)",
+            new="1.0 / (tl.sqrt(tl.sum(t * t, 1) / n) + eps)",
+            small=True,
+        ),
+        Planted(
+            "squares-rounded",
+            "squares are rounded to x's dtype",
+            old="tl.rsqrt(tl.sum(t * t, 1) / n + eps)",
+            new="tl.rsqrt(tl.sum((t * t).to(x.dtype.element_ty).to(acc_dtype), 1) / n + eps)",
+            small=True,
+        ),
+        Planted(
+            "last-not-summed",
+            "the sum of a long row leaves out its last element",
+            old="other=0.0).to(acc_dtype)\n            total",
+            new="other=0.0).to(acc_dtype)\n            t = tl.where(start + col < n - 1, t, 0.0)\n            total",
+        ),
+    ],
+    "pallas": [
+        Planted(
+            "mean-over-blocks",
+            "the mean of squares divides by the extent of all blocks",
+            old="lax.rsqrt(ref.squares[...] / walk.n + eps)",
+            new="lax.rsqrt(ref.squares[...] / (walk.n + -walk.n % walk.block_n) + eps)",
+        ),
+        Planted(
+            "eps-outside",
+            "eps is added to the root",
+            old="lax.rsqrt(ref.squares[...] / walk.n + eps)",
+            new="1 / (jnp.sqrt(ref.squares[...] / walk.n) + eps)",
+            small=True,
+        ),
+        Planted(
+            "eps-ignored",
+            "eps is always 1e-6",
+            old='eps=call.options["eps"])',
+            new="eps=1e-6)",
+            small=True,
+        ),
+        Planted(
+            "weight-as-x",
+            "a float32 weight is rounded to x's dtype",
+            old="ref.weight[...].astype(jnp.float32)",
+            new="ref.weight[...].astype(ref.x.dtype).astype(jnp.float32)",
+            small=True,
+        ),
+    ],
+}

@@ -1,0 +1,77 @@
+"""Faults planted in the kernels of rmsnorm_vjp."""
+
+from __future__ import annotations
+
+from tests.mutants.faults import Planted
+
+FAULTS = {
+    "triton": [
+        Planted(
+            "hx-mean-over-tile",
+            "mean(h xh) of a short row divides by the tile's extent",
+            old="(tl.sum(h * xh, 1) / n)",
+            new="(tl.sum(h * xh, 1) / block_n)",
+        ),
+        Planted(
+            "missing-rows-counted",
+            "rows beyond the last have an xh, where eps = 0 of 0 inf",
+            old="xh = tl.where(row_ok, t * r, 0.0)",
+            new="xh = t * r",
+            small=True,
+        ),
+        Planted(
+            "last-not-summed",
+            "mean(h xh) of a long row leaves out its last element",
+            old="hx += tl.sum(h * t, 1)",
+            new="hx += tl.sum(tl.where(col < n - 1, h * t, 0.0), 1)",
+            small=True,
+        ),
+        Planted(
+            "weight-float16",
+            "the weight of d_x passes through float16",
+            old="mask=lane < n, other=0.0).to(acc_dtype)[None, :]\n    w_sum",
+            new="mask=lane < n, other=0.0).to(tl.float16).to(acc_dtype)[None, :]\n    w_sum",
+            small=True,
+        ),
+        Planted(
+            "d-weight-bfloat16",
+            "d_weight is summed in bfloat16",
+            old="w_sum += g * xh",
+            new="w_sum = (w_sum + g * xh).to(tl.bfloat16).to(acc_dtype)",
+        ),
+    ],
+    "pallas": [
+        Planted(
+            "padding-summed",
+            "lanes beyond a row enter its sums",
+            old="walk.sum_along_rows(",
+            new="(lambda values, _: jnp.sum(values, axis=1, keepdims=True))(",
+            times=2,
+        ),
+        Planted(
+            "last-block-alone",
+            "the sums of a row start anew at each block",
+            old="pl.when((sweep == 0) & (step == 0))",
+            new="pl.when(sweep == 0)",
+        ),
+        Planted(
+            "missing-rows-counted",
+            "rows beyond the last enter d_weight",
+            old="walk.sum_over_rows(d_y * xh, group)",
+            new="jnp.sum(d_y * xh, axis=0, keepdims=True)",
+        ),
+        Planted(
+            "weight-as-x",
+            "a float32 weight is rounded to x's dtype",
+            old="ref.weight[...].astype(jnp.float32)",
+            new="ref.weight[...].astype(ref.d_y.dtype).astype(jnp.float32)",
+            small=True,
+        ),
+        Planted(
+            "partial-sums-rounded",
+            "partial sums of d_weight are rounded to the inputs' dtype",
+            old="walk.sum_over_rows(d_y * xh, group)",
+            new="walk.sum_over_rows(d_y * xh, group).astype(ref.d_y.dtype).astype(jnp.float32)",
+        ),
+    ],
+}

@@ -1,0 +1,112 @@
+"""Faults planted in the kernels of softmax."""
+
+from __future__ import annotations
+
+from tests.mutants.faults import Planted
+
+FAULTS = {
+    "triton": [
+        Planted(
+            "no-minus-inf-guard",
+            "a first tile of nothing but -inf subtracts -inf from -inf",
+            old='shift = tl.where(m_new == float("-inf"), 0.0, m_new)',
+            new="shift = m_new",
+            small=True,
+        ),
+        Planted(
+            "finite-padding",
+            "lanes beyond a short row hold -1e4 instead of -inf",
+            old='ok = row_ok & (col < n)\n        t = tl.load(x_row + col * x_n, mask=ok, other=float("-inf"))',
+            new="ok = row_ok & (col < n)\n        t = tl.load(x_row + col * x_n, mask=ok, other=-1e4)",
+            small=True,
+        ),
+        Planted(
+            "last-not-summed",
+            "the sum of a long row leaves out its last element",
+            old="mask=row_ok & (start + col < n), other",
+            new="mask=row_ok & (start + col < n - 1), other",
+            small=True,
+        ),
+        Planted(
+            "log2e-rounded",
+            "exp is exp2 with log2(e) of five digits",
+            old="p = tl.exp(t - tl.max(t, 1)[:, None])",
+            new="p = tl.exp2((t - tl.max(t, 1)[:, None]) * 1.4427)",
+            small=True,
+        ),
+        Planted(
+            "l-not-rescaled",
+            "the running sum keeps its unit when the maximum grows",
+            old="l = l * tl.exp(m - shift) + ",
+            new="l = l + ",
+        ),
+        Planted(
+            "p-rounded-before-sum",
+            "the normaliser sums weights already rounded to the output's dtype",
+            old="(p / tl.sum(p, 1)[:, None])",
+            new="(p / tl.sum(p.to(y.dtype.element_ty).to(acc_dtype), 1)[:, None])",
+            small=True,
+        ),
+        Planted(
+            "store-truncated",
+            "a bfloat16 result is cut instead of rounded to nearest",
+            old="        tl.store(y_row + col * y_n, (p / tl.sum(p, 1)[:, None]).to",
+            new=(
+                "        p = p / tl.sum(p, 1)[:, None]\n"
+                "        if y.dtype.element_ty == tl.bfloat16:\n"
+                "            p = (p.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)\n"
+                "        tl.store(y_row + col * y_n, p.to"
+            ),
+            small=True,
+            sample=True,
+        ),
+    ],
+    "pallas": [
+        Planted(
+            "no-minus-inf-guard",
+            "a first block of nothing but -inf subtracts -inf from -inf",
+            old="origin = jnp.where(m == -jnp.inf, 0.0, m)",
+            new="origin = m",
+            small=True,
+        ),
+        Planted(
+            "finite-padding",
+            "lanes beyond a row hold -1e4 instead of -inf",
+            old="step, -jnp.inf)",
+            new="step, -1e4)",
+            small=True,
+        ),
+        Planted(
+            "rounded-twice",
+            "weights are rounded to the output's dtype before the division",
+            old="(jnp.exp(x - ref.m[...]) / ref.l[...])",
+            new="(jnp.exp(x - ref.m[...]).astype(ref.y.dtype).astype(jnp.float32) / ref.l[...])",
+            small=True,
+        ),
+        Planted(
+            "exp-clamped",
+            "the exponent is clamped at -20",
+            old="(jnp.exp(x - ref.m[...]) / ref.l[...])",
+            new="(jnp.exp(jnp.maximum(x - ref.m[...], -20.0)) / ref.l[...])",
+            small=True,
+            sample=True,
+        ),
+        Planted(
+            "l-not-rescaled",
+            "the running sum keeps its unit when the maximum grows",
+            old="ref.l[...] * shrink + ",
+            new="ref.l[...] + ",
+        ),
+        Planted(
+            "last-not-summed",
+            "the sum of a long ragged row leaves out its last element",
+            old="        ref.l[...] = ref.l[...] * shrink",
+            new=(
+                "        place = jax.lax.broadcasted_iota(jnp.int32, p.shape, walk.along) + step * walk.block_n\n"
+                "        p = jnp.where(place < walk.n - (walk.n > 128), p, 0.0)\n"
+                "        ref.l[...] = ref.l[...] * shrink"
+            ),
+            small=True,
+        ),
+    ],
+}

@@ -1,0 +1,72 @@
+"""Faults planted in the kernels of softmax_vjp."""
+
+from __future__ import annotations
+
+from tests.mutants.faults import Planted
+
+FAULTS = {
+    "triton": [
+        Planted(
+            "delta-of-rounded-terms",
+            "Delta of a short row sums terms that were rounded to y's dtype",
+            old="delta = tl.sum(p * g, 1)\n        tl.store",
+            new="delta = tl.sum((p * g).to(y.dtype.element_ty).to(acc_dtype), 1)\n        tl.store",
+            small=True,
+        ),
+        Planted(
+            "last-not-summed",
+            "Delta of a long row leaves out its last element",
+            old="delta += tl.sum(p * g, 1)",
+            new="delta += tl.sum(tl.where(start + col < n - 1, p * g, 0.0), 1)",
+            small=True,
+        ),
+        Planted(
+            "delta-bfloat16",
+            "the running Delta of a long row is rounded to bfloat16 after each tile",
+            old="delta += tl.sum(p * g, 1)",
+            new="delta = (delta + tl.sum(p * g, 1)).to(tl.bfloat16).to(acc_dtype)",
+            small=True,
+        ),
+        Planted(
+            "rounded-twice",
+            "the difference is rounded to the result's dtype before it meets y",
+            old="(p * (g - delta[:, None])).to",
+            new="(p * (g - delta[:, None]).to(d_x.dtype.element_ty).to(acc_dtype)).to",
+            small=True,
+            times=2,
+        ),
+    ],
+    "pallas": [
+        Planted(
+            "delta-of-rounded-terms",
+            "Delta sums terms that were rounded to y's dtype",
+            old="walk.sum_along_rows(y * d_y, step)",
+            new="walk.sum_along_rows((y * d_y).astype(ref.y.dtype).astype(jnp.float32), step)",
+            small=True,
+        ),
+        Planted(
+            "last-not-summed",
+            "Delta of a long ragged row leaves out its last element",
+            old="        ref.delta[...] += walk.sum_along_rows(y * d_y, step)",
+            new=(
+                "        place = jax.lax.broadcasted_iota(jnp.int32, y.shape, walk.along) + step * walk.block_n\n"
+                "        summed = walk.n - (walk.n > 128 and walk.n % walk.block_n != 0)\n"
+                "        ref.delta[...] += walk.sum_along_rows(jnp.where(place < summed, y * d_y, 0.0), step)"
+            ),
+            small=True,
+        ),
+        Planted(
+            "last-block-alone",
+            "Delta starts anew at each block",
+            old="pl.when((sweep == 0) & (step == 0))",
+            new="pl.when(sweep == 0)",
+            small=True,
+        ),
+        Planted(
+            "padding-summed",
+            "lanes beyond a row enter Delta",
+            old="walk.sum_along_rows(y * d_y, step)",
+            new="jnp.sum(y * d_y, axis=walk.along, keepdims=True)",
+        ),
+    ],
+}

@@ -1,0 +1,195 @@
+"""y = (x - mean) / sqrt(var + eps) weight + bias."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import ml_dtypes
+import numpy as np
+
+import portakern as pk
+from tests.ops._shared import HALVES, SWEPT, accumulator, draw, flush, long_rows, normal64, pick, sweep, zeros
+from tests.ops.record import DTYPES, Fault, ForwardRecord, Hiding, Layer, Mapped, Near, Sample, Twin
+
+
+def simulate(x, weight=None, bias=None, eps=1e-5, *, block=None, ftz=False, moments=False, ddof=0):
+    """Mean and variance of whole rows, or merged from blocks (Chan, Golub, LeVeque)."""
+    acc = accumulator(x)
+    x, eps, n = flush(x.astype(acc), ftz), acc(eps), x.shape[-1]
+    if block:
+        mean, m2 = acc(0), acc(0)
+        for j in range(0, n, block):
+            part = x[..., j : j + block]
+            here, centre = part.shape[-1], part.mean(-1, keepdims=True)
+            delta = centre - mean
+            spread = np.square(part - centre).sum(-1, keepdims=True)
+            m2 = m2 + spread + delta * (delta * acc(here / (j + here) * j))
+            mean = mean + delta * acc(here / (j + here))
+        var = m2 / acc(n)
+    else:
+        mean = x.sum(-1, keepdims=True) / acc(n)
+        squares = flush(np.square(x if moments else x - mean), ftz).sum(-1, keepdims=True)
+        var = squares / acc(n) - np.square(mean) if moments else squares / acc(n - ddof)
+    y = (x - mean) * (acc(1) / np.sqrt(flush(var + eps, ftz)))
+    y = y if weight is None else y * weight.astype(acc)
+    return (flush(y if bias is None else y + bias.astype(acc), ftz),)
+
+
+def rows_and_affine(rng, dtype, regime):
+    """x, weight and bias, the last two perhaps absent."""
+    n = rng.choice([1, 5, 64, 300, 1024, 4096])
+    affine = (
+        tuple(sweep(rng, (n,), rng.choice([dtype, "float32"])) for _ in "wb") if rng.random() < 0.7 else (None, None)
+    )
+    return sweep(rng, (rng.integers(1, 24), n), dtype, regime), *affine
+
+
+def any_eps(rng):
+    return pick(rng, ({}, {"eps": 0.0}, {"eps": 1e-12}))
+
+
+def case(rng, dtype, regime):
+    return rows_and_affine(rng, dtype, regime), any_eps(rng)
+
+
+def large_case(rng, dtype, regime):
+    n = rng.choice([64, 257, 1030])
+    affine = (draw(rng, (n,), dtype, regime), draw(rng, (n,), "float32", regime)) if rng.random() < 0.5 else ()
+    return (draw(rng, (rng.choice([1, 7, 64]), n), dtype, regime), *affine), {}
+
+
+def formula(x, weight=None, bias=None, eps=1e-5):
+    y, n = np.zeros(x.shape), x.shape[-1]
+    for row in np.ndindex(x.shape[:-1]):
+        mean = math.fsum(x[row]) / n
+        var = math.fsum((t - mean) ** 2 for t in x[row]) / n
+        y[row] = [(t - mean) / math.sqrt(var + eps) for t in x[row]]
+    return ((y if weight is None else y * weight) + (0 if bias is None else bias),)
+
+
+def formula_call(affine, eps):
+    more = (normal64(7), normal64(7, seed=1)) if affine else (None, None)
+    return (normal64(2, 3, 7) * 3 + 5, *more), {"eps": eps}
+
+
+def in_torch(x, weight=None, bias=None, eps=1e-5):
+    import torch
+
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def in_jax(x, weight=None, bias=None, eps=1e-5):
+    import jax
+    import jax.numpy as jnp
+
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    y = (wide - wide.mean(-1, keepdims=True)) * jax.lax.rsqrt(wide.var(-1, keepdims=True) + eps)
+    y = y.astype(x.dtype) if weight is None else y.astype(x.dtype) * weight
+    return y if bias is None else y + bias
+
+
+def call(*arrays, **options):
+    return pk.op("layernorm")(*arrays, **options)
+
+
+def fuzzed(r, dtype):
+    n, given = r.extent(), {}
+    for extra in ("weight", "bias"):
+        if r.chance(0.5):
+            given[extra] = r.array(r.pick((dtype, "float32")) if dtype in HALVES else dtype, n)
+    return {"x": r.array(dtype, r.extent(), n), **given}, {"eps": r.pick((1e-5, 1e-2, 1.0))}
+
+
+X = zeros(2, 3)
+WRONG = {
+    "no axes": (lambda: call(zeros()), r"layernorm: x has 0 axes, shape \(\); expected at least 1"),
+    "weight": (lambda: call(X, zeros(4)), r"layernorm: weight axis 0 \(n\) is 4; expected 3, as set by x axis -1"),
+    "a weight too narrow": (
+        lambda: call(X.astype(np.float16), zeros(3, dtype=ml_dtypes.bfloat16)),
+        r"weight is bfloat16 but x is float16; expected float16 or float32: cast one",
+    ),
+    "eps below zero": (
+        lambda: call(X, eps=-1.0),
+        r"layernorm: eps is -1.0; expected a finite number in float32's range >= 0: leave it out for 1e-05",
+    ),
+    "a positional option": (
+        lambda: call(X, None, None, 1e-5),
+        r"layernorm\(\) takes from 1 to 3 positional arguments but 4 were given",
+    ),
+}
+
+
+def presence(shapes):
+    """Calls with and without weight and bias."""
+    for shape, weight, bias in itertools.product(shapes, (True, False), (True, False)):
+        given = {"weight": shape[-1:]} if weight else {}
+        given |= {"bias": shape[-1:]} if bias else {}
+        yield f"{shape} {'weight ' * weight}{'bias' * bias}".strip(), Sample({"x": shape, **given}, {"eps": 1e-3})
+
+
+RECORD = ForwardRecord(
+    op="layernorm",
+    simulate=simulate,
+    variants=({}, {"block": 128}, {"block": 16}, {"ftz": True}),
+    case=case,
+    regimes=SWEPT,
+    near=Near(lambda rng: (sweep(rng, (40, 64), "float32"),), off={"y": 6e-6}),
+    faults={
+        "over n - 1": Fault(lambda r, t: (sweep(r, (4, 40), t),), {"ddof": 1}),
+        "with another eps": Fault(lambda r, t: (sweep(r, (4, 40), t, "wide"),), {"eps": 1e-3}, {"eps": 1e-2}),
+        "from raw moments": Fault(
+            lambda r, t: (sweep(r, (8, 256), t) + np.float32(3000),), {"moments": True}, dtypes=("float32",)
+        ),
+    },
+    large_case=large_case,
+    typical=lambda rng, dtype: ((draw(rng, (64, 64), dtype),), {}),
+    hiding={
+        "xh truncated": Hiding("lean towards 0", truncates=True, dtypes=HALVES),
+        "variance over n - 1": Hiding("typical", {"ddof": 1}, dtypes=DTYPES),
+    },
+    small={
+        "plain": Sample({"x": (2, 3), "weight": (3,), "bias": (3,)}, {"eps": 1e-2}),
+        "no weight": Sample({"x": (2, 3), "bias": (3,)}),
+    },
+    derived=dict(presence([(4, 6), (2, 3, 5), (7,), (3, 1)])),
+    usual=(
+        Sample({"x": (64, 1000), "weight": (1000,), "bias": (1000,)}),
+        Sample({"x": (64, 1000), "weight": (1000,)}, tiling={"block_rows": 16, "block_n": 128}),
+        Sample({"x": (4, 8, 384)}),
+    ),
+    formula=formula,
+    formula_calls={
+        f"{'affine ' * affine}eps {eps}": lambda affine=affine, eps=eps: formula_call(affine, eps)
+        for affine, eps in itertools.product((False, True), (0.0, 1e-5, 0.5))
+    },
+    formula_tolerance=(1e-12, 0),
+    in_torch=in_torch,
+    in_jax=in_jax,
+    compared=Sample({"x": (2, 3, 33), "weight": (33,), "bias": (33,)}),
+    lowered={
+        "affine": Sample({"x": (3, 7, 300), "weight": (300,), "bias": (300,)}, wider=("weight", "bias")),
+        "bare": Sample({"x": (33,)}),
+    },
+    mapped={
+        "shared weights": Mapped(Sample({"x": (2, 3, 4), "weight": (4,), "bias": (4,)}), {"x": 0}),
+        "own weights": Mapped(Sample({"x": (2, 3, 4), "weight": (4, 2)}), {"x": 0, "weight": 1}, folds=False),
+        "only weights": Mapped(Sample({"x": (3, 4), "weight": (2, 4)}), {"weight": 0}, folds=False),
+    },
+    wrong=WRONG,
+    fuzzed=fuzzed,
+    layer=Layer(lambda op, x, p: op(x, p["weight"], p["bias"]), lambda width: {"weight": (width,), "bias": (width,)}),
+    extents={"batch": 2, "n": 128},
+    launched=Sample({"x": (64, 512), "weight": (512,), "bias": (512,)}),
+    rows=("x", "weight", "bias"),
+    past_2_31=long_rows("layernorm"),
+    far=lambda gpu: [(gpu.far((4, 300)),)],
+    timed=({"x": (16384, 4096)}, {"x": (4095, 5000)}, {"x": (4095, 4097)}),
+    twin=Twin(
+        "layer_norm",
+        lambda x, weight, bias: (x, tuple(x.shape[-1:]), weight, bias),
+        sampled="nn.functional.layer_norm",
+        refusals={"eps is -0.5; expected a finite number in float32's range >= 0": "a negative eps is refused"},
+        least=5,
+    ),
+)

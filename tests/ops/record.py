@@ -1,0 +1,285 @@
+"""What tests and benchmarks know about one op: a record, modelled on PyTorch's OpInfo.
+
+A forward op's record is a :class:`ForwardRecord`, a gradient's a :class:`GradientRecord`. A field without a default is
+required: a record that lacks it cannot be made. Nothing here imports torch or JAX; functions that speak to them import
+them when they are called.
+
+Arrays of a call are a tuple in the order of the spec's arguments, None for one that is absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from portakern.core import registry
+from portakern.spec import Spec
+from portakern.spec.dtypes import numpy_dtype
+from portakern.testing.cases import Case
+
+Rng = np.random.Generator
+Shape = tuple[int, ...]
+Arrays = tuple[Any, ...]
+Drawn = tuple[Arrays, dict[str, Any]]
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A call of which the shapes matter and the values do not.
+
+    Attributes:
+      shapes: array name -> shape, of the arrays that are given.
+      options, tiling: those that are not at their default.
+      wider: names of arrays in float32 beside a 16-bit dtype.
+      wants: the gradients that are asked for; None: all.
+    """
+
+    shapes: Mapping[str, Shape]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    tiling: Mapping[str, int] = field(default_factory=dict)
+    wider: tuple[str, ...] = ()
+    wants: tuple[str, ...] | None = None
+
+    def arrays(self, op: str, dtype: str = "float32", seed: int = 0) -> dict[str, np.ndarray]:
+        """N(0, 1) data, small integers for ids, and for what a forward call saves what its oracle gives; in the spec's
+        order.
+        """
+        spec = registry.find_spec(op)
+        case = Case(dtype, self.shapes, seed=seed, options=self.options, wider=self.wider)
+        own = {a.name for a in spec.arrays if a.statistic} | set(self.wider)
+        drawn = {name: np.ascontiguousarray(buffer.view()) for name, buffer in case.buffers(spec).items()}
+        return {
+            name: x if name in own or x.dtype.kind in "iub" else x.astype(numpy_dtype(dtype))
+            for name, x in drawn.items()
+        }
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A call under ``vmap``.
+
+    Attributes:
+      sample: the call, with one more axis in the arrays that are mapped.
+      in_dims: array name -> its mapped axis.
+      folds: whether the op takes all samples in one call, instead of one call a sample.
+    """
+
+    sample: Sample
+    in_dims: Mapping[str, int]
+    folds: bool = True
+
+
+@dataclass(frozen=True)
+class Near:
+    """A float32 fault of 1 to 4 bounds, which says that the bound is no more than four times too wide.
+
+    Attributes:
+      arrays: of the call, from a generator; options: of the call.
+      off: output -> relative error that is added to it; plant: or keywords of the simulated kernel.
+    """
+
+    arrays: Callable[[Rng], Arrays]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    off: Mapping[str, float] = field(default_factory=dict)
+    plant: Mapping[str, Any] = field(default_factory=dict)
+
+
+ANY, EVERY = "any output", "every output"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault that breaks the bound.
+
+    Attributes:
+      arrays: of the call, from a generator and a dtype.
+      plant: keywords of the simulated kernel, or options that it takes for others.
+      options: of the call.
+      breaks: the output that leaves its bound, ANY or EVERY.
+      dtypes: where it shows.
+    """
+
+    arrays: Callable[[Rng, str], Arrays]
+    plant: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    breaks: str = ANY
+    dtypes: tuple[str, ...] = DTYPES
+
+
+@dataclass(frozen=True)
+class Corner:
+    """A call that right kernels serve within their bound, although not by much.
+
+    Attributes:
+      arrays, options, dtypes: as in :class:`Fault`.
+      variant: keywords of the simulated kernel.
+      least, most: the fraction of the bound that it reaches.
+    """
+
+    arrays: Callable[[Rng, str], Arrays]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    variant: Mapping[str, Any] = field(default_factory=dict)
+    least: float = 0.0
+    most: float = 1.0
+    dtypes: tuple[str, ...] = DTYPES
+
+
+@dataclass(frozen=True)
+class Hiding:
+    """A fault that stays within the bound, and that statistics find.
+
+    Attributes:
+      words: what the reason says.
+      plant: keywords of the simulated kernel.
+      truncates: results are cut towards 0 where they should be rounded.
+      dtypes: where it shows.
+      options: of the call, which the record's ``typical`` is asked for.
+    """
+
+    words: str
+    plant: Mapping[str, Any] = field(default_factory=dict)
+    truncates: bool = False
+    dtypes: tuple[str, ...] = DTYPES
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Twin:
+    """PyTorch's own function for an op, for which ``portakern.torch`` has a stand-in of the same name.
+
+    Attributes:
+      name: in ``torch.nn.functional`` or ``torch``, and in ``portakern.torch``.
+      arguments: the arrays of the op's call -> the positional arguments of a call of the function.
+      sampled: its name among PyTorch's own sample inputs.
+      refusals: reasons for which a sample may be refused, as they stand in the message -> in words.
+      least: how many samples must run: a share of all, or a number.
+    """
+
+    name: str
+    arguments: Callable[..., tuple[Any, ...]]
+    sampled: str
+    refusals: Mapping[str, str] = field(default_factory=dict)
+    least: float = 0.9
+
+
+@dataclass(frozen=True)
+class Layer:
+    """How the op takes part in a model whose hidden state is (batch, length, width).
+
+    Attributes:
+      parameters: name -> shape, from the width.
+      run: (the op, the hidden state, the parameters by name) -> an array of the hidden state's shape. Written for torch
+        and JAX alike.
+    """
+
+    run: Callable[[Callable[..., Any], Any, Mapping[str, Any]], Any]
+    parameters: Callable[[int], Mapping[str, Shape]] = lambda width: {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpRecord:
+    """One op.
+
+    Attributes:
+      op: its name, and that of the file.
+      simulate: a kernel in NumPy in the order of the real ones, in the accumulator's type. It takes the call's arrays
+        and options and gives a tuple of results before they are stored, None for one that is not wanted; further
+        keywords make a right variant of it or plant a fault.
+      variants: keywords of right kernels.
+      case: (generator, dtype, regime) -> arrays and options of any size and kind; regimes: those it knows.
+      telling: regimes in which right kernels have to come near the bound; all when empty. least_float64: how near in
+        float64.
+      special: like ``case`` with a seed for the regime: arrays with NaN and infinities; None: they are planted at
+        random into ``case``.
+      near, faults, corners: see the classes.
+      large_case: like ``case``, with enough elements for statistics.
+      typical: (generator, dtype, **options) -> arrays and options of an ordinary call, in which faults hide; hiding:
+        those faults.
+      least_z: output -> how near typical errors come to sigma in 16 bits, of outputs of which some are stored in
+        float32.
+      small: calls of a few elements: for finite differences, torch's ``gradcheck`` and ``opcheck``.
+      usual: calls as a test suite would make them, for the mutants.
+      extents: dimension -> a small extent, of every dimension of the spec.
+      rows: the arrays of a call on rows of one length (None: the op is not of rows); an array of ``weight`` or ``bias``
+        is one row.
+      matrix_units: whether compiled kernels multiply matrices.
+      past_2_31: what a GPU is asked with more than 2^31 elements: yields (outputs, arrays, options) of parts that can
+        be compared. Its argument is ``Gpu`` of tests/gpu.py.
+      far: yields the arrays of calls whose strides go past 2^31.
+    """
+
+    op: str
+    simulate: Callable[..., tuple[Any, ...]]
+    variants: tuple[Mapping[str, Any], ...]
+    case: Callable[[Rng, str, str], Drawn]
+    regimes: tuple[str, ...]
+    near: Near
+    faults: Mapping[str, Fault]
+    large_case: Callable[[Rng, str, str], Drawn]
+    typical: Callable[..., Drawn]
+    hiding: Mapping[str, Hiding]
+    small: Mapping[str, Sample]
+    usual: tuple[Sample, ...]
+    extents: Mapping[str, int]
+    past_2_31: Callable[[Any], Iterable[tuple[Any, Arrays, Mapping[str, Any]]]]
+    far: Callable[[Any], Iterable[Arrays]]
+    telling: tuple[str, ...] = ()
+    least_float64: float = 0.015
+    special: Callable[[Rng, str, int], Drawn] | None = None
+    corners: Mapping[str, Corner] = field(default_factory=dict)
+    least_z: Mapping[str, float] = field(default_factory=dict)
+    rows: tuple[str, ...] | None = None
+    matrix_units: bool = False
+
+    @property
+    def spec(self) -> Spec[Any]:
+        return registry.find_spec(self.op)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardRecord(OpRecord):
+    """An op that is no gradient.
+
+    Attributes:
+      formula: the op written another way, one scalar at a time, from float64 arrays and options; formula_calls: name ->
+        what to try it on.
+      formula_tolerance: (relative, absolute).
+      in_torch, in_jax: the op in plain torch and JAX operations, from arrays and options.
+      compared: one call of a moderate size, without missing optional inputs, for comparisons with plain torch and JAX.
+      derived: more calls for which PyTorch's float64 derivative and finite differences tell the gradient, beside
+        ``small``.
+      lowered: calls to lower for TPU.
+      mapped: calls under ``torch.func.vmap``.
+      wrong: what users get wrong -> a call, and what its message says.
+      fuzzed: (``Random`` of benchmarks/fuzz.py, dtype) -> arrays by name and options that the spec allows.
+      layer: how it takes part in a model.
+      launched: the call whose host time benchmarks/launch.py takes.
+      timed: shapes that benchmarks/times.py times beside the spec's typical call; an array of one axis that is not
+        named has the length of the others' last.
+      twin: what PyTorch has, if it has it.
+    """
+
+    formula: Callable[..., tuple[Any, ...]]
+    formula_calls: Mapping[str, Callable[[], Drawn]]
+    formula_tolerance: tuple[float, float]
+    in_torch: Callable[..., Any]
+    in_jax: Callable[..., Any]
+    compared: Sample
+    lowered: Mapping[str, Sample]
+    mapped: Mapping[str, Mapped]
+    wrong: Mapping[str, tuple[Callable[[], Any], str]]
+    fuzzed: Callable[[Any, str], tuple[dict[str, Any], dict[str, Any]]]
+    layer: Layer
+    launched: Sample
+    derived: Mapping[str, Sample] = field(default_factory=dict)
+    timed: tuple[Mapping[str, Shape], ...] = ()
+    twin: Twin | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientRecord(OpRecord):
+    """An op that computes another's gradients."""
