@@ -18,7 +18,7 @@ import numpy as np
 
 from portakern.core.targets import Target
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
-from portakern.spec.dtypes import NUMPY_DTYPES, numpy_dtype
+from portakern.spec.dtypes import DTYPES, numpy_dtype
 
 if TYPE_CHECKING:
     from portakern.core.backend import Implementation
@@ -30,6 +30,7 @@ __all__ = [
     "DTYPE_NAME",
     "Framework",
     "convert",
+    "distinct",
     "framework_of",
     "frameworks",
     "host_framework",
@@ -38,7 +39,7 @@ __all__ = [
 
 WINGS = "portakern.frameworks"
 
-DTYPE_NAME: dict[Any, str] = {dtype: name for name, dtype in NUMPY_DTYPES.items()}
+DTYPE_NAME: dict[Any, str] = {d.numpy: name for name, d in DTYPES.items()}
 """dtype objects of every framework seen so far -> their name."""
 
 
@@ -96,6 +97,19 @@ class Framework:
     def contiguous(self, array: Any) -> bool:
         """Whether elements lie in row-major order without gaps."""
         return True
+
+    def may_write(self, array: Any, others: Sequence[Any]) -> bool:
+        """Whether a kernel may write to an array: it is no constant, no two of its elements share memory, and none of
+        ``others`` shares any with it."""
+        return False
+
+    def copy(self, array: Any) -> Any:
+        """The values in memory of their own, in row-major order; of arrays that never change, the array itself."""
+        return array
+
+    def held(self, dtype: str) -> str:
+        """The dtype in which the library holds what NumPy holds in ``dtype``."""
+        return dtype
 
     def check(self, call: Call) -> bool:
         """Refuse arrays of this library that no kernel can read as they are. Says whether the library differentiates or maps over any of them."""
@@ -177,6 +191,16 @@ class Framework:
     def cast(self, spec: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments under :meth:`casting`."""
         return args, kwargs
+
+
+def distinct(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether no two elements share memory, as far as axes that do not interleave show it."""
+    reach = 0
+    for stride, n in sorted((abs(s), n) for s, n in zip(strides, shape, strict=True) if n > 1):
+        if stride <= reach:
+            return False
+        reach += stride * (n - 1)
+    return True
 
 
 @functools.cache
