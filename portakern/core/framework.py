@@ -35,6 +35,7 @@ __all__ = [
     "frameworks",
     "host_framework",
     "load_library",
+    "strided_view",
 ]
 
 WINGS = "portakern.frameworks"
@@ -135,8 +136,7 @@ class Framework:
         self, memory: np.ndarray, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, device: Any
     ) -> Any:
         """A view of ``memory`` (one axis) with strides and offset in elements, or its values where the library has no strides."""
-        view = np.lib.stride_tricks.as_strided(memory[offset:], shape, tuple(s * memory.itemsize for s in strides))
-        return self.from_numpy(view, device)
+        return self.from_numpy(strided_view(memory, shape, strides, offset), device)
 
     def strides(self, array: Any) -> list[int] | None:
         """Strides in elements, None where the library has no strides."""
@@ -191,6 +191,12 @@ class Framework:
     def cast(self, spec: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments under :meth:`casting`."""
         return args, kwargs
+
+
+def strided_view(memory: np.ndarray, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> np.ndarray:
+    """A view of ``memory`` (one axis, without gaps) with strides and offset in elements, whatever its dtype."""
+    size = memory.itemsize  # NumPy's as_strided goes by a dtype's letter and size, which ml_dtypes' do not all have
+    return np.ndarray(shape, memory.dtype, memory.view(np.uint8), offset * size, tuple(s * size for s in strides))
 
 
 def distinct(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from portakern.core.framework import strided_view
+
 __all__ = ["LAYOUTS", "Buffer"]
 
 Shape = tuple[int, ...]
@@ -22,10 +24,7 @@ class Buffer(NamedTuple):
     offset: int
 
     def view(self) -> np.ndarray:
-        itemsize = self.memory.itemsize
-        return np.lib.stride_tricks.as_strided(
-            self.memory[self.offset :], self.shape, tuple(s * itemsize for s in self.strides)
-        )
+        return strided_view(self.memory, self.shape, self.strides, self.offset)
 
 
 def _poison(size: int, dtype: np.dtype[Any]) -> np.ndarray:

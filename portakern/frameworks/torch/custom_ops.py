@@ -64,12 +64,8 @@ def _write(spec: Spec[Any], routing: tuple[tuple[str, str], ...]) -> Callable[..
     env: dict[str, Any] = {"custom_op": define(spec), "result": spec.result, "pairs": _pairs, "dtype": _torch_dtype}
     env |= {f"default_{o.name}": o.default for o in spec.options}
     wrap = {"tuple": "pairs({0})", "dtype": "dtype({0})"}
-    params = (
-        [a.name + "=None" * a.optional for a in spec.arrays]
-        + ["*"]
-        + [f"{o.name}=default_{o.name}" for o in spec.options]
-        + ["wants=None"] * spec.is_vjp
-    )
+    keywords = [f"{o.name}=default_{o.name}" for o in spec.options] + ["wants=None"] * spec.is_vjp
+    params = [a.name + "=None" * a.optional for a in spec.arrays] + ["*"] * bool(keywords) + keywords
     options = [f"{o.name}={wrap.get(o.kind, '{0}').format(o.name)}" for o in spec.options]
     wants = "','.join(wants or ())" if spec.is_vjp else "''"
     how = "".join(f", {name}={value!r}" for name, value in routing)
