@@ -81,12 +81,6 @@ def show(op: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _drops(s: Spec[Any]) -> list[tuple[str, str, str]]:
-    """(dimension, the one that it is but for an axis, the option that names the axis)."""
-    found = ((d, s.dropped(d)) for d in s.drops)
-    return [(d, dropped[0], dropped[1].name) for d, dropped in found if dropped]
-
-
 def _implementations(op: str) -> list[dict[str, Any]]:
     rows = []
     for b in registry.backends().values():
@@ -96,6 +90,12 @@ def _implementations(op: str) -> list[dict[str, Any]]:
             lines = len(Path(found.origin).read_text().splitlines()) if found and found.origin else 0
             rows.append({"backend": b.name, "variant": family.name, "module": module, "lines": lines})
     return rows
+
+
+def _drops(s: Spec[Any]) -> list[tuple[str, str, str]]:
+    """(dimension, the one that it is but for an axis, the option that names the axis)."""
+    found = ((d, s.dropped(d)) for d in s.drops)
+    return [(d, dropped[0], dropped[1].name) for d, dropped in found if dropped]
 
 
 def environment() -> dict[str, str | None]:

@@ -23,10 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar
 
 from portakern.errors import SpecError
-from portakern.spec.dtypes import FLOATS
-from portakern.spec.options import Option, option_from_annotation
-from portakern.spec.parts import ArrayArg, Edge, Output, Rule, Sample, Tile, ValuesFn
-from portakern.spec.signature import (
+from portakern.spec.annotations import (
     array_argument,
     check_aliases,
     check_declaration,
@@ -35,6 +32,9 @@ from portakern.spec.signature import (
     leader,
     output,
 )
+from portakern.spec.dtypes import FLOATS
+from portakern.spec.options import Option, option_from_annotation
+from portakern.spec.parts import ArrayArg, Edge, Output, Rule, Sample, Tile, ValuesFn
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
