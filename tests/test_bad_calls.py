@@ -169,7 +169,7 @@ FRAMEWORKS = {
     "nested": (lambda: softmax(torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])), r"x is a Tensor without a shape \(.*\); expected a dense array"),
     "uninitialised": (lambda: softmax(torch.nn.parameter.UninitializedParameter()), r"x is a UninitializedParameter without a shape"),
     "lazily negated": (lambda: softmax(torch.zeros(3, dtype=torch.complex64).conj().imag), r"x is a lazily negated view; pass x.resolve_neg\(\)"),
-    "torch's fp8": (lambda: softmax(torch.zeros(3, dtype=torch.float8_e4m3fn)), r"softmax: x is torch.float8_e4m3fn; expected one of float32"),
+    "torch's fp8": (lambda: softmax(torch.zeros(3, dtype=torch.float8_e4m3fn)), r"softmax: x is float8_e4m3fn; expected one of float32"),
     "torch's booleans": (lambda: softmax(torch.zeros(3, dtype=torch.bool)), r"softmax: x is bool"),
     "a deleted array": (lambda: softmax(deleted()), r"softmax: x was deleted, or donated to another computation; pass an array that still has its values"),
     "a shape without values": (lambda: softmax(jax.ShapeDtypeStruct((3,), np.float32)), r"x is a jax.ShapeDtypeStruct, which has no values; pass the op and it to"),
