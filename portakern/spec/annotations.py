@@ -5,61 +5,89 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from portakern.errors import SpecError
 from portakern.spec.dtypes import ANY_INDEX, DTYPES
+from portakern.spec.options import Option, option_from_annotation
 from portakern.spec.parts import ArrayArg, Dim, Output, Sample
 
 if TYPE_CHECKING:
     from portakern.spec.declare import Spec
 
-__all__ = ["array_argument", "check_aliases", "check_declaration", "check_dtypes", "check_sample", "leader", "output"]
+__all__ = ["arguments", "check_aliases", "check_declaration", "check_sample", "leader", "outputs"]
 
 
-def array_argument(
-    op: str, p: inspect.Parameter, hint: Any, float_dtypes: tuple[str, ...], or_float32: bool, own_dtype: bool
+def arguments(
+    fn: Callable[..., Any],
+    hints: Mapping[str, Any],
+    dtypes: tuple[str, ...],
+    or_float32: Sequence[str],
+    own_dtype: Sequence[str],
+) -> tuple[tuple[ArrayArg, ...], tuple[Option, ...]]:
+    """The array arguments and the options of a signature; the others are as of :func:`portakern.spec.spec`."""
+    _check_dtypes(fn.__name__, dtypes)
+    arrays: list[ArrayArg] = []
+    options: list[Option] = []
+    for p in inspect.signature(fn).parameters.values():
+        if p.kind is p.KEYWORD_ONLY:
+            options.append(option_from_annotation(p.name, hints[p.name], p.default))
+        else:
+            optional = p.default is None
+            hint = _without_none(hints[p.name]) if optional else hints[p.name]
+            named = _named(fn.__name__, p.name, hint)
+            widens, own = p.name in or_float32, p.name in own_dtype
+            arrays.append(_array_argument(p.name, hint, named, optional, dtypes, widens, own))
+    if not any(a.follows for a in arrays):  # no Float argument: the first array's dtype is the op's
+        arrays[0] = replace(arrays[0], follows=True, statistic=False)
+    return tuple(arrays), tuple(options)
+
+
+def _array_argument(
+    name: str,
+    hint: Any,
+    named: tuple[str, ...],
+    optional: bool,
+    float_dtypes: tuple[str, ...],
+    or_float32: bool,
+    own_dtype: bool,
 ) -> ArrayArg:
-    """An argument from its parameter and annotation; ``float_dtypes``: what a Float one may be."""
-    optional = p.default is None
-    hint = _without_none(hint) if optional else hint
-    named = _named(op, p.name, hint)
+    """An argument from the dtypes that its annotation names; ``float_dtypes``: what a Float one may be."""
     floating = _is_float(named)
     if floating:
         dtypes = tuple(d for d in float_dtypes if d in named)
     else:
         dtypes = tuple(d for d in ANY_INDEX if d in named) if len(named) > 1 else named
-    return ArrayArg(
-        p.name,
-        _dims(hint),
-        dtypes,
-        optional,
-        floating and not own_dtype,
-        or_float32,
-        statistic=dtypes == ("float32",) and not floating,
-    )
+    statistic = dtypes == ("float32",) and not floating
+    return ArrayArg(name, _dims(hint), dtypes, optional, floating and not own_dtype, or_float32, statistic)
 
 
-def output(
-    op: str, name: str, hint: Any, dtype_option: str | None, wanted_by: str | None, alias_of: str | None
-) -> Output:
-    """An output from the annotation of its field."""
-    named = _named(op, name, hint)
-    if not (_is_float(named) or len(named) == 1 or alias_of):
-        raise SpecError(
-            f"{op}: the output {name} may be {' or '.join(named)}; expected one dtype, which results have: name it, "
-            "as Int32 does"
+def outputs(
+    op: str,
+    results: Mapping[str, Any],
+    dtype_options: Mapping[str, str],
+    wanted_by: Mapping[str, str],
+    aliases: Mapping[str, str],
+) -> tuple[Output, ...]:
+    """The outputs from the annotations of their fields; the others are as of :func:`portakern.spec.spec`."""
+    found = []
+    for name, hint in results.items():
+        named = _named(op, name, hint)
+        if not (_is_float(named) or len(named) == 1 or name in aliases):
+            raise SpecError(
+                f"{op}: the output {name} may be {' or '.join(named)}; expected one dtype, which results have: name "
+                "it, as Int32 does"
+            )
+        dtype = named[0] if len(named) == 1 else None
+        gradient_of = name[2:] if name.startswith("d_") else None
+        found.append(
+            Output(
+                name, _dims(hint), dtype, dtype_options.get(name), wanted_by.get(name), gradient_of, aliases.get(name)
+            )
         )
-    return Output(
-        name,
-        _dims(hint),
-        named[0] if len(named) == 1 else None,
-        dtype_option,
-        wanted_by,
-        name[2:] if name.startswith("d_") else None,
-        alias_of,
-    )
+    return tuple(found)
 
 
 def leader(arrays: Sequence[ArrayArg]) -> ArrayArg:
@@ -97,7 +125,7 @@ def _dims(hint: Any) -> tuple[Dim, ...]:
     return tuple(Dim.parse(t) for t in hint.dim_str.split())
 
 
-def check_dtypes(op: str, dtypes: Sequence[str]) -> None:
+def _check_dtypes(op: str, dtypes: Sequence[str]) -> None:
     """SpecError where ``Float`` would stand for what is no float of the table."""
     for name in dtypes:
         if name not in DTYPES or not DTYPES[name].floating:
@@ -191,7 +219,8 @@ def _check_drop(spec: Spec[Any], dim: str) -> None:
             f"{spec.name}: drops[{dim!r}] leaves out an axis of {of.name}, which is ({of.shape}); expected a required "
             "argument of one run of axes, '*shape'"
         )
-    uses = [d for x in (*spec.arrays, *spec.outputs) for d in x.dims if dim in d.factors]
+    shapes = [*(a.dims for a in spec.arrays), *(o.dims for o in spec.outputs)]
+    uses = [d for dims in shapes for d in dims if dim in d.factors]
     if any(not d.variadic or d.broadcast for d in uses) or not uses:
         raise SpecError(f"{spec.name}: {dim!r} is any number of axes; write it '*{dim}' in an argument or an output")
     if name in spec.dims:

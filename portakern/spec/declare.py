@@ -19,21 +19,20 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar
 
 from portakern.errors import SpecError
 from portakern.spec.annotations import (
-    array_argument,
+    arguments,
     check_aliases,
     check_declaration,
-    check_dtypes,
     check_sample,
     leader,
-    output,
+    outputs,
 )
 from portakern.spec.dtypes import FLOATS
-from portakern.spec.options import Option, option_from_annotation
+from portakern.spec.options import Option
 from portakern.spec.parts import ArrayArg, Edge, Output, Rule, Sample, Tile, ValuesFn
 
 if TYPE_CHECKING:
@@ -87,8 +86,10 @@ class Spec(Generic[P]):
 
     def dropped(self, dim: str) -> tuple[str, Option] | None:
         """(the dimension that ``dim`` is but for one axis, the option that names this axis); None for any other."""
-        option = self.option(self.drops[dim]) if dim in self.drops else None
-        return option and (self.argument(str(option.axis_of)).dims[0].factors[0], option)
+        if dim not in self.drops:
+            return None
+        option = self.option(self.drops[dim])
+        return self.argument(str(option.axis_of)).dims[0].factors[0], option
 
     @property
     def doc(self) -> str:
@@ -258,35 +259,18 @@ def spec(
     """
 
     def declare(fn: Callable[P, Any]) -> Spec[P]:
-        name = fn.__name__
         hints = typing.get_type_hints(fn, include_extras=True)
-        result = hints["return"]
-        results = typing.get_type_hints(result, include_extras=True)
-        check_dtypes(name, dtypes)
-        arrays: list[ArrayArg] = []
-        options: list[Option] = []
-        for p in inspect.signature(fn).parameters.values():
-            if p.kind is p.KEYWORD_ONLY:
-                options.append(option_from_annotation(p.name, hints[p.name], p.default))
-            else:
-                widens, own = p.name in or_float32, p.name in own_dtype
-                arrays.append(array_argument(name, p, hints[p.name], tuple(dtypes), widens, own))
-        check_aliases(name, aliases or {}, {a.name: hints[a.name] for a in arrays}, results)
-        floats = tuple(dtypes)
-        if not any(a.follows for a in arrays):  # no Float argument: the first array's dtype is the op's
-            arrays[0] = replace(arrays[0], follows=True, statistic=False)
-            floats = arrays[0].dtypes
+        results = typing.get_type_hints(hints["return"], include_extras=True)
+        arrays, options = arguments(fn, hints, tuple(dtypes), or_float32, own_dtype)
+        check_aliases(fn.__name__, aliases or {}, {a.name: hints[a.name] for a in arrays}, results)
         made: Spec[P] = Spec(
-            name=name,
+            name=fn.__name__,
             fn=fn,
-            arrays=tuple(arrays),
-            options=tuple(options),
-            outputs=tuple(
-                output(name, o, hint, (result_dtype or {}).get(o), (returns or {}).get(o), (aliases or {}).get(o))
-                for o, hint in results.items()
-            ),
-            result=result,
-            dtypes=floats,
+            arrays=arrays,
+            options=options,
+            outputs=outputs(fn.__name__, results, result_dtype or {}, returns or {}, aliases or {}),
+            result=hints["return"],
+            dtypes=leader(arrays).dtypes,
             tiling=types.MappingProxyType(dict(tiling)),
             require=tuple(require),
             positive=tuple(positive),

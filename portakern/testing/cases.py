@@ -159,13 +159,14 @@ class Case:
 
 def generators(spec: Spec[Any], forward: Spec[Any] | None) -> dict[str, ValuesFn]:
     """Argument -> its declared generator: the op's own, and those of the forward op."""
-    found = dict(spec.generators)
-    for name, fn in forward.generators.items() if forward else ():
-        defaults = {o.name: o.default for o in forward.options} if forward else {}
-        found.setdefault(
-            name, lambda rng, shape, dims, options, fn=fn, more=defaults: fn(rng, shape, dims, {**more, **options})
-        )
-    return found
+    if forward is None:
+        return spec.generators
+    defaults = {o.name: o.default for o in forward.options}  # of those that the gradient op does not have
+
+    def with_defaults(fn: ValuesFn) -> ValuesFn:
+        return lambda rng, shape, dims, options: fn(rng, shape, dims, {**defaults, **options})
+
+    return {name: with_defaults(fn) for name, fn in forward.generators.items()} | spec.generators
 
 
 def _forward_outputs(

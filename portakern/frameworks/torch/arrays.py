@@ -165,8 +165,9 @@ class Torch(Framework):
         torch = sys.modules["torch"]
         for o, out in zip(call.spec.outputs, outputs, strict=True):
             array = call.arrays.get(o.alias_of or "")
-            written = array is not None and out is not None and out.data_ptr() == array.data_ptr()
-            if written and not array.is_inference():
+            if array is None or out is None or array.is_inference():
+                continue
+            if out.data_ptr() == array.data_ptr():
                 torch.autograd.graph.increment_version(array)
 
     # --- who else sees the calls: autograd, torch.func, torch.compile, dispatch modes, autocast ---
