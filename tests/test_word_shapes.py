@@ -241,5 +241,6 @@ def test_other_sharing_and_writing_is_still_wrong():
 
     assert "the input total was written to" in failure(ops.segment_add, scratch)
     assert "shares memory with the input keep" in failure(
-        ops.masked_add, lambda call, tiling: (masked_sum(call, np.int32)[0], call.arrays["keep"])
+        ops.masked_add,
+        lambda call, tiling: (masked_sum(call, np.int32)[0], call.arrays["keep"], masked_sum(call, np.int32)[2]),
     )

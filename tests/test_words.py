@@ -24,7 +24,7 @@ from portakern.spec.options import Axis
 from portakern.spec.tolerance import compare, format_of, round_to
 from portakern.testing import Case
 from tests import word_ops as ops
-from tests.word_kernels import KERNELS, backend, declared, failure, masked_sum, passes, segment_sums
+from tests.word_kernels import KERNELS, backend, declared, failure, masked_sum, masked_sum_in_jax, passes, segment_sums
 
 A = TypeVar("A")
 
@@ -35,7 +35,7 @@ EIGHT = ("float8_e4m3fn", "float8_e5m2")
 
 @pytest.mark.parametrize("dtype", [*EIGHT, "bfloat16", "float16"])
 def test_rounding_is_once_and_to_even(dtype):
-    """Every tie of two neighbours, and the float64 numbers beside it, which a detour by float32 would put on the tie."""
+    """Every tie of two neighbours, and the float64 numbers beside it, which by way of float32 would land on the tie."""
     kind = DTYPES[dtype]
     bits = f"u{kind.bits // 8}"
     every = np.arange(2**kind.bits, dtype=bits).view(kind.numpy).astype(np.float64)
@@ -114,12 +114,27 @@ def test_narrow_dtypes_in_and_out(framework):
     library = pytest.importorskip(framework, reason=f"{framework} is not installed")
     fw = frameworks()[framework]
     a, b, keep = np.array([100, -100, 3], np.int8), np.array([200, 250, 9], np.uint8), np.array([True, True, False])
-    s, kept = pk.op(ops.masked_add)(*(fw.from_numpy(x, None) for x in (a, b, keep)))
+    s, kept, wide = pk.op(ops.masked_add)(*(fw.from_numpy(x, None) for x in (a, b, keep)))
     assert type(s) is type(kept) and s.dtype == (library if framework != "jax" else library.numpy).int32
     assert fw.to_numpy(s).tolist() == [300, 150, 0] and fw.to_numpy(kept).tolist() == [True, True, False]
+    assert fw.to_numpy(wide).tolist() == [65536 * 100, -65536 * 100, 65536 * 3]
+    assert fw.to_numpy(wide).dtype.name == fw.held("int64")
     q, scale = pk.op(ops.to_fp8)(fw.from_numpy(np.array([[1.0, -3.5]], np.float32), None))
     assert fw.to_numpy(q).dtype == ml_dtypes.float8_e4m3fn and fw.to_numpy(q).astype(float).tolist() == [[128, -448]]
     assert fw.to_numpy(scale).tolist() == [0.0078125]
+
+
+@pytest.mark.parametrize("name", ["mine", "reference"])
+def test_jax_stages_integers_as_it_holds_them(name):
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    made = backend("masked_add", masked_sum_in_jax, "jax")
+    run = pk.op(ops.masked_add, backend=made if name == "mine" else name)
+    s, kept, wide = jax.jit(lambda *arrays: run(*arrays))(
+        np.array([3], np.int8), np.array([4], np.uint8), np.ones(1, bool)
+    )
+    assert (s.dtype, kept.dtype, wide.dtype) == (np.int32, bool, np.int32)
+    assert (int(s[0]), bool(kept[0]), int(wide[0])) == (7, True, 3 * 65536)
+    passes(ops.masked_add, made, 20)
 
 
 def test_the_checker_draws_narrow_dtypes_and_sees_wrong_ones():

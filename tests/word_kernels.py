@@ -81,7 +81,14 @@ IN_PLACE = {"numpy": in_place, "torch": in_torch}
 def masked_sum(call, accumulator):
     a, b, keep = call.arrays.values()
     total = a.astype(accumulator) + b.astype(accumulator)
-    return np.where(keep, total, 0).astype(np.int32), keep.copy()
+    return np.where(keep, total, 0).astype(np.int32), keep.copy(), a.astype(np.int64) * 65536
+
+
+def masked_sum_in_jax(call, tiling):
+    import jax.numpy as jnp
+
+    a, b, keep = (x.astype("int32") for x in call.arrays.values())
+    return jnp.where(keep, a + b, 0), keep.astype(bool), a * 65536  # JAX holds int64 as int32
 
 
 def peak_of(call, tiling):

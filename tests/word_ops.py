@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple, TypeVar
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Bool, Float, Float8e4m3fn, Float8e5m2, Float32, Int, Int8, Int32, UInt8
+from jaxtyping import Bool, Float, Float8e4m3fn, Float8e5m2, Float32, Int, Int8, Int32, Int64, UInt8
 
 import portakern as pk
 from portakern.spec import Rule, Tile, spec
@@ -193,12 +193,13 @@ def from_fp8_reference(call, tiling):
 # --------------------------------------------------------------------------------------------------- integers, bools
 class MaskedAddOut(NamedTuple):
     s: Int32[A, "n"]
-    any_kept: Bool[A, "n"]
+    kept: Bool[A, "n"]
+    wide: Int64[A, "n"]
 
 
 @spec(tiling={}, flops=lambda call: float(call.dims["n"]))
 def masked_add(a: Int8[A, "n"], b: UInt8[A, "n"], keep: Bool[A, "n"]) -> MaskedAddOut:
-    """s = a + b where keep, else 0; any_kept is keep itself."""
+    """s = a + b where keep, else 0; kept is keep itself; wide = 65536 a."""
     raise NotImplementedError
 
 
@@ -210,7 +211,7 @@ def masked_add_bound(call, ref):
 @reference("masked_add")
 def masked_add_reference(call, tiling):
     a, b, keep = (call.arrays[n] for n in ("a", "b", "keep"))
-    return np.where(keep, a.astype(int) + b, 0), keep
+    return np.where(keep, a.astype(int) + b, 0), keep, a.astype(int) * 65536
 
 
 # ----------------------------------------------------------------------------------------------- labels, page tables

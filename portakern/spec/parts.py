@@ -19,7 +19,7 @@ ValuesFn = Callable[[Any, tuple[int, ...], Mapping[str, Any], Mapping[str, Any]]
 @dataclass(frozen=True)
 class Tile:
     """The powers of two from ``lo`` to ``hi``, both included: the values that a tile extent or a launch knob may take.
-    ``of``: the dimension it divides."""
+    ``of``: the dimension it divides, or the option that names the axis."""
 
     lo: int
     hi: int
@@ -49,7 +49,8 @@ class Edge:
 
     Attributes:
       name, doc: what must hold there.
-      dims: dimension -> (least, largest) extent; the others are drawn freely, as are layouts and tilings.
+      dims: dimension -> (least, largest) extent, of an axis that is dropped under its option's name; the others are
+        drawn freely, as are layouts and tilings.
       options: option -> value; the others are drawn freely.
       given, absent: optional arrays that must, or must not, be passed.
       stretched: array -> dimensions along which it has an extent of 1, and is broadcast.
