@@ -248,6 +248,24 @@ def test_a_generator_sees_dimensions_and_options_and_is_held_to_its_form(labels)
         ops.pick_rows.values("rows")
 
 
+def test_a_gradient_op_has_its_forwards_values_rules_and_saved_outputs(monkeypatch, labels):
+    arrays = {
+        "pool": Float[A, "rows n"],
+        "y": Float[A, "picked n"],
+        "rows_of": Int[A, "picked"],
+        "d_y": Float[A, "picked n"],
+    }
+    gradient = declared(arrays, {"d_pool": Float[A, "rows n"]})
+    monkeypatch.setattr(registry, "forward_of", lambda vjp: ops.pick_rows)
+    shapes = {"pool": (5, 2), "y": (40, 2), "rows_of": (40,), "d_y": (40, 2)}
+    case = Case("float32", shapes, seed=3)
+    drawn = {n: b.view() for n, b in case.buffers(gradient).items()}
+    assert set(drawn["rows_of"].tolist()) == set(range(5)) and case.obeys(gradient)
+    np.testing.assert_array_equal(drawn["y"], drawn["pool"][drawn["rows_of"]])
+    ops.pick_rows.values("rows_of")(lambda rng, shape, dims, options: np.full(shape, dims["rows"]))
+    assert not case.obeys(gradient)
+
+
 # ------------------------------------------------------------------------------------- declarations that contradict
 AXIS = {"axis": Annotated[int, Axis("x")]}
 SHAPE, REST, Y = {"x": Float[A, "*shape"]}, {"y": Float[A, "*rest"]}, {"y": Float[A, "n"]}

@@ -14,6 +14,7 @@ from portakern.errors import SpecError, UnavailableError
 from portakern.spec.dtypes import DTYPES
 
 __all__ = [
+    "BrokenRule",
     "as_float64",
     "broken_rule",
     "degenerate_outputs",
@@ -24,11 +25,15 @@ __all__ = [
 ]
 
 
+class BrokenRule(SpecError):
+    """The values of a call break one of the op's rules."""
+
+
 def oracle(call: Call) -> tuple[Any, ...]:
     """Every output of ``call`` in float64 NumPy, unrounded; None for an output the call does not want.
 
     Raises:
-      SpecError: the call breaks one of the op's rules on values, which nobody checks before.
+      BrokenRule: the call breaks one of the op's rules on values, which nobody checks before.
     """
     b = registry.oracle_backend()
     (family, *_) = b.families
@@ -41,7 +46,7 @@ def oracle(call: Call) -> tuple[Any, ...]:
     wide = as_float64(call)
     broken = broken_rule(wide)
     if broken:
-        raise SpecError(f"{call.spec.name}: {broken}")
+        raise BrokenRule(f"{call.spec.name}: {broken}")
     return impl.run(wide, {})
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from portakern.core import registry
 from portakern.core.binder import bind
 from portakern.core.call import Call, shape_of
-from portakern.core.oracle import as_float64, broken_rule, degenerate_outputs, rounded_oracle
+from portakern.core.oracle import BrokenRule, as_float64, broken_rule, degenerate_outputs, rounded_oracle
 from portakern.errors import SpecError
 from portakern.spec import ArrayArg, Edge, Spec
 from portakern.spec.dtypes import ANY_INDEX, DTYPES, numpy_dtype
@@ -104,11 +104,15 @@ class Case:
         return bind(spec, **arrays, **self.options)
 
     def obeys(self, spec: Spec[Any]) -> bool:
-        """Whether the values that are drawn obey the op's rules on values."""
-        if not any(r.values for r in spec.require):
+        """Whether the values that are drawn obey the rules on values, of a gradient op those of its forward too."""
+        forward = registry.forward_of(spec) if spec.is_vjp else None
+        if not any(r.values for r in (*spec.require, *(forward.require if forward else ()))):
             return True
-        call = bind(spec, **{n: b.view() for n, b in self.buffers(spec).items()}, **self.options)
-        return broken_rule(as_float64(call)) is None
+        try:
+            arrays = {n: b.view() for n, b in self.buffers(spec).items()}
+        except BrokenRule:  # the forward op has nothing to save
+            return False
+        return broken_rule(as_float64(bind(spec, **arrays, **self.options))) is None
 
     def _more(self, spec: Spec[Any], forward: Spec[Any]) -> dict[str, tuple[ArrayArg, Shape]]:
         """The inputs that the forward op needs, and its gradient does not."""
