@@ -131,9 +131,13 @@ def show(op: Annotated[str, typer.Argument(help="An op's name.")], as_json: Json
     )
     _table(
         "Outputs",
-        ["name", "shape", "dtype", "given"],
-        [[o["name"], o["shape"], o["dtype"], o["given"]] for o in info["outputs"]],
+        ["name", "shape", "dtype", "given", "memory"],
+        [[o["name"], o["shape"], o["dtype"], o["given"], o["memory"]] for o in info["outputs"]],
     )
+    if info["drops"]:
+        _table("Dimensions", ["name", "is"], [[f"*{n}", what] for n, what in info["drops"].items()])
+    for rule in info["values"]:
+        out.print(f"Values: {rule}", markup=False, highlight=False, soft_wrap=True)
     _table("Tiles", ["name", "powers of two"], [[n, f"{lo} to {hi}"] for n, (lo, hi) in info["tiling"].items()])
     for title, rows in {"Implementations": info["implementations"], "Peers": info["peers"]}.items():
         _table(title, ["backend", "module", "lines"], [[i["backend"], i["module"], str(i["lines"])] for i in rows])

@@ -13,6 +13,7 @@ from portakern.core import registry
 from portakern.core.backend import Backend
 from portakern.core.framework import frameworks
 from portakern.errors import UnavailableError
+from portakern.spec import Spec
 
 __all__ = ["backends", "doctor", "environment", "having", "ops", "peers", "show"]
 
@@ -77,9 +78,18 @@ def show(op: str) -> dict[str, Any]:
         "arrays": [{"name": a.name, "shape": a.shape, "dtypes": list(a.dtypes), "optional": a.optional} for a in s.arrays],
         "options": [{"name": o.name, "default": o.default, "expected": o.expected} for o in s.options],
         "outputs": [
-            {"name": o.name, "shape": o.shape, "dtype": o.dtype or o.dtype_option or f"that of {s.arrays[0].name}", "given": f"with {o.wanted_by}" if o.wanted_by else "always"}
+            {
+                "name": o.name,
+                "shape": o.shape,
+                "dtype": o.dtype or o.dtype_option or f"that of {o.alias_of or s.lead.name}",
+                "given": f"with {o.wanted_by}" if o.wanted_by else "always",
+                "memory": f"new, or that of {o.alias_of}" if o.alias_of else "new",
+            }
             for o in s.outputs
         ],
+        "drops": {d: f"{whole} without the axis that {option} names" for d, whole, option in _drops(s)},
+        "values": [r.message for r in s.require if r.values],
+        "samples": [*s.samples],
         "tiling": {n: [t.lo, t.hi] for n, t in s.tiling.items()},
         "empty": {d: {k: str(v) for k, v in values.items()} for d, values in s.empty.items()},
         "implementations": _implementations(op, registry.backends().values()),
@@ -96,6 +106,12 @@ def _implementations(op: str, among: Iterable[Backend]) -> list[dict[str, Any]]:
             lines = len(Path(found.origin).read_text().splitlines()) if found and found.origin else 0
             rows.append({"backend": b.name, "variant": family.name, "module": module, "lines": lines})
     return rows
+
+
+def _drops(s: Spec[Any]) -> list[tuple[str, str, str]]:
+    """(dimension, the one that it is but for an axis, the option that names the axis)."""
+    found = ((d, s.dropped(d)) for d in s.drops)
+    return [(d, dropped[0], dropped[1].name) for d, dropped in found if dropped]
 
 
 def environment() -> dict[str, str | None]:

@@ -210,3 +210,8 @@ def weight_of_ones_and_bias_of_zeros_change_nothing(run, draw):
     x = draw.normal(draw.extent(1, 5), draw.extent(2, 300))
     n = x.shape[-1]
     draw.same_bits(run(x, np.ones(n, x.dtype), np.zeros(n, x.dtype)), run(x), "a weight of ones and a bias of zeros")
+
+
+layernorm.sample("rows", dims={"batch": (3,), "n": 5}, options={"eps": 1e-2}, given=("weight", "bias"))
+layernorm.sample("no_weight", dims={"batch": (2, 3), "n": 4}, given=("bias",))
+layernorm.sample("wider_weight", dims={"batch": (3,), "n": 5}, given=("weight",), wider=("weight",))

@@ -181,3 +181,8 @@ def powers_of_two_scale_exactly(run, draw):
     a = draw.normal(draw.extent(1, 70), draw.extent(1, 140))
     b = draw.normal(a.shape[1], draw.extent(1, 70))
     draw.same_bits(run(a * a.dtype.type(2), b), run(a, b) * a.dtype.type(2), "a doubled")
+
+
+matmul.sample("one_product", dims={"batch": (), "m": 3, "n": 4, "k": 5})
+matmul.sample("broadcast_batch", dims={"batch": (2,), "m": 3, "n": 4, "k": 5}, stretched={"b": ("batch",)})
+matmul.sample("float32_result", dims={"batch": (), "m": 3, "n": 4, "k": 5}, options={"out_dtype": "float32"})

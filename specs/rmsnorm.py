@@ -205,3 +205,8 @@ def a_weight_of_powers_of_two_scales_exactly(run, draw):
     x = draw.normal(draw.extent(1, 5), draw.extent(1, 300))
     two, weight = x.dtype.type(2.0 ** draw.extent(0, 3)), np.full(x.shape[-1], x.dtype.type(64))
     draw.same_bits(run(x, weight * two), run(x, weight) * two, "a weight times a power of two")
+
+
+rmsnorm.sample("rows", dims={"batch": (3,), "n": 5}, options={"eps": 1e-2}, given=("weight",))
+rmsnorm.sample("no_weight", dims={"batch": (2, 3), "n": 4})
+rmsnorm.sample("wider_weight", dims={"batch": (3,), "n": 5}, given=("weight",), wider=("weight",))

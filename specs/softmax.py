@@ -146,3 +146,7 @@ def any_axis_is_the_last_axis(run, draw):
     x = draw.integers(0, 0, 3, draw.extent(2, 130), 4)
     x[:, draw.extent(0, x.shape[1] - 1)] = 400
     draw.same_bits(run(x, axis=1), np.moveaxis(run(np.moveaxis(x, 1, 2), axis=2), 2, 1), "another axis")
+
+
+softmax.sample("rows", dims={"shape": (3, 5)})
+softmax.sample("another_axis", dims={"shape": (2, 3, 4)}, options={"axis": 1})

@@ -159,7 +159,7 @@ FRAMEWORKS = {
     ),
     "torch's fp8": (
         lambda: softmax(torch.zeros(3, dtype=torch.float8_e4m3fn)),
-        r"softmax: x is torch.float8_e4m3fn; expected one of float32",
+        r"softmax: x is float8_e4m3fn; expected one of float32",
     ),
     "torch's booleans": (lambda: softmax(torch.zeros(3, dtype=torch.bool)), r"softmax: x is bool"),
     "a deleted array": (

@@ -8,7 +8,7 @@ from typing import Any
 from portakern.core import registry
 from portakern.core.backend import Backend, Family, Implementation
 from portakern.core.binder import unchecked
-from portakern.core.call import Call, shape_of
+from portakern.core.call import Call, dropped_dims, shape_of
 from portakern.core.framework import frameworks
 from portakern.core.targets import Hardware
 from portakern.core.tilings import resolve
@@ -18,7 +18,8 @@ from portakern.spec import ArrayArg, Spec
 __all__ = ["Form", "abstract_call", "cells", "compilers", "direction", "form_of", "typical_form"]
 
 Form = dict[str, Any]
-"""A call as plain data: ``arrays``: name -> [shape, dtype, strides or None]; ``options``; ``wants``: outputs, or None for the default."""
+"""A call as plain data: ``arrays``: name -> [shape, dtype, strides or None]; ``options``; ``wants``: outputs, or None
+for the default."""
 
 
 def typical(spec: Spec[Any]) -> Mapping[str, Any]:
@@ -26,7 +27,8 @@ def typical(spec: Spec[Any]) -> Mapping[str, Any]:
     source = spec if spec.typical or not spec.is_vjp else registry.forward_of(spec)
     if source is None or not source.typical:
         raise SpecError(
-            f"{spec.name} declares no typical call; add typical={{dimension: extent, option: value, optional array: True}} to its @spec(...)"
+            f"{spec.name} declares no typical call; add typical={{dimension: extent, option: value, optional array: "
+            f"True}} to its @spec(...)"
         )
     return source.typical
 
@@ -41,6 +43,7 @@ def typical_form(spec: Spec[Any], dtype: str) -> Form:
     missing = [n for n, extent in dims.items() if extent is None]
     if missing:
         raise SpecError(f"{spec.name}: its typical call has no extent for {', '.join(missing)}")
+    dims |= dropped_dims(spec, dims, values)
     arrays = {
         a.name: [list(shape_of(a.dims, dims)), _dtype(a, dtype), None]
         for a in spec.arrays

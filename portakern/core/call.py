@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from portakern.core.framework import DTYPE_NAME, Framework
 from portakern.core.targets import HOST, Target
 from portakern.spec import Dim, Output, Spec
 
-__all__ = ["Call", "shape_of"]
+__all__ = ["Call", "dropped_dims", "shape_of"]
 
 
 class Call:
@@ -19,8 +20,9 @@ class Call:
       spec: the op.
       arrays: argument name -> array, None where an optional one was not given.
       options: option name -> canonical value, defaults filled in.
-      dims: dimension name -> extent; a variadic one is a tuple.
-      dtype: the op's dtype, that of its first float array.
+      dims: dimension name -> extent; a variadic one is a tuple. The extent of an axis that no output has is under the
+        name of the option that names it (see ``drops`` of :func:`portakern.spec.spec`).
+      dtype: the op's dtype, that of its first ``Float`` array (``spec.lead``).
       wants: names of the outputs that are needed, in the spec's order.
       framework: whose arrays these are; device: where they live, in that framework's terms.
       target: the hardware; interpret: run in the backend's interpreter; concrete: False under JAX tracing.
@@ -44,8 +46,18 @@ class Call:
         "wants",
     )
 
-    def __init__(self, spec: Spec[Any], arrays: dict[str, Any], options: dict[str, Any], dims: dict[str, Any], dtype: str, wants: tuple[str, ...],
-                 framework: Framework, device: Any, degenerate: bool) -> None:  # fmt: skip
+    def __init__(
+        self,
+        spec: Spec[Any],
+        arrays: dict[str, Any],
+        options: dict[str, Any],
+        dims: dict[str, Any],
+        dtype: str,
+        wants: tuple[str, ...],
+        framework: Framework,
+        device: Any,
+        degenerate: bool,
+    ) -> None:
         self.spec = spec
         self.arrays = arrays
         self.options = options
@@ -62,11 +74,12 @@ class Call:
 
     @property
     def outputs(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Output name -> (shape, dtype name), of all outputs, wanted or not. A gradient is like the input whose gradient it is, where that is an argument."""
+        """Output name -> (shape, dtype name), of all outputs, wanted or not. A gradient is like the input whose
+        gradient it is, where that is an argument, and what may take an input's memory like that input."""
         return {o.name: self._form_of(o) for o in self.spec.outputs}
 
     def _form_of(self, o: Output) -> tuple[tuple[int, ...], str]:
-        of = o.gradient_of
+        of = o.gradient_of or o.alias_of
         if of is not None and self.arrays.get(of) is not None:
             return tuple(self.arrays[of].shape), self.dtype_of(of)
         return shape_of(o.dims, self.dims), self._dtype_of(o)
@@ -101,6 +114,18 @@ class Call:
             f", {o.name}={self.options[o.name]!r}" for o in self.spec.options if self.options[o.name] != o.default
         )
         return f"{self.spec.name}({self.dtype}; {dims}{opts})"
+
+
+def dropped_dims(spec: Spec[Any], dims: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The dimensions that lack an axis, from those that have it and the options that are not at their default."""
+    found = {}
+    for dim in spec.drops:
+        dropped = spec.dropped(dim)
+        assert dropped
+        whole, option = dims[dropped[0]], dropped[1]
+        axis = options.get(option.name, option.default) % len(whole)
+        found[dim] = (*whole[:axis], *whole[axis + 1 :])
+    return found
 
 
 def shape_of(notation: tuple[Dim, ...], dims: dict[str, Any]) -> tuple[int, ...]:

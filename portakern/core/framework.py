@@ -18,7 +18,7 @@ import numpy as np
 
 from portakern.core.targets import Target
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
-from portakern.spec.dtypes import NUMPY_DTYPES, numpy_dtype
+from portakern.spec.dtypes import DTYPES, numpy_dtype
 
 if TYPE_CHECKING:
     from portakern.core.backend import Implementation
@@ -30,15 +30,17 @@ __all__ = [
     "DTYPE_NAME",
     "Framework",
     "convert",
+    "distinct",
     "framework_of",
     "frameworks",
     "host_framework",
     "load_library",
+    "strided_view",
 ]
 
 WINGS = "portakern.frameworks"
 
-DTYPE_NAME: dict[Any, str] = {dtype: name for name, dtype in NUMPY_DTYPES.items()}
+DTYPE_NAME: dict[Any, str] = {d.numpy: name for name, d in DTYPES.items()}
 """dtype objects of every framework seen so far -> their name."""
 
 
@@ -101,6 +103,19 @@ class Framework:
         """Whether elements lie in row-major order without gaps."""
         return True
 
+    def may_write(self, array: Any, others: Sequence[Any]) -> bool:
+        """Whether a kernel may write to an array: it is no constant, no two of its elements share memory, and none of
+        ``others`` shares any with it."""
+        return False
+
+    def copy(self, array: Any) -> Any:
+        """The values in memory of their own, in row-major order; of arrays that never change, the array itself."""
+        return array
+
+    def held(self, dtype: str) -> str:
+        """The dtype in which the library holds what NumPy holds in ``dtype``."""
+        return dtype
+
     def check(self, call: Call) -> bool:
         """Refuse arrays of this library that no kernel can read as they are. Says whether the library differentiates or maps over any of them."""
         return False
@@ -125,8 +140,7 @@ class Framework:
         self, memory: np.ndarray, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, device: Any
     ) -> Any:
         """A view of ``memory`` (one axis) with strides and offset in elements, or its values where the library has no strides."""
-        view = np.lib.stride_tricks.as_strided(memory[offset:], shape, tuple(s * memory.itemsize for s in strides))
-        return self.from_numpy(view, device)
+        return self.from_numpy(strided_view(memory, shape, strides, offset), device)
 
     def strides(self, array: Any) -> list[int] | None:
         """Strides in elements, None where the library has no strides."""
@@ -181,6 +195,22 @@ class Framework:
     def cast(self, spec: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments under :meth:`casting`."""
         return args, kwargs
+
+
+def strided_view(memory: np.ndarray, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> np.ndarray:
+    """A view of ``memory`` (one axis, without gaps) with strides and offset in elements, whatever its dtype."""
+    size = memory.itemsize  # NumPy's as_strided goes by a dtype's letter and size, which ml_dtypes' do not all have
+    return np.ndarray(shape, memory.dtype, memory.view(np.uint8), offset * size, tuple(s * size for s in strides))
+
+
+def distinct(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether no two elements share memory, as far as axes that do not interleave show it."""
+    reach = 0
+    for stride, n in sorted((abs(s), n) for s, n in zip(strides, shape, strict=True) if n > 1):
+        if stride <= reach:
+            return False
+        reach += stride * (n - 1)
+    return True
 
 
 @functools.cache

@@ -26,8 +26,12 @@ def call_through(call: Call, choice: Choice) -> tuple[Any, ...]:
     return serve(call, candidates, choice.tiling)
 
 
-def serve(call: Call, candidates: tuple[Route, ...], user: Mapping[str, int]) -> tuple[Any, ...]:
-    """Run a checked call: every output in the spec's order, None for an unwanted one. ``user``: tiles that the caller named."""
+def serve(call: Call, candidates: tuple[Route, ...], user: Mapping[str, int], keep: bool = False) -> tuple[Any, ...]:
+    """Run a checked call: every output in the spec's order, None for an unwanted one.
+
+    ``user``: tiles that the caller named; ``keep``: no input may be written to, although the spec lets an output take
+    its memory, because somebody else reads it afterwards.
+    """
     route = candidates[0]  # all are of one backend, and run on one target
     framework = route.framework
     call.target, call.interpret = route.target, route.interpret
@@ -39,9 +43,10 @@ def serve(call: Call, candidates: tuple[Route, ...], user: Mapping[str, int]) ->
         outputs = _outputs_back(call, framework, rounded_oracle(call), copy=False)
     elif framework is call.framework:
         route, tiling = pick(candidates, call, user)
-        outputs = framework.run(route.impl, call, tiling)
+        outputs = framework.run(route.impl, _spared(call, call, keep) if call.spec.aliases else call, tiling)
     else:
         inner = to_framework(call, framework)
+        inner = _spared(inner, call, keep) if call.spec.aliases else inner
         route, tiling = pick(candidates, inner, user)
         outputs = framework.run(route.impl, inner, tiling)
         # no immutable array may share memory that a kernel keeps (a workspace) or that somebody may write to
@@ -50,6 +55,18 @@ def serve(call: Call, candidates: tuple[Route, ...], user: Mapping[str, int]) ->
         impl = route.impl
         tell(Served(call, impl.backend.name, impl.family.name, route.interpret, dict(tiling), outputs))
     return outputs
+
+
+def _spared(call: Call, caller: Call, keep: bool) -> Call:
+    """The call with copies of those inputs that an implementation might write to and must not: see ``keep`` of
+    :func:`serve` and :meth:`Framework.may_write`. ``caller``: the same call on its caller's arrays."""
+    arrays = dict(call.arrays)
+    for name in call.spec.aliases.values():
+        given = caller.arrays[name]
+        others = [a for n, a in caller.arrays.items() if n != name and a is not None]
+        if given is not None and (keep or observed() or not caller.framework.may_write(given, others)):
+            arrays[name] = call.framework.copy(arrays[name])
+    return call.replace(arrays=arrays)
 
 
 def _outputs_back(call: Call, framework: Framework, outputs: tuple[Any, ...], copy: bool) -> tuple[Any, ...]:

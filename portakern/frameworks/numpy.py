@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portakern.core.framework import Framework
+from portakern.core.framework import Framework, distinct
 from portakern.core.targets import HOST, Target
 from portakern.errors import SpecError
 
@@ -36,11 +37,19 @@ class NumPy(Framework):
     def contiguous(self, array: Any) -> bool:
         return bool(array.flags.c_contiguous)
 
+    def may_write(self, array: Any, others: Sequence[Any]) -> bool:
+        overlaps = any(np.may_share_memory(array, o) for o in others)
+        return bool(array.flags.writeable) and not overlaps and distinct(array.shape, array.strides)
+
+    def copy(self, array: Any) -> Any:
+        return np.array(array, order="C")
+
     def check(self, call: Call) -> bool:
         for name, array in call.arrays.items():
             if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
                 raise SpecError(
-                    f"{call.spec.name}: {name} is a numpy.ma.MaskedArray, whose mask no kernel sees; pass {name}.filled(...) instead"
+                    f"{call.spec.name}: {name} is a numpy.ma.MaskedArray, whose mask no kernel sees; pass "
+                    f"{name}.filled(...) instead"
                 )
             if array is not None and type(array) is not np.ndarray:
                 call.arrays[name] = array.view(

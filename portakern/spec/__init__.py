@@ -1,5 +1,7 @@
-"""What a spec is written with: :func:`spec` and what it takes here, options in :mod:`portakern.spec.options`, bounds in :mod:`portakern.spec.tolerance`."""
+"""What a spec is written with: :func:`spec` and what it takes here, options in :mod:`portakern.spec.options`, bounds in
+:mod:`portakern.spec.tolerance`."""
 
-from portakern.spec.declare import ArrayArg, Count, Dim, Edge, Output, Rule, Spec, Tile, spec
+from portakern.spec.declare import Spec, spec
+from portakern.spec.parts import ArrayArg, Count, Dim, Edge, Output, Rule, Sample, Tile
 
-__all__ = ["ArrayArg", "Count", "Dim", "Edge", "Output", "Rule", "Spec", "Tile", "spec"]
+__all__ = ["ArrayArg", "Count", "Dim", "Edge", "Output", "Rule", "Sample", "Spec", "Tile", "spec"]

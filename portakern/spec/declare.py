@@ -1,10 +1,11 @@
 """What an op is: one typed Python signature, from which everything else is derived.
 
 A spec is an annotated function under the :func:`spec` decorator. Array arguments are annotated in jaxtyping's notation
-(https://docs.kidger.site/jaxtyping), of which this module reads: names (``d``), products (``kv_heads*group``), broadcast
-axes (``#batch``) and one variadic run of axes (``*batch``). A leading ``batch`` or ``*batch`` counts
-samples that do not see each other. Keyword-only arguments are options. The return annotation is
-a ``NamedTuple`` whose fields are the outputs.
+(https://docs.kidger.site/jaxtyping), of which this module reads: names (``d``), products (``kv_heads*group``),
+broadcast axes (``#batch``) and one variadic run of axes (``*batch``). A leading ``batch`` or ``*batch`` counts
+samples that do not see each other. A run of axes may be another one without the axis that an option names (``drops``).
+Keyword-only arguments are options. The return annotation is a ``NamedTuple`` whose fields are the outputs. Which dtypes
+an annotation stands for: :mod:`portakern.spec.dtypes`.
 
 >>> class DotOut(NamedTuple):
 ...     c: Float[A, "m"]
@@ -21,142 +22,30 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar
 
-from portakern.spec.options import Option, option_from_annotation
+from portakern.errors import SpecError
+from portakern.spec.annotations import (
+    arguments,
+    check_aliases,
+    check_declaration,
+    check_sample,
+    leader,
+    outputs,
+)
+from portakern.spec.dtypes import FLOATS
+from portakern.spec.options import Option
+from portakern.spec.parts import ArrayArg, Edge, Output, Rule, Sample, Tile, ValuesFn
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
 
-__all__ = ["ArrayArg", "Count", "Dim", "Edge", "Output", "Rule", "Spec", "Tile", "spec"]
+__all__ = ["Spec", "spec"]
 
 P = ParamSpec("P")
 F = TypeVar("F", bound=Callable[..., Any])
 PerOutput = tuple[Any, ...]
 ErrorFn = Callable[["Call", PerOutput], PerOutput]
-"""(call in float64 NumPy, reference outputs) -> an array per output, None for one that is unwanted or has no such thing."""
-
-DTYPES = ("float32", "float16", "bfloat16", "float64")
-
-
-@dataclass(frozen=True)
-class Tile:
-    """The powers of two from ``lo`` to ``hi``, both included: the values that a tile extent or a launch knob may take. ``of``: the dimension it divides."""
-
-    lo: int
-    hi: int
-    of: str | None = None
-
-    @property
-    def values(self) -> tuple[int, ...]:
-        return tuple(1 << e for e in range(self.lo.bit_length() - 1, self.hi.bit_length()))
-
-    def __contains__(self, value: object) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value in self.values
-
-
-@dataclass(frozen=True)
-class Count(Tile):
-    """The whole numbers from ``lo`` to ``hi``: a knob that is no extent, such as a number of stages."""
-
-    @property
-    def values(self) -> tuple[int, ...]:
-        return tuple(range(self.lo, self.hi + 1))
-
-
-@dataclass(frozen=True)
-class Edge:
-    """A named corner of the contract, that the checker visits several times: which calls reach it, and what is planted in their arrays.
-
-    Attributes:
-      name, doc: what must hold there.
-      dims: dimension -> (least, largest) extent; the others are drawn freely, as are layouts and tilings.
-      options: option -> value; the others are drawn freely.
-      given, absent: optional arrays that must, or must not, be passed.
-      stretched: array -> dimensions along which it has an extent of 1, and is broadcast.
-      regime: how float values are drawn before planting.
-      smallest_tiles: run with the smallest tiling that is legal, so that few elements make many tiles.
-      plant: ``plant(arrays, rng, options)`` changes values in place (float64 and integer NumPy arrays by name).
-    """
-
-    name: str
-    doc: str = ""
-    dims: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
-    given: tuple[str, ...] = ()
-    absent: tuple[str, ...] = ()
-    stretched: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    regime: str = "normal"
-    smallest_tiles: bool = False
-    plant: Callable[[dict[str, Any], Any, Mapping[str, Any]], None] | None = None
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A condition across arguments: ``holds(call)`` must be true, else the call is refused with ``message``."""
-
-    holds: Callable[[Call], bool]
-    message: str
-
-
-@dataclass(frozen=True)
-class Dim:
-    """One axis of a shape in the signature: the product of ``factors``; ``broadcast``: an extent of 1 stretches; ``variadic``: any number of axes."""
-
-    factors: tuple[str, ...]
-    broadcast: bool = False
-    variadic: bool = False
-
-    @classmethod
-    def parse(cls, text: str) -> Dim:
-        body = text.lstrip("*#")
-        prefix = text[: len(text) - len(body)]
-        factors = tuple(body.split("*"))
-        if (
-            not all(f.isidentifier() for f in factors)
-            or len(set(prefix)) != len(prefix)
-            or ("*" in prefix and len(factors) > 1)
-        ):
-            raise ValueError(f"shape notation {text!r} is not one of: name, a*b, #name, *name, *#name")
-        return cls(factors, "#" in prefix, "*" in prefix)
-
-    def __str__(self) -> str:
-        return ("*" if self.variadic else "") + ("#" if self.broadcast else "") + "*".join(self.factors)
-
-
-@dataclass(frozen=True)
-class ArrayArg:
-    """An array argument: ``dtypes`` it may have; ``follows``: it must have the op's dtype (that of its first float array), or float32 where ``or_float32``.
-
-    ``statistic``: it is float32, and float64 beside arrays of float64, as such outputs are."""
-
-    name: str
-    dims: tuple[Dim, ...]
-    dtypes: tuple[str, ...]
-    optional: bool
-    follows: bool
-    or_float32: bool
-    statistic: bool
-
-    @property
-    def shape(self) -> str:
-        return " ".join(map(str, self.dims))
-
-
-@dataclass(frozen=True)
-class Output:
-    """An output: ``dtype`` None follows the op's dtype unless the option ``dtype_option`` names another; ``wanted_by``: the bool option that asks for it.
-
-    ``gradient_of``: the input of the forward op whose gradient it is (an output called ``d_x`` is that of x)."""
-
-    name: str
-    dims: tuple[Dim, ...]
-    dtype: str | None
-    dtype_option: str | None
-    wanted_by: str | None
-    gradient_of: str | None
-
-    @property
-    def shape(self) -> str:
-        return " ".join(map(str, self.dims))
+"""(call in float64 NumPy, reference outputs) -> an array per output, None for one that is unwanted or has no such
+thing."""
 
 
 @dataclass(eq=False)
@@ -185,6 +74,22 @@ class Spec(Generic[P]):
     region: Callable[[Call, str, tuple[int, ...]], str] | None = None
     edges: dict[str, Edge] = field(default_factory=dict)
     laws: dict[str, Callable[..., None]] = field(default_factory=dict)
+    drops: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    generators: dict[str, ValuesFn] = field(default_factory=dict)
+    samples: dict[str, Sample] = field(default_factory=dict)
+
+    @property
+    def lead(self) -> ArrayArg:
+        """The array whose dtype is the op's: the first that is Float and always there, else the first of all."""
+        return leader(self.arrays)
+
+    def dropped(self, dim: str) -> tuple[str, Option] | None:
+        """(the dimension that ``dim`` is but for one axis, the option that names this axis); None for any other."""
+        if dim not in self.drops:
+            return None
+        option = self.option(self.drops[dim])
+        return self.argument(str(option.axis_of)).dims[0].factors[0], option
 
     @property
     def doc(self) -> str:
@@ -192,15 +97,18 @@ class Spec(Generic[P]):
 
     @property
     def dims(self) -> tuple[str, ...]:
-        """Every dimension name of the signature, in order of first appearance."""
+        """Every dimension name of the signature but those that follow from others (``drops``), in order of first
+        appearance."""
         shapes = [*(a.dims for a in self.arrays), *(o.dims for o in self.outputs)]
-        return tuple(dict.fromkeys(f for dims in shapes for d in dims for f in d.factors))
+        return tuple(dict.fromkeys(f for dims in shapes for d in dims for f in d.factors if f not in self.drops))
 
     @property
     def batch(self) -> str | None:
-        """The dimension along which an op's samples lie, which do not see each other; None where the signature shows none.
+        """The dimension along which an op's samples lie, which do not see each other; None where the signature shows
+        none.
 
-        It is the leading dimension of the first array, if that is called batch, or is the variadic run of an array along one axis of which the op works."""
+        It is the leading dimension of the first array, if that is called batch, or is the variadic run of an array
+        along one axis of which the op works."""
         first = self.arrays[0]
         lead = first.dims[0] if first.dims else None
         if lead is None or not (
@@ -217,26 +125,32 @@ class Spec(Generic[P]):
     def option(self, name: str) -> Option:
         return next(o for o in self.options if o.name == name)
 
+    def argument(self, name: str) -> ArrayArg:
+        return next(a for a in self.arrays if a.name == name)
+
     def tolerance(self, fn: ErrorFn) -> ErrorFn:
-        """Decorator: ``fn(call, ref)`` gives, per output, the elementwise permitted absolute error (float64; +inf: anything goes)."""
+        """Decorator: ``fn(call, ref)`` gives, per output, the elementwise permitted absolute error (float64; +inf:
+        anything goes)."""
         self.bound = fn
         return fn
 
     def sigma(self, fn: ErrorFn) -> ErrorFn:
-        """Decorator: ``fn(call, ref)`` gives, per output, the RMS error that random rounding leaves at each element (float64; +inf: not known there).
+        """Decorator: ``fn(call, ref)`` gives, per output, the RMS error that random rounding leaves at each element
+        (float64; +inf: not known there).
 
         Kept as :attr:`spread`; :mod:`portakern.testing.statistics` holds typical errors to it."""
         self.spread = fn
         return fn
 
     def exact(self, fn: ErrorFn) -> ErrorFn:
-        """Decorator: ``fn(call, ref)`` gives, per output, which elements (bool) must equal the reference rounded once, because no step of any right kernel
-        can round them. Kept as :attr:`forced`."""
+        """Decorator: ``fn(call, ref)`` gives, per output, which elements (bool) must equal the reference rounded once,
+        because no step of any right kernel can round them. Kept as :attr:`forced`."""
         self.forced = fn
         return fn
 
     def edge(self, **where: Any) -> Callable[[F], F]:
-        """Decorator: an :class:`Edge` named like the function, which plants its values; ``where`` holds Edge's other attributes."""
+        """Decorator: an :class:`Edge` named like the function, which plants its values; ``where`` holds Edge's other
+        attributes."""
 
         def declare(plant: F) -> F:
             self.edges[plant.__name__] = Edge(
@@ -247,13 +161,46 @@ class Spec(Generic[P]):
         return declare
 
     def law(self, fn: F) -> F:
-        """Decorator: ``fn(run, draw)`` asserts what any implementation obeys across calls. ``run(*arrays, **options)`` calls it on NumPy arrays with its default
-        tiling and gives NumPy arrays; ``draw`` is a :class:`portakern.testing.laws.Draw`."""
+        """Decorator: ``fn(run, draw)`` asserts what any implementation obeys across calls. ``run(*arrays, **options)``
+        calls it on NumPy arrays with its default tiling and gives NumPy arrays; ``draw`` is a
+        :class:`portakern.testing.laws.Draw`."""
         self.laws[fn.__name__] = fn
         return fn
 
+    def values(self, name: str) -> Callable[[ValuesFn], ValuesFn]:
+        """Decorator: ``fn(rng, shape, dims, options)`` makes the values of the array argument ``name``, for the checker
+        and for samples: sorted offsets, a permutation, labels of which some are ignored.
+
+        ``rng`` is a NumPy generator, ``shape`` the array's, ``dims`` and ``options`` are the bound call's. What it
+        returns has that shape, and values of the argument's kind that obey the op's rules. An integer array without one
+        is drawn from a few small numbers (int8, int16, uint8 and bool: from all), a float array from a regime. The
+        array of a gradient op that is called like the forward's takes the forward's generator unless it has its own.
+        """
+        if name not in {a.name for a in self.arrays}:
+            names = ", ".join(a.name for a in self.arrays)
+            raise SpecError(f"{self.name}: values are declared for {name!r}; expected one of {names}")
+
+        def declare(fn: ValuesFn) -> ValuesFn:
+            self.generators[name] = fn
+            return fn
+
+        return declare
+
+    def sample(self, name: str, **call: Any) -> Sample:
+        """Declare a :class:`Sample`: a small call that lists of calls in tests and benchmarks are made of.
+
+        >>> softmax.sample("rows", dims={"shape": (3, 5)})
+        """
+        if name in self.samples:
+            raise SpecError(f"{self.name}: two samples are called {name!r}; rename one")
+        made = Sample(name, **call)
+        check_sample(self, made)
+        self.samples[name] = made
+        return made
+
     def locate(self, fn: Callable[[Call, str, tuple[int, ...]], str]) -> Callable[[Call, str, tuple[int, ...]], str]:
-        """Decorator: ``fn(call, output, index)`` says in words in which region of the masks an output's element lies, for failure messages."""
+        """Decorator: ``fn(call, output, index)`` says in words in which region of the masks an output's element lies,
+        for failure messages."""
         self.region = fn
         return fn
 
@@ -265,7 +212,7 @@ def spec(
     *,
     tiling: Mapping[str, Tile],
     flops: Callable[[Call], float],
-    dtypes: Sequence[str] = DTYPES,
+    dtypes: Sequence[str] = FLOATS,
     or_float32: Sequence[str] = (),
     own_dtype: Sequence[str] = (),
     result_dtype: Mapping[str, str] | None = None,
@@ -273,6 +220,8 @@ def spec(
     require: Sequence[Rule] = (),
     positive: Sequence[str] = (),
     empty: Mapping[str, Mapping[str, float]] | None = None,
+    drops: Mapping[str, str] | None = None,
+    aliases: Mapping[str, str] | None = None,
     masks: Sequence[str] = (),
     vjp: str | None = None,
     autocast: Literal["lower", "float32"] | None = None,
@@ -283,79 +232,58 @@ def spec(
     Args:
       tiling: tile names and the powers of two that each may take.
       flops: floating-point operations of a bound call (options included: a causal mask halves them).
-      dtypes: dtypes that ``Float`` arguments may have; they all share one within a call.
+      dtypes: dtypes that ``Float`` arguments may have; they all share one within a call, the op's. An op without a
+        ``Float`` argument has the dtype of its first array.
       or_float32: float arguments that may be float32 beside 16-bit ones.
       own_dtype: float arguments whose dtype is any of ``dtypes``, whatever the others'.
       result_dtype: output name -> option that overrides its dtype.
       returns: output name -> bool option that asks for it; the others are always given.
       require: rules across arguments.
       positive: dimensions whose extent 0 is refused.
-      empty: reduced dimension -> the value of each output when its extent is 0.
+      empty: reduced dimension -> the value of each output when its extent is 0; of an axis that is dropped, the option
+        that names it.
+      drops: dimension -> the option whose axis it lacks: in ``drops={"rest": "axis"}``, with x of ``*shape`` and the
+        option ``axis`` an axis of x, ``*rest`` is ``*shape`` without that axis. ``call.dims`` then holds ``rest``, and
+        as ``axis`` the extent that is gone.
+      aliases: output -> the input whose memory it may take, with its shape and dtype. An implementation may then write
+        to that input, and to no other, and hand it back as the output; or it leaves the input alone and makes a new
+        array. Callers use the output and take the input for spent. What must not change is never handed to an
+        implementation that may write: where somebody else may see the input (autograd, a traced call, an immutable or
+        overlapping array, another argument in the same memory), it gets a copy.
       masks: additive masks among the arrays, whose -inf hides a pair.
       vjp: the name of the op that computes gradients (see :mod:`portakern.core.gradients`).
-      autocast: what torch.autocast makes of the float arguments, float64 apart: "lower" casts them to its dtype, as it does for matrix products, "float32" to
-        that, as for reductions; None leaves them alone.
-      typical: a call as users make it, for what compiles or measures without one of theirs: dimension -> extent, option -> value, optional array -> True where
-        it is passed. A gradient op without one takes its forward's.
+      autocast: what torch.autocast makes of the float arguments, float64 apart: "lower" casts them to its dtype, as it
+        does for matrix products, "float32" to that, as for reductions; None leaves them alone.
+      typical: a call as users make it, for what compiles or measures without one of theirs: dimension -> extent, option
+        -> value, optional array -> True where it is passed. A gradient op without one takes its forward's.
     """
 
     def declare(fn: Callable[P, Any]) -> Spec[P]:
         hints = typing.get_type_hints(fn, include_extras=True)
-        arrays: list[ArrayArg] = []
-        options: list[Option] = []
-        for p in inspect.signature(fn).parameters.values():
-            if p.kind is p.KEYWORD_ONLY:
-                options.append(option_from_annotation(p.name, hints[p.name], p.default))
-            else:
-                arrays.append(_array_arg(p, hints[p.name], tuple(dtypes), p.name in or_float32, p.name in own_dtype))
-        result = hints["return"]
-        outputs = tuple(
-            _output(name, hint, (result_dtype or {}).get(name), (returns or {}).get(name))
-            for name, hint in typing.get_type_hints(result, include_extras=True).items()
-        )
-        return Spec(
-            name=fn.__name__, fn=fn, arrays=tuple(arrays), options=tuple(options), outputs=outputs, result=result, dtypes=tuple(dtypes),
-            tiling=types.MappingProxyType(dict(tiling)), require=tuple(require), positive=tuple(positive),
-            empty=types.MappingProxyType(dict(empty or {})), flops=flops, vjp=vjp, masks=tuple(masks), autocast=autocast,
+        results = typing.get_type_hints(hints["return"], include_extras=True)
+        arrays, options = arguments(fn, hints, tuple(dtypes), or_float32, own_dtype)
+        check_aliases(fn.__name__, aliases or {}, {a.name: hints[a.name] for a in arrays}, results)
+        made: Spec[P] = Spec(
+            name=fn.__name__,
+            fn=fn,
+            arrays=arrays,
+            options=options,
+            outputs=outputs(fn.__name__, results, result_dtype or {}, returns or {}, aliases or {}),
+            result=hints["return"],
+            dtypes=leader(arrays).dtypes,
+            tiling=types.MappingProxyType(dict(tiling)),
+            require=tuple(require),
+            positive=tuple(positive),
+            empty=types.MappingProxyType(dict(empty or {})),
+            flops=flops,
+            vjp=vjp,
+            masks=tuple(masks),
+            autocast=autocast,
             typical=types.MappingProxyType(dict(typical or {})),
-        )  # fmt: skip
+            drops=types.MappingProxyType(dict(drops or {})),
+            aliases=types.MappingProxyType(dict(aliases or {})),
+        )
+        check_declaration(made)
+        return made
 
     return declare
-
-
-def _array_arg(
-    p: inspect.Parameter, hint: Any, float_dtypes: tuple[str, ...], or_float32: bool, own_dtype: bool
-) -> ArrayArg:
-    optional = p.default is None
-    if optional:
-        hint = next(a for a in typing.get_args(hint) if a is not types.NoneType)
-    floating = len(hint.dtypes) > 1 and "float32" in hint.dtypes
-    dtypes = (
-        tuple(d for d in float_dtypes if d in hint.dtypes)
-        if floating
-        else tuple(d for d in ("int32", "int64", "float32", "bool") if d in hint.dtypes)
-    )
-    return ArrayArg(
-        p.name,
-        _dims(hint),
-        dtypes,
-        optional,
-        floating and not own_dtype,
-        or_float32,
-        statistic=dtypes == ("float32",) and not floating,
-    )
-
-
-def _output(name: str, hint: Any, dtype_option: str | None, wanted_by: str | None) -> Output:
-    return Output(
-        name,
-        _dims(hint),
-        hint.dtypes[0] if len(hint.dtypes) == 1 else None,
-        dtype_option,
-        wanted_by,
-        name[2:] if name.startswith("d_") else None,
-    )
-
-
-def _dims(hint: Any) -> tuple[Dim, ...]:
-    return tuple(Dim.parse(t) for t in hint.dim_str.split())

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from portakern.spec.dtypes import FLOATS
+
 __all__ = ["Axis", "DType", "Option", "Range", "option_from_annotation", "shown"]
 
-FLOAT_NAMES = ("float32", "float16", "bfloat16", "float64")
 TINY, HUGE = (
     2.0**-126,
     (2 - 2.0**-23) * 2.0**127,
@@ -63,9 +64,11 @@ class DType:
 
 @dataclass(frozen=True)
 class Option:
-    """A keyword-only argument. ``check(value)`` returns its canonical value or raises ValueError with what was expected.
+    """A keyword-only argument. ``check(value)`` returns its canonical value or raises ValueError with what was
+    expected.
 
-    ``kind`` is bool, int, float, choice (a string), dtype (a name) or tuple (of integers and None); ``optional``: it may be None instead."""
+    ``kind`` is bool, int, float, choice (a string), dtype (a name) or tuple (of integers and None); ``optional``: it
+    may be None instead."""
 
     name: str
     default: Any
@@ -78,7 +81,8 @@ class Option:
 
 
 def option_from_annotation(name: str, hint: Any, default: Any) -> Option:
-    """Read an option off its annotation: bool, Literal[...], Annotated[int | float | tuple, Range], Axis, DType; ``| None`` if None is allowed."""
+    """Read an option off its annotation: bool, Literal[...], Annotated[int | float | tuple, Range], Axis, DType; ``|
+    None`` if None is allowed."""
     optional, inner = False, hint
     marks: tuple[Any, ...] = ()
     if typing.get_origin(inner) in (typing.Union, types.UnionType):
@@ -113,7 +117,7 @@ def _kind(inner: Any, marks: tuple[Any, ...]) -> str:
 def _checker(kind: Any, marks: tuple[Any, ...]) -> tuple[Callable[[Any], Any], str, tuple[Any, ...]]:
     bounds = next((m for m in marks if isinstance(m, Range)), Range())
     if any(isinstance(m, DType) for m in marks):
-        return _dtype, f"a floating-point dtype ({', '.join(FLOAT_NAMES)})", FLOAT_NAMES[:3]
+        return _dtype, f"a floating-point dtype ({', '.join(FLOATS)})", FLOATS[:3]
     if typing.get_origin(kind) is Literal:
         allowed = typing.get_args(kind)
         return (lambda v: _member(v, allowed)), f"one of {', '.join(map(repr, allowed))}", allowed
@@ -185,6 +189,6 @@ def _dtype(value: Any) -> str:
         name = value.__name__
     else:  # torch.float32 prints as 'torch.float32', np.dtype carries its name
         name = str(getattr(value, "name", value)).removeprefix("torch.")
-    if name not in FLOAT_NAMES or not getattr(value, "isnative", True):  # outputs have this machine's byte order
+    if name not in FLOATS or not getattr(value, "isnative", True):  # outputs have this machine's byte order
         raise ValueError
     return name

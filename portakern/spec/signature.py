@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from portakern.spec.declare import Output, Spec
+from portakern.spec import Output, Spec
 
 __all__ = ["described", "lone_output", "signature"]
 

@@ -1,11 +1,14 @@
-"""What rounding may do to a result: the units that the specs' error bounds and spreads are written in, and the comparison of a result with its bound.
+"""What rounding may do to a result: the units that the specs' error bounds and spreads are written in, and the
+comparison of a result with its bound.
 
-A bound is a float64 array beside each output: the largest |computed - exact| that a correct kernel can show there. It is derived from the operations that the
-op's definition needs, in the standard model fl(x op y) = (x op y)(1 + e), |e| <= u (Higham, "Accuracy and stability of numerical algorithms", section 2.2), and
-not chosen. +inf says that the op promises nothing at that element, for instance because float32 intermediates overflow.
+A bound is a float64 array beside each output: the largest |computed - exact| that a correct kernel can show there. It
+is derived from the operations that the op's definition needs, in the standard model fl(x op y) = (x op y)(1 + e), |e|
+<= u (Higham, "Accuracy and stability of numerical algorithms", section 2.2), and not chosen. +inf says that the op
+promises nothing at that element, for instance because float32 intermediates overflow.
 
-A spread, sigma, is a float64 array beside it: the RMS error there if each rounding is random, uniform within half a spacing and independent of the others.
-Where a kernel's error is typically many sigma, something else than rounding caused it, even within the bound.
+A spread, sigma, is a float64 array beside it: the RMS error there if each rounding is random, uniform within half a
+spacing and independent of the others. Where a kernel's error is typically many sigma, something else than rounding
+caused it, even within the bound.
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
+
+from portakern.spec.dtypes import DTYPES
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -37,7 +41,8 @@ __all__ = [
 ]
 
 KAPPA = 0.425
-"""RMS of a rounding error over u|x|. It is uniform within u 2^e, and x = f 2^e: 1/sqrt(3) times the RMS of 1/f, sqrt(3 / (8 log 2)) for a logarithmic f."""
+"""RMS of a rounding error over u|x|. It is uniform within u 2^e, and x = f 2^e: 1/sqrt(3) times the RMS of 1/f, sqrt(3
+/ (8 log 2)) for a logarithmic f."""
 
 
 @dataclass(frozen=True)
@@ -45,26 +50,28 @@ class Format:
     """A storage format.
 
     Attributes:
-      U: unit roundoff of rounding to nearest. float64's is doubled, because the oracle rounds in float64 too.
-      eta: absolute error of a stored subnormal: flushed to zero where hardware may (float32, bfloat16, float64), half a spacing in float16.
-      overflow: the least magnitude that rounds to infinity.
+      U: unit roundoff of rounding to nearest. float64's is doubled, because the oracle rounds in float64 too. An
+        integer rounds by no share of itself: 0.
+      eta: absolute error of a stored subnormal: flushed to zero where hardware may (float32, bfloat16, float64), half a
+        spacing where it does not (float16 and the floats of 8 bits). An integer's is 1/2, half the spacing of all of
+        them: its reference is the value before it was rounded, and where that is whole and err 0, only that integer is
+          right.
+      overflow: the least magnitude that rounds to ``beyond``: infinity, or NaN in float8_e4m3fn, which has no infinity.
+        An integer has none (inf): a formula that may leave its range says what is there, as clipping does.
     """
 
     U: float
     eta: float
     overflow: float
+    beyond: float
 
 
 @functools.cache
 def format_of(dtype: str) -> Format:
     """The :class:`Format` of a dtype name."""
-    info = ml_dtypes.finfo(dtype)
-    U, largest = float(info.eps) / 2, float(info.max)
-    overflow = (
-        np.inf if dtype == "float64" else largest * (1 + U / (2 - 2 * U))
-    )  # half a spacing beyond the largest number
-    eta = float(info.smallest_subnormal) / 2 if dtype == "float16" else float(info.tiny)
-    return Format(2 * U if dtype == "float64" else U, eta, overflow)
+    d = DTYPES[dtype]
+    eta = d.tiny if d.flushes else d.least / 2
+    return Format(2 * d.U if dtype == "float64" else d.U, eta, d.overflow, d.overflows_to)
 
 
 @dataclass(frozen=True)
@@ -72,13 +79,17 @@ class Units:
     """The accumulator of a call and what its hardware does to operands.
 
     Attributes:
-      u: unit roundoff of the accumulator: 2^-24 (float32); 2^-52 in a float64 call, twice its own because the oracle rounds too.
+      u: unit roundoff of the accumulator: 2^-24 (float32); 2^-52 in a float64 call, twice its own because the oracle
+        rounds too.
       ex: relative error of exp, 8u: hardware exp2 (2 ulp) and everything better.
       tau: the smallest normal number of the accumulator; anything below may become 0.
-      huge: 2^127, the guaranteed range of intermediates (half the overflow threshold, so that a factor log2(e) fits as well).
-      flush: absolute error of an operand of the matrix unit: tau, or 2^-14 for float16 where the unit flushes its subnormals (gfx90a).
-      tf32: relative error of a product of two operands that were cut to 10 bits, 2^-9 + 2^-20; 0 unless the call asked for it.
-      U: unit roundoff of the operands' dtype, eta: its :attr:`Format.eta`.
+      huge: 2^127, the guaranteed range of intermediates (half the overflow threshold, so that a factor log2(e) fits as
+        well).
+      flush: absolute error of an operand of the matrix unit: tau, or 2^-14 for float16 where the unit flushes its
+        subnormals (gfx90a).
+      tf32: relative error of a product of two operands that were cut to 10 bits, 2^-9 + 2^-20; 0 unless the call asked
+        for it.
+      U: unit roundoff of the operands' dtype, eta: its :attr:`Format.eta`. Operands that are integers are exact.
     """
 
     u: float
@@ -93,17 +104,17 @@ class Units:
 
 def units(call: Call) -> Units:
     """The units of one call."""
-    accumulator, operand = format_of("float64" if call.dtype == "float64" else "float32"), format_of(call.dtype)
+    accumulator = format_of("float64" if call.dtype == "float64" else "float32")
+    U, eta = (format_of(call.dtype).U, format_of(call.dtype).eta) if DTYPES[call.dtype].floating else (0.0, 0.0)
     flush = 2.0**-14 if call.dtype == "float16" and call.target.arch == "gfx90a" else accumulator.eta
     tf32 = 2.0**-9 + 2.0**-20 if call.dtype == "float32" and call.options.get("precision") == "tf32" else 0.0
     huge = 2.0**1023 if call.dtype == "float64" else 2.0**127
-    return Units(
-        accumulator.U, 8 * accumulator.U, accumulator.eta, huge, flush, tf32, operand.U, max(operand.eta, flush)
-    )
+    return Units(accumulator.U, 8 * accumulator.U, accumulator.eta, huge, flush, tf32, U, max(eta, flush))
 
 
 def chain(n: Any) -> Any:
-    """Roundings on the longest path through a sum of n terms: n / 32 within one warp, or n / 128 tiles at 4 each (rescaled by a new maximum); then a tree."""
+    """Roundings on the longest path through a sum of n terms: n / 32 within one warp, or n / 128 tiles at 4 each
+    (rescaled by a new maximum); then a tree."""
     return np.minimum(n, n / 32 + 32)
 
 
@@ -113,7 +124,8 @@ def magnitude(x: np.ndarray) -> np.ndarray:
 
 
 def abs_matmul(a: np.ndarray, b: np.ndarray, unit: Units) -> np.ndarray:
-    """|a| @ |b|, the scale of the rounding error of a @ b. +inf where kernels may differ: the sum passes ``unit.huge``, or inf meets a subnormal."""
+    """|a| @ |b|, the scale of the rounding error of a @ b. +inf where kernels may differ: the sum passes ``unit.huge``,
+    or inf meets a subnormal."""
     total: np.ndarray = magnitude(a) @ magnitude(b)
     total = np.where(total < unit.huge, total, np.inf)
     if np.isinf(a).any() or np.isinf(b).any():
@@ -123,7 +135,11 @@ def abs_matmul(a: np.ndarray, b: np.ndarray, unit: Units) -> np.ndarray:
 
 
 def round_to(err: np.ndarray, ref: np.ndarray, dtype: str) -> np.ndarray:
-    """The bound on the stored output, from the error ``err`` of the value before it is rounded to ``dtype``: err (1 + U) + U |ref| + eta."""
+    """The bound on the stored output, from the error ``err`` of the value before it is rounded to ``dtype``.
+
+    It is err (1 + U) + U |ref| + eta, whatever the dtype: see :class:`Format` for an integer's U and eta. Beyond the
+    dtype's range it means nothing, and :func:`compare` asks for what overflow gives there.
+    """
     f = format_of(dtype)
     with np.errstate(all="ignore"):
         bound = err * (1 + f.U) + f.U * np.abs(ref) + f.eta
@@ -131,20 +147,25 @@ def round_to(err: np.ndarray, ref: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def store_spread(ref: np.ndarray, dtype: str) -> np.ndarray:
-    """RMS error of storing ``ref`` as ``dtype``: a 12th of the squared spacing there, whatever the mantissa, and a subnormal's eta / sqrt(3)."""
+    """RMS error of storing ``ref`` as ``dtype``: a 12th of the squared spacing there, whatever the mantissa, and a
+    subnormal's eta / sqrt(3)."""
     f = format_of(dtype)
     _, exponent = np.frexp(magnitude(ref))
     return np.hypot(np.ldexp(f.U, exponent) / np.sqrt(12), f.eta / np.sqrt(3))
 
 
 def dot_spread(call: Call, k: Any) -> tuple[Any, Any]:
-    """(x, y): the variance of a float32 dot of k products is x C^2 + y S^2, where C is the dot and S^2 the sum of its squared products.
+    """(x, y): the variance of a float32 dot of k products is x C^2 + y S^2, where C is the dot and S^2 the sum of its
+    squared products.
 
-    In order: products round by (KAPPA u)^2 S^2. A partial sum after i of k products is C i/k plus a bridge of variance S^2 i/k (1 - i/k), and each rounds by
-    KAPPA u of itself: (KAPPA u)^2 k (C^2/3 + S^2/6). Blocked sums stay below that.
-    A GPU's matrix unit aligns the products of a step to the largest and cuts what falls off, so that its errors lean to 0 and add up without a square
-    root: u (k/16 + 4) for steps of 16 (Fasi, Higham, Mikaitis, Pranesh 2021, "Numerical behavior of NVIDIA tensor cores").
-    tf32: cutting an operand to 10 bits loses a share of mean 0.72 2^-11 and of variance 0.05 2^-20; two operands: 0.52 2^-20 C^2 + 0.1 2^-20 S^2; rounding
+    In order: products round by (KAPPA u)^2 S^2. A partial sum after i of k products is C i/k plus a bridge of variance
+    S^2 i/k (1 - i/k), and each rounds by KAPPA u of itself: (KAPPA u)^2 k (C^2/3 + S^2/6). Blocked sums stay below
+    that. A GPU's matrix unit aligns the products of a step to the largest and cuts what falls off, so that its errors
+    lean to 0 and add up without a square
+    root: u (k/16 + 4) for steps of 16 (Fasi, Higham, Mikaitis, Pranesh 2021, "Numerical behavior of NVIDIA tensor
+      cores").
+    tf32: cutting an operand to 10 bits loses a share of mean 0.72 2^-11 and of variance 0.05 2^-20; two operands: 0.52
+      2^-20 C^2 + 0.1 2^-20 S^2; rounding
     to 10 bits instead, 0.36 2^-22 S^2. Units are known to do either.
     """
     unit = units(call)
@@ -183,24 +204,32 @@ class Comparison:
 def compare(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, dtype: str) -> Comparison:
     """Hold ``got``, stored as ``dtype``, to the float64 reference: |got - ref| <= bound.
 
-    bound +inf accepts anything. A NaN or infinite reference must be met exactly. A finite reference may become an infinity only if ref with an error of that sign
-    and of size bound reaches the dtype's overflow threshold, and must become one if |ref| - bound does.
+    bound +inf accepts anything. A NaN or infinite reference must be met exactly. A finite reference may become an
+    infinity only if ref with an error of that sign and of size bound reaches the dtype's overflow threshold, and must
+    become one if |ref| - bound does.
+
+    In float8_e4m3fn NaN takes the place of infinities of both signs: an infinite reference is met by NaN alone, and
+    what overflows must be NaN. A conversion that stops at 448 instead, as some hardware's does, is right only for an op
+    whose formula says so; its reference is clipped, and never overflows. An integer cannot hold NaN or inf: where the
+    reference does, the op must promise nothing (+inf).
 
     Raises:
       ValueError: a bound is NaN or negative at a finite reference: the spec is wrong.
     """
     got, ref, bound = np.asarray(got).astype(np.float64), np.asarray(ref, np.float64), np.asarray(bound, np.float64)
-    finite = np.isfinite(ref)
+    finite, stored = np.isfinite(ref), format_of(dtype)
     if not (bound[finite] >= 0).all():
         raise ValueError("the spec's bound is NaN or negative at a finite reference")
     with np.errstate(all="ignore"):
-        same = (got == ref) | (np.isnan(got) & np.isnan(ref))
+        no_inf = np.isnan(stored.beyond)
+        same = (got == ref) | (np.isnan(got) & (np.isnan(ref) | (no_inf & np.isinf(ref))))
         err = np.where(same, 0.0, np.abs(got - ref))
         err = np.where(np.isnan(err), np.inf, err)
         ratio = np.where(same, 0.0, err / bound)
-        overflow = format_of(dtype).overflow
-        may = finite & np.isinf(got) & (np.copysign(1.0, got) * ref + bound >= overflow)
-        must = finite & (np.abs(ref) - bound >= overflow)
+        over = np.isnan(got) if no_inf else np.isinf(got)
+        toward = np.abs(ref) if no_inf else np.copysign(1.0, got) * ref
+        may = finite & over & (toward + bound >= stored.overflow)
+        must = finite & (np.abs(ref) - bound >= stored.overflow)
         within = np.where(finite, err <= bound, same)
     bad = ~(np.isposinf(bound) | may | (within & ~must))
     measured = finite & np.isfinite(got) & np.isfinite(bound)

@@ -9,7 +9,9 @@ from portakern.testing.audit import Audit, audit
 from portakern.testing.cases import Case, edges
 from portakern.testing.laws import Draw
 from portakern.testing.parallel import check_all
-from portakern.testing.runner import Failure, Report, check, replay
+from portakern.testing.report import Failure, Report
+from portakern.testing.runner import check, replay
+from portakern.testing.samples import sample_arrays, sample_case, samples
 from portakern.testing.strategies import Limits
 from portakern.testing.subject import backend_variants
 from portakern.testing.verdict import Broken, compare_call
@@ -29,4 +31,7 @@ __all__ = [
     "compare_call",
     "edges",
     "replay",
+    "sample_arrays",
+    "sample_case",
+    "samples",
 ]

@@ -5,27 +5,32 @@ from __future__ import annotations
 import functools
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from portakern.core import registry
 from portakern.core.binder import bind
-from portakern.core.call import shape_of
-from portakern.core.oracle import degenerate_outputs, rounded_oracle
+from portakern.core.call import Call, shape_of
+from portakern.core.oracle import BrokenRule, as_float64, broken_rule, degenerate_outputs, rounded_oracle
+from portakern.errors import SpecError
 from portakern.spec import ArrayArg, Edge, Spec
-from portakern.spec.dtypes import numpy_dtype
+from portakern.spec.dtypes import ANY_INDEX, DTYPES, numpy_dtype
+from portakern.spec.parts import ValuesFn
+from portakern.testing.layouts import LAYOUTS, Buffer
+from portakern.testing.regimes import REGIMES
 
-__all__ = ["LAYOUTS", "REGIMES", "Buffer", "Case", "edges"]
+__all__ = ["LAYOUTS", "REGIMES", "Case", "edges", "generators"]
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call to make. Values come from ``seed`` and ``regime``, so that a failing case shrinks to a small shape and not to odd numbers.
+    """A call to make. Values come from ``seed`` and ``regime``, so that a failing case shrinks to a small shape and not
+    to odd numbers.
 
     Attributes:
       dtype: the op's dtype; wider: names of arrays given in float32 beside it.
@@ -34,6 +39,7 @@ class Case:
       regime: how float values are drawn (a key of REGIMES); masks: array name -> regime of an additive mask.
       layouts: array name -> memory layout (a key of LAYOUTS).
       tiling: tile overrides; empty is the default tiling.
+      dtypes: array name -> dtype, of arrays of a dtype of their own; the seed chooses those that are not named.
       edge: the corner of the contract that is planted (a key of :func:`edges`), or none.
     """
 
@@ -47,6 +53,7 @@ class Case:
     wider: tuple[str, ...] = ()
     masks: Mapping[str, str] = field(default_factory=dict)
     edge: str = ""
+    dtypes: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """One line of JSON; empty fields are left out."""
@@ -68,7 +75,12 @@ class Case:
         drawn = {a.name: (a, self.shapes[a.name]) for a in given.values() if a.name not in saved} | (
             self._more(spec, forward) if forward and saved else {}
         )
-        values = {n: self._values(a, shape) for n, (a, shape) in drawn.items()}
+        made = generators(spec, forward)
+        bound = self.form(spec) if made.keys() & drawn else None
+        values = {
+            n: self._made(spec, made[n], bound, a, shape) if bound and n in made else self._values(a, shape)
+            for n, (a, shape) in drawn.items()
+        }
         plant = edges(spec)[self.edge].plant if self.edge else None
         if plant:
             plant(
@@ -82,20 +94,37 @@ class Case:
             arrays |= _forward_outputs(forward, arrays, self.options, saved)
         return {n: LAYOUTS[self.layouts.get(n, "contiguous")](arrays[n]) for n in given}
 
-    def _more(self, spec: Spec[Any], forward: Spec[Any]) -> dict[str, tuple[ArrayArg, Shape]]:
-        """The inputs that the forward op needs, and its gradient does not."""
+    def form(self, spec: Spec[Any]) -> Call:
+        """The bound call on arrays of one element, stretched: its dimensions and canonical options."""
         arrays = {
             a.name: np.broadcast_to(np.zeros((), numpy_dtype(self.dtype_of(a))), self.shapes[a.name])
             for a in spec.arrays
             if a.name in self.shapes
         }
-        dims = bind(spec, **arrays, **self.options).dims
+        return bind(spec, **arrays, **self.options)
+
+    def obeys(self, spec: Spec[Any]) -> bool:
+        """Whether the values that are drawn obey the rules on values, of a gradient op those of its forward too."""
+        forward = registry.forward_of(spec) if spec.is_vjp else None
+        if not any(r.values for r in (*spec.require, *(forward.require if forward else ()))):
+            return True
+        try:
+            arrays = {n: b.view() for n, b in self.buffers(spec).items()}
+        except BrokenRule:  # the forward op has nothing to save
+            return False
+        return broken_rule(as_float64(bind(spec, **arrays, **self.options))) is None
+
+    def _more(self, spec: Spec[Any], forward: Spec[Any]) -> dict[str, tuple[ArrayArg, Shape]]:
+        """The inputs that the forward op needs, and its gradient does not."""
+        dims = self.form(spec).dims
         return {
             a.name: (a, shape_of(a.dims, dims)) for a in forward.arrays if not a.optional and a.name not in self.shapes
         }
 
     def dtype_of(self, a: ArrayArg) -> str:
         """The dtype of an argument in this case."""
+        if a.name in self.dtypes:
+            return self.dtypes[a.name]
         if a.follows:
             return "float32" if a.name in self.wider else self.dtype
         if a.statistic:
@@ -106,11 +135,42 @@ class Case:
     def _values(self, a: ArrayArg, shape: Shape) -> np.ndarray:
         rng = np.random.default_rng([self.seed, zlib.crc32(a.name.encode())])
         dtype = numpy_dtype(self.dtype_of(a))
-        if dtype.kind not in "iub":
+        kind = DTYPES[self.dtype_of(a)]
+        if kind.floating:
             fill = REGIMES[self.masks.get(a.name, self.regime)]
             with np.errstate(over="ignore", invalid="ignore"):
                 return np.array(fill(rng, shape, dtype), np.float64)
+        if kind.name not in ANY_INDEX:  # data, and not an index
+            lowest = 0 if kind.kind in ("uint", "bool") else -int(kind.largest) - 1
+            return rng.integers(lowest, int(kind.largest) + 1, shape)
         return np.sort(rng.integers(0, 4, shape), axis=-1) if self.seed % 2 else rng.integers(0, 3, shape)
+
+    def _made(self, spec: Spec[Any], fn: ValuesFn, bound: Call, a: ArrayArg, shape: Shape) -> np.ndarray:
+        """What a declared generator gives, held to the argument's form."""
+        rng = np.random.default_rng([self.seed, zlib.crc32(a.name.encode())])
+        values = np.asarray(fn(rng, shape, bound.dims, bound.options))
+        kind = DTYPES[self.dtype_of(a)]
+        if values.shape != shape:
+            raise SpecError(f"{spec.name}: the values of {a.name} have shape {values.shape}; expected {shape}")
+        if kind.floating:
+            return values.astype(np.float64)
+        if values.dtype.kind not in "iub" or (values.astype(kind.numpy) != values).any():
+            raise SpecError(
+                f"{spec.name}: the values of {a.name} are {values.dtype}; expected integers that {kind.name} holds"
+            )
+        return values.astype(np.int64)
+
+
+def generators(spec: Spec[Any], forward: Spec[Any] | None) -> dict[str, ValuesFn]:
+    """Argument -> its declared generator: the op's own, and those of the forward op."""
+    if forward is None:
+        return spec.generators
+    defaults = {o.name: o.default for o in forward.options}  # of those that the gradient op does not have
+
+    def with_defaults(fn: ValuesFn) -> ValuesFn:
+        return lambda rng, shape, dims, options: fn(rng, shape, dims, {**defaults, **options})
+
+    return {name: with_defaults(fn) for name, fn in forward.generators.items()} | spec.generators
 
 
 def _forward_outputs(
@@ -132,30 +192,16 @@ def _forward_outputs(
     }
 
 
-class Buffer(NamedTuple):
-    """A one-dimensional memory and the strided view of it that the kernel gets; strides and offset in elements. The rest of the memory is poison."""
-
-    memory: np.ndarray
-    shape: Shape
-    strides: tuple[int, ...]
-    offset: int
-
-    def view(self) -> np.ndarray:
-        itemsize = self.memory.itemsize
-        return np.lib.stride_tricks.as_strided(
-            self.memory[self.offset :], self.shape, tuple(s * itemsize for s in self.strides)
-        )
-
-
 @functools.cache
 def edges(spec: Spec[Any]) -> Mapping[str, Edge]:
-    """The corners of the contract that the checker visits: those that follow from the signature, then those that the spec declares."""
+    """The corners of the contract that the checker visits: those that follow from the signature, then those that the
+    spec declares."""
     reduced = dict.fromkeys(spec.empty, (0, 0))
     variadic = {d.factors[0] for a in spec.arrays for d in a.dims if d.variadic}
     shown = dict.fromkeys(f for o in spec.outputs for d in o.dims for f in d.factors)
     found = [Edge(f"no_{d}", f"{d} = 0 is reduced away: the declared values", dims={d: (0, 0)}) for d in reduced]
     found += [
-        Edge(f"empty_{d}", f"{d} = 0 is an extent of the output: an empty result", dims={d: (0, 0)})
+        Edge(f"empty_{d}", f"{d} = 0 is an extent of the output: an empty result", dims=_emptying(spec, d))
         for d in shown
         if d not in spec.positive
     ]
@@ -180,145 +226,7 @@ def edges(spec: Spec[Any]) -> Mapping[str, Edge]:
     return {e.name: e for e in found} | spec.edges
 
 
-def _finfo(dtype: np.dtype[Any]) -> Any:
-    import ml_dtypes
-
-    return ml_dtypes.finfo(dtype)
-
-
-def _normal(rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]) -> np.ndarray:
-    return rng.standard_normal(shape)
-
-
-def _integers(rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]) -> np.ndarray:
-    return rng.integers(-4, 5, shape).astype(float)
-
-
-def _spikes(rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]) -> np.ndarray:
-    """Zeros but for ones at the ends, at powers of two and beside them: where tiles begin and end."""
-    values = np.zeros(shape)
-    if shape and values.size:
-        n = shape[-1]
-        edges = [i for i in {0, n - 1, *(p + s for p in (16, 32, 64, 128, 256) for s in (-1, 0))} if 0 <= i < n]
-        columns = rng.choice(edges, shape[:-1])
-        np.put_along_axis(values, np.expand_dims(columns, -1), 1.0, -1)
-    return values
-
-
-def _wide(rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]) -> np.ndarray:
-    exponent = 6 if dtype == np.float16 else 12
-    return rng.standard_normal(shape) * np.exp2(rng.uniform(-exponent, exponent, shape))
-
-
-def _near_overflow(rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]) -> np.ndarray:
-    return rng.uniform(-1, 1, shape) * float(_finfo(dtype).max)
-
-
-def _large_mean(rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]) -> np.ndarray:
-    return 40000.0 + rng.integers(0, 4, shape)
-
-
-def _constant(rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]) -> np.ndarray:
-    return np.broadcast_to(rng.standard_normal(shape[:-1] + (1,) if shape else ()), shape)
-
-
-def _very_negative(rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]) -> np.ndarray:
-    low = -6e4 if dtype == np.float16 else -1e5
-    return low + rng.standard_normal(shape)
-
-
-def _subnormal(rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]) -> np.ndarray:
-    return rng.standard_normal(shape) * float(_finfo(dtype).smallest_normal) / 4
-
-
-def _special(rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]) -> np.ndarray:
-    """Normal values with a few NaN, inf and -inf planted."""
-    values = rng.standard_normal(shape)
-    flat = values.reshape(-1)
-    for _ in range(int(rng.integers(1, 4)) if flat.size else 0):
-        flat[rng.integers(flat.size)] = rng.choice([np.nan, np.inf, -np.inf])
-    return values
-
-
-def _mask(rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]) -> np.ndarray:
-    """An additive mask: 0 or -inf, with whole rows of -inf."""
-    values = np.where(rng.random(shape) < 0.5, 0.0, -np.inf)
-    return _some_rows(rng, values, -np.inf)
-
-
-def _mask_finfo_min(rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]) -> np.ndarray:
-    """The other habit: the dtype's most negative finite number, with whole rows of it."""
-    low = float(_finfo(dtype).min)
-    values = np.where(rng.random(shape) < 0.5, 0.0, low)
-    return _some_rows(rng, values, low)
-
-
-def _some_rows(rng: np.random.Generator, values: np.ndarray, value: float) -> np.ndarray:
-    if values.ndim:
-        values[rng.random(values.shape[:-1]) < 0.3] = value
-    return values
-
-
-REGIMES: dict[str, Callable[[np.random.Generator, Shape, np.dtype[Any]], np.ndarray]] = {
-    "normal": _normal, "integers": _integers, "spikes": _spikes, "wide": _wide, "constant": _constant, "large_mean": _large_mean, "very_negative": _very_negative,
-    "near_overflow": _near_overflow, "subnormal": _subnormal, "special": _special, "mask": _mask, "mask_finfo_min": _mask_finfo_min,
-}  # fmt: skip
-"""How float values are drawn; each gives float64 that is then rounded to the array's dtype."""
-
-MASK_REGIMES = ("normal", "mask", "mask_finfo_min", "very_negative")
-VALUE_REGIMES = tuple(r for r in REGIMES if not r.startswith("mask"))
-
-
-def _poison(size: int, dtype: np.dtype[Any]) -> np.ndarray:
-    return np.full(size, np.nan if dtype.kind not in "iub" else 119, dtype)
-
-
-def _embed(values: np.ndarray, order: tuple[int, ...], pad: tuple[int, ...], step: int, offset: int) -> Buffer:
-    """Lay ``values`` out with axes in memory order ``order`` (outermost first), ``pad`` elements after each axis, every ``step``-th element of the innermost."""
-    strides = [0] * values.ndim
-    extent = step
-    for axis in reversed(order):
-        strides[axis] = extent
-        extent *= values.shape[axis] + pad[axis]
-    buffer = Buffer(_poison(offset + max(extent, 1), values.dtype), values.shape, tuple(strides), offset)
-    buffer.view()[...] = values
-    return buffer
-
-
-def _contiguous(values: np.ndarray) -> Buffer:
-    return _embed(values, tuple(range(values.ndim)), (0,) * values.ndim, 1, 0)
-
-
-def _transposed(values: np.ndarray) -> Buffer:
-    return _embed(values, tuple(reversed(range(values.ndim))), (0,) * values.ndim, 1, 0)
-
-
-def _sliced(values: np.ndarray) -> Buffer:
-    return _embed(values, tuple(range(values.ndim)), (3,) * values.ndim, 1, 5)
-
-
-def _strided(values: np.ndarray) -> Buffer:
-    return _embed(values, tuple(range(values.ndim)), (0,) * values.ndim, 2, 1)
-
-
-def _swapped(values: np.ndarray) -> Buffer:
-    """The two middle axes swapped in memory, as heads and sequence are between (b, s, h, d) and (b, h, s, d)."""
-    order = list(range(values.ndim))
-    if values.ndim > 2:
-        order[-3], order[-2] = order[-2], order[-3]
-    return _embed(values, tuple(order), (0,) * values.ndim, 1, 0)
-
-
-def _expanded(values: np.ndarray) -> Buffer:
-    """The first axis longer than 1 repeated by a stride of 0, so its values become those of index 0."""
-    axis = next((i for i, n in enumerate(values.shape[:-1]) if n > 1), None)
-    if axis is None or not values.size:
-        return _contiguous(values)
-    one = _contiguous(np.take(values, [0], axis))
-    return Buffer(one.memory, values.shape, tuple(0 if i == axis else s for i, s in enumerate(one.strides)), 0)
-
-
-LAYOUTS: dict[str, Callable[[np.ndarray], Buffer]] = {
-    "contiguous": _contiguous, "transposed": _transposed, "sliced": _sliced, "strided": _strided, "swapped": _swapped, "expanded": _expanded,
-}  # fmt: skip
-"""How an array lies in memory."""
+def _emptying(spec: Spec[Any], dim: str) -> dict[str, tuple[int, int]]:
+    """The extents that make a dimension of an output empty: of one that lacks an axis, all but that axis's."""
+    dropped = spec.dropped(dim)
+    return {dropped[0]: (0, 0), dropped[1].name: (1, 40)} if dropped else {dim: (0, 0)}

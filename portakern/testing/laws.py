@@ -64,7 +64,8 @@ class Draw:
         if differ.any():
             index = tuple(int(i) for i in np.unravel_index(int(np.argmax(differ)), differ.shape))
             raise Broken(
-                f"{what}: {float(got[index]):.9g} and {float(want[index]):.9g} at {list(index)}; {int(differ.sum())} of {differ.size} elements differ"
+                f"{what}: {float(got[index]):.9g} and {float(want[index]):.9g} at {list(index)}; {int(differ.sum())} "
+                f"of {differ.size} elements differ"
             )
 
 

@@ -9,7 +9,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import reduce
 from typing import Any
 
-from portakern.testing.runner import Report, check
+from portakern.testing.report import Report
+from portakern.testing.runner import check
 
 __all__ = ["check_all"]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as hypothesis_seed
+from hypothesis.errors import Unsatisfiable
 
 from portakern.core import registry
 from portakern.core.backend import Backend
@@ -21,9 +21,12 @@ from portakern.core.call import Call
 from portakern.core.framework import Framework
 from portakern.errors import SpecError, UnsupportedError
 from portakern.spec import Edge, Spec
-from portakern.testing.cases import Buffer, Case, edges
+from portakern.spec.dtypes import numpy_dtype
+from portakern.testing.cases import Case, edges, generators
 from portakern.testing.laws import LawCase, run_law
-from portakern.testing.strategies import Limits, cases
+from portakern.testing.layouts import Buffer
+from portakern.testing.report import Failure, Report
+from portakern.testing.strategies import Limits, cases, dtypes_of
 from portakern.testing.subject import Subject, backend_subject, backend_variants, function_subject
 from portakern.testing.verdict import Broken, compare_call
 
@@ -31,80 +34,6 @@ __all__ = ["Failure", "Report", "check", "replay"]
 
 EDGE_EXAMPLES = 5
 FREE_RUN = 25  # free cases that one run of Hypothesis draws: parts of a check that may go to different processes
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A case that broke the contract. ``reproduce`` is a line for a shell or for Python (see :class:`Subject`); ``case`` the same for :func:`replay`."""
-
-    op: str
-    what: str
-    case: str
-    reproduce: str
-
-    def __str__(self) -> str:
-        return f"{self.op}: {self.what}\n  reproduce: {self.reproduce}"
-
-
-@dataclass
-class Report:
-    """What a check found.
-
-    Attributes:
-      op, subject: what was checked, on what (backend, device, compiled or interpreted).
-      seed: the seed of the run; examples: cases that ran and were compared.
-      failures: broken cases, shrunk by Hypothesis; empty when all passed.
-      worst: output name -> largest error as a fraction of what is permitted.
-      worst_case: the case that reached it.
-      refused: reason -> number of cases refused with it, all of them declared by the backend (an undeclared refusal is a failure).
-      tilings_refused: reason -> number of drawn tilings that were not legal for their case, which then ran with the default.
-      cells: "dtype | regime | edge | tiling" -> number of compared cases.
-      layouts, edges, laws: name -> number of compared cases.
-      seconds: wall time.
-    """
-
-    op: str
-    subject: str
-    seed: int
-    examples: int = 0
-    failures: list[Failure] = field(default_factory=list)
-    worst: dict[str, float] = field(default_factory=dict)
-    worst_case: str = ""
-    refused: Counter[str] = field(default_factory=Counter)
-    tilings_refused: Counter[str] = field(default_factory=Counter)
-    cells: Counter[str] = field(default_factory=Counter)
-    layouts: Counter[str] = field(default_factory=Counter)
-    edges: Counter[str] = field(default_factory=Counter)
-    laws: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
-
-    @property
-    def passed(self) -> bool:
-        return not self.failures and self.examples + sum(self.laws.values()) > 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain data for JSON."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self)}  # asdict() counts a Counter's pairs
-        plain = {k: dict(sorted(v.items())) if isinstance(v, Counter) else v for k, v in plain.items()}
-        return {**plain, "failures": [asdict(f) for f in self.failures], "passed": self.passed}
-
-    def merge(self, other: Report) -> Report:
-        """This report and that of another shard of the same check, as one; seconds add up."""
-        worst = {k: max(self.worst.get(k, 0.0), other.worst.get(k, 0.0)) for k in {**self.worst, **other.worst}}
-        worse = max(other.worst.values(), default=0.0) > max(self.worst.values(), default=0.0)
-        subject = self.subject if other.subject in self.subject else f"{self.subject}; {other.subject}"
-        return Report(
-            self.op, subject, self.seed, self.examples + other.examples, self.failures + other.failures, worst,
-            other.worst_case if worse else self.worst_case, self.refused + other.refused, self.tilings_refused + other.tilings_refused,
-            self.cells + other.cells, self.layouts + other.layouts, self.edges + other.edges, self.laws + other.laws, self.seconds + other.seconds,
-        )  # fmt: skip
-
-    def count(self, case: Case, tiling: str) -> None:
-        self.examples += 1
-        self.cells[f"{case.dtype} | {case.regime} | {case.edge or '-'} | {tiling}"] += 1
-        self.layouts.update({*case.layouts.values()} or {"contiguous"})
-        if case.edge:
-            self.edges[case.edge] += 1
 
 
 def check(
@@ -125,14 +54,17 @@ def check(
     shard: tuple[int, int] = (0, 1),
     progress: Callable[[int], None] | None = None,
 ) -> Report:
-    """Check an implementation against the oracle on generated cases: up to half on the spec's named edges (at least 5 an edge from 300 examples on), the rest
-    drawn freely, and as many instances of each law as there are examples of an edge.
+    """Check an implementation against the oracle on generated cases: up to half on the spec's named edges (at least 5
+    an edge from 300 examples on), the rest drawn freely, and as many instances of each law as there are examples of an
+    edge.
 
     Args:
       op: the op's name or spec.
       backend: a backend's name, or a Backend that nobody registered;
-      variant: one of the backend's variants of the op; None: each that runs there, one after the other, with all the examples; or
-      fn: any callable with the op's arguments, or some of them: optional arrays and options that it does not take are not drawn.
+      variant: one of the backend's variants of the op; None: each that runs there, one after the other, with all the
+        examples; or
+      fn: any callable with the op's arguments, or some of them: optional arrays and options that it does not take are
+        not drawn.
       framework: whose arrays ``fn`` takes: numpy, torch or jax.
       device: cpu, cuda, rocm or tpu; None: the best one here that the backend serves.
       dtypes: restrict the op's dtype to these.
@@ -141,7 +73,8 @@ def check(
       limits: sizes of the cases, and which arguments may be drawn; None: small where they are interpreted.
       profile: a profile that the backend declares (``Backend.profiles``), such as a stricter interpreter.
       shrink: make a failing case as small as possible; False stops at the first one.
-      shard: (i, n): only the i-th of n parts of the work; :meth:`Report.merge` puts the parts together. What is drawn does not depend on n.
+      shard: (i, n): only the i-th of n parts of the work; :meth:`Report.merge` puts the parts together. What is drawn
+        does not depend on n.
       progress: called with the number of cases done so far.
 
     Returns:
@@ -166,6 +99,7 @@ def check(
         dtypes=tuple(dtypes or limits.dtypes),
         arguments=subject.arguments if limits.arguments is None else limits.arguments,
     )
+    dtypes_of(spec, limits)  # says so where there is none
     start = time.perf_counter()
     runs = _plan(spec, limits, max_examples, only)
     with subject.context():
@@ -174,8 +108,17 @@ def check(
     return report
 
 
-def _carry_out(subject: Subject, limits: Limits, runs: list[tuple[Edge | None, int]], with_laws: bool, seed: int, report: Report, shrink: bool,
-               shard: tuple[int, int], progress: Callable[[int], None] | None) -> None:  # fmt: skip
+def _carry_out(
+    subject: Subject,
+    limits: Limits,
+    runs: list[tuple[Edge | None, int]],
+    with_laws: bool,
+    seed: int,
+    report: Report,
+    shrink: bool,
+    shard: tuple[int, int],
+    progress: Callable[[int], None] | None,
+) -> None:
     part, parts = shard
     for number, (edge, n) in enumerate(runs):
         if not report.failures and number % parts == part:
@@ -266,19 +209,36 @@ def _attempt(subject: Subject, case: Case | LawCase, report: Report) -> None:
 
 def _instances(subject: Subject, law: str, limits: Limits, count: int, number: int, start: int, report: Report) -> None:
     """The dtype that comes first differs from law to law: there may be fewer instances than dtypes."""
+    dtypes = [d for d in limits.dtypes if d in subject.spec.dtypes]
     for i in range(count):
         if not report.failures:
-            _attempt(subject, LawCase(law, limits.dtypes[(number + i) % len(limits.dtypes)], start * 1000 + i), report)
+            _attempt(subject, LawCase(law, dtypes[(number + i) % len(dtypes)], start * 1000 + i), report)
 
 
-def _explore(subject: Subject, limits: Limits, edge: Edge | None, count: int, start: int, report: Report, shrink: bool,
-             progress: Callable[[int], None] | None) -> None:  # fmt: skip
+def _explore(
+    subject: Subject,
+    limits: Limits,
+    edge: Edge | None,
+    count: int,
+    start: int,
+    report: Report,
+    shrink: bool,
+    progress: Callable[[int], None] | None,
+) -> None:
     failed: list[tuple[Case, Exception]] = []
     seen: list[Case] = []
 
     @hypothesis_seed(start)
-    @settings(max_examples=count + 1, database=None, deadline=None, suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
-              phases=(Phase.generate, Phase.shrink) if shrink else (Phase.generate,), print_blob=False, derandomize=False)  # fmt: skip
+    @settings(
+        max_examples=count + 1,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+        phases=(Phase.generate, Phase.shrink) if shrink else (Phase.generate,),
+        print_blob=False,
+        derandomize=False,
+    )
     @given(cases(subject.spec, limits, subject.tiles, edge))
     def one(case: Case) -> None:
         seen.append(case)
@@ -296,10 +256,18 @@ def _explore(subject: Subject, limits: Limits, edge: Edge | None, count: int, st
 
     try:
         one()
+    except Unsatisfiable:
+        name = f"on its edge {edge.name!r} " if edge else ""
+        raise SpecError(
+            f"{subject.spec.name}: no case that was drawn {name}obeys the op's rules; declare how to make such values "
+            "with "
+            f"@{subject.spec.name}.values(argument), or widen the edge"
+        ) from None
     except Exception as e:
         if not failed:
             raise
-        # what fails once and not again (Hypothesis calls it flaky: a dead device, a race) is the first failure; what came after may be its consequence
+        # what fails once and not again (Hypothesis calls it flaky: a dead device, a race) is the first failure; what
+        # came after may be its consequence
         case, error = next(((c, x) for c, x in reversed(failed) if type(x) is type(e)), failed[0])
         report.failures.append(_failure(subject, case, error))
 
@@ -315,30 +283,27 @@ def _run(subject: Subject, case: Case, report: Report) -> None:
     """Run one case; raise Broken where the contract is."""
     spec, fw = subject.spec, subject.framework
     buffers = case.buffers(spec)
-    arrays = {n: fw.strided(b.memory.copy(), b.shape, b.strides, b.offset, subject.device) for n, b in buffers.items()}
+    arrays = _placed(subject, buffers)
     reference = bind(spec, **{n: b.view() for n, b in buffers.items()}, **case.options)
     reference.target, reference.interpret = subject.target, subject.interpret
-    positional = [arrays[a.name] for a in spec.arrays if not a.optional]
-    named = {a.name: arrays[a.name] for a in spec.arrays if a.optional and a.name in arrays}
     overrides, tiling, illegal = subject.tiling(case)
     run = subject.run(overrides)
     try:
         with fw.poisoned():
-            got = run(*positional, **named, **case.options)
+            got = _called(run, spec, arrays, case)
     except UnsupportedError as e:
         if not subject.accepts(str(e)):
             raise Broken(f"refused, and the backend does not declare it among its refusals: {e}") from e
         report.refused[str(e).partition("cannot: ")[2] or str(e)] += 1
         return
     outputs = _given(got)
-    regime = (
-        "" if case.edge or case.masks or "expanded" in case.layouts.values() else case.regime
-    )  # planted or repeated values are not random
-    fractions = _compare_all(reference, outputs, fw, arrays, tiling, regime)
-    _check_inputs_untouched(subject, buffers, arrays)
-    again = run(*positional, **named, **case.options)
-    for first, second in zip(outputs, _given(again), strict=True):
-        if fw.to_numpy(first).tobytes() != fw.to_numpy(second).tobytes():
+    values = _values(reference, outputs, fw, arrays)
+    fractions = compare_call(reference, values, tiling, _random_regime(spec, case))
+    _check_inputs_untouched(subject, buffers, arrays, dict(zip(reference.wants, values, strict=True)))
+    kept = [fw.to_numpy(o).tobytes() for o in outputs]
+    again = _given(_called(run, spec, _placed(subject, buffers) if spec.aliases else arrays, case))
+    for first, second in zip(kept, again, strict=True):
+        if first != fw.to_numpy(second).tobytes():
             raise Broken("the same call twice gave different bits")
     for name, fraction in fractions.items():
         if fraction >= max(report.worst.values(), default=0.0):
@@ -349,36 +314,68 @@ def _run(subject: Subject, case: Case, report: Report) -> None:
     report.count(case, " ".join(f"{k}={v}" for k, v in overrides.items()) or "default")
 
 
+def _placed(subject: Subject, buffers: Mapping[str, Buffer]) -> dict[str, Any]:
+    """The case's arrays in the subject's framework and on its device, each in memory of its own."""
+    fw, device = subject.framework, subject.device
+    return {n: fw.strided(b.memory.copy(), b.shape, b.strides, b.offset, device) for n, b in buffers.items()}
+
+
+def _called(run: Callable[..., Any], spec: Spec[Any], arrays: Mapping[str, Any], case: Case) -> Any:
+    """The call, required arrays by position as users pass them."""
+    positional = [arrays[a.name] for a in spec.arrays if not a.optional]
+    named = {a.name: arrays[a.name] for a in spec.arrays if a.optional and a.name in arrays}
+    return run(*positional, **named, **case.options)
+
+
+def _random_regime(spec: Spec[Any], case: Case) -> str:
+    """The regime whose values the case holds; none where they were planted, repeated, or made by a generator."""
+    made = generators(spec, registry.forward_of(spec) if spec.is_vjp else None)
+    shaped = any(a.name in made and a.name in case.shapes and a.follows for a in spec.arrays)
+    special = case.edge or case.masks or "expanded" in case.layouts.values() or shaped
+    return "" if special else case.regime
+
+
 def _given(result: Any) -> tuple[Any, ...]:
     """The outputs that a call gave: gradients that it did not want are None."""
     return tuple(o for o in result if o is not None) if isinstance(result, tuple) else (result,)
 
 
-def _compare_all(
-    call: Call,
-    outputs: tuple[Any, ...],
-    fw: Framework,
-    inputs: Mapping[str, Any],
-    tiling: Mapping[str, int],
-    regime: str,
-) -> dict[str, float]:
+def _values(call: Call, outputs: tuple[Any, ...], fw: Framework, inputs: Mapping[str, Any]) -> list[np.ndarray]:
+    """The wanted outputs on the host, held to whose arrays they are and what memory they may take."""
     if len(outputs) != len(call.wants):
         raise Broken(f"{len(outputs)} outputs came back; expected {len(call.wants)}: {', '.join(call.wants)}")
     values = []
     for name, out in zip(call.wants, outputs, strict=True):
         if not fw.owns(out):
             raise Broken(f"{name} came back as a {type(out).__name__}; expected a {fw.name} array")
-        if not fw.contiguous(out):
+        value = fw.to_numpy(out)
+        own = inputs.get(call.spec.aliases.get(name, ""))
+        in_place = own is not None and _same_memory(value, fw.to_numpy(own))
+        if not fw.contiguous(out) and not in_place:
             raise Broken(f"{name} is not contiguous")
-        values.append(fw.to_numpy(out))
         for other, array in inputs.items():
-            if np.may_share_memory(values[-1], fw.to_numpy(array)):
+            if np.may_share_memory(value, fw.to_numpy(array)) and not (in_place and array is own):
                 raise Broken(f"{name} shares memory with the input {other}")
-    return compare_call(call, values, tiling, regime)
+        declared = call.outputs[name][1]
+        if value.dtype.name == fw.held(declared) != declared:
+            value = value.astype(numpy_dtype(declared))
+        values.append(value)
+    return values
 
 
-def _check_inputs_untouched(subject: Subject, buffers: Mapping[str, Buffer], arrays: Mapping[str, Any]) -> None:
+def _same_memory(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays are one: element by element in the same place."""
+    return (a.ctypes.data, a.shape, a.strides) == (b.ctypes.data, b.shape, b.strides)
+
+
+def _check_inputs_untouched(
+    subject: Subject, buffers: Mapping[str, Buffer], arrays: Mapping[str, Any], outputs: Mapping[str, np.ndarray]
+) -> None:
+    """An input holds what it held, or the output that may take its memory."""
+    takers = {name: out for out, name in subject.spec.aliases.items()}
     for name, b in buffers.items():
         shown = subject.framework.to_numpy(arrays[name]).astype(b.memory.dtype, copy=False)  # JAX holds int64 as int32
-        if shown.tobytes() != b.view().tobytes():
+        taker = outputs.get(takers.get(name, ""))
+        in_place = taker is not None and shown.tobytes() == taker.tobytes()
+        if shown.tobytes() != b.view().tobytes() and not in_place:
             raise Broken(f"the input {name} was written to")

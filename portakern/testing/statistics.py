@@ -1,9 +1,11 @@
 """The typical error of a result: where random rounding would put it, or elsewhere.
 
-A bound holds for the worst case, which a sum of a thousand roundings never meets; a fault that moves every element by a tenth of it passes. The spec's
-``sigma`` is the RMS error of random rounding at each element. In units of it a right kernel's errors have an RMS of 1 at most (``z``), are a few
-sigma at most (``largest``), and point away from 0 as often as towards it (``bias``), which truncation in place of rounding does not. Under tf32, which may cut
-operands, errors may lean. Where integers are small enough for every partial sum to be exact, no error is right at all (the spec's ``exact``).
+A bound holds for the worst case, which a sum of a thousand roundings never meets; a fault that moves every element by a
+tenth of it passes. The spec's ``sigma`` is the RMS error of random rounding at each element. In units of it a right
+kernel's errors have an RMS of 1 at most (``z``), are a few sigma at most (``largest``), and point away from 0 as often
+as towards it (``bias``), which truncation in place of rounding does not. Under tf32, which may cut operands, errors may
+lean. Where integers are small enough for every partial sum to be exact, no error is right at all (the spec's
+``exact``).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import numpy as np
 
 from portakern.core.call import Call
 from portakern.core.oracle import rounded
+from portakern.spec.dtypes import DTYPES
 from portakern.spec.tolerance import units
 
 __all__ = ["RANDOM", "Evidence", "examine", "judge"]
@@ -27,15 +30,17 @@ LEAST = 64
 """The fewest elements, and distinct values among them, that statistics are taken of."""
 
 Z, BIAS = 1.5, 0.25
-"""A right kernel of 16 bits has z = 1, of float32 0.4 to 1, as sigma allows for the slackest hardware; z^2 of 64 uniform errors varies by 0.11 about that.
-BIAS: what P and l, rounded alike in all elements of a row, may leave; 4 / sqrt(n) is chance."""
+"""A right kernel of 16 bits has z = 1, of float32 0.4 to 1, as sigma allows for the slackest hardware; z^2 of 64
+uniform errors varies by 0.11 about that. BIAS: what P and l, rounded alike in all elements of a row, may leave; 4 /
+sqrt(n) is chance."""
 
 
 def largest_right(n: int) -> float:
     """The greatest of n errors in units of sigma: 10 + 1.5 log10 n.
 
-    A flat 10 is passed by right dots: their partial sums wander, and the tail falls by a decade in 1.5 sigma only. Measured in 6e6 sequential float32 dots
-    of 256 products: 4.4 at 1e-3, 6.0 at 1e-4, 7.4 at 1e-5, 9.1 at 1e-6, the greatest 12. This line leaves a chance below 1e-6 in an output of any size."""
+    A flat 10 is passed by right dots: their partial sums wander, and the tail falls by a decade in 1.5 sigma only.
+    Measured in 6e6 sequential float32 dots of 256 products: 4.4 at 1e-3, 6.0 at 1e-4, 7.4 at 1e-5, 9.1 at 1e-6, the
+    greatest 12. This line leaves a chance below 1e-6 in an output of any size."""
     return 10 + 1.5 * float(np.log10(n))
 
 
@@ -62,10 +67,12 @@ def examine(
     """Judge the wanted outputs of a call that lie within their bounds.
 
     Args:
-      call: the call in float64 (``portakern.core.oracle.as_float64``), its ``target`` and ``interpret`` those of the run: a compiled matrix unit rounds unlike NumPy.
+      call: the call in float64 (``portakern.core.oracle.as_float64``), its ``target`` and ``interpret`` those of the
+        run: a compiled matrix unit rounds unlike NumPy.
       outputs: the wanted outputs in the spec's order, as they were stored.
       refs, bounds: of every output of the spec, from the oracle and the spec's tolerance.
-      regime: how the values were drawn; statistics are taken for those of RANDOM alone. Exact results are demanded wherever the values force them.
+      regime: how the values were drawn; statistics are taken for those of RANDOM alone. Exact results are demanded
+        wherever the values force them.
     """
     spec, nothing = call.spec, (None,) * len(refs)
     if call.degenerate:
@@ -78,7 +85,7 @@ def examine(
     for i, got in zip(wanted, outputs, strict=True):
         name = spec.outputs[i].name
         dtype = call.outputs[name][1]
-        unbiased = dtype in ("float16", "bfloat16") and not units(call).tf32
+        unbiased = DTYPES[dtype].floating and DTYPES[dtype].bits <= 16 and not units(call).tf32
         evidence = Evidence() if spreads[i] is None else judge(got, refs[i], bounds[i], spreads[i], unbiased=unbiased)
         wrong = 0 if forced[i] is None else int(np.sum(forced[i] & (got != rounded(refs[i], dtype))))
         if wrong:
@@ -98,8 +105,9 @@ def judge(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, sigma: np.ndarray
 
     ``unbiased``: rounding to a 16-bit output outweighs every other error, so that errors may not lean.
 
-    Elements count where reference, result, bound and sigma are finite and sigma is positive. Results whose values repeat, such as those of a broadcast
-    row or of a row that one term dominates, are no more evidence than one copy: ``n`` of the bias test is the number of distinct results.
+    Elements count where reference, result, bound and sigma are finite and sigma is positive. Results whose values
+    repeat, such as those of a broadcast row or of a row that one term dominates, are no more evidence than one copy:
+    ``n`` of the bias test is the number of distinct results.
     """
     got, bound = np.asarray(got).astype(np.float64), np.broadcast_to(bound, ref.shape)
     use = np.isfinite(ref) & np.isfinite(got) & np.isfinite(bound) & np.isfinite(sigma) & (sigma > 0)
@@ -117,11 +125,13 @@ def judge(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, sigma: np.ndarray
         reasons.append(f"typical errors are {z:.2f} times those of random rounding; at most {Z} are right")
     if largest > largest_right(error.size):
         reasons.append(
-            f"the largest error is {largest:.1f} times that of random rounding; at most {largest_right(error.size):.1f} is right"
+            f"the largest error is {largest:.1f} times that of random rounding; at most "
+            f"{largest_right(error.size):.1f} is right"
         )
     if unbiased and abs(bias) > BIAS + 4 / np.sqrt(distinct):
         way = "towards 0, as truncation in place of rounding does" if bias < 0 else "away from 0"
         reasons.append(
-            f"errors lean {way}: by {abs(bias):.2f} of random rounding's; at most {BIAS + 4 / np.sqrt(distinct):.2f} is right"
+            f"errors lean {way}: by {abs(bias):.2f} of random rounding's; at most {BIAS + 4 / np.sqrt(distinct):.2f} "
+            "is right"
         )
     return Evidence(z, bias, largest, True, tuple(reasons))

@@ -1,4 +1,5 @@
-"""The verdict on one call's outputs: shapes, dtypes, every element within its bound; and where the first bad one lies."""
+"""The verdict on one call's outputs: shapes, dtypes, every element within its bound; and where the first bad one
+lies."""
 
 from __future__ import annotations
 
@@ -40,11 +41,13 @@ def compare_call(
 ) -> dict[str, float]:
     """Output name -> worst fraction of the bound, for the wanted outputs of ``call`` as NumPy arrays.
 
-    ``call.target`` and ``call.interpret`` say what ran; ``tiling`` with which tiles; ``regime`` how the values were drawn, "" for anything but a regime's own values.
+    ``call.target`` and ``call.interpret`` say what ran; ``tiling`` with which tiles; ``regime`` how the values were
+    drawn, "" for anything but a regime's own values.
 
     Raises:
-      Broken: a wrong shape or dtype; an element out of bounds: it names the first one, its tile and mask region, what came, what was wanted and the bound; errors
-        within bounds that random rounding would not give (see :mod:`portakern.testing.statistics`).
+      Broken: a wrong shape or dtype; an element out of bounds: it names the first one, its tile and mask region, what
+        came, what was wanted and the bound; errors within bounds that random rounding would not give (see
+        :mod:`portakern.testing.statistics`).
     """
     wide, exact, bounds = expected(call)
     fractions = {}
@@ -99,6 +102,7 @@ def tiles_of(call: Call, name: str, index: tuple[int, ...], tiling: Mapping[str,
         for back, d in enumerate(reversed(output.dims), 1):
             if d.factors == (of,) and not d.variadic:
                 found.append(
-                    f"{tile}={extent}: tile {index[-back] // extent} of {-(-call.dims[of] // extent)}, element {index[-back] % extent}"
+                    f"{tile}={extent}: tile {index[-back] // extent} of {-(-call.dims[of] // extent)}, element "
+                    f"{index[-back] % extent}"
                 )
     return found

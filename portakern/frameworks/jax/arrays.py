@@ -50,7 +50,8 @@ class Jax(Framework):
         if not hasattr(device, "platform"):
             n = len(device)
             raise UnsupportedError(
-                f"the arrays are sharded over {n} devices; portakern runs on one: call it inside jax.shard_map, or gather with jax.device_put(x, device)"
+                f"the arrays are sharded over {n} devices; portakern runs on one: call it inside jax.shard_map, or "
+                "gather with jax.device_put(x, device)"
             )
         if device.platform == "gpu":
             rocm = "rocm" in device.client.platform_version.lower()
@@ -74,7 +75,8 @@ class Jax(Framework):
         for name, array in call.arrays.items():
             if array is not None and call.device is not None and array.is_deleted():
                 raise SpecError(
-                    f"{call.spec.name}: {name} was deleted, or donated to another computation; pass an array that still has its values"
+                    f"{call.spec.name}: {name} was deleted, or donated to another computation; pass an array that "
+                    "still has its values"
                 )
         return False
 
@@ -83,16 +85,24 @@ class Jax(Framework):
 
     def from_numpy(self, array: np.ndarray, device: Any) -> Any:
         jax = self.load()
-        if array.dtype.itemsize == 8 and not jax.config.jax_enable_x64:
+        self.check_fits(array)
+        return jax.device_put(array, device if device is not None else jax.local_devices(backend="cpu")[0])
+
+    def held(self, dtype: str) -> str:
+        return str(self.load().dtypes.canonicalize_dtype(numpy_dtype(dtype)).name)
+
+    def check_fits(self, array: np.ndarray) -> None:
+        """UnsupportedError for values that JAX would not hold as they are: without x64 it has no type of 64 bits."""
+        if array.dtype.itemsize == 8 and not self.load().config.jax_enable_x64:
             if array.dtype.kind == "f":
                 raise UnsupportedError(
                     "JAX would narrow this float64 array to float32; cast it first, or enable jax_enable_x64"
                 )
             if array.size and (array.min() < -(2**31) or array.max() >= 2**31):
                 raise UnsupportedError(
-                    "JAX would wrap this int64 array to int32 and its values do not fit; enable jax_enable_x64, or use smaller ids"
+                    "JAX would wrap this int64 array to int32 and its values do not fit; enable jax_enable_x64, or use "
+                    "smaller ids"
                 )
-        return jax.device_put(array, device if device is not None else jax.local_devices(backend="cpu")[0])
 
     def for_dlpack(self, array: Any, copy: bool) -> Any:
         return self.load().numpy.array(array, copy=True) if copy else array

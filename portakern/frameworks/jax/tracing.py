@@ -1,10 +1,11 @@
 """Op calls under JAX: eager ones jitted, traced ones as a primitive that is lowered when the platform is known.
 
-Under ``jax.jit`` the arrays have no device yet, and ``jax.lax.platform_dependent`` would trace every branch. So a traced call becomes one primitive
-whose lowering chooses the backend for its platform, and raises there with the reason when there is none; lowering for a TPU works on a machine without one.
+Under ``jax.jit`` the arrays have no device yet, and ``jax.lax.platform_dependent`` would trace every branch. So a
+traced call becomes one primitive whose lowering chooses the backend for its platform, and raises there with the reason
+when there is none; lowering for a TPU works on a machine without one.
 
-Gradients are a ``jax.custom_vjp`` around that primitive: its backward pass calls the op that the spec names (see :mod:`portakern.core.gradients`) for those inputs that
-are differentiated and no others.
+Gradients are a ``jax.custom_vjp`` around that primitive: its backward pass calls the op that the spec names (see
+:mod:`portakern.core.gradients`) for those inputs that are differentiated and no others.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ Axes = tuple[int | None, ...]
 
 @dataclass(frozen=True)
 class _Static:
-    """Everything about a call but its arrays. ``vmaps``: the batched axes of each enclosing ``jax.vmap``, innermost first (0 or None an array)."""
+    """Everything about a call but its arrays. ``vmaps``: the batched axes of each enclosing ``jax.vmap``, innermost
+    first (0 or None an array)."""
 
     spec: Spec[Any]
     backend: Backend | None
@@ -71,6 +73,11 @@ def _static(call: Call, choice: Choice) -> _Static:
     return _Static(call.spec, choice.backend, choice.variant, tiling, given, tuple(call.options.items()), call.wants)
 
 
+def _held(dtype: str) -> Any:
+    """NumPy's object for the dtype in which JAX holds an output."""
+    return numpy_dtype(frameworks()["jax"].held(dtype))
+
+
 def _given(call: Call) -> list[Any]:
     return [a for a in call.arrays.values() if a is not None]
 
@@ -88,8 +95,8 @@ def _apply(impl: Implementation, static: _Static, target: Target, interpret: boo
 
 
 _compiled = jax.jit(_apply, static_argnums=(0, 1, 2, 3))
-# An interpreted kernel is compiled for the host, to run a few times: unoptimised it starts sooner, and without fused multiply-adds its bits do not depend on what
-# else is compiled with it.
+# An interpreted kernel is compiled for the host, to run a few times: unoptimised it starts sooner, and without fused
+# multiply-adds its bits do not depend on what else is compiled with it.
 _interpreted = jax.jit(_apply, static_argnums=(0, 1, 2, 3), compiler_options={"xla_backend_optimization_level": 0})
 
 
@@ -108,28 +115,30 @@ def trace(call: Call, choice: Choice) -> tuple[Any, ...]:
     for name, array in call.arrays.items():
         if isinstance(array, jax.ShapeDtypeStruct):
             raise SpecError(
-                f"{call.spec.name}: {name} is a jax.ShapeDtypeStruct, which has no values; pass the op and it to jax.eval_shape, or pass an array"
+                f"{call.spec.name}: {name} is a jax.ShapeDtypeStruct, which has no values; pass the op and it to "
+                "jax.eval_shape, or pass an array"
             )
     backend = choice.backend
     if backend is not None and backend.framework != "jax" and not backend.oracle:
         others = [b.name for b in registry.backends().values() if b.framework == "jax" or b.oracle]
         raise UnsupportedError(
-            f"{call.spec.name}: backend {backend.name!r} runs {backend.framework} kernels, which JAX cannot stage into a traced function; "
+            f"{call.spec.name}: backend {backend.name!r} runs {backend.framework} kernels, which JAX cannot stage into "
+            "a traced function; "
             f"call it outside jit, vmap and grad, or use one of: {', '.join(others)}"
         )
     if call.degenerate:
         gone = degenerate_values(call)
         return tuple(
-            jnp.full(s, gone.get(n, 0.0), numpy_dtype(d)) if n in call.wants else None
-            for n, (s, d) in call.outputs.items()
+            jnp.full(s, gone.get(n, 0.0), _held(d)) if n in call.wants else None for n, (s, d) in call.outputs.items()
         )
     static, arrays = _static(call, choice), _varying_alike(_given(call))
     return _spread(call, _differentiable(static, *arrays) if call.spec.vjp else _primitive.bind(*arrays, static=static))
 
 
 def _varying_alike(arrays: list[Any]) -> list[Any]:
-    """Inside ``jax.shard_map``: every array varies along the mesh axes that any of them varies along. An array that is replicated there, such as a weight beside
-    sharded rows, gets the sum of its shards' gradients by the transposition of this very step."""
+    """Inside ``jax.shard_map``: every array varies along the mesh axes that any of them varies along. An array that is
+    replicated there, such as a weight beside sharded rows, gets the sum of its shards' gradients by the transposition
+    of this very step."""
     varies = [_axes_of(jax.typeof(a)) for a in arrays]
     everywhere = frozenset().union(*varies)
     return [
@@ -245,11 +254,15 @@ def _tell(
 
 
 def _callback(static: _Static, call: Call, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-    shapes = tuple(jax.ShapeDtypeStruct(s, numpy_dtype(d)) for n, (s, d) in call.outputs.items() if n in call.wants)
+    shapes = tuple(jax.ShapeDtypeStruct(s, _held(d)) for n, (s, d) in call.outputs.items() if n in call.wants)
 
     def on_host(*values: Any) -> tuple[Any, ...]:
         inner = static.bind(tuple(host_framework().to_numpy(v) for v in values))
-        return tuple(o for o in rounded_oracle(inner) if o is not None)
+        ours: Any = frameworks()["jax"]
+        outputs = [o for o in rounded_oracle(inner) if o is not None]
+        for o in outputs:
+            ours.check_fits(o)
+        return tuple(o.astype(s.dtype, copy=False) for o, s in zip(outputs, shapes, strict=True))
 
     out: tuple[Any, ...] = jax.pure_callback(on_host, shapes, *arrays, vmap_method="sequential")
     return out
@@ -283,7 +296,7 @@ def _abstract(*avals: Any, static: _Static) -> list[Any]:
         for s, _ in inner.outputs.values()
     ]
     return [
-        first.update(shape=lead + s, dtype=numpy_dtype(d), weak_type=False, sharding=sharding)
+        first.update(shape=lead + s, dtype=_held(d), weak_type=False, sharding=sharding)
         for (n, (s, d)), sharding in zip(inner.outputs.items(), unsharded, strict=True)
         if n in inner.wants
     ]
@@ -299,12 +312,14 @@ def _batch(arrays: tuple[Any, ...], axes: tuple[Any, ...], *, static: _Static) -
 def _refuse_gradient(primals: Any, tangents: Any, *, static: _Static) -> Any:
     wiring(static.spec)  # raises where there is none
     raise UnsupportedError(
-        f"{static.spec.name}: gradients are of first order and in reverse mode; a gradient of a gradient, jax.jvp, jax.linearize and jax.hessian are not there: use jax.grad once"
+        f"{static.spec.name}: gradients are of first order and in reverse mode; a gradient of a gradient, jax.jvp, "
+        "jax.linearize and jax.hessian are not there: use jax.grad once"
     )
 
 
 def _one_device(ctx: mlir.LoweringRuleContext, static: _Static) -> None:
-    """Refuse a computation that is partitioned over devices outside ``shard_map``: XLA would gather every array and run the whole op on each of them."""
+    """Refuse a computation that is partitioned over devices outside ``shard_map``: XLA would gather every array and run
+    the whole op on each of them."""
     axes = ctx.module_context.axis_context
     devices = getattr(axes, "num_devices", None)
     if devices is None and hasattr(axes, "mesh"):
@@ -312,7 +327,8 @@ def _one_device(ctx: mlir.LoweringRuleContext, static: _Static) -> None:
         devices = math.prod(n for name, n in axes.mesh.shape.items() if name not in manual)
     if (devices or 1) > 1:
         raise UnsupportedError(
-            f"{static.spec.name} is part of a computation that jax.jit partitions over {devices} devices, where it would run whole on each of them; "
+            f"{static.spec.name} is part of a computation that jax.jit partitions over {devices} devices, where it "
+            "would run whole on each of them; "
             "call it inside jax.shard_map, which says what each device holds"
         )
 
@@ -322,7 +338,8 @@ def _lowering(platform: str) -> Callable[..., Any]:
 
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, static: _Static) -> Any:
         _one_device(ctx, static)
-        # Below this point every device computes on what it holds: which mesh axes a value varies along is settled, and kernels need not carry it.
+        # Below this point every device computes on what it holds: which mesh axes a value varies along is settled, and
+        # kernels need not carry it.
         with _check_vma(False):
             return inner(
                 ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]),

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 
-from portakern.core.framework import DTYPE_NAME, Framework, load_library
+from portakern.core.framework import DTYPE_NAME, Framework, distinct, load_library
 from portakern.core.targets import Target
 from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.torch import staging
-from portakern.spec.dtypes import NUMPY_DTYPES
+from portakern.spec.dtypes import DTYPES, DTypeInfo
 
 if TYPE_CHECKING:
+    from portakern.core.backend import Implementation
     from portakern.core.call import Call
     from portakern.core.route import Choice
 
@@ -42,7 +42,7 @@ class Torch(Framework):
 
     def load(self) -> Any:
         torch = load_library("torch", "triton")
-        DTYPE_NAME.update({getattr(torch, n): n for n in NUMPY_DTYPES})
+        DTYPE_NAME.update({getattr(torch, n): n for n in DTYPES})
         return torch
 
     def is_array(self, value: Any) -> bool:
@@ -76,6 +76,15 @@ class Torch(Framework):
     def contiguous(self, array: Any) -> bool:
         return bool(array.is_contiguous())
 
+    def may_write(self, array: Any, others: Sequence[Any]) -> bool:
+        memory = array.untyped_storage().data_ptr()
+        apart = all(o.untyped_storage().data_ptr() != memory for o in others)
+        return apart and distinct(array.shape, array.stride())
+
+    def copy(self, array: Any) -> Any:
+        torch = sys.modules["torch"]
+        return array.detach().clone(memory_format=torch.contiguous_format)
+
     def strides(self, array: Any) -> list[int]:
         return list(array.stride())
 
@@ -93,7 +102,8 @@ class Torch(Framework):
         name = call.spec.arrays[0].name
         if call.arrays[name].is_meta:
             raise SpecError(
-                f"{call.spec.name}: {name} is on meta, where there are no values; expected one on a device: torch.empty_like({name}, device='cpu')"
+                f"{call.spec.name}: {name} is on meta, where there are no values; expected one on a device: "
+                f"torch.empty_like({name}, device='cpu')"
             )
         plain, strided, functorch = torch.Tensor, torch.strided, torch._C._functorch
         inside_func = functorch.peek_interpreter_stack() is not None
@@ -108,7 +118,8 @@ class Torch(Framework):
                 watched = True
             if array.layout is not strided:
                 raise SpecError(
-                    f"{call.spec.name}: {name} has layout {array.layout}; expected a strided tensor: pass {name}.to_dense()"
+                    f"{call.spec.name}: {name} has layout {array.layout}; expected a strided tensor: pass "
+                    f"{name}.to_dense()"
                 )
             if array.is_neg():
                 raise SpecError(f"{call.spec.name}: {name} is a lazily negated view; pass {name}.resolve_neg()")
@@ -116,23 +127,24 @@ class Torch(Framework):
                 watched = True
             if type(array) is not plain and type(array).__torch_dispatch__ is not plain.__torch_dispatch__:
                 raise UnsupportedError(
-                    f"{call.spec.name}: {name} is a {type(array).__name__}, which has no memory of its own; pass a plain torch.Tensor"
+                    f"{call.spec.name}: {name} is a {type(array).__name__}, which has no memory of its own; pass a "
+                    "plain torch.Tensor"
                 )
         return watched
 
     def to_numpy(self, array: Any) -> np.ndarray:
         torch = sys.modules["torch"]
         host = array.detach().cpu()
-        if host.dtype == torch.bfloat16:
-            return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-        return host.numpy()
+        d = DTYPES.get(DTYPE_NAME.get(host.dtype, ""))
+        return host.numpy() if d is None or d.native else host.view(getattr(torch, _bits(d))).numpy().view(d.numpy)
 
     def from_numpy(self, array: np.ndarray, device: Any) -> Any:
         torch = self.load()
-        if array.dtype == ml_dtypes.bfloat16:
-            tensor = torch.from_numpy(_for_torch(array.view(np.int16))).view(torch.bfloat16)
-        else:
+        d = DTYPES.get(DTYPE_NAME.get(array.dtype, ""))
+        if d is None or d.native:
             tensor = torch.from_numpy(_for_torch(array))
+        else:
+            tensor = torch.from_numpy(_for_torch(array.view(_bits(d)))).view(getattr(torch, d.name))
         return tensor if device is None else tensor.to(device)
 
     def strided(
@@ -152,6 +164,22 @@ class Torch(Framework):
             return []
         torch = self.load()
         return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+    def run(self, impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+        outputs = impl.run(call, tiling)
+        if call.spec.aliases:
+            self._tell_autograd(call, outputs)
+        return outputs
+
+    def _tell_autograd(self, call: Call, outputs: tuple[Any, ...]) -> None:
+        """What was written to has a new version, as after any operation in place: a graph that saved it knows."""
+        torch = sys.modules["torch"]
+        for o, out in zip(call.spec.outputs, outputs, strict=True):
+            array = call.arrays.get(o.alias_of or "")
+            if array is None or out is None or array.is_inference():
+                continue
+            if out.data_ptr() == array.data_ptr():
+                torch.autograd.graph.increment_version(array)
 
     # --- who else sees the calls: autograd, torch.func, torch.compile, dispatch modes, autocast ---
 
@@ -193,8 +221,14 @@ class Torch(Framework):
         return autograd.autocast(spec, args, kwargs)
 
 
+def _bits(d: DTypeInfo) -> str:
+    """The dtype as which an array crosses between PyTorch and NumPy where only ml_dtypes knows its own."""
+    return f"{'u' * (d.bits == 8)}int{d.bits}"  # PyTorch's uint16 has next to no operations
+
+
 def _for_torch(array: np.ndarray) -> np.ndarray:
-    """The same memory in a form that torch takes without a word: it has no negative strides, and warns on read-only arrays (which no backend writes to)."""
+    """The same memory in a form that torch takes without a word: it has no negative strides, and warns on read-only
+    arrays (which no backend writes to)."""
     if any(s < 0 for s in array.strides):
         return array.copy()
     return array if array.flags.writeable else np.asarray(_Writable(array))

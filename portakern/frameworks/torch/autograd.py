@@ -1,9 +1,10 @@
 """Gradients, ``torch.func`` and autocast under PyTorch: how autograd and vmap see through an op call.
 
-A call comes here only when somebody watches it: an input requires a gradient, or ``torch.func`` wraps one. It then runs inside a ``torch.autograd.Function``, whose
-backward calls the op that the spec names as its vjp (see :mod:`portakern.core.gradients`) on the same backend. That call runs inside such a Function too when it is
-watched itself, and its backward refuses: gradients are of first order. :mod:`portakern.frameworks.torch.eager` makes such calls for an eager caller,
-:mod:`portakern.frameworks.torch.custom_ops` below torch.compile.
+A call comes here only when somebody watches it: an input requires a gradient, or ``torch.func`` wraps one. It then runs
+inside a ``torch.autograd.Function``, whose backward calls the op that the spec names as its vjp (see
+:mod:`portakern.core.gradients`) on the same backend. That call runs inside such a Function too when it is watched
+itself, and its backward refuses: gradients are of first order. :mod:`portakern.frameworks.torch.eager` makes such calls
+for an eager caller, :mod:`portakern.frameworks.torch.custom_ops` below torch.compile.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Step:
     """One watched call, all but its tensors.
 
     Attributes:
-      spec, options: of the call; names: the arrays given, in the order in which the Function takes them; wants: the outputs that it returns.
+      spec, options: of the call; names: the arrays given, in the order in which the Function takes them; wants: the
+        outputs that it returns.
       wiring: how its gradients are computed; None: they are not (see :func:`refusal`).
       forward: tensors -> the wanted outputs. backward: the vjp op. again: this op on other arrays, for vmap.
       inside: it is called where autograd already works, below the dispatcher.
@@ -67,8 +69,18 @@ class Step:
         "wiring",
     )
 
-    def __init__(self, spec: Spec[Any], names: tuple[str, ...], options: Mapping[str, Any], wants: tuple[str, ...], wiring: Wiring | None,
-                 forward: Callable[..., tuple[Any, ...]], backward: Run | None, again: Run | None = None, inside: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        spec: Spec[Any],
+        names: tuple[str, ...],
+        options: Mapping[str, Any],
+        wants: tuple[str, ...],
+        wiring: Wiring | None,
+        forward: Callable[..., tuple[Any, ...]],
+        backward: Run | None,
+        again: Run | None = None,
+        inside: bool = False,
+    ) -> None:
         self.spec, self.names, self.options, self.wants, self.wiring = spec, names, options, wants, wiring
         self.forward, self.backward, self.again, self.inside = forward, backward, again, inside
         self.saved: list[str] = []
@@ -141,7 +153,8 @@ class _Watched(torch.autograd.Function):
 
     @classmethod
     def apply(cls, step: Step, *arrays: Any) -> tuple[Any, ...]:
-        # torch's own apply reads this class's signature on every call, 15 us; it does so for defaults, which there are none of
+        # torch's own apply reads this class's signature on every call, 15 us; it does so for defaults, which there are
+        # none of
         if not torch._C._are_functorch_transforms_active():
             return super(torch.autograd.Function, cls).apply(step, *arrays)
         if step.inside:
@@ -165,15 +178,22 @@ def refusal(spec: Spec[Any]) -> str:
     """Why nobody can differentiate a call of ``spec`` that was recorded."""
     forward = registry.forward_of(spec)
     name = forward.name if forward else spec.name
-    return f"{name}: second-order gradients are not given: {spec.name} is what computes the first, and no op differentiates it"
+    return (
+        f"{name}: second-order gradients are not given: {spec.name} is what computes the first, and no op "
+        "differentiates it"
+    )
 
 
 def refuse_forward_mode(spec: Spec[Any]) -> str:
-    return f"{spec.name}: forward-mode derivatives (jvp, jacfwd, hessian) are not given; use reverse mode: torch.func.vjp, grad or jacrev"
+    return (
+        f"{spec.name}: forward-mode derivatives (jvp, jacfwd, hessian) are not given; use reverse mode: "
+        "torch.func.vjp, grad or jacrev"
+    )
 
 
 def gradient_of(call: Call, choice: Choice, differentiated: Sequence[str]) -> tuple[Wiring, Choice]:
-    """What differentiates a call with respect to the arrays named, on the same backend. Where nothing does, the forward call says so and not a backward pass."""
+    """What differentiates a call with respect to the arrays named, on the same backend. Where nothing does, the forward
+    call says so and not a backward pass."""
     spec = call.spec
     try:
         wired = wiring(spec)
@@ -198,7 +218,8 @@ def spent(*tensors: Any) -> Any:
 
 
 def autocast(spec: Spec[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments as torch.autocast would have them: see ``autocast`` in :func:`portakern.spec.spec`. The casts are differentiable."""
+    """The arguments as torch.autocast would have them: see ``autocast`` in :func:`portakern.spec.spec`. The casts are
+    differentiable."""
     names = {a.name for a in spec.arrays if "float16" in a.dtypes}
 
     def cast(name: str, value: Any) -> Any:
@@ -226,10 +247,11 @@ def over_samples(
     n: int,
     run: Run,
 ) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """n calls at once, as torch.vmap has it: ``dims`` says along which axis an array holds n, None for one that all share. One call where the n can join the batch,
-    a loop where they cannot.
+    """n calls at once, as torch.vmap has it: ``dims`` says along which axis an array holds n, None for one that all
+    share. One call where the n can join the batch, a loop where they cannot.
 
-    Returns: the names of the outputs (``wants`` unless that is empty), and those outputs, stacked along a new first axis."""
+    Returns: the names of the outputs (``wants`` unless that is empty), and those outputs, stacked along a new first
+      axis."""
     moved = {name: array if dims[name] is None else array.movedim(dims[name], 0) for name, array in arrays.items()}
     mapped = {name for name in arrays if dims[name] is not None}
     one = unchecked(spec, **{name: a[0] if name in mapped else a for name, a in moved.items()}, **options)
@@ -237,7 +259,8 @@ def over_samples(
     folded = _fold(one, moved, mapped, wants, n)
     if folded is None:
         say(
-            f"portakern: torch.vmap over {spec.name} runs sample by sample here: what is mapped over, or wanted per sample, has no batch axis to join",
+            f"portakern: torch.vmap over {spec.name} runs sample by sample here: what is mapped over, or wanted per "
+            "sample, has no batch axis to join",
             logging.INFO,
         )
         samples = [
@@ -255,13 +278,15 @@ def over_samples(
 def _fold(
     one: Call, arrays: Arrays, mapped: set[str], wants: tuple[str, ...], n: int
 ) -> tuple[Arrays, dict[str, Any]] | None:
-    """Arrays and options with the mapped axis inside the spec's batch, None where not everything that matters carries it.
+    """Arrays and options with the mapped axis inside the spec's batch, None where not everything that matters carries
+    it.
 
-    A variadic batch gets one more axis; a batch of one axis grows n-fold. What is shared is broadcast where the notation allows it, else expanded without a
-    copy (a single axis that must then be merged copies). A gradient belongs to a sample, so its array may not be shared."""
+    A variadic batch gets one more axis; a batch of one axis grows n-fold. What is shared is broadcast where the
+    notation allows it, else expanded without a copy (a single axis that must then be merged copies). A gradient belongs
+    to a sample, so its array may not be shared."""
     spec, batch = one.spec, one.spec.batch
     outputs = [o for o in spec.outputs if o.name in wants]
-    if batch is None or not all(_leads(o.dims, batch) for o in outputs):
+    if batch is None or not all(_leads(spec, o.dims, batch) for o in outputs):
         return None
     own = {o.gradient_of for o in outputs}
     folded: Arrays = {}
@@ -269,10 +294,10 @@ def _fold(
     for a in spec.arrays:
         if a.name not in arrays:
             continue
-        array, lead = arrays[a.name], a.dims[0] if _leads(a.dims, batch) else None
+        array, lead = arrays[a.name], a.dims[0] if _leads(spec, a.dims, batch) else None
         if lead is None and a.name in mapped:
             return None
-        extent = one.dims[batch]
+        extent = one.dims[lead.factors[0] if lead else batch]
         single = lead is not None and not lead.variadic and lead.broadcast and one.arrays[a.name].shape[0] != extent
         if single and a.name in own:  # its gradient is a sum over the batch, sample by sample
             return None
@@ -295,5 +320,9 @@ def _fold(
     return folded, options
 
 
-def _leads(dims: Sequence[Any], batch: str) -> bool:
-    return bool(dims) and dims[0].factors == (batch,)
+def _leads(spec: Spec[Any], dims: Sequence[Any], batch: str) -> bool:
+    """Whether the first axis is the batch's, or that of the batch without the axis along which the op works."""
+    if not dims or len(dims[0].factors) > 1:
+        return False
+    whole = spec.dropped(dims[0].factors[0])
+    return (whole[0] if whole else dims[0].factors[0]) == batch

@@ -1,12 +1,17 @@
-"""The ops as ``torch.ops.portakern.<op>``: what ``torch.compile``, ``torch.export`` and every torch dispatch mode record of an op call.
+"""The ops as ``torch.ops.portakern.<op>``: what ``torch.compile``, ``torch.export`` and every torch dispatch mode
+record of an op call.
 
-Schema, fake kernel, autograd, vmap and autocast rules derive from the spec. ``pk.op(...)`` objects call these by themselves while torch is tracing; nobody else
-needs to. The schema is that of the spec, with two differences. Options are typed where a schema has the type; a tuple of integers and None is a list of pairs,
-``(3, None)`` being ``[1, 3, 0, 0]``: given or not, and its value. And four strings follow: ``wants`` (names of the outputs that are needed, comma-separated; empty:
-as the options say), ``backend`` (a name; empty: chosen from the arrays), ``variant`` (of that backend's; empty: the first that takes the call) and ``tiling`` (``block_m=64,block_n=128``). Every output is returned; those not wanted
-are empty tensors.
+Schema, fake kernel, autograd, vmap and autocast rules derive from the spec. ``pk.op(...)`` objects call these by
+themselves while torch is tracing; nobody else needs to. The schema is that of the spec, with two differences. Options
+are typed where a schema has the type; a tuple of integers and None is a list of pairs, ``(3, None)`` being ``[1, 3, 0,
+0]``: given or not, and its value. And four strings follow: ``wants`` (names of the outputs that are needed,
+comma-separated; empty: as the options say), ``backend`` (a name; empty: chosen from the arrays), ``variant`` (of that
+backend's; empty: the first that takes the call) and ``tiling`` (``block_m=64,block_n=128``). Every output is returned;
+those not wanted are empty tensors. Nothing is written in place: an output that may take an input's memory (``aliases``)
+is new here, as functionalisation wants it.
 
->>> torch.ops.portakern.attention(q, k, v, is_causal=True, window=[1, 128, 0, 0], wants="o,lse", backend="triton", tiling="block_q=64")
+>>> torch.ops.portakern.attention(q, k, v, is_causal=True, window=[1, 128, 0, 0], wants="o,lse", backend="triton",
+tiling="block_q=64")
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from portakern.core.serve import serve
 from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.torch import autograd
 from portakern.spec import Spec
+from portakern.spec.dtypes import DTYPES
 from portakern.spec.options import Option
 
 __all__ = ["calling", "define", "staged"]
@@ -48,7 +54,8 @@ _backends: dict[str, Backend] = {}
 
 
 def staged(spec: Spec[Any], choice: Choice) -> Callable[..., Any]:
-    """A function with the spec's signature that calls the custom op: straight-line code that torch.compile traces, and the same for Ops that agree in everything."""
+    """A function with the spec's signature that calls the custom op: straight-line code that torch.compile traces, and
+    the same for Ops that agree in everything."""
     return _write(spec, tuple(_routing(choice).items()))
 
 
@@ -57,12 +64,8 @@ def _write(spec: Spec[Any], routing: tuple[tuple[str, str], ...]) -> Callable[..
     env: dict[str, Any] = {"custom_op": define(spec), "result": spec.result, "pairs": _pairs, "dtype": _torch_dtype}
     env |= {f"default_{o.name}": o.default for o in spec.options}
     wrap = {"tuple": "pairs({0})", "dtype": "dtype({0})"}
-    params = (
-        [a.name + "=None" * a.optional for a in spec.arrays]
-        + ["*"]
-        + [f"{o.name}=default_{o.name}" for o in spec.options]
-        + ["wants=None"] * spec.is_vjp
-    )
+    keywords = [f"{o.name}=default_{o.name}" for o in spec.options] + ["wants=None"] * spec.is_vjp
+    params = [a.name + "=None" * a.optional for a in spec.arrays] + ["*"] * bool(keywords) + keywords
     options = [f"{o.name}={wrap.get(o.kind, '{0}').format(o.name)}" for o in spec.options]
     wants = "','.join(wants or ())" if spec.is_vjp else "''"
     how = "".join(f", {name}={value!r}" for name, value in routing)
@@ -81,7 +84,8 @@ def _write(spec: Spec[Any], routing: tuple[tuple[str, str], ...]) -> Callable[..
 
 
 def _results(spec: Spec[Any]) -> list[str]:
-    """Return what :class:`portakern.api.Op` would: the only output that is wanted by itself, else all, None for an unwanted one."""
+    """Return what :class:`portakern.api.Op` would: the only output that is wanted by itself, else all, None for an
+    unwanted one."""
     optional = {a.name for a in spec.arrays if a.optional}
     conditions = {o.name: o.wanted_by for o in spec.outputs}
     if spec.is_vjp:
@@ -119,7 +123,7 @@ def _unpaired(value: Sequence[Any] | None) -> tuple[Any, ...] | None:
     return tuple(int(v) if given else None for given, v in zip(value[::2], value[1::2], strict=True))
 
 
-_DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float16, torch.bfloat16, torch.float64)}
+_DTYPES = {name: getattr(torch, name) for name in DTYPES}
 
 
 def _torch_dtype(value: Any) -> Any:
@@ -177,7 +181,8 @@ def _choice(spec: Spec[Any], backend: str, variant: str, tiling: str) -> Choice:
 
 
 class _Rules:
-    """What torch does with one op. ``args`` are the arrays in the spec's order; torch leaves out what equals its default."""
+    """What torch does with one op. ``args`` are the arrays in the spec's order; torch leaves out what equals its
+    default."""
 
     def __init__(self, spec: Spec[Any], overload: Any) -> None:
         self.spec, self.overload = spec, overload
@@ -217,7 +222,7 @@ class _Rules:
         call.framework.check(call)
         candidates = routes(call, choice)
         assert candidates is not None
-        return self.pack(serve(call, candidates, choice.tiling), args[0])
+        return self.pack(serve(call, candidates, choice.tiling, keep=True), args[0])
 
     def fake(self, *args: Any, **kwargs: Any) -> Any:
         _, call = self.bind(args, kwargs)

@@ -50,7 +50,7 @@ def differentiate(call: Call, choice: Choice, late: bool = False) -> tuple[Any, 
 def _served(call: Call, choice: Choice) -> tuple[Any, ...]:
     candidates = routes(call, choice)
     assert candidates is not None
-    return serve(call, candidates, choice.tiling)
+    return serve(call, candidates, choice.tiling, keep=True)  # the arrays are saved, or somebody else's
 
 
 def _run(

@@ -1,0 +1,146 @@
+"""What is wrong with the arguments of a call, in words: what a binder (:mod:`portakern.core.binder`) calls where a
+check fails, or needs more than a line."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from portakern.core.framework import DTYPE_NAME, Framework, framework_of
+from portakern.errors import SpecError
+from portakern.spec import Spec
+from portakern.spec.options import shown
+
+__all__ = [
+    "bad_axis",
+    "bad_division",
+    "bad_dtype",
+    "bad_framework",
+    "bad_rank",
+    "bad_zero",
+    "broadcast",
+    "check_axis",
+    "check_option",
+    "check_wants",
+    "other_device",
+]
+
+
+def bad_framework(spec: Spec[Any], name: str, array: Any, first: Framework) -> None:
+    found = framework_of(spec.name, name, array)
+    if found is not first:
+        raise SpecError(
+            f"{spec.name}: {name} is a {found.name} array but {spec.lead.name} is a {first.name} array; convert "
+            "one so that all arrays are of one framework"
+        )
+
+
+def other_device(spec: Spec[Any], name: str, got: Any, first: Any) -> None:
+    if got is None or first is None:  # a JAX tracer beside a constant: the whole call is traced
+        return
+    raise SpecError(
+        f"{spec.name}: {name} is on {got} but {spec.lead.name} is on {first}; move one so that all arrays are on "
+        "one device"
+    )
+
+
+def bad_dtype(spec: Spec[Any], name: str, got: Any, dtype: str | None) -> NoReturn:
+    a = spec.argument(name)
+    text = DTYPE_NAME.get(got, str(got))
+    if a.follows and name != spec.lead.name:
+        also = " or float32" if a.or_float32 and dtype != "float32" else ""
+        raise SpecError(
+            f"{spec.name}: {name} is {text} but {spec.lead.name} is {dtype}; expected {dtype}{also}: cast one of them"
+        )
+    if a.statistic:
+        expected = "float64, as its arrays are" if dtype == "float64" else "float32"
+        raise SpecError(f"{spec.name}: {name} is {text}; expected {expected}: cast it")
+    if getattr(got, "isnative", True) is False:
+        raise SpecError(
+            f"{spec.name}: {name} is {text}, which is not this machine's byte order; pass "
+            f"{name}.astype({name}.dtype.newbyteorder('='))"
+        )
+    raise SpecError(f"{spec.name}: {name} is {text}; expected one of {', '.join(a.dtypes)}: cast it")
+
+
+def bad_rank(spec: Spec[Any], name: str, shape: tuple[int, ...]) -> NoReturn:
+    a = spec.argument(name)
+    least = "at least " if any(d.variadic for d in a.dims) else ""
+    need = sum(not d.variadic for d in a.dims)
+    axes = "1 axis" if len(shape) == 1 else f"{len(shape)} axes"
+    raise SpecError(
+        f"{spec.name}: {name} has {axes}, shape {tuple(shape)}; expected {least}{need}: "
+        f"({a.shape.replace(' ', ', ')}); reshape it"
+    )
+
+
+def bad_axis(spec: Spec[Any], name: str, axis: int, got: Any, want: Any, dim: str, source: str) -> NoReturn:
+    a = spec.argument(name)
+    axis = axis if axis >= 0 or any(d.variadic for d in a.dims) else axis + len(a.dims)
+    one = " or 1" if dim.startswith("#") else ""
+    raise SpecError(
+        f"{spec.name}: {name} axis {axis} ({dim.lstrip('#*')}) is {got}; expected {want}{one}, as set by {source}; "
+        f"make them agree: {name} is ({a.shape.replace(' ', ', ')})"
+    )
+
+
+def bad_division(spec: Spec[Any], name: str, axis: int, got: int, dim: str, divisor: str, value: int) -> NoReturn:
+    raise SpecError(
+        f"{spec.name}: {name} axis {axis} ({dim}) is {got}, which {divisor} = {value} does not divide; make it a "
+        f"multiple of {value}"
+    )
+
+
+def bad_zero(spec: Spec[Any], dim: str, got: int, where: str) -> NoReturn:
+    raise SpecError(f"{spec.name}: {dim} is {got} ({where}); expected at least 1: an array without any has no result")
+
+
+def broadcast(spec: Spec[Any], name: str, got: tuple[int, ...], sofar: tuple[int, ...], source: str) -> tuple[int, ...]:
+    n = max(len(got), len(sofar))
+    a, b = (1,) * (n - len(got)) + got, (1,) * (n - len(sofar)) + sofar
+    if any(x != y and x != 1 and y != 1 for x, y in zip(a, b, strict=True)):
+        raise SpecError(
+            f"{spec.name}: the leading axes {got} of {name} do not broadcast with {sofar} of {source}; make them "
+            "equal, or 1"
+        )
+    return tuple(y if x == 1 else x for x, y in zip(a, b, strict=True))
+
+
+def check_option(spec: Spec[Any], option: Any, value: Any) -> Any:
+    try:
+        return option.check(value)
+    except Exception:  # a caller's object may raise anything when it is looked at
+        raise SpecError(
+            f"{spec.name}: {option.name} is {shown(value)}; expected {option.expected}: leave it out for "
+            f"{option.default!r}"
+        ) from None
+
+
+def check_wants(spec: Spec[Any], wants: Any, possible: tuple[str, ...]) -> tuple[str, ...]:
+    """The outputs of a gradient op that are wanted, in the spec's order: ``possible`` unless some are named."""
+    if wants is None:
+        return possible
+    if isinstance(wants, str) or not isinstance(wants, (tuple, list, set, frozenset)) or not wants:
+        raise SpecError(
+            f"{spec.name}: wants is {shown(wants)}; expected names among {', '.join(possible)}: leave it out for all "
+            "of them"
+        )
+    for name in wants:
+        if name not in possible:
+            absent = next((o.gradient_of for o in spec.outputs if o.name == name), None)
+            why = f"a gradient with respect to {absent}, which is not given" if absent else "no output"
+            raise SpecError(
+                f"{spec.name}: wants names {shown(name)}, {why}; expected names among {', '.join(possible)}"
+            )
+    return tuple(name for name in possible if name in wants)
+
+
+def check_axis(spec: Spec[Any], option: Any, value: Any, shape: tuple[int, ...]) -> int:
+    axis: int = check_option(spec, option, value)
+    ndim = len(shape)
+    if not -ndim <= axis < ndim:
+        name = option.axis_of
+        span = f"from {-ndim} to {ndim - 1}" if ndim else "but the array has no axes"
+        raise SpecError(
+            f"{spec.name}: {option.name} is {axis}; expected an integer {span}: {name} has shape {tuple(shape)}"
+        )
+    return axis % ndim

@@ -1,0 +1,261 @@
+"""Reading a spec's signature: annotations become arguments and outputs, and what contradicts itself is told at once."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from portakern.errors import SpecError
+from portakern.spec.dtypes import ANY_INDEX, DTYPES
+from portakern.spec.options import Option, option_from_annotation
+from portakern.spec.parts import ArrayArg, Dim, Output, Sample
+
+if TYPE_CHECKING:
+    from portakern.spec.declare import Spec
+
+__all__ = ["arguments", "check_aliases", "check_declaration", "check_sample", "leader", "outputs"]
+
+
+def arguments(
+    fn: Callable[..., Any],
+    hints: Mapping[str, Any],
+    dtypes: tuple[str, ...],
+    or_float32: Sequence[str],
+    own_dtype: Sequence[str],
+) -> tuple[tuple[ArrayArg, ...], tuple[Option, ...]]:
+    """The array arguments and the options of a signature; the others are as of :func:`portakern.spec.spec`."""
+    _check_dtypes(fn.__name__, dtypes)
+    arrays: list[ArrayArg] = []
+    options: list[Option] = []
+    for p in inspect.signature(fn).parameters.values():
+        if p.kind is p.KEYWORD_ONLY:
+            options.append(option_from_annotation(p.name, hints[p.name], p.default))
+        else:
+            optional = p.default is None
+            hint = _without_none(hints[p.name]) if optional else hints[p.name]
+            named = _named(fn.__name__, p.name, hint)
+            widens, own = p.name in or_float32, p.name in own_dtype
+            arrays.append(_array_argument(p.name, hint, named, optional, dtypes, widens, own))
+    if not any(a.follows for a in arrays):  # no Float argument: the first array's dtype is the op's
+        arrays[0] = replace(arrays[0], follows=True, statistic=False)
+    return tuple(arrays), tuple(options)
+
+
+def _array_argument(
+    name: str,
+    hint: Any,
+    named: tuple[str, ...],
+    optional: bool,
+    float_dtypes: tuple[str, ...],
+    or_float32: bool,
+    own_dtype: bool,
+) -> ArrayArg:
+    """An argument from the dtypes that its annotation names; ``float_dtypes``: what a Float one may be."""
+    floating = _is_float(named)
+    if floating:
+        dtypes = tuple(d for d in float_dtypes if d in named)
+    else:
+        dtypes = tuple(d for d in ANY_INDEX if d in named) if len(named) > 1 else named
+    statistic = dtypes == ("float32",) and not floating
+    return ArrayArg(name, _dims(hint), dtypes, optional, floating and not own_dtype, or_float32, statistic)
+
+
+def outputs(
+    op: str,
+    results: Mapping[str, Any],
+    dtype_options: Mapping[str, str],
+    wanted_by: Mapping[str, str],
+    aliases: Mapping[str, str],
+) -> tuple[Output, ...]:
+    """The outputs from the annotations of their fields; the others are as of :func:`portakern.spec.spec`."""
+    found = []
+    for name, hint in results.items():
+        named = _named(op, name, hint)
+        if not (_is_float(named) or len(named) == 1 or name in aliases):
+            raise SpecError(
+                f"{op}: the output {name} may be {' or '.join(named)}; expected one dtype, which results have: name "
+                "it, as Int32 does"
+            )
+        dtype = named[0] if len(named) == 1 else None
+        gradient_of = name[2:] if name.startswith("d_") else None
+        found.append(
+            Output(
+                name, _dims(hint), dtype, dtype_options.get(name), wanted_by.get(name), gradient_of, aliases.get(name)
+            )
+        )
+    return tuple(found)
+
+
+def leader(arrays: Sequence[ArrayArg]) -> ArrayArg:
+    """The array whose dtype is the op's."""
+    return next((a for a in arrays if a.follows and not a.optional), arrays[0])
+
+
+def _named(op: str, name: str, hint: Any) -> tuple[str, ...]:
+    """The dtypes among those of the table that an annotation names."""
+    names = getattr(hint, "dtypes", None)
+    if not isinstance(names, (tuple, list)):
+        raise SpecError(
+            f"{op}: {name} is annotated {hint!r}; expected one of jaxtyping's with a shape: Float[A, 'm n'] or "
+            "Int32[A, 'n'], and '| None' beside it where the default is None"
+        )
+    found = tuple(d for d in DTYPES if d in names)
+    if not found:
+        raise SpecError(
+            f"{op}: {name} is {' or '.join(map(str, names))}; expected a dtype that a spec can name: "
+            f"{', '.join(DTYPES)}"
+        )
+    return found
+
+
+def _is_float(named: tuple[str, ...]) -> bool:
+    """Whether these are the dtypes of ``Float``, which stands for the op's own."""
+    return len(named) > 1 and "float32" in named
+
+
+def _without_none(hint: Any) -> Any:
+    return next((a for a in typing.get_args(hint) if a is not types.NoneType), hint)
+
+
+def _dims(hint: Any) -> tuple[Dim, ...]:
+    return tuple(Dim.parse(t) for t in hint.dim_str.split())
+
+
+def _check_dtypes(op: str, dtypes: Sequence[str]) -> None:
+    """SpecError where ``Float`` would stand for what is no float of the table."""
+    for name in dtypes:
+        if name not in DTYPES or not DTYPES[name].floating:
+            known = ", ".join(d.name for d in DTYPES.values() if d.floating)
+            raise SpecError(f"{op}: dtypes names {name!r}; expected floating-point dtypes among {known}")
+
+
+def check_aliases(
+    op: str, aliases: Mapping[str, str], arguments: Mapping[str, Any], results: Mapping[str, Any]
+) -> None:
+    """SpecError where an output that may take an input's memory is not of its form.
+
+    Args:
+      aliases: output -> input; arguments, results: name -> annotation.
+    """
+    for out, name in aliases.items():
+        if out not in results or name not in arguments:
+            raise SpecError(
+                f"{op}: aliases says that {out} may take the memory of {name}; expected an output among "
+                f"{', '.join(results)} and an array argument among {', '.join(arguments)}"
+            )
+        ours, theirs = results[out], _without_none(arguments[name])
+        same = _dims(ours) == _dims(theirs) and _named(op, out, ours) == _named(op, name, theirs)
+        if not same or any(d.broadcast for d in _dims(theirs)):
+            raise SpecError(
+                f"{op}: {out} cannot take the memory of {name}: it is {_written(ours)} and {name} is "
+                f"{_written(theirs)}; declare both with one annotation, without axes that broadcast"
+            )
+    if len(set(aliases.values())) < len(aliases):
+        raise SpecError(f"{op}: aliases gives the memory of one input to two outputs; expected one output for each")
+
+
+def _written(hint: Any) -> str:
+    """An annotation as a signature has it."""
+    return f"{hint.__name__.partition('[')[0]}[..., {hint.dim_str!r}]"
+
+
+def check_declaration(spec: Spec[Any]) -> None:
+    """SpecError where a spec's parts contradict each other."""
+    _check_lead(spec)
+    solved = {f for a in spec.arrays for d in a.dims for f in d.factors}
+    for dim in spec.drops:
+        _check_drop(spec, dim)
+    for o in spec.outputs:
+        for name in {f for d in o.dims for f in d.factors} - solved - set(spec.drops):
+            raise SpecError(
+                f"{spec.name}: {name!r} of {o.name} is not an argument's dimension; declare it: as an axis of an "
+                f"argument, or as drops={{{name!r}: option}}, a shape without the axis that an option names"
+            )
+
+
+def _check_lead(spec: Spec[Any]) -> None:
+    """The op's dtype must be known wherever something follows it."""
+    lead = spec.lead
+    if lead.optional:
+        raise SpecError(f"{spec.name}: {lead.name} may be absent, and no array is always there; make one required")
+    late = [a.name for a in spec.arrays if a.follows and a.optional and not lead.follows]
+    if late:
+        raise SpecError(
+            f"{spec.name}: {late[0]} is Float and may be absent, and no Float argument is always there, so that the op "
+            "has "
+            f"no dtype; make one required, name {late[0]}'s dtype (Float32), or list it in own_dtype"
+        )
+    floating = all(DTYPES[d].floating for d in lead.dtypes)
+    for o in spec.outputs:
+        if o.dtype is None and o.alias_of is None and o.gradient_of is None and not floating:
+            raise SpecError(
+                f"{spec.name}: the output {o.name} is Float and no argument is, so that it follows no dtype; name its "
+                "own: Float32"
+            )
+
+
+def _check_drop(spec: Spec[Any], dim: str) -> None:
+    """A dimension that is another but for one axis."""
+    name = spec.drops[dim]
+    option = next((o for o in spec.options if o.name == name and o.axis_of), None)
+    if option is None:
+        raise SpecError(
+            f"{spec.name}: drops[{dim!r}] is {name!r}; expected the name of an option that is an axis: "
+            "Annotated[int, Axis(argument)]"
+        )
+    of = spec.argument(str(option.axis_of))
+    if (
+        of.optional
+        or len(of.dims) != 1
+        or not of.dims[0].variadic
+        or of.dims[0].broadcast
+        or of.dims[0].factors == (dim,)
+    ):
+        raise SpecError(
+            f"{spec.name}: drops[{dim!r}] leaves out an axis of {of.name}, which is ({of.shape}); expected a required "
+            "argument of one run of axes, '*shape'"
+        )
+    shapes = [*(a.dims for a in spec.arrays), *(o.dims for o in spec.outputs)]
+    uses = [d for dims in shapes for d in dims if dim in d.factors]
+    if any(not d.variadic or d.broadcast for d in uses) or not uses:
+        raise SpecError(f"{spec.name}: {dim!r} is any number of axes; write it '*{dim}' in an argument or an output")
+    if name in spec.dims:
+        raise SpecError(
+            f"{spec.name}: {name!r} is an option and a dimension; rename one: it is the dropped axis's extent"
+        )
+    whole = of.dims[0].factors[0]
+    shown = {f for o in spec.outputs for d in o.dims for f in d.factors}
+    if whole not in shown and name not in spec.empty and name not in spec.positive:
+        raise SpecError(
+            f"{spec.name}: no output has the axis that {name} names; say what an extent of 0 there gives, "
+            f"empty={{{name!r}: {{output: value}}}}, or refuse it, positive=({name!r},)"
+        )
+
+
+def check_sample(spec: Spec[Any], sample: Sample) -> None:
+    """SpecError where a sample is no call of the op."""
+    where = f"{spec.name}: sample {sample.name!r}"
+    if set(sample.dims) != set(spec.dims):
+        got, expected = ", ".join(sample.dims) or "nothing", ", ".join(spec.dims)
+        raise SpecError(f"{where} gives an extent to {got}; expected every dimension: {expected}")
+    optional = [a.name for a in spec.arrays if a.optional]
+    lists = {
+        "given": (sample.given, optional),
+        "stretched": (sample.stretched, [a.name for a in spec.arrays]),
+        "wider": (sample.wider, [a.name for a in spec.arrays if a.or_float32]),
+        "options": (sample.options, [o.name for o in spec.options]),
+    }
+    for part, (names, known) in lists.items():
+        for name in names:
+            if name not in known:
+                raise SpecError(f"{where}: {part} names {name!r}; expected some of: {', '.join(known) or '(none)'}")
+    for name, value in sample.options.items():
+        option = spec.option(name)
+        try:
+            option.check(value)
+        except ValueError:
+            raise SpecError(f"{where}: {name} is {value!r}; expected {option.expected}") from None

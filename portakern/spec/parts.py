@@ -1,0 +1,175 @@
+"""The parts of a declaration: shapes and dtypes as a signature writes them, tiles, rules, calls that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from portakern.core.call import Call
+
+__all__ = ["ArrayArg", "Count", "Dim", "Edge", "Output", "Rule", "Sample", "Tile", "ValuesFn"]
+
+ValuesFn = Callable[[Any, tuple[int, ...], Mapping[str, Any], Mapping[str, Any]], Any]
+"""``values(rng, shape, dims, options)``: an array of that shape for one argument. ``rng`` is a NumPy generator,
+``dims`` and ``options`` are those of the bound call that it is for."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The powers of two from ``lo`` to ``hi``, both included: the values that a tile extent or a launch knob may take.
+    ``of``: the dimension it divides, or the option that names the axis."""
+
+    lo: int
+    hi: int
+    of: str | None = None
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        return tuple(1 << e for e in range(self.lo.bit_length() - 1, self.hi.bit_length()))
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value in self.values
+
+
+@dataclass(frozen=True)
+class Count(Tile):
+    """The whole numbers from ``lo`` to ``hi``: a knob that is no extent, such as a number of stages."""
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        return tuple(range(self.lo, self.hi + 1))
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A named corner of the contract, that the checker visits several times: which calls reach it, and what is planted
+    in their arrays.
+
+    Attributes:
+      name, doc: what must hold there.
+      dims: dimension -> (least, largest) extent, of an axis that is dropped under its option's name; the others are
+        drawn freely, as are layouts and tilings.
+      options: option -> value; the others are drawn freely.
+      given, absent: optional arrays that must, or must not, be passed.
+      stretched: array -> dimensions along which it has an extent of 1, and is broadcast.
+      regime: how float values are drawn before planting.
+      smallest_tiles: run with the smallest tiling that is legal, so that few elements make many tiles.
+      plant: ``plant(arrays, rng, options)`` changes values in place (float64 and integer NumPy arrays by name).
+    """
+
+    name: str
+    doc: str = ""
+    dims: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    given: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+    stretched: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    regime: str = "normal"
+    smallest_tiles: bool = False
+    plant: Callable[[dict[str, Any], Any, Mapping[str, Any]], None] | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A small named call, of which lists of calls in tests and benchmarks are made (:mod:`portakern.testing.samples`).
+
+    Attributes:
+      name: what tells it from the op's other samples.
+      dims: dimension -> extent, of every dimension of the signature; a tuple of extents for a variadic one.
+      options: option -> value, of those that are not at their default.
+      given: optional arrays that are passed.
+      stretched: array -> dimensions along which it has an extent of 1, and is broadcast.
+      wider: arrays that are float32 where the op's dtype has 16 bits.
+    """
+
+    name: str
+    dims: Mapping[str, int | tuple[int, ...]]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    given: tuple[str, ...] = ()
+    stretched: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    wider: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A condition across arguments: ``holds(call)`` must be true, else the call is refused with ``message``.
+
+    ``values``: it reads the values of arrays, as "offsets rise" does. Binding does not check such a rule: on an
+    accelerator that would wait for the device on every call, and while a call is traced there are no values. Breaking
+    it is the caller's mistake, and what a kernel then does is not promised. The oracle has the values on the host,
+    refuses such a call, and so tells a caller who names it; the checker draws no case that breaks the rule. There
+    ``holds`` sees NumPy arrays, float64 where they are floats.
+    """
+
+    holds: Callable[[Call], bool]
+    message: str
+    values: bool = False
+
+
+@dataclass(frozen=True)
+class Dim:
+    """One axis of a shape in the signature: the product of ``factors``; ``broadcast``: an extent of 1 stretches;
+    ``variadic``: any number of axes."""
+
+    factors: tuple[str, ...]
+    broadcast: bool = False
+    variadic: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Dim:
+        body = text.lstrip("*#")
+        prefix = text[: len(text) - len(body)]
+        factors = tuple(body.split("*"))
+        if (
+            not all(f.isidentifier() for f in factors)
+            or len(set(prefix)) != len(prefix)
+            or ("*" in prefix and len(factors) > 1)
+        ):
+            raise ValueError(f"shape notation {text!r} is not one of: name, a*b, #name, *name, *#name")
+        return cls(factors, "#" in prefix, "*" in prefix)
+
+    def __str__(self) -> str:
+        return ("*" if self.variadic else "") + ("#" if self.broadcast else "") + "*".join(self.factors)
+
+
+@dataclass(frozen=True)
+class ArrayArg:
+    """An array argument: ``dtypes`` it may have; ``follows``: it must have the op's dtype (that of :attr:`Spec.lead`),
+    or float32 where ``or_float32``.
+
+    ``statistic``: it is float32, and float64 beside arrays of float64, as such outputs are."""
+
+    name: str
+    dims: tuple[Dim, ...]
+    dtypes: tuple[str, ...]
+    optional: bool
+    follows: bool
+    or_float32: bool
+    statistic: bool
+
+    @property
+    def shape(self) -> str:
+        return " ".join(map(str, self.dims))
+
+
+@dataclass(frozen=True)
+class Output:
+    """An output: ``dtype`` None follows the op's dtype unless the option ``dtype_option`` names another; ``wanted_by``:
+    the bool option that asks for it.
+
+    ``gradient_of``: the input of the forward op whose gradient it is (an output called ``d_x`` is that of x);
+    ``alias_of``: the input whose memory it may take, and whose shape and dtype it has."""
+
+    name: str
+    dims: tuple[Dim, ...]
+    dtype: str | None
+    dtype_option: str | None
+    wanted_by: str | None
+    gradient_of: str | None
+    alias_of: str | None = None
+
+    @property
+    def shape(self) -> str:
+        return " ".join(map(str, self.dims))

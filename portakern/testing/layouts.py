@@ -1,0 +1,88 @@
+"""How an array of a case lies in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from portakern.core.framework import strided_view
+
+__all__ = ["LAYOUTS", "Buffer"]
+
+Shape = tuple[int, ...]
+
+
+class Buffer(NamedTuple):
+    """A one-dimensional memory and the strided view of it that the kernel gets; strides and offset in elements. The
+    rest of the memory is poison."""
+
+    memory: np.ndarray
+    shape: Shape
+    strides: tuple[int, ...]
+    offset: int
+
+    def view(self) -> np.ndarray:
+        return strided_view(self.memory, self.shape, self.strides, self.offset)
+
+
+def _poison(size: int, dtype: np.dtype[Any]) -> np.ndarray:
+    return np.full(size, np.nan if dtype.kind not in "iub" else 119, dtype)
+
+
+def _embed(values: np.ndarray, order: tuple[int, ...], pad: tuple[int, ...], step: int, offset: int) -> Buffer:
+    """Lay ``values`` out with axes in memory order ``order`` (outermost first), ``pad`` elements after each axis, every
+    ``step``-th element of the innermost."""
+    strides = [0] * values.ndim
+    extent = step
+    for axis in reversed(order):
+        strides[axis] = extent
+        extent *= values.shape[axis] + pad[axis]
+    buffer = Buffer(_poison(offset + max(extent, 1), values.dtype), values.shape, tuple(strides), offset)
+    buffer.view()[...] = values
+    return buffer
+
+
+def _contiguous(values: np.ndarray) -> Buffer:
+    return _embed(values, tuple(range(values.ndim)), (0,) * values.ndim, 1, 0)
+
+
+def _transposed(values: np.ndarray) -> Buffer:
+    return _embed(values, tuple(reversed(range(values.ndim))), (0,) * values.ndim, 1, 0)
+
+
+def _sliced(values: np.ndarray) -> Buffer:
+    return _embed(values, tuple(range(values.ndim)), (3,) * values.ndim, 1, 5)
+
+
+def _strided(values: np.ndarray) -> Buffer:
+    return _embed(values, tuple(range(values.ndim)), (0,) * values.ndim, 2, 1)
+
+
+def _swapped(values: np.ndarray) -> Buffer:
+    """The two middle axes swapped in memory, as heads and sequence are between (b, s, h, d) and (b, h, s, d)."""
+    order = list(range(values.ndim))
+    if values.ndim > 2:
+        order[-3], order[-2] = order[-2], order[-3]
+    return _embed(values, tuple(order), (0,) * values.ndim, 1, 0)
+
+
+def _expanded(values: np.ndarray) -> Buffer:
+    """The first axis longer than 1 repeated by a stride of 0, so its values become those of index 0."""
+    axis = next((i for i, n in enumerate(values.shape[:-1]) if n > 1), None)
+    if axis is None or not values.size:
+        return _contiguous(values)
+    one = _contiguous(np.take(values, [0], axis))
+    return Buffer(one.memory, values.shape, tuple(0 if i == axis else s for i, s in enumerate(one.strides)), 0)
+
+
+LAYOUTS: dict[str, Callable[[np.ndarray], Buffer]] = {
+    "contiguous": _contiguous,
+    "transposed": _transposed,
+    "sliced": _sliced,
+    "strided": _strided,
+    "swapped": _swapped,
+    "expanded": _expanded,
+}
+"""How an array lies in memory."""

@@ -1,0 +1,94 @@
+"""What a check found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from portakern.testing.cases import Case
+
+__all__ = ["Failure", "Report"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A case that broke the contract. ``reproduce`` is a line for a shell or for Python (see :class:`Subject`);
+    ``case`` the same for :func:`replay`."""
+
+    op: str
+    what: str
+    case: str
+    reproduce: str
+
+    def __str__(self) -> str:
+        return f"{self.op}: {self.what}\n  reproduce: {self.reproduce}"
+
+
+@dataclass
+class Report:
+    """What a check found.
+
+    Attributes:
+      op, subject: what was checked, on what (backend, device, compiled or interpreted).
+      seed: the seed of the run; examples: cases that ran and were compared.
+      failures: broken cases, shrunk by Hypothesis; empty when all passed.
+      worst: output name -> largest error as a fraction of what is permitted.
+      worst_case: the case that reached it.
+      refused: reason -> number of cases refused with it, all of them declared by the backend (an undeclared refusal is
+        a failure).
+      tilings_refused: reason -> number of drawn tilings that were not legal for their case, which then ran with the
+        default.
+      cells: "dtype | regime | edge | tiling" -> number of compared cases.
+      layouts, edges, laws: name -> number of compared cases.
+      seconds: wall time.
+    """
+
+    op: str
+    subject: str
+    seed: int
+    examples: int = 0
+    failures: list[Failure] = field(default_factory=list)
+    worst: dict[str, float] = field(default_factory=dict)
+    worst_case: str = ""
+    refused: Counter[str] = field(default_factory=Counter)
+    tilings_refused: Counter[str] = field(default_factory=Counter)
+    cells: Counter[str] = field(default_factory=Counter)
+    layouts: Counter[str] = field(default_factory=Counter)
+    edges: Counter[str] = field(default_factory=Counter)
+    laws: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures and self.examples + sum(self.laws.values()) > 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data for JSON."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}  # asdict() counts a Counter's pairs
+        plain = {k: dict(sorted(v.items())) if isinstance(v, Counter) else v for k, v in plain.items()}
+        return {**plain, "failures": [asdict(f) for f in self.failures], "passed": self.passed}
+
+    def merge(self, other: Report) -> Report:
+        """This report and that of another shard of the same check, as one; seconds add up."""
+        worst = {k: max(self.worst.get(k, 0.0), other.worst.get(k, 0.0)) for k in {**self.worst, **other.worst}}
+        worse = max(other.worst.values(), default=0.0) > max(self.worst.values(), default=0.0)
+        subject = self.subject if other.subject in self.subject else f"{self.subject}; {other.subject}"
+        sums = (
+            "examples", "failures", "refused", "tilings_refused", "cells", "layouts", "edges", "laws", "seconds",
+        )  # fmt: skip
+        return Report(
+            self.op,
+            subject,
+            self.seed,
+            worst=worst,
+            worst_case=other.worst_case if worse else self.worst_case,
+            **{name: getattr(self, name) + getattr(other, name) for name in sums},
+        )
+
+    def count(self, case: Case, tiling: str) -> None:
+        self.examples += 1
+        self.cells[f"{case.dtype} | {case.regime} | {case.edge or '-'} | {tiling}"] += 1
+        self.layouts.update({*case.layouts.values()} or {"contiguous"})
+        if case.edge:
+            self.edges[case.edge] += 1

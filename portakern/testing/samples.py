@@ -1,0 +1,116 @@
+"""The small named calls that specs declare (``op.sample``), as arrays: what lists in tests and benchmarks are made
+of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from portakern.core import registry
+from portakern.core.call import dropped_dims, shape_of
+from portakern.core.framework import frameworks
+from portakern.errors import SpecError
+from portakern.spec import Sample, Spec
+from portakern.spec.dtypes import DTYPES
+from portakern.testing.cases import Case
+
+__all__ = ["sample_arrays", "sample_case", "samples"]
+
+
+def samples(op: str | Spec[Any]) -> Mapping[str, Sample]:
+    """Name -> sample of an op; a gradient op that declares none has those of its forward op.
+
+    Raises:
+      SpecError: it has none.
+    """
+    spec = registry.find_spec(op) if isinstance(op, str) else op
+    found = spec.samples
+    if not found and spec.is_vjp:
+        forward = registry.forward_of(spec)
+        found = {n: _for_gradient(spec, s) for n, s in forward.samples.items()} if forward else {}
+    if not found:
+        raise SpecError(f"{spec.name} declares no sample; add one: {spec.name}.sample('name', dims={{...}})")
+    return found
+
+
+def _for_gradient(spec: Spec[Any], sample: Sample) -> Sample:
+    """A forward op's sample as one of its gradient op: without what that does not take."""
+    options, arrays = {o.name for o in spec.options}, {a.name for a in spec.arrays}
+    return Sample(
+        sample.name,
+        {n: extent for n, extent in sample.dims.items() if n in spec.dims},
+        {n: value for n, value in sample.options.items() if n in options},
+        tuple(n for n in sample.given if n in arrays),
+        {n: dims for n, dims in sample.stretched.items() if n in arrays},
+        tuple(n for n in sample.wider if n in arrays),
+    )
+
+
+def sample_case(op: str | Spec[Any], name: str | None = None, *, dtype: str | None = None, seed: int = 0) -> Case:
+    """A sample as a case of the checker, which :func:`portakern.testing.replay` takes too.
+
+    Args:
+      op: the op's name or spec; name: the sample's, None: the first.
+      dtype: the op's dtype; None: the first that it has.
+      seed: of the values.
+
+    Raises:
+      SpecError: no such sample or dtype, or one that gives a dimension no extent.
+    """
+    spec = registry.find_spec(op) if isinstance(op, str) else op
+    known = samples(spec)
+    if name is not None and name not in known:
+        raise SpecError(f"{spec.name} has no sample {name!r}; expected one of {', '.join(known)}")
+    sample = known[name] if name is not None else next(iter(known.values()))
+    dtype = spec.dtypes[0] if dtype is None else dtype
+    if dtype not in spec.dtypes:
+        raise SpecError(f"{spec.name}: dtype {dtype!r} is none of {', '.join(spec.dtypes)}")
+    missing = [d for d in spec.dims if d not in sample.dims]
+    if missing:
+        raise SpecError(f"{spec.name}: sample {sample.name!r} of its forward op has no {missing[0]}; declare one here")
+    dims = {**sample.dims, **dropped_dims(spec, sample.dims, sample.options)}
+    narrow = DTYPES[dtype].floating and DTYPES[dtype].bits < 32
+    shapes = {
+        a.name: tuple(
+            1 if d.broadcast and set(d.factors) & set(sample.stretched.get(a.name, ())) else extent
+            for d in a.dims
+            for extent in shape_of((d,), dims)
+        )
+        for a in spec.arrays
+        if not a.optional or a.name in sample.given
+    }
+    wider = tuple(n for n in sample.wider if narrow and n in shapes)
+    own = {a.name: dtype for a in spec.arrays if a.name in shapes and not a.follows and dtype in a.dtypes}
+    return Case(dtype, shapes, seed=seed, options=dict(sample.options), wider=wider, dtypes=own)
+
+
+def sample_arrays(
+    op: str | Spec[Any],
+    name: str | None = None,
+    *,
+    dtype: str | None = None,
+    seed: int = 0,
+    framework: str = "numpy",
+    device: Any = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arrays and options of a sample: ``pk.op(name)(**arrays, **options)``.
+
+    Values are standard normal, or what the argument's generator makes; what a gradient op saves from its forward is
+    that op's oracle's.
+
+    Args:
+      op, name, dtype, seed: as of :func:`sample_case`.
+      framework: whose arrays: numpy, torch or jax.
+      device: where, in that framework's terms; None: on the host.
+
+    Returns:
+      argument -> contiguous array, of the arrays that the sample gives; option -> value, of those not at their default.
+    """
+    spec = registry.find_spec(op) if isinstance(op, str) else op
+    if framework not in frameworks():
+        raise SpecError(f"framework is {framework!r}; expected one of {', '.join(frameworks())}")
+    library = frameworks()[framework]
+    library.load()
+    case = sample_case(spec, name, dtype=dtype, seed=seed)
+    arrays = {n: library.from_numpy(b.view(), device) for n, b in case.buffers(spec).items()}
+    return arrays, dict(case.options)

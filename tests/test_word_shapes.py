@@ -1,0 +1,246 @@
+"""An axis that disappears and outputs that take an input's memory: binding, the checker, torch and JAX."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeVar
+
+import numpy as np
+import pytest
+from jaxtyping import Float, Int
+
+import portakern as pk
+from portakern import inventory, testing
+from portakern.compiling.forms import typical_form
+from portakern.core import registry
+from portakern.core.binder import bind
+from portakern.spec.options import Axis
+from tests import word_ops as ops
+from tests.word_kernels import (
+    IN_PLACE,
+    PEAKS,
+    backend,
+    declared,
+    failure,
+    in_jax,
+    in_place,
+    in_torch,
+    masked_sum,
+    passes,
+    peak_in_jax,
+    peak_in_torch,
+    peak_of,
+    segment_sums,
+)
+
+A = TypeVar("A")
+X = np.random.default_rng(1).standard_normal((3, 4, 5)).astype(np.float32)
+
+
+def test_the_shape_loses_the_axis_that_is_named():
+    for axis, rest in ((-1, (3, 4)), (0, (4, 5)), (-2, (3, 5))):
+        call = bind(ops.peak, X, axis=axis, return_at=True)
+        assert call.dims == {"shape": (3, 4, 5), "rest": rest, "axis": X.shape[axis]}
+        assert call.outputs == {"y": (rest, "float32"), "at": (rest, "int32")}
+    assert bind(ops.peak, X[0, 0]).outputs["y"][0] == ()
+    bind(ops.peak, X, X[:, 0], axis=1)
+    with pytest.raises(
+        pk.SpecError, match=r"floor axis 0 \(rest\) is \(3, 4\); expected \(3, 5\), as set by x and axis"
+    ):
+        bind(ops.peak, X, X[:, :, 0], axis=1)
+
+
+def test_an_empty_axis_has_its_declared_value_and_an_empty_rest_is_empty():
+    y, at = pk.op(ops.peak)(np.zeros((3, 0), np.float32), return_at=True)
+    assert y.tolist() == [-np.inf] * 3 and at.tolist() == [-1] * 3 and y.dtype == np.float32
+    assert pk.op(ops.peak)(np.zeros((0, 3), np.float32)).shape == (0,)
+    assert pk.op(ops.peak)(np.zeros((0, 3), np.float32), axis=0).tolist() == [-np.inf] * 3
+
+
+@pytest.mark.parametrize("framework", PEAKS)
+def test_the_checker_finds_its_way_with_an_axis_that_goes(framework):
+    pytest.importorskip(framework, reason=f"{framework} is not installed")
+    report = passes(ops.peak, backend("peak", PEAKS[framework], framework), 30 if framework == "jax" else 80)
+    assert {"no_axis", "empty_rest", "several_block"} <= set(report.edges)
+    shapes = testing.cases.edges(ops.peak)
+    assert shapes["several_block"].dims == {"axis": (257, 300)}
+
+
+def test_wrong_axes_are_caught():
+    def first(call, tiling):
+        return peak_of(call.replace(options={**call.options, "axis": 0}), tiling)
+
+    assert failure(ops.peak, first).partition(": ")[2].startswith("y")
+
+    def kept(call, tiling):
+        y, at = peak_of(call, tiling)
+        return np.expand_dims(y, call.options["axis"]), at
+
+    assert "y has shape" in failure(ops.peak, kept)
+
+    def short(call, tiling):
+        first_tile = np.moveaxis(np.moveaxis(call.arrays["x"], call.options["axis"], 0)[:16], 0, call.options["axis"])
+        return peak_of(call.replace(arrays={**call.arrays, "x": first_tile}), tiling)
+
+    assert failure(ops.peak, short, only=["several_block"])
+
+
+def test_a_typical_call_and_its_lines_on_show(monkeypatch, capsys):
+    assert typical_form(ops.peak, "float16")["arrays"] == {"x": [[4, 8], "float16", None]}
+    monkeypatch.setattr(registry, "find_spec", lambda name: getattr(ops, name))
+    shown = inventory.show("peak")
+    assert shown["drops"] == {"rest": "shape without the axis that axis names"} and shown["samples"][0] == "rows"
+    assert inventory.show("segment_add")["outputs"][0]["memory"] == "new, or that of total"
+    assert inventory.show("segment_add")["outputs"][0]["dtype"] == "that of total"
+    assert inventory.show("masked_add")["outputs"][0]["dtype"] == "int32"
+
+
+def test_a_cotangent_takes_the_shape_without_the_axis():
+    """An argument of ``*rest``, required or not, waits for the option."""
+    arrays = {"x": Float[A, "*shape"], "d_y": Float[A, "*rest"], "counts": Int[A, "*rest"] | None}
+    axis = {"axis": Annotated[int, Axis("x")]}
+    total_vjp = declared(arrays, {"d_x": Float[A, "*shape"]}, axis, drops={"rest": "axis"})
+    assert bind(total_vjp, X, X[:, 0], axis=1).outputs == {"d_x": ((3, 4, 5), "float32")}
+    with pytest.raises(pk.SpecError, match=r"d_y axis 0 \(rest\) is \(3, 4\); expected \(4, 5\), as set by x and axis"):
+        bind(total_vjp, X, X[..., 0], axis=0)
+    with pytest.raises(pk.SpecError, match=r"counts axis 0 \(rest\) is \(1,\); expected \(3, 4\)"):
+        bind(total_vjp, X, X[..., 0], np.zeros(1, np.int32))
+    refusing = declared(arrays, {"y": Float[A, "*rest"]}, axis, drops={"rest": "axis"}, positive=("axis",))
+    with pytest.raises(pk.SpecError, match=r"the extent along axis is 0 \(x axis 1\); expected at least 1"):
+        bind(refusing, np.zeros((3, 0), np.float32), np.zeros(3, np.float32))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_vmap_shifts_the_axis(axis, dim):
+    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+    y, at = pk.op(ops.peak)(np.moveaxis(X, dim, 0)[0], axis=axis % 2, return_at=True)
+    runs = []
+
+    def kernel(call, tiling):
+        runs.append(call.dims["shape"])
+        return peak_in_torch(call, tiling)
+
+    run = pk.op(ops.peak, backend=backend("peak", kernel, "torch"))
+    joined = torch.func.vmap(lambda x: run(x, axis=axis % 2, return_at=True), in_dims=dim)(torch.from_numpy(X))
+    assert len(runs) == 1 and len(runs[0]) == 3  # one call, whose batch is one axis more
+    run = pk.op(ops.peak, backend=backend("peak", peak_in_jax, "jax"))
+    mapped = jax.vmap(lambda x: run(x, axis=axis % 2, return_at=True), in_axes=dim)(jax.numpy.asarray(X))
+    for tops, places in (joined, mapped):
+        assert tops.shape == np.moveaxis(X, dim, 0).max(1 + axis % 2).shape
+        np.testing.assert_array_equal(tops[0], y)
+        np.testing.assert_array_equal(places[0], at)
+
+
+def test_compiled_and_staged_calls_know_the_shape():
+    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+    run = pk.op(ops.peak, backend=backend("peak", peak_in_torch, "torch"))
+    y, at = torch.compile(lambda x: run(x, axis=1, return_at=True), fullgraph=True, backend="aot_eager")(
+        torch.from_numpy(X)
+    )
+    np.testing.assert_array_equal(y, X.max(1))
+    np.testing.assert_array_equal(at, X.argmax(1))
+    for name in ("mine", "reference"):
+        made = backend("peak", peak_in_jax, "jax") if name == "mine" else name
+        run = pk.op(ops.peak, backend=made)
+        y, at = jax.jit(lambda x, run=run: run(x, axis=0, return_at=True))(X)
+        np.testing.assert_array_equal(at, X.argmax(0))
+        assert y.shape == (4, 5) and at.dtype == np.int32
+        empty = jax.jit(lambda x, run=run: run(x, axis=0))(X[:0])
+        assert empty.tolist() == [[-np.inf] * 5] * 4
+
+
+# ------------------------------------------------------------------------------------------------------ shared memory
+def small(framework="numpy", **changes):
+    arrays, _ = testing.sample_arrays(ops.segment_add, framework=framework, seed=2)
+    return arrays | changes
+
+
+@pytest.mark.parametrize("framework", IN_PLACE)
+def test_an_output_takes_the_memory_that_it_may(framework):
+    pytest.importorskip(framework, reason=f"{framework} is not installed")
+    run = pk.op(ops.segment_add, backend=backend("segment_add", IN_PLACE[framework], framework))
+    want = pk.op(ops.segment_add)(**small())
+    arrays = small(framework)
+    out = run(**arrays)
+    np.testing.assert_allclose(out, want, rtol=1e-5)
+    np.testing.assert_array_equal(arrays["total"], out)
+    if framework == "torch":
+        assert out.data_ptr() == arrays["total"].data_ptr() and arrays["total"]._version > 0
+    passes(ops.segment_add, backend("segment_add", IN_PLACE[framework], framework))
+
+
+def read_only(x):
+    x.flags.writeable = False
+    return x
+
+
+TAKEN = {  # inputs that somebody else may see
+    "a constant": lambda: small(total=read_only(small()["total"])),
+    "repeated rows": lambda: small(total=np.lib.stride_tricks.as_strided(np.ones(4, np.float32), (3, 4), (0, 4))),
+}
+
+
+@pytest.mark.parametrize("what", TAKEN)
+def test_what_others_see_is_never_written_to(what):
+    arrays = TAKEN[what]()
+    before = arrays["total"].copy()
+    want = pk.op(ops.segment_add)(**arrays)
+    for framework, kernel in IN_PLACE.items():
+        out = pk.op(ops.segment_add, backend=backend("segment_add", kernel, framework))(**arrays)
+        np.testing.assert_allclose(out, want, rtol=1e-5)
+        np.testing.assert_array_equal(arrays["total"], before)
+
+
+def test_an_array_that_is_two_arguments_is_not_written_to():
+    same = np.ones((3, 3), np.float32)
+    arrays = {"q": np.ones((3, 3), np.int8), "scales": same[0], "starts": np.array([0, 1, 2]), "total": same}
+    out = pk.op(ops.segment_add, backend=backend("segment_add", in_place))(**arrays)
+    assert out.tolist() == [[2.0] * 3] * 3 and same.tolist() == [[1.0] * 3] * 3
+
+
+def test_immutable_recorded_and_watched_inputs_keep_their_values():
+    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+    run = pk.op(ops.segment_add, backend=backend("segment_add", in_torch, "torch"))
+    want = np.asarray(run(**small()))
+    arrays = small("jax")
+    np.testing.assert_array_equal(run(**arrays), want)
+    np.testing.assert_array_equal(arrays["total"], small()["total"])
+    arrays = small("torch")
+    compiled = torch.compile(lambda a: (run(**a), a["total"] + 1), fullgraph=True, backend="aot_eager")
+    out, later = compiled(arrays)
+    np.testing.assert_array_equal(out, want)
+    np.testing.assert_array_equal(later, small()["total"] + 1)
+    torch.library.opcheck(torch.ops.portakern.segment_add.default, tuple(small("torch").values()))
+    mapped = torch.func.vmap(lambda total: run(**(arrays | {"total": total})))(torch.stack([arrays["total"]] * 2))
+    np.testing.assert_array_equal(mapped[1], want)
+    with testing.audit() as seen:
+        run(**arrays)
+    assert not seen.broken and seen.worst
+    np.testing.assert_array_equal(arrays["total"], small()["total"])
+    staged = pk.op(ops.segment_add, backend=backend("segment_add", in_jax, "jax"))
+    np.testing.assert_allclose(jax.jit(lambda a: staged(**a))(small("jax")), want, rtol=1e-5)
+
+
+def test_other_sharing_and_writing_is_still_wrong():
+    def shares_another(call, tiling):
+        return (in_place(call, tiling)[0][:, ::-1],)
+
+    assert "out" in failure(ops.segment_add, shares_another)
+
+    def writes_elsewhere(call, tiling):
+        out = segment_sums(call, tiling)
+        call.arrays["scales"][...] = 0
+        return out
+
+    assert "the input scales was written to" in failure(ops.segment_add, writes_elsewhere)
+
+    def scratch(call, tiling):
+        out = segment_sums(call, tiling)
+        call.arrays["total"][...] = 7
+        return out
+
+    assert "the input total was written to" in failure(ops.segment_add, scratch)
+    assert "shares memory with the input keep" in failure(
+        ops.masked_add,
+        lambda call, tiling: (masked_sum(call, np.int32)[0], call.arrays["keep"], masked_sum(call, np.int32)[2]),
+    )
