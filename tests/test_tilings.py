@@ -94,10 +94,10 @@ def test_a_shipped_table_is_right(path):
         impl = implementation(backend, op)
         package = impl.fn.__module__.split(".")[-2]
         assert list(variants) == [package]
-        found = tilings.rows(impl, path.stem)
+        found, key = tilings.rows(impl, path.stem), impl.key(abstract_call(backend, op, "float32", 1, False))
         assert found and len({r.name for r in found}) == len(found), op
         for row in found:
-            tilings.check_row(impl, registry.find_spec(op), row)
+            tilings.check_row(impl, registry.find_spec(op), row, key)
             assert row.source.strip(), row
             assert not registry.find_spec(op).tiling.keys() - row.tiling.keys(), row
 
@@ -106,7 +106,7 @@ def test_a_wrong_tile_in_a_table_is_found():
     impl, spec = implementation("triton", "matmul"), registry.find_spec("matmul")
     for tiling in ({"block_q": 64}, {"block_m": 65}, {"num_stages": 9}):
         with pytest.raises(ValueError, match="matmul, row 'a': tiling"):
-            tilings.check_row(impl, spec, tilings.Row("a", {}, tiling, "", "sm_90"))
+            tilings.check_row(impl, spec, tilings.Row("a", {}, tiling, "", "sm_90"), {})
 
 
 @pytest.mark.parametrize("backend", OWN)
@@ -272,6 +272,9 @@ WRONG_ROWS = {
     "ops/attention/gpu/0/key/d is 1.5; expected text, a whole number or a list": own_row({}, d=1.5),
     "ops/attention/gpu/0/from is 'cuda'; expected '<target>/<op>'": {"from": "cuda"},
     "attention, row 'mine': tiling is 'block_m'; expected names among block_q, block_kv": own_row({"block_m": 64}),
+    "attention, row 'mine': key is 'b'; expected names among products, d": own_row({}, b=1),
+    "attention, row 'mine': key['d'] is '64'; expected a whole number": own_row({}, d="64"),
+    "attention, row 'mine': key is {'d': 64}; expected a value of 'products'": {**own_row({}), "key": {"d": 64}},
     "attention, row 'mine': tiling['block_q'] is 60; expected one of 16, 32": own_row({"block_q": 60}),
 }
 BROKEN |= {m: {"schema": 1, "target": "cpu", "ops": {"attention": {"gpu": [r]}}} for m, r in WRONG_ROWS.items()}

@@ -146,7 +146,6 @@ def forget() -> None:
     """Read tables anew: a file may have changed since it was last asked."""
     _kept.clear()
     _table.cache_clear()
-    _own_rows.cache_clear()
 
 
 def _named(impl: Implementation, call: Call, user: Mapping[str, int]) -> Resolved:
@@ -175,7 +174,7 @@ def _look_up(impl: Implementation, call: Call, key: Key) -> Found:
     sources = dict.fromkeys(tiling, "heuristic")
     shipped = next(filter(None, (nearest(rows(impl, name), key) for name in _tables_for(call.target))), None)
     own = cache_folder() / "tuned" / impl.backend.name / f"{call.target.arch or call.target.platform}.json"
-    cached = nearest(_own_rows(impl, call.spec, own), key)
+    cached = nearest(_own_rows(impl, call.spec, own, key), key)
     for row, layer in ((shipped, f"shipped {shipped and shipped.table}"), (cached, "cache")):
         if row is not None:
             tiling |= row.tiling
@@ -215,7 +214,7 @@ def _tables_for(target: Target) -> Iterator[str]:
 
 
 def shipped_folder(package: str) -> Path | None:
-    """Where the tables of a package of op modules lie: ``tuned`` in the package that holds it, in itself without one."""
+    """Where the tables of a package of op modules lie: ``tuned`` in the package that holds it, or in itself."""
     try:
         found = importlib.util.find_spec(package.rpartition(".")[0] or package) if package else None
     except (ImportError, ValueError):
@@ -246,14 +245,13 @@ def _shipped_rows(folder: Path, target: str, op: str, variant: str) -> tuple[Row
         raise SpecError(f"the table of tilings {path} is wrong: {e}") from None
 
 
-@functools.cache
-def _own_rows(impl: Implementation, spec: Spec[Any], path: Path) -> tuple[Row, ...]:
+def _own_rows(impl: Implementation, spec: Spec[Any], path: Path, key: Key) -> tuple[Row, ...]:
     """The rows of the user's own table; none, after a warning that says why, where it cannot be used."""
     package = impl.fn.__module__.rpartition(".")[0]
     try:
         found = _with_borrowed(_table(path), impl.op, package.rpartition(".")[2], shipped_folder(package))
         for row in found:
-            check_row(impl, spec, row)
+            check_row(impl, spec, row, key)
     except ValueError as e:
         _warn(f"portakern: the tilings in {path} are left out: {e}; tune again, or delete the file")
         return ()
@@ -266,9 +264,19 @@ def _warn(text: str) -> None:
     log.warning(text)
 
 
-def check_row(impl: Implementation, spec: Spec[Any], row: Row) -> None:
-    """ValueError if a row has tiles that the implementation does not have, or values that they cannot have."""
-    legal = {**spec.tiling, **impl.knobs}
+def check_row(impl: Implementation, spec: Spec[Any], row: Row, key: Key) -> None:
+    """ValueError if a row has tiles that the implementation does not have, or values that they cannot have.
+
+    ``key``: one of the implementation's keys, to whose names and kinds the row's key is held.
+    """
+    legal, where = {**spec.tiling, **impl.knobs}, f"{impl.op}, row {row.name!r}: key"
+    for name in row.key:
+        _expect(name in key, where, name, f"names among {', '.join(key)}")
+    for name, value in key.items():
+        if isinstance(value, (str, bool)):
+            _expect(name in row.key, where, row.key, f"a value of {name!r}, such as {value!r}")
+        elif name in row.key:
+            _expect(type(row.key[name]) is int, f"{where}[{name!r}]", row.key[name], "a whole number")
     for name, value in row.tiling.items():
         where = f"{impl.op}, row {row.name!r}: tiling"
         _expect(name in legal, where, name, f"names among {', '.join(legal)}")
