@@ -181,7 +181,7 @@ def test_compare_measures_the_worst_fraction():
         (-np.inf, 70000.0, 200000.0, True),
         (-np.inf, 70000.0, 100000.0, False),
     ],
-)
+)  # fmt: skip
 def test_compare_on_nan_inf_and_overflow(got, ref, bound, ok):
     c = compare(np.array([got], np.float16), np.array([ref]), np.array([bound]), "float16")
     assert c.ok is ok

@@ -30,30 +30,9 @@ NAMES = [p.name for p in kernel.params]
 MEMORY = {d: torch.zeros(80, dtype=d) for d in (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64)}
 TENSORS = [t[i:] for t in MEMORY.values() for i in (0, 1, 8, 2)] + [MEMORY[torch.float32].view(8, 10).T]
 NUMBERS = [
-    0,
-    1,
-    2,
-    3,
-    15,
-    16,
-    17,
-    32,
-    256,
-    -1,
-    -15,
-    -16,
-    2**31 - 16,
-    2**31 - 1,
-    2**31,
-    2**31 + 1,
-    2**32,
-    2**40 + 1,
-    2**63 - 1,
-    2**63,
-    2**64 - 1,
-    -(2**31),
-    -(2**31) - 1,
-]
+    0, 1, 2, 3, 15, 16, 17, 32, 256, -1, -15, -16, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 1, 2**32, 2**40 + 1,
+    2**63 - 1, 2**63, 2**64 - 1, -(2**31), -(2**31) - 1,
+]  # fmt: skip
 EXTRAS = [None, True, False, 1.0, 0.5, -0.0, *TENSORS, *NUMBERS]
 OPTIONS = {
     "block": [16, 32],
@@ -168,15 +147,11 @@ def test_drawn_calls_of_one_key_have_one_binary(host, hip, call, data):
 
 
 WEAKER = {
-    "pointer alignment": ("not x.data_ptr() & 15", "0"),
-    "pointer dtype": ("y.dtype", "0"),
-    "integers of 1": ("n == 1", "False"),
-    "integer alignment": ("n & 15 and", "1 and"),
-    "wide integers": ("< 2147483648 else", "< 2**100 else"),
-    "negative integers": ("0 <= (", "-2**100 <= ("),
-    "a constexpr": (", dtype,", ","),
-    "an option": ("num_warps, num_stages)", "num_stages)"),
-}
+    "pointer alignment": ("not x.data_ptr() & 15", "0"), "pointer dtype": ("y.dtype", "0"),
+    "integers of 1": ("n == 1", "False"), "integer alignment": ("n & 15 and", "1 and"),
+    "wide integers": ("< 2147483648 else", "< 2**100 else"), "negative integers": ("0 <= (", "-2**100 <= ("),
+    "a constexpr": (", dtype,", ","), "an option": ("num_warps, num_stages)", "num_stages)"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("weaker", WEAKER)

@@ -103,40 +103,10 @@ def test_a_kernel_that_does_not_fit_says_so_every_time():
     for _ in range(2):
         with pytest.raises(triton.runtime.errors.OutOfResources):
             launching.launch(
-                matmul_kernel,
-                4,
-                Call,
-                a,
-                a,
-                c,
-                256,
-                256,
-                256,
-                2,
-                2,
-                2,
-                1,
-                0,
-                0,
-                256,
-                1,
-                0,
-                0,
-                256,
-                1,
-                0,
-                0,
-                256,
-                block_m=128,
-                block_n=128,
-                block_k=128,
-                group=8,
-                acc_dtype=tl.float32,
-                precision="tf32",
-                whole_k=True,
-                num_warps=8,
-                num_stages=5,
-            )
+                matmul_kernel, 4, Call, a, a, c, 256, 256, 256, 2, 2, 2, 1, 0, 0, 256, 1, 0, 0, 256, 1, 0, 0, 256,
+                block_m=128, block_n=128, block_k=128, group=8, acc_dtype=tl.float32, precision="tf32", whole_k=True,
+                num_warps=8, num_stages=5,
+            )  # fmt: skip
 
 
 @gpu

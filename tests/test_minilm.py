@@ -71,20 +71,9 @@ def test_the_result_fails_when_a_call_is_not_counted_or_leaves_its_bound() -> No
     from portakern.examples.minilm import demo
 
     good = demo.Run(
-        "b",
-        "cpu",
-        "compiled",
-        "float32",
-        {"softmax": 1},
-        {"softmax": 1},
-        demo.Agreement(1.0, 0.0),
-        None,
-        {"softmax": 0.5},
-        [],
-        0.1,
-        [(i, 0.9) for i in range(len(demo.PAIRS))],
-        [],
-    )
+        "b", "cpu", "compiled", "float32", {"softmax": 1}, {"softmax": 1}, demo.Agreement(1.0, 0.0), None,
+        {"softmax": 0.5}, [], 0.1, [(i, 0.9) for i in range(len(demo.PAIRS))], [],
+    )  # fmt: skip
     assert good.passed
     assert not replace(good, calls={"softmax": 0}).passed
     assert not replace(good, worst={"softmax": 1.01}).passed

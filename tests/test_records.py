@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import pkgutil
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import portakern.specs
 from portakern.api import op
 from portakern.core import registry
 from tests.ops import forward_records, records
-from tests.ops.record import ForwardRecord, GradientRecord, OpRecord
+from tests.ops.record import ForwardRecord, GradientRecord
 
 ROOT = Path(__file__).resolve().parents[1]
 every_record = pytest.mark.parametrize("r", records().values(), ids=records())
@@ -63,7 +64,7 @@ def test_a_record_without_a_required_field_cannot_be_made(kind):
     whole = next(r for r in records().values() if type(r) is kind)
     given = {f.name: getattr(whole, f.name) for f in dataclasses.fields(whole)}
     required = [f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING]
-    assert len(required) >= 10 and {f.name for f in dataclasses.fields(OpRecord)} < given.keys() | {""}
+    assert len(required) >= 10
     for name in required:
         with pytest.raises(TypeError, match=f"missing 1 required keyword-only argument: '{name}'"):
             kind(**{n: value for n, value in given.items() if n != name})
@@ -110,7 +111,7 @@ def test_a_shipped_backend_has_every_op_that_it_does_not_say_it_lacks(b, family)
 def test_a_module_of_a_backend_is_an_op_that_it_implements(b, family):
     if b.unavailable():
         pytest.skip(b.unavailable())
-    imported = __import__(family.package, fromlist=["__path__"])
+    imported = importlib.import_module(family.package)
     assert modules(imported.__path__) <= SHIPPED, "what belongs to no op begins with an underscore or lies in a folder"
     for name in modules(imported.__path__):
         assert b.implementation(name, family) is not None, f"{family.package}.{name} implements no {name}"

@@ -23,62 +23,26 @@ from portakern.results import ResultError
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE = "NVIDIA H100 80GB HBM3"
 TIME = {
-    "op": "softmax",
-    "dtype": "bfloat16",
-    "call": "softmax(bfloat16; n=4096)",
-    "tiling": {"block_n": 4096},
-    "us": 40.0,
-    "bytes": 67108864,
-    "flops": 83886080,
-    "floor_us": 20.0,
-    "peers": {"torch": 50.0},
-    "checked": True,
-}
+    "op": "softmax", "dtype": "bfloat16", "call": "softmax(bfloat16; n=4096)", "tiling": {"block_n": 4096}, "us": 40.0,
+    "bytes": 67108864, "flops": 83886080, "floor_us": 20.0, "peers": {"torch": 50.0}, "checked": True,
+}  # fmt: skip
 
 
 def run_of(benchmark, rows, device=DEVICE, date="2026-03-01", **extra):
-    return {
-        "schema": 1,
-        "benchmark": benchmark,
-        "command": "a command",
-        "date": date,
-        "device": device,
-        "environment": {"torch": "2.11"},
-        **extra,
-        "rows": rows,
-    }
+    head = {"schema": 1, "benchmark": benchmark, "command": "a command", "date": date, "device": device}
+    return {**head, "environment": {"torch": "2.11"}, **extra, "rows": rows}
 
 
 def built(op="softmax", target="sm_90", dtype="bfloat16", reason=None, **kernel):
     made = {
-        "name": "k",
-        "launches": 1,
-        "threads": 256,
-        "registers": 30,
-        "spills": 0,
-        "on_chip": {"shared": 32},
-        "occupancy": 0.5,
-        "matrix": {},
-        "code_bytes": 100,
-        "cycles": None,
-        "undefined": [],
-        **kernel,
-    }
+        "name": "k", "launches": 1, "threads": 256, "registers": 30, "spills": 0, "on_chip": {"shared": 32},
+        "occupancy": 0.5, "matrix": {}, "code_bytes": 100, "cycles": None, "undefined": [], **kernel,
+    }  # fmt: skip
     return {
-        "op": op,
-        "direction": "forward",
-        "dtype": dtype,
-        "target": target,
-        "backend": "triton",
-        "call": f"{op}(...)",
-        "tiling": {"block_n": 4096},
-        "ok": reason is None,
-        "reason": reason,
-        "final": True,
-        "kernels": [made] if reason is None else [],
-        "code_bytes": 100,
-        "seconds": 1.0,
-    }
+        "op": op, "direction": "forward", "dtype": dtype, "target": target, "backend": "triton", "call": f"{op}(...)",
+        "tiling": {"block_n": 4096}, "ok": reason is None, "reason": reason, "final": True,
+        "kernels": [made] if reason is None else [], "code_bytes": 100, "seconds": 1.0,
+    }  # fmt: skip
 
 
 def put(folder: Path, name: str, data) -> Path:

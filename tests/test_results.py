@@ -35,20 +35,10 @@ KERNEL = {
     "spills": 0,
 }
 BUILD = {
-    "op": "softmax",
-    "direction": "forward",
-    "dtype": "float32",
-    "target": "sm_90",
-    "backend": "triton",
-    "call": "softmax(...)",
-    "tiling": {"block_n": 128},
-    "ok": True,
-    "reason": None,
-    "final": True,
-    "kernels": [KERNEL],
-    "code_bytes": 1,
-    "seconds": 1.0,
-}
+    "op": "softmax", "direction": "forward", "dtype": "float32", "target": "sm_90", "backend": "triton",
+    "call": "softmax(...)", "tiling": {"block_n": 128}, "ok": True, "reason": None, "final": True, "kernels": [KERNEL],
+    "code_bytes": 1, "seconds": 1.0,
+}  # fmt: skip
 
 
 def changed(**new):

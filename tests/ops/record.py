@@ -249,7 +249,7 @@ class ForwardRecord(OpRecord):
         what to try it on.
       formula_tolerance: (relative, absolute).
       in_torch, in_jax: the op in plain torch and JAX operations, from arrays and options.
-      compared: one call of a moderate size, without missing optional inputs, for comparisons with plain torch and JAX.
+      compared: one call of a moderate size, for comparisons with plain torch and JAX.
       derived: more calls for which PyTorch's float64 derivative and finite differences tell the gradient, beside
         ``small``.
       lowered: calls to lower for TPU.

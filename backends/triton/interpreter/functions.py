@@ -100,7 +100,9 @@ def dot(
         raise NotImplementedError(f"dot of {input.dtype} is not interpreted")
     wide = {"fp64": tl.float64, "int8": tl.int32}.get(input.dtype.name, tl.float32)
     # A row at a time: a BLAS may sum the rows of one product in different orders, by their place among the others.
-    data = np.matmul(convert(a, input.dtype, wide)[..., None, :], convert(b, other.dtype, wide)[..., None, :, :])[..., 0, :]
+    data = np.matmul(convert(a, input.dtype, wide)[..., None, :], convert(b, other.dtype, wide)[..., None, :, :])[
+        ..., 0, :
+    ]
     if acc is not None:
         if acc.handle.data.shape != data.shape:
             raise ValueError(f"dot gives {data.shape} but acc is {acc.handle.data.shape}")
