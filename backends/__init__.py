@@ -1,6 +1,7 @@
 """The backends: one package each, found through the ``portakern.backends`` entry-point group.
 
-Importing a submodule binds it in its parent, so this package takes the name that ``portakern.backends()`` answers to: it is callable.
+Importing a submodule binds it in its parent, so this package takes the name that ``portakern.backends()`` answers to:
+it is callable.
 """
 
 import sys
@@ -12,7 +13,8 @@ from portakern.core.backend import Backend
 
 if __name__ != "portakern.backends":
     raise ImportError(
-        f"import this package as portakern.backends, not {__name__!r}: under another name its triton folder would hide the real triton"
+        f"import this package as portakern.backends, not {__name__!r}: under another name its triton folder would "
+        "hide the real triton"
     )
 
 

@@ -202,7 +202,8 @@ def check(
         with Progress(*columns, console=err, transient=True) as bar:
             tasks = {s: bar.add_task("{} on {}, {}".format(*s), total=max_examples) for s in subjects}
             reports = testing.check_all(subjects, jobs, lambda s, cases: bar.advance(tasks[s], cases),
-                                        device=device, dtypes=dtype, only=edge, profile=profile, max_examples=max_examples, seed=seed)  # fmt: skip
+                                        device=device, dtypes=dtype, only=edge, profile=profile,
+                                        max_examples=max_examples, seed=seed)  # fmt: skip
     _show_reports(reports)
     if json_file:
         command, seconds = results.command_line("portakern", json_file), round(time.perf_counter() - start, 1)
@@ -262,7 +263,9 @@ def compile_(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that one compilation may take.")] = 900.0,
     as_json: Json = False,
 ) -> None:
-    """Compile ops, forward and backward, for hardware that need not be here, and say what each kernel takes of it; exit status 1 if any cannot be."""
+    """Compile ops, forward and backward, for hardware that need not be here, and say what each kernel takes of it; exit
+    status 1 if any cannot be.
+    """
     from portakern.compiling import matrix as compiling
     from portakern.core import targets
 

@@ -1,4 +1,6 @@
-"""The three ways a call can fail, so that a caller can tell a wrong call from a missing kernel from a missing device."""
+"""The three ways a call can fail, so that a caller can tell a wrong call from a missing kernel from a missing
+device.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What is declared, installed and reachable in this process, as plain data for the command line and for result files."""
+"""What is declared, installed and reachable in this process, as plain data for the command line and for result
+files.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,8 @@ def show(op: str) -> dict[str, Any]:
     return {
         "op": s.name,
         "doc": s.doc,
-        "arrays": [{"name": a.name, "shape": a.shape, "dtypes": list(a.dtypes), "optional": a.optional} for a in s.arrays],
+        "arrays": [{"name": a.name, "shape": a.shape, "dtypes": list(a.dtypes),
+        "optional": a.optional} for a in s.arrays],
         "options": [{"name": o.name, "default": o.default, "expected": o.expected} for o in s.options],
         "outputs": [
             {

@@ -1,6 +1,7 @@
 """Files of results: one JSON a run, all of one form, under ``benchmarks/results/`` of a checkout.
 
-    {"schema": 1, "benchmark": "...", "command": "...", "date": "YYYY-MM-DD", "device": "...", "environment": {...}, "rows": [{...}, ...], ...}
+    {"schema": 1, "benchmark": "...", "command": "...", "date": "YYYY-MM-DD", "device": "...", "environment": {...},
+    "rows": [{...}, ...], ...}
 
 What else a file holds, and what a row does, depends on its benchmark (:data:`BENCHMARKS`).
 """
@@ -102,7 +103,8 @@ class Benchmark:
 
 
 _KERNEL = {
-    "name": "text", "launches": "count", "threads": "count?", "registers": "count?", "spills": "count?", "on_chip": "integers", "occupancy": "number?",
+    "name": "text", "launches": "count", "threads": "count?", "registers": "count?", "spills": "count?",
+    "on_chip": "integers", "occupancy": "number?",
     "matrix": "integers", "code_bytes": "count?", "cycles": "count?", "undefined": "list",
 }  # fmt: skip
 _COUNTS = dict.fromkeys(("refused", "tilings_refused", "cells", "layouts", "edges", "laws"), "integers")
@@ -111,20 +113,23 @@ _MEDIAN = {"median_us": "number", "best_us": "number", "worst_us": "number"}
 BENCHMARKS: Mapping[str, Benchmark] = {
     "conformance": Benchmark(
         ("op", "subject"),
-        {"op": "text", "subject": "text", "seed": "integer", "examples": "count", "failures": "list", "worst": "numbers", "worst_case": "string", **_COUNTS,
+        {"op": "text", "subject": "text", "seed": "integer", "examples": "count", "failures": "list",
+         "worst": "numbers", "worst_case": "string", **_COUNTS,
          "seconds": "number", "passed": "flag"},
         {"wall_seconds": "number"},
     ),
     "compile-matrix": Benchmark(
         ("op", "dtype", "target", "backend"),
-        {"op": "text", "direction": "text", "dtype": "text", "target": "text", "backend": "text", "call": "string", "tiling": "integers", "ok": "flag",
+        {"op": "text", "direction": "text", "dtype": "text", "target": "text", "backend": "text", "call": "string",
+         "tiling": "integers", "ok": "flag",
          "reason": "text?", "final": "flag", "kernels": "list", "code_bytes": "count?", "seconds": "number"},
         {"wall_seconds": "number", "ok": "count", "of": "count", "limits": "object"},
         {"kernels": _KERNEL},
     ),
     "times": Benchmark(
         ("op", "dtype", "call"),
-        {"op": "text", "dtype": "text", "call": "text", "tiling": "integers", "us": "number", "bytes": "count", "flops": "count", "floor_us": "number", "peers": "numbers",
+        {"op": "text", "dtype": "text", "call": "text", "tiling": "integers", "us": "number", "bytes": "count",
+         "flops": "count", "floor_us": "number", "peers": "numbers",
          "checked": "flag"},
         {"wall_seconds": "number?"},
     ),
@@ -133,18 +138,22 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "fuzz": Benchmark(
         ("verdict",),
         {"verdict": "text", "calls": "count"},
-        {"calls": "count", "seed": "integer", "seconds": "number", "worst": "number", "slowest_seconds": "number", "broken": "list"},
+        {"calls": "count", "seed": "integer", "seconds": "number", "worst": "number", "slowest_seconds": "number",
+        "broken": "list"},
     ),
     "mutants": Benchmark(
         ("name",),
-        {"name": "text", "backend": "text", "op": "text", "what": "text", "small": "flag", "max_error": "number?", "error": "text?", "seeds": "object", "flat": "object"},
+        {"name": "text", "backend": "text", "op": "text", "what": "text", "small": "flag", "max_error": "number?",
+        "error": "text?", "seeds": "object", "flat": "object"},
         {"tasks": "text", "wall_seconds": "number", "summary": "object", "kernels": "list"},
     ),
-    "sanitizer": Benchmark(("op", "tool"), {"op": "text", "tool": "text", "examples": "count", "errors": "count?", "problem": "text?", "seconds": "number"}),
+    "sanitizer": Benchmark(("op", "tool"), {"op": "text", "tool": "text", "examples": "count", "errors": "count?",
+    "problem": "text?", "seconds": "number"}),
     "character_model": Benchmark(
         ("ops", "seed"),
         {"ops": "text", "seed": "integer", "final": "number", "losses": "list"},
-        {"steps": "count", "mean": "numbers", "standard_error": "number", "difference": "number", "in_standard_errors": "number"},
+        {"steps": "count", "mean": "numbers", "standard_error": "number", "difference": "number",
+        "in_standard_errors": "number"},
     ),
 }  # fmt: skip
 """Every benchmark whose results are kept."""
@@ -181,7 +190,9 @@ def command_line(program: str, file: Path | None = None) -> str:
 def record(
     benchmark: str, rows: Sequence[Mapping[str, Any]], *, command: str, device: str | None = None, **extra: Any
 ) -> dict[str, Any]:
-    """A run of today as a file keeps it. ``device``: the name of what was measured; this machine's best if not given."""
+    """A run of today as a file keeps it. ``device``: the name of what was measured; this machine's best if not
+    given.
+    """
     return {
         "schema": SCHEMA,
         "benchmark": benchmark,
@@ -195,7 +206,9 @@ def record(
 
 
 def write(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a record. One that :func:`read` will refuse is written all the same, with a warning: the run it came from may have been long."""
+    """Write a record. One that :func:`read` will refuse is written all the same, with a warning: the run it came from
+    may have been long.
+    """
     write_atomically(path, json.dumps(data, indent=1) + "\n")
     found = next(problems(json.loads(path.read_text(encoding="utf-8"))), None)
     if found:
@@ -231,7 +244,10 @@ def problems(data: Any) -> Iterator[str]:
         return
     if data.get("schema") != SCHEMA:
         what = f"is {_shown(data['schema'])}" if "schema" in data else "is missing"
-        yield f"'schema' {what}; expected {SCHEMA}: results are written by portakern.results.record(...), in this form since then"
+        yield (
+            f"'schema' {what}; expected {SCHEMA}: results are written by portakern.results.record(...), in this form "
+            "since then"
+        )
         return
     yield from _faults({n: data[n] for n in HEADER if n in data}, HEADER, "")
     name = data.get("benchmark")
@@ -263,7 +279,10 @@ def _row_faults(rows: list[Any], form: Benchmark) -> Iterator[str]:
                 )
         key = json.dumps([row.get(n) for n in form.key])
         if key in seen:
-            yield f"'{place}' measures what rows[{seen[key]}] does: {', '.join(f'{n} {row.get(n)!r}' for n in form.key)}; expected one row for each"
+            yield (
+                f"'{place}' measures what rows[{seen[key]}] does: "
+                f"{', '.join(f'{n} {row.get(n)!r}' for n in form.key)}; expected one row for each"
+            )
         seen.setdefault(key, i)
 
 

@@ -1,4 +1,6 @@
-"""Drop-in twins of PyTorch's own functions on portakern ops, and a way to swap them into a model that calls PyTorch's."""
+"""Drop-in twins of PyTorch's own functions on portakern ops, and a way to swap them into a model that calls
+PyTorch's.
+"""
 
 from portakern.frameworks.torch.functions import (
     layer_norm,

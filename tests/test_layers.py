@@ -94,7 +94,9 @@ def rooms(edges: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def test_no_folder_imports_back():
-    """What a folder builds on knows nothing of it: binding of frameworks' wings, routing of backends, compiling of the ops' face."""
+    """What a folder builds on knows nothing of it: binding of frameworks' wings, routing of backends, compiling of the
+    ops' face.
+    """
     assert circles(rooms(graph(modules()))) == []
 
 

@@ -25,7 +25,9 @@ ABSENT: dict[tuple[str, str], str] = {}
 
 
 def modules(package):
-    """The modules of a family that are ops: no subpackage, no name that begins with an underscore, not what it is for."""
+    """The modules of a family that are ops: no subpackage, no name that begins with an underscore, not what it is
+    for.
+    """
     found = {m.name for m in pkgutil.iter_modules(package) if not m.ispkg and not m.name.startswith("_")}
     return found - {"family"}
 

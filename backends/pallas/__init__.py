@@ -5,7 +5,8 @@ Importing this package imports no jax: the op modules do, when a call needs them
 
 if __name__ != "portakern.backends.pallas":
     raise ImportError(
-        f"this package is portakern.backends.pallas and was imported as {__name__!r}; run scripts from outside the backends folder"
+        f"this package is portakern.backends.pallas and was imported as {__name__!r}; run scripts from outside the "
+        "backends folder"
     )
 
 from portakern.core.backend import Backend

@@ -5,7 +5,8 @@
 
 if __name__ != "portakern.backends.triton":
     raise ImportError(
-        f"portakern's Triton backend was imported as {__name__!r}, which shadows the real triton package: a script was started inside backends/. "
+        f"portakern's Triton backend was imported as {__name__!r}, which shadows the real triton package: a script "
+        "was started inside backends/. "
         "Start it from another folder, and import portakern.backends.triton"
     )
 

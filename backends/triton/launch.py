@@ -2,9 +2,9 @@
 
 ``kernel[grid](...)`` takes 20 to 50 us of host time to find out which binary its arguments select. Here binaries are
 kept under keys that are at least as fine as Triton's own, and a later launch goes straight to its binary. Key and
-launch are one straight-line function, written once for each kernel and list of argument types, as ``portakern.core.binder``
-writes binders. The first launch of a key is Triton's. What a caller launches again and again with other tensors alone
-it prepares once.
+launch are one straight-line function, written once for each kernel and list of argument types, as
+``portakern.core.binder`` writes binders. The first launch of a key is Triton's. What a caller launches again and again
+with other tensors alone it prepares once.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ class Kernel:
     Attributes:
       name: the kernel's; launches: how many launches of the call it serves.
       threads: of one program; registers: 32-bit registers a thread.
-      spills: what did not fit in registers: bytes a thread on a GPU, vector registers stored in the code of a TPU kernel.
+      spills: what did not fit in registers: bytes a thread on a GPU, vector registers stored in the code of a TPU
+        kernel.
       on_chip: memory (as named in :mod:`portakern.core.targets`) -> bytes that one program takes.
       occupancy: share of a core's resident threads that fit beside each other.
       matrix: matrix instruction -> how often it stands in the machine code.
@@ -40,10 +41,13 @@ class Kernel:
     assembly: str = ""
 
     def over(self, hardware: Hardware) -> str | None:
-        """What of the chip this kernel takes too much of, or what its machine code reads and never wrote, in words; None where it is sound. Compilers let
-        such kernels pass, and launches fail or give wrong results."""
+        """What of the chip this kernel takes too much of, or what its machine code reads and never wrote, in words;
+        None where it is sound. Compilers let such kernels pass, and launches fail or give wrong results."""
         if self.undefined:
-            return f"the assembler's code for {self.name} reads {', '.join(self.undefined)}, which nothing before writes: its results would be wrong"
+            return (
+                f"the assembler's code for {self.name} reads {', '.join(self.undefined)}, which nothing before "
+                "writes: its results would be wrong"
+            )
         for memory, used in self.on_chip.items():
             limit = hardware.on_chip.get(memory)
             if limit is not None and used > limit:
@@ -59,7 +63,9 @@ class Kernel:
 
 @dataclass
 class Compiled:
-    """What a backend's compiler returns for one call. ``code_bytes``: of everything, where kernels do not say it each."""
+    """What a backend's compiler returns for one call. ``code_bytes``: of everything, where kernels do not say it
+    each.
+    """
 
     kernels: list[Kernel]
     code_bytes: int | None = None

@@ -81,7 +81,9 @@ def _digest(modules: frozenset[str]) -> str:
 
 @functools.cache
 def _read(module: str) -> tuple[str, tuple[str, ...]]:
-    """A module's text, and all that it may import anywhere in it; nothing for a name that is no module with a source file."""
+    """A module's text, and all that it may import anywhere in it; nothing for a name that is no module with a source
+    file.
+    """
     try:
         found = importlib.util.find_spec(module)
     except (ImportError, AttributeError, ValueError):

@@ -1,6 +1,8 @@
-"""Machine code for hardware that is not here, and what each kernel takes of it: :func:`compile_all` for many ops, :func:`lower` for one call.
+"""Machine code for hardware that is not here, and what each kernel takes of it: :func:`compile_all` for many ops,
+:func:`lower` for one call.
 
-Compilers run in processes of their own (:mod:`portakern.compiling.pool`), on arrays without memory. What was compiled before is kept in the user's cache.
+Compilers run in processes of their own (:mod:`portakern.compiling.pool`), on arrays without memory. What was compiled
+before is kept in the user's cache.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def jobs_for(
     quick: bool = False,
     variant: str | None = None,
 ) -> list[Job]:
-    """The typical call of each op, in each dtype, with every variant of every backend that compiles it for each target."""
+    """The typical call of each op, in each dtype, with every variant of every backend that compiles it for each
+    target.
+    """
     b = None if backend is None else registry.backend(backend)
     hardware = [targets.find(t) for t in target_names]
     found = forms.cells(list(ops), hardware, list(dtypes), b, variant)
@@ -49,7 +53,9 @@ def compile_all(
     timeout: float = TIMEOUT,
     done: Callable[[Build], None] = lambda built: None,
 ) -> list[Build]:
-    """Compile the jobs, in their order. ``fresh``: also those whose result is kept; ``done`` is told of each as it ends."""
+    """Compile the jobs, in their order. ``fresh``: also those whose result is kept; ``done`` is told of each as it
+    ends.
+    """
     results: dict[Job, Build] = {}
     cache.look_again()
     names = {id(job): cache.key(job) for job in jobs}
@@ -66,7 +72,9 @@ def compile_all(
 
 
 def record(built: Sequence[Build], command: str, seconds: float) -> dict[str, Any]:
-    """Results as a file of results keeps them. ``limits``: bytes that a program has on chip, by target and memory; ``scoped``: those that it gets unasked."""
+    """Results as a file of results keeps them. ``limits``: bytes that a program has on chip, by target and memory;
+    ``scoped``: those that it gets unasked.
+    """
     hardware = [targets.find(name) for name in dict.fromkeys(b.target for b in built)]
     limits = {
         h.name: {**h.on_chip, **{f"{memory} scoped": size for memory, size in h.scoped.items()}} for h in hardware
@@ -94,7 +102,8 @@ def lower(call: Call, choice: Choice, target: str | None = None, *, timeout: flo
     name = target or call.framework.target(call.device).arch
     if not name:
         raise SpecError(
-            f"{call.spec.name}: the arrays are on {call.framework.target(call.device)}; name a target: one of {', '.join(targets.HARDWARE)}"
+            f"{call.spec.name}: the arrays are on {call.framework.target(call.device)}; name a target: one of "
+            f"{', '.join(targets.HARDWARE)}"
         )
     hardware = targets.find(name)
     found = forms.compilers(call.spec.name, hardware, choice.backend, choice.variant)
@@ -117,7 +126,9 @@ def lower(call: Call, choice: Choice, target: str | None = None, *, timeout: flo
 def _first_that_takes(
     call: Call, form: forms.Form, choice: Choice, found: list[tuple[Backend, Family]], hardware: targets.Hardware
 ) -> tuple[Backend, Family]:
-    """Of the variants of the first backend the one that would serve the call: the last, whose refusal is then told, if none would."""
+    """Of the variants of the first backend the one that would serve the call: the last, whose refusal is then told, if
+    none would.
+    """
     mine = [(b, family) for b, family in found if b is found[0][0]]
     for b, family in mine[:-1]:
         impl = b.implementation(call.spec.name, family)

@@ -33,8 +33,8 @@ __all__ = ["Job", "run"]
 class Job:
     """One call to compile, with a variant of an op for a target.
 
-    ``tiling``: what the user named of it; ``quick``: nothing that takes longer than the compiler itself, such as estimates; ``assembly``: keep the machine
-    code's text."""
+    ``tiling``: what the user named of it; ``quick``: nothing that takes longer than the compiler itself, such as
+    estimates; ``assembly``: keep the machine code's text."""
 
     spec: Spec[Any]
     backend: Backend
@@ -73,7 +73,8 @@ class _Process:
         variables = {n: v.replace("{scratch}", str(self.scratch)) for n, v in self.environment.items()}
         self.log = self.scratch / "log"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "portakern.compiling.worker", backend, target], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            [sys.executable, "-m", "portakern.compiling.worker", backend, target], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             env={**os.environ, "PORTAKERN_LOG": str(self.log), **variables}, start_new_session=True,
         )  # fmt: skip
 

@@ -1,6 +1,8 @@
-"""The process that compiles: ``python -m portakern.compiling.worker BACKEND TARGET``, one job a line on stdin, one answer a line on stdout.
+"""The process that compiles: ``python -m portakern.compiling.worker BACKEND TARGET``, one job a line on stdin, one
+answer a line on stdout.
 
-Compilers print where they like and end the process when they fail, so both streams of this process go to a log, whose end explains a death.
+Compilers print where they like and end the process when they fail, so both streams of this process go to a log, whose
+end explains a death.
 """
 
 from __future__ import annotations

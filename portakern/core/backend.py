@@ -53,12 +53,15 @@ class Compiler(Protocol):
         """The versions of everything that decides the machine code."""
 
     def build(self, impl: Implementation, call: Call, tiling: Tiling) -> Compiled:
-        """Compile a call on arrays without memory, for ``call.target``. Any exception is the reason why it cannot be."""
+        """Compile a call on arrays without memory, for ``call.target``. Any exception is the reason why it cannot
+        be.
+        """
 
 
 @dataclass(frozen=True)
 class Family:
-    """A package of op modules, the kernels for one kind of machine. An op that several families of a backend have is one op with several variants.
+    """A package of op modules, the kernels for one kind of machine. An op that several families of a backend have is
+    one op with several variants.
 
     Attributes:
       package: where the modules lie: ``<package>.<op>``. Its last name is the variant's.
@@ -66,7 +69,8 @@ class Family:
       targets: the architectures of those platforms that it is for; empty: every one.
       interprets: its kernels also run on CPU arrays, in an interpreter.
       compiler: the module that compiles its calls for hardware that is not here (see :class:`Compiler`), or None.
-      profiles: name -> "module:function" of a context manager in which the checker runs it, a slower and stricter interpreter, say.
+      profiles: name -> "module:function" of a context manager in which the checker runs it, a slower and stricter
+        interpreter, say.
     """
 
     package: str
@@ -99,8 +103,8 @@ class Implementation:
 
     Attributes:
       fn: ``fn(call, tiling)`` returns every output in the spec's order, None for one that ``call.wants`` does not name.
-      tiling: the default tiling of a call where no table has one. Where there is a ``key`` it is asked once for each key
-        and target, so that it may use nothing else of a call.
+      tiling: the default tiling of a call where no table has one. Where there is a ``key`` it is asked once for each
+        key and target, so that it may use nothing else of a call.
       supports: None, or why this variant cannot serve the call with this tiling, in a user's words.
       knobs: launch parameters of its own, tunable beside the spec's tiles.
       key: name -> value of what decides a call's tiling beside the target; tables are looked up by it
@@ -125,7 +129,9 @@ class Implementation:
     takes: Callable[[Spec[Any]], frozenset[str]] | None = None
 
     def run(self, call: Call, tiling: Tiling) -> tuple[Any, ...]:
-        """``fn``, held to returning a tuple of the right length: a bare array would be taken apart along its first axis."""
+        """``fn``, held to returning a tuple of the right length: a bare array would be taken apart along its first
+        axis.
+        """
         outputs = self.fn(call, tiling)
         if not isinstance(outputs, tuple) or len(outputs) != len(call.spec.outputs):
             got = f"{len(outputs)} outputs" if isinstance(outputs, tuple) else f"a {type(outputs).__name__}"
@@ -146,15 +152,20 @@ class Backend:
       framework: whose arrays the implementations take: numpy, torch or jax.
       requires: modules that must be importable; extra: the portakern extra that installs them.
       oracle: the float64 reference: takes float64 arrays of any device, its results are rounded by the caller.
-      refusals: regular expressions of the reasons for which it may refuse a right call; the checker counts any other refusal as a failure.
-      package: the package in which its families lie, a folder each with a module ``family`` that says what it is for (``FAMILY``); or else
-      compiles: platform (cpu, cuda, rocm, tpu) -> the package that holds its op modules, or several, most particular first;
+      refusals: regular expressions of the reasons for which it may refuse a right call; the checker counts any other
+        refusal as a failure.
+      package: the package in which its families lie, a folder each with a module ``family`` that says what it is for
+        (``FAMILY``); or else
+      compiles: platform (cpu, cuda, rocm, tpu) -> the package that holds its op modules, or several, most particular
+        first;
       interprets: the package whose kernels can also run in an interpreter on CPU arrays, or None;
       compiler, profiles: as of each of those families (:class:`Family`).
-      platforms: platforms served by functions that :meth:`implements` registers, with no package behind them. cpu when nothing else is given.
+      platforms: platforms served by functions that :meth:`implements` registers, with no package behind them. cpu when
+        nothing else is given.
       peer: somebody else's kernels, to compare with: it runs when named, and lists of backends leave it out
         (:func:`portakern.core.registry.peers`).
-      auto: it may serve calls that name no backend. The registry says so of portakern's own; everybody else's run when named.
+      auto: it may serve calls that name no backend. The registry says so of portakern's own; everybody else's run when
+        named.
     """
 
     name: str
@@ -206,7 +217,9 @@ class Backend:
 
     @functools.cached_property
     def families(self) -> tuple[Family, ...]:
-        """Most particular first: those for few architectures before those for many, and those before the ones for all."""
+        """Most particular first: those for few architectures before those for many, and those before the ones for
+        all.
+        """
         found: list[Family] = []
         package = importlib.import_module(str(self.package))
         for module in pkgutil.iter_modules(package.__path__):
@@ -230,8 +243,8 @@ class Backend:
     ) -> Callable[[F], F]:
         """Register the decorated ``fn(call, tiling)`` as this backend's ``op`` (see :class:`Implementation`).
 
-        A function of a family's own package is that family's; one from elsewhere serves all platforms, and replaces no other:
-        only itself, when a notebook cell runs again.
+        A function of a family's own package is that family's; one from elsewhere serves all platforms, and replaces no
+        other: only itself, when a notebook cell runs again.
         """
 
         def register(fn: F) -> F:
@@ -260,9 +273,11 @@ class Backend:
         return any(f.interprets for f in self.families)
 
     def families_for(self, target: Target, variant: str | None = None) -> tuple[tuple[Family, bool], ...]:
-        """(family, interpreted) of what serves a target, most particular first; of the one called ``variant`` alone, if it is named.
+        """(family, interpreted) of what serves a target, most particular first; of the one called ``variant`` alone, if
+        it is named.
 
-        A family for some architectures is interpreted only if it is named: elsewhere its place is after one that runs everywhere.
+        A family for some architectures is interpreted only if it is named: elsewhere its place is after one that runs
+        everywhere.
         """
         found = [(f, False) for f in self.families if f.compiles_for(target)]
         if target.platform == "cpu":

@@ -1,7 +1,9 @@
-"""An array library behind one face: whose array is it, where does it live, how does it cross to another library, what watches its calls.
+"""An array library behind one face: whose array is it, where does it live, how does it cross to another library, what
+watches its calls.
 
-On the host every crossing goes through NumPy without a copy (bfloat16 as ml_dtypes); between two libraries on a GPU it is DLPack. The libraries themselves are
-described in :mod:`portakern.frameworks`, one wing each, found by walking that package.
+On the host every crossing goes through NumPy without a copy (bfloat16 as ml_dtypes); between two libraries on a GPU it
+is DLPack. The libraries themselves are described in :mod:`portakern.frameworks`, one wing each, found by walking that
+package.
 """
 
 from __future__ import annotations
@@ -48,12 +50,14 @@ class Framework:
     """One array library. Subclasses are stateless; there is one instance of each (see :func:`frameworks`).
 
     Attributes:
-      name: what users and backends call it; title: as its makers write it; wrapper: the function that makes its arrays of anything.
+      name: what users and backends call it; title: as its makers write it; wrapper: the function that makes its arrays
+        of anything.
       hallmark: an attribute of its arrays that those of no other library have, by which type checkers tell them apart.
       twins: functions of the library, by name, whose drop-in twins ``portakern.<name>`` has, and the op behind each.
       host_only: its arrays live in host memory, wherever others do.
       immutable: its arrays never change, so that none may share memory that somebody else may write to.
-      records: calls may be recorded instead of run (:meth:`recording`), which every op asks about before it binds its arguments.
+      records: calls may be recorded instead of run (:meth:`recording`), which every op asks about before it binds its
+        arguments.
     """
 
     name: str
@@ -73,7 +77,9 @@ class Framework:
         raise NotImplementedError
 
     def is_array(self, value: Any) -> bool:
-        """Whether ``value`` is one of this library's arrays. Imports nothing: before the library is imported there is none."""
+        """Whether ``value`` is one of this library's arrays. Imports nothing: before the library is imported there is
+        none.
+        """
         raise NotImplementedError
 
     def target(self, device: Any) -> Target:
@@ -117,7 +123,9 @@ class Framework:
         return dtype
 
     def check(self, call: Call) -> bool:
-        """Refuse arrays of this library that no kernel can read as they are. Says whether the library differentiates or maps over any of them."""
+        """Refuse arrays of this library that no kernel can read as they are. Says whether the library differentiates or
+        maps over any of them.
+        """
         return False
 
     def to_numpy(self, array: Any) -> np.ndarray:
@@ -139,7 +147,9 @@ class Framework:
     def strided(
         self, memory: np.ndarray, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, device: Any
     ) -> Any:
-        """A view of ``memory`` (one axis) with strides and offset in elements, or its values where the library has no strides."""
+        """A view of ``memory`` (one axis) with strides and offset in elements, or its values where the library has no
+        strides.
+        """
         return self.from_numpy(strided_view(memory, shape, strides, offset), device)
 
     def strides(self, array: Any) -> list[int] | None:
@@ -256,9 +266,11 @@ def _find_framework(op: str, name: str, array: Any) -> Framework:
 
 
 def convert(array: Any, src: Framework, dst: Framework, device: Any = None, copy: bool = False) -> Any:
-    """``array`` of ``src`` as one of ``dst``, zero-copy where both can see the memory unless ``copy`` asks for memory of its own.
+    """``array`` of ``src`` as one of ``dst``, zero-copy where both can see the memory unless ``copy`` asks for memory
+    of its own.
 
-    ``device`` (dst's own): where the result must live; None: where it is. An array that shares an immutable one's memory must not be written to.
+    ``device`` (dst's own): where the result must live; None: where it is. An array that shares an immutable one's
+    memory must not be written to.
     """
     if src is dst:
         return array

@@ -1,8 +1,9 @@
 """Which op computes an op's gradients, and what passes between the two: wired by name, once for all ops and frameworks.
 
-A spec that says ``vjp="x_vjp"`` is differentiated by the op ``x_vjp``. An input of that op that is called like an input or an output of the forward op is saved
-from the forward call; an input ``d_y`` is the cotangent of the output y; an output ``d_x`` is the gradient with respect to the input x. Options of the same
-name are passed on. A gradient that the vjp op does not give is refused by name, never zeros.
+A spec that says ``vjp="x_vjp"`` is differentiated by the op ``x_vjp``. An input of that op that is called like an input
+or an output of the forward op is saved from the forward call; an input ``d_y`` is the cotangent of the output y; an
+output ``d_x`` is the gradient with respect to the input x. Options of the same name are passed on. A gradient that the
+vjp op does not give is refused by name, never zeros.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Wiring:
             if name not in self.gradients:
                 given = ", ".join(self.gradients)
                 raise UnsupportedError(
-                    f"{self.forward.name}: {self.vjp.name} gives no gradient with respect to {name}, only to {given}; detach {name}"
+                    f"{self.forward.name}: {self.vjp.name} gives no gradient with respect to {name}, only to {given}; "
+                    f"detach {name}"
                 )
         return tuple(o for name, o in self.gradients.items() if name in differentiated)
 
@@ -70,7 +72,8 @@ def wiring(spec: Spec[Any]) -> Wiring:
             else "has no gradient"
         )
         raise UnsupportedError(
-            f"{spec.name} {what}; cut the graph in front of its inputs (torch: .detach() or torch.no_grad(), JAX: jax.lax.stop_gradient)"
+            f"{spec.name} {what}; cut the graph in front of its inputs (torch: .detach() or torch.no_grad(), JAX: "
+            "jax.lax.stop_gradient)"
         )
     vjp = registry.find_spec(spec.vjp)
     mine, outputs = {a.name for a in spec.arrays}, {o.name for o in spec.outputs}
@@ -78,7 +81,8 @@ def wiring(spec: Spec[Any]) -> Wiring:
     for name, optional in taken.items():
         if name not in mine | outputs and name.removeprefix("d_") not in outputs:
             raise SpecError(
-                f"{vjp.name}: {name} is neither an input nor an output of {spec.name}, nor the cotangent (d_...) of an output; rename it"
+                f"{vjp.name}: {name} is neither an input nor an output of {spec.name}, nor the cotangent (d_...) of "
+                "an output; rename it"
             )
         if not optional and any(a.name == name and a.optional for a in spec.arrays):
             raise SpecError(

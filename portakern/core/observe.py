@@ -19,7 +19,9 @@ _observers: list[Callable[[Served], None]] = []
 
 @dataclass(frozen=True)
 class Served:
-    """One finished op call, as :func:`observe` hands it out: the caller's ``call``, who served it, its outputs (None where unwanted)."""
+    """One finished op call, as :func:`observe` hands it out: the caller's ``call``, who served it, its outputs (None
+    where unwanted).
+    """
 
     call: Call
     backend: str
@@ -31,7 +33,9 @@ class Served:
 
 @contextmanager
 def observe(callback: Callable[[Served], None]) -> Iterator[None]:
-    """While inside, ``callback`` sees every op call after it was served, and those of functions that ``jax.jit`` compiles while inside, as NumPy arrays, when they run."""
+    """While inside, ``callback`` sees every op call after it was served, and those of functions that ``jax.jit``
+    compiles while inside, as NumPy arrays, when they run.
+    """
     _observers.append(callback)
     try:
         yield

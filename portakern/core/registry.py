@@ -53,13 +53,16 @@ _registered: dict[str, Backend] = {}
 
 @functools.cache
 def _installed() -> Mapping[str, Backend]:
-    """Backends from the ``portakern.backends`` entry-point group, portakern's own first; one broken plug-in must not take the others down, nor vanish unseen."""
+    """Backends from the ``portakern.backends`` entry-point group, portakern's own first; one broken plug-in must not
+    take the others down, nor vanish unseen.
+    """
     found: dict[str, Backend] = {}
     sources: dict[str, str] = {}
     for entry in sorted(entry_points(group=BACKENDS_GROUP), key=lambda e: (not _ours(e), e.name)):
         if entry.name in found:
             raise SpecError(
-                f"backend {entry.name!r} comes from two places: {sources[entry.name]} and {_source(entry)}; uninstall one, or rename its entry point"
+                f"backend {entry.name!r} comes from two places: {sources[entry.name]} and {_source(entry)}; uninstall "
+                "one, or rename its entry point"
             )
         try:
             b = entry.load()
@@ -71,7 +74,8 @@ def _installed() -> Mapping[str, Backend]:
         found[entry.name], sources[entry.name] = b, _source(entry)
     if not any(b.auto for b in found.values()):
         raise UnavailableError(
-            "no backend is registered: portakern must be installed (pip install -e . in a checkout) so that its entry points exist"
+            "no backend is registered: portakern must be installed (pip install -e . in a checkout) so that its entry "
+            "points exist"
         )
     return MappingProxyType(found)
 
@@ -88,7 +92,8 @@ def _check_oracle(b: Backend, known: Mapping[str, Backend]) -> None:
     first = next((o.name for o in known.values() if o.oracle), None)
     if b.oracle and first:
         raise SpecError(
-            f"backend {b.name!r} says oracle=True, and {first!r} is the oracle; register its ops there: @pk.backends()[{first!r}].implements(...)"
+            f"backend {b.name!r} says oracle=True, and {first!r} is the oracle; register its ops there: "
+            f"@pk.backends()[{first!r}].implements(...)"
         )
 
 
@@ -99,7 +104,9 @@ def backends() -> Mapping[str, Backend]:
 
 
 def peers() -> Mapping[str, Backend]:
-    """Other people's kernels by name, each behind a backend that serves nothing unless it is named (``Backend.peer``)."""
+    """Other people's kernels by name, each behind a backend that serves nothing unless it is named
+    (``Backend.peer``).
+    """
     return MappingProxyType({n: b for n, b in _everyone().items() if b.peer})
 
 
@@ -123,7 +130,8 @@ def register(b: Backend) -> Backend:
     others = _everyone()
     if b.name in others:
         raise SpecError(
-            f"backend name {b.name!r} is taken; choose another, or pass the Backend object itself as backend=, which needs no registration"
+            f"backend name {b.name!r} is taken; choose another, or pass the Backend object itself as backend=, which "
+            "needs no registration"
         )
     _check_oracle(b, others)
     _registered[b.name] = b
@@ -157,7 +165,9 @@ def importable(spec: Spec[Any], b: Backend) -> bool:
 
 @functools.cache
 def _spec_sources() -> Mapping[str, list[EntryPoint | str]]:
-    """Op name -> where it is declared: a module of portakern's, or entry points of the ``portakern.specs`` group. More than one is a clash."""
+    """Op name -> where it is declared: a module of portakern's, or entry points of the ``portakern.specs`` group. More
+    than one is a clash.
+    """
     found: dict[str, list[EntryPoint | str]] = {}
     for module in pkgutil.iter_modules(importlib.import_module(SPECS).__path__):
         if not module.name.startswith("_"):
@@ -169,7 +179,9 @@ def _spec_sources() -> Mapping[str, list[EntryPoint | str]]:
 
 @functools.cache
 def ops() -> tuple[str, ...]:
-    """The names of all declared ops, portakern's own and those of the ``portakern.specs`` entry-point group, without importing their specs."""
+    """The names of all declared ops, portakern's own and those of the ``portakern.specs`` entry-point group, without
+    importing their specs.
+    """
     return tuple(sorted(_spec_sources()))
 
 
@@ -187,7 +199,8 @@ def find_spec(op: str) -> Spec[Any]:
     named = [s if isinstance(s, str) else _source(s) for s in sources]
     if len(sources) > 1:
         raise SpecError(
-            f"op {op!r} comes from {len(sources)} places: {' and '.join(named)}; uninstall one, or rename its entry point"
+            f"op {op!r} comes from {len(sources)} places: {' and '.join(named)}; uninstall one, or rename its entry "
+            "point"
         )
     source = sources[0]
     try:

@@ -1,4 +1,6 @@
-"""From a bound call to the implementation that serves it, and the tiling that it runs with. Nothing falls back in silence."""
+"""From a bound call to the implementation that serves it, and the tiling that it runs with. Nothing falls back in
+silence.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ class Choice:
 
     Attributes:
       backend, variant: the backend, and which of its variants of the op. tiling: overrides of the tiling.
-      found: what was found for calls of a spec, a framework and a device; gradients: the choice for the op of the gradients, by device.
+      found: what was found for calls of a spec, a framework and a device; gradients: the choice for the op of the
+        gradients, by device.
     """
 
     backend: Backend | None = None
@@ -94,7 +97,9 @@ def routes(call: Call, choice: Choice) -> tuple[Route, ...] | None:
 
 
 def choose(spec: Spec[Any], framework: Framework, target: Target) -> Backend:
-    """The backend that serves a framework's arrays on a target when none was named; UnsupportedError lists why none does."""
+    """The backend that serves a framework's arrays on a target when none was named; UnsupportedError lists why none
+    does.
+    """
     known = registry.backends().values()
     for b in known:
         compiled = target.platform in b.compiled_platforms()

@@ -16,7 +16,9 @@ __all__ = ["call_through", "serve"]
 
 
 def call_through(call: Call, choice: Choice) -> tuple[Any, ...]:
-    """Every output of a bound call in the spec's order, None for an unwanted one: run, or seen by whoever watches or traces the caller's arrays."""
+    """Every output of a bound call in the spec's order, None for an unwanted one: run, or seen by whoever watches or
+    traces the caller's arrays.
+    """
     watched = call.framework.check(call)
     candidates = choice.found.get((call.spec, call.framework, call.device)) or routes(call, choice)
     if candidates is None:

@@ -1,7 +1,9 @@
-"""What runs a kernel, and the hardware that kernels are compiled for: what a program may use, what a chip can do, and where each figure comes from.
+"""What runs a kernel, and the hardware that kernels are compiled for: what a program may use, what a chip can do, and
+where each figure comes from.
 
-Tilings, the compile matrix and rooflines read this table, and nothing else states such a number. Limits belong to an architecture; rates, bandwidth and
-capacity belong to ``product``, one chip that has it. A figure that no document of its maker settles is None, with a note that says why.
+Tilings, the compile matrix and rooflines read this table, and nothing else states such a number. Limits belong to an
+architecture; rates, bandwidth and capacity belong to ``product``, one chip that has it. A figure that no document of
+its maker settles is None, with a note that says why.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ __all__ = ["HARDWARE", "HOST", "Hardware", "Target", "family", "find", "least"]
 
 
 class Target(NamedTuple):
-    """What runs the kernel: ``platform`` is cpu, cuda, rocm or tpu (``traced`` while nobody has chosen one); ``arch`` like sm_90, gfx942, v5e, or empty."""
+    """What runs the kernel: ``platform`` is cpu, cuda, rocm or tpu (``traced`` while nobody has chosen one); ``arch``
+    like sm_90, gfx942, v5e, or empty.
+    """
 
     platform: str
     arch: str = ""
@@ -38,13 +42,17 @@ class Hardware:
 
     Attributes:
       name, platform: as in :class:`Target`; product: the chip whose rates these are.
-      lanes: threads of a warp or wave, elements of a vector register's row on a TPU. sublanes: rows of a TPU's vector register.
+      lanes: threads of a warp or wave, elements of a vector register's row on a TPU. sublanes: rows of a TPU's vector
+        register.
       program_threads, core_threads: most threads of one program (block, workgroup), and resident on one core (SM, CU).
-      thread_registers, core_registers: 32-bit registers that one thread may have, and that all threads of one core share.
+      thread_registers, core_registers: 32-bit registers that one thread may have, and that all threads of one core
+        share.
       core_programs: most resident programs of one core. simds: schedulers among which a core's waves are divided.
-      on_chip: memory -> bytes that one program may use. core_memory: memory -> bytes that a core has for all its programs.
+      on_chip: memory -> bytes that one program may use. core_memory: memory -> bytes that a core has for all its
+        programs.
       scoped: memory -> bytes that the compiler grants a kernel which asks for no more.
-      cores: SMs, CUs or TensorCores of the product; l2, capacity: bytes of last cache next to the cores, and of device memory.
+      cores: SMs, CUs or TensorCores of the product; l2, capacity: bytes of last cache next to the cores, and of device
+        memory.
       bandwidth: bytes a second between chip and device memory.
       flops: dtype -> dense operations a second at the best rate there is (the matrix unit's where it takes the dtype).
       matrix: what the matrix unit's instructions are called; matrix_dtypes: operands it takes.
@@ -88,39 +96,55 @@ class Hardware:
         return flat
 
 
-_PLAIN = ("lanes", "sublanes", "program_threads", "core_threads", "thread_registers", "core_registers", "core_programs", "simds", "cores", "l2", "capacity", "bandwidth",
+_PLAIN = ("lanes", "sublanes", "program_threads", "core_threads", "thread_registers", "core_registers", "core_programs",
+          "simds", "cores", "l2", "capacity", "bandwidth",
           "matrix_dtypes")  # fmt: skip
 
 # fmt: off
-# ------------------------------------------------------------------------------------------------------------------------------------------- NVIDIA
-CUDA = "NVIDIA, CUDA C++ Programming Guide, Compute Capabilities: Technical Specifications, https://docs.nvidia.com/cuda/cuda-c-programming-guide/"
-PTX = "NVIDIA, PTX ISA, warp-level and asynchronous matrix instructions, https://docs.nvidia.com/cuda/parallel-thread-execution/"
+# --------------------------------------------------------------------------------------------------------------- NVIDIA
+CUDA = (
+    "NVIDIA, CUDA C++ Programming Guide, Compute Capabilities: Technical Specifications, "
+    "https://docs.nvidia.com/cuda/cuda-c-programming-guide/"
+)
+PTX = (
+    "NVIDIA, PTX ISA, warp-level and asynchronous matrix instructions, "
+    "https://docs.nvidia.com/cuda/parallel-thread-execution/"
+)
 
 _GPU_NOTES = {"sublanes": "a GPU's vector registers have one row"}
 _HALF = ("float16", "bfloat16", "tf32")
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 
 
-def _nvidia(name: str, product: str, rates: str, *, shared: int, warps: int, blocks: int, sms: int | None, matrix: str, takes: tuple[str, ...], peak: Mapping[str, float],
-            bandwidth: float, capacity: float, l2: int | None = None, tmem: int | None = None, notes: Mapping[str, str] = MappingProxyType({})) -> Hardware:
-    """``shared``: KiB of an SM; ``rates``: the document of the product's figures, operations in tera a second; ``bandwidth``, ``capacity`` in GB."""
+def _nvidia(name: str, product: str, rates: str, *, shared: int, warps: int, blocks: int, sms: int | None, matrix: str,
+            takes: tuple[str, ...], peak: Mapping[str, float],
+            bandwidth: float, capacity: float, l2: int | None = None, tmem: int | None = None,
+            notes: Mapping[str, str] = MappingProxyType({})) -> Hardware:
+    """``shared``: KiB of an SM; ``rates``: the document of the product's figures, operations in tera a second;
+    ``bandwidth``, ``capacity`` in GB.
+    """
     on_chip: dict[str, int | None] = {"shared": (shared - 1) * KIB}  # the system keeps 1 KiB of each block
     core_memory: dict[str, int | None] = {"shared": shared * KIB}
     if tmem:
         on_chip["tmem"] = core_memory["tmem"] = tmem * KIB
-    limits = ("lanes", "program_threads", "core_threads", "thread_registers", "core_registers", "core_programs", "simds", "on_chip shared", "core_memory shared")
+    limits = ("lanes", "program_threads", "core_threads", "thread_registers", "core_registers", "core_programs",
+        "simds", "on_chip shared", "core_memory shared")
     sources = dict.fromkeys(limits, CUDA) | dict.fromkeys(("matrix_dtypes", "on_chip tmem", "core_memory tmem"), PTX)
     sources |= dict.fromkeys(("cores", "l2", "capacity", "bandwidth", *(f"flops {d}" for d in peak)), rates)
     return Hardware(
-        name, "cuda", product, lanes=32, program_threads=1024, core_threads=warps * 32, thread_registers=255, core_registers=65536, core_programs=blocks, simds=4,
-        on_chip=on_chip, core_memory=core_memory, matrix=matrix, matrix_dtypes=takes, flops={d: r * TERA for d, r in peak.items()},
-        bandwidth=bandwidth * GB, capacity=capacity * GB, cores=sms, l2=None if l2 is None else l2 * MIB, sources=sources, notes=_GPU_NOTES | dict(notes),
+        name, "cuda", product, lanes=32, program_threads=1024, core_threads=warps * 32, thread_registers=255,
+        core_registers=65536, core_programs=blocks, simds=4,
+        on_chip=on_chip, core_memory=core_memory, matrix=matrix, matrix_dtypes=takes,
+        flops={d: r * TERA for d, r in peak.items()},
+        bandwidth=bandwidth * GB, capacity=capacity * GB, cores=sms, l2=None if l2 is None else l2 * MIB,
+        sources=sources, notes=_GPU_NOTES | dict(notes),
     )
 
 
 _NO_L2 = {"l2": "not in the product's data sheet"}
 _NVIDIA = (
-    _nvidia("sm_80", "A100 SXM4 80 GB", "NVIDIA, A100 Tensor Core GPU data sheet and architecture white paper", shared=164, warps=64, blocks=32, sms=108,
+    _nvidia("sm_80", "A100 SXM4 80 GB", "NVIDIA, A100 Tensor Core GPU data sheet and architecture white paper",
+            shared=164, warps=64, blocks=32, sms=108,
             matrix="mma.sync (HMMA)", takes=(*_HALF, "float64", "int8"), l2=40, bandwidth=2039, capacity=80,
             peak={"float32": 19.5, "float64": 19.5, "tf32": 156, "float16": 312, "bfloat16": 312, "int8": 624}),
     _nvidia("sm_86", "A10", "NVIDIA, A10 Tensor Core GPU data sheet", shared=100, warps=48, blocks=16, sms=72,
@@ -128,39 +152,60 @@ _NVIDIA = (
             peak={"float32": 31.2, "tf32": 62.5, "float16": 125, "bfloat16": 125, "int8": 250}),
     _nvidia("sm_89", "L40S", "NVIDIA, L40S data sheet", shared=100, warps=48, blocks=24, sms=142,
             matrix="mma.sync (HMMA)", takes=(*_HALF, *_FP8, "int8"), bandwidth=864, capacity=48, notes=_NO_L2,
-            peak={"float32": 91.6, "tf32": 183, "float16": 362.05, "bfloat16": 362.05, "float8_e4m3fn": 733, "int8": 733}),
-    _nvidia("sm_90", "H100 SXM5 80 GB", "NVIDIA, H100 Tensor Core GPU architecture white paper (rates without sparsity)", shared=228, warps=64, blocks=32, sms=132,
+            peak={"float32": 91.6, "tf32": 183, "float16": 362.05, "bfloat16": 362.05, "float8_e4m3fn": 733,
+                  "int8": 733}),
+    _nvidia("sm_90", "H100 SXM5 80 GB",
+            "NVIDIA, H100 Tensor Core GPU architecture white paper (rates without sparsity)",
+            shared=228, warps=64, blocks=32, sms=132,
             matrix="wgmma (HGMMA)", takes=(*_HALF, *_FP8, "int8"), l2=50, bandwidth=3350, capacity=80,
-            peak={"float32": 66.9, "float64": 66.9, "tf32": 494.7, "float16": 989.4, "bfloat16": 989.4, "float8_e4m3fn": 1978.9, "int8": 1978.9}),
-    _nvidia("sm_100", "B200", "NVIDIA, HGX B200 data sheet (an eighth of the board, without sparsity)", shared=228, warps=64, blocks=32, sms=None, tmem=256,
+            peak={"float32": 66.9, "float64": 66.9, "tf32": 494.7, "float16": 989.4, "bfloat16": 989.4,
+            "float8_e4m3fn": 1978.9, "int8": 1978.9}),
+    _nvidia("sm_100", "B200", "NVIDIA, HGX B200 data sheet (an eighth of the board, without sparsity)", shared=228,
+            warps=64, blocks=32, sms=None, tmem=256,
             matrix="tcgen05.mma (UTCHMMA)", takes=(*_HALF, *_FP8, "int8"), bandwidth=8000, capacity=180,
             peak={"float32": 75, "tf32": 1125, "float16": 2250, "bfloat16": 2250, "float8_e4m3fn": 4500},
-            notes=_NO_L2 | {"cores": "not in the board's data sheet", "flops float8_e4m3fn": "tcgen05 takes 6- and 4-bit operands too, at higher rates"}),
-    _nvidia("sm_120", "GeForce RTX 5090", "NVIDIA, RTX Blackwell GPU Architecture white paper, appendix A (float32 accumulation, without sparsity)",
-            shared=100, warps=48, blocks=24, sms=170, matrix="mma.sync (HMMA)", takes=(*_HALF, *_FP8, "int8"), l2=96, bandwidth=1792, capacity=32,
+            notes=_NO_L2 | {"cores": "not in the board's data sheet",
+            "flops float8_e4m3fn": "tcgen05 takes 6- and 4-bit operands too, at higher rates"}),
+    _nvidia("sm_120", "GeForce RTX 5090",
+            "NVIDIA, RTX Blackwell GPU Architecture white paper, appendix A (float32 accumulation, without sparsity)",
+            shared=100, warps=48, blocks=24, sms=170, matrix="mma.sync (HMMA)", takes=(*_HALF, *_FP8, "int8"), l2=96,
+            bandwidth=1792, capacity=32,
             peak={"float32": 104.8, "tf32": 104.8, "float16": 209.5, "bfloat16": 209.5, "float8_e4m3fn": 419}),
 )
 
-# ---------------------------------------------------------------------------------------------------------------------------------------------- AMD
-ROCM = "AMD, ROCm documentation, GPU hardware specifications, https://rocm.docs.amd.com/en/latest/reference/gpu-specs.html"
+# ------------------------------------------------------------------------------------------------------------------ AMD
+ROCM = (
+    "AMD, ROCm documentation, GPU hardware specifications, https://rocm.docs.amd.com/en/latest/reference/gpu-specs.html"
+)
 LLVM = "LLVM, User Guide for AMDGPU Backend, https://llvm.org/docs/AMDGPUUsage.html"
-ISA = "AMD, instruction set architecture reference guide of the generation (CDNA 2, CDNA 3, CDNA 4, RDNA 3, RDNA 4), https://gpuopen.com/amd-isa-documentation/"
+ISA = (
+    "AMD, instruction set architecture reference guide of the generation (CDNA 2, CDNA 3, CDNA 4, RDNA 3, RDNA 4), "
+    "https://gpuopen.com/amd-isa-documentation/"
+)
 
 
-def _amd(name: str, product: str, rates: str, *, lds: int, cus: int, l2: int, takes: tuple[str, ...], peak: Mapping[str, float], bandwidth: float, capacity: float,
+def _amd(name: str, product: str, rates: str, *, lds: int, cus: int, l2: int, takes: tuple[str, ...],
+         peak: Mapping[str, float], bandwidth: float, capacity: float,
          notes: Mapping[str, str] = MappingProxyType({})) -> Hardware:
-    """``lds``: KiB that a workgroup may have. A CDNA unit has four SIMDs of waves of 64; two RDNA units share LDS, and each has two SIMDs of waves of 32."""
+    """``lds``: KiB that a workgroup may have. A CDNA unit has four SIMDs of waves of 64; two RDNA units share LDS, and
+    each has two SIMDs of waves of 32.
+    """
     cdna = name.startswith("gfx9")
     lanes, waves, registers = (64, 8, 512) if cdna else (32, 16, 256)
     simds = 4 if cdna else 2
-    sources = dict.fromkeys(("lanes", "cores", "l2", "on_chip lds", "core_memory lds", "core_registers", "capacity"), ROCM)
-    sources |= dict.fromkeys(("program_threads", "core_threads", "thread_registers", "simds"), LLVM) | {"matrix_dtypes": ISA}
+    sources = dict.fromkeys(("lanes", "cores", "l2", "on_chip lds", "core_memory lds", "core_registers", "capacity"),
+        ROCM)
+    sources |= dict.fromkeys(("program_threads", "core_threads", "thread_registers", "simds"),
+    LLVM) | {"matrix_dtypes": ISA}
     sources |= dict.fromkeys(("bandwidth", *(f"flops {d}" for d in peak)), rates)
     return Hardware(
-        name, "rocm", product, lanes=lanes, program_threads=1024, core_threads=simds * waves * lanes, thread_registers=registers,
+        name, "rocm", product, lanes=lanes, program_threads=1024, core_threads=simds * waves * lanes,
+        thread_registers=registers,
         core_registers=simds * lanes * (512 if cdna else 1536), simds=simds,
-        on_chip={"lds": lds * KIB}, core_memory={"lds": lds * KIB}, matrix="v_mfma" if cdna else "v_wmma", matrix_dtypes=takes,
-        flops={d: r * TERA for d, r in peak.items()}, bandwidth=bandwidth * GB, capacity=capacity * GB, cores=cus, l2=l2 * MIB, sources=sources,
+        on_chip={"lds": lds * KIB}, core_memory={"lds": lds * KIB}, matrix="v_mfma" if cdna else "v_wmma",
+        matrix_dtypes=takes,
+        flops={d: r * TERA for d, r in peak.items()}, bandwidth=bandwidth * GB, capacity=capacity * GB, cores=cus,
+        l2=l2 * MIB, sources=sources,
         notes=_AMD_NOTES | ({} if cdna else _RDNA_NOTES) | dict(notes),
     )
 
@@ -168,51 +213,72 @@ def _amd(name: str, product: str, rates: str, *, lds: int, cus: int, l2: int, ta
 _AMD_NOTES = _GPU_NOTES | {"core_programs": "no limit of its own that binds before waves, registers or LDS"}
 _RDNA_NOTES = {"core_memory lds": "half of the 128 KiB that a workgroup processor's two compute units share"}
 _AMD = (
-    _amd("gfx90a", "one die of MI250X", "AMD, Instinct MI250X data sheet, halved: each of its two dies is a device", lds=64, cus=110, l2=8,
+    _amd("gfx90a", "one die of MI250X", "AMD, Instinct MI250X data sheet, halved: each of its two dies is a device",
+         lds=64, cus=110, l2=8,
          takes=("float16", "bfloat16", "float32", "float64", "int8"), bandwidth=1638.4, capacity=64,
          peak={"float32": 47.85, "float64": 47.85, "float16": 191.5, "bfloat16": 191.5, "int8": 191.5}),
     _amd("gfx942", "MI300X", "AMD, Instinct MI300X data sheet", lds=64, cus=304, l2=32,
-         takes=("float16", "bfloat16", "tf32", "float32", "float64", "float8_e4m3fnuz", "float8_e5m2fnuz", "int8"), bandwidth=5300, capacity=192,
-         peak={"float32": 163.4, "float64": 163.4, "tf32": 653.7, "float16": 1307.4, "bfloat16": 1307.4, "float8_e4m3fnuz": 2614.9, "int8": 2614.9}),
+         takes=("float16", "bfloat16", "tf32", "float32", "float64", "float8_e4m3fnuz", "float8_e5m2fnuz", "int8"),
+         bandwidth=5300, capacity=192,
+         peak={"float32": 163.4, "float64": 163.4, "tf32": 653.7, "float16": 1307.4, "bfloat16": 1307.4,
+         "float8_e4m3fnuz": 2614.9, "int8": 2614.9}),
     _amd("gfx950", "MI355X", "AMD, Instinct MI355X data sheet", lds=160, cus=256, l2=32,
          takes=("float16", "bfloat16", "float32", "float64", *_FP8, "int8"), bandwidth=8000, capacity=288,
          peak={"float32": 157.3, "float16": 2516.6, "bfloat16": 2516.6, "float8_e4m3fn": 5033.2},
          notes={"matrix_dtypes": "6- and 4-bit operands too; CDNA 3's tf32 is gone"}),
-    _amd("gfx1100", "Radeon RX 7900 XTX", "AMD, Radeon RX 7900 XTX product page", lds=64, cus=96, l2=6, takes=("float16", "bfloat16", "int8"), bandwidth=960, capacity=24,
-         peak={"float32": 61.4, "float16": 122.8, "bfloat16": 122.8}, notes={"flops float32": "counts two instructions issued at once"}),
-    _amd("gfx1201", "Radeon RX 9070 XT", "AMD, Radeon RX 9070 XT product page; bfloat16 as float16 in: Using the Matrix Cores of AMD RDNA 4, https://gpuopen.com/learn/",
+    _amd("gfx1100", "Radeon RX 7900 XTX", "AMD, Radeon RX 7900 XTX product page", lds=64, cus=96, l2=6,
+         takes=("float16", "bfloat16", "int8"), bandwidth=960, capacity=24,
+         peak={"float32": 61.4, "float16": 122.8, "bfloat16": 122.8},
+         notes={"flops float32": "counts two instructions issued at once"}),
+    _amd("gfx1201", "Radeon RX 9070 XT",
+         "AMD, Radeon RX 9070 XT product page; bfloat16 as float16 in: Using the Matrix Cores of AMD RDNA 4, "
+         "https://gpuopen.com/learn/",
          lds=64, cus=64, l2=8, takes=("float16", "bfloat16", *_FP8, "int8"), bandwidth=640, capacity=16,
-         peak={"float32": 48.7, "float16": 195, "bfloat16": 195, "float8_e4m3fn": 389, "int8": 389}, notes={"flops float32": "counts two instructions issued at once"}),
+         peak={"float32": 48.7, "float16": 195, "bfloat16": 195, "float8_e4m3fn": 389, "int8": 389},
+         notes={"flops float32": "counts two instructions issued at once"}),
 )
 
-# ------------------------------------------------------------------------------------------------------------------------------------------- Google
+# --------------------------------------------------------------------------------------------------------------- Google
 JAX = "Google, JAX, TpuInfo in jax/_src/pallas/mosaic/tpu_info.py, https://github.com/jax-ml/jax"
 LIBTPU = "libtpu 0.0.42.1: the limit that its refusal of a kernel over it states"
 _CLOUD = "Google Cloud, TPU documentation, https://cloud.google.com/tpu/docs/"
 
 
-def _tpu(name: str, page: str, *, vmem: int, scoped: int, cores: int, takes: tuple[str, ...], peak: Mapping[str, float | None], bandwidth: float,
+def _tpu(name: str, page: str, *, vmem: int, scoped: int, cores: int, takes: tuple[str, ...],
+         peak: Mapping[str, float | None], bandwidth: float,
          capacity: float) -> Hardware:
-    """``vmem``: MiB of a TensorCore; ``scoped``: MiB that a kernel gets unasked; rates, bandwidth (GB/s) and capacity (GiB) of a chip."""
-    sources = dict.fromkeys(("lanes", "sublanes", "on_chip vmem", "on_chip smem", "core_memory vmem", "core_memory smem", "cores", "matrix_dtypes"), JAX)
-    sources |= {"scoped vmem": LIBTPU} | dict.fromkeys(("capacity", "bandwidth", *(f"flops {d}" for d in peak)), _CLOUD + page)
+    """``vmem``: MiB of a TensorCore; ``scoped``: MiB that a kernel gets unasked; rates, bandwidth (GB/s) and capacity
+    (GiB) of a chip.
+    """
+    sources = dict.fromkeys(("lanes", "sublanes", "on_chip vmem", "on_chip smem", "core_memory vmem",
+        "core_memory smem", "cores", "matrix_dtypes"), JAX)
+    sources |= {"scoped vmem": LIBTPU} | dict.fromkeys(("capacity", "bandwidth", *(f"flops {d}" for d in peak)),
+    _CLOUD + page)
     notes = {"flops float32": "not published: float32 products are several bfloat16 passes"}
-    notes |= dict.fromkeys(("program_threads", "core_threads", "thread_registers", "core_registers", "core_programs", "simds"), "a TPU core runs one program")
+    notes |= dict.fromkeys(("program_threads", "core_threads", "thread_registers", "core_registers", "core_programs",
+    "simds"), "a TPU core runs one program")
     memory: dict[str, int | None] = {"vmem": vmem * MIB, "smem": MIB}
     return Hardware(
-        name, "tpu", f"TPU {name}", lanes=128, sublanes=8, on_chip=memory, core_memory=memory, scoped={"vmem": scoped * MIB},
+        name, "tpu", f"TPU {name}", lanes=128, sublanes=8, on_chip=memory, core_memory=memory,
+        scoped={"vmem": scoped * MIB},
         matrix="MXU", matrix_dtypes=takes, flops={d: None if r is None else r * TERA for d, r in peak.items()},
-        bandwidth=bandwidth * GB, capacity=capacity * 2**30, cores=cores, sources=sources, notes=notes | {"l2": "a TPU has none"},
+        bandwidth=bandwidth * GB, capacity=capacity * 2**30, cores=cores, sources=sources,
+        notes=notes | {"l2": "a TPU has none"},
     )
 
 
 _MXU5 = ("float32", "bfloat16", "float8_e5m2", "float8_e4m3b11fnuz", "int8", "int4")
 _TPU = (
-    _tpu("v4", "v4", vmem=16, scoped=16, cores=2, takes=("float32", "bfloat16"), peak={"float32": None, "bfloat16": 275}, bandwidth=1200, capacity=32),
-    _tpu("v5e", "v5e", vmem=128, scoped=16, cores=1, takes=_MXU5, peak={"float32": None, "bfloat16": 197, "int8": 393}, bandwidth=819, capacity=16),
-    _tpu("v5p", "v5p", vmem=64, scoped=16, cores=2, takes=_MXU5, peak={"float32": None, "bfloat16": 459}, bandwidth=2765, capacity=95),
-    _tpu("v6e", "v6e", vmem=128, scoped=32, cores=1, takes=_MXU5, peak={"float32": None, "bfloat16": 918, "int8": 1836}, bandwidth=1638, capacity=32),
-    _tpu("v7x", "tpu7x", vmem=64, scoped=32, cores=2, takes=("float32", "bfloat16", *_FP8), peak={"float32": None, "bfloat16": 2307, "float8_e4m3fn": 4614},
+    _tpu("v4", "v4", vmem=16, scoped=16, cores=2, takes=("float32", "bfloat16"),
+        peak={"float32": None, "bfloat16": 275}, bandwidth=1200, capacity=32),
+    _tpu("v5e", "v5e", vmem=128, scoped=16, cores=1, takes=_MXU5, peak={"float32": None, "bfloat16": 197, "int8": 393},
+        bandwidth=819, capacity=16),
+    _tpu("v5p", "v5p", vmem=64, scoped=16, cores=2, takes=_MXU5, peak={"float32": None, "bfloat16": 459},
+        bandwidth=2765, capacity=95),
+    _tpu("v6e", "v6e", vmem=128, scoped=32, cores=1, takes=_MXU5, peak={"float32": None, "bfloat16": 918, "int8": 1836},
+        bandwidth=1638, capacity=32),
+    _tpu("v7x", "tpu7x", vmem=64, scoped=32, cores=2, takes=("float32", "bfloat16", *_FP8),
+         peak={"float32": None, "bfloat16": 2307, "float8_e4m3fn": 4614},
          bandwidth=7380, capacity=192),
 )
 
@@ -220,7 +286,8 @@ _TPU = (
 HARDWARE: Mapping[str, Hardware] = MappingProxyType({h.name: h for h in (*_NVIDIA, *_AMD, *_TPU)})
 """Every known architecture by name, NVIDIA's, then AMD's, then Google's, oldest first."""
 
-# Names under which frameworks know a chip of the table, and chips with the limits of one of the table (same source as its).
+# Names under which frameworks know a chip of the table, and chips with the limits of one of the table (same source as
+# its).
 _SAME = {
     "sm_87": "sm_80",
     "sm_103": "sm_100",
@@ -243,8 +310,8 @@ def find(name: str) -> Hardware:
 
 @functools.cache
 def family(arch: str) -> Hardware:
-    """The architecture of the table whose limits hold for ``arch``: itself, one that equals it, or for a name that the table lacks the one of its kind with the least
-    on-chip memory. No name at all counts as an NVIDIA one."""
+    """The architecture of the table whose limits hold for ``arch``: itself, one that equals it, or for a name that the
+    table lacks the one of its kind with the least on-chip memory. No name at all counts as an NVIDIA one."""
     known = HARDWARE.get(_SAME.get(arch, arch))
     if known is not None:
         return known

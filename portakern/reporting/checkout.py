@@ -54,7 +54,8 @@ def checkout(root: Path | None = None) -> Path:
     missing = [name for name in (PAGES[0], FOLDER) if not (found / name).exists()]
     if missing:
         raise ResultError(
-            f"{COMMAND} works on a checkout of portakern, and {found} has no {missing[0]}; clone the repository and run: pip install -e ."
+            f"{COMMAND} works on a checkout of portakern, and {found} has no {missing[0]}; clone the repository and "
+            "run: pip install -e ."
         )
     return found
 
@@ -83,7 +84,9 @@ def _digest(text: str) -> str:
 
 
 def _shows(data: Mapping[str, Any]) -> str:
-    """Of what a plot shows and of the code that draws it; not of its bytes, which may change with the plotting library."""
+    """Of what a plot shows and of the code that draws it; not of its bytes, which may change with the plotting
+    library.
+    """
     return _digest(json.dumps(data, sort_keys=True) + Path(plots.__file__).read_text(encoding="utf-8"))
 
 
@@ -156,7 +159,9 @@ def update(root: Path) -> list[Path]:
 
 
 def add(root: Path, file: Path, replace: bool = False) -> str:
-    """Take a run made elsewhere into the results; what was done, in words. ResultError where the run is not fit for it, and then nothing has changed."""
+    """Take a run made elsewhere into the results; what was done, in words. ResultError where the run is not fit for it,
+    and then nothing has changed.
+    """
     new = results.read(file)
     folder = root / FOLDER
     same = [
@@ -177,7 +182,8 @@ def add(root: Path, file: Path, replace: bool = False) -> str:
         if place.exists():
             other = results.read(place)
             raise ResultError(
-                f"{file}: {FOLDER}/{place.name} is another run's: {other.benchmark} on {other.device}; give the file another name"
+                f"{file}: {FOLDER}/{place.name} is another run's: {other.benchmark} on {other.device}; give the file "
+                "another name"
             )
     write_atomically(place, file.read_text(encoding="utf-8"))
     return said
@@ -193,12 +199,17 @@ def _replacing(old: Result, new: Result, forced: bool) -> str:
     lost = old.keys - new.keys
     if not forced and new.date <= old.date:
         raise ResultError(
-            f"{new.file}: its date is {new.date}, and {where} holds {new.benchmark} on {new.device} of {old.date}; expected a later one (--replace takes it all the same)"
+            f"{new.file}: its date is {new.date}, and {where} holds {new.benchmark} on {new.device} of {old.date}; "
+            "expected a later one (--replace takes it all the same)"
         )
     if not forced and lost:
         first = ", ".join(map(str, min(lost, key=str)))
         raise ResultError(
-            f"{new.file}: it lacks {len(lost)} of the {len(old.rows)} rows of {where}, such as {first}; expected the whole run (--replace loses them)"
+            f"{new.file}: it lacks {len(lost)} of the {len(old.rows)} rows of {where}, such as {first}; expected the "
+            "whole run (--replace loses them)"
         )
     gone = f", {len(lost)} of which it does not have" if lost else ""
-    return f"{old.file.name} is replaced: {new.benchmark} on {new.device} of {old.date}, {_rows(old)}{gone}, by that of {new.date}, {_rows(new)}"
+    return (
+        f"{old.file.name} is replaced: {new.benchmark} on {new.device} of {old.date}, {_rows(old)}{gone}, by that of "
+        f"{new.date}, {_rows(new)}"
+    )

@@ -13,7 +13,10 @@ __all__ = ["cycles", "matrix", "resources", "tilings"]
 
 Row = Mapping[str, Any]
 UNFOLDED = 25  # rows that a table may have without being folded
-MISSING = "Nothing was compiled yet: `portakern compile --all --json > compile-matrix.json`, and `portakern report --add compile-matrix.json`."
+MISSING = (
+    "Nothing was compiled yet: `portakern compile --all --json > compile-matrix.json`, and `portakern report --add "
+    "compile-matrix.json`."
+)
 
 
 def _cells(kept: Kept) -> tuple[list[Row], str]:
@@ -104,8 +107,10 @@ def resources(kept: Kept) -> str:
         ]
         text.append(fold(f"{platform} ({', '.join(here)}): {len(lines)} calls", _details(lines, limits)))
     notes = (
-        "Of a call with several kernels: the most registers, all spills, the most memory, the least occupancy. Spills are bytes a thread on a GPU, and vector "
-        "registers stored in the code of a TPU kernel. Memory is that of one program, with its share of what a program may have."
+        "Of a call with several kernels: the most registers, all spills, the most memory, the least occupancy. Spills "
+        "are bytes a thread on a GPU, and vector "
+        "registers stored in the code of a TPU kernel. Memory is that of one program, with its share of what a "
+        "program may have."
     )
     return "\n\n".join([*text, notes, said])
 
@@ -173,8 +178,10 @@ def _details(rows: list[Row], limits: Mapping[str, Mapping[str, int]]) -> str:
         share, words = _memory(r, limits.get(r["target"], {}))
         lines.append(
             [
-                f"`{r['op']}`", r["dtype"], r["target"], str(sum(k["launches"] for k in r["kernels"])), shown(_known(r, "registers"), max), shown(_known(r, "spills"), sum),
-                words if share is None else f"{words} ({share:.0%})", shown(_known(r, "occupancy"), min, ".0%"), _matrix_instruction(r),
+                f"`{r['op']}`", r["dtype"], r["target"], str(sum(k["launches"] for k in r["kernels"])),
+                shown(_known(r, "registers"), max), shown(_known(r, "spills"), sum),
+                words if share is None else f"{words} ({share:.0%})", shown(_known(r, "occupancy"), min, ".0%"),
+                _matrix_instruction(r),
             ]
         )  # fmt: skip
     heads = [
@@ -236,8 +243,10 @@ def cycles(kept: Kept) -> str:
         there = {r["target"]: _estimate(r) for r in mine}
         lines.append([f"`{op}`", dtype, *(_thousands(*there[t]) if t in there else NONE for t in columns)])
     notes = (
-        "Thousands of cycles of the typical call, as the compiler estimates them; no chip has confirmed one. ≥: a kernel of the call has no estimate. "
-        f"{NONE}: none has; a call that no target estimates is left out. No clock is published, so that no estimate is drawn under a roof."
+        "Thousands of cycles of the typical call, as the compiler estimates them; no chip has confirmed one. ≥: a "
+        "kernel of the call has no estimate. "
+        f"{NONE}: none has; a call that no target estimates is left out. No clock is published, so that no estimate "
+        "is drawn under a roof."
     )
     return "\n\n".join([table(["op", "dtype", *columns], lines, words=2), notes, said])
 

@@ -40,7 +40,9 @@ class Kept:
         return cls(root, tuple(results.read_all(root / FOLDER)))
 
     def rows(self, benchmark: str) -> list[tuple[Mapping[str, Any], Result]]:
-        """The rows of a benchmark with the run that each is of; of what several runs on one device measured, the newest."""
+        """The rows of a benchmark with the run that each is of; of what several runs on one device measured, the
+        newest.
+        """
         newest: dict[Any, tuple[Mapping[str, Any], Result]] = {}
         for r in sorted((r for r in self.results if r.benchmark == benchmark), key=lambda r: (r.date, r.file.name)):
             newest.update({(r.device, *r.key(row)): (row, r) for row in r.rows})
@@ -64,7 +66,9 @@ def set_of(used: Iterable[Result]) -> list[Result]:
 
 
 def chip(device: str) -> str | None:
-    """The target whose product is the device of that name: the one that shares most words, a type number among them, with the maker's name for it."""
+    """The target whose product is the device of that name: the one that shares most words, a type number among them,
+    with the maker's name for it.
+    """
     said = set(re.findall(r"\w+", device))
     shared = {h.name: said & set(re.findall(r"\w+", h.product)) for h in targets.HARDWARE.values()}
     numbered = {name: len(words) for name, words in shared.items() if any(c.isdigit() for word in words for c in word)}

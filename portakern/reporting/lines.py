@@ -102,7 +102,7 @@ def lines(kept: Kept) -> str:
     body.append(
         ["what they share", *(count(_shared(kept.root, set(there.values()), top)) for top, there in columns.values())]
     )
-    return (
-        table(["op", *columns], body)
-        + "\n\nLines of code: no blank lines, comments or docstrings. What they share: the modules beside them that they import."
+    return table(["op", *columns], body) + (
+        "\n\nLines of code: no blank lines, comments or docstrings. What they share: the modules beside them that "
+        "they import."
     )

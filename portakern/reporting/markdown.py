@@ -1,4 +1,6 @@
-"""Markdown: tables, folds, and the places of a page between ``<!-- portakern report: NAME -->`` and ``<!-- end: NAME -->``."""
+"""Markdown: tables, folds, and the places of a page between ``<!-- portakern report: NAME -->`` and ``<!-- end: NAME
+-->``.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +47,15 @@ def _spans(text: str, page: Path) -> list[tuple[str, int, int]]:
             opened = None
         elif opened is not None:
             raise ResultError(
-                f"{page.name}, line {line}: {mark[0]} stands inside {opened[0]!r}; expected <!-- end: {opened[0]} --> before it"
+                f"{page.name}, line {line}: {mark[0]} stands inside {opened[0]!r}; expected <!-- end: {opened[0]} --> "
+                "before it"
             )
         else:
             opened = (name, mark.end() + 1, line)
     if opened is not None:
         raise ResultError(
-            f"{page.name}, line {opened[2]}: <!-- portakern report: {opened[0]} --> has no end; expected <!-- end: {opened[0]} --> below it"
+            f"{page.name}, line {opened[2]}: <!-- portakern report: {opened[0]} --> has no end; expected <!-- end: "
+            f"{opened[0]} --> below it"
         )
     return found
 

@@ -18,7 +18,10 @@ def errors(kept: Kept) -> str:
     """Each op's and output's worst error as a fraction of its bound, a column for everything that the checker ran."""
     rows = kept.rows("conformance")
     if not rows:
-        return "No conformance run is kept yet: `portakern check --backend NAME --json FILE`, and `portakern report --add FILE`."
+        return (
+            "No conformance run is kept yet: `portakern check --backend NAME --json FILE`, and `portakern report "
+            "--add FILE`."
+        )
     columns = list(
         dict.fromkeys(
             (row["subject"], r.device) for row, r in sorted(rows, key=lambda x: (x[1].device, x[0]["subject"]))
@@ -49,7 +52,10 @@ def _count(rows: Iterable[Row]) -> str:
     rows = list(rows)
     failed = [r["op"] for r in rows if not r["passed"]]
     laws = sum(sum(r["laws"].values()) for r in rows)
-    cases = f"{sum(r['examples'] for r in rows):,} cases and {laws:,} instances of laws across calls, of {_some(len(rows), 'op')}"
+    cases = (
+        f"{sum(r['examples'] for r in rows):,} cases and {laws:,} instances of laws across calls, of "
+        f"{_some(len(rows), 'op')}"
+    )
     seconds = f"{sum(r['seconds'] for r in rows):,.0f} s, summed over processes"
     return f"{cases}, {'failed: ' + ', '.join(failed) if failed else 'all within their bounds'}; {seconds}"
 
@@ -68,7 +74,10 @@ def times(kept: Kept) -> str:
     """Measured times beside the least time that the chip's rates allow, and beside other people's kernels."""
     rows = kept.rows("times")
     if not rows:
-        return "Nothing was measured yet: `python benchmarks/times.py --json FILE` on an accelerator, and `portakern report --add FILE`."
+        return (
+            "Nothing was measured yet: `python benchmarks/times.py --json FILE` on an accelerator, and `portakern "
+            "report --add FILE`."
+        )
 
     def render(mine: list[Row]) -> str:
         lines = []
@@ -81,7 +90,10 @@ def times(kept: Kept) -> str:
         return table(["op", "dtype", "call", "others, µs", "µs", "floor, µs", "floor / time"], lines, words=4)
 
     unchecked = dict.fromkeys(f"`{row['op']}` {row['dtype']}" for row, _ in rows if not row["checked"])
-    notes = "Floor: the larger of bytes over the bandwidth and operations over the peak rate of [targets.py](portakern/targets.py), every array touched once."
+    notes = (
+        "Floor: the larger of bytes over the bandwidth and operations over the peak rate of "
+        "[targets.py](portakern/targets.py), every array touched once."
+    )
     if unchecked:
         notes += f" Not compared with another kernel's result before it was timed: {', '.join(unchecked)}."
     return "\n\n".join([_by_device(rows, render), notes, source(r for _, r in rows)])
@@ -101,7 +113,10 @@ def launch(kept: Kept) -> str:
     """Host time of one eager call, by the way of calling."""
     rows = kept.rows("launch")
     if not rows:
-        return "Nothing was measured yet: `python benchmarks/launch.py --json FILE` on a GPU, and `portakern report --add FILE`."
+        return (
+            "Nothing was measured yet: `python benchmarks/launch.py --json FILE` on a GPU, and `portakern report "
+            "--add FILE`."
+        )
 
     def render(mine: list[Row]) -> str:
         ways, ops = (list(dict.fromkeys(row[n] for row in mine)) for n in ("way", "op"))
@@ -136,7 +151,10 @@ def _sanitized(rows: Sequence[tuple[Row, Result]]) -> str:
     tools = ", ".join(sorted({row["tool"] for row, _ in rows}))
     found = sum(row.get("errors") or bool(row.get("problem")) for row, _ in rows)
     fewest = min(row["examples"] for row, _ in rows)
-    return f"compute-sanitizer's {tools} over {len({row['op'] for row, _ in rows})} ops, at least {fewest} examples each: {found} errors"
+    return (
+        f"compute-sanitizer's {tools} over {len({row['op'] for row, _ in rows})} ops, at least {fewest} examples "
+        f"each: {found} errors"
+    )
 
 
 def _fuzzed(rows: Sequence[tuple[Row, Result]]) -> str:
@@ -146,8 +164,10 @@ def _fuzzed(rows: Sequence[tuple[Row, Result]]) -> str:
     )
     runs = [r.extra for r in set_of(r for _, r in rows)]
     return (
-        f"{sum(r['calls'] for r in runs):,} ({verdicts}): {sum(len(r['broken']) for r in runs)} crashed, hung or gave a wrong value; worst error "
-        f"{max(r['worst'] for r in runs):.3f} of its bound, slowest call {max(r['slowest_seconds'] for r in runs):.2f} s"
+        f"{sum(r['calls'] for r in runs):,} ({verdicts}): {sum(len(r['broken']) for r in runs)} crashed, hung or gave "
+        "a wrong value; worst error "
+        f"{max(r['worst'] for r in runs):.3f} of its bound, slowest call "
+        f"{max(r['slowest_seconds'] for r in runs):.2f} s"
     )
 
 
@@ -156,7 +176,9 @@ def _caught(row: Row) -> bool:
 
 
 def faults(kept: Kept) -> str:
-    """Faults planted in the shipped kernels: how many the checker finds on every seed, and how many a flat tolerance lets through."""
+    """Faults planted in the shipped kernels: how many the checker finds on every seed, and how many a flat tolerance
+    lets through.
+    """
     rows = kept.rows("mutants")
     if not rows:
         return "No faults were planted yet: `python -m tests.mutants --json FILE`, and `portakern report --add FILE`."
@@ -165,7 +187,8 @@ def faults(kept: Kept) -> str:
         done, _, planned = str(run.extra["tasks"]).partition(" of ")
         if done != planned:
             text.append(
-                f"An unfinished run, {done} of {planned} tasks: every fault met at least one seed, and a fault counts as caught on every seed that it met."
+                f"An unfinished run, {done} of {planned} tasks: every fault met at least one seed, and a fault counts "
+                "as caught on every seed that it met."
             )
     text.append(_slipping(rows))
     missed = [(row, sum(bool(s.get("caught")) for s in row["seeds"].values())) for row, _ in rows if not _caught(row)]
@@ -193,7 +216,10 @@ def found(kept: Kept) -> str:
         max(s.get("examples", 0) for row, _ in rows for s in row["seeds"].values()),
     )
     caught = sum(_caught(row) for row, _ in rows)
-    return f"{caught} of {len(rows)} planted mistakes are found on every one of {seeds} seeds, the last of them by example {most}. {_slipping(rows)}"
+    return (
+        f"{caught} of {len(rows)} planted mistakes are found on every one of {seeds} seeds, the last of them by "
+        f"example {most}. {_slipping(rows)}"
+    )
 
 
 def _fault_table(rows: list[Row]) -> str:
@@ -207,7 +233,8 @@ def _fault_table(rows: list[Row]) -> str:
             r for r in mine if (r["small"] if r.get("max_error") is None else r["max_error"] < 1e-2)
         ]  # as declared, where it was not measured
         flat = [f["sees_at"] for r in mine for f in r["flat"].values() if "sees_at" in f]
-        lines.append([*name, str(len(mine)), str(sum(map(_caught, mine))), str(len(small)), str(sum(map(_caught, small))),
+        lines.append([*name, str(len(mine)), str(sum(map(_caught, mine))), str(len(small)),
+                      str(sum(map(_caught, small))),
                       f"{sum(f is None for f in flat) / len(flat):.0%}" if flat else "not run"])  # fmt: skip
     return table(
         [
@@ -236,7 +263,9 @@ def _slipping(rows: Sequence[tuple[Row, Result]]) -> str:
         return "How many of them `assert_allclose(rtol=atol=1e-2)` lets through was not measured."
     small, missed = sum(e < 1e-2 for e in errors), sum(s is None for s in seen)
     return (
-        f"`assert_allclose(rtol=atol=1e-2)` lets {small} of {len(errors)} ({small / len(errors):.0%}) through on ordinary inputs, N(0, 1) of common shapes: "
-        f"they err by less than 1e-2 there. On the very cases that the checker draws it lets {missed} of {len(seen)} ({missed / len(seen):.0%}) through, "
+        f"`assert_allclose(rtol=atol=1e-2)` lets {small} of {len(errors)} ({small / len(errors):.0%}) through on "
+        "ordinary inputs, N(0, 1) of common shapes: "
+        f"they err by less than 1e-2 there. On the very cases that the checker draws it lets {missed} of {len(seen)} "
+        f"({missed / len(seen):.0%}) through, "
         f"and it rejects {alarms} of {calls} calls ({alarms / calls:.0%}) of the kernels without a fault."
     )

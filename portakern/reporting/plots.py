@@ -22,8 +22,10 @@ COLOURS = (
 )  # Okabe and Ito's, which colour-blind readers tell apart
 FILLS = {"fits": "#b7dfc9", "spills": "#f6dd9c", "fails": "#ee9a8d"}
 STYLE = {
-    "svg.hashsalt": "portakern", "svg.fonttype": "none", "font.family": "DejaVu Sans", "font.size": 9, "axes.edgecolor": FAINT, "axes.labelcolor": INK,
-    "text.color": INK, "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False, "axes.spines.right": False, "path.simplify": False,
+    "svg.hashsalt": "portakern", "svg.fonttype": "none", "font.family": "DejaVu Sans", "font.size": 9,
+    "axes.edgecolor": FAINT, "axes.labelcolor": INK,
+    "text.color": INK, "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False, "axes.spines.right": False,
+    "path.simplify": False,
 }  # fmt: skip
 
 
@@ -135,8 +137,14 @@ def _along(axes: Any, x: float, y: float, text: str) -> None:
 
 
 def _labels(axes: Any, points: list[dict[str, Any]], colours: dict[str, str]) -> None:
-    """Labels in two columns right of the points that they name, where the plot is empty, in an order in which no two leaders of a column cross."""
-    height = lambda p: axes.transAxes.inverted().transform(axes.transData.transform((p["intensity"], p["bound"])))[1]  # noqa: E731
+    """Labels in two columns right of the points that they name, where the plot is empty, in an order in which no two
+    leaders of a column cross.
+    """
+
+    def height(p: dict[str, Any]) -> float:
+        point = axes.transData.transform((p["intensity"], p["bound"]))
+        return float(axes.transAxes.inverted().transform(point)[1])
+
     for slope, column in ((True, 0.3), (False, 0.71)):
         order = sorted(
             (p for p in points if p["by_memory"] == slope), key=lambda p: (-p["bound"], -p["intensity"], p["op"])
@@ -151,9 +159,11 @@ def _labels(axes: Any, points: list[dict[str, Any]], colours: dict[str, str]) ->
             text = f"{p['op']} {_short(p['dtype'])}: {p['intensity']:{',.0f' if p['intensity'] >= 100 else '.2g'}} op/B"
             text += f", {p['share']:.0%}" if p["share"] is not None else ""
             axes.annotate(
-                text, (p["intensity"], p["bound"]), (column, start - i * step), textcoords="axes fraction", fontsize=8, color=colours[p["dtype"]],
+                text, (p["intensity"], p["bound"]), (column, start - i * step), textcoords="axes fraction", fontsize=8,
+                color=colours[p["dtype"]],
                 va="center", ha="left", zorder=5,
-                arrowprops={"arrowstyle": "-", "color": FAINT, "linewidth": 0.4, "shrinkA": 1, "shrinkB": 3, "patchA": None, "relpos": (0, 0.5)},
+                arrowprops={"arrowstyle": "-", "color": FAINT, "linewidth": 0.4, "shrinkA": 1, "shrinkB": 3,
+                "patchA": None, "relpos": (0, 0.5)},
             )  # fmt: skip
 
 

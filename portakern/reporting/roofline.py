@@ -1,4 +1,6 @@
-"""What the plots show, as plain data: where ops lie under a chip's roof, and how each compiles for each chip. No framework is needed, and no plotting library."""
+"""What the plots show, as plain data: where ops lie under a chip's roof, and how each compiles for each chip. No
+framework is needed, and no plotting library.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ __all__ = ["Point", "heatmap", "plots", "roofline", "work"]
 
 @dataclass(frozen=True)
 class Point:
-    """An op's typical call: operations a byte, the operations a second that the roof allows, and the share of these that was measured."""
+    """An op's typical call: operations a byte, the operations a second that the roof allows, and the share of these
+    that was measured.
+    """
 
     op: str
     dtype: str
@@ -84,13 +88,17 @@ def roofline(kept: Kept, h: Hardware) -> dict[str, Any]:
     ]
     used = {p.dtype for p in points} | {m["dtype"] for m in measured}
     return {
-        "kind": "roofline", "target": h.name, "product": h.product, "bandwidth": h.bandwidth, "points": [asdict(p) for p in points], "measured": measured,
-        "roofs": {d: peak for d, peak in roofs.items() if d in used}, "without": sorted({d for _, d in compiled} - used),
+        "kind": "roofline", "target": h.name, "product": h.product, "bandwidth": h.bandwidth,
+        "points": [asdict(p) for p in points], "measured": measured,
+        "roofs": {d: peak for d, peak in roofs.items() if d in used},
+        "without": sorted({d for _, d in compiled} - used),
     }  # fmt: skip
 
 
 def heatmap(kept: Kept) -> dict[str, Any]:
-    """Op and dtype by target: whether the call compiles, spills, and uses the matrix unit. Several backends of one target: the best of them."""
+    """Op and dtype by target: whether the call compiles, spills, and uses the matrix unit. Several backends of one
+    target: the best of them.
+    """
     order = ("fails", "spills", "fits")
     cells: dict[tuple[str, str, str], tuple[int, bool]] = {}
     for row, _ in kept.rows("compile-matrix"):

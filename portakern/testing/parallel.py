@@ -25,7 +25,8 @@ def check_all(
 ) -> list[Report]:
     """A report for each (op, backend, variant), with ``options`` of :func:`portakern.testing.check`.
 
-    ``jobs`` processes share the work; what is drawn does not depend on how many. ``advance(subject, cases)`` is called as cases are done.
+    ``jobs`` processes share the work; what is drawn does not depend on how many. ``advance(subject, cases)`` is called
+    as cases are done.
     """
     if jobs == 1:
         return [_alone(subject, advance, options) for subject in subjects]

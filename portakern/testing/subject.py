@@ -36,7 +36,8 @@ class Subject:
       arguments: the arguments that it takes; None: all.
       accepts: whether a refusal with this text is one that the backend declares.
       context: what its cases run in: the profile that was named.
-      reproduce: ``reproduce(case)``, a line that runs a case again: for a shell, or for Python where a new process would not find what is checked.
+      reproduce: ``reproduce(case)``, a line that runs a case again: for a shell, or for Python where a new process
+        would not find what is checked.
       name: for people.
     """
 
@@ -56,7 +57,8 @@ class Subject:
 
 
 def backend_variants(spec: Spec[Any], backend: str | Backend, device: str | None = None) -> tuple[str, ...]:
-    """The variants of an op on a backend that run on the best device here that it serves, or on ``device`` (a platform).
+    """The variants of an op on a backend that run on the best device here that it serves, or on ``device`` (a
+    platform).
 
     Raises:
       UnavailableError: the backend serves no such device here. UnsupportedError: it has no such op there.
@@ -85,9 +87,11 @@ def _place(b: Backend, device: str | None) -> tuple[Any, Target]:
 def backend_subject(
     spec: Spec[Any], backend: str | Backend, variant: str | None, device: str | None, profile: str | None
 ) -> Subject:
-    """``spec`` on a backend, on the best device here that it serves, or on ``device`` (a platform), in a profile of the backend.
+    """``spec`` on a backend, on the best device here that it serves, or on ``device`` (a platform), in a profile of the
+    backend.
 
-    ``variant``: the one to check; None: the first that runs there. What a variant refuses and a later one takes is no failure of its.
+    ``variant``: the one to check; None: the first that runs there. What a variant refuses and a later one takes is no
+      failure of its.
     """
     b = registry.backend(backend)
     if variant is not None:
@@ -129,7 +133,9 @@ def _backend_line(spec: Spec[Any], b: Backend, given: Mapping[str, str | None]) 
 
 
 def _python_line(spec: Spec[Any], subject: str, given: Mapping[str, str | None]) -> Callable[[str], str]:
-    """The line for a process that has what is checked: a spec that is not found by name goes by that of its variable, which is the same."""
+    """The line for a process that has what is checked: a spec that is not found by name goes by that of its variable,
+    which is the same.
+    """
     op = repr(spec.name) if registry.has_name(spec) else spec.name
     options = "".join(f", {k}={v!r}" for k, v in given.items() if v)
     return lambda case: f"portakern.testing.replay({op}, {case!r}, {subject}{options})"
@@ -158,7 +164,9 @@ def _legal(
 
 
 def function_subject(spec: Spec[Any], fn: Callable[..., Any] | None, framework: str, device: str | None) -> Subject:
-    """A bare callable over one framework's arrays. Its attribute ``refusals``, if any, declares the refusals that a backend would."""
+    """A bare callable over one framework's arrays. Its attribute ``refusals``, if any, declares the refusals that a
+    backend would.
+    """
     if not callable(fn):
         raise SpecError(f"check({spec.name!r}): fn is {fn!r}; expected a callable with the op's arguments")
     if framework not in frameworks():

@@ -30,8 +30,9 @@ from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.tpu._rows import Walk, launched
 from portakern.core.call import Call
 
-# Of one block, with double buffers and float32 intermediates 10 to 14 MiB; a gradient, which streams more arrays, has half. Thousands of cycles that the
-# compiler expects of bfloat16 at 4096 x 4096 by rows of a block, 16, 32, 64, 128: v5e 262, 155, 108, 87; v6e 192, 112, 73, 60.
+# Of one block, with double buffers and float32 intermediates 10 to 14 MiB; a gradient, which streams more arrays, has
+# half. Thousands of cycles that the # compiler expects of bfloat16 at 4096 x 4096 by rows of a block, 16, 32, 64, 128:
+# v5e 262, 155, 108, 87; v6e 192, 112, 73, 60.
 ELEMENTS = 2**19
 
 

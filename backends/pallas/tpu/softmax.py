@@ -26,8 +26,9 @@ from portakern.backends.pallas.tpu._chip import LANES
 from portakern.backends.pallas.tpu._rows import Walk, launched
 from portakern.core.call import Call
 
-# Of one block, with double buffers and float32 intermediates 10 to 14 MiB; a gradient, which streams another array, has half. Thousands of cycles that the
-# compiler expects of bfloat16 at 4096 x 4096 by rows of a block, 16, 32, 64, 128: v5e 271, 160, 108, 90; v6e 201, 115, 80, 64.
+# Of one block, with double buffers and float32 intermediates 10 to 14 MiB; a gradient, which streams another array, has
+# half. Thousands of cycles that the # compiler expects of bfloat16 at 4096 x 4096 by rows of a block, 16, 32, 64, 128:
+# v5e 271, 160, 108, 90; v6e 201, 115, 80, 64.
 ELEMENTS = 2**19
 
 

@@ -238,11 +238,17 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     if dims["q_len"] + dims["kv_len"] > 1 << 30:
         return "more than 2^30 queries and keys: positions are 32-bit here"
     if max(block_q * block_kv, max(block_q, block_kv) * max(d, dv)) > 1 << 20:
-        return f"tiles of {block_q} x {block_kv} at head dimensions {dims['d']} and {dims['dv']} exceed Triton's limit of 2^20 elements"
+        return (
+            f"tiles of {block_q} x {block_kv} at head dimensions {dims['d']} and {dims['dv']} exceed Triton's limit "
+            "of 2^20 elements"
+        )
     if not call.interpret:
         shared, limit = shared_bytes(call, tiling), shared_limit(call.target.arch)
         if shared > limit:
-            return f"tiles of {block_q} x {block_kv} with {tiling['num_stages']} stages take {shared} bytes of shared memory; {call.target.arch} has {limit}"
+            return (
+                f"tiles of {block_q} x {block_kv} with {tiling['num_stages']} stages take {shared} bytes of shared "
+                f"memory; {call.target.arch} has {limit}"
+            )
     programs = cdiv(dims["q_len"], block_q) * dims["kv_heads"] * dims["group"] * dims["batch"]
     return refuse_common(
         call, tiling["num_warps"], programs, (f"a tile of {block_q} x {block_kv}", block_q * (dv + block_kv))

@@ -362,7 +362,8 @@ def _passes(call: Call, tiling: Mapping[str, int]) -> list[tuple[int, int, int]]
 
 
 def shared_bytes(call: Call, tiling: Mapping[str, int]) -> int:
-    """Shared memory that the compiler gives this call, or somewhat less: two tiles that stay, and a buffer a stage for the two that the loop loads.
+    """Shared memory that the compiler gives this call, or somewhat less: two tiles that stay, and a buffer a stage for
+    the two that the loop loads.
 
     On AMD a stage is one buffer less, what stays passes through before the loop and ds within it.
     """
@@ -386,13 +387,22 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
         return "more than 2^30 queries and keys: positions are 32-bit here"
     for own, walked, _ in _passes(call, tiling):
         if max(own * walked, max(own, walked) * max(d, dv)) > 1 << 20:
-            return f"tiles of {own} and {walked} rows at head dimensions {dims['d']} and {dims['dv']} exceed Triton's limit of 2^20 elements"
+            return (
+                f"tiles of {own} and {walked} rows at head dimensions {dims['d']} and {dims['dv']} exceed Triton's "
+                "limit of 2^20 elements"
+            )
     columns = tmem_columns(call.target.arch) if call.dtype != "float32" or dot_precision(call) == "tf32" else 0
     if 0 < columns <= d + dv and call.wants != ("d_q",) and tiling["block_kv"] >= 64 and warps in (4, 8):
-        return f"d_k and d_v of {tiling['block_kv']} keys fill the {columns} columns of {call.target.arch}'s tensor memory; use block_kv = 32"
+        return (
+            f"d_k and d_v of {tiling['block_kv']} keys fill the {columns} columns of {call.target.arch}'s tensor "
+            "memory; use block_kv = 32"
+        )
     shared, limit = shared_bytes(call, tiling), shared_limit(call.target.arch)
     if not call.interpret and shared > limit:
-        return f"this tiling with {tiling['num_stages']} stages takes {shared} bytes of shared memory; {call.target.arch} has {limit}"
+        return (
+            f"this tiling with {tiling['num_stages']} stages takes {shared} bytes of shared memory; "
+            f"{call.target.arch} has {limit}"
+        )
     tiles_q, tiles_kv = (
         cdiv(dims["q_len"], min(tiling["dq_block_q"], max(1, AT_ONCE // dv))),
         cdiv(dims["kv_len"], tiling["block_kv"]),

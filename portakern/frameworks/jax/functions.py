@@ -1,4 +1,6 @@
-"""Drop-in twins of JAX's own functions on portakern ops: the same arguments, the same semantics where JAX's differ from the ops'."""
+"""Drop-in twins of JAX's own functions on portakern ops: the same arguments, the same semantics where JAX's differ from
+the ops'.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,14 @@ def dot_product_attention(
 ) -> Any:
     """``jax.nn.dot_product_attention`` on the attention op.
 
-    Causal masks and windows are aligned at the top left: query i stands beside key i. A row that may see no key is the mean of all values, and zeros where the
-    query lies beyond ``query_seq_lengths``. (A row hidden by a bias of -inf is the mean too, where JAX's XLA path gives NaN.)
+    Causal masks and windows are aligned at the top left: query i stands beside key i. A row that may see no key is the
+    mean of all values, and zeros where the query lies beyond ``query_seq_lengths``. (A row hidden by a bias of -inf is
+    the mean too, where JAX's XLA path gives NaN.)
 
     Args:
       query: (B, T, N, H) or (T, N, H); key, value: (B, S, K, H) or (S, K, H), where K divides N.
-      bias: added to the scaled logits; mask: bool, True where a pair takes part. Both of 4 axes (3 without B), broadcastable to (B, N, T, S).
+      bias: added to the scaled logits; mask: bool, True where a pair takes part. Both of 4 axes (3 without B),
+        broadcastable to (B, N, T, S).
       scale: of the logits; None: 1/sqrt(H).
       query_seq_lengths, key_value_seq_lengths: (B,) integers.
       local_window_size: (left, right) keys that a query sees beside its own, or one number for both.
@@ -51,8 +55,10 @@ def dot_product_attention(
     """
     if jnp.ndim(query) == 3:
         lone = [None if a is None else jnp.asarray(a)[None] for a in (query, key, value, bias, mask)]
-        out = dot_product_attention(*lone, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
-                                    local_window_size=local_window_size, implementation=implementation, return_residual=return_residual)  # fmt: skip
+        out = dot_product_attention(*lone, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
+                                    key_value_seq_lengths=key_value_seq_lengths,
+                                    local_window_size=local_window_size, implementation=implementation,
+                                    return_residual=return_residual)  # fmt: skip
         return jax.tree.map(lambda x: x[0], out)
     query, key, value = map(jnp.asarray, (query, key, value))
     attention = op("attention", backend=implementation)
@@ -73,7 +79,8 @@ def dot_product_attention(
     )
     ids = () if segments is None else (segments[0][:, :rows], segments[1][:, :columns])
     out = attention(
-        query[:, :rows], key[:, :columns], value[:, :columns], None if bias is None else bias[:, :, :rows, :columns], *ids,
+        query[:, :rows], key[:, :columns], value[:, :columns], None if bias is None else bias[:, :, :rows, :columns],
+        *ids,
         scale=scale, window=window, return_lse=hidden or return_residual,
     )  # fmt: skip
     if not (hidden or return_residual):
@@ -104,7 +111,8 @@ def _additive(bias: Any, mask: Any, dtype: Any, full: tuple[int, ...]) -> Any:
             jnp.ndim(array) != 4 or any(n not in (1, m) for n, m in zip(jnp.shape(array), full, strict=True))
         ):
             raise SpecError(
-                f"dot_product_attention: {name} has shape {jnp.shape(array)}; expected 4 axes that broadcast to (B, N, T, S) = {full}"
+                f"dot_product_attention: {name} has shape {jnp.shape(array)}; expected 4 axes that broadcast to (B, "
+                f"N, T, S) = {full}"
             )
     if bias is not None:
         bias = jnp.asarray(bias)

@@ -1,5 +1,5 @@
-"""Drop-in twins of PyTorch's own functions on portakern ops: the same arguments, the same semantics where PyTorch's differ from the ops'; and a way to swap them
-into a model that calls PyTorch's.
+"""Drop-in twins of PyTorch's own functions on portakern ops: the same arguments, the same semantics where PyTorch's
+differ from the ops'; and a way to swap them into a model that calls PyTorch's.
 
 Arrays choose the backend, as for :func:`portakern.op`; ``with swapped(backend="triton")`` names one.
 """
@@ -47,8 +47,10 @@ def scaled_dot_product_attention(
     """``torch.nn.functional.scaled_dot_product_attention`` on the attention op.
 
     Args:
-      query: (..., L, E); key: (..., S, E); value: (..., S, Ev). The leading axes broadcast; the last of them is the heads.
-      attn_mask: bool, True where a pair takes part, or of query's dtype or float32, added to the scores; it broadcasts to (..., L, S).
+      query: (..., L, E); key: (..., S, E); value: (..., S, Ev). The leading axes broadcast; the last of them is the
+        heads.
+      attn_mask: bool, True where a pair takes part, or of query's dtype or float32, added to the scores; it broadcasts
+        to (..., L, S).
       dropout_p: 0; more is refused, for no kernel here draws random numbers.
       is_causal: query i sees keys up to i (aligned at the top left).
       scale: None is 1/sqrt(E).
@@ -64,7 +66,8 @@ def scaled_dot_product_attention(
     name = "scaled_dot_product_attention"
     if dropout_p > 0.0:
         raise UnsupportedError(
-            f"{name}: dropout_p is {dropout_p}; expected 0.0: no kernel draws random numbers; pass 0.0, or dropout the output"
+            f"{name}: dropout_p is {dropout_p}; expected 0.0: no kernel draws random numbers; pass 0.0, or dropout "
+            "the output"
         )
     if attn_mask is not None and is_causal:
         raise SpecError(
@@ -98,7 +101,8 @@ def _same_lead(
         heads, kv_heads = query_lead[-1], leads[0][-1]
         if leads[1][-1] != kv_heads or kv_heads == 0 or heads % kv_heads:
             raise SpecError(
-                f"{name}: query has {heads} heads, key {kv_heads} and value {leads[1][-1]}; expected key's and value's equal, and to divide query's"
+                f"{name}: query has {heads} heads, key {kv_heads} and value {leads[1][-1]}; expected key's and "
+                "value's equal, and to divide query's"
             )
         leads = [(*x[:-1], heads) for x in leads]
     try:
@@ -106,7 +110,8 @@ def _same_lead(
     except RuntimeError as e:
         hint = "" if enable_gqa else ", or enable_gqa=True for fewer key heads"
         raise SpecError(
-            f"{name}: the leading axes {query_lead} of query, {tuple(key.shape[:-2])} of key and {tuple(value.shape[:-2])} of value do not broadcast; make them equal{hint}"
+            f"{name}: the leading axes {query_lead} of query, {tuple(key.shape[:-2])} of key and "
+            f"{tuple(value.shape[:-2])} of value do not broadcast; make them equal{hint}"
         ) from e
 
     def four(x: Tensor, heads: int | None) -> Tensor:
@@ -150,7 +155,8 @@ def softmax(
     """
     if dim is None:
         raise SpecError(
-            "softmax: dim is None; expected an axis: PyTorch's implicit choice is deprecated, pass dim=-1 for the last axis"
+            "softmax: dim is None; expected an axis: PyTorch's implicit choice is deprecated, pass dim=-1 for the "
+            "last axis"
         )
     x = input if dtype is None else input.to(dtype)
     if x.dim() == 0:  # PyTorch takes a number for a row of one
@@ -167,7 +173,8 @@ def layer_norm(
     *,
     backend: str | None = None,
 ) -> Tensor:
-    """``torch.nn.functional.layer_norm`` on the layernorm op: over the trailing axes ``normalized_shape``, which weight and bias share.
+    """``torch.nn.functional.layer_norm`` on the layernorm op: over the trailing axes ``normalized_shape``, which weight
+    and bias share.
 
     Raises:
       SpecError: normalized_shape is not how input's shape ends, or weight or bias has another shape.
@@ -183,10 +190,12 @@ def rms_norm(
     *,
     backend: str | None = None,
 ) -> Tensor:
-    """``torch.nn.functional.rms_norm`` on the rmsnorm op: over the trailing axes ``normalized_shape``, which weight shares.
+    """``torch.nn.functional.rms_norm`` on the rmsnorm op: over the trailing axes ``normalized_shape``, which weight
+    shares.
 
     Args:
-      eps: None is ``torch.finfo(dtype).eps`` of the dtype that PyTorch computes in: float32 for 16-bit input, input's otherwise.
+      eps: None is ``torch.finfo(dtype).eps`` of the dtype that PyTorch computes in: float32 for 16-bit input, input's
+        otherwise.
 
     Raises:
       SpecError: normalized_shape is not how input's shape ends, or weight has another shape.
@@ -223,7 +232,8 @@ def matmul(input: Tensor, other: Tensor, *, out: Tensor | None = None, backend: 
       out: a tensor of the result's shape and dtype to write it to.
 
     Raises:
-      SpecError: shapes that do not agree, a number for a matrix, an ``out`` that does not fit or takes part in a gradient.
+      SpecError: shapes that do not agree, a number for a matrix, an ``out`` that does not fit or takes part in a
+        gradient.
     """
     for name, x in (("input", input), ("other", other)):
         if x.dim() == 0:
@@ -261,14 +271,16 @@ _TWINS: dict[Any, Callable[..., Any]] = {
 
 
 class swapped(TorchFunctionMode):
-    """Within this context PyTorch's scaled_dot_product_attention, softmax, layer_norm, rms_norm and matmul (functions, methods and the operator @) run on portakern.
+    """Within this context PyTorch's scaled_dot_product_attention, softmax, layer_norm, rms_norm and matmul (functions,
+    methods and the operator @) run on portakern.
 
     >>> with portakern.torch.swapped():
     ...     model(x).sum().backward()
 
     Args:
       backend: who must serve them; None: chosen from the arrays.
-      otherwise: what happens to a call that portakern refuses: "raise", or "torch" to let PyTorch serve it, which the log says once a reason.
+      otherwise: what happens to a call that portakern refuses: "raise", or "torch" to let PyTorch serve it, which the
+        log says once a reason.
     """
 
     def __init__(self, backend: str | None = None, otherwise: Literal["raise", "torch"] = "raise") -> None:

@@ -1,7 +1,9 @@
-"""What torch.compile reads of an Op while it traces a function, in forms that it can trace. Nothing here imports torch by itself.
+"""What torch.compile reads of an Op while it traces a function, in forms that it can trace. Nothing here imports torch
+by itself.
 
-Dynamo runs ``prepare`` and ``stage`` as they are and takes what they return for constants, which may be strings but neither functions nor Ops. So they leave
-those as attributes of ``FOUND``, where dynamo looks them up by name, and looks again before it runs the compiled function.
+Dynamo runs ``prepare`` and ``stage`` as they are and takes what they return for constants, which may be strings but
+neither functions nor Ops. So they leave those as attributes of ``FOUND``, where dynamo looks them up by name, and looks
+again before it runs the compiled function.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ class Op(Protocol):
 
 
 class Kept(NamedTuple):
-    """What an op keeps: the name that it shares with ops that agree in everything, and the first op of that name, None if it is that itself."""
+    """What an op keeps: the name that it shares with ops that agree in everything, and the first op of that name, None
+    if it is that itself.
+    """
 
     key: str
     namesake: Op | None
