@@ -43,7 +43,7 @@ def stub_op(framework: str, result: Any) -> pk.Op:
     )
     fw = frameworks()[framework]
     op = pk.op("attention")
-    op.choice.found[op.spec, fw, fw.device(result)] = (Route(impl, False, HOST, fw),)
+    op.choice.found[fw, fw.device(result)] = (Route(impl, False, HOST, fw),)
     return op
 
 

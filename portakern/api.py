@@ -83,7 +83,7 @@ class Op:
 
     def __init__(self, spec: Spec[Any], choice: Choice) -> None:
         self.spec, self.choice = spec, choice
-        self._bind = binder(spec)
+        self._bind, self._casts = binder(spec), spec.autocast is not None
         self._bare = len(spec.outputs) == 1 and not spec.is_vjp  # the result is the one output itself
         self.kept = {f.name: f.keep(self) for f in RECORDERS}
 
@@ -103,10 +103,10 @@ class Op:
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         for framework in RECORDERS:
-            if framework.recording():  # somebody records the call, or has arrays without memory
-                if any(framework.is_array(a) for a in (*args, *kwargs.values())):
-                    return framework.record(self, args, kwargs)
-            elif self.spec.autocast and framework.casting():
+            how = framework.interposes(self._casts)
+            if how == "records" and any(framework.is_array(a) for a in (*args, *kwargs.values())):
+                return framework.record(self, args, kwargs)
+            if how == "casts":
                 args, kwargs = framework.cast(self.spec, args, kwargs)
         try:
             call = self._bind(*args, **kwargs)
@@ -115,7 +115,7 @@ class Op:
         # what follows is ``call_through``, written out: one call less on the path of every eager call
         choice, framework = self.choice, call.framework
         watched = framework.check(call)
-        candidates = choice.found.get((call.spec, framework, call.device)) or routes(call, choice)
+        candidates = choice.found.get((framework, call.device)) or routes(call, choice)
         if candidates is None:
             outputs = framework.trace(call, choice)
         elif watched:

@@ -26,7 +26,7 @@ class Gpu:
         return pk.op(name, backend=self.backend)
 
     def normal(self, *shape, dtype=torch.float32):
-        return torch.randn(*shape, dtype=torch.float32, device=self.device).to(dtype)
+        return torch.randn(*shape, dtype=dtype, device=self.device)  # no wider copy: these arrays fill the memory
 
     def rows_to_sample(self, rows, row_length):
         """First, last, both sides of element ``big``, and 64 at random."""

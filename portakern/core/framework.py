@@ -56,7 +56,7 @@ class Framework:
       twins: functions of the library, by name, whose drop-in twins ``portakern.<name>`` has, and the op behind each.
       host_only: its arrays live in host memory, wherever others do.
       immutable: its arrays never change, so that none may share memory that somebody else may write to.
-      records: calls may be recorded instead of run (:meth:`recording`), which every op asks about before it binds its
+      records: calls may be recorded instead of run (:meth:`interposes`), which every op asks about before it binds its
         arguments.
     """
 
@@ -178,9 +178,13 @@ class Framework:
         """The outputs of a call whose arrays have no device yet: their target's platform is ``traced``."""
         raise NotImplementedError
 
-    def recording(self) -> bool:
-        """Whether the library records calls now, or has arrays without memory."""
-        return False
+    def interposes(self, casts: bool) -> str | None:
+        """Whether the library steps in before an op's arguments are bound.
+
+        "records" where it records calls, or has arrays without memory; "casts" where it casts the arguments of ops for
+        which ``casts`` is said; else None.
+        """
+        return None
 
     def recording_python(self) -> bool:
         """Whether the library records the very Python that runs now."""
@@ -191,19 +195,15 @@ class Framework:
         return None
 
     def record(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of an op call under :meth:`recording`."""
+        """The result of an op call that the library records."""
         raise NotImplementedError
 
     def recorded_op(self, make: Callable[..., Any], *args: Any) -> Any:
         """The op ``make(*args)``, asked for under :meth:`recording_python`."""
         raise NotImplementedError
 
-    def casting(self) -> bool:
-        """Whether the library casts the arguments of some ops."""
-        return False
-
     def cast(self, spec: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments under :meth:`casting`."""
+        """The arguments as the library casts them."""
         return args, kwargs
 
 

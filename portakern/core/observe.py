@@ -10,11 +10,12 @@ from typing import Any
 
 from portakern.core.call import Call
 
-__all__ = ["Served", "observe", "observed", "say", "tell"]
+__all__ = ["OBSERVERS", "Served", "observe", "say", "tell"]
 
 log = logging.getLogger("portakern")
 _said: set[str] = set()
-_observers: list[Callable[[Served], None]] = []
+OBSERVERS: list[Callable[[Served], None]] = []
+"""Whoever looks on now. Every call asks whether there is anybody."""
 
 
 @dataclass(frozen=True)
@@ -36,21 +37,16 @@ def observe(callback: Callable[[Served], None]) -> Iterator[None]:
     """While inside, ``callback`` sees every op call after it was served, and those of functions that ``jax.jit``
     compiles while inside, as NumPy arrays, when they run.
     """
-    _observers.append(callback)
+    OBSERVERS.append(callback)
     try:
         yield
     finally:
-        _observers.remove(callback)
-
-
-def observed() -> bool:
-    """Whether anybody observes."""
-    return bool(_observers)
+        OBSERVERS.remove(callback)
 
 
 def tell(served: Served) -> None:
     """Show the observers a call."""
-    for callback in _observers:
+    for callback in OBSERVERS:
         callback(served)
 
 

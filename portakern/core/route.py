@@ -4,7 +4,8 @@ silence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,13 @@ class Route:
     target: Target
     framework: Framework
     """The implementation's."""
+    run: Callable[[Call, Mapping[str, int]], tuple[Any, ...]] = field(init=False)
+    """Runs the implementation as its framework does: directly, unless that has a way of its own."""
+
+    def __post_init__(self) -> None:
+        direct = type(self.framework).run is Framework.run
+        run = self.impl.run if direct else functools.partial(self.framework.run, self.impl)
+        object.__setattr__(self, "run", run)
 
 
 @dataclass(eq=False)
@@ -39,14 +47,14 @@ class Choice:
 
     Attributes:
       backend, variant: the backend, and which of its variants of the op. tiling: overrides of the tiling.
-      found: what was found for calls of a spec, a framework and a device; gradients: the choice for the op of the
+      found: what was found for calls of a framework and a device, all of one spec; gradients: the choice for the op of the
         gradients, by device.
     """
 
     backend: Backend | None = None
     variant: str | None = None
     tiling: dict[str, int] = field(default_factory=dict)
-    found: dict[tuple[Spec[Any], Framework, Any], tuple[Route, ...]] = field(default_factory=dict, repr=False)
+    found: dict[tuple[Framework, Any], tuple[Route, ...]] = field(default_factory=dict, repr=False)
     gradients: dict[Any, Choice] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -83,7 +91,7 @@ def _checked_tiling(spec: Spec[Any], tiling: Any, backend: Backend | None) -> di
 
 def routes(call: Call, choice: Choice) -> tuple[Route, ...] | None:
     """Who may serve calls like this one, most particular first; None while their arrays have no device."""
-    known = choice.found.get((call.spec, call.framework, call.device))
+    known = choice.found.get((call.framework, call.device))
     if known is not None:
         return known
     target = call.framework.target(call.device)
@@ -92,7 +100,7 @@ def routes(call: Call, choice: Choice) -> tuple[Route, ...] | None:
     backend = choice.backend or choose(call.spec, call.framework, target)
     found = find_routes(backend, call, target, choice.variant)
     announce(found[0])
-    choice.found[call.spec, call.framework, call.device] = found
+    choice.found[call.framework, call.device] = found
     return found
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from portakern.core.call import Call
 from portakern.core.framework import Framework, convert
-from portakern.core.observe import Served, observed, tell
+from portakern.core.observe import OBSERVERS, Served, tell
 from portakern.core.oracle import degenerate_outputs, rounded_oracle
 from portakern.core.route import Choice, Route, pick, routes, to_framework
 from portakern.core.tilings import resolve
@@ -20,7 +20,7 @@ def call_through(call: Call, choice: Choice) -> tuple[Any, ...]:
     traces the caller's arrays.
     """
     watched = call.framework.check(call)
-    candidates = choice.found.get((call.spec, call.framework, call.device)) or routes(call, choice)
+    candidates = choice.found.get((call.framework, call.device)) or routes(call, choice)
     if candidates is None:
         return call.framework.trace(call, choice)
     if watched:
@@ -44,16 +44,19 @@ def serve(call: Call, candidates: tuple[Route, ...], user: Mapping[str, int], ke
         tiling = resolve(route.impl, call, user).tiling
         outputs = _outputs_back(call, framework, rounded_oracle(call), copy=False)
     elif framework is call.framework:
-        route, tiling = pick(candidates, call, user)
-        outputs = framework.run(route.impl, _spared(call, call, keep) if call.spec.aliases else call, tiling)
+        if len(candidates) == 1:
+            tiling = resolve(route.impl, call, user).tiling
+        else:
+            route, tiling = pick(candidates, call, user)
+        outputs = route.run(_spared(call, call, keep) if call.spec.aliases else call, tiling)
     else:
         inner = to_framework(call, framework)
         inner = _spared(inner, call, keep) if call.spec.aliases else inner
         route, tiling = pick(candidates, inner, user)
-        outputs = framework.run(route.impl, inner, tiling)
+        outputs = route.run(inner, tiling)
         # no immutable array may share memory that a kernel keeps (a workspace) or that somebody may write to
         outputs = _outputs_back(call, framework, outputs, copy=call.framework.immutable or framework.immutable)
-    if observed():
+    if OBSERVERS:
         impl = route.impl
         tell(Served(call, impl.backend.name, impl.family.name, route.interpret, dict(tiling), outputs))
     return outputs
@@ -66,7 +69,7 @@ def _spared(call: Call, caller: Call, keep: bool) -> Call:
     for name in call.spec.aliases.values():
         given = caller.arrays[name]
         others = [a for n, a in caller.arrays.items() if n != name and a is not None]
-        if given is not None and (keep or observed() or not caller.framework.may_write(given, others)):
+        if given is not None and (keep or OBSERVERS or not caller.framework.may_write(given, others)):
             arrays[name] = call.framework.copy(arrays[name])
     return call.replace(arrays=arrays)
 

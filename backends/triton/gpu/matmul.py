@@ -94,11 +94,11 @@ def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
 
 def fit_to(n: int, k: int, tiling: Mapping[str, int]) -> Mapping[str, int]:
     """Tiles no wider than n and k need."""
-    fitted = tiling
-    for tile, extent in (("block_n", n), ("block_k", k)):
-        if extent < fitted[tile]:
-            fitted = {**fitted, tile: pow2_at_least(extent, 16, fitted[tile])}
-    return fitted
+    block_n, block_k = tiling["block_n"], tiling["block_k"]
+    if n >= block_n and k >= block_k:
+        return tiling
+    narrow = {"block_n": pow2_at_least(n, 16, block_n), "block_k": pow2_at_least(k, 16, block_k)}
+    return {**tiling, **narrow}
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:

@@ -30,7 +30,7 @@ from portakern.core.binder import bind
 from portakern.core.call import Call
 from portakern.core.framework import frameworks, host_framework
 from portakern.core.gradients import wiring
-from portakern.core.observe import Served, observed, tell
+from portakern.core.observe import OBSERVERS, Served, tell
 from portakern.core.oracle import degenerate_values, rounded_oracle
 from portakern.core.route import Choice, Route, announce, choose, find_routes, pick
 from portakern.core.serve import call_through
@@ -240,7 +240,7 @@ def _on_platform(platform: str, static: _Static, *arrays: Any) -> tuple[Any, ...
         return _callback(static, call, arrays)
     route, tiling = pick(candidates, call, dict(static.tiling))
     outputs = tuple(o for o in route.impl.run(call, tiling) if o is not None)
-    if observed():
+    if OBSERVERS:
         jax.debug.callback(functools.partial(_tell, static, route, tiling), arrays, outputs)
     return outputs
 

@@ -188,13 +188,14 @@ class Torch(Framework):
 
         return eager.differentiate(call, choice)
 
-    def recording(self) -> bool:
+    def interposes(self, casts: bool) -> str | None:
         torch = sys.modules.get("torch")
-        return torch is not None and bool(
-            torch.compiler.is_compiling()
-            or torch._C._len_torch_dispatch_stack()
-            or torch._C._get_tracing_state() is not None
-        )
+        if torch is None:
+            return None
+        core = torch._C  # every op call asks this: nothing is called that need not be
+        if torch.compiler.is_compiling() or core._len_torch_dispatch_stack() or core._get_tracing_state() is not None:
+            return "records"
+        return "casts" if casts and core._is_any_autocast_enabled() else None
 
     def recording_python(self) -> bool:
         torch = sys.modules.get("torch")
@@ -210,10 +211,6 @@ class Torch(Framework):
 
     def recorded_op(self, make: Callable[..., Any], *args: Any) -> Any:
         return getattr(staging.FOUND, staging.prepare(make, *args))
-
-    def casting(self) -> bool:
-        torch = sys.modules.get("torch")
-        return torch is not None and bool(torch._C._is_any_autocast_enabled())
 
     def cast(self, spec: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         from portakern.frameworks.torch import autograd
