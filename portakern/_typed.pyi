@@ -47,20 +47,23 @@ class AttentionOp(Op):
         precision: Literal["ieee", "tf32"] = "ieee",
         return_lse: Literal[False] = False,
     ) -> Array:
-        """o = softmax(softcap(scale q k^T) + bias, masked) v, one row at a time and never storing the scores (Dao 2023,
-        FlashAttention-2, algorithm 1).
+        """o = softmax(softcap(scale q k^T) + bias, masked) v, one row at a time and never storing the scores.
+
+        The algorithm is FlashAttention-2's forward pass (Dao 2023, algorithm 1).
 
         Args:
-          q: (batch, q_len, kv_heads*group, d); k: (batch, kv_len, kv_heads, d); v: (batch, kv_len, kv_heads, dv). Query
-            head h reads key head h // group.
+          q: (batch, q_len, kv_heads*group, d). Query head h reads key head h // group.
+          k: (batch, kv_len, kv_heads, d); v: (batch, kv_len, kv_heads, dv).
           bias: added to the scaled scores; (batch, heads, q_len, kv_len), where the first three may be 1; q's dtype or
             float32. -inf masks the pair.
           q_segment_ids, kv_segment_ids: (batch, q_len), (batch, kv_len): a pair is allowed where they are equal. Both
-            or neither.
+            or
+            neither.
           is_causal: query i sees keys up to i + kv_len - q_len (aligned at the bottom right: the last query sees every
             key).
           window: (left, right): query i sees keys from i + kv_len - q_len - left to i + kv_len - q_len + right; None on
-            a side is unbounded.
+            a
+            side is unbounded.
           scale: None is 1/sqrt(d).
           softcap: c: scores become c tanh(s/c), before the bias.
           precision: for float32 operands, as in matmul.
@@ -68,8 +71,7 @@ class AttentionOp(Op):
 
         Returns:
           o: (batch, q_len, kv_heads*group, dv), q's dtype; with return_lse also lse: (batch, kv_heads*group, q_len),
-            float32, natural log.
-          A row that may see no key is zeros, its lse -inf.
+          float32, natural log. A row that may see no key is zeros, its lse -inf.
         """
     @overload
     def __call__(
@@ -185,22 +187,30 @@ class AttentionVjpOp(Op):
         precision: Literal["ieee", "tf32"] = "ieee",
         wants: None = None,
     ) -> AttentionGradients[Array]:
-        """Gradients of attention from its own results, the scores recomputed and never stored (Dao 2023,
-        FlashAttention-2, algorithm 2):
+        """Gradients of attention from its own results, the scores recomputed and never stored.
 
-            t = tanh(scale q k^T / c), s = c t + bias, P = exp(s - lse);  without a softcap s = scale q k^T + bias
-            Delta = rowsum(d_o * o) - d_lse;  dS = P (d_o v^T - Delta);  D = dS (1 - t^2), without a softcap dS
-            d_q = scale D k;  d_k = scale D^T q and d_v = P^T d_o, summed over the query heads of a key head;  d_bias =
-              dS, summed over the axes that bias broadcasts
+        The algorithm is FlashAttention-2's backward pass (Dao 2023, algorithm 2). At each pair of a query and a key,
+        with c
+        the softcap:
+
+            t = tanh(scale q k^T / c), s = c t + bias;  without a softcap s = scale q k^T + bias
+            P = exp(s - lse),  Delta = rowsum(d_o * o) - d_lse,  dS = P (d_o v^T - Delta)
+            D = dS (1 - t^2);  without a softcap D = dS
+
+        and from these
+
+            d_q = scale D k
+            d_k = scale D^T q and d_v = P^T d_o, summed over the query heads of a key head
+            d_bias = dS, summed over the axes that bias broadcasts
 
         At pairs that causal, window or segments mask, P and dS are 0, whatever lse, d_o, v and the rest hold there:
-        select after the arithmetic.
-        A row with lse = -inf saw no key: its P is 0. Where bias = -inf, P is 0 as exp gives it. o and lse are taken as
-        they are, rounded. Where a bias of finfo.min
-        throughout makes lse so low that lse log2(e) overflows, P is from 0 to 1, never NaN: NaN there would reach every
-        key.
-        NaN and inf reach what they meet at allowed pairs. 0 in P or D times a q, k or d_o that is NaN or inf, inside a
-        tile, may be NaN; beyond an extent never.
+        select
+        after the arithmetic. A row with lse = -inf saw no key: its P is 0. Where bias = -inf, P is 0 as exp gives it. o
+        and
+        lse are taken as they are, rounded. Where a bias of finfo.min throughout makes lse so low that lse log2(e)
+        overflows, P is from 0 to 1, never NaN: NaN there would reach every key. NaN and inf reach what they meet at
+        allowed
+        pairs. 0 in P or D times a q, k or d_o that is NaN or inf, inside a tile, may be NaN; beyond an extent never.
 
         Args:
           q, k, v, bias, q_segment_ids, kv_segment_ids, is_causal, window, scale, softcap, precision: as in attention.
@@ -209,8 +219,8 @@ class AttentionVjpOp(Op):
 
         Returns:
           d_q, d_k, d_v, d_bias: the shapes and dtypes of q, k, v and bias. A row that saw no key has no gradient and
-            leaves none.
-          For 16-bit inputs P and D are rounded to nearest before their products, as P is in attention.
+            leaves
+          none. For 16-bit inputs P and D are rounded to nearest before their products, as P is in attention.
         """
     @overload
     def __call__(
@@ -286,8 +296,9 @@ class LayernormOp(Op):
         *,
         eps: float = 1e-05,
     ) -> Array:
-        """y = (x - mean) / sqrt(var + eps) * weight + bias over the last axis, var the mean squared deviation (Ba,
-        Kiros, Hinton 2016, eq. 3-4).
+        """y = (x - mean) / sqrt(var + eps) * weight + bias over the last axis, var the mean squared deviation.
+
+        The source is Ba, Kiros, Hinton 2016, equations 3 and 4.
 
         Args:
           x: (*batch, n).
@@ -331,13 +342,14 @@ class LayernormVjpOp(Op):
         Args:
           x: (*batch, n), as in layernorm; d_y: (*batch, n), the cotangent of its y.
           weight, bias: (n,), x's dtype or float32, as in layernorm. The values of bias are not read: it says that
-            d_bias exists, and its dtype.
+            d_bias
+            exists, and its dtype.
           eps: as in layernorm.
 
         Returns:
           d_x: the shape and dtype of x; d_weight, d_bias: those of weight and bias, None where that was not given.
           An inf or NaN in a row of x makes its row of d_x and all of d_weight NaN; a NaN in d_y its row of d_x and its
-            column of d_weight and d_bias.
+          column of d_weight and d_bias.
         """
     @overload
     def __call__(
@@ -388,7 +400,8 @@ class MatmulOp(Op):
         Args:
           a: (*batch, m, k); b: (*batch, k, n). The leading axes broadcast as NumPy's do.
           precision: for float32 operands: "ieee" keeps every product exact to float32, "tf32" lets the matrix unit keep
-            10 bits of each operand.
+            10
+            bits of each operand.
           out_dtype: dtype of c; None: that of a and b.
 
         Returns:
@@ -419,16 +432,17 @@ class MatmulVjpOp(Op):
         precision: Literal["ieee", "tf32"] = "ieee",
         wants: None = None,
     ) -> MatmulVjpOut[Array]:
-        """d_a = d_c b^T and d_b = a^T d_c, each summed over the batch axes along which its operand was broadcast,
-        accumulated in float32 and rounded once.
+        """d_a = d_c b^T and d_b = a^T d_c, accumulated in float32 and rounded once.
 
-        A batch axis that is summed is one more factor of the contraction: with it folded in beside n (d_a) or m (d_b),
-        each gradient is one matrix product.
+        Each is summed over the batch axes along which its operand was broadcast. A batch axis that is summed is one
+        more
+        factor of the contraction: with it folded in beside n (d_a) or m (d_b), each gradient is one matrix product.
 
         Args:
           a: (*batch, m, k); b: (*batch, k, n), as in matmul.
           d_c: (*batch, m, n), the cotangent of c, of any float dtype. A product of two dtypes is taken in float32, or
-            in float64 where one of them is.
+            in
+            float64 where one of them is.
           precision: for float32 products, as in matmul.
 
         Returns:
@@ -468,8 +482,9 @@ class MatmulVjpOp(Op):
 class RmsnormOp(Op):
     @overload
     def __call__(self, x: Array, weight: Array | None = None, *, eps: float = 1e-06) -> Array:
-        """y = x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32 (float64 for float64) (Zhang and
-        Sennrich 2019, eq. 4).
+        """y = x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32 (float64 for float64).
+
+        The source is Zhang and Sennrich 2019, equation 4.
 
         Args:
           x: (*batch, n).
@@ -479,8 +494,9 @@ class RmsnormOp(Op):
 
         Returns:
           y: the shape and dtype of x. What arithmetic makes of infinities: a NaN makes its row NaN; an inf makes its
-            own element NaN and the others of its row 0.
-          Guaranteed while a row's sum of x^2 is under 2^127 (2^1023 in float64).
+            own
+          element NaN and the others of its row 0. Guaranteed while a row's sum of x^2 is under 2^127 (2^1023 in
+            float64).
         """
     @overload
     def __call__(self, x: NDArray[Any], weight: NDArray[Any] | None = None, *, eps: float = 1e-06) -> NDArray[Any]: ...
@@ -512,8 +528,10 @@ class RmsnormVjpOp(Op):
         Returns:
           d_x: the shape and dtype of x; d_weight: those of weight, None where that was not given.
           An inf or NaN in a row of x makes its row of d_x NaN; the inf its column of d_weight, the NaN all of it. A NaN
-            in d_y its row of d_x and its column of
-          d_weight. Guaranteed while a row's sums of x^2 and of |h x| are under 2^127 (2^1023 in float64).
+            in
+          d_y its row of d_x and its column of d_weight. Guaranteed while a row's sums of x^2 and of |h x| are under
+            2^127
+          (2^1023 in float64).
         """
     @overload
     def __call__(

@@ -168,9 +168,8 @@ def check(
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the reports to this file.")] = None,
 ) -> None:
     """Check implementations against the float64 oracle; exit status 1 if any leaves its error bound."""
-    os.environ.setdefault(
-        "HYPOTHESIS_STORAGE_DIRECTORY", str(cache_folder() / "hypothesis")
-    )  # else a folder of its own in the user's
+    # else Hypothesis keeps a folder of its own in the user's
+    os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(cache_folder() / "hypothesis"))
     from portakern import testing
 
     start = time.perf_counter()
@@ -189,15 +188,7 @@ def check(
             testing.replay(chosen[0], case, backend=named[0], variant=variant, device=device, profile=profile)
         )
     else:
-        # not every backend has every op; a pair that is named must be there
-        pairs = [
-            (name, b) for b in named for name in chosen if (ops and backend) or any(registry.backend(b).having(name))
-        ]
-        subjects: list[tuple[str, str, str | None]] = [
-            (name, b, v)
-            for name, b in pairs
-            for v in ([variant] if variant else testing.backend_variants(registry.find_spec(name), b, device))
-        ]
+        subjects = _subjects(chosen, named, variant, device, every=not (ops and backend))
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=err, transient=True) as bar:
             tasks = {s: bar.add_task("{} on {}, {}".format(*s), total=max_examples) for s in subjects}
@@ -214,6 +205,23 @@ def check(
         )
     if not all(r.passed for r in reports):
         raise typer.Exit(1)
+
+
+def _subjects(
+    ops: list[str], backends: list[str], variant: str | None, device: str | None, every: bool
+) -> list[tuple[str, str, str | None]]:
+    """(op, backend, variant) of all that is to be checked.
+
+    ``every``: not every backend has every op, and one that lacks it is left out; a pair that is named must be there.
+    """
+    from portakern import testing
+
+    pairs = [(op, b) for b in backends for op in ops if not every or any(registry.backend(b).having(op))]
+    return [
+        (op, b, v)
+        for op, b in pairs
+        for v in ([variant] if variant else testing.backend_variants(registry.find_spec(op), b, device))
+    ]
 
 
 def _show_reports(reports: list[Any]) -> None:

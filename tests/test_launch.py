@@ -1,5 +1,6 @@
 """Kept launches: the key is at least as fine as Triton's, and what runs is what Triton would run."""
 
+import collections
 import logging
 
 import pytest
@@ -33,7 +34,10 @@ NUMBERS = [
     0, 1, 2, 3, 15, 16, 17, 32, 256, -1, -15, -16, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 1, 2**32, 2**40 + 1,
     2**63 - 1, 2**63, 2**64 - 1, -(2**31), -(2**31) - 1,
 ]  # fmt: skip
-EXTRAS = [None, True, False, 1.0, 0.5, -0.0, *TENSORS, *NUMBERS]
+PAIR = collections.namedtuple("PAIR", ["first", "second"])
+TUPLES = [(a, b) for a in (None, 0.5, True, TENSORS[0], TENSORS[1], *NUMBERS) for b in (7, 16, 1)]
+TUPLES += [PAIR(*t) for t in TUPLES[::5]] + [(t, 16) for t in TUPLES[::7]] + [(16,), (16, 16, 16), ()]
+EXTRAS = [None, True, False, 1.0, 0.5, -0.0, *TENSORS, *NUMBERS, *TUPLES]
 OPTIONS = {
     "block": [16, 32],
     "dtype": [tl.float32, tl.float64],
@@ -150,7 +154,8 @@ WEAKER = {
     "pointer alignment": ("not x.data_ptr() & 15", "0"), "pointer dtype": ("y.dtype", "0"),
     "integers of 1": ("n == 1", "False"), "integer alignment": ("n & 15 and", "1 and"),
     "wide integers": ("< 2147483648 else", "< 2**100 else"), "negative integers": ("0 <= (", "-2**100 <= ("),
-    "a constexpr": (", dtype,", ","), "an option": ("num_warps, num_stages)", "num_stages)"),
+    "a tuple": ("_inside(extra, False)", "0"), "a constexpr": (", dtype,", ","),
+    "an option": ("num_warps, num_stages)", "num_stages)"),
 }  # fmt: skip
 
 
@@ -304,6 +309,24 @@ def test_a_prepared_launch_is_looked_up_by_what_tensors_decide(by_triton):
         assert len(by_triton) == before + 1
 
 
+def test_a_kept_launch_tells_tuples_apart(by_triton):
+    made = []
+    by_triton.compiled = lambda: made.append(Compiled()) or made[-1]
+    go(n=(48, None, (0.5, 7))), go(n=(80, None, (2.5, 9)))
+    assert len(by_triton) == 1 and made[0].launches[0][-1][3] == (80, None, (2.5, 9))
+    for other in (
+        (48, 1, (0.5, 7)),
+        (49, None, (0.5, 7)),
+        (48, None, (0.5, 16)),
+        (48, None, (None, 7)),
+        (48, None),
+        (),
+    ):
+        before = len(by_triton)
+        go(n=other), go(n=other)
+        assert len(by_triton) == before + 1
+
+
 def test_who_records_or_watches_sees_prepared_launches(by_triton, monkeypatch):
     run, seen = launching.prepare(kernel, 3, 48, 7, 16, 0.5, True, block=16, dtype=tl.float32, num_warps=4), []
     for _ in range(3):
@@ -377,7 +400,7 @@ def test_what_a_kept_launch_does_not_know_is_launched_by_triton_and_said_once(by
         by_triton.compiled = type("Newer", (), {"run": Compiled().run})
     else:
         monkeypatch.setattr(torch.cuda, "device", lambda index: __import__("contextlib").nullcontext())
-        options = {"n": (1, 2)}
+        options = {"n": [1, 2]}
     with caplog.at_level(logging.WARNING, "portakern"):
         for _ in range(3):
             go(**options)

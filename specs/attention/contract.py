@@ -101,3 +101,16 @@ def attention(
       float32, natural log. A row that may see no key is zeros, its lse -inf.
     """
     raise NotImplementedError
+
+
+SMALL = {"batch": 2, "q_len": 3, "kv_heads": 2, "group": 2, "d": 4, "kv_len": 5, "dv": 3}
+attention.sample("grouped", dims=SMALL)
+attention.sample(
+    "every_mask",
+    dims=SMALL,
+    options={"is_causal": True, "window": (2, None), "return_lse": True},
+    given=("bias", "q_segment_ids", "kv_segment_ids"),
+    stretched={"bias": ("batch", "q_len")},
+)
+attention.sample("softcap_and_scale", dims=SMALL, options={"softcap": 2.0, "scale": 0.4})
+attention.sample("wider_bias", dims=SMALL, given=("bias",), wider=("bias",))

@@ -89,19 +89,25 @@ def dot_product_attention(
     lse = jnp.pad(jnp.swapaxes(out.lse, 1, 2), ((0, 0), (0, t - rows), (0, 0)), constant_values=-jnp.inf)
     blind = jnp.isneginf(lse)
     if hidden and s:
-        mean = jnp.repeat(
-            jnp.mean(value, axis=1, keepdims=True, dtype=jnp.float32), heads // value.shape[2], axis=2
-        ).astype(o.dtype)
-        beyond = (
-            False
-            if query_seq_lengths is None
-            else (jnp.arange(t) >= jnp.asarray(query_seq_lengths)[:, None])[:, :, None, None]
-        )
-        o = jnp.where(blind[..., None] & jnp.logical_not(beyond), mean, o)
+        o = jnp.where(_averaged(blind, query_seq_lengths)[..., None], _mean_value(value, heads).astype(o.dtype), o)
     if not return_residual:
         return o
     lowest = -0.7 * float(jnp.finfo(jnp.float32).max) + math.log(max(s, 1))
     return o, jax.lax.stop_gradient(jnp.where(blind, lowest, lse).astype(key.dtype))
+
+
+def _mean_value(value: jax.Array, heads: int) -> jax.Array:
+    """The mean of all values, (B, 1, N, Hv) in float32."""
+    mean = jnp.mean(value, axis=1, keepdims=True, dtype=jnp.float32)
+    return jnp.repeat(mean, heads // value.shape[2], axis=2)
+
+
+def _averaged(blind: jax.Array, query_seq_lengths: Any) -> jax.Array:
+    """Which rows are the mean of all values, (B, T, N): those that see no key, but for queries beyond their length."""
+    if query_seq_lengths is None:
+        return blind
+    within = jnp.arange(blind.shape[1]) < jnp.asarray(query_seq_lengths)[:, None]
+    return blind & within[:, :, None]
 
 
 def _additive(bias: Any, mask: Any, dtype: Any, full: tuple[int, ...]) -> Any:
