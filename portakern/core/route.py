@@ -47,8 +47,8 @@ class Choice:
 
     Attributes:
       backend, variant: the backend, and which of its variants of the op. tiling: overrides of the tiling.
-      found: what was found for calls of a framework and a device, all of one spec; gradients: the choice for the op of the
-        gradients, by device.
+      found: what was found for calls of a framework and a device, all of one spec; gradients: the choice for the op
+        of the gradients, by device.
     """
 
     backend: Backend | None = None
