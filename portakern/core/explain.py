@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from portakern.core import registry
 from portakern.core.call import Call
 from portakern.core.route import Choice, Route, choose, find_routes, pick, to_framework, why_not
-from portakern.core.tilings import resolve
+from portakern.core.tilings import attempt, resolve
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 
 __all__ = ["explain"]
@@ -80,7 +80,6 @@ def _variants(call: Call, choice: Choice, candidates: tuple[Route, ...], served:
 def _reason(route: Route, call: Call, choice: Choice) -> str | None:
     """Why a variant does not take the call; None where it would."""
     try:
-        resolve(route.impl, call, choice.tiling)
-    except (UnsupportedError, SpecError) as e:
-        return str(e).partition("cannot: ")[2] or str(e)
-    return None
+        return attempt(route.impl, call, choice.tiling)[1]
+    except SpecError as e:  # it has no such tile
+        return str(e)

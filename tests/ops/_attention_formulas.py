@@ -140,21 +140,3 @@ def in_jax(q, *arrays, **options):
         return x.astype(dtype)
 
     return plain(jnp, jnp.asarray, wide, narrow, q, *arrays, **options)
-
-
-def sdpa(kernel=None):
-    """PyTorch's own attention, by one of its kernels."""
-
-    def attend(q, k, v, is_causal=False):
-        from contextlib import nullcontext
-
-        import torch
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        grouped = q.shape[1] != k.shape[1]
-        with nullcontext() if kernel is None else sdpa_kernel(getattr(SDPBackend, kernel)):
-            y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped)
-        return y.transpose(1, 2)
-
-    return attend
