@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
+import click
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -59,6 +61,13 @@ def main() -> None:
     except (SpecError, UnsupportedError, UnavailableError, results.ResultError) as e:
         err.print(f"{type(e).__name__}: {e}", style="red", markup=False, highlight=False)
         sys.exit(2)
+
+
+def _errors_only() -> None:
+    """Until this command ends, portakern logs errors alone; whoever runs the command within a program keeps its level."""
+    log = logging.getLogger("portakern")
+    click.get_current_context().call_on_close(functools.partial(log.setLevel, log.level))
+    log.setLevel(logging.ERROR)
 
 
 def _print_json(data: Any) -> None:
@@ -179,7 +188,7 @@ def check(
         registry.find_spec(name)
     for b in named:
         registry.backend(b).check_available()
-    logging.getLogger("portakern").setLevel(logging.ERROR)  # that interpreters are slow is said by the table
+    _errors_only()  # that interpreters are slow is said by the table
     reports = []
     if case is not None:
         if len(chosen) != 1 or len(named) != 1:
@@ -439,7 +448,7 @@ def demo(
     """Embed sentences with all-MiniLM-L6-v2, every kernel through portakern, on every backend that runs here."""
     from portakern.examples.minilm import demo as minilm
 
-    logging.getLogger("portakern").setLevel(logging.ERROR)
+    _errors_only()
     with Progress(TextColumn("{task.description}"), TimeElapsedColumn(), console=err, transient=True) as bar:
         task = bar.add_task("loading the model", total=None)
         result = minilm.run(backend or None, progress=lambda text: bar.update(task, description=text))

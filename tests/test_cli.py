@@ -1,6 +1,7 @@
 """The command line: readable tables, JSON, exit statuses."""
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -39,6 +40,13 @@ def test_check_passes_and_writes_json(tmp_path):
     report = json.loads(file.read_text())["rows"][0]
     assert report["op"] == "softmax" and report["passed"] and report["examples"] == 15 and report["seed"] == 3
     assert [p.name for p in file.parent.iterdir()] == ["report.json"]
+
+
+def test_a_command_leaves_the_level_of_the_log_as_it_was():
+    log = logging.getLogger("portakern")
+    before = log.level
+    assert run(app, ["check", "softmax", "--backend", "reference", "--max-examples", "1"]).exit_code == 0
+    assert log.level == before
 
 
 def test_check_leaves_nothing_in_the_folder_where_it_runs(tmp_path):
