@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -63,10 +62,10 @@ def main() -> None:
         sys.exit(2)
 
 
-def _errors_only() -> None:
-    """Until this command ends, portakern logs errors alone; whoever runs the command within a program keeps its level."""
+def _errors_only(until: typer.Context) -> None:
+    """Until a command ends, portakern logs errors alone; a program that runs the command within it keeps its level."""
     log = logging.getLogger("portakern")
-    click.get_current_context().call_on_close(functools.partial(log.setLevel, log.level))
+    until.call_on_close(functools.partial(log.setLevel, log.level))
     log.setLevel(logging.ERROR)
 
 
@@ -154,6 +153,7 @@ def show(op: Annotated[str, typer.Argument(help="An op's name.")], as_json: Json
 
 @app.command()
 def check(
+    context: typer.Context,
     ops: Annotated[list[str] | None, typer.Argument(help="Ops to check; all when none is named.")] = None,
     backend: Annotated[
         list[str] | None,
@@ -188,7 +188,7 @@ def check(
         registry.find_spec(name)
     for b in named:
         registry.backend(b).check_available()
-    _errors_only()  # that interpreters are slow is said by the table
+    _errors_only(context)  # that interpreters are slow is said by the table
     reports = []
     if case is not None:
         if len(chosen) != 1 or len(named) != 1:
@@ -440,6 +440,7 @@ def doctor(as_json: Json = False) -> None:
 
 @app.command()
 def demo(
+    context: typer.Context,
     backend: Annotated[
         list[str] | None, typer.Option(help="Backend to run; may be repeated; all that run here when none is named.")
     ] = None,
@@ -448,7 +449,7 @@ def demo(
     """Embed sentences with all-MiniLM-L6-v2, every kernel through portakern, on every backend that runs here."""
     from portakern.examples.minilm import demo as minilm
 
-    _errors_only()
+    _errors_only(context)
     with Progress(TextColumn("{task.description}"), TimeElapsedColumn(), console=err, transient=True) as bar:
         task = bar.add_task("loading the model", total=None)
         result = minilm.run(backend or None, progress=lambda text: bar.update(task, description=text))

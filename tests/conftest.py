@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of a GPU for itself
+# What XLA compiles for the host runs once or a few times: unoptimised it is ready in three quarters of the time.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 if (
     "PYTEST_XDIST_WORKER" in os.environ
 ):  # one thread a worker: two workers with a thread pool each would fight over the cores

@@ -358,13 +358,18 @@ def test_the_command_line(monkeypatch):
 
 @has_triton
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["sm_90", "gfx942", pytest.param("v5e", marks=has_libtpu)])
-def test_every_op_compiles_and_fits_one_target_of_each_vendor(target):
-    found = compiling.jobs_for(registry.ops(), [target], ["bfloat16", "float32"], quick=True)
-    assert len(found) == 2 * len(registry.ops())
+@pytest.mark.parametrize(
+    ("target", "dtypes"),
+    [
+        ("sm_90", ["bfloat16"]),
+        ("gfx942", ["float32"]),
+        pytest.param("v5e", ["bfloat16", "float32"], marks=has_libtpu),
+    ],
+)
+def test_every_op_compiles_and_fits_one_target_of_each_vendor(target, dtypes):
+    found = compiling.jobs_for(registry.ops(), [target], dtypes, quick=True)
+    assert len(found) == len(dtypes) * len(registry.ops())
     for built in compiling.compile_all(found, os.cpu_count() or 1):
         assert built.ok, str(built)
         products = record(built.op).matrix_units
-        assert bool(any(k.matrix for k in built.kernels)) == (
-            products and (built.dtype == "bfloat16" or target != "sm_90")
-        ), str(built)
+        assert bool(any(k.matrix for k in built.kernels)) == products, str(built)

@@ -15,10 +15,12 @@ def test_hugging_face_models_agree_with_sdpa(backend):
     assert all(d < 1e-5 for d in attention.differences("cpu", backend).values())
 
 
-def test_the_character_model_trains_and_draws(tmp_path):
+def test_the_character_model_trains_and_draws(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'portakern[demo]'")
     from portakern.examples.character_model import train
 
+    monkeypatch.setattr(train, "BATCH", 8)
+    monkeypatch.setattr(train, "CONTEXT", 32)
     assert not train.main(["--device", "cpu", "--steps", "2", "--seeds", "2", "--json", str(tmp_path / "losses.json")])
     result = json.loads((tmp_path / "losses.json").read_text())
     first, second = (next(r["losses"] for r in result["rows"] if r["ops"] == who) for who in ("portakern", "torch"))
