@@ -189,13 +189,11 @@ def check(
     for b in named:
         registry.backend(b).check_available()
     _errors_only(context)  # that interpreters are slow is said by the table
-    reports = []
     if case is not None:
         if len(chosen) != 1 or len(named) != 1:
             raise SpecError("check --case: name one op and one --backend")
-        reports.append(
-            testing.replay(chosen[0], case, backend=named[0], variant=variant, device=device, profile=profile)
-        )
+        where = {"backend": named[0], "variant": variant, "device": device}
+        reports = [testing.replay(chosen[0], case, profile=profile, **where)]
     else:
         subjects = _subjects(chosen, named, variant, device, every=not (ops and backend))
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
