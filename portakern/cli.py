@@ -192,8 +192,7 @@ def check(
     if case is not None:
         if len(chosen) != 1 or len(named) != 1:
             raise SpecError("check --case: name one op and one --backend")
-        where = {"backend": named[0], "variant": variant, "device": device}
-        reports = [testing.replay(chosen[0], case, profile=profile, **where)]
+        reports = [testing.replay(chosen[0], case, backend=named[0], variant=variant, device=device, profile=profile)]
     else:
         subjects = _subjects(chosen, named, variant, device, every=not (ops and backend))
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
