@@ -12,9 +12,12 @@ from portakern.core.backend import Backend
 from portakern.core.binder import bind, binder, unbound, unchecked
 from portakern.core.call import Call
 from portakern.core.explain import explain
+from portakern.core.forms import Form, reader
 from portakern.core.framework import frameworks
+from portakern.core.observe import OBSERVERS
+from portakern.core.remembered import Remembered
 from portakern.core.route import Choice, routes
-from portakern.core.serve import serve
+from portakern.core.serve import Plan, plan, serve
 from portakern.spec import Spec
 from portakern.spec.signature import described, signature
 
@@ -22,6 +25,7 @@ __all__ = ["Op", "op"]
 
 RECORDERS = tuple(f for f in frameworks().values() if f.records)
 """The frameworks that may record a call instead of running it."""
+RECORDING = tuple(f.recording_python for f in RECORDERS)
 
 
 def op(
@@ -56,9 +60,16 @@ def op(
 def make(
     which: str | Spec[Any], backend: str | Backend | None, variant: str | None, tiling: Mapping[str, int] | None
 ) -> Op:
-    """The op of :func:`op`, whoever records."""
+    """The op of :func:`op`, whoever records. Ops made alike are one object, so that what one call of it decided serves
+    the others, wherever they make it."""
     spec = which if isinstance(which, Spec) else registry.find_spec(str(which))
-    return Op(spec, Choice.of(spec, backend, variant, tiling))
+    if variant is not None or tiling is not None:
+        return Op(spec, Choice.of(spec, backend, variant, tiling))
+    key = spec, None if backend is None else registry.backend(backend)
+    return _made.get(key) or _made.keep(key, Op(spec, Choice.of(spec, backend, None, None)))
+
+
+_made: Remembered[tuple[Spec[Any], Backend | None], Op] = Remembered()
 
 
 class FromSpec:
@@ -86,6 +97,8 @@ class Op:
         self._bind, self._casts = binder(spec), spec.autocast is not None
         self._bare = len(spec.outputs) == 1 and not spec.is_vjp  # the result is the one output itself
         self.kept = {f.name: f.keep(self) for f in RECORDERS}
+        self._plans: Remembered[Form, Plan] = choice.plans
+        self._read = reader(spec)
 
     @property
     def backend(self) -> Backend | None:
@@ -102,6 +115,28 @@ class Op:
         return f"<portakern op {self.spec.name} on {self.backend.name if self.backend else 'auto'}{variant}>"
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        for recording in RECORDING:  # whoever does traces this very function, and would trace what reads forms
+            if recording():
+                return self._anew(None, args, kwargs)
+        try:
+            form, arrays = self._read(*args, **kwargs)
+            known = self._plans.get(form) if form else None
+        except (TypeError, AttributeError, RuntimeError):  # binding says in the op's words what is wrong
+            form = known = None
+        if known is None or OBSERVERS:
+            return self._anew(form if known is None else None, args, kwargs)
+        outputs = known.serve(arrays)
+        return outputs[0] if self._bare else self._result(known.call, outputs)
+
+    def _result(self, call: Call, outputs: tuple[Any, ...]) -> Any:
+        """What a call gives its caller, of every output in the spec's order."""
+        if len(call.wants) == 1 and not call.spec.is_vjp:
+            names = [o.name for o in call.spec.outputs]
+            return outputs[0] if len(outputs) == 1 else outputs[names.index(call.wants[0])]
+        return call.spec.result(*outputs)
+
+    def _anew(self, form: Form | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a call of which nothing is known yet. ``form``: under which to remember what is decided."""
         for framework in RECORDERS:
             how = framework.interposes(self._casts)
             if how == "records" and any(framework.is_array(a) for a in (*args, *kwargs.values())):
@@ -122,12 +157,11 @@ class Op:
             outputs = framework.differentiate(call, choice)
         else:
             outputs = serve(call, candidates, choice.tiling)
-        if self._bare:
-            return outputs[0]
-        if len(call.wants) == 1 and not call.spec.is_vjp:
-            names = [o.name for o in call.spec.outputs]
-            return outputs[0] if len(outputs) == 1 else outputs[names.index(call.wants[0])]
-        return call.spec.result(*outputs)
+        if form is not None and candidates is not None:
+            decided = framework.plan(call, choice) if watched else plan(call, candidates, choice.tiling)
+            if decided is not None:
+                self._plans.keep(form, decided)
+        return outputs[0] if self._bare else self._result(call, outputs)
 
     def bind(self, /, *args: Any, **kwargs: Any) -> Call:
         """Check the arguments and solve for the dimensions, without running anything."""

@@ -295,17 +295,18 @@ def test_a_prepared_launch_is_looked_up_by_what_tensors_decide(by_triton):
     made = []
     by_triton.compiled = lambda: made.append(Compiled()) or made[-1]
     rest = {"block": 16, "dtype": tl.float32, "num_warps": 4}
-    run = launching.prepare(kernel, 3, 48, 7, 16, 0.5, True, **rest)
     x, y = TENSORS[0], TENSORS[4]
+    run = launching.prepare(kernel, 3, Call, (x, y, None), (48, 7, 16, 0.5, True), rest)
     for _ in range(3):
-        run(Call, x, y, None)
+        run(x, y, None)
     assert len(by_triton) == 1 and len(made[0].launches) == 2
     launching.launch(kernel, 3, Call, x, y, None, 48, 7, 16, 0.5, True, **rest)
     assert made[0].launches[0] == made[0].launches[1] == made[0].launches[2] and len(by_triton) == 1
-    for other in ((TENSORS[1], y, None), (y, x, None), (x, TENSORS[5], None), (x, y, x)):
+    off = torch.empty(49)[1:]
+    for other in ((off, y, None), (x, off.to(y.dtype)[1:], None), (off, off.to(y.dtype)[1:], None)):
         before = len(by_triton)
         for _ in range(3):
-            run(Call, *other)
+            run(*other)
         assert len(by_triton) == before + 1
 
 
@@ -328,14 +329,15 @@ def test_a_kept_launch_tells_tuples_apart(by_triton):
 
 
 def test_who_records_or_watches_sees_prepared_launches(by_triton, monkeypatch):
-    run, seen = launching.prepare(kernel, 3, 48, 7, 16, 0.5, True, block=16, dtype=tl.float32, num_warps=4), []
+    tensors, rest = (TENSORS[0], TENSORS[0], None), {"block": 16, "dtype": tl.float32, "num_warps": 4}
+    run, seen = launching.prepare(kernel, 3, Call, tensors, (48, 7, 16, 0.5, True), rest), []
     for _ in range(3):
-        run(Call, TENSORS[0], TENSORS[0], None)
+        run(*tensors)
     with launching.recording(lambda *told: seen.append(told)):
-        run(Call, TENSORS[0], TENSORS[0], None)
+        run(*tensors)
     assert len(seen) == 1 and seen[0][1][3:] == (48, 7, 16, 0.5, True) and len(by_triton) == 1
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", lambda metadata: None)
-    run(Call, TENSORS[0], TENSORS[0], None)
+    run(*tensors)
     assert len(by_triton) == 2
 
 

@@ -6,7 +6,7 @@ A kernel that knows two row strides serves every view that collapses to two dime
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -14,10 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
+from portakern.backends.triton.tape import TAPES, note_tensor
 from portakern.spec.dtypes import numpy_dtype
 
 __all__ = [
-    "SHAPES", "Rows", "aligned", "collapse", "contiguous_strides", "fresh", "fresh_like", "gathered", "pow2_at_least",
+    "SHAPES", "Rows", "aligned", "collapse", "contiguous_strides", "fresh", "fresh_like", "pow2_at_least",
     "row_start", "rows_of", "walk_rows",
 ]  # fmt: skip
 
@@ -105,18 +106,6 @@ def rows_of(axis: int, shape: tuple[int, ...], *strides: tuple[int, ...]) -> Row
     )
 
 
-def gathered(x: torch.Tensor, find: Callable[..., Any], *form: Any) -> tuple[torch.Tensor, Any]:
-    """x, and what ``find`` gives for its shape, strides and ``form``.
-
-    Where that is None, since no two strides describe the rows of x, both are of a copy.
-    """
-    found = find(x.shape, x.stride(), *form)
-    if found is None:
-        x = x.contiguous()
-        found = find(x.shape, x.stride(), *form)
-    return x, found
-
-
 @functools.lru_cache(SHAPES)
 def collapse(shape: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """Merge adjacent dimensions that every operand walks with one stride, and drop those of extent 1.
@@ -151,13 +140,12 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def fresh(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """An uninitialised contiguous tensor. ``torch.empty`` takes 2 us longer to understand its arguments."""
-    return torch.empty_strided(shape, contiguous_strides(shape), dtype=dtype, device=device)
+    made = torch.empty_strided(shape, contiguous_strides(shape), dtype=dtype, device=device)
+    return note_tensor(made) if TAPES else made
 
 
 def fresh_like(x: torch.Tensor) -> torch.Tensor:
     """A fresh tensor of this shape, dtype and device."""
-    if x.__class__ is torch.Tensor and x.is_contiguous():  # ``empty_like`` would hand back a subclass, or other strides
-        return torch.empty_like(x)
     return fresh(x.shape, x.dtype, x.device)
 
 

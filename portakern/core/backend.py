@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from portakern.core.framework import frameworks
+from portakern.core.remembered import forget
 from portakern.core.targets import Hardware, Target
 from portakern.errors import SpecError, UnavailableError
 from portakern.spec import Spec, Tile
@@ -69,6 +70,8 @@ class Family:
       targets: the architectures of those platforms that it is for; empty: every one.
       interprets: its kernels also run on CPU arrays, in an interpreter.
       compiler: the module that compiles its calls for hardware that is not here (see :class:`Compiler`), or None.
+      replays: "module:function" that runs a call and learns from it how to serve calls of its form in less time:
+        ``(implementation, call, tiling) -> (outputs, arrays by name -> outputs)``, None for what it cannot learn.
       profiles: name -> "module:function" of a context manager in which the checker runs it, a slower and stricter
         interpreter, say.
     """
@@ -78,6 +81,7 @@ class Family:
     targets: tuple[str, ...] = ()
     interprets: bool = False
     compiler: str | None = None
+    replays: str | None = None
     profiles: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
@@ -88,6 +92,10 @@ class Family:
     def compiles_for(self, target: Target) -> bool:
         """Whether its kernels are compiled for a target."""
         return target.platform in self.platforms and (not self.targets or target.arch in self.targets)
+
+    def load_replays(self) -> Callable[..., Any] | None:
+        """The function that learns to serve calls of a form."""
+        return _load(self.replays) if self.replays else None
 
     def load_compiler(self) -> Compiler:
         """The module that compiles ahead of time."""
@@ -260,6 +268,7 @@ class Backend:
                     )
                 made = Implementation(self, family, op, fn, tiling, supports, knobs, key, fit, takes)
                 self._found[family.package, op] = made
+                forget()  # ops that were made before serve their next call anew
             return fn
 
         return register
@@ -325,8 +334,7 @@ class Backend:
             raise SpecError(
                 f"backend {self.name!r} has no profile {name!r}; expected one of {', '.join(known) or '(it has none)'}"
             )
-        module, _, function = known[name].partition(":")
-        context: AbstractContextManager[Any] = getattr(importlib.import_module(module), function)()
+        context: AbstractContextManager[Any] = _load(known[name])()
         return context
 
     def unavailable(self) -> str | None:
@@ -342,6 +350,12 @@ class Backend:
         reason = self.unavailable()
         if reason:
             raise UnavailableError(f"backend {self.name!r} cannot run here: {reason}")
+
+
+def _load(place: str) -> Any:
+    """What a text "module:name" names."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def _same_place(a: Callable[..., Any], b: Callable[..., Any]) -> bool:

@@ -56,6 +56,8 @@ class Framework:
       twins: functions of the library, by name, whose drop-in twins ``portakern.<name>`` has, and the op behind each.
       host_only: its arrays live in host memory, wherever others do.
       immutable: its arrays never change, so that none may share memory that somebody else may write to.
+      form: Python for all of an array ``{x}`` that decides how a call is served, as the elements of a tuple; empty: no
+        call's form is remembered (:mod:`portakern.core.forms`). watched: Python for whether it may want a gradient.
       records: calls may be recorded instead of run (:meth:`interposes`), which every op asks about before it binds its
         arguments.
     """
@@ -67,6 +69,8 @@ class Framework:
     twins: Mapping[str, str] = MappingProxyType({})
     host_only = False
     immutable = False
+    form = ""
+    watched = "False"
     records = False
 
     device: Callable[[Any], Any]
@@ -174,6 +178,11 @@ class Framework:
         """The outputs of a call that :meth:`check` says is watched."""
         raise NotImplementedError
 
+    def plan(self, call: Call, choice: Choice) -> Any:
+        """What :meth:`differentiate` decided for a call, to keep for calls of its form: ``call`` and ``serve`` as
+        :class:`portakern.core.serve.Plan` has them; None where something is left to decide each time."""
+        return None
+
     def trace(self, call: Call, choice: Choice) -> tuple[Any, ...]:
         """The outputs of a call whose arrays have no device yet: their target's platform is ``traced``."""
         raise NotImplementedError
@@ -185,6 +194,15 @@ class Framework:
         which ``casts`` is said; else None.
         """
         return None
+
+    def undisturbed(self, casts: bool) -> bool:
+        """Whether nobody steps in (:meth:`interposes`) or looks through the library's arrays, so that an array's form
+        says all about it. Not asked under :meth:`recording_python`."""
+        return True
+
+    def watching(self) -> bool:
+        """Whether arrays that want a gradient get one."""
+        return False
 
     def recording_python(self) -> bool:
         """Whether the library records the very Python that runs now."""

@@ -142,7 +142,7 @@ def backend(name: str | Backend) -> Backend:
     """A backend by name, or one that nobody registered as itself; SpecError lists the known names."""
     if isinstance(name, Backend):
         return name
-    found = _everyone().get(name) if isinstance(name, str) else None
+    found = _registered.get(name) or _installed().get(name) if isinstance(name, str) else None
     if found is None:
         raise SpecError(f"backend {name!r} is unknown; expected one of {', '.join(backends())}, or a Backend object")
     return found

@@ -12,8 +12,10 @@ from typing import Any
 from portakern.core import registry
 from portakern.core.backend import Backend, Implementation
 from portakern.core.call import Call
+from portakern.core.forms import Form
 from portakern.core.framework import Framework, convert, frameworks
 from portakern.core.observe import say
+from portakern.core.remembered import Remembered
 from portakern.core.targets import HOST, Target
 from portakern.core.tilings import resolve
 from portakern.errors import SpecError, UnsupportedError
@@ -48,14 +50,15 @@ class Choice:
     Attributes:
       backend, variant: the backend, and which of its variants of the op. tiling: overrides of the tiling.
       found: what was found for calls of a framework and a device, all of one spec; gradients: the choice for the op
-        of the gradients, by device.
+        of the gradients, by device; plans: what was decided for calls of a form (:class:`portakern.core.serve.Plan`).
     """
 
     backend: Backend | None = None
     variant: str | None = None
     tiling: dict[str, int] = field(default_factory=dict)
-    found: dict[tuple[Framework, Any], tuple[Route, ...]] = field(default_factory=dict, repr=False)
-    gradients: dict[Any, Choice] = field(default_factory=dict, repr=False)
+    found: Remembered[tuple[Framework, Any], tuple[Route, ...]] = field(default_factory=Remembered, repr=False)
+    gradients: Remembered[Any, Choice] = field(default_factory=Remembered, repr=False)
+    plans: Remembered[Form, Any] = field(default_factory=Remembered, repr=False)
 
     @classmethod
     def of(cls, spec: Spec[Any], backend: str | Backend | None, variant: str | None, tiling: Any) -> Choice:

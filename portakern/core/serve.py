@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from portakern.core.call import Call
@@ -12,7 +12,46 @@ from portakern.core.oracle import degenerate_outputs, rounded_oracle
 from portakern.core.route import Choice, Route, pick, routes, to_framework
 from portakern.core.tilings import resolve
 
-__all__ = ["call_through", "serve"]
+__all__ = ["Plan", "call_through", "plan", "serve"]
+
+
+class Plan:
+    """What was decided for calls of one form: who serves them, with which tiling, on which target.
+
+    Attributes:
+      call: such a call, without its arrays. serve: takes the arrays by name, gives every output in the spec's order.
+    """
+
+    __slots__ = ("call", "route", "serve", "tiling")
+
+    def __init__(self, call: Call, route: Route, tiling: Mapping[str, int]) -> None:
+        self.call, self.route, self.tiling = call.replace(arrays={}), route, tiling
+        self.serve: Callable[[dict[str, Any]], tuple[Any, ...]] = (
+            self._learn if route.impl.family.replays else self._run
+        )
+
+    def _run(self, arrays: dict[str, Any]) -> tuple[Any, ...]:
+        return self.route.run(self.call.on(arrays), self.tiling)
+
+    def _learn(self, arrays: dict[str, Any]) -> tuple[Any, ...]:
+        """Serve the second call of a form, and learn how to serve the others."""
+        self.serve = self._run  # for other threads meanwhile
+        learn = self.route.impl.family.load_replays()
+        assert learn is not None
+        outputs, again = learn(self.route.impl, self.call.on(arrays), self.tiling)
+        self.serve = again or self._run
+        found: tuple[Any, ...] = outputs
+        return found
+
+
+def plan(call: Call, candidates: tuple[Route, ...], user: Mapping[str, int]) -> Plan | None:
+    """What :func:`serve` decided for a call that it has served, to keep for calls of its form; None where something is
+    left to decide each time: how arrays cross to another framework, or whether an input's memory may be written to."""
+    route = candidates[0]
+    if call.degenerate or call.spec.aliases or route.impl.backend.oracle or route.framework is not call.framework:
+        return None
+    call.target, call.interpret = route.target, route.interpret
+    return Plan(call, *pick(candidates, call, user))
 
 
 def call_through(call: Call, choice: Choice) -> tuple[Any, ...]:

@@ -34,6 +34,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from portakern.core import remembered
+from portakern.core.remembered import Remembered
 from portakern.core.targets import family
 from portakern.errors import SpecError, UnsupportedError
 from portakern.files import cache_folder
@@ -51,7 +53,6 @@ __all__ = [
 ]  # fmt: skip
 
 SCHEMA = 1
-REMEMBERED = 4096  # keys whose row is kept; a program of very many shapes looks some up again
 
 log = logging.getLogger("portakern")
 
@@ -92,7 +93,7 @@ class Resolved(NamedTuple):
         return told
 
 
-_kept: dict[tuple[Any, ...], Resolved] = {}
+_kept: Remembered[tuple[Any, ...], Resolved] = Remembered(4096)
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
@@ -132,10 +133,8 @@ def default(impl: Implementation, call: Call) -> Resolved:
     place = (impl, call.target, *key.values())
     kept = _kept.get(place)
     if kept is None:
-        if len(_kept) >= REMEMBERED:
-            _kept.clear()
         found = _look_up(impl, call, key)
-        kept = _kept[place] = Resolved(found.tiling, found, _NOTHING)
+        kept = _kept.keep(place, Resolved(found.tiling, found, _NOTHING))
     if impl.fit is None:
         return kept
     tiling = impl.fit(call, kept.tiling)
@@ -144,8 +143,8 @@ def default(impl: Implementation, call: Call) -> Resolved:
 
 def forget() -> None:
     """Read tables anew: a file may have changed since it was last asked."""
-    _kept.clear()
     _table.cache_clear()
+    remembered.forget()
 
 
 def _named(impl: Implementation, call: Call, user: Mapping[str, int]) -> Resolved:

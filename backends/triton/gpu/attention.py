@@ -16,7 +16,6 @@ before the factor (see ``score_unit``).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from math import e, log2
 from typing import TYPE_CHECKING, Any
@@ -44,12 +43,12 @@ from portakern.backends.triton.launch import (
     cdiv,
     compiler_options,
     dot_precision,
-    prepare,
+    launch,
     refuse_common,
     shared_limit,
     torch_dtype,
 )
-from portakern.backends.triton.layout import SHAPES, fresh, pow2_at_least
+from portakern.backends.triton.layout import fresh, pow2_at_least
 from portakern.spec import Count, Tile
 from portakern.specs.attention import score_unit
 
@@ -255,9 +254,6 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     )
 
 
-_prepared = functools.lru_cache(SHAPES)(functools.partial(prepare, attention_kernel))
-
-
 @BACKEND.implements("attention", key=key, fit=fit, supports=supports, knobs=KNOBS)
 def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     arrays, dims, options = call.arrays, call.dims, call.options
@@ -282,8 +278,8 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     extents = Extents(heads, dims["group"], q_len, kv_len, d, dv)
     strides, tiles_q = strides_of(q, k, v, bias, segments, (batch, heads, q_len, kv_len)), cdiv(q_len, block_q)
     programs, how = tiles_q * heads * batch, compiler_options(tiling)
-    run = _prepared(programs, scores, window, tiles_q, extents, strides, plan=plan, **how)
-    run(call, q, k, v, bias, *segments, o, lse)
+    launch(attention_kernel, programs, call, q, k, v, bias, *segments, o, lse,
+           scores, window, tiles_q, extents, strides, plan=plan, **how)  # fmt: skip
     return (o, lse)
 
 

@@ -20,7 +20,6 @@ are what the next dots take. ``_heads`` says what the groups hold in which the k
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -45,13 +44,13 @@ from portakern.backends.triton.launch import (
     cdiv,
     compiler_options,
     dot_precision,
-    prepare,
+    launch,
     refuse_common,
     shared_limit,
     tmem_columns,
     torch_dtype,
 )
-from portakern.backends.triton.layout import SHAPES, fresh
+from portakern.backends.triton.layout import fresh
 from portakern.spec import Count, Tile
 
 if TYPE_CHECKING:
@@ -417,12 +416,6 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     )
 
 
-_statistics, _d_k_d_v, _d_q, _d_bias = (
-    functools.lru_cache(SHAPES)(functools.partial(prepare, kernel))
-    for kernel in (statistics_kernel, d_k_d_v_kernel, d_q_kernel, d_bias_kernel)
-)
-
-
 @BACKEND.implements("attention_vjp", key=key, fit=fit, supports=supports, knobs=KNOBS)
 def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     arrays, dims, options, wants = call.arrays, call.dims, call.options, call.wants
@@ -437,12 +430,9 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
 
     shift, delta = (fresh((batch, heads, q_len), lse.dtype, q.device) for _ in range(2))
     tiles = cdiv(q_len, rows)
-    statistics = _statistics(
-        tiles * heads * batch, tiles, heads, q_len, dv, o.stride(), d_o.stride(), lse.stride(),
-        None if d_lse is None else d_lse.stride(), rows=rows, block_dv=block_dv, acc_dtype=acc_dtype,
-        enable_fp_fusion=False,
-    )  # fmt: skip
-    statistics(call, o, d_o, lse, d_lse, shift, delta)
+    launch(statistics_kernel, tiles * heads * batch, call, o, d_o, lse, d_lse, shift, delta,
+           tiles, heads, q_len, dv, o.stride(), d_o.stride(), lse.stride(), None if d_lse is None else d_lse.stride(),
+           rows=rows, block_dv=block_dv, acc_dtype=acc_dtype, enable_fp_fusion=False)  # fmt: skip
 
     out = {
         name: fresh(shape, torch_dtype(dtype), q.device) if name in wants else None
@@ -459,20 +449,17 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     how, tiles_kv = compiler_options(tiling), cdiv(kv_len, plan.block_kv)
     if "d_k" in wants or "d_v" in wants:
         programs, own = tiles_kv * dims["kv_heads"] * batch, plan._replace(want_k="d_k" in wants, want_v="d_v" in wants)
-        run = _d_k_d_v(programs, scores, scale, window, tiles_kv, extents, *strides, plan=own, **how)
-        run(call, *given, out["d_k"], out["d_v"])
+        launch(d_k_d_v_kernel, programs, call, *given, out["d_k"], out["d_v"],
+               scores, scale, window, tiles_kv, extents, *strides, plan=own, **how)  # fmt: skip
     if "d_q" in wants:
         tiles_q = cdiv(q_len, tiling["dq_block_q"])
         own = plan._replace(block_q=tiling["dq_block_q"], block_kv=tiling["dq_block_kv"])
-        run = _d_q(tiles_q * heads * batch, scores, scale, window, tiles_q, extents, *strides, plan=own, **how)
-        run(call, *given, out["d_q"])
+        launch(d_q_kernel, tiles_q * heads * batch, call, *given, out["d_q"],
+               scores, scale, window, tiles_q, extents, *strides, plan=own, **how)  # fmt: skip
     if "d_bias" in wants:
         bias_batches, bias_heads, bias_rows, _ = bias.shape
         tiles_q = cdiv(bias_rows, plan.block_q)
-        run = _d_bias(
-            tiles_kv * tiles_q * bias_heads * bias_batches, scores, window, tiles_kv, tiles_q, bias_heads,
-            batch // bias_batches, heads // bias_heads, extents, *strides, one_row=bias_rows == 1, plan=plan,
-            **how | {"num_stages": 1},
-        )  # fmt: skip
-        run(call, *given, out["d_bias"])
+        launch(d_bias_kernel, tiles_kv * tiles_q * bias_heads * bias_batches, call, *given, out["d_bias"],
+               scores, window, tiles_kv, tiles_q, bias_heads, batch // bias_batches, heads // bias_heads, extents,
+               *strides, one_row=bias_rows == 1, plan=plan, **how | {"num_stages": 1})  # fmt: skip
     return tuple(out.values())

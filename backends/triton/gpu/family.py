@@ -7,4 +7,5 @@ FAMILY = Family(
     platforms=("cuda", "rocm"),
     interprets=True,
     compiler="portakern.backends.triton.compiler",
+    replays="portakern.backends.triton.replay:learn",
 )

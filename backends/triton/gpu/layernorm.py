@@ -11,7 +11,6 @@ Source: Ba, Kiros and Hinton, "Layer Normalization" (2016), section 3.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +19,8 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu.softmax import refuse_tile, tile_rows
-from portakern.backends.triton.launch import accumulator, cdiv, prepare
-from portakern.backends.triton.layout import SHAPES, aligned, fresh_like, gathered, row_start, rows_of
+from portakern.backends.triton.launch import accumulator, cdiv, launch
+from portakern.backends.triton.layout import aligned, fresh_like, row_start, walk_rows
 from portakern.spec import Tile
 
 if TYPE_CHECKING:
@@ -92,23 +91,12 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
 
 @BACKEND.implements("layernorm", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
 def layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    arrays = call.arrays
-    x, weight, bias = arrays["x"], arrays["weight"], arrays["bias"]
+    x, weight, bias, n = call.arrays["x"], call.arrays["weight"], call.arrays["bias"], call.dims["n"]
     y = fresh_like(x)
+    (x,), rows = walk_rows(x.ndim - 1, x)
     weight_n, bias_n = (0 if w is None else w.stride(0) for w in (weight, bias))
-    tiles = tiling["block_rows"], tiling["block_n"], tiling["num_warps"]
-    form = weight_n, bias_n, call.options["eps"], call.dtype, *tiles
-    x, run = gathered(x, _prepared, *form)
-    run(call, x, weight, bias, y)
+    launch(layernorm_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, weight, bias, y, rows.height, rows.inner,
+           n, call.options["eps"], *rows.strides[0], weight_n, bias_n, block_rows=tiling["block_rows"],
+           block_n=tiling["block_n"], acc_dtype=accumulator(call.dtype), one_tile=n <= tiling["block_n"],
+           num_warps=tiling["num_warps"], **rows.known(call.dtype))  # fmt: skip
     return (y,)
-
-
-@functools.lru_cache(SHAPES)
-def _prepared(shape: tuple[int, ...], strides: tuple[int, ...], weight_n: int, bias_n: int, eps: float, dtype: str,
-              block_rows: int, block_n: int, num_warps: int) -> Any:  # fmt: skip
-    """The launch for an x of this form, None where its rows must be gathered first."""
-    rows, n = rows_of(len(shape) - 1, shape, strides), shape[-1]
-    return rows and prepare(layernorm_kernel, cdiv(rows.height, block_rows), rows.height, rows.inner, n, eps,
-                            *rows.strides[0], weight_n, bias_n, block_rows=block_rows, block_n=block_n,
-                            acc_dtype=accumulator(dtype), one_tile=n <= block_n, num_warps=num_warps,
-                            **rows.known(dtype))  # fmt: skip

@@ -218,7 +218,7 @@ def add_up(call: Call, partial: dict[str, torch.Tensor]) -> dict[str, torch.Tens
         count = next(iter(partial.values())).shape[0]
         parts, tiles = cdiv(count, SUMMED), cdiv(n, block_n)
         sums = {
-            name: p.new_empty(n, dtype=torch_dtype(call.outputs[name][1])) if parts == 1 else p.new_empty(parts, n)
+            name: fresh((n,), torch_dtype(call.outputs[name][1]), p.device) if parts == 1 else scratch(call, parts, n)
             for name, p in partial.items()
         }
         (a, b), (a_sum, b_sum) = ((*of.values(), None)[:2] for of in (partial, sums))

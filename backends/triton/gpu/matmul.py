@@ -11,7 +11,6 @@ Source: the order of tiles in "Matrix Multiplication" of the Triton tutorials (T
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +23,12 @@ from portakern.backends.triton.launch import (
     accumulator,
     cdiv,
     dot_precision,
-    prepare,
+    launch,
     refuse_common,
     shared_limit,
     torch_dtype,
 )
-from portakern.backends.triton.layout import SHAPES, collapse, contiguous_strides, fresh, pow2_at_least
+from portakern.backends.triton.layout import collapse, contiguous_strides, fresh, pow2_at_least
 from portakern.spec import Count, Tile
 
 if TYPE_CHECKING:
@@ -128,9 +127,6 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     return refuse_common(call, tiling["num_warps"], tiles)
 
 
-_prepared = functools.lru_cache(SHAPES)(functools.partial(prepare, matmul_kernel))
-
-
 @BACKEND.implements(
     "matmul",
     key=key,
@@ -143,7 +139,7 @@ def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     batch, m, n, k = dims["batch"], dims["m"], dims["n"], dims["k"]
     dtype = call.options["out_dtype"]
     c = fresh((*batch, m, n), torch_dtype(dtype) if dtype else a.dtype, a.device)
-    if batch:
+    if a.shape[:-2] != b.shape[:-2]:
         a, b = a.expand(*batch, m, k), b.expand(*batch, k, n)
     rows, strides = _rows(a, b, c)
     # Batch axes that two strides an operand cannot walk are the one case that gathers (and broadcasts) copies.
@@ -154,13 +150,11 @@ def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     (a_outer, a_inner, a_m), (b_outer, b_inner, _), (c_outer, c_inner, c_m) = (((0, 0) + s)[-3:] for s in strides)
     tiles_m, tiles_n, steps_k = cdiv(m, tiling["block_m"]), cdiv(n, tiling["block_n"]), cdiv(k, tiling["block_k"])
     a_strides, b_strides = (a_outer, a_inner, a_m, a.stride(-1)), (b_outer, b_inner, b.stride(-2), b.stride(-1))
-    run = _prepared(batch_outer * batch_inner * tiles_m * tiles_n, m, n, k, tiles_m, tiles_n, steps_k, batch_inner,
-                    *a_strides, *b_strides, c_outer, c_inner, c_m,
-                    block_m=tiling["block_m"], block_n=tiling["block_n"], block_k=tiling["block_k"],
-                    group=tiling["group"], acc_dtype=accumulator(call.dtype), precision=dot_precision(call),
-                    whole_k=k % tiling["block_k"] == 0, num_warps=tiling["num_warps"],
-                    num_stages=tiling["num_stages"])  # fmt: skip
-    run(call, a, b, c)
+    launch(matmul_kernel, batch_outer * batch_inner * tiles_m * tiles_n, call, a, b, c,
+           m, n, k, tiles_m, tiles_n, steps_k, batch_inner, *a_strides, *b_strides, c_outer, c_inner, c_m,
+           block_m=tiling["block_m"], block_n=tiling["block_n"], block_k=tiling["block_k"], group=tiling["group"],
+           acc_dtype=accumulator(call.dtype), precision=dot_precision(call), whole_k=k % tiling["block_k"] == 0,
+           num_warps=tiling["num_warps"], num_stages=tiling["num_stages"])  # fmt: skip
     return (c,)
 
 

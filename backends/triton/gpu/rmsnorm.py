@@ -10,7 +10,6 @@ Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equat
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +18,8 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu.layernorm import default_tiling, key, scale_and_shift, supports
-from portakern.backends.triton.launch import accumulator, cdiv, prepare
-from portakern.backends.triton.layout import SHAPES, aligned, fresh_like, gathered, row_start, rows_of
+from portakern.backends.triton.launch import accumulator, cdiv, launch
+from portakern.backends.triton.layout import aligned, fresh_like, row_start, walk_rows
 from portakern.spec import Tile
 
 if TYPE_CHECKING:
@@ -59,21 +58,11 @@ def rmsnorm_kernel(x, weight, y, rows, rows_inner, n, eps,
 
 @BACKEND.implements("rmsnorm", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
 def rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    x, weight = call.arrays["x"], call.arrays["weight"]
+    x, weight, n = call.arrays["x"], call.arrays["weight"], call.dims["n"]
     y = fresh_like(x)
-    tiles = tiling["block_rows"], tiling["block_n"], tiling["num_warps"]
-    form = 0 if weight is None else weight.stride(0), call.options["eps"], call.dtype, *tiles
-    x, run = gathered(x, _prepared, *form)
-    run(call, x, weight, y)
+    (x,), rows = walk_rows(x.ndim - 1, x)
+    launch(rmsnorm_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, weight, y, rows.height, rows.inner, n,
+           call.options["eps"], *rows.strides[0], 0 if weight is None else weight.stride(0),
+           block_rows=tiling["block_rows"], block_n=tiling["block_n"], acc_dtype=accumulator(call.dtype),
+           one_tile=n <= tiling["block_n"], num_warps=tiling["num_warps"], **rows.known(call.dtype))  # fmt: skip
     return (y,)
-
-
-@functools.lru_cache(SHAPES)
-def _prepared(shape: tuple[int, ...], strides: tuple[int, ...], weight_n: int, eps: float, dtype: str,
-              block_rows: int, block_n: int, num_warps: int) -> Any:  # fmt: skip
-    """The launch for an x of this form, None where its rows must be gathered first."""
-    rows, n = rows_of(len(shape) - 1, shape, strides), shape[-1]
-    return rows and prepare(rmsnorm_kernel, cdiv(rows.height, block_rows), rows.height, rows.inner, n, eps,
-                            *rows.strides[0], weight_n, block_rows=block_rows, block_n=block_n,
-                            acc_dtype=accumulator(dtype), one_tile=n <= block_n, num_warps=num_warps,
-                            **rows.known(dtype))  # fmt: skip

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.launch import accumulator, cdiv, lanes, prepare, refuse_common
-from portakern.backends.triton.layout import SHAPES, aligned, fresh_like, gathered, pow2_at_least, row_start, rows_of
+from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, refuse_common
+from portakern.backends.triton.layout import SHAPES, aligned, fresh_like, pow2_at_least, row_start, walk_rows
 from portakern.spec import Tile
 
 if TYPE_CHECKING:
@@ -106,20 +106,11 @@ def _refuse_tile(tile: int, num_warps: int, interpret: bool) -> str | None:
 
 @BACKEND.implements("softmax", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
 def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    x = call.arrays["x"]
-    y = fresh_like(x)
-    form = call.options["axis"], call.dtype, tiling["block_rows"], tiling["block_n"], tiling["num_warps"]
-    x, run = gathered(x, _prepared, *form)
-    run(call, x, y)
+    x, axis = call.arrays["x"], call.options["axis"]
+    y, n = fresh_like(x), x.shape[axis]
+    (x,), rows = walk_rows(axis, x)
+    launch(softmax_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, y, rows.height, rows.inner, n,
+           *rows.strides[0], *rows.strides[1], block_rows=tiling["block_rows"], block_n=tiling["block_n"],
+           acc_dtype=accumulator(call.dtype), one_tile=n <= tiling["block_n"], num_warps=tiling["num_warps"],
+           **rows.known(call.dtype))  # fmt: skip
     return (y,)
-
-
-@functools.lru_cache(SHAPES)
-def _prepared(shape: tuple[int, ...], strides: tuple[int, ...], axis: int, dtype: str,
-              block_rows: int, block_n: int, num_warps: int) -> Any:  # fmt: skip
-    """The launch for an x of this form, None where its rows must be gathered first."""
-    rows, n = rows_of(axis, shape, strides), shape[axis]
-    return rows and prepare(softmax_kernel, cdiv(rows.height, block_rows), rows.height, rows.inner, n,
-                            *rows.strides[0], *rows.strides[1], block_rows=block_rows, block_n=block_n,
-                            acc_dtype=accumulator(dtype), one_tile=n <= block_n, num_warps=num_warps,
-                            **rows.known(dtype))  # fmt: skip

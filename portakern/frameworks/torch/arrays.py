@@ -37,6 +37,8 @@ class Torch(Framework):
             "softmax": "softmax",
         }
     )
+    form = "{x}.__class__, {x}.shape, {x}.stride(), {x}.dtype, {x}.device, {x}.layout, {x}.is_neg()"
+    watched = "{x}.requires_grad"
     records = True
     device = staticmethod(lambda array: array.device)
 
@@ -188,6 +190,11 @@ class Torch(Framework):
 
         return eager.differentiate(call, choice)
 
+    def plan(self, call: Call, choice: Choice) -> Any:
+        from portakern.frameworks.torch import eager
+
+        return eager.plan_training(call, choice)
+
     def interposes(self, casts: bool) -> str | None:
         torch = sys.modules.get("torch")
         if torch is None:
@@ -196,6 +203,22 @@ class Torch(Framework):
         if torch.compiler.is_compiling() or core._len_torch_dispatch_stack() or core._get_tracing_state() is not None:
             return "records"
         return "casts" if casts and core._is_any_autocast_enabled() else None
+
+    def undisturbed(self, casts: bool) -> bool:
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return False
+        core = torch._C
+        return not (
+            core._len_torch_dispatch_stack()
+            or core._get_tracing_state() is not None
+            or core._functorch.peek_interpreter_stack() is not None
+            or torch.autograd.forward_ad._current_level >= 0
+            or (casts and core._is_any_autocast_enabled())
+        )
+
+    def watching(self) -> bool:
+        return bool(sys.modules["torch"].is_grad_enabled())
 
     def recording_python(self) -> bool:
         torch = sys.modules.get("torch")

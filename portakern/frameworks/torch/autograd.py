@@ -89,7 +89,7 @@ class Step:
     def save(self, ctx: Any, arrays: Sequence[Any], outputs: Sequence[Any]) -> None:
         ctx.step = self
         ctx.set_materialize_grads(False)
-        if self.wiring is not None:
+        if self.wiring is not None:  # the same for each call of a form
             named = dict(zip(self.wants, outputs, strict=True)) | dict(zip(self.names, arrays, strict=True))
             self.saved = [n for n in self.wiring.inputs + self.wiring.outputs if n in named]
             self.forms = [(o.shape, o.dtype) for o in outputs]

@@ -10,14 +10,16 @@ import torch
 
 from portakern.core.binder import unchecked
 from portakern.core.call import Call
+from portakern.core.forms import Form, reader
 from portakern.core.gradients import Wiring
+from portakern.core.observe import OBSERVERS
 from portakern.core.route import Choice, routes
-from portakern.core.serve import serve
+from portakern.core.serve import plan, serve
 from portakern.frameworks.torch.autograd import Arrays, Run, Step, differentiable, gradient_of, spent
 from portakern.frameworks.torch.custom_ops import calling
 from portakern.spec import Spec
 
-__all__ = ["differentiate"]
+__all__ = ["differentiate", "plan_training"]
 
 
 def differentiate(call: Call, choice: Choice, late: bool = False) -> tuple[Any, ...]:
@@ -45,6 +47,76 @@ def differentiate(call: Call, choice: Choice, late: bool = False) -> tuple[Any, 
     named = dict(zip(step.wants, differentiable(step, arrays), strict=True))
     step.forward = spent  # it holds the tensors, which a graph must not
     return tuple(named[o.name] if o.name in call.wants else None for o in spec.outputs)
+
+
+class Training:
+    """What was decided for calls of one form that autograd watches: a step that any of them may take.
+
+    Attributes:
+      call: such a call, without its arrays. serve: see :class:`portakern.core.serve.Plan`.
+    """
+
+    __slots__ = ("_names", "_step", "_wanted", "call")
+
+    def __init__(self, call: Call, step: Step) -> None:
+        self.call, self._step, self._names = call.replace(arrays={}), step, step.names
+        places = {name: i for i, name in enumerate(step.wants)}
+        self._wanted = [places[o.name] if o.name in call.wants else None for o in call.spec.outputs]
+
+    def serve(self, arrays: Arrays) -> tuple[Any, ...]:
+        outputs = differentiable(self._step, [arrays[n] for n in self._names])
+        return tuple([None if i is None else outputs[i] for i in self._wanted])
+
+
+def plan_training(call: Call, choice: Choice) -> Training | None:
+    """What :func:`differentiate` decided for a call that autograd alone watches."""
+    names = tuple(n for n, a in call.arrays.items() if a is not None)
+    differentiated = [n for n in names if call.arrays[n].requires_grad]
+    candidates = routes(call, choice)
+    if not differentiated or candidates is None:
+        return None
+    wired, vjp = gradient_of(call, choice, differentiated)
+    training = wired.training(call)
+    kept = plan(training, candidates, choice.tiling)
+    if kept is None:
+        return None
+    absent = dict.fromkeys(call.arrays)
+
+    def forward(*tensors: Any) -> tuple[Any, ...]:
+        return tuple([o for o in kept.serve(absent | dict(zip(names, tensors, strict=True))) if o is not None])
+
+    again = functools.partial(_run, call.spec, choice, False)
+    return Training(
+        call, Step(call.spec, names, call.options, training.wants, wired, forward, _Backward(wired.vjp, vjp), again)
+    )
+
+
+class _Backward:
+    """The gradients of calls of one form, most of which are of one form too."""
+
+    def __init__(self, spec: Spec[Any], choice: Choice) -> None:
+        self.spec, self.choice, self.read = spec, choice, reader(spec)
+
+    def __call__(self, arrays: Arrays, options: Mapping[str, Any], wants: tuple[str, ...]) -> tuple[Any, ...]:
+        if OBSERVERS or any(map(torch._C._functorch.is_legacy_batchedtensor, arrays.values())):
+            return _run(self.spec, self.choice, True, arrays, options, wants)
+        form, given = self.read(**arrays, **options, wants=wants)
+        if form is None or form[-1]:  # somebody looks at the gradients' own call
+            return _run(self.spec, self.choice, True, arrays, options, wants)
+        known = self.choice.plans.get(form)
+        if known is None:
+            return self._first(form, arrays, options, wants)
+        return tuple([o for o in known.serve(given) if o is not None])
+
+    def _first(self, form: Form, arrays: Arrays, options: Mapping[str, Any], wants: tuple[str, ...]) -> tuple[Any, ...]:
+        call = unchecked(self.spec, **arrays, **options)
+        call.wants = tuple(o.name for o in self.spec.outputs if o.name in wants)
+        call.framework.check(call)
+        outputs = _served(call, self.choice)
+        candidates = routes(call, self.choice)
+        if candidates is not None and (decided := plan(call, candidates, self.choice.tiling)) is not None:
+            self.choice.plans.keep(form, decided)
+        return tuple(o for o in outputs if o is not None)
 
 
 def _served(call: Call, choice: Choice) -> tuple[Any, ...]:

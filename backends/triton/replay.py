@@ -1,0 +1,126 @@
+"""What an implementation did for one call, to be done again for calls of its form, without asking again what to do.
+
+An implementation only allocates and launches, and decides from a call's form (:mod:`portakern.core.forms`), never from
+values, on which grid and with which numbers. So :func:`learn` runs it once while a :class:`Tape` notes what it
+allocates and launches, and writes that down as straight-line code. What it cannot account for, such as a gathered copy,
+is left to the implementation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from portakern.backends.triton.launch import prepare
+from portakern.backends.triton.tape import TAPES, Tape
+
+if TYPE_CHECKING:
+    from portakern.core.backend import Implementation
+    from portakern.core.call import Call
+
+__all__ = ["learn"]
+
+Run = Callable[[Mapping[str, Any]], tuple[Any, ...]]
+"""Arrays by name -> every output in the spec's order."""
+
+
+def learn(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[tuple[Any, ...], Run | None]:
+    """The outputs of a call, and what gives them for other calls of its form; None where nothing shorter does."""
+    # an array may be given twice: as tensors of their own, what is done with each can be told apart
+    call = call.on({n: None if a is None else a.detach() for n, a in call.arrays.items()})
+    tape = TAPES[get_ident()] = Tape()
+    try:
+        outputs = impl.run(call, tiling)
+    finally:
+        del TAPES[get_ident()]
+    return outputs, _written_down(call, tape, outputs)
+
+
+class _Shape(NamedTuple):
+    """The structure of a replay, which many forms share.
+
+    Attributes:
+      arrays: names of the inputs that are read; like: for each allocation the input that it is like, or None.
+      launches: for each launch its tensors, an input's name, an allocation's number, or None. outputs: as numbers.
+    """
+
+    arrays: tuple[str, ...]
+    like: tuple[str | None, ...]
+    launches: tuple[tuple[str | int | None, ...], ...]
+    outputs: tuple[int | None, ...]
+
+
+def _written_down(call: Call, tape: Tape, outputs: tuple[Any, ...]) -> Run | None:
+    given = {n: a for n, a in call.arrays.items() if a is not None}
+    forms = [(t.shape, t.stride(), t.dtype, t.device) for t in tape.made]
+    slots: list[int | None] = []
+    for out in outputs:  # an output may be a view of what was allocated, of another shape
+        slot = None if out is None else _place(out, {}, tape.made)
+        if out is not None and (slot is None or slot in slots or out.numel() != tape.made[int(slot)].numel()):
+            return None
+        if isinstance(slot, int):
+            forms[slot] = (out.shape, out.stride(), out.dtype, out.device)
+        slots.append(slot)  # type: ignore[arg-type]  # inputs were not asked
+    launches, runs = [], []
+    for kernel, grid, args, constexprs in tape.launches:
+        count = next((i for i, a in enumerate(args) if a is not None and not isinstance(a, torch.Tensor)), len(args))
+        places = tuple(None if t is None else _place(t, given, tape.made) for t in args[:count])
+        if not args or args[0] is None or _unplaced(args[:count], places) or any(map(_holds_tensors, args[count:])):
+            return None
+        launches.append(places)
+        runs.append(prepare(kernel, grid, call.on({}), args[:count], args[count:], constexprs))
+    like = tuple(next((n for n, a in given.items() if _is_like(a, form)), None) for form in forms)
+    used = {n for places in launches for n in places if isinstance(n, str)} | {n for n in like if n}
+    make = _writer(_Shape(tuple(n for n in given if n in used), like, tuple(launches), tuple(slots)))
+    return make(forms, runs)
+
+
+def _place(tensor: torch.Tensor, given: Mapping[str, torch.Tensor], made: list[torch.Tensor]) -> str | int | None:
+    """Where a tensor comes from: the one input or allocation that begins where it does, since a kernel is told of a
+    tensor where it begins and what it holds, and of strides in numbers. None where that is not clear."""
+    known: list[tuple[str | int, torch.Tensor]] = [*given.items(), *enumerate(made)]
+    for place, other in known:
+        if other is tensor:
+            return place
+    start = tensor.data_ptr()
+    found = [p for p, other in known if other.data_ptr() == start and other.dtype == tensor.dtype]
+    return found[0] if len(found) == 1 else None
+
+
+def _unplaced(tensors: tuple[Any, ...], places: tuple[str | int | None, ...]) -> bool:
+    return any(place is None and t is not None for t, place in zip(tensors, places, strict=True))
+
+
+def _holds_tensors(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (isinstance(value, tuple) and any(map(_holds_tensors, value)))
+
+
+def _is_like(x: torch.Tensor, form: tuple[Any, ...]) -> bool:
+    """Whether ``empty_like`` of an input is what is to be allocated; it takes less time than spelling that out."""
+    return type(x) is torch.Tensor and x.is_contiguous() and (x.shape, x.stride(), x.dtype, x.device) == form
+
+
+@functools.cache
+def _writer(shape: _Shape) -> Callable[..., Run]:
+    """Makes replays of a structure from the forms of what they allocate, and their launches."""
+
+    def named(place: str | int | None) -> str:
+        return f"made{place}" if isinstance(place, int) else str(place)
+
+    outer = [f"shape{i}, strides{i}, dtype{i}, device{i} = forms[{i}]" for i, n in enumerate(shape.like) if n is None]
+    outer += [f"run{i} = runs[{i}]" for i in range(len(shape.launches))]
+    body = [f"{n} = arrays[{n!r}]" for n in shape.arrays]
+    for i, name in enumerate(shape.like):
+        spelled = f"empty_strided(shape{i}, strides{i}, dtype=dtype{i}, device=device{i})"
+        body.append(f"made{i} = {f'empty_like({name})' if name else spelled}")
+    body += [f"run{i}({', '.join(map(named, places))})" for i, places in enumerate(shape.launches)]
+    lines = ["def make(forms, runs):", *(f"    {line}" for line in outer), "    def replay(arrays):", *(f"        {line}" for line in body),
+             f"        return ({''.join(named(o) + ', ' for o in shape.outputs)})", "    return replay"]  # fmt: skip
+    env: dict[str, Any] = {"empty_like": torch.empty_like, "empty_strided": torch.empty_strided}
+    exec(compile("\n".join(lines), "<replay>", "exec"), env)  # the text derives from the spec's names and numbers alone
+    made: Callable[..., Run] = env["make"]
+    return made

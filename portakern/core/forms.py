@@ -1,0 +1,77 @@
+"""The form of a call: all of its arguments that decide how it is served, which is everything but the arrays' values.
+
+Calls of one form are bound, routed and tiled alike, so that this is done for the first of them and kept
+(:class:`portakern.core.serve.Plan`). To read a form must cost less than what it saves: :func:`reader` writes a
+straight-line function for each op and framework, as :mod:`portakern.core.binder` does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from math import copysign
+from typing import Any
+
+from portakern.core.framework import BY_TYPE, frameworks
+from portakern.spec import ArrayArg, Spec
+
+__all__ = ["Form", "option_form", "reader"]
+
+Form = tuple[Any, ...]
+
+
+@functools.cache
+def reader(spec: Spec[Any]) -> Callable[..., tuple[Form | None, dict[str, Any]]]:
+    """A function that takes an op's arguments and gives their form, and the arrays by name; None for the form where
+    arrays are of a framework whose calls have none, or somebody steps in. Last in a form is which arrays want a
+    gradient, False where none gets one.
+
+    It raises what any expression on wrong arguments may: TypeError, AttributeError, RuntimeError.
+    """
+    if not spec.arrays:
+        return lambda *args, **kwargs: (None, {})
+    keywords = [o.name for o in spec.options] + ["wants"] * spec.is_vjp
+    parameters = [a.name + ("=None" if a.optional else "") for a in spec.arrays]
+    parameters += ["*"] * bool(keywords) + [f"{n}=DEFAULT_{n}" for n in keywords]
+    options = [f"{n} if {n} is DEFAULT_{n} else option_form({n})" for n in keywords]
+    arrays = ", ".join(f"{a.name!r}: {a.name}" for a in spec.arrays)
+    env: dict[str, Any] = {"BY_TYPE": BY_TYPE, "option_form": option_form, "DEFAULT_wants": None}
+    env |= {f"DEFAULT_{o.name}": o.default for o in spec.options}
+    lines = [f"def read({', '.join(parameters)}):", f"    framework = BY_TYPE.get({spec.lead.name}.__class__)"]
+    for f in frameworks().values():
+        if not f.form:
+            continue
+        env |= {f.name: f, f"{f.name}_undisturbed": f.undisturbed, f"{f.name}_watching": f.watching}
+        parts = [_of(a, f.form, "None if {0} is None else ({1})") for a in spec.arrays]
+        flags = ", ".join(_of(a, f.watched, "{0} is not None and {1}") for a in spec.arrays)
+        watched = " or ".join(_of(a, f.watched, "{0} is not None and {1}") for a in spec.arrays)
+        lines += [
+            f"    if framework is {f.name} and {f.name}_undisturbed({spec.autocast is not None}):",
+            f"        seen = ({watched}) and {f.name}_watching() and ({flags},)",
+            f"        return ({', '.join([*parts, *options])}, seen), {{{arrays}}}",
+        ]
+    text = "\n".join([*lines, "    return None, {}"])
+    exec(compile(text, f"<form of {spec.name}>", "exec"), env)  # the text derives from spec and frameworks alone
+    read: Callable[..., tuple[Form | None, dict[str, Any]]] = env["read"]
+    return read
+
+
+def _of(a: ArrayArg, what: str, optional: str) -> str:
+    text = what.format(x=a.name)
+    return optional.format(a.name, text) if a.optional else text
+
+
+def option_form(value: Any) -> Form:
+    """What tells an option's value from every other: 1, 1.0 and True are equal and hash alike, and so are the zeros.
+
+    Raises:
+      TypeError: it is of a kind that only the binder knows.
+    """
+    kind = value.__class__
+    if kind is float:
+        return kind, value, copysign(1.0, value)
+    if kind in (bool, int, str, type(None)):
+        return kind, value
+    if kind is tuple:
+        return kind, *map(option_form, value)
+    raise TypeError(f"{kind} has no form")

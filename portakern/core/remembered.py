@@ -1,0 +1,40 @@
+"""What is remembered from one call for later ones: tables of bounded size, forgotten together."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, TypeVar
+
+__all__ = ["Remembered", "forget"]
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Remembered(dict[K, V]):
+    """A table that starts anew when it is full: it never grows with the shapes that a program meets, and a look-up
+    costs what a dict's does, since none is written down."""
+
+    __slots__ = ("__weakref__", "limit")
+    __hash__ = object.__hash__  # type: ignore[assignment]  # told apart as objects, not by what they hold
+
+    def __init__(self, limit: int = 1024) -> None:
+        super().__init__()
+        self.limit = limit
+        _tables.add(self)
+
+    def keep(self, key: K, value: V) -> V:
+        """Remember a value, which is handed back."""
+        if len(self) >= self.limit:
+            self.clear()
+        self[key] = value
+        return value
+
+
+_tables: weakref.WeakSet[Remembered[Any, Any]] = weakref.WeakSet()
+
+
+def forget() -> None:
+    """Decide everything anew: an implementation, or a table of tilings, may have changed."""
+    for table in list(_tables):
+        table.clear()

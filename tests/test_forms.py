@@ -1,0 +1,209 @@
+"""What is kept for calls of one form serves all of them, and no others."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+
+import portakern as pk
+from portakern import testing
+from portakern.core import remembered, tilings
+from portakern.core.backend import Backend
+from portakern.core.forms import option_form
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("triton", reason="triton is not installed")
+
+OPS = [op for op in pk.ops() if any(pk.backends()["triton"].having(op))]
+SAMPLES = [(op, name) for op in OPS for name in testing.samples(op)]
+
+
+def drawn(op, name, seed):
+    """A sample's arguments: arrays of new values, and the options."""
+    made = [testing.sample_arrays(op, name, dtype="float32", seed=s, framework="torch") for s in (0, seed)]
+    (first, options), (arrays, _) = made  # the dtype of integers is drawn too
+    return {n: a.to(first[n].dtype).contiguous() for n, a in arrays.items()}, options
+
+
+def flat(result):
+    return [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None]
+
+
+def same_bits(ours, theirs):
+    return len(ours) == len(theirs) and all(
+        a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype and torch.equal(a, b)
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+@pytest.mark.parametrize(("op", "sample"), SAMPLES)
+def test_later_calls_of_a_form_have_the_bits_of_a_first(op, sample):
+    kept = pk.op(op, backend="triton")
+    for seed in range(3):  # decided, learned, replayed
+        arrays, options = drawn(op, sample, seed)
+        remembered.forget() if seed == 0 else None
+        got = flat(kept(**arrays, **options))
+        plans = dict(kept.choice.plans)
+        anew = type(kept)(kept.spec, type(kept.choice)(kept.backend))
+        assert same_bits(got, flat(anew(**arrays, **options))), (seed, plans)
+    assert len(plans) == 1 and next(iter(plans.values())).serve.__name__ == "replay"
+
+
+def test_one_array_given_thrice_teaches_nothing_wrong():
+    op = pk.op("attention", backend="triton")
+    q, k, v = (torch.randn(1, 5, 2, 4) for _ in range(3))
+    for _ in range(2):
+        op(q, q, q)
+    assert torch.equal(op(q, k, v), type(op)(op.spec, type(op.choice)(op.backend))(q, k, v))
+    a = torch.randn(2, 3, 3)
+    product = pk.op("matmul", backend="triton")
+    for _ in range(2):
+        product(a, a[0])
+    torch.testing.assert_close(product(a, a[1]), a @ a[1])
+
+
+@pytest.mark.parametrize(
+    "values", [(1, 1.0, True), (0.0, -0.0), (0, 0.0, False), ((5, None), (5.0, None)), ("a", None), ((1,), 1)]
+)
+def test_values_that_are_equal_are_not_one_form(values):
+    assert len({option_form(v) for v in values}) == len(values)
+
+
+def test_options_of_every_spelling_keep_their_meaning():
+    op, q = pk.op("attention", backend="triton"), torch.randn(1, 4, 1, 4)
+    causal = op(q, q, q, is_causal=True)
+    for _ in range(3):
+        assert torch.equal(op(q, q, q, is_causal=True), causal) and not torch.equal(op(q, q, q), causal)
+        assert torch.equal(op(q, q, q, window=[None, 0]), causal)  # a list has no form, and is bound each time
+        with pytest.raises(pk.SpecError, match="is_causal"):
+            op(q, q, q, is_causal="yes")
+
+
+def test_what_is_refused_is_refused_beside_kept_forms():
+    op, x = pk.op("softmax", backend="triton"), torch.randn(4, 4)
+    for _ in range(3):
+        op(x)
+    complex_part = torch.complex(x, x).conj().imag
+    for bad, message in (
+        (x.to_sparse(), "layout"),
+        (x.to_mkldnn(), "layout"),
+        (complex_part, "negated"),
+        (x.to("meta"), "meta"),
+        (x.long(), "int64"),
+        ([1.0], "list"),
+    ):
+        for _ in range(2):
+            with pytest.raises(pk.SpecError, match=message):
+                op(bad)
+    with pytest.raises(pk.SpecError, match="axis"):
+        op(x, axis=2)
+    with pytest.raises(pk.SpecError, match="unexpected keyword argument 'axs'"):
+        op(x, axs=0)
+    with pytest.raises(pk.SpecError, match="missing"):
+        op()
+
+
+def test_gradients_of_later_calls_are_those_of_a_first():
+    torch.manual_seed(0)
+    for name, arrays in (
+        ("softmax", (torch.randn(3, 5),)),
+        ("layernorm", (torch.randn(3, 5), torch.randn(5), torch.randn(5))),
+        ("matmul", (torch.randn(3, 4), torch.randn(4, 2))),
+        ("attention", tuple(torch.randn(1, 3, 2, 4) for _ in range(3))),
+    ):
+        kept = pk.op(name, backend="triton")
+        for step in range(4):
+            values = [torch.randn_like(a) for a in arrays]
+            found = []
+            for op in (kept, type(kept)(kept.spec, type(kept.choice)(kept.backend))):
+                leaves = [v.clone().requires_grad_(i != 1 or step % 2 == 0) for i, v in enumerate(values)]
+                out = op(*leaves)
+                out.backward(torch.linspace(-1, 1, out.numel()).reshape(out.shape))
+                found.append([out.detach()] + [x.grad for x in leaves if x.grad is not None])
+            assert same_bits(*found), (name, step)
+
+
+def test_a_kept_form_is_watched_only_while_autograd_watches():
+    op, x = pk.op("softmax", backend="triton"), torch.randn(2, 3, requires_grad=True)
+    for _ in range(3):
+        assert op(x).requires_grad
+        with torch.no_grad():
+            assert not op(x).requires_grad
+    (g,) = torch.autograd.grad(op(x).square().sum(), x, create_graph=True)
+    with pytest.raises(pk.UnsupportedError, match="second-order"):
+        g.sum().backward()
+    batched = torch.autograd.grad(op(x), x, torch.eye(6).reshape(6, 2, 3), is_grads_batched=True)[0]
+    one = torch.autograd.grad(op(x), x, torch.eye(6)[1].reshape(2, 3))[0]
+    torch.testing.assert_close(batched[1], one)
+    assert torch.func.vmap(op)(torch.randn(4, 2, 3)).shape == (4, 2, 3)
+
+
+def test_nothing_kept_holds_an_array():
+    op = pk.op("layernorm", backend="triton")
+    gone = []
+    for _ in range(3):
+        x, w = torch.randn(2, 4, requires_grad=True), torch.randn(4, requires_grad=True)
+        op(x, w).sum().backward()
+        gone += [weakref.ref(x), weakref.ref(w)]
+        del x, w
+    gc.collect()
+    assert not [r for r in gone if r() is not None]
+
+
+def test_the_tables_do_not_grow_with_the_forms():
+    op = pk.op("softmax", backend="triton")
+    remembered.forget()
+    op.choice.plans.limit = 8
+    for n in range(1, 30):
+        x = torch.randn(1, n)
+        for _ in range(2):
+            torch.testing.assert_close(op(x), torch.softmax(x, -1))
+        assert len(op.choice.plans) <= 8
+    op.choice.plans.limit = remembered.Remembered().limit
+
+
+def test_threads_share_what_is_kept():
+    op, wrong = pk.op("rmsnorm", backend="triton"), []
+    remembered.forget()
+
+    def serve(n):
+        for i in range(12):
+            x = torch.randn(2, 3 + (n + i) % 4)
+            if not torch.allclose(op(x), torch.nn.functional.rms_norm(x, x.shape[-1:], eps=1e-6), atol=1e-4):
+                wrong.append((n, i))
+
+    threads = [threading.Thread(target=serve, args=(n,)) for n in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+def test_what_changes_later_is_asked_anew():
+    mine = Backend("mine", "torch")
+
+    def says(value):
+        def softmax(call, tiling):
+            return (torch.full_like(call.arrays["x"], value),)
+
+        return softmax
+
+    mine.implements("softmax")(says(1.0))
+    op, x = pk.op("softmax", backend=mine), torch.randn(2, 3)
+    assert [float(op(x)[0, 0]) for _ in range(3)] == [1.0] * 3
+    mine.implements("softmax")(says(2.0))
+    assert float(op(x)[0, 0]) == 2.0
+    assert op.choice.plans
+    tilings.forget()
+    assert not op.choice.plans
+
+
+def test_observers_see_calls_of_kept_forms():
+    op, x, seen = pk.op("softmax", backend="triton"), torch.randn(2, 3), []
+    for _ in range(3):
+        op(x)
+    with pk.observe(seen.append):
+        op(x), op(x)
+    assert [s.call.arrays["x"] is x for s in seen] == [True, True]
