@@ -118,8 +118,9 @@ def _writer(shape: _Shape) -> Callable[..., Run]:
         spelled = f"empty_strided(shape{i}, strides{i}, dtype=dtype{i}, device=device{i})"
         body.append(f"made{i} = {f'empty_like({name})' if name else spelled}")
     body += [f"run{i}({', '.join(map(named, places))})" for i, places in enumerate(shape.launches)]
-    lines = ["def make(forms, runs):", *(f"    {line}" for line in outer), "    def replay(arrays):", *(f"        {line}" for line in body),
-             f"        return ({''.join(named(o) + ', ' for o in shape.outputs)})", "    return replay"]  # fmt: skip
+    returned = "".join(named(o) + ", " for o in shape.outputs)
+    lines = ["def make(forms, runs):", *(f"    {line}" for line in outer), "    def replay(arrays):"]
+    lines += [*(f"        {line}" for line in body), f"        return ({returned})", "    return replay"]
     env: dict[str, Any] = {"empty_like": torch.empty_like, "empty_strided": torch.empty_strided}
     exec(compile("\n".join(lines), "<replay>", "exec"), env)  # the text derives from the spec's names and numbers alone
     made: Callable[..., Run] = env["make"]
