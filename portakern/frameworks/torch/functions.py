@@ -16,10 +16,12 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
 from portakern.api import Op, op
 from portakern.errors import SpecError, UnsupportedError
+from portakern.frameworks.torch.arrays import unreadable
 
 __all__ = ["layer_norm", "matmul", "rms_norm", "scaled_dot_product_attention", "softmax", "swapped"]
 
@@ -50,7 +52,7 @@ def scaled_dot_product_attention(
       query: (..., L, E); key: (..., S, E); value: (..., S, Ev). The leading axes broadcast; the last of them is the
         heads.
       attn_mask: bool, True where a pair takes part, or of query's dtype or float32, added to the scores; it broadcasts
-        to (..., L, S).
+        to (..., L, S). Or a ``torch.nn.attention.bias.CausalBias`` of that shape, such as ``causal_lower_right(L, S)``.
       dropout_p: 0; more is refused, for no kernel here draws random numbers.
       is_causal: query i sees keys up to i (aligned at the top left).
       scale: None is 1/sqrt(E).
@@ -61,7 +63,8 @@ def scaled_dot_product_attention(
       (..., L, Ev). A row that may see no key is zeros.
 
     Raises:
-      UnsupportedError: dropout_p > 0. SpecError: shapes that do not broadcast, a mask beside is_causal.
+      UnsupportedError: dropout_p > 0, a mask of a class that makes up its values. SpecError: shapes that do not
+        broadcast, a mask beside is_causal, or of integers.
     """
     name = "scaled_dot_product_attention"
     if dropout_p > 0.0:
@@ -79,16 +82,24 @@ def scaled_dot_product_attention(
                 f"{name}: {argument} has shape {tuple(x.shape)}; expected at least 2 axes: (..., length, head dim)"
             )
     lead, q, k, v = _same_lead(name, query, key, value, enable_gqa)
-    length, keys = query.shape[-2], key.shape[-2]
-    bias = None if attn_mask is None else _bias(name, attn_mask, query, lead, length, keys)
-    window = None
-    if is_causal:
+    length, keys, bias = query.shape[-2], key.shape[-2], None
+    variant = _causal_variant(name, attn_mask, length, keys)
+    if variant is None and attn_mask is not None:
+        bias = _bias(name, attn_mask, query, lead, length, keys)
+    shape = (*lead, length, value.shape[-1])
+    if 0 in shape:  # nothing to compute, and a graph through which every gradient is zeros
+        given = [x for x in (query, key, value, bias) if x is not None]
+        return sum(x.sum().to(query.dtype) for x in given) * query.new_empty(shape)
+    window: tuple[int | None, int] | None = None
+    if variant is CausalVariant.LOWER_RIGHT:
+        window = (None, 0)
+    elif is_causal or variant is CausalVariant.UPPER_LEFT:
         keys = min(keys, length)  # later keys are past every query
         k, v, window = k[:, :, :keys], v[:, :, :keys], (None, length - keys)
     o = _op("attention", backend)(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias, window=window, scale=scale
     )
-    return o.transpose(1, 2).reshape(*lead, length, value.shape[-1])
+    return o.transpose(1, 2).reshape(shape)
 
 
 def _same_lead(
@@ -122,8 +133,33 @@ def _same_lead(
     return lead, four(query, None), four(key, kv_heads), four(value, kv_heads)
 
 
+def _causal_variant(name: str, mask: Any, length: int, keys: int) -> CausalVariant | None:
+    """Which causal mask a ``CausalBias`` stands for; None for any other mask, which is read as an array.
+
+    Such a mask is a tensor whose memory holds nothing, and which must not be read."""
+    if not isinstance(mask, CausalBias):
+        return None
+    if (mask.seq_len_q, mask.seq_len_kv) != (length, keys):
+        raise SpecError(
+            f"{name}: attn_mask is a CausalBias of shape {(mask.seq_len_q, mask.seq_len_kv)}; expected "
+            f"{(length, keys)}, the lengths of query and key: make it for them"
+        )
+    return mask.variant
+
+
 def _bias(name: str, mask: Tensor, query: Tensor, lead: tuple[int, ...], length: int, keys: int) -> Tensor:
     """An attention mask as (batch or 1, heads or 1, length or 1, keys) to add."""
+    if not isinstance(mask, Tensor):
+        raise SpecError(f"{name}: attn_mask is a {type(mask).__name__}; expected a tensor: pass it as a bool tensor")
+    why = unreadable(type(mask))
+    if why is not None:
+        raise UnsupportedError(f"{name}: attn_mask {why}")
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        also = "" if query.dtype == torch.float32 else f", {query.dtype}"
+        raise SpecError(
+            f"{name}: attn_mask is {mask.dtype}; expected torch.bool, True where a pair takes part{also} or "
+            "torch.float32, added to the scores: pass attn_mask.bool() if it holds ones and zeros, else cast it"
+        )
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(
             mask.logical_not(), -math.inf
@@ -137,7 +173,8 @@ def _bias(name: str, mask: Tensor, query: Tensor, lead: tuple[int, ...], length:
     outer = mask.shape[:-3]
     if len(full) > 4 and any(n != 1 for n in outer):
         mask = mask.expand(*lead[:-1], *mask.shape[-3:])
-    return mask.reshape(-1, *mask.shape[-3:]).expand(-1, -1, -1, keys)
+        outer = mask.shape[:-3]
+    return mask.reshape(math.prod(outer), *mask.shape[-3:]).expand(-1, -1, -1, keys)
 
 
 def softmax(
