@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
     from portakern.core.route import Choice
 
-__all__ = ["Torch", "unreadable"]
+__all__ = ["READABLE", "Torch", "unreadable"]
 
 
 class Torch(Framework):

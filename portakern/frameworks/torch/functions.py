@@ -1,35 +1,30 @@
 """Drop-in twins of PyTorch's own functions on portakern ops: the same arguments, the same semantics where PyTorch's
-differ from the ops'; and a way to swap them into a model that calls PyTorch's.
+differ from the ops'.
 
-Arrays choose the backend, as for :func:`portakern.op`; ``with swapped(backend="triton")`` names one.
+Arrays choose the backend, as for :func:`portakern.op`; ``backend="triton"`` names one.
+:mod:`portakern.frameworks.torch.swapping` puts them under a model that calls PyTorch's own.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
-import types
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
-from torch.overrides import TorchFunctionMode
 
 from portakern.api import Op, op
 from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.torch.arrays import unreadable
 
-__all__ = ["layer_norm", "matmul", "rms_norm", "scaled_dot_product_attention", "softmax", "swapped"]
+__all__ = ["into", "kept_op", "layer_norm", "matmul", "rms_norm", "scaled_dot_product_attention", "softmax"]
 
-log = logging.getLogger("portakern")
 _ops: dict[tuple[str, str | None], Op] = {}
 
 
-def _op(name: str, backend: str | None) -> Op:
+def kept_op(name: str, backend: str | None) -> Op:
     """The op, kept: to make one takes longer than to call it."""
     return _ops.get((name, backend)) or _ops.setdefault((name, backend), op(name, backend=backend))
 
@@ -96,7 +91,7 @@ def scaled_dot_product_attention(
     elif is_causal or variant is CausalVariant.UPPER_LEFT:
         keys = min(keys, length)  # later keys are past every query
         k, v, window = k[:, :, :keys], v[:, :, :keys], (None, length - keys)
-    o = _op("attention", backend)(
+    o = kept_op("attention", backend)(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias, window=window, scale=scale
     )
     return o.transpose(1, 2).reshape(shape)
@@ -198,7 +193,7 @@ def softmax(
     x = input if dtype is None else input.to(dtype)
     if x.dim() == 0:  # PyTorch takes a number for a row of one
         return softmax(x.reshape(1), dim, _stacklevel, backend=backend).reshape(())
-    return _op("softmax", backend)(x, axis=dim)
+    return kept_op("softmax", backend)(x, axis=dim)
 
 
 def layer_norm(
@@ -216,7 +211,9 @@ def layer_norm(
     Raises:
       SpecError: normalized_shape is not how input's shape ends, or weight or bias has another shape.
     """
-    return _normalised("layer_norm", _op("layernorm", backend), input, normalized_shape, eps, weight=weight, bias=bias)
+    return _normalised(
+        "layer_norm", kept_op("layernorm", backend), input, normalized_shape, eps, weight=weight, bias=bias
+    )
 
 
 def rms_norm(
@@ -239,7 +236,7 @@ def rms_norm(
     """
     if eps is None:
         eps = torch.finfo(torch.float64 if input.dtype == torch.float64 else torch.float32).eps
-    return _normalised("rms_norm", _op("rmsnorm", backend), input, normalized_shape, eps, weight=weight)
+    return _normalised("rms_norm", kept_op("rmsnorm", backend), input, normalized_shape, eps, weight=weight)
 
 
 def _normalised(
@@ -275,93 +272,26 @@ def matmul(input: Tensor, other: Tensor, *, out: Tensor | None = None, backend: 
     for name, x in (("input", input), ("other", other)):
         if x.dim() == 0:
             raise SpecError(f"matmul: {name} is a number; expected at least 1 axis: multiply with * instead")
-    c = _op("matmul", backend)(
-        input[None] if input.dim() == 1 else input, other[:, None] if other.dim() == 1 else other
-    )
+    a, b = input[None] if input.dim() == 1 else input, other[:, None] if other.dim() == 1 else other
+    lead = a.shape[:-1]
+    if a.dim() > 2 and b.dim() == 2:  # one product of many rows, and one gradient of other, not a batch of them
+        a = a.reshape(math.prod(lead), a.shape[-1])
+    c = kept_op("matmul", backend)(a, b)
+    c = c.reshape(*lead, c.shape[-1]) if len(lead) != a.dim() - 1 else c
     c = c.squeeze(-2) if input.dim() == 1 else c
     c = c.squeeze(-1) if other.dim() == 1 else c
+    return into("matmul", out, c)
+
+
+def into(name: str, out: Tensor | None, result: Tensor) -> Tensor:
+    """The result, written to ``out`` where the caller gives that."""
     if out is None:
-        return c
-    if out.shape != c.shape or out.dtype != c.dtype:
-        raise SpecError(f"matmul: out is {out.dtype} {tuple(out.shape)}; expected {c.dtype} {tuple(c.shape)}")
-    if torch.is_grad_enabled() and (c.requires_grad or out.requires_grad):
-        raise SpecError("matmul: out cannot take part in a gradient; leave it out")
-    return out.copy_(c)
-
-
-_TWINS: dict[Any, Callable[..., Any]] = {
-    F.scaled_dot_product_attention: scaled_dot_product_attention,
-    F.softmax: softmax,
-    torch.softmax: lambda input, dim, dtype=None, **more: softmax(input, dim, dtype=dtype, **more),
-    Tensor.softmax: lambda input, dim, dtype=None, **more: softmax(input, dim, dtype=dtype, **more),
-    F.layer_norm: layer_norm,
-    torch.layer_norm: lambda input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True, **more: (
-        layer_norm(input, normalized_shape, weight, bias, eps, **more)
-    ),
-    F.rms_norm: rms_norm,
-    torch.rms_norm: rms_norm,
-    torch.matmul: matmul,
-    Tensor.matmul: matmul,
-    Tensor.__matmul__: matmul,
-    Tensor.__rmatmul__: lambda input, other, **more: matmul(other, input, **more),
-}
-
-
-class swapped(TorchFunctionMode):
-    """Within this context PyTorch's scaled_dot_product_attention, softmax, layer_norm, rms_norm and matmul (functions,
-    methods and the operator @) run on portakern.
-
-    >>> with portakern.torch.swapped():
-    ...     model(x).sum().backward()
-
-    Args:
-      backend: who must serve them; None: chosen from the arrays.
-      otherwise: what happens to a call that portakern refuses: "raise", or "torch" to let PyTorch serve it, which the
-        log says once a reason.
-    """
-
-    def __init__(self, backend: str | None = None, otherwise: Literal["raise", "torch"] = "raise") -> None:
-        super().__init__()
-        if otherwise not in ("raise", "torch"):
-            raise SpecError(f"swapped: otherwise is {otherwise!r}; expected 'raise' or 'torch'")
-        self.backend, self.otherwise = backend, otherwise
-        self.said: set[str] = set()
-        self.copies: dict[Any, types.FunctionType] = {}
-
-    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        twin = _TWINS.get(func)
-        if twin is None:
-            if (
-                getattr(func, "__globals__", None) is F.__dict__
-            ):  # Python code of PyTorch's, such as multi_head_attention_forward, calls them too
-                func = self._with_twins(func)
-            return func(*args, **kwargs)
-        try:
-            return twin(*args, backend=self.backend, **kwargs)
-        except (SpecError, UnsupportedError) as e:
-            if self.otherwise == "raise":
-                raise
-            self._say(str(e))
-            return func(*args, **kwargs)
-
-    def _with_twins(self, func: types.FunctionType) -> types.FunctionType:
-        """The same code, where the names of swapped functions mean this mode."""
-        if func not in self.copies:
-            names = {
-                name: functools.partial(self.__torch_function__, value, ())
-                for name, value in F.__dict__.items()
-                if isinstance(value, Hashable) and value in _TWINS
-            }
-            taking = {name: (lambda *args, call=call, **kwargs: call(args, kwargs)) for name, call in names.items()}
-            copy = types.FunctionType(
-                func.__code__, {**func.__globals__, **taking}, func.__name__, func.__defaults__, func.__closure__
-            )
-            copy.__kwdefaults__ = func.__kwdefaults__
-            self.copies[func] = copy
-        return self.copies[func]
-
-    def _say(self, reason: str) -> None:
-        if reason not in self.said:
-            self.said.add(reason)
-            log.warning("portakern: PyTorch serves a swapped call: %s", reason)
+        return result
+    if out.shape != result.shape or out.dtype != result.dtype:
+        raise SpecError(
+            f"{name}: out is {out.dtype} {tuple(out.shape)}; expected {result.dtype} {tuple(result.shape)}: make it "
+            "so, or leave it out"
+        )
+    if torch.is_grad_enabled() and (result.requires_grad or out.requires_grad):
+        raise SpecError(f"{name}: out cannot take part in a gradient; leave it out")
+    return out.copy_(result)
