@@ -88,6 +88,33 @@ def test_a_16_bit_product_and_what_is_added_round_once(call):
     assert got[0].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_autocast_is_pytorchs(dtype):
+    a, b, c = (x.detach() for x in tensors((2, 3, 4), (2, 4, 5), (2, 3, 5), dtype=dtype))
+    results = []
+    for context in (torch.no_grad(), swapped()):
+        with torch.autocast("cpu", dtype=torch.bfloat16), context:
+            results.append(
+                [
+                    a @ b,
+                    F.linear(a, b[0].mT, c[0, 0]),
+                    torch.addmm(c[0], a[0], b[0]),
+                    torch.bmm(a, b),
+                    torch.einsum("bij,bjk->bik", a, b),
+                    F.scaled_dot_product_attention(a, a, a, c[:, :, :3]),
+                    F.scaled_dot_product_attention(a[:0], a[:0], a[:0]),
+                    torch.softmax(a, -1),
+                    torch.softmax(a, -1, dtype=torch.bfloat16),
+                    F.softmin(a, -1),
+                    F.layer_norm(a, (4,)),
+                    F.rms_norm(a, (4,)),
+                ]
+            )
+    for want, got in zip(*results, strict=True):
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6)
+
+
 def test_functions_of_pytorchs_write_to_out():
     a, b, served = torch.randn(3, 4), torch.randn(4, 5), []
     for f, given in (

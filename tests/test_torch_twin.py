@@ -202,8 +202,8 @@ def test_refusals_name_the_argument():
         "exclude each other": lambda: twin.scaled_dot_product_attention(
             q, q, q, torch.ones(3, 3, dtype=torch.bool), is_causal=True
         ),
-        "attn_mask is torch.int64; expected torch.bool": lambda: twin.scaled_dot_product_attention(
-            q, q, q, torch.ones(3, 3, dtype=torch.int64)
+        "attn_mask is torch.int64; expected torch.bool, True where a pair takes part": lambda: (
+            twin.scaled_dot_product_attention(q, q, q, torch.ones(3, 3, dtype=torch.int64))
         ),
         "attn_mask is a list; expected a tensor": lambda: twin.scaled_dot_product_attention(q, q, q, [[True] * 3] * 3),
         r"attn_mask has shape \(4, 3\)": lambda: twin.scaled_dot_product_attention(q, q, q, torch.ones(4, 3)),

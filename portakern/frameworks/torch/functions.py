@@ -19,7 +19,16 @@ from portakern.api import Op, op
 from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.torch.arrays import unreadable
 
-__all__ = ["into", "kept_op", "layer_norm", "matmul", "rms_norm", "scaled_dot_product_attention", "softmax"]
+__all__ = [
+    "into",
+    "kept_op",
+    "layer_norm",
+    "lowered",
+    "matmul",
+    "rms_norm",
+    "scaled_dot_product_attention",
+    "softmax",
+]
 
 _ops: dict[tuple[str, str | None], Op] = {}
 
@@ -83,8 +92,8 @@ def scaled_dot_product_attention(
         bias = _bias(name, attn_mask, query, lead, length, keys)
     shape = (*lead, length, value.shape[-1])
     if 0 in shape:  # nothing to compute, and a graph through which every gradient is zeros
-        given = [x for x in (query, key, value, bias) if x is not None]
-        return sum(x.sum().to(query.dtype) for x in given) * query.new_empty(shape)
+        given = [lowered(x) for x in (query, key, value, bias) if x is not None]
+        return sum(x.sum().to(given[0].dtype) for x in given) * given[0].new_empty(shape)
     window: tuple[int | None, int] | None = None
     if variant is CausalVariant.LOWER_RIGHT:
         window = (None, 0)
@@ -149,11 +158,10 @@ def _bias(name: str, mask: Tensor, query: Tensor, lead: tuple[int, ...], length:
     why = unreadable(type(mask))
     if why is not None:
         raise UnsupportedError(f"{name}: attn_mask {why}")
-    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
-        also = "" if query.dtype == torch.float32 else f", {query.dtype}"
+    if mask.dtype != torch.bool and not mask.is_floating_point():
         raise SpecError(
-            f"{name}: attn_mask is {mask.dtype}; expected torch.bool, True where a pair takes part{also} or "
-            "torch.float32, added to the scores: pass attn_mask.bool() if it holds ones and zeros, else cast it"
+            f"{name}: attn_mask is {mask.dtype}; expected torch.bool, True where a pair takes part, or floating-point "
+            "numbers, added to the scores: pass attn_mask.bool() if it holds ones and zeros"
         )
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(
@@ -193,7 +201,8 @@ def softmax(
     x = input if dtype is None else input.to(dtype)
     if x.dim() == 0:  # PyTorch takes a number for a row of one
         return softmax(x.reshape(1), dim, _stacklevel, backend=backend).reshape(())
-    return kept_op("softmax", backend)(x, axis=dim)
+    y = kept_op("softmax", backend)(x, axis=dim)
+    return y if dtype is None else y.to(dtype)  # autocast may have widened x again
 
 
 def layer_norm(
@@ -281,6 +290,15 @@ def matmul(input: Tensor, other: Tensor, *, out: Tensor | None = None, backend: 
     c = c.squeeze(-2) if input.dim() == 1 else c
     c = c.squeeze(-1) if other.dim() == 1 else c
     return into("matmul", out, c)
+
+
+def lowered(x: Tensor) -> Tensor:
+    """A tensor as torch.autocast hands it to matrix products and attention."""
+    if not torch._C._is_any_autocast_enabled() or not torch.is_autocast_enabled(x.device.type):
+        return x
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def into(name: str, out: Tensor | None, result: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from portakern.errors import SpecError
-from portakern.frameworks.torch.functions import into, kept_op
+from portakern.frameworks.torch.functions import into, kept_op, lowered
 
 __all__ = ["Elsewhere", "addmm", "baddbmm", "bmm", "einsum", "linear", "mm"]
 
@@ -110,8 +110,7 @@ def _sum(
     name: str, added: Tensor | None, a: Tensor, b: Tensor, beta: float, alpha: float, backend: str | None
 ) -> Tensor:
     """beta added + alpha a @ b, rounded to the operands' dtype once; ``added`` is not read where beta is 0."""
-    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(a.device.type):
-        a, b, added = (_lowered(x) for x in (a, b, added))
+    a, b, added = lowered(a), lowered(b), None if added is None else lowered(added)
     if added is not None and added.dtype != a.dtype:
         raise SpecError(
             f"{name}: {'bias' if name == 'linear' else 'input'} is {added.dtype}; expected {a.dtype}, as the "
@@ -132,13 +131,6 @@ def _sum(
                 f"{name}: input has shape {tuple(added.shape)}; expected one that broadcasts to {tuple(c.shape)}"
             ) from None
     return c.to(a.dtype) if wide else c
-
-
-def _lowered(x: Tensor | None) -> Any:
-    """A tensor as torch.autocast hands it to matrix products."""
-    if x is None or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def einsum(*args: Any, backend: str | None = None) -> Tensor:
