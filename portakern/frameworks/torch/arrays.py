@@ -192,6 +192,11 @@ class Torch(Framework):
         core = torch._C  # every op call asks this: nothing is called that need not be
         if torch.compiler.is_compiling() or core._len_torch_dispatch_stack() or core._get_tracing_state() is not None:
             return "records"
+        if torch.autograd.profiler._is_profiler_enabled:
+            from portakern.frameworks.torch import profiling
+
+            if not profiling.begun():
+                return "profiles"
         return "casts" if casts and core._is_any_autocast_enabled() else None
 
     def recording_python(self) -> bool:
@@ -208,6 +213,11 @@ class Torch(Framework):
 
     def recorded_op(self, make: Callable[..., Any], *args: Any) -> Any:
         return getattr(staging.FOUND, staging.prepare(make, *args))
+
+    def profiled(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from portakern.frameworks.torch import profiling
+
+        return profiling.recorded(op, args, kwargs)
 
     def cast(self, spec: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         from portakern.frameworks.torch import autograd
