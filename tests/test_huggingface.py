@@ -1,5 +1,7 @@
 """portakern inside Hugging Face transformers: models against transformers' own eager code, at small sizes."""
 
+import importlib
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +13,7 @@ transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed: pip install 'portakern[demo]'"
 )
 
-from portakern.examples.huggingface import attention  # noqa: E402
+from portakern.examples.huggingface import attention, norms  # noqa: E402
 
 LLAMA_LIKE = {
     "hidden_size": 32,
@@ -129,3 +131,107 @@ def test_queries_learned_for_the_whole_batch_broadcast():
     got = function(SimpleNamespace(is_causal=False), q, k, v, None)[0]
     want = torch.nn.functional.scaled_dot_product_attention(q.expand(2, -1, -1, -1), k, v)
     torch.testing.assert_close(got, want.transpose(1, 2), rtol=1e-5, atol=1e-6)
+
+
+def norm(name, dtype):
+    """A layer of transformers' with a weight of its own."""
+    words = re.sub(r"(RMS|Layer)Norm$", "", name)
+    flat = {"SmolLM3": "smollm3", "Qwen3_5": "qwen3_5"}.get(words) or re.sub(
+        r"(?<=[a-z0-9])(?=[A-Z])", "_", words
+    ).lower()
+    kind = getattr(importlib.import_module(f"transformers.models.{flat}.modeling_{flat}"), name)
+    torch.manual_seed(0)
+    layer = kind(48, eps=1e-5).to(dtype)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(48))
+    return layer
+
+
+def formula(layer, x, rounding):
+    """What the table says that a layer computes, in PyTorch's words."""
+    family = norms.FAMILIES[type(layer).__name__]
+    xh = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)
+    if rounding == "before_weight":
+        return layer.weight * xh.to(x.dtype)
+    return ((1.0 + layer.weight.float() if family.minus_one else layer.weight) * xh).to(x.dtype)
+
+
+@pytest.mark.parametrize("name", norms.FAMILIES)
+def test_a_norm_is_what_the_table_says_and_is_served_so(name):
+    torch.manual_seed(1)
+    layer, family = norm(name, torch.bfloat16), norms.FAMILIES[name]
+    x = torch.randn(64, 48, dtype=torch.bfloat16)
+    other = {"once": "before_weight", "before_weight": "once"}[family.rounding]
+    assert torch.equal(layer(x), formula(layer, x, family.rounding))
+    if not family.minus_one:
+        assert not torch.equal(layer(x), formula(layer, x, other))
+    rounds = any(o.name == "rounding" for o in pk.op("rmsnorm").spec.options)
+    if family.rounding == "before_weight" and not rounds:
+        with pytest.raises(pk.UnsupportedError, match=rf"{name}: it rounds to torch.bfloat16 before"):
+            norms.kernelize(layer)
+        with pytest.raises(pk.UnsupportedError, match="expected float32"):
+            norms.Layer().load().forward(layer, x)
+    else:
+        want = layer(x)
+        assert norms.kernelize(layer) == 1
+        torch.testing.assert_close(layer(x), want, rtol=2**-7, atol=0)
+    layer, x = norm(name, torch.float32), torch.randn(5, 48, requires_grad=True)
+    results, served = [], []
+    for change in (lambda: None, lambda: norms.kernelize(layer)):
+        change()
+        with pk.observe(lambda s: served.append(s.call.spec.name)), torch.autocast("cpu", enabled=len(results) == 1):
+            y = layer(x)
+            results.append([y, *torch.autograd.grad(y.sin().sum(), (x, layer.weight))])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
+    assert served == ["rmsnorm", "rmsnorm_vjp"]
+
+
+def test_every_norm_of_a_llama_is_served_with_its_gradients_and_compiled():
+    model = build("Mistral", "sdpa")
+    want, served = step(model), []
+    model.zero_grad()
+    assert norms.kernelize(model, backend="reference") == 5
+    with pk.observe(lambda s: served.append(s.call.spec.name)):
+        got = step(model)
+    assert served.count("rmsnorm") == served.count("rmsnorm_vjp") == 5
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-6)
+    ids = torch.arange(8).reshape(2, 4)
+    compiled = torch.compile(model.model.norm, backend="eager", fullgraph=True)
+    x = torch.randn(2, 4, 32)
+    torch.testing.assert_close(compiled(x), model.model.norm(x))
+    assert model(ids).logits.shape == (2, 4, 101)
+
+
+def test_a_norm_that_nobody_knows_is_refused_before_any_is_replaced():
+    class MysteryRMSNorm(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(4))
+
+    model = torch.nn.ModuleList([norm("LlamaRMSNorm", torch.float32), MysteryRMSNorm(), torch.nn.RMSNorm(4)])
+    with pytest.raises(pk.UnsupportedError, match=r"MysteryRMSNorm: no family.*add its row to norms.FAMILIES"):
+        norms.kernelize(model)
+    assert "forward" not in vars(model[0])
+    mixed = norm("LlamaRMSNorm", torch.float32)
+    with pytest.raises(pk.UnsupportedError, match=r"weight is torch.float32 beside torch.bfloat16"):
+        norms.Layer().load().forward(mixed, torch.ones(2, 48, dtype=torch.bfloat16))
+
+
+def test_the_mapping_is_what_the_kernels_package_takes():
+    kernels = pytest.importorskip("kernels", reason="kernels is not installed")
+    assert norms.Layer("reference") == norms.Layer("reference") and hash(norms.Layer()) == hash(norms.Layer())
+    for training in (False, True):
+        for compiled in (False, True):
+            layer = norm("LlamaRMSNorm", torch.float32)
+            kernels.replace_kernel_forward_from_hub(type(layer), "RMSNorm")  # what a decorator that works does
+            x, served = torch.randn(2, 48), []
+            want = layer(x)
+            mode = kernels.Mode.TRAINING if training else kernels.Mode.INFERENCE
+            with kernels.use_kernel_mapping(norms.mapping("reference")):
+                kernels.kernelize(
+                    layer, mode=mode | kernels.Mode.TORCH_COMPILE if compiled else mode, use_fallback=False
+                )
+            with pk.observe(lambda s, served=served: served.append(s.backend)):
+                torch.testing.assert_close(layer(x), want)
+            assert served == ["reference"]
