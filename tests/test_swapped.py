@@ -185,6 +185,16 @@ def test_code_of_pytorchs_calls_what_is_swapped():
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     fused, open_ = ["matmul", "attention", "matmul"], ["matmul", "matmul", "softmax", "matmul", "matmul"]
     assert served == fused + open_
+    with serving(served), swapped():
+        F.gumbel_softmax(x)  # by a method of x
+    assert served[-1] == "softmax"
+
+
+def test_functions_that_call_nothing_swapped_are_left_as_they_are():
+    from portakern.frameworks.torch.swapping import _entered
+
+    entered = {f.__name__ for f in vars(F).values() if callable(f) and _entered(f) is not None}
+    assert {"multi_head_attention_forward", "gumbel_softmax"} <= entered and not entered & {"silu", "dropout", "gelu"}
 
 
 class Twice(torch.autograd.Function):

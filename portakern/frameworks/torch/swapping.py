@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import logging
@@ -281,22 +282,26 @@ LOOKS = frozenset(
 CHECKS = frozenset({"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"})
 
 
-ENTERED = frozenset({"torch.nn.functional", "torch.functional", "torch.autograd"})
-"""Modules whose Python functions call functions that are swapped. Methods of Tensor call C code by their own name, which
-a mode cannot tell from another call of the method; of them only ``backward`` is here."""
+BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+"""Functions inside which anything may run."""
+
+NAMES = frozenset(func.__name__ for func in SWAPS)
 
 
 @functools.cache
 def _entered(func: Any) -> types.FunctionType | None:
     """The code of a Python function of PyTorch's that asks modes at its beginning, without that question: what
-    ``swapped`` runs with itself on, so that what the function calls is swapped too. None for any other function.
+    ``swapped`` runs with itself on, so that what the function calls is swapped too. None for any other function, and
+    for one that calls nothing that is swapped.
 
     While a mode handles a call it is off. Of ``multi_head_attention_forward`` the products inside, and of ``backward``
-    the whole backward pass with all that it recomputes, would be PyTorch's and nobody would know.
+    the whole backward pass with all that it recomputes, would be PyTorch's and nobody would know. A method of Tensor's
+    calls C code by its own name, which a mode cannot tell from another call of the method, and is not entered.
     """
-    if not isinstance(func, types.FunctionType) or not (
-        func.__globals__.get("__name__") in ENTERED or func is Tensor.backward
-    ):
+    if not isinstance(func, types.FunctionType):
+        return None
+    module = func.__globals__.get("__name__")
+    if func not in BACKWARD and (module not in ("torch.nn.functional", "torch.functional") or not _reaches(func)):
         return None
     asked = CHECKS.intersection(func.__code__.co_names)
     if not asked or not asked <= func.__globals__.keys():  # another way to ask is not taken out here
@@ -305,6 +310,16 @@ def _entered(func: Any) -> types.FunctionType | None:
     copy = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
+
+
+def _reaches(func: types.FunctionType, seen: tuple[Any, ...] = ()) -> bool:
+    """Whether a function, or another of its module that it calls, names a swapped function or multiplies matrices."""
+    if any(i.opname == "BINARY_OP" and i.argrepr in ("@", "@=") for i in dis.get_instructions(func)):
+        return True
+    names = set(func.__code__.co_names)
+    called = [func.__globals__.get(name) for name in names]
+    own = [f for f in called if isinstance(f, types.FunctionType) and f.__globals__ is func.__globals__]
+    return bool(names & NAMES) or any(_reaches(f, (*seen, func)) for f in own if f not in seen and f is not func)
 
 
 class _Globals(dict[str, Any]):
