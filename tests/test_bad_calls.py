@@ -185,7 +185,7 @@ FRAMEWORKS = {
         r"axis is 1; expected an integer from -1 to 0: x has shape \(3,\)",
     ),
     "a traced option": (
-        lambda: jax.jit(lambda x, s: attention(x, x, x, scale=s))(jnp.zeros(1, 2, 1, 4), 0.5),
+        lambda: jax.jit(lambda x, s: attention(x, x, x, scale=s))(jnp.zeros((1, 2, 1, 4)), 0.5),
         r"scale is .*Tracer.*; expected a finite number",
     ),
     "an unknown knob": (

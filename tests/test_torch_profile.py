@@ -34,7 +34,8 @@ def test_a_call_and_its_gradients_stand_in_a_profile_once_each(backend):
         matmul(x.detach(), x.T.detach())
     matmul(x, x.T)
     events = [e for e in p.events() if e.name.startswith("portakern::")]
-    assert named(events) == [f"portakern::{n}" for n in ("softmax", "softmax_vjp", "matmul", "matmul", "matmul")]
+    names = " ".join(name.removeprefix("portakern::") for name in named(events))
+    assert names == "softmax softmax_vjp matmul matmul matmul"
     assert events[2].input_shapes[:2] == [[4, 8], [8, 4]]
 
 
@@ -73,7 +74,7 @@ def test_operations_are_counted_as_the_specs_say():
         y.sum().backward()  # whose forward call nobody counted
     counted = {str(op).partition(".")[2]: n for op, n in counter.get_flop_counts()["Global"].items()}
     vjp = registry.find_spec("softmax").vjp
-    assert counted.keys() == {"matmul", "matmul_vjp", vjp}
+    assert " ".join(sorted(counted)) == f"matmul matmul_vjp {vjp}"
     assert counted["matmul"] == 2 * 4 * 8 * 3 and counted["matmul_vjp"] == 2 * 4 * 8 * 3  # the gradient of x alone
     layer = torch.nn.Linear(8, 3)
     with FlopCounterMode(display=False) as plain:

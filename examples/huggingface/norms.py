@@ -75,7 +75,7 @@ def refusal(module: nn.Module, dtype: torch.dtype, rounds: bool) -> str | None:
         return None
     if module.weight.dtype != dtype:
         return (
-            f"{name}: weight is {module.weight.dtype} beside {dtype}, of which transformers makes {module.weight.dtype}; "
+            f"{name}: weight is {module.weight.dtype} beside {dtype}, of which transformers makes the former; "
             "expected both alike: cast the model, or the layer's input"
         )
     if not rounds:
@@ -133,8 +133,8 @@ class Layer:
 
 
 def mapping(backend: str | None = None) -> dict[str, dict[str, Any]]:
-    """What ``kernels.register_kernel_mapping`` and ``use_kernel_mapping`` take: for every mode, and ahead of the kernels
-    that transformers names for some of them."""
+    """What ``kernels.use_kernel_mapping`` takes: for every mode, and ahead of the kernels that transformers names for
+    some of them."""
     from kernels import Mode
 
     modes = [Mode.FALLBACK, *(m for base in (Mode.INFERENCE, Mode.TRAINING) for m in (base, base | Mode.TORCH_COMPILE))]
