@@ -141,6 +141,8 @@ class Op:
             how = framework.interposes(self._casts)
             if how == "records" and any(framework.is_array(a) for a in (*args, *kwargs.values())):
                 return framework.record(self, args, kwargs)
+            if how == "profiles":
+                return framework.profiled(self, args, kwargs)
             if how == "casts":
                 args, kwargs = framework.cast(self.spec, args, kwargs)
         try:

@@ -8,7 +8,7 @@ from portakern.frameworks.torch.functions import (
     rms_norm,
     scaled_dot_product_attention,
     softmax,
-    swapped,
 )
+from portakern.frameworks.torch.swapping import swapped
 
 __all__ = ["layer_norm", "matmul", "rms_norm", "scaled_dot_product_attention", "softmax", "swapped"]

@@ -53,6 +53,14 @@ DTYPES = {
         lambda: softmax(zeros(3, dtype=INT32)),
         r"softmax: x is int32; expected one of float32, float16, bfloat16, float64: cast it",
     ),
+    "a mask for a bias": (
+        lambda: attention(*[zeros(1, 2, 1, 4)] * 3, zeros(1, 1, 2, 2, dtype=bool)),
+        r"attention: bias is bool but q is float32; .*a cast would add ones and zeros; pass where\(bias, 0, -inf\)",
+    ),
+    "a mask of integers for a bias": (
+        lambda: attention(*[zeros(1, 2, 1, 4)] * 3, zeros(1, 1, 2, 2, dtype="int64")),
+        r"attention: bias is int64 but q is float32; .*pass where\(bias != 0, 0, -inf\)",
+    ),
     "booleans": (lambda: softmax(zeros(3, dtype=bool)), r"softmax: x is bool; expected one of float32"),
     "complex": (lambda: softmax(zeros(3, dtype=np.complex64)), r"softmax: x is complex64; expected one of float32"),
     "objects": (lambda: softmax(np.array([1.0, None])), r"softmax: x is object; expected one of float32"),

@@ -97,3 +97,13 @@ def test_inference_of_dispatch_is_per_device():
     op(normal(2, 3, device="cpu"))
     assert {r[0].target.platform for r in op.choice.found.values()} == {"cuda", "cpu"}
     assert pk.op("softmax").backend is None
+
+
+def test_the_dtype_that_softmax_is_asked_for_holds_under_autocast():
+    from portakern.torch import softmax
+
+    x = torch.randn(4, 64, device="cuda")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        for dtype in (None, torch.float16, torch.bfloat16, torch.float64):
+            got, want = (f(x, -1, dtype=dtype) for f in (softmax, torch.nn.functional.softmax))
+            assert got.dtype == want.dtype

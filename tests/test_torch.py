@@ -234,13 +234,24 @@ def test_autocast_follows_torch():
             pk.op("attention", backend="reference")(q, q, v=q),
         ]
         full = [
-            pk.op("softmax", backend="reference")(x.bfloat16()),
-            pk.op("layernorm", backend="reference")(x.bfloat16(), x[0]),
+            call(of(x))
+            for call in (
+                pk.op("softmax", backend="reference"),
+                lambda z: pk.op("layernorm", backend="reference")(z, x[0]),
+                pk.op("rmsnorm", backend="reference"),
+            )
+            for of in (torch.Tensor.bfloat16, torch.Tensor.float)
+        ]
+        theirs = [
+            f(of(x))
+            for f in (lambda x: x.softmax(-1), lambda x: fn.layer_norm(x, (4,)), lambda x: fn.rms_norm(x, (4,)))
+            for of in (torch.Tensor.bfloat16, torch.Tensor.float)
         ]
         wide = pk.op("matmul", backend="reference")(x.double(), x.double())
         with torch.autocast("cpu", enabled=False):
             assert pk.op("matmul", backend="reference")(x, x).dtype == torch.float32
-    assert [y.dtype for y in (*low, *full, wide)] == [torch.bfloat16] * 2 + [torch.float32] * 2 + [torch.float64]
+    assert [y.dtype for y in (*low, wide)] == [torch.bfloat16] * 2 + [torch.float64]
+    assert [y.dtype for y in full] == [y.dtype for y in theirs] == [torch.bfloat16, torch.float32] * 3
     assert torch.equal(low[0], pk.op("matmul", backend="reference")(x.bfloat16(), x.bfloat16()))
     torch.autograd.backward([y.sum() for y in (*low, *full)])
     assert x.grad.dtype == q.grad.dtype == torch.float32

@@ -123,6 +123,71 @@ def test_grouped_heads_and_gradients_of_a_mask():
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("lengths", [(3, 5), (5, 3), (4, 4)])
+@pytest.mark.parametrize("variant", ["causal_upper_left", "causal_lower_right"])
+@pytest.mark.filterwarnings("ignore:Lower right causal bias")
+def test_a_causal_bias_is_what_it_says_and_not_what_its_memory_holds(variant, lengths):
+    torch.manual_seed(0)
+    make = getattr(torch.nn.attention.bias, variant)
+    q, k, v = (torch.randn(2, 2, n, 8) for n in (lengths[0], lengths[1], lengths[1]))
+    mask = make(*lengths)._materialize()
+    want = F.scaled_dot_product_attention(q, k, v, mask).nan_to_num(0.0)  # a row that sees nothing is zeros
+    for got in (
+        twin.scaled_dot_product_attention(q, k, v, make(*lengths)),
+        twin.scaled_dot_product_attention(q, k, v, attn_mask=make(*lengths)),
+    ):
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+    with twin.swapped():
+        torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v, make(*lengths)), want, rtol=2e-5, atol=2e-5)
+    with pytest.raises(pk.SpecError, match=r"CausalBias of shape \(7, 7\); expected"):
+        twin.scaled_dot_product_attention(q, k, v, make(7, 7))
+
+
+def test_a_subclass_is_taken_by_what_it_changes():
+    class Named(torch.Tensor):
+        """Changes nothing."""
+
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            return super().__torch_function__(func, types, args, kwargs)
+
+    x = torch.randn(2, 3)
+    want = torch.softmax(x, -1)
+    for array in (x.as_subclass(Named), torch.nn.Parameter(x), torch.nn.Buffer(x)):
+        torch.testing.assert_close(pk.op("softmax")(array).as_subclass(torch.Tensor), want)
+    for call in (
+        lambda: pk.op("softmax")(x.as_subclass(Loud)),
+        lambda: twin.softmax(x.as_subclass(Loud), -1),
+        lambda: twin.scaled_dot_product_attention(x, x, x, torch.ones(2, 2).as_subclass(Loud)),
+        lambda: pk.op("attention")(*[x[:, None, None]] * 3, torch.zeros(2, 1, 1, 1).as_subclass(Loud)),
+    ):
+        with pytest.raises(pk.UnsupportedError, match=r"is a Loud, .*pass .as_subclass\(torch.Tensor\)"):
+            call()
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)])
+def test_attention_of_nothing_is_empty_and_has_gradients(shape):
+    batch, heads, length, width = shape
+    q = torch.randn(batch, heads, length, 5, requires_grad=True)
+    k, v = torch.randn(batch, heads, 6, 5), torch.randn(batch, heads, 6, width)
+    for mask in (
+        None,
+        torch.ones(length, 6, dtype=torch.bool),
+        torch.ones(batch, 1, length, 6, dtype=torch.bool),
+        torch.zeros(batch, heads, 1, 6),
+    ):
+        got, want = (f(q, k, v, mask) for f in (twin.scaled_dot_product_attention, F.scaled_dot_product_attention))
+        assert got.shape == want.shape and got.dtype == want.dtype
+        assert torch.equal(torch.autograd.grad(got.sum(), q)[0], torch.zeros_like(q))
+
+
+def test_attention_over_no_keys_is_zeros_whatever_the_mask():
+    q, k, v = torch.randn(2, 2, 3, 4), torch.randn(2, 2, 0, 4), torch.randn(2, 2, 0, 5)
+    for mask in (None, torch.ones(3, 0, dtype=torch.bool), torch.zeros(2, 1, 1, 0)):
+        assert torch.equal(twin.scaled_dot_product_attention(q, k, v, mask), torch.zeros(2, 2, 3, 5))
+
+
 def test_a_row_that_no_mask_lets_see_is_zeros():
     q = torch.randn(1, 1, 3, 8)
     mask = torch.tensor([[True, True, True], [False, False, False], [True, False, True]])
@@ -137,6 +202,10 @@ def test_refusals_name_the_argument():
         "exclude each other": lambda: twin.scaled_dot_product_attention(
             q, q, q, torch.ones(3, 3, dtype=torch.bool), is_causal=True
         ),
+        "attn_mask is torch.int64; expected torch.bool, True where a pair takes part": lambda: (
+            twin.scaled_dot_product_attention(q, q, q, torch.ones(3, 3, dtype=torch.int64))
+        ),
+        "attn_mask is a list; expected a tensor": lambda: twin.scaled_dot_product_attention(q, q, q, [[True] * 3] * 3),
         r"attn_mask has shape \(4, 3\)": lambda: twin.scaled_dot_product_attention(q, q, q, torch.ones(4, 3)),
         "or enable_gqa=True": lambda: twin.scaled_dot_product_attention(torch.randn(1, 4, 3, 8), q, q),
         "to divide query's": lambda: twin.scaled_dot_product_attention(torch.randn(1, 3, 3, 8), q, q, enable_gqa=True),

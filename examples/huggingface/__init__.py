@@ -1,1 +1,1 @@
-"""portakern's attention inside Hugging Face transformers, through its public attention interface."""
+"""portakern inside Hugging Face transformers: through its attention interface, and under its norms."""

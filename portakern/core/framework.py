@@ -190,8 +190,9 @@ class Framework:
     def interposes(self, casts: bool) -> str | None:
         """Whether the library steps in before an op's arguments are bound.
 
-        "records" where it records calls, or has arrays without memory; "casts" where it casts the arguments of ops for
-        which ``casts`` is said; else None.
+        "records" where it records calls, or has arrays without memory; "profiles" where it wants to name the call in a
+        profile (:meth:`profiled`), which then asks again; "casts" where it casts the arguments of ops for which
+        ``casts`` is said; else None.
         """
         return None
 
@@ -203,6 +204,10 @@ class Framework:
     def watching(self) -> bool:
         """Whether arrays that want a gradient get one."""
         return False
+
+    def profiled(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call ``op(*args, **kwargs)`` under the op's name in the library's profile."""
+        raise NotImplementedError
 
     def recording_python(self) -> bool:
         """Whether the library records the very Python that runs now."""

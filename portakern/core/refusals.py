@@ -48,6 +48,13 @@ def bad_dtype(spec: Spec[Any], name: str, got: Any, dtype: str | None) -> NoRetu
     text = DTYPE_NAME.get(got, str(got))
     if a.follows and name != spec.lead.name:
         also = " or float32" if a.or_float32 and dtype != "float32" else ""
+        if name in spec.masks and text.startswith(("bool", "int", "uint")):
+            condition = name if text == "bool" else f"{name} != 0"
+            raise SpecError(
+                f"{spec.name}: {name} is {text} but {spec.lead.name} is {dtype}; expected {dtype}{also}, to be added "
+                f"to scores: a cast would add ones and zeros; pass where({condition}, 0, -inf) if true means that a "
+                "pair takes part"
+            )
         raise SpecError(
             f"{spec.name}: {name} is {text} but {spec.lead.name} is {dtype}; expected {dtype}{also}: cast one of them"
         )

@@ -253,7 +253,8 @@ def spec(
       masks: additive masks among the arrays, whose -inf hides a pair.
       vjp: the name of the op that computes gradients (see :mod:`portakern.core.gradients`).
       autocast: what torch.autocast makes of the float arguments, float64 apart: "lower" casts them to its dtype, as it
-        does for matrix products, "float32" to that, as for reductions; None leaves them alone.
+        does for matrix products, "float32" to that, as for reductions on accelerators (on CPUs it leaves those alone);
+        None leaves them alone.
       typical: a call as users make it, for what compiles or measures without one of theirs: dimension -> extent, option
         -> value, optional array -> True where it is passed. A gradient op without one takes its forward's.
     """

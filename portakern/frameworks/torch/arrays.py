@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
     from portakern.core.route import Choice
 
-__all__ = ["Torch"]
+__all__ = ["READABLE", "Torch", "unreadable"]
 
 
 class Torch(Framework):
@@ -107,7 +107,7 @@ class Torch(Framework):
                 f"{call.spec.name}: {name} is on meta, where there are no values; expected one on a device: "
                 f"torch.empty_like({name}, device='cpu')"
             )
-        plain, strided, functorch = torch.Tensor, torch.strided, torch._C._functorch
+        strided, functorch = torch.strided, torch._C._functorch
         inside_func = functorch.peek_interpreter_stack() is not None
         grad, dual = torch.is_grad_enabled(), torch.autograd.forward_ad._current_level >= 0
         watched = False
@@ -127,11 +127,8 @@ class Torch(Framework):
                 raise SpecError(f"{call.spec.name}: {name} is a lazily negated view; pass {name}.resolve_neg()")
             if inside_func and functorch.is_functorch_wrapped_tensor(array):
                 watched = True
-            if type(array) is not plain and type(array).__torch_dispatch__ is not plain.__torch_dispatch__:
-                raise UnsupportedError(
-                    f"{call.spec.name}: {name} is a {type(array).__name__}, which has no memory of its own; pass a "
-                    "plain torch.Tensor"
-                )
+            if type(array) not in READABLE and (why := unreadable(type(array))) is not None:
+                raise UnsupportedError(f"{call.spec.name}: {name} {why}")
         return watched
 
     def to_numpy(self, array: Any) -> np.ndarray:
@@ -202,6 +199,11 @@ class Torch(Framework):
         core = torch._C  # every op call asks this: nothing is called that need not be
         if torch.compiler.is_compiling() or core._len_torch_dispatch_stack() or core._get_tracing_state() is not None:
             return "records"
+        if torch.autograd.profiler._is_profiler_enabled:
+            from portakern.frameworks.torch import profiling
+
+            if not profiling.begun():
+                return "profiles"
         return "casts" if casts and core._is_any_autocast_enabled() else None
 
     def undisturbed(self, casts: bool) -> bool:
@@ -214,6 +216,7 @@ class Torch(Framework):
             or core._get_tracing_state() is not None
             or core._functorch.peek_interpreter_stack() is not None
             or torch.autograd.forward_ad._current_level >= 0
+            or torch.autograd.profiler._is_profiler_enabled
             or (casts and core._is_any_autocast_enabled())
         )
 
@@ -235,10 +238,39 @@ class Torch(Framework):
     def recorded_op(self, make: Callable[..., Any], *args: Any) -> Any:
         return getattr(staging.FOUND, staging.prepare(make, *args))
 
+    def profiled(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from portakern.frameworks.torch import profiling
+
+        return profiling.recorded(op, args, kwargs)
+
     def cast(self, spec: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         from portakern.frameworks.torch import autograd
 
         return autograd.autocast(spec, args, kwargs)
+
+
+def unreadable(kind: type) -> str | None:
+    """Why the memory of tensors of a class may not be what they are, in words; None where it is.
+
+    A class that answers torch functions or dispatched operations itself may keep its values elsewhere, or nowhere:
+    ``CausalBias`` is a mask by its attributes alone."""
+    torch = sys.modules["torch"]
+    plain = torch.Tensor
+    if kind.__torch_dispatch__ is not plain.__torch_dispatch__:  # type: ignore[attr-defined]
+        return f"is a {kind.__name__}, which has no memory of its own; pass a plain torch.Tensor"
+    answers = kind.__torch_function__  # type: ignore[attr-defined]
+    inherited = getattr(answers, "__func__", None) is plain.__torch_function__.__func__
+    if not inherited and answers is not torch._C._disabled_torch_function_impl:
+        return (
+            f"is a {kind.__name__}, a class that answers PyTorch's functions itself, so that its memory may not hold "
+            "its values; pass .as_subclass(torch.Tensor) where it does, a plain torch.Tensor where it does not"
+        )
+    READABLE.add(kind)
+    return None
+
+
+READABLE: set[type] = set()
+"""Classes of tensors that were looked at and found plain: tensors, parameters, subclasses that change nothing."""
 
 
 def _bits(d: DTypeInfo) -> str:

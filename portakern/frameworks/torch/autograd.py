@@ -232,6 +232,8 @@ def autocast(spec: Spec[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         kind = value.device.type
         if not torch.is_autocast_enabled(kind):
             return value
+        if kind == "cpu" and spec.autocast == "float32":
+            return value  # PyTorch's lists for CPUs leave reductions in the dtype in which they come
         return value.to(torch.float32 if spec.autocast == "float32" else torch.get_autocast_dtype(kind))
 
     named = tuple(cast(a.name, value) for a, value in zip(spec.arrays, args, strict=False))

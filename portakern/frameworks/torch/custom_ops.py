@@ -17,16 +17,19 @@ tiling="block_q=64")
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from portakern.core import registry
 from portakern.core.backend import Backend
 from portakern.core.binder import unchecked
 from portakern.core.call import Call
+from portakern.core.gradients import wiring
 from portakern.core.route import Choice, routes
 from portakern.core.serve import serve
 from portakern.errors import SpecError, UnsupportedError
@@ -35,7 +38,7 @@ from portakern.spec import Spec
 from portakern.spec.dtypes import DTYPES
 from portakern.spec.options import Option
 
-__all__ = ["calling", "define", "staged"]
+__all__ = ["calling", "define", "staged", "tell_counters"]
 
 LIBRARY = torch.library.Library("portakern", "FRAGMENT")
 ROUTING = ("wants", "backend", "variant", "tiling")
@@ -165,6 +168,32 @@ def define(spec: Spec[Any]) -> Any:
         for key in AUTOCAST:
             LIBRARY.impl(name, functools.partial(rules.autocast, key), key)
     return overload
+
+
+def tell_counters(spec: Spec[Any]) -> None:
+    """Tell ``torch.utils.flop_counter`` what a call of an op costs, and of its gradients, where that module is in use.
+
+    A ``FlopCounterMode`` copies the registry when it is made, so that one which is active already is told by itself."""
+    counting = sys.modules.get("torch.utils.flop_counter")
+    if counting is None:
+        return
+    active = (getattr(mode, "counter", None) for mode in _get_current_dispatch_mode_stack())
+    kept = [getattr(counter, "flop_registry", None) for counter in active]
+    for one in (spec, wiring(spec).vjp) if spec.vjp else (spec,):
+        for known in (counting.flop_registry, *kept):
+            if known is not None:
+                known.setdefault(define(one)._overloadpacket, _flops(one))
+
+
+@functools.cache
+def _flops(spec: Spec[Any]) -> Callable[..., int]:
+    """The floating-point operations of a call of the custom op, as the spec counts them."""
+    rules = _Rules(spec, define(spec))
+
+    def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        return int(spec.flops(rules.bind(args, kwargs)[1]))
+
+    return count
 
 
 def _literal(o: Option) -> str:

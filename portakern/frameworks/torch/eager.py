@@ -16,7 +16,8 @@ from portakern.core.observe import OBSERVERS
 from portakern.core.route import Choice, routes
 from portakern.core.serve import plan, serve
 from portakern.frameworks.torch.autograd import Arrays, Run, Step, differentiable, gradient_of, spent
-from portakern.frameworks.torch.custom_ops import calling
+from portakern.frameworks.torch.custom_ops import calling, tell_counters
+from portakern.frameworks.torch.profiling import named
 from portakern.spec import Spec
 
 __all__ = ["differentiate", "plan_training"]
@@ -129,11 +130,13 @@ def _run(
     spec: Spec[Any], choice: Choice, late: bool, arrays: Arrays, options: Mapping[str, Any], wants: tuple[str, ...]
 ) -> tuple[Any, ...]:
     """The outputs ``wants`` of a call that the library makes itself."""
-    # torch.autograd.grad(is_grads_batched=True): only the dispatcher sees through
-    if any(map(torch._C._functorch.is_legacy_batchedtensor, arrays.values())):
+    # torch.autograd.grad(is_grads_batched=True): only the dispatcher sees through; and its modes want to see the call
+    if torch._C._len_torch_dispatch_stack() or any(map(torch._C._functorch.is_legacy_batchedtensor, arrays.values())):
+        tell_counters(spec)
         return calling(spec, choice)(arrays, options, wants)
-    call = unchecked(spec, **arrays, **options)
-    call.wants = tuple(o.name for o in spec.outputs if o.name in wants)
-    watched = call.framework.check(call)
-    outputs = differentiate(call, choice, late) if watched else _served(call, choice)
+    with named(spec.name, arrays.values()):
+        call = unchecked(spec, **arrays, **options)
+        call.wants = tuple(o.name for o in spec.outputs if o.name in wants)
+        watched = call.framework.check(call)
+        outputs = differentiate(call, choice, late) if watched else _served(call, choice)
     return tuple(o for o in outputs if o is not None)

@@ -1,33 +1,39 @@
 """Drop-in twins of PyTorch's own functions on portakern ops: the same arguments, the same semantics where PyTorch's
-differ from the ops'; and a way to swap them into a model that calls PyTorch's.
+differ from the ops'.
 
-Arrays choose the backend, as for :func:`portakern.op`; ``with swapped(backend="triton")`` names one.
+Arrays choose the backend, as for :func:`portakern.op`; ``backend="triton"`` names one.
+:mod:`portakern.frameworks.torch.swapping` puts them under a model that calls PyTorch's own.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
-import types
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from portakern.api import Op, op
 from portakern.errors import SpecError, UnsupportedError
+from portakern.frameworks.torch.arrays import unreadable
 
-__all__ = ["layer_norm", "matmul", "rms_norm", "scaled_dot_product_attention", "softmax", "swapped"]
+__all__ = [
+    "into",
+    "kept_op",
+    "layer_norm",
+    "lowered",
+    "matmul",
+    "rms_norm",
+    "scaled_dot_product_attention",
+    "softmax",
+]
 
-log = logging.getLogger("portakern")
 _ops: dict[tuple[str, str | None], Op] = {}
 
 
-def _op(name: str, backend: str | None) -> Op:
+def kept_op(name: str, backend: str | None) -> Op:
     """The op, kept: to make one takes longer than to call it."""
     return _ops.get((name, backend)) or _ops.setdefault((name, backend), op(name, backend=backend))
 
@@ -50,7 +56,7 @@ def scaled_dot_product_attention(
       query: (..., L, E); key: (..., S, E); value: (..., S, Ev). The leading axes broadcast; the last of them is the
         heads.
       attn_mask: bool, True where a pair takes part, or of query's dtype or float32, added to the scores; it broadcasts
-        to (..., L, S).
+        to (..., L, S). Or a ``torch.nn.attention.bias.CausalBias`` of that shape, such as ``causal_lower_right(L, S)``.
       dropout_p: 0; more is refused, for no kernel here draws random numbers.
       is_causal: query i sees keys up to i (aligned at the top left).
       scale: None is 1/sqrt(E).
@@ -61,7 +67,8 @@ def scaled_dot_product_attention(
       (..., L, Ev). A row that may see no key is zeros.
 
     Raises:
-      UnsupportedError: dropout_p > 0. SpecError: shapes that do not broadcast, a mask beside is_causal.
+      UnsupportedError: dropout_p > 0, a mask of a class that makes up its values. SpecError: shapes that do not
+        broadcast, a mask beside is_causal, or of integers.
     """
     name = "scaled_dot_product_attention"
     if dropout_p > 0.0:
@@ -79,16 +86,24 @@ def scaled_dot_product_attention(
                 f"{name}: {argument} has shape {tuple(x.shape)}; expected at least 2 axes: (..., length, head dim)"
             )
     lead, q, k, v = _same_lead(name, query, key, value, enable_gqa)
-    length, keys = query.shape[-2], key.shape[-2]
-    bias = None if attn_mask is None else _bias(name, attn_mask, query, lead, length, keys)
-    window = None
-    if is_causal:
+    length, keys, bias = query.shape[-2], key.shape[-2], None
+    variant = _causal_variant(name, attn_mask, length, keys)
+    if variant is None and attn_mask is not None:
+        bias = _bias(name, attn_mask, query, lead, length, keys)
+    shape = (*lead, length, value.shape[-1])
+    if 0 in shape:  # nothing to compute, and a graph through which every gradient is zeros
+        given = [lowered(x) for x in (query, key, value, bias) if x is not None]
+        return sum(x.sum().to(given[0].dtype) for x in given) * given[0].new_empty(shape)
+    window: tuple[int | None, int] | None = None
+    if variant is CausalVariant.LOWER_RIGHT:
+        window = (None, 0)
+    elif is_causal or variant is CausalVariant.UPPER_LEFT:
         keys = min(keys, length)  # later keys are past every query
         k, v, window = k[:, :, :keys], v[:, :, :keys], (None, length - keys)
-    o = _op("attention", backend)(
+    o = kept_op("attention", backend)(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias, window=window, scale=scale
     )
-    return o.transpose(1, 2).reshape(*lead, length, value.shape[-1])
+    return o.transpose(1, 2).reshape(shape)
 
 
 def _same_lead(
@@ -122,8 +137,32 @@ def _same_lead(
     return lead, four(query, None), four(key, kv_heads), four(value, kv_heads)
 
 
+def _causal_variant(name: str, mask: Any, length: int, keys: int) -> CausalVariant | None:
+    """Which causal mask a ``CausalBias`` stands for; None for any other mask, which is read as an array.
+
+    Such a mask is a tensor whose memory holds nothing, and which must not be read."""
+    if not isinstance(mask, CausalBias):
+        return None
+    if (mask.seq_len_q, mask.seq_len_kv) != (length, keys):
+        raise SpecError(
+            f"{name}: attn_mask is a CausalBias of shape {(mask.seq_len_q, mask.seq_len_kv)}; expected "
+            f"{(length, keys)}, the lengths of query and key: make it for them"
+        )
+    return mask.variant
+
+
 def _bias(name: str, mask: Tensor, query: Tensor, lead: tuple[int, ...], length: int, keys: int) -> Tensor:
     """An attention mask as (batch or 1, heads or 1, length or 1, keys) to add."""
+    if not isinstance(mask, Tensor):
+        raise SpecError(f"{name}: attn_mask is a {type(mask).__name__}; expected a tensor: pass it as a bool tensor")
+    why = unreadable(type(mask))
+    if why is not None:
+        raise UnsupportedError(f"{name}: attn_mask {why}")
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise SpecError(
+            f"{name}: attn_mask is {mask.dtype}; expected torch.bool, True where a pair takes part, or floating-point "
+            "numbers, added to the scores: pass attn_mask.bool() if it holds ones and zeros"
+        )
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(
             mask.logical_not(), -math.inf
@@ -137,7 +176,8 @@ def _bias(name: str, mask: Tensor, query: Tensor, lead: tuple[int, ...], length:
     outer = mask.shape[:-3]
     if len(full) > 4 and any(n != 1 for n in outer):
         mask = mask.expand(*lead[:-1], *mask.shape[-3:])
-    return mask.reshape(-1, *mask.shape[-3:]).expand(-1, -1, -1, keys)
+        outer = mask.shape[:-3]
+    return mask.reshape(math.prod(outer), *mask.shape[-3:]).expand(-1, -1, -1, keys)
 
 
 def softmax(
@@ -161,7 +201,8 @@ def softmax(
     x = input if dtype is None else input.to(dtype)
     if x.dim() == 0:  # PyTorch takes a number for a row of one
         return softmax(x.reshape(1), dim, _stacklevel, backend=backend).reshape(())
-    return _op("softmax", backend)(x, axis=dim)
+    y = kept_op("softmax", backend)(x, axis=dim)
+    return y if dtype is None else y.to(dtype)  # autocast may have widened x again
 
 
 def layer_norm(
@@ -179,7 +220,9 @@ def layer_norm(
     Raises:
       SpecError: normalized_shape is not how input's shape ends, or weight or bias has another shape.
     """
-    return _normalised("layer_norm", _op("layernorm", backend), input, normalized_shape, eps, weight=weight, bias=bias)
+    return _normalised(
+        "layer_norm", kept_op("layernorm", backend), input, normalized_shape, eps, weight=weight, bias=bias
+    )
 
 
 def rms_norm(
@@ -202,7 +245,7 @@ def rms_norm(
     """
     if eps is None:
         eps = torch.finfo(torch.float64 if input.dtype == torch.float64 else torch.float32).eps
-    return _normalised("rms_norm", _op("rmsnorm", backend), input, normalized_shape, eps, weight=weight)
+    return _normalised("rms_norm", kept_op("rmsnorm", backend), input, normalized_shape, eps, weight=weight)
 
 
 def _normalised(
@@ -238,93 +281,35 @@ def matmul(input: Tensor, other: Tensor, *, out: Tensor | None = None, backend: 
     for name, x in (("input", input), ("other", other)):
         if x.dim() == 0:
             raise SpecError(f"matmul: {name} is a number; expected at least 1 axis: multiply with * instead")
-    c = _op("matmul", backend)(
-        input[None] if input.dim() == 1 else input, other[:, None] if other.dim() == 1 else other
-    )
+    a, b = input[None] if input.dim() == 1 else input, other[:, None] if other.dim() == 1 else other
+    lead = a.shape[:-1]
+    if a.dim() > 2 and b.dim() == 2:  # one product of many rows, and one gradient of other, not a batch of them
+        a = a.reshape(math.prod(lead), a.shape[-1])
+    c = kept_op("matmul", backend)(a, b)
+    c = c.reshape(*lead, c.shape[-1]) if len(lead) != a.dim() - 1 else c
     c = c.squeeze(-2) if input.dim() == 1 else c
     c = c.squeeze(-1) if other.dim() == 1 else c
+    return into("matmul", out, c)
+
+
+def lowered(x: Tensor) -> Tensor:
+    """A tensor as torch.autocast hands it to matrix products and attention."""
+    if not torch._C._is_any_autocast_enabled() or not torch.is_autocast_enabled(x.device.type):
+        return x
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
+
+
+def into(name: str, out: Tensor | None, result: Tensor) -> Tensor:
+    """The result, written to ``out`` where the caller gives that."""
     if out is None:
-        return c
-    if out.shape != c.shape or out.dtype != c.dtype:
-        raise SpecError(f"matmul: out is {out.dtype} {tuple(out.shape)}; expected {c.dtype} {tuple(c.shape)}")
-    if torch.is_grad_enabled() and (c.requires_grad or out.requires_grad):
-        raise SpecError("matmul: out cannot take part in a gradient; leave it out")
-    return out.copy_(c)
-
-
-_TWINS: dict[Any, Callable[..., Any]] = {
-    F.scaled_dot_product_attention: scaled_dot_product_attention,
-    F.softmax: softmax,
-    torch.softmax: lambda input, dim, dtype=None, **more: softmax(input, dim, dtype=dtype, **more),
-    Tensor.softmax: lambda input, dim, dtype=None, **more: softmax(input, dim, dtype=dtype, **more),
-    F.layer_norm: layer_norm,
-    torch.layer_norm: lambda input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True, **more: (
-        layer_norm(input, normalized_shape, weight, bias, eps, **more)
-    ),
-    F.rms_norm: rms_norm,
-    torch.rms_norm: rms_norm,
-    torch.matmul: matmul,
-    Tensor.matmul: matmul,
-    Tensor.__matmul__: matmul,
-    Tensor.__rmatmul__: lambda input, other, **more: matmul(other, input, **more),
-}
-
-
-class swapped(TorchFunctionMode):
-    """Within this context PyTorch's scaled_dot_product_attention, softmax, layer_norm, rms_norm and matmul (functions,
-    methods and the operator @) run on portakern.
-
-    >>> with portakern.torch.swapped():
-    ...     model(x).sum().backward()
-
-    Args:
-      backend: who must serve them; None: chosen from the arrays.
-      otherwise: what happens to a call that portakern refuses: "raise", or "torch" to let PyTorch serve it, which the
-        log says once a reason.
-    """
-
-    def __init__(self, backend: str | None = None, otherwise: Literal["raise", "torch"] = "raise") -> None:
-        super().__init__()
-        if otherwise not in ("raise", "torch"):
-            raise SpecError(f"swapped: otherwise is {otherwise!r}; expected 'raise' or 'torch'")
-        self.backend, self.otherwise = backend, otherwise
-        self.said: set[str] = set()
-        self.copies: dict[Any, types.FunctionType] = {}
-
-    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        twin = _TWINS.get(func)
-        if twin is None:
-            if (
-                getattr(func, "__globals__", None) is F.__dict__
-            ):  # Python code of PyTorch's, such as multi_head_attention_forward, calls them too
-                func = self._with_twins(func)
-            return func(*args, **kwargs)
-        try:
-            return twin(*args, backend=self.backend, **kwargs)
-        except (SpecError, UnsupportedError) as e:
-            if self.otherwise == "raise":
-                raise
-            self._say(str(e))
-            return func(*args, **kwargs)
-
-    def _with_twins(self, func: types.FunctionType) -> types.FunctionType:
-        """The same code, where the names of swapped functions mean this mode."""
-        if func not in self.copies:
-            names = {
-                name: functools.partial(self.__torch_function__, value, ())
-                for name, value in F.__dict__.items()
-                if isinstance(value, Hashable) and value in _TWINS
-            }
-            taking = {name: (lambda *args, call=call, **kwargs: call(args, kwargs)) for name, call in names.items()}
-            copy = types.FunctionType(
-                func.__code__, {**func.__globals__, **taking}, func.__name__, func.__defaults__, func.__closure__
-            )
-            copy.__kwdefaults__ = func.__kwdefaults__
-            self.copies[func] = copy
-        return self.copies[func]
-
-    def _say(self, reason: str) -> None:
-        if reason not in self.said:
-            self.said.add(reason)
-            log.warning("portakern: PyTorch serves a swapped call: %s", reason)
+        return result
+    if out.shape != result.shape or out.dtype != result.dtype:
+        raise SpecError(
+            f"{name}: out is {out.dtype} {tuple(out.shape)}; expected {result.dtype} {tuple(result.shape)}: make it "
+            "so, or leave it out"
+        )
+    if torch.is_grad_enabled() and (result.requires_grad or out.requires_grad):
+        raise SpecError(f"{name}: out cannot take part in a gradient; leave it out")
+    return out.copy_(result)

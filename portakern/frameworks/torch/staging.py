@@ -88,4 +88,5 @@ def stage(key: str, given: int, named: tuple[str, ...]) -> None:
         inspect.signature(binder(made.spec)).bind(*[None] * given, **dict.fromkeys(named))
     except TypeError as e:
         raise misfit(made.spec, f"{made.spec.name}() {e}") from None
+    custom_ops.tell_counters(made.spec)
     setattr(FOUND, key, custom_ops.staged(made.spec, made.choice))

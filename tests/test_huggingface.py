@@ -1,0 +1,237 @@
+"""portakern inside Hugging Face transformers: models against transformers' own eager code, at small sizes."""
+
+import importlib
+import re
+from types import SimpleNamespace
+
+import pytest
+
+import portakern as pk
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed: pip install 'portakern[demo]'"
+)
+
+from portakern.examples.huggingface import attention, norms  # noqa: E402
+
+LLAMA_LIKE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "attention_dropout": 0.0,
+}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 2, "dropout_rate": 0.0}
+FAMILIES = {  # (config, its model, what differs): each hands attention something that a Llama does not
+    "T5": ("T5ForConditionalGeneration", {**T5, "decoder_start_token_id": 0}),
+    "Gemma2": (
+        "Gemma2ForCausalLM",
+        {**LLAMA_LIKE, "attn_logit_softcapping": 0.05, "query_pre_attn_scalar": 8, "sliding_window": 4},
+    ),
+    "Mistral": ("MistralForCausalLM", {**LLAMA_LIKE, "sliding_window": 4}),
+}
+
+
+def build(family, implementation, **changed):
+    name, config = FAMILIES[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, family + "Config")(vocab_size=101, **config, **changed)
+    return getattr(transformers, name)._from_config(config, attn_implementation=implementation)
+
+
+def step(model):
+    """Logits of the tokens that are there, and every gradient: the first row ends in padding."""
+    ids = torch.arange(2 * 11).reshape(2, 11) * 7 % 97 + 1
+    mask = torch.ones_like(ids)
+    mask[0, 8:] = 0
+    out = model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100), use_cache=False)
+    out.loss.backward()
+    return {"logits": out.logits[mask.bool()].detach()} | {n: p.grad for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_bias_of_positions_a_softcap_and_a_window_are_served(family):
+    attention.register()
+    got, want = (step(build(family, implementation)) for implementation in ("portakern", "eager"))
+    assert got.keys() == want.keys()
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def attend(**given):
+    attention.register()
+    function = transformers.AttentionInterface._global_mapping["portakern"]
+    module = SimpleNamespace(is_causal=given.pop("causal", True))
+    length, keys = given.pop("length", 5), given.pop("keys", 5)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, n, 8) for h, n in ((4, length), (2, keys), (2, keys)))
+    given.setdefault("attention_mask", None)
+    return (q, k, v), function(module, q, k, v, **given)[0]
+
+
+@pytest.mark.parametrize(
+    "message, given",
+    {
+        r"s_aux is a tensor of shape \(4,\).*eager": {"s_aux": torch.zeros(4)},
+        "indices is a tensor": {"indices": torch.zeros(2, 5, 3, dtype=torch.int64)},
+        "output_attentions is True": {"output_attentions": True},
+        "cache is 'paged'": {"cache": "paged"},
+        "an_argument_of_tomorrow is 1": {"an_argument_of_tomorrow": 1},
+        "dropout is 0.1; expected 0.0": {"dropout": 0.1},
+        "cu_seq_lens_q is given and no attention_mask": {"cu_seq_lens_q": torch.tensor([0, 2, 5])},
+        "sliding_window is 3 beside 5 keys": {"sliding_window": 3, "causal": False},
+    }.items(),
+)
+def test_what_would_change_the_result_and_is_not_served_is_refused_by_name(message, given):
+    with pytest.raises(pk.UnsupportedError, match=message):
+        attend(**given)
+
+
+def test_what_does_not_change_the_result_passes():
+    (q, k, v), got = attend(
+        position_ids=torch.arange(5),
+        use_cache=True,
+        deterministic=True,
+        output_attentions=False,
+        output_router_logits=None,
+        cu_seq_lens_q=torch.tensor([0, 5]),
+        attention_mask=torch.ones(1, 1, 5, 5, dtype=torch.bool).tril(),
+    )
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(got, want.transpose(1, 2), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("length, keys", [(5, 5), (3, 5), (5, 3), (1, 5)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_causal_attention_without_a_mask_is_aligned_at_the_top_left(length, keys, biased):
+    torch.manual_seed(1)
+    bias = torch.randn(1, 4, length, keys) if biased else None
+    (q, k, v), got = attend(length=length, keys=keys, position_bias=bias)
+    mask = torch.ones(length, keys, dtype=torch.bool).tril() if length > 1 else torch.ones(length, keys).bool()
+    added = torch.zeros(1, 4, length, keys).masked_fill(~mask, -torch.inf) + (0 if bias is None else bias)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, added, enable_gqa=True)
+    torch.testing.assert_close(got, want.transpose(1, 2), rtol=1e-5, atol=1e-6)
+
+
+def test_a_window_without_a_mask_is_served_where_it_is_causal():
+    (q, k, v), got = attend(sliding_window=2)
+    mask = torch.ones(5, 5, dtype=torch.bool).tril().triu(-1)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+    torch.testing.assert_close(got, want.transpose(1, 2), rtol=1e-5, atol=1e-6)
+
+
+def test_queries_learned_for_the_whole_batch_broadcast():
+    attention.register()
+    function = transformers.AttentionInterface._global_mapping["portakern"]
+    q, k, v = torch.randn(1, 4, 3, 8), torch.randn(2, 4, 5, 8), torch.randn(2, 4, 5, 8)
+    got = function(SimpleNamespace(is_causal=False), q, k, v, None)[0]
+    want = torch.nn.functional.scaled_dot_product_attention(q.expand(2, -1, -1, -1), k, v)
+    torch.testing.assert_close(got, want.transpose(1, 2), rtol=1e-5, atol=1e-6)
+
+
+def norm(name, dtype):
+    """A layer of transformers' with a weight of its own."""
+    words = re.sub(r"(RMS|Layer)Norm$", "", name)
+    flat = {"SmolLM3": "smollm3", "Qwen3_5": "qwen3_5"}.get(words) or re.sub(
+        r"(?<=[a-z0-9])(?=[A-Z])", "_", words
+    ).lower()
+    kind = getattr(importlib.import_module(f"transformers.models.{flat}.modeling_{flat}"), name)
+    torch.manual_seed(0)
+    layer = kind(48, eps=1e-5).to(dtype)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(48))
+    return layer
+
+
+def formula(layer, x, rounding):
+    """What the table says that a layer computes, in PyTorch's words."""
+    family = norms.FAMILIES[type(layer).__name__]
+    xh = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)
+    if rounding == "before_weight":
+        return layer.weight * xh.to(x.dtype)
+    return ((1.0 + layer.weight.float() if family.minus_one else layer.weight) * xh).to(x.dtype)
+
+
+@pytest.mark.parametrize("name", norms.FAMILIES)
+def test_a_norm_is_what_the_table_says_and_is_served_so(name):
+    torch.manual_seed(1)
+    layer, family = norm(name, torch.bfloat16), norms.FAMILIES[name]
+    x = torch.randn(64, 48, dtype=torch.bfloat16)
+    other = {"once": "before_weight", "before_weight": "once"}[family.rounding]
+    assert torch.equal(layer(x), formula(layer, x, family.rounding))
+    if not family.minus_one:
+        assert not torch.equal(layer(x), formula(layer, x, other))
+    rounds = any(o.name == "rounding" for o in pk.op("rmsnorm").spec.options)
+    if family.rounding == "before_weight" and not rounds:
+        with pytest.raises(pk.UnsupportedError, match=rf"{name}: it rounds to torch.bfloat16 before"):
+            norms.kernelize(layer)
+        with pytest.raises(pk.UnsupportedError, match="expected float32"):
+            norms.Layer().load().forward(layer, x)
+    else:
+        want = layer(x)
+        assert norms.kernelize(layer) == 1
+        torch.testing.assert_close(layer(x), want, rtol=2**-7, atol=0)
+    layer, x = norm(name, torch.float32), torch.randn(5, 48, requires_grad=True)
+    results, served = [], []
+    for change in (lambda: None, lambda: norms.kernelize(layer)):
+        change()
+        with pk.observe(lambda s: served.append(s.call.spec.name)), torch.autocast("cpu", enabled=len(results) == 1):
+            y = layer(x)
+            results.append([y, *torch.autograd.grad(y.sin().sum(), (x, layer.weight))])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
+    assert " ".join(served) == "rmsnorm rmsnorm_vjp"
+
+
+def test_every_norm_of_a_llama_is_served_with_its_gradients_and_compiled():
+    model = build("Mistral", "sdpa")
+    want, served = step(model), []
+    model.zero_grad()
+    assert norms.kernelize(model, backend="reference") == 5
+    with pk.observe(lambda s: served.append(s.call.spec.name)):
+        got = step(model)
+    assert served.count("rmsnorm") == served.count("rmsnorm_vjp") == 5
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-6)
+    ids = torch.arange(8).reshape(2, 4)
+    compiled = torch.compile(model.model.norm, backend="eager", fullgraph=True)
+    x = torch.randn(2, 4, 32)
+    torch.testing.assert_close(compiled(x), model.model.norm(x))
+    assert model(ids).logits.shape == (2, 4, 101)
+
+
+def test_a_norm_that_nobody_knows_is_refused_before_any_is_replaced():
+    class MysteryRMSNorm(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(4))
+
+    model = torch.nn.ModuleList([norm("LlamaRMSNorm", torch.float32), MysteryRMSNorm(), torch.nn.RMSNorm(4)])
+    with pytest.raises(pk.UnsupportedError, match=r"MysteryRMSNorm: no family.*add its row to norms.FAMILIES"):
+        norms.kernelize(model)
+    assert "forward" not in vars(model[0])
+    mixed = norm("LlamaRMSNorm", torch.float32)
+    with pytest.raises(pk.UnsupportedError, match=r"weight is torch.float32 beside torch.bfloat16"):
+        norms.Layer().load().forward(mixed, torch.ones(2, 48, dtype=torch.bfloat16))
+
+
+def test_the_mapping_is_what_the_kernels_package_takes():
+    kernels = pytest.importorskip("kernels", reason="kernels is not installed")
+    assert norms.Layer("reference") == norms.Layer("reference") and hash(norms.Layer()) == hash(norms.Layer())
+    for training in (False, True):
+        for compiled in (False, True):
+            layer = norm("LlamaRMSNorm", torch.float32)
+            kernels.replace_kernel_forward_from_hub(type(layer), "RMSNorm")  # what a decorator that works does
+            x, served = torch.randn(2, 48), []
+            want = layer(x)
+            mode = kernels.Mode.TRAINING if training else kernels.Mode.INFERENCE
+            with kernels.use_kernel_mapping(norms.mapping("reference")):
+                kernels.kernelize(
+                    layer, mode=mode | kernels.Mode.TORCH_COMPILE if compiled else mode, use_fallback=False
+                )
+            with pk.observe(lambda s, served=served: served.append(s.backend)):
+                torch.testing.assert_close(layer(x), want)
+            assert served == ["reference"]
