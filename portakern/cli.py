@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -40,11 +39,15 @@ def _show_version(asked: bool) -> None:
 
 @app.callback()
 def _portakern(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """What is asked of the command itself."""
+    """What is asked of the command itself. A command may change the log's level: whoever runs it within a program
+    keeps theirs."""
+    log = logging.getLogger("portakern")
+    context.call_on_close(functools.partial(log.setLevel, log.level))
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
@@ -64,10 +67,8 @@ def main() -> None:
 
 
 def _errors_only() -> None:
-    """Until this command ends, portakern logs errors alone; whoever runs the command within a program keeps its level."""
-    log = logging.getLogger("portakern")
-    click.get_current_context().call_on_close(functools.partial(log.setLevel, log.level))
-    log.setLevel(logging.ERROR)
+    """Until this command ends, portakern logs errors alone."""
+    logging.getLogger("portakern").setLevel(logging.ERROR)
 
 
 def _print_json(data: Any) -> None:
