@@ -184,7 +184,5 @@ def test_the_checker_draws_integer_arrays_of_two_widths():
     drawn = {tuple(testing.Case("float32", {}, seed=seed).dtype_of(a) for a in ids) for seed in range(20)}
     assert drawn == {(a, b) for a in ("int32", "int64") for b in ("int32", "int64")}
     with with_x64():
-        report = testing.check(
-            "attention", backend="pallas", device="cpu", only=["nan_in_masked_keys"], max_examples=8
-        )
+        report = testing.check("attention", backend="pallas", device="cpu", only=["nan_in_masked_keys"], max_examples=8)
     assert report.passed, report.failures

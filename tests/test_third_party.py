@@ -4,6 +4,7 @@ other people's attention kernels.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -145,6 +146,144 @@ def test_a_function_that_forgets_the_tuple_is_told(result, words):
     with pytest.raises(TypeError) as caught:
         pk.op("softmax", backend="mine")(X)
     assert words in str(caught.value)
+
+
+def returning(result, op="softmax", framework="numpy"):
+    """An op on a backend whose function returns what ``result(its call)`` gives."""
+    backend = pk.Backend("theirs", framework=framework)
+    backend.implements(op)(lambda call, tiling: result(call))
+    return pk.op(op, backend=backend)
+
+
+SHARED = np.zeros((2, 3, 40), np.float32)
+WRONG_OUTPUTS = {
+    "nothing": (lambda x: None, r"y as None; expected an array of shape \(3, 40\) and dtype float32"),
+    "a list": (lambda x: x.tolist(), r"y as a list; expected a NumPy array"),
+    "NumPy's scalar": (lambda x: x.sum(), r"y as a float32; expected a NumPy array"),
+    "a shape": (lambda x: x[:, :1], r"y of shape \(3, 1\); expected shape \(3, 40\)"),
+    "a dtype": (lambda x: x.astype(np.float64), r"y of dtype float64; expected dtype float32: round the result once"),
+    "a dtype that nobody has": (lambda x: x.astype(complex), r"y of dtype complex128; expected dtype float32"),
+    "another order": (lambda x: x.copy(order="F"), r"y with gaps or in another order of axes; expected a contiguous"),
+    "the caller's array": (lambda x: x, r"y in memory that it shares with the call's x; expected memory of its own"),
+    "a view of it": (lambda x: x.ravel().reshape(x.shape), r"y in memory that it shares with the call's x"),
+    "a constant": (lambda x: np.frombuffer(x.tobytes(), x.dtype).reshape(x.shape), "y in memory that nobody may"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_OUTPUTS)
+def test_wrong_outputs_are_named_when_they_come(name):
+    result, words = WRONG_OUTPUTS[name]
+    softmax = returning(lambda call: (result(call.arrays["x"]),))
+    with pytest.raises(TypeError, match=rf"^softmax on backend 'theirs' returned {words}.*softmax\(float32; shape="):
+        softmax(X)
+
+
+def test_wrong_outputs_of_other_libraries_are_named():
+    pytest.importorskip("torch", reason="torch is not installed")
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    for wrong, words in {
+        (lambda x: x): "shares with the call's x",
+        (lambda x: x.double()): "of dtype float64",
+        (lambda x: x.new_empty(3, device="meta").expand(3)[:, None].expand(3, 40)): "on meta; expected .* on cpu",
+        (lambda x: x.numpy()): "as a ndarray; expected a PyTorch array",
+    }.items():
+        with pytest.raises(TypeError, match=words):
+            returning(lambda call, wrong=wrong: (wrong(call.arrays["x"]),), framework="torch")(X)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        short = returning(lambda call: (call.arrays["x"][:1],), framework="jax")
+        for call in (short, jax.jit(short), jax.vmap(short)):
+            with pytest.raises(TypeError, match=r"softmax on backend 'theirs' returned y of shape \((1, 40|1,)\)"):
+                call(jax.numpy.asarray(X))
+        same = returning(lambda call: (call.arrays["x"],), framework="jax")
+        np.testing.assert_array_equal(same(X), X)  # no array of JAX's changes, whoever has it too
+
+
+def test_what_a_call_does_not_want_must_not_come_and_what_is_shared_is_named():
+    q = np.zeros((1, 3, 1, 8), np.float32)
+
+    def both(call):
+        return call.arrays["q"].copy(), np.zeros((1, 1, 3), np.float32)
+
+    attention = returning(both, "attention")
+    assert attention(q, q, q, return_lse=True).lse.shape == (1, 1, 3)
+    with pytest.raises(TypeError, match="returned lse as a ndarray; expected None: this call does not want it"):
+        attention(q, q, q)
+    one = np.zeros((1, 3, 1, 8), np.float32)
+    with pytest.raises(TypeError, match="returned d_k in memory that it shares with the output d_q"):
+        lse = np.zeros((1, 1, 3), np.float32)
+        returning(lambda call: (one, one, None, None), "attention_vjp")(q, q, q, q, lse, q, wants=("d_q", "d_k"))
+
+
+def test_oracles_are_held_to_their_shapes():
+    from portakern.core.oracle import oracle
+
+    call, reference = pk.op("softmax").bind(X), pk.backends()["reference"]
+    impl = reference.implementation("softmax", reference.families[0])
+    before = impl.fn
+    for wrong, words in {
+        (lambda call, tiling: (call.arrays["x"].sum(),)): r"y as float64 of shape \(\); expected .* of shape \(3, 40\)",
+        (lambda call, tiling: (None,)): "y as None",
+    }.items():
+        object.__setattr__(impl, "fn", wrong)
+        try:
+            with pytest.raises(TypeError, match=f"softmax on backend 'reference' returned {words}"):
+                oracle(call)
+        finally:
+            object.__setattr__(impl, "fn", before)
+
+
+def test_our_own_kernels_are_not_looked_at_when_they_run(monkeypatch):
+    from portakern.core import outputs
+
+    monkeypatch.setattr(outputs, "look", None)
+    pk.op("softmax", backend="pallas" if "pallas" in pk.backends() else None)(X)
+    with pytest.raises(TypeError, match="not callable"):
+        returning(lambda call: (call.arrays["x"].copy(),))(X)
+
+
+def test_outputs_are_looked_at_once_a_form(monkeypatch):
+    from portakern.core import outputs
+
+    seen, look = [], outputs.look
+    monkeypatch.setattr(outputs, "look", lambda impl, call, out: (seen.append(call), look(impl, call, out)))
+    monkeypatch.setattr(outputs, "FORMS", 4)
+    softmax = returning(lambda call: (np.ascontiguousarray(call.arrays["x"]) + 0,))
+    for x in (X, X, X[:2], X.T, X.astype(np.float16)):
+        softmax(x)
+    assert len(seen) == 4
+    softmax(X, axis=0)
+    softmax(X, axis=0)
+    assert len(seen) == 5
+    softmax(X)  # no more than so many are remembered
+    assert len(seen) == 6
+    contiguous_alone = returning(lambda call: (np.ascontiguousarray(call.arrays["x"]),))
+    contiguous_alone(X.T)
+    with pytest.raises(TypeError, match="shares with the call's x"):
+        contiguous_alone(np.ascontiguousarray(X.T))
+
+
+@pytest.mark.parametrize("source", ["numpy", "jax"])
+def test_a_kernel_that_writes_to_its_input_reaches_no_memory_that_is_read_only(source):
+    pytest.importorskip("torch", reason="torch is not installed")
+    given = X.copy()
+    given.flags.writeable = False
+    if source == "jax":
+        jax = pytest.importorskip("jax", reason="jax is not installed")
+        given = jax.device_put(given, jax.local_devices(backend="cpu")[0])
+
+    def in_place(call):
+        return (call.arrays["x"].add_(1).clone(),)
+
+    np.testing.assert_array_equal(returning(in_place, framework="torch")(given), X + 1)
+    np.testing.assert_array_equal(given, X)
+
+    def in_numpy(call):
+        with contextlib.suppress(ValueError):  # NumPy itself refuses to write
+            call.arrays["x"][...] = 0
+        return (np.zeros_like(X),)
+
+    returning(in_numpy)(given)
+    np.testing.assert_array_equal(given, X)
 
 
 def test_a_spec_object_of_a_known_name_keeps_its_own_signature():
