@@ -43,7 +43,8 @@ class Route:
 
 @dataclass(eq=False)
 class Choice:
-    """Who must serve an op's calls, as its maker named it; None where the arrays choose.
+    """Who must serve an op's calls, as its maker named it; None where the arrays choose. Choices of the same are equal,
+    whatever was found for them.
 
     Attributes:
       backend, variant: the backend, and which of its variants of the op. tiling: overrides of the tiling.
@@ -56,6 +57,15 @@ class Choice:
     tiling: dict[str, int] = field(default_factory=dict)
     found: dict[tuple[Framework, Any], tuple[Route, ...]] = field(default_factory=dict, repr=False)
     gradients: dict[Any, Choice] = field(default_factory=dict, repr=False)
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.backend, self.variant, tuple(sorted(self.tiling.items()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Choice) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
 
     @classmethod
     def of(cls, spec: Spec[Any], backend: str | Backend | None, variant: str | None, tiling: Any) -> Choice:
