@@ -56,6 +56,7 @@ class Framework:
       twins: functions of the library, by name, whose drop-in twins ``portakern.<name>`` has, and the op behind each.
       host_only: its arrays live in host memory, wherever others do.
       immutable: its arrays never change, so that none may share memory that somebody else may write to.
+      resizes: its arrays can be given other memory in place, which they must own alone.
       records: calls may be recorded instead of run (:meth:`interposes`), which every op asks about before it binds its
         arguments.
     """
@@ -67,6 +68,7 @@ class Framework:
     twins: Mapping[str, str] = MappingProxyType({})
     host_only = False
     immutable = False
+    resizes = False
     records = False
 
     device: Callable[[Any], Any]
@@ -135,6 +137,10 @@ class Framework:
     def from_numpy(self, array: np.ndarray, device: Any) -> Any:
         """An array on ``device``; it may share memory with ``array``. device None is the host."""
         raise NotImplementedError
+
+    def copied(self, array: np.ndarray, device: Any) -> Any:
+        """An array on ``device`` in memory that it shares with nobody."""
+        return self.from_numpy(np.array(array, order="C"), device)
 
     def for_dlpack(self, array: Any, copy: bool) -> Any:
         """The array, or with ``copy`` one in memory of its own, as DLPack takes it."""
@@ -277,7 +283,7 @@ def convert(array: Any, src: Framework, dst: Framework, device: Any = None, copy
     if not (src.host_only or dst.host_only) and src.target(src.device(array)).platform in ("cuda", "rocm"):
         return dst.from_dlpack(src.for_dlpack(array, copy))
     host = src.to_numpy(array)
-    return dst.from_numpy(np.array(host, order="C") if copy else host, device)
+    return dst.copied(host, device) if copy else dst.from_numpy(host, device)
 
 
 def load_library(module: str, extra: str) -> Any:

@@ -88,4 +88,5 @@ def _guarded(inner: Call, caller: Call) -> Call:
 
 def _outputs_back(call: Call, framework: Framework, outputs: tuple[Any, ...], copy: bool) -> tuple[Any, ...]:
     """Outputs as the caller's arrays."""
+    copy = copy or call.framework.resizes
     return tuple(None if o is None else convert(o, framework, call.framework, call.device, copy) for o in outputs)
