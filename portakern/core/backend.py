@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import pkgutil
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import InitVar, dataclass, field
@@ -204,6 +205,11 @@ class Backend:
         profiles: Mapping[str, str] | None,
         platforms: Sequence[str],
     ) -> None:
+        if not isinstance(self.name, str) or not re.fullmatch(r"\w[\w.-]*", self.name):
+            raise SpecError(
+                f"backend name is {self.name!r}; expected letters, digits, '_', '-' and '.', of which the first is a "
+                "letter, a digit or '_': it names files and options of the command line"
+            )
         if self.framework not in frameworks():
             raise SpecError(
                 f"backend {self.name!r}: framework is {self.framework!r}; expected one of {', '.join(frameworks())}"
