@@ -183,7 +183,7 @@ def check(
     from portakern import testing
 
     start = time.perf_counter()
-    chosen = ops or list(registry.ops())
+    chosen = ops or list(registry.loadable())
     named = backend or [r["backend"] for r in inventory.backends() if r["available"]]
     for name in chosen:
         registry.find_spec(name)
@@ -223,15 +223,24 @@ def _subjects(
     """(op, backend, variant) of all that is to be checked.
 
     ``every``: not every backend has every op, and one that lacks it is left out; a pair that is named must be there.
+    So is a backend of somebody else's that cannot be asked, aloud.
     """
     from portakern import testing
 
-    pairs = [(op, b) for b in backends for op in ops if not every or any(registry.backend(b).having(op))]
-    return [
-        (op, b, v)
-        for op, b in pairs
-        for v in ([variant] if variant else testing.backend_variants(registry.find_spec(op), b, device))
-    ]
+    found: list[tuple[str, str, str | None]] = []
+    for op, b in [(op, b) for b in backends for op in ops if not every or any(registry.backend(b).having(op))]:
+        of = registry.backend(b)
+        try:
+            names = [variant] if variant else testing.backend_variants(registry.find_spec(op), b, device)
+            for family in of.having(op) if not of.auto else ():
+                of.implementation(op, family)
+        except Exception as e:  # somebody's module that cannot be imported, say
+            if not every or of.auto:
+                raise
+            err.print(f"{op} on {b} left out: {type(e).__name__}: {e}", style="red", markup=False, highlight=False)
+            continue
+        found += [(op, b, v) for v in names]
+    return found
 
 
 def _show_reports(reports: list[Any]) -> None:
@@ -294,7 +303,7 @@ def compile_(
         )
     start = time.perf_counter()
     found = compiling.jobs_for(
-        ops or list(registry.ops()), names, dtype or ["bfloat16", "float32"], backend, quick, variant
+        ops or list(registry.loadable()), names, dtype or ["bfloat16", "float32"], backend, quick, variant
     )
     if not found:
         raise UnsupportedError(f"compile: no backend compiles {', '.join(ops or ['any op'])} for {', '.join(names)}")

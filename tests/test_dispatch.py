@@ -124,9 +124,12 @@ def test_a_broken_plug_in_is_left_out_aloud(monkeypatch, caplog):
 
     real = registry.entry_points
     monkeypatch.setattr(registry, "entry_points", lambda group: [*real(group=group), Broken()])
+    monkeypatch.setattr(registry, "_left_out", {})
     with caplog.at_level(logging.WARNING, "portakern"):
         assert "broken" not in registry._installed.__wrapped__()
-    assert "'broken' (nowhere:BACKEND) cannot be loaded" in caplog.text
+    assert "backend 'broken': nowhere:BACKEND left out: cannot be loaded: ImportError: nowhere" in caplog.text
+    with pytest.raises(pk.SpecError, match="backend 'broken' is unknown .nowhere:BACKEND left out: cannot be loaded"):
+        pk.op("softmax", backend="broken")
 
 
 def test_a_backend_imported_under_another_name_refuses(tmp_path):

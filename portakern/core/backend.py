@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from portakern.core import outputs
 from portakern.core.framework import frameworks
+from portakern.core.observe import say
 from portakern.core.targets import Hardware, Target
 from portakern.errors import SpecError, UnavailableError
 from portakern.spec import Spec, Tile
@@ -316,6 +317,9 @@ class Backend:
             return name if importlib.util.find_spec(name) else None
         except ModuleNotFoundError:  # the package itself is missing
             return None
+        except (Exception, SystemExit) as e:  # somebody's package, which every list of backends asks
+            say(f"portakern: backend {self.name!r}: {family.package} cannot be imported, and is left out: {e!r}")
+            return None
 
     def having(self, op: str) -> Iterator[Family]:
         """The families that implement ``op``, found without importing its framework."""
@@ -325,7 +329,12 @@ class Backend:
         """The implementation of ``op`` in a family, imported by convention from ``<package>.<op>``."""
         if (family.package, op) not in self._found and self.where(op, family) is not None:
             self.check_available()
-            importlib.import_module(f"{family.package}.{op}")
+            try:
+                importlib.import_module(f"{family.package}.{op}")
+            except SystemExit as e:  # of a module, and not of the program that asked for it
+                raise UnavailableError(
+                    f"backend {self.name!r} cannot run here: {family.package}.{op} called sys.exit when it was imported"
+                ) from e
         return self._found.get((family.package, op))
 
     def check_variant(self, variant: str) -> None:
@@ -349,7 +358,7 @@ class Backend:
 
     def unavailable(self) -> str | None:
         """None, or what must be installed before this backend can run."""
-        missing = [m for m in self.requires if importlib.util.find_spec(m) is None]
+        missing = [m for m in self.requires if not _there(m)]
         if not missing:
             return None
         install = f"'portakern[{self.extra}]'" if self.extra else " ".join(missing)
@@ -360,6 +369,13 @@ class Backend:
         reason = self.unavailable()
         if reason:
             raise UnavailableError(f"backend {self.name!r} cannot run here: {reason}")
+
+
+def _there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a package that it lies in
+        return False
 
 
 def _same_place(a: Callable[..., Any], b: Callable[..., Any]) -> bool:
