@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +22,7 @@ from portakern import __version__, inventory, results
 from portakern.core import registry
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.files import cache_folder
+from portakern.spec.dtypes import DTYPES
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -62,7 +64,7 @@ def main() -> None:
     try:
         app()
     except (SpecError, UnsupportedError, UnavailableError, results.ResultError) as e:
-        err.print(f"{type(e).__name__}: {e}", style="red", markup=False, highlight=False)
+        err.print(f"{type(e).__name__}: {e}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)
 
 
@@ -164,7 +166,7 @@ def check(
         str | None, typer.Option(help="Only this variant of the backend; each that runs there when not named.")
     ] = None,
     max_examples: Annotated[int, typer.Option(min=1, help="Cases an op and variant.")] = 100,
-    seed: Annotated[int, typer.Option(help="Which cases.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Which cases.")] = 0,
     device: Annotated[
         str | None, typer.Option(help="cpu (interpreters), cuda, rocm or tpu; the best here when not named.")
     ] = None,
@@ -189,6 +191,9 @@ def check(
         registry.find_spec(name)
     for b in named:
         registry.backend(b).check_available()
+    _check_dtypes("check", dtype)
+    if json_file:
+        _check_writable(json_file)
     _errors_only()  # that interpreters are slow is said by the table
     reports = []
     if case is not None:
@@ -215,6 +220,24 @@ def check(
         )
     if not all(r.passed for r in reports):
         raise typer.Exit(1)
+
+
+def _check_dtypes(command: str, names: list[str] | None) -> None:
+    for name in names or ():
+        if name not in DTYPES:
+            raise SpecError(f"{command}: --dtype is {name!r}; expected one of {', '.join(DTYPES)}")
+
+
+def _check_writable(file: Path) -> None:
+    """SpecError where a file cannot be written, before the work that goes into it."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.is_dir():
+            raise IsADirectoryError(None, "it is a folder")
+        with tempfile.TemporaryFile(dir=file.parent):
+            pass
+    except OSError as e:
+        raise SpecError(f"check: --json is {file}, which cannot be written: {e.strerror or e}") from None
 
 
 def _subjects(
@@ -301,6 +324,11 @@ def compile_(
         raise SpecError(
             f"compile: name one or more --target, or --all, and not both; targets: {', '.join(targets.HARDWARE)}"
         )
+    _check_dtypes("compile", dtype)
+    for op in ops or ():
+        registry.find_spec(op)
+    if variant and backend:
+        registry.backend(backend).check_variant(variant)
     start = time.perf_counter()
     found = compiling.jobs_for(
         ops or list(registry.loadable()), names, dtype or ["bfloat16", "float32"], backend, quick, variant
