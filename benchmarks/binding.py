@@ -41,6 +41,7 @@ def stub_op(framework: str, result: Any) -> pk.Op:
         lambda call, tiling: None,
         {},
     )
+    vars(impl)["ours"] = True  # a kernel that others bring is looked at once a form: not what is measured here
     fw = frameworks()[framework]
     op = pk.op("attention")
     op.choice.found[fw, fw.device(result)] = (Route(impl, False, HOST, fw),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -113,6 +114,36 @@ class Op:
     def __repr__(self) -> str:
         variant = f", variant {self.choice.variant}" if self.choice.variant else ""
         return f"<portakern op {self.spec.name} on {self.backend.name if self.backend else 'auto'}{variant}>"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Op) and self.spec is other.spec and self.choice == other.choice
+
+    def __hash__(self) -> int:
+        """Ops that are made alike count as one: to ``jax.jit``, which would trace each anew, and in trees of layers."""
+        return hash((self.spec, self.choice))
+
+    def __copy__(self) -> Op:
+        return self  # it never changes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Op:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[..., Op], tuple[Any, ...]]:
+        """Names alone are pickled: whoever loads them has the op and the backend of that name."""
+        backend = self.choice.backend
+        if not registry.has_name(self.spec):
+            raise pickle.PicklingError(
+                f"{self!r} cannot be pickled: its spec is not installed under the name {self.spec.name!r}, by which it "
+                "would be found again; name it in an entry point of the group portakern.specs"
+            )
+        if backend is not None and not registry.known(backend):
+            raise pickle.PicklingError(
+                f"{self!r} cannot be pickled: its backend {backend.name!r} is not registered under that name, by which "
+                "it would be found again; portakern.register it here and where it is loaded, or name it in an entry "
+                "point of the group portakern.backends"
+            )
+        named = None if backend is None else backend.name
+        return make, (self.spec.name, named, self.choice.variant, dict(self.choice.tiling))
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         for recording in RECORDING:  # whoever does traces this very function, and would trace what reads forms

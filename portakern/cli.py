@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +22,7 @@ from portakern import __version__, inventory, results
 from portakern.core import registry
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.files import cache_folder
+from portakern.spec.dtypes import DTYPES
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -39,11 +41,15 @@ def _show_version(asked: bool) -> None:
 
 @app.callback()
 def _portakern(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """What is asked of the command itself."""
+    """What is asked of the command itself. A command may change the log's level: whoever runs it within a program
+    keeps theirs."""
+    log = logging.getLogger("portakern")
+    context.call_on_close(functools.partial(log.setLevel, log.level))
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
@@ -58,7 +64,7 @@ def main() -> None:
     try:
         app()
     except (SpecError, UnsupportedError, UnavailableError, results.ResultError) as e:
-        err.print(f"{type(e).__name__}: {e}", style="red", markup=False, highlight=False)
+        err.print(f"{type(e).__name__}: {e}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)
 
 
@@ -163,7 +169,7 @@ def check(
         str | None, typer.Option(help="Only this variant of the backend; each that runs there when not named.")
     ] = None,
     max_examples: Annotated[int, typer.Option(min=1, help="Cases an op and variant.")] = 100,
-    seed: Annotated[int, typer.Option(help="Which cases.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Which cases.")] = 0,
     device: Annotated[
         str | None, typer.Option(help="cpu (interpreters), cuda, rocm or tpu; the best here when not named.")
     ] = None,
@@ -182,12 +188,15 @@ def check(
     from portakern import testing
 
     start = time.perf_counter()
-    chosen = ops or list(registry.ops())
+    chosen = ops or list(registry.loadable())
     named = backend or [r["backend"] for r in inventory.backends() if r["available"]]
     for name in chosen:
         registry.find_spec(name)
     for b in named:
         registry.backend(b).check_available()
+    _check_dtypes("check", dtype)
+    if json_file:
+        _check_writable(json_file)
     _errors_only(context)  # that interpreters are slow is said by the table
     if case is not None:
         if len(chosen) != 1 or len(named) != 1:
@@ -213,21 +222,48 @@ def check(
         raise typer.Exit(1)
 
 
+def _check_dtypes(command: str, names: list[str] | None) -> None:
+    for name in names or ():
+        if name not in DTYPES:
+            raise SpecError(f"{command}: --dtype is {name!r}; expected one of {', '.join(DTYPES)}")
+
+
+def _check_writable(file: Path) -> None:
+    """SpecError where a file cannot be written, before the work that goes into it."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.is_dir():
+            raise IsADirectoryError(None, "it is a folder")
+        with tempfile.TemporaryFile(dir=file.parent):
+            pass
+    except OSError as e:
+        raise SpecError(f"check: --json is {file}, which cannot be written: {e.strerror or e}") from None
+
+
 def _subjects(
     ops: list[str], backends: list[str], variant: str | None, device: str | None, every: bool
 ) -> list[tuple[str, str, str | None]]:
     """(op, backend, variant) of all that is to be checked.
 
     ``every``: not every backend has every op, and one that lacks it is left out; a pair that is named must be there.
+    So is a backend of somebody else's that cannot be asked, aloud.
     """
     from portakern import testing
 
-    pairs = [(op, b) for b in backends for op in ops if not every or any(registry.backend(b).having(op))]
-    return [
-        (op, b, v)
-        for op, b in pairs
-        for v in ([variant] if variant else testing.backend_variants(registry.find_spec(op), b, device))
-    ]
+    found: list[tuple[str, str, str | None]] = []
+    for op, b in [(op, b) for b in backends for op in ops if not every or any(registry.backend(b).having(op))]:
+        of = registry.backend(b)
+        try:
+            names = [variant] if variant else testing.backend_variants(registry.find_spec(op), b, device)
+            for family in of.having(op) if not of.auto else ():
+                of.implementation(op, family)
+        except Exception as e:  # somebody's module that cannot be imported, say
+            if not every or of.auto:
+                raise
+            err.print(f"{op} on {b} left out: {type(e).__name__}: {e}", style="red", markup=False, highlight=False)
+            continue
+        found += [(op, b, v) for v in names]
+    return found
 
 
 def _show_reports(reports: list[Any]) -> None:
@@ -288,9 +324,14 @@ def compile_(
         raise SpecError(
             f"compile: name one or more --target, or --all, and not both; targets: {', '.join(targets.HARDWARE)}"
         )
+    _check_dtypes("compile", dtype)
+    for op in ops or ():
+        registry.find_spec(op)
+    if variant and backend:
+        registry.backend(backend).check_variant(variant)
     start = time.perf_counter()
     found = compiling.jobs_for(
-        ops or list(registry.ops()), names, dtype or ["bfloat16", "float32"], backend, quick, variant
+        ops or list(registry.loadable()), names, dtype or ["bfloat16", "float32"], backend, quick, variant
     )
     if not found:
         raise UnsupportedError(f"compile: no backend compiles {', '.join(ops or ['any op'])} for {', '.join(names)}")

@@ -26,7 +26,7 @@ PACKAGES = ("numpy", "ml_dtypes", "jaxtyping", "hypothesis", "torch", "triton", 
 def ops() -> list[dict[str, Any]]:
     """Each op with its arguments, outputs and the backends and peers that implement it."""
     rows = []
-    for name in registry.ops():
+    for name in registry.loadable():
         s = registry.find_spec(name)
         arguments = [a.name + ("?" if a.optional else "") for a in s.arrays] + [
             f"{o.name}={o.default!r}" for o in s.options

@@ -1,11 +1,15 @@
 """The command line: readable tables, JSON, exit statuses."""
 
+import contextlib
 import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +17,12 @@ from typer.testing import CliRunner
 
 import portakern as pk
 from portakern import inventory
-from portakern.cli import app
-from portakern.core import serve
+from portakern.cli import app, main
+from portakern.compiling import cache
+from portakern.compiling import matrix as compiling
+from portakern.compiling.build import Build, Kernel
+from portakern.core import observe as watching
+from portakern.core import serve, tilings
 from portakern.core.backend import Backend
 from portakern.core.oracle import as_float64
 from portakern.files import write_atomically
@@ -110,3 +118,155 @@ def test_doctor_says_that_triton_has_no_wheel_elsewhere(monkeypatch):
     rows = {b["backend"]: b for b in inventory.doctor()["backends"]}
     assert "no wheel for Darwin" in rows["triton"]["next"]
     assert pk.backends()
+
+
+CASE = '{"dtype":"float32","shapes":{"x":[3]}'
+CHECK = ["check", "softmax", "--backend", "reference"]
+BAD_INPUT = {
+    "a seed": ([*CHECK, "--seed", "-5"], "Invalid value for '--seed'"),
+    "no JSON": ([*CHECK, "--case", "{bad"], "softmax: the case '{bad' is not JSON: "),
+    "nested JSON": ([*CHECK, "--case", "[" * 100_000], "is not JSON: "),
+    "a list": ([*CHECK, "--case", "[]"], "the case is []; expected an object, as a failure printed it"),
+    "a law": (
+        [*CHECK, "--case", '{"law":"nope","dtype":"float32","seed":1}'],
+        "the case's law is 'nope'; expected one of shift_invariant",
+    ),
+    "a law's seed": (
+        [*CHECK, "--case", '{"law":"shift_invariant","dtype":"float32","seed":-1}'],
+        "the case's seed is -1; expected a whole number >= 0",
+    ),
+    "a field": ([*CHECK, "--case", CASE + ',"nope":1}'], "the case has 'nope'; expected names among dtype, shapes"),
+    "no shapes": ([*CHECK, "--case", '{"dtype":"float32"}'], "the case has no 'shapes'"),
+    "a dtype": ([*CHECK, "--case", CASE.replace("float32", "fp32") + "}"], "the case's dtype is 'fp32'; expected one"),
+    "a shape": (
+        [*CHECK, "--case", CASE.replace("[3]", '["a"]') + "}"],
+        "the case's shapes['x'] is ['a']; expected a list",
+    ),
+    "an array": (
+        [*CHECK, "--case", CASE.replace('"x"', '"y"') + "}"],
+        "the case's shapes has 'y'; expected names among x",
+    ),
+    "a layout": (
+        [*CHECK, "--case", CASE + ',"layouts":{"x":"odd"}}'],
+        "the case's layouts['x'] is 'odd'; expected one of",
+    ),
+    "an option": ([*CHECK, "--case", CASE + ',"options":{"axis":7}}'], "softmax: axis is 7; expected an integer from"),
+    "an edge of a case": ([*CHECK, "--case", CASE + ',"edge":"odd"}'], "the case's edge is 'odd'; expected one of"),
+    "a regime": ([*CHECK, "--case", CASE + ',"regime":[1]}'], "the case's regime is [1]; expected one of normal"),
+    "tiles": (
+        [*CHECK, "--case", CASE + ',"tiling":{"block_n":"a"}}'],
+        "the case's tiling is {'block_n': 'a'}; expected",
+    ),
+    "no file": ([*CHECK, "--json", "/dev/null/x/y"], "check: --json is /dev/null/x/y, which cannot be written: "),
+    "a folder": ([*CHECK, "--json", "/"], "check: --json is /, which cannot be written: it is a folder"),
+    "one dtype of two": (
+        [*CHECK, "--dtype", "float32", "--dtype", "fp16"],
+        "check: --dtype is 'fp16'; expected one of",
+    ),
+    "an edge": ([*CHECK, "--edge", "odd"], "edge 'odd' is unknown; expected one of"),
+    "a dtype to compile": (
+        ["compile", "softmax", "--target", "sm_90", "--dtype", "fp16"],
+        "compile: --dtype is 'fp16'",
+    ),
+    "an op to compile": (["compile", "conv", "--target", "sm_90"], "op 'conv' is unknown"),
+    "results": (["report", "--add", "/nowhere.json"], "/nowhere.json: cannot be read: No such file"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_ends_in_a_line_and_status_2(name, monkeypatch, capsys):
+    command, words = BAD_INPUT[name]
+    monkeypatch.setattr(sys, "argv", ["portakern", *command])
+    monkeypatch.setattr(signal, "signal", lambda *a: None)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and words in said and "Traceback" not in said
+    assert len(said.strip().splitlines()) == 1 or "Usage" in said
+
+
+def test_a_seed_is_held_to_its_range_in_python_too():
+    for seed in (-1, None, 1.5):
+        with pytest.raises(pk.SpecError, match=r"check\('softmax'\): seed is .*; expected a whole number >= 0"):
+            pk.check("softmax", backend="reference", seed=seed)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM")
+def test_a_check_in_processes_ends_when_it_is_told_to():
+    code = "from portakern.cli import main; main()"
+    work = ["check", "matmul", "--backend", "reference", "--jobs", "2", "--max-examples", "100000"]
+    ran = subprocess.Popen(
+        [sys.executable, "-c", code, *work],
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    children = Path(f"/proc/{ran.pid}/task/{ran.pid}/children")
+    if not children.exists():
+        ran.kill()
+        pytest.skip("no list of a process's children here")
+    try:
+        deadline = time.monotonic() + 60
+        while (
+            len(started := children.read_text().split()) < 3 and time.monotonic() < deadline
+        ):  # a tracker, two workers
+            time.sleep(0.1)
+        ran.terminate()
+        assert ran.wait(30) == 143
+        assert len(started) >= 3 and not [pid for pid in started[1:] if Path(f"/proc/{pid}").exists()]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(ran.pid, signal.SIGKILL)
+        ran.wait()
+
+
+BUILT = Build("softmax", "forward", "float32", "sm_90", "triton", ok=True, kernels=[Kernel("k", on_chip={"shared": 1})])
+ODD = {
+    "kernels of lists": '{"kernels":[[1]]}',
+    "nested": "[" * 100_000,
+    "a number": "3",
+    "no text": b"\xff\xfe",
+    "seconds in words": json.dumps({**BUILT.to_dict(), "seconds": "long"}),
+    "a kernel in words": json.dumps({**BUILT.to_dict(), "kernels": [{"name": "k", "registers": "many"}]}),
+    "a kernel's memory": json.dumps({**BUILT.to_dict(), "kernels": [{"name": "k", "on_chip": {"shared": None}}]}),
+    "verdict": json.dumps({**BUILT.to_dict(), "ok": "yes"}),
+}
+
+
+def test_an_odd_file_in_the_cache_is_compiled_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("PORTAKERN_CACHE", str(tmp_path))
+    cache.keep("abc", BUILT)
+    assert cache.find("abc").to_dict() == BUILT.to_dict()
+    (file,) = tmp_path.rglob("*.json")
+    for name, text in ODD.items():
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+        assert cache.find("abc") is None, name
+
+
+def test_a_cache_that_cannot_be_used_costs_nothing_but_a_line(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("PORTAKERN_CACHE", "/dev/null/x")
+    watching._said.clear()
+    with caplog.at_level(logging.WARNING, "portakern"):
+        cache.keep("abc", BUILT)
+        cache.keep("abc", BUILT)
+    assert cache.find("abc") is None
+    (record,) = caplog.records
+    assert "cannot be kept in /dev/null/x: Not a directory; set PORTAKERN_CACHE" in record.getMessage()
+
+
+def test_tables_of_tilings_in_the_cache_may_hold_anything(tmp_path, monkeypatch, caplog):
+    pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setenv("PORTAKERN_CACHE", str(tmp_path))
+    table = tmp_path / "tuned" / "triton" / "cpu.json"
+    table.parent.mkdir(parents=True)
+    table.write_text("[" * 100_000)
+    tilings.forget()
+    with caplog.at_level(logging.WARNING, "portakern"):
+        assert pk.op("softmax", backend="triton")(np.ones((2, 3), np.float32)).shape == (2, 3)
+    assert f"the tilings in {table} are left out: it cannot be read" in caplog.text
+    (job,) = compiling.jobs_for(["softmax"], ["sm_90"], ["float32"])
+    table.write_bytes(b"\xff")
+    first = cache.key(job)
+    table.write_bytes(b"\xfe")
+    assert cache.key(job) != first
+    tilings.forget()

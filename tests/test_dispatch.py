@@ -1,7 +1,10 @@
 """Dispatch: who serves a call, what happens at extents of 0, and that nothing falls back in silence."""
 
+import contextlib
 import logging
 import math
+import sys
+import threading
 
 import numpy as np
 import pytest
@@ -121,9 +124,12 @@ def test_a_broken_plug_in_is_left_out_aloud(monkeypatch, caplog):
 
     real = registry.entry_points
     monkeypatch.setattr(registry, "entry_points", lambda group: [*real(group=group), Broken()])
+    monkeypatch.setattr(registry, "_left_out", {})
     with caplog.at_level(logging.WARNING, "portakern"):
         assert "broken" not in registry._installed.__wrapped__()
-    assert "'broken' (nowhere:BACKEND) cannot be loaded" in caplog.text
+    assert "backend 'broken': nowhere:BACKEND left out: cannot be loaded: ImportError: nowhere" in caplog.text
+    with pytest.raises(pk.SpecError, match="backend 'broken' is unknown .nowhere:BACKEND left out: cannot be loaded"):
+        pk.op("softmax", backend="broken")
 
 
 def test_a_backend_imported_under_another_name_refuses(tmp_path):
@@ -134,3 +140,45 @@ def test_a_backend_imported_under_another_name_refuses(tmp_path):
     root = Path(registry.__file__).resolve().parent.parent
     ran = subprocess.run([sys.executable, "-c", "import backends"], cwd=root, capture_output=True, text=True)
     assert ran.returncode and "import this package as portakern.backends" in ran.stderr
+
+
+def test_an_observer_that_leaves_takes_no_event_from_the_next():
+    """As one does in another thread, at any moment."""
+    first, seen = contextlib.ExitStack(), []
+    with first:
+        first.enter_context(pk.observe(lambda served: first.close()))
+        with pk.observe(seen.append):
+            pk.op("softmax")(X)
+    assert len(seen) == 1
+
+
+def test_observers_in_threads_see_every_call_of_theirs():
+    lost = []
+
+    def work():
+        seen, x = [], X.copy()
+        for n in range(60):
+            with pk.observe(seen.append):
+                pk.op("softmax")(x)
+            mine = sum(s.call.arrays["x"] is x for s in seen)
+            if mine < n + 1:
+                lost.append(n)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not lost and not watching.OBSERVERS
+
+
+@pytest.mark.parametrize("name", [None, "", " ", "a b", "a/b", "../x", "-x", 3, ("a",), "a,b"])
+def test_a_backend_has_a_name_that_files_and_options_can_have(name):
+    with pytest.raises(pk.SpecError, match="backend name is .*; expected letters, digits"):
+        pk.Backend(name, framework="numpy")
+    assert pk.Backend("a.b-c_1", framework="numpy").name == "a.b-c_1"

@@ -185,3 +185,27 @@ def test_torch_tensors_that_no_kernel_can_read_are_refused():
         pk.op("softmax")(x.to_sparse())
     with pytest.raises(pk.SpecError, match="lazily negated"):
         pk.op("softmax")(torch.randn(3, dtype=torch.complex64).conj().imag)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["reference", "triton", "pallas"])
+def test_tensors_can_be_resized_after_a_call(backend, dtype):
+    """Sharding frees and refills the memory of parameters: neither what a call read nor what it gave may be tied."""
+    x, empty = torch.randn(2, 8, dtype=dtype), torch.zeros(0, 8, dtype=dtype)
+    op = pk.op("softmax", backend=backend)
+    y, nothing = op(x), op(empty)
+    want = y.clone()
+    for tensor in (x, empty, nothing):
+        tensor.resize_(4, 8)
+    x.fill_(0)
+    assert torch.equal(y, want)
+    y.untyped_storage().resize_(0)
+    y.untyped_storage().resize_(2 * 8 * y.itemsize)
+
+
+def test_saved_tensors_can_be_resized_after_a_gradient():
+    w = torch.nn.Parameter(torch.ones(8))
+    x = torch.randn(2, 8, requires_grad=True)
+    pk.op("layernorm")(x, w).sum().backward()
+    for tensor in (w, x, w.grad, x.grad):
+        tensor.data.resize_(16)

@@ -153,3 +153,36 @@ def test_lowering_for_a_gpu_says_that_pallas_is_not_there_yet():
 
     with pytest.raises(pk.UnsupportedError, match="nothing for cuda yet"):
         jax.export.export(jax.jit(pk.op("softmax")), platforms=["cuda"])(normal(4, 128))
+
+
+def with_x64():
+    return jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64()
+
+
+@pytest.mark.parametrize("wide", [(False, True), (True, False), (True, True)])
+def test_segment_ids_of_two_widths_are_compared_by_value(wide):
+    """The lowest words of some agree where the ids do not, and a negative id is the same in either width."""
+    q = normal(1, 4, 2, 8)
+    narrow = np.array([[0, -1, 1, 1]], np.int32)
+    far = np.array([[0, -1, 2**32 + 1, 1]])
+    with with_x64():
+        ids = [jnp.asarray(far if w else narrow) for w in wide]
+        assert [i.dtype.itemsize for i in ids] == [8 if w else 4 for w in wide]
+
+        def both(backend):
+            def f(q, k, v):
+                return pk.op("attention", backend=backend)(q, k, v, None, *ids)
+
+            return f(q, q + 1, 2 * q), jax.grad(lambda *a: (f(*a) ** 2).sum(), (0, 1, 2))(q, q + 1, 2 * q)
+
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), both("pallas"), both("reference"))
+
+
+def test_the_checker_draws_integer_arrays_of_two_widths():
+    """Each argument's for itself, as far as the library has them: JAX with 64 bits does."""
+    ids = [a for a in registry.find_spec("attention").arrays if not a.follows]
+    drawn = {tuple(testing.Case("float32", {}, seed=seed).dtype_of(a) for a in ids) for seed in range(20)}
+    assert drawn == {(a, b) for a in ("int32", "int64") for b in ("int32", "int64")}
+    with with_x64():
+        report = testing.check("attention", backend="pallas", device="cpu", only=["nan_in_masked_keys"], max_examples=8)
+    assert report.passed, report.failures

@@ -6,6 +6,7 @@ import functools
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 import portakern as pk
@@ -396,3 +397,33 @@ print(torch.equal(torch.compile(lambda x: softmax(x), fullgraph=True, backend="a
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "True\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("op", "option", "value"),
+    [("layernorm", "eps", np.float32(1e-5)), ("layernorm", "eps", np.float64(1e-5)),
+     ("attention", "scale", torch.tensor(0.5)), ("attention", "is_causal", np.bool_(True))],
+)  # fmt: skip
+def test_numbers_of_numpy_are_refused_in_a_graph_in_words(op, option, value):
+    """Eager calls take NumPy's; a graph sees tensors in their place."""
+    call = pk.op(op, backend="reference")
+    arrays = QKV if op == "attention" else (QKV[0],)
+    python = {option: value.item()}
+    assert torch.equal(compiled(lambda *a: call(*a, **python))(*arrays), call(*arrays, **python))
+    if isinstance(value, np.generic):
+        assert torch.equal(call(*arrays, **{option: value}), call(*arrays, **python))
+    with pytest.raises(
+        Exception, match=rf"{op}: {option} is a tensor in a graph.*expected .*: {option} = \w+\({option}\)"
+    ):
+        compiled(lambda *a: call(*a, **{option: value}))(*arrays)
+
+
+def test_names_with_dots_compile():
+    results = []
+    for name, value in {"a.b": 1.0, "a_b": 2.0, "a-b": 3.0}.items():
+        backend = pk.Backend(name, framework="torch")
+        backend.implements("softmax")(lambda call, tiling, v=value: (torch.full_like(call.arrays["x"], v),))
+        softmax = pk.op("softmax", backend=backend)
+        results.append(compiled(lambda x, softmax=softmax: softmax(x) + 1)(torch.zeros(3))[0].item())
+        results.append(compiled(lambda x, b=backend: pk.op("softmax", backend=b)(x) + 1)(torch.zeros(3))[0].item())
+    assert results == [2, 2, 3, 3, 4, 4]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+import typing
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -102,9 +104,18 @@ class Build:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Build:
+        """What :meth:`to_dict` gave; TypeError where the data are of another form."""
         known = {f.name for f in fields(Kernel)}
         kernels = [Kernel(**{n: v for n, v in k.items() if n in known}) for k in data["kernels"]]
-        return cls(**{**{f.name: data[f.name] for f in fields(cls) if f.name in data}, "kernels": kernels})
+        made = cls(**{**{f.name: data[f.name] for f in fields(cls) if f.name in data}, "kernels": kernels})
+        for part, declared in (
+            (made, typing.get_type_hints(cls)),
+            *((k, typing.get_type_hints(Kernel)) for k in kernels),
+        ):
+            for name, kind in declared.items():
+                if not _is(getattr(part, name), kind):
+                    raise TypeError(f"{name} is {getattr(part, name)!r}; expected {kind}")
+        return made
 
     def judge(self, compiled: Compiled, hardware: Hardware) -> None:
         """Take in what the compiler made."""
@@ -134,3 +145,15 @@ class Build:
             parts += [f"{k.cycles} cycles estimated"] if k.cycles is not None else []
             lines.append(f"  {k.name}{f' x{k.launches}' if k.launches > 1 else ''}: {', '.join(parts)}")
         return "\n".join(lines)
+
+
+def _is(value: Any, kind: Any) -> bool:
+    """Whether a value of JSON has an annotated type, looking into lists and objects."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is types.UnionType:
+        return any(_is(value, k) for k in inner)
+    if origin is list:
+        return isinstance(value, list) and all(_is(v, inner[0]) for v in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_is(v, inner[1]) for v in value.values())
+    return type(value) is kind or (kind is float and type(value) is int)

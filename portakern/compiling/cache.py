@@ -16,6 +16,7 @@ from pathlib import Path
 from portakern.compiling.build import Build
 from portakern.compiling.pool import Job
 from portakern.core import tilings
+from portakern.core.observe import say
 from portakern.files import cache_folder, write_atomically
 
 __all__ = ["find", "keep", "key", "look_again"]
@@ -34,7 +35,7 @@ def key(job: Job) -> str:
         "hardware": repr(job.hardware),
         "versions": job.family.load_compiler().versions(job.hardware),
         "source": _digest(frozenset(modules)),
-        "tilings": [path.read_text() for path in tilings.files(modules[0].rpartition(".")[0], job.backend.name)],
+        "tilings": [_content(path) for path in tilings.files(modules[0].rpartition(".")[0], job.backend.name)],
     }
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -45,18 +46,31 @@ def look_again() -> None:
     _digest.cache_clear()
 
 
-def find(name: str) -> Build | None:
-    """A kept result."""
+def _content(path: Path) -> str:
+    """What a table of tilings holds, whatever that is: the look-up says what is wrong with it."""
     try:
-        return Build.from_dict(json.loads(_file(name).read_text()))
-    except (OSError, ValueError, KeyError, TypeError):  # not there, or somebody's accident: compile again
+        return path.read_bytes().hex()
+    except OSError as e:
+        return f"{type(e).__name__}"
+
+
+def find(name: str) -> Build | None:
+    """A kept result; None where there is none, or somebody's accident: the call is compiled again."""
+    try:
+        return Build.from_dict(json.loads(_file(name).read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
 def keep(name: str, built: Build) -> None:
-    """Keep a result, unless another attempt could end otherwise."""
+    """Keep a result, unless another attempt could end otherwise. Where the folder cannot be used that is said once,
+    and the result stands."""
     if built.final:
-        write_atomically(_file(name), json.dumps(built.to_dict()) + "\n")
+        try:
+            write_atomically(_file(name), json.dumps(built.to_dict()) + "\n")
+        except OSError as e:
+            where = f"{cache_folder()}: {e.strerror or e}"
+            say(f"portakern: what is compiled cannot be kept in {where}; set PORTAKERN_CACHE to a folder of yours")
 
 
 def _file(name: str) -> Path:

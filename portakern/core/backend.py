@@ -6,13 +6,16 @@ import functools
 import importlib
 import importlib.util
 import pkgutil
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import InitVar, dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from portakern.core import outputs
 from portakern.core.framework import frameworks
+from portakern.core.observe import say
 from portakern.core.remembered import forget
 from portakern.core.targets import Hardware, Target
 from portakern.errors import SpecError, UnavailableError
@@ -135,20 +138,31 @@ class Implementation:
     key: Callable[[Call], Mapping[str, str | int]] | None = None
     fit: Callable[[Call, Tiling], Tiling] | None = None
     takes: Callable[[Spec[Any]], frozenset[str]] | None = None
+    _looked: set[Any] = field(default_factory=set, init=False, repr=False)
+
+    @functools.cached_property
+    def ours(self) -> bool:
+        """Whether portakern brings it, so that its own tests hold it to its outputs."""
+        return self.backend.auto and self.fn.__module__.partition(".")[0] == __name__.partition(".")[0]
 
     def run(self, call: Call, tiling: Tiling) -> tuple[Any, ...]:
-        """``fn``, held to returning a tuple of the right length: a bare array would be taken apart along its first
-        axis.
-        """
-        outputs = self.fn(call, tiling)
-        if not isinstance(outputs, tuple) or len(outputs) != len(call.spec.outputs):
-            got = f"{len(outputs)} outputs" if isinstance(outputs, tuple) else f"a {type(outputs).__name__}"
-            names = ", ".join(o.name for o in call.spec.outputs)
-            raise TypeError(
-                f"{self.op} on backend {self.backend.name!r} returned {got}; "
-                f"expected a tuple with every output of the spec: ({names},)"
-            )
-        return outputs
+        """``fn``, held to returning a tuple of the right length, and where others bring it to what is in that tuple,
+        the first time that a call of a form comes."""
+        out = self.fn(call, tiling)
+        if not isinstance(out, tuple) or len(out) != len(call.spec.outputs):
+            outputs.count(self, call, out)
+        if not self.ours and not self.backend.oracle:
+            form = outputs.form(call) if call.concrete else None  # traced: it is compiled once, and looked at then
+            if form is None or form not in self._looked:
+                outputs.look(self, call, out)
+                self._remember(form)
+        return out
+
+    def _remember(self, form: Any) -> None:
+        if form is not None:
+            if len(self._looked) >= outputs.FORMS:
+                self._looked.clear()
+            self._looked.add(form)
 
 
 @dataclass(eq=False)
@@ -200,6 +214,11 @@ class Backend:
         profiles: Mapping[str, str] | None,
         platforms: Sequence[str],
     ) -> None:
+        if not isinstance(self.name, str) or not re.fullmatch(r"\w[\w.-]*", self.name):
+            raise SpecError(
+                f"backend name is {self.name!r}; expected letters, digits, '_', '-' and '.', of which the first is a "
+                "letter, a digit or '_': it names files and options of the command line"
+            )
         if self.framework not in frameworks():
             raise SpecError(
                 f"backend {self.name!r}: framework is {self.framework!r}; expected one of {', '.join(frameworks())}"
@@ -307,6 +326,9 @@ class Backend:
             return name if importlib.util.find_spec(name) else None
         except ModuleNotFoundError:  # the package itself is missing
             return None
+        except (Exception, SystemExit) as e:  # somebody's package, which every list of backends asks
+            say(f"portakern: backend {self.name!r}: {family.package} cannot be imported, and is left out: {e!r}")
+            return None
 
     def having(self, op: str) -> Iterator[Family]:
         """The families that implement ``op``, found without importing its framework."""
@@ -316,7 +338,12 @@ class Backend:
         """The implementation of ``op`` in a family, imported by convention from ``<package>.<op>``."""
         if (family.package, op) not in self._found and self.where(op, family) is not None:
             self.check_available()
-            importlib.import_module(f"{family.package}.{op}")
+            try:
+                importlib.import_module(f"{family.package}.{op}")
+            except SystemExit as e:  # of a module, and not of the program that asked for it
+                raise UnavailableError(
+                    f"backend {self.name!r} cannot run here: {family.package}.{op} called sys.exit when it was imported"
+                ) from e
         return self._found.get((family.package, op))
 
     def check_variant(self, variant: str) -> None:
@@ -339,7 +366,7 @@ class Backend:
 
     def unavailable(self) -> str | None:
         """None, or what must be installed before this backend can run."""
-        missing = [m for m in self.requires if importlib.util.find_spec(m) is None]
+        missing = [m for m in self.requires if not _there(m)]
         if not missing:
             return None
         install = f"'portakern[{self.extra}]'" if self.extra else " ".join(missing)
@@ -356,6 +383,13 @@ def _load(place: str) -> Any:
     """What a text "module:name" names."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+def _there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a package that it lies in
+        return False
 
 
 def _same_place(a: Callable[..., Any], b: Callable[..., Any]) -> bool:

@@ -58,6 +58,7 @@ class Framework:
       immutable: its arrays never change, so that none may share memory that somebody else may write to.
       form: Python for all of an array ``{x}`` that decides how a call is served, as the elements of a tuple; empty: no
         call's form is remembered (:mod:`portakern.core.forms`). watched: Python for whether it may want a gradient.
+      resizes: its arrays can be given other memory in place, which they must own alone.
       records: calls may be recorded instead of run (:meth:`interposes`), which every op asks about before it binds its
         arguments.
     """
@@ -71,6 +72,7 @@ class Framework:
     immutable = False
     form = ""
     watched = "False"
+    resizes = False
     records = False
 
     device: Callable[[Any], Any]
@@ -139,6 +141,10 @@ class Framework:
     def from_numpy(self, array: np.ndarray, device: Any) -> Any:
         """An array on ``device``; it may share memory with ``array``. device None is the host."""
         raise NotImplementedError
+
+    def copied(self, array: np.ndarray, device: Any) -> Any:
+        """An array on ``device`` in memory that it shares with nobody."""
+        return self.from_numpy(np.array(array, order="C"), device)
 
     def for_dlpack(self, array: Any, copy: bool) -> Any:
         """The array, or with ``copy`` one in memory of its own, as DLPack takes it."""
@@ -300,7 +306,7 @@ def convert(array: Any, src: Framework, dst: Framework, device: Any = None, copy
     if not (src.host_only or dst.host_only) and src.target(src.device(array)).platform in ("cuda", "rocm"):
         return dst.from_dlpack(src.for_dlpack(array, copy))
     host = src.to_numpy(array)
-    return dst.from_numpy(np.array(host, order="C") if copy else host, device)
+    return dst.copied(host, device) if copy else dst.from_numpy(host, device)
 
 
 def load_library(module: str, extra: str) -> Any:

@@ -46,7 +46,7 @@ def observe(callback: Callable[[Served], None]) -> Iterator[None]:
 
 def tell(served: Served) -> None:
     """Show the observers a call."""
-    for callback in OBSERVERS:
+    for callback in tuple(OBSERVERS):  # another thread's may come or go meanwhile, and none may be passed over
         callback(served)
 
 

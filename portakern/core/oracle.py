@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from portakern.core import registry
+from portakern.core import outputs, registry
 from portakern.core.call import Call
 from portakern.core.framework import host_framework
 from portakern.errors import SpecError, UnavailableError
@@ -47,7 +47,9 @@ def oracle(call: Call) -> tuple[Any, ...]:
     broken = broken_rule(wide)
     if broken:
         raise BrokenRule(f"{call.spec.name}: {broken}")
-    return impl.run(wide, {})
+    found = impl.run(wide, {})
+    outputs.exact(impl, wide, found)
+    return found
 
 
 def broken_rule(wide: Call) -> str | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
+import itertools
 import logging
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +26,7 @@ __all__ = [
     "has_name",
     "importable",
     "known",
+    "loadable",
     "ops",
     "oracle_backend",
     "peers",
@@ -51,27 +53,36 @@ def _ours(entry: EntryPoint) -> bool:
 _registered: dict[str, Backend] = {}
 
 
+_left_out: dict[str, str] = {}
+"""Name of an installed backend that is not known -> why."""
+
+
 @functools.cache
 def _installed() -> Mapping[str, Backend]:
     """Backends from the ``portakern.backends`` entry-point group, portakern's own first; one broken plug-in must not
     take the others down, nor vanish unseen.
     """
     found: dict[str, Backend] = {}
-    sources: dict[str, str] = {}
-    for entry in sorted(entry_points(group=BACKENDS_GROUP), key=lambda e: (not _ours(e), e.name)):
-        if entry.name in found:
-            raise SpecError(
-                f"backend {entry.name!r} comes from two places: {sources[entry.name]} and {_source(entry)}; uninstall "
-                "one, or rename its entry point"
+    entries = sorted(entry_points(group=BACKENDS_GROUP), key=lambda e: (not _ours(e), e.name, e.value))
+    for name, given in itertools.groupby(entries, key=lambda e: e.name):
+        entry, *others = given
+        if name in found:
+            _leave_out(name, [entry, *others], "portakern's own has that name; rename its entry point")
+        elif others and not _ours(entry):  # which one served would depend on the order of the path
+            _leave_out(
+                name, [entry, *others], "the name comes from two places; uninstall one, or rename its entry point"
             )
-        try:
-            b = entry.load()
-            _check_backend(entry, b, found)
-        except Exception as e:
-            log.warning("portakern: backend %r (%s) cannot be loaded and is left out: %s", entry.name, entry.value, e)
-            continue
-        b.auto = _ours(entry) and not b.peer
-        found[entry.name], sources[entry.name] = b, _source(entry)
+        else:
+            try:
+                b = entry.load()
+                _check_backend(entry, b, found)
+            except (Exception, SystemExit) as e:
+                _leave_out(name, [entry], f"cannot be loaded: {_said(e)}")
+            else:
+                b.auto = _ours(entry) and not b.peer
+                found[name] = b
+            if others:
+                _leave_out(name, others, "portakern's own has that name; rename its entry point")
     if not any(b.auto for b in found.values()):
         raise UnavailableError(
             "no backend is registered: portakern must be installed (pip install -e . in a checkout) so that its entry "
@@ -80,12 +91,27 @@ def _installed() -> Mapping[str, Backend]:
     return MappingProxyType(found)
 
 
+def _leave_out(name: str, entries: Sequence[EntryPoint], why: str) -> None:
+    _left_out[name] = f"{' and '.join(map(_source, entries))} left out: {why}"
+    log.warning("portakern: backend %r: %s", name, _left_out[name])
+
+
+def _said(error: BaseException) -> str:
+    """What was raised, on a line: a module that ends the process says nothing else."""
+    if isinstance(error, SystemExit):
+        return f"it called sys.exit({'' if error.code is None else repr(error.code)})"
+    known = isinstance(error, (SpecError, UnavailableError))
+    return str(error) if known else f"{type(error).__name__}: {error}"
+
+
 def _check_backend(entry: EntryPoint, b: Any, known: Mapping[str, Backend]) -> None:
     if not isinstance(b, Backend):
         raise SpecError(f"it is a {type(b).__name__}; expected a portakern.Backend")
     if b.name != entry.name:
         raise SpecError(f"its entry point is called {entry.name!r} and its name is {b.name!r}; make them equal")
     _check_oracle(b, known)
+    if not _ours(entry):
+        _ = b.families, b.unavailable()  # asked of every backend, so that one that cannot say so must not be among them
 
 
 def _check_oracle(b: Backend, known: Mapping[str, Backend]) -> None:
@@ -144,7 +170,10 @@ def backend(name: str | Backend) -> Backend:
         return name
     found = _registered.get(name) or _installed().get(name) if isinstance(name, str) else None
     if found is None:
-        raise SpecError(f"backend {name!r} is unknown; expected one of {', '.join(backends())}, or a Backend object")
+        why = f" ({_left_out[name]})" if isinstance(name, str) and name in _left_out else ""
+        raise SpecError(
+            f"backend {name!r} is unknown{why}; expected one of {', '.join(backends())}, or a Backend object"
+        )
     return found
 
 
@@ -166,14 +195,19 @@ def importable(spec: Spec[Any], b: Backend) -> bool:
 @functools.cache
 def _spec_sources() -> Mapping[str, list[EntryPoint | str]]:
     """Op name -> where it is declared: a module of portakern's, or entry points of the ``portakern.specs`` group. More
-    than one is a clash.
+    than one is a clash; nobody takes the name of one of portakern's.
     """
     found: dict[str, list[EntryPoint | str]] = {}
     for module in pkgutil.iter_modules(importlib.import_module(SPECS).__path__):
         if not module.name.startswith("_"):
             found[module.name] = [f"{SPECS}.{module.name}"]
+    own = frozenset(found)
     for entry in sorted(entry_points(group=SPECS), key=lambda e: (e.name, e.value)):
-        found.setdefault(entry.name, []).append(entry)
+        if entry.name in own:
+            why = "portakern's own has that name; rename its entry point"
+            log.warning("portakern: op %r: %s left out: %s", entry.name, _source(entry), why)
+        else:
+            found.setdefault(entry.name, []).append(entry)
     return MappingProxyType(found)
 
 
@@ -183,6 +217,19 @@ def ops() -> tuple[str, ...]:
     importing their specs.
     """
     return tuple(sorted(_spec_sources()))
+
+
+@functools.cache
+def loadable() -> tuple[str, ...]:
+    """The names of those ops whose specs can be loaded; what keeps the others out is said aloud."""
+    found = []
+    for name in ops():
+        try:
+            find_spec(name)
+            found.append(name)
+        except (SpecError, UnavailableError) as e:
+            log.warning("portakern: left out: %s", e)
+    return tuple(found)
 
 
 @functools.cache
@@ -205,8 +252,8 @@ def find_spec(op: str) -> Spec[Any]:
     source = sources[0]
     try:
         found = getattr(importlib.import_module(source), op) if isinstance(source, str) else source.load()
-    except (ImportError, AttributeError) as e:
-        raise UnavailableError(f"op {op!r} cannot be loaded from {named[0]}: {e}") from e
+    except (Exception, SystemExit) as e:  # whatever somebody's module does when it is imported
+        raise UnavailableError(f"op {op!r} cannot be loaded from {named[0]}: {_said(e)}") from e
     if not isinstance(found, Spec) or found.name != op:
         what = f"the spec of {found.name!r}" if isinstance(found, Spec) else f"a {type(found).__name__}"
         raise SpecError(f"op {op!r} leads to {what} in {named[0]}; expected a spec whose function is called {op!r}")

@@ -45,7 +45,8 @@ class Route:
 
 @dataclass(eq=False)
 class Choice:
-    """Who must serve an op's calls, as its maker named it; None where the arrays choose.
+    """Who must serve an op's calls, as its maker named it; None where the arrays choose. Choices of the same are equal,
+    whatever was found for them.
 
     Attributes:
       backend, variant: the backend, and which of its variants of the op. tiling: overrides of the tiling.
@@ -59,6 +60,15 @@ class Choice:
     found: Remembered[tuple[Framework, Any], tuple[Route, ...]] = field(default_factory=Remembered, repr=False)
     gradients: Remembered[Any, Choice] = field(default_factory=Remembered, repr=False)
     plans: Remembered[Form, Any] = field(default_factory=Remembered, repr=False)
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.backend, self.variant, tuple(sorted(self.tiling.items()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Choice) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
 
     @classmethod
     def of(cls, spec: Spec[Any], backend: str | Backend | None, variant: str | None, tiling: Any) -> Choice:

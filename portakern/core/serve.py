@@ -92,7 +92,7 @@ def serve(call: Call, candidates: tuple[Route, ...], user: Mapping[str, int], ke
         inner = to_framework(call, framework)
         inner = _spared(inner, call, keep) if call.spec.aliases else inner
         route, tiling = pick(candidates, inner, user)
-        outputs = route.run(inner, tiling)
+        outputs = route.run(inner if route.impl.ours else _guarded(inner, call), tiling)
         # no immutable array may share memory that a kernel keeps (a workspace) or that somebody may write to
         outputs = _outputs_back(call, framework, outputs, copy=call.framework.immutable or framework.immutable)
     if OBSERVERS:
@@ -113,6 +113,19 @@ def _spared(call: Call, caller: Call, keep: bool) -> Call:
     return call.replace(arrays=arrays)
 
 
+def _guarded(inner: Call, caller: Call) -> Call:
+    """The call with copies of what its caller's library would not let anybody write to, where the implementation's
+    library cannot tell: memory that is read-only, mapped from a file, or a constant of JAX's must not change, nor
+    fault, whatever somebody's kernel does."""
+    arrays = dict(inner.arrays)
+    for name, given in caller.arrays.items():
+        kept = given is not None and not caller.framework.may_write(given, ())
+        if kept and inner.framework.may_write(arrays[name], ()):
+            arrays[name] = inner.framework.copy(arrays[name])
+    return inner.replace(arrays=arrays)
+
+
 def _outputs_back(call: Call, framework: Framework, outputs: tuple[Any, ...], copy: bool) -> tuple[Any, ...]:
     """Outputs as the caller's arrays."""
+    copy = copy or call.framework.resizes
     return tuple(None if o is None else convert(o, framework, call.framework, call.device, copy) for o in outputs)

@@ -296,7 +296,7 @@ def _table(path: Path) -> tuple[str, Entries]:
         table = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return path.stem, {}
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise ValueError(f"it cannot be read ({e})") from None
     _expect(isinstance(table, dict), "the table", table, "an object")
     _expect(table.get("schema") == SCHEMA, "schema", table.get("schema"), str(SCHEMA))

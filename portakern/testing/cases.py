@@ -130,7 +130,10 @@ class Case:
         if a.statistic:
             return "float64" if self.dtype == "float64" else "float32"
         free = [d for d in a.dtypes if d != "float64"] or [*a.dtypes]  # whoever takes float64 says so for all arrays
-        return free[self.seed % len(free)]
+        if DTYPES[free[0]].floating:
+            return free[self.seed % len(free)]
+        # each for itself: of two integer arrays that are compared with each other one may be wider
+        return free[np.random.default_rng([self.seed, zlib.crc32(a.name.encode()), 1]).integers(len(free))]
 
     def _values(self, a: ArrayArg, shape: Shape) -> np.ndarray:
         rng = np.random.default_rng([self.seed, zlib.crc32(a.name.encode())])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from functools import reduce
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from portakern.testing.report import Report
@@ -33,7 +35,8 @@ def check_all(
     parts: dict[tuple[str, str, str | None], list[Report]] = {subject: [] for subject in subjects}
     # CUDA and JAX do not survive a fork
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_one_thread) as pool:
+    before = set(multiprocessing.active_children())
+    with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_one_thread) as pool, _no_waiting(pool, before):
         waiting = {
             pool.submit(check, op, backend=backend, variant=variant, shard=(i, SHARDS), **options): (
                 op,
@@ -48,6 +51,20 @@ def check_all(
             parts[subject].append(report)
             advance(subject, report.examples)
     return [reduce(Report.merge, reports) for reports in parts.values()]
+
+
+@contextmanager
+def _no_waiting(pool: ProcessPoolExecutor, before: Collection[BaseProcess]) -> Iterator[None]:
+    """Where an exception leaves it, that of a signal that ends the program among them, the pool's processes end too: it
+    would wait for all that it was given. ``before``: the processes that there were before the pool."""
+    try:
+        yield
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in multiprocessing.active_children():
+            if process not in before:
+                process.kill()
+        raise
 
 
 def _alone(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from portakern.core.framework import Framework
 from portakern.errors import SpecError, UnsupportedError
 from portakern.spec import Edge, Spec
 from portakern.spec.dtypes import numpy_dtype
+from portakern.testing import printed
 from portakern.testing.cases import Case, edges, generators
 from portakern.testing.laws import LawCase, run_law
 from portakern.testing.layouts import Buffer
@@ -84,6 +84,8 @@ def check(
       SpecError: neither or both of backend and fn, unknown names. UnavailableError: the backend cannot run here.
     """
     spec = registry.find_spec(op) if isinstance(op, str) else op
+    if not hasattr(seed, "__index__") or seed < 0:
+        raise SpecError(f"check({spec.name!r}): seed is {seed!r}; expected a whole number >= 0")
     several = () if backend is None or variant is not None else backend_variants(spec, backend, device)
     if len(several) > 1:
         every = functools.partial(
@@ -168,7 +170,7 @@ def replay(
     subject = _subject(spec, backend, variant, fn, framework, device, profile)
     report = Report(spec.name, subject.name, 0)
     if isinstance(case, str):
-        case = LawCase(**json.loads(case)) if "law" in json.loads(case) else Case.from_json(case)
+        case = printed.read(spec, case)
     with subject.context():
         _attempt(subject, case, report)
     return report

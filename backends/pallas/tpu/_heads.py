@@ -29,11 +29,9 @@ class Operands:
     def __init__(self, call: Call) -> None:
         self.heads = {name: by_head(call.arrays[name]) for name in ("q", "k", "v")}
         self.bias = call.arrays["bias"]
-        self.ids = {
-            name: words(call.arrays[name])
-            for name in ("q_segment_ids", "kv_segment_ids")
-            if call.arrays[name] is not None
-        }
+        ids = {n: call.arrays[n] for n in ("q_segment_ids", "kv_segment_ids") if call.arrays[n] is not None}
+        wide = any(a.dtype.itemsize == 8 for a in ids.values())
+        self.ids = {name: words(a, 2 if wide else 1) for name, a in ids.items()}
 
     def at(self, bq: int, bkv: int, query: Place, key: Place) -> Blocks:
         """These arrays in blocks of bq queries and bkv keys, which a grid step has resident where ``query`` and ``key``
@@ -55,11 +53,16 @@ def by_head(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(x, 1, 2)
 
 
-def words(ids: jax.Array) -> jax.Array:
-    """(batch, len) segment ids as (batch, words, len) int32: a TPU has no 64-bit integers."""
-    if ids.dtype.itemsize < 8:
-        return ids.astype(jnp.int32)[:, None]
-    return jnp.moveaxis(lax.bitcast_convert_type(ids, jnp.int32), -1, 1)
+def words(ids: jax.Array, number: int) -> jax.Array:
+    """(batch, len) segment ids as (batch, number, len) int32, the lowest word first: a TPU has no 64-bit integers.
+
+    Queries and keys are compared word by word, so that both sides have the same number of words: an int32 beside an
+    int64 gets the word that holds its sign.
+    """
+    if ids.dtype.itemsize == 8:
+        return jnp.moveaxis(lax.bitcast_convert_type(ids, jnp.int32), -1, 1)
+    low = ids.astype(jnp.int32)
+    return jnp.stack([low, low >> 31][:number], axis=1)
 
 
 def head_blocks(length: int, d: int, at: Place) -> pl.BlockSpec:

@@ -39,7 +39,7 @@ class Torch(Framework):
     )
     form = "{x}.__class__, {x}.shape, {x}.stride(), {x}.dtype, {x}.device, {x}.layout, {x}.is_neg()"
     watched = "{x}.requires_grad"
-    records = True
+    records = resizes = True
     device = staticmethod(lambda array: array.device)
 
     def load(self) -> Any:
@@ -135,7 +135,11 @@ class Torch(Framework):
         torch = sys.modules["torch"]
         host = array.detach().cpu()
         d = DTYPES.get(DTYPE_NAME.get(host.dtype, ""))
-        return host.numpy() if d is None or d.native else host.view(getattr(torch, _bits(d))).numpy().view(d.numpy)
+        # by DLPack: what a tensor's own numpy() has shown can never be resized again, and sharding and offloading
+        # resize the storages of parameters
+        if d is None or d.native:
+            return np.from_dlpack(host)
+        return np.from_dlpack(host.view(getattr(torch, _bits(d)))).view(d.numpy)
 
     def from_numpy(self, array: np.ndarray, device: Any) -> Any:
         torch = self.load()
@@ -145,6 +149,14 @@ class Torch(Framework):
         else:
             tensor = torch.from_numpy(_for_torch(array.view(_bits(d)))).view(getattr(torch, d.name))
         return tensor if device is None else tensor.to(device)
+
+    def copied(self, array: np.ndarray, device: Any) -> Any:
+        tensor = self.from_numpy(array, device)  # over NumPy's memory, which PyTorch cannot resize
+        return tensor.clone(memory_format=sys.modules["torch"].contiguous_format) if tensor.is_cpu else tensor
+
+    def full(self, shape: tuple[int, ...], dtype: str, value: float, device: Any) -> Any:
+        torch = self.load()
+        return torch.full(shape, value, dtype=getattr(torch, dtype), device=device)
 
     def strided(
         self, memory: np.ndarray, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, device: Any

@@ -30,6 +30,7 @@ from portakern.core.backend import Backend
 from portakern.core.binder import unchecked
 from portakern.core.call import Call
 from portakern.core.gradients import wiring
+from portakern.core.refusals import check_option
 from portakern.core.route import Choice, routes
 from portakern.core.serve import serve
 from portakern.errors import SpecError, UnsupportedError
@@ -74,6 +75,10 @@ def _write(spec: Spec[Any], routing: tuple[tuple[str, str], ...]) -> Callable[..
     how = "".join(f", {name}={value!r}" for name, value in routing)
     call = f"custom_op({', '.join([a.name for a in spec.arrays] + options)}, wants={wants}{how})"
     lines = [f"def {spec.name}({', '.join(params)}):"]
+    for o in spec.options:
+        if o.kind in ("bool", "float"):
+            env |= {"PLAIN": _PLAIN, f"number_{o.name}": _number(spec, o)}
+            lines.append(f"    if type({o.name}) not in PLAIN: {o.name} = number_{o.name}({o.name})")
     if len(spec.outputs) == 1:
         lines.append(f"    return result({call})" if spec.is_vjp else f"    return {call}")
     else:
@@ -84,6 +89,27 @@ def _write(spec: Spec[Any], routing: tuple[tuple[str, str], ...]) -> Callable[..
     )  # the text derives from the spec, and from names that registries hold
     written: Callable[..., Any] = env[spec.name]
     return written
+
+
+_PLAIN = (float, int, bool, type(None), torch.SymFloat, torch.SymInt, torch.SymBool)
+
+
+def _number(spec: Spec[Any], option: Option) -> Callable[[Any], Any]:
+    """The value of an option that is no number of Python's: one that the option takes, or the error that says so.
+
+    torch.compile takes NumPy's numbers for tensors, whose values no graph knows."""
+
+    @torch.compiler.assume_constant_result
+    def number(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            raise SpecError(
+                f"{spec.name}: {option.name} is a tensor in a graph, or a NumPy number, which torch.compile makes one; "
+                f"expected {option.expected}: pass a number of Python's, made before the compiled function: "
+                f"{option.name} = {option.kind}({option.name})"
+            )
+        return check_option(spec, option, value)
+
+    return number
 
 
 def _results(spec: Spec[Any]) -> list[str]:

@@ -9,6 +9,7 @@ again before it runs the compiled function.
 from __future__ import annotations
 
 import inspect
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -59,9 +60,10 @@ def keep(this: Op) -> Kept:
     torch.compile compares names, not objects, so that two layers with an op each share compiled code."""
     choice = this.choice
     words = [this.spec.name, choice.backend.name if choice.backend else "", choice.variant or ""]
-    first = key = f"{' '.join(words)} {sorted(choice.tiling.items())}"
+    # an attribute's name, in which dynamo takes a dot for the next attribute; the same words may become of others
+    first = key = re.sub(r"[^\w ]", "_", f"{' '.join(words)} {sorted(choice.tiling.items())}")
     n = 1
-    while (other := _kept.setdefault(key, this)).spec is not this.spec or other.choice.backend is not choice.backend:
+    while (other := _kept.setdefault(key, this)).spec is not this.spec or other.choice != choice:
         n += 1
         key = f"{first} {n}"
     return Kept(key, None if other is this else other)
