@@ -212,12 +212,7 @@ def check(
                                         max_examples=max_examples, seed=seed)  # fmt: skip
     _show_reports(reports)
     if json_file:
-        command, seconds = results.command_line("portakern", json_file), round(time.perf_counter() - start, 1)
-        ran_on = results.HOST_CPU if all(" on cpu " in r.subject for r in reports) else None
-        rows = [r.to_dict() for r in reports]
-        results.write(
-            json_file, results.record("conformance", rows, command=command, device=ran_on, wall_seconds=seconds)
-        )
+        _write_reports(json_file, reports, round(time.perf_counter() - start, 1))
     if not all(r.passed for r in reports):
         raise typer.Exit(1)
 
@@ -238,6 +233,12 @@ def _check_writable(file: Path) -> None:
             pass
     except OSError as e:
         raise SpecError(f"check: --json is {file}, which cannot be written: {e.strerror or e}") from None
+
+
+def _write_reports(file: Path, reports: list[Any], seconds: float) -> None:
+    ran_on = results.HOST_CPU if all(" on cpu " in r.subject for r in reports) else None
+    rows, command = [r.to_dict() for r in reports], results.command_line("portakern", file)
+    results.write(file, results.record("conformance", rows, command=command, device=ran_on, wall_seconds=seconds))
 
 
 def _subjects(
