@@ -115,7 +115,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         ("op", "subject"),
         {"op": "text", "subject": "text", "seed": "integer", "examples": "count", "failures": "list",
          "worst": "numbers", "worst_case": "string", **_COUNTS,
-         "seconds": "number", "passed": "flag"},
+         "seconds": "number", "passed": "flag", "asked": "list?", "concessions": "list?", "verdicts": "object?"},
         {"wall_seconds": "number"},
     ),
     "compile-matrix": Benchmark(

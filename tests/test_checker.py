@@ -19,8 +19,9 @@ from portakern.testing.cases import LAYOUTS, REGIMES
 def softmax_float32(x, axis=-1):
     x = x.astype(np.float32)
     with np.errstate(all="ignore"):
-        e = np.exp(x - x.max(axis, keepdims=True, initial=-np.inf))
-        return np.ascontiguousarray(e / e.sum(axis, keepdims=True))
+        e = np.exp(np.moveaxis(x - x.max(axis, keepdims=True, initial=-np.inf), axis, -1))
+        e = np.ascontiguousarray(e)  # along other axes NumPy adds one after the other, and not pairwise
+        return np.ascontiguousarray(np.moveaxis(e / e.sum(-1, keepdims=True), -1, axis))
 
 
 def right(x, *, axis=-1):
@@ -231,3 +232,213 @@ def test_limits_hold():
 
 def test_target_reads_well():
     assert str(Target("cuda", "sm_90")) == "cuda sm_90" and str(Target("cpu")) == "cpu"
+
+
+# --- what a kernel may keep between calls, and what it may be given ---
+
+
+def same_result_for_the_same_object(x, kept={}):  # noqa: B006
+    if id(x) not in kept:
+        kept.clear()
+        kept[id(x)] = x, right(x)  # the object with it, whose id is then nobody else's
+    return kept[id(x)][1].copy()
+
+
+def replayed(x, state={}):  # noqa: B006
+    """As a captured graph that reads what its inputs held: from its third call with a shape on."""
+    calls, first = state.get((x.shape, x.dtype), (0, None))
+    first = right(x) if first is None else first
+    state[x.shape, x.dtype] = calls + 1, first
+    return first.copy() if calls >= 2 else right(x)
+
+
+def one_buffer(x, state={}):  # noqa: B006
+    out = state.setdefault((x.shape, x.dtype), np.empty(x.shape, x.dtype))
+    out[...] = right(x)
+    return out
+
+
+def wrong_in_whole_tiles(x, *, axis=-1):
+    return right(x, axis=axis) if x.shape[axis] % 1024 else right(x, axis=axis) * x.dtype.type(1.25)
+
+
+KEPT = {
+    "by the identity of its argument": (same_result_for_the_same_object, "negated in place", "bounds"),
+    "from the third call with a shape on": (replayed, "negated in place", "bounds"),
+    "in one buffer": (one_buffer, "shares memory: the second overwrites the first's", "promises"),
+    "wrong where a row fills whole tiles": (wrong_in_whole_tiles, "permitted error", "bounds"),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("seed", range(2))
+def test_what_is_kept_between_calls_is_found(name, seed):
+    fn, words, kind = KEPT[name]
+    report = pk.check("softmax", fn=fn, max_examples=400, seed=seed, shrink=False)
+    assert [(f.kind, words in f.what) for f in report.failures] == [(kind, True)], report.failures
+
+
+def test_one_array_may_stand_for_several():
+    def unless_one(a, b):
+        c = np.matmul(a.astype(np.float64), b.astype(np.float64))
+        return (c + (a is b)).astype(a.dtype)
+
+    with np.errstate(all="ignore"):
+        report = pk.check("matmul", fn=unless_one, max_examples=100, promises=False)
+    assert "edge a_is_b: c[" in report.failures[0].what
+    assert json.loads(report.failures[0].case)["same"] == ["a", "b"]
+    case = Case.from_json(report.failures[0].case)
+    buffers = case.buffers(registry.find_spec("matmul"))
+    assert buffers["a"] is buffers["b"]
+    assert {"q_is_k_is_v"} <= testing.edges(registry.find_spec("attention")).keys()
+
+
+def rows_by_blas(x, *, axis=-1):
+    """A row alone is added up in another order than among others, as a library does that picks a kernel by size."""
+    x64 = np.moveaxis(x.astype(np.float32), axis, -1)
+    with np.errstate(all="ignore"):
+        e = np.exp(x64 - x64.max(-1, keepdims=True, initial=-np.inf))
+        total = e.sum(-1, keepdims=True) if x.size == x.shape[axis] else e[..., ::-1].cumsum(-1)[..., -1:]
+        return np.ascontiguousarray(np.moveaxis(e / total, -1, axis)).astype(x.dtype)
+
+
+def test_bounds_are_told_apart_from_promises():
+    report = pk.check("softmax", fn=rows_by_blas, max_examples=200)
+    (failure,) = report.failures
+    assert failure.kind == "promises" and failure.what.startswith("law rows_are_independent: a row alone: ")
+    assert report.verdicts == {"bounds": True, "edges": True, "promises": False}
+    assert report.verdict == "FAILED: promises; bounds and edges held"
+    report = pk.check("softmax", fn=rows_by_blas, max_examples=200, promises=False)
+    assert report.passed and report.verdict == "passed: bounds and edges" and not report.laws
+    assert report.verdicts == {"bounds": True, "edges": True, "promises": None}
+
+
+def test_a_broken_promise_does_not_hide_a_wrong_element():
+    def wrong_in_16_bits(x, *, axis=-1):
+        y = one_buffer(x) if axis in (-1, x.ndim - 1) else right(x, axis=axis)
+        return y * x.dtype.type(1 + (x.dtype == np.float16) / 8)
+
+    report = pk.check("softmax", fn=wrong_in_16_bits, max_examples=200)
+    assert {f.kind for f in report.failures} >= {"bounds"} and report.verdicts["bounds"] is False
+
+
+def test_other_semantics_of_nan_are_told_apart_from_wrong_elements():
+    def zeros_for_rows_of_nan(x, *, axis=-1):
+        return np.nan_to_num(right(x, axis=axis))
+
+    report = pk.check("softmax", fn=zeros_for_rows_of_nan, max_examples=200)
+    (failure,) = report.failures
+    assert failure.kind == "edges" and "edge semantics differ: y[" in failure.what
+    assert report.verdicts == {"bounds": True, "edges": False, "promises": True} and not report.passed
+
+
+def test_laws_run_for_ordinary_functions_and_most_often_in_float32():
+    seen = []
+
+    def spy(x, *, axis=-1):
+        seen.append(x.dtype.name)
+        return right(x, axis=axis)
+
+    report = pk.check("softmax", fn=spy, max_examples=300)
+    assert report.passed and report.laws.keys() == registry.find_spec("softmax").laws.keys()
+    del seen[:]
+    for seed in range(4):
+        case = '{"law":"rows_are_independent","dtype":"float32","seed":%d}' % seed
+        assert testing.replay("softmax", case, fn=lambda x: right(x)).laws
+    without_axis = pk.check("softmax", fn=lambda x: right(x), max_examples=300)
+    assert "any_axis_is_the_last_axis" not in without_axis.laws and "shift_invariant" in without_axis.laws
+    dtypes = [f["dtype"] for f in _drawn_laws("softmax", 300)]
+    assert dtypes.count("float32") * 2 >= len(dtypes) and {"float16", "bfloat16"} <= set(dtypes)
+
+
+def _drawn_laws(op, examples):
+    found = []
+
+    def never(case):
+        found.append({"dtype": case.dtype})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("portakern.testing.runner.run_law", lambda subject, case, limits: never(case))
+        pk.check(op, fn=lambda x, axis=-1: right(x, axis=axis), max_examples=examples)
+    return found
+
+
+def drawn(op, examples, **options):
+    """The cases of a check, of which none runs."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("portakern.testing.runner.run_case", lambda subject, case, report, excused: found.append(case))
+        pk.check(op, backend="reference", max_examples=examples, **options)
+    return found
+
+
+def test_dtypes_have_fixed_shares():
+    for op, seed in (("softmax", 0), ("matmul", 1)):
+        count = {d: [c.dtype for c in drawn(op, 200, seed=seed)].count(d) for d in ("float32", "float16", "bfloat16")}
+        assert sum(count.values()) == 200 and 90 <= count["float32"] <= 110 and min(count.values()) >= 40, count
+    assert {c.dtype for c in drawn("softmax", 40, dtypes=["float64"])} == {"float64"}
+
+
+def test_sizes_that_people_use_are_drawn():
+    softmax, attention, matmul = (drawn(op, 400) for op in ("softmax", "attention", "matmul"))
+    rows = {n for c in softmax for n in c.shapes["x"]}
+    assert max(rows) >= 2048 and len({n for n in rows if n > 128 and n % 128 == 0}) >= 3
+    assert {6} <= {len(c.shapes["x"]) for c in softmax} and {6} <= {len(c.shapes["a"]) for c in matmul}
+    longest = [max(c.shapes[name][axis] for c in attention) for name, axis in (("k", 1), ("q", 2), ("q", 3))]
+    assert longest[0] >= 1024 and longest[1] >= 48 and longest[2] >= 128, longest
+    assert max(np.prod(s) for c in (*softmax, *attention, *matmul) for s in c.shapes.values()) <= 2**15
+
+
+def test_options_reach_the_ends_of_their_ranges():
+    free = {"limits": Limits(used=0), "only": ["several_block_q"]}  # of the checker's cases those that draw fastest
+    scales = [c.options["scale"] for c in drawn("attention", 100, **free) if c.options.get("scale") is not None]
+    assert min(scales) < 0 < max(scales) and 0.0 in scales
+    eps = [c.options["eps"] for c in drawn("layernorm", 400) if "eps" in c.options]
+    assert max(eps) >= 100 and 0.0 in eps
+
+
+# --- what a function says of itself ---
+
+
+def norm(x, weight, eps):
+    """No defaults, and a weight of x's dtype, as a kernel of a model has it."""
+    if weight.dtype != x.dtype or not x.size:
+        raise ValueError(f"weight is {weight.dtype}, x is {x.dtype} {x.shape}")
+    wide = x.astype(np.float64)
+    with np.errstate(all="ignore"):
+        r = 1 / np.sqrt(np.square(wide).mean(-1, keepdims=True) + eps)
+        return np.ascontiguousarray((wide * r * weight.astype(np.float64)).astype(x.dtype))
+
+
+def test_what_has_no_default_is_given_and_told_as_a_concession():
+    report = pk.check("rmsnorm", fn=norm, max_examples=150, concessions=["one_dtype", "no_empty"])
+    assert report.passed, report.failures
+    assert report.concessions == (
+        "eps is always given: it has no default",
+        "weight is always given: it has no default",
+        "arrays that may be float32 beside 16-bit ones have the op's dtype",
+        "no extent is 0",
+    )
+    assert report.to_dict()["concessions"] == list(report.concessions)
+    assert "rows_of_zeros" not in report.edges  # which is about a call without a weight
+    report = pk.check("rmsnorm", fn=norm, max_examples=150, shrink=False)
+    assert "ValueError: weight is float32" in report.failures[0].what or "(0," in report.failures[0].what
+    with pytest.raises(pk.SpecError, match="concession 'no_nan' is unknown; expected some of one_dtype, no_empty"):
+        pk.check("rmsnorm", fn=norm, concessions=["no_nan"])
+
+
+def test_functions_that_cannot_be_called_are_refused_in_words():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    with pytest.raises(pk.SpecError, match="is built in and does not say what arguments it takes; wrap it in a func"):
+        pk.check("softmax", fn=torch.softmax, framework="torch")
+    with pytest.raises(pk.SpecError, match="needs dim, which softmax does not have; expected some of x, axis"):
+        pk.check("softmax", fn=lambda x, dim: x)
+    with pytest.raises(pk.SpecError, match="takes 1 arguments by position; expected 2 for a, b"):
+        pk.check("matmul", fn=lambda a: a)
+
+
+@pytest.mark.parametrize(("said", "meant"), [("fp16", "float16"), ("bf16", "bfloat16"), ("half", "float16"),
+                                             ("fp32", "float32"), ("torch.float16", "float16"), ("flot32", "float32")])  # fmt: skip
+def test_a_dtype_by_another_name_is_understood(said, meant):
+    with pytest.raises(pk.SpecError, match=f"dtype '{said}' is unknown; did you mean '{meant}'"):
+        pk.check("softmax", fn=right, dtypes=[said])

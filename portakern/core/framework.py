@@ -120,6 +120,10 @@ class Framework:
         ``others`` shares any with it."""
         return False
 
+    def overlap(self, a: Any, b: Any) -> bool:
+        """Whether two arrays may share memory."""
+        return np.may_share_memory(self.to_numpy(a), self.to_numpy(b))
+
     def copy(self, array: Any) -> Any:
         """The values in memory of their own, in row-major order; of arrays that never change, the array itself."""
         return array

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from portakern.spec.dtypes import FLOATS
 
-__all__ = ["Axis", "DType", "Option", "Range", "option_from_annotation", "shown"]
+__all__ = ["HUGE", "TINY", "Axis", "DType", "Option", "Range", "option_from_annotation", "shown"]
 
 TINY, HUGE = (
     2.0**-126,
@@ -68,7 +68,7 @@ class Option:
     expected.
 
     ``kind`` is bool, int, float, choice (a string), dtype (a name) or tuple (of integers and None); ``optional``: it
-    may be None instead."""
+    may be None instead; ``range``: which numbers it takes, None of what is no number."""
 
     name: str
     default: Any
@@ -78,6 +78,7 @@ class Option:
     axis_of: str | None = None
     kind: str = "float"
     optional: bool = False
+    range: Range | None = None
 
 
 def option_from_annotation(name: str, hint: Any, default: Any) -> Option:
@@ -94,6 +95,8 @@ def option_from_annotation(name: str, hint: Any, default: Any) -> Option:
     check, expected, choices = _checker(inner, marks)
     axis_of = next((mark.of for mark in marks if isinstance(mark, Axis)), None)
     kind = _kind(inner, marks)
+    given = next((m for m in marks if isinstance(m, Range)), Range())
+    reach = given if kind in ("float", "int", "tuple") and axis_of is None else None
     if optional:
         return Option(
             name,
@@ -104,8 +107,9 @@ def option_from_annotation(name: str, hint: Any, default: Any) -> Option:
             axis_of,
             kind,
             True,
+            reach,
         )
-    return Option(name, default, check, expected, choices, axis_of, kind)
+    return Option(name, default, check, expected, choices, axis_of, kind, range=reach)
 
 
 def _kind(inner: Any, marks: tuple[Any, ...]) -> str:

@@ -56,6 +56,7 @@ class Edge:
       stretched: array -> dimensions along which it has an extent of 1, and is broadcast.
       regime: how float values are drawn before planting.
       smallest_tiles: run with the smallest tiling that is legal, so that few elements make many tiles.
+      same: arrays that are one object, given for each of them.
       plant: ``plant(arrays, rng, options)`` changes values in place (float64 and integer NumPy arrays by name).
     """
 
@@ -68,6 +69,7 @@ class Edge:
     stretched: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     regime: str = "normal"
     smallest_tiles: bool = False
+    same: tuple[str, ...] = ()
     plant: Callable[[dict[str, Any], Any, Mapping[str, Any]], None] | None = None
 
 

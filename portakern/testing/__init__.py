@@ -12,17 +12,19 @@ from portakern.testing.parallel import check_all
 from portakern.testing.report import Failure, Report
 from portakern.testing.runner import check, replay
 from portakern.testing.samples import sample_arrays, sample_case, samples
-from portakern.testing.strategies import Limits
+from portakern.testing.sizes import Limits
 from portakern.testing.subject import backend_variants
-from portakern.testing.verdict import Broken, compare_call
+from portakern.testing.verdict import Broken, BrokenPromise, OtherEdges, compare_call
 
 __all__ = [
     "Audit",
     "Broken",
+    "BrokenPromise",
     "Case",
     "Draw",
     "Failure",
     "Limits",
+    "OtherEdges",
     "Report",
     "audit",
     "backend_variants",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from portakern.spec.dtypes import ANY_INDEX, DTYPES, numpy_dtype
 from portakern.spec.parts import ValuesFn
 from portakern.testing.layouts import LAYOUTS, Buffer
 from portakern.testing.regimes import REGIMES
+from portakern.testing.sizes import one_form
 
 __all__ = ["LAYOUTS", "REGIMES", "Case", "edges", "generators"]
 
@@ -41,6 +42,9 @@ class Case:
       tiling: tile overrides; empty is the default tiling.
       dtypes: array name -> dtype, of arrays of a dtype of their own; the seed chooses those that are not named.
       edge: the corner of the contract that is planted (a key of :func:`edges`), or none.
+      same: arrays that are one object.
+      then: what follows the call that is made twice: "", "changed" (a third on an input that holds other values) or
+        "often" (more of both).
     """
 
     dtype: str
@@ -54,6 +58,8 @@ class Case:
     masks: Mapping[str, str] = field(default_factory=dict)
     edge: str = ""
     dtypes: Mapping[str, str] = field(default_factory=dict)
+    same: tuple[str, ...] = ()
+    then: str = ""
 
     def to_json(self) -> str:
         """One line of JSON; empty fields are left out."""
@@ -63,7 +69,7 @@ class Case:
     def from_json(cls, text: str) -> Case:
         raw = json.loads(text)
         raw["shapes"] = {k: tuple(v) for k, v in raw["shapes"].items()}
-        raw["wider"] = tuple(raw.get("wider", ()))
+        raw["wider"], raw["same"] = tuple(raw.get("wider", ())), tuple(raw.get("same", ()))
         raw["options"] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.get("options", {}).items()}
         return cls(**raw)
 
@@ -81,6 +87,8 @@ class Case:
             n: self._made(spec, made[n], bound, a, shape) if bound and n in made else self._values(a, shape)
             for n, (a, shape) in drawn.items()
         }
+        if self.same:
+            values |= dict.fromkeys(self.same, values[self.same[0]])
         plant = edges(spec)[self.edge].plant if self.edge else None
         if plant:
             plant(
@@ -92,7 +100,8 @@ class Case:
             arrays = {n: values[n].astype(numpy_dtype(self.dtype_of(a))) for n, (a, _) in drawn.items()}
         if forward and saved:
             arrays |= _forward_outputs(forward, arrays, self.options, saved)
-        return {n: LAYOUTS[self.layouts.get(n, "contiguous")](arrays[n]) for n in given}
+        laid = {n: LAYOUTS[self.layouts.get(n, "contiguous")](arrays[n]) for n in given}
+        return laid | dict.fromkeys(self.same, laid[self.same[0]]) if self.same else laid
 
     def form(self, spec: Spec[Any]) -> Call:
         """The bound call on arrays of one element, stretched: its dimensions and canonical options."""
@@ -225,8 +234,34 @@ def edges(spec: Spec[Any]) -> Mapping[str, Edge]:
         Edge("beyond_the_dtype", "results that overflow their dtype", regime="near_overflow"),
         Edge("subnormals", "values that hardware may flush", regime="subnormal"),
         Edge("planted_nan_and_inf", "NaN and infinities anywhere", regime="special"),
+        *_given_twice(spec),
     ]
     return {e.name: e for e in found} | spec.edges
+
+
+def _given_twice(spec: Spec[Any]) -> Iterator[Edge]:
+    """One array for several arguments, as ``attention(x, x, x)`` has it, where their shapes can be one.
+
+    What a gradient op saved follows from its other arguments, what a generator makes is made for one argument, and an
+    array that may be written to must be nobody else's.
+    """
+    forward = registry.forward_of(spec) if spec.is_vjp else None
+    apart = {o.name for o in (forward.outputs if forward else ())} | {*generators(spec, forward)} | {*spec.masks}
+    left = [a for a in spec.arrays if a.follows and a.name not in apart | {*spec.aliases.values()}]
+    ones = {
+        d: (1,) if any(f.variadic and d in f.factors for a in spec.arrays for f in a.dims) else 1 for d in spec.dims
+    }
+    while left:
+        first, *others = left
+        same = [
+            first,
+            *(a for a in others if a.optional == first.optional and one_form(spec, (first.name, a.name), ones)),
+        ]
+        left = [a for a in left if a not in same]
+        if len(same) > 1:
+            names = tuple(a.name for a in same)
+            given = tuple(a.name for a in same if a.optional)
+            yield Edge("_is_".join(names), "one array is given for each of them", given=given, same=names)
 
 
 def _emptying(spec: Spec[Any], dim: str) -> dict[str, tuple[int, int]]:

@@ -9,11 +9,17 @@ from typing import Any
 
 import numpy as np
 
+from portakern.core.framework import Framework
 from portakern.spec.dtypes import numpy_dtype
+from portakern.testing.sizes import Limits
 from portakern.testing.subject import Subject
-from portakern.testing.verdict import Broken
+from portakern.testing.verdict import BrokenPromise
 
-__all__ = ["Draw", "LawCase", "run_law"]
+__all__ = ["Draw", "LawCase", "NotTaken", "run_law"]
+
+
+class NotTaken(Exception):
+    """A law needs an argument that what is checked does not take."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,9 @@ class Draw:
     def same_bits(self, got: np.ndarray, want: np.ndarray, what: str) -> None:
         """The law's claim: two results agree to the bit."""
         if got.shape != want.shape or got.dtype != want.dtype:
-            raise Broken(f"{what}: {got.dtype.name} {got.shape} and {want.dtype.name} {want.shape}; expected the same")
+            raise BrokenPromise(
+                f"{what}: {got.dtype.name} {got.shape} and {want.dtype.name} {want.shape}; expected the same"
+            )
         got, want = np.ascontiguousarray(got), np.ascontiguousarray(want)
         raw = np.dtype(f"u{got.itemsize}")
         differ = (got.view(raw) != want.view(raw)) & ~(
@@ -63,29 +71,44 @@ class Draw:
         )
         if differ.any():
             index = tuple(int(i) for i in np.unravel_index(int(np.argmax(differ)), differ.shape))
-            raise Broken(
+            raise BrokenPromise(
                 f"{what}: {float(got[index]):.9g} and {float(want[index]):.9g} at {list(index)}; {int(differ.sum())} "
                 f"of {differ.size} elements differ"
             )
 
 
-def run_law(subject: Subject, case: LawCase) -> None:
-    """Assert one instance of a law on a subject."""
-    fw = subject.framework
+def run_law(subject: Subject, case: LawCase, limits: Limits | None = None) -> None:
+    """Assert one instance of a law on a subject.
+
+    Raises:
+      BrokenPromise: it does not hold. NotTaken: it needs an argument that ``limits`` or the subject do not have.
+    """
+    fw, spec = subject.framework, subject.spec
+    limits = limits or Limits(arguments=subject.arguments)
     op = subject.run({})
+    required = [a.name for a in spec.arrays if not a.optional]
+    defaults = {o.name: o.default for o in spec.options if o.name in subject.always}
+
+    def ours(a: np.ndarray) -> Any:
+        memory = np.ascontiguousarray(a).reshape(-1)
+        return fw.strided(memory, a.shape, _strides(a.shape), 0, subject.device)
 
     def run(*arrays: np.ndarray | None, **options: Any) -> Any:
-        ours = [
-            None
-            if a is None
-            else fw.strided(np.ascontiguousarray(a).reshape(-1), a.shape, _strides(a.shape), 0, subject.device)
-            for a in arrays
-        ]
-        out = op(*ours, **options)
-        return tuple(None if o is None else fw.to_numpy(o) for o in out) if isinstance(out, tuple) else fw.to_numpy(out)
+        given = {a.name: ours(x) for a, x in zip(spec.arrays, arrays, strict=False) if x is not None}
+        optional = {n: x for n, x in given.items() if n not in required}
+        lacks = subject.always & {a.name for a in spec.arrays} - {*given}
+        if lacks or not all(map(limits.takes, (*optional, *options))):
+            raise NotTaken
+        out = op(*(given[n] for n in required), **optional, **{**defaults, **options})
+        return tuple(None if o is None else _copy(fw, o) for o in out) if isinstance(out, tuple) else _copy(fw, out)
 
-    law: Callable[..., None] = subject.spec.laws[case.law]
+    law: Callable[..., None] = spec.laws[case.law]
     law(run, Draw(case.dtype, case.seed))
+
+
+def _copy(fw: Framework, array: Any) -> np.ndarray:
+    """What an array holds now: the next call may overwrite it."""
+    return np.array(fw.to_numpy(array))
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from portakern.testing.cases import Case
+from portakern.testing.verdict import KINDS
 
 __all__ = ["Failure", "Report"]
 
@@ -14,12 +15,14 @@ __all__ = ["Failure", "Report"]
 @dataclass(frozen=True)
 class Failure:
     """A case that broke the contract. ``reproduce`` is a line for a shell or for Python (see :class:`Subject`);
-    ``case`` the same for :func:`replay`."""
+    ``case`` the same for :func:`replay`. ``kind`` says what is broken: "bounds", "edges" (NaN and infinities lead
+    elsewhere than in the formula) or "promises" (see :data:`portakern.testing.verdict.KINDS`)."""
 
     op: str
     what: str
     case: str
     reproduce: str
+    kind: str = "bounds"
 
     def __str__(self) -> str:
         return f"{self.op}: {self.what}\n  reproduce: {self.reproduce}"
@@ -32,7 +35,9 @@ class Report:
     Attributes:
       op, subject: what was checked, on what (backend, device, compiled or interpreted).
       seed: the seed of the run; examples: cases that ran and were compared.
-      failures: broken cases, shrunk by Hypothesis; empty when all passed.
+      failures: broken cases, shrunk by Hypothesis, at most one of a kind; empty when all passed.
+      asked: what was held to: "promises" is missing where nobody asked for them.
+      concessions: what was not asked of a function because it cannot be given it, in words.
       worst: output name -> largest error as a fraction of what is permitted.
       worst_case: the case that reached it.
       refused: reason -> number of cases refused with it, all of them declared by the backend (an undeclared refusal is
@@ -58,16 +63,35 @@ class Report:
     edges: Counter[str] = field(default_factory=Counter)
     laws: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
+    asked: tuple[str, ...] = KINDS
+    concessions: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
         return not self.failures and self.examples + sum(self.laws.values()) > 0
 
+    @property
+    def verdicts(self) -> dict[str, bool | None]:
+        """Kind -> whether it held. None: nobody asked, or the check ended before it could tell: at a wrong element."""
+        broken = {f.kind for f in self.failures}
+        ended = "bounds" in broken or (not self.passed and not broken)
+        return {k: False if k in broken else None if ended or k not in self.asked else True for k in KINDS}
+
+    @property
+    def verdict(self) -> str:
+        """The verdicts in words: passed, or which of them failed and which held."""
+        if self.passed:
+            return "passed" if self.asked == KINDS else f"passed: {' and '.join(self.asked)}"
+        failed, held = ([k for k, v in self.verdicts.items() if v is value] for value in (False, True))
+        said = f"FAILED: {' and '.join(failed)}" if failed else "FAILED"
+        return f"{said}; {' and '.join(held)} held" if failed and held else said
+
     def to_dict(self) -> dict[str, Any]:
         """As plain data for JSON."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}  # asdict() counts a Counter's pairs
         plain = {k: dict(sorted(v.items())) if isinstance(v, Counter) else v for k, v in plain.items()}
-        return {**plain, "failures": [asdict(f) for f in self.failures], "passed": self.passed}
+        told = {"asked": list(self.asked), "concessions": list(self.concessions), "verdicts": self.verdicts}
+        return {**plain, **told, "failures": [asdict(f) for f in self.failures], "passed": self.passed}
 
     def merge(self, other: Report) -> Report:
         """This report and that of another shard of the same check, as one; seconds add up."""
@@ -83,6 +107,8 @@ class Report:
             self.seed,
             worst=worst,
             worst_case=other.worst_case if worse else self.worst_case,
+            asked=self.asked,
+            concessions=tuple(dict.fromkeys((*self.concessions, *other.concessions))),
             **{name: getattr(self, name) + getattr(other, name) for name in sums},
         )
 

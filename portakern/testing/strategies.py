@@ -3,9 +3,10 @@ legal tile."""
 
 from __future__ import annotations
 
+import difflib
+import functools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hypothesis import reject
@@ -16,53 +17,45 @@ from portakern.core.call import dropped_dims, shape_of
 from portakern.errors import SpecError
 from portakern.spec import ArrayArg, Edge, Spec, Tile
 from portakern.spec.dtypes import DTYPES
-from portakern.spec.options import Option
+from portakern.spec.options import HUGE, TINY, Option, Range
 from portakern.testing.cases import Case, generators
 from portakern.testing.layouts import LAYOUTS
 from portakern.testing.regimes import MASK_REGIMES, VALUE_REGIMES
+from portakern.testing.sizes import Limits, at_least_1, drawn_dims, one_form, shrink_to_fit
 
-__all__ = ["Limits", "cases", "dtypes_of"]
+__all__ = ["Limits", "cases", "dtypes_of", "turns"]
 
 Shape = tuple[int, ...]
-
-EXTENTS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 64, 65, 127, 128, 129, 130, 200, 257, 300, 513)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a case may ask for: ``elements`` of the largest array, ``flops`` of the call, ``tile_volume`` the product of
-    its tile extents, and which arguments the implementation takes. The defaults suit interpreters."""
-
-    elements: int = 4096
-    flops: float = 2e6
-    tile_volume: int = 2**18
-    dtypes: Sequence[str] = tuple(d for d in DTYPES if d != "float64")
-    arguments: frozenset[str] | None = None  # None: all of the spec's
-    strided: bool = True
-
-    def takes(self, name: str) -> bool:
-        return self.arguments is None or name in self.arguments
 
 
 @st.composite
 def cases(
-    draw: st.DrawFn, spec: Spec[Any], limits: Limits, tiles: Mapping[str, Tile], edge: Edge | None = None
+    draw: st.DrawFn,
+    spec: Spec[Any],
+    limits: Limits,
+    tiles: Mapping[str, Tile],
+    edge: Edge | None = None,
+    whose_turn: Callable[[], str] | None = None,
 ) -> Case:
     """A case of ``spec`` within ``limits``; ``tiles`` are the tile names and ranges that a tiling may set; ``edge``:
-    the corner to visit."""
+    the corner to visit; ``whose_turn`` gives the dtype, None: any. What is drawn does not depend on it."""
     edge = edge or Edge("")
     given = [
         a
         for a in spec.arrays
         if not a.optional
         or a.name in edge.given
+        or a.name in limits.always
         or (limits.takes(a.name) and a.name not in edge.absent and draw(st.booleans()))
     ]
-    dims = _shrink_to_fit(spec, given, draw(_dims(spec, edge)), limits, edge)
+    wide, kept = drawn_dims(draw, spec, edge, limits)
+    dims = shrink_to_fit(spec, given, wide, limits, edge, kept)
+    if edge.same:
+        dims = one_form(spec, edge.same, dims) or dims
     plain = [a for a in given if not any(f in spec.drops for d in a.dims for f in d.factors)]
-    shapes = {a.name: _stretch(draw, a, dims, edge.stretched.get(a.name, ())) for a in plain}
+    shapes = {a.name: _stretch(draw, a, dims, edge.stretched.get(a.name, ()), edge.same) for a in plain}
     layouts = _layouts(draw, spec, given, limits, edge)
-    dtype = draw(st.sampled_from(dtypes_of(spec, limits)))
+    dtype = whose_turn() if whose_turn else draw(st.sampled_from(dtypes_of(spec, limits)))
     regime = edge.regime if edge.name else draw(st.sampled_from(VALUE_REGIMES))
     seed = draw(st.integers(0, 2**31 - 1))
     options = _options(draw, spec, shapes, limits, edge) | draw(_wants(spec, given, 5 if edge.name else 2))
@@ -78,24 +71,69 @@ def cases(
         seed=seed,
         options=options,
         layouts={k: v for k, v in layouts.items() if v != "contiguous"},
-        tiling=draw(_tiling(spec, tiles, limits, edge)),
-        wider=tuple(a.name for a in given if a.or_float32 and narrow and draw(st.booleans())),
+        tiling={} if kept else draw(_tiling(spec, tiles, limits, edge)),  # the least tiles of long extents are many
+        wider=tuple(
+            a.name for a in given if a.or_float32 and draw(st.booleans()) and _may_widen(a, narrow, limits, edge)
+        ),
         masks={a.name: draw(st.sampled_from(MASK_REGIMES)) for a in given if a.name in spec.masks and not edge.plant},
         edge=edge.name,
+        dtypes={a.name: dtype for a in given if limits.one_dtype and not a.follows and dtype in a.dtypes},
+        same=edge.same,
+        then="" if edge.same else draw(THEN),
     )
     if not _binds(spec, case) or not case.obeys(spec):
         reject()
     return case
 
 
+THEN = st.sampled_from(("",) * 34 + ("changed",) * 5 + ("often",))
+"""What follows a call that was made twice: mostly nothing, for each call takes its time."""
+
+ALIASES = {"half": "float16", "fp": "float", "bf": "bfloat", "f": "float", "i": "int", "u": "uint", "single": "float32",
+           "double": "float64"}  # fmt: skip
+"""Other names of dtypes, or what they begin with."""
+
+
 def dtypes_of(spec: Spec[Any], limits: Limits) -> list[str]:
-    """The dtypes of the op that are drawn."""
+    """The dtypes of the op that are drawn.
+
+    Raises:
+      SpecError: a name that is none of a dtype, or none that the op has.
+    """
+    for name in limits.dtypes:
+        if name not in DTYPES:
+            meant = _meant(name)
+            raise SpecError(
+                f"check({spec.name!r}): dtype {name!r} is unknown; "
+                + (f"did you mean {meant!r}? " if meant else "")
+                + f"{spec.name} has {', '.join(spec.dtypes)}"
+            )
     found = [d for d in limits.dtypes if d in spec.dtypes]
     if not found:
         raise SpecError(
             f"check({spec.name!r}): dtypes are {', '.join(limits.dtypes)}; expected some of {', '.join(spec.dtypes)}"
         )
     return sorted(found, key=spec.dtypes.index)
+
+
+def _meant(name: str) -> str | None:
+    """The dtype that somebody may mean by another name."""
+    text = str(name).removeprefix("torch.").removeprefix("np.").lower()
+    letters = text.rstrip("0123456789_")
+    whole = ALIASES.get(text) or ALIASES.get(letters, letters) + text[len(letters) :]
+    return whole if whole in DTYPES else next(iter(difflib.get_close_matches(text, DTYPES, 1)), None)
+
+
+def turns(dtypes: Sequence[str], count: int, first: int = 0) -> list[str]:
+    """The dtypes of so many cases, one after the other: every second case has the first of them, where rounding hides
+    least, and the others share the rest; ``first`` says where in that round they begin."""
+    lead, *others = dtypes
+    round_ = [d for other in others for d in (lead, other)] or [lead]
+    return [round_[(first + i) % len(round_)] for i in range(count)]
+
+
+def _may_widen(a: ArrayArg, narrow: bool, limits: Limits, edge: Edge) -> bool:
+    return narrow and not limits.one_dtype and a.name not in edge.same
 
 
 def _layouts(draw: st.DrawFn, spec: Spec[Any], given: Sequence[ArrayArg], limits: Limits, edge: Edge) -> dict[str, str]:
@@ -107,6 +145,8 @@ def _layouts(draw: st.DrawFn, spec: Spec[Any], given: Sequence[ArrayArg], limits
         if limits.strided and draw(st.booleans()):  # repeating index 0 would undo what is planted, or made to fit
             kinds = sorted(k for k in LAYOUTS if not (k == "expanded" and (edge.plant or a.name in made)))
             found[a.name] = draw(st.sampled_from(kinds))
+    if edge.same:
+        found |= dict.fromkeys(edge.same, found.get(edge.same[0], "contiguous"))
     return found
 
 
@@ -145,7 +185,7 @@ def _along_axes(
         extents = list(dims[whole])
         axis = options.get(option.name, option.default) % len(extents)
         extents[axis] = draw(st.integers(lo, min(hi, lo + 40)))
-        while math.prod(map(_at_least_1, extents)) > max(limits.elements, extents[axis]):
+        while math.prod(map(at_least_1, extents)) > max(limits.elements, extents[axis]):
             wide = max((i for i in range(len(extents)) if i != axis), key=lambda i: extents[i])
             extents[wide] = (extents[wide] + 1) // 2
         for a in arrays:
@@ -194,77 +234,14 @@ def _fit_tiles(spec: Spec[Any], tiling: dict[str, int], tiles: Mapping[str, Tile
     return tiling
 
 
-@st.composite
-def _dims(draw: st.DrawFn, spec: Spec[Any], edge: Edge) -> dict[str, Any]:
-    variadic = {d.factors[0] for a in spec.arrays for d in a.dims if d.variadic}
-    dims: dict[str, Any] = {}
-    for name in spec.dims:
-        lo, hi = edge.dims.get(name, (0, max(EXTENTS)))
-        choices = [e for e in EXTENTS if lo <= e <= hi]
-        extent = st.integers(max(lo, 1) if hi else 0, min(hi, lo + 40))
-        extent = st.one_of(st.sampled_from(choices), extent) if choices else extent
-        if name not in edge.dims and name not in spec.positive and not edge.name and not draw(st.integers(0, 24)):
-            extent = st.just(0)
-        dims[name] = (
-            tuple(draw(st.lists(extent, min_size=name in edge.dims, max_size=1 if lo > 64 else 3)))
-            if name in variadic
-            else draw(extent)
-        )
-    for a in spec.arrays:  # an op along an axis needs one
-        run = a.dims[0].factors[0] if len(a.dims) == 1 and a.dims[0].variadic and not a.optional else None
-        if run in dims and not dims[run]:
-            dims[run] = (draw(st.sampled_from(EXTENTS)),)
-    return dims
-
-
-def _shrink_to_fit(
-    spec: Spec[Any], given: Sequence[ArrayArg], dims: dict[str, Any], limits: Limits, edge: Edge
-) -> dict[str, Any]:
-    """Halve the largest extent until the arrays and the work fit; one that the edge bounds from below only while
-    another cannot give."""
-
-    def too_big() -> bool:
-        full = {
-            n: tuple(map(_at_least_1, e)) if isinstance(e, tuple) else _at_least_1(e) for n, e in dims.items()
-        }  # a 0 may be broadcast away
-        extents: list[int] = [math.prod(e) if isinstance(e, tuple) else e for e in full.values()]
-        full |= {d: full[dropped[0]] for d in spec.drops if (dropped := spec.dropped(d))}  # an axis more than it has
-        shapes = [
-            *(a.dims for a in given),
-            *(o.dims for o in spec.outputs if o.gradient_of is None or o.gradient_of in {a.name for a in given}),
-        ]
-        sizes = [math.prod(shape_of(s, full)) for s in shapes]
-        return max(sizes) > limits.elements or math.prod(extents) > limits.flops / 4
-
-    while too_big():
-        name = max(
-            dims,
-            key=lambda d: (
-                _widest(dims[d]) > 1 and _widest(dims[d]) // 2 >= edge.dims.get(d, (0, 0))[0],
-                _widest(dims[d]),
-            ),
-        )
-        extent = dims[name]
-        if isinstance(extent, tuple):
-            i = extent.index(max(extent))
-            dims[name] = (*extent[:i], (extent[i] + 1) // 2, *extent[i + 1 :])
-        else:
-            dims[name] = (extent + 1) // 2
-    return dims
-
-
-def _at_least_1(extent: int) -> int:
-    return max(extent, 1)
-
-
-def _widest(extent: Any) -> int:
-    return max(extent, default=0) if isinstance(extent, tuple) else int(extent)
-
-
-def _stretch(draw: st.DrawFn, a: ArrayArg, dims: dict[str, Any], ones: Sequence[str] = ()) -> tuple[int, ...]:
+def _stretch(
+    draw: st.DrawFn, a: ArrayArg, dims: dict[str, Any], ones: Sequence[str] = (), whole: Sequence[str] = ()
+) -> tuple[int, ...]:
     """The shape of an argument; axes that broadcast are 1, or missing at the front, now and then, and those of ``ones``
-    always 1."""
+    always 1. Arguments of ``whole`` have every axis."""
     shape: list[int] = []
+    if a.name in whole:
+        return shape_of(a.dims, dims)
     for d in a.dims:
         extents = shape_of((d,), dims)
         if d.variadic and d.broadcast:
@@ -289,4 +266,34 @@ def _option_values(o: Option, shapes: Mapping[str, tuple[int, ...]]) -> st.Searc
     if o.axis_of:
         ndim = len(shapes[o.axis_of])
         return st.integers(-ndim, ndim - 1)
-    return st.sampled_from(o.choices)
+    return _values_of(o)
+
+
+@functools.cache
+def _values_of(o: Option) -> st.SearchStrategy[Any]:
+    """Half of them usual, the others anywhere in the option's range and at its ends."""
+    usual: st.SearchStrategy[Any] = st.sampled_from(o.choices)
+    if o.range is None:
+        return usual
+    if o.kind == "float":
+        anywhere = st.builds(_scaled, st.sampled_from((1.0, -1.0)), st.integers(-20, 20), st.integers(8, 15))
+        return st.one_of(usual, usual, st.sampled_from(_ends(o.range)), anywhere.filter(o.range.__contains__))
+    ends = st.sampled_from([e for e in (0, 1, 2**20) if e in o.range])
+    if o.kind == "tuple":
+        return st.one_of(usual, usual, st.tuples(*[st.one_of(st.none(), ends)] * len(next(filter(None, o.choices)))))
+    return st.one_of(usual, usual, ends)
+
+
+def _scaled(sign: float, exponent: int, eighths: int) -> float:
+    """A number of few digits, so that it reads well where it fails."""
+    return sign * eighths / 8 * 2.0**exponent
+
+
+FAR = 1e30
+"""As far as a range without an end is tried: what float32 holds beside any sum of ordinary values."""
+
+
+def _ends(r: Range) -> list[float]:
+    """The ends of a range, or what lies next to one that is not in it, with 0, both signs and sizes far from usual."""
+    some = (r.lo, r.hi, r.lo + max(TINY, abs(r.lo) / 64), r.hi - abs(r.hi) / 64, 0.0, -1.0, -0.375, 100.0, FAR, -FAR)
+    return sorted({float(v) for v in some if v in r and abs(v) <= HUGE}, key=lambda v: (abs(v), v))

@@ -5,23 +5,24 @@ from __future__ import annotations
 import inspect
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from portakern.api import op
 from portakern.core import registry, tilings
 from portakern.core.backend import Backend, Implementation
-from portakern.core.binder import bind
+from portakern.core.call import Call
 from portakern.core.framework import Framework, frameworks
 from portakern.core.route import to_framework
 from portakern.core.targets import Target
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.spec import Spec, Tile
 from portakern.testing.cases import Case
+from portakern.testing.sizes import Limits
 
-__all__ = ["Subject", "backend_subject", "backend_variants", "function_subject"]
+__all__ = ["CONCESSIONS", "Subject", "backend_subject", "backend_variants", "concede", "function_subject"]
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,10 @@ class Subject:
     Attributes:
       spec: the op; framework, device: the arrays that it takes; target, interpret: what runs them.
       run: ``run(tiling)`` gives the callable; an empty tiling is the default.
-      tiling: ``tiling(case)`` gives (overrides to run with, the whole tiling, why the case's own tiling is not legal).
+      tiling: ``tiling(case, call)`` gives (overrides to run with, the whole tiling, why the case's own tiling is not legal).
       tiles: the names and ranges that a tiling may set.
-      arguments: the arguments that it takes; None: all.
+      arguments: the arguments that it takes; None: all. always: those without a default there, which every call gives.
+      lawful: whether it is held to the spec's laws: somebody else's kernel behind a backend never promised them.
       accepts: whether a refusal with this text is one that the backend declares.
       context: what its cases run in: the profile that was named.
       reproduce: ``reproduce(case)``, a line that runs a case again: for a shell, or for Python where a new process
@@ -47,13 +49,15 @@ class Subject:
     target: Target
     interpret: bool
     run: Callable[[Mapping[str, int]], Callable[..., Any]]
-    tiling: Callable[[Case], tuple[Mapping[str, int], Mapping[str, int], str | None]]
+    tiling: Callable[[Case, Call], tuple[Mapping[str, int], Mapping[str, int], str | None]]
     tiles: Mapping[str, Tile]
     arguments: frozenset[str] | None
     accepts: Callable[[str], bool]
     context: Callable[[], AbstractContextManager[Any]]
     reproduce: Callable[[str], str]
     name: str
+    always: frozenset[str] = frozenset()
+    lawful: bool = True
 
 
 def backend_variants(spec: Spec[Any], backend: str | Backend, device: str | None = None) -> tuple[str, ...]:
@@ -113,7 +117,7 @@ def backend_subject(
     return Subject(
         spec, fw, found, target, interpret,
         run=lambda tiling: op(spec, backend=b, variant=named, tiling=tiling),
-        tiling=lambda case: _legal(impl, spec, case, fw, target, interpret),
+        tiling=lambda case, call: _legal(impl, spec, case, call, fw),
         tiles={} if b.oracle else {**spec.tiling, **impl.knobs},
         arguments=None if impl.takes is None else impl.takes(spec),
         accepts=lambda text: others_follow or any(re.search(pattern, text) for pattern in b.refusals),
@@ -122,6 +126,7 @@ def backend_subject(
         name=f"{b.name} on {target} ({how})"
         + (f", variant {named}" if named else "")
         + (f", profile {profile}" if profile else ""),
+        lawful=not b.peer,
     )  # fmt: skip
 
 
@@ -142,13 +147,11 @@ def _python_line(spec: Spec[Any], subject: str, given: Mapping[str, str | None])
 
 
 def _legal(
-    impl: Implementation, spec: Spec[Any], case: Case, fw: Framework, target: Target, interpret: bool
+    impl: Implementation, spec: Spec[Any], case: Case, call: Call, fw: Framework
 ) -> tuple[Mapping[str, int], Mapping[str, int], str | None]:
     """The case's tiling, its tiles doubled until the implementation supports it; none where it never does."""
-    call = bind(spec, **{n: b.view() for n, b in case.buffers(spec).items()}, **case.options)
     if impl.backend.oracle or call.degenerate:
         return {}, {}, None
-    call = call.replace(target=target, interpret=interpret)
     if not fw.host_only:
         call = to_framework(call, fw)
     default, reason = tilings.default(impl, call).tiling, None
@@ -176,16 +179,83 @@ def function_subject(spec: Spec[Any], fn: Callable[..., Any] | None, framework: 
     found = next((d for d in fw.devices() if device is None or fw.target(d).platform == device), None)
     if found is None:
         raise UnavailableError(f"{framework} has no {device} device here")
-    parameters = inspect.signature(fn).parameters.values()
-    arguments = None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in parameters)
+    arguments, always = _taken(spec, fn)
     return Subject(
         spec, fw, found, fw.target(found), False,
         run=lambda tiling: fn,
-        tiling=lambda case: ({}, {}, None),
+        tiling=lambda case, call: ({}, {}, None),
         tiles={},
         arguments=arguments,
         accepts=lambda text: any(re.search(pattern, text) for pattern in getattr(fn, "refusals", ())),
         context=nullcontext,
         reproduce=_python_line(spec, "fn=...", {"framework": framework, "device": device}),
-        name=f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', repr(fn))} on {fw.target(found)}",
+        name=f"{_name_of(fn)} on {fw.target(found)}",
+        always=always,
     )  # fmt: skip
+
+
+def _name_of(fn: Callable[..., Any]) -> str:
+    return f"{getattr(fn, '__module__', None) or '?'}.{getattr(fn, '__qualname__', repr(fn))}"
+
+
+def _taken(spec: Spec[Any], fn: Callable[..., Any]) -> tuple[frozenset[str] | None, frozenset[str]]:
+    """(the op's arguments that a function takes, None for all; those among the optional ones that it has no default
+    for).
+
+    Raises:
+      SpecError: it does not say what it takes, or cannot be called with the op's arguments alone.
+    """
+    called, required = f"check({spec.name!r}): {_name_of(fn)}", [a.name for a in spec.arrays if not a.optional]
+    known = {a.name for a in spec.arrays if a.optional} | {o.name for o in spec.options}
+    example = f"fn=lambda {', '.join(required)}, *, {', '.join(sorted(known))}: ..."
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        raise SpecError(
+            f"{called} is built in and does not say what arguments it takes; wrap it in a function that does, of those "
+            f"that it has: {example}"
+        ) from None
+    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(places) < len(required) and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        raise SpecError(
+            f"{called} takes {len(places)} arguments by position; expected {len(required)} for "
+            f"{', '.join(required)}, which come so: wrap it, {example}"
+        )
+    named = [p for p in parameters if p not in places[: len(required)] and p.kind not in (p.VAR_POSITIONAL,)]
+    lone = [p.name for p in named if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    strange = [n for n in lone if n not in known]
+    if strange:
+        raise SpecError(
+            f"{called} needs {strange[0]}, which {spec.name} does not have; expected some of "
+            f"{', '.join((*required, *sorted(known)))}: wrap it, {example}"
+        )
+    everything = any(p.kind is p.VAR_KEYWORD for p in named)
+    return None if everything else frozenset(required) | {p.name for p in named}, frozenset(lone)
+
+
+CONCESSIONS = {
+    "one_dtype": "arrays that may be float32 beside 16-bit ones have the op's dtype",
+    "no_empty": "no extent is 0",
+}
+"""What a check may leave out for a kernel that has never seen it: name -> in words."""
+
+
+def concede(spec: Spec[Any], limits: Limits, names: Collection[str]) -> tuple[Limits, tuple[str, ...]]:
+    """The limits with concessions, and what a report says of them.
+
+    Raises:
+      SpecError: an unknown name.
+    """
+    for name in names:
+        if name not in CONCESSIONS:
+            raise SpecError(
+                f"check({spec.name!r}): concession {name!r} is unknown; expected some of {', '.join(CONCESSIONS)}"
+            )
+    narrowed = replace(
+        limits,
+        one_dtype=limits.one_dtype or "one_dtype" in names,
+        empty=limits.empty and "no_empty" not in names,
+    )
+    made = {"one_dtype": narrowed.one_dtype, "no_empty": not narrowed.empty}
+    given = [f"{n} is always given: it has no default" for n in sorted(limits.always)]
+    return narrowed, (*given, *(CONCESSIONS[n] for n, is_made in made.items() if is_made))

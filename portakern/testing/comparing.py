@@ -1,0 +1,234 @@
+"""One case: its calls one after the other, and what each must give."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from portakern.core import registry
+from portakern.core.binder import bind
+from portakern.core.call import Call
+from portakern.core.framework import Framework
+from portakern.core.oracle import as_float64, broken_rule
+from portakern.errors import UnsupportedError
+from portakern.spec import Spec
+from portakern.spec.dtypes import DTYPES, numpy_dtype
+from portakern.testing.cases import Case, generators
+from portakern.testing.layouts import Buffer
+from portakern.testing.report import Report
+from portakern.testing.subject import Subject
+from portakern.testing.verdict import Broken, BrokenPromise, OtherEdges, compare_call
+
+__all__ = ["run_case"]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a call gave: the arrays themselves, which a later call might overwrite, and a copy of what they held."""
+
+    outputs: tuple[Any, ...]
+    values: tuple[np.ndarray, ...]
+    bits: tuple[bytes, ...]
+
+
+class Trial:
+    """A case on a subject; ``excused`` are kinds of Broken that are known by now, and no longer told."""
+
+    def __init__(self, subject: Subject, case: Case, excused: Collection[str]) -> None:
+        self.subject, self.case, self.excused = subject, case, excused
+        self.fw: Framework = subject.framework
+        self.buffers = case.buffers(subject.spec)
+        self.arrays = self.place()
+        self.reference = self.bound(self.buffers)
+        self.overrides, self.tiling, self.illegal = subject.tiling(case, self.reference)
+        self.run = subject.run(self.overrides)
+        self.now: dict[str, bytes] = {}  # what inputs hold that were changed
+
+    def bound(self, buffers: Mapping[str, Buffer]) -> Call:
+        """The call as the oracle gets it, with what ran it."""
+        call = bind(self.subject.spec, **{n: b.view() for n, b in buffers.items()}, **self.case.options)
+        call.target, call.interpret = self.subject.target, self.subject.interpret
+        return call
+
+    def place(self) -> dict[str, Any]:
+        """The case's arrays in the subject's framework and on its device, each in memory of its own."""
+        placed: dict[int, Any] = {}
+        for b in self.buffers.values():
+            if id(b) not in placed:
+                memory = b.memory.copy()
+                placed[id(b)] = self.fw.strided(memory, b.shape, b.strides, b.offset, self.subject.device)
+        return {n: placed[id(b)] for n, b in self.buffers.items()}
+
+    def called(self) -> Any:
+        """The call, required arrays by position as users pass them; an option that has no default there by its own."""
+        spec, arrays = self.subject.spec, self.arrays
+        positional = [arrays[a.name] for a in spec.arrays if not a.optional]
+        named = {a.name: arrays[a.name] for a in spec.arrays if a.optional and a.name in arrays}
+        options = {o.name: o.default for o in spec.options if o.name in self.subject.always} | {**self.case.options}
+        return self.run(*positional, **named, **options)
+
+    def breaks(self, what: str) -> None:
+        """A promise is broken; told unless it is known."""
+        if BrokenPromise.kind not in self.excused:
+            raise BrokenPromise(what)
+
+    def hold(self, result: Any, call: Call, arrays: Mapping[str, Any]) -> Held:
+        """The wanted outputs, copied at once, and held to whose arrays they are and what memory they may take."""
+        outputs = tuple(o for o in result if o is not None) if isinstance(result, tuple) else (result,)
+        if len(outputs) != len(call.wants):
+            raise Broken(f"{len(outputs)} outputs came back; expected {len(call.wants)}: {', '.join(call.wants)}")
+        fw, values = self.fw, []
+        for name, out in zip(call.wants, outputs, strict=True):
+            if not fw.owns(out):
+                raise Broken(f"{name} came back as a {type(out).__name__}; expected a {fw.name} array")
+            shown = fw.to_numpy(out)
+            own = arrays.get(call.spec.aliases.get(name, ""))
+            in_place = own is not None and _same_memory(shown, fw.to_numpy(own))
+            if not fw.contiguous(out) and not in_place:
+                self.breaks(f"{name} is not contiguous")
+            for other, array in arrays.items():
+                if fw.overlap(out, array) and not (in_place and array is own):
+                    self.breaks(f"{name} shares memory with the input {other}")
+            declared = call.outputs[name][1]
+            values.append(np.array(shown, numpy_dtype(declared) if shown.dtype.name == fw.held(declared) else None))
+        return Held(outputs, tuple(values), tuple(v.tobytes() for v in values))
+
+    def compare(self, held: Held, call: Call, regime: str = "") -> dict[str, float]:
+        """The fractions of the bound; none where NaN and infinities lead elsewhere, and that is known."""
+        try:
+            return compare_call(call, held.values, self.tiling, regime)
+        except OtherEdges:
+            if OtherEdges.kind not in self.excused:
+                raise
+            return {}
+
+    def again(self, before: Held, call: Call, arrays: Mapping[str, Any]) -> Held:
+        """The call once more: the same bits in other memory, and what came before left alone."""
+        after = self.hold(self.called(), call, arrays)
+        if after.bits != before.bits:
+            try:
+                self.compare(after, call)
+            except Broken as e:
+                raise type(e)(f"called again: {e}") from None
+            self.breaks("the same call twice gave different bits")
+        self.apart(before, after, call)
+        return after
+
+    def apart(self, before: Held, after: Held, call: Call) -> None:
+        """A result is its caller's: a later call neither hands the same memory out nor writes to it."""
+        for i, name in enumerate(call.wants):
+            first, second = before.outputs[i], after.outputs[i]
+            if self.fw.immutable or name in call.spec.aliases or not before.values[i].size:
+                continue
+            if self.fw.overlap(first, second):
+                self.breaks(f"{name} of two calls shares memory: the second overwrites the first's")
+            if np.array(self.fw.to_numpy(first), before.values[i].dtype).tobytes() != before.bits[i]:
+                self.breaks(f"{name} of an earlier call was overwritten by a later one")
+
+    def untouched(self, arrays: Mapping[str, Any], held: Held, call: Call) -> None:
+        """An input holds what it held, or the output that may take its memory."""
+        outputs = dict(zip(call.wants, held.values, strict=True))
+        takers = {name: out for out, name in call.spec.aliases.items()}
+        for name, b in self.buffers.items():
+            shown = self.fw.to_numpy(arrays[name]).astype(b.memory.dtype, copy=False)  # JAX holds int64 as int32
+            bits, taker = shown.tobytes(), outputs.get(takers.get(name, ""))
+            in_place = taker is not None and bits == taker.tobytes()
+            if bits != (self.now[name] if name in self.now else b.view().tobytes()) and not in_place:
+                self.breaks(f"the input {name} was written to")
+
+    def changed(self, first: Held) -> None:
+        """An input takes other values where it lies, and the call is made a third time; "often": it changes there and
+        back again.
+
+        A kernel that keeps results by an array's identity, by a shape, or from its n-th call on, gives old ones here.
+        """
+        name = _changeable(self.subject.spec, self.case)
+        if name is None:
+            return
+        b = self.buffers[name]
+        negated = Buffer(-b.memory, b.shape, b.strides, b.offset)
+        buffers = {**self.buffers, name: negated}
+        other = self.bound(buffers)
+        if any(r.values for r in other.spec.require) and broken_rule(as_float64(other)):
+            return
+        self.negate(name)
+        second = self.hold(self.called(), other, self.arrays)
+        try:
+            self.compare(second, other)
+        except Broken as e:
+            raise type(e)(f"after {name} was negated in place: {e}") from None
+        self.apart(first, second, other)
+        self.untouched(self.arrays, second, other)
+        for turn in range(4 if self.case.then == "often" else 0):
+            self.negate(name)
+            self.again(first if turn % 2 == 0 else second, self.reference if turn % 2 == 0 else other, self.arrays)
+
+    def negate(self, name: str) -> None:
+        """The same array with every element negated; a new one where arrays never change."""
+        if self.fw.immutable:
+            self.arrays = {**self.arrays, name: -self.arrays[name]}
+        else:
+            self.arrays[name][...] = -self.arrays[name]
+        self.now[name] = self.fw.to_numpy(self.arrays[name]).tobytes()  # libraries differ in the sign of a NaN
+
+
+def run_case(subject: Subject, case: Case, report: Report, excused: Collection[str] = ()) -> None:
+    """Run one case; raise Broken where the contract is."""
+    trial = Trial(subject, case, excused)
+    call, fw = trial.reference, subject.framework
+    try:
+        with fw.poisoned():
+            got = trial.called()
+    except UnsupportedError as e:
+        if not subject.accepts(str(e)):
+            raise Broken(f"refused, and the backend does not declare it among its refusals: {e}") from e
+        report.refused[str(e).partition("cannot: ")[2] or str(e)] += 1
+        return
+    first = trial.hold(got, call, trial.arrays)
+    fractions = trial.compare(first, call, _random_regime(subject.spec, case))
+    trial.untouched(trial.arrays, first, call)
+    if subject.spec.aliases:  # what was given in may be spent
+        trial.arrays = trial.place()
+    trial.again(first, call, trial.arrays)
+    trial.untouched(trial.arrays, first, call)
+    if case.then and not subject.spec.aliases:
+        trial.changed(first)
+    for name, fraction in fractions.items():
+        if fraction >= max(report.worst.values(), default=0.0):
+            report.worst_case = case.to_json()
+        report.worst[name] = max(report.worst.get(name, 0.0), fraction)
+    if trial.illegal:
+        report.tilings_refused[trial.illegal] += 1
+    report.count(case, " ".join(f"{k}={v}" for k, v in trial.overrides.items()) or "default")
+
+
+def _changeable(spec: Spec[Any], case: Case) -> str | None:
+    """An argument whose values may be others without making the call another: none that a saved result follows from,
+    that a generator made, or whose elements share memory."""
+    forward = registry.forward_of(spec) if spec.is_vjp else None
+    fixed = {*generators(spec, forward), *spec.masks, *case.same}
+    if forward:
+        fixed |= {a.name for a in forward.arrays} | {o.name for o in forward.outputs}
+    free = [
+        a.name
+        for a in spec.arrays
+        if a.name in case.shapes and a.name not in fixed and case.layouts.get(a.name) != "expanded"
+        and DTYPES[case.dtype_of(a)].floating and DTYPES[case.dtype_of(a)].bits > 8
+    ]  # fmt: skip
+    return free[case.seed % len(free)] if free else None
+
+
+def _random_regime(spec: Spec[Any], case: Case) -> str:
+    """The regime whose values the case holds; none where they were planted, repeated, or made by a generator."""
+    made = generators(spec, registry.forward_of(spec) if spec.is_vjp else None)
+    shaped = any(a.name in made and a.name in case.shapes and a.follows for a in spec.arrays)
+    special = case.edge or case.masks or case.same or "expanded" in case.layouts.values() or shaped
+    return "" if special else case.regime
+
+
+def _same_memory(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays are one: element by element in the same place."""
+    return (a.ctypes.data, a.shape, a.strides) == (b.ctypes.data, b.shape, b.strides)

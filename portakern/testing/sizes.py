@@ -1,0 +1,227 @@
+"""Extents: those that odd cases are made of, those that people use, and the cuts that keep a case small."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from portakern.core import registry
+from portakern.core.call import shape_of
+from portakern.spec import ArrayArg, Edge, Spec
+from portakern.spec.dtypes import DTYPES
+
+__all__ = ["EXTENTS", "Limits", "at_least_1", "drawn_dims", "one_form", "shrink_to_fit"]
+
+EXTENTS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 64, 65, 127, 128, 129, 130, 200, 257, 300, 513)
+"""Of small cases: on both sides of what tiles and vectors hold."""
+
+USED = tuple(sorted({(1 << e) + s for e in range(3, 13) for s in (-1, 0, 1)} | {96, 384, 640, 768, 1000, 1280, 3072}))
+"""Of cases as people run them: powers of two with their neighbours, and widths of models."""
+
+WHOLE = tuple(1 << e for e in range(7, 13))
+"""Those that tiles divide, which come as often as all others."""
+
+FEW = (1, 2, 3, 4, 6)
+LONGEST = 4096
+"""The longest extent of such a case."""
+
+RANK = 6
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a case may ask for. The defaults suit interpreters.
+
+    Attributes:
+      elements: of the largest array; flops: of the call; tile_volume: the product of its tile extents.
+      used: elements of the largest array in a case of the sizes that people use, which has few other long extents; 0:
+        no such case, as where ``elements`` is less than the default.
+      dtypes: the op's; arguments: those that the implementation takes, None: all of the spec's.
+      strided: whether arrays may lie otherwise than contiguous.
+      always: arguments that are given in every call, because the implementation has no default for them.
+      one_dtype: no array is float32 beside 16-bit ones; empty: an extent may be 0.
+    """
+
+    elements: int = 4096
+    flops: float = 2e6
+    tile_volume: int = 2**18
+    dtypes: Sequence[str] = tuple(d for d in DTYPES if d != "float64")
+    arguments: frozenset[str] | None = None
+    strided: bool = True
+    used: int = 2**15
+    always: frozenset[str] = frozenset()
+    one_dtype: bool = False
+    empty: bool = True
+
+    def takes(self, name: str) -> bool:
+        return self.arguments is None or name in self.arguments
+
+
+def _variadic(spec: Spec[Any]) -> set[str]:
+    return {d.factors[0] for a in spec.arrays for d in a.dims if d.variadic}
+
+
+KIND = st.sampled_from(["odd"] * 7 + ["used"] * 4 + ["rank"])
+
+
+def drawn_dims(draw: st.DrawFn, spec: Spec[Any], edge: Edge, limits: Limits) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """(dimension -> extent, which dimensions keep theirs while others give way).
+
+    Beside an edge's own extents, most cases are small and odd. Of the others, some have one or two extents as people
+    have them and few elements along the rest, and some as many axes as anybody's arrays.
+    """
+    kind = "odd" if edge.name else draw(KIND)
+    if kind == "used" and limits.used > limits.elements >= Limits.elements:
+        return _used(draw, spec)
+    dims = _odd(draw, spec, edge, limits)
+    if kind == "rank":
+        beside = min((len(a.dims) - 1 for a in spec.arrays for d in a.dims if d.variadic), default=0)
+        for name in _variadic(spec):
+            dims[name] = tuple(draw(st.sampled_from((1, 2, 3))) for _ in range(RANK - beside))
+    return dims, ()
+
+
+def _used(draw: st.DrawFn, spec: Spec[Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    longest = _longest(spec)
+    kept = draw(st.lists(st.sampled_from(spec.dims), min_size=1, max_size=2, unique=True))
+    dims: dict[str, Any] = {}
+    for name in spec.dims:
+        used = _extent(draw, longest[name]) if name in kept else None
+        if name in _variadic(spec):
+            rest = [draw(st.sampled_from(FEW)) for _ in range(draw(st.integers(0, 2)))]
+            place = draw(st.sampled_from((len(rest), 0)))  # rows of that length, or so many
+            dims[name] = (*rest[:place], used, *rest[place:]) if used else tuple(rest)
+        else:
+            dims[name] = used or draw(st.sampled_from(FEW))
+    return _with_an_axis(draw, spec, dims), tuple(kept)
+
+
+def _extent(draw: st.DrawFn, longest: int) -> int:
+    return draw(st.sampled_from([e for e in (WHOLE if draw(st.booleans()) else USED) if e <= longest] or [longest]))
+
+
+def _longest(spec: Spec[Any]) -> dict[str, int]:
+    """Dimension -> the longest extent that people use: twice a typical call's, and at least 64."""
+    forward = registry.forward_of(spec) if spec.is_vjp else None
+    typical = {**(forward.typical if forward else {}), **spec.typical}
+    found = {}
+    for name in spec.dims:
+        usual = typical.get(name, 256)
+        found[name] = min(LONGEST, max(2 * max(usual, default=1) if isinstance(usual, tuple) else 2 * usual, 64))
+    return found
+
+
+def _with_an_axis(draw: st.DrawFn, spec: Spec[Any], dims: dict[str, Any]) -> dict[str, Any]:
+    """An op along an axis needs one."""
+    for a in spec.arrays:
+        run = a.dims[0].factors[0] if len(a.dims) == 1 and a.dims[0].variadic and not a.optional else None
+        if run in dims and not dims[run]:
+            dims[run] = (draw(st.sampled_from(EXTENTS)),)
+    return dims
+
+
+@functools.cache
+def _extents(lo: int, hi: int) -> st.SearchStrategy[int]:
+    """Extents from lo to hi: those that odd cases are made of, or any of the first few."""
+    choices = [e for e in EXTENTS if lo <= e <= hi]
+    few = st.integers(max(lo, 1) if hi else 0, min(hi, lo + 40))
+    return st.one_of(st.sampled_from(choices), few) if choices else few
+
+
+@functools.cache
+def _runs(lo: int, hi: int, least: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(_extents(lo, hi), min_size=least, max_size=1 if lo > 64 else 3)
+
+
+SELDOM = st.integers(0, 24)
+
+
+def _odd(draw: st.DrawFn, spec: Spec[Any], edge: Edge, limits: Limits) -> dict[str, Any]:
+    variadic = _variadic(spec)
+    dims: dict[str, Any] = {}
+    for name in spec.dims:
+        lo, hi = edge.dims.get(name, (0, max(EXTENTS)))
+        may_be_0 = limits.empty and name not in edge.dims and name not in spec.positive and not edge.name
+        if may_be_0 and not draw(SELDOM):
+            lo, hi = 0, 0
+        dims[name] = tuple(draw(_runs(lo, hi, int(name in edge.dims)))) if name in variadic else draw(_extents(lo, hi))
+    return _with_an_axis(draw, spec, dims)
+
+
+def shrink_to_fit(
+    spec: Spec[Any],
+    given: Sequence[ArrayArg],
+    dims: dict[str, Any],
+    limits: Limits,
+    edge: Edge,
+    kept: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Halve the largest extent until the arrays and the work fit; one that the edge bounds from below, or that is to be
+    kept, only while another cannot give."""
+    elements = max(limits.used, limits.elements) if kept else limits.elements
+
+    def too_big() -> bool:
+        full = {
+            n: tuple(map(at_least_1, e)) if isinstance(e, tuple) else at_least_1(e) for n, e in dims.items()
+        }  # a 0 may be broadcast away
+        extents: list[int] = [math.prod(e) if isinstance(e, tuple) else e for e in full.values()]
+        full |= {d: full[dropped[0]] for d in spec.drops if (dropped := spec.dropped(d))}  # an axis more than it has
+        shapes = [
+            *(a.dims for a in given),
+            *(o.dims for o in spec.outputs if o.gradient_of is None or o.gradient_of in {a.name for a in given}),
+        ]
+        sizes = [math.prod(shape_of(s, full)) for s in shapes]
+        return max(sizes) > elements or math.prod(extents) > limits.flops / 4
+
+    while too_big():
+        name = max(
+            dims,
+            key=lambda d: (
+                _widest(dims[d]) > 1 and _widest(dims[d]) // 2 >= edge.dims.get(d, (0, 0))[0],
+                _widest(dims[d]) > 1 and d not in kept,
+                _widest(dims[d]),
+            ),
+        )
+        extent = dims[name]
+        if isinstance(extent, tuple):
+            i = extent.index(max(extent))
+            dims[name] = (*extent[:i], (extent[i] + 1) // 2, *extent[i + 1 :])
+        else:
+            dims[name] = (extent + 1) // 2
+    return dims
+
+
+def one_form(spec: Spec[Any], names: Sequence[str], dims: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The dimensions cut until these arguments have one shape; None where their notations allow none.
+
+    Along each axis what two notations share may stay. Of the rest, one factor on either side takes the smaller of two
+    extents, and any others become 1.
+    """
+    found, first = dict(dims), spec.argument(names[0])
+    for other in map(spec.argument, names[1:]):
+        if len(other.dims) != len(first.dims):
+            return None
+        for a, b in zip(first.dims, other.dims, strict=True):
+            if a.variadic != b.variadic or (a.variadic and a.factors != b.factors):
+                return None
+    for _ in range(len(names) * len(first.dims)):  # a cut may undo an earlier one: as often as there are axes
+        for other in map(spec.argument, names[1:]):
+            for a, b in zip(first.dims, other.dims, strict=True):
+                ours, theirs = ([f for f in x.factors if f not in y.factors] for x, y in ((a, b), (b, a)))
+                alone = len(ours) == len(theirs) == 1
+                least = min(found[ours[0]], found[theirs[0]]) if alone else 1
+                found |= dict.fromkeys((*ours, *theirs), least)
+    return found
+
+
+def at_least_1(extent: int) -> int:
+    return max(extent, 1)
+
+
+def _widest(extent: Any) -> int:
+    return max(extent, default=0) if isinstance(extent, tuple) else int(extent)
