@@ -178,6 +178,10 @@ def check(
     profile: Annotated[
         str | None, typer.Option(help="A profile that the backend declares, such as a stricter interpreter.")
     ] = None,
+    promises: Annotated[
+        bool,
+        typer.Option(help="Hold to what is promised beyond the bounds: bits that stay the same, memory of its own."),
+    ] = True,
     jobs: Annotated[int, typer.Option(min=1, help="Processes to share the work.")] = 1,
     case: Annotated[str | None, typer.Option(help="Run one case again, as a failure printed it.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the reports to this file.")] = None,
@@ -201,14 +205,15 @@ def check(
     if case is not None:
         if len(chosen) != 1 or len(named) != 1:
             raise SpecError("check --case: name one op and one --backend")
-        reports = [testing.replay(chosen[0], case, backend=named[0], variant=variant, device=device, profile=profile)]
+        how = {"variant": variant, "device": device, "profile": profile, "promises": promises}
+        reports = [testing.replay(chosen[0], case, backend=named[0], **how)]
     else:
         subjects = _subjects(chosen, named, variant, device, every=not (ops and backend))
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=err, transient=True) as bar:
             tasks = {s: bar.add_task("{} on {}, {}".format(*s), total=max_examples) for s in subjects}
             reports = testing.check_all(subjects, jobs, lambda s, cases: bar.advance(tasks[s], cases),
-                                        device=device, dtypes=dtype, only=edge, profile=profile,
+                                        device=device, dtypes=dtype, only=edge, profile=profile, promises=promises,
                                         max_examples=max_examples, seed=seed)  # fmt: skip
     _show_reports(reports)
     if json_file:
@@ -275,7 +280,7 @@ def _show_reports(reports: list[Any]) -> None:
             [
                 r.op,
                 r.subject,
-                "passed" if r.passed else "FAILED",
+                r.verdict,
                 str(r.examples),
                 str(sum(r.refused.values())),
                 worst,
@@ -290,6 +295,8 @@ def _show_reports(reports: list[Any]) -> None:
     for r in reports:
         for reason, count in r.refused.most_common():
             out.print(f"refused {count} x {r.op} on {r.subject}: {reason}", markup=False, highlight=False)
+        if r.concessions:
+            out.print(f"conceded to {r.subject}: {'; '.join(r.concessions)}", markup=False, highlight=False)
         for f in r.failures:
             out.print(str(f), style="red", markup=False, highlight=False, soft_wrap=True)
         if not r.examples and not r.failures and not r.laws:

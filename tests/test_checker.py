@@ -343,7 +343,7 @@ def test_laws_run_for_ordinary_functions_and_most_often_in_float32():
     assert report.passed and report.laws.keys() == registry.find_spec("softmax").laws.keys()
     del seen[:]
     for seed in range(4):
-        case = '{"law":"rows_are_independent","dtype":"float32","seed":%d}' % seed
+        case = json.dumps({"law": "rows_are_independent", "dtype": "float32", "seed": seed})
         assert testing.replay("softmax", case, fn=lambda x: right(x)).laws
     without_axis = pk.check("softmax", fn=lambda x: right(x), max_examples=300)
     assert "any_axis_is_the_last_axis" not in without_axis.laws and "shift_invariant" in without_axis.laws

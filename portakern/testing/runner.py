@@ -111,10 +111,10 @@ def check(
         always=limits.always | subject.always,
     )
     limits, conceded = concede(spec, limits, concessions)
-    asked = tuple(k for k in KINDS if promises or k != BrokenPromise.kind)
+    asked = _asked(promises)
     report = Report(spec.name, subject.name, seed, asked=asked, concessions=conceded)
     start = time.perf_counter()
-    work = _Work(subject, limits, seed, report, shrink, progress, {k for k in KINDS if k not in asked})
+    work = _Work(subject, limits, seed, report, shrink, progress, {*KINDS} - {*asked})
     work.carry_out(_plan(spec, limits, max_examples, only), only is None, shard)
     report.seconds = time.perf_counter() - start
     return report
@@ -282,17 +282,25 @@ def replay(
     framework: str = "numpy",
     device: str | None = None,
     profile: str | None = None,
+    promises: bool = True,
 ) -> Report:
     """Run one case of a failure again; arguments as for :func:`check`."""
     spec = registry.find_spec(op) if isinstance(op, str) else op
     subject = _subject(spec, backend, variant, fn, framework, device, profile)
     if isinstance(case, str):
         case = printed.read(spec, case)
-    work = _Work(subject, Limits(), 0, Report(spec.name, subject.name, 0), False, None)
+    asked = _asked(promises)
+    report = Report(spec.name, subject.name, 0, asked=asked)
+    work = _Work(subject, Limits(), 0, report, False, None, {*KINDS} - {*asked})
     with subject.context():
         failure = work.attempt(case)
-    work.report.failures += [failure] if failure else []
-    return work.report
+    report.failures += [failure] if failure else []
+    return report
+
+
+def _asked(promises: bool) -> tuple[str, ...]:
+    """The kinds that are held to."""
+    return tuple(k for k in KINDS if promises or k != BrokenPromise.kind)
 
 
 def _subject(
