@@ -194,18 +194,12 @@ def check(
     start = time.perf_counter()
     chosen = ops or list(registry.loadable())
     named = backend or [r["backend"] for r in inventory.backends() if r["available"]]
-    for name in chosen:
-        registry.find_spec(name)
-    for b in named:
-        registry.backend(b).check_available()
-    _check_dtypes("check", dtype)
-    if json_file:
-        _check_writable(json_file)
+    _check_asked(chosen, named, dtype, json_file)
     _errors_only(context)  # that interpreters are slow is said by the table
     if case is not None:
         if len(chosen) != 1 or len(named) != 1:
             raise SpecError("check --case: name one op and one --backend")
-        how = {"variant": variant, "device": device, "profile": profile, "promises": promises}
+        how: dict[str, Any] = {"variant": variant, "device": device, "profile": profile, "promises": promises}
         reports = [testing.replay(chosen[0], case, backend=named[0], **how)]
     else:
         subjects = _subjects(chosen, named, variant, device, every=not (ops and backend))
@@ -220,6 +214,17 @@ def check(
         _write_reports(json_file, reports, round(time.perf_counter() - start, 1))
     if not all(r.passed for r in reports):
         raise typer.Exit(1)
+
+
+def _check_asked(ops: list[str], backends: list[str], dtypes: list[str] | None, json_file: Path | None) -> None:
+    """What is wrong with a check that was asked for, before the first case."""
+    for name in ops:
+        registry.find_spec(name)
+    for b in backends:
+        registry.backend(b).check_available()
+    _check_dtypes("check", dtypes)
+    if json_file:
+        _check_writable(json_file)
 
 
 def _check_dtypes(command: str, names: list[str] | None) -> None:

@@ -438,7 +438,8 @@ def test_functions_that_cannot_be_called_are_refused_in_words():
 
 
 @pytest.mark.parametrize(("said", "meant"), [("fp16", "float16"), ("bf16", "bfloat16"), ("half", "float16"),
-                                             ("fp32", "float32"), ("torch.float16", "float16"), ("flot32", "float32")])  # fmt: skip
+                                             ("fp32", "float32"), ("torch.float16", "float16"),
+                                             ("flot32", "float32")])  # fmt: skip
 def test_a_dtype_by_another_name_is_understood(said, meant):
     with pytest.raises(pk.SpecError, match=f"dtype '{said}' is unknown; did you mean '{meant}'"):
         pk.check("softmax", fn=right, dtypes=[said])

@@ -130,7 +130,9 @@ class Run:
 
 @dataclass
 class _Work:
-    """A check under way. ``excused``: kinds that nobody asked for, or of which a failure is known; the others end it."""
+    """A check under way. ``excused``: kinds that nobody asked for, or of which a failure is known; the others end
+    it.
+    """
 
     subject: Subject
     limits: Limits

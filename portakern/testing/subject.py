@@ -32,7 +32,8 @@ class Subject:
     Attributes:
       spec: the op; framework, device: the arrays that it takes; target, interpret: what runs them.
       run: ``run(tiling)`` gives the callable; an empty tiling is the default.
-      tiling: ``tiling(case, call)`` gives (overrides to run with, the whole tiling, why the case's own tiling is not legal).
+      tiling: ``tiling(case, call)`` gives (overrides to run with, the whole tiling, why the case's own tiling is not
+        legal).
       tiles: the names and ranges that a tiling may set.
       arguments: the arguments that it takes; None: all. always: those without a default there, which every call gives.
       lawful: whether it is held to the spec's laws: somebody else's kernel behind a backend never promised them.
