@@ -8,6 +8,7 @@ and replayed on other inputs.
     launch     the same through ``launch``: key, look-up and launcher
     triton     the same through Triton's ``kernel[grid](...)``
     op         ``pk.op(name, backend="triton")(...)``: binding, routing, tiling, allocation, launch
+    op, made each time: ``pk.op(name, backend="triton")`` too, in each call; no backend named: ``pk.op(name)``
     portakern.torch, torch: the drop-in twin, and what it stands for: the function that the peer ``torch`` calls
 
     python benchmarks/launch.py [--batches 200] [--json FILE]
@@ -22,8 +23,8 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import get_ident
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -31,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 import portakern as pk
 import portakern.torch as twins
 from portakern import results
+from portakern.core import remembered
 from portakern.spec import Spec
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, this folder alone is on the path
@@ -118,17 +120,24 @@ def torch_call(name: str, arrays: dict[str, Any]) -> tuple[Callable[..., Any], t
     return next(seen for seen in calls.seen if seen[0].__name__ in twins.__all__)
 
 
-def launched(name: str, call: Callable[[], Any]) -> tuple[Any, ...]:
-    """The arguments with which ``call`` launches its kernel."""
-    from portakern.backends.triton import launch as launching
+class Compiled:
+    """What ``launch`` asks of a call: to compile."""
 
-    seen: list[Any] = []
-    with (
-        mock.patch.object(launching, "launch", lambda *args, **constexprs: seen.append((args, constexprs))),
-        launching.recording(lambda *args: None),
-    ):
-        call()  # while somebody records, prepared launches go through ``launch`` too
-    return seen[-1]
+    interpret = False
+
+
+def launched(call: Callable[[], Any]) -> tuple[Any, int, tuple[Any, ...], dict[str, Any]]:
+    """The kernel that a call launches last, its grid, its positional arguments and its constexprs."""
+    from portakern.backends.triton.tape import TAPES, Tape
+
+    remembered.forget()  # the first call of a form asks the op's own function
+    tape = TAPES[get_ident()] = Tape()
+    try:
+        call()
+    finally:
+        del TAPES[get_ident()]
+    found: tuple[Any, int, tuple[Any, ...], dict[str, Any]] = tape.launches[-1]
+    return found
 
 
 def ways(name: str) -> dict[str, Callable[[], Any]]:
@@ -139,7 +148,7 @@ def ways(name: str) -> dict[str, Callable[[], Any]]:
     arrays = {n: torch.randn(*s, device="cuda", dtype=torch.bfloat16) for n, s in call_of.shapes.items()}
     ours: Callable[[], Any] = lambda: op(*arrays.values(), **call_of.options)  # noqa: E731
     ours()
-    (kernel, grid, call, *args), constexprs = launched(name, ours)
+    kernel, grid, args, constexprs = launched(ours)
     kept: dict[Any, Any] = {}
     launcher = launching.write_launcher(
         kernel, [type(a) for a in args], {n: type(v) for n, v in constexprs.items()}, kept, bool(torch.version.hip)
@@ -154,18 +163,45 @@ def ways(name: str) -> dict[str, Callable[[], Any]]:
     twin = getattr(twins, theirs.__name__)
     return {
         "bare": lambda: run(grid, 1, 1, stream, function, metadata, None, None, None, *prepared),
-        "launch": lambda: launching.launch(kernel, grid, call, *args, **constexprs),
+        "launch": lambda: launching.launch(kernel, grid, Compiled, *args, **constexprs),
         "triton": lambda: by_triton(*args, **constexprs),
         "op": ours,
+        "op, made each time": lambda: pk.op(name, backend="triton")(*arrays.values(), **call_of.options),
+        "op, no backend named": lambda: pk.op(name)(*arrays.values(), **call_of.options),
         "portakern.torch": lambda: twin(*args_of_theirs, **options_of_theirs),
         "torch": lambda: theirs(*args_of_theirs, **options_of_theirs),
     }
 
 
-def measure(name: str, batches: int) -> list[dict[str, Any]]:
+def training(name: str) -> dict[str, Callable[[], Any]]:
+    """What to time for one op forward and backward, gradients of all its arrays."""
+    call_of, op = record(name).launched, pk.op(name, backend="triton")
+    arrays = {n: torch.randn(*s, device="cuda", dtype=torch.bfloat16) for n, s in call_of.shapes.items()}
+    theirs, given, options = torch_call(name, arrays)
+    twin = getattr(twins, theirs.__name__)
+    args = [a.detach().clone().requires_grad_() if isinstance(a, torch.Tensor) else a for a in given]
+    ours = [a.requires_grad_() for a in arrays.values()]
+
+    def step(call: Callable[[], torch.Tensor], among: list[Any]) -> Callable[[], Any]:
+        leaves = [x for x in among if isinstance(x, torch.Tensor)]
+        d_y = torch.randn_like(call())
+
+        def both() -> None:
+            with torch.enable_grad():
+                torch.autograd.grad(call(), leaves, d_y)
+
+        return both
+
+    return {
+        "op, forward and backward": step(lambda: op(*ours, **call_of.options), ours),
+        "portakern.torch, forward and backward": step(lambda: twin(*args, **options), args),
+        "torch, forward and backward": step(lambda: theirs(*args, **options), args),
+    }
+
+
+def measure(name: str, calls: dict[str, Callable[[], Any]], batches: int) -> list[dict[str, Any]]:
     """A row a way of calling: microseconds a call, median and extremes of the batches."""
     times: dict[str, list[float]] = {}
-    calls = ways(name)
     for i in range(batches + 5):
         for way, call in calls.items():
             torch.cuda.synchronize()
@@ -196,7 +232,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with torch.no_grad():
         for name in (r.op for r in forward_records()):
-            mine = measure(name, args.batches)
+            mine = measure(name, ways(name), args.batches) + measure(name, training(name), args.batches // 2)
             rows += mine
             print(f"{name:10}", "  ".join(f"{r['way']} {r['median_us']:.1f}" for r in mine), "us", flush=True)
         graphs = [

@@ -44,6 +44,14 @@ def test_small_inputs_fit_every_op(name, optional):
     pk.op(name, backend="triton").bind(**benchmark().small_inputs(spec, "cpu", optional=optional))
 
 
+def test_the_benchmark_finds_what_an_op_launches():
+    op, x = pk.op("softmax", backend="triton"), torch.randn(2, 5)
+    for _ in range(3):
+        op(x)
+    kernel, grid, args, constexprs = benchmark().launched(lambda: op(x))
+    assert kernel.__name__ == "softmax_kernel" and grid == 1 and args[0] is x and constexprs["one_tile"]
+
+
 @gpu
 @pytest.mark.parametrize("optional", [False, True], ids=["required", "all"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
