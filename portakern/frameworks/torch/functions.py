@@ -98,18 +98,22 @@ def scaled_dot_product_attention(
     if variant is CausalVariant.LOWER_RIGHT:
         window = (None, 0)
     elif is_causal or variant is CausalVariant.UPPER_LEFT:
-        keys = min(keys, length)  # later keys are past every query
-        k, v, window = k[:, :, :keys], v[:, :, :keys], (None, length - keys)
+        if keys > length:  # later keys are past every query
+            keys, k, v = length, k[:, :, :length], v[:, :, :length]
+        window = (None, length - keys)
     o = kept_op("attention", backend)(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias, window=window, scale=scale
     )
-    return o.transpose(1, 2).reshape(shape)
+    o = o.transpose(1, 2)
+    return o if len(lead) == 2 else o.reshape(shape)
 
 
 def _same_lead(
     name: str, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> tuple[tuple[int, ...], Tensor, Tensor, Tensor]:
     """The leading axes of the result, and the three tensors as (batch, heads, length, head dim)."""
+    if query.dim() == key.dim() == value.dim() == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]:
+        return tuple(query.shape[:2]), query, key, value  # as most calls have it
     query_lead, leads = tuple(query.shape[:-2]), [tuple(key.shape[:-2]), tuple(value.shape[:-2])]
     kv_heads = None
     if enable_gqa and query_lead and all(leads):
@@ -119,6 +123,8 @@ def _same_lead(
                 f"{name}: query has {heads} heads, key {kv_heads} and value {leads[1][-1]}; expected key's and "
                 "value's equal, and to divide query's"
             )
+        if query.dim() == key.dim() == value.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]:
+            return query_lead, query, key, value
         leads = [(*x[:-1], heads) for x in leads]
     try:
         lead = tuple(torch.broadcast_shapes(query_lead, *leads))
