@@ -9,12 +9,14 @@ import os
 import signal
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -187,13 +189,7 @@ def check(
     start = time.perf_counter()
     chosen = ops or list(registry.loadable())
     named = backend or [r["backend"] for r in inventory.backends() if r["available"]]
-    for name in chosen:
-        registry.find_spec(name)
-    for b in named:
-        registry.backend(b).check_available()
-    _check_dtypes("check", dtype)
-    if json_file:
-        _check_writable(json_file)
+    _check_asked(chosen, named, dtype, json_file)
     _errors_only()  # that interpreters are slow is said by the table
     reports = []
     if case is not None:
@@ -220,6 +216,17 @@ def check(
         )
     if not all(r.passed for r in reports):
         raise typer.Exit(1)
+
+
+def _check_asked(ops: list[str], backends: list[str], dtypes: list[str] | None, json_file: Path | None) -> None:
+    """Say what is wrong with a check before it begins."""
+    for name in ops:
+        registry.find_spec(name)
+    for b in backends:
+        registry.backend(b).check_available()
+    _check_dtypes("check", dtypes)
+    if json_file:
+        _check_writable(json_file)
 
 
 def _check_dtypes(command: str, names: list[str] | None) -> None:
@@ -357,29 +364,33 @@ def compile_(
         raise typer.Exit(1)
 
 
+KERNEL_COLUMNS = {  # column -> how a line says it
+    "registers": "{} registers",
+    "spills": "{} spills",
+    "on chip, KiB": "on chip {} KiB",
+    "occupancy": "occupancy {}",
+    "matrix instructions": "matrix instructions {}",
+    "code, KiB": "code {} KiB",
+    "cycles": "{} cycles",
+}
+
+
 def _show_builds(built: list[Any]) -> None:
-    rows = []
+    """A table where it fits, else a line for each call and each of its kernels: thirteen columns of folded words cannot
+    be read."""
+    table = Table(title="Machine code", title_justify="left", header_style="bold")
+    for column in ("target", "op", "dtype", "verdict", "kernel", *KERNEL_COLUMNS, "s"):
+        table.add_column(column, no_wrap=True)
     for b in built:
         for i, k in enumerate(b.kernels or [None]):
-            first = [b.target, b.op, b.dtype, "ok" if b.ok else "FAILED"] if i == 0 else ["", "", "", ""]
-            last = [str(round(b.seconds, 1))] if i == 0 else [""]
-            rows.append([*first, *(["-"] * 8 if k is None else _kernel_cells(k)), *last])
-    columns = [
-        "target",
-        "op",
-        "dtype",
-        "verdict",
-        "kernel",
-        "registers",
-        "spills",
-        "on chip, KiB",
-        "occupancy",
-        "matrix instructions",
-        "code, KiB",
-        "cycles",
-        "s",
-    ]
-    _table("Machine code", columns, rows)
+            first = [b.target, b.op, b.dtype, _verdict(b)] if i == 0 else ["", "", "", ""]
+            cells = ["-"] * (1 + len(KERNEL_COLUMNS)) if k is None else _kernel_cells(k)
+            table.add_row(*first, *cells, str(round(b.seconds, 1)) if i == 0 else "")
+    if Measurement.get(out, out.options.update(max_width=10_000), table).minimum <= out.width:
+        out.print(table)
+    else:
+        for b in built:
+            _show_build(b)
     for b in built:
         if not b.ok:
             out.print(
@@ -390,6 +401,20 @@ def _show_builds(built: list[Any]) -> None:
                 soft_wrap=True,
             )
     out.print(f"{sum(b.ok for b in built)} of {len(built)} compile and fit")
+
+
+def _verdict(b: Any) -> str:
+    return "ok" if b.ok else "FAILED"
+
+
+def _show_build(b: Any) -> None:
+    style = "bold" if b.ok else "bold red"
+    out.print(f"{b.op} {b.dtype} for {b.target}: {_verdict(b)}, {b.seconds:.1f} s", style=style, highlight=False)
+    for k in b.kernels:
+        name, *cells = _kernel_cells(k)
+        said = [say.format(cell) for say, cell in zip(KERNEL_COLUMNS.values(), cells, strict=True) if cell != "-"]
+        for line in textwrap.wrap(f"{name}: {'; '.join(said)}", max(out.width, 40) - 2, subsequent_indent="  "):
+            out.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _kernel_cells(k: Any) -> list[str]:
