@@ -9,12 +9,14 @@ import os
 import signal
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -370,29 +372,33 @@ def compile_(
         raise typer.Exit(1)
 
 
+KERNEL_COLUMNS = {  # column -> how a line says it
+    "registers": "{} registers",
+    "spills": "{} spills",
+    "on chip, KiB": "on chip {} KiB",
+    "occupancy": "occupancy {}",
+    "matrix instructions": "matrix instructions {}",
+    "code, KiB": "code {} KiB",
+    "cycles": "{} cycles",
+}
+
+
 def _show_builds(built: list[Any]) -> None:
-    rows = []
+    """A table where it fits, else a line for each call and each of its kernels: thirteen columns of folded words cannot
+    be read."""
+    table = Table(title="Machine code", title_justify="left", header_style="bold")
+    for column in ("target", "op", "dtype", "verdict", "kernel", *KERNEL_COLUMNS, "s"):
+        table.add_column(column, no_wrap=True)
     for b in built:
         for i, k in enumerate(b.kernels or [None]):
-            first = [b.target, b.op, b.dtype, "ok" if b.ok else "FAILED"] if i == 0 else ["", "", "", ""]
-            last = [str(round(b.seconds, 1))] if i == 0 else [""]
-            rows.append([*first, *(["-"] * 8 if k is None else _kernel_cells(k)), *last])
-    columns = [
-        "target",
-        "op",
-        "dtype",
-        "verdict",
-        "kernel",
-        "registers",
-        "spills",
-        "on chip, KiB",
-        "occupancy",
-        "matrix instructions",
-        "code, KiB",
-        "cycles",
-        "s",
-    ]
-    _table("Machine code", columns, rows)
+            first = [b.target, b.op, b.dtype, _verdict(b)] if i == 0 else ["", "", "", ""]
+            cells = ["-"] * (1 + len(KERNEL_COLUMNS)) if k is None else _kernel_cells(k)
+            table.add_row(*first, *cells, str(round(b.seconds, 1)) if i == 0 else "")
+    if Measurement.get(out, out.options.update(max_width=10_000), table).minimum <= out.width:
+        out.print(table)
+    else:
+        for b in built:
+            _show_build(b)
     for b in built:
         if not b.ok:
             out.print(
@@ -403,6 +409,20 @@ def _show_builds(built: list[Any]) -> None:
                 soft_wrap=True,
             )
     out.print(f"{sum(b.ok for b in built)} of {len(built)} compile and fit")
+
+
+def _verdict(b: Any) -> str:
+    return "ok" if b.ok else "FAILED"
+
+
+def _show_build(b: Any) -> None:
+    style = "bold" if b.ok else "bold red"
+    out.print(f"{b.op} {b.dtype} for {b.target}: {_verdict(b)}, {b.seconds:.1f} s", style=style, highlight=False)
+    for k in b.kernels:
+        name, *cells = _kernel_cells(k)
+        said = [say.format(cell) for say, cell in zip(KERNEL_COLUMNS.values(), cells, strict=True) if cell != "-"]
+        for line in textwrap.wrap(f"{name}: {'; '.join(said)}", max(out.width, 40) - 2, subsequent_indent="  "):
+            out.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _kernel_cells(k: Any) -> list[str]:

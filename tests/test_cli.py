@@ -270,3 +270,28 @@ def test_tables_of_tilings_in_the_cache_may_hold_anything(tmp_path, monkeypatch,
     table.write_bytes(b"\xfe")
     assert cache.key(job) != first
     tilings.forget()
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_machine_code_can_be_read_at_any_width(width, monkeypatch, capsys):
+    from rich.console import Console
+
+    from portakern import cli
+
+    kernel = Kernel(
+        "d_k_d_v_kernel", 2, 128, 255, 720, {"shared": 99328}, 0.12, {"HGMMA.64x64x16.F32.BF16": 72}, 70758, None
+    )
+    failed = Build("softmax", "forward", "float32", "v5e", "pallas", reason="libtpu is not installed")
+    built = [Build("attention_vjp", "backward", "bfloat16", "sm_90", "triton", ok=True, kernels=[kernel]), failed]
+    monkeypatch.setattr(cli, "out", Console(width=width))
+    cli._show_builds(built)
+    said = capsys.readouterr().out
+    lines = said.splitlines()
+    for word in ("d_k_d_v_kernel", "HGMMA.64x64x16.F32.BF16", "255", "720", "97.0", "12%", "attention_vjp", "sm_90"):
+        assert word in said  # in one piece
+    assert max(map(len, lines)) <= width and len(lines) <= 10
+    assert ("┃ target ┃ op " in said) == (width == 200)
+    if width == 80:
+        assert lines[0] == "attention_vjp bfloat16 for sm_90: ok, 0.0 s"
+        assert lines[1].startswith("  d_k_d_v_kernel x2: 255 registers; 720 spills; on chip shared 97.0 KiB;")
+        assert "softmax float32 for v5e: libtpu is not installed" in lines

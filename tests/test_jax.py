@@ -186,3 +186,49 @@ def test_the_checker_draws_integer_arrays_of_two_widths():
     with with_x64():
         report = testing.check("attention", backend="pallas", device="cpu", only=["nan_in_masked_keys"], max_examples=8)
     assert report.passed, report.failures
+
+
+@pytest.mark.parametrize("backend", ["reference", "pallas"])
+def test_calls_on_constants_within_what_jax_traces(backend):
+    """The array is here although JAX traces: the call is part of the trace, and not a program of its own."""
+    softmax, x = pk.op("softmax", backend=backend), normal(3, 5)
+    want = softmax(x) + x
+    np.testing.assert_allclose(jax.jit(lambda y: softmax(x) + y)(x), want, atol=1e-6)
+    np.testing.assert_allclose(jax.vmap(lambda y: softmax(x) + y)(x[None])[0], want, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(jax.vmap(lambda y: softmax(x) + y))(x[None])[0], want, atol=1e-6)
+    np.testing.assert_allclose(jax.lax.scan(lambda c, y: (c, softmax(x)[0] + y), 0, x)[1], softmax(x)[0] + x, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["reference", "pallas"])
+def test_checkify_sees_through_a_call(backend):
+    from jax.experimental import checkify
+
+    softmax, x = pk.op("softmax", backend=backend), normal(3, 5)
+
+    def checked(x):
+        checkify.check(x.sum() < 1e6, "large")
+        return softmax(x)
+
+    for f in (softmax, jax.jit(softmax), checked):
+        err, y = checkify.checkify(f)(x)
+        err.throw()
+        np.testing.assert_allclose(y, softmax(x), atol=1e-6)
+    assert "large" in checkify.checkify(checked)(x + 1e6)[0].get()
+
+
+@pytest.mark.parametrize("backend", ["reference", "pallas"])
+@pytest.mark.parametrize(
+    ("op", "shapes"),
+    [("softmax", ["n, 8"]), ("matmul", ["m, k", "k, n"]), ("attention", ["b, n, h, 8", "b, m, 2, 8", "b, m, 2, 8"])],
+)
+def test_symbolic_extents_are_refused_in_words(op, shapes, backend):
+    import jax.export
+
+    scope = jax.export.SymbolicScope()
+    given = [jax.ShapeDtypeStruct(jax.export.symbolic_shape(s, scope=scope), jnp.float32) for s in shapes]
+    call = pk.op(op, backend=backend)
+    for f in (call, jax.grad(lambda *a: call(*a).sum())):
+        with pytest.raises(
+            pk.UnsupportedError, match=rf"an array of shape \({shapes[0]}\) has a symbolic extent.*export once"
+        ):
+            jax.export.export(jax.jit(f))(*given)

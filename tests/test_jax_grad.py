@@ -127,8 +127,12 @@ def test_second_order_and_forward_mode_are_refused_by_name():
     softmax = pk.op("softmax")
     with pytest.raises(pk.UnsupportedError, match="softmax: gradients are of first order and in reverse mode"):
         jax.grad(lambda x: jax.grad(lambda x: softmax(x)[0, 0])(x).sum())(x)
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(softmax, (x,), (x,))
+    for call in (lambda: jax.jvp(softmax, (x,), (x,)), lambda: jax.jacfwd(softmax)(x)):
+        with pytest.raises(
+            pk.UnsupportedError, match=r"softmax: gradients.*jax\.jvp.*use jax.grad, jax.vjp or jax.jacrev"
+        ):
+            call()
+    np.testing.assert_array_equal(jax.jvp(lambda y: softmax(x) + y, (x,), (x,))[1], x)
 
 
 def test_extents_of_zero_have_gradients_of_zero():
@@ -145,6 +149,14 @@ SHARDED = """
     from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    def refused(call):
+        try:
+            call()
+        except pk.UnsupportedError as e:
+            assert "shard_map" in str(e), e
+            return str(e)
+        raise SystemExit("sharded arrays were taken outside shard_map")
+
     x, w = jnp.asarray(np.random.default_rng(0).standard_normal((8, 40)), jnp.float32), jnp.linspace(1, 2, 40)
     for backend in ("reference", "pallas"):
         layernorm = pk.op("layernorm", backend=backend)
@@ -164,12 +176,44 @@ SHARDED = """
             lambda: jax.jit(layernorm)(xs, ws),
             lambda: jax.jit(jax.grad(lambda x: layernorm(x, ws).sum()))(xs),
         ):
-            try:
-                call()
-            except (pk.UnsupportedError, pk.SpecError) as e:
-                assert "shard_map" in str(e), e
-            else:
-                raise SystemExit("sharded arrays were taken outside shard_map")
+            refused(call)
+
+    # what the refusal says is a call that serves
+    import portakern
+    def put(a, *spec): return jax.device_put(a, NamedSharding(mesh, P(*spec)))
+    shapes = (4, 6, 2, 8), (1, 2, 6, 6)
+    q, bias = (jnp.asarray(np.random.default_rng(1).standard_normal(n), jnp.float32) for n in shapes)
+    ids = jnp.asarray([[0, 0, 1, 1, 1, 2]] * 4)
+    calls = [
+        ("layernorm", {"x": put(x, "data"), "weight": put(w)}, {}),
+        ("softmax", {"x": put(jnp.swapaxes(x, 0, 1), None, "data")}, {"axis": 0}),
+        ("attention", {"q": put(q, "data"), "k": put(q, "data"), "v": put(q, "data"), "bias": put(bias),
+                       "q_segment_ids": put(ids, "data"), "kv_segment_ids": put(ids, "data")},
+         {"window": (2, None), "return_lse": True}),
+        ("matmul", {"a": put(q, "data"), "b": put(jnp.ones((8, 3)))}, {}),
+        ("rmsnorm", {"x": put(x, "data")}, {"eps": 0.1}),
+    ]
+    for op, arrays, options in calls:
+        want = pk.op(op, backend="reference")(**{n: np.asarray(a) for n, a in arrays.items()}, **options)
+        for said in (
+            refused(lambda: pk.op(op)(**arrays, **options)),
+            refused(lambda: jax.jit(lambda a: pk.op(op, backend="reference")(**a, **options))(arrays)),
+        ):
+            line = "jax.shard_map(" + said.partition("rest whole: jax.shard_map(")[2]
+            got = eval(line, {"jax": jax, "portakern": portakern, "mesh": mesh, **arrays})
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, jax.tree.map(jnp.asarray, want))
+            assert not jax.tree.leaves(got)[0].sharding.is_fully_replicated
+    assert "whole: " not in refused(lambda: pk.op("matmul")(put(x), put(x.T)))  # no axis of samples
+    of_gradient = lambda: pk.op("layernorm_vjp")(put(x, "data"), put(x, "data"), put(w))
+    assert "layernorm inside jax.shard_map" in refused(of_gradient)
+    explicit = jax.make_mesh((4,), ("rows",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(explicit):
+        xe = jax.device_put(x, NamedSharding(explicit, P("rows")))
+        for f in (jax.jit(pk.op("softmax")), jax.jit(jax.grad(lambda x: pk.op("softmax")(x).sum()))):
+            assert "softmax is given arrays that are sharded" in refused(lambda: f(xe))
+        assert "in_specs=(jax.P('rows'),)" in refused(lambda: jax.jit(pk.op("softmax"))(xe))
+        inside = jax.shard_map(pk.op("softmax"), in_specs=P("rows"), out_specs=P("rows"))
+        np.testing.assert_allclose(jax.jit(inside)(xe), jax.nn.softmax(x, -1), atol=1e-6)
     print("agreed")
 """
 

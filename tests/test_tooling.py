@@ -8,8 +8,10 @@ import ast
 import os
 import pkgutil
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -129,3 +131,26 @@ def test_no_line_is_wider_than_a_reader_bears() -> None:
         if len(line) > 120
     }
     assert wide == set()
+
+
+def test_the_source_distribution_holds_what_its_texts_speak_of(tmp_path) -> None:
+    """And an index, which shows the README, gets no link that leads nowhere."""
+    pytest.importorskip("setuptools", reason="setuptools is not installed")
+    source = tmp_path / "source"
+    shutil.copytree(
+        ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "results")
+    )
+    code = f"from setuptools.build_meta import build_sdist; print(build_sdist({str(tmp_path)!r}))"
+    built = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
+    (file,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(file) as t:
+        names = {name.partition("/")[2] for name in t.getnames()}
+        top = file.name.removesuffix(".tar.gz")
+        description = t.extractfile(f"{top}/PKG-INFO").read().decode().partition("\n\n")[2]  # type: ignore[union-attr]
+    assert {"constraints.txt", "CHANGELOG.md", "PORTING.md", "CONTRIBUTING.md", "LICENSE", "README.md"} <= names, built
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    links = {link.partition("#")[0] for link in re.findall(r"\]\(((?!\w+:|#)[^)]+)\)", readme)}
+    kept = {link for link in links if link not in names and "results" not in link}
+    assert kept == set()
+    assert not re.findall(r"\]\((?!\w+:|#)", description) and "](https://triton-lang.org)" in description
+    assert len(description) > 0.9 * len(readme)

@@ -13,6 +13,7 @@ import numpy as np
 from portakern.core.framework import Framework, load_library
 from portakern.core.targets import Target
 from portakern.errors import SpecError, UnsupportedError
+from portakern.frameworks.jax.sharding import mesh_axes, refused
 from portakern.spec.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
@@ -33,6 +34,12 @@ class Jax(Framework):
     def device(array: Any) -> Any:
         jax = sys.modules["jax"]
         if isinstance(array, (jax.core.Tracer, jax.ShapeDtypeStruct)):  # its device is chosen at lowering
+            if not all(isinstance(n, int) for n in array.shape):
+                raise UnsupportedError(
+                    f"an array of shape ({', '.join(map(str, array.shape))}) has a symbolic extent, and kernels are "
+                    "compiled for extents that are known: export once for each that is needed, with numbers in its "
+                    "jax.ShapeDtypeStruct"
+                )
             return None
         devices = array.sharding.device_set
         return next(iter(devices)) if len(devices) == 1 else frozenset(devices)
@@ -50,8 +57,8 @@ class Jax(Framework):
         if not hasattr(device, "platform"):
             n = len(device)
             raise UnsupportedError(
-                f"the arrays are sharded over {n} devices; portakern runs on one: call it inside jax.shard_map, or "
-                "gather with jax.device_put(x, device)"
+                f"the arrays are sharded over {n} devices; an op runs on one: call it inside jax.shard_map, or gather "
+                "with jax.device_put(x, device)"
             )
         if device.platform == "gpu":
             rocm = "rocm" in device.client.platform_version.lower()
@@ -72,6 +79,10 @@ class Jax(Framework):
         return list(dict.fromkeys([*jax.local_devices(), *jax.local_devices(backend="cpu")]))
 
     def check(self, call: Call) -> bool:
+        if isinstance(call.device, frozenset):
+            axes = [next(mesh_axes(a), None) for a in call.arrays.values() if a is not None]
+            axis = next((a for a in axes if isinstance(a, str)), None)
+            raise refused(call, f"is given arrays that are sharded over {len(call.device)} devices", axis)
         for name, array in call.arrays.items():
             if array is not None and call.device is not None and array.is_deleted():
                 raise SpecError(

@@ -4,6 +4,7 @@ the ops'.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 
 from portakern.api import op
 from portakern.errors import SpecError
+from portakern.spec.options import shown
 
 __all__ = ["dot_product_attention"]
 
@@ -30,8 +32,21 @@ def dot_product_attention(
     local_window_size: int | tuple[int, int] | None = None,
     implementation: str | None = None,
     return_residual: bool = False,
+    broadcast_dropout: bool | None = None,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: Any = None,
+    promote_dtype: Any = None,
+    force_fp32_for_softmax: bool = True,
+    einsum_dot_general: Any = None,
+    qk_attn_weights_einsum: Any = None,
+    attn_weights_value_einsum: Any = None,
 ) -> Any:
-    """``jax.nn.dot_product_attention`` on the attention op.
+    """``jax.nn.dot_product_attention`` on the attention op. It is also an ``attention_fn`` of flax's layers, nnx's and
+    linen's.
 
     Causal masks and windows are aligned at the top left: query i stands beside key i. A row that may see no key is the
     mean of all values, and zeros where the query lies beyond ``query_seq_lengths``. (A row hidden by a bias of -inf is
@@ -46,6 +61,11 @@ def dot_product_attention(
       local_window_size: (left, right) keys that a query sees beside its own, or one number for both.
       implementation: the name of a portakern backend (JAX's names its own: xla, cudnn); None: chosen from the arrays.
       return_residual: also return the log-sum-exp, (B, T, N) in key's dtype, through which no gradient flows.
+      dtype: of query, key and value, which are cast to it, by ``promote_dtype`` if that is given; None: as they are.
+      broadcast_dropout, dropout_rng, dropout_rate, deterministic, precision, module, force_fp32_for_softmax,
+        einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: what flax's layers pass on. Sums and
+        weights are float32 whatever precision is asked for; dropout, weights that are shown to a module, and functions
+        in place of the products are refused by name. A layer's mask may be numbers, of which 0 hides a pair.
 
     Returns:
       The query's shape with value's last axis; with return_residual a pair.
@@ -53,13 +73,34 @@ def dot_product_attention(
     Raises:
       SpecError: shapes or dtypes that do not agree. UnsupportedError: the backend cannot.
     """
+    _refuse_what_layers_ask(
+        dropout_rate=None if deterministic or not dropout_rate else dropout_rate,
+        module=module, precision=_lowered(precision), einsum_dot_general=einsum_dot_general,
+        qk_attn_weights_einsum=qk_attn_weights_einsum, attn_weights_value_einsum=attn_weights_value_einsum,
+    )  # fmt: skip
+    if promote_dtype is not None:
+        query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    elif dtype is not None:
+        query, key, value = (jnp.asarray(a).astype(dtype) for a in (query, key, value))
+    if broadcast_dropout is not None and mask is not None:  # a layer calls, and flax's masks are numbers by default
+        mask = jnp.asarray(mask) != 0
+    attend = functools.partial(
+        _attend, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size,
+        implementation=implementation, return_residual=return_residual,
+    )  # fmt: skip
     if jnp.ndim(query) == 3:
         lone = [None if a is None else jnp.asarray(a)[None] for a in (query, key, value, bias, mask)]
-        out = dot_product_attention(*lone, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
-                                    key_value_seq_lengths=key_value_seq_lengths,
-                                    local_window_size=local_window_size, implementation=implementation,
-                                    return_residual=return_residual)  # fmt: skip
-        return jax.tree.map(lambda x: x[0], out)
+        return jax.tree.map(lambda x: x[0], attend(*lone))
+    return attend(query, key, value, bias, mask)
+
+
+def _attend(
+    query: Any, key: Any, value: Any, bias: Any, mask: Any, *, scale: float | None, is_causal: bool,
+    query_seq_lengths: Any, key_value_seq_lengths: Any, local_window_size: Any, implementation: str | None,
+    return_residual: bool,
+) -> Any:  # fmt: skip
+    """:func:`dot_product_attention` of arrays of 4 axes."""
     query, key, value = map(jnp.asarray, (query, key, value))
     attention = op("attention", backend=implementation)
     if query.ndim != 4 or key.ndim != 4:
@@ -94,6 +135,30 @@ def dot_product_attention(
         return o
     lowest = -0.7 * float(jnp.finfo(jnp.float32).max) + math.log(max(s, 1))
     return o, jax.lax.stop_gradient(jnp.where(blind, lowest, lse).astype(key.dtype))
+
+
+_WHY = {
+    "dropout_rate": "attention here drops no weights; pass deterministic=True, or leave dropout to another layer",
+    "module": "weights are never stored, so that none can be shown to a module; pass sow_weights=False to the layer",
+    "precision": "sums are as exact as float32 makes them; leave it out, or name a jax.lax.Precision",
+}
+
+
+def _refuse_what_layers_ask(**asked: Any) -> None:
+    for name, value in asked.items():
+        if value is not None:
+            why = _WHY.get(name, "the products are the kernel's own; leave it out")
+            raise SpecError(f"dot_product_attention: {name} is {shown(value)}; {why}")
+
+
+def _lowered(precision: Any) -> Any:
+    """A precision that the op does not reach by being more exact, which is one that names its arithmetic; else None."""
+    try:
+        for one in precision if isinstance(precision, tuple) else (precision,):
+            jax.lax.Precision(one)
+    except ValueError:
+        return precision
+    return None
 
 
 def _mean_value(value: jax.Array, heads: int) -> jax.Array:

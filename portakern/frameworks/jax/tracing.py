@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src.config import _check_vma  # jax has no public name for leaving shard_map's check of varying axes
+from jax._src.core import trace_state_clean  # jax has no public name for asking whether anything is traced
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -36,6 +37,7 @@ from portakern.core.route import Choice, Route, announce, choose, find_routes, p
 from portakern.core.serve import call_through
 from portakern.core.targets import Target
 from portakern.errors import SpecError, UnsupportedError
+from portakern.frameworks.jax.sharding import mesh_axes, refused
 from portakern.spec import Spec
 from portakern.spec.dtypes import numpy_dtype
 
@@ -101,7 +103,11 @@ _interpreted = jax.jit(_apply, static_argnums=(0, 1, 2, 3), compiler_options={"x
 
 
 def run(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    """Run an implementation on concrete JAX arrays, compiled once per shape by ``jax.jit``."""
+    """Run an implementation on concrete JAX arrays, compiled once per shape by ``jax.jit``.
+
+    While JAX traces, a call on constants is part of what it traces."""
+    if not trace_state_clean():
+        return trace(call, Choice(impl.backend, impl.family.name, dict(tiling)))
     return _spread(
         call,
         (_interpreted if call.interpret else _compiled)(
@@ -131,8 +137,27 @@ def trace(call: Call, choice: Choice) -> tuple[Any, ...]:
         return tuple(
             jnp.full(s, gone.get(n, 0.0), _held(d)) if n in call.wants else None for n, (s, d) in call.outputs.items()
         )
+    axis = next((axis for a in _given(call) for axis in mesh_axes(jax.typeof(a)) if axis is not None), None)
+    if axis is not None:  # of a mesh with explicit axes: inside jax.shard_map a type has none
+        raise refused(call, "is given arrays that are sharded", axis, backend.name if backend else None)
     static, arrays = _static(call, choice), _varying_alike(_given(call))
-    return _spread(call, _differentiable(static, *arrays) if call.spec.vjp else _primitive.bind(*arrays, static=static))
+    return _spread(call, _step(static, arrays) if call.spec.vjp else _primitive.bind(*arrays, static=static))
+
+
+def _step(static: _Static, arrays: list[Any]) -> Any:
+    """The outputs of an op that has a gradient, as a step of what JAX traces."""
+    try:
+        return _differentiable(static, *arrays)
+    except TypeError as e:
+        if "forward-mode" not in str(e):  # what JAX says of every function that has its own reverse mode
+            raise
+        raise _first_order(static.spec) from None
+    except NotImplementedError as e:
+        if "symbolic_zeros support with shard_map" not in str(e):
+            raise
+        # shard_map without jit runs step by step, and knows no such step; nothing differentiates this one, or the
+        # primitive says so
+        return _primitive.bind(*arrays, static=static)
 
 
 def _varying_alike(arrays: list[Any]) -> list[Any]:
@@ -282,14 +307,19 @@ def _evaluate_jitted(static: _Static, *arrays: Any) -> Any:
     return _primitive.bind(*arrays, static=static)
 
 
-@_primitive.def_abstract_eval
-def _abstract(*avals: Any, static: _Static) -> list[Any]:
+def _unbatched(static: _Static, avals: Sequence[Any]) -> tuple[tuple[int, ...], Call]:
+    """The extents that enclosing ``jax.vmap`` give, outermost first, and the call within them."""
     lead: tuple[int, ...] = ()
     shapes = [a.shape for a in avals]
     for axes in reversed(static.vmaps):  # outermost first: peel the leading axes off
         lead += (next(s[0] for s, ax in zip(shapes, axes, strict=True) if ax is not None),)
         shapes = [s if ax is None else s[1:] for s, ax in zip(shapes, axes, strict=True)]
-    inner = static.bind(tuple(jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(shapes, avals, strict=True)))
+    return lead, static.bind([jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(shapes, avals, strict=True)])
+
+
+@_primitive.def_abstract_eval
+def _abstract(*avals: Any, static: _Static) -> list[Any]:
+    lead, inner = _unbatched(static, avals)
     first = avals[0]  # it varies along the same mesh axes as all of them: see _varying_alike
     unsharded = [
         first.sharding.update(spec=jax.sharding.PartitionSpec(*(None,) * len(lead + s)))
@@ -311,9 +341,13 @@ def _batch(arrays: tuple[Any, ...], axes: tuple[Any, ...], *, static: _Static) -
 
 def _refuse_gradient(primals: Any, tangents: Any, *, static: _Static) -> Any:
     wiring(static.spec)  # raises where there is none
-    raise UnsupportedError(
-        f"{static.spec.name}: gradients are of first order and in reverse mode; a gradient of a gradient, jax.jvp, "
-        "jax.linearize and jax.hessian are not there: use jax.grad once"
+    raise _first_order(static.spec)
+
+
+def _first_order(spec: Spec[Any]) -> UnsupportedError:
+    return UnsupportedError(
+        f"{spec.name}: gradients are of first order and in reverse mode; a gradient of a gradient, jax.jvp, "
+        "jax.jacfwd, jax.linearize and jax.hessian are not there: use jax.grad, jax.vjp or jax.jacrev once"
     )
 
 
@@ -326,11 +360,10 @@ def _one_device(ctx: mlir.LoweringRuleContext, static: _Static) -> None:
         manual: frozenset[str] = getattr(axes, "manual_axes", frozenset())
         devices = math.prod(n for name, n in axes.mesh.shape.items() if name not in manual)
     if (devices or 1) > 1:
-        raise UnsupportedError(
-            f"{static.spec.name} is part of a computation that jax.jit partitions over {devices} devices, where it "
-            "would run whole on each of them; "
-            "call it inside jax.shard_map, which says what each device holds"
+        why = (
+            f"is part of a computation that jax.jit partitions over {devices} devices, each of which would run it whole"
         )
+        raise refused(_unbatched(static, ctx.avals_in)[1], why, backend=static.backend.name if static.backend else None)
 
 
 def _lowering(platform: str) -> Callable[..., Any]:

@@ -1,0 +1,124 @@
+"""The twin of ``jax.nn.dot_product_attention`` where flax's layers take an ``attention_fn``: what they pass on means
+nothing here, or is refused by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+
+import portakern as pk
+
+jax = pytest.importorskip("jax", reason="jax is not installed")
+import jax.numpy as jnp  # noqa: E402
+
+import portakern.jax as twin  # noqa: E402
+
+RNG = np.random.default_rng(8)
+
+# What flax 0.12's layers pass by keyword beside the mask; linen's leave out what the function's signature lacks.
+NNX = ("dropout_rng", "dropout_rate", "broadcast_dropout", "deterministic", "dtype", "precision", "module", "is_causal")
+LINEN = (
+    *NNX[:-2],
+    *("module", "force_fp32_for_softmax", "qk_attn_weights_einsum", "attn_weights_value_einsum", "einsum_dot_general"),
+)
+
+
+@pytest.fixture(autouse=True)
+def on_the_host():
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        yield
+
+
+def qkv(dtype=jnp.float32):
+    return [jnp.asarray(RNG.standard_normal((2, 5, 4, 8)), dtype) for _ in range(3)]
+
+
+def test_every_keyword_of_a_layer_is_in_the_signature():
+    """linen looks there: a keyword that it lacks, such as a dropout rate, would be dropped in silence."""
+    assert {*NNX, *LINEN, "promote_dtype", "mask", "bias"} <= set(
+        inspect.signature(twin.dot_product_attention).parameters
+    )
+
+
+def test_what_means_nothing_is_taken():
+    arrays, mask = qkv(), jnp.asarray(RNG.random((2, 1, 5, 5)) < 0.7).at[..., 0].set(True)
+    plain = twin.dot_product_attention(*arrays, mask=mask)
+    layer = {
+        "dropout_rng": jax.random.key(0),
+        "dropout_rate": 0.5,
+        "broadcast_dropout": True,
+        "deterministic": True,
+        "dtype": jnp.float32,
+        "precision": jax.lax.Precision.HIGHEST,
+        "module": None,
+        "force_fp32_for_softmax": False,
+    }
+    np.testing.assert_array_equal(twin.dot_product_attention(*arrays, mask=mask, **layer), plain)
+    layer |= {"dropout_rate": 0.0, "deterministic": False, "precision": ("high", None)}
+    np.testing.assert_array_equal(twin.dot_product_attention(*arrays, mask=mask, **layer), plain)
+    numbers = mask.astype(jnp.float32)  # as flax's make_causal_mask and combine_masks give them
+    np.testing.assert_array_equal(twin.dot_product_attention(*arrays, mask=numbers, **layer), plain)
+    with pytest.raises(pk.SpecError, match="mask is float32; expected bool"):
+        twin.dot_product_attention(*arrays, mask=numbers)
+
+
+def test_a_dtype_is_cast_to():
+    arrays = qkv()
+    want = twin.dot_product_attention(*(a.astype(jnp.bfloat16) for a in arrays))
+    for options in ({}, {"promote_dtype": lambda given, dtype: tuple(a.astype(dtype) for a in given)}):
+        got = twin.dot_product_attention(*arrays, dtype=jnp.bfloat16, **options)
+        assert got.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(got, want)
+
+
+MEANT = {
+    "dropout_rate": (
+        {"dropout_rate": 0.1, "dropout_rng": None},
+        "dropout_rate is 0.1; attention here drops no weights",
+    ),
+    "module": ({"module": object()}, "module is <object.*pass sow_weights=False"),
+    "precision": ({"precision": "F16_F16_F16"}, "precision is 'F16_F16_F16'; sums are as exact as float32"),
+    "a product": (
+        {"qk_attn_weights_einsum": jnp.einsum},
+        "qk_attn_weights_einsum is .*; the products are the kernel's",
+    ),
+    "another": ({"attn_weights_value_einsum": jnp.einsum}, "attn_weights_value_einsum is "),
+    "a third": ({"einsum_dot_general": jax.lax.dot_general}, "einsum_dot_general is "),
+}
+
+
+@pytest.mark.parametrize("name", MEANT)
+def test_what_would_mean_something_is_refused_by_name(name):
+    given, words = MEANT[name]
+    with pytest.raises(pk.SpecError, match=f"dot_product_attention: {words}"):
+        twin.dot_product_attention(*qkv(), **given)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_layers_of_flax_agree(causal):
+    flax = pytest.importorskip("flax", reason="flax is not installed")
+    from flax import linen, nnx
+
+    x = jnp.asarray(RNG.standard_normal((2, 6, 16)), jnp.float32)
+    mask = linen.make_causal_mask(x[..., 0]) if causal else None
+
+    def nnx_layer(**options):
+        layer = nnx.MultiHeadAttention(2, 16, decode=False, rngs=nnx.Rngs(0), dropout_rate=0.3, **options)
+        return lambda x: layer(x, mask=mask, deterministic=True)
+
+    def linen_layer(**options):
+        layer = linen.MultiHeadDotProductAttention(2, dropout_rate=0.3, **options)
+        weights = layer.init(jax.random.key(0), x, deterministic=True)
+        return lambda x: layer.apply(weights, x, mask=mask, deterministic=True)
+
+    for made in (nnx_layer, linen_layer):
+        mine, theirs = made(attention_fn=twin.dot_product_attention), made()
+        np.testing.assert_allclose(mine(x), theirs(x), atol=2e-6)
+        np.testing.assert_allclose(*(jax.grad(lambda x, f=f: (f(x) ** 2).sum())(x) for f in (mine, theirs)), atol=2e-5)
+    assert flax
+    layer = linen.MultiHeadDotProductAttention(2, dropout_rate=0.3, attention_fn=twin.dot_product_attention)
+    with pytest.raises(pk.SpecError, match="dropout_rate is 0.3"):
+        layer.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x, deterministic=False)
