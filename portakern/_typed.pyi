@@ -481,7 +481,14 @@ class MatmulVjpOp(Op):
 
 class RmsnormOp(Op):
     @overload
-    def __call__(self, x: Array, weight: Array | None = None, *, eps: float = 1e-06) -> Array:
+    def __call__(
+        self,
+        x: Array,
+        weight: Array | None = None,
+        *,
+        eps: float = 1e-06,
+        rounding: Literal["once", "before_weight"] = "once",
+    ) -> Array:
         """y = x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32 (float64 for float64).
 
         The source is Zhang and Sennrich 2019, equation 4.
@@ -491,6 +498,10 @@ class RmsnormOp(Op):
           weight: (n,), x's dtype or float32; None is 1. A model that keeps weight - 1 passes the sum.
           eps: added to the mean of squares, >= 0; a number, where torch.nn.functional.rms_norm takes None for a dtype's
             own.
+          rounding: "once" rounds the result to x's dtype and nothing before it, as torch.nn.functional.rms_norm and
+            Gemma do;
+            "before_weight" also rounds x / sqrt(...) to x's dtype before the product with weight, as Llama does. They
+            differ where x has 16 bits and there is a weight.
 
         Returns:
           y: the shape and dtype of x. What arithmetic makes of infinities: a NaN makes its row NaN; an inf makes its
@@ -499,7 +510,14 @@ class RmsnormOp(Op):
             float64).
         """
     @overload
-    def __call__(self, x: NDArray[Any], weight: NDArray[Any] | None = None, *, eps: float = 1e-06) -> NDArray[Any]: ...
+    def __call__(
+        self,
+        x: NDArray[Any],
+        weight: NDArray[Any] | None = None,
+        *,
+        eps: float = 1e-06,
+        rounding: Literal["once", "before_weight"] = "once",
+    ) -> NDArray[Any]: ...
 
 class RmsnormVjpOut(NamedTuple, Generic[T]):
     d_x: T
@@ -514,6 +532,7 @@ class RmsnormVjpOp(Op):
         weight: Array | None = None,
         *,
         eps: float = 1e-06,
+        rounding: Literal["once", "before_weight"] = "once",
         wants: None = None,
     ) -> RmsnormVjpOut[Array]:
         """With r = (mean(x^2) + eps)^-1/2, xh = x r and h = d_y weight, in float32 (float64 for float64):
@@ -524,6 +543,9 @@ class RmsnormVjpOp(Op):
           x: (*batch, n), as in rmsnorm; d_y: (*batch, n), the cotangent of its y.
           weight: (n,), x's dtype or float32, as in rmsnorm.
           eps: as in rmsnorm.
+          rounding: as in rmsnorm. "before_weight" takes the rounding for the identity, as autograd does: d_weight is
+            the sum
+            of d_y times xh as it was rounded to x's dtype, and h, the cotangent of that, is rounded to x's dtype.
 
         Returns:
           d_x: the shape and dtype of x; d_weight: those of weight, None where that was not given.
@@ -541,6 +563,7 @@ class RmsnormVjpOp(Op):
         weight: Array | None = None,
         *,
         eps: float = 1e-06,
+        rounding: Literal["once", "before_weight"] = "once",
         wants: Iterable[Literal["d_x", "d_weight"]] | None,
     ) -> RmsnormVjpOut[Array | None]: ...
     @overload
@@ -551,6 +574,7 @@ class RmsnormVjpOp(Op):
         weight: NDArray[Any] | None = None,
         *,
         eps: float = 1e-06,
+        rounding: Literal["once", "before_weight"] = "once",
         wants: None = None,
     ) -> RmsnormVjpOut[NDArray[Any]]: ...
     @overload
@@ -561,6 +585,7 @@ class RmsnormVjpOp(Op):
         weight: NDArray[Any] | None = None,
         *,
         eps: float = 1e-06,
+        rounding: Literal["once", "before_weight"] = "once",
         wants: Iterable[Literal["d_x", "d_weight"]] | None,
     ) -> RmsnormVjpOut[NDArray[Any] | None]: ...
 

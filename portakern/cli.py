@@ -201,8 +201,8 @@ def check(
     if case is not None:
         if len(chosen) != 1 or len(named) != 1:
             raise SpecError("check --case: name one op and one --backend")
-        how: dict[str, Any] = {"variant": variant, "device": device, "profile": profile, "promises": promises}
-        reports = [testing.replay(chosen[0], case, backend=named[0], **how)]
+        again = functools.partial(testing.replay, variant=variant, device=device, profile=profile, promises=promises)
+        reports = [again(chosen[0], case, backend=named[0])]
     else:
         subjects = _subjects(chosen, named, variant, device, every=not (ops and backend))
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from math import inf, prod
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import Float
 
 from portakern.spec import Tile, spec
+from portakern.spec.dtypes import DTYPES
 from portakern.spec.options import Range
-from portakern.spec.tolerance import KAPPA, chain, magnitude, round_to, store_spread, units
+from portakern.spec.tolerance import KAPPA, chain, magnitude, round_to, rounded, rounding_error, store_spread, units
 from portakern.specs._rows import plant
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def rmsnorm(
     weight: Float[A, "n"] | None = None,
     *,
     eps: Annotated[float, Range(0.0, typical=(1e-6, 1e-12, 1e-2))] = 1e-6,
+    rounding: Literal["once", "before_weight"] = "once",
 ) -> RmsnormOut:
     """y = x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32 (float64 for float64).
 
@@ -46,6 +48,9 @@ def rmsnorm(
       weight: (n,), x's dtype or float32; None is 1. A model that keeps weight - 1 passes the sum.
       eps: added to the mean of squares, >= 0; a number, where torch.nn.functional.rms_norm takes None for a dtype's
         own.
+      rounding: "once" rounds the result to x's dtype and nothing before it, as torch.nn.functional.rms_norm and Gemma do;
+        "before_weight" also rounds x / sqrt(...) to x's dtype before the product with weight, as Llama does. They
+        differ where x has 16 bits and there is a weight.
 
     Returns:
       y: the shape and dtype of x. What arithmetic makes of infinities: a NaN makes its row NaN; an inf makes its own
@@ -73,6 +78,12 @@ def root(call: Call) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return 1 / np.sqrt(v), np.where(np.isinf(v), 0.0, rho), unsure
 
 
+def rounds(call: Call) -> str | None:
+    """The dtype to which xh is rounded before it meets the weight; None where it is not, or rounds as it is computed."""
+    kind = DTYPES[call.dtype_of("x")]
+    return kind.name if call.options["rounding"] == "before_weight" and kind.bits < 32 else None
+
+
 def normalised_error(call: Call, xh: np.ndarray, r: np.ndarray, rho: np.ndarray) -> np.ndarray:
     """dxh = |xh| (rho + 4u) + r tau (1 + rho) + tau, by which xh = x r may be off.
 
@@ -88,6 +99,9 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 
         B = E (1 + U) + U |y| + eta,  E = |w| dxh + u |xh w| + tau (|xh| + 1)
 
+    Where rounding is "before_weight", xh is the rounded one, and two that lie within dxh of each other are rounded to
+    numbers that lie further apart by what :func:`portakern.spec.tolerance.rounding_error` says: mostly not at all.
+
     xh = x r errs by dxh (:func:`normalised_error`), of which r's share is rho (:func:`root`); then the product with w
     rounds, and w or the product may flush. Beyond what root promises: nothing where |xh w| reaches 2^127, or where w is
     infinite beside an x whose xh may flush (0 * inf is NaN).
@@ -97,7 +111,10 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     with np.errstate(all="ignore"):
         r, rho, unsure = root(call)
         xh = magnitude(x) * r
-        dxh, product = normalised_error(call, xh, r, rho), xh * magnitude(w)
+        dxh, narrow = normalised_error(call, xh, r, rho), rounds(call)
+        if narrow:
+            dxh, xh = rounding_error(xh, dxh, narrow), rounded(xh, narrow).astype(np.float64)
+        product = xh * magnitude(w)
         err = magnitude(w) * dxh + unit.u * product + unit.tau * (xh + 1)
         unsure = unsure | (product >= unit.huge) | (np.isinf(w) & (x != 0) & (xh <= dxh))
         err = np.where(unsure, inf, err)

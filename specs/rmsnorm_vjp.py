@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from math import inf, prod
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import Float
 
 from portakern.spec import Tile, spec
 from portakern.spec.options import Range
-from portakern.spec.tolerance import KAPPA, chain, magnitude, units
+from portakern.spec.tolerance import KAPPA, chain, magnitude, rounded, rounding_error, units
 from portakern.specs._gradients import doubled, each_alone, row_alone, stored_bounds, stored_spreads
 from portakern.specs._rows import mean_variance, plant, silence_all_but_one
-from portakern.specs.rmsnorm import normalised_error, root, root_spread
+from portakern.specs.rmsnorm import normalised_error, root, root_spread, rounds
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -37,6 +37,7 @@ def rmsnorm_vjp(
     weight: Float[A, "n"] | None = None,
     *,
     eps: Annotated[float, Range(0.0, typical=(1e-6, 1e-12, 1e-2))] = 1e-6,
+    rounding: Literal["once", "before_weight"] = "once",
 ) -> RmsnormVjpOut:
     """With r = (mean(x^2) + eps)^-1/2, xh = x r and h = d_y weight, in float32 (float64 for float64):
 
@@ -46,6 +47,8 @@ def rmsnorm_vjp(
       x: (*batch, n), as in rmsnorm; d_y: (*batch, n), the cotangent of its y.
       weight: (n,), x's dtype or float32, as in rmsnorm.
       eps: as in rmsnorm.
+      rounding: as in rmsnorm. "before_weight" takes the rounding for the identity, as autograd does: d_weight is the sum
+        of d_y times xh as it was rounded to x's dtype, and h, the cotangent of that, is rounded to x's dtype.
 
     Returns:
       d_x: the shape and dtype of x; d_weight: those of weight, None where that was not given.
@@ -62,6 +65,7 @@ class _Rows(NamedTuple):
     Attributes:
       g: d_y; x, h, xh, r: as in the contract; dxh: how far xh may be off.
       rho: the share of itself by which r may be off; unsure: whether nothing is promised of a row (rmsnorm's ``root``).
+      met, dmet: xh as it meets d_y in d_weight, rounded or not, and how far that may be off; dh: how far h may be.
     """
 
     x: np.ndarray
@@ -72,14 +76,23 @@ class _Rows(NamedTuple):
     r: np.ndarray
     rho: np.ndarray
     unsure: np.ndarray
+    met: np.ndarray
+    dmet: np.ndarray
+    dh: np.ndarray
 
     @classmethod
     def of(cls, call: Call) -> _Rows:
         x, g = (call.arrays[name].reshape(-1, call.dims["n"]) for name in ("x", "d_y"))
         r, rho, unsure = (a.reshape(-1, 1) for a in root(call))
         xh = x * r
-        h = g if call.arrays["weight"] is None else g * call.arrays["weight"]
-        return cls(x, g, h, xh, normalised_error(call, xh, r, rho), r, rho, unsure)
+        w = np.ones(1) if call.arrays["weight"] is None else call.arrays["weight"]
+        h, unit, narrow = g * w, units(call), rounds(call)
+        met, dxh = xh, normalised_error(call, xh, r, rho)
+        dmet, dh = dxh, unit.u * magnitude(h) + unit.tau * (magnitude(g) + magnitude(w) + 1)
+        if narrow:
+            dmet, met = rounding_error(xh, dxh, narrow), rounded(xh, narrow).astype(np.float64)
+            dh, h = rounding_error(h, dh, narrow), rounded(h, narrow).astype(np.float64)
+        return cls(x, g, h, xh, dxh, r, rho, unsure, met, np.nan_to_num(dmet), np.nan_to_num(dh))
 
 
 @rmsnorm_vjp.tolerance
@@ -101,6 +114,10 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         d_x:      E = r (1 + rho) [dh + X d2 + dxh |c2| + 3u (|h| + X (|c2| + d2)) + 2 tau] + rho |d_x|
         d_weight: E = sum |d_y| dxh + (M + 2) u sum |d_y| X + tau sum (|d_y| + X + 1)
 
+    Where rounding is "before_weight", h is the rounded one, dh what its rounding makes of u |h| + lost
+    (:func:`portakern.spec.tolerance.rounding_error`), and d2 has dh X in place of (u |h| + lost) X; in d_weight, xh and
+    dxh are those of the rounded one.
+
     Nothing is promised of a row where rmsnorm promises nothing (all of d_weight takes part in it), or where h, r times
     the terms of d_x, or a sum of |h xh|, |h x| or |d_y xh| reaches 2^127. An infinite h or d_y gives infinities and NaN
     by the sign of xh: nothing is promised beside an x whose xh may flush.
@@ -115,16 +132,15 @@ def _d_x_error(call: Call, row: _Rows, d_x: np.ndarray) -> np.ndarray:
     """E of d_x."""
     unit, n, w = units(call), call.dims["n"], call.arrays["weight"]
     w = np.ones(1) if w is None else w
-    u, tau, r, rho, dxh = unit.u, unit.tau, row.r, row.rho, row.dxh
+    u, tau, r, rho, dxh, dh = unit.u, unit.tau, row.r, row.rho, row.dxh, row.dh
 
     def mean(values: np.ndarray) -> np.ndarray:
         return values.sum(1, keepdims=True) / n
 
     h, size, c2 = magnitude(row.h), np.abs(row.xh) + dxh, magnitude(mean(row.h * row.xh))
-    lost = tau * (magnitude(row.g) + magnitude(w) + 1)
-    d2 = mean(h * dxh + ((chain(n) + 6) * u * h + lost) * size) + tau * (1 + r)
+    d2 = mean(h * dxh + ((chain(n) + 5) * u * h + dh) * size) + tau * (1 + r)
     terms = h + size * (c2 + d2)
-    inner = u * h + lost + size * d2 + dxh * c2 + 3 * u * terms + 2 * tau
+    inner = dh + size * d2 + dxh * c2 + 3 * u * terms + 2 * tau
     err = r * (1 + rho) * inner + rho * np.abs(d_x.reshape(-1, n))
 
     tiny_g, tiny_w = ((a != 0) & (np.abs(a) < tau) for a in (row.g, w))
@@ -139,9 +155,9 @@ def _d_x_error(call: Call, row: _Rows, d_x: np.ndarray) -> np.ndarray:
 
 def _d_weight_error(call: Call, row: _Rows) -> np.ndarray:
     """E of d_weight."""
-    unit, g, size = units(call), magnitude(row.g), np.abs(row.xh) + row.dxh
+    unit, g, size = units(call), magnitude(row.g), np.abs(row.met) + row.dmet
     products = (g * size).sum(0)
-    err = (g * row.dxh).sum(0) + (g.shape[0] + 2) * unit.u * products + unit.tau * (g + size + 1).sum(0)
+    err = (g * row.dmet).sum(0) + (g.shape[0] + 2) * unit.u * products + unit.tau * (g + size + 1).sum(0)
     ambiguous = np.isinf(row.g) & (row.x != 0) & (np.abs(row.xh) <= row.dxh)
     return np.where(row.unsure.any() | (products >= unit.huge) | ambiguous.any(0), inf, err)
 
@@ -157,7 +173,7 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         d_x:      store^2 + q (d_x - 2 r xh c2)^2 + r^2 [3 k^2 (h^2 + (xh c2)^2) + xh^2 t^2(h xh)]
         d_weight: store^2 + sum (d_y xh)^2 (q + 2 k^2) + M^2 s^2(d_y xh)
 
-    are the variances, store being the RMS error of storing (``store_spread``).
+    are the variances, xh of d_weight as it meets d_y, store being the RMS error of storing (``store_spread``).
     """
     k2, q, n = (KAPPA * units(call).u) ** 2, root_spread(call), call.dims["n"]
     with np.errstate(all="ignore"):
@@ -166,7 +182,10 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         pull = xh * ((h * xh).sum(1, keepdims=True) / n)
         of_c2 = xh**2 * (1 + 8 / rows) * mean_variance(h * xh, 1, chain(n), k2)
         own = q * np.square(h - 3 * pull) + 3 * k2 * (h**2 + pull**2) + of_c2
-        of_weight = np.square(row.g * xh).sum(0) * (q + 2 * k2) + rows**2 * mean_variance(row.g * xh, 0, rows, k2)[0]
+        terms = row.g * row.met
+        of_weight = np.square(terms).sum(0) * (q + 2 * k2) + rows**2 * mean_variance(terms, 0, rows, k2)[0]
+        if rounds(call):  # beside a tie a term may be another by a whole spacing, which is no matter of chance
+            of_weight = np.where(((row.dmet > 0) & (row.g != 0)).any(0), inf, of_weight)
         return stored_spreads(call, ref, [(row.r**2 * own).reshape(call.arrays["x"].shape), of_weight])
 
 

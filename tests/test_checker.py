@@ -443,3 +443,23 @@ def test_functions_that_cannot_be_called_are_refused_in_words():
 def test_a_dtype_by_another_name_is_understood(said, meant):
     with pytest.raises(pk.SpecError, match=f"dtype '{said}' is unknown; did you mean '{meant}'"):
         pk.check("softmax", fn=right, dtypes=[said])
+
+
+def llama_rmsnorm(x, weight, *, eps=1e-6):
+    """As transformers has it: x / sqrt(...) becomes x's dtype again before it meets the weight."""
+    wide = x.astype(np.float64 if x.dtype == np.float64 else np.float32)
+    with np.errstate(all="ignore"):
+        hidden = wide / np.sqrt(np.square(wide).mean(-1, keepdims=True, dtype=np.float64).astype(wide.dtype) + eps)
+        product = hidden.astype(x.dtype).astype(wide.dtype) * weight.astype(wide.dtype)
+        return np.ascontiguousarray(product.astype(x.dtype))
+
+
+def test_a_models_own_rounding_is_an_option_of_the_spec():
+    how = {"fn": llama_rmsnorm, "concessions": ["no_empty"], "dtypes": ["bfloat16", "float16"], "max_examples": 120}
+    report = pk.check("rmsnorm", options={"rounding": "before_weight"}, **how)
+    assert report.passed and report.worst["y"] > 0.9, report.failures
+    assert "rounding is 'before_weight' in every call" in report.concessions
+    report = pk.check("rmsnorm", **how)
+    assert not report.passed and report.verdicts["bounds"] is False
+    with pytest.raises(pk.SpecError, match="rounding is 'twice'; expected one of 'once', 'before_weight'"):
+        pk.check("rmsnorm", options={"rounding": "twice"}, **how)

@@ -53,11 +53,12 @@ def layernorm(x: Any, weight: Any = None, bias: Any = None, *, eps: float = 1e-5
 
 
 @provides(BACKEND, refuses=narrow)
-def rmsnorm(x: Any, weight: Any = None, *, eps: float = 1e-6) -> Any:
-    """With Gemma's casts: all of it in float32 and rounded once, as the spec has it.
+def rmsnorm(x: Any, weight: Any = None, *, eps: float = 1e-6, rounding: str = "once") -> Any:
+    """Gemma's casts are all in float32 and round once; Llama's round before the product with the weight.
 
-    Llama's would round before the product with the weight. Not in place, where it would write d_x over d_y.
+    Not in place, where it would write d_x over d_y.
     """
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
-    return LigerRMSNormFunction.apply(x, weight, eps, 0.0, "gemma", False)
+    casts = {"once": "gemma", "before_weight": "llama"}[rounding]
+    return LigerRMSNormFunction.apply(x, weight, eps, 0.0, casts, False)

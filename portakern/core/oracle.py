@@ -11,7 +11,7 @@ from portakern.core import outputs, registry
 from portakern.core.call import Call
 from portakern.core.framework import host_framework
 from portakern.errors import SpecError, UnavailableError
-from portakern.spec.dtypes import DTYPES
+from portakern.spec.tolerance import rounded
 
 __all__ = [
     "BrokenRule",
@@ -74,38 +74,6 @@ def rounded_oracle(call: Call) -> tuple[Any, ...]:
         None if y is None else rounded(y, dtype)
         for y, (_, dtype) in zip(oracle(call), call.outputs.values(), strict=True)
     )
-
-
-def rounded(exact: np.ndarray, dtype: str) -> np.ndarray:
-    """Round float64 once, to nearest, ties to even; what lies beyond the dtype's range becomes its ``overflows_to``.
-
-    An integer dtype rounds so too and stops at its ends; NaN becomes 0, as where XLA converts.
-    """
-    d, exact = DTYPES[dtype], np.asarray(exact)
-    with np.errstate(over="ignore", invalid="ignore"):
-        if d.floating:
-            return (exact if d.native else _odd_float32(exact)).astype(d.numpy, order="C")
-        if exact.dtype.kind in "iub" or d.kind == "bool":
-            return exact.astype(d.numpy, order="C")
-        whole = np.nan_to_num(np.rint(exact), posinf=np.inf, neginf=-np.inf)
-        info = np.iinfo(d.numpy)
-        ends = np.where(whole > 0, info.max, info.min).astype(d.numpy)  # 2^63 is no int64, and 2^63 - 1 no float64
-        inside = (whole >= info.min) & (whole < 2.0 ** (d.bits - (d.kind == "int")))
-        return np.where(inside, np.where(inside, whole, 0).astype(d.numpy), ends)
-
-
-def _odd_float32(exact: np.ndarray) -> np.ndarray:
-    """Float64 as float32 rounded to odd: of the two numbers around an inexact value the one whose last bit is 1.
-
-    ml_dtypes rounds by way of float32, where a value beside a tie of its dtype may land on the tie. No tie is odd, so
-    that rounding this once more gives what rounding once would (Boldo and Melquiond 2008, "Emulation of FMA and
-    correctly rounded sums: proved algorithms using rounding to odd").
-    """
-    single = exact.astype(np.float32, order="C")
-    inexact = (single != exact) & np.isfinite(exact)
-    even = single.view(np.uint32) & 1 == 0
-    beside = np.nextafter(single, np.where(exact > single, np.inf, -np.inf).astype(np.float32))
-    return np.where(inexact & even, beside, single)
 
 
 def degenerate_values(call: Call) -> Mapping[str, float]:

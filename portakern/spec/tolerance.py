@@ -36,6 +36,8 @@ __all__ = [
     "format_of",
     "magnitude",
     "round_to",
+    "rounded",
+    "rounding_error",
     "store_spread",
     "units",
 ]
@@ -144,6 +146,52 @@ def round_to(err: np.ndarray, ref: np.ndarray, dtype: str) -> np.ndarray:
     with np.errstate(all="ignore"):
         bound = err * (1 + f.U) + f.U * np.abs(ref) + f.eta
     return np.where(np.isfinite(ref), bound, np.where(np.isposinf(err), np.inf, 0.0))
+
+
+def rounded(exact: np.ndarray, dtype: str) -> np.ndarray:
+    """Round float64 once, to nearest, ties to even; what lies beyond the dtype's range becomes its ``overflows_to``.
+
+    An integer dtype rounds so too and stops at its ends; NaN becomes 0, as where XLA converts.
+    """
+    d, exact = DTYPES[dtype], np.asarray(exact)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if d.floating:
+            return (exact if d.native else _odd_float32(exact)).astype(d.numpy, order="C")
+        if exact.dtype.kind in "iub" or d.kind == "bool":
+            return exact.astype(d.numpy, order="C")
+        whole = np.nan_to_num(np.rint(exact), posinf=np.inf, neginf=-np.inf)
+        info = np.iinfo(d.numpy)
+        ends = np.where(whole > 0, info.max, info.min).astype(d.numpy)  # 2^63 is no int64, and 2^63 - 1 no float64
+        inside = (whole >= info.min) & (whole < 2.0 ** (d.bits - (d.kind == "int")))
+        return np.where(inside, np.where(inside, whole, 0).astype(d.numpy), ends)
+
+
+def _odd_float32(exact: np.ndarray) -> np.ndarray:
+    """Float64 as float32 rounded to odd: of the two numbers around an inexact value the one whose last bit is 1.
+
+    ml_dtypes rounds by way of float32, where a value beside a tie of its dtype may land on the tie. No tie is odd, so
+    that rounding this once more gives what rounding once would (Boldo and Melquiond 2008, "Emulation of FMA and
+    correctly rounded sums: proved algorithms using rounding to odd").
+    """
+    single = exact.astype(np.float32, order="C")
+    inexact = (single != exact) & np.isfinite(exact)
+    even = single.view(np.uint32) & 1 == 0
+    beside = np.nextafter(single, np.where(exact > single, np.inf, -np.inf).astype(np.float32))
+    return np.where(inexact & even, beside, single)
+
+
+def rounding_error(exact: np.ndarray, err: np.ndarray, dtype: str) -> np.ndarray:
+    """How far rounding to ``dtype`` may carry two numbers apart that lie within ``err`` of each other, the first of
+    which is ``exact``: 0, unless a tie lies between them.
+
+    Rounding is monotone, so that the ends of the range bound what lies in it; a result that is subnormal may be flushed
+    where the dtype's are.
+    """
+    kind, near = DTYPES[dtype], rounded(exact, dtype).astype(np.float64)
+    low, high = (rounded(exact + way * err, dtype).astype(np.float64) for way in (-1, 1))
+    apart = np.maximum(high - near, near - low)
+    flushed = kind.tiny if kind.flushes else 0.0
+    return apart + np.where(np.abs(near) + apart <= kind.tiny, flushed, 0.0)
 
 
 def store_spread(ref: np.ndarray, dtype: str) -> np.ndarray:

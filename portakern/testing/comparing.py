@@ -68,7 +68,8 @@ class Trial:
         positional = [arrays[a.name] for a in spec.arrays if not a.optional]
         named = {a.name: arrays[a.name] for a in spec.arrays if a.optional and a.name in arrays}
         options = {o.name: o.default for o in spec.options if o.name in self.subject.always} | {**self.case.options}
-        return self.run(*positional, **named, **options)
+        known = self.subject.arguments
+        return self.run(*positional, **named, **{n: v for n, v in options.items() if known is None or n in known})
 
     def breaks(self, what: str) -> None:
         """A promise is broken; told unless it is known."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from portakern.core import registry
 from portakern.core.backend import Backend
 from portakern.errors import SpecError
 from portakern.spec import Edge, Spec
+from portakern.spec.options import shown
 from portakern.testing import printed
 from portakern.testing.cases import Case, edges
 from portakern.testing.comparing import run_case
@@ -48,6 +49,7 @@ def check(
     profile: str | None = None,
     promises: bool = True,
     concessions: Collection[str] = (),
+    options: Mapping[str, Any] | None = None,
     shrink: bool = True,
     shard: tuple[int, int] = (0, 1),
     progress: Callable[[int], None] | None = None,
@@ -79,6 +81,8 @@ def check(
       promises: False for a kernel that never made them: bounds and edges alone are held to.
       concessions: what else is not asked, and then stands in ``report.concessions``: "one_dtype", no array is float32
         beside 16-bit ones; "no_empty", no extent is 0.
+      options: values that options have in every case. A function that does not take such an option has it built in, as
+        a model's norm has its rounding.
       shrink: make a failing case as small as possible; False stops at the first one.
       shard: (i, n): only the i-th of n parts of the work; :meth:`Report.merge` puts the parts together. What is drawn
         does not depend on n.
@@ -98,8 +102,8 @@ def check(
     if len(several) > 1:
         every = functools.partial(
             check, op, backend=backend, device=device, dtypes=dtypes, only=only, max_examples=max_examples, seed=seed,
-            limits=limits, profile=profile, promises=promises, concessions=concessions, shrink=shrink, shard=shard,
-            progress=progress,
+            limits=limits, profile=profile, promises=promises, concessions=concessions, options=options,
+            shrink=shrink, shard=shard, progress=progress,
         )  # fmt: skip
         return functools.reduce(Report.merge, (every(variant=name) for name in several))
     subject = _subject(spec, backend, variant, fn, framework, device, profile)
@@ -109,6 +113,7 @@ def check(
         dtypes=tuple(dtypes or limits.dtypes),
         arguments=subject.arguments if limits.arguments is None else limits.arguments,
         always=limits.always | subject.always,
+        options={**limits.options, **_checked(spec, options or {})},
     )
     limits, conceded = concede(spec, limits, concessions)
     asked = _asked(promises)
@@ -264,11 +269,27 @@ def _plan(spec: Spec[Any], limits: Limits, max_examples: int, only: Sequence[str
     return runs + [Run(None, order[i : i + FREE_RUN]) for i in range(0, free, FREE_RUN)]
 
 
+def _checked(spec: Spec[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as backends see them; SpecError where one is unknown or cannot have its value."""
+    found = {}
+    for name, value in options.items():
+        o = next((o for o in spec.options if o.name == name), None)
+        if o is None:
+            names = ", ".join(o.name for o in spec.options)
+            raise SpecError(f"check({spec.name!r}): options name {name!r}; expected some of {names or '(none)'}")
+        try:
+            found[name] = o.check(value)
+        except ValueError:
+            raise SpecError(f"check({spec.name!r}): {name} is {shown(value)}; expected {o.expected}") from None
+    return found
+
+
 def _reachable(edge: Edge, limits: Limits) -> bool:
     """Whether calls within the limits can be on an edge."""
     empty = any(hi == 0 for _, hi in edge.dims.values())
     return (
-        all(limits.takes(name) for name in (*edge.options, *edge.given))
+        all(limits.takes(name) or name in limits.options for name in (*edge.options, *edge.given))
+        and all(limits.options.get(name, value) == value for name, value in edge.options.items())
         and not limits.always & {*edge.absent}
         and (limits.empty or not empty)
     )

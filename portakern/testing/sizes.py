@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hypothesis import strategies as st
@@ -44,6 +44,7 @@ class Limits:
       dtypes: the op's; arguments: those that the implementation takes, None: all of the spec's.
       strided: whether arrays may lie otherwise than contiguous.
       always: arguments that are given in every call, because the implementation has no default for them.
+      options: values that options have in every call, whether the implementation takes them or has them built in.
       one_dtype: no array is float32 beside 16-bit ones; empty: an extent may be 0.
     """
 
@@ -55,6 +56,7 @@ class Limits:
     strided: bool = True
     used: int = 2**15
     always: frozenset[str] = frozenset()
+    options: Mapping[str, Any] = field(default_factory=dict)
     one_dtype: bool = False
     empty: bool = True
 

@@ -154,9 +154,10 @@ def _options(
     draw: st.DrawFn, spec: Spec[Any], shapes: Mapping[str, Shape], limits: Limits, edge: Edge
 ) -> dict[str, Any]:
     """The options that are not at their default: the edge's, and half of the others."""
-    found = dict(edge.options)
+    fixed = {**edge.options, **limits.options}
+    found = {o.name: fixed[o.name] for o in spec.options if o.name in fixed and fixed[o.name] != o.default}
     for o in spec.options:
-        if o.name not in edge.options and limits.takes(o.name) and draw(st.booleans()):
+        if o.name not in fixed and limits.takes(o.name) and draw(st.booleans()):
             value = draw(_option_values(o, shapes))
             if value != o.default:
                 found[o.name] = value

@@ -258,5 +258,6 @@ def concede(spec: Spec[Any], limits: Limits, names: Collection[str]) -> tuple[Li
         empty=limits.empty and "no_empty" not in names,
     )
     made = {"one_dtype": narrowed.one_dtype, "no_empty": not narrowed.empty}
+    built_in = [f"{n} is {v!r} in every call" for n, v in limits.options.items()]
     given = [f"{n} is always given: it has no default" for n in sorted(limits.always)]
-    return narrowed, (*given, *(CONCESSIONS[n] for n, is_made in made.items() if is_made))
+    return narrowed, (*given, *built_in, *(CONCESSIONS[n] for n, is_made in made.items() if is_made))

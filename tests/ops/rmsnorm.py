@@ -10,29 +10,57 @@ import numpy as np
 
 import portakern as pk
 from tests.ops import layernorm
-from tests.ops._shared import BF16, HALVES, SWEPT, accumulator, draw, flush, long_rows, normal64, sweep, through, zeros
+from tests.ops._shared import (
+    BF16,
+    HALVES,
+    SWEPT,
+    accumulator,
+    draw,
+    flush,
+    long_rows,
+    normal64,
+    pick,
+    sweep,
+    through,
+    zeros,
+)
 from tests.ops.record import Fault, ForwardRecord, Hiding, Layer, Mapped, Near, Sample, Twin
 
 
-def simulate(x, weight=None, eps=1e-6, *, block=None, ftz=False, over=0, outside=False, tail=True, low=None):
+def narrow_of(x, rounding):
+    """The dtype in which x r meets the weight; None where it is as wide as its sums."""
+    return x.dtype if rounding == "before_weight" and x.dtype.itemsize == 2 else None
+
+
+def simulate(x, weight=None, eps=1e-6, rounding="once", *, block=None, ftz=False, over=0, outside=False, tail=True,
+             low=None):  # fmt: skip
     """The squares of a row added up block after block, then one product with the inverse root and one with weight."""
-    acc = accumulator(x)
+    acc, narrow = accumulator(x), narrow_of(x, rounding)
     x, eps, n = flush(x.astype(acc), ftz), acc(eps), x.shape[-1]
     block, total = block or n, acc(0)
     for j in range(0, n if tail else n // block * block, block):
         total = through(total + flush(np.square(x[..., j : j + block]), ftz).sum(-1, keepdims=True), low)
     mean = total / acc(n + over)
     r = acc(1) / (np.sqrt(mean) + eps if outside else np.sqrt(flush(mean + eps, ftz)))
-    return (flush(x * r if weight is None else flush(x * r, ftz) * flush(weight.astype(acc), ftz), ftz),)
+    xh = through(x * r, narrow)
+    return (flush(xh if weight is None else flush(xh, ftz) * flush(weight.astype(acc), ftz), ftz),)
+
+
+def any_options(rng):
+    return layernorm.any_eps(rng) | {"rounding": pick(rng, ROUNDINGS)}
 
 
 def case(rng, dtype, regime):
-    return layernorm.rows_and_affine(rng, dtype, regime)[:2], layernorm.any_eps(rng)
+    return layernorm.rows_and_affine(rng, dtype, regime)[:2], any_options(rng)
 
 
 def large_case(rng, dtype, regime):
     arrays, options = layernorm.large_case(rng, dtype, regime)
-    return arrays[:2], options
+    return arrays[:2], options | {"rounding": pick(rng, ROUNDINGS)}
+
+
+def rows_and_weight(rng, dtype):
+    return sweep(rng, (4, 40), dtype), sweep(rng, (40,), dtype)
 
 
 def formula(x, weight=None, eps=1e-6):
@@ -66,6 +94,7 @@ def fuzzed(r, dtype):
 
 
 X = zeros(2, 3)
+ROUNDINGS = ("once", "before_weight")
 WRONG = {
     "no axes": (lambda: call(zeros()), r"rmsnorm: x has 0 axes, shape \(\); expected at least 1"),
     "weight": (lambda: call(X, zeros(4)), r"rmsnorm: weight axis 0 \(n\) is 4; expected 3, as set by x axis -1"),
@@ -76,6 +105,10 @@ WRONG = {
     "eps below zero": (
         lambda: call(X, eps=-1.0),
         r"rmsnorm: eps is -1.0; expected a finite number in float32's range >= 0: leave it out for 1e-06",
+    ),
+    "a rounding nobody knows": (
+        lambda: call(X, rounding="after"),
+        r"rmsnorm: rounding is 'after'; expected one of 'once', 'before_weight'",
     ),
     "eps of PyTorch's default": (lambda: call(X, eps=None), r"rmsnorm: eps is None; expected a finite number"),
 }
@@ -92,6 +125,8 @@ RECORD = ForwardRecord(
         "without its tail": Fault(lambda r, t: (sweep(r, (4, 300), t),), {"tail": False, "block": 128}),
         "adding up in 16 bits": Fault(lambda r, t: (sweep(r, (4, 300), t),), {"low": BF16, "block": 16}),
         "with eps outside the root": Fault(lambda r, t: (sweep(r, (4, 40), t),), {"outside": True}, {"eps": 1e-1}),
+        "rounded before the weight": Fault(rows_and_weight, {"rounding": "before_weight"}, dtypes=HALVES),
+        "rounded once": Fault(rows_and_weight, {"rounding": "once"}, {"rounding": "before_weight"}, dtypes=HALVES),
     },
     large_case=large_case,
     typical=lambda rng, dtype: ((draw(rng, (64, 64), dtype),), {}),

@@ -15,32 +15,34 @@ from tests.ops._shared import (
     in_blocks,
     long_rows_of_gradients,
     over_rows,
+    pick,
     through,
 )
 from tests.ops.record import Fault, GradientRecord, Hiding, Near, Sample
+from tests.ops.rmsnorm import ROUNDINGS, narrow_of
 
 
-def simulate(x, d_y, weight=None, eps=1e-6, *, block=None, group=64, ftz=False, last=False, over=0, drop=False, c2=1.0,
+def simulate(x, d_y, weight=None, eps=1e-6, rounding="once", *, block=None, group=64, ftz=False, last=False, over=0, drop=False, c2=1.0,
              low=None, skip_rows=0):  # fmt: skip
     """``last``: r meets mean(h x) after the sum, as where rows are longer than a tile."""
-    acc, (n, shape) = accumulator(x), (x.shape[-1], x.shape)
+    acc, (n, shape), narrow = accumulator(x), (x.shape[-1], x.shape), narrow_of(x, rounding)
     x, g = (flush(a.reshape(-1, n).astype(acc), ftz) for a in (x, d_y))
     r = acc(1) / np.sqrt(flush(in_blocks(flush(np.square(x), ftz), block or n) / acc(n + over) + acc(eps), ftz))
-    xh, h = flush(x * r, ftz), g if weight is None else flush(g * flush(weight.astype(acc), ftz), ftz)
+    xh, h = flush(x * r, ftz), g if weight is None else through(flush(g * flush(weight.astype(acc), ftz), ftz), narrow)
     mean_hx = (in_blocks(flush(h * (x if last else xh), ftz), block or n) / acc(n)) * (r if last else acc(1))
     d_x = r * (h - (acc(0) if drop else xh * (mean_hx * acc(c2))))
-    d_weight = through(over_rows(flush(g * xh, ftz), group, skip_rows), low)
+    d_weight = through(over_rows(flush(g * through(xh, narrow), ftz), group, skip_rows), low)
     return flush(d_x, ftz).reshape(shape), None if weight is None else flush(d_weight, ftz)
 
 
 def case(rng, dtype, regime):
     arrays, options = layernorm_vjp.case(rng, dtype, regime)
-    return arrays[:3], options
+    return arrays[:3], options | {"rounding": pick(rng, ROUNDINGS)}
 
 
 def large_case(rng, dtype, regime):
     arrays, options = layernorm_vjp.large_case(rng, dtype, regime)
-    return arrays[:3], options
+    return arrays[:3], options | {"rounding": pick(rng, ROUNDINGS)}
 
 
 def arrays(rng, dtype, rows=130, n=40):
@@ -74,6 +76,10 @@ RECORD = GradientRecord(
         "r h alone": Fault(arrays, {"drop": True}, breaks="d_x"),
         "mean(h xh) 10 % off": Fault(arrays, {"c2": 1.1}, breaks="d_x"),
         "another eps": Fault(arrays, {"eps": 1e-2}, breaks="d_x"),
+        "rounded once": Fault(
+            arrays, {"rounding": "once"}, {"rounding": "before_weight"}, breaks="d_weight", dtypes=HALVES
+        ),
+        "rounded before the weight": Fault(arrays, {"rounding": "before_weight"}, breaks="d_weight", dtypes=HALVES),
         "d_weight without the last rows": Fault(arrays, {"skip_rows": 2}, breaks="d_weight"),
     },
     large_case=large_case,

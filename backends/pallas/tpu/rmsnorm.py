@@ -2,7 +2,7 @@
 over a row.
 
 x: (*batch, n), weight: (n) or None -> y: (*batch, n). The grid is (row blocks, sweeps, n blocks), see `Walk`. Sweep 0
-adds up the squares of each block, sweep 1 normalises. Lanes beyond n are no part of the sum.
+adds up the squares of each block, sweep 1 normalises (``narrow``: and rounds to x's dtype before the weight). Lanes beyond n are no part of the sum.
 
 block_rows: rows a block holds; block_n: elements of each row a block holds.
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,17 @@ from portakern.backends.pallas.tpu.layernorm import default_tiling, key, normali
 from portakern.core.call import Call
 
 
-def kernel(ref: Refs, *, walk: Walk, eps: float) -> None:
+def narrowed(values: jax.Array, dtype: Any, narrow: bool) -> jax.Array:
+    """Rounded to a dtype and back."""
+    return values.astype(dtype).astype(values.dtype) if narrow else values
+
+
+def rounds_before(call: Call) -> bool:
+    """Whether x r is rounded before it meets the weight, and is not as wide as what it is computed in."""
+    return call.options["rounding"] == "before_weight" and call.dtype in ("float16", "bfloat16")
+
+
+def kernel(ref: Refs, *, walk: Walk, eps: float, narrow: bool) -> None:
     sweep, step = walk.sweep_and_step()
     x = ref.x[...].astype(jnp.float32)
 
@@ -40,7 +51,7 @@ def kernel(ref: Refs, *, walk: Walk, eps: float) -> None:
 
     @pl.when(sweep == walk.sweeps - 1)
     def write() -> None:
-        y = x * lax.rsqrt(ref.squares[...] / walk.n + eps)
+        y = narrowed(x * lax.rsqrt(ref.squares[...] / walk.n + eps), ref.x.dtype, narrow)
         if "weight" in ref:
             y *= ref.weight[...].astype(jnp.float32)
         ref.y[...] = y.astype(ref.y.dtype)
@@ -48,4 +59,5 @@ def kernel(ref: Refs, *, walk: Walk, eps: float) -> None:
 
 @BACKEND.implements("rmsnorm", key=key, tiling=default_tiling, supports=supports)
 def rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
-    return normalised(call, tiling, partial(kernel, eps=call.options["eps"]), statistics=("squares",), flops=4)
+    run = partial(kernel, eps=call.options["eps"], narrow=rounds_before(call))
+    return normalised(call, tiling, run, statistics=("squares",), flops=4)

@@ -4,7 +4,7 @@
     d_x = r (h - xh mean(h xh))        d_weight = sum over rows of d_y xh
 
 x, d_y: (*batch, n), weight: (n) or None -> d_x: (*batch, n), d_weight: (n). The grid is (row blocks, sweeps, n blocks),
-see `Walk`. Sweep 0 adds up x^2 and h x of each block; sweep 1 writes d_x, and of d_weight one row of partial sums for
+see `Walk`. ``narrow``: h, and xh where d_weight meets it, are rounded to x's dtype. Sweep 0 adds up x^2 and h x of each block; sweep 1 writes d_x, and of d_weight one row of partial sums for
 each row block, which layernorm_vjp's second kernel adds up in order.
 
 block_rows: rows a block holds, whose sums are one partial sum; block_n: elements of each row a block holds.
@@ -27,13 +27,16 @@ from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.tpu._rows import Walk
 from portakern.backends.pallas.tpu.layernorm import default_tiling, key
 from portakern.backends.pallas.tpu.layernorm_vjp import gradients, supports
+from portakern.backends.pallas.tpu.rmsnorm import narrowed, rounds_before
 from portakern.core.call import Call
 
 
-def kernel(ref: Refs, *, walk: Walk, eps: float) -> None:
+def kernel(ref: Refs, *, walk: Walk, eps: float, narrow: bool) -> None:
     group, (sweep, step) = walk.group(), walk.sweep_and_step()
     x, d_y = ref.x[...].astype(jnp.float32), ref.d_y[...].astype(jnp.float32)
-    h = d_y * ref.weight[...].astype(jnp.float32) if "weight" in ref else d_y
+    h = d_y
+    if "weight" in ref:
+        h = narrowed(d_y * ref.weight[...].astype(jnp.float32), ref.x.dtype, narrow)
 
     @pl.when((sweep == 0) & (step == 0))
     def start() -> None:
@@ -53,9 +56,10 @@ def kernel(ref: Refs, *, walk: Walk, eps: float) -> None:
         if "d_x" in ref:
             ref.d_x[...] = (r * (h - xh * (r * (ref.hx[...] / walk.n)))).astype(ref.d_x.dtype)
         if "d_weight" in ref:
-            ref.d_weight[...] = walk.sum_over_rows(d_y * xh, group)
+            ref.d_weight[...] = walk.sum_over_rows(d_y * narrowed(xh, ref.x.dtype, narrow), group)
 
 
 @BACKEND.implements("rmsnorm_vjp", key=key, tiling=default_tiling, supports=supports)
 def rmsnorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
-    return gradients(call, tiling, partial(kernel, eps=call.options["eps"]), ("squares", "hx"), flops=12)
+    run = partial(kernel, eps=call.options["eps"], narrow=rounds_before(call))
+    return gradients(call, tiling, run, ("squares", "hx"), flops=12)

@@ -1,6 +1,6 @@
 """Root mean square normalisation of the last axis.
 
-    y = x r weight        r = (sum(x^2) / n + eps)^-1/2
+    y = x r weight        r = (sum(x^2) / n + eps)^-1/2        (``narrow``: x r is rounded to x's dtype)
 
 A program owns ``block_rows`` rows. A row that fits in ``block_n`` is read once and stays in registers; a longer one is
 read twice (squares, result), the second time from cache. Masked lanes read 0, which adds nothing to a sum of squares.
@@ -27,10 +27,18 @@ if TYPE_CHECKING:
 
 
 @triton.jit
+def narrowed(values, x, narrow: tl.constexpr):
+    """Rounded to the dtype of what x points to."""
+    if narrow:
+        values = values.to(x.dtype.element_ty).to(values.dtype)
+    return values
+
+
+@triton.jit
 def rmsnorm_kernel(x, weight, y, rows, rows_inner, n, eps,
                    x_outer, x_inner, x_n, weight_n,
                    block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, one_tile: tl.constexpr,
-                   flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+                   narrow: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
     n = aligned(n, unit)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)
@@ -41,7 +49,7 @@ def rmsnorm_kernel(x, weight, y, rows, rows_inner, n, eps,
         ok = row_ok & (col < n)
         t = tl.load(x_row + col * x_n, mask=ok, other=0.0).to(acc_dtype)
         r = tl.rsqrt(tl.sum(t * t, 1) / n + eps)
-        out = scale_and_shift(t * r[:, None], weight, None, weight_n, 0, col, n, acc_dtype)
+        out = scale_and_shift(narrowed(t * r[:, None], x, narrow), weight, None, weight_n, 0, col, n, acc_dtype)
         tl.store(y_row + col, out.to(y.dtype.element_ty), mask=ok)
     else:
         total = tl.zeros([block_rows], acc_dtype)
@@ -52,8 +60,15 @@ def rmsnorm_kernel(x, weight, y, rows, rows_inner, n, eps,
         for start in range(0, tl.cast(n, tl.int64), block_n):
             ok = row_ok & (start + col < n)
             t = tl.load(x_row + (start + col) * x_n, mask=ok, other=0.0).to(acc_dtype)
-            out = scale_and_shift(t * r[:, None], weight, None, weight_n, 0, start + col, n, acc_dtype)
+            out = scale_and_shift(
+                narrowed(t * r[:, None], x, narrow), weight, None, weight_n, 0, start + col, n, acc_dtype
+            )
             tl.store(y_row + (start + col), out.to(y.dtype.element_ty), mask=ok)
+
+
+def rounds_before(call: Call) -> bool:
+    """Whether x r is rounded before it meets the weight, and is not as wide as what it is computed in."""
+    return call.options["rounding"] == "before_weight" and call.dtype in ("float16", "bfloat16")
 
 
 @BACKEND.implements("rmsnorm", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
@@ -64,5 +79,6 @@ def rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     launch(rmsnorm_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, weight, y, rows.height, rows.inner, n,
            call.options["eps"], *rows.strides[0], 0 if weight is None else weight.stride(0),
            block_rows=tiling["block_rows"], block_n=tiling["block_n"], acc_dtype=accumulator(call.dtype),
-           one_tile=n <= tiling["block_n"], num_warps=tiling["num_warps"], **rows.known(call.dtype))  # fmt: skip
+           one_tile=n <= tiling["block_n"], narrow=rounds_before(call), num_warps=tiling["num_warps"],
+           **rows.known(call.dtype))  # fmt: skip
     return (y,)

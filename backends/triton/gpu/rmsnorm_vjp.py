@@ -3,6 +3,8 @@
     xh = x r        r = (mean(x^2) + eps)^-1/2        h = weight d_y
     d_x = r (h - xh mean(h xh))        d_weight = sum over rows of d_y xh
 
+``narrow``: h, and xh where d_weight meets it, are rounded to x's dtype.
+
 Programs, groups of rows, partial sums and tiles are those of layernorm_vjp. A row that fits in ``block_n`` is read
 once; for longer rows a kernel of its own finds r and mean(h xh) first, and the main kernel has one program a column
 tile.
@@ -19,6 +21,7 @@ import triton.language as tl
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu.layernorm import key
 from portakern.backends.triton.gpu.layernorm_vjp import KNOBS, add_up, default_tiling, scratch, supports
+from portakern.backends.triton.gpu.rmsnorm import narrowed, rounds_before
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
 
@@ -29,8 +32,8 @@ if TYPE_CHECKING:
 @triton.jit
 def statistics_kernel(x, d_y, weight, stats, rows, rows_inner, n, eps,
                       x_outer, x_inner, x_n, d_y_outer, d_y_inner, d_y_n, weight_n,
-                      block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, flat: tl.constexpr,
-                      unit: tl.constexpr):  # fmt: skip
+                      block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, narrow: tl.constexpr,
+                      flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
     """stats: (2, rows): r and, where d_y is given, mean(h xh) of each row."""
     n = aligned(n, unit)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
@@ -48,6 +51,7 @@ def statistics_kernel(x, d_y, weight, stats, rows, rows_inner, n, eps,
             h = tl.load(d_y_row + col * d_y_n, mask=ok, other=0.0).to(acc_dtype)
             if weight is not None:
                 h = h * tl.load(weight + lane * weight_n, mask=lane < n, other=0.0).to(acc_dtype)[None, :]
+                h = narrowed(h, x, narrow)
             hx += tl.sum(h * t, 1)
     r = tl.rsqrt(squares / n + eps)
     tl.store(stats + row, r, mask=row_ok)
@@ -58,8 +62,8 @@ def statistics_kernel(x, d_y, weight, stats, rows, rows_inner, n, eps,
 @triton.jit
 def rmsnorm_vjp_kernel(d_y, x, weight, stats, d_x, d_weights, rows, rows_inner, group, tiles, n, eps,
                        x_outer, x_inner, x_n, d_y_outer, d_y_inner, d_y_n, weight_n,
-                       block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, flat: tl.constexpr,
-                       unit: tl.constexpr, stages: tl.constexpr):  # fmt: skip
+                       block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, narrow: tl.constexpr,
+                       flat: tl.constexpr, unit: tl.constexpr, stages: tl.constexpr):  # fmt: skip
     """d_weights: (groups, n) partial sums. Either of the two results may be None."""
     n = aligned(n, unit)
     part, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
@@ -86,14 +90,14 @@ def rmsnorm_vjp_kernel(d_y, x, weight, stats, d_x, d_weights, rows, rows_inner, 
         if d_x is not None:
             h = g
             if weight is not None:
-                h = g * w
+                h = narrowed(g * w, x, narrow)
             if stats is None:
                 hx_mean = (tl.sum(h * xh, 1) / n)[:, None]
             else:
                 hx_mean = tl.load(stats + rows + row[:, None], mask=row_ok, other=0.0)
             tl.store(d_x + row[:, None] * n + col, (r * (h - xh * hx_mean)).to(d_x.dtype.element_ty), mask=ok)
         if d_weights is not None:
-            w_sum += g * xh
+            w_sum += g * narrowed(xh, x, narrow)
     if d_weights is not None:
         tl.store(d_weights + part * n + lane, tl.sum(w_sum, 0), mask=lane < n)
 
@@ -108,7 +112,7 @@ def rmsnorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     group = tiling["block_rows"] * (tiling["steps"] if want_weight else 1)
     groups, tiles = cdiv(rows.height, group), cdiv(n, tiling["block_n"])
     tiles_of = {name: tiling[name] for name in ("block_rows", "block_n", "num_warps")}
-    common = tiles_of | {"acc_dtype": accumulator(call.dtype)} | rows.known(call.dtype)
+    common = tiles_of | {"acc_dtype": accumulator(call.dtype), "narrow": rounds_before(call)} | rows.known(call.dtype)
     strides = (*rows.strides[0], *rows.strides[1], 0 if weight is None else weight.stride(0))
     stats = scratch(call, 2, rows.height) if tiles > 1 else None
     if stats is not None:

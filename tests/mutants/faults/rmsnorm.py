@@ -50,8 +50,8 @@ FAULTS = {
         Planted(
             "eps-ignored",
             "eps is always 1e-6",
-            old='eps=call.options["eps"])',
-            new="eps=1e-6)",
+            old='eps=call.options["eps"], narrow',
+            new="eps=1e-6, narrow",
             small=True,
         ),
         Planted(

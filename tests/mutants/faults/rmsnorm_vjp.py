@@ -36,7 +36,7 @@ FAULTS = {
         Planted(
             "d-weight-bfloat16",
             "d_weight is summed in bfloat16",
-            old="w_sum += g * xh",
+            old="w_sum += g * narrowed(xh, x, narrow)",
             new="w_sum = (w_sum + g * xh).to(tl.bfloat16).to(acc_dtype)",
         ),
     ],
@@ -57,7 +57,7 @@ FAULTS = {
         Planted(
             "missing-rows-counted",
             "rows beyond the last enter d_weight",
-            old="walk.sum_over_rows(d_y * xh, group)",
+            old="walk.sum_over_rows(d_y * narrowed(xh, ref.x.dtype, narrow), group)",
             new="jnp.sum(d_y * xh, axis=0, keepdims=True)",
         ),
         Planted(
@@ -70,8 +70,8 @@ FAULTS = {
         Planted(
             "partial-sums-rounded",
             "partial sums of d_weight are rounded to the inputs' dtype",
-            old="walk.sum_over_rows(d_y * xh, group)",
-            new="walk.sum_over_rows(d_y * xh, group).astype(ref.d_y.dtype).astype(jnp.float32)",
+            old="walk.sum_over_rows(d_y * narrowed(xh, ref.x.dtype, narrow), group)",
+            new="walk.sum_over_rows(d_y * narrowed(xh, ref.x.dtype, narrow), group).astype(ref.d_y.dtype).astype(jnp.float32)",
         ),
     ],
 }
