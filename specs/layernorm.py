@@ -26,6 +26,7 @@ class LayernormOut(NamedTuple):
 @spec(
     tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 16384, of="n")},
     or_float32=("weight", "bias"),
+    apart=("batch",),
     vjp="layernorm_vjp",
     autocast="float32",
     typical={"batch": (4096,), "n": 4096, "weight": True, "bias": True},

@@ -26,6 +26,7 @@ class MatmulOut(NamedTuple):
     tiling={"block_m": Tile(16, 1024, of="m"), "block_n": Tile(16, 1024, of="n"), "block_k": Tile(16, 1024, of="k")},
     result_dtype={"c": "out_dtype"},
     empty={"k": {"c": 0.0}},
+    apart=("batch", "m", "n"),
     vjp="matmul_vjp",
     autocast="lower",
     typical={"m": 4096, "n": 4096, "k": 4096},

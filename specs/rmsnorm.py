@@ -27,6 +27,7 @@ class RmsnormOut(NamedTuple):
 @spec(
     tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 16384, of="n")},
     or_float32=("weight",),
+    apart=("batch",),
     vjp="rmsnorm_vjp",
     autocast="float32",
     typical={"batch": (4096,), "n": 4096, "weight": True},

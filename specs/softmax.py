@@ -25,6 +25,7 @@ class SoftmaxOut(NamedTuple):
 
 @spec(
     tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 16384, of="shape")},
+    apart=("shape",),
     vjp="softmax_vjp",
     autocast="float32",
     typical={"shape": (4096, 4096)},

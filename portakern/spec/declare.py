@@ -66,6 +66,7 @@ class Spec(Generic[P]):
     flops: Callable[[Call], float]
     vjp: str | None
     masks: tuple[str, ...]
+    apart: tuple[str, ...] | Callable[[Mapping[str, Any], Sequence[str]], Sequence[str]] = ()
     autocast: str | None = None
     typical: Mapping[str, Any] = field(default_factory=dict)
     bound: ErrorFn | None = None
@@ -223,6 +224,7 @@ def spec(
     drops: Mapping[str, str] | None = None,
     aliases: Mapping[str, str] | None = None,
     masks: Sequence[str] = (),
+    apart: Sequence[str] | Callable[[Mapping[str, Any], Sequence[str]], Sequence[str]] = (),
     vjp: str | None = None,
     autocast: Literal["lower", "float32"] | None = None,
     typical: Mapping[str, Any] | None = None,
@@ -251,6 +253,9 @@ def spec(
         implementation that may write: where somebody else may see the input (autograd, a traced call, an immutable or
         overlapping array, another argument in the same memory), it gets a copy.
       masks: additive masks among the arrays, whose -inf hides a pair.
+      apart: dimensions along which results do not see each other: the op on some indices of the arguments gives what it
+        gives there on all of them. An axis that an option names is none. Or what gives them, from the options and the
+        outputs that are wanted. Large calls are then compared in part.
       vjp: the name of the op that computes gradients (see :mod:`portakern.core.gradients`).
       autocast: what torch.autocast makes of the float arguments, float64 apart: "lower" casts them to its dtype, as it
         does for matrix products, "float32" to that, as for reductions on accelerators (on CPUs it leaves those alone);
@@ -279,6 +284,7 @@ def spec(
             flops=flops,
             vjp=vjp,
             masks=tuple(masks),
+            apart=apart if callable(apart) else tuple(apart),
             autocast=autocast,
             typical=types.MappingProxyType(dict(typical or {})),
             drops=types.MappingProxyType(dict(drops or {})),

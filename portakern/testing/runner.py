@@ -30,6 +30,7 @@ from portakern.testing.verdict import KINDS, Broken, BrokenPromise
 __all__ = ["Failure", "Report", "check", "replay"]
 
 EDGE_EXAMPLES = 5
+FILL = 2**20  # elements of an array that keeps a large GPU busy
 FREE_RUN = 25  # free cases that one run of Hypothesis draws: parts of a check that may go to different processes
 
 
@@ -76,7 +77,8 @@ def check(
       dtypes: restrict the op's dtype to these.
       only: visit these edges and no others (see :func:`portakern.testing.edges`), with all the examples.
       max_examples: number of cases; seed: which ones.
-      limits: sizes of the cases, and which arguments may be drawn; None: small where they are interpreted.
+      limits: sizes of the cases, and which arguments may be drawn; None: small ones, and where kernels are compiled for
+        an accelerator a third of the cases fill it (``Limits.fill``), and are compared with the oracle in part.
       profile: a profile that the backend declares (``Backend.profiles``), such as a stricter interpreter.
       promises: False for a kernel that never made them: bounds and edges alone are held to.
       concessions: what else is not asked, and then stands in ``report.concessions``: "one_dtype", no array is float32
@@ -107,7 +109,8 @@ def check(
         )  # fmt: skip
         return functools.reduce(Report.merge, (every(variant=name) for name in several))
     subject = _subject(spec, backend, variant, fn, framework, device, profile)
-    limits = limits or Limits()
+    compiled = not subject.interpret and subject.target.platform != "cpu"
+    limits = limits or Limits(fill=FILL if compiled else 0)
     limits = replace(
         limits,
         dtypes=tuple(dtypes or limits.dtypes),
@@ -127,10 +130,12 @@ def check(
 
 @dataclass(frozen=True)
 class Run:
-    """Cases that one run of Hypothesis draws: on an edge or (None) on none. ``dtypes``: of one after the other."""
+    """Cases that one run of Hypothesis draws: on an edge or (None) on none. ``dtypes``: of one after the other;
+    ``fills``: with arrays that fill a chip."""
 
     edge: Edge | None
     dtypes: list[str]
+    fills: bool = False
 
 
 @dataclass
@@ -215,7 +220,7 @@ class _Work:
             print_blob=False,
             derandomize=False,
         )
-        @given(cases(self.subject.spec, self.limits, self.subject.tiles, run.edge, whose_turn))
+        @given(cases(self.subject.spec, self.limits, self.subject.tiles, run.edge, whose_turn, run.fills))
         def one(case: Case) -> None:
             seen.append(case)
             if len(seen) == 1 or (
@@ -265,8 +270,11 @@ def _plan(spec: Spec[Any], limits: Limits, max_examples: int, only: Sequence[str
     visited = corners[: max_examples // (2 * each)] if only is None else corners
     free = max_examples - each * len(visited) if only is None else 0
     runs = [Run(e, turns(dtypes, each, turn)) for turn, e in enumerate(visited)]
-    order = turns(dtypes, free)
-    return runs + [Run(None, order[i : i + FREE_RUN]) for i in range(0, free, FREE_RUN)]
+    filling = min(free, -(-max_examples // 3)) if limits.fill else 0
+    for count, fills in ((filling, True), (free - filling, False)):
+        order = turns(dtypes, count)
+        runs += [Run(None, order[i : i + FREE_RUN], fills) for i in range(0, count, FREE_RUN)]
+    return runs
 
 
 def _checked(spec: Spec[Any], options: Mapping[str, Any]) -> dict[str, Any]:

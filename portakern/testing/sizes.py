@@ -15,7 +15,7 @@ from portakern.core.call import shape_of
 from portakern.spec import ArrayArg, Edge, Spec
 from portakern.spec.dtypes import DTYPES
 
-__all__ = ["EXTENTS", "Limits", "at_least_1", "drawn_dims", "one_form", "shrink_to_fit"]
+__all__ = ["EXTENTS", "Limits", "at_least_1", "drawn_dims", "filling_dims", "one_form", "shrink_to_fit"]
 
 EXTENTS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 64, 65, 127, 128, 129, 130, 200, 257, 300, 513)
 """Of small cases: on both sides of what tiles and vectors hold."""
@@ -31,6 +31,10 @@ LONGEST = 4096
 """The longest extent of such a case."""
 
 RANK = 6
+"""The most axes that an array of a case has."""
+
+PAIRS = 2**27
+"""The product of all extents of a case that fills a chip, at most: what its oracle works on, unless it takes a part."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class Limits:
       elements: of the largest array; flops: of the call; tile_volume: the product of its tile extents.
       used: elements of the largest array in a case of the sizes that people use, which has few other long extents; 0:
         no such case, as where ``elements`` is less than the default.
+      fill: elements of the largest array, at least, in a third of all cases, so that they fill a chip; 0: no such case.
       dtypes: the op's; arguments: those that the implementation takes, None: all of the spec's.
       strided: whether arrays may lie otherwise than contiguous.
       always: arguments that are given in every call, because the implementation has no default for them.
@@ -55,6 +60,7 @@ class Limits:
     arguments: frozenset[str] | None = None
     strided: bool = True
     used: int = 2**15
+    fill: int = 0
     always: frozenset[str] = frozenset()
     options: Mapping[str, Any] = field(default_factory=dict)
     one_dtype: bool = False
@@ -101,6 +107,34 @@ def _used(draw: st.DrawFn, spec: Spec[Any]) -> tuple[dict[str, Any], tuple[str, 
         else:
             dims[name] = used or draw(st.sampled_from(FEW))
     return _with_an_axis(draw, spec, dims), tuple(kept)
+
+
+def filling_dims(draw: st.DrawFn, spec: Spec[Any], given: Sequence[ArrayArg], limits: Limits) -> dict[str, Any]:
+    """Extents that fill a chip: one dimension after the other grows as far as people take it, until an array has as
+    many elements as are asked for: thousands of rows, long rows, or both."""
+    variadic, there = _variadic(spec), {a.name for a in given}
+    shapes = [a.dims for a in given] + [o.dims for o in spec.outputs if o.gradient_of in (None, *there)]
+    shapes = [s for s in shapes if not any(f in spec.drops for d in s for f in d.factors)]
+    dims: dict[str, Any] = {n: (1,) if n in variadic else draw(st.sampled_from(FEW)) for n in spec.dims}
+    longest = {n: 4 * e if e == LONGEST else e for n, e in _longest(spec).items()}
+
+    def elements(extents: Mapping[str, Any], among: Sequence[Any]) -> int:
+        return max((math.prod(shape_of(s, dict(extents))) for s in among), default=1)
+
+    for name in draw(st.permutations(spec.dims)):
+        alone = {**dims, name: (1,) if name in variadic else 1}
+        of_one = elements(alone, [s for s in shapes if any(name in d.factors for d in s)])
+        beside = math.prod(math.prod(e) if isinstance(e, tuple) else e for e in alone.values())
+        most = limits.fill if name in variadic or name == spec.batch else longest[name]
+        extent = max(1, min(most, -(-limits.fill // of_one), PAIRS // beside) - draw(st.sampled_from((0, 0, 1))))
+        dims[name] = (extent,) if name in variadic else extent
+        if elements(dims, shapes) >= limits.fill:
+            break
+    for name, extent in dims.items():  # rows of a batch lie along two axes now and then; an op along an axis needs rows
+        if isinstance(extent, tuple) and extent[0] > 64:
+            split = draw(st.sampled_from((1, 7, 64, 1024)))
+            dims[name] = (split, -(-extent[0] // split)) if split > 1 and split < extent[0] else extent
+    return dims
 
 
 def _extent(draw: st.DrawFn, longest: int) -> int:

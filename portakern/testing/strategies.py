@@ -21,7 +21,7 @@ from portakern.spec.options import HUGE, TINY, Option, Range
 from portakern.testing.cases import Case, generators
 from portakern.testing.layouts import LAYOUTS
 from portakern.testing.regimes import MASK_REGIMES, VALUE_REGIMES
-from portakern.testing.sizes import Limits, at_least_1, drawn_dims, one_form, shrink_to_fit
+from portakern.testing.sizes import Limits, at_least_1, drawn_dims, filling_dims, one_form, shrink_to_fit
 
 __all__ = ["Limits", "cases", "dtypes_of", "turns"]
 
@@ -36,9 +36,11 @@ def cases(
     tiles: Mapping[str, Tile],
     edge: Edge | None = None,
     whose_turn: Callable[[], str] | None = None,
+    fills: bool = False,
 ) -> Case:
     """A case of ``spec`` within ``limits``; ``tiles`` are the tile names and ranges that a tiling may set; ``edge``:
-    the corner to visit; ``whose_turn`` gives the dtype, None: any. What is drawn does not depend on it."""
+    the corner to visit; ``whose_turn`` gives the dtype, None: any. What is drawn does not depend on it. ``fills``: the
+    arrays fill a chip."""
     edge = edge or Edge("")
     given = [
         a
@@ -48,8 +50,11 @@ def cases(
         or a.name in limits.always
         or (limits.takes(a.name) and a.name not in edge.absent and draw(st.booleans()))
     ]
-    wide, kept = drawn_dims(draw, spec, edge, limits)
-    dims = shrink_to_fit(spec, given, wide, limits, edge, kept)
+    if fills:
+        dims, kept = filling_dims(draw, spec, given, limits), spec.dims
+    else:
+        wide, kept = drawn_dims(draw, spec, edge, limits)
+        dims = shrink_to_fit(spec, given, wide, limits, edge, kept)
     if edge.same:
         dims = one_form(spec, edge.same, dims) or dims
     plain = [a for a in given if not any(f in spec.drops for d in a.dims for f in d.factors)]

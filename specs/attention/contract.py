@@ -47,6 +47,11 @@ def work(call: Call, depth: int) -> float:
     positive=POSITIVE,
     empty={"kv_len": {"o": 0.0, "lse": -inf}},
     require=[SEGMENTS_COME_TOGETHER],
+    apart=lambda options, wants: (
+        "batch",
+        "kv_heads",
+        *(() if options["is_causal"] or options["window"] else ("q_len",)),
+    ),
     vjp="attention_vjp",
     autocast="lower",
     typical={

@@ -33,6 +33,7 @@ def _flops(call: Call) -> float:
     tiling=TILING,
     or_float32=("bias",),
     masks=("bias",),
+    apart=lambda options, wants: () if "d_bias" in wants else ("batch", "kv_heads"),
     positive=POSITIVE,
     require=[SEGMENTS_COME_TOGETHER],
     flops=_flops,

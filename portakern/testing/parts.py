@@ -1,0 +1,92 @@
+"""Large calls, compared in part: what the oracle gives of some indices along dimensions that do not see each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from portakern.core.binder import bind
+from portakern.core.call import Call
+from portakern.spec import Dim, Spec
+from portakern.testing.layouts import Buffer
+
+__all__ = ["LARGE", "apart", "part_call", "part_of", "picked", "taken"]
+
+LARGE = 2**18
+"""Elements of the largest array beyond which a call is compared in part."""
+
+WORK = 1e8
+"""Floating-point operations that the oracle may take for the part: a fraction of a second."""
+
+
+def apart(spec: Spec[Any], options: Mapping[str, Any], wants: Sequence[str]) -> tuple[str, ...]:
+    """The dimensions along which a call may be taken apart."""
+    found = spec.apart(options, wants) if callable(spec.apart) else spec.apart
+    return tuple(found)
+
+
+def picked(rng: np.random.Generator, extent: int, count: int) -> np.ndarray:
+    """Indices along a dimension: the ends, both sides of powers of two, where tiles and counters end, and any."""
+    borders = [i for e in range(7, 31) for i in ((1 << e) - 1, 1 << e) if i < extent]
+    some = rng.permutation(borders)[: max(count // 3, 1)] if borders else []
+    anywhere = rng.integers(0, max(extent, 1), count)
+    first = dict.fromkeys([0, extent - 1, *map(int, some), *map(int, anywhere)])
+    return np.array(sorted([*first][:count]) if extent else [], dtype=np.int64)
+
+
+def part_of(call: Call, rng: np.random.Generator) -> dict[str, Any]:
+    """Dimension -> the indices to compare, of a variadic one a list of them for each axis; empty where the call cannot
+    be taken apart."""
+    spec = call.spec
+    names = apart(spec, call.options, call.wants)
+    axes = [(n, i, e) for n in names for i, e in enumerate(_extents(call, n)) if not _along(call, n, i)]
+    chosen: dict[str, Any] = {n: [np.arange(e) for e in _extents(call, n)] for n in names}
+    count = 24
+    while axes:
+        for name, i, extent in axes:
+            chosen[name][i] = picked(rng, extent, count)
+        kept = math.prod(len(chosen[n][i]) / max(e, 1) for n, i, e in axes)
+        if call.flops * kept <= WORK or count <= 2:
+            return chosen
+        count = max(2, count * 2 // 3)
+    return {}
+
+
+def _extents(call: Call, name: str) -> tuple[int, ...]:
+    extent = call.dims[name]
+    return extent if isinstance(extent, tuple) else (extent,)
+
+
+def _along(call: Call, name: str, axis: int) -> bool:
+    """Whether the op works along this axis of a run."""
+    of = [o for o in call.spec.options if o.axis_of and call.spec.argument(o.axis_of).dims[0].factors == (name,)]
+    return any(call.options[o.name] % len(call.dims[name]) == axis for o in of)
+
+
+def taken(array: np.ndarray, dims: Sequence[Dim], call: Call, chosen: Mapping[str, Any]) -> np.ndarray:
+    """An argument or output of a call at the chosen indices; what is broadcast along a dimension stays whole."""
+    axis = array.ndim
+    for d in reversed(dims):  # axes that are missing at the front were broadcast
+        run = len(call.dims[d.factors[0]]) if d.variadic else 1
+        for i in reversed(range(run)):
+            axis -= 1
+            name = d.factors[0]
+            if axis < 0 or name not in chosen or (d.broadcast and array.shape[axis] == 1):
+                continue
+            inner = math.prod(call.dims[f] for f in d.factors[1:])
+            index = chosen[name][i]
+            array = np.take(array, (index[:, None] * inner + np.arange(inner)).reshape(-1), axis)
+    return array
+
+
+def part_call(call: Call, buffers: Mapping[str, Buffer], chosen: Mapping[str, Any], options: Mapping[str, Any]) -> Call:
+    """The call on its part, for the oracle."""
+    arrays = {
+        a.name: taken(buffers[a.name].view(), a.dims, call, chosen) for a in call.spec.arrays if a.name in buffers
+    }
+    part = bind(call.spec, **arrays, **options)
+    part.target, part.interpret = call.target, call.interpret
+    return part

@@ -1,0 +1,123 @@
+"""Cases that fill a chip: what is drawn, that a part of a call is compared, and that faults of large sizes show."""
+
+import numpy as np
+import pytest
+
+import portakern as pk
+from portakern import testing
+from portakern.core import registry
+from portakern.core.binder import bind
+from portakern.core.oracle import oracle
+from portakern.testing import Limits
+from portakern.testing.parts import part_call, part_of, picked, taken
+
+FILL = 2**20
+HOW = {"limits": Limits(fill=FILL, strided=False), "dtypes": ["float32"], "promises": False, "shrink": False}
+
+
+def torch_softmax(x, *, axis=-1):
+    import torch
+
+    return torch.softmax(x, axis).contiguous()
+
+
+def elements(case):
+    return max(int(np.prod(s)) for s in case.shapes.values())
+
+
+def drawn(op, examples, **limits):
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("portakern.testing.runner.run_case", lambda subject, case, report, excused: found.append(case))
+        pk.check(op, backend="reference", max_examples=examples, limits=Limits(**limits))
+    return found
+
+
+@pytest.mark.parametrize("op", ["softmax", "matmul", "attention", "layernorm_vjp"])
+def test_a_third_of_the_cases_fill_a_chip(op):
+    cases = drawn(op, 60, fill=FILL)
+    sizes = sorted((elements(c) for c in cases), reverse=True)
+    assert len(cases) == 60 and sizes[0] <= 8 * FILL
+    # where the product of all extents is what limits a case, an output is the largest array
+    assert sizes[12] >= FILL // 16 and sizes[5] >= FILL - 64 * 1024, sizes[:20]
+    assert max(max(s) for c in cases for s in c.shapes.values()) >= 16000
+
+
+@pytest.mark.parametrize("op", sorted(pk.ops()))
+def test_the_oracle_of_a_part_is_a_part_of_the_oracle(op, monkeypatch):
+    """What a spec says of dimensions that do not see each other, on its samples."""
+    monkeypatch.setattr("portakern.testing.parts.WORK", 1.0)  # a part as small as any
+    spec = registry.find_spec(op)
+    compared = 0
+    for name in testing.samples(op):
+        for wants in [None, *((o.name,) for o in spec.outputs)] if spec.is_vjp else [None]:
+            case = testing.sample_case(op, name, dtype="float64")
+            if any(o.name in (wants or ()) and o.gradient_of not in case.shapes for o in spec.outputs):
+                continue
+            buffers = case.buffers(spec)
+            options = {**case.options, **({"wants": wants} if wants else {})}
+            call = bind(spec, **{n: b.view() for n, b in buffers.items()}, **options)
+            chosen = part_of(call, np.random.default_rng(0))
+            if not chosen or not call.wants:
+                continue
+            part = oracle(part_call(call, buffers, chosen, options))
+            for o, whole, some in zip(spec.outputs, oracle(call), part, strict=True):
+                if whole is not None:
+                    np.testing.assert_allclose(taken(whole, o.dims, call, chosen), some, rtol=1e-12, atol=1e-12)
+                    compared += 1
+    assert compared
+
+
+def test_indices_lie_at_ends_and_borders():
+    some = picked(np.random.default_rng(0), 100_000, 24)
+    assert {0, 99_999} <= set(some) and len(some) == len(set(some)) <= 24
+    assert sum(i & (i + 1) == 0 or i & (i - 1) == 0 for i in map(int, some)) >= 6
+    assert list(picked(np.random.default_rng(0), 3, 24)) == [0, 1, 2]
+
+
+def past_the_grid(x, *, axis=-1):
+    """Rows beyond 65,535 are never computed, as where one axis of a grid has no more."""
+    import torch
+
+    y = torch_softmax(x, axis=axis)
+    if y.numel():
+        y.view(-1, y.shape[-1])[65_535:] = torch.nan
+    return y
+
+
+def long_rows_cut(x, *, axis=-1):
+    """The sum of a row leaves out what lies beyond 16,384 elements."""
+    import torch
+
+    if x.shape[axis] <= 16_384:
+        return torch_softmax(x, axis=axis)
+    top = x.amax(axis, keepdim=True)
+    total = torch.exp(x.narrow(axis, 0, 16_384) - top).sum(axis, keepdim=True)
+    return (torch.exp(x - top) / total).contiguous()
+
+
+def a_counter_of_16_bits(x, *, axis=-1):
+    """The last element is written where the first 2^20 - 1 elements fit."""
+    y = torch_softmax(x, axis=axis)
+    if y.numel() >= 2**20:
+        y.view(-1)[-1] *= 1.5
+    return y
+
+
+FAULTS = [past_the_grid, long_rows_cut, a_counter_of_16_bits]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=[f.__name__ for f in FAULTS])
+def test_faults_of_large_sizes_show_there_alone(fault):
+    pytest.importorskip("torch", reason="torch is not installed")
+    small = {**HOW, "limits": Limits(strided=False)}
+    assert pk.check("softmax", fn=fault, framework="torch", device="cpu", max_examples=60, **small).passed
+    for seed in range(3):
+        report = pk.check("softmax", fn=fault, framework="torch", device="cpu", max_examples=150, seed=seed, **HOW)
+        assert not report.passed, seed
+
+
+def test_right_functions_pass_where_they_fill_a_chip():
+    pytest.importorskip("torch", reason="torch is not installed")
+    report = pk.check("softmax", fn=torch_softmax, framework="torch", device="cpu", max_examples=60, **HOW)
+    assert report.passed, report.failures
