@@ -87,7 +87,7 @@ def abstract_call(
     options = {n: tuple(v) if isinstance(v, list) else v for n, v in form["options"].items()}
     call = unchecked(spec, **arrays, **options)
     wants = call.wants if form["wants"] is None else tuple(form["wants"])
-    call = call.replace(target=hardware.target, interpret=False, concrete=not framework.immutable, wants=wants)
+    call = call.replace(target=hardware.target, interpret=False, concrete=False, wants=wants)
     return call, resolve(impl, call, user).tiling
 
 

@@ -25,7 +25,8 @@ class Call:
       dtype: the op's dtype, that of its first ``Float`` array (``spec.lead``).
       wants: names of the outputs that are needed, in the spec's order.
       framework: whose arrays these are; device: where they live, in that framework's terms.
-      target: the hardware; interpret: run in the backend's interpreter; concrete: False under JAX tracing.
+      target: the hardware; interpret: run in the backend's interpreter; concrete: False where
+        the arrays have no values, under JAX's tracing and to compile for.
       given: array name -> dtype name before the arrays were widened for the oracle; None: they are as they were given.
       degenerate: an output extent or a reduced extent is 0, so that no kernel runs.
     """
