@@ -120,7 +120,7 @@ def backend_subject(
         run=lambda tiling: op(spec, backend=b, variant=named, tiling=tiling),
         tiling=lambda case, call: _legal(impl, spec, case, call, fw),
         tiles={} if b.oracle else {**spec.tiling, **impl.knobs},
-        arguments=None if impl.takes is None else impl.takes(spec),
+        arguments=None if impl.takes is None else impl.takes(spec) | {"wants"},
         accepts=lambda text: others_follow or any(re.search(pattern, text) for pattern in b.refusals),
         context=lambda: b.profile(profile),
         reproduce=_backend_line(spec, b, {"variant": named, "device": device, "profile": profile}),
