@@ -31,7 +31,7 @@ def apart(spec: Spec[Any], options: Mapping[str, Any], wants: Sequence[str]) -> 
 def picked(rng: np.random.Generator, extent: int, count: int) -> np.ndarray:
     """Indices along a dimension: the ends, both sides of powers of two, where tiles and counters end, and any."""
     borders = [i for e in range(7, 31) for i in ((1 << e) - 1, 1 << e) if i < extent]
-    some = rng.permutation(borders)[: max(count // 3, 1)] if borders else []
+    some: Sequence[int] = rng.permutation(borders)[: max(count // 3, 1)].tolist() if borders else []
     anywhere = rng.integers(0, max(extent, 1), count)
     first = dict.fromkeys([0, extent - 1, *map(int, some), *map(int, anywhere)])
     return np.array(sorted([*first][:count]) if extent else [], dtype=np.int64)

@@ -20,11 +20,11 @@ __all__ = ["EXTENTS", "Limits", "at_least_1", "drawn_dims", "filling_dims", "one
 EXTENTS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 64, 65, 127, 128, 129, 130, 200, 257, 300, 513)
 """Of small cases: on both sides of what tiles and vectors hold."""
 
-USED = tuple(sorted({(1 << e) + s for e in range(3, 13) for s in (-1, 0, 1)} | {96, 384, 640, 768, 1000, 1280, 3072}))
-"""Of cases as people run them: powers of two with their neighbours, and widths of models."""
+WIDTHS = (96, 192, 320, 384, 640, 768, 1000, 1280, 1536, 3072)
+"""Of cases as people run them: widths of models that are no power of two."""
 
-WHOLE = tuple(1 << e for e in range(7, 13))
-"""Those that tiles divide, which come as often as all others."""
+POWERS = tuple(1 << e for e in range(3, 13))
+"""And powers of two, with their neighbours."""
 
 FEW = (1, 2, 3, 4, 6)
 LONGEST = 4096
@@ -96,7 +96,8 @@ def drawn_dims(draw: st.DrawFn, spec: Spec[Any], edge: Edge, limits: Limits) -> 
 
 def _used(draw: st.DrawFn, spec: Spec[Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     longest = _longest(spec)
-    kept = draw(st.lists(st.sampled_from(spec.dims), min_size=1, max_size=2, unique=True))
+    likely = [n for n in spec.dims for _ in range(3 if longest[n] >= LONGEST else 1)]
+    kept = dict.fromkeys((draw(st.sampled_from(likely)), draw(st.sampled_from(likely))))
     dims: dict[str, Any] = {}
     for name in spec.dims:
         used = _extent(draw, longest[name]) if name in kept else None
@@ -138,7 +139,10 @@ def filling_dims(draw: st.DrawFn, spec: Spec[Any], given: Sequence[ArrayArg], li
 
 
 def _extent(draw: st.DrawFn, longest: int) -> int:
-    return draw(st.sampled_from([e for e in (WHOLE if draw(st.booleans()) else USED) if e <= longest] or [longest]))
+    """An extent as people have it, most often a power of two or next to one."""
+    kinds = (WIDTHS, POWERS[:4], POWERS[4:], POWERS[4:])
+    extent = draw(st.sampled_from(draw(st.sampled_from(kinds))))
+    return max(1, min(extent + draw(st.sampled_from((0, 0, -1, 1))), longest))
 
 
 def _longest(spec: Spec[Any]) -> dict[str, int]:
@@ -198,7 +202,7 @@ def shrink_to_fit(
     kept: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Halve the largest extent until the arrays and the work fit; one that the edge bounds from below, or that is to be
-    kept, only while another cannot give."""
+    kept, only while another cannot give; the first of these last."""
     elements = max(limits.used, limits.elements) if kept else limits.elements
 
     def too_big() -> bool:
@@ -220,6 +224,7 @@ def shrink_to_fit(
             key=lambda d: (
                 _widest(dims[d]) > 1 and _widest(dims[d]) // 2 >= edge.dims.get(d, (0, 0))[0],
                 _widest(dims[d]) > 1 and d not in kept,
+                _widest(dims[d]) > 1 and d not in kept[:1],
                 _widest(dims[d]),
             ),
         )
