@@ -499,8 +499,9 @@ class RmsnormOp(Op):
           eps: added to the mean of squares, >= 0; a number, where torch.nn.functional.rms_norm takes None for a dtype's
             own.
           rounding: "once" rounds the result to x's dtype and nothing before it, as torch.nn.functional.rms_norm and
-            Gemma do;
-            "before_weight" also rounds x / sqrt(...) to x's dtype before the product with weight, as Llama does. They
+            Gemma
+            do; "before_weight" also rounds x / sqrt(...) to x's dtype before the product with weight, as Llama does.
+              They
             differ where x has 16 bits and there is a weight.
 
         Returns:
@@ -544,8 +545,8 @@ class RmsnormVjpOp(Op):
           weight: (n,), x's dtype or float32, as in rmsnorm.
           eps: as in rmsnorm.
           rounding: as in rmsnorm. "before_weight" takes the rounding for the identity, as autograd does: d_weight is
-            the sum
-            of d_y times xh as it was rounded to x's dtype, and h, the cotangent of that, is rounded to x's dtype.
+            the
+            sum of d_y times xh as it was rounded to x's dtype, and h, the cotangent of that, is rounded to x's dtype.
 
         Returns:
           d_x: the shape and dtype of x; d_weight: those of weight, None where that was not given.

@@ -49,8 +49,8 @@ def rmsnorm(
       weight: (n,), x's dtype or float32; None is 1. A model that keeps weight - 1 passes the sum.
       eps: added to the mean of squares, >= 0; a number, where torch.nn.functional.rms_norm takes None for a dtype's
         own.
-      rounding: "once" rounds the result to x's dtype and nothing before it, as torch.nn.functional.rms_norm and Gemma do;
-        "before_weight" also rounds x / sqrt(...) to x's dtype before the product with weight, as Llama does. They
+      rounding: "once" rounds the result to x's dtype and nothing before it, as torch.nn.functional.rms_norm and Gemma
+        do; "before_weight" also rounds x / sqrt(...) to x's dtype before the product with weight, as Llama does. They
         differ where x has 16 bits and there is a weight.
 
     Returns:
@@ -80,7 +80,7 @@ def root(call: Call) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def rounds(call: Call) -> str | None:
-    """The dtype to which xh is rounded before it meets the weight; None where it is not, or rounds as it is computed."""
+    """The dtype to which xh is rounded before it meets the weight; None where it is not, or rounds in computing."""
     kind = DTYPES[call.dtype_of("x")]
     return kind.name if call.options["rounding"] == "before_weight" and kind.bits < 32 else None
 

@@ -48,8 +48,8 @@ def rmsnorm_vjp(
       x: (*batch, n), as in rmsnorm; d_y: (*batch, n), the cotangent of its y.
       weight: (n,), x's dtype or float32, as in rmsnorm.
       eps: as in rmsnorm.
-      rounding: as in rmsnorm. "before_weight" takes the rounding for the identity, as autograd does: d_weight is the sum
-        of d_y times xh as it was rounded to x's dtype, and h, the cotangent of that, is rounded to x's dtype.
+      rounding: as in rmsnorm. "before_weight" takes the rounding for the identity, as autograd does: d_weight is the
+        sum of d_y times xh as it was rounded to x's dtype, and h, the cotangent of that, is rounded to x's dtype.
 
     Returns:
       d_x: the shape and dtype of x; d_weight: those of weight, None where that was not given.

@@ -1,5 +1,5 @@
-"""Faults planted in ordinary functions: what a kernel keeps between calls, whose memory it hands out, and sizes, options
-and layouts that it takes for others. They are NumPy, so that hundreds of cases take a second.
+"""Faults planted in ordinary functions: what a kernel keeps between calls, whose memory it hands out, and sizes,
+options and layouts that it takes for others. They are NumPy, so that hundreds of cases take a second.
 
     python -m tests.mutants.functions                  # every fault on 5 seeds, and the right functions
 """

@@ -22,8 +22,8 @@ from tests.ops.record import Fault, GradientRecord, Hiding, Near, Sample
 from tests.ops.rmsnorm import ROUNDINGS, narrow_of
 
 
-def simulate(x, d_y, weight=None, eps=1e-6, rounding="once", *, block=None, group=64, ftz=False, last=False, over=0, drop=False, c2=1.0,
-             low=None, skip_rows=0):  # fmt: skip
+def simulate(x, d_y, weight=None, eps=1e-6, rounding="once", *, block=None, group=64, ftz=False, last=False, over=0,
+             drop=False, c2=1.0, low=None, skip_rows=0):  # fmt: skip
     """``last``: r meets mean(h x) after the sum, as where rows are longer than a tile."""
     acc, (n, shape), narrow = accumulator(x), (x.shape[-1], x.shape), narrow_of(x, rounding)
     x, g = (flush(a.reshape(-1, n).astype(acc), ftz) for a in (x, d_y))

@@ -2,7 +2,8 @@
 over a row.
 
 x: (*batch, n), weight: (n) or None -> y: (*batch, n). The grid is (row blocks, sweeps, n blocks), see `Walk`. Sweep 0
-adds up the squares of each block, sweep 1 normalises (``narrow``: and rounds to x's dtype before the weight). Lanes beyond n are no part of the sum.
+adds up the squares of each block, sweep 1 normalises (``narrow``: and rounds to x's dtype before the weight). Lanes
+beyond n are no part of the sum.
 
 block_rows: rows a block holds; block_n: elements of each row a block holds.
 

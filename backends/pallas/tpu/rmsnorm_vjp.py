@@ -4,8 +4,9 @@
     d_x = r (h - xh mean(h xh))        d_weight = sum over rows of d_y xh
 
 x, d_y: (*batch, n), weight: (n) or None -> d_x: (*batch, n), d_weight: (n). The grid is (row blocks, sweeps, n blocks),
-see `Walk`. ``narrow``: h, and xh where d_weight meets it, are rounded to x's dtype. Sweep 0 adds up x^2 and h x of each block; sweep 1 writes d_x, and of d_weight one row of partial sums for
-each row block, which layernorm_vjp's second kernel adds up in order.
+see `Walk`. ``narrow``: h, and xh where d_weight meets it, are rounded to x's dtype. Sweep 0 adds up x^2 and h x of each
+block; sweep 1 writes d_x, and of d_weight one row of partial sums for each row block, which layernorm_vjp's second
+kernel adds up in order.
 
 block_rows: rows a block holds, whose sums are one partial sum; block_n: elements of each row a block holds.
 

@@ -71,7 +71,8 @@ FAULTS = {
             "partial-sums-rounded",
             "partial sums of d_weight are rounded to the inputs' dtype",
             old="walk.sum_over_rows(d_y * narrowed(xh, ref.x.dtype, narrow), group)",
-            new="walk.sum_over_rows(d_y * narrowed(xh, ref.x.dtype, narrow), group).astype(ref.d_y.dtype).astype(jnp.float32)",
+            new="walk.sum_over_rows(d_y * narrowed(xh, ref.x.dtype, narrow), group)"
+            ".astype(ref.d_y.dtype).astype(jnp.float32)",
         ),
     ],
 }
