@@ -14,6 +14,7 @@ from portakern.core import registry, serve
 from portakern.core.targets import Target
 from portakern.testing import Case, Limits
 from portakern.testing.cases import LAYOUTS, REGIMES
+from tests.ops import forward_records
 
 
 def softmax_float32(x, axis=-1):
@@ -373,14 +374,14 @@ def drawn(op, examples, **options):
 
 
 def test_dtypes_have_fixed_shares():
-    for op, seed in (("softmax", 0), ("matmul", 1)):
+    for seed, op in enumerate(r.op for r in forward_records()):
         count = {d: [c.dtype for c in drawn(op, 200, seed=seed)].count(d) for d in ("float32", "float16", "bfloat16")}
         assert sum(count.values()) == 200 and 90 <= count["float32"] <= 110 and min(count.values()) >= 40, count
     assert {c.dtype for c in drawn("softmax", 40, dtypes=["float64"])} == {"float64"}
 
 
 def test_sizes_that_people_use_are_drawn():
-    softmax, attention, matmul = (drawn(op, 400) for op in ("softmax", "attention", "matmul"))
+    softmax, attention, matmul = drawn("softmax", 400), drawn("attention", 400), drawn("matmul", 400)
     rows = {n for c in softmax for n in c.shapes["x"]}
     assert max(rows) >= 2048 and len({n for n in rows if n > 128 and n % 128 == 0}) >= 3
     assert {6} <= {len(c.shapes["x"]) for c in softmax} and {6} <= {len(c.shapes["a"]) for c in matmul}

@@ -11,6 +11,7 @@ from portakern import testing
 from portakern.core import remembered, tilings
 from portakern.core.backend import Backend
 from portakern.core.forms import option_form
+from tests.ops import forward_records
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
@@ -106,15 +107,11 @@ def test_what_is_refused_is_refused_beside_kept_forms():
 
 def test_gradients_of_later_calls_are_those_of_a_first():
     torch.manual_seed(0)
-    for name, arrays in (
-        ("softmax", (torch.randn(3, 5),)),
-        ("layernorm", (torch.randn(3, 5), torch.randn(5), torch.randn(5))),
-        ("matmul", (torch.randn(3, 4), torch.randn(4, 2))),
-        ("attention", tuple(torch.randn(1, 3, 2, 4) for _ in range(3))),
-    ):
+    for name in (r.op for r in forward_records()):
         kept = pk.op(name, backend="triton")
+        arrays, _ = drawn(name, next(iter(testing.samples(name))), 0)
         for step in range(4):
-            values = [torch.randn_like(a) for a in arrays]
+            values = [torch.randn_like(a) for a in arrays.values()]
             found = []
             for op in (kept, type(kept)(kept.spec, type(kept.choice)(kept.backend))):
                 leaves = [v.clone().requires_grad_(i != 1 or step % 2 == 0) for i, v in enumerate(values)]

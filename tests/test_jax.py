@@ -219,7 +219,11 @@ def test_checkify_sees_through_a_call(backend):
 @pytest.mark.parametrize("backend", ["reference", "pallas"])
 @pytest.mark.parametrize(
     ("op", "shapes"),
-    [("softmax", ["n, 8"]), ("matmul", ["m, k", "k, n"]), ("attention", ["b, n, h, 8", "b, m, 2, 8", "b, m, 2, 8"])],
+    [
+        pytest.param("softmax", ["n, 8"]),
+        pytest.param("matmul", ["m, k", "k, n"]),
+        pytest.param("attention", ["b, n, h, 8", "b, m, 2, 8", "b, m, 2, 8"]),
+    ],
 )
 def test_symbolic_extents_are_refused_in_words(op, shapes, backend):
     import jax.export

@@ -121,7 +121,7 @@ def test_a_module_of_a_backend_is_an_op_that_it_implements(b, family):
 
 # --- lists ---
 
-ALLOWED = ("tests/ops/", "tests/mutants/faults", "tests/test_peers.py", "tests/test_tilings.py")
+ALLOWED = ("tests/ops/", "tests/mutants/f", "tests/test_peers.py", "tests/test_tilings.py")
 """Where ops are named: their own files, and what was found out about single kernels, which a new op need not join."""
 
 

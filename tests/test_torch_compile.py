@@ -401,9 +401,13 @@ print(torch.equal(torch.compile(lambda x: softmax(x), fullgraph=True, backend="a
 
 @pytest.mark.parametrize(
     ("op", "option", "value"),
-    [("layernorm", "eps", np.float32(1e-5)), ("layernorm", "eps", np.float64(1e-5)),
-     ("attention", "scale", torch.tensor(0.5)), ("attention", "is_causal", np.bool_(True))],
-)  # fmt: skip
+    [
+        pytest.param("layernorm", "eps", np.float32(1e-5)),
+        pytest.param("layernorm", "eps", np.float64(1e-5)),
+        pytest.param("attention", "scale", torch.tensor(0.5)),
+        pytest.param("attention", "is_causal", np.bool_(True)),
+    ],
+)
 def test_numbers_of_numpy_are_refused_in_a_graph_in_words(op, option, value):
     """Eager calls take NumPy's; a graph sees tensors in their place."""
     call = pk.op(op, backend="reference")
