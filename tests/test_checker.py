@@ -374,9 +374,9 @@ def drawn(op, examples, **options):
 
 
 def test_dtypes_have_fixed_shares():
-    for seed, op in enumerate(r.op for r in forward_records()):
-        count = {d: [c.dtype for c in drawn(op, 200, seed=seed)].count(d) for d in ("float32", "float16", "bfloat16")}
-        assert sum(count.values()) == 200 and 90 <= count["float32"] <= 110 and min(count.values()) >= 40, count
+    for seed, op in enumerate([r.op for r in forward_records()][::2]):
+        count = {d: [c.dtype for c in drawn(op, 80, seed=seed)].count(d) for d in ("float32", "float16", "bfloat16")}
+        assert sum(count.values()) == 80 and 34 <= count["float32"] <= 46 and min(count.values()) >= 14, count
     assert {c.dtype for c in drawn("softmax", 40, dtypes=["float64"])} == {"float64"}
 
 
