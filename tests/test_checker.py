@@ -298,8 +298,9 @@ def rows_by_blas(x, *, axis=-1):
     """A row alone is added up in another order than among others, as a library does that picks a kernel by size."""
     x64 = np.moveaxis(x.astype(np.float32), axis, -1)
     with np.errstate(all="ignore"):
-        e = np.exp(x64 - x64.max(-1, keepdims=True, initial=-np.inf))
-        total = e.sum(-1, keepdims=True) if x.size == x.shape[axis] else e[..., ::-1].cumsum(-1)[..., -1:]
+        e = np.ascontiguousarray(np.exp(x64 - x64.max(-1, keepdims=True, initial=-np.inf)))
+        reverse = np.ascontiguousarray(e[..., ::-1])  # which NumPy adds pairwise too
+        total = (e if x.size == x.shape[axis] else reverse).sum(-1, keepdims=True)
         return np.ascontiguousarray(np.moveaxis(e / total, -1, axis)).astype(x.dtype)
 
 
