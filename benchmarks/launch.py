@@ -33,6 +33,7 @@ import portakern as pk
 import portakern.torch as twins
 from portakern import results
 from portakern.core import remembered
+from portakern.core.call import dropped_dims, shape_of
 from portakern.spec import Spec
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, this folder alone is on the path
@@ -49,18 +50,15 @@ def small_inputs(
 
     Every dimension has a small extent, a variadic one stands for two axes.
     """
-    g, arrays, extents = torch.Generator().manual_seed(seed), {}, record(spec.name).extents
+    g, arrays, extents = torch.Generator().manual_seed(seed), {}, dict(record(spec.name).extents)
+    variadic = {d.factors[0] for a in spec.arrays for d in a.dims if d.variadic and d.factors[0] in extents}
+    extents |= {n: (3, extents[n]) for n in variadic}
+    extents |= dropped_dims(spec, extents, {})
     for a in spec.arrays:
         if a.optional and not optional:
             continue
-        shape: list[int] = []
-        for d in a.dims:
-            extent = 1
-            for f in d.factors:
-                extent *= extents[f]
-            shape += [3, extent] if d.variadic else [extent]
         name = dtype if dtype in a.dtypes else a.dtypes[0]
-        arrays[a.name] = torch.randn(shape, generator=g).to(getattr(torch, name)).to(device)
+        arrays[a.name] = torch.randn(shape_of(a.dims, extents), generator=g).to(getattr(torch, name)).to(device)
     return arrays
 
 

@@ -24,10 +24,10 @@ def pairs(oracle=True):
 def test_within_bounds(op, backend, device, seed):
     """Where a kernel is compiled anew for each case, as Pallas's interpreter does, each seed takes half of the work."""
     halves = registry.backend(backend).framework == "jax" and device == "cpu"
-    examples, shard = (30, (seed, 2)) if halves else (40, (0, 1))
+    examples, shard = (24, (seed, 2)) if halves else (32, (0, 1))
     report = pk.check(op, backend=backend, device=device, max_examples=examples, seed=seed, shard=shard)
     assert report.passed, "\n".join(map(str, report.failures))
-    assert report.examples >= (6 if halves else 35), report.refused
+    assert report.examples >= (5 if halves else 27), report.refused
 
 
 HUGE_LOGITS = [
@@ -57,12 +57,17 @@ def test_weights_stay_below_one_at_huge_logits(backend, device, case):
     assert report.passed, report.failures
 
 
+def loops(op):
+    """Whether an op has a tile of which an extent may need several."""
+    return any(t.of for t in registry.find_spec(op).tiling.values())
+
+
 def crossing(report, tile):
     """Compared cases on the edge that has several tiles of a kind, with a tiling smaller than the extent."""
     return sum(n for cell, n in report.cells.items() if f" | several_{tile} | " in cell and "default" not in cell)
 
 
-@pytest.mark.parametrize(("backend", "device", "op"), list(pairs(oracle=False)))
+@pytest.mark.parametrize(("backend", "device", "op"), [p for p in pairs(oracle=False) if loops(p.values[2])])
 def test_several_tiles_are_visited(backend, device, op):
     """Drawn sizes seldom exceed default tiles: without the edges that ask for the smallest, loops over tiles would run
     once in the whole suite.

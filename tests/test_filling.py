@@ -41,10 +41,10 @@ def test_a_third_of_the_cases_fill_a_chip(op):
     assert len(cases) == 60 and sizes[0] <= 8 * FILL
     # where the product of all extents is what limits a case, an output is the largest array
     assert sizes[12] >= FILL // 16 and sizes[5] >= FILL - 64 * 1024, sizes[:20]
-    assert max(max(s) for c in cases for s in c.shapes.values()) >= 16000
+    assert max(max(s, default=1) for c in cases for s in c.shapes.values()) >= 16000
 
 
-@pytest.mark.parametrize("op", sorted(pk.ops()))
+@pytest.mark.parametrize("op", [op for op in pk.ops() if registry.find_spec(op).apart])
 def test_the_oracle_of_a_part_is_a_part_of_the_oracle(op, monkeypatch):
     """What a spec says of dimensions that do not see each other, on its samples."""
     monkeypatch.setattr("portakern.testing.parts.WORK", 1.0)  # a part as small as any

@@ -51,6 +51,8 @@ def test_right_simulated_kernels_pass(name, dtype):
     assert z.keys() == {o.name for o in r.spec.outputs}
     for output, most in z.items():
         least = r.least_z.get(output, 0.9) if output in rounded else 0.4
+        if dtype == "float64" and most == 0.0:
+            continue  # the oracle's own operations, in their own precision
         assert most >= (0.15 if dtype == "float64" else least), f"sigma is slack: four times less would still pass: {z}"
 
 
@@ -73,8 +75,10 @@ def test_right_backends_pass(backend, platform, name, dtype):
             arrays, options = r.typical(np.random.default_rng([seed, 4]), dtype)
         else:  # two shapes in all: JAX compiles for each
             arrays, options = r.large_case(np.random.default_rng([seed // 3, 4]), dtype, regime)
+            made = r.spec.generators  # their values stand where they do for a reason
             mixed = (
-                np.random.default_rng([seed, i]).permuted(a, axis=-2 if a.ndim > 1 else 0) for i, a in enumerate(arrays)
+                a if of.name in made else np.random.default_rng([seed, i]).permuted(a, axis=-2 if a.ndim > 1 else 0)
+                for i, (of, a) in enumerate(zip(r.spec.arrays, arrays, strict=False))
             )
             arrays = tuple(mixed)
         if dtype == "float32" and seed % 2 and any(o.name == "precision" for o in r.spec.options):

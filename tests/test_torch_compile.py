@@ -46,7 +46,7 @@ def custom(r, key):
     options = {n: custom_ops._encode(r.spec.option(n), v) for n, v in sample.options.items()}
     if sample.wants is not None:
         options["wants"] = ",".join(sample.wants)
-    return getattr(OPS, r.op), tensors(r, sample, grad=not r.spec.is_vjp), options
+    return getattr(OPS, r.op), tensors(r, sample, grad=r.spec.vjp is not None), options
 
 
 @pytest.mark.parametrize("routing", [{}, {"backend": "triton"}], ids=["chosen", "triton"])

@@ -36,6 +36,12 @@ FINDINGS = {
         '"edge":"nan_in_the_last_key"}',
         lambda q, k, **_: not finite(q, k),
     ),
+    "a negative scale": Finding(
+        "hidden scores are -inf before they are scaled, which a negative scale makes +inf",
+        '{"dtype":"float32","shapes":{"q":[1,5,1,8],"k":[1,5,1,8],"v":[1,5,1,8]},'
+        '"options":{"is_causal":true,"scale":-0.5}}',
+        lambda is_causal, scale, bias, **_: scale is not None and scale < 0 and (is_causal or bias is not None),
+    ),
     "scores beyond float32": Finding(
         "no kernel promises anything there", where=lambda q, k, scale, **_: overflows(q, k, scale)
     ),

@@ -75,10 +75,10 @@ def normal64(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def with_specials(rng: np.random.Generator, arrays: Sequence[Any]) -> list[Any]:
-    """Copies, half of them with a NaN or an infinity somewhere."""
+    """Copies, half of those that can hold a NaN or an infinity with one somewhere."""
     arrays = [a if a is None else a.copy() for a in arrays]
     for a in arrays:
-        if a is not None and rng.random() < 0.5:
+        if a is not None and a.dtype.kind not in "iub" and rng.random() < 0.5:
             a[tuple(rng.integers(extent) for extent in a.shape)] = rng.choice([np.nan, np.inf, -np.inf])
     return arrays
 
