@@ -19,15 +19,16 @@ def pairs(oracle=True):
                 yield pytest.param(backend, device, op, marks=place.marks, id=f"{place.id or backend}-{op}")
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize(("backend", "device", "op"), list(pairs()))
-def test_within_bounds(op, backend, device, seed):
-    """Where a kernel is compiled anew for each case, as Pallas's interpreter does, each seed takes half of the work."""
-    halves = registry.backend(backend).framework == "jax" and device == "cpu"
-    examples, shard = (24, (seed, 2)) if halves else (32, (0, 1))
-    report = pk.check(op, backend=backend, device=device, max_examples=examples, seed=seed, shard=shard)
+def test_within_bounds(op, backend, device, half):
+    """In two halves of one run, so that none takes long; half of the cases where a kernel is compiled anew for each, as
+    in Pallas's interpreter. ``portakern check`` draws more."""
+    compiled_anew = registry.backend(backend).framework == "jax" and device == "cpu"
+    examples = 20 if compiled_anew else 40
+    report = pk.check(op, backend=backend, device=device, max_examples=examples, seed=0, shard=(half, 2))
     assert report.passed, "\n".join(map(str, report.failures))
-    assert report.examples >= (5 if halves else 27), report.refused
+    assert report.examples >= examples // 4, report.refused
 
 
 HUGE_LOGITS = [

@@ -13,6 +13,7 @@ transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed: pip install 'portakern[demo]'"
 )
 
+import portakern.torch  # noqa: E402
 from portakern.examples.huggingface import attention, norms  # noqa: E402
 
 LLAMA_LIKE = {
@@ -235,3 +236,47 @@ def test_the_mapping_is_what_the_kernels_package_takes():
             with pk.observe(lambda s, served=served: served.append(s.backend)):
                 torch.testing.assert_close(layer(x), want)
             assert served == ["reference"]
+
+
+TINY = {
+    "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+"""Extents of a model of any family, which takes of them what it knows."""
+MODELS = {
+    "llama": {}, "mistral": {}, "qwen2": {}, "qwen3": {}, "gemma": {}, "phi": {}, "olmo2": {}, "granite": {},
+    "stablelm": {}, "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "gpt_neox": {}, "opt": {"ffn_dim": 24, "word_embed_proj_dim": 16},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_models_train_and_generate_as_on_pytorchs_own_functions(family):
+    """Random models of two layers, forward, backward and generating; ids of the second sample are padded."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **{**TINY, **MODELS[family]})
+    for name in ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "dropout", "hidden_dropout"):
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float()
+    ids, mask = torch.randint(3, 40, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    mask[1, :3] = 0
+
+    def run():
+        model.zero_grad()
+        out = model(input_ids=ids, attention_mask=mask, labels=ids)
+        out.loss.backward()
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        made = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
+        return out.logits.detach(), gradients, made
+
+    logits, gradients, made = run()
+    with portakern.torch.swapped() as swapped:
+        found = run()
+    assert swapped.served[torch.nn.functional.scaled_dot_product_attention] >= 4
+    seen = mask.bool()
+    torch.testing.assert_close(found[0][seen], logits[seen], rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(found[1], gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+    assert torch.equal(found[2], made)
