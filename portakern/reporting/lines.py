@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import tokenize
 from pathlib import Path
@@ -24,6 +25,7 @@ SILENT = {
 }
 
 
+@functools.lru_cache(1024)  # several commands, or tables, in one process count the same text
 def code_lines(source: str) -> int:
     """Lines on which code stands."""
     found: set[int] = set()
@@ -47,15 +49,16 @@ def _files(root: Path, module: str) -> list[Path]:
     return [file] if file.is_file() else sorted(path.glob("*.py")) if (path / "__init__.py").is_file() else []
 
 
-def _imports(file: Path, top: str) -> set[str]:
-    """Modules under ``top`` that a file names anywhere in its imports."""
+@functools.lru_cache(1024)
+def _imports(source: str, top: str) -> frozenset[str]:
+    """Modules under ``top`` that a file's text names anywhere in its imports."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names.update(a.name for a in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names |= {node.module, *(f"{node.module}.{a.name}" for a in node.names)}
-    return {n for n in names if n == top or n.startswith(top + ".")}
+    return frozenset(n for n in names if n == top or n.startswith(top + "."))
 
 
 def _shared(root: Path, ops: set[str], top: str) -> set[Path]:
@@ -67,7 +70,7 @@ def _shared(root: Path, ops: set[str], top: str) -> set[Path]:
         # a package that is no op stands for its __init__.py alone
         files = _files(root, module) if module in ops else _files(root, module)[:1]
         found.update(files)
-        new = {name for file in files for name in _imports(file, top)} - seen
+        new = {name for file in files for name in _imports(file.read_text(encoding="utf-8"), top)} - seen
         seen |= new
         queue += sorted(new)
     return found - own
