@@ -27,6 +27,11 @@ def drawn(op, name, seed):
     return {n: a.to(first[n].dtype).contiguous() for n, a in arrays.items()}, options
 
 
+def made_anew(op):
+    """The same op, for which nothing was decided yet."""
+    return type(op)(op.spec, type(op.choice)(op.choice.backend))
+
+
 def flat(result):
     return [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None]
 
@@ -46,8 +51,7 @@ def test_later_calls_of_a_form_have_the_bits_of_a_first(op, sample):
         remembered.forget() if seed == 0 else None
         got = flat(kept(**arrays, **options))
         plans = dict(kept.choice.plans)
-        anew = type(kept)(kept.spec, type(kept.choice)(kept.backend))
-        assert same_bits(got, flat(anew(**arrays, **options))), (seed, plans)
+        assert same_bits(got, flat(made_anew(kept)(**arrays, **options))), (seed, plans)
     (plan,) = plans.values()
     assert plan.serve.__name__ == "replay" or options  # along another axis rows may be gathered, which is not replayed
 
@@ -57,7 +61,7 @@ def test_one_array_given_thrice_teaches_nothing_wrong():
     q, k, v = (torch.randn(1, 5, 2, 4) for _ in range(3))
     for _ in range(2):
         op(q, q, q)
-    assert torch.equal(op(q, k, v), type(op)(op.spec, type(op.choice)(op.backend))(q, k, v))
+    assert torch.equal(op(q, k, v), made_anew(op)(q, k, v))
     a = torch.randn(2, 3, 3)
     product = pk.op("matmul", backend="triton")
     for _ in range(2):
@@ -114,7 +118,7 @@ def test_gradients_of_later_calls_are_those_of_a_first():
         for step in range(4):
             values = [torch.randn_like(a) for a in arrays.values()]
             found = []
-            for op in (kept, type(kept)(kept.spec, type(kept.choice)(kept.backend))):
+            for op in (kept, made_anew(kept)):
                 leaves = [v.clone().requires_grad_(i != 1 or step % 2 == 0) for i, v in enumerate(values)]
                 out = op(*leaves)
                 out.backward(torch.linspace(-1, 1, out.numel()).reshape(out.shape))

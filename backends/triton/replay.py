@@ -31,7 +31,7 @@ Run = Callable[[Mapping[str, Any]], tuple[Any, ...]]
 def learn(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[tuple[Any, ...], Run | None]:
     """The outputs of a call, and what gives them for other calls of its form; None where nothing shorter does."""
     # an array may be given twice: as tensors of their own, what is done with each can be told apart
-    call = call.on({n: None if a is None else a.detach() for n, a in call.arrays.items()})
+    call = call.replace(arrays={n: None if a is None else a.detach() for n, a in call.arrays.items()})
     tape = TAPES[get_ident()] = Tape()
     try:
         outputs = impl.run(call, tiling)
@@ -72,7 +72,7 @@ def _written_down(call: Call, tape: Tape, outputs: tuple[Any, ...]) -> Run | Non
         if not args or args[0] is None or _unplaced(args[:count], places) or any(map(_holds_tensors, args[count:])):
             return None
         launches.append(places)
-        runs.append(prepare(kernel, grid, call.on({}), args[:count], args[count:], constexprs))
+        runs.append(prepare(kernel, grid, call.replace(arrays={}), args[:count], args[count:], constexprs))
     like = tuple(next((n for n, a in given.items() if _is_like(a, form)), None) for form in forms)
     used = {n for places in launches for n in places if isinstance(n, str)} | {n for n in like if n}
     make = _writer(_Shape(tuple(n for n in given if n in used), like, tuple(launches), tuple(slots)))

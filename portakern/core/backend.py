@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from portakern.core import outputs
 from portakern.core.framework import frameworks
 from portakern.core.observe import say
-from portakern.core.remembered import forget
+from portakern.core.remembered import Remembered, forget
 from portakern.core.targets import Hardware, Target
 from portakern.errors import SpecError, UnavailableError
 from portakern.spec import Spec, Tile
@@ -138,7 +138,7 @@ class Implementation:
     key: Callable[[Call], Mapping[str, str | int]] | None = None
     fit: Callable[[Call, Tiling], Tiling] | None = None
     takes: Callable[[Spec[Any]], frozenset[str]] | None = None
-    _looked: set[Any] = field(default_factory=set, init=False, repr=False)
+    _looked: Remembered[Any, bool] = field(default_factory=Remembered, init=False, repr=False)
 
     @functools.cached_property
     def ours(self) -> bool:
@@ -155,14 +155,9 @@ class Implementation:
             form = outputs.form(call) if call.concrete else None  # traced: it is compiled once, and looked at then
             if form is None or form not in self._looked:
                 outputs.look(self, call, out)
-                self._remember(form)
+                if form is not None:
+                    self._looked.keep(form, True)
         return out
-
-    def _remember(self, form: Any) -> None:
-        if form is not None:
-            if len(self._looked) >= outputs.FORMS:
-                self._looked.clear()
-            self._looked.add(form)
 
 
 @dataclass(eq=False)

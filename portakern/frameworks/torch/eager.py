@@ -73,12 +73,11 @@ def plan_training(call: Call, choice: Choice) -> Training | None:
     """What :func:`differentiate` decided for a call that autograd alone watches."""
     names = tuple(n for n, a in call.arrays.items() if a is not None)
     differentiated = [n for n in names if call.arrays[n].requires_grad]
-    candidates = routes(call, choice)
-    if not differentiated or candidates is None:
+    if not differentiated:
         return None
     wired, vjp = gradient_of(call, choice, differentiated)
     training = wired.training(call)
-    kept = plan(training, candidates, choice.tiling)
+    kept = plan(training, choice)
     if kept is None:
         return None
     absent = dict.fromkeys(call.arrays)
@@ -110,12 +109,10 @@ class _Backward:
         return tuple([o for o in known.serve(given) if o is not None])
 
     def _first(self, form: Form, arrays: Arrays, options: Mapping[str, Any], wants: tuple[str, ...]) -> tuple[Any, ...]:
-        call = unchecked(self.spec, **arrays, **options)
-        call.wants = tuple(o.name for o in self.spec.outputs if o.name in wants)
+        call = _bound(self.spec, arrays, options, wants)
         call.framework.check(call)
         outputs = _served(call, self.choice)
-        candidates = routes(call, self.choice)
-        if candidates is not None and (decided := plan(call, candidates, self.choice.tiling)) is not None:
+        if (decided := plan(call, self.choice)) is not None:
             self.choice.plans.keep(form, decided)
         return tuple(o for o in outputs if o is not None)
 
@@ -124,6 +121,13 @@ def _served(call: Call, choice: Choice) -> tuple[Any, ...]:
     candidates = routes(call, choice)
     assert candidates is not None
     return serve(call, candidates, choice.tiling, keep=True)  # the arrays are saved, or somebody else's
+
+
+def _bound(spec: Spec[Any], arrays: Arrays, options: Mapping[str, Any], wants: tuple[str, ...]) -> Call:
+    """A call for the outputs ``wants``, which the library makes itself."""
+    call = unchecked(spec, **arrays, **options)
+    call.wants = tuple(o.name for o in spec.outputs if o.name in wants)
+    return call
 
 
 def _run(
@@ -135,8 +139,7 @@ def _run(
         tell_counters(spec)
         return calling(spec, choice)(arrays, options, wants)
     with named(spec.name, arrays.values()):
-        call = unchecked(spec, **arrays, **options)
-        call.wants = tuple(o.name for o in spec.outputs if o.name in wants)
+        call = _bound(spec, arrays, options, wants)
         watched = call.framework.check(call)
         outputs = differentiate(call, choice, late) if watched else _served(call, choice)
     return tuple(o for o in outputs if o is not None)
