@@ -11,8 +11,7 @@ import pytest
 
 import portakern as pk
 from portakern.core import observe as watching
-from portakern.core import registry
-from portakern.core import remembered
+from portakern.core import registry, remembered
 from portakern.core import route as dispatch
 from portakern.core.framework import frameworks
 from portakern.core.oracle import rounded as to_nearest
