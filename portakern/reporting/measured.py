@@ -119,12 +119,16 @@ def launch(kept: Kept) -> str:
         )
 
     def render(mine: list[Row]) -> str:
-        ways, ops = (list(dict.fromkeys(row[n] for row in mine)) for n in ("way", "op"))
-        found = {(row["op"], row["way"]): row["median_us"] for row in mine}
-        return table(
-            ["op", *ways],
-            [[f"`{op}`", *(NONE if (us := found.get((op, w))) is None else f"{us:.1f}" for w in ways)] for op in ops],
-        )
+        found: dict[str, dict[str, float]] = {}
+        for row in mine:
+            found.setdefault(row["op"], {})[row["way"]] = row["median_us"]
+        tables = []
+        for ways in dict.fromkeys(
+            tuple(us) for us in found.values()
+        ):  # what is called in the same ways stands together
+            lines = [[f"`{op}`", *(f"{t:.1f}" for t in us.values())] for op, us in found.items() if tuple(us) == ways]
+            tables.append(table(["op", *ways], lines))
+        return "\n\n".join(tables)
 
     graphs = [g for r in set_of(r for _, r in rows) for g in r.extra["graphs"]]
     wrong = [f"{g['op']} {g['dtype']}" for g in graphs if g["wrong"]]
