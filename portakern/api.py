@@ -96,7 +96,8 @@ class Op:
     def __init__(self, spec: Spec[Any], choice: Choice) -> None:
         self.spec, self.choice = spec, choice
         self._bind, self._casts = binder(spec), spec.autocast is not None
-        self._bare = len(spec.outputs) == 1 and not spec.is_vjp  # the result is the one output itself
+        self._alone = [] if spec.is_vjp else [o.name for o in spec.outputs]  # outputs that may be the result itself
+        self._bare = len(self._alone) == 1
         self.kept = {f.name: f.keep(self) for f in RECORDERS}
         self._plans: Remembered[Form, Plan] = choice.plans
         self._read = reader(spec)
@@ -161,9 +162,8 @@ class Op:
 
     def _result(self, call: Call, outputs: tuple[Any, ...]) -> Any:
         """What a call gives its caller, of every output in the spec's order."""
-        if len(call.wants) == 1 and not call.spec.is_vjp:
-            names = [o.name for o in call.spec.outputs]
-            return outputs[0] if len(outputs) == 1 else outputs[names.index(call.wants[0])]
+        if len(call.wants) == 1 and self._alone:
+            return outputs[0] if len(outputs) == 1 else outputs[self._alone.index(call.wants[0])]
         return call.spec.result(*outputs)
 
     def _anew(self, form: Form | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
