@@ -114,6 +114,13 @@ class _Calls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Idle(TorchFunctionMode):
+    """Sees every function of torch's, as ``swapped`` does, and calls it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 def torch_call(name: str, arrays: dict[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """The function of torch that the peer calls for an op, and its arguments: one that ``portakern.torch`` twins."""
     with _Calls() as calls:
@@ -224,9 +231,14 @@ def llama_forwards(layers: int = 8, tokens: int = 16) -> dict[str, Callable[[], 
         with twins.swapped():
             models["sdpa"](input_ids=ids, use_cache=False)
 
+    def seen_by_a_mode() -> None:
+        with _Idle():
+            models["sdpa"](input_ids=ids, use_cache=False)
+
     return {
         "attn_implementation=portakern": lambda: models["portakern"](input_ids=ids, use_cache=False),
         "swapped()": swapped,
+        "sdpa, under a mode that does nothing": seen_by_a_mode,
         "sdpa": lambda: models["sdpa"](input_ids=ids, use_cache=False),
     }
 

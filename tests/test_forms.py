@@ -1,6 +1,7 @@
 """What is kept for calls of one form serves all of them, and no others."""
 
 import gc
+import importlib
 import threading
 import weakref
 
@@ -209,3 +210,28 @@ def test_observers_see_calls_of_kept_forms():
     with pk.observe(seen.append):
         op(x), op(x)
     assert [s.call.arrays["x"] is x for s in seen] == [True, True]
+
+
+def test_allocations_take_the_short_way_on_the_current_device_alone(monkeypatch):
+    replays = importlib.import_module("portakern.backends.triton.replay")
+    quick, here = [], [None]
+
+    def allocate(shape, strides, dtype):
+        quick.append(tuple(shape))
+        return torch.empty_strided(shape, strides, dtype=dtype)
+
+    monkeypatch.setattr(replays, "_quick_on", lambda device: allocate)
+    monkeypatch.setattr(replays.launching, "_current_device", lambda: here[0])
+    op, x = made_anew(pk.op("softmax", backend="triton")), torch.randn(3, 5)
+    want = [op(x) for _ in range(3)][-1]  # bound, decided, learnt
+    quick.clear()
+    assert torch.equal(op(x), want) and quick == [(3, 5)]
+    here[0] = 1  # the arrays are elsewhere
+    assert torch.equal(op(x), want) and len(quick) == 1
+    here[0] = None
+    torch.use_deterministic_algorithms(True)
+    try:  # what is allocated is filled, and an element that is not written shows
+        assert torch.equal(op(x), want) and len(quick) == 1
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(op(x), want) and len(quick) == 2
