@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portakern.core.stopwatch import Run, Stopwatch
 from portakern.core.targets import Target
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.spec.dtypes import DTYPES, numpy_dtype
@@ -177,6 +178,10 @@ class Framework:
     def full(self, shape: tuple[int, ...], dtype: str, value: float, device: Any) -> Any:
         """An array filled with one value."""
         return self.from_numpy(np.full(shape, value, numpy_dtype(dtype)), device)
+
+    def stopwatch(self, run: Run, device: Any) -> Stopwatch:
+        """What times ``run`` on a device of the library: the device's own clock where it has one."""
+        return Stopwatch(run, lambda result: None)
 
     # --- calls that the library watches, records, or runs in a way of its own ---
 
