@@ -4,7 +4,9 @@ has."""
 from __future__ import annotations
 
 import json
+import multiprocessing
 import shutil
+from concurrent.futures import wait
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +16,14 @@ from typer.testing import CliRunner
 import portakern as pk
 from portakern import results, sources
 from portakern.benchmarking import suites
-from portakern.benchmarking.inputs import make
+from portakern.benchmarking.foresight import Foresight, foreseeing
+from portakern.benchmarking.inputs import for_gradient, make
 from portakern.benchmarking.roof import ceiling, moved
 from portakern.benchmarking.run import DeviceLost, Plan, run
 from portakern.benchmarking.suites import TimedCase
 from portakern.benchmarking.timing import CallFailed, interleaved
+from portakern.benchmarking.verdicts import Judge
+from portakern.benchmarking.warming import warm
 from portakern.cli import app
 from portakern.compiling.forms import abstract_call
 from portakern.core import registry
@@ -172,6 +177,36 @@ def test_gradients_are_timed_on_what_a_right_forward_op_saved():
     outcome = run(Plan([case], wrong, [], "cpu", rounds=2), lambda found, case: None)
     assert not outcome.rows
     assert "softmax, which saves for its gradients, is wrong: 240 of 240" in outcome.unserved[0][1]
+
+
+def test_what_other_processes_expect_is_what_this_one_would(tmp_path):
+    """A sum over rows cannot be compared in part: it is computed whole, and elsewhere."""
+    dims = {"batch": (700,), "n": 512}
+    sums = TimedCase("mine", "layernorm", "float32", dims, given=("weight", "bias"), gradient=True)
+    saves = TimedCase("mine", "softmax", "float32", {"shape": (6, 40)}, gradient=True)
+    library, target = frameworks()["numpy"], Target("cuda", "sm_90")
+    inputs = for_gradient(make(sums, library, "cpu"), {})
+    with foreseeing([sums, saves], target, 1) as foresight:
+        assert len(foresight._futures) == 1  # what softmax saves is known on the device alone
+        wait(foresight._futures.values())
+        ahead = foresight.judge(sums, inputs)
+        assert ahead.known and not foresight.judge(saves, inputs).known
+    for a, b in zip(ahead.expect(target, False), Judge(inputs).expect(target, False), strict=True):
+        assert a.name == b.name and np.array_equal(a.exact, b.exact) and np.array_equal(a.bound, b.bound)
+    assert {e.name: e.exact.shape for e in ahead.expect(target, False)}["d_weight"] == (512,)
+    assert Foresight(target, {}).judge(sums, inputs).known == {}
+
+
+def test_cases_are_visited_ahead_by_other_processes():
+    """They find everybody by name, and their end is the pool's."""
+    triton = registry.backend("triton")
+    if triton.unavailable():
+        pytest.skip(triton.unavailable())
+    seen, before = [], multiprocessing.active_children()
+    plan = Plan([CASE, TimedCase("mine", "softmax", "float32", {})], triton, [registry.backend("torch")], "cpu")
+    assert warm(plan, 1, 100.0, lambda: seen.append(1)) == 1 and len(seen) == 2  # the second is no call
+    assert multiprocessing.active_children() == before
+    assert warm(plan, 1, 0.0, lambda: None) == 0 and multiprocessing.active_children() == before
 
 
 def test_a_budget_says_what_it_left_out():
