@@ -11,6 +11,9 @@ and replayed on other inputs.
     op, made each time: ``pk.op(name, backend="triton")`` too, in each call; no backend named: ``pk.op(name)``
     portakern.torch, torch: the drop-in twin, and what it stands for: the function that the peer ``torch`` calls
 
+Where transformers is installed, so are forward passes of a small Llama: with PyTorch's SDPA, with portakern as its
+attention implementation, and with all that ``portakern.torch.swapped`` serves of it.
+
     python benchmarks/launch.py [--batches 200] [--json FILE]
 """
 
@@ -111,6 +114,13 @@ class _Calls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Idle(TorchFunctionMode):
+    """Sees every function of torch's, as ``swapped`` does, and calls it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 def torch_call(name: str, arrays: dict[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """The function of torch that the peer calls for an op, and its arguments: one that ``portakern.torch`` twins."""
     with _Calls() as calls:
@@ -197,17 +207,55 @@ def training(name: str) -> dict[str, Callable[[], Any]]:
     }
 
 
-def measure(name: str, calls: dict[str, Callable[[], Any]], batches: int) -> list[dict[str, Any]]:
+def llama_forwards(layers: int = 8, tokens: int = 16) -> dict[str, Callable[[], Any]]:
+    """Forward passes of a Llama so small that the host decides their time."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from portakern.examples.huggingface.attention import register
+
+    register()
+    shape: dict[str, Any] = {
+        "vocab_size": 1000,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": layers,
+    }
+    models = {}
+    for implementation in ("sdpa", "portakern"):
+        torch.manual_seed(0)
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "attn_implementation": implementation}
+        models[implementation] = LlamaForCausalLM(LlamaConfig(**shape, **heads)).to("cuda", torch.bfloat16).eval()
+    ids = torch.arange(tokens, device="cuda")[None] * 7 % 1000
+
+    def swapped() -> None:
+        with twins.swapped():
+            models["sdpa"](input_ids=ids, use_cache=False)
+
+    def seen_by_a_mode() -> None:
+        with _Idle():
+            models["sdpa"](input_ids=ids, use_cache=False)
+
+    return {
+        "attn_implementation=portakern": lambda: models["portakern"](input_ids=ids, use_cache=False),
+        "swapped()": swapped,
+        "sdpa, under a mode that does nothing": seen_by_a_mode,
+        "sdpa": lambda: models["sdpa"](input_ids=ids, use_cache=False),
+    }
+
+
+def measure(
+    name: str, calls: dict[str, Callable[[], Any]], batches: int, a_batch: int = A_BATCH
+) -> list[dict[str, Any]]:
     """A row a way of calling: microseconds a call, median and extremes of the batches."""
     times: dict[str, list[float]] = {}
     for i in range(batches + 5):
         for way, call in calls.items():
             torch.cuda.synchronize()
             t = time.perf_counter()
-            for _ in range(A_BATCH):
+            for _ in range(a_batch):
                 call()
             if i >= 5:
-                times.setdefault(way, []).append((time.perf_counter() - t) / A_BATCH * 1e6)
+                times.setdefault(way, []).append((time.perf_counter() - t) / a_batch * 1e6)
     return [
         {
             "op": name,
@@ -233,6 +281,10 @@ def main() -> None:
             mine = measure(name, ways(name), args.batches) + measure(name, training(name), args.batches // 2)
             rows += mine
             print(f"{name:10}", "  ".join(f"{r['way']} {r['median_us']:.1f}" for r in mine), "us", flush=True)
+        if importlib.util.find_spec("transformers"):
+            mine = measure("Llama, 8 layers, 16 tokens", llama_forwards(), args.batches, 5)
+            rows += mine
+            print("Llama     ", "  ".join(f"{r['way']} {r['median_us']:.0f}" for r in mine), "us", flush=True)
         graphs = [
             {
                 "op": name,

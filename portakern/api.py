@@ -17,8 +17,8 @@ from portakern.core.forms import Form, reader
 from portakern.core.framework import frameworks
 from portakern.core.observe import OBSERVERS
 from portakern.core.remembered import Remembered
-from portakern.core.route import Choice, routes
-from portakern.core.serve import Plan, plan, serve
+from portakern.core.route import Choice
+from portakern.core.serve import Plan, call_through, plan
 from portakern.spec import Spec
 from portakern.spec.signature import described, signature
 
@@ -96,7 +96,8 @@ class Op:
     def __init__(self, spec: Spec[Any], choice: Choice) -> None:
         self.spec, self.choice = spec, choice
         self._bind, self._casts = binder(spec), spec.autocast is not None
-        self._bare = len(spec.outputs) == 1 and not spec.is_vjp  # the result is the one output itself
+        self._alone = [] if spec.is_vjp else [o.name for o in spec.outputs]  # outputs that may be the result itself
+        self._bare = len(self._alone) == 1
         self.kept = {f.name: f.keep(self) for f in RECORDERS}
         self._plans: Remembered[Form, Plan] = choice.plans
         self._read = reader(spec)
@@ -161,9 +162,8 @@ class Op:
 
     def _result(self, call: Call, outputs: tuple[Any, ...]) -> Any:
         """What a call gives its caller, of every output in the spec's order."""
-        if len(call.wants) == 1 and not call.spec.is_vjp:
-            names = [o.name for o in call.spec.outputs]
-            return outputs[0] if len(outputs) == 1 else outputs[names.index(call.wants[0])]
+        if len(call.wants) == 1 and self._alone:
+            return outputs[0] if len(outputs) == 1 else outputs[self._alone.index(call.wants[0])]
         return call.spec.result(*outputs)
 
     def _anew(self, form: Form | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -180,18 +180,9 @@ class Op:
             call = self._bind(*args, **kwargs)
         except (TypeError, RuntimeError) as e:
             raise unbound(self.spec, e, args, kwargs) from None
-        # what follows is ``call_through``, written out: one call less on the path of every eager call
-        choice, framework = self.choice, call.framework
-        watched = framework.check(call)
-        candidates = choice.found.get((framework, call.device)) or routes(call, choice)
-        if candidates is None:
-            outputs = framework.trace(call, choice)
-        elif watched:
-            outputs = framework.differentiate(call, choice)
-        else:
-            outputs = serve(call, candidates, choice.tiling)
-        if form is not None and candidates is not None:
-            decided = framework.plan(call, choice) if watched else plan(call, candidates, choice.tiling)
+        outputs = call_through(call, self.choice)
+        if form is not None:  # its end says whether autograd watches
+            decided = call.framework.plan(call, self.choice) if form[-1] else plan(call, self.choice)
             if decided is not None:
                 self._plans.keep(form, decided)
         return outputs[0] if self._bare else self._result(call, outputs)

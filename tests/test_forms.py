@@ -1,6 +1,7 @@
 """What is kept for calls of one form serves all of them, and no others."""
 
 import gc
+import importlib
 import threading
 import weakref
 
@@ -27,6 +28,11 @@ def drawn(op, name, seed):
     return {n: a.to(first[n].dtype).contiguous() for n, a in arrays.items()}, options
 
 
+def made_anew(op):
+    """The same op, for which nothing was decided yet."""
+    return type(op)(op.spec, type(op.choice)(op.choice.backend))
+
+
 def flat(result):
     return [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None]
 
@@ -46,8 +52,7 @@ def test_later_calls_of_a_form_have_the_bits_of_a_first(op, sample):
         remembered.forget() if seed == 0 else None
         got = flat(kept(**arrays, **options))
         plans = dict(kept.choice.plans)
-        anew = type(kept)(kept.spec, type(kept.choice)(kept.backend))
-        assert same_bits(got, flat(anew(**arrays, **options))), (seed, plans)
+        assert same_bits(got, flat(made_anew(kept)(**arrays, **options))), (seed, plans)
     (plan,) = plans.values()
     assert plan.serve.__name__ == "replay" or options  # along another axis rows may be gathered, which is not replayed
 
@@ -57,7 +62,7 @@ def test_one_array_given_thrice_teaches_nothing_wrong():
     q, k, v = (torch.randn(1, 5, 2, 4) for _ in range(3))
     for _ in range(2):
         op(q, q, q)
-    assert torch.equal(op(q, k, v), type(op)(op.spec, type(op.choice)(op.backend))(q, k, v))
+    assert torch.equal(op(q, k, v), made_anew(op)(q, k, v))
     a = torch.randn(2, 3, 3)
     product = pk.op("matmul", backend="triton")
     for _ in range(2):
@@ -114,7 +119,7 @@ def test_gradients_of_later_calls_are_those_of_a_first():
         for step in range(4):
             values = [torch.randn_like(a) for a in arrays.values()]
             found = []
-            for op in (kept, type(kept)(kept.spec, type(kept.choice)(kept.backend))):
+            for op in (kept, made_anew(kept)):
                 leaves = [v.clone().requires_grad_(i != 1 or step % 2 == 0) for i, v in enumerate(values)]
                 out = op(*leaves)
                 out.backward(torch.linspace(-1, 1, out.numel()).reshape(out.shape))
@@ -205,3 +210,28 @@ def test_observers_see_calls_of_kept_forms():
     with pk.observe(seen.append):
         op(x), op(x)
     assert [s.call.arrays["x"] is x for s in seen] == [True, True]
+
+
+def test_allocations_take_the_short_way_on_the_current_device_alone(monkeypatch):
+    replays = importlib.import_module("portakern.backends.triton.replay")
+    quick, here = [], [None]
+
+    def allocate(shape, strides, dtype):
+        quick.append(tuple(shape))
+        return torch.empty_strided(shape, strides, dtype=dtype)
+
+    monkeypatch.setattr(replays, "_quick_on", lambda device: allocate)
+    monkeypatch.setattr(replays.launching, "_current_device", lambda: here[0])
+    op, x = made_anew(pk.op("softmax", backend="triton")), torch.randn(3, 5)
+    want = [op(x) for _ in range(3)][-1]  # bound, decided, learnt
+    quick.clear()
+    assert torch.equal(op(x), want) and quick == [(3, 5)]
+    here[0] = 1  # the arrays are elsewhere
+    assert torch.equal(op(x), want) and len(quick) == 1
+    here[0] = None
+    torch.use_deterministic_algorithms(True)
+    try:  # what is allocated is filled, and an element that is not written shows
+        assert torch.equal(op(x), want) and len(quick) == 1
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(op(x), want) and len(quick) == 2

@@ -1,6 +1,7 @@
 """Kept launches: the key is at least as fine as Triton's, and what runs is what Triton would run."""
 
 import collections
+import importlib
 import logging
 
 import pytest
@@ -301,7 +302,8 @@ def test_a_prepared_launch_is_looked_up_by_what_tensors_decide(by_triton):
         run(x, y, None)
     assert len(by_triton) == 1 and len(made[0].launches) == 2
     launching.launch(kernel, 3, Call, x, y, None, 48, 7, 16, 0.5, True, **rest)
-    assert made[0].launches[0] == made[0].launches[1] == made[0].launches[2] and len(by_triton) == 1
+    first, second, third = ([a.data_ptr() if torch.is_tensor(a) else a for a in args] for *_, args in made[0].launches)
+    assert first == second == third and len(by_triton) == 1
     off = torch.empty(49)[1:]
     for other in ((off, y, None), (x, off.to(y.dtype)[1:], None), (off, off.to(y.dtype)[1:], None)):
         before = len(by_triton)
@@ -326,6 +328,49 @@ def test_a_kept_launch_tells_tuples_apart(by_triton):
         before = len(by_triton)
         go(n=other), go(n=other)
         assert len(by_triton) == before + 1
+
+
+VENDORS = {"nvidia": "CudaLauncher", "amd": "HIPLauncher"}
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_a_direct_launch_passes_what_tritons_launcher_does(vendor, monkeypatch):
+    its = getattr(importlib.import_module(f"triton.backends.{vendor}.driver"), VENDORS[vendor])
+    monkeypatch.setattr(triton.runtime.driver, "_active", object())
+    run = its.__new__(its)
+    seen, sizes = [], ("global_scratch_size", "global_scratch_align", "profile_scratch_size", "profile_scratch_align")
+    vars(run).update(dict.fromkeys(sizes, 0), num_ctas=1, gsan_enabled=False, launch=lambda *args: seen.append(args))
+    others = ("launch_cooperative_grid", "launch_pdl", "warp_size", "arg_annotations", "kernel_signature")
+    vars(run).update({name: name for name in others})
+    for rest in ([7, 16], []):
+        go = launching.direct(run, 3, "function", "metadata", 2, rest)
+        go(77, 4096, None)
+        run(3, 1, 1, 77, "function", "metadata", None, None, None, 4096, None, *rest)
+        assert seen[0] == seen[1] and go.__closure__[0].cell_contents is not run, "not by way of __call__"
+        seen.clear()
+    for asks in ({"profile_scratch_size": 16}, {"gsan_enabled": True}):  # what __call__ sees to
+        vars(run).update(asks)
+        monkeypatch.setattr(its, "__call__", lambda self, *args: seen.append(("whole", *args)))
+        launching.direct(run, 3, "function", "metadata", 2, [7])(77, 4096, None)
+        assert seen.pop() == ("whole", 3, 1, 1, 77, "function", "metadata", None, None, None, 4096, None, 7)
+        vars(run).update(profile_scratch_size=0, gsan_enabled=False)
+
+
+def test_a_launcher_that_is_not_understood_is_called_whole():
+    class New:
+        def __call__(self, gridX, gridY, gridZ, stream, function, *args):
+            self.fence()
+            self.launch(gridX, gridY, gridZ, stream, function, *args)
+
+        def fence(self):
+            self.fenced = True
+
+        def launch(self, *args):
+            self.launched = args
+
+    run = New()
+    launching.direct(run, 3, "function", "metadata", 1, [7])(77, 4096)
+    assert run.fenced and run.launched == (3, 1, 1, 77, "function", "metadata", None, None, None, 4096, 7)
 
 
 def test_who_records_or_watches_sees_prepared_launches(by_triton, monkeypatch):

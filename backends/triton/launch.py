@@ -22,6 +22,7 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from portakern.backends.triton import interpreter
+from portakern.backends.triton.direct import direct
 from portakern.backends.triton.tape import TAPES, note_launch
 from portakern.core import targets
 
@@ -101,8 +102,14 @@ def prepare(
     rest = [values[n] for n in names[len(tensors) :]]
     first = tensors[0]
     assert first is not None
+    if call.interpret:
+
+        def interpreted(*these: torch.Tensor | None) -> None:
+            launch(kernel, grid, call, *these, *numbers, **constexprs)
+
+        return interpreted
     make = _preparer(tuple(t is not None for t in tensors), bool(torch.version.hip))
-    prepared: Callable[..., None] = make(kernel, grid, call, numbers, constexprs, rest, first.get_device())
+    prepared: Callable[..., None] = make(kernel, grid, call, numbers, constexprs, rest, first.get_device(), direct)
     return prepared
 
 
@@ -113,26 +120,28 @@ def _preparer(there: tuple[bool, ...], hip: bool) -> Callable[..., Callable[...,
     names = [f"t{i}" for i in range(len(there))]
     tensors = [n for n, is_there in zip(names, there, strict=True) if is_there]
     passed = ", ".join(names)
-    key = [f"{n}.data_ptr() & 15" for n in tensors] + [_small(n) for n in tensors] * hip
+    at = {n: f"at_{n}" for n in tensors}
+    key = [f"{at[n]} & 15" for n in tensors] + [_small(n) for n in tensors] * hip
     key += ["knobs.amd.use_buffer_ops"] * hip
-    plain = "False" if hip else f"not ({' | '.join(f'{n}.data_ptr()' for n in tensors)}) & 15"
+    plain = "False" if hip else f"not ({' | '.join(at.values())}) & 15"
     text = f"""
-def make(kernel, grid, call, numbers, constexprs, rest, device):
+def make(kernel, grid, call, numbers, constexprs, rest, device, direct):
     kept = {{}}
     find = kept.get
     def prepared({passed}):
-        if call.interpret or TAPES or _recorder is not None or _current_device() != device:
+        if TAPES or _recorder is not None or _current_device() != device:
             launch(kernel, grid, call, {passed}, *numbers, **constexprs)
             return
+        {"; ".join(f"{address} = {n}.data_ptr()" for n, address in at.items())}
         key = None if {plain} else ({", ".join(key)},)
-        found = find(key)
-        if found is None or _watched(kernel):
-            found = launch(kernel, grid, call, {passed}, *numbers, **constexprs)
-            if found is not None:
-                kept[key] = found
+        go = find(key)
+        if go is None or _watched(kernel):
+            handles = launch(kernel, grid, call, {passed}, *numbers, **constexprs)
+            if handles is not None:
+                run, function, metadata = handles
+                kept[key] = direct(run, grid, function, metadata, {len(names)}, rest)
             return
-        run, function, metadata = found
-        run(grid, 1, 1, _current_stream(device), function, metadata, None, None, None, {passed}, *rest)
+        go(_current_stream(device), {", ".join(at.get(n, "None") for n in names)})
     return prepared
 """
     written: dict[str, Any] = {}

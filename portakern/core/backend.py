@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from portakern.core import outputs
 from portakern.core.framework import frameworks
 from portakern.core.observe import say
-from portakern.core.remembered import forget
+from portakern.core.remembered import Remembered, forget
 from portakern.core.targets import Hardware, Target
 from portakern.errors import SpecError, UnavailableError
 from portakern.spec import Spec, Tile
@@ -138,7 +138,7 @@ class Implementation:
     key: Callable[[Call], Mapping[str, str | int]] | None = None
     fit: Callable[[Call, Tiling], Tiling] | None = None
     takes: Callable[[Spec[Any]], frozenset[str]] | None = None
-    _looked: set[Any] = field(default_factory=set, init=False, repr=False)
+    _looked: Remembered[Any, bool] = field(default_factory=Remembered, init=False, repr=False)
 
     @functools.cached_property
     def ours(self) -> bool:
@@ -155,14 +155,9 @@ class Implementation:
             form = outputs.form(call) if call.concrete else None  # traced: it is compiled once, and looked at then
             if form is None or form not in self._looked:
                 outputs.look(self, call, out)
-                self._remember(form)
+                if form is not None:
+                    self._looked.keep(form, True)
         return out
-
-    def _remember(self, form: Any) -> None:
-        if form is not None:
-            if len(self._looked) >= outputs.FORMS:
-                self._looked.clear()
-            self._looked.add(form)
 
 
 @dataclass(eq=False)
@@ -172,7 +167,8 @@ class Backend:
     Attributes:
       name: what users pass as ``backend=``.
       framework: whose arrays the implementations take: numpy, torch or jax.
-      requires: modules that must be importable; extra: the portakern extra that installs them.
+      requires: modules that must be importable; extra: the portakern extra that installs them; install: what pip
+        installs for the last of them, where that has another name.
       oracle: the float64 reference: takes float64 arrays of any device, its results are rounded by the caller.
       refusals: regular expressions of the reasons for which it may refuse a right call; the checker counts any other
         refusal as a failure.
@@ -194,6 +190,7 @@ class Backend:
     framework: str
     requires: tuple[str, ...] = ()
     extra: str | None = None
+    install: str | None = None
     oracle: bool = False
     refusals: Sequence[str] = ()
     package: str | None = None
@@ -369,7 +366,8 @@ class Backend:
         missing = [m for m in self.requires if not _there(m)]
         if not missing:
             return None
-        install = f"'portakern[{self.extra}]'" if self.extra else " ".join(missing)
+        own = [self.install if self.install and m == self.requires[-1] else m for m in missing]
+        install = f"'portakern[{self.extra}]'" if self.extra else " ".join(own)
         return f"{' and '.join(missing)} not installed; run: pip install {install}"
 
     def check_available(self) -> None:

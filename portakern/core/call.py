@@ -109,24 +109,6 @@ class Call:
             setattr(new, name, changes.get(name, getattr(self, name)))
         return new
 
-    def on(self, arrays: dict[str, Any]) -> Call:
-        """The same call on other arrays of the same form. Written out: it is on the path of every eager call."""
-        new: Call = object.__new__(Call)
-        new.arrays = arrays
-        new.spec = self.spec
-        new.options = self.options
-        new.dims = self.dims
-        new.dtype = self.dtype
-        new.wants = self.wants
-        new.framework = self.framework
-        new.device = self.device
-        new.degenerate = self.degenerate
-        new.target = self.target
-        new.interpret = self.interpret
-        new.concrete = self.concrete
-        new.given = self.given
-        return new
-
     def __repr__(self) -> str:
         dims = ", ".join(f"{k}={tuple(v) if isinstance(v, tuple) else v}" for k, v in self.dims.items())
         opts = "".join(

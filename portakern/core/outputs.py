@@ -13,10 +13,7 @@ if TYPE_CHECKING:
     from portakern.core.backend import Implementation
     from portakern.core.call import Call
 
-__all__ = ["FORMS", "count", "exact", "form", "look"]
-
-FORMS = 4096
-"""Of how many forms of calls an implementation remembers that their outputs were looked at."""
+__all__ = ["count", "exact", "form", "look"]
 
 
 def count(impl: Implementation, call: Call, outputs: Any) -> None:

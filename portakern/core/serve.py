@@ -31,27 +31,30 @@ class Plan:
         )
 
     def _run(self, arrays: dict[str, Any]) -> tuple[Any, ...]:
-        return self.route.run(self.call.on(arrays), self.tiling)
+        return self.route.run(self.call.replace(arrays=arrays), self.tiling)
 
     def _learn(self, arrays: dict[str, Any]) -> tuple[Any, ...]:
         """Serve the second call of a form, and learn how to serve the others."""
         self.serve = self._run  # for other threads meanwhile
         learn = self.route.impl.family.load_replays()
         assert learn is not None
-        outputs, again = learn(self.route.impl, self.call.on(arrays), self.tiling)
+        outputs, again = learn(self.route.impl, self.call.replace(arrays=arrays), self.tiling)
         self.serve = again or self._run
         found: tuple[Any, ...] = outputs
         return found
 
 
-def plan(call: Call, candidates: tuple[Route, ...], user: Mapping[str, int]) -> Plan | None:
+def plan(call: Call, choice: Choice) -> Plan | None:
     """What :func:`serve` decided for a call that it has served, to keep for calls of its form; None where something is
     left to decide each time: how arrays cross to another framework, or whether an input's memory may be written to."""
+    candidates = routes(call, choice)
+    if candidates is None:
+        return None
     route = candidates[0]
     if call.degenerate or call.spec.aliases or route.impl.backend.oracle or route.framework is not call.framework:
         return None
     call.target, call.interpret = route.target, route.interpret
-    return Plan(call, *pick(candidates, call, user))
+    return Plan(call, *pick(candidates, call, choice.tiling))
 
 
 def call_through(call: Call, choice: Choice) -> tuple[Any, ...]:
@@ -59,7 +62,7 @@ def call_through(call: Call, choice: Choice) -> tuple[Any, ...]:
     traces the caller's arrays.
     """
     watched = call.framework.check(call)
-    candidates = choice.found.get((call.framework, call.device)) or routes(call, choice)
+    candidates = routes(call, choice)
     if candidates is None:
         return call.framework.trace(call, choice)
     if watched:

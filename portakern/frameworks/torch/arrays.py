@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portakern.core.framework import DTYPE_NAME, Framework, distinct, load_library
+from portakern.core.instruments import Instruments
 from portakern.core.targets import Target
 from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.torch import staging
@@ -180,6 +182,11 @@ class Torch(Framework):
         torch = self.load()
         return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
+    def instruments(self, device: Any) -> Instruments:
+        from portakern.frameworks.torch import timing
+
+        return timing.TorchInstruments(self, device)
+
     def run(self, impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
         outputs = impl.run(call, tiling)
         if call.spec.aliases:
@@ -223,18 +230,27 @@ class Torch(Framework):
         return "casts" if casts and core._is_any_autocast_enabled() else None
 
     def undisturbed(self, casts: bool) -> bool:
-        torch = sys.modules.get("torch")
-        if torch is None:
-            return False
-        core = torch._C
+        modes, tracing, transforms, casting, forward_ad, profiler = self._watchers
         return not (
-            core._len_torch_dispatch_stack()
-            or core._get_tracing_state() is not None
-            or core._functorch.peek_interpreter_stack() is not None
-            or torch.autograd.forward_ad._current_level >= 0
-            or torch.autograd.profiler._is_profiler_enabled
-            or (casts and core._is_any_autocast_enabled())
+            modes()
+            or tracing() is not None
+            or transforms() is not None
+            or forward_ad._current_level >= 0
+            or profiler._is_profiler_enabled
+            or (casts and casting())
         )
+
+    @functools.cached_property
+    def _watchers(self) -> tuple[Any, ...]:
+        """Who is asked before every call: functions at hand, since to look each of them up takes as long as to ask."""
+        import torch
+        from torch.autograd import forward_ad, profiler
+
+        core = torch._C
+        modes, tracing = core._len_torch_dispatch_stack, core._get_tracing_state
+        return (
+            modes, tracing, core._functorch.peek_interpreter_stack, core._is_any_autocast_enabled, forward_ad, profiler,
+        )  # fmt: skip
 
     def watching(self) -> bool:
         return bool(sys.modules["torch"].is_grad_enabled())

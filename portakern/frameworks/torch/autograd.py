@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function, unwrap_dead_wrappers
@@ -32,6 +32,7 @@ __all__ = [
     "Step",
     "autocast",
     "differentiable",
+    "function",
     "gradient_of",
     "over_samples",
     "refusal",
@@ -151,27 +152,32 @@ class _Watched(torch.autograd.Function):
         assert step.again is not None
         return over_samples(step.spec, named, dims, step.options, step.wants, info.batch_size, step.again)[1], 0
 
+    directly: ClassVar[Callable[..., tuple[Any, ...]]]
+    """``apply`` where no transform of torch.func is active. torch's own reads the class's signature on every call, 15
+    us, for defaults, which there are none of."""
+
     @classmethod
     def apply(cls, step: Step, *arrays: Any) -> tuple[Any, ...]:
-        # torch's own apply reads this class's signature on every call, 15 us; it does so for defaults, which there are
-        # none of
         if not torch._C._are_functorch_transforms_active():
-            return super(torch.autograd.Function, cls).apply(step, *arrays)
+            return cls.directly(step, *arrays)
         if step.inside:
             with enable_single_level_autograd_function():
-                return super(torch.autograd.Function, cls).apply(step, *arrays)
+                return cls.directly(step, *arrays)
         return super().apply(step, *arrays)
 
 
 @functools.cache
-def _function(name: str) -> type[_Watched]:
+def function(name: str) -> type[_Watched]:
     """The Function under an op's own name, which is what profilers and graph printers show."""
-    return type(name, (_Watched,), {})
+    made: Any = type(name, (_Watched,), {})
+    made.directly = super(torch.autograd.Function, made).apply
+    found: type[_Watched] = made
+    return found
 
 
 def differentiable(step: Step, arrays: Sequence[Any]) -> tuple[Any, ...]:
     """``step.wants``, differentiable with respect to ``arrays``."""
-    return _function(step.spec.name).apply(step, *arrays)
+    return function(step.spec.name).apply(step, *arrays)
 
 
 def refusal(spec: Spec[Any]) -> str:

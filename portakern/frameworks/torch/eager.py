@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from portakern.core.gradients import Wiring
 from portakern.core.observe import OBSERVERS
 from portakern.core.route import Choice, routes
 from portakern.core.serve import plan, serve
-from portakern.frameworks.torch.autograd import Arrays, Run, Step, differentiable, gradient_of, spent
+from portakern.frameworks.torch.autograd import Arrays, Run, Step, differentiable, function, gradient_of, spent
 from portakern.frameworks.torch.custom_ops import calling, tell_counters
 from portakern.frameworks.torch.profiling import named
 from portakern.spec import Spec
@@ -57,15 +57,16 @@ class Training:
       call: such a call, without its arrays. serve: see :class:`portakern.core.serve.Plan`.
     """
 
-    __slots__ = ("_names", "_step", "_wanted", "call")
+    __slots__ = ("_apply", "_names", "_step", "_wanted", "call")
 
     def __init__(self, call: Call, step: Step) -> None:
         self.call, self._step, self._names = call.replace(arrays={}), step, step.names
+        self._apply = function(call.spec.name).directly
         places = {name: i for i, name in enumerate(step.wants)}
         self._wanted = [places[o.name] if o.name in call.wants else None for o in call.spec.outputs]
 
     def serve(self, arrays: Arrays) -> tuple[Any, ...]:
-        outputs = differentiable(self._step, [arrays[n] for n in self._names])
+        outputs = self._apply(self._step, *[arrays[n] for n in self._names])
         return tuple([None if i is None else outputs[i] for i in self._wanted])
 
 
@@ -73,12 +74,11 @@ def plan_training(call: Call, choice: Choice) -> Training | None:
     """What :func:`differentiate` decided for a call that autograd alone watches."""
     names = tuple(n for n, a in call.arrays.items() if a is not None)
     differentiated = [n for n in names if call.arrays[n].requires_grad]
-    candidates = routes(call, choice)
-    if not differentiated or candidates is None:
+    if not differentiated:
         return None
     wired, vjp = gradient_of(call, choice, differentiated)
     training = wired.training(call)
-    kept = plan(training, candidates, choice.tiling)
+    kept = plan(training, choice)
     if kept is None:
         return None
     absent = dict.fromkeys(call.arrays)
@@ -87,9 +87,86 @@ def plan_training(call: Call, choice: Choice) -> Training | None:
         return tuple([o for o in kept.serve(absent | dict(zip(names, tensors, strict=True))) if o is not None])
 
     again = functools.partial(_run, call.spec, choice, False)
-    return Training(
-        call, Step(call.spec, names, call.options, training.wants, wired, forward, _Backward(wired.vjp, vjp), again)
-    )
+    backward = _Backward(wired.vjp, vjp)
+    return Training(call, _Again(call.spec, names, call.options, training.wants, wired, forward, backward, again))
+
+
+Way = Callable[[tuple[Any, ...], Sequence[Any]], "tuple[Any, ...] | None"]
+"""(saved tensors, cotangents) -> the gradient of each array, None where the long way must be gone."""
+
+
+class _Again(Step):
+    """A step that many calls of one form take. What they have in common is worked out for the first: where the saved
+    tensors come from, and for each set of gradients that is asked for, how arguments and results of the vjp lie."""
+
+    __slots__ = ("places", "ways")
+
+    def __init__(self, spec: Spec[Any], names: tuple[str, ...], *others: Any) -> None:
+        super().__init__(spec, names, *others)
+        assert self.wiring is not None
+        given = {n: i for i, n in reversed([*enumerate((*names, *self.wants))])}
+        self.saved = [n for n in self.wiring.inputs + self.wiring.outputs if n in given]
+        self.places = [given[n] for n in self.saved]
+        self.ways: dict[tuple[Any, ...], Way] = {}
+
+    def save(self, ctx: Any, arrays: Sequence[Any], outputs: Sequence[Any]) -> None:
+        ctx.step = self
+        ctx.set_materialize_grads(False)
+        if not self.forms:
+            self.forms = [(o.shape, o.dtype) for o in outputs]
+        given = (*arrays, *outputs)
+        ctx.save_for_backward(*[given[i] for i in self.places])
+
+    def gradients(self, ctx: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        asked = (ctx.needs_input_grad, *[c is None for c in cotangents])
+        way = self.ways.get(asked)
+        found = None if way is None or OBSERVERS else way(ctx.saved_tensors, cotangents)
+        if found is None:
+            found = super().gradients(ctx, cotangents)
+            if way is None:
+                self.ways[asked] = self._way(ctx.needs_input_grad[1:], cotangents)
+        return found
+
+    def _way(self, needed: Sequence[bool], cotangents: Sequence[Any]) -> Way:
+        """Straight-line code for cotangents of which these are there, and these gradients."""
+        wired, backward = self.wiring, self.backward
+        assert wired is not None and isinstance(backward, _Backward)
+        theirs = {wired.cotangents.get(n): c is not None for n, c in zip(self.wants, cotangents, strict=True)}
+        there = [n for n, is_there in theirs.items() if is_there and n is not None]
+        wants = wired.wants([n for n, gets in zip(self.names, needed, strict=True) if gets])
+        made = [a.name for a in wired.vjp.arrays if not a.optional and a.name in theirs and a.name not in there]
+        if not wants or not there or made:  # nothing is to be done, or zeros are to be made
+            return lambda saved, cotangents: None
+        outputs = [o.name for o in wired.vjp.outputs]
+        results = [wired.gradients.get(n) for n in self.names]
+        text = _WAY.format(
+            saved="".join(f"{n}, " for n in self.saved) or "*_",
+            cotangents="".join(f"{n if n in there else '_'}, " for n in theirs),
+            odd=" or ".join(f"legacy({n}) or {n}.is_neg()" for n in there),
+            arguments=", ".join(a.name if a.name in (*self.saved, *there) else "None" for a in wired.vjp.arrays),
+            options="".join(f"{n}=options[{n!r}], " for n in wired.options),
+            results="".join(f"out[{outputs.index(r)}], " if r in wants else "None, " for r in results),
+        )
+        env: dict[str, Any] = {"read": backward.read, "plans": backward.choice.plans, "options": self.options}
+        env |= {"wants": wants, "legacy": torch._C._functorch.is_legacy_batchedtensor}
+        exec(compile(text, f"<gradients of {self.spec.name}>", "exec"), env)  # the text derives from specs alone
+        way: Way = env["way"]
+        return way
+
+
+_WAY = """
+def way(saved, cotangents):
+    {saved} = saved
+    {cotangents} = cotangents
+    if {odd}:
+        return None
+    form, given = read({arguments}, {options}wants=wants)
+    known = None if form is None or form[-1] else plans.get(form)
+    if known is None:  # somebody looks at the gradients' own call, or it is the first of its form
+        return None
+    out = known.serve(given)
+    return {results}
+"""
 
 
 class _Backward:
@@ -110,12 +187,10 @@ class _Backward:
         return tuple([o for o in known.serve(given) if o is not None])
 
     def _first(self, form: Form, arrays: Arrays, options: Mapping[str, Any], wants: tuple[str, ...]) -> tuple[Any, ...]:
-        call = unchecked(self.spec, **arrays, **options)
-        call.wants = tuple(o.name for o in self.spec.outputs if o.name in wants)
+        call = _bound(self.spec, arrays, options, wants)
         call.framework.check(call)
         outputs = _served(call, self.choice)
-        candidates = routes(call, self.choice)
-        if candidates is not None and (decided := plan(call, candidates, self.choice.tiling)) is not None:
+        if (decided := plan(call, self.choice)) is not None:
             self.choice.plans.keep(form, decided)
         return tuple(o for o in outputs if o is not None)
 
@@ -124,6 +199,13 @@ def _served(call: Call, choice: Choice) -> tuple[Any, ...]:
     candidates = routes(call, choice)
     assert candidates is not None
     return serve(call, candidates, choice.tiling, keep=True)  # the arrays are saved, or somebody else's
+
+
+def _bound(spec: Spec[Any], arrays: Arrays, options: Mapping[str, Any], wants: tuple[str, ...]) -> Call:
+    """A call for the outputs ``wants``, which the library makes itself."""
+    call = unchecked(spec, **arrays, **options)
+    call.wants = tuple(o.name for o in spec.outputs if o.name in wants)
+    return call
 
 
 def _run(
@@ -135,8 +217,7 @@ def _run(
         tell_counters(spec)
         return calling(spec, choice)(arrays, options, wants)
     with named(spec.name, arrays.values()):
-        call = unchecked(spec, **arrays, **options)
-        call.wants = tuple(o.name for o in spec.outputs if o.name in wants)
+        call = _bound(spec, arrays, options, wants)
         watched = call.framework.check(call)
         outputs = differentiate(call, choice, late) if watched else _served(call, choice)
     return tuple(o for o in outputs if o is not None)

@@ -80,6 +80,13 @@ def scaled_dot_product_attention(
         raise SpecError(
             f"{name}: attn_mask and is_causal=True exclude each other; pass one, with the causal mask in attn_mask"
         )
+    q_shape, k_shape, v_shape = query.shape, key.shape, value.shape
+    if attn_mask is None and _plain(q_shape, k_shape, v_shape, is_causal, enable_gqa):  # as most calls are
+        window = (None, q_shape[2] - k_shape[2]) if is_causal else None
+        o = kept_op("attention", backend)(
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), None, window=window, scale=scale
+        )
+        return o.transpose(1, 2)
     for argument, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() < 2:
             raise SpecError(
@@ -94,7 +101,7 @@ def scaled_dot_product_attention(
     if 0 in shape:  # nothing to compute, and a graph through which every gradient is zeros
         given = [lowered(x) for x in (query, key, value, bias) if x is not None]
         return sum(x.sum().to(given[0].dtype) for x in given) * given[0].new_empty(shape)
-    window: tuple[int | None, int] | None = None
+    window = None
     if variant is CausalVariant.LOWER_RIGHT:
         window = (None, 0)
     elif is_causal or variant is CausalVariant.UPPER_LEFT:
@@ -108,12 +115,19 @@ def scaled_dot_product_attention(
     return o if len(lead) == 2 else o.reshape(shape)
 
 
+def _plain(q: torch.Size, k: torch.Size, v: torch.Size, is_causal: bool, enable_gqa: bool) -> bool:
+    """Whether arrays of these shapes are as the attention op takes them, but for the order of their axes, and a causal
+    mask leaves no key without a query."""
+    if not len(q) == len(k) == len(v) == 4 or 0 in q or (is_causal and k[2] > q[2]):
+        return False
+    heads = q[1] == k[1] or (enable_gqa and k[1] != 0 and q[1] % k[1] == 0)
+    return heads and q[0] == k[0] == v[0] and k[1] == v[1] and v[3] != 0
+
+
 def _same_lead(
     name: str, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> tuple[tuple[int, ...], Tensor, Tensor, Tensor]:
     """The leading axes of the result, and the three tensors as (batch, heads, length, head dim)."""
-    if query.dim() == key.dim() == value.dim() == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]:
-        return tuple(query.shape[:2]), query, key, value  # as most calls have it
     query_lead, leads = tuple(query.shape[:-2]), [tuple(key.shape[:-2]), tuple(value.shape[:-2])]
     kv_heads = None
     if enable_gqa and query_lead and all(leads):
@@ -226,9 +240,7 @@ def layer_norm(
     Raises:
       SpecError: normalized_shape is not how input's shape ends, or weight or bias has another shape.
     """
-    return _normalised(
-        "layer_norm", kept_op("layernorm", backend), input, normalized_shape, eps, weight=weight, bias=bias
-    )
+    return _normalised("layer_norm", kept_op("layernorm", backend), input, normalized_shape, eps, weight, bias)
 
 
 def rms_norm(
@@ -250,26 +262,29 @@ def rms_norm(
       SpecError: normalized_shape is not how input's shape ends, or weight has another shape.
     """
     if eps is None:
-        eps = torch.finfo(torch.float64 if input.dtype == torch.float64 else torch.float32).eps
-    return _normalised("rms_norm", kept_op("rmsnorm", backend), input, normalized_shape, eps, weight=weight)
+        eps = FLOAT64_EPS if input.dtype == torch.float64 else FLOAT32_EPS
+    return _normalised("rms_norm", kept_op("rmsnorm", backend), input, normalized_shape, eps, weight)
+
+
+FLOAT32_EPS, FLOAT64_EPS = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
 
 
 def _normalised(
-    name: str, norm: Op, input: Tensor, normalized_shape: Sequence[int], eps: float, **affine: Tensor | None
+    name: str, norm: Op, input: Tensor, normalized_shape: Sequence[int], eps: float, *affine: Tensor | None
 ) -> Tensor:
-    """An op along the last axis, along all the trailing axes ``normalized_shape``."""
+    """An op along the last axis, along all the trailing axes ``normalized_shape``. ``affine``: weight, bias."""
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-    if not shape or tuple(input.shape[-len(shape) :]) != shape:
+    if not shape or input.shape[-len(shape) :] != shape:
         raise SpecError(
             f"{name}: normalized_shape is {shape}; expected the last axes of input, whose shape is {tuple(input.shape)}"
         )
-    for argument, x in affine.items():
-        if x is not None and tuple(x.shape) != shape:
+    for argument, x in zip(("weight", "bias"), affine, strict=False):
+        if x is not None and x.shape != shape:
             raise SpecError(f"{name}: {argument} has shape {tuple(x.shape)}; expected normalized_shape, {shape}")
     if len(shape) == 1:
-        return norm(input, *affine.values(), eps=eps)
+        return norm(input, *affine, eps=eps)
     n, lead = math.prod(shape), tuple(input.shape[: -len(shape)])
-    flat = [None if x is None else x.reshape(n) for x in affine.values()]
+    flat = [None if x is None else x.reshape(n) for x in affine]
     return norm(input.reshape(*lead, n), *flat, eps=eps).reshape(input.shape)
 
 
@@ -284,18 +299,24 @@ def matmul(input: Tensor, other: Tensor, *, out: Tensor | None = None, backend: 
       SpecError: shapes that do not agree, a number for a matrix, an ``out`` that does not fit or takes part in a
         gradient.
     """
+    if input.dim() > 1 and other.dim() > 1:  # as most calls have it
+        return into("matmul", out, rows_times(kept_op("matmul", backend), input, other))
     for name, x in (("input", input), ("other", other)):
         if x.dim() == 0:
             raise SpecError(f"matmul: {name} is a number; expected at least 1 axis: multiply with * instead")
     a, b = input[None] if input.dim() == 1 else input, other[:, None] if other.dim() == 1 else other
-    lead = a.shape[:-1]
-    if a.dim() > 2 and b.dim() == 2:  # one product of many rows, and one gradient of other, not a batch of them
-        a = a.reshape(math.prod(lead), a.shape[-1])
-    c = kept_op("matmul", backend)(a, b)
-    c = c.reshape(*lead, c.shape[-1]) if len(lead) != a.dim() - 1 else c
+    c = rows_times(kept_op("matmul", backend), a, b)
     c = c.squeeze(-2) if input.dim() == 1 else c
     c = c.squeeze(-1) if other.dim() == 1 else c
     return into("matmul", out, c)
+
+
+def rows_times(product: Op, a: Tensor, b: Tensor) -> Tensor:
+    """(..., m, k) @ (..., k, n). By one matrix, rows along all leading axes are one product of many rows, and make one
+    gradient of the matrix, not a batch of them."""
+    if a.dim() == 2 or b.dim() != 2:
+        return product(a, b)
+    return product(a.flatten(0, -2), b).view(*a.shape[:-1], b.shape[1])
 
 
 def lowered(x: Tensor) -> Tensor:

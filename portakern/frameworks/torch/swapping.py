@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, resolve_name
 from torch.utils import checkpoint
 
@@ -154,17 +155,20 @@ class swapped(TorchFunctionMode):
         return self
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         swap = SWAPS.get(func)
-        compiling = torch.compiler.is_compiling()  # what is traced runs later, and may run often
-        if swap is None:
+        compiling = is_compiling()  # what is traced runs later, and may run often
+        kwargs = kwargs or {}
+        if swap is None:  # most calls: every line here is on their path
             if not compiling:
                 again = _entered(func)
                 # a class of tensors that answers functions itself is asked by the original
                 if again is not None and all(k in READABLE or unreadable(k) is None for k in kinds):
                     with self:
                         return again(*args, **kwargs)
-                _count(self.others, func)
+                if func in self.others:
+                    self.others[func] += 1
+                else:
+                    _count(self.others, func)
             return func(*args, **kwargs)
         try:
             result = swap.twin(*args, backend=self.backend, **kwargs)

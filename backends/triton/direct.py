@@ -1,0 +1,125 @@
+"""Triton's launcher without the Python around it.
+
+``CompiledKernel.run(gridX, ...)`` is a launcher of Triton's whose ``__call__`` sees to scratch memory and debugging, and
+then calls ``self.launch(...)``, which is C. For a kernel that asks for no scratch memory the first part does nothing and
+takes 1 us. :func:`direct` makes the second call alone. In which order ``launch`` takes what differs from release to
+release and from vendor to vendor, so it is read off the source of the installed ``__call__``; where that is not
+understood, ``__call__`` is called.
+
+Tensors go as addresses: of a tensor Triton asks the same address, and then the driver whether it lies on a device,
+which the caller knows.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = ["Go", "direct"]
+
+Go = Callable[..., None]
+"""Takes a stream and the address of each tensor, or None for one that is not there, and launches."""
+
+NOTHING = ("global_scratch", "profile_scratch", "launch_metadata", "launch_enter_hook", "launch_exit_hook")
+"""What is None for a kernel without scratch memory that nobody watches."""
+
+PREPARED = {*NOTHING, "active_driver", "kernel_args"}
+"""What ``__call__`` may work out before it launches; ``kernel_args`` are ``args`` unless ``gsan_enabled``."""
+
+WHOLE = ("grid", "1", "1", "stream", "function", "metadata", "None", "None", "None", "*")
+"""How ``__call__`` itself is called; see :func:`_form`."""
+
+
+def direct(run: Any, grid: int, function: Any, metadata: Any, tensors: int, rest: Sequence[Any]) -> Go:
+    """A function that launches ``function`` as ``run`` would, on other streams and tensors.
+
+    Args:
+      run: the launcher of a compiled kernel. grid: how many programs.
+      function, metadata: handle and ``packed_metadata`` of the compiled kernel.
+      tensors: how many parameters are tensors, the first ones. rest: what the others are.
+    """
+    launcher: type = type(run)
+    form = _form(launcher)
+    scratch = getattr(run, "global_scratch_size", 0) or getattr(run, "profile_scratch_size", 0)
+    if form is None or scratch or getattr(run, "gsan_enabled", False):
+        form, launch = WHOLE, run
+    else:
+        launch = run.launch
+    own = [getattr(run, word.removeprefix("self.")) for word in form if word.startswith("self.")]
+    made: Go = _writer(form, tensors, len(rest))(launch, grid, function, metadata, own, rest)
+    return made
+
+
+@functools.cache
+def _writer(form: tuple[str, ...], tensors: int, others: int) -> Callable[..., Go]:
+    """Makes launching functions of a form. All is spelled out: a call with a star takes longer."""
+    addresses = [f"t{i}" for i in range(tensors)]
+    arguments = [*addresses, *(f"r{i}" for i in range(others))]
+    own = [f"own{i}" for i in range(sum(word.startswith("self.") for word in form))]
+    given = iter(own)
+    words = [next(given) if word.startswith("self.") else word for word in form[:-1]]
+    words += arguments if form[-1] == "*" else [f"({''.join(a + ', ' for a in arguments)})"]
+    lines = ["def make(launch, grid, function, metadata, own, rest):"]
+    lines += [f"    [{', '.join(own)}] = own"] * bool(own)
+    lines += [f"    [{', '.join(arguments[tensors:])}] = rest"] * bool(others)
+    lines += [
+        f"    def go({', '.join(['stream', *addresses])}):",
+        f"        launch({', '.join(words)})",
+        "    return go",
+    ]
+    written: dict[str, Any] = {}
+    exec(compile("\n".join(lines), "<launch>", "exec"), written)  # the text derives from numbers and _form's words
+    made: Callable[..., Go] = written["make"]
+    return made
+
+
+@functools.cache
+def _form(launcher: type) -> tuple[str, ...] | None:
+    """The arguments of ``launch`` in the order of a launcher class's ``__call__``: words of :func:`_writer`, the last
+    one "*" where the kernel's own arguments follow one by one, "()" where they come as a tuple. None where it does
+    anything else than to call ``launch`` last with what is known here."""
+    try:
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(launcher.__call__))).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return None
+    *before, last = body.body if isinstance(body, ast.FunctionDef) else [None]
+    call = last.value if isinstance(last, ast.Expr) else None
+    if not (isinstance(call, ast.Call) and ast.unparse(call.func) == "self.launch" and not call.keywords):
+        return None
+    if not all(map(_does_nothing, before)):
+        return None
+    names = {"gridX": "grid", "gridY": "1", "gridZ": "1", "stream": "stream", "function": "function"}
+    names |= {"kernel_metadata": "metadata", **dict.fromkeys(NOTHING, "None"), "args": "()", "kernel_args": "()"}
+    words: list[str] = []
+    for argument in map(ast.unparse, call.args):
+        if argument == "*args":  # release 3.6 hands on what follows the function
+            words += ["*"] if "kernel_metadata" in _parameters(launcher) else ["metadata", "None", "None", "None", "*"]
+        elif argument in names:
+            words.append(names[argument])
+        elif argument.startswith("self.") and argument.removeprefix("self.").isidentifier():
+            words.append(argument)
+        else:
+            return None
+    return tuple(words) if words and words[-1] in ("*", "()") and not {"*", "()"} & {*words[:-1]} else None
+
+
+def _parameters(launcher: type) -> list[str]:
+    return list(inspect.signature(launcher.__call__).parameters)
+
+
+def _does_nothing(statement: ast.stmt | None) -> bool:
+    """Whether a statement does nothing for a kernel without scratch memory and gsan: a function, a name that is
+    prepared, or a choice between such statements. ``if self.gsan_enabled:`` is not entered."""
+    if isinstance(statement, ast.FunctionDef):
+        return True
+    if isinstance(statement, ast.Assign):
+        return all(isinstance(t, ast.Name) and t.id in PREPARED for t in statement.targets)
+    if isinstance(statement, ast.If):
+        if ast.unparse(statement.test) == "self.gsan_enabled":
+            return not statement.orelse
+        return all(map(_does_nothing, statement.body + statement.orelse))
+    return False
