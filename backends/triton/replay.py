@@ -113,6 +113,7 @@ def _writer(shape: _Shape) -> Callable[..., Run]:
 
     made = range(len(shape.like))
     outer = [f"shape{i}, strides{i}, dtype{i}, device = forms[{i}]" for i in made]
+    outer += [f"shape{i} = tuple(shape{i})" for i in made]  # the shortcut takes tuples alone, and no torch.Size
     outer += [f"run{i} = runs[{i}]" for i in range(len(shape.launches))]
     outer += ["quick = quick_on(device)"] * bool(made)
     body = [f"{n} = arrays[{n!r}]" for n in shape.arrays]
