@@ -6,6 +6,7 @@ import sys
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from portakern.benchmarking.timing import device_times, interleaved
@@ -164,3 +165,34 @@ def test_the_cache_is_overwritten_where_the_arrays_are(monkeypatch):
     watch.sample()  # in which it is compiled
     assert 500 < watch.sample().device_us < 50_000
     jax_timing._fill.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch", "jax"])
+def test_instruments_of_a_cpu(name):
+    """What a benchmark asks of arrays, and a roof that can be timed."""
+    framework = frameworks()[name]
+    library = framework.load()
+    device = framework.devices()[-1]
+    of = framework.instruments(device)
+    a, b, odd = (framework.from_numpy(np.array(v, np.float32), device) for v in ([1, 2], [1, 3], [1, np.nan]))
+    assert of.same(a, a) and not of.same(a, b)
+    assert of.has_nan(odd) and not of.has_nan(a)
+    of.soil([((3, 4), "float32"), ((2,), "int32")])
+    of.release()
+    assert of.peak_bytes(lambda: a + b) is None  # no CPU's allocator tells
+    if not framework.immutable:
+        of.put(b, a)
+        assert of.same(a, b)
+    roofs = of.roofs()
+    assert {"copy", "float32"} <= set(roofs) and roofs["copy"].unit == "bytes" and library is not None
+    for roof in roofs.values():
+        of.wait(roof.run())
+        assert roof.work > 0 and roof.unit in ("bytes", "flops")
+
+
+def test_torch_multiplies_as_it_is_told_and_no_longer():
+    torch = frameworks()["torch"].load()
+    before = torch.get_float32_matmul_precision()
+    with torch_timing.multiplied("high"):
+        assert torch.get_float32_matmul_precision() == "high"
+    assert torch.get_float32_matmul_precision() == before
