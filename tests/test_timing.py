@@ -153,6 +153,18 @@ def test_jax_is_timed_by_a_queue(monkeypatch, host_us, clock):
         assert sample.device_us == pytest.approx(12, abs=host_us / 8 + 0.1)  # the first call of a queue waits
 
 
+def test_a_long_call_is_timed_by_a_shorter_queue(monkeypatch):
+    jax = frameworks()["jax"].load()
+    queue, calls = Queue(20, 15_000), []
+    monkeypatch.setattr(jax_timing, "_fill", lambda device: lambda: queue.call(170))
+    monkeypatch.setattr(jax_timing.time, "perf_counter", lambda: 1e-6 * queue.now)
+    monkeypatch.setattr(jax, "block_until_ready", queue.block)
+    watch = jax_timing.Queued(lambda: calls.append(queue.call(queue.device_us)), "a device")
+    for _ in range(2):
+        assert watch.sample().device_us == pytest.approx(15_000, abs=20)
+    assert len(calls) == jax_timing.QUEUED + 1 + 1 + 1  # and one of each sample for the host's time
+
+
 def test_the_cache_is_overwritten_where_the_arrays_are(monkeypatch):
     jax = frameworks()["jax"].load()
     device = jax.local_devices(backend="cpu")[0]

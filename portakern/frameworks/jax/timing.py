@@ -25,7 +25,10 @@ FILLER = 2**28
 """Bytes that are written before each call: more than any L2 cache, and more work than handing over two calls."""
 
 QUEUED = 8
-"""Calls that are queued for one sample: with those that overwrite, fewer than JAX lets run ahead."""
+"""Calls that are queued for one sample at most: with those that overwrite, fewer than JAX lets run ahead."""
+
+ENOUGH_US = 20_000.0
+"""Of a queue: a long call is as well timed by fewer."""
 
 LATE = 0.9
 """Where the host took this share of the queue's time to hand it over, the device may have waited."""
@@ -89,6 +92,7 @@ class Queued(Stopwatch):
 
     def __init__(self, run: Run, device: Any) -> None:
         self.run, self.device = run, device
+        self.count = QUEUED
 
     def sample(self) -> Sample:
         import jax
@@ -98,9 +102,10 @@ class Queued(Stopwatch):
         def both() -> Any:
             return fill(), self.run()
 
-        before, _ = _wall(fill)
-        together, handed_over = _wall(both)
-        after, _ = _wall(fill)
+        before, _ = _wall(fill, self.count)
+        together, handed_over = _wall(both, self.count)
+        after, _ = _wall(fill, self.count)
+        self.count = max(1, min(QUEUED, int(ENOUGH_US / max(together, 1.0))))
         if handed_over > LATE * together:
             self.clock = "queue, with waits for the host"
         start = time.perf_counter()
@@ -121,12 +126,12 @@ def _fill(device: Any) -> Callable[[], Any]:
     return lambda: write(memory)
 
 
-def _wall(call: Run) -> tuple[float, float]:
-    """Microseconds a call of a queue of them, until the last result is there, and until the last call came back."""
+def _wall(call: Run, count: int) -> tuple[float, float]:
+    """Microseconds a call of a queue of so many, until the last result is there, and until the last call came back."""
     import jax
 
     start = time.perf_counter()
-    results = [call() for _ in range(QUEUED)]
+    results = [call() for _ in range(count)]
     back = time.perf_counter()
     jax.block_until_ready(results)
-    return 1e6 * (time.perf_counter() - start) / QUEUED, 1e6 * (back - start) / QUEUED
+    return 1e6 * (time.perf_counter() - start) / count, 1e6 * (back - start) / count
