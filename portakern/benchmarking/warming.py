@@ -33,8 +33,13 @@ ALONE = {
 
 def warm(plan: Plan, jobs: int, seconds: float, done: Callable[[], None]) -> int:
     """Visit the plan's cases with ``jobs`` processes for at most ``seconds``; how many were visited. ``done`` is called
-    after each. What is not reached is compiled when it is timed."""
-    others = [b.name for b in plan.against if registry.known(b)]
+    after each. What is not reached is compiled when it is timed.
+
+    Contenders of other libraries than the subject's are not visited: a compiler that times what it compiles, as XLA
+    does, would choose by what other processes do meanwhile.
+    """
+    framework = plan.subject.framework
+    others = [b.name for b in plan.against if registry.known(b) and b.framework == framework]
     if jobs < 1 or not registry.known(plan.subject):
         return 0
     visited = 0
