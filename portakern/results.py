@@ -105,7 +105,8 @@ class Benchmark:
 _KERNEL = {
     "name": "text", "launches": "count", "threads": "count?", "registers": "count?", "spills": "count?",
     "on_chip": "integers", "occupancy": "number?",
-    "matrix": "integers", "code_bytes": "count?", "cycles": "count?", "undefined": "list",
+    "matrix": "integers", "code_bytes": "count?", "cycles": "count?", "issued": "count?", "moved": "count?",
+    "undefined": "list",
 }  # fmt: skip
 _COUNTS = dict.fromkeys(("refused", "tilings_refused", "cells", "layouts", "edges", "laws"), "integers")
 _MEDIAN = {"median_us": "number", "best_us": "number", "worst_us": "number"}

@@ -34,7 +34,8 @@ class Job:
     """One call to compile, with a variant of an op for a target.
 
     ``tiling``: what the user named of it; ``quick``: nothing that takes longer than the compiler itself, such as
-    estimates; ``assembly``: keep the machine code's text."""
+    estimates; ``assembly``: keep the machine code's text; ``survey``: for a tuner, where the compiler has a way of its
+    own for that."""
 
     spec: Spec[Any]
     backend: Backend
@@ -44,6 +45,7 @@ class Job:
     tiling: Mapping[str, int] = field(default_factory=dict)
     quick: bool = False
     assembly: bool = False
+    survey: bool = False
 
     def failed(self, reason: str, seconds: float) -> Build:
         dtype = next(d for _, d, _ in self.form["arrays"].values())
@@ -88,7 +90,7 @@ class _Process:
             "tiling": dict(job.tiling),
             "form": job.form,
         }
-        request["assembly"] = job.assembly
+        request |= {"assembly": job.assembly, "survey": job.survey}
         try:
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()

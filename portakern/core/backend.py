@@ -61,6 +61,10 @@ class Compiler(Protocol):
         be.
         """
 
+    # A compiler may have ``survey(impl, call, tiling) -> Compiled`` too: for a tuner, which compiles one call in many
+    # tilings and then runs some of them, or ranks calls of many extents. It may keep the machine code where a launch
+    # finds it, and take what it has found of a kernel that is the same but for its extents.
+
 
 @dataclass(frozen=True)
 class Family:
