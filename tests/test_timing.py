@@ -10,7 +10,7 @@ import pytest
 
 from portakern.benchmarking.timing import device_times, interleaved
 from portakern.core.framework import frameworks
-from portakern.core.stopwatch import Sample, Stopwatch
+from portakern.core.instruments import Sample, Stopwatch
 from portakern.frameworks.jax.timing import Cupti
 from portakern.frameworks.torch import timing as torch_timing
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from portakern.core.framework import Framework
-from portakern.core.stopwatch import Run, Sample, Stopwatch
+from portakern.core.instruments import Run, Sample, Stopwatch
 
 __all__ = ["ROUNDS", "Times", "device_times", "interleaved"]
 
@@ -41,7 +41,8 @@ def device_times(runs: Mapping[str, Run], framework: Framework, device: Any, rou
     Returns:
       name -> its times. A call that raises makes this raise.
     """
-    return interleaved({name: framework.stopwatch(run, device) for name, run in runs.items()}, rounds)
+    instruments = framework.instruments(device)
+    return interleaved({name: instruments.stopwatch(run) for name, run in runs.items()}, rounds)
 
 
 def interleaved(watches: Mapping[str, Stopwatch], rounds: int = ROUNDS) -> dict[str, Times]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portakern.core.stopwatch import Run, Stopwatch
+from portakern.core.instruments import Instruments
 from portakern.core.targets import Target
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.spec.dtypes import DTYPES, numpy_dtype
@@ -179,9 +179,9 @@ class Framework:
         """An array filled with one value."""
         return self.from_numpy(np.full(shape, value, numpy_dtype(dtype)), device)
 
-    def stopwatch(self, run: Run, device: Any) -> Stopwatch:
-        """What times ``run`` on a device of the library: the device's own clock where it has one."""
-        return Stopwatch(run, lambda result: None)
+    def instruments(self, device: Any) -> Instruments:
+        """What can be measured of calls on a device of the library."""
+        return Instruments(self, device)
 
     # --- calls that the library watches, records, or runs in a way of its own ---
 

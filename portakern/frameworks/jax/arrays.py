@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portakern.core.framework import Framework, load_library
-from portakern.core.stopwatch import Run, Stopwatch
+from portakern.core.instruments import Instruments
 from portakern.core.targets import Target
 from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.jax.sharding import mesh_axes, refused
@@ -127,10 +127,10 @@ class Jax(Framework):
             return []
         return [d.device_kind for d in self.load().local_devices() if d.platform != "cpu"]
 
-    def stopwatch(self, run: Run, device: Any) -> Stopwatch:
+    def instruments(self, device: Any) -> Instruments:
         from portakern.frameworks.jax import timing
 
-        return timing.stopwatch(run, device)
+        return timing.JaxInstruments(self, device)
 
     # --- calls are jitted where arrays are here, and staged where they are not ---
 

@@ -1,4 +1,4 @@
-"""Device time of calls on JAX's arrays.
+"""What is measured of calls on JAX's arrays.
 
 JAX has neither events nor a stream that its caller sees, so that nothing can be timed on the device's queue from
 outside. What it ships is CUPTI's record of each kernel (``jax.experimental.mosaic.gpu.profiler``): the kernels' own
@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from portakern.core.stopwatch import Run, Sample, Stopwatch
+from portakern.core.instruments import Instruments, Roof, Run, Sample, Stopwatch
 
-__all__ = ["Cupti", "Queued", "stopwatch"]
+__all__ = ["Cupti", "JaxInstruments", "Queued"]
 
 FILLER = 2**28
 """Bytes that are written before each call: more than the L2 cache of any GPU here."""
@@ -28,14 +28,54 @@ QUEUED = 8
 """Calls that are queued for one sample."""
 
 
-def stopwatch(run: Run, device: Any) -> Stopwatch:
-    """By CUPTI on NVIDIA's GPUs, by a queue of calls on other accelerators, by the host's clock on a CPU."""
-    import jax
+ROOF = {"cpu": (2**20, 128)}
+ROOF_ELSEWHERE = 2**28, 8192
+"""Elements of the copy and extent of the products that are the roof, by platform."""
 
-    if device.platform == "cpu":
-        return Stopwatch(run, jax.block_until_ready)
-    profiler = _cupti()
-    return Cupti(run, device, profiler) if device.platform == "gpu" and profiler else Queued(run, device)
+
+class JaxInstruments(Instruments):
+    """Of JAX's arrays; their memory is theirs alone, and none is handed out unwritten."""
+
+    def wait(self, result: Any) -> None:
+        import jax
+
+        jax.block_until_ready(result)
+
+    def stopwatch(self, run: Run) -> Stopwatch:
+        """By CUPTI on NVIDIA's GPUs, by a queue of calls on other accelerators, by the host's clock on a CPU."""
+        if self.device.platform == "cpu":
+            return super().stopwatch(run)
+        profiler = _cupti() if self.device.platform == "gpu" else None
+        return Cupti(run, self.device, profiler) if profiler else Queued(run, self.device)
+
+    def same(self, a: Any, b: Any) -> bool:
+        import jax.numpy as jnp
+
+        return a.dtype == b.dtype and bool(jnp.array_equal(a, b))
+
+    def has_nan(self, array: Any) -> bool:
+        import jax.numpy as jnp
+
+        return bool(jnp.isnan(array).any())
+
+    def roofs(self) -> Mapping[str, Roof]:
+        import jax
+        import jax.numpy as jnp
+
+        size, n = ROOF.get(self.device.platform, ROOF_ELSEWHERE)
+        source = jax.device_put(jnp.ones(size, jnp.float32), self.device)
+        copy = jax.jit(lambda x: -x)
+        found = {"copy": Roof(lambda: copy(source), 8.0 * size, "bytes")}
+        wide = jax.random.normal(jax.random.key(0), (n, n))
+        for name, held, precision in (
+            ("bfloat16", "bfloat16", None),
+            ("tf32", "float32", "tensorfloat32"),
+            ("float32", "float32", "highest"),
+        ):
+            a = jax.device_put(wide.astype(held), self.device)
+            product = jax.jit(functools.partial(jnp.matmul, precision=precision))
+            found[name] = Roof(functools.partial(product, a, a), 2.0 * n**3, "flops")
+        return found
 
 
 class Queued(Stopwatch):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portakern.core.framework import DTYPE_NAME, Framework, distinct, load_library
-from portakern.core.stopwatch import Run, Stopwatch
+from portakern.core.instruments import Instruments
 from portakern.core.targets import Target
 from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.torch import staging
@@ -181,10 +181,10 @@ class Torch(Framework):
         torch = self.load()
         return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
-    def stopwatch(self, run: Run, device: Any) -> Stopwatch:
+    def instruments(self, device: Any) -> Instruments:
         from portakern.frameworks.torch import timing
 
-        return timing.stopwatch(run, device)
+        return timing.TorchInstruments(self, device)
 
     def run(self, impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
         outputs = impl.run(call, tiling)

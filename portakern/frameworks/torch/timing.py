@@ -1,14 +1,17 @@
-"""Device time of calls on PyTorch's tensors: events on the stream, behind a kernel that keeps the device busy."""
+"""What is measured of calls on PyTorch's tensors. Time is that between two events on the stream, behind a kernel that
+keeps the device busy meanwhile."""
 
 from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from portakern.core.stopwatch import Run, Sample, Stopwatch
+from portakern.core.instruments import Instruments, Roof, Run, Sample, Stopwatch
 
-__all__ = ["QueuedEvents", "stopwatch"]
+__all__ = ["QueuedEvents", "TorchInstruments"]
 
 CYCLES_PER_US = 2000
 """Of the fastest clock that a chip may run at: at a slower one the device sleeps longer, which harms nothing."""
@@ -21,9 +24,97 @@ CACHES = 4
 """How many times the size of the L2 cache is written to before each call."""
 
 
-def stopwatch(run: Run, device: Any) -> Stopwatch:
-    """By the host's clock on a CPU, where calls return when they are done."""
-    return QueuedEvents(run, device) if device.type == "cuda" else Stopwatch(run, lambda result: None)
+ROOF_BYTES = 2**30
+ROOF_EXTENT = 8192
+"""Of the copy and of the products that are the roof: large enough that nothing else counts."""
+
+SMALL = 2**20, 128
+"""The same where the host is the device."""
+
+
+class TorchInstruments(Instruments):
+    """Of tensors on a GPU or a CPU."""
+
+    @property
+    def on_gpu(self) -> bool:
+        return bool(self.device.type == "cuda")
+
+    def wait(self, result: Any) -> None:
+        if self.on_gpu:
+            import torch
+
+            torch.cuda.synchronize(self.device)
+
+    def stopwatch(self, run: Run) -> Stopwatch:
+        return QueuedEvents(run, self.device) if self.on_gpu else super().stopwatch(run)
+
+    def same(self, a: Any, b: Any) -> bool:
+        import torch
+
+        if a.dtype.itemsize == 1:  # floats of 8 bits have next to no operations
+            a, b = a.view(torch.uint8), b.view(torch.uint8)
+        return a.dtype == b.dtype and torch.equal(a, b)
+
+    def has_nan(self, array: Any) -> bool:
+        return bool((array.float() if array.dtype.itemsize == 1 else array).isnan().any())
+
+    def soil(self, forms: Iterable[tuple[tuple[int, ...], str]]) -> None:
+        """PyTorch's allocator hands the last freed block of a size out first."""
+        import torch
+
+        kinds = [(shape, getattr(torch, dtype)) for shape, dtype in forms]
+        for _ in range(2):  # a kernel's scratch memory may take the first
+            held = [torch.full(s, torch.nan, dtype=d, device=self.device) for s, d in kinds if d.is_floating_point]
+        del held
+
+    def peak_bytes(self, run: Run) -> int | None:
+        if not self.on_gpu:
+            return None
+        import torch
+
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        result = run()
+        torch.cuda.synchronize(self.device)
+        del result
+        return int(torch.cuda.max_memory_allocated(self.device)) - before
+
+    def roofs(self) -> Mapping[str, Roof]:
+        import torch
+
+        size, n = (ROOF_BYTES, ROOF_EXTENT) if self.on_gpu else SMALL
+        source = torch.ones(size, dtype=torch.int8, device=self.device)
+        target = torch.empty_like(source)
+        found = {"copy": Roof(lambda: target.copy_(source), 2.0 * size, "bytes")}
+        wide = torch.randn(n, n, device=self.device)
+        for name in ("bfloat16", "float16"):
+            narrow = wide.to(getattr(torch, name))
+            found[name] = Roof(functools.partial(torch.matmul, narrow, narrow), 2.0 * n**3, "flops")
+        for name, precision in (("tf32", "high"), ("float32", "highest")):
+            found[name] = Roof(functools.partial(_product, wide, precision), 2.0 * n**3, "flops")
+        return found
+
+
+def _product(a: Any, precision: str) -> Any:
+    """A product of float32 matrices as precise as PyTorch's word says."""
+    import torch
+
+    with multiplied(precision):
+        return torch.matmul(a, a)
+
+
+@contextmanager
+def multiplied(precision: str) -> Iterator[None]:
+    """While inside, PyTorch multiplies float32 matrices as ``torch.set_float32_matmul_precision`` says."""
+    import torch
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class QueuedEvents(Stopwatch):
