@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from portakern.core import registry
@@ -33,11 +34,19 @@ def typical(spec: Spec[Any]) -> Mapping[str, Any]:
     return source.typical
 
 
-def typical_form(spec: Spec[Any], dtype: str) -> Form:
-    """The spec's typical call in one dtype."""
+def typical_form(spec: Spec[Any], dtype: str, others: Mapping[str, Any] = MappingProxyType({})) -> Form:
+    """The spec's typical call in one dtype; ``others``: dimensions, options and optional arrays that it has otherwise.
+
+    Raises:
+      SpecError: the op has no such dtype, dimension, option or array.
+    """
+    known = [*spec.dims, *(o.name for o in spec.options), *(a.name for a in spec.arrays if a.optional)]
+    for name in others:
+        if name not in known:
+            raise SpecError(f"{spec.name} has no {name!r}; expected one of {', '.join(known)}")
     if dtype not in spec.dtypes:
         raise SpecError(f"{spec.name}: dtype {dtype!r} is none of {', '.join(spec.dtypes)}")
-    values = typical(spec)
+    values = {**typical(spec), **others}
     variadic = {d.factors[0] for a in spec.arrays for d in a.dims if d.variadic}
     dims = {n: values.get(n, () if n in variadic else None) for n in spec.dims}
     missing = [n for n, extent in dims.items() if extent is None]
