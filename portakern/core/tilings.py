@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from portakern.spec import Spec
 
 __all__ = [
-    "SCHEMA", "Resolved", "Row", "attempt", "check_row", "default", "files", "forget", "nearest", "own_table", "resolve",
+    "SCHEMA", "Resolved", "Row", "attempt", "check_row", "check_table", "default", "files", "forget", "nearest", "own_table", "resolve",
     "rows", "shipped", "shipped_folder",
 ]  # fmt: skip
 
@@ -340,6 +340,12 @@ def check_row(impl: Implementation, spec: Spec[Any], row: Row, key: Key) -> None
 
 
 Entries = Mapping[str, Mapping[str, list[Any]]]
+
+
+def check_table(path: Path) -> None:
+    """ValueError if a file is no table, and why; one that is not there is an empty table."""
+    _table.cache_clear()
+    _table(path)
 
 
 @functools.cache
