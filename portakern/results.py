@@ -134,6 +134,14 @@ BENCHMARKS: Mapping[str, Benchmark] = {
          "checked": "flag"},
         {"wall_seconds": "number?"},
     ),
+    "tune": Benchmark(
+        ("op", "dtype", "call", "target", "backend", "variant"),
+        {"op": "text", "family": "text", "dtype": "text", "call": "text", "target": "text", "backend": "text",
+         "variant": "text", "metric": "text", "unit": "text", "default": "number", "best": "number",
+         "default_tiling": "integers", "best_tiling": "integers", "kept_tiling": "integers", "loss": "number",
+         "tried": "count", "refused": "count", "wrong": "count"},
+        {"wall_seconds": "number?", "seed": "integer?", "left": "count?"},
+    ),
     "launch": Benchmark(("op", "way"), {"op": "text", "way": "text", **_MEDIAN}, {"graphs": "list"}),
     "binding": Benchmark(("framework",), {"framework": "text", "calls": "count", **_MEDIAN, "grown_bytes": "integer"}),
     "fuzz": Benchmark(

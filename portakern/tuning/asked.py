@@ -1,70 +1,55 @@
-"""The calls that are tuned for, as plain data."""
+"""The calls that are tuned for: cases of suites as the compilers take them, and what names them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
+from portakern.benchmarking.suites import TimedCase, shaped
 from portakern.compiling.forms import Form, typical_form
 from portakern.core import registry
-from portakern.errors import SpecError
 from portakern.spec import Spec
 
-__all__ = ["Asked", "asked", "parse_shape"]
+__all__ = ["Asked", "of_op"]
 
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """A call to tune for. ``family``: the suite that it is of, or the op's name; ``dtype``: the op's."""
+    """A call to tune for."""
 
-    spec: Spec[Any]
-    form: Form
-    dtype: str
-    family: str
+    case: TimedCase
+
+    @property
+    def spec(self) -> Spec[Any]:
+        return registry.find_spec(self.case.timed)
+
+    @cached_property
+    def form(self) -> Form:
+        """The call without arrays; every array is contiguous in it."""
+        spec, case = self.spec, self.case
+        options = {n: v for n, v in case.options.items() if n in {o.name for o in spec.options}}
+        optional = {a.name: a.name in case.given for a in case.forward.arrays if a.optional}
+        given = {n: there for n, there in optional.items() if n in {a.name for a in spec.arrays if a.optional}}
+        return typical_form(spec, case.dtype, {**_dims(spec, case.dims), **options, **given})
 
     @property
     def text(self) -> str:
         """The same for the same call, in any process."""
-        return json.dumps([self.spec.name, self.form], sort_keys=True)
+        case = self.case
+        parts = [case.timed, case.dtype, case.dims, case.options, case.given, case.layouts]
+        return json.dumps(parts, sort_keys=True, default=str)
 
 
-def asked(spec: Spec[Any], dtype: str, given: Mapping[str, Any], family: str = "") -> Asked:
-    """The op's typical call in a dtype, with dimensions, options and optional arrays ``given`` otherwise."""
-    return Asked(spec, typical_form(spec, dtype, given), dtype, family or spec.name)
+def _dims(spec: Spec[Any], dims: Mapping[str, Any]) -> dict[str, Any]:
+    return {n: extent for n, extent in dims.items() if n in spec.dims}
 
 
-def parse_shape(command: str, text: str) -> dict[str, Any]:
-    """``m=64,batch=2x3,is_causal=true`` as values by name.
-
-    Raises:
-      SpecError: it is not of that form.
-    """
-    found: dict[str, Any] = {}
-    for part in text.split(","):
-        name, equals, value = part.strip().partition("=")
-        if not (equals and name.isidentifier() and value):
-            raise SpecError(f"{command}: --shape is {text!r}; expected name=value,..., such as m=64,batch=2x3")
-        found[name] = _value(command, name, value)
-    return found
-
-
-def _value(command: str, name: str, text: str) -> Any:
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    try:
-        return tuple(map(int, text.split("x"))) if "x" in text else int(text)
-    except ValueError:
-        pass
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def forward_first(found: Sequence[Asked]) -> list[Asked]:
-    """The calls by op, those of a forward op before those of its gradient, which is what a table's reader expects."""
-    order = {name: i for i, name in enumerate(registry.loadable())}
-    return sorted(found, key=lambda a: (order.get(a.spec.name, len(order)), a.dtype))
+def of_op(spec: Spec[Any], dtype: str, given: Mapping[str, Any]) -> Asked:
+    """The typical call of an op in a dtype, with some dimensions and options of the user's; of a gradient op that of its
+    forward's gradients."""
+    forward = registry.forward_of(spec) if spec.is_vjp else None
+    case = shaped(forward or spec, given)
+    return Asked(replace(case, dtype=dtype, gradient=forward is not None))

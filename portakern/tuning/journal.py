@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 from portakern.files import cache_folder

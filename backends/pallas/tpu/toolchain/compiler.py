@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
@@ -26,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 from portakern.backends.pallas import BACKEND
 from portakern.compiling.build import Compiled, Kernel
 from portakern.compiling.forms import form_of
-from portakern.core.targets import Hardware
+from portakern.core import targets
+from portakern.core.targets import Hardware, Target
 
 if TYPE_CHECKING:
     from portakern.backends.pallas.tpu.toolchain.static import Region, Walk
@@ -81,7 +83,7 @@ def _version(package: str) -> str:
 def build(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compiled:
     """Compile a call for one core of the target's chip."""
     compiled, walks, codes = _build(_traced(impl, call, tiling), call, tiling)
-    return Compiled(_counted(compiled.kernels, walks, codes), compiled.code_bytes)
+    return Compiled(_counted(compiled.kernels, walks, codes, call.target), compiled.code_bytes)
 
 
 def survey(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compiled:
@@ -96,7 +98,7 @@ def survey(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compi
         compiled, walks, codes = _build(traced, call, tiling)
         _SURVEYED[key] = Compiled([replace(k, assembly="") for k in compiled.kernels], compiled.code_bytes), codes
     kept, codes = _SURVEYED[key]
-    return Compiled(_counted([replace(k) for k in kept.kernels], walks, codes), kept.code_bytes)
+    return Compiled(_counted([replace(k) for k in kept.kernels], walks, codes, call.target), kept.code_bytes)
 
 
 _SURVEYED: dict[Any, tuple[Compiled, list[Region | None]]] = {}
@@ -137,10 +139,14 @@ def _traced(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Any:
     return jax.jit(program).trace(*forms)
 
 
-def _counted(kernels: list[Kernel], walks: list[Walk], codes: list[Region | None]) -> list[Kernel]:
+def _counted(
+    kernels: list[Kernel], walks: list[Walk], codes: list[Region | None], target: Target
+) -> list[Kernel]:
     """The kernels, with what a run issues and moves; of one that serves several launches, in all of them."""
     from portakern.backends.pallas.tpu.toolchain.static import cycles
 
+    hardware = targets.find(target.arch)
+    rate = (hardware.flops["bfloat16"] or 0.0) / (hardware.clock or 1.0) / (hardware.cores or 1) if hardware.clock else math.inf
     names = [k.name for k in kernels]
     for i, (kernel, code) in enumerate(zip(kernels, codes, strict=True)):
         mine = [w for w in walks if w.name == kernel.name]
@@ -148,7 +154,7 @@ def _counted(kernels: list[Kernel], walks: list[Walk], codes: list[Region | None
             place = names[:i].count(kernel.name)
             mine = mine[place : place + 1]
         if mine and code is not None:
-            kernel.issued = sum(cycles(walk, code) for walk in mine)
+            kernel.issued = sum(cycles(walk, code, rate) for walk in mine)
             kernel.moved = sum(walk.moved for walk in mine)
     return kernels
 

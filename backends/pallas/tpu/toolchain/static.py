@@ -26,6 +26,9 @@ __all__ = ["Region", "Walk", "cycles", "regions", "walks_of"]
 STEPS = 1 << 22
 """Steps beyond which a grid is not followed."""
 
+FLOAT32_PASSES = 6
+"""Products of bfloat16 parts that make one of float32, of three parts each, where all that count are taken."""
+
 STEP = 400
 """Cycles that a step waits: by how much libtpu's own estimates exceed bundles, 120 to 900 a step over the tilings of
 matmul and attention on v5e and v6e. Without it many small steps would look as good as few large ones."""
@@ -39,10 +42,12 @@ class Region(NamedTuple):
 
 
 class Condition(NamedTuple):
-    """A ``pl.when`` of a kernel: how many steps take it, how much it works on (elements that it makes), what it holds."""
+    """A ``pl.when`` of a kernel: how many steps take it, how much it works on (elements that it reads and makes), the
+    operations of its matrix products, what it holds."""
 
     steps: int
     work: int
+    flops: int
     inner: tuple[Condition, ...]
 
 
@@ -50,13 +55,13 @@ class Walk(NamedTuple):
     """A kernel of a program, as its grid walks it.
 
     Attributes:
-      name: the kernel's; steps: of its grid; conditions: its branches, in order; moved: bytes of its windows.
+      name: the kernel's; steps: of its grid; body: all of it, with its branches in order; moved: bytes of its windows.
       program: the kernel's text without the numbers that differ between calls of other extents.
     """
 
     name: str
     steps: int
-    conditions: tuple[Condition, ...]
+    body: Condition
     moved: int
     program: str
 
@@ -96,7 +101,7 @@ def _walk(eqn: Any) -> Walk:
     return Walk(
         name,
         steps,
-        tuple(_conditions(body, {}, places, np.ones(steps, bool))),
+        Condition(steps, _work(body), _flops(body), tuple(_conditions(body, {}, places, np.ones(steps, bool)))),
         sum(_moved(m, places) for m in mapping.block_mappings),
         re.sub(r"\b-?\d+:i32\[\]", "N:i32[]", text),
     )
@@ -171,11 +176,26 @@ def _conditions(
             given = zip(branch.jaxpr.invars, (_value(v, known) for v in eqn.invars[1:]), strict=True)
             inside = {v: value for v, value in given if value is not None}
             inner = tuple(_conditions(branch.jaxpr, inside, places, here))
-            yield Condition(int(here.sum()), _work(branch.jaxpr), inner)
+            yield Condition(int(here.sum()), _work(branch.jaxpr), _flops(branch.jaxpr), inner)
 
 
 def _work(jaxpr: Any) -> int:
     return sum(math.prod(getattr(v.aval, "shape", ())) for eqn in jaxpr.eqns for v in (*eqn.outvars, *eqn.invars))
+
+
+def _flops(jaxpr: Any) -> int:
+    """Operations of the matrix products outside branches. One in full float32 is several of bfloat16."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            left = eqn.invars[0].aval
+            depth = math.prod(left.shape[axis] for axis in contracted)
+            passes = FLOAT32_PASSES if left.dtype == np.float32 else 1
+            total += 2 * depth * math.prod(eqn.outvars[0].aval.shape) * passes
+        elif eqn.primitive.name != "cond":
+            total += sum(map(_flops, _inner(eqn)))
+    return total
 
 
 # ------------------------------------------------------------------------------------------------------- machine code
@@ -212,22 +232,34 @@ def _nested(start: int, end: int, spans: list[tuple[int, int]]) -> Region:
     return Region(end - start - covered, tuple(inner))
 
 
-def cycles(walk: Walk, code: Region) -> int:
-    """Bundles times how often the grid comes by them, and what the steps wait."""
-    depth = _depth(walk.conditions)
-    while len(code.inner) == 1 and _region_depth(code) > depth:  # the pipeline's own guard around the body
-        code = Region(code.bundles + code.inner[0].bundles, code.inner[0].inner)
-    return walk.steps * (STEP + code.bundles) + _inside(walk.conditions, code.inner, walk.steps)
+def cycles(walk: Walk, code: Region, flops_a_cycle: float) -> int:
+    """Bundles times how often the grid comes by them, and what the steps wait; no less than the matrix units take."""
+    return round(walk.steps * STEP + _inside(walk.body, _body(walk, code), flops_a_cycle))
 
 
-def _inside(conditions: tuple[Condition, ...], code: tuple[Region, ...], steps: int) -> int:
-    """The cycles of regions, each under the condition that it stands for."""
-    kept = [*conditions]
-    while len(kept) > len(code):
-        kept.remove(min(kept, key=lambda c: (0 < c.steps < steps, c.steps, c.work)))
-    if len(kept) < len(code):  # branches of the compiler's own: as often as what is around them
-        code = tuple(sorted(sorted(code, key=_whole, reverse=True)[: len(kept)], key=code.index))
-    return sum(c.steps * r.bundles + _inside(c.inner, r.inner, c.steps) for c, r in zip(kept, code, strict=True))
+def _body(walk: Walk, code: Region) -> Region:
+    """The kernel's own code, of which the pipeline around it is made a straight part: it moves windows in regions of
+    its own, which most steps come by, and guards the kernel with one that holds it all."""
+    while _region_depth(code) > _depth(walk.body.inner):
+        guard = max((r for r in code.inner if r.inner), key=_whole)
+        around = code.bundles + sum(_whole(r) for r in code.inner if r is not guard)
+        code = Region(guard.bundles + around, guard.inner)
+    return code
+
+
+def _inside(condition: Condition, code: Region, flops_a_cycle: float) -> float:
+    """The cycles of a region, with those within it, each under the condition that it stands for: a region that is left
+    over is the compiler's own, and a condition's work then stands in the straight code."""
+    kept, inner, straight_flops = [*condition.inner], list(code.inner), condition.flops
+    while len(kept) > len(inner):
+        lost = min(kept, key=lambda c: (0 < c.steps < condition.steps, c.steps, c.work))
+        straight_flops += lost.flops if lost.steps else 0
+        kept.remove(lost)
+    largest = sorted(range(len(inner)), key=lambda i: _whole(inner[i]), reverse=True)[: len(kept)]
+    mine = [inner[i] for i in sorted(largest)]
+    straight = code.bundles + sum(map(_whole, inner)) - sum(map(_whole, mine))
+    of_these = max(straight, straight_flops / flops_a_cycle)
+    return condition.steps * of_these + sum(_inside(c, r, flops_a_cycle) for c, r in zip(kept, mine, strict=True))
 
 
 @functools.cache
