@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from portakern.core.framework import Framework
 from portakern.core.instruments import Run, Sample, Stopwatch
 
-__all__ = ["ROUNDS", "Times", "device_times", "interleaved"]
+__all__ = ["ROUNDS", "CallFailed", "Times", "device_times", "interleaved"]
 
 ROUNDS = 20
 """Samples of each call."""
@@ -30,6 +30,14 @@ class Times(NamedTuple):
     clock: str
 
 
+class CallFailed(RuntimeError):
+    """A call raised while it was timed; ``name`` is the call's, and the cause what it raised."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} failed while it was timed")
+        self.name = name
+
+
 def device_times(runs: Mapping[str, Run], framework: Framework, device: Any, rounds: int = ROUNDS) -> dict[str, Times]:
     """Device time of each call, alone: no host time, cold L2 cache, the calls taking turns.
 
@@ -39,7 +47,10 @@ def device_times(runs: Mapping[str, Run], framework: Framework, device: Any, rou
       rounds: samples of each call.
 
     Returns:
-      name -> its times. A call that raises makes this raise.
+      name -> its times.
+
+    Raises:
+      CallFailed: a call raised.
     """
     instruments = framework.instruments(device)
     return interleaved({name: instruments.stopwatch(run) for name, run in runs.items()}, rounds)
@@ -53,7 +64,10 @@ def interleaved(watches: Mapping[str, Stopwatch], rounds: int = ROUNDS) -> dict[
     for i in range(-WARM_UP, rounds):
         first = i % max(len(names), 1)
         for name in names[first:] + names[:first]:
-            sample = watches[name].sample()
+            try:
+                sample = watches[name].sample()
+            except Exception as e:
+                raise CallFailed(name) from e
             if i >= 0:
                 samples[name].append(sample)
     return {name: _summary(found, watches[name].clock) for name, found in samples.items()}

@@ -89,6 +89,13 @@ class Instruments:
         """Leave NaN in memory that the library will hand out for new arrays of these shapes and dtypes, where it keeps
         memory: an element that a kernel does not write is then seen."""
 
+    def put(self, array: Any, values: Any) -> None:
+        """Write values to an array where it lies."""
+        array[...] = values
+
+    def release(self) -> None:
+        """Give memory back to the device that the library keeps for later."""
+
     def peak_bytes(self, run: Run) -> int | None:
         """Memory that a call takes at its height beyond what was taken before, its results included; None where the
         library does not tell."""

@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from portakern.spec import Spec
 
 __all__ = [
-    "SCHEMA", "Resolved", "Row", "attempt", "check_row", "check_table", "default", "files", "forget", "nearest", "own_table", "resolve",
-    "rows", "shipped", "shipped_folder",
+    "SCHEMA", "Resolved", "Row", "attempt", "check_row", "check_table", "default", "files", "forget", "nearest",
+    "own_table", "resolve", "rows", "shipped", "shipped_folder", "shipped_rows", "tables_for",
 ]  # fmt: skip
 
 SCHEMA = 1
@@ -212,7 +212,7 @@ def _look_up(impl: Implementation, call: Call, key: Key) -> Found:
 
 
 def _shipped_row(impl: Implementation, call: Call, key: Key) -> Row | None:
-    return next(filter(None, (nearest(rows(impl, name), key) for name in _tables_for(call.target))), None)
+    return next(filter(None, (nearest(rows(impl, name), key) for name in tables_for(call.target))), None)
 
 
 def _warn_of_age(row: Row, impl: Implementation, call: Call) -> None:
@@ -259,7 +259,7 @@ def _agrees(row: Row, exact: Key) -> bool:
 # -------------------------------------------------------------------------------------------------------------- files
 
 
-def _tables_for(target: Target) -> Iterator[str]:
+def tables_for(target: Target) -> Iterator[str]:
     """The tables to ask: the target's own, that of the architecture whose limits hold for it, its platform's."""
     if target.arch:
         yield target.arch
@@ -289,10 +289,10 @@ def rows(impl: Implementation, target: str) -> tuple[Row, ...]:
     """The rows that the backend's table of a target has for this implementation. SpecError: the table is wrong."""
     package = impl.fn.__module__.rpartition(".")[0]
     folder = shipped_folder(package)
-    return _shipped_rows(folder, target, impl.op, package.rpartition(".")[2]) if folder else ()
+    return shipped_rows(folder, target, impl.op, package.rpartition(".")[2]) if folder else ()
 
 
-def _shipped_rows(folder: Path, target: str, op: str, variant: str) -> tuple[Row, ...]:
+def shipped_rows(folder: Path, target: str, op: str, variant: str) -> tuple[Row, ...]:
     """The rows of one op in a shipped table, those taken over from other tables among them."""
     path = folder / f"{target}.json"
     try:
@@ -413,6 +413,6 @@ def _with_borrowed(table: tuple[str, Entries], op: str, variant: str, folder: Pa
             found.append(Row(entry["name"], entry["key"], entry["tiling"], entry["source"], target, made))
         elif folder:
             of_target, _, of_op = entry["from"].partition("/")
-            borrowed = _shipped_rows(folder, of_target, of_op, variant)
+            borrowed = shipped_rows(folder, of_target, of_op, variant)
             found += [row for row in borrowed if _agrees(row, entry.get("key", {}))]
     return tuple(found)

@@ -67,6 +67,15 @@ class TorchInstruments(Instruments):
             held = [torch.full(s, torch.nan, dtype=d, device=self.device) for s, d in kinds if d.is_floating_point]
         del held
 
+    def put(self, array: Any, values: Any) -> None:
+        array.copy_(values)
+
+    def release(self) -> None:
+        if self.on_gpu:
+            import torch
+
+            torch.cuda.empty_cache()
+
     def peak_bytes(self, run: Run) -> int | None:
         if not self.on_gpu:
             return None
