@@ -146,7 +146,8 @@ def _counted(
     from portakern.backends.pallas.tpu.toolchain.static import cycles
 
     hardware = targets.find(target.arch)
-    rate = (hardware.flops["bfloat16"] or 0.0) / (hardware.clock or 1.0) / (hardware.cores or 1) if hardware.clock else math.inf
+    a_cycle = (hardware.clock or math.inf) * (hardware.cores or 1)  # a kernel runs on one core
+    rates = (hardware.flops["bfloat16"] or 0.0) / a_cycle or math.inf, (hardware.bandwidth or 0.0) / a_cycle or math.inf
     names = [k.name for k in kernels]
     for i, (kernel, code) in enumerate(zip(kernels, codes, strict=True)):
         mine = [w for w in walks if w.name == kernel.name]
@@ -154,7 +155,7 @@ def _counted(
             place = names[:i].count(kernel.name)
             mine = mine[place : place + 1]
         if mine and code is not None:
-            kernel.issued = sum(cycles(walk, code, rate) for walk in mine)
+            kernel.issued = sum(cycles(walk, code, *rates) for walk in mine)
             kernel.moved = sum(walk.moved for walk in mine)
     return kernels
 

@@ -55,7 +55,8 @@ class Walk(NamedTuple):
     """A kernel of a program, as its grid walks it.
 
     Attributes:
-      name: the kernel's; steps: of its grid; body: all of it, with its branches in order; moved: bytes of its windows.
+      name: the kernel's; steps: of its grid; body: all of it, with its branches in order; moved: bytes of its windows; first:
+        those of one window of each.
       program: the kernel's text without the numbers that differ between calls of other extents.
     """
 
@@ -63,6 +64,7 @@ class Walk(NamedTuple):
     steps: int
     body: Condition
     moved: int
+    first: int
     program: str
 
 
@@ -103,6 +105,7 @@ def _walk(eqn: Any) -> Walk:
         steps,
         Condition(steps, _work(body), _flops(body), tuple(_conditions(body, {}, places, np.ones(steps, bool)))),
         sum(_moved(m, places) for m in mapping.block_mappings),
+        sum(_bytes(m) for m in mapping.block_mappings),
         re.sub(r"\b-?\d+:i32\[\]", "N:i32[]", text),
     )
 
@@ -116,8 +119,13 @@ def _moved(mapping: Any, places: list[np.ndarray]) -> int:
     steps = len(places[0]) if places else 1
     at = np.stack([np.broadcast_to(_value(v, known), steps) for v in closed.jaxpr.outvars])
     moves = 1 + int((at[:, 1:] != at[:, :-1]).any(0).sum())
+    return moves * _bytes(mapping)
+
+
+def _bytes(mapping: Any) -> int:
+    """Of one window."""
     aval = mapping.ref_aval
-    return moves * math.prod(int(n) for n in aval.shape) * aval.dtype.itemsize
+    return math.prod(int(n) for n in aval.shape) * aval.dtype.itemsize
 
 
 def _evaluated(jaxpr: Any, known: dict[Any, Any], places: list[np.ndarray]) -> dict[Any, Any]:
@@ -232,9 +240,11 @@ def _nested(start: int, end: int, spans: list[tuple[int, int]]) -> Region:
     return Region(end - start - covered, tuple(inner))
 
 
-def cycles(walk: Walk, code: Region, flops_a_cycle: float) -> int:
-    """Bundles times how often the grid comes by them, and what the steps wait; no less than the matrix units take."""
-    return round(walk.steps * STEP + _inside(walk.body, _body(walk, code), flops_a_cycle))
+def cycles(walk: Walk, code: Region, flops_a_cycle: float, bytes_a_cycle: float) -> int:
+    """Bundles times how often the grid comes by them, and what the steps wait; no less than the matrix units take. The
+    first step waits for all windows, and the last is over when its results are in memory."""
+    inside = _inside(walk.body, _body(walk, code), flops_a_cycle)
+    return round(walk.steps * STEP + inside + walk.first / bytes_a_cycle)
 
 
 def _body(walk: Walk, code: Region) -> Region:
