@@ -25,10 +25,14 @@ BARS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Tim
 @app.command()
 def tune(
     context: typer.Context,
-    ops: Annotated[list[str] | None, typer.Argument(help="Ops to tune; all when neither op nor suite is named.")] = None,
+    ops: Annotated[
+        list[str] | None, typer.Argument(help="Ops to tune; all when neither op nor suite is named.")
+    ] = None,
     target: Annotated[
         list[str] | None,
-        typer.Option(help="Architecture, such as sm_90 or v6e, here or not; may be repeated; the best here if not named."),
+        typer.Option(
+            help="Architecture, such as sm_90 or v6e, here or not; may be repeated; the best here if not named."
+        ),
     ] = None,
     backend: Annotated[str | None, typer.Option(help="Only this backend.")] = None,
     variant: Annotated[str | None, typer.Option(help="Only this variant of a backend.")] = None,
@@ -54,14 +58,16 @@ def tune(
     last: Annotated[
         bool, typer.Option(help="Judge the best few again, with more samples or the compiler's own estimates.")
     ] = True,
-    ship: Annotated[bool, typer.Option("--ship", help="Write the tables of the checkout, not the user's cache.")] = False,
+    ship: Annotated[
+        bool, typer.Option("--ship", help="Write the tables of the checkout, not the user's cache.")
+    ] = False,
     fresh: Annotated[bool, typer.Option(help="Forget what an earlier run found.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results to this file.")] = None,
 ) -> None:
     """Search legal tilings, and keep the best: by device time, or by what a compiler tells of a chip that is not here.
     What is wrong is never kept. A run that was ended goes on where it was. Exit status 1 where a wrong result was seen.
     """
-    from portakern.tuning.judges import Workers
+    from portakern.compiling.pool import Pool
     from portakern.tuning.run import groups_of
     from portakern.tuning.run import tune as tune_groups
     from portakern.tuning.tuner import Plan
@@ -70,17 +76,19 @@ def tune(
     if json_file:
         check_writable("tune", json_file)
     if loss and (ops or suite or shape or ship):
-        raise SpecError("tune: --loss draws its own calls and keeps nothing: leave out ops, --suite, --shape and --ship")
+        raise SpecError(
+            "tune: --loss draws its own calls and keeps nothing: leave out ops, --suite, --shape and --ship"
+        )
     start, seconds = time.perf_counter(), _seconds(budget)
     errors_only(context)
     asked = _drawn(loss, draws, seed, dtype) if loss else _asked(ops, suite, shape, dtype)
     groups = [g for t in (target or [None]) for g in groups_of(asked, t, backend, variant)]  # type: ignore[list-item]
-    plan = Plan(search, tries, seed=seed, workers=Workers(jobs, timeout), last=last, rehearse=not loss,
+    plan = Plan(search, tries, seed=seed, last=last, rehearse=not loss,
                 deadline=time.monotonic() + seconds)  # fmt: skip
     refused: list[tuple[Any, str]] = []
-    with Progress(*BARS, console=err, transient=True) as bar:
+    with Pool(jobs, timeout) as pool, Progress(*BARS, console=err, transient=True) as bar:
         told = _Told(bar, len(groups), refused, json_file, start, seed)
-        found, left = tune_groups(groups, plan, told.all, ship=ship, write=not loss, fresh=fresh)
+        found, left = tune_groups(groups, plan, pool, told.all, ship=ship, write=not loss, fresh=fresh)
     _show(found, refused, left, bool(loss), ship)
     if json_file and found:
         _write(json_file, found, start, seed, left)
@@ -166,7 +174,9 @@ def _write(file: Path, found: Sequence[Any], start: float, seed: int, left: int)
     seconds = round(time.perf_counter() - start, 1)
     results.write(
         file,
-        results.record("tune", [*rows.values()], command=command, device=device, wall_seconds=seconds, seed=seed, left=left),
+        results.record(
+            "tune", [*rows.values()], command=command, device=device, wall_seconds=seconds, seed=seed, left=left
+        ),
     )
 
 
@@ -177,7 +187,9 @@ def _show(found: Sequence[Any], refused: Sequence[tuple[Any, str]], left: int, l
     for r in rows:
         say(f"{r['call']} for {r['target']} by {r['backend']}, variant {r['variant']}", style="bold")
         best = " ".join(f"{n}={v}" for n, v in r["best_tiling"].items())
-        say(f"  shipped {r['default']:g}, best of {r['tried']} {r['best']:g} {r['unit']} ({100 * r['loss']:+.1f} %): {best}")
+        say(
+            f"  shipped {r['default']:g}, best of {r['tried']} {r['best']:g} {r['unit']} ({100 * r['loss']:+.1f} %): {best}"
+        )
     if rows:
         say(f"metric: {'; '.join(dict.fromkeys(r['metric'] for r in rows))}")
     for finding in found:
@@ -191,7 +203,10 @@ def _show(found: Sequence[Any], refused: Sequence[tuple[Any, str]], left: int, l
     else:
         kept = [f for f in found if f.best is not None]
         tables = dict.fromkeys(str(table_of(f.group.place, ship)) for f in kept)
-        say(f"kept {len(kept)} of {len(found)}" + (f" in {', '.join(tables)}" if tables else ": nothing is better than what is shipped"))
+        say(
+            f"kept {len(kept)} of {len(found)}"
+            + (f" in {', '.join(tables)}" if tables else ": nothing is better than what is shipped")
+        )
     if left:
         say(f"the time is over: {left} keys are left; the same command goes on with them")
 
@@ -202,11 +217,12 @@ def _show_losses(rows: Sequence[Any]) -> None:
     table = []
     for kind in kinds:
         losses = [r["loss"] for r in rows if (r["target"], r["family"]) == kind]
-        table.append([*kind, str(len(losses)), f"{100 * statistics.median(losses):.1f} %", f"{100 * max(losses):.1f} %"])
+        table.append(
+            [*kind, str(len(losses)), f"{100 * statistics.median(losses):.1f} %", f"{100 * max(losses):.1f} %"]
+        )
     show_table("Loss", ["target", "family", "calls", "median", "worst"], table)
 
 
 def say(text: str, style: str | None = None) -> None:
     """A line that is not folded."""
     out.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
-

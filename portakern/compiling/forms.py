@@ -92,9 +92,7 @@ def abstract_call(
     return call, resolve(impl, call, user).tiling
 
 
-def bound_form(
-    spec: Spec[Any], form: Form, framework: Framework, target: Target, interpret: bool = False
-) -> Call:
+def bound_form(spec: Spec[Any], form: Form, framework: Framework, target: Target, interpret: bool = False) -> Call:
     """The call on a framework's arrays without memory, for a target."""
     framework.load()
     arrays = {

@@ -62,8 +62,8 @@ class Compiler(Protocol):
         """
 
     # A compiler may have ``survey(impl, call, tiling) -> Compiled`` too: for a tuner, which compiles one call in many
-    # tilings and then runs some of them, or ranks calls of many extents. It may keep the machine code where a launch
-    # finds it, and take what it has found of a kernel that is the same but for its extents.
+    # tilings. Either it keeps the machine code where a launch finds it, and says so (``LAUNCHES_FIND_IT = True``); or it
+    # takes what it found of a kernel that is the same but for its extents, so that calls of many are ranked in no time.
 
 
 @dataclass(frozen=True)

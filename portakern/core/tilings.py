@@ -218,7 +218,9 @@ def _shipped_row(impl: Implementation, call: Call, key: Key) -> Row | None:
 def _warn_of_age(row: Row, impl: Implementation, call: Call) -> None:
     """Say once where a row of the user's was found with another compiler, or on another chip, than what is here."""
     path = own_table(impl.backend.name, call.target)
-    again = f"it is used as it is; to find out whether it still holds, tune again (portakern tune {impl.op}), or delete "
+    again = (
+        f"it is used as it is; to find out whether it still holds, tune again (portakern tune {impl.op}), or delete "
+    )
     for package, then in row.made.get("versions", {}).items():
         here = _installed(package)
         if here is not None and here != then:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from portakern.api import op
@@ -17,9 +18,9 @@ from portakern.benchmarking.inputs import Inputs, for_gradient, make
 from portakern.benchmarking.suites import TimedCase
 from portakern.benchmarking.timing import device_times
 from portakern.benchmarking.verdicts import Judge
-from portakern.compiling import pool
 from portakern.compiling.build import Build
 from portakern.compiling.forms import abstract_call
+from portakern.compiling.pool import Job, Pool
 from portakern.core.call import Call
 from portakern.core.gradients import wiring
 from portakern.core.route import routes
@@ -40,9 +41,6 @@ ROUNDS = (3, 20)
 Effort = int
 """0: screening; 1: the last few."""
 
-SECONDS = 120.0
-"""That one compilation may take."""
-
 
 class Bench(Protocol):
     """A call that tilings are judged on. ``metric``, ``unit``: what a score is, in words; ``call``: the bound call."""
@@ -61,33 +59,28 @@ class Bench(Protocol):
         """Why a tiling that is about to be kept gives wrong results, as far as that was not seen yet."""
 
 
-@dataclass(frozen=True)
-class Workers:
-    """How compilers run: so many at a time, none longer than so many seconds."""
-
-    processes: int = 1
-    timeout: float = SECONDS
-
-
-def bench_of(asked: Asked, place: Place, workers: Workers) -> DeviceBench | StaticBench:
+def bench_of(asked: Asked, place: Place, pool: Pool) -> DeviceBench | StaticBench:
     """The bench of a call.
 
     Raises:
       UnsupportedError: the implementation refuses the call under its own default.
     """
-    return DeviceBench(asked, place, workers) if place.is_here else StaticBench(asked, place, workers)
+    return DeviceBench(asked, place, pool) if place.is_here else StaticBench(asked, place, pool)
 
 
-def surveyed(
-    asked: Asked, place: Place, workers: Workers, tilings: Sequence[Tiling], quick: bool = True
-) -> dict[Key, Build]:
-    """What the compiler says of each tiling, in processes of their own."""
+def surveyed(asked: Asked, place: Place, pool: Pool, tilings: Sequence[Tiling], quick: bool = True) -> dict[Key, Build]:
+    """What the compiler says of each tiling, in processes of their own. Of a target that is not here, all that it has to
+    say; else what a launch finds then."""
     assert place.hardware is not None
-    jobs = {
-        pool.Job(asked.spec, place.backend, place.family, place.hardware, asked.form, dict(t), quick, survey=True): t
-        for t in tilings
-    }
-    return {frozen(jobs[job]): built for job, built in pool.run([*jobs], workers.processes, workers.timeout)}
+    survey = place.is_here or not _launches_find_it(place)
+    parts = asked.spec, place.backend, place.family, place.hardware, asked.form
+    jobs = {Job(*parts, tiling=dict(t), quick=quick, survey=survey): t for t in tilings}
+    return {frozen(jobs[job]): built for job, built in pool.run([*jobs])}
+
+
+def _launches_find_it(place: Place) -> bool:
+    """Whether the survey of the place's compiler is there for launches, and not for what it tells."""
+    return bool(getattr(place.family.load_compiler(), "LAUNCHES_FIND_IT", False))
 
 
 # -------------------------------------------------------------------------------------------------------------- static
@@ -99,7 +92,7 @@ class StaticBench:
 
     asked: Asked
     place: Place
-    workers: Workers
+    pool: Pool
     call: Call = field(init=False)
     metric: str = field(init=False, default="")
     unit: str = field(init=False, default="")
@@ -113,7 +106,7 @@ class StaticBench:
 
     def refused(self, tilings: Sequence[Tiling]) -> dict[Key, str]:
         new = [t for t in tilings if frozen(t) not in self._built]
-        self._built |= surveyed(self.asked, self.place, self.workers, new)
+        self._built |= surveyed(self.asked, self.place, self.pool, new)
         asked = [frozen(t) for t in tilings]
         return {key: self._built[key].reason or "it gave no reason" for key in asked if not self._built[key].ok}
 
@@ -122,7 +115,7 @@ class StaticBench:
         built = {frozen(t): self._built[frozen(t)] for t in tilings}
         model = self.model(next(iter(built.values())))
         if effort and model.estimates:
-            longer = surveyed(self.asked, self.place, self.workers, tilings, quick=False)
+            longer = surveyed(self.asked, self.place, self.pool, tilings, quick=False)
             if all(b.ok and model.estimated(b) for b in longer.values()):  # of two kinds of figures one is compared
                 built = longer
         return {key: model.score(b, dict(key)) for key, b in built.items()}
@@ -134,7 +127,6 @@ class StaticBench:
             self._model = model_of(built, self.place.hardware, self.call)
             self.metric, self.unit = self._model.metric, self._model.unit
         return self._model
-
 
     def rehearsed(self, tiling: Tiling) -> str | None:
         """Why a tiling gives wrong results in the interpreter of its kernels, on a call that has two tiles a dimension
@@ -149,7 +141,7 @@ class StaticBench:
         tiles = {t.of: tiling[n] for n, t in spec.tiling.items() if t.of and n in tiling}
         dims = {n: _least(extent, tiles.get(n)) for n, extent in case.dims.items()}
         try:
-            return DeviceBench(Asked(TimedCase(**{**vars(case), "dims": dims})), here, self.workers).wrong(tiling)
+            return DeviceBench(Asked(TimedCase(**{**vars(case), "dims": dims})), here, self.pool).wrong(tiling)
         except SpecError as e:  # what it is for the chip, it is not here: a tiling that the smaller call cannot have
             return f"cannot be rehearsed: {e}"
 
@@ -167,8 +159,8 @@ def _least(extent: Any, tile: int | None) -> Any:
 class DeviceBench:
     """A call on a device that is here, with its values, and its oracle computed once."""
 
-    def __init__(self, asked: Asked, place: Place, workers: Workers) -> None:
-        self.asked, self.place, self.workers = asked, place, workers
+    def __init__(self, asked: Asked, place: Place, pool: Pool) -> None:
+        self.asked, self.place, self.pool = asked, place, pool
         self.inputs = _inputs(asked, place)
         self.judge = Judge(self.inputs)
         self.judge.expect(place.target, place.interpret)
@@ -191,9 +183,9 @@ class DeviceBench:
         family, hardware = self.place.family, self.place.hardware
         if not tilings or self.place.interpret or family.compiler is None or hardware is None:
             return {}
-        if not getattr(family.load_compiler(), "LAUNCHES_FIND_IT", False):
+        if not _launches_find_it(self.place):
             return {}
-        return surveyed(self.asked, self.place, self.workers, tilings)
+        return surveyed(self.asked, self.place, self.pool, tilings)
 
     def wrong(self, tiling: Tiling) -> str | None:
         """Why a tiling does not count: it raises, or leaves the bounds. Outputs are poisoned before."""
@@ -211,7 +203,7 @@ class DeviceBench:
         return None if verdict.right else f"wrong: {verdict.why}{f' ({errors})' if errors else ''}"
 
     def scores(self, tilings: Sequence[Tiling], effort: Effort) -> dict[Key, float]:
-        runs = {str(i): (lambda t=t: self._run(t)) for i, t in enumerate(tilings)}  # type: ignore[misc]
+        runs = {str(i): partial(self._run, t) for i, t in enumerate(tilings)}
         times = device_times(runs, self.place.framework, self.place.device, ROUNDS[effort])
         return {frozen(t): times[str(i)].median_us for i, t in enumerate(tilings)}
 
@@ -247,7 +239,9 @@ def _op(spec: Any, backend: Any, variant: str | None, tiling: Key) -> Any:
 def _sticky(error: Exception) -> bool:
     """Whether a device will answer every later call with the same error: memory was read where there is none."""
     text = str(error).lower()
-    return any(word in text for word in ("illegal memory", "misaligned address", "device-side assert", "launch failure"))
+    return any(
+        word in text for word in ("illegal memory", "misaligned address", "device-side assert", "launch failure")
+    )
 
 
 def _inputs(asked: Asked, place: Place) -> Inputs:

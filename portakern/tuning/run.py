@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from portakern.compiling.pool import Pool
 from portakern.core import tilings
 from portakern.core.observe import say
 from portakern.errors import SpecError, UnsupportedError
@@ -30,9 +31,7 @@ class Told:
     refused: Callable[[Group, str], None]
 
 
-def groups_of(
-    asked: Sequence[Asked], target: str | None, backend: str | None, variant: str | None
-) -> list[Group]:
+def groups_of(asked: Sequence[Asked], target: str | None, backend: str | None, variant: str | None) -> list[Group]:
     """The keys to tune, of every variant of every op."""
     found: list[Group] = []
     known: dict[str, list[Place]] = {}
@@ -49,11 +48,19 @@ def groups_of(
 
 
 def tune(
-    groups: Sequence[Group], plan: Plan, told: Told, *, ship: bool = False, write: bool = True, fresh: bool = False
+    groups: Sequence[Group],
+    plan: Plan,
+    pool: Pool,
+    told: Told,
+    *,
+    ship: bool = False,
+    write: bool = True,
+    fresh: bool = False,
 ) -> tuple[list[Finding], int]:
     """Tune key after key, each with its share of the time that is left.
 
     Args:
+      pool: processes that compile.
       ship: rows go into the tables of the checkout instead of the user's cache; write: they go anywhere.
       fresh: what an earlier run found is forgotten.
 
@@ -71,7 +78,7 @@ def tune(
             share = replace(plan, deadline=time.monotonic() + 2 * left / (len(groups) - i))
             share = replace(share, deadline=min(share.deadline, plan.deadline))
             try:
-                finding = tune_group(group, share, journal, told.progress)
+                finding = tune_group(group, share, pool, journal, told.progress)
             except UnsupportedError as e:
                 told.refused(group, str(e))
                 continue

@@ -78,7 +78,9 @@ def _locked(path: Path) -> Iterator[None]:
     try:
         import filelock
     except ImportError:
-        raise UnavailableError("filelock, which keeps two tuners apart, is not installed; run: pip install filelock") from None
+        raise UnavailableError(
+            "filelock, which keeps two tuners apart, is not installed; run: pip install filelock"
+        ) from None
     try:
         with filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_SECONDS):
             yield

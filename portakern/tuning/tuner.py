@@ -11,10 +11,11 @@ import datetime
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from portakern.compiling.forms import bound_form
+from portakern.compiling.pool import Pool
 from portakern.core import tilings
 from portakern.core.call import Call
 from portakern.core.tilings import Row
@@ -22,7 +23,7 @@ from portakern.errors import SpecError, UnsupportedError
 from portakern.tuning import store
 from portakern.tuning.asked import Asked
 from portakern.tuning.journal import Journal
-from portakern.tuning.judges import Bench, Workers, bench_of
+from portakern.tuning.judges import Bench, bench_of
 from portakern.tuning.place import Place
 from portakern.tuning.search import search
 from portakern.tuning.space import Space, Tiling, frozen, space_of
@@ -44,7 +45,7 @@ class Plan:
 
     Attributes:
       search: a kind of :mod:`portakern.tuning.search`. tries: most candidates of a key. batch: of one round.
-      seed: of what is drawn. workers: how compilers run. last: whether the best few are judged again, with more samples
+      seed: of what is drawn. last: whether the best few are judged again, with more samples
         or better estimates. rehearse: whether what was not run is run in an interpreter before it is kept.
       deadline: when to stop, by ``time.monotonic``; inf for never.
     """
@@ -53,7 +54,6 @@ class Plan:
     tries: int = 96
     batch: int = 16
     seed: int = 0
-    workers: Workers = field(default_factory=Workers)
     last: bool = True
     rehearse: bool = True
     deadline: float = math.inf
@@ -133,7 +133,7 @@ def _form_call(asked: Asked, place: Place) -> Call:
     return bound_form(asked.spec, asked.form, place.framework, place.target, place.interpret)
 
 
-def tune_group(group: Group, plan: Plan, journal: Journal, tell: Callable[[Progress], None]) -> Finding:
+def tune_group(group: Group, plan: Plan, pool: Pool, journal: Journal, tell: Callable[[Progress], None]) -> Finding:
     """Search the tilings of a key. What an earlier run found, or was killed by, is taken from the journal.
 
     Raises:
@@ -142,7 +142,7 @@ def tune_group(group: Group, plan: Plan, journal: Journal, tell: Callable[[Progr
     kept = journal.get("found", group.text)
     if kept is not None:
         return Finding(group, kept["rows"], kept["best"], {}, kept["tried"])
-    trial = _Trial(group, plan, journal)
+    trial = _Trial(group, plan, pool, journal)
     done = trial.search(tell)
     finding = trial.finish()
     if done:
@@ -153,10 +153,10 @@ def tune_group(group: Group, plan: Plan, journal: Journal, tell: Callable[[Progr
 class _Trial:
     """The search of one key."""
 
-    def __init__(self, group: Group, plan: Plan, journal: Journal) -> None:
+    def __init__(self, group: Group, plan: Plan, pool: Pool, journal: Journal) -> None:
         self.group, self.plan, self.journal = group, plan, journal
         place = group.place
-        self.benches: list[Bench] = [bench_of(a, place, plan.workers) for a in group.asked]
+        self.benches: list[Bench] = [bench_of(a, place, pool) for a in group.asked]
         calls = [b.call for b in self.benches]
         self.shipped = [dict(tilings.shipped(place.impl, c)) for c in calls]
         self.space: Space = space_of(group.asked[0].spec, place.impl, calls, self.shipped[0])

@@ -71,8 +71,7 @@ def over_vmem(call: Call, needed: int, names: str, limit: int | None = None) -> 
         return None
     chip = f"{call.target.arch} lets a kernel have" if call.target.arch in targets.HARDWARE else "a TPU kernel has"
     return (
-        f"this tiling needs about {needed / 2**20:.1f} MiB of VMEM and {chip} {limit >> 20} MiB: "
-        f"choose smaller {names}"
+        f"this tiling needs about {needed / 2**20:.1f} MiB of VMEM and {chip} {limit >> 20} MiB: choose smaller {names}"
     )
 
 

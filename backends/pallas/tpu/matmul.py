@@ -56,7 +56,7 @@ def default_tiling(call: Call) -> dict[str, int]:
     bandwidth = (hardware.bandwidth or 1.0) / clock
     limit = targets.least("tpu", "vmem") if unknown else vmem_limit(call)
 
-    def cost(tiles: tuple[int, int, int]) -> float:
+    def cost(tiles: tuple[int, ...]) -> float:
         bm, bn, bk = tiles[0], even_block(n, tiles[1], LANES), even_block(k, tiles[2], LANES)
         if resident_bytes(bm, bn, bk, size, size) > limit:
             return math.inf

@@ -139,9 +139,7 @@ def _traced(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Any:
     return jax.jit(program).trace(*forms)
 
 
-def _counted(
-    kernels: list[Kernel], walks: list[Walk], codes: list[Region | None], target: Target
-) -> list[Kernel]:
+def _counted(kernels: list[Kernel], walks: list[Walk], codes: list[Region | None], target: Target) -> list[Kernel]:
     """The kernels, with what a run issues and moves; of one that serves several launches, in all of them."""
     from portakern.backends.pallas.tpu.toolchain.static import cycles
 

@@ -167,9 +167,7 @@ def _value(v: Any, known: dict[Any, Any]) -> Any:
     return known.get(v)
 
 
-def _conditions(
-    jaxpr: Any, known: dict[Any, Any], places: list[np.ndarray], taken: np.ndarray
-) -> Iterator[Condition]:
+def _conditions(jaxpr: Any, known: dict[Any, Any], places: list[np.ndarray], taken: np.ndarray) -> Iterator[Condition]:
     """The branches of a kernel; ``taken``: which steps come by."""
     known = dict(known)
     for eqn in jaxpr.eqns:
