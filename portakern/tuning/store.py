@@ -19,6 +19,7 @@ from portakern.files import write_atomically
 __all__ = ["keep", "name_of", "text_of"]
 
 LOCK_SECONDS = 60.0
+WIDTH = 110
 
 
 def keep(path: Path, op: str, variant: str, rows: Sequence[Row]) -> None:
@@ -104,14 +105,26 @@ def text_of(table: Mapping[str, Any]) -> str:
 
 
 def _row_text(entry: Mapping[str, Any]) -> str:
-    if len(json.dumps(entry)) <= 110:
+    """A row on one line, or on as many as keep within the width; a line ends between members."""
+    if len(json.dumps(entry)) <= WIDTH:
         return json.dumps(entry)
-    parts = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in entry.items()]
     lines, line = [], "{"
-    for i, part in enumerate(parts):
-        piece = part + ("," if i + 1 < len(parts) else "}")
-        if len(line) > 1 and len(line) + len(piece) > 110:
+    for piece in _pieces(entry):
+        if len(line) > 1 and len(line) + len(piece) > WIDTH:
             lines.append(line.rstrip())
             line = " "
         line += piece + " "
     return "\n   ".join([*lines, line.rstrip()])
+
+
+def _pieces(entry: Mapping[str, Any]) -> Iterator[str]:
+    """The members of an object, those of objects within it apart, with what follows or surrounds each."""
+    for i, (name, value) in enumerate(entry.items()):
+        after = "," if i + 1 < len(entry) else "}"
+        if not isinstance(value, dict) or not value or len(json.dumps(value)) <= WIDTH // 2:
+            yield f"{json.dumps(name)}: {json.dumps(value)}{after}"
+            continue
+        first, *rest = _pieces(value)
+        yield f"{json.dumps(name)}: {{{first}" + ("" if rest else after)
+        for j, piece in enumerate(rest):
+            yield piece + (after if j + 1 == len(rest) else "")
