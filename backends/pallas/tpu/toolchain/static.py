@@ -249,7 +249,7 @@ def _body(walk: Walk, code: Region) -> Region:
     """The kernel's own code, of which the pipeline around it is made a straight part: it moves windows in regions of
     its own, which most steps come by, and guards the kernel with one that holds it all."""
     while _region_depth(code) > _depth(walk.body.inner):
-        guard = max((r for r in code.inner if r.inner), key=_whole)
+        guard = max(code.inner, key=lambda r: (bool(r.inner), _whole(r)))
         around = code.bundles + sum(_whole(r) for r in code.inner if r is not guard)
         code = Region(guard.bundles + around, guard.inner)
     return code
