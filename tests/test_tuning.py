@@ -429,7 +429,9 @@ def test_a_space_is_legal_and_ends_where_a_tile_covers_its_extent():
 
 
 def built(tiling, **kernel):
-    return Build("matmul", "forward", "bfloat16", "v5e", "pallas", tiling=tiling, ok=True, kernels=[Kernel("k", **kernel)])
+    return Build(
+        "matmul", "forward", "bfloat16", "v5e", "pallas", tiling=tiling, ok=True, kernels=[Kernel("k", **kernel)]
+    )
 
 
 def test_cycles_are_bounded_by_memory_and_by_the_peak_rate():
