@@ -22,45 +22,53 @@ DTYPE = "bfloat16"
 BARS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 
 
+Ops = Annotated[list[str] | None, typer.Argument(help="Ops to tune; all when neither op nor suite is named.")]
+Targets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--target", help="Architecture, such as sm_90 or v6e, here or not; may be repeated; the best here if not named."
+    ),
+]
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--shape", help="Dimensions and options of a call, the others as is typical: m=64,n=4096; may be repeated."
+    ),
+]
+Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help="May be repeated; bfloat16 when none is named.")]
+Suites = Annotated[list[str] | None, typer.Option("--suite", help="The calls of this suite; may be repeated.")]
+Families = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--loss",
+        help="Keep nothing: draw calls of this family, and say what the shipped choice loses; may be repeated.",
+    ),
+]
+Search = Annotated[str, typer.Option(help="auto, all, climb or optuna; auto takes all of a small space.")]
+Last = Annotated[bool, typer.Option(help="Judge the best few again: more samples, or the compiler's own estimates.")]
+Ship = Annotated[bool, typer.Option("--ship", help="Write the tables of the checkout, not the user's cache.")]
+
+
 @app.command()
 def tune(
     context: typer.Context,
-    ops: Annotated[
-        list[str] | None, typer.Argument(help="Ops to tune; all when neither op nor suite is named.")
-    ] = None,
-    target: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Architecture, such as sm_90 or v6e, here or not; may be repeated; the best here if not named."
-        ),
-    ] = None,
+    ops: Ops = None,
+    target: Targets = None,
     backend: Annotated[str | None, typer.Option(help="Only this backend.")] = None,
     variant: Annotated[str | None, typer.Option(help="Only this variant of a backend.")] = None,
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(help="Dimensions and options of a call, the others as is typical: m=64,n=4096; may be repeated."),
-    ] = None,
-    dtype: Annotated[list[str] | None, typer.Option(help="May be repeated; bfloat16 when none is named.")] = None,
-    suite: Annotated[list[str] | None, typer.Option(help="The calls of this suite; may be repeated.")] = None,
-    loss: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Keep nothing: draw calls of this family at random, and say what the shipped choice loses; may be repeated."
-        ),
-    ] = None,
+    shape: Shapes = None,
+    dtype: Dtypes = None,
+    suite: Suites = None,
+    loss: Families = None,
     draws: Annotated[int, typer.Option(min=1, help="With --loss: calls of each family.")] = 30,
     budget: Annotated[str | None, typer.Option(help="Time for all of it: 90s, 5m, 1h; no end when not given.")] = None,
     tries: Annotated[int, typer.Option(min=1, help="Candidates of a key, at most.")] = 96,
-    search: Annotated[str, typer.Option(help="auto, all, climb or optuna; auto takes all of a small space.")] = "auto",
+    search: Search = "auto",
     seed: Annotated[int, typer.Option(min=0, help="Of what is drawn.")] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="Compilers at a time.")] = 1,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that one compilation may take.")] = 120.0,
-    last: Annotated[
-        bool, typer.Option(help="Judge the best few again, with more samples or the compiler's own estimates.")
-    ] = True,
-    ship: Annotated[
-        bool, typer.Option("--ship", help="Write the tables of the checkout, not the user's cache.")
-    ] = False,
+    last: Last = True,
+    ship: Ship = False,
     fresh: Annotated[bool, typer.Option(help="Forget what an earlier run found.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results to this file.")] = None,
 ) -> None:
@@ -72,13 +80,7 @@ def tune(
     from portakern.tuning.run import tune as tune_groups
     from portakern.tuning.tuner import Plan
 
-    check_dtypes("tune", dtype)
-    if json_file:
-        check_writable("tune", json_file)
-    if loss and (ops or suite or shape or ship):
-        raise SpecError(
-            "tune: --loss draws its own calls and keeps nothing: leave out ops, --suite, --shape and --ship"
-        )
+    _check_asked(dtype, json_file, bool(loss), bool(ops or suite or shape or ship))
     start, seconds = time.perf_counter(), _seconds(budget)
     errors_only(context)
     asked = _drawn(loss, draws, seed, dtype) if loss else _asked(ops, suite, shape, dtype)
@@ -92,10 +94,17 @@ def tune(
     _show(found, refused, left, bool(loss), ship)
     if json_file and found:
         _write(json_file, found, start, seed, left)
-    if not found:
+    if not found or any(f.wrong for f in found):
         raise typer.Exit(1)
-    if any(f.wrong for f in found):
-        raise typer.Exit(1)
+
+
+def _check_asked(dtypes: list[str] | None, file: Path | None, loss: bool, named: bool) -> None:
+    """What is wrong with a tuning that was asked for, before the first candidate."""
+    check_dtypes("tune", dtypes)
+    if file:
+        check_writable("tune", file)
+    if loss and named:
+        raise SpecError("tune: --loss draws its own calls and keeps nothing: leave out ops, --suite, --shape, --ship")
 
 
 def _seconds(text: str | None) -> float:
@@ -116,7 +125,7 @@ def _drawn(families: Sequence[str], draws: int, seed: int, dtypes: list[str] | N
 def _asked(
     ops: list[str] | None, suites: list[str] | None, shapes: list[str] | None, dtypes: list[str] | None
 ) -> list[Any]:
-    """The calls of suites, those of the ops where ops are named too; else the ops' typical calls, or those in shapes."""
+    """The calls of suites, of the ops that are named too; else the ops' typical calls, or those in shapes."""
     from portakern.benchmarking.suites import cases_of, parse_shape
     from portakern.tuning.asked import Asked, of_op
 
@@ -188,7 +197,8 @@ def _show(found: Sequence[Any], refused: Sequence[tuple[Any, str]], left: int, l
         say(f"{r['call']} for {r['target']} by {r['backend']}, variant {r['variant']}", style="bold")
         best = " ".join(f"{n}={v}" for n, v in r["best_tiling"].items())
         say(
-            f"  shipped {r['default']:g}, best of {r['tried']} {r['best']:g} {r['unit']} ({100 * r['loss']:+.1f} %): {best}"
+            f"  shipped {r['default']:g}, best of {r['tried']} {r['best']:g} {r['unit']} "
+            f"({100 * r['loss']:+.1f} %): {best}"
         )
     if rows:
         say(f"metric: {'; '.join(dict.fromkeys(r['metric'] for r in rows))}")

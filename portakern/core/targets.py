@@ -53,7 +53,7 @@ class Hardware:
       scoped: memory -> bytes that the compiler grants a kernel which asks for no more.
       cores: SMs, CUs or TensorCores of the product; l2, capacity: bytes of last cache next to the cores, and of device
         memory.
-      bandwidth: bytes a second between chip and device memory. clock: cycles a second at which the peak rate is reached.
+      bandwidth: bytes a second between chip and device memory. clock: cycles a second, at which the peak rate is had.
       flops: dtype -> dense operations a second at the best rate there is (the matrix unit's where it takes the dtype).
       matrix: what the matrix unit's instructions are called; matrix_dtypes: operands it takes.
       sources: figure -> the document that states it. notes: what a reader of a figure must know, and why one is None.

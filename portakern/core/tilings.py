@@ -18,11 +18,11 @@ one with the nearest shape wins: the smallest number that is at least the call's
 the row leaves out has no end. With several numbers the key's order decides, the first one first; then the order of the
 rows.
 
-Four layers speak, each where those before it are silent: the user's ``tiling=``; the table in the user's cache folder,
-``tuned/<backend>/<target>.json``; the backend's own table; the implementation's function ``tiling``. A row may leave
-tiles to later layers. But where the shipped row is nearer than the user's, that is silent: what was
-tuned for n = 512 says nothing of n = 8192. What was found, an implementation may ``fit`` to the call's particulars. The user's tiles stay
-as they are.
+Four layers speak, each where those before it are silent: the user's ``tiling=``; the table in the user's cache
+folder, ``tuned/<backend>/<target>.json``; the backend's own table; the implementation's function ``tiling``. A row
+may leave tiles to later layers. But where the shipped row is nearer than the user's, that is silent: what was tuned
+for n = 512 says nothing of n = 8192. What was found, an implementation may ``fit`` to the call's particulars. The
+user's tiles stay as they are.
 """
 
 from __future__ import annotations

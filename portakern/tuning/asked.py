@@ -48,8 +48,8 @@ def _dims(spec: Spec[Any], dims: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_op(spec: Spec[Any], dtype: str, given: Mapping[str, Any]) -> Asked:
-    """The typical call of an op in a dtype, with some dimensions and options of the user's; of a gradient op that of its
-    forward's gradients."""
+    """The typical call of an op in a dtype, with some dimensions and options of the user's; of a gradient op the
+    gradients of its forward's."""
     forward = registry.forward_of(spec) if spec.is_vjp else None
     case = shaped(forward or spec, given)
     return Asked(replace(case, dtype=dtype, gradient=forward is not None))

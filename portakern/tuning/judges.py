@@ -69,8 +69,8 @@ def bench_of(asked: Asked, place: Place, pool: Pool) -> DeviceBench | StaticBenc
 
 
 def surveyed(asked: Asked, place: Place, pool: Pool, tilings: Sequence[Tiling], quick: bool = True) -> dict[Key, Build]:
-    """What the compiler says of each tiling, in processes of their own. Of a target that is not here, all that it has to
-    say; else what a launch finds then."""
+    """What the compiler says of each tiling, in processes of their own: of a target that is not here, all that it has
+    to say; else what a launch finds then."""
     assert place.hardware is not None
     survey = place.is_here or not _launches_find_it(place)
     parts = asked.spec, place.backend, place.family, place.hardware, asked.form

@@ -1,4 +1,4 @@
-"""Which tilings there are: the spec's tiles and the implementation's knobs, as far as they are legal for given calls."""
+"""Which tilings there are: the spec's tiles and the implementation's knobs, as far as they are legal for calls."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ def model_of(built: Build, hardware: Hardware, call: Call) -> Model:
 class Cycles:
     """The larger of cycles and of the time that memory takes, kernel by kernel.
 
-    Compilers' estimates assume more memory bandwidth than chips have: the bytes that the kernel's windows move, over the
-    bandwidth of the chip's data sheet, bound them from below, and so do the operations over the peak rate.
+    Compilers' estimates assume more memory bandwidth than chips have: the bytes that the kernel's windows move, over
+    the bandwidth of the chip's data sheet, bound them from below, and so do the operations over the peak rate.
     """
 
     hardware: Hardware

@@ -1,9 +1,10 @@
 """How long a kernel takes a TPU, from its machine code and its grid, with nothing run.
 
 A kernel's program is one loop over the grid. Each ``pl.when`` is a region of the loop's code that a branch skips, and
-which steps skip it follows from the step's indices alone. So the cycles of a whole run are the sum over the regions of
-their VLIW bundles times the steps that come by them, and what a step waits besides (:data:`STEP`). In the same way the bytes between device memory and the chip follow from the
-index maps: a window is moved when its index differs from the step before.
+which steps skip it follows from the step's indices alone. So the cycles of a whole run are the sum over the regions
+of their VLIW bundles times the steps that come by them, and what a step waits besides (:data:`STEP`). In the same way
+the bytes between device memory and the chip follow from the index maps: a window is moved when its index differs from
+the step before.
 
 Which region belongs to which ``pl.when`` is told by their order. What the compiler knows to be always or never taken
 has no region, and small ones become predicated instructions without a branch: where regions are fewer, those are left
@@ -55,8 +56,8 @@ class Walk(NamedTuple):
     """A kernel of a program, as its grid walks it.
 
     Attributes:
-      name: the kernel's; steps: of its grid; body: all of it, with its branches in order; moved: bytes of its windows; first:
-        those of one window of each.
+      name: the kernel's; steps: of its grid; body: all of it, with its branches in order.
+      moved: bytes of its windows; first: those of one window of each.
       program: the kernel's text without the numbers that differ between calls of other extents.
     """
 
