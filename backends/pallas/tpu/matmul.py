@@ -62,10 +62,11 @@ def default_tiling(call: Call) -> dict[str, int]:
             return math.inf
         columns, depth = pl.cdiv(n, bn), pl.cdiv(k, bk)
         products = ROWS * 2 * bn * columns * bk * depth / rate
-        waits = STEP * ROWS / bm * columns * depth
+        waits = (STEP + ADD * bm * bn) * ROWS / bm * columns * depth
         first_and_last = size * (bm * bk + bk * bn + bm * bn)  # nothing else goes on meanwhile
         moved = size * (ROWS * bk * depth * columns + bk * depth * bn * columns * ROWS / bm + ROWS * n)
-        return max(products + waits, moved / bandwidth) + first_and_last / bandwidth
+        longer, shorter = max(products + waits, moved / bandwidth), min(products + waits, moved / bandwidth)
+        return longer + SHARE * shorter + first_and_last / bandwidth
 
     best = min(itertools.product(SIZES, repeat=3), key=cost)
     return dict(zip(("block_m", "block_n", "block_k"), best, strict=True))
@@ -76,6 +77,8 @@ ROWS = 4096
 SLOWEST = "v5e"
 FLOAT32_PASSES = 6  # products of bfloat16 parts that make one of float32
 STEP = 400  # cycles that a step waits, by libtpu's estimates less its code
+ADD = 1.5 / 1024  # cycles an element of adding a step's products, as far as they do not hide behind the products
+SHARE = 0.2  # of what hides behind what takes longer: with other than ROWS rows it may be that which takes longer
 
 
 def blocks(call: Call, tiling: Mapping[str, int], m: int) -> tuple[int, int, int]:
