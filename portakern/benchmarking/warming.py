@@ -3,12 +3,11 @@ in the compilers' caches on disk."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from contextlib import suppress
 
+from portakern.benchmarking.processes import pool
 from portakern.benchmarking.run import Plan, visit
 from portakern.benchmarking.suites import TimedCase
 from portakern.core import registry
@@ -38,21 +37,13 @@ def warm(plan: Plan, jobs: int, seconds: float, done: Callable[[], None]) -> int
     others = [b.name for b in plan.against if registry.known(b)]
     if jobs < 1 or not registry.known(plan.subject):
         return 0
-    spawn = multiprocessing.get_context("spawn")  # CUDA and JAX do not survive a fork
-    before, visited = set(multiprocessing.active_children()), 0
-    pool = ProcessPoolExecutor(jobs, mp_context=spawn, initializer=os.environ.update, initargs=(ALONE,))
-    try:
-        waiting = [pool.submit(_visit, plan.subject.name, others, plan.device, case) for case in plan.cases]
+    visited = 0
+    with pool(jobs, ALONE) as processes:
+        waiting = [processes.submit(_visit, plan.subject.name, others, plan.device, case) for case in plan.cases]
         with suppress(TimeoutError):
             for future in as_completed(waiting, timeout=seconds):
                 visited += future.exception() is None
                 done()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in multiprocessing.active_children():
-            if process not in before:
-                process.kill()
-                process.join()  # so that it holds no memory of the device any more
     return visited
 
 

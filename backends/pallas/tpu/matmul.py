@@ -58,7 +58,7 @@ def default_tiling(call: Call) -> dict[str, int]:
 
     def cost(tiles: tuple[int, ...]) -> float:
         bm, bn, bk = tiles[0], even_block(n, tiles[1], LANES), even_block(k, tiles[2], LANES)
-        if resident_bytes(bm, bn, bk, size, size) > limit:
+        if resident_bytes(bm, bn, bk, size, size) > limit or bm * bn * bk > MOST:
             return math.inf
         columns, depth = pl.cdiv(n, bn), pl.cdiv(k, bk)
         products = ROWS * 2 * bn * columns * bk * depth / rate
@@ -74,6 +74,7 @@ def default_tiling(call: Call) -> dict[str, int]:
 
 SIZES = (256, 512, 1024, 2048)
 ROWS = 4096
+MOST = 2**31  # multiplications of a step: its code is as long as they are many, and takes seconds to compile
 SLOWEST = "v5e"
 FLOAT32_PASSES = 6  # products of bfloat16 parts that make one of float32
 STEP = 400  # cycles that a step waits, by libtpu's estimates less its code
