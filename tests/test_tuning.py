@@ -475,6 +475,22 @@ def test_calls_of_one_key_are_judged_together():
     assert [len(f.rows) for f in found] == [2, 1] and len({f.rows[0]["call"] for f in found}) == 2
 
 
+def test_each_call_is_held_against_its_own_best(own_cache):
+    """What is best for most calls of a key is not best for all, and the loss of each says so."""
+
+    def picky(call, tiling):
+        y = softmax(call, {"rows_at_once": 32})
+        many = call.dims["shape"][0] > 5
+        time.sleep(0.004 if many == (tiling["rows_at_once"] == 32) else 0.0)
+        return y
+
+    registered(picky, rows_at_once=Tile(32, 64))
+    found, _, _ = tuned(asked=asked(shape=(4, 40)) + asked(shape=(9, 40)))
+    few, many = found[0].rows
+    assert few["best_tiling"] == {"rows_at_once": 32} and few["loss"] == 0
+    assert many["best_tiling"] == {"rows_at_once": 64} and many["loss"] > 0.3
+
+
 def test_what_the_time_does_not_reach_is_counted():
     registered()
     found, left, _ = tuned(Plan(deadline=time.monotonic() - 1))

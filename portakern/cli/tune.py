@@ -85,7 +85,7 @@ def tune(
     errors_only(context)
     asked = _drawn(loss, draws, seed, dtype) if loss else _asked(ops, suite, shape, dtype)
     groups = [g for t in (target or [None]) for g in groups_of(asked, t, backend, variant)]  # type: ignore[list-item]
-    plan = Plan(search, tries, seed=seed, last=last, rehearse=not loss,
+    plan = Plan(search, tries, max(16, jobs), seed=seed, last=last, rehearse=not loss,
                 deadline=time.monotonic() + seconds)  # fmt: skip
     refused: list[tuple[Any, str]] = []
     with Pool(jobs, timeout) as pool, Progress(*BARS, console=err, transient=True) as bar:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -161,6 +162,7 @@ class _Trial:
         self.shipped = [dict(tilings.shipped(place.impl, c)) for c in calls]
         self.space: Space = space_of(group.asked[0].spec, place.impl, calls, self.shipped[0])
         self.ratios: dict[Key, float] = {}
+        self.each: dict[Key, list[float]] = {}
         self.refused: dict[Key, str] = {}
         self.final: list[dict[Key, float]] = []
 
@@ -208,21 +210,27 @@ class _Trial:
         for tiling in here if place.is_here else ():
             self.journal.begin(self._name(tiling))
         try:
-            logs = dict.fromkeys(map(frozen, left), 0.0)
+            each: dict[Key, list[float]] = {frozen(t): [] for t in left}
             for bench, shipped in zip(self.benches, self.shipped, strict=True):
                 refused = bench.refused(left)
                 self.refused |= refused
                 left = [t for t in left if frozen(t) not in refused]
                 scores = bench.scores([shipped, *left], 0) if left else {}
                 for tiling in left:
-                    logs[frozen(tiling)] += math.log(scores[frozen(tiling)] / scores[frozen(shipped)])
+                    each[frozen(tiling)].append(scores[frozen(tiling)] / scores[frozen(shipped)])
         finally:
             for tiling in here if place.is_here else ():
                 self.journal.end(self._name(tiling))
-        self.ratios |= {frozen(t): math.exp(logs[frozen(t)] / len(self.benches)) for t in left}
+        for tiling in left:
+            self._take(frozen(tiling), each[frozen(tiling)])
         for tiling in here:
-            found = {"ratio": self.ratios.get(frozen(tiling)), "refused": self.refused.get(frozen(tiling))}
+            found = {"ratios": self.each.get(frozen(tiling)), "refused": self.refused.get(frozen(tiling))}
             self.journal.note("judged", self._name(tiling), found)
+
+    def _take(self, key: Key, each: Sequence[float]) -> None:
+        """Take in what a candidate is worth on each call, over what is shipped."""
+        self.each[key] = [*each]
+        self.ratios[key] = statistics.geometric_mean(each)
 
     def _recalled(self, tiling: Tiling) -> bool:
         """Whether the journal says what a candidate is worth, which is then taken in."""
@@ -230,7 +238,7 @@ class _Trial:
         if known is not None and known["refused"] is not None:
             self.refused[key] = known["refused"]
         elif known is not None:
-            self.ratios[key] = known["ratio"]
+            self._take(key, known["ratios"])
         elif self.journal.fatal(self._name(tiling)):
             self.refused[key] = "it was being tried when an earlier run ended"
         return key in self.ratios or key in self.refused
@@ -239,23 +247,30 @@ class _Trial:
         return f"{self.group.text}\n{frozen(tiling)}"
 
     def finish(self) -> Finding:
-        """Judge the best few again, beside what is shipped, and choose."""
-        best = sorted(self.ratios, key=lambda k: self.ratios[k])
-        last = [dict(k) for k in best if k not in map(frozen, self.shipped)][:LAST]
+        """Judge the best few again, beside what is shipped, and choose. Each call also has its own best few judged: no
+        row can serve it alone, but they say what it loses."""
+        last = self._best(self.ratios, LAST)
+        own = [
+            self._best({key: each[i] for key, each in self.each.items()}, LAST // 2) for i in range(len(self.benches))
+        ]
         for bench in self.benches:  # an earlier run may have judged them
-            self.refused |= bench.refused(last)
+            self.refused |= bench.refused([*last, *(t for mine in own for t in mine)])
         last = [t for t in last if frozen(t) not in self.refused]
-        effort = 1 if self.plan.last else 0
-        ratios = dict.fromkeys(map(frozen, last), 0.0)
-        for bench, shipped in zip(self.benches, self.shipped, strict=True):
-            scores = bench.scores([shipped, *last], effort)
+        ratios: dict[Key, list[float]] = {frozen(t): [] for t in last}
+        for bench, shipped, mine in zip(self.benches, self.shipped, own, strict=True):
+            among = {frozen(t): t for t in (shipped, *last, *mine) if frozen(t) not in self.refused}
+            scores = bench.scores([*among.values()], 1 if self.plan.last else 0)
             self.final.append(scores)
-            for tiling in last:
-                ratios[frozen(tiling)] += math.log(scores[frozen(tiling)] / scores[frozen(shipped)])
-        mean = {k: math.exp(r / len(self.benches)) for k, r in ratios.items()}
-        keep = self._kept(mean)
+            for key, found in ratios.items():
+                found.append(scores[key] / scores[frozen(shipped)])
+        keep = self._kept({key: statistics.geometric_mean(found) for key, found in ratios.items()})
         rows = [self._row(i, keep) for i in range(len(self.benches))]
         return Finding(self.group, rows, keep, self.refused, len(self.ratios))
+
+    def _best(self, worth: Mapping[Key, float], count: int) -> list[dict[str, int]]:
+        """The best few candidates, none of which is what is shipped."""
+        among = [key for key in self.each if key not in map(frozen, self.shipped)]
+        return [dict(key) for key in sorted(among, key=lambda key: worth[key])[:count]]
 
     def _kept(self, mean: dict[Key, float]) -> dict[str, int] | None:
         """The best that gives right results; None where what is shipped is hardly worse."""
