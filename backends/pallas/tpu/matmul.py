@@ -52,17 +52,19 @@ def default_tiling(call: Call) -> dict[str, int]:
     unknown = call.target.arch not in targets.HARDWARE
     n, k, size = call.dims["n"], call.dims["k"], 4 if call.dtype in ("float32", "float64") else 2
     clock = hardware.clock or targets.HARDWARE[SLOWEST].clock or 1.0
-    rate = (hardware.flops["bfloat16"] or 1.0) / clock * (1 / FLOAT32_PASSES if size == 4 else 1)
+    passes = FLOAT32_PASSES if size == 4 else 1
+    rate = (hardware.flops["bfloat16"] or 1.0) / clock / passes
     bandwidth = (hardware.bandwidth or 1.0) / clock
     limit = targets.least("tpu", "vmem") if unknown else vmem_limit(call)
 
     def cost(tiles: tuple[int, ...]) -> float:
         bm, bn, bk = tiles[0], even_block(n, tiles[1], LANES), even_block(k, tiles[2], LANES)
-        if resident_bytes(bm, bn, bk, size, size) > limit or bm * bn * bk > MOST:
+        if resident_bytes(bm, bn, bk, size, size) > limit or bm * bn * bk * passes > MOST:
             return math.inf
         columns, depth = pl.cdiv(n, bn), pl.cdiv(k, bk)
         products = ROWS * 2 * bn * columns * bk * depth / rate
-        waits = (STEP + ADD * bm * bn) * ROWS / bm * columns * depth
+        added = ADD * bm * bn if depth > 1 else 0.0
+        waits = (STEP + added) * ROWS / bm * columns * depth
         first_and_last = size * (bm * bk + bk * bn + bm * bn)  # nothing else goes on meanwhile
         moved = size * (ROWS * bk * depth * columns + bk * depth * bn * columns * ROWS / bm + ROWS * n)
         longer, shorter = max(products + waits, moved / bandwidth), min(products + waits, moved / bandwidth)
@@ -74,11 +76,11 @@ def default_tiling(call: Call) -> dict[str, int]:
 
 SIZES = (256, 512, 1024, 2048)
 ROWS = 4096
-MOST = 2**31  # multiplications of a step: its code is as long as they are many, and takes seconds to compile
+MOST = 2**31  # multiplications of a step: its code is as long as they are many, and takes as long to compile
 SLOWEST = "v5e"
 FLOAT32_PASSES = 6  # products of bfloat16 parts that make one of float32
 STEP = 400  # cycles that a step waits, by libtpu's estimates less its code
-ADD = 1.5 / 1024  # cycles an element of adding a step's products, as far as they do not hide behind the products
+ADD = 2.5 / 1024  # cycles an element of adding a step's products to those before, where there are any
 SHARE = 0.2  # of what hides behind what takes longer: with other than ROWS rows it may be that which takes longer
 
 
