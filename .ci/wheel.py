@@ -32,7 +32,9 @@ def main(scratch: Path) -> int:
     (wheel,) = (scratch / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as z:
         inside = {
-            n for n in z.namelist() if n.startswith("portakern/") and n.endswith((".py", ".pyi", "py.typed", ".json"))
+            n
+            for n in z.namelist()
+            if n.startswith("portakern/") and n.endswith((".py", ".pyi", "py.typed", ".json", ".toml"))
         }
         z.extractall(scratch / "site")
         with_entry_points = [n for n in z.namelist() if n.endswith("entry_points.txt")]
@@ -41,7 +43,7 @@ def main(scratch: Path) -> int:
         for folder, _, names in os.walk(ROOT / "portakern", followlinks=True)
         for n in names
     )
-    on_disk = {path for path in walked if path.endswith((".py", ".pyi", "py.typed", ".json"))}
+    on_disk = {path for path in walked if path.endswith((".py", ".pyi", "py.typed", ".json", ".toml"))}
     print(f"the wheel holds {len(inside & on_disk)} of {len(on_disk)} files")
     if on_disk - inside or not with_entry_points:
         print(f"FAILED: missing from the wheel: {sorted(on_disk - inside)}")

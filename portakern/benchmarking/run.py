@@ -92,10 +92,11 @@ def run(
 
 
 def visit(plan: Plan, case: TimedCase) -> None:
-    """Run every contender of a case once, and time nothing: kernels are compiled, and their compilers' caches on disk
-    know them."""
+    """Run contenders of a case once, and time nothing: kernels are compiled, and their compilers' caches on disk know
+    them. Not those of other libraries than the subject's: a compiler that times what it compiles, as XLA does, would
+    choose by what other processes do meanwhile."""
     trial = _Trial(plan, case, {}, None)
-    for contender in trial.among:
+    for contender in (c for c in trial.among if c.backend.framework == trial.framework.name):
         try:
             entry = ready(contender, trial.inputs)
             entry.instruments.wait(entry.run())

@@ -16,7 +16,8 @@ from portakern.files import cache_folder
 __all__ = ["ENVIRONMENT", "warm"]
 
 ENVIRONMENT = {
-    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # torch and JAX share a device
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # libraries share a device, and JAX keeps what it once had
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4",
     "JAX_COMPILATION_CACHE_DIR": str(cache_folder() / "jax"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -25,7 +26,6 @@ ENVIRONMENT = {
 
 ALONE = {
     **ENVIRONMENT,
-    "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",  # memory goes back to the device, which many processes share
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "OMP_NUM_THREADS": "1",
 }

@@ -277,6 +277,6 @@ def _line(row: dict[str, Any]) -> str:
         f"{row['share']:.0%} of the roof" if row["share"] is not None else "",
         f"{row['ratio']:.2f} of the best peer's speed" if row.get("ratio") is not None else "",
         f"error {row['error']:.2f} of the bound" if row["error"] is not None else "",
-        f"clock: {row['clock']}" if row["clock"] not in ("events", "cupti") else "",
+        f"clock: {row['clock']}" if row["clock"] not in ("events", "queue") else "",
     ]
     return f"{name} {', '.join(p for p in parts if p)}"
