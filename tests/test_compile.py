@@ -352,7 +352,7 @@ def test_the_cache_follows_imports_within_the_package():
 
 @has_triton
 def test_the_command_line(monkeypatch):
-    monkeypatch.setattr(cli.out, "_width", 220)  # rich reads COLUMNS once, when the first test imports it
+    monkeypatch.setattr(cli.common.out, "_width", 220)  # rich reads COLUMNS once, when the first test imports it
     run = CliRunner().invoke
     command = ["compile", "softmax", "--target", "sm_80", "--target", "gfx1100", "--dtype", "bfloat16", "--jobs", "2"]
     result = run(cli.app, [*command, "--json"])
