@@ -21,12 +21,12 @@ ENVIRONMENT = {
     "JAX_COMPILATION_CACHE_DIR": str(cache_folder() / "jax"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # its own processes take seconds to begin, and minutes to end
 }
 """What a process that times is to have in its environment before it loads a library."""
 
 ALONE = {
     **ENVIRONMENT,
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "OMP_NUM_THREADS": "1",
 }
 
