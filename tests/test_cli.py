@@ -276,15 +276,15 @@ def test_tables_of_tilings_in_the_cache_may_hold_anything(tmp_path, monkeypatch,
 def test_machine_code_can_be_read_at_any_width(width, monkeypatch, capsys):
     from rich.console import Console
 
-    from portakern import cli
+    from portakern.cli import compile as compile_command
 
     kernel = Kernel(
         "d_k_d_v_kernel", 2, 128, 255, 720, {"shared": 99328}, 0.12, {"HGMMA.64x64x16.F32.BF16": 72}, 70758, None
     )
     failed = Build("softmax", "forward", "float32", "v5e", "pallas", reason="libtpu is not installed")
     built = [Build("attention_vjp", "backward", "bfloat16", "sm_90", "triton", ok=True, kernels=[kernel]), failed]
-    monkeypatch.setattr(cli, "out", Console(width=width))
-    cli._show_builds(built)
+    monkeypatch.setattr(compile_command, "out", Console(width=width))
+    compile_command._show_builds(built)
     said = capsys.readouterr().out
     lines = said.splitlines()
     for word in ("d_k_d_v_kernel", "HGMMA.64x64x16.F32.BF16", "255", "720", "97.0", "12%", "attention_vjp", "sm_90"):

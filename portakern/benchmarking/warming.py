@@ -1,0 +1,61 @@
+"""Compiling ahead: every case visited once, by many processes at a time, so that the run that times finds compiled code
+in the compilers' caches on disk."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
+
+from portakern.benchmarking.run import Plan, visit
+from portakern.benchmarking.suites import TimedCase
+from portakern.core import registry
+from portakern.files import cache_folder
+
+__all__ = ["ENVIRONMENT", "warm"]
+
+ENVIRONMENT = {
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # torch and JAX share a device
+    "JAX_COMPILATION_CACHE_DIR": str(cache_folder() / "jax"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+"""What a process that times is to have in its environment before it loads a library."""
+
+ALONE = {
+    **ENVIRONMENT,
+    "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",  # memory goes back to the device, which many processes share
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def warm(plan: Plan, jobs: int, seconds: float, done: Callable[[], None]) -> int:
+    """Visit the plan's cases with ``jobs`` processes for at most ``seconds``; how many were visited. ``done`` is called
+    after each. What is not reached is compiled when it is timed."""
+    others = [b.name for b in plan.against if registry.known(b)]
+    if jobs < 1 or not registry.known(plan.subject):
+        return 0
+    spawn = multiprocessing.get_context("spawn")  # CUDA and JAX do not survive a fork
+    before, visited = set(multiprocessing.active_children()), 0
+    pool = ProcessPoolExecutor(jobs, mp_context=spawn, initializer=os.environ.update, initargs=(ALONE,))
+    try:
+        waiting = [pool.submit(_visit, plan.subject.name, others, plan.device, case) for case in plan.cases]
+        with suppress(TimeoutError):
+            for future in as_completed(waiting, timeout=seconds):
+                visited += future.exception() is None
+                done()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in multiprocessing.active_children():
+            if process not in before:
+                process.kill()
+                process.join()  # so that it holds no memory of the device any more
+    return visited
+
+
+def _visit(subject: str, against: list[str], device: str | None, case: TimedCase) -> None:
+    plan = Plan([case], registry.backend(subject), [registry.backend(n) for n in against], device)
+    visit(plan, case)

@@ -1,0 +1,3 @@
+from portakern.cli import main
+
+main()
