@@ -40,8 +40,8 @@ import zipfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-WORK = Path.cwd() / time.strftime("portakern-%Y-%m-%d-%H%M%S")  # a run's own: no result of another is taken for its
-WORK.mkdir()
+# a folder of this run's own: no result of another is taken for its
+WORK = Path(tempfile.mkdtemp(prefix=time.strftime("portakern-%Y-%m-%d-"), dir=Path.cwd()))
 # A notebook's plotting backend is a module of its own packages, and its colours are for terminals.
 ENVIRONMENT = {**os.environ, "PYTHONUTF8": "1", "PYTHONUNBUFFERED": "1", "COLUMNS": "120", "MPLBACKEND": "agg"}
 for name in ("FORCE_COLOR", "CLICOLOR_FORCE"):
@@ -166,7 +166,6 @@ def install():
             "from, $upload"
         )
     python = str(VENV / "bin" / "python")
-    ENVIRONMENT.pop("TPU_LIBRARY_PATH", None)  # it would bring the runtime's libtpu under the new JAX
     for command in (
         # no pip of its own: Debian's Python cannot make one
         [sys.executable, "-m", "venv", "--clear", "--without-pip", *"$venv_options", str(VENV)],
@@ -199,6 +198,7 @@ if lacks(sys.executable):
     PYTHON = str(VENV / "bin" / "python")
     if not Path(PYTHON).exists() or lacks(PYTHON):
         PYTHON = install()
+    ENVIRONMENT.pop("TPU_LIBRARY_PATH", None)  # it would bring the runtime's libtpu under the new JAX
 else:
     PYTHON = sys.executable
     print("This runtime has all that is needed: nothing to install.")
