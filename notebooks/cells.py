@@ -168,7 +168,8 @@ def install():
     python = str(VENV / "bin" / "python")
     for command in (
         # no pip of its own: Debian's Python cannot make one
-        [sys.executable, "-m", "venv", "--clear", "--without-pip", *"$venv_options", str(VENV)],
+        [sys.executable, "-m", "venv", "--clear", "--without-pip", str(VENV)],
+        *SEEN_TOO,
         [sys.executable, "-m", "pip", "--python", python, "install", "-q", requirement(source, "$extras"), *MORE],
     ):
         if run(*command) != 0:
@@ -179,6 +180,17 @@ def install():
 
 
 # %% cuda
+# The environment sees the runtime's packages behind its own: torch and triton are there, with the CUDA that they want.
+# (--system-site-packages would show the packages of the system's Python, which need not be this one's.)
+SEE_TOO = """
+import sys, sysconfig
+from pathlib import Path
+(Path(sysconfig.get_path("purelib")) / "runtime.pth").write_text("\\n".join(sys.argv[1:]) + "\\n")
+"""
+HERE_TOO = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+SEEN_TOO = [[str(VENV / "bin" / "python"), "-c", SEE_TOO, *HERE_TOO]]
+
+
 def jax_for_gpu():
     """JAX with the CUDA that this machine's driver runs: 13 from driver 580 on."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -190,7 +202,7 @@ def jax_for_gpu():
 MORE = [jax_for_gpu()]
 
 # %% tpu
-MORE = []
+SEEN_TOO, MORE = [], []
 
 # %%
 if lacks(sys.executable):
@@ -280,6 +292,8 @@ if run(PYTHON, "-c", FIRST) != 0:
 # %%
 conformance = f"conformance-$backend-{NAME}.json"
 check = ["--backend", "$backend", "--device", DEVICE, "--max-examples", str(EXAMPLES), "--json", conformance]
+if DEVICE == "cuda":
+    check += ["--jobs", str(min(os.cpu_count() or 1, 8))]  # compiling is most of it
 if run(*PORTAKERN, "check", *OPS, *check) != 0:
     FAILED.append("the check")
 

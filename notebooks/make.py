@@ -4,8 +4,8 @@
     python notebooks/make.py --check    # writes nothing; exit status 1 if a notebook is stale or was changed by hand
 
 cells.py is in the percent format: ``# %%`` begins a cell of code, ``# %% [markdown]`` one of text, and a platform
-behind it (``# %% cuda``) one that only the notebooks for that platform have. ``$name`` is a field of :class:`Place`; where it is no
-text, the quotes around it fall away.
+behind it (``# %% cuda``) one that only the notebooks for that platform have. ``$name`` is a field of :class:`Place`, and ``"$wanted"`` the
+object of that name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Place:
     Attributes:
       file: the notebook. title, kind, a_kind, peers, choose, needs, installs, upload, offline, download: words.
       platform, framework, library, backend: what is measured. interpreted_peer: who it is held against on a CPU.
-      extras: of portakern. wanted: package -> its oldest version. venv_options: of ``python -m venv``.
+      extras: of portakern. wanted: package -> its oldest version.
       metadata: of the notebook, as its host reads it.
     """
 
@@ -54,7 +54,6 @@ class Place:
     interpreted_peer: str
     extras: str
     wanted: dict[str, list[int]]
-    venv_options: list[str]
     metadata: dict[str, Any]
 
 
@@ -78,7 +77,6 @@ TPU = {
     "interpreted_peer": "jax",
     "extras": "tpu,cli,plots",
     "wanted": CHECKING | JAX,
-    "venv_options": [],
 }
 PLACES = (
     Place(
@@ -115,7 +113,6 @@ PLACES = (
         interpreted_peer="torch",
         extras="triton,pallas,cli,plots",
         wanted=CHECKING | JAX | {"torch": [2, 11], "triton": [3, 6]},
-        venv_options=["--system-site-packages"],
         metadata={"accelerator": "GPU", "colab": {"gpuType": "L4", "provenance": []}},
         **COLAB,
     ),
@@ -135,12 +132,10 @@ def cells(text: str, platform: str) -> Iterator[tuple[str, str]]:
 def notebook(place: Place, text: str, repository: str) -> dict[str, Any]:
     """The notebook of a place, in version 4.5 of the format, with no outputs."""
     values = {**asdict(place), "repository": repository}
-    objects = {name: values.pop(name) for name in ("wanted", "venv_options")}
+    wanted = repr(values.pop("wanted"))
     made = []
     for i, (kind, source) in enumerate(cells(text, place.platform)):
-        for name, value in objects.items():
-            source = source.replace(f'"${name}"', repr(value))
-        source = Template(source).substitute(values)
+        source = Template(source.replace('"$wanted"', wanted)).substitute(values)
         cell = {"cell_type": kind, "id": hashlib.sha256(f"{i} {place.file}".encode()).hexdigest()[:8], "metadata": {}}
         code = {"execution_count": None, "outputs": []} if kind == "code" else {}
         made.append({**cell, **code, "source": source.splitlines(keepends=True)})

@@ -105,7 +105,7 @@ def test_an_old_jax_is_named(session):
 
 def test_what_is_there_stays_and_a_virtual_environment_is_made_beside_it(session, monkeypatch, tmp_path):
     commands, status = [], [0]
-    names = session("tpu_colab.ipynb", "def lacks", "MORE = []")
+    names = session("tpu_colab.ipynb", "def lacks", "MORE = ")
     names["run"] = lambda *command: commands.append(command) or status[0]
     names["lacks"] = lambda python: []
     names["SOURCE"] = "https://host.example/owner/portakern"
@@ -147,7 +147,7 @@ def test_jax_comes_with_the_cuda_that_the_driver_runs(driver, wanted, session, m
     monkeypatch.setattr("shutil.which", lambda name: "/bin/true" if driver else None)
     answers = {"-L": "GPU 0: NVIDIA L4", "--query-gpu=driver_version": driver}
     monkeypatch.setattr(subprocess, "run", lambda command, **_: SimpleNamespace(stdout=answers[command[1]]))
-    names = session("gpu_colab.ipynb", "def jax_for_gpu")
+    names = session("gpu_colab.ipynb", "def lacks", "def jax_for_gpu")
     assert names["MORE"] == [f"jax[{wanted}]>=0.10" if wanted else "jax>=0.10"]
 
 
@@ -196,3 +196,20 @@ def test_a_command_that_is_interrupted_leaves_no_process(session, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         names["run"](sys.executable, "-c", "import time; time.sleep(60)")
     assert started[0].poll() is not None
+
+
+def test_the_environment_beside_a_gpu_runtime_sees_its_packages_behind_its_own(session, tmp_path):
+    names = session("gpu_colab.ipynb", "def lacks", VENV=tmp_path / "venv")
+    exec(cell("gpu_colab.ipynb", "def jax_for_gpu"), names)
+    python = str(tmp_path / "venv" / "bin" / "python")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    names["WANTED"].clear()
+    names["WANTED"].update({"numpy": [2], "no_such_package": [0]})
+    assert names["lacks"](python) == ["numpy >= 2", "no_such_package"]
+    for command in names["SEEN_TOO"]:
+        subprocess.run(command, check=True)
+    assert names["lacks"](python) == ["no_such_package"]
+    code = "import sys; print(*sys.path, sep='\\n')"
+    path = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    own = [i for i, p in enumerate(path) if p.startswith(str(tmp_path))]
+    assert own and max(own) < min(path.index(p) for p in names["HERE_TOO"] if p in path)
