@@ -4,7 +4,9 @@ has."""
 from __future__ import annotations
 
 import json
+import multiprocessing
 import shutil
+from concurrent.futures import wait
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +16,14 @@ from typer.testing import CliRunner
 import portakern as pk
 from portakern import results, sources
 from portakern.benchmarking import suites
-from portakern.benchmarking.inputs import make
+from portakern.benchmarking.foresight import Foresight, foreseeing
+from portakern.benchmarking.inputs import for_gradient, make
 from portakern.benchmarking.roof import ceiling, moved
 from portakern.benchmarking.run import DeviceLost, Plan, run
 from portakern.benchmarking.suites import TimedCase
 from portakern.benchmarking.timing import CallFailed, interleaved
+from portakern.benchmarking.verdicts import Judge
+from portakern.benchmarking.warming import warm
 from portakern.cli import app
 from portakern.compiling.forms import abstract_call
 from portakern.core import registry
@@ -174,6 +179,36 @@ def test_gradients_are_timed_on_what_a_right_forward_op_saved():
     assert "softmax, which saves for its gradients, is wrong: 240 of 240" in outcome.unserved[0][1]
 
 
+def test_what_other_processes_expect_is_what_this_one_would(tmp_path):
+    """A sum over rows cannot be compared in part: it is computed whole, and elsewhere."""
+    dims = {"batch": (700,), "n": 512}
+    sums = TimedCase("mine", "layernorm", "float32", dims, given=("weight", "bias"), gradient=True)
+    saves = TimedCase("mine", "softmax", "float32", {"shape": (6, 40)}, gradient=True)
+    library, target = frameworks()["numpy"], Target("cuda", "sm_90")
+    inputs = for_gradient(make(sums, library, "cpu"), {})
+    with foreseeing([sums, saves], target, 1) as foresight:
+        assert len(foresight._futures) == 1  # what softmax saves is known on the device alone
+        wait(foresight._futures.values())
+        ahead = foresight.judge(sums, inputs)
+        assert ahead.known and not foresight.judge(saves, inputs).known
+    for a, b in zip(ahead.expect(target, False), Judge(inputs).expect(target, False), strict=True):
+        assert a.name == b.name and np.array_equal(a.exact, b.exact) and np.array_equal(a.bound, b.bound)
+    assert {e.name: e.exact.shape for e in ahead.expect(target, False)}["d_weight"] == (512,)
+    assert Foresight(target, {}).judge(sums, inputs).known == {}
+
+
+def test_cases_are_visited_ahead_by_other_processes():
+    """They find everybody by name, and their end is the pool's."""
+    triton = registry.backend("triton")
+    if triton.unavailable():
+        pytest.skip(triton.unavailable())
+    seen, before = [], multiprocessing.active_children()
+    plan = Plan([CASE, TimedCase("mine", "softmax", "float32", {})], triton, [registry.backend("torch")], "cpu")
+    assert warm(plan, 1, 100.0, lambda: seen.append(1)) == 1 and len(seen) == 2  # the second is no call
+    assert multiprocessing.active_children() == before
+    assert warm(plan, 1, 0.0, lambda: None) == 0 and multiprocessing.active_children() == before
+
+
 def test_a_budget_says_what_it_left_out():
     cases = [CASE, TimedCase("mine", "softmax", "float16", {"shape": (3, 5)})]
     outcome = run(Plan(cases, backend("mine", numpy_softmax), [], "cpu", 2, seconds=0.0), lambda found, case: None)
@@ -313,12 +348,13 @@ def test_the_command_writes_rows_that_can_be_read(tmp_path):
     if triton.unavailable():
         pytest.skip(triton.unavailable())
     file = tmp_path / "new" / "rows.json"
-    found = bench("softmax", "rmsnorm_vjp", "--backend", "triton", "--against", "torch", "--against", "liger",
+    gradient = registry.find_spec("softmax").vjp
+    found = bench("softmax", gradient, "--backend", "triton", "--against", "torch", "--against", "liger",
                   "--device", "cpu", "--rounds", "2", "--dtype", "float32", "--json", file)  # fmt: skip
     assert found.exit_code == 0, found.output
     assert "clock: host" in found.output and "liger takes no part: " in found.output
     read = results.read(file)
-    assert read.benchmark == "bench" and {r["op"] for r in read.rows} == {"softmax", "rmsnorm_vjp"}
+    assert read.benchmark == "bench" and {r["op"] for r in read.rows} == {"softmax", gradient}
     assert {r["contender"] for r in read.rows} == {"triton", "torch"} and read.device == "host CPU"
     assert read.extra["rates"]["copy"] > 0 and "liger" in read.extra["absent"]
 
@@ -357,8 +393,8 @@ def test_a_wrong_subject_is_the_commands_failure():
     [
         (["--suite", "rwos"], "bench: --suite is 'rwos'; expected one of attention, decode,"),
         (["--shape", "m=4"], "bench: --shape is of an op; name it"),
-        (["matmul", "--shape", "m=4", "--suite", "rows"], "bench: --shape takes the place of suites"),
-        (["matmul", "--dtype", "fp8"], "bench: --dtype is 'fp8'; expected one of"),
+        (["softmax", "--shape", "shape=4", "--suite", "rows"], "bench: --shape takes the place of suites"),
+        (["softmax", "--dtype", "fp8"], "bench: --dtype is 'fp8'; expected one of"),
         (["conv"], "op 'conv' is unknown"),
         (["softmax", "--backend", "triton", "--device", "tpu"], "bench: backend 'triton' serves no tpu here"),
     ],

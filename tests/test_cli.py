@@ -16,15 +16,16 @@ import pytest
 from typer.testing import CliRunner
 
 import portakern as pk
-from portakern import inventory
+from portakern import inventory, sources
 from portakern.cli import app, main
 from portakern.compiling import cache
 from portakern.compiling import matrix as compiling
 from portakern.compiling.build import Build, Kernel
 from portakern.core import observe as watching
-from portakern.core import serve, tilings
+from portakern.core import registry, serve, tilings
 from portakern.core.backend import Backend
 from portakern.core.oracle import as_float64
+from portakern.core.targets import Target
 from portakern.files import write_atomically
 
 run = CliRunner().invoke
@@ -47,6 +48,9 @@ def test_check_passes_and_writes_json(tmp_path):
     assert "passed" in result.output
     report = json.loads(file.read_text())["rows"][0]
     assert report["op"] == "softmax" and report["passed"] and report["examples"] == 15 and report["seed"] == 3
+    oracle = registry.oracle_backend()
+    assert report["sources"] == sources.fingerprint("softmax", oracle, None, Target("cpu"))
+    assert (report["backend"], report["target"], report["commit"]) == ("reference", "cpu", sources.commit())
     assert [p.name for p in file.parent.iterdir()] == ["report.json"]
 
 

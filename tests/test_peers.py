@@ -35,7 +35,8 @@ def needs(peer):
 def test_peers_stand_apart():
     peers = registry.peers()
     assert {"torch", "torch_compile", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "liger", "jax", "jax_cudnn",
-            "pallas_flash", "pallas_mgpu", "flex_attention", "flash_cute", "quack", "tokamax"} <= set(peers)  # fmt: skip
+            "pallas_flash", "pallas_mgpu", "flex_attention", "flash_cute", "quack",
+            "tokamax"} <= set(peers)  # fmt: skip
     assert not set(peers) & set(pk.backends())
     assert all(b.peer and not b.auto for b in peers.values())
     for call in (pk.op("softmax").explain(X), pk.op("softmax", backend="triton").explain(X)):
@@ -261,7 +262,7 @@ def test_whatever_peer_takes_a_call_is_a_contender(gradient, expected):
     dims = {"batch": 1, "q_len": 6, "kv_len": 6, "kv_heads": 2, "group": 1, "d": 8, "dv": 8}
     case = TimedCase("mine", "attention", "float32", dims, gradient=gradient)
     asked = among.against_named(["torch", "sdpa_flash", "flex_attention", "jax", "jax_cudnn", "quack"])
-    trial = _Trial(Plan([case], registry.backend("triton"), asked, "cpu"), case, {})
+    trial = _Trial(Plan([case], registry.backend("triton"), asked, "cpu"), case, {}, None)
     entries = {}
     for c in trial.among:
         try:

@@ -9,6 +9,7 @@ from typing import Any
 
 from portakern.benchmarking import roof
 from portakern.benchmarking.contenders import Contender, Entry, Refused, contenders, here, ready
+from portakern.benchmarking.foresight import Foresight
 from portakern.benchmarking.inputs import Inputs, for_gradient, make
 from portakern.benchmarking.rows import FAILED, REFUSED, WRONG, Row, held_against, judged, said, settled, started, timed
 from portakern.benchmarking.suites import TimedCase
@@ -57,23 +58,30 @@ class Outcome:
     unserved: list[tuple[TimedCase, str]] = field(default_factory=list)
 
 
-def run(plan: Plan, done: Callable[[Outcome, TimedCase], None], start: float | None = None) -> Outcome:
+def run(
+    plan: Plan,
+    done: Callable[[Outcome, TimedCase], None],
+    start: float | None = None,
+    foresight: Foresight | None = None,
+) -> Outcome:
     """Carry a plan out. ``done`` is called after each case with all that is known by then.
 
-    ``start``: when the plan's seconds began, in ``time.perf_counter``'s time; None: now.
+    ``start``: when the plan's seconds began, in ``time.perf_counter``'s time; None: now. ``foresight``: what other
+    processes compute meanwhile.
 
     Raises:
       DeviceLost: the device is unusable; what was measured before was handed to ``done``.
     """
     start = time.perf_counter() if start is None else start
-    framework, device, _ = here(plan.subject, plan.device)
+    framework, device, target = here(plan.subject, plan.device)
+    foresight = foresight or Foresight(target, {})
     found, calls = Outcome(rates=roof.measure(framework.instruments(device), plan.rounds)), set[str]()
     for i, case in enumerate(plan.cases):
         if plan.seconds is not None and time.perf_counter() - start > plan.seconds:
             found.left_out = list(plan.cases[i:])
             break
         try:
-            trial = _Trial(plan, case, found.rates)
+            trial = _Trial(plan, case, found.rates, foresight)
             if trial.call not in calls:  # options of two forward calls may be none of their gradients'
                 found.rows += trial.rows()
             calls.add(trial.call)
@@ -86,7 +94,7 @@ def run(plan: Plan, done: Callable[[Outcome, TimedCase], None], start: float | N
 def visit(plan: Plan, case: TimedCase) -> None:
     """Run every contender of a case once, and time nothing: kernels are compiled, and their compilers' caches on disk
     know them."""
-    trial = _Trial(plan, case, {})
+    trial = _Trial(plan, case, {}, None)
     for contender in trial.among:
         try:
             entry = ready(contender, trial.inputs)
@@ -100,12 +108,12 @@ def visit(plan: Plan, case: TimedCase) -> None:
 class _Trial:
     """One case."""
 
-    def __init__(self, plan: Plan, case: TimedCase, rates: dict[str, float]) -> None:
+    def __init__(self, plan: Plan, case: TimedCase, rates: dict[str, float], foresight: Foresight | None) -> None:
         self.plan, self.case, self.rates = plan, case, rates
         self.framework, self.device, self.target = here(plan.subject, plan.device)
         forward = make(case, self.framework, self.device)
         self.inputs = self._gradient(forward) if case.gradient else forward
-        self.judge = Judge(self.inputs)
+        self.judge = foresight.judge(case, self.inputs) if foresight else Judge(self.inputs)
         self.call = said(case, self.inputs.call)
         self.among = contenders(self.inputs.spec, plan.subject, plan.against, self.target)
 

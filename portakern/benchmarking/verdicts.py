@@ -17,10 +17,10 @@ from portakern.spec.tolerance import compare
 from portakern.testing.parts import part_call, pieces, taken
 from portakern.testing.verdict import expected
 
-__all__ = ["Judge", "Verdict"]
+__all__ = ["Expected", "Judge", "Verdict"]
 
-WORK = 1e9
-"""Operations that the oracle may take for a piece of a large call: less than a second."""
+WORK = 2e8
+"""Operations that the oracle may take for a piece of a large call: a fraction of a second."""
 
 
 class Verdict(NamedTuple):
@@ -32,7 +32,7 @@ class Verdict(NamedTuple):
     why: str
 
 
-class _Expected(NamedTuple):
+class Expected(NamedTuple):
     """A piece of an output: where it lies, what it is exactly, and how far off it may be."""
 
     name: str
@@ -47,11 +47,7 @@ class Judge:
 
     inputs: Inputs
     seed: int = 0
-    _known: dict[tuple[Target, bool], list[_Expected]] = field(default_factory=dict)
-
-    def expect(self, target: Target, interpret: bool) -> None:
-        """Compute what is expected, ahead of the first result."""
-        self._expected(target, interpret)
+    known: dict[tuple[Target, bool], list[Expected]] = field(default_factory=dict)
 
     def verdict(self, framework: Framework, outputs: Sequence[Any], target: Target, interpret: bool) -> Verdict:
         """The verdict on the wanted outputs, arrays of ``framework``."""
@@ -71,9 +67,9 @@ class Judge:
             if DTYPES[dtype].floating and instruments.has_nan(out):
                 return Verdict(False, {name: math.inf}, f"{name} holds NaN, and no input does")
             values[name] = host.astype(numpy_dtype(dtype), copy=False)
-        return self._compared(values, self._expected(target, interpret))
+        return self._compared(values, self.expect(target, interpret))
 
-    def _compared(self, values: Mapping[str, np.ndarray], among: Sequence[_Expected]) -> Verdict:
+    def _compared(self, values: Mapping[str, np.ndarray], among: Sequence[Expected]) -> Verdict:
         call, errors, why = self.inputs.call, dict.fromkeys(values, 0.0), ""
         notation = {o.name: o.dims for o in call.spec.outputs}
         for piece in among:
@@ -86,20 +82,21 @@ class Judge:
                 why = why or f"{bad} of {found.bad.size} elements of {piece.name} that were compared are out of bounds"
         return Verdict(not why, errors, why)
 
-    def _expected(self, target: Target, interpret: bool) -> list[_Expected]:
-        known = self._known.get((target, interpret))
+    def expect(self, target: Target, interpret: bool) -> list[Expected]:
+        """The pieces of what is expected."""
+        known = self.known.get((target, interpret))
         if known is None:
-            known = self._known[target, interpret] = list(self._compute(target, interpret))
+            known = self.known[target, interpret] = list(self._compute(target, interpret))
         return known
 
-    def _compute(self, target: Target, interpret: bool) -> Iterator[_Expected]:
+    def _compute(self, target: Target, interpret: bool) -> Iterator[Expected]:
         inputs, place = self.inputs, {o.name: i for i, o in enumerate(self.inputs.spec.outputs)}
         for piece in pieces(inputs.call, np.random.default_rng(self.seed), WORK):
             part = part_call(inputs.call, inputs.buffers, piece.chosen, {**inputs.options, **piece.options})
             part.target, part.interpret, part.wants = target, interpret, piece.wants
             _, exact, bounds = expected(part)
             for name in piece.wants:
-                yield _Expected(name, piece.chosen, exact[place[name]], bounds[place[name]])
+                yield Expected(name, piece.chosen, exact[place[name]], bounds[place[name]])
 
 
 def _form(out: Any) -> str:

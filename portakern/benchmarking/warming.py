@@ -3,12 +3,11 @@ in the compilers' caches on disk."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from contextlib import suppress
 
+from portakern.benchmarking.processes import pool
 from portakern.benchmarking.run import Plan, visit
 from portakern.benchmarking.suites import TimedCase
 from portakern.core import registry
@@ -17,7 +16,8 @@ from portakern.files import cache_folder
 __all__ = ["ENVIRONMENT", "warm"]
 
 ENVIRONMENT = {
-    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # torch and JAX share a device
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # libraries share a device, and JAX keeps what it once had
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4",
     "JAX_COMPILATION_CACHE_DIR": str(cache_folder() / "jax"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -26,7 +26,6 @@ ENVIRONMENT = {
 
 ALONE = {
     **ENVIRONMENT,
-    "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",  # memory goes back to the device, which many processes share
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "OMP_NUM_THREADS": "1",
 }
@@ -34,25 +33,22 @@ ALONE = {
 
 def warm(plan: Plan, jobs: int, seconds: float, done: Callable[[], None]) -> int:
     """Visit the plan's cases with ``jobs`` processes for at most ``seconds``; how many were visited. ``done`` is called
-    after each. What is not reached is compiled when it is timed."""
-    others = [b.name for b in plan.against if registry.known(b)]
+    after each. What is not reached is compiled when it is timed.
+
+    Contenders of other libraries than the subject's are not visited: a compiler that times what it compiles, as XLA
+    does, would choose by what other processes do meanwhile.
+    """
+    framework = plan.subject.framework
+    others = [b.name for b in plan.against if registry.known(b) and b.framework == framework]
     if jobs < 1 or not registry.known(plan.subject):
         return 0
-    spawn = multiprocessing.get_context("spawn")  # CUDA and JAX do not survive a fork
-    before, visited = set(multiprocessing.active_children()), 0
-    pool = ProcessPoolExecutor(jobs, mp_context=spawn, initializer=os.environ.update, initargs=(ALONE,))
-    try:
-        waiting = [pool.submit(_visit, plan.subject.name, others, plan.device, case) for case in plan.cases]
+    visited = 0
+    with pool(jobs, ALONE) as processes:
+        waiting = [processes.submit(_visit, plan.subject.name, others, plan.device, case) for case in plan.cases]
         with suppress(TimeoutError):
             for future in as_completed(waiting, timeout=seconds):
                 visited += future.exception() is None
                 done()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in multiprocessing.active_children():
-            if process not in before:
-                process.kill()
-                process.join()  # so that it holds no memory of the device any more
     return visited
 
 

@@ -1,4 +1,5 @@
-"""The command line: ``portakern demo | ops | backends | show | check | bench | compile | report | doctor``, a module a command."""
+"""The command line, a module a command: ``portakern demo | ops | backends | show | check | bench | compile | report |
+doctor``."""
 
 from portakern.cli import bench, check, compile, demo, listing, report
 from portakern.cli.common import app, main

@@ -88,16 +88,20 @@ def _measure(plan: Plan, jobs: int | None, found: _Rows) -> None:
     """Compile ahead where kernels are compiled, then time."""
     from portakern.benchmarking import warming
     from portakern.benchmarking.contenders import here
+    from portakern.benchmarking.foresight import foreseeing
     from portakern.benchmarking.run import DeviceLost, run
 
     _, _, target = here(plan.subject, plan.device)
-    budget = plan.seconds or 0.0
+    cores = (max((os.cpu_count() or 2) - 1, 1) if jobs is None else jobs) if target.platform != "cpu" else 0
+    oracles = cores // 4
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err, transient=True) as bar:
-        ahead = (max((os.cpu_count() or 2) - 1, 1) if jobs is None else jobs) if target.platform != "cpu" else 0
-        if ahead:
+    with (
+        Progress(*columns, console=err, transient=True) as bar,
+        foreseeing(plan.cases, target, oracles) as foresight,
+    ):
+        if cores:
             compiling = bar.add_task("compiling ahead", total=len(plan.cases))
-            warming.warm(plan, ahead, COMPILING * budget, lambda: bar.advance(compiling))
+            warming.warm(plan, cores - oracles, COMPILING * (plan.seconds or 0.0), lambda: bar.advance(compiling))
         task = bar.add_task(f"timing {plan.subject.name}", total=len(plan.cases))
 
         def done(outcome: Outcome, case: TimedCase) -> None:
@@ -105,7 +109,7 @@ def _measure(plan: Plan, jobs: int | None, found: _Rows) -> None:
             bar.update(task, advance=1, description=f"{case.timed} {case.dtype}: {found.last()}"[:60])
 
         try:
-            found.take(plan.subject.name, run(plan, done, found.start))
+            found.take(plan.subject.name, run(plan, done, found.start, foresight))
         except DeviceLost as e:
             found.show()
             err.print(str(e), style="red", markup=False, highlight=False, soft_wrap=True)
@@ -273,6 +277,6 @@ def _line(row: dict[str, Any]) -> str:
         f"{row['share']:.0%} of the roof" if row["share"] is not None else "",
         f"{row['ratio']:.2f} of the best peer's speed" if row.get("ratio") is not None else "",
         f"error {row['error']:.2f} of the bound" if row["error"] is not None else "",
-        f"clock: {row['clock']}" if row["clock"] not in ("events", "cupti") else "",
+        f"clock: {row['clock']}" if row["clock"] not in ("events", "queue") else "",
     ]
     return f"{name} {', '.join(p for p in parts if p)}"

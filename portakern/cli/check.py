@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from portakern import inventory, results
+from portakern import inventory, results, sources
 from portakern.cli.common import app, check_dtypes, check_writable, err, errors_only, out, show_table
 from portakern.core import registry
 from portakern.errors import SpecError
@@ -61,6 +61,7 @@ def check(
         if len(chosen) != 1 or len(named) != 1:
             raise SpecError("check --case: name one op and one --backend")
         again = functools.partial(testing.replay, variant=variant, device=device, profile=profile, promises=promises)
+        subjects: list[tuple[str, str, str | None]] = [(chosen[0], named[0], variant)]
         reports = [again(chosen[0], case, backend=named[0])]
     else:
         subjects = _subjects(chosen, named, variant, device, every=not (ops and backend))
@@ -72,7 +73,8 @@ def check(
                                         max_examples=max_examples, seed=seed)  # fmt: skip
     _show_reports(reports)
     if json_file:
-        _write_reports(json_file, reports, round(time.perf_counter() - start, 1))
+        rows = [r.to_dict() | _measured(*s, device) for r, s in zip(reports, subjects, strict=True)]
+        _write_rows(json_file, rows, round(time.perf_counter() - start, 1))
     if not all(r.passed for r in reports):
         raise typer.Exit(1)
 
@@ -88,9 +90,19 @@ def _check_asked(ops: list[str], backends: list[str], dtypes: list[str] | None, 
         check_writable("check", json_file)
 
 
-def _write_reports(file: Path, reports: list[Any], seconds: float) -> None:
-    ran_on = results.HOST_CPU if all(" on cpu " in r.subject for r in reports) else None
-    rows, command = [r.to_dict() for r in reports], results.command_line("portakern", file)
+def _measured(op: str, backend: str, variant: str | None, device: str | None) -> dict[str, Any]:
+    """What a report is of: the sources that decide it, and the commit."""
+    from portakern.testing.subject import backend_subject
+
+    b = registry.backend(backend)
+    target = backend_subject(registry.find_spec(op), b, variant, device, None).target
+    found = {"backend": backend, "variant": variant, "target": str(target), "commit": sources.commit()}
+    return found | {"sources": sources.fingerprint(op, b, variant, target)}
+
+
+def _write_rows(file: Path, rows: list[dict[str, Any]], seconds: float) -> None:
+    ran_on = results.HOST_CPU if all(" on cpu " in r["subject"] for r in rows) else None
+    command = results.command_line("portakern", file)
     results.write(file, results.record("conformance", rows, command=command, device=ran_on, wall_seconds=seconds))
 
 
