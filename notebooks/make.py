@@ -4,8 +4,8 @@
     python notebooks/make.py --check    # writes nothing; exit status 1 if a notebook is stale or was changed by hand
 
 cells.py is in the percent format: ``# %%`` begins a cell of code, ``# %% [markdown]`` one of text, and a platform
-behind it (``# %% cuda``) one that only the notebooks for that platform have. ``$name`` is a field of :class:`Place`, and
-``"$wanted"`` the object of that name.
+behind it (``# %% cuda``) one that only the notebooks for that platform have. ``$name`` is a field of :class:`Place`,
+and ``"$wanted"`` the object of that name.
 """
 
 from __future__ import annotations
