@@ -1,6 +1,7 @@
 """The command line: readable tables, JSON, exit statuses."""
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -52,6 +53,29 @@ def test_check_passes_and_writes_json(tmp_path):
     assert report["sources"] == sources.fingerprint("softmax", oracle, None, Target("cpu"))
     assert (report["backend"], report["target"], report["commit"]) == ("reference", "cpu", sources.commit())
     assert [p.name for p in file.parent.iterdir()] == ["report.json"]
+
+
+def test_check_asks_for_what_it_is_told_to(tmp_path, monkeypatch):
+    """Of a kernel that counts its calls in the last bit, which breaks a promise and no bound; in one dtype."""
+    backend = pk.backends()["reference"]
+    seen, family = [], next(backend.having("softmax"))
+    impl = backend.implementation("softmax", family)
+
+    def counting(call, tiling):
+        seen.append(call.dtype)
+        (y,) = impl.fn(call, tiling)
+        if len(seen) % 2 and y.size:
+            y.flat[0] = np.nextafter(y.flat[0], np.float64(2))
+        return (y,)
+
+    monkeypatch.setitem(backend._found, (family.package, "softmax"), dataclasses.replace(impl, fn=counting))
+    file = tmp_path / "report.json"
+    asked = ["check", "softmax", "--backend", "reference", "--max-examples", "6", "--dtype", "float64"]
+    told = run(app, [*asked, "--json", str(file)])
+    assert told.exit_code == 1 and "promises" in told.output and {*seen} == {"float64"}
+    assert run(app, [*asked, "--no-promises", "--json", str(file)]).exit_code == 0
+    report = json.loads(file.read_text())["rows"][0]
+    assert report["passed"] and "promises" not in report["asked"]
 
 
 def test_a_command_leaves_the_level_of_the_log_as_it_was():

@@ -179,6 +179,47 @@ def test_the_cache_is_overwritten_where_the_arrays_are(monkeypatch):
     jax_timing._fill.cache_clear()
 
 
+class Profiler:
+    """Stands for JAX's binding of CUPTI."""
+
+    def __init__(self, kernels, taken=False):
+        self.kernels, self.taken, self.on, self.recorded = kernels, taken, False, []
+
+    def _cupti_init(self):
+        if self.taken:
+            raise RuntimeError("CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED")
+        self.on = True
+
+    def _cupti_get_timings(self, finalize):
+        assert self.on and not finalize
+        self.on = False
+        return self.kernels
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    jax = frameworks()["jax"].load()
+    monkeypatch.setattr(jax_timing, "FILLER", 2**10)
+    jax_timing._fill.cache_clear()
+    yield jax.local_devices(backend="cpu")[0]
+    jax_timing._fill.cache_clear()
+
+
+def test_cupti_sums_the_kernels_of_a_call(on_a_cpu):
+    profiler = Profiler([("a", 0.010), ("b", 0.002)])
+    watch = jax_timing.Cupti(lambda: profiler.recorded.append(profiler.on), on_a_cpu, profiler)
+    assert watch.sample().device_us == pytest.approx(12)
+    assert watch.clock == "cupti" and not profiler.on
+    assert profiler.recorded == [False, True]  # the host's time is that of a call that nobody records
+
+
+@pytest.mark.parametrize("profiler", [Profiler([]), Profiler([("a", 1.0)], taken=True)])
+def test_without_cupti_calls_are_queued_and_the_clock_says_so(profiler, on_a_cpu):
+    watch = jax_timing.Cupti(lambda: time.sleep(0.001), on_a_cpu, profiler)
+    assert watch.sample().device_us > 500
+    assert watch.clock.startswith("queue")
+
+
 @pytest.mark.parametrize("name", ["numpy", "torch", "jax"])
 def test_instruments_of_a_cpu(name):
     """What a benchmark asks of arrays, and a roof that can be timed."""

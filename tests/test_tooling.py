@@ -52,8 +52,14 @@ def test_the_extras_are_there_and_cpu_is_all_that_needs_no_accelerator() -> None
     assert extras["cpu"] == ["portakern[triton,pallas,cli]"]
 
 
-TOOLS = {"hypothesis", "typer", "rich", "matplotlib"}
-ROOMS_WITH_TOOLS = {"portakern.cli", "portakern.testing", "portakern.benchmarking", "portakern.reporting"}
+TOOLS = {"hypothesis", "typer", "rich", "matplotlib", "filelock", "optuna"}
+ROOMS_WITH_TOOLS = {
+    "portakern.cli",
+    "portakern.testing",
+    "portakern.benchmarking",
+    "portakern.tuning",
+    "portakern.reporting",
+}
 
 
 def test_ops_need_nothing_that_only_checking_and_printing_need() -> None:
