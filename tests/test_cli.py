@@ -302,8 +302,7 @@ def test_tables_of_tilings_in_the_cache_may_hold_anything(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_machine_code_can_be_read_at_any_width(width, monkeypatch, capsys):
-    from rich.console import Console
-
+    from portakern.cli import common
     from portakern.cli import compile as compile_command
 
     kernel = Kernel(
@@ -311,7 +310,7 @@ def test_machine_code_can_be_read_at_any_width(width, monkeypatch, capsys):
     )
     failed = Build("softmax", "forward", "float32", "v5e", "pallas", reason="libtpu is not installed")
     built = [Build("attention_vjp", "backward", "bfloat16", "sm_90", "triton", ok=True, kernels=[kernel]), failed]
-    monkeypatch.setattr(compile_command, "out", Console(width=width))
+    monkeypatch.setattr(common.out, "_width", width)
     compile_command._show_builds(built)
     said = capsys.readouterr().out
     lines = said.splitlines()
@@ -323,3 +322,33 @@ def test_machine_code_can_be_read_at_any_width(width, monkeypatch, capsys):
         assert lines[0] == "attention_vjp bfloat16 for sm_90: ok, 0.0 s"
         assert lines[1].startswith("  d_k_d_v_kernel x2: 255 registers; 720 spills; on chip shared 97.0 KiB;")
         assert "softmax float32 for v5e: libtpu is not installed" in lines
+
+
+def test_tables_keep_words_whole_at_80_columns_and_become_lines_where_they_cannot(monkeypatch, capsys):
+    from portakern.cli import common
+
+    columns = ["op", "on", "verdict", "cases", "refused", "worst", "s"]
+    rows = [["attention_vjp", "pallas on cpu (interpreted)", "passed", "100", "0", "d_q 0.02, d_bias 0.04", "101.2"]]
+    words = [word for cell in (*columns, *rows[0]) for word in cell.split()]
+    for width, table in ((200, True), (80, True), (60, False), (40, False)):
+        monkeypatch.setattr(common.out, "_width", width)
+        common.show_table("Conformance", columns, rows)
+        said = capsys.readouterr().out
+        assert ("┃" in said) == table
+        assert [w for w in words if w not in said] == []  # in one piece
+        assert max(map(len, said.splitlines())) <= width
+    common.show_table("Backends", ["next"], [["pip install 'portakern[cpu]'"]])
+    assert "portakern[cpu]" in capsys.readouterr().out  # no markup
+
+
+@pytest.mark.parametrize("command", [["ops"], ["backends"], ["doctor"], ["show", "attention_vjp"]])
+def test_lists_fit_80_columns_with_no_word_broken(command, monkeypatch):
+    from portakern.cli import common
+
+    monkeypatch.setattr(common.out, "_width", 80)
+    said = run(app, command).output
+    tables = [line for line in said.splitlines() if line[:1] in "┏┃┡│└"]
+    assert tables and max(map(len, tables)) <= 80
+    named = {"ops": pk.ops(), "backends": pk.backends(), "doctor": pk.backends()}
+    for word in named.get(command[0], ["q_segment_ids", "portakern.backends.triton.gpu.attention_vjp"]):
+        assert word in said

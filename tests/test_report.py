@@ -309,7 +309,7 @@ def test_without_matplotlib_nothing_is_half_done(tree, monkeypatch):
     before = content(tree)
     said = report(tree)
     assert (
-        str(said.exception) == "the plots of portakern report need matplotlib; run: pip install 'portakern[demo]'"
+        str(said.exception) == "the plots of portakern report need matplotlib; run: pip install 'portakern[plots]'"
         and content(tree) == before
     )
     assert report(tree, "--check").exit_code == 1  # checking draws nothing
