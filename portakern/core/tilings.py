@@ -178,6 +178,12 @@ def _look_up(impl: Implementation, call: Call, key: Key) -> Found:
         if row is not None:
             tiling |= row.tiling
             sources |= dict.fromkeys(row.tiling, f"{layer}: {row.name}")
+    if call.spec.tiling and not tiling:
+        tables = " or ".join(f"tuned/{name}.json" for name in _tables_for(call.target))
+        raise UnsupportedError(
+            f"{call!r} on {call.target}: backend {impl.backend.name!r} has no {', '.join(call.spec.tiling)} for "
+            f"{dict(key)}; add a row to {tables}, or give implements() a formula, tiling="
+        )
     return Found(tiling, sources)
 
 
