@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Float
 
 from portakern.spec import Tile, spec
-from portakern.spec.tolerance import KAPPA, magnitude, units
-from portakern.specs._gradients import doubled, each_alone, stored_bounds, stored_spreads
+from portakern.spec.tolerance import KAPPA, magnitude, store_spread, units
+from portakern.specs._gradients import doubled, each_alone, stored_bounds
 from portakern.specs.swiglu import Gate, vanishes
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Slope(NamedTuple):
         inner = 1 + gq
         d_inner = np.abs(gq) * (at.dq + u) + u * np.abs(inner) + tau * (np.abs(at.g) + 2)
         t = at.s * inner
-        return cls(t, at.s * (d_inner + np.abs(inner) * (at.ds + u)) + tau * (np.abs(inner) + 1), gq)
+        return cls(t, at.s * d_inner + np.abs(t) * (at.ds + u) + tau * (np.abs(inner) + 1), gq)
 
 
 @swiglu_vjp.tolerance
@@ -118,12 +118,15 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         a, b, t = magnitude(d_y), magnitude(up), np.abs(slope.t)
         e2 = (unit.u * at.g) ** 2 + (unit.ex / 4) ** 2 + k2 * at.g**2
         lost_up = unit.tau * ((np.abs(at.g) + 3) * a + np.abs(at.silu) + 1)
-        var_up = (a * at.silu) ** 2 * (at.q**2 * e2 + 6 * k2) + lost_up**2
+        own_up = a * np.abs(at.silu) * np.sqrt(at.q**2 * e2 + 6 * k2)
         inner = 1 + slope.gq
         together = e2 * (slope.gq * at.s - at.q * inner) ** 2
-        var_gate = (a * b * at.s) ** 2 * (together + k2 * (6 * slope.gq**2 + 8 * inner**2))
+        own_gate = a * b * at.s * np.sqrt(together + k2 * (6 * slope.gq**2 + 8 * inner**2))
         lost = unit.tau * ((np.abs(at.g) + 4) * a * b + a + b + (a + b) * t + 1)
-        return stored_spreads(call, ref, (var_gate + lost**2, var_up))
+    return tuple(
+        None if y is None else np.hypot(store_spread(y, call.dtype), np.hypot(own, flushed))
+        for y, own, flushed in zip(ref, (own_gate, own_up), (lost, lost_up), strict=True)
+    )
 
 
 @swiglu_vjp.edge(dims={"batch": (1, 300)})
