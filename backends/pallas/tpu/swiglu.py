@@ -89,7 +89,7 @@ def element_by_element(
         (pl.cdiv(rows, block_rows), pl.cdiv(n, block_n)),
         in_order=0,
         inputs={name: (call.arrays[name].reshape(rows, n), spec) for name in inputs},
-        outputs={name: (form, spec) for name in outputs},
+        outputs=dict.fromkeys(outputs, (form, spec)),
         cost=pl.CostEstimate(
             flops=flops * size,
             transcendentals=size,
