@@ -42,6 +42,8 @@ def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 provides(BACKEND, gradients=False)(compiled(torch_eager.softmax))
 provides(BACKEND, gradients=False)(compiled(torch_eager.softmax_vjp))
+provides(BACKEND)(compiled(torch_eager.logsumexp))
+provides(BACKEND)(compiled(torch_eager.swiglu))
 provides(BACKEND, refuses=torch_eager.one_dtype)(compiled(torch_eager.layernorm))
 provides(BACKEND, refuses=torch_eager.one_dtype)(compiled(torch_eager.rmsnorm))
 provides(BACKEND, refuses=torch_eager.as_precise)(compiled(torch_eager.matmul))
