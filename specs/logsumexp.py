@@ -76,7 +76,7 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 
         B = E (1 + U) + U |y| + eta,  E = [4u H + ex + (c_N + 2) u] + 4u (1 + log l) + u |y| + 2 tau
 
-    with d = m - x, l = sum exp(-d), H = sum exp(-d) d / l, c_N = chain(N) and :class:`portakern.tolerance.Units`.
+    with d = m - x, l = sum exp(-d), H = sum exp(-d) d / l, c_N = chain(N) and :class:`portakern.spec.tolerance.Units`.
 
     In the bracket the share by which l errs, which is what its logarithm is moved by: exp(-d) errs by 4u d + ex, as in
     softmax, and the sum takes the average and adds its chain. Then the logarithm itself, which hardware takes to a

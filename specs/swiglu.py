@@ -82,7 +82,7 @@ def vanishes(gate: np.ndarray, at: Gate) -> np.ndarray:
 
 @swiglu.tolerance
 def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The bound of y, with g = gate, s = 1 / (1 + exp(-g)), q = 1 - s and :class:`portakern.tolerance.Units`:
+    """The bound of y, with g = gate, s = 1 / (1 + exp(-g)), q = 1 - s and :class:`portakern.spec.tolerance.Units`:
 
         B = E (1 + U) + U |y| + eta
         E = |y| [q (4u |g| + ex) + 7u] + tau [(|g| + 3) |up| + |g s| + 1]

@@ -70,7 +70,7 @@ class Slope(NamedTuple):
 
 @swiglu_vjp.tolerance
 def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The bounds, with g, s, q as above, t = s (1 + g q) and :class:`portakern.tolerance.Units`:
+    """The bounds, with g, s, q as above, t = s (1 + g q) and :class:`portakern.spec.tolerance.Units`:
 
         B = E (1 + U) + U |ref| + eta
         E of d_up = |d_y| (E_silu + u |g s|) + tau (|d_y| + |g s| + 1)
