@@ -167,15 +167,19 @@ def ways(name: str) -> dict[str, Callable[[], Any]]:
     prepared = [values[n] for n in kernel.arg_names]
     stream = torch.cuda.current_stream().cuda_stream
     by_triton = kernel[(grid,)]
-    theirs, args_of_theirs, options_of_theirs = torch_call(name, arrays)
-    twin = getattr(twins, theirs.__name__)
-    return {
+    found: dict[str, Callable[[], Any]] = {
         "bare": lambda: run(grid, 1, 1, stream, function, metadata, None, None, None, *prepared),
         "launch": lambda: launching.launch(kernel, grid, Compiled, *args, **constexprs),
         "triton": lambda: by_triton(*args, **constexprs),
         "op": ours,
         "op, made each time": lambda: pk.op(name, backend="triton")(*arrays.values(), **call_of.options),
         "op, no backend named": lambda: pk.op(name)(*arrays.values(), **call_of.options),
+    }
+    if record(name).twin is None:  # PyTorch has no such function
+        return found
+    theirs, args_of_theirs, options_of_theirs = torch_call(name, arrays)
+    twin = getattr(twins, theirs.__name__)
+    return found | {
         "portakern.torch": lambda: twin(*args_of_theirs, **options_of_theirs),
         "torch": lambda: theirs(*args_of_theirs, **options_of_theirs),
     }
@@ -185,10 +189,7 @@ def training(name: str) -> dict[str, Callable[[], Any]]:
     """What to time for one op forward and backward, gradients of all its arrays."""
     call_of, op = record(name).launched, pk.op(name, backend="triton")
     arrays = {n: torch.randn(*s, device="cuda", dtype=torch.bfloat16) for n, s in call_of.shapes.items()}
-    theirs, given, options = torch_call(name, arrays)
-    twin = getattr(twins, theirs.__name__)
-    args = [a.detach().clone().requires_grad_() if isinstance(a, torch.Tensor) else a for a in given]
-    ours = [a.requires_grad_() for a in arrays.values()]
+    ours = [a.detach().clone().requires_grad_() for a in arrays.values()]
 
     def step(call: Callable[[], torch.Tensor], among: list[Any]) -> Callable[[], Any]:
         leaves = [x for x in among if isinstance(x, torch.Tensor)]
@@ -200,8 +201,13 @@ def training(name: str) -> dict[str, Callable[[], Any]]:
 
         return both
 
-    return {
-        "op, forward and backward": step(lambda: op(*ours, **call_of.options), ours),
+    found = {"op, forward and backward": step(lambda: op(*ours, **call_of.options), ours)}
+    if record(name).twin is None:
+        return found
+    theirs, given, options = torch_call(name, arrays)
+    twin = getattr(twins, theirs.__name__)
+    args = [a.detach().clone().requires_grad_() if isinstance(a, torch.Tensor) else a for a in given]
+    return found | {
         "portakern.torch, forward and backward": step(lambda: twin(*args, **options), args),
         "torch, forward and backward": step(lambda: theirs(*args, **options), args),
     }

@@ -385,6 +385,69 @@ class LayernormVjpOp(Op):
         wants: Iterable[Literal["d_x", "d_weight", "d_bias"]] | None,
     ) -> LayernormVjpOut[NDArray[Any] | None]: ...
 
+class LogsumexpOp(Op):
+    @overload
+    def __call__(self, x: Array, *, axis: int = -1) -> Array:
+        """y = m + log sum exp(x - m) along ``axis``, m = max x (0 where that is infinite), in float32 (float64 for
+        float64).
+
+        Args:
+          x: any shape with at least one axis.
+          axis: the axis that is reduced; y does not have it.
+
+        Returns:
+          y: x's dtype. A row with NaN gives NaN, else one with +inf gives +inf; nothing but -inf, or nothing at all,
+            -inf.
+        """
+    @overload
+    def __call__(self, x: NDArray[Any], *, axis: int = -1) -> NDArray[Any]: ...
+
+class LogsumexpVjpOut(NamedTuple, Generic[T]):
+    d_x: T
+
+class LogsumexpVjpOp(Op):
+    @overload
+    def __call__(self, x: Array, d_y: Array, *, axis: int = -1, wants: None = None) -> LogsumexpVjpOut[Array]:
+        """d_x = d_y p, p = exp(x - m) / sum exp(x - m) along ``axis``, m = max x, in float32 (float64 for float64).
+
+        The weights p are made from x again: exp(x - y) would carry the rounding of y, which in 16 bits is a part in a
+        hundred of p and more.
+
+        Args:
+          x: what logsumexp was given; d_y: the cotangent of what it returned, without the axis.
+          axis: the axis that logsumexp reduced.
+
+        Returns:
+          d_x: the shape and dtype of x. A row that holds NaN or +inf, or nothing but -inf, is all NaN.
+        """
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        d_y: Array,
+        *,
+        axis: int = -1,
+        wants: Iterable[Literal["d_x"]] | None,
+    ) -> LogsumexpVjpOut[Array | None]: ...
+    @overload
+    def __call__(
+        self,
+        x: NDArray[Any],
+        d_y: NDArray[Any],
+        *,
+        axis: int = -1,
+        wants: None = None,
+    ) -> LogsumexpVjpOut[NDArray[Any]]: ...
+    @overload
+    def __call__(
+        self,
+        x: NDArray[Any],
+        d_y: NDArray[Any],
+        *,
+        axis: int = -1,
+        wants: Iterable[Literal["d_x"]] | None,
+    ) -> LogsumexpVjpOut[NDArray[Any] | None]: ...
+
 class MatmulOp(Op):
     @overload
     def __call__(
@@ -648,6 +711,71 @@ class SoftmaxVjpOp(Op):
         wants: Iterable[Literal["d_x"]] | None,
     ) -> SoftmaxVjpOut[NDArray[Any] | None]: ...
 
+class SwigluOp(Op):
+    @overload
+    def __call__(self, gate: Array, up: Array) -> Array:
+        """y = silu(gate) up = gate / (1 + exp(-gate)) up, element by element, in float32 (float64 for float64).
+
+        The source is Shazeer 2020, "GLU variants improve transformer", equation 5, with Swish_1 for silu.
+
+        Args:
+          gate: any shape, contiguous or not: such as one half of a projection; up: of that shape.
+
+        Returns:
+          y: the shape and dtype of gate. An infinity or NaN reaches its own element alone, by plain arithmetic:
+            silu(inf)
+          is inf, silu(-inf) is NaN, and an infinite up beside silu(0) gives NaN.
+        """
+    @overload
+    def __call__(self, gate: NDArray[Any], up: NDArray[Any]) -> NDArray[Any]: ...
+
+class SwigluVjpOut(NamedTuple, Generic[T]):
+    d_gate: T
+    d_up: T
+
+class SwigluVjpOp(Op):
+    @overload
+    def __call__(self, gate: Array, up: Array, d_y: Array, *, wants: None = None) -> SwigluVjpOut[Array]:
+        """d_gate = d_y up s (1 + gate q) and d_up = d_y gate s, with s = 1 / (1 + exp(-gate)), q = 1 / (1 + exp(gate)).
+
+        In float32 (float64 for float64), element by element.
+
+        Args:
+          gate, up: what swiglu was given; d_y: the cotangent of what it returned. All of one shape.
+
+        Returns:
+          d_gate, d_up: the shape and dtype of gate. An infinite gate gives NaN in d_gate (inf 0), and in d_up what
+            swiglu
+          gives with d_y for up.
+        """
+    @overload
+    def __call__(
+        self,
+        gate: Array,
+        up: Array,
+        d_y: Array,
+        *,
+        wants: Iterable[Literal["d_gate", "d_up"]] | None,
+    ) -> SwigluVjpOut[Array | None]: ...
+    @overload
+    def __call__(
+        self,
+        gate: NDArray[Any],
+        up: NDArray[Any],
+        d_y: NDArray[Any],
+        *,
+        wants: None = None,
+    ) -> SwigluVjpOut[NDArray[Any]]: ...
+    @overload
+    def __call__(
+        self,
+        gate: NDArray[Any],
+        up: NDArray[Any],
+        d_y: NDArray[Any],
+        *,
+        wants: Iterable[Literal["d_gate", "d_up"]] | None,
+    ) -> SwigluVjpOut[NDArray[Any] | None]: ...
+
 @overload
 def op(
     which: Literal["attention"],
@@ -680,6 +808,22 @@ def op(
     variant: str | None = None,
     tiling: Mapping[str, int] | None = None,
 ) -> LayernormVjpOp: ...
+@overload
+def op(
+    which: Literal["logsumexp"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> LogsumexpOp: ...
+@overload
+def op(
+    which: Literal["logsumexp_vjp"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> LogsumexpVjpOp: ...
 @overload
 def op(
     which: Literal["matmul"],
@@ -728,6 +872,22 @@ def op(
     variant: str | None = None,
     tiling: Mapping[str, int] | None = None,
 ) -> SoftmaxVjpOp: ...
+@overload
+def op(
+    which: Literal["swiglu"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> SwigluOp: ...
+@overload
+def op(
+    which: Literal["swiglu_vjp"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> SwigluVjpOp: ...
 @overload
 def op(
     which: str | Spec[Any],

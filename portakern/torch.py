@@ -4,6 +4,7 @@ PyTorch's.
 
 from portakern.frameworks.torch.functions import (
     layer_norm,
+    logsumexp,
     matmul,
     rms_norm,
     scaled_dot_product_attention,
@@ -11,4 +12,12 @@ from portakern.frameworks.torch.functions import (
 )
 from portakern.frameworks.torch.swapping import swapped
 
-__all__ = ["layer_norm", "matmul", "rms_norm", "scaled_dot_product_attention", "softmax", "swapped"]
+__all__ = [
+    "layer_norm",
+    "logsumexp",
+    "matmul",
+    "rms_norm",
+    "scaled_dot_product_attention",
+    "softmax",
+    "swapped",
+]

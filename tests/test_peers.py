@@ -93,6 +93,8 @@ def test_the_command_line_lists_them_apart_and_checks_those_that_are_named():
 RIGHT = [
     ("torch", "softmax", ("float32",)),
     ("torch", "softmax_vjp", ALL),
+    ("torch", "logsumexp", ("float32",)),
+    ("torch", "swiglu", ("float32",)),
     ("torch", "layernorm", ALL),
     ("torch", "layernorm_vjp", ("float32",)),
     ("torch", "rmsnorm", ALL),
@@ -102,6 +104,7 @@ RIGHT = [
     ("sdpa_flash", "attention", ("float32", "bfloat16")),
     ("flex_attention", "attention", ("float32",)),
     ("jax", "softmax", ("float32",)),
+    ("jax", "logsumexp_vjp", ("float32",)),
     ("jax", "matmul", ("float32",)),
     ("jax", "matmul_vjp", ("float32",)),
 ]
@@ -143,6 +146,14 @@ OUTSIDE = {
         "torch", "softmax", "y[0, 1, 1] is 0.136",
         '{"dtype":"float16","shapes":{"x":[9,17,17]},"regime":"normal","seed":10383116,"options":{"axis":-2},'
         '"layouts":{"x":"expanded"}}',
+    ),
+    "exp(x - y)": (  # of a y that was rounded: at 40000 by a thousandth
+        "torch", "logsumexp_vjp", "d_x[0] is 4777.5",
+        '{"dtype":"float32","shapes":{"x":[2],"d_y":[]},"regime":"large_mean","seed":0}',
+    ),
+    "silu rounded before the product": (
+        "torch", "swiglu", "y[24] is -0.0333557",
+        '{"dtype":"float16","shapes":{"gate":[257],"up":[257]},"regime":"normal","seed":0,"edge":"several_block_n"}',
     ),
     "16-bit sums over a batch": (  # each product of the batch is rounded before the sum
         "torch", "matmul_vjp", "d_a[0, 0, 0, 0, 0] is 1.70",

@@ -47,6 +47,9 @@ TAKEN = {  # the op that serves a call, and the call -> the shapes of its tensor
     "softmax: torch.softmax(a, 0, torch.float64)": [(3, 4)],
     "softmax: torch.special.softmax(a, dim=1, dtype=torch.float64)": [(3, 4)],
     "softmax: F.softmin(a, dim=1)": [(3, 4)],
+    "logsumexp: torch.logsumexp(a, -1)": [(3, 4)],
+    "logsumexp: torch.special.logsumexp(a, axis=0, keepdim=True)": [(3, 4)],
+    "logsumexp: a.logsumexp((0, -1), True)": [(3, 4, 2)],
     "softmax: torch.nn.Softmin(0)(a)": [(3, 4)],
     "rmsnorm: torch.rms_norm(a, (4,), b)": [(3, 4), (4,)],
     "layernorm: torch.layer_norm(a, (4,), b, b, 1e-5, False)": [(3, 4), (4,)],
@@ -106,6 +109,7 @@ def test_autocast_is_pytorchs(dtype):
                     torch.softmax(a, -1),
                     torch.softmax(a, -1, dtype=torch.bfloat16),
                     F.softmin(a, -1),
+                    torch.logsumexp(a, -1),
                     F.layer_norm(a, (4,)),
                     F.rms_norm(a, (4,)),
                 ]
@@ -122,13 +126,14 @@ def test_functions_of_pytorchs_write_to_out():
         (torch.bmm, (a[None], b[None])),
         (torch.addmm, (torch.ones(5), a, b)),
         (torch.softmax, (a, -1)),
+        (torch.logsumexp, (a, 0)),
     ):
         want = f(*given)
         out = torch.empty_like(want)
         with serving(served), swapped():
             assert f(*given, out=out) is out
         torch.testing.assert_close(out, want)
-    assert " ".join(served) == "matmul matmul matmul softmax"
+    assert " ".join(served) == "matmul matmul matmul softmax logsumexp"
 
 
 def test_products_in_other_words_are_refused_as_pytorch_refuses_them():

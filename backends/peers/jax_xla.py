@@ -27,6 +27,20 @@ def softmax(x: Any, *, axis: int = -1) -> Any:
 
 
 @provides(BACKEND)
+def logsumexp(x: Any, *, axis: int = -1) -> Any:
+    import jax
+
+    return jax.nn.logsumexp(x, axis)
+
+
+@provides(BACKEND)
+def swiglu(gate: Any, up: Any) -> Any:
+    import jax
+
+    return jax.nn.silu(gate) * up
+
+
+@provides(BACKEND)
 def matmul(a: Any, b: Any, *, precision: str = "ieee", out_dtype: Any = None) -> Any:
     import jax
 

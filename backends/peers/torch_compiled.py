@@ -62,6 +62,8 @@ def _form(x: Any) -> Any:
 
 provides(BACKEND, gradients=False)(compiled(torch_eager.softmax))
 provides(BACKEND, gradients=False)(compiled(torch_eager.softmax_vjp))
+provides(BACKEND)(compiled(torch_eager.logsumexp))
+provides(BACKEND)(compiled(torch_eager.swiglu))
 provides(BACKEND, refuses=torch_eager.one_dtype)(compiled(torch_eager.layernorm))
 provides(BACKEND, refuses=torch_eager.one_dtype)(compiled(torch_eager.rmsnorm))
 provides(BACKEND, refuses=torch_eager.as_precise, around=torch_eager.as_asked)(compiled(torch_eager.matmul))

@@ -57,6 +57,21 @@ def softmax_vjp(y: Any, d_y: Any, *, axis: int = -1) -> Any:
     return torch._softmax_backward_data(d_y, y, axis, y.dtype)
 
 
+@provides(BACKEND)
+def logsumexp(x: Any, *, axis: int = -1) -> Any:
+    import torch
+
+    return torch.logsumexp(x, axis)
+
+
+@provides(BACKEND)
+def swiglu(gate: Any, up: Any) -> Any:
+    """As models write it: two functions, of which the first rounds its result."""
+    from torch.nn import functional
+
+    return functional.silu(gate) * up
+
+
 @provides(BACKEND, refuses=one_dtype)
 def layernorm(x: Any, weight: Any = None, bias: Any = None, *, eps: float = 1e-5) -> Any:
     from torch.nn import functional

@@ -208,6 +208,12 @@ def _look_up(impl: Implementation, call: Call, key: Key) -> Found:
             sources |= dict.fromkeys(row.tiling, f"{layer}: {row.name}")
     if cached is not None and layers[-1][0] is cached:
         _warn_of_age(cached, impl, call)
+    if call.spec.tiling and not tiling:
+        tables = " or ".join(f"tuned/{name}.json" for name in tables_for(call.target))
+        raise UnsupportedError(
+            f"{call!r} on {call.target}: backend {impl.backend.name!r} has no {', '.join(call.spec.tiling)} for "
+            f"{dict(key)}; add a row to {tables}, or give implements() a formula, tiling="
+        )
     return Found(tiling, sources)
 
 

@@ -85,7 +85,10 @@ class Trial:
         """The wanted outputs, copied at once, and held to whose arrays they are and what memory they may take."""
         outputs = tuple(o for o in result if o is not None) if isinstance(result, tuple) else (result,)
         if len(outputs) != len(call.wants):
-            raise Broken(f"{len(outputs)} outputs came back; expected {len(call.wants)}: {', '.join(call.wants)}")
+            raise Broken(
+                f"{len(outputs)} outputs came back; expected {len(call.wants)}: {', '.join(call.wants)}, and None for "
+                "each that call.wants does not name"
+            )
         fw, values = self.fw, []
         for name, out in zip(call.wants, outputs, strict=True):
             if not fw.owns(out):

@@ -74,9 +74,21 @@ def part_of(call: Call, rng: np.random.Generator, work: float | None = None) -> 
             chosen[name][i] = picked(rng, extent, count)
         kept = math.prod(len(chosen[n][i]) / max(e, 1) for n, i, e in axes)
         if call.flops * kept <= most or count <= 2:
-            return chosen
+            return chosen | _with_an_axis_dropped(call, chosen)
         count = max(2, count * 2 // 3)
     return {}
+
+
+def _with_an_axis_dropped(call: Call, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of the runs that lack an axis of one that was chosen."""
+    found = {}
+    for name in call.spec.drops:
+        dropped = call.spec.dropped(name)
+        if dropped and dropped[0] in chosen:
+            whole, option = chosen[dropped[0]], dropped[1]
+            axis = call.options[option.name] % len(whole)
+            found[name] = [*whole[:axis], *whole[axis + 1 :]]
+    return found
 
 
 def _extents(call: Call, name: str) -> tuple[int, ...]:

@@ -196,7 +196,8 @@ class OpRecord:
       special: like ``case`` with a seed for the regime: arrays with NaN and infinities; None: they are planted at
         random into ``case``.
       near, faults, corners: see the classes.
-      large_case: like ``case``, with enough elements for statistics.
+      large_case: like ``case``, with enough elements for statistics: in every output 64 that differ once they are
+        stored.
       typical: (generator, dtype, **options) -> arrays and options of an ordinary call, in which faults hide; hiding:
         those faults.
       least_z: output -> how near typical errors come to sigma in 16 bits, of outputs of which some are stored in
@@ -204,8 +205,8 @@ class OpRecord:
       small: calls of a few elements: for finite differences, torch's ``gradcheck`` and ``opcheck``.
       usual: calls as a test suite would make them, for the mutants.
       extents: dimension -> a small extent, of every dimension of the spec.
-      rows: the arrays of a call on rows of one length (None: the op is not of rows); an array of ``weight`` or ``bias``
-        is one row.
+      rows: the arrays of a call on rows of one length (None: the op is not of rows, or has one number a row among its
+        arrays, which no kernel can move 16 bytes at a time); an array of ``weight`` or ``bias`` is one row.
       matrix_units: whether compiled kernels multiply matrices.
       past_2_31: what a GPU is asked with more than 2^31 elements: yields (outputs, arrays, options) of parts that can
         be compared. Its argument is ``Gpu`` of tests/gpu.py.

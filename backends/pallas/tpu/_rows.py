@@ -122,7 +122,42 @@ class Walk(NamedTuple):
 
         return pl.BlockSpec((None, 1, self.block_n), index)
 
+    def numbers(self) -> tuple[tuple[int, ...], pl.BlockSpec]:
+        """The shape of an array of one number a row, as the grid sees it, and its blocks, (1, block_rows) each.
+
+        They lie along lanes, where a column would waste 127 of 128. Rows that lie side by side keep their places; of
+        others each row block has a row of its own, since block_rows need not be a multiple of 128.
+        """
+        outer = self.shape[:-2]
+        whole: tuple[Any, ...] = tuple(None for _ in outer)
+        if self.along == 0:
+            return (*outer, 1, self.height), pl.BlockSpec(
+                (*whole, 1, self.block_rows), lambda *at: (*at[:-3], 0, at[-3])
+            )
+        return (*outer, self.groups, 1, self.block_rows), pl.BlockSpec(
+            (*whole, None, 1, self.block_rows), lambda *at: (*at[:-2], 0, 0)
+        )
+
+    def to_numbers(self, array: Any) -> Any:
+        """An array of one number a row in the shape of `numbers`; what lies beyond the last row is 0."""
+        if self.along == 0:
+            return array.reshape(self.numbers()[0])
+        rows = array.reshape(*self.shape[:-2], self.height)
+        beyond = self.groups * self.block_rows - self.height
+        rows = jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, beyond)]) if beyond else rows
+        return rows.reshape(self.numbers()[0])
+
+    def from_numbers(self, array: Any, shape: tuple[int, ...]) -> Any:
+        """The numbers of `to_numbers` in an array of that shape."""
+        if self.along == 0:
+            return array.reshape(shape)
+        return array.reshape(*self.shape[:-2], -1)[..., : self.height].reshape(shape)
+
     # What a kernel asks for at a step
+
+    def turned(self, number: Any) -> Any:
+        """One number a row, between how it stands beside a block of rows (`statistic`) and how `numbers` has it."""
+        return number if self.along == 0 else number.T
 
     def group(self) -> Any:
         """The row block of this grid step."""

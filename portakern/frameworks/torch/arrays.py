@@ -33,6 +33,7 @@ class Torch(Framework):
     twins = MappingProxyType(
         {
             "layer_norm": "layernorm",
+            "logsumexp": "logsumexp",
             "matmul": "matmul",
             "rms_norm": "rmsnorm",
             "scaled_dot_product_attention": "attention",

@@ -23,6 +23,7 @@ __all__ = [
     "into",
     "kept_op",
     "layer_norm",
+    "logsumexp",
     "lowered",
     "matmul",
     "rms_norm",
@@ -223,6 +224,45 @@ def softmax(
         return softmax(x.reshape(1), dim, _stacklevel, backend=backend).reshape(())
     y = kept_op("softmax", backend)(x, axis=dim)
     return y if dtype is None else y.to(dtype)  # autocast may have widened x again
+
+
+def logsumexp(
+    input: Tensor,
+    dim: int | Sequence[int],
+    keepdim: bool = False,
+    *,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """``torch.logsumexp`` on the logsumexp op: along one axis or several, which are made one.
+
+    Args:
+      input: any shape; integers become numbers of PyTorch's default dtype.
+      dim: the axes that are reduced; keepdim: whether they keep an extent of 1.
+      out: a tensor of the result's shape and dtype to write it to.
+
+    Raises:
+      SpecError: an axis out of range or named twice, an ``out`` that does not fit or takes part in a gradient.
+    """
+    given = (dim,) if isinstance(dim, int) else tuple(dim)
+    rank = max(input.dim(), 1)  # PyTorch takes a number for a row of one
+    if not given or any(not isinstance(d, int) or not -rank <= d < rank for d in given):
+        raise SpecError(
+            f"logsumexp: dim is {dim}; expected an integer from {-rank} to {rank - 1}, or several: input has shape "
+            f"{tuple(input.shape)}"
+        )
+    axes = [d % rank for d in given]
+    if len(set(axes)) < len(axes):
+        raise SpecError(f"logsumexp: dim is {dim}, which names an axis twice; name each once")
+    x = input if input.is_floating_point() or input.is_complex() else input.to(torch.get_default_dtype())
+    x = x.reshape(1) if x.dim() == 0 else x
+    axis = axes[0]
+    if len(axes) > 1:
+        x, axis = x.movedim(axes, [*range(-len(axes), 0)]).flatten(-len(axes)), -1
+    y = kept_op("logsumexp", backend)(x, axis=axis)
+    if keepdim and input.dim():
+        y = y.reshape([1 if i in axes else n for i, n in enumerate(input.shape)])
+    return into("logsumexp", out, y)
 
 
 def layer_norm(

@@ -24,6 +24,7 @@ from portakern.frameworks.torch.arrays import READABLE, unreadable
 from portakern.frameworks.torch.functions import (
     into,
     layer_norm,
+    logsumexp,
     matmul,
     rms_norm,
     scaled_dot_product_attention,
@@ -86,6 +87,9 @@ SWAPS: Mapping[Any, Swap] = {
     torch.softmax: Swap(_softmax, "softmax"),
     torch.special.softmax: Swap(_softmax, "softmax"),
     Tensor.softmax: Swap(_softmax, "softmax"),
+    torch.logsumexp: Swap(logsumexp, "logsumexp"),
+    torch.special.logsumexp: Swap(logsumexp, "logsumexp"),
+    Tensor.logsumexp: Swap(logsumexp, "logsumexp"),
     F.layer_norm: Swap(layer_norm, "layernorm"),
     torch.layer_norm: Swap(_layer_norm, "layernorm"),
     F.rms_norm: Swap(rms_norm, "rmsnorm"),
@@ -120,9 +124,9 @@ MOST = 256
 
 
 class swapped(TorchFunctionMode):
-    """Within this context PyTorch's scaled_dot_product_attention, softmax, softmin, layer_norm, rms_norm, matmul,
-    linear, mm, bmm, addmm, baddbmm, and einsum where it is a product of two matrices (functions, methods and the
-    operator @) run on portakern.
+    """Within this context PyTorch's scaled_dot_product_attention, softmax, softmin, logsumexp, layer_norm, rms_norm,
+    matmul, linear, mm, bmm, addmm, baddbmm, and einsum where it is a product of two matrices (functions, methods and
+    the operator @) run on portakern.
 
     >>> with portakern.torch.swapped() as s:
     ...     model(x).sum().backward()

@@ -1,0 +1,74 @@
+"""Logarithm of a sum of exponentials on TPUs: y = m + log sum exp(x - m) along one axis, in one sweep over a row.
+
+x: (*shape) -> y: (*shape) without that axis. The array is viewed in three axes as softmax views its own: nothing is
+transposed. The grid is (outer, row blocks, 1, n blocks), see `Walk`. Each step merges a block into the running maximum
+m of a row and the sum l of exp(x - m); the last one writes m + log l.
+
+block_rows: rows a block holds; block_n: elements of each row a block holds.
+
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), algorithm 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.common import Refs
+from portakern.backends.pallas.tpu._rows import Walk, launched
+from portakern.backends.pallas.tpu.softmax import default_tiling, key, walk_of
+from portakern.core.call import Call
+
+
+def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+    return walk_of(call, tiling).refused(call, tiling, streamed=2, computed=3)
+
+
+def finite_or_zero(m: Any) -> Any:
+    """What is subtracted from a row whose maximum is m: inf - inf would be NaN, and exp(inf) and log(0) are right."""
+    return jnp.where(jnp.abs(m) == jnp.inf, 0.0, m)
+
+
+def kernel(ref: Refs, *, walk: Walk) -> None:
+    _, step = walk.sweep_and_step()
+    x = walk.within_rows(ref.x[...].astype(jnp.float32), step, -jnp.inf)
+
+    @pl.when(step == 0)
+    def start() -> None:
+        ref.m[...] = jnp.full_like(ref.m, -jnp.inf)
+        ref.l[...] = jnp.zeros_like(ref.l)
+
+    m = jnp.maximum(ref.m[...], jnp.max(x, axis=walk.along, keepdims=True))
+    shift = finite_or_zero(m)
+    p = jnp.exp(x - shift)
+    ref.l[...] = ref.l[...] * jnp.exp(ref.m[...] - shift) + jnp.sum(p, axis=walk.along, keepdims=True)
+    ref.m[...] = m
+
+    @pl.when(step == walk.grid[-1] - 1)
+    def finish() -> None:
+        y = finite_or_zero(ref.m[...]) + jnp.log(ref.l[...])
+        ref.y[...] = walk.turned(y).astype(ref.y.dtype)
+
+
+@BACKEND.implements("logsumexp", key=key, tiling=default_tiling, supports=supports)
+def logsumexp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
+    x = call.arrays["x"]
+    walk = walk_of(call, tiling)._replace(sweeps=1)  # no element is written: nothing is read again
+    shape, blocks = walk.numbers()
+    found = launched(
+        call,
+        kernel,
+        walk,
+        inputs={"x": (x.reshape(walk.shape), walk.read())},
+        outputs={"y": (jax.ShapeDtypeStruct(shape, x.dtype), blocks)},
+        statistics=("m", "l"),
+        reads=1,
+        flops=4,
+        transcendentals=x.size,
+    )
+    return (walk.from_numbers(found["y"], call.dims["rest"]),)

@@ -1,0 +1,104 @@
+"""The gated product of a feed-forward layer on TPUs: y = g s u, s = 1 / (1 + exp(-g)), element by element.
+
+gate, up: (*batch) -> y: (*batch), viewed as (rows, n) with n the last axis. The grid is (row blocks, n blocks): nothing
+is carried from step to step, and nothing is masked, as what lies beyond an array reaches only what is dropped.
+
+block_rows: rows a block holds; block_n: elements of each row a block holds.
+
+Source: Shazeer, "GLU variants improve transformer" (2020), equation 5.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.common import Refs, block, row_block
+from portakern.backends.pallas.tpu._chip import LANES, dtype_refused, launch, off_grid, over_vmem, sublanes
+from portakern.core.call import Call
+
+
+def key(call: Call) -> dict[str, str | int]:
+    return {"dtype": call.dtype}
+
+
+def view(call: Call) -> tuple[int, int]:
+    """The arrays' shape in two axes, (rows, n)."""
+    shape = call.dims["batch"]
+    return math.prod(shape[:-1]), shape[-1] if shape else 1
+
+
+def blocks(call: Call, tiling: Mapping[str, int]) -> tuple[int, int]:
+    """The extents of a block."""
+    rows, n = view(call)
+    return row_block(call, rows, tiling["block_rows"], sublanes(call.dtype)), block(n, tiling["block_n"], LANES)
+
+
+def refused(call: Call, tiling: Mapping[str, int], streamed: int, computed: int) -> str | None:
+    """Why a TPU cannot hold blocks of so many arrays twice, and so many of float32 beside them, or None."""
+    block_rows, block_n = blocks(call, tiling)
+    needed = block_rows * block_n * (2 * streamed * jnp.dtype(call.dtype).itemsize + 4 * computed)
+    return (
+        dtype_refused(call)
+        or off_grid("block_rows", tiling["block_rows"], view(call)[0], sublanes(call.dtype))
+        or over_vmem(needed, "block_rows or block_n")
+    )
+
+
+def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+    return refused(call, tiling, streamed=3, computed=3)
+
+
+def open_and_shut(g: Any) -> tuple[Any, Any]:
+    """s = 1 / (1 + exp(-g)) and q = 1 - s, each as exact where it is small."""
+    e = jnp.exp(-jnp.abs(g))
+    high = 1.0 / (1.0 + e)
+    low = e * high
+    return jnp.where(g >= 0, high, low), jnp.where(g >= 0, low, high)
+
+
+def kernel(ref: Refs) -> None:
+    g = ref.gate[...].astype(jnp.float32)
+    s, _ = open_and_shut(g)
+    ref.y[...] = (g * s * ref.up[...].astype(jnp.float32)).astype(ref.y.dtype)
+
+
+def element_by_element(
+    call: Call,
+    tiling: Mapping[str, int],
+    kernel: Callable[[Refs], None],
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    flops: int,
+) -> dict[str, jax.Array]:
+    """What a kernel of blocks of the named arrays, all of one shape, writes by name; so many operations an element."""
+    (rows, n), (block_rows, block_n) = view(call), blocks(call, tiling)
+    spec = pl.BlockSpec((block_rows, block_n), lambda row, column: (row, column))
+    form = jax.ShapeDtypeStruct((rows, n), call.arrays[inputs[0]].dtype)
+    size = rows * n
+    found = launch(
+        call,
+        kernel,
+        f"portakern_{call.spec.name}",
+        (pl.cdiv(rows, block_rows), pl.cdiv(n, block_n)),
+        in_order=0,
+        inputs={name: (call.arrays[name].reshape(rows, n), spec) for name in inputs},
+        outputs=dict.fromkeys(outputs, (form, spec)),
+        cost=pl.CostEstimate(
+            flops=flops * size,
+            transcendentals=size,
+            bytes_accessed=(len(inputs) + len(outputs)) * size * form.dtype.itemsize,
+        ),
+    )
+    return {name: y.reshape(call.dims["batch"]) for name, y in found.items()}
+
+
+@BACKEND.implements("swiglu", key=key, supports=supports)
+def swiglu(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
+    return (element_by_element(call, tiling, kernel, ("gate", "up"), ("y",), flops=6)["y"],)

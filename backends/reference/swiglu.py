@@ -1,0 +1,18 @@
+"""The gated product of a feed-forward layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from portakern.backends.reference import BACKEND
+from portakern.core.call import Call
+
+
+@BACKEND.implements("swiglu")
+def swiglu(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray]:
+    """y = gate / (1 + exp(-gate)) up. silu(-inf) is -inf / inf, NaN by plain arithmetic."""
+    gate, up = call.arrays["gate"], call.arrays["up"]
+    with np.errstate(all="ignore"):
+        return (gate / (1 + np.exp(-gate)) * up,)

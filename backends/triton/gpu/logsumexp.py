@@ -1,0 +1,83 @@
+"""Logarithm of a sum of exponentials over one axis of any strided view.
+
+    y = m + log l        m = max_j x_j, or 0 where that is infinite        l = sum_j exp(x_j - m)
+
+A program owns ``block_rows`` rows and reads each once, ``block_n`` elements at a time. A row longer than that is summed
+by online normalisation, which rescales l whenever m grows.
+
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+
+from portakern.backends.triton import BACKEND
+from portakern.backends.triton.gpu.softmax import refuse_tile, tile_rows
+from portakern.backends.triton.launch import accumulator, cdiv, launch
+from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
+from portakern.spec import Tile
+
+if TYPE_CHECKING:
+    from portakern.core.call import Call
+
+
+@triton.jit
+def finite_or_zero(m):
+    """What is subtracted from a row whose maximum is m: inf - inf would be NaN, and exp(inf) and log(0) are right."""
+    return tl.where(tl.abs(m) == float("inf"), 0.0, m)
+
+
+@triton.jit
+def logsumexp_kernel(x, y, rows, rows_inner, n, x_outer, x_inner, x_n,
+                     block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, one_tile: tl.constexpr,
+                     flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+    n = aligned(n, unit)
+    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
+    row_ok = (row < rows)[:, None]
+    x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None]
+    col = tl.arange(0, block_n)[None, :].to(tl.int64)
+
+    if one_tile:
+        t = tl.load(x_row + col * x_n, mask=row_ok & (col < n), other=float("-inf")).to(acc_dtype)
+        m = tl.max(t, 1)
+        l = tl.sum(tl.exp(t - finite_or_zero(m)[:, None]), 1)
+    else:
+        m = tl.full([block_rows], float("-inf"), acc_dtype)
+        l = tl.zeros([block_rows], acc_dtype)
+        for start in range(0, tl.cast(n, tl.int64), block_n):
+            t = tl.load(x_row + (start + col) * x_n, mask=row_ok & (start + col < n), other=float("-inf")).to(acc_dtype)
+            m_new = tl.maximum(m, tl.max(t, 1))
+            shift = finite_or_zero(m_new)
+            l = l * tl.exp(m - shift) + tl.sum(tl.exp(t - shift[:, None]), 1)
+            m = m_new
+    tl.store(y + row, (finite_or_zero(m) + tl.log(l)).to(y.dtype.element_ty), mask=row < rows)
+
+
+def key(call: Call) -> dict[str, str | int]:
+    return {"dtype": call.dtype, "n": call.dims["axis"]}
+
+
+def default_tiling(call: Call) -> dict[str, int]:
+    return tile_rows(call.dims["axis"], call.target.arch)
+
+
+def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+    return refuse_tile(call, tiling, prod(call.dims["rest"]))
+
+
+@BACKEND.implements("logsumexp", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
+def logsumexp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    x, axis = call.arrays["x"], call.options["axis"]
+    y, n = fresh(call.dims["rest"], x.dtype, x.device), call.dims["axis"]
+    (x,), rows = walk_rows(axis, x)
+    launch(logsumexp_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, y, rows.height, rows.inner, n,
+           *rows.strides[0], block_rows=tiling["block_rows"], block_n=tiling["block_n"],
+           acc_dtype=accumulator(call.dtype), one_tile=n <= tiling["block_n"], num_warps=tiling["num_warps"],
+           **rows.known(call.dtype))  # fmt: skip
+    return (y,)

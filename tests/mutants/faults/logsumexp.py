@@ -1,0 +1,94 @@
+"""Faults planted in the kernels of logsumexp."""
+
+from __future__ import annotations
+
+from tests.mutants.faults import Planted
+
+FAULTS = {
+    "triton": [
+        Planted(
+            "maximum-of-inf-subtracted",
+            "a maximum of +inf is subtracted like any other: inf - inf",
+            old='return tl.where(tl.abs(m) == float("inf"), 0.0, m)',
+            new='return tl.where(m == float("-inf"), 0.0, m)',
+            small=True,
+        ),
+        Planted(
+            "finite-padding",
+            "lanes beyond a short row hold -1e4 instead of -inf",
+            old='mask=row_ok & (col < n), other=float("-inf"))',
+            new="mask=row_ok & (col < n), other=-1e4)",
+            small=True,
+        ),
+        Planted(
+            "last-not-summed",
+            "the sum of a long row leaves out its last element",
+            old="mask=row_ok & (start + col < n), other",
+            new="mask=row_ok & (start + col < n - 1), other",
+            small=True,
+        ),
+        Planted(
+            "l-not-rescaled",
+            "the running sum keeps its unit when the maximum grows",
+            old="l = l * tl.exp(m - shift) + ",
+            new="l = l + ",
+        ),
+        Planted(
+            "log2e-rounded",
+            "exp is exp2 with log2(e) of five digits",
+            old="l = tl.sum(tl.exp(t - finite_or_zero(m)[:, None]), 1)",
+            new="l = tl.sum(tl.exp2((t - finite_or_zero(m)[:, None]) * 1.4427), 1)",
+            small=True,
+        ),
+        Planted(
+            "log-rounded",
+            "the logarithm is rounded to the output's dtype before the maximum is added",
+            old="(finite_or_zero(m) + tl.log(l)).to",
+            new="(finite_or_zero(m) + tl.log(l).to(y.dtype.element_ty).to(acc_dtype)).to",
+            small=True,
+            sample=True,
+        ),
+    ],
+    "pallas": [
+        Planted(
+            "maximum-of-inf-subtracted",
+            "a maximum of +inf is subtracted like any other: inf - inf",
+            old="return jnp.where(jnp.abs(m) == jnp.inf, 0.0, m)",
+            new="return jnp.where(m == -jnp.inf, 0.0, m)",
+            small=True,
+        ),
+        Planted(
+            "finite-padding",
+            "lanes beyond a row hold -1e4 instead of -inf",
+            old="step, -jnp.inf)",
+            new="step, -1e4)",
+            small=True,
+        ),
+        Planted(
+            "padding-counts",
+            "lanes beyond a row hold 0",
+            old="step, -jnp.inf)",
+            new="step, 0.0)",
+        ),
+        Planted(
+            "l-not-rescaled",
+            "the running sum keeps its unit when the maximum grows",
+            old="ref.l[...] * jnp.exp(ref.m[...] - shift) + ",
+            new="ref.l[...] + ",
+        ),
+        Planted(
+            "weights-rounded",
+            "the sum is one of weights rounded to x's dtype",
+            old="p = jnp.exp(x - shift)",
+            new="p = jnp.exp(x - shift).astype(ref.x.dtype).astype(jnp.float32)",
+            small=True,
+            sample=True,
+        ),
+        Planted(
+            "written-after-the-first-step",
+            "y is written after the first block of a row, and never again",
+            old="pl.when(step == walk.grid[-1] - 1)",
+            new="pl.when(step == 0)",
+        ),
+    ],
+}

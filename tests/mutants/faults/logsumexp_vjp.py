@@ -1,0 +1,85 @@
+"""Faults planted in the kernels of logsumexp_vjp."""
+
+from __future__ import annotations
+
+from tests.mutants.faults import Planted
+
+FAULTS = {
+    "triton": [
+        Planted(
+            "no-minus-inf-guard",
+            "a first tile of nothing but -inf subtracts -inf from -inf",
+            old='shift = tl.where(m_new == float("-inf"), 0.0, m_new)',
+            new="shift = m_new",
+            small=True,
+        ),
+        Planted(
+            "last-not-summed",
+            "the sum of a long row leaves out its last element",
+            old="mask=row_ok & (start + col < n), other",
+            new="mask=row_ok & (start + col < n - 1), other",
+            small=True,
+        ),
+        Planted(
+            "one-cotangent",
+            "all rows of a program take the cotangent of its first",
+            old="g = tl.load(d_y + row, mask=row < rows, other=0.0)",
+            new="g = tl.load(d_y + row - tl.arange(0, block_rows), mask=row < rows, other=0.0)",
+        ),
+        Planted(
+            "p-rounded",
+            "the weights of a short row are rounded to the result's dtype before they meet the cotangent",
+            old="(g * (p / tl.sum(p, 1)[:, None])).to",
+            new="(g * (p / tl.sum(p, 1)[:, None]).to(d_x.dtype.element_ty).to(acc_dtype)).to",
+            small=True,
+            sample=True,
+        ),
+        Planted(
+            "l-bfloat16",
+            "the running sum of a long row is rounded to bfloat16 after each tile",
+            old="l = l * tl.exp(m - shift) + tl.sum(tl.exp(t - shift[:, None]), 1)",
+            new="l = (l * tl.exp(m - shift) + tl.sum(tl.exp(t - shift[:, None]), 1)).to(tl.bfloat16).to(acc_dtype)",
+            small=True,
+        ),
+    ],
+    "pallas": [
+        Planted(
+            "finite-padding",
+            "lanes beyond a row hold -1e4 instead of -inf",
+            old="step, -jnp.inf)",
+            new="step, -1e4)",
+            small=True,
+        ),
+        Planted(
+            "p-rounded",
+            "the weights are rounded to the result's dtype before they meet the cotangent",
+            old="(jnp.exp(x - ref.m[...]) / ref.l[...])",
+            new="(jnp.exp(x - ref.m[...]) / ref.l[...]).astype(ref.d_x.dtype).astype(jnp.float32)",
+            small=True,
+            sample=True,
+        ),
+        Planted(
+            "l-not-rescaled",
+            "the running sum keeps its unit when the maximum grows",
+            old="ref.l[...] * shrink + ",
+            new="ref.l[...] + ",
+        ),
+        Planted(
+            "one-cotangent",
+            "all rows of a block take the cotangent of its first",
+            old="d_y = walk.turned(ref.d_y[...].astype(jnp.float32))",
+            new="d_y = ref.d_y[:, :1].astype(jnp.float32)",
+        ),
+        Planted(
+            "last-not-summed",
+            "the sum of a long ragged row leaves out its last element",
+            old="        ref.l[...] = ref.l[...] * shrink",
+            new=(
+                "        place = jax.lax.broadcasted_iota(jnp.int32, p.shape, walk.along) + step * walk.block_n\n"
+                "        p = jnp.where(place < walk.n - (walk.n > 128), p, 0.0)\n"
+                "        ref.l[...] = ref.l[...] * shrink"
+            ),
+            small=True,
+        ),
+    ],
+}

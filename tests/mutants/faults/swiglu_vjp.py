@@ -1,0 +1,73 @@
+"""Faults planted in the kernels of swiglu_vjp."""
+
+from __future__ import annotations
+
+from tests.mutants.faults import Planted
+
+FAULTS = {
+    "triton": [
+        Planted(
+            "slope-rounded",
+            "the slope is rounded to the result's dtype before it meets d_y up",
+            old="(s * (1.0 + g * q))",
+            new="(s * (1.0 + g * q)).to(d_gate.dtype.element_ty).to(acc_dtype)",
+            sample=True,
+        ),
+        Planted(
+            "q-by-difference",
+            "q is 1 - s, which has lost what is small",
+            old="s, q = open_and_shut(g)",
+            new="s, q = open_and_shut(g)\n    q = 1.0 - s",
+            small=True,
+        ),
+        Planted(
+            "slope-of-a-sigmoid",
+            "the slope is that of a sigmoid times the gate, without the sigmoid itself",
+            old="(s * (1.0 + g * q))",
+            new="(s * g * q)",
+        ),
+        Planted(
+            "d-up-in-bfloat16",
+            "silu is kept in bfloat16 for d_up",
+            old="(d * (g * s)).to",
+            new="(d * (g * s).to(tl.bfloat16).to(acc_dtype)).to",
+        ),
+        Planted(
+            "rows-of-the-gate",
+            "d_y is read with the rows of the gate",
+            old="row_start(d_y, row, 1, 0, d_y_row, True, unit)",
+            new="row_start(d_y, row, 1, 0, gate_row, True, unit)",
+            gpu=False,
+            small=True,
+        ),
+    ],
+    "pallas": [
+        Planted(
+            "slope-rounded",
+            "the slope is rounded to the result's dtype before it meets d_y up",
+            old="(s * (1.0 + g * q))",
+            new="(s * (1.0 + g * q)).astype(ref.d_gate.dtype).astype(jnp.float32)",
+            small=True,
+            sample=True,
+        ),
+        Planted(
+            "q-by-difference",
+            "q is 1 - s, which has lost what is small",
+            old="s, q = open_and_shut(g)",
+            new="s, q = open_and_shut(g)\n    q = 1.0 - s",
+            small=True,
+        ),
+        Planted(
+            "slope-of-a-sigmoid",
+            "the slope is that of a sigmoid times the gate, without the sigmoid itself",
+            old="(s * (1.0 + g * q))",
+            new="(s * g * q)",
+        ),
+        Planted(
+            "d-up-in-bfloat16",
+            "silu is kept in bfloat16 for d_up",
+            old="(d_y * (g * s)).astype",
+            new="(d_y * (g * s).astype(jnp.bfloat16).astype(jnp.float32)).astype",
+        ),
+    ],
+}
