@@ -41,7 +41,8 @@ def timed(contender, us, q_len=1024, **changes):
     }  # fmt: skip
     return {
         "suite": "attention", "op": "attention", "dtype": "bfloat16", "call": call,
-        "dims": {"batch": 2, "q_len": q_len}, "contender": contender, "backend": contender, "variant": None, "subject": subject, "target": "cuda sm_90",
+        "dims": {"batch": 2, "q_len": q_len}, "contender": contender, "backend": contender, "variant": None,
+        "subject": subject, "target": "cuda sm_90",
         "bytes": 10**6, "flops": 10**9, "verdict": "right", "why": None, "error": 0.25, "errors": {"o": 0.25},
         "commit": "0" * 12, "sources": None, **times, **changes,
     }  # fmt: skip

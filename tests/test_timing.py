@@ -249,3 +249,9 @@ def test_torch_multiplies_as_it_is_told_and_no_longer():
     with torch_timing.multiplied("high"):
         assert torch.get_float32_matmul_precision() == "high"
     assert torch.get_float32_matmul_precision() == before
+
+
+def test_nothing_compiles_ahead_beside_a_process_that_holds_a_tpu():
+    jax = frameworks()["jax"]
+    for platform, shared in (("tpu", False), ("gpu", True), ("cpu", True)):
+        assert jax.instruments(SimpleNamespace(platform=platform)).shared is shared

@@ -1,10 +1,10 @@
 """Triton's launcher without the Python around it.
 
-``CompiledKernel.run(gridX, ...)`` is a launcher of Triton's whose ``__call__`` sees to scratch memory and debugging, and
-then calls ``self.launch(...)``, which is C. For a kernel that asks for no scratch memory the first part does nothing and
-takes 1 us. :func:`direct` makes the second call alone. In which order ``launch`` takes what differs from release to
-release and from vendor to vendor, so it is read off the source of the installed ``__call__``; where that is not
-understood, ``__call__`` is called.
+``CompiledKernel.run(gridX, ...)`` is a launcher of Triton's whose ``__call__`` sees to scratch memory and debugging,
+and then calls ``self.launch(...)``, which is C. For a kernel that asks for no scratch memory the first part does
+nothing and takes 1 us. :func:`direct` makes the second call alone. In which order ``launch`` takes what differs from
+release to release and from vendor to vendor, so it is read off the source of the installed ``__call__``; where that is
+not understood, ``__call__`` is called.
 
 Tensors go as addresses: of a tensor Triton asks the same address, and then the driver whether it lies on a device,
 which the caller knows.

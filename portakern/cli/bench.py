@@ -91,7 +91,7 @@ def _measure(plan: Plan, jobs: int | None, found: _Rows) -> None:
     from portakern.benchmarking.foresight import foreseeing
     from portakern.benchmarking.run import DeviceLost, run
 
-    _, _, target = here(plan.subject, plan.device)
+    framework, device, target = here(plan.subject, plan.device)
     cores = (max((os.cpu_count() or 2) - 1, 1) if jobs is None else jobs) if target.platform != "cpu" else 0
     oracles = 2 * cores // 3  # what is expected takes processors longer than what compiles ahead
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -99,7 +99,7 @@ def _measure(plan: Plan, jobs: int | None, found: _Rows) -> None:
         Progress(*columns, console=err, transient=True) as bar,
         foreseeing(plan.cases, target, oracles) as foresight,
     ):
-        if cores:
+        if cores and framework.instruments(device).shared:
             compiling = bar.add_task("compiling ahead", total=len(plan.cases))
             warming.warm(plan, cores - oracles, COMPILING * (plan.seconds or 0.0), lambda: bar.advance(compiling))
         task = bar.add_task(f"timing {plan.subject.name}", total=len(plan.cases))

@@ -70,6 +70,11 @@ class Instruments:
     def __init__(self, framework: Framework, device: Any) -> None:
         self.framework, self.device = framework, device
 
+    @property
+    def shared(self) -> bool:
+        """Whether other processes can use the device while this one does."""
+        return True
+
     def wait(self, result: Any) -> None:
         """Return when the arrays that a call returned are there; whatever went wrong on the device is raised here."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,8 @@ def speed(kept: Kept) -> str:
         text += [f"**{device}**", _summary(rows), *_details(rows, kept.root), footnote(rows, kept.root)]
     notes = (
         "Device time alone, caches cold, contenders in turns, the median. Roof: a copy and products measured in the "
-        "same run. Of the best peer's speed: above 1 is faster than all of them; what is wrong has no time, and is nobody's "
-        "peer. Error: the largest, as a share of the derived bound."
+        "same run. Of the best peer's speed: above 1 is faster than all of them; what is wrong has no time, and is "
+        "nobody's peer. Error: the largest, as a share of the derived bound."
     )
     return "\n\n".join(t for t in [*text, notes, *_beside(kept), source(r for _, r in found)] if t)
 
@@ -62,9 +63,10 @@ def _beside(kept: Kept) -> list[str]:
     """What was left out of runs, and who took no part."""
     runs = {r.file: r for _, r in kept.rows("bench")}.values()
     absent = {name: why.partition(";")[0] for r in runs for name, why in r.extra["absent"].items()}
-    left = [name for r in runs for name in r.extra["left_out"]]
+    left = [name.partition(" ")[0] for r in runs for name in r.extra["left_out"]]
     told = [f"Took no part: {', '.join(f'{n} ({why})' for n, why in absent.items())}."] if absent else []
-    return told + ([f"Left out when the budget ended: {', '.join(left)}."] if left else [])
+    counted = ", ".join(f"{n} of {name}" for name, n in Counter(left).items())
+    return told + ([f"Left out when the budget ended: {counted}."] if left else [])
 
 
 def _summary(rows: Sequence[Row]) -> str:

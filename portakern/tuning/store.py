@@ -80,7 +80,7 @@ def _locked(path: Path) -> Iterator[None]:
         import filelock
     except ImportError:
         raise UnavailableError(
-            "filelock, which keeps two tuners apart, is not installed; run: pip install filelock"
+            "filelock, which keeps two tuners apart, is not installed; run: pip install 'portakern[cli]'"
         ) from None
     try:
         with filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_SECONDS):

@@ -20,7 +20,15 @@ from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs, block, row_block
-from portakern.backends.pallas.tpu._chip import LANES, dtype_refused, launch, off_grid, over_vmem, sublanes
+from portakern.backends.pallas.tpu._chip import (
+    LANES,
+    dtype_refused,
+    launch,
+    off_grid,
+    over_vmem,
+    sublanes,
+    vmem_granted,
+)
 from portakern.core.call import Call
 
 
@@ -47,7 +55,7 @@ def refused(call: Call, tiling: Mapping[str, int], streamed: int, computed: int)
     return (
         dtype_refused(call)
         or off_grid("block_rows", tiling["block_rows"], view(call)[0], sublanes(call.dtype))
-        or over_vmem(needed, "block_rows or block_n")
+        or over_vmem(call, needed, "block_rows or block_n", vmem_granted(call))
     )
 
 

@@ -44,6 +44,10 @@ ROOF_ELSEWHERE = 2**28, 8192
 class JaxInstruments(Instruments):
     """Of JAX's arrays; their memory is theirs alone, and none is handed out unwritten."""
 
+    @property
+    def shared(self) -> bool:
+        return bool(self.device.platform != "tpu")
+
     def wait(self, result: Any) -> None:
         import jax
 
