@@ -1,4 +1,4 @@
-"""Docstrings as the site shows them: roles become links or code, and a star in prose is a star."""
+"""Docstrings as the site shows them: roles become code, a list of names is one line, a star in prose is a star."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from griffe import Extension, Object
 
 ROLE = re.compile(r":\w+:`~?([^`]+)`")
+NAMES = re.compile(r"^( +[\w, ]+,)\n +(?=[\w, ]+: )", re.MULTILINE)
 SHAPE = re.compile(r"(?<=[\w(, ])\*(?=[a-z]\w*[, )])")
 
 
@@ -16,7 +17,7 @@ class Docstrings(Extension):
 
     def on_instance(self, *, obj: Object, **_: Any) -> None:
         if obj.docstring:
-            text = ROLE.sub(r"`\1`", obj.docstring.value)
+            text = NAMES.sub(r"\1 ", ROLE.sub(r"`\1`", obj.docstring.value))
             obj.docstring.value = "\n".join(map(_escaped, text.split("\n")))
 
 

@@ -12,7 +12,11 @@ SOURCES = "source/"
 LANGUAGES = {".py": "python", ".pyi": "python", ".toml": "toml", ".txt": "text", ".yml": "yaml"}
 """What is shown as a page of code; Markdown is a page, and everything else a file that a browser opens."""
 LINK = re.compile(r"(?P<start>!?\[(?:[^\]\[]|\[[^\]]*\])*\]\()(?P<path>(?!\w+:|#|<)[^)#\s]+)(?P<anchor>#[^)\s]*)?(?=\))")
-CODE = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2 *$|`+[^`\n]+`+", re.MULTILINE | re.DOTALL)
+CODE = re.compile(
+    r"^(?P<indent> *)(?P<fence>`{3,}|~{3,}).*?^(?P=indent)(?P=fence) *$"
+    r"|(?<!`)(?P<tick>`+)(?!`)(?:(?!\n\n).)+?(?<!`)(?P=tick)(?!`)",
+    re.MULTILINE | re.DOTALL,
+)
 
 
 def _links(text: str) -> Iterator[re.Match[str]]:
@@ -27,11 +31,11 @@ def place(path: str, root: Path, here: Mapping[str, str]) -> str | None:
     """Where a file of the repository lies in the site; None where there is no such file."""
     if path in here:
         return here[path]
-    if path.startswith("docs/"):
-        return path.removeprefix("docs/")
-    there = root / path
+    there, inside = root / path, path.removeprefix("docs/") if path.startswith("docs/") else SOURCES + path
     if there.is_dir():
-        return f"{SOURCES}{path}/README.md" if (there / "README.md").is_file() else f"{SOURCES}{path}/index.md"
+        return f"{inside}/README.md" if (there / "README.md").is_file() else f"{inside}/index.md"
+    if not inside.startswith(SOURCES):
+        return inside
     if not there.is_file():
         return None
     return f"{SOURCES}{path}.md" if there.suffix in LANGUAGES else SOURCES + path
@@ -61,7 +65,7 @@ def pages(root: Path, texts: Iterable[tuple[Path, str]], here: Mapping[str, str]
         for match in _links(text):
             path = posixpath.normpath(posixpath.join(folder, match["path"]))
             there = place(path, root, here)
-            if there is None or not there.startswith(SOURCES) or there in made:
+            if there is None or there in made or not (there.startswith(SOURCES) or (root / path).is_dir()):
                 continue
             made[there] = content = _content(path, root)
             if isinstance(content, str):

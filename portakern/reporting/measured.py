@@ -92,7 +92,7 @@ def times(kept: Kept) -> str:
     unchecked = dict.fromkeys(f"`{row['op']}` {row['dtype']}" for row, _ in rows if not row["checked"])
     notes = (
         "Floor: the larger of bytes over the bandwidth and operations over the peak rate of "
-        "[targets.py](portakern/targets.py), every array touched once."
+        "[targets.py](portakern/core/targets.py), every array touched once."
     )
     if unchecked:
         notes += f" Not compared with another kernel's result before it was timed: {', '.join(unchecked)}."
