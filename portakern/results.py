@@ -108,6 +108,7 @@ _KERNEL = {
     "matrix": "integers", "code_bytes": "count?", "cycles": "count?", "undefined": "list",
 }  # fmt: skip
 _COUNTS = dict.fromkeys(("refused", "tilings_refused", "cells", "layouts", "edges", "laws"), "integers")
+_SOURCES = {"backend": "text?", "variant": "text?", "target": "text?", "commit": "text?", "sources": "text?"}
 _MEDIAN = {"median_us": "number", "best_us": "number", "worst_us": "number"}
 
 BENCHMARKS: Mapping[str, Benchmark] = {
@@ -115,7 +116,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         ("op", "subject"),
         {"op": "text", "subject": "text", "seed": "integer", "examples": "count", "failures": "list",
          "worst": "numbers", "worst_case": "string", **_COUNTS,
-         "seconds": "number", "passed": "flag", "asked": "list?", "concessions": "list?", "verdicts": "object?"},
+         "seconds": "number", "passed": "flag", "asked": "list?", "concessions": "list?", "verdicts": "object?",
+         **_SOURCES},
         {"wall_seconds": "number"},
     ),
     "compile-matrix": Benchmark(
@@ -132,6 +134,16 @@ BENCHMARKS: Mapping[str, Benchmark] = {
          "flops": "count", "floor_us": "number", "peers": "numbers",
          "checked": "flag"},
         {"wall_seconds": "number?"},
+    ),
+    "bench": Benchmark(
+        ("op", "dtype", "call", "contender"),
+        {"suite": "text", "op": "text", "dtype": "text", "call": "text", "dims": "object", "contender": "text",
+         "subject": "flag", "bytes": "count", "flops": "count", "verdict": "text", "why": "text?", "error": "number?",
+         "errors": "object?", "tiling": "integers?", **dict.fromkeys(_MEDIAN, "number?"), "host_us": "number?",
+         "rounds": "count?", "clock": "text?", "flop_rate": "count?", "byte_rate": "count?", "roof_us": "number?",
+         "limit": "text?", "share": "number?", "best_peer": "text?", "ratio": "number?", "peak_bytes": "integer?",
+         **_SOURCES},
+        {"wall_seconds": "number", "rates": "numbers", "absent": "object", "left_out": "list"},
     ),
     "launch": Benchmark(("op", "way"), {"op": "text", "way": "text", **_MEDIAN}, {"graphs": "list"}),
     "binding": Benchmark(("framework",), {"framework": "text", "calls": "count", **_MEDIAN, "grown_bytes": "integer"}),

@@ -1,6 +1,7 @@
 """The command line: readable tables, JSON, exit statuses."""
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -48,6 +49,29 @@ def test_check_passes_and_writes_json(tmp_path):
     report = json.loads(file.read_text())["rows"][0]
     assert report["op"] == "softmax" and report["passed"] and report["examples"] == 15 and report["seed"] == 3
     assert [p.name for p in file.parent.iterdir()] == ["report.json"]
+
+
+def test_check_asks_for_what_it_is_told_to(tmp_path, monkeypatch):
+    """Of a kernel that counts its calls in the last bit, which breaks a promise and no bound; in one dtype."""
+    backend = pk.backends()["reference"]
+    seen, family = [], next(backend.having("softmax"))
+    impl = backend.implementation("softmax", family)
+
+    def counting(call, tiling):
+        seen.append(call.dtype)
+        (y,) = impl.fn(call, tiling)
+        if len(seen) % 2 and y.size:
+            y.flat[0] = np.nextafter(y.flat[0], np.float64(2))
+        return (y,)
+
+    monkeypatch.setitem(backend._found, (family.package, "softmax"), dataclasses.replace(impl, fn=counting))
+    file = tmp_path / "report.json"
+    asked = ["check", "softmax", "--backend", "reference", "--max-examples", "6", "--dtype", "float64"]
+    told = run(app, [*asked, "--json", str(file)])
+    assert told.exit_code == 1 and "promises" in told.output and {*seen} == {"float64"}
+    assert run(app, [*asked, "--no-promises", "--json", str(file)]).exit_code == 0
+    report = json.loads(file.read_text())["rows"][0]
+    assert report["passed"] and "promises" not in report["asked"]
 
 
 def test_a_command_leaves_the_level_of_the_log_as_it_was():
@@ -276,15 +300,15 @@ def test_tables_of_tilings_in_the_cache_may_hold_anything(tmp_path, monkeypatch,
 def test_machine_code_can_be_read_at_any_width(width, monkeypatch, capsys):
     from rich.console import Console
 
-    from portakern import cli
+    from portakern.cli import compile as compile_command
 
     kernel = Kernel(
         "d_k_d_v_kernel", 2, 128, 255, 720, {"shared": 99328}, 0.12, {"HGMMA.64x64x16.F32.BF16": 72}, 70758, None
     )
     failed = Build("softmax", "forward", "float32", "v5e", "pallas", reason="libtpu is not installed")
     built = [Build("attention_vjp", "backward", "bfloat16", "sm_90", "triton", ok=True, kernels=[kernel]), failed]
-    monkeypatch.setattr(cli, "out", Console(width=width))
-    cli._show_builds(built)
+    monkeypatch.setattr(compile_command, "out", Console(width=width))
+    compile_command._show_builds(built)
     said = capsys.readouterr().out
     lines = said.splitlines()
     for word in ("d_k_d_v_kernel", "HGMMA.64x64x16.F32.BF16", "255", "720", "97.0", "12%", "attention_vjp", "sm_90"):

@@ -7,9 +7,11 @@ import portakern as pk
 from portakern import testing
 from portakern.core import registry
 from portakern.core.binder import bind
+from portakern.core.call import shape_of
 from portakern.core.oracle import oracle
 from portakern.testing import Limits
-from portakern.testing.parts import part_call, part_of, picked, taken
+from portakern.testing.parts import part_call, part_of, picked, pieces, taken
+from portakern.testing.verdict import expected
 from tests.ops import forward_records
 
 FILL = 2**20
@@ -122,3 +124,45 @@ def test_right_functions_pass_where_they_fill_a_chip():
     pytest.importorskip("torch", reason="torch is not installed")
     report = pk.check("softmax", fn=torch_softmax, framework="torch", device="cpu", max_examples=60, **HOW)
     assert report.passed, report.failures
+
+
+MASKS = [
+    {},
+    {"is_causal": True},
+    {"window": (40, 0)},
+    {"window": (9, 25)},
+    {"window": (None, 3)},
+    {"is_causal": True, "window": (30, 7)},
+]
+
+
+@pytest.mark.parametrize("options", MASKS, ids=str)
+@pytest.mark.parametrize(("q_len", "kv_len"), [(90, 90), (50, 130), (130, 70)])
+@pytest.mark.parametrize("name", ["attention", "attention_vjp"])
+def test_a_stretch_of_a_masked_call_is_a_part_of_it(name, q_len, kv_len, options, monkeypatch):
+    """What a spec says of stretches: the oracle and the bound there are the call's, and no bound is looser."""
+    monkeypatch.setattr("portakern.testing.parts.LARGE", 1)
+    spec = registry.find_spec(name)
+    dims = {"batch": 2, "kv_heads": 2, "group": 2, "q_len": q_len, "kv_len": kv_len, "d": 8, "dv": 4}
+    given = [a for a in spec.arrays if not a.optional]
+    shapes = {a.name: shape_of(a.dims, dims) for a in given}
+    buffers = testing.Case("float32", shapes, options=options).buffers(spec)
+    call = bind(spec, **{n: b.view() for n, b in buffers.items()}, **options)
+    _, whole, bounds = expected(call)
+    position = {o.name: i for i, o in enumerate(spec.outputs)}
+    notation = {o.name: o.dims for o in spec.outputs}
+    seen = {n: np.zeros(whole[position[n]].shape, bool) for n in call.wants}
+    for piece in pieces(call, np.random.default_rng(0)):
+        part = part_call(call, buffers, piece.chosen, {**options, **piece.options}).replace(wants=piece.wants)
+        _, exact, tight = expected(part)
+        for n in piece.wants:
+            at = position[n]
+            np.testing.assert_allclose(exact[at], taken(whole[at], notation[n], call, piece.chosen), 1e-9, 1e-12)
+            there = taken(np.broadcast_to(bounds[at], whole[at].shape), notation[n], call, piece.chosen)
+            assert (tight[at] <= there * (1 + 1e-6)).all()
+            marks = np.arange(seen[n].size).reshape(seen[n].shape)
+            seen[n].reshape(-1)[taken(marks, notation[n], call, piece.chosen).reshape(-1)] = True
+    assert all(s.any() for s in seen.values())
+    if q_len == kv_len:  # the first, the last and some between: no mask hides all of a query or a key
+        ends = {n: s.any(axis=tuple(i for i in range(s.ndim) if i != 1)) for n, s in seen.items()}
+        assert all(e[0] and e[-1] for e in ends.values())

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from portakern.cli import app
 from portakern.core import targets
-from portakern.reporting import checkout, lines, markdown, roofline
+from portakern.reporting import checkout, lines, markdown, plots, roofline, speed
 from portakern.reporting.kept import Kept, chip
 from portakern.results import ResultError
 
@@ -26,6 +26,36 @@ TIME = {
     "op": "softmax", "dtype": "bfloat16", "call": "softmax(bfloat16; n=4096)", "tiling": {"block_n": 4096}, "us": 40.0,
     "bytes": 67108864, "flops": 83886080, "floor_us": 20.0, "peers": {"torch": 50.0}, "checked": True,
 }  # fmt: skip
+
+
+ABSENT = {"quack": "quack not installed; run: pip install quack-kernels"}
+
+
+def timed(contender, us, q_len=1024, **changes):
+    """A row of `portakern bench`: attention, by a backend of ours or by a peer."""
+    subject, call = contender == "triton", f"attention(bfloat16; batch=2, q_len={q_len}, is_causal=True); with bias"
+    times = {
+        "median_us": us, "best_us": us - 1, "worst_us": us + 2, "host_us": 30.0, "rounds": 20, "clock": "events",
+        "flop_rate": 600 * 10**12, "byte_rate": 10**11, "roof_us": us / 2, "limit": "bfloat16", "share": 0.5,
+        "peak_bytes": 4096 * q_len,
+    }  # fmt: skip
+    return {
+        "suite": "attention", "op": "attention", "dtype": "bfloat16", "call": call, "dims": {"batch": 2, "q_len": q_len},
+        "contender": contender, "backend": contender, "variant": None, "subject": subject, "target": "cuda sm_90",
+        "bytes": 10**6, "flops": 10**9, "verdict": "right", "why": None, "error": 0.25, "errors": {"o": 0.25},
+        "commit": "0" * 12, "sources": None, **times, **changes,
+    }  # fmt: skip
+
+
+NO_TIME = dict.fromkeys(timed("torch", 1.0).keys() & {"median_us", "best_us", "worst_us", "host_us", "share", "ratio"})
+BENCH = [
+    timed("triton", 100.0, best_peer="torch", ratio=0.5, sources="f" * 16),
+    timed("torch", 50.0, best_peer="torch", ratio=1.0),
+    timed("jax", 0.0, **NO_TIME, verdict="wrong", error=2.74),
+    timed("liger", 0.0, **NO_TIME, verdict="refused", error=None, why="it has no attention"),
+    timed("triton", 300.0, 2048, best_peer="torch", ratio=1.5),
+    timed("torch", 450.0, 2048, best_peer="torch", ratio=1.0),
+]
 
 
 def run_of(benchmark, rows, device=DEVICE, date="2026-03-01", **extra):
@@ -76,6 +106,7 @@ def tree(tmp_path):
         ),
     )
     put(kept, "times-h100.json", run_of("times", [TIME]))
+    put(kept, "bench.json", run_of("bench", BENCH, wall_seconds=9, rates={"copy": 3e12}, absent=ABSENT, left_out=[]))
     marks = "".join(
         f"## {name}\n\n<!-- portakern report: {name} -->\n<!-- end: {name} -->\n\n" for name in checkout.TABLES
     )
@@ -153,16 +184,25 @@ def test_tables_show_the_results(fresh):
     assert pieces["errors"].startswith("No conformance run is kept yet") and pieces["launch"].startswith(
         "Nothing was measured yet"
     )
+    fast = pieces["speed"]
+    assert "| `attention` | 2 | 1.00 | 0.50 | 1.50 | 50% | 0 |" in fast
+    call = "| bfloat16 | batch=2, q_len=1024, causal; with bias | triton | torch 50, jax wrong, 2.74 × its bound |"
+    assert f"{call} 100† | 99, 102 | 30 | 600 TFLOP/s | 50% | 0.50 | 0.25 |" in fast
+    assert "† its sources have changed since it was measured (1 in all)." in fast and "liger" not in fast
+    assert "Took no part: quack (quack not installed)." in fast
+    assert "| sm_90 | H100 SXM5 80 GB | 3,350 |" in pieces["roofs"]
     assert "| `softmax` | " in pieces["lines"] and (fresh / "README.md").read_text() == "No marks here.\n"
     for plot in (fresh / "docs" / "plots").iterdir():
         assert (
             ElementTree.parse(plot).getroot().tag.endswith("svg") and "Verdana, Arial, sans-serif" in plot.read_text()
         )
     assert [p.name for p in sorted((fresh / "docs" / "plots").iterdir())] == [
+        "attention-memory.svg",
+        "attention-rate.svg",
+        "errors.svg",
         "heatmap.svg",
-        "roofline-gfx942.svg",
         "roofline-sm_90.svg",
-        "roofline-v5e.svg",
+        "speed.svg",
     ]
 
 
@@ -172,7 +212,7 @@ def test_two_generations_have_the_same_bytes(fresh):
     for path in (fresh / "docs" / "plots").iterdir():
         path.unlink()
     (fresh / "PORTING.md").write_text((fresh / "PORTING.md").read_text().replace("| `softmax` |", "| `hardmax` |"))
-    assert len(checkout.update(fresh)) == 5
+    assert len(checkout.update(fresh)) == 7
     assert content(fresh) == before
 
 
@@ -204,14 +244,15 @@ def test_results_that_change_make_tables_and_plots_stale(fresh):
     data = json.loads(file.read_text())
     data["rows"] = [built(target="sm_90", spills=8)]
     file.write_text(json.dumps(data))
+    (fresh / "benchmarks" / "results" / "bench.json").unlink()
     gone = "shows what is no longer among the results"
     assert {
         s.what.removesuffix(" is stale or was changed by hand") for s in checkout.stale(fresh) if s.path.suffix == ".md"
-    } == {f"table {name!r}" for name in ("matrix", "resources", "tilings", "cycles")}
+    } == {f"table {name!r}" for name in ("matrix", "resources", "tilings", "cycles", "speed")}
     assert {s.path.name: s.what for s in checkout.stale(fresh) if s.path.suffix == ".svg"} == {
         "heatmap.svg": "is stale",
-        "roofline-gfx942.svg": gone,
-        "roofline-v5e.svg": gone,
+        "roofline-sm_90.svg": "is stale",  # bench had measured more
+        **dict.fromkeys(("attention-memory.svg", "attention-rate.svg", "errors.svg", "speed.svg"), gone),
     }
     checkout.update(fresh)
     assert sorted(p.name for p in (fresh / "docs" / "plots").iterdir()) == [
@@ -240,8 +281,8 @@ def test_results_that_change_make_tables_and_plots_stale(fresh):
             ),
         ),
         (
-            "<!-- portakern report: speed -->\n<!-- end: speed -->\n",
-            "PORTING.md: there is no table 'speed'; expected one of matrix, resources, ",
+            "<!-- portakern report: haste -->\n<!-- end: haste -->\n",
+            "PORTING.md: there is no table 'haste'; expected one of matrix, resources, ",
         ),
     ],
 )
@@ -292,6 +333,7 @@ def test_a_newer_run_replaces(fresh, tmp_path):
     )
     assert "| torch 50 | 25 | 20 | 80% |" in (fresh / "PORTING.md").read_text() and checkout.stale(fresh) == []
     assert sorted(p.name for p in (fresh / "benchmarks" / "results").iterdir()) == [
+        "bench.json",
         "compile-matrix.json",
         "times-h100.json",
     ]
@@ -392,6 +434,22 @@ def test_where_an_op_lies_under_the_roof(tree):
         and point["by_memory"]
         and point["bound"] == pytest.approx(1.25 * h.bandwidth)
     )
-    assert point["share"] == pytest.approx(83886080 / 40e-6 / point["bound"]) and len(data["measured"]) == 1
+    assert point["share"] == pytest.approx(83886080 / 40e-6 / point["bound"])
+    assert sorted(m["op"] for m in data["measured"]) == ["attention", "softmax"]  # two calls of one work are one point
     other = roofline.roofline(Kept.of(tree), targets.find("v5e"))
     assert not other["measured"] and other["points"][0]["op"] == "matmul" and not other["points"][0]["by_memory"]
+
+
+def test_what_was_tuned_is_drawn():
+    rows = [
+        {"op": "matmul", "target": "sm_90", "dtype": "bfloat16", "default": 10.0 + i, "best": 10.0} for i in range(3)
+    ]
+    data = speed._figures([], rows)
+    assert list(data) == ["tuned.svg"] and len(data["tuned.svg"]["points"]) == 3
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'portakern[demo]'")
+    assert "sm_90, 3 calls" in plots.draw(data["tuned.svg"])
+
+
+def test_long_calls_on_little_room():
+    call = "attention(bfloat16; batch=4, q_len=64, kv_heads=4, kv_len=64, is_causal=True); q swapped"
+    assert speed._dense(speed._short(call)) == "batch=kv_heads=4 q_len=kv_len=64 causal; q swapped"

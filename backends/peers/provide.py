@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from portakern.core import registry
 from portakern.core.backend import Backend, Tiling
@@ -94,11 +94,16 @@ class Provided:
     def prepared(self, call: Call) -> Callable[[], tuple[Any, ...]]:
         """The wanted outputs of a call, with everything done that is not the op's own work: what a benchmark times."""
         arguments = self.arguments(call)
-        return lambda: (self.fn(**arguments),)
+        arrays = {n: arguments.pop(n) for n in call.arrays if n in arguments}
+        run = _STAGES[call.framework.name].forward(functools.partial(self.fn, **arguments), arrays)
+        return functools.partial(self._inside, call, run)
+
+    def _inside(self, call: Call, run: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+        with self.around(call):
+            return run()
 
     def __call__(self, call: Call, tiling: Tiling) -> tuple[Any, ...]:
-        with self.around(call):
-            outputs = dict(zip(call.wants, self.prepared(call)(), strict=True))
+        outputs = dict(zip(call.wants, self.prepared(call)(), strict=True))
         whole = {n: y if call.framework.contiguous(y) else y.contiguous() for n, y in outputs.items()}
         return tuple(whole.get(o.name) for o in call.spec.outputs)
 
@@ -124,8 +129,10 @@ class Gradients(Provided):
         given = self.arguments(call)
         arrays = {a.name: given.pop(a.name) for a in self._forward(call).arrays if a.name in given}
         wanted = [o.gradient_of for o in call.spec.outputs if o.name in call.wants and o.gradient_of]
-        pull_back = {"torch": _torch_gradients, "jax": _jax_gradients}[call.framework.name]
-        return pull_back(functools.partial(self.fn, **given), arrays, wanted, call.arrays[self._cotangent(call)])
+        fn, cotangent = functools.partial(self.fn, **given), call.arrays[self._cotangent(call)]
+        with self.around(call):
+            run = _STAGES[call.framework.name].backward(fn, arrays, wanted, cotangent)
+        return functools.partial(self._inside, call, run)
 
     def _cotangent(self, call: Call) -> str:
         return f"d_{self._forward(call).outputs[0].name}"
@@ -134,6 +141,18 @@ class Gradients(Provided):
         forward = registry.forward_of(call.spec)
         assert forward is not None
         return forward
+
+
+def _torch_forward(fn: Callable[..., Any], arrays: Arrays) -> Callable[[], tuple[Any, ...]]:
+    return lambda: (fn(**arrays),)
+
+
+def _jax_forward(fn: Callable[..., Any], arrays: Arrays) -> Callable[[], tuple[Any, ...]]:
+    """Compiled whole, as JAX's users have it; its arrays are arguments, since constants may be folded."""
+    import jax
+
+    compiled = jax.jit(fn)
+    return lambda: (compiled(**arrays),)
 
 
 def _torch_gradients(
@@ -154,8 +173,24 @@ def _jax_gradients(
     """Runs ``fn`` and returns its backward pass."""
     import jax
 
-    def of_wanted(*values: Any) -> Any:
-        return fn(**{**arrays, **dict(zip(wanted, values, strict=True))})
+    def of_wanted(values: Any, others: Any) -> Any:
+        _, pull_back = jax.vjp(lambda *given: fn(**{**others, **dict(zip(wanted, given, strict=True))}), *values)
+        return pull_back
 
-    _, pull_back = jax.vjp(of_wanted, *(arrays[n] for n in wanted))
-    return lambda: pull_back(cotangent)
+    # both passes compiled by themselves: what the first saves are results of it, and arguments of the second
+    saved = jax.jit(of_wanted)([arrays[n] for n in wanted], dict(arrays))
+    backward = jax.jit(lambda pull_back, d_y: tuple(pull_back(d_y)))
+    return lambda: backward(saved, cotangent)
+
+
+class _Stages(NamedTuple):
+    """How a library runs a function of its users, and its backward pass."""
+
+    forward: Callable[..., Callable[[], tuple[Any, ...]]]
+    backward: Callable[..., Callable[[], tuple[Any, ...]]]
+
+
+_STAGES = {
+    "torch": _Stages(_torch_forward, _torch_gradients),
+    "jax": _Stages(_jax_forward, _jax_gradients),
+}

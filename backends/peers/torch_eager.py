@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from portakern.backends.peers.provide import LACKS, provides
@@ -69,7 +71,23 @@ def rmsnorm(x: Any, weight: Any = None, *, eps: float = 1e-6) -> Any:
     return functional.rms_norm(x, x.shape[-1:], weight, eps)
 
 
-@provides(BACKEND, refuses=as_precise)
+@contextmanager
+def as_asked(call: Call) -> Iterator[None]:
+    """While inside, torch multiplies float32 as the call's ``precision`` says, where it takes that from the process."""
+    import torch
+
+    before = torch.get_float32_matmul_precision()
+    cut = call.dtype == "float32" and call.options["precision"] == "tf32" and before == "highest"
+    if cut:
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        if cut:
+            torch.set_float32_matmul_precision(before)
+
+
+@provides(BACKEND, refuses=as_precise, around=as_asked)
 def matmul(a: Any, b: Any, *, precision: str = "ieee") -> Any:
     import torch
 
@@ -100,7 +118,7 @@ def arranged(
     return (*heads_first, mask, 0.0, is_causal), {"scale": scale, "enable_gqa": q.shape[2] != k.shape[2]}
 
 
-@provides(BACKEND, refuses=attention_wants)
+@provides(BACKEND, refuses=attention_wants, around=as_asked)
 def attention(
     q: Any,
     k: Any,

@@ -9,7 +9,7 @@ import warnings
 from typing import Any
 
 from portakern.backends.peers.provide import LACKS, provides
-from portakern.backends.peers.torch_eager import arranged, attention_wants
+from portakern.backends.peers.torch_eager import arranged, as_asked, attention_wants
 from portakern.core.backend import Backend
 from portakern.core.call import Call
 
@@ -29,7 +29,7 @@ def _kernel(name: str, backend: str, platforms: tuple[str, ...]) -> Backend:
     def refuses(call: Call) -> str | None:
         return attention_wants(call) or _torchs_reason(backend, call)
 
-    @provides(peer, refuses=refuses)
+    @provides(peer, refuses=refuses, around=as_asked)
     def attention(
         q: Any,
         k: Any,

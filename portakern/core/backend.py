@@ -167,7 +167,8 @@ class Backend:
     Attributes:
       name: what users pass as ``backend=``.
       framework: whose arrays the implementations take: numpy, torch or jax.
-      requires: modules that must be importable; extra: the portakern extra that installs them.
+      requires: modules that must be importable; extra: the portakern extra that installs them; install: what pip
+        installs for the last of them, where that has another name.
       oracle: the float64 reference: takes float64 arrays of any device, its results are rounded by the caller.
       refusals: regular expressions of the reasons for which it may refuse a right call; the checker counts any other
         refusal as a failure.
@@ -189,6 +190,7 @@ class Backend:
     framework: str
     requires: tuple[str, ...] = ()
     extra: str | None = None
+    install: str | None = None
     oracle: bool = False
     refusals: Sequence[str] = ()
     package: str | None = None
@@ -364,7 +366,8 @@ class Backend:
         missing = [m for m in self.requires if not _there(m)]
         if not missing:
             return None
-        install = f"'portakern[{self.extra}]'" if self.extra else " ".join(missing)
+        own = [self.install if self.install and m == self.requires[-1] else m for m in missing]
+        install = f"'portakern[{self.extra}]'" if self.extra else " ".join(own)
         return f"{' and '.join(missing)} not installed; run: pip install {install}"
 
     def check_available(self) -> None:

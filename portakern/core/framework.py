@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portakern.core.instruments import Instruments
 from portakern.core.targets import Target
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.spec.dtypes import DTYPES, numpy_dtype
@@ -177,6 +178,10 @@ class Framework:
     def full(self, shape: tuple[int, ...], dtype: str, value: float, device: Any) -> Any:
         """An array filled with one value."""
         return self.from_numpy(np.full(shape, value, numpy_dtype(dtype)), device)
+
+    def instruments(self, device: Any) -> Instruments:
+        """What can be measured of calls on a device of the library."""
+        return Instruments(self, device)
 
     # --- calls that the library watches, records, or runs in a way of its own ---
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Resolved", "Row", "attempt", "check_row", "default", "files", "forget", "nearest", "resolve", "rows",
-    "shipped_folder",
+    "shipped_folder", "shipped_rows", "tables_for",
 ]  # fmt: skip
 
 SCHEMA = 1
@@ -171,7 +171,7 @@ def _look_up(impl: Implementation, call: Call, key: Key) -> Found:
     """Ask the layers below the user's, the last one first, so that what an earlier one says replaces it."""
     tiling = dict(impl.tiling(call))
     sources = dict.fromkeys(tiling, "heuristic")
-    shipped = next(filter(None, (nearest(rows(impl, name), key) for name in _tables_for(call.target))), None)
+    shipped = next(filter(None, (nearest(rows(impl, name), key) for name in tables_for(call.target))), None)
     own = cache_folder() / "tuned" / impl.backend.name / f"{call.target.arch or call.target.platform}.json"
     cached = nearest(_own_rows(impl, call.spec, own, key), key)
     for row, layer in ((shipped, f"shipped {shipped and shipped.table}"), (cached, "cache")):
@@ -202,7 +202,7 @@ def _agrees(row: Row, exact: Key) -> bool:
 # -------------------------------------------------------------------------------------------------------------- files
 
 
-def _tables_for(target: Target) -> Iterator[str]:
+def tables_for(target: Target) -> Iterator[str]:
     """The tables to ask: the target's own, that of the architecture whose limits hold for it, its platform's."""
     if target.arch:
         yield target.arch
@@ -232,10 +232,10 @@ def rows(impl: Implementation, target: str) -> tuple[Row, ...]:
     """The rows that the backend's table of a target has for this implementation. SpecError: the table is wrong."""
     package = impl.fn.__module__.rpartition(".")[0]
     folder = shipped_folder(package)
-    return _shipped_rows(folder, target, impl.op, package.rpartition(".")[2]) if folder else ()
+    return shipped_rows(folder, target, impl.op, package.rpartition(".")[2]) if folder else ()
 
 
-def _shipped_rows(folder: Path, target: str, op: str, variant: str) -> tuple[Row, ...]:
+def shipped_rows(folder: Path, target: str, op: str, variant: str) -> tuple[Row, ...]:
     """The rows of one op in a shipped table, those taken over from other tables among them."""
     path = folder / f"{target}.json"
     try:
@@ -343,6 +343,6 @@ def _with_borrowed(table: tuple[str, Entries], op: str, variant: str, folder: Pa
             found.append(Row(entry["name"], entry["key"], entry["tiling"], entry["source"], target))
         elif folder:
             of_target, _, of_op = entry["from"].partition("/")
-            borrowed = _shipped_rows(folder, of_target, of_op, variant)
+            borrowed = shipped_rows(folder, of_target, of_op, variant)
             found += [row for row in borrowed if _agrees(row, entry.get("key", {}))]
     return tuple(found)

@@ -13,7 +13,7 @@ from typing import Any
 import portakern
 from portakern import results
 from portakern.files import write_atomically
-from portakern.reporting import compiled, lines, markdown, measured, plots, roofline, stubs
+from portakern.reporting import charts, compiled, lines, markdown, measured, plots, roofline, speed, stubs, style
 from portakern.reporting.kept import FOLDER, Kept
 from portakern.results import Result, ResultError
 
@@ -28,6 +28,8 @@ TABLES: Mapping[str, Callable[[Kept], str]] = {
     "tilings": compiled.tilings,
     "cycles": compiled.cycles,
     "errors": measured.errors,
+    "roofs": compiled.roofs,
+    "speed": speed.speed,
     "times": measured.times,
     "launch": measured.launch,
     "faults": measured.faults,
@@ -87,7 +89,8 @@ def _shows(data: Mapping[str, Any]) -> str:
     """Of what a plot shows and of the code that draws it; not of its bytes, which may change with the plotting
     library.
     """
-    return _digest(json.dumps(data, sort_keys=True) + Path(plots.__file__).read_text(encoding="utf-8"))
+    drawn_by = "".join(Path(str(m.__file__)).read_text(encoding="utf-8") for m in (plots, charts, style))
+    return _digest(json.dumps(data, sort_keys=True) + drawn_by)
 
 
 def _sealed(svg: str, data: Mapping[str, Any]) -> str:
@@ -111,7 +114,7 @@ def _fault(path: Path, data: Mapping[str, Any]) -> str | None:
 
 def _plot_faults(kept: Kept) -> Iterator[tuple[Path, str, Mapping[str, Any] | None]]:
     """(file, what is wrong with it, what it should show: None where there should be no such file)."""
-    folder, wanted = kept.root / PLOTS, roofline.plots(kept)
+    folder, wanted = kept.root / PLOTS, {**roofline.plots(kept), **speed.figures(kept)}
     for name, data in wanted.items():
         fault = _fault(folder / name, data)
         if fault:

@@ -9,7 +9,7 @@ from portakern.core import registry, targets
 from portakern.reporting.kept import Kept, known_targets, source
 from portakern.reporting.markdown import NONE, fold, table
 
-__all__ = ["cycles", "matrix", "resources", "tilings"]
+__all__ = ["cycles", "matrix", "resources", "roofs", "tilings"]
 
 Row = Mapping[str, Any]
 UNFOLDED = 25  # rows that a table may have without being folded
@@ -253,3 +253,28 @@ def cycles(kept: Kept) -> str:
 
 def _thousands(count: int, complete: bool) -> str:
     return ("" if complete else "≥ ") + f"{count / 1000:,.0f}"
+
+
+def roofs(kept: Kept) -> str:
+    """The published limits of every chip of the table: bandwidth, rates, and where one begins to bind before the
+    other."""
+    columns = ("float32", "tf32", "bfloat16", "float8_e4m3fn", "int8")
+    lines = []
+    for h in targets.HARDWARE.values():
+        rates = [h.flops.get(d) for d in columns]
+        peak = h.flops.get("bfloat16")
+        lines.append(
+            [
+                h.name,
+                h.product,
+                NONE if h.bandwidth is None else f"{h.bandwidth / 1e9:,.0f}",
+                *(NONE if rate is None else f"{rate / 1e12:,.4g}" for rate in rates),
+                NONE if not peak or not h.bandwidth else f"{peak / h.bandwidth:,.0f}",
+            ]
+        )
+    heads = ["target", "chip", "GB/s", *(f"{d}, TFLOP/s" for d in columns), "bfloat16 operations a byte at the ridge"]
+    notes = (
+        "From [targets.py](portakern/core/targets.py), which names the document of each figure. Left of the ridge a call "
+        "is bound by memory, right of it by arithmetic."
+    )
+    return table(heads, lines, words=2) + "\n\n" + notes

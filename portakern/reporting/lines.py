@@ -10,6 +10,7 @@ from pathlib import Path
 from portakern.core import registry
 from portakern.reporting.kept import Kept
 from portakern.reporting.markdown import NONE, table
+from portakern.sources import files, imports
 
 __all__ = ["code_lines", "lines"]
 
@@ -40,34 +41,16 @@ def code_lines(source: str) -> int:
     return len(found)
 
 
-def _files(root: Path, module: str) -> list[Path]:
-    """The files of a module of portakern in the checkout: all of a package's; none where there is no such module."""
-    path = root.joinpath(*module.split("."))
-    file = path.with_suffix(".py")
-    return [file] if file.is_file() else sorted(path.glob("*.py")) if (path / "__init__.py").is_file() else []
-
-
-def _imports(file: Path, top: str) -> set[str]:
-    """Modules under ``top`` that a file names anywhere in its imports."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names.update(a.name for a in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names |= {node.module, *(f"{node.module}.{a.name}" for a in node.names)}
-    return {n for n in names if n == top or n.startswith(top + ".")}
-
-
 def _shared(root: Path, ops: set[str], top: str) -> set[Path]:
     """The other modules of a package that the modules of its ops import, directly or not."""
     queue, seen, found = sorted(ops), set(ops), set[Path]()
-    own = {file for op in ops for file in _files(root, op)}
+    own = {file for op in ops for file in files(root, op)}
     while queue:
         module = queue.pop()
         # a package that is no op stands for its __init__.py alone
-        files = _files(root, module) if module in ops else _files(root, module)[:1]
-        found.update(files)
-        new = {name for file in files for name in _imports(file, top)} - seen
+        mine = files(root, module) if module in ops else files(root, module)[:1]
+        found.update(mine)
+        new = {name for file in mine for name in imports(file, top)} - seen
         seen |= new
         queue += sorted(new)
     return found - own
@@ -75,27 +58,27 @@ def _shared(root: Path, ops: set[str], top: str) -> set[Path]:
 
 def lines(kept: Kept) -> str:
     """Op by backend, counted from the source as it is."""
-    specs = [registry.SPECS + "." + op for op in registry.ops() if _files(kept.root, f"{registry.SPECS}.{op}")]
+    specs = [registry.SPECS + "." + op for op in registry.ops() if files(kept.root, f"{registry.SPECS}.{op}")]
     ops = [s.rpartition(".")[2] for s in specs]
     columns: dict[str, tuple[str, dict[str, str]]] = {"spec": (registry.SPECS, dict(zip(ops, specs, strict=True)))}
     for b in registry.backends().values():
         packages = sorted(
-            p for f in b.families if (p := f.package) and b.auto and any(_files(kept.root, f"{p}.{op}") for op in ops)
+            p for f in b.families if (p := f.package) and b.auto and any(files(kept.root, f"{p}.{op}") for op in ops)
         )
         top = min(packages, key=len, default="").rpartition(b.name)[0] + b.name
         for p in packages:
             columns[p.rpartition("backends.")[2]] = (
                 top,
-                {op: f"{p}.{op}" for op in ops if _files(kept.root, f"{p}.{op}")},
+                {op: f"{p}.{op}" for op in ops if files(kept.root, f"{p}.{op}")},
             )
 
-    def count(files: set[Path]) -> str:
-        return str(sum(code_lines(f.read_text(encoding="utf-8")) for f in files)) if files else NONE
+    def count(among: set[Path]) -> str:
+        return str(sum(code_lines(f.read_text(encoding="utf-8")) for f in among)) if among else NONE
 
     body = [
         [
             f"`{op}`",
-            *(count(set(_files(kept.root, there[op])) if op in there else set()) for _, there in columns.values()),
+            *(count(set(files(kept.root, there[op])) if op in there else set()) for _, there in columns.values()),
         ]
         for op in ops
     ]

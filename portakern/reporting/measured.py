@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from portakern.reporting.kept import Kept, set_of, source
 from portakern.reporting.markdown import NONE, table
+from portakern.reporting.staleness import STALE, changed, footnote
 from portakern.results import HOST_CPU, Result
 
 __all__ = ["errors", "faults", "found", "launch", "soundness", "times"]
@@ -32,19 +34,24 @@ def errors(kept: Kept) -> str:
     for op in sorted({row["op"] for row, _ in rows}):
         outputs = dict.fromkeys(o for (name, _, _), row in found.items() if name == op for o in row["worst"])
         for output in outputs or [NONE]:
-            lines.append([f"`{op}`", output, *(_worst(found.get((op, *column)), output) for column in columns)])
+            lines.append(
+                [f"`{op}`", output, *(_worst(found.get((op, *column)), output, kept.root) for column in columns)]
+            )
     heads = [subject if device == HOST_CPU else f"{subject}, {device}" for subject, device in columns]
     notes = [
         f"- {head}: {_count(row for (_, *column), row in found.items() if tuple(column) == c)}"
         for head, c in zip(heads, columns, strict=True)
     ]
-    return "\n\n".join([table(["op", "output", *heads], lines, words=2), "\n".join(notes), source(r for _, r in rows)])
+    changes = footnote((row for row, _ in rows), kept.root)
+    text = [table(["op", "output", *heads], lines, words=2), changes, "\n".join(notes), source(r for _, r in rows)]
+    return "\n\n".join(t for t in text if t)
 
 
-def _worst(row: Row | None, output: str) -> str:
+def _worst(row: Row | None, output: str, root: Path) -> str:
     if row is None:
         return "not run"
     figure = f"{row['worst'][output]:.3f}" if output in row["worst"] else NONE
+    figure += STALE if changed(row, root) else ""
     return figure if row["passed"] else f"**failed**, {figure}"
 
 
@@ -74,10 +81,7 @@ def times(kept: Kept) -> str:
     """Measured times beside the least time that the chip's rates allow, and beside other people's kernels."""
     rows = kept.rows("times")
     if not rows:
-        return (
-            "Nothing was measured yet: `python benchmarks/times.py --json FILE` on an accelerator, and `portakern "
-            "report --add FILE`."
-        )
+        return "No times of this older form are kept."
 
     def render(mine: list[Row]) -> str:
         lines = []

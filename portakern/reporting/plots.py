@@ -4,29 +4,15 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Callable, Mapping
 from math import atan2, degrees
 from typing import Any
 
 from portakern.errors import UnavailableError
+from portakern.reporting import charts
+from portakern.reporting.style import COLOURS, FAINT, FILLS, INK, SOFT, STYLE, rate, short
 
 __all__ = ["draw"]
-
-INK, FAINT, SOFT = "#222222", "#8a8a8a", "#d9d9d9"
-COLOURS = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#56b4e9",
-    "#e69f00",
-)  # Okabe and Ito's, which colour-blind readers tell apart
-FILLS = {"fits": "#b7dfc9", "spills": "#f6dd9c", "fails": "#ee9a8d"}
-STYLE = {
-    "svg.hashsalt": "portakern", "svg.fonttype": "none", "font.family": "DejaVu Sans", "font.size": 9,
-    "axes.edgecolor": FAINT, "axes.labelcolor": INK,
-    "text.color": INK, "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False, "axes.spines.right": False,
-    "path.simplify": False,
-}  # fmt: skip
 
 
 def draw(data: dict[str, Any]) -> str:
@@ -42,28 +28,13 @@ def draw(data: dict[str, Any]) -> str:
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, "backend": "svg", **STYLE}):
         figure = Figure()
         FigureCanvasSVG(figure)
-        {"roofline": _roofline, "heatmap": _heatmap}[data["kind"]](figure, data)
+        KINDS[data["kind"]](figure, data)
         out = io.StringIO()
         figure.savefig(
             out, format="svg", metadata={"Date": None, "Creator": None}, bbox_inches="tight", pad_inches=0.12
         )
     short = re.sub(r"-?\d+\.\d{3,}", lambda m: f"{float(m[0]):.2f}".rstrip("0").rstrip("."), out.getvalue())
     return short.replace("font-family: 'DejaVu Sans'", "font-family: 'DejaVu Sans', Verdana, Arial, sans-serif")
-
-
-def _rate(value: float) -> str:
-    """Operations a second in words."""
-    return (
-        f"{value / 1e15:.3g} P"
-        if value >= 1e15
-        else f"{value / 1e12:.3g} T"
-        if value >= 1e12
-        else f"{value / 1e9:.3g} G"
-    )
-
-
-def _short(dtype: str) -> str:
-    return dtype.replace("bfloat", "bf").replace("float", "f")
 
 
 def _roofline(figure: Any, data: dict[str, Any]) -> None:
@@ -80,7 +51,7 @@ def _roofline(figure: Any, data: dict[str, Any]) -> None:
     axes.set(xscale="log", yscale="log", xlim=(left, right), ylim=(min(rates) / 6, top * 3))
     axes.set(xlabel="operations a byte of device memory", ylabel="floating-point operations a second")
     axes.xaxis.set_major_formatter(lambda value, position: f"{value:,.10g}")
-    axes.yaxis.set_major_formatter(lambda value, position: _rate(value))
+    axes.yaxis.set_major_formatter(lambda value, position: rate(value))
     axes.minorticks_off()
     axes.grid(color=SOFT, linewidth=0.5)
     axes.set_axisbelow(True)
@@ -90,7 +61,7 @@ def _roofline(figure: Any, data: dict[str, Any]) -> None:
     for dtype, peak in roofs.items():
         axes.plot([peak / bandwidth, right], [peak, peak], color=colours[dtype], linewidth=1.4)
         axes.annotate(
-            f"{dtype}: {_rate(peak)}flop/s",
+            f"{dtype}: {rate(peak)}flop/s",
             (right, peak),
             (-2, 4),
             textcoords="offset points",
@@ -156,7 +127,7 @@ def _labels(axes: Any, points: list[dict[str, Any]], colours: dict[str, str]) ->
             height(order[0]) - 0.02 if slope else min(map(height, order)) - 0.05, 0.03 + step * (len(order) - 1)
         )
         for i, p in enumerate(order):
-            text = f"{p['op']} {_short(p['dtype'])}: {p['intensity']:{',.0f' if p['intensity'] >= 100 else '.2g'}} op/B"
+            text = f"{p['op']} {short(p['dtype'])}: {p['intensity']:{',.0f' if p['intensity'] >= 100 else '.2g'}} op/B"
             text += f", {p['share']:.0%}" if p["share"] is not None else ""
             axes.annotate(
                 text, (p["intensity"], p["bound"]), (column, start - i * step), textcoords="axes fraction", fontsize=8,
@@ -203,3 +174,14 @@ def _heatmap(figure: Any, data: dict[str, Any]) -> None:
         axes.plot([], [], "s", markersize=9, color=FILLS[kind], label=word)
     axes.plot([], [], marker=r"$\mathrm{M}$", markersize=7, linestyle="", color=INK, label="matrix instructions")
     axes.legend(loc="upper left", bbox_to_anchor=(0, -0.01), ncols=4, frameon=False, fontsize=8, handletextpad=0.4)
+
+
+KINDS: Mapping[str, Callable[[Any, dict[str, Any]], None]] = {
+    "roofline": _roofline,
+    "heatmap": _heatmap,
+    "bars": charts.bars,
+    "curves": charts.curves,
+    "errors": charts.errors,
+    "tuned": charts.tuned,
+}
+"""What draws each kind of plot."""

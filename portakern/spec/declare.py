@@ -18,9 +18,11 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar
+
+import numpy as np
 
 from portakern.errors import SpecError
 from portakern.spec.annotations import (
@@ -46,6 +48,8 @@ PerOutput = tuple[Any, ...]
 ErrorFn = Callable[["Call", PerOutput], PerOutput]
 """(call in float64 NumPy, reference outputs) -> an array per output, None for one that is unwanted or has no such
 thing."""
+StretchFn = Callable[["Call", np.random.Generator], Iterable[tuple[Mapping[str, np.ndarray], Mapping[str, Any]]]]
+""":meth:`Spec.stretch`."""
 
 
 @dataclass(eq=False)
@@ -73,6 +77,7 @@ class Spec(Generic[P]):
     spread: ErrorFn | None = None
     forced: ErrorFn | None = None
     region: Callable[[Call, str, tuple[int, ...]], str] | None = None
+    stretches: StretchFn | None = None
     edges: dict[str, Edge] = field(default_factory=dict)
     laws: dict[str, Callable[..., None]] = field(default_factory=dict)
     drops: Mapping[str, str] = field(default_factory=dict)
@@ -186,6 +191,17 @@ class Spec(Generic[P]):
             return fn
 
         return declare
+
+    def stretch(self, fn: StretchFn) -> StretchFn:
+        """Decorator: ``fn(call, rng)`` gives stretches of a large call along dimensions whose results see each other,
+        and which ``apart`` therefore does not name: (dimension -> the indices of arguments and outputs, the options
+        that the op has there).
+
+        The op on such a stretch, under those options, gives what the call gives there, and no looser bound. It is asked
+        of a call that wants one output. Kept as :attr:`stretches`.
+        """
+        self.stretches = fn
+        return fn
 
     def sample(self, name: str, **call: Any) -> Sample:
         """Declare a :class:`Sample`: a small call that lists of calls in tests and benchmarks are made of.

@@ -103,6 +103,13 @@ class Case:
         laid = {n: LAYOUTS[self.layouts.get(n, "contiguous")](arrays[n]) for n in given}
         return laid | dict.fromkeys(self.same, laid[self.same[0]]) if self.same else laid
 
+    def drawn(self, spec: Spec[Any], name: str) -> np.ndarray:
+        """The values of one argument before they are rounded to its dtype, by its generator where it has one."""
+        a, made = spec.argument(name), generators(spec, registry.forward_of(spec) if spec.is_vjp else None)
+        if name in made:
+            return self._made(spec, made[name], self.form(spec), a, self.shapes[name])
+        return self._values(a, self.shapes[name])
+
     def form(self, spec: Spec[Any]) -> Call:
         """The bound call on arrays of one element, stretched: its dimensions and canonical options."""
         arrays = {

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from portakern.core.call import Call
 from portakern.spec import Dim, Spec
 from portakern.testing.layouts import Buffer
 
-__all__ = ["LARGE", "apart", "part_call", "part_of", "picked", "taken"]
+__all__ = ["LARGE", "Piece", "apart", "part_call", "part_of", "picked", "pieces", "taken"]
 
 LARGE = 2**18
 """Elements of the largest array beyond which a call is compared in part."""
@@ -37,19 +37,43 @@ def picked(rng: np.random.Generator, extent: int, count: int) -> np.ndarray:
     return np.array(sorted([*first][:count]) if extent else [], dtype=np.int64)
 
 
-def part_of(call: Call, rng: np.random.Generator) -> dict[str, Any]:
+class Piece(NamedTuple):
+    """What is compared of some outputs of a call: dimension -> indices, as of :func:`part_of`, and the options that are
+    others there."""
+
+    wants: tuple[str, ...]
+    chosen: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+
+def pieces(call: Call, rng: np.random.Generator, work: float | None = None) -> Iterator[Piece]:
+    """The pieces of a call that stand for it: all of a small one; of a large one what ``work`` operations of the oracle
+    reach, for each output by itself, since one may be taken apart where another cannot."""
+    sizes = [math.prod(a.shape) for a in call.arrays.values() if a is not None]
+    if max((*sizes, *(math.prod(shape) for shape, _ in call.outputs.values())), default=0) <= LARGE:
+        yield Piece(call.wants, {}, {})
+        return
+    for name in call.wants:
+        one = call.replace(wants=(name,))
+        chosen = part_of(one, rng, work)
+        along = list(call.spec.stretches(one, rng)) if call.spec.stretches else []
+        for indices, options in along or [({}, {})]:
+            yield Piece((name,), {**chosen, **{n: [i] for n, i in indices.items()}}, options)
+
+
+def part_of(call: Call, rng: np.random.Generator, work: float | None = None) -> dict[str, Any]:
     """Dimension -> the indices to compare, of a variadic one a list of them for each axis; empty where the call cannot
     be taken apart."""
     spec = call.spec
     names = apart(spec, call.options, call.wants)
     axes = [(n, i, e) for n in names for i, e in enumerate(_extents(call, n)) if not _along(call, n, i)]
     chosen: dict[str, Any] = {n: [np.arange(e) for e in _extents(call, n)] for n in names}
-    count = 24
+    count, most = 24, WORK if work is None else work
     while axes:
         for name, i, extent in axes:
             chosen[name][i] = picked(rng, extent, count)
         kept = math.prod(len(chosen[n][i]) / max(e, 1) for n, i, e in axes)
-        if call.flops * kept <= WORK or count <= 2:
+        if call.flops * kept <= most or count <= 2:
             return chosen
         count = max(2, count * 2 // 3)
     return {}

@@ -258,8 +258,6 @@ class ForwardRecord(OpRecord):
       fuzzed: (``Random`` of benchmarks/fuzz.py, dtype) -> arrays by name and options that the spec allows.
       layer: how it takes part in a model.
       launched: the call whose host time benchmarks/launch.py takes.
-      timed: shapes that benchmarks/times.py times beside the spec's typical call; an array of one axis that is not
-        named has the length of the others' last.
       twin: what PyTorch has, if it has it.
     """
 
@@ -276,7 +274,6 @@ class ForwardRecord(OpRecord):
     layer: Layer
     launched: Sample
     derived: Mapping[str, Sample] = field(default_factory=dict)
-    timed: tuple[Mapping[str, Shape], ...] = ()
     twin: Twin | None = None
 
 

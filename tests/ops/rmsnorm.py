@@ -172,7 +172,6 @@ RECORD = ForwardRecord(
     rows=("x", "weight"),
     past_2_31=long_rows("rmsnorm"),
     far=lambda gpu: [(gpu.far((4, 300)),)],
-    timed=({"x": (16384, 4096)}, {"x": (4095, 5000)}, {"x": (4095, 4097)}),
     twin=Twin(
         "rms_norm",
         lambda x, weight: (x, tuple(x.shape[-1:]), weight),

@@ -164,6 +164,5 @@ RECORD = ForwardRecord(
     rows=("x",),
     past_2_31=long_rows("softmax"),
     far=far,
-    timed=({"x": (16384, 4096)}, {"x": (4095, 5000)}, {"x": (4095, 4097)}),
     twin=Twin("softmax", lambda x: (x, -1), sampled="softmax"),
 )

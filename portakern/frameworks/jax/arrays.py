@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portakern.core.framework import Framework, load_library
+from portakern.core.instruments import Instruments
 from portakern.core.targets import Target
 from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.jax.sharding import mesh_axes, refused
@@ -125,6 +126,11 @@ class Jax(Framework):
         if not importlib.util.find_spec("jax"):
             return []
         return [d.device_kind for d in self.load().local_devices() if d.platform != "cpu"]
+
+    def instruments(self, device: Any) -> Instruments:
+        from portakern.frameworks.jax import timing
+
+        return timing.JaxInstruments(self, device)
 
     # --- calls are jitted where arrays are here, and staged where they are not ---
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portakern.core.framework import DTYPE_NAME, Framework, distinct, load_library
+from portakern.core.instruments import Instruments
 from portakern.core.targets import Target
 from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.torch import staging
@@ -180,6 +181,11 @@ class Torch(Framework):
             return []
         torch = self.load()
         return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+    def instruments(self, device: Any) -> Instruments:
+        from portakern.frameworks.torch import timing
+
+        return timing.TorchInstruments(self, device)
 
     def run(self, impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
         outputs = impl.run(call, tiling)

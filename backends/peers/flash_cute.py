@@ -1,0 +1,53 @@
+"""FlashAttention-4, the kernels in CuTe DSL for Hopper and Blackwell (Dao et al.), where ``flash-attn-4`` is
+installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from portakern.backends.peers.provide import LACKS, provides
+from portakern.core.backend import Backend
+from portakern.core.call import Call
+
+BACKEND = Backend(
+    "flash_cute",
+    framework="torch",
+    peer=True,
+    platforms=("cuda",),
+    requires=("torch", "flash_attn.cute"),
+    install="flash-attn-4",
+    refusals=(LACKS, "FlashAttention takes", "FlashAttention has"),
+)
+WIDEST, GRAIN = 256, 8
+
+
+def kernel_takes(call: Call) -> str | None:
+    """The limits that it asserts before it compiles anything."""
+    d, dv = call.dims["d"], call.dims["dv"]
+    if call.dtype not in ("float16", "bfloat16"):
+        return f"FlashAttention takes float16 and bfloat16, not {call.dtype}"
+    if max(d, dv) > WIDEST or d % GRAIN or dv % GRAIN:
+        return f"FlashAttention takes heads up to {WIDEST} wide, a multiple of {GRAIN}; these are {d} and {dv} wide"
+    if call.spec.is_vjp and call.options["softcap"] is not None:
+        return "FlashAttention has no gradients under a softcap"
+    return None
+
+
+@provides(BACKEND, refuses=kernel_takes)
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    is_causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Any:
+    """The spec's own layout and alignment."""
+    from flash_attn.cute import flash_attn_func
+
+    result = flash_attn_func(
+        q, k, v, softmax_scale=scale, causal=is_causal, window_size=window or (None, None), softcap=softcap or 0.0
+    )
+    return result[0] if isinstance(result, tuple) else result

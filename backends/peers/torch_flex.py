@@ -1,0 +1,118 @@
+"""PyTorch's ``flex_attention`` (Dong et al. 2024), a kernel that Inductor writes for a mask and a change of scores."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from portakern.backends.peers.provide import LACKS, provides
+from portakern.backends.peers.torch_compiled import compiled
+from portakern.backends.peers.torch_eager import as_asked, attention_wants
+from portakern.core.backend import Backend
+from portakern.core.call import Call
+
+BACKEND = Backend(
+    "flex_attention",
+    framework="torch",
+    peer=True,
+    platforms=("cpu", "cuda", "rocm"),
+    requires=("torch",),
+    extra="triton",
+    refusals=(LACKS, "torch wants", "torch is set", "flex_attention takes"),
+)
+NARROWEST = 16
+LONG = 2**13  # beyond it the blocks of a mask are found by a compiled function: the mask itself would take gigabytes
+
+Window = tuple[int | None, int | None]
+
+
+def flex_takes(call: Call) -> str | None:
+    """Why it would not take a call."""
+    narrow = min(call.dims["d"], call.dims["dv"])
+    if call.target.platform == "cpu" and call.spec.is_vjp:
+        return "flex_attention takes gradients on a GPU alone"
+    if call.target.platform != "cpu" and narrow < NARROWEST:
+        return f"flex_attention takes heads at least {NARROWEST} wide on a GPU; these are {narrow} wide"
+    return attention_wants(call)
+
+
+@provides(BACKEND, refuses=flex_takes, around=as_asked)
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    bias: Any = None,
+    *,
+    is_causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    precision: str = "ieee",
+) -> Any:
+    """Heads before the sequence; the causal mask is a window's edge. What the mask leaves of each block is found before
+    the first call of a shape, and kept. On a CPU it runs uncompiled, as a formula."""
+    import torch
+    from torch.nn.attention.flex_attention import flex_attention
+
+    left, right = window or (None, None)
+    if is_causal:
+        right = 0 if right is None else min(right, 0)
+    run = compiled_flex() if q.is_cuda else flex_attention
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    seen = None
+    if left is not None or right is not None:
+        with torch.no_grad():
+            seen = _blocks(left, right, q.shape[1], k.shape[1], q.device)
+    pairs = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    o = run(
+        query=heads_first[0],
+        key=heads_first[1],
+        value=heads_first[2],
+        score_mod=_changed(softcap, bias if bias is None else bias.expand(pairs)),
+        block_mask=seen,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return o.transpose(1, 2)
+
+
+@functools.cache
+def compiled_flex() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return compiled(flex_attention)
+
+
+@functools.cache
+def _blocks(left: int | None, right: int | None, q_len: int, kv_len: int, device: Any) -> Any:
+    """The blocks of a window, the last query at the last key."""
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
+        ahead = j - i - (kv_len - q_len)
+        if left is None:
+            return ahead <= right
+        return ahead >= -left if right is None else (ahead >= -left) & (ahead <= right)
+
+    make = torch.compile(create_block_mask) if max(q_len, kv_len) > LONG else create_block_mask
+    return make(seen, None, None, q_len, kv_len, device=device)
+
+
+def _changed(softcap: float | None, bias: Any) -> Callable[..., Any] | None:
+    """What becomes of a score, if anything."""
+    import torch
+
+    def capped(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return softcap * torch.tanh(score / softcap)
+
+    def biased(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return score + bias[b, h, i, j]
+
+    def both(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return softcap * torch.tanh(score / softcap) + bias[b, h, i, j]
+
+    if bias is None:
+        return None if softcap is None else capped
+    return biased if softcap is None else both

@@ -1,0 +1,158 @@
+"""Who is timed on a call: the subject's variants, and the peers that it is held against."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from portakern.api import op
+from portakern.benchmarking.inputs import Inputs
+from portakern.core import registry
+from portakern.core.backend import Backend
+from portakern.core.call import Call
+from portakern.core.framework import Framework, frameworks
+from portakern.core.instruments import Instruments
+from portakern.core.route import pick, routes, to_framework
+from portakern.core.targets import Target
+from portakern.errors import SpecError, UnavailableError, UnsupportedError
+from portakern.spec import Spec
+from portakern.testing import backend_variants
+
+__all__ = ["Contender", "Entry", "Refused", "absent", "against_named", "contenders", "here", "ready"]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A variant of an op on a backend. ``subject``: it is what is measured, not what it is held against."""
+
+    backend: Backend
+    variant: str | None
+    subject: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.backend.name}/{self.variant}" if self.variant else self.backend.name
+
+
+class Refused(Exception):
+    """A contender that does not take a call; the message says why."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A contender with a call in its hands.
+
+    Attributes:
+      run: the call, without arguments; what it returns are the wanted outputs.
+      call: on the contender's own arrays; tiling: with which tiles it runs.
+    """
+
+    contender: Contender
+    run: Callable[[], tuple[Any, ...]]
+    call: Call
+    tiling: Mapping[str, int]
+
+    @property
+    def framework(self) -> Framework:
+        return self.call.framework
+
+    @property
+    def instruments(self) -> Instruments:
+        return self.framework.instruments(self.call.device)
+
+
+def here(b: Backend, device: str | None) -> tuple[Framework, Any, Target]:
+    """Where a backend is measured: the best device here that it compiles for, or ``device``, a platform.
+
+    Raises:
+      UnavailableError: it is not installed. UnsupportedError: no device here that it compiles for, and none was named.
+    """
+    b.check_available()
+    framework = frameworks()[b.framework]
+    framework.load()
+    for d in framework.devices():
+        target = framework.target(d)
+        compiled = any(not interpreted for _, interpreted in b.families_for(target))
+        if device == target.platform and b.families_for(target):
+            return framework, d, target
+        if device is None and compiled and target.platform != "cpu":
+            return framework, d, target
+    asked = device or "accelerator"
+    raise UnsupportedError(
+        f"bench: backend {b.name!r} serves no {asked} here; --device cpu times it by the host's clock on CPU arrays, in "
+        "its interpreter if it has one"
+    )
+
+
+def contenders(spec: Spec[Any], subject: Backend, against: Sequence[Backend], target: Target) -> list[Contender]:
+    """Everybody who has the op and can run here, the subject's variants first."""
+    found = []
+    for b in (subject, *against):
+        if b.unavailable():
+            continue
+        platform = target.platform
+        try:
+            variants = backend_variants(spec, b, platform)
+        except (UnavailableError, UnsupportedError):  # it has no such op, or nothing for this platform
+            continue
+        several = len(variants) > 1
+        found += [Contender(b, v if several else None, b is subject) for v in variants]
+    return found
+
+
+def absent(against: Sequence[Backend]) -> dict[str, str]:
+    """Name -> why it takes no part, of those that cannot run here."""
+    return {b.name: reason for b in against if (reason := b.unavailable())}
+
+
+def against_named(names: Sequence[str] | None) -> list[Backend]:
+    """The backends and peers of these names; every peer when none is named."""
+    return [registry.backend(n) for n in names] if names else list(registry.peers().values())
+
+
+def ready(contender: Contender, inputs: Inputs) -> Entry:
+    """The contender with the call in its own library's arrays, and all prepared that is not the op's own work.
+
+    Raises:
+      Refused: it does not take the call.
+    """
+    b = contender.backend
+    chosen = op(inputs.spec, backend=b, variant=contender.variant)
+    call = inputs.call
+    framework = frameworks()[b.framework]
+    framework.load()
+    try:
+        candidates = routes(call, chosen.choice) or ()
+        if framework is not call.framework:
+            call = _crossed(inputs, framework)
+        call = call.replace(target=candidates[0].target, interpret=candidates[0].interpret)
+        route, tiling = pick(candidates, call, {})
+    except (UnsupportedError, UnavailableError, SpecError) as e:
+        raise Refused(str(e).partition("cannot: ")[2] or str(e)) from e
+    prepared = getattr(route.impl.fn, "prepared", None)
+    return Entry(contender, prepared(call) if prepared else _served(chosen, call), call, dict(tiling))
+
+
+def _crossed(inputs: Inputs, framework: Framework) -> Call:
+    """The call in another library's arrays; they cross before anything is timed."""
+    crossed = to_framework(inputs.call, framework)
+    lead = next(a for a in crossed.arrays.values() if a is not None)
+    if inputs.strided and framework.strides(lead) is None:
+        raise Refused(f"{framework.title}'s arrays have no strides, and this call is about them")
+    return crossed
+
+
+def _served(chosen: Any, call: Call) -> Callable[[], tuple[Any, ...]]:
+    """The call as a user makes it."""
+    arrays = {n: a for n, a in call.arrays.items() if a is not None}
+    options: dict[str, Any] = {o.name: call.options[o.name] for o in call.spec.options}
+    if call.spec.is_vjp:
+        options["wants"] = call.wants
+    return functools.partial(_wanted, functools.partial(chosen, **arrays, **options))
+
+
+def _wanted(made: Callable[[], Any]) -> tuple[Any, ...]:
+    result = made()
+    return tuple(o for o in result if o is not None) if isinstance(result, tuple) else (result,)

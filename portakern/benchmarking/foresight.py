@@ -1,0 +1,58 @@
+"""What is expected of calls, computed ahead by other processes: a sum over all rows of a large call cannot be compared in
+part, and takes the oracle longer than all that is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+from portakern.benchmarking.inputs import Inputs, for_gradient, make
+from portakern.benchmarking.processes import pool
+from portakern.benchmarking.suites import TimedCase
+from portakern.benchmarking.verdicts import Expected, Judge
+from portakern.core.framework import host_framework
+from portakern.core.gradients import wiring
+from portakern.core.targets import Target
+
+__all__ = ["Foresight", "foreseeing"]
+
+
+class Foresight:
+    """What other processes compute of cases, or nothing."""
+
+    def __init__(self, target: Target, futures: dict[int, Future[list[Expected]]]) -> None:
+        self.target, self._futures = target, futures
+
+    def judge(self, case: TimedCase, inputs: Inputs) -> Judge:
+        """A judge of a case that knows what was computed of it. What nobody has begun with is left to the judge."""
+        future = self._futures.pop(id(case), None)
+        known: dict[tuple[Target, bool], list[Expected]] = {}
+        if future is not None and not future.cancel():
+            try:
+                known[self.target, False] = future.result()
+            except Exception:  # what went wrong there goes wrong here, where it is told
+                known = {}
+        return Judge(inputs, known=known)
+
+
+@contextmanager
+def foreseeing(cases: Sequence[TimedCase], target: Target, jobs: int) -> Iterator[Foresight]:
+    """Compute ahead with ``jobs`` processes what is expected on a target: of calls whose arrays follow from a seed,
+    which excludes gradients that need what a forward op saved. The processes end with the context."""
+    able = [c for c in cases if not (c.gradient and wiring(c.forward).outputs)] if jobs else []
+    if not able:
+        yield Foresight(target, {})
+        return
+    with pool(jobs, {"OMP_NUM_THREADS": "1"}) as others:
+        yield Foresight(target, {id(c): others.submit(expected, c, target) for c in able})
+
+
+def expected(case: TimedCase, target: Target) -> list[Expected]:
+    """The pieces of what a case gives on a target, from arrays on the host."""
+    host = host_framework()
+    device: Any = host.devices()[0]
+    inputs = make(case, host, device)
+    judge = Judge(for_gradient(inputs, {}) if case.gradient else inputs)
+    return judge.expect(target, False)

@@ -1,0 +1,54 @@
+"""The roof as it was measured, in the run whose times it is held against: a copy, and products in each precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf, prod
+from typing import Any
+
+from portakern.benchmarking.timing import interleaved
+from portakern.core.call import Call
+from portakern.core.instruments import Instruments
+from portakern.spec.dtypes import numpy_dtype
+
+__all__ = ["Ceiling", "ceiling", "measure", "moved"]
+
+COPY = "copy"
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """The least time of a call under the measured roof, and which limit sets it."""
+
+    us: float
+    limit: str
+
+
+def measure(instruments: Instruments, rounds: int) -> dict[str, float]:
+    """Name -> bytes or operations a second of each limit, the best of the rounds: a roof is what can be reached."""
+    roofs = instruments.roofs()
+    times = interleaved({n: instruments.stopwatch(r.run) for n, r in roofs.items()}, rounds)
+    return {n: roofs[n].work / times[n].best_us * 1e6 for n in roofs if times[n].best_us > 0}
+
+
+def ceiling(call: Call, rates: Mapping[str, float]) -> Ceiling | None:
+    """What the roof allows a call; None where no rate of its precision was measured, and memory does not say either."""
+    of_memory = moved(call) / rates[COPY] if COPY in rates else 0.0
+    precision = "tf32" if call.dtype == "float32" and call.options.get("precision") == "tf32" else call.dtype
+    of_products = call.flops / rates[precision] if rates.get(precision) else inf
+    if of_products == inf and not of_memory:
+        return None
+    if of_products == inf or of_memory >= of_products:
+        return Ceiling(1e6 * of_memory, COPY)
+    return Ceiling(1e6 * of_products, precision)
+
+
+def moved(call: Call) -> int:
+    """The fewest bytes: each array read once, each wanted output written once."""
+    read = sum(prod(a.shape) * _width(call.dtype_of(n)) for n, a in call.arrays.items() if a is not None)
+    return read + sum(prod(shape) * _width(dtype) for n, (shape, dtype) in call.outputs.items() if n in call.wants)
+
+
+def _width(dtype: Any) -> int:
+    return numpy_dtype(dtype).itemsize

@@ -1,0 +1,209 @@
+"""A run: every case with all its contenders, each first held to the bound, then timed in turns with the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from portakern.benchmarking import roof
+from portakern.benchmarking.contenders import Contender, Entry, Refused, contenders, here, ready
+from portakern.benchmarking.foresight import Foresight
+from portakern.benchmarking.inputs import Inputs, for_gradient, make
+from portakern.benchmarking.rows import FAILED, REFUSED, WRONG, Row, held_against, judged, said, settled, started, timed
+from portakern.benchmarking.suites import TimedCase
+from portakern.benchmarking.timing import ROUNDS, CallFailed, Times, interleaved
+from portakern.benchmarking.verdicts import Judge, Verdict
+from portakern.compiling.worker import one_line
+from portakern.core.backend import Backend
+from portakern.core.gradients import wiring
+from portakern.core.route import Choice, routes
+from portakern.core.serve import serve
+from portakern.errors import SpecError, UnsupportedError
+
+__all__ = ["DeviceLost", "Outcome", "Plan", "run", "visit"]
+
+
+class DeviceLost(RuntimeError):
+    """A kernel left the device unusable for this process."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be timed.
+
+    Attributes:
+      cases: in the order of their importance. subject: whose variants are measured; against: the peers.
+      device: the platform, None: the best that the subject compiles for here.
+      rounds: samples of each contender. seconds: no case is begun after so many; None: all are.
+    """
+
+    cases: Sequence[TimedCase]
+    subject: Backend
+    against: Sequence[Backend]
+    device: str | None = None
+    rounds: int = ROUNDS
+    seconds: float | None = None
+
+
+@dataclass
+class Outcome:
+    """``rows``: one a contender and call; ``rates``: the measured roof; ``left_out``: cases that time did not reach;
+    ``unserved``: (case, why) of those that the subject's arrays could not be made for."""
+
+    rows: list[Row] = field(default_factory=list)
+    rates: dict[str, float] = field(default_factory=dict)
+    left_out: list[TimedCase] = field(default_factory=list)
+    unserved: list[tuple[TimedCase, str]] = field(default_factory=list)
+
+
+def run(
+    plan: Plan,
+    done: Callable[[Outcome, TimedCase], None],
+    start: float | None = None,
+    foresight: Foresight | None = None,
+) -> Outcome:
+    """Carry a plan out. ``done`` is called after each case with all that is known by then.
+
+    ``start``: when the plan's seconds began, in ``time.perf_counter``'s time; None: now. ``foresight``: what other
+    processes compute meanwhile.
+
+    Raises:
+      DeviceLost: the device is unusable; what was measured before was handed to ``done``.
+    """
+    start = time.perf_counter() if start is None else start
+    framework, device, target = here(plan.subject, plan.device)
+    foresight = foresight or Foresight(target, {})
+    found, calls = Outcome(rates=roof.measure(framework.instruments(device), plan.rounds)), set[str]()
+    for i, case in enumerate(plan.cases):
+        if plan.seconds is not None and time.perf_counter() - start > plan.seconds:
+            found.left_out = list(plan.cases[i:])
+            break
+        try:
+            trial = _Trial(plan, case, found.rates, foresight)
+            if trial.call not in calls:  # options of two forward calls may be none of their gradients'
+                found.rows += trial.rows()
+            calls.add(trial.call)
+        except (SpecError, UnsupportedError) as e:
+            found.unserved.append((case, str(e)))
+        done(found, case)
+    return found
+
+
+def visit(plan: Plan, case: TimedCase) -> None:
+    """Run every contender of a case once, and time nothing: kernels are compiled, and their compilers' caches on disk
+    know them."""
+    trial = _Trial(plan, case, {}, None)
+    for contender in trial.among:
+        try:
+            entry = ready(contender, trial.inputs)
+            entry.instruments.wait(entry.run())
+        except Exception:  # whoever times it will meet this again, and say it
+            continue
+        finally:
+            trial.framework.instruments(trial.device).release()
+
+
+class _Trial:
+    """One case."""
+
+    def __init__(self, plan: Plan, case: TimedCase, rates: dict[str, float], foresight: Foresight | None) -> None:
+        self.plan, self.case, self.rates = plan, case, rates
+        self.framework, self.device, self.target = here(plan.subject, plan.device)
+        forward = make(case, self.framework, self.device)
+        self.inputs = self._gradient(forward) if case.gradient else forward
+        self.judge = foresight.judge(case, self.inputs) if foresight else Judge(self.inputs)
+        self.call = said(case, self.inputs.call)
+        self.among = contenders(self.inputs.spec, plan.subject, plan.against, self.target)
+
+    def _gradient(self, forward: Inputs) -> Inputs:
+        """The inputs of the gradients. What the forward op saved for them is held to its bound like any result."""
+        choice = Choice(self.plan.subject)
+        call = wiring(forward.spec).training(forward.call)
+        outputs = serve(call, routes(call, choice) or (), {})
+        kept = [o for o in outputs if o is not None]
+        saving = Judge(replace(forward, call=call))
+        verdict = saving.verdict(self.framework, kept, call.target, call.interpret)
+        if not verdict.right:
+            raise UnsupportedError(f"{forward.spec.name}, which saves for its gradients, is wrong: {verdict.why}")
+        names = [o.name for o in forward.spec.outputs]
+        return for_gradient(forward, dict(zip(names, outputs, strict=True)))
+
+    def rows(self) -> list[Row]:
+        found: dict[str, Row] = {}
+        right: dict[str, tuple[Entry, tuple[Any, ...]]] = {}
+        for contender in self.among:
+            name, row = contender.name, started(self.case, self.inputs.call, contender, self.target)
+            try:
+                entry, outputs, verdict = self._tried(contender)
+            except Refused as e:
+                found[name] = settled(row, REFUSED, one_line(str(e)))
+                continue
+            except Exception as e:
+                found[name] = settled(row, FAILED, one_line(f"{type(e).__name__}: {e}"))
+                self._still_there(contender)
+                continue
+            found[name] = judged(row, verdict, entry.tiling)
+            if verdict.right:
+                right[name] = entry, outputs
+        for name, result in self._times({n: e for n, (e, _) in right.items()}, found):
+            entry, before = right[name]
+            found[name] = self._settled(found[name], entry, before, result)
+        return held_against(list(found.values()))
+
+    def _tried(self, contender: Contender) -> tuple[Entry, tuple[Any, ...], Verdict]:
+        """The contender's first result, in memory that held NaN, and whether it left its inputs alone."""
+        entry = ready(contender, self.inputs)
+        framework, instruments = entry.framework, entry.instruments
+        given = {n: a for n, a in entry.call.arrays.items() if a is not None and not framework.immutable}
+        before = {n: framework.copy(a) for n, a in given.items()}
+        wanted = entry.call.wants
+        instruments.soil(form for n, form in entry.call.outputs.items() if n in wanted)
+        outputs = tuple(entry.run())
+        instruments.wait(outputs)
+        for name, array in given.items():
+            if not instruments.same(array, before[name]):
+                instruments.put(array, before[name])
+                return entry, outputs, Verdict(False, {}, f"the input {name} was written to")
+        return entry, outputs, self._verdict(entry, outputs)
+
+    def _verdict(self, entry: Entry, outputs: Sequence[Any]) -> Verdict:
+        return self.judge.verdict(entry.framework, outputs, entry.call.target, entry.call.interpret)
+
+    def _times(self, entries: dict[str, Entry], found: dict[str, Row]) -> Iterator[tuple[str, Times]]:
+        """Times of those that run to the end; whoever raises leaves, and the others begin anew."""
+        while entries:
+            watches = {n: e.instruments.stopwatch(e.run) for n, e in entries.items()}
+            try:
+                yield from interleaved(watches, self.plan.rounds).items()
+                return
+            except CallFailed as e:
+                cause = e.__cause__
+                found[e.name] = settled(found[e.name], FAILED, one_line(f"{type(cause).__name__}: {cause}"))
+                self._still_there(entries.pop(e.name).contender)
+
+    def _settled(self, row: Row, entry: Entry, before: Sequence[Any], times: Times) -> Row:
+        """The row with its time, if what the contender gives after being timed is right still: a kernel may be another
+        one by then, chosen by an autotuner, and it may keep what it should not."""
+        after = tuple(entry.run())
+        entry.instruments.wait(after)
+        if not all(entry.instruments.same(a, b) for a, b in zip(after, before, strict=True)):
+            verdict = self._verdict(entry, after)
+            if not verdict.right:
+                why = f"right at first; after it was timed: {verdict.why}"
+                return {**judged(row, verdict, entry.tiling), "why": why, "verdict": WRONG}
+        del after
+        return timed(row, times, entry.call, self.rates, entry.instruments.peak_bytes(entry.run))
+
+    def _still_there(self, contender: Contender) -> None:
+        """DeviceLost where the device does not answer after a failure."""
+        try:
+            instruments = self.framework.instruments(self.device)
+            instruments.wait(None)
+            instruments.release()
+        except Exception as e:
+            raise DeviceLost(
+                f"bench: {contender.name} left the device unusable on {self.case.timed}: {one_line(str(e))}; the rows "
+                f"before it are kept. Leave it out: name the others with --against"
+            ) from e

@@ -1,0 +1,104 @@
+"""What a contender's result is worth: held to the op's derived bound, in pieces where the call is large."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from portakern.benchmarking.inputs import Inputs
+from portakern.core.framework import Framework
+from portakern.core.targets import Target
+from portakern.spec.dtypes import DTYPES, numpy_dtype
+from portakern.spec.tolerance import compare
+from portakern.testing.parts import part_call, pieces, taken
+from portakern.testing.verdict import expected
+
+__all__ = ["Expected", "Judge", "Verdict"]
+
+WORK = 2e8
+"""Operations that the oracle may take for a piece of a large call: a fraction of a second."""
+
+
+class Verdict(NamedTuple):
+    """``right``: every element that was looked at lies within its bound. ``errors``: output -> the largest error in
+    units of the bound, inf where that is no number. ``why``: what is wrong, in words."""
+
+    right: bool
+    errors: Mapping[str, float]
+    why: str
+
+
+class Expected(NamedTuple):
+    """A piece of an output: where it lies, what it is exactly, and how far off it may be."""
+
+    name: str
+    chosen: Mapping[str, Any]
+    exact: np.ndarray
+    bound: np.ndarray
+
+
+@dataclass
+class Judge:
+    """Holds results of one call. What is expected is computed once for each kind of machine that runs it."""
+
+    inputs: Inputs
+    seed: int = 0
+    known: dict[tuple[Target, bool], list[Expected]] = field(default_factory=dict)
+
+    def verdict(self, framework: Framework, outputs: Sequence[Any], target: Target, interpret: bool) -> Verdict:
+        """The verdict on the wanted outputs, arrays of ``framework``."""
+        call = self.inputs.call
+        if len(outputs) != len(call.wants):
+            return Verdict(False, {}, f"{len(outputs)} outputs came back; expected {', '.join(call.wants)}")
+        device = framework.device(outputs[0])
+        instruments = framework.instruments(device)
+        values: dict[str, np.ndarray] = {}
+        for name, out in zip(call.wants, outputs, strict=True):
+            shape, dtype = call.outputs[name]
+            if not framework.owns(out) or tuple(out.shape) != shape:
+                return Verdict(False, {}, f"{name} is {_form(out)}; expected {dtype} {shape}")
+            host = framework.to_numpy(out)
+            if host.dtype.name != framework.held(dtype):
+                return Verdict(False, {}, f"{name} is {host.dtype.name}; expected {dtype}")
+            if DTYPES[dtype].floating and instruments.has_nan(out):
+                return Verdict(False, {name: math.inf}, f"{name} holds NaN, and no input does")
+            values[name] = host.astype(numpy_dtype(dtype), copy=False)
+        return self._compared(values, self.expect(target, interpret))
+
+    def _compared(self, values: Mapping[str, np.ndarray], among: Sequence[Expected]) -> Verdict:
+        call, errors, why = self.inputs.call, dict.fromkeys(values, 0.0), ""
+        notation = {o.name: o.dims for o in call.spec.outputs}
+        for piece in among:
+            got = taken(values[piece.name], notation[piece.name], call, piece.chosen)
+            found = compare(got, piece.exact, piece.bound, call.outputs[piece.name][1])
+            bad = int(found.bad.sum())
+            worst = math.inf if bad and found.worst <= 1 else found.worst
+            errors[piece.name] = max(errors[piece.name], float(worst))
+            if bad:
+                why = why or f"{bad} of {found.bad.size} elements of {piece.name} that were compared are out of bounds"
+        return Verdict(not why, errors, why)
+
+    def expect(self, target: Target, interpret: bool) -> list[Expected]:
+        """The pieces of what is expected."""
+        known = self.known.get((target, interpret))
+        if known is None:
+            known = self.known[target, interpret] = list(self._compute(target, interpret))
+        return known
+
+    def _compute(self, target: Target, interpret: bool) -> Iterator[Expected]:
+        inputs, place = self.inputs, {o.name: i for i, o in enumerate(self.inputs.spec.outputs)}
+        for piece in pieces(inputs.call, np.random.default_rng(self.seed), WORK):
+            part = part_call(inputs.call, inputs.buffers, piece.chosen, {**inputs.options, **piece.options})
+            part.target, part.interpret, part.wants = target, interpret, piece.wants
+            _, exact, bounds = expected(part)
+            for name in piece.wants:
+                yield Expected(name, piece.chosen, exact[place[name]], bounds[place[name]])
+
+
+def _form(out: Any) -> str:
+    """What came, in words."""
+    return f"{getattr(out, 'dtype', type(out).__name__)} {tuple(getattr(out, 'shape', ()))}"

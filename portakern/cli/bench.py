@@ -1,0 +1,282 @@
+"""``portakern bench``: device time beside the measured roof and every peer, and no time without a verdict."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from portakern import results
+from portakern.cli.common import app, check_dtypes, check_writable, err, errors_only, out
+from portakern.core import registry
+from portakern.errors import SpecError, UnavailableError, UnsupportedError
+
+if TYPE_CHECKING:
+    from portakern.benchmarking.run import Outcome, Plan
+    from portakern.benchmarking.suites import TimedCase
+
+COMPILING = 0.4
+"""The share of the budget that compiling ahead may take."""
+
+
+@app.command()
+def bench(
+    context: typer.Context,
+    ops: Annotated[list[str] | None, typer.Argument(help="Ops to time; all when none is named.")] = None,
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(help="Backend to measure, each of its variants; may be repeated; all that compile here."),
+    ] = None,
+    against: Annotated[
+        list[str] | None, typer.Option(help="Peer or backend to hold it against; may be repeated; every peer here.")
+    ] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Typical calls with these, as in m=4096,is_causal=true, in place of suites; may be repeated."
+        ),
+    ] = None,
+    suite: Annotated[list[str] | None, typer.Option(help="Only this suite; may be repeated.")] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="May be repeated; what the suites say when none is named.")
+    ] = None,
+    gradients: Annotated[bool, typer.Option(help="Time the gradients too.")] = True,
+    device: Annotated[str | None, typer.Option(help="cuda, rocm, tpu or cpu; the best accelerator here.")] = None,
+    rounds: Annotated[int, typer.Option(min=2, help="Samples of each contender, taken in turns.")] = 20,
+    budget: Annotated[float, typer.Option(min=1, help="Seconds after which no more calls are begun.")] = 450.0,
+    jobs: Annotated[
+        int | None, typer.Option(min=0, help="Processes that compile ahead; 0: none. A core less than there are.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the rows here, as they come.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the plots into this folder.")] = None,
+) -> None:
+    """Time ops on the device alone, beside every peer and the measured roof, each result first held to its error bound;
+    exit status 1 if a result of the backend is wrong.
+    """
+    start = time.perf_counter()
+    from portakern.benchmarking import warming
+
+    for name, value in warming.ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    _check_asked(ops, suite, shape, dtype, json_file, plot)
+    errors_only(context)
+    from portakern.benchmarking.contenders import absent, against_named
+    from portakern.benchmarking.run import Plan
+
+    subjects = [registry.backend(b) for b in backend] if backend else _compiling_here(device)
+    cases = _cases(ops, suite, shape, dtype, gradients, any_cpu=device == "cpu")
+    if not cases:
+        raise SpecError("bench: no call is left of what was named; see the suites' dtypes and ops, or give --shape")
+    found = _Rows(json_file, start)
+    for subject in subjects:
+        named = [b for b in against_named(against) if b is not subject]
+        found.absent |= absent(named)
+        _measure(Plan(cases, subject, named, device, rounds, budget), jobs, found)
+    found.show()
+    if plot:
+        found.draw(plot)
+    if found.wrong():
+        raise typer.Exit(1)
+
+
+def _measure(plan: Plan, jobs: int | None, found: _Rows) -> None:
+    """Compile ahead where kernels are compiled, then time."""
+    from portakern.benchmarking import warming
+    from portakern.benchmarking.contenders import here
+    from portakern.benchmarking.foresight import foreseeing
+    from portakern.benchmarking.run import DeviceLost, run
+
+    _, _, target = here(plan.subject, plan.device)
+    cores = (max((os.cpu_count() or 2) - 1, 1) if jobs is None else jobs) if target.platform != "cpu" else 0
+    oracles = cores // 4
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with (
+        Progress(*columns, console=err, transient=True) as bar,
+        foreseeing(plan.cases, target, oracles) as foresight,
+    ):
+        if cores:
+            compiling = bar.add_task("compiling ahead", total=len(plan.cases))
+            warming.warm(plan, cores - oracles, COMPILING * (plan.seconds or 0.0), lambda: bar.advance(compiling))
+        task = bar.add_task(f"timing {plan.subject.name}", total=len(plan.cases))
+
+        def done(outcome: Outcome, case: TimedCase) -> None:
+            found.take(plan.subject.name, outcome)
+            bar.update(task, advance=1, description=f"{case.timed} {case.dtype}: {found.last()}"[:60])
+
+        try:
+            found.take(plan.subject.name, run(plan, done, found.start, foresight))
+        except DeviceLost as e:
+            found.show()
+            err.print(str(e), style="red", markup=False, highlight=False, soft_wrap=True)
+            raise typer.Exit(1) from None
+
+
+def _check_asked(
+    ops: list[str] | None,
+    suite: list[str] | None,
+    shape: list[str] | None,
+    dtype: list[str] | None,
+    json_file: Path | None,
+    plot: Path | None,
+) -> None:
+    """What is wrong with what was asked for, before anything runs."""
+    from portakern.benchmarking import suites
+
+    for name in ops or ():
+        registry.find_spec(name)
+    for name in suite or ():
+        if name not in suites.names():
+            raise SpecError(f"bench: --suite is {name!r}; expected one of {', '.join(suites.names())}")
+    if shape and suite:
+        raise SpecError("bench: --shape takes the place of suites; give one of the two")
+    if shape and not ops:
+        raise SpecError("bench: --shape is of an op; name it: portakern bench matmul --shape m=4096,n=4096,k=4096")
+    check_dtypes("bench", dtype)
+    if json_file:
+        check_writable("bench", json_file)
+    if plot and plot.exists() and not plot.is_dir():
+        raise SpecError(f"bench: --plot is {plot}, which is no folder")
+
+
+def _compiling_here(device: str | None) -> list[Any]:
+    """The backends that compile for an accelerator here; UnsupportedError lists why none does."""
+    from portakern.benchmarking.contenders import here
+
+    found, why = [], []
+    for b in registry.backends().values():
+        if not b.oracle and b.auto:
+            try:
+                here(b, device)
+                found.append(b)
+            except (UnsupportedError, UnavailableError) as e:
+                why.append(str(e))
+    if not found:
+        raise UnsupportedError("; ".join(why))
+    return found
+
+
+def _cases(
+    ops: list[str] | None,
+    suite: list[str] | None,
+    shape: list[str] | None,
+    dtype: list[str] | None,
+    gradients: bool,
+    any_cpu: bool,
+) -> list[TimedCase]:
+    """The cases in the order in which they are timed. On a CPU, whose interpreters are slow, samples unless a suite is
+    named; what is typical of an op that stands in no suite."""
+    from portakern.benchmarking import suites
+
+    if shape:
+        return [c for text in shape for name in ops or () for c in _shaped(name, text, dtype, gradients)]
+    named = suite or ([suites.SAMPLES] if any_cpu else [n for n in suites.names() if n != suites.SAMPLES])
+    cases = [c for name in named for c in suites.cases_of(name, dtype, gradients) if not ops or c.timed in ops]
+    if not suite and not any_cpu:
+        covered = {c.timed for c in cases if c.suite != suites.TYPICAL}
+        cases = [c for c in cases if c.suite != suites.TYPICAL or c.timed not in covered]
+    return suites.in_order(cases)
+
+
+def _shaped(name: str, text: str, dtype: list[str] | None, gradients: bool) -> Iterator[TimedCase]:
+    """The op's typical call with a user's extents; of an op of gradients these alone."""
+    from portakern.benchmarking import suites
+
+    spec = registry.find_spec(name)
+    forward = (registry.forward_of(spec) or spec) if spec.is_vjp else spec
+    case = suites.shaped(forward, suites.parse_shape(text))
+    return suites.each(case, dtype or suites.DTYPES, "only" if spec.is_vjp else gradients)
+
+
+class _Rows:
+    """What was found so far, in a file as it comes."""
+
+    def __init__(self, file: Path | None, start: float) -> None:
+        self.file, self.start = file, start
+        self.outcomes: dict[str, Any] = {}
+        self.absent: dict[str, str] = {}
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [row for outcome in self.outcomes.values() for row in outcome.rows]
+
+    def take(self, subject: str, outcome: Any) -> None:
+        self.outcomes[subject] = outcome
+        if self.file and self.rows:
+            results.write(self.file, self.record())
+
+    def record(self) -> dict[str, Any]:
+        rates = {n: r for outcome in self.outcomes.values() for n, r in outcome.rates.items()}
+        left = [f"{c.timed} {c.dtype} of {c.suite}" for outcome in self.outcomes.values() for c in outcome.left_out]
+        device = results.HOST_CPU if all(r["target"].startswith("cpu") for r in self.rows) else None
+        seconds = round(time.perf_counter() - self.start, 1)
+        return results.record(
+            "bench", self.rows, command=results.command_line("portakern", self.file), device=device,
+            wall_seconds=seconds, rates={n: round(r) for n, r in rates.items()}, absent=self.absent, left_out=left,
+        )  # fmt: skip
+
+    def last(self) -> str:
+        """The subject's last result, for the progress bar."""
+        mine = [r for r in self.rows if r["subject"]]
+        if not mine:
+            return ""
+        return f"{mine[-1]['ratio']:.2f} of the best peer's speed" if mine[-1].get("ratio") else mine[-1]["verdict"]
+
+    def wrong(self) -> bool:
+        return any(r["subject"] and r["verdict"] in ("wrong", "failed") for r in self.rows)
+
+    def show(self) -> None:
+        calls: dict[str, list[dict[str, Any]]] = {}
+        for row in self.rows:
+            calls.setdefault(row["call"], []).append(row)
+        for call, rows in calls.items():
+            out.print(call, style="bold", markup=False, highlight=False, soft_wrap=True)
+            for row in sorted(rows, key=lambda r: (r.get("median_us") is None, r.get("median_us") or 0.0)):
+                style = "red" if row["verdict"] in ("wrong", "failed") else "bold" if row["subject"] else ""
+                out.print(_line(row), style=style, markup=False, highlight=False, soft_wrap=True)
+        for name, why in self.absent.items():
+            out.print(f"{name} takes no part: {why}", markup=False, highlight=False, soft_wrap=True)
+        for subject, outcome in self.outcomes.items():
+            rates = ", ".join(_rate(n, r) for n, r in outcome.rates.items())
+            out.print(f"the roof on {subject}'s device, measured: {rates}", highlight=False, soft_wrap=True)
+            for case, why in outcome.unserved:
+                what = f"{case.timed} {case.dtype} of {case.suite} cannot be timed: {why}"
+                out.print(what, style="red", markup=False, highlight=False, soft_wrap=True)
+            if outcome.left_out:
+                names = ", ".join(dict.fromkeys(f"{c.timed} of {c.suite}" for c in outcome.left_out))
+                text = f"the budget ended before {len(outcome.left_out)} calls: {names}; --budget gives more seconds"
+                out.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+    def draw(self, folder: Path) -> None:
+        from portakern.reporting import speed
+
+        for path in speed.draw_into(folder, self.record()):
+            out.print(f"wrote {path}", markup=False, highlight=False)
+
+
+def _rate(name: str, rate: float) -> str:
+    return f"{name} {rate / 1e9:,.0f} GB/s" if name == "copy" else f"{name} {rate / 1e12:,.3g} TFLOP/s"
+
+
+def _line(row: dict[str, Any]) -> str:
+    """A contender as a line: one that is wrong, or took no part, has no times."""
+    name = f"  {row['contender']:20}"
+    off = f", {row['error']:.3g} times its bound" if row.get("error") is not None else ""
+    if row.get("median_us") is None:
+        return f"{name} {row['verdict']}: {row['why']}{off}"
+    by_memory = row["limit"] == "copy"
+    rate = f"{row['byte_rate'] / 1e9:,.0f} GB/s" if by_memory else f"{row['flop_rate'] / 1e12:,.3g} TFLOP/s"
+    parts = [
+        f"{row['median_us']:,.1f} us ({row['best_us']:,.1f} to {row['worst_us']:,.1f})",
+        f"host {row['host_us']:,.0f} us",
+        rate,
+        f"{row['share']:.0%} of the roof" if row["share"] is not None else "",
+        f"{row['ratio']:.2f} of the best peer's speed" if row.get("ratio") is not None else "",
+        f"error {row['error']:.2f} of the bound" if row["error"] is not None else "",
+        f"clock: {row['clock']}" if row["clock"] not in ("events", "cupti") else "",
+    ]
+    return f"{name} {', '.join(p for p in parts if p)}"

@@ -1,0 +1,163 @@
+"""``portakern check``: implementations held to the float64 oracle."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from portakern import inventory, results, sources
+from portakern.cli.common import app, check_dtypes, check_writable, err, errors_only, out, show_table
+from portakern.core import registry
+from portakern.errors import SpecError
+from portakern.files import cache_folder
+
+
+@app.command()
+def check(
+    context: typer.Context,
+    ops: Annotated[list[str] | None, typer.Argument(help="Ops to check; all when none is named.")] = None,
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(help="Backend or peer to check; may be repeated; all backends that run here when none is named."),
+    ] = None,
+    variant: Annotated[
+        str | None, typer.Option(help="Only this variant of the backend; each that runs there when not named.")
+    ] = None,
+    max_examples: Annotated[int, typer.Option(min=1, help="Cases an op and variant.")] = 100,
+    seed: Annotated[int, typer.Option(min=0, help="Which cases.")] = 0,
+    device: Annotated[
+        str | None, typer.Option(help="cpu (interpreters), cuda, rocm or tpu; the best here when not named.")
+    ] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="Only this dtype; may be repeated.")] = None,
+    edge: Annotated[list[str] | None, typer.Option(help="Visit this edge and no other case; may be repeated.")] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="A profile that the backend declares, such as a stricter interpreter.")
+    ] = None,
+    promises: Annotated[
+        bool,
+        typer.Option(help="Hold to what is promised beyond the bounds: bits that stay the same, memory of its own."),
+    ] = True,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes to share the work.")] = 1,
+    case: Annotated[str | None, typer.Option(help="Run one case again, as a failure printed it.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the reports to this file.")] = None,
+) -> None:
+    """Check implementations against the float64 oracle; exit status 1 if any leaves its error bound."""
+    # else Hypothesis keeps a folder of its own in the user's
+    os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(cache_folder() / "hypothesis"))
+    from portakern import testing
+
+    start = time.perf_counter()
+    chosen = ops or list(registry.loadable())
+    named = backend or [r["backend"] for r in inventory.backends() if r["available"]]
+    _check_asked(chosen, named, dtype, json_file)
+    errors_only(context)  # that interpreters are slow is said by the table
+    if case is not None:
+        if len(chosen) != 1 or len(named) != 1:
+            raise SpecError("check --case: name one op and one --backend")
+        again = functools.partial(testing.replay, variant=variant, device=device, profile=profile, promises=promises)
+        subjects: list[tuple[str, str, str | None]] = [(chosen[0], named[0], variant)]
+        reports = [again(chosen[0], case, backend=named[0])]
+    else:
+        subjects = _subjects(chosen, named, variant, device, every=not (ops and backend))
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=err, transient=True) as bar:
+            tasks = {s: bar.add_task("{} on {}, {}".format(*s), total=max_examples) for s in subjects}
+            reports = testing.check_all(subjects, jobs, lambda s, cases: bar.advance(tasks[s], cases),
+                                        device=device, dtypes=dtype, only=edge, profile=profile, promises=promises,
+                                        max_examples=max_examples, seed=seed)  # fmt: skip
+    _show_reports(reports)
+    if json_file:
+        rows = [r.to_dict() | _measured(*s, device) for r, s in zip(reports, subjects, strict=True)]
+        _write_rows(json_file, rows, round(time.perf_counter() - start, 1))
+    if not all(r.passed for r in reports):
+        raise typer.Exit(1)
+
+
+def _check_asked(ops: list[str], backends: list[str], dtypes: list[str] | None, json_file: Path | None) -> None:
+    """What is wrong with a check that was asked for, before the first case."""
+    for name in ops:
+        registry.find_spec(name)
+    for b in backends:
+        registry.backend(b).check_available()
+    check_dtypes("check", dtypes)
+    if json_file:
+        check_writable("check", json_file)
+
+
+def _measured(op: str, backend: str, variant: str | None, device: str | None) -> dict[str, Any]:
+    """What a report is of: the sources that decide it, and the commit."""
+    from portakern.testing.subject import backend_subject
+
+    b = registry.backend(backend)
+    target = backend_subject(registry.find_spec(op), b, variant, device, None).target
+    found = {"backend": backend, "variant": variant, "target": str(target), "commit": sources.commit()}
+    return found | {"sources": sources.fingerprint(op, b, variant, target)}
+
+
+def _write_rows(file: Path, rows: list[dict[str, Any]], seconds: float) -> None:
+    ran_on = results.HOST_CPU if all(" on cpu " in r["subject"] for r in rows) else None
+    command = results.command_line("portakern", file)
+    results.write(file, results.record("conformance", rows, command=command, device=ran_on, wall_seconds=seconds))
+
+
+def _subjects(
+    ops: list[str], backends: list[str], variant: str | None, device: str | None, every: bool
+) -> list[tuple[str, str, str | None]]:
+    """(op, backend, variant) of all that is to be checked.
+
+    ``every``: not every backend has every op, and one that lacks it is left out; a pair that is named must be there.
+    So is a backend of somebody else's that cannot be asked, aloud.
+    """
+    from portakern import testing
+
+    found: list[tuple[str, str, str | None]] = []
+    for op, b in [(op, b) for b in backends for op in ops if not every or any(registry.backend(b).having(op))]:
+        of = registry.backend(b)
+        try:
+            names = [variant] if variant else testing.backend_variants(registry.find_spec(op), b, device)
+            for family in of.having(op) if not of.auto else ():
+                of.implementation(op, family)
+        except Exception as e:  # somebody's module that cannot be imported, say
+            if not every or of.auto:
+                raise
+            err.print(f"{op} on {b} left out: {type(e).__name__}: {e}", style="red", markup=False, highlight=False)
+            continue
+        found += [(op, b, v) for v in names]
+    return found
+
+
+def _show_reports(reports: list[Any]) -> None:
+    rows = []
+    for r in reports:
+        worst = ", ".join(f"{name} {fraction:.2f}" for name, fraction in r.worst.items()) or "-"
+        rows.append(
+            [
+                r.op,
+                r.subject,
+                r.verdict,
+                str(r.examples),
+                str(sum(r.refused.values())),
+                worst,
+                f"{r.seconds:.1f}",
+            ]
+        )
+    show_table(
+        "Conformance (worst: share of the permitted error)",
+        ["op", "on", "verdict", "cases", "refused", "worst", "s"],
+        rows,
+    )
+    for r in reports:
+        for reason, count in r.refused.most_common():
+            out.print(f"refused {count} x {r.op} on {r.subject}: {reason}", markup=False, highlight=False)
+        if r.concessions:
+            out.print(f"conceded to {r.subject}: {'; '.join(r.concessions)}", markup=False, highlight=False)
+        for f in r.failures:
+            out.print(str(f), style="red", markup=False, highlight=False, soft_wrap=True)
+        if not r.examples and not r.failures and not r.laws:
+            out.print(f"{r.op} on {r.subject}: no case was compared", style="red", markup=False)

@@ -1,0 +1,115 @@
+"""What the commands share: the app that they register with, how they print, and what they ask before they begin."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from portakern import __version__, results
+from portakern.errors import SpecError, UnavailableError, UnsupportedError
+from portakern.spec.dtypes import DTYPES
+
+__all__ = [
+    "Json",
+    "app",
+    "check_dtypes",
+    "check_writable",
+    "err",
+    "errors_only",
+    "main",
+    "out",
+    "print_json",
+    "show_table",
+]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Declare a kernel once, run it on any accelerator, prove that every implementation agrees.",
+)
+out = Console()
+err = Console(stderr=True)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"portakern {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _portakern(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """What is asked of the command itself. A command may change the log's level: whoever runs it within a program
+    keeps theirs."""
+    log = logging.getLogger("portakern")
+    context.call_on_close(functools.partial(log.setLevel, log.level))
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def main() -> None:
+    """Console entry point: the project's own errors are printed without a traceback, exit status 2."""
+    logging.basicConfig(format="%(message)s")
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # a command that is ended ends the processes that it started
+    try:
+        app()
+    except (SpecError, UnsupportedError, UnavailableError, results.ResultError) as e:
+        err.print(f"{type(e).__name__}: {e}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+def errors_only(until: typer.Context) -> None:
+    """Until a command ends, portakern logs errors alone; a program that runs the command within it keeps its level."""
+    log = logging.getLogger("portakern")
+    until.call_on_close(functools.partial(log.setLevel, log.level))
+    log.setLevel(logging.ERROR)
+
+
+def print_json(data: Any) -> None:
+    print(json.dumps(data, indent=2))
+
+
+def show_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for c in columns:
+        table.add_column(c, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    out.print(table)
+
+
+def check_dtypes(command: str, names: list[str] | None) -> None:
+    """SpecError for a dtype that nothing has."""
+    for name in names or ():
+        if name not in DTYPES:
+            raise SpecError(f"{command}: --dtype is {name!r}; expected one of {', '.join(DTYPES)}")
+
+
+def check_writable(command: str, file: Path) -> None:
+    """SpecError where a file cannot be written, before the work that goes into it."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.is_dir():
+            raise IsADirectoryError(None, "it is a folder")
+        with tempfile.TemporaryFile(dir=file.parent):
+            pass
+    except OSError as e:
+        raise SpecError(f"{command}: --json is {file}, which cannot be written: {e.strerror or e}") from None

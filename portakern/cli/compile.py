@@ -1,0 +1,151 @@
+"""``portakern compile``: machine code for hardware that need not be here."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from typing import Annotated, Any
+
+import typer
+from rich.measure import Measurement
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from portakern import results
+from portakern.cli.common import Json, app, check_dtypes, err, out, print_json
+from portakern.core import registry
+from portakern.errors import SpecError, UnsupportedError
+
+
+@app.command("compile")
+def compile_(
+    ops: Annotated[list[str] | None, typer.Argument(help="Ops to compile; all when none is named.")] = None,
+    target: Annotated[
+        list[str] | None, typer.Option(help="Architecture, such as sm_90, gfx942 or v6e; may be repeated.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every architecture that portakern knows.")] = False,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="May be repeated; bfloat16 and float32 when none is named.")
+    ] = None,
+    backend: Annotated[str | None, typer.Option(help="Only this backend.")] = None,
+    variant: Annotated[str | None, typer.Option(help="Only this variant of a backend.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Compilers at a time.")] = 1,
+    quick: Annotated[bool, typer.Option(help="Nothing that takes longer than compiling: no cycle estimates.")] = False,
+    fresh: Annotated[bool, typer.Option(help="Compile again what is in the cache.")] = False,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that one compilation may take.")] = 900.0,
+    as_json: Json = False,
+) -> None:
+    """Compile ops, forward and backward, for hardware that need not be here, and say what each kernel takes of it; exit
+    status 1 if any cannot be.
+    """
+    from portakern.compiling import matrix as compiling
+    from portakern.core import targets
+
+    names = list(targets.HARDWARE) if every else target or []
+    if every == bool(target):
+        raise SpecError(
+            f"compile: name one or more --target, or --all, and not both; targets: {', '.join(targets.HARDWARE)}"
+        )
+    check_dtypes("compile", dtype)
+    for op in ops or ():
+        registry.find_spec(op)
+    if variant and backend:
+        registry.backend(backend).check_variant(variant)
+    start = time.perf_counter()
+    found = compiling.jobs_for(
+        ops or list(registry.loadable()), names, dtype or ["bfloat16", "float32"], backend, quick, variant
+    )
+    if not found:
+        raise UnsupportedError(f"compile: no backend compiles {', '.join(ops or ['any op'])} for {', '.join(names)}")
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=err,
+        transient=True,
+    ) as bar:
+        task = bar.add_task("compiling", total=len(found))
+
+        def done(built: compiling.Build) -> None:
+            bar.update(task, advance=1, description=f"{built.op} for {built.target}")
+
+        built = compiling.compile_all(found, jobs, fresh=fresh, timeout=timeout, done=done)
+    if as_json:
+        print_json(compiling.record(built, results.command_line("portakern"), time.perf_counter() - start))
+    else:
+        _show_builds(built)
+    if not all(b.ok for b in built):
+        raise typer.Exit(1)
+
+
+KERNEL_COLUMNS = {  # column -> how a line says it
+    "registers": "{} registers",
+    "spills": "{} spills",
+    "on chip, KiB": "on chip {} KiB",
+    "occupancy": "occupancy {}",
+    "matrix instructions": "matrix instructions {}",
+    "code, KiB": "code {} KiB",
+    "cycles": "{} cycles",
+}
+
+
+def _show_builds(built: list[Any]) -> None:
+    """A table where it fits, else a line for each call and each of its kernels: thirteen columns of folded words cannot
+    be read."""
+    table = Table(title="Machine code", title_justify="left", header_style="bold")
+    for column in ("target", "op", "dtype", "verdict", "kernel", *KERNEL_COLUMNS, "s"):
+        table.add_column(column, no_wrap=True)
+    for b in built:
+        for i, k in enumerate(b.kernels or [None]):
+            first = [b.target, b.op, b.dtype, _verdict(b)] if i == 0 else ["", "", "", ""]
+            cells = ["-"] * (1 + len(KERNEL_COLUMNS)) if k is None else _kernel_cells(k)
+            table.add_row(*first, *cells, str(round(b.seconds, 1)) if i == 0 else "")
+    if Measurement.get(out, out.options.update(max_width=10_000), table).minimum <= out.width:
+        out.print(table)
+    else:
+        for b in built:
+            _show_build(b)
+    for b in built:
+        if not b.ok:
+            out.print(
+                f"{b.op} {b.dtype} for {b.target}: {b.reason}",
+                style="red",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
+    out.print(f"{sum(b.ok for b in built)} of {len(built)} compile and fit")
+
+
+def _verdict(b: Any) -> str:
+    return "ok" if b.ok else "FAILED"
+
+
+def _show_build(b: Any) -> None:
+    style = "bold" if b.ok else "bold red"
+    out.print(f"{b.op} {b.dtype} for {b.target}: {_verdict(b)}, {b.seconds:.1f} s", style=style, highlight=False)
+    for k in b.kernels:
+        name, *cells = _kernel_cells(k)
+        said = [say.format(cell) for say, cell in zip(KERNEL_COLUMNS.values(), cells, strict=True) if cell != "-"]
+        for line in textwrap.wrap(f"{name}: {'; '.join(said)}", max(out.width, 40) - 2, subsequent_indent="  "):
+            out.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _kernel_cells(k: Any) -> list[str]:
+    def shown(value: Any) -> str:
+        return "-" if value is None else str(value)
+
+    memory = ", ".join(f"{name} {used / 1024:.1f}" for name, used in k.on_chip.items() if used)
+    matrix = max(k.matrix, key=k.matrix.get) + f" x{sum(k.matrix.values())}" if k.matrix else "none"
+    code = None if k.code_bytes is None else f"{k.code_bytes / 1024:.1f}"
+    return [
+        k.name + (f" x{k.launches}" if k.launches > 1 else ""),
+        shown(k.registers),
+        shown(k.spills),
+        memory or "-",
+        "-" if k.occupancy is None else f"{k.occupancy:.0%}",
+        matrix,
+        shown(code),
+        shown(k.cycles),
+    ]

@@ -1,0 +1,33 @@
+"""``portakern demo``: a model whose every kernel is portakern's."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+from portakern.cli.common import Json, app, err, errors_only, out, print_json
+
+
+@app.command()
+def demo(
+    context: typer.Context,
+    backend: Annotated[
+        list[str] | None, typer.Option(help="Backend to run; may be repeated; all that run here when none is named.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Embed sentences with all-MiniLM-L6-v2, every kernel through portakern, on every backend that runs here."""
+    from portakern.examples.minilm import demo as minilm
+
+    errors_only(context)
+    with Progress(TextColumn("{task.description}"), TimeElapsedColumn(), console=err, transient=True) as bar:
+        task = bar.add_task("loading the model", total=None)
+        result = minilm.run(backend or None, progress=lambda text: bar.update(task, description=text))
+    if as_json:
+        print_json(result.to_dict())
+    else:
+        minilm.render(result, out)
+    if not result.passed:
+        raise typer.Exit(1)

@@ -1,0 +1,92 @@
+"""``portakern ops | backends | show | doctor``: what is declared, installed and reachable."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from portakern import inventory
+from portakern.cli.common import Json, app, out, print_json, show_table
+
+
+@app.command()
+def ops(as_json: Json = False) -> None:
+    """List the ops and which backends implement each."""
+    rows = inventory.ops()
+    if as_json:
+        return print_json(rows)
+    show_table(
+        "Ops",
+        ["op", "arguments", "outputs", "backends"],
+        [[r["op"], r["arguments"], r["outputs"], ", ".join(r["backends"])] for r in rows],
+    )
+
+
+@app.command()
+def backends(as_json: Json = False) -> None:
+    """List the backends, where each runs, and what it lacks here; then the peers, which run when they are named."""
+    rows, peers = inventory.backends(), inventory.peers()
+    if as_json:
+        return print_json(rows + peers)
+    columns = ["backend", "arrays", "compiles for", "interpreter", "here"]
+    for title, listed in {"Backends": rows, "Peers: they serve nothing unless they are named": peers}.items():
+        show_table(
+            title,
+            columns,
+            [
+                [
+                    r["backend"],
+                    r["framework"],
+                    ", ".join(r["compiles"]),
+                    "on cpu" if r["interprets"] else "-",
+                    r["here"],
+                ]
+                for r in listed
+            ],
+        )
+
+
+@app.command()
+def show(op: Annotated[str, typer.Argument(help="An op's name.")], as_json: Json = False) -> None:
+    """Show an op's declaration: arguments, options, outputs, tiles, edge values, implementations."""
+    info = inventory.show(op)
+    if as_json:
+        return print_json(info)
+    out.print(info["op"], style="bold")
+    out.print(info["doc"] + "\n", markup=False, highlight=False, soft_wrap=True)
+    show_table(
+        "Arrays",
+        ["name", "shape", "dtypes", "optional"],
+        [[a["name"], a["shape"], ", ".join(a["dtypes"]), "yes" if a["optional"] else ""] for a in info["arrays"]],
+    )
+    show_table(
+        "Options",
+        ["name", "default", "expected"],
+        [[o["name"], repr(o["default"]), o["expected"]] for o in info["options"]],
+    )
+    show_table(
+        "Outputs",
+        ["name", "shape", "dtype", "given", "memory"],
+        [[o["name"], o["shape"], o["dtype"], o["given"], o["memory"]] for o in info["outputs"]],
+    )
+    if info["drops"]:
+        show_table("Dimensions", ["name", "is"], [[f"*{n}", what] for n, what in info["drops"].items()])
+    for rule in info["values"]:
+        out.print(f"Values: {rule}", markup=False, highlight=False, soft_wrap=True)
+    show_table("Tiles", ["name", "powers of two"], [[n, f"{lo} to {hi}"] for n, (lo, hi) in info["tiling"].items()])
+    for title, rows in {"Implementations": info["implementations"], "Peers": info["peers"]}.items():
+        show_table(title, ["backend", "module", "lines"], [[i["backend"], i["module"], str(i["lines"])] for i in rows])
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what is installed, which devices there are, what each backend can do here, and what to install next."""
+    info = inventory.doctor()
+    if as_json:
+        return print_json(info)
+    show_table("Installed", ["package", "version"], [[k, v or "-"] for k, v in info["environment"].items()])
+    show_table("Devices", ["framework", "device"], [[d["framework"], d["device"]] for d in info["devices"]])
+    show_table(
+        "Backends", ["backend", "here", "next"], [[b["backend"], b["here"], b["next"]] for b in info["backends"]]
+    )

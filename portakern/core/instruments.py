@@ -1,0 +1,111 @@
+"""What is measured of calls on a device: time, memory, the roof, and whether an array is as it should be.
+
+Here is the host's share, which every library can fall back on. What a library's own device can tell is in its wing
+(:meth:`portakern.core.framework.Framework.instruments`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from portakern.core.framework import Framework
+
+__all__ = ["HOST_CLOCK", "Instruments", "Roof", "Run", "Sample", "Stopwatch"]
+
+Run = Callable[[], Any]
+"""A call without arguments; what it returns are the arrays that it made."""
+
+HOST_CLOCK = "host"
+"""The name of the clock that a device's own takes the place of."""
+
+
+class Sample(NamedTuple):
+    """One call, in microseconds: ``device_us`` of its work, ``host_us`` until it came back to its caller."""
+
+    device_us: float
+    host_us: float
+
+
+class Stopwatch:
+    """Times one call over and over; this one by the host's clock, until the results are there.
+
+    Attributes:
+      clock: what the times are read from. A stopwatch may find on the way that a call cannot be timed as others are,
+        and then says so here.
+    """
+
+    clock = HOST_CLOCK
+
+    def __init__(self, run: Run, wait: Callable[[Any], Any]) -> None:
+        """``wait`` returns when the arrays that it is given are there."""
+        self.run, self.wait = run, wait
+
+    def sample(self) -> Sample:
+        """Call once, with the device's caches as cold as the clock can make them. The host's are left as they are."""
+        start = time.perf_counter()
+        result = self.run()
+        back = time.perf_counter()
+        self.wait(result)
+        return Sample(1e6 * (time.perf_counter() - start), 1e6 * (back - start))
+
+
+class Roof(NamedTuple):
+    """A call that nothing but one limit of the device holds back: ``work`` of it over its time is that limit.
+
+    ``unit``: bytes, each counted once when it is read and once when it is written; or flops.
+    """
+
+    run: Run
+    work: float
+    unit: str
+
+
+class Instruments:
+    """What can be measured of calls on one device; these are by the host's means."""
+
+    def __init__(self, framework: Framework, device: Any) -> None:
+        self.framework, self.device = framework, device
+
+    def wait(self, result: Any) -> None:
+        """Return when the arrays that a call returned are there; whatever went wrong on the device is raised here."""
+
+    def stopwatch(self, run: Run) -> Stopwatch:
+        """What times a call: by the device's own clock where it has one."""
+        return Stopwatch(run, self.wait)
+
+    def same(self, a: Any, b: Any) -> bool:
+        """Whether two arrays hold equal values; NaN equals nothing."""
+        return bool(np.array_equal(self.framework.to_numpy(a), self.framework.to_numpy(b)))
+
+    def has_nan(self, array: Any) -> bool:
+        """Whether any element is NaN."""
+        return bool(np.isnan(self.framework.to_numpy(array)).any())
+
+    def soil(self, forms: Iterable[tuple[tuple[int, ...], str]]) -> None:
+        """Leave NaN in memory that the library will hand out for new arrays of these shapes and dtypes, where it keeps
+        memory: an element that a kernel does not write is then seen."""
+
+    def put(self, array: Any, values: Any) -> None:
+        """Write values to an array where it lies."""
+        array[...] = values
+
+    def release(self) -> None:
+        """Give memory back to the device that the library keeps for later."""
+
+    def peak_bytes(self, run: Run) -> int | None:
+        """Memory that a call takes at its height beyond what was taken before, its results included; None where the
+        library does not tell."""
+        return None
+
+    def roofs(self) -> Mapping[str, Roof]:
+        """ "copy", which reads and writes memory, and by name of a precision a matrix product in it."""
+        source = np.zeros(2**20, np.float32)
+        target, a = np.empty_like(source), np.ones((128, 128), np.float32)
+        return {
+            "copy": Roof(lambda: np.copyto(target, source), 2 * source.nbytes, "bytes"),
+            "float32": Roof(lambda: a @ a, 2 * 128**3, "flops"),
+        }

@@ -1,0 +1,183 @@
+"""What is measured of calls on PyTorch's tensors. Time is that between two events on the stream, behind a kernel that
+keeps the device busy meanwhile."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from portakern.core.instruments import Instruments, Roof, Run, Sample, Stopwatch
+
+__all__ = ["QueuedEvents", "TorchInstruments"]
+
+CYCLES_PER_US = 2000
+"""Of the fastest clock that a chip may run at: at a slower one the device sleeps longer, which harms nothing."""
+
+MARGIN_US = 30.0
+LONGEST_US = 50_000.0
+"""No call is slept for longer; one whose launches take the host more than this is one that waits for the device."""
+
+CACHES = 4
+"""How many times the size of the L2 cache is written to before each call."""
+
+
+ROOF_BYTES = 2**30
+ROOF_EXTENT = 8192
+"""Of the copy and of the products that are the roof: large enough that nothing else counts."""
+
+SMALL = 2**20, 128
+"""The same where the host is the device."""
+
+
+class TorchInstruments(Instruments):
+    """Of tensors on a GPU or a CPU."""
+
+    @property
+    def on_gpu(self) -> bool:
+        return bool(self.device.type == "cuda")
+
+    def wait(self, result: Any) -> None:
+        if self.on_gpu:
+            import torch
+
+            torch.cuda.synchronize(self.device)
+
+    def stopwatch(self, run: Run) -> Stopwatch:
+        return QueuedEvents(run, self.device) if self.on_gpu else super().stopwatch(run)
+
+    def same(self, a: Any, b: Any) -> bool:
+        import torch
+
+        if a.dtype.itemsize == 1:  # floats of 8 bits have next to no operations
+            a, b = a.view(torch.uint8), b.view(torch.uint8)
+        return a.dtype == b.dtype and torch.equal(a, b)
+
+    def has_nan(self, array: Any) -> bool:
+        return bool((array.float() if array.dtype.itemsize == 1 else array).isnan().any())
+
+    def soil(self, forms: Iterable[tuple[tuple[int, ...], str]]) -> None:
+        """PyTorch's allocator hands the last freed block of a size out first."""
+        import torch
+
+        kinds = [(shape, getattr(torch, dtype)) for shape, dtype in forms]
+        for _ in range(2):  # a kernel's scratch memory may take the first
+            held = [torch.full(s, torch.nan, dtype=d, device=self.device) for s, d in kinds if d.is_floating_point]
+        del held
+
+    def put(self, array: Any, values: Any) -> None:
+        array.copy_(values)
+
+    def release(self) -> None:
+        if self.on_gpu:
+            import torch
+
+            torch.cuda.empty_cache()
+
+    def peak_bytes(self, run: Run) -> int | None:
+        if not self.on_gpu:
+            return None
+        import torch
+
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        result = run()
+        torch.cuda.synchronize(self.device)
+        del result
+        return int(torch.cuda.max_memory_allocated(self.device)) - before
+
+    def roofs(self) -> Mapping[str, Roof]:
+        import torch
+
+        size, n = (ROOF_BYTES, ROOF_EXTENT) if self.on_gpu else SMALL
+        source = torch.ones(size, dtype=torch.int8, device=self.device)
+        target = torch.empty_like(source)
+        found = {"copy": Roof(lambda: target.copy_(source), 2.0 * size, "bytes")}
+        wide = torch.randn(n, n, device=self.device)
+        for name in ("bfloat16", "float16"):
+            narrow = wide.to(getattr(torch, name))
+            found[name] = Roof(functools.partial(torch.matmul, narrow, narrow), 2.0 * n**3, "flops")
+        for name, precision in (("tf32", "high"), ("float32", "highest")):
+            found[name] = Roof(functools.partial(_product, wide, precision), 2.0 * n**3, "flops")
+        return found
+
+
+def _product(a: Any, precision: str) -> Any:
+    """A product of float32 matrices as precise as PyTorch's word says."""
+    import torch
+
+    with multiplied(precision):
+        return torch.matmul(a, a)
+
+
+@contextmanager
+def multiplied(precision: str) -> Iterator[None]:
+    """While inside, PyTorch multiplies float32 matrices as ``torch.set_float32_matmul_precision`` says."""
+    import torch
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+class QueuedEvents(Stopwatch):
+    """Two events on the stream, between which the call's kernels follow each other without the host.
+
+    Before the first event the device sleeps, then the L2 cache is overwritten; so the host has handed over the last
+    kernel before the device begins with the first. Whether that was so is asked each time: the first event must not
+    have passed when the second is recorded. Otherwise the host's time might show, and the call is made again behind a
+    longer sleep. A call that waits for the device itself is timed with that in it, and ``clock`` says so.
+
+    No graph is captured: what cannot be captured (allocations of other libraries, calls that wait, kernels that keep
+    state on the host) is timed as everything else is.
+    """
+
+    clock = "events"
+
+    def __init__(self, run: Run, device: Any) -> None:
+        import torch
+
+        self.run, self.device, self.torch = run, device, torch
+        self.sleep_us = MARGIN_US
+        self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def sample(self) -> Sample:
+        while True:
+            found, late = self._once()
+            if not late or self.clock != QueuedEvents.clock:
+                return found
+            longer = 2 * max(found.host_us, self.sleep_us) + MARGIN_US
+            if longer > LONGEST_US:
+                self.clock = "events, with waits of the host"
+            else:
+                self.sleep_us = longer
+
+    def _once(self) -> tuple[Sample, bool]:
+        """A sample, and whether the device may have waited for the host in it."""
+        torch = self.torch
+        with torch.cuda.device(self.device):
+            torch.cuda._sleep(int(self.sleep_us * CYCLES_PER_US))
+            _cache_filler(self.device).zero_()
+            self.start.record()
+            begin = time.perf_counter()
+            self.run()
+            host_us = 1e6 * (time.perf_counter() - begin)
+            self.end.record()
+            late = self.start.query()
+            self.end.synchronize()
+            return Sample(1e3 * self.start.elapsed_time(self.end), host_us), late
+
+
+@functools.lru_cache(maxsize=1)
+def _cache_filler(device: Any) -> Any:
+    """Memory that is larger than the L2 cache."""
+    import torch
+
+    size = torch.cuda.get_device_properties(device).L2_cache_size or 2**26
+    return torch.empty(CACHES * size, dtype=torch.int8, device=device)

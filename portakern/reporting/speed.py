@@ -1,0 +1,266 @@
+"""What ``portakern bench`` found, in tables and as the data of plots: no figure without the verdict beside it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from portakern.benchmarking import suites
+from portakern.files import write_atomically
+from portakern.reporting import plots as drawing
+from portakern.reporting.kept import Kept, source
+from portakern.reporting.markdown import NONE, fold, table
+from portakern.reporting.staleness import STALE, changed, footnote
+
+__all__ = ["draw_into", "figures", "speed"]
+
+Row = Mapping[str, Any]
+NOTHING = (
+    "Nothing was measured yet: `portakern bench --json bench.json` on an accelerator, and `portakern report --add "
+    "bench.json`."
+)
+
+
+def _calls(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[Row]]:
+    """(op, dtype, call) -> its contenders."""
+    found: dict[tuple[str, str, str], list[Row]] = {}
+    for r in sorted(rows, key=lambda r: (r["op"], r["dtype"])):
+        found.setdefault((r["op"], r["dtype"], r["call"]), []).append(r)
+    return found
+
+
+def _timed(r: Row) -> bool:
+    return r["verdict"] == "right" and bool(r.get("median_us"))
+
+
+def _best(rows: Iterable[Row]) -> Row | None:
+    """The fastest right variant of the subject."""
+    return min((r for r in rows if r["subject"] and _timed(r)), key=lambda r: r["median_us"], default=None)
+
+
+# --------------------------------------------------------------------------------------------------------------- tables
+def speed(kept: Kept) -> str:
+    """Each op beside the best peer, and folded beneath each call with all contenders."""
+    found = kept.rows("bench")
+    if not found:
+        return NOTHING
+    text = []
+    for device in dict.fromkeys(r.device for _, r in found):
+        rows = [row for row, r in found if r.device == device]
+        text += [f"**{device}**", _summary(rows), *_details(rows, kept.root), footnote(rows, kept.root)]
+    notes = (
+        "Device time alone, caches cold, contenders in turns, the median. Roof: a copy and products measured in the same "
+        "run. Of the best peer's speed: above 1 is faster than all of them; what is wrong has no time, and is nobody's "
+        "peer. Error: the largest, as a share of the derived bound."
+    )
+    return "\n\n".join(t for t in [*text, notes, *_beside(kept), source(r for _, r in found)] if t)
+
+
+def _beside(kept: Kept) -> list[str]:
+    """What was left out of runs, and who took no part."""
+    runs = {r.file: r for _, r in kept.rows("bench")}.values()
+    absent = {name: why.partition(";")[0] for r in runs for name, why in r.extra["absent"].items()}
+    left = [name for r in runs for name in r.extra["left_out"]]
+    told = [f"Took no part: {', '.join(f'{n} ({why})' for n, why in absent.items())}."] if absent else []
+    return told + ([f"Left out when the budget ended: {', '.join(left)}."] if left else [])
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    lines = []
+    for op in sorted({r["op"] for r in rows}):
+        calls = {key: mine for key, mine in _calls(rows).items() if key[0] == op}
+        best = [b for mine in calls.values() if (b := _best(mine))]
+        ratios = [b["ratio"] for b in best if b.get("ratio")]
+        shares = [b["share"] for b in best if b.get("share")]
+        wrong = sum(r["subject"] and r["verdict"] in ("wrong", "failed") for mine in calls.values() for r in mine)
+        lines.append(
+            [
+                f"`{op}`",
+                str(len(calls)),
+                *(f"{of(ratios):.2f}" if ratios else NONE for of in (statistics.median, min, max)),
+                f"{statistics.median(shares):.0%}" if shares else NONE,
+                str(wrong),
+            ]
+        )
+    heads = ["op", "calls", "of the best peer's speed, median", "least", "most", "of the roof, median", "wrong"]
+    return table(heads, lines)
+
+
+def _details(rows: Sequence[Row], root: Path) -> list[str]:
+    heads = [
+        "dtype",
+        "call",
+        "by",
+        "others, µs",
+        "µs",
+        "from, to",
+        "host, µs",
+        "rate",
+        "of the roof",
+        "of the best",
+        "error",
+    ]
+    found = []
+    for op in sorted({r["op"] for r in rows}):
+        lines = [
+            _line(r, mine, root)
+            for (name, _, _), mine in _calls(rows).items()
+            if name == op
+            for r in mine
+            if r["subject"]
+        ]
+        found.append(fold(f"<code>{op}</code>: {len(lines)} lines", table(heads, lines, words=4)))
+    return found
+
+
+def _line(r: Row, among: Sequence[Row], root: Path) -> list[str]:
+    """One variant of the subject on a call, with everybody else on it."""
+    others = sorted((o for o in among if not o["subject"]), key=lambda o: (not _timed(o), o.get("median_us") or 0.0))
+    said = ", ".join(f"{o['contender']} {_outcome(o, root)}" for o in others if o["verdict"] != "refused")
+    first = [r["dtype"], _short(r["call"]), r["contender"], said or NONE]
+    if not _timed(r):
+        return [*first, f"**{_outcome(r, root)}**", *[NONE] * 5, _error(r)]
+    mark = STALE if changed(r, root) else ""
+    return [
+        *first,
+        _us(r["median_us"]) + mark,
+        f"{_us(r['best_us'])}, {_us(r['worst_us'])}",
+        _us(r["host_us"]),
+        rate(r),
+        NONE if r.get("share") is None else f"{r['share']:.0%}",
+        NONE if r.get("ratio") is None else f"{r['ratio']:.2f}",
+        _error(r),
+    ]
+
+
+def _outcome(r: Row, root: Path) -> str:
+    if _timed(r):
+        return _us(r["median_us"]) + (STALE if changed(r, root) else "")
+    return f"{r['verdict']}, {r['error']:.3g} × its bound" if r.get("error") else str(r["verdict"])
+
+
+def _error(r: Row) -> str:
+    return NONE if r.get("error") is None else f"{r['error']:.2f}"
+
+
+def rate(r: Row) -> str:
+    """Of what limits the call: bytes or operations a second."""
+    if r.get("limit") == "copy":
+        return f"{r['byte_rate'] / 1e9:,.0f} GB/s"
+    return f"{r['flop_rate'] / 1e12:,.3g} TFLOP/s"
+
+
+def _us(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+# ---------------------------------------------------------------------------------------------------------------- plots
+def figures(kept: Kept) -> dict[str, dict[str, Any]]:
+    """Name of the file -> what it shows."""
+    return _figures([row for row, _ in kept.rows("bench")], [row for row, _ in kept.rows("tune")])
+
+
+def draw_into(folder: Path, record: Mapping[str, Any]) -> list[Path]:
+    """Draw what one run found; the files."""
+    found = []
+    for name, data in _figures(record["rows"], []).items():
+        write_atomically(folder / name, drawing.draw(data))
+        found.append(folder / name)
+    return found
+
+
+def _figures(rows: Sequence[Row], tuned: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    found = {"speed.svg": _bars(rows), "errors.svg": _errors(rows), "tuned.svg": _tuned(tuned)}
+    for name in suites.names():
+        x = None if name in (suites.TYPICAL, suites.SAMPLES) else suites.read(name).x
+        if x is not None:
+            mine = [r for r in rows if r["suite"] == name and _timed(r)]
+            file = name.replace("_", "-")
+            found[f"{file}-rate.svg"] = _curves(mine, x, "flop_rate", "operations a second")
+            found[f"{file}-memory.svg"] = _curves(mine, x, "peak_bytes", "bytes at the height of a call")
+    return {name: data for name, data in found.items() if data.get("bars") or data.get("panels") or data.get("points")}
+
+
+def _bars(rows: Sequence[Row]) -> dict[str, Any]:
+    """Speed over the best peer's, a bar a call."""
+    bars = []
+    for (op, dtype, call), mine in _calls(rows).items():
+        best = _best(mine)
+        if best and best.get("ratio"):
+            bars.append(
+                {
+                    "op": op,
+                    "dtype": dtype,
+                    "call": _short(call).replace(", ", " "),
+                    "ratio": best["ratio"],
+                    "peer": best["best_peer"],
+                }
+            )
+    title = "Speed over the best peer's, on every call"
+    return {"kind": "bars", "title": title, "bars": sorted(bars, key=lambda b: (b["op"], b["dtype"], b["ratio"]))}
+
+
+def _short(call: str) -> str:
+    """A call without its op and dtype, which stand beside it: its extents and options; and what comes behind."""
+    head, between, beside = call.partition("); ")
+    inside = head.removesuffix(")").partition("(")[2].partition("; ")[2]
+    return inside.replace("is_causal=True", "causal").replace("batch=(), ", "") + (f"; {beside}" if between else "")
+
+
+def _dense(call: str) -> str:
+    """A short call on little room: extents that are equal together, ``m=n=k=4096``."""
+    inside, between, beside = call.partition("; ")
+    names: dict[str, list[str]] = {}
+    for part in inside.split(", "):
+        name, _, value = part.partition("=")
+        alone = not value.isdigit()
+        names.setdefault(part if alone else value, []).append(part if alone else name)
+    parts = [name if [name] == of else f"{'='.join(of)}={name}" for name, of in names.items()]
+    return " ".join(parts) + between + beside
+
+
+def _curves(rows: Sequence[Row], x: str, field: str, label: str) -> dict[str, Any]:
+    """A panel an op, dtype and what else does not grow; in it a curve a contender."""
+    panels: dict[str, dict[str, list[list[float]]]] = {}
+    for r in rows:
+        if r.get(field) and isinstance(r["dims"].get(x), int):
+            title = _panel(r, x)
+            panels.setdefault(title, {}).setdefault(r["contender"], []).append([r["dims"][x], r[field]])
+    shown = {
+        title: {name: sorted(points) for name, points in sorted(curves.items())}
+        for title, curves in sorted(panels.items())
+        if any(len(points) > 1 for points in curves.values())
+    }
+    subjects = sorted({r["contender"] for r in rows if r["subject"]})
+    title = f"{label[0].upper()}{label[1:]} against {x}"
+    return {"kind": "curves", "title": title, "x": x, "panels": shown, "subjects": subjects}
+
+
+def _panel(r: Row, x: str) -> str:
+    """What the calls of a curve share: the extents beside those that grow, and the options."""
+    inside, between, beside = _short(r["call"]).partition("; ")
+    grows = {x, "batch", *(n for n, e in r["dims"].items() if e == r["dims"][x])}
+    fixed = [part for part in inside.split(", ") if part.partition("=")[0] not in grows]
+    return f"{r['op']} {r['dtype']}: {', '.join(fixed)}{between}{beside}"
+
+
+def _errors(rows: Sequence[Row]) -> dict[str, Any]:
+    """Largest errors as shares of the bound, by op and dtype."""
+    points = [
+        {"op": r["op"], "dtype": r["dtype"], "error": r["error"], "subject": r["subject"], "contender": r["contender"]}
+        for r in rows
+        if r.get("error")
+    ]
+    return {"kind": "errors", "title": "Largest error of each result, as a share of the bound", "points": points}
+
+
+def _tuned(rows: Sequence[Row]) -> dict[str, Any]:
+    """The shipped choice against the best found, of each call and target that was tuned."""
+    points = [
+        {"op": r["op"], "target": r["target"], "dtype": r["dtype"], "default": r["default"], "best": r["best"]}
+        for r in rows
+        if r["default"] and r["best"]
+    ]
+    return {"kind": "tuned", "title": "Shipped tilings against the best found", "points": points}

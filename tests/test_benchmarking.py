@@ -1,0 +1,403 @@
+"""`portakern bench`: nothing has a time that was not found right, suites are data that binds, and a run keeps what it
+has."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import shutil
+from concurrent.futures import wait
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import portakern as pk
+from portakern import results, sources
+from portakern.benchmarking import suites
+from portakern.benchmarking.foresight import Foresight, foreseeing
+from portakern.benchmarking.inputs import for_gradient, make
+from portakern.benchmarking.roof import ceiling, moved
+from portakern.benchmarking.run import DeviceLost, Plan, run
+from portakern.benchmarking.suites import TimedCase
+from portakern.benchmarking.timing import CallFailed, interleaved
+from portakern.benchmarking.verdicts import Judge
+from portakern.benchmarking.warming import warm
+from portakern.cli import app
+from portakern.compiling.forms import abstract_call
+from portakern.core import registry
+from portakern.core.framework import frameworks
+from portakern.core.instruments import Instruments, Stopwatch
+from portakern.core.targets import Target
+from portakern.errors import SpecError
+
+ROOT = Path(__file__).resolve().parents[1]
+CASE = TimedCase("mine", "softmax", "float32", {"shape": (6, 40)})
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    yield
+    registry._registered.clear()
+
+
+def numpy_softmax(x, axis):
+    e = np.exp(x - x.max(axis, keepdims=True))
+    return (e / e.sum(axis, keepdims=True)).astype(x.dtype)
+
+
+def backend(name, fn, peer=False, **kwargs):
+    """A backend in NumPy whose softmax is ``fn(x, axis)``."""
+    made = pk.Backend(name, framework="numpy", peer=peer, **kwargs)
+    made.implements("softmax")(lambda call, tiling: (fn(call.arrays["x"], call.options["axis"]),))
+    return pk.register(made)
+
+
+def timed(subject, *against, case=CASE):
+    outcome = run(Plan([case], subject, against, "cpu", rounds=2), lambda found, case: None)
+    return {r["contender"]: r for r in outcome.rows}
+
+
+def test_a_wrong_kernel_is_listed_as_wrong_and_has_no_time():
+    """However fast: what leaves out one element of a row is off by more than the bound."""
+    wrong = backend("fast", lambda x, axis: numpy_softmax(x, axis) * np.float32(1 + 1e-4))
+    rows = timed(wrong, backend("right", numpy_softmax, peer=True))
+    assert rows["fast"]["verdict"] == "wrong" and rows["fast"]["error"] > 5
+    assert not {"median_us", "ratio", "host_us", "share"} & set(rows["fast"])
+    assert rows["fast"]["why"] == "240 of 240 elements of y that were compared are out of bounds"
+    assert rows["right"]["verdict"] == "right" and rows["right"]["median_us"] > 0
+
+
+def test_only_a_right_peer_is_held_against():
+    """The wrong one is faster, and counts for nothing."""
+    slow = backend("slow", lambda x, axis: [numpy_softmax(x, axis) for _ in range(50)].pop(), peer=True)
+    wrong = backend("wrong", lambda x, axis: x + 1, peer=True)
+    rows = timed(backend("mine", numpy_softmax), slow, wrong)
+    assert rows["mine"]["best_peer"] == "slow" and rows["mine"]["ratio"] > 2 and rows["slow"]["ratio"] == 1
+    assert rows["wrong"]["verdict"] == "wrong" and "ratio" not in rows["wrong"]
+    alone = timed(registry.backend("mine"), wrong)
+    assert "ratio" not in alone["mine"] and alone["mine"]["median_us"]
+
+
+def in_place(x, axis):
+    x *= 2
+    return numpy_softmax(x / 2, axis)
+
+
+def unwritten(x, axis):
+    y = numpy_softmax(x, axis)
+    y[-1, -1] = np.nan
+    return y
+
+
+class Later:
+    """Right when it is first called, and wrong from the third call on: a tuner that writes over results, say."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, x, axis):
+        self.calls += 1
+        return numpy_softmax(x, axis) * np.float32(1 if self.calls < 3 else 1.01)
+
+
+def failing(x, axis):
+    raise ZeroDivisionError("no tiles\nleft")
+
+
+def refusing(x, axis):
+    raise pk.UnsupportedError("softmax: backend 'fn' cannot: it takes no rows of 40")
+
+
+@pytest.mark.parametrize(
+    ("fn", "verdict", "why"),
+    [
+        (in_place, "wrong", "the input x was written to"),
+        (unwritten, "wrong", "y holds NaN, and no input does"),
+        (Later(), "wrong", "right at first; after it was timed: 240 of 240 elements of y"),
+        (failing, "failed", "ZeroDivisionError: no tiles"),
+        (lambda x, axis: numpy_softmax(x, axis).astype(np.float16), "failed", "float16"),
+    ],
+    ids=["in_place", "unwritten", "later", "failing", "narrow"],
+)
+def test_what_else_is_wrong_with_a_contender(fn, verdict, why):
+    """And nobody else is the worse for it."""
+    rows = timed(backend("mine", fn), backend("right", numpy_softmax, peer=True))
+    assert rows["mine"]["verdict"] == verdict and why in rows["mine"]["why"]
+    assert "median_us" not in rows["mine"] and rows["right"]["verdict"] == "right"
+
+
+def test_who_refuses_is_listed_with_its_reason():
+    picky = pk.Backend("picky", framework="numpy", peer=True)
+    picky.implements("softmax", supports=lambda call, tiling: "it takes no rows of 40")(lambda call, tiling: ())
+    rows = timed(backend("mine", numpy_softmax), pk.register(picky))
+    assert (rows["picky"]["verdict"], rows["picky"]["why"]) == ("refused", "it takes no rows of 40")
+
+
+def test_a_call_that_fails_while_it_is_timed_leaves_the_others_their_times():
+    class Dies:
+        def __init__(self):
+            self.calls = 0
+
+        def __call__(self, x, axis):
+            self.calls += 1
+            if self.calls == 3:
+                raise MemoryError("nothing is left")
+            return numpy_softmax(x, axis)
+
+    rows = timed(backend("mine", numpy_softmax), backend("dies", Dies(), peer=True))
+    assert (rows["dies"]["verdict"], rows["dies"]["why"]) == ("failed", "MemoryError: nothing is left")
+    assert rows["mine"]["rounds"] == 2
+    with pytest.raises(CallFailed, match="b failed while it was timed"):
+        interleaved({"a": Stopwatch(lambda: 1, lambda r: None), "b": Stopwatch(lambda: 1 / 0, lambda r: None)})
+
+
+def test_large_calls_are_judged_in_part():
+    """One element in a million is not always met; a block that was never computed is, wherever it lies."""
+    case = TimedCase("mine", "softmax", "float32", {"shape": (1024, 512)})
+
+    def hole(x, axis):
+        y = numpy_softmax(x, axis)
+        y[256:512] = 0
+        return y
+
+    rows = timed(backend("mine", hole), backend("right", numpy_softmax, peer=True), case=case)
+    assert rows["mine"]["verdict"] == "wrong" and rows["right"]["verdict"] == "right"
+
+
+def test_gradients_are_timed_on_what_a_right_forward_op_saved():
+    case = TimedCase("mine", "softmax", "float32", {"shape": (6, 40)}, gradient=True)
+    triton = registry.backend("triton")
+    if triton.unavailable():
+        pytest.skip(triton.unavailable())
+    rows = timed(triton, registry.backend("torch"), case=case)
+    assert rows["triton"]["op"] == "softmax_vjp" and {r["verdict"] for r in rows.values()} == {"right"}
+    wrong = backend("wrong", lambda x, axis: x + 1)
+    outcome = run(Plan([case], wrong, [], "cpu", rounds=2), lambda found, case: None)
+    assert not outcome.rows
+    assert "softmax, which saves for its gradients, is wrong: 240 of 240" in outcome.unserved[0][1]
+
+
+def test_what_other_processes_expect_is_what_this_one_would(tmp_path):
+    """A sum over rows cannot be compared in part: it is computed whole, and elsewhere."""
+    dims = {"batch": (700,), "n": 512}
+    sums = TimedCase("mine", "layernorm", "float32", dims, given=("weight", "bias"), gradient=True)
+    saves = TimedCase("mine", "softmax", "float32", {"shape": (6, 40)}, gradient=True)
+    library, target = frameworks()["numpy"], Target("cuda", "sm_90")
+    inputs = for_gradient(make(sums, library, "cpu"), {})
+    with foreseeing([sums, saves], target, 1) as foresight:
+        assert len(foresight._futures) == 1  # what softmax saves is known on the device alone
+        wait(foresight._futures.values())
+        ahead = foresight.judge(sums, inputs)
+        assert ahead.known and not foresight.judge(saves, inputs).known
+    for a, b in zip(ahead.expect(target, False), Judge(inputs).expect(target, False), strict=True):
+        assert a.name == b.name and np.array_equal(a.exact, b.exact) and np.array_equal(a.bound, b.bound)
+    assert {e.name: e.exact.shape for e in ahead.expect(target, False)}["d_weight"] == (512,)
+    assert Foresight(target, {}).judge(sums, inputs).known == {}
+
+
+def test_cases_are_visited_ahead_by_other_processes():
+    """They find everybody by name, and their end is the pool's."""
+    triton = registry.backend("triton")
+    if triton.unavailable():
+        pytest.skip(triton.unavailable())
+    seen, before = [], multiprocessing.active_children()
+    plan = Plan([CASE, TimedCase("mine", "softmax", "float32", {})], triton, [registry.backend("torch")], "cpu")
+    assert warm(plan, 1, 100.0, lambda: seen.append(1)) == 1 and len(seen) == 2  # the second is no call
+    assert multiprocessing.active_children() == before
+    assert warm(plan, 1, 0.0, lambda: None) == 0 and multiprocessing.active_children() == before
+
+
+def test_a_budget_says_what_it_left_out():
+    cases = [CASE, TimedCase("mine", "softmax", "float16", {"shape": (3, 5)})]
+    outcome = run(Plan(cases, backend("mine", numpy_softmax), [], "cpu", 2, seconds=0.0), lambda found, case: None)
+    assert outcome.left_out == cases and not outcome.rows
+
+
+def test_a_device_that_does_not_answer_ends_the_run(monkeypatch):
+    def lost(self, result):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr("portakern.benchmarking.roof.measure", lambda instruments, rounds: {})
+    monkeypatch.setattr(Instruments, "wait", lost)
+    with pytest.raises(DeviceLost, match=r"mine left the device unusable on softmax.* --against"):
+        timed(backend("mine", failing))
+
+
+# ------------------------------------------------------------------------------------------------------------- suites
+@pytest.mark.parametrize("name", suites.names())
+def test_every_case_of_a_suite_is_a_call(name):
+    """Bound on arrays without values: what is written in a suite is what its op takes."""
+    cases = list(suites.cases_of(name))
+    assert cases and all(c.suite == name for c in cases)
+    oracle = registry.oracle_backend()
+    for case in cases:
+        spec = case.forward
+        impl = oracle.implementation(spec.name, oracle.families[0])
+        assert impl is not None and not set(spec.dims) - set(case.dims), case
+        small = suites.TimedCase(case.suite, case.op, case.dtype, {n: _small(e) for n, e in case.dims.items()},
+                                 case.options, case.given, case.layouts)  # fmt: skip
+        library = frameworks()["numpy"]
+        call = make(small, library, library.devices()[0]).call
+        assert call.flops >= 0 and abstract_call
+    if name not in (suites.TYPICAL, suites.SAMPLES):
+        x = suites.read(name).x
+        assert x is None or all(x in c.dims for c in cases)
+
+
+def _small(extent):
+    return tuple(min(e, 3) for e in extent) if isinstance(extent, tuple) else min(extent, 3)
+
+
+def test_every_op_is_timed():
+    """A new op is, by its typical call, before anybody writes it into a suite."""
+    timed_ops = {c.timed for name in suites.names() for c in suites.cases_of(name)}
+    assert timed_ops == set(registry.loadable())
+
+
+def test_what_matters_most_comes_first_and_nothing_twice():
+    cases = suites.in_order([c for name in suites.names() for c in suites.cases_of(name)])
+    ranks = [c.rank for c in cases]
+    assert ranks == sorted(ranks) and len({repr(c) for c in cases}) == len(cases)
+    first = [c.timed for c in cases[: len({c.timed for c in cases})]]
+    assert len(set(first)) == len(first)  # each op once before any twice
+
+
+def test_a_shape_of_the_users():
+    given = suites.parse_shape("m=7,is_causal=true,shape=8x16,scale=0.5,precision=tf32")
+    assert given == {"m": 7, "is_causal": True, "shape": (8, 16), "scale": 0.5, "precision": "tf32"}
+    case = suites.shaped(registry.find_spec("softmax"), {"shape": 12})
+    assert case.dims == {"shape": (12,)}
+    with pytest.raises(SpecError, match="softmax: --shape names 'n'; expected some of shape, axis"):
+        suites.shaped(registry.find_spec("softmax"), {"n": 3})
+    with pytest.raises(SpecError, match=r"--shape has 'm'; expected name=value"):
+        suites.parse_shape("m")
+    with pytest.raises(SpecError, match=r"suite 'atention' is unknown; expected one of attention, "):
+        suites.read("atention")
+
+
+def test_the_roof_of_a_call():
+    library = frameworks()["numpy"]
+    call = make(TimedCase("s", "matmul", "float32", {"batch": (), "m": 64, "n": 64, "k": 64}), library, "cpu").call
+    assert moved(call) == 3 * 64 * 64 * 4
+    assert ceiling(call, {"copy": 49152e6, "float32": 1e18}).limit == "copy"
+    found = ceiling(call, {"copy": 49152e9, "float32": 2 * 64**3 * 1e6, "tf32": 1e18})
+    assert (found.limit, found.us) == ("float32", pytest.approx(1.0))
+    assert ceiling(call, {}) is None
+
+
+# ------------------------------------------------------------------------------------------------------------ sources
+def test_the_hash_of_sources_follows_code_and_not_comments(tmp_path):
+    shutil.copytree(ROOT / "portakern", tmp_path / "portakern", ignore=shutil.ignore_patterns("__pycache__"))
+    triton, target = registry.backend("triton"), Target("cuda", "sm_90")
+
+    def now(op="softmax"):
+        return sources.fingerprint(op, triton, None, target, tmp_path)
+
+    first, other = now(), now("matmul")
+    assert first == sources.fingerprint("softmax", triton, None, target) and first != other
+    folder = tmp_path / "portakern" / "backends" / "triton"
+    kernel = folder / "gpu" / "softmax.py"
+    text = kernel.read_text()
+    kernel.write_text(text.replace('"""Softmax over one axis', '"""Another\n\nsoftmax over one axis') + "\n# a word\n")
+    assert now() == first
+    kernel.write_text(text + "\nX = 1\n")
+    assert now() != first and now("matmul") == other
+    kernel.write_text(text)
+    assert now() == first
+    for changed, whose in (
+        (folder / "launch.py", "softmax"),  # what the kernel imports
+        (folder / "replay.py", "softmax"),  # what launches it
+        (tmp_path / "portakern" / "specs" / "_rows.py", "softmax"),
+    ):
+        before, text = now(whose), changed.read_text()
+        changed.write_text(text + "\nX = 1\n")
+        assert now(whose) != before, changed
+        changed.write_text(text)
+    table = folder / "tuned" / "sm_90.json"
+    data = json.loads(table.read_text())
+    (rows,) = (v for v in data["ops"]["matmul"].values())
+    tiled = next(r for r in rows if "tiling" in r)
+    tiled["tiling"] = {n: 2 * v for n, v in tiled["tiling"].items()}
+    table.write_text(json.dumps(data))
+    from portakern.core import tilings
+
+    tilings.forget()
+    assert now("matmul") != other and now() == first
+    tilings.forget()
+
+
+def test_a_row_names_what_it_measured():
+    triton = registry.backend("triton")
+    if triton.unavailable():
+        pytest.skip(triton.unavailable())
+    rows = timed(triton, backend("somebodys", numpy_softmax, peer=True))
+    assert rows["triton"]["sources"] == sources.fingerprint("softmax", triton, None, Target("cpu"))
+    assert rows["somebodys"]["sources"] is None  # it is no module of portakern's
+    assert rows["triton"]["commit"] == sources.commit()
+
+
+# ------------------------------------------------------------------------------------------------------- command line
+def bench(*arguments):
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
+
+
+def test_the_command_writes_rows_that_can_be_read(tmp_path):
+    triton = registry.backend("triton")
+    if triton.unavailable():
+        pytest.skip(triton.unavailable())
+    file = tmp_path / "new" / "rows.json"
+    found = bench("softmax", "rmsnorm_vjp", "--backend", "triton", "--against", "torch", "--against", "liger",
+                  "--device", "cpu", "--rounds", "2", "--dtype", "float32", "--json", file)  # fmt: skip
+    assert found.exit_code == 0, found.output
+    assert "clock: host" in found.output and "liger takes no part: " in found.output
+    read = results.read(file)
+    assert read.benchmark == "bench" and {r["op"] for r in read.rows} == {"softmax", "rmsnorm_vjp"}
+    assert {r["contender"] for r in read.rows} == {"triton", "torch"} and read.device == "host CPU"
+    assert read.extra["rates"]["copy"] > 0 and "liger" in read.extra["absent"]
+
+
+def test_a_run_that_ends_early_keeps_its_rows(tmp_path, monkeypatch):
+    """The second case is one that nobody survives."""
+    from portakern.benchmarking import run as running
+
+    backend("mine", numpy_softmax)
+    file, rows_of = tmp_path / "rows.json", running._Trial.rows
+
+    def rows(self):
+        if self.inputs.call.dtype == "float16":
+            raise KeyboardInterrupt
+        return rows_of(self)
+
+    monkeypatch.setattr(running._Trial, "rows", rows)
+    found = bench("softmax", "--backend", "mine", "--against", "mine", "--device", "cpu", "--rounds", "2",
+                  "--shape", "shape=3x5", "--dtype", "float32", "--dtype", "float16", "--no-gradients",
+                  "--json", file)  # fmt: skip
+    assert found.exit_code != 0
+    assert [(r["dtype"], r["verdict"]) for r in results.read(file).rows] == [("float32", "right")]
+
+
+def test_a_wrong_subject_is_the_commands_failure():
+    backend("mine", lambda x, axis: x + 1)
+    found = bench("softmax", "--backend", "mine", "--against", "reference", "--device", "cpu", "--rounds", "2",
+                  "--shape", "shape=3x5", "--dtype", "float32", "--no-gradients")  # fmt: skip
+    assert found.exit_code == 1
+    assert "  mine                 wrong: 15 of 15 elements of y" in found.output
+    assert "reference" in found.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--suite", "rwos"], "bench: --suite is 'rwos'; expected one of attention, decode,"),
+        (["--shape", "m=4"], "bench: --shape is of an op; name it"),
+        (["matmul", "--shape", "m=4", "--suite", "rows"], "bench: --shape takes the place of suites"),
+        (["matmul", "--dtype", "fp8"], "bench: --dtype is 'fp8'; expected one of"),
+        (["conv"], "op 'conv' is unknown"),
+        (["softmax", "--backend", "triton", "--device", "tpu"], "bench: backend 'triton' serves no tpu here"),
+    ],
+)
+def test_what_is_asked_wrongly_is_refused_before_anything_runs(arguments, said):
+    found = bench(*arguments)
+    assert found.exit_code != 0 and said in str(found.exception)

@@ -1,0 +1,161 @@
+"""The clocks: what a stopwatch samples, and how samples of several calls are taken in turns."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from portakern.benchmarking.timing import device_times, interleaved
+from portakern.core.framework import frameworks
+from portakern.core.instruments import Sample, Stopwatch
+from portakern.frameworks.jax.timing import Cupti
+from portakern.frameworks.torch import timing as torch_timing
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch", "jax"])
+def test_a_cpu_is_timed_by_the_host(name):
+    framework = frameworks()[name]
+    framework.load()
+    device = framework.devices()[-1]
+    found = device_times({"a": lambda: time.sleep(0.002), "b": lambda: None}, framework, device, rounds=3)
+    assert found["a"].clock == found["b"].clock == "host"
+    assert found["a"].rounds == 3
+    assert found["a"].best_us <= found["a"].median_us <= found["a"].worst_us
+    assert found["a"].best_us >= 2000 > found["b"].median_us
+
+
+def test_calls_take_turns_and_each_comes_first():
+    order = []
+
+    class Watch(Stopwatch):
+        def sample(self):
+            order.append(self.run)
+            return Sample(float(len(order)), 1.0)
+
+    found = interleaved({n: Watch(n, None) for n in "abc"}, rounds=3)
+    assert {tuple(sorted(order[i : i + 3])) for i in range(0, len(order), 3)} == {("a", "b", "c")}
+    assert {order[i] for i in range(6, len(order), 3)} == {"a", "b", "c"}
+    assert all(t.rounds == 3 and t.best_us > 6 for t in found.values())  # those before the first do not count
+
+
+class Device:
+    """Stands for ``torch.cuda``: a device that sleeps, and a host that takes its time. Times are in microseconds."""
+
+    def __init__(self, host_us, waits=False):
+        self.now = self.busy_until = 0.0
+        self.host_us, self.waits = host_us, waits
+        self.slept = []
+
+    def module(self):
+        outer = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                self.at = outer.busy_until = max(outer.busy_until, outer.now)
+
+            def query(self):
+                return self.at <= outer.now
+
+            def synchronize(self):
+                outer.now = max(outer.now, self.at)
+
+            def elapsed_time(self, end):
+                return 1e-3 * (end.at - self.at)
+
+        def sleep(cycles):
+            outer.slept.append(cycles / torch_timing.CYCLES_PER_US)
+            outer.busy_until = max(outer.busy_until, outer.now) + outer.slept[-1]
+
+        def device(which):
+            import contextlib
+
+            return contextlib.nullcontext()
+
+        return SimpleNamespace(cuda=SimpleNamespace(Event=Event, _sleep=sleep, device=device))
+
+    def run(self):
+        """Two kernels of 5 us, between which the host takes its time."""
+        self.busy_until = max(self.busy_until, self.now) + 5
+        self.now = max(self.now, self.busy_until) if self.waits else self.now
+        self.now += self.host_us
+        self.busy_until = max(self.busy_until, self.now) + 5
+
+
+@pytest.fixture
+def queued(monkeypatch):
+    def made(device):
+        filler = SimpleNamespace(zero_=lambda: None)
+        monkeypatch.setattr(torch_timing, "_cache_filler", lambda which: filler)
+        monkeypatch.setattr(torch_timing.time, "perf_counter", lambda: 1e-6 * device.now)
+        monkeypatch.setitem(sys.modules, "torch", device.module())
+        return torch_timing.QueuedEvents(device.run, "cuda:0")
+
+    return made
+
+
+@pytest.mark.parametrize("host_us", [1, 300, 4000])
+def test_a_late_host_does_not_show(queued, host_us):
+    device = Device(host_us)
+    watch = queued(device)
+    sample = watch.sample()
+    assert sample.device_us == pytest.approx(10)  # two kernels, back to back
+    assert sample.host_us == pytest.approx(host_us)
+    assert watch.clock == "events"
+    before = len(device.slept)
+    watch.sample()
+    assert len(device.slept) == before + 1  # what one sample learnt of the sleep serves the next
+
+
+def test_a_call_that_waits_for_the_device_is_timed_with_its_waits_and_says_so(queued):
+    device = Device(100, waits=True)
+    watch = queued(device)
+    sample = watch.sample()
+    assert watch.clock == "events, with waits of the host"
+    assert sample.device_us == pytest.approx(110)
+    assert max(device.slept) <= torch_timing.LONGEST_US
+
+
+class Profiler:
+    """Stands for JAX's binding of CUPTI."""
+
+    def __init__(self, kernels, taken=False):
+        self.kernels, self.taken, self.on = kernels, taken, False
+
+    def _cupti_init(self):
+        if self.taken:
+            raise RuntimeError("CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED")
+        self.on = True
+
+    def _cupti_get_timings(self, finalize):
+        assert self.on and not finalize
+        self.on = False
+        return self.kernels
+
+
+def test_cupti_sums_the_kernels_of_a_call():
+    jax = frameworks()["jax"]
+    device = jax.load().local_devices(backend="cpu")[0]
+    profiler = Profiler([("a", 0.010), ("b", 0.002)])
+    watch = Cupti(lambda: None, device, profiler)
+    assert watch.sample().device_us == pytest.approx(12)
+    assert watch.clock == "cupti" and not profiler.on
+
+
+@pytest.mark.parametrize("profiler", [Profiler([]), Profiler([("a", 1.0)], taken=True)])
+def test_without_cupti_calls_are_queued_and_the_clock_says_so(profiler, monkeypatch):
+    from portakern.frameworks.jax import timing
+
+    monkeypatch.setattr(timing, "FILLER", 2**10)
+    timing._fill.cache_clear()
+    jax = frameworks()["jax"]
+    device = jax.load().local_devices(backend="cpu")[0]
+    watch = Cupti(lambda: time.sleep(0.001), device, profiler)
+    assert watch.sample().device_us > 500
+    assert watch.clock.startswith("queue")
+    timing._fill.cache_clear()
