@@ -18,12 +18,12 @@ def adapted(text: str) -> str:
 
 def _lines(lines: list[str]) -> Iterator[str]:
     columns: list[int] = []  # where the text of each open list item starts
-    fence, blank, in_list = "", True, False
+    fence, blank, in_list, after_code = "", True, False, False
     for line in lines:
         body = line.lstrip(" ")
         if not body:
             yield ""
-            blank = True
+            blank, after_code = True, False
             continue
         indent = len(line) - len(body)
         while not fence and columns and indent < columns[-1]:
@@ -33,13 +33,14 @@ def _lines(lines: list[str]) -> Iterator[str]:
         item = None if fence else MARKER.match(body)
         deeper = 4 * len(columns) + max(indent - (columns[-1] if columns else 0), 0)
         if item and deeper < 4 * len(columns) + 4:
-            if not blank and not columns and not in_list:
+            if after_code or not (blank or in_list):
                 yield ""
             yield " " * (4 * len(columns)) + body
             columns.append(indent + len(item["mark"]) + len(item["space"]))
         else:
             yield " " * deeper + body
         opened = FENCE.match(body)
-        if opened and (not fence or body.startswith(fence)):
+        after_code = bool(opened and fence and body.startswith(fence))
+        if opened and (not fence or after_code):
             fence = "" if fence else opened[1]
         blank, in_list = False, bool(columns)

@@ -14,6 +14,7 @@ import dialect
 import hardware
 import operations
 import repository
+import sections
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
@@ -54,11 +55,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-@event_priority(-50)  # after what other texts' sections were put in their places
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files, **_: Any) -> str:
-    """Links into the repository become links within the site, and lists are laid out as Python-Markdown reads them."""
-    uri = page.file.src_uri
-    return dialect.adapted(repository.relinked(markdown, uri, _folder(uri), ROOT, HERE))
+    """Sections of other texts come to where they are named, links into the repository become links within the site, and
+    lists are laid out as Python-Markdown reads them.
+    """
+
+    def relink(text: str, folder: str) -> str:
+        return repository.relinked(text, page.file.src_uri, folder, ROOT, HERE)
+
+    return dialect.adapted(sections.included(markdown, ROOT, _folder(page.file.src_uri), relink))
 
 
 def _folder(uri: str) -> str:

@@ -169,9 +169,12 @@ def _figures(s: Spec[Any], kept: Kept) -> Iterator[str]:
         for r in kept.results
         if (rows := [row for row in r.rows if row.get("op") == s.name])
     ]
+    untold = TABLES.keys() - TITLES.keys()
+    if untold:
+        raise LookupError(f"{Path(__file__).name}: TITLES lacks the tables {', '.join(sorted(untold))}")
     there = {r.benchmark for r in mine}
-    titled = [(TITLES[name], make) for name, make in TABLES.items()]
-    found = [(title[0], make) for title, make in titled if title and title[1] in there]
+    titled = [(title, TABLES[name]) for name, title in TITLES.items() if title and name in TABLES]
+    found = [(title, make) for (title, benchmark), make in titled if benchmark in there]
     if found:
         yield "## Figures"
     of_op = Kept(kept.root, tuple(mine))
