@@ -132,7 +132,9 @@ def test_sections_come_by_their_headings(maker) -> None:
 
 def test_lists_are_nested_as_python_markdown_reads_them(maker) -> None:
     markdown, adapted = pytest.importorskip("markdown"), maker("dialect").adapted
-    text = "Text:\n* one\n  more\n  * inner\n\n    ```\n    code\n    ```\n* two\n\n10. first\n    * deep\n\n    after\n"
+    text = (
+        "Text:\n* one\n  more\n  * inner\n\n    ```\n    code\n    ```\n* two\n\n10. first\n    * deep\n\n    after\n"
+    )
     html = markdown.markdown(adapted(text), extensions=["sane_lists", "pymdownx.superfences"])
     assert [html.count(f"<{tag}") for tag in ("ul>", "ol", "li>", "pre>")] == [3, 1, 5, 1], html
 
@@ -142,5 +144,12 @@ def test_every_op_has_its_page(maker) -> None:
     made = operations.pages(DOCS.parent)
     assert set(made) == {f"reference/ops/{name}.md" for name in (*registry.ops(), "index")}
     page = made["reference/ops/softmax.md"]
-    for part in ("* `x`: any shape", "chain(N)", "rising_rows", "shift_invariant", "backends/triton/gpu/softmax.py", "| 0.9"):
+    for part in (
+        "* `x`: any shape",
+        "chain(N)",
+        "rising_rows",
+        "shift_invariant",
+        "backends/triton/gpu/softmax.py",
+        "| 0.9",
+    ):
         assert part in page, part

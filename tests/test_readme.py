@@ -14,7 +14,12 @@ from portakern.core import registry
 from tests import pages
 
 ROOT = Path(__file__).resolve().parents[1]
-TEXTS = ["README.md", "PORTING.md", "CONTRIBUTING.md", *(p.relative_to(ROOT) for p in ROOT.glob("examples/*/README.md"))]
+TEXTS = [
+    "README.md",
+    "PORTING.md",
+    "CONTRIBUTING.md",
+    *(p.relative_to(ROOT) for p in ROOT.glob("examples/*/README.md")),
+]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # one block shows a kernel that overflows
@@ -25,7 +30,7 @@ def test_python_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pages.run(ROOT / "README.md") > 8
 
 
-@pytest.mark.parametrize("name", ["demo", "test", "lint"])
+@pytest.mark.parametrize("name", ["demo", "test", "lint", "docs"])
 def test_ci_finds_the_commands(name: str) -> None:
     command = runpy.run_path(str(ROOT / ".ci" / "readme.py"))["command"]
     assert command(name).startswith("pip install -c constraints.txt -e '.[")

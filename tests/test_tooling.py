@@ -99,7 +99,7 @@ def test_a_backend_refuses_to_be_imported_under_another_name(folder: str, tmp_pa
     assert done.returncode != 0 and f"portakern.backends{'.' + folder if folder else ''}" in done.stderr
 
 
-FOLDERS = ("portakern", "specs", "backends", "examples", "tests", "benchmarks", ".ci")
+FOLDERS = ("portakern", "specs", "backends", "examples", "tests", "benchmarks", "docs", ".ci")
 
 
 def sources() -> list[Path]:

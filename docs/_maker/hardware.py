@@ -17,7 +17,13 @@ def _figure(value: object) -> str:
         return NONE
     if isinstance(value, tuple):
         return ", ".join(value) or NONE
-    return f"{value:,.4g}" if isinstance(value, float) and value < 1e6 else f"{value:.4g}" if value >= 1e6 else f"{value:,}"  # type: ignore[operator]
+    return (
+        f"{value:,.4g}"
+        if isinstance(value, float) and value < 1e6
+        else f"{value:.4g}"
+        if value >= 1e6
+        else f"{value:,}"
+    )  # type: ignore[operator]
 
 
 def page() -> str:

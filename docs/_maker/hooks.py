@@ -22,7 +22,11 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 
-AT_THE_ROOT = {"PORTING.md": "reference/porting.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+AT_THE_ROOT = {
+    "PORTING.md": "reference/porting.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
 """Texts of the repository that are pages of the site, whole."""
 HERE = AT_THE_ROOT | {"README.md": "index.md", "LICENSE": "source/LICENSE"}
 """Where a link to a text leads in the site; README's sections stand on several pages."""
@@ -40,11 +44,17 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 @event_priority(50)  # before who checks links asks which files there are
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add what is made: an op's page, the command line's, the hardware's, texts of the root, and sources linked to."""
-    made = {**operations.pages(ROOT), "reference/command-line.md": commands.page(), "reference/hardware.md": hardware.page()}
+    made = {
+        **operations.pages(ROOT),
+        "reference/command-line.md": commands.page(),
+        "reference/hardware.md": hardware.page(),
+    }
     made |= {there: (ROOT / name).read_text(encoding="utf-8") for name, there in AT_THE_ROOT.items()}
     for uri, text in made.items():
         files.append(File.generated(config, uri, content=text))
-    texts = [(Path(config.docs_dir) / f.src_uri, f.content_string) for f in files.documentation_pages() if not f.generated_by]
+    texts = [
+        (Path(config.docs_dir) / f.src_uri, f.content_string) for f in files.documentation_pages() if not f.generated_by
+    ]
     texts += [(ROOT / name, (ROOT / name).read_text(encoding="utf-8")) for name in (*AT_THE_ROOT, "README.md")]
     texts += [(ROOT / operations.NOMINAL, text) for text in made.values()]
     for uri, content in repository.pages(ROOT, texts, HERE).items():

@@ -57,7 +57,9 @@ def pages(root: Path) -> dict[str, str]:
          ", ".join(r["backends"]), ", ".join(r["peers"])]
         for r in inventory.ops()
     ]  # fmt: skip
-    return made | {f"{FOLDER}/index.md": "# Ops\n\n" + table(["op", "what it computes", "backends", "peers"], rows, words=4)}
+    return made | {
+        f"{FOLDER}/index.md": "# Ops\n\n" + table(["op", "what it computes", "backends", "peers"], rows, words=4)
+    }
 
 
 def _page(s: Spec[Any], kept: Kept) -> str:
@@ -68,8 +70,14 @@ def _page(s: Spec[Any], kept: Kept) -> str:
         prose(s.doc),
         _arguments(shown),
         _bounds(s),
-        _named("Edges", "Corners that the checker visits beside the cases that it draws.", {n: e.doc for n, e in s.edges.items()}),
-        _named("Laws", "What holds between calls, to the bit.", {n: inspect.getdoc(law) or "" for n, law in s.laws.items()}),
+        _named(
+            "Edges",
+            "Corners that the checker visits beside the cases that it draws.",
+            {n: e.doc for n, e in s.edges.items()},
+        ),
+        _named(
+            "Laws", "What holds between calls, to the bit.", {n: inspect.getdoc(law) or "" for n, law in s.laws.items()}
+        ),
         _implementations(shown),
         *_figures(s, kept),
     ]
@@ -77,14 +85,15 @@ def _page(s: Spec[Any], kept: Kept) -> str:
 
 
 def _call(s: Spec[Any]) -> str:
-    """The signature, a parameter a line, without the long names of types."""
-    lines, keywords = [], False
+    """The signature, without the types: they have a table. A parameter a line where one line does not hold them."""
+    names, keywords = [], False
     for p in signature(s).parameters.values():
         if p.kind is p.KEYWORD_ONLY and not keywords:
-            lines.append("*")
+            names.append("*")
             keywords = True
-        lines.append(p.name if p.default is p.empty else f"{p.name}={p.default!r}")
-    return "(" + ", ".join(lines) + ")"
+        names.append(p.name if p.default is p.empty else f"{p.name}={p.default!r}")
+    short = f"({', '.join(names)})"
+    return short if len(short) < 40 else "(\n" + "".join(f"    {name},\n" for name in names) + ")"
 
 
 def prose(text: str) -> str:
@@ -124,12 +133,14 @@ def _arguments(shown: dict[str, Any]) -> str:
     outputs = [[f"`{o['name']}`", f"`({o['shape']})`", o["dtype"], o["given"], o["memory"]] for o in shown["outputs"]]
     options = [[f"`{o['name']}`", f"`{o['default']!r}`", o["expected"]] for o in shown["options"]]
     tiles = [[f"`{n}`", f"{lo} to {hi}"] for n, (lo, hi) in shown["tiling"].items()]
-    parts = ["## Arguments", table(["array", "shape", "dtypes"], arrays, words=3)]
+    parts = ["## Arrays and options", table(["array", "shape", "dtypes"], arrays, words=3)]
     if options:
         parts.append(table(["option", "default", "expected"], options, words=3))
     parts += ["## Results", table(["output", "shape", "dtype", "given", "memory"], outputs, words=5)]
     if shown["empty"]:
-        rows = [[f"`{d}` = 0", ", ".join(f"{o} = {v}" for o, v in values.items())] for d, values in shown["empty"].items()]
+        rows = [
+            [f"`{d}` = 0", ", ".join(f"{o} = {v}" for o, v in values.items())] for d, values in shown["empty"].items()
+        ]
         parts.append(table(["a reduced extent of 0", "gives"], rows, words=2))
     return "\n\n".join([*parts, "## Tiles", table(["tile", "powers of two"], tiles, words=2)])
 
@@ -165,9 +176,9 @@ def _module(name: str) -> str:
 def _figures(s: Spec[Any], kept: Kept) -> Iterator[str]:
     """The tables of those runs that have rows of this op."""
     mine = [
-        dataclasses.replace(r, rows=rows)
+        dataclasses.replace(r, rows=rows, extra={n: _of_op(v, s.name) for n, v in r.extra.items()})
         for r in kept.results
-        if (rows := [row for row in r.rows if row.get("op") == s.name])
+        if (rows := _of_op(r.rows, s.name))
     ]
     untold = TABLES.keys() - TITLES.keys()
     if untold:
@@ -179,3 +190,9 @@ def _figures(s: Spec[Any], kept: Kept) -> Iterator[str]:
         yield "## Figures"
     of_op = Kept(kept.root, tuple(mine))
     yield from (f"### {title}\n\n{make(of_op)}" for title, make in found)
+
+
+def _of_op(told: Any, op: str) -> Any:
+    """Of a list that tells of ops, what it tells of one; anything else as it is."""
+    listed = isinstance(told, list) and all(isinstance(one, dict) and "op" in one for one in told)
+    return [one for one in told if one["op"] == op] if listed else told

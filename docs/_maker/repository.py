@@ -11,7 +11,9 @@ SOURCES = "source/"
 """The folder of the site under which files of the repository lie."""
 LANGUAGES = {".py": "python", ".pyi": "python", ".toml": "toml", ".txt": "text", ".yml": "yaml"}
 """What is shown as a page of code; Markdown is a page, and everything else a file that a browser opens."""
-LINK = re.compile(r"(?P<start>!?\[(?:[^\]\[]|\[[^\]]*\])*\]\()(?P<path>(?!\w+:|#|<)[^)#\s]+)(?P<anchor>#[^)\s]*)?(?=\))")
+LINK = re.compile(
+    r"(?P<start>!?\[(?:[^\]\[]|\[[^\]]*\])*\]\()(?P<path>(?!\w+:|#|<)[^)#\s]+)(?P<anchor>#[^)\s]*)?(?=\))"
+)
 CODE = re.compile(
     r"^(?P<indent> *)(?P<fence>`{3,}|~{3,}).*?^(?P=indent)(?P=fence) *$"
     r"|(?<!`)(?P<tick>`+)(?!`)(?:(?!\n\n).)+?(?<!`)(?P=tick)(?!`)",
