@@ -84,7 +84,7 @@ def test_the_planted_mistake_is_found(package: object, tmp_path: Path, monkeypat
     monkeypatch.setattr(sys.modules["centering"], "on_triton", loaded("centering.on_triton", file))
     report = pk.check("center", backend="triton", device="cpu", max_examples=12)
     said = f"{report.verdict}\n{report.failures[0].op}: {report.failures[0].what}\n"
-    pages.check_printed(shown["text planted"], said, "the planted mistake")
+    pages.check_printed(shown['text title="what the checker says"'], said, "the planted mistake")
 
 
 def loaded(name: str, file: Path) -> ModuleType:
