@@ -1,12 +1,37 @@
-"""What pyproject.toml cannot say: the README as an index shows it, where a link to a file of the repository would lead
-nowhere. The files are in the source distribution."""
+"""What pyproject.toml cannot say: the addresses, all made of one, and the README as an index shows it.
 
+There a link to a file of the repository leads to the repository, and is its words alone while nobody said where that
+lies: the files are in the source distribution. ``PORTAKERN_REPOSITORY`` stands in for ``[tool.portakern] repository``.
+"""
+
+import os
 import re
+import tomllib
 from pathlib import Path
 
 from setuptools import setup
 
-README = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
-NAMED = re.sub(r"(!?)\[([^\]]*)\]\((?!\w+:|#)[^)]*\)", r"\2", README)  # the link's words alone
+ROOT = Path(__file__).parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+REPOSITORY = os.environ.get("PORTAKERN_REPOSITORY", PYPROJECT["tool"]["portakern"]["repository"]).rstrip("/")
+PAGES = {
+    "Source": "",
+    "Changelog": "/blob/HEAD/CHANGELOG.md",
+    "Documentation": "/blob/HEAD/README.md",
+    "Issues": "/issues",
+}
 
-setup(long_description=NAMED, long_description_content_type="text/markdown")
+
+def named(link: re.Match[str]) -> str:
+    """A Markdown link to a file of the repository, as one to the repository, or as its words alone."""
+    mark, words, path = link.groups()
+    return f"{mark}[{words}]({REPOSITORY}/blob/HEAD/{path})" if REPOSITORY else words
+
+
+setup(
+    long_description=re.sub(
+        r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)]*)\)", named, (ROOT / "README.md").read_text(encoding="utf-8")
+    ),
+    long_description_content_type="text/markdown",
+    project_urls={name: REPOSITORY + page for name, page in PAGES.items()} if REPOSITORY else {},
+)

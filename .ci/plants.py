@@ -21,7 +21,6 @@ SKIP = {
     ".git",
     "build",
     "dist",
-    "notebooks",
     "__pycache__",
     ".mypy_cache",
     ".ruff_cache",

@@ -13,8 +13,11 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+KINDS = (".py", ".pyi", "py.typed", ".json", ".toml")
 SCRIPT = """
-import portakern as pk, numpy as np, sys
+import sys
+sys.modules.update(dict.fromkeys(["hypothesis", "typer", "rich"]))  # as where no extra was asked for
+import portakern as pk, numpy as np
 assert pk.__file__.startswith(sys.argv[1]), pk.__file__
 assert not {"torch", "triton", "jax"} & set(sys.modules), "import portakern imported a framework"
 assert set(pk.ops()) == set(sys.argv[2].split(",")), pk.ops()
@@ -31,9 +34,7 @@ def main(scratch: Path) -> int:
     )
     (wheel,) = (scratch / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as z:
-        inside = {
-            n for n in z.namelist() if n.startswith("portakern/") and n.endswith((".py", ".pyi", "py.typed", ".json"))
-        }
+        inside = {n for n in z.namelist() if n.startswith("portakern/") and n.endswith(KINDS)}
         z.extractall(scratch / "site")
         with_entry_points = [n for n in z.namelist() if n.endswith("entry_points.txt")]
     walked = (
@@ -41,7 +42,7 @@ def main(scratch: Path) -> int:
         for folder, _, names in os.walk(ROOT / "portakern", followlinks=True)
         for n in names
     )
-    on_disk = {path for path in walked if path.endswith((".py", ".pyi", "py.typed", ".json"))}
+    on_disk = {path for path in walked if path.endswith(KINDS)}
     print(f"the wheel holds {len(inside & on_disk)} of {len(on_disk)} files")
     if on_disk - inside or not with_entry_points:
         print(f"FAILED: missing from the wheel: {sorted(on_disk - inside)}")

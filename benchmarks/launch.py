@@ -276,37 +276,36 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("needs an NVIDIA or AMD GPU")
     rows: list[dict[str, Any]] = []
+    graphs: list[dict[str, Any]] = []
+
+    def keep(title: str, mine: list[dict[str, Any]]) -> None:
+        rows.extend(mine)
+        print(f"{title:10}", "  ".join(f"{r['way']} {r['median_us']:.1f}" for r in mine), "us", flush=True)
+        write(args.json, rows, graphs)
+
     with torch.no_grad():
         for name in (r.op for r in forward_records()):
-            mine = measure(name, ways(name), args.batches) + measure(name, training(name), args.batches // 2)
-            rows += mine
-            print(f"{name:10}", "  ".join(f"{r['way']} {r['median_us']:.1f}" for r in mine), "us", flush=True)
+            keep(name, measure(name, ways(name), args.batches) + measure(name, training(name), args.batches // 2))
         if importlib.util.find_spec("transformers"):
-            mine = measure("Llama, 8 layers, 16 tokens", llama_forwards(), args.batches, 5)
-            rows += mine
-            print("Llama     ", "  ".join(f"{r['way']} {r['median_us']:.0f}" for r in mine), "us", flush=True)
-        graphs = [
-            {
-                "op": name,
-                "dtype": dtype,
-                "arrays": "all" if optional else "required",
-                "wrong": replay_differs(name, dtype, optional),
-            }
-            for name in served_ops()
-            for dtype in ("float32", "float16", "bfloat16")
-            for optional in sorted({False, any(a.optional for a in pk.op(name).spec.arrays)})
-        ]
-    for g in graphs:
-        verdict = "; ".join(g["wrong"]) or "the bits of the eager call"
-        print(f"{g['op']:14} {g['dtype']:9} {g['arrays']:9} captured, its inputs changed and replayed: {verdict}")
-    if args.json:
-        command = results.command_line("python benchmarks/launch.py", args.json)
-        results.write(
-            args.json,
-            results.record("launch", rows, command=command, device=torch.cuda.get_device_name(), graphs=graphs),
-        )
+            keep("Llama", measure("Llama, 8 layers, 16 tokens", llama_forwards(), args.batches, 5))
+        for name in served_ops():
+            for dtype in ("float32", "float16", "bfloat16"):
+                for optional in sorted({False, any(a.optional for a in pk.op(name).spec.arrays)}):
+                    wrong = replay_differs(name, dtype, optional)
+                    given = "all" if optional else "required"
+                    verdict = "; ".join(wrong) or "the bits of the eager call"
+                    print(f"{name:14} {dtype:9} {given:9} captured, its inputs changed and replayed: {verdict}")
+                    graphs.append({"op": name, "dtype": dtype, "arrays": given, "wrong": wrong})
+    write(args.json, rows, graphs)
     if any(g["wrong"] for g in graphs):
         sys.exit(1)
+
+
+def write(file: Path | None, rows: list[dict[str, Any]], graphs: list[dict[str, Any]]) -> None:
+    """Keep what was measured so far."""
+    if file:
+        command, device = results.command_line("python benchmarks/launch.py", file), torch.cuda.get_device_name()
+        results.write(file, results.record("launch", rows, command=command, device=device, graphs=graphs))
 
 
 if __name__ == "__main__":

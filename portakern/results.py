@@ -105,7 +105,8 @@ class Benchmark:
 _KERNEL = {
     "name": "text", "launches": "count", "threads": "count?", "registers": "count?", "spills": "count?",
     "on_chip": "integers", "occupancy": "number?",
-    "matrix": "integers", "code_bytes": "count?", "cycles": "count?", "undefined": "list",
+    "matrix": "integers", "code_bytes": "count?", "cycles": "count?", "issued": "count?", "moved": "count?",
+    "undefined": "list",
 }  # fmt: skip
 _COUNTS = dict.fromkeys(("refused", "tilings_refused", "cells", "layouts", "edges", "laws"), "integers")
 _SOURCES = {"backend": "text?", "variant": "text?", "target": "text?", "commit": "text?", "sources": "text?"}
@@ -134,6 +135,14 @@ BENCHMARKS: Mapping[str, Benchmark] = {
          "flops": "count", "floor_us": "number", "peers": "numbers",
          "checked": "flag"},
         {"wall_seconds": "number?"},
+    ),
+    "tune": Benchmark(
+        ("op", "dtype", "call", "target", "backend", "variant"),
+        {"op": "text", "family": "text", "dtype": "text", "call": "text", "target": "text", "backend": "text",
+         "variant": "text", "metric": "text", "unit": "text", "default": "number", "best": "number",
+         "default_tiling": "integers", "best_tiling": "integers", "kept_tiling": "integers", "loss": "number",
+         "tried": "count", "refused": "count", "wrong": "count"},
+        {"wall_seconds": "number?", "seed": "integer?", "left": "count?"},
     ),
     "bench": Benchmark(
         ("op", "dtype", "call", "contender"),

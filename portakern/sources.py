@@ -114,13 +114,13 @@ def files(place: Path, module: str) -> list[Path]:
 
 def imports(file: Path, top: str) -> set[str]:
     """Modules under ``top`` that a file names anywhere in its imports."""
-    return {n for n in _imported(file, file.stat().st_mtime_ns) if n == top or n.startswith(top + ".")}
+    return {n for n in _imported(file.read_text(encoding="utf-8")) if n == top or n.startswith(top + ".")}
 
 
-@functools.cache
-def _imported(file: Path, changed: int) -> frozenset[str]:
+@functools.lru_cache(1024)  # by their text, as files of one name change, and those of another checkout are the same
+def _imported(source: str) -> frozenset[str]:
     names: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names.update(a.name for a in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -130,12 +130,11 @@ def _imported(file: Path, changed: int) -> frozenset[str]:
 
 def code(file: Path) -> str:
     """A file without comments, docstrings, blank lines and what hangs behind lines."""
-    return _code(file, file.stat().st_mtime_ns)
+    return _code(file.read_text(encoding="utf-8"))
 
 
-@functools.cache
-def _code(file: Path, changed: int) -> str:
-    source = file.read_text(encoding="utf-8")
+@functools.lru_cache(1024)
+def _code(source: str) -> str:
     lines = source.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:

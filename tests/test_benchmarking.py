@@ -348,12 +348,13 @@ def test_the_command_writes_rows_that_can_be_read(tmp_path):
     if triton.unavailable():
         pytest.skip(triton.unavailable())
     file = tmp_path / "new" / "rows.json"
-    found = bench("softmax", "rmsnorm_vjp", "--backend", "triton", "--against", "torch", "--against", "liger",
+    gradient = registry.find_spec("softmax").vjp
+    found = bench("softmax", gradient, "--backend", "triton", "--against", "torch", "--against", "liger",
                   "--device", "cpu", "--rounds", "2", "--dtype", "float32", "--json", file)  # fmt: skip
     assert found.exit_code == 0, found.output
     assert "clock: host" in found.output and "liger takes no part: " in found.output
     read = results.read(file)
-    assert read.benchmark == "bench" and {r["op"] for r in read.rows} == {"softmax", "rmsnorm_vjp"}
+    assert read.benchmark == "bench" and {r["op"] for r in read.rows} == {"softmax", gradient}
     assert {r["contender"] for r in read.rows} == {"triton", "torch"} and read.device == "host CPU"
     assert read.extra["rates"]["copy"] > 0 and "liger" in read.extra["absent"]
 
@@ -392,8 +393,8 @@ def test_a_wrong_subject_is_the_commands_failure():
     [
         (["--suite", "rwos"], "bench: --suite is 'rwos'; expected one of attention, decode,"),
         (["--shape", "m=4"], "bench: --shape is of an op; name it"),
-        (["matmul", "--shape", "m=4", "--suite", "rows"], "bench: --shape takes the place of suites"),
-        (["matmul", "--dtype", "fp8"], "bench: --dtype is 'fp8'; expected one of"),
+        (["softmax", "--shape", "shape=4", "--suite", "rows"], "bench: --shape takes the place of suites"),
+        (["softmax", "--dtype", "fp8"], "bench: --dtype is 'fp8'; expected one of"),
         (["conv"], "op 'conv' is unknown"),
         (["softmax", "--backend", "triton", "--device", "tpu"], "bench: backend 'triton' serves no tpu here"),
     ],

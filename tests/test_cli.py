@@ -17,15 +17,16 @@ import pytest
 from typer.testing import CliRunner
 
 import portakern as pk
-from portakern import inventory
+from portakern import inventory, sources
 from portakern.cli import app, main
 from portakern.compiling import cache
 from portakern.compiling import matrix as compiling
 from portakern.compiling.build import Build, Kernel
 from portakern.core import observe as watching
-from portakern.core import serve, tilings
+from portakern.core import registry, serve, tilings
 from portakern.core.backend import Backend
 from portakern.core.oracle import as_float64
+from portakern.core.targets import Target
 from portakern.files import write_atomically
 
 run = CliRunner().invoke
@@ -48,6 +49,9 @@ def test_check_passes_and_writes_json(tmp_path):
     assert "passed" in result.output
     report = json.loads(file.read_text())["rows"][0]
     assert report["op"] == "softmax" and report["passed"] and report["examples"] == 15 and report["seed"] == 3
+    oracle = registry.oracle_backend()
+    assert report["sources"] == sources.fingerprint("softmax", oracle, None, Target("cpu"))
+    assert (report["backend"], report["target"], report["commit"]) == ("reference", "cpu", sources.commit())
     assert [p.name for p in file.parent.iterdir()] == ["report.json"]
 
 
@@ -298,8 +302,7 @@ def test_tables_of_tilings_in_the_cache_may_hold_anything(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_machine_code_can_be_read_at_any_width(width, monkeypatch, capsys):
-    from rich.console import Console
-
+    from portakern.cli import common
     from portakern.cli import compile as compile_command
 
     kernel = Kernel(
@@ -307,7 +310,7 @@ def test_machine_code_can_be_read_at_any_width(width, monkeypatch, capsys):
     )
     failed = Build("softmax", "forward", "float32", "v5e", "pallas", reason="libtpu is not installed")
     built = [Build("attention_vjp", "backward", "bfloat16", "sm_90", "triton", ok=True, kernels=[kernel]), failed]
-    monkeypatch.setattr(compile_command, "out", Console(width=width))
+    monkeypatch.setattr(common.out, "_width", width)
     compile_command._show_builds(built)
     said = capsys.readouterr().out
     lines = said.splitlines()
@@ -319,3 +322,33 @@ def test_machine_code_can_be_read_at_any_width(width, monkeypatch, capsys):
         assert lines[0] == "attention_vjp bfloat16 for sm_90: ok, 0.0 s"
         assert lines[1].startswith("  d_k_d_v_kernel x2: 255 registers; 720 spills; on chip shared 97.0 KiB;")
         assert "softmax float32 for v5e: libtpu is not installed" in lines
+
+
+def test_tables_keep_words_whole_at_80_columns_and_become_lines_where_they_cannot(monkeypatch, capsys):
+    from portakern.cli import common
+
+    columns = ["op", "on", "verdict", "cases", "refused", "worst", "s"]
+    rows = [["attention_vjp", "pallas on cpu (interpreted)", "passed", "100", "0", "d_q 0.02, d_bias 0.04", "101.2"]]
+    words = [word for cell in (*columns, *rows[0]) for word in cell.split()]
+    for width, table in ((200, True), (80, True), (60, False), (40, False)):
+        monkeypatch.setattr(common.out, "_width", width)
+        common.show_table("Conformance", columns, rows)
+        said = capsys.readouterr().out
+        assert ("┃" in said) == table
+        assert [w for w in words if w not in said] == []  # in one piece
+        assert max(map(len, said.splitlines())) <= width
+    common.show_table("Backends", ["next"], [["pip install 'portakern[cpu]'"]])
+    assert "portakern[cpu]" in capsys.readouterr().out  # no markup
+
+
+@pytest.mark.parametrize("command", [["ops"], ["backends"], ["doctor"], ["show", "attention_vjp"]])
+def test_lists_fit_80_columns_with_no_word_broken(command, monkeypatch):
+    from portakern.cli import common
+
+    monkeypatch.setattr(common.out, "_width", 80)
+    said = run(app, command).output
+    tables = [line for line in said.splitlines() if line[:1] in "┏┃┡│└"]
+    assert tables and max(map(len, tables)) <= 80
+    named = {"ops": pk.ops(), "backends": pk.backends(), "doctor": pk.backends()}
+    for word in named.get(command[0], ["q_segment_ids", "portakern.backends.triton.gpu.attention_vjp"]):
+        assert word in said

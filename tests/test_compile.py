@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import platform
 import re
 
@@ -16,7 +15,7 @@ from typer.testing import CliRunner
 
 import portakern as pk
 from portakern import cli
-from portakern.compiling import cache, forms
+from portakern.compiling import cache, forms, pool
 from portakern.compiling import matrix as compiling
 from portakern.compiling.build import Build, Compiled, Kernel
 from portakern.compiling.worker import one_line
@@ -39,6 +38,27 @@ has_libtpu = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("PORTAKERN_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def compilers():
+    """Processes that compile, one a variant and target: each imports torch and triton when it starts, or jax."""
+    found = {}
+    yield found
+    for worker in found.values():
+        worker.close()
+
+
+@pytest.fixture
+def kept(compilers, monkeypatch):
+    """``lower`` asks a process that stays for the next test, in place of one of its own for each call."""
+
+    def run(jobs, processes, timeout):
+        for job in jobs:
+            key = (job.backend.name, job.family.name, job.hardware.name, job.quick)
+            yield job, compilers.setdefault(key, pool._Worker()).serve(job, timeout)
+
+    monkeypatch.setattr(pool, "run", run)
 
 
 # ------------------------------------------------------------------------------------------------- the table of targets
@@ -135,7 +155,7 @@ def test_no_typical_call_is_said():
 # ------------------------------------------------------------------------------------------------------- real compilers
 @has_triton
 @pytest.mark.parametrize("target, matrix", [("sm_90", "HGMMA"), ("gfx942", "v_mfma")])
-def test_lower_gives_machine_code_and_what_it_takes(target, matrix):
+def test_lower_gives_machine_code_and_what_it_takes(target, matrix, kept):
     a = np.zeros((512, 256), np.float16)
     built = pk.op("matmul").lower(a, a.T, target=target)
     assert built.ok, built.reason
@@ -149,7 +169,7 @@ def test_lower_gives_machine_code_and_what_it_takes(target, matrix):
 
 @has_triton
 @pytest.mark.parametrize("d, dv, columns", [(19, 13, 32), (5, 5, 16), (128, 16, 64), (5, 40, 64)])
-def test_keys_and_values_take_tiles_of_one_layout_on_hopper(d, dv, columns):
+def test_keys_and_values_take_tiles_of_one_layout_on_hopper(d, dv, columns, kept):
     q, k, v = (np.zeros((1, 300, 2, n), np.float16) for n in (d, d, dv))
     built = pk.op("attention").lower(q, k, v, target="sm_90")
     widths = {name.split(".")[1].split("x")[1] for name in built.kernels[0].matrix}
@@ -165,7 +185,7 @@ OF_ROWS = [r for r in records().values() if r.rows]
     [*((r, "sm_90") for r in OF_ROWS[::2]), (record("layernorm"), "gfx942")],
     ids=lambda x: getattr(x, "op", x),
 )
-def test_rows_of_an_odd_number_of_16_bytes_are_moved_16_bytes_at_a_time(r, target):
+def test_rows_of_an_odd_number_of_16_bytes_are_moved_16_bytes_at_a_time(r, target, kept):
     narrow = {"sm_90": r"(LDG|STG)\.E\.U16", "gfx942": r"buffer_(load_ushort|store_short)"}[target]
     for n, scalar in ((72, False), (73, True)):
         arrays = {
@@ -178,7 +198,7 @@ def test_rows_of_an_odd_number_of_16_bytes_are_moved_16_bytes_at_a_time(r, targe
 
 
 @has_triton
-def test_a_tile_that_registers_cannot_hold_is_refused_before_minutes_of_compiling():
+def test_a_tile_that_registers_cannot_hold_is_refused_before_minutes_of_compiling(kept):
     q, lse = np.zeros((1, 300, 2, 9), np.float32), np.zeros((1, 2, 300), np.float32)
     op = pk.op("attention_vjp", backend="triton", tiling={"dq_block_q": 128, "dq_block_kv": 128, "num_warps": 2})
     built = op.lower(q, q, q, q, lse, q, target="sm_90")
@@ -307,7 +327,7 @@ def test_a_compiler_that_dies_or_hangs_costs_its_own_job(monkeypatch):
 def test_what_was_compiled_is_kept_until_something_changes(tmp_path, monkeypatch):
     (first,) = compiling.compile_all(jobs())
     assert first.ok and len(list((tmp_path / "cache").rglob("*.json"))) == 1
-    monkeypatch.setattr(compiling.pool, "run", lambda *a: pytest.fail("compiled again") if a[0] else iter(()))
+    monkeypatch.setattr(pool, "run", lambda *a: pytest.fail("compiled again") if a[0] else iter(()))
     (again,) = compiling.compile_all(jobs())
     assert again.to_dict() == first.to_dict()
     names = {cache.key(j) for j in [*jobs(), *jobs(dtype="bfloat16"), *jobs(target="sm_80"), *jobs("softmax_vjp")]}
@@ -332,7 +352,7 @@ def test_the_cache_follows_imports_within_the_package():
 
 @has_triton
 def test_the_command_line(monkeypatch):
-    monkeypatch.setattr(cli.out, "_width", 220)  # rich reads COLUMNS once, when the first test imports it
+    monkeypatch.setattr(cli.common.out, "_width", 220)  # rich reads COLUMNS once, when the first test imports it
     run = CliRunner().invoke
     command = ["compile", "softmax", "--target", "sm_80", "--target", "gfx1100", "--dtype", "bfloat16", "--jobs", "2"]
     result = run(cli.app, [*command, "--json"])
@@ -368,10 +388,10 @@ def test_the_command_line(monkeypatch):
         pytest.param("v5e", ["bfloat16", "float32"], marks=has_libtpu),
     ],
 )
-def test_every_op_compiles_and_fits_one_target_of_each_vendor(target, dtypes):
+def test_every_op_compiles_and_fits_one_target_of_each_vendor(target, dtypes, kept):
     found = compiling.jobs_for(registry.ops(), [target], dtypes, quick=True)
     assert len(found) == len(dtypes) * len(registry.ops())
-    for built in compiling.compile_all(found, os.cpu_count() or 1):
+    for built in compiling.compile_all(found):
         assert built.ok, str(built)
         products = record(built.op).matrix_units
         assert bool(any(k.matrix for k in built.kernels)) == products, str(built)

@@ -138,7 +138,7 @@ MASKS = [
 
 @pytest.mark.parametrize("options", MASKS, ids=str)
 @pytest.mark.parametrize(("q_len", "kv_len"), [(90, 90), (50, 130), (130, 70)])
-@pytest.mark.parametrize("name", ["attention", "attention_vjp"])
+@pytest.mark.parametrize("name", [op for op in pk.ops() if registry.find_spec(op).stretches])
 def test_a_stretch_of_a_masked_call_is_a_part_of_it(name, q_len, kv_len, options, monkeypatch):
     """What a spec says of stretches: the oracle and the bound there are the call's, and no bound is looser."""
     monkeypatch.setattr("portakern.testing.parts.LARGE", 1)

@@ -2,10 +2,17 @@
 elements, strides past 2^31.
 """
 
+import time
+
 import numpy as np
 import pytest
 
 import portakern as pk
+from portakern.benchmarking.run import Plan, run
+from portakern.benchmarking.suites import TimedCase
+from portakern.benchmarking.timing import device_times
+from portakern.core import registry
+from portakern.core.framework import frameworks
 from tests.gpu import Gpu, within_bound, worst_of_far_strides, worst_past_2_31
 from tests.ops import records
 
@@ -107,3 +114,50 @@ def test_the_dtype_that_softmax_is_asked_for_holds_under_autocast():
         for dtype in (None, torch.float16, torch.bfloat16):
             got, want = (f(x, -1, dtype=dtype) for f in (softmax, torch.nn.functional.softmax))
             assert got.dtype == want.dtype
+
+
+def test_device_time_is_the_devices_alone():
+    """A host that comes late does not show; a call that waits for the device says so."""
+    x = normal(8192, 4096, dtype=torch.bfloat16)
+    y = torch.empty_like(x)
+
+    def late():
+        time.sleep(0.001)
+        y.copy_(x)
+
+    def waits():
+        y.copy_(x)
+        torch.cuda.synchronize()
+
+    runs = {"copy": lambda: y.copy_(x), "late": late, "waits": waits}
+    found = device_times(runs, frameworks()["torch"], x.device, rounds=5)
+    assert found["late"].median_us == pytest.approx(found["copy"].median_us, rel=0.2)
+    assert found["late"].host_us > 1000 and found["copy"].clock == found["late"].clock == "events"
+    assert found["waits"].clock == "events, with waits of the host"
+    rate = 2e6 * x.nbytes / found["copy"].median_us
+    assert 0.5e12 < rate < 20e12  # of bytes a second: of memory, not of a cache or of the host
+
+
+def test_contenders_of_two_libraries_are_timed_beside_each_other():
+    """And a wrong one has no time. All read each element once and write it once."""
+    case = TimedCase("mine", "softmax", "bfloat16", {"shape": (8192, 4096)})
+    wrong = pk.Backend("wrong", framework="torch", peer=True, platforms=("cuda", "rocm"))
+    wrong.implements("softmax")(lambda call, tiling: (torch.softmax(call.arrays["x"] * 1.02, -1),))
+    peers = [registry.backend("torch"), wrong]
+    if registry.backend("jax").unavailable() is None and jax_has_a_gpu():
+        peers.append(registry.backend("jax"))
+    outcome = run(Plan([case], registry.backend("triton"), peers, rounds=5), lambda found, case: None)
+    rows = {r["contender"]: r for r in outcome.rows}
+    assert rows["wrong"]["verdict"] == "wrong" and rows["wrong"]["error"] > 1 and "median_us" not in rows["wrong"]
+    right = {name: r for name, r in rows.items() if r["verdict"] == "right"}
+    assert any(r["subject"] for r in right.values()) and "torch" in right
+    for r in right.values():
+        assert 0.05 < r["share"] < 1.3 and r["clock"] in ("events", "queue"), r
+        assert r["peak_bytes"] is None or r["peak_bytes"] >= case.dims["shape"][0] * case.dims["shape"][1] * 2
+    assert outcome.rates["bfloat16"] > outcome.rates["float32"] > 1e12 and outcome.rates["copy"] > 1e11
+
+
+def jax_has_a_gpu():
+    import jax
+
+    return jax.default_backend() == "gpu"

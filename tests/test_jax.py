@@ -133,7 +133,7 @@ def test_every_op_lowers_for_tpu_and_vmaps_on_drawn_cases(op, data):
     together = jax.tree.leaves(
         jax.vmap(lambda a: run(**a, **case.options))({n: jnp.stack([a, a]) for n, a in arrays.items()})
     )
-    alone = jax.tree.leaves(run(**arrays, **case.options))
+    alone = jax.tree.leaves(jax.eval_shape(lambda a: run(**a, **case.options), arrays))
     for both, one in zip(together, alone, strict=True):
         assert both.shape == (2, *one.shape) and both.dtype == one.dtype
         testing.compare_call(call, [np.asarray(x[1]) for x in together])

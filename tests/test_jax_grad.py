@@ -143,7 +143,8 @@ def test_extents_of_zero_have_gradients_of_zero():
 
 SHARDED = """
     import os
-    os.environ |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=4"
     import jax, jax.numpy as jnp, numpy as np
     import portakern as pk
     from jax.sharding import AxisType, NamedSharding, PartitionSpec as P

@@ -20,7 +20,7 @@ from tests.mutants.faults import FAULTS  # noqa: E402
 
 BY_NAME = {f.name: f for f in FAULTS}
 SAMPLE = [f.name for f in FAULTS if f.sample]
-SAMPLED = sorted({(f.backend, f.op) for f in FAULTS if f.sample})
+SAMPLED = {f.backend: f.op for f in FAULTS if f.sample and not registry.find_spec(f.op).is_vjp}
 
 
 def needs(fault):
@@ -62,9 +62,9 @@ def test_a_planted_fault_is_caught(name):
     assert found["caught"], found
 
 
-@pytest.mark.parametrize(("backend", "op"), SAMPLED)
+@pytest.mark.parametrize(("backend", "op"), SAMPLED.items())
 def test_the_kernel_without_it_passes(backend, op):
-    """The others pass more of the same in test_conformance."""
+    """An op a backend, for the harness's sake: all of them pass more of the same in test_conformance."""
     needs(next(f for f in FAULTS if f.backend == backend))
     found = harness.checked(op, backend, seed=0, device="cpu", max_examples=10)
     assert not found["failed"], found["what"]

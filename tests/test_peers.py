@@ -35,7 +35,8 @@ def needs(peer):
 def test_peers_stand_apart():
     peers = registry.peers()
     assert {"torch", "torch_compile", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "liger", "jax", "jax_cudnn",
-            "pallas_flash", "pallas_mgpu", "flex_attention", "flash_cute", "quack", "tokamax"} <= set(peers)  # fmt: skip
+            "pallas_flash", "pallas_mgpu", "flex_attention", "flash_cute", "quack",
+            "tokamax"} <= set(peers)  # fmt: skip
     assert not set(peers) & set(pk.backends())
     assert all(b.peer and not b.auto for b in peers.values())
     for call in (pk.op("softmax").explain(X), pk.op("softmax", backend="triton").explain(X)):

@@ -40,8 +40,8 @@ def timed(contender, us, q_len=1024, **changes):
         "peak_bytes": 4096 * q_len,
     }  # fmt: skip
     return {
-        "suite": "attention", "op": "attention", "dtype": "bfloat16", "call": call, "dims": {"batch": 2, "q_len": q_len},
-        "contender": contender, "backend": contender, "variant": None, "subject": subject, "target": "cuda sm_90",
+        "suite": "attention", "op": "attention", "dtype": "bfloat16", "call": call,
+        "dims": {"batch": 2, "q_len": q_len}, "contender": contender, "backend": contender, "variant": None, "subject": subject, "target": "cuda sm_90",
         "bytes": 10**6, "flops": 10**9, "verdict": "right", "why": None, "error": 0.25, "errors": {"o": 0.25},
         "commit": "0" * 12, "sources": None, **times, **changes,
     }  # fmt: skip
@@ -309,7 +309,7 @@ def test_without_matplotlib_nothing_is_half_done(tree, monkeypatch):
     before = content(tree)
     said = report(tree)
     assert (
-        str(said.exception) == "the plots of portakern report need matplotlib; run: pip install 'portakern[demo]'"
+        str(said.exception) == "the plots of portakern report need matplotlib; run: pip install 'portakern[plots]'"
         and content(tree) == before
     )
     assert report(tree, "--check").exit_code == 1  # checking draws nothing
@@ -435,7 +435,7 @@ def test_where_an_op_lies_under_the_roof(tree):
         and point["bound"] == pytest.approx(1.25 * h.bandwidth)
     )
     assert point["share"] == pytest.approx(83886080 / 40e-6 / point["bound"])
-    assert sorted(m["op"] for m in data["measured"]) == ["attention", "softmax"]  # two calls of one work are one point
+    assert len(data["measured"]) == 2  # and of bench's two calls, which are one work, one point
     other = roofline.roofline(Kept.of(tree), targets.find("v5e"))
     assert not other["measured"] and other["points"][0]["op"] == "matmul" and not other["points"][0]["by_memory"]
 

@@ -72,7 +72,7 @@ def test_what_is_recorded_can_be_read(tmp_path):
         (changed(schema=2), "'schema' is 2; expected 1"),
         (
             changed(benchmark="lunch"),
-            "'benchmark' is \"lunch\"; expected one of conformance, compile-matrix, times, launch",
+            "'benchmark' is \"lunch\"; expected one of conformance, compile-matrix, times, tune, bench, launch",
         ),
         (changed(benchmark=["launch"]), "'benchmark' is [\"launch\"]; expected a text that is not empty"),
         (changed(date="31.1.2026"), "'date' is \"31.1.2026\"; expected a date like 2026-11-30"),

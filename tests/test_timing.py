@@ -6,12 +6,13 @@ import sys
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from portakern.benchmarking.timing import device_times, interleaved
 from portakern.core.framework import frameworks
 from portakern.core.instruments import Sample, Stopwatch
-from portakern.frameworks.jax.timing import Cupti
+from portakern.frameworks.jax import timing as jax_timing
 from portakern.frameworks.torch import timing as torch_timing
 
 
@@ -121,11 +122,68 @@ def test_a_call_that_waits_for_the_device_is_timed_with_its_waits_and_says_so(qu
     assert max(device.slept) <= torch_timing.LONGEST_US
 
 
+class Queue:
+    """Stands for JAX on an accelerator: calls take the host and the device their time, the device's in order."""
+
+    def __init__(self, host_us, device_us):
+        self.now = self.busy_until = 0.0
+        self.host_us, self.device_us = host_us, device_us
+
+    def call(self, device_us):
+        self.now += self.host_us
+        self.busy_until = max(self.busy_until, self.now) + device_us
+
+    def block(self, results):
+        self.now = max(self.now, self.busy_until)
+
+
+@pytest.mark.parametrize(("host_us", "clock"), [(20, "queue"), (400, "queue, with waits for the host")])
+def test_jax_is_timed_by_a_queue(monkeypatch, host_us, clock):
+    """170 us to overwrite the cache, 12 us for the call: alone the call would show the host."""
+    jax = frameworks()["jax"].load()
+    queue = Queue(host_us, 12)
+    monkeypatch.setattr(jax_timing, "_fill", lambda device: lambda: queue.call(170))
+    monkeypatch.setattr(jax_timing.time, "perf_counter", lambda: 1e-6 * queue.now)
+    monkeypatch.setattr(jax, "block_until_ready", queue.block)
+    watch = jax_timing.Queued(lambda: queue.call(queue.device_us), "a device")
+    sample = watch.sample()
+    assert watch.clock == clock
+    assert sample.host_us == pytest.approx(host_us)
+    if clock == "queue":
+        assert sample.device_us == pytest.approx(12, abs=host_us / 8 + 0.1)  # the first call of a queue waits
+
+
+def test_a_long_call_is_timed_by_a_shorter_queue(monkeypatch):
+    jax = frameworks()["jax"].load()
+    queue, calls = Queue(20, 15_000), []
+    monkeypatch.setattr(jax_timing, "_fill", lambda device: lambda: queue.call(170))
+    monkeypatch.setattr(jax_timing.time, "perf_counter", lambda: 1e-6 * queue.now)
+    monkeypatch.setattr(jax, "block_until_ready", queue.block)
+    watch = jax_timing.Queued(lambda: calls.append(queue.call(queue.device_us)), "a device")
+    for _ in range(2):
+        assert watch.sample().device_us == pytest.approx(15_000, abs=20)
+    assert len(calls) == jax_timing.QUEUED + 1 + 1 + 1  # and one of each sample for the host's time
+
+
+def test_the_cache_is_overwritten_where_the_arrays_are(monkeypatch):
+    jax = frameworks()["jax"].load()
+    device = jax.local_devices(backend="cpu")[0]
+    monkeypatch.setattr(jax_timing, "FILLER", 2**10)
+    jax_timing._fill.cache_clear()
+    written = jax_timing._fill(device)()
+    jax_timing._fill.cache_clear()
+    assert written.device == device and written.nbytes == 2**10 and bool((written == 1).all())
+    watch = jax_timing.Queued(lambda: time.sleep(0.001), device)
+    watch.sample()  # in which it is compiled
+    assert 500 < watch.sample().device_us < 50_000
+    jax_timing._fill.cache_clear()
+
+
 class Profiler:
     """Stands for JAX's binding of CUPTI."""
 
     def __init__(self, kernels, taken=False):
-        self.kernels, self.taken, self.on = kernels, taken, False
+        self.kernels, self.taken, self.on, self.recorded = kernels, taken, False, []
 
     def _cupti_init(self):
         if self.taken:
@@ -138,24 +196,56 @@ class Profiler:
         return self.kernels
 
 
-def test_cupti_sums_the_kernels_of_a_call():
-    jax = frameworks()["jax"]
-    device = jax.load().local_devices(backend="cpu")[0]
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    jax = frameworks()["jax"].load()
+    monkeypatch.setattr(jax_timing, "FILLER", 2**10)
+    jax_timing._fill.cache_clear()
+    yield jax.local_devices(backend="cpu")[0]
+    jax_timing._fill.cache_clear()
+
+
+def test_cupti_sums_the_kernels_of_a_call(on_a_cpu):
     profiler = Profiler([("a", 0.010), ("b", 0.002)])
-    watch = Cupti(lambda: None, device, profiler)
+    watch = jax_timing.Cupti(lambda: profiler.recorded.append(profiler.on), on_a_cpu, profiler)
     assert watch.sample().device_us == pytest.approx(12)
     assert watch.clock == "cupti" and not profiler.on
+    assert profiler.recorded == [False, True]  # the host's time is that of a call that nobody records
 
 
 @pytest.mark.parametrize("profiler", [Profiler([]), Profiler([("a", 1.0)], taken=True)])
-def test_without_cupti_calls_are_queued_and_the_clock_says_so(profiler, monkeypatch):
-    from portakern.frameworks.jax import timing
-
-    monkeypatch.setattr(timing, "FILLER", 2**10)
-    timing._fill.cache_clear()
-    jax = frameworks()["jax"]
-    device = jax.load().local_devices(backend="cpu")[0]
-    watch = Cupti(lambda: time.sleep(0.001), device, profiler)
+def test_without_cupti_calls_are_queued_and_the_clock_says_so(profiler, on_a_cpu):
+    watch = jax_timing.Cupti(lambda: time.sleep(0.001), on_a_cpu, profiler)
     assert watch.sample().device_us > 500
     assert watch.clock.startswith("queue")
-    timing._fill.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch", "jax"])
+def test_instruments_of_a_cpu(name):
+    """What a benchmark asks of arrays, and a roof that can be timed."""
+    framework = frameworks()[name]
+    library = framework.load()
+    device = framework.devices()[-1]
+    of = framework.instruments(device)
+    a, b, odd = (framework.from_numpy(np.array(v, np.float32), device) for v in ([1, 2], [1, 3], [1, np.nan]))
+    assert of.same(a, a) and not of.same(a, b)
+    assert of.has_nan(odd) and not of.has_nan(a)
+    of.soil([((3, 4), "float32"), ((2,), "int32")])
+    of.release()
+    assert of.peak_bytes(lambda: a + b) is None  # no CPU's allocator tells
+    if not framework.immutable:
+        of.put(b, a)
+        assert of.same(a, b)
+    roofs = of.roofs()
+    assert {"copy", "float32"} <= set(roofs) and roofs["copy"].unit == "bytes" and library is not None
+    for roof in roofs.values():
+        of.wait(roof.run())
+        assert roof.work > 0 and roof.unit in ("bytes", "flops")
+
+
+def test_torch_multiplies_as_it_is_told_and_no_longer():
+    torch = frameworks()["torch"].load()
+    before = torch.get_float32_matmul_precision()
+    with torch_timing.multiplied("high"):
+        assert torch.get_float32_matmul_precision() == "high"
+    assert torch.get_float32_matmul_precision() == before

@@ -8,15 +8,20 @@ import ast
 import os
 import pkgutil
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import tarfile
 import tomllib
+from email.parser import Parser
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+
+import portakern
+from tests.test_layers import graph, modules
 
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -43,8 +48,88 @@ def test_every_direct_dependency_is_pinned() -> None:
 
 def test_the_extras_are_there_and_cpu_is_all_that_needs_no_accelerator() -> None:
     extras = PYPROJECT["project"]["optional-dependencies"]
-    assert {"triton", "pallas", "cuda", "tpu", "cpu", "demo", "test", "dev"} <= set(extras)
-    assert extras["cpu"] == ["portakern[triton,pallas]"]
+    assert {"check", "cli", "plots", "triton", "pallas", "cuda", "tpu", "cpu", "demo", "test", "dev"} <= set(extras)
+    assert extras["cpu"] == ["portakern[triton,pallas,cli]"]
+
+
+TOOLS = {"hypothesis", "typer", "rich", "matplotlib", "filelock", "optuna"}
+ROOMS_WITH_TOOLS = {
+    "portakern.cli",
+    "portakern.testing",
+    "portakern.benchmarking",
+    "portakern.tuning",
+    "portakern.reporting",
+}
+
+
+def test_ops_need_nothing_that_only_checking_and_printing_need() -> None:
+    """No import, lazy ones counted, leads from an op to a tool or to a folder that needs one."""
+    assert not requirements(PYPROJECT["project"]["dependencies"]) & TOOLS
+    files = {n: f for n, f in modules().items() if not n.startswith(("portakern.examples", "portakern.__main__"))}
+    kernels = {n: f for n, f in files.items() if ".".join(n.split(".")[:2]) not in ROOMS_WITH_TOOLS}
+    assert {"portakern.api", "portakern.compiling.matrix", "portakern.backends.triton.gpu.softmax"} <= set(kernels)
+    back = {n: found for n, others in graph(files).items() if n in kernels and (found := others - set(kernels))}
+    assert back == {}
+    pattern = re.compile(rf"^\s*(?:from|import) (?:{'|'.join(sorted(TOOLS))})\b", re.MULTILINE)
+    assert [n for n, f in kernels.items() if pattern.search(f.read_text(encoding="utf-8"))] == []
+    assert pattern.search(files["portakern.testing.runner"].read_text(encoding="utf-8"))
+
+
+WITHOUT = "import sys; sys.modules.update(dict.fromkeys({missing!r})); "
+
+
+@pytest.mark.parametrize(
+    ("missing", "code", "status", "said"),
+    [
+        (
+            [*TOOLS],
+            "import numpy, portakern as pk; print(pk.op('softmax')(numpy.zeros((2, 4), 'float32'))[0, 0])",
+            0,
+            "0.25",
+        ),
+        (
+            ["typer"],
+            "sys.argv = ['portakern', 'ops']; import portakern.__main__ as m; m.main()",
+            2,
+            "portakern's command line needs typer, which is not installed; run: pip install 'portakern[cli]'",
+        ),
+        (
+            ["hypothesis"],
+            "sys.argv = ['portakern', 'check', 'softmax']; import portakern.__main__ as m; m.main()",
+            2,
+            "UnavailableError: the checker draws its cases with hypothesis, which is not installed; run: pip install "
+            "'portakern[check]'",
+        ),
+        (
+            ["hypothesis"],
+            "import portakern as pk\ntry:\n    pk.check('softmax')\nexcept pk.UnavailableError as e:\n    print(e)",
+            0,
+            "pip install 'portakern[check]'",
+        ),
+    ],
+)
+def test_what_is_not_installed_is_named_with_its_extra(missing: list[str], code: str, status: int, said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT.format(missing=missing) + code], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == status and said in done.stdout + done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_version_and_the_address_stand_in_one_place() -> None:
+    assert set(PYPROJECT["project"]["dynamic"]) == {"version", "readme", "urls"}
+    assert PYPROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "portakern.__version__"}
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert "\nversion:" not in citation and "url:" not in citation
+
+
+def test_hooks_run_the_linters_of_the_readme_and_the_workflow_runs_ci() -> None:
+    hooks = re.findall(r"^ +entry: (.+)$", (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"), re.MULTILINE)
+    lint = runpy.run_path(str(ROOT / ".ci" / "readme.py"))["command"]("lint").splitlines()
+    assert hooks == lint[1:]
+    assert "run: .ci/run\n" in (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    template = (ROOT / ".github" / "ISSUE_TEMPLATE" / "wrong-result.yml").read_text(encoding="utf-8")
+    assert "line that reproduces it" in template and "portakern doctor --json" in template
 
 
 def test_ci_runs_the_pinned_versions() -> None:
@@ -99,7 +184,7 @@ def test_a_backend_refuses_to_be_imported_under_another_name(folder: str, tmp_pa
     assert done.returncode != 0 and f"portakern.backends{'.' + folder if folder else ''}" in done.stderr
 
 
-FOLDERS = ("portakern", "specs", "backends", "examples", "tests", "benchmarks", "docs", ".ci")
+FOLDERS = ("portakern", "specs", "backends", "examples", "tests", "benchmarks", "docs", "notebooks", ".ci")
 
 
 def sources() -> list[Path]:
@@ -133,24 +218,63 @@ def test_no_line_is_wider_than_a_reader_bears() -> None:
     assert wide == set()
 
 
-def test_the_source_distribution_holds_what_its_texts_speak_of(tmp_path) -> None:
-    """And an index, which shows the README, gets no link that leads nowhere."""
+def named_files(text: str) -> set[str]:
+    """The files and folders of the repository that a text names: in links, in backticks, in commands."""
+    links = re.findall(r"\]\(((?!\w+:|#)[^)#]+)", text)
+    words = [word.strip("`'\"") for word in re.split(r"[\s(),]+", text)]
+    paths = [*links, *words, *(w.replace(".", "/") for w in words if w.startswith("tests."))]
+    return {path for path in paths if re.fullmatch(r"\.?\w[\w./-]*", path) and (ROOT / path).exists()}
+
+
+@pytest.fixture(scope="module")
+def source_distribution(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One made of a copy of the tree, under an address."""
     pytest.importorskip("setuptools", reason="setuptools is not installed")
-    source = tmp_path / "source"
-    shutil.copytree(
-        ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "results")
-    )
-    code = f"from setuptools.build_meta import build_sdist; print(build_sdist({str(tmp_path)!r}))"
-    built = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
-    (file,) = tmp_path.glob("*.tar.gz")
-    with tarfile.open(file) as t:
+    folder = tmp_path_factory.mktemp("sdist")
+    source = folder / "source"
+    ignored = shutil.ignore_patterns(".git", ".venv*", ".*cache", ".hypothesis", "build", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, source, symlinks=True, ignore=ignored)
+    code = f"from setuptools.build_meta import build_sdist; print(build_sdist({str(folder)!r}))"
+    environment = {**os.environ, "PORTAKERN_REPOSITORY": "https://host.example/owner/portakern/"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (file,) = folder.glob("*.tar.gz")
+    return file
+
+
+def test_the_source_distribution_holds_what_its_texts_speak_of(source_distribution: Path) -> None:
+    with tarfile.open(source_distribution) as t:
         names = {name.partition("/")[2] for name in t.getnames()}
-        top = file.name.removesuffix(".tar.gz")
-        description = t.extractfile(f"{top}/PKG-INFO").read().decode().partition("\n\n")[2]  # type: ignore[union-attr]
-    assert {"constraints.txt", "CHANGELOG.md", "PORTING.md", "CONTRIBUTING.md", "LICENSE", "README.md"} <= names, built
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    links = {link.partition("#")[0] for link in re.findall(r"\]\(((?!\w+:|#)[^)]+)\)", readme)}
-    kept = {link for link in links if link not in names and "results" not in link}
-    assert kept == set()
+    always = {
+        "constraints.txt",
+        "CHANGELOG.md",
+        "PORTING.md",
+        "CONTRIBUTING.md",
+        "LICENSE",
+        "README.md",
+        "CITATION.cff",
+    }
+    named = named_files((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert {"benchmarks/sanitizer.py", "benchmarks/results", ".ci/run", "tests/mutants", "docs/plots"} <= named
+    held = names | {name.removeprefix("portakern/") for name in names}  # the folders that portakern/ links to lie in it
+    assert {path for path in always | named if path.rstrip("/") not in held} == set()
+
+
+def test_an_index_shows_the_readme_with_links_that_lead_somewhere(source_distribution: Path) -> None:
+    """To the repository where its address is known; else a file's link is its words alone."""
+    top = source_distribution.name.removesuffix(".tar.gz")
+    with tarfile.open(source_distribution) as t:
+        text = t.extractfile(f"{top}/PKG-INFO").read().decode()  # type: ignore[union-attr]
+    metadata, description = Parser().parsestr(text), text.partition("\n\n")[2]
+    address = "https://host.example/owner/portakern"
+    assert metadata["Name"] == "portakern" and metadata["Version"] == portakern.__version__
+    assert metadata.get_all("Project-URL") == [
+        f"Source, {address}",
+        f"Changelog, {address}/blob/HEAD/CHANGELOG.md",
+        f"Documentation, {address}/blob/HEAD/README.md",
+        f"Issues, {address}/issues",
+    ]
+    assert metadata["Author"] == "portakern contributors"
     assert not re.findall(r"\]\((?!\w+:|#)", description) and "](https://triton-lang.org)" in description
-    assert len(description) > 0.9 * len(readme)
+    assert f"[PORTING.md]({address}/blob/HEAD/PORTING.md)" in description
+    assert len(description) > 0.9 * len((ROOT / "README.md").read_text(encoding="utf-8"))

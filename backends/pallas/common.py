@@ -79,13 +79,21 @@ def block(extent: int, tile: int, grain: int) -> int:
     return min(tile, padded(extent, grain))
 
 
-def row_block(call: Call, extent: int, tile: int, grain: int) -> int:
-    """`block` for rows that share a block but do not depend on each other.
+def even_block(extent: int, tile: int, grain: int) -> int:
+    """`block`, no larger than cuts the extent as evenly as the native grid allows into as many blocks: of 2304 at most
+    1024 wide three of 768, and not three of 1024, of which a quarter is padding."""
+    return padded(pl.cdiv(extent, pl.cdiv(extent, tile)), grain)
+
+
+def row_block(call: Call, extent: int, tile: int, grain: int, even: bool = False) -> int:
+    """`block`, or with ``even`` `even_block`, for rows that share a block but do not depend on each other.
 
     An interpreted call always takes the whole tile: on a CPU, matrix products and sums choose their order by shape, and
     the bits of a row must not depend on how many rows come with it. An accelerator's units have one order.
     """
-    return padded(tile, grain) if call.interpret else block(extent, tile, grain)
+    if call.interpret:
+        return padded(tile, grain)
+    return even_block(extent, tile, grain) if even else block(extent, tile, grain)
 
 
 def first_lacking(lacks: Mapping[str, str], *dtypes: str | None) -> str | None:
@@ -107,9 +115,15 @@ def step_along(axis: int) -> Any:
 def quotient(a: Any, b: int) -> Any:
     """a // b of indices that are not negative.
 
-    Truncation is then right and no sign is looked at; an int32 stays an int32 under jax_enable_x64.
+    Truncation is then right and no sign is looked at; an int32 stays an int32 under jax_enable_x64. A power of two is a
+    shift, which takes one instruction, and which a compiler that follows the grid's indices can follow: what it cannot,
+    it counts as branches that are not taken.
     """
-    return a // b if isinstance(a, int) else lax.div(a, a.dtype.type(b))
+    if isinstance(a, int):
+        return a // b
+    if b & (b - 1) == 0:
+        return lax.shift_right_logical(a, a.dtype.type(b.bit_length() - 1))
+    return lax.div(a, a.dtype.type(b))
 
 
 def positions(shape: tuple[int, ...], axis: int, start: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Google DeepMind's kernels for GPUs and TPUs, where ``tokamax`` is installed; which of its kernels runs, it chooses."""
+"""Google DeepMind's kernels for GPUs and TPUs, where ``tokamax`` is installed; it chooses which of them runs."""
 
 from __future__ import annotations
 

@@ -19,25 +19,45 @@ BACKEND = Backend(
     extra="triton",
     refusals=(LACKS, "torch wants", "torch is set"),
 )
-SHAPES = 10_000  # of one function; past torch's own limit it would run uncompiled
+SHAPES = 10_000
+"""Of how many forms of arguments a function is compiled; past torch's own limit it would run uncompiled."""
 
 
 def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` compiled whole, anew for each shape."""
+    """``fn`` compiled whole, anew for each form of its arguments."""
+    known: set[tuple[Any, ...]] = set()
 
     @functools.cache
     def made() -> Callable[..., Any]:
         import torch
 
-        found: Callable[..., Any] = torch.compile(fn, fullgraph=True, dynamic=False, recompile_limit=SHAPES)
+        found: Callable[..., Any] = torch.compile(fn, fullgraph=True, dynamic=False)
         return found
 
     @functools.wraps(fn)
     def run(**arguments: Any) -> Any:
-        return made()(**arguments)
+        import torch
+
+        form = (torch.is_grad_enabled(), *(_form(x) for x in arguments.values()))
+        if form in known:
+            return made()(**arguments)
+        # torch.compile takes a limit in later releases; here all of them read it, when they compile
+        with torch._dynamo.config.patch(recompile_limit=SHAPES, accumulated_recompile_limit=SHAPES):
+            result = made()(**arguments)
+        known.add(form)
+        return result
 
     run.__module__ = __name__
     return run
+
+
+def _form(x: Any) -> Any:
+    """What of an argument decides which code runs."""
+    import torch
+
+    if isinstance(x, torch.Tensor):
+        return x.shape, x.stride(), x.dtype, x.requires_grad
+    return x if isinstance(x, int | float | str | tuple | None) else id(x)
 
 
 provides(BACKEND, gradients=False)(compiled(torch_eager.softmax))

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import struct
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +30,19 @@ if TYPE_CHECKING:
 REGISTERS_ALLOCATED = 256
 
 
+LAUNCHES_FIND_IT = True
+"""What :func:`survey` compiles lies in Triton's own cache, under the key of a launch."""
+
+USERS_CACHE = "PORTAKERN_TRITON_CACHE"
+
+
 def unavailable(hardware: Hardware) -> str | None:
     return None
 
 
 def environment(hardware: Hardware, quick: bool) -> dict[str, str]:
-    return {"TRITON_CACHE_DIR": "{scratch}/triton", "TRITON_INTERPRET": "0"}
+    users = os.environ.get("TRITON_CACHE_DIR", "")
+    return {"TRITON_CACHE_DIR": "{scratch}/triton", "TRITON_INTERPRET": "0", USERS_CACHE: users}
 
 
 def versions(hardware: Hardware) -> dict[str, str]:
@@ -43,6 +51,21 @@ def versions(hardware: Hardware) -> dict[str, str]:
 
 def build(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compiled:
     """Compile every launch of a call for ``call.target``; equal launches once."""
+    return _build(impl, call, tiling, _compile)
+
+
+def survey(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compiled:
+    """The same through the user's own cache of Triton's, where a launch finds what is compiled here, and this what was
+    compiled before. The report lacks what only the assembler says as it works."""
+    from triton import knobs
+
+    with knobs.cache.scope():
+        users = os.environ.get(USERS_CACHE, "")
+        knobs.cache.dir = users or knobs.cache.get_triton_dir("cache")
+        return _build(impl, call, tiling, _compile_as_launched)
+
+
+def _build(impl: Implementation, call: Call, tiling: Mapping[str, int], compile_one: Callable[..., Kernel]) -> Compiled:
     from portakern.backends.triton.launch import recording
 
     launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
@@ -58,7 +81,7 @@ def build(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compil
     kernels = []
     for same in sources.values():
         source, options = same[0]
-        kernel = _compile(source, options, hardware)
+        kernel = compile_one(source, options, hardware)
         kernel.launches = len(same)
         kernels.append(kernel)
     return Compiled(kernels)
@@ -103,6 +126,17 @@ def _compile(source: Any, options: dict[str, Any], hardware: Hardware) -> Kernel
     kernel = read(compiled, printed.getvalue(), hardware)
     kernel.code_bytes = _text_bytes(compiled.kernel)
     return kernel
+
+
+def _compile_as_launched(source: Any, options: dict[str, Any], hardware: Hardware) -> Kernel:
+    """One kernel, from Triton's cache where it is there, with the little that its metadata say."""
+    import triton
+
+    compiled = triton.compile(source, target=_gpu_target(hardware), options=options)
+    if hardware.platform != "cuda":
+        return _read_amd(compiled, "", hardware)
+    meta = compiled.metadata
+    return Kernel(meta.name, threads=meta.num_warps * hardware.lanes, on_chip={"shared": meta.shared})
 
 
 def _read_nvidia(compiled: Any, log: str, hardware: Hardware) -> Kernel:

@@ -9,6 +9,7 @@ is left to the implementation.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 __all__ = ["learn"]
+
+log = logging.getLogger("portakern")
 
 Run = Callable[[Mapping[str, Any]], tuple[Any, ...]]
 """Arrays by name -> every output in the spec's order."""
@@ -113,6 +116,7 @@ def _writer(shape: _Shape) -> Callable[..., Run]:
 
     made = range(len(shape.like))
     outer = [f"shape{i}, strides{i}, dtype{i}, device = forms[{i}]" for i in made]
+    outer += [f"shape{i} = tuple(shape{i})" for i in made]  # the shortcut takes tuples alone, and no torch.Size
     outer += [f"run{i} = runs[{i}]" for i in range(len(shape.launches))]
     outer += ["quick = quick_on(device)"] * bool(made)
     body = [f"{n} = arrays[{n!r}]" for n in shape.arrays]
@@ -133,8 +137,22 @@ def _writer(shape: _Shape) -> Callable[..., Run]:
     return make
 
 
+@functools.cache
 def _quick_on(device: torch.device) -> Callable[..., torch.Tensor] | None:
     """What allocates on a GPU that is the current one, in half the time of ``torch.empty_strided``: PyTorch's own
     shortcut below its dispatcher, which the code of torch.compile takes. It leaves memory as it is where
-    ``torch.use_deterministic_algorithms`` wants it filled."""
-    return getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None) if device.type == "cuda" else None
+    ``torch.use_deterministic_algorithms`` wants it filled. None where it is not what is expected, which the log says.
+    """
+    if device.type != "cuda":
+        return None
+    try:
+        quick: Callable[..., torch.Tensor] = torch._C._dynamo.guards._empty_strided_cuda
+        with torch.cuda.device(device):
+            made = quick((2, 3), (1, 2), torch.bfloat16)
+        if (made.shape, made.stride(), made.dtype, made.device) == ((2, 3), (1, 2), torch.bfloat16, device):
+            return quick
+        why = f"it gives {made.dtype} {tuple(made.shape)} on {made.device}"
+    except (AttributeError, TypeError, RuntimeError) as e:
+        why = str(e)
+    log.warning("portakern: outputs are allocated by torch.empty_strided, right but 1 us slower: %s", why)
+    return None

@@ -81,8 +81,8 @@ def here(b: Backend, device: str | None) -> tuple[Framework, Any, Target]:
             return framework, d, target
     asked = device or "accelerator"
     raise UnsupportedError(
-        f"bench: backend {b.name!r} serves no {asked} here; --device cpu times it by the host's clock on CPU arrays, in "
-        "its interpreter if it has one"
+        f"bench: backend {b.name!r} serves no {asked} here; --device cpu times it by the host's clock on CPU arrays, "
+        "in its interpreter if it has one"
     )
 
 

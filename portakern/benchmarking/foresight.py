@@ -1,5 +1,5 @@
-"""What is expected of calls, computed ahead by other processes: a sum over all rows of a large call cannot be compared in
-part, and takes the oracle longer than all that is timed."""
+"""What is expected of calls, computed ahead by other processes: a sum over all rows of a large call cannot be compared
+in part, and takes the oracle longer than all that is timed."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Mapping
@@ -95,7 +96,8 @@ def _placed(
 
 def _on_device(b: Buffer, framework: Framework, device: Any) -> Any:
     """Memory of its own: on a CPU a framework may share NumPy's, which the oracle reads."""
-    return framework.strided(b.memory.copy(), b.shape, b.strides, b.offset, device)
+    memory = b.memory.view(np.uint8).copy().view(b.memory.dtype)
+    return framework.strided(memory, b.shape, b.strides, b.offset, device)
 
 
 def _own(spec: Spec[Any], dtype: str) -> dict[str, str]:
@@ -105,9 +107,14 @@ def _own(spec: Spec[Any], dtype: str) -> dict[str, str]:
 
 def _normal(shape: tuple[int, ...], dtype: str, seed: tuple[int, ...]) -> np.ndarray:
     """Drawing them all would take longer than the kernels do."""
-    size = math.prod(shape)
-    values = np.random.default_rng(seed).standard_normal(min(size, PERIOD)).astype(numpy_dtype(dtype))
-    return np.resize(values, shape) if size else values.reshape(shape)
+    values = _period(dtype, seed)
+    bits = values.view(f"u{values.itemsize}")  # NumPy copies what it does not know as a number an element at a time
+    return np.resize(bits, shape).view(values.dtype) if math.prod(shape) else np.empty(shape, values.dtype)
+
+
+@functools.lru_cache(maxsize=16)
+def _period(dtype: str, seed: tuple[int, ...]) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(PERIOD).astype(numpy_dtype(dtype))
 
 
 def _contiguous(values: np.ndarray) -> Buffer:

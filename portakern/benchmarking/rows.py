@@ -81,14 +81,14 @@ def timed(row: Row, times: Times, call: Call, rates: Mapping[str, float], peak_b
 
 def held_against(rows: list[Row]) -> list[Row]:
     """The rows of one call, with the best peer's time over each: above 1 is faster than all of them. Only what is right
-    is a peer, and only what is right has a ratio."""
-    peers = [r for r in rows if not r["subject"] and r["verdict"] == RIGHT and r.get("median_us")]
+    has a time, so that nothing else is a peer, or has a ratio."""
+    peers = [r for r in rows if not r["subject"] and r.get("median_us")]
     if not peers:
         return rows
     best = min(peers, key=lambda r: r["median_us"])
     return [
         {**r, "best_peer": best["contender"], "ratio": round(best["median_us"] / r["median_us"], 4)}
-        if r["verdict"] == RIGHT and r.get("median_us")
+        if r.get("median_us")
         else r
         for r in rows
     ]

@@ -16,25 +16,30 @@ from portakern.files import cache_folder
 __all__ = ["ENVIRONMENT", "warm"]
 
 ENVIRONMENT = {
-    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # torch and JAX share a device
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # libraries share a device, and JAX keeps what it once had
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4",
     "JAX_COMPILATION_CACHE_DIR": str(cache_folder() / "jax"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # its own processes take seconds to begin, and minutes to end
 }
 """What a process that times is to have in its environment before it loads a library."""
 
 ALONE = {
     **ENVIRONMENT,
-    "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",  # memory goes back to the device, which many processes share
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "OMP_NUM_THREADS": "1",
 }
 
 
 def warm(plan: Plan, jobs: int, seconds: float, done: Callable[[], None]) -> int:
     """Visit the plan's cases with ``jobs`` processes for at most ``seconds``; how many were visited. ``done`` is called
-    after each. What is not reached is compiled when it is timed."""
-    others = [b.name for b in plan.against if registry.known(b)]
+    after each. What is not reached is compiled when it is timed.
+
+    Contenders of other libraries than the subject's are not visited: a compiler that times what it compiles, as XLA
+    does, would choose by what other processes do meanwhile.
+    """
+    framework = plan.subject.framework
+    others = [b.name for b in plan.against if registry.known(b) and b.framework == framework]
     if jobs < 1 or not registry.known(plan.subject):
         return 0
     visited = 0

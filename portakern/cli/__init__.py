@@ -1,6 +1,7 @@
-"""The command line: ``portakern demo | ops | backends | show | check | bench | compile | report | doctor``, a module a command."""
+"""The command line, a module a command: ``portakern demo | ops | backends | show | check | bench | compile | tune |
+report | doctor``."""
 
-from portakern.cli import bench, check, compile, demo, listing, report
+from portakern.cli import bench, check, compile, demo, listing, report, tune
 from portakern.cli.common import app, main
 
-__all__ = ["app", "bench", "check", "compile", "demo", "listing", "main", "report"]
+__all__ = ["app", "bench", "check", "compile", "demo", "listing", "main", "report", "tune"]

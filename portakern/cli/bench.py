@@ -93,7 +93,7 @@ def _measure(plan: Plan, jobs: int | None, found: _Rows) -> None:
 
     _, _, target = here(plan.subject, plan.device)
     cores = (max((os.cpu_count() or 2) - 1, 1) if jobs is None else jobs) if target.platform != "cpu" else 0
-    oracles = cores // 4
+    oracles = 2 * cores // 3  # what is expected takes processors longer than what compiles ahead
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         Progress(*columns, console=err, transient=True) as bar,
@@ -277,6 +277,6 @@ def _line(row: dict[str, Any]) -> str:
         f"{row['share']:.0%} of the roof" if row["share"] is not None else "",
         f"{row['ratio']:.2f} of the best peer's speed" if row.get("ratio") is not None else "",
         f"error {row['error']:.2f} of the bound" if row["error"] is not None else "",
-        f"clock: {row['clock']}" if row["clock"] not in ("events", "cupti") else "",
+        f"clock: {row['clock']}" if row["clock"] not in ("events", "queue") else "",
     ]
     return f"{name} {', '.join(p for p in parts if p)}"

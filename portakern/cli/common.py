@@ -8,12 +8,15 @@ import logging
 import signal
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from portakern import __version__, results
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
@@ -28,6 +31,7 @@ __all__ = [
     "errors_only",
     "main",
     "out",
+    "print_indented",
     "print_json",
     "show_table",
 ]
@@ -88,12 +92,42 @@ def print_json(data: Any) -> None:
 
 
 def show_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    table = Table(title=title, title_justify="left", header_style="bold")
-    for c in columns:
-        table.add_column(c, overflow="fold")
+    """A table where it fits with no word broken, else a line for each row and one for each of its cells."""
+    widths = _widths([columns, *rows], out.width)
+    if widths:
+        table = Table(title=title, title_justify="left", header_style="bold")
+        for c, width in zip(columns, widths, strict=True):
+            table.add_column(c, overflow="fold", width=width)
+        for row in rows:
+            table.add_row(*map(Text, row))  # no markup: the extras of a package stand in brackets too
+        out.print(table)
+        return
+    out.print(title, style="italic")
     for row in rows:
-        table.add_row(*row)
-    out.print(table)
+        out.print(f"{columns[0]} {row[0]}", style="bold", markup=False, highlight=False, soft_wrap=True)
+        for name, cell in zip(columns[1:], row[1:], strict=True):
+            print_indented(f"{name}: {cell}")
+
+
+def _widths(rows: list[list[str]], room: int) -> list[int] | None:
+    """The width of each column of a table within ``room``, none less than its longest word (rich shares out the room
+    without regard to words); None where they do not fit."""
+    columns = list(zip(*rows, strict=True))
+    least = [max((cell_len(word) for cell in column for word in cell.split()), default=1) for column in columns]
+    whole = [max(cell_len(cell) for cell in column) for column in columns]
+    spare = room - sum(least) - (3 * len(columns) + 1)  # a line and a blank on both sides of each column, and a line
+    if spare < 0:
+        return None
+    wanted = sum(whole) - sum(least)
+    share = min(spare / wanted, 1.0) if wanted else 0.0
+    return [lo + int(share * (hi - lo)) for lo, hi in zip(least, whole, strict=True)]
+
+
+def print_indented(text: str) -> None:
+    """A text under a heading, broken between words at this terminal's width, of which 40 columns are taken for
+    granted."""
+    for line in textwrap.wrap(text, max(out.width, 40) - 2, subsequent_indent="  ", break_on_hyphens=False):
+        out.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def check_dtypes(command: str, names: list[str] | None) -> None:

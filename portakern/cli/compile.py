@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 import time
 from typing import Annotated, Any
 
@@ -12,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from portakern import results
-from portakern.cli.common import Json, app, check_dtypes, err, out, print_json
+from portakern.cli.common import Json, app, check_dtypes, err, out, print_indented, print_json
 from portakern.core import registry
 from portakern.errors import SpecError, UnsupportedError
 
@@ -128,8 +127,7 @@ def _show_build(b: Any) -> None:
     for k in b.kernels:
         name, *cells = _kernel_cells(k)
         said = [say.format(cell) for say, cell in zip(KERNEL_COLUMNS.values(), cells, strict=True) if cell != "-"]
-        for line in textwrap.wrap(f"{name}: {'; '.join(said)}", max(out.width, 40) - 2, subsequent_indent="  "):
-            out.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+        print_indented(f"{name}: {'; '.join(said)}")
 
 
 def _kernel_cells(k: Any) -> list[str]:

@@ -25,6 +25,8 @@ class Kernel:
       occupancy: share of a core's resident threads that fit beside each other.
       matrix: matrix instruction -> how often it stands in the machine code.
       code_bytes: of the machine code; cycles: the compiler's own static estimate of a whole run.
+      issued: cycles of a whole run in which instructions are issued, of a machine that issues them in the order of its
+        code: no stalls. moved: bytes between device memory and the chip in a whole run.
       undefined: registers that the machine code reads before anything wrote them, a fault of the assembler.
       assembly: the machine code as text.
     """
@@ -39,6 +41,8 @@ class Kernel:
     matrix: dict[str, int] = field(default_factory=dict)
     code_bytes: int | None = None
     cycles: int | None = None
+    issued: int | None = None
+    moved: int | None = None
     undefined: list[str] = field(default_factory=list)
     assembly: str = ""
 

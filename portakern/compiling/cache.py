@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from portakern.compiling.build import Build
@@ -19,7 +20,7 @@ from portakern.core import tilings
 from portakern.core.observe import say
 from portakern.files import cache_folder, write_atomically
 
-__all__ = ["find", "keep", "key", "look_again"]
+__all__ = ["digest", "find", "keep", "key", "look_again"]
 
 
 def key(job: Job) -> str:
@@ -44,6 +45,11 @@ def look_again() -> None:
     """Read source files anew: they may have changed since the last call of this process."""
     _read.cache_clear()
     _digest.cache_clear()
+
+
+def digest(modules: Iterable[str]) -> str:
+    """Of the text of these modules, and of what they import within their own packages."""
+    return _digest(frozenset(modules))
 
 
 def _content(path: Path) -> str:

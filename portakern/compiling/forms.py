@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from portakern.core import registry
 from portakern.core.backend import Backend, Family, Implementation
 from portakern.core.binder import unchecked
 from portakern.core.call import Call, dropped_dims, shape_of
-from portakern.core.framework import frameworks
-from portakern.core.targets import Hardware
+from portakern.core.framework import Framework, frameworks
+from portakern.core.targets import Hardware, Target
 from portakern.core.tilings import resolve
 from portakern.errors import SpecError
 from portakern.spec import ArrayArg, Spec
 
-__all__ = ["Form", "abstract_call", "cells", "compilers", "direction", "form_of", "typical_form"]
+__all__ = ["Form", "abstract_call", "bound_form", "cells", "compilers", "direction", "form_of", "typical_form"]
 
 Form = dict[str, Any]
 """A call as plain data: ``arrays``: name -> [shape, dtype, strides or None]; ``options``; ``wants``: outputs, or None
@@ -33,11 +34,19 @@ def typical(spec: Spec[Any]) -> Mapping[str, Any]:
     return source.typical
 
 
-def typical_form(spec: Spec[Any], dtype: str) -> Form:
-    """The spec's typical call in one dtype."""
+def typical_form(spec: Spec[Any], dtype: str, others: Mapping[str, Any] = MappingProxyType({})) -> Form:
+    """The spec's typical call in one dtype; ``others``: dimensions, options and optional arrays that it has otherwise.
+
+    Raises:
+      SpecError: the op has no such dtype, dimension, option or array.
+    """
+    known = [*spec.dims, *(o.name for o in spec.options), *(a.name for a in spec.arrays if a.optional)]
+    for name in others:
+        if name not in known:
+            raise SpecError(f"{spec.name} has no {name!r}; expected one of {', '.join(known)}")
     if dtype not in spec.dtypes:
         raise SpecError(f"{spec.name}: dtype {dtype!r} is none of {', '.join(spec.dtypes)}")
-    values = typical(spec)
+    values = {**(typical(spec) if set(spec.dims) - set(others) else {}), **others}
     variadic = {d.factors[0] for a in spec.arrays for d in a.dims if d.variadic}
     dims = {n: values.get(n, () if n in variadic else None) for n in spec.dims}
     missing = [n for n, extent in dims.items() if extent is None]
@@ -79,7 +88,12 @@ def abstract_call(
     Raises:
       UnsupportedError: the implementation refuses the call.
     """
-    framework = frameworks()[impl.backend.framework]
+    call = bound_form(spec, form, frameworks()[impl.backend.framework], hardware.target)
+    return call, resolve(impl, call, user).tiling
+
+
+def bound_form(spec: Spec[Any], form: Form, framework: Framework, target: Target, interpret: bool = False) -> Call:
+    """The call on a framework's arrays without memory, for a target."""
     framework.load()
     arrays = {
         n: framework.abstract(tuple(shape), dtype, strides) for n, (shape, dtype, strides) in form["arrays"].items()
@@ -87,8 +101,7 @@ def abstract_call(
     options = {n: tuple(v) if isinstance(v, list) else v for n, v in form["options"].items()}
     call = unchecked(spec, **arrays, **options)
     wants = call.wants if form["wants"] is None else tuple(form["wants"])
-    call = call.replace(target=hardware.target, interpret=False, concrete=False, wants=wants)
-    return call, resolve(impl, call, user).tiling
+    return call.replace(target=target, interpret=interpret, concrete=False, wants=wants)
 
 
 def direction(spec: Spec[Any]) -> str:

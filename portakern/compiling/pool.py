@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from portakern.core.backend import Backend, Family
 from portakern.core.targets import Hardware
 from portakern.spec import Spec
 
-__all__ = ["Job", "run"]
+__all__ = ["Job", "Pool", "run"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,8 @@ class Job:
     """One call to compile, with a variant of an op for a target.
 
     ``tiling``: what the user named of it; ``quick``: nothing that takes longer than the compiler itself, such as
-    estimates; ``assembly``: keep the machine code's text."""
+    estimates; ``assembly``: keep the machine code's text; ``survey``: for a tuner, where the compiler has a way of its
+    own for that."""
 
     spec: Spec[Any]
     backend: Backend
@@ -44,6 +45,7 @@ class Job:
     tiling: Mapping[str, int] = field(default_factory=dict)
     quick: bool = False
     assembly: bool = False
+    survey: bool = False
 
     def failed(self, reason: str, seconds: float) -> Build:
         dtype = next(d for _, d, _ in self.form["arrays"].values())
@@ -88,7 +90,7 @@ class _Process:
             "tiling": dict(job.tiling),
             "form": job.form,
         }
-        request["assembly"] = job.assembly
+        request |= {"assembly": job.assembly, "survey": job.survey}
         try:
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
@@ -157,32 +159,63 @@ class _Worker:
             self.process = None
 
 
+class Pool:
+    """Processes that compile, and stay for later jobs: what a compiler imports and learns it need not again.
+
+    ``processes``: at a time; ``timeout``: seconds that one job may take. It is closed by whoever made it.
+    """
+
+    def __init__(self, processes: int, timeout: float) -> None:
+        self.timeout = timeout
+        self.workers = [_Worker() for _ in range(max(1, processes))]
+
+    def run(
+        self, jobs: Sequence[Job], done: Callable[[Job, Build], None] = lambda job, built: None
+    ) -> Iterator[tuple[Job, Build]]:
+        """Compile every job; the results as they come. One that is left before its end ends the processes."""
+        free: SimpleQueue[_Worker] = SimpleQueue()
+        for worker in self.workers:
+            free.put(worker)
+
+        def serve(job: Job) -> Build:
+            worker = free.get()
+            try:
+                return worker.serve(job, self.timeout)
+            finally:
+                free.put(worker)
+
+        executor = ThreadPoolExecutor(len(self.workers))
+        finished = False
+        try:
+            futures = {executor.submit(serve, job): job for job in jobs}
+            for future in as_completed(futures):
+                built = future.result()
+                done(futures[future], built)
+                yield futures[future], built
+            finished = True
+        finally:
+            if not finished:
+                for worker in self.workers:
+                    worker.stop()
+            executor.shutdown(cancel_futures=True)
+            if not finished:
+                self.close()
+
+    def close(self) -> None:
+        """End the processes; a later run begins with new ones."""
+        for worker in self.workers:
+            worker.close()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
 def run(
     jobs: list[Job], processes: int, timeout: float, done: Callable[[Job, Build], None] = lambda job, built: None
 ) -> Iterator[tuple[Job, Build]]:
     """Compile every job, ``processes`` at a time; the results as they come."""
-    free: SimpleQueue[_Worker] = SimpleQueue()
-    workers = [_Worker() for _ in range(max(1, min(processes, len(jobs))))]
-    for worker in workers:
-        free.put(worker)
-
-    def serve(job: Job) -> Build:
-        worker = free.get()
-        try:
-            return worker.serve(job, timeout)
-        finally:
-            free.put(worker)
-
-    executor = ThreadPoolExecutor(len(workers))
-    try:
-        futures = {executor.submit(serve, job): job for job in jobs}
-        for future in as_completed(futures):
-            built = future.result()
-            done(futures[future], built)
-            yield futures[future], built
-    finally:
-        for worker in workers:
-            worker.stop()
-        executor.shutdown(cancel_futures=True)
-        for worker in workers:
-            worker.close()
+    with Pool(min(processes, len(jobs)), timeout) as pool:
+        yield from pool.run(jobs, done)

@@ -61,6 +61,10 @@ class Compiler(Protocol):
         be.
         """
 
+    # A compiler may have ``survey(impl, call, tiling) -> Compiled`` too: for a tuner, which compiles one call in many
+    # tilings. Either it keeps the machine code where a launch finds it, and says so: ``LAUNCHES_FIND_IT = True``. Or it
+    # takes what it found of a kernel that is the same but for its extents, so that calls of many are ranked in no time.
+
 
 @dataclass(frozen=True)
 class Family:

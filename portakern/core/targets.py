@@ -53,7 +53,7 @@ class Hardware:
       scoped: memory -> bytes that the compiler grants a kernel which asks for no more.
       cores: SMs, CUs or TensorCores of the product; l2, capacity: bytes of last cache next to the cores, and of device
         memory.
-      bandwidth: bytes a second between chip and device memory.
+      bandwidth: bytes a second between chip and device memory. clock: cycles a second, at which the peak rate is had.
       flops: dtype -> dense operations a second at the best rate there is (the matrix unit's where it takes the dtype).
       matrix: what the matrix unit's instructions are called; matrix_dtypes: operands it takes.
       sources: figure -> the document that states it. notes: what a reader of a figure must know, and why one is None.
@@ -80,6 +80,7 @@ class Hardware:
     core_programs: int | None = None
     simds: int | None = None
     l2: int | None = None
+    clock: float | None = None
     scoped: Mapping[str, int | None] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
 
@@ -97,7 +98,7 @@ class Hardware:
 
 
 _PLAIN = ("lanes", "sublanes", "program_threads", "core_threads", "thread_registers", "core_registers", "core_programs",
-          "simds", "cores", "l2", "capacity", "bandwidth",
+          "simds", "cores", "l2", "capacity", "bandwidth", "clock",
           "matrix_dtypes")  # fmt: skip
 
 # fmt: off
@@ -111,7 +112,10 @@ PTX = (
     "https://docs.nvidia.com/cuda/parallel-thread-execution/"
 )
 
-_GPU_NOTES = {"sublanes": "a GPU's vector registers have one row"}
+_GPU_NOTES = {
+    "sublanes": "a GPU's vector registers have one row",
+    "clock": "nothing counts a GPU's cycles here: it changes with load and heat",
+}
 _HALF = ("float16", "bfloat16", "tf32")
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 
@@ -246,9 +250,9 @@ _CLOUD = "Google Cloud, TPU documentation, https://cloud.google.com/tpu/docs/"
 
 def _tpu(name: str, page: str, *, vmem: int, scoped: int, cores: int, takes: tuple[str, ...],
          peak: Mapping[str, float | None], bandwidth: float,
-         capacity: float) -> Hardware:
+         capacity: float, macs: int | None) -> Hardware:
     """``vmem``: MiB of a TensorCore; ``scoped``: MiB that a kernel gets unasked; rates, bandwidth (GB/s) and capacity
-    (GiB) of a chip.
+    (GiB) of a chip; ``macs``: multiplications of bfloat16 numbers that it makes in a cycle.
     """
     sources = dict.fromkeys(("lanes", "sublanes", "on_chip vmem", "on_chip smem", "core_memory vmem",
         "core_memory smem", "cores", "matrix_dtypes"), JAX)
@@ -258,11 +262,14 @@ def _tpu(name: str, page: str, *, vmem: int, scoped: int, cores: int, takes: tup
     notes |= dict.fromkeys(("program_threads", "core_threads", "thread_registers", "core_registers", "core_programs",
     "simds"), "a TPU core runs one program")
     memory: dict[str, int | None] = {"vmem": vmem * MIB, "smem": MIB}
+    clock = (peak["bfloat16"] or 0) * TERA / (2 * macs) if macs else None
+    sources |= {"clock": "its peak rate over what its matrix units, 128 x 128 (v6e 256 x 256), do in a cycle"}
+    notes |= {} if macs else {"clock": "how many matrix units it has is in no document"}
     return Hardware(
         name, "tpu", f"TPU {name}", lanes=128, sublanes=8, on_chip=memory, core_memory=memory,
         scoped={"vmem": scoped * MIB},
         matrix="MXU", matrix_dtypes=takes, flops={d: None if r is None else r * TERA for d, r in peak.items()},
-        bandwidth=bandwidth * GB, capacity=capacity * 2**30, cores=cores, sources=sources,
+        bandwidth=bandwidth * GB, capacity=capacity * 2**30, cores=cores, clock=clock, sources=sources,
         notes=notes | {"l2": "a TPU has none"},
     )
 
@@ -270,16 +277,16 @@ def _tpu(name: str, page: str, *, vmem: int, scoped: int, cores: int, takes: tup
 _MXU5 = ("float32", "bfloat16", "float8_e5m2", "float8_e4m3b11fnuz", "int8", "int4")
 _TPU = (
     _tpu("v4", "v4", vmem=16, scoped=16, cores=2, takes=("float32", "bfloat16"),
-        peak={"float32": None, "bfloat16": 275}, bandwidth=1200, capacity=32),
+        peak={"float32": None, "bfloat16": 275}, bandwidth=1200, capacity=32, macs=8 * 128**2),
     _tpu("v5e", "v5e", vmem=128, scoped=16, cores=1, takes=_MXU5, peak={"float32": None, "bfloat16": 197, "int8": 393},
-        bandwidth=819, capacity=16),
+        bandwidth=819, capacity=16, macs=4 * 128**2),
     _tpu("v5p", "v5p", vmem=64, scoped=16, cores=2, takes=_MXU5, peak={"float32": None, "bfloat16": 459},
-        bandwidth=2765, capacity=95),
+        bandwidth=2765, capacity=95, macs=8 * 128**2),
     _tpu("v6e", "v6e", vmem=128, scoped=32, cores=1, takes=_MXU5, peak={"float32": None, "bfloat16": 918, "int8": 1836},
-        bandwidth=1638, capacity=32),
+        bandwidth=1638, capacity=32, macs=4 * 256**2),
     _tpu("v7x", "tpu7x", vmem=64, scoped=32, cores=2, takes=("float32", "bfloat16", *_FP8),
          peak={"float32": None, "bfloat16": 2307, "float8_e4m3fn": 4614},
-         bandwidth=7380, capacity=192),
+         bandwidth=7380, capacity=192, macs=None),
 )
 
 # fmt: on

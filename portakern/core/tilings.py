@@ -7,7 +7,9 @@ modules::
 
 ``target`` is an architecture or, for all that have no row of their own, a platform: ``cpu`` is what interpreters take.
 ``gpu`` is the variant, the last name of the package that holds the op module. A row has a name, a key, a tiling, and a
-source, which says in words whether it was measured, or only compiled, and how it was chosen. In place of a row
+source, which says in words whether it was measured, or only compiled, and how it was chosen. It may say in ``made``
+with what: ``{"device": "...", "versions": {"triton": "3.6.0"}}``; a row of the user's that was measured with another
+version or on another chip serves, with a warning. In place of a row
 ``{"from": "cuda/matmul", "key": {"products": "tf32"}}`` takes over the rows that the shipped table of another target
 has for an op, all of them or those that agree with a key.
 
@@ -16,10 +18,11 @@ one with the nearest shape wins: the smallest number that is at least the call's
 the row leaves out has no end. With several numbers the key's order decides, the first one first; then the order of the
 rows.
 
-Four layers speak, each where those before it are silent: the user's ``tiling=``; the table in the user's cache folder,
-``tuned/<backend>/<target>.json``; the backend's own table; the implementation's function ``tiling``. A row may leave
-tiles to later layers. What was found, an implementation may ``fit`` to the call's particulars. The user's tiles stay
-as they are.
+Four layers speak, each where those before it are silent: the user's ``tiling=``; the table in the user's cache
+folder, ``tuned/<backend>/<target>.json``; the backend's own table; the implementation's function ``tiling``. A row
+may leave tiles to later layers. But where the shipped row is nearer than the user's, that is silent: what was tuned
+for n = 512 says nothing of n = 8192. What was found, an implementation may ``fit`` to the call's particulars. The
+user's tiles stay as they are.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ import importlib.util
 import json
 import logging
 from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
@@ -36,7 +40,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portakern.core import remembered
 from portakern.core.remembered import Remembered
-from portakern.core.targets import family
+from portakern.core.targets import HOST, family
 from portakern.errors import SpecError, UnsupportedError
 from portakern.files import cache_folder
 from portakern.spec.options import shown
@@ -48,8 +52,8 @@ if TYPE_CHECKING:
     from portakern.spec import Spec
 
 __all__ = [
-    "Resolved", "Row", "attempt", "check_row", "default", "files", "forget", "nearest", "resolve", "rows",
-    "shipped_folder", "shipped_rows", "tables_for",
+    "SCHEMA", "Resolved", "Row", "attempt", "check_row", "check_table", "default", "files", "forget", "nearest",
+    "own_table", "resolve", "rows", "shipped", "shipped_folder", "shipped_rows", "tables_for",
 ]  # fmt: skip
 
 SCHEMA = 1
@@ -59,14 +63,18 @@ log = logging.getLogger("portakern")
 Key = Mapping[str, Any]
 
 
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
 class Row(NamedTuple):
-    """One tiling of a table; ``table``: the target of the table where it stands."""
+    """One tiling of a table; ``table``: the target of the table where it stands; ``made``: with what it was found."""
 
     name: str
     key: Key
     tiling: Mapping[str, int]
     source: str
     table: str
+    made: Mapping[str, Any] = _NOTHING
 
 
 class Found(NamedTuple):
@@ -94,7 +102,6 @@ class Resolved(NamedTuple):
 
 
 _kept: Remembered[tuple[Any, ...], Resolved] = Remembered(4096)
-_NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 def resolve(impl: Implementation, call: Call, user: Mapping[str, int]) -> Resolved:
@@ -141,6 +148,21 @@ def default(impl: Implementation, call: Call) -> Resolved:
     return kept if tiling is kept.tiling else Resolved(tiling, kept.found, _NOTHING)
 
 
+def shipped(impl: Implementation, call: Call) -> Mapping[str, int]:
+    """The tiling of a call for somebody who never tuned anything: the user's own table is not asked."""
+    tiling: Mapping[str, int] = dict(impl.tiling(call))
+    if impl.key is not None:
+        row = _shipped_row(impl, call, impl.key(call))
+        tiling = {**tiling, **(row.tiling if row else {})}
+        tiling = impl.fit(call, tiling) if impl.fit else tiling
+    return tiling
+
+
+def own_table(backend: str, target: Target) -> Path:
+    """The user's own table of a target."""
+    return cache_folder() / "tuned" / backend / f"{target.arch or target.platform}.json"
+
+
 def forget() -> None:
     """Read tables anew: a file may have changed since it was last asked."""
     _table.cache_clear()
@@ -171,14 +193,51 @@ def _look_up(impl: Implementation, call: Call, key: Key) -> Found:
     """Ask the layers below the user's, the last one first, so that what an earlier one says replaces it."""
     tiling = dict(impl.tiling(call))
     sources = dict.fromkeys(tiling, "heuristic")
-    shipped = next(filter(None, (nearest(rows(impl, name), key) for name in tables_for(call.target))), None)
-    own = cache_folder() / "tuned" / impl.backend.name / f"{call.target.arch or call.target.platform}.json"
-    cached = nearest(_own_rows(impl, call.spec, own, key), key)
-    for row, layer in ((shipped, f"shipped {shipped and shipped.table}"), (cached, "cache")):
+    shipped = _shipped_row(impl, call, key)
+    own = _own_rows(impl, call.spec, own_table(impl.backend.name, call.target), key)
+    cached = nearest(own, key)
+    layers = [(shipped, f"shipped {shipped and shipped.table}"), (cached, "cache")]
+    if shipped is not None and cached is not None:
+        numbers = {name: value for name, value in key.items() if not isinstance(value, (str, bool))}
+        anywhere = cached._replace(key={**numbers, **cached.key})  # what it leaves out, its user means for every extent
+        if nearest((anywhere, shipped), key) is shipped:
+            layers = layers[:1]
+    for row, layer in layers:
         if row is not None:
             tiling |= row.tiling
             sources |= dict.fromkeys(row.tiling, f"{layer}: {row.name}")
+    if cached is not None and layers[-1][0] is cached:
+        _warn_of_age(cached, impl, call)
     return Found(tiling, sources)
+
+
+def _shipped_row(impl: Implementation, call: Call, key: Key) -> Row | None:
+    return next(filter(None, (nearest(rows(impl, name), key) for name in tables_for(call.target))), None)
+
+
+def _warn_of_age(row: Row, impl: Implementation, call: Call) -> None:
+    """Say once where a row of the user's was found with another compiler, or on another chip, than what is here."""
+    path = own_table(impl.backend.name, call.target)
+    again = (
+        f"it is used as it is; to find out whether it still holds, tune again (portakern tune {impl.op}), or delete "
+    )
+    for package, then in row.made.get("versions", {}).items():
+        here = _installed(package)
+        if here is not None and here != then:
+            _warn(f"portakern: {path} was tuned with {package} {then}, and {here} is installed: {again}the file")
+            return
+    device, chips = row.made.get("device"), call.framework.accelerator_names()
+    if device and chips and call.target.platform != HOST.platform and device not in chips:
+        _warn(f"portakern: {path} was tuned on {device}, and this is {chips[0]}: {again}the file")
+
+
+@functools.cache
+def _installed(package: str) -> str | None:
+    """The version of a package that is installed, without its local part ("+cu130"); None where it is not."""
+    try:
+        return version(package).partition("+")[0]
+    except PackageNotFoundError:
+        return None
 
 
 def nearest(among: tuple[Row, ...], key: Key) -> Row | None:
@@ -285,6 +344,12 @@ def check_row(impl: Implementation, spec: Spec[Any], row: Row, key: Key) -> None
 Entries = Mapping[str, Mapping[str, list[Any]]]
 
 
+def check_table(path: Path) -> None:
+    """ValueError if a file is no table, and why; one that is not there is an empty table."""
+    _table.cache_clear()
+    _table(path)
+
+
 @functools.cache
 def _table(path: Path) -> tuple[str, Entries]:
     """The target of a table, and its entries by op and variant; none where there is no such file.
@@ -323,6 +388,12 @@ def _check_entry(where: str, entry: Any) -> None:
     for name, kind in (("name", str), ("key", dict), ("tiling", dict), ("source", str)):
         expected = "text" if kind is str else "an object"
         _expect(isinstance(entry.get(name), kind), f"{where}/{name}", entry.get(name), expected)
+    made = entry.get("made", {})
+    _expect(isinstance(made, dict), f"{where}/made", made, "an object")
+    versions, device = made.get("versions", {}), made.get("device", "")
+    right = isinstance(versions, dict) and all(isinstance(v, str) for v in versions.values())
+    _expect(right, f"{where}/made/versions", versions, "an object of texts")
+    _expect(isinstance(device, str), f"{where}/made/device", device, "text")
     for name, value in entry["key"].items():
         _expect(isinstance(value, (str, int, list)), f"{where}/key/{name}", value, "text, a whole number or a list")
     for name, value in entry["tiling"].items():
@@ -340,7 +411,8 @@ def _with_borrowed(table: tuple[str, Entries], op: str, variant: str, folder: Pa
     found: list[Row] = []
     for entry in ops.get(op, {}).get(variant, []):
         if "from" not in entry:
-            found.append(Row(entry["name"], entry["key"], entry["tiling"], entry["source"], target))
+            made = entry.get("made", _NOTHING)
+            found.append(Row(entry["name"], entry["key"], entry["tiling"], entry["source"], target, made))
         elif folder:
             of_target, _, of_op = entry["from"].partition("/")
             borrowed = shipped_rows(folder, of_target, of_op, variant)

@@ -10,6 +10,7 @@ import numpy as np
 from portakern.core.framework import Framework, distinct
 from portakern.core.targets import HOST, Target
 from portakern.errors import SpecError
+from portakern.spec.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -33,6 +34,9 @@ class NumPy(Framework):
 
     def devices(self) -> list[Any]:
         return ["cpu"]
+
+    def abstract(self, shape: tuple[int, ...], dtype: str, strides: Sequence[int] | None = None) -> Any:
+        return np.broadcast_to(np.zeros((), numpy_dtype(dtype)), shape)  # one element, stretched
 
     def contiguous(self, array: Any) -> bool:
         return bool(array.flags.c_contiguous)

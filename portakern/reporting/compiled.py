@@ -274,7 +274,7 @@ def roofs(kept: Kept) -> str:
         )
     heads = ["target", "chip", "GB/s", *(f"{d}, TFLOP/s" for d in columns), "bfloat16 operations a byte at the ridge"]
     notes = (
-        "From [targets.py](portakern/core/targets.py), which names the document of each figure. Left of the ridge a call "
-        "is bound by memory, right of it by arithmetic."
+        "From [targets.py](portakern/core/targets.py), which names the document of each figure. Left of the ridge a "
+        "call is bound by memory, right of it by arithmetic."
     )
     return table(heads, lines, words=2) + "\n\n" + notes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import tokenize
 from pathlib import Path
@@ -25,6 +26,7 @@ SILENT = {
 }
 
 
+@functools.lru_cache(1024)  # several commands, or tables, in one process count the same text
 def code_lines(source: str) -> int:
     """Lines on which code stands."""
     found: set[int] = set()

@@ -23,7 +23,7 @@ def draw(data: dict[str, Any]) -> str:
         from matplotlib.figure import Figure
     except ImportError as e:
         raise UnavailableError(
-            "the plots of portakern report need matplotlib; run: pip install 'portakern[demo]'"
+            "the plots of portakern report need matplotlib; run: pip install 'portakern[plots]'"
         ) from e
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, "backend": "svg", **STYLE}):
         figure = Figure()

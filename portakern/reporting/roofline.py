@@ -57,8 +57,8 @@ def _known_work(op: str, dtype: str) -> tuple[int, int] | None:
 
 
 def _timed(kept: Kept) -> list[tuple[Mapping[str, Any], str]]:
-    """(op, dtype, bytes, operations and microseconds of a call, the device's name) of whatever was timed: of a call that
-    two benchmarks timed, what the later of them says, and of several variants the fastest."""
+    """(a row with op, dtype, bytes, operations and microseconds; the device's name) of whatever was timed: of a call
+    that two benchmarks timed, what the later of them says, and of several variants the fastest."""
     found: dict[Any, tuple[Mapping[str, Any], str]] = {}
     for row, r in kept.rows("times"):
         if row["us"] and row["bytes"]:

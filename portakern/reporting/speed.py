@@ -51,8 +51,8 @@ def speed(kept: Kept) -> str:
         rows = [row for row, r in found if r.device == device]
         text += [f"**{device}**", _summary(rows), *_details(rows, kept.root), footnote(rows, kept.root)]
     notes = (
-        "Device time alone, caches cold, contenders in turns, the median. Roof: a copy and products measured in the same "
-        "run. Of the best peer's speed: above 1 is faster than all of them; what is wrong has no time, and is nobody's "
+        "Device time alone, caches cold, contenders in turns, the median. Roof: a copy and products measured in the "
+        "same run. Of the best peer's speed: above 1 is faster than all of them; what is wrong has no time, and is nobody's "
         "peer. Error: the largest, as a share of the derived bound."
     )
     return "\n\n".join(t for t in [*text, notes, *_beside(kept), source(r for _, r in found)] if t)

@@ -5,6 +5,16 @@
 >>> check("attention", fn=my_kernel)            # any callable with the op's arguments, registered nowhere
 """
 
+import importlib.util
+
+from portakern.errors import UnavailableError
+
+if importlib.util.find_spec("hypothesis") is None:
+    raise UnavailableError(
+        "the checker draws its cases with hypothesis, which is not installed; run: pip install 'portakern[check]', or "
+        "'portakern[cli]' for the command line too (portakern.op works without)"
+    )
+
 from portakern.testing.audit import Audit, audit
 from portakern.testing.cases import Case, edges
 from portakern.testing.laws import Draw

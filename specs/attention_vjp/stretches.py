@@ -1,4 +1,4 @@
-"""Parts of a long call of attention's gradients. A weight follows from its own query, its own key and what was saved."""
+"""Parts of a long call of attention's gradients: a weight follows from its query, its key and what was saved."""
 
 from __future__ import annotations
 

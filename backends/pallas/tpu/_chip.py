@@ -23,7 +23,7 @@ from portakern.core import targets
 from portakern.core.call import Call
 
 LANES = 128
-VMEM_BYTES = targets.least("tpu", "vmem")  # what a kernel may use by default on every chip
+VMEM_BYTES = targets.least("tpu", "vmem")  # what a kernel gets on every chip, unasked
 
 
 def sublanes(dtype: Any) -> int:
@@ -46,16 +46,32 @@ def off_grid(name: str, tile: int, extent: int, grain: int) -> str | None:
     )
 
 
-def over_vmem(needed: int, names: str) -> str | None:
+def vmem_granted(call: Call) -> int:
+    """Bytes of VMEM that a kernel gets on the call's chip without asking; of an unknown chip what every one has."""
+    hardware = targets.HARDWARE.get(call.target.arch)
+    return (hardware.scoped.get("vmem") if hardware else None) or VMEM_BYTES
+
+
+def vmem_limit(call: Call) -> int:
+    """Bytes of VMEM that a kernel may ask for: three quarters of what the chip has, since the program around it keeps
+    some; of an unknown chip what every one grants."""
+    hardware = targets.HARDWARE.get(call.target.arch)
+    there = hardware.on_chip.get("vmem") if hardware else None
+    return max(vmem_granted(call), (there or 0) * 3 // 4)
+
+
+def over_vmem(call: Call, needed: int, names: str, limit: int | None = None) -> str | None:
     """Why blocks of so many bytes cannot be resident at once, or None.
 
-    ``names`` are the tiles that would have to be smaller.
+    ``names`` are the tiles that would have to be smaller; ``limit``: of a kernel that does not ask for more than it is
+    granted.
     """
-    if needed <= VMEM_BYTES:
+    limit = vmem_limit(call) if limit is None else limit
+    if needed <= limit:
         return None
+    chip = f"{call.target.arch} lets a kernel have" if call.target.arch in targets.HARDWARE else "a TPU kernel has"
     return (
-        f"this tiling needs about {needed / 2**20:.1f} MiB of VMEM and a TPU kernel has {VMEM_BYTES >> 20} MiB "
-        f"by default: choose smaller {names}"
+        f"this tiling needs about {needed / 2**20:.1f} MiB of VMEM and {chip} {limit >> 20} MiB: choose smaller {names}"
     )
 
 
@@ -89,8 +105,12 @@ def launch(
     outputs: Blocks,
     scratch: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     cost: pl.CostEstimate,
+    vmem: int = 0,
 ) -> dict[str, jax.Array]:
     """Run ``kernel(ref)`` on a TPU's grid, and return what it wrote by name (`common.launch`).
+
+    ``vmem``: bytes that it needs, as far as that is known. Where they are more than a kernel gets unasked, it asks for
+    the chip's limit.
 
     The last ``in_order`` grid axes run one step after another, since ``scratch``, float32 arrays of these shapes in
     VMEM, is carried along them ("arbitrary", in Mosaic's word). The axes before them are independent of each other and
@@ -105,7 +125,8 @@ def launch(
         outputs=outputs,
         scratch={state: pltpu.VMEM(shape, jnp.float32) for state, shape in scratch.items()},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",) * (len(grid) - in_order) + ("arbitrary",) * in_order
+            dimension_semantics=("parallel",) * (len(grid) - in_order) + ("arbitrary",) * in_order,
+            vmem_limit_bytes=vmem_limit(call) if vmem > vmem_granted(call) else None,
         ),
         cost=cost,
     )

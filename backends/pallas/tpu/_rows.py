@@ -20,7 +20,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas.common import Blocks, block, row_block, step_along, within
-from portakern.backends.pallas.tpu._chip import LANES, dtype_refused, launch, off_grid, over_vmem, sublanes, whole_lanes
+from portakern.backends.pallas.tpu._chip import (
+    LANES,
+    dtype_refused,
+    launch,
+    off_grid,
+    over_vmem,
+    sublanes,
+    vmem_granted,
+    whole_lanes,
+)
 from portakern.core.call import Call
 
 
@@ -148,7 +157,7 @@ class Walk(NamedTuple):
         return (
             dtype_refused(call)
             or off_grid("block_rows", tiling["block_rows"], self.height, grains(call, self.along)[0])
-            or over_vmem(needed, "block_rows or block_n")
+            or over_vmem(call, needed, "block_rows or block_n", vmem_granted(call))
         )
 
 

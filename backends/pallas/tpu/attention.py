@@ -66,23 +66,23 @@ def grains(call: Call) -> tuple[int, int]:
 def blocks(call: Call, tiling: Mapping[str, int]) -> tuple[int, int]:
     """How many queries, and how many keys, one step holds."""
     of_q, of_kv = grains(call)
-    bq = row_block(call, call.dims["q_len"], tiling["block_q"], of_q)
+    bq = row_block(call, call.dims["q_len"], tiling["block_q"], of_q, even=True)
     return bq, block(call.dims["kv_len"], tiling["block_kv"], of_kv)
 
 
-def refused(call: Call, tiling: Mapping[str, int], resident: int) -> str | None:
+def refused(call: Call, tiling: Mapping[str, int], needed: int) -> str | None:
     """Why a TPU cannot run attention, or its gradients, in these tiles, which need so many bytes of VMEM; or None."""
     of_q, of_kv = grains(call)
     return (
         dtype_refused(call)
         or off_grid("block_q", tiling["block_q"], call.dims["q_len"], of_q)
         or off_grid("block_kv", tiling["block_kv"], call.dims["kv_len"], of_kv)
-        or over_vmem(resident, "block_q or block_kv")
+        or over_vmem(call, needed, "block_q or block_kv")
     )
 
 
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    bq, bkv = blocks(call, tiling)
+def resident(call: Call, bq: int, bkv: int) -> int:
+    """The VMEM, in bytes, of one step."""
     d, dv, lanes = whole_lanes(call.dims["d"]), whole_lanes(call.dims["dv"]), whole_lanes(bkv)
     streamed = call.arrays["q"].dtype.itemsize * (bq * d + bkv * (d + dv) + bq * dv)
     bias = call.arrays["bias"]
@@ -90,7 +90,11 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
         streamed += bias.dtype.itemsize * lanes * (8 if bias.shape[2] == 1 else bq)
     sums = 4 * bq * (dv + 2 * LANES)  # acc, and m and l, which have a register's width of lanes
     scores = 12 * bq * lanes  # s, p and the mask of one step
-    return refused(call, tiling, 2 * streamed + sums + scores)
+    return 2 * streamed + sums + scores
+
+
+def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+    return refused(call, tiling, resident(call, *blocks(call, tiling)))
 
 
 class Scores(NamedTuple):
@@ -207,6 +211,7 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Arr
         inputs=inputs,
         outputs=outputs,
         scratch={"m": (bq, 1), "l": (bq, 1), "acc": (bq, dv)},
+        vmem=resident(call, bq, bkv),
         cost=pl.CostEstimate(
             flops=2 * pairs * (d + dv),
             transcendentals=pairs,

@@ -39,7 +39,7 @@ from jax.experimental import pallas as pl
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Blocks, Refs, block, quotient, row_block, step_along, within
 from portakern.backends.pallas.tpu._band import Band
-from portakern.backends.pallas.tpu._chip import LANES, VMEM_BYTES, dot, launch, whole_lanes
+from portakern.backends.pallas.tpu._chip import LANES, dot, launch, vmem_limit, whole_lanes
 from portakern.backends.pallas.tpu._heads import Operands, Place, bias_blocks, by_head, head_blocks, row_blocks
 from portakern.backends.pallas.tpu.attention import Scores, grains, key, refused, visible_pairs
 from portakern.core.call import Call
@@ -49,7 +49,7 @@ from portakern.specs.attention import scale_of
 def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
     """Half of both, as often as VMEM demands."""
     bq, bkv = tiling["block_q"], tiling["block_kv"]
-    while resident(call, bq, bkv) > VMEM_BYTES and bkv > LANES:
+    while resident(call, bq, bkv) > vmem_limit(call) and bkv > LANES:
         bq, bkv = max(LANES, bq // 2), bkv // 2
     return {"block_q": bq, "block_kv": bkv}
 
@@ -276,6 +276,7 @@ def launched(
         outputs=outputs,
         scratch=scratch,
         cost=pl.CostEstimate(flops=2 * exponentials * depth, transcendentals=exponentials, bytes_accessed=moved),
+        vmem=vmem_limit(call),  # blocks were chosen to fit that
     )
 
 

@@ -7,7 +7,7 @@ that is broadcast along one answers with block 0 there, so nothing is repeated i
 one b are one taller matrix.
 
 block_m, block_n: the output block (sublanes, lanes); block_k: the share of k resident at a step. Larger blocks read
-each operand fewer times.
+each operand fewer times. They are the most that a block holds: an extent is cut evenly into as many as that takes.
 
 Source: the blocked product of Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008),
 section 4, with VMEM as the cache.
@@ -15,6 +15,7 @@ section 4, with VMEM as the cache.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -25,8 +26,18 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import Refs, block, row_block, step_along, within
-from portakern.backends.pallas.tpu._chip import LANES, dot, dtype_refused, launch, off_grid, over_vmem, sublanes
+from portakern.backends.pallas.common import Refs, even_block, row_block, step_along, within
+from portakern.backends.pallas.tpu._chip import (
+    LANES,
+    dot,
+    dtype_refused,
+    launch,
+    off_grid,
+    over_vmem,
+    sublanes,
+    vmem_limit,
+)
+from portakern.core import targets
 from portakern.core.call import Call
 
 
@@ -34,27 +45,75 @@ def key(call: Call) -> dict[str, str | int]:
     return {"dtype": call.dtype, "n": call.dims["n"], "k": call.dims["k"]}
 
 
+def default_tiling(call: Call) -> dict[str, int]:
+    """The blocks with which ROWS rows cost least, by what products, waits and memory take. Of n, k and the chip alone;
+    where that is not known, of the one with the slowest memory."""
+    hardware = targets.HARDWARE.get(call.target.arch) or targets.HARDWARE[SLOWEST]
+    unknown = call.target.arch not in targets.HARDWARE
+    n, k, size = call.dims["n"], call.dims["k"], 4 if call.dtype in ("float32", "float64") else 2
+    clock = hardware.clock or targets.HARDWARE[SLOWEST].clock or 1.0
+    passes = FLOAT32_PASSES if size == 4 else 1
+    rate = (hardware.flops["bfloat16"] or 1.0) / clock / passes
+    bandwidth = (hardware.bandwidth or 1.0) / clock
+    limit = targets.least("tpu", "vmem") if unknown else vmem_limit(call)
+
+    def cost(tiles: tuple[int, ...]) -> float:
+        bm, bn, bk = tiles[0], even_block(n, tiles[1], LANES), even_block(k, tiles[2], LANES)
+        if resident_bytes(bm, bn, bk, size, size) > limit or bm * bn * bk * passes > MOST:
+            return math.inf
+        columns, depth = pl.cdiv(n, bn), pl.cdiv(k, bk)
+        products = ROWS * 2 * bn * columns * bk * depth / rate
+        added = ADD * bm * bn if depth > 1 else 0.0
+        waits = (STEP + added) * ROWS / bm * columns * depth
+        first_and_last = size * (bm * bk + bk * bn + bm * bn)  # nothing else goes on meanwhile
+        moved = size * (ROWS * bk * depth * columns + bk * depth * bn * columns * ROWS / bm + ROWS * n)
+        longer, shorter = max(products + waits, moved / bandwidth), min(products + waits, moved / bandwidth)
+        return longer + SHARE * shorter + first_and_last / bandwidth
+
+    best = min(itertools.product(SIZES, repeat=3), key=cost)
+    return dict(zip(("block_m", "block_n", "block_k"), best, strict=True))
+
+
+SIZES = (256, 512, 1024, 2048)
+ROWS = 4096
+MOST = 2**31  # multiplications of a step: its code is as long as they are many, and takes as long to compile
+SLOWEST = "v5e"
+FLOAT32_PASSES = 6  # products of bfloat16 parts that make one of float32
+STEP = 400  # cycles that a step waits, by libtpu's estimates less its code
+ADD = 2.5 / 1024  # cycles an element of adding a step's products to those before, where there are any
+SHARE = 0.2  # of what hides behind what takes longer: with other than ROWS rows it may be that which takes longer
+
+
 def blocks(call: Call, tiling: Mapping[str, int], m: int) -> tuple[int, int, int]:
     """(block_m, block_n, block_k) of a call whose a has m rows for each b."""
     return (
-        row_block(call, m, tiling["block_m"], sublanes(call.arrays["a"].dtype)),
-        block(call.dims["n"], tiling["block_n"], LANES),
-        block(call.dims["k"], tiling["block_k"], LANES),
+        row_block(call, m, tiling["block_m"], sublanes(call.arrays["a"].dtype), even=True),
+        even_block(call.dims["n"], tiling["block_n"], LANES),
+        even_block(call.dims["k"], tiling["block_k"], LANES),
     )
+
+
+def resident(call: Call, bm: int, bn: int, bk: int) -> int:
+    """The VMEM, in bytes, of one step: two blocks of each operand, so that one is moved while the other is used, one
+    accumulator, and a fifth more: the compiler keeps values there for which it has no registers, up to 15 % of the rest
+    at 1024 x 1024 x 1024."""
+    return resident_bytes(bm, bn, bk, call.arrays["a"].dtype.itemsize, jnp.dtype(call.outputs["c"][1]).itemsize)
+
+
+def resident_bytes(bm: int, bn: int, bk: int, size: int, out: int) -> int:
+    """The same for operands and results of so many bytes an element."""
+    return (2 * (bm * bk + bk * bn) * size + 2 * bm * bn * out + 4 * bm * bn) * 6 // 5
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     m, n, k = (call.dims[axis] for axis in "mnk")
-    bm, bn, bk = blocks(call, tiling, m)
-    size, out = call.arrays["a"].dtype.itemsize, jnp.dtype(call.outputs["c"][1]).itemsize
-    # two blocks of each operand, so that one is moved while the other is used, and one accumulator
-    resident = 2 * (bm * bk + bk * bn) * size + 2 * bm * bn * out + 4 * bm * bn
+    needed = resident(call, *blocks(call, tiling, m))
     return (
         dtype_refused(call, call.outputs["c"][1])
         or off_grid("block_m", tiling["block_m"], m, sublanes(call.arrays["a"].dtype))
         or off_grid("block_n", tiling["block_n"], n, LANES)
         or off_grid("block_k", tiling["block_k"], k, LANES)
-        or over_vmem(resident, "block_m, block_n or block_k")
+        or over_vmem(call, needed, "block_m, block_n or block_k")
     )
 
 
@@ -93,7 +152,7 @@ def operand(shape: tuple[int, ...], block_shape: tuple[int, int], axes: tuple[in
     return pl.BlockSpec((*(None for _ in batch), *block_shape), index)
 
 
-@BACKEND.implements("matmul", key=key, supports=supports)
+@BACKEND.implements("matmul", key=key, tiling=default_tiling, supports=supports)
 def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     a, b = call.arrays["a"], call.arrays["b"]
     shape, dtype = call.outputs["c"]
@@ -125,6 +184,7 @@ def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
             )
         },
         scratch={"acc": (bm, bn)},
+        vmem=resident(call, bm, bn, bk),
         cost=pl.CostEstimate(flops=2 * products, transcendentals=0, bytes_accessed=bytes_of_a + bytes_of_b),
     )
     return (found["c"].reshape(shape),)

@@ -80,7 +80,11 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     return refused
 
 
-@BACKEND.implements("matmul_vjp", key=key, supports=supports)
+def default_tiling(call: Call) -> dict[str, int]:
+    return forward.default_tiling(call.replace(dtype=product_dtype(call)))
+
+
+@BACKEND.implements("matmul_vjp", key=key, tiling=default_tiling, supports=supports)
 def matmul_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     def gradient(name: str) -> jax.Array | None:
         if name not in call.wants:

@@ -253,9 +253,17 @@ def _lowered(platform: str, *arrays: Any, static: _Static) -> tuple[Any, ...]:
     return out
 
 
+def _target(platform: str) -> Target:
+    """The chip that a platform means: that of this process's own devices, where they are of one kind. What is lowered
+    for elsewhere is for any."""
+    framework = frameworks()["jax"]
+    found = {t for d in jax.local_devices() if (t := framework.target(d)).platform == platform}
+    return found.pop() if len(found) == 1 else Target(platform)
+
+
 def _on_platform(platform: str, static: _Static, *arrays: Any) -> tuple[Any, ...]:
     call = static.bind(arrays)
-    target = Target(platform)
+    target = _target(platform)
     backend = static.backend or choose(call.spec, frameworks()["jax"], target)
     candidates = find_routes(backend, call, target, static.variant)
     route = candidates[0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +27,11 @@ from typing import TYPE_CHECKING, Any
 from portakern.backends.pallas import BACKEND
 from portakern.compiling.build import Compiled, Kernel
 from portakern.compiling.forms import form_of
-from portakern.core.targets import Hardware
+from portakern.core import targets
+from portakern.core.targets import Hardware, Target
 
 if TYPE_CHECKING:
+    from portakern.backends.pallas.tpu.toolchain.static import Region, Walk
     from portakern.core.backend import Implementation
     from portakern.core.call import Call
 
@@ -78,6 +82,48 @@ def _version(package: str) -> str:
 
 def build(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compiled:
     """Compile a call for one core of the target's chip."""
+    compiled, walks, codes = _build(_traced(impl, call, tiling), call, tiling)
+    return Compiled(_counted(compiled.kernels, walks, codes, call.target), compiled.code_bytes)
+
+
+def survey(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compiled:
+    """As :func:`build`, without the machine code's text, and what that says is taken from an earlier call of this
+    process whose kernels are the same but for the extents of arrays and grid: to rank calls, and for nothing else."""
+    from portakern.backends.pallas.tpu.toolchain.static import walks_of
+
+    traced = _traced(impl, call, tiling)
+    walks = walks_of(traced.jaxpr.jaxpr)
+    key = (call.target, *(w.program for w in walks))
+    if key not in _SURVEYED or os.environ.get(WANT_ESTIMATE):
+        compiled, walks, codes = _build(traced, call, tiling)
+        _SURVEYED[key] = Compiled([replace(k, assembly="") for k in compiled.kernels], compiled.code_bytes), codes
+    kept, codes = _SURVEYED[key]
+    return Compiled(_counted([replace(k) for k in kept.kernels], walks, codes, call.target), kept.code_bytes)
+
+
+_SURVEYED: dict[Any, tuple[Compiled, list[Region | None]]] = {}
+
+
+def _build(traced: Any, call: Call, tiling: Mapping[str, int]) -> tuple[Compiled, list[Walk], list[Region | None]]:
+    """What libtpu made, how its kernels walk their grids, and of each the regions of its code, where that was told."""
+    from portakern.backends.pallas.tpu.toolchain.static import regions, walks_of
+
+    dump = Path(os.environ[DUMP]) if DUMP in os.environ else None
+    before = _files(dump)
+    compiled = traced.lower().compile()
+    told = _files(dump) - before
+    made = re.findall(r"%([\w.-]+) = .*custom_call_target=\"tpu_custom_call\"", compiled.as_text())
+    cycles = _estimate(call, tiling, made) if os.environ.get(WANT_ESTIMATE) else {}
+    kernels = _merged([_read(name, told, cycles.get(name)) for name in made])
+    for path in told:  # a process that compiles a thousand calls would fill the disk
+        path.unlink(missing_ok=True)
+    codes = [regions(k.assembly) if k.assembly else None for k in kernels]
+    size = compiled.memory_analysis().generated_code_size_in_bytes
+    return Compiled(kernels, size), walks_of(traced.jaxpr.jaxpr), codes
+
+
+def _traced(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Any:
+    """The program of a call, traced for the first chip of a topology that is only described."""
     import jax
     from jax.experimental import topologies
 
@@ -90,16 +136,26 @@ def build(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compil
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY[call.target.arch])
     sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
     forms = [jax.ShapeDtypeStruct(call.arrays[n].shape, call.arrays[n].dtype, sharding=sharding) for n in names]
-    dump = Path(os.environ[DUMP]) if DUMP in os.environ else None
-    before = _files(dump)
-    compiled = jax.jit(program).lower(*forms).compile()
-    told = _files(dump) - before
-    made = re.findall(r"%([\w.-]+) = .*custom_call_target=\"tpu_custom_call\"", compiled.as_text())
-    cycles = _estimate(call, tiling, made) if os.environ.get(WANT_ESTIMATE) else {}
-    return Compiled(
-        _merged([_read(name, told, cycles.get(name)) for name in made]),
-        compiled.memory_analysis().generated_code_size_in_bytes,
-    )
+    return jax.jit(program).trace(*forms)
+
+
+def _counted(kernels: list[Kernel], walks: list[Walk], codes: list[Region | None], target: Target) -> list[Kernel]:
+    """The kernels, with what a run issues and moves; of one that serves several launches, in all of them."""
+    from portakern.backends.pallas.tpu.toolchain.static import cycles
+
+    hardware = targets.find(target.arch)
+    a_cycle = (hardware.clock or math.inf) * (hardware.cores or 1)  # a kernel runs on one core
+    rates = (hardware.flops["bfloat16"] or 0.0) / a_cycle or math.inf, (hardware.bandwidth or 0.0) / a_cycle or math.inf
+    names = [k.name for k in kernels]
+    for i, (kernel, code) in enumerate(zip(kernels, codes, strict=True)):
+        mine = [w for w in walks if w.name == kernel.name]
+        if names.count(kernel.name) > 1:
+            place = names[:i].count(kernel.name)
+            mine = mine[place : place + 1]
+        if mine and code is not None:
+            kernel.issued = sum(cycles(walk, code, *rates) for walk in mine)
+            kernel.moved = sum(walk.moved for walk in mine)
+    return kernels
 
 
 def _files(folder: Path | None) -> set[Path]:

@@ -1,0 +1,284 @@
+"""How long a kernel takes a TPU, from its machine code and its grid, with nothing run.
+
+A kernel's program is one loop over the grid. Each ``pl.when`` is a region of the loop's code that a branch skips, and
+which steps skip it follows from the step's indices alone. So the cycles of a whole run are the sum over the regions
+of their VLIW bundles times the steps that come by them, and what a step waits besides (:data:`STEP`). In the same way
+the bytes between device memory and the chip follow from the index maps: a window is moved when its index differs from
+the step before.
+
+Which region belongs to which ``pl.when`` is told by their order. What the compiler knows to be always or never taken
+has no region, and small ones become predicated instructions without a branch: where regions are fewer, those are left
+out first.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+__all__ = ["Region", "Walk", "cycles", "regions", "walks_of"]
+
+STEPS = 1 << 22
+"""Steps beyond which a grid is not followed."""
+
+FLOAT32_PASSES = 6
+"""Products of bfloat16 parts that make one of float32, of three parts each, where all that count are taken."""
+
+STEP = 400
+"""Cycles that a step waits: by how much libtpu's own estimates exceed bundles, 120 to 900 a step over the tilings of
+matmul and attention on v5e and v6e. Without it many small steps would look as good as few large ones."""
+
+
+class Region(NamedTuple):
+    """Code that a branch skips: its bundles, those of regions within it left out, and these regions."""
+
+    bundles: int
+    inner: tuple[Region, ...]
+
+
+class Condition(NamedTuple):
+    """A ``pl.when`` of a kernel: how many steps take it, how much it works on (elements that it reads and makes), the
+    operations of its matrix products, what it holds."""
+
+    steps: int
+    work: int
+    flops: int
+    inner: tuple[Condition, ...]
+
+
+class Walk(NamedTuple):
+    """A kernel of a program, as its grid walks it.
+
+    Attributes:
+      name: the kernel's; steps: of its grid; body: all of it, with its branches in order.
+      moved: bytes of its windows; first: those of one window of each.
+      program: the kernel's text without the numbers that differ between calls of other extents.
+    """
+
+    name: str
+    steps: int
+    body: Condition
+    moved: int
+    first: int
+    program: str
+
+
+def walks_of(jaxpr: Any) -> list[Walk]:
+    """Every kernel of a traced program, in order."""
+    return [_walk(eqn) for eqn in _calls(jaxpr)]
+
+
+def _calls(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            yield eqn
+        else:
+            for inner in _inner(eqn):
+                yield from _calls(inner)
+
+
+def _inner(eqn: Any) -> Iterator[Any]:
+    """The jaxprs of an equation's parameters."""
+    for value in eqn.params.values():
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            found = getattr(one, "jaxpr", one)
+            if hasattr(found, "eqns"):
+                yield found
+
+
+def _walk(eqn: Any) -> Walk:
+    mapping, body = eqn.params["grid_mapping"], eqn.params["jaxpr"]
+    grid = tuple(int(extent) for extent in mapping.grid)
+    steps = math.prod(grid)
+    name = str(eqn.params.get("name") or getattr(eqn.params.get("name_and_src_info"), "name", ""))
+    if steps > STEPS:
+        raise ValueError(f"{name} has a grid of {steps} steps; expected at most {STEPS}, which are followed one by one")
+    places = [axis.reshape(-1).astype(np.int32) for axis in np.indices(grid, dtype=np.int32)]
+    text = "\n".join([str(body), *(f"{m.block_shape} {m.index_map_jaxpr}" for m in mapping.block_mappings)])
+    return Walk(
+        name,
+        steps,
+        Condition(steps, _work(body), _flops(body), tuple(_conditions(body, {}, places, np.ones(steps, bool)))),
+        sum(_moved(m, places) for m in mapping.block_mappings),
+        sum(_bytes(m) for m in mapping.block_mappings),
+        re.sub(r"\b-?\d+:i32\[\]", "N:i32[]", text),
+    )
+
+
+def _moved(mapping: Any, places: list[np.ndarray]) -> int:
+    """Bytes of a window's moves: it is moved at the first step, and wherever its index changes."""
+    closed = mapping.index_map_jaxpr
+    known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    known |= dict(zip(closed.jaxpr.invars, places, strict=False))
+    known = _evaluated(closed.jaxpr, known, places)
+    steps = len(places[0]) if places else 1
+    at = np.stack([np.broadcast_to(_value(v, known), steps) for v in closed.jaxpr.outvars])
+    moves = 1 + int((at[:, 1:] != at[:, :-1]).any(0).sum())
+    return moves * _bytes(mapping)
+
+
+def _bytes(mapping: Any) -> int:
+    """Of one window."""
+    aval = mapping.ref_aval
+    return math.prod(int(n) for n in aval.shape) * aval.dtype.itemsize
+
+
+def _evaluated(jaxpr: Any, known: dict[Any, Any], places: list[np.ndarray]) -> dict[Any, Any]:
+    """``known`` with every scalar that follows from it and from the step's indices, each as an array over the steps."""
+    found = dict(known)
+    for eqn in jaxpr.eqns:
+        _evaluate(eqn, found, places)
+    return found
+
+
+def _evaluate(eqn: Any, known: dict[Any, Any], places: list[np.ndarray]) -> None:
+    """Add what an equation gives, where it is made of known scalars alone."""
+    if eqn.primitive.name == "program_id":
+        known[eqn.outvars[0]] = places[eqn.params["axis"]]
+        return
+    if any(getattr(v.aval, "shape", None) != () for v in eqn.outvars) or not eqn.outvars:
+        return
+    values = [_value(v, known) for v in eqn.invars]
+    if any(v is None for v in values) or not eqn.invars:
+        return
+    inner = next(_inner(eqn), None)
+    if inner is not None:
+        if eqn.primitive.name in ("pjit", "jit", "closed_call", "custom_jvp_call"):
+            deeper = _evaluated(inner, dict(zip(inner.invars, values, strict=True)), places)
+            results = [_value(v, deeper) for v in inner.outvars]
+            known.update({v: r for v, r in zip(eqn.outvars, results, strict=True) if r is not None})
+        return
+    steps = len(places[0]) if places else 1
+    wide = [np.broadcast_to(v, steps) for v in values]
+    with jax.ensure_compile_time_eval():
+        made = eqn.primitive.bind(*map(jax.numpy.asarray, wide), **eqn.params)
+    known[eqn.outvars[0]] = np.asarray(made)
+
+
+def _value(v: Any, known: dict[Any, Any]) -> Any:
+    """What a variable or literal holds, None where that is not known."""
+    if hasattr(v, "val"):
+        return np.asarray(v.val)
+    return known.get(v)
+
+
+def _conditions(jaxpr: Any, known: dict[Any, Any], places: list[np.ndarray], taken: np.ndarray) -> Iterator[Condition]:
+    """The branches of a kernel; ``taken``: which steps come by."""
+    known = dict(known)
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name != "cond":
+            _evaluate(eqn, known, places)
+            continue
+        index = _value(eqn.invars[0], known)
+        for number, branch in enumerate(eqn.params["branches"]):
+            if not branch.jaxpr.eqns:
+                continue
+            here = taken if index is None else taken & (np.broadcast_to(index, taken.shape).astype(int) == number)
+            given = zip(branch.jaxpr.invars, (_value(v, known) for v in eqn.invars[1:]), strict=True)
+            inside = {v: value for v, value in given if value is not None}
+            inner = tuple(_conditions(branch.jaxpr, inside, places, here))
+            yield Condition(int(here.sum()), _work(branch.jaxpr), _flops(branch.jaxpr), inner)
+
+
+def _work(jaxpr: Any) -> int:
+    return sum(math.prod(getattr(v.aval, "shape", ())) for eqn in jaxpr.eqns for v in (*eqn.outvars, *eqn.invars))
+
+
+def _flops(jaxpr: Any) -> int:
+    """Operations of the matrix products outside branches. One in full float32 is several of bfloat16."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            left = eqn.invars[0].aval
+            depth = math.prod(left.shape[axis] for axis in contracted)
+            passes = FLOAT32_PASSES if left.dtype == np.float32 else 1
+            total += 2 * depth * math.prod(eqn.outvars[0].aval.shape) * passes
+        elif eqn.primitive.name != "cond":
+            total += sum(map(_flops, _inner(eqn)))
+    return total
+
+
+# ------------------------------------------------------------------------------------------------------- machine code
+
+_BUNDLE = re.compile(r"\s*(0x[0-9a-f]+|0)\s*(?:LB|LH|LE|PB|PF|CT)?\s*:(?:[ >]*)\{")
+
+
+def regions(bundles: str) -> Region:
+    """The whole of a kernel's final bundles as a region, with those that branches skip."""
+    skipped: list[tuple[int, int]] = []
+    open_branches: dict[str, int] = {}
+    last = 0
+    for line in bundles.splitlines():
+        match = _BUNDLE.match(line)
+        if match:
+            last = int(match[1], 16)
+        for label in re.findall(r"Start/End empty region (\d+)", line):
+            if label in open_branches:
+                skipped.append((open_branches.pop(label), last))
+        branch = re.search(r"sbr\.rel .*?target = \$region(\d+)", line)
+        if branch:
+            open_branches[branch[1]] = last + 1
+    return _nested(0, last + 1, sorted(skipped, key=lambda span: (span[0], -span[1])))
+
+
+def _nested(start: int, end: int, spans: list[tuple[int, int]]) -> Region:
+    inner: list[Region] = []
+    covered = 0
+    while spans:
+        (a, b), spans = spans[0], spans[1:]
+        inner.append(_nested(a, b, [s for s in spans if s[1] <= b]))
+        spans = [s for s in spans if s[0] >= b]
+        covered += b - a
+    return Region(end - start - covered, tuple(inner))
+
+
+def cycles(walk: Walk, code: Region, flops_a_cycle: float, bytes_a_cycle: float) -> int:
+    """Bundles times how often the grid comes by them, and what the steps wait; no less than the matrix units take. The
+    first step waits for all windows, and the last is over when its results are in memory."""
+    inside = _inside(walk.body, _body(walk, code), flops_a_cycle)
+    return round(walk.steps * STEP + inside + walk.first / bytes_a_cycle)
+
+
+def _body(walk: Walk, code: Region) -> Region:
+    """The kernel's own code, of which the pipeline around it is made a straight part: it moves windows in regions of
+    its own, which most steps come by, and guards the kernel with one that holds it all."""
+    while _region_depth(code) > _depth(walk.body.inner):
+        guard = max(code.inner, key=lambda r: (bool(r.inner), _whole(r)))
+        around = code.bundles + sum(_whole(r) for r in code.inner if r is not guard)
+        code = Region(guard.bundles + around, guard.inner)
+    return code
+
+
+def _inside(condition: Condition, code: Region, flops_a_cycle: float) -> float:
+    """The cycles of a region, with those within it, each under the condition that it stands for: a region that is left
+    over is the compiler's own, and a condition's work then stands in the straight code."""
+    kept, inner, straight_flops = [*condition.inner], list(code.inner), condition.flops
+    while len(kept) > len(inner):
+        lost = min(kept, key=lambda c: (0 < c.steps < condition.steps, c.steps, c.work))
+        straight_flops += lost.flops if lost.steps else 0
+        kept.remove(lost)
+    largest = sorted(range(len(inner)), key=lambda i: _whole(inner[i]), reverse=True)[: len(kept)]
+    mine = [inner[i] for i in sorted(largest)]
+    straight = code.bundles + sum(map(_whole, inner)) - sum(map(_whole, mine))
+    of_these = max(straight, straight_flops / flops_a_cycle)
+    return condition.steps * of_these + sum(_inside(c, r, flops_a_cycle) for c, r in zip(kept, mine, strict=True))
+
+
+@functools.cache
+def _whole(region: Region) -> int:
+    return region.bundles + sum(map(_whole, region.inner))
+
+
+def _depth(conditions: tuple[Condition, ...]) -> int:
+    return 1 + max((_depth(c.inner) for c in conditions), default=-1)
+
+
+def _region_depth(region: Region) -> int:
+    return max((1 + _region_depth(r) for r in region.inner), default=0)

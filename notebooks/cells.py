@@ -1,0 +1,353 @@
+# %% [markdown]
+# # portakern on $title
+#
+# Installs portakern beside what this runtime has, runs a first op, holds every kernel to its error bounds on the $kind,
+# times the kernels beside $peers, draws the times, and leaves files of results that `portakern report --add` takes into
+# a checkout.
+#
+# Choose the machine first: **$choose**. Then run all cells. The check and the benchmark take what the next cell gives
+# them.
+#
+# Without $a_kind all of it runs too, in interpreters on the CPU and on a few cases, and says so: that shows the way,
+# and nothing about $a_kind.
+
+# %%
+SOURCE = "$repository"  # where portakern comes from: an address that git clones, a folder of it, a wheel or an sdist
+EXAMPLES = 100  # cases of each op that the check draws
+SECONDS = 900  # what the benchmark may take
+OPS = []  # all, or some: ["softmax", "attention"]
+
+# %% [markdown]
+# ## What is here
+#
+# portakern runs in processes of its own, never in this notebook's: the process that loads JAX first owns a TPU until it
+# ends, and a process that has loaded one version of JAX cannot change to another.
+
+# %%
+import glob
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zipfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+# a folder of this run's own: no result of another is taken for its
+WORK = Path(tempfile.mkdtemp(prefix=time.strftime("portakern-%Y-%m-%d-"), dir=Path.cwd()))
+# A notebook's plotting backend is a module of its own packages, and its colours are for terminals.
+ENVIRONMENT = {**os.environ, "PYTHONUTF8": "1", "PYTHONUNBUFFERED": "1", "COLUMNS": "120", "MPLBACKEND": "agg"}
+for name in ("FORCE_COLOR", "CLICOLOR_FORCE"):
+    ENVIRONMENT.pop(name, None)
+FAILED = []  # the steps that failed, told at the end: what the others found is kept
+
+
+def run(*command):
+    """Run a command in a process of its own, show what it says as it comes, and give its exit status."""
+    print("$$", shlex.join("..." if len(part) > 100 else part for part in command), flush=True)
+    process = subprocess.Popen(
+        command, cwd=WORK, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    reader = threading.Thread(target=lambda: [print(line, end="", flush=True) for line in process.stdout])
+    reader.start()
+    minutes = 0
+    try:
+        while reader.is_alive():
+            reader.join(60)
+            if reader.is_alive():
+                minutes += 1
+                print(f"  ... {minutes} min", flush=True)
+        return process.wait()
+    except BaseException:  # an interrupted cell leaves no process that holds the device
+        process.terminate()
+        process.wait()
+        raise
+
+
+def loudly(text):
+    """Print a text that nobody overlooks."""
+    line = "*" * 100
+    print(line, *text.strip().splitlines(), line, sep="\n")
+
+
+def installed(package):
+    """The version of a package of this runtime, None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def devices():
+    """The kinds of accelerator that this machine shows: "tpu", "cuda"."""
+    tpu = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")
+    smi = shutil.which("nvidia-smi")
+    gpu = smi and subprocess.run([smi, "-L"], capture_output=True, text=True).stdout.startswith("GPU")
+    return {kind for kind, there in {"tpu": tpu, "cuda": gpu}.items() if there}
+
+
+def advice(shown):
+    """What to do about a runtime that shows these kinds of accelerator; None where it is the right one."""
+    if "$platform" in shown:
+        return None
+    wrong = {"tpu": "a TPU: tpu_colab.ipynb or tpu_kaggle.ipynb is for it", "cuda": "a GPU: gpu_colab.ipynb is for it"}
+    others = "".join(f"It has {wrong[kind]}.\n" for kind in sorted(shown))
+    return (
+        f"This runtime shows no $kind. {others}To have one: $choose, and run all cells again.\n"
+        "WITHOUT IT EVERYTHING BELOW RUNS IN AN INTERPRETER ON THE CPU:\n"
+        "exact semantics, slow, and its times mean nothing."
+    )
+
+
+if sys.version_info < (3, 11):
+    raise RuntimeError(f"portakern needs Python 3.11 or newer; this runtime has {platform.python_version()}: $choose")
+packages = {p: installed(p) or "-" for p in ("portakern", "jax", "libtpu", "torch", "triton")}
+print(f"Python {platform.python_version()}, " + ", ".join(f"{p} {v}" for p, v in packages.items()))
+if advice(devices()):
+    loudly(advice(devices()))
+if "$platform" == "tpu" and {"jax", "torch_xla"} & set(sys.modules):
+    loudly("This notebook's own process has loaded JAX or torch_xla and may hold the TPU: restart the session first.")
+
+# %% [markdown]
+# ## Install
+#
+# portakern needs $needs. What this runtime has stays as it is: a virtual environment beside it gets $installs.
+
+# %%
+VENV = Path(tempfile.gettempdir()) / "portakern-venv"
+WANTED = "$wanted"  # package -> its oldest version
+FLOORS = """
+import json, re, sys
+from importlib.metadata import PackageNotFoundError, version
+def number(package):
+    try:
+        return [int(n) for n in re.findall("[0-9]+", version(package))[:2]]
+    except PackageNotFoundError:
+        return []
+wanted = json.loads(sys.argv[1])
+print(json.dumps([p if w == [0] else f"{p} >= {'.'.join(map(str, w))}" for p, w in wanted.items() if number(p) < w]))
+"""
+
+
+def lacks(python):
+    """What an interpreter lacks of what this notebook wants, by its packages' versions: nothing is loaded."""
+    done = subprocess.run([python, "-c", FLOORS, json.dumps(WANTED)], env=ENVIRONMENT, capture_output=True, text=True)
+    return json.loads(done.stdout) if done.returncode == 0 else [f"a Python that runs: {done.stderr[-300:]}"]
+
+
+def requirement(source, extras):
+    """What pip installs for SOURCE."""
+    if re.match(r"(git\+)?\w+://", source):
+        return f"portakern[{extras}] @ git+{source.removeprefix('git+')}"
+    if not Path(source).exists():
+        raise RuntimeError(f"SOURCE is {source!r}, which is no address and no file here: $upload")
+    return f"{Path(source).resolve()}[{extras}]"
+
+
+def found_here():
+    """A checkout around this notebook, or a wheel or sdist uploaded beside it."""
+    checkouts = [str(p) for p in (Path.cwd(), *Path.cwd().parents) if (p / "portakern" / "__init__.py").exists()]
+    return next(iter(checkouts + sorted(glob.glob("portakern-*.whl")) + sorted(glob.glob("portakern-*.tar.gz"))), "")
+
+
+def install():
+    """The virtual environment's Python, with everything in it."""
+    source = SOURCE or found_here()
+    if not source:
+        raise RuntimeError(
+            "SOURCE in the first cell is empty: set it to the address of the repository that you have this notebook "
+            "from, $upload"
+        )
+    python = str(VENV / "bin" / "python")
+    for command in (
+        # no pip of its own: Debian's Python cannot make one
+        [sys.executable, "-m", "venv", "--clear", "--without-pip", str(VENV)],
+        *SEEN_TOO,
+        [sys.executable, "-m", "pip", "--python", python, "install", "-q", requirement(source, "$extras"), *MORE],
+    ):
+        if run(*command) != 0:
+            raise RuntimeError("The install failed, as the lines above say. $offline")
+    if lacks(python):
+        raise RuntimeError(f"{python} still lacks {', '.join(lacks(python))} after the install: see the lines above")
+    return python
+
+
+# %% cuda
+# The environment sees the runtime's packages behind its own: torch and triton are there, with the CUDA that they want.
+# (--system-site-packages would show the packages of the system's Python, which need not be this one's.)
+SEE_TOO = """
+import sys, sysconfig
+from pathlib import Path
+(Path(sysconfig.get_path("purelib")) / "runtime.pth").write_text("\\n".join(sys.argv[1:]) + "\\n")
+"""
+HERE_TOO = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+SEEN_TOO = [[str(VENV / "bin" / "python"), "-c", SEE_TOO, *HERE_TOO]]
+
+
+def jax_for_gpu():
+    """JAX with the CUDA that this machine's driver runs: 13 from driver 580 on."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True).stdout if "cuda" in devices() else ""
+    major = int(driver.partition(".")[0]) if driver[:1].isdigit() else 0
+    return f"jax[{'cuda13' if major >= 580 else 'cuda12'}]>=0.10" if major else "jax>=0.10"
+
+
+MORE = [jax_for_gpu()]
+
+# %% tpu
+SEEN_TOO, MORE = [], []
+
+# %%
+if lacks(sys.executable):
+    print(f"This runtime lacks {', '.join(lacks(sys.executable))}.")
+    PYTHON = str(VENV / "bin" / "python")
+    if not Path(PYTHON).exists() or lacks(PYTHON):
+        PYTHON = install()
+    ENVIRONMENT.pop("TPU_LIBRARY_PATH", None)  # it would bring the runtime's libtpu under the new JAX
+else:
+    PYTHON = sys.executable
+    print("This runtime has all that is needed: nothing to install.")
+PORTAKERN = [PYTHON, "-m", "portakern"]
+
+# %% [markdown]
+# ## What portakern sees
+
+# %%
+seen = subprocess.run([*PORTAKERN, "doctor", "--json"], env=ENVIRONMENT, cwd=WORK, capture_output=True, text=True)
+if seen.returncode != 0:
+    raise RuntimeError(
+        "portakern's process cannot look at the devices, as the lines below say. A TPU that another process holds: "
+        f"restart the session, and load no JAX in the notebook itself.\n{seen.stderr[-2000:]}"
+    )
+doctor = json.loads(seen.stdout)
+print(", ".join(f"{package} {v}" for package, v in doctor["environment"].items() if v))
+for b in doctor["backends"]:
+    print(f"{b['backend']}: {b['here']} (next: {b['next']})")
+for d in doctor["devices"]:
+    print(f"{d['framework']} sees {d['device']}")
+chips = [d["device"] for d in doctor["devices"] if d["framework"] == "$framework" and d["platform"] == "$platform"]
+if "$platform" in devices() and not chips:
+    raise RuntimeError(
+        "This machine has a $kind, and $library in portakern's process sees none: versions "
+        f"{', '.join(f'{p} {v}' for p, v in doctor['environment'].items() if v)}. A driver or libtpu that is too old "
+        "for it, or another process that holds the device: restart the session and run all cells again."
+    )
+DEVICE = "$platform" if chips else "cpu"
+NAME = re.sub(r"[^a-z0-9]+", "-", chips[0].lower()).strip("-") if chips else "cpu"
+if chips:
+    print(f"On {len(chips)} x {chips[0]}; one is used.")
+else:
+    loudly(advice(set()))
+    EXAMPLES, SECONDS, OPS = 2, 60, ["softmax"]
+
+# %% [markdown]
+# ## A first op
+#
+# The arrays choose the backend; `explain` says who serves a call, with which tiling, and why not the others.
+
+# %% tpu
+FIRST = """
+import jax, jax.numpy as jnp, numpy as np
+import portakern as pk
+
+q, k, v = (jax.random.normal(key, (1, 64, 2, 64), jnp.bfloat16) for key in jax.random.split(jax.random.key(0), 3))
+attention = pk.op("attention", backend="pallas")
+print(attention.explain(q, k, v, is_causal=True))
+out = attention(q, k, v, is_causal=True)
+exact = pk.op("attention", backend="reference")(*(np.asarray(a, np.float32) for a in (q, k, v)), is_causal=True)
+print("on", out.devices(), "largest difference from the oracle:", np.abs(np.asarray(out, np.float32) - exact).max())
+"""
+
+# %% cuda
+FIRST = """
+import torch
+import portakern as pk
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+q, k, v = (torch.randn(1, 64, 2, 64, dtype=torch.bfloat16, device=device) for _ in range(3))
+attention = pk.op("attention", backend="triton")
+print(attention.explain(q, k, v, is_causal=True))
+out = attention(q, k, v, is_causal=True)
+exact = pk.op("attention", backend="reference")(*(a.float().cpu().numpy() for a in (q, k, v)), is_causal=True)
+print("on", out.device, "largest difference from the oracle:", abs(out.float().cpu().numpy() - exact).max())
+"""
+
+# %%
+if run(PYTHON, "-c", FIRST) != 0:
+    FAILED.append("the first op")
+
+# %% [markdown]
+# ## Every kernel, held to its bounds
+#
+# Cases drawn from each op's signature, its gradients' too, against the float64 oracle. A failure is one line that
+# reproduces it; exit status 1 says that there was one.
+
+# %%
+conformance = f"conformance-$backend-{NAME}.json"
+check = ["--backend", "$backend", "--device", DEVICE, "--max-examples", str(EXAMPLES), "--json", conformance]
+if DEVICE == "cuda":
+    check += ["--jobs", str(min(os.cpu_count() or 1, 8))]  # compiling is most of it
+if run(*PORTAKERN, "check", *OPS, *check) != 0:
+    FAILED.append("the check")
+
+# %% [markdown]
+# ## Times beside $peers
+#
+# Device time alone, the contenders taking turns, each result held to its bound before its time counts, beside a roof
+# that is measured in the same run.
+
+# %%
+times = f"bench-$backend-{NAME}.json"
+bench = ["--backend", "$backend", "--device", DEVICE, "--budget", str(SECONDS), "--json", times, "--plot", "plots"]
+if DEVICE == "cpu":
+    bench += ["--against", "$interpreted_peer", "--rounds", "2", "--dtype", "float32", "--no-gradients"]
+if DEVICE != "cuda":
+    bench += ["--jobs", "0"]  # one process owns the device
+if run(*PORTAKERN, "bench", *OPS, *bench) != 0:
+    FAILED.append("the benchmark")
+
+# %%
+from IPython.display import SVG, display
+
+plots = sorted((WORK / "plots").glob("*.svg"))
+for plot in plots:
+    display(SVG(filename=str(plot)))
+print(f"{len(plots)} plots in {WORK / 'plots'}" + ("" if plots else ": what was timed makes no curve"))
+
+# %% [markdown]
+# ## The results
+#
+# In a checkout, `portakern report --add FILE` takes each file in and makes the tables and plots of the documentation
+# anew.
+
+# %%
+READ = """
+import sys
+from pathlib import Path
+from portakern import results
+for file in map(Path, sys.argv[1:]):
+    found = results.read(file)
+    print(f"{file}: {len(found.rows)} rows of {found.benchmark} on {found.device}, with {found.environment}")
+"""
+kept = [file for file in (conformance, times) if (WORK / file).exists()]
+if len(kept) < 2:
+    FAILED.append("writing results")
+if run(PYTHON, "-c", READ, *kept) != 0:
+    FAILED.append("reading the results")
+with zipfile.ZipFile(WORK / "portakern-results.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+    for path in [*(WORK / file for file in kept), *plots]:
+        archive.write(path, path.relative_to(WORK))
+if DEVICE == "cpu":
+    loudly("These results are an interpreter's on a CPU. They say nothing about $a_kind: add them to no checkout.")
+else:
+    print("In a checkout:", *(f"portakern report --add {file}" for file in kept), sep="\n  ")
+print(f"All of it: {WORK / 'portakern-results.zip'} ($download)")
+if FAILED:
+    raise RuntimeError(f"{', '.join(FAILED)} failed, as the cells above say; the files hold what was found")

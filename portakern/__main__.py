@@ -1,0 +1,27 @@
+"""The command ``portakern``, and ``python -m portakern``: the command line, or what to install for it."""
+
+from __future__ import annotations
+
+import sys
+
+LIBRARIES = ("typer", "rich")
+
+
+def main() -> None:
+    """Run the command line; where its libraries are missing, say which extra brings them: exit status 2."""
+    try:
+        from portakern.cli import main as command_line
+    except ModuleNotFoundError as e:
+        if e.name not in LIBRARIES:
+            raise
+        print(
+            f"portakern's command line needs {e.name}, which is not installed; run: pip install 'portakern[cli]' "
+            "(portakern.op works without)",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    command_line()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""``portakern tune``: the best legal tilings, found, checked and kept."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from portakern import results
+from portakern.cli.common import app, check_dtypes, check_writable, err, errors_only, out, show_table
+from portakern.core import registry
+from portakern.errors import SpecError
+
+DTYPE = "bfloat16"
+BARS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+
+
+Ops = Annotated[list[str] | None, typer.Argument(help="Ops to tune; all when neither op nor suite is named.")]
+Targets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--target", help="Architecture, such as sm_90 or v6e, here or not; may be repeated; the best here if not named."
+    ),
+]
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--shape", help="Dimensions and options of a call, the others as is typical: m=64,n=4096; may be repeated."
+    ),
+]
+Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help="May be repeated; bfloat16 when none is named.")]
+Suites = Annotated[list[str] | None, typer.Option("--suite", help="The calls of this suite; may be repeated.")]
+Families = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--loss",
+        help="Keep nothing: draw calls of this family, and say what the shipped choice loses; may be repeated.",
+    ),
+]
+Search = Annotated[str, typer.Option(help="auto, all, climb or optuna; auto takes all of a small space.")]
+Last = Annotated[bool, typer.Option(help="Judge the best few again: more samples, or the compiler's own estimates.")]
+Ship = Annotated[bool, typer.Option("--ship", help="Write the tables of the checkout, not the user's cache.")]
+
+
+@app.command()
+def tune(
+    context: typer.Context,
+    ops: Ops = None,
+    target: Targets = None,
+    backend: Annotated[str | None, typer.Option(help="Only this backend.")] = None,
+    variant: Annotated[str | None, typer.Option(help="Only this variant of a backend.")] = None,
+    shape: Shapes = None,
+    dtype: Dtypes = None,
+    suite: Suites = None,
+    loss: Families = None,
+    draws: Annotated[int, typer.Option(min=1, help="With --loss: calls of each family.")] = 30,
+    budget: Annotated[str | None, typer.Option(help="Time for all of it: 90s, 5m, 1h; no end when not given.")] = None,
+    tries: Annotated[int, typer.Option(min=1, help="Candidates of a key, at most.")] = 96,
+    search: Search = "auto",
+    seed: Annotated[int, typer.Option(min=0, help="Of what is drawn.")] = 0,
+    jobs: Annotated[int, typer.Option(min=1, help="Compilers at a time.")] = 1,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that one compilation may take.")] = 120.0,
+    last: Last = True,
+    ship: Ship = False,
+    fresh: Annotated[bool, typer.Option(help="Forget what an earlier run found.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results to this file.")] = None,
+) -> None:
+    """Search legal tilings, and keep the best: by device time, or by what a compiler tells of a chip that is not here.
+    What is wrong is never kept. A run that was ended goes on where it was. Exit status 1 where a wrong result was seen.
+    """
+    from portakern.compiling.pool import Pool
+    from portakern.tuning.run import groups_of
+    from portakern.tuning.run import tune as tune_groups
+    from portakern.tuning.tuner import Plan
+
+    _check_asked(dtype, json_file, bool(loss), bool(ops or suite or shape or ship))
+    start, seconds = time.perf_counter(), _seconds(budget)
+    errors_only(context)
+    asked = _drawn(loss, draws, seed, dtype) if loss else _asked(ops, suite, shape, dtype)
+    groups = [g for t in (target or [None]) for g in groups_of(asked, t, backend, variant)]  # type: ignore[list-item]
+    plan = Plan(search, tries, max(16, jobs), seed=seed, last=last, rehearse=not loss,
+                deadline=time.monotonic() + seconds)  # fmt: skip
+    refused: list[tuple[Any, str]] = []
+    with Pool(jobs, timeout) as pool, Progress(*BARS, console=err, transient=True) as bar:
+        told = _Told(bar, len(groups), refused, json_file, start, seed)
+        found, left = tune_groups(groups, plan, pool, told.all, ship=ship, write=not loss, fresh=fresh)
+    _show(found, refused, left, bool(loss), ship)
+    if json_file and found:
+        _write(json_file, found, start, seed, left)
+    if not found or any(f.wrong for f in found):
+        raise typer.Exit(1)
+
+
+def _check_asked(dtypes: list[str] | None, file: Path | None, loss: bool, named: bool) -> None:
+    """What is wrong with a tuning that was asked for, before the first candidate."""
+    check_dtypes("tune", dtypes)
+    if file:
+        check_writable("tune", file)
+    if loss and named:
+        raise SpecError("tune: --loss draws its own calls and keeps nothing: leave out ops, --suite, --shape, --ship")
+
+
+def _seconds(text: str | None) -> float:
+    if text is None:
+        return math.inf
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    if not match:
+        raise SpecError(f"tune: --budget is {text!r}; expected a number of seconds, or 90s, 5m, 1h")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
+
+
+def _drawn(families: Sequence[str], draws: int, seed: int, dtypes: list[str] | None) -> list[Any]:
+    from portakern.tuning.drawn import draw
+
+    return [a for family in families for a in draw(family, draws, seed, dtypes or [DTYPE])]
+
+
+def _asked(
+    ops: list[str] | None, suites: list[str] | None, shapes: list[str] | None, dtypes: list[str] | None
+) -> list[Any]:
+    """The calls of suites, of the ops that are named too; else the ops' typical calls, or those in shapes."""
+    from portakern.benchmarking.suites import cases_of, parse_shape
+    from portakern.tuning.asked import Asked, of_op
+
+    if suites:
+        if shapes:
+            raise SpecError("tune: --shape changes an op's typical call, and --suite brings its own: give one of them")
+        cases = [c for name in suites for c in cases_of(name, dtypes)]
+        found = [Asked(c) for c in cases if not ops or c.timed in ops]
+        if not found:
+            raise SpecError(f"tune: no call of {', '.join(suites)} is of {', '.join(ops or ['any op'])}")
+        return found
+    given = [parse_shape(text) for text in shapes or []] or [{}]
+    specs = [registry.find_spec(name) for name in ops or registry.loadable()]
+    if not ops:
+        specs = [s for s in specs if s.typical or s.is_vjp]
+    return [of_op(s, d, g) for s in specs for g in given for d in dtypes or [DTYPE] if d in s.dtypes]
+
+
+class _Told:
+    """Shows how far a tuning is, and writes what it has so far."""
+
+    def __init__(
+        self, bar: Progress, keys: int, refused: list[tuple[Any, str]], file: Path | None, start: float, seed: int
+    ) -> None:
+        from portakern.tuning.run import Told
+
+        self.bar, self.refused_so_far, self.file, self.start, self.seed = bar, refused, file, start, seed
+        self.task = bar.add_task("tuning", total=keys)
+        self.found_so_far: list[Any] = []
+        self.all = Told(self.progress, self.found, self.refused)
+
+    def progress(self, p: Any) -> None:
+        place = p.group.place
+        best = ", ".join(f"{n}={v}" for n, v in p.best.items())
+        text = f"{place.impl.op} for {place.target}: {p.tried} tried, best {p.ratio:.2f} of the shipped ({best})"
+        self.bar.update(self.task, description=text)
+
+    def found(self, finding: Any) -> None:
+        self.bar.advance(self.task)
+        self.found_so_far.append(finding)
+        if self.file:
+            _write(self.file, self.found_so_far, self.start, self.seed, 0)
+
+    def refused(self, group: Any, why: str) -> None:
+        self.bar.advance(self.task)
+        self.refused_so_far.append((group, why))
+
+
+def _write(file: Path, found: Sequence[Any], start: float, seed: int, left: int) -> None:
+    from portakern.tuning.run import rows_of
+
+    measured = {f.group.place.chip for f in found if f.group.place.is_here and f.group.place.target.platform != "cpu"}
+    device, command = ", ".join(sorted(measured)) or results.HOST_CPU, results.command_line("portakern", file)
+    rows = {tuple(r[n] for n in results.BENCHMARKS["tune"].key): r for r in rows_of(found)}
+    seconds = round(time.perf_counter() - start, 1)
+    results.write(
+        file,
+        results.record(
+            "tune", [*rows.values()], command=command, device=device, wall_seconds=seconds, seed=seed, left=left
+        ),
+    )
+
+
+def _show(found: Sequence[Any], refused: Sequence[tuple[Any, str]], left: int, loss: bool, ship: bool) -> None:
+    from portakern.tuning.run import table_of
+
+    rows = [r for f in found for r in f.rows]
+    for r in rows:
+        say(f"{r['call']} for {r['target']} by {r['backend']}, variant {r['variant']}", style="bold")
+        best = " ".join(f"{n}={v}" for n, v in r["best_tiling"].items())
+        say(
+            f"  shipped {r['default']:g}, best of {r['tried']} {r['best']:g} {r['unit']} "
+            f"({100 * r['loss']:+.1f} %): {best}"
+        )
+    if rows:
+        say(f"metric: {'; '.join(dict.fromkeys(r['metric'] for r in rows))}")
+    for finding in found:
+        for key, why in finding.wrong.items():
+            tiles = ", ".join(f"{n}={v}" for n, v in key)
+            say(f"WRONG, and never kept: {finding.group.place.impl.op} with {tiles}: {why}", style="red")
+    for group, why in refused:
+        say(f"left out: {group.place.impl.op}: {why}", style="red")
+    if loss:
+        _show_losses(rows)
+    else:
+        kept = [f for f in found if f.best is not None]
+        tables = dict.fromkeys(str(table_of(f.group.place, ship)) for f in kept)
+        say(
+            f"kept {len(kept)} of {len(found)}"
+            + (f" in {', '.join(tables)}" if tables else ": nothing is better than what is shipped")
+        )
+    if left:
+        say(f"the time is over: {left} keys are left; the same command goes on with them")
+
+
+def _show_losses(rows: Sequence[Any]) -> None:
+    """Median and worst of each family and target."""
+    kinds = dict.fromkeys((r["target"], r["family"]) for r in rows)
+    table = []
+    for kind in kinds:
+        losses = [r["loss"] for r in rows if (r["target"], r["family"]) == kind]
+        table.append(
+            [*kind, str(len(losses)), f"{100 * statistics.median(losses):.1f} %", f"{100 * max(losses):.1f} %"]
+        )
+    show_table("Loss", ["target", "family", "calls", "median", "worst"], table)
+
+
+def say(text: str, style: str | None = None) -> None:
+    """A line that is not folded."""
+    out.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,257 @@
+"""How good a tiling is: by device time where the target is here, by what its compiler tells where it is not.
+
+A bench is one call, ready to be judged. Asked for some tilings it says which do not count, and why: the compiler
+refuses them, dies of them or never ends, the implementation raises, or the result is not within its bounds. Of the
+others it gives scores, less being better, which can be compared with each other and with nothing else: times of one
+round of turns, or figures of one model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+from portakern.api import op
+from portakern.benchmarking.inputs import Inputs, for_gradient, make
+from portakern.benchmarking.suites import TimedCase
+from portakern.benchmarking.timing import device_times
+from portakern.benchmarking.verdicts import Judge
+from portakern.compiling.build import Build
+from portakern.compiling.forms import abstract_call
+from portakern.compiling.pool import Job, Pool
+from portakern.core.call import Call
+from portakern.core.gradients import wiring
+from portakern.core.route import routes
+from portakern.core.serve import serve
+from portakern.core.targets import HOST
+from portakern.errors import SpecError
+from portakern.tuning.asked import Asked
+from portakern.tuning.place import Place
+from portakern.tuning.space import Tiling, frozen
+from portakern.tuning.static import Model, model_of
+
+__all__ = ["ROUNDS", "Bench", "DeviceBench", "Effort", "StaticBench", "bench_of"]
+
+Key = tuple[tuple[str, int], ...]
+ROUNDS = (3, 20)
+"""Samples of each call while candidates are screened, and of the last few."""
+
+Effort = int
+"""0: screening; 1: the last few."""
+
+
+class Bench(Protocol):
+    """A call that tilings are judged on. ``metric``, ``unit``: what a score is, in words; ``call``: the bound call."""
+
+    metric: str
+    unit: str
+    call: Call
+
+    def refused(self, tilings: Sequence[Tiling]) -> dict[Key, str]:
+        """The tilings that do not count, each with the reason."""
+
+    def scores(self, tilings: Sequence[Tiling], effort: Effort) -> dict[Key, float]:
+        """Scores of tilings that count."""
+
+    def rehearsed(self, tiling: Tiling) -> str | None:
+        """Why a tiling that is about to be kept gives wrong results, as far as that was not seen yet."""
+
+
+def bench_of(asked: Asked, place: Place, pool: Pool) -> DeviceBench | StaticBench:
+    """The bench of a call.
+
+    Raises:
+      UnsupportedError: the implementation refuses the call under its own default.
+    """
+    return DeviceBench(asked, place, pool) if place.is_here else StaticBench(asked, place, pool)
+
+
+def surveyed(asked: Asked, place: Place, pool: Pool, tilings: Sequence[Tiling], quick: bool = True) -> dict[Key, Build]:
+    """What the compiler says of each tiling, in processes of their own: of a target that is not here, all that it has
+    to say; else what a launch finds then."""
+    assert place.hardware is not None
+    survey = place.is_here or not _launches_find_it(place)
+    parts = asked.spec, place.backend, place.family, place.hardware, asked.form
+    jobs = {Job(*parts, tiling=dict(t), quick=quick, survey=survey): t for t in tilings}
+    return {frozen(jobs[job]): built for job, built in pool.run([*jobs])}
+
+
+def _launches_find_it(place: Place) -> bool:
+    """Whether the survey of the place's compiler is there for launches, and not for what it tells."""
+    return bool(getattr(place.family.load_compiler(), "LAUNCHES_FIND_IT", False))
+
+
+# -------------------------------------------------------------------------------------------------------------- static
+
+
+@dataclass
+class StaticBench:
+    """A call for a chip that is not here."""
+
+    asked: Asked
+    place: Place
+    pool: Pool
+    call: Call = field(init=False)
+    metric: str = field(init=False, default="")
+    unit: str = field(init=False, default="")
+    _built: dict[Key, Build] = field(init=False, default_factory=dict)
+    _model: Model | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        assert self.place.hardware is not None
+        spec, impl = self.asked.spec, self.place.impl
+        self.call, _ = abstract_call(spec, impl, self.asked.form, self.place.hardware, {})
+
+    def refused(self, tilings: Sequence[Tiling]) -> dict[Key, str]:
+        new = [t for t in tilings if frozen(t) not in self._built]
+        self._built |= surveyed(self.asked, self.place, self.pool, new)
+        asked = [frozen(t) for t in tilings]
+        return {key: self._built[key].reason or "it gave no reason" for key in asked if not self._built[key].ok}
+
+    def scores(self, tilings: Sequence[Tiling], effort: Effort) -> dict[Key, float]:
+        self.refused(tilings)
+        built = {frozen(t): self._built[frozen(t)] for t in tilings}
+        model = self.model(next(iter(built.values())))
+        if effort and model.estimates:
+            longer = surveyed(self.asked, self.place, self.pool, tilings, quick=False)
+            if all(b.ok and model.estimated(b) for b in longer.values()):  # of two kinds of figures one is compared
+                built = longer
+        return {key: model.score(b, dict(key)) for key, b in built.items()}
+
+    def model(self, built: Build) -> Model:
+        """What scores are made of; every call of a bench has the same."""
+        if self._model is None:
+            assert self.place.hardware is not None
+            self._model = model_of(built, self.place.hardware, self.call)
+            self.metric, self.unit = self._model.metric, self._model.unit
+        return self._model
+
+    def rehearsed(self, tiling: Tiling) -> str | None:
+        """Why a tiling gives wrong results in the interpreter of its kernels, on a call that has two tiles a dimension
+        at most; None where it gives right ones, or where the kernels have no interpreter."""
+        place = self.place
+        if not place.family.interprets:
+            return None
+        framework = place.framework
+        device = next(d for d in framework.devices() if framework.target(d).platform == HOST.platform)
+        here = replace(place, target=HOST, device=device, interpret=True, hardware=None)
+        spec, case = self.asked.spec, self.asked.case
+        tiles = {t.of: tiling[n] for n, t in spec.tiling.items() if t.of and n in tiling}
+        dims = {n: _least(extent, tiles.get(n)) for n, extent in case.dims.items()}
+        try:
+            return DeviceBench(Asked(TimedCase(**{**vars(case), "dims": dims})), here, self.pool).wrong(tiling)
+        except SpecError as e:  # what it is for the chip, it is not here: a tiling that the smaller call cannot have
+            return f"cannot be rehearsed: {e}"
+
+
+def _least(extent: Any, tile: int | None) -> Any:
+    """An extent of a rehearsal: one element beyond a tile, or a few."""
+    if isinstance(extent, tuple):
+        return tuple(min(e, 3) for e in extent[:-1]) + tuple(min(e, (tile or 128) + 1) for e in extent[-1:])
+    return min(extent, tile + 1 if tile else 128)
+
+
+# -------------------------------------------------------------------------------------------------------------- device
+
+
+class DeviceBench:
+    """A call on a device that is here, with its values, and its oracle computed once."""
+
+    def __init__(self, asked: Asked, place: Place, pool: Pool) -> None:
+        self.asked, self.place, self.pool = asked, place, pool
+        self.inputs = _inputs(asked, place)
+        self.judge = Judge(self.inputs)
+        self.judge.expect(place.target, place.interpret)
+        self.call = self.inputs.call.replace(target=place.target, interpret=place.interpret)
+        self.metric, self.unit = "device time", "us"
+        self._known: dict[Key, str | None] = {}
+
+    def refused(self, tilings: Sequence[Tiling]) -> dict[Key, str]:
+        new = [t for t in tilings if frozen(t) not in self._known]
+        for key, built in self._compiled(new).items():
+            if not built.ok:
+                self._known[key] = built.reason or "it gave no reason"
+        for tiling in new:
+            if frozen(tiling) not in self._known:
+                self._known[frozen(tiling)] = self.wrong(tiling)
+        return {key: why for t in tilings if (why := self._known[key := frozen(t)]) is not None}
+
+    def _compiled(self, tilings: Sequence[Tiling]) -> dict[Key, Build]:
+        """What compilers ahead of time say, where a launch finds what they made."""
+        family, hardware = self.place.family, self.place.hardware
+        if not tilings or self.place.interpret or family.compiler is None or hardware is None:
+            return {}
+        if not _launches_find_it(self.place):
+            return {}
+        return surveyed(self.asked, self.place, self.pool, tilings)
+
+    def wrong(self, tiling: Tiling) -> str | None:
+        """Why a tiling does not count: it raises, or leaves the bounds. Outputs are poisoned before."""
+        framework = self.place.framework
+        try:
+            with framework.poisoned():
+                outputs = self._run(tiling)
+            framework.instruments(self.place.device).wait(outputs)
+        except Exception as e:
+            if _sticky(e):
+                raise
+            return f"raised {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
+        verdict = self.judge.verdict(framework, outputs, self.place.target, self.place.interpret)
+        errors = ", ".join(f"{name} {worst:.3g} times its bound" for name, worst in verdict.errors.items() if worst > 1)
+        return None if verdict.right else f"wrong: {verdict.why}{f' ({errors})' if errors else ''}"
+
+    def scores(self, tilings: Sequence[Tiling], effort: Effort) -> dict[Key, float]:
+        runs = {str(i): partial(self._run, t) for i, t in enumerate(tilings)}
+        times = device_times(runs, self.place.framework, self.place.device, ROUNDS[effort])
+        return {frozen(t): times[str(i)].median_us for i, t in enumerate(tilings)}
+
+    def rehearsed(self, tiling: Tiling) -> str | None:
+        return None  # it was held to the oracle before it was timed
+
+    def _run(self, tiling: Tiling) -> tuple[Any, ...]:
+        """The call as a user makes it who names the tiling."""
+        call = self.inputs.call
+        named = self.place.family.name if len(self.place.backend.families) > 1 else None
+        chosen = _op(call.spec, self.place.backend, named, frozen(tiling))
+        arrays = {n: a for n, a in call.arrays.items() if a is not None}
+        options: dict[str, Any] = {o.name: call.options[o.name] for o in call.spec.options}
+        if call.spec.is_vjp:
+            options["wants"] = call.wants
+        result = chosen(**arrays, **options)
+        return tuple(o for o in result if o is not None) if isinstance(result, tuple) else (result,)
+
+
+_ops: dict[Any, Any] = {}
+
+
+def _op(spec: Any, backend: Any, variant: str | None, tiling: Key) -> Any:
+    """The op with a tiling, the same object each time, so that what it has learned of a form is not learned again."""
+    key = (spec, backend, variant, tiling)
+    if key not in _ops:
+        if len(_ops) > 256:
+            _ops.clear()
+        _ops[key] = op(spec, backend=backend, variant=variant, tiling=dict(tiling))
+    return _ops[key]
+
+
+def _sticky(error: Exception) -> bool:
+    """Whether a device will answer every later call with the same error: memory was read where there is none."""
+    text = str(error).lower()
+    return any(
+        word in text for word in ("illegal memory", "misaligned address", "device-side assert", "launch failure")
+    )
+
+
+def _inputs(asked: Asked, place: Place) -> Inputs:
+    """The arrays of a call; of a gradient those that the forward op of the same backend saves."""
+    case = asked.case
+    forward = make(case, place.framework, place.device)
+    if not case.gradient:
+        return forward
+    training = wiring(forward.spec).training(forward.call)
+    chosen = op(forward.spec, backend=place.backend)
+    outputs = serve(training, routes(training, chosen.choice) or (), {})
+    names = (o.name for o in forward.spec.outputs)
+    return for_gradient(forward, dict(zip(names, outputs, strict=True)))

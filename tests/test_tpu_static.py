@@ -1,0 +1,215 @@
+"""What is known of a TPU kernel before it runs: cycles and bytes by its code and grid, the VMEM that it may have, even
+blocks, and which chip a traced call is lowered for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jax", reason="jax is not installed")
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from portakern.backends.pallas.common import even_block, quotient
+from portakern.backends.pallas.tpu import _chip
+from portakern.backends.pallas.tpu.toolchain import static
+from portakern.compiling.forms import bound_form, typical_form
+from portakern.core import registry, targets, tilings
+from portakern.core.framework import frameworks
+from portakern.core.targets import Target
+from portakern.errors import UnsupportedError
+from portakern.frameworks.jax import tracing
+
+CODE = """= control target key start
+LH: loop header
+= control target key end
+     0   :  { a }
+   0x1 LB: > { b } /* Start region 9 */
+   0x2   : > { sbr.rel (%p1) target = $region20 }
+   0x3   : > { the copy of a window }
+   0x4 PF: > { c } /* Start/End empty region 20 */
+   0x5   : > { %1 = sbr.rel (%p2) target = $region28 }
+   0x6   : > { d }
+   0x7   : > { sbr.rel (!%p3) target = $region40 }
+   0x8   : > { e }
+   0x9   : > { f }
+   0xa PF: > { g } /* Start/End empty region 40 */
+   0xb   : > { sbr.rel (!%p4) target = $region44 }
+   0xc   : > { h }
+   0xd PF: > { i } /* Start/End empty region 44 */
+   0xe   : > { j }
+   0xf PF: > { k } /* Start/End empty region 28 */
+  0x10   :  { sbr.rel (!%p5) target = $region9 }
+"""
+"""A loop whose body is guarded, with two branches of the kernel's and one of the pipeline's."""
+
+
+def test_regions_of_code():
+    whole = static.regions(CODE)
+    assert [r.bundles for r in whole.inner] == [1, 6] and [r.bundles for r in whole.inner[1].inner] == [2, 1]
+    assert static._whole(whole) == 17
+
+
+def condition(steps, work=1, flops=0, *inner):
+    return static.Condition(steps, work, flops, inner)
+
+
+@pytest.mark.parametrize(
+    ("body", "inside"),
+    [
+        # 17 bundles: 3 in branches that 4 and 1 of 8 steps take, the rest straight
+        (condition(8, 9, 0, condition(4), condition(1)), 8 * 14 + 4 * 2 + 1),
+        # one that is never taken has no region, and so has one that is always taken
+        (condition(8, 9, 0, condition(0), condition(4), condition(1)), 8 * 14 + 4 * 2 + 1),
+        (condition(8, 9, 0, condition(4), condition(8, 50), condition(1, 9)), None),
+        # products take longer than their bundles
+        (condition(8, 9, 1000, condition(4), condition(1)), 8 * 100 + 4 * 2 + 1),
+    ],
+)
+def test_cycles_are_bundles_times_trips(body, inside):
+    walk = static.Walk("kernel", 8, body, moved=0, first=600, program="")
+    found = static.cycles(walk, static.regions(CODE), flops_a_cycle=10, bytes_a_cycle=100)
+    if inside is not None:
+        assert found == inside + 8 * static.STEP + 6
+
+
+def test_a_kernel_is_walked_by_its_grid():
+    def kernel(x, y):
+        step = pl.program_id(1)
+
+        @pl.when(step == 0)
+        def start():
+            y[...] = jnp.zeros_like(y)
+
+        @pl.when(quotient(step * 4 + 3, 8) >= 1)
+        def add():
+            y[...] += x[...] @ x[...].T
+
+    def call(x):
+        return pl.pallas_call(
+            kernel,
+            grid=(2, 4),
+            in_specs=[pl.BlockSpec((8, 128), lambda i, j: (i * 4 + j, 0))],
+            out_specs=pl.BlockSpec((8, 8), lambda i, j: (i, 0)),
+            out_shape=jax.ShapeDtypeStruct((16, 8), jnp.float32),
+            name="some_kernel",
+        )(x)
+
+    (walk,) = static.walks_of(jax.make_jaxpr(call)(np.zeros((64, 128), np.float32)).jaxpr)
+    assert (walk.name, walk.steps) == ("some_kernel", 8)
+    assert [c.steps for c in walk.body.inner] == [2, 4], "the first of 4 steps; 3, 7, 11, 15 over 8: the last two"
+    assert walk.body.inner[1].flops == 2 * 8 * 8 * 128 * static.FLOAT32_PASSES
+    assert walk.moved == 8 * 8 * 128 * 4 + 2 * 8 * 8 * 4, "a window that stays is not moved again"
+
+
+def test_programs_that_differ_in_extents_are_the_same():
+    spec, place = registry.find_spec("matmul"), registry.backend("pallas")
+    impl = place.implementation("matmul", place.families[0])
+    tiling = {"block_m": 128, "block_n": 128, "block_k": 128}
+
+    def program(m, k):
+        form = typical_form(spec, "float32", {"m": m, "n": 256, "k": k})
+        call = bound_form(spec, form, frameworks()["jax"], Target("tpu", "v5e"))
+
+        def run(a, b):
+            return impl.run(call.replace(arrays={"a": a, "b": b}), tiling)
+
+        (walk,) = static.walks_of(jax.make_jaxpr(run)(call.arrays["a"], call.arrays["b"]).jaxpr)
+        return walk.program
+
+    assert program(256, 256) == program(1024, 384) != program(256, 300), "only a k that is cut pays for a mask"
+
+
+# --------------------------------------------------------------------------------------------------- the chip's limits
+
+
+def matmul_call(arch, m=4096, n=4096, k=4096):
+    spec = registry.find_spec("matmul")
+    form = typical_form(spec, "bfloat16", {"m": m, "n": n, "k": k})
+    return bound_form(spec, form, frameworks()["jax"], Target("tpu", arch))
+
+
+def matmul():
+    b = registry.backend("pallas")
+    return b.implementation("matmul", b.families[0])
+
+
+CUBE = {"block_m": 1024, "block_n": 1024, "block_k": 1024}
+
+
+@pytest.mark.parametrize(
+    ("arch", "fits"), [("", False), ("v4", False), ("v5e", True), ("v5p", True), ("v6e", True), ("v7x", True)]
+)
+def test_vmem_is_the_chips(arch, fits):
+    """1024 x 1024 x 1024 takes 16 MiB of blocks and 18.5 in all: libtpu refuses it where 16 is all that there is."""
+    reason = matmul().supports(matmul_call(arch), CUBE)
+    assert (reason is None) == fits
+    assert fits or "needs about 19.2 MiB of VMEM" in reason
+
+
+def test_what_a_chip_has_is_the_end():
+    reason = matmul().supports(matmul_call("v5p"), dict.fromkeys(CUBE, 2048))
+    assert "v5p lets a kernel have 48 MiB" in reason
+
+
+def test_more_is_asked_for_where_it_is_needed(monkeypatch):
+    asked = []
+
+    def record(*args, compiler_params, **more):
+        asked.append(compiler_params.vmem_limit_bytes)
+        raise UnsupportedError("enough")
+
+    monkeypatch.setattr(_chip.common, "launch", record)
+    for arch in ("", "v5e", "v6e"):
+        call = matmul_call(arch)
+        for tiling in ({"block_m": 512, "block_n": 512, "block_k": 512}, CUBE if arch else None):
+            if tiling:
+                with pytest.raises(UnsupportedError, match="enough"):
+                    jax.eval_shape(
+                        lambda a, b, call=call, tiling=tiling: matmul().fn(call.on({"a": a, "b": b}), tiling),
+                        *call.arrays.values(),
+                    )
+    assert asked == [None, None, 96 << 20, None, None], "v6e grants 32 MiB unasked"
+
+
+# ------------------------------------------------------------------------------------------------------------- blocks
+
+
+@pytest.mark.parametrize(
+    ("extent", "tile", "grain", "block"),
+    [(2304, 1024, 128, 768), (4096, 1024, 128, 1024), (100, 1024, 128, 128), (1025, 1024, 16, 528), (1, 16, 16, 16)],
+)
+def test_an_extent_is_cut_evenly(extent, tile, grain, block):
+    assert even_block(extent, tile, grain) == block <= max(tile, grain)
+
+
+@pytest.mark.parametrize("b", [1, 2, 8, 512, 3, 12])
+def test_a_quotient_by_a_power_of_two_is_a_shift(b):
+    a = jnp.arange(0, 70, dtype=jnp.int32)
+    assert (np.asarray(quotient(a, b)) == np.arange(70) // b).all() and quotient(a, b).dtype == jnp.int32
+    text = str(jax.make_jaxpr(lambda a: quotient(a, b))(a))
+    assert ("shift_right_logical" in text) == (b & (b - 1) == 0)
+    assert quotient(13, b) == 13 // b
+
+
+@pytest.mark.parametrize("arch", ["", "v4", "v5e", "v6e", "v7x"])
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (300, 17), (16384, 1000), (128, 65536)])
+def test_the_formula_of_products_is_legal_and_does_not_see_rows(arch, n, k):
+    chosen = [tilings.shipped(matmul(), matmul_call(arch, m, n, k)) for m in (1, 77, 8192)]
+    assert chosen[0] == chosen[1] == chosen[2]
+    assert matmul().supports(matmul_call(arch, 8192, n, k), chosen[0]) is None
+
+
+# ------------------------------------------------------------------------------------------------- lowered for a chip
+
+
+def test_a_call_is_lowered_for_this_process_own_chip(monkeypatch):
+    chips = [SimpleNamespace(platform="tpu", device_kind="TPU v6 lite")] * 2
+    assert tracing._target("tpu") == Target("tpu"), "there is none here"
+    monkeypatch.setattr(jax, "local_devices", lambda: chips)
+    assert tracing._target("tpu") == Target("tpu", "v6e") and tracing._target("cuda") == Target("cuda")
+    assert targets.find("v6e").scoped["vmem"] == 32 << 20

@@ -1,0 +1,533 @@
+"""portakern tune: which tilings are tried, what counts, what is kept, and that nothing is lost."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import portakern as pk
+from portakern import cli, results
+from portakern.compiling.build import Build, Kernel
+from portakern.compiling.pool import Pool
+from portakern.core import registry, targets, tilings
+from portakern.core.tilings import Row
+from portakern.errors import SpecError, UnavailableError
+from portakern.spec import Tile
+from portakern.tuning import search as searches
+from portakern.tuning import static, store
+from portakern.tuning.asked import of_op
+from portakern.tuning.drawn import draw, families
+from portakern.tuning.journal import Journal
+from portakern.tuning.place import places
+from portakern.tuning.run import Told, groups_of
+from portakern.tuning.run import tune as tune_groups
+from portakern.tuning.search import Climb, OptunaSearch, Whole, search
+from portakern.tuning.space import Space, frozen, space_of
+from portakern.tuning.tuner import Plan, row_of
+
+SECONDS = {32: 0.004, 64: 0.002, 128: 0.0}
+"""How long the kernel of these tests takes, by its only tile, beside the little that it does."""
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """A cache folder and a backend of this test's own."""
+    monkeypatch.setenv("PORTAKERN_CACHE", str(tmp_path))
+    registry._registered.clear()
+    tilings.forget()
+    yield tmp_path
+    registry._registered.clear()
+    tilings.forget()
+
+
+def softmax(call, tiling):
+    """Right with every tile but 128, with which it is fastest: it leaves a row out."""
+    x, axis = call.arrays["x"].astype(np.float32), call.options["axis"]
+    e = np.exp(x - x.max(axis, keepdims=True))
+    y = np.ascontiguousarray(e / e.sum(axis, keepdims=True)).astype(call.arrays["x"].dtype)
+    time.sleep(SECONDS[tiling["rows_at_once"]])
+    if tiling["rows_at_once"] == 128:
+        y[-1] = 0
+    return (y,)
+
+
+def registered(fn=softmax, refuse=None, **knobs):
+    backend = pk.Backend("mine", framework="numpy")
+    backend.implements(
+        "softmax",
+        key=lambda call: {"dtype": call.dtype, "n": call.dims["shape"][-1]},
+        tiling=lambda call: {"rows_at_once": 32},
+        knobs=knobs or {"rows_at_once": Tile(32, 128)},
+        supports=lambda call, tiling: refuse(tiling) if refuse else None,
+    )(fn)
+    pk.register(backend)
+    return backend
+
+
+def asked(**dims):
+    return [of_op(registry.find_spec("softmax"), "float32", dims or {"shape": (4, 40)})]
+
+
+def tuned(plan=None, **options):
+    told = SimpleNamespace(progress=[], found=[], refused=[])
+    groups = groups_of(options.pop("asked", asked()), "cpu", "mine", None)
+    into = Told(told.progress.append, told.found.append, lambda group, why: told.refused.append(why))
+    with Pool(1, 10) as pool:
+        found, left = tune_groups(groups, plan or Plan(), pool, into, **options)
+    return found, left, told
+
+
+# ------------------------------------------------------------------------------------------- what is wrong never counts
+
+
+def test_a_wrong_kernel_is_never_chosen_however_fast_and_is_said_to_be_wrong(own_cache):
+    registered()
+    (finding,), _, told = tuned()
+    assert finding.best == {"rows_at_once": 64}
+    assert list(finding.wrong) == [frozen({"rows_at_once": 128})]
+    assert "out of bounds" in finding.wrong[frozen({"rows_at_once": 128})]
+    assert finding.rows[0]["best_tiling"] == {"rows_at_once": 64} and finding.rows[0]["wrong"] == 1
+    assert told.progress[-1].best == {"rows_at_once": 64}
+    table = json.loads((own_cache / "tuned" / "mine" / "cpu.json").read_text())
+    (row,) = table["ops"]["softmax"][__name__.rpartition(".")[0].rpartition(".")[2] or "tests"]
+    assert row["tiling"] == {"rows_at_once": 64} and row["key"] == {"dtype": "float32", "n": 40}
+
+
+def test_the_command_says_what_is_wrong_and_ends_with_status_1(own_cache, monkeypatch):
+    registered()
+    file = own_cache / "results.json"
+    command = ["tune", "softmax", "--backend", "mine", "--target", "cpu", "--dtype", "float32", "--shape", "shape=4x40"]
+    result = CliRunner().invoke(cli.app, [*command, "--json", str(file)])
+    assert result.exit_code == 1, result.output
+    assert "WRONG, and never kept: softmax with rows_at_once=128: wrong: " in result.output
+    assert "kept 1 of 1 in" in result.output
+    (row,) = results.read(file).rows
+    assert row["best_tiling"] == {"rows_at_once": 64} and row["default"] > row["best"] and row["loss"] > 0.2
+
+
+def test_what_is_shipped_must_be_right():
+    def wrong(call, tiling):
+        return (np.zeros(call.dims["shape"], np.float32),)
+
+    registered(wrong)
+    found, _, told = tuned()
+    assert not found and "the shipped tiling {'rows_at_once': 32} does not count: wrong" in told.refused[0]
+
+
+def test_an_output_that_is_not_written_everywhere_does_not_count():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+
+    def lazy(call, tiling):
+        x = call.arrays["x"]
+        y = torch.empty_like(x)
+        rows = slice(None) if tiling["rows_at_once"] == 32 else slice(0, -1)
+        y[rows] = torch.softmax(x, call.options["axis"])[rows]
+        return (y,)
+
+    backend = pk.Backend("mine", framework="torch")
+    backend.implements(
+        "softmax", key=lambda call: {"dtype": call.dtype}, tiling=lambda call: {"rows_at_once": 32},
+        knobs={"rows_at_once": Tile(32, 64)},
+    )(lazy)  # fmt: skip
+    pk.register(backend)
+    (finding,), _, _ = tuned()
+    assert finding.best is None and "NaN" in next(iter(finding.wrong.values()))
+
+
+def test_a_candidate_that_raises_costs_itself():
+    def raises(call, tiling):
+        if tiling["rows_at_once"] == 64:
+            raise RuntimeError("out of resources")
+        return softmax(call, tiling)
+
+    registered(raises)
+    (finding,), _, _ = tuned()
+    assert finding.refused[frozen({"rows_at_once": 64})] == "raised RuntimeError: out of resources"
+    assert finding.best is None, "the only other one is wrong"
+
+
+# ------------------------------------------------------------------------------------------------------------ journal
+
+
+def test_a_tuner_that_was_killed_goes_on_where_it_was(own_cache):
+    registered()
+    calls: list[int] = []
+
+    def counting(call, tiling):
+        calls.append(tiling["rows_at_once"])
+        return softmax(call, tiling)
+
+    registry._registered.clear()
+    registered(counting)
+    tuned(write=False)
+    assert 64 in calls and 128 in calls
+    calls.clear()
+    found, _, _ = tuned()
+    assert not calls and found[0].best == {"rows_at_once": 64}, "nothing is tried again"
+    tuned(fresh=True)
+    assert calls, "--fresh forgets"
+
+
+def test_candidates_of_a_search_that_did_not_end_are_not_judged_again(own_cache):
+    calls: list[int] = []
+
+    def slow(call, tiling):
+        calls.append(tiling["rows_at_once"])
+        return softmax(call, tiling)
+
+    registered(slow)
+    journals: list[Journal] = []
+    over = SimpleNamespace(now=False)
+
+    class Hurried(Plan):
+        @property
+        def over(self):
+            return over.now
+
+    original = Journal.note
+
+    def note(self, kind, name, value):
+        original(self, kind, name, value)
+        journals.append(self)
+        over.now = over.now or kind == "judged"
+
+    plan = Hurried(batch=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Journal, "note", note)
+        tuned(plan)
+    assert journals[0].get("found", "x") is None
+    judged = [name for kind, name in journals[0]._known if kind == "judged"]
+    assert len(judged) == 1, "the time was over after the first"
+    calls.clear()
+    over.now = False
+    (finding,), _, _ = tuned(Hurried())
+    assert finding.best == {"rows_at_once": 64} and 128 in calls
+
+
+def test_what_ended_the_process_is_not_tried_again(own_cache):
+    script = textwrap.dedent("""
+        import sys; sys.path.insert(0, "."); import tests.test_tuning as t, os, signal
+        def deadly(call, tiling):
+            if tiling["rows_at_once"] == 64 and sys.argv[1] == "1": os.kill(os.getpid(), signal.SIGKILL)
+            return t.softmax(call, tiling)
+        t.registered(deadly)
+        (found,), _, _ = t.tuned(t.Plan(batch=1))
+        print(found.best, found.refused.get((("rows_at_once", 64),)))
+    """)
+    ended = [
+        subprocess.run([sys.executable, "-c", script, n], capture_output=True, text=True, timeout=100) for n in "12"
+    ]
+    assert ended[0].returncode == -signal.SIGKILL, ended[0].stderr
+    assert "it was being tried when an earlier run ended" in ended[1].stdout, ended[1].stderr
+
+
+def test_of_a_line_that_is_half_there_nothing_is_believed():
+    journal = Journal(["a"])
+    journal.note("judged", "one", {"ratio": 0.5})
+    journal.close()
+    with open(journal.path, "ab") as f:
+        f.write(b'{"kind": "judged", "name": "two", "val')
+    again = Journal(["a"])
+    assert again.get("judged", "one") == {"ratio": 0.5} and again.get("judged", "two") is None
+    again.note("judged", "three", 1)
+    again.close()
+    assert Journal(["a"]).get("judged", "three") == 1 and Journal(["b"]).get("judged", "three") is None
+
+
+# ------------------------------------------------------------------------------------------------------------- tables
+
+
+def row(n, tile=64, **more):
+    return Row(f"n {n}", {"dtype": "float32", "n": n}, {"rows_at_once": tile}, "measured in a test", "", more)
+
+
+def test_two_tuners_at_once_lose_nothing(own_cache):
+    path = own_cache / "tuned" / "mine" / "cpu.json"
+
+    def write(first):
+        for n in range(first, first + 8):
+            store.keep(path, "softmax", "tests", [row(n)])
+
+    threads = [threading.Thread(target=write, args=(first,)) for first in (0, 100, 200)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    entries = json.loads(path.read_text())["ops"]["softmax"]["tests"]
+    assert sorted(e["key"]["n"] for e in entries) == [*range(8), *range(100, 108), *range(200, 208)]
+    store.keep(path, "softmax", "tests", [row(3, 128)])
+    entries = json.loads(path.read_text())["ops"]["softmax"]["tests"]
+    assert [e["tiling"]["rows_at_once"] for e in entries if e["key"]["n"] == 3] == [128]
+
+
+def test_a_file_that_is_no_table_is_moved_aside_and_that_is_said(own_cache, caplog):
+    path = own_cache / "tuned" / "mine" / "cpu.json"
+    path.parent.mkdir(parents=True)
+    path.write_text("my notes")
+    with caplog.at_level(logging.WARNING, "portakern"):
+        store.keep(path, "softmax", "tests", [row(1)])
+    (aside,) = path.parent.glob("cpu.json.wrong-*")
+    assert aside.read_text() == "my notes" and str(aside) in caplog.text
+    assert json.loads(path.read_text())["schema"] == tilings.SCHEMA
+
+
+def test_a_table_is_written_as_it_is_read():
+    for path in sorted((registry.backend("triton").package and _shipped("triton")).glob("*.json")):
+        table = json.loads(path.read_text())
+        assert json.loads(store.text_of(table)) == {**table, "notes": table.get("notes", [])}
+        assert all(len(line) <= 120 for line in store.text_of(table).splitlines()), path
+
+
+def _shipped(backend):
+    return tilings.shipped_folder(f"{registry.backend(backend).package}.gpu")
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        ({"versions": {"numpy": "0.1"}}, "was tuned with numpy 0.1, and "),
+        ({"versions": {"numpy": np.__version__}}, None),
+        ({"versions": {"no_such_package": "1"}}, None),
+        ({}, None),
+    ],
+)
+def test_a_table_of_another_compiler_serves_and_says_so_once(made, words, own_cache, caplog):
+    registered()
+    path = own_cache / "tuned" / "mine" / "cpu.json"
+    store.keep(path, "softmax", "tests", [row(40, **made)])
+    op, x = pk.op("softmax", backend="mine"), np.zeros((3, 40), np.float32)
+    tilings._warn.cache_clear()
+    with caplog.at_level(logging.WARNING, "portakern"):
+        for _ in range(2):
+            tilings.forget()
+            assert "rows_at_once=64 (cache: n 40)" in op.explain(x)
+    told = [r.getMessage() for r in caplog.records if "was tuned" in r.getMessage()]
+    assert len(told) == (words is not None)
+    assert words is None or (words in told[0] and "portakern tune softmax" in told[0])
+
+
+def test_a_table_of_another_chip_serves_and_says_so(own_cache, caplog):
+    registered()
+    impl = registry.backend("mine").implementation("softmax", registry.backend("mine").families[0])
+    framework = SimpleNamespace(accelerator_names=lambda: ["NVIDIA H200"])
+    call = SimpleNamespace(target=targets.Target("cuda", "sm_90"), framework=framework)
+    tilings._warn.cache_clear()
+    with caplog.at_level(logging.WARNING, "portakern"):
+        tilings._warn_of_age(row(1, device="NVIDIA H100"), impl, call)
+    assert "was tuned on NVIDIA H100, and this is NVIDIA H200" in caplog.text
+
+
+def test_a_row_of_nonsense_in_made_is_noticed(own_cache):
+    path = own_cache / "tuned" / "mine" / "cpu.json"
+    store.keep(path, "softmax", "tests", [row(1)])
+    text = path.read_text()
+    for wrong in ('"made": 3', '"made": {"versions": [1]}', '"made": {"device": 1}'):
+        path.write_text(text.replace('"source"', f'{wrong}, "source"'))
+        with pytest.raises(ValueError, match="made"):
+            tilings.check_table(path)
+
+
+def test_a_shipped_row_that_is_nearer_comes_before_the_users():
+    pytest.importorskip("triton", reason="triton is not installed")
+    op = pk.op("attention", backend="triton")
+
+    def source(d):
+        q = np.zeros((1, 8, 2, d), np.float32)
+        return op.explain(q, q, q)
+
+    path = tilings.own_table("triton", targets.HOST)
+    mine = Row("mine", {"products": "ieee", "d": 16}, {"block_q": 128}, "measured in a test", "")
+    store.keep(path, "attention", "gpu", [mine])
+    assert "block_q=128 (cache: mine)" in source(16)
+    assert "block_q=32 (shipped cpu: ieee, d to 128)" in source(100), "d = 16 says nothing of 100"
+
+
+# ------------------------------------------------------------------------------------------------- spaces and searches
+
+
+def space(refuses=lambda tiling: None, **values):
+    values = values or {"a": (1, 2, 4, 8, 16), "b": (1, 2, 4, 8, 16), "c": (1, 2, 3)}
+    return Space(values, refuses)
+
+
+def far(tiling):
+    """How far from the best of these tests."""
+    return 1.0 + abs(np.log2(tiling["a"]) - 3) + abs(np.log2(tiling["b"]) - 1) + abs(tiling["c"] - 2)
+
+
+def best_of(hunt, tries=75):
+    scores = {}
+    while len(scores) < tries and (batch := hunt.ask(5)):
+        assert not any(frozen(t) in scores for t in batch), "nothing is tried twice"
+        scores |= {frozen(t): far(t) for t in batch}
+        hunt.tell([(t, far(t)) for t in batch])
+    return dict(min(scores, key=scores.get)), len(scores)
+
+
+def test_all_of_a_small_space_is_tried_the_seeds_first():
+    seeds = [{"a": 4, "b": 4, "c": 1}, {"a": 3, "b": 1, "c": 1}]
+    hunt = search("auto", space(), seeds)
+    assert isinstance(hunt, Whole) and hunt.left[0] == seeds[0], "what is not legal is no seed"
+    assert best_of(hunt) == ({"a": 8, "b": 2, "c": 2}, 75)
+
+
+def test_a_climb_finds_the_best_without_trying_all():
+    best, tried = best_of(search("climb", space(), [{"a": 1, "b": 16, "c": 1}]), 60)
+    assert best == {"a": 8, "b": 2, "c": 2} and tried < 60
+
+
+@pytest.mark.skipif(importlib.util.find_spec("optuna") is None, reason="optuna, of the tune extra, is not installed")
+def test_optuna_searches_a_large_space(monkeypatch):
+    monkeypatch.setattr(searches, "SMALL", 10)
+    hunt = search("auto", space(lambda t: "no" if t["a"] == t["b"] else None), [{"a": 1, "b": 16, "c": 1}])
+    assert isinstance(hunt, OptunaSearch)
+    best, _ = best_of(hunt, 40)
+    assert far(best) <= 2
+
+
+def test_without_optuna_a_large_space_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(searches, "SMALL", 10)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UnavailableError, match=r"75 combinations .*pip install 'portakern\[tune\]', or name --search"):
+        search("auto", space(), [])
+    with pytest.raises(SpecError, match="search is 'best'; expected one of auto, all, climb, optuna"):
+        search("best", space(), [])
+    assert isinstance(search("climb", space(), []), Climb)
+
+
+def test_a_space_is_legal_and_ends_where_a_tile_covers_its_extent():
+    pytest.importorskip("triton", reason="triton is not installed")
+    spec = registry.find_spec("matmul")
+    (place,) = places(spec, "sm_90", "triton", "gpu")
+    groups = groups_of([of_op(spec, "bfloat16", {"m": 40, "n": 4096, "k": 4096})], "sm_90", "triton", "gpu")
+    assert groups[0].key == {"products": "16-bit", "aligned": True, "n": 4096, "k": 4096}
+    from portakern.compiling.forms import bound_form
+
+    call = bound_form(spec, groups[0].asked[0].form, place.framework, place.target)
+    found = space_of(spec, place.impl, [call], tilings.shipped(place.impl, call))
+    assert found.values["block_m"] == (16, 32, 64), "64 covers 40"
+    big = {"block_m": 64, "block_n": 1024, "block_k": 1024, "num_warps": 8, "num_stages": 3, "group": 8}
+    assert not found.legal(big) and found.legal({**big, "block_n": 128, "block_k": 64})
+    assert all(found.legal(t) for t in found.neighbours({**big, "block_n": 128, "block_k": 64}))
+
+
+# --------------------------------------------------------------------------------------------------- chips not here
+
+
+def built(tiling, **kernel):
+    return Build(
+        "matmul", "forward", "bfloat16", "v5e", "pallas", tiling=tiling, ok=True, kernels=[Kernel("k", **kernel)]
+    )
+
+
+def test_cycles_are_bounded_by_memory_and_by_the_peak_rate():
+    hardware = targets.find("v5e")
+    call = SimpleNamespace(dtype="bfloat16", flops=2.0 * 4096**3)
+    model = static.model_of(built({}, issued=10), hardware, call)
+    least = 4096**3 / (4 * 128**2)
+    assert model.score(built({}, issued=10, moved=0), {}) == pytest.approx(least)
+    assert model.score(built({}, issued=2_000_000, moved=0), {}) == 2_000_000
+    assert model.score(built({}, issued=10, cycles=3_000_000), {}) == 3_000_000, "the compiler's own estimate is better"
+    moved = model.score(built({}, issued=10, moved=10**9), {})
+    assert moved == pytest.approx(1e9 / (819e9 / 1.503e9), rel=1e-3)
+
+
+def test_where_nothing_counts_cycles_spills_and_empty_cores_cost():
+    call = SimpleNamespace(dtype="bfloat16", flops=1.0, spec=registry.find_spec("matmul"))
+    model = static.model_of(built({}, occupancy=0.5), targets.find("gfx942"), call)
+    tile = {"block_m": 128, "block_n": 128, "block_k": 32, "num_warps": 8}
+    fit = model.score(built(tile, occupancy=0.5, spills=0), tile)
+    assert fit < model.score(built(tile, occupancy=0.25, spills=0), tile)
+    assert fit < model.score(built(tile, occupancy=0.5, spills=8), tile)
+    assert "guess" in model.metric
+
+
+def test_a_rows_source_says_whether_it_was_measured(own_cache):
+    registered()
+    (finding,), _, _ = tuned(write=False)
+    kept = row_of(finding, "a host")
+    assert kept.source.startswith("measured on a host: ") and kept.made["device"] == "a host"
+    assert kept.key == {"dtype": "float32", "n": 40} and kept.name == "float32, n 40"
+
+
+# ---------------------------------------------------------------------------------------------------------- the rest
+
+
+def test_calls_of_one_key_are_judged_together():
+    registered()
+    calls = asked(shape=(4, 40)) + asked(shape=(9, 40)) + asked(shape=(4, 48))
+    assert [len(g.asked) for g in groups_of(calls, "cpu", "mine", None)] == [2, 1]
+    found, _, _ = tuned(asked=calls)
+    assert [len(f.rows) for f in found] == [2, 1] and len({f.rows[0]["call"] for f in found}) == 2
+
+
+def test_each_call_is_held_against_its_own_best(own_cache):
+    """What is best for most calls of a key is not best for all, and the loss of each says so."""
+
+    def picky(call, tiling):
+        y = softmax(call, {"rows_at_once": 32})
+        many = call.dims["shape"][0] > 5
+        time.sleep(0.004 if many == (tiling["rows_at_once"] == 32) else 0.0)
+        return y
+
+    registered(picky, rows_at_once=Tile(32, 64))
+    found, _, _ = tuned(asked=asked(shape=(4, 40)) + asked(shape=(9, 40)))
+    few, many = found[0].rows
+    assert few["best_tiling"] == {"rows_at_once": 32} and few["loss"] == 0
+    assert many["best_tiling"] == {"rows_at_once": 64} and many["loss"] > 0.3
+
+
+def test_what_the_time_does_not_reach_is_counted():
+    registered()
+    found, left, _ = tuned(Plan(deadline=time.monotonic() - 1))
+    assert not found and left == 1
+
+
+def test_drawn_calls_are_the_same_for_a_seed_and_within_limits():
+    for family, rule in families().items():
+        one, same = (draw(family, 6, 1, ["bfloat16"]) for _ in range(2))
+        assert [a.text for a in one] == [a.text for a in same] != [a.text for a in draw(family, 6, 2, ["bfloat16"])]
+        for a in one:
+            assert max(np.prod(shape) for shape, _, _ in a.form["arrays"].values()) <= rule["most_elements"]
+    with pytest.raises(SpecError, match="family 'x' is unknown; expected one of"):
+        draw("x", 1, 0, ["bfloat16"])
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["--budget", "soon"], "--budget is 'soon'; expected a number of seconds, or 90s, 5m, 1h"),
+        (["--loss", "matmul", "matmul"], "--loss draws its own calls"),
+        (["softmax", "--target", "h100"], "target 'h100' is unknown"),
+        (["softmax", "--suite", "rows", "--shape", "shape=3x4"], "give one of them"),
+        (["softmax", "--dtype", "bf16"], "--dtype is 'bf16'"),
+    ],
+)
+def test_bad_input_ends_in_words(command, words):
+    result = CliRunner().invoke(cli.app, ["tune", *command])
+    assert isinstance(result.exception, SpecError) and words in str(result.exception), result.output
+
+
+def test_nothing_is_left_of_a_lock_that_another_holds(own_cache, monkeypatch):
+    import filelock
+
+    path = own_cache / "tuned" / "mine" / "cpu.json"
+    path.parent.mkdir(parents=True)
+    monkeypatch.setattr(store, "LOCK_SECONDS", 0.05)
+    with filelock.FileLock(path.with_name(f".{path.name}.lock")), pytest.raises(SpecError, match="held the lock"):
+        store.keep(path, "softmax", "tests", [row(1)])
+    assert not path.exists() and os.listdir(path.parent) == [f".{path.name}.lock"]
