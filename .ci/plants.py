@@ -27,6 +27,7 @@ SKIP = {
     ".import_linter_cache",
     ".pytest_cache",
     ".hypothesis",
+    ".site",
 }
 
 FORBIDDEN_IMPORT = (

@@ -101,7 +101,7 @@ class Moments(NamedTuple):
 
 @layernorm.tolerance
 def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The bound of y, w and b being weight and bias, with :class:`portakern.tolerance.Units`:
+    """The bound of y, w and b being weight and bias, with :class:`portakern.spec.tolerance.Units`:
 
         B = E (1 + U) + U |y| + eta
         E = |w| dxh + 2u (|b| + |xh w|) + tau (|xh| + 2)

@@ -55,7 +55,7 @@ def matmul(
 
 @matmul.tolerance
 def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The bound of c, a sum of K = k products, with :class:`portakern.tolerance.Units`:
+    """The bound of c, a sum of K = k products, with :class:`portakern.spec.tolerance.Units`:
 
         B = E (1 + U) + U |c| + eta
         E = ((K+6) u + tf32) |A| |B| + flush (sum_k |a| + sum_k |b|) + K tau

@@ -96,7 +96,7 @@ def normalised_error(call: Call, xh: np.ndarray, r: np.ndarray, rho: np.ndarray)
 
 @rmsnorm.tolerance
 def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The bound of y, w being weight, with :class:`portakern.tolerance.Units`:
+    """The bound of y, w being weight, with :class:`portakern.spec.tolerance.Units`:
 
         B = E (1 + U) + U |y| + eta,  E = |w| dxh + u |xh w| + tau (|xh| + 1)
 

@@ -101,7 +101,7 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """Bounds of the gradients: each is B = E (1 + U) + U |value| + eta, U and eta of the gradient's own dtype.
 
     xh errs by dxh and r by rho of itself, both as in rmsnorm's bound; u and tau are
-    :class:`portakern.tolerance.Units`, w is weight, c_N = chain(n), and M the number of rows. With
+    :class:`portakern.spec.tolerance.Units`, w is weight, c_N = chain(n), and M the number of rows. With
 
         X = |xh| + dxh,  c2 = mean(h xh),  lost = tau (|d_y| + |w| + 1), which is what flushes in h,
 

@@ -50,7 +50,7 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 
         B = E (1 + U) + U y + eta,  E = y [4u (d + H) + 2 ex + (c_N + 8) u],  d = m - x, H = sum y d, c_N = chain(N)
 
-    where u, U, ex, tau and eta are :class:`portakern.tolerance.Units`.
+    where u, U, ex, tau and eta are :class:`portakern.spec.tolerance.Units`.
 
     x - m rounds by u d, and exp of it, taken as exp2 of a product with log2(e), errs by 4u d + ex. The sum carries the
     average of that, 4u H + ex, plus its chain of c_N additions; the division and whatever else a row passes through are

@@ -53,7 +53,7 @@ def _delta(call: Call) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @softmax_vjp.tolerance
 def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The bound of d_x along a row of N elements, with c_N = chain(N) and :class:`portakern.tolerance.Units`:
+    """The bound of d_x along a row of N elements, with c_N = chain(N) and :class:`portakern.spec.tolerance.Units`:
 
         B = E (1 + U) + U |d_x| + eta
         E = |y| [(c_N + 2) u sum |y d_y| + 2u (|d_y| + |Delta|)] + flushed

@@ -21,7 +21,7 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 
     Of one query, all sums over the n keys that it sees among N = kv_len: the scores s, their maximum m, the
     differences d = m - s, the weights p = exp(-d) and their sum l. Then o = sum p v / l and lse = m + log l.
-    D is the extent of a query; u, U, ex, tau, eta, flush, tf32 are :class:`portakern.tolerance.Units`.
+    D is the extent of a query; u, U, ex, tau, eta, flush, tf32 are :class:`portakern.spec.tolerance.Units`.
 
     A score errs by ds, beside what flushed operands add to it:
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """Bounds of the gradients, from those of P, dS and D at each pair that a row sees: g, E and F of :class:`Pairs`.
 
-    P, dS and D are those of the contract; u, U, tau, eta, flush, tf32 are :class:`portakern.tolerance.Units`.
+    P, dS and D are those of the contract; u, U, tau, eta, flush, tf32 are :class:`portakern.spec.tolerance.Units`.
 
     Into the products go P and D as the inputs' dtype, which moves P' = P + g and D' = |D| + F by
 

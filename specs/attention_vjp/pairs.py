@@ -70,7 +70,7 @@ class Pairs(NamedTuple):
     """What the queries of a group and their keys make of each other, (group*q_len, kv_len).
 
     s, t, P, dS, D and Delta are those of the contract, dP = d_o v^T, c the softcap, dv the extent of a value; u, ex,
-    tau, tf32 are :class:`portakern.tolerance.Units`.
+    tau, tf32 are :class:`portakern.spec.tolerance.Units`.
 
     The exponent s - lse errs by e, with ds the error of a score as in attention, but without the share of the maximum:
 

@@ -1,0 +1,1 @@
+"""An op of its own for portakern: rows about their mean."""

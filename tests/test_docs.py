@@ -1,0 +1,155 @@
+"""The site's pages run as printed, the tutorial's op is installed as its package installs it, its planted mistake is
+found, and what is made for the site is made right.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import portakern as pk
+from portakern.core import registry
+from tests import pages
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+TUTORIAL = DOCS / "tutorial"
+PAGES = sorted(p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md") if any(pages.blocks(p.read_text())))
+
+
+def forget() -> None:
+    """What the registry found in entry points."""
+    for kept in (registry._spec_sources, registry.ops, registry.loadable, registry.find_spec, registry.forward_of):
+        kept.cache_clear()
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch):
+    """The tutorial's package, as if pip had installed it."""
+    for name in ("torch", "triton", "jax"):
+        pytest.importorskip(name, reason=f"{name} is not installed")
+    project = tomllib.loads((TUTORIAL / "centering/pyproject.toml").read_text(encoding="utf-8"))["project"]
+    real = registry.entry_points
+
+    def with_ours(group: str) -> list[EntryPoint]:
+        ours = project["entry-points"].get(group, {})
+        return [*real(group=group), *(EntryPoint(name, value, group) for name, value in ours.items())]
+
+    monkeypatch.setattr(registry, "entry_points", with_ours)
+    monkeypatch.syspath_prepend(str(TUTORIAL / "centering"))
+    forget()
+    yield project
+    for b in pk.backends().values():
+        for at in [at for at, made in b._found.items() if made.fn.__module__.partition(".")[0] == project["name"]]:
+            del b._found[at]
+    for name in [n for n in sys.modules if n.partition(".")[0] == project["name"]]:
+        del sys.modules[name]
+    monkeypatch.undo()
+    forget()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # one block shows a kernel that overflows
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_runs_as_printed(page: str, package: object) -> None:
+    assert pages.run(DOCS / page) > 0
+
+
+def test_a_page_that_says_otherwise_is_told_of(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n")
+    with pytest.raises(AssertionError, match="line 2 prints\n2\n"):
+        pages.run(page)
+
+
+def edited(diff: str, source: str) -> str:
+    """The source with the one line of a diff replaced."""
+    old, new = (next(x[1:] for x in diff.splitlines() if x.startswith(sign)) for sign in "-+")
+    assert source.count(old + "\n") == 1
+    return source.replace(old + "\n", new + "\n")
+
+
+def test_the_planted_mistake_is_found(package: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the page's one line in the kernel the checker says what the page says, and the whole kernel passes."""
+    text = (TUTORIAL / "index.md").read_text(encoding="utf-8")
+    shown = {m["head"] + m["more"]: m["body"] for m in pages.FENCE.finditer(text)}
+    whole = Path(importlib.import_module("centering.on_triton").__file__ or "").read_text(encoding="utf-8")
+    file = tmp_path / "on_triton.py"
+    file.write_text(edited(shown['diff title="centering/on_triton.py"'], whole), encoding="utf-8")
+    monkeypatch.setattr(sys.modules["centering"], "on_triton", loaded("centering.on_triton", file))
+    report = pk.check("center", backend="triton", device="cpu", max_examples=12)
+    said = f"{report.verdict}\n{report.failures[0].op}: {report.failures[0].what}\n"
+    pages.check_printed(shown['text title="what the checker says"'], said, "the planted mistake")
+
+
+def loaded(name: str, file: Path) -> ModuleType:
+    found = importlib.util.spec_from_file_location(name, file)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def maker(monkeypatch: pytest.MonkeyPatch):
+    """A module of those that make the site, by name."""
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed")
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(DOCS / "_maker"))
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(DOCS)):
+            del sys.modules[name]
+
+
+def test_links_into_the_repository_lead_to_pages_of_the_site(maker) -> None:
+    repository, root = maker("repository"), DOCS.parent
+    text = "[a](specs/softmax.py#L3), `[b](specs/softmax.py)`, [c](README.md), [d](https://x.org), [e](specs)\n"
+    wanted = "[a](../source/specs/softmax.py.md#L3), `[b](specs/softmax.py)`, [c](../index.md), [d](https://x.org), "
+    here = {"README.md": "index.md"}
+    assert repository.relinked(text, "how-to/page.md", "", root, here) == wanted + "[e](../source/specs/index.md)\n"
+    made = repository.pages(root, [(root / "x.md", text)], here)
+    assert "def softmax(" in made["source/specs/softmax.py.md"] and "source/specs/_rows.py.md" in made
+    assert "[softmax.py](softmax.py)" in made["source/specs/index.md"]
+
+
+def test_sections_come_by_their_headings(maker) -> None:
+    sections, root = maker("sections"), DOCS.parent
+    text = "# A\none\n## B c\ntwo\n```bash\n## no heading\n```\n### D\nthree\n## E\nfour\n"
+    assert sections.section(text, "b-c", "x.md") == "\ntwo\n```bash\n## no heading\n```\n### D\nthree\n"
+    with pytest.raises(LookupError, match="x.md has no section #no-heading; expected one of a, b-c, d, e"):
+        sections.section(text, "no-heading", "x.md")
+    page = '<!-- include: README.md#try-it to "It runs a real" -->'
+    assert "pip install -c" in sections.included(page, root, "docs", lambda text, folder: text)
+    with pytest.raises(LookupError, match="'not there' stands there 0 times"):
+        sections.included(page.replace("It runs a real", "not there"), root, "docs", lambda text, folder: text)
+
+
+def test_lists_are_nested_as_python_markdown_reads_them(maker) -> None:
+    markdown, adapted = pytest.importorskip("markdown"), maker("dialect").adapted
+    text = (
+        "Text:\n* one\n  more\n  * inner\n\n    ```\n    code\n    ```\n* two\n\n10. first\n    * deep\n\n    after\n"
+    )
+    html = markdown.markdown(adapted(text), extensions=["sane_lists", "pymdownx.superfences"])
+    assert [html.count(f"<{tag}") for tag in ("ul>", "ol", "li>", "pre>")] == [3, 1, 5, 1], html
+
+
+def test_every_op_has_its_page(maker) -> None:
+    operations = maker("operations")
+    made = operations.pages(DOCS.parent)
+    assert set(made) == {f"reference/ops/{name}.md" for name in (*registry.ops(), "index")}
+    page = made["reference/ops/softmax.md"]
+    for part in (
+        "* `x`: any shape",
+        "chain(N)",
+        "rising_rows",
+        "shift_invariant",
+        "backends/triton/gpu/softmax.py",
+        "| 0.9",
+    ):
+        assert part in page, part
