@@ -164,6 +164,5 @@ RECORD = ForwardRecord(
     launched=Sample({"x": (64, 512)}),
     past_2_31=long_rows("logsumexp"),
     far=far,
-    timed=({"x": (16384, 4096)}, {"x": (4095, 5000)}, {"x": (4095, 4097)}, {"x": (4096, 128256)}),
     twin=Twin("logsumexp", lambda x: (x, -1), sampled="logsumexp"),
 )

@@ -156,5 +156,4 @@ RECORD = ForwardRecord(
     launched=Sample({"gate": (64, 512), "up": (64, 512)}),
     past_2_31=past_2_31,
     far=far,
-    timed=({"gate": (16384, 4096), "up": (16384, 4096)}, {"gate": (4095, 5000), "up": (4095, 5000)}),
 )
