@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TEXTS = [
     "README.md",
     "PORTING.md",
+    "RESULTS.md",
     "CONTRIBUTING.md",
     *(p.relative_to(ROOT) for p in ROOT.glob("examples/*/README.md")),
 ]

@@ -111,7 +111,8 @@ def tree(tmp_path):
     marks = "".join(
         f"## {name}\n\n<!-- portakern report: {name} -->\n<!-- end: {name} -->\n\n" for name in checkout.TABLES
     )
-    (root / "PORTING.md").write_text("# Title\n\n" + marks + "The end.\n")
+    (root / "PORTING.md").write_text("# Title\n")
+    (root / "RESULTS.md").write_text("# Title\n\n" + marks + "The end.\n")
     (root / "README.md").write_text("No marks here.\n")
     skip = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "portakern", root / "portakern", ignore=skip)
@@ -167,7 +168,7 @@ def test_every_table_has_its_place_in_this_checkout():
 
 # -------------------------------------------------------------------------------------------------- making and checking
 def test_tables_show_the_results(fresh):
-    pieces = markdown.pieces((fresh / "PORTING.md").read_text(), fresh / "PORTING.md")
+    pieces = markdown.pieces((fresh / "RESULTS.md").read_text(), fresh / "RESULTS.md")
     assert "| `softmax` | bfloat16 | triton | ok | ok | – |" in pieces["matrix"]
     assert (
         "| `matmul` | bfloat16 | triton | **no** (1) | – | ok |\n" in pieces["matrix"]
@@ -212,13 +213,13 @@ def test_two_generations_have_the_same_bytes(fresh):
     assert checkout.stale(fresh) == [] and checkout.update(fresh) == []
     for path in (fresh / "docs" / "plots").iterdir():
         path.unlink()
-    (fresh / "PORTING.md").write_text((fresh / "PORTING.md").read_text().replace("| `softmax` |", "| `hardmax` |"))
+    (fresh / "RESULTS.md").write_text((fresh / "RESULTS.md").read_text().replace("| `softmax` |", "| `hardmax` |"))
     assert len(checkout.update(fresh)) == 7
     assert content(fresh) == before
 
 
 def test_what_was_changed_by_hand_is_named(fresh):
-    page, plot = fresh / "PORTING.md", fresh / "docs" / "plots" / "roofline-sm_90.svg"
+    page, plot = fresh / "RESULTS.md", fresh / "docs" / "plots" / "roofline-sm_90.svg"
     assert report(fresh, "--check").exit_code == 0
     page.write_text(page.read_text().replace("| 40 | 20 |", "| 30 | 20 |").replace("The end.", "The prose may change."))
     plot.write_text(plot.read_text().replace("H100", "H200"))
@@ -227,13 +228,13 @@ def test_what_was_changed_by_hand_is_named(fresh):
     said = report(fresh, "--check")
     assert said.exit_code == 1 and content(fresh) == before
     assert said.output.splitlines() == [
-        "PORTING.md: table 'times' is stale or was changed by hand; run: portakern report",
+        "RESULTS.md: table 'times' is stale or was changed by hand; run: portakern report",
         "docs/plots/heatmap.svg: is missing; run: portakern report",
         "docs/plots/roofline-sm_90.svg: was changed by hand; run: portakern report",
     ]
     mended = report(fresh)
     assert mended.exit_code == 0 and mended.output.splitlines() == [
-        "wrote PORTING.md",
+        "wrote RESULTS.md",
         "wrote docs/plots/heatmap.svg",
         "wrote docs/plots/roofline-sm_90.svg",
     ]
@@ -267,33 +268,33 @@ def test_results_that_change_make_tables_and_plots_stale(fresh):
     [
         (
             "<!-- portakern report: matrix -->\n",
-            "PORTING.md, line 1: <!-- portakern report: matrix --> has no end; expected <!-- end: matrix --> below it",
+            "RESULTS.md, line 1: <!-- portakern report: matrix --> has no end; expected <!-- end: matrix --> below it",
         ),
-        ("a\n<!-- end: matrix -->\n", "PORTING.md, line 2: <!-- end: matrix --> ends nothing; no mark is open there"),
+        ("a\n<!-- end: matrix -->\n", "RESULTS.md, line 2: <!-- end: matrix --> ends nothing; no mark is open there"),
         (
             "<!-- portakern report: matrix -->\n<!-- end: times -->\n",
-            "PORTING.md, line 2: <!-- end: times --> ends nothing; expected <!-- end: matrix -->",
+            "RESULTS.md, line 2: <!-- end: times --> ends nothing; expected <!-- end: matrix -->",
         ),
         (
             "<!-- portakern report: matrix -->\n<!-- portakern report: times -->\n",
             (
-                "PORTING.md, line 2: <!-- portakern report: times --> stands inside 'matrix'; expected <!-- end: "
+                "RESULTS.md, line 2: <!-- portakern report: times --> stands inside 'matrix'; expected <!-- end: "
                 "matrix --> before it"
             ),
         ),
         (
             "<!-- portakern report: haste -->\n<!-- end: haste -->\n",
-            "PORTING.md: there is no table 'haste'; expected one of matrix, resources, ",
+            "RESULTS.md: there is no table 'haste'; expected one of matrix, resources, ",
         ),
     ],
 )
 def test_marks_that_do_not_pair(tree, page, message):
-    (tree / "PORTING.md").write_text(page)
+    (tree / "RESULTS.md").write_text(page)
     for command in (checkout.stale, checkout.update):
         with pytest.raises(ResultError) as e:
             command(tree)
         assert str(e.value).startswith(message)
-    assert (tree / "PORTING.md").read_text() == page and not (tree / "docs").exists()
+    assert (tree / "RESULTS.md").read_text() == page and not (tree / "docs").exists()
 
 
 def test_elsewhere_than_in_a_checkout(tmp_path):
@@ -321,8 +322,8 @@ def test_a_new_run_is_taken_in(fresh, tmp_path):
     rows = [{"op": "softmax", "way": "op", "median_us": 7.0, "best_us": 6.5, "worst_us": 9.0}]
     said = report(fresh, "--add", put(tmp_path, "Launch H100.json", run_of("launch", rows, graphs=[])))
     assert said.exit_code == 0, said.output
-    assert said.output.splitlines() == [f"launch-h100.json is new: launch on {DEVICE}, 1 row", "wrote PORTING.md"]
-    assert "| `softmax` | 7.0 |" in (fresh / "PORTING.md").read_text() and checkout.stale(fresh) == []
+    assert said.output.splitlines() == [f"launch-h100.json is new: launch on {DEVICE}, 1 row", "wrote RESULTS.md"]
+    assert "| `softmax` | 7.0 |" in (fresh / "RESULTS.md").read_text() and checkout.stale(fresh) == []
 
 
 def test_a_newer_run_replaces(fresh, tmp_path):
@@ -332,7 +333,7 @@ def test_a_newer_run_replaces(fresh, tmp_path):
         said.output.splitlines()[0]
         == f"times-h100.json is replaced: times on {DEVICE} of 2026-03-01, 1 row, by that of 2026-03-02, 1 row"
     )
-    assert "| torch 50 | 25 | 20 | 80% |" in (fresh / "PORTING.md").read_text() and checkout.stale(fresh) == []
+    assert "| torch 50 | 25 | 20 | 80% |" in (fresh / "RESULTS.md").read_text() and checkout.stale(fresh) == []
     assert sorted(p.name for p in (fresh / "benchmarks" / "results").iterdir()) == [
         "bench.json",
         "compile-matrix.json",
@@ -383,7 +384,7 @@ def test_replace_takes_it_all_the_same(fresh, tmp_path):
         tmp_path, "times.json", run_of("times", [{**TIME, "call": "softmax(bfloat16; n=2)"}, {**TIME, "us": 30.0}])
     )
     assert report(fresh, "--add", file, "--replace").output.splitlines()[0].startswith("times-h100.json is replaced: ")
-    assert "| 30 | 20 |" in (fresh / "PORTING.md").read_text()
+    assert "| 30 | 20 |" in (fresh / "RESULTS.md").read_text()
     assert (
         str(report(fresh, "--add", file, "--check").exception)
         == "report: --check writes nothing, and --add does; give one of them"

@@ -249,6 +249,7 @@ def test_the_source_distribution_holds_what_its_texts_speak_of(source_distributi
         "constraints.txt",
         "CHANGELOG.md",
         "PORTING.md",
+        "RESULTS.md",
         "CONTRIBUTING.md",
         "LICENSE",
         "README.md",

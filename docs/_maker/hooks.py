@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 AT_THE_ROOT = {
     "PORTING.md": "reference/porting.md",
+    "RESULTS.md": "reference/results.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }

@@ -20,7 +20,7 @@ from portakern.results import Result, ResultError
 __all__ = ["COMMAND", "PAGES", "PLOTS", "TABLES", "Stale", "add", "checkout", "stale", "update"]
 
 COMMAND = "portakern report"
-PAGES = ("PORTING.md", "README.md")
+PAGES = ("PORTING.md", "RESULTS.md", "README.md")
 PLOTS = "docs/plots"
 TABLES: Mapping[str, Callable[[Kept], str]] = {
     "matrix": compiled.matrix,
