@@ -4,6 +4,7 @@ it.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 
 from portakern.cli import app
 from portakern.core import targets
-from portakern.reporting import checkout, lines, markdown, plots, roofline, speed
+from portakern.reporting import checkout, lines, markdown, plots, roofline, speed, verdict
 from portakern.reporting.kept import Kept, chip
 from portakern.results import ResultError
 
@@ -109,9 +110,12 @@ def tree(tmp_path):
     put(kept, "times-h100.json", run_of("times", [TIME]))
     put(kept, "bench.json", run_of("bench", BENCH, wall_seconds=9, rates={"copy": 3e12}, absent=ABSENT, left_out=[]))
     marks = "".join(
-        f"## {name}\n\n<!-- portakern report: {name} -->\n<!-- end: {name} -->\n\n" for name in checkout.TABLES
+        f"## {name}\n\n<!-- portakern report: {name} -->\n<!-- end: {name} -->\n\n"
+        for name in checkout.TABLES
+        if name != "verdict"
     )
-    (root / "PORTING.md").write_text("# Title\n")
+    mark = "<!-- portakern report: verdict -->\n<!-- end: verdict -->\n"
+    (root / "PORTING.md").write_text(f"# Title\n\n{mark}")
     (root / "RESULTS.md").write_text("# Title\n\n" + marks + "The end.\n")
     (root / "README.md").write_text("No marks here.\n")
     skip = shutil.ignore_patterns("__pycache__")
@@ -193,6 +197,10 @@ def test_tables_show_the_results(fresh):
     assert "† its sources have changed since it was measured (1 in all)." in fast and "liger" not in fast
     assert "Took no part: quack (quack not installed)." in fast
     assert "| sm_90 | H100 SXM5 80 GB | 3,350 |" in pieces["roofs"]
+    told = markdown.pieces((fresh / "PORTING.md").read_text(), fresh / "PORTING.md")["verdict"]
+    (line,) = (line for line in told.splitlines() if line.startswith("| `attention` |"))
+    assert line.endswith("%) | 1.00 (0.50 to 1.50)† | – | not run |") and "† the sources of what was" in told
+    assert "%) | not timed | – | not run |" in told.partition("| `softmax` |")[2].partition("\n")[0]
     assert "| `softmax` | " in pieces["lines"] and (fresh / "README.md").read_text() == "No marks here.\n"
     for plot in (fresh / "docs" / "plots").iterdir():
         assert (
@@ -250,7 +258,7 @@ def test_results_that_change_make_tables_and_plots_stale(fresh):
     gone = "shows what is no longer among the results"
     assert {
         s.what.removesuffix(" is stale or was changed by hand") for s in checkout.stale(fresh) if s.path.suffix == ".md"
-    } == {f"table {name!r}" for name in ("matrix", "resources", "tilings", "cycles", "speed")}
+    } == {f"table {name!r}" for name in ("verdict", "matrix", "resources", "tilings", "cycles", "speed")}
     assert {s.path.name: s.what for s in checkout.stale(fresh) if s.path.suffix == ".svg"} == {
         "heatmap.svg": "is stale",
         "roofline-sm_90.svg": "is stale",  # bench had measured more
@@ -284,7 +292,7 @@ def test_results_that_change_make_tables_and_plots_stale(fresh):
         ),
         (
             "<!-- portakern report: haste -->\n<!-- end: haste -->\n",
-            "RESULTS.md: there is no table 'haste'; expected one of matrix, resources, ",
+            "RESULTS.md: there is no table 'haste'; expected one of verdict, matrix, ",
         ),
     ],
 )
@@ -392,6 +400,39 @@ def test_replace_takes_it_all_the_same(fresh, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------ what is counted
+def test_the_verdict_tells_of_failures_and_of_16_bits_apart(tree):
+    """The worst output of an op counts; a wrong call hides no speed behind it; float32 has a column of its own."""
+    results = tree / "benchmarks" / "results"
+    fine = timed("triton", 80.0, 4096, dtype="float32", error=0.125, best_peer="torch", ratio=1.25)
+    wrong = {**timed("triton", 0.0, op="softmax"), **NO_TIME, "verdict": "wrong", "error": 7.0}
+    rest = {"wall_seconds": 9, "rates": {"copy": 3e12}, "absent": {}, "left_out": []}
+    put(results, "bench.json", run_of("bench", [fine, wrong], **rest))
+    kept = Kept.of(tree)
+    checked = {"op": "attention", "subject": "triton", "worst": {"o": 0.5, "lse": 2.5}, "passed": False}
+    run = dataclasses.replace(kept.results[0], benchmark="conformance", device=DEVICE, rows=(checked,))
+    told = verdict.verdict(dataclasses.replace(kept, results=(*kept.results, run)))
+    assert "%) | 1.25 | 0.12 | **failed**, 2.500 | not run |" in told.partition("| `attention` |")[2].partition("\n")[0]
+    assert "%) | **wrong** | – | not run | not run |" in told.partition("| `softmax` |")[2].partition("\n")[0]
+
+
+def test_lines_that_a_port_has_alone(tmp_path, monkeypatch):
+    """A line in another port's module, in the same order, is not the port's own; the oracle is no port."""
+    for name, text in (("a", "x = 1\ny = 2\nz = 3\n"), ("b", "y = 2\nw = 4\nz = 3\n"), ("oracle", "w = 4\n")):
+        put_text(tmp_path / "portakern" / "backends" / name / "some.py", text)
+    put_text(tmp_path / "portakern" / "specs" / "some.py", "")
+
+    class Family:
+        def __init__(self, name, compiler):
+            self.package, self.compiler = f"portakern.backends.{name}", compiler
+
+    class Backend:
+        auto, families = True, (Family("a", "x"), Family("b", "x"), Family("oracle", None))
+
+    monkeypatch.setattr(lines.registry, "ops", lambda: ("some",))
+    monkeypatch.setattr(lines.registry, "backends", lambda: {"any": Backend})
+    assert lines.written(Kept(tmp_path, ())) == {"some": {"a": (3, 1), "b": (3, 1)}}
+
+
 def test_lines_of_code():
     source = (
         '"""Module."""\n\nimport x  # why\n\n\ndef f():\n    """Doc\n    of two lines."""\n    # a comment\n    '

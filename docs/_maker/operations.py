@@ -32,6 +32,7 @@ TITLES: Mapping[str, tuple[str, str] | None] = {
     "resources": ("What it takes of each target", "compile-matrix"),
     "tilings": ("Default tilings", "compile-matrix"),
     "cycles": ("Cycles on TPUs", "compile-matrix"),
+    "verdict": None,
     "roofs": None,
     "launch": None,
     "found": None,

@@ -13,7 +13,19 @@ from typing import Any
 import portakern
 from portakern import results
 from portakern.files import write_atomically
-from portakern.reporting import charts, compiled, lines, markdown, measured, plots, roofline, speed, stubs, style
+from portakern.reporting import (
+    charts,
+    compiled,
+    lines,
+    markdown,
+    measured,
+    plots,
+    roofline,
+    speed,
+    stubs,
+    style,
+    verdict,
+)
 from portakern.reporting.kept import FOLDER, Kept
 from portakern.results import Result, ResultError
 
@@ -23,6 +35,7 @@ COMMAND = "portakern report"
 PAGES = ("PORTING.md", "RESULTS.md", "README.md")
 PLOTS = "docs/plots"
 TABLES: Mapping[str, Callable[[Kept], str]] = {
+    "verdict": verdict.verdict,
     "matrix": compiled.matrix,
     "resources": compiled.resources,
     "tilings": compiled.tilings,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import functools
 import io
 import tokenize
@@ -11,9 +12,9 @@ from pathlib import Path
 from portakern.core import registry
 from portakern.reporting.kept import Kept
 from portakern.reporting.markdown import NONE, table
-from portakern.sources import files, imports
+from portakern.sources import code, files, imports
 
-__all__ = ["code_lines", "lines"]
+__all__ = ["code_lines", "lines", "written"]
 
 SILENT = {
     tokenize.COMMENT,
@@ -58,10 +59,36 @@ def _shared(root: Path, ops: set[str], top: str) -> set[Path]:
     return found - own
 
 
+def _ops(root: Path) -> list[str]:
+    """The ops whose specs lie in a checkout."""
+    return [op for op in registry.ops() if files(root, f"{registry.SPECS}.{op}")]
+
+
+def _text(root: Path, module: str) -> list[str]:
+    return [line.strip() for file in files(root, module) for line in code(file).splitlines()]
+
+
+def written(kept: Kept) -> dict[str, dict[str, tuple[int, int]]]:
+    """Op -> port -> lines of its module, and how many of them stand in no other port's module of that op in this order.
+
+    A port is a package of kernels that a compiler takes; the oracle is none.
+    """
+    packages = [f.package for b in registry.backends().values() if b.auto for f in b.families if f.compiler]
+    found: dict[str, dict[str, tuple[int, int]]] = {}
+    for op in _ops(kept.root):
+        texts = {p: text for p in packages if p and (text := _text(kept.root, f"{p}.{op}"))}
+        found[op] = {}
+        for p, text in texts.items():
+            pairs = (difflib.SequenceMatcher(None, other, text, autojunk=False) for q, other in texts.items() if q != p)
+            shared = {i for pair in pairs for m in pair.get_matching_blocks() for i in range(m.b, m.b + m.size)}
+            found[op][p.rpartition("backends.")[2]] = len(text), len(text) - len(shared)
+    return found
+
+
 def lines(kept: Kept) -> str:
     """Op by backend, counted from the source as it is."""
-    specs = [registry.SPECS + "." + op for op in registry.ops() if files(kept.root, f"{registry.SPECS}.{op}")]
-    ops = [s.rpartition(".")[2] for s in specs]
+    ops = _ops(kept.root)
+    specs = [f"{registry.SPECS}.{op}" for op in ops]
     columns: dict[str, tuple[str, dict[str, str]]] = {"spec": (registry.SPECS, dict(zip(ops, specs, strict=True)))}
     for b in registry.backends().values():
         packages = sorted(

@@ -15,7 +15,7 @@ from portakern.reporting.kept import Kept, source
 from portakern.reporting.markdown import NONE, fold, table
 from portakern.reporting.staleness import STALE, changed, footnote
 
-__all__ = ["draw_into", "figures", "speed"]
+__all__ = ["draw_into", "figures", "ratios", "speed"]
 
 Row = Mapping[str, Any]
 NOTHING = (
@@ -39,6 +39,12 @@ def _timed(r: Row) -> bool:
 def _best(rows: Iterable[Row]) -> Row | None:
     """The fastest right variant of the subject."""
     return min((r for r in rows if r["subject"] and _timed(r)), key=lambda r: r["median_us"], default=None)
+
+
+def ratios(rows: Iterable[Row]) -> list[float]:
+    """The best peer's time over that of our fastest right variant, of every call that both finished."""
+    best = (_best(mine) for mine in _calls(rows).values())
+    return [b["ratio"] for b in best if b and b.get("ratio")]
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
@@ -74,14 +80,14 @@ def _summary(rows: Sequence[Row]) -> str:
     for op in sorted({r["op"] for r in rows}):
         calls = {key: mine for key, mine in _calls(rows).items() if key[0] == op}
         best = [b for mine in calls.values() if (b := _best(mine))]
-        ratios = [b["ratio"] for b in best if b.get("ratio")]
+        found = ratios(r for mine in calls.values() for r in mine)
         shares = [b["share"] for b in best if b.get("share")]
         wrong = sum(r["subject"] and r["verdict"] in ("wrong", "failed") for mine in calls.values() for r in mine)
         lines.append(
             [
                 f"`{op}`",
                 str(len(calls)),
-                *(f"{of(ratios):.2f}" if ratios else NONE for of in (statistics.median, min, max)),
+                *(f"{of(found):.2f}" if found else NONE for of in (statistics.median, min, max)),
                 f"{statistics.median(shares):.0%}" if shares else NONE,
                 str(wrong),
             ]
