@@ -229,7 +229,7 @@ def test_what_no_row_and_no_formula_serves_is_refused_in_words():
     mine = pk.Backend("mine", framework="numpy", platforms=["cpu"])
     mine.implements("softmax", key=lambda call: {"dtype": call.dtype})(lambda call, tiling: (call.arrays["x"],))
     words = r"backend 'mine' has no block_rows, block_n for \{'dtype': 'float32'\}; add a row to tuned/cpu.json"
-    with pytest.raises(UnsupportedError, match=words):
+    with pytest.raises(pk.UnsupportedError, match=words):
         pk.op("softmax", backend=mine)(np.ones((2, 3), np.float32))
 
 
