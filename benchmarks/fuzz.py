@@ -162,7 +162,7 @@ def dress(r: Random, arrays: dict[str, Any], options: dict[str, Any]) -> tuple[d
     new = {}
     for n, a in arrays.items():
         layout = r.pick(("as it is", "transposed", "strided", "reversed"))
-        if layout == "transposed":
+        if layout == "transposed" and a.ndim:  # NumPy makes an axis where there is none
             a = np.ascontiguousarray(a.T).T
         elif layout == "strided" and a.ndim:
             a = np.repeat(a, 2, -1)[..., ::2]

@@ -388,8 +388,8 @@ class LayernormVjpOp(Op):
 class LogsumexpOp(Op):
     @overload
     def __call__(self, x: Array, *, axis: int = -1) -> Array:
-        """y = m + log sum exp(x - m) along ``axis``, m = max x (0 where that is infinite), in float32, float64 for
-        float64.
+        """y = m + log sum exp(x - m) along ``axis``, m = max x or 0 if that is infinite, in float32 (float64 for
+        float64).
 
         Args:
           x: any shape with at least one axis.

@@ -123,8 +123,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     ),
     "compile-matrix": Benchmark(
         ("op", "dtype", "target", "backend"),
-        {"op": "text", "direction": "text", "dtype": "text", "target": "text", "backend": "text", "call": "string",
-         "tiling": "integers", "ok": "flag",
+        {"op": "text", "direction": "text", "dtype": "text", "target": "text", "backend": "text", "variant": "text?",
+         "call": "string", "tiling": "integers", "ok": "flag",
          "reason": "text?", "final": "flag", "kernels": "list", "code_bytes": "count?", "seconds": "number"},
         {"wall_seconds": "number", "ok": "count", "of": "count", "limits": "object"},
         {"kernels": _KERNEL},

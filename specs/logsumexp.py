@@ -34,7 +34,7 @@ class LogsumexpOut(NamedTuple):
     flops=lambda call: 4.0 * prod(call.dims["shape"]),
 )
 def logsumexp(x: Float[A, "*shape"], *, axis: Annotated[int, Axis("x")] = -1) -> LogsumexpOut:
-    """y = m + log sum exp(x - m) along ``axis``, m = max x (0 where that is infinite), in float32, float64 for float64.
+    """y = m + log sum exp(x - m) along ``axis``, m = max x or 0 if that is infinite, in float32 (float64 for float64).
 
     Args:
       x: any shape with at least one axis.
@@ -166,7 +166,7 @@ def rising_rows(arrays, rng, options):
 
 @logsumexp.edge(dims={"shape": (300, 1030)}, smallest_tiles=True)
 def every_element_counts(arrays, rng, options):
-    """Equal elements: y is x + log n, and each of n counts as any other. Below 0, so that the two nearly cancel."""
+    """Equal elements near -log n: y = x + log n is near 0, and each counts as much as any other."""
     arrays["x"][...] = -np.log(arrays["x"].shape[options["axis"]]) * (1 + 0.01 * rng.standard_normal())
 
 

@@ -79,15 +79,17 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """The RMS error of d_x, with the symbols of the bound:
 
-        sigma^2 = store^2 + d_x^2 [u^2 (d^2 + H^2) + 2 (ex/4)^2 + (KAPPA u)^2 (c_N / 3 + 5)]
+        sigma^2 = store^2 + d_x^2 [u^2 (d^2 + H^2) + 2 (ex/4)^2 + (KAPPA u)^2 (c_N / 3 + 5)] + lost^2
 
-    It is softmax's, with the roundings of one more product.
+    It is softmax's, with the roundings of one more product. lost is all of d_x where p may become 0.
     """
     w, unit = Weights.of(call.arrays["x"], call.options["axis"]), units(call)
     with np.errstate(all="ignore"):
         rounded = (KAPPA * unit.u) ** 2 * (chain(call.dims["axis"]) / 3 + 5)
         share = unit.u**2 * (w.d**2 + w.entropy**2) + 2 * (unit.ex / 4) ** 2 + rounded
-        return (np.hypot(store_spread(ref[0], call.dtype), magnitude(ref[0]) * np.sqrt(share)),)
+        d_x = magnitude(ref[0])
+        lost = np.where(w.p < 2 * unit.tau, d_x, 0.0)
+        return (np.hypot(np.hypot(store_spread(ref[0], call.dtype), lost), d_x * np.sqrt(share)),)
 
 
 @logsumexp_vjp.edge(dims={"shape": (2, 140)})

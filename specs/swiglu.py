@@ -25,7 +25,7 @@ class SwigluOut(NamedTuple):
     tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 16384, of="batch")},
     apart=("batch",),
     vjp="swiglu_vjp",
-    typical={"batch": (4096, 11008)},
+    typical={"batch": (4096, 4096)},
     flops=lambda call: 6.0 * prod(call.dims["batch"]),
 )
 def swiglu(gate: Float[A, "*batch"], up: Float[A, "*batch"]) -> SwigluOut:

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import portakern as pk
-from portakern import cli
+from portakern import cli, results
 from portakern.compiling import cache, forms, pool
 from portakern.compiling import matrix as compiling
 from portakern.compiling.build import Build, Compiled, Kernel
@@ -351,13 +351,16 @@ def test_the_cache_follows_imports_within_the_package():
 
 
 @has_triton
-def test_the_command_line(monkeypatch):
+def test_the_command_line(monkeypatch, tmp_path):
     monkeypatch.setattr(cli.common.out, "_width", 220)  # rich reads COLUMNS once, when the first test imports it
     run = CliRunner().invoke
     command = ["compile", "softmax", "--target", "sm_80", "--target", "gfx1100", "--dtype", "bfloat16", "--jobs", "2"]
     result = run(cli.app, [*command, "--json"])
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
+    file = tmp_path / "compile-matrix.json"
+    file.write_text(result.stdout, encoding="utf-8")
+    assert len(results.read(file).rows) == 2  # what the report takes in
     assert {"benchmark", "command", "date", "environment", "wall_seconds", "limits", "rows"} <= set(record) and record[
         "ok"
     ] == record["of"] == 2

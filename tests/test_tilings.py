@@ -226,6 +226,14 @@ def test_the_heuristic_speaks_where_there_is_no_table():
     assert "tiling: block_rows=16 (heuristic), block_n=128 (heuristic)" in text
 
 
+def test_what_no_row_and_no_formula_serves_is_refused_in_words():
+    mine = pk.Backend("mine", framework="numpy", platforms=["cpu"])
+    mine.implements("softmax", key=lambda call: {"dtype": call.dtype})(lambda call, tiling: (call.arrays["x"],))
+    words = r"backend 'mine' has no block_rows, block_n for \{'dtype': 'float32'\}; add a row to tuned/cpu.json"
+    with pytest.raises(pk.UnsupportedError, match=words):
+        pk.op("softmax", backend=mine)(np.ones((2, 3), np.float32))
+
+
 def test_the_users_cache_comes_before_the_shipped_table_and_may_leave_tiles_to_it(own_cache):
     attention, arrays = small_attention()
     write_own(own_cache, {"attention": {"gpu": [own_row({"block_q": 128}, d=16), own_row({"block_q": 256})]}})

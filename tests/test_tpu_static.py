@@ -170,7 +170,9 @@ def test_more_is_asked_for_where_it_is_needed(monkeypatch):
             if tiling:
                 with pytest.raises(UnsupportedError, match="enough"):
                     jax.eval_shape(
-                        lambda a, b, call=call, tiling=tiling: matmul().fn(call.on({"a": a, "b": b}), tiling),
+                        lambda a, b, call=call, tiling=tiling: matmul().fn(
+                            call.replace(arrays={"a": a, "b": b}), tiling
+                        ),
                         *call.arrays.values(),
                     )
     assert asked == [None, None, 96 << 20, None, None], "v6e grants 32 MiB unasked"

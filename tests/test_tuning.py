@@ -512,9 +512,9 @@ def test_drawn_calls_are_the_same_for_a_seed_and_within_limits():
     [
         (["--budget", "soon"], "--budget is 'soon'; expected a number of seconds, or 90s, 5m, 1h"),
         (["--loss", "matmul", "matmul"], "--loss draws its own calls"),
-        (["softmax", "--target", "h100"], "target 'h100' is unknown"),
-        (["softmax", "--suite", "rows", "--shape", "shape=3x4"], "give one of them"),
-        (["softmax", "--dtype", "bf16"], "--dtype is 'bf16'"),
+        (["matmul", "--target", "h100"], "target 'h100' is unknown"),
+        (["matmul", "--suite", "rows", "--shape", "shape=3x4"], "give one of them"),
+        (["matmul", "--dtype", "bf16"], "--dtype is 'bf16'"),
     ],
 )
 def test_bad_input_ends_in_words(command, words):

@@ -99,7 +99,7 @@ WRONG = {
     ),
     "axis of none": (lambda: call(zeros()), r"axis is -1; expected an integer but the array has no axes"),
     "axes": (lambda: call(X, axis=(0, 1)), r"axis is \(0, 1\); expected an integer"),
-    "integers": (lambda: call(X.astype(np.int32)), r"logsumexp: x is int32; expected float32"),
+    "integers": (lambda: call(X.astype(np.int32)), r"logsumexp: x is int32; expected one of float32"),
 }
 
 RECORD = ForwardRecord(

@@ -61,7 +61,6 @@ FAULTS = {
             "silu is rounded to the result's dtype before it meets up",
             old="(g * s * ref.up[...].astype(jnp.float32)).astype",
             new="((g * s).astype(ref.y.dtype).astype(jnp.float32) * ref.up[...].astype(jnp.float32)).astype",
-            small=True,
             sample=True,
         ),
         Planted(
@@ -76,6 +75,7 @@ FAULTS = {
             "exp takes the gate in bfloat16",
             old="s, _ = open_and_shut(g)",
             new="s, _ = open_and_shut(g.astype(jnp.bfloat16).astype(jnp.float32))",
+            small=True,
         ),
         Planted(
             "one-column-of-blocks",

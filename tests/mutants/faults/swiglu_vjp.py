@@ -47,7 +47,6 @@ FAULTS = {
             "the slope is rounded to the result's dtype before it meets d_y up",
             old="(s * (1.0 + g * q))",
             new="(s * (1.0 + g * q)).astype(ref.d_gate.dtype).astype(jnp.float32)",
-            small=True,
             sample=True,
         ),
         Planted(
