@@ -21,9 +21,9 @@ FINE = "float32"  # where no 16-bit store hides the error of the arithmetic
 NOTES = (
     "Lines: code of the op's own module, and the share of it that no other backend's module of the op has. Speed: the "
     "best peer's time over ours, the median of the calls that were timed, and the extremes; above 1 is faster than "
-    "every peer. Error: the worst of any element, as a share of what the derived bound permits; above 1 is wrong. A result "
-    "in 16 bits comes close to 1 whatever computed it, since its last rounding is most of the bound: the column of "
-    f"{FINE} shows what the arithmetic adds on the calls that were timed."
+    "every peer. Error: the worst of any element, as a share of what the derived bound permits; above 1 is wrong. A "
+    "result in 16 bits comes close to 1 whatever computed it, since its last rounding is most of the bound: the column "
+    f"of {FINE} shows what the arithmetic adds on the calls that were timed."
 )
 AGED = f"{STALE} the sources of what was measured, ours or a peer's binding, have changed since."
 
