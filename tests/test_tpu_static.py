@@ -127,9 +127,9 @@ def test_programs_that_differ_in_extents_are_the_same():
 # --------------------------------------------------------------------------------------------------- the chip's limits
 
 
-def matmul_call(arch, m=4096, n=4096, k=4096):
+def matmul_call(arch, m=4096, n=4096, k=4096, dtype="bfloat16"):
     spec = registry.find_spec("matmul")
-    form = typical_form(spec, "bfloat16", {"m": m, "n": n, "k": k})
+    form = typical_form(spec, dtype, {"m": m, "n": n, "k": k})
     return bound_form(spec, form, frameworks()["jax"], Target("tpu", arch))
 
 
@@ -164,18 +164,18 @@ def test_more_is_asked_for_where_it_is_needed(monkeypatch):
         raise UnsupportedError("enough")
 
     monkeypatch.setattr(_chip.common, "launch", record)
-    for arch in ("", "v5e", "v6e"):
-        call = matmul_call(arch)
-        for tiling in ({"block_m": 512, "block_n": 512, "block_k": 512}, CUBE if arch else None):
-            if tiling:
-                with pytest.raises(UnsupportedError, match="enough"):
-                    jax.eval_shape(
-                        lambda a, b, call=call, tiling=tiling: matmul().fn(
-                            call.replace(arrays={"a": a, "b": b}), tiling
-                        ),
-                        *call.arrays.values(),
-                    )
-    assert asked == [None, None, 96 << 20, None, None], "v6e grants 32 MiB unasked"
+    small, wide = dict.fromkeys(CUBE, 512), {"block_m": 512, "block_n": 512, "block_k": 1024}
+    cases = [("", small, "bfloat16"), ("v5e", small, "bfloat16"), ("v5e", CUBE, "bfloat16"), ("v6e", small, "bfloat16")]
+    # of 13.8 MiB, and libtpu needs more than 16 on v5e, which keeps the parts of float32 operands
+    cases += [("v6e", CUBE, "bfloat16"), ("v5e", wide, "float32"), ("v6e", wide, "float32")]
+    for arch, tiling, dtype in cases:
+        call = matmul_call(arch, dtype=dtype)
+        with pytest.raises(UnsupportedError, match="enough"):
+            jax.eval_shape(
+                lambda a, b, call=call, tiling=tiling: matmul().fn(call.replace(arrays={"a": a, "b": b}), tiling),
+                *call.arrays.values(),
+            )
+    assert asked == [None, None, 96 << 20, None, None, 96 << 20, None], "v6e grants 32 MiB unasked"
 
 
 # ------------------------------------------------------------------------------------------------------------- blocks
