@@ -167,7 +167,7 @@ def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     products = math.prod(batch) * m * n * k
     bytes_of_a = products // n * pl.cdiv(n, bn) * a.dtype.itemsize
     bytes_of_b = products // m * pl.cdiv(m, bm) * b.dtype.itemsize
-    # some chips keep the three bfloat16 parts of float32 operands in VMEM: the kernel asks for that much, where there is
+    # some chips keep the three bfloat16 parts of float32 operands in VMEM too: the kernel asks for as much
     parts = 3 * 2 * (bm * bk + bk * bn) if a.dtype.itemsize == 4 else 0
     found = launch(
         call,
