@@ -194,6 +194,20 @@ def test_statistics_need_random_values_and_enough_of_them():
     )
 
 
+def test_one_rounding_in_all_elements_is_no_evidence():
+    """A norm of rows of one number: +w or -w in nearly every row, and w is 0.45 of a unit from what 16 bits hold."""
+    rng, unit = np.random.default_rng(0), 2.0**-10
+    got = np.where(rng.random(10_000) < 0.5, 1.0, -1.0)
+    got[:200] = np.round(rng.standard_normal(200) / unit) * unit
+    lean = np.full(got.size, 0.45 * unit)
+    lean[:200] = rng.uniform(-0.5, 0.5, 200) * unit
+    sigma = np.full(got.size, unit / np.sqrt(12))
+    assert not judge(got, got + np.sign(got) * lean, 4 * sigma, sigma, unbiased=True).applies
+    spread = np.sign(got) * np.round(rng.uniform(1, 2, got.size) / unit) * unit  # the same lean of values that differ
+    found = judge(spread, spread + np.sign(got) * 0.45 * unit, 4 * sigma, sigma, unbiased=True)
+    assert found.applies and any("errors lean towards 0" in r for r in found.reasons)
+
+
 def test_each_statistic_has_its_reason():
     rng = np.random.default_rng(0)
     ref, ones = rng.standard_normal(10000), np.ones(10000)

@@ -29,6 +29,9 @@ RANDOM = ("normal", "wide")
 LEAST = 64
 """The fewest elements, and distinct values among them, that statistics are taken of."""
 
+FEW = 16.0
+"""How few values may hold most elements: the inverse of the chance that two elements are alike but for the sign."""
+
 Z, BIAS = 1.5, 0.25
 """A right kernel of 16 bits has z = 1, of float32 0.4 to 1, as sigma allows for the slackest hardware; z^2 of 64
 uniform errors varies by 0.11 about that. BIAS: what P and l, rounded alike in all elements of a row, may leave; 4 /
@@ -107,12 +110,14 @@ def judge(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, sigma: np.ndarray
 
     Elements count where reference, result, bound and sigma are finite and sigma is positive. Results whose values
     repeat, such as those of a broadcast row or of a row that one term dominates, are no more evidence than one copy:
-    ``n`` of the bias test is the number of distinct results.
+    ``n`` of the bias test is the number of distinct results. Where a few values hold most elements, as in a norm of
+    rows of one number, which is +weight or -weight, nothing is judged: the error of one rounding is that of them all.
     """
     got, bound = np.asarray(got).astype(np.float64), np.broadcast_to(bound, ref.shape)
     use = np.isfinite(ref) & np.isfinite(got) & np.isfinite(bound) & np.isfinite(sigma) & (sigma > 0)
     distinct = np.unique(got[use]).size
-    if distinct < LEAST:
+    _, counts = np.unique(np.abs(got[use]), return_counts=True)
+    if distinct < LEAST or 1 / np.sum((counts / counts.sum()) ** 2) < FEW:
         return Evidence()
     error = (got[use] - ref[use]) / sigma[use]
     z, largest, bias = (
