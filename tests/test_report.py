@@ -493,6 +493,6 @@ def test_what_was_tuned_is_drawn():
     assert "sm_90, 3 calls" in plots.draw(data["tuned.svg"])
 
 
-def test_long_calls_on_little_room():
+def test_calls_are_short_where_their_op_and_dtype_stand_beside_them():
     call = "attention(bfloat16; batch=4, q_len=64, kv_heads=4, kv_len=64, is_causal=True); q swapped"
-    assert speed._dense(speed._short(call)) == "batch=kv_heads=4 q_len=kv_len=64 causal; q swapped"
+    assert speed._short(call) == "batch=4, q_len=64, kv_heads=4, kv_len=64, causal; q swapped"

@@ -217,18 +217,6 @@ def _short(call: str) -> str:
     return inside.replace("is_causal=True", "causal").replace("batch=(), ", "") + (f"; {beside}" if between else "")
 
 
-def _dense(call: str) -> str:
-    """A short call on little room: extents that are equal together, ``m=n=k=4096``."""
-    inside, between, beside = call.partition("; ")
-    names: dict[str, list[str]] = {}
-    for part in inside.split(", "):
-        name, _, value = part.partition("=")
-        alone = not value.isdigit()
-        names.setdefault(part if alone else value, []).append(part if alone else name)
-    parts = [name if [name] == of else f"{'='.join(of)}={name}" for name, of in names.items()]
-    return " ".join(parts) + between + beside
-
-
 def _curves(rows: Sequence[Row], x: str, field: str, label: str) -> dict[str, Any]:
     """A panel an op, dtype and what else does not grow; in it a curve a contender."""
     panels: dict[str, dict[str, list[list[float]]]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from portakern.errors import SpecError, UnavailableError
@@ -162,8 +162,3 @@ class OptunaSearch:
                 self.study.tell(trial, state=self.states.FAIL)
             else:
                 self.study.tell(trial, math.log(score))  # half the time is as good a step from any time
-
-
-def scores_of(found: Mapping[Any, float | None], tilings: Sequence[Tiling]) -> list[tuple[Tiling, float | None]]:
-    """The scores of tilings, in their order."""
-    return [(t, found.get(frozen(t))) for t in tilings]
