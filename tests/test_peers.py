@@ -134,7 +134,8 @@ def test_gradients_of_attention_by_the_librarys_autograd(peer, options):
     assert report.passed and report.examples, (report.failures, report.refused)
 
 
-# What is not: a case that shows it, and which result is out of bounds: by how much is the processor's own. Attention's are the findings of examples/conformance.
+# What is not: a case that shows it, and which result is out of bounds; by how much is the processor's own. Attention's
+# are the findings of examples/conformance.
 OUTSIDE = {
     "16-bit sums over rows": (  # the gradient of a weight adds 864 rows up in bfloat16
         "torch", "layernorm_vjp", "d_weight[",
