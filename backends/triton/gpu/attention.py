@@ -35,7 +35,19 @@ from portakern.backends.triton.gpu._heads import (
     load_head,
     load_tile,
     program,
+    rows_of,
     strides_of,
+)
+from portakern.backends.triton.gpu._split import (
+    AT_ONCE,
+    chunk_length,
+    chunks_of_a_tile,
+    combine_kernel,
+    cut,
+    merge,
+    store_part,
+    store_rows,
+    worth_spreading,
 )
 from portakern.backends.triton.gpu.matmul import products
 from portakern.backends.triton.launch import (
@@ -56,7 +68,13 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 LOG2E = log2(e)
-KNOBS = {"num_warps": Tile(1, 16), "num_stages": Count(1, 8), "matrix_instr_nonkdim": Tile(16, 32)}
+KNOBS = {
+    "chunk": Tile(16, 1 << 20),
+    "few_q": Tile(16, 128),
+    "num_warps": Tile(1, 16),
+    "num_stages": Count(1, 8),
+    "matrix_instr_nonkdim": Tile(16, 32),
+}
 
 
 @triton.jit
@@ -76,8 +94,19 @@ def tanh(x):
 def over_keys(visit: tl.constexpr, state, own, place, operands, strides, scores, window, extents, plan: tl.constexpr):
     """The state after ``visit`` has folded into it all the keys that a tile of queries sees.
 
-    Query i stands beside key i + kv_len - q_len. own: what the program owns, as ``visit`` takes it. place: (tile, query
-    head, key head, batch entry). The others are the kernel's arguments.
+    own: what the program owns, as ``visit`` takes it. The others are those of :func:`seen`.
+    """
+    keys, pairs, span = seen(place, operands, strides, window, extents, plan)
+    left, _ = window
+    return fold(visit, state, own, keys, pairs, scores, span, left, plan)
+
+
+@triton.jit
+def seen(place, operands, strides, window, extents, plan: tl.constexpr):
+    """(keys, pairs, span): the keys that a tile of queries walks, how its rows see them, and from where to where.
+
+    Query i stands beside key i + kv_len - q_len. place: (tile, query head, key head, batch entry). The others are the
+    kernel's arguments.
     """
     tile, head, kv_head, batch = place
     k, v, bias, q_segments, kv_segments = operands
@@ -94,10 +123,10 @@ def over_keys(visit: tl.constexpr, state, own, place, operands, strides, scores,
     v += (batch * v_b + kv_head * v_h) + ddv.to(tl.int64) * v_d
     keys = Keys(k, k_s, dd < extents.d, v, v_s, ddv < extents.dv, kv_len)
 
-    i = (tile * plan.block_q + tl.arange(0, plan.block_q))[:, None]
+    i, heads, top, bottom = rows_of(tile, head, extents, plan)
     i_ok, row = i < q_len, i.to(tl.int64)
     if bias is not None:
-        bias += batch * bias_b + head * bias_h + row * bias_q
+        bias += batch * bias_b + heads * bias_h + row * bias_q
     q_segment = None
     if q_segments is not None:
         q_segment = tl.load(q_segments + batch * q_seg_b + row * q_seg_s, mask=i_ok, other=0)
@@ -105,10 +134,10 @@ def over_keys(visit: tl.constexpr, state, own, place, operands, strides, scores,
     lo, hi = limits(i + (kv_len - q_len), left, right, kv_len)
     pairs = Pairs(i_ok, lo, hi, bias, bias_s, q_segment, kv_segments, kv_seg_s)
 
-    top = tile * plan.block_q + (kv_len - q_len)
-    bottom = top + tl.minimum(plan.block_q, q_len - tile * plan.block_q) - 1
+    top += kv_len - q_len
+    bottom += kv_len - q_len
     span = band(top, bottom, left, right, kv_len, plan.block_kv)
-    return fold(visit, state, own, keys, pairs, scores, span, left, plan)
+    return keys, pairs, span
 
 
 @triton.jit
@@ -152,32 +181,57 @@ def visit(state, q_tile, keys, pairs, scores, first, last, edge: tl.constexpr, p
 
 
 @triton.jit
-def attention_kernel(
-    q, k, v, bias, q_segments, kv_segments, o, lse, scores, window, tiles_q, extents, strides, plan: tl.constexpr
-):
-    """A tile of block_q rows of o, and of lse unless that is None. ``_heads`` says what the groups hold."""
-    _, right = window
-    tile, head, batch = program(tiles_q, extents.heads)
-    if right is not None:
-        tile = tiles_q - 1 - tile  # the last queries may see most keys: start them first
-    i = tile * plan.block_q + tl.arange(0, plan.block_q)
-    i_ok, row = (i < extents.q_len)[:, None], i.to(tl.int64)[:, None]
-    q_tile = load_head(q, strides.q, batch, head, row, i_ok, extents.d, plan.block_d, plan.ragged_d)
-
+def nothing(plan: tl.constexpr):
+    """The state (acc, l, m) of rows that saw no key yet."""
     acc = tl.full([plan.block_q, plan.block_dv], 0.0, plan.acc_dtype)
     l = tl.full([plan.block_q], 0.0, plan.acc_dtype)
     m = tl.full([plan.block_q], float("-inf"), plan.acc_dtype)
-    place = tile, head, head // extents.group, batch
-    operands = k, v, bias, q_segments, kv_segments
-    acc, l, m = over_keys(visit, (acc, l, m), q_tile, place, operands, strides, scores, window, extents, plan)
+    return acc, l, m
 
-    ddv = tl.arange(0, plan.block_dv)[None, :]
-    out = acc / tl.where(l == 0.0, 1.0, l)[:, None]  # l = 0: every key masked, and acc is 0 too
-    at = ((batch * extents.q_len + row) * extents.heads + head) * extents.dv + ddv
-    tl.store(o + at, out.to(o.dtype.element_ty), mask=i_ok & (ddv < extents.dv))
-    if lse is not None:
-        total = m * scores.unit + tl.log(l)
-        tl.store(lse + (batch * extents.heads + head) * extents.q_len + i, total, mask=i < extents.q_len)
+
+@triton.jit
+def attention_kernel(
+    q, k, v, bias, q_segments, kv_segments, o, lse, parts, statistics, scores, window, tiles_q, chunk, chunks, extents,
+    strides, plan: tl.constexpr,
+):  # fmt: skip
+    """A tile of block_q rows of o, and of lse unless that is None. ``_heads`` says what the groups hold.
+
+    chunk: how many keys have a state of their own (``_split``), None for all. parts, statistics: None; or one chunk is
+    this program's, of ``chunks`` that its tile sees, and the chunk's state goes there.
+    """
+    left, right = window
+    owners, step = extents.heads, 1
+    if plan.packed:
+        owners, step = extents.heads // extents.group, extents.group
+    tile, owner, batch = program(tiles_q, owners)
+    if parts is not None:
+        share, batch = batch % chunks, batch // chunks
+    if right is not None:
+        tile = tiles_q - 1 - tile  # the last queries may see most keys: start them first
+    head = owner * step
+    i, heads, _, _ = rows_of(tile, head, extents, plan)
+    i_ok, row = i < extents.q_len, i.to(tl.int64)
+    q_tile = load_head(q, strides.q, batch, heads, row, i_ok, extents.d, plan.block_d, plan.ragged_d)
+    place = tile, head, head // extents.group, batch
+    keys, pairs, span = seen(place, (k, v, bias, q_segments, kv_segments), strides, window, extents, plan)
+    first, _, _, last = span
+    at = (batch * extents.heads + heads) * extents.q_len + row
+
+    if parts is not None:
+        here = cut(span, first // chunk * chunk + share.to(tl.int32) * chunk, chunk)
+        acc, l, m = fold(visit, nothing(plan), q_tile, keys, pairs, scores, here, left, plan)
+        store_part(parts, statistics, (acc, l, m), at * chunks + share, i_ok, extents.dv, plan.block_dv)
+    else:
+        if chunk is None:
+            acc, l, m = fold(visit, nothing(plan), q_tile, keys, pairs, scores, span, left, plan)
+        else:
+            acc, l, m = nothing(plan)
+            for start in range(first // chunk * chunk, last, chunk):
+                here = cut(span, start, chunk)
+                part = fold(visit, nothing(plan), q_tile, keys, pairs, scores, here, left, plan)
+                acc, l, m = merge((acc, l, m), part, scores.rate)
+        at_o = (batch * extents.q_len + row) * extents.heads + heads
+        store_rows(o, lse, (acc, l, m), at_o, at, i_ok, scores.unit, extents.dv, plan.block_dv)
 
 
 def padded(d: int) -> int:
@@ -248,39 +302,83 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
                 f"tiles of {block_q} x {block_kv} with {tiling['num_stages']} stages take {shared} bytes of shared "
                 f"memory; {call.target.arch} has {limit}"
             )
-    programs = cdiv(dims["q_len"], block_q) * dims["kv_heads"] * dims["group"] * dims["batch"]
+    _, programs, _, _ = programs_of(call, tiling, rows_plan(call, tiling)[0])
     return refuse_common(
         call, tiling["num_warps"], programs, (f"a tile of {block_q} x {block_kv}", block_q * (dv + block_kv))
     )
 
 
-@BACKEND.implements("attention", key=key, fit=fit, supports=supports, knobs=KNOBS)
+def least_chunk(call: Call) -> dict[str, int]:
+    """So many keys at least have a state of their own, where no row of a table says otherwise."""
+    return {"chunk": 512}
+
+
+@BACKEND.implements("attention", tiling=least_chunk, key=key, fit=fit, supports=supports, knobs=KNOBS)
 def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     arrays, dims, options = call.arrays, call.dims, call.options
     q, k, v, bias = arrays["q"], arrays["k"], arrays["v"], arrays["bias"]
     segments = arrays["q_segment_ids"], arrays["kv_segment_ids"]
     if not call.interpret:
         k, v = _head_dim_innermost(k), _head_dim_innermost(v)
-    batch, q_len, kv_len, d, dv = dims["batch"], dims["q_len"], dims["kv_len"], dims["d"], dims["dv"]
-    heads = dims["kv_heads"] * dims["group"]
-    o = fresh((batch, q_len, heads, dv), q.dtype, q.device)
-    lse = None
+    plan, how = rows_plan(call, tiling)
+    batch, q_len, heads, dv = dims["batch"], dims["q_len"], dims["kv_heads"] * dims["group"], dims["dv"]
+    o, lse = fresh((batch, q_len, heads, dv), q.dtype, q.device), None
     if "lse" in call.wants:
         lse = fresh((batch, heads, q_len), torch_dtype(call.outputs["lse"][1]), q.device)
 
-    block_q, (block_d, block_dv), precision = tiling["block_q"], head_tiles(call), dot_precision(call)
-    plan = Plan(
-        block_q, tiling["block_kv"], block_d, block_dv, block_d != d, block_dv != dv, precision, accumulator(call.dtype)
-    )
     pre, unit = score_unit(call)
     scores = Scores(pre, options["softcap"], unit * LOG2E, unit)
-    window = _band(options["is_causal"], options["window"], q_len + kv_len)
-    extents = Extents(heads, dims["group"], q_len, kv_len, d, dv)
-    strides, tiles_q = strides_of(q, k, v, bias, segments, (batch, heads, q_len, kv_len)), cdiv(q_len, block_q)
-    programs, how = tiles_q * heads * batch, compiler_options(tiling)
-    launch(attention_kernel, programs, call, q, k, v, bias, *segments, o, lse,
-           scores, window, tiles_q, extents, strides, plan=plan, **how)  # fmt: skip
+    window = _band(options["is_causal"], options["window"], q_len + dims["kv_len"])
+    extents = Extents(heads, dims["group"], q_len, dims["kv_len"], dims["d"], dv)
+    strides = strides_of(q, k, v, bias, segments, (batch, heads, q_len, dims["kv_len"]))
+    tiles_q, programs, chunk, chunks = programs_of(call, tiling, plan)
+    parts, statistics, out = None, None, (o, lse)
+    if chunks:
+        accurate = torch.float64 if call.dtype == "float64" else torch.float32
+        parts = fresh((batch, heads, q_len, chunks, dv), accurate, q.device)
+        statistics = fresh((batch, heads, q_len, chunks, 2), accurate, q.device)
+        out = None, None
+    launch(attention_kernel, programs, call, q, k, v, bias, *segments, *out, parts, statistics,
+           scores, window, tiles_q, chunk, chunks, extents, strides, plan=plan, **how)  # fmt: skip
+    if chunks:
+        total, rows = batch * heads * q_len, max(1, AT_ONCE // plan.block_dv)
+        launch(combine_kernel, cdiv(total, rows), call, parts, statistics, o, lse,
+               scores.rate, unit, chunks, heads, q_len, total, dv,
+               rows=rows, block_dv=plan.block_dv, acc_dtype=plan.acc_dtype, num_warps=4)  # fmt: skip
     return (o, lse)
+
+
+def rows_plan(call: Call, tiling: Mapping[str, int]) -> tuple[Plan, dict[str, int]]:
+    """How a tile's rows are chosen and computed, and what the compiler is told.
+
+    A head whose queries do not fill a tile shares it with the other heads of its group; rows that are few altogether
+    take a tile of ``few_q``. Neither moves a bit of a row where a row of scores lies in as many lanes either way, which
+    is why ``few_q`` stands in rows of tables and has no formula.
+    """
+    dims, block_q, warps = call.dims, tiling["block_q"], tiling["num_warps"]
+    packed = dims["group"] > 1 and dims["q_len"] < block_q
+    few = min(tiling.get("few_q", block_q), block_q)
+    if dims["q_len"] * (dims["group"] if packed else 1) <= few < block_q:
+        block_q, warps = few, min(warps, max(4, warps * few // block_q))
+    (block_d, block_dv), d, dv = head_tiles(call), dims["d"], dims["dv"]
+    plan = Plan(block_q, tiling["block_kv"], block_d, block_dv, block_d != d, block_dv != dv,
+                dot_precision(call), accumulator(call.dtype), packed=packed)  # fmt: skip
+    return plan, compiler_options(tiling) | {"num_warps": warps}
+
+
+def programs_of(call: Call, tiling: Mapping[str, int], plan: Plan) -> tuple[int, int, int | None, int | None]:
+    """(tiles of queries that a head has, or a group; programs; keys of a chunk, or None; chunks of a tile that have
+    programs of their own, or None)."""
+    dims, chunk = call.dims, chunk_length(call, tiling)
+    packed = dims["group"] if plan.packed else 1
+    tiles_q = cdiv(dims["q_len"] * packed, plan.block_q)
+    programs = tiles_q * dims["kv_heads"] * (dims["group"] // packed) * dims["batch"]
+    if chunk is None:
+        return tiles_q, programs, None, None
+    chunks = chunks_of_a_tile(call, chunk, min(dims["q_len"], cdiv(plan.block_q, packed) + 1))
+    if chunks > 1 and worth_spreading(call, programs, chunks):
+        return tiles_q, programs * chunks, chunk, chunks
+    return tiles_q, programs, chunk, None
 
 
 def _head_dim_innermost(x: torch.Tensor) -> torch.Tensor:
