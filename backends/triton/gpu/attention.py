@@ -91,22 +91,14 @@ def tanh(x):
 
 
 @triton.jit
-def over_keys(visit: tl.constexpr, state, own, place, operands, strides, scores, window, extents, plan: tl.constexpr):
+def over_keys(
+    visit: tl.constexpr, state, own, place, operands, strides, scores, window, extents, plan: tl.constexpr, chunk=None,
+    share=None,
+):  # fmt: skip
     """The state after ``visit`` has folded into it all the keys that a tile of queries sees.
 
-    own: what the program owns, as ``visit`` takes it. The others are those of :func:`seen`.
-    """
-    keys, pairs, span = seen(place, operands, strides, window, extents, plan)
-    left, _ = window
-    return fold(visit, state, own, keys, pairs, scores, span, left, plan)
-
-
-@triton.jit
-def seen(place, operands, strides, window, extents, plan: tl.constexpr):
-    """(keys, pairs, span): the keys that a tile of queries walks, how its rows see them, and from where to where.
-
-    Query i stands beside key i + kv_len - q_len. place: (tile, query head, key head, batch entry). The others are the
-    kernel's arguments.
+    Query i stands beside key i + kv_len - q_len. own: what the program owns, as ``visit`` takes it. place: (tile, query
+    head, key head, batch entry). chunk, share: as :func:`walk` takes them. The others are the kernel's arguments.
     """
     tile, head, kv_head, batch = place
     k, v, bias, q_segments, kv_segments = operands
@@ -137,7 +129,57 @@ def seen(place, operands, strides, window, extents, plan: tl.constexpr):
     top += kv_len - q_len
     bottom += kv_len - q_len
     span = band(top, bottom, left, right, kv_len, plan.block_kv)
-    return keys, pairs, span
+    return walk(visit, state, own, keys, pairs, scores, span, left, plan, chunk, share)
+
+
+@triton.jit
+def walk(visit: tl.constexpr, state, own, keys, pairs, scores, span, left, plan: tl.constexpr, chunk, share):
+    """``fold`` over all keys; or over one chunk of them, the ``share``-th that the tile sees; or over all chunks, one
+    after the other, where share is None."""
+    first, _, _, last = span
+    if chunk is None:
+        return fold(visit, state, own, keys, pairs, scores, span, left, plan)
+    elif share is not None:
+        here = cut(span, first // chunk * chunk + share * chunk, chunk)
+        return settled(fold(visit, state, own, keys, pairs, scores, here, left, plan))
+    else:
+        acc, l, m = settled(state)
+        for start in range(first // chunk * chunk, last, chunk):
+            here = cut(span, start, chunk)
+            part = fold(visit, nothing(plan), own, keys, pairs, scores, here, left, plan)
+            acc, l, m = merge((acc, l, m), settled(part), scores.rate)
+        return acc, l, m
+
+
+@triton.jit
+def row_max(s):
+    """The maximum of each row.
+
+    Matrix units leave a row of scores in four lanes, two columns of each eight in every lane. A lane takes its own
+    first, in chains of which none waits for another, and lanes are compared at the end alone.
+    """
+    rows: tl.constexpr = s.shape[0]
+    eights: tl.constexpr = s.shape[1] // 8
+    chains: tl.constexpr = eights if eights < 4 else 4
+    s = tl.reshape(s, [rows, chains, eights // chains, 4, 2])
+    return tl.max(tl.max(tl.max(tl.max(s, 2), 3), 1), 1)
+
+
+@triton.jit
+def lane_sums(p):
+    """Of each row four sums, of what one lane holds (see ``row_max``): they are added up when all keys were seen."""
+    rows: tl.constexpr = p.shape[0]
+    eights: tl.constexpr = p.shape[1] // 8
+    chains: tl.constexpr = eights if eights < 4 else 4
+    p = tl.reshape(p, [rows, chains, eights // chains, 4, 2])
+    return tl.sum(tl.sum(tl.sum(p, 2), 3), 1)
+
+
+@triton.jit
+def settled(state):
+    """The state with one sum a row."""
+    acc, l, m = state
+    return acc, tl.sum(l, 1), m
 
 
 @triton.jit
@@ -169,10 +211,10 @@ def visit(state, q_tile, keys, pairs, scores, first, last, edge: tl.constexpr, p
             kv_segment = tl.load(pairs.segments + col * pairs.segment_step, mask=j_ok[None, :], other=0)
             s = tl.where(pairs.segment == kv_segment, s, float("-inf"))
 
-        m_new = tl.maximum(m, tl.max(s, 1))
+        m_new = tl.maximum(m, row_max(s))
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # no key allowed so far: -inf - -inf would be NaN
         p, alpha = tl.exp2((s - shift[:, None]) * scores.rate), tl.exp2((m - shift) * scores.rate)
-        l = l * alpha + tl.sum(p, 1)
+        l = tl.fma(l, tl.broadcast_to(alpha[:, None], l.shape), lane_sums(p))
         m = m_new
         v_tile = load_tile(keys.v + row * keys.v_s, j_ok[:, None], keys.dv_ok, edge, plan.ragged_dv)
         acc = acc * alpha[:, None]
@@ -182,9 +224,9 @@ def visit(state, q_tile, keys, pairs, scores, first, last, edge: tl.constexpr, p
 
 @triton.jit
 def nothing(plan: tl.constexpr):
-    """The state (acc, l, m) of rows that saw no key yet."""
+    """The state (acc, l, m) of rows that saw no key yet; l is the four sums of ``lane_sums``."""
     acc = tl.full([plan.block_q, plan.block_dv], 0.0, plan.acc_dtype)
-    l = tl.full([plan.block_q], 0.0, plan.acc_dtype)
+    l = tl.full([plan.block_q, 4], 0.0, plan.acc_dtype)
     m = tl.full([plan.block_q], float("-inf"), plan.acc_dtype)
     return acc, l, m
 
@@ -199,13 +241,14 @@ def attention_kernel(
     chunk: how many keys have a state of their own (``_split``), None for all. parts, statistics: None; or one chunk is
     this program's, of ``chunks`` that its tile sees, and the chunk's state goes there.
     """
-    left, right = window
+    _, right = window
     owners, step = extents.heads, 1
     if plan.packed:
         owners, step = extents.heads // extents.group, extents.group
     tile, owner, batch = program(tiles_q, owners)
+    share = None
     if parts is not None:
-        share, batch = batch % chunks, batch // chunks
+        share, batch = (batch % chunks).to(tl.int32), batch // chunks
     if right is not None:
         tile = tiles_q - 1 - tile  # the last queries may see most keys: start them first
     head = owner * step
@@ -213,25 +256,18 @@ def attention_kernel(
     i_ok, row = i < extents.q_len, i.to(tl.int64)
     q_tile = load_head(q, strides.q, batch, heads, row, i_ok, extents.d, plan.block_d, plan.ragged_d)
     place = tile, head, head // extents.group, batch
-    keys, pairs, span = seen(place, (k, v, bias, q_segments, kv_segments), strides, window, extents, plan)
-    first, _, _, last = span
-    at = (batch * extents.heads + heads) * extents.q_len + row
+    operands = k, v, bias, q_segments, kv_segments
+    state = nothing(plan)
+    state = over_keys(visit, state, q_tile, place, operands, strides, scores, window, extents, plan, chunk, share)
+    if chunk is None:
+        state = settled(state)
 
-    if parts is not None:
-        here = cut(span, first // chunk * chunk + share.to(tl.int32) * chunk, chunk)
-        acc, l, m = fold(visit, nothing(plan), q_tile, keys, pairs, scores, here, left, plan)
-        store_part(parts, statistics, (acc, l, m), at * chunks + share, i_ok, extents.dv, plan.block_dv)
-    else:
-        if chunk is None:
-            acc, l, m = fold(visit, nothing(plan), q_tile, keys, pairs, scores, span, left, plan)
-        else:
-            acc, l, m = nothing(plan)
-            for start in range(first // chunk * chunk, last, chunk):
-                here = cut(span, start, chunk)
-                part = fold(visit, nothing(plan), q_tile, keys, pairs, scores, here, left, plan)
-                acc, l, m = merge((acc, l, m), part, scores.rate)
+    at = (batch * extents.heads + heads) * extents.q_len + row
+    if parts is None:
         at_o = (batch * extents.q_len + row) * extents.heads + heads
-        store_rows(o, lse, (acc, l, m), at_o, at, i_ok, scores.unit, extents.dv, plan.block_dv)
+        store_rows(o, lse, state, at_o, at, i_ok, scores.unit, extents.dv, plan.block_dv)
+    else:
+        store_part(parts, statistics, state, at * chunks + share, i_ok, extents.dv, plan.block_dv)
 
 
 def padded(d: int) -> int:

@@ -33,13 +33,13 @@ FAULTS = {
         Planted(
             "causal-edge-at-tile",
             "the first query of a tile sees one key beyond its own where that key ends a tile",
-            old="    return fold(visit, state, own, keys, pairs,",
+            old="    return walk(visit, state, own, keys, pairs,",
             new=(
                 "    first, inner_first, inner_last, last = span\n"
                 "    if right is not None:\n"
                 "        seen = tl.minimum(tl.maximum(top + right + 2, 0), kv_len) // plan.block_kv * plan.block_kv\n"
                 "        span = first, inner_first, tl.maximum(seen, inner_first), last\n"
-                "    return fold(visit, state, own, keys, pairs,"
+                "    return walk(visit, state, own, keys, pairs,"
             ),
             small=True,
         ),
@@ -53,7 +53,7 @@ FAULTS = {
         Planted(
             "window-left-unmasked",
             "the tile that holds a window's left edge counts as wholly visible",
-            old="    return fold(visit, state, own, keys, pairs,",
+            old="    return walk(visit, state, own, keys, pairs,",
             new=(
                 "    first, _, _, last = span\n"
                 "    if left is not None:\n"
@@ -61,7 +61,7 @@ FAULTS = {
                 "plan.block_kv, last)\n"
                 "        _, _, seen, _ = band(top, bottom, None, right, kv_len, plan.block_kv)\n"
                 "        span = first, inner_first, tl.maximum(seen, inner_first), last\n"
-                "    return fold(visit, state, own, keys, pairs,"
+                "    return walk(visit, state, own, keys, pairs,"
             ),
         ),
         Planted(
