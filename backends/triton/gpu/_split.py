@@ -74,7 +74,7 @@ def store_rows(o, lse, state, at_o, at_lse, ok, unit, dv, block_dv: tl.constexpr
     in rows of o and in elements of lse, as columns."""
     acc, l, m = state
     ddv = tl.arange(0, block_dv)[None, :]
-    out = acc / tl.where(l == 0.0, 1.0, l)[:, None]  # l = 0: every key masked, and acc is 0 too
+    out = acc * (1.0 / tl.where(l == 0.0, 1.0, l))[:, None]  # l = 0: every key masked, and acc is 0 too
     tl.store(o + at_o * dv + ddv, out.to(o.dtype.element_ty), mask=ok & (ddv < dv))
     if lse is not None:
         total = m * unit + tl.log(l)
