@@ -356,7 +356,7 @@ def producer(
         index += gl.num_programs(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["work"])
 def flash_kernel(q, k, v, o, lse, scores, window, work, plan: gl.constexpr):
     """o, and lse unless that is None. q, k, v, o: described, (batch, length, heads, d)."""
     dtype: gl.constexpr = q.dtype

@@ -3,7 +3,7 @@
 Calls of few queries, and those in which chunks of keys have programs of their own, go to the portable kernel with the
 tiling of here. Both kernels add up the same numbers in the same order, so that a row's bits do not tell which it was.
 Everything that this variant does not take is refused by what decides bits anyway: dtypes, head dimensions, bias and
-segments.
+segments. Interpreted calls are all the portable kernel's: Gluon is compiled alone.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ def shared_bytes(plan: Plan) -> int:
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     dims, plan = call.dims, plan_of(call, tiling)
+    if call.interpret:
+        return portable.supports(call, tiling)
     if call.dtype not in ("float16", "bfloat16"):
         return f"{call.dtype} goes to the portable kernel: this one is for float16 and bfloat16"
     for name in ("bias", "q_segment_ids"):
