@@ -102,7 +102,6 @@ def _specialised(
 ) -> tuple[Any, dict[str, Any]]:
     """The kernel as Triton's own launch would compile it for these arguments, and the compiler's options."""
     from triton.compiler import ASTSource, make_backend
-    from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime.jit import create_function_from_signature
 
     backend = make_backend(_gpu_target(hardware))
@@ -111,8 +110,9 @@ def _specialised(
         *args, **given
     )
     options, signature, values, attributes = kernel._pack_args(backend, given, bound, specialization, extra)
-    source = GluonASTSource if kernel.is_gluon() else ASTSource
-    return source(kernel, signature, values, attributes), dict(options.__dict__)
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
+    return ASTSource(kernel, signature, values, attributes), dict(options.__dict__)
 
 
 def _compile(source: Any, options: dict[str, Any], hardware: Hardware) -> Kernel:

@@ -1,5 +1,5 @@
-"""Long rows of keys in chunks: where they begin, how what is known of two parts of a row becomes what is known of both,
-and the kernel that does so for parts that different programs computed.
+"""Long rows of keys in chunks: how long these are, how what is known of two parts of a row becomes what is known of
+both, and when each part has a program of its own.
 
 A chunk is a number of keys that follows from lengths alone, and begins at a multiple of itself. Its state (acc, l, m)
 is that of an attention over its keys, and the states of a row's chunks are merged from the first chunk to the last. One
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 MOST = 32  # chunks of a row: enough for one row to occupy a GPU, where it has several key heads
 ENOUGH = 1024  # programs that occupy a GPU by themselves
-AT_ONCE = 1024  # elements of o for a program of combine_kernel
-AHEAD = tl.constexpr(8)  # parts that it reads before it needs the first of them
 
 
 @triton.jit
@@ -66,46 +64,6 @@ def store_part(parts, statistics, state, at, ok, dv, block_dv: tl.constexpr):
     tl.store(parts + at * dv + ddv, acc, mask=ok & (ddv < dv))
     tl.store(statistics + at * 2, l[:, None], mask=ok)
     tl.store(statistics + at * 2 + 1, m[:, None], mask=ok)
-
-
-@triton.jit
-def store_rows(o, lse, state, at_o, at_lse, ok, unit, dv, block_dv: tl.constexpr):
-    """Rows of o, and of lse unless that is None, from the state of all their keys. ``at_o``, ``at_lse``: where they are,
-    in rows of o and in elements of lse, as columns."""
-    acc, l, m = state
-    ddv = tl.arange(0, block_dv)[None, :]
-    out = acc * (1.0 / tl.where(l == 0.0, 1.0, l))[:, None]  # l = 0: every key masked, and acc is 0 too
-    tl.store(o + at_o * dv + ddv, out.to(o.dtype.element_ty), mask=ok & (ddv < dv))
-    if lse is not None:
-        total = m * unit + tl.log(l)
-        tl.store(lse + at_lse, total[:, None], mask=ok)
-
-
-@triton.jit
-def combine_kernel(
-    parts, statistics, o, lse, rate, unit, chunks, heads, q_len, total, dv,
-    rows: tl.constexpr, block_dv: tl.constexpr, acc_dtype: tl.constexpr,
-):  # fmt: skip
-    """o, and lse unless that is None, of ``rows`` of the ``total`` rows, whose ``chunks`` parts are merged in order.
-
-    parts: (batch, heads, q_len, chunks, dv); statistics: (batch, heads, q_len, chunks, 2), l and m.
-    """
-    row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
-    row_ok, ddv = row < total, tl.arange(0, block_dv)[None, :]
-    acc = tl.full([rows, block_dv], 0.0, acc_dtype)
-    l = tl.full([rows], 0.0, acc_dtype)
-    m = tl.full([rows], float("-inf"), acc_dtype)
-    for first in range(0, chunks, AHEAD):
-        for ahead in tl.static_range(AHEAD):
-            chunk = first + ahead
-            at, ok = row * chunks + chunk, row_ok & (chunk < chunks)
-            acc_part = tl.load(parts + at[:, None] * dv + ddv, mask=ok[:, None] & (ddv < dv), other=0.0)
-            l_part = tl.load(statistics + at * 2, mask=ok, other=0.0)
-            m_part = tl.load(statistics + at * 2 + 1, mask=ok, other=float("-inf"))
-            acc, l, m = merge((acc, l, m), (acc_part, l_part, m_part), rate)
-    head, batch, query = row // q_len % heads, row // q_len // heads, row % q_len
-    at_o = ((batch * q_len + query) * heads + head)[:, None]
-    store_rows(o, lse, (acc, l, m), at_o, row[:, None], row_ok[:, None], unit, dv, block_dv)
 
 
 def chunk_length(call: Call, tiling: Mapping[str, int]) -> int | None:

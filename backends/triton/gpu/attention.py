@@ -39,14 +39,11 @@ from portakern.backends.triton.gpu._heads import (
     strides_of,
 )
 from portakern.backends.triton.gpu._split import (
-    AT_ONCE,
     chunk_length,
     chunks_of_a_tile,
-    combine_kernel,
     cut,
     merge,
     store_part,
-    store_rows,
     worth_spreading,
 )
 from portakern.backends.triton.gpu.matmul import products
@@ -68,6 +65,8 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 LOG2E = log2(e)
+AT_ONCE = 1024  # elements of o for a program of combine_kernel
+AHEAD = tl.constexpr(8)  # parts that it reads before it needs the first of them
 KNOBS = {
     "chunk": Tile(16, 1 << 20),
     "few_q": Tile(16, 128),
@@ -232,6 +231,19 @@ def nothing(plan: tl.constexpr):
 
 
 @triton.jit
+def store_rows(o, lse, state, at_o, at_lse, ok, unit, dv, block_dv: tl.constexpr):
+    """Rows of o, and of lse unless that is None, from the state of all their keys. ``at_o``, ``at_lse``: where they are,
+    in rows of o and in elements of lse, as columns."""
+    acc, l, m = state
+    ddv = tl.arange(0, block_dv)[None, :]
+    out = acc * (1.0 / tl.where(l == 0.0, 1.0, l))[:, None]  # l = 0: every key masked, and acc is 0 too
+    tl.store(o + at_o * dv + ddv, out.to(o.dtype.element_ty), mask=ok & (ddv < dv))
+    if lse is not None:
+        total = m * unit + tl.log(l)
+        tl.store(lse + at_lse, total[:, None], mask=ok)
+
+
+@triton.jit
 def attention_kernel(
     q, k, v, bias, q_segments, kv_segments, o, lse, parts, statistics, scores, window, tiles_q, chunk, chunks, extents,
     strides, plan: tl.constexpr,
@@ -268,6 +280,33 @@ def attention_kernel(
         store_rows(o, lse, state, at_o, at, i_ok, scores.unit, extents.dv, plan.block_dv)
     else:
         store_part(parts, statistics, state, at * chunks + share, i_ok, extents.dv, plan.block_dv)
+
+
+@triton.jit
+def combine_kernel(
+    parts, statistics, o, lse, rate, unit, chunks, heads, q_len, total, dv,
+    rows: tl.constexpr, block_dv: tl.constexpr, acc_dtype: tl.constexpr,
+):  # fmt: skip
+    """o, and lse unless that is None, of ``rows`` of the ``total`` rows, whose ``chunks`` parts are merged in order.
+
+    parts: (batch, heads, q_len, chunks, dv); statistics: (batch, heads, q_len, chunks, 2), l and m.
+    """
+    row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
+    row_ok, ddv = row < total, tl.arange(0, block_dv)[None, :]
+    acc = tl.full([rows, block_dv], 0.0, acc_dtype)
+    l = tl.full([rows], 0.0, acc_dtype)
+    m = tl.full([rows], float("-inf"), acc_dtype)
+    for first in range(0, chunks, AHEAD):
+        for ahead in tl.static_range(AHEAD):
+            chunk = first + ahead
+            at, ok = row * chunks + chunk, row_ok & (chunk < chunks)
+            acc_part = tl.load(parts + at[:, None] * dv + ddv, mask=ok[:, None] & (ddv < dv), other=0.0)
+            l_part = tl.load(statistics + at * 2, mask=ok, other=0.0)
+            m_part = tl.load(statistics + at * 2 + 1, mask=ok, other=float("-inf"))
+            acc, l, m = merge((acc, l, m), (acc_part, l_part, m_part), rate)
+    head, batch, query = row // q_len % heads, row // q_len // heads, row % q_len
+    at_o = ((batch * q_len + query) * heads + head)[:, None]
+    store_rows(o, lse, (acc, l, m), at_o, row[:, None], row_ok[:, None], unit, dv, block_dv)
 
 
 def padded(d: int) -> int:
