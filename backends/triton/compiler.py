@@ -110,6 +110,8 @@ def _specialised(
         *args, **given
     )
     options, signature, values, attributes = kernel._pack_args(backend, given, bound, specialization, extra)
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
     return ASTSource(kernel, signature, values, attributes), dict(options.__dict__)
 
 
