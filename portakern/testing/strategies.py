@@ -235,6 +235,7 @@ def _tiling(draw: st.DrawFn, spec: Spec[Any], tiles: Mapping[str, Tile], limits:
 def _fit_tiles(spec: Spec[Any], tiling: dict[str, int], tiles: Mapping[str, Tile], limits: Limits) -> dict[str, int]:
     """Halve the widest until the product of the spec's tiles, and of how many times its least value each knob is,
     fits."""
+
     def share(name: str, value: int) -> int:  # a knob may be 0: a yes or no
         return value if name in spec.tiling else max(value, 1) // max(tiles[name].lo, 1)
 

@@ -103,7 +103,9 @@ def operand(call: Call, x: torch.Tensor, batch: int, extents: tuple[int, int, in
     for line, stride, unit in ((1, x_row, x_column), (0, x_column, x_row)):
         extent, length = (columns, rows)[line], (rows, columns)[line]
         one_line = extent == 1
-        fits = (unit == 1 or length == 1) and (one_line or (stride * size % 16 == 0 and length <= stride < FARTHEST // size))
+        fits = (unit == 1 or length == 1) and (
+            one_line or (stride * size % 16 == 0 and length <= stride < FARTHEST // size)
+        )
         of_batches = entries == 1 or (batch * size % 16 == 0 and 0 < batch < FARTHEST // size)
         if along in (None, line) and fits and of_batches and x.data_ptr() % 16 == 0:
             return Operand(x, batch, length_of(length, size) if one_line else stride, line == 0)

@@ -46,7 +46,8 @@ def place(tile, tiles_m, tiles_n, group: gl.constexpr):
 @gluon.jit
 def loader(a, b, b_more, c, a_tiles, b_tiles, more_tiles, c_tiles, full, empty, m, n, k,
            rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
-           a_across: gl.constexpr, b_across: gl.constexpr, more: gl.constexpr, half: gl.constexpr):  # fmt: skip
+           a_across: gl.constexpr, b_across: gl.constexpr, more: gl.constexpr,
+           described: gl.constexpr, half: gl.constexpr):  # fmt: skip
     stages: gl.constexpr = full.shape[0]
     width: gl.constexpr = columns + columns // 2 * more
     moved: gl.constexpr = (rows + width) * depth * a.dtype.primitive_bitwidth // 8
@@ -103,13 +104,24 @@ def send(c, c_tiles, first: gl.constexpr, spare: gl.constexpr, acc, i, j):
 
 
 @gluon.jit
+def put(c, acc, i, j, m, n):
+    """Write an accumulator to the (m, n) array at c, whose rows begin anywhere, a row of a warp's elements at a time."""
+    laid: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    row = i + gl.arange(0, acc.shape[0], gl.SliceLayout(1, laid))
+    column = j + gl.arange(0, acc.shape[1], gl.SliceLayout(0, laid))
+    tile = gl.convert_layout(acc.to(c.dtype.element_ty), laid)
+    at = (c + row.to(gl.int64) * n)[:, None] + column[None, :]
+    gl.store(at, tile, mask=(row < m)[:, None] & (column < n)[None, :])
+
+
+@gluon.jit
 def consumer(a, b, b_more, c, a_tiles, b_tiles, more_tiles, c_tiles, full, empty, m, n, k,
              rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
-             a_across: gl.constexpr, b_across: gl.constexpr, more: gl.constexpr, half: gl.constexpr):  # fmt: skip
+             a_across: gl.constexpr, b_across: gl.constexpr, more: gl.constexpr,
+           described: gl.constexpr, half: gl.constexpr):  # fmt: skip
     stages: gl.constexpr = full.shape[0]
     width: gl.constexpr = columns + columns // 2 * more
     own: gl.constexpr = rows // 2
-    box: gl.constexpr = c.block_type.shape[1]
     boxes: gl.constexpr = c_tiles.shape[0] // 2
     unit: gl.constexpr = 256 // a.dtype.primitive_bitwidth  # of k, in one instruction
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, unit])
@@ -149,27 +161,38 @@ def consumer(a, b, b_more, c, a_tiles, b_tiles, more_tiles, c_tiles, full, empty
             acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((count + stages - 1) % stages))
         i, j = tile_m * rows + half * own, tile_n * width
-        tma.store_wait(0)  # the tile before has left
-        send(c, c_tiles, half * boxes, boxes > 1, acc, i, j)
-        if more:
-            send(c, c_tiles, half * boxes + columns // box, True, acc_more, i, j + columns)
-    tma.store_wait(0)
+        if described:
+            tma.store_wait(0)  # the tile before has left
+            send(c, c_tiles, half * boxes, boxes > 1, acc, i, j)
+            if more:
+                send(c, c_tiles, half * boxes + boxes - boxes // 3, True, acc_more, i, j + columns)
+        else:
+            put(c, acc, i, j, m, n)
+            if more:
+                put(c, acc_more, i, j + columns, m, n)
+    if described:
+        tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["m", "n", "k"])
 def matmul_by_roles(a, b, b_more, c, m, n, k,
                     rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
                     stages: gl.constexpr, a_across: gl.constexpr, b_across: gl.constexpr,
-                    more: gl.constexpr):  # fmt: skip
+                    more: gl.constexpr, described: gl.constexpr):  # fmt: skip
+    """described: c is a descriptor, and no pointer."""
     a_tiles = gl.allocate_shared_memory(a.dtype, [stages] + a.block_type.shape, a.layout)
     b_tiles = gl.allocate_shared_memory(b.dtype, [stages] + b.block_type.shape, b.layout)
     if more:
         more_tiles = gl.allocate_shared_memory(b.dtype, [stages] + b_more.block_type.shape, b_more.layout)
     else:
         more_tiles = b_tiles
-    # All of c's tile is in shared memory where it is of 16-bit numbers, half of it at a time where of 32.
-    boxes: gl.constexpr = 1 if c.dtype.primitive_bitwidth == 32 else (columns + columns // 2 * more) // c.block_type.shape[1]
-    c_tiles = gl.allocate_shared_memory(c.dtype, [2 * boxes] + c.block_type.shape, c.layout)
+    if described:
+        # All of c's tile is in shared memory where it is of 16-bit numbers, half of it at a time where of 32.
+        box: gl.constexpr = c.block_type.shape[1]
+        boxes: gl.constexpr = 1 if c.dtype.primitive_bitwidth == 32 else (columns + columns // 2 * more) // box
+        c_tiles = gl.allocate_shared_memory(c.dtype, [2 * boxes] + c.block_type.shape, c.layout)
+    else:
+        c_tiles = a_tiles
     full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(stages):
@@ -178,11 +201,11 @@ def matmul_by_roles(a, b, b_more, c, m, n, k,
     gl.warp_specialize(
         [
             (consumer, (a, b, b_more, c, a_tiles, b_tiles, more_tiles, c_tiles, full, empty, m, n, k,
-                        rows, columns, depth, group, a_across, b_across, more, 0)),
+                        rows, columns, depth, group, a_across, b_across, more, described, 0)),
             (consumer, (a, b, b_more, c, a_tiles, b_tiles, more_tiles, c_tiles, full, empty, m, n, k,
-                        rows, columns, depth, group, a_across, b_across, more, 1)),
+                        rows, columns, depth, group, a_across, b_across, more, described, 1)),
             (loader, (a, b, b_more, c, a_tiles, b_tiles, more_tiles, c_tiles, full, empty, m, n, k,
-                      rows, columns, depth, group, a_across, b_across, more, 0)),
+                      rows, columns, depth, group, a_across, b_across, more, described, 0)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, LOADER_REGISTERS],

@@ -226,12 +226,11 @@ def key(call: Call) -> dict[str, str | int]:
 
 
 def may_have_roles(call: Call) -> bool:
-    """Whether warps that have roles take the call: whole sums on the matrix unit, one c, of the operands' size, which
-    can be described."""
+    """Whether warps that have roles take the call: whole sums on the matrix unit, one c, of the operands' size."""
     n, k, size = call.dims["n"], call.dims["k"], size_of(call.dtype)
     return bool(
         not call.interpret and products(call, call.dtype) != "ieee" and chunk_of(n, k) == k and extents(call)[0] == 1
-        and size_of(call.outputs["c"][1]) == size and n * size % 16 == 0
+        and size_of(call.outputs["c"][1]) == size
     )  # fmt: skip
 
 
@@ -343,14 +342,16 @@ def _launch_roles(call: Call, a: Operand, b: Operand, c: torch.Tensor, m: int, t
         return _described(x, (1, *shape), block, False, layout=layout, tf32=tf32)
 
     box = (rows // 2, 64 if more else min(columns, 512 // c.element_size()))
-    of_c = tile(Operand(c, 0, n, False), (m, n), box, tf32=False)
+    described = n * c.element_size() % 16 == 0
+    of_c = tile(Operand(c, 0, n, False), (m, n), box, tf32=False) if described else c
     of_a, of_b = tile(a, (m, k), (rows, depth)), tile(b, (k, n), (depth, columns))
     of_more = tile(b, (k, n), (depth, columns // 2)) if more else of_b
     width = columns + columns // 2 * more
     grid = min(MULTIPROCESSORS, cdiv(m, rows) * cdiv(n, width))
     launch(matmul_by_roles, grid, call, of_a, of_b, of_more, of_c, m, n, k,
            rows=rows, columns=columns, depth=depth, group=tiling["group"], stages=tiling["num_stages"],
-           a_across=int(a.across), b_across=int(b.across), more=more, num_warps=4)  # fmt: skip
+           a_across=int(a.across), b_across=int(b.across), more=more, described=described,
+           num_warps=4)  # fmt: skip
 
 
 def _launch(
