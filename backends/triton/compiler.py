@@ -160,8 +160,16 @@ def _read_nvidia(compiled: Any, log: str, hardware: Hardware) -> Kernel:
         matrix=dict(matrix.most_common()),
         occupancy=_occupancy(meta.num_warps, registers, on_chip, hardware),
         undefined=undefined_registers(sass),
+        serialised=serialised_products(log),
         assembly=sass,
     )
+
+
+def serialised_products(log: str) -> list[str]:
+    """Why ptxas runs asynchronous matrix instructions one at a time, where it does: its messages C7501 to C7599. They
+    are no errors, and Triton shows them to nobody."""
+    found = re.findall(r"\((C75\d\d)\) (?:Potential Performance Loss: )?(.*)", log)
+    return list(dict.fromkeys(f"{code}: {text.strip()}" for code, text in found))
 
 
 def undefined_registers(sass: str) -> list[str]:
