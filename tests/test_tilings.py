@@ -404,4 +404,5 @@ def test_tilings_are_as_they_were_measured(op, arch, products):
         for d in (1, 24, 64, 100, 128, 200, 256, 300, 512, 600):
             if d <= most and not any(d <= less < most for less in FROZEN[op, arch, products]):
                 key = {"products": products} | ({"aligned": True} if "matmul" in op else {"d": d})
-                assert tuple(tilings._look_up(impl, call, key).tiling.values()) == tiles, d
+                found = tilings._look_up(impl, call, key).tiling
+                assert tuple(v for n, v in found.items() if n not in ("chunk", "few_q")) == tiles, d

@@ -28,12 +28,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from portakern.backends.triton.gpu import attention as portable
+from portakern.backends.triton.hopper._warps import load_tile, store_tile
 
 ROWS = gl.constexpr(64)  # of a group of four warps: what one instruction of the matrix unit takes
 
-# Names that later releases of Triton gave to what 3.6 calls otherwise.
-_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+# Release 3.9 gave it another name.
 _OLD = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 tanh = gluon.jit(portable.tanh.fn)
@@ -284,7 +283,7 @@ def consumer(
         tma.store_wait(0)
         o_tile.store(out.to(q.dtype))
         fence_async_shared()
-        _store(o, [head // work.heads, mine_top, head % work.heads, 0], boxed(o_tile, box))
+        store_tile(o, [head // work.heads, mine_top, head % work.heads, 0], boxed(o_tile, box))
         if plan.o_in_q:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(GROUP), count=1)
@@ -324,7 +323,7 @@ def producer(
         for g in gl.static_range(consumers):
             mbarrier.wait(q_empty.index(g), (count & 1) ^ 1)
             mbarrier.expect(q_full.index(g), ROWS * plan.block_d * 2)
-            _load(q, [b, top + g * ROWS, h, 0], q_full.index(g), boxed(q_tiles.index(g), box))
+            load_tile(q, [b, top + g * ROWS, h, 0], q_full.index(g), boxed(q_tiles.index(g), box))
         start = first
         end = last
         if plan.chunked:
@@ -335,19 +334,21 @@ def producer(
             stop = gl.minimum(end, last)
             mbarrier.wait(empty.index(unit % stages), ((unit // stages) & 1) ^ 1)
             mbarrier.expect(full.index(unit % stages), k_bytes)
-            _load(k, [b, begin, kv_h, 0], full.index(unit % stages), boxed(k_tiles.index(unit % stages), box))
+            load_tile(k, [b, begin, kv_h, 0], full.index(unit % stages), boxed(k_tiles.index(unit % stages), box))
             unit += 1
             for j in range(begin + block, stop, block):
                 mbarrier.wait(empty.index(unit % stages), ((unit // stages) & 1) ^ 1)
                 mbarrier.expect(full.index(unit % stages), k_bytes + v_bytes)
-                _load(k, [b, j, kv_h, 0], full.index(unit % stages), boxed(k_tiles.index(unit % stages), box))
-                _load(v, [b, j - block, kv_h, 0], full.index(unit % stages), boxed(v_tiles.index(unit % stages), box))
+                load_tile(k, [b, j, kv_h, 0], full.index(unit % stages), boxed(k_tiles.index(unit % stages), box))
+                load_tile(
+                    v, [b, j - block, kv_h, 0], full.index(unit % stages), boxed(v_tiles.index(unit % stages), box)
+                )
                 unit += 1
             tiles = (stop - begin + block - 1) // block
             mbarrier.wait(empty.index(unit % stages), ((unit // stages) & 1) ^ 1)
             mbarrier.expect(full.index(unit % stages), v_bytes)
             final = begin + (tiles - 1) * block
-            _load(v, [b, final, kv_h, 0], full.index(unit % stages), boxed(v_tiles.index(unit % stages), box))
+            load_tile(v, [b, final, kv_h, 0], full.index(unit % stages), boxed(v_tiles.index(unit % stages), box))
             unit += 1
             start = end
             end = end + work.chunk
