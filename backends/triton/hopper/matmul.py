@@ -329,7 +329,9 @@ def _described(x: Operand, shape: tuple[int, int, int], block: tuple[int, int], 
 
 
 def _launch_roles(call: Call, a: Operand, b: Operand, c: torch.Tensor, m: int, tiling: Mapping[str, int]) -> None:
-    from portakern.backends.triton.hopper._warps import gl, matmul_by_roles
+    from triton.experimental.gluon import language as gl
+
+    from portakern.backends.triton.hopper._warps import matmul_by_roles
 
     n, k = call.dims["n"], call.dims["k"]
     rows, columns, depth, more = tiling["block_m"], tiling["block_n"], tiling["block_k"], int(tiling["roles"] == 2)
