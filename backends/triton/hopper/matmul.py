@@ -60,7 +60,7 @@ RATES = {
     "ieee": {"128 x 128": 1.0, "64 x 64": 0.7, "16 x 128": 0.3},
 }
 """Of each kind of product the tiles of c that there are, and which part of the best rate a multiprocessor reaches on
-them, from runs on an H100. 192 columns are two accumulators, of 128 and of 64."""
+them, from runs of prototypes on an H100. 192 columns are two accumulators, of 128 and of 64."""
 
 WITHOUT_BOXES = 0.85
 """Which part of it is left where c cannot be described, so that each program computes one tile and then writes it:
