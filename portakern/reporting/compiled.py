@@ -37,7 +37,7 @@ def _makers(rows: Iterable[Row]) -> dict[tuple[str, str | None], str]:
     reach: dict[str, dict[str | None, set[str]]] = {}
     for row in rows:
         reach.setdefault(row["backend"], {}).setdefault(row.get("variant"), set()).add(row["target"])
-    names = {}
+    names: dict[tuple[str, str | None], str] = {}
     for backend, variants in reach.items():
         widest = max(variants, key=lambda v: len(variants[v]))
         names |= {(backend, v): backend if v == widest else f"{backend} {v}" for v in variants}

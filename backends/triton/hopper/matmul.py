@@ -60,7 +60,11 @@ RATES = {
     "ieee": {"128 x 128": 1.0, "64 x 64": 0.7, "16 x 128": 0.3},
 }
 """Of each kind of product the tiles of c that there are, and which part of the best rate a multiprocessor reaches on
-them, from runs on an H100. 192 columns are two accumulators, of 128 and of 64."""
+them, from runs of prototypes on an H100. 192 columns are two accumulators, of 128 and of 64."""
+
+WITHOUT_BOXES = 0.85
+"""Which part of it is left where c cannot be described, so that each program computes one tile and then writes it:
+estimated. Where warps have roles the next tile's operands come meanwhile."""
 
 FEW_ROWS = 64
 
@@ -207,13 +211,15 @@ def best_tile(call: Call) -> str:
     if m <= FEW_ROWS and kind != "ieee":
         return f"{pow2_at_least(m, 16)} rows"
     roles = may_have_roles(call)
-    wide = roles or size_of(call.outputs["c"][1]) == 2  # else c's tile leaves no room for operands
+    c_size = size_of(call.outputs["c"][1])
+    wide, boxes = roles or c_size == 2, n * c_size % 16 == 0  # else c's tile leaves no room for operands
 
     def cost(name: str) -> float:
         rows, columns = map(int, name.split(" x "))
         tiles = entries * cdiv(m, rows) * cdiv(n, columns)
         parts = split(tiles, n, k)
-        return cdiv(tiles * parts, MULTIPROCESSORS) / parts * rows * columns / RATES[kind][name]
+        rate = RATES[kind][name] * (1.0 if boxes or (roles and columns > 128) else WITHOUT_BOXES)
+        return cdiv(tiles * parts, MULTIPROCESSORS) / parts * rows * columns / rate
 
     there = [t for t in RATES[kind] if (roles or not t.endswith("192")) and (wide or not t.endswith("256"))]
     return min(there, key=cost)
@@ -329,7 +335,9 @@ def _described(x: Operand, shape: tuple[int, int, int], block: tuple[int, int], 
 
 
 def _launch_roles(call: Call, a: Operand, b: Operand, c: torch.Tensor, m: int, tiling: Mapping[str, int]) -> None:
-    from portakern.backends.triton.hopper._warps import gl, matmul_by_roles
+    from triton.experimental.gluon import language as gl
+
+    from portakern.backends.triton.hopper._warps import matmul_by_roles
 
     n, k = call.dims["n"], call.dims["k"]
     rows, columns, depth, more = tiling["block_m"], tiling["block_n"], tiling["block_k"], int(tiling["roles"] == 2)
