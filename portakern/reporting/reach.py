@@ -26,12 +26,13 @@ SUBJECT = re.compile(
     r"(?:, variant (?P<variant>\w+))?(?:, profile (?P<profile>[\w-]+))?"
 )
 """How :class:`portakern.testing.subject.Subject` calls what it checks."""
-COLUMNS = ("machines", "kernels", "compiled ahead of time", "interpreted", "simulated", "run there", "timed there")
+COLUMNS = ("machines", "kernels", "compiled", "interpreted", "simulated", "run there", "timed there")
 NO = "no"
 NOTES = (
-    f"Counted from {link('benchmarks/results')}; gradients are ops too. Interpreted, simulated (a stricter interpreter; "
-    "both need no device) and run: every element of every drawn case was held to an error bound that is derived from "
-    f"rounding. {NO}: no kept result says so."
+    f"Counted from {link('benchmarks/results')}; gradients are ops too. Compiled: ahead of time, each op's typical call, "
+    "for so many architectures. Interpreted, simulated (in a stricter interpreter; neither needs a device) and run: "
+    "every element of every drawn case was held to an error bound that is derived from rounding. "
+    f"{NO}: no kept result says so."
 )
 
 
@@ -83,12 +84,14 @@ def reach(kept: Kept) -> str:
                     _compiled([r for r in built if r["backend"] == b.name and _platform(r["target"]) == platform], ops),
                     _checked([r for r in off if r.how == "interpreted" and not r.profile], ops),
                     _checked([r for r in (*off, *here) if r.profile], ops),
-                    _checked([r for r in here if not r.profile], ops, devices=True),
+                    _checked([r for r in here if not r.profile], ops),
                     _timed([x for x in timed if x[0]["backend"] == b.name and _of(x[0], platform)], ops, kept.root),
                 ]
             )
     shown = table(COLUMNS, body, words=len(COLUMNS))
-    return "\n\n".join([shown, *([AGED] if STALE in shown else []), NOTES])
+    devices = sorted({r.device for r in found if r.how == "compiled" and not r.profile} | {r.device for _, r in timed})
+    there = f"There: {', '.join(devices)}. " if devices else ""
+    return "\n\n".join([shown, *([AGED] if STALE in shown else []), there + NOTES])
 
 
 def _platform(target: str) -> str | None:
@@ -119,12 +122,11 @@ def _compiled(rows: list[Row], ops: int) -> str:
     return f"{_share({r['op'] for r in rows} - wrong, ops)}, {tried} architecture{'' if tried == 1 else 's'}"
 
 
-def _checked(found: list[Ran], ops: int, devices: bool = False) -> str:
+def _checked(found: list[Ran], ops: int) -> str:
     if not found:
         return NO
     failed = sorted({r.op for r in found if not r.passed})
     said = [_share({r.op for r in found} - {*failed}, ops), f"{sum(r.cases for r in found):,} cases"]
-    said += [", ".join(sorted({r.device for r in found}))] if devices else []
     said += [f"**failed**: {', '.join(failed)}"] if failed else []
     return ", ".join(said) + (STALE if any(r.aged for r in found) else "")
 
@@ -133,4 +135,4 @@ def _timed(rows: list[tuple[Row, Result]], ops: int, root: Path) -> str:
     if not rows:
         return NO
     mark = STALE if any(changed(row, root) for row, _ in rows) else ""
-    return f"{_share((row['op'] for row, _ in rows), ops)}, {', '.join(sorted({r.device for _, r in rows}))}{mark}"
+    return f"{_share((row['op'] for row, _ in rows), ops)}{mark}"
