@@ -18,7 +18,19 @@ from typer.testing import CliRunner
 
 from portakern.cli import app
 from portakern.core import registry, targets
-from portakern.reporting import checkout, lines, losses, markdown, plots, reach, roofline, speed, verdict
+from portakern.reporting import (
+    checkout,
+    compiled,
+    lines,
+    losses,
+    markdown,
+    measured,
+    plots,
+    reach,
+    roofline,
+    speed,
+    verdict,
+)
 from portakern.reporting.kept import Kept, chip
 from portakern.reporting.staleness import AGED, STALE
 from portakern.results import ResultError
@@ -95,7 +107,7 @@ def tree(tmp_path):
         built(),
         built(target="gfx942", spills=4),
         built("matmul", reason="takes | too much"),
-        built("matmul", "v5e", on_chip={"vmem": 2**20}, cycles=2000),
+        built("matmul", "v5e", on_chip={"vmem": 2**20}, cycles=2_000_000),
     ]
     kept = root / "benchmarks" / "results"
     put(
@@ -186,7 +198,7 @@ def test_tables_show_the_results(fresh):
     assert "| `softmax` | bfloat16 | sm_90 | 1 | 30 | 0 | shared 32 B (50%) | 50% | none |" in pieces["resources"]
     assert "| sm_90 | H100 SXM5 80 GB | 1 of 2 | 0 | 0 | 50% | 50% |" in pieces["resources"]
     assert "| `softmax` | bfloat16 | triton | sm_90, gfx942 | `block_n=4096` |" in pieces["tilings"]
-    assert "| `matmul` | bfloat16 | 2 |" in pieces["cycles"]
+    assert "| `matmul` | bfloat16 | 2,000 |" in pieces["cycles"]
     assert (
         f"**{DEVICE}**" in pieces["times"]
         and "| `softmax` | bfloat16 | n=4096 | torch 50 | 40 | 20 | 50% |" in pieces["times"]
@@ -492,6 +504,40 @@ def test_losses_are_said_from_the_worst(tree):
     assert "* **wrong**: `softmax` bfloat16." in told and "* timed beside no peer: `matmul`." in told
     assert f"function, {DEVICE}: 1.20 times forward, 1.50 times with" in " ".join(told.split())
     assert losses.losses(dataclasses.replace(Kept.of(tree), results=())) == "Nothing was timed yet."
+
+
+def test_an_estimate_that_cannot_be_true_is_not_shown(tree):
+    """Fewer cycles than the matrix units take for the operations alone: the op is left out, in every dtype; one that a
+    kernel without an estimate makes a lower bound stays.
+    """
+    v5e = targets.find("v5e")
+    needed = roofline.work("matmul", "bfloat16")[0] / (v5e.flops["bfloat16"] / v5e.clock)
+    fine = built("matmul", "v5e", cycles=int(needed * 1.01))
+    assert needed == pytest.approx(4096**3 / (4 * 128**2)), "a product of 4096 x 4096 x 4096 on four units of 128 x 128"
+    file = tree / "benchmarks" / "results" / "compile-matrix.json"
+    data = json.loads(file.read_text())
+    for count, shown in ((int(needed * 0.99), False), (int(needed * 1.01), True)):
+        row = {**built("matmul", "v5e", cycles=count), "dtype": "float32"}
+        file.write_text(
+            json.dumps({**data, "rows": [built("softmax", "v5e", cycles=2000), fine | {"dtype": "float16"}, row]})
+        )
+        told = compiled.cycles(Kept.of(tree))
+        assert ("| `matmul` | float16 |" in told and "| `matmul` | float32 |" in told) is shown
+        assert (
+            "Not shown: `matmul`, with an estimate below" in told
+        ) is not shown and "| `softmax` | bfloat16 | 2 |" in told
+    part = {**row, "kernels": [{**row["kernels"][0], "cycles": 1000}, {**row["kernels"][0], "cycles": None}]}
+    file.write_text(json.dumps({**data, "rows": [part]}))
+    assert "| `matmul` | float32 | ≥ 1 |" in compiled.cycles(Kept.of(tree))
+
+
+def test_a_figure_names_the_commit_that_it_was_measured_at(tree):
+    file = tree / "benchmarks" / "results" / "times-h100.json"
+    data = json.loads(file.read_text())
+    shown = [r.file.name for r in Kept.of(tree).results]
+    assert "times-h100.json" in shown and f": 2026-03-01, {DEVICE}" in measured.times(Kept.of(tree))
+    file.write_text(json.dumps({**data, "commit": "0123456789ab+"}))
+    assert f": 2026-03-01 at 0123456789ab+, {DEVICE}" in measured.times(Kept.of(tree))
 
 
 def test_what_is_said_never_to_have_run_is_in_no_kept_result():
