@@ -220,6 +220,19 @@ def test_a_seed_is_held_to_its_range_in_python_too():
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM")
+def test_a_check_that_is_told_to_end_says_nothing():
+    """Its end is no failure of the case that was running, which would be run again and printed."""
+    code = "from portakern.cli import main; main()"
+    work = ["check", "matmul", "--backend", "reference", "--max-examples", "100000"]
+    program = [sys.executable, "-c", code, *work]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as ran:
+        time.sleep(6)  # importing takes one or two: it is in the middle of a case then
+        ran.terminate()
+        said, _ = ran.communicate(timeout=30)
+    assert ran.returncode == 143 and "Error" not in said and "Traceback" not in said and "xception" not in said, said
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM")
 def test_a_check_in_processes_ends_when_it_is_told_to():
     code = "from portakern.cli import main; main()"
     work = ["check", "matmul", "--backend", "reference", "--jobs", "2", "--max-examples", "100000"]
@@ -337,6 +350,8 @@ def test_tables_keep_words_whole_at_80_columns_and_become_lines_where_they_canno
         assert ("┃" in said) == table
         assert [w for w in words if w not in said] == []  # in one piece
         assert max(map(len, said.splitlines())) <= width
+    common.show_table("Peers", columns, [])
+    assert capsys.readouterr().out == "Peers: none\n"
     common.show_table("Backends", ["next"], [["pip install 'portakern[cpu]'"]])
     assert "portakern[cpu]" in capsys.readouterr().out  # no markup
 
@@ -349,6 +364,7 @@ def test_lists_fit_80_columns_with_no_word_broken(command, monkeypatch):
     said = run(app, command).output
     tables = [line for line in said.splitlines() if line[:1] in "┏┃┡│└"]
     assert tables and max(map(len, tables)) <= 80
+    assert command != ["ops"] or (len(tables) < 3 * len(pk.ops()) and " all " in said)  # three backends are no column
     named = {"ops": pk.ops(), "backends": pk.backends(), "doctor": pk.backends()}
     for word in named.get(command[0], ["q_segment_ids", "portakern.backends.triton.gpu.attention_vjp"]):
         assert word in said

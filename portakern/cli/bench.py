@@ -145,7 +145,7 @@ def _check_asked(
 
 def _compiling_here(device: str | None) -> list[Any]:
     """The backends that compile for an accelerator here; UnsupportedError lists why none does."""
-    from portakern.benchmarking.contenders import here
+    from portakern.benchmarking.contenders import ELSE, here
 
     found, why = [], []
     for b in registry.backends().values():
@@ -156,7 +156,8 @@ def _compiling_here(device: str | None) -> list[Any]:
             except (UnsupportedError, UnavailableError) as e:
                 why.append(str(e))
     if not found:
-        raise UnsupportedError("; ".join(why))
+        why = [reason.removesuffix(f"; {ELSE}") for reason in why]
+        raise UnsupportedError("; ".join([*why, ELSE]))
     return found
 
 
