@@ -278,4 +278,22 @@ def test_an_index_shows_the_readme_with_links_that_lead_somewhere(source_distrib
     assert metadata["Author"] == "portakern contributors"
     assert not re.findall(r"\]\((?!\w+:|#)", description) and "](https://triton-lang.org)" in description
     assert f"[PORTING.md]({address}/blob/HEAD/PORTING.md)" in description
+    assert f"]({address}/raw/HEAD/docs/plots/glance.svg)" in description and "![" in description  # blob is a page
     assert len(description) > 0.9 * len((ROOT / "README.md").read_text(encoding="utf-8"))
+
+
+def test_an_index_shows_words_where_nobody_said_where_the_repository_lies() -> None:
+    """And of a picture nothing: its words alone would be a sentence about what is not there."""
+    code = "import sys, setuptools; setuptools.setup = lambda **k: print(k['long_description']); import runpy; "
+    environment = {**os.environ, "PORTAKERN_REPOSITORY": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", code + "runpy.run_path('setup.py')"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (picture,) = re.findall(r"!\[(.*?)\]", readme)
+    assert picture not in done.stdout and "![" not in done.stdout and "PORTING.md says the losses" in done.stdout

@@ -266,8 +266,8 @@ def cycles(kept: Kept) -> str:
     )
     if wrong:
         notes += (
-            f" Not shown: {', '.join(f'`{op}`' for op in wrong)}, with an estimate below what the matrix units take for "
-            "the operations alone: a part that the compiler could not follow is left out."
+            f" Not shown: {', '.join(f'`{op}`' for op in wrong)}, with an estimate below what the matrix units take "
+            "for the operations alone: a part that the compiler could not follow is left out."
         )
     return "\n\n".join([table(["op", "dtype", *columns], lines, words=2), notes, said])
 

@@ -29,10 +29,10 @@ SUBJECT = re.compile(
 COLUMNS = ("machines", "kernels", "compiled", "interpreted", "simulated", "run there", "timed there")
 NO = "no"
 NOTES = (
-    f"Counted from {link('benchmarks/results')}; gradients are ops too. Compiled: ahead of time, each op's typical call, "
-    "for so many architectures. Interpreted, simulated (in a stricter interpreter; neither needs a device) and run: "
-    "every element of every drawn case was held to an error bound that is derived from rounding. "
-    f"{NO}: no kept result says so."
+    f"Counted from {link('benchmarks/results')}; gradients are ops too. Compiled: ahead of time, each op's typical "
+    "call, for so many architectures. Interpreted, simulated (in a stricter interpreter; neither needs a device) and "
+    "run: every element of every drawn case was held to an error bound that is derived from rounding. "
+    f'"{NO}" where no kept result says so.'
 )
 
 
