@@ -1,7 +1,8 @@
 """What pyproject.toml cannot say: the addresses, all made of one, and the README as an index shows it.
 
 There a link to a file of the repository leads to the repository, and is its words alone while nobody said where that
-lies: the files are in the source distribution. A picture comes from there, or is left out. ``PORTAKERN_REPOSITORY`` stands in for ``[tool.portakern] repository``.
+lies: the files are in the source distribution. A picture comes from there, or is left out. ``PORTAKERN_REPOSITORY``
+stands in for ``[tool.portakern] repository``.
 """
 
 import os
