@@ -170,10 +170,10 @@ def test_sections_come_by_their_headings(maker) -> None:
     assert sections.section(text, "b-c", "x.md") == "\ntwo\n```bash\n## no heading\n```\n### D\nthree\n"
     with pytest.raises(LookupError, match="x.md has no section #no-heading; expected one of a, b-c, d, e"):
         sections.section(text, "no-heading", "x.md")
-    page = '<!-- include: README.md#try-it to "It runs a real" -->'
+    page = '<!-- include: README.md#portakern to "**What runs where" -->'
     assert "pip install -c" in sections.included(page, root, "docs", lambda text, folder: text)
     with pytest.raises(LookupError, match="'not there' stands there 0 times"):
-        sections.included(page.replace("It runs a real", "not there"), root, "docs", lambda text, folder: text)
+        sections.included(page.replace("**What runs where", "not there"), root, "docs", lambda text, folder: text)
 
 
 def test_lists_are_nested_as_python_markdown_reads_them(maker) -> None:
