@@ -363,9 +363,9 @@ def test_the_command_writes_rows_that_can_be_read(tmp_path):
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_figures_stay_with_their_words_at_any_width(width):
     row = {
-        "contender": "flex_attention", "verdict": "right", "median_us": 34458.5, "best_us": 11556.4, "worst_us": 58573.5,
-        "host_us": 34431.0, "limit": "copy", "byte_rate": 2 * 10**12, "share": 0.4, "ratio": 0.5, "error": 0.99,
-        "clock": "host",
+        "contender": "flex_attention", "verdict": "right", "median_us": 34458.5, "best_us": 11556.4,
+        "worst_us": 58573.5, "host_us": 34431.0, "limit": "copy", "byte_rate": 2 * 10**12,
+        "share": 0.4, "ratio": 0.5, "error": 0.99, "clock": "host",
     }  # fmt: skip
     lines = command._lines(row, width)
     assert max(map(len, lines)) <= width and (len(lines) == 1) == (width == 200)

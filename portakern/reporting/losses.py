@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from portakern.reporting.kept import Kept
@@ -23,7 +23,7 @@ WIDTH = 118
 
 
 def losses(kept: Kept) -> str:
-    """A list a device: times over the best peer's, an op and dtype after another, from the worst; then the host's."""
+    """A list a device: times over the best peer's, an op after another, from the worst; then the host's."""
     text = []
     for device in dict.fromkeys(r.device for _, r in kept.rows("bench")):
         rows = [row for row, r in kept.rows("bench") if r.device == device]
@@ -40,50 +40,49 @@ def _filled(text: str) -> str:
     )
 
 
-def _speeds(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
-    """(op, dtype) -> our fastest right variant on each call that a peer finished too."""
-    found: dict[tuple[str, str], list[Row]] = {}
+def _speeds(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Op -> our fastest right variant on each call that a peer finished too."""
+    found: dict[str, list[Row]] = {}
     for best in best_of_each_call(rows):
         if best.get("ratio"):
-            found.setdefault((best["op"], best["dtype"]), []).append(best)
+            found.setdefault(best["op"], []).append(best)
     return found
 
 
 def _items(kept: Kept, rows: Sequence[Row]) -> list[str]:
     kinds: dict[str, list[str]] = {"slower": [], SAME: [], "faster": []}
     speeds = _speeds(rows)
-    for (op, dtype), mine in sorted(speeds.items(), key=lambda x: -_worst(x[1])):
-        times = [1 / r["ratio"] for r in mine]
-        slow = sum(t > 1 + EVEN for t in times)
-        kind = "slower" if slow else "faster" if statistics.median(times) < 1 - EVEN else SAME
-        where = f"{slow} of {len(times)} calls; " if slow < len(times) else ""
-        peers = ", ".join(dict.fromkeys(r["best_peer"] for r in mine))
-        said = f" {_range(times)}" + (f" ({where}{peers})" if slow else "")
-        kinds[kind].append(f"`{op}` {dtype}" + ("" if kind == SAME else said))
+    for op, mine in sorted(speeds.items(), key=lambda x: min(r["ratio"] for r in x[1])):
+        worst = min(mine, key=lambda r: r["ratio"])
+        slow = sum(1 / r["ratio"] > 1 + EVEN for r in mine)
+        if slow:
+            where = f"{worst['dtype']}, beside {worst['best_peer']}"
+            kinds["slower"].append(f"`{op}` on {slow} of {len(mine)} calls, at most {1 / worst['ratio']:.2f} ({where})")
+        elif statistics.median(1 / r["ratio"] for r in mine) < 1 - EVEN:
+            kinds["faster"].append(f"`{op}` {_range(1 / r['ratio'] for r in mine)}")
+        else:
+            kinds[SAME].append(f"`{op}`")
     broken = sorted({f"`{r['op']}` {r['dtype']}" for r in rows if r["subject"] and r["verdict"] in ("wrong", "failed")})
-    alone = _untimed(kept, speeds)
+    alone = _untimed(kept, {(r["op"], r["dtype"]) for mine in speeds.values() for r in mine})
     kinds |= {"**wrong**": broken} if broken else {}
     kinds |= {"timed beside no peer": alone} if alone else {}
     return [f"* {kind}: {'; '.join(said) or 'none'}." for kind, said in kinds.items()]
 
 
-def _untimed(kept: Kept, speeds: Mapping[tuple[str, str], Any]) -> list[str]:
+def _untimed(kept: Kept, timed: Collection[tuple[str, str]]) -> list[str]:
     """What compiles, and no peer's time stands beside: ops, with their dtypes where another was timed."""
     found: dict[str, dict[str, None]] = {}
     for row, _ in kept.rows("compile-matrix"):
-        if (row["op"], row["dtype"]) not in speeds:
+        if (row["op"], row["dtype"]) not in timed:
             found.setdefault(row["op"], {})[row["dtype"]] = None
-    some = {op for op, _ in speeds}
+    some = {op for op, _ in timed}
     return [f"`{op}`" + (f" {', '.join(dtypes)}" if op in some else "") for op, dtypes in sorted(found.items())]
-
-
-def _worst(mine: Iterable[Row]) -> float:
-    return max(1 / r["ratio"] for r in mine)
 
 
 def _range(values: Iterable[float]) -> str:
     """The least and the most, once where they read the same."""
-    least, most = (f"{of(values):.2f}" for of in (min, max))
+    found = sorted(values)
+    least, most = f"{found[0]:.2f}", f"{found[-1]:.2f}"
     return least if least == most else f"{least} to {most}"
 
 
