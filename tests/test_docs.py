@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import shlex
 import sys
 import tomllib
@@ -174,6 +175,20 @@ def test_sections_come_by_their_headings(maker) -> None:
     assert "pip install -c" in sections.included(page, root, "docs", lambda text, folder: text)
     with pytest.raises(LookupError, match="'not there' stands there 0 times"):
         sections.included(page.replace("**What runs where", "not there"), root, "docs", lambda text, folder: text)
+
+
+OWN = [page for page in PAGES if "<!-- include: README.md" in (DOCS / page).read_text(encoding="utf-8")]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # one block shows a kernel that overflows
+@pytest.mark.parametrize("page", ["index.md", *OWN])  # which has no other blocks
+def test_a_page_runs_with_the_sections_that_it_shows(page: str, maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A section of the README needs what stands above it there; a page says that itself."""
+    for framework in ("torch", "triton"):
+        pytest.importorskip(framework, reason=f"{framework} is not installed")
+    monkeypatch.setattr(registry, "_registered", {})  # one section registers a backend
+    text = re.sub(r"^<!-- include: (?!README).*-->$", "", (DOCS / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert pages.run(DOCS / page, text=maker("sections").included(text, ROOT, "docs", lambda piece, folder: piece)) > 1
 
 
 def test_lists_are_nested_as_python_markdown_reads_them(maker) -> None:
