@@ -215,8 +215,8 @@ def test_tables_show_the_results(fresh):
     assert "| sm_90 | H100 SXM5 80 GB | 3,350 |" in pieces["roofs"]
     told = markdown.pieces((fresh / "PORTING.md").read_text(), fresh / "PORTING.md")["verdict"]
     (line,) = (line for line in told.splitlines() if line.startswith("| `attention` |"))
-    assert line.endswith("%) | 1.00 (0.50 to 1.50)† | – | not run |") and AGED in told
-    assert "%) | not timed | – | not run |" in told.partition("| `softmax` |")[2].partition("\n")[0]
+    assert line.endswith(" | 1.00 (0.50 to 1.50)† | – | not run |") and AGED in told
+    assert " | not timed | – | not run |" in told.partition("| `softmax` |")[2].partition("\n")[0]
     assert "| `softmax` | " in pieces["lines"] and (fresh / "README.md").read_text() == "No marks here.\n"
     for plot in (fresh / "docs" / "plots").iterdir():
         assert (
@@ -428,8 +428,8 @@ def test_the_verdict_tells_of_failures_and_of_16_bits_apart(tree):
     checked = {"op": "attention", "subject": "triton", "worst": {"o": 0.5, "lse": 2.5}, "passed": False}
     run = dataclasses.replace(kept.results[0], benchmark="conformance", device=DEVICE, rows=(checked,))
     told = verdict.verdict(dataclasses.replace(kept, results=(*kept.results, run)))
-    assert "%) | 1.25 | 0.12 | **failed**, 2.500 | not run |" in told.partition("| `attention` |")[2].partition("\n")[0]
-    assert "%) | **wrong** | – | not run | not run |" in told.partition("| `softmax` |")[2].partition("\n")[0]
+    assert " | 1.25 | 0.12 | **failed**, 2.500 | not run |" in told.partition("| `attention` |")[2].partition("\n")[0]
+    assert " | **wrong** | – | not run | not run |" in told.partition("| `softmax` |")[2].partition("\n")[0]
 
 
 def checked_on(subject, op="softmax", passed=True, **more):
@@ -570,21 +570,23 @@ def test_the_versions_that_were_tried_are_those_of_the_kept_results():
 
 
 def test_lines_that_a_port_has_alone(tmp_path, monkeypatch):
-    """A line in another port's module, in the same order, is not the port's own; the oracle is no port."""
-    for name, text in (("a", "x = 1\ny = 2\nz = 3\n"), ("b", "y = 2\nw = 4\nz = 3\n"), ("oracle", "w = 4\n")):
+    """A line in another backend's module, in the same order, is not the port's own; the oracle is no port, and a variant
+    beside it no other backend."""
+    texts = {"a/one": "x = 1\ny = 2\nz = 3\n", "a/two": "x = 1\n", "b": "y = 2\nw = 4\nz = 3\n", "oracle": "w = 4\n"}
+    for name, text in texts.items():
         put_text(tmp_path / "portakern" / "backends" / name / "some.py", text)
     put_text(tmp_path / "portakern" / "specs" / "some.py", "")
 
     class Family:
         def __init__(self, name, compiler):
-            self.package, self.compiler = f"portakern.backends.{name}", compiler
+            self.package, self.compiler = f"portakern.backends.{name.replace('/', '.')}", compiler
 
     class Backend:
-        auto, families = True, (Family("a", "x"), Family("b", "x"), Family("oracle", None))
+        auto, families = True, (Family("a/one", "x"), Family("a/two", "x"), Family("b", "x"), Family("oracle", None))
 
     monkeypatch.setattr(lines.registry, "ops", lambda: ("some",))
     monkeypatch.setattr(lines.registry, "backends", lambda: {"any": Backend})
-    assert lines.written(Kept(tmp_path, ())) == {"some": {"a": (3, 1), "b": (3, 1)}}
+    assert lines.written(Kept(tmp_path, ())) == {"some": {"a.one": (3, 1), "a.two": (1, 1), "b": (3, 1)}}
 
 
 def test_lines_of_code():

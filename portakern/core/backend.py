@@ -128,8 +128,10 @@ class Implementation:
         bias takes room, say.
       takes: the arguments that it knows of those that a spec has; None: all. The checker draws no others, and holds it
         to no law.
+      same_bits: a row's bits are the same in every tiling.
 
-    Neither ``tiling`` nor ``key`` nor ``fit`` may depend on batch or row counts, so that a row's bits do not either.
+    Neither ``tiling`` nor ``key`` nor ``fit`` may depend on batch or row counts, so that a row's bits do not either;
+    but where they are the ``same_bits`` in every tiling.
     """
 
     backend: Backend
@@ -142,6 +144,7 @@ class Implementation:
     key: Callable[[Call], Mapping[str, str | int]] | None = None
     fit: Callable[[Call, Tiling], Tiling] | None = None
     takes: Callable[[Spec[Any]], frozenset[str]] | None = None
+    same_bits: bool = False
     _looked: Remembered[Any, bool] = field(default_factory=Remembered, init=False, repr=False)
 
     @functools.cached_property
@@ -268,6 +271,7 @@ class Backend:
         key: Callable[[Call], Mapping[str, str | int]] | None = None,
         fit: Callable[[Call, Tiling], Tiling] | None = None,
         takes: Callable[[Spec[Any]], frozenset[str]] | None = None,
+        same_bits: bool = False,
     ) -> Callable[[F], F]:
         """Register the decorated ``fn(call, tiling)`` as this backend's ``op`` (see :class:`Implementation`).
 
@@ -286,7 +290,7 @@ class Backend:
                         f"{op} on backend {self.name!r} is taken by {there}; "
                         f"{fn.__module__}.{fn.__qualname__} needs a backend of its own: pk.Backend(...)"
                     )
-                made = Implementation(self, family, op, fn, tiling, supports, knobs, key, fit, takes)
+                made = Implementation(self, family, op, fn, tiling, supports, knobs, key, fit, takes, same_bits)
                 self._found[family.package, op] = made
                 forget()  # ops that were made before serve their next call anew
             return fn

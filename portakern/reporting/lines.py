@@ -69,9 +69,11 @@ def _text(root: Path, module: str) -> list[str]:
 
 
 def written(kept: Kept) -> dict[str, dict[str, tuple[int, int]]]:
-    """Op -> port -> lines of its module, and how many of them stand in no other port's module of that op in this order.
+    """Op -> port -> lines of its module, and how many of them stand in no other backend's module of that op in this
+    order.
 
-    A port is a package of kernels that a compiler takes; the oracle is none.
+    A port is a package of kernels that a compiler takes; the oracle is none. Variants of one backend share what they
+    like.
     """
     packages = [f.package for b in registry.backends().values() if b.auto for f in b.families if f.compiler]
     found: dict[str, dict[str, tuple[int, int]]] = {}
@@ -79,10 +81,15 @@ def written(kept: Kept) -> dict[str, dict[str, tuple[int, int]]]:
         texts = {p: text for p in packages if p and (text := _text(kept.root, f"{p}.{op}"))}
         found[op] = {}
         for p, text in texts.items():
-            pairs = (difflib.SequenceMatcher(None, other, text, autojunk=False) for q, other in texts.items() if q != p)
+            others = [other for q, other in texts.items() if _backend(q) != _backend(p)]
+            pairs = (difflib.SequenceMatcher(None, other, text, autojunk=False) for other in others)
             shared = {i for pair in pairs for m in pair.get_matching_blocks() for i in range(m.b, m.b + m.size)}
             found[op][p.rpartition("backends.")[2]] = len(text), len(text) - len(shared)
     return found
+
+
+def _backend(package: str) -> str:
+    return package.rpartition("backends.")[2].partition(".")[0]
 
 
 def lines(kept: Kept) -> str:

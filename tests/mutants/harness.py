@@ -59,7 +59,8 @@ def _folder() -> Path:
 
 
 def _package(backend: str) -> str:
-    return next(f.package for f in registry.backend(backend).families if f.interprets)
+    """The package whose kernels run everywhere."""
+    return next(f.package for f in registry.backend(backend).families if f.interprets and not f.targets)
 
 
 def mutated_source(fault: Fault) -> str:
