@@ -572,8 +572,8 @@ def test_the_versions_that_were_tried_are_those_of_the_kept_results():
 
 
 def test_lines_that_a_port_has_alone(tmp_path, monkeypatch):
-    """A line in another backend's module, in the same order, is not the port's own; the oracle is no port, and a variant
-    beside it no other backend."""
+    """A line in another backend's module, in the same order, is not the port's own; the oracle is no port, and a
+    variant beside it no other backend."""
     texts = {"a/one": "x = 1\ny = 2\nz = 3\n", "a/two": "x = 1\n", "b": "y = 2\nw = 4\nz = 3\n", "oracle": "w = 4\n"}
     for name, text in texts.items():
         put_text(tmp_path / "portakern" / "backends" / name / "some.py", text)
