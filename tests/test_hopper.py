@@ -71,15 +71,45 @@ def test_operands_that_cannot_be_described_are_copied_as_they_are(dtype):
             assert found.row * x.element_size() % 16 == 0 == found.memory.data_ptr() % 16
 
 
-def test_the_tile_follows_rows_and_the_split_of_k_does_not():
-    def tiles(m, n, k, **options):
-        meta = [torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((m, k), (k, n))]
-        impl, call = bound("matmul", *meta, **options)
-        return impl.key(call)["tile"], resolve(impl, call, {}).tiling
+def product(m, n, k, **options):
+    """The variant, and a call of its product on arrays without memory."""
+    return bound("matmul", *(torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((m, k), (k, n))), **options)
 
+
+def tiles(m, n, k, **options):
+    impl, call = product(m, n, k, **options)
+    return impl.key(call)["tile"], resolve(impl, call, {}).tiling
+
+
+def test_what_a_call_has_no_use_for_is_fitted_or_refused():
+    # 6 stages of 128 x 128 leave room for a tile of c of 16 bits, not of 32.
+    told = {name: tiles(640, 2048, 512, out_dtype=name)[1] for name in ("bfloat16", "float32")}
+    assert tiles(640, 2048, 512)[0] == "128 x 128"
+    assert told["bfloat16"]["num_stages"] == 6 and told["float32"]["num_stages"] == 5
+    assert told["bfloat16"]["block_n"] == told["float32"]["block_n"] == 128
+    wide = dict(tiles(4096, 4096, 4096)[1])
+    impl, call = product(2048, 2048, 65536)
+    assert resolve(impl, call, {}).tiling == {**wide, "roles": 0}  # its sums go in chunks
+    for (m, n, k), named, reason in (
+        ((2048, 2048, 65536), wide, "sums are whole"),
+        ((4096, 4096, 4096), {**wide, "num_warps": 4}, "num_warps=8"),
+        ((4096, 4096, 4096), {**wide, "swapped": 1}, "swapped=0"),
+        ((4096, 4096, 4096), {**wide, "block_k": 32}, "steps of 64"),
+        ((4096, 4096, 4096), {**wide, "roles": 2}, "block_n=128"),
+        ((4096, 4096, 4096), {**wide, "num_stages": 5}, "shared memory"),
+    ):
+        impl, call = product(m, n, k)
+        with pytest.raises(pk.UnsupportedError, match=reason):
+            resolve(impl, call, named)
+
+
+def test_the_tile_follows_rows_and_the_split_of_k_does_not():
     assert tiles(4096, 4096, 4096)[0] == "128 x 256" and tiles(4096, 4096, 4096)[1]["roles"] == 1
     assert tiles(1000, 3000, 5120)[0] == "128 x 192" and tiles(1000, 3000, 5120)[1]["roles"] == 2
-    assert tiles(1, 4096, 4096)[0] == "16 rows" and tiles(40, 4096, 4096)[1]["swapped"] == 1
+    # Where one round of tiles is all, rows of tiles go in smaller groups.
+    assert tiles(1000, 3000, 5120)[1]["group"] < tiles(4095, 4097, 4093)[1]["group"]
+    assert tiles(1, 4096, 4096)[0] == "16 rows x 64" and tiles(40, 4096, 4096)[1]["swapped"] == 1
+    assert tiles(16, 14336, 4096)[0] == "16 rows x 128"  # as many rounds as 64 columns make
     assert tiles(4096, 4096, 4096, out_dtype="float32")[1]["roles"] == 0  # c's tile would leave no room for operands
     from portakern.backends.triton.hopper.matmul import chunk_of, split
 
