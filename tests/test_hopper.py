@@ -71,13 +71,14 @@ def test_operands_that_cannot_be_described_are_copied_as_they_are(dtype):
             assert found.row * x.element_size() % 16 == 0 == found.memory.data_ptr() % 16
 
 
-def product(m, n, k, **options):
+def product(m, n, k, *batch, dtype=torch.bfloat16, **options):
     """The variant, and a call of its product on arrays without memory."""
-    return bound("matmul", *(torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((m, k), (k, n))), **options)
+    shapes = (*batch, m, k), (*batch, k, n)
+    return bound("matmul", *(torch.empty(s, dtype=dtype, device="meta") for s in shapes), **options)
 
 
-def tiles(m, n, k, **options):
-    impl, call = product(m, n, k, **options)
+def tiles(m, n, k, *batch, **options):
+    impl, call = product(m, n, k, *batch, **options)
     return impl.key(call)["tile"], resolve(impl, call, {}).tiling
 
 
@@ -86,6 +87,7 @@ def test_what_a_call_has_no_use_for_is_fitted_or_refused():
     told = {name: tiles(640, 2048, 512, out_dtype=name)[1] for name in ("bfloat16", "float32")}
     assert tiles(640, 2048, 512)[0] == "128 x 128"
     assert told["bfloat16"]["num_stages"] == 6 and told["float32"]["num_stages"] == 5
+    assert tiles(512, 512, 512, 64)[1]["roles"] == 1  # of a batch too
     assert told["bfloat16"]["block_n"] == told["float32"]["block_n"] == 128
     wide = dict(tiles(4096, 4096, 4096)[1])
     impl, call = product(2048, 2048, 65536)
@@ -128,6 +130,11 @@ CALLS = {
     ),
     "long": (("matmul", normal(100, 16384), normal(16384, 200)), {}, ["matmul_kernel", "add_parts_kernel"]),
     "batch": (("matmul", normal(4, 30, 264), normal(4, 264, 200)), {}, ["matmul_kernel"]),
+    "large batch": (
+        ("matmul", normal(12, 1000, 72), normal(1, 72, 1000).expand(12, 72, 1000)),
+        {},
+        ["matmul_by_roles"],
+    ),
     "rows of a batch": (("matmul", normal(4, 30, 264), normal(1, 264, 200)), {}, ["matmul_kernel"]),
     "gradients": (("matmul_vjp", normal(300, 264), normal(264, 200), normal(300, 200)), {}, ["matmul_kernel"] * 2),
 }
@@ -176,11 +183,12 @@ def test_explain_names_the_variants():
 @pytest.mark.parametrize(
     ("m", "n", "k", "options"),
     [(4096, 4096, 4096, {}), (1000, 3001, 5120, {}), (16, 14336, 4096, {}), (512, 512, 65536, {}),
-     (4096, 4096, 4096, {"precision": "tf32"})],
+     (4096, 4096, 4096, {"precision": "tf32"}), (512, 512, 512, {"batch": 64}), (512, 575, 512, {"batch": 64})],
 )  # fmt: skip
 def test_products_compile_for_hopper_and_do_not_wait(m, n, k, options):
-    dtype = torch.float32 if options else torch.bfloat16
-    impl, call = bound("matmul", *(torch.empty(s, dtype=dtype, device="meta") for s in ((m, k), (k, n))), **options)
+    options = dict(options)
+    batch = [options.pop("batch")] if "batch" in options else []
+    impl, call = product(m, n, k, *batch, dtype=torch.float32 if options else torch.bfloat16, **options)
     built = impl.family.load_compiler().build(impl, call, resolve(impl, call, {}).tiling)
     hardware = targets.find("sm_90")
     for kernel in built.kernels:

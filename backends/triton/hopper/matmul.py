@@ -254,10 +254,10 @@ def key(call: Call) -> dict[str, str | int]:
 
 
 def may_have_roles(call: Call) -> bool:
-    """Whether warps that have roles take the call: whole sums on the matrix unit, one c, of the operands' size."""
+    """Whether warps that have roles take the call: whole sums on the matrix unit, c of the operands' size."""
     n, k, size = call.dims["n"], call.dims["k"], size_of(call.dtype)
     return bool(
-        not call.interpret and products(call, call.dtype) != "ieee" and chunk_of(n, k) == k and extents(call)[0] == 1
+        not call.interpret and products(call, call.dtype) != "ieee" and chunk_of(n, k) == k
         and size_of(call.outputs["c"][1]) == size
     )  # fmt: skip
 
@@ -272,7 +272,7 @@ def refuse_roles(call: Call, tiling: Mapping[str, int]) -> str | None:
     rows, columns, depth, size = tiling["block_m"], tiling["block_n"], tiling["block_k"], size_of(call.dtype)
     told = f"warps with roles (roles={tiling['roles']})"
     if not may_have_roles(call):
-        return f"{told} take one product whose sums are whole, of operands of c's size on the matrix unit; use roles=0"
+        return f"{told} take products whose sums are whole, of operands of c's size, on the matrix unit; use roles=0"
     if (tiling["num_warps"], tiling["swapped"]) != (8, 0):
         return f"{told} are 8 that multiply, rows first; use num_warps=8 and swapped=0"
     if (rows, depth * size) != (128, 128) or columns not in (128, 256):
@@ -354,7 +354,7 @@ def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     of_a = _operand(call, a, (entries, m, k), 1 if turned else None, flattened=m != dims["m"])
     of_b = _operand(call, b, (entries, k, n), 0 if turned else None)
     if by_roles(call, tiling):
-        _launch_roles(call, of_a, of_b, c, m, tiling)
+        _launch_roles(call, of_a, of_b, c, (entries, m), tiling)
     else:
         _launch(call, of_a, of_b, c, (entries, m), tiling)
     return (c,)
@@ -393,32 +393,34 @@ def _described(x: Operand, shape: tuple[int, int, int], block: tuple[int, int], 
     return describe(x.memory, (lines, length), (x.row, 1), tile, **how)
 
 
-def _launch_roles(call: Call, a: Operand, b: Operand, c: torch.Tensor, m: int, tiling: Mapping[str, int]) -> None:
+def _launch_roles(
+    call: Call, a: Operand, b: Operand, c: torch.Tensor, extents: tuple[int, int], tiling: Mapping[str, int]
+) -> None:
     from triton.experimental.gluon import language as gl
 
     from portakern.backends.triton.hopper._warps import matmul_by_roles
 
-    n, k = call.dims["n"], call.dims["k"]
+    (entries, m), n, k = extents, call.dims["n"], call.dims["k"]
     rows, columns, depth, more = tiling["block_m"], tiling["block_n"], tiling["block_k"], int(tiling["roles"] == 2)
     dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[c.dtype]
-    tf32 = c.dtype == torch.float32
+    tf32, batched = c.dtype == torch.float32, entries > 1
 
     def tile(x: Operand, shape: tuple[int, int], block: tuple[int, int], tf32: bool = tf32) -> Any:
-        laid = list(block[::-1] if x.across else block)
+        laid = [1] * batched + list(block[::-1] if x.across else block)
         layout = gl.NVMMASharedLayout.get_default_for(laid, dtype)
-        return _described(x, (1, *shape), block, False, layout=layout, tf32=tf32)
+        return _described(x, (entries, *shape), block, batched, layout=layout, tf32=tf32)
 
     box = (rows // 2, 64 if more else min(columns, 512 // c.element_size()))
     described = n * c.element_size() % 16 == 0
-    of_c = tile(Operand(c, 0, n, False), (m, n), box, tf32=False) if described else c
+    of_c = tile(Operand(c, m * n * batched, n, False), (m, n), box, tf32=False) if described else c
     of_a, of_b = tile(a, (m, k), (rows, depth)), tile(b, (k, n), (depth, columns))
     of_more = tile(b, (k, n), (depth, columns // 2)) if more else of_b
     width = columns + columns // 2 * more
-    grid = min(MULTIPROCESSORS, cdiv(m, rows) * cdiv(n, width))
-    launch(matmul_by_roles, grid, call, of_a, of_b, of_more, of_c, m, n, k,
+    grid = min(MULTIPROCESSORS, cdiv(m, rows) * cdiv(n, width) * entries)
+    launch(matmul_by_roles, grid, call, of_a, of_b, of_more, of_c, m, n, k, entries,
            rows=rows, columns=columns, depth=depth, group=tiling["group"], stages=tiling["num_stages"],
-           a_across=int(a.across), b_across=int(b.across), more=more, described=described,
-           num_warps=4)  # fmt: skip
+           a_across=int(a.across), b_across=int(b.across), more=more, described=described, batched=int(batched),
+           a_batched=int(a.batch > 0), b_batched=int(b.batch > 0), num_warps=4)  # fmt: skip
 
 
 def _launch(
