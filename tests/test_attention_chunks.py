@@ -147,9 +147,7 @@ def test_hopper_has_room_for_what_it_plans(d, kv_len):
     assert hopper.shared_bytes(plan) <= 232448
 
 
-@pytest.mark.parametrize(
-    ("d", "q_len", "stages"), [(128, 1, 3), (64, 1, 3), (256, 1, 3), (128, 200, 2), (256, 200, 2)]
-)
+@pytest.mark.parametrize(("d", "q_len", "stages"), [(128, 1, 3), (64, 1, 3), (256, 1, 3), (128, 200, 2), (256, 200, 2)])
 def test_few_queries_have_more_keys_on_their_way(d, q_len, stages):
     call = bound(1, q_len, 1, 1, 600, d, d)
     tiling = tilings.default(variant("hopper"), call).tiling

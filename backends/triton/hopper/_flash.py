@@ -136,8 +136,11 @@ def seen_scores(s, start, cols, limits, all_lo, all_hi, scores):
     if scores.softcap is not None:
         s = tanh(s)
     if (start < all_lo) | (start + s.shape[1] > all_hi):
-        j = start + cols[None, :]
-        s = gl.where((j >= lo[:, None]) & (j < hi[:, None]), s, float("-inf"))
+        # Bits 1 and 2 of a column tell lanes apart, the others are known when this is compiled: compared apart, columns
+        # are immediate operands, and no registers that are kept throughout the loop.
+        lane, known = (cols & 6)[None, :], (cols & 249)[None, :]
+        seen = (known >= (lo - start)[:, None] - lane) & (known < (hi - start)[:, None] - lane)
+        s = gl.where(seen, s, float("-inf"))
     return s
 
 

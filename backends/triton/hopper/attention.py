@@ -89,9 +89,7 @@ def least_chunk(call: Call) -> dict[str, int]:
     return {"chunk": 512}
 
 
-@BACKEND.implements(
-    "attention", tiling=least_chunk, key=portable.key, fit=portable.fit, supports=supports, knobs=KNOBS
-)
+@BACKEND.implements("attention", tiling=least_chunk, key=portable.key, fit=portable.fit, supports=supports, knobs=KNOBS)
 def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     dims, options = call.dims, call.options
     rows, _ = portable.rows_plan(call, tiling)
