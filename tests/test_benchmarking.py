@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import shutil
+import signal
+import time
 from concurrent.futures import wait
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from typer.testing import CliRunner
 
 import portakern as pk
 from portakern import results, sources
+from portakern.benchmarking import run as bench_run
 from portakern.benchmarking import suites
 from portakern.benchmarking.foresight import Foresight, foreseeing
 from portakern.benchmarking.inputs import for_gradient, make
@@ -396,6 +399,24 @@ def test_a_run_that_ends_early_keeps_its_rows(tmp_path, monkeypatch):
                   "--json", file)  # fmt: skip
     assert found.exit_code != 0
     assert [(r["dtype"], r["verdict"]) for r in results.read(file).rows] == [("float32", "right")]
+
+
+def test_a_first_call_that_does_not_come_back_is_ended(monkeypatch):
+    """The others are timed, and an alarm that somebody had set is still set."""
+    monkeypatch.setattr(bench_run, "FIRST_CALL", 0.2)
+
+    def never(x, axis):
+        time.sleep(20)
+        return x
+
+    start, before = time.monotonic(), signal.setitimer(signal.ITIMER_REAL, 300.0)
+    try:
+        rows = timed(backend("mine", numpy_softmax), backend("never", never, peer=True))
+        left, _ = signal.getitimer(signal.ITIMER_REAL)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *before)
+    assert rows["never"]["verdict"] == "failed" and "it took more than 0.2 s" in rows["never"]["why"]
+    assert rows["mine"]["verdict"] == "right" and 270 < left < 300 and time.monotonic() - start < 15
 
 
 def test_a_wrong_subject_is_the_commands_failure():

@@ -9,6 +9,7 @@ from typing import Any
 
 from portakern.benchmarking import roof
 from portakern.benchmarking.contenders import Contender, Entry, Refused, contenders, here, ready
+from portakern.benchmarking.deadline import within
 from portakern.benchmarking.foresight import Foresight
 from portakern.benchmarking.inputs import Inputs, for_gradient, make
 from portakern.benchmarking.rows import FAILED, REFUSED, WRONG, Row, held_against, judged, said, settled, started, timed
@@ -22,7 +23,10 @@ from portakern.core.route import Choice, routes
 from portakern.core.serve import serve
 from portakern.errors import SpecError, UnsupportedError
 
-__all__ = ["DeviceLost", "Outcome", "Plan", "run", "visit"]
+__all__ = ["FIRST_CALL", "DeviceLost", "Outcome", "Plan", "run", "visit"]
+
+FIRST_CALL = 40.0
+"""Seconds that a contender's first call may take, its compiler included: some compilers do not come back."""
 
 
 class DeviceLost(RuntimeError):
@@ -97,8 +101,9 @@ def visit(plan: Plan, case: TimedCase) -> None:
     trial = _Trial(plan, case, {}, None)
     for contender in trial.among:
         try:
-            entry = ready(contender, trial.inputs)
-            entry.instruments.wait(entry.run())
+            with within(FIRST_CALL):
+                entry = ready(contender, trial.inputs)
+                entry.instruments.wait(entry.run())
         except Exception:  # whoever times it will meet this again, and say it
             continue
         finally:
@@ -154,14 +159,15 @@ class _Trial:
 
     def _tried(self, contender: Contender) -> tuple[Entry, tuple[Any, ...], Verdict]:
         """The contender's first result, in memory that held NaN, and whether it left its inputs alone."""
-        entry = ready(contender, self.inputs)
-        framework, instruments = entry.framework, entry.instruments
-        given = {n: a for n, a in entry.call.arrays.items() if a is not None and not framework.immutable}
-        before = {n: framework.copy(a) for n, a in given.items()}
-        wanted = entry.call.wants
-        instruments.soil(form for n, form in entry.call.outputs.items() if n in wanted)
-        outputs = tuple(entry.run())
-        instruments.wait(outputs)
+        with within(FIRST_CALL):
+            entry = ready(contender, self.inputs)
+            framework, instruments = entry.framework, entry.instruments
+            given = {n: a for n, a in entry.call.arrays.items() if a is not None and not framework.immutable}
+            before = {n: framework.copy(a) for n, a in given.items()}
+            wanted = entry.call.wants
+            instruments.soil(form for n, form in entry.call.outputs.items() if n in wanted)
+            outputs = tuple(entry.run())
+            instruments.wait(outputs)
         for name, array in given.items():
             if not instruments.same(array, before[name]):
                 instruments.put(array, before[name])
