@@ -8,7 +8,7 @@ padded is said by ``explain()``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +27,47 @@ LANES, WARPS = HOPPER.lanes, 4
 BULK_BYTES = 16
 """What the copy engine moves at least, and to what its addresses are aligned."""
 
-RESERVED_BYTES = 4096
+RESERVED_BYTES = 2304
 """Shared memory that a kernel does not name: barriers, and room to reduce across warps."""
 
-LACKS = {
-    "float64": "its kernels compute in float32: convert to float32, or use the reference backend",
-}
+LACKS = {"float64": "Pallas on GPUs has no float64 here: convert to float32, or use the reference backend"}
 INTERPRETER = plgpu.InterpretGPUParams()
+
+SWIZZLED_BYTES = 128
+"""Bytes of a row of a buffer that tensor cores read: its 16-byte pieces lie swizzled, so that eight rows at a time are
+read without conflicts."""
+
+
+class Views(NamedTuple):
+    """A buffer of rows of 128 bytes in shared memory as two that look at it see it.
+
+    The copy engine sees rows, of which any number may lie beyond the end of an array; tensor cores and registers see
+    tiles of eight rows. Both are the same bytes.
+    """
+
+    copied: Any
+    tiled: Any
+
+
+class Swizzled(NamedTuple):
+    """``scratch`` for :func:`launch`: such a buffer, (*buffers, rows, elements). ``ref`` has its `Views`."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def allocated(self, interpret: bool) -> Any:
+        """The interpreter knows no bytes, and sees the buffer one way."""
+        tiled = tiled_buffer(self.shape, self.dtype)
+        if interpret:
+            return tiled
+        return plgpu.RefUnion(plgpu.SMEM(self.shape, self.dtype, transforms=tiled.transforms[1:]), tiled)
+
+
+def tiled_buffer(shape: tuple[int, ...], dtype: Any) -> Any:
+    """``scratch`` for :func:`launch`: a buffer of tiles of eight rows by 128 bytes, as tensor cores read them."""
+    tile = (8, SWIZZLED_BYTES // jnp.dtype(dtype).itemsize)
+    transforms = (plgpu.TilingTransform(tile), plgpu.SwizzleTransform(SWIZZLED_BYTES))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def dtype_refused(call: Call, *more: str | None) -> str | None:
@@ -86,13 +120,18 @@ def launch(
     names = (*inputs, *outputs)
 
     def on_named_refs(*refs: Any, **scoped: Any) -> None:
+        for buffer in (name for name, form in scratch.items() if isinstance(form, Swizzled)):
+            scoped[buffer] = Views(*(2 * [scoped[buffer]] if call.interpret else scoped[buffer]))
         kernel(Refs(**dict(zip(names, refs, strict=True)), **scoped))
 
     threads = {"num_threads": warpgroups, "thread_name": "warpgroup"} if warpgroups > 1 else {}
     results = plgpu.kernel(
         on_named_refs,
         out_type=[*outputs.values()],
-        scratch_types=dict(scratch),
+        scratch_types={
+            name: form.allocated(call.interpret) if isinstance(form, Swizzled) else form
+            for name, form in scratch.items()
+        },
         grid=grid,
         grid_names=axes,
         kernel_name=name,
