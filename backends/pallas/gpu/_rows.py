@@ -258,6 +258,7 @@ def _twice(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...])
             plgpu.barrier_wait(ref.arrived.at[buffer])
             x = _loaded(ref, walk, buffer)
             found = formula.gather(statistics, x, walk, step * walk.chunk)
+            plgpu.commit_smem()  # every thread has read the buffer that is filled next
             read(step + RING - 1)
             return found
 
