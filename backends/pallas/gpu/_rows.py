@@ -48,10 +48,14 @@ HELD = 128
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 
 
-class Formula(Protocol):
-    """What an op makes of a row. Values are float32 blocks of (rows, elements); statistics are (rows,)."""
+Weights = Mapping[str, Callable[[], Any]]
 
-    def whole(self, x: Any, walk: Walk, weights: Mapping[str, Any]) -> Any:
+
+class Formula(Protocol):
+    """What an op makes of a row. Values are float32 blocks of (rows, elements); statistics are (rows,); ``weights[name]()``
+    reads what every row shares, when it is needed: it would take registers before."""
+
+    def whole(self, x: Any, walk: Walk, weights: Weights) -> Any:
         """The result of whole rows."""
 
     def start(self, walk: Walk) -> tuple[Any, ...]:
@@ -60,7 +64,7 @@ class Formula(Protocol):
     def gather(self, statistics: tuple[Any, ...], x: Any, walk: Walk, start: Any) -> tuple[Any, ...]:
         """The statistics with one chunk more, which begins at ``start``."""
 
-    def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Mapping[str, Any]) -> Any:
+    def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Weights) -> Any:
         """The result of a chunk, once the statistics are of the whole row."""
 
 
@@ -220,7 +224,7 @@ def launched(
 def _once(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...]) -> None:
     """Rows that are read once."""
     first = lax.axis_index("block") * walk.block_rows
-    shared = {name: _shared(ref, name, walk, 0) for name in weights}
+    shared = {name: partial(_shared, ref, name, walk, 0) for name in weights}
 
     @pl.loop(0, walk.groups)
     def read(group: Any) -> None:
@@ -268,7 +272,7 @@ def _twice(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...])
         def write(step: Any) -> None:
             buffer, chunk = (before + step) % RING, step - walk.chunks
             plgpu.barrier_wait(ref.arrived.at[buffer])
-            shared = {name: _shared(ref, name, walk, chunk) for name in weights}
+            shared = {name: partial(_shared, ref, name, walk, chunk) for name in weights}
             _write(ref, walk, row, chunk, buffer, formula.result(statistics, _loaded(ref, walk, buffer), walk, shared))
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the chunk before has left its buffer, which is next
             read(step + RING - 1)

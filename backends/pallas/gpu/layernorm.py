@@ -23,7 +23,7 @@ from jax import lax
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.gpu import _rows
-from portakern.backends.pallas.gpu._rows import KNOBS, Formula, Walk, launched
+from portakern.backends.pallas.gpu._rows import KNOBS, Formula, Walk, Weights, launched
 from portakern.core.call import Call
 
 
@@ -48,7 +48,7 @@ class LayerNorm(NamedTuple):
 
     eps: float
 
-    def whole(self, x: Any, walk: Walk, weights: Mapping[str, Any]) -> Any:
+    def whole(self, x: Any, walk: Walk, weights: Weights) -> Any:
         mean = jnp.sum(walk.within(x, 0.0), axis=1) / walk.n
         centred = walk.within(x - walk.spread(mean), 0.0)
         return self.scaled(centred, jnp.sum(centred * centred, axis=1), walk, weights)
@@ -68,16 +68,16 @@ class LayerNorm(NamedTuple):
         # delta is squared last: it is the whole mean in the first chunk, where its weight is 0
         return mean + delta * share, m2 + jnp.sum(centred * centred, axis=1) + delta * (delta * (share * seen))
 
-    def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Mapping[str, Any]) -> Any:
+    def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Weights) -> Any:
         mean, m2 = statistics
         return self.scaled(x - walk.spread(mean), m2, walk, weights)
 
-    def scaled(self, centred: Any, m2: Any, walk: Walk, weights: Mapping[str, Any]) -> Any:
+    def scaled(self, centred: Any, m2: Any, walk: Walk, weights: Weights) -> Any:
         """x - mean of a block, normalised."""
         y = centred * walk.spread(lax.rsqrt(m2 / walk.n + self.eps))
         if "weight" in weights:
-            y = y * weights["weight"]
-        return y + weights["bias"] if "bias" in weights else y
+            y = y * weights["weight"]()
+        return y + weights["bias"]() if "bias" in weights else y
 
 
 @BACKEND.implements("layernorm", key=key, tiling=default_tiling, supports=supports, knobs=KNOBS, copies=copies)

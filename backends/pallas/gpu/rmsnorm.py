@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.gpu._rows import KNOBS, Walk
+from portakern.backends.pallas.gpu._rows import KNOBS, Walk, Weights
 from portakern.backends.pallas.gpu.layernorm import copies, default_tiling, key, normalised, supports
 from portakern.core.call import Call
 
@@ -30,7 +30,7 @@ class RmsNorm(NamedTuple):
     eps: float
     narrow: str | None
 
-    def whole(self, x: Any, walk: Walk, weights: Mapping[str, Any]) -> Any:
+    def whole(self, x: Any, walk: Walk, weights: Weights) -> Any:
         return self.result(self.gather(self.start(walk), x, walk, 0), x, walk, weights)
 
     def start(self, walk: Walk) -> tuple[Any, ...]:
@@ -40,11 +40,11 @@ class RmsNorm(NamedTuple):
         x = walk.within(x, 0.0, start)
         return (statistics[0] + jnp.sum(x * x, axis=1),)
 
-    def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Mapping[str, Any]) -> Any:
+    def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Weights) -> Any:
         y = x * walk.spread(lax.rsqrt(statistics[0] / walk.n + self.eps))
         if self.narrow:
             y = y.astype(self.narrow).astype(jnp.float32)
-        return y * weights["weight"] if "weight" in weights else y
+        return y * weights["weight"]() if "weight" in weights else y
 
 
 @BACKEND.implements("rmsnorm", key=key, tiling=default_tiling, supports=supports, knobs=KNOBS, copies=copies)

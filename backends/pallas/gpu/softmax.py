@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.gpu import _rows
-from portakern.backends.pallas.gpu._rows import KNOBS, Walk, launched
+from portakern.backends.pallas.gpu._rows import KNOBS, Walk, Weights, launched
 from portakern.core.call import Call
 
 
@@ -56,7 +56,7 @@ def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
 class Softmax:
     """The formula of a row; its statistics are m and l."""
 
-    def whole(self, x: Any, walk: Walk, weights: Mapping[str, Any]) -> Any:
+    def whole(self, x: Any, walk: Walk, weights: Weights) -> Any:
         x = walk.within(x, -jnp.inf)
         p = jnp.exp(x - walk.spread(jnp.max(x, axis=1)))
         return p * walk.spread(1.0 / jnp.sum(p, axis=1))
@@ -74,7 +74,7 @@ class Softmax:
         p = jnp.exp(x - walk.spread(origin))
         return m, l * jnp.exp(m_old - origin) + jnp.sum(p, axis=1)
 
-    def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Mapping[str, Any]) -> Any:
+    def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Weights) -> Any:
         m, l = statistics
         return jnp.exp(x - walk.spread(m)) * walk.spread(1.0 / l)
 
