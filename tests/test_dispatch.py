@@ -108,7 +108,9 @@ def test_arrays_on_hopper_go_to_pallas_where_its_kernels_can_be_imported():
     if missing is None:
         assert dispatch.choose(registry.find_spec("softmax"), frameworks()["jax"], hopper) is pallas
         return
-    assert re.fullmatch(r"jax >= 0\.11 \(which takes Python 3\.12 or newer\), and jax 0\.\d+\.\d+ is installed", missing)
+    assert re.fullmatch(
+        r"jax >= 0\.11 \(which takes Python 3\.12 or newer\), and jax 0\.\d+\.\d+ is installed", missing
+    )
     assert f"pallas: its kernels for sm_90 need {missing}" in refused_by_choice(hopper)
     with pytest.raises(pk.UnavailableError, match="variant 'gpu' of backend 'pallas' cannot run here: it needs jax >="):
         pk.op("softmax", backend="pallas", variant="gpu")

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("jax", reason="jax is not installed")
-from portakern.core import registry  # noqa: E402
+from portakern.core import registry
 
 PALLAS = registry.backend("pallas")
 FAMILY = next(f for f in PALLAS.declared if f.name == "gpu")
@@ -150,7 +150,7 @@ def test_a_tilings_layout_holds_each_element_once():
     for row_warps in (1, 2, 4):
         for block_n in (128, 1024, 4096):
             x = np.ones((7, 1000), jnp.bfloat16)
-            impl, call, tiling = resolved("softmax", {"block_rows": 4, "block_n": block_n, "row_warps": row_warps},
+            _, call, tiling = resolved("softmax", {"block_rows": 4, "block_n": block_n, "row_warps": row_warps},
                                           {"x": x})  # fmt: skip
             walk = _rows.Walk.over(call, tiling, 7, 1000)
             layout = walk.layout.to_mgpu()

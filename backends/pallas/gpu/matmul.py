@@ -147,7 +147,9 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     if block_k != 64:
         return f"block_k={block_k} is not the {SWIZZLED_BYTES} bytes that a row of a buffer has: use 64"
     if block_m * block_n > 128 * 256:
-        return f"a tile of {block_m} x {block_n} does not fit into the registers of two warpgroups: use at most 128 x 256"
+        return (
+            f"a tile of {block_m} x {block_n} does not fit into the registers of two warpgroups: use at most 128 x 256"
+        )
     return over_shared(plan_of(call, tiling).shared, "block_m, block_n or stages")
 
 
@@ -235,6 +237,7 @@ def consume(ref: Refs, plan: Plan, warpgroup: Any, entry: Any, row: Any, column:
             a, b = ref.a_ring.tiled.at[buffer], ref.b_ring.at[buffer]
             plgpu.wgmma(acc, a.at[mine] if plan.along == 0 else a, b.at[:, mine] if plan.along == 1 else b)
             plgpu.wgmma_wait(1)  # the step before is done with its buffer
+
             @pl.when(step > 0)
             def _() -> None:
                 plgpu.barrier_arrive(ref.free.at[lax.rem(before + step - 1, plan.stages)])

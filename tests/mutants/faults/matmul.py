@@ -128,7 +128,7 @@ FAULTS = {
         Planted(
             "last-step-dropped",
             "of several steps along k the last is left out",
-            old='plgpu.wgmma(acc, a.at[mine] if plan.along == 0 else a, b.at[:, mine] if plan.along == 1 else b)',
+            old="plgpu.wgmma(acc, a.at[mine] if plan.along == 0 else a, b.at[:, mine] if plan.along == 1 else b)",
             new=(
                 "pl.when((step == 0) | (step < plan.steps - 1))(lambda: plgpu.wgmma("
                 "acc, a.at[mine] if plan.along == 0 else a, b.at[:, mine] if plan.along == 1 else b))"
