@@ -106,7 +106,7 @@ _KERNEL = {
     "name": "text", "launches": "count", "threads": "count?", "registers": "count?", "spills": "count?",
     "on_chip": "integers", "occupancy": "number?",
     "matrix": "integers", "code_bytes": "count?", "cycles": "count?", "issued": "count?", "moved": "count?",
-    "undefined": "list",
+    "undefined": "list", "serialised": "list?",
 }  # fmt: skip
 _COUNTS = dict.fromkeys(("refused", "tilings_refused", "cells", "layouts", "edges", "laws"), "integers")
 _SOURCES = {"backend": "text?", "variant": "text?", "target": "text?", "commit": "text?", "sources": "text?"}
@@ -122,7 +122,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         {"wall_seconds": "number"},
     ),
     "compile-matrix": Benchmark(
-        ("op", "dtype", "target", "backend"),
+        ("op", "dtype", "target", "backend", "variant"),
         {"op": "text", "direction": "text", "dtype": "text", "target": "text", "backend": "text", "variant": "text?",
          "call": "string", "tiling": "integers", "ok": "flag",
          "reason": "text?", "final": "flag", "kernels": "list", "code_bytes": "count?", "seconds": "number"},
@@ -195,7 +195,7 @@ class Result:
 
     def key(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
         """What a row measured."""
-        return tuple(row[n] for n in BENCHMARKS[self.benchmark].key)
+        return tuple(row.get(n) for n in BENCHMARKS[self.benchmark].key)
 
     @property
     def keys(self) -> set[tuple[Any, ...]]:

@@ -228,6 +228,23 @@ def test_machine_code_that_computes_with_what_nothing_wrote_is_refused():
     assert "reads UR10, UR11, which nothing before writes" in Kernel("k", undefined=found).over(targets.find("sm_90"))
 
 
+def test_the_report_says_why_matrix_instructions_wait():
+    from portakern.backends.triton.compiler import serialised_products
+
+    log = (
+        "ptxas info    : (C7514) Potential Performance Loss: wgmma.mma_async instructions are serialized due to non wgmma "
+        "instructions reading accumulator registers of  a wgmma between start and end of the pipeline stage in the "
+        "function 'k' in line 0\nptxas info    : 0 bytes gmem\nptxas info    : Used 70 registers, used 0 barriers\n"
+    )
+    found = serialised_products(log * 2)
+    assert len(found) == 1 and found[0].startswith("C7514: wgmma.mma_async instructions are serialized due to non")
+    kernel = Kernel("k", registers=70, serialised=found)
+    assert kernel.over(targets.find("sm_90")) is None  # right, and slow
+    made = Build("matmul", "forward", "bfloat16", "sm_90", "triton", ok=True, kernels=[kernel])
+    assert f"wait for each other: {found[0]}" in str(made)
+    assert Build.from_dict(made.to_dict(True)) == made and not serialised_products("ptxas info : Used 70 registers")
+
+
 @has_triton
 def test_lower_refuses_in_words():
     softmax, x = pk.op("softmax"), np.zeros((4, 256), np.float32)

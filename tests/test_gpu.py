@@ -152,7 +152,7 @@ def test_contenders_of_two_libraries_are_timed_beside_each_other():
     right = {name: r for name, r in rows.items() if r["verdict"] == "right"}
     assert any(r["subject"] for r in right.values()) and "torch" in right
     for r in right.values():
-        assert 0.05 < r["share"] < 1.3 and r["clock"] in ("events", "queue"), r
+        assert 0.05 < r["share"] < 1.3 and r["clock"] in ("events", "cupti"), r
         assert r["peak_bytes"] is None or r["peak_bytes"] >= case.dims["shape"][0] * case.dims["shape"][1] * 2
     assert outcome.rates["bfloat16"] > outcome.rates["float32"] > 1e12 and outcome.rates["copy"] > 1e11
 
@@ -161,3 +161,28 @@ def jax_has_a_gpu():
     import jax
 
     return jax.default_backend() == "gpu"
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+@pytest.mark.parametrize("extents", [(300, 264, 200), (1000, 3000, 520), (333, 261, 203), (600, 512, 16384)])
+def test_on_hopper_an_element_has_the_same_bits_in_every_tiling_and_company(extents, precision):
+    """Which is why the tile may follow rows and the batch there."""
+    m, n, k = extents
+    dtype = torch.bfloat16 if precision == "ieee" else torch.float32
+    a, b = normal(m, k, dtype=dtype), normal(k, n, dtype=dtype)
+    matmul = pk.op("matmul", backend="triton", variant="hopper")
+    whole = matmul(a, b, precision=precision)
+    for rows in (1, 17, 40, 65, 150, 299):
+        assert torch.equal(matmul(a[7 : 7 + rows], b, precision=precision), whole[7 : 7 + rows]), rows
+    assert torch.equal(matmul(torch.stack([a, a]), torch.stack([b, b]), precision=precision)[1], whole)
+    depth = 64 if precision == "ieee" else 32
+    for block_m, block_n, roles, swapped in ((128, 256, 1, 0), (128, 128, 2, 0), (64, 64, 0, 0), (32, 64, 0, 1)):
+        tiling = {"block_m": block_m, "block_n": block_n, "block_k": depth, "num_warps": 8 if block_n > 64 else 4,
+                  "num_stages": 3, "roles": roles, "swapped": swapped}  # fmt: skip
+        tiled = pk.op("matmul", backend="triton", variant="hopper", tiling=tiling)
+        assert torch.equal(tiled(a, b, precision=precision), whole), tiling
+    if precision == "ieee" and k < 16384:  # the portable kernel sums k in one chain too
+        assert torch.equal(pk.op("matmul", backend="triton", variant="gpu")(a, b), whole)

@@ -134,40 +134,41 @@ def test_gradients_of_attention_by_the_librarys_autograd(peer, options):
     assert report.passed and report.examples, (report.failures, report.refused)
 
 
-# What is not: a case that shows it, and what it says. Attention's are the findings of examples/conformance.
+# What is not: a case that shows it, and which result is out of bounds; by how much is the processor's own. Attention's
+# are the findings of examples/conformance.
 OUTSIDE = {
     "16-bit sums over rows": (  # the gradient of a weight adds 864 rows up in bfloat16
-        "torch", "layernorm_vjp", "d_weight[0] is 0.742",
+        "torch", "layernorm_vjp", "d_weight[",
         '{"dtype":"bfloat16","shapes":{"x":[16,9,6,4],"d_y":[16,9,6,4],"weight":[4],"bias":[4]},'
         '"regime":"normal","seed":585555,'
         '"options":{"eps":0.01},"edge":"nan_in_weight_and_bias"}',
     ),
     "16-bit, not the last axis": (  # rounded twice
-        "torch", "softmax", "y[0, 1, 1] is 0.136",
+        "torch", "softmax", "y[",
         '{"dtype":"float16","shapes":{"x":[9,17,17]},"regime":"normal","seed":10383116,"options":{"axis":-2},'
         '"layouts":{"x":"expanded"}}',
     ),
     "exp(x - y)": (  # of a y that was rounded: at 40000 by a thousandth
-        "torch", "logsumexp_vjp", "d_x[0] is 4777.5",
+        "torch", "logsumexp_vjp", "d_x[",
         '{"dtype":"float32","shapes":{"x":[2],"d_y":[]},"regime":"large_mean","seed":0}',
     ),
     "silu rounded before the product": (
-        "torch", "swiglu", "y[24] is -0.0333557",
+        "torch", "swiglu", "y[",
         '{"dtype":"float16","shapes":{"gate":[257],"up":[257]},"regime":"normal","seed":0,"edge":"several_block_n"}',
     ),
     "16-bit sums over a batch": (  # each product of the batch is rounded before the sum
-        "torch", "matmul_vjp", "d_a[0, 0, 0, 0, 0] is 1.70",
+        "torch", "matmul_vjp", "d_a[",
         '{"dtype":"bfloat16","shapes":{"a":[4,1,1,1,6],"b":[4,6,6,6,4],"d_c":[4,6,6,1,4]},"regime":"normal",'
         '"seed":1268,'
         '"layouts":{"a":"sliced","d_c":"strided"},"edge":"one_row"}',
     ),
     "from one 16-bit dtype to another": (  # by way of the first
-        "jax", "matmul", "c[0, 0, 0, 0] is -0.0478515625",
+        "jax", "matmul", "c[",
         '{"dtype":"bfloat16","shapes":{"a":[1,1,1,1],"b":[1,1,1,1]},"regime":"normal","seed":7771,'
         '"options":{"precision":"tf32","out_dtype":"float16"},"edge":"extents_of_1"}',
     ),
     "16-bit arithmetic": (  # exp, sum and quotient in bfloat16
-        "jax", "softmax", "y[1] is 0.00143",
+        "jax", "softmax", "y[",
         '{"dtype":"bfloat16","shapes":{"x":[293]},"regime":"normal","seed":37524,"edge":"several_block_n"}',
     ),
 }  # fmt: skip

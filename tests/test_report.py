@@ -199,8 +199,8 @@ def test_tables_show_the_results(fresh):
     assert "| sm_90 | H100 SXM5 80 GB | 3,350 |" in pieces["roofs"]
     told = markdown.pieces((fresh / "PORTING.md").read_text(), fresh / "PORTING.md")["verdict"]
     (line,) = (line for line in told.splitlines() if line.startswith("| `attention` |"))
-    assert line.endswith("%) | 1.00 (0.50 to 1.50)† | – | not run |") and "† the sources of what was" in told
-    assert "%) | not timed | – | not run |" in told.partition("| `softmax` |")[2].partition("\n")[0]
+    assert line.endswith(" | 1.00 (0.50 to 1.50)† | – | not run |") and "† the sources of what was" in told
+    assert " | not timed | – | not run |" in told.partition("| `softmax` |")[2].partition("\n")[0]
     assert "| `softmax` | " in pieces["lines"] and (fresh / "README.md").read_text() == "No marks here.\n"
     for plot in (fresh / "docs" / "plots").iterdir():
         assert (
@@ -411,8 +411,8 @@ def test_the_verdict_tells_of_failures_and_of_16_bits_apart(tree):
     checked = {"op": "attention", "subject": "triton", "worst": {"o": 0.5, "lse": 2.5}, "passed": False}
     run = dataclasses.replace(kept.results[0], benchmark="conformance", device=DEVICE, rows=(checked,))
     told = verdict.verdict(dataclasses.replace(kept, results=(*kept.results, run)))
-    assert "%) | 1.25 | 0.12 | **failed**, 2.500 | not run |" in told.partition("| `attention` |")[2].partition("\n")[0]
-    assert "%) | **wrong** | – | not run | not run |" in told.partition("| `softmax` |")[2].partition("\n")[0]
+    assert " | 1.25 | 0.12 | **failed**, 2.500 | not run |" in told.partition("| `attention` |")[2].partition("\n")[0]
+    assert " | **wrong** | – | not run | not run |" in told.partition("| `softmax` |")[2].partition("\n")[0]
 
 
 def test_lines_that_a_port_has_alone(tmp_path, monkeypatch):

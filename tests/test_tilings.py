@@ -36,11 +36,12 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     tilings.forget()
 
 
-def implementation(backend: str, op: str) -> Implementation:
+def implementation(backend: str, op: str, variant: str | None = None) -> Implementation:
+    """The variant of an op, or the one for every machine."""
     b = registry.backend(backend)
     if b.unavailable():
         pytest.skip(b.unavailable())
-    found = b.implementation(op, b.families[-1])
+    found = b.implementation(op, next((f for f in b.families if f.name == variant), b.families[-1]))
     assert found is not None
     return found
 
@@ -92,15 +93,15 @@ def test_a_shipped_table_is_right(path):
     assert path.stem in HARDWARE or path.stem in platforms, f"{path.stem} is no target of portakern.targets"
     assert all(len(line) <= 120 for line in path.read_text().splitlines())
     for op, variants in table["ops"].items():
-        impl = implementation(backend, op)
-        package = impl.fn.__module__.split(".")[-2]
-        assert list(variants) == [package]
-        found, key = tilings.rows(impl, path.stem), impl.key(abstract_call(backend, op, "float32", 1, False))
-        assert found and len({r.name for r in found}) == len(found), op
-        for row in found:
-            tilings.check_row(impl, registry.find_spec(op), row, key)
-            assert row.source.strip(), row
-            assert not registry.find_spec(op).tiling.keys() - row.tiling.keys(), row
+        for variant in variants:
+            impl = implementation(backend, op, variant)
+            assert impl.fn.__module__.split(".")[-2] == variant
+            found, key = tilings.rows(impl, path.stem), impl.key(abstract_call(backend, op, "float32", 1, False))
+            assert found and len({r.name for r in found}) == len(found), op
+            for row in found:
+                tilings.check_row(impl, registry.find_spec(op), row, key)
+                assert row.source.strip(), row
+                assert not registry.find_spec(op).tiling.keys() - row.tiling.keys(), row
 
 
 def test_a_wrong_tile_in_a_table_is_found():
@@ -179,6 +180,21 @@ def test_neither_key_nor_tiling_sees_a_batch_or_rows(backend, op):
         one, many = (abstract_call(backend, op, dtype, scale, optional) for scale in (1, 50))
         assert impl.key(one) == impl.key(many) and list(impl.key(one)) == list(impl.key(many))
         assert tilings.default(impl, one).tiling == tilings.default(impl, many).tiling
+
+
+def test_variants_for_one_machine_see_rows_only_where_bits_allow_it():
+    for backend in OWN:
+        b = registry.backend(backend)
+        for family in b.families[:-1] if not b.unavailable() else ():
+            for op in (op for op in pk.ops() if b.where(op, family)):
+                impl = b.implementation(op, family)
+                calls = [
+                    abstract_call(backend, op, "bfloat16", scale, False).replace(
+                        target=Target(family.platforms[0], family.targets[0]), interpret=False
+                    )
+                    for scale in (1, 50)
+                ]
+                assert impl.same_bits or impl.key(calls[0]) == impl.key(calls[1]), (op, family.name)
 
 
 @pytest.mark.parametrize(("backend", "op"), [(b, op) for b in OWN for op in ops_of(b)])
@@ -388,4 +404,5 @@ def test_tilings_are_as_they_were_measured(op, arch, products):
         for d in (1, 24, 64, 100, 128, 200, 256, 300, 512, 600):
             if d <= most and not any(d <= less < most for less in FROZEN[op, arch, products]):
                 key = {"products": products} | ({"aligned": True} if "matmul" in op else {"d": d})
-                assert tuple(tilings._look_up(impl, call, key).tiling.values()) == tiles, d
+                found = tilings._look_up(impl, call, key).tiling
+                assert tuple(v for n, v in found.items() if n not in ("chunk", "few_q")) == tiles, d

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from portakern.backends.peers.provide import LACKS, provides
 from portakern.core.backend import Backend
+
+if TYPE_CHECKING:
+    from portakern.core.call import Call
 
 BACKEND = Backend(
     "jax",
@@ -48,7 +51,20 @@ def matmul(a: Any, b: Any, *, precision: str = "ieee", out_dtype: Any = None) ->
         return jax.numpy.matmul(a, b, preferred_element_type=out_dtype)
 
 
-@provides(BACKEND)
+SCORES = 2**32
+"""Bytes of float32 scores beyond which attention as XLA composes it is refused: it takes minutes of a benchmark to
+compile and to run what cannot come near a kernel that keeps no scores, and half of all memory before it fails."""
+
+
+def holds_scores(call: Call) -> str | None:
+    d = call.dims
+    scores = 4 * d["batch"] * d["kv_heads"] * d["group"] * d["q_len"] * d["kv_len"]
+    if scores <= SCORES:
+        return None
+    return f"its attention holds all scores, here {scores / 2**30:.0f} GiB, and more than 4 are refused; name jax_cudnn"
+
+
+@provides(BACKEND, refuses=holds_scores)
 def attention(
     q: Any,
     k: Any,

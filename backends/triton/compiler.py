@@ -106,6 +106,8 @@ def _specialised(
         *args, **given
     )
     options, signature, values, attributes = kernel._pack_args(backend, given, bound, specialization, extra)
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
     return ASTSource(kernel, signature, values, attributes), dict(options.__dict__)
 
 
@@ -154,8 +156,16 @@ def _read_nvidia(compiled: Any, log: str, hardware: Hardware) -> Kernel:
         matrix=dict(matrix.most_common()),
         occupancy=occupancy(meta.num_warps, registers, on_chip, hardware),
         undefined=undefined_registers(sass),
+        serialised=serialised_products(log),
         assembly=sass,
     )
+
+
+def serialised_products(log: str) -> list[str]:
+    """Why ptxas runs asynchronous matrix instructions one at a time, where it does: its messages C7501 to C7599. They
+    are no errors, and Triton shows them to nobody."""
+    found = re.findall(r"\((C75\d\d)\) (?:Potential Performance Loss: )?(.*)", log)
+    return list(dict.fromkeys(f"{code}: {text.strip()}" for code, text in found))
 
 
 def undefined_registers(sass: str) -> list[str]:

@@ -7,7 +7,7 @@ release to release and from vendor to vendor, so it is read off the source of th
 not understood, ``__call__`` is called.
 
 Tensors go as addresses: of a tensor Triton asks the same address, and then the driver whether it lies on a device,
-which the caller knows.
+which the caller knows. Descriptors go as the maps that are kept of them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
+
+from portakern.backends.triton.descriptors import At, elsewhere, raw
 
 __all__ = ["Go", "direct"]
 
@@ -34,38 +37,70 @@ WHOLE = ("grid", "1", "1", "stream", "function", "metadata", "None", "None", "No
 """How ``__call__`` itself is called; see :func:`_form`."""
 
 
-def direct(run: Any, grid: int, function: Any, metadata: Any, tensors: int, rest: Sequence[Any]) -> Go:
+def direct(
+    run: Any,
+    grid: int,
+    function: Any,
+    metadata: Any,
+    tensors: int,
+    rest: Sequence[Any],
+    described: Mapping[int, Any] = MappingProxyType({}),
+) -> Go:
     """A function that launches ``function`` as ``run`` would, on other streams and tensors.
 
     Args:
       run: the launcher of a compiled kernel. grid: how many programs.
       function, metadata: handle and ``packed_metadata`` of the compiled kernel.
       tensors: how many parameters are tensors, the first ones. rest: what the others are.
+      described: which of the first are descriptors, and these, of no memory.
     """
     launcher: type = type(run)
     form = _form(launcher)
     scratch = getattr(run, "global_scratch_size", 0) or getattr(run, "profile_scratch_size", 0)
-    if form is None or scratch or getattr(run, "gsan_enabled", False):
-        form, launch = WHOLE, run
-    else:
-        launch = run.launch
+    found: tuple[Any, Sequence[Any]] | None = None
+    if form is not None and not scratch and not getattr(run, "gsan_enabled", False):
+        found = raw(run, list(described.values())) if described else (run.launch, [])
+    if form is None or found is None:
+        form, found = WHOLE, (run, [_At(d) for d in described.values()])
+    launch, maps = found
     own = [getattr(run, word.removeprefix("self.")) for word in form if word.startswith("self.")]
-    made: Go = _writer(form, tensors, len(rest))(launch, grid, function, metadata, own, rest)
+    after = tuple((i, len(m.rest)) for i, m in zip(described, maps, strict=True))
+    made: Go = _writer(form, tensors, len(rest), after)(launch, grid, function, metadata, own, rest, maps)
     return made
 
 
+class _At:
+    """Address -> the descriptor of an array that begins there, for a launcher that makes its map itself."""
+
+    rest: tuple[Any, ...] = ()
+
+    def __init__(self, descriptor: Any) -> None:
+        self.descriptor = descriptor
+
+    def __getitem__(self, address: int) -> Any:
+        return elsewhere(self.descriptor, At(address))
+
+
 @functools.cache
-def _writer(form: tuple[str, ...], tensors: int, others: int) -> Callable[..., Go]:
-    """Makes launching functions of a form. All is spelled out: a call with a star takes longer."""
+def _writer(
+    form: tuple[str, ...], tensors: int, others: int, described: tuple[tuple[int, int], ...]
+) -> Callable[..., Go]:
+    """Makes launching functions of a form. All is spelled out: a call with a star takes longer. ``described``: which
+    addresses go as maps, and how many numbers follow each."""
     addresses = [f"t{i}" for i in range(tensors)]
-    arguments = [*addresses, *(f"r{i}" for i in range(others))]
+    numbers = [f"r{i}" for i in range(others)]
+    after = {i: [f"m{i}_{j}" for j in range(count)] for i, count in described}
+    arguments = [a for i, t in enumerate(addresses) for a in ([f"m{i}[{t}]", *after[i]] if i in after else [t])]
+    arguments += numbers
     own = [f"own{i}" for i in range(sum(word.startswith("self.") for word in form))]
     given = iter(own)
     words = [next(given) if word.startswith("self.") else word for word in form[:-1]]
     words += arguments if form[-1] == "*" else [f"({''.join(a + ', ' for a in arguments)})"]
-    lines = ["def make(launch, grid, function, metadata, own, rest):"]
+    lines = ["def make(launch, grid, function, metadata, own, rest, maps):"]
     lines += [f"    [{', '.join(own)}] = own"] * bool(own)
-    lines += [f"    [{', '.join(arguments[tensors:])}] = rest"] * bool(others)
+    lines += [f"    [{', '.join(numbers)}] = rest"] * bool(others)
+    lines += [f"    [{', '.join(f'm{i}' for i in after)}] = maps"] * bool(after)
+    lines += [f"    [{', '.join(names)}] = m{i}.rest" for i, names in after.items() if names]
     lines += [
         f"    def go({', '.join(['stream', *addresses])}):",
         f"        launch({', '.join(words)})",

@@ -22,6 +22,14 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from portakern.backends.triton import interpreter
+from portakern.backends.triton.descriptors import (
+    bare,
+    base_of,
+    describes,
+    elsewhere,
+    is_descriptor,
+    mend_rounding,
+)
 from portakern.backends.triton.direct import direct
 from portakern.backends.triton.tape import TAPES, note_launch
 from portakern.core import targets
@@ -83,15 +91,15 @@ def prepare(
     kernel: JITFunction[Any],
     grid: int,
     call: Call,
-    tensors: tuple[torch.Tensor | None, ...],
+    tensors: tuple[Any, ...],
     numbers: tuple[Any, ...],
     constexprs: dict[str, Any],
 ) -> Callable[..., None]:
-    """``launch`` of a kernel whose parameters are tensors (or None), then numbers or tuples of them, then constexprs,
-    as a function to keep, of tensors of the same dtypes on the same device.
+    """``launch`` of a kernel whose parameters are tensors (or None, or descriptors), then numbers or tuples of them,
+    then constexprs, as a function to keep, of tensors of the same dtypes on the same device.
 
-    It asks of them only where they begin: half a microsecond of host time where ``launch`` takes 4. ``call``: without
-    arrays, which nobody reads.
+    It asks of them only where they begin: half a microsecond of host time where ``launch`` takes 4. A tensor that is
+    described must begin at a multiple of 16 bytes. ``call``: without arrays, which nobody reads.
     """
     names = [p.name for p in kernel.params]
     values = (
@@ -100,35 +108,41 @@ def prepare(
         | constexprs
     )
     rest = [values[n] for n in names[len(tensors) :]]
-    first = tensors[0]
+    first = base_of(tensors[0])
     assert first is not None
+    described = {i: bare(t) for i, t in enumerate(tensors) if is_descriptor(t)}
     if call.interpret:
 
         def interpreted(*these: torch.Tensor | None) -> None:
-            launch(kernel, grid, call, *these, *numbers, **constexprs)
+            passed = (elsewhere(described[i], t) if i in described else t for i, t in enumerate(these))
+            launch(kernel, grid, call, *passed, *numbers, **constexprs)
 
         return interpreted
-    make = _preparer(tuple(t is not None for t in tensors), bool(torch.version.hip))
-    prepared: Callable[..., None] = make(kernel, grid, call, numbers, constexprs, rest, first.get_device(), direct)
+    make = _preparer(tuple(t is not None for t in tensors), (*described,), bool(torch.version.hip))
+    prepared: Callable[..., None] = make(
+        kernel, grid, call, numbers, constexprs, rest, first.get_device(), direct, described
+    )
     return prepared
 
 
 @functools.cache
-def _preparer(there: tuple[bool, ...], hip: bool) -> Callable[..., Callable[..., None]]:
+def _preparer(there: tuple[bool, ...], described: tuple[int, ...], hip: bool) -> Callable[..., Callable[..., None]]:
     """Makes prepared launches on these tensors, None where one is not there; straight-line code, as each is on every
-    call's path. Where all begin at multiples of 16 bytes, as allocators give them, there is no key to look up."""
+    call's path. Where all begin at multiples of 16 bytes, as allocators give them, there is no key to look up.
+    ``described``: which of them go as descriptors."""
     names = [f"t{i}" for i in range(len(there))]
     tensors = [n for n, is_there in zip(names, there, strict=True) if is_there]
-    passed = ", ".join(names)
+    bases = ", ".join(names)
+    passed = ", ".join(f"elsewhere(described[{i}], {n})" if i in described else n for i, n in enumerate(names))
     at = {n: f"at_{n}" for n in tensors}
     key = [f"{at[n]} & 15" for n in tensors] + [_small(n) for n in tensors] * hip
     key += ["knobs.amd.use_buffer_ops"] * hip
     plain = "False" if hip else f"not ({' | '.join(at.values())}) & 15"
     text = f"""
-def make(kernel, grid, call, numbers, constexprs, rest, device, direct):
+def make(kernel, grid, call, numbers, constexprs, rest, device, direct, described):
     kept = {{}}
     find = kept.get
-    def prepared({passed}):
+    def prepared({bases}):
         if TAPES or _recorder is not None or _current_device() != device:
             launch(kernel, grid, call, {passed}, *numbers, **constexprs)
             return
@@ -139,7 +153,7 @@ def make(kernel, grid, call, numbers, constexprs, rest, device, direct):
             handles = launch(kernel, grid, call, {passed}, *numbers, **constexprs)
             if handles is not None:
                 run, function, metadata = handles
-                kept[key] = direct(run, grid, function, metadata, {len(names)}, rest)
+                kept[key] = direct(run, grid, function, metadata, {len(names)}, rest, described)
             return
         go(_current_stream(device), {", ".join(at.get(n, "None") for n in names)})
     return prepared
@@ -179,7 +193,9 @@ def _learn(
 
 def _by_triton(kernel: JITFunction[Any]) -> Callable[..., None]:
     def launcher(grid: int, *args: Any, **constexprs: Any) -> None:
-        with torch.cuda.device(args[0].device):  # Triton launches on the current device, whichever the arrays are on
+        # Triton launches on the current device, whichever the arrays are on
+        with torch.cuda.device(base_of(args[0]).device):
+            mend_rounding(kernel, grid, args, constexprs)
             kernel[(grid,)](*args, **constexprs)
 
     return launcher
@@ -228,6 +244,7 @@ def write_launcher(
     ``kept``."""
 
     def first(key: Any, grid: int, *args: Any, **constexprs: Any) -> None:
+        mend_rounding(kernel, grid, args, constexprs)
         compiled = kernel[(grid,)](*args, **constexprs)
         try:
             if not _watched(kernel):
@@ -283,16 +300,17 @@ def _source(kernel: JITFunction[Any], args: list[type], constexprs: dict[str, ty
     types = dict(zip(names, args, strict=False)) | constexprs
     by_value = {p.name for p in kernel.params if p.is_constexpr} | (types.keys() - set(names))
     tensors = [n for n, t in types.items() if n not in by_value and issubclass(t, torch.Tensor)]
+    described = [n for n, t in types.items() if n not in by_value and describes(t)]
     numbers = [n for n, t in types.items() if n not in by_value and t is int]
     tuples = [n for n, t in types.items() if n not in by_value and issubclass(t, tuple)]
     odd = [
         f"{n}: {t.__name__}"
         for n, t in types.items()
-        if n not in (*tensors, *numbers, *tuples, *by_value) and t not in (bool, float, type(None))
+        if n not in (*tensors, *described, *numbers, *tuples, *by_value) and t not in (bool, float, type(None))
     ]
     odd += [f"{p.name} (none)" for p in kernel.params if p.name not in types and not p.has_default]
     odd += [str(p) for n, p in kernel.signature.parameters.items() if n.startswith("_") or p.kind is p.VAR_POSITIONAL]
-    if odd or not tensors or len(args) > len(names):
+    if odd or not (tensors or described) or len(args) > len(names):
         raise _Unexpected(
             f"{kernel.__name__} on {len(args)} arguments, {len(tensors)} of them tensors; {', '.join(odd)}"
         )
@@ -300,6 +318,8 @@ def _source(kernel: JITFunction[Any], args: list[type], constexprs: dict[str, ty
     key = ["_device"]
     for n in tensors:
         key += _tensor_key(n, hip)
+    for n in described:
+        key += [f"{n}.base.dtype", f"tuple({n}.block_shape)", f"getattr({n}, 'layout', None)"]
     key += [f"{n} & 15 and ({n} == 1 or 2)" for n in numbers]
     if numbers:
         key += [f"0 if 0 <= ({' | '.join(numbers)}) < 2147483648 else _widths({', '.join(numbers)})"]
@@ -309,7 +329,7 @@ def _source(kernel: JITFunction[Any], args: list[type], constexprs: dict[str, ty
     arguments = ", ".join(n if n in types else f"_{n}" for n in names)
     return f"""
 def _launcher(_grid, {passed}):
-    _device = {tensors[0]}.get_device()
+    _device = {tensors[0] if tensors else described[0] + ".base"}.get_device()
     if _current() != _device:
         with _on(_device):
             return _launcher(_grid, {passed})

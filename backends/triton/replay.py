@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from portakern.backends.triton import launch as launching
+from portakern.backends.triton.descriptors import base_of, is_descriptor
 from portakern.backends.triton.tape import TAPES, Tape
 
 if TYPE_CHECKING:
@@ -40,7 +41,25 @@ def learn(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[
         outputs = impl.run(call, tiling)
     finally:
         del TAPES[get_ident()]
-    return outputs, _written_down(call, tape, outputs)
+    again = _written_down(call, tape, outputs)
+    if again is not None and any(is_descriptor(a) for _, _, args, _ in tape.launches for a in args):
+        again = _where_aligned(again, impl, call, tiling)
+    return outputs, again
+
+
+def _where_aligned(again: Run, impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Run:
+    """A replay for calls whose arrays begin at multiples of 16 bytes exactly where those of the first call did. Only
+    such memory can be described, so that others are left to the implementation."""
+    names = [n for n, a in call.arrays.items() if a is not None]
+    learned = [call.arrays[n].data_ptr() & 15 > 0 for n in names]
+    first = call.replace(arrays={})
+
+    def replay(arrays: Mapping[str, Any]) -> tuple[Any, ...]:
+        if [arrays[n].data_ptr() & 15 > 0 for n in names] == learned:
+            return again(arrays)
+        return impl.run(first.replace(arrays=dict(arrays)), tiling)
+
+    return replay
 
 
 class _Shape(NamedTuple):
@@ -70,8 +89,9 @@ def _written_down(call: Call, tape: Tape, outputs: tuple[Any, ...]) -> Run | Non
         slots.append(slot)  # type: ignore[arg-type]  # inputs were not asked
     launches, runs = [], []
     for kernel, grid, args, constexprs in tape.launches:
-        count = next((i for i, a in enumerate(args) if a is not None and not isinstance(a, torch.Tensor)), len(args))
-        places = tuple(None if t is None else _place(t, given, tape.made) for t in args[:count])
+        others = (i for i, a in enumerate(args) if not (a is None or isinstance(base_of(a), torch.Tensor)))
+        count = next(others, len(args))
+        places = tuple(None if t is None else _place(base_of(t), given, tape.made) for t in args[:count])
         if not args or args[0] is None or _unplaced(args[:count], places) or any(map(_holds_tensors, args[count:])):
             return None
         launches.append(places)
@@ -99,7 +119,7 @@ def _unplaced(tensors: tuple[Any, ...], places: tuple[str | int | None, ...]) ->
 
 
 def _holds_tensors(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or (isinstance(value, tuple) and any(map(_holds_tensors, value)))
+    return isinstance(base_of(value), torch.Tensor) or (isinstance(value, tuple) and any(map(_holds_tensors, value)))
 
 
 def _is_like(x: torch.Tensor, form: tuple[Any, ...]) -> bool:

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from portakern.benchmarking.inputs import Inputs
-from portakern.core.framework import Framework
+from portakern.core.framework import DTYPE_NAME, Framework
+from portakern.core.instruments import Instruments
 from portakern.core.targets import Target
 from portakern.spec.dtypes import DTYPES, numpy_dtype
 from portakern.spec.tolerance import compare
-from portakern.testing.parts import part_call, pieces, taken
+from portakern.testing.parts import part_call, pieces, places
 from portakern.testing.verdict import expected
 
 __all__ = ["Expected", "Judge", "Verdict"]
@@ -54,27 +55,26 @@ class Judge:
         call = self.inputs.call
         if len(outputs) != len(call.wants):
             return Verdict(False, {}, f"{len(outputs)} outputs came back; expected {', '.join(call.wants)}")
-        device = framework.device(outputs[0])
-        instruments = framework.instruments(device)
-        values: dict[str, np.ndarray] = {}
+        instruments = framework.instruments(framework.device(outputs[0]))
         for name, out in zip(call.wants, outputs, strict=True):
             shape, dtype = call.outputs[name]
             if not framework.owns(out) or tuple(out.shape) != shape:
                 return Verdict(False, {}, f"{name} is {_form(out)}; expected {dtype} {shape}")
-            host = framework.to_numpy(out)
-            if host.dtype.name != framework.held(dtype):
-                return Verdict(False, {}, f"{name} is {host.dtype.name}; expected {dtype}")
+            if _name(out) != framework.held(dtype):
+                return Verdict(False, {}, f"{name} is {_name(out)}; expected {dtype}")
             if DTYPES[dtype].floating and instruments.has_nan(out):
                 return Verdict(False, {name: math.inf}, f"{name} holds NaN, and no input does")
-            values[name] = host.astype(numpy_dtype(dtype), copy=False)
-        return self._compared(values, self.expect(target, interpret))
+        among = self.expect(target, interpret)
+        return self._compared(dict(zip(call.wants, outputs, strict=True)), among, instruments)
 
-    def _compared(self, values: Mapping[str, np.ndarray], among: Sequence[Expected]) -> Verdict:
-        call, errors, why = self.inputs.call, dict.fromkeys(values, 0.0), ""
+    def _compared(self, outputs: Mapping[str, Any], among: Sequence[Expected], instruments: Instruments) -> Verdict:
+        call, errors, why = self.inputs.call, dict.fromkeys(outputs, 0.0), ""
         notation = {o.name: o.dims for o in call.spec.outputs}
         for piece in among:
-            got = taken(values[piece.name], notation[piece.name], call, piece.chosen)
-            found = compare(got, piece.exact, piece.bound, call.outputs[piece.name][1])
+            shape, dtype = call.outputs[piece.name]
+            found_at = places(shape, notation[piece.name], call, piece.chosen)
+            got = instruments.picked(outputs[piece.name], found_at).astype(numpy_dtype(dtype), copy=False)
+            found = compare(got, piece.exact, piece.bound, dtype)
             bad = int(found.bad.sum())
             worst = math.inf if bad and found.worst <= 1 else found.worst
             errors[piece.name] = max(errors[piece.name], float(worst))
@@ -97,6 +97,10 @@ class Judge:
             _, exact, bounds = expected(part)
             for name in piece.wants:
                 yield Expected(name, piece.chosen, exact[place[name]], bounds[place[name]])
+
+
+def _name(out: Any) -> str:
+    return DTYPE_NAME.get(out.dtype, str(out.dtype))
 
 
 def _form(out: Any) -> str:

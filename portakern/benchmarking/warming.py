@@ -3,14 +3,18 @@ in the compilers' caches on disk."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import as_completed
 from contextlib import suppress
+from dataclasses import replace
 
 from portakern.benchmarking.processes import pool
 from portakern.benchmarking.run import Plan, visit
 from portakern.benchmarking.suites import TimedCase
 from portakern.core import registry
+from portakern.core.backend import Backend
+from portakern.core.framework import frameworks
 from portakern.files import cache_folder
 
 __all__ = ["ENVIRONMENT", "warm"]
@@ -39,17 +43,32 @@ def warm(plan: Plan, jobs: int, seconds: float, done: Callable[[], None]) -> int
     does, would choose by what other processes do meanwhile.
     """
     framework = plan.subject.framework
-    others = [b.name for b in plan.against if registry.known(b) and b.framework == framework]
+    others = [b for b in plan.against if registry.known(b) and b.framework == framework]
     if jobs < 1 or not registry.known(plan.subject):
         return 0
-    visited = 0
+    start, visited = time.monotonic(), 0
     with pool(jobs, ALONE) as processes:
-        waiting = [processes.submit(_visit, plan.subject.name, others, plan.device, case) for case in plan.cases]
+        names = [b.name for b in others]
+        waiting = [processes.submit(_visit, plan.subject.name, names, plan.device, case) for case in plan.cases]
+        _loaded(replace(plan, against=others), plan.against, start + seconds)
         with suppress(TimeoutError):
-            for future in as_completed(waiting, timeout=seconds):
+            for future in as_completed(waiting, timeout=max(0.0, start + seconds - time.monotonic())):
                 visited += future.exception() is None
                 done()
     return visited
+
+
+def _loaded(plan: Plan, peers: Sequence[Backend], deadline: float) -> None:
+    """Load meanwhile, in this process, what the first call of each op has its libraries load: some take ten seconds."""
+    for name in {b.framework for b in peers if b.unavailable() is None}:
+        with suppress(Exception):  # who needs it will meet this again, and say it
+            frameworks()[name].load()
+            frameworks()[name].devices()
+    for case in {case.timed: case for case in reversed(plan.cases)}.values():
+        if time.monotonic() > deadline:
+            return
+        with suppress(Exception):
+            visit(plan, case)
 
 
 def _visit(subject: str, against: list[str], device: str | None, case: TimedCase) -> None:

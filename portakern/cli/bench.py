@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from portakern.benchmarking.run import Outcome, Plan
     from portakern.benchmarking.suites import TimedCase
 
-COMPILING = 0.4
+COMPILING = 0.3
 """The share of the budget that compiling ahead may take."""
 
 

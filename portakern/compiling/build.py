@@ -32,6 +32,8 @@ class Kernel:
       issued: cycles of a whole run in which instructions are issued, of a machine that issues them in the order of its
         code: no stalls. moved: bytes between device memory and the chip in a whole run.
       undefined: registers that the machine code reads before anything wrote them, a fault of the assembler.
+      serialised: why the assembler lets matrix instructions run one after another that the code would overlap, in its
+        words: right results, at a fraction of the rate.
       assembly: the machine code as text.
     """
 
@@ -48,6 +50,7 @@ class Kernel:
     issued: int | None = None
     moved: int | None = None
     undefined: list[str] = field(default_factory=list)
+    serialised: list[str] = field(default_factory=list)
     assembly: str = ""
 
     def over(self, hardware: Hardware) -> str | None:
@@ -152,6 +155,7 @@ class Build:
             parts += [", ".join(f"{n} x{count}" for n, count in k.matrix.items()) or "no matrix instruction"]
             parts += [f"{k.cycles} cycles estimated"] if k.cycles is not None else []
             lines.append(f"  {k.name}{f' x{k.launches}' if k.launches > 1 else ''}: {', '.join(parts)}")
+            lines += [f"    its matrix instructions wait for each other: {why}" for why in k.serialised]
         return "\n".join(lines)
 
 

@@ -165,8 +165,10 @@ class Implementation:
       takes: the arguments that it knows of those that a spec has; None: all. The checker draws no others, and holds it
         to no law.
       copies: what it copies through the framework before or after its kernels, in words; None: nothing.
+      same_bits: a row's bits are the same in every tiling.
 
-    Neither ``tiling`` nor ``key`` nor ``fit`` may depend on batch or row counts, so that a row's bits do not either.
+    Neither ``tiling`` nor ``key`` nor ``fit`` may depend on batch or row counts, so that a row's bits do not either;
+    but where they are the ``same_bits`` in every tiling.
     """
 
     backend: Backend
@@ -180,6 +182,7 @@ class Implementation:
     fit: Callable[[Call, Tiling], Tiling] | None = None
     takes: Callable[[Spec[Any]], frozenset[str]] | None = None
     copies: Callable[[Call, Tiling], str | None] | None = None
+    same_bits: bool = False
     _looked: Remembered[Any, bool] = field(default_factory=Remembered, init=False, repr=False)
 
     @functools.cached_property
@@ -315,6 +318,7 @@ class Backend:
         fit: Callable[[Call, Tiling], Tiling] | None = None,
         takes: Callable[[Spec[Any]], frozenset[str]] | None = None,
         copies: Callable[[Call, Tiling], str | None] | None = None,
+        same_bits: bool = False,
     ) -> Callable[[F], F]:
         """Register the decorated ``fn(call, tiling)`` as this backend's ``op`` (see :class:`Implementation`).
 
@@ -333,7 +337,7 @@ class Backend:
                         f"{op} on backend {self.name!r} is taken by {there}; "
                         f"{fn.__module__}.{fn.__qualname__} needs a backend of its own: pk.Backend(...)"
                     )
-                made = Implementation(self, family, op, fn, tiling, supports, knobs, key, fit, takes, copies)
+                made = Implementation(self, family, op, fn, tiling, supports, knobs, key, fit, takes, copies, same_bits)
                 self._found[family.package, op] = made
                 forget()  # ops that were made before serve their next call anew
             return fn

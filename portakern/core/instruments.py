@@ -90,6 +90,13 @@ class Instruments:
         """Whether any element is NaN."""
         return bool(np.isnan(self.framework.to_numpy(array)).any())
 
+    def picked(self, array: Any, places: Iterable[tuple[int, np.ndarray]]) -> np.ndarray:
+        """Some of an array on the host: of each axis that is named the indices, one after another."""
+        found = self.framework.to_numpy(array)
+        for axis, index in places:
+            found = np.take(found, index, axis)
+        return found
+
     def soil(self, forms: Iterable[tuple[tuple[int, ...], str]]) -> None:
         """Leave NaN in memory that the library will hand out for new arrays of these shapes and dtypes, where it keeps
         memory: an element that a kernel does not write is then seen."""

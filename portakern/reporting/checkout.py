@@ -219,7 +219,7 @@ def _replacing(old: Result, new: Result, forced: bool) -> str:
             "expected a later one (--replace takes it all the same)"
         )
     if not forced and lost:
-        first = ", ".join(map(str, min(lost, key=str)))
+        first = ", ".join(str(part) for part in min(lost, key=str) if part is not None)
         raise ResultError(
             f"{new.file}: it lacks {len(lost)} of the {len(old.rows)} rows of {where}, such as {first}; expected the "
             "whole run (--replace loses them)"

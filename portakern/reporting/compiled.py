@@ -32,11 +32,25 @@ def _by_op(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
     return found
 
 
+def _makers(rows: Iterable[Row]) -> dict[tuple[str, str | None], str]:
+    """(backend, variant) -> what the table calls it: the variant for the most targets goes by the backend's name."""
+    reach: dict[str, dict[str | None, set[str]]] = {}
+    for row in rows:
+        reach.setdefault(row["backend"], {}).setdefault(row.get("variant"), set()).add(row["target"])
+    names: dict[tuple[str, str | None], str] = {}
+    for backend, variants in reach.items():
+        widest = max(variants, key=lambda v: len(variants[v]))
+        names |= {(backend, v): backend if v == widest else f"{backend} {v}" for v in variants}
+    return names
+
+
 def _teams(rows: Iterable[Row]) -> list[list[str]]:
-    """The backends, those together that share no target: a line of the table serves a team."""
+    """The makers, those together that share no target: a line of the table serves a team."""
+    rows = list(rows)
+    makers = _makers(rows)
     reach: dict[str, set[str]] = {}
     for row in rows:
-        reach.setdefault(row["backend"], set()).add(row["target"])
+        reach.setdefault(makers[row["backend"], row.get("variant")], set()).add(row["target"])
     order = [b for b in registry.backends() if b in reach] + sorted(b for b in reach if b not in registry.backends())
     teams: list[list[str]] = []
     for name in sorted(order, key=lambda b: -len(reach[b])):
@@ -54,13 +68,13 @@ def matrix(kept: Kept) -> str:
     if not rows:
         return MISSING
     columns, reasons, lines = known_targets(r["target"] for r in rows), list[str](), []
+    names = _makers(rows)
     for (op, dtype), mine in _by_op(rows).items():
         for team in _teams(rows):
-            there = {r["target"]: r for r in mine if r["backend"] in team}
+            there = {r["target"]: r for r in mine if names[r["backend"], r.get("variant")] in team}
+            makers = {names[r["backend"], r.get("variant")] for r in there.values()}
             if there:
-                lines.append(
-                    [f"`{op}`", dtype, ", ".join(b for b in team if any(r["backend"] == b for r in there.values()))]
-                )
+                lines.append([f"`{op}`", dtype, ", ".join(b for b in team if b in makers)])
                 lines[-1] += [_verdict(there.get(t), reasons) for t in columns]
     footnotes = "\n".join(f"{i}. {reason}" for i, reason in enumerate(reasons, 1))
     count = f"{sum(r['ok'] for r in rows)} of {len(rows)} typical calls compile and fit."
@@ -164,7 +178,9 @@ def _matrix_instruction(row: Row) -> str:
             counts[name] = counts.get(name, 0) + n
     if not counts:
         return "none"
-    return f"`{max(counts, key=lambda n: counts[n])}`" + (f" and {len(counts) - 1} more" if len(counts) > 1 else "")
+    more = f" and {len(counts) - 1} more" if len(counts) > 1 else ""
+    waits = ", one at a time" if any(k.get("serialised") for k in row["kernels"]) else ""
+    return f"`{max(counts, key=lambda n: counts[n])}`{more}{waits}"
 
 
 def _details(rows: list[Row], limits: Mapping[str, Mapping[str, int]]) -> str:

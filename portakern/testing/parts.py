@@ -13,7 +13,7 @@ from portakern.core.call import Call
 from portakern.spec import Dim, Spec
 from portakern.testing.layouts import Buffer
 
-__all__ = ["LARGE", "Piece", "apart", "part_call", "part_of", "picked", "pieces", "taken"]
+__all__ = ["LARGE", "Piece", "apart", "part_call", "part_of", "picked", "pieces", "places", "taken"]
 
 LARGE = 2**18
 """Elements of the largest array beyond which a call is compared in part."""
@@ -104,18 +104,25 @@ def _along(call: Call, name: str, axis: int) -> bool:
 
 def taken(array: np.ndarray, dims: Sequence[Dim], call: Call, chosen: Mapping[str, Any]) -> np.ndarray:
     """An argument or output of a call at the chosen indices; what is broadcast along a dimension stays whole."""
-    axis = array.ndim
+    for axis, index in places(array.shape, dims, call, chosen):
+        array = np.take(array, index, axis)
+    return array
+
+
+def places(
+    shape: Sequence[int], dims: Sequence[Dim], call: Call, chosen: Mapping[str, Any]
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Axes of an argument or output of this shape, each with the chosen indices along it."""
+    axis = len(shape)
     for d in reversed(dims):  # axes that are missing at the front were broadcast
         run = len(call.dims[d.factors[0]]) if d.variadic else 1
         for i in reversed(range(run)):
             axis -= 1
             name = d.factors[0]
-            if axis < 0 or name not in chosen or (d.broadcast and array.shape[axis] == 1):
+            if axis < 0 or name not in chosen or (d.broadcast and shape[axis] == 1):
                 continue
             inner = math.prod(call.dims[f] for f in d.factors[1:])
-            index = chosen[name][i]
-            array = np.take(array, (index[:, None] * inner + np.arange(inner)).reshape(-1), axis)
-    return array
+            yield axis, (chosen[name][i][:, None] * inner + np.arange(inner)).reshape(-1)
 
 
 def part_call(call: Call, buffers: Mapping[str, Buffer], chosen: Mapping[str, Any], options: Mapping[str, Any]) -> Call:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -234,7 +235,11 @@ def _tiling(draw: st.DrawFn, spec: Spec[Any], tiles: Mapping[str, Tile], limits:
 def _fit_tiles(spec: Spec[Any], tiling: dict[str, int], tiles: Mapping[str, Tile], limits: Limits) -> dict[str, int]:
     """Halve the widest until the product of the spec's tiles, and of how many times its least value each knob is,
     fits."""
-    while math.prod(v if n in spec.tiling else v // tiles[n].lo for n, v in tiling.items()) > limits.tile_volume:
+
+    def share(name: str, value: int) -> int:  # a knob may be 0: a yes or no
+        return value if name in spec.tiling else max(value, 1) // max(tiles[name].lo, 1)
+
+    while math.prod(itertools.starmap(share, tiling.items())) > limits.tile_volume:
         widest = max((n for n in tiling if tiling[n] > tiles[n].lo), key=lambda n: tiling[n])
         tiling[widest] //= 2
     return tiling

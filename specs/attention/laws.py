@@ -52,6 +52,17 @@ def queries_are_independent(run, draw):
 
 
 @attention.law
+def few_queries_over_many_keys(run, draw):
+    """How many queries a call has changes no bit of one, over keys that are worth more than one program."""
+    q_len, kv_len, d = draw.extent(70, 140), draw.extent(1030, 1500), draw.extent(4, 40)
+    q, k, v = draw.normal(1, q_len, 4, d), draw.normal(1, kv_len, 2, d), draw.normal(1, kv_len, 2, d)
+    last = draw.extent(1, 9)
+    draw.same_bits(
+        run(q[:, -last:], k, v, is_causal=True), run(q, k, v, is_causal=True)[:, -last:], "a few queries alone"
+    )
+
+
+@attention.law
 def equal_values_come_back(run, draw):
     """Values of 1 give 1, within one rounding of the weights.
 

@@ -52,7 +52,8 @@ class Strides(NamedTuple):
 
 class Plan(NamedTuple):
     """What a kernel is compiled for: the extents of its tiles, whether their columns reach past the head dimensions,
-    how it multiplies and adds, and which of d_k and d_v somebody wants."""
+    how it multiplies and adds, which of d_k and d_v somebody wants, and whether the rows of a tile are of all query heads
+    that share a key head (see ``rows_of``)."""
 
     block_q: int
     block_kv: int
@@ -64,6 +65,7 @@ class Plan(NamedTuple):
     acc_dtype: tl.dtype
     want_k: bool = False
     want_v: bool = False
+    packed: bool = False
 
 
 class Keys(NamedTuple):
@@ -123,6 +125,22 @@ def program(tiles, heads):
     """(tile, head, batch entry) of this program; tiles vary fastest."""
     index = tl.program_id(0)
     return index % tiles, (index // tiles % heads).to(tl.int64), (index // tiles // heads).to(tl.int64)
+
+
+@triton.jit
+def rows_of(tile, head, extents, plan: tl.constexpr):
+    """(query, head) of each row of a tile, as columns, and (first, last) query of the tile.
+
+    A tile has rows of one head, or of all heads from ``head`` on that share a key head, query by query: where queries
+    are few they fill a tile together, and keys are read once for all.
+    """
+    row = (tile * plan.block_q + tl.arange(0, plan.block_q))[:, None]
+    first, last = tile * plan.block_q, tile * plan.block_q + plan.block_q - 1
+    if plan.packed:
+        last = tl.minimum(last // extents.group, extents.q_len - 1)
+        return row // extents.group, head + row % extents.group, first // extents.group, last
+    else:
+        return row, head, first, tl.minimum(last, extents.q_len - 1)
 
 
 @triton.jit

@@ -35,7 +35,16 @@ from portakern.backends.triton.gpu._heads import (
     load_head,
     load_tile,
     program,
+    rows_of,
     strides_of,
+)
+from portakern.backends.triton.gpu._split import (
+    chunk_length,
+    chunks_of_a_tile,
+    cut,
+    merge,
+    store_part,
+    worth_spreading,
 )
 from portakern.backends.triton.gpu.matmul import products
 from portakern.backends.triton.launch import (
@@ -56,7 +65,15 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 LOG2E = log2(e)
-KNOBS = {"num_warps": Tile(1, 16), "num_stages": Count(1, 8), "matrix_instr_nonkdim": Tile(16, 32)}
+AT_ONCE = 1024  # elements of o for a program of combine_kernel
+AHEAD = tl.constexpr(8)  # parts that it reads before it needs the first of them
+KNOBS = {
+    "chunk": Tile(16, 1 << 20),
+    "few_q": Tile(16, 128),
+    "num_warps": Tile(1, 16),
+    "num_stages": Count(1, 8),
+    "matrix_instr_nonkdim": Tile(16, 32),
+}
 
 
 @triton.jit
@@ -73,11 +90,14 @@ def tanh(x):
 
 
 @triton.jit
-def over_keys(visit: tl.constexpr, state, own, place, operands, strides, scores, window, extents, plan: tl.constexpr):
+def over_keys(
+    visit: tl.constexpr, state, own, place, operands, strides, scores, window, extents, plan: tl.constexpr, chunk=None,
+    share=None,
+):  # fmt: skip
     """The state after ``visit`` has folded into it all the keys that a tile of queries sees.
 
     Query i stands beside key i + kv_len - q_len. own: what the program owns, as ``visit`` takes it. place: (tile, query
-    head, key head, batch entry). The others are the kernel's arguments.
+    head, key head, batch entry). chunk, share: as :func:`walk` takes them. The others are the kernel's arguments.
     """
     tile, head, kv_head, batch = place
     k, v, bias, q_segments, kv_segments = operands
@@ -94,10 +114,10 @@ def over_keys(visit: tl.constexpr, state, own, place, operands, strides, scores,
     v += (batch * v_b + kv_head * v_h) + ddv.to(tl.int64) * v_d
     keys = Keys(k, k_s, dd < extents.d, v, v_s, ddv < extents.dv, kv_len)
 
-    i = (tile * plan.block_q + tl.arange(0, plan.block_q))[:, None]
+    i, heads, top, bottom = rows_of(tile, head, extents, plan)
     i_ok, row = i < q_len, i.to(tl.int64)
     if bias is not None:
-        bias += batch * bias_b + head * bias_h + row * bias_q
+        bias += batch * bias_b + heads * bias_h + row * bias_q
     q_segment = None
     if q_segments is not None:
         q_segment = tl.load(q_segments + batch * q_seg_b + row * q_seg_s, mask=i_ok, other=0)
@@ -105,10 +125,60 @@ def over_keys(visit: tl.constexpr, state, own, place, operands, strides, scores,
     lo, hi = limits(i + (kv_len - q_len), left, right, kv_len)
     pairs = Pairs(i_ok, lo, hi, bias, bias_s, q_segment, kv_segments, kv_seg_s)
 
-    top = tile * plan.block_q + (kv_len - q_len)
-    bottom = top + tl.minimum(plan.block_q, q_len - tile * plan.block_q) - 1
+    top += kv_len - q_len
+    bottom += kv_len - q_len
     span = band(top, bottom, left, right, kv_len, plan.block_kv)
-    return fold(visit, state, own, keys, pairs, scores, span, left, plan)
+    return walk(visit, state, own, keys, pairs, scores, span, left, plan, chunk, share)
+
+
+@triton.jit
+def walk(visit: tl.constexpr, state, own, keys, pairs, scores, span, left, plan: tl.constexpr, chunk, share):
+    """``fold`` over all keys; or over one chunk of them, the ``share``-th that the tile sees; or over all chunks, one
+    after the other, where share is None."""
+    first, _, _, last = span
+    if chunk is None:
+        return fold(visit, state, own, keys, pairs, scores, span, left, plan)
+    elif share is not None:
+        here = cut(span, first // chunk * chunk + share * chunk, chunk)
+        return settled(fold(visit, state, own, keys, pairs, scores, here, left, plan))
+    else:
+        acc, l, m = settled(state)
+        for start in range(first // chunk * chunk, last, chunk):
+            here = cut(span, start, chunk)
+            part = fold(visit, nothing(plan), own, keys, pairs, scores, here, left, plan)
+            acc, l, m = merge((acc, l, m), settled(part), scores.rate)
+        return acc, l, m
+
+
+@triton.jit
+def row_max(s):
+    """The maximum of each row.
+
+    Matrix units leave a row of scores in four lanes, two columns of each eight in every lane. A lane takes its own
+    first, in chains of which none waits for another, and lanes are compared at the end alone.
+    """
+    rows: tl.constexpr = s.shape[0]
+    eights: tl.constexpr = s.shape[1] // 8
+    chains: tl.constexpr = eights if eights < 4 else 4
+    s = tl.reshape(s, [rows, chains, eights // chains, 4, 2])
+    return tl.max(tl.max(tl.max(tl.max(s, 2), 3), 1), 1)
+
+
+@triton.jit
+def lane_sums(p):
+    """Of each row four sums, of what one lane holds (see ``row_max``): they are added up when all keys were seen."""
+    rows: tl.constexpr = p.shape[0]
+    eights: tl.constexpr = p.shape[1] // 8
+    chains: tl.constexpr = eights if eights < 4 else 4
+    p = tl.reshape(p, [rows, chains, eights // chains, 4, 2])
+    return tl.sum(tl.sum(tl.sum(p, 2), 3), 1)
+
+
+@triton.jit
+def settled(state):
+    """The state with one sum a row."""
+    acc, l, m = state
+    return acc, tl.sum(l, 1), m
 
 
 @triton.jit
@@ -140,10 +210,10 @@ def visit(state, q_tile, keys, pairs, scores, first, last, edge: tl.constexpr, p
             kv_segment = tl.load(pairs.segments + col * pairs.segment_step, mask=j_ok[None, :], other=0)
             s = tl.where(pairs.segment == kv_segment, s, float("-inf"))
 
-        m_new = tl.maximum(m, tl.max(s, 1))
+        m_new = tl.maximum(m, row_max(s))
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # no key allowed so far: -inf - -inf would be NaN
         p, alpha = tl.exp2((s - shift[:, None]) * scores.rate), tl.exp2((m - shift) * scores.rate)
-        l = l * alpha + tl.sum(p, 1)
+        l = tl.fma(l, tl.broadcast_to(alpha[:, None], l.shape), lane_sums(p))
         m = m_new
         v_tile = load_tile(keys.v + row * keys.v_s, j_ok[:, None], keys.dv_ok, edge, plan.ragged_dv)
         acc = acc * alpha[:, None]
@@ -152,32 +222,91 @@ def visit(state, q_tile, keys, pairs, scores, first, last, edge: tl.constexpr, p
 
 
 @triton.jit
+def nothing(plan: tl.constexpr):
+    """The state (acc, l, m) of rows that saw no key yet; l is the four sums of ``lane_sums``."""
+    acc = tl.full([plan.block_q, plan.block_dv], 0.0, plan.acc_dtype)
+    l = tl.full([plan.block_q, 4], 0.0, plan.acc_dtype)
+    m = tl.full([plan.block_q], float("-inf"), plan.acc_dtype)
+    return acc, l, m
+
+
+@triton.jit
+def store_rows(o, lse, state, at_o, at_lse, ok, unit, dv, block_dv: tl.constexpr):
+    """Rows of o, and of lse unless that is None, from the state of all their keys. ``at_o``, ``at_lse``: where they are,
+    in rows of o and in elements of lse, as columns."""
+    acc, l, m = state
+    ddv = tl.arange(0, block_dv)[None, :]
+    out = acc * (1.0 / tl.where(l == 0.0, 1.0, l))[:, None]  # l = 0: every key masked, and acc is 0 too
+    tl.store(o + at_o * dv + ddv, out.to(o.dtype.element_ty), mask=ok & (ddv < dv))
+    if lse is not None:
+        total = m * unit + tl.log(l)
+        tl.store(lse + at_lse, total[:, None], mask=ok)
+
+
+@triton.jit
 def attention_kernel(
-    q, k, v, bias, q_segments, kv_segments, o, lse, scores, window, tiles_q, extents, strides, plan: tl.constexpr
-):
-    """A tile of block_q rows of o, and of lse unless that is None. ``_heads`` says what the groups hold."""
+    q, k, v, bias, q_segments, kv_segments, o, lse, parts, statistics, scores, window, tiles_q, chunk, chunks, extents,
+    strides, plan: tl.constexpr,
+):  # fmt: skip
+    """A tile of block_q rows of o, and of lse unless that is None. ``_heads`` says what the groups hold.
+
+    chunk: how many keys have a state of their own (``_split``), None for all. parts, statistics: None; or one chunk is
+    this program's, of ``chunks`` that its tile sees, and the chunk's state goes there.
+    """
     _, right = window
-    tile, head, batch = program(tiles_q, extents.heads)
+    owners, step = extents.heads, 1
+    if plan.packed:
+        owners, step = extents.heads // extents.group, extents.group
+    tile, owner, batch = program(tiles_q, owners)
+    share = None
+    if parts is not None:
+        share, batch = (batch % chunks).to(tl.int32), batch // chunks
     if right is not None:
         tile = tiles_q - 1 - tile  # the last queries may see most keys: start them first
-    i = tile * plan.block_q + tl.arange(0, plan.block_q)
-    i_ok, row = (i < extents.q_len)[:, None], i.to(tl.int64)[:, None]
-    q_tile = load_head(q, strides.q, batch, head, row, i_ok, extents.d, plan.block_d, plan.ragged_d)
-
-    acc = tl.full([plan.block_q, plan.block_dv], 0.0, plan.acc_dtype)
-    l = tl.full([plan.block_q], 0.0, plan.acc_dtype)
-    m = tl.full([plan.block_q], float("-inf"), plan.acc_dtype)
+    head = owner * step
+    i, heads, _, _ = rows_of(tile, head, extents, plan)
+    i_ok, row = i < extents.q_len, i.to(tl.int64)
+    q_tile = load_head(q, strides.q, batch, heads, row, i_ok, extents.d, plan.block_d, plan.ragged_d)
     place = tile, head, head // extents.group, batch
     operands = k, v, bias, q_segments, kv_segments
-    acc, l, m = over_keys(visit, (acc, l, m), q_tile, place, operands, strides, scores, window, extents, plan)
+    state = nothing(plan)
+    state = over_keys(visit, state, q_tile, place, operands, strides, scores, window, extents, plan, chunk, share)
+    if chunk is None:
+        state = settled(state)
 
-    ddv = tl.arange(0, plan.block_dv)[None, :]
-    out = acc / tl.where(l == 0.0, 1.0, l)[:, None]  # l = 0: every key masked, and acc is 0 too
-    at = ((batch * extents.q_len + row) * extents.heads + head) * extents.dv + ddv
-    tl.store(o + at, out.to(o.dtype.element_ty), mask=i_ok & (ddv < extents.dv))
-    if lse is not None:
-        total = m * scores.unit + tl.log(l)
-        tl.store(lse + (batch * extents.heads + head) * extents.q_len + i, total, mask=i < extents.q_len)
+    at = (batch * extents.heads + heads) * extents.q_len + row
+    if parts is None:
+        at_o = (batch * extents.q_len + row) * extents.heads + heads
+        store_rows(o, lse, state, at_o, at, i_ok, scores.unit, extents.dv, plan.block_dv)
+    else:
+        store_part(parts, statistics, state, at * chunks + share, i_ok, extents.dv, plan.block_dv)
+
+
+@triton.jit
+def combine_kernel(
+    parts, statistics, o, lse, rate, unit, chunks, heads, q_len, total, dv,
+    rows: tl.constexpr, block_dv: tl.constexpr, acc_dtype: tl.constexpr,
+):  # fmt: skip
+    """o, and lse unless that is None, of ``rows`` of the ``total`` rows, whose ``chunks`` parts are merged in order.
+
+    parts: (batch, heads, q_len, chunks, dv); statistics: (batch, heads, q_len, chunks, 2), l and m.
+    """
+    row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
+    row_ok, ddv = row < total, tl.arange(0, block_dv)[None, :]
+    acc = tl.full([rows, block_dv], 0.0, acc_dtype)
+    l = tl.full([rows], 0.0, acc_dtype)
+    m = tl.full([rows], float("-inf"), acc_dtype)
+    for first in range(0, chunks, AHEAD):
+        for ahead in tl.static_range(AHEAD):
+            chunk = first + ahead
+            at, ok = row * chunks + chunk, row_ok & (chunk < chunks)
+            acc_part = tl.load(parts + at[:, None] * dv + ddv, mask=ok[:, None] & (ddv < dv), other=0.0)
+            l_part = tl.load(statistics + at * 2, mask=ok, other=0.0)
+            m_part = tl.load(statistics + at * 2 + 1, mask=ok, other=float("-inf"))
+            acc, l, m = merge((acc, l, m), (acc_part, l_part, m_part), rate)
+    head, batch, query = row // q_len % heads, row // q_len // heads, row % q_len
+    at_o = ((batch * q_len + query) * heads + head)[:, None]
+    store_rows(o, lse, (acc, l, m), at_o, row[:, None], row_ok[:, None], unit, dv, block_dv)
 
 
 def padded(d: int) -> int:
@@ -248,39 +377,83 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
                 f"tiles of {block_q} x {block_kv} with {tiling['num_stages']} stages take {shared} bytes of shared "
                 f"memory; {call.target.arch} has {limit}"
             )
-    programs = cdiv(dims["q_len"], block_q) * dims["kv_heads"] * dims["group"] * dims["batch"]
+    _, programs, _, _ = programs_of(call, tiling, rows_plan(call, tiling)[0])
     return refuse_common(
         call, tiling["num_warps"], programs, (f"a tile of {block_q} x {block_kv}", block_q * (dv + block_kv))
     )
 
 
-@BACKEND.implements("attention", key=key, fit=fit, supports=supports, knobs=KNOBS)
+def least_chunk(call: Call) -> dict[str, int]:
+    """So many keys at least have a state of their own, where no row of a table says otherwise."""
+    return {"chunk": 512}
+
+
+@BACKEND.implements("attention", tiling=least_chunk, key=key, fit=fit, supports=supports, knobs=KNOBS)
 def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     arrays, dims, options = call.arrays, call.dims, call.options
     q, k, v, bias = arrays["q"], arrays["k"], arrays["v"], arrays["bias"]
     segments = arrays["q_segment_ids"], arrays["kv_segment_ids"]
     if not call.interpret:
         k, v = _head_dim_innermost(k), _head_dim_innermost(v)
-    batch, q_len, kv_len, d, dv = dims["batch"], dims["q_len"], dims["kv_len"], dims["d"], dims["dv"]
-    heads = dims["kv_heads"] * dims["group"]
-    o = fresh((batch, q_len, heads, dv), q.dtype, q.device)
-    lse = None
+    plan, how = rows_plan(call, tiling)
+    batch, q_len, heads, dv = dims["batch"], dims["q_len"], dims["kv_heads"] * dims["group"], dims["dv"]
+    o, lse = fresh((batch, q_len, heads, dv), q.dtype, q.device), None
     if "lse" in call.wants:
         lse = fresh((batch, heads, q_len), torch_dtype(call.outputs["lse"][1]), q.device)
 
-    block_q, (block_d, block_dv), precision = tiling["block_q"], head_tiles(call), dot_precision(call)
-    plan = Plan(
-        block_q, tiling["block_kv"], block_d, block_dv, block_d != d, block_dv != dv, precision, accumulator(call.dtype)
-    )
     pre, unit = score_unit(call)
     scores = Scores(pre, options["softcap"], unit * LOG2E, unit)
-    window = _band(options["is_causal"], options["window"], q_len + kv_len)
-    extents = Extents(heads, dims["group"], q_len, kv_len, d, dv)
-    strides, tiles_q = strides_of(q, k, v, bias, segments, (batch, heads, q_len, kv_len)), cdiv(q_len, block_q)
-    programs, how = tiles_q * heads * batch, compiler_options(tiling)
-    launch(attention_kernel, programs, call, q, k, v, bias, *segments, o, lse,
-           scores, window, tiles_q, extents, strides, plan=plan, **how)  # fmt: skip
+    window = _band(options["is_causal"], options["window"], q_len + dims["kv_len"])
+    extents = Extents(heads, dims["group"], q_len, dims["kv_len"], dims["d"], dv)
+    strides = strides_of(q, k, v, bias, segments, (batch, heads, q_len, dims["kv_len"]))
+    tiles_q, programs, chunk, chunks = programs_of(call, tiling, plan)
+    parts, statistics, out = None, None, (o, lse)
+    if chunks:
+        accurate = torch.float64 if call.dtype == "float64" else torch.float32
+        parts = fresh((batch, heads, q_len, chunks, dv), accurate, q.device)
+        statistics = fresh((batch, heads, q_len, chunks, 2), accurate, q.device)
+        out = None, None
+    launch(attention_kernel, programs, call, q, k, v, bias, *segments, *out, parts, statistics,
+           scores, window, tiles_q, chunk, chunks, extents, strides, plan=plan, **how)  # fmt: skip
+    if chunks:
+        total, rows = batch * heads * q_len, max(1, AT_ONCE // plan.block_dv)
+        launch(combine_kernel, cdiv(total, rows), call, parts, statistics, o, lse,
+               scores.rate, unit, chunks, heads, q_len, total, dv,
+               rows=rows, block_dv=plan.block_dv, acc_dtype=plan.acc_dtype, num_warps=4)  # fmt: skip
     return (o, lse)
+
+
+def rows_plan(call: Call, tiling: Mapping[str, int]) -> tuple[Plan, dict[str, int]]:
+    """How a tile's rows are chosen and computed, and what the compiler is told.
+
+    A head whose queries do not fill a tile shares it with the other heads of its group; rows that are few altogether
+    take a tile of ``few_q``. Neither moves a bit of a row where a row of scores lies in as many lanes either way, which
+    is why ``few_q`` stands in rows of tables and has no formula.
+    """
+    dims, block_q, warps = call.dims, tiling["block_q"], tiling["num_warps"]
+    packed = dims["group"] > 1 and dims["q_len"] < block_q
+    few = min(tiling.get("few_q", block_q), block_q)
+    if dims["q_len"] * (dims["group"] if packed else 1) <= few < block_q:
+        block_q, warps = few, min(warps, max(4, warps * few // block_q))
+    (block_d, block_dv), d, dv = head_tiles(call), dims["d"], dims["dv"]
+    plan = Plan(block_q, tiling["block_kv"], block_d, block_dv, block_d != d, block_dv != dv,
+                dot_precision(call), accumulator(call.dtype), packed=packed)  # fmt: skip
+    return plan, compiler_options(tiling) | {"num_warps": warps}
+
+
+def programs_of(call: Call, tiling: Mapping[str, int], plan: Plan) -> tuple[int, int, int | None, int | None]:
+    """(tiles of queries that a head has, or a group; programs; keys of a chunk, or None; chunks of a tile that have
+    programs of their own, or None)."""
+    dims, chunk = call.dims, chunk_length(call, tiling)
+    packed = dims["group"] if plan.packed else 1
+    tiles_q = cdiv(dims["q_len"] * packed, plan.block_q)
+    programs = tiles_q * dims["kv_heads"] * (dims["group"] // packed) * dims["batch"]
+    if chunk is None:
+        return tiles_q, programs, None, None
+    chunks = chunks_of_a_tile(call, chunk, min(dims["q_len"], cdiv(plan.block_q, packed) + 1))
+    if chunks > 1 and worth_spreading(call, programs, chunks):
+        return tiles_q, programs * chunks, chunk, chunks
+    return tiles_q, programs, chunk, None
 
 
 def _head_dim_innermost(x: torch.Tensor) -> torch.Tensor:

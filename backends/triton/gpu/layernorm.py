@@ -2,11 +2,12 @@
 
     y = (x - mean) / sqrt(var + eps) * weight + bias        mean = sum(x) / n        var = sum((x - mean)^2) / n
 
-A program owns ``block_rows`` rows. The variance is always two-pass: E[x^2] - mean^2 cancels when the mean is large. A
-row that fits in ``block_n`` is read once and stays in registers; a longer one is read three times (mean, variance,
-result), the last two from cache.
+A program owns ``block_rows`` rows. The variance is that about the mean: E[x^2] - mean^2 cancels when the mean is large.
+A row that fits in ``block_n`` is read once and stays in registers. A longer one is read twice: first its statistics,
+those of each block about the block's own mean, joined to those of the blocks before it; then its result.
 
-Source: Ba, Kiros and Hinton, "Layer Normalization" (2016), section 3.
+Sources: Ba, Kiros and Hinton, "Layer Normalization" (2016), section 3; Chan, Golub and LeVeque, "Updating formulae and
+a pairwise algorithm for computing sample variances" (1979), equation 2.1.
 """
 
 from __future__ import annotations
@@ -57,17 +58,17 @@ def layernorm_kernel(x, weight, bias, y, rows, rows_inner, n, eps,
         out = scale_and_shift(d * r[:, None], weight, bias, weight_n, bias_n, col, n, acc_dtype)
         tl.store(y_row + col, out.to(y.dtype.element_ty), mask=ok)
     else:
-        total = tl.zeros([block_rows], acc_dtype)
-        for start in range(0, tl.cast(n, tl.int64), block_n):
-            ok = row_ok & (start + col < n)
-            total += tl.sum(tl.load(x_row + (start + col) * x_n, mask=ok, other=0.0).to(acc_dtype), 1)
-        mean = total / n
+        mean = tl.zeros([block_rows], acc_dtype)
         total = tl.zeros([block_rows], acc_dtype)
         for start in range(0, tl.cast(n, tl.int64), block_n):
             ok = row_ok & (start + col < n)
             t = tl.load(x_row + (start + col) * x_n, mask=ok, other=0.0).to(acc_dtype)
-            d = tl.where(ok, t - mean[:, None], 0.0)
-            total += tl.sum(d * d, 1)
+            width = tl.minimum(n - start, block_n).to(acc_dtype)
+            own = tl.sum(t, 1) / width
+            d = tl.where(ok, t - own[:, None], 0.0)
+            shift, share = own - mean, width / (start + width)
+            mean += shift * share
+            total += tl.sum(d * d, 1) + shift * shift * (start * share)
         r = tl.rsqrt(total / n + eps)
         for start in range(0, tl.cast(n, tl.int64), block_n):
             ok = row_ok & (start + col < n)

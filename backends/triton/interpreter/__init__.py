@@ -26,6 +26,8 @@ import torch
 import triton.language as tl
 from triton.runtime.jit import JITFunction, mangle_type
 
+from portakern.backends.triton.descriptors import base_of, is_descriptor
+from portakern.backends.triton.interpreter.described import Described
 from portakern.backends.triton.interpreter.functions import OVERRIDES
 from portakern.backends.triton.interpreter.values import PROGRAM, SEMANTIC, Block, bound, pointer, scalar
 
@@ -42,7 +44,7 @@ def run(kernel: JITFunction[Any], grid: int, *args: Any, **kwargs: Any) -> None:
     body = _interpreted(kernel).body
     spans = tuple(
         (s.data_ptr(), s.data_ptr() + s.nbytes())
-        for s in (v.untyped_storage() for v in _leaves(given.values()) if isinstance(v, torch.Tensor))
+        for s in (v.untyped_storage() for v in map(base_of, _leaves(given.values())) if isinstance(v, torch.Tensor))
     )
     outer = PROGRAM.index, PROGRAM.grid, PROGRAM.spans
     PROGRAM.grid, PROGRAM.spans = grid, spans
@@ -70,6 +72,8 @@ def _argument(value: Any) -> Any:
         return type(value)(*members) if hasattr(value, "_fields") else tuple(members)
     if isinstance(value, torch.Tensor):
         return pointer(value.data_ptr(), _pointer_type(value.dtype))
+    if is_descriptor(value):
+        return Described(value, _pointer_type(value.base.dtype).element_ty)
     if isinstance(value, (bool, int)):
         return scalar(value)
     return value

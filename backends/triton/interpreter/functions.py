@@ -150,6 +150,12 @@ def where(condition: Any, x: Any, y: Any) -> Any:
     return _slow_where(condition, x, y)
 
 
+def fma(x: Block, y: Block, z: Block) -> Block:
+    """x y + z; in float32 by way of float64, which holds the product whole. In float64 it rounds twice."""
+    a, b, c = (np.asarray(operand.handle.data, np.float64) for operand in (x, y, z))
+    return made((a * b + c).astype(x.handle.data.dtype), x.dtype, x.is_block)
+
+
 def full(shape: Any, value: Any, dtype: tl.dtype) -> Block:
     extents = tuple(int(_raw(s)) for s in shape)
     return (
@@ -279,7 +285,7 @@ OVERRIDES: dict[int, Any] = {
         (tl.static_assert, _static_assert), (tl.static_print, print),
         (tl.program_id, program_id), (tl.num_programs, num_programs), (tl.load, load), (tl.store, store),
         (tl.dot, dot), (tl.where, where), (tl.arange, arange), (tl.full, full), (tl.zeros, zeros), (tl.trans, trans),
-        (tl.cast, cast), (tl.reduce, reduce), (tl.associative_scan, associative_scan),
+        (tl.cast, cast), (tl.fma, fma), (tl.reduce, reduce), (tl.associative_scan, associative_scan),
         (tl.sum, _reduction(np.add)), (tl.max, _reduction(np.fmax)), (tl.min, _reduction(np.fmin)),
         (tl.maximum, _two(np.fmax, bound(tl.maximum))), (tl.minimum, _two(np.fmin, bound(tl.minimum))),
         (tl.multiple_of, _identity), (tl.max_contiguous, _identity), (tl.max_constancy, _identity),

@@ -33,13 +33,13 @@ FAULTS = {
         Planted(
             "causal-edge-at-tile",
             "the first query of a tile sees one key beyond its own where that key ends a tile",
-            old="    return fold(visit, state, own, keys, pairs,",
+            old="    return walk(visit, state, own, keys, pairs,",
             new=(
                 "    first, inner_first, inner_last, last = span\n"
                 "    if right is not None:\n"
                 "        seen = tl.minimum(tl.maximum(top + right + 2, 0), kv_len) // plan.block_kv * plan.block_kv\n"
                 "        span = first, inner_first, tl.maximum(seen, inner_first), last\n"
-                "    return fold(visit, state, own, keys, pairs,"
+                "    return walk(visit, state, own, keys, pairs,"
             ),
             small=True,
         ),
@@ -53,7 +53,7 @@ FAULTS = {
         Planted(
             "window-left-unmasked",
             "the tile that holds a window's left edge counts as wholly visible",
-            old="    return fold(visit, state, own, keys, pairs,",
+            old="    return walk(visit, state, own, keys, pairs,",
             new=(
                 "    first, _, _, last = span\n"
                 "    if left is not None:\n"
@@ -61,7 +61,7 @@ FAULTS = {
                 "plan.block_kv, last)\n"
                 "        _, _, seen, _ = band(top, bottom, None, right, kv_len, plan.block_kv)\n"
                 "        span = first, inner_first, tl.maximum(seen, inner_first), last\n"
-                "    return fold(visit, state, own, keys, pairs,"
+                "    return walk(visit, state, own, keys, pairs,"
             ),
         ),
         Planted(
@@ -81,8 +81,8 @@ FAULTS = {
         Planted(
             "lse-base-2",
             "the log-sum-exp takes its logarithm in base 2",
-            old="m * scores.unit + tl.log(l)",
-            new="m * scores.unit + tl.log2(l)",
+            old="m * unit + tl.log(l)",
+            new="m * unit + tl.log2(l)",
         ),
         Planted(
             "segments-only-on-edges",
@@ -113,14 +113,14 @@ FAULTS = {
         Planted(
             "l-not-rescaled",
             "l keeps its unit when the maximum grows in an edge tile",
-            old="l = l * alpha + tl.sum(p, 1)",
-            new="l = l * (1.0 if edge else alpha) + tl.sum(p, 1)",
+            old="l = tl.fma(l, tl.broadcast_to(alpha[:, None], l.shape), lane_sums(p))",
+            new="l = l * (1.0 if edge else alpha[:, None]) + lane_sums(p)",
         ),
         Planted(
             "bias-stride",
             "a bias that broadcasts over heads is walked as if it had them",
-            old="bias += batch * bias_b + head * bias_h",
-            new="bias += batch * bias_b + head // extents.group * bias_h",
+            old="bias += batch * bias_b + heads * bias_h",
+            new="bias += batch * bias_b + heads // extents.group * bias_h",
         ),
         Planted(
             "tanh-range",
@@ -149,9 +149,31 @@ FAULTS = {
         Planted(
             "store-unmasked",
             "lanes of a head dimension beyond dv are written too",
-            old="mask=i_ok & (ddv < extents.dv))",
-            new="mask=i_ok)",
+            old="mask=ok & (ddv < dv))",
+            new="mask=ok)",
             gpu=False,
+        ),
+        Planted(
+            "chunks-in-natural-units",
+            "states of chunks are merged as if scores were in natural units",
+            old="merge((acc, l, m), settled(part), scores.rate)",
+            new="merge((acc, l, m), settled(part), 1.4426950408889634)",
+        ),
+        Planted(
+            "last-chunk-unmerged",
+            "the last of the chunks that have programs of their own is left out of a row",
+            old="row_ok & (chunk < chunks)",
+            new="row_ok & (chunk < tl.maximum(chunks - 1, 1))",
+        ),
+        Planted(
+            "packed-rows-by-head",
+            "rows of a tile that heads share are taken head by head",
+            old="i, heads, _, _ = rows_of(tile, head, extents, plan)",
+            new=(
+                "i, heads, _, _ = rows_of(tile, head, extents, plan)\n"
+                "    if plan.packed:\n"
+                "        heads = head + (heads - head + i) % extents.group"
+            ),
         ),
         Planted(
             "v-tail-unmasked",

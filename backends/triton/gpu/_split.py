@@ -1,0 +1,98 @@
+"""Long rows of keys in chunks: how long these are, how what is known of two parts of a row becomes what is known of
+both, and when each part has a program of its own.
+
+A chunk is a number of keys that follows from lengths alone, and begins at a multiple of itself. Its state (acc, l, m)
+is that of an attention over its keys, and the states of a row's chunks are merged from the first chunk to the last. One
+program may do all that, or each chunk have a program: the sums are the same, in the same order. So it may depend on how
+many rows there are which of the two happens, and no bit of a row does.
+
+Source: the split of keys as Flash-Decoding has it (Dao, Haziza, Massa, Sizov 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from portakern.backends.triton.launch import cdiv
+from portakern.backends.triton.layout import pow2_at_least
+
+if TYPE_CHECKING:
+    from portakern.core.call import Call
+
+MOST = 32  # chunks of a row: enough for one row to occupy a GPU, where it has several key heads
+ENOUGH = 1024  # programs that occupy a GPU by themselves
+
+
+@triton.jit
+def merge(whole, part, rate):
+    """The state of all keys, from the states (acc, l, m) of those so far and of those that follow them.
+
+    A part that holds no key changes nothing. The fused operations are written out: which product of two a compiler fuses
+    with their sum is its choice, and another kernel's might be another one.
+    """
+    acc, l, m = whole
+    acc_part, l_part, m_part = part
+    m_new = tl.maximum(m, m_part)
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha, beta = tl.exp2((m - shift) * rate), tl.exp2((m_part - shift) * rate)
+    acc = tl.fma(acc, tl.broadcast_to(alpha[:, None], acc.shape), acc_part * beta[:, None])
+    return acc, tl.fma(l, alpha, l_part * beta), m_new
+
+
+@triton.jit
+def cut(span, start, chunk):
+    """What lies in a chunk of the tiles that ``band`` gives."""
+    first, inner_first, inner_last, last = span
+    end = start + chunk
+    first, last = tl.minimum(tl.maximum(first, start), end), tl.minimum(tl.maximum(last, start), end)
+    inner_first, inner_last = (
+        tl.minimum(tl.maximum(inner_first, start), end),
+        tl.minimum(tl.maximum(inner_last, start), end),
+    )
+    return first, inner_first, inner_last, last
+
+
+@triton.jit
+def store_part(parts, statistics, state, at, ok, dv, block_dv: tl.constexpr):
+    """Write the state of a chunk. ``at``: the place of each row's, as a column; ``ok``: which rows there are."""
+    acc, l, m = state
+    ddv = tl.arange(0, block_dv)[None, :]
+    tl.store(parts + at * dv + ddv, acc, mask=ok & (ddv < dv))
+    tl.store(statistics + at * 2, l[:, None], mask=ok)
+    tl.store(statistics + at * 2 + 1, m[:, None], mask=ok)
+
+
+def chunk_length(call: Call, tiling: Mapping[str, int]) -> int | None:
+    """How many keys make a chunk; None where one holds them all.
+
+    It follows from the length of the keys, from how many of them a window shows to a query, and from the tiling. How
+    many queries, heads or samples there are does not count, so that no bit of a row depends on its company.
+    """
+    kv_len, (left, right) = call.dims["kv_len"], call.options["window"] or (None, None)
+    right = 0 if call.options["is_causal"] else right
+    seen = kv_len if left is None or right is None else min(kv_len, left + right + 1)
+    chunk = max(tiling["chunk"], tiling["block_kv"], pow2_at_least(cdiv(seen, MOST)))
+    return chunk if chunk < kv_len else None
+
+
+def chunks_of_a_tile(call: Call, chunk: int, queries: int) -> int:
+    """How many chunks so many adjacent queries see at most."""
+    kv_len, (left, right) = call.dims["kv_len"], call.options["window"] or (None, None)
+    right = 0 if call.options["is_causal"] else right
+    everything = cdiv(kv_len, chunk)
+    if left is None or right is None:
+        return everything
+    return min(everything, (queries + left + right - 2 + chunk) // chunk + 1)
+
+
+def worth_spreading(call: Call, programs: int, chunks: int) -> bool:
+    """Whether each chunk shall have a program: where there are few programs otherwise, and what they write down of their
+    parts is little beside the keys and values that they read."""
+    dims = call.dims
+    size = 2 if call.dtype in ("float16", "bfloat16") else 4
+    written = dims["group"] * dims["q_len"] * chunks * dims["dv"] * 4
+    return programs < ENOUGH and 4 * written <= dims["kv_len"] * (dims["d"] + dims["dv"]) * size

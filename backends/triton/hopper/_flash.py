@@ -1,0 +1,409 @@
+"""The kernel of attention for Hopper: warps that copy, warps that compute (Shah et al. 2024, FlashAttention-3).
+
+One warp, the producer, has the copy engine bring tiles of queries, keys and values to shared memory. ``consumers``
+groups of four warps own 64 queries each. Scores of keys i and products with values i - 1 are issued to the matrix unit
+together, and the softmax of the scores runs beside the products; where there are two groups they take turns, so that
+the softmax of one runs beside the products of the other.
+
+Keys i and values i - 1 arrive under one barrier, as unit i of a walk over n tiles: unit 0 is keys alone, unit n values
+alone. Each chunk of keys (``gpu/_split.py``) is a walk of its own, whose state is merged with that of the chunks before
+it, which waits in shared memory, or in registers where there is no room.
+
+Arithmetic and the order of sums are those of ``gpu/attention.py`` with the same block_kv and chunk: ``row_max``,
+``lane_sums``, the scale after the difference. A row's bits are the same whichever of the two computes it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from portakern.backends.triton.gpu import attention as portable
+from portakern.backends.triton.hopper._warps import load_tile, store_tile
+
+ROWS = gl.constexpr(64)  # of a group of four warps: what one instruction of the matrix unit takes
+
+# Release 3.9 gave it another name.
+_OLD = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+tanh = gluon.jit(portable.tanh.fn)
+
+
+class Plan(NamedTuple):
+    """What the kernel is compiled for.
+
+    ``consumers`` groups of 64 queries; tiles of block_kv keys, of block_d and block_dv columns, ``stages`` of them on
+    their way; whether keys come in chunks, and the state of those before waits in ``shared`` memory; whether o leaves
+    by way of the memory of q; registers of a consumer's threads.
+    """
+
+    consumers: int
+    block_kv: int
+    block_d: int
+    block_dv: int
+    stages: int
+    chunked: bool
+    shared: bool
+    o_in_q: bool
+    registers: int
+
+
+class Work(NamedTuple):
+    """The tiles of a call. ``tiles``: of all heads; ``tiles_q``: of one head; ``together``: heads whose tiles are taken
+    by turns, the last queries first where ``backwards``."""
+
+    tiles: int
+    tiles_q: int
+    together: int
+    heads: int
+    group: int
+    all_heads: int
+    q_len: int
+    kv_len: int
+    chunk: int
+
+
+@gluon.jit
+def tile_at(index, work, right):
+    """(first tile of queries, batch entry and head as one number) of a tile. Where the last queries see most keys, their
+    tiles come first."""
+    section = index // (work.together * work.tiles_q)
+    rest = index - section * (work.together * work.tiles_q)
+    width = gl.minimum(work.together, work.all_heads - section * work.together)
+    tile = rest // width
+    head = section * work.together + rest - tile * width
+    if right is not None:
+        tile = work.tiles_q - 1 - tile
+    return tile, head
+
+
+@gluon.jit
+def span_of(top, bottom, work, left, right, block: gl.constexpr):
+    """[first, last): the keys that places ``top`` to ``bottom`` see, from the border of a tile; never none."""
+    first, last = top * 0, top * 0 + work.kv_len
+    if left is not None:
+        first = gl.maximum(top - left, 0) // block * block
+    if right is not None:
+        last = gl.minimum(bottom + right + 1, work.kv_len)
+    first = gl.minimum(first, (work.kv_len - 1) // block * block)
+    return first, gl.maximum(last, first + 1)
+
+
+@gluon.jit
+def boxed(tile, layout: gl.constexpr):
+    """A tile in shared memory as the box (1, rows, 1, columns) that the copy engine moves."""
+    if _OLD:
+        return tile._reinterpret(tile.dtype, [1, tile.shape[0], 1, tile.shape[1]], layout)
+    else:
+        return tile.reinterpret(tile.dtype, [1, tile.shape[0], 1, tile.shape[1]], layout)
+
+
+@gluon.jit
+def row_max(s, row: gl.constexpr):
+    """As ``row_max`` of the portable kernel."""
+    rows: gl.constexpr = s.shape[0]
+    eights: gl.constexpr = s.shape[1] // 8
+    chains: gl.constexpr = eights if eights < 4 else 4
+    s = gl.reshape(s, [rows, chains, eights // chains, 4, 2])
+    return gl.convert_layout(gl.max(gl.max(gl.max(gl.max(s, 2), 3), 1), 1), row)
+
+
+@gluon.jit
+def lane_sums(p):
+    """As ``lane_sums`` of the portable kernel."""
+    rows: gl.constexpr = p.shape[0]
+    eights: gl.constexpr = p.shape[1] // 8
+    chains: gl.constexpr = eights if eights < 4 else 4
+    p = gl.reshape(p, [rows, chains, eights // chains, 4, 2])
+    return gl.sum(gl.sum(gl.sum(p, 2), 3), 1)
+
+
+@gluon.jit
+def seen_scores(s, start, cols, limits, all_lo, all_hi, scores):
+    """Scores from dots: capped, and -inf outside [lo, hi) unless every row of the tile sees all of it."""
+    lo, hi = limits
+    if scores.pre is not None:
+        s = s * scores.pre
+    if scores.softcap is not None:
+        s = tanh(s)
+    if (start < all_lo) | (start + s.shape[1] > all_hi):
+        j = start + cols[None, :]
+        s = gl.where((j >= lo[:, None]) & (j < hi[:, None]), s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def attend(
+    turn, unit, first, last, q, k_tiles, v_tiles, full, empty, mine, theirs, limits, all_lo, all_hi, scores,
+    GROUP: gl.constexpr, plan: gl.constexpr,
+):  # fmt: skip
+    """The state (acc, l, m) of the keys [first, last), and what ``turn`` and ``unit`` are after them."""
+    mma_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.block_kv, 16])
+    mma_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.block_dv, 16])
+    weights: gl.constexpr = gl.DotOperandLayout(0, mma_o, 2)
+    row_s: gl.constexpr = gl.SliceLayout(1, mma_s)
+    row_o: gl.constexpr = gl.SliceLayout(1, mma_o)
+    block: gl.constexpr = plan.block_kv
+    block_dv: gl.constexpr = plan.block_dv
+    stages: gl.constexpr = plan.stages
+    cols = gl.arange(0, block, gl.SliceLayout(0, mma_s))
+    zeros = gl.zeros([ROWS, block], gl.float32, mma_s)
+
+    mbarrier.wait(full.index(unit % stages), (unit // stages) & 1)
+    if plan.consumers == 2:
+        mbarrier.wait(mine, (turn & 1) ^ (1 if GROUP == 0 else 0))
+    dots = warpgroup_mma(q, k_tiles.index(unit % stages).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if plan.consumers == 2:
+        mbarrier.arrive(theirs, count=1)
+    s = warpgroup_mma_wait(0, deps=[dots])
+    turn += 1
+    mbarrier.arrive(empty.index(unit % stages), count=1)
+    s = seen_scores(s, first, cols, limits, all_lo, all_hi, scores)
+    m = row_max(s, row_s)
+    shift = gl.where(m == float("-inf"), 0.0, m)
+    p = gl.exp2((s - shift[:, None]) * scores.rate)
+    l = lane_sums(p)
+    p16 = gl.convert_layout(p.to(q.dtype), weights)
+    acc = gl.zeros([ROWS, block_dv], gl.float32, mma_o)
+    unit += 1
+    mbarrier.wait(full.index(unit % stages), (unit // stages) & 1)
+
+    for start in range(first + block, last, block):
+        if plan.consumers == 2:
+            mbarrier.wait(mine, (turn & 1) ^ (1 if GROUP == 0 else 0))
+        dots = warpgroup_mma(q, k_tiles.index(unit % stages).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        products = warpgroup_mma(p16, v_tiles.index(unit % stages), acc, is_async=True)
+        if plan.consumers == 2:
+            mbarrier.arrive(theirs, count=1)
+        s = warpgroup_mma_wait(1, deps=[dots])
+        turn += 1
+        s = seen_scores(s, start, cols, limits, all_lo, all_hi, scores)
+        m_new = gl.maximum(m, row_max(s, row_s))
+        shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = gl.exp2((m - shift) * scores.rate)
+        p = gl.exp2((s - shift[:, None]) * scores.rate)
+        m = m_new
+        sums = lane_sums(p)
+        l_alpha = gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None]
+        l = gl.fma(l, l_alpha.broadcast_to(l.shape), sums)
+        p16 = gl.convert_layout(p.to(q.dtype), weights)
+        # The assembler moves the wait for the products before the softmax, unless a basic block ends between the two:
+        # this wait ends one.
+        mbarrier.wait(full.index((unit + 1) % stages), ((unit + 1) // stages) & 1)
+        acc = warpgroup_mma_wait(0, deps=[products])
+        mbarrier.arrive(empty.index(unit % stages), count=1)
+        acc = acc * gl.convert_layout(alpha, row_o)[:, None]
+        unit += 1
+    acc = warpgroup_mma(p16, v_tiles.index(unit % stages), acc, is_async=True)
+    l_row = gl.convert_layout(gl.sum(l, 1), row_s)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(empty.index(unit % stages), count=1)
+    return acc, l_row, m, turn, unit + 1
+
+
+@gluon.jit
+def merge(acc, l, m, acc_part, l_part, m_part, rate, row: gl.constexpr):
+    """As ``merge`` of ``gpu/_split.py``."""
+    m_new = gl.maximum(m, m_part)
+    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha, beta = gl.exp2((m - shift) * rate), gl.exp2((m_part - shift) * rate)
+    a, b = gl.convert_layout(alpha, row)[:, None], gl.convert_layout(beta, row)[:, None]
+    acc = gl.fma(acc, a.broadcast_to(acc.shape), acc_part * b)
+    return acc, gl.fma(l, alpha, l_part * beta), m_new
+
+
+@gluon.jit
+def consumer(
+    GROUP: gl.constexpr, q_tiles, k_tiles, v_tiles, o_tiles, totals, q_full, q_empty, full, empty, mine, theirs, o, lse,
+    scores, window, work, plan: gl.constexpr,
+):  # fmt: skip
+    """Four warps that own 64 queries of each tile of this program."""
+    mma_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.block_kv, 16])
+    mma_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.block_dv, 16])
+    row_s: gl.constexpr = gl.SliceLayout(1, mma_s)
+    row_o: gl.constexpr = gl.SliceLayout(1, mma_o)
+    box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
+    block: gl.constexpr = plan.block_kv
+    left, right = window
+    before = work.kv_len - work.q_len  # keys that stand before query 0
+    q = q_tiles.index(GROUP)
+    unit = 0
+    turn = 0
+    count = 0
+    index = gl.program_id(0)
+    while index < work.tiles:
+        tile, head = tile_at(index, work, right)
+        top = tile * (ROWS * plan.consumers)
+        mine_top = top + GROUP * ROWS
+        bottom = gl.minimum(top + ROWS * plan.consumers, work.q_len) - 1
+        first, last = span_of(top + before, bottom + before, work, left, right, block)
+        place = mine_top + before + gl.arange(0, ROWS, row_s)
+        lo, hi = place * 0, place * 0 + work.kv_len
+        all_lo, all_hi = mine_top * 0, mine_top * 0 + work.kv_len
+        if left is not None:
+            lo, all_lo = place - left, mine_top + before + ROWS - 1 - left
+        if right is not None:
+            hi = gl.minimum(place + right + 1, work.kv_len)
+            all_hi = gl.minimum(mine_top + before + right + 1, work.kv_len)
+
+        mbarrier.wait(q_full.index(GROUP), count & 1)
+        limits = lo, hi
+        if plan.chunked:
+            start = first // work.chunk * work.chunk
+            acc, l, m, turn, unit = attend(turn, unit, first, gl.minimum(start + work.chunk, last), q, k_tiles, v_tiles,
+                                           full, empty, mine, theirs, limits, all_lo, all_hi, scores, GROUP, plan)  # fmt: skip
+            for begin in range(start + work.chunk, last, work.chunk):
+                if plan.shared:
+                    totals.index(GROUP).store(acc)
+                l_whole, m_whole = l, m
+                whole = acc
+                acc, l, m, turn, unit = attend(turn, unit, begin, gl.minimum(begin + work.chunk, last), q, k_tiles,
+                                               v_tiles, full, empty, mine, theirs, limits, all_lo, all_hi, scores,
+                                               GROUP, plan)  # fmt: skip
+                if plan.shared:
+                    whole = totals.index(GROUP).load(mma_o)
+                acc, l, m = merge(whole, l_whole, m_whole, acc, l, m, scores.rate, row_o)
+        else:
+            acc, l, m, turn, unit = attend(turn, unit, first, last, q, k_tiles, v_tiles, full, empty, mine, theirs,
+                                           limits, all_lo, all_hi, scores, GROUP, plan)  # fmt: skip
+        if not plan.o_in_q:
+            mbarrier.arrive(q_empty.index(GROUP), count=1)
+        inverse = 1.0 / gl.where(l == 0.0, 1.0, l)
+        out = acc * gl.convert_layout(inverse, row_o)[:, None]
+        o_tile = q if plan.o_in_q else o_tiles.index(GROUP)
+        tma.store_wait(0)
+        o_tile.store(out.to(q.dtype))
+        fence_async_shared()
+        store_tile(o, [head // work.heads, mine_top, head % work.heads, 0], boxed(o_tile, box))
+        if plan.o_in_q:
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(GROUP), count=1)
+        if lse is not None:
+            i = mine_top + gl.arange(0, ROWS, row_s)
+            total = m * scores.unit + gl.log(l)
+            gl.store(lse + head.to(gl.int64) * work.q_len + i, total, mask=i < work.q_len)
+        count += 1
+        index += gl.num_programs(0)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def producer(
+    q_tiles, k_tiles, v_tiles, q_full, q_empty, full, empty, q, k, v, window, work, plan: gl.constexpr
+):  # fmt: skip
+    """One warp that fetches what the consumers take, in their order."""
+    box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
+    block: gl.constexpr = plan.block_kv
+    stages: gl.constexpr = plan.stages
+    consumers: gl.constexpr = plan.consumers
+    k_bytes: gl.constexpr = block * plan.block_d * 2
+    v_bytes: gl.constexpr = block * plan.block_dv * 2
+    left, right = window
+    before = work.kv_len - work.q_len
+    unit = 0
+    count = 0
+    index = gl.program_id(0)
+    while index < work.tiles:
+        tile, head = tile_at(index, work, right)
+        top = tile * (ROWS * plan.consumers)
+        bottom = gl.minimum(top + ROWS * plan.consumers, work.q_len) - 1
+        first, last = span_of(top + before, bottom + before, work, left, right, block)
+        b = head // work.heads
+        h = head % work.heads
+        kv_h = h // work.group
+        for g in gl.static_range(consumers):
+            mbarrier.wait(q_empty.index(g), (count & 1) ^ 1)
+            mbarrier.expect(q_full.index(g), ROWS * plan.block_d * 2)
+            load_tile(q, [b, top + g * ROWS, h, 0], q_full.index(g), boxed(q_tiles.index(g), box))
+        start = first
+        end = last
+        if plan.chunked:
+            start = first // work.chunk * work.chunk
+            end = start + work.chunk
+        while start < last:
+            begin = gl.maximum(start, first)
+            stop = gl.minimum(end, last)
+            mbarrier.wait(empty.index(unit % stages), ((unit // stages) & 1) ^ 1)
+            mbarrier.expect(full.index(unit % stages), k_bytes)
+            load_tile(k, [b, begin, kv_h, 0], full.index(unit % stages), boxed(k_tiles.index(unit % stages), box))
+            unit += 1
+            for j in range(begin + block, stop, block):
+                mbarrier.wait(empty.index(unit % stages), ((unit // stages) & 1) ^ 1)
+                mbarrier.expect(full.index(unit % stages), k_bytes + v_bytes)
+                load_tile(k, [b, j, kv_h, 0], full.index(unit % stages), boxed(k_tiles.index(unit % stages), box))
+                load_tile(
+                    v, [b, j - block, kv_h, 0], full.index(unit % stages), boxed(v_tiles.index(unit % stages), box)
+                )
+                unit += 1
+            tiles = (stop - begin + block - 1) // block
+            mbarrier.wait(empty.index(unit % stages), ((unit // stages) & 1) ^ 1)
+            mbarrier.expect(full.index(unit % stages), v_bytes)
+            final = begin + (tiles - 1) * block
+            load_tile(v, [b, final, kv_h, 0], full.index(unit % stages), boxed(v_tiles.index(unit % stages), box))
+            unit += 1
+            start = end
+            end = end + work.chunk
+        count += 1
+        index += gl.num_programs(0)
+
+
+@gluon.jit(do_not_specialize=["work"])
+def flash_kernel(q, k, v, o, lse, scores, window, work, plan: gl.constexpr):
+    """o, and lse unless that is None. q, k, v, o: described, (batch, length, heads, d)."""
+    dtype: gl.constexpr = q.dtype
+    consumers: gl.constexpr = plan.consumers
+    stages: gl.constexpr = plan.stages
+    tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    q_tiles = gl.allocate_shared_memory(dtype, [consumers, ROWS, plan.block_d], tile)
+    k_tiles = gl.allocate_shared_memory(dtype, [plan.stages, plan.block_kv, plan.block_d], tile)
+    v_tiles = gl.allocate_shared_memory(dtype, [plan.stages, plan.block_kv, plan.block_dv], tile)
+    o_tiles = q_tiles
+    if not plan.o_in_q:
+        o_tiles = gl.allocate_shared_memory(dtype, [consumers, ROWS, plan.block_dv], tile)
+    totals = q_tiles
+    if plan.chunked and plan.shared:
+        spread: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+        totals = gl.allocate_shared_memory(gl.float32, [consumers, ROWS, plan.block_dv], spread)
+    q_full = gl.allocate_shared_memory(gl.int64, [consumers, 1], bar)
+    q_empty = gl.allocate_shared_memory(gl.int64, [consumers, 1], bar)
+    full = gl.allocate_shared_memory(gl.int64, [plan.stages, 1], bar)
+    empty = gl.allocate_shared_memory(gl.int64, [plan.stages, 1], bar)
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    for i in gl.static_range(2):
+        mbarrier.init(turns.index(i), count=1)
+    for i in gl.static_range(consumers):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(stages):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=consumers)
+    fence_async_shared()
+    # A tuple that is given a name loses its constexprs: the groups are written out.
+    if consumers == 2:
+        gl.warp_specialize([
+            (consumer, (0, q_tiles, k_tiles, v_tiles, o_tiles, totals, q_full, q_empty, full, empty, turns.index(0),
+                        turns.index(1), o, lse, scores, window, work, plan)),
+            (consumer, (1, q_tiles, k_tiles, v_tiles, o_tiles, totals, q_full, q_empty, full, empty, turns.index(1),
+                        turns.index(0), o, lse, scores, window, work, plan)),
+            (producer, (q_tiles, k_tiles, v_tiles, q_full, q_empty, full, empty, q, k, v, window, work, plan)),
+        ], [4, 1], [plan.registers, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consumer, (0, q_tiles, k_tiles, v_tiles, o_tiles, totals, q_full, q_empty, full, empty, turns.index(0),
+                        turns.index(1), o, lse, scores, window, work, plan)),
+            (consumer, (1, q_tiles, k_tiles, v_tiles, o_tiles, totals, q_full, q_empty, full, empty, turns.index(1),
+                        turns.index(0), o, lse, scores, window, work, plan)),
+            (consumer, (2, q_tiles, k_tiles, v_tiles, o_tiles, totals, q_full, q_empty, full, empty, turns.index(1),
+                        turns.index(0), o, lse, scores, window, work, plan)),
+            (producer, (q_tiles, k_tiles, v_tiles, q_full, q_empty, full, empty, q, k, v, window, work, plan)),
+        ], [4, 4, 1], [plan.registers, plan.registers, 24])  # fmt: skip

@@ -1,0 +1,212 @@
+"""The matrix product by warps that have roles (Gluon), for large products of 16-bit numbers.
+
+    c[i, j] = sum_k a[i, k] b[k, j]
+
+One warp loads: it keeps ``stages`` tiles of a (rows x depth) and of b (depth x columns) on their way into shared memory
+through the copy engine, and waits only for a stage to become free. Two groups of four warps multiply, each its half of
+the rows: an asynchronous product of one stage is in flight while the next one is issued, and the stage before is handed
+back as soon as its product is done. So neither copies nor barriers stand between two products. Programs stay, one to a
+multiprocessor, and walk the tiles of c; a tile of c leaves through shared memory while the next one is multiplied.
+
+``more``: b's tile has half as many columns again, in an accumulator of their own: 192 columns, where a tile of Triton's
+is a power of two.
+
+Source: the persistent warp-specialised schedules of CUTLASS 3 (Thakkar et al.), "ping-pong" left out; the order of tiles
+in "Matrix Multiplication" of the Triton tutorials (Tillet).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# Releases before 3.8 have these under longer names.
+load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+LOADER_REGISTERS, CONSUMER_REGISTERS = gl.constexpr(24), gl.constexpr(240)
+
+
+@gluon.jit
+def place(tile, tiles_m, tiles_n, group: gl.constexpr):
+    """The row and the column of tiles of the ``tile``-th: ``group`` rows of tiles are finished column by column."""
+    first = tile // (group * tiles_n) * group
+    rest = tile % (group * tiles_n)
+    rows = min(tiles_m - first, group)
+    return first + rest % rows, rest // rows
+
+
+@gluon.jit
+def loader(a, b, b_more, c, a_tiles, b_tiles, more_tiles, c_tiles, full, empty, m, n, k,
+           rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
+           a_across: gl.constexpr, b_across: gl.constexpr, more: gl.constexpr,
+           described: gl.constexpr, half: gl.constexpr):  # fmt: skip
+    stages: gl.constexpr = full.shape[0]
+    width: gl.constexpr = columns + columns // 2 * more
+    moved: gl.constexpr = (rows + width) * depth * a.dtype.primitive_bitwidth // 8
+    tiles_m, tiles_n = gl.cdiv(m, rows), gl.cdiv(n, width)
+    steps = gl.cdiv(k, depth)
+    count = 0
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        tile_m, tile_n = place(tile, tiles_m, tiles_n, group)
+        i, j = tile_m * rows, tile_n * width
+        for step in range(steps):
+            stage = count % stages
+            mbarrier.wait(empty.index(stage), (count // stages & 1) ^ 1)
+            arrived = full.index(stage)
+            mbarrier.expect(arrived, moved)
+            kk = step * depth
+            if a_across:
+                load_tile(a, [kk, i], arrived, a_tiles.index(stage))
+            else:
+                load_tile(a, [i, kk], arrived, a_tiles.index(stage))
+            if b_across:
+                load_tile(b, [j, kk], arrived, b_tiles.index(stage))
+            else:
+                load_tile(b, [kk, j], arrived, b_tiles.index(stage))
+            if more:
+                if b_across:
+                    load_tile(b_more, [j + columns, kk], arrived, more_tiles.index(stage))
+                else:
+                    load_tile(b_more, [kk, j + columns], arrived, more_tiles.index(stage))
+            count += 1
+
+
+@gluon.jit
+def send(c, c_tiles, first: gl.constexpr, spare: gl.constexpr, acc, i, j):
+    """Write an accumulator's columns to c from column j on, through the tiles of shared memory from ``first`` on, or
+    through that one alone if none is to ``spare``."""
+    box: gl.constexpr = c.block_type.shape[1]
+    if acc.shape[1] == box:
+        c_tiles.index(first).store(acc.to(c.dtype))
+        fence_async_shared()
+        store_tile(c, [i, j], c_tiles.index(first))
+    else:
+        parts = acc.to(c.dtype).reshape([acc.shape[0], 2, box]).permute([0, 2, 1])
+        left, right = parts.split()
+        c_tiles.index(first).store(left)
+        if spare:
+            c_tiles.index(first + 1).store(right)
+        fence_async_shared()
+        store_tile(c, [i, j], c_tiles.index(first))
+        if not spare:
+            tma.store_wait(0)
+            c_tiles.index(first).store(right)
+            fence_async_shared()
+        store_tile(c, [i, j + box], c_tiles.index(first + spare))
+
+
+@gluon.jit
+def put(c, acc, i, j, m, n):
+    """Write an accumulator to the (m, n) array at c, whose rows begin anywhere, a row of a warp's elements at a time."""
+    laid: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    row = i + gl.arange(0, acc.shape[0], gl.SliceLayout(1, laid))
+    column = j + gl.arange(0, acc.shape[1], gl.SliceLayout(0, laid))
+    tile = gl.convert_layout(acc.to(c.dtype.element_ty), laid)
+    at = (c + row.to(gl.int64) * n)[:, None] + column[None, :]
+    gl.store(at, tile, mask=(row < m)[:, None] & (column < n)[None, :])
+
+
+@gluon.jit
+def consumer(a, b, b_more, c, a_tiles, b_tiles, more_tiles, c_tiles, full, empty, m, n, k,
+             rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
+             a_across: gl.constexpr, b_across: gl.constexpr, more: gl.constexpr,
+           described: gl.constexpr, half: gl.constexpr):  # fmt: skip
+    stages: gl.constexpr = full.shape[0]
+    width: gl.constexpr = columns + columns // 2 * more
+    own: gl.constexpr = rows // 2
+    boxes: gl.constexpr = c_tiles.shape[0] // 2
+    unit: gl.constexpr = 256 // a.dtype.primitive_bitwidth  # of k, in one instruction
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, unit])
+    more_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns // 2, unit])
+    tiles_m, tiles_n = gl.cdiv(m, rows), gl.cdiv(n, width)
+    steps = gl.cdiv(k, depth)
+    count = 0
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        tile_m, tile_n = place(tile, tiles_m, tiles_n, group)
+        acc = gl.zeros([own, columns], gl.float32, layout)
+        if more:
+            acc_more = gl.zeros([own, columns // 2], gl.float32, more_layout)
+        for step in range(steps):
+            stage = count % stages
+            mbarrier.wait(full.index(stage), count // stages & 1)
+            if a_across:
+                at = a_tiles.index(stage).slice(half * own, own, 1).permute([1, 0])
+            else:
+                at = a_tiles.index(stage).slice(half * own, own, 0)
+            bt = b_tiles.index(stage)
+            if b_across:
+                bt = bt.permute([1, 0])
+            acc = warpgroup_mma(at, bt, acc, is_async=True)
+            if more:
+                bt_more = more_tiles.index(stage)
+                if b_across:
+                    bt_more = bt_more.permute([1, 0])
+                acc_more = warpgroup_mma(at, bt_more, acc_more, is_async=True)
+                acc, acc_more = warpgroup_mma_wait(2, deps=(acc, acc_more))
+            else:
+                acc = warpgroup_mma_wait(1, deps=(acc,))
+            mbarrier.arrive(empty.index((count + stages - 1) % stages), pred=step > 0)
+            count += 1
+        if more:
+            acc, acc_more = warpgroup_mma_wait(0, deps=(acc, acc_more))
+        else:
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index((count + stages - 1) % stages))
+        i, j = tile_m * rows + half * own, tile_n * width
+        if described:
+            tma.store_wait(0)  # the tile before has left
+            send(c, c_tiles, half * boxes, boxes > 1, acc, i, j)
+            if more:
+                send(c, c_tiles, half * boxes + boxes - boxes // 3, True, acc_more, i, j + columns)
+        else:
+            put(c, acc, i, j, m, n)
+            if more:
+                put(c, acc_more, i, j + columns, m, n)
+    if described:
+        tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["m", "n", "k"])
+def matmul_by_roles(a, b, b_more, c, m, n, k,
+                    rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
+                    stages: gl.constexpr, a_across: gl.constexpr, b_across: gl.constexpr,
+                    more: gl.constexpr, described: gl.constexpr):  # fmt: skip
+    """described: c is a descriptor, and no pointer."""
+    a_tiles = gl.allocate_shared_memory(a.dtype, [stages] + a.block_type.shape, a.layout)
+    b_tiles = gl.allocate_shared_memory(b.dtype, [stages] + b.block_type.shape, b.layout)
+    if more:
+        more_tiles = gl.allocate_shared_memory(b.dtype, [stages] + b_more.block_type.shape, b_more.layout)
+    else:
+        more_tiles = b_tiles
+    if described:
+        # All of c's tile is in shared memory where it is of 16-bit numbers, half of it at a time where of 32.
+        box: gl.constexpr = c.block_type.shape[1]
+        boxes: gl.constexpr = 1 if c.dtype.primitive_bitwidth == 32 else (columns + columns // 2 * more) // box
+        c_tiles = gl.allocate_shared_memory(c.dtype, [2 * boxes] + c.block_type.shape, c.layout)
+    else:
+        c_tiles = a_tiles
+    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(stages):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    gl.warp_specialize(
+        [
+            (consumer, (a, b, b_more, c, a_tiles, b_tiles, more_tiles, c_tiles, full, empty, m, n, k,
+                        rows, columns, depth, group, a_across, b_across, more, described, 0)),
+            (consumer, (a, b, b_more, c, a_tiles, b_tiles, more_tiles, c_tiles, full, empty, m, n, k,
+                        rows, columns, depth, group, a_across, b_across, more, described, 1)),
+            (loader, (a, b, b_more, c, a_tiles, b_tiles, more_tiles, c_tiles, full, empty, m, n, k,
+                      rows, columns, depth, group, a_across, b_across, more, described, 0)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, LOADER_REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,140 @@
+"""Attention for Hopper's copy engine and asynchronous matrix unit, in 16 bits: see ``_flash``.
+
+Calls of few queries, and those in which chunks of keys have programs of their own, go to the portable kernel with the
+tiling of here. Both kernels add up the same numbers in the same order, so that a row's bits do not tell which it was.
+Everything that this variant does not take is refused by what decides bits anyway: dtypes, head dimensions, bias and
+segments. Interpreted calls are all the portable kernel's: Gluon is compiled alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from triton.experimental.gluon import language as gl
+
+from portakern.backends.triton import BACKEND
+from portakern.backends.triton.descriptors import describe
+from portakern.backends.triton.gpu import attention as portable
+from portakern.backends.triton.gpu._heads import Scores
+from portakern.backends.triton.gpu._split import chunk_length
+from portakern.backends.triton.hopper._flash import Plan, Work, flash_kernel
+from portakern.backends.triton.launch import cdiv, launch, shared_limit, torch_dtype
+from portakern.backends.triton.layout import contiguous_strides, fresh, pow2_at_least
+from portakern.spec import Count
+from portakern.specs.attention import score_unit
+
+if TYPE_CHECKING:
+    from portakern.core.call import Call
+
+QUERIES = 64  # of a consumer
+TOGETHER = 8  # heads whose tiles are taken by turns where the last queries see most keys: their keys stay in L2
+REGISTERS = {2: (240, 168), 3: (160, 128)}  # consumers -> registers of their threads, and of all threads at the start
+BARRIERS = 1024  # bytes of shared memory that are set aside for them
+KNOBS = {**portable.KNOBS, "consumers": Count(2, 3)}
+
+
+def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
+    """What the kernel is compiled for."""
+    block_d, block_dv = (pow2_at_least(call.dims[n], 64) for n in ("d", "dv"))
+    chunked, consumers = chunk_length(call, tiling) is not None, tiling["consumers"]
+    plan = Plan(consumers, tiling["block_kv"], block_d, block_dv, tiling["num_stages"], chunked, shared=True,
+                o_in_q=block_d == block_dv, registers=REGISTERS[consumers][0])  # fmt: skip
+    apart = plan._replace(o_in_q=False)
+    if shared_bytes(apart) <= shared_limit(call.target.arch):
+        return apart
+    return plan if shared_bytes(plan) <= shared_limit(call.target.arch) else plan._replace(shared=False)
+
+
+def shared_bytes(plan: Plan) -> int:
+    """Shared memory that the kernel takes."""
+    rows = plan.consumers * QUERIES
+    held = rows * plan.block_d + plan.stages * plan.block_kv * (plan.block_d + plan.block_dv)
+    held += 0 if plan.o_in_q else rows * plan.block_dv
+    return 2 * held + (4 * rows * plan.block_dv if plan.chunked and plan.shared else 0) + BARRIERS
+
+
+def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+    dims, plan = call.dims, plan_of(call, tiling)
+    if call.interpret:
+        return portable.supports(call, tiling)
+    if call.dtype not in ("float16", "bfloat16"):
+        return f"{call.dtype} goes to the portable kernel: this one is for float16 and bfloat16"
+    for name in ("bias", "q_segment_ids"):
+        if call.arrays[name] is not None:
+            return f"{name} goes to the portable kernel"
+    if dims["d"] % 8 or dims["dv"] % 8 or max(dims["d"], dims["dv"]) > 256:
+        return f"head dimensions {dims['d']} and {dims['dv']}: this kernel takes multiples of 8 up to 256"
+    if plan.block_kv > 256:
+        return f"block_kv = {plan.block_kv}: the matrix unit takes up to 256 keys at a time"
+    needed = plan.block_kv // 2 + plan.block_kv // 4 + plan.block_dv // 2
+    if needed > plan.registers - 30:
+        return (
+            f"tiles of {plan.block_kv} keys at head dimension {dims['dv']} need some {needed} registers a thread for "
+            f"scores and sums; {plan.consumers} consumers have {plan.registers}"
+        )
+    if shared_bytes(plan) > shared_limit(call.target.arch):
+        return (
+            f"{plan.stages} stages of {plan.block_kv} keys take {shared_bytes(plan)} bytes of shared memory; "
+            f"{call.target.arch or 'sm_90'} has {shared_limit(call.target.arch)}"
+        )
+    return portable.supports(call, tiling)
+
+
+@BACKEND.implements(
+    "attention", tiling=portable.least_chunk, key=portable.key, fit=portable.fit, supports=supports, knobs=KNOBS
+)
+def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    dims, options = call.dims, call.options
+    rows, _ = portable.rows_plan(call, tiling)
+    _, _, _, chunks = portable.programs_of(call, tiling, rows)
+    if call.interpret or chunks or rows.packed or dims["q_len"] <= QUERIES:
+        return portable.attention(call, tiling)
+    plan = plan_of(call, tiling)
+    batch, q_len, kv_len = dims["batch"], dims["q_len"], dims["kv_len"]
+    heads = dims["kv_heads"] * dims["group"]
+    q, k, v = (movable(call.arrays[n]) for n in "qkv")
+    o, lse = fresh((batch, q_len, heads, dims["dv"]), q.dtype, q.device), None
+    if "lse" in call.wants:
+        lse = fresh((batch, heads, q_len), torch_dtype(call.outputs["lse"][1]), q.device)
+
+    pre, unit = score_unit(call)
+    scores = Scores(pre, options["softcap"], unit * portable.LOG2E, unit)
+    left, right = portable._band(options["is_causal"], options["window"], q_len + kv_len)
+    tiles_q = cdiv(q_len, QUERIES * plan.consumers)
+    tiles = tiles_q * heads * batch
+    work = Work(tiles, tiles_q, 1 if right is None else TOGETHER, heads, dims["group"], batch * heads, q_len, kv_len,
+                chunk_length(call, tiling) or kv_len)  # fmt: skip
+    # Tiles that are alike are dealt out beforehand; where some see more keys, those come first, and a multiprocessor
+    # takes the next one when it is done.
+    programs = min(tiles, processors(q.device)) if right is None and left is None else tiles
+    described = (tiled(q, QUERIES, plan.block_d), tiled(k, plan.block_kv, plan.block_d),
+                 tiled(v, plan.block_kv, plan.block_dv), tiled(o, QUERIES, plan.block_dv))  # fmt: skip
+    launch(flash_kernel, programs, call, *described, lse, scores, (left, right), work,
+           plan=plan, num_warps=4, maxnreg=REGISTERS[plan.consumers][1])  # fmt: skip
+    return (o, lse)
+
+
+def movable(x: torch.Tensor) -> torch.Tensor:
+    """``x``, or a copy where the copy engine cannot move its rows: from odd addresses, or over odd strides."""
+    odd = [s % 8 or not s for s, extent in zip(x.stride()[:3], x.shape[:3], strict=True) if extent > 1]
+    if x.stride(3) == 1 and not any(odd) and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def tiled(x: torch.Tensor, rows: int, columns: int) -> Any:
+    """(batch, length, heads, d) in tiles of so many rows of one head."""
+    strides = [
+        s if extent > 1 else of_a_copy
+        for s, extent, of_a_copy in zip(x.stride(), x.shape, contiguous_strides(x.shape), strict=True)
+    ]
+    return describe(x, x.shape, strides, (1, rows, 1, columns), gl.NVMMASharedLayout(128, 16, 4))
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """How many multiprocessors a device has; an H100's where there is none."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

@@ -1,0 +1,12 @@
+"""What the kernels of this folder are for."""
+
+from portakern.core.backend import Family
+
+FAMILY = Family(
+    "portakern.backends.triton.hopper",
+    platforms=("cuda",),
+    targets=("sm_90",),
+    interprets=True,
+    compiler="portakern.backends.triton.compiler",
+    replays="portakern.backends.triton.replay:learn",
+)

@@ -1,0 +1,391 @@
+"""Matrix product with batch broadcasting, on Hopper's asynchronous copy engine and matrix unit.
+
+    c[.., i, j] = sum_k a[.., i, k] b[.., k, j]
+
+a: (*#batch, m, k), b: (*#batch, k, n) -> c: (*batch, m, n). A program computes block_m x block_n tiles of c, walking k
+in steps of block_k; tiles of operands are described, and arrive in shared memory while the ones before are multiplied.
+Programs stay, and take one tile after another. Large products are by warps that have roles (:mod:`._warps`).
+
+Few rows are multiplied the other way round, c^T = b^T a^T (``swapped``): the matrix unit takes 64 rows at a time, and
+then these are columns of b, where m is filled up to 16.
+
+A long k and few columns make too few tiles. There the sum over k goes in ``chunk`` long parts, each summed alone, which
+programs of their own compute or, where there are tiles enough, one program one after another; the same sums in the same
+order. How long a chunk is follows from n and k. All else may follow m and the batch: an element's bits depend on the
+order of k alone, which the matrix unit and every tile keep (tests/test_gpu.py tries it).
+
+Operands that cannot be described are copied (:mod:`._scratch`). The matrix unit takes 32-bit operands only where k lies
+side by side.
+
+Source: the order of tiles in "Matrix Multiplication" of the Triton tutorials (Tillet).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from portakern.backends.triton import BACKEND
+from portakern.backends.triton.descriptors import describe
+from portakern.backends.triton.gpu.matmul import products
+from portakern.backends.triton.hopper._scratch import Operand, operand
+from portakern.backends.triton.launch import (
+    MAX_GRID,
+    accumulator,
+    cdiv,
+    dot_precision,
+    launch,
+    refuse_common,
+    shared_limit,
+    torch_dtype,
+)
+from portakern.backends.triton.layout import collapse, fresh, pow2_at_least
+from portakern.core import targets
+from portakern.spec import Count, Tile
+from portakern.spec.dtypes import numpy_dtype
+
+if TYPE_CHECKING:
+    from portakern.core.call import Call
+
+MULTIPROCESSORS = targets.family("sm_90").cores or 132
+
+RATES = {
+    "16-bit": {"128 x 256": 1.0, "128 x 192": 0.95, "128 x 128": 0.86, "64 x 128": 0.7, "64 x 64": 0.4},
+    "tf32": {"128 x 256": 1.0, "128 x 128": 0.86, "64 x 128": 0.7, "64 x 64": 0.4},
+    "ieee": {"128 x 128": 1.0, "64 x 64": 0.7, "16 x 128": 0.3},
+}
+"""Of each kind of product the tiles of c that there are, and which part of the best rate a multiprocessor reaches on
+them, from runs of prototypes on an H100. 192 columns are two accumulators, of 128 and of 64."""
+
+WITHOUT_BOXES = 0.85
+"""Which part of it is left where c cannot be described, so that each program computes one tile and then writes it:
+estimated. Where warps have roles the next tile's operands come meanwhile."""
+
+FEW_ROWS = 64
+
+KNOBS = {
+    "num_warps": Tile(4, 16), "num_stages": Count(1, 8), "group": Tile(1, 64),
+    "swapped": Count(0, 1), "roles": Count(0, 2),
+}  # fmt: skip
+"""``swapped``: tiles of c^T. ``roles``: 0: all warps do the same; 1: they have roles; 2: and columns of half a tile
+more."""
+
+TORCH = {tl.float32: "float32", tl.float64: "float64"}
+ELEMENTS = {
+    torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, torch.float64: tl.float64,
+}  # fmt: skip
+
+
+@triton.jit
+def place(tile, tiles_m, tiles_n, group: tl.constexpr):
+    """The row and the column of tiles of the ``tile``-th: ``group`` rows of tiles are finished column by column."""
+    first = tile // (group * tiles_n) * group
+    rest = tile % (group * tiles_n)
+    rows = min(tiles_m - first, group)
+    return first + rest % rows, rest // rows
+
+
+@triton.jit
+def described_tile(x, z, row, column, rows: tl.constexpr, columns: tl.constexpr, across: tl.constexpr,
+                   batched: tl.constexpr):  # fmt: skip
+    """The tile of x at (row, column), which lies the other way in memory if ``across``."""
+    if across:
+        if batched:
+            return x.load([z, column, row]).reshape(columns, rows).T
+        else:
+            return x.load([column, row]).T
+    else:
+        if batched:
+            return x.load([z, row, column]).reshape(rows, columns)
+        else:
+            return x.load([row, column])
+
+
+@triton.jit
+def summed(a, b, a_z, b_z, i, j, first, last,
+           block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, a_across: tl.constexpr,
+           b_across: tl.constexpr, swapped: tl.constexpr, batched: tl.constexpr, precision: tl.constexpr,
+           acc_dtype: tl.constexpr):  # fmt: skip
+    """The tile of c at (i, j), of the steps first .. last - 1 of k; its transpose if ``swapped``."""
+    if swapped:
+        acc = tl.zeros([block_n, block_m], acc_dtype)
+    else:
+        acc = tl.zeros([block_m, block_n], acc_dtype)
+    for step in range(first, last):
+        at = described_tile(a, a_z, i, step * block_k, block_m, block_k, a_across, batched)
+        bt = described_tile(b, b_z, step * block_k, j, block_k, block_n, b_across, batched)
+        if swapped:
+            acc = tl.dot(bt.T, at.T, acc, input_precision=precision, out_dtype=acc_dtype)
+        else:
+            acc = tl.dot(at, bt, acc, input_precision=precision, out_dtype=acc_dtype)
+    return acc
+
+
+@triton.jit(do_not_specialize=["m", "n", "k", "chunk", "parts", "entries", "a_batched", "b_batched"])
+def matmul_kernel(a, b, c, m, n, k, chunk, parts, entries, a_batched, b_batched, c_m,
+                  block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, group: tl.constexpr,
+                  a_across: tl.constexpr, b_across: tl.constexpr, swapped: tl.constexpr, batched: tl.constexpr,
+                  chunked: tl.constexpr, flat: tl.constexpr, c_described: tl.constexpr, precision: tl.constexpr,
+                  acc_dtype: tl.constexpr, c_dtype: tl.constexpr):  # fmt: skip
+    """chunk: steps of k that are summed alone. parts: how many chunks programs of their own take, each of which has its
+    own c; ``chunked``: one program takes them all."""
+    tiles_m, tiles_n = tl.cdiv(m, block_m), tl.cdiv(n, block_n)
+    steps, tiles = tl.cdiv(k, block_k), tiles_m * tiles_n
+    for index in tl.range(tl.program_id(0), tiles * parts * entries, tl.num_programs(0), flatten=flat):
+        tile_m, tile_n = place(index % tiles, tiles_m, tiles_n, group)
+        i, j = tile_m * block_m, tile_n * block_n
+        part, z = index // tiles % parts, index // tiles // parts
+        if chunked:
+            if swapped:
+                acc = tl.zeros([block_n, block_m], acc_dtype)
+            else:
+                acc = tl.zeros([block_m, block_n], acc_dtype)
+            for first in range(0, steps, chunk):
+                acc += summed(a, b, z * a_batched, z * b_batched, i, j, first, min(first + chunk, steps),
+                              block_m, block_n, block_k, a_across, b_across, swapped, batched, precision,
+                              acc_dtype)  # fmt: skip
+        else:
+            first = part * chunk
+            acc = summed(a, b, z * a_batched, z * b_batched, i, j, first, min(first + chunk, steps),
+                         block_m, block_n, block_k, a_across, b_across, swapped, batched, precision,
+                         acc_dtype)  # fmt: skip
+        if swapped:
+            c_tile = acc.T.to(c_dtype)
+        else:
+            c_tile = acc.to(c_dtype)
+        if c_described:
+            if batched:
+                c.store([z, i, j], c_tile.reshape(1, block_m, block_n))
+            else:
+                c.store([i, j], c_tile)
+        else:
+            row, column = i + tl.arange(0, block_m), j + tl.arange(0, block_n)
+            c_row = c + ((part * entries + z).to(tl.int64) * m + row) * c_m
+            tl.store(c_row[:, None] + column[None, :], c_tile, mask=(row < m)[:, None] & (column < n)[None, :])
+
+
+@triton.jit(do_not_specialize=["parts"])
+def add_parts_kernel(partial, c, numel, parts, block: tl.constexpr):
+    """c = the sum of its parts, in order."""
+    i = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = i < numel
+    acc = tl.zeros([block], partial.dtype.element_ty)
+    for part in tl.range(0, parts, num_stages=4):
+        acc += tl.load(partial + tl.cast(part, tl.int64) * numel + i, mask=inside, other=0.0)
+    tl.store(c + i, acc.to(c.dtype.element_ty), mask=inside)
+
+
+def chunk_of(n: int, k: int) -> int:
+    """How much of k one chain sums, from n and k alone: all of it, unless 128 rows would leave most multiprocessors
+    idle for long."""
+    parts = min(8, k // 4096, MULTIPROCESSORS // max(1, cdiv(n, 128)))
+    return k if parts < 4 else pow2_at_least(cdiv(k, parts))
+
+
+def split(tiles: int, n: int, k: int) -> int:
+    """How many programs share a tile's sum over k: each chunk has its own, or one takes all of them."""
+    chunk = chunk_of(n, k)
+    parts = cdiv(k, chunk)
+    alone = cdiv(tiles, MULTIPROCESSORS) * k
+    return parts if cdiv(tiles * parts, MULTIPROCESSORS) * chunk < 0.8 * alone else 1
+
+
+def extents(call: Call) -> tuple[int, int]:
+    """Batch entries and rows of the product: where b is not batched, all rows of a are one tall matrix."""
+    batch, m = prod(call.dims["batch"]), call.dims["m"]
+    return (1, batch * m) if prod(call.arrays["b"].shape[:-2]) == 1 else (batch, m)
+
+
+def size_of(dtype: str) -> int:
+    return numpy_dtype(dtype).itemsize
+
+
+def best_tile(call: Call) -> str:
+    """The tile of c that finishes first: how many rounds the multiprocessors make, times what a round takes."""
+    kind, (entries, m), n, k = products(call, call.dtype), extents(call), call.dims["n"], call.dims["k"]
+    if m <= FEW_ROWS and kind != "ieee":
+        return f"{pow2_at_least(m, 16)} rows"
+    roles = may_have_roles(call)
+    c_size = size_of(call.outputs["c"][1])
+    wide, boxes = roles or c_size == 2, n * c_size % 16 == 0  # else c's tile leaves no room for operands
+
+    def cost(name: str) -> float:
+        rows, columns = map(int, name.split(" x "))
+        tiles = entries * cdiv(m, rows) * cdiv(n, columns)
+        parts = split(tiles, n, k)
+        rate = RATES[kind][name] * (1.0 if boxes or (roles and columns > 128) else WITHOUT_BOXES)
+        return cdiv(tiles * parts, MULTIPROCESSORS) / parts * rows * columns / rate
+
+    there = [t for t in RATES[kind] if (roles or not t.endswith("192")) and (wide or not t.endswith("256"))]
+    return min(there, key=cost)
+
+
+def key(call: Call) -> dict[str, str | int]:
+    """The kind of the products, and which tile of c suits m, n and k."""
+    # The interpreter's own sums follow the steps of k.
+    return {"products": products(call, call.dtype), "tile": "any" if call.interpret else best_tile(call)}
+
+
+def may_have_roles(call: Call) -> bool:
+    """Whether warps that have roles take the call: whole sums on the matrix unit, one c, of the operands' size."""
+    n, k, size = call.dims["n"], call.dims["k"], size_of(call.dtype)
+    return bool(
+        not call.interpret and products(call, call.dtype) != "ieee" and chunk_of(n, k) == k and extents(call)[0] == 1
+        and size_of(call.outputs["c"][1]) == size
+    )  # fmt: skip
+
+
+def by_roles(call: Call, tiling: Mapping[str, int]) -> bool:
+    """Whether a tiling is of warps that have roles, for a call that they take."""
+    rows, columns, depth, size = tiling["block_m"], tiling["block_n"], tiling["block_k"], size_of(call.dtype)
+    if not (tiling["roles"] and may_have_roles(call) and (rows, depth * size) == (128, 128) and columns in (128, 256)):
+        return False
+    if tiling["roles"] == 2 and (columns == 256 or size == 4):
+        return False
+    width = columns + columns // 2 * (tiling["roles"] == 2)
+    shared = tiling["num_stages"] * (rows + width) * depth * size + rows * min(width * size, 512) + 1024
+    return tiling["num_stages"] >= 2 and shared <= shared_limit(call.target.arch)
+
+
+def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+    block_m, block_n, block_k = tiling["block_m"], tiling["block_n"], tiling["block_k"]
+    if max(block_m, block_n, block_k) > 256:
+        return f"a tile of {block_m} x {block_n} x {block_k} is longer than the copy engine's 256"
+    if max(call.dims["n"], call.dims["k"], extents(call)[1]) > 2**31 - 512:
+        return "an extent of 2^31 is beyond what the copy engine counts"
+    if not call.interpret and not by_roles(call, tiling):
+        size, stored = size_of(call.dtype), size_of(call.outputs["c"][1])
+        boxes = block_m * block_n * stored * (call.dims["n"] * stored % 16 == 0)
+        shared = tiling["num_stages"] * (block_m + block_n) * block_k * size + boxes
+        if shared > shared_limit(call.target.arch):
+            arch, limit = call.target.arch, shared_limit(call.target.arch)
+            return (
+                f"{tiling['num_stages']} stages of {block_m} x {block_n} x {block_k} take {shared} bytes "
+                f"of shared memory; {arch} has {limit}"
+            )
+        if block_m * block_n > tiling["num_warps"] * 32 * 128:
+            return (
+                f"a {block_m} x {block_n} accumulator does not fit in the registers of {tiling['num_warps']} warps; "
+                "use a smaller tile or more warps"
+            )
+    entries, m = extents(call)
+    return refuse_common(
+        call, tiling["num_warps"], min(entries * cdiv(m, block_m) * cdiv(call.dims["n"], block_n), 8 * MAX_GRID)
+    )
+
+
+@BACKEND.implements(
+    "matmul",
+    key=key,
+    supports=supports,
+    knobs=KNOBS,
+    same_bits=True,
+)
+def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    dims, dtype = call.dims, call.options["out_dtype"]
+    a, b, n, k = call.arrays["a"], call.arrays["b"], dims["n"], dims["k"]
+    c = fresh((*dims["batch"], dims["m"], n), torch_dtype(dtype) if dtype else a.dtype, a.device)
+    entries, m = extents(call)
+    turned = products(call, call.dtype) == "tf32" and not call.interpret and not tiling["swapped"]
+    of_a = _operand(call, a, (entries, m, k), 1 if turned else None, flattened=m != dims["m"])
+    of_b = _operand(call, b, (entries, k, n), 0 if turned else None)
+    if by_roles(call, tiling):
+        _launch_roles(call, of_a, of_b, c, m, tiling)
+    else:
+        _launch(call, of_a, of_b, c, (entries, m), tiling)
+    return (c,)
+
+
+def _operand(
+    call: Call, x: torch.Tensor, extents: tuple[int, int, int], along: int | None, flattened: bool = False
+) -> Operand:
+    """``x`` with its batch axes as one, or as rows (``flattened``). Axes that one stride does not walk are gathered."""
+    entries, rows, columns = extents
+    if flattened:
+        x = x.expand(*call.dims["batch"], -1, -1)
+        shape, (strides,) = collapse(x.shape[:-1], x.stride()[:-1])
+        if len(shape) > 1:
+            x, strides = x.contiguous(), (columns,)
+        x = x.as_strided((rows, columns), (strides[0] if shape else columns, x.stride(-1)))
+        return operand(call, x, 0, (1, rows, columns), along)
+    if prod(x.shape[:-2]) == 1:
+        return operand(call, x, 0, (1, rows, columns), along)
+    x = x.expand(*call.dims["batch"], -1, -1)
+    shape, (strides,) = collapse(x.shape[:-2], x.stride()[:-2])
+    if len(shape) > 1:
+        x = x.contiguous()
+        strides = (rows * columns,)
+    return operand(call, x, strides[0], (entries, rows, columns), along)
+
+
+def _described(x: Operand, shape: tuple[int, int, int], block: tuple[int, int], batched: bool, **how: Any) -> Any:
+    """The descriptor of an operand whose two axes have these extents, in tiles ``block``."""
+    entries, rows, columns = shape
+    lines, length = (columns, rows) if x.across else (rows, columns)
+    tile = block[::-1] if x.across else block
+    if batched:
+        strides = (x.batch or x.row * lines, x.row, 1)
+        return describe(x.memory, (entries if x.batch else 1, lines, length), strides, (1, *tile), **how)
+    return describe(x.memory, (lines, length), (x.row, 1), tile, **how)
+
+
+def _launch_roles(call: Call, a: Operand, b: Operand, c: torch.Tensor, m: int, tiling: Mapping[str, int]) -> None:
+    from triton.experimental.gluon import language as gl
+
+    from portakern.backends.triton.hopper._warps import matmul_by_roles
+
+    n, k = call.dims["n"], call.dims["k"]
+    rows, columns, depth, more = tiling["block_m"], tiling["block_n"], tiling["block_k"], int(tiling["roles"] == 2)
+    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[c.dtype]
+    tf32 = c.dtype == torch.float32
+
+    def tile(x: Operand, shape: tuple[int, int], block: tuple[int, int], tf32: bool = tf32) -> Any:
+        laid = list(block[::-1] if x.across else block)
+        layout = gl.NVMMASharedLayout.get_default_for(laid, dtype)
+        return _described(x, (1, *shape), block, False, layout=layout, tf32=tf32)
+
+    box = (rows // 2, 64 if more else min(columns, 512 // c.element_size()))
+    described = n * c.element_size() % 16 == 0
+    of_c = tile(Operand(c, 0, n, False), (m, n), box, tf32=False) if described else c
+    of_a, of_b = tile(a, (m, k), (rows, depth)), tile(b, (k, n), (depth, columns))
+    of_more = tile(b, (k, n), (depth, columns // 2)) if more else of_b
+    width = columns + columns // 2 * more
+    grid = min(MULTIPROCESSORS, cdiv(m, rows) * cdiv(n, width))
+    launch(matmul_by_roles, grid, call, of_a, of_b, of_more, of_c, m, n, k,
+           rows=rows, columns=columns, depth=depth, group=tiling["group"], stages=tiling["num_stages"],
+           a_across=int(a.across), b_across=int(b.across), more=more, described=described,
+           num_warps=4)  # fmt: skip
+
+
+def _launch(
+    call: Call, a: Operand, b: Operand, c: torch.Tensor, rows: tuple[int, int], tiling: Mapping[str, int]
+) -> None:
+    (entries, m), n, k = rows, call.dims["n"], call.dims["k"]
+    block_m, block_n, block_k = tiling["block_m"], tiling["block_n"], tiling["block_k"]
+    tiles = entries * cdiv(m, block_m) * cdiv(n, block_n)
+    parts, chunk = split(tiles, n, k), cdiv(chunk_of(n, k), block_k)
+    chunked = parts == 1 and chunk * block_k < k
+    acc = accumulator(call.dtype)
+    target = c if parts == 1 else fresh((parts, entries * m, n), torch_dtype(TORCH[acc]), c.device)
+    batched, swapped = entries > 1, bool(tiling["swapped"])
+    in_boxes = parts == 1 and n * c.element_size() % 16 == 0
+    stays = in_boxes and not swapped
+    how: dict[str, Any] = {"tf32": True} if dot_precision(call) == "tf32" and not call.interpret else {}
+    of_a = _described(a, (entries, m, k), (block_m, block_k), batched, **how)
+    of_b = _described(b, (entries, k, n), (block_k, block_n), batched, **how)
+    of_c = Operand(c, m * n * batched, n, False)
+    grid = min(MULTIPROCESSORS if stays else MAX_GRID, tiles * parts)
+    launch(matmul_kernel, grid, call, of_a, of_b,
+           _described(of_c, (entries, m, n), (block_m, block_n), batched) if in_boxes else target,
+           m, n, k, chunk, parts, entries, int(a.batch > 0), int(b.batch > 0), n,
+           block_m=block_m, block_n=block_n, block_k=block_k, group=tiling["group"], a_across=a.across,
+           b_across=b.across, swapped=swapped, batched=batched, chunked=chunked,
+           flat=stays and not chunked, c_described=in_boxes, precision=dot_precision(call), acc_dtype=acc,
+           c_dtype=ELEMENTS[target.dtype], num_warps=tiling["num_warps"], num_stages=tiling["num_stages"])  # fmt: skip
+    if parts > 1:
+        launch(add_parts_kernel, cdiv(c.numel(), 1024), call, target, c, c.numel(), parts, block=1024)

@@ -1,0 +1,157 @@
+"""Long rows of keys: their chunks follow from lengths alone, and whoever computes them computes the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import portakern as pk
+from portakern.core import registry, tilings
+from portakern.core.call import Call
+from portakern.core.targets import Target
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("triton", reason="triton is not installed")
+
+from portakern.backends.triton.gpu import _split as split  # noqa: E402
+from portakern.backends.triton.gpu import attention as portable  # noqa: E402
+from portakern.backends.triton.hopper import attention as hopper  # noqa: E402
+
+SM_90 = Target("cuda", "sm_90")
+SMALL = {"chunk": 32, "block_q": 32, "block_kv": 16}
+
+
+def qkv(batch: int, q_len: int, kv_heads: int, group: int, kv_len: int, d: int, dv: int, dtype: Any = None) -> Any:
+    made = torch.Generator().manual_seed(q_len + kv_len)
+    dtype = dtype or torch.float32
+
+    def normal(*shape: int) -> Any:
+        return torch.randn(*shape, generator=made).to(dtype)
+
+    return (
+        normal(batch, q_len, kv_heads * group, d),
+        normal(batch, kv_len, kv_heads, d),
+        normal(batch, kv_len, kv_heads, dv),
+    )
+
+
+def bound(*shape: int, target: Target = SM_90, dtype: Any = None, **options: Any) -> Call:
+    call = pk.op("attention", backend="triton").bind(*qkv(*shape, dtype=dtype or torch.bfloat16), **options)
+    return call.replace(target=target, interpret=False)
+
+
+def variant(name: str) -> Any:
+    b = registry.backend("triton")
+    return b.implementation("attention", next(f for f in b.families if f.name == name))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_causal": True}, {"window": (40, 3)}, {"window": (30, None), "softcap": 2.0}, {"window": (None, 5)}],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(2, 1, 2, 4, 300, 16, 16), (1, 5, 1, 3, 270, 16, 24), (2, 40, 2, 2, 200, 8, 8)])
+def test_a_program_a_chunk_or_one_for_all(shape, options, monkeypatch):
+    q, k, v = qkv(*shape)
+    launched: list[int] = []
+    real = portable.launch
+
+    def counted(kernel: Any, *args: Any, **more: Any) -> Any:
+        launched.append(kernel is portable.combine_kernel)
+        return real(kernel, *args, **more)
+
+    monkeypatch.setattr(portable, "launch", counted)
+    monkeypatch.setattr(portable, "worth_spreading", lambda *_: True)
+    spread = pk.op("attention", backend="triton", tiling=SMALL)(q, k, v, return_lse=True, **options)
+    assert any(launched), "no chunk had a program of its own"
+    monkeypatch.setattr(portable, "worth_spreading", lambda *_: False)
+    launched.clear()
+    op = pk.op("attention", backend="triton", tiling={**SMALL, "num_stages": 1})
+    whole = op(q, k, v, return_lse=True, **options)
+    assert launched and not any(launched)
+    assert all(torch.equal(a, b) for a, b in zip(spread, whole, strict=True))
+
+
+def test_a_chunk_sees_neither_queries_nor_heads_nor_samples():
+    tiling = {"chunk": 512, "block_kv": 64}
+    lengths = {
+        split.chunk_length(bound(b, q, h, g, 5000, 64, 64, **options), tiling)
+        for options in ({}, {"is_causal": True})
+        for b, q, h, g in ((1, 1, 1, 1), (3, 1, 2, 1), (1, 70, 1, 3))
+    }
+    assert lengths == {512}
+    assert split.chunk_length(bound(1, 1, 1, 1, 512, 64, 64), tiling) is None
+    assert split.chunk_length(bound(1, 1, 1, 1, 40000, 8, 8), tiling) == 2048  # no more than MOST of them
+    assert split.chunk_length(bound(1, 1, 1, 1, 40000, 8, 8, window=(99, 0)), tiling) == 512
+
+
+@pytest.mark.parametrize(("left", "right"), [(0, 0), (31, 0), (32, 0), (33, 5), (100, 0)])
+@pytest.mark.parametrize("queries", [1, 2, 40])
+def test_no_tile_sees_more_chunks_than_have_programs(queries, left, right):
+    call, chunk = bound(1, queries, 1, 1, 700, 8, 8, window=(left, right)), 32
+    most = split.chunks_of_a_tile(call, chunk, queries)
+    for top in range(left, 700 - right - queries + 1):
+        seen = (top + queries - 1 + right) // chunk - (top - left) // chunk + 1
+        assert seen <= most
+    assert most <= -(-(queries + left + right) // chunk) + 1
+
+
+def test_what_is_written_of_parts_is_little_beside_what_is_read():
+    few, many = bound(1, 1, 2, 4, 8192, 8, 8), bound(1, 700, 2, 4, 8192, 8, 8)
+    assert split.worth_spreading(few, 2, 16) and not split.worth_spreading(many, 2, 16)
+    assert not split.worth_spreading(few, split.ENOUGH, 16)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"dtype": torch.float32}, "float32 goes to the portable kernel"),
+        ({"bias": True}, "bias goes to the portable kernel"),
+        ({"segments": True}, "q_segment_ids goes to the portable kernel"),
+        ({"d": 12}, "head dimensions 12 and 12: this kernel takes multiples of 8 up to 256"),
+        ({"d": 264}, "up to 256"),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_what_hopper_leaves_to_the_portable_kernel(more, why):
+    d = more.get("d", 64)
+    given = {}
+    if "bias" in more:
+        given["bias"] = torch.zeros(1, 1, 1, 100)
+    if "segments" in more:
+        given |= {
+            "q_segment_ids": torch.zeros(1, 90, dtype=torch.int32),
+            "kv_segment_ids": torch.zeros(1, 100, dtype=torch.int32),
+        }
+    call = bound(1, 90, 1, 1, 100, d, d, dtype=more.get("dtype"), **given)
+    found = hopper.supports(call, tilings.default(variant("hopper"), call).tiling)
+    assert found is None if why is None else why in found
+
+
+def test_hopper_refuses_what_has_no_room():
+    call = bound(1, 90, 1, 1, 1000, 256, 256)
+    tiling = dict(tilings.default(variant("hopper"), call).tiling)
+    assert hopper.supports(call, tiling) is None
+    assert "registers a thread" in hopper.supports(call, {**tiling, "block_kv": 256})
+    assert "bytes of shared memory" in hopper.supports(call, {**tiling, "num_stages": 4})
+    assert "up to 256 keys" in hopper.supports(call, {**tiling, "block_kv": 512})
+
+
+@pytest.mark.parametrize(("d", "kv_len"), [(64, 600), (128, 600), (128, 300), (256, 600)])
+def test_hopper_has_room_for_what_it_plans(d, kv_len):
+    call = bound(1, 90, 1, 1, kv_len, d, d)
+    plan = hopper.plan_of(call, tilings.default(variant("hopper"), call).tiling)
+    assert plan.chunked == (kv_len > 512 and d <= 128) and (plan.shared or d == 256)
+    assert hopper.shared_bytes(plan) <= 232448
+
+
+def test_rows_that_the_copy_engine_cannot_move_are_copied():
+    x = torch.zeros(2, 5, 3, 16, dtype=torch.bfloat16)
+    assert hopper.movable(x) is x
+    wide = torch.zeros(2, 5, 3, 20, dtype=torch.bfloat16)[..., :16]
+    assert hopper.movable(wide).stride() == x.stride()  # rows of 40 bytes
+    assert hopper.movable(x.expand(2, 5, 3, 16)[:1].expand(4, 5, 3, 16)).stride() == x.stride()
+    assert hopper.movable(torch.zeros(490, dtype=torch.bfloat16)[1:481].view(2, 5, 3, 16)).data_ptr() % 16 == 0
+    assert hopper.movable(x.transpose(2, 3).contiguous().transpose(2, 3)).stride() == x.stride()

@@ -1,0 +1,158 @@
+"""Hopper's variants where there is no GPU: interpreted, recorded, and compiled."""
+
+import importlib.util
+import platform
+
+import pytest
+
+import portakern as pk
+from portakern import testing
+from portakern.core import registry, targets
+from portakern.core.binder import unchecked
+from portakern.core.tilings import default, resolve
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("triton", reason="triton is not installed")
+
+from portakern.backends.triton import launch as launching  # noqa: E402
+from portakern.backends.triton import replay  # noqa: E402
+
+compiles = pytest.mark.skipif(
+    not (platform.system() == "Linux" and importlib.util.find_spec("triton")), reason="triton is made for Linux alone"
+)
+SM_90 = targets.find("sm_90").target
+BACKEND = registry.backend("triton")
+(HOPPER,) = (f for f in BACKEND.families if f.name == "hopper")
+
+
+def normal(*shape, dtype=torch.bfloat16):
+    return torch.randn(*shape).to(dtype)
+
+
+def bound(op, *arrays, **options):
+    """The variant, and a call of it as on a Hopper GPU, on arrays of the host."""
+    call = unchecked(registry.find_spec(op), *arrays, **options).replace(target=SM_90, interpret=False)
+    return BACKEND.implementation(op, HOPPER), call
+
+
+@pytest.mark.parametrize(("op", "examples"), [("matmul", 40), ("matmul_vjp", 12)])
+def test_the_interpreted_variant_keeps_the_contract(op, examples):
+    report = testing.check(op, backend="triton", variant="hopper", device="cpu", max_examples=examples)
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_operands_that_cannot_be_described_are_copied_as_they_are(dtype):
+    from portakern.backends.triton.hopper._scratch import operand
+
+    class Call:
+        interpret = True
+
+    memory = torch.randn(5000).to(dtype)
+    cases = [
+        (memory[1:].as_strided((3, 17, 29), (500, 29, 1)), True),
+        (memory[2:].as_strided((2, 7, 600), (2001, 33, 1)), True),  # rows that overlap
+        (memory[3:].as_strided((2, 9, 40), (400, 1, 41)), True),
+        (memory[5:].as_strided((1, 30, 20), (0, 41, 2)), True),
+        (memory.as_strided((1, 70, 3), (0, 3, 1)), True),
+        (memory.as_strided((2, 16, 64), (1024, 64, 1)), False),
+        (memory.as_strided((2, 64, 16), (1024, 1, 64)), False),
+        (memory[8:].as_strided((1, 1, 33), (0, 33, 1)), False),  # one row has no stride
+    ]
+    for x, copied in cases:
+        for along in (None, 0, 1):
+            entries, rows, columns = x.shape
+            found = operand(Call, x, x.stride(0), (entries, rows, columns), along)
+            assert along is None or found.across == (along == 0) or (not copied and 1 in (rows, columns))
+            assert (found.memory is x) == (not copied and along in (None, int(x.stride(2) == 1)))
+            strides = (1, found.row) if found.across else (found.row, 1)
+            view = found.memory.as_strided(x.shape, (found.batch, *strides), found.memory.storage_offset())
+            assert torch.equal(view, x), (x.stride(), along)
+            assert found.row * x.element_size() % 16 == 0 == found.memory.data_ptr() % 16
+
+
+def test_the_tile_follows_rows_and_the_split_of_k_does_not():
+    def tiles(m, n, k, **options):
+        meta = [torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((m, k), (k, n))]
+        impl, call = bound("matmul", *meta, **options)
+        return impl.key(call)["tile"], resolve(impl, call, {}).tiling
+
+    assert tiles(4096, 4096, 4096)[0] == "128 x 256" and tiles(4096, 4096, 4096)[1]["roles"] == 1
+    assert tiles(1000, 3000, 5120)[0] == "128 x 192" and tiles(1000, 3000, 5120)[1]["roles"] == 2
+    assert tiles(1, 4096, 4096)[0] == "16 rows" and tiles(40, 4096, 4096)[1]["swapped"] == 1
+    assert tiles(4096, 4096, 4096, out_dtype="float32")[1]["roles"] == 0  # c's tile would leave no room for operands
+    from portakern.backends.triton.hopper.matmul import chunk_of, split
+
+    assert chunk_of(4096, 4096) == 4096 and chunk_of(512, 65536) == 8192
+    assert split(16, 512, 65536) == 8 and split(256, 512, 65536) == 1  # tiles enough: one program after another
+    assert split(10**6, 4096, 4096) == 1
+
+
+CALLS = {
+    "large": (("matmul", normal(2000, 264), normal(264, 4096)), {}, ["matmul_by_roles"]),
+    "odd": (("matmul", normal(300, 261), normal(261, 203)), {}, ["shift_rows", "shift_rows", "matmul_kernel"]),
+    "tf32": (
+        ("matmul", normal(300, 264, dtype=torch.float32), normal(264, 200, dtype=torch.float32)),
+        {"precision": "tf32"},
+        ["gather_tiles", "matmul_kernel"],
+    ),
+    "long": (("matmul", normal(100, 16384), normal(16384, 200)), {}, ["matmul_kernel", "add_parts_kernel"]),
+    "batch": (("matmul", normal(4, 30, 264), normal(4, 264, 200)), {}, ["matmul_kernel"]),
+    "rows of a batch": (("matmul", normal(4, 30, 264), normal(1, 264, 200)), {}, ["matmul_kernel"]),
+    "gradients": (("matmul_vjp", normal(300, 264), normal(264, 200), normal(300, 200)), {}, ["matmul_kernel"] * 2),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_of_a_form_are_replayed_where_arrays_begin_alike(name):
+    """What is launched is what the implementation launches; an array that begins elsewhere is left to it."""
+    (op, *arrays), options, kernels = CALLS[name]
+    impl, call = bound(op, *arrays, **options)
+    launches = []
+    with launching.recording(lambda kernel, args, constexprs: launches.append(kernel.__name__)):
+        _, again = replay.learn(impl, call, resolve(impl, call, {}).tiling)
+        assert launches == kernels and again is not None
+        launches.clear()
+        again(call.arrays)
+        assert launches == kernels
+        first = next(iter(call.arrays))
+        moved = torch.empty(arrays[0].numel() + 1, dtype=arrays[0].dtype)[1:].view(arrays[0].shape)
+        launches.clear()
+        again({**call.arrays, first: moved})
+        copies = {"shift_rows", "gather_tiles"}
+        others = [k for k in launches if k not in copies]
+        assert others == [k for k in kernels if k not in copies] and copies & {*launches}
+
+
+def test_gradients_take_the_tiles_that_suit_each():
+    meta = [torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((16, 4096), (4096, 14336), (16, 14336))]
+    impl, call = bound("matmul_vjp", *meta)
+    from portakern.backends.triton.hopper.matmul_vjp import bare_products, own_tiling
+
+    own = {name: own_tiling(call, of, default(impl, call).tiling) for name, of in bare_products(call).items()}
+    assert own["d_a"]["swapped"] == 1 and own["d_b"]["roles"] == 1
+    named = {**default(impl, call).tiling, "block_n": 128}
+    assert own_tiling(call, bare_products(call)["d_b"], named) == named
+
+
+def test_explain_names_the_variants():
+    told = pk.op("matmul", backend="triton", variant="hopper").explain(normal(8, 16), normal(16, 8))
+    assert "variant hopper: serves this call (named)" in told
+    told = pk.op("matmul", backend="triton").explain(normal(8, 16), normal(16, 8))
+    assert "variant gpu: serves this call" in told and "variant hopper: not for cpu" in told
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("m", "n", "k", "options"),
+    [(4096, 4096, 4096, {}), (1000, 3001, 5120, {}), (16, 14336, 4096, {}), (512, 512, 65536, {}),
+     (4096, 4096, 4096, {"precision": "tf32"})],
+)  # fmt: skip
+def test_products_compile_for_hopper_and_do_not_wait(m, n, k, options):
+    dtype = torch.float32 if options else torch.bfloat16
+    impl, call = bound("matmul", *(torch.empty(s, dtype=dtype, device="meta") for s in ((m, k), (k, n))), **options)
+    built = impl.family.load_compiler().build(impl, call, resolve(impl, call, {}).tiling)
+    hardware = targets.find("sm_90")
+    for kernel in built.kernels:
+        assert kernel.over(hardware) is None and not kernel.serialised and not kernel.spills, kernel.name
+        assert kernel.name not in ("matmul_kernel", "matmul_by_roles") or any("GMMA" in i for i in kernel.matrix)
