@@ -20,6 +20,7 @@ FAMILY = next(f for f in PALLAS.declared if f.name == "gpu")
 if FAMILY.lacks():
     pytest.skip(f"the kernels for Hopper need {FAMILY.lacks()}", allow_module_level=True)
 
+import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
 import portakern as pk  # noqa: E402
@@ -28,6 +29,8 @@ from portakern.backends.pallas.gpu import _rows  # noqa: E402
 from portakern.backends.pallas.gpu.toolchain import compiler  # noqa: E402
 from portakern.compiling import forms  # noqa: E402
 from portakern.core import targets, tilings  # noqa: E402
+from portakern.core.binder import unchecked  # noqa: E402
+from portakern.core.call import shape_of  # noqa: E402
 from portakern.core.framework import frameworks  # noqa: E402
 from portakern.core.targets import Target  # noqa: E402
 from portakern.errors import UnsupportedError  # noqa: E402
@@ -98,14 +101,15 @@ def resolved(op, tiling, arrays, **options):
 
 REFUSED = [
     ("softmax", {"block_rows": 2, "row_warps": 1}, {"x": (8, 300)}, "bfloat16", "block_rows=2 with row_warps=1 leaves"),
-    ("softmax", {"block_n": 8192, "row_warps": 1}, {"x": (8, 8000)}, "bfloat16", "are 250 a thread, and 128 fit"),
-    ("softmax", {"block_rows": 256}, {"x": (999, 4096)}, "bfloat16", "has 227: choose smaller block_rows or block_n"),
+    ("softmax", {"block_rows": 4, "block_n": 8192, "row_warps": 1}, {"x": (8, 8000)}, "bfloat16", "are 256 a thread, and 128 fit"),
+    ("softmax", {"block_rows": 64, "row_warps": 4}, {"x": (8, 1)}, "float32", "waits at 64 barriers.*at most block_rows=32"),
+    ("softmax", {"block_rows": 128}, {"x": (999, 4096)}, "bfloat16", "has 227: choose smaller block_rows or block_n"),
     ("softmax", {}, {"x": (8, 300)}, "float64", "no float64 here: convert to float32, or use the reference backend"),
     ("matmul", {}, {"a": (8, 8), "b": (8, 8)}, "float32", "take no float32 operands whole, .* convert to bfloat16, or"),
     ("matmul", {"block_k": 32}, {"a": (8, 8), "b": (8, 8)}, "bfloat16", "block_k=32 is not the 128 bytes .* use 64"),
     ("matmul", {"block_m": 16}, {"a": (8, 8), "b": (8, 8)}, "bfloat16", "block_m=16 is no tile of wgmma's .* 64, 128"),
-    ("matmul", {"block_m": 256}, {"a": (8, 8), "b": (8, 999)}, "bfloat16", "does not fit into the registers of two"),
-    ("matmul", {"stages": 8}, {"a": (8, 8), "b": (8, 999)}, "bfloat16", "choose smaller block_m, block_n or stages"),
+    ("matmul", {"block_m": 256}, {"a": (99, 8), "b": (8, 999)}, "bfloat16", "does not fit into the registers of two"),
+    ("matmul", {"stages": 8}, {"a": (99, 8), "b": (8, 999)}, "bfloat16", "choose smaller block_m, block_n or stages"),
 ]  # fmt: skip
 
 
@@ -145,6 +149,19 @@ def test_what_xla_copies_is_said(op, shapes, options, words):
         assert f"  copied by JAX: {said}" in on_gpu(op).explain(**arrays, **options)
 
 
+@each_op
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("rows", [1, 64, 65, 5000])
+@pytest.mark.parametrize("n", [1, 128, 129, 2048, 16384, 100_000])
+def test_every_call_has_a_tiling_that_serves_it(op, dtype, rows, n):
+    spec = registry.find_spec(op)
+    dims = {"batch": () if "m" in spec.dims else (rows,), "m": rows, "k": 200, "n": n, "shape": (rows, n)}
+    abstract = frameworks()["jax"].abstract
+    call = unchecked(spec, **{a.name: abstract(shape_of(a.dims, dims), dtype, None) for a in spec.arrays})
+    call = call.replace(target=HOPPER, interpret=False, concrete=False)
+    assert tilings.resolve(PALLAS.implementation(op, FAMILY), call, {}).tiling
+
+
 def test_a_tilings_layout_holds_each_element_once():
     """Over all tilings of a row: what a thread holds, times the threads, is the block."""
     for row_warps in (1, 2, 4):
@@ -182,6 +199,21 @@ def test_drawn_cases_compile_for_hopper(op, data):
 
 
 @has_compiler
+@pytest.mark.parametrize("row_warps", [1, 2, 4])
+def test_the_tallest_blocks_that_are_not_refused_compile(row_warps):
+    arrays = {"x": jnp.ones((1, 1))}
+    for block_rows in (256, 128, 64, 32):
+        tiling = {"block_rows": block_rows, "block_n": 128, "row_warps": row_warps}
+        try:
+            found = resolved("softmax", tiling, arrays)
+        except UnsupportedError:
+            continue
+        assert compiler.build(*found) is not None
+        return
+    raise AssertionError("every block of 32 rows or more is refused")
+
+
+@has_compiler
 @each_op
 def test_what_it_takes_of_the_chip_is_told(op, monkeypatch, tmp_path):
     monkeypatch.setenv("PORTAKERN_CACHE", str(tmp_path))
@@ -194,3 +226,24 @@ def test_what_it_takes_of_the_chip_is_told(op, monkeypatch, tmp_path):
     assert 0 < kernel.on_chip["shared"] <= targets.find("sm_90").on_chip["shared"] and 0 < kernel.occupancy <= 1
     assert ("wgmma" in "".join(kernel.matrix)) == (spec.autocast == "lower"), "products are wgmma's"
     assert ".target sm_90a" in kernel.assembly
+
+
+# --- on a GPU ---
+
+
+@pytest.mark.skipif(
+    HOPPER not in [frameworks()["jax"].target(d) for d in jax.devices()], reason="needs a Hopper GPU that JAX sees"
+)
+@pytest.mark.parametrize("extents", [(300, 264, 200), (1000, 3000, 520), (333, 261, 203)])
+def test_an_element_of_a_product_has_the_same_bits_in_every_tiling_and_company(extents):
+    """Which is why the tile may follow rows and the batch."""
+    m, n, k = extents
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((m, k), (k, n)))
+    whole = on_gpu("matmul")(a, b)
+    for rows in (1, 17, 64, 65, 150):
+        assert (on_gpu("matmul")(a[7 : 7 + rows], b) == whole[7 : 7 + rows]).all(), rows
+    assert (on_gpu("matmul")(jnp.stack([a, a]), jnp.stack([b, b]))[1] == whole).all()
+    for block_m, block_n, stages in ((64, 64, 4), (64, 128, 3), (128, 128, 2), (256, 128, 3), (64, 256, 4)):
+        tiled = on_gpu("matmul", block_m=block_m, block_n=block_n, stages=stages)
+        assert (tiled(a, b) == whole).all(), (block_m, block_n, stages)

@@ -30,6 +30,9 @@ BULK_BYTES = 16
 RESERVED_BYTES = 2304
 """Shared memory that a kernel does not name: barriers, and room to reduce across warps."""
 
+BARRIERS = 32
+"""Barriers that Mosaic makes at most in a group."""
+
 LACKS = {"float64": "Pallas on GPUs has no float64 here: convert to float32, or use the reference backend"}
 INTERPRETER = plgpu.InterpretGPUParams()
 

@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from portakern.backends.pallas.common import Refs, padded
 from portakern.backends.pallas.gpu._chip import (
+    BARRIERS,
     BULK_BYTES,
     LANES,
     WARPS,
@@ -145,7 +146,13 @@ class Walk(NamedTuple):
                 f"{self.chunk} elements in {self.row_warps} warps are {held} a thread, and {HELD} fit into its "
                 "registers: use a smaller block_n or more row_warps"
             )
-        return over_shared(self.buffers * math.prod(self.block) * itemsize, "block_rows or block_n")
+        too_large = over_shared(self.buffers * math.prod(self.block) * itemsize, "block_rows or block_n")
+        if self.buffers > BARRIERS and not too_large:
+            return (
+                f"block_rows={self.block_rows} with row_warps={self.row_warps} waits at {self.buffers} barriers, and "
+                f"there are {BARRIERS} of a kind: use at most block_rows={BARRIERS * self.at_once}"
+            )
+        return too_large
 
     def spread(self, statistic: Any) -> Any:
         """One number a row, beside a block."""

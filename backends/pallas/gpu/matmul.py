@@ -49,6 +49,9 @@ from portakern.spec import Count
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 """Registers that a thread keeps: of 65536, what the producer gives up goes to two consumers."""
 
+FEW_ROWS = 64
+"""Rows of the lowest tile that tensor cores multiply."""
+
 OUT_SLOTS, OUT_ROWS = 2, 64
 """Buffers for what a consumer writes, and rows of each: one is filled while the other is on its way."""
 
@@ -112,13 +115,18 @@ class Plan(NamedTuple):
 
 
 def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
-    batch, dims = math.prod(call.dims["batch"]), call.dims
+    batch, dims, m = math.prod(call.dims["batch"]), call.dims, rows_of(call)
     a, b = (_entries(call, name) for name in ("a", "b"))
-    m = dims["m"]
-    if b == 1 and a == batch:
-        batch, m, a = 1, batch * m, 1
+    if m != dims["m"]:
+        batch, a = 1, 1
     out = call.outputs["c"][1]
     return Plan(batch, m, dims["n"], dims["k"], a, b, **tiling, size=jnp.dtype(call.dtype).itemsize, out=jnp.dtype(out))
+
+
+def rows_of(call: Call) -> int:
+    """Rows of a product: where all entries of a batch share one b, they are one tall matrix."""
+    batch, m = math.prod(call.dims["batch"]), call.dims["m"]
+    return batch * m if (_entries(call, "a"), _entries(call, "b")) == (batch, 1) else m
 
 
 def _entries(call: Call, name: str) -> int:
@@ -128,7 +136,10 @@ def _entries(call: Call, name: str) -> int:
 
 
 def key(call: Call) -> dict[str, str | int]:
-    return {"dtype": call.dtype, "n": call.dims["n"], "k": call.dims["k"]}
+    """Rows count by whether they fit one tile: an element's bits follow from the order of k alone, which every tile
+    keeps on the tensor cores. The interpreter's own sums follow the tile."""
+    few = not call.interpret and rows_of(call) <= FEW_ROWS
+    return {"dtype": call.dtype, "rows": "few" if few else "many", "n": call.dims["n"]}
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
@@ -260,7 +271,7 @@ def consume(ref: Refs, plan: Plan, warpgroup: Any, entry: Any, row: Any, column:
 KNOBS = {"stages": Count(2, 8), "band": Count(1, 16)}
 
 
-@BACKEND.implements("matmul", key=key, supports=supports, knobs=KNOBS, copies=copies)
+@BACKEND.implements("matmul", key=key, supports=supports, knobs=KNOBS, copies=copies, same_bits=True)
 def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     plan = plan_of(call, tiling)
     k, b_n, c_n = _padded_extents(plan)
