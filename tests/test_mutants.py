@@ -28,16 +28,19 @@ def needs(fault):
 
 
 def test_the_table_is_large_and_spread():
+    """Every op has faults in the kernels that serve every machine, and in all or none of those of a variant for some."""
     assert len(FAULTS) >= 28 and len(BY_NAME) == len(FAULTS) and sum(f.small for f in FAULTS) >= 10
+    planted = {(f.backend, f.family, f.op) for f in FAULTS}
+    families = {(backend, family) for backend, family, _ in planted}
     kernels = {
         (b.name, family, op)
         for b in registry.backends().values()
         for family in b.declared
-        if family.interprets
+        if family.interprets and (not family.targets or (b.name, family) in families)
         for op in registry.ops()
         if b.where(op, family)
     }
-    assert {(f.backend, f.family, f.op) for f in FAULTS} == kernels and len(SAMPLE) >= 9
+    assert planted == kernels and len(SAMPLE) >= 9
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -72,5 +75,6 @@ def test_the_kernel_without_it_passes(home):
     """An op a backend, for the harness's sake: all of them pass more of the same in test_conformance."""
     fault = SAMPLED[home]
     needs(fault)
-    found = harness.checked(fault.op, fault.backend, seed=0, device="cpu", max_examples=10, variant=fault.variant)
+    examples = 4 if fault.variant else 10  # a variant that is named is for a machine, and slow on others
+    found = harness.checked(fault.op, fault.backend, seed=0, device="cpu", max_examples=examples, variant=fault.variant)
     assert not found["failed"], found["what"]

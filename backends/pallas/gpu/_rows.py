@@ -1,18 +1,20 @@
-"""The walk that the ops on rows share (softmax, layernorm, rmsnorm).
+"""The walk that the ops on rows share (softmax and its gradient, layernorm, rmsnorm).
 
 A block of one warpgroup owns ``block_rows`` rows, and works on as many of them at a time as its four warps hold with
 ``row_warps`` warps to a row. A row of up to ``block_n`` elements is read once: it is copied into shared memory, worked
 on in registers and written where it was read, from where the copy engine takes it away; all rows of a block are on
 their way at once. A longer row is read twice, in chunks of ``block_n`` that go through a ring of buffers: first for its
-statistics, then for its result. On the second read much of it is still in the L2 cache.
+statistics, then for its result. On the second read much of it is still in the L2 cache. An op of several arrays reads
+the same rows of each side by side, and writes where it read the first.
 
 Rows lie 16 bytes apart or a multiple of that, as the copy engine needs it: those of another length are padded by XLA.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -53,8 +55,9 @@ Weights = Mapping[str, Callable[[], Any]]
 
 
 class Formula(Protocol):
-    """What an op makes of a row. Values are float32 blocks of (rows, elements); statistics are (rows,); ``weights[name]()``
-    reads what every row shares, when it is needed: it would take registers before."""
+    """What an op makes of a row. ``x`` is a float32 block of (rows, elements), or of an op of several arrays a tuple of
+    blocks; statistics are (rows,); ``weights[name]()`` reads what every row shares, when it is needed: it would take
+    registers before."""
 
     def whole(self, x: Any, walk: Walk, weights: Weights) -> Any:
         """The result of whole rows."""
@@ -70,12 +73,12 @@ class Formula(Protocol):
 
 
 class Walk(NamedTuple):
-    """How a kernel walks the rows of an array (rows, n).
+    """How a kernel walks the rows of an array (rows, n), or of several side by side.
 
     Attributes:
       pitch: elements from one row to the next.
       block_rows: rows of a block; chunk: elements of a row that are worked on at a time; row_warps: warps to a row.
-      vector: neighbouring elements of a thread.
+      vector: neighbouring elements of a thread. arrays: how many are read.
     """
 
     rows: int
@@ -85,15 +88,16 @@ class Walk(NamedTuple):
     chunk: int
     row_warps: int
     vector: int
+    arrays: int
 
     @classmethod
-    def over(cls, call: Call, tiling: Mapping[str, int], rows: int, n: int) -> Walk:
-        """The walk of an op on rows of n elements."""
+    def over(cls, call: Call, tiling: Mapping[str, int], rows: int, n: int, arrays: int = 1) -> Walk:
+        """The walk of an op on rows of n elements, of so many arrays."""
         dtype = jnp.dtype(call.dtype)
         block_n, row_warps = tiling["block_n"], tiling["row_warps"]
         vector = min(BULK_BYTES // dtype.itemsize, block_n // (LANES * row_warps))
         chunk = min(block_n, padded(n, LANES * row_warps * vector))
-        return cls(rows, n, whole_pieces(n, dtype), tiling["block_rows"], chunk, row_warps, vector)
+        return cls(rows, n, whole_pieces(n, dtype), tiling["block_rows"], chunk, row_warps, vector, arrays)
 
     @property
     def at_once(self) -> int:
@@ -117,7 +121,7 @@ class Walk(NamedTuple):
 
     @property
     def buffers(self) -> int:
-        """Blocks of shared memory that are in use at a time."""
+        """Blocks of shared memory that are in use at a time, of each array."""
         return self.groups if self.chunks == 1 else RING
 
     @property
@@ -141,12 +145,13 @@ class Walk(NamedTuple):
                 f"multiple of {self.at_once}, or row_warps={WARPS}"
             )
         held = self.chunk // (LANES * self.row_warps)
-        if held > HELD:
+        if held * self.arrays > HELD:
             return (
-                f"{self.chunk} elements in {self.row_warps} warps are {held} a thread, and {HELD} fit into its "
-                "registers: use a smaller block_n or more row_warps"
+                f"{self.chunk} elements in {self.row_warps} warps are {held} a thread, and {HELD // self.arrays} fit into "
+                "its registers: use a smaller block_n or more row_warps"
             )
-        too_large = over_shared(self.buffers * math.prod(self.block) * itemsize, "block_rows or block_n")
+        needed = self.arrays * self.buffers * math.prod(self.block) * itemsize
+        too_large = over_shared(needed, "block_rows or block_n")
         if self.buffers > BARRIERS and not too_large:
             return (
                 f"block_rows={self.block_rows} with row_warps={self.row_warps} waits at {self.buffers} barriers, and "
@@ -178,20 +183,20 @@ def key(call: Call, n: int) -> dict[str, str | int]:
     return {"dtype": call.dtype, "n": n}
 
 
-def default_tiling(n: int, dtype: str) -> dict[str, int]:
+def default_tiling(n: int, dtype: str, arrays: int = 1) -> dict[str, int]:
     """A formula of n and the dtype: about 16 KiB of a block's rows are on their way at once, short rows have a warp
-    each, and a thread holds at most 64 elements of a row that is read once."""
-    itemsize = jnp.dtype(dtype).itemsize
+    each, and a row that fits into the registers of four warps is read once."""
+    size, longest = jnp.dtype(dtype).itemsize * arrays, WARPS * LANES * HELD // arrays
     whole = max(128, pl.next_power_of_2(n))
     row_warps = 1 if whole <= 1024 else 2 if whole <= 2048 else WARPS
-    block_n = whole if whole <= 16384 else 4096
-    rows = max(WARPS // row_warps, min(32, 16384 // (itemsize * whole))) if whole <= 16384 else 1
+    block_n = whole if whole <= longest else 4096
+    rows = max(WARPS // row_warps, min(32, 16384 // (size * whole))) if whole <= longest else 1
     return {"block_rows": rows, "block_n": block_n, "row_warps": row_warps}
 
 
-def supports(call: Call, tiling: Mapping[str, int], rows: int, n: int) -> str | None:
+def supports(call: Call, tiling: Mapping[str, int], rows: int, n: int, arrays: int = 1) -> str | None:
     reason = dtype_refused(call)
-    return reason or Walk.over(call, tiling, rows, n).refused(call, jnp.dtype(call.dtype).itemsize)
+    return reason or Walk.over(call, tiling, rows, n, arrays).refused(call, jnp.dtype(call.dtype).itemsize)
 
 
 def copies(call: Call, n: int) -> str | None:
@@ -206,11 +211,11 @@ def copies(call: Call, n: int) -> str | None:
 
 
 def launched(
-    call: Call, tiling: Mapping[str, int], x: jax.Array, formula: Formula, weights: Mapping[str, jax.Array]
+    call: Call, tiling: Mapping[str, int], x: Sequence[jax.Array], formula: Formula, weights: Mapping[str, jax.Array]
 ) -> jax.Array:
-    """What a formula makes of the rows of x, (rows, n). ``weights``: what every row shares, (n,) each."""
-    rows, n = x.shape
-    walk = Walk.over(call, tiling, rows, n)
+    """What a formula makes of the rows of the arrays x, (rows, n) each. ``weights``: what every row shares, (n,) each."""
+    rows, n = x[0].shape
+    walk = Walk.over(call, tiling, rows, n, len(x))
     shared = {name: padded_rows(w, walk.chunk * walk.chunks) for name, w in weights.items()}
     run = partial(_once if walk.chunks == 1 else _twice, walk=walk, formula=formula, weights=tuple(shared))
     found = launch(
@@ -218,14 +223,19 @@ def launched(
         run,
         call.spec.name,
         (pl.cdiv(rows, walk.block_rows),),
-        inputs={"x": padded_rows(x), **shared},
-        outputs={"y": jax.ShapeDtypeStruct((rows, walk.pitch), x.dtype)},
+        inputs={**{_name(i): padded_rows(array) for i, array in enumerate(x)}, **shared},
+        outputs={"y": jax.ShapeDtypeStruct((rows, walk.pitch), x[0].dtype)},
         scratch={
-            "buffer": plgpu.SMEM((walk.buffers, *walk.block), x.dtype),
-            "arrived": plgpu.Barrier(num_arrivals=walk.at_once, num_barriers=walk.buffers),
+            "buffer": plgpu.SMEM((walk.arrays, walk.buffers, *walk.block), x[0].dtype),
+            "arrived": plgpu.Barrier(num_arrivals=walk.arrays * walk.at_once, num_barriers=walk.buffers),
         },
     )
     return found["y"] if walk.pitch == n else found["y"][:, :n]
+
+
+def _name(array: int) -> str:
+    """What the kernel calls one of the arrays that it reads."""
+    return f"x{array}"
 
 
 def _once(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...]) -> None:
@@ -288,8 +298,9 @@ def _twice(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...])
 
 
 def _loaded(ref: Refs, walk: Walk, buffer: Any) -> Any:
-    """A block in float32. What lies beyond the end of its rows is anything."""
-    return plgpu.layout_cast(ref.buffer[buffer], walk.layout).astype(jnp.float32)
+    """A block in float32, or of several arrays a tuple of them. What lies beyond the end of its rows is anything."""
+    found = (plgpu.layout_cast(ref.buffer[i, buffer], walk.layout).astype(jnp.float32) for i in range(walk.arrays))
+    return next(found) if walk.arrays == 1 else tuple(found)
 
 
 def _shared(ref: Refs, name: str, walk: Walk, chunk: Any) -> Any:
@@ -311,13 +322,13 @@ def _parts(walk: Walk, chunk: Any, move: Callable[[int], None]) -> None:
 
 def _read(ref: Refs, walk: Walk, row: Any, chunk: Any, buffer: Any) -> None:
     """Start a chunk of the rows from ``row`` on its way into a buffer. Rows that are not there arrive at once."""
-    for i in range(walk.at_once):
+    for i, array in itertools.product(range(walk.at_once), range(walk.arrays)):
         there = row + i < walk.rows
 
-        def move(length: int, i: int = i) -> None:
+        def move(length: int, i: int = i, array: int = array) -> None:
             plgpu.copy_gmem_to_smem(
-                ref.x.at[row + i, pl.ds(chunk * walk.chunk, length)],
-                ref.buffer.at[buffer, i, pl.ds(0, length)],
+                getattr(ref, _name(array)).at[row + i, pl.ds(chunk * walk.chunk, length)],
+                ref.buffer.at[array, buffer, i, pl.ds(0, length)],
                 ref.arrived.at[buffer],
                 oob_mode=IN_BOUNDS,
             )
@@ -327,14 +338,14 @@ def _read(ref: Refs, walk: Walk, row: Any, chunk: Any, buffer: Any) -> None:
 
 
 def _write(ref: Refs, walk: Walk, row: Any, chunk: Any, buffer: Any, y: Any) -> None:
-    """Start results on their way to the rows from ``row`` on, in the buffer that their arguments came in."""
-    ref.buffer[buffer] = y.astype(ref.buffer.dtype)
+    """Start results on their way to the rows from ``row`` on, in the buffer that the first of their arguments came in."""
+    ref.buffer[0, buffer] = y.astype(ref.buffer.dtype)
     plgpu.commit_smem()
     for i in range(walk.at_once):
 
         def move(length: int, i: int = i) -> None:
             plgpu.copy_smem_to_gmem(
-                ref.buffer.at[buffer, i, pl.ds(0, length)],
+                ref.buffer.at[0, buffer, i, pl.ds(0, length)],
                 ref.y.at[row + i, pl.ds(chunk * walk.chunk, length)],
                 commit_group=False,
             )

@@ -89,4 +89,4 @@ def normalised(call: Call, tiling: Mapping[str, int], formula: Formula) -> tuple
     """y of a normalisation along the last axis, with the weight and bias that the call has."""
     x = call.arrays["x"]
     weights = {n: call.arrays[n] for n in ("weight", "bias") if call.arrays.get(n) is not None}
-    return (launched(call, tiling, x.reshape(-1, call.dims["n"]), formula, weights).reshape(x.shape),)
+    return (launched(call, tiling, (x.reshape(-1, call.dims["n"]),), formula, weights).reshape(x.shape),)

@@ -83,5 +83,5 @@ class Softmax:
 def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     x, axis, n = call.arrays["x"], call.options["axis"], view(call)[1]
     rows = jnp.moveaxis(x, axis, -1)
-    y = launched(call, tiling, rows.reshape(-1, n), Softmax(), {})
+    y = launched(call, tiling, (rows.reshape(-1, n),), Softmax(), {})
     return (jnp.moveaxis(y.reshape(rows.shape), -1, axis),)
