@@ -93,7 +93,7 @@ def _measure(plan: Plan, jobs: int | None, found: _Rows) -> None:
 
     framework, device, target = here(plan.subject, plan.device)
     cores = (max((os.cpu_count() or 2) - 1, 1) if jobs is None else jobs) if target.platform != "cpu" else 0
-    oracles = 2 * cores // 3  # what is expected takes processors longer than what compiles ahead
+    oracles = cores // 2
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         Progress(*columns, console=err, transient=True) as bar,
