@@ -66,7 +66,7 @@ def test_several_tiles_race_for_nothing(op):
     """Where a race is an error, with tiles smaller than the extents: the rings of buffers are filled anew."""
     spec = registry.find_spec(op)
     edges = [f"several_{name}" for name, tile in spec.tiling.items() if tile.of]
-    drawn = (len(edges) + 1) * (2 if spec.own_dtype else 1)  # half of all cotangents make products that are refused
+    drawn = (len(edges) + 1) * (2 if spec.is_vjp else 1)  # of wider cotangents products are refused
     report = pk.check(
         op, backend="pallas", variant="gpu", device="cpu", profile="races", max_examples=drawn,
         only=edges,
