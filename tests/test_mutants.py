@@ -28,7 +28,7 @@ def needs(fault):
 
 
 def test_the_table_is_large_and_spread():
-    """Every op has faults in the kernels that serve every machine, and in all or none of those of a variant for some."""
+    """Every op has faults in the kernels that serve every machine, and in all or none of a variant's for some."""
     assert len(FAULTS) >= 28 and len(BY_NAME) == len(FAULTS) and sum(f.small for f in FAULTS) >= 10
     planted = {(f.backend, f.family, f.op) for f in FAULTS}
     families = {(backend, family) for backend, family, _ in planted}

@@ -104,8 +104,8 @@ def resolved(op, tiling, arrays, **options):
 
 REFUSED = [
     ("softmax", {"block_rows": 2, "row_warps": 1}, {"x": (8, 300)}, "bfloat16", "block_rows=2 with row_warps=1 leaves"),
-    ("softmax", {"block_rows": 4, "block_n": 8192, "row_warps": 1}, {"x": (8, 8000)}, "bfloat16", "are 256 a thread, and 128 fit"),
-    ("softmax", {"block_rows": 64, "row_warps": 4}, {"x": (8, 1)}, "float32", "waits at 64 barriers.*at most block_rows=32"),
+    ("softmax", {"block_rows": 8, "block_n": 8192, "row_warps": 1}, {"x": (8, 8000)}, "float16", "256 a .*128"),
+    ("softmax", {"block_rows": 64, "row_warps": 4}, {"x": (8, 1)}, "float32", "waits at 64 barriers.* block_rows=32"),
     ("softmax", {"block_rows": 128}, {"x": (999, 4096)}, "bfloat16", "has 227: choose smaller block_rows or block_n"),
     ("softmax", {}, {"x": (8, 300)}, "float64", "no float64 here: convert to float32, or use the reference backend"),
     ("matmul", {}, {"a": (8, 8), "b": (8, 8)}, "float32", "take no float32 operands whole, .* convert to bfloat16, or"),
@@ -141,8 +141,8 @@ COPIED = [
     ("matmul", {"a": (2, 3, 5, 8), "b": (8, 64)}, {}, None),
     ("softmax_vjp", {"y": (8, 304), "d_y": (8, 304)}, {}, None),
     ("matmul_vjp", {"a": (64, 64), "b": (64, 64), "d_c": (64, 64)}, {}, "^d_a: b is transposed; d_b: a is transposed$"),
-    ("matmul_vjp", {"a": (2, 8, 64), "b": (64, 64), "d_c": (2, 8, 64)}, {}, "d_b: batch axes that are summed are moved"),
-    ("matmul_vjp", {"a": (64, 64), "b": (64, 9), "d_c": (64, 9)}, {}, "product of d_a: k of a and b is padded from 9 to 16"),
+    ("matmul_vjp", {"a": (2, 8, 64), "b": (64, 64), "d_c": (2, 8, 64)}, {}, "d_b: batch axes that are summed"),
+    ("matmul_vjp", {"a": (64, 64), "b": (64, 9), "d_c": (64, 9)}, {}, "product of d_a: k of a and b is padded"),
 ]  # fmt: skip
 
 

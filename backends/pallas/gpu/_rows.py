@@ -147,8 +147,8 @@ class Walk(NamedTuple):
         held = self.chunk // (LANES * self.row_warps)
         if held * self.arrays > HELD:
             return (
-                f"{self.chunk} elements in {self.row_warps} warps are {held} a thread, and {HELD // self.arrays} fit into "
-                "its registers: use a smaller block_n or more row_warps"
+                f"{self.chunk} elements in {self.row_warps} warps are {held} a thread, and {HELD // self.arrays} fit "
+                "into its registers: use a smaller block_n or more row_warps"
             )
         needed = self.arrays * self.buffers * math.prod(self.block) * itemsize
         too_large = over_shared(needed, "block_rows or block_n")
@@ -213,7 +213,7 @@ def copies(call: Call, n: int) -> str | None:
 def launched(
     call: Call, tiling: Mapping[str, int], x: Sequence[jax.Array], formula: Formula, weights: Mapping[str, jax.Array]
 ) -> jax.Array:
-    """What a formula makes of the rows of the arrays x, (rows, n) each. ``weights``: what every row shares, (n,) each."""
+    """What a formula makes of the rows of arrays, (rows, n) each. ``weights``: what every row shares, (n,) each."""
     rows, n = x[0].shape
     walk = Walk.over(call, tiling, rows, n, len(x))
     shared = {name: padded_rows(w, walk.chunk * walk.chunks) for name, w in weights.items()}
@@ -338,7 +338,7 @@ def _read(ref: Refs, walk: Walk, row: Any, chunk: Any, buffer: Any) -> None:
 
 
 def _write(ref: Refs, walk: Walk, row: Any, chunk: Any, buffer: Any, y: Any) -> None:
-    """Start results on their way to the rows from ``row`` on, in the buffer that the first of their arguments came in."""
+    """Start results on their way to the rows from ``row`` on, in the buffer of their first argument."""
     ref.buffer[0, buffer] = y.astype(ref.buffer.dtype)
     plgpu.commit_smem()
     for i in range(walk.at_once):

@@ -1,6 +1,6 @@
 """Matrix multiplication on Hopper: C = A B, in tiles that warpgroups of two kinds make together.
 
-a: (*#batch, m, k), b: (*#batch, k, n) -> c: (*batch, m, n). As many blocks run as the chip has multiprocessors, and each
+a: (*#batch, m, k), b: (*#batch, k, n) -> c: (*batch, m, n). As many blocks run as there are multiprocessors, and each
 takes one tile of C after the other. In a block one warpgroup produces: it copies (block_m, block_k) of A and (block_k,
 block_n) of B into a ring of buffers, as soon as one is free. The others consume: each multiplies its half of a tile on
 the tensor cores (wgmma, accumulators in float32 registers), rounds it once, and writes it while the next tile is on its
@@ -193,13 +193,13 @@ def kernel(ref: Refs, *, plan: Plan) -> None:
     tiles_m, tiles_n = plan.tiles
 
     def place(tile: Any) -> tuple[Any, Any, Any]:
-        """The batch entry, row and column of a tile: in bands of rows of tiles, so that operands stay in the L2 cache."""
+        """The batch entry, row and column of a tile: in bands of rows of tiles, so that operands stay in L2."""
         entry, within = lax.div(tile, tiles_m * tiles_n), lax.rem(tile, tiles_m * tiles_n)
         i, j = plgpu.planar_snake(within, (tiles_m, tiles_n), 0, plan.band)
         return entry, i * plan.block_m, j * plan.block_n
 
     def each_tile(work: Callable[..., None]) -> None:
-        """Call ``work(entry, row, column, before)`` for the tiles of this block; ``before``: the steps that came before."""
+        """Call ``work(entry, row, column, before)`` for the tiles of this block; ``before``: steps until then."""
 
         @plgpu.nd_loop((plan.batch * tiles_m * tiles_n,), collective_axes="block", init_carry=jnp.int32(0))
         def _(info: plgpu.NDLoopInfo, carry: Any) -> Any:

@@ -1,7 +1,7 @@
 """Gradient of softmax on Hopper: d_x = y (d_y - Delta), Delta = sum y d_y along one axis.
 
-y, d_y: (*shape) -> d_x: (*shape), viewed as (rows, n) as softmax views its array. A row of up to ``block_n`` elements of
-both stays in registers. Of a longer one a first read sums y d_y, and a second one writes (`_rows`).
+y, d_y: (*shape) -> d_x: (*shape), viewed as (rows, n) as softmax views its array. A row of up to ``block_n`` elements
+of both stays in registers. Of a longer one a first read sums y d_y, and a second one writes (`_rows`).
 
 block_rows: rows of a block; block_n: elements of a row that are worked on at a time; row_warps: warps to a row.
 
