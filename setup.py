@@ -1,7 +1,8 @@
 """What pyproject.toml cannot say: the addresses, all made of one, and the README as an index shows it.
 
 There a link to a file of the repository leads to the repository, and is its words alone while nobody said where that
-lies: the files are in the source distribution. ``PORTAKERN_REPOSITORY`` stands in for ``[tool.portakern] repository``.
+lies: the files are in the source distribution. A picture comes from there, or is left out. ``PORTAKERN_REPOSITORY``
+stands in for ``[tool.portakern] repository``.
 """
 
 import os
@@ -23,9 +24,13 @@ PAGES = {
 
 
 def named(link: re.Match[str]) -> str:
-    """A Markdown link to a file of the repository, as one to the repository, or as its words alone."""
+    """A Markdown link to a file of the repository, as one to the repository, or as its words alone; a picture as its
+    file there, or as nothing.
+    """
     mark, words, path = link.groups()
-    return f"{mark}[{words}]({REPOSITORY}/blob/HEAD/{path})" if REPOSITORY else words
+    if not REPOSITORY:
+        return "" if mark else words
+    return f"{mark}[{words}]({REPOSITORY}/{'raw' if mark else 'blob'}/HEAD/{path})"
 
 
 setup(

@@ -1,7 +1,7 @@
 """Files of results: one JSON a run, all of one form, under ``benchmarks/results/`` of a checkout.
 
     {"schema": 1, "benchmark": "...", "command": "...", "date": "YYYY-MM-DD", "device": "...", "environment": {...},
-    "rows": [{...}, ...], ...}
+    "commit": "...", "rows": [{...}, ...], ...}
 
 What else a file holds, and what a row does, depends on its benchmark (:data:`BENCHMARKS`).
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from portakern import inventory
+from portakern import inventory, sources
 from portakern.files import write_atomically
 
 __all__ = [
@@ -82,6 +82,7 @@ HEADER = {
     "date": "date",
     "device": "text",
     "environment": "object",
+    "commit": "text?",
     "rows": "list",
 }
 
@@ -182,7 +183,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 
 @dataclass(frozen=True)
 class Result:
-    """One run, read and found right. ``extra``: what its benchmark keeps beside rows; ``file``: where it lies."""
+    """One run, read and found right. ``extra``: what its benchmark keeps beside rows; ``file``: where it lies;
+    ``commit``: the checkout's that was run, with a + where files differed from it; None: nobody wrote it down.
+    """
 
     file: Path
     benchmark: str
@@ -192,6 +195,7 @@ class Result:
     environment: Mapping[str, Any]
     rows: Sequence[Mapping[str, Any]]
     extra: Mapping[str, Any]
+    commit: str | None = None
 
     def key(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
         """What a row measured."""
@@ -221,6 +225,7 @@ def record(
         "date": datetime.date.today().isoformat(),
         "device": device or inventory.device_name(),
         "environment": inventory.environment(),
+        "commit": sources.commit(),
         **extra,
         "rows": list(rows),
     }
@@ -249,8 +254,9 @@ def read(path: Path) -> Result:
         raise ResultError(f"{path}: {found}")
     extra = {n: v for n, v in data.items() if n not in HEADER}
     return Result(
-        path, data["benchmark"], data["command"], data["date"], data["device"], data["environment"], data["rows"], extra
-    )
+        path, data["benchmark"], data["command"], data["date"], data["device"], data["environment"], data["rows"],
+        extra, data.get("commit"),
+    )  # fmt: skip
 
 
 def read_all(folder: Path) -> list[Result]:
@@ -261,7 +267,7 @@ def read_all(folder: Path) -> list[Result]:
 def problems(data: Any) -> Iterator[str]:
     """What is wrong with the content of a file, in words, worst first."""
     if not isinstance(data, dict):
-        yield f"holds {_shown(data)}; expected an object with {', '.join(HEADER)}"
+        yield f"holds {_shown(data)}; expected an object with {', '.join(n for n, k in HEADER.items() if k[-1] != '?')}"
         return
     if data.get("schema") != SCHEMA:
         what = f"is {_shown(data['schema'])}" if "schema" in data else "is missing"

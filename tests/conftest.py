@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import time
+from collections.abc import Generator
 from importlib.metadata import version
+from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -40,3 +44,21 @@ settings.register_profile(
     "deep", max_examples=1000, deadline=None, derandomize=False, print_blob=True, suppress_health_check=SLOW_ON_PURPOSE
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
+
+SHARE = 1 / 3
+"""Of a test's time limit, what it may take of the processor: machines that run the suite are busy with other things
+too, and take three times as long."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """A test that would reach its limit on a busy machine fails on an idle one, where its author sees it."""
+    before = time.process_time()
+    result = yield
+    used, marker = time.process_time() - before, item.get_closest_marker("timeout")
+    limit = float(marker.args[0] if marker else item.config.getini("timeout") or 0)
+    if 0 < SHARE * limit < used and os.environ.get("HYPOTHESIS_PROFILE") != "deep":
+        pytest.fail(
+            f"{used:.0f} s of processor time, and its limit is {limit:.0f} s; expected a third: make it shorter"
+        )
+    return result

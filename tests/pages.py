@@ -36,12 +36,14 @@ def blocks(text: str) -> Iterator[Block]:
             yield Block(text[: match.start()].count("\n") + 2, match["body"], after["body"] if under else None)
 
 
-def run(page: Path, session: dict[str, Any] | None = None) -> int:
-    """Run a page as a reader without an accelerator does; how many blocks it has."""
+def run(page: Path, session: dict[str, Any] | None = None, text: str | None = None) -> int:
+    """Run a page as a reader without an accelerator does; how many blocks it has. ``text``: what the page says, where
+    that is not what its file does.
+    """
     jax = pytest.importorskip("jax", reason="jax is not installed")
     session, count = {"__name__": page.stem} if session is None else session, 0
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        for block in blocks(page.read_text(encoding="utf-8")):
+        for block in blocks(page.read_text(encoding="utf-8") if text is None else text):
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
                 exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), session)

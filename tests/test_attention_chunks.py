@@ -82,7 +82,7 @@ def test_a_chunk_sees_neither_queries_nor_heads_nor_samples():
     }
     assert lengths == {512}
     assert split.chunk_length(bound(1, 1, 1, 1, 512, 64, 64), tiling) is None
-    assert split.chunk_length(bound(1, 1, 1, 1, 40000, 8, 8), tiling) == 2048  # no more than MOST of them
+    assert split.chunk_length(bound(1, 1, 1, 1, 40000, 8, 8), tiling) == 4096  # no more than MOST of them
     assert split.chunk_length(bound(1, 1, 1, 1, 40000, 8, 8, window=(99, 0)), tiling) == 512
 
 
@@ -143,8 +143,39 @@ def test_hopper_refuses_what_has_no_room():
 def test_hopper_has_room_for_what_it_plans(d, kv_len):
     call = bound(1, 90, 1, 1, kv_len, d, d)
     plan = hopper.plan_of(call, tilings.default(variant("hopper"), call).tiling)
-    assert plan.chunked == (kv_len > 512 and d <= 128) and (plan.shared or d == 256)
+    assert plan.chunked == (kv_len > 512 and d <= 128) and plan.o_in_q == (d == 256)
     assert hopper.shared_bytes(plan) <= 232448
+
+
+@pytest.mark.parametrize(("d", "q_len", "stages"), [(128, 1, 3), (64, 1, 3), (256, 1, 3), (128, 200, 2), (256, 200, 2)])
+def test_few_queries_have_more_keys_on_their_way(d, q_len, stages):
+    call = bound(1, q_len, 1, 1, 600, d, d)
+    tiling = tilings.default(variant("hopper"), call).tiling
+    plan, how = portable.rows_plan(call, tiling)
+    assert how["num_stages"] == stages and plan.block_q == (64 if q_len == 1 else 128)
+    rows = {**tiling, "block_q": plan.block_q, "num_stages": stages}
+    assert portable.shared_bytes(call, rows) <= 232448
+    _, how = portable.rows_plan(call, {**tiling, "few_stages": 8})
+    most = {**rows, "num_stages": how["num_stages"]}
+    assert portable.shared_bytes(call, most) <= 232448, "more than there is room for"
+
+
+def test_a_chunk_of_decoding_is_shorter_where_its_borders_cost_less():
+    call = bound(1, 1, 1, 1, 8192, 128, 128)
+    lengths = {n: split.chunk_length(call, tilings.default(variant(n), call).tiling) for n in ("gpu", "hopper")}
+    assert lengths == {"gpu": 1024, "hopper": 512}
+
+
+@pytest.mark.parametrize(("d", "spilled"), [(64, 0), (128, 640)])
+def test_hopper_walks_all_chunks_in_one_loop(d, spilled):
+    """Scores of the first tile and of the loop, products of the loop and of the last tile: chunks that had loops of
+    their own would have twice as many. Two accumulators stand beside a tile of scores, and no product waits."""
+    impl, call = variant("hopper"), bound(1, 1100, 1, 1, 1100, d, d, is_causal=True)
+    tiling = tilings.default(impl, call).tiling
+    assert split.chunk_length(call, tiling) == 512
+    (kernel,) = impl.family.load_compiler().build(impl, call, tiling).kernels
+    assert sum(kernel.matrix.values()) == 2 * 2 * (d // 16 + 128 // 16)
+    assert not kernel.serialised and (kernel.spills or 0) <= spilled
 
 
 def test_rows_that_the_copy_engine_cannot_move_are_copied():

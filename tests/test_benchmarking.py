@@ -25,6 +25,7 @@ from portakern.benchmarking.timing import CallFailed, interleaved
 from portakern.benchmarking.verdicts import Judge
 from portakern.benchmarking.warming import warm
 from portakern.cli import app
+from portakern.cli import bench as command
 from portakern.compiling.forms import abstract_call
 from portakern.core import registry
 from portakern.core.framework import frameworks
@@ -317,9 +318,9 @@ def test_the_hash_of_sources_follows_code_and_not_comments(tmp_path):
         changed.write_text(text)
     table = folder / "tuned" / "sm_90.json"
     data = json.loads(table.read_text())
-    (rows,) = (v for v in data["ops"]["matmul"].values())
-    tiled = next(r for r in rows if "tiling" in r)
-    tiled["tiling"] = {n: 2 * v for n, v in tiled["tiling"].items()}
+    for rows in data["ops"]["matmul"].values():  # of each variant
+        tiled = next(r for r in rows if "tiling" in r)
+        tiled["tiling"] = {n: 2 * v for n, v in tiled["tiling"].items()}
     table.write_text(json.dumps(data))
     from portakern.core import tilings
 
@@ -359,6 +360,24 @@ def test_the_command_writes_rows_that_can_be_read(tmp_path):
     assert read.extra["rates"]["copy"] > 0 and "liger" in read.extra["absent"]
 
 
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_figures_stay_with_their_words_at_any_width(width):
+    row = {
+        "contender": "flex_attention", "verdict": "right", "median_us": 34458.5, "best_us": 11556.4,
+        "worst_us": 58573.5, "host_us": 34431.0, "limit": "copy", "byte_rate": 2 * 10**12,
+        "share": 0.4, "ratio": 0.5, "error": 0.99, "clock": "host",
+    }  # fmt: skip
+    lines = command._lines(row, width)
+    assert max(map(len, lines)) <= width and (len(lines) == 1) == (width == 200)
+    assert {len(line) - len(line.lstrip()) for line in lines[1:]} <= {command.NAMES}
+    parts = [part for line in lines for part in line[command.NAMES :].rstrip(",").split(", ")]
+    assert parts == command._parts(row) and "error 0.99 of the bound" in parts
+    wrong = command._lines({**row, "median_us": None, "verdict": "wrong", "why": "6 of 15 elements"}, width)
+    assert [" ".join(line.split()) for line in wrong] == [
+        "flex_attention wrong: 6 of 15 elements, 0.99 times its bound"
+    ]
+
+
 def test_a_run_that_ends_early_keeps_its_rows(tmp_path, monkeypatch):
     """The second case is one that nobody survives."""
     from portakern.benchmarking import run as running
@@ -384,7 +403,7 @@ def test_a_wrong_subject_is_the_commands_failure():
     found = bench("softmax", "--backend", "mine", "--against", "reference", "--device", "cpu", "--rounds", "2",
                   "--shape", "shape=3x5", "--dtype", "float32", "--no-gradients")  # fmt: skip
     assert found.exit_code == 1
-    assert "  mine                 wrong: 15 of 15 elements of y" in found.output
+    assert "  mine            wrong: 15 of 15 elements of y" in found.output
     assert "reference" in found.output
 
 

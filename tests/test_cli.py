@@ -219,6 +219,32 @@ def test_a_seed_is_held_to_its_range_in_python_too():
             pk.check("softmax", backend="reference", seed=seed)
 
 
+TOLD_TO_END = """
+import os, signal, sys
+import numpy as np
+import portakern as pk
+from portakern.cli import main
+mine, calls = pk.Backend("mine", framework="numpy"), []
+@mine.implements("softmax")
+def softmax(call, tiling):
+    calls.append(1)
+    if len(calls) == 30:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return (pk.op("softmax", backend="reference")(call.arrays["x"], axis=call.options["axis"]),)
+pk.register(mine)
+sys.argv = ["portakern", "check", "softmax", "--backend", "mine"]
+main()
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM")
+def test_a_check_that_is_told_to_end_says_nothing():
+    """Its end is no failure of the case that was running, which would be run again and printed."""
+    ran = subprocess.run([sys.executable, "-c", TOLD_TO_END], capture_output=True, text=True, timeout=120)
+    said = ran.stdout + ran.stderr
+    assert ran.returncode == 143 and "xception" not in said and "Traceback" not in said and "FAILED" not in said, said
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM")
 def test_a_check_in_processes_ends_when_it_is_told_to():
     code = "from portakern.cli import main; main()"
@@ -337,6 +363,8 @@ def test_tables_keep_words_whole_at_80_columns_and_become_lines_where_they_canno
         assert ("┃" in said) == table
         assert [w for w in words if w not in said] == []  # in one piece
         assert max(map(len, said.splitlines())) <= width
+    common.show_table("Peers", columns, [])
+    assert capsys.readouterr().out == "Peers: none\n"
     common.show_table("Backends", ["next"], [["pip install 'portakern[cpu]'"]])
     assert "portakern[cpu]" in capsys.readouterr().out  # no markup
 
@@ -349,6 +377,7 @@ def test_lists_fit_80_columns_with_no_word_broken(command, monkeypatch):
     said = run(app, command).output
     tables = [line for line in said.splitlines() if line[:1] in "┏┃┡│└"]
     assert tables and max(map(len, tables)) <= 80
+    assert command != ["ops"] or (len(tables) < 3 * len(pk.ops()) and " all " in said)  # three backends are no column
     named = {"ops": pk.ops(), "backends": pk.backends(), "doctor": pk.backends()}
     for word in named.get(command[0], ["q_segment_ids", "portakern.backends.triton.gpu.attention_vjp"]):
         assert word in said

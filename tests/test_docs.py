@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
+import shlex
 import sys
 import tomllib
 from importlib.metadata import EntryPoint
@@ -13,12 +15,15 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import typer
 
 import portakern as pk
+from portakern.cli import app
 from portakern.core import registry
 from tests import pages
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
 TUTORIAL = DOCS / "tutorial"
 PAGES = sorted(p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md") if any(pages.blocks(p.read_text())))
 
@@ -65,6 +70,48 @@ def test_a_page_that_says_otherwise_is_told_of(tmp_path: Path) -> None:
     page.write_text("```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n")
     with pytest.raises(AssertionError, match="line 2 prints\n2\n"):
         pages.run(page)
+
+
+TEXTS = [
+    Path("README.md"),
+    Path("PORTING.md"),
+    Path("CONTRIBUTING.md"),
+    *(p.relative_to(ROOT) for p in DOCS.rglob("*.md")),
+]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=str)
+def test_commands_are_ones_that_the_command_line_takes(text: Path) -> None:
+    """Every `portakern ...` line of a shell block: its command is there, with those options. None is run."""
+    for line in shell_lines((ROOT / text).read_text(encoding="utf-8")):
+        parsed(line)
+
+
+def test_a_command_that_is_not_there_is_told_of() -> None:
+    text = "```bash\npip install x && portakern check softmax --haste 3  # quick\n```\n"
+    (line,) = shell_lines(text)
+    with pytest.raises(Exception, match="No such option: --haste"):  # typer has a click of its own
+        parsed(line)
+
+
+def shell_lines(text: str) -> list[list[str]]:
+    """The words of every call of portakern in the shell blocks of a text."""
+    found = []
+    for block in (m["body"] for m in pages.FENCE.finditer(text) if m["head"] == "bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            for part in " ".join(shlex.quote(w) for w in words).split("'&&'"):
+                call = shlex.split(part)
+                if call[:1] == ["portakern"]:
+                    found.append(call[1 : call.index(">") if ">" in call else None])
+    return found
+
+
+def parsed(words: list[str]) -> None:
+    name, *arguments = words
+    if name != "--version":
+        command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+        command.make_context(name, arguments)
 
 
 def edited(diff: str, source: str) -> str:
@@ -124,10 +171,24 @@ def test_sections_come_by_their_headings(maker) -> None:
     assert sections.section(text, "b-c", "x.md") == "\ntwo\n```bash\n## no heading\n```\n### D\nthree\n"
     with pytest.raises(LookupError, match="x.md has no section #no-heading; expected one of a, b-c, d, e"):
         sections.section(text, "no-heading", "x.md")
-    page = '<!-- include: README.md#try-it to "It runs a real" -->'
+    page = '<!-- include: README.md#portakern to "**What runs where" -->'
     assert "pip install -c" in sections.included(page, root, "docs", lambda text, folder: text)
     with pytest.raises(LookupError, match="'not there' stands there 0 times"):
-        sections.included(page.replace("It runs a real", "not there"), root, "docs", lambda text, folder: text)
+        sections.included(page.replace("**What runs where", "not there"), root, "docs", lambda text, folder: text)
+
+
+OWN = [page for page in PAGES if "<!-- include: README.md" in (DOCS / page).read_text(encoding="utf-8")]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # one block shows a kernel that overflows
+@pytest.mark.parametrize("page", ["index.md", *OWN])  # which has no other blocks
+def test_a_page_runs_with_the_sections_that_it_shows(page: str, maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A section of the README needs what stands above it there; a page says that itself."""
+    for framework in ("torch", "triton"):
+        pytest.importorskip(framework, reason=f"{framework} is not installed")
+    monkeypatch.setattr(registry, "_registered", {})  # one section registers a backend
+    text = re.sub(r"^<!-- include: (?!README).*-->$", "", (DOCS / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert pages.run(DOCS / page, text=maker("sections").included(text, ROOT, "docs", lambda piece, folder: piece)) > 1
 
 
 def test_lists_are_nested_as_python_markdown_reads_them(maker) -> None:

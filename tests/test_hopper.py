@@ -71,15 +71,47 @@ def test_operands_that_cannot_be_described_are_copied_as_they_are(dtype):
             assert found.row * x.element_size() % 16 == 0 == found.memory.data_ptr() % 16
 
 
-def test_the_tile_follows_rows_and_the_split_of_k_does_not():
-    def tiles(m, n, k, **options):
-        meta = [torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((m, k), (k, n))]
-        impl, call = bound("matmul", *meta, **options)
-        return impl.key(call)["tile"], resolve(impl, call, {}).tiling
+def product(m, n, k, *batch, dtype=torch.bfloat16, **options):
+    """The variant, and a call of its product on arrays without memory."""
+    shapes = (*batch, m, k), (*batch, k, n)
+    return bound("matmul", *(torch.empty(s, dtype=dtype, device="meta") for s in shapes), **options)
 
+
+def tiles(m, n, k, *batch, **options):
+    impl, call = product(m, n, k, *batch, **options)
+    return impl.key(call)["tile"], resolve(impl, call, {}).tiling
+
+
+def test_what_a_call_has_no_use_for_is_fitted_or_refused():
+    # 6 stages of 128 x 128 leave room for a tile of c of 16 bits, not of 32.
+    told = {name: tiles(640, 2048, 512, out_dtype=name)[1] for name in ("bfloat16", "float32")}
+    assert tiles(640, 2048, 512)[0] == "128 x 128"
+    assert told["bfloat16"]["num_stages"] == 6 and told["float32"]["num_stages"] == 5
+    assert tiles(512, 512, 512, 64)[1]["roles"] == 1  # of a batch too
+    assert told["bfloat16"]["block_n"] == told["float32"]["block_n"] == 128
+    wide = dict(tiles(4096, 4096, 4096)[1])
+    impl, call = product(2048, 2048, 65536)
+    assert resolve(impl, call, {}).tiling == {**wide, "roles": 0}  # its sums go in chunks
+    for (m, n, k), named, reason in (
+        ((2048, 2048, 65536), wide, "sums are whole"),
+        ((4096, 4096, 4096), {**wide, "num_warps": 4}, "num_warps=8"),
+        ((4096, 4096, 4096), {**wide, "swapped": 1}, "swapped=0"),
+        ((4096, 4096, 4096), {**wide, "block_k": 32}, "steps of 64"),
+        ((4096, 4096, 4096), {**wide, "roles": 2}, "block_n=128"),
+        ((4096, 4096, 4096), {**wide, "num_stages": 5}, "shared memory"),
+    ):
+        impl, call = product(m, n, k)
+        with pytest.raises(pk.UnsupportedError, match=reason):
+            resolve(impl, call, named)
+
+
+def test_the_tile_follows_rows_and_the_split_of_k_does_not():
     assert tiles(4096, 4096, 4096)[0] == "128 x 256" and tiles(4096, 4096, 4096)[1]["roles"] == 1
     assert tiles(1000, 3000, 5120)[0] == "128 x 192" and tiles(1000, 3000, 5120)[1]["roles"] == 2
-    assert tiles(1, 4096, 4096)[0] == "16 rows" and tiles(40, 4096, 4096)[1]["swapped"] == 1
+    # Where one round of tiles is all, rows of tiles go in smaller groups.
+    assert tiles(1000, 3000, 5120)[1]["group"] < tiles(4095, 4097, 4093)[1]["group"]
+    assert tiles(1, 4096, 4096)[0] == "16 rows x 64" and tiles(40, 4096, 4096)[1]["swapped"] == 1
+    assert tiles(16, 14336, 4096)[0] == "16 rows x 128"  # as many rounds as 64 columns make
     assert tiles(4096, 4096, 4096, out_dtype="float32")[1]["roles"] == 0  # c's tile would leave no room for operands
     from portakern.backends.triton.hopper.matmul import chunk_of, split
 
@@ -98,6 +130,7 @@ CALLS = {
     ),
     "long": (("matmul", normal(100, 16384), normal(16384, 200)), {}, ["matmul_kernel", "add_parts_kernel"]),
     "batch": (("matmul", normal(4, 30, 264), normal(4, 264, 200)), {}, ["matmul_kernel"]),
+    "large batch": (("matmul", normal(1, 1000, 72), normal(12, 72, 1000)), {}, ["matmul_by_roles"]),
     "rows of a batch": (("matmul", normal(4, 30, 264), normal(1, 264, 200)), {}, ["matmul_kernel"]),
     "gradients": (("matmul_vjp", normal(300, 264), normal(264, 200), normal(300, 200)), {}, ["matmul_kernel"] * 2),
 }
@@ -146,11 +179,12 @@ def test_explain_names_the_variants():
 @pytest.mark.parametrize(
     ("m", "n", "k", "options"),
     [(4096, 4096, 4096, {}), (1000, 3001, 5120, {}), (16, 14336, 4096, {}), (512, 512, 65536, {}),
-     (4096, 4096, 4096, {"precision": "tf32"})],
+     (4096, 4096, 4096, {"precision": "tf32"}), (512, 512, 512, {"batch": 64}), (512, 575, 512, {"batch": 64})],
 )  # fmt: skip
 def test_products_compile_for_hopper_and_do_not_wait(m, n, k, options):
-    dtype = torch.float32 if options else torch.bfloat16
-    impl, call = bound("matmul", *(torch.empty(s, dtype=dtype, device="meta") for s in ((m, k), (k, n))), **options)
+    options = dict(options)
+    batch = [options.pop("batch")] if "batch" in options else []
+    impl, call = product(m, n, k, *batch, dtype=torch.float32 if options else torch.bfloat16, **options)
     built = impl.family.load_compiler().build(impl, call, resolve(impl, call, {}).tiling)
     hardware = targets.find("sm_90")
     for kernel in built.kernels:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import sys
 import tokenize
@@ -16,10 +17,24 @@ import pytest
 from typer.testing import CliRunner
 
 from portakern.cli import app
-from portakern.core import targets
-from portakern.reporting import checkout, lines, markdown, plots, roofline, speed, verdict
+from portakern.core import registry, targets
+from portakern.reporting import (
+    checkout,
+    compiled,
+    lines,
+    losses,
+    markdown,
+    measured,
+    plots,
+    reach,
+    roofline,
+    speed,
+    verdict,
+)
 from portakern.reporting.kept import Kept, chip
+from portakern.reporting.staleness import AGED, STALE
 from portakern.results import ResultError
+from portakern.testing import subject
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE = "NVIDIA H100 80GB HBM3"
@@ -29,6 +44,7 @@ TIME = {
 }  # fmt: skip
 
 
+PAGE_ONE = ("reach", "verdict", "losses")  # of PORTING.md
 ABSENT = {"quack": "quack not installed; run: pip install quack-kernels"}
 
 
@@ -91,7 +107,7 @@ def tree(tmp_path):
         built(),
         built(target="gfx942", spills=4),
         built("matmul", reason="takes | too much"),
-        built("matmul", "v5e", on_chip={"vmem": 2**20}, cycles=2000),
+        built("matmul", "v5e", on_chip={"vmem": 2**20}, cycles=2_000_000),
     ]
     kept = root / "benchmarks" / "results"
     put(
@@ -112,10 +128,10 @@ def tree(tmp_path):
     marks = "".join(
         f"## {name}\n\n<!-- portakern report: {name} -->\n<!-- end: {name} -->\n\n"
         for name in checkout.TABLES
-        if name != "verdict"
+        if name not in PAGE_ONE
     )
-    mark = "<!-- portakern report: verdict -->\n<!-- end: verdict -->\n"
-    (root / "PORTING.md").write_text(f"# Title\n\n{mark}")
+    first = [f"<!-- portakern report: {name} -->\n<!-- end: {name} -->\n" for name in PAGE_ONE]
+    (root / "PORTING.md").write_text("\n".join(["# Title\n", *first]))
     (root / "RESULTS.md").write_text("# Title\n\n" + marks + "The end.\n")
     (root / "README.md").write_text("No marks here.\n")
     skip = shutil.ignore_patterns("__pycache__")
@@ -182,7 +198,7 @@ def test_tables_show_the_results(fresh):
     assert "| `softmax` | bfloat16 | sm_90 | 1 | 30 | 0 | shared 32 B (50%) | 50% | none |" in pieces["resources"]
     assert "| sm_90 | H100 SXM5 80 GB | 1 of 2 | 0 | 0 | 50% | 50% |" in pieces["resources"]
     assert "| `softmax` | bfloat16 | triton | sm_90, gfx942 | `block_n=4096` |" in pieces["tilings"]
-    assert "| `matmul` | bfloat16 | 2 |" in pieces["cycles"]
+    assert "| `matmul` | bfloat16 | 2,000 |" in pieces["cycles"]
     assert (
         f"**{DEVICE}**" in pieces["times"]
         and "| `softmax` | bfloat16 | n=4096 | torch 50 | 40 | 20 | 50% |" in pieces["times"]
@@ -199,7 +215,7 @@ def test_tables_show_the_results(fresh):
     assert "| sm_90 | H100 SXM5 80 GB | 3,350 |" in pieces["roofs"]
     told = markdown.pieces((fresh / "PORTING.md").read_text(), fresh / "PORTING.md")["verdict"]
     (line,) = (line for line in told.splitlines() if line.startswith("| `attention` |"))
-    assert line.endswith(" | 1.00 (0.50 to 1.50)† | – | not run |") and "† the sources of what was" in told
+    assert line.endswith(" | 1.00 (0.50 to 1.50)† | – | not run |") and AGED in told
     assert " | not timed | – | not run |" in told.partition("| `softmax` |")[2].partition("\n")[0]
     assert "| `softmax` | " in pieces["lines"] and (fresh / "README.md").read_text() == "No marks here.\n"
     for plot in (fresh / "docs" / "plots").iterdir():
@@ -210,6 +226,7 @@ def test_tables_show_the_results(fresh):
         "attention-memory.svg",
         "attention-rate.svg",
         "errors.svg",
+        "glance.svg",
         "heatmap.svg",
         "roofline-sm_90.svg",
         "speed.svg",
@@ -222,7 +239,7 @@ def test_two_generations_have_the_same_bytes(fresh):
     for path in (fresh / "docs" / "plots").iterdir():
         path.unlink()
     (fresh / "RESULTS.md").write_text((fresh / "RESULTS.md").read_text().replace("| `softmax` |", "| `hardmax` |"))
-    assert len(checkout.update(fresh)) == 7
+    assert len(checkout.update(fresh)) == 8
     assert content(fresh) == before
 
 
@@ -258,11 +275,11 @@ def test_results_that_change_make_tables_and_plots_stale(fresh):
     gone = "shows what is no longer among the results"
     assert {
         s.what.removesuffix(" is stale or was changed by hand") for s in checkout.stale(fresh) if s.path.suffix == ".md"
-    } == {f"table {name!r}" for name in ("verdict", "matrix", "resources", "tilings", "cycles", "speed")}
+    } == {f"table {name!r}" for name in (*PAGE_ONE, "matrix", "resources", "tilings", "cycles", "speed")}
     assert {s.path.name: s.what for s in checkout.stale(fresh) if s.path.suffix == ".svg"} == {
         "heatmap.svg": "is stale",
         "roofline-sm_90.svg": "is stale",  # bench had measured more
-        **dict.fromkeys(("attention-memory.svg", "attention-rate.svg", "errors.svg", "speed.svg"), gone),
+        **dict.fromkeys(("attention-memory.svg", "attention-rate.svg", "errors.svg", "glance.svg", "speed.svg"), gone),
     }
     checkout.update(fresh)
     assert sorted(p.name for p in (fresh / "docs" / "plots").iterdir()) == [
@@ -292,7 +309,7 @@ def test_results_that_change_make_tables_and_plots_stale(fresh):
         ),
         (
             "<!-- portakern report: haste -->\n<!-- end: haste -->\n",
-            "RESULTS.md: there is no table 'haste'; expected one of verdict, matrix, ",
+            "RESULTS.md: there is no table 'haste'; expected one of reach, verdict, ",
         ),
     ],
 )
@@ -415,22 +432,163 @@ def test_the_verdict_tells_of_failures_and_of_16_bits_apart(tree):
     assert " | **wrong** | – | not run | not run |" in told.partition("| `softmax` |")[2].partition("\n")[0]
 
 
+def checked_on(subject, op="softmax", passed=True, **more):
+    return {"op": op, "subject": subject, "examples": 100, "worst": {"y": 0.5}, "passed": passed, **more}
+
+
+def with_rows(kept, benchmark, rows, device):
+    run = dataclasses.replace(kept.results[0], file=Path(f"{benchmark}-{device}"), benchmark=benchmark, device=device)
+    return dataclasses.replace(kept, results=(*kept.results, dataclasses.replace(run, rows=tuple(rows))))
+
+
+def test_what_ran_where_is_counted(tree, monkeypatch):
+    """Of a kind of machine and backend: what compiles everywhere, what an interpreter of these kernels ran, a stricter
+    one, the device; what failed is no op that ran; a function that was checked is nobody's port.
+    """
+    monkeypatch.setattr(lines, "ops", lambda root: ["one", "another"])
+    kept = with_rows(
+        Kept.of(tree),
+        "conformance",
+        [
+            checked_on("triton on cpu (interpreted), variant gpu"),
+            checked_on("triton on cpu (interpreted)", "matmul"),
+            checked_on("pallas on cpu (interpreted), profile simulated"),
+            checked_on("pallas on tpu v5e (compiled), profile emulated", "matmul", passed=False),
+            checked_on("my_function on cpu"),
+        ],
+        "host CPU",
+    )
+    kept = with_rows(
+        kept,
+        "conformance",
+        [checked_on("triton on cuda sm_90 (compiled)"), checked_on("triton on cuda sm_90 (compiled)", "matmul", False)],
+        DEVICE,
+    )
+    nvidia, amd, tpu = (line for line in reach.reach(kept).splitlines() if line.startswith(("| NV", "| AMD", "| TPU")))
+    assert nvidia == (
+        "| NVIDIA GPUs | triton | 1 of 2 ops, 1 architecture | all 2 ops, 200 cases | no | "
+        f"1 of 2 ops, 200 cases, **failed**: matmul | 1 of 2 ops{STALE} |"
+    )
+    assert AGED in reach.reach(kept) and f"\nThere: {DEVICE}. Counted" in reach.reach(kept)
+    assert amd == "| AMD GPUs | triton | 1 of 2 ops, 1 architecture | all 2 ops, 200 cases | no | no | no |"
+    assert tpu == "| TPUs | pallas | no | no | 1 of 2 ops, 200 cases, **failed**: matmul | no | no |"
+    assert reach.reach(dataclasses.replace(kept, results=())).count("| no | no | no | no | no |") == 3
+
+
+@pytest.mark.parametrize("profile", [None, "simulated"])
+def test_reach_reads_what_the_checker_calls_its_subjects(profile):
+    """Every installed backend's, as far as it runs here."""
+    for b in (b for b in registry.backends().values() if b.auto and b.can_interpret() and not b.unavailable()):
+        name = subject.backend_subject(registry.find_spec("softmax"), b, None, "cpu", None).name
+        said = reach.SUBJECT.fullmatch(name + (f", profile {profile}" if profile else ""))
+        assert said and said["backend"] == b.name and said["target"] == "cpu" and said["profile"] == profile, name
+    variant = reach.SUBJECT.fullmatch("triton on cuda sm_90 (compiled), variant hopper")
+    assert variant and variant.group("target", "how", "variant") == ("cuda sm_90", "compiled", "hopper")
+
+
+def test_losses_are_said_from_the_worst(tree):
+    """Slower on any call is slower; a wrong result and what stands beside no peer are told too; the host's time."""
+    quick = timed("triton", 40.0, op="softmax", best_peer="liger", ratio=1.25)
+    wrong = {**timed("triton", 0.0, 4096, op="softmax"), **NO_TIME, "verdict": "wrong", "error": 7.0}
+    even = timed("triton", 100.0, op="rmsnorm", best_peer="torch", ratio=0.98)
+    rest = {"wall_seconds": 9, "rates": {"copy": 3e12}, "absent": {}, "left_out": []}
+    put(tree / "benchmarks" / "results", "bench.json", run_of("bench", [*BENCH, quick, wrong, even], **rest))
+    ways = {"op": 12.0, "torch": 10.0, "op, forward and backward": 30.0, "torch, forward and backward": 20.0}
+    host = [
+        {"op": op, "way": w, "median_us": us * n}
+        for n, op in enumerate(["softmax", "another"], 1)
+        for w, us in ways.items()
+    ]
+    told = losses.losses(with_rows(Kept.of(tree), "launch", host, DEVICE))
+    assert f"Time over the best peer's, {DEVICE}; what differs by less than 3% counts as the same:" in told
+    assert "* slower: `attention` on 1 of 2 calls, at most 2.00 (bfloat16, beside torch)." in told
+    assert "* the same: `rmsnorm`." in told and "* faster: `softmax` 0.80." in told
+    assert "* **wrong**: `softmax` bfloat16." in told and "* timed beside no peer: `matmul`." in told
+    assert f"function, {DEVICE}: 1.20 times forward, 1.50 times with" in " ".join(told.split())
+    assert losses.losses(dataclasses.replace(Kept.of(tree), results=())) == "Nothing was timed yet."
+
+
+def test_an_estimate_that_cannot_be_true_is_not_shown(tree):
+    """Fewer cycles than the matrix units take for the operations alone: the op is left out, in every dtype; one that a
+    kernel without an estimate makes a lower bound stays.
+    """
+    v5e = targets.find("v5e")
+    needed = roofline.work("matmul", "bfloat16")[0] / (v5e.flops["bfloat16"] / v5e.clock)
+    fine = built("matmul", "v5e", cycles=int(needed * 1.01))
+    assert needed == pytest.approx(4096**3 / (4 * 128**2)), "a product of 4096 x 4096 x 4096 on four units of 128 x 128"
+    file = tree / "benchmarks" / "results" / "compile-matrix.json"
+    data = json.loads(file.read_text())
+    for count, shown in ((int(needed * 0.99), False), (int(needed * 1.01), True)):
+        row = {**built("matmul", "v5e", cycles=count), "dtype": "float32"}
+        file.write_text(
+            json.dumps({**data, "rows": [built("softmax", "v5e", cycles=2000), fine | {"dtype": "float16"}, row]})
+        )
+        told = compiled.cycles(Kept.of(tree))
+        assert ("| `matmul` | float16 |" in told and "| `matmul` | float32 |" in told) is shown
+        assert (
+            "Not shown: `matmul`, with an estimate below" in told
+        ) is not shown and "| `softmax` | bfloat16 | 2 |" in told
+    part = {**row, "kernels": [{**row["kernels"][0], "cycles": 1000}, {**row["kernels"][0], "cycles": None}]}
+    file.write_text(json.dumps({**data, "rows": [part]}))
+    assert "| `matmul` | float32 | ≥ 1 |" in compiled.cycles(Kept.of(tree))
+
+
+def test_a_figure_names_the_commit_that_it_was_measured_at(tree):
+    file = tree / "benchmarks" / "results" / "times-h100.json"
+    data = json.loads(file.read_text())
+    shown = [r.file.name for r in Kept.of(tree).results]
+    assert "times-h100.json" in shown and f": 2026-03-01, {DEVICE}" in measured.times(Kept.of(tree))
+    file.write_text(json.dumps({**data, "commit": "0123456789ab+"}))
+    assert f": 2026-03-01 at 0123456789ab+, {DEVICE}" in measured.times(Kept.of(tree))
+
+
+def test_what_is_said_never_to_have_run_is_in_no_kept_result():
+    """Prose that a result makes untrue: where this fails, the page that it names has to say what is so now."""
+    kept = Kept.of(ROOT)
+    ran = {r.target.platform for r in reach.ran(kept) if r.how == "compiled" and not r.profile}
+    ran |= {row["target"].partition(" ")[0] for row, _ in kept.rows("bench") if row["subject"]}
+    served = {
+        p for b in registry.backends().values() if b.auto and b.framework == "jax" for p in b.compiled_platforms()
+    }
+    porting = " ".join((ROOT / "PORTING.md").read_text(encoding="utf-8").split())
+    said = {
+        "**AMD and TPU**: no kernel has run there.": not ran & {"rocm", "tpu"},
+        "All of it was compiled, none of it ran.": "rocm" not in ran,
+        "From JAX, arrays on a GPU are refused: no kernel serves them.": not served & {"cuda", "rocm"},
+        "Times come from one H100": {r.device for _, r in kept.rows("bench")} == {DEVICE},
+    }
+    assert {text: text in porting for text in said} == said, "PORTING.md"
+
+
+def test_the_versions_that_were_tried_are_those_of_the_kept_results():
+    """README's range of versions is what the kept runs had."""
+    (line,) = re.findall(r"^Tried: (.*?)\.(?: |$)", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    said = {name.lower(): (lo, hi) for name, lo, hi in re.findall(r"(\w+) ([\d.]+) to ([\d.]+\d)", line)}
+    assert said.keys() == {"python", "torch", "triton", "jax"}
+    for name, ends in said.items():
+        versions = [r.environment[name] for r in Kept.of(ROOT).results if r.environment.get(name)]
+        tried = sorted({tuple(int(part) for part in v.split(".")[:2]) for v in versions})
+        assert ends == tuple(".".join(map(str, v)) for v in (tried[0], tried[-1])), name
+
+
 def test_lines_that_a_port_has_alone(tmp_path, monkeypatch):
-    """A line in another port's module, in the same order, is not the port's own; the oracle is no port."""
-    for name, text in (("a", "x = 1\ny = 2\nz = 3\n"), ("b", "y = 2\nw = 4\nz = 3\n"), ("oracle", "w = 4\n")):
+    """A line in another backend's module, in the same order, is not the port's own; the oracle is no port, and a
+    variant beside it no other backend."""
+    texts = {"a/one": "x = 1\ny = 2\nz = 3\n", "a/two": "x = 1\n", "b": "y = 2\nw = 4\nz = 3\n", "oracle": "w = 4\n"}
+    for name, text in texts.items():
         put_text(tmp_path / "portakern" / "backends" / name / "some.py", text)
     put_text(tmp_path / "portakern" / "specs" / "some.py", "")
 
     class Family:
         def __init__(self, name, compiler):
-            self.package, self.compiler = f"portakern.backends.{name}", compiler
+            self.package, self.compiler = f"portakern.backends.{name.replace('/', '.')}", compiler
 
     class Backend:
-        auto, families = True, (Family("a", "x"), Family("b", "x"), Family("oracle", None))
+        auto, families = True, (Family("a/one", "x"), Family("a/two", "x"), Family("b", "x"), Family("oracle", None))
 
     monkeypatch.setattr(lines.registry, "ops", lambda: ("some",))
     monkeypatch.setattr(lines.registry, "backends", lambda: {"any": Backend})
-    assert lines.written(Kept(tmp_path, ())) == {"some": {"a": (3, 1), "b": (3, 1)}}
+    assert lines.written(Kept(tmp_path, ())) == {"some": {"a.one": (3, 1), "a.two": (1, 1), "b": (3, 1)}}
 
 
 def test_lines_of_code():
@@ -481,6 +639,23 @@ def test_where_an_op_lies_under_the_roof(tree):
     assert len(data["measured"]) == 2  # and of bench's two calls, which are one work, one point
     other = roofline.roofline(Kept.of(tree), targets.find("v5e"))
     assert not other["measured"] and other["points"][0]["op"] == "matmul" and not other["points"][0]["by_memory"]
+
+
+def test_a_figure_for_strangers_shows_one_device(tree):
+    data = speed._glance({"a GPU": BENCH[:2], DEVICE: BENCH})
+    assert data["title"] == DEVICE and [p["x"] for p in data["speeds"]] == [0.5, 1.5]
+    assert sorted(p["x"] for p in data["errors"] if not p["subject"]) == [0.25, 0.25, 2.74]
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'portakern[demo]'")
+    drawn = plots.draw(data)
+    assert f">Measured on {DEVICE}<" in drawn and ">attention<" in drawn and "portakern, bf16" in drawn
+    assert "glance.svg" not in speed.figures(dataclasses.replace(Kept.of(tree), results=()))
+
+
+def test_what_a_plot_says_is_not_rounded():
+    """Coordinates are; the figures that a reader reads are not."""
+    assert plots._shortened('<path d="M 1.23456 -0.0004"/><text x="0.001">0.001, 12.3456</text>') == (
+        '<path d="M 1.23 -0"/><text x="0">0.001, 12.3456</text>'
+    )
 
 
 def test_what_was_tuned_is_drawn():

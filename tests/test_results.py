@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from portakern import results
+from portakern import results, sources
 from portakern.results import ResultError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,6 +61,7 @@ def test_what_is_recorded_can_be_read(tmp_path):
     run = results.read(file)
     assert (run.benchmark, run.device, run.rows, run.extra) == ("launch", "a GPU", [ROW], {"graphs": []})
     assert run.environment["portakern"] and run.keys == {("softmax", "op")}
+    assert run.commit == sources.commit(), "a result says what was run"
     assert [p.name for p in file.parent.iterdir()] == ["launch.json"]
 
 

@@ -278,4 +278,35 @@ def test_an_index_shows_the_readme_with_links_that_lead_somewhere(source_distrib
     assert metadata["Author"] == "portakern contributors"
     assert not re.findall(r"\]\((?!\w+:|#)", description) and "](https://triton-lang.org)" in description
     assert f"[PORTING.md]({address}/blob/HEAD/PORTING.md)" in description
+    assert f"]({address}/raw/HEAD/docs/plots/glance.svg)" in description and "![" in description  # blob is a page
     assert len(description) > 0.9 * len((ROOT / "README.md").read_text(encoding="utf-8"))
+
+
+def test_an_index_shows_words_where_nobody_said_where_the_repository_lies() -> None:
+    """And of a picture nothing: its words alone would be a sentence about what is not there."""
+    code = "import sys, setuptools; setuptools.setup = lambda **k: print(k['long_description']); import runpy; "
+    environment = {**os.environ, "PORTAKERN_REPOSITORY": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", code + "runpy.run_path('setup.py')"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (picture,) = re.findall(r"!\[(.*?)\]", readme)
+    assert picture not in done.stdout and "![" not in done.stdout and "PORTING.md says the losses" in done.stdout
+
+
+@pytest.mark.parametrize(("seconds", "fails"), [(15, False), (25, True)])
+def test_a_test_that_a_busy_machine_would_end_fails_here(tmp_path: Path, seconds: int, fails: bool) -> None:
+    """Of its limit it may take a third of the processor's time."""
+    (tmp_path / "test_it.py").write_text(
+        "import pytest, time\n@pytest.mark.timeout(60)\ndef test_it():\n"
+        f"    clock = time.process_time\n    time.process_time = lambda: clock() + {seconds}\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-c", ROOT / "pyproject.toml"]
+    environment = {k: v for k, v in os.environ.items() if k != "HYPOTHESIS_PROFILE"}
+    done = subprocess.run([*command, tmp_path], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == fails and ("its limit is 60 s; expected a third" in done.stdout) is fails, done.stdout

@@ -398,6 +398,14 @@ def test_optuna_searches_a_large_space(monkeypatch):
     assert far(best) <= 2
 
 
+def test_a_chip_without_its_compiler_is_refused_once(monkeypatch):
+    """Before the first of many calls, in the words of who compiles for it."""
+    family = registry.backends()["pallas"].families[0]
+    monkeypatch.setattr(family.load_compiler(), "unavailable", lambda hardware: f"nothing compiles for {hardware.name}")
+    with pytest.raises(UnavailableError, match=r"^tune: nothing compiles for v5e$"):
+        places(registry.find_spec("softmax"), "v5e", None, None)
+
+
 def test_without_optuna_a_large_space_says_what_to_do(monkeypatch):
     monkeypatch.setattr(searches, "SMALL", 10)
     monkeypatch.setitem(sys.modules, "optuna", None)

@@ -15,7 +15,7 @@ from portakern.core.call import Call
 from portakern.core.framework import Framework, frameworks
 from portakern.core.instruments import Instruments
 from portakern.core.route import pick, routes, to_framework
-from portakern.core.targets import Target
+from portakern.core.targets import HOST, Target
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.spec import Spec
 from portakern.testing import backend_variants
@@ -63,6 +63,9 @@ class Entry:
         return self.framework.instruments(self.call.device)
 
 
+ELSE = "--device cpu times kernels by the host's clock on CPU arrays, in their interpreters"
+
+
 def here(b: Backend, device: str | None) -> tuple[Framework, Any, Target]:
     """Where a backend is measured: the best device here that it compiles for, or ``device``, a platform.
 
@@ -81,8 +84,7 @@ def here(b: Backend, device: str | None) -> tuple[Framework, Any, Target]:
             return framework, d, target
     asked = device or "accelerator"
     raise UnsupportedError(
-        f"bench: backend {b.name!r} serves no {asked} here; --device cpu times it by the host's clock on CPU arrays, "
-        "in its interpreter if it has one"
+        f"bench: backend {b.name!r} serves no {asked} here" + (f"; {ELSE}" if device != HOST.platform else "")
     )
 
 

@@ -145,7 +145,7 @@ def _check_asked(
 
 def _compiling_here(device: str | None) -> list[Any]:
     """The backends that compile for an accelerator here; UnsupportedError lists why none does."""
-    from portakern.benchmarking.contenders import here
+    from portakern.benchmarking.contenders import ELSE, here
 
     found, why = [], []
     for b in registry.backends().values():
@@ -156,7 +156,8 @@ def _compiling_here(device: str | None) -> list[Any]:
             except (UnsupportedError, UnavailableError) as e:
                 why.append(str(e))
     if not found:
-        raise UnsupportedError("; ".join(why))
+        why = [reason.removesuffix(f"; {ELSE}") for reason in why]
+        raise UnsupportedError("; ".join([*why, ELSE]))
     return found
 
 
@@ -190,6 +191,10 @@ def _shaped(name: str, text: str, dtype: list[str] | None, gradients: bool) -> I
     forward = (registry.forward_of(spec) or spec) if spec.is_vjp else spec
     case = suites.shaped(forward, suites.parse_shape(text))
     return suites.each(case, dtype or suites.DTYPES, "only" if spec.is_vjp else gradients)
+
+
+NAMES = 18
+"""Columns that the name of a contender takes, with what stands before and behind it."""
 
 
 class _Rows:
@@ -237,7 +242,8 @@ class _Rows:
             out.print(call, style="bold", markup=False, highlight=False, soft_wrap=True)
             for row in sorted(rows, key=lambda r: (r.get("median_us") is None, r.get("median_us") or 0.0)):
                 style = "red" if row["verdict"] in ("wrong", "failed") else "bold" if row["subject"] else ""
-                out.print(_line(row), style=style, markup=False, highlight=False, soft_wrap=True)
+                for line in _lines(row, out.width):
+                    out.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
         for name, why in self.absent.items():
             out.print(f"{name} takes no part: {why}", markup=False, highlight=False, soft_wrap=True)
         for subject, outcome in self.outcomes.items():
@@ -262,12 +268,24 @@ def _rate(name: str, rate: float) -> str:
     return f"{name} {rate / 1e9:,.0f} GB/s" if name == "copy" else f"{name} {rate / 1e12:,.3g} TFLOP/s"
 
 
-def _line(row: dict[str, Any]) -> str:
-    """A contender as a line: one that is wrong, or took no part, has no times."""
-    name = f"  {row['contender']:20}"
+def _lines(row: dict[str, Any], width: int) -> list[str]:
+    """A contender as a line, or several where the terminal is narrow, with no figure apart from its words."""
+    lines = [f"  {row['contender']:{NAMES - 3}}"]
+    for part in _parts(row):
+        first = len(lines[-1]) <= NAMES - 1
+        if not first and len(lines[-1]) + len(part) + 3 > width:  # a comma, a space, and a comma behind it
+            lines[-1] += ","
+            lines.append(" " * (NAMES - 1))
+            first = True
+        lines[-1] += f" {part}" if first else f", {part}"
+    return lines
+
+
+def _parts(row: dict[str, Any]) -> list[str]:
+    """What is said of a contender: one that is wrong, or took no part, has no times."""
     off = f", {row['error']:.3g} times its bound" if row.get("error") is not None else ""
     if row.get("median_us") is None:
-        return f"{name} {row['verdict']}: {row['why']}{off}"
+        return [f"{row['verdict']}: {row['why']}{off}"]
     by_memory = row["limit"] == "copy"
     rate = f"{row['byte_rate'] / 1e9:,.0f} GB/s" if by_memory else f"{row['flop_rate'] / 1e12:,.3g} TFLOP/s"
     parts = [
@@ -279,4 +297,4 @@ def _line(row: dict[str, Any]) -> str:
         f"error {row['error']:.2f} of the bound" if row["error"] is not None else "",
         f"clock: {row['clock']}" if row["clock"] not in ("events", "queue") else "",
     ]
-    return f"{name} {', '.join(p for p in parts if p)}"
+    return [p for p in parts if p]

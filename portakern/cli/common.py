@@ -67,14 +67,22 @@ def _portakern(
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
+class _Ended(BaseException):
+    """The command was told to end. A SystemExit would be a case's failure to Hypothesis, which runs it again."""
+
+
+def _end(*_: object) -> None:
+    raise _Ended
+
+
 def main() -> None:
     """Console entry point: the project's own errors are printed without a traceback, exit status 2."""
     logging.basicConfig(format="%(message)s")
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # a command that is ended ends the processes that it started
+    signal.signal(signal.SIGTERM, _end)  # a command that is ended ends the processes that it started
     try:
         app()
+    except _Ended:
+        sys.exit(128 + signal.SIGTERM)
     except (SpecError, UnsupportedError, UnavailableError, results.ResultError) as e:
         err.print(f"{type(e).__name__}: {e}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)
@@ -93,6 +101,9 @@ def print_json(data: Any) -> None:
 
 def show_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     """A table where it fits with no word broken, else a line for each row and one for each of its cells."""
+    if not rows:
+        out.print(f"{title}: none", style="italic")
+        return
     widths = _widths([columns, *rows], out.width)
     if widths:
         table = Table(title=title, title_justify="left", header_style="bold")

@@ -8,6 +8,7 @@ import typer
 
 from portakern import inventory
 from portakern.cli.common import Json, app, out, print_json, show_table
+from portakern.core import registry
 
 
 @app.command()
@@ -16,10 +17,14 @@ def ops(as_json: Json = False) -> None:
     rows = inventory.ops()
     if as_json:
         return print_json(rows)
+    every = list(registry.backends())
     show_table(
-        "Ops",
+        f"Ops; the backends are {', '.join(every)}",
         ["op", "arguments", "outputs", "backends"],
-        [[r["op"], r["arguments"], r["outputs"], ", ".join(r["backends"])] for r in rows],
+        [
+            [r["op"], r["arguments"], r["outputs"], "all" if r["backends"] == every else ", ".join(r["backends"])]
+            for r in rows
+        ],
     )
 
 

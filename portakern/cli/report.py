@@ -32,7 +32,7 @@ def report(
         Path | None, typer.Option(help="The checkout; the one that portakern runs from when not given.")
     ] = None,
 ) -> None:
-    """Make the tables of PORTING.md and RESULTS.md, the plots of docs/plots and the stub that editors read."""
+    """Make the tables of PORTING.md, RESULTS.md and README.md, the plots of docs/plots and the stub of editors."""
     from portakern.reporting import checkout
 
     if check and add:

@@ -7,7 +7,7 @@ from typing import Any
 
 from portakern.reporting.style import COLOURS, FAINT, INK, MARKERS, SOFT, rate, short
 
-__all__ = ["bars", "curves", "errors", "tuned"]
+__all__ = ["bars", "curves", "errors", "glance", "tuned"]
 
 COLUMNS = 2
 LONGEST = 76  # letters of a call under a bar
@@ -102,6 +102,45 @@ def errors(figure: Any, data: dict[str, Any]) -> None:
     axes.minorticks_off()
     axes.grid(axis="y", color=SOFT, linewidth=0.5)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.05), ncols=2, frameon=False, fontsize=8)
+
+
+def glance(figure: Any, data: dict[str, Any]) -> None:
+    """An op a line: left how fast it is beside the best peer, right how far results err beside what is permitted."""
+    speeds, errors = data["speeds"], data["errors"]
+    ops = sorted({p["op"] for p in speeds})
+    dtypes = sorted({p["dtype"] for p in speeds})
+    figure.set_size_inches(9.2, 0.27 * len(ops) + 1.5)
+    left, right = figure.subplots(1, 2, sharey=True)
+    left.set_title("Speed over the best peer's, a point a call", loc="left", fontsize=9)
+    right.set_title("Largest error over the derived bound, a point a result", loc="left", fontsize=9)
+    for axes in (left, right):
+        axes.set(xscale="log", ylim=(len(ops) - 0.4, -0.6))
+        axes.set_yticks(range(len(ops)), ops)
+        axes.tick_params(axis="y", length=0)
+        axes.axvline(1, color=INK, linewidth=1.0)
+        axes.grid(color=SOFT, linewidth=0.5)
+        axes.set_axisbelow(True)
+        axes.minorticks_off()
+        axes.xaxis.set_major_formatter(lambda value, position: f"{value:g}")
+    ratios = [p["x"] for p in speeds]
+    least, most = min(*ratios, 0.45), max(*ratios, 1.2)
+    left.set_xlim(least / 1.1, most * 1.1)
+    left.set_xticks([t for t in (0.1, 0.2, 0.5, 0.7, 1, 1.5, 2, 5, 10) if least / 1.1 <= t <= most * 1.1])
+    left.set_xlabel("1: as fast as the best of them")
+    right.set_xlabel("1: the bound; beyond it a result is wrong")
+    for i, dtype in enumerate(dtypes):
+        y = {op: n + 0.36 * ((i + 1) / (len(dtypes) + 1) - 0.5) for n, op in enumerate(ops)}
+        look = {"color": COLOURS[i], "marker": MARKERS[i], "markersize": 5, "linestyle": "", "alpha": 0.85}
+        mine = [p for p in speeds if p["dtype"] == dtype]
+        left.plot([p["x"] for p in mine], [y[p["op"]] for p in mine], label=f"portakern, {short(dtype)}", **look)
+        for subject, more in ((False, {"color": FAINT, "markerfacecolor": "none", "zorder": 1.9}), (True, {})):
+            mine = [p for p in errors if p["dtype"] == dtype and p["subject"] is subject and p["op"] in y]
+            label = None if subject else f"peers, {short(dtype)}"
+            right.plot([p["x"] for p in mine], [y[p["op"]] for p in mine], label=label, **(look | more))
+    handles = [h for axes in (left, right) for h in axes.get_legend_handles_labels()[0]]
+    figure.legend(handles=handles, loc="lower right", ncols=len(handles), frameon=False, fontsize=8)
+    figure.suptitle(f"Measured on {data['title']}", x=0.01, ha="left", y=0.995, fontsize=10)
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
 
 
 def tuned(figure: Any, data: dict[str, Any]) -> None:

@@ -17,9 +17,11 @@ from portakern.reporting import (
     charts,
     compiled,
     lines,
+    losses,
     markdown,
     measured,
     plots,
+    reach,
     roofline,
     speed,
     stubs,
@@ -35,7 +37,9 @@ COMMAND = "portakern report"
 PAGES = ("PORTING.md", "RESULTS.md", "README.md")
 PLOTS = "docs/plots"
 TABLES: Mapping[str, Callable[[Kept], str]] = {
+    "reach": reach.reach,
     "verdict": verdict.verdict,
+    "losses": losses.losses,
     "matrix": compiled.matrix,
     "resources": compiled.resources,
     "tilings": compiled.tilings,

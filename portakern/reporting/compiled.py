@@ -8,6 +8,7 @@ from typing import Any
 from portakern.core import registry, targets
 from portakern.reporting.kept import Kept, known_targets, source
 from portakern.reporting.markdown import NONE, fold, table
+from portakern.reporting.roofline import known_work
 
 __all__ = ["cycles", "matrix", "resources", "roofs", "tilings"]
 
@@ -247,10 +248,26 @@ def _estimate(row: Row) -> tuple[int, bool]:
     return sum(known), bool(known) and len(known) == len(row["kernels"])
 
 
+def _impossible(row: Row) -> bool:
+    """Whether a whole call has an estimate below what the chip's matrix units take for its operations alone: the
+    compiler left out a part that it could not follow. What it takes is known where a clock is.
+    """
+    chip, (count, complete) = targets.HARDWARE.get(row["target"]), _estimate(row)
+    needed = known_work(row["op"], row["dtype"])
+    peak = chip.flops.get("bfloat16") if chip else None
+    if not (chip and chip.clock and peak and needed and complete):
+        return False
+    return count < needed[0] / (peak / chip.clock)
+
+
 def cycles(kept: Kept) -> str:
-    """The compiler's own estimate of a whole call, where it makes one."""
+    """The compiler's own estimate of a whole call, where it makes one. An op with an impossible estimate is not shown
+    at all: it is the same program that the compiler did not follow in the others.
+    """
     rows, said = _cells(kept)
     rows = [r for r in rows if _estimate(r)[0]]
+    wrong = sorted({r["op"] for r in rows if _impossible(r)})
+    rows = [r for r in rows if r["op"] not in wrong]
     if not rows:
         return "No compiler's estimate of cycles is kept." + (f"\n\n{said}" if said else "")
     columns = known_targets(r["target"] for r in rows)
@@ -261,9 +278,13 @@ def cycles(kept: Kept) -> str:
     notes = (
         "Thousands of cycles of the typical call, as the compiler estimates them; no chip has confirmed one. ≥: a "
         "kernel of the call has no estimate. "
-        f"{NONE}: none has; a call that no target estimates is left out. No clock is published, so that no estimate "
-        "is drawn under a roof."
+        f"{NONE}: none has; a call that no target estimates is left out."
     )
+    if wrong:
+        notes += (
+            f" Not shown: {', '.join(f'`{op}`' for op in wrong)}, with an estimate below what the matrix units take "
+            "for the operations alone: a part that the compiler could not follow is left out."
+        )
     return "\n\n".join([table(["op", "dtype", *columns], lines, words=2), notes, said])
 
 

@@ -54,10 +54,17 @@ def source(used: Iterable[Result]) -> str:
     lines = []
     for r in sorted(set_of(used), key=lambda r: r.file.name):
         versions = ", ".join(f"{n} {v}" for n, v in r.environment.items() if v and n not in CORE)
+        run = " ".join([r.date, *_commits(r)])
         lines.append(
-            f"{link(f'{FOLDER}/{r.file.name}')}: {r.date}, {r.device}, {versions or 'no framework'}; `{r.command}`"
+            f"{link(f'{FOLDER}/{r.file.name}')}: {run}, {r.device}, {versions or 'no framework'}; `{r.command}`"
         )
     return "\n".join(f"<sub>{line}</sub>" + ("  " if i < len(lines) - 1 else "") for i, line in enumerate(lines))
+
+
+def _commits(run: Result) -> list[str]:
+    """The commit that was run, or those of its rows, where somebody wrote them down."""
+    known = dict.fromkeys([run.commit] if run.commit else (row.get("commit") for row in run.rows))
+    return [f"at {', '.join(found)}"] if (found := [c for c in known if c]) else []
 
 
 def set_of(used: Iterable[Result]) -> list[Result]:

@@ -14,7 +14,7 @@ from portakern.reporting.kept import Kept
 from portakern.reporting.markdown import NONE, table
 from portakern.sources import code, files, imports
 
-__all__ = ["code_lines", "lines", "written"]
+__all__ = ["code_lines", "lines", "ops", "written"]
 
 SILENT = {
     tokenize.COMMENT,
@@ -59,7 +59,7 @@ def _shared(root: Path, ops: set[str], top: str) -> set[Path]:
     return found - own
 
 
-def _ops(root: Path) -> list[str]:
+def ops(root: Path) -> list[str]:
     """The ops whose specs lie in a checkout."""
     return [op for op in registry.ops() if files(root, f"{registry.SPECS}.{op}")]
 
@@ -69,36 +69,43 @@ def _text(root: Path, module: str) -> list[str]:
 
 
 def written(kept: Kept) -> dict[str, dict[str, tuple[int, int]]]:
-    """Op -> port -> lines of its module, and how many of them stand in no other port's module of that op in this order.
+    """Op -> port -> lines of its module, and how many of them stand in no other backend's module of that op in this
+    order.
 
-    A port is a package of kernels that a compiler takes; the oracle is none.
+    A port is a package of kernels that a compiler takes; the oracle is none. Variants of one backend share what they
+    like.
     """
     packages = [f.package for b in registry.backends().values() if b.auto for f in b.families if f.compiler]
     found: dict[str, dict[str, tuple[int, int]]] = {}
-    for op in _ops(kept.root):
+    for op in ops(kept.root):
         texts = {p: text for p in packages if p and (text := _text(kept.root, f"{p}.{op}"))}
         found[op] = {}
         for p, text in texts.items():
-            pairs = (difflib.SequenceMatcher(None, other, text, autojunk=False) for q, other in texts.items() if q != p)
+            others = [other for q, other in texts.items() if _backend(q) != _backend(p)]
+            pairs = (difflib.SequenceMatcher(None, other, text, autojunk=False) for other in others)
             shared = {i for pair in pairs for m in pair.get_matching_blocks() for i in range(m.b, m.b + m.size)}
             found[op][p.rpartition("backends.")[2]] = len(text), len(text) - len(shared)
     return found
 
 
+def _backend(package: str) -> str:
+    return package.rpartition("backends.")[2].partition(".")[0]
+
+
 def lines(kept: Kept) -> str:
     """Op by backend, counted from the source as it is."""
-    ops = _ops(kept.root)
-    specs = [f"{registry.SPECS}.{op}" for op in ops]
-    columns: dict[str, tuple[str, dict[str, str]]] = {"spec": (registry.SPECS, dict(zip(ops, specs, strict=True)))}
+    names = ops(kept.root)
+    specs = [f"{registry.SPECS}.{op}" for op in names]
+    columns: dict[str, tuple[str, dict[str, str]]] = {"spec": (registry.SPECS, dict(zip(names, specs, strict=True)))}
     for b in registry.backends().values():
         packages = sorted(
-            p for f in b.families if (p := f.package) and b.auto and any(files(kept.root, f"{p}.{op}") for op in ops)
+            p for f in b.families if (p := f.package) and b.auto and any(files(kept.root, f"{p}.{op}") for op in names)
         )
         top = min(packages, key=len, default="").rpartition(b.name)[0] + b.name
         for p in packages:
             columns[p.rpartition("backends.")[2]] = (
                 top,
-                {op: f"{p}.{op}" for op in ops if files(kept.root, f"{p}.{op}")},
+                {op: f"{p}.{op}" for op in names if files(kept.root, f"{p}.{op}")},
             )
 
     def count(among: set[Path]) -> str:
@@ -109,7 +116,7 @@ def lines(kept: Kept) -> str:
             f"`{op}`",
             *(count(set(files(kept.root, there[op])) if op in there else set()) for _, there in columns.values()),
         ]
-        for op in ops
+        for op in names
     ]
     body.append(
         ["what they share", *(count(_shared(kept.root, set(there.values()), top)) for top, there in columns.values())]

@@ -33,8 +33,18 @@ def draw(data: dict[str, Any]) -> str:
         figure.savefig(
             out, format="svg", metadata={"Date": None, "Creator": None}, bbox_inches="tight", pad_inches=0.12
         )
-    short = re.sub(r"-?\d+\.\d{3,}", lambda m: f"{float(m[0]):.2f}".rstrip("0").rstrip("."), out.getvalue())
-    return short.replace("font-family: 'DejaVu Sans'", "font-family: 'DejaVu Sans', Verdana, Arial, sans-serif")
+    return _shortened(out.getvalue()).replace(
+        "font-family: 'DejaVu Sans'", "font-family: 'DejaVu Sans', Verdana, Arial, sans-serif"
+    )
+
+
+def _shortened(svg: str) -> str:
+    """Coordinates to a hundredth of a point; what a reader reads stays as it is."""
+    return re.sub(
+        r">[^<]*<|-?\d+\.\d{3,}",
+        lambda m: m[0] if m[0].startswith(">") else f"{float(m[0]):.2f}".rstrip("0").rstrip("."),
+        svg,
+    )
 
 
 def _roofline(figure: Any, data: dict[str, Any]) -> None:
@@ -182,6 +192,7 @@ KINDS: Mapping[str, Callable[[Any, dict[str, Any]], None]] = {
     "bars": charts.bars,
     "curves": charts.curves,
     "errors": charts.errors,
+    "glance": charts.glance,
     "tuned": charts.tuned,
 }
 """What draws each kind of plot."""

@@ -15,9 +15,10 @@ from portakern.reporting.kept import Kept, source
 from portakern.reporting.markdown import NONE, fold, table
 from portakern.reporting.staleness import STALE, changed, footnote
 
-__all__ = ["draw_into", "figures", "ratios", "speed"]
+__all__ = ["best_of_each_call", "draw_into", "figures", "ratios", "speed"]
 
 Row = Mapping[str, Any]
+GLANCED = ("bfloat16", "float32")  # a figure for those who see portakern for the first time has no room for more
 NOTHING = (
     "Nothing was measured yet: `portakern bench --json bench.json` on an accelerator, and `portakern report --add "
     "bench.json`."
@@ -41,10 +42,14 @@ def _best(rows: Iterable[Row]) -> Row | None:
     return min((r for r in rows if r["subject"] and _timed(r)), key=lambda r: r["median_us"], default=None)
 
 
+def best_of_each_call(rows: Iterable[Row]) -> list[Row]:
+    """The fastest right variant of ours on every call that one finished."""
+    return [best for mine in _calls(rows).values() if (best := _best(mine))]
+
+
 def ratios(rows: Iterable[Row]) -> list[float]:
     """The best peer's time over that of our fastest right variant, of every call that both finished."""
-    best = (_best(mine) for mine in _calls(rows).values())
-    return [b["ratio"] for b in best if b and b.get("ratio")]
+    return [b["ratio"] for b in best_of_each_call(rows) if b.get("ratio")]
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
@@ -79,7 +84,7 @@ def _summary(rows: Sequence[Row]) -> str:
     lines = []
     for op in sorted({r["op"] for r in rows}):
         calls = {key: mine for key, mine in _calls(rows).items() if key[0] == op}
-        best = [b for mine in calls.values() if (b := _best(mine))]
+        best = best_of_each_call(r for mine in calls.values() for r in mine)
         found = ratios(r for mine in calls.values() for r in mine)
         shares = [b["share"] for b in best if b.get("share")]
         wrong = sum(r["subject"] and r["verdict"] in ("wrong", "failed") for mine in calls.values() for r in mine)
@@ -167,7 +172,10 @@ def _us(value: float) -> str:
 # ---------------------------------------------------------------------------------------------------------------- plots
 def figures(kept: Kept) -> dict[str, dict[str, Any]]:
     """Name of the file -> what it shows."""
-    return _figures([row for row, _ in kept.rows("bench")], [row for row, _ in kept.rows("tune")])
+    found = kept.rows("bench")
+    glance = _glance({d: [row for row, r in found if r.device == d] for d in dict.fromkeys(r.device for _, r in found)})
+    drawn = _figures([row for row, _ in found], [row for row, _ in kept.rows("tune")])
+    return drawn | ({"glance.svg": glance} if glance["speeds"] else {})
 
 
 def draw_into(folder: Path, record: Mapping[str, Any]) -> list[Path]:
@@ -194,20 +202,30 @@ def _figures(rows: Sequence[Row], tuned: Sequence[Row]) -> dict[str, dict[str, A
 def _bars(rows: Sequence[Row]) -> dict[str, Any]:
     """Speed over the best peer's, a bar a call."""
     bars = []
-    for (op, dtype, call), mine in _calls(rows).items():
-        best = _best(mine)
-        if best and best.get("ratio"):
+    for best in best_of_each_call(rows):
+        if best.get("ratio"):
             bars.append(
                 {
-                    "op": op,
-                    "dtype": dtype,
-                    "call": _short(call).replace(", ", " "),
+                    "op": best["op"],
+                    "dtype": best["dtype"],
+                    "call": _short(best["call"]).replace(", ", " "),
                     "ratio": best["ratio"],
                     "peer": best["best_peer"],
                 }
             )
     title = "Speed over the best peer's, on every call"
     return {"kind": "bars", "title": title, "bars": sorted(bars, key=lambda b: (b["op"], b["dtype"], b["ratio"]))}
+
+
+def _glance(devices: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
+    """Speed over the best peer's and error over the bound, an op a line, on the device with most calls."""
+    device = max(devices, key=lambda d: len(best_of_each_call(devices[d])), default="")
+    rows = [r for r in devices.get(device, ()) if r["dtype"] in GLANCED]
+    points = [{"op": b["op"], "dtype": b["dtype"], "x": b["ratio"]} for b in best_of_each_call(rows) if b.get("ratio")]
+    errors = [
+        {"op": r["op"], "dtype": r["dtype"], "x": r["error"], "subject": r["subject"]} for r in rows if r.get("error")
+    ]
+    return {"kind": "glance", "title": device, "speeds": points, "errors": errors}
 
 
 def _short(call: str) -> str:

@@ -11,10 +11,11 @@ from portakern.core import registry
 from portakern.core.targets import Target
 from portakern.errors import SpecError, UnavailableError
 
-__all__ = ["STALE", "changed", "footnote"]
+__all__ = ["AGED", "STALE", "changed", "footnote"]
 
 Row = Mapping[str, Any]
 STALE = "†"
+AGED = f"{STALE} the sources of what was measured, ours or a peer's binding, have changed since."
 
 
 def changed(row: Row, root: Path) -> bool:

@@ -11,7 +11,7 @@ from portakern.reporting import lines
 from portakern.reporting.kept import Kept
 from portakern.reporting.markdown import NONE, table
 from portakern.reporting.speed import ratios
-from portakern.reporting.staleness import STALE, changed
+from portakern.reporting.staleness import AGED, STALE, changed
 from portakern.results import HOST_CPU
 
 __all__ = ["verdict"]
@@ -25,7 +25,6 @@ NOTES = (
     "result in 16 bits comes close to 1 whatever computed it, since its last rounding is most of the bound: the column "
     f"of {FINE} shows what the arithmetic adds on the calls that were timed."
 )
-AGED = f"{STALE} the sources of what was measured, ours or a peer's binding, have changed since."
 
 
 def verdict(kept: Kept) -> str:
@@ -46,7 +45,20 @@ def verdict(kept: Kept) -> str:
     heads += [head for d in speeds for head in (f"of the best peer's speed, {d}", f"error in {FINE} there")]
     heads += ["error, interpreters" if d == HOST_CPU else f"error, {d}" for d in devices]
     shown = table(heads, rows)
-    return "\n\n".join([shown, *([AGED] if STALE in shown else []), textwrap.fill(NOTES, 118)])
+    notes = f"{NOTES} {_alone(written)}".strip()
+    return "\n\n".join([shown, *([AGED] if STALE in shown else []), textwrap.fill(notes, 118)])
+
+
+def _alone(written: Mapping[str, Mapping[str, tuple[int, int]]]) -> str:
+    """How much of a port is its own: of the median one, and of the one with the least."""
+    shares = [(own / n, op, port) for op, there in written.items() for port, (n, own) in there.items() if n]
+    if not shares:
+        return ""
+    least, op, port = min(shares)
+    return (
+        f"Half of the ports have at least {statistics.median(s for s, _, _ in shares):.0%} of their lines to "
+        f"themselves; the least, {least:.0%}, has {port}'s `{op}`."
+    )
 
 
 def _lines(found: tuple[int, int] | None) -> str:

@@ -77,12 +77,16 @@ def places(spec: Spec[Any], target: str | None, backend: str | None, variant: st
 
     Raises:
       SpecError: an unknown target or variant. UnsupportedError: nothing of the op can be tuned there.
+      UnavailableError: the target is not here, and neither is a compiler for it.
     """
     among = [registry.backend(backend)] if backend else [b for b in registry.backends().values() if b.auto]
     if variant:
         for b in among:
             b.check_variant(variant)
     found = [p for b in among if not b.oracle and not b.unavailable() for p in _of(b, spec, target, variant)]
+    lacks = [why for p in found if not p.is_here and (why := _no_compiler(p))]
+    if lacks and len(lacks) == len(found):
+        raise UnavailableError(f"tune: {'; '.join(dict.fromkeys(lacks))}")
     if target is None:  # of what is here, the accelerators
         found = [p for p in found if p.target.platform != HOST.platform] or (found if backend else [])
     if not found:
@@ -93,6 +97,12 @@ def places(spec: Spec[Any], target: str | None, backend: str | None, variant: st
             f"{', '.join(targets.HARDWARE)}"
         )
     return found
+
+
+def _no_compiler(place: Place) -> str | None:
+    """What must be installed to compile for a place that is not here; None where that is there."""
+    assert place.hardware is not None
+    return place.family.load_compiler().unavailable(place.hardware)
 
 
 def _of(b: Backend, spec: Spec[Any], target: str | None, variant: str | None) -> Iterator[Place]:

@@ -23,7 +23,7 @@ from portakern.backends.triton.layout import pow2_at_least
 if TYPE_CHECKING:
     from portakern.core.call import Call
 
-MOST = 32  # chunks of a row: enough for one row to occupy a GPU, where it has several key heads
+MOST = 16  # chunks of a row: one row of 8 key heads has 128 programs then, and an H100 132 multiprocessors
 ENOUGH = 1024  # programs that occupy a GPU by themselves
 
 

@@ -6,8 +6,10 @@ together, and the softmax of the scores runs beside the products; where there ar
 the softmax of one runs beside the products of the other.
 
 Keys i and values i - 1 arrive under one barrier, as unit i of a walk over n tiles: unit 0 is keys alone, unit n values
-alone. Each chunk of keys (``gpu/_split.py``) is a walk of its own, whose state is merged with that of the chunks before
-it, which waits in shared memory, or in registers where there is no room.
+alone. Chunks of keys (``gpu/_split.py``) do not end the walk: the first scores of a chunk are issued beside the last
+products of the one before, whose state is then merged with the whole row's, and the chunk's first product begins its
+sum anew. The row's state stays in registers, two accumulators beside one tile of scores; at head dimensions beyond 128
+the compiler moves it to local memory, which is touched where chunks meet and nowhere else.
 
 Arithmetic and the order of sums are those of ``gpu/attention.py`` with the same block_kv and chunk: ``row_max``,
 ``lane_sums``, the scale after the difference. A row's bits are the same whichever of the two computes it.
@@ -42,8 +44,7 @@ class Plan(NamedTuple):
     """What the kernel is compiled for.
 
     ``consumers`` groups of 64 queries; tiles of block_kv keys, of block_d and block_dv columns, ``stages`` of them on
-    their way; whether keys come in chunks, and the state of those before waits in ``shared`` memory; whether o leaves
-    by way of the memory of q; registers of a consumer's threads.
+    their way; whether keys come in chunks; whether o leaves by way of the memory of q; registers of a consumer's threads.
     """
 
     consumers: int
@@ -52,7 +53,6 @@ class Plan(NamedTuple):
     block_dv: int
     stages: int
     chunked: bool
-    shared: bool
     o_in_q: bool
     registers: int
 
@@ -136,14 +136,38 @@ def seen_scores(s, start, cols, limits, all_lo, all_hi, scores):
     if scores.softcap is not None:
         s = tanh(s)
     if (start < all_lo) | (start + s.shape[1] > all_hi):
-        j = start + cols[None, :]
-        s = gl.where((j >= lo[:, None]) & (j < hi[:, None]), s, float("-inf"))
+        # Bits 1 and 2 of a column tell lanes apart, the others are known when this is compiled: compared apart, columns
+        # are immediate operands, and no registers that are kept throughout the loop.
+        lane, known = (cols & 6)[None, :], (cols & 249)[None, :]
+        seen = (known >= (lo - start)[:, None] - lane) & (known < (hi - start)[:, None] - lane)
+        s = gl.where(seen, s, float("-inf"))
     return s
 
 
 @gluon.jit
+def weights_of(s, m, scores, row: gl.constexpr):
+    """(p, the maxima m_new that they stand under, the factor alpha of what stood under m), from a tile of scores."""
+    m_new = gl.maximum(m, row_max(s, row))
+    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = gl.exp2((m - shift) * scores.rate)
+    return gl.exp2((s - shift[:, None]) * scores.rate), m_new, alpha
+
+
+@gluon.jit
+def merge(whole, acc_part, l_part, m_part, rate, row: gl.constexpr):
+    """As ``merge`` of ``gpu/_split.py``."""
+    acc, l, m = whole
+    m_new = gl.maximum(m, m_part)
+    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha, beta = gl.exp2((m - shift) * rate), gl.exp2((m_part - shift) * rate)
+    a, b = gl.convert_layout(alpha, row)[:, None], gl.convert_layout(beta, row)[:, None]
+    acc = gl.fma(acc, a.broadcast_to(acc.shape), acc_part * b)
+    return acc, gl.fma(l, alpha, l_part * beta), m_new
+
+
+@gluon.jit
 def attend(
-    turn, unit, first, last, q, k_tiles, v_tiles, full, empty, mine, theirs, limits, all_lo, all_hi, scores,
+    turn, unit, first, last, q, k_tiles, v_tiles, full, empty, mine, theirs, limits, all_lo, all_hi, scores, chunk,
     GROUP: gl.constexpr, plan: gl.constexpr,
 ):  # fmt: skip
     """The state (acc, l, m) of the keys [first, last), and what ``turn`` and ``unit`` are after them."""
@@ -157,6 +181,10 @@ def attend(
     stages: gl.constexpr = plan.stages
     cols = gl.arange(0, block, gl.SliceLayout(0, mma_s))
     zeros = gl.zeros([ROWS, block], gl.float32, mma_s)
+    nothing = gl.full([ROWS], float("-inf"), gl.float32, row_s)
+    acc = gl.zeros([ROWS, block_dv], gl.float32, mma_o)
+    whole = acc, gl.zeros([ROWS], gl.float32, row_s), nothing
+    opened = first  # the first key of the chunk that acc, l and m are of
 
     mbarrier.wait(full.index(unit % stages), (unit // stages) & 1)
     if plan.consumers == 2:
@@ -168,12 +196,9 @@ def attend(
     turn += 1
     mbarrier.arrive(empty.index(unit % stages), count=1)
     s = seen_scores(s, first, cols, limits, all_lo, all_hi, scores)
-    m = row_max(s, row_s)
-    shift = gl.where(m == float("-inf"), 0.0, m)
-    p = gl.exp2((s - shift[:, None]) * scores.rate)
+    p, m, alpha = weights_of(s, nothing, scores, row_s)
     l = lane_sums(p)
     p16 = gl.convert_layout(p.to(q.dtype), weights)
-    acc = gl.zeros([ROWS, block_dv], gl.float32, mma_o)
     unit += 1
     mbarrier.wait(full.index(unit % stages), (unit // stages) & 1)
 
@@ -181,49 +206,49 @@ def attend(
         if plan.consumers == 2:
             mbarrier.wait(mine, (turn & 1) ^ (1 if GROUP == 0 else 0))
         dots = warpgroup_mma(q, k_tiles.index(unit % stages).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        products = warpgroup_mma(p16, v_tiles.index(unit % stages), acc, is_async=True)
+        products = warpgroup_mma(p16, v_tiles.index(unit % stages), acc, use_acc=start - block > opened, is_async=True)
         if plan.consumers == 2:
             mbarrier.arrive(theirs, count=1)
         s = warpgroup_mma_wait(1, deps=[dots])
         turn += 1
         s = seen_scores(s, start, cols, limits, all_lo, all_hi, scores)
-        m_new = gl.maximum(m, row_max(s, row_s))
-        shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha = gl.exp2((m - shift) * scores.rate)
-        p = gl.exp2((s - shift[:, None]) * scores.rate)
-        m = m_new
-        sums = lane_sums(p)
+        m_before, l_before = m, l
+        if plan.chunked:
+            opens = start % chunk == 0
+            m = gl.where(opens, nothing, m)
+        p, m, alpha = weights_of(s, m, scores, row_s)
         l_alpha = gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None]
-        l = gl.fma(l, l_alpha.broadcast_to(l.shape), sums)
+        l = gl.fma(l, l_alpha.broadcast_to(l.shape), lane_sums(p))
         p16 = gl.convert_layout(p.to(q.dtype), weights)
         # The assembler moves the wait for the products before the softmax, unless a basic block ends between the two:
         # this wait ends one.
         mbarrier.wait(full.index((unit + 1) % stages), ((unit + 1) // stages) & 1)
         acc = warpgroup_mma_wait(0, deps=[products])
         mbarrier.arrive(empty.index(unit % stages), count=1)
-        acc = acc * gl.convert_layout(alpha, row_o)[:, None]
+        if plan.chunked:
+            # The chunk before is done. Its accumulator is not set back: the next product writes it anew.
+            if opens:
+                l_row = gl.convert_layout(gl.sum(l_before, 1), row_s)
+                whole = merge(whole, acc, l_row, m_before, scores.rate, row_o)
+                opened = start
+            else:
+                acc = acc * gl.convert_layout(alpha, row_o)[:, None]
+        else:
+            acc = acc * gl.convert_layout(alpha, row_o)[:, None]
         unit += 1
-    acc = warpgroup_mma(p16, v_tiles.index(unit % stages), acc, is_async=True)
+    final = (last - 1) // block * block
+    products = warpgroup_mma(p16, v_tiles.index(unit % stages), acc, use_acc=final > opened, is_async=True)
     l_row = gl.convert_layout(gl.sum(l, 1), row_s)
-    acc = warpgroup_mma_wait(0, deps=[acc])
+    acc = warpgroup_mma_wait(0, deps=[products])
     mbarrier.arrive(empty.index(unit % stages), count=1)
+    if plan.chunked:
+        acc, l_row, m = merge(whole, acc, l_row, m, scores.rate, row_o)
     return acc, l_row, m, turn, unit + 1
 
 
 @gluon.jit
-def merge(acc, l, m, acc_part, l_part, m_part, rate, row: gl.constexpr):
-    """As ``merge`` of ``gpu/_split.py``."""
-    m_new = gl.maximum(m, m_part)
-    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha, beta = gl.exp2((m - shift) * rate), gl.exp2((m_part - shift) * rate)
-    a, b = gl.convert_layout(alpha, row)[:, None], gl.convert_layout(beta, row)[:, None]
-    acc = gl.fma(acc, a.broadcast_to(acc.shape), acc_part * b)
-    return acc, gl.fma(l, alpha, l_part * beta), m_new
-
-
-@gluon.jit
 def consumer(
-    GROUP: gl.constexpr, q_tiles, k_tiles, v_tiles, o_tiles, totals, q_full, q_empty, full, empty, mine, theirs, o, lse,
+    GROUP: gl.constexpr, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, full, empty, mine, theirs, o, lse,
     scores, window, work, plan: gl.constexpr,
 ):  # fmt: skip
     """Four warps that own 64 queries of each tile of this program."""
@@ -257,24 +282,8 @@ def consumer(
 
         mbarrier.wait(q_full.index(GROUP), count & 1)
         limits = lo, hi
-        if plan.chunked:
-            start = first // work.chunk * work.chunk
-            acc, l, m, turn, unit = attend(turn, unit, first, gl.minimum(start + work.chunk, last), q, k_tiles, v_tiles,
-                                           full, empty, mine, theirs, limits, all_lo, all_hi, scores, GROUP, plan)  # fmt: skip
-            for begin in range(start + work.chunk, last, work.chunk):
-                if plan.shared:
-                    totals.index(GROUP).store(acc)
-                l_whole, m_whole = l, m
-                whole = acc
-                acc, l, m, turn, unit = attend(turn, unit, begin, gl.minimum(begin + work.chunk, last), q, k_tiles,
-                                               v_tiles, full, empty, mine, theirs, limits, all_lo, all_hi, scores,
-                                               GROUP, plan)  # fmt: skip
-                if plan.shared:
-                    whole = totals.index(GROUP).load(mma_o)
-                acc, l, m = merge(whole, l_whole, m_whole, acc, l, m, scores.rate, row_o)
-        else:
-            acc, l, m, turn, unit = attend(turn, unit, first, last, q, k_tiles, v_tiles, full, empty, mine, theirs,
-                                           limits, all_lo, all_hi, scores, GROUP, plan)  # fmt: skip
+        acc, l, m, turn, unit = attend(turn, unit, first, last, q, k_tiles, v_tiles, full, empty, mine, theirs, limits,
+                                       all_lo, all_hi, scores, work.chunk, GROUP, plan)  # fmt: skip
         if not plan.o_in_q:
             mbarrier.arrive(q_empty.index(GROUP), count=1)
         inverse = 1.0 / gl.where(l == 0.0, 1.0, l)
@@ -324,34 +333,22 @@ def producer(
             mbarrier.wait(q_empty.index(g), (count & 1) ^ 1)
             mbarrier.expect(q_full.index(g), ROWS * plan.block_d * 2)
             load_tile(q, [b, top + g * ROWS, h, 0], q_full.index(g), boxed(q_tiles.index(g), box))
-        start = first
-        end = last
-        if plan.chunked:
-            start = first // work.chunk * work.chunk
-            end = start + work.chunk
-        while start < last:
-            begin = gl.maximum(start, first)
-            stop = gl.minimum(end, last)
-            mbarrier.wait(empty.index(unit % stages), ((unit // stages) & 1) ^ 1)
-            mbarrier.expect(full.index(unit % stages), k_bytes)
-            load_tile(k, [b, begin, kv_h, 0], full.index(unit % stages), boxed(k_tiles.index(unit % stages), box))
+        mbarrier.wait(empty.index(unit % stages), ((unit // stages) & 1) ^ 1)
+        mbarrier.expect(full.index(unit % stages), k_bytes)
+        load_tile(k, [b, first, kv_h, 0], full.index(unit % stages), boxed(k_tiles.index(unit % stages), box))
+        unit += 1
+        for j in range(first + block, last, block):
+            stage = unit % stages
+            mbarrier.wait(empty.index(stage), ((unit // stages) & 1) ^ 1)
+            mbarrier.expect(full.index(stage), k_bytes + v_bytes)
+            load_tile(k, [b, j, kv_h, 0], full.index(stage), boxed(k_tiles.index(stage), box))
+            load_tile(v, [b, j - block, kv_h, 0], full.index(stage), boxed(v_tiles.index(stage), box))
             unit += 1
-            for j in range(begin + block, stop, block):
-                mbarrier.wait(empty.index(unit % stages), ((unit // stages) & 1) ^ 1)
-                mbarrier.expect(full.index(unit % stages), k_bytes + v_bytes)
-                load_tile(k, [b, j, kv_h, 0], full.index(unit % stages), boxed(k_tiles.index(unit % stages), box))
-                load_tile(
-                    v, [b, j - block, kv_h, 0], full.index(unit % stages), boxed(v_tiles.index(unit % stages), box)
-                )
-                unit += 1
-            tiles = (stop - begin + block - 1) // block
-            mbarrier.wait(empty.index(unit % stages), ((unit // stages) & 1) ^ 1)
-            mbarrier.expect(full.index(unit % stages), v_bytes)
-            final = begin + (tiles - 1) * block
-            load_tile(v, [b, final, kv_h, 0], full.index(unit % stages), boxed(v_tiles.index(unit % stages), box))
-            unit += 1
-            start = end
-            end = end + work.chunk
+        mbarrier.wait(empty.index(unit % stages), ((unit // stages) & 1) ^ 1)
+        mbarrier.expect(full.index(unit % stages), v_bytes)
+        final = (last - 1) // block * block
+        load_tile(v, [b, final, kv_h, 0], full.index(unit % stages), boxed(v_tiles.index(unit % stages), box))
+        unit += 1
         count += 1
         index += gl.num_programs(0)
 
@@ -370,10 +367,6 @@ def flash_kernel(q, k, v, o, lse, scores, window, work, plan: gl.constexpr):
     o_tiles = q_tiles
     if not plan.o_in_q:
         o_tiles = gl.allocate_shared_memory(dtype, [consumers, ROWS, plan.block_dv], tile)
-    totals = q_tiles
-    if plan.chunked and plan.shared:
-        spread: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
-        totals = gl.allocate_shared_memory(gl.float32, [consumers, ROWS, plan.block_dv], spread)
     q_full = gl.allocate_shared_memory(gl.int64, [consumers, 1], bar)
     q_empty = gl.allocate_shared_memory(gl.int64, [consumers, 1], bar)
     full = gl.allocate_shared_memory(gl.int64, [plan.stages, 1], bar)
@@ -391,19 +384,19 @@ def flash_kernel(q, k, v, o, lse, scores, window, work, plan: gl.constexpr):
     # A tuple that is given a name loses its constexprs: the groups are written out.
     if consumers == 2:
         gl.warp_specialize([
-            (consumer, (0, q_tiles, k_tiles, v_tiles, o_tiles, totals, q_full, q_empty, full, empty, turns.index(0),
+            (consumer, (0, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, full, empty, turns.index(0),
                         turns.index(1), o, lse, scores, window, work, plan)),
-            (consumer, (1, q_tiles, k_tiles, v_tiles, o_tiles, totals, q_full, q_empty, full, empty, turns.index(1),
+            (consumer, (1, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, full, empty, turns.index(1),
                         turns.index(0), o, lse, scores, window, work, plan)),
             (producer, (q_tiles, k_tiles, v_tiles, q_full, q_empty, full, empty, q, k, v, window, work, plan)),
         ], [4, 1], [plan.registers, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (0, q_tiles, k_tiles, v_tiles, o_tiles, totals, q_full, q_empty, full, empty, turns.index(0),
+            (consumer, (0, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, full, empty, turns.index(0),
                         turns.index(1), o, lse, scores, window, work, plan)),
-            (consumer, (1, q_tiles, k_tiles, v_tiles, o_tiles, totals, q_full, q_empty, full, empty, turns.index(1),
+            (consumer, (1, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, full, empty, turns.index(1),
                         turns.index(0), o, lse, scores, window, work, plan)),
-            (consumer, (2, q_tiles, k_tiles, v_tiles, o_tiles, totals, q_full, q_empty, full, empty, turns.index(1),
+            (consumer, (2, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, full, empty, turns.index(1),
                         turns.index(0), o, lse, scores, window, work, plan)),
             (producer, (q_tiles, k_tiles, v_tiles, q_full, q_empty, full, empty, q, k, v, window, work, plan)),
         ], [4, 4, 1], [plan.registers, plan.registers, 24])  # fmt: skip

@@ -2,6 +2,9 @@
 
     c[i, j] = sum_k a[i, k] b[k, j]
 
+``batched``: of each of some entries, c[z, i, j] = sum_k a[z, i, k] b[z, k, j]; an operand that has one entry for all is
+not ``a_batched`` or not ``b_batched``.
+
 One warp loads: it keeps ``stages`` tiles of a (rows x depth) and of b (depth x columns) on their way into shared memory
 through the copy engine, and waits only for a stage to become free. Two groups of four warps multiply, each its half of
 the rows: an asynchronous product of one stage is in flight while the next one is issued, and the stage before is handed
@@ -31,6 +34,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
+_OLD = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
 LOADER_REGISTERS, CONSUMER_REGISTERS = gl.constexpr(24), gl.constexpr(240)
 
 
@@ -44,17 +49,48 @@ def place(tile, tiles_m, tiles_n, group: gl.constexpr):
 
 
 @gluon.jit
-def loader(a, b, b_more, c, a_tiles, b_tiles, more_tiles, c_tiles, full, empty, m, n, k,
+def boxed(tile):
+    """A tile in shared memory as the box (1, rows, columns) that the copy engine moves."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, tile.dtype.primitive_bitwidth, 3)
+    if _OLD:
+        return tile._reinterpret(tile.dtype, [1, tile.shape[0], tile.shape[1]], layout)
+    else:
+        return tile.reinterpret(tile.dtype, [1, tile.shape[0], tile.shape[1]], layout)
+
+
+@gluon.jit
+def fetch(x, z, line, column, arrived, tile, batched: gl.constexpr):
+    """Begin to copy the tile of x, or of its entry z, at (line, column)."""
+    if batched:
+        load_tile(x, [z, line, column], arrived, boxed(tile))
+    else:
+        load_tile(x, [line, column], arrived, tile)
+
+
+@gluon.jit
+def leave(c, z, i, j, tile, batched: gl.constexpr):
+    """Begin to copy a tile to c, or to its entry z, at (i, j)."""
+    if batched:
+        store_tile(c, [z, i, j], boxed(tile))
+    else:
+        store_tile(c, [i, j], tile)
+
+
+@gluon.jit
+def loader(a, b, b_more, c, a_tiles, b_tiles, more_tiles, c_tiles, full, empty, m, n, k, entries,
            rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
-           a_across: gl.constexpr, b_across: gl.constexpr, more: gl.constexpr,
-           described: gl.constexpr, half: gl.constexpr):  # fmt: skip
+           a_across: gl.constexpr, b_across: gl.constexpr, more: gl.constexpr, described: gl.constexpr,
+           batched: gl.constexpr, a_batched: gl.constexpr, b_batched: gl.constexpr, half: gl.constexpr):  # fmt: skip
     stages: gl.constexpr = full.shape[0]
     width: gl.constexpr = columns + columns // 2 * more
     moved: gl.constexpr = (rows + width) * depth * a.dtype.primitive_bitwidth // 8
     tiles_m, tiles_n = gl.cdiv(m, rows), gl.cdiv(n, width)
     steps = gl.cdiv(k, depth)
     count = 0
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+    for index in range(gl.program_id(0), tiles_m * tiles_n * entries, gl.num_programs(0)):
+        tile, z = index, 0
+        if batched:
+            tile, z = index % (tiles_m * tiles_n), index // (tiles_m * tiles_n)
         tile_m, tile_n = place(tile, tiles_m, tiles_n, group)
         i, j = tile_m * rows, tile_n * width
         for step in range(steps):
@@ -64,30 +100,30 @@ def loader(a, b, b_more, c, a_tiles, b_tiles, more_tiles, c_tiles, full, empty, 
             mbarrier.expect(arrived, moved)
             kk = step * depth
             if a_across:
-                load_tile(a, [kk, i], arrived, a_tiles.index(stage))
+                fetch(a, z * a_batched, kk, i, arrived, a_tiles.index(stage), batched)
             else:
-                load_tile(a, [i, kk], arrived, a_tiles.index(stage))
+                fetch(a, z * a_batched, i, kk, arrived, a_tiles.index(stage), batched)
             if b_across:
-                load_tile(b, [j, kk], arrived, b_tiles.index(stage))
+                fetch(b, z * b_batched, j, kk, arrived, b_tiles.index(stage), batched)
             else:
-                load_tile(b, [kk, j], arrived, b_tiles.index(stage))
+                fetch(b, z * b_batched, kk, j, arrived, b_tiles.index(stage), batched)
             if more:
                 if b_across:
-                    load_tile(b_more, [j + columns, kk], arrived, more_tiles.index(stage))
+                    fetch(b_more, z * b_batched, j + columns, kk, arrived, more_tiles.index(stage), batched)
                 else:
-                    load_tile(b_more, [kk, j + columns], arrived, more_tiles.index(stage))
+                    fetch(b_more, z * b_batched, kk, j + columns, arrived, more_tiles.index(stage), batched)
             count += 1
 
 
 @gluon.jit
-def send(c, c_tiles, first: gl.constexpr, spare: gl.constexpr, acc, i, j):
-    """Write an accumulator's columns to c from column j on, through the tiles of shared memory from ``first`` on, or
-    through that one alone if none is to ``spare``."""
-    box: gl.constexpr = c.block_type.shape[1]
+def send(c, c_tiles, first: gl.constexpr, spare: gl.constexpr, acc, z, i, j, batched: gl.constexpr):
+    """Write an accumulator's columns to c, or to its entry z, from column j on, through the tiles of shared memory from
+    ``first`` on, or through that one alone if none is to ``spare``."""
+    box: gl.constexpr = c_tiles.shape[2]
     if acc.shape[1] == box:
         c_tiles.index(first).store(acc.to(c.dtype))
         fence_async_shared()
-        store_tile(c, [i, j], c_tiles.index(first))
+        leave(c, z, i, j, c_tiles.index(first), batched)
     else:
         parts = acc.to(c.dtype).reshape([acc.shape[0], 2, box]).permute([0, 2, 1])
         left, right = parts.split()
@@ -95,30 +131,31 @@ def send(c, c_tiles, first: gl.constexpr, spare: gl.constexpr, acc, i, j):
         if spare:
             c_tiles.index(first + 1).store(right)
         fence_async_shared()
-        store_tile(c, [i, j], c_tiles.index(first))
+        leave(c, z, i, j, c_tiles.index(first), batched)
         if not spare:
             tma.store_wait(0)
             c_tiles.index(first).store(right)
             fence_async_shared()
-        store_tile(c, [i, j + box], c_tiles.index(first + spare))
+        leave(c, z, i, j + box, c_tiles.index(first + spare), batched)
 
 
 @gluon.jit
-def put(c, acc, i, j, m, n):
-    """Write an accumulator to the (m, n) array at c, whose rows begin anywhere, a row of a warp's elements at a time."""
+def put(c, acc, z, i, j, m, n):
+    """Write an accumulator to the z-th (m, n) array at c, whose rows begin anywhere, a row of a warp's elements at a
+    time."""
     laid: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     row = i + gl.arange(0, acc.shape[0], gl.SliceLayout(1, laid))
     column = j + gl.arange(0, acc.shape[1], gl.SliceLayout(0, laid))
     tile = gl.convert_layout(acc.to(c.dtype.element_ty), laid)
-    at = (c + row.to(gl.int64) * n)[:, None] + column[None, :]
+    at = (c + (gl.to_tensor(z).to(gl.int64) * m + row) * n)[:, None] + column[None, :]
     gl.store(at, tile, mask=(row < m)[:, None] & (column < n)[None, :])
 
 
 @gluon.jit
-def consumer(a, b, b_more, c, a_tiles, b_tiles, more_tiles, c_tiles, full, empty, m, n, k,
+def consumer(a, b, b_more, c, a_tiles, b_tiles, more_tiles, c_tiles, full, empty, m, n, k, entries,
              rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
-             a_across: gl.constexpr, b_across: gl.constexpr, more: gl.constexpr,
-           described: gl.constexpr, half: gl.constexpr):  # fmt: skip
+             a_across: gl.constexpr, b_across: gl.constexpr, more: gl.constexpr, described: gl.constexpr,
+             batched: gl.constexpr, a_batched: gl.constexpr, b_batched: gl.constexpr, half: gl.constexpr):  # fmt: skip
     stages: gl.constexpr = full.shape[0]
     width: gl.constexpr = columns + columns // 2 * more
     own: gl.constexpr = rows // 2
@@ -129,7 +166,10 @@ def consumer(a, b, b_more, c, a_tiles, b_tiles, more_tiles, c_tiles, full, empty
     tiles_m, tiles_n = gl.cdiv(m, rows), gl.cdiv(n, width)
     steps = gl.cdiv(k, depth)
     count = 0
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+    for index in range(gl.program_id(0), tiles_m * tiles_n * entries, gl.num_programs(0)):
+        tile, z = index, 0
+        if batched:
+            tile, z = index % (tiles_m * tiles_n), index // (tiles_m * tiles_n)
         tile_m, tile_n = place(tile, tiles_m, tiles_n, group)
         acc = gl.zeros([own, columns], gl.float32, layout)
         if more:
@@ -163,36 +203,45 @@ def consumer(a, b, b_more, c, a_tiles, b_tiles, more_tiles, c_tiles, full, empty
         i, j = tile_m * rows + half * own, tile_n * width
         if described:
             tma.store_wait(0)  # the tile before has left
-            send(c, c_tiles, half * boxes, boxes > 1, acc, i, j)
+            send(c, c_tiles, half * boxes, boxes > 1, acc, z, i, j, batched)
             if more:
-                send(c, c_tiles, half * boxes + boxes - boxes // 3, True, acc_more, i, j + columns)
+                send(c, c_tiles, half * boxes + boxes - boxes // 3, True, acc_more, z, i, j + columns, batched)
         else:
-            put(c, acc, i, j, m, n)
+            put(c, acc, z, i, j, m, n)
             if more:
-                put(c, acc_more, i, j + columns, m, n)
+                put(c, acc_more, z, i, j + columns, m, n)
     if described:
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["m", "n", "k"])
-def matmul_by_roles(a, b, b_more, c, m, n, k,
+@gluon.jit(do_not_specialize=["m", "n", "k", "entries"])
+def matmul_by_roles(a, b, b_more, c, m, n, k, entries,
                     rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
-                    stages: gl.constexpr, a_across: gl.constexpr, b_across: gl.constexpr,
-                    more: gl.constexpr, described: gl.constexpr):  # fmt: skip
+                    stages: gl.constexpr, a_across: gl.constexpr, b_across: gl.constexpr, more: gl.constexpr,
+                    described: gl.constexpr, batched: gl.constexpr, a_batched: gl.constexpr,
+                    b_batched: gl.constexpr):  # fmt: skip
     """described: c is a descriptor, and no pointer."""
-    a_tiles = gl.allocate_shared_memory(a.dtype, [stages] + a.block_type.shape, a.layout)
-    b_tiles = gl.allocate_shared_memory(b.dtype, [stages] + b.block_type.shape, b.layout)
-    if more:
-        more_tiles = gl.allocate_shared_memory(b.dtype, [stages] + b_more.block_type.shape, b_more.layout)
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, a.dtype.primitive_bitwidth, 2)
+    if a_across:
+        a_tiles = gl.allocate_shared_memory(a.dtype, [stages, depth, rows], layout)
     else:
-        more_tiles = b_tiles
+        a_tiles = gl.allocate_shared_memory(a.dtype, [stages, rows, depth], layout)
+    if b_across:
+        b_tiles = gl.allocate_shared_memory(b.dtype, [stages, columns, depth], layout)
+    else:
+        b_tiles = gl.allocate_shared_memory(b.dtype, [stages, depth, columns], layout)
+    more_tiles = b_tiles
+    if more:
+        if b_across:
+            more_tiles = gl.allocate_shared_memory(b.dtype, [stages, columns // 2, depth], layout)
+        else:
+            more_tiles = gl.allocate_shared_memory(b.dtype, [stages, depth, columns // 2], layout)
+    c_tiles = a_tiles
     if described:
         # All of c's tile is in shared memory where it is of 16-bit numbers, half of it at a time where of 32.
-        box: gl.constexpr = c.block_type.shape[1]
+        box: gl.constexpr = c.block_type.shape[1 + batched]
         boxes: gl.constexpr = 1 if c.dtype.primitive_bitwidth == 32 else (columns + columns // 2 * more) // box
-        c_tiles = gl.allocate_shared_memory(c.dtype, [2 * boxes] + c.block_type.shape, c.layout)
-    else:
-        c_tiles = a_tiles
+        c_tiles = gl.allocate_shared_memory(c.dtype, [2 * boxes, rows // 2, box], layout)
     full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(stages):
@@ -200,12 +249,15 @@ def matmul_by_roles(a, b, b_more, c, m, n, k,
         mbarrier.init(empty.index(stage), count=2)
     gl.warp_specialize(
         [
-            (consumer, (a, b, b_more, c, a_tiles, b_tiles, more_tiles, c_tiles, full, empty, m, n, k,
-                        rows, columns, depth, group, a_across, b_across, more, described, 0)),
-            (consumer, (a, b, b_more, c, a_tiles, b_tiles, more_tiles, c_tiles, full, empty, m, n, k,
-                        rows, columns, depth, group, a_across, b_across, more, described, 1)),
-            (loader, (a, b, b_more, c, a_tiles, b_tiles, more_tiles, c_tiles, full, empty, m, n, k,
-                      rows, columns, depth, group, a_across, b_across, more, described, 0)),
+            (consumer, (a, b, b_more, c, a_tiles, b_tiles, more_tiles, c_tiles, full, empty, m, n, k, entries,
+                        rows, columns, depth, group, a_across, b_across, more, described,
+                        batched, a_batched, b_batched, 0)),
+            (consumer, (a, b, b_more, c, a_tiles, b_tiles, more_tiles, c_tiles, full, empty, m, n, k, entries,
+                        rows, columns, depth, group, a_across, b_across, more, described,
+                        batched, a_batched, b_batched, 1)),
+            (loader, (a, b, b_more, c, a_tiles, b_tiles, more_tiles, c_tiles, full, empty, m, n, k, entries,
+                      rows, columns, depth, group, a_across, b_across, more, described,
+                      batched, a_batched, b_batched, 0)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, LOADER_REGISTERS],

@@ -55,21 +55,27 @@ if TYPE_CHECKING:
 MULTIPROCESSORS = targets.family("sm_90").cores or 132
 
 RATES = {
-    "16-bit": {"128 x 256": 1.0, "128 x 192": 0.95, "128 x 128": 0.86, "64 x 128": 0.7, "64 x 64": 0.4},
-    "tf32": {"128 x 256": 1.0, "128 x 128": 0.86, "64 x 128": 0.7, "64 x 64": 0.4},
+    "16-bit": {"128 x 256": 1.0, "128 x 192": 0.93, "128 x 128": 0.86, "64 x 128": 0.7, "64 x 64": 0.37},
+    "tf32": {"128 x 256": 1.0, "128 x 128": 0.81, "64 x 128": 0.7, "64 x 64": 0.4},
     "ieee": {"128 x 128": 1.0, "64 x 64": 0.7, "16 x 128": 0.3},
 }
 """Of each kind of product the tiles of c that there are, and which part of the best rate a multiprocessor reaches on
-them, from runs of prototypes on an H100. 192 columns are two accumulators, of 128 and of 64."""
+them: measured on an H100 for 16-bit operands (192 columns, which are accumulators of 128 and of 64: 0.87 where b's rows
+begin off 128 bytes, 0.98 where they do not) and for 128 columns of tf32, the others estimated."""
+
+COLUMNS_OF_FEW = {"16-bit": (128, 64), "tf32": (64,)}
+"""How many columns tiles of few rows have. 128 have longer runs of memory where b lies in rows (16 x 14336 x 4096 on an
+H100: 1.05 of cuBLAS's rate, 64 columns 1.03), and 64 make twice the programs (1 x 4096 x 4096: 1.03, 128 0.81)."""
 
 WITHOUT_BOXES = 0.85
 """Which part of it is left where c cannot be described, so that each program computes one tile and then writes it:
-estimated. Where warps have roles the next tile's operands come meanwhile."""
+0.88 with 128 columns, 0.79 with 256, measured on an H100. Where warps have roles the next tile's operands come
+meanwhile."""
 
 FEW_ROWS = 64
 
 KNOBS = {
-    "num_warps": Tile(4, 16), "num_stages": Count(1, 8), "group": Tile(1, 64),
+    "num_warps": Tile(4, 8), "num_stages": Count(2, 8), "group": Tile(1, 32),
     "swapped": Count(0, 1), "roles": Count(0, 2),
 }  # fmt: skip
 """``swapped``: tiles of c^T. ``roles``: 0: all warps do the same; 1: they have roles; 2: and columns of half a tile
@@ -205,51 +211,102 @@ def size_of(dtype: str) -> int:
     return numpy_dtype(dtype).itemsize
 
 
-def best_tile(call: Call) -> str:
-    """The tile of c that finishes first: how many rounds the multiprocessors make, times what a round takes."""
-    kind, (entries, m), n, k = products(call, call.dtype), extents(call), call.dims["n"], call.dims["k"]
+def tiles_there_are(call: Call) -> dict[str, tuple[int, int, float]]:
+    """Tiles of c that may serve a call: their rows, columns, and the rate that a multiprocessor reaches on them."""
+    kind, (_, m), n = products(call, call.dtype), extents(call), call.dims["n"]
     if m <= FEW_ROWS and kind != "ieee":
-        return f"{pow2_at_least(m, 16)} rows"
-    roles = may_have_roles(call)
-    c_size = size_of(call.outputs["c"][1])
+        rows = pow2_at_least(m, 16)
+        return {f"{rows} rows x {columns}": (rows, columns, 1.0) for columns in COLUMNS_OF_FEW[kind]}
+    roles, c_size = may_have_roles(call), size_of(call.outputs["c"][1])
     wide, boxes = roles or c_size == 2, n * c_size % 16 == 0  # else c's tile leaves no room for operands
-
-    def cost(name: str) -> float:
+    found = {}
+    for name, rate in RATES[kind].items():
         rows, columns = map(int, name.split(" x "))
+        if (roles or columns != 192) and (wide or columns != 256):
+            found[name] = (rows, columns, rate * (1.0 if boxes or (roles and columns > 128) else WITHOUT_BOXES))
+    return found
+
+
+def best_tile(call: Call) -> tuple[str, int]:
+    """The tile of c that finishes first, and how many rounds the multiprocessors make: times what a round takes."""
+    (entries, m), n, k = extents(call), call.dims["n"], call.dims["k"]
+
+    def rounds(rows: int, columns: int) -> tuple[int, int]:
         tiles = entries * cdiv(m, rows) * cdiv(n, columns)
         parts = split(tiles, n, k)
-        rate = RATES[kind][name] * (1.0 if boxes or (roles and columns > 128) else WITHOUT_BOXES)
-        return cdiv(tiles * parts, MULTIPROCESSORS) / parts * rows * columns / rate
+        return cdiv(tiles * parts, MULTIPROCESSORS), parts
 
-    there = [t for t in RATES[kind] if (roles or not t.endswith("192")) and (wide or not t.endswith("256"))]
-    return min(there, key=cost)
+    def cost(tile: tuple[int, int, float]) -> float:
+        rows, columns, rate = tile
+        made, parts = rounds(rows, columns)
+        return made / parts * rows * columns / rate
+
+    there = tiles_there_are(call)
+    name = min(there, key=lambda name: cost(there[name]))
+    return name, rounds(*there[name][:2])[0]
 
 
 def key(call: Call) -> dict[str, str | int]:
-    """The kind of the products, and which tile of c suits m, n and k."""
+    """The kind of the products, which tile of c suits m, n and k, and whether one round of tiles is all (1) or not."""
     # The interpreter's own sums follow the steps of k.
-    return {"products": products(call, call.dtype), "tile": "any" if call.interpret else best_tile(call)}
+    tile, rounds = ("any", 1) if call.interpret else best_tile(call)
+    return {"products": products(call, call.dtype), "tile": tile, "rounds": min(rounds, 2)}
 
 
 def may_have_roles(call: Call) -> bool:
-    """Whether warps that have roles take the call: whole sums on the matrix unit, one c, of the operands' size."""
+    """Whether warps that have roles take the call: whole sums on the matrix unit, c of the operands' size."""
     n, k, size = call.dims["n"], call.dims["k"], size_of(call.dtype)
     return bool(
-        not call.interpret and products(call, call.dtype) != "ieee" and chunk_of(n, k) == k and extents(call)[0] == 1
+        not call.interpret and products(call, call.dtype) != "ieee" and chunk_of(n, k) == k
         and size_of(call.outputs["c"][1]) == size
     )  # fmt: skip
 
 
 def by_roles(call: Call, tiling: Mapping[str, int]) -> bool:
-    """Whether a tiling is of warps that have roles, for a call that they take."""
+    """Whether warps have roles. The interpreter knows none."""
+    return bool(tiling["roles"]) and not call.interpret
+
+
+def refuse_roles(call: Call, tiling: Mapping[str, int]) -> str | None:
+    """Why warps cannot have roles, or None."""
     rows, columns, depth, size = tiling["block_m"], tiling["block_n"], tiling["block_k"], size_of(call.dtype)
-    if not (tiling["roles"] and may_have_roles(call) and (rows, depth * size) == (128, 128) and columns in (128, 256)):
-        return False
+    told = f"warps with roles (roles={tiling['roles']})"
+    if not may_have_roles(call):
+        return f"{told} take products whose sums are whole, of operands of c's size, on the matrix unit; use roles=0"
+    if (tiling["num_warps"], tiling["swapped"]) != (8, 0):
+        return f"{told} are 8 that multiply, rows first; use num_warps=8 and swapped=0"
+    if (rows, depth * size) != (128, 128) or columns not in (128, 256):
+        return (
+            f"{told} take tiles of 128 x 128 or 256, in steps of {128 // size} of k, not {rows} x {columns} x {depth}"
+        )
     if tiling["roles"] == 2 and (columns == 256 or size == 4):
-        return False
-    width = columns + columns // 2 * (tiling["roles"] == 2)
-    shared = tiling["num_stages"] * (rows + width) * depth * size + rows * min(width * size, 512) + 1024
-    return tiling["num_stages"] >= 2 and shared <= shared_limit(call.target.arch)
+        return f"{told}, which add half the columns, take 16-bit operands and block_n=128"
+    return None
+
+
+def without_idle_roles(call: Call, tiling: Mapping[str, int]) -> dict[str, int]:
+    return {**tiling, "roles": tiling["roles"] if may_have_roles(call) else 0}
+
+
+def shared_memory(call: Call, tiling: Mapping[str, int]) -> int:
+    """Bytes of shared memory: the stages of operands, and what of c waits there."""
+    rows, columns, size, stored = tiling["block_m"], tiling["block_n"], size_of(call.dtype), 0
+    if by_roles(call, tiling):
+        columns += columns // 2 * (tiling["roles"] == 2)
+        stored = rows * min(columns * size, 512) + 1024
+    elif call.dims["n"] * size_of(call.outputs["c"][1]) % 16 == 0:
+        stored = rows * columns * size_of(call.outputs["c"][1])
+    return tiling["num_stages"] * (rows + columns) * tiling["block_k"] * size + stored
+
+
+def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
+    """No roles where a call has no use for them, and as many stages as shared memory has room for beside c's tile."""
+    if call.interpret:
+        return tiling
+    found = without_idle_roles(call, tiling)
+    while found["num_stages"] > 2 and shared_memory(call, found) > shared_limit(call.target.arch):
+        found["num_stages"] -= 1
+    return found
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
@@ -258,17 +315,18 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
         return f"a tile of {block_m} x {block_n} x {block_k} is longer than the copy engine's 256"
     if max(call.dims["n"], call.dims["k"], extents(call)[1]) > 2**31 - 512:
         return "an extent of 2^31 is beyond what the copy engine counts"
-    if not call.interpret and not by_roles(call, tiling):
-        size, stored = size_of(call.dtype), size_of(call.outputs["c"][1])
-        boxes = block_m * block_n * stored * (call.dims["n"] * stored % 16 == 0)
-        shared = tiling["num_stages"] * (block_m + block_n) * block_k * size + boxes
-        if shared > shared_limit(call.target.arch):
-            arch, limit = call.target.arch, shared_limit(call.target.arch)
+    if by_roles(call, tiling):
+        reason = refuse_roles(call, tiling)
+        if reason:
+            return reason
+    if not call.interpret:
+        shared, limit = shared_memory(call, tiling), shared_limit(call.target.arch)
+        if shared > limit:
             return (
-                f"{tiling['num_stages']} stages of {block_m} x {block_n} x {block_k} take {shared} bytes "
-                f"of shared memory; {arch} has {limit}"
+                f"{tiling['num_stages']} stages of {block_m} x {block_n} x {block_k}, and c's tile, take {shared} bytes "
+                f"of shared memory; {call.target.arch} has {limit}"
             )
-        if block_m * block_n > tiling["num_warps"] * 32 * 128:
+        if not by_roles(call, tiling) and block_m * block_n > tiling["num_warps"] * 32 * 128:
             return (
                 f"a {block_m} x {block_n} accumulator does not fit in the registers of {tiling['num_warps']} warps; "
                 "use a smaller tile or more warps"
@@ -282,6 +340,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
 @BACKEND.implements(
     "matmul",
     key=key,
+    fit=fit,
     supports=supports,
     knobs=KNOBS,
     same_bits=True,
@@ -295,7 +354,7 @@ def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     of_a = _operand(call, a, (entries, m, k), 1 if turned else None, flattened=m != dims["m"])
     of_b = _operand(call, b, (entries, k, n), 0 if turned else None)
     if by_roles(call, tiling):
-        _launch_roles(call, of_a, of_b, c, m, tiling)
+        _launch_roles(call, of_a, of_b, c, (entries, m), tiling)
     else:
         _launch(call, of_a, of_b, c, (entries, m), tiling)
     return (c,)
@@ -334,32 +393,34 @@ def _described(x: Operand, shape: tuple[int, int, int], block: tuple[int, int], 
     return describe(x.memory, (lines, length), (x.row, 1), tile, **how)
 
 
-def _launch_roles(call: Call, a: Operand, b: Operand, c: torch.Tensor, m: int, tiling: Mapping[str, int]) -> None:
+def _launch_roles(
+    call: Call, a: Operand, b: Operand, c: torch.Tensor, extents: tuple[int, int], tiling: Mapping[str, int]
+) -> None:
     from triton.experimental.gluon import language as gl
 
     from portakern.backends.triton.hopper._warps import matmul_by_roles
 
-    n, k = call.dims["n"], call.dims["k"]
+    (entries, m), n, k = extents, call.dims["n"], call.dims["k"]
     rows, columns, depth, more = tiling["block_m"], tiling["block_n"], tiling["block_k"], int(tiling["roles"] == 2)
     dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[c.dtype]
-    tf32 = c.dtype == torch.float32
+    tf32, batched = c.dtype == torch.float32, entries > 1
 
     def tile(x: Operand, shape: tuple[int, int], block: tuple[int, int], tf32: bool = tf32) -> Any:
-        laid = list(block[::-1] if x.across else block)
+        laid = [1] * batched + list(block[::-1] if x.across else block)
         layout = gl.NVMMASharedLayout.get_default_for(laid, dtype)
-        return _described(x, (1, *shape), block, False, layout=layout, tf32=tf32)
+        return _described(x, (entries, *shape), block, batched, layout=layout, tf32=tf32)
 
     box = (rows // 2, 64 if more else min(columns, 512 // c.element_size()))
     described = n * c.element_size() % 16 == 0
-    of_c = tile(Operand(c, 0, n, False), (m, n), box, tf32=False) if described else c
+    of_c = tile(Operand(c, m * n * batched, n, False), (m, n), box, tf32=False) if described else c
     of_a, of_b = tile(a, (m, k), (rows, depth)), tile(b, (k, n), (depth, columns))
     of_more = tile(b, (k, n), (depth, columns // 2)) if more else of_b
     width = columns + columns // 2 * more
-    grid = min(MULTIPROCESSORS, cdiv(m, rows) * cdiv(n, width))
-    launch(matmul_by_roles, grid, call, of_a, of_b, of_more, of_c, m, n, k,
+    grid = min(MULTIPROCESSORS, cdiv(m, rows) * cdiv(n, width) * entries)
+    launch(matmul_by_roles, grid, call, of_a, of_b, of_more, of_c, m, n, k, entries,
            rows=rows, columns=columns, depth=depth, group=tiling["group"], stages=tiling["num_stages"],
-           a_across=int(a.across), b_across=int(b.across), more=more, described=described,
-           num_warps=4)  # fmt: skip
+           a_across=int(a.across), b_across=int(b.across), more=more, described=described, batched=int(batched),
+           a_batched=int(a.batch > 0), b_batched=int(b.batch > 0), num_warps=4)  # fmt: skip
 
 
 def _launch(

@@ -38,16 +38,17 @@ def bare_products(call: Call) -> dict[str, Call]:
 def key(call: Call) -> dict[str, str | int]:
     """matmul's, of the first gradient that is wanted; see :func:`own_tiling`."""
     if call.interpret or not call.wants:
-        return {"products": products(call, product_dtype(call)), "tile": "any"}
+        return {"products": products(call, product_dtype(call)), "tile": "any", "rounds": 1}
     return forward.key(next(iter(bare_products(call).values())))
 
 
 def own_tiling(call: Call, of: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
-    """The tiling of a gradient's product: matmul's own for it, unless somebody named or found another for the call."""
+    """The tiling of a gradient's product: matmul's own for it, unless somebody named or found another for the call,
+    which is then for both; warps have roles in the products that have a use for them."""
     gradients, matmul = (BACKEND.implementation(op, FAMILY) for op in ("matmul_vjp", "matmul"))
     assert gradients is not None and matmul is not None
     if dict(default(gradients, call).tiling) != dict(tiling):
-        return tiling
+        return forward.without_idle_roles(of, tiling)
     return default(matmul, of).tiling
 
 

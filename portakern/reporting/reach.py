@@ -1,0 +1,138 @@
+"""Where each backend's kernels were compiled, interpreted, simulated, run and timed, counted from the kept results."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from portakern.core import registry, targets
+from portakern.core.backend import Backend
+from portakern.core.targets import Target
+from portakern.reporting import lines
+from portakern.reporting.kept import Kept
+from portakern.reporting.markdown import link, table
+from portakern.reporting.staleness import AGED, STALE, changed
+from portakern.results import Result
+
+__all__ = ["Ran", "ran", "reach"]
+
+Row = Mapping[str, Any]
+MACHINES = {"cuda": "NVIDIA GPUs", "rocm": "AMD GPUs", "tpu": "TPUs", "cpu": "CPUs"}
+SUBJECT = re.compile(
+    r"(?P<backend>\S+) on (?P<target>[^(]+) \((?P<how>\w+)\)"
+    r"(?:, variant (?P<variant>\w+))?(?:, profile (?P<profile>[\w-]+))?"
+)
+"""How :class:`portakern.testing.subject.Subject` calls what it checks."""
+COLUMNS = ("machines", "kernels", "compiled", "interpreted", "simulated", "run there", "timed there")
+NO = "no"
+NOTES = (
+    f"Counted from {link('benchmarks/results')}; gradients are ops too. Compiled: ahead of time, each op's typical "
+    "call, for so many architectures. Interpreted, simulated (in a stricter interpreter; neither needs a device) and "
+    "run: every element of every drawn case was held to an error bound that is derived from rounding. "
+    f'"{NO}" where no kept result says so.'
+)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a kept check ran: whose kernels, on what, how, and the op with its count of cases. ``aged``: its sources
+    have changed since."""
+
+    backend: str
+    target: Target
+    how: str
+    variant: str | None
+    profile: str | None
+    op: str
+    cases: int
+    passed: bool
+    device: str
+    aged: bool
+
+
+def ran(kept: Kept) -> Iterator[Ran]:
+    """Every kept check of a backend's op. A bare function that was checked is nobody's port, and left out."""
+    for row, result in kept.rows("conformance"):
+        said = SUBJECT.fullmatch(row["subject"])
+        if said:
+            platform, _, arch = said["target"].partition(" ")
+            yield Ran(
+                said["backend"], Target(platform, arch), said["how"], said["variant"], said["profile"],
+                row["op"], row["examples"], row["passed"], result.device, changed(row, kept.root),
+            )  # fmt: skip
+
+
+def reach(kept: Kept) -> str:
+    """A line for each kind of machine and backend with kernels for it."""
+    ops, found = len(lines.ops(kept.root)), list(ran(kept))
+    built = [row for row, _ in kept.rows("compile-matrix")]
+    timed = [(row, r) for row, r in kept.rows("bench") if row["subject"] and row.get("median_us")]
+    body = []
+    for platform, machines in MACHINES.items():
+        for b in registry.backends().values():
+            if not b.auto or b.oracle or platform not in b.compiled_platforms():
+                continue
+            off = [r for r in found if r.backend == b.name and _meant_for(r, b, platform)]
+            here = [r for r in found if r.backend == b.name and r.target.platform == platform and r.how == "compiled"]
+            body.append(
+                [
+                    machines,
+                    b.name,
+                    _compiled([r for r in built if r["backend"] == b.name and _platform(r["target"]) == platform], ops),
+                    _checked([r for r in off if r.how == "interpreted" and not r.profile], ops),
+                    _checked([r for r in (*off, *here) if r.profile], ops),
+                    _checked([r for r in here if not r.profile], ops),
+                    _timed([x for x in timed if x[0]["backend"] == b.name and _of(x[0], platform)], ops, kept.root),
+                ]
+            )
+    shown = table(COLUMNS, body, words=len(COLUMNS))
+    devices = sorted({r.device for r in found if r.how == "compiled" and not r.profile} | {r.device for _, r in timed})
+    there = f"There: {', '.join(devices)}. " if devices else ""
+    return "\n\n".join([shown, *([AGED] if STALE in shown else []), there + NOTES])
+
+
+def _platform(target: str) -> str | None:
+    return targets.HARDWARE[target].platform if target in targets.HARDWARE else None
+
+
+def _of(row: Row, platform: str) -> bool:
+    return str(row.get("target")).partition(" ")[0] == platform
+
+
+def _meant_for(r: Ran, b: Backend, platform: str) -> bool:
+    """Whether what ran on a CPU are the kernels that a platform gets compiled."""
+    own = [f for f in b.families if r.variant in (None, f.name) and f.interprets]
+    return r.target.platform == "cpu" and any(platform in f.platforms for f in own)
+
+
+def _share(names: Iterable[str], ops: int) -> str:
+    found = len(set(names))
+    return f"all {ops} ops" if found == ops else f"{found} of {ops} ops"
+
+
+def _compiled(rows: list[Row], ops: int) -> str:
+    """The ops that compile and fit on every architecture that was tried, and how many these are."""
+    if not rows:
+        return NO
+    wrong = {r["op"] for r in rows if not r["ok"]}
+    tried = len({r["target"] for r in rows})
+    return f"{_share({r['op'] for r in rows} - wrong, ops)}, {tried} architecture{'' if tried == 1 else 's'}"
+
+
+def _checked(found: list[Ran], ops: int) -> str:
+    if not found:
+        return NO
+    failed = sorted({r.op for r in found if not r.passed})
+    said = [_share({r.op for r in found} - {*failed}, ops), f"{sum(r.cases for r in found):,} cases"]
+    said += [f"**failed**: {', '.join(failed)}"] if failed else []
+    return ", ".join(said) + (STALE if any(r.aged for r in found) else "")
+
+
+def _timed(rows: list[tuple[Row, Result]], ops: int, root: Path) -> str:
+    if not rows:
+        return NO
+    mark = STALE if any(changed(row, root) for row, _ in rows) else ""
+    return f"{_share((row['op'] for row, _ in rows), ops)}{mark}"
