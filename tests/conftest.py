@@ -18,10 +18,10 @@ from hypothesis import HealthCheck, settings
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of a GPU for itself
 # What XLA compiles for the host runs once or a few times: unoptimised, in one piece, and without the emitters of fused
-# loops, whose code takes long to compile, it is ready in half of the time. jaxlib 0.12 has those emitters alone, and
+# loops, whose code takes long to compile, it is ready in half of the time. jaxlib 0.11 has those emitters alone, and
 # ends the process at a flag that it does not know.
 FLAGS = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
-if importlib.util.find_spec("jaxlib") and version("jaxlib").startswith(("0.10.", "0.11.")):
+if importlib.util.find_spec("jaxlib") and version("jaxlib").startswith("0.10."):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 if (

@@ -353,6 +353,20 @@ def test_laws_run_for_ordinary_functions_and_most_often_in_float32():
     assert dtypes.count("float32") * 2 >= len(dtypes) and {"float16", "bfloat16"} <= set(dtypes)
 
 
+def test_a_law_is_tried_in_the_dtypes_that_are_not_refused():
+    def narrow(x, *, axis=-1):
+        if x.dtype.itemsize > 2:
+            raise pk.UnsupportedError("narrow: no dtype of 32 bits")
+        return right(x, axis=axis)
+
+    narrow.refusals = ("no dtype of 32 bits",)
+    report = pk.check("softmax", fn=narrow, max_examples=100, seed=0)
+    assert report.passed and report.laws.keys() == registry.find_spec("softmax").laws.keys(), report.failures
+    narrow.refusals = ()
+    report = pk.check("softmax", fn=narrow, max_examples=100, seed=0, dtypes=["float32"])
+    assert not report.passed
+
+
 def _drawn_laws(op, examples):
     found = []
 

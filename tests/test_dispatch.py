@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import re
 import sys
 import threading
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import portakern as pk
+from portakern.core import backend as backend_module
 from portakern.core import observe as watching
 from portakern.core import registry, remembered
 from portakern.core import route as dispatch
@@ -77,16 +79,56 @@ def test_the_oracle_rounds_once():
     np.testing.assert_array_equal(rounded, [1, 1 + 2.0**-7, 1, -1 - 2.0**-7, np.nan, np.inf])
 
 
-def test_a_gpu_without_a_native_backend_names_what_serves_it():
-    spec, cuda = registry.find_spec("softmax"), Target("cuda", "sm_90")
-    with pytest.raises(
-        pk.UnsupportedError,
-        match=(
-            "no backend serves jax arrays on cuda sm_90 by itself.*nothing for cuda yet.*when named: "
-            ".*backend='reference'"
-        ),
-    ):
-        dispatch.choose(spec, frameworks()["jax"], cuda)
+def refused_by_choice(target):
+    with pytest.raises(pk.UnsupportedError) as refused:
+        dispatch.choose(registry.find_spec("softmax"), frameworks()["jax"], target)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100", "sm_120"])
+def test_a_gpu_without_a_native_backend_names_what_serves_it(arch):
+    pytest.importorskip("jax", reason="jax is not installed")
+    told = refused_by_choice(Target("cuda", arch))
+    assert f"no backend serves jax arrays on cuda {arch} by itself" in told
+    assert "pallas: its kernels for cuda are for sm_90 alone" in told
+    assert "These serve it when named: backend='reference'" in told
+
+
+def test_a_gpu_that_nobody_names_is_not_taken_for_hopper():
+    pytest.importorskip("jax", reason="jax is not installed")
+    told = refused_by_choice(Target("cuda"))
+    assert "are for sm_90 alone, and nothing here says for which chip this is lowered" in told
+
+
+def test_arrays_on_hopper_go_to_pallas_where_its_kernels_can_be_imported():
+    """Their jax is newer than that of Python 3.11, and what is missing is said."""
+    pytest.importorskip("jax", reason="jax is not installed")
+    hopper, pallas = Target("cuda", "sm_90"), registry.backend("pallas")
+    missing = next(f for f in pallas.declared if f.name == "gpu").lacks()
+    if missing is None:
+        assert dispatch.choose(registry.find_spec("softmax"), frameworks()["jax"], hopper) is pallas
+        return
+    assert re.fullmatch(
+        r"jax >= 0\.11 \(which takes Python 3\.12 or newer\), and jax 0\.\d+\.\d+ is installed", missing
+    )
+    assert f"pallas: its kernels for sm_90 need {missing}" in refused_by_choice(hopper)
+    with pytest.raises(pk.UnavailableError, match="variant 'gpu' of backend 'pallas' cannot run here: it needs jax >="):
+        pk.op("softmax", backend="pallas", variant="gpu")
+
+
+@pytest.mark.parametrize(("here", "needed", "there"), [("0.10.2", "0.11", False), ("0.9", "0.10", False),
+    ("0.11", "0.11", True), ("0.11.0.dev3", "0.11", True), ("1.0", "0.11", True), (None, "0.11", False)])  # fmt: skip
+def test_what_a_family_needs_is_a_version_or_later(monkeypatch, here, needed, there):
+    def version(package):
+        if here is None:
+            raise backend_module.PackageNotFoundError(package)
+        return here
+
+    monkeypatch.setattr(backend_module, "version", version)
+    said = backend_module.Need("thing", needed, "a note").missing()
+    assert (said is None) is there
+    if not there:
+        assert said == f"thing >= {needed} (a note), and {f'thing {here}' if here else 'none'} is installed"
 
 
 def test_a_backend_that_is_named_runs_there_or_raises():

@@ -2,6 +2,8 @@
 gradients refused.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given, reject, settings
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 import portakern as pk
 from portakern import inventory, testing
 from portakern.core import registry
+from portakern.core.targets import Target
 from portakern.testing import strategies
 from tests.ops import forward_records
 
@@ -19,7 +22,7 @@ import jax.numpy as jnp  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def on_the_host():
-    """Arrays live on the CPU, also on a machine with a GPU, which Pallas does not serve yet."""
+    """Arrays live on the CPU, also on a machine with a GPU."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         yield
 
@@ -148,11 +151,32 @@ def test_float16_is_refused_on_tpu_with_the_reason():
         )
 
 
-def test_lowering_for_a_gpu_says_that_pallas_is_not_there_yet():
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="here is a GPU for which it can be lowered")
+def test_lowering_for_a_gpu_that_nobody_names_is_refused():
     import jax.export
 
-    with pytest.raises(pk.UnsupportedError, match="nothing for cuda yet"):
+    with pytest.raises(pk.UnsupportedError, match="pallas: its kernels for cuda are for sm_90 alone, and nothing here"):
         jax.export.export(jax.jit(pk.op("softmax")), platforms=["cuda"])(normal(4, 128))
+
+
+@pytest.mark.parametrize("arch", ["8.0", "10.0"])
+def test_a_gpu_under_jit_is_the_one_that_it_is_lowered_for(monkeypatch, arch):
+    """Another chip never reaches Mosaic, which takes every one that it does not know for Hopper."""
+    from jax import export
+
+    from portakern.frameworks.jax import tracing
+
+    chip = SimpleNamespace(platform="gpu", compute_capability=arch, client=SimpleNamespace(platform_version="cuda"))
+    hopper = SimpleNamespace(**{**vars(chip), "compute_capability": "9.0"})
+    named = SimpleNamespace(device_assignment=(chip,))
+    monkeypatch.setattr(jax, "local_devices", lambda: [hopper])
+    assert tracing._target("cuda", named) == Target("cuda", f"sm_{arch.replace('.', '')}")
+    assert tracing._target("cuda") == Target("cuda", "sm_90") and tracing._target("tpu") == Target("tpu")
+    mesh = SimpleNamespace(device_assignment=None, mesh=SimpleNamespace(devices=np.array([[hopper, chip]])))
+    assert tracing._target("cuda", mesh) == Target("cuda"), "two kinds"
+    monkeypatch.setattr(jax, "local_devices", lambda: [chip])
+    with pytest.raises(pk.UnsupportedError, match=f"on cuda sm_{arch.replace('.', '')} by itself.*for sm_90 alone"):
+        export.export(jax.jit(pk.op("softmax")), platforms=["cuda"])(normal(4, 128))
 
 
 def with_x64():

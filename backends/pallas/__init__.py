@@ -1,4 +1,5 @@
-"""The Pallas backend: kernels for TPUs (``tpu/``), run elsewhere by Pallas's own interpreter.
+"""The Pallas backend: kernels for TPUs (``tpu/``) and for Hopper GPUs (``gpu/``), run elsewhere by Pallas's own
+interpreters.
 
 Importing this package imports no jax: the op modules do, when a call needs them.
 """
@@ -17,5 +18,10 @@ BACKEND = Backend(
     package=__name__,
     requires=("jax",),
     extra="pallas",
-    refusals=("TPUs have no float16", "TPUs have no float64"),
+    refusals=(
+        "TPUs have no float16",
+        "TPUs have no float64",
+        "Pallas on GPUs has no float64",
+        "take no float32 operands whole",
+    ),
 )

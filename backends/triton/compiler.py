@@ -18,17 +18,13 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from portakern.compiling.build import Compiled, Kernel
+from portakern.compiling.build import Compiled, Kernel, occupancy
 from portakern.core import targets
 from portakern.core.targets import Hardware
 
 if TYPE_CHECKING:
     from portakern.core.backend import Implementation
     from portakern.core.call import Call
-
-# NVIDIA gives a warp registers by so many (CUDA occupancy calculator); a block also pays 1 KiB of shared memory.
-REGISTERS_ALLOCATED = 256
-
 
 LAUNCHES_FIND_IT = True
 """What :func:`survey` compiles lies in Triton's own cache, under the key of a launch."""
@@ -158,7 +154,7 @@ def _read_nvidia(compiled: Any, log: str, hardware: Hardware) -> Kernel:
         spills=spills,
         on_chip=on_chip,
         matrix=dict(matrix.most_common()),
-        occupancy=_occupancy(meta.num_warps, registers, on_chip, hardware),
+        occupancy=occupancy(meta.num_warps, registers, on_chip, hardware),
         undefined=undefined_registers(sass),
         serialised=serialised_products(log),
         assembly=sass,
@@ -193,18 +189,6 @@ def undefined_registers(sass: str) -> list[str]:
             size = 4 if ".128" in operation else 2 if re.search(r"\.(64(?!\.HI)|WIDE)", operation) else 1
             written |= {f"UR{int(target[1]) + i}" for i in range(size)}
     return sorted(found, key=lambda r: int(r[2:]))
-
-
-def _occupancy(warps: int, registers: int | None, on_chip: Mapping[str, int], hardware: Hardware) -> float | None:
-    if registers is None or hardware.core_threads is None or hardware.core_registers is None:
-        return None
-    a_warp = -(-registers * hardware.lanes // REGISTERS_ALLOCATED) * REGISTERS_ALLOCATED
-    most = hardware.core_threads // hardware.lanes
-    programs = min(most // warps, hardware.core_registers // a_warp // warps, hardware.core_programs or most)
-    for memory, used in on_chip.items():
-        taken = used + 1024 * (memory == "shared")
-        programs = min(programs, (hardware.core_memory[memory] or 0) // taken if taken else programs)
-    return round(programs * warps / most, 4)
 
 
 def _read_amd(compiled: Any, log: str, hardware: Hardware) -> Kernel:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from portakern.core.targets import Hardware
 
-__all__ = ["Build", "Compiled", "Kernel"]
+__all__ = ["Build", "Compiled", "Kernel", "occupancy"]
+
+# NVIDIA gives a warp registers by so many (CUDA occupancy calculator); a block also pays 1 KiB of shared memory.
+REGISTERS_ALLOCATED = 256
 
 
 @dataclass
@@ -153,6 +157,20 @@ class Build:
             lines.append(f"  {k.name}{f' x{k.launches}' if k.launches > 1 else ''}: {', '.join(parts)}")
             lines += [f"    its matrix instructions wait for each other: {why}" for why in k.serialised]
         return "\n".join(lines)
+
+
+def occupancy(warps: int, registers: int | None, on_chip: Mapping[str, int], hardware: Hardware) -> float | None:
+    """The share of an NVIDIA core's resident threads that fit beside each other, of a kernel with so many warps, and
+    registers a thread; None where that is not known."""
+    if registers is None or hardware.core_threads is None or hardware.core_registers is None:
+        return None
+    a_warp = -(-registers * hardware.lanes // REGISTERS_ALLOCATED) * REGISTERS_ALLOCATED
+    most = hardware.core_threads // hardware.lanes
+    programs = min(most // warps, hardware.core_registers // a_warp // warps, hardware.core_programs or most)
+    for memory, used in on_chip.items():
+        taken = used + 1024 * (memory == "shared")
+        programs = min(programs, (hardware.core_memory[memory] or 0) // taken if taken else programs)
+    return round(programs * warps / most, 4)
 
 
 def _is(value: Any, kind: Any) -> bool:

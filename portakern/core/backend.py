@@ -10,8 +10,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import InitVar, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from portakern.core import outputs
 from portakern.core.framework import frameworks
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from portakern.compiling.build import Compiled
     from portakern.core.call import Call
 
-__all__ = ["Backend", "Compiler", "Family", "Implementation", "Tiling"]
+__all__ = ["Backend", "Compiler", "Family", "Implementation", "Need", "Tiling"]
 
 Tiling = Mapping[str, int]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -66,6 +67,35 @@ class Compiler(Protocol):
     # takes what it found of a kernel that is the same but for its extents, so that calls of many are ranked in no time.
 
 
+class Need(NamedTuple):
+    """A package without which, or before whose ``version``, the kernels of a family cannot be imported.
+
+    Attributes:
+      package: as pip names it; version: the least one, numbers with dots; note: what else that version asks for.
+    """
+
+    package: str
+    version: str
+    note: str = ""
+
+    def missing(self) -> str | None:
+        """None, or what must be installed."""
+        try:
+            here = version(self.package)
+        except PackageNotFoundError:
+            here = None
+        if here is not None and _numbers(here) >= _numbers(self.version):
+            return None
+        asked = f"{self.package} >= {self.version}" + (f" ({self.note})" if self.note else "")
+        return f"{asked}, and {f'{self.package} {here}' if here else 'none'} is installed"
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """The leading numbers of a version."""
+    found = re.match(r"\d+(\.\d+)*", text)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
 @dataclass(frozen=True)
 class Family:
     """A package of op modules, the kernels for one kind of machine. An op that several families of a backend have is
@@ -76,6 +106,7 @@ class Family:
       platforms: what its kernels are compiled for: cpu, cuda, rocm, tpu.
       targets: the architectures of those platforms that it is for; empty: every one.
       interprets: its kernels also run on CPU arrays, in an interpreter.
+      needs: what must be installed beside the backend's own ``requires``, or the family is not there.
       compiler: the module that compiles its calls for hardware that is not here (see :class:`Compiler`), or None.
       replays: "module:function" that runs a call and learns from it how to serve calls of its form in less time:
         ``(implementation, call, tiling) -> (outputs, arrays by name -> outputs)``, None for what it cannot learn.
@@ -87,6 +118,7 @@ class Family:
     platforms: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
     interprets: bool = False
+    needs: tuple[Need, ...] = ()
     compiler: str | None = None
     replays: str | None = None
     profiles: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -99,6 +131,10 @@ class Family:
     def compiles_for(self, target: Target) -> bool:
         """Whether its kernels are compiled for a target."""
         return target.platform in self.platforms and (not self.targets or target.arch in self.targets)
+
+    def lacks(self) -> str | None:
+        """None, or what must be installed before its kernels can be imported."""
+        return " and ".join(filter(None, (need.missing() for need in self.needs))) or None
 
     def load_replays(self) -> Callable[..., Any] | None:
         """The function that learns to serve calls of a form."""
@@ -128,6 +164,7 @@ class Implementation:
         bias takes room, say.
       takes: the arguments that it knows of those that a spec has; None: all. The checker draws no others, and holds it
         to no law.
+      copies: what it copies through the framework before or after its kernels, in words; None: nothing.
       same_bits: a row's bits are the same in every tiling.
 
     Neither ``tiling`` nor ``key`` nor ``fit`` may depend on batch or row counts, so that a row's bits do not either;
@@ -144,6 +181,7 @@ class Implementation:
     key: Callable[[Call], Mapping[str, str | int]] | None = None
     fit: Callable[[Call, Tiling], Tiling] | None = None
     takes: Callable[[Spec[Any]], frozenset[str]] | None = None
+    copies: Callable[[Call, Tiling], str | None] | None = None
     same_bits: bool = False
     _looked: Remembered[Any, bool] = field(default_factory=Remembered, init=False, repr=False)
 
@@ -248,11 +286,19 @@ class Backend:
 
     @functools.cached_property
     def families(self) -> tuple[Family, ...]:
-        """Most particular first: those for few architectures before those for many, and those before the ones for
-        all.
+        """Those whose kernels can be imported here, most particular first: those for few architectures before those
+        for many, and those before the ones for all.
         """
+        return tuple(f for f in self.declared if f.lacks() is None)
+
+    @functools.cached_property
+    def declared(self) -> tuple[Family, ...]:
+        """All families of the backend's package in the order of :attr:`families`, those among them for which something
+        must be installed first (:meth:`Family.lacks`)."""
+        if self.package is None:
+            return self.families
         found: list[Family] = []
-        package = importlib.import_module(str(self.package))
+        package = importlib.import_module(self.package)
         for module in pkgutil.iter_modules(package.__path__):
             folders = [f"{path}/{module.name}" for path in package.__path__]
             if module.ispkg and any(m.name == "family" for m in pkgutil.iter_modules(folders)):
@@ -271,6 +317,7 @@ class Backend:
         key: Callable[[Call], Mapping[str, str | int]] | None = None,
         fit: Callable[[Call, Tiling], Tiling] | None = None,
         takes: Callable[[Spec[Any]], frozenset[str]] | None = None,
+        copies: Callable[[Call, Tiling], str | None] | None = None,
         same_bits: bool = False,
     ) -> Callable[[F], F]:
         """Register the decorated ``fn(call, tiling)`` as this backend's ``op`` (see :class:`Implementation`).
@@ -290,7 +337,7 @@ class Backend:
                         f"{op} on backend {self.name!r} is taken by {there}; "
                         f"{fn.__module__}.{fn.__qualname__} needs a backend of its own: pk.Backend(...)"
                     )
-                made = Implementation(self, family, op, fn, tiling, supports, knobs, key, fit, takes, same_bits)
+                made = Implementation(self, family, op, fn, tiling, supports, knobs, key, fit, takes, copies, same_bits)
                 self._found[family.package, op] = made
                 forget()  # ops that were made before serve their next call anew
             return fn
@@ -351,10 +398,18 @@ class Backend:
                 ) from e
         return self._found.get((family.package, op))
 
+    def lacking(self, target: Target) -> tuple[tuple[Family, str], ...]:
+        """The families for a target that are not there, each with what must be installed first."""
+        missing = ((f, f.lacks()) for f in self.declared if f.compiles_for(target))
+        return tuple((f, why) for f, why in missing if why is not None)
+
     def check_variant(self, variant: str) -> None:
-        """SpecError where no family has this name."""
+        """SpecError where no family has this name, UnavailableError where something must be installed first."""
         if variant not in [f.name for f in self.families]:
             names = ", ".join(f.name for f in self.families)
+            why = next((f.lacks() for f in self.declared if f.name == variant), None)
+            if why is not None:
+                raise UnavailableError(f"variant {variant!r} of backend {self.name!r} cannot run here: it needs {why}")
             raise SpecError(f"backend {self.name!r} has no variant {variant!r}; expected one of {names}")
 
     def profile(self, name: str | None) -> AbstractContextManager[Any]:

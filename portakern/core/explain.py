@@ -55,6 +55,8 @@ def _plan(call: Call, choice: Choice, candidates: tuple[Route, ...]) -> list[str
         sources = resolve(route.impl, inner, choice.tiling).sources
         parts = (f"{name}={tiling[name]} ({source})" for name, source in sources.items())
         lines.append(f"  tiling: {', '.join(parts) or 'none'}")
+        copied = route.impl.copies(inner, tiling) if route.impl.copies else None
+        lines += [f"  copied by {framework.title}: {copied}"] if copied else []
     return lines
 
 

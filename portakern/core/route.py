@@ -123,7 +123,7 @@ def choose(spec: Spec[Any], framework: Framework, target: Target) -> Backend:
     """
     known = registry.backends().values()
     for b in known:
-        compiled = target.platform in b.compiled_platforms()
+        compiled = any(not interpreted for _, interpreted in b.families_for(target))
         if b.auto and b.framework == framework.name and compiled and not b.oracle:
             return b
     if target.platform == "cpu":
@@ -145,13 +145,25 @@ def why_not(b: Backend, spec: Spec[Any], target: Target, variant: str | None = N
     if not homes:
         if variant is not None and b.families_for(target):
             return f"its variant {variant!r} is not for {target}"
-        also = ", interprets on cpu" if b.can_interpret() else ""
-        platforms = " and ".join(b.compiled_platforms())
-        return f"it compiles for {platforms}{also}, and has nothing for {target.platform} yet"
+        return _nothing_for(b, target)
     if any(b.where(spec.name, family) for family, _ in homes):
         return None
     packages = ", ".join(family.package for family, _ in homes if family.package)
     return f"it has no {spec.name}" + (f" in {packages}" if packages else "")
+
+
+def _nothing_for(b: Backend, target: Target) -> str:
+    """Why no family of a backend serves a target."""
+    lacking = b.lacking(target)
+    if lacking:
+        return "; ".join(f"its kernels for {', '.join(f.targets or f.platforms)} need {why}" for f, why in lacking)
+    there = dict.fromkeys(arch for f in b.declared if target.platform in f.platforms for arch in f.targets)
+    if there:
+        chips = f"its kernels for {target.platform} are for {', '.join(there)} alone"
+        return chips if target.arch else f"{chips}, and nothing here says for which chip this is lowered"
+    also = ", interprets on cpu" if b.can_interpret() else ""
+    platforms = " and ".join(b.compiled_platforms())
+    return f"it compiles for {platforms}{also}, and has nothing for {target.platform} yet"
 
 
 def find_routes(b: Backend, call: Call, target: Target, variant: str | None = None) -> tuple[Route, ...]:

@@ -215,7 +215,7 @@ def run_case(subject: Subject, case: Case, report: Report, excused: Collection[s
     except UnsupportedError as e:
         if not subject.accepts(str(e)):
             raise Broken(f"refused, and the backend does not declare it among its refusals: {e}") from e
-        report.refused[str(e).partition("cannot: ")[2] or str(e)] += 1
+        report.refuse(e)
         return
     first = trial.hold(got, call, trial.arrays)
     fractions = trial.compare(first, call, _random_regime(subject.spec, case))

@@ -66,6 +66,10 @@ class Report:
     asked: tuple[str, ...] = KINDS
     concessions: tuple[str, ...] = ()
 
+    def refuse(self, error: Exception) -> None:
+        """Count a refusal that is declared."""
+        self.refused[str(error).partition("cannot: ")[2] or str(error)] += 1
+
     @property
     def passed(self) -> bool:
         return not self.failures and self.examples + sum(self.laws.values()) > 0

@@ -17,6 +17,7 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ def plan(
     faults: Sequence[Fault], seeds: Sequence[int], flat_seeds: Sequence[int], device: str, examples: int
 ) -> list[Task]:
     """The longest first: the shipped kernels, then each fault. A kernel's task holds the first of its faults."""
-    kernels = {(f.op, f.backend): f for f in reversed(faults)}
-    order = sorted(kernels, key=lambda k: (k[1] != "pallas", "attention" not in k[0], len(k[0])))
+    kernels = {(f.op, f.home): f for f in reversed(faults)}
+    order = sorted(kernels, key=lambda k: (not k[1].startswith("pallas"), "attention" not in k[0], len(k[0])))
     alone = [
         Task(kind, f, s, device, examples)
         for kind, on in (("catch", seeds), ("flat", flat_seeds))
@@ -51,12 +52,12 @@ def rows(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """One row a fault, one a kernel and seed."""
     kernels = [
-        {"backend": t.fault.backend, "op": t.fault.op, "seed": t.seed, **r}
+        {"backend": t.fault.home, "op": t.fault.op, "seed": t.seed, **r}
         for t, r in results.items()
         if t.kind == "right"
     ]
     table = {
-        f: {"name": f.name, "backend": f.backend, "op": f.op, "what": f.what, "small": f.small, "seeds": {}, "flat": {}}
+        f: {"name": f.name, "backend": f.home, "op": f.op, "what": f.what, "small": f.small, "seeds": {}, "flat": {}}
         for f in faults
     }
     for t, r in results.items():
@@ -141,6 +142,9 @@ def main() -> int:
     )  # one thread a worker; JAX's share here is the interpreter
 
     faults = [f for f in FAULTS if any(part in f.name for part in args.only) and (args.device == "cpu" or f.gpu)]
+    for why, count in Counter(f"{f.home} needs {f.lacks()}" for f in faults if f.lacks()).items():
+        print(f"{count} faults left out: {why}", file=sys.stderr)
+    faults = [f for f in faults if not f.lacks()]
     tasks = plan(faults, args.seeds, args.flat_seeds, args.device, args.examples)
     results = kept(args.json, tasks) if args.resume else {}
     planned, start = len(tasks), time.time()
@@ -183,7 +187,7 @@ def kept(file: Path, tasks: Sequence[Task]) -> dict[Task, dict[str, Any]]:
         for kind, runs in (("catch", row["seeds"]), ("flat", row["flat"])):
             found |= {(kind, row["name"], int(seed)): r for seed, r in runs.items()}
     keys = {
-        t: ("kernel", t.fault.backend, t.fault.op, t.seed) if t.kind == "right" else (t.kind, t.fault.name, t.seed)
+        t: ("kernel", t.fault.home, t.fault.op, t.seed) if t.kind == "right" else (t.kind, t.fault.name, t.seed)
         for t in tasks
     }
     return {t: found[key] for t, key in keys.items() if key in found and "error" not in found[key]}

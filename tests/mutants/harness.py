@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -58,16 +58,11 @@ def _folder() -> Path:
     return folder
 
 
-def _package(backend: str) -> str:
-    """The package whose kernels run everywhere."""
-    return next(f.package for f in registry.backend(backend).families if f.interprets and not f.targets)
-
-
 def mutated_source(fault: Fault) -> str:
     """The kernel module's source with the fault in it; AssertionError where its text is not there as often as the fault
     says.
     """
-    found = importlib.util.find_spec(f"{_package(fault.backend)}.{fault.op}")
+    found = importlib.util.find_spec(f"{fault.family.package}.{fault.op}")
     assert found is not None and found.origin is not None
     source = Path(found.origin).read_text(encoding="utf-8")
     seen = source.count(fault.old)
@@ -92,7 +87,7 @@ def mutant(fault: Fault) -> Backend:
     assert source.count(registration) == 1
     file = "mutant_" + fault.name.replace("-", "_")
     # as if it lay beside the shipped module: it takes the same tables of tilings
-    name = f"{_package(fault.backend)}.{file}"
+    name = f"{fault.family.package}.{file}"
     path = _folder() / f"{file}.py"
     path.write_text(source.replace(registration, "\n"), encoding="utf-8")
     spec = importlib.util.spec_from_file_location(name, path)
@@ -107,18 +102,22 @@ def mutant(fault: Fault) -> Backend:
 def catch(fault: Fault, seed: int, device: str, max_examples: int) -> dict[str, Any]:
     """One check of a faulty kernel: was the fault found, after how many examples, and how. A case that the shipped
     kernel fails too finds nothing, nor does a mutant that could not be built."""
-    row = checked(fault.op, mutant(fault), seed, device, max_examples)
+    row = checked(fault.op, mutant(fault), seed, device, max_examples, variant=fault.variant)
     if row["failed"] and any(f"raised {e.__name__}:" in row["what"] for e in UNBUILT):
         return {**row, "caught": False, "error": f"the mutant could not be built: {row['what']}"}
-    if row["failed"] and testing.replay(fault.op, row["case"], backend=fault.backend, device=device).failures:
+    again = partial(testing.replay, backend=fault.backend, variant=fault.variant, device=device)
+    if row["failed"] and again(fault.op, row["case"]).failures:
         return {**row, "caught": False, "error": "the shipped kernel fails the same case"}
     return {**row, "caught": row["failed"]}
 
 
-def checked(op: str, backend: str | Backend, seed: int, device: str, max_examples: int) -> dict[str, Any]:
+def checked(
+    op: str, backend: str | Backend, seed: int, device: str, max_examples: int, variant: str | None = None
+) -> dict[str, Any]:
     """One check, up to its first failure. ``examples`` counts the instances of laws as well, which come last."""
     start = time.perf_counter()
-    report = pk.check(op, backend=backend, device=device, max_examples=max_examples, seed=seed, shrink=False)
+    asked = {"backend": backend, "variant": variant, "device": device}
+    report = pk.check(op, **asked, max_examples=max_examples, seed=seed, shrink=False)
     failure = report.failures[0] if report.failures else None
     return {
         "failed": failure is not None,
@@ -139,10 +138,10 @@ def _flat_ok(outputs: Sequence[Any], exact: Sequence[np.ndarray | None]) -> bool
     return True
 
 
-def _again(served: Served, backend: Backend) -> list[Any]:
+def _again(served: Served, backend: Backend, variant: str | None) -> list[Any]:
     """Another backend's outputs for a call that was served, with the same tiling; None where unwanted."""
     call = served.call
-    (family, _), *_ = backend.families_for(call.target)
+    (family, _), *_ = backend.families_for(call.target, variant)
     impl = backend.implementation(call.spec.name, family)
     assert impl is not None
     outputs = call.framework.run(impl, call, served.tiling)
@@ -154,7 +153,13 @@ class Seen(Exception):
 
 
 def beside_flat(
-    op: str, backend: str, fault: Fault | None, seed: int, device: str, max_examples: int
+    op: str,
+    backend: str,
+    fault: Fault | None,
+    seed: int,
+    device: str,
+    max_examples: int,
+    variant: str | None = None,
 ) -> dict[str, Any]:
     """The shipped kernel under a check and, on the very calls that the check makes, under
     ``assert_allclose(rtol=atol=1e-2)``: ``calls``, and the ``false_alarms`` among them. With a fault, ``sees_at``
@@ -187,12 +192,12 @@ def beside_flat(
         count["calls"] += 1
         if not _flat_ok([None if o is None else served.call.framework.to_numpy(o) for o in served.outputs], exact):
             count["false_alarms"] += 1
-        elif fault is not None and not _flat_right(served, mutant(fault), exact):
+        elif fault is not None and not _flat_right(served, fault, exact):
             sees_at.append(count["calls"])
             raise Seen
 
     with observe(compare):
-        row = checked(op, backend, seed, device, max_examples)
+        row = checked(op, backend, seed, device, max_examples, variant)
     if fault is None:
         return {**row, **count}
     if row["failed"] and not sees_at:
@@ -200,9 +205,9 @@ def beside_flat(
     return {"sees_at": sees_at[0] if sees_at else None}
 
 
-def _flat_right(served: Served, backend: Backend, exact: Sequence[np.ndarray | None]) -> bool:
+def _flat_right(served: Served, fault: Fault, exact: Sequence[np.ndarray | None]) -> bool:
     try:
-        return _flat_ok(_again(served, backend), exact)
+        return _flat_ok(_again(served, mutant(fault), fault.variant), exact)
     except UNBUILT:
         raise
     except Exception:
@@ -233,7 +238,7 @@ def error_on_ordinary_data(fault: Fault, device: str) -> float:
             exact = oracle(call)
             try:
                 with fw.poisoned():
-                    got = pk.op(fault.op, backend=mutant(fault), tiling=tiling)(
+                    got = pk.op(fault.op, backend=mutant(fault), variant=fault.variant, tiling=tiling)(
                         **{n: fw.from_numpy(a, where) for n, a in arrays.items()}, **options
                     )
             except UNBUILT:

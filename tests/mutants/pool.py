@@ -29,7 +29,7 @@ class Task:
 
     def __str__(self) -> str:
         f = self.fault
-        return f"{self.kind} {f'{f.backend} {f.op}' if self.kind == 'right' else f.name} seed {self.seed}"
+        return f"{self.kind} {f'{f.home} {f.op}' if self.kind == 'right' else f.name} seed {self.seed}"
 
 
 def work(task: Task) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def work(task: Task) -> dict[str, Any]:
         return {"max_error": harness.error_on_ordinary_data(f, task.device)}
     if task.kind in ("right", "flat"):
         return harness.beside_flat(
-            f.op, f.backend, f if task.kind == "flat" else None, task.seed, task.device, task.examples
+            f.op, f.backend, f if task.kind == "flat" else None, task.seed, task.device, task.examples, f.variant
         )
     return harness.catch(f, task.seed, task.device, task.examples)
 

@@ -62,12 +62,10 @@ class Jax(Framework):
                 "with jax.device_put(x, device)"
             )
         if device.platform == "gpu":
-            rocm = "rocm" in device.client.platform_version.lower()
-            return (
-                Target("rocm", "")
-                if rocm
-                else Target("cuda", "sm_" + str(getattr(device, "compute_capability", "")).replace(".", ""))
-            )
+            if "rocm" in device.client.platform_version.lower():
+                return Target("rocm", "")
+            capability = getattr(device, "compute_capability", None)  # a device that is only described has none
+            return Target("cuda", f"sm_{capability.replace('.', '')}" if capability else "")
         if device.platform == "tpu":
             return Target("tpu", device.device_kind.lower().removeprefix("tpu").strip().replace(" lite", "e"))
         return Target(device.platform)

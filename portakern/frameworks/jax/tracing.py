@@ -244,26 +244,28 @@ def _backward(
 _differentiable.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _lowered(platform: str, *arrays: Any, static: _Static) -> tuple[Any, ...]:
-    """What the primitive does on a platform, written in JAX."""
-    function: Callable[..., Any] = functools.partial(_on_platform, platform, static)
+def _lowered(target: Target, *arrays: Any, static: _Static) -> tuple[Any, ...]:
+    """What the primitive does on a chip, written in JAX."""
+    function: Callable[..., Any] = functools.partial(_on_target, target, static)
     for axes in static.vmaps:
         function = jax.vmap(function, in_axes=axes)
     out: tuple[Any, ...] = function(*arrays)
     return out
 
 
-def _target(platform: str) -> Target:
-    """The chip that a platform means: that of this process's own devices, where they are of one kind. What is lowered
-    for elsewhere is for any."""
+def _target(platform: str, context: Any = None) -> Target:
+    """The chip that a platform means: that of the devices for which the computation is lowered, where its ``context``
+    knows them, else that of this process's own, where they are of one kind. What is lowered for elsewhere is for any.
+    """
     framework = frameworks()["jax"]
-    found = {t for d in jax.local_devices() if (t := framework.target(d)).platform == platform}
+    mesh = getattr(getattr(context, "mesh", None), "devices", None)  # of shard_map; an abstract mesh has none
+    devices = getattr(context, "device_assignment", None) or (() if mesh is None else tuple(mesh.flat))
+    found = {t for d in devices or jax.local_devices() if (t := framework.target(d)).platform == platform}
     return found.pop() if len(found) == 1 else Target(platform)
 
 
-def _on_platform(platform: str, static: _Static, *arrays: Any) -> tuple[Any, ...]:
+def _on_target(target: Target, static: _Static, *arrays: Any) -> tuple[Any, ...]:
     call = static.bind(arrays)
-    target = _target(platform)
     backend = static.backend or choose(call.spec, frameworks()["jax"], target)
     candidates = find_routes(backend, call, target, static.variant)
     route = candidates[0]
@@ -375,10 +377,10 @@ def _one_device(ctx: mlir.LoweringRuleContext, static: _Static) -> None:
 
 
 def _lowering(platform: str) -> Callable[..., Any]:
-    inner = mlir.lower_fun(functools.partial(_lowered, platform), multiple_results=True)
-
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, static: _Static) -> Any:
         _one_device(ctx, static)
+        target = _target(platform, ctx.module_context.axis_context)
+        inner = mlir.lower_fun(functools.partial(_lowered, target), multiple_results=True)
         # Below this point every device computes on what it holds: which mesh axes a value varies along is settled, and
         # kernels need not carry it.
         with _check_vma(False):

@@ -1,7 +1,7 @@
 """Faults planted in the shipped kernels: what people get wrong, one replacement of source text each.
 
 ``<op>.py`` in this folder holds those of an op, found by walking: ``FAULTS``, a list of :class:`Planted` for each
-backend. A fault says how often its text stands in the kernel today, so that a change to the kernel breaks this table
+backend, or for a variant that is interpreted where it is named, ``<backend>/<variant>``. A fault says how often its text stands in the kernel today, so that a change to the kernel breaks this table
 loudly instead of emptying it.
 """
 
@@ -10,9 +10,10 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from portakern.core import registry
+from portakern.core.backend import Family
 
 __all__ = ["FAULTS", "Fault", "Planted"]
 
@@ -42,19 +43,39 @@ class Planted:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault(Planted):
-    """The same with the kernel in its name: ``backend`` and ``op`` say whose source is changed."""
+    """The same with the kernel in its name: ``backend``, ``variant`` and ``op`` say whose source is changed.
+    ``variant``: None for the one that is interpreted unnamed."""
 
     backend: str
     op: str
+    variant: str | None = None
+
+    @property
+    def home(self) -> str:
+        """Where its kernel is, as ``FAULTS`` says it."""
+        return f"{self.backend}/{self.variant}" if self.variant else self.backend
+
+    @property
+    def family(self) -> Family:
+        """The one whose kernel is changed."""
+        declared = registry.backend(self.backend).declared
+        named = (f for f in declared if f.name == self.variant)
+        return next(named if self.variant else (f for f in declared if f.interprets and not f.targets))
+
+    def lacks(self) -> str | None:
+        """None, or what must be installed before the kernel can be imported."""
+        return registry.backend(self.backend).unavailable() or self.family.lacks()
 
 
 def _walk() -> Iterator[Fault]:
     for module in sorted(m.name for m in pkgutil.iter_modules(__path__)):
-        for backend, planted in importlib.import_module(f"{__name__}.{module}").FAULTS.items():
-            on_gpus = not {"cuda", "rocm"}.isdisjoint(registry.backend(backend).compiled_platforms())
+        for home, planted in importlib.import_module(f"{__name__}.{module}").FAULTS.items():
+            backend, _, variant = home.partition("/")
             for p in planted:
-                fields = vars(p) | {"name": f"{backend}-{module}-{p.name}", "gpu": p.gpu and on_gpus}
-                yield Fault(**fields, backend=backend, op=module)
+                fields = vars(p) | {"name": f"{home.replace('/', '-')}-{module}-{p.name}"}
+                fault = Fault(**fields, backend=backend, op=module, variant=variant or None)
+                on_gpus = not {"cuda", "rocm"}.isdisjoint(fault.family.platforms)
+                yield replace(fault, gpu=p.gpu and on_gpus)
 
 
 FAULTS = tuple(_walk())

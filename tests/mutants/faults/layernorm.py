@@ -100,4 +100,31 @@ FAULTS = {
             new="\n",
         ),
     ],
+    "pallas/gpu": [
+        Planted(
+            "padding-centred",
+            "what lies beyond a short row is centred with the rest, and so counted as mean^2 each",
+            old="centred = walk.within(x - walk.spread(mean), 0.0)",
+            new="centred = walk.within(x, 0.0) - walk.spread(mean)",
+        ),
+        Planted(
+            "merge-without-delta",
+            "chunks are merged as if they had one mean",
+            old=" + delta * (delta * (share * seen))",
+            new="",
+        ),
+        Planted(
+            "mean-of-a-whole-chunk",
+            "the mean of a last, shorter chunk is taken over a whole one",
+            old="axis=1) / here\n",
+            new="axis=1) / walk.chunk\n",
+        ),
+        Planted(
+            "eps-outside",
+            "eps is added to the deviation instead of the variance",
+            old="lax.rsqrt(m2 / walk.n + self.eps)",
+            new="1.0 / (jnp.sqrt(m2 / walk.n) + self.eps)",
+            small=True,
+        ),
+    ],
 }

@@ -117,4 +117,34 @@ FAULTS = {
             ),
         ),
     ],
+    "pallas/gpu": [
+        Planted(
+            "rounded-before-output",
+            "the accumulator is rounded to bfloat16 before it is written as float32",
+            old="jnp.float32)).astype(plan.out)",
+            new="jnp.float32)).astype(jnp.bfloat16).astype(plan.out)",
+            small=True,
+        ),
+        Planted(
+            "last-step-dropped",
+            "of several steps along k the last is left out",
+            old="plgpu.wgmma(acc, a.at[mine] if plan.along == 0 else a, b.at[:, mine] if plan.along == 1 else b)",
+            new=(
+                "pl.when((step == 0) | (step < plan.steps - 1))(lambda: plgpu.wgmma("
+                "acc, a.at[mine] if plan.along == 0 else a, b.at[:, mine] if plan.along == 1 else b))"
+            ),
+        ),
+        Planted(
+            "batch-of-b-ignored",
+            "b is that of the first entry of the batch",
+            old="entry if plan.b_batch > 1 else 0",
+            new="0",
+        ),
+        Planted(
+            "columns-swapped",
+            "the pieces of a tile are written one beside the other, from the second",
+            old="pl.ds(first_column + j, plan.out_columns)",
+            new="pl.ds(first_column + (j + plan.out_columns) % columns, plan.out_columns)",
+        ),
+    ],
 }

@@ -83,4 +83,22 @@ FAULTS = {
             ),
         ),
     ],
+    "pallas/gpu": [
+        Planted(
+            "product-dropped",
+            "the first product of the second step is left out",
+            old="forward.matmul(product(call, name), tiling)",
+            new=(
+                "forward.matmul((lambda inner: inner.replace(arrays={**inner.arrays, "
+                '"a": inner.arrays["a"].at[..., 64:65].set(0)}))(product(call, name)), tiling)'
+            ),
+        ),
+        Planted(
+            "gradient-rounded-twice",
+            "gradients are rounded to bfloat16 first",
+            old="return c.reshape(call.outputs[name][0])",
+            new='return c.astype("bfloat16").astype(c.dtype).reshape(call.outputs[name][0])',
+            small=True,
+        ),
+    ],
 }

@@ -62,4 +62,25 @@ FAULTS = {
             small=True,
         ),
     ],
+    "pallas/gpu": [
+        Planted(
+            "weight-before-rounding",
+            "x r is not rounded before the weight where it should be",
+            old="        if self.narrow:",
+            new="        if False:",
+            small=True,
+        ),
+        Planted(
+            "padding-squared",
+            "what lies beyond a row counts",
+            old="x = walk.within(x, 0.0, start)\n",
+            new="",
+        ),
+        Planted(
+            "mean-over-the-chunk",
+            "the squares are divided by the chunk's length and not by the row's",
+            old="lax.rsqrt(statistics[0] / walk.n + self.eps)",
+            new="lax.rsqrt(statistics[0] / (walk.chunk * walk.chunks) + self.eps)",
+        ),
+    ],
 }

@@ -109,4 +109,34 @@ FAULTS = {
             small=True,
         ),
     ],
+    "pallas/gpu": [
+        Planted(
+            "no-minus-inf-guard",
+            "a first chunk of nothing but -inf subtracts -inf from -inf",
+            old="origin = jnp.where(m == -jnp.inf, 0.0, m)",
+            new="origin = m",
+            small=True,
+        ),
+        Planted(
+            "finite-padding",
+            "lanes beyond a row hold -1e4 instead of -inf",
+            old="x = walk.within(x, -jnp.inf)\n",
+            new="x = walk.within(x, -1e4)\n",
+            small=True,
+        ),
+        Planted(
+            "rounded-twice",
+            "weights are rounded to bfloat16 before the division",
+            old="return p * walk.spread(1.0 / jnp.sum(p, axis=1))",
+            new="return p.astype(jnp.bfloat16).astype(jnp.float32) * walk.spread(1.0 / jnp.sum(p, axis=1))",
+            small=True,
+            sample=True,
+        ),
+        Planted(
+            "l-not-rescaled",
+            "the running sum keeps its unit when the maximum grows",
+            old="l * jnp.exp(m_old - origin) + ",
+            new="l + ",
+        ),
+    ],
 }

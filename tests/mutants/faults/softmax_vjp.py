@@ -69,4 +69,26 @@ FAULTS = {
             new="jnp.sum(y * d_y, axis=walk.along, keepdims=True)",
         ),
     ],
+    "pallas/gpu": [
+        Planted(
+            "products-rounded",
+            "products are rounded before they are added up to Delta",
+            old="walk.within(y * d_y, 0.0, start)",
+            new="walk.within((y * d_y).astype(jnp.bfloat16).astype(jnp.float32), 0.0, start)",
+            small=True,
+        ),
+        Planted(
+            "last-chunk-alone",
+            "Delta starts anew at each chunk",
+            old="(statistics[0] + jnp.sum(",
+            new="(0 * statistics[0] + jnp.sum(",
+            small=True,
+        ),
+        Planted(
+            "padding-summed",
+            "lanes beyond a row enter Delta",
+            old="walk.within(y * d_y, 0.0, start)",
+            new="y * d_y",
+        ),
+    ],
 }

@@ -1,0 +1,144 @@
+"""What the kernels need to know of a Hopper GPU: its warpgroups, its shared memory and copy engine, what it refuses.
+
+The copy engine moves whole pieces of 16 bytes between device memory and shared memory, from an address that is a
+multiple of 16: rows of another length are padded by XLA before a kernel sees them (:func:`padded_rows`), and what is
+padded is said by ``explain()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from portakern.backends.pallas import common
+from portakern.backends.pallas.common import Refs
+from portakern.core import targets
+from portakern.core.call import Call
+
+HOPPER = targets.find("sm_90")
+SHARED_BYTES = HOPPER.on_chip["shared"] or 0
+LANES, WARPS = HOPPER.lanes, 4
+"""Threads of a warp, and warps of a warpgroup."""
+
+BULK_BYTES = 16
+"""What the copy engine moves at least, and to what its addresses are aligned."""
+
+RESERVED_BYTES = 2304
+"""Shared memory that a kernel does not name: barriers, and room to reduce across warps."""
+
+BARRIERS = 32
+"""Barriers that Mosaic makes at most in a group."""
+
+LACKS = {"float64": "Pallas on GPUs has no float64 here: convert to float32, or use the reference backend"}
+INTERPRETER = plgpu.InterpretGPUParams()
+
+SWIZZLED_BYTES = 128
+"""Bytes of a row of a buffer that tensor cores read: its 16-byte pieces lie swizzled, so that eight rows at a time are
+read without conflicts."""
+
+
+class Views(NamedTuple):
+    """A buffer of rows of 128 bytes in shared memory as two that look at it see it.
+
+    The copy engine sees rows, of which any number may lie beyond the end of an array; tensor cores and registers see
+    tiles of eight rows. Both are the same bytes.
+    """
+
+    copied: Any
+    tiled: Any
+
+
+class Swizzled(NamedTuple):
+    """``scratch`` for :func:`launch`: such a buffer, (*buffers, rows, elements). ``ref`` has its `Views`."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def allocated(self, interpret: bool) -> Any:
+        """The interpreter knows no bytes, and sees the buffer one way."""
+        tiled = tiled_buffer(self.shape, self.dtype)
+        if interpret:
+            return tiled
+        return plgpu.RefUnion(plgpu.SMEM(self.shape, self.dtype, transforms=tiled.transforms[1:]), tiled)
+
+
+def tiled_buffer(shape: tuple[int, ...], dtype: Any) -> Any:
+    """``scratch`` for :func:`launch`: a buffer of tiles of eight rows by 128 bytes, as tensor cores read them."""
+    tile = (8, SWIZZLED_BYTES // jnp.dtype(dtype).itemsize)
+    transforms = (plgpu.TilingTransform(tile), plgpu.SwizzleTransform(SWIZZLED_BYTES))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def dtype_refused(call: Call, *more: str | None) -> str | None:
+    """Why the kernels cannot compute in the call's dtype, or in one of these, or None."""
+    return common.first_lacking(LACKS, call.dtype, *more)
+
+
+def over_shared(needed: int, names: str) -> str | None:
+    """Why buffers of so many bytes do not fit into the shared memory of a block, or None. ``names``: the tiles that
+    would have to be smaller."""
+    if needed + RESERVED_BYTES <= SHARED_BYTES:
+        return None
+    return (
+        f"this tiling needs {(needed + RESERVED_BYTES) / 1024:.0f} KiB of shared memory and a block of {HOPPER.name} "
+        f"has {SHARED_BYTES // 1024}: choose smaller {names}"
+    )
+
+
+def whole_pieces(extent: int, dtype: Any) -> int:
+    """An extent as the copy engine can move it: rounded up to a multiple of 16 bytes."""
+    return common.padded(extent, BULK_BYTES // jnp.dtype(dtype).itemsize)
+
+
+def padded_rows(x: jax.Array, length: int | None = None) -> jax.Array:
+    """x with its last axis as long as the copy engine needs it, or of this length: x itself where it is so already."""
+    length = whole_pieces(x.shape[-1], x.dtype) if length is None else length
+    lacking = length - x.shape[-1]
+    return jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, lacking)]) if lacking else x
+
+
+def launch(
+    call: Call,
+    kernel: Callable[[Refs], None],
+    name: str,
+    grid: tuple[int, ...],
+    *,
+    inputs: Mapping[str, jax.Array],
+    outputs: Mapping[str, jax.ShapeDtypeStruct],
+    scratch: Mapping[str, Any],
+    axes: tuple[str, ...] = ("block",),
+    warpgroups: int = 1,
+) -> dict[str, jax.Array]:
+    """Run ``kernel(ref)`` in every block of a grid, and return what it wrote by name.
+
+    ``ref`` holds the operands, whole and in device memory, and ``scratch``: buffers in shared memory, and barriers.
+    ``axes`` names the axes of the grid; of several warpgroups each runs the kernel, and ``lax.axis_index("warpgroup")``
+    says which one it is. Interpreted calls run in Pallas's interpreter for GPUs; inside
+    ``plgpu.force_gpu_interpret_mode`` the parameters chosen there win.
+    """
+    names = (*inputs, *outputs)
+
+    def on_named_refs(*refs: Any, **scoped: Any) -> None:
+        for buffer in (name for name, form in scratch.items() if isinstance(form, Swizzled)):
+            scoped[buffer] = Views(*(2 * [scoped[buffer]] if call.interpret else scoped[buffer]))
+        kernel(Refs(**dict(zip(names, refs, strict=True)), **scoped))
+
+    threads = {"num_threads": warpgroups, "thread_name": "warpgroup"} if warpgroups > 1 else {}
+    results = plgpu.kernel(
+        on_named_refs,
+        out_type=[*outputs.values()],
+        scratch_types={
+            name: form.allocated(call.interpret) if isinstance(form, Swizzled) else form
+            for name, form in scratch.items()
+        },
+        grid=grid,
+        grid_names=axes,
+        kernel_name=name,
+        interpret=INTERPRETER if call.interpret else None,
+        **threads,
+    )(*inputs.values())
+    return dict(zip(outputs, results, strict=True))

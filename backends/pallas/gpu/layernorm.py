@@ -1,0 +1,92 @@
+"""Layer normalisation on Hopper: y = (x - mean) / sqrt(var + eps) * weight + bias along the last axis.
+
+x: (*batch, n), weight and bias: (n) or None -> y: (*batch, n). A row of up to ``block_n`` elements stays in registers:
+its mean, then the mean square of what is left of it. Of a longer one a first read merges the mean and the sum of
+squares about it (m2) of each chunk into those of the row, and a second one normalises (`_rows`). No difference of large
+squares is ever taken, so a large mean costs no more than its own rounding.
+
+block_rows: rows of a block; block_n: elements of a row that are worked on at a time; row_warps: warps to a row.
+
+Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979),
+equation 2.1; Ba, Kiros and Hinton, "Layer Normalization" (2016), section 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.gpu import _rows
+from portakern.backends.pallas.gpu._rows import KNOBS, Formula, Walk, Weights, launched
+from portakern.core.call import Call
+
+
+def key(call: Call) -> dict[str, str | int]:
+    return _rows.key(call, call.dims["n"])
+
+
+def default_tiling(call: Call) -> dict[str, int]:
+    return _rows.default_tiling(call.dims["n"], call.dtype)
+
+
+def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+    return _rows.supports(call, tiling, math.prod(call.dims["batch"]), call.dims["n"])
+
+
+def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
+    return _rows.copies(call, call.dims["n"])
+
+
+class LayerNorm(NamedTuple):
+    """The formula of a row; its statistics are the mean and m2."""
+
+    eps: float
+
+    def whole(self, x: Any, walk: Walk, weights: Weights) -> Any:
+        mean = jnp.sum(walk.within(x, 0.0), axis=1) / walk.n
+        centred = walk.within(x - walk.spread(mean), 0.0)
+        return self.scaled(centred, jnp.sum(centred * centred, axis=1), walk, weights)
+
+    def start(self, walk: Walk) -> tuple[Any, ...]:
+        return walk.full(0.0), walk.full(0.0)
+
+    def gather(self, statistics: tuple[Any, ...], x: Any, walk: Walk, start: Any) -> tuple[Any, ...]:
+        """Merge a chunk into the mean and m2 of what the row has shown before it (equation 2.1)."""
+        mean, m2 = statistics
+        here = jnp.minimum(walk.n - start, walk.chunk).astype(jnp.float32)
+        seen = lax.convert_element_type(start, jnp.float32)
+        share = here / (seen + here)
+        chunk_mean = jnp.sum(walk.within(x, 0.0, start), axis=1) / here
+        centred = walk.within(x - walk.spread(chunk_mean), 0.0, start)
+        delta = chunk_mean - mean
+        # delta is squared last: it is the whole mean in the first chunk, where its weight is 0
+        return mean + delta * share, m2 + jnp.sum(centred * centred, axis=1) + delta * (delta * (share * seen))
+
+    def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Weights) -> Any:
+        mean, m2 = statistics
+        return self.scaled(x - walk.spread(mean), m2, walk, weights)
+
+    def scaled(self, centred: Any, m2: Any, walk: Walk, weights: Weights) -> Any:
+        """x - mean of a block, normalised."""
+        y = centred * walk.spread(lax.rsqrt(m2 / walk.n + self.eps))
+        if "weight" in weights:
+            y = y * weights["weight"]()
+        return y + weights["bias"]() if "bias" in weights else y
+
+
+@BACKEND.implements("layernorm", key=key, tiling=default_tiling, supports=supports, knobs=KNOBS, copies=copies)
+def layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
+    return normalised(call, tiling, LayerNorm(call.options["eps"]))
+
+
+def normalised(call: Call, tiling: Mapping[str, int], formula: Formula) -> tuple[jax.Array]:
+    """y of a normalisation along the last axis, with the weight and bias that the call has."""
+    x = call.arrays["x"]
+    weights = {n: call.arrays[n] for n in ("weight", "bias") if call.arrays.get(n) is not None}
+    return (launched(call, tiling, (x.reshape(-1, call.dims["n"]),), formula, weights).reshape(x.shape),)

@@ -1,0 +1,87 @@
+"""Softmax on Hopper: y = exp(x - max x) / sum exp(x - max x) along one axis.
+
+x: (*shape) -> y: (*shape). The array is viewed as (rows, n) with n the softmax axis; where that is not the last, XLA
+transposes it before and after. A row of up to ``block_n`` elements stays in registers. Of a longer one a first read
+keeps the running maximum m and the sum l of exp(x - m), and a second one writes exp(x - m) / l (`_rows`).
+
+block_rows: rows of a block; block_n: elements of a row that are worked on at a time; row_warps: warps to a row.
+
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), algorithm 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.gpu import _rows
+from portakern.backends.pallas.gpu._rows import KNOBS, Walk, Weights, launched
+from portakern.core.call import Call
+
+
+def view(call: Call) -> tuple[int, int]:
+    """The rows and the elements of each."""
+    shape = call.dims["shape"]
+    n = shape[call.options["axis"]]
+    return math.prod(shape) // n, n
+
+
+def key(call: Call) -> dict[str, str | int]:
+    return _rows.key(call, view(call)[1])
+
+
+def default_tiling(call: Call) -> dict[str, int]:
+    return _rows.default_tiling(view(call)[1], call.dtype)
+
+
+def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+    return _rows.supports(call, tiling, *view(call))
+
+
+def inner(call: Call) -> int:
+    """Elements from one of the softmax axis to the next."""
+    return math.prod(call.dims["shape"][call.options["axis"] :][1:])
+
+
+def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
+    moved = f"axis {call.options['axis']} is moved to the end, and back in the results" if inner(call) > 1 else None
+    return "; ".join(filter(None, (moved, _rows.copies(call, view(call)[1])))) or None
+
+
+class Softmax:
+    """The formula of a row; its statistics are m and l."""
+
+    def whole(self, x: Any, walk: Walk, weights: Weights) -> Any:
+        x = walk.within(x, -jnp.inf)
+        p = jnp.exp(x - walk.spread(jnp.max(x, axis=1)))
+        return p * walk.spread(1.0 / jnp.sum(p, axis=1))
+
+    def start(self, walk: Walk) -> tuple[Any, ...]:
+        return walk.full(-jnp.inf), walk.full(0.0)
+
+    def gather(self, statistics: tuple[Any, ...], x: Any, walk: Walk, start: Any) -> tuple[Any, ...]:
+        """One step of the online softmax. A row that has shown nothing but -inf so far has weights of 0, and not the
+        NaN of inf - inf."""
+        m_old, l = statistics
+        x = walk.within(x, -jnp.inf, start)
+        m = jnp.maximum(m_old, jnp.max(x, axis=1))
+        origin = jnp.where(m == -jnp.inf, 0.0, m)
+        p = jnp.exp(x - walk.spread(origin))
+        return m, l * jnp.exp(m_old - origin) + jnp.sum(p, axis=1)
+
+    def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Weights) -> Any:
+        m, l = statistics
+        return jnp.exp(x - walk.spread(m)) * walk.spread(1.0 / l)
+
+
+@BACKEND.implements("softmax", key=key, tiling=default_tiling, supports=supports, knobs=KNOBS, copies=copies)
+def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
+    x, axis, n = call.arrays["x"], call.options["axis"], view(call)[1]
+    rows = jnp.moveaxis(x, axis, -1)
+    y = launched(call, tiling, (rows.reshape(-1, n),), Softmax(), {})
+    return (jnp.moveaxis(y.reshape(rows.shape), -1, axis),)

@@ -1,0 +1,1 @@
+"""What compiles and interprets the kernels for GPUs on machines without one."""

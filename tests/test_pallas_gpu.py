@@ -1,0 +1,259 @@
+"""Pallas on Hopper GPUs: held to the bounds in the interpreter, compiled with no GPU, races that raise, and what is
+refused or copied said in words. On a GPU, tests/test_conformance.py checks the same kernels as they run there.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("jax", reason="jax is not installed")
+from portakern.core import registry
+
+PALLAS = registry.backend("pallas")
+FAMILY = next(f for f in PALLAS.declared if f.name == "gpu")
+if FAMILY.lacks():
+    pytest.skip(f"the kernels for Hopper need {FAMILY.lacks()}", allow_module_level=True)
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+
+import portakern as pk  # noqa: E402
+from portakern import testing  # noqa: E402
+from portakern.backends.pallas.gpu import _rows  # noqa: E402
+from portakern.backends.pallas.gpu.toolchain import compiler  # noqa: E402
+from portakern.compiling import forms  # noqa: E402
+from portakern.core import targets, tilings  # noqa: E402
+from portakern.core.binder import unchecked  # noqa: E402
+from portakern.core.call import shape_of  # noqa: E402
+from portakern.core.framework import frameworks  # noqa: E402
+from portakern.core.targets import Target  # noqa: E402
+from portakern.errors import UnsupportedError  # noqa: E402
+from portakern.testing import strategies  # noqa: E402
+from portakern.testing.subject import backend_subject  # noqa: E402
+
+HOPPER = Target("cuda", "sm_90")
+OPS = [op for op in registry.ops() if PALLAS.where(op, FAMILY)]
+LIMITS = testing.Limits(used=2**12)
+each_op = pytest.mark.parametrize("op", OPS)
+has_compiler = pytest.mark.skipif(
+    compiler.unavailable(targets.find("sm_90")) is not None, reason=str(compiler.unavailable(targets.find("sm_90")))
+)
+X = np.random.default_rng(0).standard_normal((5, 300)).astype(np.float32)
+
+
+def on_gpu(op, **tiling):
+    return pk.op(op, backend="pallas", variant="gpu", tiling=tiling)
+
+
+# --- right, in the interpreter ---
+
+
+@each_op
+def test_within_bounds(op):
+    report = pk.check(op, backend="pallas", variant="gpu", device="cpu", max_examples=4, seed=0, limits=LIMITS)
+    assert report.passed, "\n".join(map(str, report.failures))
+    assert report.examples >= 2, report.refused
+
+
+@each_op
+def test_several_tiles_race_for_nothing(op):
+    """Where a race is an error, with tiles smaller than the extents: the rings of buffers are filled anew."""
+    spec = registry.find_spec(op)
+    edges = [f"several_{name}" for name, tile in spec.tiling.items() if tile.of]
+    drawn = (len(edges) + 1) * (2 if spec.is_vjp else 1)  # of wider cotangents products are refused
+    report = pk.check(
+        op, backend="pallas", variant="gpu", device="cpu", profile="races", max_examples=drawn,
+        only=edges,
+        dtypes=["bfloat16"], seed=1, limits=LIMITS, promises=False,
+    )  # fmt: skip
+    assert report.passed, "\n".join(map(str, report.failures))
+    assert report.examples >= 1, report.refused
+
+
+def test_a_race_is_an_error_and_the_next_kernel_runs(monkeypatch, capfd):
+    """Results are sent off before they are committed."""
+    softmax, x = on_gpu("softmax"), jnp.asarray(X)
+    with PALLAS.profile("races"):
+        right = softmax(x)
+        with monkeypatch.context() as planted:
+            planted.setattr(_rows.plgpu, "commit_smem", lambda: None)
+            with pytest.raises(Exception, match="raced for memory"):
+                softmax(x[1:])  # another form, so that it is traced anew
+        assert "RACE DETECTED" in capfd.readouterr().out
+        assert (softmax(x) == right).all()
+
+
+# --- in words ---
+
+
+def call_on_hopper(op, arrays, **options):
+    call = pk.op(op).bind(**arrays, **options)
+    return forms.bound_form(call.spec, forms.form_of(call), frameworks()["jax"], HOPPER)
+
+
+def resolved(op, tiling, arrays, **options):
+    call, impl = call_on_hopper(op, arrays, **options), PALLAS.implementation(op, FAMILY)
+    return impl, call, tilings.resolve(impl, call, tiling).tiling
+
+
+REFUSED = [
+    ("softmax", {"block_rows": 2, "row_warps": 1}, {"x": (8, 300)}, "bfloat16", "block_rows=2 with row_warps=1 leaves"),
+    ("softmax", {"block_rows": 8, "block_n": 8192, "row_warps": 1}, {"x": (8, 8000)}, "float16", "256 a .*128"),
+    ("softmax", {"block_rows": 64, "row_warps": 4}, {"x": (8, 1)}, "float32", "waits at 64 barriers.* block_rows=32"),
+    ("softmax", {"block_rows": 128}, {"x": (999, 4096)}, "bfloat16", "has 227: choose smaller block_rows or block_n"),
+    ("softmax", {}, {"x": (8, 300)}, "float64", "no float64 here: convert to float32, or use the reference backend"),
+    ("matmul", {}, {"a": (8, 8), "b": (8, 8)}, "float32", "take no float32 operands whole, .* convert to bfloat16, or"),
+    ("softmax_vjp", {"block_n": 16384}, {"y": (8, 9999), "d_y": (8, 9999)}, "bfloat16", "a thread, and 64 fit into"),
+    ("matmul_vjp", {}, {"a": (8, 8), "b": (8, 8), "d_c": (8, 8)}, "float32", "d_a: its tensor cores take no float32"),
+    ("matmul", {"block_k": 32}, {"a": (8, 8), "b": (8, 8)}, "bfloat16", "block_k=32 is not the 128 bytes .* use 64"),
+    ("matmul", {"block_m": 16}, {"a": (8, 8), "b": (8, 8)}, "bfloat16", "block_m=16 is no tile of wgmma's .* 64, 128"),
+    ("matmul", {"block_m": 256}, {"a": (99, 8), "b": (8, 999)}, "bfloat16", "does not fit into the registers of two"),
+    ("matmul", {"stages": 8}, {"a": (99, 8), "b": (8, 999)}, "bfloat16", "choose smaller block_m, block_n or stages"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "tiling", "shapes", "dtype", "words"), REFUSED)
+def test_what_is_refused_is_said(op, tiling, shapes, dtype, words):
+    with pytest.raises(UnsupportedError, match=words):
+        resolved(op, tiling, {n: np.ones(s, _dtype(dtype)) for n, s in shapes.items()})
+
+
+def _dtype(name):
+    return jnp.dtype(name)
+
+
+COPIED = [
+    ("softmax", {"x": (8, 304)}, {}, None),
+    ("softmax", {"x": (8, 301)}, {}, "rows of 301 elements are padded to 304"),
+    ("softmax", {"x": (8, 304)}, {"axis": 0}, "axis 0 is moved to the end, and back in the results$"),
+    ("softmax", {"x": (8, 1)}, {"axis": 0}, None),
+    ("rmsnorm", {"x": (8, 7)}, {}, "rows of 7 elements are padded to 8"),
+    ("matmul", {"a": (5, 8), "b": (8, 64)}, {}, None),
+    ("matmul", {"a": (5, 9), "b": (9, 64)}, {}, "k of a and b is padded from 9 to 16$"),
+    ("matmul", {"a": (5, 8), "b": (8, 65)}, {}, "n of b is padded from 65 to 128; c is cut from 72 columns to 65$"),
+    ("matmul", {"a": (1, 3, 5, 8), "b": (2, 1, 8, 64)}, {}, "a is repeated .* that it lacks; b is repeated along"),
+    ("matmul", {"a": (2, 3, 5, 8), "b": (8, 64)}, {}, None),
+    ("softmax_vjp", {"y": (8, 304), "d_y": (8, 304)}, {}, None),
+    ("matmul_vjp", {"a": (64, 64), "b": (64, 64), "d_c": (64, 64)}, {}, "^d_a: b is transposed; d_b: a is transposed$"),
+    ("matmul_vjp", {"a": (2, 8, 64), "b": (64, 64), "d_c": (2, 8, 64)}, {}, "d_b: batch axes that are summed"),
+    ("matmul_vjp", {"a": (64, 64), "b": (64, 9), "d_c": (64, 9)}, {}, "product of d_a: k of a and b is padded"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "shapes", "options", "words"), COPIED)
+def test_what_xla_copies_is_said(op, shapes, options, words):
+    arrays = {n: jnp.ones(s, jnp.bfloat16) for n, s in shapes.items()}
+    impl, call, tiling = resolved(op, {}, arrays, **options)
+    said = impl.copies(call, tiling)
+    if words is None:
+        assert said is None
+    else:
+        assert said is not None and re.search(words, said), said
+        assert f"  copied by JAX: {said}" in on_gpu(op).explain(**arrays, **options)
+
+
+@each_op
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("rows", [1, 64, 65, 5000])
+@pytest.mark.parametrize("n", [1, 128, 129, 2048, 16384, 100_000])
+def test_every_call_has_a_tiling_that_serves_it(op, dtype, rows, n):
+    spec = registry.find_spec(op)
+    dims = {"batch": () if "m" in spec.dims else (rows,), "m": rows, "k": 200, "n": n, "shape": (rows, n)}
+    abstract = frameworks()["jax"].abstract
+    call = unchecked(spec, **{a.name: abstract(shape_of(a.dims, dims), dtype, None) for a in spec.arrays})
+    call = call.replace(target=HOPPER, interpret=False, concrete=False)
+    assert tilings.resolve(PALLAS.implementation(op, FAMILY), call, {}).tiling
+
+
+def test_a_tilings_layout_holds_each_element_once():
+    """Over all tilings of a row: what a thread holds, times the threads, is the block."""
+    for row_warps in (1, 2, 4):
+        for block_n in (128, 1024, 4096):
+            x = np.ones((7, 1000), jnp.bfloat16)
+            _, call, tiling = resolved("softmax", {"block_rows": 4, "block_n": block_n, "row_warps": row_warps},
+                                          {"x": x})  # fmt: skip
+            walk = _rows.Walk.over(call, tiling, 7, 1000)
+            layout = walk.layout.to_mgpu()
+            assert math.prod(layout.registers_shape(walk.block)) * layout.vector_length * 128 == math.prod(walk.block)
+
+
+# --- compiled, with no GPU ---
+
+
+@has_compiler
+@each_op
+@settings(max_examples=4)
+@given(data=st.data())
+def test_drawn_cases_compile_for_hopper(op, data):
+    """The interpreter takes shapes that the compiler would refuse."""
+    spec, subject = registry.find_spec(op), backend_subject(registry.find_spec(op), "pallas", "gpu", "cpu", None)
+    case = data.draw(strategies.cases(spec, LIMITS, subject.tiles))
+    arrays = {n: jnp.asarray(b.view()) for n, b in case.buffers(spec).items()}
+    bound = pk.op(op).bind(**arrays, **case.options)
+    if bound.degenerate:
+        return
+    named, _, _ = subject.tiling(case, bound)
+    try:
+        impl, call, tiling = resolved(op, named, arrays, **case.options)
+    except UnsupportedError as e:
+        assert subject.accepts(str(e)), e
+        return
+    assert compiler.build(impl, call, tiling) is not None
+
+
+@has_compiler
+@pytest.mark.parametrize("row_warps", [1, 2, 4])
+def test_the_tallest_blocks_that_are_not_refused_compile(row_warps):
+    arrays = {"x": jnp.ones((1, 1))}
+    for block_rows in (256, 128, 64, 32):
+        tiling = {"block_rows": block_rows, "block_n": 128, "row_warps": row_warps}
+        try:
+            found = resolved("softmax", tiling, arrays)
+        except UnsupportedError:
+            continue
+        assert compiler.build(*found) is not None
+        return
+    raise AssertionError("every block of 32 rows or more is refused")
+
+
+@has_compiler
+@each_op
+def test_what_it_takes_of_the_chip_is_told(op, monkeypatch, tmp_path):
+    monkeypatch.setenv("PORTAKERN_CACHE", str(tmp_path))
+    spec = registry.find_spec(op)
+    shapes = {n: s for n, (s, _, _) in forms.typical_form(spec, "bfloat16")["arrays"].items()}
+    built = on_gpu(op).lower(**{n: jnp.zeros(s, jnp.bfloat16) for n, s in shapes.items()}, target="sm_90")
+    assert built.ok, built.reason
+    assert built.kernels
+    for kernel in built.kernels:
+        assert kernel.name in op and kernel.spills == 0 and 0 < kernel.registers <= 255
+        assert 0 < kernel.on_chip["shared"] <= targets.find("sm_90").on_chip["shared"] and 0 < kernel.occupancy <= 1
+        assert ("wgmma" in "".join(kernel.matrix)) == ("block_k" in spec.tiling), "products are wgmma's"
+        assert ".target sm_90a" in kernel.assembly
+
+
+# --- on a GPU ---
+
+
+@pytest.mark.skipif(
+    HOPPER not in [frameworks()["jax"].target(d) for d in jax.devices()], reason="needs a Hopper GPU that JAX sees"
+)
+@pytest.mark.parametrize("extents", [(300, 264, 200), (1000, 3000, 520), (333, 261, 203)])
+def test_an_element_of_a_product_has_the_same_bits_in_every_tiling_and_company(extents):
+    """Which is why the tile may follow rows and the batch."""
+    m, n, k = extents
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((m, k), (k, n)))
+    whole = on_gpu("matmul")(a, b)
+    for rows in (1, 17, 64, 65, 150):
+        assert (on_gpu("matmul")(a[7 : 7 + rows], b) == whole[7 : 7 + rows]).all(), rows
+    assert (on_gpu("matmul")(jnp.stack([a, a]), jnp.stack([b, b]))[1] == whole).all()
+    for block_m, block_n, stages in ((64, 64, 4), (64, 128, 3), (128, 128, 2), (256, 128, 3), (64, 256, 4)):
+        tiled = on_gpu("matmul", block_m=block_m, block_n=block_n, stages=stages)
+        assert (tiled(a, b) == whole).all(), (block_m, block_n, stages)
