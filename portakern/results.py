@@ -23,6 +23,7 @@ from portakern.files import write_atomically
 
 __all__ = [
     "BENCHMARKS",
+    "EMULATED",
     "HOST_CPU",
     "SCHEMA",
     "Benchmark",
@@ -37,6 +38,8 @@ __all__ = [
 
 SCHEMA = 1
 HOST_CPU = inventory.HOST_CPU
+EMULATED = "emulated on the host"
+"""The device of what ran in an emulator, for hardware that was not there."""
 
 log = logging.getLogger("portakern")
 
@@ -118,7 +121,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         {"op": "text", "subject": "text", "seed": "integer", "examples": "count", "failures": "list",
          "worst": "numbers", "worst_case": "string", **_COUNTS,
          "seconds": "number", "passed": "flag", "asked": "list?", "concessions": "list?", "verdicts": "object?",
-         **_SOURCES},
+         "not_emulated": "integers?", **_SOURCES},
         {"wall_seconds": "number"},
     ),
     "compile-matrix": Benchmark(

@@ -14,7 +14,7 @@ from portakern.core.binder import bind
 from portakern.core.call import Call
 from portakern.core.framework import Framework
 from portakern.core.oracle import as_float64, broken_rule
-from portakern.errors import UnsupportedError
+from portakern.errors import NotEmulatedError, UnsupportedError
 from portakern.spec import Spec
 from portakern.spec.dtypes import DTYPES, numpy_dtype
 from portakern.testing.cases import Case, generators
@@ -205,6 +205,11 @@ class Trial:
         self.now[name] = self.fw.to_numpy(self.arrays[name]).tobytes()  # libraries differ in the sign of a NaN
 
 
+def reason(refusal: UnsupportedError) -> str:
+    """What a refusal says of itself, without the call that it is of."""
+    return str(refusal).partition("cannot: ")[2] or str(refusal)
+
+
 def run_case(subject: Subject, case: Case, report: Report, excused: Collection[str] = ()) -> None:
     """Run one case; raise Broken where the contract is."""
     trial = Trial(subject, case, excused)
@@ -212,10 +217,13 @@ def run_case(subject: Subject, case: Case, report: Report, excused: Collection[s
     try:
         with fw.poisoned():
             got = trial.called()
+    except NotEmulatedError as e:
+        report.not_emulated[reason(e)] += 1
+        return
     except UnsupportedError as e:
         if not subject.accepts(str(e)):
             raise Broken(f"refused, and the backend does not declare it among its refusals: {e}") from e
-        report.refused[str(e).partition("cannot: ")[2] or str(e)] += 1
+        report.refused[reason(e)] += 1
         return
     first = trial.hold(got, call, trial.arrays)
     fractions = trial.compare(first, call, _random_regime(subject.spec, case))

@@ -42,6 +42,7 @@ class Report:
       worst_case: the case that reached it.
       refused: reason -> number of cases refused with it, all of them declared by the backend (an undeclared refusal is
         a failure).
+      not_emulated: what stands in for the hardware lacks -> number of cases and laws that it ended.
       tilings_refused: reason -> number of drawn tilings that were not legal for their case, which then ran with the
         default.
       cells: "dtype | regime | edge | tiling" -> number of compared cases.
@@ -57,6 +58,7 @@ class Report:
     worst: dict[str, float] = field(default_factory=dict)
     worst_case: str = ""
     refused: Counter[str] = field(default_factory=Counter)
+    not_emulated: Counter[str] = field(default_factory=Counter)
     tilings_refused: Counter[str] = field(default_factory=Counter)
     cells: Counter[str] = field(default_factory=Counter)
     layouts: Counter[str] = field(default_factory=Counter)
@@ -99,7 +101,8 @@ class Report:
         worse = max(other.worst.values(), default=0.0) > max(self.worst.values(), default=0.0)
         subject = self.subject if other.subject in self.subject else f"{self.subject}; {other.subject}"
         sums = (
-            "examples", "failures", "refused", "tilings_refused", "cells", "layouts", "edges", "laws", "seconds",
+            "examples", "failures", "refused", "not_emulated", "tilings_refused", "cells", "layouts", "edges", "laws",
+            "seconds",
         )  # fmt: skip
         return Report(
             self.op,
