@@ -32,7 +32,7 @@ IDLE = (
 ACCUMULATE = ("FMAC", "DOT2ACC", "_DOT2C", "_DOT4C")  # what adds to its result
 # integers of 64 bits whose low half depends on low halves alone, and those of which the high half is the same
 LOW_HALF = re.compile(
-    r"_(MOV|AND|OR|XOR|NOT|ANDN2|ORN2|AND_NOT1|OR_NOT1|CSELECT|CMOV|MAD|LSHL|LSHLREV|LSHL_ADD|ADD|ADD_NC|MUL)_[BUI]64"
+    r"_(MOV|AND|OR|XOR|NOT|ANDN2|ORN2|AND_NOT1|OR_NOT1|CSELECT|CMOV|MAD|MAD_CO|LSHL|LSHLREV|LSHL_ADD|ADD|ADD_NC|MUL)_[BUI]64"
 )
 BITWISE = re.compile(r"_(MOV|AND|OR|XOR|NOT|ANDN2|ORN2|AND_NOT1|OR_NOT1|CSELECT|CMOV)_[BUI]64")
 CACHES = ("_INV", "_WB", "_WBINV", "WBL2", "DCACHE_WB")  # ends of names: what is only told to caches

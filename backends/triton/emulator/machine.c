@@ -21,8 +21,9 @@ enum { VM, DS, STORE, SMEM };
 enum { DONE, TRANSLATE, FAULT, LIMIT };
 enum { OUTSIDE = 1, LDS_OUTSIDE, SCRATCH_OUTSIDE, UNALIGNED, RACE, UNDEFINED_ADDRESS, UNDEFINED_STORED, EARLY, LDS_EARLY,
        INACTIVE, NOT_TWIN, ASTRAY };
+enum { NOWHERE = 0x7FFFFFFF }; /* where in LDS Triton sends what a wave too many loads: beyond LDS nothing is written */
 enum { F32, BF16, F16, XF32 };
-enum { PC = 256, EXEC = 126, SGPRS = 260, GARBAGE = 0x7FC1A5A5 };
+enum { PC = 256, TTMP8 = 116, EXEC = 126, SGPRS = 260, GARBAGE = 0x7FC1A5A5 };
 
 typedef struct {
     int32_t kind, size;
@@ -331,6 +332,7 @@ static int access_memory(Machine *m, Wave *w, Step *t) {
         }
         if (reaches) memcpy(raw, place, t->bytes);
         if (t->to_lds) {
+            if (w->s[m->m0] == NOWHERE) continue;
             uint64_t to = (w->s[m->m0] & 0x3FFFF) + t->offset + (uint64_t)l * t->bytes;
             if (touch(m, w, l, to, t->bytes, raw, 0, t->counter)) return 1;
         } else memcpy(kept[l], raw, 16);
@@ -624,6 +626,7 @@ void begin(Machine *m, uint64_t entry, const uint32_t *state, const uint64_t *de
         for (int j = 0; j < 2; j++) w->undefined[j] = ~defined[j];
         w->undefined[VGPR / 64] &= ~1ull;
         for (int l = 0; l < m->lanes; l++) w->v[l] = (uint32_t)(i * m->lanes + l);
+        if (m->rdna4) w->s[TTMP8] = (uint32_t)i << 25; /* which wave of the program it is */
         w->s[EXEC] = 0xFFFFFFFFu;
         w->s[EXEC + 1] = m->lanes == 64 ? 0xFFFFFFFFu : 0;
         set_pc(w, entry);

@@ -69,7 +69,7 @@ class Program:
         self.machine = m = Machine()
         m.steps, m.base, m.count = ctypes.addressof(self.steps), code.base, code.words
         m.lanes, m.waves, m.lds_bytes, m.scratch_bytes = self.decoder.lanes, waves, lds, code.scratch
-        m.m0, m.races, m.limit = 124 if isa == "cdna" else 125, int(waves > 1), MOST
+        m.m0, m.rdna4, m.races, m.limit = 124 if isa == "cdna" else 125, int(isa == "rdna4"), int(waves > 1), MOST
         m.csr = FLUSH.get(platform.machine(), 0) if code.flushes else 0
         self.waves = (Wave * waves)()
         m.wave = ctypes.addressof(self.waves)
