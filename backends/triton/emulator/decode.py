@@ -21,6 +21,7 @@ __all__ = ["Decoder"]
 
 VECTOR, LITERAL, SCALARS = 256, 255, 128
 LONGEST = 20  # bytes of an instruction, and a word more
+VCC, EXEC = 106, 126
 NULL = 124  # from here on a scalar address is none
 VBUFFER, MUBUF = 0b110001, 0b111000
 FIRST_HIGH_HALF = 128  # of a 16-bit operand's register number in a short encoding
@@ -78,7 +79,7 @@ class Decoder:
     def _make(self, raw: bytes, step: Step) -> str:
         inst = self._instruction(raw)
         name = str(self.emulator._op_name(inst))
-        step.size, step.counter, step.at = inst.size(), NONE, 0
+        step.size, step.counter, step.at, step.verdict = inst.size(), NONE, 0, NONE
         found = operands(inst, name)
         put_bits(step.reads, _all(o for o in found if not o.is_result))
         put_bits(step.writes, _all(o for o in found if o.is_result))
@@ -86,6 +87,8 @@ class Decoder:
             step.dual = 1
             put_bits(step.half_reads[i], reads)
             put_bits(step.half_writes[i], writes)
+        if name.startswith("V_CMP_"):
+            step.verdict = next((o.registers[0] for o in found if o.is_result), VCC)
         kind = next((k for k in self.steps(inst, name) if k), None)
         if kind is not None:
             kind(inst, name, raw, step)
@@ -433,6 +436,8 @@ def halves(inst: Any, name: str, found: list[Operand]) -> list[tuple[list[int], 
         ]
     if name.startswith("V_WRITELANE"):  # one undefined lane does not make the others so: scalars are spilled to lanes
         return [([], _all(results)), ([], [])]
+    if name.startswith(("S_ANDN2_", "S_AND_NOT1_")) and EXEC in sources[1].registers:
+        return [([], _all(results)), ([], [])]  # a mask that grows in a loop begins as anything: no active lane keeps it
     if name.startswith("V_PK_") and wide:
         low, high = bits_of(inst, "opsel"), bits_of(inst, "opsel_hi") | bits_of(inst, "opsel_hi2") << 2
         if "MOV" in name:  # the low half of the result comes from the first source, the high one from the second

@@ -46,6 +46,8 @@ typedef struct {
     uint64_t executed, conflicts;
     int32_t dual; /* two instructions in one: what each reads and writes */
     uint64_t half_reads[2][WORDS], half_writes[2][WORDS];
+    int32_t verdict; /* of a comparison: where it puts its verdict on each lane, or -1 */
+    uint64_t falses; /* how often an active lane was refused */
 } Step;
 
 typedef struct {
@@ -552,6 +554,10 @@ static int step(Machine *m, Wave *w, Step *t) {
         if (t->at) set_pc(w, t->at);
         call(w, m, t);
         if (t->at) set_pc(w, pc); else own = 1;
+        if (t->verdict >= 0) {
+            uint64_t yes = w->s[t->verdict] | (m->lanes == 64 ? (uint64_t)w->s[t->verdict + 1] << 32 : 0);
+            t->falses += (active(m, w) & ~yes) != 0;
+        }
         break;
     case WAIT: wait_for(w, t->limits); break;
     case ACCESS: if (access_memory(m, w, t)) return 1; break;

@@ -25,17 +25,18 @@ from portakern.core import targets
 from portakern.core.remembered import Remembered
 from portakern.core.targets import Hardware
 
-__all__ = ["ISA", "PATCHES", "compiled", "counted", "emulated"]
+__all__ = ["ISA", "compiled", "counted", "emulated", "planted"]
 
 ISA = {"gfx90a": "cdna", "gfx942": "cdna", "gfx950": "cdna", "gfx1100": "rdna3", "gfx1201": "rdna4"}
 PACKED = {"fp32": "<f", "fp64": "<d", "i64": "<q", "u64": "<Q", "i32": "<i", "u32": "<I", "i16": "<h", "u16": "<H", "i8": "<b",
           "u8": "<B", "i1": "<b", "u1": "<B"}  # fmt: skip
 KERNARG_ALIGNMENT = 64
 
-PATCHES: list[Any] = []
-"""Functions of a compiled kernel and its arguments that change it before it runs: faults that are planted."""
+Value = tuple[str, str, Any]
+"""An argument of a launch: its name, Triton's type, and what is passed."""
 
 _programs: Remembered[tuple[str, ...], Program] = Remembered(48)
+_plant: Callable[[Program, list[Value]], list[Value] | None] | None = None
 _one_at_a_time = threading.RLock()  # machine.c keeps what it works on to itself
 
 
@@ -95,6 +96,18 @@ def _try_apart(compile_it: Callable[[], Any], name: str) -> None:
             )
 
 
+@contextmanager
+def planted(plant: Callable[[Program, list[Value]], list[Value] | None]) -> Iterator[None]:
+    """Within this context ``plant(program, values)`` is called before a launch runs, on code of its own: it may change
+    the code, and give other arguments."""
+    global _plant
+    before, _plant = _plant, plant
+    try:
+        yield
+    finally:
+        _plant = before
+
+
 def counted() -> dict[str, Counter[str]]:
     """What the kernels that are kept ran: see :meth:`Program.counted`."""
     total: dict[str, Counter[str]] = {"instructions": Counter(), "moved": Counter()}
@@ -107,15 +120,15 @@ def counted() -> dict[str, Counter[str]]:
 def _run(kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[str, Any], hardware: Hardware) -> None:
     source, binary, key = compiled(kernel, args, constexprs, hardware)
     meta, isa = binary.metadata, ISA[hardware.name]
-    program = None if PATCHES else _programs.get((key,))
+    program = _programs.get((key,)) if _plant is None else None
     if program is None:
         code = code_object.read(binary.asm["hsaco"], meta.name, binary.asm["amdgcn"])
         program = Program(code, meta.name, isa, meta.num_warps, max(meta.shared, 0))
-        if not PATCHES:
+        if _plant is None:
             _programs.keep((key,), program)
     values = _values(kernel, args, constexprs, source)
-    for change in PATCHES:
-        values = change(program.code, isa, values) or values
+    if _plant is not None:
+        values = _plant(program, values) or values
     memory = ctypes.create_string_buffer(program.code.arguments + 2 * KERNARG_ALIGNMENT)
     begin = -(-ctypes.addressof(memory) // KERNARG_ALIGNMENT) * KERNARG_ALIGNMENT
     ranges = {"the arguments": (begin, begin + program.code.arguments)}
@@ -134,9 +147,6 @@ def _run(kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[str, An
         ctypes.memmove(begin + offset, data, len(data))
     for number in range(grid):
         program.run(number, begin, ranges)
-
-
-Value = tuple[str, str, Any]
 
 
 def _values(kernel: Any, args: tuple[Any, ...], constexprs: dict[str, Any], source: Any) -> list[Value]:
