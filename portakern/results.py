@@ -171,6 +171,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         "error": "text?", "seeds": "object", "flat": "object"},
         {"tasks": "text", "wall_seconds": "number", "summary": "object", "kernels": "list"},
     ),
+    "machine_faults": Benchmark(
+        ("name",),
+        {"name": "text", "op": "text", "target": "text", "kind": "text", "what": "text", "caught": "flag", "how": "string"},
+        {"wall_seconds": "number"},
+    ),
     "sanitizer": Benchmark(("op", "tool"), {"op": "text", "tool": "text", "examples": "count", "errors": "count?",
     "problem": "text?", "seconds": "number"}),
     "character_model": Benchmark(
