@@ -24,6 +24,8 @@ LONGEST = 20  # bytes of an instruction, and a word more
 VCC, EXEC = 106, 126
 NULL = 124  # from here on a scalar address is none
 VBUFFER, MUBUF = 0b110001, 0b111000
+PACKED = 0b110100111
+RENUMBERED = {0x66: 0x60, 0x67: 0x61}  # gfx90a's v_mfma_f32_32x32x8_bf16_1k, 16x16x16_bf16_1k -> as CDNA 3 has them
 FIRST_HIGH_HALF = 128  # of a 16-bit operand's register number in a short encoding
 
 IDLE = (
@@ -98,6 +100,8 @@ class Decoder:
 
     def _instruction(self, raw: bytes) -> Any:
         (word,) = struct.unpack_from("<I", raw)
+        if self.isa == "cdna" and word >> 23 == PACKED and (op := RENUMBERED.get(word >> 16 & 127)):
+            raw = struct.pack("<I", word & ~(127 << 16) | op << 16) + raw[4:]
         kinds = {VBUFFER: self.emulator.ir4.VBUFFER} if self.isa == "rdna4" else {MUBUF: self.emulator.ir3.MUBUF}
         own = kinds.get(word >> 26) if self.isa != "cdna" else None
         try:
@@ -417,12 +421,22 @@ def operands(inst: Any, name: str) -> list[Operand]:
         first = reg.offset
         if is_result and "LANE" in name and "READ" in name:  # a scalar, in a field of vectors
             first -= VECTOR * (first >= VECTOR)
+        if first >= VECTOR + FIRST_HIGH_HALF and _holds_halves(inst, field):
+            first -= FIRST_HIGH_HALF
         registers = _numbers(first, reg.sz, name, is_result)
         found.append(Operand(field, registers, is_result))
         owner = getattr(inst, f"op{field[-1]}").name if field in ("vdstx", "vdsty") else name
         if is_result and any(part in owner for part in ACCUMULATE):
             found.append(Operand(field, registers, False))
     return found
+
+
+def _holds_halves(inst: Any, field: str) -> bool:
+    """Whether a number from 128 on in a field means the high half of a register: RDNA's short 16-bit encodings."""
+    if "cdna" in type(inst).__module__ or not type(inst).__name__.startswith(("VOP1", "VOP2", "VOPC")):
+        return False
+    of = {"src0": "s0", "vsrc0": "s0", "vsrc1": "s1", "vdst": "d"}.get(field, "")
+    return bool(inst.canonical_op_bits.get(of) == 16)
 
 
 def halves(inst: Any, name: str, found: list[Operand]) -> list[tuple[list[int], list[int]]]:
@@ -437,7 +451,10 @@ def halves(inst: Any, name: str, found: list[Operand]) -> list[tuple[list[int], 
     if name.startswith("V_WRITELANE"):  # one undefined lane does not make the others so: scalars are spilled to lanes
         return [([], _all(results)), ([], [])]
     if name.startswith(("S_ANDN2_", "S_AND_NOT1_")) and EXEC in sources[1].registers:
-        return [([], _all(results)), ([], [])]  # a mask that grows in a loop begins as anything: no active lane keeps it
+        return [
+            ([], _all(results)),
+            ([], []),
+        ]  # a mask that grows in a loop begins as anything: no active lane keeps it
     if name.startswith("V_PK_") and wide:
         low, high = bits_of(inst, "opsel"), bits_of(inst, "opsel_hi") | bits_of(inst, "opsel_hi2") << 2
         if "MOV" in name:  # the low half of the result comes from the first source, the high one from the second

@@ -47,7 +47,7 @@ typedef struct {
     int32_t dual; /* two instructions in one: what each reads and writes */
     uint64_t half_reads[2][WORDS], half_writes[2][WORDS];
     int32_t verdict; /* of a comparison: where it puts its verdict on each lane, or -1 */
-    uint64_t falses; /* how often an active lane was refused */
+    uint64_t falses; /* how often an active lane was refused; of a wait: how often a register had not been there before */
 } Step;
 
 typedef struct {
@@ -527,13 +527,23 @@ static void div_scale(Machine *m, Wave *w, const Step *t) {
 
 /* ------------------------------------------------------------------------------------------------------- the waves */
 
-static void wait_for(Wave *w, const int32_t *limits) {
+static void wait_for(Wave *w, Step *t) {
+    const int32_t *limits = t->limits;
+    int news = 0;
+    uint32_t before[COUNTERS];
+    memcpy(before, w->done, sizeof before);
     for (int c = 0; c < COUNTERS; c++) {
         if (limits[c] < 0) continue;
         /* scalar loads come in any order: none is known to be there until all are */
         uint32_t there = c == SMEM && limits[c] ? 0 : w->issued[c] > (uint32_t)limits[c] ? w->issued[c] - limits[c] : 0;
         if (there > w->done[c]) w->done[c] = there;
     }
+    for (int i = 0; i < WORDS; i++)
+        for (uint64_t left = w->flying[i]; left; left &= left - 1) {
+            int r = i * 64 + __builtin_ctzll(left);
+            news |= w->when[r] > before[w->which[r]] && w->when[r] <= w->done[w->which[r]];
+        }
+    t->falses += news;
 }
 
 /* One instruction; nonzero: a fault. */
@@ -559,7 +569,7 @@ static int step(Machine *m, Wave *w, Step *t) {
             t->falses += (active(m, w) & ~yes) != 0;
         }
         break;
-    case WAIT: wait_for(w, t->limits); break;
+    case WAIT: wait_for(w, t); break;
     case ACCESS: if (access_memory(m, w, t)) return 1; break;
     case SCALAR_LOAD: if (scalar_load(m, w, t)) return 1; break;
     case TRANSPOSE: if (transpose(m, w, t)) return 1; break;
