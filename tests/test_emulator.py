@@ -4,7 +4,6 @@ and faults in them.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from contextlib import nullcontext
 
@@ -19,10 +18,8 @@ from portakern.core.targets import Target
 from portakern.errors import NotEmulatedError
 from portakern.testing import runner
 
-missing = [m for m in ("torch", "triton") if importlib.util.find_spec(m) is None]
-if missing:
-    pytest.skip(f"{' and '.join(missing)} not installed", allow_module_level=True)
-
+pytest.importorskip("torch")
+pytest.importorskip("triton")
 from portakern.backends.triton.emulator import accesses, decode, lanes, machine, matrices, profile, tree, waits
 from portakern.backends.triton.emulator.faults import CompilerCrash
 

@@ -13,6 +13,7 @@ Each is planted at every place that a case runs through, one at a time. Needs PO
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -82,7 +83,7 @@ def _sites(program: Program, values: list[Any]) -> Iterator[Site]:
         if kind and (kind == "barrier" or program.steps[at].falses):
             yield Site(program.name, kind, at, name)
     whole = [i for i, (_, kind, _) in enumerate(values) if kind in ("i32", "i64")]
-    for i, j in zip(whole, whole[1:], strict=False):
+    for i, j in itertools.pairwise(whole):
         if values[i][1] == values[j][1] and values[i][2] != values[j][2]:
             yield Site(program.name, "strides", i, f"{values[i][0]} and {values[j][0]}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import os
 import struct
@@ -83,6 +84,7 @@ def _try_apart(compile_it: Callable[[], Any], name: str) -> None:
     with tempfile.TemporaryFile() as said:
         child = os.fork()
         if child == 0:
+            faulthandler.disable()  # it would tell of the end in this process's name
             os.dup2(said.fileno(), 2)
             with contextlib.suppress(BaseException):  # what it raises, it raises again outside
                 compile_it()
