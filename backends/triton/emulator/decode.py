@@ -450,7 +450,7 @@ def halves(inst: Any, name: str, found: list[Operand]) -> list[tuple[list[int], 
         ]
     if name.startswith("V_WRITELANE"):  # one undefined lane does not make the others so: scalars are spilled to lanes
         return [([], _all(results)), ([], [])]
-    if name.startswith(("S_ANDN2_", "S_AND_NOT1_")) and EXEC in sources[1].registers:
+    if name.startswith(("S_ANDN2_", "S_AND_NOT1_")) and len(sources) == 2 and EXEC in sources[1].registers:
         return [
             ([], _all(results)),
             ([], []),
