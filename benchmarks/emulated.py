@@ -4,10 +4,10 @@ What `portakern check OP --backend triton --profile emulated --target ARCH` draw
 goes on where another stopped, and that are taken in turn, so that one that is stopped has come as far everywhere.
 
     python benchmarks/emulated.py [OP ...] [--targets gfx1100 gfx942 gfx950] [--examples 100] [--parts 4]
-                                  [--keep FOLDER] [--share I/N] [--json FILE]
+                                  [--keep FOLDER] [--share I/N] [--json FILE] [--collect]
 
 Needs PORTAKERN_TINYGRAD (a checkout of tinygrad's source tree) and clang, and no GPU. `--share 0/2` and `--share 1/2` are
-two processes' halves of one run; --json writes what is kept so far, of however many parts.
+two processes' halves of one run; --json writes what is kept so far, of however many parts, with --collect at once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
     mine, of = map(int, asked.share.split("/"))
     for number, (part, op, target) in enumerate(todo):
         file = _place(asked, op, target, part)
-        if number % of == mine and not file.exists():
+        if number % of == mine and not file.exists() and not asked.collect:
             report = testing.check(op, backend="triton", profile=PROFILE, target=target, max_examples=asked.examples,
                                    seed=asked.seed, shrink=False, shard=(part, asked.parts))  # fmt: skip
             write_atomically(file, json.dumps(report.to_dict()))
@@ -60,6 +60,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--keep", type=Path, default=cache_folder() / "emulator" / "parts")
     parser.add_argument("--share", default="0/1")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--collect", action="store_true", help="run nothing: write what is kept")
     return parser.parse_args()
 
 
@@ -71,7 +72,7 @@ def _place(asked: argparse.Namespace, op: str, target: str, part: int) -> Path:
 def _write(asked: argparse.Namespace, items: list[tuple[str, str]]) -> None:
     """What is kept, as results of a check."""
     rows = list(_rows(asked, items))
-    command = results.command_line("python benchmarks/emulated.py", asked.json)
+    command = f"python benchmarks/emulated.py --examples {asked.examples} --seed {asked.seed} --json {asked.json.name}"
     seconds = round(sum(r["seconds"] for r in rows), 1)
     results.write(
         asked.json, results.record("conformance", rows, command=command, device=results.EMULATED, wall_seconds=seconds)

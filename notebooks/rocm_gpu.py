@@ -10,12 +10,14 @@ cases in the interpreter. The cells are those of cells.py.
 
 import argparse
 import sys
+from pathlib import Path
 
 if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit("portakern needs Python 3.11 or newer; this is " + sys.version.split()[0])
 
 from make import PLACES, filled, source
 
+HERE = Path(__file__).resolve().parents[1]  # the checkout that is installed
 CHOICES = "SOURCE = "  # of the cell that holds what a user chooses
 
 
@@ -33,7 +35,8 @@ def main() -> None:
             continue
         exec(compile(text, f"<cell {number} of cells.py>", "exec"), names)
         if text.startswith(CHOICES):
-            names |= {"EXAMPLES": asked.examples, "SECONDS": asked.seconds, "OPS": asked.ops}
+            chosen = {"EXAMPLES": asked.examples, "SECONDS": asked.seconds, "OPS": asked.ops}
+            names |= {**chosen, "SOURCE": names["SOURCE"] or str(HERE)}
 
 
 if __name__ == "__main__":

@@ -291,3 +291,8 @@ def test_an_instruction_that_is_lacking_is_a_refusal_with_its_name(monkeypatch):
 def test_a_compiler_that_ends_its_process_ends_no_check():
     with pytest.raises(CompilerCrash, match="cannot: Triton's compiler ended with signal 6 on some_kernel"):
         profile._try_apart(os.abort, "some_kernel")
+
+
+def test_a_number_that_no_float32_holds_is_passed_as_launchers_do():
+    assert np.frombuffer(profile._packed("fp32", 8.5e39), np.float32)[0] == np.inf
+    assert profile._packed("i64", -1) == b"\xff" * 8 and profile._packed("u1", True) == b"\x01"

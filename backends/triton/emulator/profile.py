@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 
@@ -29,7 +30,7 @@ from portakern.core.targets import Hardware
 __all__ = ["ISA", "compiled", "counted", "emulated", "planted"]
 
 ISA = {"gfx90a": "cdna", "gfx942": "cdna", "gfx950": "cdna", "gfx1100": "rdna3", "gfx1201": "rdna4"}
-PACKED = {"fp32": "<f", "fp64": "<d", "i64": "<q", "u64": "<Q", "i32": "<i", "u32": "<I", "i16": "<h", "u16": "<H", "i8": "<b",
+PACKED = {"fp64": "<d", "i64": "<q", "u64": "<Q", "i32": "<i", "u32": "<I", "i16": "<h", "u16": "<H", "i8": "<b",
           "u8": "<B", "i1": "<b", "u1": "<B"}  # fmt: skip
 KERNARG_ALIGNMENT = 64
 
@@ -144,11 +145,19 @@ def _run(kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[str, An
             ranges[name] = (storage.data_ptr(), storage.data_ptr() + storage.nbytes())
             data = struct.pack("<Q", value.data_ptr())
         else:
-            data = struct.pack(PACKED[kind], value)
+            data = _packed(kind, value)
         assert len(data) <= size, (name, kind, size)
         ctypes.memmove(begin + offset, data, len(data))
     for number in range(grid):
         program.run(number, begin, ranges)
+
+
+def _packed(kind: str, value: Any) -> bytes:
+    """A number as Triton's launchers pass it: what no float32 holds is infinite."""
+    if kind == "fp32":
+        with np.errstate(over="ignore"):
+            return np.float32(value).tobytes()
+    return struct.pack(PACKED[kind], value)
 
 
 def _values(kernel: Any, args: tuple[Any, ...], constexprs: dict[str, Any], source: Any) -> list[Value]:
