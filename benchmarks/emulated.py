@@ -6,8 +6,8 @@ goes on where another stopped, and that are taken in turn, so that one that is s
     python benchmarks/emulated.py [OP ...] [--targets gfx1100 gfx942 gfx950] [--examples 100] [--parts 4]
                                   [--keep FOLDER] [--share I/N] [--json FILE] [--collect]
 
-Needs PORTAKERN_TINYGRAD (a checkout of tinygrad's source tree) and clang, and no GPU. `--share 0/2` and `--share 1/2` are
-two processes' halves of one run; --json writes what is kept so far, of however many parts, with --collect at once.
+Needs PORTAKERN_TINYGRAD (a checkout of tinygrad's source tree) and clang, and no GPU. `--share 0/2` and `--share 1/2`
+are two processes' halves of one run; --json writes what is kept so far, of however many parts, with --collect at once.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def main() -> None:
             report = testing.check(op, backend="triton", profile=PROFILE, target=target, max_examples=asked.examples,
                                    seed=asked.seed, shrink=False, shard=(part, asked.parts))  # fmt: skip
             write_atomically(file, json.dumps(report.to_dict()))
-            print(f"{op} {target} {part + 1}/{asked.parts}: {report.verdict}, {report.examples} cases, {report.seconds:.0f} s",
-                  flush=True)  # fmt: skip
+            done = f"{report.verdict}, {report.examples} cases, {report.seconds:.0f} s"
+            print(f"{op} {target} {part + 1}/{asked.parts}: {done}", flush=True)
     if asked.json:
         _write(asked, items)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from pathlib import Path
@@ -43,8 +42,7 @@ def check(
         str | None, typer.Option(help="A profile that the backend declares, such as a stricter interpreter.")
     ] = None,
     target: Annotated[
-        str | None,
-        typer.Option(help="The architecture that the profile stands in for: gfx942 with --profile emulated."),
+        str | None, typer.Option(help="What the profile stands in for: gfx942 with --profile emulated.")
     ] = None,
     promises: Annotated[
         bool,
@@ -64,21 +62,19 @@ def check(
     named = backend or [r["backend"] for r in inventory.backends() if r["available"]]
     _check_asked(chosen, named, dtype, json_file)
     errors_only(context)  # that interpreters are slow is said by the table
+    asked: dict[str, Any] = {"device": device, "profile": profile, "target": target, "promises": promises}
     if case is not None:
         if len(chosen) != 1 or len(named) != 1:
             raise SpecError("check --case: name one op and one --backend")
-        again = functools.partial(testing.replay, variant=variant, device=device, profile=profile, target=target,
-                                  promises=promises)  # fmt: skip
         subjects: list[tuple[str, str, str | None]] = [(chosen[0], named[0], variant)]
-        reports = [again(chosen[0], case, backend=named[0])]
+        reports = [testing.replay(chosen[0], case, backend=named[0], variant=variant, **asked)]
     else:
         subjects = _subjects(chosen, named, variant, (device, profile, target), every=not (ops and backend))
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=err, transient=True) as bar:
             tasks = {s: bar.add_task("{} on {}, {}".format(*s), total=max_examples) for s in subjects}
             reports = testing.check_all(subjects, jobs, lambda s, cases: bar.advance(tasks[s], cases),
-                                        device=device, dtypes=dtype, only=edge, profile=profile, target=target,
-                                        promises=promises, max_examples=max_examples, seed=seed)  # fmt: skip
+                                        **asked, dtypes=dtype, only=edge, max_examples=max_examples, seed=seed)  # fmt: skip
     _show_reports(reports)
     if json_file:
         rows = [r.to_dict() | _measured(*s, (device, profile, target)) for r, s in zip(reports, subjects, strict=True)]

@@ -72,7 +72,8 @@ class Profile:
 
     Attributes:
       place: "module:function" of a context manager: of a slower and stricter interpreter, say.
-      targets: architectures of which it stands in for one that is not here; calls on the host's arrays are then compiled
+      targets: architectures of which it stands in for one that is not here; calls on the host's arrays are then
+        compiled
         for it, and the function takes the target that was named. Empty: kernels run where they run.
     """
 

@@ -52,11 +52,13 @@ def emulated(kept: Kept) -> str:
     """What the checker found of machine code that an emulator executed, a line an op and architecture."""
     rows = [(row, r) for row, r in kept.rows("conformance") if r.device == EMULATED]
     if not rows:
-        return "Nothing was emulated yet: `python benchmarks/emulated.py --json FILE`, and `portakern report --add FILE`."
+        return (
+            "Nothing was emulated yet: `python benchmarks/emulated.py --json FILE`, and `portakern report --add FILE`."
+        )
     dtypes = list(dict.fromkeys(_parts(cell)[0] for row, _ in rows for cell in row["cells"]))
     lines = []
     for row, _ in sorted(rows, key=lambda x: (x[0]["op"], str(x[0]["target"]))):
-        by_dtype = Counter({d: 0 for d in dtypes})
+        by_dtype = Counter(dict.fromkeys(dtypes, 0))
         default = 0
         for cell, count in row["cells"].items():
             by_dtype[_parts(cell)[0]] += count

@@ -79,7 +79,8 @@ def check(
       dtypes: restrict the op's dtype to these.
       only: visit these edges and no others (see :func:`portakern.testing.edges`), with all the examples.
       max_examples: number of cases; seed: which ones.
-      limits: sizes of the cases, and which arguments may be drawn; None: small ones, smaller where hardware is emulated; where kernels are compiled for
+      limits: sizes of the cases, and which arguments may be drawn; None: small ones, smaller where hardware is
+        emulated; where kernels are compiled for
         an accelerator a third of the cases fill it (``Limits.fill``), and are compared with the oracle in part.
       profile: a profile that the backend declares (``Backend.profiles``), such as a stricter interpreter.
       target: the architecture that the profile stands in for, where it stands in for hardware that is not here.

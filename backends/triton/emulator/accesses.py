@@ -19,7 +19,8 @@ SPACES = {"BUFFER": BUFFER, "GLOBAL": GLOBAL, "FLAT": GLOBAL, "SCRATCH": SCRATCH
 # word of a name -> bytes, signed
 MOVES = {
     "U8": (1, False), "I8": (1, True), "B8": (1, False), "UBYTE": (1, False), "SBYTE": (1, True), "BYTE": (1, False),
-    "U16": (2, False), "I16": (2, True), "B16": (2, False), "USHORT": (2, False), "SSHORT": (2, True), "SHORT": (2, False),
+    "U16": (2, False), "I16": (2, True), "B16": (2, False), "USHORT": (2, False), "SSHORT": (2, True),
+    "SHORT": (2, False),
     "B32": (4, False), "DWORD": (4, False), "B64": (8, False), "DWORDX2": (8, False), "B96": (12, False),
     "DWORDX3": (12, False), "B128": (16, False), "DWORDX4": (16, False), "B256": (32, False), "DWORDX8": (32, False),
     "B512": (64, False), "DWORDX16": (64, False),
@@ -38,7 +39,8 @@ class Access:
     Attributes:
       space: the memory; store: the direction; bytes, signed: what a lane moves at a place.
       half: 1 or 2 where it is the low or the high half of a register, else 0.
-      two: there are two places; unit: of their offsets, in elements of what is moved. to_lds: what is loaded goes there.
+      two: there are two places; unit: of their offsets, in elements of what is moved. to_lds: what is loaded goes
+        there.
     """
 
     space: int

@@ -29,13 +29,15 @@ RENUMBERED = {0x66: 0x60, 0x67: 0x61}  # gfx90a's v_mfma_f32_32x32x8_bf16_1k, 16
 FIRST_HIGH_HALF = 128  # of a 16-bit operand's register number in a short encoding
 
 IDLE = (
-    "S_NOP", "S_CLAUSE", "S_DELAY_ALU", "S_SETPRIO", "S_SLEEP", "S_WAITCNT_DEPCTR", "S_WAIT_ALU", "S_ICACHE_INV", "S_SENDMSG",
+    "S_NOP", "S_CLAUSE", "S_DELAY_ALU", "S_SETPRIO", "S_SLEEP", "S_WAITCNT_DEPCTR", "S_WAIT_ALU", "S_ICACHE_INV",
+    "S_SENDMSG",
     "S_SET_INST_PREFETCH_DISTANCE", "S_BARRIER_SIGNAL", "S_WAITCNT_EXPCNT", "S_WAIT_EXPCNT", "S_CODE_END",
 )  # fmt: skip
 ACCUMULATE = ("FMAC", "DOT2ACC", "_DOT2C", "_DOT4C")  # what adds to its result
 # integers of 64 bits whose low half depends on low halves alone, and those of which the high half is the same
 LOW_HALF = re.compile(
-    r"_(MOV|AND|OR|XOR|NOT|ANDN2|ORN2|AND_NOT1|OR_NOT1|CSELECT|CMOV|MAD|MAD_CO|LSHL|LSHLREV|LSHL_ADD|ADD|ADD_NC|MUL)_[BUI]64"
+    r"_(MOV|AND|OR|XOR|NOT|ANDN2|ORN2|AND_NOT1|OR_NOT1|CSELECT|CMOV|MAD|MAD_CO|LSHL|LSHLREV|LSHL_ADD|ADD|ADD_NC|MUL)"
+    r"_[BUI]64"
 )
 BITWISE = re.compile(r"_(MOV|AND|OR|XOR|NOT|ANDN2|ORN2|AND_NOT1|OR_NOT1|CSELECT|CMOV)_[BUI]64")
 CACHES = ("_INV", "_WB", "_WBINV", "WBL2", "DCACHE_WB")  # ends of names: what is only told to caches

@@ -1,11 +1,11 @@
 /* A compute unit that runs one workgroup, wave by wave: what machine.py's tables say of each instruction is done here.
 
-   Arithmetic is not: a step of kind JITTED calls the function that tinygrad's emulator made of AMD's pseudocode. Memory,
-   lanes and matrices are, and every access is watched: its address, who else touched these bytes of LDS since the last
-   barrier, and whether the registers that it reads were ever written, or are still on their way from memory.
+   Arithmetic is not: a step of kind JITTED calls the function that tinygrad's emulator made of AMD's pseudocode.
+   Memory, lanes and matrices are, and every access is watched: its address, who else touched these bytes of LDS since
+   the last barrier, and whether the registers that it reads were ever written, or are still on their way from memory.
 
-   Registers are numbered s0 .. s127, v0 .. v255 (from 128), a0 .. a255 (from 384); sets of them are bits of WORDS words.
-   The layout of Step, Wave and Machine is machine.py's. */
+   Registers are numbered s0 .. s127, v0 .. v255 (from 128), a0 .. a255 (from 384); sets of them are bits of WORDS
+   words. The layout of Step, Wave and Machine is machine.py's. */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -14,13 +14,13 @@
 #endif
 
 enum { WORDS = 10, REGISTERS = 640, VGPR = 128, AGPR = 384, COUNTERS = 4, LANES = 64 };
-enum { UNKNOWN, JITTED, SKIP, BARRIER, END, WAIT, ACCESS, SCALAR_LOAD, SHUFFLE, BPERMUTE, PERMLANE16, SWAP, MATRIX, DIV_SCALE,
-       TRANSPOSE };
+enum { UNKNOWN, JITTED, SKIP, BARRIER, END, WAIT, ACCESS, SCALAR_LOAD, SHUFFLE, BPERMUTE, PERMLANE16, SWAP, MATRIX,
+       DIV_SCALE, TRANSPOSE };
 enum { GLOBAL, BUFFER, SCRATCH, LDS };
 enum { VM, DS, STORE, SMEM };
 enum { DONE, TRANSLATE, FAULT, LIMIT };
-enum { OUTSIDE = 1, LDS_OUTSIDE, SCRATCH_OUTSIDE, UNALIGNED, RACE, UNDEFINED_ADDRESS, UNDEFINED_STORED, EARLY, LDS_EARLY,
-       INACTIVE, NOT_TWIN, ASTRAY };
+enum { OUTSIDE = 1, LDS_OUTSIDE, SCRATCH_OUTSIDE, UNALIGNED, RACE, UNDEFINED_ADDRESS, UNDEFINED_STORED, EARLY,
+       LDS_EARLY, INACTIVE, NOT_TWIN, ASTRAY };
 enum { NOWHERE = 0x7FFFFFFF }; /* where in LDS Triton sends what a wave too many loads: beyond LDS nothing is written */
 enum { F32, BF16, F16, XF32 };
 enum { PC = 256, TTMP8 = 116, EXEC = 126, SGPRS = 260, GARBAGE = 0x7FC1A5A5 };
@@ -38,7 +38,8 @@ typedef struct {
     int64_t offset, offset2;
     const int32_t *table; /* of a shuffle: the lane of each lane, or -1; of a matrix: a, b, rows, columns */
     uint64_t enabled;     /* of a shuffle: lanes that are written */
-    int32_t bound, fetch, temporary, source; /* of a shuffle: bound_ctrl, fetch_inactive; where the moved source lies, its register */
+    int32_t bound, fetch;      /* of a shuffle: bound_ctrl, fetch_inactive */
+    int32_t temporary, source; /* where the moved source lies, and its register */
     int32_t m, n, k, type, a, b, c, a_file, b_file, twin; /* of a matrix; c: as a source operand is encoded */
     int32_t select[2];    /* of a permlane16: scalar operands, or -1 and literal */
     uint32_t literal;
@@ -47,7 +48,7 @@ typedef struct {
     int32_t dual; /* two instructions in one: what each reads and writes */
     uint64_t half_reads[2][WORDS], half_writes[2][WORDS];
     int32_t verdict; /* of a comparison: where it puts its verdict on each lane, or -1 */
-    uint64_t falses; /* how often an active lane was refused; of a wait: how often a register had not been there before */
+    uint64_t falses; /* how often it refused an active lane; of a wait: how often it brought a register */
 } Step;
 
 typedef struct {
@@ -72,7 +73,7 @@ typedef struct {
     int32_t *read, *written;
     uint8_t *blank;              /* of each byte of LDS: nothing defined was written */
     uint32_t *arrives; uint8_t *from, *by; /* of each byte of LDS: a transfer's number, its wave, its counter */
-    int32_t current, races;
+    int32_t current, races, most[COUNTERS]; /* most: transfers that a counter counts, or 0 */
     uint64_t taken, limit;
     int32_t fault, lane, bytes, reg, other;
     uint64_t pc, address;
@@ -134,9 +135,10 @@ static int in_flight(Wave *w, const uint64_t *set) {
     return -1;
 }
 
-static void send(Wave *w, const Step *t) {
+static void send(const Machine *m, Wave *w, const Step *t) {
     if (t->counter < 0) return;
-    uint32_t number = ++w->issued[t->counter];
+    uint32_t number = ++w->issued[t->counter], most = (uint32_t)m->most[t->counter];
+    if (most && number - w->done[t->counter] > most) w->done[t->counter] = number - most;
     if (t->store) return;
     for (int i = 0; i < WORDS; i++)
         for (uint64_t left = t->writes[i]; left; left &= left - 1) {
@@ -178,7 +180,8 @@ static void pass_on(Wave *w, const Step *t, uint64_t pc) {
         root[half] = w->misread[from] ? w->root[from] : from;
         if (w->misread[from]) since[half] = w->misread[from];
     }
-    for (int half = 0; half <= t->dual; half++) mark(w, t->dual ? t->half_writes[half] : t->writes, root[half], since[half]);
+    for (int half = 0; half <= t->dual; half++)
+        mark(w, t->dual ? t->half_writes[half] : t->writes, root[half], since[half]);
 }
 
 static int inside(const Machine *m, uint64_t address, int bytes) {
@@ -198,16 +201,20 @@ static int touch(Machine *m, Wave *w, int lane, uint64_t at, int bytes, const ui
         uint64_t c = at + i;
         uint64_t wrote = m->written[c] == w->epoch ? m->writers[c] : 0;
         uint64_t did_read = m->read[c] == w->epoch ? m->readers[c] : 0;
-        uint64_t others = value ? (m->lds[c] != value[i] ? (wrote | did_read) & ~me : 0) : (wrote & me ? 0 : wrote & ~me);
+        int changes = value && m->lds[c] != value[i];
+        uint64_t others = value ? (changes ? (wrote | did_read) & ~me : 0) : wrote & me ? 0 : wrote;
         if (others && m->races) { m->other = __builtin_ctzll(others); return fails(m, RACE, lane, c, bytes); }
         if (m->arrives[c]) {
             Wave *sender = m->wave + m->from[c];
             uint32_t there = sender == w ? w->done[m->by[c]] : sender->at_barrier[m->by[c]];
             int own_order = sender == w && m->by[c] == DS;
-            if (m->arrives[c] > there && !own_order && m->races) { m->other = m->from[c]; return fails(m, LDS_EARLY, lane, c, bytes); }
+            if (m->arrives[c] > there && !own_order && m->races) {
+                m->other = m->from[c];
+                return fails(m, LDS_EARLY, lane, c, bytes);
+            }
         }
         if (value) {
-            if (m->lds[c] != value[i] || !wrote) { /* a copy of what another wave wrote is no news */
+            if (changes || !wrote) { /* a copy of what another wave wrote is no news */
                 m->arrives[c] = w->issued[counter] + 1; m->from[c] = (uint8_t)w->index; m->by[c] = (uint8_t)counter;
             }
             m->writers[c] = wrote | me; m->written[c] = w->epoch;
@@ -317,8 +324,10 @@ static int access_memory(Machine *m, Wave *w, Step *t) {
             at = base + soffset + off;
             reaches = off + t->bytes <= records && off < (1ull << 32);
         } else if (t->space == SCRATCH) {
-            int64_t off = (int64_t)t->offset + (t->saddr >= 0 ? (int32_t)w->s[t->saddr] : 0) + (t->offen ? (int32_t)low : 0);
-            if (off < 0 || off + t->bytes > m->scratch_bytes) return fails(m, SCRATCH_OUTSIDE, l, (uint64_t)off, t->bytes);
+            int64_t scalar = t->saddr >= 0 ? (int32_t)w->s[t->saddr] : 0;
+            int64_t off = t->offset + scalar + (t->offen ? (int32_t)low : 0);
+            if (off < 0 || off + t->bytes > m->scratch_bytes)
+                return fails(m, SCRATCH_OUTSIDE, l, (uint64_t)off, t->bytes);
             at = (uint64_t)(m->scratch + ((uint64_t)w->index * m->lanes + l) * m->scratch_bytes + off);
         } else {
             uint64_t high = t->saddr < 0 ? w->v[(t->vaddr + 1) * m->lanes + l] : 0;
@@ -467,8 +476,8 @@ static double element(const uint32_t *regs, int type, int32_t at) {
 static int matrix(Machine *m, Wave *w, const Step *t) {
     static double a[32 * 64], b[32 * 64];
     static uint32_t result[16 * LANES];
-    const int32_t *a_at = t->table, *b_at = a_at + t->m * t->k, *rows = b_at + t->n * t->k, outs = t->m * t->n / m->lanes;
-    const int32_t *cols = rows + outs * m->lanes;
+    const int32_t *a_at = t->table, *b_at = a_at + t->m * t->k, *rows = b_at + t->n * t->k;
+    const int32_t outs = t->m * t->n / m->lanes, *cols = rows + outs * m->lanes;
     const uint32_t *ra = file(w, t->a_file) + t->a * m->lanes, *rb = file(w, t->b_file) + t->b * m->lanes;
     uint32_t *out = file(w, t->file) + t->data * m->lanes;
     uint64_t full = m->lanes == 64 ? ~0ull : 0xFFFFFFFFull;
@@ -503,7 +512,8 @@ static void div_scale(Machine *m, Wave *w, const Step *t) {
     uint64_t mask = active(m, w), flags = 0;
     for (int l = 0; l < m->lanes; l++) {
         if (!(mask >> l & 1)) continue;
-        uint32_t b0 = operand(w, m, t, t->source, l), bd = operand(w, m, t, t->source2, l), bn = operand(w, m, t, t->source3, l);
+        uint32_t b0 = operand(w, m, t, t->source, l);
+        uint32_t bd = operand(w, m, t, t->source2, l), bn = operand(w, m, t, t->source3, l);
         double x = as_float(b0), d = as_float(bd), n = as_float(bn);
         int ed = bd >> 23 & 255, en = bn >> 23 & 255, is_d = b0 == bd, is_n = b0 == bn, power = 0, flag = 0;
         double q = fabs(n / d), r = fabs(1 / d);
@@ -581,13 +591,13 @@ static int step(Machine *m, Wave *w, Step *t) {
     case DIV_SCALE: div_scale(m, w, t); break;
     }
     if (t->kind != ACCESS && t->kind != SCALAR_LOAD && t->kind != TRANSPOSE) pass_on(w, t, pc);
-    send(w, t);
+    send(m, w, t);
     if (!own) set_pc(w, pc + t->size);
     return 0;
 }
 
-/* All waves of a program, in turn up to each barrier; begins again where it was left to have an instruction translated. */
-static int run_waves(Machine *m) {
+/* All waves of a program, in turn up to each barrier; begins again where it was left to have an instruction translated.
+   */ static int run_waves(Machine *m) {
     for (;;) {
         for (; m->current < m->waves; m->current++) {
             Wave *w = m->wave + m->current;
@@ -622,7 +632,8 @@ int run(Machine *m) {
     return why;
 }
 
-/* Waves and LDS as a program finds them: garbage, but for what the descriptor of the kernel asks for. `state`: s0 to s127
+/* Waves and LDS as a program finds them: garbage, but for what the descriptor of the kernel asks for. `state`: s0 to
+   s127
    as they begin, and which of them are defined. */
 void begin(Machine *m, uint64_t entry, const uint32_t *state, const uint64_t *defined) {
     memset(m->lds, 0xA5, m->lds_bytes);

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from portakern.backends.triton.emulator import tree
+from portakern.backends.triton.emulator import tree, waits
 from portakern.backends.triton.emulator.code_object import CodeObject
 from portakern.backends.triton.emulator.decode import Decoder
 from portakern.backends.triton.emulator.faults import BY_CODE, TooLong
@@ -71,6 +71,7 @@ class Program:
         m.lanes, m.waves, m.lds_bytes, m.scratch_bytes = self.decoder.lanes, waves, lds, code.scratch
         m.m0, m.rdna4, m.races, m.limit = 124 if isa == "cdna" else 125, int(isa == "rdna4"), int(waves > 1), MOST
         m.csr = FLUSH.get(platform.machine(), 0) if code.flushes else 0
+        m.most[:] = waits.MOST[isa]
         self.waves = (Wave * waves)()
         m.wave = ctypes.addressof(self.waves)
         scratch = code.scratch * self.decoder.lanes * waves

@@ -1,8 +1,8 @@
 """Where the elements of matrix instructions lie, from AMD's ISA documents and its matrix instruction calculator.
 
-D = A B + C with A of m x k, B of k x n elements. A lane holds ``per`` neighbouring elements of k of one row of A, and of one
-column of B; lanes that hold more of the same row follow each other m lanes apart. Where the elements of D lie differs:
-by generation and by size.
+D = A B + C with A of m x k, B of k x n elements. A lane holds ``per`` neighbouring elements of k of one row of A, and
+of one column of B; lanes that hold more of the same row follow each other m lanes apart. Where the elements of D lie
+differs: by generation and by size.
 """
 
 from __future__ import annotations

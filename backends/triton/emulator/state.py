@@ -26,8 +26,8 @@ NONE = -1
 KINDS = {
     name: number
     for number, name in enumerate(
-        ("UNKNOWN", "JITTED", "SKIP", "BARRIER", "END", "WAIT", "ACCESS", "SCALAR_LOAD", "SHUFFLE", "BPERMUTE", "PERMLANE16",
-         "SWAP", "MATRIX", "DIV_SCALE", "TRANSPOSE")
+        ("UNKNOWN", "JITTED", "SKIP", "BARRIER", "END", "WAIT", "ACCESS", "SCALAR_LOAD", "SHUFFLE", "BPERMUTE",
+         "PERMLANE16", "SWAP", "MATRIX", "DIV_SCALE", "TRANSPOSE")
     )
 }  # fmt: skip
 
@@ -58,7 +58,8 @@ class Wave(ctypes.Structure):
 
     _fields_ = (
         ("s", c_uint32 * SGPRS), ("v", c_uint32 * (256 * LANES)), ("a", c_uint32 * (256 * LANES)),
-        *_fields(_Set, "undefined flying"), ("when", c_uint32 * REGISTERS), *_fields(c_uint32 * COUNTERS, "issued done at_barrier"),
+        *_fields(_Set, "undefined flying"), ("when", c_uint32 * REGISTERS),
+        *_fields(c_uint32 * COUNTERS, "issued done at_barrier"),
         ("which", c_uint8 * REGISTERS), *_fields(c_int32, "index epoch finished"),
         ("root", c_uint16 * REGISTERS), ("misread", c_uint64 * REGISTERS),
     )  # fmt: skip
@@ -71,7 +72,8 @@ class Machine(ctypes.Structure):
         ("steps", c_void_p), *_fields(c_uint64, "base count"),
         *_fields(c_int32, "lanes waves lds_bytes scratch_bytes ranges threads m0 rdna4"), ("csr", c_uint32),
         *_fields(c_void_p, "wave lds scratch lo hi readers writers read written blank arrives from_ by"),
-        *_fields(c_int32, "current races"), *_fields(c_uint64, "taken limit"), *_fields(c_int32, "fault lane bytes reg other"),
+        *_fields(c_int32, "current races"), ("most", c_int32 * COUNTERS), *_fields(c_uint64, "taken limit"),
+        *_fields(c_int32, "fault lane bytes reg other"),
         *_fields(c_uint64, "pc address"), ("moved", c_uint64 * 4),
     )  # fmt: skip
 

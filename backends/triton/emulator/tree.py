@@ -1,8 +1,8 @@
 """Where the emulator of tinygrad lies, and its functions of single instructions, compiled once and kept.
 
 Its wheel holds the decoder and AMD's pseudocode, and not the emulator (``test/mockgpu/amd/emu.py``): a checkout of the
-source tree is named by ``PORTAKERN_TINYGRAD``. It compiles each kind of instruction with clang, a tenth of a second each; what it
-made is kept in the cache folder, under the contents of the tree's files that decide it.
+source tree is named by ``PORTAKERN_TINYGRAD``. It compiles each kind of instruction with clang, some tenths of a second
+each; what it made is kept in the cache folder, under the contents of the tree's files that decide it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def unavailable() -> str | None:
     if not (Path(named) / EMULATOR).is_file():
         return f"{VARIABLE} is {named!r}, where {EMULATOR} is not; expected tinygrad's source tree: {GET_IT}"
     if clang() is None:
-        return "it needs clang, which is not on PATH; install it (apt install clang, brew install llvm), or name it with CC"
+        return "it needs clang, which is not on PATH; install it (apt install clang), or name it with CC"
     return None
 
 

@@ -1,15 +1,15 @@
 """What counts transfers that are under way, and what waits for them.
 
-An instruction set has counters for what is loaded from memory (VM), what LDS does (DS), what is stored (STORE), and what
-is loaded into scalar registers (SMEM). Transfers of one counter arrive in order, scalar loads in any. RDNA 4 has an
-instruction for each; before it one word holds several, and a field full of ones waits for nothing.
+An instruction set has counters for what is loaded from memory (VM), what LDS does (DS), what is stored (STORE), and
+what is loaded into scalar registers (SMEM). Transfers of one counter arrive in order, scalar loads in any. RDNA 4 has
+an instruction for each; before it one word holds several, and a field full of ones waits for nothing.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["COUNTERS", "Counter", "limits"]
+__all__ = ["COUNTERS", "MOST", "Counter", "limits"]
 
 
 class Counter(NamedTuple):
@@ -25,6 +25,10 @@ VM, DS, STORE, SMEM = Counter()
 
 # CDNA counts what is stored with what is loaded.
 COUNTERS = {"cdna": Counter(store=VM), "rdna3": Counter(), "rdna4": Counter()}
+
+# How many transfers a counter counts: with as many under way the next one is not sent before the oldest is there, which
+# compilers rely on. Of scalar loads nobody knows which is the oldest.
+MOST = {"cdna": (63, 15, 63, 0), "rdna3": (63, 63, 63, 0), "rdna4": (63, 63, 63, 0)}
 
 # isa -> instruction -> the fields of its word: which counters, and the bits of it that hold how many may be under way
 _Field = tuple[tuple[int, ...], tuple[tuple[int, int], ...]]
