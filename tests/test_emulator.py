@@ -20,8 +20,18 @@ from portakern.testing import runner
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
-from portakern.backends.triton.emulator import accesses, decode, lanes, machine, matrices, profile, tree, waits
-from portakern.backends.triton.emulator.faults import CompilerCrash
+from portakern.backends.triton.emulator import (
+    accesses,
+    code_object,
+    decode,
+    lanes,
+    machine,
+    matrices,
+    profile,
+    tree,
+    waits,
+)
+from portakern.backends.triton.emulator.faults import CompilerCrash, EarlyRead, UninitialisedRegister
 
 from .mutants import machine_code
 
@@ -296,3 +306,50 @@ def test_a_compiler_that_ends_its_process_ends_no_check():
 def test_a_number_that_no_float32_holds_is_passed_as_launchers_do():
     assert np.frombuffer(profile._packed("fp32", 8.5e39), np.float32)[0] == np.inf
     assert profile._packed("i64", -1) == b"\xff" * 8 and profile._packed("u1", True) == b"\x01"
+
+
+def program(isa, instructions, waves=1):
+    """A program of instructions as tinygrad's assembler writes them; s[0:1] point to 4 KiB that it may touch."""
+    text = b"".join(i.to_bytes() for i in instructions)
+    memory = np.zeros(4096 + len(text) + 64, np.uint8)
+    memory[4096 : 4096 + len(text)] = np.frombuffer(text, np.uint8)
+    base = memory.ctypes.data + 4096
+    user = 1 << code_object.KERNARG
+    code = code_object.CodeObject(base, len(text) // 4 + 1, base, 0, 4096, False, user, 2, 1, [], memory)
+    made = machine.Program(code, "made_here", isa, waves, 1024)
+    start = memory.ctypes.data
+    made.run(0, start, {"memory": (start, start + 4096)})
+    return made
+
+
+@needs_tree
+@pytest.mark.parametrize("loads", [63, 64])
+def test_what_was_asked_for_first_is_there_once_its_counter_is_full(loads):
+    """A counter of 6 bits holds the 64th load back until the first is there, and Triton's code relies on it."""
+    tree.tree()
+    from tinygrad.renderer.amd.dsl import s, v
+    from tinygrad.runtime.autogen.amd.cdna import ins
+
+    asked = [ins.global_load_dword(v[2 + i], v[0], v[0], s[0:1]) for i in range(loads)]
+    code = [ins.v_lshlrev_b32_e32(v[0], 2, v[0]), *asked, ins.v_mov_b32_e32(v[100], v[2]), ins.s_endpgm()]
+    if loads < 64:
+        with pytest.raises(EarlyRead, match="V_MOV_B32.*wave 0.: v2 is used, and no wait"):
+            program("cdna", code)
+    else:
+        program("cdna", code)
+
+
+@needs_tree
+def test_a_long_number_is_undefined_half_by_half():
+    """What reads the defined half of a pair is right; a store of the other one is told where that came from."""
+    tree.tree()
+    from tinygrad.renderer.amd.dsl import s, v
+    from tinygrad.runtime.autogen.amd.cdna import ins
+
+    def code(stored):
+        return [ins.v_mov_b32_e32(v[4], 7), ins.v_lshlrev_b32_e32(v[0], 2, v[0]), ins.v_mov_b64_e32(v[6:7], v[4:5]),
+                ins.global_store_dword(v[0], v[0], v[stored], s[0:1]), ins.s_endpgm()]  # fmt: skip
+
+    program("cdna", code(6))
+    with pytest.raises(UninitialisedRegister, match=r"GLOBAL_STORE_DWORD .*: v7, which \+0x8 made of v5"):
+        program("cdna", code(7))
