@@ -27,7 +27,7 @@ from portakern.core import targets
 from portakern.core.remembered import Remembered
 from portakern.core.targets import Hardware
 
-__all__ = ["ISA", "compiled", "counted", "emulated", "planted"]
+__all__ = ["ISA", "compiled", "counted", "emulated", "forget", "planted"]
 
 ISA = {"gfx90a": "cdna", "gfx942": "cdna", "gfx950": "cdna", "gfx1100": "rdna3", "gfx1201": "rdna4"}
 PACKED = {"fp64": "<d", "i64": "<q", "u64": "<Q", "i32": "<i", "u32": "<I", "i16": "<h", "u16": "<H", "i8": "<b",
@@ -109,6 +109,11 @@ def planted(plant: Callable[[Program, list[Value]], list[Value] | None]) -> Iter
         yield
     finally:
         _plant = before
+
+
+def forget() -> None:
+    """Count from here on."""
+    _programs.clear()
 
 
 def counted() -> dict[str, Counter[str]]:
