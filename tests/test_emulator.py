@@ -31,7 +31,12 @@ from portakern.backends.triton.emulator import (
     tree,
     waits,
 )
-from portakern.backends.triton.emulator.faults import CompilerCrash, EarlyRead, UninitialisedRegister
+from portakern.backends.triton.emulator.faults import (
+    CompilerCrash,
+    EarlyRead,
+    OutsideMemory,
+    UninitialisedRegister,
+)
 
 from .mutants import machine_code
 
@@ -353,3 +358,18 @@ def test_a_long_number_is_undefined_half_by_half():
     program("cdna", code(6))
     with pytest.raises(UninitialisedRegister, match=r"GLOBAL_STORE_DWORD .*: v7, which \+0x8 made of v5"):
         program("cdna", code(7))
+
+
+@needs_tree
+def test_what_runs_is_counted():
+    """Lanes 32 bytes apart meet in 4 of the 32 banks, 8 in each: 7 passes more than one."""
+    tree.tree()
+    from tinygrad.renderer.amd.dsl import v
+    from tinygrad.runtime.autogen.amd.rdna3 import ins
+
+    code = [ins.v_lshlrev_b32_e32(v[0], 5, v[0]), ins.ds_load_b32(v[1], v[0], v[0], v[0]), ins.s_endpgm()]
+    found = program("rdna3", code).counted()
+    assert found["moved"]["lds conflicts"] == 7 and found["moved"]["lds loaded"] == 32 * 4
+    assert found["instructions"].total() == 3 and found["instructions"]["DS_LOAD_B32"] == 1
+    with pytest.raises(OutsideMemory, match="lane 16 reaches 4 bytes of LDS at 1024, beyond the 1024 that it has"):
+        program("rdna3", [ins.v_lshlrev_b32_e32(v[0], 6, v[0]), *code[1:]])
