@@ -1,5 +1,5 @@
-"""What a call executes on an AMD GPU, counted by the emulator, one line a tiling: instructions of all waves, those of the
-matrix unit, bytes that lanes load from memory and move through LDS, and passes that conflicts of LDS banks add.
+"""What a call executes on an AMD GPU, counted by the emulator, one line a tiling: instructions of all waves, those of
+the matrix unit, bytes that lanes load from memory and move through LDS, and passes that conflicts of LDS banks add.
 
     python benchmarks/emulated_counts.py matmul --target gfx942 --shape m=256,n=256,k=256 --dtype float16 \\
         --tiling block_m=64,block_n=64,block_k=32 --tiling block_m=128,block_n=64,block_k=32

@@ -6,8 +6,8 @@ Of a place whose file is a script, that script runs the cells: rocm_gpu.py.
     python notebooks/make.py --check    # writes nothing; exit status 1 if a notebook is stale or was changed by hand
 
 cells.py is in the percent format: ``# %%`` begins a cell of code, ``# %% [markdown]`` one of text, and platforms
-behind it (``# %% cuda rocm``) one that only what is made for those platforms has. ``$name`` is a field of :class:`Place`,
-and ``"$wanted"`` the object of that name.
+behind it (``# %% cuda rocm``) one that only what is made for those platforms has. ``$name`` is a field of
+:class:`Place`, and ``"$wanted"`` the object of that name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Place:
     """What differs from one notebook to the next: words for readers, and names for code.
 
     Attributes:
-      file: the notebook, or the script. title, kind, a_kind, peers, choose, needs, installs, upload, offline, download: words.
+      file: the notebook, or the script.
+      title, kind, a_kind, peers, choose, needs, installs, upload, offline, download: words.
       platform, framework, library, backend: what is measured. interpreted_peer: who it is held against on a CPU.
       extras: of portakern. wanted: package -> its oldest version.
       metadata: of the notebook, as its host reads it.

@@ -173,7 +173,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     ),
     "machine_faults": Benchmark(
         ("name",),
-        {"name": "text", "op": "text", "target": "text", "kind": "text", "what": "text", "caught": "flag", "how": "string"},
+        {"name": "text", "op": "text", "target": "text", "kind": "text", "what": "text", "caught": "flag",
+         "how": "string"},
         {"wall_seconds": "number"},
     ),
     "sanitizer": Benchmark(("op", "tool"), {"op": "text", "tool": "text", "examples": "count", "errors": "count?",

@@ -1,5 +1,5 @@
-"""AMD machine code on the emulator: its tables, what it says where it cannot run, and, where tinygrad's tree is, kernels
-and faults in them.
+"""AMD machine code on the emulator: its tables, what it says where it cannot run, and, where tinygrad's tree is,
+kernels and faults in them.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def test_lanes_move_as_their_controls_say():
     [
         ("V_MFMA_F32_16X16X16_F16", "cdna"), ("V_MFMA_F32_32X32X8_BF16_1K", "cdna"), ("V_MFMA_F32_32X32X2_F32", "cdna"),
         ("V_MFMA_F32_16X16X4_F32", "cdna"), ("V_MFMA_F32_16X16X32_BF16", "cdna"), ("V_MFMA_F32_32X32X16_F16", "cdna"),
-        ("V_MFMA_F32_16X16X8_XF32", "cdna"), ("V_WMMA_F32_16X16X16_F16", "rdna3"), ("V_WMMA_F32_16X16X16_BF16", "rdna4"),
+        ("V_MFMA_F32_16X16X8_XF32", "cdna"), ("V_WMMA_F32_16X16X16_F16", "rdna3"),
+        ("V_WMMA_F32_16X16X16_BF16", "rdna4"),
     ],
 )  # fmt: skip
 def test_every_element_of_a_matrix_instruction_lies_somewhere_of_its_own(name, isa):
@@ -225,7 +226,7 @@ def test_without_its_tree_the_emulator_says_how_to_get_it(monkeypatch, tmp_path)
         testing.check("softmax", backend="triton", profile="emulated", target="gfx942", max_examples=1)
 
 
-# ----------------------------------------------------------------------------------------------- where the tree is there
+# ------------------------------------------------------------------------------------------ where the tree is there
 
 QUICK = {
     "softmax": '{"dtype":"float32","shapes":{"x":[5,300]},"regime":"normal","seed":1,"layouts":{"x":"sliced"}}',

@@ -152,8 +152,8 @@ def make(kernel, grid, call, numbers, constexprs, rest, device, direct):
 
 @contextmanager
 def recording(recorder: Callable[[JITFunction[Any], int, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
-    """While inside, ``recorder(kernel, grid, args, constexprs)`` is told of compiled launches, and none takes place: for
-    a process that only compiles, and for one that runs them otherwise."""
+    """While inside, ``recorder(kernel, grid, args, constexprs)`` is told of compiled launches, and none takes place:
+    for a process that only compiles, and for one that runs them otherwise."""
     global _recorder
     before, _recorder = _recorder, recorder
     try:

@@ -74,7 +74,8 @@ def check(
         with Progress(*columns, console=err, transient=True) as bar:
             tasks = {s: bar.add_task("{} on {}, {}".format(*s), total=max_examples) for s in subjects}
             reports = testing.check_all(subjects, jobs, lambda s, cases: bar.advance(tasks[s], cases),
-                                        **asked, dtypes=dtype, only=edge, max_examples=max_examples, seed=seed)  # fmt: skip
+                                        **asked, dtypes=dtype, only=edge, max_examples=max_examples,
+                                        seed=seed)  # fmt: skip
     _show_reports(reports)
     if json_file:
         rows = [r.to_dict() | _measured(*s, (device, profile, target)) for r, s in zip(reports, subjects, strict=True)]

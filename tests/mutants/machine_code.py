@@ -1,5 +1,5 @@
-"""Faults in compiled kernels: one instruction of AMD machine code changed, or two arguments exchanged, and the checks of
-the emulator and of the results must see it.
+"""Faults in compiled kernels: one instruction of AMD machine code changed, or two arguments exchanged, and the checks
+of the emulator and of the results must see it.
 
     python -m tests.mutants.machine_code [OP ...] [--targets gfx1100 gfx942] [--json FILE]
 
@@ -35,8 +35,8 @@ TARGETS = ("gfx1100", "gfx942")
 # Ragged everywhere: masks matter, and several waves share each tile.
 CASES = {
     "softmax": '{"dtype":"float32","shapes":{"x":[5,300]},"regime":"normal","seed":1,"layouts":{"x":"sliced"}}',
-    "layernorm_vjp": '{"dtype":"float32","shapes":{"x":[5,300],"d_y":[5,300],"weight":[300]},"regime":"normal","seed":1,'
-    '"layouts":{"x":"sliced"}}',
+    "layernorm_vjp": '{"dtype":"float32","shapes":{"x":[5,300],"d_y":[5,300],"weight":[300]},"regime":"normal",'
+    '"seed":1,"layouts":{"x":"sliced"}}',
     "matmul": '{"dtype":"float16","shapes":{"a":[2,37,70],"b":[2,70,45]},"regime":"normal","seed":1,'
     '"layouts":{"a":"strided","b":"transposed"}}',
     "attention": '{"dtype":"bfloat16","shapes":{"q":[2,37,4,24],"k":[2,41,2,24],"v":[2,41,2,16],"bias":[2,4,37,41]},'
