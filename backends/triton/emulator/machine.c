@@ -64,7 +64,7 @@ typedef struct {
 typedef struct {
     Step *steps;
     uint64_t base, count; /* of the code: its address, its words */
-    int32_t lanes, waves, lds_bytes, scratch_bytes, ranges, threads, m0, rdna4;
+    int32_t lanes, waves, lds_bytes, scratch_bytes, ranges, m0, rdna4;
     uint32_t csr;
     Wave *wave;
     uint8_t *lds, *scratch;

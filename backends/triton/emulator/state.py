@@ -70,7 +70,7 @@ class Machine(ctypes.Structure):
 
     _fields_ = (
         ("steps", c_void_p), *_fields(c_uint64, "base count"),
-        *_fields(c_int32, "lanes waves lds_bytes scratch_bytes ranges threads m0 rdna4"), ("csr", c_uint32),
+        *_fields(c_int32, "lanes waves lds_bytes scratch_bytes ranges m0 rdna4"), ("csr", c_uint32),
         *_fields(c_void_p, "wave lds scratch lo hi readers writers read written blank arrives from_ by"),
         *_fields(c_int32, "current races"), ("most", c_int32 * COUNTERS), *_fields(c_uint64, "taken limit"),
         *_fields(c_int32, "fault lane bytes reg other"),
