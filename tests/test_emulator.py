@@ -4,6 +4,7 @@ kernels and faults in them.
 
 from __future__ import annotations
 
+import importlib
 import os
 from contextlib import nullcontext
 
@@ -374,3 +375,17 @@ def test_what_runs_is_counted():
     assert found["instructions"].total() == 3 and found["instructions"]["DS_LOAD_B32"] == 1
     with pytest.raises(OutsideMemory, match="lane 16 reaches 4 bytes of LDS at 1024, beyond the 1024 that it has"):
         program("rdna3", [ins.v_lshlrev_b32_e32(v[0], 6, v[0]), *code[1:]])
+
+
+@needs_tree
+@pytest.mark.parametrize("isa", ["cdna", "rdna3", "rdna4"])
+def test_a_far_jump_reaches_where_it_says(isa):
+    tree.tree()
+    ins = importlib.import_module(f"tinygrad.runtime.autogen.amd.{isa}.ins")
+    from tinygrad.renderer.amd.dsl import s, v
+
+    add, carry = (ins.s_add_co_u32, ins.s_add_co_ci_u32) if isa == "rdna4" else (ins.s_add_u32, ins.s_addc_u32)
+    jump = [ins.s_getpc_b64(s[4:5]), add(s[4], s[4], 16), carry(s[5], s[5], 0), ins.s_setpc_b64(s[0:1], s[4:5])]
+    stray = ins.v_mov_b32_e32(v[1], 1)
+    found = program(isa, [*jump, stray, ins.s_endpgm()]).counted()["instructions"]
+    assert "V_MOV_B32_E32" not in found and found.total() == 5

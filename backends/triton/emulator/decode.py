@@ -119,6 +119,7 @@ class Decoder:
         yield _nothing if name.startswith(IDLE) or name.endswith(CACHES) else None
         yield _simple("END") if name == "S_ENDPGM" else None
         yield _simple("BARRIER") if name in ("S_BARRIER", "S_BARRIER_WAIT") else None
+        yield self._program_counter if name in ("S_GETPC_B64", "S_SETPC_B64") else None
         yield self._wait if name.startswith("S_WAIT") else None
         yield self._scalar_load if form == "SMEM" else None
         yield self._lane_of_lds if form == "DS" and ("PERMUTE" in name or "SWIZZLE" in name) else None
@@ -159,6 +160,13 @@ class Decoder:
         step.limits[:] = found
         for bits in (step.reads, step.writes):
             put_bits(bits, ())
+
+    def _program_counter(self, inst: Any, name: str, raw: bytes, step: Step) -> None:
+        """Jumps further than a branch's 16 bits reach."""
+        step.kind = KINDS["GET_PC" if "GET" in name else "SET_PC"]
+        step.sdst, step.source = bits_of(inst, "sdst"), bits_of(inst, "ssrc0")
+        put_bits(step.reads, [step.source, step.source + 1] if "SET" in name else ())
+        put_bits(step.writes, [step.sdst, step.sdst + 1] if "GET" in name else ())
 
     def _scalar_load(self, inst: Any, name: str, raw: bytes, step: Step) -> None:
         what = access(name)

@@ -15,7 +15,7 @@
 
 enum { WORDS = 10, REGISTERS = 640, VGPR = 128, AGPR = 384, COUNTERS = 4, LANES = 64 };
 enum { UNKNOWN, JITTED, SKIP, BARRIER, END, WAIT, ACCESS, SCALAR_LOAD, SHUFFLE, BPERMUTE, PERMLANE16, SWAP, MATRIX,
-       DIV_SCALE, TRANSPOSE };
+       DIV_SCALE, TRANSPOSE, GET_PC, SET_PC };
 enum { GLOBAL, BUFFER, SCRATCH, LDS };
 enum { VM, DS, STORE, SMEM };
 enum { DONE, TRANSLATE, FAULT, LIMIT };
@@ -589,6 +589,8 @@ static int step(Machine *m, Wave *w, Step *t) {
     case SWAP: swap_halves(m, w, t); break;
     case MATRIX: if (matrix(m, w, t)) return 1; break;
     case DIV_SCALE: div_scale(m, w, t); break;
+    case GET_PC: w->s[t->sdst] = (uint32_t)(pc + 4); w->s[t->sdst + 1] = (uint32_t)(pc + 4 >> 32); break;
+    case SET_PC: set_pc(w, pair(w, t->source)); own = 1; break;
     }
     if (t->kind != ACCESS && t->kind != SCALAR_LOAD && t->kind != TRANSPOSE) pass_on(w, t, pc);
     send(m, w, t);

@@ -27,7 +27,7 @@ KINDS = {
     name: number
     for number, name in enumerate(
         ("UNKNOWN", "JITTED", "SKIP", "BARRIER", "END", "WAIT", "ACCESS", "SCALAR_LOAD", "SHUFFLE", "BPERMUTE",
-         "PERMLANE16", "SWAP", "MATRIX", "DIV_SCALE", "TRANSPOSE")
+         "PERMLANE16", "SWAP", "MATRIX", "DIV_SCALE", "TRANSPOSE", "GET_PC", "SET_PC")
     )
 }  # fmt: skip
 
