@@ -86,18 +86,22 @@ def installed(package):
 
 
 def devices():
-    """The kinds of accelerator that this machine shows: "tpu", "cuda"."""
+    """The kinds of accelerator that this machine shows: "tpu", "cuda", "rocm"."""
     tpu = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")
     smi = shutil.which("nvidia-smi")
     gpu = smi and subprocess.run([smi, "-L"], capture_output=True, text=True).stdout.startswith("GPU")
-    return {kind for kind, there in {"tpu": tpu, "cuda": gpu}.items() if there}
+    return {kind for kind, there in {"tpu": tpu, "cuda": gpu, "rocm": os.path.exists("/dev/kfd")}.items() if there}
 
 
 def advice(shown):
     """What to do about a runtime that shows these kinds of accelerator; None where it is the right one."""
     if "$platform" in shown:
         return None
-    wrong = {"tpu": "a TPU: tpu_colab.ipynb or tpu_kaggle.ipynb is for it", "cuda": "a GPU: gpu_colab.ipynb is for it"}
+    wrong = {
+        "tpu": "a TPU: tpu_colab.ipynb or tpu_kaggle.ipynb is for it",
+        "cuda": "an NVIDIA GPU: gpu_colab.ipynb is for it",
+        "rocm": "an AMD GPU: rocm_gpu.py is for it",
+    }
     others = "".join(f"It has {wrong[kind]}.\n" for kind in sorted(shown))
     return (
         f"This runtime shows no $kind. {others}To have one: $choose, and run all cells again.\n"
@@ -179,7 +183,7 @@ def install():
     return python
 
 
-# %% cuda
+# %% cuda rocm
 # The environment sees the runtime's packages behind its own: torch and triton are there, with the CUDA that they want.
 # (--system-site-packages would show the packages of the system's Python, which need not be this one's.)
 SEE_TOO = """
@@ -191,6 +195,7 @@ HERE_TOO = [path for path in sys.path if path.endswith(("site-packages", "dist-p
 SEEN_TOO = [[str(VENV / "bin" / "python"), "-c", SEE_TOO, *HERE_TOO]]
 
 
+# %% cuda
 def jax_for_gpu():
     """JAX with the CUDA that this machine's driver runs: 13 from driver 580 on."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -200,6 +205,23 @@ def jax_for_gpu():
 
 
 MORE = [jax_for_gpu()]
+
+
+# %% rocm
+# PyTorch for ROCm lies on PyTorch's own index, a folder a release of ROCm, and brings a Triton of its own.
+def rocm():
+    """The release of ROCm that is installed, such as "7.0"; "" where none is found."""
+    files = [Path(root) / ".info" / "version" for root in (os.environ.get("ROCM_PATH", "/opt/rocm"), "/opt/rocm")]
+    found = next((f.read_text() for f in files if f.exists()), "")
+    return ".".join(re.findall("[0-9]+", found)[:2])
+
+
+INDEX = os.environ.get("TORCH_INDEX", f"https://download.pytorch.org/whl/rocm{rocm() or '7.0'}")
+MORE = []
+if "rocm" not in (installed("torch") or ""):  # none here that it could see
+    print(f"PyTorch for ROCm comes from {INDEX} (TORCH_INDEX names another)")
+    to = ["--python", str(VENV / "bin" / "python"), "install", "-q", "--index-url", INDEX, "torch>=2.11"]
+    SEEN_TOO = [[sys.executable, "-m", "pip", *to]]
 
 # %% tpu
 SEEN_TOO, MORE = [], []
@@ -265,7 +287,7 @@ exact = pk.op("attention", backend="reference")(*(np.asarray(a, np.float32) for 
 print("on", out.devices(), "largest difference from the oracle:", np.abs(np.asarray(out, np.float32) - exact).max())
 """
 
-# %% cuda
+# %% cuda rocm
 FIRST = """
 import torch
 import portakern as pk
@@ -292,7 +314,7 @@ if run(PYTHON, "-c", FIRST) != 0:
 # %%
 conformance = f"conformance-$backend-{NAME}.json"
 check = ["--backend", "$backend", "--device", DEVICE, "--max-examples", str(EXAMPLES), "--json", conformance]
-if DEVICE == "cuda":
+if DEVICE in ("cuda", "rocm"):
     check += ["--jobs", str(min(os.cpu_count() or 1, 8))]  # compiling is most of it
 if run(*PORTAKERN, "check", *OPS, *check) != 0:
     FAILED.append("the check")
@@ -308,17 +330,19 @@ times = f"bench-$backend-{NAME}.json"
 bench = ["--backend", "$backend", "--device", DEVICE, "--budget", str(SECONDS), "--json", times, "--plot", "plots"]
 if DEVICE == "cpu":
     bench += ["--against", "$interpreted_peer", "--rounds", "2", "--dtype", "float32", "--no-gradients"]
-if DEVICE != "cuda":
+if DEVICE not in ("cuda", "rocm"):
     bench += ["--jobs", "0"]  # one process owns the device
 if run(*PORTAKERN, "bench", *OPS, *bench) != 0:
     FAILED.append("the benchmark")
 
-# %%
+# %% tpu cuda
 from IPython.display import SVG, display
 
-plots = sorted((WORK / "plots").glob("*.svg"))
-for plot in plots:
+for plot in sorted((WORK / "plots").glob("*.svg")):
     display(SVG(filename=str(plot)))
+
+# %%
+plots = sorted((WORK / "plots").glob("*.svg"))
 print(f"{len(plots)} plots in {WORK / 'plots'}" + ("" if plots else ": what was timed makes no curve"))
 
 # %% [markdown]

@@ -1,11 +1,13 @@
 """Make the notebooks of notebooks/cells.py, which says each cell once for every place where they run.
 
+Of a place whose file is a script, that script runs the cells: rocm_gpu.py.
+
     python notebooks/make.py            # writes what is stale
     python notebooks/make.py --check    # writes nothing; exit status 1 if a notebook is stale or was changed by hand
 
-cells.py is in the percent format: ``# %%`` begins a cell of code, ``# %% [markdown]`` one of text, and a platform
-behind it (``# %% cuda``) one that only the notebooks for that platform have. ``$name`` is a field of :class:`Place`,
-and ``"$wanted"`` the object of that name.
+cells.py is in the percent format: ``# %%`` begins a cell of code, ``# %% [markdown]`` one of text, and platforms
+behind it (``# %% cuda rocm``) one that only what is made for those platforms has. ``$name`` is a field of
+:class:`Place`, and ``"$wanted"`` the object of that name.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class Place:
     """What differs from one notebook to the next: words for readers, and names for code.
 
     Attributes:
-      file: the notebook. title, kind, a_kind, peers, choose, needs, installs, upload, offline, download: words.
+      file: the notebook, or the script.
+      title, kind, a_kind, peers, choose, needs, installs, upload, offline, download: words.
       platform, framework, library, backend: what is measured. interpreted_peer: who it is held against on a CPU.
       extras: of portakern. wanted: package -> its oldest version.
       metadata: of the notebook, as its host reads it.
@@ -116,6 +119,27 @@ PLACES = (
         metadata={"accelerator": "GPU", "colab": {"gpuType": "L4", "provenance": []}},
         **COLAB,
     ),
+    Place(
+        file="rocm_gpu.py",
+        title="an AMD GPU",
+        kind="AMD GPU",
+        a_kind="an AMD GPU",
+        peers="torch's own kernels",
+        choose="a machine with an Instinct or a Radeon, its driver, and you in the groups render and video (/dev/kfd)",
+        needs="torch 2.11 or newer for ROCm, which brings Triton",
+        installs="portakern, and torch for ROCm where this Python has none",
+        upload="or run this from a checkout of it",
+        offline="TORCH_INDEX names another index of torch for ROCm than PyTorch's.",
+        download="send this file, or each of those",
+        platform="rocm",
+        framework="torch",
+        library="torch",
+        backend="triton",
+        interpreted_peer="torch",
+        extras="cli,plots",
+        wanted=CHECKING | {"torch": [2, 11]},
+        metadata={},
+    ),
 )
 
 
@@ -123,19 +147,24 @@ def cells(text: str, platform: str) -> Iterator[tuple[str, str]]:
     """("code" or "markdown", source) of each cell that a platform has."""
     for part in re.split(r"^# %%", text, flags=re.MULTILINE)[1:]:
         head, _, body = part.partition("\n")
-        kind, only = re.fullmatch(r"(?: \[(\w+)\])?(?: (\w+))?", head).groups()  # type: ignore[union-attr]
-        if only in (None, platform):
+        kind, only = re.fullmatch(r"(?: \[(\w+)\])?((?: \w+)*)", head).groups()  # type: ignore[union-attr]
+        if not only or platform in only.split():
             body = re.sub(r"^# ?", "", body, flags=re.MULTILINE) if kind else body
             yield kind or "code", body.strip("\n")
 
 
-def notebook(place: Place, text: str, repository: str) -> dict[str, Any]:
-    """The notebook of a place, in version 4.5 of the format, with no outputs."""
+def filled(place: Place, text: str, repository: str) -> Iterator[tuple[str, str]]:
+    """The cells of a place, with its words."""
     values = {**asdict(place), "repository": repository}
     wanted = repr(values.pop("wanted"))
+    for kind, source in cells(text, place.platform):
+        yield kind, Template(source.replace('"$wanted"', wanted)).substitute(values)
+
+
+def notebook(place: Place, text: str, repository: str) -> dict[str, Any]:
+    """The notebook of a place, in version 4.5 of the format, with no outputs."""
     made = []
-    for i, (kind, source) in enumerate(cells(text, place.platform)):
-        source = Template(source.replace('"$wanted"', wanted)).substitute(values)
+    for i, (kind, source) in enumerate(filled(place, text, repository)):
         cell = {"cell_type": kind, "id": hashlib.sha256(f"{i} {place.file}".encode()).hexdigest()[:8], "metadata": {}}
         code = {"execution_count": None, "outputs": []} if kind == "code" else {}
         made.append({**cell, **code, "source": source.splitlines(keepends=True)})
@@ -144,11 +173,16 @@ def notebook(place: Place, text: str, repository: str) -> dict[str, Any]:
     return {"cells": made, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
 
 
+def source() -> tuple[str, str]:
+    """The text of cells.py, and where the project lives."""
+    text = (HERE / "cells.py").read_text(encoding="utf-8")
+    return text, tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["tool"]["portakern"]["repository"]
+
+
 def notebooks() -> dict[Path, str]:
     """Path -> what stands there."""
-    text = (HERE / "cells.py").read_text(encoding="utf-8")
-    repository = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["tool"]["portakern"]["repository"]
-    made = {HERE / place.file: notebook(place, text, repository) for place in PLACES}
+    text, repository = source()
+    made = {HERE / p.file: notebook(p, text, repository) for p in PLACES if p.file.endswith(".ipynb")}
     return {path: json.dumps(nb, indent=1, ensure_ascii=False) + "\n" for path, nb in made.items()}
 
 

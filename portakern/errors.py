@@ -1,10 +1,8 @@
-"""The three ways a call can fail, so that a caller can tell a wrong call from a missing kernel from a missing
-device.
-"""
+"""The ways a call can fail, so that a caller can tell a wrong call from a missing kernel from a missing device."""
 
 from __future__ import annotations
 
-__all__ = ["SpecError", "UnavailableError", "UnsupportedError"]
+__all__ = ["NotEmulatedError", "SpecError", "UnavailableError", "UnsupportedError"]
 
 
 class SpecError(ValueError, TypeError):
@@ -17,6 +15,11 @@ class SpecError(ValueError, TypeError):
 
 class UnsupportedError(NotImplementedError):
     """The call is right, but this backend cannot serve it; the message says why and what can."""
+
+
+class NotEmulatedError(UnsupportedError):
+    """The call is right and its kernel may be, but what stands in for the hardware lacks something, which the message
+    names. The checker counts it apart from refusals."""
 
 
 class UnavailableError(RuntimeError):

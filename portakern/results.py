@@ -23,6 +23,7 @@ from portakern.files import write_atomically
 
 __all__ = [
     "BENCHMARKS",
+    "EMULATED",
     "HOST_CPU",
     "SCHEMA",
     "Benchmark",
@@ -37,6 +38,8 @@ __all__ = [
 
 SCHEMA = 1
 HOST_CPU = inventory.HOST_CPU
+EMULATED = "emulated on the host"
+"""The device of what ran in an emulator, for hardware that was not there."""
 
 log = logging.getLogger("portakern")
 
@@ -119,7 +122,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         {"op": "text", "subject": "text", "seed": "integer", "examples": "count", "failures": "list",
          "worst": "numbers", "worst_case": "string", **_COUNTS,
          "seconds": "number", "passed": "flag", "asked": "list?", "concessions": "list?", "verdicts": "object?",
-         **_SOURCES},
+         "not_emulated": "integers?", **_SOURCES},
         {"wall_seconds": "number"},
     ),
     "compile-matrix": Benchmark(
@@ -168,6 +171,12 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         {"name": "text", "backend": "text", "op": "text", "what": "text", "small": "flag", "max_error": "number?",
         "error": "text?", "seeds": "object", "flat": "object"},
         {"tasks": "text", "wall_seconds": "number", "summary": "object", "kernels": "list"},
+    ),
+    "machine_faults": Benchmark(
+        ("name",),
+        {"name": "text", "op": "text", "target": "text", "kind": "text", "what": "text", "caught": "flag",
+         "how": "string"},
+        {"wall_seconds": "number"},
     ),
     "sanitizer": Benchmark(("op", "tool"), {"op": "text", "tool": "text", "examples": "count", "errors": "count?",
     "problem": "text?", "seconds": "number"}),

@@ -380,7 +380,7 @@ def test_who_records_or_watches_sees_prepared_launches(by_triton, monkeypatch):
         run(*tensors)
     with launching.recording(lambda *told: seen.append(told)):
         run(*tensors)
-    assert len(seen) == 1 and seen[0][1][3:] == (48, 7, 16, 0.5, True) and len(by_triton) == 1
+    assert len(seen) == 1 and seen[0][1] == 3 and seen[0][2][3:] == (48, 7, 16, 0.5, True) and len(by_triton) == 1
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", lambda metadata: None)
     run(*tensors)
     assert len(by_triton) == 2

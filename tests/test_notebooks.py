@@ -19,6 +19,7 @@ import pytest
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 MAKE = runpy.run_path(str(FOLDER / "make.py"))
 PLACES = {place.file: place for place in MAKE["PLACES"]}
+NOTEBOOKS = [file for file in PLACES if file.endswith(".ipynb")]
 
 
 def code(file: str) -> list[str]:
@@ -52,7 +53,7 @@ def session(monkeypatch, tmp_path):
 
 def test_they_are_what_their_source_says():
     assert MAKE["stale"]() == {}
-    assert {path.name for path in FOLDER.glob("*.ipynb")} == set(PLACES)
+    assert {path.name for path in FOLDER.glob("*.ipynb")} == set(NOTEBOOKS)
 
 
 def test_a_stale_one_is_seen(monkeypatch, tmp_path):
@@ -65,7 +66,7 @@ def test_a_stale_one_is_seen(monkeypatch, tmp_path):
     assert [path.name for path in MAKE["stale"]()] == ["gpu_colab.ipynb"]
 
 
-@pytest.mark.parametrize("file", PLACES)
+@pytest.mark.parametrize("file", NOTEBOOKS)
 def test_they_are_valid_and_hold_no_outputs(file):
     nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed: pip install 'portakern[test]'")
     notebook = nbformat.read(FOLDER / file, as_version=nbformat.NO_CONVERT)
@@ -74,7 +75,7 @@ def test_they_are_valid_and_hold_no_outputs(file):
     assert code(file)[0].startswith('SOURCE = "')
 
 
-@pytest.mark.parametrize("file", PLACES)
+@pytest.mark.parametrize("file", NOTEBOOKS)
 def test_a_runtime_of_another_kind_is_told_apart(file, session, capsys):
     names = session(file)
     place = PLACES[file]
@@ -200,7 +201,7 @@ def test_a_command_that_is_interrupted_leaves_no_process(session, tmp_path):
 
 def test_the_environment_beside_a_gpu_runtime_sees_its_packages_behind_its_own(session, tmp_path):
     names = session("gpu_colab.ipynb", "def lacks", VENV=tmp_path / "venv")
-    exec(cell("gpu_colab.ipynb", "def jax_for_gpu"), names)
+    exec(cell("gpu_colab.ipynb", "SEEN_TOO = "), names)
     python = str(tmp_path / "venv" / "bin" / "python")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
     names["WANTED"].clear()
@@ -213,3 +214,48 @@ def test_the_environment_beside_a_gpu_runtime_sees_its_packages_behind_its_own(s
     path = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
     own = [i for i, p in enumerate(path) if p.startswith(str(tmp_path))]
     assert own and max(own) < min(path.index(p) for p in names["HERE_TOO"] if p in path)
+
+
+# --------------------------------------------------------------------------------------------- the script for AMD GPUs
+
+
+def rocm_cells(**values: object) -> dict[str, object]:
+    """What the cells of rocm_gpu.py leave up to the one that says how to install."""
+    names: dict[str, object] = {"__name__": "__main__"}
+    for kind, text in MAKE["filled"](PLACES["rocm_gpu.py"], *MAKE["source"]()):
+        if kind == "code":
+            exec(compile(text, "cells.py", "exec"), names)
+            names.update(values)
+            if "INDEX = " in text:
+                return names
+    raise AssertionError("no cell says where torch for ROCm comes from")
+
+
+def test_an_amd_gpu_is_seen_by_its_driver(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    real = os.path.exists
+    monkeypatch.setattr("os.path.exists", lambda path: path == "/dev/kfd" or real(path))
+    names = rocm_cells()
+    assert "rocm" in names["devices"]() and names["advice"]({"rocm"}) is None
+    assert "rocm_gpu.py is for it" in session_advice("gpu_colab.ipynb")({"rocm"})
+
+
+def session_advice(file: str):
+    names: dict[str, object] = {"__name__": "__main__"}
+    for text in ("SOURCE = ", "def advice"):
+        exec(compile(cell(file, text), file, "exec"), names)
+    return names["advice"]
+
+
+def test_torch_for_rocm_comes_from_the_index_of_the_release_that_is_here(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".info").mkdir()
+    (tmp_path / ".info" / "version").write_text("6.4.1-83\n")
+    monkeypatch.setenv("ROCM_PATH", str(tmp_path))
+    monkeypatch.delenv("TORCH_INDEX", raising=False)
+    install = rocm_cells(installed=lambda package: None)["SEEN_TOO"][-1]
+    assert install[-2:] == ["https://download.pytorch.org/whl/rocm6.4", "torch>=2.11"]
+    monkeypatch.setenv("TORCH_INDEX", "https://mirror.example/rocm")
+    assert "https://mirror.example/rocm" in rocm_cells(installed=lambda package: "2.11.0+cu130")["SEEN_TOO"][-1]
+    seen = rocm_cells(installed=lambda package: "2.11.0+rocm7.0")["SEEN_TOO"]
+    assert len(seen) == 1 and not any("install" in part for part in seen[0])  # the one that is here is seen

@@ -64,12 +64,12 @@ def survey(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compi
 def _build(impl: Implementation, call: Call, tiling: Mapping[str, int], compile_one: Callable[..., Kernel]) -> Compiled:
     from portakern.backends.triton.launch import recording
 
-    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    launches: list[tuple[Any, int, tuple[Any, ...], dict[str, Any]]] = []
     with recording(lambda *launch: launches.append(launch)):
         impl.run(call, tiling)
     hardware = targets.find(call.target.arch)
     sources: dict[str, list[Any]] = {}
-    for kernel, args, constexprs in launches:
+    for kernel, _, args, constexprs in launches:
         source, options = _specialised(kernel, args, constexprs, hardware)
         sources.setdefault(f"{source.hash()} {sorted((k, str(v)) for k, v in options.items())}", []).append(
             (source, options)

@@ -81,7 +81,7 @@ def launch(kernel: JITFunction[Any], grid: int, call: Call, *args: Any, **conste
         interpreter.run(kernel, grid, *args, **constexprs)
         return None
     if _recorder is not None:
-        _recorder(kernel, args, constexprs)
+        _recorder(kernel, grid, args, constexprs)
         return None
     types = (id(kernel), *constexprs, *map(type, args), *map(type, constexprs.values()))
     return (_launchers.get(types) or _learn(types, kernel, args, constexprs))(grid, *args, **constexprs)
@@ -165,9 +165,9 @@ def make(kernel, grid, call, numbers, constexprs, rest, device, direct, describe
 
 
 @contextmanager
-def recording(recorder: Callable[[JITFunction[Any], tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
-    """While inside, ``recorder(kernel, args, constexprs)`` is told of launches, and none takes place. For a process
-    that only compiles."""
+def recording(recorder: Callable[[JITFunction[Any], int, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
+    """While inside, ``recorder(kernel, grid, args, constexprs)`` is told of compiled launches, and none takes place:
+    for a process that only compiles, and for one that runs them otherwise."""
     global _recorder
     before, _recorder = _recorder, recorder
     try:

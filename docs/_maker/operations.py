@@ -25,7 +25,9 @@ NOMINAL = "the root"
 
 TITLES: Mapping[str, tuple[str, str] | None] = {
     "errors": ("Errors", "conformance"),
+    "emulated": ("AMD machine code in an emulator", "conformance"),
     "faults": ("Planted faults", "mutants"),
+    "machine_faults": ("Faults in machine code", "machine_faults"),
     "speed": ("Speed", "bench"),
     "times": ("Times", "times"),
     "matrix": ("Where it compiles", "compile-matrix"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from pathlib import Path
@@ -16,6 +15,9 @@ from portakern.cli.common import app, check_dtypes, check_writable, err, errors_
 from portakern.core import registry
 from portakern.errors import SpecError
 from portakern.files import cache_folder
+
+Where = tuple[str | None, str | None, str | None]
+"""A platform, a profile, and the architecture that it stands in for."""
 
 
 @app.command()
@@ -39,6 +41,9 @@ def check(
     profile: Annotated[
         str | None, typer.Option(help="A profile that the backend declares, such as a stricter interpreter.")
     ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="What the profile stands in for: gfx942 with --profile emulated.")
+    ] = None,
     promises: Annotated[
         bool,
         typer.Option(help="Hold to what is promised beyond the bounds: bits that stay the same, memory of its own."),
@@ -57,23 +62,23 @@ def check(
     named = backend or [r["backend"] for r in inventory.backends() if r["available"]]
     _check_asked(chosen, named, dtype, json_file)
     errors_only(context)  # that interpreters are slow is said by the table
+    asked: dict[str, Any] = {"device": device, "profile": profile, "target": target, "promises": promises}
     if case is not None:
         if len(chosen) != 1 or len(named) != 1:
             raise SpecError("check --case: name one op and one --backend")
-        again = functools.partial(testing.replay, variant=variant, device=device, profile=profile, promises=promises)
         subjects: list[tuple[str, str, str | None]] = [(chosen[0], named[0], variant)]
-        reports = [again(chosen[0], case, backend=named[0])]
+        reports = [testing.replay(chosen[0], case, backend=named[0], variant=variant, **asked)]
     else:
-        subjects = _subjects(chosen, named, variant, device, every=not (ops and backend))
+        subjects = _subjects(chosen, named, variant, (device, profile, target), every=not (ops and backend))
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=err, transient=True) as bar:
             tasks = {s: bar.add_task("{} on {}, {}".format(*s), total=max_examples) for s in subjects}
             reports = testing.check_all(subjects, jobs, lambda s, cases: bar.advance(tasks[s], cases),
-                                        device=device, dtypes=dtype, only=edge, profile=profile, promises=promises,
-                                        max_examples=max_examples, seed=seed)  # fmt: skip
+                                        **asked, dtypes=dtype, only=edge, max_examples=max_examples,
+                                        seed=seed)  # fmt: skip
     _show_reports(reports)
     if json_file:
-        rows = [r.to_dict() | _measured(*s, device) for r, s in zip(reports, subjects, strict=True)]
+        rows = [r.to_dict() | _measured(*s, (device, profile, target)) for r, s in zip(reports, subjects, strict=True)]
         _write_rows(json_file, rows, round(time.perf_counter() - start, 1))
     if not all(r.passed for r in reports):
         raise typer.Exit(1)
@@ -90,24 +95,26 @@ def _check_asked(ops: list[str], backends: list[str], dtypes: list[str] | None, 
         check_writable("check", json_file)
 
 
-def _measured(op: str, backend: str, variant: str | None, device: str | None) -> dict[str, Any]:
+def _measured(op: str, backend: str, variant: str | None, where: Where) -> dict[str, Any]:
     """What a report is of: the sources that decide it, and the commit."""
     from portakern.testing.subject import backend_subject
 
     b = registry.backend(backend)
-    target = backend_subject(registry.find_spec(op), b, variant, device, None).target
+    target = backend_subject(registry.find_spec(op), b, variant, *where).target
     found = {"backend": backend, "variant": variant, "target": str(target), "commit": sources.commit()}
     return found | {"sources": sources.fingerprint(op, b, variant, target)}
 
 
 def _write_rows(file: Path, rows: list[dict[str, Any]], seconds: float) -> None:
-    ran_on = results.HOST_CPU if all(" on cpu " in r["subject"] for r in rows) else None
+    emulated = [" (emulated)" in r["subject"] for r in rows]
+    on_host = all(" on cpu " in r["subject"] for r in rows)
+    ran_on = results.EMULATED if all(emulated) else results.HOST_CPU if on_host else None
     command = results.command_line("portakern", file)
     results.write(file, results.record("conformance", rows, command=command, device=ran_on, wall_seconds=seconds))
 
 
 def _subjects(
-    ops: list[str], backends: list[str], variant: str | None, device: str | None, every: bool
+    ops: list[str], backends: list[str], variant: str | None, where: Where, every: bool
 ) -> list[tuple[str, str, str | None]]:
     """(op, backend, variant) of all that is to be checked.
 
@@ -120,7 +127,7 @@ def _subjects(
     for op, b in [(op, b) for b in backends for op in ops if not every or any(registry.backend(b).having(op))]:
         of = registry.backend(b)
         try:
-            names = [variant] if variant else testing.backend_variants(registry.find_spec(op), b, device)
+            names = [variant] if variant else testing.backend_variants(registry.find_spec(op), b, *where)
             for family in of.having(op) if not of.auto else ():
                 of.implementation(op, family)
         except Exception as e:  # somebody's module that cannot be imported, say
@@ -153,6 +160,8 @@ def _show_reports(reports: list[Any]) -> None:
         rows,
     )
     for r in reports:
+        for lacking, count in r.not_emulated.most_common():
+            out.print(f"not emulated {count} x {r.op} on {r.subject}: {lacking}", markup=False, highlight=False)
         for reason, count in r.refused.most_common():
             out.print(f"refused {count} x {r.op} on {r.subject}: {reason}", markup=False, highlight=False)
         if r.concessions:

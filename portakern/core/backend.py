@@ -8,7 +8,7 @@ import importlib.util
 import pkgutil
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
@@ -18,7 +18,7 @@ from portakern.core import outputs
 from portakern.core.framework import frameworks
 from portakern.core.observe import say
 from portakern.core.remembered import Remembered, forget
-from portakern.core.targets import Hardware, Target
+from portakern.core.targets import HOST, Hardware, Target, find
 from portakern.errors import SpecError, UnavailableError
 from portakern.spec import Spec, Tile
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from portakern.compiling.build import Compiled
     from portakern.core.call import Call
 
-__all__ = ["Backend", "Compiler", "Family", "Implementation", "Need", "Tiling"]
+__all__ = ["Backend", "Compiler", "Family", "Implementation", "Need", "Profile", "Tiling"]
 
 Tiling = Mapping[str, int]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -97,6 +97,21 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
+class Profile:
+    """A context in which the checker runs a family's kernels.
+
+    Attributes:
+      place: "module:function" of a context manager: of a slower and stricter interpreter, say.
+      targets: architectures of which it stands in for one that is not here; calls on the host's arrays are then
+        compiled
+        for it, and the function takes the target that was named. Empty: kernels run where they run.
+    """
+
+    place: str
+    targets: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Family:
     """A package of op modules, the kernels for one kind of machine. An op that several families of a backend have is
     one op with several variants.
@@ -110,8 +125,7 @@ class Family:
       compiler: the module that compiles its calls for hardware that is not here (see :class:`Compiler`), or None.
       replays: "module:function" that runs a call and learns from it how to serve calls of its form in less time:
         ``(implementation, call, tiling) -> (outputs, arrays by name -> outputs)``, None for what it cannot learn.
-      profiles: name -> "module:function" of a context manager in which the checker runs it, a slower and stricter
-        interpreter, say.
+      profiles: name -> a :class:`Profile`, or its place alone.
     """
 
     package: str
@@ -121,7 +135,7 @@ class Family:
     needs: tuple[Need, ...] = ()
     compiler: str | None = None
     replays: str | None = None
-    profiles: Mapping[str, str] = field(default_factory=dict, hash=False)
+    profiles: Mapping[str, str | Profile] = field(default_factory=dict, hash=False)
 
     @property
     def name(self) -> str:
@@ -229,6 +243,7 @@ class Backend:
         (:func:`portakern.core.registry.peers`).
       auto: it may serve calls that name no backend. The registry says so of portakern's own; everybody else's run when
         named.
+      standing_for: the hardware that the host stands in for, while a profile is on that has targets.
     """
 
     name: str
@@ -243,9 +258,10 @@ class Backend:
     compiles: InitVar[Mapping[str, str | Sequence[str]] | None] = None
     interprets: InitVar[str | None] = None
     compiler: InitVar[str | None] = None
-    profiles: InitVar[Mapping[str, str] | None] = None
+    profiles: InitVar[Mapping[str, str | Profile] | None] = None
     platforms: InitVar[Sequence[str]] = ()
     auto: bool = field(default=False, init=False)
+    standing_for: Target | None = field(default=None, init=False, repr=False)
     _found: dict[tuple[str, str], Implementation] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(
@@ -253,7 +269,7 @@ class Backend:
         compiles: Mapping[str, str | Sequence[str]] | None,
         interprets: str | None,
         compiler: str | None,
-        profiles: Mapping[str, str] | None,
+        profiles: Mapping[str, str | Profile] | None,
         platforms: Sequence[str],
     ) -> None:
         if not isinstance(self.name, str) or not re.fullmatch(r"\w[\w.-]*", self.name):
@@ -352,6 +368,10 @@ class Backend:
         """Whether some family's kernels run on CPU arrays in an interpreter."""
         return any(f.interprets for f in self.families)
 
+    def stands_in(self, target: Target) -> Target:
+        """What calls of a target are served as: a profile may have the host stand in for other hardware."""
+        return self.standing_for if self.standing_for is not None and target == HOST else target
+
     def families_for(self, target: Target, variant: str | None = None) -> tuple[tuple[Family, bool], ...]:
         """(family, interpreted) of what serves a target, most particular first; of the one called ``variant`` alone, if
         it is named.
@@ -412,17 +432,61 @@ class Backend:
                 raise UnavailableError(f"variant {variant!r} of backend {self.name!r} cannot run here: it needs {why}")
             raise SpecError(f"backend {self.name!r} has no variant {variant!r}; expected one of {names}")
 
-    def profile(self, name: str | None) -> AbstractContextManager[Any]:
-        """The context of a profile; None is no profile."""
+    def profile(self, name: str | None, target: str | None = None) -> AbstractContextManager[Any]:
+        """The context of a profile; None is no profile. ``target``: the architecture that it stands in for.
+
+        Raises:
+          SpecError: no such profile, or none for such a target. UnavailableError, as it is entered: it cannot run here.
+        """
+        standing = self.profile_target(name, target)
         if name is None:
             return nullcontext()
-        known = {n: where for f in self.families for n, where in f.profiles.items()}
-        if name not in known:
+        context = _load(self._profiles[name].place)
+        if standing is None:
+            plain: AbstractContextManager[Any] = context()
+            return plain
+        return self._stands_for(standing, context)
+
+    def profile_target(self, name: str | None, target: str | None) -> Target | None:
+        """What a profile stands in for; None: nothing, kernels run where they run."""
+        if name is not None and name not in self._profiles:
             raise SpecError(
-                f"backend {self.name!r} has no profile {name!r}; expected one of {', '.join(known) or '(it has none)'}"
+                f"backend {self.name!r} has no profile {name!r}; "
+                f"expected one of {', '.join(self._profiles) or '(it has none)'}"
             )
-        context: AbstractContextManager[Any] = _load(known[name])()
-        return context
+        known = self._profiles[name].targets if name is not None else ()
+        if target is None and not known:
+            return None
+        if target is None or target not in known:
+            having = [n for n, p in self._profiles.items() if p.targets]
+            what = f"profile {name!r}" if name is not None else "no profile"
+            expected = f"one of {', '.join(known)}" if known else "none"
+            raise SpecError(
+                f"backend {self.name!r} with {what}: target is {target!r}; expected {expected}"
+                + (
+                    f" (a target goes with the profile {' or '.join(map(repr, having))})"
+                    if having and not known
+                    else ""
+                )
+            )
+        return find(target).target
+
+    @functools.cached_property
+    def _profiles(self) -> dict[str, Profile]:
+        known = {n: p for f in self.families for n, p in f.profiles.items()}
+        return {n: p if isinstance(p, Profile) else Profile(p) for n, p in known.items()}
+
+    @contextmanager
+    def _stands_for(self, target: Target, context: Callable[..., AbstractContextManager[Any]]) -> Iterator[None]:
+        before = self.standing_for
+        with context(target):
+            self.standing_for = target
+            forget()  # what was decided for the host's arrays
+            try:
+                yield
+            finally:
+                self.standing_for = before
+                forget()
 
     def unavailable(self) -> str | None:
         """None, or what must be installed before this backend can run."""

@@ -169,6 +169,7 @@ def _nothing_for(b: Backend, target: Target) -> str:
 def find_routes(b: Backend, call: Call, target: Target, variant: str | None = None) -> tuple[Route, ...]:
     """The variants of ``call`` on ``b``, most particular first, or the error that says why there is none."""
     b.check_available()
+    target = b.stands_in(target)
     found: list[Route] = []
     for family, interpret in b.families_for(target, variant):
         impl = b.implementation(call.spec.name, family)

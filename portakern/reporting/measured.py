@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,16 @@ from typing import Any
 from portakern.reporting.kept import Kept, set_of, source
 from portakern.reporting.markdown import NONE, table
 from portakern.reporting.staleness import STALE, changed, footnote
-from portakern.results import HOST_CPU, Result
+from portakern.results import EMULATED, HOST_CPU, Result
 
-__all__ = ["errors", "faults", "found", "launch", "soundness", "times"]
+__all__ = ["emulated", "errors", "faults", "found", "launch", "machine_faults", "soundness", "times"]
 
 Row = Mapping[str, Any]
 
 
 def errors(kept: Kept) -> str:
     """Each op's and output's worst error as a fraction of its bound, a column for everything that the checker ran."""
-    rows = kept.rows("conformance")
+    rows = [(row, r) for row, r in kept.rows("conformance") if r.device != EMULATED]
     if not rows:
         return (
             "No conformance run is kept yet: `portakern check --backend NAME --json FILE`, and `portakern report "
@@ -45,6 +46,67 @@ def errors(kept: Kept) -> str:
     changes = footnote((row for row, _ in rows), kept.root)
     text = [table(["op", "output", *heads], lines, words=2), changes, "\n".join(notes), source(r for _, r in rows)]
     return "\n\n".join(t for t in text if t)
+
+
+def emulated(kept: Kept) -> str:
+    """What the checker found of machine code that an emulator executed, a line an op and architecture."""
+    rows = [(row, r) for row, r in kept.rows("conformance") if r.device == EMULATED]
+    if not rows:
+        return (
+            "Nothing was emulated yet: `python benchmarks/emulated.py --json FILE`, and `portakern report --add FILE`."
+        )
+    dtypes = list(dict.fromkeys(_parts(cell)[0] for row, _ in rows for cell in row["cells"]))
+    lines = []
+    for row, _ in sorted(rows, key=lambda x: (x[0]["op"], str(x[0]["target"]))):
+        by_dtype = Counter(dict.fromkeys(dtypes, 0))
+        default = 0
+        for cell, count in row["cells"].items():
+            by_dtype[_parts(cell)[0]] += count
+            default += count * (_parts(cell)[-1] == "default")
+        worst = f"{max(row['worst'].values(), default=0.0):.3f}" + STALE * changed(row, kept.root)
+        lacking = sum((row.get("not_emulated") or {}).values())
+        lines.append(
+            [f"`{row['op']}`", str(row["target"]).split()[-1], *(str(by_dtype[d]) for d in dtypes), str(default),
+             str(sum(row["laws"].values())), worst if row["passed"] else f"**failed**, {worst}", str(lacking),
+             f"{row['seconds']:.0f}"]
+        )  # fmt: skip
+    heads = ["op", "architecture", *dtypes, "of them in the default tiling", "laws", "worst error", "not emulated", "s"]
+    reasons: Counter[str] = Counter()
+    for row, _ in rows:
+        reasons.update(row.get("not_emulated") or {})
+    said = [f"- not emulated, {n} times: {reason}" for reason, n in reasons.most_common()]
+    total = f"- all: {_count(row for row, _ in rows)}"
+    changes = footnote((row for row, _ in rows), kept.root)
+    text = [table(heads, lines, words=2), changes, "\n".join([total, *said]), source(r for _, r in rows)]
+    return "\n\n".join(t for t in text if t)
+
+
+def _parts(cell: str) -> list[str]:
+    return cell.split(" | ")
+
+
+def machine_faults(kept: Kept) -> str:
+    """Faults planted in compiled kernels, a line an op and architecture: how many of each kind were seen."""
+    rows = kept.rows("machine_faults")
+    if not rows:
+        return (
+            "No faults were planted in machine code yet: `python -m tests.mutants.machine_code --json FILE`, and "
+            "`portakern report --add FILE`."
+        )
+    kinds = list(dict.fromkeys(row["kind"] for row, _ in rows))
+    groups = sorted({(row["op"], row["target"]) for row, _ in rows})
+    lines = []
+    for op, target in groups:
+        mine = [row for row, _ in rows if (row["op"], row["target"]) == (op, target)]
+        lines.append([f"`{op}`", target, *(_seen([r for r in mine if r["kind"] == k]) for k in kinds)])
+    lines.append(["**all**", "", *(_seen([row for row, _ in rows if row["kind"] == k]) for k in kinds)])
+    how = Counter(row["how"] for row, _ in rows if row["caught"])
+    told = "Seen as: " + ", ".join(f"{what} {n}" for what, n in how.most_common()) + "."
+    return "\n\n".join([table(["op", "architecture", *kinds], lines), told, source(r for _, r in rows)])
+
+
+def _seen(rows: Sequence[Row]) -> str:
+    return f"{sum(r['caught'] for r in rows)} of {len(rows)}" if rows else NONE
 
 
 def _worst(row: Row | None, output: str, root: Path) -> str:

@@ -26,12 +26,13 @@ SUBJECT = re.compile(
     r"(?:, variant (?P<variant>\w+))?(?:, profile (?P<profile>[\w-]+))?"
 )
 """How :class:`portakern.testing.subject.Subject` calls what it checks."""
-COLUMNS = ("machines", "kernels", "compiled", "interpreted", "simulated", "run there", "timed there")
+COLUMNS = ("machines", "kernels", "compiled", "interpreted", "simulated", "emulated", "run there", "timed there")
 NO = "no"
 NOTES = (
     f"Counted from {link('benchmarks/results')}; gradients are ops too. Compiled: ahead of time, each op's typical "
-    "call, for so many architectures. Interpreted, simulated (in a stricter interpreter; neither needs a device) and "
-    "run: every element of every drawn case was held to an error bound that is derived from rounding. "
+    "call, for so many architectures. Interpreted, simulated (in a stricter interpreter), emulated (machine code, executed "
+    f"in an emulator, {link('docs/how-to/amd-and-intel.md', 'not on hardware')}) and run: every element of every drawn "
+    "case was held to an error bound that is derived from rounding. "
     f'"{NO}" where no kept result says so.'
 )
 
@@ -84,6 +85,7 @@ def reach(kept: Kept) -> str:
                     _compiled([r for r in built if r["backend"] == b.name and _platform(r["target"]) == platform], ops),
                     _checked([r for r in off if r.how == "interpreted" and not r.profile], ops),
                     _checked([r for r in (*off, *here) if r.profile], ops),
+                    _checked([r for r in found if r.how == "emulated" and _meets(r, b, platform)], ops),
                     _checked([r for r in here if not r.profile], ops),
                     _timed([x for x in timed if x[0]["backend"] == b.name and _of(x[0], platform)], ops, kept.root),
                 ]
@@ -106,6 +108,10 @@ def _meant_for(r: Ran, b: Backend, platform: str) -> bool:
     """Whether what ran on a CPU are the kernels that a platform gets compiled."""
     own = [f for f in b.families if r.variant in (None, f.name) and f.interprets]
     return r.target.platform == "cpu" and any(platform in f.platforms for f in own)
+
+
+def _meets(r: Ran, b: Backend, platform: str) -> bool:
+    return r.backend == b.name and r.target.platform == platform
 
 
 def _share(names: Iterable[str], ops: int) -> str:

@@ -14,7 +14,7 @@ from portakern.core.binder import bind
 from portakern.core.call import Call
 from portakern.core.framework import Framework
 from portakern.core.oracle import as_float64, broken_rule
-from portakern.errors import UnsupportedError
+from portakern.errors import NotEmulatedError, UnsupportedError
 from portakern.spec import Spec
 from portakern.spec.dtypes import DTYPES, numpy_dtype
 from portakern.testing.cases import Case, generators
@@ -212,6 +212,9 @@ def run_case(subject: Subject, case: Case, report: Report, excused: Collection[s
     try:
         with fw.poisoned():
             got = trial.called()
+    except NotEmulatedError as e:
+        report.refuse(e)
+        return
     except UnsupportedError as e:
         if not subject.accepts(str(e)):
             raise Broken(f"refused, and the backend does not declare it among its refusals: {e}") from e

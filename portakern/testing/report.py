@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from portakern.errors import NotEmulatedError
 from portakern.testing.cases import Case
 from portakern.testing.verdict import KINDS
 
@@ -42,6 +43,7 @@ class Report:
       worst_case: the case that reached it.
       refused: reason -> number of cases refused with it, all of them declared by the backend (an undeclared refusal is
         a failure).
+      not_emulated: what stands in for the hardware lacks -> number of cases and laws that it ended.
       tilings_refused: reason -> number of drawn tilings that were not legal for their case, which then ran with the
         default.
       cells: "dtype | regime | edge | tiling" -> number of compared cases.
@@ -57,6 +59,7 @@ class Report:
     worst: dict[str, float] = field(default_factory=dict)
     worst_case: str = ""
     refused: Counter[str] = field(default_factory=Counter)
+    not_emulated: Counter[str] = field(default_factory=Counter)
     tilings_refused: Counter[str] = field(default_factory=Counter)
     cells: Counter[str] = field(default_factory=Counter)
     layouts: Counter[str] = field(default_factory=Counter)
@@ -67,8 +70,9 @@ class Report:
     concessions: tuple[str, ...] = ()
 
     def refuse(self, error: Exception) -> None:
-        """Count a refusal that is declared."""
-        self.refused[str(error).partition("cannot: ")[2] or str(error)] += 1
+        """Count a refusal that is declared, or a case that an emulator cannot run."""
+        counted = self.not_emulated if isinstance(error, NotEmulatedError) else self.refused
+        counted[str(error).partition("cannot: ")[2] or str(error)] += 1
 
     @property
     def passed(self) -> bool:
@@ -103,7 +107,8 @@ class Report:
         worse = max(other.worst.values(), default=0.0) > max(self.worst.values(), default=0.0)
         subject = self.subject if other.subject in self.subject else f"{self.subject}; {other.subject}"
         sums = (
-            "examples", "failures", "refused", "tilings_refused", "cells", "layouts", "edges", "laws", "seconds",
+            "examples", "failures", "refused", "not_emulated", "tilings_refused", "cells", "layouts", "edges", "laws",
+            "seconds",
         )  # fmt: skip
         return Report(
             self.op,

@@ -14,7 +14,7 @@ from hypothesis.errors import Unsatisfiable
 
 from portakern.core import registry
 from portakern.core.backend import Backend
-from portakern.errors import SpecError, UnsupportedError
+from portakern.errors import NotEmulatedError, SpecError, UnsupportedError
 from portakern.spec import Edge, Spec
 from portakern.spec.options import shown
 from portakern.testing import printed
@@ -31,6 +31,7 @@ __all__ = ["Failure", "Report", "check", "replay"]
 
 EDGE_EXAMPLES = 5
 FILL = 2**20  # elements of an array that keeps a large GPU busy
+EMULATED = Limits(elements=2048, flops=5e5, tile_volume=2**13)
 FREE_RUN = 25  # free cases that one run of Hypothesis draws: parts of a check that may go to different processes
 
 
@@ -48,6 +49,7 @@ def check(
     seed: int = 0,
     limits: Limits | None = None,
     profile: str | None = None,
+    target: str | None = None,
     promises: bool = True,
     concessions: Collection[str] = (),
     options: Mapping[str, Any] | None = None,
@@ -77,9 +79,11 @@ def check(
       dtypes: restrict the op's dtype to these.
       only: visit these edges and no others (see :func:`portakern.testing.edges`), with all the examples.
       max_examples: number of cases; seed: which ones.
-      limits: sizes of the cases, and which arguments may be drawn; None: small ones, and where kernels are compiled for
+      limits: sizes of the cases, and which arguments may be drawn; None: small ones, smaller where hardware is
+        emulated; where kernels are compiled for
         an accelerator a third of the cases fill it (``Limits.fill``), and are compared with the oracle in part.
       profile: a profile that the backend declares (``Backend.profiles``), such as a stricter interpreter.
+      target: the architecture that the profile stands in for, where it stands in for hardware that is not here.
       promises: False for a kernel that never made them: bounds and edges alone are held to.
       concessions: what else is not asked, and then stands in ``report.concessions``: "one_dtype", no array is float32
         beside 16-bit ones; "no_empty", no extent is 0.
@@ -100,17 +104,17 @@ def check(
     spec = registry.find_spec(op) if isinstance(op, str) else op
     if not hasattr(seed, "__index__") or seed < 0:
         raise SpecError(f"check({spec.name!r}): seed is {seed!r}; expected a whole number >= 0")
-    several = () if backend is None or variant is not None else backend_variants(spec, backend, device)
+    several = () if backend is None or variant is not None else backend_variants(spec, backend, device, profile, target)
     if len(several) > 1:
         every = functools.partial(
             check, op, backend=backend, device=device, dtypes=dtypes, only=only, max_examples=max_examples, seed=seed,
-            limits=limits, profile=profile, promises=promises, concessions=concessions, options=options,
+            limits=limits, profile=profile, target=target, promises=promises, concessions=concessions, options=options,
             shrink=shrink, shard=shard, progress=progress,
         )  # fmt: skip
         return functools.reduce(Report.merge, (every(variant=name) for name in several))
-    subject = _subject(spec, backend, variant, fn, framework, device, profile)
-    compiled = not subject.interpret and subject.target.platform != "cpu"
-    limits = limits or Limits(fill=FILL if compiled else 0)
+    subject = _subject(spec, backend, variant, fn, framework, device, profile, target)
+    compiled = not (subject.interpret or subject.emulated) and subject.target.platform != "cpu"
+    limits = limits or (EMULATED if subject.emulated else Limits(fill=FILL if compiled else 0))
     limits = replace(
         limits,
         dtypes=tuple(dtypes or limits.dtypes),
@@ -200,6 +204,9 @@ class _Work:
             else:
                 run_case(self.subject, case, self.report, self.excused)
         except NotTaken:
+            return None
+        except NotEmulatedError as e:
+            self.report.refuse(e)
             return None
         except Exception as e:
             if isinstance(case, LawCase) and isinstance(e, UnsupportedError) and self.subject.accepts(str(e)):
@@ -322,11 +329,12 @@ def replay(
     framework: str = "numpy",
     device: str | None = None,
     profile: str | None = None,
+    target: str | None = None,
     promises: bool = True,
 ) -> Report:
     """Run one case of a failure again; arguments as for :func:`check`."""
     spec = registry.find_spec(op) if isinstance(op, str) else op
-    subject = _subject(spec, backend, variant, fn, framework, device, profile)
+    subject = _subject(spec, backend, variant, fn, framework, device, profile, target)
     if isinstance(case, str):
         case = printed.read(spec, case)
     asked = _asked(promises)
@@ -351,12 +359,13 @@ def _subject(
     framework: str,
     device: str | None,
     profile: str | None,
+    target: str | None,
 ) -> Subject:
     if (backend is None) == (fn is None):
         raise SpecError(f"check({spec.name!r}): pass either backend= or fn=, one of the two")
     if backend is not None:
-        return backend_subject(spec, backend, variant, device, profile)
-    for name, value in (("profile", profile), ("variant", variant)):
+        return backend_subject(spec, backend, variant, device, profile, target)
+    for name, value in (("profile", profile), ("variant", variant), ("target", target)):
         if value is not None:
             raise SpecError(
                 f"check({spec.name!r}): {name} is {value!r}; a function has none, only a backend: pass backend="

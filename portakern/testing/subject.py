@@ -16,7 +16,7 @@ from portakern.core.backend import Backend, Implementation
 from portakern.core.call import Call
 from portakern.core.framework import Framework, frameworks
 from portakern.core.route import to_framework
-from portakern.core.targets import Target
+from portakern.core.targets import HOST, Target
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.spec import Spec, Tile
 from portakern.testing.cases import Case
@@ -42,6 +42,7 @@ class Subject:
       reproduce: ``reproduce(case)``, a line that runs a case again: for a shell, or for Python where a new process
         would not find what is checked.
       name: for people.
+      emulated: whether the host stands in for the target.
     """
 
     spec: Spec[Any]
@@ -59,41 +60,56 @@ class Subject:
     name: str
     always: frozenset[str] = frozenset()
     lawful: bool = True
+    emulated: bool = False
 
 
-def backend_variants(spec: Spec[Any], backend: str | Backend, device: str | None = None) -> tuple[str, ...]:
-    """The variants of an op on a backend that run on the best device here that it serves, or on ``device`` (a
-    platform).
+def backend_variants(
+    spec: Spec[Any],
+    backend: str | Backend,
+    device: str | None = None,
+    profile: str | None = None,
+    arch: str | None = None,
+) -> tuple[str, ...]:
+    """The variants of an op on a backend that run on the best device here that it serves, on ``device`` (a platform),
+    or on what a profile stands in for.
 
     Raises:
       UnavailableError: the backend serves no such device here. UnsupportedError: it has no such op there.
     """
     b = registry.backend(backend)
-    _, target = _place(b, device)
+    _, target = _place(b, device, b.profile_target(profile, arch))
     names = [f.name for f, _ in b.families_for(target) if b.where(spec.name, f) is not None]
     if not names:
         raise UnsupportedError(f"backend {b.name!r} has no {spec.name}")
     return tuple(names)
 
 
-def _place(b: Backend, device: str | None) -> tuple[Any, Target]:
-    """The device that a backend's kernels are checked on, and what it is."""
+def _place(b: Backend, device: str | None, standing_for: Target | None = None) -> tuple[Any, Target]:
+    """The device that a backend's kernels are checked on, and what it is, or what the host stands in for."""
     b.check_available()
     fw = frameworks()[b.framework]
     fw.load()
     for d in fw.devices():
         target = fw.target(d)
-        if b.families_for(target) and device in (None, target.platform):
+        if standing_for is not None:
+            if target == HOST and device in (None, HOST.platform):
+                return d, standing_for
+        elif b.families_for(target) and device in (None, target.platform):
             return d, target
     here = ", ".join(str(fw.target(d)) for d in fw.devices())
     raise UnavailableError(f"backend {b.name!r} serves no {device or 'device'} here; devices of {fw.name}: {here}")
 
 
 def backend_subject(
-    spec: Spec[Any], backend: str | Backend, variant: str | None, device: str | None, profile: str | None
+    spec: Spec[Any],
+    backend: str | Backend,
+    variant: str | None,
+    device: str | None,
+    profile: str | None,
+    arch: str | None = None,
 ) -> Subject:
     """``spec`` on a backend, on the best device here that it serves, or on ``device`` (a platform), in a profile of the
-    backend.
+    backend. ``arch``: what the profile stands in for.
 
     ``variant``: the one to check; None: the first that runs there. What a variant refuses and a later one takes is no
       failure of its.
@@ -102,7 +118,8 @@ def backend_subject(
     if variant is not None:
         b.check_variant(variant)
     fw = frameworks()[b.framework]
-    found, target = _place(b, device)
+    standing_for = b.profile_target(profile, arch)
+    found, target = _place(b, device, standing_for)
     homes = [(f, i) for f, i in b.families_for(target, variant) if b.where(spec.name, f) is not None]
     if not homes:
         raise UnsupportedError(
@@ -111,10 +128,10 @@ def backend_subject(
     family, interpret = homes[0]
     impl = b.implementation(spec.name, family)
     assert impl is not None
-    every = backend_variants(spec, b, target.platform) if len(b.families) > 1 else (family.name,)
+    every = backend_variants(spec, b, device, profile, arch) if len(b.families) > 1 else (family.name,)
     others_follow = family.name in every[:-1]
     named = family.name if len(b.families) > 1 else None
-    how = "oracle" if b.oracle else "interpreted" if interpret else "compiled"
+    how = "emulated" if standing_for else "oracle" if b.oracle else "interpreted" if interpret else "compiled"
     return Subject(
         spec, fw, found, target, interpret,
         run=lambda tiling: op(spec, backend=b, variant=named, tiling=tiling),
@@ -122,12 +139,13 @@ def backend_subject(
         tiles={} if b.oracle else {**spec.tiling, **impl.knobs},
         arguments=None if impl.takes is None else impl.takes(spec) | {"wants"},
         accepts=lambda text: others_follow or any(re.search(pattern, text) for pattern in b.refusals),
-        context=lambda: b.profile(profile),
-        reproduce=_backend_line(spec, b, {"variant": named, "device": device, "profile": profile}),
+        context=lambda: b.profile(profile, arch),
+        reproduce=_backend_line(spec, b, {"variant": named, "device": device, "profile": profile, "target": arch}),
         name=f"{b.name} on {target} ({how})"
         + (f", variant {named}" if named else "")
         + (f", profile {profile}" if profile else ""),
         lawful=not b.peer,
+        emulated=standing_for is not None,
     )  # fmt: skip
 
 

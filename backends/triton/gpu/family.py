@@ -1,11 +1,16 @@
 """What the kernels of this folder are for."""
 
-from portakern.core.backend import Family
+from portakern.core.backend import Family, Profile
 
 FAMILY = Family(
     "portakern.backends.triton.gpu",
     platforms=("cuda", "rocm"),
     interprets=True,
     compiler="portakern.backends.triton.compiler",
+    profiles={
+        "emulated": Profile(
+            "portakern.backends.triton.emulator.profile:emulated", ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
+        )
+    },
     replays="portakern.backends.triton.replay:learn",
 )
