@@ -30,9 +30,9 @@ COLUMNS = ("machines", "kernels", "compiled", "interpreted", "simulated", "emula
 NO = "no"
 NOTES = (
     f"Counted from {link('benchmarks/results')}; gradients are ops too. Compiled: ahead of time, each op's typical "
-    "call, for so many architectures. Interpreted, simulated (in a stricter interpreter), emulated (machine code, executed "
-    f"in an emulator, {link('docs/how-to/amd-and-intel.md', 'not on hardware')}) and run: every element of every drawn "
-    "case was held to an error bound that is derived from rounding. "
+    "call, for so many architectures. Interpreted, simulated (in a stricter interpreter), emulated (machine "
+    "code, executed in an emulator, [not on hardware](docs/how-to/amd-and-intel.md#without-the-hardware)) and run: every "
+    "element of every drawn case was held to an error bound that is derived from rounding. "
     f'"{NO}" where no kept result says so.'
 )
 
@@ -74,7 +74,7 @@ def reach(kept: Kept) -> str:
     body = []
     for platform, machines in MACHINES.items():
         for b in registry.backends().values():
-            if not b.auto or b.oracle or platform not in b.compiled_platforms():
+            if not b.auto or b.oracle or platform not in _written_for(b):
                 continue
             off = [r for r in found if r.backend == b.name and _meant_for(r, b, platform)]
             here = [r for r in found if r.backend == b.name and r.target.platform == platform and r.how == "compiled"]
@@ -96,6 +96,11 @@ def reach(kept: Kept) -> str:
     return "\n\n".join([shown, *([AGED] if STALE in shown else []), there + NOTES])
 
 
+def _written_for(b: Backend) -> set[str]:
+    """The platforms that a backend's kernels are compiled for, whether or not they are there in this installation."""
+    return {p for f in b.declared for p in f.platforms if f.compiler}
+
+
 def _platform(target: str) -> str | None:
     return targets.HARDWARE[target].platform if target in targets.HARDWARE else None
 
@@ -105,8 +110,9 @@ def _of(row: Row, platform: str) -> bool:
 
 
 def _meant_for(r: Ran, b: Backend, platform: str) -> bool:
-    """Whether what ran on a CPU are the kernels that a platform gets compiled."""
-    own = [f for f in b.families if r.variant in (None, f.name) and f.interprets]
+    """Whether what ran on a CPU are the kernels that a platform gets compiled. Checks of before there were variants were
+    of the last family, the one for all architectures."""
+    own = [f for f in b.declared if (r.variant or b.declared[-1].name) == f.name and f.interprets]
     return r.target.platform == "cpu" and any(platform in f.platforms for f in own)
 
 
