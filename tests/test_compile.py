@@ -232,7 +232,8 @@ def test_the_report_says_why_matrix_instructions_wait():
     from portakern.backends.triton.compiler import serialised_products
 
     log = (
-        "ptxas info    : (C7514) Potential Performance Loss: wgmma.mma_async instructions are serialized due to non wgmma "
+        "ptxas info    : (C7514) Potential Performance Loss: wgmma.mma_async instructions are serialized due to "
+        "non wgmma "
         "instructions reading accumulator registers of  a wgmma between start and end of the pipeline stage in the "
         "function 'k' in line 0\nptxas info    : 0 bytes gmem\nptxas info    : Used 70 registers, used 0 barriers\n"
     )

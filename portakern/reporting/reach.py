@@ -31,8 +31,8 @@ NO = "no"
 NOTES = (
     f"Counted from {link('benchmarks/results')}; gradients are ops too. Compiled: ahead of time, each op's typical "
     "call, for so many architectures. Interpreted, simulated (in a stricter interpreter), emulated (machine "
-    "code, executed in an emulator, [not on hardware](docs/how-to/amd-and-intel.md#without-the-hardware)) and run: every "
-    "element of every drawn case was held to an error bound that is derived from rounding. "
+    "code, executed in an emulator, [not on hardware](docs/how-to/amd-and-intel.md#without-the-hardware)) and run: "
+    "every element of every drawn case was held to an error bound that is derived from rounding. "
     f'"{NO}" where no kept result says so.'
 )
 
@@ -110,8 +110,8 @@ def _of(row: Row, platform: str) -> bool:
 
 
 def _meant_for(r: Ran, b: Backend, platform: str) -> bool:
-    """Whether what ran on a CPU are the kernels that a platform gets compiled. Checks of before there were variants were
-    of the last family, the one for all architectures."""
+    """Whether what ran on a CPU are the kernels that a platform gets compiled. Checks of before there were variants
+    were of the last family, the one for all architectures."""
     own = [f for f in b.declared if (r.variant or b.declared[-1].name) == f.name and f.interprets]
     return r.target.platform == "cpu" and any(platform in f.platforms for f in own)
 

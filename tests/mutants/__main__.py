@@ -122,13 +122,8 @@ def main() -> int:
     parser.add_argument("--examples", type=int, default=200)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--only", nargs="+", default=[""], help="faults whose name holds one of these")
-    parser.add_argument(
-        "--flat-seeds",
-        type=int,
-        nargs="*",
-        default=[0],
-        help="seeds of the comparison with a flat tolerance; none leaves it out",
-    )
+    flat = "seeds of the comparison with a flat tolerance; none leaves it out"
+    parser.add_argument("--flat-seeds", type=int, nargs="*", default=[0], help=flat)
     parser.add_argument("--timeout", type=float, default=1800, help="seconds a task may take")
     parser.add_argument("--json", type=Path)
     parser.add_argument(

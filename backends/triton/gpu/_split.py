@@ -31,8 +31,8 @@ ENOUGH = 1024  # programs that occupy a GPU by themselves
 def merge(whole, part, rate):
     """The state of all keys, from the states (acc, l, m) of those so far and of those that follow them.
 
-    A part that holds no key changes nothing. The fused operations are written out: which product of two a compiler fuses
-    with their sum is its choice, and another kernel's might be another one.
+    A part that holds no key changes nothing. The fused operations are written out: which product of two a compiler
+    fuses with their sum is its choice, and another kernel's might be another one.
     """
     acc, l, m = whole
     acc_part, l_part, m_part = part
@@ -90,8 +90,8 @@ def chunks_of_a_tile(call: Call, chunk: int, queries: int) -> int:
 
 
 def worth_spreading(call: Call, programs: int, chunks: int) -> bool:
-    """Whether each chunk shall have a program: where there are few programs otherwise, and what they write down of their
-    parts is little beside the keys and values that they read."""
+    """Whether each chunk shall have a program: where there are few programs otherwise, and what they write down of
+    their parts is little beside the keys and values that they read."""
     dims = call.dims
     size = 2 if call.dtype in ("float16", "bfloat16") else 4
     written = dims["group"] * dims["q_len"] * chunks * dims["dv"] * 4

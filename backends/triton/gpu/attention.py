@@ -233,8 +233,8 @@ def nothing(plan: tl.constexpr):
 
 @triton.jit
 def store_rows(o, lse, state, at_o, at_lse, ok, unit, dv, block_dv: tl.constexpr):
-    """Rows of o, and of lse unless that is None, from the state of all their keys. ``at_o``, ``at_lse``: where they are,
-    in rows of o and in elements of lse, as columns."""
+    """Rows of o, and of lse unless that is None, from the state of all their keys. ``at_o``, ``at_lse``: where they
+    are, in rows of o and in elements of lse, as columns."""
     acc, l, m = state
     ddv = tl.arange(0, block_dv)[None, :]
     out = acc * (1.0 / tl.where(l == 0.0, 1.0, l))[:, None]  # l = 0: every key masked, and acc is 0 too
@@ -433,9 +433,9 @@ def rows_plan(call: Call, tiling: Mapping[str, int]) -> tuple[Plan, dict[str, in
     """How a tile's rows are chosen and computed, and what the compiler is told.
 
     A head whose queries do not fill a tile shares it with the other heads of its group; rows that are few altogether
-    take a tile of ``few_q``, with ``few_stages`` of keys on their way, or as many as there is room for. None of it moves
-    a bit of a row where a row of scores lies in as many lanes either way, which is why ``few_q`` stands in rows of
-    tables and has no formula.
+    take a tile of ``few_q``, with ``few_stages`` of keys on their way, or as many as there is room for. None of it
+    moves a bit of a row where a row of scores lies in as many lanes either way, which is why ``few_q`` stands in rows
+    of tables and has no formula.
     """
     dims, block_q, warps, stages = call.dims, tiling["block_q"], tiling["num_warps"], tiling["num_stages"]
     packed = dims["group"] > 1 and dims["q_len"] < block_q

@@ -76,9 +76,9 @@ def tile_rows(n: int, arch: str, pairs: bool = False) -> dict[str, int]:
     blocks that half of a multiprocessor's threads hold (H100, n = 131072: 74 us in blocks of 16384, 82 in blocks of
     8192; n = 21775, which is not aligned: 76 us in blocks of 4096, 121 in blocks of 8192).
 
-    ``pairs``: two rows of 2049 to 16384 elements that are not aligned a program. Norms gain by it (H100, 4928 x 4041: 42
-    us, 50 one at a time; 2304 x 10186: 67 and 76; 192 x 14500: 12.7 and 13.4), softmax loses (641 x 6926: 18 and 13).
-    """
+    ``pairs``: two rows of 2049 to 16384 elements that are not aligned a program. Norms gain by it (H100, 4928 x 4041:
+    42 us, 50 one at a time; 2304 x 10186: 67 and 76; 192 x 14500: 12.7 and 13.4), softmax loses (641 x 6926: 18 and
+    13)."""
     whole, width = pow2_at_least(n, 128), lanes(arch)
     if n % 8:
         block_n, elements = (whole, 32) if whole <= 16384 else (4096, 16)

@@ -44,8 +44,8 @@ class Plan(NamedTuple):
     """What the kernel is compiled for.
 
     ``consumers`` groups of 64 queries; tiles of block_kv keys, of block_d and block_dv columns, ``stages`` of them on
-    their way; whether keys come in chunks; whether o leaves by way of the memory of q; registers of a consumer's threads.
-    """
+    their way; whether keys come in chunks; whether o leaves by way of the memory of q; registers of a consumer's
+    threads."""
 
     consumers: int
     block_kv: int
@@ -74,8 +74,8 @@ class Work(NamedTuple):
 
 @gluon.jit
 def tile_at(index, work, right):
-    """(first tile of queries, batch entry and head as one number) of a tile. Where the last queries see most keys, their
-    tiles come first."""
+    """(first tile of queries, batch entry and head as one number) of a tile. Where the last queries see most keys,
+    their tiles come first."""
     section = index // (work.together * work.tiles_q)
     rest = index - section * (work.together * work.tiles_q)
     width = gl.minimum(work.together, work.all_heads - section * work.together)
@@ -166,6 +166,36 @@ def merge(whole, acc_part, l_part, m_part, rate, row: gl.constexpr):
 
 
 @gluon.jit
+def at_border(opens, whole, acc, l, m, alpha, opened, start, scores, row_s: gl.constexpr, row_o: gl.constexpr):
+    """(whole, acc, first key of the chunk): a chunk that is done (``opens``: the next one has begun) is merged into the
+    whole, and its accumulator not set back, since the next product writes it anew; else the accumulator is scaled."""
+    if opens:
+        whole = merge(whole, acc, gl.convert_layout(gl.sum(l, 1), row_s), m, scores.rate, row_o)
+        opened = start
+    else:
+        acc = acc * gl.convert_layout(alpha, row_o)[:, None]
+    return whole, acc, opened
+
+
+@gluon.jit
+def first_dots(
+    turn, unit, q, k_tiles, full, empty, mine, theirs, GROUP: gl.constexpr, plan: gl.constexpr, mma_s: gl.constexpr
+):
+    """The products of queries and the first tile of keys, with nothing beside them."""
+    zeros = gl.zeros([ROWS, plan.block_kv], gl.float32, mma_s)
+    stage = unit % plan.stages
+    mbarrier.wait(full.index(stage), (unit // plan.stages) & 1)
+    if plan.consumers == 2:
+        mbarrier.wait(mine, (turn & 1) ^ (1 if GROUP == 0 else 0))
+    dots = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if plan.consumers == 2:
+        mbarrier.arrive(theirs, count=1)
+    s = warpgroup_mma_wait(0, deps=[dots])
+    mbarrier.arrive(empty.index(stage), count=1)
+    return s
+
+
+@gluon.jit
 def attend(
     turn, unit, first, last, q, k_tiles, v_tiles, full, empty, mine, theirs, limits, all_lo, all_hi, scores, chunk,
     GROUP: gl.constexpr, plan: gl.constexpr,
@@ -177,24 +207,16 @@ def attend(
     row_s: gl.constexpr = gl.SliceLayout(1, mma_s)
     row_o: gl.constexpr = gl.SliceLayout(1, mma_o)
     block: gl.constexpr = plan.block_kv
-    block_dv: gl.constexpr = plan.block_dv
     stages: gl.constexpr = plan.stages
     cols = gl.arange(0, block, gl.SliceLayout(0, mma_s))
     zeros = gl.zeros([ROWS, block], gl.float32, mma_s)
     nothing = gl.full([ROWS], float("-inf"), gl.float32, row_s)
-    acc = gl.zeros([ROWS, block_dv], gl.float32, mma_o)
+    acc = gl.zeros([ROWS, plan.block_dv], gl.float32, mma_o)
     whole = acc, gl.zeros([ROWS], gl.float32, row_s), nothing
     opened = first  # the first key of the chunk that acc, l and m are of
 
-    mbarrier.wait(full.index(unit % stages), (unit // stages) & 1)
-    if plan.consumers == 2:
-        mbarrier.wait(mine, (turn & 1) ^ (1 if GROUP == 0 else 0))
-    dots = warpgroup_mma(q, k_tiles.index(unit % stages).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if plan.consumers == 2:
-        mbarrier.arrive(theirs, count=1)
-    s = warpgroup_mma_wait(0, deps=[dots])
+    s = first_dots(turn, unit, q, k_tiles, full, empty, mine, theirs, GROUP, plan, mma_s)
     turn += 1
-    mbarrier.arrive(empty.index(unit % stages), count=1)
     s = seen_scores(s, first, cols, limits, all_lo, all_hi, scores)
     p, m, alpha = weights_of(s, nothing, scores, row_s)
     l = lane_sums(p)
@@ -226,13 +248,9 @@ def attend(
         acc = warpgroup_mma_wait(0, deps=[products])
         mbarrier.arrive(empty.index(unit % stages), count=1)
         if plan.chunked:
-            # The chunk before is done. Its accumulator is not set back: the next product writes it anew.
-            if opens:
-                l_row = gl.convert_layout(gl.sum(l_before, 1), row_s)
-                whole = merge(whole, acc, l_row, m_before, scores.rate, row_o)
-                opened = start
-            else:
-                acc = acc * gl.convert_layout(alpha, row_o)[:, None]
+            whole, acc, opened = at_border(
+                opens, whole, acc, l_before, m_before, alpha, opened, start, scores, row_s, row_o
+            )
         else:
             acc = acc * gl.convert_layout(alpha, row_o)[:, None]
         unit += 1

@@ -14,8 +14,8 @@ multiprocessor, and walk the tiles of c; a tile of c leaves through shared memor
 ``more``: b's tile has half as many columns again, in an accumulator of their own: 192 columns, where a tile of Triton's
 is a power of two.
 
-Source: the persistent warp-specialised schedules of CUTLASS 3 (Thakkar et al.), "ping-pong" left out; the order of tiles
-in "Matrix Multiplication" of the Triton tutorials (Tillet).
+Source: the persistent warp-specialised schedules of CUTLASS 3 (Thakkar et al.), "ping-pong" left out; the order of
+tiles in "Matrix Multiplication" of the Triton tutorials (Tillet).
 """
 
 from __future__ import annotations

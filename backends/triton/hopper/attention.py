@@ -55,8 +55,8 @@ def shared_bytes(plan: Plan) -> int:
 
 
 TRIED = 128
-"""The largest head dimension with which the kernel has run on a device. It compiles for up to 256, and for windows; what
-compiles may still wait for a barrier for ever, so that both are refused until they have been seen to end."""
+"""The largest head dimension with which the kernel has run on a device. It compiles for up to 256, and for windows;
+what compiles may still wait for a barrier for ever, so that both are refused until they have been seen to end."""
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
@@ -89,9 +89,9 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
 
 
 def least_chunk(call: Call) -> dict[str, int]:
-    """As the portable kernel's, but shorter: chunks do not end the walk over keys here, a border costs the arithmetic of
-    one merge, some 110 instructions of a warp where a chunk of 512 is 4000. Shorter chunks are what decoding one sequence
-    wants: of 8192 keys (8 key heads, an H100) it took 32.5 us in chunks of 512, 36.9 in 1024, 39.3 in 256.
+    """As the portable kernel's, but shorter: chunks do not end the walk over keys here, a border costs the arithmetic
+    of one merge, some 110 instructions of a warp where a chunk of 512 is 4000. Shorter chunks are what decoding one
+    sequence wants: of 8192 keys (8 key heads, an H100) it took 32.5 us in chunks of 512, 36.9 in 1024, 39.3 in 256.
     """
     return {"chunk": 512}
 

@@ -327,7 +327,8 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
         shared, limit = shared_memory(call, tiling), shared_limit(call.target.arch)
         if shared > limit:
             return (
-                f"{tiling['num_stages']} stages of {block_m} x {block_n} x {block_k}, and c's tile, take {shared} bytes "
+                f"{tiling['num_stages']} stages of {block_m} x {block_n} x {block_k}, and c's tile, take {shared} "
+                "bytes "
                 f"of shared memory; {call.target.arch} has {limit}"
             )
         if not by_roles(call, tiling) and block_m * block_n > tiling["num_warps"] * 32 * 128:

@@ -1,8 +1,8 @@
 """Faults planted in the shipped kernels: what people get wrong, one replacement of source text each.
 
 ``<op>.py`` in this folder holds those of an op, found by walking: ``FAULTS``, a list of :class:`Planted` for each
-backend, or for a variant that is interpreted where it is named, ``<backend>/<variant>``. A fault says how often its text stands in the kernel today, so that a change to the kernel breaks this table
-loudly instead of emptying it.
+backend, or for a variant that is interpreted where it is named, ``<backend>/<variant>``. A fault says how often its
+text stands in the kernel today, so that a change to the kernel breaks this table loudly instead of emptying it.
 """
 
 from __future__ import annotations

@@ -34,7 +34,10 @@ GRID = (2**31 - 1, 65535, 65535)  # the CUDA C++ programming guide's limits of a
 
 def unavailable(hardware: Hardware) -> str | None:
     if sys.platform != "linux" or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
-        return "jax's plugin for CUDA 13, which compiles for GPUs without one, is not installed; run: pip install 'jax[cuda13]'"
+        return (
+            "jax's plugin for CUDA 13, which compiles for GPUs without one, is not installed; "
+            "run: pip install 'jax[cuda13]'"
+        )
     return None
 
 
