@@ -192,8 +192,8 @@ static int inside(const Machine *m, uint64_t address, int bytes) {
 
 /* ------------------------------------------------------------------------------------------------------------- LDS */
 
-/* Whether two high bytes over one low byte are NaNs that differ in sign, which no law decides: of bfloat16 or float32, or
-   the usual one of float16. */
+/* Whether two high bytes over one low byte are NaNs that differ in sign, which no law decides: of bfloat16 or float32,
+   or the usual one of float16. */
 static int sign_of_nan(uint8_t old, uint8_t new, uint8_t low) {
     uint32_t half = (new & 0x7Fu) << 8 | low;
     return (old ^ new) == 0x80 && (half > 0x7F80 || half == 0x7E00);
