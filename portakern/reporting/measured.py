@@ -75,7 +75,9 @@ def emulated(kept: Kept) -> str:
     for row, _ in rows:
         reasons.update(row.get("not_emulated") or {})
     said = [f"- not emulated, {n} times: {reason}" for reason, n in reasons.most_common()]
-    total = f"- all: {_count(row for row, _ in rows)}"
+    ops, places = ({row[key] for row, _ in rows} for key in ("op", "target"))
+    lined = f"{_some(len(ops), 'op')} on {_some(len(places), 'architecture')}"
+    total = "- all: " + _count(row for row, _ in rows).replace(_some(len(rows), "op"), lined)
     changes = footnote((row for row, _ in rows), kept.root)
     text = [table(heads, lines, words=2), changes, "\n".join([total, *said]), source(r for _, r in rows)]
     return "\n\n".join(t for t in text if t)

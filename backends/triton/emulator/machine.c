@@ -192,6 +192,13 @@ static int inside(const Machine *m, uint64_t address, int bytes) {
 
 /* ------------------------------------------------------------------------------------------------------------- LDS */
 
+/* Whether two high bytes over one low byte are NaNs that differ in sign, which no law decides: of bfloat16 or float32,
+   or the usual one of float16. */
+static int sign_of_nan(uint8_t old, uint8_t new, uint8_t low) {
+    uint32_t half = (new & 0x7Fu) << 8 | low;
+    return (old ^ new) == 0x80 && (half > 0x7F80 || half == 0x7E00);
+}
+
 /* A wave touches bytes of LDS. Two waves at one byte since the same barrier race if one of them changes it; waves that
    hold copies of a row write the same value, which is none. `value`: what is stored there. */
 static int touch(Machine *m, Wave *w, int lane, uint64_t at, int bytes, const uint8_t *value, int blank, int counter) {
@@ -201,7 +208,7 @@ static int touch(Machine *m, Wave *w, int lane, uint64_t at, int bytes, const ui
         uint64_t c = at + i;
         uint64_t wrote = m->written[c] == w->epoch ? m->writers[c] : 0;
         uint64_t did_read = m->read[c] == w->epoch ? m->readers[c] : 0;
-        int changes = value && m->lds[c] != value[i];
+        int changes = value && m->lds[c] != value[i] && !(i & 1 && sign_of_nan(m->lds[c], value[i], value[i - 1]));
         uint64_t others = value ? (changes ? (wrote | did_read) & ~me : 0) : wrote & me ? 0 : wrote;
         if (others && m->races) { m->other = __builtin_ctzll(others); return fails(m, RACE, lane, c, bytes); }
         if (m->arrives[c]) {
