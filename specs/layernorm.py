@@ -24,7 +24,7 @@ class LayernormOut(NamedTuple):
 
 
 @spec(
-    tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 16384, of="n")},
+    tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 65536, of="n")},
     or_float32=("weight", "bias"),
     apart=("batch",),
     vjp="layernorm_vjp",

@@ -24,7 +24,7 @@ class LogsumexpOut(NamedTuple):
 
 
 @spec(
-    tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 16384, of="axis")},
+    tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 65536, of="axis")},
     drops={"rest": "axis"},
     empty={"axis": {"y": -inf}},
     apart=("shape",),

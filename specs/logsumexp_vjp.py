@@ -25,7 +25,7 @@ class LogsumexpVjpOut(NamedTuple):
 
 
 @spec(
-    tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 16384, of="axis")},
+    tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 65536, of="axis")},
     drops={"rest": "axis"},
     apart=("shape",),
     flops=lambda call: 6.0 * prod(call.dims["shape"]),

@@ -24,7 +24,7 @@ class SoftmaxOut(NamedTuple):
 
 
 @spec(
-    tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 16384, of="shape")},
+    tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 65536, of="shape")},
     apart=("shape",),
     vjp="softmax_vjp",
     autocast="float32",

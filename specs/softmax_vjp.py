@@ -25,7 +25,7 @@ class SoftmaxVjpOut(NamedTuple):
 
 
 @spec(
-    tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 16384, of="shape")},
+    tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 65536, of="shape")},
     apart=("shape",),
     flops=lambda call: 4.0 * prod(call.dims["shape"]),
 )
