@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from portakern.api import op
 from portakern.backends.pallas.common import even_block, quotient
 from portakern.backends.pallas.tpu import _chip
 from portakern.backends.pallas.tpu.toolchain import static
@@ -75,6 +76,24 @@ def test_cycles_are_bundles_times_trips(body, inside):
     found = static.cycles(walk, static.regions(CODE), flops_a_cycle=10, bytes_a_cycle=100)
     if inside is not None:
         assert found == inside + 8 * static.STEP + 6
+
+
+@pytest.mark.parametrize(
+    ("conditions", "regions", "pairs"),
+    [
+        # one that the compiler knows to be never taken, and a region of the compiler's own behind that of the other
+        ([(0, 5_700_000), (16, 10_300_000)], [1272, 28], [(16, 1272)]),
+        # neither is known
+        ([(0, 4_790_000), (16, 7_660_000)], [978, 1096], [(0, 978), (16, 1096)]),
+        # the work of one that is always taken stands in the straight code
+        ([(16, 1_500_000), (4, 600_000)], [90], [(4, 90)]),
+    ],
+)
+def test_regions_belong_to_conditions_of_their_size(conditions, regions, pairs):
+    around = condition(16, 9, 0, *(condition(*c) for c in conditions))
+    code = static.Region(300, tuple(static.Region(r, ()) for r in regions))
+    found, _ = static._matched(around, code, flops_a_cycle=1000)
+    assert [(c.steps, r.bundles) for c, r in found] == pairs
 
 
 def test_a_kernel_is_walked_by_its_grid():
@@ -215,3 +234,10 @@ def test_a_call_is_lowered_for_this_process_own_chip(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: chips)
     assert tracing._target("tpu") == Target("tpu", "v6e") and tracing._target("cuda") == Target("cuda")
     assert targets.find("v6e").scoped["vmem"] == 32 << 20
+
+
+@pytest.mark.parametrize("scale", [1e30, 2e38, 2.5e38, 3.3e38])
+def test_a_scale_whose_product_with_log2_e_overflows(scale):
+    q, k = jnp.zeros((1, 4, 1, 16)), jnp.asarray(np.random.default_rng(0).normal(size=(1, 8, 1, 16)), jnp.float32)
+    o = op("attention", backend="pallas")(q, k, k, scale=scale)
+    np.testing.assert_allclose(o, np.broadcast_to(k.mean(1, keepdims=True), o.shape), rtol=1e-5, atol=1e-6)

@@ -36,6 +36,12 @@ def whole_lanes(extent: int) -> int:
     return common.padded(extent, LANES)
 
 
+def across(numbers: Any, lanes: int) -> Any:
+    """One number a row, as a column or repeated along the lanes of a register, beside a block of so many lanes."""
+    width = numbers.shape[1]
+    return numbers if width == 1 else jnp.tile(numbers, (1, pl.cdiv(lanes, width)))[:, :lanes]
+
+
 def off_grid(name: str, tile: int, extent: int, grain: int) -> str | None:
     """Why a tile is not legal for an extent, or None."""
     if tile % grain == 0 or tile >= extent:

@@ -6,6 +6,7 @@ q: (batch, q_len, kv_heads*group, d), k: (batch, kv_len, kv_heads, d), v: (batch
 One step takes a block of queries against a block of keys. The grid is (batch, heads, query blocks, key blocks), key
 blocks in order. m is the running maximum of a query's scores, l the sum of exp(s - m) and acc the sum of exp(s - m) v,
 all float32 in VMEM; a block that raises m scales l and acc down by exp(m_old - m_new); the last step writes acc / l.
+m and l are repeated along the 128 lanes of a register: a column would be stored and read with masks and permutes.
 Scores and m stay in the unit in which they arise (``score_unit``), and only their difference is brought to natural
 units.
 
@@ -34,6 +35,7 @@ from portakern.backends.pallas.common import Blocks, Refs, block, quotient, row_
 from portakern.backends.pallas.tpu._band import Band, both
 from portakern.backends.pallas.tpu._chip import (
     LANES,
+    across,
     dot,
     dtype_refused,
     launch,
@@ -170,7 +172,7 @@ def kernel(ref: Refs, *, band: Band, scores: Scores, interpreted: bool) -> None:
         if edge:  # p is 0 beyond kv_len, and 0 * NaN is NaN
             v = within(v, 0, j * band.block_kv, band.kv_len)
         ref.l[...] = ref.l[...] * shrink + jnp.sum(p, axis=1, keepdims=True)
-        ref.acc[...] = ref.acc[...] * shrink + dot(p.astype(v.dtype), v, (1, 0))
+        ref.acc[...] = ref.acc[...] * across(shrink, ref.acc.shape[1]) + dot(p.astype(v.dtype), v, (1, 0))
         ref.m[...] = m
 
     band.visit(i, j, j <= last, attend)
@@ -178,9 +180,11 @@ def kernel(ref: Refs, *, band: Band, scores: Scores, interpreted: bool) -> None:
     @pl.when(step == pl.num_programs(3) - 1)
     def finish() -> None:
         l = ref.l[...]
-        ref.o[...] = jnp.where(l == 0, 0.0, ref.acc[...] / l).astype(ref.o.dtype)
+        total = across(l, ref.acc.shape[1])
+        ref.o[...] = jnp.where(total == 0, 0.0, ref.acc[...] / total).astype(ref.o.dtype)
         if "lse" in ref:
-            ref.lse[...] = jnp.where(l == 0, -jnp.inf, ref.m[...] * scores.unit + jnp.log(l)).T
+            lse = jnp.where(l == 0, -jnp.inf, ref.m[...] * scores.unit + jnp.log(l))
+            ref.lse[...] = lse[:, :1].T
 
 
 @BACKEND.implements("attention", key=key, supports=supports)
@@ -210,7 +214,7 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Arr
         in_order=1,
         inputs=inputs,
         outputs=outputs,
-        scratch={"m": (bq, 1), "l": (bq, 1), "acc": (bq, dv)},
+        scratch={"m": (bq, LANES), "l": (bq, LANES), "acc": (bq, dv)},
         vmem=resident(call, bq, bkv),
         cost=pl.CostEstimate(
             flops=2 * pairs * (d + dv),

@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
+from portakern.backends.pallas.tpu._chip import across
 from portakern.backends.pallas.tpu._rows import Held, Walk, launched, row_tiling
 from portakern.core.call import Call
 
@@ -63,13 +64,16 @@ def supports(call: Call, tiling: Mapping[str, int], held: Held) -> str | None:
 def online_step(m_old: Any, x: Any, axis: int, unit: float = 1.0) -> tuple[Any, Any, Any]:
     """One step of the online softmax of unit * x: what a row's next block x does to its running maximum m_old.
 
-    Returns the new maximum m (in the unit of x, as m_old), the weights p = exp(unit (x - m)), and exp(unit (m_old -
-    m)), by which sums of earlier weights shrink. A row that has shown nothing but -inf so far has weights of 0, not the
+    Returns the new maximum m (in the unit of x, as m_old, and repeated along lanes as m_old is), the weights p =
+    exp(unit (x - m)), and exp(unit (m_old - m)), by which sums of earlier weights shrink. A row that has shown nothing but -inf so far has weights of 0, not the
     NaN of inf - inf.
     """
     m = jnp.maximum(m_old, jnp.max(x, axis=axis, keepdims=True))
     origin = jnp.where(m == -jnp.inf, 0.0, m)
-    below, fallen = x - origin, m_old - origin
+    below, fallen = x - (origin if axis == 0 else across(origin, x.shape[1])), m_old - origin
+    rate = unit * math.log2(math.e)  # one product instead of the unit's and that of exp itself
+    if unit != 1.0 and rate <= float(jnp.finfo(jnp.float32).max):
+        return m, jnp.exp2(below * rate), jnp.exp2(fallen * rate)
     if unit != 1.0:
         below, fallen = below * unit, fallen * unit
     return m, jnp.exp(below), jnp.exp(fallen)

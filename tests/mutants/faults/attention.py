@@ -165,12 +165,12 @@ FAULTS = {
         Planted(
             "p-truncated",
             "bfloat16 weights are cut instead of rounded to nearest",
-            old="        ref.acc[...] = ref.acc[...] * shrink + dot(p.astype(v.dtype),",
+            old="        ref.acc[...] = ref.acc[...] * across(shrink, ref.acc.shape[1]) + dot(p.astype(v.dtype),",
             new=(
                 "        if v.dtype == jnp.bfloat16:\n"
                 "            bits = jax.lax.bitcast_convert_type(p, jnp.int32) & -65536\n"
                 "            p = jax.lax.bitcast_convert_type(bits, jnp.float32)\n"
-                "        ref.acc[...] = ref.acc[...] * shrink + dot(p.astype(v.dtype),"
+                "        ref.acc[...] = ref.acc[...] * across(shrink, ref.acc.shape[1]) + dot(p.astype(v.dtype),"
             ),
             small=True,
         ),
@@ -222,7 +222,8 @@ FAULTS = {
             old="m, p, shrink = online_step(ref.m[...], s, axis=1, unit=scores.unit)\n",
             new=(
                 "m = jnp.maximum(ref.m[...], jnp.max(s, axis=1, keepdims=True))\n"
-                "        p, shrink = jnp.exp((s - m) * scores.unit), jnp.exp((ref.m[...] - m) * scores.unit)\n"
+                "        p = jnp.exp((s - across(m, s.shape[1])) * scores.unit)\n"
+                "        shrink = jnp.exp((ref.m[...] - m) * scores.unit)\n"
             ),
         ),
         Planted(
