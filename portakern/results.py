@@ -154,6 +154,12 @@ BENCHMARKS: Mapping[str, Benchmark] = {
          **_SOURCES},
         {"wall_seconds": "number", "rates": "numbers", "absent": "object", "left_out": "list"},
     ),
+    "tpu-cycles": Benchmark(
+        ("case", "target"),
+        {"case": "text", "op": "text", "dtype": "text", "target": "text", "ours": "object", "xla": "object",
+         "flash": "object", "over_xla": "number?", "over_flash": "number?"},
+        {"wall_seconds": "number"},
+    ),
     "launch": Benchmark(("op", "way"), {"op": "text", "way": "text", **_MEDIAN}, {"graphs": "list"}),
     "binding": Benchmark(("framework",), {"framework": "text", "calls": "count", **_MEDIAN, "grown_bytes": "integer"}),
     "fuzz": Benchmark(
