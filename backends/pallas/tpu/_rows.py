@@ -201,11 +201,14 @@ class Walk(NamedTuple):
     # What a TPU refuses
 
     def refused(self, call: Call, tiling: Mapping[str, int], held: Held) -> str | None:
-        """Why a TPU cannot walk like this, or None."""
+        """Why a TPU cannot walk like this, or None. Only blocks of the least number of rows may ask for more VMEM than
+        a kernel gets unasked: code of larger ones would take minutes to compile and nothing less to run."""
+        least = grains(call, self.along)[0]
+        limit = vmem_limit(call) if self.block_rows <= least else vmem_granted(call)
         return (
             dtype_refused(call)
-            or off_grid("block_rows", tiling["block_rows"], self.height, grains(call, self.along)[0])
-            or over_vmem(call, held.bytes(call, self.elements), "block_rows or block_n")
+            or off_grid("block_rows", tiling["block_rows"], self.height, least)
+            or over_vmem(call, held.bytes(call, self.elements), "block_rows or block_n", limit)
         )
 
 
