@@ -191,17 +191,18 @@ class Op:
         """Check the arguments and solve for the dimensions, without running anything."""
         return bind(self.spec, *args, **kwargs)
 
-    def lower(self, /, *args: Any, target: str | None = None, **kwargs: Any) -> Build:
+    def lower(self, /, *args: Any, target: str | None = None, cycles: bool = False, **kwargs: Any) -> Build:
         """Compile the call for a target that need not be here; the arrays' values are not read.
 
         Args:
           target: an architecture (``"sm_90"``, ``"gfx942"``, ``"v6e"``); None: where the arrays are.
+          cycles: for TPUs, ask the compiler for its own estimate too, which takes up to a minute.
 
         Returns:
           what the compiler made: ``.ok`` or ``.reason``, ``.kernels`` with registers, spills, on-chip memory and matrix
-          instructions, and ``.assembly``.
+          instructions, and ``.assembly``; for TPUs ``.least``, the cycles of a run that nothing was run for.
         """
-        return lower(unchecked(self.spec, *args, **kwargs), self.choice, target)
+        return lower(unchecked(self.spec, *args, **kwargs), self.choice, target, cycles=cycles)
 
     def explain(self, *args: Any, **kwargs: Any) -> str:
         """Which implementation would serve this call, with which tiling from where, and why not the others.

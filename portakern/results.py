@@ -186,6 +186,12 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         {"steps": "count", "mean": "numbers", "standard_error": "number", "difference": "number",
         "in_standard_errors": "number"},
     ),
+    "tpu-cycles": Benchmark(
+        ("case", "target"),
+        {"case": "text", "op": "text", "dtype": "text", "target": "text", "ours": "object", "xla": "object",
+         "flash": "object", "over_xla": "number?", "over_flash": "number?"},
+        {"wall_seconds": "number"},
+    ),
 }  # fmt: skip
 """Every benchmark whose results are kept."""
 

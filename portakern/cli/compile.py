@@ -12,7 +12,8 @@ from rich.table import Table
 
 from portakern import results
 from portakern.cli.common import Json, app, check_dtypes, err, out, print_indented, print_json
-from portakern.core import registry
+from portakern.compiling.build import CYCLES
+from portakern.core import registry, targets
 from portakern.errors import SpecError, UnsupportedError
 
 
@@ -28,17 +29,23 @@ def compile_(
     ] = None,
     backend: Annotated[str | None, typer.Option(help="Only this backend.")] = None,
     variant: Annotated[str | None, typer.Option(help="Only this variant of a backend.")] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--shape", help="Dimensions and options of a call, the others as is typical: m=64,n=4096; may be repeated."
+        ),
+    ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Compilers at a time.")] = 1,
     quick: Annotated[bool, typer.Option(help="Nothing that takes longer than compiling: no cycle estimates.")] = False,
     fresh: Annotated[bool, typer.Option(help="Compile again what is in the cache.")] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that one compilation may take.")] = 900.0,
     as_json: Json = False,
 ) -> None:
-    """Compile ops, forward and backward, for hardware that need not be here, and say what each kernel takes of it; exit
-    status 1 if any cannot be.
+    """Compile ops, forward and backward, for hardware that need not be here, and say what each kernel takes of it, for
+    TPUs in cycles too; exit status 1 if any cannot be.
     """
+    from portakern.benchmarking.suites import parse_shape
     from portakern.compiling import matrix as compiling
-    from portakern.core import targets
 
     names = list(targets.HARDWARE) if every else target or []
     if every == bool(target):
@@ -46,13 +53,21 @@ def compile_(
             f"compile: name one or more --target, or --all, and not both; targets: {', '.join(targets.HARDWARE)}"
         )
     check_dtypes("compile", dtype)
+    if shape and not ops:
+        raise SpecError("compile: --shape gives the dimensions of an op's call: name the ops")
     for op in ops or ():
         registry.find_spec(op)
     if variant and backend:
         registry.backend(backend).check_variant(variant)
     start = time.perf_counter()
     found = compiling.jobs_for(
-        ops or list(registry.loadable()), names, dtype or ["bfloat16", "float32"], backend, quick, variant
+        ops or list(registry.loadable()),
+        names,
+        dtype or ["bfloat16", "float32"],
+        backend,
+        quick,
+        variant,
+        [parse_shape(text) for text in shape or []],
     )
     if not found:
         raise UnsupportedError(f"compile: no backend compiles {', '.join(ops or ['any op'])} for {', '.join(names)}")
@@ -85,7 +100,9 @@ KERNEL_COLUMNS = {  # column -> how a line says it
     "occupancy": "occupancy {}",
     "matrix instructions": "matrix instructions {}",
     "code, KiB": "code {} KiB",
-    "cycles": "{} cycles",
+    "cycles": "{} cycles estimated",
+    "issued": "{} issued",
+    "of memory": "{} of memory",
 }
 
 
@@ -97,14 +114,21 @@ def _show_builds(built: list[Any]) -> None:
         table.add_column(column, no_wrap=True)
     for b in built:
         for i, k in enumerate(b.kernels or [None]):
+            hardware = targets.find(b.target)
             first = [b.target, b.op, b.dtype, _verdict(b)] if i == 0 else ["", "", "", ""]
-            cells = ["-"] * (1 + len(KERNEL_COLUMNS)) if k is None else _kernel_cells(k)
+            cells = ["-"] * (1 + len(KERNEL_COLUMNS)) if k is None else _kernel_cells(k, hardware)
             table.add_row(*first, *cells, str(round(b.seconds, 1)) if i == 0 else "")
     if Measurement.get(out, out.options.update(max_width=10_000), table).minimum <= out.width:
         out.print(table)
     else:
         for b in built:
             _show_build(b)
+    for b in built:
+        if b.least:
+            said = f"{b.call or b.op} for {b.target}: {b.least:.0f} cycles, not run"
+            out.print(said, markup=False, highlight=False, soft_wrap=True)
+    if any(b.least for b in built):
+        print_indented(f"cycles: {CYCLES}")
     for b in built:
         if not b.ok:
             out.print(
@@ -125,12 +149,12 @@ def _show_build(b: Any) -> None:
     style = "bold" if b.ok else "bold red"
     out.print(f"{b.op} {b.dtype} for {b.target}: {_verdict(b)}, {b.seconds:.1f} s", style=style, highlight=False)
     for k in b.kernels:
-        name, *cells = _kernel_cells(k)
+        name, *cells = _kernel_cells(k, targets.find(b.target))
         said = [say.format(cell) for say, cell in zip(KERNEL_COLUMNS.values(), cells, strict=True) if cell != "-"]
         print_indented(f"{name}: {'; '.join(said)}")
 
 
-def _kernel_cells(k: Any) -> list[str]:
+def _kernel_cells(k: Any, hardware: targets.Hardware) -> list[str]:
     def shown(value: Any) -> str:
         return "-" if value is None else str(value)
 
@@ -146,4 +170,6 @@ def _kernel_cells(k: Any) -> list[str]:
         matrix,
         shown(code),
         shown(k.cycles),
+        shown(k.issued),
+        shown(None if (memory_cycles := k.memory(hardware)) is None else round(memory_cycles)),
     ]

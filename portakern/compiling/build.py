@@ -8,12 +8,20 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from portakern.core import targets
 from portakern.core.targets import Hardware
 
-__all__ = ["Build", "Compiled", "Kernel", "occupancy"]
+__all__ = ["CYCLES", "Build", "Compiled", "Kernel", "occupancy"]
 
 # NVIDIA gives a warp registers by so many (CUDA occupancy calculator); a block also pays 1 KiB of shared memory.
 REGISTERS_ALLOCATED = 256
+
+CYCLES = "of each kernel the larger of what its program takes and of what memory takes for the bytes that it moves"
+
+
+FOLLOWED = 0.7
+"""Share of the cycles that a program issues, by its code and its grid, below which a compiler's estimate is not believed:
+branches on what it cannot follow count as not taken there."""
 
 
 @dataclass
@@ -52,6 +60,24 @@ class Kernel:
     undefined: list[str] = field(default_factory=list)
     serialised: list[str] = field(default_factory=list)
     assembly: str = ""
+
+    @property
+    def program(self) -> int | None:
+        """Cycles that its program takes in a whole run: the compiler's estimate, and what it issues where there is none
+        or where that is so much more that the estimate must have missed branches; None where nothing counts them."""
+        if self.cycles and self.cycles >= FOLLOWED * (self.issued or 0):
+            return self.cycles
+        return self.issued or self.cycles
+
+    def memory(self, hardware: Hardware) -> float | None:
+        """Cycles that the bytes it moves take one core of the chip, at the bandwidth of its data sheet."""
+        if self.moved is None or not hardware.bandwidth or not hardware.clock:
+            return None
+        return self.moved / (hardware.bandwidth / hardware.clock / (hardware.cores or 1))
+
+    def least(self, hardware: Hardware) -> float | None:
+        """The larger of both: cycles of a run that nothing was run for."""
+        return None if self.program is None else max(self.program, self.memory(hardware) or 0.0)
 
     def over(self, hardware: Hardware) -> str | None:
         """What of the chip this kernel takes too much of, or what its machine code reads and never wrote, in words;
@@ -136,6 +162,15 @@ class Build:
         self.ok = self.reason is None
 
     @property
+    def least(self) -> float | None:
+        """Cycles of all kernels, one after another, each the larger of its program's and of memory's; None where they
+        are not known of each."""
+        hardware = targets.HARDWARE.get(self.target)
+        found = [k.least(hardware) for k in self.kernels] if hardware else []
+        known = [f for f in found if f is not None]
+        return sum(known) if known and len(known) == len(found) else None
+
+    @property
     def assembly(self) -> str:
         """The machine code of every kernel, as text."""
         return "\n".join(f"// {k.name}\n{k.assembly}" for k in self.kernels)
@@ -154,8 +189,11 @@ class Build:
             parts += [f"occupancy {k.occupancy:.0%}"] if k.occupancy is not None else []
             parts += [", ".join(f"{n} x{count}" for n, count in k.matrix.items()) or "no matrix instruction"]
             parts += [f"{k.cycles} cycles estimated"] if k.cycles is not None else []
+            parts += [f"{k.issued} cycles issued"] if k.issued is not None else []
+            parts += [f"{k.moved} bytes moved"] if k.moved is not None else []
             lines.append(f"  {k.name}{f' x{k.launches}' if k.launches > 1 else ''}: {', '.join(parts)}")
             lines += [f"    its matrix instructions wait for each other: {why}" for why in k.serialised]
+        lines += [f"  {self.least:.0f} cycles, not run: {CYCLES}"] if self.least else []
         return "\n".join(lines)
 
 

@@ -7,7 +7,7 @@ before is kept in the user's cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from portakern import results
@@ -33,15 +33,18 @@ def jobs_for(
     backend: str | None = None,
     quick: bool = False,
     variant: str | None = None,
+    shapes: Sequence[Mapping[str, Any]] = (),
 ) -> list[Job]:
     """The typical call of each op, in each dtype, with every variant of every backend that compiles it for each
-    target.
+    target; for each of ``shapes`` with these dimensions, options and optional arrays instead.
     """
     b = None if backend is None else registry.backend(backend)
     hardware = [targets.find(t) for t in target_names]
     found = forms.cells(list(ops), hardware, list(dtypes), b, variant)
     return [
-        Job(spec, of, family, h, forms.typical_form(spec, dtype), quick=quick) for spec, of, family, h, dtype in found
+        Job(spec, of, family, h, forms.typical_form(spec, dtype, shape), quick=quick)
+        for spec, of, family, h, dtype in found
+        for shape in shapes or [{}]
     ]
 
 
@@ -90,8 +93,11 @@ def record(built: Sequence[Build], command: str, seconds: float) -> dict[str, An
     )
 
 
-def lower(call: Call, choice: Choice, target: str | None = None, *, timeout: float = TIMEOUT) -> Build:
-    """Compile one bound call for a target, by default that of its arrays, with the assembly.
+def lower(
+    call: Call, choice: Choice, target: str | None = None, *, cycles: bool = False, timeout: float = TIMEOUT
+) -> Build:
+    """Compile one bound call for a target, by default that of its arrays, with the assembly; with ``cycles`` the
+    compiler's own estimate of a run too, where it has one, which takes longer.
 
     An op or backend that only this process knows is compiled in this process.
 
@@ -116,7 +122,7 @@ def lower(call: Call, choice: Choice, target: str | None = None, *, timeout: flo
         raise UnsupportedError(f"{call!r}: an extent is 0, so that no kernel runs")
     form = forms.form_of(call)
     b, family = _first_that_takes(call, form, choice, found, hardware)
-    job = Job(call.spec, b, family, hardware, form, choice.tiling, quick=True, assembly=True)
+    job = Job(call.spec, b, family, hardware, form, choice.tiling, quick=not cycles, assembly=True)
     if registry.importable(call.spec, b):
         ((_, built),) = pool.run([job], 1, timeout)
         return built

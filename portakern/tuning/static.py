@@ -57,18 +57,7 @@ class Cycles:
         return all(k.cycles is not None for k in built.kernels)
 
     def score(self, built: Build, tiling: Mapping[str, int]) -> float:
-        estimated = self.estimated(built)
-        total = 0.0
-        for kernel in built.kernels:
-            cycles = kernel.cycles if estimated else kernel.issued
-            total += max(float(cycles or 0), (kernel.moved or 0) / self._bytes_a_cycle)
-        return max(total, self._least) if total else math.inf
-
-    @property
-    def _bytes_a_cycle(self) -> float:
-        """Of one core: a kernel for a chip of several runs on one here."""
-        bandwidth, clock = self.hardware.bandwidth, self.hardware.clock
-        return (bandwidth or math.inf) / (clock or 1.0) / (self.hardware.cores or 1)
+        return max(built.least, self._least) if built.least else math.inf
 
     @property
     def _least(self) -> float:

@@ -13,9 +13,10 @@ from portakern.core.call import Call
 
 
 class Band(NamedTuple):
-    """The keys that causality and the window let a query see, in blocks of block_q queries and block_kv keys.
+    """The keys that causality and the window let a query see, in blocks of block_q rows and block_kv keys.
 
-    Query i sees key j where first <= j - i <= last; None is no bound.
+    Query i sees key j where first <= j - i <= last; None is no bound. Each query has ``heads`` rows, one after another:
+    row r is one of query r // heads. ``resident``: the keys of which a block is a part, if it is one.
     """
 
     first: int | None
@@ -23,9 +24,11 @@ class Band(NamedTuple):
     kv_len: int
     block_q: int
     block_kv: int
+    heads: int = 1
+    resident: int | None = None
 
     @classmethod
-    def of(cls, call: Call, block_q: int, block_kv: int) -> Band:
+    def of(cls, call: Call, block_q: int, block_kv: int, heads: int = 1) -> Band:
         """The band of a call: its last query stands beside its last key."""
         left, right = call.options["window"] or (None, None)
         if call.options["is_causal"]:
@@ -33,7 +36,11 @@ class Band(NamedTuple):
         q_len, kv_len = call.dims["q_len"], call.dims["kv_len"]
         aligned, far = kv_len - q_len, kv_len + q_len  # no window wider than that says more, and an int32 holds it
         first = None if left is None else aligned - min(left, far)
-        return cls(first, None if right is None else aligned + min(right, far), kv_len, block_q, block_kv)
+        return cls(first, None if right is None else aligned + min(right, far), kv_len, block_q, block_kv, heads)
+
+    def part(self, block_kv: int) -> Band:
+        """The same in smaller blocks of keys, of which some may lie beyond the last key."""
+        return self._replace(block_kv=block_kv, resident=self.block_kv)
 
     def span(self, i: Any) -> tuple[Any, Any]:
         """The first and the last key block that query block i can see.
@@ -43,9 +50,10 @@ class Band(NamedTuple):
         low, high = (max, min) if isinstance(i, int) else (jnp.maximum, jnp.minimum)
         first, last = 0, (self.kv_len - 1) // self.block_kv
         if self.first is not None:
-            first = quotient(low(i * self.block_q + self.first, 0), self.block_kv)
+            first = quotient(low(quotient(i * self.block_q, self.heads) + self.first, 0), self.block_kv)
         if self.last is not None:
-            key = high(low((i + 1) * self.block_q - 1 + self.last, -1), self.kv_len - 1)
+            query = quotient((i + 1) * self.block_q - 1, self.heads)
+            key = high(low(query + self.last, -1), self.kv_len - 1)
             last = quotient(key + self.block_kv, self.block_kv) - 1
         return first, last
 
@@ -54,7 +62,7 @@ class Band(NamedTuple):
         whole = pl.cdiv(self.kv_len, self.block_kv)
         if self.first is None or self.last is None:
             return whole
-        width = max(1, self.block_q + self.last - self.first)
+        width = max(1, pl.cdiv(self.block_q - 1, self.heads) + 1 + self.last - self.first)
         return min(whole, pl.cdiv(width - 1, self.block_kv) + 1)
 
     def block(self, i: Any, step: Any) -> Any:
@@ -62,29 +70,47 @@ class Band(NamedTuple):
         first, last = self.span(i)
         return jnp.clip(first + step, 0, jnp.maximum(last, 0))
 
+    def ahead(self, i: Any, step: Any, blocks: int) -> tuple[Any, Any]:
+        """The query block and the key block that a step of query block i, of so many, has resident: past the last
+        visible one those of the next query block's first step, which are then there when it begins."""
+        if self.first is None and self.last is None:
+            return i, self.block(i, step)
+        first, last = self.span(i)
+        skipped = (first + step > last) & (i + 1 < blocks)
+        following, end = self.span(i + 1)[0], (self.kv_len - 1) // self.block_kv
+        following = min(following, end) if isinstance(following, int) else jnp.minimum(following, end)
+        return jnp.where(skipped, i + 1, i), jnp.where(skipped, following, self.block(i, step))
+
     def inside(self, i: Any, j: Any) -> Any:
         """Whether every pair of query block i and key block j is visible."""
         within: Any = True
         if self.kv_len % self.block_kv:
             within &= (j + 1) * self.block_kv <= self.kv_len
-        if self.first is not None:
-            within &= j * self.block_kv - (i + 1) * self.block_q >= self.first - 1
-        if self.last is not None:
-            within &= (j + 1) * self.block_kv - i * self.block_q <= self.last + 1
+        low, high = self._bounds()
+        if low is not None:
+            within &= j * (self.block_kv * self.heads) - (i + 1) * self.block_q >= low - 1
+        if high is not None:
+            within &= (j + 1) * (self.block_kv * self.heads) - i * self.block_q <= high + self.heads
         return within
+
+    def _bounds(self) -> tuple[int | None, int | None]:
+        """Row r sees key j where these bound heads * j - r, which spares each pair a quotient."""
+        low = None if self.first is None else self.heads * (self.first - 1) + 1
+        return low, None if self.last is None else self.heads * self.last
 
     def allowed(self, i: Any, j: Any) -> Any:
         """Which pairs of query block i and key block j are visible, or None where all are."""
         shape = (self.block_q, self.block_kv)
         key = positions(shape, 1, j * self.block_kv)
-        offset = key - positions(shape, 0, i * self.block_q)
+        offset = (key if self.heads == 1 else key * self.heads) - positions(shape, 0, i * self.block_q)
         rules = []
-        if self.kv_len % self.block_kv:
+        if self.kv_len % (self.resident or self.block_kv):
             rules.append(key < self.kv_len)
-        if self.first is not None:
-            rules.append(offset >= self.first)
-        if self.last is not None:
-            rules.append(offset <= self.last)
+        low, high = self._bounds()
+        if low is not None:
+            rules.append(offset >= low)
+        if high is not None:
+            rules.append(offset <= high)
         return both(*rules)
 
     def visit(self, i: Any, j: Any, visible: Any, body: Callable[[bool], None]) -> None:

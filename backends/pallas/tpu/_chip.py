@@ -36,6 +36,12 @@ def whole_lanes(extent: int) -> int:
     return common.padded(extent, LANES)
 
 
+def across(numbers: Any, lanes: int) -> Any:
+    """One number a row, as a column or repeated along the lanes of a register, beside a block of so many lanes."""
+    width = numbers.shape[1]
+    return numbers if width == 1 else jnp.tile(numbers, (1, pl.cdiv(lanes, width)))[:, :lanes]
+
+
 def off_grid(name: str, tile: int, extent: int, grain: int) -> str | None:
     """Why a tile is not legal for an extent, or None."""
     if tile % grain == 0 or tile >= extent:
@@ -109,8 +115,8 @@ def launch(
 ) -> dict[str, jax.Array]:
     """Run ``kernel(ref)`` on a TPU's grid, and return what it wrote by name (`common.launch`).
 
-    ``vmem``: bytes that it needs, as far as that is known. Where they are more than a kernel gets unasked, it asks for
-    the chip's limit.
+    ``vmem``: bytes that it needs, as far as that is known. Where they are more than three quarters of what a kernel gets
+    unasked, since masks and spilled values come to them, it asks for the chip's limit.
 
     The last ``in_order`` grid axes run one step after another, since ``scratch``, float32 arrays of these shapes in
     VMEM, is carried along them ("arbitrary", in Mosaic's word). The axes before them are independent of each other and
@@ -126,7 +132,7 @@ def launch(
         scratch={state: pltpu.VMEM(shape, jnp.float32) for state, shape in scratch.items()},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",) * (len(grid) - in_order) + ("arbitrary",) * in_order,
-            vmem_limit_bytes=vmem_limit(call) if vmem > vmem_granted(call) else None,
+            vmem_limit_bytes=vmem_limit(call) if 4 * vmem > 3 * vmem_granted(call) else None,
         ),
         cost=cost,
     )

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from portakern.backends.pallas.common import Blocks, block, row_block, step_along, within
+from portakern.backends.pallas.common import Blocks, even_block, row_block, step_along, within
 from portakern.backends.pallas.tpu._chip import (
     LANES,
     dtype_refused,
@@ -28,9 +28,22 @@ from portakern.backends.pallas.tpu._chip import (
     over_vmem,
     sublanes,
     vmem_granted,
+    vmem_limit,
     whole_lanes,
 )
 from portakern.core.call import Call
+
+
+class Held(NamedTuple):
+    """What a step of an op holds in VMEM, in blocks of rows: ``streamed`` arrays of the call's dtype, each with two
+    blocks so that one is moved while the other is used, and ``computed`` blocks of float32 that are made of them."""
+
+    streamed: int
+    computed: int
+
+    def bytes(self, call: Call, elements: int) -> int:
+        """The VMEM of blocks of so many elements."""
+        return elements * (2 * self.streamed * jnp.dtype(call.dtype).itemsize + 4 * self.computed)
 
 
 class Walk(NamedTuple):
@@ -40,7 +53,8 @@ class Walk(NamedTuple):
       shape: the array as the grid sees it: (rows, n), (outer, rows, n) or (outer, n, rows), where n runs along a row.
       along: the axis of a block that runs along a row: 1, along lanes, or 0, along sublanes, where rows lie side by
         side as in the last of these shapes. Either is reduced as it lies: nothing is transposed.
-      block_rows, block_n: the rows of a block, and how much of each it holds.
+      block_rows, block_n: the rows of a block, and how much of each it holds. A tiling names the most of both: an
+        extent is cut evenly into as many blocks as that takes.
       sweeps: how often a row is read; 1 where it fits one block, or where nothing of it is needed beforehand.
     """
 
@@ -55,8 +69,8 @@ class Walk(NamedTuple):
         """The walk of an op that needs a whole row before it writes any of it."""
         n, height = shape[-2:][along], shape[-2:][1 - along]
         of_rows, of_n = grains(call, along)
-        block_n = block(n, tiling["block_n"], of_n)
-        block_rows = row_block(call, height, tiling["block_rows"], of_rows)
+        block_n = even_block(n, tiling["block_n"], of_n)
+        block_rows = row_block(call, height, tiling["block_rows"], of_rows, even=True)
         return cls(shape, along, block_rows, block_n, min(pl.cdiv(n, block_n), 2))
 
     @property
@@ -73,6 +87,11 @@ class Walk(NamedTuple):
     def groups(self) -> int:
         """The number of row blocks."""
         return pl.cdiv(self.height, self.block_rows)
+
+    @property
+    def elements(self) -> int:
+        """What a block takes of VMEM."""
+        return (whole_lanes(self.block_rows) if self.along == 0 else self.block_rows) * self.block_n
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -181,25 +200,39 @@ class Walk(NamedTuple):
 
     # What a TPU refuses
 
-    def refused(self, call: Call, tiling: Mapping[str, int], streamed: int, computed: int) -> str | None:
-        """Why a TPU cannot walk like this, or None.
-
-        ``streamed`` arrays of the call's dtype come and go, each with two blocks in VMEM so that one is moved while the
-        other is used, and ``computed`` blocks of float32 are made of them.
-        """
-        lanes = whole_lanes(self.block_rows) if self.along == 0 else self.block_rows
-        needed = lanes * self.block_n * (2 * streamed * jnp.dtype(call.dtype).itemsize + 4 * computed)
+    def refused(self, call: Call, tiling: Mapping[str, int], held: Held) -> str | None:
+        """Why a TPU cannot walk like this, or None. Only blocks of the least number of rows may ask for more VMEM than
+        a kernel gets unasked: code of larger ones would take minutes to compile and nothing less to run."""
+        least = grains(call, self.along)[0]
+        limit = vmem_limit(call) if self.block_rows <= least else vmem_granted(call)
         return (
             dtype_refused(call)
-            or off_grid("block_rows", tiling["block_rows"], self.height, grains(call, self.along)[0])
-            or over_vmem(call, needed, "block_rows or block_n", vmem_granted(call))
+            or off_grid("block_rows", tiling["block_rows"], self.height, least)
+            or over_vmem(call, held.bytes(call, self.elements), "block_rows or block_n", limit)
         )
+
+
+def row_tiling(call: Call, n: int, along: int, held: Held) -> dict[str, int]:
+    """Blocks of whole rows of n elements, so many as fit what a kernel gets of VMEM unasked; where that holds none, the
+    least number that there is, and of a row as much as the chip allows. Of n, dtype and chip alone."""
+    rows, parts = call.spec.tiling["block_rows"], call.spec.tiling["block_n"]
+    least, of_n = grains(call, along)
+
+    def needed(block_rows: int, block_n: int) -> int:
+        return held.bytes(call, block_rows * even_block(n, block_n, of_n))
+
+    block_n = next(v for v in parts.values if v >= min(n, parts.hi))
+    while needed(least, block_n) > vmem_limit(call) and block_n > parts.lo:
+        block_n //= 2
+    fitting = [v for v in rows.values if v >= least and needed(v, block_n) <= vmem_granted(call)]
+    return {"block_rows": max(fitting, default=least), "block_n": block_n}
 
 
 def launched(
     call: Call,
     kernel: Callable[..., None],
     walk: Walk,
+    held: Held,
     *,
     inputs: Blocks,
     outputs: Blocks,
@@ -223,6 +256,7 @@ def launched(
         inputs=inputs,
         outputs=outputs,
         scratch=dict.fromkeys(statistics, walk.statistic),
+        vmem=held.bytes(call, walk.elements),
         cost=pl.CostEstimate(
             flops=flops * size,
             transcendentals=transcendentals,

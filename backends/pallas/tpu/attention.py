@@ -3,18 +3,20 @@
 q: (batch, q_len, kv_heads*group, d), k: (batch, kv_len, kv_heads, d), v: (batch, kv_len, kv_heads, dv)
 -> o: (batch, q_len, kv_heads*group, dv), lse: (batch, kv_heads*group, q_len).
 
-One step takes a block of queries against a block of keys. The grid is (batch, heads, query blocks, key blocks), key
-blocks in order. m is the running maximum of a query's scores, l the sum of exp(s - m) and acc the sum of exp(s - m) v,
+One step takes a block of rows against a few blocks of keys. Rows are queries, those of the heads of a group beside
+each other, so that keys are read once for all of them (with a bias a head has its own). The grid is (batch, heads or
+kv_heads, row blocks, key blocks), key blocks in order. m is the running maximum of a query's scores, l the sum of exp(s - m) and acc the sum of exp(s - m) v,
 all float32 in VMEM; a block that raises m scales l and acc down by exp(m_old - m_new); the last step writes acc / l.
+m and l are repeated along the 128 lanes of a register: a column would be stored and read with masks and permutes.
 Scores and m stay in the unit in which they arise (``score_unit``), and only their difference is brought to natural
 units.
 
-Query head h reads kv head h // group through its index map. `Band` says which key blocks a query block can see: the
-grid has steps for no more than those, and a step past the last one computes nothing and repeats the block before it in
-its index map, so that nothing is fetched either. How the arrays are laid out in memory is said in ``_heads.py``.
+`Band` says which key blocks a row block can see: the grid has steps for no more than those, and a step past the last
+one computes nothing: what its index map names are the first blocks of the row block that follows. How the arrays are laid out in memory is said in ``_heads.py``.
 
-block_q, block_kv: the queries and keys of one step. Large block_kv feeds the matrix unit; the scores of one step,
-block_q x block_kv in float32, bound both.
+block_q, block_kv: the rows that a step holds, and the keys whose scores it has at a time. Large block_kv feeds the
+matrix unit; the scores, block_q x block_kv in float32, bound both. Of few rows (`parts`) a step has several such blocks
+of keys, one after another: the results are the same to the bit.
 
 Source: Dao, "FlashAttention-2" (2023), algorithm 1; Milakov and Gimelshein (2018) for the running maximum.
 """
@@ -30,10 +32,21 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import Blocks, Refs, block, quotient, row_block, settled, step_along, within
+from portakern.backends.pallas.common import (
+    Blocks,
+    Refs,
+    block,
+    even_block,
+    quotient,
+    row_block,
+    settled,
+    step_along,
+    within,
+)
 from portakern.backends.pallas.tpu._band import Band, both
 from portakern.backends.pallas.tpu._chip import (
     LANES,
+    across,
     dot,
     dtype_refused,
     launch,
@@ -42,7 +55,7 @@ from portakern.backends.pallas.tpu._chip import (
     sublanes,
     whole_lanes,
 )
-from portakern.backends.pallas.tpu._heads import Operands, by_head, head_blocks, row_blocks
+from portakern.backends.pallas.tpu._heads import Operands, from_heads, head_blocks, row_blocks
 from portakern.backends.pallas.tpu.softmax import online_step
 from portakern.core.call import Call
 from portakern.specs.attention import score_unit
@@ -63,19 +76,36 @@ def grains(call: Call) -> tuple[int, int]:
     return of_q, of_kv
 
 
+def together(call: Call) -> int:
+    """How many heads' queries are rows of one block."""
+    return call.dims["group"] if call.arrays["bias"] is None else 1
+
+
 def blocks(call: Call, tiling: Mapping[str, int]) -> tuple[int, int]:
-    """How many queries, and how many keys, one step holds."""
+    """How many rows one step holds, and how many keys it has scores of at a time."""
     of_q, of_kv = grains(call)
-    bq = row_block(call, call.dims["q_len"], tiling["block_q"], of_q, even=True)
-    return bq, block(call.dims["kv_len"], tiling["block_kv"], of_kv)
+    kv_len, tile = call.dims["kv_len"], tiling["block_kv"]
+    bq = row_block(call, call.dims["q_len"] * together(call), tiling["block_q"], of_q, even=True)
+    return bq, block(kv_len, tile, of_kv) if kv_len <= tile else min(tile, even_block(kv_len, tile, LANES))
 
 
-def refused(call: Call, tiling: Mapping[str, int], needed: int) -> str | None:
-    """Why a TPU cannot run attention, or its gradients, in these tiles, which need so many bytes of VMEM; or None."""
+def parts(call: Call, bq: int, bkv: int) -> int:
+    """How many blocks of keys a step holds: as many as give it PAIRS pairs, since a step of few waits longer than it
+    computes. Interpreted, where blocks are small, two, so that there are several steps too."""
+    most = 2 if call.interpret else PAIRS // (bq * bkv)
+    return max(1, min(most, pl.cdiv(call.dims["kv_len"], bkv)))
+
+
+PAIRS = 2**18
+
+
+def refused(call: Call, tiling: Mapping[str, int], needed: int, rows: int) -> str | None:
+    """Why a TPU cannot run attention, or its gradients, on so many rows in these tiles, which need so many bytes of
+    VMEM; or None."""
     of_q, of_kv = grains(call)
     return (
         dtype_refused(call)
-        or off_grid("block_q", tiling["block_q"], call.dims["q_len"], of_q)
+        or off_grid("block_q", tiling["block_q"], rows, of_q)
         or off_grid("block_kv", tiling["block_kv"], call.dims["kv_len"], of_kv)
         or over_vmem(call, needed, "block_q or block_kv")
     )
@@ -84,17 +114,19 @@ def refused(call: Call, tiling: Mapping[str, int], needed: int) -> str | None:
 def resident(call: Call, bq: int, bkv: int) -> int:
     """The VMEM, in bytes, of one step."""
     d, dv, lanes = whole_lanes(call.dims["d"]), whole_lanes(call.dims["dv"]), whole_lanes(bkv)
-    streamed = call.arrays["q"].dtype.itemsize * (bq * d + bkv * (d + dv) + bq * dv)
+    keys = bkv * parts(call, bq, bkv)
+    streamed = call.arrays["q"].dtype.itemsize * (bq * d + keys * (d + dv) + bq * dv)
     bias = call.arrays["bias"]
     if bias is not None:
-        streamed += bias.dtype.itemsize * lanes * (8 if bias.shape[2] == 1 else bq)
+        streamed += bias.dtype.itemsize * whole_lanes(keys) * (8 if bias.shape[2] == 1 else bq)
     sums = 4 * bq * (dv + 2 * LANES)  # acc, and m and l, which have a register's width of lanes
     scores = 12 * bq * lanes  # s, p and the mask of one step
     return 2 * streamed + sums + scores
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    return refused(call, tiling, resident(call, *blocks(call, tiling)))
+    rows = call.dims["q_len"] * together(call)
+    return refused(call, tiling, resident(call, *blocks(call, tiling)), rows)
 
 
 class Scores(NamedTuple):
@@ -148,7 +180,15 @@ def same_segment(rows: Any, columns: Any) -> Any:
     return both(*(columns[word : word + 1, :] == rows[word : word + 1, :].T for word in range(rows.shape[0])))
 
 
-def kernel(ref: Refs, *, band: Band, scores: Scores, interpreted: bool) -> None:
+def part_of(ref: Refs, number: int, bkv: int) -> Refs:
+    """What a step works on, with the bkv keys of one of its parts."""
+    keys, every = pl.ds(number * bkv, bkv), slice(None)
+    cuts = {"k": (keys, every), "v": (keys, every), "bias": (every, keys), "kv_segment_ids": (every, keys)}
+    return Refs(**{name: x.at[cuts[name]] if name in cuts else x for name, x in vars(ref).items()})
+
+
+def kernel(ref: Refs, *, band: Band, bkv: int, scores: Scores, interpreted: bool) -> None:
+    """A step holds band.block_kv keys, which it takes bkv at a time."""
     i, step = step_along(2), step_along(3)
     first, last = band.span(i)
     j = first + step
@@ -160,17 +200,23 @@ def kernel(ref: Refs, *, band: Band, scores: Scores, interpreted: bool) -> None:
         ref.acc[...] = jnp.zeros_like(ref.acc)
 
     def attend(edge: bool) -> None:
+        number = band.block_kv // bkv
+        for part in range(number):
+            add(ref if number == 1 else part_of(ref, part, bkv), j * number + part, edge)
+
+    def add(ref: Refs, j: Any, edge: bool) -> None:
+        keys = band.part(bkv)
         bias = ref.bias[...].astype(jnp.float32) if "bias" in ref else None
         s, _ = scores.from_dots(dot(ref.q[...], ref.k[...], (1, 1)), bias, settle=interpreted)
-        visible = visible_pairs(ref, band, i, j, edge)
+        visible = visible_pairs(ref, keys, i, j, edge)
         if visible is not None:
             s = jnp.where(visible, s, -jnp.inf)
         m, p, shrink = online_step(ref.m[...], s, axis=1, unit=scores.unit)
         v = ref.v[...]
         if edge:  # p is 0 beyond kv_len, and 0 * NaN is NaN
-            v = within(v, 0, j * band.block_kv, band.kv_len)
+            v = within(v, 0, j * bkv, band.kv_len, of=band.block_kv)
         ref.l[...] = ref.l[...] * shrink + jnp.sum(p, axis=1, keepdims=True)
-        ref.acc[...] = ref.acc[...] * shrink + dot(p.astype(v.dtype), v, (1, 0))
+        ref.acc[...] = ref.acc[...] * across(shrink, ref.acc.shape[1]) + dot(p.astype(v.dtype), v, (1, 0))
         ref.m[...] = m
 
     band.visit(i, j, j <= last, attend)
@@ -178,44 +224,54 @@ def kernel(ref: Refs, *, band: Band, scores: Scores, interpreted: bool) -> None:
     @pl.when(step == pl.num_programs(3) - 1)
     def finish() -> None:
         l = ref.l[...]
-        ref.o[...] = jnp.where(l == 0, 0.0, ref.acc[...] / l).astype(ref.o.dtype)
+        total = across(l, ref.acc.shape[1])
+        ref.o[...] = jnp.where(total == 0, 0.0, ref.acc[...] / total).astype(ref.o.dtype)
         if "lse" in ref:
-            ref.lse[...] = jnp.where(l == 0, -jnp.inf, ref.m[...] * scores.unit + jnp.log(l)).T
+            lse = jnp.where(l == 0, -jnp.inf, ref.m[...] * scores.unit + jnp.log(l))
+            ref.lse[...] = lse[:, :1].T
 
 
 @BACKEND.implements("attention", key=key, supports=supports)
 def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Array | None]:
     batch, q_len, heads, d = call.arrays["q"].shape
-    dv, dtype, group = call.dims["dv"], call.arrays["q"].dtype, call.dims["group"]
+    dv, dtype, shared = call.dims["dv"], call.arrays["q"].dtype, together(call)
+    heads, rows, of_keys = heads // shared, q_len * shared, call.dims["group"] // shared
     bq, bkv = blocks(call, tiling)
-    band = Band.of(call, bq, bkv)
+    band = Band.of(call, bq, bkv * parts(call, bq, bkv), shared)
+    down = pl.cdiv(rows, bq)
 
     def query(b: Any, h: Any, i: Any, step: Any) -> tuple[Any, Any, Any]:
-        return b, h, i
+        return b, h, band.ahead(i, step, down)[0]
 
     def key(b: Any, h: Any, i: Any, step: Any) -> tuple[Any, Any, Any]:
-        return b, quotient(h, group), band.block(i, step)
+        return b, quotient(h, of_keys), band.ahead(i, step, down)[1]
 
-    inputs = Operands(call).at(bq, bkv, query, key)
-    outputs: Blocks = {"o": (jax.ShapeDtypeStruct((batch, heads, q_len, dv), dtype), head_blocks(bq, dv, query))}
+    def written(b: Any, h: Any, i: Any, step: Any) -> tuple[Any, Any, Any]:
+        return b, h, i
+
+    inputs = Operands(call, shared).at(bq, band.block_kv, query, key)
+    outputs: Blocks = {"o": (jax.ShapeDtypeStruct((batch, heads, rows, dv), dtype), head_blocks(bq, dv, written))}
     if "lse" in call.wants:
-        outputs["lse"] = (jax.ShapeDtypeStruct((batch, heads, 1, q_len), jnp.float32), row_blocks(1, bq, query))
+        outputs["lse"] = (jax.ShapeDtypeStruct((batch, heads, 1, rows), jnp.float32), row_blocks(1, bq, written))
     steps = band.steps()
-    pairs = batch * heads * q_len * min(call.dims["kv_len"], steps * bkv)
+    pairs = batch * heads * rows * min(call.dims["kv_len"], steps * band.block_kv)
     found = launch(
         call,
-        partial(kernel, band=band, scores=Scores.of(call), interpreted=call.interpret),
+        partial(kernel, band=band, bkv=bkv, scores=Scores.of(call), interpreted=call.interpret),
         "portakern_attention",
-        (batch, heads, pl.cdiv(q_len, bq), steps),
+        (batch, heads, down, steps),
         in_order=1,
         inputs=inputs,
         outputs=outputs,
-        scratch={"m": (bq, 1), "l": (bq, 1), "acc": (bq, dv)},
+        scratch={"m": (bq, LANES), "l": (bq, LANES), "acc": (bq, dv)},
         vmem=resident(call, bq, bkv),
         cost=pl.CostEstimate(
             flops=2 * pairs * (d + dv),
             transcendentals=pairs,
-            bytes_accessed=dtype.itemsize * (batch * heads * q_len * (d + dv) + pairs // bq * (d + dv)),
+            bytes_accessed=dtype.itemsize * (batch * heads * rows * (d + dv) + pairs // bq * (d + dv)),
         ),
     )
-    return by_head(found["o"]), found["lse"][:, :, 0] if "lse" in found else None
+    lse = None
+    if "lse" in found:
+        lse = jnp.swapaxes(found["lse"].reshape(batch, heads, q_len, shared), 2, 3).reshape(batch, -1, q_len)
+    return from_heads(found["o"], shared), lse

@@ -40,7 +40,15 @@ from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Blocks, Refs, block, quotient, row_block, step_along, within
 from portakern.backends.pallas.tpu._band import Band
 from portakern.backends.pallas.tpu._chip import LANES, dot, launch, vmem_limit, whole_lanes
-from portakern.backends.pallas.tpu._heads import Operands, Place, bias_blocks, by_head, head_blocks, row_blocks
+from portakern.backends.pallas.tpu._heads import (
+    Operands,
+    Place,
+    bias_blocks,
+    by_head,
+    from_heads,
+    head_blocks,
+    row_blocks,
+)
 from portakern.backends.pallas.tpu.attention import Scores, grains, key, refused, visible_pairs
 from portakern.core.call import Call
 from portakern.specs.attention import scale_of
@@ -70,7 +78,7 @@ def resident(call: Call, bq: int, bkv: int) -> int:
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     of_q, of_kv = grains(call)
     bq, bkv = block(call.dims["q_len"], tiling["block_q"], of_q), block(call.dims["kv_len"], tiling["block_kv"], of_kv)
-    return refused(call, tiling, resident(call, bq, bkv))
+    return refused(call, tiling, resident(call, bq, bkv), call.dims["q_len"])
 
 
 # The kernels
@@ -307,7 +315,7 @@ def query_gradient(call: Call, tiling: Mapping[str, int], saved: Saved) -> dict[
         pairs=bq * bkv,
         depth=2 * d + call.dims["dv"],
     )
-    return {"d_q": by_head(found["d_q"])}
+    return {"d_q": from_heads(found["d_q"])}
 
 
 def key_gradients(call: Call, tiling: Mapping[str, int], saved: Saved) -> dict[str, jax.Array]:
@@ -343,7 +351,7 @@ def key_gradients(call: Call, tiling: Mapping[str, int], saved: Saved) -> dict[s
         pairs=bq * bkv,
         depth=depth,
     )
-    return {name: by_head(gradient) for name, gradient in found.items()}
+    return {name: from_heads(gradient) for name, gradient in found.items()}
 
 
 def bias_gradient(call: Call, tiling: Mapping[str, int], saved: Saved) -> dict[str, jax.Array]:

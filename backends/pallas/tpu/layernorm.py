@@ -27,22 +27,18 @@ from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
-from portakern.backends.pallas.tpu._rows import Walk, launched
+from portakern.backends.pallas.tpu._rows import Held, Walk, launched, row_tiling
 from portakern.core.call import Call
 
-# Of one block, with double buffers and float32 intermediates 10 to 14 MiB; a gradient, which streams more arrays, has
-# half. Thousands of cycles that the # compiler expects of bfloat16 at 4096 x 4096 by rows of a block, 16, 32, 64, 128:
-# v5e 262, 155, 108, 87; v6e 192, 112, 73, 60.
-ELEMENTS = 2**19
+HELD = Held(streamed=2, computed=3)
 
 
 def key(call: Call) -> dict[str, str | int]:
     return {"dtype": call.dtype, "n": call.dims["n"]}
 
 
-def default_tiling(call: Call) -> dict[str, int]:
-    block_n = max(128, min(16384, pl.next_power_of_2(call.dims["n"])))
-    return {"block_rows": min(256, ELEMENTS // (2 if call.spec.is_vjp else 1) // block_n), "block_n": block_n}
+def default_tiling(call: Call, held: Held) -> dict[str, int]:
+    return row_tiling(call, call.dims["n"], 1, held)
 
 
 def walk_of(call: Call, tiling: Mapping[str, int]) -> Walk:
@@ -50,8 +46,8 @@ def walk_of(call: Call, tiling: Mapping[str, int]) -> Walk:
     return Walk.over(call, tiling, (math.prod(call.dims["batch"]), call.dims["n"]), 1)
 
 
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    return walk_of(call, tiling).refused(call, tiling, streamed=2, computed=3)
+def supports(call: Call, tiling: Mapping[str, int], held: Held) -> str | None:
+    return walk_of(call, tiling).refused(call, tiling, held)
 
 
 def merge(mean: Any, m2: Any, x: Any, walk: Walk, step: Any) -> tuple[Any, Any, Any]:
@@ -95,7 +91,9 @@ def kernel(ref: Refs, *, walk: Walk, eps: float) -> None:
         ref.y[...] = y.astype(ref.y.dtype)
 
 
-@BACKEND.implements("layernorm", key=key, tiling=default_tiling, supports=supports)
+@BACKEND.implements(
+    "layernorm", key=key, tiling=partial(default_tiling, held=HELD), supports=partial(supports, held=HELD)
+)
 def layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     return normalised(call, tiling, partial(kernel, eps=call.options["eps"]), statistics=("mean", "m2"), flops=9)
 
@@ -117,6 +115,7 @@ def normalised(
         call,
         kernel,
         walk,
+        HELD,
         inputs=inputs,
         outputs={"y": (jax.ShapeDtypeStruct(walk.shape, x.dtype), walk.written())},
         statistics=statistics,

@@ -28,13 +28,11 @@ from jax.experimental import pallas as pl
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Blocks, Refs, block, step_along, within
 from portakern.backends.pallas.tpu._chip import LANES, launch, sublanes
-from portakern.backends.pallas.tpu._rows import Walk, launched
-from portakern.backends.pallas.tpu.layernorm import default_tiling, key, merge, walk_of
+from portakern.backends.pallas.tpu._rows import Held, Walk, launched
+from portakern.backends.pallas.tpu.layernorm import default_tiling, key, merge, supports, walk_of
 from portakern.core.call import Call
 
-
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    return walk_of(call, tiling).refused(call, tiling, streamed=3, computed=5)
+HELD = Held(streamed=3, computed=5)
 
 
 def kernel(ref: Refs, *, walk: Walk, eps: float) -> None:
@@ -75,7 +73,9 @@ def kernel(ref: Refs, *, walk: Walk, eps: float) -> None:
             ref.d_bias[...] = walk.sum_over_rows(d_y, group)
 
 
-@BACKEND.implements("layernorm_vjp", key=key, tiling=default_tiling, supports=supports)
+@BACKEND.implements(
+    "layernorm_vjp", key=key, tiling=partial(default_tiling, held=HELD), supports=partial(supports, held=HELD)
+)
 def layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
     statistics = ("mean", "m2", "h_sum", "hx")
     return gradients(call, tiling, partial(kernel, eps=call.options["eps"]), statistics, flops=18)
@@ -109,6 +109,7 @@ def gradients(
         call,
         kernel,
         walk,
+        HELD,
         inputs=inputs,
         outputs=outputs,
         statistics=statistics,

@@ -12,6 +12,7 @@ Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (201
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,12 +22,8 @@ from jax.experimental import pallas as pl
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.tpu._rows import Walk, launched
-from portakern.backends.pallas.tpu.softmax import default_tiling, key, walk_of
+from portakern.backends.pallas.tpu.softmax import HELD, default_tiling, key, supports, walk_of
 from portakern.core.call import Call
-
-
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    return walk_of(call, tiling).refused(call, tiling, streamed=2, computed=3)
 
 
 def finite_or_zero(m: Any) -> Any:
@@ -55,7 +52,9 @@ def kernel(ref: Refs, *, walk: Walk) -> None:
         ref.y[...] = walk.turned(y).astype(ref.y.dtype)
 
 
-@BACKEND.implements("logsumexp", key=key, tiling=default_tiling, supports=supports)
+@BACKEND.implements(
+    "logsumexp", key=key, tiling=partial(default_tiling, held=HELD), supports=partial(supports, held=HELD)
+)
 def logsumexp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     x = call.arrays["x"]
     walk = walk_of(call, tiling)._replace(sweeps=1)  # no element is written: nothing is read again
@@ -64,6 +63,7 @@ def logsumexp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
         call,
         kernel,
         walk,
+        HELD,
         inputs={"x": (x.reshape(walk.shape), walk.read())},
         outputs={"y": (jax.ShapeDtypeStruct(shape, x.dtype), blocks)},
         statistics=("m", "l"),

@@ -76,7 +76,7 @@ def default_tiling(call: Call) -> dict[str, int]:
 
 SIZES = (256, 512, 1024, 2048)
 ROWS = 4096
-MOST = 2**31  # multiplications of a step: its code is as long as they are many, and takes as long to compile
+MOST = 3 * 2**30  # multiplications of a step: its code is as long as they are many, and takes as long to compile
 SLOWEST = "v5e"
 FLOAT32_PASSES = 6  # products of bfloat16 parts that make one of float32
 STEP = 400  # cycles that a step waits, by libtpu's estimates less its code

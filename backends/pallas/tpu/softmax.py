@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,14 +23,11 @@ from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
-from portakern.backends.pallas.tpu._chip import LANES
-from portakern.backends.pallas.tpu._rows import Walk, launched
+from portakern.backends.pallas.tpu._chip import across
+from portakern.backends.pallas.tpu._rows import Held, Walk, launched, row_tiling
 from portakern.core.call import Call
 
-# Of one block, with double buffers and float32 intermediates 10 to 14 MiB; a gradient, which streams another array, has
-# half. Thousands of cycles that the # compiler expects of bfloat16 at 4096 x 4096 by rows of a block, 16, 32, 64, 128:
-# v5e 271, 160, 108, 90; v6e 201, 115, 80, 64.
-ELEMENTS = 2**19
+HELD = Held(streamed=2, computed=3)
 
 
 def view(call: Call) -> tuple[tuple[int, int, int], int]:
@@ -48,12 +46,9 @@ def key(call: Call) -> dict[str, str | int]:
     return {"dtype": call.dtype, "across": "sublanes" if axis == 1 else "lanes", "n": shape[axis]}
 
 
-def default_tiling(call: Call) -> dict[str, int]:
+def default_tiling(call: Call, held: Held) -> dict[str, int]:
     shape, axis = view(call)
-    if axis == 1:
-        return {"block_rows": LANES, "block_n": max(128, min(2048, pl.next_power_of_2(shape[1])))}
-    block_n = max(128, min(16384, pl.next_power_of_2(shape[2])))
-    return {"block_rows": min(256, ELEMENTS // (2 if call.spec.is_vjp else 1) // block_n), "block_n": block_n}
+    return row_tiling(call, shape[axis], axis - 1, held)
 
 
 def walk_of(call: Call, tiling: Mapping[str, int]) -> Walk:
@@ -62,20 +57,23 @@ def walk_of(call: Call, tiling: Mapping[str, int]) -> Walk:
     return Walk.over(call, tiling, shape, axis - 1)
 
 
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    return walk_of(call, tiling).refused(call, tiling, streamed=2, computed=3)
+def supports(call: Call, tiling: Mapping[str, int], held: Held) -> str | None:
+    return walk_of(call, tiling).refused(call, tiling, held)
 
 
 def online_step(m_old: Any, x: Any, axis: int, unit: float = 1.0) -> tuple[Any, Any, Any]:
     """One step of the online softmax of unit * x: what a row's next block x does to its running maximum m_old.
 
-    Returns the new maximum m (in the unit of x, as m_old), the weights p = exp(unit (x - m)), and exp(unit (m_old -
-    m)), by which sums of earlier weights shrink. A row that has shown nothing but -inf so far has weights of 0, not the
+    Returns the new maximum m (in the unit of x, as m_old, and repeated along lanes as m_old is), the weights p =
+    exp(unit (x - m)), and exp(unit (m_old - m)), by which sums of earlier weights shrink. A row that has shown nothing but -inf so far has weights of 0, not the
     NaN of inf - inf.
     """
     m = jnp.maximum(m_old, jnp.max(x, axis=axis, keepdims=True))
     origin = jnp.where(m == -jnp.inf, 0.0, m)
-    below, fallen = x - origin, m_old - origin
+    below, fallen = x - (origin if axis == 0 else across(origin, x.shape[1])), m_old - origin
+    rate = unit * math.log2(math.e)  # one product instead of the unit's and that of exp itself
+    if unit != 1.0 and rate <= float(jnp.finfo(jnp.float32).max):
+        return m, jnp.exp2(below * rate), jnp.exp2(fallen * rate)
     if unit != 1.0:
         below, fallen = below * unit, fallen * unit
     return m, jnp.exp(below), jnp.exp(fallen)
@@ -101,7 +99,9 @@ def kernel(ref: Refs, *, walk: Walk) -> None:
         ref.y[...] = (jnp.exp(x - ref.m[...]) / ref.l[...]).astype(ref.y.dtype)
 
 
-@BACKEND.implements("softmax", key=key, tiling=default_tiling, supports=supports)
+@BACKEND.implements(
+    "softmax", key=key, tiling=partial(default_tiling, held=HELD), supports=partial(supports, held=HELD)
+)
 def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     x = call.arrays["x"]
     walk = walk_of(call, tiling)
@@ -109,6 +109,7 @@ def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
         call,
         kernel,
         walk,
+        HELD,
         inputs={"x": (x.reshape(walk.shape), walk.read())},
         outputs={"y": (jax.ShapeDtypeStruct(walk.shape, x.dtype), walk.written())},
         statistics=("m", "l"),

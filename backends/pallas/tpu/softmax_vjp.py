@@ -11,6 +11,7 @@ Source: the derivative of the formula of softmax, with y as the forward pass sto
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +19,11 @@ from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
-from portakern.backends.pallas.tpu._rows import Walk, launched
-from portakern.backends.pallas.tpu.softmax import default_tiling, key, walk_of
+from portakern.backends.pallas.tpu._rows import Held, Walk, launched
+from portakern.backends.pallas.tpu.softmax import default_tiling, key, supports, walk_of
 from portakern.core.call import Call
 
-
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    return walk_of(call, tiling).refused(call, tiling, streamed=3, computed=3)
+HELD = Held(streamed=3, computed=3)
 
 
 def kernel(ref: Refs, *, walk: Walk) -> None:
@@ -44,7 +43,9 @@ def kernel(ref: Refs, *, walk: Walk) -> None:
         ref.d_x[...] = (y * (d_y - ref.delta[...])).astype(ref.d_x.dtype)
 
 
-@BACKEND.implements("softmax_vjp", key=key, tiling=default_tiling, supports=supports)
+@BACKEND.implements(
+    "softmax_vjp", key=key, tiling=partial(default_tiling, held=HELD), supports=partial(supports, held=HELD)
+)
 def softmax_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     y, d_y = call.arrays["y"], call.arrays["d_y"]
     walk = walk_of(call, tiling)
@@ -52,6 +53,7 @@ def softmax_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
         call,
         kernel,
         walk,
+        HELD,
         inputs={"y": (y.reshape(walk.shape), walk.read()), "d_y": (d_y.reshape(walk.shape), walk.read())},
         outputs={"d_x": (jax.ShapeDtypeStruct(walk.shape, y.dtype), walk.written())},
         statistics=("delta",),

@@ -187,12 +187,12 @@ FAULTS = {
         Planted(
             "p-truncated",
             "bfloat16 weights are cut instead of rounded to nearest",
-            old="        ref.acc[...] = ref.acc[...] * shrink + dot(p.astype(v.dtype),",
+            old="        ref.acc[...] = ref.acc[...] * across(shrink, ref.acc.shape[1]) + dot(p.astype(v.dtype),",
             new=(
                 "        if v.dtype == jnp.bfloat16:\n"
                 "            bits = jax.lax.bitcast_convert_type(p, jnp.int32) & -65536\n"
                 "            p = jax.lax.bitcast_convert_type(bits, jnp.float32)\n"
-                "        ref.acc[...] = ref.acc[...] * shrink + dot(p.astype(v.dtype),"
+                "        ref.acc[...] = ref.acc[...] * across(shrink, ref.acc.shape[1]) + dot(p.astype(v.dtype),"
             ),
             small=True,
         ),
@@ -206,9 +206,9 @@ FAULTS = {
         Planted(
             "causal-top-left",
             "queries stand beside the first keys, not the last",
-            old="    band = Band.of(call, bq, bkv)\n",
+            old="    band = Band.of(call, bq, bkv * parts(call, bq, bkv), shared)\n",
             new=(
-                "    band = Band.of(call, bq, bkv)\n"
+                "    band = Band.of(call, bq, bkv * parts(call, bq, bkv), shared)\n"
                 '    first, last = (x if x is None else x - call.dims["kv_len"] + q_len for x in band[:2])\n'
                 "    band = band._replace(first=first, last=last)\n"
             ),
@@ -234,7 +234,8 @@ FAULTS = {
             new=(
                 "    steps = band.steps()\n"
                 "    if band.first is not None and band.last is not None:\n"
-                "        steps = min(steps, pl.cdiv(max(1, bq + band.last - band.first), bkv))\n"
+                "        queries = pl.cdiv(bq - 1, shared) + 1\n"
+                "        steps = min(steps, pl.cdiv(max(1, queries + band.last - band.first), band.block_kv))\n"
             ),
             small=True,
         ),
@@ -244,7 +245,8 @@ FAULTS = {
             old="m, p, shrink = online_step(ref.m[...], s, axis=1, unit=scores.unit)\n",
             new=(
                 "m = jnp.maximum(ref.m[...], jnp.max(s, axis=1, keepdims=True))\n"
-                "        p, shrink = jnp.exp((s - m) * scores.unit), jnp.exp((ref.m[...] - m) * scores.unit)\n"
+                "        p = jnp.exp((s - across(m, s.shape[1])) * scores.unit)\n"
+                "        shrink = jnp.exp((ref.m[...] - m) * scores.unit)\n"
             ),
         ),
         Planted(
@@ -263,19 +265,24 @@ FAULTS = {
         Planted(
             "bias-of-kv-head",
             "the bias follows the key's head",
-            old="    inputs = Operands(call).at(bq, bkv, query, key)\n",
+            old="    inputs = Operands(call, shared).at(bq, band.block_kv, query, key)\n",
             new=(
-                "    inputs = Operands(call).at(bq, bkv, query, key)\n"
+                "    inputs = Operands(call, shared).at(bq, band.block_kv, query, key)\n"
                 '    if "bias" in inputs:\n'
-                "        of_kv_head = lambda b, h, i, step: (b, quotient(h, group), i)\n"
-                '        inputs["bias"] = Operands(call).at(bq, bkv, of_kv_head, key)["bias"]\n'
+                "        of_kv_head = lambda b, h, *at: (b, quotient(h, of_keys), query(b, h, *at)[2])\n"
+                '        inputs["bias"] = Operands(call).at(bq, band.block_kv, of_kv_head, key)["bias"]\n'
             ),
         ),
         Planted(
             "kv-head-modulo",
             "query head h reads key head h % kv_heads",
-            old="return b, quotient(h, group), band",
-            new="return b, h % (heads // group), band",
+            old="    inputs = Operands(call, shared)",
+            new=(
+                '    q = call.arrays["q"].reshape(batch, q_len, shared, heads, d)\n'
+                '    q = jnp.swapaxes(q, 2, 3).reshape(call.arrays["q"].shape)\n'
+                '    call = call.replace(arrays={**call.arrays, "q": q})\n'
+                "    inputs = Operands(call, shared)"
+            ),
             sample=True,
         ),
         Planted(
@@ -289,28 +296,28 @@ FAULTS = {
             "the bias is added after the masks, so that a NaN there is added to -inf",
             old=(
                 "bias, settle=interpreted)\n"
-                "        visible = visible_pairs(ref, band, i, j, edge)\n"
+                "        visible = visible_pairs(ref, keys, i, j, edge)\n"
                 "        if visible is not None:\n"
                 "            s = jnp.where(visible, s, -jnp.inf)\n"
             ),
             new=(
                 "None if bias is None else jnp.zeros_like(bias), settle=interpreted)\n"
-                "        visible = visible_pairs(ref, band, i, j, edge)\n"
+                "        visible = visible_pairs(ref, keys, i, j, edge)\n"
                 "        if visible is not None:\n"
                 "            s = jnp.where(visible, s, -jnp.inf)\n"
                 "        if bias is not None:\n"
-                "            s = s + within(bias, 1, j * band.block_kv, band.kv_len)\n"
+                "            s = s + within(bias, 1, j * bkv, band.kv_len)\n"
             ),
             small=True,
         ),
         Planted(
             "additive-segments",
             "the segment mask adds -inf, so that a NaN or inf in another segment's key stays",
-            old="        visible = visible_pairs(ref, band, i, j, edge)\n",
+            old="        visible = visible_pairs(ref, keys, i, j, edge)\n",
             new=(
                 '        if "q_segment_ids" in ref:\n'
                 "            s += jnp.where(same_segment(ref.q_segment_ids, ref.kv_segment_ids), 0.0, -jnp.inf)\n"
-                "        visible = band.allowed(i, j) if edge else None\n"
+                "        visible = keys.allowed(i, j) if edge else None\n"
             ),
             small=True,
         ),
@@ -333,6 +340,30 @@ FAULTS = {
                 '        unit *= (call.dims["d"] / (-(-call.dims["d"] // 8) * 8)) ** 0.5\n'
             ),
             small=True,
+        ),
+        Planted(
+            "heads-in-one-query",
+            "rows of the heads of a group count as queries of their own",
+            old="parts(call, bq, bkv), shared)\n",
+            new="parts(call, bq, bkv))\n",
+        ),
+        Planted(
+            "last-part-dropped",
+            "a step that holds several blocks of keys leaves out the last",
+            old="range(number)",
+            new="range(max(number - 1, 1))",
+        ),
+        Planted(
+            "parts-beyond-unmasked",
+            "parts of a step that lie wholly beyond the last key count where blocks of their size divide the keys",
+            old="keys = band.part(bkv)\n",
+            new="keys = band._replace(block_kv=bkv)\n",
+        ),
+        Planted(
+            "ahead-too-early",
+            "the next queries are there one step before the last visible block",
+            old="band.ahead(i, step, down)[0]",
+            new="band.ahead(i, step + 1, down)[0]",
         ),
     ],
 }

@@ -20,11 +20,13 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.tpu.family import FAMILY
 from portakern.compiling.build import Compiled, Kernel
 from portakern.compiling.forms import form_of
 from portakern.core import targets
@@ -215,7 +217,7 @@ def _busy(table: str) -> dict[str, int]:
 def _estimate(call: Call, tiling: Mapping[str, int], names: list[str]) -> dict[str, int]:
     """Kernel -> cycles of a whole run, where another process came to an estimate before it died or had taken enough."""
     with tempfile.TemporaryDirectory() as folder:
-        told = {name: Path(folder) / f"{name}_static_llo_profile.textproto" for name in names}
+        told = partial(_told_cycles, Path(folder), names)
         variables = {
             WANT_ESTIMATE: "",
             "LIBTPU_INIT_ARGS": f"{FROM_HBM} --xla_jf_dump_static_llo_profile_to={folder}",
@@ -228,7 +230,15 @@ def _estimate(call: Call, tiling: Mapping[str, int], names: list[str]) -> dict[s
         ) as process:
             assert process.stdin is not None
             process.stdin.write(
-                json.dumps({"op": call.spec.name, "tiling": dict(tiling), "form": form_of(call), "assembly": False})
+                json.dumps(
+                    {
+                        "op": call.spec.name,
+                        "variant": FAMILY.name,
+                        "tiling": dict(tiling),
+                        "form": form_of(call),
+                        "assembly": False,
+                    }
+                )
                 + "\n"
             )
             process.stdin.close()
@@ -237,17 +247,22 @@ def _estimate(call: Call, tiling: Mapping[str, int], names: list[str]) -> dict[s
                 process.poll() is None
                 and time.monotonic() < end
                 and _resident(process.pid) < ESTIMATE_BYTES
-                and not all(map(_cycles, told.values()))
+                and len(told()) < len(names)
             ):
                 time.sleep(0.2)
             process.kill()
-        return {name: cycles for name, path in told.items() if (cycles := _cycles(path))}
+        return told()
 
 
-def _cycles(path: Path) -> int | None:
-    """None where there is no estimate, or one of 0, which is what libtpu writes of a kernel that it cannot follow."""
-    found = re.findall(r"estimated_cycles: (\d+)\n", path.read_text()) if path.exists() else []
-    return sum(map(int, found)) or None
+def _told_cycles(folder: Path, names: list[str]) -> dict[str, int]:
+    """Kernel -> cycles, of the profiles that are there: some versions of libtpu put the chip between the kernel's name
+    and the rest. One of 0 is what it writes of a kernel that it cannot follow."""
+    found = {}
+    for name in names:
+        for path in folder.glob(f"{name}_*static_llo_profile.textproto"):
+            cycles = sum(map(int, re.findall(r"estimated_cycles: (\d+)\n", path.read_text())))
+            found |= {name: cycles} if cycles else {}
+    return found
 
 
 def _resident(pid: int) -> int:

@@ -6,9 +6,9 @@ of their VLIW bundles times the steps that come by them, and what a step waits b
 the bytes between device memory and the chip follow from the index maps: a window is moved when its index differs from
 the step before.
 
-Which region belongs to which ``pl.when`` is told by their order. What the compiler knows to be always or never taken
-has no region, and small ones become predicated instructions without a branch: where regions are fewer, those are left
-out first.
+Which region belongs to which ``pl.when`` is told by their order and by their sizes. What the compiler knows to be always
+or never taken has no region, small ones become predicated instructions without a branch, and the compiler has regions
+of its own.
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ FLOAT32_PASSES = 6
 STEP = 400
 """Cycles that a step waits: by how much libtpu's own estimates exceed bundles, 120 to 900 a step over the tilings of
 matmul and attention on v5e and v6e. Without it many small steps would look as good as few large ones."""
+
+
+WORK, SMALL = 6000, 20
+"""Elements that a bundle of a kernel reads and makes, about: 5000 to 8000 in attention's. Bundles below which sizes say
+little: those of a branch become predicated instructions, and a window's move has as many."""
 
 
 class Region(NamedTuple):
@@ -258,17 +263,58 @@ def _body(walk: Walk, code: Region) -> Region:
 
 def _inside(condition: Condition, code: Region, flops_a_cycle: float) -> float:
     """The cycles of a region, with those within it, each under the condition that it stands for: a region that is left
-    over is the compiler's own, and a condition's work then stands in the straight code."""
-    kept, inner, straight_flops = [*condition.inner], list(code.inner), condition.flops
-    while len(kept) > len(inner):
-        lost = min(kept, key=lambda c: (0 < c.steps < condition.steps, c.steps, c.work))
-        straight_flops += lost.flops if lost.steps else 0
-        kept.remove(lost)
-    largest = sorted(range(len(inner)), key=lambda i: _whole(inner[i]), reverse=True)[: len(kept)]
-    mine = [inner[i] for i in sorted(largest)]
-    straight = code.bundles + sum(map(_whole, inner)) - sum(map(_whole, mine))
+    over is the compiler's own, and the work of a condition without one stands in the straight code."""
+    pairs, lost = _matched(condition, code, flops_a_cycle)
+    straight_flops = condition.flops + sum(c.flops for c in lost if c.steps)
+    straight = _whole(code) - sum(_whole(r) for _, r in pairs)
     of_these = max(straight, straight_flops / flops_a_cycle)
-    return condition.steps * of_these + sum(_inside(c, r, flops_a_cycle) for c, r in zip(kept, mine, strict=True))
+    return condition.steps * of_these + sum(_inside(c, r, flops_a_cycle) for c, r in pairs)
+
+
+def _matched(
+    around: Condition, code: Region, flops_a_cycle: float
+) -> tuple[list[tuple[Condition, Region]], list[Condition]]:
+    """The conditions within one, each with its region of its code, and those that have none.
+
+    Both stand in the same order. Of all ways to lay them beside each other the one whose sizes agree best: a region
+    costs what its size differs from its condition's, or where it is left over how large it is; a condition without one
+    costs little where the compiler may know it to be never or always taken, if its work is in the straight code then.
+    """
+    conditions, regions = around.inner, code.inner
+
+    def alone(c: Condition) -> float:
+        if not c.steps:
+            return 0.2
+        hidden = math.log((_expected(c, flops_a_cycle) + SMALL) / (code.bundles + SMALL))
+        return max(0.0, hidden) + (0.5 if c.steps == around.steps else 1.0)
+
+    @functools.cache
+    def best(i: int, j: int) -> tuple[float, tuple[tuple[int, int], ...]]:
+        rest = sum(map(alone, conditions[i:])) + sum(math.log1p(_whole(r) / SMALL) for r in regions[j:])
+        found: list[tuple[float, tuple[tuple[int, int], ...]]] = [(rest, ())]
+        if i < len(conditions) and j < len(regions):
+            unlike = math.log((_expected(conditions[i], flops_a_cycle) + SMALL) / (_whole(regions[j]) + SMALL))
+            cost, pairs = best(i + 1, j + 1)
+            found.append((cost + abs(unlike), ((i, j), *pairs)))
+            cost, pairs = best(i + 1, j)
+            found.append((cost + alone(conditions[i]), pairs))
+            cost, pairs = best(i, j + 1)
+            found.append((cost + math.log1p(_whole(regions[j]) / SMALL), pairs))
+        return min(found)
+
+    _, pairs = best(0, 0)
+    with_region = {i for i, _ in pairs}
+    lost = [c for i, c in enumerate(conditions) if i not in with_region]
+    return [(conditions[i], regions[j]) for i, j in pairs], lost
+
+
+def _expected(c: Condition, flops_a_cycle: float) -> float:
+    """The bundles that a condition may have."""
+    return max(_total(c) / WORK, c.flops / flops_a_cycle)
+
+
+def _total(c: Condition) -> int:
+    return c.work + sum(map(_total, c.inner))
 
 
 @functools.cache

@@ -14,8 +14,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas.common import Refs
-from portakern.backends.pallas.tpu._rows import Walk, launched
+from portakern.backends.pallas.tpu._rows import Held, Walk, launched
 from portakern.core.call import Call
+
+HELD = Held(streamed=2, computed=2)  # x and y come and go, and a block of each is computed with
 
 
 def kernel(ref: Refs, *, walk: Walk) -> None:
@@ -41,8 +43,8 @@ def walk_of(call: Call, tiling: Mapping[str, int]) -> Walk:
 
 
 def refused(call: Call, tiling: Mapping[str, int]) -> str | None:
-    """Why a TPU cannot walk like this, or None: x and y stream, and a block of each is computed with."""
-    return walk_of(call, tiling).refused(call, tiling, streamed=2, computed=2)
+    """Why a TPU cannot walk like this, or None."""
+    return walk_of(call, tiling).refused(call, tiling, HELD)
 
 
 def center(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
@@ -52,6 +54,7 @@ def center(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
         call,
         kernel,
         walk,
+        HELD,
         inputs={"x": (x.reshape(walk.shape), walk.read())},
         outputs={"y": (form, walk.written())},
         statistics=("total",),
