@@ -142,7 +142,7 @@ def test_calls_of_a_form_are_replayed_where_arrays_begin_alike(name):
     (op, *arrays), options, kernels = CALLS[name]
     impl, call = bound(op, *arrays, **options)
     launches = []
-    with launching.recording(lambda kernel, args, constexprs: launches.append(kernel.__name__)):
+    with launching.recording(lambda kernel, grid, args, constexprs: launches.append(kernel.__name__)):
         _, again = replay.learn(impl, call, resolve(impl, call, {}).tiling)
         assert launches == kernels and again is not None
         launches.clear()

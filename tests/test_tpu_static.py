@@ -287,7 +287,8 @@ def test_a_skipped_step_has_the_next_row_block_s_first_blocks_resident():
 
 
 def test_a_call_of_attention_with_keys_in_several_parts_of_a_step():
-    """5 queries of 4 heads, in one block of rows; two blocks of 128 keys a step, and of 384 keys the last lies beyond."""
+    """5 queries of 4 heads, in one block of rows; two blocks of 128 keys a step, and of 384 keys the last lies
+    beyond."""
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, n, h, 16)), jnp.float32) for n, h in ((5, 4), (384, 1), (384, 1)))
     attend = op("attention", backend="pallas")

@@ -48,17 +48,7 @@ def compile_(
     from portakern.compiling import matrix as compiling
 
     names = list(targets.HARDWARE) if every else target or []
-    if every == bool(target):
-        raise SpecError(
-            f"compile: name one or more --target, or --all, and not both; targets: {', '.join(targets.HARDWARE)}"
-        )
-    check_dtypes("compile", dtype)
-    if shape and not ops:
-        raise SpecError("compile: --shape gives the dimensions of an op's call: name the ops")
-    for op in ops or ():
-        registry.find_spec(op)
-    if variant and backend:
-        registry.backend(backend).check_variant(variant)
+    _check_asked(ops, target, every, dtype, backend, variant, shape)
     start = time.perf_counter()
     found = compiling.jobs_for(
         ops or list(registry.loadable()),
@@ -91,6 +81,29 @@ def compile_(
         _show_builds(built)
     if not all(b.ok for b in built):
         raise typer.Exit(1)
+
+
+def _check_asked(
+    ops: list[str] | None,
+    target: list[str] | None,
+    every: bool,
+    dtype: list[str] | None,
+    backend: str | None,
+    variant: str | None,
+    shape: list[str] | None,
+) -> None:
+    """What is wrong with what was asked for, before anything is compiled."""
+    if every == bool(target):
+        raise SpecError(
+            f"compile: name one or more --target, or --all, and not both; targets: {', '.join(targets.HARDWARE)}"
+        )
+    check_dtypes("compile", dtype)
+    if shape and not ops:
+        raise SpecError("compile: --shape gives the dimensions of an op's call: name the ops")
+    for op in ops or ():
+        registry.find_spec(op)
+    if variant and backend:
+        registry.backend(backend).check_variant(variant)
 
 
 KERNEL_COLUMNS = {  # column -> how a line says it

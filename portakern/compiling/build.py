@@ -20,8 +20,8 @@ CYCLES = "of each kernel the larger of what its program takes and of what memory
 
 
 FOLLOWED = 0.7
-"""Share of the cycles that a program issues, by its code and its grid, below which a compiler's estimate is not believed:
-branches on what it cannot follow count as not taken there."""
+"""Share of the cycles that a program issues, by its code and its grid, below which a compiler's estimate is not
+believed: branches on what it cannot follow count as not taken there."""
 
 
 @dataclass

@@ -29,11 +29,10 @@ SUBJECT = re.compile(
 COLUMNS = ("machines", "kernels", "compiled", "interpreted", "simulated", "emulated", "run there", "timed there")
 NO = "no"
 NOTES = (
-    f"Counted from {link('benchmarks/results')}; gradients are ops too. Compiled: ahead of time, each op's typical "
-    "call, for so many architectures. Interpreted, simulated (in a stricter interpreter), emulated (machine "
-    "code, executed in an emulator, [not on hardware](docs/how-to/amd-and-intel.md#without-the-hardware)) and run: "
-    "every element of every drawn case was held to an error bound that is derived from rounding. "
-    f'"{NO}" where no kept result says so.'
+    f"Counted from {link('benchmarks/results')}, gradients too. Compiled: ahead of time, typical calls. Interpreted, "
+    "simulated (a stricter interpreter), emulated (machine code, in an emulator, [not on "
+    "hardware](docs/how-to/amd-and-intel.md#without-the-hardware)) and run: every element of every drawn case was held "
+    f'to a derived error bound. "{NO}" where no kept result says so.'
 )
 
 

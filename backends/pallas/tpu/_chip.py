@@ -115,8 +115,8 @@ def launch(
 ) -> dict[str, jax.Array]:
     """Run ``kernel(ref)`` on a TPU's grid, and return what it wrote by name (`common.launch`).
 
-    ``vmem``: bytes that it needs, as far as that is known. Where they are more than three quarters of what a kernel gets
-    unasked, since masks and spilled values come to them, it asks for the chip's limit.
+    ``vmem``: bytes that it needs, as far as that is known. Where they are more than three quarters of what a kernel
+    gets unasked, since masks and spilled values come to them, it asks for the chip's limit.
 
     The last ``in_order`` grid axes run one step after another, since ``scratch``, float32 arrays of these shapes in
     VMEM, is carried along them ("arbitrary", in Mosaic's word). The axes before them are independent of each other and

@@ -5,14 +5,15 @@ q: (batch, q_len, kv_heads*group, d), k: (batch, kv_len, kv_heads, d), v: (batch
 
 One step takes a block of rows against a few blocks of keys. Rows are queries, those of the heads of a group beside
 each other, so that keys are read once for all of them (with a bias a head has its own). The grid is (batch, heads or
-kv_heads, row blocks, key blocks), key blocks in order. m is the running maximum of a query's scores, l the sum of exp(s - m) and acc the sum of exp(s - m) v,
-all float32 in VMEM; a block that raises m scales l and acc down by exp(m_old - m_new); the last step writes acc / l.
-m and l are repeated along the 128 lanes of a register: a column would be stored and read with masks and permutes.
-Scores and m stay in the unit in which they arise (``score_unit``), and only their difference is brought to natural
-units.
+kv_heads, row blocks, key blocks), key blocks in order. m is the running maximum of a query's scores, l the sum of exp(s
+- m) and acc the sum of exp(s - m) v, all float32 in VMEM; a block that raises m scales l and acc down by exp(m_old -
+m_new); the last step writes acc / l. m and l are repeated along the 128 lanes of a register: a column would be stored
+and read with masks and permutes. Scores and m stay in the unit in which they arise (``score_unit``), and only their
+difference is brought to natural units.
 
 `Band` says which key blocks a row block can see: the grid has steps for no more than those, and a step past the last
-one computes nothing: what its index map names are the first blocks of the row block that follows. How the arrays are laid out in memory is said in ``_heads.py``.
+one computes nothing: what its index map names are the first blocks of the row block that follows. How the arrays are
+laid out in memory is said in ``_heads.py``.
 
 block_q, block_kv: the rows that a step holds, and the keys whose scores it has at a time. Large block_kv feeds the
 matrix unit; the scores, block_q x block_kv in float32, bound both. Of few rows (`parts`) a step has several such blocks

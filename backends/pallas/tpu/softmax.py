@@ -65,8 +65,8 @@ def online_step(m_old: Any, x: Any, axis: int, unit: float = 1.0) -> tuple[Any, 
     """One step of the online softmax of unit * x: what a row's next block x does to its running maximum m_old.
 
     Returns the new maximum m (in the unit of x, as m_old, and repeated along lanes as m_old is), the weights p =
-    exp(unit (x - m)), and exp(unit (m_old - m)), by which sums of earlier weights shrink. A row that has shown nothing but -inf so far has weights of 0, not the
-    NaN of inf - inf.
+    exp(unit (x - m)), and exp(unit (m_old - m)), by which sums of earlier weights shrink. A row that has shown nothing
+    but -inf so far has weights of 0, not the NaN of inf - inf.
     """
     m = jnp.maximum(m_old, jnp.max(x, axis=axis, keepdims=True))
     origin = jnp.where(m == -jnp.inf, 0.0, m)

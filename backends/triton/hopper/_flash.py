@@ -196,6 +196,22 @@ def first_dots(
 
 
 @gluon.jit
+def last_products(
+    p16, acc, l, m, whole, grows, unit, v_tiles, empty, scores, plan: gl.constexpr, row_s: gl.constexpr,
+    row_o: gl.constexpr,
+):  # fmt: skip
+    """The state (acc, l, m) with the last tile's products, which start the accumulator unless it ``grows``."""
+    stage = unit % plan.stages
+    products = warpgroup_mma(p16, v_tiles.index(stage), acc, use_acc=grows, is_async=True)
+    l_row = gl.convert_layout(gl.sum(l, 1), row_s)
+    acc = warpgroup_mma_wait(0, deps=[products])
+    mbarrier.arrive(empty.index(stage), count=1)
+    if plan.chunked:
+        acc, l_row, m = merge(whole, acc, l_row, m, scores.rate, row_o)
+    return acc, l_row, m
+
+
+@gluon.jit
 def attend(
     turn, unit, first, last, q, k_tiles, v_tiles, full, empty, mine, theirs, limits, all_lo, all_hi, scores, chunk,
     GROUP: gl.constexpr, plan: gl.constexpr,
@@ -254,13 +270,8 @@ def attend(
         else:
             acc = acc * gl.convert_layout(alpha, row_o)[:, None]
         unit += 1
-    final = (last - 1) // block * block
-    products = warpgroup_mma(p16, v_tiles.index(unit % stages), acc, use_acc=final > opened, is_async=True)
-    l_row = gl.convert_layout(gl.sum(l, 1), row_s)
-    acc = warpgroup_mma_wait(0, deps=[products])
-    mbarrier.arrive(empty.index(unit % stages), count=1)
-    if plan.chunked:
-        acc, l_row, m = merge(whole, acc, l_row, m, scores.rate, row_o)
+    grows = (last - 1) // block * block > opened
+    acc, l_row, m = last_products(p16, acc, l, m, whole, grows, unit, v_tiles, empty, scores, plan, row_s, row_o)
     return acc, l_row, m, turn, unit + 1
 
 

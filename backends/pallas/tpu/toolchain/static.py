@@ -6,9 +6,9 @@ of their VLIW bundles times the steps that come by them, and what a step waits b
 the bytes between device memory and the chip follow from the index maps: a window is moved when its index differs from
 the step before.
 
-Which region belongs to which ``pl.when`` is told by their order and by their sizes. What the compiler knows to be always
-or never taken has no region, small ones become predicated instructions without a branch, and the compiler has regions
-of its own.
+Which region belongs to which ``pl.when`` is told by their order and by their sizes. What the compiler knows to be
+always or never taken has no region, small ones become predicated instructions without a branch, and the compiler has
+regions of its own.
 """
 
 from __future__ import annotations
