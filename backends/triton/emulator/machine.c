@@ -286,7 +286,7 @@ static int access_lds(Machine *m, Wave *w, Step *t, uint64_t mask, int blank) {
     for (int p = 0; p < t->pairs; p++) {
         for (int l = 0; l < m->lanes; l++) {
             if (!(mask >> l & 1)) continue;
-            uint64_t at = (uint64_t)w->v[t->vaddr * m->lanes + l] + (p ? t->offset2 : t->offset);
+            uint64_t at = (uint32_t)(w->v[t->vaddr * m->lanes + l] + (p ? t->offset2 : t->offset)); /* bases may be negative */
             int aligned = t->bytes < 4 ? t->bytes : 4;
             places[l] = at;
             if (at % aligned) return fails(m, UNALIGNED, l, at, t->bytes);
@@ -384,7 +384,7 @@ static int transpose(Machine *m, Wave *w, Step *t) {
     uint16_t got[LANES][4];
     if (active(m, w) != ~0ull) return fails(m, INACTIVE, 0, 0, 0);
     for (int l = 0; l < LANES; l++) {
-        uint64_t at = (uint64_t)w->v[t->vaddr * LANES + l] + t->offset;
+        uint64_t at = (uint32_t)(w->v[t->vaddr * LANES + l] + t->offset);
         if (touch(m, w, l, at, 8, 0, 0, -1)) return 1;
         memcpy(got[l], m->lds + at, 8);
     }

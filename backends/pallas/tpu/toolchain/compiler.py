@@ -257,7 +257,7 @@ def _estimate(call: Call, tiling: Mapping[str, int], names: list[str]) -> dict[s
 def _told_cycles(folder: Path, names: list[str]) -> dict[str, int]:
     """Kernel -> cycles, of the profiles that are there: some versions of libtpu put the chip between the kernel's name
     and the rest. One of 0 is what it writes of a kernel that it cannot follow."""
-    found = {}
+    found: dict[str, int] = {}
     for name in names:
         for path in folder.glob(f"{name}_*static_llo_profile.textproto"):
             cycles = sum(map(int, re.findall(r"estimated_cycles: (\d+)\n", path.read_text())))
