@@ -2,6 +2,7 @@
 compiled and interpreted.
 """
 
+import numpy as np
 import pytest
 
 import portakern as pk
@@ -82,3 +83,20 @@ def test_several_tiles_are_visited(backend, device, op):
     assert report.passed, report.failures
     for tile, t in spec.tiling.items():
         assert t.of is None or crossing(report, tile) >= 1, (tile, report.cells)
+
+
+@pytest.mark.parametrize("op", ["attention", "attention_vjp"])
+@pytest.mark.parametrize("backend", ["triton", "pallas"])
+def test_a_factor_beyond_float32_makes_no_nan(backend, op):
+    """scale / softcap, of dots of 0."""
+    if why := registry.backend(backend).unavailable():
+        pytest.skip(why)
+    x = np.zeros((1, 2, 1, 4), np.float32)
+    given = {"q": x, "k": x, "v": x + 1, "scale": 100.0, "softcap": 2.0**-126}
+    if op == "attention":
+        found = pk.op(op, backend=backend)(**given)
+    else:
+        o, lse = pk.op("attention", backend="reference")(**given, return_lse=True)
+        found = pk.op(op, backend=backend)(**given, o=o, lse=lse, d_o=x + 1)
+    for y in found if isinstance(found, tuple) else (found,):
+        assert y is None or np.isfinite(np.asarray(y)).all()

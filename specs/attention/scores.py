@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import sqrt
+from math import copysign, sqrt
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -60,6 +60,12 @@ def head_of_bias(call: Call, b: int, h: int) -> np.ndarray:
     return bias[b % bias.shape[0], h % bias.shape[1]]
 
 
+def over_cap(scale: float, softcap: float) -> float:
+    """scale / softcap, or the most that float32 holds: an infinite factor would make NaN of a dot of 0. Where they differ
+    tanh is 1 of every dot that does not flush."""
+    return copysign(min(abs(scale / softcap), float(np.finfo(np.float32).max)), scale)
+
+
 def score_unit(call: Call) -> tuple[float | None, float]:
     """In which unit a kernel keeps its scores.
 
@@ -75,7 +81,7 @@ def score_unit(call: Call) -> tuple[float | None, float]:
     scale = call.dims["d"] ** -0.5 if scale is None else scale
     biased = call.arrays["bias"] is not None
     if softcap is not None:
-        return scale / softcap, 1.0 if biased else softcap
+        return over_cap(scale, softcap), 1.0 if biased else softcap
     if biased or scale == 0.0:
         return scale, 1.0
     return (None if scale > 0 else -1.0), abs(scale)

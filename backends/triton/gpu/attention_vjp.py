@@ -52,6 +52,7 @@ from portakern.backends.triton.launch import (
 )
 from portakern.backends.triton.layout import fresh
 from portakern.spec import Count, Tile
+from portakern.specs.attention import over_cap
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -440,7 +441,7 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     }
     scale, softcap = d**-0.5 if options["scale"] is None else options["scale"], options["softcap"]
     given = q, k, v, d_o, shift, delta, bias, *segments
-    scores = Scores(scale if softcap is None else scale / softcap, softcap)
+    scores = Scores(scale if softcap is None else over_cap(scale, softcap), softcap)
     window = _band(options["is_causal"], options["window"], q_len + kv_len)
     extents = Extents(heads, group, q_len, kv_len, d, dv)
     strides = strides_of(q, k, v, bias, segments, (batch, heads, q_len, kv_len)), d_o.stride()
