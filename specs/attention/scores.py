@@ -61,8 +61,8 @@ def head_of_bias(call: Call, b: int, h: int) -> np.ndarray:
 
 
 def over_cap(scale: float, softcap: float) -> float:
-    """scale / softcap, or the most that float32 holds: an infinite factor would make NaN of a dot of 0. Where they differ
-    tanh is 1 of every dot that does not flush."""
+    """scale / softcap, or the most that float32 holds: an infinite factor would make NaN of a dot of 0. Where they
+    differ tanh is 1 of every dot that does not flush."""
     return copysign(min(abs(scale / softcap), float(np.finfo(np.float32).max)), scale)
 
 
