@@ -54,11 +54,6 @@ def shared_bytes(plan: Plan) -> int:
     return 2 * held + BARRIERS
 
 
-TRIED = 128
-"""The largest head dimension with which the kernel has run on a device. It compiles for up to 256, and for windows;
-what compiles may still wait for a barrier for ever, so that both are refused until they have been seen to end."""
-
-
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     dims, plan = call.dims, plan_of(call, tiling)
     if call.interpret:
@@ -83,8 +78,6 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
             f"{plan.stages} stages of {plan.block_kv} keys take {shared_bytes(plan)} bytes of shared memory; "
             f"{call.target.arch or 'sm_90'} has {shared_limit(call.target.arch)}"
         )
-    if max(dims["d"], dims["dv"]) > TRIED or call.options["window"] is not None:
-        return f"windows, and head dimensions beyond {TRIED}, go to the portable kernel: this one has not run with them"
     return portable.supports(call, tiling)
 
 
