@@ -59,7 +59,7 @@ def backend(name, fn, peer=False, **kwargs):
 
 
 def timed(subject, *against, case=CASE):
-    outcome = run(Plan([case], subject, against, "cpu", rounds=2), lambda found, case: None)
+    outcome = run(Plan([case], [subject], against, "cpu", rounds=2), lambda found, case: None)
     return {r["contender"]: r for r in outcome.rows}
 
 
@@ -178,7 +178,7 @@ def test_gradients_are_timed_on_what_a_right_forward_op_saved():
     rows = timed(triton, registry.backend("torch"), case=case)
     assert rows["triton"]["op"] == "softmax_vjp" and {r["verdict"] for r in rows.values()} == {"right"}
     wrong = backend("wrong", lambda x, axis: x + 1)
-    outcome = run(Plan([case], wrong, [], "cpu", rounds=2), lambda found, case: None)
+    outcome = run(Plan([case], [wrong], [], "cpu", rounds=2), lambda found, case: None)
     assert not outcome.rows
     assert "softmax, which saves for its gradients, is wrong: 240 of 240" in outcome.unserved[0][1]
 
@@ -207,7 +207,7 @@ def test_cases_are_visited_ahead_by_other_processes():
     if triton.unavailable():
         pytest.skip(triton.unavailable())
     seen, before = [], multiprocessing.active_children()
-    plan = Plan([CASE, TimedCase("mine", "softmax", "float32", {})], triton, [registry.backend("torch")], "cpu")
+    plan = Plan([CASE, TimedCase("mine", "softmax", "float32", {})], [triton], [registry.backend("torch")], "cpu")
     assert warm(plan, 1, 100.0, lambda: seen.append(1)) == 1 and len(seen) == 2  # the second is no call
     assert multiprocessing.active_children() == before
     assert warm(plan, 1, 0.0, lambda: None) == 0 and multiprocessing.active_children() == before
@@ -215,7 +215,7 @@ def test_cases_are_visited_ahead_by_other_processes():
 
 def test_a_budget_says_what_it_left_out():
     cases = [CASE, TimedCase("mine", "softmax", "float16", {"shape": (3, 5)})]
-    outcome = run(Plan(cases, backend("mine", numpy_softmax), [], "cpu", 2, seconds=0.0), lambda found, case: None)
+    outcome = run(Plan(cases, [backend("mine", numpy_softmax)], [], "cpu", 2, seconds=0.0), lambda found, case: None)
     assert outcome.left_out == cases and not outcome.rows
 
 

@@ -274,7 +274,7 @@ def test_whatever_peer_takes_a_call_is_a_contender(gradient, expected):
     dims = {"batch": 1, "q_len": 6, "kv_len": 6, "kv_heads": 2, "group": 1, "d": 8, "dv": 8}
     case = TimedCase("mine", "attention", "float32", dims, gradient=gradient)
     asked = among.against_named(["torch", "sdpa_flash", "flex_attention", "jax", "jax_cudnn", "quack"])
-    trial = _Trial(Plan([case], registry.backend("triton"), asked, "cpu"), case, {}, None)
+    trial = _Trial(Plan([case], [registry.backend("triton")], asked, "cpu"), case, {}, None)
     entries = {}
     for c in trial.among:
         try:
