@@ -16,7 +16,7 @@ from portakern.benchmarking.rows import FAILED, REFUSED, WRONG, Row, held_agains
 from portakern.benchmarking.suites import TimedCase
 from portakern.benchmarking.timing import ROUNDS, CallFailed, Times, interleaved
 from portakern.benchmarking.verdicts import Judge, Verdict
-from portakern.compiling.worker import one_line
+from portakern.compiling.worker import one_line, reason
 from portakern.core.backend import Backend
 from portakern.core.gradients import wiring
 from portakern.core.route import Choice, routes
@@ -151,7 +151,7 @@ class _Trial:
                 found[name] = settled(row, REFUSED, one_line(str(e)))
                 continue
             except Exception as e:
-                found[name] = settled(row, FAILED, one_line(f"{type(e).__name__}: {e}"))
+                found[name] = settled(row, FAILED, reason(e))
                 self._still_there(contender)
                 continue
             found[name] = judged(row, verdict, entry.tiling, seconds)
@@ -193,8 +193,7 @@ class _Trial:
                 yield from interleaved(watches, self.plan.rounds).items()
                 return
             except CallFailed as e:
-                cause = e.__cause__
-                found[e.name] = settled(found[e.name], FAILED, one_line(f"{type(cause).__name__}: {cause}"))
+                found[e.name] = settled(found[e.name], FAILED, reason(e.__cause__ or e))
                 self._still_there(entries.pop(e.name).contender)
 
     def _settled(self, row: Row, entry: Entry, before: Sequence[Any], times: Times) -> Row:
@@ -206,7 +205,7 @@ class _Trial:
             verdict = self._verdict(entry, after)
             if not verdict.right:
                 why = f"right at first; after it was timed: {verdict.why}"
-                return {**judged(row, verdict, entry.tiling), "why": why, "verdict": WRONG}
+                return {**judged(row, verdict, entry.tiling, row["first_s"]), "why": why, "verdict": WRONG}
         del after
         return timed(row, times, entry.call, self.rates, entry.instruments.peak_bytes(entry.run))
 
