@@ -94,15 +94,14 @@ def _measure(plan: Plan, jobs: int | None, found: _Rows) -> None:
     framework, device, target = here(plan.lead, plan.device)
     names = " and ".join(b.name for b in plan.subjects)
     cores = (max((os.cpu_count() or 2) - 1, 1) if jobs is None else jobs) if target.platform != "cpu" else 0
-    oracles = cores // 2
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         Progress(*columns, console=err, transient=True) as bar,
-        foreseeing(plan.cases, target, oracles) as foresight,
+        foreseeing(plan.cases, target, cores // 2) as foresight,
     ):
         if cores and framework.instruments(device).shared:
             compiling = bar.add_task("compiling ahead", total=len(plan.cases))
-            warming.warm(plan, cores - oracles, _share(plan, found.start), lambda: bar.advance(compiling))
+            warming.warm(plan, cores, _share(plan, found.start), lambda: bar.advance(compiling))
         task = bar.add_task(f"timing {names}", total=len(plan.cases))
 
         def done(outcome: Outcome, case: TimedCase) -> None:
