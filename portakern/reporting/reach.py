@@ -84,7 +84,7 @@ def reach(kept: Kept) -> str:
                     b.name,
                     _compiled([r for r in built if r["backend"] == b.name and _platform(r["target"]) == platform], ops),
                     _checked([r for r in off if r.how == "interpreted" and not r.profile], ops),
-                    _checked([r for r in (*off, *here) if r.profile], ops),
+                    _checked([r for r in [*off, *here] if r.profile], ops),
                     _checked([r for r in there if r.how == "emulated"], ops),
                     _checked([r for r in here if not r.profile], ops),
                     _timed([x for x in timed if x[0]["backend"] == b.name and _of(x[0], platform)], ops, kept.root),
@@ -92,8 +92,8 @@ def reach(kept: Kept) -> str:
             )
     shown = table(COLUMNS, body, words=len(COLUMNS))
     devices = sorted({r.device for r in found if r.how == "compiled" and not r.profile} | {r.device for _, r in timed})
-    there = f"There: {', '.join(devices)}. " if devices else ""
-    return "\n\n".join([shown, *([AGED] if STALE in shown else []), there + NOTES])
+    where = f"There: {', '.join(devices)}. " if devices else ""
+    return "\n\n".join([shown, *([AGED] if STALE in shown else []), where + NOTES])
 
 
 def _written_for(b: Backend) -> set[str]:

@@ -23,6 +23,7 @@ from portakern.backends.triton.gpu._split import chunk_length
 from portakern.backends.triton.hopper._flash import Plan, Work, flash_kernel
 from portakern.backends.triton.launch import cdiv, launch, shared_limit, torch_dtype
 from portakern.backends.triton.layout import contiguous_strides, fresh, pow2_at_least
+from portakern.core.backend import Drawn
 from portakern.spec import Count
 from portakern.specs.attention import score_unit
 
@@ -89,7 +90,11 @@ def least_chunk(call: Call) -> dict[str, int]:
     return {"chunk": 512}
 
 
-@BACKEND.implements("attention", tiling=least_chunk, key=portable.key, fit=portable.fit, supports=supports, knobs=KNOBS)
+DRAWN = Drawn(("bias", "q_segment_ids", "kv_segment_ids"), {"d": 8, "dv": 8}, {"q_len": QUERIES + 1})
+
+
+@BACKEND.implements("attention", tiling=least_chunk, key=portable.key, fit=portable.fit, supports=supports, knobs=KNOBS,
+                    drawn=DRAWN)  # fmt: skip
 def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     dims, options = call.dims, call.options
     rows, _ = portable.rows_plan(call, tiling)
