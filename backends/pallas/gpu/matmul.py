@@ -40,6 +40,7 @@ from portakern.backends.pallas.gpu._chip import (
     launch,
     over_shared,
     padded_rows,
+    products_refused,
     tiled_buffer,
     whole_pieces,
 )
@@ -143,12 +144,7 @@ def key(call: Call) -> dict[str, str | int]:
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    if call.dtype == "float32":
-        return (
-            "its tensor cores take no float32 operands whole, and products of their parts are not written yet: convert "
-            "to bfloat16, or use the reference backend"
-        )
-    reason = dtype_refused(call, call.outputs["c"][1])
+    reason = products_refused(call) or dtype_refused(call, call.outputs["c"][1])
     if reason:
         return reason
     block_m, block_n, block_k = (tiling[f"block_{axis}"] for axis in "mnk")

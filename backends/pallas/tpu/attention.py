@@ -44,7 +44,7 @@ from portakern.backends.pallas.common import (
     step_along,
     within,
 )
-from portakern.backends.pallas.tpu._band import Band, both
+from portakern.backends.pallas._band import Band, both
 from portakern.backends.pallas.tpu._chip import (
     LANES,
     across,
