@@ -23,6 +23,6 @@ BACKEND = Backend(
         "TPUs have no float64",
         "Pallas on GPUs has no float64",
         "take no float32 operands whole",
-        "in attention on Hopper",
+        "elements that fit here",
     ),
 )
