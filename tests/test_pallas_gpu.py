@@ -36,6 +36,7 @@ from portakern.core.targets import Target  # noqa: E402
 from portakern.errors import UnsupportedError  # noqa: E402
 from portakern.testing import strategies  # noqa: E402
 from portakern.testing.subject import backend_subject  # noqa: E402
+from tests.ops import record  # noqa: E402
 
 HOPPER = Target("cuda", "sm_90")
 OPS = [op for op in registry.ops() if PALLAS.where(op, FAMILY)]
@@ -115,6 +116,12 @@ REFUSED = [
     ("matmul", {"block_m": 16}, {"a": (8, 8), "b": (8, 8)}, "bfloat16", "block_m=16 is no tile of wgmma's .* 64, 128"),
     ("matmul", {"block_m": 256}, {"a": (99, 8), "b": (8, 999)}, "bfloat16", "does not fit into the registers of two"),
     ("matmul", {"stages": 8}, {"a": (99, 8), "b": (8, 999)}, "bfloat16", "choose smaller block_m, block_n or stages"),
+    ("attention", {}, dict.fromkeys("qkv", (1, 9, 1, 8)), "float32", "take no float32 operands whole, .* bfloat16, or"),
+    ("attention", {}, dict.fromkeys("qkv", (1, 9, 1, 264)), "float16", "of 264 are wider than the 256 elements that"),
+    ("attention", {"block_q": 256}, dict.fromkeys("qkv", (1, 9, 1, 8)), "float16", "block_q=256 is no tile .* 64, 128"),
+    ("attention", {"block_kv": 32}, dict.fromkeys("qkv", (1, 9, 1, 8)), "float16", "block_kv=32 is no tile .*, 256"),
+    ("attention", {"block_kv": 256}, dict.fromkeys("qkv", (1, 9, 1, 64)), "float16", "64 takes 224 registers a thread"),
+    ("attention", {"stages": 8}, dict.fromkeys("qkv", (1, 9, 1, 128)), "float16", "choose smaller block_kv or stages"),
 ]  # fmt: skip
 
 
@@ -139,6 +146,12 @@ COPIED = [
     ("matmul", {"a": (5, 8), "b": (8, 65)}, {}, "n of b is padded from 65 to 128; c is cut from 72 columns to 65$"),
     ("matmul", {"a": (1, 3, 5, 8), "b": (2, 1, 8, 64)}, {}, "a is repeated .* that it lacks; b is repeated along"),
     ("matmul", {"a": (2, 3, 5, 8), "b": (8, 64)}, {}, None),
+    ("attention", dict.fromkeys("qkv", (1, 9, 1, 40)), {}, None),
+    ("attention", dict.fromkeys("qkv", (1, 8, 1, 40)), {"return_lse": True}, None),
+    ("attention", dict.fromkeys("qkv", (1, 9, 1, 40)), {"return_lse": True}, "^lse is cut from 12 queries to 9$"),
+    ("attention", dict.fromkeys("qkv", (1, 9, 1, 41)), {}, "^heads of q and k are padded from 41 to 48; heads of v are"),
+    ("attention", dict.fromkeys("qkv", (1, 9, 1, 41)), {}, "of v are padded from 41 to 48; o is cut from 48 to 41$"),
+    ("attention", dict.fromkeys("qkv", (1, 9, 1, 40)) | {"bias": (1, 1, 1, 9)}, {}, "^bias is padded to whole tiles of"),
     ("softmax_vjp", {"y": (8, 304), "d_y": (8, 304)}, {}, None),
     ("matmul_vjp", {"a": (64, 64), "b": (64, 64), "d_c": (64, 64)}, {}, "^d_a: b is transposed; d_b: a is transposed$"),
     ("matmul_vjp", {"a": (2, 8, 64), "b": (64, 64), "d_c": (2, 8, 64)}, {}, "d_b: batch axes that are summed"),
@@ -165,8 +178,19 @@ def test_what_xla_copies_is_said(op, shapes, options, words):
 def test_every_call_has_a_tiling_that_serves_it(op, dtype, rows, n):
     spec = registry.find_spec(op)
     dims = {"batch": () if "m" in spec.dims else (rows,), "m": rows, "k": 200, "n": n, "shape": (rows, n)}
+    if "q_len" in spec.dims:
+        dims = {
+            "batch": 2,
+            "kv_heads": 1,
+            "group": 3,
+            "q_len": rows,
+            "kv_len": 4096,
+            "d": min(n, 256),
+            "dv": min(8 + n // 2, 256),
+        }
     abstract = frameworks()["jax"].abstract
-    call = unchecked(spec, **{a.name: abstract(shape_of(a.dims, dims), dtype, None) for a in spec.arrays})
+    arrays = {a.name: abstract(shape_of(a.dims, dims), dtype, None) for a in spec.arrays if not a.optional}
+    call = unchecked(spec, **arrays)
     call = call.replace(target=HOPPER, interpret=False, concrete=False)
     assert tilings.resolve(PALLAS.implementation(op, FAMILY), call, {}).tiling
 
@@ -234,7 +258,7 @@ def test_what_it_takes_of_the_chip_is_told(op, monkeypatch, tmp_path):
     for kernel in built.kernels:
         assert kernel.name in op and kernel.spills == 0 and 0 < kernel.registers <= 255
         assert 0 < kernel.on_chip["shared"] <= targets.find("sm_90").on_chip["shared"] and 0 < kernel.occupancy <= 1
-        assert ("wgmma" in "".join(kernel.matrix)) == ("block_k" in spec.tiling), "products are wgmma's"
+        assert ("wgmma" in "".join(kernel.matrix)) == record(op).matrix_units, "products are wgmma's"
         assert ".target sm_90a" in kernel.assembly
 
 
