@@ -171,6 +171,14 @@ def test_what_xla_copies_is_said(op, shapes, options, words):
         assert f"  copied by JAX: {said}" in on_gpu(op).explain(**arrays, **options)
 
 
+def test_an_interpreted_call_in_a_traced_function_is_refused():
+    """The interpreter orders its steps by calls to the host that a lowering cannot announce."""
+    softmax = on_gpu("softmax")
+    for transformed in (jax.jit(softmax), jax.vmap(softmax), jax.grad(lambda x: softmax(x).sum())):
+        with pytest.raises(UnsupportedError, match="variant 'gpu' calls the host in an order .* outside jit, grad and"):
+            transformed(jnp.asarray(X))
+
+
 @each_op
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("rows", [1, 64, 65, 5000])
