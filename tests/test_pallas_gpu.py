@@ -40,6 +40,7 @@ from tests.ops import record  # noqa: E402
 
 HOPPER = Target("cuda", "sm_90")
 OPS = [op for op in registry.ops() if PALLAS.where(op, FAMILY)]
+ROWS = [op for op in OPS if "row_warps" in PALLAS.implementation(op, FAMILY).knobs]
 LIMITS = testing.Limits(used=2**12)
 each_op = pytest.mark.parametrize("op", OPS)
 has_compiler = pytest.mark.skipif(
@@ -75,6 +76,41 @@ def test_several_tiles_race_for_nothing(op):
     )  # fmt: skip
     assert report.passed, "\n".join(map(str, report.failures))
     assert report.examples >= 1, report.refused
+
+
+@pytest.mark.parametrize("op", ROWS)
+def test_rows_that_are_too_long_to_keep_are_read_twice(op, monkeypatch):
+    """Of the lengths that an interpreter has time for, all would stay in shared memory."""
+    monkeypatch.setattr(_rows, "KEPT_BYTES", 0)
+    jax.clear_caches()
+    try:
+        report = pk.check(
+            op, backend="pallas", variant="gpu", device="cpu", profile="races", max_examples=3,
+            only=["several_block_n"], seed=2, limits=LIMITS, promises=False,
+        )  # fmt: skip
+    finally:
+        jax.clear_caches()
+    assert report.passed, "\n".join(map(str, report.failures))
+    assert report.examples >= 2, report.refused
+
+
+@pytest.mark.parametrize("op", ROWS)
+@pytest.mark.parametrize(("n", "block_n"), [(129, 1024), (257, 128), (1023, 256), (1152 + 127, 128)])
+def test_rows_that_the_copy_engine_cannot_take_are_whole(op, n, block_n):
+    """What the last threads read of a row is there twice, and counts once. NaN around a row stays out."""
+    rng = np.random.default_rng(n)
+    names = [a.name for a in registry.find_spec(op).arrays if not a.optional]
+    arrays = {name: jnp.asarray(rng.standard_normal((3, n)), jnp.bfloat16) for name in names}
+    run = on_gpu(op, block_n=block_n)
+    with PALLAS.profile("races"):
+        (whole,) = jax.tree.leaves(run(**arrays))
+        nan = {name: x.at[jnp.array([0, 2])].set(jnp.nan) for name, x in arrays.items()}
+        (around,) = jax.tree.leaves(run(**nan))
+    exact = {name: np.asarray(x, np.float32) for name, x in arrays.items()}
+    (want,) = jax.tree.leaves(pk.op(op, backend="reference")(**exact))
+    np.testing.assert_allclose(np.asarray(whole, np.float32), want, rtol=2e-2, atol=2e-3)
+    assert (np.asarray(around[1]) == np.asarray(whole[1])).all()
+    assert np.isnan(np.asarray(around, np.float32)[[0, 2]]).all()
 
 
 def test_a_race_is_an_error_and_the_next_kernel_runs(monkeypatch, capfd):
@@ -137,7 +173,8 @@ def _dtype(name):
 
 COPIED = [
     ("softmax", {"x": (8, 304)}, {}, None),
-    ("softmax", {"x": (8, 301)}, {}, "rows of 301 elements are padded to 304"),
+    ("softmax", {"x": (8, 301)}, {}, None),
+    ("softmax", {"x": (8, 101)}, {}, "rows of 101 elements are padded to 104"),
     ("softmax", {"x": (8, 304)}, {"axis": 0}, "axis 0 is moved to the end, and back in the results$"),
     ("softmax", {"x": (8, 1)}, {"axis": 0}, None),
     ("rmsnorm", {"x": (8, 7)}, {}, "rows of 7 elements are padded to 8"),

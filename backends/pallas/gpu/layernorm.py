@@ -59,8 +59,7 @@ class LayerNorm(NamedTuple):
     def gather(self, statistics: tuple[Any, ...], x: Any, walk: Walk, start: Any) -> tuple[Any, ...]:
         """Merge a chunk into the mean and m2 of what the row has shown before it (equation 2.1)."""
         mean, m2 = statistics
-        here = jnp.minimum(walk.n - start, walk.chunk).astype(jnp.float32)
-        seen = lax.convert_element_type(start, jnp.float32)
+        seen, here = (lax.convert_element_type(count, jnp.float32) for count in walk.counted(start))
         share = here / (seen + here)
         chunk_mean = jnp.sum(walk.within(x, 0.0, start), axis=1) / here
         centred = walk.within(x - walk.spread(chunk_mean), 0.0, start)
