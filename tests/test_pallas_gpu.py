@@ -140,7 +140,7 @@ def resolved(op, tiling, arrays, **options):
 
 
 REFUSED = [
-    ("softmax", {"block_rows": 2, "row_warps": 1}, {"x": (8, 300)}, "bfloat16", "block_rows=2 with row_warps=1 leaves"),
+    ("softmax", {"block_rows": 2, "row_warps": 1}, {"x": (8, 304)}, "bfloat16", "block_rows=2 with row_warps=1 leaves"),
     ("softmax", {"block_rows": 8, "block_n": 8192, "row_warps": 1}, {"x": (8, 8000)}, "float16", "256 a .*128"),
     ("softmax", {"block_rows": 64, "row_warps": 4}, {"x": (8, 1)}, "float32", "waits at 64 barriers.* block_rows=32"),
     ("softmax", {"block_rows": 128}, {"x": (999, 4096)}, "bfloat16", "has 227: choose smaller block_rows or block_n"),
@@ -301,7 +301,7 @@ def test_what_it_takes_of_the_chip_is_told(op, monkeypatch, tmp_path):
     assert built.ok, built.reason
     assert built.kernels
     for kernel in built.kernels:
-        assert kernel.name in op and kernel.spills == 0 and 0 < kernel.registers <= 255
+        assert (kernel.name in op or kernel.name.startswith(op)) and kernel.spills == 0 and 0 < kernel.registers <= 255
         assert 0 < kernel.on_chip["shared"] <= targets.find("sm_90").on_chip["shared"] and 0 < kernel.occupancy <= 1
         assert ("wgmma" in "".join(kernel.matrix)) == record(op).matrix_units, "products are wgmma's"
         assert ".target sm_90a" in kernel.assembly

@@ -19,7 +19,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,22 +63,31 @@ IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 Weights = Mapping[str, Callable[[], Any]]
 
 
-class Formula(Protocol):
+class Formula:
     """What an op makes of a row. ``x`` is a float32 block of (rows, elements), or of an op of several arrays a tuple of
     blocks; statistics are (rows,); ``weights[name]()`` reads what every row shares, when it is needed: it would take
     registers before."""
 
-    def whole(self, x: Any, walk: Walk, weights: Weights) -> Any:
-        """The result of whole rows."""
-
     def start(self, walk: Walk) -> tuple[Any, ...]:
         """The statistics before a chunk was seen."""
+        raise NotImplementedError
 
-    def gather(self, statistics: tuple[Any, ...], x: Any, walk: Walk, start: Any) -> tuple[Any, ...]:
+    def gather(self, statistics: tuple[Any, ...], x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
         """The statistics with one chunk more, which begins at ``start``."""
+        raise NotImplementedError
 
     def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Weights) -> Any:
         """The result of a chunk, once the statistics are of the whole row."""
+        raise NotImplementedError
+
+    def told(self, statistics: tuple[Any, ...], walk: Walk) -> tuple[Any, ...]:
+        """What the op wants to know of each row beside its result, (rows,) each."""
+        return ()
+
+    def whole(self, x: Any, walk: Walk, weights: Weights) -> tuple[Any, tuple[Any, ...]]:
+        """The result of whole rows, and what is told of them."""
+        statistics = self.gather(self.start(walk), x, walk, 0, weights)
+        return self.result(statistics, x, walk, weights), self.told(statistics, walk)
 
 
 class Walk(NamedTuple):
@@ -227,7 +236,8 @@ class Walk(NamedTuple):
 
     def counted(self, start: Any) -> tuple[Any, Any]:
         """How many elements of a row come before a chunk that begins at ``start``, and how many in it."""
-        return start + self.skip, jnp.minimum(self.n - start, self.chunk) - self.skip
+        again = 0 if self.seam else self.skip
+        return start + again, jnp.minimum(self.n - start, self.chunk) - again
 
     def full(self, value: float) -> Any:
         """A statistic of every row at once."""
@@ -273,28 +283,39 @@ def copies(call: Call, n: int) -> str | None:
 
 
 def launched(
-    call: Call, tiling: Mapping[str, int], x: Sequence[jax.Array], formula: Formula, weights: Mapping[str, jax.Array]
-) -> jax.Array:
-    """What a formula makes of the rows of arrays, (rows, n) each. ``weights``: what every row shares, (n,) each."""
+    call: Call,
+    tiling: Mapping[str, int],
+    x: Sequence[jax.Array],
+    formula: Formula,
+    weights: Mapping[str, jax.Array],
+    told: int = 0,
+) -> tuple[jax.Array, jax.Array | None]:
+    """What a formula makes of the rows of arrays, (rows, n) each, and ``told`` numbers of each row, (told, rows or more)
+    in float32. ``weights``: what every row shares, (n,) each."""
     rows, n = x[0].shape
     walk = Walk.over(call, tiling, rows, n, len(x))
     read = _direct if walk.direct else _once if walk.chunks == 1 else _kept if walk.kept else _twice
     if not walk.direct:
         x = [padded_rows(array) for array in x]
         weights = {name: padded_rows(w, walk.chunk * walk.chunks) for name, w in weights.items()}
+    outputs = {"y": jax.ShapeDtypeStruct((rows, walk.pitch), x[0].dtype)}
+    if told:
+        outputs["told"] = jax.ShapeDtypeStruct((told, padded(rows, walk.block_rows)), jnp.float32)
     found = launch(
         call,
         partial(read, walk=walk, formula=formula, weights=tuple(weights)),
         call.spec.name,
         (pl.cdiv(rows, walk.block_rows),),
         inputs={**{_name(i): array for i, array in enumerate(x)}, **weights},
-        outputs={"y": jax.ShapeDtypeStruct((rows, walk.pitch), x[0].dtype)},
-        scratch={} if walk.direct else {
+        outputs=outputs,
+        scratch={}
+        if walk.direct
+        else {
             "buffer": plgpu.SMEM((walk.arrays, walk.buffers, *walk.block), x[0].dtype),
             "arrived": plgpu.Barrier(num_arrivals=walk.arrays * walk.at_once, num_barriers=walk.buffers),
         },
     )
-    return found["y"] if walk.pitch == n else found["y"][:, :n]
+    return found["y"] if walk.pitch == n else found["y"][:, :n], found.get("told")
 
 
 def _name(array: int) -> str:
@@ -305,7 +326,7 @@ def _name(array: int) -> str:
 def _once(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...]) -> None:
     """Rows that are read once."""
     first = lax.axis_index("block") * walk.block_rows
-    shared = _weights(ref, walk, 0, weights)
+    shared = _weights(ref, walk, weights, 0)
 
     @pl.loop(0, walk.groups)
     def read(group: Any) -> None:
@@ -314,7 +335,8 @@ def _once(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...]) 
     @pl.loop(0, walk.groups)
     def work(group: Any) -> None:
         plgpu.barrier_wait(ref.arrived.at[group])
-        y = formula.whole(_loaded(ref, walk, group), walk, shared)
+        y, told = formula.whole(_loaded(ref, walk, group), walk, shared)
+        _tell(ref, first + group * walk.at_once, told)
         _write(ref, walk, first + group * walk.at_once, 0, group, y)
 
     plgpu.wait_smem_to_gmem(0)
@@ -323,7 +345,7 @@ def _once(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...]) 
 def _twice(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...]) -> None:
     """Rows that are read twice: step s of 2 * chunks works on chunk s modulo chunks, in buffer s modulo RING."""
     first = lax.axis_index("block") * walk.block_rows
-    steps = 2 * walk.chunks
+    steps, of_chunk = 2 * walk.chunks, partial(_weights, ref, walk, weights)
 
     @pl.loop(0, walk.groups)
     def work(group: Any) -> None:
@@ -342,19 +364,20 @@ def _twice(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...])
             buffer = (before + step) % RING
             plgpu.barrier_wait(ref.arrived.at[buffer])
             x = _loaded(ref, walk, buffer)
-            found = formula.gather(statistics, x, walk, step * walk.chunk)
+            found = formula.gather(statistics, x, walk, step * walk.chunk, of_chunk(step))
             plgpu.commit_smem()  # every thread has read the buffer that is filled next
             read(step + RING - 1)
             return found
 
         statistics = lax.fori_loop(0, walk.chunks, gather, formula.start(walk))
+        _tell(ref, row, formula.told(statistics, walk))
 
         @pl.loop(walk.chunks, steps)
         def write(step: Any) -> None:
             buffer, chunk = (before + step) % RING, step - walk.chunks
             plgpu.barrier_wait(ref.arrived.at[buffer])
-            shared = _weights(ref, walk, chunk * walk.chunk, weights)
-            _write(ref, walk, row, chunk, buffer, formula.result(statistics, _loaded(ref, walk, buffer), walk, shared))
+            y = formula.result(statistics, _loaded(ref, walk, buffer), walk, of_chunk(chunk))
+            _write(ref, walk, row, chunk, buffer, y)
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the chunk before has left its buffer, which is next
             read(step + RING - 1)
 
@@ -364,7 +387,7 @@ def _twice(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...])
 def _kept(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...]) -> None:
     """Rows that stay in shared memory, chunk c in buffer c: all of a row is on its way at once, and is looked at as it
     arrives. Then every chunk makes place for its result."""
-    first = lax.axis_index("block") * walk.block_rows
+    first, of_chunk = lax.axis_index("block") * walk.block_rows, partial(_weights, ref, walk, weights)
 
     @pl.loop(0, walk.groups)
     def work(group: Any) -> None:
@@ -376,14 +399,15 @@ def _kept(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...]) 
 
         def gather(chunk: Any, statistics: tuple[Any, ...]) -> tuple[Any, ...]:
             plgpu.barrier_wait(ref.arrived.at[chunk])
-            return formula.gather(statistics, _loaded(ref, walk, chunk), walk, chunk * walk.chunk)
+            return formula.gather(statistics, _loaded(ref, walk, chunk), walk, chunk * walk.chunk, of_chunk(chunk))
 
         statistics = lax.fori_loop(0, walk.chunks, gather, formula.start(walk))
+        _tell(ref, row, formula.told(statistics, walk))
 
         @pl.loop(0, walk.chunks)
         def write(chunk: Any) -> None:
-            shared = _weights(ref, walk, chunk * walk.chunk, weights)
-            _write(ref, walk, row, chunk, chunk, formula.result(statistics, _loaded(ref, walk, chunk), walk, shared))
+            y = formula.result(statistics, _loaded(ref, walk, chunk), walk, of_chunk(chunk))
+            _write(ref, walk, row, chunk, chunk, y)
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the next row comes into these buffers
 
@@ -392,6 +416,10 @@ def _direct(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...]
     """Rows that are read and written element by element: one of a single chunk stays in registers, a longer one is read
     twice. What is there a second time does not count, and is written before what does."""
     whole = walk.n // walk.chunk
+
+    def shared(part: Walk, start: Any) -> Weights:
+        return {name: partial(_shared, ref, name, part, start) for name in weights}
+
     first = lax.axis_index("block") * walk.block_rows
 
     def read(row: Any, part: Walk, start: Any) -> Any:
@@ -410,21 +438,23 @@ def _direct(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...]
         last = walk.n - tail.chunk if tail else 0
 
         def gather(part: Walk, start: Any, statistics: tuple[Any, ...]) -> tuple[Any, ...]:
-            return formula.gather(statistics, read(row, part, start), part, start)
+            return formula.gather(statistics, read(row, part, start), part, start, shared(part, start))
 
         def result(part: Walk, start: Any) -> None:
-            shared = _weights(ref, part, start, weights)
-            write(row, part, start, formula.result(statistics, read(row, part, start), part, shared))
+            write(row, part, start, formula.result(statistics, read(row, part, start), part, shared(part, start)))
 
         start = formula.start(walk)
         statistics = lax.fori_loop(0, whole, lambda chunk, found: gather(walk, chunk * walk.chunk, found), start)
         statistics = gather(tail, last, statistics) if tail else statistics
+        _tell(ref, row, formula.told(statistics, walk))
         if tail:
             result(tail, last)
         pl.loop(0, whole)(lambda chunk: result(walk, chunk * walk.chunk))
 
     def once(row: Any) -> None:
-        write(row, walk, 0, formula.whole(read(row, walk, 0), walk, _weights(ref, walk, 0, weights)))
+        y, told = formula.whole(read(row, walk, 0), walk, shared(walk, 0))
+        _tell(ref, row, told)
+        write(row, walk, 0, y)
 
     @pl.loop(0, walk.block_rows)
     def work(group: Any) -> None:
@@ -439,9 +469,15 @@ def _pieces(x: Any, row: tuple[Any, ...], walk: Walk, start: Any, layout: Any) -
     return found[0] if len(found) == 1 else jnp.concatenate(found, axis=-1)
 
 
-def _weights(ref: Refs, walk: Walk, start: Any, names: tuple[str, ...]) -> Weights:
-    """What every row shares, beside a chunk that begins at ``start``."""
-    return {name: partial(_shared, ref, name, walk, start) for name in names}
+def _weights(ref: Refs, walk: Walk, names: tuple[str, ...], chunk: Any) -> Weights:
+    """What every row shares, beside a chunk."""
+    return {name: partial(_shared, ref, name, walk, chunk * walk.chunk) for name in names}
+
+
+def _tell(ref: Refs, row: Any, told: tuple[Any, ...]) -> None:
+    """Write what is told of the rows from ``row`` on."""
+    for i, numbers in enumerate(told if "told" in ref else ()):
+        ref.told[i, pl.ds(row, numbers.shape[0])] = numbers
 
 
 def _loaded(ref: Refs, walk: Walk, buffer: Any) -> Any:
