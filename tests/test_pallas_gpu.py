@@ -4,6 +4,7 @@ refused or copied said in words. On a GPU, tests/test_conformance.py checks the 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 
@@ -25,7 +26,7 @@ import jax.numpy as jnp  # noqa: E402
 
 import portakern as pk  # noqa: E402
 from portakern import testing  # noqa: E402
-from portakern.backends.pallas.gpu import _rows  # noqa: E402
+from portakern.backends.pallas.gpu import _rows, matmul  # noqa: E402
 from portakern.backends.pallas.gpu.toolchain import compiler  # noqa: E402
 from portakern.compiling import forms  # noqa: E402
 from portakern.core import targets, tilings  # noqa: E402
@@ -113,6 +114,35 @@ def test_rows_that_the_copy_engine_cannot_take_are_whole(op, n, block_n):
     assert np.isnan(np.asarray(around, np.float32)[[0, 2]]).all()
 
 
+@pytest.mark.parametrize("cores", [132, 1], ids=["a block a chunk", "a block a tile"])
+@pytest.mark.parametrize(("m", "n", "k"), [(70, 100, 1100), (200, 260, 1500)])
+def test_a_deep_sum_in_chunks_is_whole(m, n, k, cores, monkeypatch):
+    """Of integers every sum is exact, in chunks that blocks share or that one block adds up."""
+    monkeypatch.setattr(matmul, "DEEP", 128)
+    monkeypatch.setattr(matmul, "HOPPER", dataclasses.replace(matmul.HOPPER, cores=cores))
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.integers(-3, 4, shape), jnp.bfloat16) for shape in ((m, k), (k, n)))
+    tiling = {"block_m": 128, "block_n": 128, "block_k": 64, "stages": 2, "band": 1}
+    plan = matmul.plan_of(pk.op("matmul").bind(a=a, b=b), tiling)
+    assert plan.parts > 4 and plan.sharing == (plan.parts if cores > 1 else 1)
+    jax.clear_caches()
+    try:
+        with PALLAS.profile("races"):
+            c = on_gpu("matmul", **tiling)(a, b, out_dtype="float32")
+    finally:
+        jax.clear_caches()
+    assert (np.asarray(c) == np.asarray(a, np.float32) @ np.asarray(b, np.float32)).all()
+
+
+@has_compiler
+@pytest.mark.parametrize("m", [16, 512, 4096])
+def test_deep_sums_compile(m):
+    arrays = {"a": jnp.zeros((m, 32768), jnp.bfloat16), "b": jnp.zeros((32768, 512), jnp.bfloat16)}
+    built = compiler.build(*resolved("matmul", {}, arrays))
+    assert [k.name for k in built.kernels] == ["matmul", "matmul_columns"][: 2 if m < 4096 else 1]
+    assert all(k.spills == 0 for k in built.kernels)
+
+
 def test_a_race_is_an_error_and_the_next_kernel_runs(monkeypatch, capfd):
     """Results are sent off before they are committed."""
     softmax, x = on_gpu("softmax"), jnp.asarray(X)
@@ -151,6 +181,7 @@ REFUSED = [
     ("matmul", {"block_k": 32}, {"a": (8, 8), "b": (8, 8)}, "bfloat16", "block_k=32 is not the 128 bytes .* use 64"),
     ("matmul", {"block_m": 16}, {"a": (8, 8), "b": (8, 8)}, "bfloat16", "block_m=16 is no tile of wgmma's .* 64, 128"),
     ("matmul", {"block_m": 256}, {"a": (99, 8), "b": (8, 999)}, "bfloat16", "does not fit into the registers of two"),
+    ("matmul", {"block_n": 256}, {"a": (99, 32768), "b": (32768, 999)}, "bfloat16", "two sums of a tile of 128 x 256"),
     ("matmul", {"stages": 8}, {"a": (99, 8), "b": (8, 999)}, "bfloat16", "choose smaller block_m, block_n or stages"),
     ("attention", {}, dict.fromkeys("qkv", (1, 9, 1, 8)), "float32", "take no float32 operands whole, .* bfloat16, or"),
     ("attention", {}, dict.fromkeys("qkv", (1, 9, 1, 264)), "float16", "of 264 are wider than the 256 elements that"),

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from portakern.backends.pallas.common import Refs, padded
+from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.gpu._chip import BULK_BYTES, LANES, WARPS, launch, padded_rows
 from portakern.core.call import Call
 
@@ -85,27 +85,27 @@ def fewest_columns(n: int) -> int:
 
 
 def column_sums(
-    call: Call, arrays: Mapping[str, jax.Array], rows: Mapping[str, jax.Array], terms: Terms
+    call: Call, arrays: Mapping[str, jax.Array], rows: Mapping[str, jax.Array], terms: Terms, dtype: Any = jnp.float32
 ) -> dict[str, jax.Array]:
-    """Sums over rows by name, (n,) in float32, of what ``terms`` makes of arrays, (rows, n) each, and ``rows``: what is
+    """Sums over rows by name, (n,) in a dtype that they are rounded to once, of what ``terms`` makes of arrays, (rows, n) each, and ``rows``: what is
     known of each row."""
     height, n = next(iter(arrays.values())).shape
     whole = fewest_columns(n)
     plan = Plan.over(height, whole, max(x.dtype.itemsize for x in arrays.values()))
     inputs = {name: padded_rows(x, whole) for name, x in arrays.items()} | dict(rows)
-    sums = _summed(call, "columns", plan, inputs, terms)
+    sums = _summed(call, "columns", plan, inputs, terms, dtype if plan.groups == 1 else jnp.float32)
     if plan.groups > 1:
         width = len(terms.names) * plan.blocks * plan.width
         again = Plan(plan.groups, width, plan.groups, AHEAD[1], 1)
         partial_sums = Terms(("sums",), lambda ref, row, columns: {"sums": columns(ref.x.at[row])})
-        sums = _summed(call, "sum", again, {"x": sums.reshape(plan.groups, width)}, partial_sums)
+        sums = _summed(call, "sum", again, {"x": sums.reshape(plan.groups, width)}, partial_sums, dtype)
     found = plan.without_repeats(sums.reshape(len(terms.names), -1))[:, :n]
     return dict(zip(terms.names, found, strict=True))
 
 
-def _summed(call: Call, name: str, plan: Plan, inputs: Mapping[str, jax.Array], terms: Terms) -> jax.Array:
+def _summed(call: Call, name: str, plan: Plan, inputs: Mapping[str, jax.Array], terms: Terms, dtype: Any) -> jax.Array:
     """(groups, names, blocks * width)."""
-    form = jax.ShapeDtypeStruct((plan.groups, len(terms.names), plan.blocks * plan.width), jnp.float32)
+    form = jax.ShapeDtypeStruct((plan.groups, len(terms.names), plan.blocks * plan.width), dtype)
     found = launch(
         call,
         partial(_kernel, plan=plan, terms=terms),
@@ -140,4 +140,4 @@ def _kernel(ref: Refs, *, plan: Plan, terms: Terms) -> None:
     sums = lax.fori_loop(0, steps, lambda i, sums: rows(plan.ahead, first + i * plan.ahead, sums), zeros)
     sums = lax.fori_loop(steps * plan.ahead, count, lambda i, sums: rows(1, first + i, sums), sums)
     for i, total in enumerate(sums):
-        ref.total[group, i, pl.ds(block * plan.width, plan.width)] = total
+        ref.total[group, i, pl.ds(block * plan.width, plan.width)] = total.astype(ref.total.dtype)
