@@ -136,9 +136,11 @@ def test_a_deep_sum_in_chunks_is_whole(m, n, k, cores, monkeypatch):
 
 @has_compiler
 @pytest.mark.parametrize("m", [16, 512, 4096])
-def test_deep_sums_compile(m):
-    arrays = {"a": jnp.zeros((m, 32768), jnp.bfloat16), "b": jnp.zeros((32768, 512), jnp.bfloat16)}
-    built = compiler.build(*resolved("matmul", {}, arrays))
+def test_deep_sums_compile(m, monkeypatch, tmp_path):
+    monkeypatch.setenv("PORTAKERN_CACHE", str(tmp_path))
+    a, b = (jnp.zeros(shape, jnp.bfloat16) for shape in ((m, 32768), (32768, 512)))
+    built = on_gpu("matmul").lower(a, b, target="sm_90")
+    assert built.ok, built.reason
     assert [k.name for k in built.kernels] == ["matmul", "matmul_columns"][: 2 if m < 4096 else 1]
     assert all(k.spills == 0 for k in built.kernels)
 
@@ -333,9 +335,10 @@ def test_what_it_takes_of_the_chip_is_told(op, monkeypatch, tmp_path):
     assert built.kernels
     for kernel in built.kernels:
         assert (kernel.name in op or kernel.name.startswith(op)) and kernel.spills == 0 and 0 < kernel.registers <= 255
-        assert 0 < kernel.on_chip["shared"] <= targets.find("sm_90").on_chip["shared"] and 0 < kernel.occupancy <= 1
-        assert ("wgmma" in "".join(kernel.matrix)) == record(op).matrix_units, "products are wgmma's"
+        assert 0 <= kernel.on_chip["shared"] <= targets.find("sm_90").on_chip["shared"] and 0 < kernel.occupancy <= 1
         assert ".target sm_90a" in kernel.assembly
+    multiplying = [kernel.name for kernel in built.kernels if "wgmma" in "".join(kernel.matrix)]
+    assert bool(multiplying) == record(op).matrix_units, "products are wgmma's"
 
 
 # --- on a GPU ---

@@ -24,5 +24,6 @@ BACKEND = Backend(
         "Pallas on GPUs has no float64",
         "take no float32 operands whole",
         "elements that fit here",
+        "gradient of a bias is not written yet",
     ),
 )

@@ -159,10 +159,15 @@ def produce(ref: Refs, plan: Plan, tile: Tile, before: Any) -> None:
 
 
 def _bring(array: Any, buffer: Any, free: Any, arrived: Any, index: Any) -> None:
-    """Start rows of a head, (rows, d), on their way to a buffer, (parts, rows, 64), when that is free."""
+    """Start rows of a head on their way to a buffer when that is free."""
     plgpu.barrier_wait(free.at[index])
+    bring(array, buffer, arrived.at[index])
+
+
+def bring(array: Any, buffer: Any, arrived: Any) -> None:
+    """Start rows of a head, (rows, d), on their way to a buffer, (parts, rows, 64)."""
     for part in range(buffer.shape[0]):
-        plgpu.copy_gmem_to_smem(array.at[:, part_of(array, part)], buffer.at[part], arrived.at[index])
+        plgpu.copy_gmem_to_smem(array.at[:, part_of(array, part)], buffer.at[part], arrived)
 
 
 def multiply_keys(ref: Refs, plan: Plan, warpgroup: Any, buffer: Any, dots: Any) -> None:

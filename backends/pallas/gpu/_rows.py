@@ -66,7 +66,10 @@ Weights = Mapping[str, Callable[[], Any]]
 class Formula:
     """What an op makes of a row. ``x`` is a float32 block of (rows, elements), or of an op of several arrays a tuple of
     blocks; statistics are (rows,); ``weights[name]()`` reads what every row shares, when it is needed: it would take
-    registers before."""
+    registers before. ``writes``: whether there is a result, or only what is told of
+    rows that are worked on as a whole."""
+
+    writes = True
 
     def start(self, walk: Walk) -> tuple[Any, ...]:
         """The statistics before a chunk was seen."""
@@ -289,7 +292,7 @@ def launched(
     formula: Formula,
     weights: Mapping[str, jax.Array],
     told: int = 0,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[Any, jax.Array | None]:
     """What a formula makes of the rows of arrays, (rows, n) each, and ``told`` numbers of each row, (told, rows or more)
     in float32. ``weights``: what every row shares, (n,) each."""
     rows, n = x[0].shape
@@ -298,7 +301,7 @@ def launched(
     if not walk.direct:
         x = [padded_rows(array) for array in x]
         weights = {name: padded_rows(w, walk.chunk * walk.chunks) for name, w in weights.items()}
-    outputs = {"y": jax.ShapeDtypeStruct((rows, walk.pitch), x[0].dtype)}
+    outputs = {"y": jax.ShapeDtypeStruct((rows, walk.pitch), x[0].dtype)} if formula.writes else {}
     if told:
         outputs["told"] = jax.ShapeDtypeStruct((told, padded(rows, walk.block_rows)), jnp.float32)
     found = launch(
@@ -315,7 +318,8 @@ def launched(
             "arrived": plgpu.Barrier(num_arrivals=walk.arrays * walk.at_once, num_barriers=walk.buffers),
         },
     )
-    return found["y"] if walk.pitch == n else found["y"][:, :n], found.get("told")
+    y = found.get("y")
+    return y if y is None or walk.pitch == n else y[:, :n], found.get("told")
 
 
 def _name(array: int) -> str:
@@ -429,7 +433,7 @@ def _direct(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...]
 
     def write(row: Any, part: Walk, start: Any, y: Any) -> None:
         end = part.chunk
-        for begin, length in reversed(part.spans(start)):
+        for begin, length in reversed(part.spans(start) if "y" in ref else ()):
             ref.y[pl.ds(row, 1), pl.ds(begin, length)] = y[:, end - length : end].astype(ref.y.dtype)
             end -= length
 
@@ -520,6 +524,8 @@ def _read(ref: Refs, walk: Walk, row: Any, chunk: Any, buffer: Any) -> None:
 
 def _write(ref: Refs, walk: Walk, row: Any, chunk: Any, buffer: Any, y: Any) -> None:
     """Start results on their way to the rows from ``row`` on, in the buffer of their first argument."""
+    if "y" not in ref:
+        return
     ref.buffer[0, buffer] = y.astype(ref.buffer.dtype)
     plgpu.commit_smem()
     for i in range(walk.at_once):

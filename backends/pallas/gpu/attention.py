@@ -174,15 +174,17 @@ def _padded_operands(call: Call, tiling: Mapping[str, int]) -> dict[str, jax.Arr
     found = {}
     bias = call.arrays["bias"]
     if bias is not None:
-        found["bias"] = _to(_to(bias, 2, rows) if bias.shape[2] > 1 else bias, 3, keys)
+        found["bias"] = extended(extended(bias, 2, rows) if bias.shape[2] > 1 else bias, 3, keys)
     ids = [call.arrays[f"{side}_segment_ids"] for side in ("q", "kv")]
     if ids[0] is not None:
         wide = 2 if any(x.dtype.itemsize == 8 for x in ids) else 1
-        found |= {n: _to(words(x, wide), 2, e) for n, x, e in zip(("q_ids", "kv_ids"), ids, (rows, keys), strict=True)}
+        found |= {
+            n: extended(words(x, wide), 2, e) for n, x, e in zip(("q_ids", "kv_ids"), ids, (rows, keys), strict=True)
+        }
     return found
 
 
-def _to(x: jax.Array, axis: int, extent: int) -> jax.Array:
+def extended(x: jax.Array, axis: int, extent: int) -> jax.Array:
     """x with an axis of this extent."""
     lacking = extent - x.shape[axis]
     return jnp.pad(x, [(0, lacking if i == axis else 0) for i in range(x.ndim)]) if lacking else x
