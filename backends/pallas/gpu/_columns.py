@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from portakern.backends.pallas.common import Refs
+from portakern.backends.pallas.common import Refs, quotient
 from portakern.backends.pallas.gpu._chip import BULK_BYTES, LANES, WARPS, launch, padded_rows
 from portakern.core.call import Call
 
@@ -76,6 +76,8 @@ class Plan(NamedTuple):
     def without_repeats(self, sums: jax.Array) -> jax.Array:
         """(..., n) of (..., blocks * width)."""
         first = (self.blocks - 1) * self.width
+        if first + self.width == self.n:
+            return sums
         return jnp.concatenate([sums[..., :first], sums[..., sums.shape[-1] - (self.n - first) :]], axis=-1)
 
 
@@ -110,17 +112,17 @@ def _summed(call: Call, name: str, plan: Plan, inputs: Mapping[str, jax.Array], 
         call,
         partial(_kernel, plan=plan, terms=terms),
         f"{call.spec.name}_{name}",
-        (plan.blocks, plan.groups),
+        (plan.blocks * plan.groups,),
         inputs=inputs,
         outputs={"total": form},
         scratch={},
-        axes=("columns", "group"),
     )
     return found["total"]
 
 
 def _kernel(ref: Refs, *, plan: Plan, terms: Terms) -> None:
-    block, group = lax.axis_index("columns"), lax.axis_index("group")
+    index = lax.axis_index("block")
+    group, block = quotient(index, plan.blocks), lax.rem(index, jnp.int32(plan.blocks))
     start = jnp.minimum(block * plan.width, plan.n - plan.width)
     first = group * plan.group
     count = jnp.minimum(plan.rows - first, plan.group)
