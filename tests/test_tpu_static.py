@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from portakern.api import op
+from portakern.backends.pallas._band import Band
 from portakern.backends.pallas.common import even_block, quotient
 from portakern.backends.pallas.tpu import _chip
-from portakern.backends.pallas.tpu._band import Band
 from portakern.backends.pallas.tpu.toolchain import static
 from portakern.compiling.build import Build, Kernel
 from portakern.compiling.forms import bound_form, typical_form

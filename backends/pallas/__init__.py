@@ -23,5 +23,7 @@ BACKEND = Backend(
         "TPUs have no float64",
         "Pallas on GPUs has no float64",
         "take no float32 operands whole",
+        "elements that fit here",
+        "gradient of a bias is not written yet",
     ),
 )

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from portakern.backends.pallas import common
@@ -78,6 +80,16 @@ def dtype_refused(call: Call, *more: str | None) -> str | None:
     return common.first_lacking(LACKS, call.dtype, *more)
 
 
+def products_refused(call: Call) -> str | None:
+    """Why tensor cores cannot multiply operands of the call's dtype, or None."""
+    if call.dtype != "float32":
+        return None
+    return (
+        "its tensor cores take no float32 operands whole, and products of their parts are not written yet: convert to "
+        "bfloat16, or use the reference backend"
+    )
+
+
 def over_shared(needed: int, names: str) -> str | None:
     """Why buffers of so many bytes do not fit into the shared memory of a block, or None. ``names``: the tiles that
     would have to be smaller."""
@@ -101,6 +113,66 @@ def padded_rows(x: jax.Array, length: int | None = None) -> jax.Array:
     return jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, lacking)]) if lacking else x
 
 
+class Held:
+    """What a register holds in an interpreted call: Pallas's interpreter knows accumulators neither with a value to
+    begin with nor with an operand in registers."""
+
+    def __init__(self, value: Any, waiting: list[Callable[[], None]]) -> None:
+        self.value, self.waiting = value, waiting
+
+    def __getitem__(self, where: Any) -> Any:
+        return self.value
+
+    def __setitem__(self, where: Any, value: Any) -> None:
+        self.value = value
+
+    def add_product(self, a: Any, b: Any, transposed: bool) -> None:
+        """What tensor cores do until someone waits for it: operands in shared memory are read that late."""
+
+        def later() -> None:
+            left, right = (x[...].astype(jnp.float32) for x in (a, b))
+            plgpu.commit_smem()  # tensor cores read as the copy engine writes, and what they have read may be overwritten
+            self.value += jnp.dot(left, right.T if transposed else right, precision=lax.Precision.HIGHEST)
+
+        self.waiting.append(later)
+
+
+def in_registers(
+    interpret: bool, work: Callable[[Any, Any], None], accumulators: tuple[Any, ...], others: tuple[Any, ...] = ()
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Run ``work(accumulators, others)`` on references to arrays in registers, and return what these hold when all
+    products that it issued are done."""
+    if interpret:
+        waiting: list[Callable[[], None]] = []
+        held = tuple(tuple(Held(value, waiting) for value in values) for values in (accumulators, others))
+        work(*held)
+        _finish(waiting, 0)
+        return tuple(h.value for h in held[0]), tuple(h.value for h in held[1])
+    begun = tuple(plgpu.ACC.init(value) for value in accumulators)
+    return pl.run_state(lambda refs: work(*refs))((begun, others))
+
+
+def issue_product(acc: Any, a: Any, b: Any, transposed: bool = False) -> None:
+    """Start acc += a b, or a b^T, on the tensor cores. a: in registers or in shared memory; b: in shared memory."""
+    if isinstance(acc, Held):
+        acc.add_product(a, b, transposed)
+    else:
+        plgpu.wgmma(acc, a, b.T if transposed else b)
+
+
+def finished(acc: Any, later: int) -> Any:
+    """What an accumulator holds when all but the ``later`` products issued last are done."""
+    if not isinstance(acc, Held):
+        return plgpu.wgmma_accumulator_load(acc, wait_n=later)
+    _finish(acc.waiting, later)
+    return acc.value
+
+
+def _finish(waiting: list[Callable[[], None]], later: int) -> None:
+    while len(waiting) > later:
+        waiting.pop(0)()
+
+
 def launch(
     call: Call,
     kernel: Callable[[Refs], None],
@@ -112,12 +184,14 @@ def launch(
     scratch: Mapping[str, Any],
     axes: tuple[str, ...] = ("block",),
     warpgroups: int = 1,
+    approximate: bool = False,
 ) -> dict[str, jax.Array]:
     """Run ``kernel(ref)`` in every block of a grid, and return what it wrote by name.
 
     ``ref`` holds the operands, whole and in device memory, and ``scratch``: buffers in shared memory, and barriers.
     ``axes`` names the axes of the grid; of several warpgroups each runs the kernel, and ``lax.axis_index("warpgroup")``
-    says which one it is. Interpreted calls run in Pallas's interpreter for GPUs; inside
+    says which one it is. ``approximate``: exponentials and logarithms are the chip's own instructions, within a few units
+    in the last place, where subnormal numbers are 0. Interpreted calls run in Pallas's interpreter for GPUs; inside
     ``plgpu.force_gpu_interpret_mode`` the parameters chosen there win.
     """
     names = (*inputs, *outputs)
@@ -139,6 +213,7 @@ def launch(
         grid_names=axes,
         kernel_name=name,
         interpret=INTERPRETER if call.interpret else None,
+        compiler_params=plgpu.CompilerParams(approx_math=approximate),
         **threads,
     )(*inputs.values())
     return dict(zip(outputs, results, strict=True))

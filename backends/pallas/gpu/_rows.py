@@ -3,11 +3,14 @@
 A block of one warpgroup owns ``block_rows`` rows, and works on as many of them at a time as its four warps hold with
 ``row_warps`` warps to a row. A row of up to ``block_n`` elements is read once: it is copied into shared memory, worked
 on in registers and written where it was read, from where the copy engine takes it away; all rows of a block are on
-their way at once. A longer row is read twice, in chunks of ``block_n`` that go through a ring of buffers: first for its
-statistics, then for its result. On the second read much of it is still in the L2 cache. An op of several arrays reads
-the same rows of each side by side, and writes where it read the first.
+their way at once. A longer row is worked on in chunks of ``block_n``, first for its statistics, then for its result. One that
+fits into shared memory stays there (:func:`_kept`). One that does not is read twice, through a ring of buffers
+(:func:`_twice`); on the second read some of it is still in the L2 cache. An op of several arrays reads the same rows of
+each side by side, and writes where it read the first.
 
-Rows lie 16 bytes apart or a multiple of that, as the copy engine needs it: those of another length are padded by XLA.
+The copy engine wants rows 16 bytes apart or a multiple of that. Rows of another length are read and written element by
+element, neighbours by neighbouring threads (:func:`_direct`); shorter than all threads of a warpgroup, they are padded
+by XLA.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +43,10 @@ from portakern.core.call import Call
 from portakern.spec import Tile
 
 KNOBS = {"row_warps": Tile(1, WARPS)}
-"""``row_warps``: warps to a row."""
+"""``row_warps``: warps to a row. One that is read element by element has all of them."""
+
+KEPT_BYTES = 112 * 1024
+"""Bytes of long rows that stay in shared memory at most: so that two blocks have a multiprocessor."""
 
 RING = 3
 """Buffers that the chunks of a long row go through."""
@@ -48,28 +54,43 @@ RING = 3
 HELD = 128
 """Elements of a row that a thread may hold: more do not fit into its 255 registers beside what is computed of them."""
 
+THREADS = WARPS * LANES
+"""Of a warpgroup."""
+
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 
 
 Weights = Mapping[str, Callable[[], Any]]
 
 
-class Formula(Protocol):
+class Formula:
     """What an op makes of a row. ``x`` is a float32 block of (rows, elements), or of an op of several arrays a tuple of
     blocks; statistics are (rows,); ``weights[name]()`` reads what every row shares, when it is needed: it would take
-    registers before."""
+    registers before. ``writes``: whether there is a result, or only what is told of
+    rows that are worked on as a whole."""
 
-    def whole(self, x: Any, walk: Walk, weights: Weights) -> Any:
-        """The result of whole rows."""
+    writes = True
 
     def start(self, walk: Walk) -> tuple[Any, ...]:
         """The statistics before a chunk was seen."""
+        raise NotImplementedError
 
-    def gather(self, statistics: tuple[Any, ...], x: Any, walk: Walk, start: Any) -> tuple[Any, ...]:
+    def gather(self, statistics: tuple[Any, ...], x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
         """The statistics with one chunk more, which begins at ``start``."""
+        raise NotImplementedError
 
     def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Weights) -> Any:
         """The result of a chunk, once the statistics are of the whole row."""
+        raise NotImplementedError
+
+    def told(self, statistics: tuple[Any, ...], walk: Walk) -> tuple[Any, ...]:
+        """What the op wants to know of each row beside its result, (rows,) each."""
+        return ()
+
+    def whole(self, x: Any, walk: Walk, weights: Weights) -> tuple[Any, tuple[Any, ...]]:
+        """The result of whole rows, and what is told of them."""
+        statistics = self.gather(self.start(walk), x, walk, 0, weights)
+        return self.result(statistics, x, walk, weights), self.told(statistics, walk)
 
 
 class Walk(NamedTuple):
@@ -78,7 +99,9 @@ class Walk(NamedTuple):
     Attributes:
       pitch: elements from one row to the next.
       block_rows: rows of a block; chunk: elements of a row that are worked on at a time; row_warps: warps to a row.
-      vector: neighbouring elements of a thread. arrays: how many are read.
+      vector: neighbouring elements of a thread. arrays: how many are read. itemsize: bytes of an element.
+      seam, skip: where rows are read element by element, so many elements of a chunk, from the ``seam`` on, are there
+        a second time: the last elements are read together with ones before them, as the threads need it.
     """
 
     rows: int
@@ -89,15 +112,23 @@ class Walk(NamedTuple):
     row_warps: int
     vector: int
     arrays: int
+    itemsize: int
+    seam: int = 0
+    skip: int = 0
 
     @classmethod
     def over(cls, call: Call, tiling: Mapping[str, int], rows: int, n: int, arrays: int = 1) -> Walk:
         """The walk of an op on rows of n elements, of so many arrays."""
         dtype = jnp.dtype(call.dtype)
-        block_n, row_warps = tiling["block_n"], tiling["row_warps"]
+        block_rows, block_n, row_warps = (tiling[name] for name in ("block_rows", "block_n", "row_warps"))
+        if element_by_element(n, dtype):
+            whole = padded(n, THREADS)
+            walk = cls(rows, n, n, block_rows, min(block_n, whole), WARPS, 1, arrays, dtype.itemsize)
+            return walk if block_n < whole else walk._replace(seam=n // THREADS * THREADS, skip=whole - n)
         vector = min(BULK_BYTES // dtype.itemsize, block_n // (LANES * row_warps))
         chunk = min(block_n, padded(n, LANES * row_warps * vector))
-        return cls(rows, n, whole_pieces(n, dtype), tiling["block_rows"], chunk, row_warps, vector, arrays)
+        pitch = whole_pieces(n, dtype)
+        return cls(rows, n, pitch, block_rows, chunk, row_warps, vector, arrays, dtype.itemsize)
 
     @property
     def at_once(self) -> int:
@@ -120,9 +151,35 @@ class Walk(NamedTuple):
         return self.at_once, self.chunk
 
     @property
+    def direct(self) -> bool:
+        """Whether its rows are read and written element by element."""
+        return element_by_element(self.n, f"V{self.itemsize}")
+
+    @property
+    def kept(self) -> bool:
+        """Whether all chunks of a row stay in shared memory."""
+        held = self.arrays * self.chunks * math.prod(self.block) * self.itemsize
+        return 1 < self.chunks <= BARRIERS and held <= KEPT_BYTES
+
+    @property
     def buffers(self) -> int:
         """Blocks of shared memory that are in use at a time, of each array."""
-        return self.groups if self.chunks == 1 else RING
+        if self.direct:
+            return 0
+        return self.groups if self.chunks == 1 else self.chunks if self.kept else RING
+
+    @property
+    def tail(self) -> Walk | None:
+        """The walk of what a row of several chunks that is read element by element has beyond its last whole chunk, or
+        None: a chunk that begins in the one before, and ends where the row ends."""
+        beyond = self.n % self.chunk
+        length = padded(beyond, THREADS)
+        return self._replace(chunk=length, skip=length - beyond) if beyond else None
+
+    def spans(self, start: Any) -> list[tuple[Any, int]]:
+        """Where a chunk that begins at ``start`` lies in its row: where each piece begins, and how long it is."""
+        pieces = [(start, self.seam or self.chunk), (self.n - (self.chunk - self.seam), self.chunk - self.seam)]
+        return pieces if 0 < self.seam < self.chunk else pieces[:1]
 
     @property
     def layout(self) -> plgpu.Layout:
@@ -137,7 +194,7 @@ class Walk(NamedTuple):
         """Where the elements of what every row shares lie beside a block."""
         return self.layout.reduce(0)
 
-    def refused(self, call: Call, itemsize: int) -> str | None:
+    def refused(self) -> str | None:
         """Why it cannot be walked so, or None."""
         if self.block_rows % self.at_once:
             return (
@@ -150,7 +207,7 @@ class Walk(NamedTuple):
                 f"{self.chunk} elements in {self.row_warps} warps are {held} a thread, and {HELD // self.arrays} fit "
                 "into its registers: use a smaller block_n or more row_warps"
             )
-        needed = self.arrays * self.buffers * math.prod(self.block) * itemsize
+        needed = self.arrays * self.buffers * math.prod(self.block) * self.itemsize
         too_large = over_shared(needed, "block_rows or block_n")
         if self.buffers > BARRIERS and not too_large:
             return (
@@ -168,11 +225,22 @@ class Walk(NamedTuple):
         return lax.broadcast_in_dim(row, self.block, (1,))
 
     def within(self, x: Any, beyond: float, start: Any = 0) -> Any:
-        """A block that begins at ``start`` of its rows, with the number ``beyond`` for what lies beyond their end."""
-        if self.n % self.chunk == 0:
+        """A block that begins at ``start`` of its rows, with the number ``beyond`` for what lies beyond their end and
+        what is there a second time."""
+        if not self.skip and (self.direct or self.n % self.chunk == 0):
             return x
-        at = start + plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, self.block, 1), self.layout)
-        return jnp.where(at < self.n, x, jnp.full(self.block, beyond, x.dtype))
+        at = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, self.block, 1), self.layout)
+        if self.direct:
+            counts = at >= self.seam + self.skip
+            counts = counts | (at < self.seam) if self.seam else counts
+        else:
+            counts = start + at < self.n
+        return jnp.where(counts, x, jnp.full(self.block, beyond, x.dtype))
+
+    def counted(self, start: Any) -> tuple[Any, Any]:
+        """How many elements of a row come before a chunk that begins at ``start``, and how many in it."""
+        again = 0 if self.seam else self.skip
+        return start + again, jnp.minimum(self.n - start, self.chunk) - again
 
     def full(self, value: float) -> Any:
         """A statistic of every row at once."""
@@ -185,9 +253,12 @@ def key(call: Call, n: int) -> dict[str, str | int]:
 
 def default_tiling(n: int, dtype: str, arrays: int = 1) -> dict[str, int]:
     """A formula of n and the dtype: about 16 KiB of a block's rows are on their way at once, short rows have a warp
-    each, and a row that fits into the registers of four warps is read once."""
-    size, longest = jnp.dtype(dtype).itemsize * arrays, WARPS * LANES * HELD // arrays
-    whole = max(128, pl.next_power_of_2(n))
+    each, and a row that fits into the registers of four warps is worked on as a whole. Rows that are read element by
+    element have a block each."""
+    size, longest = jnp.dtype(dtype).itemsize * arrays, THREADS * HELD // arrays
+    whole = max(THREADS, pl.next_power_of_2(n))
+    if element_by_element(n, dtype):
+        return {"block_rows": 1, "block_n": whole if whole <= longest else 4096, "row_warps": WARPS}
     row_warps = 1 if whole <= 1024 else 2 if whole <= 2048 else WARPS
     block_n = whole if whole <= longest else 4096
     rows = max(WARPS // row_warps, min(32, 16384 // (size * whole))) if whole <= longest else 1
@@ -195,14 +266,18 @@ def default_tiling(n: int, dtype: str, arrays: int = 1) -> dict[str, int]:
 
 
 def supports(call: Call, tiling: Mapping[str, int], rows: int, n: int, arrays: int = 1) -> str | None:
-    reason = dtype_refused(call)
-    return reason or Walk.over(call, tiling, rows, n, arrays).refused(call, jnp.dtype(call.dtype).itemsize)
+    return dtype_refused(call) or Walk.over(call, tiling, rows, n, arrays).refused()
+
+
+def element_by_element(n: int, dtype: Any) -> bool:
+    """Whether rows of n elements are not for the copy engine, and long enough for all threads of a warpgroup."""
+    return n >= THREADS and n * jnp.dtype(dtype).itemsize % BULK_BYTES != 0
 
 
 def copies(call: Call, n: int) -> str | None:
     """What XLA pads of rows of n elements, in words."""
     pitch = whole_pieces(n, call.dtype)
-    if pitch == n:
+    if pitch == n or element_by_element(n, call.dtype):
         return None
     return (
         f"rows of {n} elements are padded to {pitch}, and the results cut off again: the copy engine moves multiples "
@@ -211,26 +286,40 @@ def copies(call: Call, n: int) -> str | None:
 
 
 def launched(
-    call: Call, tiling: Mapping[str, int], x: Sequence[jax.Array], formula: Formula, weights: Mapping[str, jax.Array]
-) -> jax.Array:
-    """What a formula makes of the rows of arrays, (rows, n) each. ``weights``: what every row shares, (n,) each."""
+    call: Call,
+    tiling: Mapping[str, int],
+    x: Sequence[jax.Array],
+    formula: Formula,
+    weights: Mapping[str, jax.Array],
+    told: int = 0,
+) -> tuple[Any, jax.Array | None]:
+    """What a formula makes of the rows of arrays, (rows, n) each, and ``told`` numbers of each row, (told, rows or more)
+    in float32. ``weights``: what every row shares, (n,) each."""
     rows, n = x[0].shape
     walk = Walk.over(call, tiling, rows, n, len(x))
-    shared = {name: padded_rows(w, walk.chunk * walk.chunks) for name, w in weights.items()}
-    run = partial(_once if walk.chunks == 1 else _twice, walk=walk, formula=formula, weights=tuple(shared))
+    read = _direct if walk.direct else _once if walk.chunks == 1 else _kept if walk.kept else _twice
+    if not walk.direct:
+        x = [padded_rows(array) for array in x]
+        weights = {name: padded_rows(w, walk.chunk * walk.chunks) for name, w in weights.items()}
+    outputs = {"y": jax.ShapeDtypeStruct((rows, walk.pitch), x[0].dtype)} if formula.writes else {}
+    if told:
+        outputs["told"] = jax.ShapeDtypeStruct((told, padded(rows, walk.block_rows)), jnp.float32)
     found = launch(
         call,
-        run,
+        partial(read, walk=walk, formula=formula, weights=tuple(weights)),
         call.spec.name,
         (pl.cdiv(rows, walk.block_rows),),
-        inputs={**{_name(i): padded_rows(array) for i, array in enumerate(x)}, **shared},
-        outputs={"y": jax.ShapeDtypeStruct((rows, walk.pitch), x[0].dtype)},
-        scratch={
+        inputs={**{_name(i): array for i, array in enumerate(x)}, **weights},
+        outputs=outputs,
+        scratch={}
+        if walk.direct
+        else {
             "buffer": plgpu.SMEM((walk.arrays, walk.buffers, *walk.block), x[0].dtype),
             "arrived": plgpu.Barrier(num_arrivals=walk.arrays * walk.at_once, num_barriers=walk.buffers),
         },
     )
-    return found["y"] if walk.pitch == n else found["y"][:, :n]
+    y = found.get("y")
+    return y if y is None or walk.pitch == n else y[:, :n], found.get("told")
 
 
 def _name(array: int) -> str:
@@ -241,7 +330,7 @@ def _name(array: int) -> str:
 def _once(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...]) -> None:
     """Rows that are read once."""
     first = lax.axis_index("block") * walk.block_rows
-    shared = {name: partial(_shared, ref, name, walk, 0) for name in weights}
+    shared = _weights(ref, walk, weights, 0)
 
     @pl.loop(0, walk.groups)
     def read(group: Any) -> None:
@@ -250,7 +339,8 @@ def _once(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...]) 
     @pl.loop(0, walk.groups)
     def work(group: Any) -> None:
         plgpu.barrier_wait(ref.arrived.at[group])
-        y = formula.whole(_loaded(ref, walk, group), walk, shared)
+        y, told = formula.whole(_loaded(ref, walk, group), walk, shared)
+        _tell(ref, first + group * walk.at_once, told)
         _write(ref, walk, first + group * walk.at_once, 0, group, y)
 
     plgpu.wait_smem_to_gmem(0)
@@ -259,7 +349,7 @@ def _once(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...]) 
 def _twice(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...]) -> None:
     """Rows that are read twice: step s of 2 * chunks works on chunk s modulo chunks, in buffer s modulo RING."""
     first = lax.axis_index("block") * walk.block_rows
-    steps = 2 * walk.chunks
+    steps, of_chunk = 2 * walk.chunks, partial(_weights, ref, walk, weights)
 
     @pl.loop(0, walk.groups)
     def work(group: Any) -> None:
@@ -278,23 +368,120 @@ def _twice(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...])
             buffer = (before + step) % RING
             plgpu.barrier_wait(ref.arrived.at[buffer])
             x = _loaded(ref, walk, buffer)
-            found = formula.gather(statistics, x, walk, step * walk.chunk)
+            found = formula.gather(statistics, x, walk, step * walk.chunk, of_chunk(step))
             plgpu.commit_smem()  # every thread has read the buffer that is filled next
             read(step + RING - 1)
             return found
 
         statistics = lax.fori_loop(0, walk.chunks, gather, formula.start(walk))
+        _tell(ref, row, formula.told(statistics, walk))
 
         @pl.loop(walk.chunks, steps)
         def write(step: Any) -> None:
             buffer, chunk = (before + step) % RING, step - walk.chunks
             plgpu.barrier_wait(ref.arrived.at[buffer])
-            shared = {name: partial(_shared, ref, name, walk, chunk) for name in weights}
-            _write(ref, walk, row, chunk, buffer, formula.result(statistics, _loaded(ref, walk, buffer), walk, shared))
+            y = formula.result(statistics, _loaded(ref, walk, buffer), walk, of_chunk(chunk))
+            _write(ref, walk, row, chunk, buffer, y)
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the chunk before has left its buffer, which is next
             read(step + RING - 1)
 
         plgpu.wait_smem_to_gmem(0)
+
+
+def _kept(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...]) -> None:
+    """Rows that stay in shared memory, chunk c in buffer c: all of a row is on its way at once, and is looked at as it
+    arrives. Then every chunk makes place for its result."""
+    first, of_chunk = lax.axis_index("block") * walk.block_rows, partial(_weights, ref, walk, weights)
+
+    @pl.loop(0, walk.groups)
+    def work(group: Any) -> None:
+        row = first + group * walk.at_once
+
+        @pl.loop(0, walk.chunks)
+        def read(chunk: Any) -> None:
+            _read(ref, walk, row, chunk, chunk)
+
+        def gather(chunk: Any, statistics: tuple[Any, ...]) -> tuple[Any, ...]:
+            plgpu.barrier_wait(ref.arrived.at[chunk])
+            return formula.gather(statistics, _loaded(ref, walk, chunk), walk, chunk * walk.chunk, of_chunk(chunk))
+
+        statistics = lax.fori_loop(0, walk.chunks, gather, formula.start(walk))
+        _tell(ref, row, formula.told(statistics, walk))
+
+        @pl.loop(0, walk.chunks)
+        def write(chunk: Any) -> None:
+            y = formula.result(statistics, _loaded(ref, walk, chunk), walk, of_chunk(chunk))
+            _write(ref, walk, row, chunk, chunk, y)
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the next row comes into these buffers
+
+
+def _direct(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...]) -> None:
+    """Rows that are read and written element by element: one of a single chunk stays in registers, a longer one is read
+    twice. What is there a second time does not count, and is written before what does."""
+    whole = walk.n // walk.chunk
+
+    def shared(part: Walk, start: Any) -> Weights:
+        return {name: partial(_shared, ref, name, part, start) for name in weights}
+
+    first = lax.axis_index("block") * walk.block_rows
+
+    def read(row: Any, part: Walk, start: Any) -> Any:
+        arrays = (getattr(ref, _name(i)) for i in range(walk.arrays))
+        found = tuple(_pieces(x, (pl.ds(row, 1),), part, start, walk.layout) for x in arrays)
+        return found[0] if walk.arrays == 1 else found
+
+    def write(row: Any, part: Walk, start: Any, y: Any) -> None:
+        end = part.chunk
+        for begin, length in reversed(part.spans(start) if "y" in ref else ()):
+            ref.y[pl.ds(row, 1), pl.ds(begin, length)] = y[:, end - length : end].astype(ref.y.dtype)
+            end -= length
+
+    def twice(row: Any) -> None:
+        tail = walk.tail
+        last = walk.n - tail.chunk if tail else 0
+
+        def gather(part: Walk, start: Any, statistics: tuple[Any, ...]) -> tuple[Any, ...]:
+            return formula.gather(statistics, read(row, part, start), part, start, shared(part, start))
+
+        def result(part: Walk, start: Any) -> None:
+            write(row, part, start, formula.result(statistics, read(row, part, start), part, shared(part, start)))
+
+        start = formula.start(walk)
+        statistics = lax.fori_loop(0, whole, lambda chunk, found: gather(walk, chunk * walk.chunk, found), start)
+        statistics = gather(tail, last, statistics) if tail else statistics
+        _tell(ref, row, formula.told(statistics, walk))
+        if tail:
+            result(tail, last)
+        pl.loop(0, whole)(lambda chunk: result(walk, chunk * walk.chunk))
+
+    def once(row: Any) -> None:
+        y, told = formula.whole(read(row, walk, 0), walk, shared(walk, 0))
+        _tell(ref, row, told)
+        write(row, walk, 0, y)
+
+    @pl.loop(0, walk.block_rows)
+    def work(group: Any) -> None:
+        row = first + group
+        pl.when(row < walk.rows)(lambda: (once if walk.chunks == 1 else twice)(row))
+
+
+def _pieces(x: Any, row: tuple[Any, ...], walk: Walk, start: Any, layout: Any) -> Any:
+    """A chunk of rows, or of what every row shares, in float32, read as it lies in device memory."""
+    places = (x.at[(*row, pl.ds(begin, length))] for begin, length in walk.spans(start))
+    found = [plgpu.load(place, layout=layout, optimized=False).astype(jnp.float32) for place in places]
+    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=-1)
+
+
+def _weights(ref: Refs, walk: Walk, names: tuple[str, ...], chunk: Any) -> Weights:
+    """What every row shares, beside a chunk."""
+    return {name: partial(_shared, ref, name, walk, chunk * walk.chunk) for name in names}
+
+
+def _tell(ref: Refs, row: Any, told: tuple[Any, ...]) -> None:
+    """Write what is told of the rows from ``row`` on."""
+    for i, numbers in enumerate(told if "told" in ref else ()):
+        ref.told[i, pl.ds(row, numbers.shape[0])] = numbers
 
 
 def _loaded(ref: Refs, walk: Walk, buffer: Any) -> Any:
@@ -303,11 +490,9 @@ def _loaded(ref: Refs, walk: Walk, buffer: Any) -> Any:
     return next(found) if walk.arrays == 1 else tuple(found)
 
 
-def _shared(ref: Refs, name: str, walk: Walk, chunk: Any) -> Any:
+def _shared(ref: Refs, name: str, walk: Walk, start: Any) -> Any:
     """What every row shares beside a chunk, in float32; 0 beyond the end of a row."""
-    place = getattr(ref, name).at[pl.ds(chunk * walk.chunk, walk.chunk)]
-    row = plgpu.load(place, layout=walk.layout_of_a_row, optimized=False)
-    return walk.beside(row.astype(jnp.float32))
+    return walk.beside(_pieces(getattr(ref, name), (), walk, start, walk.layout_of_a_row))
 
 
 def _parts(walk: Walk, chunk: Any, move: Callable[[int], None]) -> None:
@@ -339,6 +524,8 @@ def _read(ref: Refs, walk: Walk, row: Any, chunk: Any, buffer: Any) -> None:
 
 def _write(ref: Refs, walk: Walk, row: Any, chunk: Any, buffer: Any, y: Any) -> None:
     """Start results on their way to the rows from ``row`` on, in the buffer of their first argument."""
+    if "y" not in ref:
+        return
     ref.buffer[0, buffer] = y.astype(ref.buffer.dtype)
     plgpu.commit_smem()
     for i in range(walk.at_once):

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,24 +44,24 @@ def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
     return _rows.copies(call, call.dims["n"])
 
 
-class LayerNorm(NamedTuple):
+@dataclass(frozen=True)
+class LayerNorm(Formula):
     """The formula of a row; its statistics are the mean and m2."""
 
     eps: float
 
-    def whole(self, x: Any, walk: Walk, weights: Weights) -> Any:
+    def whole(self, x: Any, walk: Walk, weights: Weights) -> tuple[Any, tuple[Any, ...]]:
         mean = jnp.sum(walk.within(x, 0.0), axis=1) / walk.n
         centred = walk.within(x - walk.spread(mean), 0.0)
-        return self.scaled(centred, jnp.sum(centred * centred, axis=1), walk, weights)
+        return self.scaled(centred, jnp.sum(centred * centred, axis=1), walk, weights), ()
 
     def start(self, walk: Walk) -> tuple[Any, ...]:
         return walk.full(0.0), walk.full(0.0)
 
-    def gather(self, statistics: tuple[Any, ...], x: Any, walk: Walk, start: Any) -> tuple[Any, ...]:
+    def gather(self, statistics: tuple[Any, ...], x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
         """Merge a chunk into the mean and m2 of what the row has shown before it (equation 2.1)."""
         mean, m2 = statistics
-        here = jnp.minimum(walk.n - start, walk.chunk).astype(jnp.float32)
-        seen = lax.convert_element_type(start, jnp.float32)
+        seen, here = (lax.convert_element_type(count, jnp.float32) for count in walk.counted(start))
         share = here / (seen + here)
         chunk_mean = jnp.sum(walk.within(x, 0.0, start), axis=1) / here
         centred = walk.within(x - walk.spread(chunk_mean), 0.0, start)
@@ -89,4 +90,5 @@ def normalised(call: Call, tiling: Mapping[str, int], formula: Formula) -> tuple
     """y of a normalisation along the last axis, with the weight and bias that the call has."""
     x = call.arrays["x"]
     weights = {n: call.arrays[n] for n in ("weight", "bias") if call.arrays.get(n) is not None}
-    return (launched(call, tiling, (x.reshape(-1, call.dims["n"]),), formula, weights).reshape(x.shape),)
+    y, _ = launched(call, tiling, (x.reshape(-1, call.dims["n"]),), formula, weights)
+    return (y.reshape(x.shape),)

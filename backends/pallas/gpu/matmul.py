@@ -10,6 +10,10 @@ The copy engine leaves 0 for what lies beyond m, n or k, and writes nothing ther
 multiple of that, so that another k or n is padded by XLA; B's tiles, 64 columns wide, want n as a multiple of 64. Rows
 of batched a that share one b are one taller matrix.
 
+A long k and few columns make too few tiles. There the sum over k goes in chunks, each summed alone: by blocks of their
+own, whose sums another kernel adds up in order, or, where there are tiles enough, by one block one after another. How
+long a chunk is follows from n and k alone, and so do an element's bits.
+
 block_m, block_n: the tile of C; block_k: the share of k in a buffer; stages: buffers; band: tiles of C that lie beside
 each other are finished first, so many rows of tiles wide.
 
@@ -40,9 +44,11 @@ from portakern.backends.pallas.gpu._chip import (
     launch,
     over_shared,
     padded_rows,
+    products_refused,
     tiled_buffer,
     whole_pieces,
 )
+from portakern.backends.pallas.gpu._columns import Terms, column_sums
 from portakern.core.call import Call
 from portakern.spec import Count
 
@@ -51,6 +57,10 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 
 FEW_ROWS = 64
 """Rows of the lowest tile that tensor cores multiply."""
+
+DEEP, PARTS, NARROW = 4096, 8, 2048
+"""A sum over at least ``PARTS`` times ``DEEP`` elements of k goes in so many chunks, where c has at most ``NARROW``
+columns: 128 rows of it would leave most multiprocessors idle for long."""
 
 OUT_SLOTS, OUT_ROWS = 2, 64
 """Buffers for what a consumer writes, and rows of each: one is filled while the other is on its way."""
@@ -103,15 +113,42 @@ class Plan(NamedTuple):
         return pl.cdiv(self.k, self.block_k)
 
     @property
+    def chunk(self) -> int:
+        """Steps of a chunk of k."""
+        return padded(pl.cdiv(self.k, PARTS), DEEP) // self.block_k if is_deep(self.n, self.k) else self.steps
+
+    @property
+    def parts(self) -> int:
+        """Chunks of k."""
+        return pl.cdiv(self.steps, self.chunk)
+
+    @property
+    def sharing(self) -> int:
+        """Blocks that share a tile's sum: each chunk has its own, or one takes all of them."""
+        tiles, cores = self.batch * math.prod(self.tiles), HOPPER.cores or 1
+        rounds = pl.cdiv(tiles * self.parts, cores) * self.chunk
+        return self.parts if rounds < 0.8 * pl.cdiv(tiles, cores) * self.steps else 1
+
+    @property
+    def written(self) -> Any:
+        """The dtype of what a block writes: C, or its part of the sums."""
+        return self.out if self.sharing == 1 else jnp.dtype(jnp.float32)
+
+    @property
     def out_columns(self) -> int:
-        """Columns of C that are written at a time."""
-        return SWIZZLED_BYTES // jnp.dtype(self.out).itemsize
+        """Columns that are written at a time."""
+        return SWIZZLED_BYTES // self.written.itemsize
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory."""
         ring = self.stages * (self.block_m + self.block_n) * self.block_k * self.size
         return ring + self.consumers * OUT_SLOTS * OUT_ROWS * SWIZZLED_BYTES
+
+
+def is_deep(n: int, k: int) -> bool:
+    """Whether the sum over k goes in chunks."""
+    return k >= PARTS * DEEP and n <= NARROW
 
 
 def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
@@ -139,16 +176,12 @@ def key(call: Call) -> dict[str, str | int]:
     """Rows count by whether they fit one tile: an element's bits follow from the order of k alone, which every tile
     keeps on the tensor cores. The interpreter's own sums follow the tile."""
     few = not call.interpret and rows_of(call) <= FEW_ROWS
-    return {"dtype": call.dtype, "rows": "few" if few else "many", "n": call.dims["n"]}
+    k = "deep" if is_deep(call.dims["n"], call.dims["k"]) else "whole"
+    return {"dtype": call.dtype, "rows": "few" if few else "many", "k": k, "n": call.dims["n"]}
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    if call.dtype == "float32":
-        return (
-            "its tensor cores take no float32 operands whole, and products of their parts are not written yet: convert "
-            "to bfloat16, or use the reference backend"
-        )
-    reason = dtype_refused(call, call.outputs["c"][1])
+    reason = products_refused(call) or dtype_refused(call, call.outputs["c"][1])
     if reason:
         return reason
     block_m, block_n, block_k = (tiling[f"block_{axis}"] for axis in "mnk")
@@ -161,7 +194,13 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
         return (
             f"a tile of {block_m} x {block_n} does not fit into the registers of two warpgroups: use at most 128 x 256"
         )
-    return over_shared(plan_of(call, tiling).shared, "block_m, block_n or stages")
+    plan = plan_of(call, tiling)
+    if plan.parts > 1 and math.prod(plan.part) > 64 * 128:
+        return (
+            f"k={plan.k} is summed in {plan.parts} chunks, and two sums of a tile of {block_m} x {block_n} do not fit "
+            "into the registers of two warpgroups: use at most 128 x 128"
+        )
+    return over_shared(plan.shared, "block_m, block_n or stages")
 
 
 def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
@@ -183,28 +222,42 @@ def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
 
 
 def _padded_extents(plan: Plan) -> tuple[int, int, int]:
-    """k as the kernel sees it, and n of B and of C."""
+    """k as the kernel sees it, and n of B and of what it writes."""
     columns = SWIZZLED_BYTES // plan.size
-    return padded(plan.k, 8), padded(plan.n, columns), whole_pieces(plan.n, plan.out)
+    return padded(plan.k, 8), padded(plan.n, columns), whole_pieces(plan.n, plan.written)
+
+
+class Place(NamedTuple):
+    """A tile of C in one entry of the batch, from (row, column) on, and which chunk of k: so many steps."""
+
+    part: Any
+    entry: Any
+    row: Any
+    column: Any
+    steps: Any
 
 
 def kernel(ref: Refs, *, plan: Plan) -> None:
     warpgroup = lax.axis_index("warpgroup")
     tiles_m, tiles_n = plan.tiles
 
-    def place(tile: Any) -> tuple[Any, Any, Any]:
-        """The batch entry, row and column of a tile: in bands of rows of tiles, so that operands stay in L2."""
-        entry, within = lax.div(tile, tiles_m * tiles_n), lax.rem(tile, tiles_m * tiles_n)
+    def place(index: Any) -> Place:
+        """In bands of rows of tiles, so that operands stay in L2."""
+        entry, within = lax.div(index, tiles_m * tiles_n), lax.rem(index, tiles_m * tiles_n)
         i, j = plgpu.planar_snake(within, (tiles_m, tiles_n), 0, plan.band)
-        return entry, i * plan.block_m, j * plan.block_n
+        part, entry = (0, entry) if plan.sharing == 1 else (lax.div(entry, plan.batch), lax.rem(entry, plan.batch))
+        steps = plan.steps if plan.sharing == 1 else jnp.minimum(plan.chunk, plan.steps - part * plan.chunk)
+        return Place(part, entry, i * plan.block_m, j * plan.block_n, steps)
 
-    def each_tile(work: Callable[..., None]) -> None:
-        """Call ``work(entry, row, column, before)`` for the tiles of this block; ``before``: steps until then."""
+    def each_tile(work: Callable[[Place, Any], None]) -> None:
+        """Call ``work(place, before)`` for the tiles of this block; ``before``: steps until then."""
+        tiles = plan.sharing * plan.batch * tiles_m * tiles_n
 
-        @plgpu.nd_loop((plan.batch * tiles_m * tiles_n,), collective_axes="block", init_carry=jnp.int32(0))
+        @plgpu.nd_loop((tiles,), collective_axes="block", init_carry=jnp.int32(0))
         def _(info: plgpu.NDLoopInfo, carry: Any) -> Any:
-            work(*place(info.index[0]), carry)
-            return carry + plan.steps
+            tile = place(info.index[0])
+            work(tile, carry)
+            return carry + tile.steps
 
     @pl.when(warpgroup == plan.consumers)
     def producer() -> None:
@@ -222,43 +275,67 @@ def kernel(ref: Refs, *, plan: Plan) -> None:
         plgpu.wait_smem_to_gmem(0)
 
 
-def produce(ref: Refs, plan: Plan, entry: Any, row: Any, column: Any, before: Any) -> None:
+def produce(ref: Refs, plan: Plan, tile: Place, before: Any) -> None:
     """Bring what one tile of C is made of."""
+    of_a, of_b = (tile.entry if batch > 1 else 0 for batch in (plan.a_batch, plan.b_batch))
 
-    @pl.loop(0, plan.steps)
+    @pl.loop(0, tile.steps)
     def _(step: Any) -> None:
-        buffer, k = lax.rem(before + step, plan.stages), step * plan.block_k
+        buffer, k = lax.rem(before + step, plan.stages), (tile.part * plan.chunk + step) * plan.block_k
         plgpu.barrier_wait(ref.free.at[buffer])
-        a = ref.a.at[entry if plan.a_batch > 1 else 0, pl.ds(row, plan.block_m), pl.ds(k, plan.block_k)]
-        b = ref.b.at[entry if plan.b_batch > 1 else 0, pl.ds(k, plan.block_k), pl.ds(column, plan.block_n)]
+        a = ref.a.at[of_a, pl.ds(tile.row, plan.block_m), pl.ds(k, plan.block_k)]
+        b = ref.b.at[of_b, pl.ds(k, plan.block_k), pl.ds(tile.column, plan.block_n)]
         plgpu.copy_gmem_to_smem(a, ref.a_ring.copied.at[buffer], ref.arrived.at[buffer])
         plgpu.copy_gmem_to_smem(b, ref.b_ring.at[buffer], ref.arrived.at[buffer])
 
 
-def consume(ref: Refs, plan: Plan, warpgroup: Any, entry: Any, row: Any, column: Any, before: Any) -> None:
+def consume(ref: Refs, plan: Plan, warpgroup: Any, tile: Place, before: Any) -> None:
     """Make this warpgroup's part of one tile of C, and write it."""
     rows, columns = plan.part
-    mine = pl.ds(warpgroup * (rows if plan.along == 0 else columns), rows if plan.along == 0 else columns)
+    mine = pl.ds(warpgroup * plan.part[plan.along], plan.part[plan.along])
 
-    def multiply(acc: Any) -> Any:
-        @pl.loop(0, plan.steps)
-        def _(step: Any) -> None:
-            buffer = lax.rem(before + step, plan.stages)
-            plgpu.barrier_wait(ref.arrived.at[buffer])
-            a, b = ref.a_ring.tiled.at[buffer], ref.b_ring.at[buffer]
-            plgpu.wgmma(acc, a.at[mine] if plan.along == 0 else a, b.at[:, mine] if plan.along == 1 else b)
-            plgpu.wgmma_wait(1)  # the step before is done with its buffer
+    def chain(steps: Any, before: Any) -> Any:
+        work = partial(multiply, ref, plan, mine, steps, before)
+        return pl.run_scoped(work, plgpu.ACC((rows, columns), jnp.float32))
 
-            @pl.when(step > 0)
-            def _() -> None:
-                plgpu.barrier_arrive(ref.free.at[lax.rem(before + step - 1, plan.stages)])
+    def chunk(part: Any, total: Any) -> Any:
+        done = part * plan.chunk
+        return total + chain(jnp.minimum(plan.chunk, plan.steps - done), before + done)
 
-        plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(ref.free.at[lax.rem(before + plan.steps - 1, plan.stages)])
-        return acc[...]
+    if plan.parts == plan.sharing:
+        c = chain(tile.steps, before)
+    else:
+        zeros = plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), plgpu.Layout.WGMMA)
+        c = lax.fori_loop(0, plan.parts, chunk, zeros)
+    write(ref, plan, warpgroup, mine, tile, c.astype(plan.written))
 
-    c = pl.run_scoped(multiply, plgpu.ACC((rows, columns), jnp.float32)).astype(plan.out)
-    first_row, first_column = (row + mine.start, column) if plan.along == 0 else (row, column + mine.start)
+
+def multiply(ref: Refs, plan: Plan, mine: Any, steps: Any, before: Any, acc: Any) -> Any:
+    """The sum of products of so many buffers, for the rows or columns of a tile that are ``mine``."""
+
+    @pl.loop(0, steps)
+    def _(step: Any) -> None:
+        buffer = lax.rem(before + step, plan.stages)
+        plgpu.barrier_wait(ref.arrived.at[buffer])
+        a, b = ref.a_ring.tiled.at[buffer], ref.b_ring.at[buffer]
+        plgpu.wgmma(acc, a.at[mine] if plan.along == 0 else a, b.at[:, mine] if plan.along == 1 else b)
+        plgpu.wgmma_wait(1)  # the step before is done with its buffer
+
+        @pl.when(step > 0)
+        def _() -> None:
+            plgpu.barrier_arrive(ref.free.at[lax.rem(before + step - 1, plan.stages)])
+
+    plgpu.wgmma_wait(0)
+    plgpu.barrier_arrive(ref.free.at[lax.rem(before + steps - 1, plan.stages)])
+    return acc[...]
+
+
+def write(ref: Refs, plan: Plan, warpgroup: Any, mine: Any, tile: Place, c: Any) -> None:
+    """Send this warpgroup's part of one tile of C on its way."""
+    rows, columns = plan.part
+    first_row = tile.row + (mine.start if plan.along == 0 else 0)
+    first_column = tile.column + (mine.start if plan.along == 1 else 0)
+    entry = tile.part * plan.batch + tile.entry
     pieces = itertools.product(range(0, rows, OUT_ROWS), range(0, columns, plan.out_columns))
     for slot, (i, j) in zip(itertools.cycle(range(OUT_SLOTS)), pieces, strict=False):
         plgpu.wait_smem_to_gmem(OUT_SLOTS - 1, wait_read_only=True)
@@ -284,20 +361,29 @@ def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
         call,
         partial(kernel, plan=plan),
         "matmul",
-        (min(HOPPER.cores or 1, plan.batch * math.prod(plan.tiles)),),
+        (min(HOPPER.cores or 1, plan.sharing * plan.batch * math.prod(plan.tiles)),),
         inputs={"a": a, "b": b},
-        outputs={"c": jax.ShapeDtypeStruct((plan.batch, plan.m, c_n), plan.out)},
+        outputs={"c": jax.ShapeDtypeStruct((plan.sharing * plan.batch, plan.m, c_n), plan.written)},
         scratch={
             "a_ring": Swizzled((plan.stages, plan.block_m, plan.block_k), dtype),
             "b_ring": tiled_buffer((plan.stages, plan.block_k, plan.block_n), dtype),
-            "written": Swizzled((plan.consumers, OUT_SLOTS, OUT_ROWS, plan.out_columns), plan.out),
+            "written": Swizzled((plan.consumers, OUT_SLOTS, OUT_ROWS, plan.out_columns), plan.written),
             "arrived": plgpu.Barrier(num_arrivals=2, num_barriers=plan.stages),
             "free": plgpu.Barrier(num_arrivals=plan.consumers, num_barriers=plan.stages),
         },
         warpgroups=plan.consumers + 1,
     )
-    c = found["c"] if c_n == plan.n else found["c"][..., : plan.n]
+    c = found["c"] if plan.sharing == 1 else _added_up(call, found["c"], plan)
+    c = c if c_n == plan.n else c[..., : plan.n]
     return (c.reshape(call.outputs["c"][0]),)
+
+
+def _added_up(call: Call, parts: jax.Array, plan: Plan) -> jax.Array:
+    """(batch, m, n): the sums of all chunks of k, in order."""
+    shape = plan.batch, plan.m, parts.shape[-1]
+    terms = Terms(("c",), lambda ref, row, columns: {"c": columns(ref.parts.at[row])})
+    (c,) = column_sums(call, {"parts": parts.reshape(plan.sharing, -1)}, {}, terms, plan.out).values()
+    return c.reshape(shape)
 
 
 def _with_whole_batch(call: Call, name: str) -> jax.Array:

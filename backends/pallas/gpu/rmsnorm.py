@@ -12,42 +12,50 @@ Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equat
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.gpu._rows import KNOBS, Walk, Weights
+from portakern.backends.pallas.gpu._rows import KNOBS, Formula, Walk, Weights
 from portakern.backends.pallas.gpu.layernorm import copies, default_tiling, key, normalised, supports
 from portakern.core.call import Call
 
 
-class RmsNorm(NamedTuple):
+@dataclass(frozen=True)
+class RmsNorm(Formula):
     """The formula of a row; its statistic is the sum of squares."""
 
     eps: float
     narrow: str | None
 
-    def whole(self, x: Any, walk: Walk, weights: Weights) -> Any:
-        return self.result(self.gather(self.start(walk), x, walk, 0), x, walk, weights)
-
     def start(self, walk: Walk) -> tuple[Any, ...]:
         return (walk.full(0.0),)
 
-    def gather(self, statistics: tuple[Any, ...], x: Any, walk: Walk, start: Any) -> tuple[Any, ...]:
+    def gather(self, statistics: tuple[Any, ...], x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
         x = walk.within(x, 0.0, start)
         return (statistics[0] + jnp.sum(x * x, axis=1),)
 
     def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Weights) -> Any:
         y = x * walk.spread(lax.rsqrt(statistics[0] / walk.n + self.eps))
-        if self.narrow:
-            y = y.astype(self.narrow).astype(jnp.float32)
+        y = narrowed(y, self.narrow)
         return y * weights["weight"]() if "weight" in weights else y
+
+
+def narrow_dtype(call: Call) -> str | None:
+    """The dtype that a normalised row is rounded to before the weight, or None."""
+    before = call.options["rounding"] == "before_weight" and call.dtype in ("float16", "bfloat16")
+    return call.dtype if before else None
+
+
+def narrowed(y: Any, dtype: str | None) -> Any:
+    """float32 numbers, rounded to a dtype if there is one."""
+    return y.astype(dtype).astype(jnp.float32) if dtype else y
 
 
 @BACKEND.implements("rmsnorm", key=key, tiling=default_tiling, supports=supports, knobs=KNOBS, copies=copies)
 def rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
-    before = call.options["rounding"] == "before_weight" and call.dtype in ("float16", "bfloat16")
-    return normalised(call, tiling, RmsNorm(call.options["eps"], call.dtype if before else None))
+    return normalised(call, tiling, RmsNorm(call.options["eps"], narrow_dtype(call)))

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.gpu import _rows
-from portakern.backends.pallas.gpu._rows import KNOBS, Walk, Weights, launched
+from portakern.backends.pallas.gpu._rows import KNOBS, Formula, Walk, Weights, launched
 from portakern.core.call import Call
 
 
@@ -53,18 +53,18 @@ def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
     return "; ".join(filter(None, (moved, _rows.copies(call, view(call)[1])))) or None
 
 
-class Softmax:
+class Softmax(Formula):
     """The formula of a row; its statistics are m and l."""
 
-    def whole(self, x: Any, walk: Walk, weights: Weights) -> Any:
+    def whole(self, x: Any, walk: Walk, weights: Weights) -> tuple[Any, tuple[Any, ...]]:
         x = walk.within(x, -jnp.inf)
         p = jnp.exp(x - walk.spread(jnp.max(x, axis=1)))
-        return p * walk.spread(1.0 / jnp.sum(p, axis=1))
+        return p * walk.spread(1.0 / jnp.sum(p, axis=1)), ()
 
     def start(self, walk: Walk) -> tuple[Any, ...]:
         return walk.full(-jnp.inf), walk.full(0.0)
 
-    def gather(self, statistics: tuple[Any, ...], x: Any, walk: Walk, start: Any) -> tuple[Any, ...]:
+    def gather(self, statistics: tuple[Any, ...], x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
         """One step of the online softmax. A row that has shown nothing but -inf so far has weights of 0, and not the
         NaN of inf - inf."""
         m_old, l = statistics
@@ -83,5 +83,5 @@ class Softmax:
 def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     x, axis, n = call.arrays["x"], call.options["axis"], view(call)[1]
     rows = jnp.moveaxis(x, axis, -1)
-    y = launched(call, tiling, (rows.reshape(-1, n),), Softmax(), {})
+    y, _ = launched(call, tiling, (rows.reshape(-1, n),), Softmax(), {})
     return (jnp.moveaxis(y.reshape(rows.shape), -1, axis),)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.gpu import _rows
-from portakern.backends.pallas.gpu._rows import KNOBS, Walk, Weights, launched
+from portakern.backends.pallas.gpu._rows import KNOBS, Formula, Walk, Weights, launched
 from portakern.backends.pallas.gpu.softmax import copies, key, view
 from portakern.core.call import Call
 
@@ -31,16 +31,13 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     return _rows.supports(call, tiling, *view(call), arrays=2)
 
 
-class SoftmaxVjp:
+class SoftmaxVjp(Formula):
     """The formula of a row of y and d_y; its statistic is Delta."""
-
-    def whole(self, x: Any, walk: Walk, weights: Weights) -> Any:
-        return self.result(self.gather(self.start(walk), x, walk, 0), x, walk, weights)
 
     def start(self, walk: Walk) -> tuple[Any, ...]:
         return (walk.full(0.0),)
 
-    def gather(self, statistics: tuple[Any, ...], x: Any, walk: Walk, start: Any) -> tuple[Any, ...]:
+    def gather(self, statistics: tuple[Any, ...], x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
         y, d_y = x
         return (statistics[0] + jnp.sum(walk.within(y * d_y, 0.0, start), axis=1),)
 
@@ -53,5 +50,5 @@ class SoftmaxVjp:
 def softmax_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     axis, n = call.options["axis"], view(call)[1]
     y, d_y = (jnp.moveaxis(call.arrays[name], axis, -1) for name in ("y", "d_y"))
-    d_x = launched(call, tiling, (y.reshape(-1, n), d_y.reshape(-1, n)), SoftmaxVjp(), {})
+    d_x, _ = launched(call, tiling, (y.reshape(-1, n), d_y.reshape(-1, n)), SoftmaxVjp(), {})
     return (jnp.moveaxis(d_x.reshape(y.shape), -1, axis),)

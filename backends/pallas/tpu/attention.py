@@ -33,6 +33,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas._band import Band, both
 from portakern.backends.pallas.common import (
     Blocks,
     Refs,
@@ -44,7 +45,6 @@ from portakern.backends.pallas.common import (
     step_along,
     within,
 )
-from portakern.backends.pallas.tpu._band import Band, both
 from portakern.backends.pallas.tpu._chip import (
     LANES,
     across,

@@ -37,8 +37,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas._band import Band
 from portakern.backends.pallas.common import Blocks, Refs, block, quotient, row_block, step_along, within
-from portakern.backends.pallas.tpu._band import Band
 from portakern.backends.pallas.tpu._chip import LANES, dot, launch, vmem_limit, whole_lanes
 from portakern.backends.pallas.tpu._heads import (
     Operands,

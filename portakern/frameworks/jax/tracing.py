@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src.config import _check_vma  # jax has no public name for leaving shard_map's check of varying axes
 from jax._src.core import trace_state_clean  # jax has no public name for asking whether anything is traced
+from jax._src.effects import Effect  # jax has no public name for it
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -376,6 +377,16 @@ def _one_device(ctx: mlir.LoweringRuleContext, static: _Static) -> None:
         raise refused(_unbatched(static, ctx.avals_in)[1], why, backend=static.backend.name if static.backend else None)
 
 
+def _interpreter_refused(static: _Static) -> UnsupportedError:
+    """An interpreter that keeps a chip's memory on the host calls there step by step. jax orders such calls among those
+    of a program that it sees, and what an op does is not seen before it is lowered."""
+    return UnsupportedError(
+        f"{static.spec.name}: the interpreter of {static.backend.name if static.backend else 'this backend'} variant "
+        f"{static.variant!r} calls the host in an order that a traced function does not keep; call the op outside jit, "
+        "grad and vmap, or on the hardware"
+    )
+
+
 def _lowering(platform: str) -> Callable[..., Any]:
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, static: _Static) -> Any:
         _one_device(ctx, static)
@@ -384,11 +395,16 @@ def _lowering(platform: str) -> Callable[..., Any]:
         # Below this point every device computes on what it holds: which mesh axes a value varies along is settled, and
         # kernels need not carry it.
         with _check_vma(False):
-            return inner(
-                ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]),
-                *operands,
-                static=static,
-            )
+            try:
+                return inner(
+                    ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]),
+                    *operands,
+                    static=static,
+                )
+            except KeyError as e:
+                if not (e.args and isinstance(e.args[0], Effect)):
+                    raise
+                raise _interpreter_refused(static) from None
 
     return rule
 

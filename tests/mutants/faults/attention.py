@@ -366,4 +366,74 @@ FAULTS = {
             new="band.ahead(i, step + 1, down)[0]",
         ),
     ],
+    "pallas/gpu": [
+        Planted(
+            "no-minus-inf-guard",
+            "a tile with no visible key subtracts -inf from -inf",
+            old="origin = jnp.where(m == -jnp.inf, 0.0, m)",
+            new="origin = m",
+        ),
+        Planted(
+            "band-right-corner",
+            "a tile whose first query just misses the last key counts as inside the band",
+            old="inside = mine.inside(i, j)",
+            new="inside = mine._replace(last=None if mine.last is None else mine.last + 1).inside(i, j)",
+            small=True,
+        ),
+        Planted(
+            "causal-top-left",
+            "queries stand beside the first keys, not the last",
+            old="        Band.of(call, block_q, block_kv),\n",
+            new=(
+                "        Band.of(call, block_q, block_kv)._replace(\n"
+                '            last=0 if call.options["is_causal"] else Band.of(call, block_q, block_kv).last\n'
+                "        ),\n"
+            ),
+        ),
+        Planted(
+            "l-of-rounded-p",
+            "l sums the weights after they were rounded to v's dtype",
+            old="l[...] = l[...] * alpha[...] + jnp.sum(p, axis=1)",
+            new="l[...] = l[...] * alpha[...] + jnp.sum(p.astype(plan.dtype).astype(jnp.float32), axis=1)",
+            small=True,
+        ),
+        Planted(
+            "acc-not-rescaled",
+            "the sum of values keeps its unit when the maximum grows",
+            old="return tuple(part * lax.broadcast_in_dim(alpha, part.shape, (0,)) for part in acc), l, m, p",
+            new="return tuple(acc), l, m, p",
+        ),
+        Planted(
+            "values-of-these-keys",
+            "the weights of the keys before meet the values of these",
+            old="multiply_values(ref, plan, last, weights[...], products)",
+            new="multiply_values(ref, plan, buffer, weights[...], products)",
+            gpu=False,  # these values may not have arrived
+        ),
+        Planted(
+            "bias-of-first-head",
+            "all heads share the bias of the first",
+            old="tile.head if heads > 1 else 0",
+            new="0",
+        ),
+        Planted(
+            "segments-of-low-words",
+            "of segment ids of 64 bits the low half counts",
+            old="for word in range(ref.q_ids.shape[1])",
+            new="for word in range(1)",
+        ),
+        Planted(
+            "softcap-pade",
+            "tanh is its low-order fraction, clamped",
+            old="s if self.softcap is None else tanh(s)",
+            new="s if self.softcap is None else jnp.clip(s * (27 + s * s) / (27 + 9 * s * s), -1, 1)",
+        ),
+        Planted(
+            "scale-off",
+            "the default scale is 0.3 % too large",
+            old="    pre, unit = score_unit(call)\n",
+            new="    pre, unit = score_unit(call)\n    unit *= 1.003\n",
+            small=True,
+        ),
+    ],
 }

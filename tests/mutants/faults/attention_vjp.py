@@ -332,4 +332,49 @@ FAULTS = {
             ),
         ),
     ],
+    "pallas/gpu": [
+        Planted(
+            "delta-without-d-lse",
+            "the cotangent of lse is left out",
+            old='delta = delta - call.arrays["d_lse"]',
+            new='delta = delta - 0 * call.arrays["d_lse"]',
+        ),
+        Planted(
+            "unscaled-d-q",
+            "d_q and d_k lack the scale",
+            old='total = total if name == "d_v" else total * plan.scale',
+            new="total = total * 1.0",
+        ),
+        Planted(
+            "one-head-of-the-group",
+            "keys are taught by the first query head of their group alone, as often as there are heads",
+            old="return self.guest + turn, self.first",
+            new="return self.guest, self.first",
+        ),
+        Planted(
+            "softcap-slope-dropped",
+            "D is dS whatever the softcap",
+            old="d_s = d_s * (1.0 - t * t)",
+            new="d_s = d_s * 1.0",
+        ),
+        Planted(
+            "band-not-turned",
+            "keys see the queries that queries would see of keys",
+            old="(None if bound is None else -bound for bound in (band.last, band.first))",
+            new="(band.first, band.last)",
+        ),
+        Planted(
+            "unmasked-weights",
+            "pairs at the edge of the band count",
+            old="jnp.where(plan.band.allowed(i, j), y, 0.0) for y in x",
+            new="y for y in x",
+        ),
+        Planted(
+            "keys-for-values",
+            "weights meet q where they should meet d_o",
+            old='guests = ref.guest_second if name == "d_v" else ref.guest_first',
+            new="guests = ref.guest_first",
+            gpu=False,  # heads of values may be wider
+        ),
+    ],
 }

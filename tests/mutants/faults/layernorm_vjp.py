@@ -132,4 +132,30 @@ FAULTS = {
             new="walk.sum_over_rows(d_y * xh, group).astype(ref.d_y.dtype).astype(jnp.float32)",
         ),
     ],
+    "pallas/gpu": [
+        Planted(
+            "hx-not-moved",
+            "mean(h xh) of a row in chunks forgets that these differ in their means",
+            old=" + ((delta - moved) * chunk_h - moved * h_sum)",
+            new="",
+        ),
+        Planted(
+            "padding-in-h",
+            "what lies beyond a row counts in the sums of h where no weight is there to be 0",
+            old="walk.within(cotangent(x[1], weights), 0.0, start)",
+            new="cotangent(x[1], weights)",
+        ),
+        Planted(
+            "first-rows-scale",
+            "d_weight takes r of the first row for all",
+            old="*(ref.told[i, row] for i in range(told))",
+            new="*(ref.told[i, row if i == 0 else 0] for i in range(told))",
+        ),
+        Planted(
+            "mean-h-dropped",
+            "d_x is not made orthogonal to a constant",
+            old="pull = walk.spread(h_sum / walk.n) + xh",
+            new="pull = xh",
+        ),
+    ],
 }

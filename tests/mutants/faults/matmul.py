@@ -121,8 +121,8 @@ FAULTS = {
         Planted(
             "rounded-before-output",
             "the accumulator is rounded to bfloat16 before it is written as float32",
-            old="jnp.float32)).astype(plan.out)",
-            new="jnp.float32)).astype(jnp.bfloat16).astype(plan.out)",
+            old="mine, tile, c.astype(plan.written))",
+            new="mine, tile, c.astype(jnp.bfloat16).astype(plan.written))",
             small=True,
         ),
         Planted(
@@ -137,8 +137,8 @@ FAULTS = {
         Planted(
             "batch-of-b-ignored",
             "b is that of the first entry of the batch",
-            old="entry if plan.b_batch > 1 else 0",
-            new="0",
+            old="of_a, of_b = (tile.entry if batch > 1 else 0 for batch in (plan.a_batch, plan.b_batch))",
+            new="of_a, of_b = tile.entry if plan.a_batch > 1 else 0, 0",
         ),
         Planted(
             "columns-swapped",

@@ -66,8 +66,8 @@ FAULTS = {
         Planted(
             "weight-before-rounding",
             "x r is not rounded before the weight where it should be",
-            old="        if self.narrow:",
-            new="        if False:",
+            old="        y = narrowed(y, self.narrow)\n",
+            new="",
             small=True,
         ),
         Planted(

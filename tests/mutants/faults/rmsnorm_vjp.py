@@ -75,4 +75,26 @@ FAULTS = {
             ".astype(ref.d_y.dtype).astype(jnp.float32)",
         ),
     ],
+    "pallas/gpu": [
+        Planted(
+            "hx-of-xh",
+            "mean(h xh) has one r too few",
+            old="walk.spread(r * (statistics[1] / walk.n))",
+            new="walk.spread(statistics[1] / walk.n)",
+        ),
+        Planted(
+            "cotangent-not-narrowed",
+            "h is not rounded as the forward pass rounds what the weight meets",
+            old='return narrowed(cotangent(d_y, weights), self.narrow) if "weight" in weights else d_y',
+            new="return cotangent(d_y, weights)",
+            small=True,
+        ),
+        Planted(
+            "d-weight-not-narrowed",
+            "xh of d_weight is not rounded as the forward pass rounds it",
+            old="return narrowed(x * r, narrow)",
+            new="return x * r",
+            small=True,
+        ),
+    ],
 }

@@ -1,0 +1,199 @@
+"""How attention on Hopper is cut into tiles, and how these move: what the kernels of attention share.
+
+One warpgroup of a block, the producer, has the copy engine bring queries, keys and values into rings of buffers; the
+others consume, 64 queries each. Two barriers for each buffer say that it has arrived and that it is free. Two consumers
+take turns to issue products to the tensor cores, so that the softmax of one runs beside the products of the other.
+
+Every buffer holds 64 elements of a head, 128 bytes, a row: a head is as many buffers side by side (``parts``), of which
+the last may reach beyond its end. The copy engine leaves 0 there, as it does beyond the last query and key.
+
+Source: Shah et al., "FlashAttention-3" (2024), algorithm 1 and section 3.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from portakern.backends.pallas._band import Band
+from portakern.backends.pallas.common import Refs, quotient
+from portakern.backends.pallas.gpu._chip import HOPPER, issue_product, over_shared
+
+QUERIES = 64
+"""Queries of a consumer: the rows of one instruction of the tensor cores."""
+
+PART = 64
+"""Elements of a head in a buffer's row."""
+
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
+"""Registers that a thread keeps: of 65536, what the producer gives up goes to two consumers."""
+
+LSE_BYTES = 1024
+"""Shared memory for what is written of lse, and to align it."""
+
+TOGETHER = 8
+"""Heads whose tiles are taken by turns where the last queries see most keys: their keys stay in the L2 cache."""
+
+TILE = plgpu.Layout.WGMMA
+"""Where the tensor cores leave the elements of a tile."""
+
+ROW, COLUMN = TILE.reduce(1), TILE.reduce(0)
+"""Where numbers of its rows, and of its columns, lie beside it."""
+
+
+class Tile(NamedTuple):
+    """``QUERIES`` queries a consumer of one head, from ``row`` on, and the tiles of keys that they see."""
+
+    batch: Any
+    head: Any
+    row: Any
+    first: Any
+    steps: Any
+
+
+class Plan(NamedTuple):
+    """How one attention is cut.
+
+    Attributes:
+      batch, heads, group, q_len, d, dv: extents; heads are those of q.
+      consumers: warpgroups that compute; block_kv: keys of a tile; stages: buffers of keys, and of values.
+      band: what a tile of all consumers' queries sees. scores, dtype, interpret: as the call has them.
+    """
+
+    batch: int
+    heads: int
+    group: int
+    q_len: int
+    d: int
+    dv: int
+    consumers: int
+    block_kv: int
+    stages: int
+    band: Band
+    scores: Any
+    dtype: Any
+    interpret: bool
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Buffers of a head of keys, and of values."""
+        return pl.cdiv(self.d, PART), pl.cdiv(self.dv, PART)
+
+    @property
+    def tiles_q(self) -> int:
+        return pl.cdiv(self.q_len, QUERIES * self.consumers)
+
+    @property
+    def tiles(self) -> int:
+        return self.batch * self.heads * self.tiles_q
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the grid: tiles that are alike are dealt out beforehand, and of others a multiprocessor takes the
+        next when it is done."""
+        alike = self.band.first is None and self.band.last is None
+        return min(self.tiles, HOPPER.cores or 1) if alike else self.tiles
+
+    @property
+    def slots(self) -> int:
+        """Buffers for what a consumer writes: one is filled while the other is on its way, where there is room."""
+        return 2 if over_shared(self._shared(2), "") is None else 1
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory."""
+        return self._shared(self.slots)
+
+    def _shared(self, slots: int) -> int:
+        of_keys, of_values = self.parts
+        rows = self.consumers * QUERIES * (of_keys + slots) + self.stages * self.block_kv * (of_keys + of_values)
+        return rows * PART * self.dtype.itemsize + LSE_BYTES
+
+    def tile(self, index: Any) -> Tile:
+        """The tile of this index. Where the last queries see most keys, their tiles come first."""
+        if self.band.last is None:
+            place, i = quotient(index, self.tiles_q), lax.rem(index, jnp.int32(self.tiles_q))
+        else:
+            section = quotient(index, TOGETHER * self.tiles_q)
+            rest = index - section * (TOGETHER * self.tiles_q)
+            width = jnp.minimum(self.batch * self.heads - section * TOGETHER, TOGETHER)
+            down = lax.div(rest, width)
+            place, i = section * TOGETHER + rest - down * width, self.tiles_q - 1 - down
+        first, last = self.band.span(i)
+        first = jnp.clip(first, 0, (self.band.kv_len - 1) // self.block_kv)  # never none: one that no query sees
+        steps = jnp.maximum(last - first, 0) + 1
+        batch = quotient(place, self.heads)
+        return Tile(batch, place - batch * self.heads, i * (QUERIES * self.consumers), first, steps)
+
+
+def produce(ref: Refs, plan: Plan, tile: Tile, before: Any) -> None:
+    """Bring what one tile is made of, in the order in which it is used: values follow the next keys."""
+    kv_head = quotient(tile.head, plan.group)
+
+    def keys(step: Any) -> None:
+        rows = pl.ds((tile.first + step) * plan.block_kv, plan.block_kv)
+        buffer = lax.rem(before + step, jnp.int32(plan.stages))
+        _bring(ref.k.at[tile.batch, rows, kv_head], ref.keys.copied.at[buffer], ref.k_free, ref.k_arrived, buffer)
+
+    def values(step: Any) -> None:
+        rows = pl.ds((tile.first + step) * plan.block_kv, plan.block_kv)
+        buffer = lax.rem(before + step, jnp.int32(plan.stages))
+        _bring(ref.v.at[tile.batch, rows, kv_head], ref.values.copied.at[buffer], ref.v_free, ref.v_arrived, buffer)
+
+    keys(jnp.int32(0))
+    for c in range(plan.consumers):
+        rows = pl.ds(tile.row + c * QUERIES, QUERIES)
+        _bring(ref.q.at[tile.batch, rows, tile.head], ref.queries.copied.at[c], ref.q_free, ref.q_arrived, c)
+
+    @pl.loop(1, tile.steps)
+    def _(step: Any) -> None:
+        keys(step)
+        values(step - 1)
+
+    values(tile.steps - 1)
+
+
+def _bring(array: Any, buffer: Any, free: Any, arrived: Any, index: Any) -> None:
+    """Start rows of a head on their way to a buffer when that is free."""
+    plgpu.barrier_wait(free.at[index])
+    bring(array, buffer, arrived.at[index])
+
+
+def bring(array: Any, buffer: Any, arrived: Any) -> None:
+    """Start rows of a head, (rows, d), on their way to a buffer, (parts, rows, 64)."""
+    for part in range(buffer.shape[0]):
+        plgpu.copy_gmem_to_smem(array.at[:, part_of(array, part)], buffer.at[part], arrived)
+
+
+def multiply_keys(ref: Refs, plan: Plan, warpgroup: Any, buffer: Any, dots: Any) -> None:
+    """Issue dots += q k^T."""
+    for part in range(plan.parts[0]):
+        queries, keys = ref.queries.tiled.at[warpgroup, part], ref.keys.tiled.at[buffer, part]
+        issue_product(dots, queries, keys, transposed=True)
+
+
+def multiply_values(ref: Refs, plan: Plan, buffer: Any, p: Any, products: Any) -> None:
+    """Issue products += p v."""
+    for part, acc in enumerate(products):
+        issue_product(acc, p, ref.values.tiled.at[buffer, part])
+
+
+def in_turn(ref: Refs, plan: Plan, warpgroup: Any, issue: Callable[[], None]) -> None:
+    """Issue products when it is this consumer's turn."""
+    if plan.consumers == 2:
+        plgpu.barrier_wait(ref.turn.at[warpgroup])
+    issue()
+    if plan.consumers == 2:
+        plgpu.barrier_arrive(ref.turn.at[1 - warpgroup])
+
+
+def part_of(array: Any, part: int) -> Any:
+    """Where a part of a head lies in an array. The last may reach beyond the end, for which a start has to be traced:
+    one that is known is held to the extent."""
+    start = part * PART
+    return pl.ds(start if start + PART <= array.shape[-1] else start + 0 * lax.axis_index("block"), PART)

@@ -1,0 +1,137 @@
+"""Gradients of layer normalisation on Hopper, over the last axis.
+
+    xh = (x - mean) r        r = (var + eps)^-1/2        h = weight d_y
+    d_x = r (h - mean(h) - xh mean(h xh))        d_weight = sum over rows of d_y xh        d_bias = sum over rows of d_y
+
+x, d_y: (*batch, n), weight, bias: (n) or None -> d_x: (*batch, n), d_weight, d_bias: (n). One kernel walks the rows of
+x and d_y (`_rows`): of each chunk it merges the mean, the sum of squares about it (m2) and the sums of h and of
+h (x - mean) into those of the row, and writes d_x, and mean and r of each row. A second one walks the columns, and adds
+up d_weight and d_bias from x, d_y and these (`_columns`).
+
+block_rows: rows of a block; block_n: elements of a row that are worked on at a time; row_warps: warps to a row.
+
+Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979),
+equation 2.1, for the merge.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.common import Refs
+from portakern.backends.pallas.gpu import _rows
+from portakern.backends.pallas.gpu._columns import Terms, column_sums, fewest_columns
+from portakern.backends.pallas.gpu._rows import KNOBS, Formula, Walk, Weights, launched
+from portakern.backends.pallas.gpu.layernorm import key
+from portakern.core.call import Call
+
+SUMS = ("d_weight", "d_bias")
+
+
+def default_tiling(call: Call) -> dict[str, int]:
+    return _rows.default_tiling(call.dims["n"], call.dtype, arrays=2)
+
+
+def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+    return _rows.supports(call, tiling, math.prod(call.dims["batch"]), call.dims["n"], arrays=2)
+
+
+def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
+    n = call.dims["n"]
+    columns = fewest_columns(n)
+    padded = f"for sums over rows, rows of {n} elements are padded to {columns}: each thread has a column"
+    summed = columns > n and any(name in call.wants for name in SUMS)
+    return "; ".join(filter(None, (_rows.copies(call, n), padded if summed else None))) or None
+
+
+@dataclass(frozen=True)
+class LayerNormVjp(Formula):
+    """The formula of a row of x and d_y; its statistics are the mean, m2, and the sums of h and of h (x - mean)."""
+
+    eps: float
+
+    def start(self, walk: Walk) -> tuple[Any, ...]:
+        return (walk.full(0.0),) * 4
+
+    def gather(self, statistics: tuple[Any, ...], x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
+        """Merge a chunk into the row's statistics (equation 2.1); h (x - mean) moves with the mean."""
+        mean, m2, h_sum, hx = statistics
+        seen, here = (lax.convert_element_type(count, jnp.float32) for count in walk.counted(start))
+        share = here / (seen + here)
+        x, h = x[0], walk.within(cotangent(x[1], weights), 0.0, start)
+        chunk_mean = jnp.sum(walk.within(x, 0.0, start), axis=1) / here
+        centred = walk.within(x - walk.spread(chunk_mean), 0.0, start)
+        chunk_h, delta = jnp.sum(h, axis=1), chunk_mean - mean
+        moved = delta * share
+        hx = hx + jnp.sum(h * centred, axis=1) + ((delta - moved) * chunk_h - moved * h_sum)
+        # delta is squared last: it is the whole mean in the first chunk, where its weight is 0
+        m2 = m2 + jnp.sum(centred * centred, axis=1) + delta * (delta * (share * seen))
+        return mean + moved, m2, h_sum + chunk_h, hx
+
+    def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Weights) -> Any:
+        mean, _, h_sum, hx = statistics
+        r = self.scale(statistics, walk)
+        xh = (x[0] - walk.spread(mean)) * walk.spread(r)
+        pull = walk.spread(h_sum / walk.n) + xh * walk.spread(r * (hx / walk.n))
+        return walk.spread(r) * (cotangent(x[1], weights) - pull)
+
+    def told(self, statistics: tuple[Any, ...], walk: Walk) -> tuple[Any, ...]:
+        return statistics[0], self.scale(statistics, walk)
+
+    def scale(self, statistics: tuple[Any, ...], walk: Walk) -> Any:
+        """r of each row."""
+        return lax.rsqrt(statistics[1] / walk.n + self.eps)
+
+
+def cotangent(d_y: Any, weights: Weights) -> Any:
+    """h of a block."""
+    return d_y * weights["weight"]() if "weight" in weights else d_y
+
+
+def normalised(x: Any, mean: Any, r: Any) -> Any:
+    """xh of some columns of a row."""
+    return (x - mean) * r
+
+
+@BACKEND.implements("layernorm_vjp", key=key, tiling=default_tiling, supports=supports, knobs=KNOBS, copies=copies)
+def layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
+    return gradients(call, tiling, LayerNormVjp(call.options["eps"]), normalised, told=2)
+
+
+def gradients(
+    call: Call, tiling: Mapping[str, int], formula: Formula, normalised: Callable[..., Any], told: int
+) -> tuple[jax.Array | None, ...]:
+    """The gradients of a normalisation along the last axis that the call wants. ``formula`` makes d_x and tells so many
+    numbers of each row, with which ``normalised`` makes xh of some of its columns."""
+    n, weight = call.dims["n"], call.arrays["weight"]
+    x, d_y = (call.arrays[name].reshape(-1, n) for name in ("x", "d_y"))
+    found: dict[str, jax.Array] = {}
+    of_rows: dict[str, jax.Array] = {}
+    sums = tuple(name for name in SUMS if name in call.wants)
+    if "d_x" in call.wants or "d_weight" in sums:
+        weights = {} if weight is None else {"weight": weight}
+        d_x, numbers = launched(call, tiling, (x, d_y), formula, weights, told=told if "d_weight" in sums else 0)
+        found["d_x"] = d_x.reshape(call.arrays["x"].shape)
+        of_rows = {} if numbers is None else {"told": numbers}
+
+    def terms(ref: Refs, row: Any, columns: Callable[[Any], Any]) -> dict[str, Any]:
+        """Of d_weight and d_bias in one row."""
+        g = columns(ref.d_y.at[row])
+        if "d_weight" not in sums:
+            return {"d_bias": g}
+        xh = normalised(columns(ref.x.at[row]), *(ref.told[i, row] for i in range(told)))
+        return {"d_weight": g * xh, "d_bias": g}
+
+    if sums:
+        arrays = {"x": x, "d_y": d_y} if "d_weight" in sums else {"d_y": d_y}
+        of_columns = column_sums(call, arrays, of_rows, Terms(sums, terms))
+        found |= {name: total.astype(call.outputs[name][1]) for name, total in of_columns.items()}
+    return tuple(found.get(o.name) if o.name in call.wants else None for o in call.spec.outputs)
