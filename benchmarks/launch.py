@@ -151,6 +151,7 @@ def launched(call: Callable[[], Any]) -> tuple[Any, int, tuple[Any, ...], dict[s
 def ways(name: str) -> dict[str, Callable[[], Any]]:
     """What to time for one op: a name and a call without arguments."""
     from portakern.backends.triton import launch as launching
+    from portakern.backends.triton import launcher as launchers
 
     call_of, op = record(name).launched, pk.op(name, backend="triton")
     arrays = {n: torch.randn(*s, device="cuda", dtype=torch.bfloat16) for n, s in call_of.shapes.items()}
@@ -158,7 +159,7 @@ def ways(name: str) -> dict[str, Callable[[], Any]]:
     ours()
     kernel, grid, args, constexprs = launched(ours)
     kept: dict[Any, Any] = {}
-    launcher = launching.write_launcher(
+    launcher = launchers.write_launcher(
         kernel, [type(a) for a in args], {n: type(v) for n, v in constexprs.items()}, kept, bool(torch.version.hip)
     )
     launcher(grid, *args, **constexprs)

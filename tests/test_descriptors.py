@@ -10,8 +10,9 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 
 import triton.language as tl  # noqa: E402
 
-from portakern.backends.triton import descriptors, direct, interpreter  # noqa: E402
+from portakern.backends.triton import descriptors, direct, interpreter, launcher  # noqa: E402
 from portakern.backends.triton import launch as launching  # noqa: E402
+from portakern.backends.triton.prepared import prepare  # noqa: E402
 
 
 @triton.jit
@@ -61,8 +62,8 @@ class Launched(list):
 @pytest.fixture
 def by_triton(monkeypatch):
     """The kernels that went through Triton's own path."""
-    monkeypatch.setattr(launching, "_current_device", lambda: -1)
-    monkeypatch.setattr(launching, "_current_stream", lambda index: 77)
+    monkeypatch.setattr(launcher, "current_device", lambda: -1)
+    monkeypatch.setattr(launcher, "current_stream", lambda index: 77)
     monkeypatch.setattr(launching, "_launchers", {})
     first = []
     monkeypatch.setattr(
@@ -81,7 +82,7 @@ def test_the_key_is_what_the_tile_and_the_dtype_are(by_triton):
 
 
 def test_a_prepared_launch_describes_the_tensors_that_it_is_given(by_triton):
-    run = launching.prepare(moved, 3, Call, pair(), (2,), OPTIONS)
+    run = prepare(moved, 3, Call, pair(), (2,), OPTIONS)
     other = torch.ones(4096)
     for x, y in ((MEMORY, MEMORY), (MEMORY, other), (other, MEMORY)):
         run(x, y)

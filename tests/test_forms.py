@@ -226,7 +226,7 @@ def test_allocations_take_the_short_way_on_the_current_device_alone(monkeypatch)
     monkeypatch.setattr(
         replays, "_writer", functools.cache(replays._writer.__wrapped__)
     )  # another test's holds its own
-    monkeypatch.setattr(replays.launching, "_current_device", lambda: here[0])
+    monkeypatch.setattr(replays.launcher, "current_device", lambda: here[0])
     op, x = made_anew(pk.op("softmax", backend="triton")), torch.randn(3, 5)
     want = [op(x) for _ in range(3)][-1]  # bound, decided, learnt
     quick.clear()

@@ -86,10 +86,11 @@ def test_extents_of_zero_under_jit():
     assert jax.jit(pk.op("softmax"))(normal(0, 3)).shape == (0, 3)
 
 
-def test_triton_cannot_be_staged():
+def test_triton_cannot_be_staged_on_a_host():
     with pytest.raises(
         pk.UnsupportedError,
-        match="backend 'triton' runs torch kernels, which JAX cannot stage.*use one of: pallas, reference",
+        match="backend 'triton' runs torch kernels, which JAX cannot stage into a traced function for cpu; "
+        "call it outside jit, vmap and grad, or use one of: pallas, reference",
     ):
         jax.jit(pk.op("softmax", backend="triton"))(normal(3, 4))
 

@@ -19,6 +19,9 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
 
 from portakern.backends.triton import launch as launching  # noqa: E402
+from portakern.backends.triton import launcher  # noqa: E402
+from portakern.backends.triton.direct import direct  # noqa: E402
+from portakern.backends.triton.prepared import prepare  # noqa: E402
 
 
 @triton.jit
@@ -51,10 +54,10 @@ OPTIONS = {
 @pytest.fixture
 def host(monkeypatch):
     """The driver's part, on a machine without one: CPU tensors are on device -1, and so are we."""
-    monkeypatch.setattr(launching, "_current_device", lambda: -1)
-    monkeypatch.setattr(launching, "_current_stream", lambda index: 77)
+    monkeypatch.setattr(launcher, "current_device", lambda: -1)
+    monkeypatch.setattr(launcher, "current_stream", lambda index: 77)
     monkeypatch.setattr(launching, "_launchers", {})
-    monkeypatch.setattr(launching, "_warned", set())
+    monkeypatch.setattr(launcher, "_warned", set())
     yield
 
 
@@ -72,7 +75,7 @@ class Keys:
 def key_of(args, options, hip=False):
     types = [type(a) for a in args], {n: type(v) for n, v in options.items()}
     keys = Keys()
-    launching.write_launcher(kernel, *types, keys, hip)(3, *args, **options)
+    launcher.write_launcher(kernel, *types, keys, hip)(3, *args, **options)
     return (*types[0], *types[1], *types[1].values()), keys.key, keys.launched
 
 
@@ -162,14 +165,14 @@ WEAKER = {
 
 @pytest.mark.parametrize("weaker", WEAKER)
 def test_a_weaker_key_would_be_seen(host, monkeypatch, weaker):
-    whole, (part, replaced), replacements = launching._source, WEAKER[weaker], []
+    whole, (part, replaced), replacements = launcher._source, WEAKER[weaker], []
 
     def source(*args):
         head, _, tail = whole(*args).partition("_key = ")
         replacements.append(part in tail)
         return head + "_key = " + tail.replace(part, replaced, 1)
 
-    monkeypatch.setattr(launching, "_source", source)
+    monkeypatch.setattr(launcher, "_source", source)
     assert clashes(one_at_a_time())[0] and any(replacements)
 
 
@@ -297,7 +300,7 @@ def test_a_prepared_launch_is_looked_up_by_what_tensors_decide(by_triton):
     by_triton.compiled = lambda: made.append(Compiled()) or made[-1]
     rest = {"block": 16, "dtype": tl.float32, "num_warps": 4}
     x, y = TENSORS[0], TENSORS[4]
-    run = launching.prepare(kernel, 3, Call, (x, y, None), (48, 7, 16, 0.5, True), rest)
+    run = prepare(kernel, 3, Call, (x, y, None), (48, 7, 16, 0.5, True), rest)
     for _ in range(3):
         run(x, y, None)
     assert len(by_triton) == 1 and len(made[0].launches) == 2
@@ -343,7 +346,7 @@ def test_a_direct_launch_passes_what_tritons_launcher_does(vendor, monkeypatch):
     others = ("launch_cooperative_grid", "launch_pdl", "warp_size", "arg_annotations", "kernel_signature")
     vars(run).update({name: name for name in others})
     for rest in ([7, 16], []):
-        go = launching.direct(run, 3, "function", "metadata", 2, rest)
+        go = direct(run, 3, "function", "metadata", 2, rest)
         go(77, 4096, None)
         run(3, 1, 1, 77, "function", "metadata", None, None, None, 4096, None, *rest)
         assert seen[0] == seen[1] and go.__closure__[0].cell_contents is not run, "not by way of __call__"
@@ -351,7 +354,7 @@ def test_a_direct_launch_passes_what_tritons_launcher_does(vendor, monkeypatch):
     for asks in ({"profile_scratch_size": 16}, {"gsan_enabled": True}):  # what __call__ sees to
         vars(run).update(asks)
         monkeypatch.setattr(its, "__call__", lambda self, *args: seen.append(("whole", *args)))
-        launching.direct(run, 3, "function", "metadata", 2, [7])(77, 4096, None)
+        direct(run, 3, "function", "metadata", 2, [7])(77, 4096, None)
         assert seen.pop() == ("whole", 3, 1, 1, 77, "function", "metadata", None, None, None, 4096, None, 7)
         vars(run).update(profile_scratch_size=0, gsan_enabled=False)
 
@@ -369,13 +372,13 @@ def test_a_launcher_that_is_not_understood_is_called_whole():
             self.launched = args
 
     run = New()
-    launching.direct(run, 3, "function", "metadata", 1, [7])(77, 4096)
+    direct(run, 3, "function", "metadata", 1, [7])(77, 4096)
     assert run.fenced and run.launched == (3, 1, 1, 77, "function", "metadata", None, None, None, 4096, 7)
 
 
 def test_who_records_or_watches_sees_prepared_launches(by_triton, monkeypatch):
     tensors, rest = (TENSORS[0], TENSORS[0], None), {"block": 16, "dtype": tl.float32, "num_warps": 4}
-    run, seen = launching.prepare(kernel, 3, Call, tensors, (48, 7, 16, 0.5, True), rest), []
+    run, seen = prepare(kernel, 3, Call, tensors, (48, 7, 16, 0.5, True), rest), []
     for _ in range(3):
         run(*tensors)
     with launching.recording(lambda *told: seen.append(told)):
@@ -429,7 +432,7 @@ def test_another_current_device_is_entered_for_the_launch(by_triton, monkeypatch
         def __exit__(self, *error):
             here[0] = self.before
 
-    monkeypatch.setattr(launching, "_current_device", lambda: here[0])
+    monkeypatch.setattr(launcher, "current_device", lambda: here[0])
     monkeypatch.setattr(torch.cuda, "device", Guard)
     go(), go()
     assert entered == [-1, -1] and here == [0] and len(by_triton) == 1

@@ -17,6 +17,7 @@ import triton.language as tl  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from portakern.backends.triton import launch as launching  # noqa: E402
+from portakern.backends.triton import launcher  # noqa: E402
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA or AMD GPU")
 
@@ -69,7 +70,7 @@ def test_a_kept_launch_gives_the_bits_of_tritons(monkeypatch):
             for _ in range(2):
                 out = pk.op(name, backend="triton")(**arrays)
             launches += [o for o in (out if isinstance(out, tuple) else (out,)) if o is not None]
-        monkeypatch.setattr(launching, "_watched", lambda kernel: True)
+        monkeypatch.setattr(launcher, "watched", lambda kernel: True)
         monkeypatch.setattr(launching, "_launchers", {})
     assert len(by_us) == len(by_triton) and all(torch.equal(a, b) for a, b in zip(by_us, by_triton, strict=True))
 

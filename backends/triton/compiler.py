@@ -70,7 +70,7 @@ def _build(impl: Implementation, call: Call, tiling: Mapping[str, int], compile_
     hardware = targets.find(call.target.arch)
     sources: dict[str, list[Any]] = {}
     for kernel, _, args, constexprs in launches:
-        source, options = _specialised(kernel, args, constexprs, hardware)
+        source, options = specialised(kernel, args, constexprs, hardware)
         sources.setdefault(f"{source.hash()} {sorted((k, str(v)) for k, v in options.items())}", []).append(
             (source, options)
         )
@@ -83,7 +83,7 @@ def _build(impl: Implementation, call: Call, tiling: Mapping[str, int], compile_
     return Compiled(kernels)
 
 
-def _gpu_target(hardware: Hardware) -> Any:
+def gpu_target(hardware: Hardware) -> Any:
     from triton.backends.compiler import GPUTarget
 
     return (
@@ -93,14 +93,14 @@ def _gpu_target(hardware: Hardware) -> Any:
     )
 
 
-def _specialised(
+def specialised(
     kernel: Any, args: tuple[Any, ...], constexprs: dict[str, Any], hardware: Hardware
 ) -> tuple[Any, dict[str, Any]]:
     """The kernel as Triton's own launch would compile it for these arguments, and the compiler's options."""
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import create_function_from_signature
 
-    backend = make_backend(_gpu_target(hardware))
+    backend = make_backend(gpu_target(hardware))
     given = {"debug": False, **constexprs}
     bound, specialization, extra = create_function_from_signature(kernel.signature, kernel.params, backend)(
         *args, **given
@@ -119,7 +119,7 @@ def _compile(source: Any, options: dict[str, Any], hardware: Hardware) -> Kernel
     with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(printed):
         knobs.compilation.always_compile = True
         knobs.nvidia.dump_ptxas_log = True
-        compiled = triton.compile(source, target=_gpu_target(hardware), options=options)
+        compiled = triton.compile(source, target=gpu_target(hardware), options=options)
     read = _read_nvidia if hardware.platform == "cuda" else _read_amd
     kernel = read(compiled, printed.getvalue(), hardware)
     kernel.code_bytes = _text_bytes(compiled.kernel)
@@ -130,7 +130,7 @@ def _compile_as_launched(source: Any, options: dict[str, Any], hardware: Hardwar
     """One kernel, from Triton's cache where it is there, with the little that its metadata say."""
     import triton
 
-    compiled = triton.compile(source, target=_gpu_target(hardware), options=options)
+    compiled = triton.compile(source, target=gpu_target(hardware), options=options)
     if hardware.platform != "cuda":
         return _read_amd(compiled, "", hardware)
     meta = compiled.metadata

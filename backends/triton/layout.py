@@ -6,19 +6,23 @@ A kernel that knows two row strides serves every view that collapses to two dime
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 from math import gcd
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
-from portakern.backends.triton.tape import TAPES, note_tensor
+from portakern.backends.triton.tape import TAPES, note_tensor, silent
 from portakern.spec.dtypes import numpy_dtype
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = [
-    "SHAPES", "Rows", "aligned", "collapse", "contiguous_strides", "fresh", "fresh_like", "pow2_at_least",
+    "SHAPES", "Rows", "aligned", "collapse", "contiguous_strides", "fresh", "fresh_like", "gathered",
+    "pow2_at_least",
     "row_start", "rows_of", "walk_rows",
 ]  # fmt: skip
 
@@ -140,13 +144,20 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def fresh(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """An uninitialised contiguous tensor. ``torch.empty`` takes 2 us longer to understand its arguments."""
-    made = torch.empty_strided(shape, contiguous_strides(shape), dtype=dtype, device=device)
+    if TAPES and (tape := silent()):
+        return tape.fresh(shape, dtype)
+    made = sys.modules["torch"].empty_strided(shape, contiguous_strides(shape), dtype=dtype, device=device)
     return note_tensor(made) if TAPES else made
 
 
 def fresh_like(x: torch.Tensor) -> torch.Tensor:
     """A fresh tensor of this shape, dtype and device."""
     return fresh(x.shape, x.dtype, x.device)
+
+
+def gathered(x: torch.Tensor) -> torch.Tensor:
+    """A copy in row-major order."""
+    return x.clone(memory_format=sys.modules["torch"].contiguous_format)
 
 
 @functools.lru_cache(SHAPES)

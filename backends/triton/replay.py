@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from portakern.backends.triton import launch as launching
+from portakern.backends.triton import launcher
 from portakern.backends.triton.descriptors import base_of, is_descriptor
+from portakern.backends.triton.prepared import prepare
 from portakern.backends.triton.tape import TAPES, Tape
 
 if TYPE_CHECKING:
@@ -95,11 +96,11 @@ def _written_down(call: Call, tape: Tape, outputs: tuple[Any, ...]) -> Run | Non
         if not args or args[0] is None or _unplaced(args[:count], places) or any(map(_holds_tensors, args[count:])):
             return None
         launches.append(places)
-        runs.append(launching.prepare(kernel, grid, call.replace(arrays={}), args[:count], args[count:], constexprs))
+        runs.append(prepare(kernel, grid, call.replace(arrays={}), args[:count], args[count:], constexprs))
     like = tuple(next((n for n, a in given.items() if _is_like(a, form)), None) for form in forms)
     used = {n for places in launches for n in places if isinstance(n, str)} | {n for n in like if n}
     make = _writer(_Shape(tuple(n for n in given if n in used), like, tuple(launches), tuple(slots)))
-    return make(forms, runs, launching._current_device)
+    return make(forms, runs, launcher.current_device)
 
 
 def _place(tensor: torch.Tensor, given: Mapping[str, torch.Tensor], made: list[torch.Tensor]) -> str | int | None:

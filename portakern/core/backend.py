@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from portakern.core import outputs
-from portakern.core.framework import frameworks
+from portakern.core.framework import Framework, frameworks
 from portakern.core.observe import say
 from portakern.core.remembered import Remembered, forget
 from portakern.core.targets import HOST, Hardware, Target, find
@@ -125,6 +125,10 @@ class Family:
       compiler: the module that compiles its calls for hardware that is not here (see :class:`Compiler`), or None.
       replays: "module:function" that runs a call and learns from it how to serve calls of its form in less time:
         ``(implementation, call, tiling) -> (outputs, arrays by name -> outputs)``, None for what it cannot learn.
+      stages: "module:function" that makes its kernels part of the programs of an array library that is not the
+        backend's own, and holds machine code (:attr:`portakern.core.framework.Framework.embeds`): ``(implementation,
+        embed) -> the implementation for arrays of that library``, which needs nothing of the backend's own library.
+        Or None, and ``unstaged`` says why not.
       profiles: name -> a :class:`Profile`, or its place alone.
     """
 
@@ -135,6 +139,8 @@ class Family:
     needs: tuple[Need, ...] = ()
     compiler: str | None = None
     replays: str | None = None
+    stages: str | None = None
+    unstaged: str = "nothing makes its kernels part of another library's programs"
     profiles: Mapping[str, str | Profile] = field(default_factory=dict, hash=False)
 
     @property
@@ -153,6 +159,11 @@ class Family:
     def load_replays(self) -> Callable[..., Any] | None:
         """The function that learns to serve calls of a form."""
         return _load(self.replays) if self.replays else None
+
+    def staged(self, impl: Implementation, framework: Framework) -> Implementation:
+        """The implementation for a framework that embeds its machine code, always the same one."""
+        assert self.stages is not None
+        return _staged(self.stages, impl, framework)
 
     def load_compiler(self) -> Compiler:
         """The module that compiles ahead of time."""
@@ -420,6 +431,12 @@ class Backend:
             found = [(f, False) for f in self.families if "cpu" in f.platforms]
         return tuple((f, interpreted) for f, interpreted in found if variant in (None, f.name))
 
+    def stages_for(self, framework: Framework, target: Target, variant: str | None = None) -> tuple[Family, ...]:
+        """Those families that serve arrays of another library on a target as parts of its own programs."""
+        if framework.name == self.framework or target.platform not in framework.embeds:
+            return ()
+        return tuple(f for f, interpreted in self.families_for(target, variant) if f.stages and not interpreted)
+
     def where(self, op: str, family: Family) -> str | None:
         """The module that implements ``op`` in a family, found without importing its framework, or None."""
         found = self._found.get((family.package, op))
@@ -443,7 +460,7 @@ class Backend:
     def implementation(self, op: str, family: Family) -> Implementation | None:
         """The implementation of ``op`` in a family, imported by convention from ``<package>.<op>``."""
         if (family.package, op) not in self._found and self.where(op, family) is not None:
-            self.check_available()
+            self.check_available(family.stages is not None)
             try:
                 importlib.import_module(f"{family.package}.{op}")
             except SystemExit as e:  # of a module, and not of the program that asked for it
@@ -522,20 +539,27 @@ class Backend:
                 self.standing_for = before
                 forget()
 
-    def unavailable(self) -> str | None:
-        """None, or what must be installed before this backend can run."""
-        missing = [m for m in self.requires if not _there(m)]
+    def unavailable(self, staged: bool = False) -> str | None:
+        """None, or what must be installed before this backend can run. ``staged``: on another library's arrays, whose
+        programs its kernels become part of, so that its own library may be missing."""
+        missing = [m for m in self.requires if not (staged and m == self.framework) and not _there(m)]
         if not missing:
             return None
         own = [self.install if self.install and m == self.requires[-1] else m for m in missing]
         install = f"'portakern[{self.extra}]'" if self.extra else " ".join(own)
         return f"{' and '.join(missing)} not installed; run: pip install {install}"
 
-    def check_available(self) -> None:
+    def check_available(self, staged: bool = False) -> None:
         """UnavailableError where something must be installed first."""
-        reason = self.unavailable()
+        reason = self.unavailable(staged)
         if reason:
             raise UnavailableError(f"backend {self.name!r} cannot run here: {reason}")
+
+
+@functools.cache
+def _staged(place: str, impl: Implementation, framework: Framework) -> Implementation:
+    found: Implementation = _load(place)(impl, framework.embed)
+    return found
 
 
 def _load(place: str) -> Any:

@@ -28,7 +28,7 @@ def explain(call: Call, choice: Choice) -> str:
     for b in registry.backends().values():
         if b is not chosen:
             named = "another backend was named" if choice.backend else "serves these arrays only when named"
-            lines.append(f"  not {b.name}: {why_not(b, call.spec, target) or named}")
+            lines.append(f"  not {b.name}: {why_not(b, call.spec, call.framework, target) or named}")
     return "\n".join(lines)
 
 
@@ -49,6 +49,10 @@ def _plan(call: Call, choice: Choice, candidates: tuple[Route, ...]) -> list[str
     lines.append(f"  implementation: {route.impl.fn.__module__}")
     if len(backend.families) > 1:
         lines += _variants(inner, choice, candidates, route)
+    if route.embedded:
+        lines.append(
+            f"  embedded: its machine code is a part of {framework.title}'s own program, without {backend.framework}"
+        )
     if framework is not call.framework:
         lines.append(f"  crossing: {call.framework.name} -> {framework.name} and back")
     if not backend.oracle:
@@ -73,6 +77,8 @@ def _variants(call: Call, choice: Choice, candidates: tuple[Route, ...], served:
         elif route is None:
             has = served.impl.backend.where(call.spec.name, family) is not None
             why = f"not for {call.target}" if has else f"it has no {call.spec.name}"
+            if has and served.embedded and family.compiles_for(call.target):
+                why = f"no part of {served.framework.title}'s programs: {family.unstaged}"
         else:
             why = _reason(route, call, choice) or f"{served.impl.family.name} comes first"
         lines.append(f"  variant {family.name}: {why}")

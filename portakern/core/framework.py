@@ -26,6 +26,7 @@ from portakern.spec.dtypes import DTYPES, numpy_dtype
 if TYPE_CHECKING:
     from portakern.core.backend import Implementation
     from portakern.core.call import Call
+    from portakern.core.program import Program
     from portakern.core.route import Choice
 
 __all__ = [
@@ -60,6 +61,7 @@ class Framework:
       form: Python for all of an array ``{x}`` that decides how a call is served, as the elements of a tuple; empty: no
         call's form is remembered (:mod:`portakern.core.forms`). watched: Python for whether it may want a gradient.
       resizes: its arrays can be given other memory in place, which they must own alone.
+      embeds: platforms for which machine code can be a part of the library's programs (:meth:`embed`).
       records: calls may be recorded instead of run (:meth:`interposes`), which every op asks about before it binds its
         arguments.
     """
@@ -71,6 +73,7 @@ class Framework:
     twins: Mapping[str, str] = MappingProxyType({})
     host_only = False
     immutable = False
+    embeds: tuple[str, ...] = ()
     form = ""
     watched = "False"
     resizes = False
@@ -188,6 +191,10 @@ class Framework:
     def run(self, impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
         """Run an implementation on arrays that are here: every output in the spec's order."""
         return impl.run(call, tiling)
+
+    def embed(self, program: Program, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The outputs of a program of machine code on the library's arrays, as a part of its own program."""
+        raise NotImplementedError
 
     def differentiate(self, call: Call, choice: Choice) -> tuple[Any, ...]:
         """The outputs of a call that :meth:`check` says is watched."""

@@ -33,7 +33,8 @@ class Route:
     interpret: bool
     target: Target
     framework: Framework
-    """The implementation's."""
+    """The implementation's, or the one in whose programs its kernels are embedded."""
+    embedded: bool = False
     run: Callable[[Call, Mapping[str, int]], tuple[Any, ...]] = field(init=False)
     """Runs the implementation as its framework does: directly, unless that has a way of its own."""
 
@@ -128,17 +129,20 @@ def choose(spec: Spec[Any], framework: Framework, target: Target) -> Backend:
             return b
     if target.platform == "cpu":
         return registry.oracle_backend()
-    reasons = [f"{b.name}: {why_not(b, spec, target)}" for b in known if not b.oracle and why_not(b, spec, target)]
-    serving = [f"backend={b.name!r}" for b in known if why_not(b, spec, target) is None]
+    why = {b.name: why_not(b, spec, framework, target) for b in known}
+    reasons = [f"{b.name}: {why[b.name]}" for b in known if not b.oracle and why[b.name]]
+    serving = [f"backend={name!r}" for name, reason in why.items() if reason is None]
     raise UnsupportedError(
         f"{spec.name}: no backend serves {framework.name} arrays on {target} by itself. {'; '.join(reasons)}. "
         f"These serve it when named: {', '.join(serving) or 'none'}"
     )
 
 
-def why_not(b: Backend, spec: Spec[Any], target: Target, variant: str | None = None) -> str | None:
-    """None if ``b`` can serve ``spec`` on ``target``, else the reason."""
-    missing = b.unavailable()
+def why_not(
+    b: Backend, spec: Spec[Any], framework: Framework, target: Target, variant: str | None = None
+) -> str | None:
+    """None if ``b`` can serve a framework's arrays with ``spec`` on ``target``, else the reason."""
+    missing = b.unavailable(bool(b.stages_for(framework, target, variant)))
     if missing:
         return missing
     homes = b.families_for(target, variant)
@@ -168,16 +172,22 @@ def _nothing_for(b: Backend, target: Target) -> str:
 
 def find_routes(b: Backend, call: Call, target: Target, variant: str | None = None) -> tuple[Route, ...]:
     """The variants of ``call`` on ``b``, most particular first, or the error that says why there is none."""
-    b.check_available()
     target = b.stands_in(target)
+    staged = b.stages_for(call.framework, target, variant)
+    b.check_available(bool(staged))
     found: list[Route] = []
-    for family, interpret in b.families_for(target, variant):
+    for family in staged:
+        impl = b.implementation(call.spec.name, family)
+        if impl is not None:
+            found.append(Route(family.staged(impl, call.framework), False, target, call.framework, embedded=True))
+    for family, interpret in () if found else b.families_for(target, variant):
         impl = b.implementation(call.spec.name, family)
         if impl is not None:
             found.append(Route(impl, interpret, target, frameworks()[b.framework]))
     if not found:
-        reason = why_not(b, call.spec, target, variant) or "it has none"
-        others = [o.name for o in registry.backends().values() if o is not b and why_not(o, call.spec, target) is None]
+        reason = why_not(b, call.spec, call.framework, target, variant) or "it has none"
+        known = (o for o in registry.backends().values() if o is not b)
+        others = [o.name for o in known if why_not(o, call.spec, call.framework, target) is None]
         raise UnsupportedError(
             f"{call.spec.name} on {target}: backend {b.name!r} cannot: {reason}. "
             f"Backends that can: {', '.join(others) or 'none'}"

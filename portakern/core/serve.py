@@ -27,7 +27,7 @@ class Plan:
     def __init__(self, call: Call, route: Route, tiling: Mapping[str, int]) -> None:
         self.call, self.route, self.tiling = call.replace(arrays={}), route, tiling
         self.serve: Callable[[dict[str, Any]], tuple[Any, ...]] = (
-            self._learn if route.impl.family.replays else self._run
+            self._learn if route.impl.family.replays and not route.embedded else self._run
         )
 
     def _run(self, arrays: dict[str, Any]) -> tuple[Any, ...]:

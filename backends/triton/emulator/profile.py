@@ -64,9 +64,9 @@ def compiled(
     kernel: Any, args: tuple[Any, ...], constexprs: dict[str, Any], hardware: Hardware
 ) -> tuple[Any, Any, str]:
     """What a launch would run there: the source that Triton specialised, what it compiled, and the key of both."""
-    source, options = compiler._specialised(kernel, args, constexprs, hardware)
+    source, options = compiler.specialised(kernel, args, constexprs, hardware)
     key = f"{hardware.name} {source.hash()} {sorted((k, str(v)) for k, v in options.items())}"
-    compile_it = functools.partial(triton.compile, source, target=compiler._gpu_target(hardware), options=options)
+    compile_it = functools.partial(triton.compile, source, target=compiler.gpu_target(hardware), options=options)
     if key not in _survived:
         _try_apart(compile_it, kernel.__name__)
         _survived.add(key)

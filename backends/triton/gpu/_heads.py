@@ -8,11 +8,13 @@ a program walks, and ``Pairs`` how what it owns sees that.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Scores(NamedTuple):

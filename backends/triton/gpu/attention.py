@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from math import e, log2
 from typing import TYPE_CHECKING, Any
 
-import torch
 import triton
 import triton.language as tl
 
@@ -57,11 +56,13 @@ from portakern.backends.triton.launch import (
     shared_limit,
     torch_dtype,
 )
-from portakern.backends.triton.layout import fresh, pow2_at_least
+from portakern.backends.triton.layout import fresh, gathered, pow2_at_least
 from portakern.spec import Count, Tile
 from portakern.specs.attention import score_unit
 
 if TYPE_CHECKING:
+    import torch
+
     from portakern.core.call import Call
 
 LOG2E = log2(e)
@@ -415,7 +416,7 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     tiles_q, programs, chunk, chunks = programs_of(call, tiling, plan)
     parts, statistics, out = None, None, (o, lse)
     if chunks:
-        accurate = torch.float64 if call.dtype == "float64" else torch.float32
+        accurate = torch_dtype("float64" if call.dtype == "float64" else "float32")
         parts = fresh((batch, heads, q_len, chunks, dv), accurate, q.device)
         statistics = fresh((batch, heads, q_len, chunks, 2), accurate, q.device)
         out = None, None
@@ -473,7 +474,7 @@ def _head_dim_innermost(x: torch.Tensor) -> torch.Tensor:
     leave shared memory (compute-sanitizer: invalid __shared__ read), with value heads of up to 32. Such reads would not
     coalesce either.
     """
-    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+    return x if x.stride(-1) == 1 else gathered(x)
 
 
 def _band(is_causal: bool, window: tuple[int | None, int | None] | None, enough: int) -> tuple[int | None, int | None]:

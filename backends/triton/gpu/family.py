@@ -13,4 +13,5 @@ FAMILY = Family(
         )
     },
     replays="portakern.backends.triton.replay:learn",
+    stages="portakern.backends.triton.staging:stage",
 )

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 import triton
 import triton.language as tl
 
@@ -30,6 +29,8 @@ from portakern.backends.triton.layout import aligned, fresh, pow2_at_least, row_
 from portakern.spec import Tile
 
 if TYPE_CHECKING:
+    import torch
+
     from portakern.core.call import Call
 
 SUMMED = 1024  # partial sums that one program of sum_kernel adds up
@@ -208,7 +209,7 @@ def layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
 
 def scratch(call: Call, *shape: int) -> torch.Tensor:
     """A fresh tensor for sums, in the dtype that they are kept in."""
-    return fresh(shape, torch.float64 if call.dtype == "float64" else torch.float32, call.arrays["d_y"].device)
+    return fresh(shape, torch_dtype("float64" if call.dtype == "float64" else "float32"), call.arrays["d_y"].device)
 
 
 def add_up(call: Call, partial: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

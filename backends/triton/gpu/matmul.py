@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 import triton
 import triton.language as tl
 
@@ -32,6 +31,8 @@ from portakern.backends.triton.layout import collapse, contiguous_strides, fresh
 from portakern.spec import Count, Tile
 
 if TYPE_CHECKING:
+    import torch
+
     from portakern.core.call import Call
 
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu import matmul as forward
 from portakern.backends.triton.launch import torch_dtype
@@ -23,6 +21,8 @@ from portakern.spec import Count, Tile
 from portakern.specs.matmul_vjp import product_dtype
 
 if TYPE_CHECKING:
+    import torch
+
     from portakern.core.call import Call
 
 

@@ -20,6 +20,7 @@ from portakern.spec.dtypes import numpy_dtype
 if TYPE_CHECKING:
     from portakern.core.backend import Implementation
     from portakern.core.call import Call
+    from portakern.core.program import Program
     from portakern.core.route import Choice
 
 __all__ = ["Jax"]
@@ -30,6 +31,7 @@ class Jax(Framework):
     hallmark = "sharding"
     twins = MappingProxyType({"dot_product_attention": "attention"})
     immutable = True
+    embeds = ("cuda", "rocm")
 
     @staticmethod
     def device(array: Any) -> Any:
@@ -136,6 +138,11 @@ class Jax(Framework):
         from portakern.frameworks.jax import tracing
 
         return tracing.run(impl, call, tiling)
+
+    def embed(self, program: Program, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
+        from portakern.frameworks.jax import embedding
+
+        return embedding.embed(program, arrays)
 
     def trace(self, call: Call, choice: Choice) -> tuple[Any, ...]:
         from portakern.frameworks.jax import tracing

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from jax.interpreters import ad, batching, mlir
 
 from portakern.core import registry
 from portakern.core.backend import Backend, Implementation
+from portakern.core.batching import fold
 from portakern.core.binder import bind
 from portakern.core.call import Call
 from portakern.core.framework import frameworks, host_framework
@@ -36,13 +38,13 @@ from portakern.core.observe import OBSERVERS, Served, tell
 from portakern.core.oracle import degenerate_values, rounded_oracle
 from portakern.core.route import Choice, Route, announce, choose, find_routes, pick
 from portakern.core.serve import call_through
-from portakern.core.targets import Target
+from portakern.core.targets import Target, find
 from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.jax.sharding import mesh_axes, refused
 from portakern.spec import Spec
 from portakern.spec.dtypes import numpy_dtype
 
-__all__ = ["run", "trace"]
+__all__ = ["lowered_for", "run", "trace"]
 
 Axes = tuple[int | None, ...]
 
@@ -126,13 +128,8 @@ def trace(call: Call, choice: Choice) -> tuple[Any, ...]:
                 "jax.eval_shape, or pass an array"
             )
     backend = choice.backend
-    if backend is not None and backend.framework != "jax" and not backend.oracle:
-        others = [b.name for b in registry.backends().values() if b.framework == "jax" or b.oracle]
-        raise UnsupportedError(
-            f"{call.spec.name}: backend {backend.name!r} runs {backend.framework} kernels, which JAX cannot stage into "
-            "a traced function; "
-            f"call it outside jit, vmap and grad, or use one of: {', '.join(others)}"
-        )
+    if backend is not None and not _stageable(backend, choice.variant):
+        raise _cannot_stage(call, backend)
     if call.degenerate:
         gone = degenerate_values(call)
         return tuple(
@@ -143,6 +140,20 @@ def trace(call: Call, choice: Choice) -> tuple[Any, ...]:
         raise refused(call, "is given arrays that are sharded", axis, backend.name if backend else None)
     static, arrays = _static(call, choice), _varying_alike(_given(call))
     return _spread(call, _step(static, arrays) if call.spec.vjp else _primitive.bind(*arrays, static=static))
+
+
+def _stageable(backend: Backend, variant: str | None) -> bool:
+    """Whether JAX's programs can hold calls of a backend on some platform."""
+    families = (f for f in backend.families if variant in (None, f.name))
+    return backend.framework == "jax" or backend.oracle or any(f.stages for f in families)
+
+
+def _cannot_stage(call: Call, backend: Backend, why: str = "") -> UnsupportedError:
+    others = [b.name for b in registry.backends().values() if b.framework == "jax" or b.oracle]
+    return UnsupportedError(
+        f"{call.spec.name}: backend {backend.name!r} runs {backend.framework} kernels, which JAX cannot stage into "
+        f"a traced function{why}; call it outside jit, vmap and grad, or use one of: {', '.join(others)}"
+    )
 
 
 def _step(static: _Static, arrays: list[Any]) -> Any:
@@ -254,10 +265,35 @@ def _lowered(target: Target, *arrays: Any, static: _Static) -> tuple[Any, ...]:
     return out
 
 
+_named = jax.make_user_context(None)
+"""The architecture that :func:`lowered_for` names; JAX keeps what it traced and lowered under it apart."""
+
+
+@contextmanager
+def lowered_for(arch: str) -> Iterator[None]:
+    """While inside, what JAX lowers for the platform of ``arch`` is for that chip, whatever is here.
+
+    A program for a chip that is not here says by itself for which platform it is (``lowering_platforms`` of ``lower``,
+    ``platforms`` of ``jax.export.export``) and not for which chip.
+
+    Args:
+      arch: ``"sm_90"``, ``"gfx942"``, ``"v6e"`` and so on.
+
+    Raises:
+      SpecError: an unknown architecture.
+    """
+    with _named(find(arch).name):
+        yield
+
+
 def _target(platform: str, context: Any = None) -> Target:
     """The chip that a platform means: that of the devices for which the computation is lowered, where its ``context``
-    knows them, else that of this process's own, where they are of one kind. What is lowered for elsewhere is for any.
+    knows them, else that of this process's own, where they are of one kind. What is lowered for elsewhere is for the
+    one that :func:`lowered_for` names, or for any.
     """
+    named = _named.value
+    if named is not None and find(named).platform == platform:
+        return find(named).target
     framework = frameworks()["jax"]
     mesh = getattr(getattr(context, "mesh", None), "devices", None)  # of shard_map; an abstract mesh has none
     devices = getattr(context, "device_assignment", None) or (() if mesh is None else tuple(mesh.flat))
@@ -270,8 +306,10 @@ def _on_target(target: Target, static: _Static, *arrays: Any) -> tuple[Any, ...]
     backend = static.backend or choose(call.spec, frameworks()["jax"], target)
     candidates = find_routes(backend, call, target, static.variant)
     route = candidates[0]
+    call.target, call.interpret, call.concrete = route.target, route.interpret, False
+    if route.framework is not frameworks()["jax"] and not backend.oracle:
+        raise _cannot_stage(call, backend, f" for {target}")
     announce(route)
-    call.target, call.interpret, call.concrete = target, route.interpret, False
     if backend.oracle:
         return _callback(static, call, arrays)
     route, tiling = pick(candidates, call, dict(static.tiling))
@@ -346,8 +384,33 @@ def _abstract(*avals: Any, static: _Static) -> list[Any]:
 def _batch(arrays: tuple[Any, ...], axes: tuple[Any, ...], *, static: _Static) -> tuple[Any, list[int]]:
     mapped = tuple(None if ax is None else 0 for ax in axes)
     moved = [a if ax is None else jnp.moveaxis(a, ax, 0) for a, ax in zip(arrays, axes, strict=True)]
+    if static.backend is not None and static.backend.framework != "jax" and not static.vmaps:
+        joined = _joined(static, moved, mapped)
+        if joined is not None:
+            return joined, [0] * len(joined)
     outputs = _primitive.bind(*moved, static=replace(static, vmaps=(*static.vmaps, mapped)))
     return outputs, [0] * len(outputs)
+
+
+def _joined(static: _Static, arrays: list[Any], mapped: Axes) -> list[Any] | None:
+    """The outputs of all samples by one call whose batch they join, None where they cannot. Kernels of another library
+    know nothing of ``jax.vmap``: it would call them sample by sample."""
+    n = next(a.shape[0] for a, ax in zip(arrays, mapped, strict=True) if ax is not None)
+    one = static.bind(
+        [jax.ShapeDtypeStruct(a.shape if ax is None else a.shape[1:], a.dtype)
+         for a, ax in zip(arrays, mapped, strict=True)]
+    )  # fmt: skip
+    own = {name for name, ax in zip(static.given, mapped, strict=True) if ax is not None}
+    folding = fold(one, own, static.wants, n)
+    if folding is None:
+        return None
+    folded = [
+        a if into is None else jnp.reshape(jnp.broadcast_to(a if name in own else a[None], into.wide), into.shape)
+        for name, a, into in zip(static.given, arrays, (folding.arrays[n] for n in static.given), strict=True)
+    ]
+    outputs = _primitive.bind(*folded, static=replace(static, options=tuple(folding.options.items())))
+    shapes = (shape for name, (shape, _) in one.outputs.items() if name in static.wants)
+    return [jnp.reshape(o, (n, *shape)) for o, shape in zip(outputs, shapes, strict=True)]
 
 
 def _refuse_gradient(primals: Any, tangents: Any, *, static: _Static) -> Any:

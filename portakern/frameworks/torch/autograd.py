@@ -18,6 +18,7 @@ import torch
 from torch._functorch.utils import enable_single_level_autograd_function, unwrap_dead_wrappers
 
 from portakern.core import registry
+from portakern.core.batching import Into, fold
 from portakern.core.binder import unchecked
 from portakern.core.call import Call
 from portakern.core.gradients import Wiring, wiring
@@ -264,8 +265,8 @@ def over_samples(
     mapped = {name for name in arrays if dims[name] is not None}
     one = unchecked(spec, **{name: a[0] if name in mapped else a for name, a in moved.items()}, **options)
     wants = tuple(o.name for o in spec.outputs if o.name in (wants or one.wants))
-    folded = _fold(one, moved, mapped, wants, n)
-    if folded is None:
+    folding = fold(one, mapped, wants, n)
+    if folding is None:
         say(
             f"portakern: torch.vmap over {spec.name} runs sample by sample here: what is mapped over, or wanted per "
             "sample, has no batch axis to join",
@@ -276,61 +277,15 @@ def over_samples(
             for i in range(n)
         ]
         return wants, tuple(torch.stack(outputs) for outputs in zip(*samples, strict=True))
-    inputs, shifted = folded
-    shapes = one.outputs
+    inputs = {name: _folded(a, folding.arrays[name], name in mapped) for name, a in moved.items()}
+    shapes, shifted = one.outputs, folding.options
     return wants, tuple(
         o.reshape(n, *shapes[name][0]) for name, o in zip(wants, run(inputs, shifted, wants), strict=True)
     )
 
 
-def _fold(
-    one: Call, arrays: Arrays, mapped: set[str], wants: tuple[str, ...], n: int
-) -> tuple[Arrays, dict[str, Any]] | None:
-    """Arrays and options with the mapped axis inside the spec's batch, None where not everything that matters carries
-    it.
-
-    A variadic batch gets one more axis; a batch of one axis grows n-fold. What is shared is broadcast where the
-    notation allows it, else expanded without a copy (a single axis that must then be merged copies). A gradient belongs
-    to a sample, so its array may not be shared."""
-    spec, batch = one.spec, one.spec.batch
-    outputs = [o for o in spec.outputs if o.name in wants]
-    if batch is None or not all(_leads(spec, o.dims, batch) for o in outputs):
-        return None
-    own = {o.gradient_of for o in outputs}
-    folded: Arrays = {}
-    options = dict(one.options)
-    for a in spec.arrays:
-        if a.name not in arrays:
-            continue
-        array, lead = arrays[a.name], a.dims[0] if _leads(spec, a.dims, batch) else None
-        if lead is None and a.name in mapped:
-            return None
-        extent = one.dims[lead.factors[0] if lead else batch]
-        single = lead is not None and not lead.variadic and lead.broadcast and one.arrays[a.name].shape[0] != extent
-        if single and a.name in own:  # its gradient is a sum over the batch, sample by sample
-            return None
-        if lead is None or (
-            a.name not in mapped
-            and a.name not in own
-            and lead.broadcast
-            and (lead.variadic or one.arrays[a.name].shape[0] == 1)
-        ):
-            folded[a.name] = array
-            continue
-        if a.name not in mapped:
-            array = array.expand(n, *array.shape)
-        if lead.variadic:
-            missing = len(extent) + len(a.dims) - array.dim()
-            folded[a.name] = array[(slice(None), *(None,) * missing)]
-            options.update({o.name: one.options[o.name] + 1 for o in spec.options if o.axis_of == a.name})
-        else:
-            folded[a.name] = (array.expand(n, extent, *array.shape[2:]) if single else array).flatten(0, 1)
-    return folded, options
-
-
-def _leads(spec: Spec[Any], dims: Sequence[Any], batch: str) -> bool:
-    """Whether the first axis is the batch's, or that of the batch without the axis along which the op works."""
-    if not dims or len(dims[0].factors) > 1:
-        return False
-    whole = spec.dropped(dims[0].factors[0])
-    return (whole[0] if whole else dims[0].factors[0]) == batch
+def _folded(array: torch.Tensor, into: Into | None, mapped: bool) -> torch.Tensor:
+    if into is None:
+        return array
+    wide = (array if mapped else array[None]).expand(into.wide)
+    return wide if into.shape == into.wide else wide.reshape(into.shape)

@@ -1,0 +1,217 @@
+"""Tensors without memory, as far as what prepares a launch asks one: shapes, strides, views.
+
+The Python around the kernels is written for PyTorch's tensors, of which it asks where they begin and how they are laid
+out. Where another library holds the arrays, an :class:`Outline` stands for each, in row-major order as these lie; what
+the Python allocates, copies and launches goes into a :class:`Sheet`. So no PyTorch is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from portakern.backends.triton.layout import contiguous_strides
+from portakern.backends.triton.tape import Tape
+from portakern.core.call import Call
+from portakern.core.framework import BY_TYPE, DTYPE_NAME, Framework
+from portakern.core.program import Copy, Place, View
+from portakern.core.targets import Target
+from portakern.spec.dtypes import numpy_dtype
+
+__all__ = ["Outline", "Sheet", "outlined"]
+
+
+class Outlines(Framework):
+    """What binds a call of outlines."""
+
+    name, title, wrapper = "outline", "outline", "Outline"
+
+    @staticmethod
+    def device(array: Any) -> None:
+        return None
+
+    def is_array(self, value: Any) -> bool:
+        return isinstance(value, Outline)
+
+    def target(self, device: Any) -> Target:
+        return Target("traced")
+
+    def strides(self, array: Any) -> list[int]:
+        return list(array.stride())
+
+
+OUTLINES = Outlines()
+
+
+class Sheet(Tape):
+    """A tape for outlines, on which nothing is allocated or launched.
+
+    Attributes:
+      places: every array so far. steps: copies, and the launches as the implementation makes them.
+    """
+
+    runs = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[Place] = []
+        self.steps: list[Any] = []
+
+    def place(self, shape: Sequence[int], dtype: str) -> Outline:
+        """A new array, as it lies."""
+        self.places.append(Place(tuple(shape), dtype))
+        return Outline(self, len(self.places) - 1, tuple(shape), contiguous_strides(tuple(shape)), dtype)
+
+    def fresh(self, shape: Sequence[int], dtype: Any) -> Outline:
+        return self.place(shape, DTYPE_NAME[dtype])
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        return numpy_dtype(name)
+
+    def launched(self, kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
+        self.steps.append((kernel, grid, args, constexprs))
+
+    def copied(self, x: Outline, *more: tuple[str, tuple[Any, ...]]) -> Outline:
+        """The values of an outline, seen in another way yet, in memory of their own."""
+        shape, dtype = x.shape, x.name
+        for how, what in more:
+            shape, dtype = (shape, what[0]) if how == "cast" else (what, dtype)
+        made = self.place(shape, dtype)
+        self.steps.append(Copy(made.number, x.number, (*x.view, *more)))
+        return made
+
+
+class Outline:
+    """A view of a numbered array of a sheet: its shape and strides, and how they came from the array as it lies."""
+
+    device = None
+    layout = None
+
+    def __init__(
+        self, sheet: Sheet, number: int, shape: tuple[int, ...], strides: tuple[int, ...], name: str, view: View = ()
+    ) -> None:
+        self.sheet, self.number, self.shape, self.strides, self.name, self.view = (
+            sheet, number, shape, strides, name, view,
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"Outline({self.name}, {self.shape}, strides {self.strides}, of array {self.number})"
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return numpy_dtype(self.name)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def stride(self, axis: int | None = None) -> Any:
+        return self.strides if axis is None else self.strides[axis]
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    def data_ptr(self) -> int:
+        return 0  # a multiple of 16, as every array of a program begins at one
+
+    def ptr_range(self) -> int:
+        """Bytes of the whole array, which is what Triton's compiler for AMD asks."""
+        place = self.sheet.places[self.number]
+        return math.prod(place.shape) * numpy_dtype(place.dtype).itemsize
+
+    def is_contiguous(self) -> bool:
+        wanted = contiguous_strides(self.shape)
+        return all(n == 1 or s == w for n, s, w in zip(self.shape, self.strides, wanted, strict=True))
+
+    def _seen(self, how: str, what: tuple[Any, ...], shape: tuple[int, ...], strides: tuple[int, ...]) -> Outline:
+        return Outline(self.sheet, self.number, shape, strides, self.name, (*self.view, (how, what)))
+
+    def permute(self, *axes: int) -> Outline:
+        axes = tuple(a % self.ndim for a in axes)
+        return self._seen("permute", axes, tuple(self.shape[a] for a in axes), tuple(self.strides[a] for a in axes))
+
+    @property
+    def mT(self) -> Outline:  # as PyTorch calls it
+        return self.permute(*range(self.ndim - 2), -1, -2)
+
+    def expand(self, *given: Any) -> Outline:
+        shape = extents(given)
+        new = len(shape) - self.ndim
+        own, steps = (1,) * new + self.shape, (0,) * new + self.strides
+        shape = tuple(o if n == -1 else n for n, o in zip(shape, own, strict=True))
+        strides = tuple(0 if o == 1 != n else s for n, o, s in zip(shape, own, steps, strict=True))
+        return self._seen("expand", shape, shape, strides)
+
+    def reshape(self, *given: Any) -> Outline:
+        """A view where strides can say it, else a copy."""
+        known = -math.prod(extents(given))
+        shape = tuple(self.numel() // known if n == -1 else n for n in extents(given))
+        strides = viewed(self.shape, self.strides, shape)
+        if strides is None:
+            return self.sheet.copied(self, ("reshape", shape))
+        return self._seen("reshape", shape, shape, strides)
+
+    def __getitem__(self, index: Any) -> Outline:
+        """Only ``x[None, ...]``: axes of extent 1 in front."""
+        new = len(index)
+        if index != (None,) * new:
+            raise NotImplementedError(f"an outline is indexed by {index!r}; expected Nones")
+        return self.reshape((1,) * new + self.shape)
+
+    def to(self, dtype: np.dtype[Any]) -> Outline:
+        name = DTYPE_NAME[dtype]
+        return self if name == self.name else self.sheet.copied(self, ("cast", (name,)))
+
+    def contiguous(self) -> Outline:
+        return self if self.is_contiguous() else self.sheet.copied(self)
+
+    def clone(self, memory_format: Any = None) -> Outline:
+        return self.sheet.copied(self)
+
+
+BY_TYPE[Outline] = OUTLINES
+
+
+def extents(given: tuple[Any, ...]) -> tuple[int, ...]:
+    """A shape, given as one tuple or as numbers."""
+    return tuple(given[0]) if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
+
+
+def viewed(shape: tuple[int, ...], strides: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The strides of a view of another shape with as many elements, None where there is no such view."""
+    merged: list[list[int]] = []  # [extent, stride] of runs of axes that lie as one
+    for n, s in zip(shape, strides, strict=True):
+        if n == 1:
+            continue
+        if merged and merged[-1][1] == n * s:
+            merged[-1] = [merged[-1][0] * n, s]
+        else:
+            merged.append([n, s])
+    found: list[int] = []
+    left, step = 1, 1
+    for n in reversed(wanted):
+        if n == 1:
+            found.append(step)
+            continue
+        if left == 1:
+            if not merged:
+                return None
+            left, step = merged.pop()
+        if left % n:
+            return None
+        found.append(step)
+        left, step = left // n, step * n
+    return None if merged or left != 1 else tuple(reversed(found))
+
+
+def outlined(call: Call, sheet: Sheet | None = None) -> Call:
+    """The call with an outline in place of each array: the first places of ``sheet``, in the order of the arrays."""
+    sheet = Sheet() if sheet is None else sheet
+    arrays = {n: None if a is None else sheet.place(tuple(a.shape), call.dtype_of(n)) for n, a in call.arrays.items()}
+    return call.replace(arrays=arrays, framework=OUTLINES, device=None, given=None)

@@ -1,0 +1,172 @@
+"""Kernels as a part of another library's programs: what a call would launch, compiled by Triton for the call's target
+and written down (:class:`portakern.core.program.Program`). No PyTorch is needed, and nothing is launched here.
+
+The library is told where its arrays' memory goes and nothing else, so that what a launcher of Triton's does on the host
+at each launch cannot be had: tensor descriptors, which hold addresses, and kernels that run a grid in step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+
+from portakern.backends.triton.compiler import gpu_target, specialised
+from portakern.backends.triton.outline import Outline, Sheet, outlined
+from portakern.backends.triton.tape import TAPES
+from portakern.core import targets
+from portakern.core.program import Code, Copy, Launch, Number, Program
+from portakern.core.targets import Hardware, Target
+from portakern.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from portakern.core.backend import Implementation, Tiling
+    from portakern.core.call import Call
+
+__all__ = ["stage"]
+
+Embed = Callable[[Program, Mapping[str, Any]], tuple[Any, ...]]
+
+PORTABLE = targets.find("sm_80")
+"""What kernels are compiled for where nobody says for which NVIDIA GPU: as PTX, which every later one finishes."""
+
+KINDS = {"i1": "bool", "u1": "bool", "i32": "i32", "i64": "i64", "u64": "u64", "fp32": "f32", "fp64": "f64"}
+
+
+def stage(impl: Implementation, embed: Embed) -> Implementation:
+    """The implementation for arrays of a library that makes programs part of its own: ``embed(program, arrays)``."""
+
+    @functools.wraps(impl.fn)
+    def fn(call: Call, tiling: Tiling) -> tuple[Any, ...]:
+        return embed(program(impl, call, tiling), call.arrays)
+
+    def copies(call: Call, tiling: Tiling) -> str | None:
+        sheet, _ = written(impl, call, tiling)
+        what = [f"{sheet.places[s.to].dtype} {sheet.places[s.to].shape}" for s in sheet.steps if isinstance(s, Copy)]
+        return f"gathered or cast before a kernel reads it: {', '.join(what)}" if what else None
+
+    key, fit = impl.key, impl.fit
+    return replace(
+        impl,
+        fn=fn,
+        tiling=lambda call: impl.tiling(outlined(call)),
+        supports=lambda call, tiling: unsupported(call.target) or impl.supports(outlined(call), tiling),
+        key=None if key is None else lambda call: key(outlined(call)),
+        fit=None if fit is None else lambda call, tiling: fit(outlined(call), tiling),
+        copies=copies,
+    )
+
+
+def unsupported(target: Target) -> str | None:
+    """Why nothing can be compiled for a target."""
+    if target.platform == "rocm" and not target.arch:
+        return "machine code for AMD GPUs is of one architecture, and nothing here says for which this is lowered"
+    return None
+
+
+def written(impl: Implementation, call: Call, tiling: Tiling) -> tuple[Sheet, tuple[Any, ...]]:
+    """What an implementation does for a call, and its outputs."""
+    sheet = Sheet()
+    inner = outlined(call, sheet)
+    before = TAPES.get(get_ident())
+    TAPES[get_ident()] = sheet
+    try:
+        return sheet, impl.run(inner, tiling)
+    finally:
+        if before is None:
+            del TAPES[get_ident()]
+        else:
+            TAPES[get_ident()] = before
+
+
+def program(impl: Implementation, call: Call, tiling: Tiling) -> Program:
+    """A call, written down and compiled."""
+    sheet, outputs = written(impl, call, tiling)
+    names = tuple(n for n, a in call.arrays.items() if a is not None)
+    steps = tuple(s if isinstance(s, Copy) else launched(call.target, *s) for s in sheet.steps)
+    aliased = {names.index(n) for n in call.spec.aliases.values() if n in names}
+    return Program(
+        names,
+        tuple(sheet.places),
+        steps,
+        tuple(None if o is None else (o.number, o.view) for o in outputs),
+        frozenset(aliased),
+    )
+
+
+def launched(target: Target, kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[str, Any]) -> Launch:
+    """One launch, its kernel compiled."""
+    hardware = targets.find(target.arch) if target.arch else PORTABLE
+    source, options = specialised_for(kernel, args, constexprs, hardware)
+    values = dict(zip((p.name for p in kernel.params), args, strict=False))
+    arguments = tuple(
+        argument(kernel, kind, value)
+        for name, declared in source.signature.items()
+        for kind, value in leaves(declared, values.get(name))
+    )
+    return Launch(compiled(source, options, target), grid, arguments)
+
+
+def specialised_for(
+    kernel: Any, args: tuple[Any, ...], constexprs: dict[str, Any], hardware: Hardware
+) -> tuple[Any, dict[str, Any]]:
+    """The kernel as a launch on tensors would compile it. Triton asks PyTorch how large memory is for AMD's buffer
+    instructions, which reach 2 GiB; here each array says so."""
+    from triton import knobs
+
+    if hardware.platform == "cuda":
+        return specialised(kernel, args, constexprs, hardware)
+    buffers = knobs.amd.use_buffer_ops
+    with knobs.amd.scope():
+        knobs.amd.use_buffer_ops = False
+        source, options = specialised(kernel, args, constexprs, hardware)
+    for i, value in enumerate(args):
+        if buffers and isinstance(value, Outline) and value.ptr_range() < 2**31:
+            source.attrs[(i,)] = [*source.attrs.get((i,), []), ["tt.pointer_range", 32]]
+    return source, options
+
+
+def leaves(declared: Any, value: Any) -> Iterator[tuple[str, Any]]:
+    """(type, value) of what is passed of an argument: the members of tuples, without what is compiled in."""
+    if isinstance(declared, tuple):
+        for kind, member in zip(declared, value, strict=True):
+            yield from leaves(kind, member)
+    elif declared != "constexpr":
+        yield declared, value
+
+
+def argument(kernel: Any, kind: str, value: Any) -> int | Number:
+    if isinstance(value, Outline):
+        return value.number
+    if kind not in KINDS:
+        raise UnsupportedError(
+            f"{kernel.__name__} takes a {kind}, which a launcher makes on the host at each launch, and no machine code "
+            "in another library's program is passed"
+        )
+    return Number(KINDS[kind], value)
+
+
+def compiled(source: Any, options: dict[str, Any], target: Target) -> Code:
+    """The kernel's machine code, from Triton's cache where it is there."""
+    import triton
+
+    hardware = targets.find(target.arch) if target.arch else PORTABLE
+    made = triton.compile(source, target=gpu_target(hardware), options=options)
+    meta = made.metadata
+    if meta.num_ctas > 1 or getattr(meta, "launch_cooperative_grid", False):
+        raise UnsupportedError(f"{meta.name} runs programs in step, which needs a launcher of Triton's")
+    if getattr(meta, "global_scratch_size", 0) or getattr(meta, "profile_scratch_size", 0):
+        raise UnsupportedError(f"{meta.name} asks for device memory of its own, which a launcher of Triton's allocates")
+    cuda = hardware.platform == "cuda"
+    return Code(
+        name=meta.name,
+        platform=hardware.platform,
+        arch=target.arch and hardware.name,
+        text=made.asm["ptx"] if cuda else "",
+        binary=b"" if not target.arch else made.asm["cubin" if cuda else "hsaco"],
+        warps=meta.num_warps,
+        lanes=hardware.lanes,
+        shared=meta.shared,
+    )

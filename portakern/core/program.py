@@ -1,0 +1,93 @@
+"""What a call of an op does, as a list of steps that another library can make part of its own programs: copies of
+arrays, and launches of machine code.
+
+A backend writes a program down (``stages`` of :class:`portakern.core.backend.Family`); a framework that can hold
+machine code in its programs takes it from there (:meth:`portakern.core.framework.Framework.embed`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+__all__ = ["Code", "Copy", "Launch", "Number", "Place", "Program", "View"]
+
+View = tuple[tuple[str, tuple[Any, ...]], ...]
+"""How an array is seen: steps from the array as it lies, ("permute", axes), ("expand", shape), ("reshape", shape) or
+("cast", (dtype name,))."""
+
+
+class Place(NamedTuple):
+    """An array of a program: the shape and the name of the dtype in which it lies, in row-major order."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Number(NamedTuple):
+    """A number that a kernel is passed. ``kind``: bool, i32, i64, u64, f32 or f64."""
+
+    kind: str
+    value: int | float
+
+
+@dataclass(frozen=True)
+class Code:
+    """A compiled kernel.
+
+    Attributes:
+      name: of its function. platform, arch: what it is for.
+      text: assembly that the driver of the platform finishes (PTX), or empty. binary: machine code, or empty where
+        only the text may travel, to be finished on whatever chip it is run.
+      warps: of a program, of so many ``lanes``; shared: bytes of shared memory.
+    """
+
+    name: str
+    platform: str
+    arch: str
+    text: str
+    binary: bytes
+    warps: int
+    lanes: int
+    shared: int
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The array ``to`` becomes what the array ``source`` is, seen so."""
+
+    to: int
+    source: int
+    view: View
+
+
+@dataclass(frozen=True)
+class Launch:
+    """``grid`` programs of a kernel. Of its arguments in their order: the number of an array, or a number."""
+
+    code: Code
+    grid: int
+    arguments: tuple[int | Number, ...]
+
+    @property
+    def arrays(self) -> tuple[int, ...]:
+        """The arrays that it takes, in the order in which it first does."""
+        return tuple(dict.fromkeys(a for a in self.arguments if isinstance(a, int)))
+
+
+@dataclass(frozen=True)
+class Program:
+    """Steps over numbered arrays.
+
+    Attributes:
+      inputs: names of the call's arrays; they are the first ones of ``arrays``. The others hold nothing until a step
+        makes them.
+      written: those of the inputs that a launch may write to.
+      outputs: for every output of the op the array and how it is seen, None for one that is not wanted.
+    """
+
+    inputs: tuple[str, ...]
+    arrays: tuple[Place, ...]
+    steps: tuple[Copy | Launch, ...]
+    outputs: tuple[tuple[int, View] | None, ...]
+    written: frozenset[int] = frozenset()

@@ -1,0 +1,181 @@
+"""Machine code in JAX's programs: a :class:`portakern.core.program.Program` as operations of JAX, of which each launch
+is a custom call that jaxlib brings with its plug-ins for NVIDIA and AMD GPUs.
+
+The custom call takes, compressed, a message of protocol buffers that jaxlib calls ``TritonAnyKernelCall``
+(``triton.proto`` there): the kernel's code, its grid, and of each parameter what it is. Arrays come in the order of the
+parameters, operands before results. The message is written here, field by field: what jaxlib has for it comes with a
+plug-in, and programs are lowered where none is installed.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib.version
+
+from portakern.core.framework import frameworks
+from portakern.core.program import Code, Copy, Launch, Number, Program, View
+from portakern.errors import UnsupportedError
+from portakern.spec.dtypes import numpy_dtype
+
+__all__ = ["CUSTOM_CALL", "embed", "message"]
+
+CUSTOM_CALL = "triton_kernel_call_ffi"
+
+CARRIES_CODE = (0, 11, 1)
+"""The jaxlib whose plug-ins launch the machine code that a call carries, and finish assembly for the chip at hand.
+Older ones finish it for the chip that the call names, and take code for AMD GPUs from a file on the machine that runs
+it."""
+
+AMD_LANES = 64
+"""Threads that jaxlib counts for a wave of every AMD GPU; those of RDNA have 32."""
+
+
+def embed(program: Program, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The outputs of a program on JAX arrays, traced ones too."""
+    held: dict[int, Any] = {i: arrays[n] for i, n in enumerate(program.inputs)}
+    for step in program.steps:
+        if isinstance(step, Copy):
+            held[step.to] = seen(held[step.source], step.view)
+        else:
+            launch(program, step, held)
+    return tuple(None if o is None else seen(held[o[0]], o[1]) for o in program.outputs)
+
+
+def check_carried(code: Code) -> None:
+    """UnsupportedError where this jaxlib could not launch the kernel on the chip that it comes to."""
+    if jaxlib.version.__version_info__ >= CARRIES_CODE or (code.platform == "cuda" and code.arch):
+        return
+    needed = ".".join(map(str, CARRIES_CODE))
+    if code.platform == "cuda":
+        raise UnsupportedError(
+            f"nothing here says for which NVIDIA GPU {code.name} is lowered, and jaxlib {jaxlib.__version__} finishes "
+            f"assembly for one that is named alone: name it, with portakern.jax.lowered_for('sm_90') around what "
+            f"lowers, or install jax {needed} or later"
+        )
+    raise UnsupportedError(
+        f"jaxlib {jaxlib.__version__} takes the machine code of {code.name} for AMD GPUs from a file; install jax "
+        f"{needed} or later, whose programs carry it"
+    )
+
+
+def seen(array: Any, view: View) -> Any:
+    for how, what in view:
+        if how == "permute":
+            array = jnp.transpose(array, what)
+        elif how == "expand":
+            array = jnp.broadcast_to(array, what)
+        elif how == "reshape":
+            array = jnp.reshape(array, what)
+        else:
+            array = array.astype(numpy_dtype(*what))
+    return array
+
+
+def launch(program: Program, step: Launch, held: dict[int, Any]) -> None:
+    """Make a launch part of what is traced. An array that nothing holds yet is a result; one that an earlier step made
+    is an operand whose memory a result takes, since a kernel may go on writing to it. No input's memory is taken, but
+    of those that the op may write to, of which XLA makes a copy where somebody else reads them."""
+    check_carried(step.code)
+    made = [i for i in step.arrays if i not in held]
+    given = [a for a in step.arguments if isinstance(a, int) and a in held]
+    ends = [a for a in step.arguments if isinstance(a, int)][len(given) :]
+    if ends != made:
+        raise UnsupportedError(
+            f"{step.code.name} takes a new array before one that holds something, or twice; in a program of JAX's "
+            "arrays that a kernel fills are its last ones"
+        )
+    again = [i for i in dict.fromkeys(given) if i >= len(program.inputs) or i in program.written]
+    if any(given.count(i) > 1 for i in again):
+        again = [i for i in again if given.count(i) == 1]
+    if not made and not again:  # XLA would leave it out
+        raise UnsupportedError(f"{step.code.name} writes to an input that its op may not write to, and to nothing else")
+    results = [
+        jax.ShapeDtypeStruct(program.arrays[i].shape, frameworks()["jax"].held(program.arrays[i].dtype))
+        for i in (*made, *again)
+    ]
+    call = jax.ffi.ffi_call(
+        CUSTOM_CALL,
+        results,
+        vmap_method="sequential",
+        input_output_aliases={given.index(i): len(made) + n for n, i in enumerate(again)},
+    )
+    outputs = call(*(held[i] for i in given), opaque=zlib.compress(message(step)))
+    held.update(zip((*made, *again), outputs, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------- protocol buffers
+
+
+def varint(number: int) -> bytes:
+    number &= (1 << 64) - 1  # a negative number counts as one of 64 bits
+    found = bytearray()
+    while number > 127:
+        found.append(number & 127 | 128)
+        number >>= 7
+    return bytes((*found, number))
+
+
+def field(place: int, value: int | float | str | bytes, kind: str = "") -> bytes:
+    """One field of a message. ``kind``: f32 or f64 of a float."""
+    if kind in ("f32", "f64"):
+        wire, body = (5, struct.pack("<f", value)) if kind == "f32" else (1, struct.pack("<d", value))
+    elif isinstance(value, (str, bytes)):
+        data = value.encode() if isinstance(value, str) else value
+        wire, body = 2, varint(len(data)) + data
+    else:
+        wire, body = 0, varint(int(value))
+    return varint(place << 3 | wire) + body
+
+
+ARRAY, NUMBER = 1, {"bool": 2, "i32": 3, "i64": 5, "u64": 6, "f32": 7, "f64": 8}
+ALIGNED = 16  # bytes at a multiple of which every array begins; jaxlib refuses to launch on another
+
+
+def message(step: Launch) -> bytes:
+    """A launch as jaxlib's custom call takes it."""
+    code = step.code
+    parameters = b"".join(field(5, parameter(a)) for a in step.arguments)
+    call = field(1, kernel(code)) + b"".join(field(2 + i, n) for i, n in enumerate((step.grid, 1, 1))) + parameters
+    return field(1, call) + field(4, code.name)
+
+
+def parameter(argument: int | Number) -> bytes:
+    if isinstance(argument, Number):
+        return field(NUMBER[argument.kind], argument.value, argument.kind)
+    return field(ARRAY, field(2, ALIGNED))
+
+
+def kernel(code: Code) -> bytes:
+    capability = int("".join(filter(str.isdigit, code.arch or "sm_80"))) if code.platform == "cuda" else 0
+    text = code.text or code.name + str(zlib.crc32(code.binary))  # by which jaxlib tells kernels apart
+    return b"".join(_kernel_fields(code, text, capability))
+
+
+def _kernel_fields(code: Code, text: str, capability: int) -> Iterator[bytes]:
+    yield field(1, code.name)
+    yield field(2, warps(code))
+    yield field(10, 1)
+    yield field(3, code.shared)
+    yield field(4, text)
+    yield field(6, capability)
+    if code.binary:
+        yield field(11, field(1, code.binary) + field(2, code.name) + field(3, code.shared))
+
+
+def warps(code: Code) -> int:
+    """Of a program, as jaxlib counts them."""
+    if code.platform == "cuda":
+        return code.warps
+    threads = code.warps * code.lanes
+    if threads % AMD_LANES:
+        raise UnsupportedError(
+            f"{code.name} runs {threads} threads a program, and jaxlib launches multiples of {AMD_LANES} on AMD GPUs; "
+            "name num_warps=2 or more in tiling"
+        )
+    return threads // AMD_LANES

@@ -1,0 +1,511 @@
+"""Triton's kernels inside JAX's programs: what a program carries, and, launched by a stand-in for jaxlib's plug-in
+(custom_calls.py), that it is right on JAX's arrays and under its transforms. On a GPU nothing stands in.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+jax = pytest.importorskip("jax", reason="jax is not installed")
+torch = pytest.importorskip("torch", reason="torch is not installed")
+triton = pytest.importorskip("triton", reason="triton is not installed")
+import jax.numpy as jnp  # noqa: E402
+import triton.language as tl  # noqa: E402
+from jax import export as jax_export  # noqa: E402
+
+import portakern as pk  # noqa: E402
+import portakern.jax  # noqa: E402
+from portakern import testing  # noqa: E402
+from portakern.backends.triton import outline, staging  # noqa: E402
+from portakern.backends.triton.compiler import specialised  # noqa: E402
+from portakern.backends.triton.launch import launch  # noqa: E402
+from portakern.backends.triton.layout import contiguous_strides  # noqa: E402
+from portakern.core import backend, batching, registry, targets  # noqa: E402
+from portakern.core.framework import frameworks  # noqa: E402
+from portakern.core.program import Code, Copy, Launch, Number, Program  # noqa: E402
+from portakern.frameworks.jax import embedding, tracing  # noqa: E402
+from tests.custom_calls import Plugin, decode, plugged_in  # noqa: E402
+
+TRITON = registry.backend("triton")
+FAMILY = next(f for f in TRITON.families if f.stages)
+OPS = [op for op in registry.ops() if TRITON.where(op, FAMILY)]
+LIMITS = testing.Limits(elements=2048, used=0)
+RNG = np.random.default_rng(0)
+CARRIES = embedding.jaxlib.version.__version_info__ >= embedding.CARRIES_CODE
+SM_90 = targets.find("sm_90")
+
+
+@pytest.fixture(autouse=True)
+def on_the_host():
+    """Arrays live on the CPU, also on a machine with a GPU."""
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        yield
+
+
+def normal(*shape, dtype=jnp.float32):
+    return jnp.asarray(RNG.standard_normal(shape), dtype)
+
+
+def on_triton(op, **options):
+    return pk.op(op, backend="triton", **options)
+
+
+def close(got, want, tolerance=2e-5):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=tolerance, rtol=tolerance)
+
+
+def checked(op, examples=3, **options):
+    return pk.check(op, fn=on_triton(op), framework="jax", device="cpu", max_examples=examples, limits=LIMITS,
+                    shrink=False, **options)  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- right, and in jit
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_within_bounds(op):
+    with plugged_in() as plugin:
+        report = checked(op)
+    assert report.passed, "\n".join(map(str, report.failures))
+    assert report.examples == 3 and not report.refused and plugin.calls
+
+
+def test_transforms_see_a_step_of_their_program():
+    softmax, x = on_triton("softmax"), normal(4, 3, 70)
+    want = jax.nn.softmax(x)
+    with plugged_in() as plugin:
+        close(softmax(x), want)
+        close(jax.jit(lambda x: softmax(softmax(x * 1)))(x), jax.nn.softmax(want))
+        close(jax.lax.scan(lambda carry, row: (carry, softmax(row)), 0, x)[1], want)
+        close(jax.jit(lambda x: jax.lax.cond(x[0, 0, 0] > 99, lambda x: x, softmax, x))(x), want)
+        assert len(plugin.calls) == 1 + 2 + 4 + 1
+        mapped = jax.jit(jax.vmap(softmax, in_axes=1, out_axes=1))
+        close(mapped(x), want)
+        close(jax.vmap(jax.vmap(lambda x: softmax(x)))(x), want)
+        assert len(plugin.calls) == 8 + 2, "the samples of a vmap are one call"
+
+
+def test_samples_that_share_an_array():
+    x, w = normal(3, 5, 40), normal(40)
+    with plugged_in() as plugin:
+        layernorm = on_triton("layernorm")
+        want = pk.op("layernorm", backend="reference")(x, w, w)
+        close(jax.vmap(layernorm, in_axes=(0, None, None))(x, w, w), want)
+        assert len(plugin.calls) == 1
+        a, b = normal(3, 8, 24), normal(24, 9)
+        close(jax.vmap(on_triton("matmul"), in_axes=(0, None))(a, b), a @ b, 1e-4)
+        assert len(plugin.calls) == 2
+        per_sample = jax.vmap(jax.grad(lambda w, x: (layernorm(x, w, w) ** 2).sum()), in_axes=(None, 0))(w, x)
+        theirs = jax.vmap(
+            jax.grad(lambda w, x: (((x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True) * w + w) ** 2).sum()),
+            in_axes=(None, 0),
+        )
+        close(per_sample, theirs(w, x), 1e-2)
+        assert len(plugin.calls) == 2 + 1 + 3 * 2, "a gradient that each sample has of its own is made sample by sample"
+
+
+def test_gradients_save_and_make_nothing_twice():
+    """Of softmax: one launch forward, one backward, and no copy of an array between them."""
+    x, d = normal(6, 70), normal(6, 70)
+    with plugged_in() as plugin:
+        close(jax.vjp(on_triton("softmax"), x)[1](d), jax.vjp(jax.nn.softmax, x)[1](d))
+        plugin.calls.clear()
+        text = str(jax.make_jaxpr(lambda x, d: jax.vjp(on_triton("softmax"), x)[1](d))(x, d))
+        assert text.count("portakern_op") == 2 and "copy" not in text
+        grads = jax.jit(jax.grad(lambda *qkv: (on_triton("attention")(*qkv, is_causal=True) ** 2).sum(), (0, 1, 2)))
+        q, k, v = normal(1, 9, 4, 16), normal(1, 9, 2, 16), normal(1, 9, 2, 16)
+        theirs = jax.grad(lambda *qkv: (jax.nn.dot_product_attention(*qkv, is_causal=True) ** 2).sum(), (0, 1, 2))
+        close(grads(q, k, v), theirs(q, k, v), 1e-3)
+
+
+def test_an_eager_call_is_traced_once():
+    x = normal(3, 40)
+    with plugged_in() as plugin:
+        for _ in range(2):
+            on_triton("softmax")(x)
+        assert tracing._compiled._cache_size() == 1 and len(plugin.calls) == 2
+        impl = TRITON.implementation("softmax", FAMILY)
+        assert FAMILY.staged(impl, frameworks()["jax"]) is FAMILY.staged(impl, frameworks()["jax"])
+
+
+# ----------------------------------------------------------------------------------------------- programs of launches
+
+
+@triton.jit
+def add_up(x, total, n: tl.constexpr):
+    i = tl.arange(0, n)
+    tl.store(total + i, tl.load(total + i) + tl.load(x + i))
+
+
+@triton.jit
+def twice(x, y, n: tl.constexpr):
+    i = tl.arange(0, n)
+    tl.store(y + i, 2 * tl.load(x + i))
+
+
+GPU_CALL = SimpleNamespace(interpret=False)
+
+
+def program(run, *shapes, written=()):
+    """What ``run(sheet, *outlines)`` does; it returns an outline."""
+    sheet, ident = outline.Sheet(), staging.get_ident()
+    arrays = [sheet.place(s, "float32") for s in shapes]
+    staging.TAPES[ident] = sheet
+    try:
+        out = run(sheet, *arrays)
+    finally:
+        del staging.TAPES[ident]
+    steps = tuple(s if isinstance(s, Copy) else staging.launched(SM_90.target, *s) for s in sheet.steps)
+    names = tuple(f"a{i}" for i in range(len(shapes)))
+    return Program(names, tuple(sheet.places), steps, ((out.number, out.view),), frozenset(written))
+
+
+def embedded(made, *arrays):
+    return jax.jit(lambda *a: embedding.embed(made, dict(zip(made.inputs, a, strict=True))))(*arrays)[0]
+
+
+def filled_twice(sheet, x):
+    made = sheet.fresh((16,), np.dtype("float32"))
+    launch(twice, 1, GPU_CALL, x, made, n=16)
+    for _ in range(2):
+        launch(add_up, 1, GPU_CALL, x, made, n=16)
+    return made
+
+
+def test_a_kernel_goes_on_writing_to_what_an_earlier_one_made():
+    x = normal(16)
+    with plugged_in() as plugin:
+        close(embedded(program(filled_twice, (16,)), x), 4 * x)
+        assert [c.name for c in plugin.calls] == ["twice", "add_up", "add_up"]
+
+
+def transposed(sheet, x):
+    made = sheet.fresh((16,), np.dtype("float32"))
+    launch(twice, 1, GPU_CALL, x.permute(1, 0).reshape(16), made, n=16)
+    return made.reshape(2, 8).permute(1, 0)
+
+
+def test_copies_and_outputs_are_seen_as_the_program_says():
+    x = normal(4, 4)
+    with plugged_in():
+        close(embedded(program(transposed, (4, 4)), x), 2 * x.T.reshape(2, 8).T)
+
+
+def into_an_input(sheet, x, total):
+    launch(add_up, 1, GPU_CALL, x, total, n=16)
+    return total
+
+
+def test_an_input_is_written_to_where_the_op_may_and_its_holder_keeps_his():
+    x, total = normal(16), normal(16)
+    before = np.array(total)
+    with plugged_in():
+        close(embedded(program(into_an_input, (16,), (16,), written={1}), x, total), x + before)
+        np.testing.assert_array_equal(np.asarray(total), before)
+        with pytest.raises(pk.UnsupportedError, match="add_up writes to an input that its op may not write to"):
+            embedded(program(into_an_input, (16,), (16,)), x, total)
+
+
+def test_new_arrays_come_last():
+    def run(sheet, x):
+        made = sheet.fresh((16,), np.dtype("float32"))
+        launch(twice, 1, GPU_CALL, made, x, n=16)
+        return made
+
+    with plugged_in(), pytest.raises(pk.UnsupportedError, match="twice takes a new array before one that holds"):
+        embedded(program(run, (16,)), normal(16))
+
+
+STEPS = st.lists(st.sampled_from(["permute", "mT", "expand", "split", "merge", "new axis", "clone"]), max_size=4)
+
+
+def seen_by(how, x, pick):
+    """One step, of a tensor or of an outline."""
+    if how == "permute":
+        return x.permute(*range(1, x.ndim), 0) if pick(2) else x.permute(*range(x.ndim - 1, -1, -1))
+    if how == "mT":
+        return x.mT if x.ndim > 1 else x
+    if how == "expand":
+        return x.expand(2, *(-1,) * x.ndim)
+    if how == "split":
+        return x.reshape(*x.shape[:-1], -1, 2) if x.shape[-1] % 2 == 0 else x
+    if how == "merge":
+        return x.reshape(-1, *x.shape[2:]) if x.ndim > 1 else x
+    if how == "new axis":
+        return x[None, None]
+    return x.contiguous() if pick(2) else x.clone(memory_format=torch.contiguous_format)
+
+
+@settings(max_examples=40, deadline=None)
+@given(shape=st.sampled_from([(4,), (1, 4), (3, 2), (2, 3, 4)]), steps=STEPS, seed=st.integers(0, 9))
+def test_outlines_are_seen_as_tensors_are(shape, steps, seed):
+    """Shapes and strides are PyTorch's, it copies where PyTorch does, and JAX's array has the tensor's values."""
+    sheet = outline.Sheet()
+    x = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
+    o = sheet.place(shape, "float32")
+    held = {0: jnp.asarray(x.numpy())}
+
+    def pick(n):
+        return (seed >> len(sheet.steps)) % n
+
+    for how in steps:
+        before, x = (x.data_ptr(), o.number), seen_by(how, x, pick)
+        o = seen_by(how, o, pick)
+        assert (x.data_ptr() == before[0]) == (o.number == before[1])
+        assert tuple(x.shape) == tuple(o.shape) and x.is_contiguous() == o.is_contiguous()
+        assert all(n == 1 or s == t for n, s, t in zip(x.shape, x.stride(), o.stride(), strict=True))
+    for step in sheet.steps:
+        held[step.to] = embedding.seen(held[step.source], step.view)
+    np.testing.assert_array_equal(np.asarray(embedding.seen(held[o.number], o.view)), x.numpy())
+
+
+# ------------------------------------------------------------------------------------------------ what a call carries
+
+NUMBERS = {
+    "bool": st.booleans(), "i32": st.integers(-(2**31), 2**31 - 1), "i64": st.integers(-(2**63), 2**63 - 1),
+    "u64": st.integers(0, 2**64 - 1), "f32": st.floats(width=32, allow_nan=False), "f64": st.floats(allow_nan=False),
+}  # fmt: skip
+CODE = Code("kernel", "cuda", "sm_90", "text", b"\x7fELF\x00", 8, 32, 70000)
+
+
+def step_of(*arguments, code=CODE, grid=2**31 - 1):
+    return Launch(code, grid, arguments)
+
+
+def carried(step):
+    return decode(embedding.zlib.compress(embedding.message(step)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(numbers=st.lists(st.sampled_from([*NUMBERS]).flatmap(lambda k: st.tuples(st.just(k), NUMBERS[k]))))
+def test_numbers_arrive_as_they_were(numbers):
+    found = carried(step_of(0, *(Number(k, v) for k, v in numbers), 1))
+    assert found.parameters[1:-1] == numbers
+    assert found.parameters[0] == found.parameters[-1] == ("array", {2: embedding.ALIGNED})
+    assert found.grid == (2**31 - 1, 1, 1)
+
+
+def test_a_message_is_what_jaxlib_writes():
+    from jax._src.lib import gpu_triton
+
+    if gpu_triton._cuda_triton is None:
+        pytest.skip("jaxlib's plug-in for NVIDIA GPUs is not installed")
+    numbers = [("bool", True), ("i32", -3), ("i64", -(2**40)), ("u64", 2**63), ("f32", 0.5), ("f64", -1e300)]
+    theirs = gpu_triton.TritonKernelCall(
+        gpu_triton.TritonKernel("kernel", 8, 1, 70000, "text", "", 90), 5, 1, 1,
+        [gpu_triton.create_array_parameter(0, 16), *(gpu_triton.create_scalar_parameter(v, k) for k, v in numbers)],
+    )  # fmt: skip
+    portable = Code("kernel", "cuda", "sm_90", "text", b"", 8, 32, 70000)
+    ours = carried(step_of(0, *(Number(k, v) for k, v in numbers), code=portable, grid=5))
+    want = decode(embedding.zlib.compress(theirs.to_proto("kernel", b"")))
+    want.parameters[0][1].pop(1, None)  # bytes to be zeroed: none, said or left out
+    assert vars(ours) == vars(want)
+
+
+def lowered(f, *arrays, arch, platform="cuda"):
+    """The text of what is lowered for a chip, and the launches that it carries."""
+    steps, real = [], embedding.message
+    with pytest.MonkeyPatch.context() as patched, portakern.jax.lowered_for(arch):
+        patched.setattr(embedding, "message", lambda step: steps.append(step) or real(step))
+        text = jax.jit(lambda *a: f(*a)).trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
+    assert text.count(f"@{embedding.CUSTOM_CALL}") == len(steps)
+    return text, steps
+
+
+def test_a_program_carries_code_for_the_chip_that_is_named():
+    found = {}
+    for arch in ("sm_90", "sm_80"):
+        _, (step,) = lowered(on_triton("softmax"), normal(8, 1024), arch=arch)
+        found[arch] = call = carried(step)
+        assert call.image[1][:4] == b"\x7fELF" and call.image[2].decode() == call.name == "softmax_kernel"
+        assert f".target {arch}" in call.text and call.capability == int(arch[3:])
+        assert (call.warps, call.ctas, call.shared) == (step.code.warps, 1, call.image[3])
+    assert found["sm_90"].image[1] != found["sm_80"].image[1]
+    with pytest.raises(pk.SpecError, match="target 'sm_91' is unknown"), portakern.jax.lowered_for("sm_91"):
+        pass
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx1100"])
+def test_code_for_amd_gpus_travels_with_the_program(arch, monkeypatch):
+    monkeypatch.setattr(embedding, "CARRIES_CODE", (0,))
+    _, (step,) = lowered(on_triton("softmax"), normal(8, 1024), arch=arch, platform="rocm")
+    call = carried(step)
+    assert call.image[1][:4] == b"\x7fELF" and call.capability == 0
+    assert call.warps * embedding.AMD_LANES == step.code.warps * targets.find(arch).lanes
+
+
+def test_arrays_are_promised_aligned_only_where_they_are_held_to_it():
+    """Triton compiled for pointers at multiples of 16 bytes; jaxlib launches on no others, if it is told."""
+    sheet = outline.Sheet()
+    x, y = sheet.place((16,), "float32"), sheet.place((16,), "float32")
+    source, _ = specialised(twice, (x, y), {"n": 16}, SM_90)
+    promised = max(n for attrs in source.attrs.values() for what, n in attrs if what == "tt.divisibility")
+    assert carried(step_of(0)).parameters[0][1][2] % promised == 0
+
+
+def test_buffer_instructions_of_amd_reach_what_is_small():
+    """As on tensors, of which Triton asks PyTorch; an array of 2 GiB is out of their reach."""
+    sheet, hardware = outline.Sheet(), targets.find("gfx942")
+    small, large = sheet.place((16,), "float32"), sheet.place((2**29,), "float32")
+    source, _ = staging.specialised_for(twice, (small, large), {"n": 16}, hardware)
+    tensors, _ = specialised(twice, (torch.zeros(16), torch.zeros(16)), {"n": 16}, hardware)
+    assert sorted(source.attrs[0,]) == sorted(tensors.attrs[0,]) and ["tt.pointer_range", 32] in source.attrs[0,]
+    assert ["tt.pointer_range", 32] not in source.attrs[1,]
+
+
+def test_a_program_is_exported_with_leave():
+    x, leave = normal(8, 1024), jax_export.DisabledSafetyCheck.custom_call(embedding.CUSTOM_CALL)
+    export = functools.partial(jax_export.export, jax.jit(on_triton("softmax")), platforms=["cuda"])
+    with portakern.jax.lowered_for("sm_90"):
+        assert len(export(disabled_checks=[leave])(x).serialize()) > 4000
+        with pytest.raises(ValueError, match=embedding.CUSTOM_CALL):
+            export()(x)
+
+
+WITHOUT_TORCH = """
+import importlib.util, sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError("no torch here", name="torch")
+sys.meta_path.insert(0, Missing())
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name.partition(".")[0] == "torch" else find(name, package)
+import jax, jax.numpy as jnp
+import portakern as pk, portakern.jax
+with portakern.jax.lowered_for("sm_90"):
+    f = jax.jit(jax.grad(lambda x, w: pk.op("layernorm", backend="triton")(x, w, w).sum()))
+    print(f.trace(jnp.ones((4, 512)), jnp.ones(512)).lower(lowering_platforms=("cuda",)).as_text())
+"""
+
+
+def test_without_pytorch():
+    run = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.count(f"@{embedding.CUSTOM_CALL}") == 1, "nobody reads what the forward call makes"
+
+
+# ----------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_the_plan_is_said():
+    x = normal(32, 64)
+    with plugged_in():
+        told = on_triton("matmul").explain(x, x.T)
+        assert "embedded: its machine code is a part of JAX's own program, without torch" in told
+        assert "variant hopper: no part of JAX's programs: its kernels take tensor descriptors" in told
+        with pytest.raises(pk.UnsupportedError, match="variant|hopper|descriptors|cannot"):
+            jax.jit(on_triton("matmul", variant="hopper"))(x, x.T)
+
+
+OLD = (0, 11, 0)
+UNLAUNCHED = {
+    "an unnamed NVIDIA GPU": ("cuda", "", "nothing here says for which NVIDIA GPU kernel is lowered.*lowered_for"),
+    "an AMD GPU": ("rocm", "gfx942", "takes the machine code of kernel for AMD GPUs from a file; install jax 0.11.1"),
+}
+
+
+@pytest.mark.parametrize("what", UNLAUNCHED)
+def test_what_an_older_jaxlib_cannot_launch(what, monkeypatch):
+    platform, arch, message = UNLAUNCHED[what]
+    code = Code("kernel", platform, arch, "text", b"", 8, 64, 0)
+    monkeypatch.setattr(embedding.jaxlib.version, "__version_info__", OLD)
+    with pytest.raises(pk.UnsupportedError, match=message):
+        embedding.launch(Program((), (), (), ()), step_of(code=code), {})
+    embedding.check_carried(CODE)
+    monkeypatch.setattr(embedding.jaxlib.version, "__version_info__", embedding.CARRIES_CODE)
+    embedding.check_carried(code)
+
+
+def test_for_which_chip_has_to_be_said():
+    x, softmax = normal(8, 1024), on_triton("softmax")
+    lower = jax.jit(lambda x: softmax(x)).trace(x).lower
+    with pytest.raises(pk.UnsupportedError, match="machine code for AMD GPUs is of one architecture"):
+        lower(lowering_platforms=("rocm",))
+    if CARRIES:
+        assert embedding.CUSTOM_CALL in lower(lowering_platforms=("cuda",)).as_text()
+    else:
+        with pytest.raises(pk.UnsupportedError, match=r"lowered_for\('sm_90'\)"):
+            lower(lowering_platforms=("cuda",))
+
+
+def test_what_a_launcher_does_on_the_host_is_refused(monkeypatch):
+    sheet = outline.Sheet()
+    x = sheet.place((16,), "float32")
+    source, options = specialised(twice, (x, x), {"n": 16}, SM_90)
+    for meta, message in (
+        ({"num_ctas": 2}, "runs programs in step"),
+        ({"launch_cooperative_grid": True}, "runs programs in step"),
+        ({"global_scratch_size": 8}, "asks for device memory of its own"),
+    ):
+        made = SimpleNamespace(metadata=SimpleNamespace(**{"name": "twice", "num_ctas": 1, **meta}))
+        monkeypatch.setattr(triton, "compile", lambda *args, made=made, **options: made)
+        with pytest.raises(pk.UnsupportedError, match=message):
+            staging.compiled(source, options, SM_90.target)
+    with pytest.raises(pk.UnsupportedError, match="takes a tensordesc"):
+        staging.argument(twice, "tensordesc<fp32[16]>", x.shape)
+
+
+def test_a_wave_of_rdna_alone_is_refused():
+    code = Code("kernel", "rocm", "gfx1100", "", b"code", 1, 32, 0)
+    with pytest.raises(pk.UnsupportedError, match="kernel runs 32 threads a program.*num_warps=2"):
+        embedding.message(step_of(code=code))
+
+
+# ------------------------------------------------------------------------------------------------------------- faults
+
+
+def without_aliases(real):
+    return lambda plugin, name, results, **how: real(plugin, name, results, **{**how, "input_output_aliases": {}})
+
+
+FAULTS = {
+    "a view of a copy is left out": (
+        embedding, "seen", lambda real: lambda array, view: array,
+        test_copies_and_outputs_are_seen_as_the_program_says),
+    "results take no operand's memory": (
+        Plugin, "ffi_call", without_aliases, test_a_kernel_goes_on_writing_to_what_an_earlier_one_made),
+    "samples join the batch from behind": (
+        batching, "Into", lambda real: lambda wide, shape: real(wide, (*shape[1:], shape[0])),
+        test_transforms_see_a_step_of_their_program),
+    "samples join no batch": (
+        tracing, "fold", lambda real: lambda *args: None, test_transforms_see_a_step_of_their_program),
+    "the batch is taken to lead every array": (
+        batching, "_leads", lambda real: lambda *args: True, test_samples_that_share_an_array),
+    "an implementation is made for each call": (
+        backend, "_staged", lambda real: real.__wrapped__, test_an_eager_call_is_traced_once),
+    "every array is called small": (
+        outline.Outline, "ptr_range", lambda real: lambda array: 0,
+        test_buffer_instructions_of_amd_reach_what_is_small),
+    "jaxlib is told of no alignment": (
+        embedding, "ALIGNED", lambda real: 1, test_arrays_are_promised_aligned_only_where_they_are_held_to_it),
+    "the chip that is named is not asked": (
+        staging, "gpu_target", lambda real: lambda hardware: real(targets.find("sm_80")),
+        test_a_program_carries_code_for_the_chip_that_is_named),
+    "numbers have no sign": (
+        embedding, "varint", lambda real: lambda number: real(abs(int(number))), test_numbers_arrive_as_they_were),
+    "numbers of 64 bits are called 32": (
+        embedding, "NUMBER", lambda real: {**real, "i64": real["i32"]}, test_numbers_arrive_as_they_were),
+    "views of any strides are views": (
+        outline, "viewed", lambda real: lambda shape, strides, wanted: contiguous_strides(wanted),
+        test_outlines_are_seen_as_tensors_are),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_seen(fault):
+    where, name, planted, fails = FAULTS[fault]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(where, name, planted(getattr(where, name)))
+        with pytest.raises((AssertionError, pk.SpecError, jax.errors.JaxRuntimeError)):
+            fails()
