@@ -112,8 +112,8 @@ def without_a_cotangent_of_the_sum(run: Callable[..., Any], draw: Any, weights: 
     given = [draw.normal(shape[1]) for _ in range(weights)]
     zeros = np.zeros_like(d_y)
     none = run(total, d_y, *given)[0]
-    draw.same_bits(run(total, d_y, *given, d_residual_out=zeros)[0], none, "a cotangent of zeros")
-    draw.same_bits(run(total, zeros, *given, d_residual_out=d_total)[0], d_total, "a cotangent of the sum alone")
+    draw.same_bits(run(total, d_y, *given, zeros)[0], none, "a cotangent of zeros")
+    draw.same_bits(run(total, zeros, *given, d_total)[0], d_total, "a cotangent of the sum alone")
 
 
 def added_errors(call: Call, err: np.ndarray, of_norm: np.ndarray) -> np.ndarray:
