@@ -110,7 +110,9 @@ def gradients_do_not_depend_on_which_are_wanted(run, draw):
     """Each gradient, asked for alone, has the same bits."""
     shape = draw.extent(1, 150), draw.extent(1, 30)
     total, d_y, other = (draw.normal(*shape) for _ in range(3))
-    each_alone(run, draw, ("d_x", "d_weight", "d_bias"), (total, d_y, draw.normal(shape[1]), draw.normal(shape[1]), other))
+    each_alone(
+        run, draw, ("d_x", "d_weight", "d_bias"), (total, d_y, draw.normal(shape[1]), draw.normal(shape[1]), other)
+    )
 
 
 @add_layernorm_vjp.law

@@ -85,9 +85,7 @@ def rounds(call: Call) -> str | None:
     return kind.name if call.options["rounding"] == "before_weight" and kind.bits < 32 else None
 
 
-def normalised_error(
-    call: Call, xh: np.ndarray, r: np.ndarray, rho: np.ndarray, flushes: float = 1.0
-) -> np.ndarray:
+def normalised_error(call: Call, xh: np.ndarray, r: np.ndarray, rho: np.ndarray, flushes: float = 1.0) -> np.ndarray:
     """dxh = |xh| (rho + 4u) + r tau (1 + rho) + tau, by which xh = x r may be off.
 
     In order: r and the product (or a quotient by the root, 2 ulp); x where it flushes, or ``flushes`` times tau of it;

@@ -96,9 +96,7 @@ def cross_entropy(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | No
         transcendentals=x.size,
     )
     batch = call.dims["batch"]
-    return tuple(
-        walk.from_numbers(found[o.name], batch) if o.name in found else None for o in call.spec.outputs
-    )
+    return tuple(walk.from_numbers(found[o.name], batch) if o.name in found else None for o in call.spec.outputs)
 
 
 def share_of(call: Call) -> dict[str, Any]:
