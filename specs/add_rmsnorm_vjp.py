@@ -29,6 +29,7 @@ class AddRmsnormVjpOut(NamedTuple):
     tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 65536, of="n")},
     or_float32=("weight",),
     also={"d_x": ("residual",)},
+    typical={"batch": (4096,), "n": 4096, "weight": True, "d_residual_out": True},
     apart=lambda options, wants: ("batch",) if set(wants) == {"d_x"} else (),
     flops=lambda call: 13.0 * prod(call.dims["batch"]) * call.dims["n"],
 )
