@@ -22,6 +22,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 fn = torch.nn.functional
 
 from tests.ops import forward_records  # noqa: E402
+from tests.ops._shared import results  # noqa: E402
 
 A = TypeVar("A")
 BACKENDS = ("reference", "triton")
@@ -64,12 +65,20 @@ every_op = pytest.mark.parametrize("r", FORWARD, ids=lambda r: r.op)
 
 def beside_torch(r):
     """The op on Triton and in plain torch, as functions of the arrays, and the arrays of the record's call."""
-    options, op = r.compared.options, pk.op(r.op, backend="triton")
-    return (
-        (lambda *a: op(*a, **options)),
-        (lambda *a: r.in_torch(*a, **options)),
-        [a for a in tensors(r, r.compared) if a is not None],
-    )
+    options, given = r.compared.options, [a for a in tensors(r, r.compared) if a is not None]
+    floating = [i for i, a in enumerate(given) if a.requires_grad]
+
+    def of_floats(f):
+        """f as a function of the arrays that have gradients, with several results of one shape as one."""
+
+        def run(*a):
+            whole = {**dict(enumerate(given)), **dict(zip(floating, a, strict=True))}
+            found = results(f(*whole.values(), **options))
+            return torch.stack(found) if len(found) > 1 else found[0]
+
+        return run
+
+    return of_floats(pk.op(r.op, backend="triton")), of_floats(r.in_torch), [given[i] for i in floating]
 
 
 LAYOUTS = {

@@ -208,7 +208,7 @@ RECORD = ForwardRecord(
         "smoothed": Sample({"logits": (700, 300), "labels": (700,)}, {"label_smoothing": 0.1, "z_loss": 1e-4}),
         "one row": Sample({"logits": (33,), "labels": ()}),
     },
-    mapped={"both": Mapped(Sample({"logits": (2, 3, 4), "labels": (3, 2)}), {"logits": 0, "labels": 1})},
+    mapped={"both": Mapped(Sample({"logits": (2, 3, 4), "labels": (2, 3)}), {"logits": 0, "labels": 0})},
     wrong=WRONG,
     fuzzed=fuzzed,
     layer=Layer(lambda op, x, p: x - op(x, x.argmax(-1))[..., None]),

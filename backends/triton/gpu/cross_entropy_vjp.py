@@ -3,7 +3,7 @@
     d_x_j = d_loss [p_j (1 + 2 z lse) - (1 - e) [j = t] - e / n]        p = exp(x - lse)
 
 lse was saved, so that no element waits for another: a program owns a tile of ``block_rows`` rows by ``block_n``
-elements of each. A row that is ignored is masked, and not read. ``smoothed``: e is not 0; ``squared``: z is not.
+elements of each. A row that is ignored is masked, and not read. e and z are known to the compiler.
 
 Source: the derivative of the formula of cross_entropy.
 """
@@ -29,11 +29,10 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def cross_entropy_vjp_kernel(x, labels, lse, d_loss, d_x, rows, rows_inner, n, steps, ignored, even, z,
+def cross_entropy_vjp_kernel(x, labels, lse, d_loss, d_x, rows, rows_inner, n, steps, ignored,
                              x_outer, x_inner, x_n,
                              block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
-                             smoothed: tl.constexpr, squared: tl.constexpr, flat: tl.constexpr,
-                             unit: tl.constexpr):  # fmt: skip
+                             even: tl.constexpr, z: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
     """even: the share e of the target that all classes divide."""
     n = aligned(n, unit)
     row, col = tile_of(steps, block_rows, block_n)
@@ -45,13 +44,11 @@ def cross_entropy_vjp_kernel(x, labels, lse, d_loss, d_x, rows, rows_inner, n, s
     x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None]
     t = tl.load(x_row + col * x_n, mask=counted & (col < n), other=float("-inf")).to(acc_dtype)
     p = tl.exp(t - log_sum)
-    if squared:
+    if z > 0:
         p = p * (1.0 + 2.0 * z * log_sum)
-    hit = col == label[:, None]
-    if smoothed:
-        p = p - tl.where(hit, 1.0 - even, 0.0) - even / n
-    else:
-        p = p - tl.where(hit, 1.0, 0.0)
+    p = tl.where(col == label[:, None], p - (1.0 - even), p)
+    if even > 0:
+        p = p - even / tl.cast(n, acc_dtype)
     out = tl.where(counted, g * p, 0.0)
     tl.store(d_x + (row * n)[:, None] + col, out.to(d_x.dtype.element_ty), mask=row_ok[:, None] & (col < n))
 
@@ -79,7 +76,7 @@ def cross_entropy_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     (x,), rows = walk_rows(x.ndim - 1, x)
     steps = cdiv(n, tiling["block_n"])
     launch(cross_entropy_vjp_kernel, cdiv(rows.height, tiling["block_rows"]) * steps, call, x, labels, lse, d_loss, d_x,
-           rows.height, rows.inner, n, steps, call.options["ignore_index"], e, z, *rows.strides[0],
+           rows.height, rows.inner, n, steps, call.options["ignore_index"], *rows.strides[0],
            block_rows=tiling["block_rows"], block_n=tiling["block_n"], acc_dtype=accumulator(call.dtype),
-           smoothed=e > 0, squared=z > 0, num_warps=tiling["num_warps"], **rows.known(call.dtype))  # fmt: skip
+           even=e, z=z, num_warps=tiling["num_warps"], **rows.known(call.dtype))  # fmt: skip
     return (d_x,)

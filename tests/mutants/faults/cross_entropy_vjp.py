@@ -24,7 +24,7 @@ FAULTS = {
         Planted(
             "smoothing-over-tile",
             "the share of all classes is divided by the tile's extent",
-            old="even / n",
+            old="even / tl.cast(n, acc_dtype)",
             new="even / block_n",
             small=True,
         ),
