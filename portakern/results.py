@@ -152,7 +152,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         ("op", "dtype", "call", "contender"),
         {"suite": "text", "op": "text", "dtype": "text", "call": "text", "dims": "object", "contender": "text",
          "subject": "flag", "bytes": "count", "flops": "count", "verdict": "text", "why": "text?", "error": "number?",
-         "errors": "object?", "tiling": "integers?", **dict.fromkeys(_MEDIAN, "number?"), "host_us": "number?",
+         "errors": "object?", "tiling": "integers?", "first_s": "number?", **dict.fromkeys(_MEDIAN, "number?"), "host_us": "number?",
          "rounds": "count?", "clock": "text?", "flop_rate": "count?", "byte_rate": "count?", "roof_us": "number?",
          "limit": "text?", "share": "number?", "best_peer": "text?", "ratio": "number?", "peak_bytes": "integer?",
          **_SOURCES},

@@ -19,6 +19,7 @@ import portakern as pk
 from portakern import results, sources
 from portakern.benchmarking import run as bench_run
 from portakern.benchmarking import suites
+from portakern.benchmarking.contenders import together
 from portakern.benchmarking.foresight import Foresight, foreseeing
 from portakern.benchmarking.inputs import for_gradient, make
 from portakern.benchmarking.roof import ceiling, moved
@@ -59,7 +60,7 @@ def backend(name, fn, peer=False, **kwargs):
 
 
 def timed(subject, *against, case=CASE):
-    outcome = run(Plan([case], subject, against, "cpu", rounds=2), lambda found, case: None)
+    outcome = run(Plan([case], [subject], against, "cpu", rounds=2), lambda found, case: None)
     return {r["contender"]: r for r in outcome.rows}
 
 
@@ -82,6 +83,21 @@ def test_only_a_right_peer_is_held_against():
     assert rows["wrong"]["verdict"] == "wrong" and "ratio" not in rows["wrong"]
     alone = timed(registry.backend("mine"), wrong)
     assert "ratio" not in alone["mine"] and alone["mine"]["median_us"]
+
+
+def test_backends_that_are_measured_together_are_no_peers_of_each_other():
+    """Peers are timed once beside both, and a slow peer is the best one though the other backend is faster."""
+    slow = backend("slow", lambda x, axis: [numpy_softmax(x, axis) for _ in range(50)].pop(), peer=True)
+    both = [backend("mine", numpy_softmax), backend("another", numpy_softmax)]
+    rows = run(Plan([CASE], both, [slow], "cpu", rounds=2), lambda found, case: None).rows
+    assert [(r["contender"], r["subject"]) for r in rows] == [("mine", True), ("another", True), ("slow", False)]
+    assert {r["best_peer"] for r in rows} == {"slow"} and all(r["first_s"] >= 0 for r in rows)
+
+
+def test_the_backend_of_most_ops_makes_the_calls():
+    more = backend("more", numpy_softmax)
+    more.implements("layernorm")(lambda call, tiling: ())
+    assert together([backend("mine", numpy_softmax), more], "cpu") == [[more, registry.backend("mine")]]
 
 
 def in_place(x, axis):
@@ -178,7 +194,7 @@ def test_gradients_are_timed_on_what_a_right_forward_op_saved():
     rows = timed(triton, registry.backend("torch"), case=case)
     assert rows["triton"]["op"] == "softmax_vjp" and {r["verdict"] for r in rows.values()} == {"right"}
     wrong = backend("wrong", lambda x, axis: x + 1)
-    outcome = run(Plan([case], wrong, [], "cpu", rounds=2), lambda found, case: None)
+    outcome = run(Plan([case], [wrong], [], "cpu", rounds=2), lambda found, case: None)
     assert not outcome.rows
     assert "softmax, which saves for its gradients, is wrong: 240 of 240" in outcome.unserved[0][1]
 
@@ -207,7 +223,7 @@ def test_cases_are_visited_ahead_by_other_processes():
     if triton.unavailable():
         pytest.skip(triton.unavailable())
     seen, before = [], multiprocessing.active_children()
-    plan = Plan([CASE, TimedCase("mine", "softmax", "float32", {})], triton, [registry.backend("torch")], "cpu")
+    plan = Plan([CASE, TimedCase("mine", "softmax", "float32", {})], [triton], [registry.backend("torch")], "cpu")
     assert warm(plan, 1, 100.0, lambda: seen.append(1)) == 1 and len(seen) == 2  # the second is no call
     assert multiprocessing.active_children() == before
     assert warm(plan, 1, 0.0, lambda: None) == 0 and multiprocessing.active_children() == before
@@ -215,7 +231,7 @@ def test_cases_are_visited_ahead_by_other_processes():
 
 def test_a_budget_says_what_it_left_out():
     cases = [CASE, TimedCase("mine", "softmax", "float16", {"shape": (3, 5)})]
-    outcome = run(Plan(cases, backend("mine", numpy_softmax), [], "cpu", 2, seconds=0.0), lambda found, case: None)
+    outcome = run(Plan(cases, [backend("mine", numpy_softmax)], [], "cpu", 2, seconds=0.0), lambda found, case: None)
     assert outcome.left_out == cases and not outcome.rows
 
 
@@ -368,7 +384,7 @@ def test_figures_stay_with_their_words_at_any_width(width):
     row = {
         "contender": "flex_attention", "verdict": "right", "median_us": 34458.5, "best_us": 11556.4,
         "worst_us": 58573.5, "host_us": 34431.0, "limit": "copy", "byte_rate": 2 * 10**12,
-        "share": 0.4, "ratio": 0.5, "error": 0.99, "clock": "host",
+        "share": 0.4, "ratio": 0.5, "error": 0.99, "clock": "host", "first_s": 3.21,
     }  # fmt: skip
     lines = command._lines(row, width)
     assert max(map(len, lines)) <= width and (len(lines) == 1) == (width == 200)

@@ -11,7 +11,9 @@ import pytest
 import portakern as pk
 from portakern import testing
 from portakern.core import registry, serve
+from portakern.core.backend import Drawn
 from portakern.core.targets import Target
+from portakern.spec.dtypes import numpy_dtype
 from portakern.testing import Case, Limits
 from portakern.testing.cases import LAYOUTS, REGIMES
 from tests.ops import forward_records
@@ -229,6 +231,28 @@ def test_limits_hold():
     with np.errstate(all="ignore"):
         pk.check("matmul", fn=spy, max_examples=40, dtypes=["float32"], limits=Limits(elements=50))
     assert seen and max(np.prod(s) for pair in seen for s in pair) <= 50
+
+
+def test_a_variant_that_takes_few_calls_is_drawn_those():
+    """Else nearly all that is drawn is refused, and its kernels hardly run; edges come as they are."""
+
+    def product(call, tiling):
+        a, b = (x.astype(np.float64) for x in call.arrays.values())
+        return (np.ascontiguousarray(np.matmul(a, b), numpy_dtype(call.outputs["c"][1])),)
+
+    def refuses(call, tiling):
+        narrow = call.dims["k"] % 8 or call.dims["n"] < 9 or call.options["precision"] != "ieee"
+        return "this variant takes few calls" if narrow else None
+
+    def report_of(**kwargs):
+        some = pk.Backend("some", framework="numpy", refusals=("takes few",))
+        some.implements("matmul", supports=refuses, **kwargs)(product)
+        return pk.check("matmul", backend=some, max_examples=20, promises=False)
+
+    before, report = report_of(), report_of(drawn=Drawn(("precision",), {"k": 8}, {"n": 9}))
+    assert before.passed and report.passed
+    assert before.refused.total() > 10 >= report.refused.total()  # half of the 20 are edges
+    assert report.concessions == ("beside edges, no precision, k a multiple of 8, n at least 9",)
 
 
 def test_target_reads_well():

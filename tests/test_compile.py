@@ -18,7 +18,7 @@ from portakern import cli, results
 from portakern.compiling import cache, forms, pool
 from portakern.compiling import matrix as compiling
 from portakern.compiling.build import Build, Compiled, Kernel
-from portakern.compiling.worker import one_line
+from portakern.compiling.worker import one_line, reason
 from portakern.core import registry, targets
 from portakern.errors import SpecError, UnsupportedError
 from tests.ops import record, records
@@ -117,6 +117,23 @@ def test_what_overflows_the_chip_is_a_failure_with_its_limit():
     assert built.ok and built.reason is None and built.code_bytes == 7
     assert "2048 threads" in (Kernel("wide", threads=2048).over(targets.find("gfx942")) or "")
     assert Build.from_dict(json.loads(json.dumps(built.to_dict()))).kernels[0].on_chip == {"shared": 99 * 1024}
+
+
+def test_a_reason_names_what_went_wrong_where_the_compiler_was():
+    def raised(where, cause):
+        try:
+            raise RuntimeError(where) from cause
+        except RuntimeError as e:
+            return e
+
+    inner = AttributeError("'int' object has no attribute 'type'")
+    calls = raised("at 30:8:\n    attend(turn)\n    ^", raised("at 36:32:\n  zeros([64])\n  ^", inner))
+    assert reason(calls) == "RuntimeError: at 30:8: AttributeError: 'int' object has no attribute 'type'"
+    assert reason(inner) == "AttributeError: 'int' object has no attribute 'type'"
+    assert (
+        reason(raised("ptxas: AttributeError: gone", AttributeError("gone")))
+        == "RuntimeError: ptxas: AttributeError: gone"
+    )
 
 
 def test_reasons_are_one_line():

@@ -146,7 +146,7 @@ def test_contenders_of_two_libraries_are_timed_beside_each_other():
     peers = [registry.backend("torch"), wrong]
     if registry.backend("jax").unavailable() is None and jax_has_a_gpu():
         peers.append(registry.backend("jax"))
-    outcome = run(Plan([case], registry.backend("triton"), peers, rounds=5), lambda found, case: None)
+    outcome = run(Plan([case], [registry.backend("triton")], peers, rounds=5), lambda found, case: None)
     rows = {r["contender"]: r for r in outcome.rows}
     assert rows["wrong"]["verdict"] == "wrong" and rows["wrong"]["error"] > 1 and "median_us" not in rows["wrong"]
     right = {name: r for name, r in rows.items() if r["verdict"] == "right"}

@@ -274,7 +274,7 @@ def test_whatever_peer_takes_a_call_is_a_contender(gradient, expected):
     dims = {"batch": 1, "q_len": 6, "kv_len": 6, "kv_heads": 2, "group": 1, "d": 8, "dv": 8}
     case = TimedCase("mine", "attention", "float32", dims, gradient=gradient)
     asked = among.against_named(["torch", "sdpa_flash", "flex_attention", "jax", "jax_cudnn", "quack"])
-    trial = _Trial(Plan([case], registry.backend("triton"), asked, "cpu"), case, {}, None)
+    trial = _Trial(Plan([case], [registry.backend("triton")], asked, "cpu"), case, {}, None)
     entries = {}
     for c in trial.among:
         try:
@@ -423,3 +423,18 @@ def test_the_hopper_kernels_of_jax_get_tiles_that_they_take(monkeypatch):
     wide = (2, 512, 4, 128)
     assert "powers of two alone" in peers.attention_takes(call("attention", "bfloat16", wide, wide, wide))
     assert peers.attention_takes(call("attention", "bfloat16", wide, wide, wide, scale=0.125)) is None
+
+
+@pytest.mark.parametrize("window", [(None, 0), (100, 50), (255, None), (1000, 0)], ids=str)
+def test_flex_attentions_blocks_are_those_of_its_whole_mask(window):
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    from portakern.backends.peers.torch_flex import _blocks
+
+    for q_len, kv_len in ((256, 256), (1, 512), (300, 700), (700, 300), (129, 128)):
+        found = _blocks(*window, q_len, kv_len, torch.device("cpu"))
+        whole = create_block_mask(found.mask_mod, None, None, q_len, kv_len, device="cpu")
+        assert torch.equal(found.to_dense(), whole.to_dense())
+        assert torch.equal(found.full_kv_num_blocks, whole.full_kv_num_blocks)
+        assert found.seq_lengths == whole.seq_lengths and found.BLOCK_SIZE == whole.BLOCK_SIZE

@@ -51,7 +51,7 @@ def matmul(a: Any, b: Any, *, precision: str = "ieee", out_dtype: Any = None) ->
         return jax.numpy.matmul(a, b, preferred_element_type=out_dtype)
 
 
-SCORES = 2**32
+SCORES = 2**31
 """Bytes of float32 scores beyond which attention as XLA composes it is refused: it takes minutes of a benchmark to
 compile and to run what cannot come near a kernel that keeps no scores, and half of all memory before it fails."""
 
@@ -61,7 +61,8 @@ def holds_scores(call: Call) -> str | None:
     scores = 4 * d["batch"] * d["kv_heads"] * d["group"] * d["q_len"] * d["kv_len"]
     if scores <= SCORES:
         return None
-    return f"its attention holds all scores, here {scores / 2**30:.0f} GiB, and more than 4 are refused; name jax_cudnn"
+    held = f"{scores / 2**30:.0f} GiB"
+    return f"its attention holds all scores, here {held}, and more than {SCORES >> 30} are refused; name jax_cudnn"
 
 
 @provides(BACKEND, refuses=holds_scores)

@@ -22,7 +22,8 @@ BACKEND = Backend(
     refusals=(LACKS, "torch wants", "torch is set", "flex_attention takes"),
 )
 NARROWEST = 16
-LONG = 2**13  # beyond it the blocks of a mask are found by a compiled function: the mask itself would take gigabytes
+BLOCK = 128  # queries and keys of a block of a mask, as ``create_block_mask`` has them
+INFINITE = 2**40
 
 Window = tuple[int | None, int | None]
 
@@ -86,18 +87,39 @@ def compiled_flex() -> Callable[..., Any]:
 
 @functools.cache
 def _blocks(left: int | None, right: int | None, q_len: int, kv_len: int, device: Any) -> Any:
-    """The blocks of a window, the last query at the last key."""
+    """The blocks of a window, the last query at the last key: what each block of it sees follows from its corners.
+    PyTorch's ``create_block_mask`` writes the mask of all queries and keys first, 268 million entries for 16384 of both,
+    and compiled, so that it need not, it took longer than all calls together."""
     import torch
-    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import BlockMask
+
+    before = kv_len - q_len  # keys that stand before query 0
 
     def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
-        ahead = j - i - (kv_len - q_len)
+        ahead = j - i - before
         if left is None:
             return ahead <= right
         return ahead >= -left if right is None else (ahead >= -left) & (ahead <= right)
 
-    make = torch.compile(create_block_mask) if max(q_len, kv_len) > LONG else create_block_mask
-    return make(seen, None, None, q_len, kv_len, device=device)
+    q_first, k_first = (torch.arange(0, n, BLOCK, device=device) for n in (q_len, kv_len))
+    q_last, k_last = (first + BLOCK - 1 for first in (q_first, k_first))
+    least = k_first - q_last[:, None] - before  # of what keys of a block are ahead of its queries
+    most = k_last - q_first[:, None] - before
+    behind, beyond = (-INFINITE if left is None else -left), (INFINITE if right is None else right)
+    some = (most >= behind) & (least <= beyond)
+    whole = (least >= behind) & (most <= beyond) & (k_last < kv_len) & (q_last < q_len)[:, None]
+    listed = [_listed(blocks) for blocks in (some & ~whole, whole)]
+    return BlockMask.from_kv_blocks(
+        *listed[0], *listed[1], BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(q_len, kv_len)
+    )
+
+
+def _listed(blocks: Any) -> tuple[Any, Any]:
+    """(how many blocks of keys a block of queries has, which they are and then the others), for all heads."""
+    import torch
+
+    order = torch.argsort(blocks.int(), dim=1, descending=True, stable=True)
+    return blocks.sum(1).int()[None, None].contiguous(), order.int()[None, None].contiguous()
 
 
 def _changed(softcap: float | None, bias: Any) -> Callable[..., Any] | None:

@@ -20,7 +20,7 @@ from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.spec import Spec
 from portakern.testing import backend_variants
 
-__all__ = ["Contender", "Entry", "Refused", "absent", "against_named", "contenders", "here", "ready"]
+__all__ = ["Contender", "Entry", "Refused", "absent", "against_named", "contenders", "here", "ready", "together"]
 
 
 @dataclass(frozen=True)
@@ -88,20 +88,37 @@ def here(b: Backend, device: str | None) -> tuple[Framework, Any, Target]:
     )
 
 
-def contenders(spec: Spec[Any], subject: Backend, against: Sequence[Backend], target: Target) -> list[Contender]:
-    """Everybody who has the op and can run here, the subject's variants first."""
+def contenders(
+    spec: Spec[Any], subjects: Sequence[Backend], against: Sequence[Backend], target: Target
+) -> list[Contender]:
+    """Everybody who has the op and can run here, the subjects' variants first."""
     found = []
-    for b in (subject, *against):
-        if b.unavailable():
-            continue
-        platform = target.platform
-        try:
-            variants = backend_variants(spec, b, platform)
-        except (UnavailableError, UnsupportedError):  # it has no such op, or nothing for this platform
-            continue
+    for b in (*subjects, *against):
+        variants = _variants(spec, b, target)
         several = len(variants) > 1
-        found += [Contender(b, v if several else None, b is subject) for v in variants]
+        found += [Contender(b, v if several else None, b in subjects) for v in variants]
     return found
+
+
+def _variants(spec: Spec[Any], b: Backend, target: Target) -> Sequence[str | None]:
+    """None if it is not installed, has no such op, or nothing for this platform."""
+    if b.unavailable():
+        return ()
+    try:
+        return backend_variants(spec, b, target.platform)
+    except (UnavailableError, UnsupportedError):
+        return ()
+
+
+def together(subjects: Sequence[Backend], device: str | None) -> list[list[Backend]]:
+    """The subjects by the platform that they are measured on, whoever has most ops first: in its library's arrays
+    calls are made, and only what it has can be timed."""
+    platforms: dict[str, list[tuple[int, Backend]]] = {}
+    for b in subjects:
+        target = here(b, device)[2]
+        ops = sum(bool(_variants(registry.find_spec(name), b, target)) for name in registry.loadable())
+        platforms.setdefault(target.platform, []).append((ops, b))
+    return [[b for _, b in sorted(found, key=lambda x: -x[0])] for found in platforms.values()]
 
 
 def absent(against: Sequence[Backend]) -> dict[str, str]:

@@ -40,12 +40,13 @@ class Foresight:
 @contextmanager
 def foreseeing(cases: Sequence[TimedCase], target: Target, jobs: int) -> Iterator[Foresight]:
     """Compute ahead with ``jobs`` processes what is expected on a target: of calls whose arrays follow from a seed,
-    which excludes gradients that need what a forward op saved. The processes end with the context."""
+    which excludes gradients that need what a forward op saved. The processes leave the cores to what compiles and times
+    meanwhile, and end with the context."""
     able = [c for c in cases if not (c.gradient and wiring(c.forward).outputs)] if jobs else []
     if not able:
         yield Foresight(target, {})
         return
-    with pool(jobs, {"OMP_NUM_THREADS": "1"}) as others:
+    with pool(jobs, {"OMP_NUM_THREADS": "1"}, nice=10) as others:
         yield Foresight(target, {id(c): others.submit(expected, c, target) for c in able})
 
 

@@ -12,11 +12,12 @@ __all__ = ["pool"]
 
 
 @contextmanager
-def pool(jobs: int, environment: Mapping[str, str]) -> Iterator[ProcessPoolExecutor]:
-    """``jobs`` new processes with more in their environment; CUDA and JAX do not survive a fork."""
+def pool(jobs: int, environment: Mapping[str, str], nice: int = 0) -> Iterator[ProcessPoolExecutor]:
+    """``jobs`` new processes with more in their environment, which leave the cores to others by so much; CUDA and JAX do
+    not survive a fork."""
     before = set(multiprocessing.active_children())
     spawn = multiprocessing.get_context("spawn")
-    made = ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_begin, initargs=(dict(environment),))
+    made = ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_begin, initargs=(dict(environment), nice))
     try:
         yield made
     finally:
@@ -28,5 +29,7 @@ def pool(jobs: int, environment: Mapping[str, str]) -> Iterator[ProcessPoolExecu
                 process.join()  # so that it holds no memory of a device any more
 
 
-def _begin(environment: dict[str, str]) -> None:
+def _begin(environment: dict[str, str], nice: int) -> None:
     os.environ.update(environment)
+    if hasattr(os, "nice"):
+        os.nice(nice)

@@ -49,8 +49,9 @@ def settled(row: Row, kind: str, why: str | None = None) -> Row:
     return {**row, "verdict": kind, "why": why}
 
 
-def judged(row: Row, verdict: Verdict, tiling: Mapping[str, int]) -> Row:
-    """The row with what became of its result; an error that is no number stands as null."""
+def judged(row: Row, verdict: Verdict, tiling: Mapping[str, int], seconds: float) -> Row:
+    """The row with what became of its result, after so many seconds of a first call; an error that is no number stands as
+    null."""
     worst = max(verdict.errors.values(), default=0.0)
     errors = {n: round(e, 6) if math.isfinite(e) else None for n, e in verdict.errors.items()}
     return {
@@ -60,6 +61,7 @@ def judged(row: Row, verdict: Verdict, tiling: Mapping[str, int]) -> Row:
         "error": round(worst, 6) if math.isfinite(worst) and verdict.errors else None,
         "errors": errors,
         "tiling": dict(tiling),
+        "first_s": round(seconds, 3),
     }
 
 

@@ -16,7 +16,7 @@ from portakern.benchmarking.rows import FAILED, REFUSED, WRONG, Row, held_agains
 from portakern.benchmarking.suites import TimedCase
 from portakern.benchmarking.timing import ROUNDS, CallFailed, Times, interleaved
 from portakern.benchmarking.verdicts import Judge, Verdict
-from portakern.compiling.worker import one_line
+from portakern.compiling.worker import one_line, reason
 from portakern.core.backend import Backend
 from portakern.core.gradients import wiring
 from portakern.core.route import Choice, routes
@@ -38,23 +38,28 @@ class Plan:
     """What is to be timed.
 
     Attributes:
-      cases: in the order of their importance. subject: whose variants are measured; against: the peers.
-      device: the platform, None: the best that the subject compiles for here.
+      cases: in the order of their importance. subjects: whose variants are measured, the one first in whose library's
+      arrays the calls are made; against: the peers.
+      device: the platform, None: the best that the first subject compiles for here.
       rounds: samples of each contender. seconds: no case is begun after so many; None: all are.
     """
 
     cases: Sequence[TimedCase]
-    subject: Backend
+    subjects: Sequence[Backend]
     against: Sequence[Backend]
     device: str | None = None
     rounds: int = ROUNDS
     seconds: float | None = None
 
+    @property
+    def lead(self) -> Backend:
+        return self.subjects[0]
+
 
 @dataclass
 class Outcome:
     """``rows``: one a contender and call; ``rates``: the measured roof; ``left_out``: cases that time did not reach;
-    ``unserved``: (case, why) of those that the subject's arrays could not be made for."""
+    ``unserved``: (case, why) of those that arrays could not be made for."""
 
     rows: list[Row] = field(default_factory=list)
     rates: dict[str, float] = field(default_factory=dict)
@@ -77,7 +82,7 @@ def run(
       DeviceLost: the device is unusable; what was measured before was handed to ``done``.
     """
     start = time.perf_counter() if start is None else start
-    framework, device, target = here(plan.subject, plan.device)
+    framework, device, target = here(plan.lead, plan.device)
     foresight = foresight or Foresight(target, {})
     found, calls = Outcome(rates=roof.measure(framework.instruments(device), plan.rounds)), set[str]()
     for i, case in enumerate(plan.cases):
@@ -115,16 +120,16 @@ class _Trial:
 
     def __init__(self, plan: Plan, case: TimedCase, rates: dict[str, float], foresight: Foresight | None) -> None:
         self.plan, self.case, self.rates = plan, case, rates
-        self.framework, self.device, self.target = here(plan.subject, plan.device)
+        self.framework, self.device, self.target = here(plan.lead, plan.device)
         forward = make(case, self.framework, self.device)
         self.inputs = self._gradient(forward) if case.gradient else forward
         self.judge = foresight.judge(case, self.inputs) if foresight else Judge(self.inputs)
         self.call = said(case, self.inputs.call)
-        self.among = contenders(self.inputs.spec, plan.subject, plan.against, self.target)
+        self.among = contenders(self.inputs.spec, plan.subjects, plan.against, self.target)
 
     def _gradient(self, forward: Inputs) -> Inputs:
         """The inputs of the gradients. What the forward op saved for them is held to its bound like any result."""
-        choice = Choice(self.plan.subject)
+        choice = Choice(self.plan.lead)
         call = wiring(forward.spec).training(forward.call)
         outputs = serve(call, routes(call, choice) or (), {})
         kept = [o for o in outputs if o is not None]
@@ -141,15 +146,15 @@ class _Trial:
         for contender in self.among:
             name, row = contender.name, started(self.case, self.inputs.call, contender, self.target)
             try:
-                entry, outputs, verdict = self._tried(contender)
+                entry, outputs, verdict, seconds = self._tried(contender)
             except Refused as e:
                 found[name] = settled(row, REFUSED, one_line(str(e)))
                 continue
             except Exception as e:
-                found[name] = settled(row, FAILED, one_line(f"{type(e).__name__}: {e}"))
+                found[name] = settled(row, FAILED, reason(e))
                 self._still_there(contender)
                 continue
-            found[name] = judged(row, verdict, entry.tiling)
+            found[name] = judged(row, verdict, entry.tiling, seconds)
             if verdict.right:
                 right[name] = entry, outputs
         for name, result in self._times({n: e for n, (e, _) in right.items()}, found):
@@ -157,8 +162,9 @@ class _Trial:
             found[name] = self._settled(found[name], entry, before, result)
         return held_against(list(found.values()))
 
-    def _tried(self, contender: Contender) -> tuple[Entry, tuple[Any, ...], Verdict]:
-        """The contender's first result, in memory that held NaN, and whether it left its inputs alone."""
+    def _tried(self, contender: Contender) -> tuple[Entry, tuple[Any, ...], Verdict, float]:
+        """The contender's first result, in memory that held NaN, what is to be said of it and of inputs that it did not
+        leave alone, and the seconds that the first call took, its compilers included."""
         with within(FIRST_CALL):
             entry = ready(contender, self.inputs)
             framework, instruments = entry.framework, entry.instruments
@@ -166,13 +172,15 @@ class _Trial:
             before = {n: framework.copy(a) for n, a in given.items()}
             wanted = entry.call.wants
             instruments.soil(form for n, form in entry.call.outputs.items() if n in wanted)
+            start = time.perf_counter()
             outputs = tuple(entry.run())
             instruments.wait(outputs)
+            seconds = time.perf_counter() - start
         for name, array in given.items():
             if not instruments.same(array, before[name]):
                 instruments.put(array, before[name])
-                return entry, outputs, Verdict(False, {}, f"the input {name} was written to")
-        return entry, outputs, self._verdict(entry, outputs)
+                return entry, outputs, Verdict(False, {}, f"the input {name} was written to"), seconds
+        return entry, outputs, self._verdict(entry, outputs), seconds
 
     def _verdict(self, entry: Entry, outputs: Sequence[Any]) -> Verdict:
         return self.judge.verdict(entry.framework, outputs, entry.call.target, entry.call.interpret)
@@ -185,8 +193,7 @@ class _Trial:
                 yield from interleaved(watches, self.plan.rounds).items()
                 return
             except CallFailed as e:
-                cause = e.__cause__
-                found[e.name] = settled(found[e.name], FAILED, one_line(f"{type(cause).__name__}: {cause}"))
+                found[e.name] = settled(found[e.name], FAILED, reason(e.__cause__ or e))
                 self._still_there(entries.pop(e.name).contender)
 
     def _settled(self, row: Row, entry: Entry, before: Sequence[Any], times: Times) -> Row:
@@ -198,7 +205,7 @@ class _Trial:
             verdict = self._verdict(entry, after)
             if not verdict.right:
                 why = f"right at first; after it was timed: {verdict.why}"
-                return {**judged(row, verdict, entry.tiling), "why": why, "verdict": WRONG}
+                return {**judged(row, verdict, entry.tiling, row["first_s"]), "why": why, "verdict": WRONG}
         del after
         return timed(row, times, entry.call, self.rates, entry.instruments.peak_bytes(entry.run))
 

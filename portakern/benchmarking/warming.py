@@ -39,18 +39,18 @@ def warm(plan: Plan, jobs: int, seconds: float, done: Callable[[], None]) -> int
     """Visit the plan's cases with ``jobs`` processes for at most ``seconds``; how many were visited. ``done`` is called
     after each. What is not reached is compiled when it is timed.
 
-    Contenders of other libraries than the subject's are not visited: a compiler that times what it compiles, as XLA
+    Contenders of other libraries than the first subject's are not visited: a compiler that times what it compiles, as XLA
     does, would choose by what other processes do meanwhile.
     """
-    framework = plan.subject.framework
-    others = [b for b in plan.against if registry.known(b) and b.framework == framework]
-    if jobs < 1 or not registry.known(plan.subject):
+    framework = plan.lead.framework
+    visited_too = [b for b in (*plan.subjects[1:], *plan.against) if registry.known(b) and b.framework == framework]
+    if jobs < 1 or not registry.known(plan.lead):
         return 0
     start, visited = time.monotonic(), 0
     with pool(jobs, ALONE) as processes:
-        names = [b.name for b in others]
-        waiting = [processes.submit(_visit, plan.subject.name, names, plan.device, case) for case in plan.cases]
-        _loaded(replace(plan, against=others), plan.against, start + seconds)
+        names = [b.name for b in visited_too]
+        waiting = [processes.submit(_visit, plan.lead.name, names, plan.device, case) for case in plan.cases]
+        _loaded(plan, visited_too, start + seconds)
         with suppress(TimeoutError):
             for future in as_completed(waiting, timeout=max(0.0, start + seconds - time.monotonic())):
                 visited += future.exception() is None
@@ -58,12 +58,14 @@ def warm(plan: Plan, jobs: int, seconds: float, done: Callable[[], None]) -> int
     return visited
 
 
-def _loaded(plan: Plan, peers: Sequence[Backend], deadline: float) -> None:
+def _loaded(plan: Plan, others: Sequence[Backend], deadline: float) -> None:
     """Load meanwhile, in this process, what the first call of each op has its libraries load: some take ten seconds."""
-    for name in {b.framework for b in peers if b.unavailable() is None}:
+    everybody = (*plan.subjects, *plan.against)
+    for name in {b.framework for b in everybody if b.unavailable() is None}:
         with suppress(Exception):  # who needs it will meet this again, and say it
             frameworks()[name].load()
             frameworks()[name].devices()
+    plan = replace(plan, subjects=plan.subjects[:1], against=others)
     for case in {case.timed: case for case in reversed(plan.cases)}.values():
         if time.monotonic() > deadline:
             return
@@ -71,6 +73,6 @@ def _loaded(plan: Plan, peers: Sequence[Backend], deadline: float) -> None:
             visit(plan, case)
 
 
-def _visit(subject: str, against: list[str], device: str | None, case: TimedCase) -> None:
-    plan = Plan([case], registry.backend(subject), [registry.backend(n) for n in against], device)
+def _visit(lead: str, others: list[str], device: str | None, case: TimedCase) -> None:
+    plan = Plan([case], [registry.backend(lead)], [registry.backend(n) for n in others], device)
     visit(plan, case)

@@ -65,7 +65,7 @@ def bench(
         os.environ.setdefault(name, value)
     _check_asked(ops, suite, shape, dtype, json_file, plot)
     errors_only(context)
-    from portakern.benchmarking.contenders import absent, against_named
+    from portakern.benchmarking.contenders import absent, against_named, together
     from portakern.benchmarking.run import Plan
 
     subjects = [registry.backend(b) for b in backend] if backend else _compiling_here(device)
@@ -73,10 +73,10 @@ def bench(
     if not cases:
         raise SpecError("bench: no call is left of what was named; see the suites' dtypes and ops, or give --shape")
     found = _Rows(json_file, start)
-    for subject in subjects:
-        named = [b for b in against_named(against) if b is not subject]
-        found.absent |= absent(named)
-        _measure(Plan(cases, subject, named, device, rounds, budget), jobs, found)
+    named = [b for b in against_named(against) if b not in subjects]
+    found.absent |= absent(named)
+    for measured in together(subjects, device):
+        _measure(Plan(cases, measured, named, device, rounds, budget), jobs, found)
     found.show()
     if plot:
         found.draw(plot)
@@ -91,29 +91,35 @@ def _measure(plan: Plan, jobs: int | None, found: _Rows) -> None:
     from portakern.benchmarking.foresight import foreseeing
     from portakern.benchmarking.run import DeviceLost, run
 
-    framework, device, target = here(plan.subject, plan.device)
+    framework, device, target = here(plan.lead, plan.device)
+    names = " and ".join(b.name for b in plan.subjects)
     cores = (max((os.cpu_count() or 2) - 1, 1) if jobs is None else jobs) if target.platform != "cpu" else 0
-    oracles = cores // 2
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         Progress(*columns, console=err, transient=True) as bar,
-        foreseeing(plan.cases, target, oracles) as foresight,
+        foreseeing(plan.cases, target, cores // 2) as foresight,
     ):
         if cores and framework.instruments(device).shared:
             compiling = bar.add_task("compiling ahead", total=len(plan.cases))
-            warming.warm(plan, cores - oracles, COMPILING * (plan.seconds or 0.0), lambda: bar.advance(compiling))
-        task = bar.add_task(f"timing {plan.subject.name}", total=len(plan.cases))
+            warming.warm(plan, cores, _share(plan, found.start), lambda: bar.advance(compiling))
+        task = bar.add_task(f"timing {names}", total=len(plan.cases))
 
         def done(outcome: Outcome, case: TimedCase) -> None:
-            found.take(plan.subject.name, outcome)
+            found.take(names, outcome)
             bar.update(task, advance=1, description=f"{case.timed} {case.dtype}: {found.last()}"[:60])
 
         try:
-            found.take(plan.subject.name, run(plan, done, found.start, foresight))
+            found.take(names, run(plan, done, found.start, foresight))
         except DeviceLost as e:
             found.show()
             err.print(str(e), style="red", markup=False, highlight=False, soft_wrap=True)
             raise typer.Exit(1) from None
+
+
+def _share(plan: Plan, start: float) -> float:
+    """The seconds that compiling ahead may take, of those that are left."""
+    seconds = plan.seconds or 0.0
+    return max(0.0, min(COMPILING * seconds, seconds - (time.perf_counter() - start)))
 
 
 def _check_asked(
@@ -193,6 +199,9 @@ def _shaped(name: str, text: str, dtype: list[str] | None, gradients: bool) -> I
     return suites.each(case, dtype or suites.DTYPES, "only" if spec.is_vjp else gradients)
 
 
+NOTED = 0.5
+"""Seconds of a first call, compilers included, from which they are worth a word."""
+
 NAMES = 18
 """Columns that the name of a contender takes, with what stands before and behind it."""
 
@@ -209,8 +218,8 @@ class _Rows:
     def rows(self) -> list[dict[str, Any]]:
         return [row for outcome in self.outcomes.values() for row in outcome.rows]
 
-    def take(self, subject: str, outcome: Any) -> None:
-        self.outcomes[subject] = outcome
+    def take(self, subjects: str, outcome: Any) -> None:
+        self.outcomes[subjects] = outcome
         if self.file and self.rows:
             results.write(self.file, self.record())
 
@@ -225,7 +234,7 @@ class _Rows:
         )  # fmt: skip
 
     def last(self) -> str:
-        """The subject's last result, for the progress bar."""
+        """The subjects' last result, for the progress bar."""
         mine = [r for r in self.rows if r["subject"]]
         if not mine:
             return ""
@@ -246,9 +255,9 @@ class _Rows:
                     out.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
         for name, why in self.absent.items():
             out.print(f"{name} takes no part: {why}", markup=False, highlight=False, soft_wrap=True)
-        for subject, outcome in self.outcomes.items():
+        for subjects, outcome in self.outcomes.items():
             rates = ", ".join(_rate(n, r) for n, r in outcome.rates.items())
-            out.print(f"the roof on {subject}'s device, measured: {rates}", highlight=False, soft_wrap=True)
+            out.print(f"the roof on the device of {subjects}, measured: {rates}", highlight=False, soft_wrap=True)
             for case, why in outcome.unserved:
                 what = f"{case.timed} {case.dtype} of {case.suite} cannot be timed: {why}"
                 out.print(what, style="red", markup=False, highlight=False, soft_wrap=True)
@@ -295,6 +304,7 @@ def _parts(row: dict[str, Any]) -> list[str]:
         f"{row['share']:.0%} of the roof" if row["share"] is not None else "",
         f"{row['ratio']:.2f} of the best peer's speed" if row.get("ratio") is not None else "",
         f"error {row['error']:.2f} of the bound" if row["error"] is not None else "",
+        f"first call {row['first_s']:.1f} s" if row["first_s"] >= NOTED else "",
         f"clock: {row['clock']}" if row["clock"] not in ("events", "queue") else "",
     ]
     return [p for p in parts if p]

@@ -59,9 +59,19 @@ def build(
     except (SpecError, UnsupportedError) as e:
         result.reason = one_line(str(e))
     except Exception as e:
-        result.reason = one_line(f"{type(e).__name__}: {e}")
+        result.reason = reason(e)
     result.seconds = round(time.perf_counter() - start, 2)
     return result
+
+
+def reason(e: BaseException) -> str:
+    """What went wrong, in a line. A compiler that shows where it was when something else went wrong is followed to
+    that: Triton's own error says ``at 30:8``, and no more, of what a function that was called there could not do."""
+    cause = e
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    first, last = (one_line(f"{type(x).__name__}: {x}") for x in (e, cause))
+    return first if cause is e or last in first else one_line(f"{first.rstrip(':')}: {last}")
 
 
 def one_line(text: str) -> str:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from portakern.compiling.build import Compiled
     from portakern.core.call import Call
 
-__all__ = ["Backend", "Compiler", "Family", "Implementation", "Need", "Profile", "Tiling"]
+__all__ = ["ANY", "Backend", "Compiler", "Drawn", "Family", "Implementation", "Need", "Profile", "Tiling"]
 
 Tiling = Mapping[str, int]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -162,6 +162,35 @@ class Family:
         return found
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """The calls that the checker draws of a variant which takes few of an op's, so that its own kernels run in them and
+    not a refusal. Edges are drawn as of any other.
+
+    Attributes:
+      absent: optional arrays and options that no call gives. multiples: dimension -> what its extent is a multiple of.
+      least: dimension -> its least extent.
+    """
+
+    absent: tuple[str, ...] = ()
+    multiples: Mapping[str, int] = field(default_factory=dict)
+    least: Mapping[str, int] = field(default_factory=dict)
+
+    def extent(self, name: str, extent: int) -> int:
+        """The nearest extent from there on that is drawn."""
+        of = self.multiples.get(name, 1)
+        return -(-max(extent, self.least.get(name, 0)) // of) * of
+
+    def __str__(self) -> str:
+        said = [f"no {name}" for name in self.absent]
+        said += [f"{name} a multiple of {of}" for name, of in self.multiples.items()]
+        return ", ".join([*said, *(f"{name} at least {least}" for name, least in self.least.items())])
+
+
+ANY = Drawn()
+"""Every call of the op."""
+
+
 @dataclass(frozen=True, eq=False)
 class Implementation:
     """One variant of one op on one backend.
@@ -180,6 +209,7 @@ class Implementation:
         to no law.
       copies: what it copies through the framework before or after its kernels, in words; None: nothing.
       same_bits: a row's bits are the same in every tiling.
+      drawn: which calls the checker draws of a variant that takes few.
 
     Neither ``tiling`` nor ``key`` nor ``fit`` may depend on batch or row counts, so that a row's bits do not either;
     but where they are the ``same_bits`` in every tiling.
@@ -197,6 +227,7 @@ class Implementation:
     takes: Callable[[Spec[Any]], frozenset[str]] | None = None
     copies: Callable[[Call, Tiling], str | None] | None = None
     same_bits: bool = False
+    drawn: Drawn = ANY
     _looked: Remembered[Any, bool] = field(default_factory=Remembered, init=False, repr=False)
 
     @functools.cached_property
@@ -335,6 +366,7 @@ class Backend:
         takes: Callable[[Spec[Any]], frozenset[str]] | None = None,
         copies: Callable[[Call, Tiling], str | None] | None = None,
         same_bits: bool = False,
+        drawn: Drawn = ANY,
     ) -> Callable[[F], F]:
         """Register the decorated ``fn(call, tiling)`` as this backend's ``op`` (see :class:`Implementation`).
 
@@ -353,7 +385,9 @@ class Backend:
                         f"{op} on backend {self.name!r} is taken by {there}; "
                         f"{fn.__module__}.{fn.__qualname__} needs a backend of its own: pk.Backend(...)"
                     )
-                made = Implementation(self, family, op, fn, tiling, supports, knobs, key, fit, takes, copies, same_bits)
+                made = Implementation(
+                    self, family, op, fn, tiling, supports, knobs, key, fit, takes, copies, same_bits, drawn
+                )
                 self._found[family.package, op] = made
                 forget()  # ops that were made before serve their next call anew
             return fn

@@ -76,23 +76,24 @@ def reach(kept: Kept) -> str:
             if not b.auto or b.oracle or platform not in _written_for(b):
                 continue
             off = [r for r in found if r.backend == b.name and _meant_for(r, b, platform)]
-            here = [r for r in found if r.backend == b.name and r.target.platform == platform and r.how == "compiled"]
+            there = [r for r in found if r.backend == b.name and r.target.platform == platform]
+            here = [r for r in there if r.how == "compiled"]
             body.append(
                 [
                     machines,
                     b.name,
                     _compiled([r for r in built if r["backend"] == b.name and _platform(r["target"]) == platform], ops),
                     _checked([r for r in off if r.how == "interpreted" and not r.profile], ops),
-                    _checked([r for r in (*off, *here) if r.profile], ops),
-                    _checked([r for r in found if r.how == "emulated" and _meets(r, b, platform)], ops),
+                    _checked([r for r in [*off, *here] if r.profile], ops),
+                    _checked([r for r in there if r.how == "emulated"], ops),
                     _checked([r for r in here if not r.profile], ops),
                     _timed([x for x in timed if x[0]["backend"] == b.name and _of(x[0], platform)], ops, kept.root),
                 ]
             )
     shown = table(COLUMNS, body, words=len(COLUMNS))
     devices = sorted({r.device for r in found if r.how == "compiled" and not r.profile} | {r.device for _, r in timed})
-    there = f"There: {', '.join(devices)}. " if devices else ""
-    return "\n\n".join([shown, *([AGED] if STALE in shown else []), there + NOTES])
+    where = f"There: {', '.join(devices)}. " if devices else ""
+    return "\n\n".join([shown, *([AGED] if STALE in shown else []), where + NOTES])
 
 
 def _written_for(b: Backend) -> set[str]:
@@ -113,10 +114,6 @@ def _meant_for(r: Ran, b: Backend, platform: str) -> bool:
     were of the last family, the one for all architectures."""
     own = [f for f in b.declared if (r.variant or b.declared[-1].name) == f.name and f.interprets]
     return r.target.platform == "cpu" and any(platform in f.platforms for f in own)
-
-
-def _meets(r: Ran, b: Backend, platform: str) -> bool:
-    return r.backend == b.name and r.target.platform == platform
 
 
 def _share(names: Iterable[str], ops: int) -> str:

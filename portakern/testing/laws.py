@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from portakern.core.backend import ANY, Drawn
 from portakern.core.framework import Framework
 from portakern.spec.dtypes import numpy_dtype
 from portakern.testing.sizes import Limits
@@ -35,14 +36,17 @@ class LawCase:
 
 
 class Draw:
-    """Random extents and arrays for a law, and its assertion. ``dtype`` is the op's."""
+    """Random extents and arrays for a law, and its assertion. ``dtype`` is the op's; ``drawn``: of a variant that takes
+    few calls, those that it takes."""
 
-    def __init__(self, dtype: str, seed: int) -> None:
+    def __init__(self, dtype: str, seed: int, drawn: Drawn = ANY) -> None:
         self.dtype = dtype
+        self.drawn = drawn
         self.rng = np.random.default_rng(seed)
 
-    def extent(self, lo: int, hi: int) -> int:
-        return int(self.rng.integers(lo, hi + 1))
+    def extent(self, lo: int, hi: int, of: str = "") -> int:
+        """From lo to hi; ``of``: the dimension, where a variant may take only some."""
+        return self.drawn.extent(of, int(self.rng.integers(lo, hi + 1)))
 
     def normal(self, *shape: int) -> np.ndarray:
         """Standard normal values in the op's dtype."""
@@ -103,7 +107,7 @@ def run_law(subject: Subject, case: LawCase, limits: Limits | None = None) -> No
         return tuple(None if o is None else _copy(fw, o) for o in out) if isinstance(out, tuple) else _copy(fw, out)
 
     law: Callable[..., None] = spec.laws[case.law]
-    law(run, Draw(case.dtype, case.seed))
+    law(run, Draw(case.dtype, case.seed, limits.drawn))
 
 
 def _copy(fw: Framework, array: Any) -> np.ndarray:

@@ -121,6 +121,7 @@ def check(
         arguments=subject.arguments if limits.arguments is None else limits.arguments,
         always=limits.always | subject.always,
         options={**limits.options, **_checked(spec, options or {})},
+        drawn=subject.drawn,
     )
     limits, conceded = concede(spec, limits, concessions)
     asked = _asked(promises)

@@ -11,6 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from portakern.core import registry
+from portakern.core.backend import ANY, Drawn
 from portakern.core.call import shape_of
 from portakern.spec import ArrayArg, Edge, Spec
 from portakern.spec.dtypes import DTYPES
@@ -51,6 +52,7 @@ class Limits:
       always: arguments that are given in every call, because the implementation has no default for them.
       options: values that options have in every call, whether the implementation takes them or has them built in.
       one_dtype: no array is float32 beside 16-bit ones; empty: an extent may be 0.
+      drawn: of a variant that takes few calls, those that are drawn beside edges.
     """
 
     elements: int = 4096
@@ -65,6 +67,7 @@ class Limits:
     options: Mapping[str, Any] = field(default_factory=dict)
     one_dtype: bool = False
     empty: bool = True
+    drawn: Drawn = ANY
 
     def takes(self, name: str) -> bool:
         return self.arguments is None or name in self.arguments

@@ -14,6 +14,7 @@ from hypothesis import reject
 from hypothesis import strategies as st
 
 from portakern.core import registry
+from portakern.core.backend import ANY
 from portakern.core.call import dropped_dims, shape_of
 from portakern.errors import SpecError
 from portakern.spec import ArrayArg, Edge, Spec, Tile
@@ -43,19 +44,21 @@ def cases(
     the corner to visit; ``whose_turn`` gives the dtype, None: any. What is drawn does not depend on it. ``fills``: the
     arrays fill a chip."""
     edge = edge or Edge("")
+    drawn = ANY if edge.name else limits.drawn
     given = [
         a
         for a in spec.arrays
         if not a.optional
         or a.name in edge.given
         or a.name in limits.always
-        or (limits.takes(a.name) and a.name not in edge.absent and draw(st.booleans()))
+        or (limits.takes(a.name) and a.name not in (*edge.absent, *drawn.absent) and draw(st.booleans()))
     ]
     if fills:
         dims, kept = filling_dims(draw, spec, given, limits), spec.dims
     else:
         wide, kept = drawn_dims(draw, spec, edge, limits)
         dims = shrink_to_fit(spec, given, wide, limits, edge, kept)
+    dims = {n: e if isinstance(e, tuple) else drawn.extent(n, e) for n, e in dims.items()}
     if edge.same:
         dims = one_form(spec, edge.same, dims) or dims
     plain = [a for a in given if not any(f in spec.drops for d in a.dims for f in d.factors)]
@@ -163,7 +166,8 @@ def _options(
     fixed = {**edge.options, **limits.options}
     found = {o.name: fixed[o.name] for o in spec.options if o.name in fixed and fixed[o.name] != o.default}
     for o in spec.options:
-        if o.name not in fixed and limits.takes(o.name) and draw(st.booleans()):
+        absent = not edge.name and o.name in limits.drawn.absent
+        if o.name not in fixed and limits.takes(o.name) and not absent and draw(st.booleans()):
             value = draw(_option_values(o, shapes))
             if value != o.default:
                 found[o.name] = value

@@ -12,7 +12,7 @@ from typing import Any
 
 from portakern.api import op
 from portakern.core import registry, tilings
-from portakern.core.backend import Backend, Implementation
+from portakern.core.backend import ANY, Backend, Drawn, Implementation
 from portakern.core.call import Call
 from portakern.core.framework import Framework, frameworks
 from portakern.core.route import to_framework
@@ -42,7 +42,7 @@ class Subject:
       reproduce: ``reproduce(case)``, a line that runs a case again: for a shell, or for Python where a new process
         would not find what is checked.
       name: for people.
-      emulated: whether the host stands in for the target.
+      emulated: whether the host stands in for the target. drawn: which calls are drawn beside edges.
     """
 
     spec: Spec[Any]
@@ -61,6 +61,7 @@ class Subject:
     always: frozenset[str] = frozenset()
     lawful: bool = True
     emulated: bool = False
+    drawn: Drawn = ANY
 
 
 def backend_variants(
@@ -145,7 +146,7 @@ def backend_subject(
         + (f", variant {named}" if named else "")
         + (f", profile {profile}" if profile else ""),
         lawful=not b.peer,
-        emulated=standing_for is not None,
+        emulated=standing_for is not None, drawn=impl.drawn,
     )  # fmt: skip
 
 
@@ -278,4 +279,5 @@ def concede(spec: Spec[Any], limits: Limits, names: Collection[str]) -> tuple[Li
     made = {"one_dtype": narrowed.one_dtype, "no_empty": not narrowed.empty}
     built_in = [f"{n} is {v!r} in every call" for n, v in limits.options.items()]
     given = [f"{n} is always given: it has no default" for n in sorted(limits.always)]
-    return narrowed, (*given, *built_in, *(CONCESSIONS[n] for n, is_made in made.items() if is_made))
+    beside = [f"beside edges, {limits.drawn}"] if limits.drawn != ANY else []
+    return narrowed, (*beside, *given, *built_in, *(CONCESSIONS[n] for n, is_made in made.items() if is_made))

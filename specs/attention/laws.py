@@ -13,7 +13,7 @@ from portakern.specs.attention.contract import attention
 @attention.law
 def causal_prefix_ignores_the_future(run, draw):
     """What comes later changes no bit of an earlier row, on finite data."""
-    n, d = draw.extent(20, 150), draw.extent(4, 40)
+    n, d = draw.extent(20, 150), draw.extent(4, 40, "d")
     q, k, v = draw.normal(1, n, 2, d), draw.normal(1, n, 1, d), draw.normal(1, n, 1, d)
     cut = draw.extent(1, n - 1)
     later_k, later_v = k.copy(), v.copy()
@@ -28,7 +28,7 @@ def causal_prefix_ignores_the_future(run, draw):
 @attention.law
 def heads_and_batches_are_independent(run, draw):
     """One batch entry and one key head, alone, give the same bits as among others."""
-    q_len, kv_len, d = draw.extent(1, 70), draw.extent(1, 150), draw.extent(4, 40)
+    q_len, kv_len, d = draw.extent(1, 70), draw.extent(1, 150), draw.extent(4, 40, "d")
     q, k, v = draw.normal(3, q_len, 4, d), draw.normal(3, kv_len, 2, d), draw.normal(3, kv_len, 2, d)
     draw.same_bits(
         run(q[1:2, :, 2:], k[1:2, :, 1:], v[1:2, :, 1:]), run(q, k, v)[1:2, :, 2:], "one batch entry and key head alone"
@@ -45,7 +45,7 @@ def grouped_heads_equal_repeated_heads(run, draw):
 @attention.law
 def queries_are_independent(run, draw):
     """The last queries alone give the same bits: they keep their place beside the keys."""
-    q_len, kv_len, d = draw.extent(2, 150), draw.extent(1, 150), draw.extent(4, 40)
+    q_len, kv_len, d = draw.extent(2, 150), draw.extent(1, 150), draw.extent(4, 40, "d")
     q, k, v = draw.normal(1, q_len, 2, d), draw.normal(1, kv_len, 2, d), draw.normal(1, kv_len, 2, d)
     last = draw.extent(1, q_len)
     draw.same_bits(run(q[:, -last:], k, v), run(q, k, v)[:, -last:], "the last queries alone")
@@ -54,7 +54,7 @@ def queries_are_independent(run, draw):
 @attention.law
 def few_queries_over_many_keys(run, draw):
     """How many queries a call has changes no bit of one, over keys that are worth more than one program."""
-    q_len, kv_len, d = draw.extent(70, 140), draw.extent(1030, 1500), draw.extent(4, 40)
+    q_len, kv_len, d = draw.extent(70, 140), draw.extent(1030, 1500), draw.extent(4, 40, "d")
     q, k, v = draw.normal(1, q_len, 4, d), draw.normal(1, kv_len, 2, d), draw.normal(1, kv_len, 2, d)
     last = draw.extent(1, 9)
     draw.same_bits(

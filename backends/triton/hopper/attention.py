@@ -23,6 +23,7 @@ from portakern.backends.triton.gpu._split import chunk_length
 from portakern.backends.triton.hopper._flash import Plan, Work, flash_kernel
 from portakern.backends.triton.launch import cdiv, launch, shared_limit, torch_dtype
 from portakern.backends.triton.layout import contiguous_strides, fresh, pow2_at_least
+from portakern.core.backend import Drawn
 from portakern.spec import Count
 from portakern.specs.attention import score_unit
 
@@ -54,11 +55,6 @@ def shared_bytes(plan: Plan) -> int:
     return 2 * held + BARRIERS
 
 
-TRIED = 128
-"""The largest head dimension with which the kernel has run on a device. It compiles for up to 256, and for windows;
-what compiles may still wait for a barrier for ever, so that both are refused until they have been seen to end."""
-
-
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     dims, plan = call.dims, plan_of(call, tiling)
     if call.interpret:
@@ -83,8 +79,6 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
             f"{plan.stages} stages of {plan.block_kv} keys take {shared_bytes(plan)} bytes of shared memory; "
             f"{call.target.arch or 'sm_90'} has {shared_limit(call.target.arch)}"
         )
-    if max(dims["d"], dims["dv"]) > TRIED or call.options["window"] is not None:
-        return f"windows, and head dimensions beyond {TRIED}, go to the portable kernel: this one has not run with them"
     return portable.supports(call, tiling)
 
 
@@ -96,7 +90,11 @@ def least_chunk(call: Call) -> dict[str, int]:
     return {"chunk": 512}
 
 
-@BACKEND.implements("attention", tiling=least_chunk, key=portable.key, fit=portable.fit, supports=supports, knobs=KNOBS)
+DRAWN = Drawn(("bias", "q_segment_ids", "kv_segment_ids"), {"d": 8, "dv": 8}, {"q_len": QUERIES + 1})
+
+
+@BACKEND.implements("attention", tiling=least_chunk, key=portable.key, fit=portable.fit, supports=supports, knobs=KNOBS,
+                    drawn=DRAWN)  # fmt: skip
 def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     dims, options = call.dims, call.options
     rows, _ = portable.rows_plan(call, tiling)
