@@ -9,7 +9,7 @@ import numpy as np
 import portakern as pk
 from tests.ops._shared import BF16, SWEPT, draw, flush, in_blocks, pick, sweep, zeros
 from tests.ops.logsumexp import sums
-from tests.ops.record import Fault, ForwardRecord, Hiding, Layer, Mapped, Near, Sample
+from tests.ops.record import Fault, ForwardRecord, Hiding, Layer, Mapped, Near, Sample, Twin
 
 
 def simulate(logits, labels, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, return_lse=False, *, block=None,
@@ -216,4 +216,14 @@ RECORD = ForwardRecord(
     launched=Sample({"logits": (64, 512), "labels": (64,)}),
     past_2_31=past_2_31,
     far=far,
+    twin=Twin(
+        "cross_entropy",
+        lambda logits, labels: (logits, labels),
+        sampled="nn.functional.cross_entropy",
+        refusals={
+            "weight is given; expected None": "a weight of each class is refused",
+            "probabilities of classes; expected integers": "targets of probabilities are refused",
+        },
+        least=8,
+    ),
 )
