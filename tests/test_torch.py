@@ -281,6 +281,10 @@ class PairVjpOut(NamedTuple):
     d_x: Float[A, "*batch n"]
 
 
+class SumVjpOut(NamedTuple):
+    d_a: Float[A, "*batch n"]
+
+
 def flops(call):
     return 1.0
 
@@ -389,6 +393,30 @@ def test_a_vjp_that_gives_every_gradient_its_name():
         if found.vjp:
             wired = wiring(found)
             assert set(wired.gradients.values()) == {o.name for o in wired.vjp.outputs}
+
+
+@pytest.mark.parametrize("also", [{"d_y": ["b"]}, {"d_a": ["c"]}, {"y": ["b"]}])
+def test_a_shared_gradient_that_is_none_or_of_no_input_is_refused(also, monkeypatch):
+    @spec(tiling={}, flops=flops, vjp="sum_vjp")
+    def sum(a: Float[A, "*batch n"], b: Float[A, "*batch n"]) -> DoubleOut:
+        """y = a + b."""
+
+    def of_sum(also):
+        @spec(tiling={}, flops=flops, also=also)
+        def sum_vjp(d_y: Float[A, "*batch n"]) -> SumVjpOut:
+            """d_a = d_y, and so is the gradient of b."""
+
+        monkeypatch.setattr(registry, "find_spec", lambda name: sum_vjp)
+        wiring.cache_clear()
+        return wiring(sum)
+
+    assert of_sum({"d_a": ["b"]}).gradients == {"a": "d_a", "b": "d_a"}
+    ((output, others),) = also.items()
+    words = (
+        f"sum_vjp: also says that {output} is the gradient of {others[0]} too; expected a gradient among its outputs, "
+    )
+    with pytest.raises(pk.SpecError, match=words + "and inputs of sum: a, b"):
+        of_sum(also)
 
 
 def test_numpy_and_jax_arrays_pay_nothing_for_it():

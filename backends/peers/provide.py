@@ -198,7 +198,8 @@ def _torch_gradients(
     leaves = {n: a if a is None else a.detach().requires_grad_(n in wanted) for n, a in arrays.items()}
     with torch.enable_grad():
         found = _tuple(fn(**leaves))
-    ys, ds = zip(*((y, d) for y, d in zip(found, cotangents, strict=True) if d is not None), strict=True)
+    given = [(y, d) for y, d in zip(found, cotangents, strict=True) if d is not None and y.requires_grad]
+    ys, ds = zip(*given, strict=True)  # an output that no wanted input reaches has no graph
     return lambda: torch.autograd.grad(ys, [leaves[n] for n in wanted], ds, retain_graph=True)
 
 
