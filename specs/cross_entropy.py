@@ -237,9 +237,12 @@ def rising_rows(arrays, rng, options):
     arrays["logits"][...] = np.linspace(-8, 8, arrays["logits"].shape[-1])
 
 
-@cross_entropy.edge(dims={"n": (257, 390)}, options={"label_smoothing": 0.3}, smallest_tiles=True)
+@cross_entropy.edge(dims={"batch": (1, 1), "n": (257, 390)}, options={"label_smoothing": 0.3}, smallest_tiles=True)
 def labels_at_both_ends(arrays, rng, options):
-    """The first and the last class, in several tiles of which the last is ragged; all classes share the target."""
+    """The first or the last class, in several tiles of which the last is ragged; all classes share the target.
+
+    Of one row, as a tile of several rows may have to be a wide one.
+    """
     arrays["labels"][...] = rng.choice([0, arrays["logits"].shape[-1] - 1], arrays["labels"].shape)
 
 

@@ -114,9 +114,14 @@ def cross_entropy(logits: Any, labels: Any, *, ignore_index: int = -100, label_s
     import torch
     from torch.nn import functional
 
-    n, options = logits.shape[-1], {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    loss = functional.cross_entropy(wide.reshape(-1, n), labels.reshape(-1).long(), reduction="none", **options)
+    loss = functional.cross_entropy(
+        wide.reshape(-1, logits.shape[-1]),
+        labels.reshape(-1).long(),
+        ignore_index=ignore_index,
+        reduction="none",
+        label_smoothing=label_smoothing,
+    )
     return loss.reshape(labels.shape)
 
 
