@@ -25,6 +25,217 @@ class JAXArray(Protocol):
 Array = TypeVar("Array", bound=PyTorchArray | JAXArray)
 T = TypeVar("T", covariant=True)
 
+class AddLayernormOut(NamedTuple, Generic[T]):
+    y: T
+    residual_out: T
+
+class AddLayernormOp(Op):
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        residual: Array,
+        weight: Array | None = None,
+        bias: Array | None = None,
+        *,
+        eps: float = 1e-05,
+    ) -> AddLayernormOut[Array]:
+        """residual_out = x + residual and y = layernorm(residual_out): what a transformer does between two of its
+        layers.
+
+        The sum is rounded to its dtype, and what is normed is that, as where a model adds first; all else as in
+        layernorm.
+
+        Args:
+          x: (*batch, n), what a layer gave; residual: of that shape, what went past it.
+          weight, bias, eps: as in layernorm.
+
+        Returns:
+          y: the shape and dtype of x; residual_out: the sum, which goes past the next layer, of the same. In the sum
+          infinities of opposite sign make NaN; what NaN and infinities of the sum make of y, layernorm says.
+        """
+    @overload
+    def __call__(
+        self,
+        x: NDArray[Any],
+        residual: NDArray[Any],
+        weight: NDArray[Any] | None = None,
+        bias: NDArray[Any] | None = None,
+        *,
+        eps: float = 1e-05,
+    ) -> AddLayernormOut[NDArray[Any]]: ...
+
+class AddLayernormVjpOut(NamedTuple, Generic[T]):
+    d_x: T
+    d_weight: T | None
+    d_bias: T | None
+
+class AddLayernormVjpOp(Op):
+    @overload
+    def __call__(
+        self,
+        residual_out: Array,
+        d_y: Array,
+        weight: Array | None = None,
+        bias: Array | None = None,
+        d_residual_out: Array | None = None,
+        *,
+        eps: float = 1e-05,
+        wants: None = None,
+    ) -> AddLayernormVjpOut[Array]:
+        """d_x = d_residual_out + the d_x of layernorm_vjp at residual_out, and its d_weight and d_bias, in float32.
+
+        Args:
+          residual_out: (*batch, n), the sum that add_layernorm returned; d_y, d_residual_out: the cotangents of what it
+            returned, the second None for zeros.
+          weight, bias, eps: as in add_layernorm.
+
+        Returns:
+          d_x: the gradient with respect to x and to residual, which are one, of the shape and dtype of residual_out;
+          d_weight, d_bias: as in layernorm_vjp.
+        """
+    @overload
+    def __call__(
+        self,
+        residual_out: Array,
+        d_y: Array,
+        weight: Array | None = None,
+        bias: Array | None = None,
+        d_residual_out: Array | None = None,
+        *,
+        eps: float = 1e-05,
+        wants: Iterable[Literal["d_x", "d_weight", "d_bias"]] | None,
+    ) -> AddLayernormVjpOut[Array | None]: ...
+    @overload
+    def __call__(
+        self,
+        residual_out: NDArray[Any],
+        d_y: NDArray[Any],
+        weight: NDArray[Any] | None = None,
+        bias: NDArray[Any] | None = None,
+        d_residual_out: NDArray[Any] | None = None,
+        *,
+        eps: float = 1e-05,
+        wants: None = None,
+    ) -> AddLayernormVjpOut[NDArray[Any]]: ...
+    @overload
+    def __call__(
+        self,
+        residual_out: NDArray[Any],
+        d_y: NDArray[Any],
+        weight: NDArray[Any] | None = None,
+        bias: NDArray[Any] | None = None,
+        d_residual_out: NDArray[Any] | None = None,
+        *,
+        eps: float = 1e-05,
+        wants: Iterable[Literal["d_x", "d_weight", "d_bias"]] | None,
+    ) -> AddLayernormVjpOut[NDArray[Any] | None]: ...
+
+class AddRmsnormOut(NamedTuple, Generic[T]):
+    y: T
+    residual_out: T
+
+class AddRmsnormOp(Op):
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        residual: Array,
+        weight: Array | None = None,
+        *,
+        eps: float = 1e-06,
+        rounding: Literal["once", "before_weight"] = "once",
+    ) -> AddRmsnormOut[Array]:
+        """residual_out = x + residual and y = rmsnorm(residual_out): what a transformer does between two of its layers.
+
+        The sum is rounded to its dtype, and what is normed is that, as where a model adds first; all else as in
+        rmsnorm.
+
+        Args:
+          x: (*batch, n), what a layer gave; residual: of that shape, what went past it.
+          weight, eps, rounding: as in rmsnorm.
+
+        Returns:
+          y: the shape and dtype of x; residual_out: the sum, which goes past the next layer, of the same. In the sum
+          infinities of opposite sign make NaN; what NaN and infinities of the sum make of y, rmsnorm says.
+        """
+    @overload
+    def __call__(
+        self,
+        x: NDArray[Any],
+        residual: NDArray[Any],
+        weight: NDArray[Any] | None = None,
+        *,
+        eps: float = 1e-06,
+        rounding: Literal["once", "before_weight"] = "once",
+    ) -> AddRmsnormOut[NDArray[Any]]: ...
+
+class AddRmsnormVjpOut(NamedTuple, Generic[T]):
+    d_x: T
+    d_weight: T | None
+
+class AddRmsnormVjpOp(Op):
+    @overload
+    def __call__(
+        self,
+        residual_out: Array,
+        d_y: Array,
+        weight: Array | None = None,
+        d_residual_out: Array | None = None,
+        *,
+        eps: float = 1e-06,
+        rounding: Literal["once", "before_weight"] = "once",
+        wants: None = None,
+    ) -> AddRmsnormVjpOut[Array]:
+        """d_x = d_residual_out + the d_x of rmsnorm_vjp at residual_out, and its d_weight, in float32 (float64 for
+        float64).
+
+        Args:
+          residual_out: (*batch, n), the sum that add_rmsnorm returned; d_y, d_residual_out: the cotangents of what it
+            returned, the second None for zeros.
+          weight, eps, rounding: as in add_rmsnorm.
+
+        Returns:
+          d_x: the gradient with respect to x and to residual, which are one, of the shape and dtype of residual_out;
+          d_weight: as in rmsnorm_vjp.
+        """
+    @overload
+    def __call__(
+        self,
+        residual_out: Array,
+        d_y: Array,
+        weight: Array | None = None,
+        d_residual_out: Array | None = None,
+        *,
+        eps: float = 1e-06,
+        rounding: Literal["once", "before_weight"] = "once",
+        wants: Iterable[Literal["d_x", "d_weight"]] | None,
+    ) -> AddRmsnormVjpOut[Array | None]: ...
+    @overload
+    def __call__(
+        self,
+        residual_out: NDArray[Any],
+        d_y: NDArray[Any],
+        weight: NDArray[Any] | None = None,
+        d_residual_out: NDArray[Any] | None = None,
+        *,
+        eps: float = 1e-06,
+        rounding: Literal["once", "before_weight"] = "once",
+        wants: None = None,
+    ) -> AddRmsnormVjpOut[NDArray[Any]]: ...
+    @overload
+    def __call__(
+        self,
+        residual_out: NDArray[Any],
+        d_y: NDArray[Any],
+        weight: NDArray[Any] | None = None,
+        d_residual_out: NDArray[Any] | None = None,
+        *,
+        eps: float = 1e-06,
+        rounding: Literal["once", "before_weight"] = "once",
+        wants: Iterable[Literal["d_x", "d_weight"]] | None,
+    ) -> AddRmsnormVjpOut[NDArray[Any] | None]: ...
+
 class AttentionOut(NamedTuple, Generic[T]):
     o: T
     lse: T
@@ -285,6 +496,172 @@ class AttentionVjpOp(Op):
         precision: Literal["ieee", "tf32"] = "ieee",
         wants: Iterable[Literal["d_q", "d_k", "d_v", "d_bias"]] | None,
     ) -> AttentionGradients[NDArray[Any] | None]: ...
+
+class CrossEntropyOut(NamedTuple, Generic[T]):
+    loss: T
+    lse: T
+
+class CrossEntropyOp(Op):
+    @overload
+    def __call__(
+        self,
+        logits: Array,
+        labels: Array,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        return_lse: Literal[False] = False,
+    ) -> Array:
+        """loss = log l + (1 - e) (m - x_t) + e (m - mean x) + z lse^2 of each row x of logits, t its label, in float32.
+
+        With m = max x, or 0 where that is infinite, l = sum exp(x - m), lse = m + log l, e = label_smoothing and z =
+        z_loss; in float64 for float64. A term whose factor e or z is 0 is left out. The sources are Szegedy et al.
+        2016,
+        "Rethinking the inception architecture", section 7, for e, and de Brebisson and Vincent 2016, "The z-loss", in
+        the
+        form of Chowdhery et al. 2022, "PaLM", section 5, for z.
+
+        Args:
+          logits: (*batch, n), n classes a row; labels: (*batch), int32 or int64, the class of each row.
+          ignore_index: a label whose row takes no part: nothing of it is read, its loss, its lse and its gradients are
+            0.
+          label_smoothing: the share of the target that all classes divide evenly, from 0 to 1.
+          z_loss: the weight of lse^2, >= 0, which keeps logits near 0.
+          return_lse: whether lse comes with the loss.
+
+        Returns:
+          loss: (*batch), float32 whatever the logits are (float64 for float64), not reduced; lse: of the same. NaN and
+          infinities of a row reach its own loss by plain arithmetic: a -inf that is not the label adds nothing where e
+            is
+          0, one that is gives inf. What a label outside the classes gives is not promised; nothing is read out of
+            bounds.
+        """
+    @overload
+    def __call__(
+        self,
+        logits: Array,
+        labels: Array,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        return_lse: Literal[True],
+    ) -> CrossEntropyOut[Array]: ...
+    @overload
+    def __call__(
+        self,
+        logits: Array,
+        labels: Array,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        return_lse: bool = False,
+    ) -> Array | CrossEntropyOut[Array]: ...
+    @overload
+    def __call__(
+        self,
+        logits: NDArray[Any],
+        labels: NDArray[Any],
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        return_lse: Literal[False] = False,
+    ) -> NDArray[Any]: ...
+    @overload
+    def __call__(
+        self,
+        logits: NDArray[Any],
+        labels: NDArray[Any],
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        return_lse: Literal[True],
+    ) -> CrossEntropyOut[NDArray[Any]]: ...
+    @overload
+    def __call__(
+        self,
+        logits: NDArray[Any],
+        labels: NDArray[Any],
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        return_lse: bool = False,
+    ) -> NDArray[Any] | CrossEntropyOut[NDArray[Any]]: ...
+
+class CrossEntropyVjpOut(NamedTuple, Generic[T]):
+    d_logits: T
+
+class CrossEntropyVjpOp(Op):
+    @overload
+    def __call__(
+        self,
+        logits: Array,
+        labels: Array,
+        lse: Array,
+        d_loss: Array,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        wants: None = None,
+    ) -> CrossEntropyVjpOut[Array]:
+        """d_logits_j = d_loss [p_j (1 + 2 z lse) - (1 - e) [j = t] - e / n], p = exp(logits - lse), in float32.
+
+        With t the label, e = label_smoothing and z = z_loss; in float64 for float64.
+
+        Args:
+          logits, labels, ignore_index, label_smoothing, z_loss: what cross_entropy was given.
+          lse: (*batch), what it found; d_loss: (*batch), the cotangent of its loss.
+
+        Returns:
+          d_logits: the shape and dtype of logits, 0 in rows that are ignored. An infinite lse makes p 0, and NaN beside
+            a
+          logit of the same infinity.
+        """
+    @overload
+    def __call__(
+        self,
+        logits: Array,
+        labels: Array,
+        lse: Array,
+        d_loss: Array,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        wants: Iterable[Literal["d_logits"]] | None,
+    ) -> CrossEntropyVjpOut[Array | None]: ...
+    @overload
+    def __call__(
+        self,
+        logits: NDArray[Any],
+        labels: NDArray[Any],
+        lse: NDArray[Any],
+        d_loss: NDArray[Any],
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        wants: None = None,
+    ) -> CrossEntropyVjpOut[NDArray[Any]]: ...
+    @overload
+    def __call__(
+        self,
+        logits: NDArray[Any],
+        labels: NDArray[Any],
+        lse: NDArray[Any],
+        d_loss: NDArray[Any],
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        wants: Iterable[Literal["d_logits"]] | None,
+    ) -> CrossEntropyVjpOut[NDArray[Any] | None]: ...
 
 class LayernormOp(Op):
     @overload
@@ -778,6 +1155,38 @@ class SwigluVjpOp(Op):
 
 @overload
 def op(
+    which: Literal["add_layernorm"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> AddLayernormOp: ...
+@overload
+def op(
+    which: Literal["add_layernorm_vjp"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> AddLayernormVjpOp: ...
+@overload
+def op(
+    which: Literal["add_rmsnorm"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> AddRmsnormOp: ...
+@overload
+def op(
+    which: Literal["add_rmsnorm_vjp"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> AddRmsnormVjpOp: ...
+@overload
+def op(
     which: Literal["attention"],
     *,
     backend: str | Backend | None = None,
@@ -792,6 +1201,22 @@ def op(
     variant: str | None = None,
     tiling: Mapping[str, int] | None = None,
 ) -> AttentionVjpOp: ...
+@overload
+def op(
+    which: Literal["cross_entropy"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> CrossEntropyOp: ...
+@overload
+def op(
+    which: Literal["cross_entropy_vjp"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> CrossEntropyVjpOp: ...
 @overload
 def op(
     which: Literal["layernorm"],

@@ -3,6 +3,7 @@ PyTorch's.
 """
 
 from portakern.frameworks.torch.functions import (
+    cross_entropy,
     layer_norm,
     logsumexp,
     matmul,
@@ -13,6 +14,7 @@ from portakern.frameworks.torch.functions import (
 from portakern.frameworks.torch.swapping import swapped
 
 __all__ = [
+    "cross_entropy",
     "layer_norm",
     "logsumexp",
     "matmul",

@@ -94,9 +94,12 @@ class Moments(NamedTuple):
         rho = np.maximum(np.sqrt(v / low) - 1, 1 - np.sqrt(v / high)) + 4 * u
         return cls(size, mean, centred, var, v, delta, low, rho)
 
-    def normalised_error(self, r: np.ndarray, xh: np.ndarray, unit: Units) -> np.ndarray:
-        """How far xh = (x - mean) r may be off, given its magnitude: see :func:`bound`."""
-        return r * (self.delta + 3 * unit.tau) * (1 + self.rho) + xh * (self.rho + 4 * unit.u) + unit.tau
+    def normalised_error(self, r: np.ndarray, xh: np.ndarray, unit: Units, flushes: float = 1.0) -> np.ndarray:
+        """How far xh = (x - mean) r may be off, given its magnitude, where x may have lost so many tau on its way: see
+        :func:`bound`.
+        """
+        lost = (2 + flushes) * unit.tau
+        return r * (self.delta + lost) * (1 + self.rho) + xh * (self.rho + 4 * unit.u) + unit.tau
 
 
 @layernorm.tolerance
@@ -115,16 +118,20 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     mean's rounding or is subnormal), or where sum |x|, sum (x - mean)^2 or the output's terms reach 2^127, or w is
     infinite (xh rounds to either side of 0).
     """
+    return (round_to(error(call), ref[0], call.dtype),)
+
+
+def error(call: Call, flushes: float = 1.0) -> np.ndarray:
+    """E of :func:`bound`, where x may have lost so many tau on its way here."""
     x, w, b = (call.arrays[name] for name in ("x", "weight", "bias"))
     w, b = 1.0 if w is None else np.abs(w), 0.0 if b is None else magnitude(b)
     unit, n = units(call), x.shape[-1]
     with np.errstate(all="ignore"):
         row = Moments.of(x, call.options["eps"], unit)
         r, xh = 1 / np.sqrt(row.v), np.abs(row.centred) / np.sqrt(row.v)
-        err = w * row.normalised_error(r, xh, unit) + 2 * unit.u * (b + xh * w) + unit.tau * (xh + 2)
+        err = w * row.normalised_error(r, xh, unit, flushes) + 2 * unit.u * (b + xh * w) + unit.tau * (xh + 2)
         overflows = (row.size >= unit.huge) | (n * row.var >= unit.huge) | (xh * w + b >= unit.huge) | np.isinf(w)
-        err = np.where((row.low <= 0) | (np.isfinite(row.size) & overflows), np.inf, err)
-    return (round_to(err, ref[0], call.dtype),)
+        return np.where((row.low <= 0) | (np.isfinite(row.size) & overflows), np.inf, err)
 
 
 @layernorm.sigma

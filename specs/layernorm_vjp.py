@@ -59,7 +59,7 @@ def layernorm_vjp(
     raise NotImplementedError
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """The call by rows of n, (rows, n) or (rows, 1).
 
     Attributes:
@@ -75,7 +75,7 @@ class _Rows(NamedTuple):
     moments: Moments
 
     @classmethod
-    def of(cls, call: Call) -> _Rows:
+    def of(cls, call: Call) -> Rows:
         n, unit = call.dims["n"], units(call)
         x, g = (call.arrays[name].reshape(-1, n) for name in ("x", "d_y"))
         row = Moments.of(x, call.options["eps"], unit)
@@ -113,12 +113,12 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     promised where |xh| <= dxh, or where it arises beside a subnormal.
     """
     with np.errstate(all="ignore"):
-        row = _Rows.of(call)
-        of_x = None if ref[0] is None else _d_x_error(call, row, ref[0])
-        return stored_bounds(call, ref, [of_x, *_column_errors(units(call), row)])
+        row = Rows.of(call)
+        of_x = None if ref[0] is None else d_x_error(call, row, ref[0])
+        return stored_bounds(call, ref, [of_x, *column_errors(units(call), row)])
 
 
-def _d_x_error(call: Call, row: _Rows, d_x: np.ndarray) -> np.ndarray:
+def d_x_error(call: Call, row: Rows, d_x: np.ndarray) -> np.ndarray:
     """E of d_x."""
     unit, n, w = units(call), call.dims["n"], call.arrays["weight"]
     w = np.ones(1) if w is None else w
@@ -145,7 +145,7 @@ def _d_x_error(call: Call, row: _Rows, d_x: np.ndarray) -> np.ndarray:
     return np.where(unsure, inf, err).reshape(d_x.shape)
 
 
-def _column_errors(unit: Any, row: _Rows) -> tuple[np.ndarray, np.ndarray]:
+def column_errors(unit: Any, row: Rows) -> tuple[np.ndarray, np.ndarray]:
     """E of d_weight and of d_bias."""
     g, size, rows = magnitude(row.g), np.abs(row.xh) + row.dxh, row.g.shape[0]
     products, total = (g * size).sum(0), g.sum(0)
@@ -174,9 +174,15 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 
     are the variances, store being the RMS error of storing (``store_spread``).
     """
+    with np.errstate(all="ignore"):
+        return stored_spreads(call, ref, variances(call))
+
+
+def variances(call: Call) -> list[np.ndarray]:
+    """Those of :func:`sigma`, without storing."""
     k2, n = (KAPPA * units(call).u) ** 2, call.dims["n"]
     with np.errstate(all="ignore"):
-        row, c = _Rows.of(call), chain(n)
+        row, c = Rows.of(call), chain(n)
         g, h, xh, r2, mean, rows = row.g, row.h, row.xh, 1 / row.moments.v, row.moments.mean, row.g.shape[0]
         t2 = (1 + 8 / rows) * k2
         shift2 = mean_variance(row.moments.centred, 1, c, t2) + t2 * (c / 3 + 1) * mean**2
@@ -188,7 +194,7 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         own = r2 * (terms + q * np.square(h - c1 - xh * c2))
         of_weight = (g**2 * of_xh).sum(0) + rows**2 * mean_variance(g * xh, 0, rows, k2)[0]
         of_bias = rows**2 * mean_variance(g, 0, rows, k2)[0]
-        return stored_spreads(call, ref, [own.reshape(call.arrays["x"].shape), of_weight, of_bias])
+        return [own.reshape(call.arrays["x"].shape), of_weight, of_bias]
 
 
 @layernorm_vjp.exact

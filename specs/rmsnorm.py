@@ -85,13 +85,14 @@ def rounds(call: Call) -> str | None:
     return kind.name if call.options["rounding"] == "before_weight" and kind.bits < 32 else None
 
 
-def normalised_error(call: Call, xh: np.ndarray, r: np.ndarray, rho: np.ndarray) -> np.ndarray:
+def normalised_error(call: Call, xh: np.ndarray, r: np.ndarray, rho: np.ndarray, flushes: float = 1.0) -> np.ndarray:
     """dxh = |xh| (rho + 4u) + r tau (1 + rho) + tau, by which xh = x r may be off.
 
-    In order: r and the product (or a quotient by the root, 2 ulp); x where it flushes; the product where it does.
+    In order: r and the product (or a quotient by the root, 2 ulp); x where it flushes, or ``flushes`` times tau of it;
+    the product where it does.
     """
     unit = units(call)
-    return np.abs(xh) * (rho + 4 * unit.u) + r * unit.tau * (1 + rho) + unit.tau
+    return np.abs(xh) * (rho + 4 * unit.u) + r * flushes * unit.tau * (1 + rho) + unit.tau
 
 
 @rmsnorm.tolerance
@@ -107,19 +108,23 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     rounds, and w or the product may flush. Beyond what root promises: nothing where |xh w| reaches 2^127, or where w is
     infinite beside an x whose xh may flush (0 * inf is NaN).
     """
+    return (round_to(error(call), ref[0], call.dtype),)
+
+
+def error(call: Call, flushes: float = 1.0) -> np.ndarray:
+    """E of :func:`bound`, where x may have lost so many tau on its way here."""
     x, w, unit = call.arrays["x"], call.arrays["weight"], units(call)
     w = np.ones(1) if w is None else w
     with np.errstate(all="ignore"):
         r, rho, unsure = root(call)
         xh = magnitude(x) * r
-        dxh, narrow = normalised_error(call, xh, r, rho), rounds(call)
+        dxh, narrow = normalised_error(call, xh, r, rho, flushes), rounds(call)
         if narrow:
             dxh, xh = rounding_error(xh, dxh, narrow), rounded(xh, narrow).astype(np.float64)
         product = xh * magnitude(w)
         err = magnitude(w) * dxh + unit.u * product + unit.tau * (xh + 1)
         unsure = unsure | (product >= unit.huge) | (np.isinf(w) & (x != 0) & (xh <= dxh))
-        err = np.where(unsure, inf, err)
-    return (round_to(err, ref[0], call.dtype),)
+        return np.where(unsure, inf, err)
 
 
 def root_spread(call: Call) -> float:

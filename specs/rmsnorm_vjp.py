@@ -60,7 +60,7 @@ def rmsnorm_vjp(
     raise NotImplementedError
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """The call by rows of n, (rows, n) or (rows, 1).
 
     Attributes:
@@ -82,7 +82,7 @@ class _Rows(NamedTuple):
     dh: np.ndarray
 
     @classmethod
-    def of(cls, call: Call) -> _Rows:
+    def of(cls, call: Call) -> Rows:
         x, g = (call.arrays[name].reshape(-1, call.dims["n"]) for name in ("x", "d_y"))
         r, rho, unsure = (a.reshape(-1, 1) for a in root(call))
         xh = x * r
@@ -124,12 +124,12 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     by the sign of xh: nothing is promised beside an x whose xh may flush.
     """
     with np.errstate(all="ignore"):
-        row = _Rows.of(call)
-        of_x = None if ref[0] is None else _d_x_error(call, row, ref[0])
-        return stored_bounds(call, ref, [of_x, _d_weight_error(call, row)])
+        row = Rows.of(call)
+        of_x = None if ref[0] is None else d_x_error(call, row, ref[0])
+        return stored_bounds(call, ref, [of_x, d_weight_error(call, row)])
 
 
-def _d_x_error(call: Call, row: _Rows, d_x: np.ndarray) -> np.ndarray:
+def d_x_error(call: Call, row: Rows, d_x: np.ndarray) -> np.ndarray:
     """E of d_x."""
     unit, n, w = units(call), call.dims["n"], call.arrays["weight"]
     w = np.ones(1) if w is None else w
@@ -154,7 +154,7 @@ def _d_x_error(call: Call, row: _Rows, d_x: np.ndarray) -> np.ndarray:
     return np.where(unsure, inf, err).reshape(d_x.shape)
 
 
-def _d_weight_error(call: Call, row: _Rows) -> np.ndarray:
+def d_weight_error(call: Call, row: Rows) -> np.ndarray:
     """E of d_weight."""
     unit, g, size = units(call), magnitude(row.g), np.abs(row.met) + row.dmet
     products = (g * size).sum(0)
@@ -176,9 +176,15 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 
     are the variances, xh of d_weight as it meets d_y, store being the RMS error of storing (``store_spread``).
     """
+    with np.errstate(all="ignore"):
+        return stored_spreads(call, ref, variances(call))
+
+
+def variances(call: Call) -> list[np.ndarray]:
+    """Those of :func:`sigma`, without storing."""
     k2, q, n = (KAPPA * units(call).u) ** 2, root_spread(call), call.dims["n"]
     with np.errstate(all="ignore"):
-        row = _Rows.of(call)
+        row = Rows.of(call)
         h, xh, rows = row.h, row.xh, row.g.shape[0]
         pull = xh * ((h * xh).sum(1, keepdims=True) / n)
         of_c2 = xh**2 * (1 + 8 / rows) * mean_variance(h * xh, 1, chain(n), k2)
@@ -187,7 +193,7 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         of_weight = np.square(terms).sum(0) * (q + 2 * k2) + rows**2 * mean_variance(terms, 0, rows, k2)[0]
         if rounds(call):  # beside a tie a term may be another by a whole spacing, which is no matter of chance
             of_weight = np.where(((row.dmet > 0) & (row.g != 0)).any(0), inf, of_weight)
-        return stored_spreads(call, ref, [(row.r**2 * own).reshape(call.arrays["x"].shape), of_weight])
+        return [(row.r**2 * own).reshape(call.arrays["x"].shape), of_weight]
 
 
 @rmsnorm_vjp.edge(dims={"n": (1, 300)})

@@ -103,7 +103,7 @@ ARGUMENTS = {
     ),
     "too many arrays": (lambda: softmax(X, X), r"softmax\(\) takes 1 positional argument but 2 were given; arrays: x"),
     "an array given twice": (lambda: softmax(X, x=X), r"softmax\(\) got multiple values for argument 'x'; arrays: x"),
-    "an unknown op": (lambda: pk.op("conv"), r"op 'conv' is unknown; expected one of attention, .*, or a spec"),
+    "an unknown op": (lambda: pk.op("conv"), r"op 'conv' is unknown; expected one of .*attention, .*, or a spec"),
     "an op by number": (lambda: pk.op(3), r"op '3' is unknown"),
     "an unknown backend": (
         lambda: pk.op("softmax", backend="cuda"),

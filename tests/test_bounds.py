@@ -54,6 +54,8 @@ def test_right_kernels_stay_inside_and_the_bound_is_not_vacuous(name, dtype):
             }
     assert reached.keys() == {o.name for o in r.spec.outputs}
     for output, fraction in reached.items():
+        if dtype == "float64" and fraction == 0.0:
+            continue  # the oracle's own operation, in its own precision
         if dtype == "float64":  # the units of float64 are doubled, for the oracle's own rounding
             assert fraction >= r.least_float64, reached
         elif dtype == "float32" or output not in rounded:
@@ -100,10 +102,12 @@ def test_corners_that_right_kernels_reach(name, corner, dtype):
 def test_a_subnormal_weight_may_flush_whatever_it_scales(name):
     x, weight = np.zeros((2, 200), np.float32), np.full(200, 0.9 * 2.0**-126, np.float32)
     x[:, 3] = 5  # 14 times the row's deviation
-    call = op(name).bind(x, weight)
-    assert 0.1 < testing.compare_call(call, [np.zeros_like(x)])["y"] <= 1
+    required = {a.name: np.zeros_like(x) for a in op(name).spec.arrays if not a.optional}
+    call = op(name).bind(**required | {"x": x, "weight": weight})
+    sums = [x] * (len(call.wants) - 1)  # what comes beside y is x, to which nothing was added
+    assert 0.1 < testing.compare_call(call, [np.zeros_like(x), *sums])["y"] <= 1
     with pytest.raises(testing.Broken, match="out of bounds"):
-        testing.compare_call(call, [np.full_like(x, 2.0**-120)])
+        testing.compare_call(call, [np.full_like(x, 2.0**-120), *sums])
 
 
 def test_scores_far_from_0():

@@ -99,6 +99,10 @@ RIGHT = [
     ("torch", "layernorm_vjp", ("float32",)),
     ("torch", "rmsnorm", ALL),
     ("torch", "rmsnorm_vjp", ALL),
+    ("torch", "add_layernorm", ALL),
+    ("torch", "add_layernorm_vjp", ("float32",)),  # also of calls whose sum no wanted gradient reaches
+    ("torch", "add_rmsnorm", ALL),
+    ("torch", "add_rmsnorm_vjp", ("float32",)),
     ("torch", "matmul", ALL),
     ("torch", "matmul_vjp", ("float32",)),
     ("sdpa_flash", "attention", ("float32", "bfloat16")),
@@ -151,6 +155,16 @@ OUTSIDE = {
     "exp(x - y)": (  # of a y that was rounded: at 40000 by a thousandth
         "torch", "logsumexp_vjp", "d_x[",
         '{"dtype":"float32","shapes":{"x":[2],"d_y":[]},"regime":"large_mean","seed":0}',
+    ),
+    "the norm's gradient rounded before the sum": (
+        "torch", "add_rmsnorm_vjp", "d_x[",
+        '{"dtype":"bfloat16","shapes":{"residual_out":[281],"d_y":[281],"weight":[281],"d_residual_out":[281]},'
+        '"regime":"normal","seed":1040}',
+    ),
+    "inf - inf beside an infinite logit": (  # which is subtracted as the row's maximum; the formula's loss is inf
+        "torch", "cross_entropy", "loss[",
+        '{"dtype":"float32","shapes":{"logits":[33,33],"labels":[33]},"regime":"special","seed":2655213,'
+        '"edge":"planted_nan_and_inf"}',
     ),
     "silu rounded before the product": (
         "torch", "swiglu", "y[",

@@ -50,7 +50,8 @@ def test_relative_links_lead_somewhere() -> None:
 
 
 def test_the_porting_report_is_read_in_one_sitting() -> None:
-    """Six pages: what an op needed stands in docs/porting, what was measured in RESULTS.md."""
+    """Six pages, and a line an op: what an op needed stands in docs/porting, what was measured in RESULTS.md."""
     text = (ROOT / "PORTING.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 330 and len(text.split()) <= 3600, "move details to docs/porting or RESULTS.md"
+    words = sum(len(line.split()) for line in text.splitlines() if not line.startswith("| `"))
+    assert len(text.splitlines()) <= 330 and words <= 3280, "move details to docs/porting or RESULTS.md"
     assert "<!-- portakern report: verdict -->" in text.partition("## Words")[0], "the verdict stands on page one"

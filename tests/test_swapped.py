@@ -51,6 +51,9 @@ TAKEN = {  # the op that serves a call, and the call -> the shapes of its tensor
     "logsumexp: torch.special.logsumexp(a, axis=0, keepdim=True)": [(3, 4)],
     "logsumexp: a.logsumexp((0, -1), True)": [(3, 4, 2)],
     "softmax: torch.nn.Softmin(0)(a)": [(3, 4)],
+    "cross_entropy: F.cross_entropy(a, a.argmax(-1), label_smoothing=0.1)": [(3, 4)],
+    "cross_entropy: F.cross_entropy(a, a.argmax(1), None, ignore_index=1, reduction='sum')": [(3, 4, 2)],
+    "cross_entropy: torch.nn.CrossEntropyLoss(reduction='none')(a, a.argmin())": [(4,)],
     "rmsnorm: torch.rms_norm(a, (4,), b)": [(3, 4), (4,)],
     "layernorm: torch.layer_norm(a, (4,), b, b, 1e-5, False)": [(3, 4), (4,)],
 }
@@ -110,6 +113,8 @@ def test_autocast_is_pytorchs(dtype):
                     torch.softmax(a, -1, dtype=torch.bfloat16),
                     F.softmin(a, -1),
                     torch.logsumexp(a, -1),
+                    F.cross_entropy(a, c.argmax(1)[:, :4]),
+                    F.cross_entropy(a, c.argmax(1)[:, :4], reduction="none"),
                     F.layer_norm(a, (4,)),
                     F.rms_norm(a, (4,)),
                 ]
@@ -163,6 +168,20 @@ def test_arguments_that_a_twin_lacks_are_pytorchs_where_it_may_serve():
         got = torch.addmm(2, x, 1, x[:, :2], x)  # beta, input, alpha: the signature of old
     torch.testing.assert_close(got, 2 * x + x[:, :2] @ x)
     assert "too many positional arguments" in s.report()
+
+
+def test_what_the_loss_does_not_take_is_refused_with_the_name_of_what_does():
+    x, classes = torch.randn(2, 3), torch.tensor([1, 2])
+    for given, words in {
+        (x, x.softmax(-1)): "target is torch.float32, probabilities of classes; .* torch.nn.functional.cross_entropy",
+        (x, classes, x[0]): "weight is given; expected None: call torch.nn.functional.cross_entropy",
+    }.items():
+        with swapped(), pytest.raises(pk.UnsupportedError, match=words):
+            F.cross_entropy(*given)
+        with swapped(otherwise="torch") as s:
+            got = F.cross_entropy(*given)
+        torch.testing.assert_close(got, F.cross_entropy(*given))
+        assert "refused, PyTorch served them:\n  torch.nn.functional.cross_entropy 1: cross_entropy: " in s.report()
 
 
 def test_einsum_that_is_no_product_is_pytorchs():

@@ -22,6 +22,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 fn = torch.nn.functional
 
 from tests.ops import forward_records  # noqa: E402
+from tests.ops._shared import results  # noqa: E402
 
 A = TypeVar("A")
 BACKENDS = ("reference", "triton")
@@ -64,12 +65,20 @@ every_op = pytest.mark.parametrize("r", FORWARD, ids=lambda r: r.op)
 
 def beside_torch(r):
     """The op on Triton and in plain torch, as functions of the arrays, and the arrays of the record's call."""
-    options, op = r.compared.options, pk.op(r.op, backend="triton")
-    return (
-        (lambda *a: op(*a, **options)),
-        (lambda *a: r.in_torch(*a, **options)),
-        [a for a in tensors(r, r.compared) if a is not None],
-    )
+    options, given = r.compared.options, [a for a in tensors(r, r.compared) if a is not None]
+    floating = [i for i, a in enumerate(given) if a.requires_grad]
+
+    def of_floats(f):
+        """f as a function of the arrays that have gradients, with several results of one shape as one."""
+
+        def run(*a):
+            whole = {**dict(enumerate(given)), **dict(zip(floating, a, strict=True))}
+            found = results(f(*whole.values(), **options))
+            return torch.stack(found) if len(found) > 1 else found[0]
+
+        return run
+
+    return of_floats(pk.op(r.op, backend="triton")), of_floats(r.in_torch), [given[i] for i in floating]
 
 
 LAYOUTS = {
@@ -272,6 +281,10 @@ class PairVjpOut(NamedTuple):
     d_x: Float[A, "*batch n"]
 
 
+class SumVjpOut(NamedTuple):
+    d_a: Float[A, "*batch n"]
+
+
 def flops(call):
     return 1.0
 
@@ -380,6 +393,30 @@ def test_a_vjp_that_gives_every_gradient_its_name():
         if found.vjp:
             wired = wiring(found)
             assert set(wired.gradients.values()) == {o.name for o in wired.vjp.outputs}
+
+
+@pytest.mark.parametrize("also", [{"d_y": ["b"]}, {"d_a": ["c"]}, {"y": ["b"]}])
+def test_a_shared_gradient_that_is_none_or_of_no_input_is_refused(also, monkeypatch):
+    @spec(tiling={}, flops=flops, vjp="sum_vjp")
+    def sum(a: Float[A, "*batch n"], b: Float[A, "*batch n"]) -> DoubleOut:
+        """y = a + b."""
+
+    def of_sum(also):
+        @spec(tiling={}, flops=flops, also=also)
+        def sum_vjp(d_y: Float[A, "*batch n"]) -> SumVjpOut:
+            """d_a = d_y, and so is the gradient of b."""
+
+        monkeypatch.setattr(registry, "find_spec", lambda name: sum_vjp)
+        wiring.cache_clear()
+        return wiring(sum)
+
+    assert of_sum({"d_a": ["b"]}).gradients == {"a": "d_a", "b": "d_a"}
+    ((output, others),) = also.items()
+    words = (
+        f"sum_vjp: also says that {output} is the gradient of {others[0]} too; expected a gradient among its outputs, "
+    )
+    with pytest.raises(pk.SpecError, match=words + "and inputs of sum: a, b"):
+        of_sum(also)
 
 
 def test_numpy_and_jax_arrays_pay_nothing_for_it():

@@ -65,7 +65,11 @@ def test_pytorchs_own_samples_run_and_are_right_or_refused_for_a_known_reason(ow
         exact = run(
             info.op,
             sample.transform(
-                lambda x: x.detach().double().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+                lambda x: (
+                    x.detach().double().requires_grad_(x.requires_grad)
+                    if isinstance(x, torch.Tensor) and x.is_floating_point()
+                    else x
+                )
             ),
         )
         for a, b, e in zip(got, run(info.op, sample), exact, strict=True):
@@ -196,7 +200,7 @@ def test_a_row_that_no_mask_lets_see_is_zeros():
 
 
 def test_refusals_name_the_argument():
-    q = torch.randn(1, 2, 3, 8)
+    q, at = torch.randn(1, 2, 3, 8), torch.arange(3)
     for message, call in {
         "dropout_p is 0.1; expected 0.0": lambda: twin.scaled_dot_product_attention(q, q, q, dropout_p=0.1),
         "exclude each other": lambda: twin.scaled_dot_product_attention(
@@ -214,6 +218,11 @@ def test_refusals_name_the_argument():
         "expected the last axes of input": lambda: twin.layer_norm(q, [9]),
         "weight has shape": lambda: twin.layer_norm(q, [8], torch.ones(7)),
         "rms_norm: weight has shape": lambda: twin.rms_norm(q, [8], torch.ones(7)),
+        "size_average is given; .*, or pass reduction": lambda: twin.cross_entropy(q[0, 0], at, None, True),
+        "reduce is given": lambda: twin.cross_entropy(q[0, 0], at, reduce=False),
+        "reduction is 'max'; expected": lambda: twin.cross_entropy(q[0, 0], at, reduction="max"),
+        r"target has shape \(2,\) and input \(3, 8\)": lambda: twin.cross_entropy(q[0, 0], at[:2]),
+        r"target has shape \(3,\) and input \(\)": lambda: twin.cross_entropy(q[0, 0, 0, 0], at),
         "input is a number": lambda: twin.matmul(torch.tensor(1.0), q),
         "out is torch.float32": lambda: twin.matmul(q, q.mT, out=torch.empty(2)),
     }.items():
@@ -252,6 +261,31 @@ def test_rms_norm_without_eps_takes_that_of_the_dtype_it_computes_in():
         torch.testing.assert_close(
             twin.rms_norm(x, [8], backend="reference"), F.rms_norm(x, [8], eps=torch.finfo(eps).eps)
         )
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton", "pallas"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loss_and_its_gradient_are_as_pytorchs_of_ignored_rows_and_of_none(backend, dtype):
+    torch.manual_seed(0)
+    for reduction in ("none", "mean", "sum"):
+        for ignored in (torch.tensor([False, True, False]), torch.ones(3, dtype=torch.bool)):
+            x = torch.randn(3, 7).to(dtype).requires_grad_()
+            target, results = torch.randint(0, 7, (3,)).masked_fill(ignored, -1), []
+            for f, more in ((F.cross_entropy, {}), (twin.cross_entropy, {"backend": backend})):
+                loss = f(x, target, ignore_index=-1, reduction=reduction, label_smoothing=0.1, **more)
+                results.append([loss, *torch.autograd.grad(loss.sum(), x)])
+            want, got = results
+            assert got[0].dtype == want[0].dtype == dtype
+            near = 2**-6 if dtype is torch.bfloat16 else 1e-5
+            torch.testing.assert_close(got, want, rtol=near, atol=near, equal_nan=True)
+
+
+def test_targets_of_bytes_and_losses_of_no_rows_are_as_pytorchs():
+    x, target = torch.randn(3, 7), torch.tensor([1, 6, 0], dtype=torch.uint8)
+    torch.testing.assert_close(twin.cross_entropy(x, target), F.cross_entropy(x, target.long()))
+    for reduction, want in (("none", torch.empty(0)), ("sum", torch.tensor(0.0)), ("mean", torch.tensor(torch.nan))):
+        got = twin.cross_entropy(x[:0], target[:0], reduction=reduction)
+        torch.testing.assert_close(got, want, equal_nan=True)
 
 
 def test_a_module_swapped_runs_on_rmsnorm():

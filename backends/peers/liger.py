@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from portakern.backends.peers.provide import LACKS, provides
+from portakern.backends.peers.torch_eager import two_terms
 from portakern.core.backend import Backend
 from portakern.core.call import Call
 
@@ -62,3 +63,32 @@ def rmsnorm(x: Any, weight: Any = None, *, eps: float = 1e-6, rounding: str = "o
 
     casts = {"once": "gemma", "before_weight": "llama"}[rounding]
     return LigerRMSNormFunction.apply(x, weight, eps, 0.0, casts, False)
+
+
+def weighed(call: Call) -> str | None:
+    """Why its norm of a sum does not take a call."""
+    if call.arrays["weight"] is None:
+        return "Liger takes a norm of a sum with a weight: pass ones"
+    return narrow(call)
+
+
+@provides(BACKEND, refuses=weighed, outputs=2, before=two_terms)
+def add_rmsnorm(x: Any, residual: Any, weight: Any = None, *, eps: float = 1e-6, rounding: str = "once") -> Any:
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+
+    casts = {"once": "gemma", "before_weight": "llama"}[rounding]
+    return LigerFusedAddRMSNormFunction.apply(x, residual, weight, eps, 0.0, casts, False)
+
+
+@provides(BACKEND, refuses=narrow, gradients=False)
+def cross_entropy(
+    logits: Any, labels: Any, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> Any:
+    """Its losses have the dtype of the logits. Where a gradient is wanted it writes that over the logits in the forward
+    pass, so that its backward pass alone is no gradient op.
+    """
+    from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
+
+    rows, label = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).long()
+    loss = LigerCrossEntropyFunction.apply(rows, label, None, ignore_index, z_loss, label_smoothing, "none")[0]
+    return loss.reshape(labels.shape).float()

@@ -19,6 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 Arrays = Mapping[str, Any]
 Refuses = Callable[[Call], str | None]
 Around = Callable[[Call], AbstractContextManager[Any]]
+Before = Callable[[Call], Mapping[str, Any]]
 
 LACKS = r"its \w+ (has|gives) no \w+"
 """What every peer may refuse with: an argument that its function does not take, an output that it does not give."""
@@ -33,24 +34,34 @@ def _nowhere(call: Call) -> AbstractContextManager[Any]:
 
 
 def provides(
-    backend: Backend, *, refuses: Refuses = _nothing, gradients: bool = True, around: Around = _nowhere
+    backend: Backend,
+    *,
+    refuses: Refuses = _nothing,
+    gradients: bool = True,
+    around: Around = _nowhere,
+    outputs: int = 1,
+    before: Before | None = None,
 ) -> Callable[[F], F]:
     """Register the decorated function as the op of its name, with ``gradients`` also as the op of its gradients.
 
-    The function takes the spec's arguments by name, as many as the library knows, and returns the spec's first output.
+    The function takes the spec's arguments by name, as many as the library knows, and returns the spec's first output,
+    or a tuple of as many as the library gives, in the spec's order.
 
     Args:
       backend: whose op it becomes.
+      outputs: how many of the spec's outputs the function returns.
       refuses: None, or why the library cannot serve a call that uses nothing but arguments of the function, in a user's
         words.
       gradients: whether the library differentiates it.
       around: a context that the library runs a call in.
+      before: arrays by name with which the function gives what a call of the gradients has saved, where that call has
+        not the forward's own.
     """
 
     def register(fn: F) -> F:
-        made = {fn.__name__: Provided(fn, refuses, around)}
+        made = {fn.__name__: Provided(fn, refuses, around, outputs)}
         if gradients:
-            made[f"{fn.__name__}_vjp"] = Gradients(fn, refuses, around)
+            made[f"{fn.__name__}_vjp"] = Gradients(fn, refuses, around, outputs, before)
         for op, provided in made.items():
             backend.implements(op, supports=provided.supports, takes=provided.takes)(provided)
         return fn
@@ -61,9 +72,9 @@ def provides(
 class Provided:
     """An implementation by a library's function ``fn`` (see :func:`provides`)."""
 
-    def __init__(self, fn: Callable[..., Any], refuses: Refuses, around: Around) -> None:
+    def __init__(self, fn: Callable[..., Any], refuses: Refuses, around: Around, outputs: int) -> None:
         functools.update_wrapper(self, fn)
-        self.fn, self.refuses, self.around = fn, refuses, around
+        self.fn, self.refuses, self.around, self.outputs = fn, refuses, around, outputs
         self.known = frozenset(inspect.signature(fn).parameters)
 
     def takes(self, spec: Spec[Any]) -> frozenset[str]:
@@ -83,8 +94,10 @@ class Provided:
 
     def gives(self, call: Call) -> str | None:
         """None, or the output that the call asks for and the library does not give."""
-        for output in call.wants[1:]:
-            return f"its {self.fn.__name__} gives no {output}, which was asked for or is saved for gradients"
+        given = {o.name for o in call.spec.outputs[: self.outputs]}
+        for output in call.wants:
+            if output not in given:
+                return f"its {self.fn.__name__} gives no {output}, which was asked for or is saved for gradients"
         return None
 
     def arguments(self, call: Call) -> dict[str, Any]:
@@ -116,26 +129,43 @@ class Gradients(Provided):
     its own.
     """
 
+    def __init__(
+        self, fn: Callable[..., Any], refuses: Refuses, around: Around, outputs: int, before: Before | None
+    ) -> None:
+        super().__init__(fn, refuses, around, outputs)
+        self.before = before
+
+    def takes(self, spec: Spec[Any]) -> frozenset[str]:
+        """With the cotangents of what the function returns, which may be optional."""
+        forward = registry.forward_of(spec)
+        assert forward is not None
+        return super().takes(spec) | {f"d_{o.name}" for o in forward.outputs[: self.outputs]}
+
     def gives(self, call: Call) -> str | None:
-        """Autograd takes a cotangent in the dtype of what it is the cotangent of, which is that of the first input."""
-        first, cotangent = call.spec.arrays[0].name, self._cotangent(call)
-        if call.arrays[cotangent].dtype == call.arrays[first].dtype:
-            return None
-        gradient = call.spec.outputs[0].name
-        return f"its {self.fn.__name__} gives no {gradient} of a {cotangent} in another dtype than {first}; cast it"
+        """Autograd takes a cotangent in the dtype of what it is the cotangent of: that of the first input, unless the
+        spec gives the output its own.
+        """
+        first, own = call.spec.arrays[0].name, {f"d_{o.name}" for o in self._forward(call).outputs if o.dtype}
+        for name, cotangent in self._cotangents(call).items():
+            if cotangent is not None and name not in own and cotangent.dtype != call.arrays[first].dtype:
+                gradient = call.spec.outputs[0].name
+                return f"its {self.fn.__name__} gives no {gradient} of a {name} in another dtype than {first}; cast it"
+        return None
 
     def prepared(self, call: Call) -> Callable[[], tuple[Any, ...]]:
         """The backward pass alone: the forward op is computed here."""
-        given = self.arguments(call)
+        given = {**self.arguments(call), **(self.before(call) if self.before else {})}
         arrays = {a.name: given.pop(a.name) for a in self._forward(call).arrays if a.name in given}
         wanted = [o.gradient_of for o in call.spec.outputs if o.name in call.wants and o.gradient_of]
-        fn, cotangent = functools.partial(self.fn, **given), call.arrays[self._cotangent(call)]
+        fn, cotangents = functools.partial(self.fn, **given), tuple(self._cotangents(call).values())
         with self.around(call):
-            run = _STAGES[call.framework.name].backward(fn, arrays, wanted, cotangent)
+            run = _STAGES[call.framework.name].backward(fn, arrays, wanted, cotangents)
         return functools.partial(self._inside, call, run)
 
-    def _cotangent(self, call: Call) -> str:
-        return f"d_{self._forward(call).outputs[0].name}"
+    def _cotangents(self, call: Call) -> dict[str, Any]:
+        """The cotangents of what the function returns, by name, None for one that is absent."""
+        names = [f"d_{o.name}" for o in self._forward(call).outputs[: self.outputs]]
+        return {name: call.arrays.get(name) for name in names}
 
     def _forward(self, call: Call) -> Spec[Any]:
         forward = registry.forward_of(call.spec)
@@ -144,7 +174,11 @@ class Gradients(Provided):
 
 
 def _torch_forward(fn: Callable[..., Any], arrays: Arrays) -> Callable[[], tuple[Any, ...]]:
-    return lambda: (fn(**arrays),)
+    return lambda: _tuple(fn(**arrays))
+
+
+def _tuple(found: Any) -> tuple[Any, ...]:
+    return found if isinstance(found, tuple) else (found,)
 
 
 def _jax_forward(fn: Callable[..., Any], arrays: Arrays) -> Callable[[], tuple[Any, ...]]:
@@ -152,35 +186,37 @@ def _jax_forward(fn: Callable[..., Any], arrays: Arrays) -> Callable[[], tuple[A
     import jax
 
     compiled = jax.jit(fn)
-    return lambda: (compiled(**arrays),)
+    return lambda: _tuple(compiled(**arrays))
 
 
 def _torch_gradients(
-    fn: Callable[..., Any], arrays: Arrays, wanted: list[str], cotangent: Any
+    fn: Callable[..., Any], arrays: Arrays, wanted: list[str], cotangents: tuple[Any, ...]
 ) -> Callable[[], tuple[Any, ...]]:
     """Runs ``fn`` and returns its backward pass."""
     import torch
 
     leaves = {n: a if a is None else a.detach().requires_grad_(n in wanted) for n, a in arrays.items()}
     with torch.enable_grad():
-        y = fn(**leaves)
-    return lambda: torch.autograd.grad(y, [leaves[n] for n in wanted], cotangent, retain_graph=True)
+        found = _tuple(fn(**leaves))
+    given = [(y, d) for y, d in zip(found, cotangents, strict=True) if d is not None and y.requires_grad]
+    ys, ds = zip(*given, strict=True)  # an output that no wanted input reaches has no graph
+    return lambda: torch.autograd.grad(ys, [leaves[n] for n in wanted], ds, retain_graph=True)
 
 
 def _jax_gradients(
-    fn: Callable[..., Any], arrays: Arrays, wanted: list[str], cotangent: Any
+    fn: Callable[..., Any], arrays: Arrays, wanted: list[str], cotangents: tuple[Any, ...]
 ) -> Callable[[], tuple[Any, ...]]:
-    """Runs ``fn`` and returns its backward pass."""
+    """Runs ``fn`` and returns its backward pass; an absent cotangent is zeros."""
     import jax
 
     def of_wanted(values: Any, others: Any) -> Any:
-        _, pull_back = jax.vjp(lambda *given: fn(**{**others, **dict(zip(wanted, given, strict=True))}), *values)
-        return pull_back
+        return jax.vjp(lambda *given: _tuple(fn(**{**others, **dict(zip(wanted, given, strict=True))})), *values)
 
     # both passes compiled by themselves: what the first saves are results of it, and arguments of the second
-    saved = jax.jit(of_wanted)([arrays[n] for n in wanted], dict(arrays))
-    backward = jax.jit(lambda pull_back, d_y: tuple(pull_back(d_y)))
-    return lambda: backward(saved, cotangent)
+    found, saved = jax.jit(of_wanted)([arrays[n] for n in wanted], dict(arrays))
+    given = tuple(jax.numpy.zeros_like(y) if d is None else d for y, d in zip(found, cotangents, strict=True))
+    backward = jax.jit(lambda pull_back, given: tuple(pull_back(given)))
+    return lambda: backward(saved, given)
 
 
 class _Stages(NamedTuple):

@@ -66,5 +66,12 @@ provides(BACKEND)(compiled(torch_eager.logsumexp))
 provides(BACKEND)(compiled(torch_eager.swiglu))
 provides(BACKEND, refuses=torch_eager.one_dtype)(compiled(torch_eager.layernorm))
 provides(BACKEND, refuses=torch_eager.one_dtype)(compiled(torch_eager.rmsnorm))
+provides(BACKEND, refuses=torch_eager.one_dtype, outputs=2, before=torch_eager.two_terms)(
+    compiled(torch_eager.add_layernorm)
+)
+provides(BACKEND, refuses=torch_eager.one_dtype, outputs=2, before=torch_eager.two_terms)(
+    compiled(torch_eager.add_rmsnorm)
+)
+provides(BACKEND)(compiled(torch_eager.cross_entropy))
 provides(BACKEND, refuses=torch_eager.as_precise, around=torch_eager.as_asked)(compiled(torch_eager.matmul))
 provides(BACKEND, refuses=torch_eager.attention_wants, around=torch_eager.as_asked)(compiled(torch_eager.attention))

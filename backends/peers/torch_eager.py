@@ -86,6 +86,45 @@ def rmsnorm(x: Any, weight: Any = None, *, eps: float = 1e-6) -> Any:
     return functional.rms_norm(x, x.shape[-1:], weight, eps)
 
 
+def two_terms(call: Call) -> dict[str, Any]:
+    """Two terms of the sum that a call of the gradients has: itself and zeros."""
+    import torch
+
+    total = call.arrays["residual_out"]
+    return {"x": total, "residual": torch.zeros_like(total)}
+
+
+@provides(BACKEND, refuses=one_dtype, outputs=2, before=two_terms)
+def add_layernorm(x: Any, residual: Any, weight: Any = None, bias: Any = None, *, eps: float = 1e-5) -> Any:
+    """As models write it: an addition and a norm."""
+    total = x + residual
+    return layernorm(total, weight, bias, eps=eps), total
+
+
+@provides(BACKEND, refuses=one_dtype, outputs=2, before=two_terms)
+def add_rmsnorm(x: Any, residual: Any, weight: Any = None, *, eps: float = 1e-6) -> Any:
+    """As models write it: an addition and a norm."""
+    total = x + residual
+    return rmsnorm(total, weight, eps=eps), total
+
+
+@provides(BACKEND)
+def cross_entropy(logits: Any, labels: Any, *, ignore_index: int = -100, label_smoothing: float = 0.0) -> Any:
+    """As models call it: on logits that are widened to float32, which all of them then are in memory."""
+    import torch
+    from torch.nn import functional
+
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    loss = functional.cross_entropy(
+        wide.reshape(-1, logits.shape[-1]),
+        labels.reshape(-1).long(),
+        ignore_index=ignore_index,
+        reduction="none",
+        label_smoothing=label_smoothing,
+    )
+    return loss.reshape(labels.shape)
+
+
 @contextmanager
 def as_asked(call: Call) -> Iterator[None]:
     """While inside, torch multiplies float32 as the call's ``precision`` says, where it takes that from the process."""

@@ -71,10 +71,11 @@ def make(case: TimedCase, framework: Framework, device: Any, seed: int = 0) -> I
 
 def for_gradient(forward: Inputs, outputs: Mapping[str, Any], seed: int = 0) -> Inputs:
     """The arrays of the op of the gradients: what it takes of the forward call's arrays and ``outputs``, which lie on
-    the device, and random cotangents."""
+    the device, and random cotangents: of what the forward op always gives, and others that the gradient op needs."""
     call = forward.call
     wired, framework = wiring(forward.spec), forward.call.framework
     needed = {a.name for a in wired.vjp.arrays if not a.optional}
+    needed |= {wired.cotangents[o.name] for o in forward.spec.outputs if o.name in wired.cotangents and not o.wanted_by}
     buffers = {n: forward.buffers[n] for n in wired.inputs if n in forward.buffers}
     on_device = {n: call.arrays[n] for n in buffers} | {n: outputs[n] for n in wired.outputs}
     buffers |= {n: _contiguous(framework.to_numpy(outputs[n])) for n in wired.outputs}

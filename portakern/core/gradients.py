@@ -2,8 +2,8 @@
 
 A spec that says ``vjp="x_vjp"`` is differentiated by the op ``x_vjp``. An input of that op that is called like an input
 or an output of the forward op is saved from the forward call; an input ``d_y`` is the cotangent of the output y; an
-output ``d_x`` is the gradient with respect to the input x. Options of the same name are passed on. A gradient that the
-vjp op does not give is refused by name, never zeros.
+output ``d_x`` is the gradient with respect to the input x, and to those that the vjp's spec names beside it (``also``).
+Options of the same name are passed on. A gradient that the vjp op does not give is refused by name, never zeros.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Wiring:
                     f"{self.forward.name}: {self.vjp.name} gives no gradient with respect to {name}, only to {given}; "
                     f"detach {name}"
                 )
-        return tuple(o for name, o in self.gradients.items() if name in differentiated)
+        return tuple(dict.fromkeys(o for name, o in self.gradients.items() if name in differentiated))
 
 
 @functools.cache
@@ -88,12 +88,19 @@ def wiring(spec: Spec[Any]) -> Wiring:
             raise SpecError(
                 f"{vjp.name}: {name} is optional in {spec.name} and must be so here; give it the default None"
             )
+    gradients = {of: o.name for o in vjp.outputs for of in (o.gradient_of, *vjp.also.get(o.name, ())) if of}
+    for output, others in vjp.also.items():
+        if output not in gradients.values() or not mine.issuperset(others):
+            raise SpecError(
+                f"{vjp.name}: also says that {output} is the gradient of {', '.join(others)} too; expected a gradient "
+                f"among its outputs, and inputs of {spec.name}: {', '.join(a.name for a in spec.arrays)}"
+            )
     return Wiring(
         spec,
         vjp,
         tuple(n for n in taken if n in mine),
         tuple(n for n in taken if n in outputs and n not in mine),
         {o: f"d_{o}" for o in outputs if f"d_{o}" in taken},
-        {o.gradient_of: o.name for o in vjp.outputs if o.gradient_of in mine},
+        {name: o for name, o in gradients.items() if name in mine},
         tuple(o.name for o in vjp.options if o.name in {p.name for p in spec.options}),
     )

@@ -82,6 +82,7 @@ class Spec(Generic[P]):
     laws: dict[str, Callable[..., None]] = field(default_factory=dict)
     drops: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     generators: dict[str, ValuesFn] = field(default_factory=dict)
     samples: dict[str, Sample] = field(default_factory=dict)
 
@@ -239,6 +240,7 @@ def spec(
     empty: Mapping[str, Mapping[str, float]] | None = None,
     drops: Mapping[str, str] | None = None,
     aliases: Mapping[str, str] | None = None,
+    also: Mapping[str, Sequence[str]] | None = None,
     masks: Sequence[str] = (),
     apart: Sequence[str] | Callable[[Mapping[str, Any], Sequence[str]], Sequence[str]] = (),
     vjp: str | None = None,
@@ -268,6 +270,8 @@ def spec(
         array. Callers use the output and take the input for spent. What must not change is never handed to an
         implementation that may write: where somebody else may see the input (autograd, a traced call, an immutable or
         overlapping array, another argument in the same memory), it gets a copy.
+      also: output of a gradient op -> further inputs of the forward op whose gradient it is: in a sum of two terms,
+        that of one is that of the other. Whoever differentiates gets one array for all of them.
       masks: additive masks among the arrays, whose -inf hides a pair.
       apart: dimensions along which results do not see each other: the op on some indices of the arguments gives what it
         gives there on all of them. An axis that an option names is none. Or what gives them, from the options and the
@@ -305,6 +309,7 @@ def spec(
             typical=types.MappingProxyType(dict(typical or {})),
             drops=types.MappingProxyType(dict(drops or {})),
             aliases=types.MappingProxyType(dict(aliases or {})),
+            also=types.MappingProxyType({name: tuple(of) for name, of in (also or {}).items()}),
         )
         check_declaration(made)
         return made

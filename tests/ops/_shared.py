@@ -149,6 +149,13 @@ def outputs_of(name: str, *arrays: Any, **options: Any) -> tuple[Any, ...]:
     )
 
 
+def results(found: Any) -> tuple[Any, ...]:
+    """What an op, or the same in plain operations of a library, returned: one array or several, without what is not
+    there.
+    """
+    return tuple(y for y in found if y is not None) if isinstance(found, tuple) else (found,)
+
+
 def zeros(*shape: int, dtype: Any = F32) -> np.ndarray:
     return np.zeros(shape, dtype)
 

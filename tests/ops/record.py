@@ -51,7 +51,7 @@ class Sample:
         spec = registry.find_spec(op)
         case = Case(dtype, self.shapes, seed=seed, options=self.options, wider=self.wider)
         own = {a.name for a in spec.arrays if a.statistic} | set(self.wider)
-        drawn = {name: np.ascontiguousarray(buffer.view()) for name, buffer in case.buffers(spec).items()}
+        drawn = {name: np.asarray(buffer.view(), order="C") for name, buffer in case.buffers(spec).items()}
         return {
             name: x if name in own or x.dtype.kind in "iub" else x.astype(numpy_dtype(dtype))
             for name, x in drawn.items()

@@ -108,6 +108,10 @@ class Walk(NamedTuple):
         """The blocks of an array of rows that every sweep reads."""
         return self._rows(in_every_sweep=True)
 
+    def read_last(self) -> pl.BlockSpec:
+        """The blocks of an array of rows that the last sweep alone reads."""
+        return self._rows(in_every_sweep=False)
+
     def written(self) -> pl.BlockSpec:
         """The blocks of an array of rows that the last sweep writes."""
         return self._rows(in_every_sweep=False)

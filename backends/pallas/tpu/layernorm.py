@@ -68,9 +68,17 @@ def merge(mean: Any, m2: Any, x: Any, walk: Walk, step: Any) -> tuple[Any, Any, 
     return block_mean, delta, moved
 
 
+def what_is_normed(ref: Refs) -> jax.Array:
+    """A block of rows of x, or where there is a residual of their sum, rounded to their dtype."""
+    x = ref.x[...].astype(jnp.float32)
+    if "residual" in ref:
+        x = (x + ref.residual[...].astype(jnp.float32)).astype(ref.x.dtype).astype(jnp.float32)
+    return x
+
+
 def kernel(ref: Refs, *, walk: Walk, eps: float) -> None:
     sweep, step = walk.sweep_and_step()
-    x = ref.x[...].astype(jnp.float32)
+    x = what_is_normed(ref)
 
     @pl.when((sweep == 0) & (step == 0))
     def start() -> None:
@@ -89,25 +97,33 @@ def kernel(ref: Refs, *, walk: Walk, eps: float) -> None:
         if "bias" in ref:
             y += ref.bias[...].astype(jnp.float32)
         ref.y[...] = y.astype(ref.y.dtype)
+        if "residual_out" in ref:
+            ref.residual_out[...] = x.astype(ref.residual_out.dtype)
 
 
 @BACKEND.implements(
     "layernorm", key=key, tiling=partial(default_tiling, held=HELD), supports=partial(supports, held=HELD)
 )
-def layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
+def layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, ...]:
     return normalised(call, tiling, partial(kernel, eps=call.options["eps"]), statistics=("mean", "m2"), flops=9)
 
 
 def normalised(
-    call: Call, tiling: Mapping[str, int], kernel: Callable[..., None], statistics: tuple[str, ...], flops: int
-) -> tuple[jax.Array]:
-    """y of a normalisation along the last axis: what ``kernel(ref, walk=...)`` makes of x and of the weight and bias
-    that the call has.
+    call: Call,
+    tiling: Mapping[str, int],
+    kernel: Callable[..., None],
+    statistics: tuple[str, ...],
+    flops: int,
+    held: Held = HELD,
+) -> tuple[jax.Array, ...]:
+    """y of a normalisation along the last axis, and where there is a residual the sum: what ``kernel(ref, walk=...)``
+    makes of x, and of the residual, the weight and the bias that the call has.
 
     The kernel keeps the named statistics of each row, and does so many operations an element.
     """
     x, walk = call.arrays["x"], walk_of(call, tiling)
-    inputs = {"x": (x.reshape(walk.shape), walk.read())}
+    rows = [name for name in ("x", "residual") if call.arrays.get(name) is not None]
+    inputs = {name: (call.arrays[name].reshape(walk.shape), walk.read()) for name in rows}
     for name in ("weight", "bias"):
         if call.arrays.get(name) is not None:
             inputs[name] = (call.arrays[name].reshape(1, walk.n), walk.weights(in_every_sweep=False))
@@ -115,12 +131,12 @@ def normalised(
         call,
         kernel,
         walk,
-        HELD,
+        held,
         inputs=inputs,
-        outputs={"y": (jax.ShapeDtypeStruct(walk.shape, x.dtype), walk.written())},
+        outputs={o.name: (jax.ShapeDtypeStruct(walk.shape, x.dtype), walk.written()) for o in call.spec.outputs},
         statistics=statistics,
-        reads=1,
+        reads=len(rows),
         flops=flops,
         transcendentals=walk.height,
     )
-    return (found["y"].reshape(x.shape),)
+    return tuple(found[o.name].reshape(x.shape) for o in call.spec.outputs)

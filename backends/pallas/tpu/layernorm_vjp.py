@@ -66,11 +66,16 @@ def kernel(ref: Refs, *, walk: Walk, eps: float) -> None:
             xh = (x - ref.mean[...]) * r
             if "d_x" in ref:
                 d_x = r * (h - ref.h_sum[...] / walk.n - xh * (r * (ref.hx[...] / walk.n)))
-                ref.d_x[...] = d_x.astype(ref.d_x.dtype)
+                ref.d_x[...] = with_past(ref, d_x).astype(ref.d_x.dtype)
             if "d_weight" in ref:
                 ref.d_weight[...] = walk.sum_over_rows(d_y * xh, group)
         if "d_bias" in ref:
             ref.d_bias[...] = walk.sum_over_rows(d_y, group)
+
+
+def with_past(ref: Refs, d_x: jax.Array) -> jax.Array:
+    """d_x, and where there is one the cotangent of x itself, which went past the norm."""
+    return d_x + ref.past[...].astype(jnp.float32) if "past" in ref else d_x
 
 
 @BACKEND.implements(
@@ -78,18 +83,25 @@ def kernel(ref: Refs, *, walk: Walk, eps: float) -> None:
 )
 def layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
     statistics = ("mean", "m2", "h_sum", "hx")
-    return gradients(call, tiling, partial(kernel, eps=call.options["eps"]), statistics, flops=18)
+    return gradients(call, tiling, partial(kernel, eps=call.options["eps"]), statistics, 18, HELD, call.arrays["x"])
 
 
 def gradients(
-    call: Call, tiling: Mapping[str, int], kernel: Callable[..., None], statistics: tuple[str, ...], flops: int
+    call: Call,
+    tiling: Mapping[str, int],
+    kernel: Callable[..., None],
+    statistics: tuple[str, ...],
+    flops: int,
+    held: Held,
+    x: jax.Array,
+    past: jax.Array | None = None,
 ) -> tuple[jax.Array | None, ...]:
-    """The gradients of a normalisation along the last axis that the call wants.
+    """The gradients of a normalisation of x along the last axis that the call wants; ``past`` is added to d_x.
 
     ``kernel(ref, walk=...)`` keeps the named statistics of each row, and does so many operations an element. It writes
     d_x, and partial sums of d_weight and d_bias over the rows of each row block.
     """
-    x, d_y, weight, wants = call.arrays["x"], call.arrays["d_y"], call.arrays["weight"], call.wants
+    d_y, weight, wants = call.arrays["d_y"], call.arrays["weight"], call.wants
     walk = walk_of(call, tiling)
     reads_x = "d_x" in wants or "d_weight" in wants
     if not reads_x:
@@ -97,6 +109,8 @@ def gradients(
     inputs: Blocks = {"d_y": (d_y.reshape(walk.shape), walk.read())}
     if reads_x:
         inputs["x"] = (x.reshape(walk.shape), walk.read())
+    if past is not None and "d_x" in wants:
+        inputs["past"] = (past.reshape(walk.shape), walk.read_last())
     if weight is not None and "d_x" in wants:
         inputs["weight"] = (weight.reshape(1, walk.n), walk.weights(in_every_sweep=True))
     outputs: Blocks = {}
@@ -109,7 +123,7 @@ def gradients(
         call,
         kernel,
         walk,
-        HELD,
+        held,
         inputs=inputs,
         outputs=outputs,
         statistics=statistics,

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.tpu._rows import Walk
-from portakern.backends.pallas.tpu.layernorm import HELD, default_tiling, key, normalised, supports
+from portakern.backends.pallas.tpu.layernorm import HELD, default_tiling, key, normalised, supports, what_is_normed
 from portakern.core.call import Call
 
 
@@ -40,7 +40,7 @@ def rounds_before(call: Call) -> bool:
 
 def kernel(ref: Refs, *, walk: Walk, eps: float, narrow: bool) -> None:
     sweep, step = walk.sweep_and_step()
-    x = ref.x[...].astype(jnp.float32)
+    x = what_is_normed(ref)
 
     @pl.when((sweep == 0) & (step == 0))
     def start() -> None:
@@ -56,11 +56,13 @@ def kernel(ref: Refs, *, walk: Walk, eps: float, narrow: bool) -> None:
         if "weight" in ref:
             y *= ref.weight[...].astype(jnp.float32)
         ref.y[...] = y.astype(ref.y.dtype)
+        if "residual_out" in ref:
+            ref.residual_out[...] = x.astype(ref.residual_out.dtype)
 
 
 @BACKEND.implements(
     "rmsnorm", key=key, tiling=partial(default_tiling, held=HELD), supports=partial(supports, held=HELD)
 )
-def rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
+def rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, ...]:
     run = partial(kernel, eps=call.options["eps"], narrow=rounds_before(call))
     return normalised(call, tiling, run, statistics=("squares",), flops=4)

@@ -27,7 +27,7 @@ from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.tpu._rows import Walk
 from portakern.backends.pallas.tpu.layernorm import default_tiling, key, supports
-from portakern.backends.pallas.tpu.layernorm_vjp import HELD, gradients
+from portakern.backends.pallas.tpu.layernorm_vjp import HELD, gradients, with_past
 from portakern.backends.pallas.tpu.rmsnorm import narrowed, rounds_before
 from portakern.core.call import Call
 
@@ -55,7 +55,8 @@ def kernel(ref: Refs, *, walk: Walk, eps: float, narrow: bool) -> None:
         r = lax.rsqrt(ref.squares[...] / walk.n + eps)
         xh = x * r
         if "d_x" in ref:
-            ref.d_x[...] = (r * (h - xh * (r * (ref.hx[...] / walk.n)))).astype(ref.d_x.dtype)
+            d_x = r * (h - xh * (r * (ref.hx[...] / walk.n)))
+            ref.d_x[...] = with_past(ref, d_x).astype(ref.d_x.dtype)
         if "d_weight" in ref:
             ref.d_weight[...] = walk.sum_over_rows(d_y * narrowed(xh, ref.x.dtype, narrow), group)
 
@@ -65,4 +66,4 @@ def kernel(ref: Refs, *, walk: Walk, eps: float, narrow: bool) -> None:
 )
 def rmsnorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
     run = partial(kernel, eps=call.options["eps"], narrow=rounds_before(call))
-    return gradients(call, tiling, run, ("squares", "hx"), flops=12)
+    return gradients(call, tiling, run, ("squares", "hx"), 12, HELD, call.arrays["x"])

@@ -39,6 +39,17 @@ def scale_and_shift(xh, weight, bias, weight_n, bias_n, col, n, acc_dtype: tl.co
 
 
 @triton.jit
+def join(mean, m2, t, ok, start, n, block_n: tl.constexpr, acc_dtype: tl.constexpr):
+    """The mean and the sum of squares about it of what rows have shown before column ``start``, and of the block t
+    there."""
+    width = tl.minimum(n - start, block_n).to(acc_dtype)
+    own = tl.sum(t, 1) / width
+    d = tl.where(ok, t - own[:, None], 0.0)
+    shift, share = own - mean, width / (start + width)
+    return mean + shift * share, m2 + (tl.sum(d * d, 1) + shift * shift * (start * share))
+
+
+@triton.jit
 def layernorm_kernel(x, weight, bias, y, rows, rows_inner, n, eps,
                      x_outer, x_inner, x_n, weight_n, bias_n,
                      block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, one_tile: tl.constexpr,
@@ -63,12 +74,7 @@ def layernorm_kernel(x, weight, bias, y, rows, rows_inner, n, eps,
         for start in range(0, tl.cast(n, tl.int64), block_n):
             ok = row_ok & (start + col < n)
             t = tl.load(x_row + (start + col) * x_n, mask=ok, other=0.0).to(acc_dtype)
-            width = tl.minimum(n - start, block_n).to(acc_dtype)
-            own = tl.sum(t, 1) / width
-            d = tl.where(ok, t - own[:, None], 0.0)
-            shift, share = own - mean, width / (start + width)
-            mean += shift * share
-            total += tl.sum(d * d, 1) + shift * shift * (start * share)
+            mean, total = join(mean, total, t, ok, start, n, block_n, acc_dtype)
         r = tl.rsqrt(total / n + eps)
         for start in range(0, tl.cast(n, tl.int64), block_n):
             ok = row_ok & (start + col < n)

@@ -25,7 +25,7 @@ from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu.layernorm import key
 from portakern.backends.triton.gpu.softmax import refuse_tile
 from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, shared_limit, torch_dtype
-from portakern.backends.triton.layout import aligned, fresh, pow2_at_least, row_start, walk_rows
+from portakern.backends.triton.layout import Rows, aligned, fresh, pow2_at_least, row_start, walk_rows
 from portakern.spec import Tile
 
 if TYPE_CHECKING:
@@ -79,13 +79,15 @@ def statistics_kernel(x, d_y, weight, stats, rows, rows_inner, n, eps,
 
 
 @triton.jit
-def layernorm_vjp_kernel(d_y, x, weight, stats, d_x, d_weights, d_biases, rows, rows_inner, group, tiles, n, eps,
+def layernorm_vjp_kernel(d_y, x, weight, past, stats, d_x, d_weights, d_biases, rows, rows_inner, group, tiles, n, eps,
                          x_outer, x_inner, x_n, d_y_outer, d_y_inner, d_y_n, weight_n,
+                         past_outer, past_inner, past_n,
                          block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, flat: tl.constexpr,
                          unit: tl.constexpr, stages: tl.constexpr):  # fmt: skip
     """d_weights, d_biases: (groups, n) partial sums.
 
-    Any of the three results may be None; x is None where d_bias alone is wanted.
+    Any of the three results may be None; x is None where d_bias alone is wanted. past: a cotangent of x itself, which
+    went past the norm, or None.
     """
     n = aligned(n, unit)
     part, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
@@ -122,6 +124,9 @@ def layernorm_vjp_kernel(d_y, x, weight, stats, d_x, d_weights, d_biases, rows, 
                     h_mean = tl.load(stats + tl.cast(rows, tl.int64) * 2 + row[:, None], mask=row_ok, other=0.0)
                     hx_mean = tl.load(stats + tl.cast(rows, tl.int64) * 3 + row[:, None], mask=row_ok, other=0.0)
                 d_t = r * (h - h_mean - xh * hx_mean)
+                if past is not None:
+                    past_row = row_start(past, row, rows_inner, past_outer, past_inner, flat, unit)[:, None]
+                    d_t += tl.load(past_row + col * past_n, mask=ok, other=0.0).to(acc_dtype)
                 tl.store(d_x + row[:, None] * n + col, d_t.to(d_x.dtype.element_ty), mask=ok)
             if d_weights is not None:
                 w_sum += g * xh
@@ -165,19 +170,27 @@ def default_tiling(call: Call) -> dict[str, int]:
     block_n = pow2_at_least(n, 128) if n <= 8192 else 4096
     block_rows = pow2_at_least(2048 // block_n, 1, 16)
     stages = (4 if short else 2) if arch.startswith("sm_") and n <= 8192 else 1
+    ahead = streams(call) * block_rows * block_n * (2 if short else 4)  # bytes of a stage beyond the first
+    stages = min(stages, 1 + shared_limit(arch) // ahead) if stages > 1 else 1
     return {"block_rows": block_rows, "block_n": block_n, "steps": 32, "num_stages": stages,
             "num_warps": pow2_at_least(block_rows * block_n // (16 * lanes(arch)), 4, 512 // lanes(arch))}  # fmt: skip
 
 
+def streams(call: Call) -> int:
+    """The arrays of whole rows that a program may read in each step."""
+    return sum(a.name not in ("weight", "bias") for a in call.spec.arrays)
+
+
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    n, x = call.dims["n"], call.arrays["x"]
-    buffers = 2 * (tiling["num_stages"] - 1) * tiling["block_rows"] * tiling["block_n"] * x.element_size()
+    n, d_y = call.dims["n"], call.arrays["d_y"]
+    tile = tiling["block_rows"] * tiling["block_n"]
+    buffers = streams(call) * (tiling["num_stages"] - 1) * tile * d_y.element_size()
     if not call.interpret and buffers > shared_limit(call.target.arch):
         return (
             f"num_stages = {tiling['num_stages']} of {tiling['block_rows']} x {tiling['block_n']} take {buffers} bytes "
             "of shared memory; use fewer or a smaller block_n"
         )
-    return refuse_tile(call, tiling, x.numel() // n * cdiv(n, tiling["block_n"]))
+    return refuse_tile(call, tiling, d_y.numel() // n * cdiv(n, tiling["block_n"]))
 
 
 KNOBS = {"num_warps": Tile(1, 32), "num_stages": Tile(1, 8), "steps": Tile(1, 1024)}
@@ -185,26 +198,38 @@ KNOBS = {"num_warps": Tile(1, 32), "num_stages": Tile(1, 8), "steps": Tile(1, 10
 
 @BACKEND.implements("layernorm_vjp", key=key, tiling=default_tiling, supports=supports, knobs=KNOBS)
 def layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    x, d_y, weight, n = call.arrays["x"], call.arrays["d_y"], call.arrays["weight"], call.dims["n"]
+    return gradients(call, tiling, call.arrays["x"], None)
+
+
+def gradients(call: Call, tiling: Mapping[str, int], x: Any, past: Any) -> tuple[Any, ...]:
+    """d_x, d_weight and d_bias of the norm of x, those that the call wants; ``past``: what is added to d_x, or None."""
+    d_y, weight, n = call.arrays["d_y"], call.arrays["weight"], call.dims["n"]
     want_x, want_weight = "d_x" in call.wants, "d_weight" in call.wants
     sums: list[str] = [name for name in ("d_weight", "d_bias") if name in call.wants]
     d_x = fresh(x.shape, x.dtype, x.device) if want_x else None
-    (x, d_y), rows = walk_rows(x.ndim - 1, x, d_y)
+    (x, d_y, past), rows = walk_beside(x, d_y, past if want_x else None)
     group = tiling["block_rows"] * (tiling["steps"] if sums else 1)
     groups, tiles, read_x = cdiv(rows.height, group), cdiv(n, tiling["block_n"]), want_x or want_weight
     tiles_of = {name: tiling[name] for name in ("block_rows", "block_n", "num_warps")}
     common = tiles_of | {"acc_dtype": accumulator(call.dtype)} | rows.known(call.dtype)
     strides = (*rows.strides[0], *rows.strides[1], 0 if weight is None else weight.stride(0))
+    past_strides = (0, 0, 0) if past is None else rows.strides[2]
     stats = scratch(call, 4, rows.height) if tiles > 1 and read_x else None
     if stats is not None:
         launch(statistics_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, d_y if want_x else None, weight,
                stats, rows.height, rows.inner, n, call.options["eps"], *strides, **common)  # fmt: skip
     partial = {name: scratch(call, groups, n) for name in sums}
-    launch(layernorm_vjp_kernel, groups * tiles, call, d_y, x if read_x else None, weight if want_x else None, stats,
-           d_x, partial.get("d_weight"), partial.get("d_bias"), rows.height, rows.inner, group, tiles, n,
-           call.options["eps"], *strides, **common, stages=tiling["num_stages"])  # fmt: skip
+    launch(layernorm_vjp_kernel, groups * tiles, call, d_y, x if read_x else None, weight if want_x else None, past,
+           stats, d_x, partial.get("d_weight"), partial.get("d_bias"), rows.height, rows.inner, group, tiles, n,
+           call.options["eps"], *strides, *past_strides, **common, stages=tiling["num_stages"])  # fmt: skip
     result = add_up(call, partial)
     return (d_x, result.get("d_weight"), result.get("d_bias"))
+
+
+def walk_beside(x: Any, d_y: Any, past: Any) -> tuple[tuple[Any, Any, Any], Rows]:
+    """x, d_y and past, which may be None, and how to walk their rows."""
+    tensors, rows = walk_rows(x.ndim - 1, x, d_y, *(() if past is None else (past,)))
+    return (tensors[0], tensors[1], None if past is None else tensors[2]), rows
 
 
 def scratch(call: Call, *shape: int) -> torch.Tensor:

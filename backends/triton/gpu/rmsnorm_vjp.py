@@ -20,10 +20,10 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu.layernorm import key
-from portakern.backends.triton.gpu.layernorm_vjp import KNOBS, add_up, default_tiling, scratch, supports
+from portakern.backends.triton.gpu.layernorm_vjp import KNOBS, add_up, default_tiling, scratch, supports, walk_beside
 from portakern.backends.triton.gpu.rmsnorm import narrowed, rounds_before
 from portakern.backends.triton.launch import accumulator, cdiv, launch
-from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
+from portakern.backends.triton.layout import aligned, fresh, row_start
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -60,11 +60,13 @@ def statistics_kernel(x, d_y, weight, stats, rows, rows_inner, n, eps,
 
 
 @triton.jit
-def rmsnorm_vjp_kernel(d_y, x, weight, stats, d_x, d_weights, rows, rows_inner, group, tiles, n, eps,
-                       x_outer, x_inner, x_n, d_y_outer, d_y_inner, d_y_n, weight_n,
+def rmsnorm_vjp_kernel(d_y, x, weight, past, stats, d_x, d_weights, rows, rows_inner, group, tiles, n, eps,
+                       x_outer, x_inner, x_n, d_y_outer, d_y_inner, d_y_n, weight_n, past_outer, past_inner, past_n,
                        block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, narrow: tl.constexpr,
                        flat: tl.constexpr, unit: tl.constexpr, stages: tl.constexpr):  # fmt: skip
-    """d_weights: (groups, n) partial sums. Either of the two results may be None."""
+    """d_weights: (groups, n) partial sums. Either of the two results may be None. past: a cotangent of x itself, which
+    went past the norm, or None.
+    """
     n = aligned(n, unit)
     part, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     # Columns on one axis, which gives them a layout of their own where rows of x are not aligned and weight is.
@@ -95,7 +97,11 @@ def rmsnorm_vjp_kernel(d_y, x, weight, stats, d_x, d_weights, rows, rows_inner, 
                 hx_mean = (tl.sum(h * xh, 1) / n)[:, None]
             else:
                 hx_mean = tl.load(stats + rows + row[:, None], mask=row_ok, other=0.0)
-            tl.store(d_x + row[:, None] * n + col, (r * (h - xh * hx_mean)).to(d_x.dtype.element_ty), mask=ok)
+            d_t = r * (h - xh * hx_mean)
+            if past is not None:
+                past_row = row_start(past, row, rows_inner, past_outer, past_inner, flat, unit)[:, None]
+                d_t += tl.load(past_row + col * past_n, mask=ok, other=0.0).to(acc_dtype)
+            tl.store(d_x + row[:, None] * n + col, d_t.to(d_x.dtype.element_ty), mask=ok)
         if d_weights is not None:
             w_sum += g * narrowed(xh, x, narrow)
     if d_weights is not None:
@@ -104,22 +110,27 @@ def rmsnorm_vjp_kernel(d_y, x, weight, stats, d_x, d_weights, rows, rows_inner, 
 
 @BACKEND.implements("rmsnorm_vjp", key=key, tiling=default_tiling, supports=supports, knobs=KNOBS)
 def rmsnorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    x, d_y, weight = (call.arrays[name] for name in ("x", "d_y", "weight"))
-    n, eps = call.dims["n"], call.options["eps"]
+    return gradients(call, tiling, call.arrays["x"], None)
+
+
+def gradients(call: Call, tiling: Mapping[str, int], x: Any, past: Any) -> tuple[Any, ...]:
+    """d_x and d_weight of the norm of x, those that the call wants; ``past``: what is added to d_x, or None."""
+    d_y, weight, n, eps = call.arrays["d_y"], call.arrays["weight"], call.dims["n"], call.options["eps"]
     want_x, want_weight = "d_x" in call.wants, "d_weight" in call.wants
     d_x = fresh(x.shape, x.dtype, x.device) if want_x else None
-    (x, d_y), rows = walk_rows(x.ndim - 1, x, d_y)
+    (x, d_y, past), rows = walk_beside(x, d_y, past if want_x else None)
     group = tiling["block_rows"] * (tiling["steps"] if want_weight else 1)
     groups, tiles = cdiv(rows.height, group), cdiv(n, tiling["block_n"])
     tiles_of = {name: tiling[name] for name in ("block_rows", "block_n", "num_warps")}
     common = tiles_of | {"acc_dtype": accumulator(call.dtype), "narrow": rounds_before(call)} | rows.known(call.dtype)
     strides = (*rows.strides[0], *rows.strides[1], 0 if weight is None else weight.stride(0))
+    past_strides = (0, 0, 0) if past is None else rows.strides[2]
     stats = scratch(call, 2, rows.height) if tiles > 1 else None
     if stats is not None:
         launch(statistics_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, d_y if want_x else None,
                weight if want_x else None, stats, rows.height, rows.inner, n, eps, *strides, **common)  # fmt: skip
     partial = {"d_weight": scratch(call, groups, n)} if want_weight else {}
-    launch(rmsnorm_vjp_kernel, groups * tiles, call, d_y, x, weight if want_x else None, stats, d_x,
-           partial.get("d_weight"), rows.height, rows.inner, group, tiles, n, eps, *strides,
+    launch(rmsnorm_vjp_kernel, groups * tiles, call, d_y, x, weight if want_x else None, past,
+           stats, d_x, partial.get("d_weight"), rows.height, rows.inner, group, tiles, n, eps, *strides, *past_strides,
            **common, stages=tiling["num_stages"])  # fmt: skip
     return (d_x, add_up(call, partial).get("d_weight"))

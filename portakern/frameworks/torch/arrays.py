@@ -32,6 +32,7 @@ class Torch(Framework):
     hallmark = "requires_grad"
     twins = MappingProxyType(
         {
+            "cross_entropy": "cross_entropy",
             "layer_norm": "layernorm",
             "logsumexp": "logsumexp",
             "matmul": "matmul",

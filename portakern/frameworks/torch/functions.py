@@ -20,6 +20,7 @@ from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.torch.arrays import unreadable
 
 __all__ = [
+    "cross_entropy",
     "into",
     "kept_op",
     "layer_norm",
@@ -265,6 +266,75 @@ def logsumexp(
     return into("logsumexp", out, y)
 
 
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """``torch.nn.functional.cross_entropy`` on the cross_entropy op, for targets that are classes.
+
+    Args:
+      input: (C), (N, C) or (N, C, d1, ...), logits; target: input's shape without C, integers from 0 to C - 1.
+      weight: None, and size_average and reduce, which PyTorch deprecates, too.
+      ignore_index: a target whose row takes no part, and is not counted in the mean.
+      reduction: "none", "sum" or "mean", over rows in float32 before the result is rounded to input's dtype.
+      label_smoothing: the share of the target that all classes divide evenly.
+
+    Returns:
+      target's shape or a number, of input's dtype (float32 of 16 bits under autocast, as PyTorch's). The mean of no
+      row is NaN. A target that is no class makes NaN, where PyTorch raises an error or ends the process.
+
+    Raises:
+      UnsupportedError: weight, targets that are probabilities, size_average, reduce. SpecError: shapes that do not
+        agree, another reduction.
+    """
+    for argument, given in (("weight", weight), ("size_average", size_average), ("reduce", reduce)):
+        if given is not None:
+            instead = "" if argument == "weight" else ", or pass reduction, which it is deprecated for"
+            raise UnsupportedError(f"cross_entropy: {argument} is given; expected None: {CALL_THEIRS}{instead}")
+    if reduction not in ("none", "mean", "sum"):
+        raise SpecError(f"cross_entropy: reduction is {reduction!r}; expected 'none', 'mean' or 'sum'")
+    labels = _classes(input, target)
+    rows = input if input.dim() < 3 else input.movedim(1, -1)
+    loss = kept_op("cross_entropy", backend)(rows, labels, ignore_index=ignore_index, label_smoothing=label_smoothing)
+    if reduction != "none":
+        loss = loss.sum()
+    if reduction == "mean":
+        loss = loss / (labels != ignore_index).sum()
+    return loss if _widened(input) else loss.to(input.dtype)
+
+
+CALL_THEIRS = "call torch.nn.functional.cross_entropy"
+
+
+def _classes(input: Tensor, target: Tensor) -> Tensor:
+    """The class of each row of logits, as the op takes it."""
+    if target.is_floating_point():
+        raise UnsupportedError(
+            f"cross_entropy: target is {target.dtype}, probabilities of classes; expected integers, the classes: "
+            f"{CALL_THEIRS} for probabilities"
+        )
+    shape = tuple(input.shape)
+    if not shape or tuple(target.shape) != (() if len(shape) == 1 else shape[:1] + shape[2:]):
+        raise SpecError(
+            f"cross_entropy: target has shape {tuple(target.shape)} and input {shape}; expected (C), (N, C) or "
+            "(N, C, d1, ...) for input, and the same without C for target"
+        )
+    return target.long() if target.dtype == torch.uint8 else target  # bytes are classes to PyTorch as well
+
+
+def _widened(x: Tensor) -> bool:
+    """Whether torch.autocast hands a tensor to sums in float32."""
+    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type)
+
+
 def layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -361,7 +431,7 @@ def rows_times(product: Op, a: Tensor, b: Tensor) -> Tensor:
 
 def lowered(x: Tensor) -> Tensor:
     """A tensor as torch.autocast hands it to matrix products and attention."""
-    if not torch._C._is_any_autocast_enabled() or not torch.is_autocast_enabled(x.device.type):
+    if not _widened(x):
         return x
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return x

@@ -22,6 +22,7 @@ from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.torch import products
 from portakern.frameworks.torch.arrays import READABLE, unreadable
 from portakern.frameworks.torch.functions import (
+    cross_entropy,
     into,
     layer_norm,
     logsumexp,
@@ -90,6 +91,7 @@ SWAPS: Mapping[Any, Swap] = {
     torch.logsumexp: Swap(logsumexp, "logsumexp"),
     torch.special.logsumexp: Swap(logsumexp, "logsumexp"),
     Tensor.logsumexp: Swap(logsumexp, "logsumexp"),
+    F.cross_entropy: Swap(cross_entropy, "cross_entropy"),
     F.layer_norm: Swap(layer_norm, "layernorm"),
     torch.layer_norm: Swap(_layer_norm, "layernorm"),
     F.rms_norm: Swap(rms_norm, "rmsnorm"),
@@ -124,9 +126,9 @@ MOST = 256
 
 
 class swapped(TorchFunctionMode):
-    """Within this context PyTorch's scaled_dot_product_attention, softmax, softmin, logsumexp, layer_norm, rms_norm,
-    matmul, linear, mm, bmm, addmm, baddbmm, and einsum where it is a product of two matrices (functions, methods and
-    the operator @) run on portakern.
+    """Within this context PyTorch's scaled_dot_product_attention, softmax, softmin, logsumexp, cross_entropy (of targets
+    that are classes), layer_norm, rms_norm, matmul, linear, mm, bmm, addmm, baddbmm, and einsum where it is a product
+    of two matrices (functions, methods and the operator @) run on portakern.
 
     >>> with portakern.torch.swapped() as s:
     ...     model(x).sum().backward()

@@ -1,0 +1,105 @@
+"""Cross entropy of logits with integer labels on TPUs, along the last axis, in one sweep over a row.
+
+    loss = log l + (1 - e) (m - x_t) + e (m - mean x) + z lse^2        lse = m + log l
+    m = max_j x_j, or 0 where that is infinite        l = sum_j exp(x_j - m)        t: the row's label
+
+logits x: (*batch, n), labels: (*batch) -> loss, lse: (*batch). The grid is (row blocks, 1, n blocks), see `Walk`. Each
+step merges a block into the running maximum m of a row and the sum l of exp(x - m), and takes the label's logit where
+it comes by; the last one puts the loss together. A row that is ignored is read and not used.
+
+block_rows: rows a block holds; block_n: elements of each row a block holds.
+
+Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), algorithm 3; Szegedy et al.,
+"Rethinking the inception architecture" (2016), section 7; Chowdhery et al., "PaLM" (2022), section 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.common import Refs
+from portakern.backends.pallas.tpu._rows import Held, Walk, launched
+from portakern.backends.pallas.tpu.layernorm import default_tiling, key, supports, walk_of
+from portakern.backends.pallas.tpu.logsumexp import finite_or_zero
+from portakern.core.call import Call
+
+HELD = Held(streamed=1, computed=4)
+
+
+def is_label(labels: Any, block: Any, walk: Walk, step: Any) -> Any:
+    """Whether each element of a block of rows is that of its row's label."""
+    column = lax.broadcasted_iota(jnp.int32, block.shape, walk.along) + step * walk.block_n
+    return column == walk.turned(labels)
+
+
+def kernel(ref: Refs, *, walk: Walk, ignored: int, even: float, z: float) -> None:
+    _, step = walk.sweep_and_step()
+    x = walk.within_rows(ref.x[...].astype(jnp.float32), step, -jnp.inf)
+    labels = ref.labels[...]
+
+    @pl.when(step == 0)
+    def start() -> None:
+        ref.m[...] = jnp.full_like(ref.m, -jnp.inf)
+        for statistic in (ref.l, ref.at, ref.total):
+            statistic[...] = jnp.zeros_like(statistic)
+
+    m = jnp.maximum(ref.m[...], jnp.max(x, axis=walk.along, keepdims=True))
+    shift = finite_or_zero(m)
+    ref.l[...] = ref.l[...] * jnp.exp(ref.m[...] - shift) + jnp.sum(jnp.exp(x - shift), axis=walk.along, keepdims=True)
+    ref.m[...] = m
+    ref.at[...] += jnp.sum(jnp.where(is_label(labels, x, walk, step), x, 0.0), axis=walk.along, keepdims=True)
+    if even:
+        ref.total[...] += walk.sum_along_rows(x, step)
+
+    @pl.when(step == walk.grid[-1] - 1)
+    def finish() -> None:
+        shift, log = finite_or_zero(ref.m[...]), jnp.log(ref.l[...])
+        loss = log + (1.0 - even) * (shift - ref.at[...])
+        if even:
+            loss += even * (shift - ref.total[...] / walk.n)
+        if z:
+            loss += z * jnp.square(shift + log)
+        is_class = (labels >= 0) & (labels < walk.n)
+        loss = jnp.where(is_class, walk.turned(loss), jnp.nan)  # a label that is no class was not met
+        for name, found in (("loss", loss), ("lse", walk.turned(shift + log))):
+            if name in ref:
+                getattr(ref, name)[...] = jnp.where(labels == ignored, 0.0, found)
+
+
+@BACKEND.implements(
+    "cross_entropy", key=key, tiling=partial(default_tiling, held=HELD), supports=partial(supports, held=HELD)
+)
+def cross_entropy(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
+    x, walk = call.arrays["logits"], walk_of(call, tiling)._replace(sweeps=1)  # nothing is read again
+    shape, blocks = walk.numbers()
+    found = launched(
+        call,
+        partial(kernel, **share_of(call)),
+        walk,
+        HELD,
+        inputs={
+            "x": (x.reshape(walk.shape), walk.read()),
+            "labels": (walk.to_numbers(call.arrays["labels"].astype(jnp.int32)), blocks),
+        },
+        outputs={name: (jax.ShapeDtypeStruct(shape, jnp.float32), blocks) for name in call.wants},
+        statistics=("m", "l", "at", "total"),
+        reads=1,
+        flops=6,
+        transcendentals=x.size,
+    )
+    batch = call.dims["batch"]
+    return tuple(walk.from_numbers(found[o.name], batch) if o.name in found else None for o in call.spec.outputs)
+
+
+def share_of(call: Call) -> dict[str, Any]:
+    """The options as the kernels take them."""
+    options = call.options
+    return {"ignored": options["ignore_index"], "even": options["label_smoothing"], "z": options["z_loss"]}

@@ -1,0 +1,26 @@
+"""Gradient of the cross entropy of logits with integer labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from portakern.backends.reference import BACKEND
+from portakern.core.call import Call
+
+
+@BACKEND.implements("cross_entropy_vjp")
+def cross_entropy_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray]:
+    """d_logits_j = d_loss [p_j (1 + 2 z lse) - (1 - e) [j = t] - e / n], p = exp(logits - lse); 0 where ignored.
+
+    logits: (*batch, n), labels t, lse, d_loss: (*batch) -> d_logits: (*batch, n). inf - inf is NaN by plain arithmetic.
+    """
+    x, labels, lse, g = (call.arrays[name][..., None] for name in ("logits", "labels", "lse", "d_loss"))
+    x, n = x[..., 0], call.dims["n"]
+    e, z, ignored = (call.options[name] for name in ("label_smoothing", "z_loss", "ignore_index"))
+    with np.errstate(all="ignore"):
+        p = np.exp(x - lse)
+        p = p * (1 + 2 * z * lse) if z else p
+        d_logits = g * (p - (1 - e) * (np.arange(n) == labels) - e / n)
+    return (np.where(labels == ignored, 0.0, d_logits),)

@@ -1,0 +1,110 @@
+"""Cross entropy of logits with integer labels, over the last axis of any strided view.
+
+    loss = log l + (1 - e) (m - x_t) + e (m - mean x) + z lse^2        lse = m + log l
+    m = max_j x_j, or 0 where that is infinite        l = sum_j exp(x_j - m)        t: the row's label
+
+A program owns ``block_rows`` rows and reads each once, ``block_n`` elements at a time, by online normalisation, which
+rescales l whenever m grows. The label's logit is one more load. A row that is ignored is masked, and not read.
+e and z are known to the compiler, which leaves out what they make 0.
+
+Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), section 3; Szegedy et al.,
+"Rethinking the inception architecture" (2016), section 7; Chowdhery et al., "PaLM" (2022), section 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from portakern.backends.triton import BACKEND
+from portakern.backends.triton.gpu.layernorm import key
+from portakern.backends.triton.gpu.logsumexp import finite_or_zero
+from portakern.backends.triton.gpu.softmax import refuse_tile, tile_rows
+from portakern.backends.triton.launch import accumulator, cdiv, launch
+from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
+from portakern.spec import Tile
+
+if TYPE_CHECKING:
+    from portakern.core.call import Call
+
+
+@triton.jit
+def cross_entropy_kernel(x, labels, loss, lse, rows, rows_inner, n, ignored, x_outer, x_inner, x_n,
+                         block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
+                         one_tile: tl.constexpr, even: tl.constexpr, z: tl.constexpr, flat: tl.constexpr,
+                         unit: tl.constexpr):  # fmt: skip
+    """lse may be None. even: the share e of the target that all classes divide."""
+    n = aligned(n, unit)
+    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
+    label = tl.load(labels + row, mask=row < rows, other=ignored).to(tl.int64)
+    counted = (row < rows) & (label != ignored)
+    x_at = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)
+    x_row, row_ok = x_at[:, None], counted[:, None]
+    col = tl.arange(0, block_n)[None, :].to(tl.int64)
+    total = tl.zeros([block_rows], acc_dtype)
+
+    if one_tile:
+        ok = row_ok & (col < n)
+        t = tl.load(x_row + col * x_n, mask=ok, other=float("-inf")).to(acc_dtype)
+        m = tl.max(t, 1)
+        l = tl.sum(tl.exp(t - finite_or_zero(m)[:, None]), 1)
+        if even > 0:
+            total = tl.sum(tl.where(ok, t, 0.0), 1)
+    else:
+        m = tl.full([block_rows], float("-inf"), acc_dtype)
+        l = tl.zeros([block_rows], acc_dtype)
+        for start in range(0, tl.cast(n, tl.int64), block_n):
+            ok = row_ok & (start + col < n)
+            t = tl.load(x_row + (start + col) * x_n, mask=ok, other=float("-inf")).to(acc_dtype)
+            m_new = tl.maximum(m, tl.max(t, 1))
+            shift = finite_or_zero(m_new)
+            l = l * tl.exp(m - shift) + tl.sum(tl.exp(t - shift[:, None]), 1)
+            m = m_new
+            if even > 0:
+                total += tl.sum(tl.where(ok, t, 0.0), 1)
+
+    # A label that is no class is not followed: its logit is NaN.
+    is_class = (label >= 0) & (label < n)
+    at = tl.load(x_at + label * x_n, mask=counted & is_class, other=float("nan")).to(acc_dtype)
+    shift, log = finite_or_zero(m), tl.log(l)
+    if even > 0:
+        out = log + (1.0 - even) * (shift - at) + even * (shift - total / n)
+    else:
+        out = log + (shift - at)
+    if z > 0:
+        out += z * (shift + log) * (shift + log)
+    tl.store(loss + row, tl.where(counted, out, 0.0).to(loss.dtype.element_ty), mask=row < rows)
+    if lse is not None:
+        tl.store(lse + row, tl.where(counted, shift + log, 0.0).to(lse.dtype.element_ty), mask=row < rows)
+
+
+def default_tiling(call: Call) -> dict[str, int]:
+    return tile_rows(call.dims["n"], call.target.arch)
+
+
+def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+    return refuse_tile(call, tiling, call.arrays["labels"].numel())
+
+
+@BACKEND.implements(
+    "cross_entropy", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)}
+)
+def cross_entropy(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    x, n, e, z = call.arrays["logits"], call.dims["n"], call.options["label_smoothing"], call.options["z_loss"]
+    labels = call.arrays["labels"].contiguous()  # one number a row, in the order of the rows: a copy is a small thing
+    loss, lse = (numbers(call, x) if name in call.wants else None for name in ("loss", "lse"))
+    (x,), rows = walk_rows(x.ndim - 1, x)
+    launch(cross_entropy_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, labels, loss, lse, rows.height,
+           rows.inner, n, call.options["ignore_index"], *rows.strides[0], block_rows=tiling["block_rows"],
+           block_n=tiling["block_n"], acc_dtype=accumulator(call.dtype), one_tile=n <= tiling["block_n"],
+           even=e, z=z, num_warps=tiling["num_warps"], **rows.known(call.dtype))  # fmt: skip
+    return loss, lse
+
+
+def numbers(call: Call, x: torch.Tensor) -> torch.Tensor:
+    """A fresh tensor of one number a row, in the dtype of losses."""
+    return fresh(call.dims["batch"], torch.float64 if call.dtype == "float64" else torch.float32, x.device)

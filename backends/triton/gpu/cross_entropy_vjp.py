@@ -1,0 +1,82 @@
+"""Gradient of the cross entropy of logits with integer labels, over the last axis of any strided view.
+
+    d_x_j = d_loss [p_j (1 + 2 z lse) - (1 - e) [j = t] - e / n]        p = exp(x - lse)
+
+lse was saved, so that no element waits for another: a program owns a tile of ``block_rows`` rows by ``block_n``
+elements of each. A row that is ignored is masked, and not read. e and z are known to the compiler.
+
+Source: the derivative of the formula of cross_entropy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+
+from portakern.backends.triton import BACKEND
+from portakern.backends.triton.gpu.layernorm import key
+from portakern.backends.triton.gpu.softmax import refuse_tile
+from portakern.backends.triton.gpu.swiglu import tile_of
+from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch
+from portakern.backends.triton.layout import aligned, fresh, pow2_at_least, row_start, walk_rows
+from portakern.spec import Tile
+
+if TYPE_CHECKING:
+    from portakern.core.call import Call
+
+
+@triton.jit
+def cross_entropy_vjp_kernel(x, labels, lse, d_loss, d_x, rows, rows_inner, n, steps, ignored,
+                             x_outer, x_inner, x_n,
+                             block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
+                             even: tl.constexpr, z: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+    """even: the share e of the target that all classes divide."""
+    n = aligned(n, unit)
+    row, col = tile_of(steps, block_rows, block_n)
+    row_ok = row < rows
+    label = tl.load(labels + row, mask=row_ok, other=ignored).to(tl.int64)
+    counted = (row_ok & (label != ignored))[:, None]
+    g = tl.load(d_loss + row, mask=row_ok, other=0.0).to(acc_dtype)[:, None]
+    log_sum = tl.load(lse + row, mask=row_ok, other=0.0).to(acc_dtype)[:, None]
+    x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None]
+    t = tl.load(x_row + col * x_n, mask=counted & (col < n), other=float("-inf")).to(acc_dtype)
+    p = tl.exp(t - log_sum)
+    if z > 0:
+        p = p * (1.0 + 2.0 * z * log_sum)
+    p = tl.where(col == label[:, None], p - (1.0 - even), p)
+    if even > 0:
+        p = p - even / tl.cast(n, acc_dtype)
+    out = tl.where(counted, g * p, 0.0)
+    tl.store(d_x + (row * n)[:, None] + col, out.to(d_x.dtype.element_ty), mask=row_ok[:, None] & (col < n))
+
+
+def default_tiling(call: Call) -> dict[str, int]:
+    """Tiles of 4096 elements, 16 a thread, of one row where that is so long."""
+    block_n = pow2_at_least(call.dims["n"], 128, 4096)
+    block_rows = pow2_at_least(4096 // block_n, 1, 16)
+    width = lanes(call.target.arch)
+    return {"block_rows": block_rows, "block_n": block_n,
+            "num_warps": pow2_at_least(block_rows * block_n // (16 * width), 1, 512 // width)}  # fmt: skip
+
+
+def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+    return refuse_tile(call, tiling, call.arrays["labels"].numel() * cdiv(call.dims["n"], tiling["block_n"]))
+
+
+@BACKEND.implements(
+    "cross_entropy_vjp", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)}
+)
+def cross_entropy_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    x, n, e, z = call.arrays["logits"], call.dims["n"], call.options["label_smoothing"], call.options["z_loss"]
+    labels, lse, d_loss = (call.arrays[name].contiguous() for name in ("labels", "lse", "d_loss"))
+    d_x = fresh(x.shape, x.dtype, x.device)
+    (x,), rows = walk_rows(x.ndim - 1, x)
+    steps = cdiv(n, tiling["block_n"])
+    launch(cross_entropy_vjp_kernel, cdiv(rows.height, tiling["block_rows"]) * steps, call, x, labels, lse, d_loss, d_x,
+           rows.height, rows.inner, n, steps, call.options["ignore_index"], *rows.strides[0],
+           block_rows=tiling["block_rows"], block_n=tiling["block_n"], acc_dtype=accumulator(call.dtype),
+           even=e, z=z, num_warps=tiling["num_warps"], **rows.known(call.dtype))  # fmt: skip
+    return (d_x,)

@@ -1,0 +1,67 @@
+"""Faults planted in the kernels of add_rmsnorm."""
+
+from __future__ import annotations
+
+from tests.mutants.faults import Planted
+
+FAULTS = {
+    "triton": [
+        Planted(
+            "sum-not-rounded",
+            "what is normed is the sum before it is rounded",
+            old="return total.to(x.dtype.element_ty).to(acc_dtype)",
+            new="return total",
+            sample=True,
+        ),
+        Planted(
+            "rows-of-x",
+            "the residual is read with the rows of x",
+            old="row_start(residual, row, rows_inner, residual_outer, residual_inner, flat, unit)",
+            new="row_start(residual, row, rows_inner, x_outer, x_inner, flat, unit)",
+            gpu=False,
+            small=True,
+        ),
+        Planted(
+            "mean-over-tile",
+            "the mean of squares divides by the tile's extent",
+            old="tl.sum(s * s, 1) / n + eps",
+            new="tl.sum(s * s, 1) / block_n + eps",
+        ),
+        Planted(
+            "long-sum-of-x",
+            "of a long row the sum that is stored is x",
+            old="            tl.store(total + out + at, s.to(",
+            new="            tl.store(total + out + at, tl.load(x_row + at * x_n, mask=ok).to(",
+        ),
+        Planted(
+            "last-not-summed",
+            "the sum of squares of a long row leaves out its last element",
+            old="row_ok & (at < n), acc_dtype)",
+            new="row_ok & (at < n - 1), acc_dtype)",
+        ),
+    ],
+    "pallas": [
+        Planted(
+            "mean-over-blocks",
+            "the mean of squares divides by the extent of all blocks",
+            old="    run = partial(kernel,",
+            new="    def over(ref, *, walk, **how):\n"
+            "        return kernel(ref, walk=walk._replace(shape=(walk.shape[0], walk.n + -walk.n % walk.block_n)), **how)\n"
+            "\n    run = partial(over,",
+        ),
+        Planted(
+            "eps-ignored",
+            "eps is always 1e-6",
+            old='eps=call.options["eps"]',
+            new="eps=1e-6",
+            small=True,
+        ),
+        Planted(
+            "rounding-ignored",
+            "x r is never rounded before the weight",
+            old="narrow=rounds_before(call)",
+            new="narrow=False",
+            small=True,
+        ),
+    ],
+}

@@ -1,0 +1,148 @@
+"""residual_out = x + residual, y = layernorm(residual_out)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import portakern as pk
+from tests.ops import layernorm
+from tests.ops._added import beside, in_layer, past_2_31, summed
+from tests.ops._shared import HALVES, SWEPT, draw, normal64, sweep, zeros
+from tests.ops.record import Fault, ForwardRecord, Hiding, Layer, Mapped, Near, Sample
+
+
+def simulate(x, residual, weight=None, bias=None, eps=1e-5, *, wide=False, alone=False, ftz=False, **how):
+    """``wide``: the sum is normed before it is rounded; ``alone``: x is; the others are layernorm's."""
+    normed, stored = summed(x, residual, ftz=ftz, wide=wide, alone=alone)
+    return *layernorm.simulate(normed, weight, bias, eps, ftz=ftz, **how), stored
+
+
+def any_case(arrays, rng, dtype, regime):
+    x, *weights = arrays
+    return x, beside(x, rng, dtype, regime), *weights
+
+
+def case(rng, dtype, regime):
+    arrays, options = layernorm.case(rng, dtype, regime)
+    return any_case(arrays, rng, dtype, regime), options
+
+
+def large_case(rng, dtype, regime):
+    (x, *weights), options = layernorm.large_case(rng, dtype, regime)
+    return (x, draw(rng, x.shape, dtype, regime), *weights), options
+
+
+def two(*shape):
+    return lambda rng, dtype="float32": (sweep(rng, shape, dtype), sweep(rng, shape, dtype))
+
+
+def formula(x, residual, weight=None, bias=None, eps=1e-5):
+    total = np.reshape([a + b for a, b in zip(x.ravel(), residual.ravel(), strict=True)], x.shape)
+    return *layernorm.formula(total, weight, bias, eps), total
+
+
+def in_torch(x, residual, weight=None, bias=None, eps=1e-5):
+    total = x + residual
+    return layernorm.in_torch(total, weight, bias, eps), total
+
+
+def in_jax(x, residual, weight=None, bias=None, eps=1e-5):
+    total = x + residual
+    return layernorm.in_jax(total, weight, bias, eps), total
+
+
+def call(*arrays, **options):
+    return pk.op("add_layernorm")(*arrays, **options)
+
+
+def fuzzed(r, dtype):
+    arrays, options = layernorm.fuzzed(r, dtype)
+    x = arrays.pop("x")
+    return {"x": x, "residual": r.array(dtype, *x.shape)} | arrays, options
+
+
+X = zeros(2, 3)
+WRONG = {
+    "another shape": (lambda: call(X, zeros(2, 4)), r"add_layernorm: residual .*expected"),
+    "a residual to broadcast": (lambda: call(X, zeros(3)), r"add_layernorm: residual .*expected"),
+    "another dtype": (lambda: call(X, X.astype(np.float16)), r"residual is float16 but x is float32"),
+    "no residual": (lambda: call(X), r"add_layernorm.*residual"),
+    "weight": (lambda: call(X, X, zeros(4)), r"weight axis 0 \(n\) is 4; expected 3"),
+    "eps below zero": (lambda: call(X, X, eps=-1.0), r"add_layernorm: eps is -1.0; expected a finite number"),
+}
+
+RECORD = ForwardRecord(
+    op="add_layernorm",
+    simulate=simulate,
+    variants=({}, {"block": 128}, {"block": 16}, {"ftz": True}),
+    case=case,
+    regimes=SWEPT,
+    near=Near(two(40, 64), off={"y": 6e-6, "residual_out": 1.2e-7}),
+    faults={
+        "the sum is not rounded before the norm": Fault(two(4, 40), {"wide": True}, breaks="y", dtypes=HALVES),
+        "the residual is forgotten": Fault(two(4, 40), {"alone": True}, breaks="residual_out"),
+        "over n - 1": Fault(two(4, 40), {"ddof": 1}, breaks="y"),
+        "from raw moments": Fault(
+            lambda r, t: (sweep(r, (8, 256), t) + np.float32(3000), sweep(r, (8, 256), t)),
+            {"moments": True},
+            breaks="y",
+            dtypes=("float32",),
+        ),
+    },
+    large_case=large_case,
+    typical=lambda rng, dtype: ((draw(rng, (64, 64), dtype), draw(rng, (64, 64), dtype)), {}),
+    hiding={
+        "results truncated": Hiding("lean towards 0", truncates=True, dtypes=HALVES),
+        "variance over n - 1": Hiding("typical", {"ddof": 1}),
+    },
+    small={
+        "plain": Sample({"x": (2, 3), "residual": (2, 3), "weight": (3,), "bias": (3,)}, {"eps": 1e-2}),
+        "no weight": Sample({"x": (2, 3), "residual": (2, 3), "bias": (3,)}),
+    },
+    derived={
+        name: Sample({"x": sample.shapes["x"], "residual": sample.shapes["x"]} | sample.shapes, sample.options)
+        for name, sample in layernorm.RECORD.derived.items()
+    },
+    usual=(
+        Sample({"x": (64, 1000), "residual": (64, 1000), "weight": (1000,), "bias": (1000,)}),
+        Sample({"x": (64, 1000), "residual": (64, 1000), "weight": (1000,)}, tiling={"block_rows": 16, "block_n": 128}),
+        Sample({"x": (4, 8, 384), "residual": (4, 8, 384)}),
+    ),
+    formula=formula,
+    formula_calls={
+        f"eps {eps}": lambda eps=eps: (
+            (normal64(2, 3, 7) * 3, normal64(2, 3, 7, seed=1), normal64(7), normal64(7, seed=1)),
+            {"eps": eps},
+        )
+        for eps in (0.0, 1e-5, 0.5)
+    },
+    formula_tolerance=(1e-12, 0),
+    in_torch=in_torch,
+    in_jax=in_jax,
+    compared=Sample({"x": (2, 3, 33), "residual": (2, 3, 33), "weight": (33,), "bias": (33,)}),
+    lowered={
+        "affine": Sample(
+            {"x": (3, 7, 300), "residual": (3, 7, 300), "weight": (300,), "bias": (300,)}, wider=("weight", "bias")
+        ),
+        "bare": Sample({"x": (33,), "residual": (33,)}),
+    },
+    mapped={
+        "both": Mapped(Sample({"x": (2, 3, 4), "residual": (3, 2, 4), "weight": (4,)}), {"x": 0, "residual": 1}),
+        "own weights": Mapped(
+            Sample({"x": (2, 3, 4), "residual": (2, 3, 4), "weight": (4, 2)}),
+            {"x": 0, "residual": 0, "weight": 1},
+            folds=False,
+        ),
+    },
+    wrong=WRONG,
+    fuzzed=fuzzed,
+    layer=Layer(
+        lambda op, x, p: in_layer(*op(x, x * p["gate"], p["weight"], p["bias"])),
+        lambda width: {"weight": (width,), "bias": (width,), "gate": (width,)},
+    ),
+    extents={"batch": 2, "n": 128},
+    launched=Sample({"x": (64, 512), "residual": (64, 512), "weight": (512,), "bias": (512,)}),
+    rows=("x", "x", "weight", "bias"),
+    past_2_31=past_2_31("add_layernorm"),
+    far=lambda gpu: [(gpu.far((4, 300)), gpu.far((4, 300)))],
+)
