@@ -306,7 +306,10 @@ def test_a_message_is_what_jaxlib_writes():
     numbers = [("bool", True), ("i32", -3), ("i64", -(2**40)), ("u64", 2**63), ("f32", 0.5), ("f64", -1e300)]
     theirs = gpu_triton.TritonKernelCall(
         gpu_triton.TritonKernel("kernel", 8, 1, 70000, "text", "", 90), 5, 1, 1,
-        [gpu_triton.create_array_parameter(0, 16), *(gpu_triton.create_scalar_parameter(v, THEIRS.get(k, k)) for k, v in numbers)],
+        [
+            gpu_triton.create_array_parameter(0, 16),
+            *(gpu_triton.create_scalar_parameter(v, THEIRS.get(k, k)) for k, v in numbers),
+        ],
     )  # fmt: skip
     portable = Code("kernel", "cuda", "sm_90", "text", b"", 8, 32, 70000)
     ours = carried(step_of(0, *(Number(k, v) for k, v in numbers), code=portable, grid=5))
