@@ -222,8 +222,11 @@ class Result:
 
 
 def command_line(program: str, file: Path | None = None) -> str:
-    """``program`` with this process's arguments; of the file that the result goes to, the name alone."""
-    arguments = [file.name if file is not None and a == str(file) else a for a in sys.argv[1:]]
+    """``program`` with this process's arguments; of the file that the result goes to, and of what lies at an absolute
+    path, the name alone: other machines have other folders."""
+    arguments = [
+        Path(a).name if Path(a).is_absolute() or (file is not None and a == str(file)) else a for a in sys.argv[1:]
+    ]
     return f"{program} {shlex.join(arguments)}".strip()
 
 

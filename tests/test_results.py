@@ -135,5 +135,5 @@ def test_a_long_run_is_written_even_where_it_has_faults(tmp_path, caplog):
 
 def test_the_command_names_its_file_only(monkeypatch, tmp_path):
     file = tmp_path / "a b.json"
-    monkeypatch.setattr("sys.argv", ["bench", "--calls", "3", "--json", str(file)])
-    assert results.command_line("python bench.py", file) == "python bench.py --calls 3 --json 'a b.json'"
+    monkeypatch.setattr("sys.argv", ["bench", "--calls", "3", "--json", str(file), "--plot", str(tmp_path / "plots")])
+    assert results.command_line("python bench.py", file) == "python bench.py --calls 3 --json 'a b.json' --plot plots"
