@@ -1,0 +1,1 @@
+"""What is judged: planted faults, cheats, right kernels of unusual kinds, and references of a public benchmark."""

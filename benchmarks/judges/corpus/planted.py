@@ -1,0 +1,126 @@
+"""Every fault that is planted somewhere in this repository: in functions, in simulated kernels, in shipped kernels."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+import portakern as pk
+from benchmarks.judges.subject import Subject
+from portakern.core import registry
+from portakern.core.binder import bind
+from portakern.core.oracle import degenerate_outputs
+from portakern.spec.dtypes import numpy_dtype
+from tests.mutants.faults import FAULTS, Fault
+from tests.mutants.functions import EXAMPLES, PLANTED, RIGHT
+from tests.ops import record, records
+from tests.ops._shared import truncate
+
+__all__ = ["kernels", "planted", "right_ones", "simulated", "simulations"]
+
+
+def functions() -> Iterator[Subject]:
+    """Faults of ordinary functions: what they keep between calls, sizes, options and layouts that they mistake."""
+    for fault in PLANTED:
+        name = f"{fault.op}, {fault.group}: {fault.what}"
+        yield Subject("functions", name, fault.op, fault.make, asked=lambda: {"max_examples": EXAMPLES})
+
+
+def kernel(op: str, plant: Mapping[str, Any], truncates: bool) -> Callable[..., Any]:
+    """A record's simulated kernel with the op's arguments, as far as the simulation has them, and its results in the
+    op's dtypes."""
+    spec, simulate = registry.find_spec(op), record(op).simulate
+    parameters = inspect.signature(simulate).parameters
+    kinds = {p.kind for p in parameters.values()}
+    arrays = [a for a in spec.arrays if a.name in parameters or inspect.Parameter.VAR_POSITIONAL in kinds]
+    options = [o.name for o in spec.options if o.name in parameters or inspect.Parameter.VAR_KEYWORD in kinds]
+
+    def fn(*given: Any, **named: Any) -> Any:
+        call = bind(spec, *given, **named)
+        if call.degenerate:
+            results: Any = degenerate_outputs(call)
+        else:
+            told = {n: call.options[n] for n in options if n in call.options}
+            told |= {"return_lse": True} if "return_lse" in options and "lse" in call.wants else {}
+            with np.errstate(all="ignore"):
+                results = simulate(*(call.arrays.get(a.name) for a in arrays), **{**told, **plant})
+        wanted = ((y, o.name) for y, o in zip(results, spec.outputs, strict=True) if o.name in call.wants)
+        stored = [store(y, call.outputs[name][1]) for y, name in wanted]
+        return tuple(stored) if len(stored) > 1 else stored[0]
+
+    def store(y: Any, dtype: str) -> np.ndarray:
+        cut = truncates and dtype in ("float16", "bfloat16")
+        return np.array(truncate(np.asarray(y), dtype) if cut else np.asarray(y).astype(numpy_dtype(dtype)), order="C")
+
+    vars(fn)["__signature__"] = inspect.Signature(
+        [
+            *(inspect.Parameter(a.name, inspect.Parameter.POSITIONAL_ONLY) for a in arrays if not a.optional),
+            *(
+                inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None)
+                for n in (*(a.name for a in arrays if a.optional), *options, *["wants"] * spec.is_vjp)
+            ),
+        ]
+    )
+    return fn
+
+
+def simulated(op: str, plant: Mapping[str, Any], name: str, truncates: bool = False, right: bool = False) -> Subject:
+    """A simulated kernel, with or without a fault. It claims values alone: NumPy's sums depend on what stands beside a
+    row."""
+    group = "unusual" if right else "simulated"
+    return Subject(group, f"{op}: {name}", op, lambda: kernel(op, plant, truncates), right=right, claims=False)
+
+
+def simulations() -> Iterator[Subject]:
+    """The faults of the records, those that bounds show and those that only statistics do."""
+    for op, r in records().items():
+        for name, fault in r.faults.items():
+            yield simulated(op, fault.plant, name)
+        for name, hiding in r.hiding.items():
+            yield simulated(op, hiding.plant, name, hiding.truncates)
+
+
+def first_and_sampled() -> Iterator[Fault]:
+    """A fixed part of the faults in shipped kernels: the first of each kernel, and those that the tests plant."""
+    seen: set[tuple[str, str]] = set()
+    for fault in FAULTS:
+        if fault.sample or (fault.home, fault.op) not in seen:
+            yield fault
+        seen.add((fault.home, fault.op))
+
+
+def kernels() -> Iterator[Subject]:
+    """Faults in shipped kernels, run by Triton's and Pallas's interpreters."""
+    for fault in first_and_sampled():
+        if fault.lacks():
+            continue
+
+        def asked(fault: Fault = fault) -> Mapping[str, Any]:
+            from tests.mutants.harness import mutant
+
+            return {"backend": mutant(fault), "variant": fault.variant}
+
+        def make(asked: Callable[[], Mapping[str, Any]] = asked, op: str = fault.op) -> Callable[..., Any]:
+            return pk.op(op, **asked())
+
+        framework = registry.backend(fault.backend).framework
+        yield Subject("kernels", fault.name, fault.op, make, framework, asked=asked)
+
+
+def planted() -> Iterator[Subject]:
+    yield from functions()
+    yield from simulations()
+    yield from kernels()
+
+
+def right_ones() -> Iterator[Subject]:
+    """Right functions beside the planted ones, and right variants of the simulated kernels."""
+    for name, (op, fn, keeps) in RIGHT.items():
+        yield Subject("unusual", f"{op}: {name}", op, lambda fn=fn: fn, right=True, claims=keeps)
+    for op, r in records().items():
+        for variant in r.variants:
+            told = ", ".join(f"{k}={getattr(v, '__name__', v)}" for k, v in variant.items())
+            yield simulated(op, variant, f"simulated {told}".strip(), right=True)
