@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,14 +19,25 @@ from portakern.errors import NotEmulatedError, SpecError, UnsupportedError
 from portakern.spec import Edge, Spec
 from portakern.spec.options import shown
 from portakern.testing import printed
-from portakern.testing.cases import Case, edges
+from portakern.testing.cases import Case
+from portakern.testing.cases import edges as edges_of
 from portakern.testing.comparing import run_case
+from portakern.testing.exceptions import kind_of
+from portakern.testing.fixed import Turn, checked_shapes, fits, turns_of
 from portakern.testing.laws import LawCase, NotTaken, run_law
+from portakern.testing.layouts import LAYOUTS
 from portakern.testing.report import Failure, Report
 from portakern.testing.sizes import Limits
 from portakern.testing.strategies import cases, dtypes_of, turns
-from portakern.testing.subject import Subject, backend_subject, backend_variants, concede, function_subject
-from portakern.testing.verdict import KINDS, Broken, BrokenPromise
+from portakern.testing.subject import (
+    Subject,
+    asking,
+    backend_subject,
+    backend_variants,
+    conceded,
+    function_subject,
+)
+from portakern.testing.verdict import Broken, BrokenPromise, OtherEdges
 
 __all__ = ["Failure", "Report", "check", "replay"]
 
@@ -50,9 +62,14 @@ def check(
     limits: Limits | None = None,
     profile: str | None = None,
     target: str | None = None,
-    promises: bool = True,
-    concessions: Collection[str] = (),
+    shapes: Sequence[Mapping[str, Sequence[int]]] | None = None,
+    layouts: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
+    empty: bool = True,
+    one_dtype: bool = False,
+    edges: bool = True,
+    promises: bool | Collection[str] = True,
+    seconds: float | None = None,
     shrink: bool = True,
     shard: tuple[int, int] = (0, 1),
     progress: Callable[[int], None] | None = None,
@@ -84,11 +101,17 @@ def check(
         an accelerator a third of the cases fill it (``Limits.fill``), and are compared with the oracle in part.
       profile: a profile that the backend declares (``Backend.profiles``), such as a stricter interpreter.
       target: the architecture that the profile stands in for, where it stands in for hardware that is not here.
-      promises: False for a kernel that never made them: bounds and edges alone are held to.
-      concessions: what else is not asked, and then stands in ``report.concessions``: "one_dtype", no array is float32
-        beside 16-bit ones; "no_empty", no extent is 0.
+      shapes: of all calls, array -> shape each, for a kernel that was written for them: optional arrays are given where
+        they are named. Values are of every regime, one after the other, and of the edges that such calls reach; laws
+        are not asked, since they draw shapes of their own, and a failing case does not shrink.
+      layouts: how arrays may lie in memory: names of :data:`portakern.testing.layouts.LAYOUTS`, or one; None: any way.
       options: values that options have in every case. A function that does not take such an option has it built in, as
         a model's norm has its rounding.
+      empty: False: no extent is 0. one_dtype: True: no array is float32 beside 16-bit ones.
+      edges: False for a kernel that may lead NaN and infinities elsewhere than the formula does.
+      promises: False for a kernel that never made any; or the names of those that it did
+        (:data:`portakern.testing.verdict.PROMISES`).
+      seconds: after which no further case begins; ``report.left_out`` counts those.
       shrink: make a failing case as small as possible; False stops at the first one.
       shard: (i, n): only the i-th of n parts of the work; :meth:`Report.merge` puts the parts together. What is drawn
         does not depend on n.
@@ -108,37 +131,44 @@ def check(
     if len(several) > 1:
         every = functools.partial(
             check, op, backend=backend, device=device, dtypes=dtypes, only=only, max_examples=max_examples, seed=seed,
-            limits=limits, profile=profile, target=target, promises=promises, concessions=concessions, options=options,
-            shrink=shrink, shard=shard, progress=progress,
+            limits=limits, profile=profile, target=target, shapes=shapes, layouts=layouts, options=options, empty=empty,
+            one_dtype=one_dtype, edges=edges, promises=promises, seconds=seconds, shrink=shrink, shard=shard,
+            progress=progress,
         )  # fmt: skip
         return functools.reduce(Report.merge, (every(variant=name) for name in several))
     subject = _subject(spec, backend, variant, fn, framework, device, profile, target)
     compiled = not (subject.interpret or subject.emulated) and subject.target.platform != "cpu"
     limits = limits or (EMULATED if subject.emulated else Limits(fill=FILL if compiled else 0))
+    fixed = {**limits.options, **_checked(spec, options or {})}
     limits = replace(
         limits,
         dtypes=tuple(dtypes or limits.dtypes),
         arguments=subject.arguments if limits.arguments is None else limits.arguments,
         always=limits.always | subject.always,
-        options={**limits.options, **_checked(spec, options or {})},
+        options=fixed,
+        empty=limits.empty and empty,
+        one_dtype=limits.one_dtype or one_dtype,
+        layouts=_ways(spec, layouts) or limits.layouts,
+        shapes=limits.shapes if shapes is None else checked_shapes(spec, shapes, fixed),
     )
-    limits, conceded = concede(spec, limits, concessions)
-    asked = _asked(promises)
-    report = Report(spec.name, subject.name, seed, asked=asked, concessions=conceded)
+    asked, excused = asking(spec, edges, promises)
+    told = conceded(limits, excused)
+    report = Report(spec.name, subject.name, seed, asked=asked, concessions=told)
     start = time.perf_counter()
-    work = _Work(subject, limits, seed, report, shrink, progress, {*KINDS} - {*asked})
-    work.carry_out(_plan(spec, limits, max_examples, only), only is None, shard)
+    work = _Work(subject, limits, seed, report, shrink and not limits.shapes, progress, excused)
+    work.until = math.inf if seconds is None else start + seconds
+    work.carry_out(_plan(spec, limits, max_examples, only), only is None and not limits.shapes, shard)
     report.seconds = time.perf_counter() - start
     return report
 
 
 @dataclass(frozen=True)
 class Run:
-    """Cases that one run of Hypothesis draws: on an edge or (None) on none. ``dtypes``: of one after the other;
+    """Cases that one run of Hypothesis draws: on an edge or (None) on none. ``turns``: of one after the other;
     ``fills``: with arrays that fill a chip."""
 
     edge: Edge | None
-    dtypes: list[str]
+    turns: list[Turn]
     fills: bool = False
 
 
@@ -155,10 +185,11 @@ class _Work:
     shrink: bool
     progress: Callable[[int], None] | None
     excused: set[str] = field(default_factory=set)
+    until: float = math.inf
 
     @property
     def ended(self) -> bool:
-        return any(f.kind == Broken.kind for f in self.report.failures)
+        return any(f.kind not in (OtherEdges.kind, BrokenPromise.kind) for f in self.report.failures)
 
     def carry_out(self, runs: list[Run], with_laws: bool, shard: tuple[int, int]) -> None:
         part, parts = shard
@@ -166,9 +197,9 @@ class _Work:
             for number, run in enumerate(runs):
                 if number % parts == part:
                     self.until_settled(functools.partial(self.explore, run, self.seed * 1000 + number))
-            each = max(1, min(EDGE_EXAMPLES, max((len(run.dtypes) for run in runs if run.edge), default=1)))
+            each = max(1, min(EDGE_EXAMPLES, max((len(run.turns) for run in runs if run.edge), default=1)))
             for number, name in enumerate(self.subject.spec.laws if with_laws and self.subject.lawful else ()):
-                if number % parts == part and BrokenPromise.kind not in self.excused and not self.ended:
+                if number % parts == part and not {BrokenPromise.kind, "laws"} & self.excused and not self.ended:
                     self.instances(name, each, number)
 
     def until_settled(self, some: Callable[[], Failure | None]) -> None:
@@ -219,11 +250,12 @@ class _Work:
         """Draw the cases of a run and try them, up to a failure, which shrinks."""
         failed: list[tuple[Case, Exception]] = []
         seen: list[Case] = []
-        report, count = self.report, len(run.dtypes)
+        report, count = self.report, len(run.turns)
 
-        def whose_turn() -> str:
+        def whose_turn() -> Turn:
             """The dtype does not come from what Hypothesis draws: it would be any. What failed keeps its own."""
-            return failed[0][0].dtype if failed else run.dtypes[max(0, min(len(seen), count) - 1)]
+            turn = run.turns[max(0, min(len(seen), count) - 1)]
+            return turn._replace(dtype=failed[0][0].dtype) if failed else turn
 
         @hypothesis_seed(start)
         @settings(
@@ -242,6 +274,9 @@ class _Work:
             if len(seen) == 1 or (
                 failed and not self.shrink
             ):  # Hypothesis begins with the simplest case of all, the same for every seed
+                return
+            if time.perf_counter() > self.until and not failed:
+                report.left_out += 1
                 return
             try:
                 run_case(self.subject, case, report, self.excused)
@@ -271,25 +306,51 @@ class _Work:
 
 def _plan(spec: Spec[Any], limits: Limits, max_examples: int, only: Sequence[str] | None) -> list[Run]:
     """The runs of a check. Every dtype has its share of an edge's cases and of the free ones."""
-    known, dtypes = edges(spec), dtypes_of(spec, limits)
+    known, dtypes = edges_of(spec), dtypes_of(spec, limits)
     for name in only or ():
         if name not in known:
             raise SpecError(f"check({spec.name!r}): edge {name!r} is unknown; expected one of {', '.join(known)}")
-    corners = [e for e in known.values() if (only is None or e.name in only) and _reachable(e, limits)]
+    corners = [e for e in known.values() if (only is None or e.name in only) and _reachable(e, spec, limits)]
     if only is not None and not corners:
         raise SpecError(
             f"check({spec.name!r}): what is checked takes no case on {' or '.join(map(repr, only))}; name other edges"
         )
+    if limits.shapes:
+        return _plan_of_shapes(spec, limits, max_examples, corners, only is None)
     each = max(1, min(EDGE_EXAMPLES, max_examples // (2 * len(corners))))
     if only is not None:
         each = max(1, max_examples // len(corners))
     visited = corners[: max_examples // (2 * each)] if only is None else corners
     free = max_examples - each * len(visited) if only is None else 0
-    runs = [Run(e, turns(dtypes, each, turn)) for turn, e in enumerate(visited)]
+    runs = [Run(e, [*map(Turn, turns(dtypes, each, turn))]) for turn, e in enumerate(visited)]
     filling = min(free, -(-max_examples // 3)) if limits.fill else 0
     for count, fills in ((filling, True), (free - filling, False)):
-        order = turns(dtypes, count)
+        order = [*map(Turn, turns(dtypes, count))]
         runs += [Run(None, order[i : i + FREE_RUN], fills) for i in range(0, count, FREE_RUN)]
+    return runs
+
+
+def _plan_of_shapes(
+    spec: Spec[Any], limits: Limits, max_examples: int, corners: Sequence[Edge], free: bool
+) -> list[Run]:
+    """The runs of a check on given shapes: a regime and an edge in turn, each alone, so that whenever it is stopped much
+    was seen."""
+    dtypes = dtypes_of(spec, limits)
+    reach = [(e, [s for s in limits.shapes if fits(e, spec, s, limits.options)]) for e in corners]
+    reach = [(e, shapes) for e, shapes in reach if shapes]
+    if not free and not reach:
+        raise SpecError(
+            f"check({spec.name!r}): no call of the shapes is on {' or '.join(repr(e.name) for e in corners)}; name other "
+            "edges"
+        )
+    runs: list[Run] = []
+    regimes, visits = 0, 0
+    while len(runs) < max_examples:
+        on_edge = bool(reach) and (not free or bool(len(runs) % 2))
+        edge, shapes = reach[visits % len(reach)] if on_edge else (None, limits.shapes)
+        turn = visits // len(reach) + visits if on_edge else regimes
+        runs.append(Run(edge, [*turns_of(1, dtypes, shapes, edge, turn)]))
+        regimes, visits = regimes + (not on_edge), visits + on_edge
     return runs
 
 
@@ -308,11 +369,12 @@ def _checked(spec: Spec[Any], options: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _reachable(edge: Edge, limits: Limits) -> bool:
+def _reachable(edge: Edge, spec: Spec[Any], limits: Limits) -> bool:
     """Whether calls within the limits can be on an edge."""
-    empty = any(hi == 0 for _, hi in edge.dims.values())
+    empty, defaults = any(hi == 0 for _, hi in edge.dims.values()), {o.name: o.default for o in spec.options}
     return (
-        all(limits.takes(name) or name in limits.options for name in (*edge.options, *edge.given))
+        all(limits.takes(name) for name in edge.given)
+        and all(limits.takes(n) or n in limits.options or defaults[n] == v for n, v in edge.options.items())
         and all(limits.options.get(name, value) == value for name, value in edge.options.items())
         and not limits.always & {*edge.absent}
         and (limits.empty or not empty)
@@ -330,25 +392,32 @@ def replay(
     device: str | None = None,
     profile: str | None = None,
     target: str | None = None,
-    promises: bool = True,
+    edges: bool = True,
+    promises: bool | Collection[str] = True,
 ) -> Report:
     """Run one case of a failure again; arguments as for :func:`check`."""
     spec = registry.find_spec(op) if isinstance(op, str) else op
     subject = _subject(spec, backend, variant, fn, framework, device, profile, target)
     if isinstance(case, str):
         case = printed.read(spec, case)
-    asked = _asked(promises)
+    asked, excused = asking(spec, edges, promises)
     report = Report(spec.name, subject.name, 0, asked=asked)
-    work = _Work(subject, Limits(), 0, report, False, None, {*KINDS} - {*asked})
+    work = _Work(subject, Limits(), 0, report, False, None, excused)
     with subject.context():
         failure = work.attempt(case)
     report.failures += [failure] if failure else []
     return report
 
 
-def _asked(promises: bool) -> tuple[str, ...]:
-    """The kinds that are held to."""
-    return tuple(k for k in KINDS if promises or k != BrokenPromise.kind)
+def _ways(spec: Spec[Any], layouts: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Layouts by name; SpecError for one that is none."""
+    names = (layouts,) if isinstance(layouts, str) else tuple(layouts or ())
+    for name in names:
+        if name not in LAYOUTS:
+            raise SpecError(
+                f"check({spec.name!r}): layout {shown(name)} is unknown; expected some of {', '.join(LAYOUTS)}"
+            )
+    return names
 
 
 def _subject(
@@ -377,5 +446,6 @@ def _failure(subject: Subject, case: Case | LawCase, error: Exception) -> Failur
     text = case.to_json()
     what = str(error) if isinstance(error, Broken) else f"raised {type(error).__name__}: {error}"
     named = (f"law {case.law}: " if isinstance(case, LawCase) else f"edge {case.edge}: " if case.edge else "") + what
-    kind = error.kind if isinstance(error, Broken) else Broken.kind
-    return Failure(subject.spec.name, named, text, subject.reproduce(text), kind)
+    if not isinstance(error, Broken):
+        return Failure(subject.spec.name, named, text, subject.reproduce(text), kind_of(error))
+    return Failure(subject.spec.name, named, text, subject.reproduce(text), error.kind, error.which, error.looks)
