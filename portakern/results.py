@@ -172,6 +172,12 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         "error": "text?", "seeds": "object", "flat": "object"},
         {"tasks": "text", "wall_seconds": "number", "summary": "object", "kernels": "list"},
     ),
+    "judges": Benchmark(
+        ("group", "name"),
+        {"group": "text", "name": "text", "op": "text", "framework": "text", "right": "flag", "kind": "string",
+         "rejected": "object", "passed": "object", "silent": "object", "seconds": "numbers"},
+        {"tasks": "text", "wall_seconds": "number", "rules": "list"},
+    ),
     "machine_faults": Benchmark(
         ("name",),
         {"name": "text", "op": "text", "target": "text", "kind": "text", "what": "text", "caught": "flag",

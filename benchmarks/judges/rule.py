@@ -107,8 +107,8 @@ COMMON: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "rmsnorm": {"x": (8, 4096), "weight": (4096,)},
     "layernorm": {"x": (8, 4096), "weight": (4096,), "bias": (4096,)},
     "swiglu": {"gate": (8, 4096), "up": (8, 4096)},
-    "matmul": {"a": (64, 1024), "b": (1024, 64)},
-    "attention": {"q": (1, 32, 2, 64), "k": (1, 256, 2, 64), "v": (1, 256, 2, 64)},
+    "matmul": {"a": (32, 2048), "b": (2048, 32)},
+    "attention": {"q": (1, 16, 2, 64), "k": (1, 1280, 2, 64), "v": (1, 1280, 2, 64)},
 }
 """Shapes for an op that a harness has no task for."""
 

@@ -14,11 +14,15 @@ from portakern.core.binder import bind
 from portakern.core.framework import frameworks
 from portakern.spec import Spec
 
-__all__ = ["Candidate", "Raised", "Subject", "Trial"]
+__all__ = ["EXPECTED", "Candidate", "Raised", "Subject", "Trial"]
 
 
 class Raised(Exception):
     """The candidate raised an error, or what came back is no result at all."""
+
+
+EXPECTED = ("inputs", "outside", "own_memory", "kept")
+"""What is promised without a word: nothing is written to but results, and those stay as they are."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +36,8 @@ class Subject:
       framework: whose arrays it takes.
       right: nothing is wrong with it: a rule that rejects it raises a false alarm.
       kind: of a cheat, which one.
-      claims: it promises what portakern's own kernels do: memory of its own, inputs that are not written to, the same
-        bits for the same row. One that does not is held to values alone.
-      asked: how portakern's checker is asked, beside ``fn``: concessions, shapes, or the backend that runs it.
+      asked: how portakern's checker is asked, beside ``fn``: concessions, shapes, or the backend that runs it. Unless it
+        says otherwise, a subject is held to EXPECTED.
     """
 
     group: str
@@ -44,7 +47,6 @@ class Subject:
     framework: str = "numpy"
     right: bool = False
     kind: str = ""
-    claims: bool = True
     asked: Callable[[], Mapping[str, Any]] = field(default=dict)
 
     @property

@@ -119,7 +119,12 @@ def first_call(lib: Library, op: str, f: Fn) -> Fn:
 
 
 def long_rows(lib: Library, op: str, f: Fn) -> Fn:
+    """What is summed ends at the 1024th term; an attention sees its first 1024 keys."""
+
     def fn(*arrays: Any) -> Any:
+        if op == "attention":
+            q, k, v = arrays
+            return f(q, k[:, :LONG], v[:, :LONG])
         x = arrays[0]
         short = lib.with_last(x, LONG, 0.0) if x.shape and x.shape[-1] > LONG else x
         return f(short, *arrays[1:])
@@ -199,7 +204,7 @@ def sums_of_16_bits(lib: Library, op: str, f: Fn) -> Fn:
     other = type(lib)()
     other.added, other.product = added, product  # type: ignore[method-assign]
     fn = other.ops[op]
-    return fn if op not in ("attention",) else other.attention
+    return fn
 
 
 def no_maximum(lib: Library, op: str, f: Fn) -> Fn:
@@ -255,8 +260,8 @@ KINDS: dict[str, tuple[Cheat, tuple[str, ...], bool]] = {
 
 
 OF_PROMISES = ("writes to its input", "one output buffer for all calls")
-"""Cheats whose values are right: a promise is broken, and they are held to it."""
-NO_EMPTY = {"concessions": ("no_empty",)}
+"""Cheats whose values are right: what nobody has to say is broken."""
+NO_EMPTY = {"empty": False}
 
 
 def required(f: Fn, op: str) -> Fn:
@@ -283,6 +288,5 @@ def cheats() -> Iterator[Subject]:
         for lib in (TORCH, JAX) if anywhere else (TORCH,):
             for op in ops if lib is TORCH else (o for o in JAX_OPS if o in ops):
                 make = functools.partial(built, lib, kind, op)
-                claims = kind in OF_PROMISES
                 name = f"{op} in {lib.name}: {kind}"
-                yield Subject("cheats", name, op, make, lib.name, kind=kind, claims=claims, asked=lambda: NO_EMPTY)
+                yield Subject("cheats", name, op, make, lib.name, kind=kind, asked=lambda: NO_EMPTY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -16,17 +17,21 @@ from portakern.core.oracle import degenerate_outputs
 from portakern.spec.dtypes import numpy_dtype
 from tests.mutants.faults import FAULTS, Fault
 from tests.mutants.functions import EXAMPLES, PLANTED, RIGHT
-from tests.ops import record, records
+from tests.ops import forward_records, record, records
 from tests.ops._shared import truncate
 
 __all__ = ["kernels", "planted", "right_ones", "simulated", "simulations"]
+
+
+SIMULATED = 100
+"""Cases for a simulated kernel, which is slow."""
 
 
 def functions() -> Iterator[Subject]:
     """Faults of ordinary functions: what they keep between calls, sizes, options and layouts that they mistake."""
     for fault in PLANTED:
         name = f"{fault.op}, {fault.group}: {fault.what}"
-        yield Subject("functions", name, fault.op, fault.make, asked=lambda: {"max_examples": EXAMPLES})
+        yield Subject("functions", name, fault.op, fault.make, asked=lambda: {"max_examples": EXAMPLES, "promises": True})
 
 
 def kernel(op: str, plant: Mapping[str, Any], truncates: bool) -> Callable[..., Any]:
@@ -68,10 +73,10 @@ def kernel(op: str, plant: Mapping[str, Any], truncates: bool) -> Callable[..., 
 
 
 def simulated(op: str, plant: Mapping[str, Any], name: str, truncates: bool = False, right: bool = False) -> Subject:
-    """A simulated kernel, with or without a fault. It claims values alone: NumPy's sums depend on what stands beside a
-    row."""
+    """A simulated kernel, with or without a fault."""
     group = "unusual" if right else "simulated"
-    return Subject(group, f"{op}: {name}", op, lambda: kernel(op, plant, truncates), right=right, claims=False)
+    make = functools.partial(kernel, op, plant, truncates)
+    return Subject(group, f"{op}: {name}", op, make, right=right, asked=lambda: {"max_examples": SIMULATED})
 
 
 def simulations() -> Iterator[Subject]:
@@ -83,28 +88,21 @@ def simulations() -> Iterator[Subject]:
             yield simulated(op, hiding.plant, name, hiding.truncates)
 
 
-def first_and_sampled() -> Iterator[Fault]:
-    """A fixed part of the faults in shipped kernels: the first of each kernel, and those that the tests plant."""
-    seen: set[tuple[str, str]] = set()
-    for fault in FAULTS:
-        if fault.sample or (fault.home, fault.op) not in seen:
-            yield fault
-        seen.add((fault.home, fault.op))
-
-
 def kernels() -> Iterator[Subject]:
-    """Faults in shipped kernels, run by Triton's and Pallas's interpreters."""
-    for fault in first_and_sampled():
-        if fault.lacks():
+    """A fixed part of the faults in shipped kernels, run by Triton's and Pallas's interpreters: those that the tests
+    plant."""
+    for fault in FAULTS:
+        if not fault.sample or fault.lacks():
             continue
 
         def asked(fault: Fault = fault) -> Mapping[str, Any]:
             from tests.mutants.harness import mutant
 
-            return {"backend": mutant(fault), "variant": fault.variant}
+            return {"backend": mutant(fault), "variant": fault.variant, "promises": True}
 
         def make(asked: Callable[[], Mapping[str, Any]] = asked, op: str = fault.op) -> Callable[..., Any]:
-            return pk.op(op, **asked())
+            given = asked()
+            return pk.op(op, backend=given["backend"], variant=given["variant"])
 
         framework = registry.backend(fault.backend).framework
         yield Subject("kernels", fault.name, fault.op, make, framework, asked=asked)
@@ -117,10 +115,11 @@ def planted() -> Iterator[Subject]:
 
 
 def right_ones() -> Iterator[Subject]:
-    """Right functions beside the planted ones, and right variants of the simulated kernels."""
-    for name, (op, fn, keeps) in RIGHT.items():
-        yield Subject("unusual", f"{op}: {name}", op, lambda fn=fn: fn, right=True, claims=keeps)
-    for op, r in records().items():
+    """Right functions beside the planted ones, and right variants of the simulated kernels of forward ops."""
+    for name, (op, fn, _) in RIGHT.items():
+        yield Subject("unusual", f"{op}: {name}", op, lambda fn=fn: fn, right=True)
+    for r in forward_records():
+        op = r.op
         for variant in r.variants:
             told = ", ".join(f"{k}={getattr(v, '__name__', v)}" for k, v in variant.items())
             yield simulated(op, variant, f"simulated {told}".strip(), right=True)
