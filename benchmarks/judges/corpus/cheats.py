@@ -86,7 +86,9 @@ def writes_to_its_input(lib: Library, op: str, f: Fn) -> Fn:
 def not_a_number(lib: Library, op: str, f: Fn) -> Fn:
     def fn(*arrays: Any) -> Any:
         result = f(*arrays)
-        return lib.with_last(result, result.shape[-1] - 1, float("nan")) if result.shape and result.shape[-1] else result
+        return (
+            lib.with_last(result, result.shape[-1] - 1, float("nan")) if result.shape and result.shape[-1] else result
+        )
 
     return fn
 

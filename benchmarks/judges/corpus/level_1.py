@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.judges.subject import Subject
 
-__all__ = ["Problem", "PROBLEMS", "references"]
+__all__ = ["PROBLEMS", "Problem", "references"]
 
 Shapes = Mapping[str, tuple[int, ...]]
 

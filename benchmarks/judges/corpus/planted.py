@@ -31,7 +31,9 @@ def functions() -> Iterator[Subject]:
     """Faults of ordinary functions: what they keep between calls, sizes, options and layouts that they mistake."""
     for fault in PLANTED:
         name = f"{fault.op}, {fault.group}: {fault.what}"
-        yield Subject("functions", name, fault.op, fault.make, asked=lambda: {"max_examples": EXAMPLES, "promises": True})
+        yield Subject(
+            "functions", name, fault.op, fault.make, asked=lambda: {"max_examples": EXAMPLES, "promises": True}
+        )
 
 
 def kernel(op: str, plant: Mapping[str, Any], truncates: bool) -> Callable[..., Any]:

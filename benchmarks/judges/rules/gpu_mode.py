@@ -7,8 +7,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.judges.rule import Rejected, Rule, Source, Task, arguments, eager, normal, options_of, tasks_of, tensor
-from benchmarks.judges.rule import uniform
+from benchmarks.judges.rule import (
+    Rejected,
+    Rule,
+    Source,
+    Task,
+    arguments,
+    eager,
+    normal,
+    options_of,
+    tasks_of,
+    tensor,
+    uniform,
+)
 from benchmarks.judges.subject import Candidate, Trial
 
 __all__ = ["RULES"]

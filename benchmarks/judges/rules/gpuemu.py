@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.judges.corpus.planted import simulated
 from benchmarks.judges.rule import Rejected, Rule, Source, Task, arguments, options_of, tasks_of, uniform
-from benchmarks.judges.subject import Candidate, Subject, Trial
+from benchmarks.judges.subject import Candidate, Trial
 from portakern.core import registry
 from portakern.core.binder import bind
 from portakern.core.oracle import oracle

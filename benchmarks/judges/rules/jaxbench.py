@@ -61,7 +61,9 @@ class JaxBench(Rule):
             if candidate.spec.is_vjp:
                 expected = [frameworks()["torch"].to_numpy(t) for t in eager(call, options)]
             else:
-                inputs = [wing.from_numpy(arrays[a.name], None) if a.name in arrays else None for a in candidate.spec.arrays]
+                inputs = [
+                    wing.from_numpy(arrays[a.name], None) if a.name in arrays else None for a in candidate.spec.arrays
+                ]
                 while inputs and inputs[-1] is None:
                     inputs.pop()
                 result = record(task.op).in_jax(*inputs, **options)

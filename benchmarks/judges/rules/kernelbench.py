@@ -6,8 +6,19 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from benchmarks.judges.rule import Rejected, Rule, Source, Task, arguments, constant, eager, options_of, tasks_of, tensor
-from benchmarks.judges.rule import uniform
+from benchmarks.judges.rule import (
+    Rejected,
+    Rule,
+    Source,
+    Task,
+    arguments,
+    constant,
+    eager,
+    options_of,
+    tasks_of,
+    tensor,
+    uniform,
+)
 from benchmarks.judges.subject import Candidate, Trial
 
 __all__ = ["RULES"]
@@ -50,7 +61,9 @@ def level_1(dtype: str) -> tuple[Task, ...]:
 class KernelBench(Rule):
     title = "KernelBench"
     sources = (
-        Source("ScalingIntelligence/KernelBench", "src/kernelbench/eval.py", "423217d9fda91e0c2d67e4a43bf62f96f6d104f1"),
+        Source(
+            "ScalingIntelligence/KernelBench", "src/kernelbench/eval.py", "423217d9fda91e0c2d67e4a43bf62f96f6d104f1"
+        ),
         Source(
             "ScalingIntelligence/KernelBench",
             "scripts/eval_from_generations.py",
@@ -67,9 +80,7 @@ class KernelBench(Rule):
             f"the shape is equal and `torch.allclose(rtol = atol = {self.tolerance:g})` against PyTorch in {dtype}, in "
             f"each of {TRIALS} trials; `allclose` wants equal dtypes, and no NaN is equal"
         )
-        self.inputs = (
-            "`torch.rand`, one shape a problem, a seed a trial; the reference runs first, on the same tensors"
-        )
+        self.inputs = "`torch.rand`, one shape a problem, a seed a trial; the reference runs first, on the same tensors"
 
     def trials(self, candidate: Candidate) -> Iterator[Trial]:
         import torch

@@ -58,8 +58,10 @@ class Portakern(Rule):
 
     def shapes(self, subject: Subject) -> list[dict[str, tuple[int, ...]]]:
         candidate = Candidate(subject)
-        return [{n: a.shape for n, a in arguments(t, candidate, np.random.default_rng(0)).arrays.items()} for t in
-                tasks_of((), "float32", normal())[forward(subject)]]
+        return [
+            {n: a.shape for n, a in arguments(t, candidate, np.random.default_rng(0)).arrays.items()}
+            for t in tasks_of((), "float32", normal())[forward(subject)]
+        ]
 
     def report(self, subject: Subject, asked: dict[str, Any]) -> Report:
         with np.errstate(all="ignore"):

@@ -106,9 +106,7 @@ def kept(op: str) -> tuple[Task, ...]:
 
 def dropped(task: Task) -> bool:
     """Whether the filter drops a task: all outputs near 0, or too little variation between seeds or along an axis."""
-    outputs = np.stack(
-        [reference(task, np.random.default_rng(seed)) for seed in range(SEEDS)]
-    )
+    outputs = np.stack([reference(task, np.random.default_rng(seed)) for seed in range(SEEDS)])
     still = [bool((outputs.std(axis, ddof=1) < LEAST).all()) for axis in range(outputs.ndim)]
     return bool((np.abs(outputs) < LEAST).all()) or any(still)
 
