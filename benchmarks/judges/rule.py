@@ -28,9 +28,9 @@ __all__ = [
     "Source",
     "Task",
     "Verdict",
+    "allclose",
     "constant",
     "eager",
-    "judge",
     "normal",
     "tensor",
     "uniform",
@@ -168,6 +168,16 @@ class Given:
     first: Mapping[str, np.ndarray]
 
 
+def allclose(want: Any, value: np.ndarray, tolerance: float) -> bool:
+    """``torch.allclose``, which raises where dtypes differ: a harness counts that as a failure."""
+    import torch
+
+    try:
+        return torch.allclose(want, tensor(value), rtol=tolerance, atol=tolerance)
+    except RuntimeError as e:
+        raise Rejected(str(e)) from None
+
+
 def arguments(task: Task, candidate: Candidate, rng: np.random.Generator) -> Given:
     """New arrays for a candidate's call of a task. For a gradient: the forward's arguments and what its reference
     saved, and cotangents drawn as the task's values are."""
@@ -199,6 +209,23 @@ def options_of(task: Task, candidate: Candidate) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------- rules
+@dataclass(frozen=True)
+class Verdict:
+    """What a rule said.
+
+    Attributes:
+      rejected: None where it did not judge; why: in its terms.
+      shown: of a wrong candidate that passed: some value that the rule looked at lies beyond the error that rounding
+        can cause. None where that is not asked.
+      seconds: that the rule took.
+    """
+
+    rejected: bool | None
+    why: str
+    seconds: float
+    shown: bool | None = None
+
+
 class Rule(ABC):
     """How one harness judges.
 
@@ -232,41 +259,23 @@ class Rule(ABC):
     def trials(self, candidate: Candidate) -> Iterator[Trial]:
         """Judge: the calls that passed, one after the other; Rejected ends it."""
 
+    def judge(self, subject: Subject) -> Verdict:
+        """The verdict on a subject in the state of a new process. What a candidate raises rejects it; what the rule
+        itself raises is an error here, and no verdict."""
+        start = time.perf_counter()
 
-@dataclass(frozen=True)
-class Verdict:
-    """What a rule said.
+        def said(rejected: bool | None, why: str) -> Verdict:
+            return Verdict(rejected, " ".join(why.split())[:200], round(time.perf_counter() - start, 4))
 
-    Attributes:
-      rejected: None where it did not judge; why: in its terms.
-      shown: of a wrong candidate that passed: some value that the rule looked at lies beyond the error that rounding
-        can cause. None where that is not asked.
-      seconds: that the rule took.
-    """
-
-    rejected: bool | None
-    why: str
-    seconds: float
-    shown: bool | None = None
-
-
-def judge(rule: Rule, subject: Subject) -> Verdict:
-    """A rule's verdict on a subject in the state of a new process. What a candidate raises rejects it; what the rule
-    itself raises is an error here, and no verdict."""
-    start = time.perf_counter()
-
-    def said(rejected: bool | None, why: str) -> Verdict:
-        return Verdict(rejected, " ".join(why.split())[:200], round(time.perf_counter() - start, 4))
-
-    passed: list[Trial] = []
-    try:
-        passed.extend(rule.trials(Candidate(subject)))
-    except NotJudged as e:
-        return said(None, str(e))
-    except (Rejected, Raised) as e:
-        return said(True, str(e))
-    verdict = said(False, "")
-    return verdict if subject.right else replace(verdict, shown=beyond(subject, passed))
+        passed: list[Trial] = []
+        try:
+            passed.extend(self.trials(Candidate(subject)))
+        except NotJudged as e:
+            return said(None, str(e))
+        except (Rejected, Raised) as e:
+            return said(True, str(e))
+        verdict = said(False, "")
+        return verdict if subject.right else replace(verdict, shown=beyond(subject, passed))
 
 
 def beyond(subject: Subject, trials: Sequence[Trial]) -> bool:

@@ -8,7 +8,7 @@ import warnings
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.judges import corpus, rule
+from benchmarks.judges import corpus
 from benchmarks.judges.rules import rules
 
 __all__ = ["Task", "work"]
@@ -32,6 +32,4 @@ def work(task: Task) -> dict[str, Any]:
     logging.getLogger("portakern").setLevel(logging.ERROR)
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
-    subject, judging = corpus.subjects()[task.group, task.name], rules()[task.rule]
-    judge = getattr(judging, "judge", None)
-    return asdict(judge(subject) if judge else rule.judge(judging, subject))
+    return asdict(rules()[task.rule].judge(corpus.subjects()[task.group, task.name]))

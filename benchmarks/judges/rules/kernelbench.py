@@ -11,12 +11,12 @@ from benchmarks.judges.rule import (
     Rule,
     Source,
     Task,
+    allclose,
     arguments,
     constant,
     eager,
     options_of,
     tasks_of,
-    tensor,
     uniform,
 )
 from benchmarks.judges.subject import Candidate, Trial
@@ -83,8 +83,6 @@ class KernelBench(Rule):
         self.inputs = "`torch.rand`, one shape a problem, a seed a trial; the reference runs first, on the same tensors"
 
     def trials(self, candidate: Candidate) -> Iterator[Trial]:
-        import torch
-
         for task in self.tasks_for(candidate):
             options = options_of(task, candidate)
             for seed in np.random.default_rng(SEED).integers(2**32, size=TRIALS):
@@ -95,7 +93,7 @@ class KernelBench(Rule):
                 for want, value in zip(expected, got, strict=True):
                     if want.shape != value.shape:
                         raise Rejected(f"Output shape mismatch: expected {tuple(want.shape)}, got {value.shape}")
-                    if not torch.allclose(want, tensor(value), atol=self.tolerance, rtol=self.tolerance):
+                    if not allclose(want, value, self.tolerance):
                         raise Rejected(f"Output mismatch in {task.own or 'a common shape'}")
                 yield Trial(call.arrays, options, [v.copy() for v in got])
 

@@ -14,12 +14,12 @@ from benchmarks.judges.rule import (
     Rule,
     Source,
     Task,
+    allclose,
     arguments,
     eager,
     normal,
     options_of,
     tasks_of,
-    tensor,
 )
 from benchmarks.judges.subject import Candidate, Trial
 from portakern.core import registry
@@ -71,8 +71,6 @@ class RobustKBench(Rule):
         self.tasks = tasks_of(OWN, "float32", normal())
 
     def trials(self, candidate: Candidate) -> Iterator[Trial]:
-        import torch
-
         tasks = kept(self.tasks_for(candidate)[0].op)
         if not tasks:
             raise NotJudged("its filter drops the task")
@@ -88,7 +86,7 @@ class RobustKBench(Rule):
                 second = candidate(given, options) if not candidate.spec.is_vjp else first
                 for outputs in (first, second):
                     for want, value in zip(expected, candidate.shown(outputs), strict=True):
-                        if not torch.allclose(want, tensor(value), atol=TOLERANCE, rtol=TOLERANCE):
+                        if not allclose(want, value, TOLERANCE):
                             raise Rejected(f"not close in {task.own or 'a common shape'}")
                 yield Trial(call.arrays, options, [v.copy() for v in candidate.shown(second)])
 
