@@ -679,7 +679,7 @@ def test_calls_are_short_where_their_op_and_dtype_stand_beside_them():
     assert speed._short(call) == "batch=4, q_len=64, kv_heads=4, kv_len=64, causal; q swapped"
 
 
-# ---------------------------------------------------------------------------------------------------------------- judges
+# -------------------------------------------------------------------------------------------------------------- judges
 def judged(name, right=False, kind="", group="cheats", **verdicts):
     """A subject under rules: a text is why it was rejected, True and False whether what passed was to be seen."""
     sorts = {

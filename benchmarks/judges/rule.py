@@ -140,8 +140,8 @@ def wide(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def eager(given: Given, options: Mapping[str, Any]) -> list[Any]:
-    """What PyTorch computes, rounded to the dtypes of the op's outputs: the tensors that the wanted outputs are compared
-    with. Of a gradient op, PyTorch's own derivative of its forward."""
+    """What PyTorch computes, rounded to the dtypes of the op's outputs: the tensors that the wanted outputs are
+    compared with. Of a gradient op, PyTorch's own derivative of its forward."""
     import torch
 
     spec, call = given.spec, bind(given.spec, **given.arrays, **options)

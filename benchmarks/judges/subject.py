@@ -36,8 +36,8 @@ class Subject:
       framework: whose arrays it takes.
       right: nothing is wrong with it: a rule that rejects it raises a false alarm.
       kind: of a cheat, which one.
-      asked: how portakern's checker is asked, beside ``fn``: concessions, shapes, or the backend that runs it. Unless it
-        says otherwise, a subject is held to EXPECTED.
+      asked: how portakern's checker is asked, beside ``fn``: concessions, shapes, or the backend that runs it. Unless
+        it says otherwise, a subject is held to EXPECTED.
     """
 
     group: str

@@ -17,8 +17,8 @@ from benchmarks.judges.subject import Subject
 __all__ = ["unusual"]
 
 SINGLE = {"empty": False, "dtypes": ("float32",), "edges": False}
-"""What is asked of a library on a CPU: there PyTorch's softmax along another axis than the last rounds float16 twice, and
-its attention makes 0 of a row of NaN."""
+"""What is asked of a library on a CPU: there PyTorch's softmax along another axis than the last rounds float16 twice,
+and its attention makes 0 of a row of NaN."""
 
 Fn = Callable[..., Any]
 

@@ -107,6 +107,7 @@ def samples() -> Mapping[str, list[Sample]]:
     import torch
     from torch.testing._internal.common_methods_invocations import op_db
 
+    frameworks()["torch"].load()
     torch.manual_seed(0)
     found: dict[str, list[Sample]] = {}
     for info in op_db:

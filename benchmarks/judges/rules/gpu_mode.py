@@ -88,8 +88,8 @@ class GpuMode(Rule):
         )
     )  # fmt: skip
     rule = (
-        "equal shape, |error| <= atol + rtol |reference|, NaN and infinities where the reference has them; rtol and atol "
-        "are the task's: matmul 1e-5 and 1e-8 in float16, layers 1e-2 to 2e-2 and 1e-3 to 2e-2; the dtype is not "
+        "equal shape, |error| <= atol + rtol |reference|, NaN and infinities where the reference has them; rtol and "
+        "atol are the task's: matmul 1e-5 and 1e-8 in float16, layers 1e-2 to 2e-2 and 1e-3 to 2e-2; the dtype is not "
         "looked at"
     )
     inputs = (

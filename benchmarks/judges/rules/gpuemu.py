@@ -41,8 +41,8 @@ SCHEMAS: Mapping[str, tuple[Mapping[str, tuple[int, ...]], Mapping[str, str]]] =
     "layernorm": (CUBE, {"x": "BSH", "weight": "H", "bias": "H"}),
     "swiglu": (CUBE, {"gate": "BSH", "up": "BSH"}),
 }
-"""Op -> (symbolic extent -> what it may be, argument -> its extents), as the fuzzer's built-in schemas have them; ops of
-rows have that of a single tensor."""
+"""Op -> (symbolic extent -> what it may be, argument -> its extents), as the fuzzer's built-in schemas have them; ops
+of rows have that of a single tensor."""
 
 
 def drawn(op: str, dtype: str) -> Iterator[Task]:
@@ -92,8 +92,8 @@ def largest(candidate: Candidate, op: str, dtype: str) -> Iterator[tuple[Trial, 
 
 class Gpuemu(Rule):
     inputs = (
-        "30 cases in float32 and 30 in float16 from U(-10, 10), extents from the built-in schemas (1, primes, powers of "
-        "two and one more), contiguous"
+        "30 cases in float32 and 30 in float16 from U(-10, 10), extents from the built-in schemas (1, primes, powers "
+        "of two and one more), contiguous"
     )
 
     def __init__(self) -> None:
@@ -122,8 +122,8 @@ class Shipped(Gpuemu):
         Source(REPOSITORY, "crates/gpuemu-common/src/types.rs (OpSchema)", COMMIT),
     )
     rule = (
-        "equal shape and dtype, no NaN and no infinity, and |error| <= 1e-5 (float32) or 1e-3 (float16) against float64 "
-        "rounded to the dtype, whatever the size of the result"
+        "equal shape and dtype, no NaN and no infinity, and |error| <= 1e-5 (float32) or 1e-3 (float16) against "
+        "float64 rounded to the dtype, whatever the size of the result"
     )
 
     def tolerance(self, op: str, dtype: str) -> float:
@@ -134,8 +134,8 @@ class Calibrated(Gpuemu):
     name, title = "gpuemu-calibrated", "gpuemu, calibrated"
     sources = (*Shipped.sources, Source(PAPER, "p2/paper.tex", PAPER_COMMIT))
     rule = (
-        "the same with a tolerance for each op and dtype: 1.5 times the 95th percentile of a right kernel's largest error "
-        "over such cases"
+        "the same with a tolerance for each op and dtype: 1.5 times the 95th percentile of a right kernel's largest "
+        "error over such cases"
     )
 
     def tolerance(self, op: str, dtype: str) -> float:

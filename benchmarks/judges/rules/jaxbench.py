@@ -43,8 +43,8 @@ class JaxBench(Rule):
         Source("AI-Hypercomputer/accelerator-agents", "JAXBench/harness/evaluator.py", COMMIT),
     )
     rule = (
-        "equal shape and `numpy.allclose(rtol = atol = 1e-2)` of both in float32 against JAX in bfloat16, on one call; no "
-        "NaN is equal, the dtype is not looked at"
+        "equal shape and `numpy.allclose(rtol = atol = 1e-2)` of both in float32 against JAX in bfloat16, on one call; "
+        "no NaN is equal, the dtype is not looked at"
     )
     inputs = "`jax.random.normal` of one key, one shape a workload; the reference runs first; without `jit` here"
 

@@ -1,4 +1,4 @@
-"""robust-kbench: ``torch.allclose`` at 1e-5, the candidate called before and after the reference; tasks are filtered."""
+"""robust-kbench: ``torch.allclose`` at 1e-5, the candidate called before and after the reference; a filter of tasks."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ class RobustKBench(Rule):
         Source("SakanaAI/robust-kbench", "robust_kbench/filter/forward.py", COMMIT),
     )
     rule = (
-        "`torch.allclose(rtol = atol = 1e-5)` against PyTorch in float32, of the results of two calls, one before and one "
-        "after the reference's, both compared at the end; 5 trials. A task whose reference lies within 0.01 of 0, or "
-        "varies by less than 0.01 over 10 seeds or along an axis, is dropped"
+        "`torch.allclose(rtol = atol = 1e-5)` against PyTorch in float32, of the results of two calls, one before and "
+        "one after the reference's, both compared at the end; 5 trials. A task whose reference lies within 0.01 of 0, "
+        "or varies by less than 0.01 over 10 seeds or along an axis, is dropped"
     )
     inputs = "`torch.randn`, several settings a task, all three calls on the same tensors"
     gradients = True
