@@ -17,7 +17,7 @@ from portakern.core.oracle import degenerate_outputs
 from portakern.spec.dtypes import numpy_dtype
 from tests.mutants.faults import FAULTS, Fault
 from tests.mutants.functions import EXAMPLES, PLANTED, RIGHT
-from tests.ops import forward_records, record, records
+from tests.ops import record, records
 from tests.ops._shared import truncate
 
 __all__ = ["kernels", "planted", "right_ones", "simulated", "simulations"]
@@ -117,11 +117,11 @@ def planted() -> Iterator[Subject]:
 
 
 def right_ones() -> Iterator[Subject]:
-    """Right functions beside the planted ones, and right variants of the simulated kernels of forward ops."""
+    """Right functions beside the planted ones, and right variants of the simulated kernels: of forward ops
+    all, of gradients the first, without which a caught fault would say nothing."""
     for name, (op, fn, _) in RIGHT.items():
         yield Subject("unusual", f"{op}: {name}", op, lambda fn=fn: fn, right=True)
-    for r in forward_records():
-        op = r.op
-        for variant in r.variants:
+    for op, r in records().items():
+        for variant in r.variants[: 1 if r.spec.is_vjp else None]:
             told = ", ".join(f"{k}={getattr(v, '__name__', v)}" for k, v in variant.items())
             yield simulated(op, variant, f"simulated {told}".strip(), right=True)
