@@ -15,6 +15,7 @@ from hypothesis.errors import Unsatisfiable
 
 from portakern.core import registry
 from portakern.core.backend import Backend
+from portakern.core.failing import Ended, kind_of
 from portakern.errors import NotEmulatedError, SpecError, UnsupportedError
 from portakern.spec import Edge, Spec
 from portakern.spec.options import shown
@@ -22,7 +23,6 @@ from portakern.testing import printed
 from portakern.testing.cases import Case
 from portakern.testing.cases import edges as edges_of
 from portakern.testing.comparing import run_case
-from portakern.testing.exceptions import kind_of
 from portakern.testing.fixed import Turn, checked_shapes, fits, turns_of
 from portakern.testing.laws import LawCase, NotTaken, run_law
 from portakern.testing.layouts import LAYOUTS
@@ -39,7 +39,7 @@ from portakern.testing.subject import (
 )
 from portakern.testing.verdict import Broken, BrokenPromise, OtherEdges
 
-__all__ = ["Failure", "Report", "check", "replay"]
+__all__ = ["Failure", "Report", "check", "check_subject", "replay", "replay_subject"]
 
 EDGE_EXAMPLES = 5
 FILL = 2**20  # elements of an array that keeps a large GPU busy
@@ -137,6 +137,35 @@ def check(
         )  # fmt: skip
         return functools.reduce(Report.merge, (every(variant=name) for name in several))
     subject = _subject(spec, backend, variant, fn, framework, device, profile, target)
+    return check_subject(
+        subject, dtypes=dtypes, only=only, max_examples=max_examples, seed=seed, limits=limits, shapes=shapes,
+        layouts=layouts, options=options, empty=empty, one_dtype=one_dtype, edges=edges, promises=promises,
+        seconds=seconds, shrink=shrink, shard=shard, progress=progress,
+    )  # fmt: skip
+
+
+def check_subject(
+    subject: Subject,
+    *,
+    dtypes: Sequence[str] | None = None,
+    only: Sequence[str] | None = None,
+    max_examples: int = 100,
+    seed: int = 0,
+    limits: Limits | None = None,
+    shapes: Sequence[Mapping[str, Sequence[int]]] | None = None,
+    layouts: str | Sequence[str] | None = None,
+    options: Mapping[str, Any] | None = None,
+    empty: bool = True,
+    one_dtype: bool = False,
+    edges: bool = True,
+    promises: bool | Collection[str] = True,
+    seconds: float | None = None,
+    shrink: bool = True,
+    shard: tuple[int, int] = (0, 1),
+    progress: Callable[[int], None] | None = None,
+) -> Report:
+    """Check what is made of a backend or a function; arguments as for :func:`check`."""
+    spec = subject.spec
     compiled = not (subject.interpret or subject.emulated) and subject.target.platform != "cpu"
     limits = limits or (EMULATED if subject.emulated else Limits(fill=FILL if compiled else 0))
     fixed = {**limits.options, **_checked(spec, options or {})}
@@ -240,6 +269,8 @@ class _Work:
             self.report.refuse(e)
             return None
         except Exception as e:
+            if not self.subject.at_fault(e):
+                raise
             if isinstance(case, LawCase) and isinstance(e, UnsupportedError) and self.subject.accepts(str(e)):
                 self.report.refuse(e)
                 return None
@@ -281,7 +312,8 @@ class _Work:
             try:
                 run_case(self.subject, case, report, self.excused)
             except Exception as e:
-                failed.append((case, e))
+                if self.subject.at_fault(e):
+                    failed.append((case, e))
                 raise
             if self.progress:
                 self.progress(report.examples + sum(report.refused.values()))
@@ -398,6 +430,14 @@ def replay(
     """Run one case of a failure again; arguments as for :func:`check`."""
     spec = registry.find_spec(op) if isinstance(op, str) else op
     subject = _subject(spec, backend, variant, fn, framework, device, profile, target)
+    return replay_subject(subject, case, edges=edges, promises=promises)
+
+
+def replay_subject(
+    subject: Subject, case: str | Case | LawCase, *, edges: bool = True, promises: bool | Collection[str] = True
+) -> Report:
+    """Run one case again on what is made of a backend or a function."""
+    spec = subject.spec
     if isinstance(case, str):
         case = printed.read(spec, case)
     asked, excused = asking(spec, edges, promises)
@@ -444,7 +484,7 @@ def _subject(
 
 def _failure(subject: Subject, case: Case | LawCase, error: Exception) -> Failure:
     text = case.to_json()
-    what = str(error) if isinstance(error, Broken) else f"raised {type(error).__name__}: {error}"
+    what = str(error) if isinstance(error, Broken | Ended) else f"raised {type(error).__name__}: {error}"
     named = (f"law {case.law}: " if isinstance(case, LawCase) else f"edge {case.edge}: " if case.edge else "") + what
     if not isinstance(error, Broken):
         return Failure(subject.spec.name, named, text, subject.reproduce(text), kind_of(error))

@@ -14,6 +14,7 @@ from portakern.api import op
 from portakern.core import registry, tilings
 from portakern.core.backend import Backend, Implementation
 from portakern.core.call import Call
+from portakern.core.failing import Ended
 from portakern.core.framework import Framework, frameworks
 from portakern.core.route import to_framework
 from portakern.core.targets import HOST, Target
@@ -24,7 +25,7 @@ from portakern.testing.cases import Case
 from portakern.testing.fixed import with_shape
 from portakern.testing.layouts import DRAWN
 from portakern.testing.sizes import Limits
-from portakern.testing.verdict import KINDS, PROMISES
+from portakern.testing.verdict import KINDS, PROMISES, Broken
 
 __all__ = ["Subject", "asking", "backend_subject", "backend_variants", "conceded", "function_subject"]
 
@@ -47,6 +48,8 @@ class Subject:
         would not find what is checked.
       name: for people.
       emulated: whether the host stands in for the target.
+      remote: whether it runs in a process of its own, so that any other exception than what is told of that is a mistake
+        here.
     """
 
     spec: Spec[Any]
@@ -65,6 +68,11 @@ class Subject:
     always: frozenset[str] = frozenset()
     lawful: bool = True
     emulated: bool = False
+    remote: bool = False
+
+    def at_fault(self, error: Exception) -> bool:
+        """Whether an exception says something of what is checked."""
+        return not self.remote or isinstance(error, Broken | Ended)
 
 
 def backend_variants(
