@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
+import subprocess
 import sys
+import sysconfig
 import textwrap
 import time
+import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from typer.testing import CliRunner
+
+import portakern as pk
+from portakern.cli import app
+from portakern.core import registry
 
 if sys.platform != "linux":
     pytest.skip("the judge walls candidates in with what Linux has", allow_module_level=True)
 
-from portakern.core import registry
 from portakern.judging import Bounds, judge
 from portakern.judging.mapping import parse
+from portakern.judging.walls import WALLS
 
 ROOT = Path(__file__).parent.parent
 ZEROS = """
@@ -383,7 +393,7 @@ KEEPS = {
     "an input": ("x[0, 0] = 7", "inputs"),
     "memory beside it": ("np.lib.stride_tricks.as_strided(x, (x.size + 60,), (4,))[x.size :] = 0", "outside"),
     "a buffer": ("kept.setdefault(x.shape, y)[...] = y; y = kept[x.shape]", "kept"),
-    "its input's memory": ("x[...] = y; y = x", "inputs"),
+    "its input's memory": ("x[...] = y; y = x", "own_memory"),
 }
 
 
@@ -470,8 +480,6 @@ def test_parameters_of_a_module_take_the_ops_values_and_axes_move(tmp_path):
     how |= {"shapes": [{"x": (3, 5, 6), "weight": (6,)}], "layouts": ["contiguous"], "bounds": Bounds(load_seconds=60)}
     result = judged(tmp_path, MODULES, "rmsnorm", **how)
     assert result.report.outcome == "right", result.report.failures
-    without = MODULES.replace(" * self.weight)", ")")
-    assert judged(tmp_path, without, "rmsnorm", **how).report.outcome == "wrong"
 
 
 TRITON = """

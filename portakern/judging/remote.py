@@ -56,8 +56,8 @@ class Remote:
         arrays = {a.name: given.pop(a.name) for a in self.spec.arrays if given.get(a.name) is not None}
         ours = {name: _memory(x) for name, x in arrays.items()}
         sent = {name: self.sent(name, x, ours[name]) for name, x in arrays.items()}
-        new = [*map(id, ours.values())] != [*map(id, self.before)]
-        self.before = [*ours.values()]
+        new = [*map(_where, ours.values())] != [*map(_where, self.before)]
+        self.before = [*ours.values()]  # while they are held nobody else has their memory
         if new:
             self.kept.clear()
         try:
@@ -186,6 +186,10 @@ def _memory(x: np.ndarray) -> np.ndarray:
     return x if x.dtype == np.uint8 and x.ndim == 1 else x.view(np.uint8).reshape(-1)
 
 
+def _where(memory: np.ndarray) -> tuple[int, int]:
+    return memory.ctypes.data, memory.nbytes
+
+
 def signature_of(spec: Spec[Any], parameters: Any, places: Mapping[str, Place], who: str) -> inspect.Signature:
     """Which of the op's arguments a candidate takes: those that were mapped, else those that it names.
 
@@ -194,8 +198,7 @@ def signature_of(spec: Spec[Any], parameters: Any, places: Mapping[str, Place], 
     """
     required = [a.name for a in spec.arrays if not a.optional]
     known = {a.name for a in spec.arrays if a.optional} | {o.name for o in spec.options}
-    arrays = [n for n in (*required, *known) if n in places]
-    if arrays:
+    if any(p.position is not None or p.keyword or p.parameter for p in places.values()):
         lacks = [n for n in required if n not in places]
         if lacks:
             raise SpecError(f"judge: --map lacks {lacks[0]}, which every {spec.name} has: add {lacks[0]}=0")
