@@ -21,6 +21,7 @@ def soon_large(monkeypatch):
     monkeypatch.setattr("portakern.testing.parts.LARGE", 20_000)
     monkeypatch.setattr("portakern.testing.parts.WORK", 60_000)
 
+
 HOW = {"shapes": [{"x": SHAPE}], "dtypes": ["float32"], "layouts": ["contiguous", "shifted"], "max_examples": 20}
 
 

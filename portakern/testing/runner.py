@@ -39,7 +39,7 @@ from portakern.testing.subject import (
 )
 from portakern.testing.verdict import Broken, BrokenPromise, OtherEdges
 
-__all__ = ["Failure", "Report", "check", "check_subject", "replay", "replay_subject"]
+__all__ = ["Failure", "Report", "cases_of", "check", "check_subject", "replay", "replay_subject", "subject_of"]
 
 EDGE_EXAMPLES = 5
 FILL = 2**20  # elements of an array that keeps a large GPU busy
@@ -136,7 +136,7 @@ def check(
             progress=progress,
         )  # fmt: skip
         return functools.reduce(Report.merge, (every(variant=name) for name in several))
-    subject = _subject(spec, backend, variant, fn, framework, device, profile, target)
+    subject = subject_of(spec, backend, variant, fn, framework, device, profile, target)
     return check_subject(
         subject, dtypes=dtypes, only=only, max_examples=max_examples, seed=seed, limits=limits, shapes=shapes,
         layouts=layouts, options=options, empty=empty, one_dtype=one_dtype, edges=edges, promises=promises,
@@ -166,20 +166,7 @@ def check_subject(
 ) -> Report:
     """Check what is made of a backend or a function; arguments as for :func:`check`."""
     spec = subject.spec
-    compiled = not (subject.interpret or subject.emulated) and subject.target.platform != "cpu"
-    limits = limits or (EMULATED if subject.emulated else Limits(fill=FILL if compiled else 0))
-    fixed = {**limits.options, **_checked(spec, options or {})}
-    limits = replace(
-        limits,
-        dtypes=tuple(dtypes or limits.dtypes),
-        arguments=subject.arguments if limits.arguments is None else limits.arguments,
-        always=limits.always | subject.always,
-        options=fixed,
-        empty=limits.empty and empty,
-        one_dtype=limits.one_dtype or one_dtype,
-        layouts=_ways(spec, layouts) or limits.layouts,
-        shapes=limits.shapes if shapes is None else checked_shapes(spec, shapes, fixed),
-    )
+    limits = _narrowed(subject, limits, dtypes, shapes, layouts, options, empty, one_dtype)
     asked, excused = asking(spec, edges, promises)
     told = conceded(limits, excused)
     report = Report(spec.name, subject.name, seed, asked=asked, concessions=told)
@@ -189,6 +176,57 @@ def check_subject(
     work.carry_out(_plan(spec, limits, max_examples, only), only is None and not limits.shapes, shard)
     report.seconds = time.perf_counter() - start
     return report
+
+
+def _narrowed(
+    subject: Subject,
+    limits: Limits | None,
+    dtypes: Sequence[str] | None,
+    shapes: Sequence[Mapping[str, Sequence[int]]] | None,
+    layouts: str | Sequence[str] | None,
+    options: Mapping[str, Any] | None,
+    empty: bool,
+    one_dtype: bool,
+) -> Limits:
+    """What a subject can be asked, and somebody wants asked."""
+    compiled = not (subject.interpret or subject.emulated) and subject.target.platform != "cpu"
+    limits = limits or (EMULATED if subject.emulated else Limits(fill=FILL if compiled else 0))
+    fixed = {**limits.options, **_checked(subject.spec, options or {})}
+    return replace(
+        limits,
+        dtypes=tuple(dtypes or limits.dtypes),
+        arguments=subject.arguments if limits.arguments is None else limits.arguments,
+        always=limits.always | subject.always,
+        options=fixed,
+        empty=limits.empty and empty,
+        one_dtype=limits.one_dtype or one_dtype,
+        layouts=_ways(subject.spec, layouts) or limits.layouts,
+        shapes=limits.shapes if shapes is None else checked_shapes(subject.spec, shapes, fixed),
+    )
+
+
+def cases_of(
+    subject: Subject,
+    *,
+    max_examples: int,
+    seed: int,
+    dtypes: Sequence[str] | None = None,
+    only: Sequence[str] | None = None,
+    limits: Limits | None = None,
+    shapes: Sequence[Mapping[str, Sequence[int]]] | None = None,
+    layouts: str | Sequence[str] | None = None,
+    options: Mapping[str, Any] | None = None,
+    empty: bool = True,
+    one_dtype: bool = False,
+    edges: bool = True,
+    promises: bool | Collection[str] = True,
+) -> list[Case | LawCase]:
+    """The cases and instances of laws that :func:`check` would try, of which none runs; arguments as there."""
+    limits = _narrowed(subject, limits, dtypes, shapes, layouts, options, empty, one_dtype)
+    report = Report(subject.spec.name, subject.name, seed)
+    work = _Listing(subject, limits, seed, report, False, None, asking(subject.spec, edges, promises)[1])
+    work.carry_out(_plan(subject.spec, limits, max_examples, only), only is None and not limits.shapes, (0, 1))
+    return work.listed
 
 
 @dataclass(frozen=True)
@@ -262,7 +300,7 @@ class _Work:
                 run_law(self.subject, case, self.limits)
                 self.report.laws[case.law] += 1
             else:
-                run_case(self.subject, case, self.report, self.excused)
+                self.tries(case)
         except NotTaken:
             return None
         except NotEmulatedError as e:
@@ -276,6 +314,10 @@ class _Work:
                 return None
             return _failure(self.subject, case, e)
         return None
+
+    def tries(self, case: Case) -> None:
+        """Run one case; what it breaks is raised."""
+        run_case(self.subject, case, self.report, self.excused)
 
     def explore(self, run: Run, start: int) -> Failure | None:
         """Draw the cases of a run and try them, up to a failure, which shrinks."""
@@ -310,7 +352,7 @@ class _Work:
                 report.left_out += 1
                 return
             try:
-                run_case(self.subject, case, report, self.excused)
+                self.tries(case)
             except Exception as e:
                 if self.subject.at_fault(e):
                     failed.append((case, e))
@@ -333,6 +375,20 @@ class _Work:
             # what came after may be its consequence
             case, error = next(((c, x) for c, x in reversed(failed) if type(x) is type(e)), failed[0])
             return _failure(self.subject, case, error)
+        return None
+
+
+@dataclass
+class _Listing(_Work):
+    """What would be tried."""
+
+    listed: list[Case | LawCase] = field(default_factory=list)
+
+    def tries(self, case: Case) -> None:
+        self.listed.append(case)
+
+    def attempt(self, case: Case | LawCase) -> Failure | None:
+        self.listed.append(case)
         return None
 
 
@@ -429,7 +485,7 @@ def replay(
 ) -> Report:
     """Run one case of a failure again; arguments as for :func:`check`."""
     spec = registry.find_spec(op) if isinstance(op, str) else op
-    subject = _subject(spec, backend, variant, fn, framework, device, profile, target)
+    subject = subject_of(spec, backend, variant, fn, framework, device, profile, target)
     return replay_subject(subject, case, edges=edges, promises=promises)
 
 
@@ -442,7 +498,7 @@ def replay_subject(
         case = printed.read(spec, case)
     asked, excused = asking(spec, edges, promises)
     report = Report(spec.name, subject.name, 0, asked=asked)
-    work = _Work(subject, Limits(), 0, report, False, None, excused)
+    work = _Work(subject, Limits(arguments=subject.arguments), 0, report, False, None, excused)
     with subject.context():
         failure = work.attempt(case)
     report.failures += [failure] if failure else []
@@ -460,16 +516,18 @@ def _ways(spec: Spec[Any], layouts: str | Sequence[str] | None) -> tuple[str, ..
     return names
 
 
-def _subject(
-    spec: Spec[Any],
-    backend: str | Backend | None,
-    variant: str | None,
-    fn: Callable[..., Any] | None,
-    framework: str,
-    device: str | None,
-    profile: str | None,
-    target: str | None,
+def subject_of(
+    op: str | Spec[Any],
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    fn: Callable[..., Any] | None = None,
+    framework: str = "numpy",
+    device: str | None = None,
+    profile: str | None = None,
+    target: str | None = None,
 ) -> Subject:
+    """What :func:`check` checks; arguments as there."""
+    spec = registry.find_spec(op) if isinstance(op, str) else op
     if (backend is None) == (fn is None):
         raise SpecError(f"check({spec.name!r}): pass either backend= or fn=, one of the two")
     if backend is not None:
