@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,11 +17,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import portakern as pk
 from portakern.cli import app
 from portakern.core import registry
+from tests import pages
 
 if sys.platform != "linux":
     pytest.skip("the judge walls candidates in with what Linux has", allow_module_level=True)
@@ -350,11 +353,36 @@ def test_no_try_to_break_out_reaches_the_verdict(name, tmp_path):
     assert not Path("/tmp/portakern-escaped").exists()
 
 
-def test_all_walls_stand_here_and_the_table_of_tries_is_whole():
-    page = (ROOT / "docs/how-to/is-it-right.md").read_text()
-    rows = dict(re.findall(r"^\| ([^|]+?) \| [^|]+ \| ([^|]+?) \|$", page, re.MULTILINE))
-    assert {n: e.stopped for n, e in ESCAPES.items()}.items() <= rows.items()
+PAGE = ROOT / "docs/how-to/is-it-right.md"
+
+
+def test_the_pages_tables_of_walls_and_of_tries_are_those_of_the_code():
+    rows = {r[0]: r[1:] for r in re.findall(r"^\| (.+?) \| (.+?) (?:\| (.+?) )?\|$", PAGE.read_text(), re.MULTILINE)}
+    assert {n: (" or ".join(e.outcomes), e.stopped) for n, e in ESCAPES.items()}.items() <= rows.items()
+    assert {n: (words, "") for n, words in WALLS.items()}.items() <= rows.items()
     assert len(ESCAPES) >= 12
+
+
+def test_the_page_runs_as_printed(tmp_path, monkeypatch):
+    """The files that it shows, the commands that it judges them by, and what those print."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    monkeypatch.chdir(tmp_path)
+    printed, ran = "", 0
+    for block in pages.FENCE.finditer(PAGE.read_text()):
+        title = re.fullmatch(r' title="(.+)"', block["more"])
+        if block["head"] == "python" and title and "my_kernels" not in block["body"]:
+            (tmp_path / title[1]).write_text(block["body"])
+        for line in block["body"].splitlines() if block["head"] == "bash" else ():
+            if line.startswith("portakern judge"):
+                printed = CliRunner().invoke(app, shlex.split(line)[1:]).stdout
+        if block["head"] == "text":
+            pages.check_printed(block["body"], printed, title[1])
+            ran += 1
+    assert ran == 3 and json.loads((tmp_path / "verdict.json").read_text())["outcome"] == "right"
+    workflow = next(b["body"] for b in pages.FENCE.finditer(PAGE.read_text()) if b["head"] == "yaml")
+    for line in re.findall(r"run: portakern (.*)", workflow):
+        name, *words = shlex.split(line)
+        typer.main.get_command(app).commands[name].make_context(name, words)
 
 
 def test_what_it_started_ends_with_it(tmp_path):

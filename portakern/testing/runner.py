@@ -168,7 +168,7 @@ def check_subject(
     spec = subject.spec
     limits = _narrowed(subject, limits, dtypes, shapes, layouts, options, empty, one_dtype)
     asked, excused = asking(spec, edges, promises)
-    told = conceded(limits, excused)
+    told = conceded(spec, limits, excused)
     report = Report(spec.name, subject.name, seed, asked=asked, concessions=told)
     start = time.perf_counter()
     work = _Work(subject, limits, seed, report, shrink and not limits.shapes, progress, excused)
