@@ -271,7 +271,7 @@ def _cut(
     spec: Spec[Any], shapes: Sequence[Mapping[str, Sequence[int]]], fixed: Mapping[str, Any], target: Target
 ) -> tuple[Sequence[Mapping[str, Sequence[int]]], tuple[str, ...]]:
     """The shapes cut to calls that are quick, and what a report says of it."""
-    elements, flops = ELEMENTS.get(target.platform, 1 << 25), FLOPS.get(target.platform, 1e13)
+    elements, flops = ELEMENTS.get(target.platform, 1 << 24), FLOPS.get(target.platform, 1e13)
     found = [cut_to(spec, s, fixed, elements, flops) for s in shapes]
     words = tuple(
         f"cut from {', '.join(f'{n} {[*s]}' for n, s in was.items())} along what no sum runs over"

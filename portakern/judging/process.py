@@ -93,8 +93,8 @@ class Process:
         Returns:
           what is told of each output, and its bytes.
         """
+        at, places = 0, []
         with self.or_ended():
-            at, places = 0, []
             for m in memories:
                 places.append(at)
                 at += -(-m.nbytes // 64) * 64
@@ -105,7 +105,7 @@ class Process:
             told, payload = self._reply(self.bounds.seconds, most)
             for place, m in zip(places, memories, strict=True):
                 _read(self.memory, m, place)
-        return told["outputs"], payload
+            return told["outputs"], payload
 
     def end(self) -> None:
         """End the process and all that it started."""

@@ -27,7 +27,10 @@ WALLS = {
     "files": "files may be read, and written in its own folder alone (Landlock)",
 }
 
-CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x08000000, 0x10000000, 0x20000000, 0x40000000
+MS_REC, MS_PRIVATE = 0x4000, 0x40000
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = (
+    0x00020000, 0x08000000, 0x10000000, 0x20000000, 0x40000000,
+)  # fmt: skip
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 
 
@@ -68,8 +71,11 @@ def _namespaces(libc: ctypes.CDLL) -> dict[str, bool]:
                 file.write(text)
     stands["network"] = libc.unshare(CLONE_NEWNET | CLONE_NEWIPC) == 0
     stands["processes"] = libc.unshare(CLONE_NEWPID) == 0
+    own_mounts = libc.unshare(CLONE_NEWNS) == 0
     _wait_for_a_child(libc)  # with the namespace it is the first there, which the kernel shields from signals
     if stands["processes"]:
+        if own_mounts and libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0:
+            libc.mount(b"proc", b"/proc", b"proc", 0, None)  # of its own processes alone; a container may forbid it
         _wait_for_a_child(libc)
     return stands
 
@@ -113,15 +119,17 @@ def _landlock(libc: ctypes.CDLL, folder: str) -> bool:
         os.close(parent)
         if done != 0:
             return False
-    return bool(libc.syscall(RESTRICT_SELF, ruleset, 0) == 0)
+    done = libc.syscall(RESTRICT_SELF, ruleset, 0)
+    os.close(ruleset)
+    return bool(done == 0)
 
 
 def _rules(folder: str, every: int, reading: int, devices: int) -> Iterator[tuple[str, int]]:
     yield "/", reading
     yield folder, every
-    for path in ("/dev", "/proc/self/task"):  # a GPU is a device; names of threads
+    for path, allowed in (("/dev", devices), ("/dev/shm", every), ("/proc/self", devices)):  # a GPU is a device
         if os.path.isdir(path):
-            yield path, devices
+            yield path, allowed
 
 
 if sys.platform != "linux":  # pragma: no cover

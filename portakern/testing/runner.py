@@ -322,6 +322,7 @@ class _Work:
     def explore(self, run: Run, start: int) -> Failure | None:
         """Draw the cases of a run and try them, up to a failure, which shrinks."""
         failed: list[tuple[Case, Exception]] = []
+        mistakes: list[tuple[Case, Exception]] = []
         seen: list[Case] = []
         report, count = self.report, len(run.turns)
 
@@ -354,8 +355,7 @@ class _Work:
             try:
                 self.tries(case)
             except Exception as e:
-                if self.subject.at_fault(e):
-                    failed.append((case, e))
+                (failed if self.subject.at_fault(e) else mistakes).append((case, e))
                 raise
             if self.progress:
                 self.progress(report.examples + sum(report.refused.values()))
@@ -369,6 +369,8 @@ class _Work:
                 f"such values with @{self.subject.spec.name}.values(argument), or widen the edge"
             ) from None
         except Exception as e:
+            if mistakes:  # ours; Hypothesis tries it again, and may find another
+                raise mistakes[0][1] from None
             if not failed:
                 raise
             # what fails once and not again (Hypothesis calls it flaky: a dead device, a race) is the first failure;
