@@ -482,8 +482,9 @@ class Model(torch.nn.Module):
 
 class Norm(Model):
     def forward(self, x):
-        x = x.movedim(1, -1)
-        return (x * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-5) * self.weight).to(x.dtype).movedim(-1, 1)
+        x = x.movedim(1, -1).double()
+        r = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+        return (x * r * self.weight).float().movedim(-1, 1)
 
 def get_inputs():
     return [torch.rand(1 << 20, 70), torch.rand(1 << 20, 30)]

@@ -9,55 +9,56 @@ from typing import Annotated, Any
 
 import typer
 
-from portakern.benchmarking.suites import parse_shape
 from portakern.cli.common import app, check_dtypes, check_writable, errors_only, out, print_indented
 from portakern.core import registry
 from portakern.errors import SpecError
 from portakern.files import cache_folder
 
+Candidate = Annotated[
+    str, typer.Argument(help="FILE or FILE:NAME: a function, a torch.nn.Module, ns::op of a library.")
+]
+Op = Annotated[
+    str | None,
+    typer.Option("--op", help="What it should compute: see portakern ops. A known problem's own when not named."),
+]
+Map = Annotated[
+    str | None,
+    typer.Option(
+        "--map", help="How the op's arguments are the candidate's: x=0,axis=1, y=out, a=0.mT, weight=@norm.weight."
+    ),
+]
+Problem = Annotated[Path | None, typer.Option(help="The file with get_inputs; the candidate's own when not named.")]
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option(help="Shapes of every call, x=64x39321 or a=64x32,b=32x8; may be repeated. Any when not named."),
+]
+Dtype = Annotated[list[str] | None, typer.Option(help="Only this dtype; may be repeated.")]
+Layout = Annotated[
+    list[str] | None,
+    typer.Option(help="How arrays may lie; may be repeated. contiguous and shifted when not named."),
+]
+Promise = Annotated[
+    list[str] | None,
+    typer.Option(help="Hold it to this promise; may be repeated. inputs, outside, own_memory, kept when not named."),
+]
+Framework = Annotated[str | None, typer.Option(help="numpy, torch or jax; what the file imports when not named.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write what came out to this file.")]
+
 
 @app.command()
 def judge(
     context: typer.Context,
-    candidate: Annotated[
-        str, typer.Argument(help="FILE or FILE:NAME: a function, a torch.nn.Module, ns::op of an extension.")
-    ],
-    op: Annotated[
-        str | None,
-        typer.Option(
-            help="What it should compute: see portakern ops. That of a problem of KernelBench when not named."
-        ),
-    ] = None,
-    map: Annotated[
-        str | None,
-        typer.Option(
-            help="How the op's arguments are the candidate's: x=0,axis=1, y=out, a=0.mT, weight=@norm.weight."
-        ),
-    ] = None,
-    problem: Annotated[
-        Path | None,
-        typer.Option(help="The file with get_inputs and get_init_inputs; the candidate's own when not named."),
-    ] = None,
-    shapes: Annotated[
-        list[str] | None,
-        typer.Option(help="Shapes of every call, x=64x39321 or a=64x32,b=32x8; may be repeated. Any when not named."),
-    ] = None,
+    candidate: Candidate,
+    op: Op = None,
+    map: Map = None,
+    problem: Problem = None,
+    shapes: Shapes = None,
     whole: Annotated[bool, typer.Option(help="Do not cut large shapes to calls that are quick.")] = False,
-    dtype: Annotated[list[str] | None, typer.Option(help="Only this dtype; may be repeated.")] = None,
-    layout: Annotated[
-        list[str] | None,
-        typer.Option(help="How arrays may lie; may be repeated. contiguous and shifted when not named."),
-    ] = None,
-    promise: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A promise to hold it to; may be repeated. inputs, outside, own_memory, kept when not named."
-        ),
-    ] = None,
+    dtype: Dtype = None,
+    layout: Layout = None,
+    promise: Promise = None,
     edges: Annotated[bool, typer.Option(help="NaN and infinities lead where the formula leads them.")] = True,
-    framework: Annotated[
-        str | None, typer.Option(help="numpy, torch or jax; what the file imports when not named.")
-    ] = None,
+    framework: Framework = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, rocm or tpu.")] = "cpu",
     max_examples: Annotated[int, typer.Option(min=1, help="Cases.")] = 60,
     seed: Annotated[int, typer.Option(min=0, help="Which cases.")] = 0,
@@ -65,7 +66,7 @@ def judge(
     call_seconds: Annotated[float, typer.Option(min=0.1, help="For one call, after which it hangs.")] = 30.0,
     memory: Annotated[float, typer.Option(min=0.1, help="GiB of memory that it may use.")] = 8.0,
     case: Annotated[str | None, typer.Option(help="Run one case again, as a failure printed it.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write what came out to this file.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Judge a kernel in a process of its own; exit status 0 where it is right, 1 where it is not."""
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(cache_folder() / "hypothesis"))
@@ -102,6 +103,8 @@ def _split(candidate: str) -> tuple[str, str | None]:
 
 
 def _extents(text: str) -> dict[str, tuple[int, ...]]:
+    from portakern.benchmarking.suites import parse_shape
+
     found = {}
     for name, value in parse_shape(text).items():
         shape = value if isinstance(value, tuple) else (value,)

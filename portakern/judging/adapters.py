@@ -19,8 +19,8 @@ __all__ = ["Candidate", "load"]
 
 
 class Candidate:
-    """Something that is called with an op's arguments. ``places``: the op's argument -> (position, keyword, parameter) of
-    the candidate; empty: required arrays by position, the others by name."""
+    """Something that is called with an op's arguments. ``places``: the op's argument -> position, keyword or parameter
+    of the candidate; empty: required arrays by position, the others by name."""
 
     def __init__(self, fn: Callable[..., Any], ask: Mapping[str, Any], framework: Any, device: Any) -> None:
         self.fn, self.framework, self.device = fn, framework, device

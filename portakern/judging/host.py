@@ -1,5 +1,5 @@
-"""The process that a candidate runs in. It holds nothing that a verdict depends on except the candidate's outputs, which
-leave it as bytes before the candidate is called again; cases, references, bounds and clocks are the judge's.
+"""The process that a candidate runs in. It holds nothing that a verdict depends on except the candidate's outputs,
+which leave it as bytes before the candidate is called again; cases, references, bounds and clocks are the judge's.
 
 It is started by :mod:`portakern.judging.process`, reads requests from one pipe, inputs from shared memory, and writes
 replies to another pipe: a length, a header in JSON, the outputs' bytes.

@@ -8,7 +8,7 @@ import os
 import shlex
 import time
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,17 +24,17 @@ from portakern.judging.remote import Remote, signature_of
 from portakern.spec import Spec
 from portakern.testing.fixed import cut_to, given_optional
 from portakern.testing.report import Failure, Report
-from portakern.testing.runner import check_subject, replay_subject
-from portakern.testing.subject import function_subject
+from portakern.testing.runner import Asked, check_subject, replay_subject
+from portakern.testing.subject import Subject, function_subject
 
 __all__ = ["PROMISES", "Judged", "judge"]
 
 PROMISES = ("inputs", "outside", "own_memory", "kept")
-"""What every kernel is held to, whoever wrote it; the same bits twice, contiguous outputs and laws are asked by name."""
+"""What every kernel is held to, whoever wrote it; the others are asked by name."""
 
 LAYOUTS = ("contiguous", "shifted")
 ELEMENTS = {"cpu": 1 << 20}
-"""Elements of the largest array that a call is cut to, by platform; where kernels are compiled for an accelerator more."""
+"""Elements of the largest array that a call is cut to, by platform; more where kernels run on an accelerator."""
 
 FLOPS = {"cpu": 2e9}
 
@@ -92,11 +92,12 @@ def judge(
     """Hold a candidate to an op's contract, in a process of its own that cannot touch the verdict.
 
     Args:
-      file: a Python file, or an extension that was built (``.so``); name: of the function, of the ``torch.nn.Module`` in
-        KernelBench's form, or ``namespace::op`` of an extension; None: what its file names as such.
+      file: a Python file, or an extension that was built (``.so``); name: of the function, of the ``torch.nn.Module``
+        in KernelBench's form, or ``namespace::op`` of an extension; None: what its file names as such.
       op: the op's name or spec; map: how its arguments become the candidate's (:mod:`portakern.judging.mapping`). None:
         those of the problem, where that is one of KernelBench's (``problems.toml``).
-      problem: the file with ``get_inputs`` and ``get_init_inputs``; None: the candidate's own, which may name small ones.
+      problem: the file with ``get_inputs`` and ``get_init_inputs``; None: the candidate's own, which may name small
+        ones.
       framework: numpy, torch or jax; None: what the file imports. device: cpu, cuda, rocm or tpu.
       shapes: of the calls; None: those of ``get_inputs``, or any. whole: False cuts calls along what does not matter to
         a kernel's sums until they are quick; the report says to what.
@@ -111,44 +112,30 @@ def judge(
     spec = registry.find_spec(op) if isinstance(op, str) else op
     names = [[a.name for a in spec.arrays], [o.name for o in spec.outputs], [o.name for o in spec.options]]
     places, fixed = parse(map, *names)
-    fixed = {**fixed, **(options or {})}
     which, form, library = _identify(path, name, spec, framework)
-    target = _target(library, device)
-    start = time.perf_counter()
+    target, start = _target(library, device), time.perf_counter()
+    line = _line(str(file), which, spec, map, problem, library, device)
+    candidate = _Candidate(spec, path, source, which, form, library, target, places, {**fixed, **(options or {})}, line)
+    asked = Asked(
+        dtypes, None, max_examples, seed, None, shapes, layouts, candidate.fixed, False, True, edges, promises, seconds,
+        shrink=False,
+    )  # fmt: skip
     judged = Judged(Report(spec.name, "", seed), str(file), which, _digest(path), str(target))
     process = None
     try:
         process = Process(bounds or Bounds(), accelerated=target != HOST)
         judged.walls = process.walls
-        told = process.load({
-            "file": str(path), "name": which, "form": form, "framework": library, "device": target.platform,
-            "problem": str(source) if source else "", "required": [a.name for a in spec.arrays if not a.optional],
-            "places": {n: {"position": p.position, "keyword": p.keyword, "parameter": p.parameter}
-                       for n, p in places.items()},
-        })  # fmt: skip
+        subject, told = candidate.loaded(process)
         judged.load_seconds = round(time.perf_counter() - start, 2)
-        signature = signature_of(spec, told.get("parameters"), places, which)
-        theirs = _inputs(spec, told.get("inputs"), places)
-        remote = Remote(process, spec, places, fixed, theirs, signature)
-        subject = replace(
-            function_subject(spec, remote, "numpy", None), target=target, remote=True, name=f"{path.name}:{which} on {target}",
-            reproduce=_line(str(file), which, spec, map, problem, library, device),
-        )  # fmt: skip
         if case is not None:
             judged.report = replay_subject(subject, case, edges=edges, promises=promises)
         else:
-            asked, native = _shapes(spec, shapes, theirs, places, fixed), _dtype(told.get("inputs"), spec)
-            asked, words = (asked, ()) if whole or not asked else _cut(spec, asked, fixed, target)
-            judged.report = check_subject(
-                subject, dtypes=dtypes or native, shapes=asked or None, layouts=layouts, options=fixed, empty=False,
-                one_dtype=True, edges=edges, promises=promises, max_examples=max_examples, seed=seed, seconds=seconds,
-                shrink=False,
-            )  # fmt: skip
+            asked, words = candidate.on_its_shapes(asked, told, whole)
+            judged.report = check_subject(subject, asked)
             judged.report.concessions += words
     except Ended as e:
-        line = _line(str(file), which, spec, map, problem, library, device)("")
-        failure = Failure(spec.name, f"before any case: {e}", "", line.partition(" --case")[0], e.kind)
-        judged.report = Report(spec.name, f"{path.name}:{which} on {target}", seed, failures=[failure])
+        failure = Failure(spec.name, f"before any case: {e}", "", line("").partition(" --case")[0], e.kind)
+        judged.report = Report(spec.name, candidate.called, seed, failures=[failure])
     finally:
         if process is not None:
             process.end()
@@ -156,6 +143,56 @@ def judge(
             os.close(process.log)
     judged.seconds = time.perf_counter() - start
     return judged
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A candidate that was found: where, in which form, on what, how it is called (``places``, and the options that are
+    ``fixed``), and the ``line`` that judges a case of it again."""
+
+    spec: Spec[Any]
+    path: Path
+    problem: Path | None
+    name: str
+    form: str
+    library: str
+    target: Target
+    places: Mapping[str, Place]
+    fixed: Mapping[str, Any]
+    line: Callable[[str], str]
+
+    @property
+    def called(self) -> str:
+        return f"{self.path.name}:{self.name} on {self.target}"
+
+    def loaded(self, process: Process) -> tuple[Subject, dict[str, Any]]:
+        """What the checker checks, and what its process told of it."""
+        spec, places = self.spec, self.places
+        told = process.load({
+            "file": str(self.path), "name": self.name, "form": self.form, "framework": self.library,
+            "device": self.target.platform, "problem": str(self.problem or ""),
+            "required": [a.name for a in spec.arrays if not a.optional],
+            "places": {n: {"position": p.position, "keyword": p.keyword, "parameter": p.parameter}
+                       for n, p in places.items()},
+        })  # fmt: skip
+        try:
+            signature = signature_of(spec, told.get("parameters"), places, self.name)
+            theirs = _inputs(spec, told.get("inputs"), places)
+        except (TypeError, ValueError, KeyError, AttributeError) as e:
+            if isinstance(e, SpecError):
+                raise
+            raise Ended("crashed", f"its process told of itself what is none of it: {type(e).__name__}") from None
+        remote = Remote(process, spec, places, self.fixed, theirs, signature)
+        subject = function_subject(spec, remote, "numpy", None)
+        return replace(subject, target=self.target, remote=True, name=self.called, reproduce=self.line), told
+
+    def on_its_shapes(self, asked: Asked, told: Mapping[str, Any], whole: bool) -> tuple[Asked, tuple[str, ...]]:
+        """What is asked on the shapes that somebody named, or else those of its file, cut to quick calls; and what a
+        report says of the cut."""
+        spec, inputs = self.spec, told.get("inputs")
+        shapes = _shapes(spec, asked.shapes, _inputs(spec, inputs, self.places), self.places, self.fixed)
+        shapes, words = (shapes, ()) if whole or not shapes else _cut(spec, shapes, self.fixed, self.target)
+        return replace(asked, dtypes=asked.dtypes or _dtype(inputs, spec), shapes=shapes or None), words
 
 
 def _file(file: str | Path) -> Path:
@@ -283,7 +320,8 @@ def _cut(
 
 def _line(
     file: str, name: str, spec: Spec[Any], mapped: str, problem: str | Path | None, framework: str, device: str
-) -> Any:
+) -> Callable[[str], str]:
+    """The line for a shell that judges a case again."""
     given = {"map": mapped, "problem": str(problem or ""), "framework": framework, "device": device}
     command = f"portakern judge {shlex.quote(f'{file}:{name}')} --op {spec.name}"
     command += "".join(f" --{k} {shlex.quote(v)}" for k, v in given.items() if v)

@@ -202,26 +202,35 @@ def signature_of(spec: Spec[Any], parameters: Any, places: Mapping[str, Place], 
         lacks = [n for n in required if n not in places]
         if lacks:
             raise SpecError(f"judge: --map lacks {lacks[0]}, which every {spec.name} has: add {lacks[0]}=0")
-        taken, always = known & {*places}, {*()}
-        first = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in required]
+        taken = known & {*places}
+        always = {n for n in taken if places[n].parameter}  # else a module keeps what it was given before
     else:
-        found = [
-            (str(n), str(k), bool(e))
-            for n, k, e in parameters or [(n, "POSITIONAL_OR_KEYWORD", True) for n in required]
-        ]
-        by_place = [p for p in found if p[1].startswith("POSITIONAL")]
-        if len(by_place) < len(required) and not any(k == "VAR_POSITIONAL" for _, k, _ in found):
-            raise SpecError(f"judge: {who} takes {len(by_place)} arguments by position; expected {len(required)} for "
-                            f"{', '.join(required)}: say with --map where they go, {required[0]}=0")  # fmt: skip
-        rest = [p for p in found if p not in by_place[: len(required)] and not p[1].startswith("VAR_")]
-        strange = [n for n, _, lone in rest if lone and n not in known]
-        if strange:
-            raise SpecError(f"judge: {who} needs {strange[0]}, which {spec.name} does not have; say with --map what it "
-                            f"is, as in {spec.outputs[0].name}={strange[0]} for an array that it writes to")  # fmt: skip
-        taken, always = {n for n, _, _ in rest if n in known}, {n for n, _, lone in rest if lone}
-        first = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in required]
+        unknown = [(n, "POSITIONAL_OR_KEYWORD", True) for n in required]  # what is built in does not say
+        taken, always = _named_by(spec, required, known, parameters or unknown, who)
+    empty, kinds = inspect.Parameter.empty, inspect.Parameter
     return inspect.Signature([
-        *first,
-        *(inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY,
-                            default=inspect.Parameter.empty if n in always else None) for n in sorted(taken)),
+        *(kinds(n, kinds.POSITIONAL_ONLY) for n in required),
+        *(kinds(n, kinds.KEYWORD_ONLY, default=empty if n in always else None) for n in sorted(taken)),
     ])  # fmt: skip
+
+
+def _named_by(
+    spec: Spec[Any], required: Sequence[str], known: set[str], parameters: Any, who: str
+) -> tuple[set[str], set[str]]:
+    """(the op's arguments that a candidate names beside those that come by position, those of them without a
+    default)."""
+    found = [(str(n), str(k), bool(e)) for n, k, e in parameters]
+    by_place = [p for p in found if p[1].startswith("POSITIONAL")]
+    if len(by_place) < len(required) and not any(k == "VAR_POSITIONAL" for _, k, _ in found):
+        raise SpecError(
+            f"judge: {who} takes {len(by_place)} arguments by position; expected {len(required)} for "
+            f"{', '.join(required)}: say with --map where they go, {required[0]}=0"
+        )
+    rest = [p for p in found if p not in by_place[: len(required)] and not p[1].startswith("VAR_")]
+    strange = [n for n, _, lone in rest if lone and n not in known]
+    if strange:
+        raise SpecError(
+            f"judge: {who} needs {strange[0]}, which {spec.name} does not have; say with --map what it is, as in "
+            f"{spec.outputs[0].name}={strange[0]} for an array that it writes to"
+        )
+    return {n for n, _, _ in rest if n in known}, {n for n, _, lone in rest if lone}

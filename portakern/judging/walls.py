@@ -1,5 +1,5 @@
-"""What stands between a candidate's process and everything else (Linux): raised before the candidate is imported, by the
-process itself, and never taken down.
+"""What stands between a candidate's process and everything else (Linux): raised before the candidate is imported, by
+the process itself, and never taken down.
 
 Each wall is named; one that the system does not let stand is left out of what :func:`raise_walls` says, and so of the
 report: nothing is taken for granted that was not built.

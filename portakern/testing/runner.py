@@ -39,7 +39,7 @@ from portakern.testing.subject import (
 )
 from portakern.testing.verdict import Broken, BrokenPromise, OtherEdges
 
-__all__ = ["Failure", "Report", "cases_of", "check", "check_subject", "replay", "replay_subject", "subject_of"]
+__all__ = ["Asked", "Failure", "Report", "cases_of", "check", "check_subject", "replay", "replay_subject", "subject_of"]
 
 EDGE_EXAMPLES = 5
 FILL = 2**20  # elements of an array that keeps a large GPU busy
@@ -127,105 +127,79 @@ def check(
     spec = registry.find_spec(op) if isinstance(op, str) else op
     if not hasattr(seed, "__index__") or seed < 0:
         raise SpecError(f"check({spec.name!r}): seed is {seed!r}; expected a whole number >= 0")
-    several = () if backend is None or variant is not None else backend_variants(spec, backend, device, profile, target)
-    if len(several) > 1:
-        every = functools.partial(
-            check, op, backend=backend, device=device, dtypes=dtypes, only=only, max_examples=max_examples, seed=seed,
-            limits=limits, profile=profile, target=target, shapes=shapes, layouts=layouts, options=options, empty=empty,
-            one_dtype=one_dtype, edges=edges, promises=promises, seconds=seconds, shrink=shrink, shard=shard,
-            progress=progress,
-        )  # fmt: skip
-        return functools.reduce(Report.merge, (every(variant=name) for name in several))
-    subject = subject_of(spec, backend, variant, fn, framework, device, profile, target)
-    return check_subject(
-        subject, dtypes=dtypes, only=only, max_examples=max_examples, seed=seed, limits=limits, shapes=shapes,
-        layouts=layouts, options=options, empty=empty, one_dtype=one_dtype, edges=edges, promises=promises,
-        seconds=seconds, shrink=shrink, shard=shard, progress=progress,
+    asked = Asked(
+        dtypes, only, max_examples, seed, limits, shapes, layouts, options, empty, one_dtype, edges, promises, seconds,
+        shrink, shard, progress,
     )  # fmt: skip
+    several = () if backend is None or variant is not None else backend_variants(spec, backend, device, profile, target)
+    if backend is not None and len(several) > 1:
+        every = (backend_subject(spec, backend, name, device, profile, target) for name in several)
+        return functools.reduce(Report.merge, (check_subject(subject, asked) for subject in every))
+    subject = subject_of(spec, backend, variant, fn, framework, device, profile, target)
+    return check_subject(subject, asked)
 
 
-def check_subject(
-    subject: Subject,
-    *,
-    dtypes: Sequence[str] | None = None,
-    only: Sequence[str] | None = None,
-    max_examples: int = 100,
-    seed: int = 0,
-    limits: Limits | None = None,
-    shapes: Sequence[Mapping[str, Sequence[int]]] | None = None,
-    layouts: str | Sequence[str] | None = None,
-    options: Mapping[str, Any] | None = None,
-    empty: bool = True,
-    one_dtype: bool = False,
-    edges: bool = True,
-    promises: bool | Collection[str] = True,
-    seconds: float | None = None,
-    shrink: bool = True,
-    shard: tuple[int, int] = (0, 1),
-    progress: Callable[[int], None] | None = None,
-) -> Report:
-    """Check what is made of a backend or a function; arguments as for :func:`check`."""
-    spec = subject.spec
-    limits = _narrowed(subject, limits, dtypes, shapes, layouts, options, empty, one_dtype)
-    asked, excused = asking(spec, edges, promises)
+@dataclass(frozen=True)
+class Asked:
+    """What somebody wants checked of a subject: the arguments of :func:`check` that do not say what is checked."""
+
+    dtypes: Sequence[str] | None = None
+    only: Sequence[str] | None = None
+    max_examples: int = 100
+    seed: int = 0
+    limits: Limits | None = None
+    shapes: Sequence[Mapping[str, Sequence[int]]] | None = None
+    layouts: str | Sequence[str] | None = None
+    options: Mapping[str, Any] | None = None
+    empty: bool = True
+    one_dtype: bool = False
+    edges: bool = True
+    promises: bool | Collection[str] = True
+    seconds: float | None = None
+    shrink: bool = True
+    shard: tuple[int, int] = (0, 1)
+    progress: Callable[[int], None] | None = None
+
+    def limits_of(self, subject: Subject) -> Limits:
+        """What the subject can be asked of that."""
+        compiled = not (subject.interpret or subject.emulated) and subject.target.platform != "cpu"
+        limits = self.limits or (EMULATED if subject.emulated else Limits(fill=FILL if compiled else 0))
+        fixed = {**limits.options, **_checked(subject.spec, self.options or {})}
+        return replace(
+            limits,
+            dtypes=tuple(self.dtypes or limits.dtypes),
+            arguments=subject.arguments if limits.arguments is None else limits.arguments,
+            always=limits.always | subject.always,
+            options=fixed,
+            empty=limits.empty and self.empty,
+            one_dtype=limits.one_dtype or self.one_dtype,
+            layouts=_ways(subject.spec, self.layouts) or limits.layouts,
+            shapes=limits.shapes if self.shapes is None else checked_shapes(subject.spec, self.shapes, fixed),
+        )
+
+
+def check_subject(subject: Subject, asked: Asked) -> Report:
+    """Check what is made of a backend or a function."""
+    spec, limits = subject.spec, asked.limits_of(subject)
+    kinds, excused = asking(spec, asked.edges, asked.promises)
     told = conceded(spec, limits, excused)
-    report = Report(spec.name, subject.name, seed, asked=asked, concessions=told)
+    report = Report(spec.name, subject.name, asked.seed, asked=kinds, concessions=told)
     start = time.perf_counter()
-    work = _Work(subject, limits, seed, report, shrink and not limits.shapes, progress, excused)
-    work.until = math.inf if seconds is None else start + seconds
-    work.carry_out(_plan(spec, limits, max_examples, only), only is None and not limits.shapes, shard)
+    work = _Work(subject, limits, asked.seed, report, asked.shrink and not limits.shapes, asked.progress, excused)
+    work.until = math.inf if asked.seconds is None else start + asked.seconds
+    with_laws = asked.only is None and not limits.shapes
+    work.carry_out(_plan(spec, limits, asked.max_examples, asked.only), with_laws, asked.shard)
     report.seconds = time.perf_counter() - start
     return report
 
 
-def _narrowed(
-    subject: Subject,
-    limits: Limits | None,
-    dtypes: Sequence[str] | None,
-    shapes: Sequence[Mapping[str, Sequence[int]]] | None,
-    layouts: str | Sequence[str] | None,
-    options: Mapping[str, Any] | None,
-    empty: bool,
-    one_dtype: bool,
-) -> Limits:
-    """What a subject can be asked, and somebody wants asked."""
-    compiled = not (subject.interpret or subject.emulated) and subject.target.platform != "cpu"
-    limits = limits or (EMULATED if subject.emulated else Limits(fill=FILL if compiled else 0))
-    fixed = {**limits.options, **_checked(subject.spec, options or {})}
-    return replace(
-        limits,
-        dtypes=tuple(dtypes or limits.dtypes),
-        arguments=subject.arguments if limits.arguments is None else limits.arguments,
-        always=limits.always | subject.always,
-        options=fixed,
-        empty=limits.empty and empty,
-        one_dtype=limits.one_dtype or one_dtype,
-        layouts=_ways(subject.spec, layouts) or limits.layouts,
-        shapes=limits.shapes if shapes is None else checked_shapes(subject.spec, shapes, fixed),
-    )
-
-
-def cases_of(
-    subject: Subject,
-    *,
-    max_examples: int,
-    seed: int,
-    dtypes: Sequence[str] | None = None,
-    only: Sequence[str] | None = None,
-    limits: Limits | None = None,
-    shapes: Sequence[Mapping[str, Sequence[int]]] | None = None,
-    layouts: str | Sequence[str] | None = None,
-    options: Mapping[str, Any] | None = None,
-    empty: bool = True,
-    one_dtype: bool = False,
-    edges: bool = True,
-    promises: bool | Collection[str] = True,
-) -> list[Case | LawCase]:
-    """The cases and instances of laws that :func:`check` would try, of which none runs; arguments as there."""
-    limits = _narrowed(subject, limits, dtypes, shapes, layouts, options, empty, one_dtype)
-    report = Report(subject.spec.name, subject.name, seed)
-    work = _Listing(subject, limits, seed, report, False, None, asking(subject.spec, edges, promises)[1])
-    work.carry_out(_plan(subject.spec, limits, max_examples, only), only is None and not limits.shapes, (0, 1))
+def cases_of(subject: Subject, asked: Asked) -> list[Case | LawCase]:
+    """The cases and instances of laws that :func:`check_subject` would try, of which none runs."""
+    spec, limits = subject.spec, asked.limits_of(subject)
+    excused = asking(spec, asked.edges, asked.promises)[1]
+    work = _Listing(subject, limits, asked.seed, Report(spec.name, "", asked.seed), False, None, excused)
+    runs = _plan(spec, limits, asked.max_examples, asked.only)
+    work.carry_out(runs, asked.only is None and not limits.shapes, (0, 1))
     return work.listed
 
 
@@ -423,15 +397,15 @@ def _plan(spec: Spec[Any], limits: Limits, max_examples: int, only: Sequence[str
 def _plan_of_shapes(
     spec: Spec[Any], limits: Limits, max_examples: int, corners: Sequence[Edge], free: bool
 ) -> list[Run]:
-    """The runs of a check on given shapes: a regime and an edge in turn, each alone, so that whenever it is stopped much
-    was seen."""
+    """The runs of a check on given shapes: a regime and an edge in turn, each alone, so that whenever it is stopped
+    much was seen."""
     dtypes = dtypes_of(spec, limits)
     reach = [(e, [s for s in limits.shapes if fits(e, spec, s, limits.options)]) for e in corners]
     reach = [(e, shapes) for e, shapes in reach if shapes]
     if not free and not reach:
         raise SpecError(
-            f"check({spec.name!r}): no call of the shapes is on {' or '.join(repr(e.name) for e in corners)}; name other "
-            "edges"
+            f"check({spec.name!r}): no call of the shapes is on {' or '.join(repr(e.name) for e in corners)}; name "
+            "other edges"
         )
     runs: list[Run] = []
     regimes, visits = 0, 0

@@ -48,8 +48,8 @@ class Subject:
         would not find what is checked.
       name: for people.
       emulated: whether the host stands in for the target.
-      remote: whether it runs in a process of its own, so that any other exception than what is told of that is a mistake
-        here.
+      remote: whether it runs in a process of its own, so that any other exception than what is told of that is a
+        mistake here.
     """
 
     spec: Spec[Any]

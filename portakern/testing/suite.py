@@ -12,7 +12,7 @@ from portakern.errors import SpecError
 from portakern.spec import Spec
 from portakern.testing.cases import Case
 from portakern.testing.laws import LawCase
-from portakern.testing.runner import cases_of, replay_subject, subject_of
+from portakern.testing.runner import Asked, cases_of, replay_subject, subject_of
 from portakern.testing.subject import Subject
 
 __all__ = ["Conformance", "conformance"]
@@ -42,7 +42,7 @@ class Conformance:
         found = []
         for seed in [self.seed] if self.seed is not None else seeds or [0]:
             how = {n: v for n, v in self.how.items() if n not in WHAT}
-            for i, case in enumerate(cases_of(self.subject, max_examples=count, seed=seed, **how)):
+            for i, case in enumerate(cases_of(self.subject, Asked(max_examples=count, seed=seed, **how))):
                 about = case.law if isinstance(case, LawCase) else case.edge or case.regime
                 found.append((f"{seed}-{i:03}-{case.dtype}-{about}", case))
         return found

@@ -176,7 +176,8 @@ def compare_elsewhere(call: Call, name: str, got: np.ndarray, some: np.ndarray, 
     """Hold all of a large output to the oracle of its part, whose elements stand for others.
 
     Args:
-      call: on the part; name: the output; got: all of it; some: its part; known: what :func:`expected` gave for the call.
+      call: on the part; name: the output; got: all of it; some: its part.
+      known: what :func:`expected` gave for the call.
 
     Raises:
       Broken, OtherEdges: as :func:`compare_call`.
@@ -227,8 +228,9 @@ def describe(
         *([call.spec.region(call, name, index)] if call.spec.region and known else []),
     ]
     where = f" ({'; '.join(places)})" if places else ""
+    at = list(within[0].place(name, index) if within else index)
     return (
-        f"{name}{list(within[0].place(name, index) if within else index)}{where} is {value:.9g}; the oracle says {want:.9g}, permitted error {bound[index]:.3g}, "
+        f"{name}{at}{where} is {value:.9g}; the oracle says {want:.9g}, permitted error {bound[index]:.3g}, "
         f"actual {abs(value - want):.3g}; {int(bad.sum())} of {bad.size} elements are out of bounds"
     )
 
