@@ -28,8 +28,10 @@ from portakern.testing.verdict import (
     Broken,
     BrokenPromise,
     OtherEdges,
+    Refused,
     compare_call,
     compare_elsewhere,
+    expected,
 )
 
 __all__ = ["run_case"]
@@ -128,9 +130,10 @@ class Trial:
             some = part_call(call, self.now_buffers, part.chosen, self.case.options)
             values = self.parts_of(held, call)
             whole = dict(zip(call.wants, held.values, strict=True))
-            fractions = compare_call(some, values, self.tiling, regime, (part, whole))
-            for name, known in zip(call.wants, values, strict=True):
-                compare_elsewhere(some, name, whole[name], known, part)
+            known = expected(some)
+            fractions = compare_call(some, values, self.tiling, regime, (part, whole), known)
+            for name, value in zip(call.wants, values, strict=True):
+                compare_elsewhere(some, name, whole[name], value, part, known)
             return fractions
         except OtherEdges:
             if OtherEdges.kind not in self.excused:
@@ -249,7 +252,7 @@ def run_case(subject: Subject, case: Case, report: Report, excused: Collection[s
         return
     except UnsupportedError as e:
         if not subject.accepts(str(e)):
-            raise Broken(f"refused, and the backend does not declare it among its refusals: {e}") from e
+            raise Refused(f"refused, and the backend does not declare it among its refusals: {e}") from e
         report.refuse(e)
         return
     first = trial.hold(got, call, trial.arrays)

@@ -6,18 +6,28 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from portakern.core.call import shape_of
 from portakern.errors import SpecError
 from portakern.spec import Edge, Spec
 from portakern.spec.options import shown
 from portakern.testing.cases import Case
-from portakern.testing.regimes import VALUE_REGIMES
+from portakern.testing.parts import along, apart, extents_of, places
 
-__all__ = ["Turn", "checked_shapes", "fits", "turns_of", "with_shape"]
+__all__ = ["Turn", "checked_shapes", "cut_to", "fits", "given_optional", "turns_of", "with_shape"]
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 FOLLOWS = ("", "changed", "", "often", "", "", "changed")
 """What follows the calls of one case after the other; seven of them, so that they meet every regime."""
+
+
+TELLING = (
+    "normal", "wide", "very_negative", "special", "large_mean", "near_overflow", "integers", "spikes", "constant",
+    "subnormal",
+)  # fmt: skip
+"""Every regime of values, those first in which most mistakes show: the time may be up before the last."""
 
 
 class Turn(NamedTuple):
@@ -78,8 +88,8 @@ def turns_of(
 ) -> Iterator[Turn]:
     """The turns of so many cases: every regime before one comes again, then in another dtype or on other shapes."""
     for i in range(first, first + count):
-        regime = "" if edge else VALUE_REGIMES[i % len(VALUE_REGIMES)]
-        among = i if edge else i + i // len(VALUE_REGIMES)
+        regime = "" if edge else TELLING[i % len(TELLING)]
+        among = i if edge else i + i // len(TELLING)
         at = among % (len(dtypes) * len(shapes))
         yield Turn(dtypes[at % len(dtypes)], shapes[at // len(dtypes)], regime, FOLLOWS[i % len(FOLLOWS)])
 
@@ -106,6 +116,39 @@ def fits(edge: Edge, spec: Spec[Any], shapes: Shapes, options: Mapping[str, Any]
     return True
 
 
-def sizes(spec: Spec[Any], shapes: Shapes) -> int:
-    """Elements of the largest array."""
-    return max(math.prod(s) for s in shapes.values())
+def given_optional(
+    spec: Spec[Any], shapes: Mapping[str, Sequence[int]], names: Sequence[str], options: Mapping[str, Any]
+) -> dict[str, Sequence[int]]:
+    """The shapes with those of optional arrays, where they follow from the others."""
+    dims = _case(spec, {n: tuple(s) for n, s in shapes.items()}, options).form(spec).dims
+    return {**shapes, **{n: shape_of(spec.argument(n).dims, dims) for n in names if n not in shapes}}
+
+
+def cut_to(
+    spec: Spec[Any], shapes: Mapping[str, Sequence[int]], options: Mapping[str, Any], elements: int, flops: float
+) -> Shapes:
+    """The shapes, with extents halved along dimensions whose indices do not see each other until the largest array has
+    so many elements and the call so many floating-point operations."""
+    whole = {n: tuple(s) for n, s in shapes.items()}
+    call = _case(spec, whole, options).form(spec)
+    kept: dict[str, list[int]] = {n: [*extents_of(call, n)] for n in apart(spec, call.options, call.wants)}
+    axes = [(n, i) for n in kept for i in range(len(kept[n])) if not along(call, n, i)]
+
+    def now() -> Shapes:
+        chosen = {n: [np.arange(e) for e in extents] for n, extents in kept.items()}
+        found = {n: list(s) for n, s in whole.items()}
+        for a in spec.arrays:
+            for axis, index in places(whole[a.name], a.dims, call, chosen) if a.name in whole else ():
+                found[a.name][axis] = len(index)
+        return {n: tuple(s) for n, s in found.items()}
+
+    found: Shapes = whole
+    while axes:
+        call_now = _case(spec, found, options).form(spec)
+        largest = max(math.prod(s) for s in (*found.values(), *(s for s, _ in call_now.outputs.values())))
+        name, i = max(axes, key=lambda at: kept[at[0]][at[1]])
+        if (largest <= elements and call_now.flops <= flops) or kept[name][i] == 1:
+            break
+        kept[name][i] = -(-kept[name][i] // 2)
+        found = now()
+    return found

@@ -105,5 +105,5 @@ LAYOUTS: dict[str, Callable[[np.ndarray], Buffer]] = {
 """How an array lies in memory."""
 
 DRAWN = tuple(name for name in LAYOUTS if name != "shifted")
-"""Those that are drawn unless others are named: what is shifted asks of a kernel that takes contiguous arrays alone what
-is sliced asks of the others."""
+"""Those that are drawn unless others are named: what is shifted asks of a kernel that takes contiguous arrays alone
+what is sliced asks of the others."""

@@ -121,7 +121,7 @@ def _one_offset(s: _Seen) -> Likeness | None:
 
 def _elsewhere(s: _Seen) -> Likeness | None:
     """Right elements in other places: one further, reversed, transposed."""
-    if s.ref.size < 8 or s.ref.size > 2**22:
+    if s.ref.size < 8 or s.ref.size > 2**22 or s.bad.mean() < 0.3:
         return None
 
     def agrees(other: np.ndarray) -> bool:

@@ -18,7 +18,9 @@ __all__ = [
     "LARGE",
     "Part",
     "Piece",
+    "along",
     "apart",
+    "extents_of",
     "part_call",
     "part_of",
     "picked",
@@ -80,8 +82,8 @@ def part_of(call: Call, rng: np.random.Generator, work: float | None = None) -> 
     be taken apart."""
     spec = call.spec
     names = apart(spec, call.options, call.wants)
-    axes = [(n, i, e) for n in names for i, e in enumerate(_extents(call, n)) if not _along(call, n, i)]
-    chosen: dict[str, Any] = {n: [np.arange(e) for e in _extents(call, n)] for n in names}
+    axes = [(n, i, e) for n in names for i, e in enumerate(extents_of(call, n)) if not along(call, n, i)]
+    chosen: dict[str, Any] = {n: [np.arange(e) for e in extents_of(call, n)] for n in names}
     count, most = 24, WORK if work is None else work
     while axes:
         for name, i, extent in axes:
@@ -105,12 +107,13 @@ def _with_an_axis_dropped(call: Call, chosen: Mapping[str, Any]) -> dict[str, An
     return found
 
 
-def _extents(call: Call, name: str) -> tuple[int, ...]:
+def extents_of(call: Call, name: str) -> tuple[int, ...]:
+    """The extents of a dimension: one, or of a variadic one those of its axes."""
     extent = call.dims[name]
     return extent if isinstance(extent, tuple) else (extent,)
 
 
-def _along(call: Call, name: str, axis: int) -> bool:
+def along(call: Call, name: str, axis: int) -> bool:
     """Whether the op works along this axis of a run."""
     of = [o for o in call.spec.options if o.axis_of and call.spec.argument(o.axis_of).dims[0].factors == (name,)]
     return any(call.options[o.name] % len(call.dims[name]) == axis for o in of)
@@ -148,17 +151,8 @@ def stand_ins(call: Call, chosen: Mapping[str, Any], rng: np.random.Generator) -
         found[index] = np.arange(len(index))
         return found
 
-    def extents(name: str) -> tuple[int, ...]:
-        if name not in call.spec.drops:
-            return _extents(call, name)
-        dropped = call.spec.dropped(name)
-        assert dropped
-        whole = _extents(call, dropped[0])
-        axis = call.options[dropped[1].name] % len(whole)
-        return (*whole[:axis], *whole[axis + 1 :])
-
     names = [n for n in chosen if n not in call.spec.drops]
-    found: dict[str, Any] = {n: [of(i, e) for i, e in zip(chosen[n], extents(n), strict=True)] for n in names}
+    found: dict[str, Any] = {n: [of(i, e) for i, e in zip(chosen[n], extents_of(call, n), strict=True)] for n in names}
     return found | _with_an_axis_dropped(call, found)
 
 

@@ -112,8 +112,8 @@ class Report:
 
     @property
     def outcome(self) -> str:
-        """The verdict in one of a few words: right, wrong, other edges, broke a promise, refused, crashed, hung, ran out
-        of memory; "nothing compared" where no case was."""
+        """The verdict in one of a few words: right, wrong, other edges, broke a promise, refused, crashed, hung, ran
+        out of memory; "nothing compared" where no case was."""
         kinds = {f.kind for f in self.failures}
         for kind in (*ENDS, "bounds", "promises", "edges"):
             if kind in kinds:

@@ -15,6 +15,7 @@ from hypothesis.errors import Unsatisfiable
 
 from portakern.core import registry
 from portakern.core.backend import Backend
+from portakern.core.failing import Ended, kind_of
 from portakern.errors import NotEmulatedError, SpecError, UnsupportedError
 from portakern.spec import Edge, Spec
 from portakern.spec.options import shown
@@ -22,7 +23,6 @@ from portakern.testing import printed
 from portakern.testing.cases import Case
 from portakern.testing.cases import edges as edges_of
 from portakern.testing.comparing import run_case
-from portakern.testing.exceptions import kind_of
 from portakern.testing.fixed import Turn, checked_shapes, fits, turns_of
 from portakern.testing.laws import LawCase, NotTaken, run_law
 from portakern.testing.layouts import LAYOUTS
@@ -39,7 +39,7 @@ from portakern.testing.subject import (
 )
 from portakern.testing.verdict import Broken, BrokenPromise, OtherEdges
 
-__all__ = ["Failure", "Report", "check", "replay"]
+__all__ = ["Asked", "Failure", "Report", "cases_of", "check", "check_subject", "replay", "replay_subject", "subject_of"]
 
 EDGE_EXAMPLES = 5
 FILL = 2**20  # elements of an array that keeps a large GPU busy
@@ -127,39 +127,80 @@ def check(
     spec = registry.find_spec(op) if isinstance(op, str) else op
     if not hasattr(seed, "__index__") or seed < 0:
         raise SpecError(f"check({spec.name!r}): seed is {seed!r}; expected a whole number >= 0")
+    asked = Asked(
+        dtypes, only, max_examples, seed, limits, shapes, layouts, options, empty, one_dtype, edges, promises, seconds,
+        shrink, shard, progress,
+    )  # fmt: skip
     several = () if backend is None or variant is not None else backend_variants(spec, backend, device, profile, target)
-    if len(several) > 1:
-        every = functools.partial(
-            check, op, backend=backend, device=device, dtypes=dtypes, only=only, max_examples=max_examples, seed=seed,
-            limits=limits, profile=profile, target=target, shapes=shapes, layouts=layouts, options=options, empty=empty,
-            one_dtype=one_dtype, edges=edges, promises=promises, seconds=seconds, shrink=shrink, shard=shard,
-            progress=progress,
-        )  # fmt: skip
-        return functools.reduce(Report.merge, (every(variant=name) for name in several))
-    subject = _subject(spec, backend, variant, fn, framework, device, profile, target)
-    compiled = not (subject.interpret or subject.emulated) and subject.target.platform != "cpu"
-    limits = limits or (EMULATED if subject.emulated else Limits(fill=FILL if compiled else 0))
-    fixed = {**limits.options, **_checked(spec, options or {})}
-    limits = replace(
-        limits,
-        dtypes=tuple(dtypes or limits.dtypes),
-        arguments=subject.arguments if limits.arguments is None else limits.arguments,
-        always=limits.always | subject.always,
-        options=fixed,
-        empty=limits.empty and empty,
-        one_dtype=limits.one_dtype or one_dtype,
-        layouts=_ways(spec, layouts) or limits.layouts,
-        shapes=limits.shapes if shapes is None else checked_shapes(spec, shapes, fixed),
-    )
-    asked, excused = asking(spec, edges, promises)
-    told = conceded(limits, excused)
-    report = Report(spec.name, subject.name, seed, asked=asked, concessions=told)
+    if backend is not None and len(several) > 1:
+        every = (backend_subject(spec, backend, name, device, profile, target) for name in several)
+        return functools.reduce(Report.merge, (check_subject(subject, asked) for subject in every))
+    subject = subject_of(spec, backend, variant, fn, framework, device, profile, target)
+    return check_subject(subject, asked)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What somebody wants checked of a subject: the arguments of :func:`check` that do not say what is checked."""
+
+    dtypes: Sequence[str] | None = None
+    only: Sequence[str] | None = None
+    max_examples: int = 100
+    seed: int = 0
+    limits: Limits | None = None
+    shapes: Sequence[Mapping[str, Sequence[int]]] | None = None
+    layouts: str | Sequence[str] | None = None
+    options: Mapping[str, Any] | None = None
+    empty: bool = True
+    one_dtype: bool = False
+    edges: bool = True
+    promises: bool | Collection[str] = True
+    seconds: float | None = None
+    shrink: bool = True
+    shard: tuple[int, int] = (0, 1)
+    progress: Callable[[int], None] | None = None
+
+    def limits_of(self, subject: Subject) -> Limits:
+        """What the subject can be asked of that."""
+        compiled = not (subject.interpret or subject.emulated) and subject.target.platform != "cpu"
+        limits = self.limits or (EMULATED if subject.emulated else Limits(fill=FILL if compiled else 0))
+        fixed = {**limits.options, **_checked(subject.spec, self.options or {})}
+        return replace(
+            limits,
+            dtypes=tuple(self.dtypes or limits.dtypes),
+            arguments=subject.arguments if limits.arguments is None else limits.arguments,
+            always=limits.always | subject.always,
+            options=fixed,
+            empty=limits.empty and self.empty,
+            one_dtype=limits.one_dtype or self.one_dtype,
+            layouts=_ways(subject.spec, self.layouts) or limits.layouts,
+            shapes=limits.shapes if self.shapes is None else checked_shapes(subject.spec, self.shapes, fixed),
+        )
+
+
+def check_subject(subject: Subject, asked: Asked) -> Report:
+    """Check what is made of a backend or a function."""
+    spec, limits = subject.spec, asked.limits_of(subject)
+    kinds, excused = asking(spec, asked.edges, asked.promises)
+    told = conceded(spec, limits, excused)
+    report = Report(spec.name, subject.name, asked.seed, asked=kinds, concessions=told)
     start = time.perf_counter()
-    work = _Work(subject, limits, seed, report, shrink and not limits.shapes, progress, excused)
-    work.until = math.inf if seconds is None else start + seconds
-    work.carry_out(_plan(spec, limits, max_examples, only), only is None and not limits.shapes, shard)
+    work = _Work(subject, limits, asked.seed, report, asked.shrink and not limits.shapes, asked.progress, excused)
+    work.until = math.inf if asked.seconds is None else start + asked.seconds
+    with_laws = asked.only is None and not limits.shapes
+    work.carry_out(_plan(spec, limits, asked.max_examples, asked.only), with_laws, asked.shard)
     report.seconds = time.perf_counter() - start
     return report
+
+
+def cases_of(subject: Subject, asked: Asked) -> list[Case | LawCase]:
+    """The cases and instances of laws that :func:`check_subject` would try, of which none runs."""
+    spec, limits = subject.spec, asked.limits_of(subject)
+    excused = asking(spec, asked.edges, asked.promises)[1]
+    work = _Listing(subject, limits, asked.seed, Report(spec.name, "", asked.seed), False, None, excused)
+    runs = _plan(spec, limits, asked.max_examples, asked.only)
+    work.carry_out(runs, asked.only is None and not limits.shapes, (0, 1))
+    return work.listed
 
 
 @dataclass(frozen=True)
@@ -233,22 +274,29 @@ class _Work:
                 run_law(self.subject, case, self.limits)
                 self.report.laws[case.law] += 1
             else:
-                run_case(self.subject, case, self.report, self.excused)
+                self.tries(case)
         except NotTaken:
             return None
         except NotEmulatedError as e:
             self.report.refuse(e)
             return None
         except Exception as e:
+            if not self.subject.at_fault(e):
+                raise
             if isinstance(case, LawCase) and isinstance(e, UnsupportedError) and self.subject.accepts(str(e)):
                 self.report.refuse(e)
                 return None
             return _failure(self.subject, case, e)
         return None
 
+    def tries(self, case: Case) -> None:
+        """Run one case; what it breaks is raised."""
+        run_case(self.subject, case, self.report, self.excused)
+
     def explore(self, run: Run, start: int) -> Failure | None:
         """Draw the cases of a run and try them, up to a failure, which shrinks."""
         failed: list[tuple[Case, Exception]] = []
+        mistakes: list[tuple[Case, Exception]] = []
         seen: list[Case] = []
         report, count = self.report, len(run.turns)
 
@@ -279,9 +327,9 @@ class _Work:
                 report.left_out += 1
                 return
             try:
-                run_case(self.subject, case, report, self.excused)
+                self.tries(case)
             except Exception as e:
-                failed.append((case, e))
+                (failed if self.subject.at_fault(e) else mistakes).append((case, e))
                 raise
             if self.progress:
                 self.progress(report.examples + sum(report.refused.values()))
@@ -295,12 +343,28 @@ class _Work:
                 f"such values with @{self.subject.spec.name}.values(argument), or widen the edge"
             ) from None
         except Exception as e:
+            if mistakes:  # ours; Hypothesis tries it again, and may find another
+                raise mistakes[0][1] from None
             if not failed:
                 raise
             # what fails once and not again (Hypothesis calls it flaky: a dead device, a race) is the first failure;
             # what came after may be its consequence
             case, error = next(((c, x) for c, x in reversed(failed) if type(x) is type(e)), failed[0])
             return _failure(self.subject, case, error)
+        return None
+
+
+@dataclass
+class _Listing(_Work):
+    """What would be tried."""
+
+    listed: list[Case | LawCase] = field(default_factory=list)
+
+    def tries(self, case: Case) -> None:
+        self.listed.append(case)
+
+    def attempt(self, case: Case | LawCase) -> Failure | None:
+        self.listed.append(case)
         return None
 
 
@@ -333,15 +397,15 @@ def _plan(spec: Spec[Any], limits: Limits, max_examples: int, only: Sequence[str
 def _plan_of_shapes(
     spec: Spec[Any], limits: Limits, max_examples: int, corners: Sequence[Edge], free: bool
 ) -> list[Run]:
-    """The runs of a check on given shapes: a regime and an edge in turn, each alone, so that whenever it is stopped much
-    was seen."""
+    """The runs of a check on given shapes: a regime and an edge in turn, each alone, so that whenever it is stopped
+    much was seen."""
     dtypes = dtypes_of(spec, limits)
     reach = [(e, [s for s in limits.shapes if fits(e, spec, s, limits.options)]) for e in corners]
     reach = [(e, shapes) for e, shapes in reach if shapes]
     if not free and not reach:
         raise SpecError(
-            f"check({spec.name!r}): no call of the shapes is on {' or '.join(repr(e.name) for e in corners)}; name other "
-            "edges"
+            f"check({spec.name!r}): no call of the shapes is on {' or '.join(repr(e.name) for e in corners)}; name "
+            "other edges"
         )
     runs: list[Run] = []
     regimes, visits = 0, 0
@@ -397,12 +461,20 @@ def replay(
 ) -> Report:
     """Run one case of a failure again; arguments as for :func:`check`."""
     spec = registry.find_spec(op) if isinstance(op, str) else op
-    subject = _subject(spec, backend, variant, fn, framework, device, profile, target)
+    subject = subject_of(spec, backend, variant, fn, framework, device, profile, target)
+    return replay_subject(subject, case, edges=edges, promises=promises)
+
+
+def replay_subject(
+    subject: Subject, case: str | Case | LawCase, *, edges: bool = True, promises: bool | Collection[str] = True
+) -> Report:
+    """Run one case again on what is made of a backend or a function."""
+    spec = subject.spec
     if isinstance(case, str):
         case = printed.read(spec, case)
     asked, excused = asking(spec, edges, promises)
     report = Report(spec.name, subject.name, 0, asked=asked)
-    work = _Work(subject, Limits(), 0, report, False, None, excused)
+    work = _Work(subject, Limits(arguments=subject.arguments), 0, report, False, None, excused)
     with subject.context():
         failure = work.attempt(case)
     report.failures += [failure] if failure else []
@@ -420,16 +492,18 @@ def _ways(spec: Spec[Any], layouts: str | Sequence[str] | None) -> tuple[str, ..
     return names
 
 
-def _subject(
-    spec: Spec[Any],
-    backend: str | Backend | None,
-    variant: str | None,
-    fn: Callable[..., Any] | None,
-    framework: str,
-    device: str | None,
-    profile: str | None,
-    target: str | None,
+def subject_of(
+    op: str | Spec[Any],
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    fn: Callable[..., Any] | None = None,
+    framework: str = "numpy",
+    device: str | None = None,
+    profile: str | None = None,
+    target: str | None = None,
 ) -> Subject:
+    """What :func:`check` checks; arguments as there."""
+    spec = registry.find_spec(op) if isinstance(op, str) else op
     if (backend is None) == (fn is None):
         raise SpecError(f"check({spec.name!r}): pass either backend= or fn=, one of the two")
     if backend is not None:
@@ -444,7 +518,7 @@ def _subject(
 
 def _failure(subject: Subject, case: Case | LawCase, error: Exception) -> Failure:
     text = case.to_json()
-    what = str(error) if isinstance(error, Broken) else f"raised {type(error).__name__}: {error}"
+    what = str(error) if isinstance(error, Broken | Ended) else f"raised {type(error).__name__}: {error}"
     named = (f"law {case.law}: " if isinstance(case, LawCase) else f"edge {case.edge}: " if case.edge else "") + what
     if not isinstance(error, Broken):
         return Failure(subject.spec.name, named, text, subject.reproduce(text), kind_of(error))

@@ -14,6 +14,7 @@ from portakern.api import op
 from portakern.core import registry, tilings
 from portakern.core.backend import Backend, Implementation
 from portakern.core.call import Call
+from portakern.core.failing import Ended
 from portakern.core.framework import Framework, frameworks
 from portakern.core.route import to_framework
 from portakern.core.targets import HOST, Target
@@ -24,7 +25,7 @@ from portakern.testing.cases import Case
 from portakern.testing.fixed import with_shape
 from portakern.testing.layouts import DRAWN
 from portakern.testing.sizes import Limits
-from portakern.testing.verdict import KINDS, PROMISES
+from portakern.testing.verdict import KINDS, PROMISES, Broken
 
 __all__ = ["Subject", "asking", "backend_subject", "backend_variants", "conceded", "function_subject"]
 
@@ -47,6 +48,8 @@ class Subject:
         would not find what is checked.
       name: for people.
       emulated: whether the host stands in for the target.
+      remote: whether it runs in a process of its own, so that any other exception than what is told of that is a
+        mistake here.
     """
 
     spec: Spec[Any]
@@ -65,6 +68,11 @@ class Subject:
     always: frozenset[str] = frozenset()
     lawful: bool = True
     emulated: bool = False
+    remote: bool = False
+
+    def at_fault(self, error: Exception) -> bool:
+        """Whether an exception says something of what is checked."""
+        return not self.remote or isinstance(error, Broken | Ended)
 
 
 def backend_variants(
@@ -256,24 +264,36 @@ def _taken(spec: Spec[Any], fn: Callable[..., Any]) -> tuple[frozenset[str] | No
     return None if everything else frozenset(required) | {p.name for p in named}, frozenset(lone)
 
 
-CONCESSIONS: Mapping[str, tuple[Callable[[Limits], bool], str]] = {
-    "one_dtype": (lambda limits: limits.one_dtype, "arrays that may be float32 beside 16-bit ones have the op's dtype"),
-    "no_empty": (lambda limits: not limits.empty, "no extent is 0"),
-    "layouts": (lambda limits: not {*DRAWN} <= {*limits.layouts}, "arrays lie in memory no other way than: {layouts}"),
-    "no_laws": (lambda limits: bool(limits.shapes), "laws are not asked: they draw shapes of their own"),
+CONCESSIONS: Mapping[str, tuple[Callable[[Spec[Any], Limits], bool], str]] = {
+    "one_dtype": (
+        lambda spec, limits: limits.one_dtype and any(a.or_float32 for a in spec.arrays),
+        "arrays that may be float32 beside 16-bit ones have the op's dtype",
+    ),
+    "no_empty": (lambda spec, limits: not limits.empty and not limits.shapes, "no extent is 0"),
+    "layouts": (
+        lambda spec, limits: not {*DRAWN} <= {*limits.layouts},
+        "arrays lie in memory no other way than: {layouts}",
+    ),
+    "no_laws": (
+        lambda spec, limits: bool(limits.shapes and spec.laws),
+        "laws are not asked: they draw shapes of their own",
+    ),
 }
 """What a check may leave out for a kernel that has never seen it: name -> (whether limits do, in words)."""
 
 
-def conceded(limits: Limits, excused: Collection[str]) -> tuple[str, ...]:
+def conceded(spec: Spec[Any], limits: Limits, excused: Collection[str]) -> tuple[str, ...]:
     """What a report says of everything that was not asked."""
     given = [f"{n} is always given: it has no default" for n in sorted(limits.always)]
     built_in = [f"{n} is {v!r} in every call" for n, v in limits.options.items()]
     shaped = [f"calls are of the shapes {' or '.join(map(with_shape, limits.shapes))} alone"] if limits.shapes else []
-    left_out = [what.format(layouts=", ".join(limits.layouts)) for made, what in CONCESSIONS.values() if made(limits)]
+    words = [
+        what.format(layouts=", ".join(limits.layouts)) for made, what in CONCESSIONS.values() if made(spec, limits)
+    ]
     edges = ["NaN and infinities may lead elsewhere than in the formula"] if "edges" in excused else []
-    some = [f"not promised: {PROMISES[n]}" for n in PROMISES if n in excused and "promises" not in excused]
-    return (*given, *built_in, *shaped, *left_out, *edges, *some)
+    some = [n for n in PROMISES if n in excused and "promises" not in excused]
+    some = [n for n in some if n != "laws" or not limits.shapes]
+    return (*given, *built_in, *shaped, *words, *edges, *(f"not promised: {PROMISES[n]}" for n in some))
 
 
 def asking(spec: Spec[Any], edges: bool, promises: bool | Collection[str]) -> tuple[tuple[str, ...], set[str]]:

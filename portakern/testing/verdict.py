@@ -22,6 +22,7 @@ __all__ = [
     "Broken",
     "BrokenPromise",
     "OtherEdges",
+    "Refused",
     "compare_call",
     "compare_elsewhere",
     "expected",
@@ -62,6 +63,12 @@ class Broken(AssertionError):
         return type(self)(f"{what}: {self}", which or self.which, looks or self.looks)
 
 
+class Refused(Broken):
+    """A call of the contract that a backend refuses, and does not declare to."""
+
+    kind = "refused"
+
+
 class OtherEdges(Broken):
     """Inputs hold NaN or infinities, and no element is wrong but those that are one, or should be."""
 
@@ -75,7 +82,10 @@ class BrokenPromise(Broken):
     kind = "promises"
 
 
-def expected(call: Call) -> tuple[Call, tuple[Any, ...], tuple[Any, ...]]:
+Expected = tuple[Call, tuple[Any, ...], tuple[Any, ...]]
+
+
+def expected(call: Call) -> Expected:
     """(the call in float64, the exact outputs, their bounds); None for an output that the call does not want."""
     if call.spec.bound is None:
         raise SpecError(f"{call.spec.name} declares no tolerance; give its spec one with @{call.spec.name}.tolerance")
@@ -96,12 +106,13 @@ def compare_call(
     tiling: Mapping[str, int] | None = None,
     regime: str = "",
     within: tuple[Part, Mapping[str, np.ndarray]] | None = None,
+    known: Expected | None = None,
 ) -> dict[str, float]:
     """Output name -> worst fraction of the bound, for the wanted outputs of ``call`` as NumPy arrays.
 
     ``call.target`` and ``call.interpret`` say what ran; ``tiling`` with which tiles; ``regime`` how the values were
     drawn, "" for anything but a regime's own values; ``within``, where the call is a part of one: which, and all of the
-    outputs.
+    outputs; ``known``: what :func:`expected` gave for the call, where somebody asked before.
 
     Raises:
       Broken: a wrong shape or dtype; an element out of bounds: it names the first one, its tile and mask region, what
@@ -109,7 +120,7 @@ def compare_call(
         :mod:`portakern.testing.statistics`).
       OtherEdges: the inputs hold NaN or infinities, and every element that is out of bounds is one, or should be.
     """
-    wide, exact, bounds = expected(call)
+    wide, exact, bounds = known or expected(call)
     fractions = {}
     elsewhere = ""
     wanted = [(o.name, exact[i], bounds[i]) for i, o in enumerate(call.spec.outputs) if o.name in call.wants]
@@ -161,11 +172,12 @@ LOOKS = {
 }
 
 
-def compare_elsewhere(call: Call, name: str, got: np.ndarray, some: np.ndarray, part: Part) -> None:
+def compare_elsewhere(call: Call, name: str, got: np.ndarray, some: np.ndarray, part: Part, known: Expected) -> None:
     """Hold all of a large output to the oracle of its part, whose elements stand for others.
 
     Args:
       call: on the part; name: the output; got: all of it; some: its part.
+      known: what :func:`expected` gave for the call.
 
     Raises:
       Broken, OtherEdges: as :func:`compare_call`.
@@ -175,7 +187,7 @@ def compare_elsewhere(call: Call, name: str, got: np.ndarray, some: np.ndarray, 
     differ = got.view(raw) != same.view(raw)
     if not differ.any():
         return
-    wide, exact, bounds = expected(call)
+    wide, exact, bounds = known
     i = next(i for i, o in enumerate(call.spec.outputs) if o.name == name)
     ref, bound = (part.spread(name, np.broadcast_to(a, exact[i].shape)) for a in (exact[i], bounds[i]))
     bad = np.zeros(got.shape, bool)
@@ -216,8 +228,9 @@ def describe(
         *([call.spec.region(call, name, index)] if call.spec.region and known else []),
     ]
     where = f" ({'; '.join(places)})" if places else ""
+    at = list(within[0].place(name, index) if within else index)
     return (
-        f"{name}{list(within[0].place(name, index) if within else index)}{where} is {value:.9g}; the oracle says {want:.9g}, permitted error {bound[index]:.3g}, "
+        f"{name}{at}{where} is {value:.9g}; the oracle says {want:.9g}, permitted error {bound[index]:.3g}, "
         f"actual {abs(value - want):.3g}; {int(bad.sum())} of {bad.size} elements are out of bounds"
     )
 

@@ -10,7 +10,7 @@ from types import TracebackType
 import portakern
 from portakern.errors import UnsupportedError
 
-__all__ = ["kind_of"]
+__all__ = ["Ended", "kind_of"]
 
 OUT_OF_MEMORY = (
     "out of memory",
@@ -23,12 +23,22 @@ OURS = str(Path(portakern.__file__).parent) + os.sep
 RAISES = dis.opmap["RAISE_VARARGS"]
 
 
+class Ended(Exception):
+    """What a kernel's own process told, or its end: ``kind`` is one of refused, memory, crashed and hung."""
+
+    def __init__(self, kind: str, what: str) -> None:
+        super().__init__(what)
+        self.kind = kind
+
+
 def kind_of(error: BaseException) -> str:
-    """One of refused, memory and crashed.
+    """One of refused, memory and crashed, and of another process's also hung.
 
     A kernel refuses where it says so: by UnsupportedError or NotImplementedError, or by a ``raise`` or an ``assert`` of
     its own; what the interpreter or a library raises under it is a crash.
     """
+    if isinstance(error, Ended):
+        return error.kind
     said = f"{type(error).__name__}: {error}".lower()
     if isinstance(error, MemoryError) or any(words in said for words in ("outofmemoryerror", *OUT_OF_MEMORY)):
         return "memory"
