@@ -20,7 +20,7 @@ from benchmarks.judges import rule as judging  # noqa: E402
 from benchmarks.judges.corpus import cheats, level_1, right  # noqa: E402
 from benchmarks.judges.corpus.planted import kernel  # noqa: E402
 from benchmarks.judges.rules import gpuemu, portakern, rules  # noqa: E402
-from benchmarks.judges.subject import Subject  # noqa: E402
+from benchmarks.judges.subject import Candidate, Subject  # noqa: E402
 from benchmarks.judges.working import Task, work  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "judges.json"
@@ -190,6 +190,14 @@ def test_every_rule_is_pinned_by_a_pass_and_a_fail():
 def test_robust_kbench_drops_a_task_whose_results_are_all_near_0():
     found = verdict("robust-kbench", "softmax", softmax_off(0.0))
     assert found.rejected is None and "filter" in found.why
+
+
+def test_a_task_with_an_option_that_a_function_lacks_is_not_posed():
+    without = Candidate(Subject("test", "plain", "attention", lambda: right.backwards_attention))
+    every = Candidate(Subject("test", "simulated", "attention", lambda: kernel("attention", {}, truncates=False)))
+    rule = rules()["jaxbench"]
+    assert [t.options for t in rule.tasks_for(every)] == [{"is_causal": True}] * 2
+    assert [(t.own, dict(t.options)) for t in rule.tasks_for(without)] == [("", {})]
 
 
 def test_what_a_candidate_raises_rejects_it_and_what_a_rule_raises_does_not(monkeypatch):

@@ -253,7 +253,13 @@ class Rule(ABC):
         found = self.tasks.get(forward.name if forward else "", ())
         if not found:
             raise NotJudged(f"no task for {candidate.spec.name}")
-        return found
+        posed = tuple(t for t in found if self.takes(candidate, t))
+        first = found[0]  # a function without a task's options is asked what it can be asked
+        return posed or (Task(first.op, COMMON[first.op], first.dtype, first.draw),)
+
+    def takes(self, candidate: Candidate, task: Task) -> bool:
+        """Whether a function has the options of a task: without a causal mask it is right to compute another."""
+        return candidate.known is None or options_of(task, candidate).keys() <= candidate.known
 
     @abstractmethod
     def trials(self, candidate: Candidate) -> Iterator[Trial]:

@@ -26,7 +26,7 @@ def product(a: Any, b: Any) -> Any:
 def batched(a: Any, b: Any) -> Any:
     import torch
 
-    return torch.bmm(a, b)
+    return torch.bmm(a, b) if a.dim() == b.dim() == 3 else torch.matmul(a, b)
 
 
 def transposed_a(a: Any, b: Any) -> Any:
@@ -50,28 +50,28 @@ def transposed_both(a: Any, b: Any) -> Any:
 def four_axes(a: Any, b: Any) -> Any:
     import torch
 
-    return torch.einsum("bijl,lk->bijk", a, b)
+    return torch.einsum("...l,lk->...k", a, b) if b.dim() == 2 else torch.matmul(a, b)
 
 
 def softmax(x: Any) -> Any:
     import torch
 
-    return torch.softmax(x, dim=1)
+    return torch.softmax(x, dim=1 if x.dim() == 2 else -1)
 
 
-def rms_norm(x: Any) -> Any:
+def rms_norm(x: Any, *, eps: float = 1e-6) -> Any:
     """Over the second axis of four, as there."""
     import torch
 
-    maps = x[:, :, None, None]
-    return (maps / torch.sqrt(torch.mean(maps**2, dim=1, keepdim=True) + 1e-5))[:, :, 0, 0]
+    maps = x.reshape(-1, x.shape[-1])[:, :, None, None]
+    return (maps / torch.sqrt(torch.mean(maps**2, dim=1, keepdim=True) + eps)).reshape(x.shape)
 
 
 def layer_norm(x: Any) -> Any:
     """Over the last three axes of four, by a module as it begins."""
     import torch
 
-    maps = x.reshape(x.shape[0], -1, 4, 4)
+    maps = x.reshape(-1, x.shape[-1], 1, 1)
     layer = torch.nn.LayerNorm(maps.shape[1:], device=x.device, dtype=x.dtype)
     with torch.no_grad():
         return layer(maps).reshape(x.shape)
@@ -81,6 +81,7 @@ def attention(q: Any, k: Any, v: Any) -> Any:
     """Heads stand before positions there."""
     import torch
 
+    k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], 2) for t in (k, v))
     heads = (t.transpose(1, 2) for t in (q, k, v))
     return torch.nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2)
 

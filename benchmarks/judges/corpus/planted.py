@@ -23,6 +23,7 @@ from tests.ops._shared import truncate
 __all__ = ["kernels", "planted", "right_ones", "simulated", "simulations"]
 
 
+INTERPRETED = 200
 SIMULATED = 100
 """Cases for a simulated kernel, which is slow."""
 
@@ -100,7 +101,8 @@ def kernels() -> Iterator[Subject]:
         def asked(fault: Fault = fault) -> Mapping[str, Any]:
             from tests.mutants.harness import mutant
 
-            return {"backend": mutant(fault), "variant": fault.variant, "promises": True}
+            given = {"backend": mutant(fault), "variant": fault.variant}
+            return given | {"promises": True, "max_examples": INTERPRETED}
 
         def make(asked: Callable[[], Mapping[str, Any]] = asked, op: str = fault.op) -> Callable[..., Any]:
             given = asked()

@@ -71,7 +71,8 @@ class RobustKBench(Rule):
         self.tasks = tasks_of(OWN, "float32", normal())
 
     def trials(self, candidate: Candidate) -> Iterator[Trial]:
-        tasks = kept(self.tasks_for(candidate)[0].op)
+        posed = self.tasks_for(candidate)
+        tasks = [t for t in posed if t in kept(t.op) or (t not in self.tasks[t.op] and not dropped(t))]
         if not tasks:
             raise NotJudged("its filter drops the task")
         for task in tasks:
