@@ -122,7 +122,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         {"op": "text", "subject": "text", "seed": "integer", "examples": "count", "failures": "list",
          "worst": "numbers", "worst_case": "string", **_COUNTS,
          "seconds": "number", "passed": "flag", "asked": "list?", "concessions": "list?", "verdicts": "object?",
-         "not_emulated": "integers?", **_SOURCES},
+         "not_emulated": "integers?", "outcome": "text?", "left_out": "count?", **_SOURCES},
         {"wall_seconds": "number"},
     ),
     "compile-matrix": Benchmark(
@@ -171,6 +171,12 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         {"name": "text", "backend": "text", "op": "text", "what": "text", "small": "flag", "max_error": "number?",
         "error": "text?", "seeds": "object", "flat": "object"},
         {"tasks": "text", "wall_seconds": "number", "summary": "object", "kernels": "list"},
+    ),
+    "judges": Benchmark(
+        ("group", "name"),
+        {"group": "text", "name": "text", "op": "text", "framework": "text", "right": "flag", "kind": "string",
+         "rejected": "object", "passed": "object", "silent": "object", "seconds": "numbers"},
+        {"tasks": "text", "wall_seconds": "number", "rules": "list"},
     ),
     "machine_faults": Benchmark(
         ("name",),

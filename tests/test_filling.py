@@ -15,7 +15,7 @@ from portakern.testing.verdict import expected
 from tests.ops import forward_records
 
 FILL = 2**20
-HOW = {"limits": Limits(fill=FILL, strided=False), "dtypes": ["float32"], "promises": False, "shrink": False}
+HOW = {"limits": Limits(fill=FILL, layouts=("contiguous",)), "dtypes": ["float32"], "promises": False, "shrink": False}
 
 
 def torch_softmax(x, *, axis=-1):
@@ -115,7 +115,7 @@ FAULTS = [past_the_grid, long_rows_cut, a_counter_of_16_bits]
 @pytest.mark.parametrize("fault", FAULTS, ids=[f.__name__ for f in FAULTS])
 def test_faults_of_large_sizes_show_there_alone(fault):
     pytest.importorskip("torch", reason="torch is not installed")
-    small = {**HOW, "limits": Limits(strided=False)}
+    small = {**HOW, "limits": Limits(layouts=("contiguous",))}
     assert pk.check("softmax", fn=fault, framework="torch", device="cpu", max_examples=60, **small).passed
     for seed in range(3):
         report = pk.check("softmax", fn=fault, framework="torch", device="cpu", max_examples=150, seed=seed, **HOW)

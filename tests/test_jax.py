@@ -111,7 +111,7 @@ def test_every_kernel_lowers_for_tpu(r, key, dtype):
     assert "tpu_custom_call" in jax.export.export(run, platforms=["tpu"])(arrays).mlir_module()
 
 
-DRAWN = testing.Limits(dtypes=("float32", "bfloat16"), strided=False, elements=600)
+DRAWN = testing.Limits(dtypes=("float32", "bfloat16"), layouts=("contiguous",), elements=600)
 
 
 @pytest.mark.parametrize("op", [op for op in pk.ops() if "pallas" in inventory.having(op)])

@@ -131,7 +131,7 @@ def test_gradients_of_attention_by_the_librarys_autograd(peer, options):
     """On contiguous arrays: an expanded lse is not what the forward op gives, and autograd reads its own. In JAX a row
     that a causal mask leaves no key is the mean of v, and has its gradient."""
     needs(peer)
-    limits = Limits(strided=False, arguments=frozenset(options))
+    limits = Limits(layouts=("contiguous",), arguments=frozenset(options))
     edges = ["several_block_q", "several_block_kv"]
     report = pk.check("attention_vjp", backend=peer, device="cpu", dtypes=["float32"], only=edges,
                       max_examples=8, limits=limits, shrink=False)  # fmt: skip

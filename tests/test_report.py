@@ -21,6 +21,7 @@ from portakern.core import registry, targets
 from portakern.reporting import (
     checkout,
     compiled,
+    judges,
     lines,
     losses,
     markdown,
@@ -676,3 +677,48 @@ def test_what_was_tuned_is_drawn():
 def test_calls_are_short_where_their_op_and_dtype_stand_beside_them():
     call = "attention(bfloat16; batch=4, q_len=64, kv_heads=4, kv_len=64, is_causal=True); q swapped"
     assert speed._short(call) == "batch=4, q_len=64, kv_heads=4, kv_len=64, causal; q swapped"
+
+
+# -------------------------------------------------------------------------------------------------------------- judges
+def judged(name, right=False, kind="", group="cheats", **verdicts):
+    """A subject under rules: a text is why it was rejected, True and False whether what passed was to be seen."""
+    sorts = {
+        "rejected": {k: v for k, v in verdicts.items() if isinstance(v, str)},
+        "passed": {k: v for k, v in verdicts.items() if isinstance(v, bool)},
+        "silent": {k: "" for k, v in verdicts.items() if v is None},
+    }
+    return {
+        "group": group, "name": name, "op": "softmax", "framework": "torch", "right": right, "kind": kind, **sorts,
+        "seconds": dict.fromkeys(verdicts, 0.5),
+    }  # fmt: skip
+
+
+def a_rule(name, **changes):
+    where = [{"repository": "theirs/harness", "path": "eval.py", "at": "0123456789abcdef"}]
+    return {
+        "name": name, "title": name.title(), "rule": "a tolerance", "inputs": "random", "gradients": False,
+        "sources": where, "own": ["softmax"], "cut": ["23_Softmax: rows"], **changes,
+    }  # fmt: skip
+
+
+def test_the_table_of_judges_counts_what_was_judged(tree):
+    rows = [
+        judged("softmax: zeros", kind="zeros", ours="bounds", theirs=True, filtered=None),
+        judged("matmul: zeros", kind="zeros", ours="bounds", theirs="far", filtered=None),
+        judged("softmax: a fault", group="functions", ours="bounds", theirs=False, filtered="far"),
+        judged("softmax: right", right=True, group="unusual", ours=False, theirs="far", filtered=None),
+    ]
+    rules = [a_rule("ours"), a_rule("theirs"), a_rule("filtered", cut=[], own=[])]
+    run = run_of("judges", rows, "host CPU", tasks="12 of 14", wall_seconds=1, rules=rules)
+    put(tree / "benchmarks" / "results", "judges.json", run)
+    text = judges.judges(Kept.of(tree))
+    assert "| Ours | 2 of 2 | 1 of 1 | – | – | – | 0 of 1 | 0.50 |" in text
+    assert "| Theirs | 1 of 2 | 0 of 1 | – | – | 1 of 2 | 1 of 1 | 0.50 |" in text
+    assert "| Filtered | – | 1 of 1 | – | – | 0 of 0 | – | 0.50 |" in text
+    assert "| zeros | 0 of 2 | 1 of 2 | – |" in text
+    assert "| softmax: right | Theirs |" in text
+    assert "theirs/harness, eval.py, 0123456789ab" in text and "12 of 14 verdicts" in text
+
+
+def test_without_a_run_of_judges_the_page_says_so(tree):
+    assert "Not run yet" in judges.judges(Kept.of(tree))

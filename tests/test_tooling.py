@@ -56,6 +56,7 @@ TOOLS = {"hypothesis", "typer", "rich", "matplotlib", "filelock", "optuna"}
 ROOMS_WITH_TOOLS = {
     "portakern.cli",
     "portakern.testing",
+    "portakern.judging",
     "portakern.benchmarking",
     "portakern.tuning",
     "portakern.reporting",

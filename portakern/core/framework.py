@@ -128,6 +128,10 @@ class Framework:
         """Whether two arrays may share memory."""
         return np.may_share_memory(self.to_numpy(a), self.to_numpy(b))
 
+    def memory(self, array: Any) -> np.ndarray | None:
+        """The bytes of all the memory that an array is a view of; None where the library cannot tell."""
+        return None
+
     def copy(self, array: Any) -> Any:
         """The values in memory of their own, in row-major order; of arrays that never change, the array itself."""
         return array

@@ -45,6 +45,11 @@ class NumPy(Framework):
         overlaps = any(np.may_share_memory(array, o) for o in others)
         return bool(array.flags.writeable) and not overlaps and distinct(array.shape, array.strides)
 
+    def memory(self, array: Any) -> np.ndarray | None:
+        while isinstance(array.base, np.ndarray):
+            array = array.base
+        return np.array(array).view(np.uint8).reshape(-1) if array.flags.c_contiguous else None
+
     def copy(self, array: Any) -> Any:
         return np.array(array, order="C")
 

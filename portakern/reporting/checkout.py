@@ -16,6 +16,7 @@ from portakern.files import write_atomically
 from portakern.reporting import (
     charts,
     compiled,
+    judges,
     lines,
     losses,
     markdown,
@@ -51,6 +52,7 @@ TABLES: Mapping[str, Callable[[Kept], str]] = {
     "launch": measured.launch,
     "emulated": measured.emulated,
     "faults": measured.faults,
+    "judges": judges.judges,
     "machine_faults": measured.machine_faults,
     "found": measured.found,
     "soundness": measured.soundness,

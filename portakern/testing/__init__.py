@@ -24,6 +24,7 @@ from portakern.testing.runner import check, replay
 from portakern.testing.samples import sample_arrays, sample_case, samples
 from portakern.testing.sizes import Limits
 from portakern.testing.subject import backend_variants
+from portakern.testing.suite import conformance
 from portakern.testing.verdict import Broken, BrokenPromise, OtherEdges, compare_call
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "check",
     "check_all",
     "compare_call",
+    "conformance",
     "edges",
     "replay",
     "sample_arrays",

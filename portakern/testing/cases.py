@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -20,12 +21,16 @@ from portakern.spec import ArrayArg, Edge, Spec
 from portakern.spec.dtypes import ANY_INDEX, DTYPES, numpy_dtype
 from portakern.spec.parts import ValuesFn
 from portakern.testing.layouts import LAYOUTS, Buffer
-from portakern.testing.regimes import REGIMES
+from portakern.testing.regimes import EACH_ALONE, REGIMES
 from portakern.testing.sizes import one_form
 
 __all__ = ["LAYOUTS", "REGIMES", "Case", "edges", "generators"]
 
 Shape = tuple[int, ...]
+
+POOL = 2**21 - 9
+"""Values that are drawn of an array with more elements, which then repeats them: a prime, so that no two rows of it are
+alike."""
 
 
 @dataclass(frozen=True)
@@ -156,9 +161,11 @@ class Case:
         dtype = numpy_dtype(self.dtype_of(a))
         kind = DTYPES[self.dtype_of(a)]
         if kind.floating:
-            fill = REGIMES[self.masks.get(a.name, self.regime)]
+            regime = self.masks.get(a.name, self.regime)
+            drawn = (POOL,) if regime in EACH_ALONE and math.prod(shape) > POOL else shape
             with np.errstate(over="ignore", invalid="ignore"):
-                return np.array(fill(rng, shape, dtype), np.float64)
+                values = np.array(REGIMES[regime](rng, drawn, dtype), np.float64)
+            return values if drawn == shape else np.resize(values, shape)
         if kind.name not in ANY_INDEX:  # data, and not an index
             lowest = 0 if kind.kind in ("uint", "bool") else -int(kind.largest) - 1
             return rng.integers(lowest, int(kind.largest) + 1, shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +12,27 @@ import numpy as np
 from portakern.core import registry
 from portakern.core.binder import bind
 from portakern.core.call import Call
-from portakern.core.framework import Framework
+from portakern.core.framework import Framework, strided_view
 from portakern.core.oracle import as_float64, broken_rule
 from portakern.errors import NotEmulatedError, UnsupportedError
 from portakern.spec import Spec
 from portakern.spec.dtypes import DTYPES, numpy_dtype
 from portakern.testing.cases import Case, generators
 from portakern.testing.layouts import Buffer
-from portakern.testing.parts import LARGE, part_call, part_of, taken
+from portakern.testing.parts import Part, part_call, repeated
 from portakern.testing.report import Report
 from portakern.testing.subject import Subject
-from portakern.testing.verdict import Broken, BrokenPromise, OtherEdges, compare_call
+from portakern.testing.verdict import (
+    LOOKS,
+    PROMISES,
+    Broken,
+    BrokenPromise,
+    OtherEdges,
+    Refused,
+    compare_call,
+    compare_elsewhere,
+    expected,
+)
 
 __all__ = ["run_case"]
 
@@ -43,14 +53,16 @@ class Trial:
         self.subject, self.case, self.excused = subject, case, excused
         self.fw: Framework = subject.framework
         self.buffers = case.buffers(subject.spec)
-        self.arrays = self.place()
         self.reference = self.bound(self.buffers)
+        self.part = Part.of(self.reference, case.seed)
+        if self.part.chosen:
+            self.buffers = repeated(self.buffers, self.reference, self.part.chosen, self.part.stands)
+            self.reference = self.bound(self.buffers)
+        self.arrays = self.place()
         self.overrides, self.tiling, self.illegal = subject.tiling(case, self.reference)
         self.run = subject.run(self.overrides)
         self.now: dict[str, bytes] = {}  # what inputs hold that were changed
         self.now_buffers: Mapping[str, Buffer] = self.buffers
-        moderate = case.regime in ("normal", "integers", "spikes", "constant") and not case.edge and not case.masks
-        self.finite = moderate and DTYPES[case.dtype].bits > 8
 
     def bound(self, buffers: Mapping[str, Buffer]) -> Call:
         """The call as the oracle gets it, with what ran it."""
@@ -76,10 +88,10 @@ class Trial:
         known = self.subject.arguments
         return self.run(*positional, **named, **{n: v for n, v in options.items() if known is None or n in known})
 
-    def breaks(self, what: str) -> None:
-        """A promise is broken; told unless it is known."""
-        if BrokenPromise.kind not in self.excused:
-            raise BrokenPromise(what)
+    def breaks(self, which: str, what: str) -> None:
+        """A promise is broken; told unless it is known, or nobody asked for it."""
+        if not {BrokenPromise.kind, which} & {*self.excused}:
+            raise BrokenPromise(what, which, PROMISES[which])
 
     def hold(self, result: Any, call: Call, arrays: Mapping[str, Any]) -> Held:
         """The wanted outputs, copied at once, and held to whose arrays they are and what memory they may take."""
@@ -87,51 +99,56 @@ class Trial:
         if len(outputs) != len(call.wants):
             raise Broken(
                 f"{len(outputs)} outputs came back; expected {len(call.wants)}: {', '.join(call.wants)}, and None for "
-                "each that call.wants does not name"
+                "each that call.wants does not name",
+                "form",
+                LOOKS["form"],
             )
         fw, values = self.fw, []
         for name, out in zip(call.wants, outputs, strict=True):
             if not fw.owns(out):
-                raise Broken(f"{name} came back as a {type(out).__name__}; expected a {fw.name} array")
+                what = f"{name} came back as a {type(out).__name__}; expected a {fw.name} array"
+                raise Broken(what, "form", LOOKS["form"])
             shown = fw.to_numpy(out)
             own = arrays.get(call.spec.aliases.get(name, ""))
             in_place = own is not None and _same_memory(shown, fw.to_numpy(own))
             if not fw.contiguous(out) and not in_place:
-                self.breaks(f"{name} is not contiguous")
+                self.breaks("contiguous", f"{name} is not contiguous")
             for other, array in arrays.items():
                 if fw.overlap(out, array) and not (in_place and array is own):
-                    self.breaks(f"{name} shares memory with the input {other}")
+                    self.breaks("own_memory", f"{name} shares memory with the input {other}")
             declared = call.outputs[name][1]
             values.append(np.array(shown, numpy_dtype(declared) if shown.dtype.name == fw.held(declared) else None))
         return Held(outputs, tuple(values), tuple(v.tobytes() for v in values))
 
     def compare(self, held: Held, call: Call, regime: str = "") -> dict[str, float]:
-        """The fractions of the bound; none where NaN and infinities lead elsewhere, and that is known."""
+        """The fractions of the bound; none where NaN and infinities lead elsewhere, and that is known. Of a large call
+        as much as the oracle computes in a moment is compared, and the rest with what stands for it there."""
         try:
-            part, values = self.part(held, call)
-            return compare_call(part, values, self.tiling, regime)
+            part = self.part
+            if not part.chosen:
+                return compare_call(call, held.values, self.tiling, regime)
+            some = part_call(call, self.now_buffers, part.chosen, self.case.options)
+            values = self.parts_of(held, call)
+            whole = dict(zip(call.wants, held.values, strict=True))
+            known = expected(some)
+            fractions = compare_call(some, values, self.tiling, regime, (part, whole), known)
+            for name, value in zip(call.wants, values, strict=True):
+                compare_elsewhere(some, name, whole[name], value, part, known)
+            return fractions
         except OtherEdges:
             if OtherEdges.kind not in self.excused:
                 raise
             return {}
 
-    def part(self, held: Held, call: Call) -> tuple[Call, Sequence[np.ndarray]]:
-        """What is compared: all of a call, or of a large one as much as the oracle computes in a moment. Of the rest,
-        the form, and that no element was left as it was before the kernel ran."""
-        sizes = [math.prod(s) for s in (*self.case.shapes.values(), *(s for s, _ in call.outputs.values()))]
-        chosen = part_of(call, np.random.default_rng([self.case.seed, 2])) if max(sizes) > LARGE else {}
-        if not chosen:
-            return call, held.values
-        notation = {o.name: o.dims for o in call.spec.outputs}
+    def parts_of(self, held: Held, call: Call) -> list[np.ndarray]:
+        """The parts of outputs that are compared; Broken where those are of another form."""
         for name, value in zip(call.wants, held.values, strict=True):
             shape, dtype = call.outputs[name]
             if value.shape != shape or value.dtype.name != dtype:
-                raise Broken(f"{name} is {value.dtype.name} {value.shape}; expected {dtype} {shape}")
-            if self.finite and np.isnan(value).any():
-                at = [int(i) for i in np.unravel_index(int(np.argmax(np.isnan(value))), shape)]
-                raise Broken(f"{name}{at} is nan; no input is, nor infinite")
-        values = [taken(v, notation[n], call, chosen) for n, v in zip(call.wants, held.values, strict=True)]
-        return part_call(call, self.now_buffers, chosen, self.case.options), values
+                raise Broken(
+                    f"{name} is {value.dtype.name} {value.shape}; expected {dtype} {shape}", "form", LOOKS["form"]
+                )
+        return [self.part.taken(n, v) for n, v in zip(call.wants, held.values, strict=True)]
 
     def again(self, before: Held, call: Call, arrays: Mapping[str, Any]) -> Held:
         """The call once more: the same bits in other memory, and what came before left alone."""
@@ -140,8 +157,8 @@ class Trial:
             try:
                 self.compare(after, call)
             except Broken as e:
-                raise type(e)(f"called again: {e}") from None
-            self.breaks("the same call twice gave different bits")
+                raise e.after("called again", "once", "right on the first call, and no longer") from None
+            self.breaks("same_bits", "the same call twice gave different bits")
         self.apart(before, after, call)
         return after
 
@@ -152,20 +169,37 @@ class Trial:
             if self.fw.immutable or name in call.spec.aliases or not before.values[i].size:
                 continue
             if self.fw.overlap(first, second):
-                self.breaks(f"{name} of two calls shares memory: the second overwrites the first's")
+                self.breaks("kept", f"{name} of two calls shares memory: the second overwrites the first's")
             if np.array(self.fw.to_numpy(first), before.values[i].dtype).tobytes() != before.bits[i]:
-                self.breaks(f"{name} of an earlier call was overwritten by a later one")
+                self.breaks("kept", f"{name} of an earlier call was overwritten by a later one")
 
-    def untouched(self, arrays: Mapping[str, Any], held: Held, call: Call) -> None:
-        """An input holds what it held, or the output that may take its memory."""
+    def untouched(self, arrays: Mapping[str, Any], held: Held, call: Call) -> bool:
+        """Whether every input holds what it held, or the output that may take its memory."""
         outputs = dict(zip(call.wants, held.values, strict=True))
-        takers = {name: out for out, name in call.spec.aliases.items()}
+        takers, as_it_was = {name: out for out, name in call.spec.aliases.items()}, True
         for name, b in self.buffers.items():
             shown = self.fw.to_numpy(arrays[name]).astype(b.memory.dtype, copy=False)  # JAX holds int64 as int32
             bits, taker = shown.tobytes(), outputs.get(takers.get(name, ""))
             in_place = taker is not None and bits == taker.tobytes()
             if bits != (self.now[name] if name in self.now else b.view().tobytes()) and not in_place:
-                self.breaks(f"the input {name} was written to")
+                self.breaks("inputs", f"the input {name} was written to")
+                as_it_was = False
+            self.surroundings(name, b, arrays[name])
+        return as_it_was
+
+    def surroundings(self, name: str, b: Buffer, array: Any) -> None:
+        """What lies beside an input in its memory, which a kernel that misses an end would write to."""
+        whole = self.fw.memory(array) if b.memory.size > math.prod(b.shape) else None
+        if whole is None or whole.size != b.memory.nbytes:
+            return
+        beside, word = np.ones(b.memory.size, bool), np.dtype(f"u{b.memory.itemsize}")
+        strided_view(beside, b.shape, b.strides, b.offset)[...] = False
+        changed = beside & (whole.view(word) != b.memory.view(word))
+        if changed.any():
+            first = int(np.argmax(changed)) - b.offset
+            self.breaks(
+                "outside", f"the memory beside the input {name} was written to, {first} elements from its start"
+            )
 
     def changed(self, first: Held) -> None:
         """An input takes other values where it lies, and the call is made a third time; "often": it changes there and
@@ -188,7 +222,8 @@ class Trial:
         try:
             self.compare(second, other)
         except Broken as e:
-            raise type(e)(f"after {name} was negated in place: {e}") from None
+            kept = ("kept", "the result of an earlier call was kept") if second.bits == first.bits else ()
+            raise e.after(f"after {name} was negated in place", *kept) from None
         self.apart(first, second, other)
         self.untouched(self.arrays, second, other)
         for turn in range(4 if self.case.then == "often" else 0):
@@ -217,17 +252,16 @@ def run_case(subject: Subject, case: Case, report: Report, excused: Collection[s
         return
     except UnsupportedError as e:
         if not subject.accepts(str(e)):
-            raise Broken(f"refused, and the backend does not declare it among its refusals: {e}") from e
+            raise Refused(f"refused, and the backend does not declare it among its refusals: {e}") from e
         report.refuse(e)
         return
     first = trial.hold(got, call, trial.arrays)
     fractions = trial.compare(first, call, _random_regime(subject.spec, case))
-    trial.untouched(trial.arrays, first, call)
-    if subject.spec.aliases:  # what was given in may be spent
+    kept = trial.untouched(trial.arrays, first, call) and not subject.spec.aliases
+    if not kept:  # what was given in may be spent
         trial.arrays = trial.place()
     trial.again(first, call, trial.arrays)
-    trial.untouched(trial.arrays, first, call)
-    if case.then and not subject.spec.aliases:
+    if trial.untouched(trial.arrays, first, call) and kept and case.then:
         trial.changed(first)
     for name, fraction in fractions.items():
         if fraction >= max(report.worst.values(), default=0.0):

@@ -12,9 +12,10 @@ import numpy as np
 from portakern.core.backend import ANY, Drawn
 from portakern.core.framework import Framework
 from portakern.spec.dtypes import numpy_dtype
+from portakern.testing.layouts import row_major
 from portakern.testing.sizes import Limits
 from portakern.testing.subject import Subject
-from portakern.testing.verdict import BrokenPromise
+from portakern.testing.verdict import PROMISES, BrokenPromise
 
 __all__ = ["Draw", "LawCase", "NotTaken", "run_law"]
 
@@ -66,7 +67,9 @@ class Draw:
         """The law's claim: two results agree to the bit."""
         if got.shape != want.shape or got.dtype != want.dtype:
             raise BrokenPromise(
-                f"{what}: {got.dtype.name} {got.shape} and {want.dtype.name} {want.shape}; expected the same"
+                f"{what}: {got.dtype.name} {got.shape} and {want.dtype.name} {want.shape}; expected the same",
+                "laws",
+                PROMISES["laws"],
             )
         got, want = np.ascontiguousarray(got), np.ascontiguousarray(want)
         raw = np.dtype(f"u{got.itemsize}")
@@ -77,7 +80,9 @@ class Draw:
             index = tuple(int(i) for i in np.unravel_index(int(np.argmax(differ)), differ.shape))
             raise BrokenPromise(
                 f"{what}: {float(got[index]):.9g} and {float(want[index]):.9g} at {list(index)}; {int(differ.sum())} "
-                f"of {differ.size} elements differ"
+                f"of {differ.size} elements differ",
+                "laws",
+                PROMISES["laws"],
             )
 
 
@@ -95,7 +100,7 @@ def run_law(subject: Subject, case: LawCase, limits: Limits | None = None) -> No
 
     def ours(a: np.ndarray) -> Any:
         memory = np.ascontiguousarray(a).reshape(-1)
-        return fw.strided(memory, a.shape, _strides(a.shape), 0, subject.device)
+        return fw.strided(memory, a.shape, row_major(a.shape), 0, subject.device)
 
     def run(*arrays: np.ndarray | None, **options: Any) -> Any:
         given = {a.name: ours(x) for a, x in zip(spec.arrays, arrays, strict=False) if x is not None}
@@ -113,7 +118,3 @@ def run_law(subject: Subject, case: LawCase, limits: Limits | None = None) -> No
 def _copy(fw: Framework, array: Any) -> np.ndarray:
     """What an array holds now: the next call may overwrite it."""
     return np.array(fw.to_numpy(array))
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(int(np.prod(shape[i + 1 :], dtype=int)) for i in range(len(shape)))

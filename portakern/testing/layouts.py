@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,9 +10,12 @@ import numpy as np
 
 from portakern.core.framework import strided_view
 
-__all__ = ["LAYOUTS", "Buffer"]
+__all__ = ["DRAWN", "LAYOUTS", "Buffer", "row_major"]
 
 Shape = tuple[int, ...]
+
+BESIDE = 67
+"""Elements of poison before and behind what is shifted: odd, so that no vector of two elements is aligned."""
 
 
 class Buffer(NamedTuple):
@@ -46,6 +50,18 @@ def _embed(values: np.ndarray, order: tuple[int, ...], pad: tuple[int, ...], ste
 
 def _contiguous(values: np.ndarray) -> Buffer:
     return _embed(values, tuple(range(values.ndim)), (0,) * values.ndim, 1, 0)
+
+
+def _shifted(values: np.ndarray) -> Buffer:
+    """In row-major order, from an odd address on, with poison before and behind: as a slice of a larger array lies."""
+    buffer = Buffer(_poison(values.size + 2 * BESIDE + 1, values.dtype), values.shape, row_major(values.shape), BESIDE)
+    buffer.view()[...] = values
+    return buffer
+
+
+def row_major(shape: Shape) -> tuple[int, ...]:
+    """The strides of an array without gaps."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def _transposed(values: np.ndarray) -> Buffer:
@@ -84,5 +100,10 @@ LAYOUTS: dict[str, Callable[[np.ndarray], Buffer]] = {
     "strided": _strided,
     "swapped": _swapped,
     "expanded": _expanded,
+    "shifted": _shifted,
 }
 """How an array lies in memory."""
+
+DRAWN = tuple(name for name in LAYOUTS if name != "shifted")
+"""Those that are drawn unless others are named: what is shifted asks of a kernel that takes contiguous arrays alone
+what is sliced asks of the others."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,22 @@ from portakern.core.call import Call
 from portakern.spec import Dim, Spec
 from portakern.testing.layouts import Buffer
 
-__all__ = ["LARGE", "Piece", "apart", "part_call", "part_of", "picked", "pieces", "places", "taken"]
+__all__ = [
+    "LARGE",
+    "Part",
+    "Piece",
+    "along",
+    "apart",
+    "extents_of",
+    "part_call",
+    "part_of",
+    "picked",
+    "pieces",
+    "places",
+    "repeated",
+    "stand_ins",
+    "taken",
+]
 
 LARGE = 2**18
 """Elements of the largest array beyond which a call is compared in part."""
@@ -66,8 +82,8 @@ def part_of(call: Call, rng: np.random.Generator, work: float | None = None) -> 
     be taken apart."""
     spec = call.spec
     names = apart(spec, call.options, call.wants)
-    axes = [(n, i, e) for n in names for i, e in enumerate(_extents(call, n)) if not _along(call, n, i)]
-    chosen: dict[str, Any] = {n: [np.arange(e) for e in _extents(call, n)] for n in names}
+    axes = [(n, i, e) for n in names for i, e in enumerate(extents_of(call, n)) if not along(call, n, i)]
+    chosen: dict[str, Any] = {n: [np.arange(e) for e in extents_of(call, n)] for n in names}
     count, most = 24, WORK if work is None else work
     while axes:
         for name, i, extent in axes:
@@ -91,12 +107,13 @@ def _with_an_axis_dropped(call: Call, chosen: Mapping[str, Any]) -> dict[str, An
     return found
 
 
-def _extents(call: Call, name: str) -> tuple[int, ...]:
+def extents_of(call: Call, name: str) -> tuple[int, ...]:
+    """The extents of a dimension: one, or of a variadic one those of its axes."""
     extent = call.dims[name]
     return extent if isinstance(extent, tuple) else (extent,)
 
 
-def _along(call: Call, name: str, axis: int) -> bool:
+def along(call: Call, name: str, axis: int) -> bool:
     """Whether the op works along this axis of a run."""
     of = [o for o in call.spec.options if o.axis_of and call.spec.argument(o.axis_of).dims[0].factors == (name,)]
     return any(call.options[o.name] % len(call.dims[name]) == axis for o in of)
@@ -125,6 +142,36 @@ def places(
             yield axis, (chosen[name][i][:, None] * inner + np.arange(inner)).reshape(-1)
 
 
+def stand_ins(call: Call, chosen: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    """Dimension -> for every index along it the place in ``chosen`` of one that stands for it: itself where it was
+    chosen, else any."""
+
+    def of(index: np.ndarray, extent: int) -> np.ndarray:
+        found = rng.integers(0, len(index), extent)
+        found[index] = np.arange(len(index))
+        return found
+
+    names = [n for n in chosen if n not in call.spec.drops]
+    found: dict[str, Any] = {n: [of(i, e) for i, e in zip(chosen[n], extents_of(call, n), strict=True)] for n in names}
+    return found | _with_an_axis_dropped(call, found)
+
+
+def repeated(
+    buffers: Mapping[str, Buffer], call: Call, chosen: Mapping[str, Any], stands: Mapping[str, Any]
+) -> dict[str, Buffer]:
+    """The same memories, in which what was chosen stands for the rest: the oracle of the part is that of the whole."""
+    whole = {n: [i[s] for i, s in zip(chosen[n], stands[n], strict=True)] for n in chosen}
+    made: dict[int, Buffer] = {}
+    for a in call.spec.arrays:
+        b = buffers.get(a.name)
+        if b is None or id(b) in made:
+            continue
+        values = taken(b.view(), a.dims, call, whole)
+        made[id(b)] = Buffer(b.memory.copy(), b.shape, b.strides, b.offset)
+        made[id(b)].view()[...] = values
+    return {n: made[id(b)] for n, b in buffers.items()}
+
+
 def part_call(call: Call, buffers: Mapping[str, Buffer], chosen: Mapping[str, Any], options: Mapping[str, Any]) -> Call:
     """The call on its part, for the oracle."""
     arrays = {
@@ -133,3 +180,39 @@ def part_call(call: Call, buffers: Mapping[str, Buffer], chosen: Mapping[str, An
     part = bind(call.spec, **arrays, **options)
     part.target, part.interpret = call.target, call.interpret
     return part
+
+
+@dataclass(frozen=True)
+class Part:
+    """What of a large call is compared with the oracle, and stands for the rest; empty where all is.
+
+    ``chosen``, ``stands``: of :func:`part_of` and :func:`stand_ins`."""
+
+    call: Call
+    chosen: Mapping[str, Any]
+    stands: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, call: Call, seed: int) -> Part:
+        shapes = [*(a.shape for a in call.arrays.values() if a is not None), *(s for s, _ in call.outputs.values())]
+        rng = np.random.default_rng([seed, 2])
+        chosen = part_of(call, rng) if max(map(math.prod, shapes)) > LARGE else {}
+        return cls(call, chosen, stand_ins(call, chosen, rng) if chosen else {})
+
+    def dims(self, name: str) -> Sequence[Dim]:
+        return next(o.dims for o in self.call.spec.outputs if o.name == name)
+
+    def taken(self, name: str, whole: np.ndarray) -> np.ndarray:
+        """The part of an output."""
+        return taken(whole, self.dims(name), self.call, self.chosen)
+
+    def spread(self, name: str, some: np.ndarray) -> np.ndarray:
+        """The whole of an output, of which this is the part."""
+        return taken(some, self.dims(name), self.call, self.stands)
+
+    def place(self, name: str, index: tuple[int, ...]) -> tuple[int, ...]:
+        """Where an element of the part of an output lies in the whole of it."""
+        found, shape = [*index], self.call.outputs[name][0]
+        for axis, at in places(shape, self.dims(name), self.call, self.chosen):
+            found[axis] = int(at[index[axis]])
+        return tuple(found)

@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-__all__ = ["MASK_REGIMES", "REGIMES", "VALUE_REGIMES"]
+__all__ = ["EACH_ALONE", "MASK_REGIMES", "REGIMES", "VALUE_REGIMES"]
 
 Shape = tuple[int, ...]
 
@@ -108,4 +108,7 @@ REGIMES: dict[str, Callable[[np.random.Generator, Shape, np.dtype[Any]], np.ndar
 """How float values are drawn; each gives float64 that is then rounded to the array's dtype."""
 
 MASK_REGIMES = ("normal", "mask", "mask_finfo_min", "very_negative")
+EACH_ALONE = ("normal", "integers", "wide", "near_overflow", "large_mean", "very_negative", "subnormal", "special")
+"""Regimes in which every element is drawn by itself, wherever it lies."""
+
 VALUE_REGIMES = tuple(r for r in REGIMES if not r.startswith("mask"))

@@ -13,20 +13,33 @@ from portakern.testing.verdict import KINDS
 __all__ = ["Failure", "Report"]
 
 
+ENDS = {"refused": "refused", "crashed": "crashed", "hung": "hung", "memory": "ran out of memory"}
+"""Kinds of failure that are no output, and the outcome of each."""
+
+OUTCOMES = {**ENDS, "bounds": "wrong", "promises": "broke a promise", "edges": "other edges"}
+"""Kind of failure -> outcome of a check, the gravest last of what comes before an output."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """A case that broke the contract. ``reproduce`` is a line for a shell or for Python (see :class:`Subject`);
     ``case`` the same for :func:`replay`. ``kind`` says what is broken: "bounds", "edges" (NaN and infinities lead
-    elsewhere than in the formula) or "promises" (see :data:`portakern.testing.verdict.KINDS`)."""
+    elsewhere than in the formula) or "promises" (see :data:`portakern.testing.verdict.KINDS`), or what ended the
+    check: see ENDS. ``which``: of a promise, which one (:data:`portakern.testing.verdict.PROMISES`); of a wrong output,
+    the mistake that it looks like in one word; ``looks``: that in words."""
 
     op: str
     what: str
     case: str
     reproduce: str
     kind: str = "bounds"
+    which: str = ""
+    looks: str = ""
 
     def __str__(self) -> str:
-        return f"{self.op}: {self.what}\n  reproduce: {self.reproduce}"
+        about = "the promise: " if self.kind == "promises" else "looks like: "
+        looks = f"\n  {about}{self.looks}" if self.looks else ""
+        return f"{self.op}: {self.what}{looks}\n  reproduce: {self.reproduce}"
 
 
 @dataclass
@@ -48,6 +61,7 @@ class Report:
         default.
       cells: "dtype | regime | edge | tiling" -> number of compared cases.
       layouts, edges, laws: name -> number of compared cases.
+      left_out: cases that were not run because the time was up.
       seconds: wall time.
     """
 
@@ -68,6 +82,7 @@ class Report:
     seconds: float = 0.0
     asked: tuple[str, ...] = KINDS
     concessions: tuple[str, ...] = ()
+    left_out: int = 0
 
     def refuse(self, error: Exception) -> None:
         """Count a refusal that is declared, or a case that an emulator cannot run."""
@@ -82,7 +97,7 @@ class Report:
     def verdicts(self) -> dict[str, bool | None]:
         """Kind -> whether it held. None: nobody asked, or the check ended before it could tell: at a wrong element."""
         broken = {f.kind for f in self.failures}
-        ended = "bounds" in broken or (not self.passed and not broken)
+        ended = bool({"bounds", *ENDS} & broken) or (not self.passed and not broken)
         return {k: False if k in broken else None if ended or k not in self.asked else True for k in KINDS}
 
     @property
@@ -91,14 +106,26 @@ class Report:
         if self.passed:
             return "passed" if self.asked == KINDS else f"passed: {' and '.join(self.asked)}"
         failed, held = ([k for k, v in self.verdicts.items() if v is value] for value in (False, True))
+        failed += [OUTCOMES[f.kind] for f in self.failures if f.kind in ENDS]
         said = f"FAILED: {' and '.join(failed)}" if failed else "FAILED"
         return f"{said}; {' and '.join(held)} held" if failed and held else said
+
+    @property
+    def outcome(self) -> str:
+        """The verdict in one of a few words: right, wrong, other edges, broke a promise, refused, crashed, hung, ran
+        out of memory; "nothing compared" where no case was."""
+        kinds = {f.kind for f in self.failures}
+        for kind in (*ENDS, "bounds", "promises", "edges"):
+            if kind in kinds:
+                return OUTCOMES[kind]
+        return "right" if self.passed else "refused" if self.refused else "nothing compared"
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data for JSON."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}  # asdict() counts a Counter's pairs
         plain = {k: dict(sorted(v.items())) if isinstance(v, Counter) else v for k, v in plain.items()}
         told = {"asked": list(self.asked), "concessions": list(self.concessions), "verdicts": self.verdicts}
+        told["outcome"] = self.outcome
         return {**plain, **told, "failures": [asdict(f) for f in self.failures], "passed": self.passed}
 
     def merge(self, other: Report) -> Report:
@@ -108,7 +135,7 @@ class Report:
         subject = self.subject if other.subject in self.subject else f"{self.subject}; {other.subject}"
         sums = (
             "examples", "failures", "refused", "not_emulated", "tilings_refused", "cells", "layouts", "edges", "laws",
-            "seconds",
+            "left_out", "seconds",
         )  # fmt: skip
         return Report(
             self.op,

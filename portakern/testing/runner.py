@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,20 +15,31 @@ from hypothesis.errors import Unsatisfiable
 
 from portakern.core import registry
 from portakern.core.backend import Backend
+from portakern.core.failing import Ended, kind_of
 from portakern.errors import NotEmulatedError, SpecError, UnsupportedError
 from portakern.spec import Edge, Spec
 from portakern.spec.options import shown
 from portakern.testing import printed
-from portakern.testing.cases import Case, edges
+from portakern.testing.cases import Case
+from portakern.testing.cases import edges as edges_of
 from portakern.testing.comparing import run_case
+from portakern.testing.fixed import Turn, checked_shapes, fits, turns_of
 from portakern.testing.laws import LawCase, NotTaken, run_law
+from portakern.testing.layouts import LAYOUTS
 from portakern.testing.report import Failure, Report
 from portakern.testing.sizes import Limits
 from portakern.testing.strategies import cases, dtypes_of, turns
-from portakern.testing.subject import Subject, backend_subject, backend_variants, concede, function_subject
-from portakern.testing.verdict import KINDS, Broken, BrokenPromise
+from portakern.testing.subject import (
+    Subject,
+    asking,
+    backend_subject,
+    backend_variants,
+    conceded,
+    function_subject,
+)
+from portakern.testing.verdict import Broken, BrokenPromise, OtherEdges
 
-__all__ = ["Failure", "Report", "check", "replay"]
+__all__ = ["Asked", "Failure", "Report", "cases_of", "check", "check_subject", "replay", "replay_subject", "subject_of"]
 
 EDGE_EXAMPLES = 5
 FILL = 2**20  # elements of an array that keeps a large GPU busy
@@ -50,9 +62,14 @@ def check(
     limits: Limits | None = None,
     profile: str | None = None,
     target: str | None = None,
-    promises: bool = True,
-    concessions: Collection[str] = (),
+    shapes: Sequence[Mapping[str, Sequence[int]]] | None = None,
+    layouts: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
+    empty: bool = True,
+    one_dtype: bool = False,
+    edges: bool = True,
+    promises: bool | Collection[str] = True,
+    seconds: float | None = None,
     shrink: bool = True,
     shard: tuple[int, int] = (0, 1),
     progress: Callable[[int], None] | None = None,
@@ -84,11 +101,17 @@ def check(
         an accelerator a third of the cases fill it (``Limits.fill``), and are compared with the oracle in part.
       profile: a profile that the backend declares (``Backend.profiles``), such as a stricter interpreter.
       target: the architecture that the profile stands in for, where it stands in for hardware that is not here.
-      promises: False for a kernel that never made them: bounds and edges alone are held to.
-      concessions: what else is not asked, and then stands in ``report.concessions``: "one_dtype", no array is float32
-        beside 16-bit ones; "no_empty", no extent is 0.
+      shapes: of all calls, array -> shape each, for a kernel that was written for them: optional arrays are given where
+        they are named. Values are of every regime, one after the other, and of the edges that such calls reach; laws
+        are not asked, since they draw shapes of their own, and a failing case does not shrink.
+      layouts: how arrays may lie in memory: names of :data:`portakern.testing.layouts.LAYOUTS`, or one; None: any way.
       options: values that options have in every case. A function that does not take such an option has it built in, as
         a model's norm has its rounding.
+      empty: False: no extent is 0. one_dtype: True: no array is float32 beside 16-bit ones.
+      edges: False for a kernel that may lead NaN and infinities elsewhere than the formula does.
+      promises: False for a kernel that never made any; or the names of those that it did
+        (:data:`portakern.testing.verdict.PROMISES`).
+      seconds: after which no further case begins; ``report.left_out`` counts those.
       shrink: make a failing case as small as possible; False stops at the first one.
       shard: (i, n): only the i-th of n parts of the work; :meth:`Report.merge` puts the parts together. What is drawn
         does not depend on n.
@@ -104,42 +127,90 @@ def check(
     spec = registry.find_spec(op) if isinstance(op, str) else op
     if not hasattr(seed, "__index__") or seed < 0:
         raise SpecError(f"check({spec.name!r}): seed is {seed!r}; expected a whole number >= 0")
+    asked = Asked(
+        dtypes, only, max_examples, seed, limits, shapes, layouts, options, empty, one_dtype, edges, promises, seconds,
+        shrink, shard, progress,
+    )  # fmt: skip
     several = () if backend is None or variant is not None else backend_variants(spec, backend, device, profile, target)
-    if len(several) > 1:
-        every = functools.partial(
-            check, op, backend=backend, device=device, dtypes=dtypes, only=only, max_examples=max_examples, seed=seed,
-            limits=limits, profile=profile, target=target, promises=promises, concessions=concessions, options=options,
-            shrink=shrink, shard=shard, progress=progress,
-        )  # fmt: skip
-        return functools.reduce(Report.merge, (every(variant=name) for name in several))
-    subject = _subject(spec, backend, variant, fn, framework, device, profile, target)
-    compiled = not (subject.interpret or subject.emulated) and subject.target.platform != "cpu"
-    limits = limits or (EMULATED if subject.emulated else Limits(fill=FILL if compiled else 0))
-    limits = replace(
-        limits,
-        dtypes=tuple(dtypes or limits.dtypes),
-        arguments=subject.arguments if limits.arguments is None else limits.arguments,
-        always=limits.always | subject.always,
-        options={**limits.options, **_checked(spec, options or {})},
-        drawn=subject.drawn,
-    )
-    limits, conceded = concede(spec, limits, concessions)
-    asked = _asked(promises)
-    report = Report(spec.name, subject.name, seed, asked=asked, concessions=conceded)
+    if backend is not None and len(several) > 1:
+        every = (backend_subject(spec, backend, name, device, profile, target) for name in several)
+        return functools.reduce(Report.merge, (check_subject(subject, asked) for subject in every))
+    subject = subject_of(spec, backend, variant, fn, framework, device, profile, target)
+    return check_subject(subject, asked)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What somebody wants checked of a subject: the arguments of :func:`check` that do not say what is checked."""
+
+    dtypes: Sequence[str] | None = None
+    only: Sequence[str] | None = None
+    max_examples: int = 100
+    seed: int = 0
+    limits: Limits | None = None
+    shapes: Sequence[Mapping[str, Sequence[int]]] | None = None
+    layouts: str | Sequence[str] | None = None
+    options: Mapping[str, Any] | None = None
+    empty: bool = True
+    one_dtype: bool = False
+    edges: bool = True
+    promises: bool | Collection[str] = True
+    seconds: float | None = None
+    shrink: bool = True
+    shard: tuple[int, int] = (0, 1)
+    progress: Callable[[int], None] | None = None
+
+    def limits_of(self, subject: Subject) -> Limits:
+        """What the subject can be asked of that."""
+        compiled = not (subject.interpret or subject.emulated) and subject.target.platform != "cpu"
+        limits = self.limits or (EMULATED if subject.emulated else Limits(fill=FILL if compiled else 0))
+        fixed = {**limits.options, **_checked(subject.spec, self.options or {})}
+        return replace(
+            limits,
+            dtypes=tuple(self.dtypes or limits.dtypes),
+            arguments=subject.arguments if limits.arguments is None else limits.arguments,
+            always=limits.always | subject.always,
+            drawn=subject.drawn,
+            options=fixed,
+            empty=limits.empty and self.empty,
+            one_dtype=limits.one_dtype or self.one_dtype,
+            layouts=_ways(subject.spec, self.layouts) or limits.layouts,
+            shapes=limits.shapes if self.shapes is None else checked_shapes(subject.spec, self.shapes, fixed),
+        )
+
+
+def check_subject(subject: Subject, asked: Asked) -> Report:
+    """Check what is made of a backend or a function."""
+    spec, limits = subject.spec, asked.limits_of(subject)
+    kinds, excused = asking(spec, asked.edges, asked.promises)
+    told = conceded(spec, limits, excused)
+    report = Report(spec.name, subject.name, asked.seed, asked=kinds, concessions=told)
     start = time.perf_counter()
-    work = _Work(subject, limits, seed, report, shrink, progress, {*KINDS} - {*asked})
-    work.carry_out(_plan(spec, limits, max_examples, only), only is None, shard)
+    work = _Work(subject, limits, asked.seed, report, asked.shrink and not limits.shapes, asked.progress, excused)
+    work.until = math.inf if asked.seconds is None else start + asked.seconds
+    with_laws = asked.only is None and not limits.shapes
+    work.carry_out(_plan(spec, limits, asked.max_examples, asked.only), with_laws, asked.shard)
     report.seconds = time.perf_counter() - start
     return report
 
 
+def cases_of(subject: Subject, asked: Asked) -> list[Case | LawCase]:
+    """The cases and instances of laws that :func:`check_subject` would try, of which none runs."""
+    spec, limits = subject.spec, asked.limits_of(subject)
+    excused = asking(spec, asked.edges, asked.promises)[1]
+    work = _Listing(subject, limits, asked.seed, Report(spec.name, "", asked.seed), False, None, excused)
+    runs = _plan(spec, limits, asked.max_examples, asked.only)
+    work.carry_out(runs, asked.only is None and not limits.shapes, (0, 1))
+    return work.listed
+
+
 @dataclass(frozen=True)
 class Run:
-    """Cases that one run of Hypothesis draws: on an edge or (None) on none. ``dtypes``: of one after the other;
+    """Cases that one run of Hypothesis draws: on an edge or (None) on none. ``turns``: of one after the other;
     ``fills``: with arrays that fill a chip."""
 
     edge: Edge | None
-    dtypes: list[str]
+    turns: list[Turn]
     fills: bool = False
 
 
@@ -156,10 +227,11 @@ class _Work:
     shrink: bool
     progress: Callable[[int], None] | None
     excused: set[str] = field(default_factory=set)
+    until: float = math.inf
 
     @property
     def ended(self) -> bool:
-        return any(f.kind == Broken.kind for f in self.report.failures)
+        return any(f.kind not in (OtherEdges.kind, BrokenPromise.kind) for f in self.report.failures)
 
     def carry_out(self, runs: list[Run], with_laws: bool, shard: tuple[int, int]) -> None:
         part, parts = shard
@@ -167,9 +239,9 @@ class _Work:
             for number, run in enumerate(runs):
                 if number % parts == part:
                     self.until_settled(functools.partial(self.explore, run, self.seed * 1000 + number))
-            each = max(1, min(EDGE_EXAMPLES, max((len(run.dtypes) for run in runs if run.edge), default=1)))
+            each = max(1, min(EDGE_EXAMPLES, max((len(run.turns) for run in runs if run.edge), default=1)))
             for number, name in enumerate(self.subject.spec.laws if with_laws and self.subject.lawful else ()):
-                if number % parts == part and BrokenPromise.kind not in self.excused and not self.ended:
+                if number % parts == part and not {BrokenPromise.kind, "laws"} & self.excused and not self.ended:
                     self.instances(name, each, number)
 
     def until_settled(self, some: Callable[[], Failure | None]) -> None:
@@ -203,28 +275,36 @@ class _Work:
                 run_law(self.subject, case, self.limits)
                 self.report.laws[case.law] += 1
             else:
-                run_case(self.subject, case, self.report, self.excused)
+                self.tries(case)
         except NotTaken:
             return None
         except NotEmulatedError as e:
             self.report.refuse(e)
             return None
         except Exception as e:
+            if not self.subject.at_fault(e):
+                raise
             if isinstance(case, LawCase) and isinstance(e, UnsupportedError) and self.subject.accepts(str(e)):
                 self.report.refuse(e)
                 return None
             return _failure(self.subject, case, e)
         return None
 
+    def tries(self, case: Case) -> None:
+        """Run one case; what it breaks is raised."""
+        run_case(self.subject, case, self.report, self.excused)
+
     def explore(self, run: Run, start: int) -> Failure | None:
         """Draw the cases of a run and try them, up to a failure, which shrinks."""
         failed: list[tuple[Case, Exception]] = []
+        mistakes: list[tuple[Case, Exception]] = []
         seen: list[Case] = []
-        report, count = self.report, len(run.dtypes)
+        report, count = self.report, len(run.turns)
 
-        def whose_turn() -> str:
+        def whose_turn() -> Turn:
             """The dtype does not come from what Hypothesis draws: it would be any. What failed keeps its own."""
-            return failed[0][0].dtype if failed else run.dtypes[max(0, min(len(seen), count) - 1)]
+            turn = run.turns[max(0, min(len(seen), count) - 1)]
+            return turn._replace(dtype=failed[0][0].dtype) if failed else turn
 
         @hypothesis_seed(start)
         @settings(
@@ -244,10 +324,13 @@ class _Work:
                 failed and not self.shrink
             ):  # Hypothesis begins with the simplest case of all, the same for every seed
                 return
+            if time.perf_counter() > self.until and not failed:
+                report.left_out += 1
+                return
             try:
-                run_case(self.subject, case, report, self.excused)
+                self.tries(case)
             except Exception as e:
-                failed.append((case, e))
+                (failed if self.subject.at_fault(e) else mistakes).append((case, e))
                 raise
             if self.progress:
                 self.progress(report.examples + sum(report.refused.values()))
@@ -261,6 +344,8 @@ class _Work:
                 f"such values with @{self.subject.spec.name}.values(argument), or widen the edge"
             ) from None
         except Exception as e:
+            if mistakes:  # ours; Hypothesis tries it again, and may find another
+                raise mistakes[0][1] from None
             if not failed:
                 raise
             # what fails once and not again (Hypothesis calls it flaky: a dead device, a race) is the first failure;
@@ -270,27 +355,67 @@ class _Work:
         return None
 
 
+@dataclass
+class _Listing(_Work):
+    """What would be tried."""
+
+    listed: list[Case | LawCase] = field(default_factory=list)
+
+    def tries(self, case: Case) -> None:
+        self.listed.append(case)
+
+    def attempt(self, case: Case | LawCase) -> Failure | None:
+        self.listed.append(case)
+        return None
+
+
 def _plan(spec: Spec[Any], limits: Limits, max_examples: int, only: Sequence[str] | None) -> list[Run]:
     """The runs of a check. Every dtype has its share of an edge's cases and of the free ones."""
-    known, dtypes = edges(spec), dtypes_of(spec, limits)
+    known, dtypes = edges_of(spec), dtypes_of(spec, limits)
     for name in only or ():
         if name not in known:
             raise SpecError(f"check({spec.name!r}): edge {name!r} is unknown; expected one of {', '.join(known)}")
-    corners = [e for e in known.values() if (only is None or e.name in only) and _reachable(e, limits)]
+    corners = [e for e in known.values() if (only is None or e.name in only) and _reachable(e, spec, limits)]
     if only is not None and not corners:
         raise SpecError(
             f"check({spec.name!r}): what is checked takes no case on {' or '.join(map(repr, only))}; name other edges"
         )
+    if limits.shapes:
+        return _plan_of_shapes(spec, limits, max_examples, corners, only is None)
     each = max(1, min(EDGE_EXAMPLES, max_examples // (2 * len(corners))))
     if only is not None:
         each = max(1, max_examples // len(corners))
     visited = corners[: max_examples // (2 * each)] if only is None else corners
     free = max_examples - each * len(visited) if only is None else 0
-    runs = [Run(e, turns(dtypes, each, turn)) for turn, e in enumerate(visited)]
+    runs = [Run(e, [*map(Turn, turns(dtypes, each, turn))]) for turn, e in enumerate(visited)]
     filling = min(free, -(-max_examples // 3)) if limits.fill else 0
     for count, fills in ((filling, True), (free - filling, False)):
-        order = turns(dtypes, count)
+        order = [*map(Turn, turns(dtypes, count))]
         runs += [Run(None, order[i : i + FREE_RUN], fills) for i in range(0, count, FREE_RUN)]
+    return runs
+
+
+def _plan_of_shapes(
+    spec: Spec[Any], limits: Limits, max_examples: int, corners: Sequence[Edge], free: bool
+) -> list[Run]:
+    """The runs of a check on given shapes: a regime and an edge in turn, each alone, so that whenever it is stopped
+    much was seen."""
+    dtypes = dtypes_of(spec, limits)
+    reach = [(e, [s for s in limits.shapes if fits(e, spec, s, limits.options)]) for e in corners]
+    reach = [(e, shapes) for e, shapes in reach if shapes]
+    if not free and not reach:
+        raise SpecError(
+            f"check({spec.name!r}): no call of the shapes is on {' or '.join(repr(e.name) for e in corners)}; name "
+            "other edges"
+        )
+    runs: list[Run] = []
+    regimes, visits = 0, 0
+    while len(runs) < max_examples:
+        on_edge = bool(reach) and (not free or bool(len(runs) % 2))
+        edge, shapes = reach[visits % len(reach)] if on_edge else (None, limits.shapes)
+        turn = visits // len(reach) + visits if on_edge else regimes
+        runs.append(Run(edge, [*turns_of(1, dtypes, shapes, edge, turn)]))
+        regimes, visits = regimes + (not on_edge), visits + on_edge
     return runs
 
 
@@ -309,11 +434,12 @@ def _checked(spec: Spec[Any], options: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _reachable(edge: Edge, limits: Limits) -> bool:
+def _reachable(edge: Edge, spec: Spec[Any], limits: Limits) -> bool:
     """Whether calls within the limits can be on an edge."""
-    empty = any(hi == 0 for _, hi in edge.dims.values())
+    empty, defaults = any(hi == 0 for _, hi in edge.dims.values()), {o.name: o.default for o in spec.options}
     return (
-        all(limits.takes(name) or name in limits.options for name in (*edge.options, *edge.given))
+        all(limits.takes(name) for name in edge.given)
+        and all(limits.takes(n) or n in limits.options or defaults[n] == v for n, v in edge.options.items())
         and all(limits.options.get(name, value) == value for name, value in edge.options.items())
         and not limits.always & {*edge.absent}
         and (limits.empty or not empty)
@@ -331,37 +457,54 @@ def replay(
     device: str | None = None,
     profile: str | None = None,
     target: str | None = None,
-    promises: bool = True,
+    edges: bool = True,
+    promises: bool | Collection[str] = True,
 ) -> Report:
     """Run one case of a failure again; arguments as for :func:`check`."""
     spec = registry.find_spec(op) if isinstance(op, str) else op
-    subject = _subject(spec, backend, variant, fn, framework, device, profile, target)
+    subject = subject_of(spec, backend, variant, fn, framework, device, profile, target)
+    return replay_subject(subject, case, edges=edges, promises=promises)
+
+
+def replay_subject(
+    subject: Subject, case: str | Case | LawCase, *, edges: bool = True, promises: bool | Collection[str] = True
+) -> Report:
+    """Run one case again on what is made of a backend or a function."""
+    spec = subject.spec
     if isinstance(case, str):
         case = printed.read(spec, case)
-    asked = _asked(promises)
+    asked, excused = asking(spec, edges, promises)
     report = Report(spec.name, subject.name, 0, asked=asked)
-    work = _Work(subject, Limits(), 0, report, False, None, {*KINDS} - {*asked})
+    work = _Work(subject, Limits(arguments=subject.arguments), 0, report, False, None, excused)
     with subject.context():
         failure = work.attempt(case)
     report.failures += [failure] if failure else []
     return report
 
 
-def _asked(promises: bool) -> tuple[str, ...]:
-    """The kinds that are held to."""
-    return tuple(k for k in KINDS if promises or k != BrokenPromise.kind)
+def _ways(spec: Spec[Any], layouts: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Layouts by name; SpecError for one that is none."""
+    names = (layouts,) if isinstance(layouts, str) else tuple(layouts or ())
+    for name in names:
+        if name not in LAYOUTS:
+            raise SpecError(
+                f"check({spec.name!r}): layout {shown(name)} is unknown; expected some of {', '.join(LAYOUTS)}"
+            )
+    return names
 
 
-def _subject(
-    spec: Spec[Any],
-    backend: str | Backend | None,
-    variant: str | None,
-    fn: Callable[..., Any] | None,
-    framework: str,
-    device: str | None,
-    profile: str | None,
-    target: str | None,
+def subject_of(
+    op: str | Spec[Any],
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    fn: Callable[..., Any] | None = None,
+    framework: str = "numpy",
+    device: str | None = None,
+    profile: str | None = None,
+    target: str | None = None,
 ) -> Subject:
+    """What :func:`check` checks; arguments as there."""
+    spec = registry.find_spec(op) if isinstance(op, str) else op
     if (backend is None) == (fn is None):
         raise SpecError(f"check({spec.name!r}): pass either backend= or fn=, one of the two")
     if backend is not None:
@@ -376,7 +519,8 @@ def _subject(
 
 def _failure(subject: Subject, case: Case | LawCase, error: Exception) -> Failure:
     text = case.to_json()
-    what = str(error) if isinstance(error, Broken) else f"raised {type(error).__name__}: {error}"
+    what = str(error) if isinstance(error, Broken | Ended) else f"raised {type(error).__name__}: {error}"
     named = (f"law {case.law}: " if isinstance(case, LawCase) else f"edge {case.edge}: " if case.edge else "") + what
-    kind = error.kind if isinstance(error, Broken) else Broken.kind
-    return Failure(subject.spec.name, named, text, subject.reproduce(text), kind)
+    if not isinstance(error, Broken):
+        return Failure(subject.spec.name, named, text, subject.reproduce(text), kind_of(error))
+    return Failure(subject.spec.name, named, text, subject.reproduce(text), error.kind, error.which, error.looks)

@@ -15,6 +15,7 @@ from portakern.core.backend import ANY, Drawn
 from portakern.core.call import shape_of
 from portakern.spec import ArrayArg, Edge, Spec
 from portakern.spec.dtypes import DTYPES
+from portakern.testing.layouts import DRAWN
 
 __all__ = ["EXTENTS", "Limits", "at_least_1", "drawn_dims", "filling_dims", "one_form", "shrink_to_fit"]
 
@@ -48,7 +49,8 @@ class Limits:
         no such case, as where ``elements`` is less than the default.
       fill: elements of the largest array, at least, in a third of all cases, so that they fill a chip; 0: no such case.
       dtypes: the op's; arguments: those that the implementation takes, None: all of the spec's.
-      strided: whether arrays may lie otherwise than contiguous.
+      layouts: how arrays may lie in memory (keys of LAYOUTS).
+      shapes: the calls' shapes, array -> shape, where they are not drawn; empty: they are.
       always: arguments that are given in every call, because the implementation has no default for them.
       options: values that options have in every call, whether the implementation takes them or has them built in.
       one_dtype: no array is float32 beside 16-bit ones; empty: an extent may be 0.
@@ -60,7 +62,8 @@ class Limits:
     tile_volume: int = 2**18
     dtypes: Sequence[str] = tuple(d for d in DTYPES if d != "float64")
     arguments: frozenset[str] | None = None
-    strided: bool = True
+    layouts: Sequence[str] = DRAWN
+    shapes: Sequence[Mapping[str, tuple[int, ...]]] = ()
     used: int = 2**15
     fill: int = 0
     always: frozenset[str] = frozenset()

@@ -21,7 +21,7 @@ from portakern.spec import ArrayArg, Edge, Spec, Tile
 from portakern.spec.dtypes import DTYPES
 from portakern.spec.options import HUGE, TINY, Option, Range
 from portakern.testing.cases import Case, generators
-from portakern.testing.layouts import LAYOUTS
+from portakern.testing.fixed import Turn
 from portakern.testing.regimes import MASK_REGIMES, VALUE_REGIMES
 from portakern.testing.sizes import Limits, at_least_1, drawn_dims, filling_dims, one_form, shrink_to_fit
 
@@ -37,38 +37,20 @@ def cases(
     limits: Limits,
     tiles: Mapping[str, Tile],
     edge: Edge | None = None,
-    whose_turn: Callable[[], str] | None = None,
+    whose_turn: Callable[[], Turn] | None = None,
     fills: bool = False,
 ) -> Case:
     """A case of ``spec`` within ``limits``; ``tiles`` are the tile names and ranges that a tiling may set; ``edge``:
-    the corner to visit; ``whose_turn`` gives the dtype, None: any. What is drawn does not depend on it. ``fills``: the
-    arrays fill a chip."""
-    edge = edge or Edge("")
-    drawn = ANY if edge.name else limits.drawn
-    given = [
-        a
-        for a in spec.arrays
-        if not a.optional
-        or a.name in edge.given
-        or a.name in limits.always
-        or (limits.takes(a.name) and a.name not in (*edge.absent, *drawn.absent) and draw(st.booleans()))
-    ]
-    if fills:
-        dims, kept = filling_dims(draw, spec, given, limits), spec.dims
-    else:
-        wide, kept = drawn_dims(draw, spec, edge, limits)
-        dims = shrink_to_fit(spec, given, wide, limits, edge, kept)
-    dims = {n: e if isinstance(e, tuple) else drawn.extent(n, e) for n, e in dims.items()}
-    if edge.same:
-        dims = one_form(spec, edge.same, dims) or dims
-    plain = [a for a in given if not any(f in spec.drops for d in a.dims for f in d.factors)]
-    shapes = {a.name: _stretch(draw, a, dims, edge.stretched.get(a.name, ()), edge.same) for a in plain}
+    the corner to visit; ``whose_turn`` gives the dtype, and what else is not drawn; None: all is. What is drawn of the
+    rest does not depend on it. ``fills``: the arrays fill a chip."""
+    edge, turn = edge or Edge(""), whose_turn() if whose_turn else Turn("")
+    given, plain, shapes, dims, kept = _shaped(draw, spec, limits, edge, turn, fills)
     layouts = _layouts(draw, spec, given, limits, edge)
-    dtype = whose_turn() if whose_turn else draw(st.sampled_from(dtypes_of(spec, limits)))
-    regime = edge.regime if edge.name else draw(st.sampled_from(VALUE_REGIMES))
+    dtype = turn.dtype or draw(st.sampled_from(dtypes_of(spec, limits)))
+    regime = edge.regime if edge.name else turn.regime or draw(st.sampled_from(VALUE_REGIMES))
     seed = draw(st.integers(0, 2**31 - 1))
     options = _options(draw, spec, shapes, limits, edge) | draw(_wants(spec, given, 5 if edge.name else 2))
-    if spec.drops:
+    if spec.drops and turn.shapes is None:
         shapes, dims = _along_axes(draw, spec, plain, shapes, dims, options, limits, edge)
         dims = dims | dropped_dims(spec, dims, options)
         shapes |= {a.name: _stretch(draw, a, dims) for a in given if a not in plain}
@@ -88,11 +70,42 @@ def cases(
         edge=edge.name,
         dtypes={a.name: dtype for a in given if limits.one_dtype and not a.follows and dtype in a.dtypes},
         same=edge.same,
-        then="" if edge.same else draw(THEN),
+        then="" if edge.same else draw(THEN) if turn.then is None else turn.then,
     )
     if not _binds(spec, case) or not case.obeys(spec):
         reject()
     return case
+
+
+def _shaped(
+    draw: st.DrawFn, spec: Spec[Any], limits: Limits, edge: Edge, turn: Turn, fills: bool
+) -> tuple[list[ArrayArg], list[ArrayArg], dict[str, Shape], dict[str, Any], Sequence[str]]:
+    """(the arrays that are given, those of them without a dropped axis, their shapes, the dimensions, those that keep
+    their extents)."""
+    if turn.shapes is not None:
+        given = [a for a in spec.arrays if a.name in turn.shapes]
+        return given, given, dict(turn.shapes), {}, spec.dims
+    drawn = ANY if edge.name else limits.drawn
+    given = [
+        a
+        for a in spec.arrays
+        if not a.optional
+        or a.name in edge.given
+        or a.name in limits.always
+        or (limits.takes(a.name) and a.name not in (*edge.absent, *drawn.absent) and draw(st.booleans()))
+    ]
+    kept: Sequence[str] = spec.dims
+    if fills:
+        dims = filling_dims(draw, spec, given, limits)
+    else:
+        wide, kept = drawn_dims(draw, spec, edge, limits)
+        dims = shrink_to_fit(spec, given, wide, limits, edge, kept)
+    dims = {n: e if isinstance(e, tuple) else drawn.extent(n, e) for n, e in dims.items()}
+    if edge.same:
+        dims = one_form(spec, edge.same, dims) or dims
+    plain = [a for a in given if not any(f in spec.drops for d in a.dims for f in d.factors)]
+    shapes = {a.name: _stretch(draw, a, dims, edge.stretched.get(a.name, ()), edge.same) for a in plain}
+    return given, plain, shapes, dims, kept
 
 
 THEN = st.sampled_from(("",) * 34 + ("changed",) * 5 + ("often",))
@@ -151,8 +164,9 @@ def _layouts(draw: st.DrawFn, spec: Spec[Any], given: Sequence[ArrayArg], limits
     made = generators(spec, forward)
     found = {}
     for a in given:
-        if limits.strided and draw(st.booleans()):  # repeating index 0 would undo what is planted, or made to fit
-            kinds = sorted(k for k in LAYOUTS if not (k == "expanded" and (edge.plant or a.name in made)))
+        if {*limits.layouts} != {"contiguous"} and draw(st.booleans()):
+            # repeating index 0 would undo what is planted, or made to fit
+            kinds = sorted(k for k in limits.layouts if not (k == "expanded" and (edge.plant or a.name in made)))
             found[a.name] = draw(st.sampled_from(kinds))
     if edge.same:
         found |= dict.fromkeys(edge.same, found.get(edge.same[0], "contiguous"))

@@ -7,22 +7,27 @@ import re
 import shlex
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from portakern.api import op
 from portakern.core import registry, tilings
 from portakern.core.backend import ANY, Backend, Drawn, Implementation
 from portakern.core.call import Call
+from portakern.core.failing import Ended
 from portakern.core.framework import Framework, frameworks
 from portakern.core.route import to_framework
 from portakern.core.targets import HOST, Target
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.spec import Spec, Tile
+from portakern.spec.options import shown
 from portakern.testing.cases import Case
+from portakern.testing.fixed import with_shape
+from portakern.testing.layouts import DRAWN
 from portakern.testing.sizes import Limits
+from portakern.testing.verdict import KINDS, PROMISES, Broken
 
-__all__ = ["CONCESSIONS", "Subject", "backend_subject", "backend_variants", "concede", "function_subject"]
+__all__ = ["Subject", "asking", "backend_subject", "backend_variants", "conceded", "function_subject"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,8 @@ class Subject:
         would not find what is checked.
       name: for people.
       emulated: whether the host stands in for the target. drawn: which calls are drawn beside edges.
+      remote: whether it runs in a process of its own, so that any other exception than what is told of that is a
+        mistake here.
     """
 
     spec: Spec[Any]
@@ -62,6 +69,11 @@ class Subject:
     lawful: bool = True
     emulated: bool = False
     drawn: Drawn = ANY
+    remote: bool = False
+
+    def at_fault(self, error: Exception) -> bool:
+        """Whether an exception says something of what is checked."""
+        return not self.remote or isinstance(error, Broken | Ended)
 
 
 def backend_variants(
@@ -253,31 +265,52 @@ def _taken(spec: Spec[Any], fn: Callable[..., Any]) -> tuple[frozenset[str] | No
     return None if everything else frozenset(required) | {p.name for p in named}, frozenset(lone)
 
 
-CONCESSIONS = {
-    "one_dtype": "arrays that may be float32 beside 16-bit ones have the op's dtype",
-    "no_empty": "no extent is 0",
+CONCESSIONS: Mapping[str, tuple[Callable[[Spec[Any], Limits], bool], str]] = {
+    "one_dtype": (
+        lambda spec, limits: limits.one_dtype and any(a.or_float32 for a in spec.arrays),
+        "arrays that may be float32 beside 16-bit ones have the op's dtype",
+    ),
+    "no_empty": (lambda spec, limits: not limits.empty and not limits.shapes, "no extent is 0"),
+    "layouts": (
+        lambda spec, limits: not {*DRAWN} <= {*limits.layouts},
+        "arrays lie in memory no other way than: {layouts}",
+    ),
+    "no_laws": (
+        lambda spec, limits: bool(limits.shapes and spec.laws),
+        "laws are not asked: they draw shapes of their own",
+    ),
 }
-"""What a check may leave out for a kernel that has never seen it: name -> in words."""
+"""What a check may leave out for a kernel that has never seen it: name -> (whether limits do, in words)."""
 
 
-def concede(spec: Spec[Any], limits: Limits, names: Collection[str]) -> tuple[Limits, tuple[str, ...]]:
-    """The limits with concessions, and what a report says of them.
+def conceded(spec: Spec[Any], limits: Limits, excused: Collection[str]) -> tuple[str, ...]:
+    """What a report says of everything that was not asked."""
+    given = [f"{n} is always given: it has no default" for n in sorted(limits.always)]
+    built_in = [f"{n} is {v!r} in every call" for n, v in limits.options.items()]
+    shaped = [f"calls are of the shapes {' or '.join(map(with_shape, limits.shapes))} alone"] if limits.shapes else []
+    words = [
+        what.format(layouts=", ".join(limits.layouts)) for made, what in CONCESSIONS.values() if made(spec, limits)
+    ]
+    edges = ["NaN and infinities may lead elsewhere than in the formula"] if "edges" in excused else []
+    some = [n for n in PROMISES if n in excused and "promises" not in excused]
+    some = [n for n in some if n != "laws" or not limits.shapes]
+    beside = [f"beside edges, {limits.drawn}"] if limits.drawn != ANY and not limits.shapes else []
+    return (*beside, *given, *built_in, *shaped, *words, *edges, *(f"not promised: {PROMISES[n]}" for n in some))
+
+
+def asking(spec: Spec[Any], edges: bool, promises: bool | Collection[str]) -> tuple[tuple[str, ...], set[str]]:
+    """(the kinds that a check holds to, what it excuses: kinds and promises by name).
 
     Raises:
-      SpecError: an unknown name.
+      SpecError: an unknown promise.
     """
-    for name in names:
-        if name not in CONCESSIONS:
+    known = [] if isinstance(promises, bool) else [promises] if isinstance(promises, str) else [*promises]
+    for name in known:
+        if name not in PROMISES:
             raise SpecError(
-                f"check({spec.name!r}): concession {name!r} is unknown; expected some of {', '.join(CONCESSIONS)}"
+                f"check({spec.name!r}): promise {shown(name)} is unknown; expected some of {', '.join(PROMISES)}"
             )
-    narrowed = replace(
-        limits,
-        one_dtype=limits.one_dtype or "one_dtype" in names,
-        empty=limits.empty and "no_empty" not in names,
-    )
-    made = {"one_dtype": narrowed.one_dtype, "no_empty": not narrowed.empty}
-    built_in = [f"{n} is {v!r} in every call" for n, v in limits.options.items()]
-    given = [f"{n} is always given: it has no default" for n in sorted(limits.always)]
-    beside = [f"beside edges, {limits.drawn}"] if limits.drawn != ANY else []
-    return narrowed, (*beside, *given, *built_in, *(CONCESSIONS[n] for n, is_made in made.items() if is_made))
+    excused = set() if edges else {"edges"}
+    if promises is not True:
+        excused |= {*PROMISES} - {*known} if known else {"promises"}
+    return tuple(k for k in KINDS if k not in excused), excused

@@ -12,19 +12,61 @@ from portakern.core.call import Call
 from portakern.core.oracle import as_float64, degenerate_outputs, oracle
 from portakern.errors import SpecError
 from portakern.spec.tolerance import compare
+from portakern.testing.likeness import Likeness, likeness
+from portakern.testing.parts import Part
 from portakern.testing.statistics import examine
 
-__all__ = ["KINDS", "Broken", "BrokenPromise", "OtherEdges", "compare_call", "expected"]
+__all__ = [
+    "KINDS",
+    "PROMISES",
+    "Broken",
+    "BrokenPromise",
+    "OtherEdges",
+    "Refused",
+    "compare_call",
+    "compare_elsewhere",
+    "expected",
+]
 
 KINDS = ("bounds", "edges", "promises")
 """What may be broken: an element is wrong, or an output is of another form; NaN and infinities lead elsewhere than in
 the formula; bits, memory or neighbours are not as portakern's own kernels promise them."""
 
 
+PROMISES = {
+    "inputs": "an input is not written to",
+    "outside": "the memory beside an input is not written to",
+    "own_memory": "an output lies in memory of its own, not in an input's",
+    "kept": "a later call neither hands out the memory of an earlier result nor writes to it",
+    "contiguous": "outputs are contiguous",
+    "same_bits": "the same call gives the same bits again",
+    "laws": "what the spec says of two calls, to the bit: a row alone and among others",
+}
+"""What portakern's own kernels promise beyond the bounds: name -> in words."""
+
+
 class Broken(AssertionError):
-    """A case that broke the contract, with what is wrong in words; ``kind`` is one of KINDS."""
+    """A case that broke the contract, with what is wrong in words; ``kind`` is one of KINDS.
+
+    ``which``: of a broken promise one of PROMISES, of a wrong output the mistake that it looks like in one word, "" for
+    none; ``looks``: that in words.
+    """
 
     kind = "bounds"
+
+    def __init__(self, what: str, which: str = "", looks: str = "") -> None:
+        super().__init__(what)
+        self.which, self.looks = which, looks
+
+    def after(self, what: str, which: str = "", looks: str = "") -> Broken:
+        """The same after something that is to be told first, of which it may look like another mistake."""
+        return type(self)(f"{what}: {self}", which or self.which, looks or self.looks)
+
+
+class Refused(Broken):
+    """A call of the contract that a backend refuses, and does not declare to."""
+
+    kind = "refused"
 
 
 class OtherEdges(Broken):
@@ -40,7 +82,10 @@ class BrokenPromise(Broken):
     kind = "promises"
 
 
-def expected(call: Call) -> tuple[Call, tuple[Any, ...], tuple[Any, ...]]:
+Expected = tuple[Call, tuple[Any, ...], tuple[Any, ...]]
+
+
+def expected(call: Call) -> Expected:
     """(the call in float64, the exact outputs, their bounds); None for an output that the call does not want."""
     if call.spec.bound is None:
         raise SpecError(f"{call.spec.name} declares no tolerance; give its spec one with @{call.spec.name}.tolerance")
@@ -56,12 +101,18 @@ def expected(call: Call) -> tuple[Call, tuple[Any, ...], tuple[Any, ...]]:
 
 
 def compare_call(
-    call: Call, outputs: Sequence[np.ndarray], tiling: Mapping[str, int] | None = None, regime: str = ""
+    call: Call,
+    outputs: Sequence[np.ndarray],
+    tiling: Mapping[str, int] | None = None,
+    regime: str = "",
+    within: tuple[Part, Mapping[str, np.ndarray]] | None = None,
+    known: Expected | None = None,
 ) -> dict[str, float]:
     """Output name -> worst fraction of the bound, for the wanted outputs of ``call`` as NumPy arrays.
 
     ``call.target`` and ``call.interpret`` say what ran; ``tiling`` with which tiles; ``regime`` how the values were
-    drawn, "" for anything but a regime's own values.
+    drawn, "" for anything but a regime's own values; ``within``, where the call is a part of one: which, and all of the
+    outputs; ``known``: what :func:`expected` gave for the call, where somebody asked before.
 
     Raises:
       Broken: a wrong shape or dtype; an element out of bounds: it names the first one, its tile and mask region, what
@@ -69,29 +120,83 @@ def compare_call(
         :mod:`portakern.testing.statistics`).
       OtherEdges: the inputs hold NaN or infinities, and every element that is out of bounds is one, or should be.
     """
-    wide, exact, bounds = expected(call)
+    wide, exact, bounds = known or expected(call)
     fractions = {}
     elsewhere = ""
     wanted = [(o.name, exact[i], bounds[i]) for i, o in enumerate(call.spec.outputs) if o.name in call.wants]
     for (name, ref, bound), got in zip(wanted, outputs, strict=True):
         shape, dtype = call.outputs[name]
         if got.shape != shape:
-            raise Broken(f"{name} has shape {got.shape}; expected {shape}")
+            raise Broken(f"{name} has shape {got.shape}; expected {shape}", "form", LOOKS["form"])
         if got.dtype.name != dtype:
-            raise Broken(f"{name} is {got.dtype.name}; expected {dtype}")
+            raise Broken(f"{name} is {got.dtype.name}; expected {dtype}", "form", LOOKS["form"])
         result = compare(got, ref, bound, dtype)
         if result.bad.any():
-            what = describe(call, name, got, ref, np.broadcast_to(bound, shape), result.bad, tiling or {})
+            what = describe(call, name, got, ref, np.broadcast_to(bound, shape), result.bad, tiling or {}, within)
             if not _only_edges(wide, got, ref, result.bad):
-                raise Broken(what)
+                raise Broken(what, *_looks(wide, name, got, ref, bound, dtype, within))
             elsewhere = elsewhere or what
         fractions[name] = float(result.worst)
     if elsewhere:
-        raise OtherEdges(f"edge semantics differ: {elsewhere}")
+        raise OtherEdges(f"edge semantics differ: {elsewhere}", "edges")
     for name, evidence in examine(wide, outputs, exact, bounds, regime).items():
         if evidence.reasons:
-            raise Broken(f"{name}: {'; '.join(evidence.reasons)} (every element is within its bound)")
+            reasons = "; ".join(evidence.reasons)
+            which = "rounding" if evidence.applies else "inexact"
+            raise Broken(f"{name}: {reasons} (every element is within its bound)", which, LOOKS[which])
     return fractions
+
+
+def _looks(
+    wide: Call,
+    name: str,
+    got: np.ndarray,
+    ref: np.ndarray,
+    bound: np.ndarray,
+    dtype: str,
+    within: tuple[Part, Mapping[str, np.ndarray]] | None,
+) -> Likeness:
+    """What a wrong output looks like: a part by itself, else all of it."""
+    found = likeness(wide, got, ref, bound, compare(got, ref, bound, dtype).bad, dtype)
+    if within is None or found.name not in ("", "part"):
+        return found
+    part, whole = within
+    refs, bounds = part.spread(name, ref), part.spread(name, np.broadcast_to(bound, ref.shape))
+    return likeness(wide, whole[name], refs, bounds, compare(whole[name], refs, bounds, dtype).bad, dtype)
+
+
+LOOKS = {
+    "form": "an output of another shape, dtype or kind",
+    "rounding": "steps that round too often, one way, or in too few bits",
+    "inexact": "something is rounded that need not be: too few bits, or a term that is missing",
+}
+
+
+def compare_elsewhere(call: Call, name: str, got: np.ndarray, some: np.ndarray, part: Part, known: Expected) -> None:
+    """Hold all of a large output to the oracle of its part, whose elements stand for others.
+
+    Args:
+      call: on the part; name: the output; got: all of it; some: its part.
+      known: what :func:`expected` gave for the call.
+
+    Raises:
+      Broken, OtherEdges: as :func:`compare_call`.
+    """
+    same = part.spread(name, some)
+    raw = np.dtype(f"u{got.itemsize}")
+    differ = got.view(raw) != same.view(raw)
+    if not differ.any():
+        return
+    wide, exact, bounds = known
+    i = next(i for i, o in enumerate(call.spec.outputs) if o.name == name)
+    ref, bound = (part.spread(name, np.broadcast_to(a, exact[i].shape)) for a in (exact[i], bounds[i]))
+    bad = np.zeros(got.shape, bool)
+    bad[differ] = compare(got[differ], ref[differ], bound[differ], got.dtype.name).bad
+    if bad.any():
+        what = describe(call, name, got, ref, bound, bad, {})
+        if _only_edges(wide, got, ref, bad):
+            raise OtherEdges(f"edge semantics differ: {what}", "edges")
+        raise Broken(what, *likeness(wide, got, ref, bound, bad, got.dtype.name))
 
 
 def _only_edges(wide: Call, got: np.ndarray, ref: np.ndarray, bad: np.ndarray) -> bool:
@@ -112,17 +217,20 @@ def describe(
     bound: np.ndarray,
     bad: np.ndarray,
     tiling: Mapping[str, int],
+    within: tuple[Part, Any] | None = None,
 ) -> str:
     """The first bad element in words."""
     index = tuple(int(i) for i in np.unravel_index(int(np.argmax(bad)), bad.shape))
     value, want = np.asarray(got[index], np.float64), ref[index]
+    known = bad.shape == call.outputs[name][0]  # not all of an output that the call is a part of
     places = [
         *tiles_of(call, name, index, tiling),
-        *([call.spec.region(call, name, index)] if call.spec.region else []),
+        *([call.spec.region(call, name, index)] if call.spec.region and known else []),
     ]
     where = f" ({'; '.join(places)})" if places else ""
+    at = list(within[0].place(name, index) if within else index)
     return (
-        f"{name}{list(index)}{where} is {value:.9g}; the oracle says {want:.9g}, permitted error {bound[index]:.3g}, "
+        f"{name}{at}{where} is {value:.9g}; the oracle says {want:.9g}, permitted error {bound[index]:.3g}, "
         f"actual {abs(value - want):.3g}; {int(bad.sum())} of {bad.size} elements are out of bounds"
     )
 

@@ -45,7 +45,11 @@ def work(task: Task) -> dict[str, Any]:
     return harness.catch(f, task.seed, task.device, task.examples)
 
 
-def worker(pipe: Connection) -> None:
+Work = Callable[[Any], dict[str, Any]]
+"""A task's result, in a worker: a function of a module, which workers import."""
+
+
+def worker(pipe: Connection, work: Work) -> None:
     logging.getLogger("portakern").setLevel(logging.ERROR)  # not a word about each interpreter
     while True:
         task = pipe.recv()
@@ -60,18 +64,19 @@ def worker(pipe: Connection) -> None:
 class Worker:
     """A process that can be given tasks, and replaced."""
 
-    def __init__(self) -> None:
+    def __init__(self, work: Work) -> None:
+        self.work = work
         self.start()
 
     def start(self) -> None:
         context = mp.get_context("spawn")
         self.pipe, child = context.Pipe()
-        self.process = context.Process(target=worker, args=(child,), daemon=True)
+        self.process = context.Process(target=worker, args=(child, self.work), daemon=True)
         self.process.start()
         child.close()
-        self.task: Task | None = None
+        self.task: Any = None
 
-    def give(self, task: Task, limit: float) -> None:
+    def give(self, task: Any, limit: float) -> None:
         self.task, self.deadline = task, time.monotonic() + limit
         self.pipe.send(task)
 
@@ -91,8 +96,11 @@ class Worker:
         return {"error": "timeout"} if time.monotonic() > self.deadline else None
 
 
-def run(tasks: Sequence[Task], jobs: int, limit: float, done: Callable[[Task, dict[str, Any]], None]) -> None:
-    waiting, workers = list(reversed(tasks)), [Worker() for _ in range(min(jobs, len(tasks)))]
+def run(
+    tasks: Sequence[Any], jobs: int, limit: float, done: Callable[[Any, dict[str, Any]], None], work: Work = work
+) -> None:
+    """Carry tasks out, each by ``work`` in a worker process, and tell what came of it. ``limit``: seconds a task."""
+    waiting, workers = list(reversed(tasks)), [Worker(work) for _ in range(min(jobs, len(tasks)))]
     try:
         while waiting or any(w.task for w in workers):
             for w in workers:

@@ -26,7 +26,8 @@ def simulate(x, axis=-1, *, block=None, ftz=False, shift=True, base2=True, tail=
     for j in range(0, n if tail else n // block * block, block):
         part = x[..., j : j + block]
         new = np.maximum(m, part.max(-1, keepdims=True)) if shift else np.zeros_like(m)
-        l = l * exp(m - new) + exp(part - new).sum(-1, keepdims=True)
+        origin = np.where(new == -np.inf, acc(0), new)
+        l = l * exp(m - origin) + exp(part - origin).sum(-1, keepdims=True)
         m = new
     return (np.moveaxis(flush(exp(x - m) / l * acc(factor), ftz), -1, axis),)
 

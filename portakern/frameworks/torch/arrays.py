@@ -91,6 +91,11 @@ class Torch(Framework):
         memory = a.untyped_storage().data_ptr()  # of what lies on a device, the host sees copies alone
         return (memory != 0 and memory == b.untyped_storage().data_ptr()) or super().overlap(a, b)
 
+    def memory(self, array: Any) -> np.ndarray | None:
+        torch = sys.modules["torch"]
+        whole = torch.empty(0, dtype=torch.uint8, device=array.device).set_(array.untyped_storage())
+        return np.from_dlpack(whole.cpu()).copy()
+
     def copy(self, array: Any) -> Any:
         torch = sys.modules["torch"]
         return array.detach().clone(memory_format=torch.contiguous_format)

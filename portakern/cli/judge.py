@@ -1,0 +1,136 @@
+"""``portakern judge``: a kernel that somebody else, or a program, wrote, judged from outside of its process."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from portakern.cli.common import app, check_dtypes, check_writable, errors_only, out, print_indented
+from portakern.core import registry
+from portakern.errors import SpecError
+from portakern.files import cache_folder
+
+Candidate = Annotated[
+    str, typer.Argument(help="FILE or FILE:NAME: a function, a torch.nn.Module, ns::op of a library.")
+]
+Op = Annotated[
+    str | None,
+    typer.Option("--op", help="What it should compute: see portakern ops. A known problem's own when not named."),
+]
+Map = Annotated[
+    str | None,
+    typer.Option(
+        "--map", help="How the op's arguments are the candidate's: x=0,axis=1, y=out, a=0.mT, weight=@norm.weight."
+    ),
+]
+Problem = Annotated[Path | None, typer.Option(help="The file with get_inputs; the candidate's own when not named.")]
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option(help="Shapes of every call, x=64x39321 or a=64x32,b=32x8; may be repeated. Any when not named."),
+]
+Dtype = Annotated[list[str] | None, typer.Option(help="Only this dtype; may be repeated.")]
+Layout = Annotated[
+    list[str] | None,
+    typer.Option(help="How arrays may lie; may be repeated. contiguous and shifted when not named."),
+]
+Promise = Annotated[
+    list[str] | None,
+    typer.Option(help="Hold it to this promise; may be repeated. inputs, outside, own_memory, kept when not named."),
+]
+Framework = Annotated[str | None, typer.Option(help="numpy, torch or jax; what the file imports when not named.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write what came out to this file.")]
+
+
+@app.command()
+def judge(
+    context: typer.Context,
+    candidate: Candidate,
+    op: Op = None,
+    map: Map = None,
+    problem: Problem = None,
+    shapes: Shapes = None,
+    whole: Annotated[bool, typer.Option(help="Do not cut large shapes to calls that are quick.")] = False,
+    dtype: Dtype = None,
+    layout: Layout = None,
+    promise: Promise = None,
+    edges: Annotated[bool, typer.Option(help="NaN and infinities lead where the formula leads them.")] = True,
+    framework: Framework = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, rocm or tpu.")] = "cpu",
+    max_examples: Annotated[int, typer.Option(min=1, help="Cases.")] = 60,
+    seed: Annotated[int, typer.Option(min=0, help="Which cases.")] = 0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="After which no further case begins.")] = 15.0,
+    call_seconds: Annotated[float, typer.Option(min=0.1, help="For one call, after which it hangs.")] = 30.0,
+    memory: Annotated[float, typer.Option(min=0.1, help="GiB of memory that it may use.")] = 8.0,
+    case: Annotated[str | None, typer.Option(help="Run one case again, as a failure printed it.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Judge a kernel in a process of its own; exit status 0 where it is right, 1 where it is not."""
+    os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(cache_folder() / "hypothesis"))
+    from portakern.judging import Bounds
+    from portakern.judging import judge as judge_file
+
+    if op is not None:
+        registry.find_spec(op)
+    check_dtypes("judge", dtype)
+    if json_file:
+        check_writable("judge", json_file)
+    errors_only(context)
+    file, name = _split(candidate)
+    named: dict[str, Any] = {"layouts": layout, "promises": promise}
+    judged = judge_file(
+        file, op, name=name, map=map, problem=problem, framework=framework, device=device,
+        shapes=[_extents(s) for s in shapes] if shapes else None, whole=whole, dtypes=dtype, edges=edges,
+        max_examples=max_examples, seed=seed, seconds=seconds, case=case,
+        bounds=Bounds(seconds=call_seconds, memory=int(memory * 2**30)), **{n: v for n, v in named.items() if v},
+    )  # fmt: skip
+    show(judged)
+    if json_file:
+        json_file.write_text(json.dumps(judged.to_dict(), indent=1) + "\n")
+    if not judged.report.passed:
+        raise typer.Exit(1)
+
+
+def _split(candidate: str) -> tuple[str, str | None]:
+    """FILE, FILE:NAME or FILE:ns::op."""
+    head, sign, name = candidate.partition(":")
+    if not sign or Path(candidate).is_file():
+        return candidate, None
+    return head, name or None
+
+
+def _extents(text: str) -> dict[str, tuple[int, ...]]:
+    from portakern.benchmarking.suites import parse_shape
+
+    found = {}
+    for name, value in parse_shape(text).items():
+        shape = value if isinstance(value, tuple) else (value,)
+        if not all(type(n) is int for n in shape):
+            raise SpecError(f"judge: --shapes gives {name} {value!r}; expected extents, as in x=64x39321")
+        found[name] = shape
+    return found
+
+
+def show(judged: Any) -> None:
+    """What came out, for people."""
+    r = judged.report
+    style = "green" if r.passed else "red"
+    out.print(f"{r.outcome}: {Path(judged.file).name}:{judged.name} as {r.op} on {judged.device}", style=style,
+              markup=False, highlight=False)  # fmt: skip
+    worst = ", ".join(f"{n} {w:.2f}" for n, w in r.worst.items())
+    print_indented(f"{r.examples} cases in {judged.seconds:.1f} s"
+                   + (f"; worst share of the permitted error: {worst}" if worst else "")
+                   + (f"; {r.left_out} more were left out: the time was up" if r.left_out else ""))  # fmt: skip
+    for f in r.failures:
+        out.print(str(f), style="red", markup=False, highlight=False, soft_wrap=True)
+    for conceded in r.concessions:
+        print_indented(f"conceded: {conceded}")
+    from portakern.judging.walls import WALLS
+
+    for name in [w for w in WALLS if w not in judged.walls]:
+        print_indented(f"not walled in: {WALLS[name]}")
+    if judged.printed and not r.passed:
+        out.print(f"  it printed: {judged.printed}", markup=False, highlight=False, soft_wrap=True)

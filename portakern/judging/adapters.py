@@ -1,0 +1,137 @@
+"""How a candidate is called, in its own process: a function, a module of PyTorch in KernelBench's form, a launcher, a
+function of JAX, an extension that was built.
+
+The judge knows nothing of what happens here but the outputs.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Candidate", "load"]
+
+
+class Candidate:
+    """Something that is called with an op's arguments. ``places``: the op's argument -> position, keyword or parameter
+    of the candidate; empty: required arrays by position, the others by name."""
+
+    def __init__(self, fn: Callable[..., Any], ask: Mapping[str, Any], framework: Any, device: Any) -> None:
+        self.fn, self.framework, self.device = fn, framework, device
+        self.places: Mapping[str, Any] = ask["places"]
+        self.required: list[str] = ask["required"]
+        self.inputs: list[dict[str, Any]] = []
+
+    def described(self) -> dict[str, Any]:
+        """The parameters of the candidate, as far as it says, and the inputs that its file names."""
+        try:
+            found = [
+                (p.name, p.kind.name, p.default is p.empty) for p in inspect.signature(self.fn).parameters.values()
+            ]
+        except (TypeError, ValueError):
+            found = None
+        return {"parameters": found, "inputs": self.inputs}
+
+    def call(self, arrays: Mapping[str, Any], options: Mapping[str, Any], forms: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What the candidate gives for these arrays, every output for itself. ``forms``: output -> its shape and dtype,
+        of those that are wanted, for a candidate that writes to arrays that it is handed."""
+        positions: dict[int, Any] = {}
+        named: dict[str, Any] = {}
+        written: dict[str, Any] = {}
+        given = {**arrays, **options}
+        for name, value in given.items():
+            place = self.places.get(name)
+            if place is None and not self.places and name in self.required:
+                positions[self.required.index(name)] = value
+            elif place is None:
+                named[name] = value
+            elif place["position"] is not None:
+                positions[place["position"]] = value
+            elif place["keyword"] is not None:
+                named[place["keyword"]] = value
+            else:
+                self.set_parameter(place["parameter"], value)
+        for name, form in forms.items():
+            place = self.places.get(name, {})
+            if place.get("position") is not None or place.get("keyword") is not None:
+                nothing = float("nan")
+                written[name] = self.framework.full(tuple(form["shape"]), form["dtype"], nothing, self.device)
+                if place["position"] is not None:
+                    positions[place["position"]] = written[name]
+                else:
+                    named[place["keyword"]] = written[name]
+        result = self.fn(*(positions[i] for i in sorted(positions)), **named)
+        if written:
+            return tuple(written.values())
+        return tuple(o for o in result if o is not None) if isinstance(result, tuple | list) else (result,)
+
+    def set_parameter(self, path: str, value: Any) -> None:
+        raise TypeError(f"only a module has parameters, and none is called {path}")
+
+
+class ModuleCandidate(Candidate):
+    """A ``torch.nn.Module`` with ``get_init_inputs`` for its constructor and ``get_inputs`` for its call."""
+
+    def __init__(self, made: type, ask: Mapping[str, Any], framework: Any, device: Any, source: Any) -> None:
+        import torch
+
+        initial = [*getattr(source, "get_init_inputs", list)()]
+        module = made(*initial).to(device).eval()
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with torch.no_grad():
+                return module(*args, **kwargs)
+
+        super().__init__(functools.update_wrapper(forward, module.forward), ask, framework, device)
+        self.module = module
+        if hasattr(source, "get_inputs"):
+            with torch.device("meta"):  # their shapes alone: they may be larger than memory
+                tensors = [t for t in source.get_inputs() if isinstance(t, torch.Tensor)]
+            self.inputs = [{"shape": [*t.shape], "dtype": str(t.dtype).removeprefix("torch.")} for t in tensors]
+
+    def set_parameter(self, path: str, value: Any) -> None:
+        import torch
+
+        parameter = functools.reduce(getattr, path.split("."), self.module)
+        with torch.no_grad():
+            parameter.copy_(value.reshape(parameter.shape))
+
+
+def load(ask: Mapping[str, Any], framework: Any, device: Any) -> Candidate:
+    """The candidate of a file by its name."""
+    path, name = Path(ask["file"]), ask["name"]
+    if path.suffix in (".so", ".pyd") and "::" in name:
+        import torch
+
+        torch.ops.load_library(str(path))
+        return Candidate(functools.reduce(getattr, name.split("::"), torch.ops), ask, framework, device)
+    module = _module(path)
+    found = functools.reduce(getattr, name.split("."), module)
+    if ask["form"] == "module":
+        return ModuleCandidate(
+            found, ask, framework, device, _module(Path(ask["problem"])) if ask["problem"] else module
+        )
+    return Candidate(found, ask, framework, device)
+
+
+def _module(path: Path) -> Any:
+    """A file as a module; files beside it are found, as they are where it is run."""
+    sys.path.insert(0, str(path.parent))
+    if path.suffix == ".py":
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+    else:
+        name = path.name.partition(".")[0]
+        loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+        spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no module of Python")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,30 @@
+"""Conformance in pytest: each case of ``portakern.testing.conformance`` is a test of its own, whose id runs it alone.
+
+pytest loads this module wherever portakern is installed, so that it imports nothing of portakern before a test asks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Which cases are drawn, for all tests that do not say it themselves."""
+    group = parser.getgroup("portakern", "conformance of kernels (portakern)")
+    group.addoption("--portakern-examples", type=int, metavar="N", help="cases of each conformance test (default: 60)")
+    group.addoption(
+        "--portakern-seed", type=int, action="append", metavar="N", help="which cases; may be repeated (default: 0)"
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A conformance test becomes one test a case."""
+    made = getattr(metafunc.function, "portakern_conformance", None)
+    if made is None:
+        return
+    examples, seeds = metafunc.config.getoption("portakern_examples"), metafunc.config.getoption("portakern_seed")
+    cases = made.cases(examples, seeds)
+    metafunc.parametrize("portakern_case", [c for _, c in cases], ids=[name for name, _ in cases])

@@ -1,0 +1,129 @@
+"""Rules by which kernels are judged, side by side, from kept runs of ``python -m benchmarks.judges``."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from portakern.reporting.kept import Kept, set_of, source
+from portakern.reporting.markdown import NONE, fold, table
+
+__all__ = ["judges"]
+
+Row = Mapping[str, Any]
+GROUPS = {
+    "cheats": "cheats",
+    "functions": "faults in functions",
+    "kernels": "faults in kernels",
+    "simulated": "faults in simulated kernels",
+}
+"""What is wrong: group -> the head of its column."""
+NOTHING = "Not run yet: `python -m benchmarks.judges --json FILE`, and `portakern report --add FILE`."
+
+
+def judges(kept: Kept) -> str:
+    """What each rule caught and whom it accused; the cheats by kind; the false alarms; and what the rules are."""
+    found = kept.rows("judges")
+    if not found:
+        return NOTHING
+    (run, *_), rows = set_of(r for _, r in found), [row for row, _ in found]
+    rules: Sequence[Row] = run.extra["rules"]
+    done, _, planned = str(run.extra["tasks"]).partition(" of ")
+    text = [_main(rows, rules), _explained(rows)]
+    if done != planned:
+        text.append(f"An unfinished run: {done} of {planned} verdicts.")
+    text += [
+        fold("Cheats, by kind: how many of them a rule lets pass", _kinds(rows, rules)),
+        fold("False alarms", _alarms(rows, rules)),
+        fold("The rules, and where they are published", _rules(rules)),
+        source([run]),
+    ]
+    return "\n\n".join(text)
+
+
+def _judged(rows: Iterable[Row], rule: str) -> list[Row]:
+    return [r for r in rows if rule in r["seconds"] and rule not in r["silent"]]
+
+
+def _share(rows: Iterable[Row], rule: str) -> str:
+    here = _judged(rows, rule)
+    return f"{sum(rule in r['rejected'] for r in here)} of {len(here)}" if here else NONE
+
+
+def _main(rows: Sequence[Row], rules: Sequence[Row]) -> str:
+    wrong = [r for r in rows if not r["right"]]
+    lines = []
+    for rule in rules:
+        name = rule["name"]
+        seen = [r for r in wrong if r["passed"].get(name)]
+        missed = [r for r in wrong if name in r["passed"]]
+        taken = [r["seconds"][name] for r in _judged(rows, name)]
+        lines.append(
+            [
+                rule["title"],
+                *(_share((r for r in wrong if r["group"] == g), name) for g in GROUPS),
+                f"{len(seen)} of {len(missed)}" if name != rules[0]["name"] else NONE,
+                _share((r for r in rows if r["right"]), name),
+                f"{statistics.median(taken):.2f}" if taken else NONE,
+            ]
+        )
+    heads = ["rule", *(f"caught: {words}" for words in GROUPS.values())]
+    return table([*heads, "visible among the missed", "false alarms", "seconds, median"], lines)
+
+
+def _explained(rows: Sequence[Row]) -> str:
+    right, wrong = [r for r in rows if r["right"]], [r for r in rows if not r["right"]]
+    return (
+        f"{len(wrong)} wrong functions and kernels, {len(right)} right ones. *Caught*: of those that the rule judges; "
+        "a rule does not judge what its harness drops, or what it has no samples for. *Visible among the missed*: of "
+        "the wrong ones that the rule let pass, those of which some value that it looked at lies beyond the error that "
+        "rounding can cause: its comparison let them pass, not its inputs. *False alarms*: right ones that it rejects."
+    )
+
+
+def _kinds(rows: Sequence[Row], rules: Sequence[Row]) -> str:
+    kinds = dict.fromkeys(r["kind"] for r in rows if r["kind"])
+
+    def passing(kind: str, rule: str) -> str:
+        here = _judged((r for r in rows if r["kind"] == kind), rule)
+        return f"{sum(rule in r['passed'] for r in here)} of {len(here)}" if here else NONE
+
+    lines = [[kind, *(passing(kind, rule["name"]) for rule in rules)] for kind in kinds]
+    return table(["passing", *(rule["title"] for rule in rules)], lines)
+
+
+def _alarms(rows: Sequence[Row], rules: Sequence[Row]) -> str:
+    titles = {rule["name"]: rule["title"] for rule in rules}
+    lines = [
+        [r["name"], ", ".join(titles[n] for n in titles if n in r["rejected"])]
+        for r in rows
+        if r["right"] and r["rejected"]
+    ]
+    return table(["right, and rejected", "by"], lines, words=2) if lines else "None."
+
+
+def _rules(rules: Sequence[Row]) -> str:
+    return "\n".join(f"* {_rule(rule)}" for rule in rules)
+
+
+def _rule(rule: Row) -> str:
+    by_commit: dict[tuple[str, str], list[str]] = {}
+    for s in rule["sources"]:
+        by_commit.setdefault((s["repository"], s["at"]), []).append(s["path"])
+    where = "; ".join(f"{repository}, {_listed(paths)}, {at[:12]}" for (repository, at), paths in by_commit.items())
+    own = _listed([f"`{op}`" for op in rule["own"]])
+    cut = f" Cut to a CPU's size: {'; '.join(rule['cut'])}." if rule["cut"] else ""
+    return (
+        f"**{rule['title']}** ({where}). {_sentence(rule['rule'])} Inputs: {rule['inputs']}. Tasks of its own for "
+        f"{own or 'no op here'}.{cut}"
+    )
+
+
+def _listed(words: Sequence[str]) -> str:
+    return ", ".join(words)
+
+
+def _sentence(text: str) -> str:
+    first: Callable[[str], str] = str.upper if text[:1].islower() else str
+    return f"{first(text[:1])}{text[1:]}."

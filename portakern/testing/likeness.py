@@ -1,0 +1,179 @@
+"""Which mistake a wrong output looks like: a guess, of which the verdict does not depend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from portakern.core.call import Call
+from portakern.spec.dtypes import DTYPES
+
+__all__ = ["Likeness", "likeness"]
+
+
+class Likeness(NamedTuple):
+    """``name``: in one word; ``words``: for people. Empty where nothing fits."""
+
+    name: str = ""
+    words: str = ""
+
+
+class _Seen(NamedTuple):
+    """A wrong output: what came and what should have, in float64, where it is ``bad``, and the call in float64."""
+
+    call: Call
+    got: np.ndarray
+    ref: np.ndarray
+    bound: np.ndarray
+    bad: np.ndarray
+    dtype: str
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """Where both are numbers."""
+        return np.isfinite(self.got) & np.isfinite(self.ref)
+
+    def inputs(self) -> Iterator[tuple[str, np.ndarray]]:
+        for name, array in self.call.arrays.items():
+            if array is not None and array.dtype.kind not in "iub" and array.size:
+                yield name, array
+
+
+def likeness(call: Call, got: np.ndarray, ref: np.ndarray, bound: np.ndarray, bad: np.ndarray, dtype: str) -> Likeness:
+    """The first mistake that a wrong output looks like.
+
+    Args:
+      call: in float64; got: as it came; ref, bound: from the oracle; bad: which elements are out of bounds.
+      dtype: the output's.
+    """
+    wide = np.asarray(got).astype(np.float64)
+    seen = _Seen(call, wide, np.asarray(ref, np.float64), np.broadcast_to(bound, wide.shape), bad, dtype)
+    with np.errstate(all="ignore"):
+        for look in LOOKS:
+            found = look(seen)
+            if found:
+                return found
+    return Likeness()
+
+
+def _one_value(s: _Seen) -> Likeness | None:
+    if s.ref.size > 1 and not (s.ref == s.ref.flat[0]).all():
+        if (s.got == 0).all():
+            return Likeness("zeros", "every element is 0")
+        if (s.got == s.got.flat[0]).all():
+            return Likeness("constant", f"every element is {s.got.flat[0]:.6g}")
+        if np.isnan(s.got).all() and np.isfinite(s.ref).all():
+            return Likeness("unwritten", "every element is NaN, as memory that nothing was written to is here")
+    return None
+
+
+def _an_input(s: _Seen) -> Likeness | None:
+    for name, array in s.inputs():
+        if array.shape == s.got.shape and array.size > 1 and np.array_equal(array, s.got, equal_nan=True):
+            return Likeness("input", f"the input {name} came back as it was")
+    return None
+
+
+def _no_number(s: _Seen) -> Likeness | None:
+    lost = s.bad & np.isfinite(s.ref) & ~np.isfinite(s.got)
+    kept = s.bad & ~np.isfinite(s.ref) & np.isfinite(s.got)
+    if lost.sum() * 2 > s.bad.sum():
+        if not all(np.isfinite(a).all() for _, a in s.inputs()):
+            return Likeness("leak", "a NaN or an infinity reached elements that do not depend on it")
+        if max((float(np.abs(a).max()) for _, a in s.inputs()), default=0.0) > LARGE:
+            return Likeness(
+                "overflow", "an intermediate overflowed where the result does not: a maximum not subtracted?"
+            )
+        return Likeness("unwritten", f"NaN where every input is moderate: never written, or 0/0{_where(s)}")
+    if kept.sum() * 2 > s.bad.sum():
+        return Likeness("swallowed", "a number where NaN or an infinity must lead")
+    return None
+
+
+LARGE = 60.0
+"""exp of more is beyond what float16 holds, and a few squares too."""
+
+
+def _one_factor(s: _Seen) -> Likeness | None:
+    use = s.numbers & (s.ref != 0) & (np.abs(s.ref) > 4 * s.bound)
+    if use.sum() < 8:
+        return None
+    factor = s.got[use] / s.ref[use]
+    middle = float(np.median(factor))
+    if abs(middle - 1) > 1e-3 and np.mean(np.abs(factor - middle) < 0.1 * abs(middle - 1)) > 0.95:
+        return Likeness("scaled", f"the right elements times {middle:.6g}")
+    return None
+
+
+def _one_offset(s: _Seen) -> Likeness | None:
+    use = s.numbers & s.bad
+    if use.sum() < 8:
+        return None
+    offset = s.got[use] - s.ref[use]
+    middle = float(np.median(offset))
+    if np.mean(np.abs(offset - middle) <= 2 * s.bound[use] + 1e-6 * abs(middle)) > 0.95:
+        return Likeness("offset", f"the right elements plus {middle:.6g}")
+    return None
+
+
+def _elsewhere(s: _Seen) -> Likeness | None:
+    """Right elements in other places: one further, reversed, transposed."""
+    if s.ref.size < 8 or s.ref.size > 2**22 or s.bad.mean() < 0.3:
+        return None
+
+    def agrees(other: np.ndarray) -> bool:
+        right = (np.abs(s.got - other) <= 2 * s.bound) | (s.got == other)
+        return bool(right[s.bad].mean() > 0.9) and not np.array_equal(other, s.ref, equal_nan=True)
+
+    for axis in range(s.ref.ndim):
+        for step in (1, -1):
+            if agrees(np.roll(s.ref, step, axis)):
+                return Likeness("moved", f"the right elements one further along axis {axis}")
+        if agrees(np.flip(s.ref, axis)):
+            return Likeness("moved", f"the right elements in reverse along axis {axis}")
+    if s.ref.ndim > 1 and s.ref.shape[-1] == s.ref.shape[-2] and agrees(np.swapaxes(s.ref, -1, -2)):
+        return Likeness("moved", "the right elements transposed")
+    return None
+
+
+def _few_bits(s: _Seen) -> Likeness | None:
+    """Results of a narrower dtype than the output's."""
+    use = s.numbers & (s.got != 0)
+    own = DTYPES[s.dtype]
+    if use.sum() < 8 or not own.floating or own.bits < 32 or s.bad.mean() < 0.1:
+        return None
+    for name, narrow in (("bfloat16", ml_dtypes.bfloat16), ("float16", np.float16), ("float32", np.float32)):
+        if DTYPES[name].bits < own.bits and np.array_equal(s.got[use].astype(narrow).astype(np.float64), s.got[use]):
+            return Likeness("downgraded", f"every element is one that {name} holds: stored or computed in {name}")
+    error = float(np.sqrt(np.mean((s.got[use] - s.ref[use]) ** 2) / np.mean(s.ref[use] ** 2)))
+    if 2.0**-20 < error < 2.0**-6 and own.bits == 32:
+        kind = "bfloat16" if error > 2.0**-10 else "tf32 or float16"
+        return Likeness("downgraded", f"errors are 2^{np.log2(error):.0f} of the result: as if computed in {kind}")
+    return None
+
+
+def _region(s: _Seen) -> Likeness | None:
+    where = _where(s)
+    return Likeness("part", f"wrong in a part{where}") if where else None
+
+
+def _where(s: _Seen) -> str:
+    """The part of the output that all bad elements lie in, where it is not the whole."""
+    found = []
+    for axis, extent in enumerate(s.bad.shape):
+        others = tuple(i for i in range(s.bad.ndim) if i != axis)
+        at = np.flatnonzero(s.bad.any(axis=others))
+        first, last = int(at[0]), int(at[-1])
+        if last - first + 1 < extent and len(at) > (last - first + 1) // 2:
+            end = f"{first} alone" if first == last else f"{first} to {last}"
+            end = f"{first} to the end" if first < last == extent - 1 else end
+            found.append(f"{end} of {extent} along axis {axis}")
+    return f", {', '.join(found)}" if found else ""
+
+
+LOOKS: tuple[Callable[[_Seen], Any], ...] = (
+    _one_value, _an_input, _no_number, _one_factor, _one_offset, _elsewhere, _few_bits, _region,
+)  # fmt: skip

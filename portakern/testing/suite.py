@@ -1,0 +1,112 @@
+"""Conformance as tests of pytest: one a case."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from portakern.core.backend import Backend
+from portakern.errors import SpecError
+from portakern.spec import Spec
+from portakern.testing.cases import Case
+from portakern.testing.laws import LawCase
+from portakern.testing.runner import Asked, cases_of, replay_subject, subject_of
+from portakern.testing.subject import Subject
+
+__all__ = ["Conformance", "conformance"]
+
+EXAMPLES = 60
+
+WHAT = ("backend", "variant", "fn", "framework", "device", "profile", "target")
+"""Arguments of :func:`portakern.check` that say what is checked; the others say on which cases."""
+
+
+@dataclass
+class Conformance:
+    """What is held to which op; ``how``: other arguments of :func:`portakern.check`."""
+
+    op: str | Spec[Any]
+    how: Mapping[str, Any]
+    examples: int | None = None
+    seed: int | None = None
+
+    @functools.cached_property
+    def subject(self) -> Subject:
+        return subject_of(self.op, **{n: v for n, v in self.how.items() if n in WHAT})
+
+    def cases(self, examples: int | None, seeds: Sequence[int] | None) -> list[tuple[str, Case | LawCase]]:
+        """(id, case), the same whenever examples and seeds are."""
+        count = self.examples or examples or EXAMPLES
+        found = []
+        for seed in [self.seed] if self.seed is not None else seeds or [0]:
+            how = {n: v for n, v in self.how.items() if n not in WHAT}
+            for i, case in enumerate(cases_of(self.subject, Asked(max_examples=count, seed=seed, **how))):
+                about = case.law if isinstance(case, LawCase) else case.edge or case.regime
+                found.append((f"{seed}-{i:03}-{case.dtype}-{about}", case))
+        return found
+
+    def hold(self, case: Case | LawCase) -> None:
+        """Run a case; the failure of the test where the contract is broken."""
+        import pytest
+
+        asked = {n: v for n, v in self.how.items() if n in ("edges", "promises")}
+        report = replay_subject(self.subject, case, **asked)
+        for failure in report.failures:
+            pytest.fail(f"{report.outcome}: {failure}", pytrace=False)
+        for reason in (*report.refused, *report.not_emulated):
+            pytest.skip(f"refused: {reason}")
+        if not report.examples and not report.laws:
+            pytest.skip("it does not take an argument of this law")
+
+
+def conformance(
+    op: str | Spec[Any],
+    fn: Callable[..., Any] | None = None,
+    *,
+    backend: str | Backend | None = None,
+    examples: int | None = None,
+    seed: int | None = None,
+    **how: Any,
+) -> Callable[..., None]:
+    """A test of pytest that holds a kernel to an op's contract, one test a case:
+
+    >>> test_mine = portakern.testing.conformance("softmax", my_softmax, framework="torch", dtypes=["float32"])
+
+    ``pytest --portakern-examples 200 --portakern-seed 7`` draws others, where the test does not say which. An id, such
+    as ``test_mine[0-017-float32-near_overflow]``, runs that case alone while examples and seed are the same.
+
+    Args:
+      op, fn, backend: as of :func:`portakern.check`.
+      examples: cases; None: as the command line says, 60 where it says nothing. seed: which ones.
+      how: any other arguments of :func:`portakern.check` but those that shape a report.
+
+    Raises:
+      SpecError: an argument that ``check`` does not have, or that makes no sense here.
+    """
+    known = {
+        *WHAT,
+        "dtypes",
+        "only",
+        "limits",
+        "shapes",
+        "layouts",
+        "options",
+        "empty",
+        "one_dtype",
+        "edges",
+        "promises",
+    }
+    for name in how:
+        if name not in known:
+            raise SpecError(f"conformance({op!r}): {name!r} is none of {', '.join(sorted(known))}")
+    what = {"fn": fn, "backend": backend}
+    made = Conformance(op, {**how, **{n: v for n, v in what.items() if v is not None}}, examples, seed)
+
+    def test(portakern_case: Any) -> None:
+        made.hold(portakern_case)
+
+    test.__doc__ = f"{op} conforms"
+    test.portakern_conformance = made  # type: ignore[attr-defined]
+    return test

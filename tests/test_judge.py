@@ -1,0 +1,650 @@
+"""The judge: candidates of every form get their verdict, and none of them reaches it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import textwrap
+import time
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import portakern as pk
+from portakern.cli import app
+from portakern.core import registry
+from tests import pages
+
+if sys.platform != "linux":
+    pytest.skip("the judge walls candidates in with what Linux has", allow_module_level=True)
+
+from portakern.judging import Bounds, judge
+from portakern.judging.mapping import parse
+from portakern.judging.walls import WALLS
+
+ROOT = Path(__file__).parent.parent
+ZEROS = """
+import numpy as np
+
+def softmax(x):
+    return np.zeros_like(x)
+"""
+QUICK = {"shapes": [{"x": (8, 100)}], "dtypes": ["float32"], "max_examples": 2}
+
+
+def judged(folder, text, op="softmax", seconds=20.0, **how):
+    file = folder / "candidate.py"
+    file.write_text(textwrap.dedent(text))
+    bounds = how.pop("bounds", Bounds(seconds=seconds, load_seconds=60.0, memory=1 << 30, file_bytes=1 << 20))
+    return judge(file, op, **{**QUICK, **how}, bounds=bounds)
+
+
+class Escape(NamedTuple):
+    """A try to get away with zeros. ``stopped``: by what, as the table of the documentation has it."""
+
+    text: str
+    outcomes: tuple[str, ...]
+    stopped: str
+
+
+ESCAPES = {
+    "a verdict on the pipe": Escape(
+        """
+        import json, os, stat, struct
+
+        def softmax(x):
+            text = json.dumps({"outcome": "right", "passed": True}).encode()
+            for fd in range(3, 64):
+                try:
+                    if stat.S_ISFIFO(os.fstat(fd).st_mode):
+                        os.write(fd, struct.pack("<Q", len(text)) + text)
+                except OSError:
+                    pass
+            return x * 0
+        """,
+        ("crashed",),
+        "a reply is outputs or the words of a failure; no word of it is a verdict",
+    ),
+    "outputs on the pipe before they are asked for": Escape(
+        """
+        import json, os, stat, struct
+
+        def softmax(x):
+            told = {"outputs": [{"dtype": "float32", "shape": list(x.shape), "contiguous": True, "bytes": x.nbytes,
+                                 "shares": [], "before": []}]}
+            text = json.dumps(told).encode()
+            for fd in range(3, 64):
+                try:
+                    if stat.S_ISFIFO(os.fstat(fd).st_mode):
+                        os.write(fd, struct.pack("<Q", len(text)) + text + bytes(x.nbytes))
+                except OSError:
+                    pass
+            return x * 0
+        """,
+        ("wrong",),
+        "forged outputs are outputs: they are compared as any others",
+    ),
+    "a header of a gigabyte": Escape(
+        """
+        import os, stat, struct
+
+        def softmax(x):
+            for fd in range(3, 64):
+                try:
+                    if stat.S_ISFIFO(os.fstat(fd).st_mode):
+                        os.write(fd, struct.pack("<Q", 1 << 30) + b"[" * 4000)
+                except OSError:
+                    pass
+            return x * 0
+        """,
+        ("crashed",),
+        "headers are short, and outputs no longer than what was asked for",
+    ),
+    "os._exit(0)": Escape(
+        "import os\ndef softmax(x):\n    os._exit(0)\n", ("crashed",), "a process that ends has not answered"
+    ),
+    "sys.exit(0) at import": Escape(
+        "import sys\nsys.exit(0)\ndef softmax(x):\n    return x\n",
+        ("crashed",),
+        "an exit is an exception, and ends in words",
+    ),
+    "another comparison": Escape(
+        """
+        import numpy as np
+        import portakern.spec.tolerance
+        import portakern.core.oracle
+
+        portakern.spec.tolerance.compare = lambda *a: None
+        portakern.core.oracle.oracle = lambda call: (call.arrays["x"] * 0,)
+        np.allclose = np.array_equal = lambda *a, **k: True
+
+        def softmax(x):
+            return np.zeros_like(x)
+        """,
+        ("wrong",),
+        "nothing is compared in its process",
+    ),
+    "arrays that compare equal to all": Escape(
+        """
+        import numpy as np
+
+        class Right(np.ndarray):
+            def __eq__(self, other):
+                return np.ones(self.shape, bool)
+            def __array_ufunc__(self, *args, **kwargs):
+                return np.zeros(self.shape)
+
+        def softmax(x):
+            return np.zeros_like(x).view(Right)
+        """,
+        ("wrong",),
+        "outputs leave as bytes",
+    ),
+    "a clock that stands still": Escape(
+        """
+        import select, time
+
+        time.monotonic = time.perf_counter = time.time = lambda: 0.0
+        select.select = lambda *a: a[:3]
+
+        def softmax(x):
+            while True:
+                pass
+        """,
+        ("hung",),
+        "the clock is the judge's",
+    ),
+    "memory without end": Escape(
+        """
+        def softmax(x):
+            kept = []
+            while True:
+                kept.append(bytearray(1 << 28))
+        """,
+        ("ran out of memory",),
+        "a limit on its address space, and a watch over all its processes",
+    ),
+    "printing without end": Escape(
+        """
+        import os
+
+        def softmax(x):
+            for _ in range(1 << 12):
+                os.write(1, b"right " * 4096)
+            return x * 0
+        """,
+        ("crashed",),
+        "a limit on the size of files, of which what it prints is one",
+    ),
+    "signals to the judge": Escape(
+        """
+        import os, signal
+
+        def softmax(x):
+            for pid in (os.getppid(), 1, -1, *(int(p) for p in os.listdir("/proc") if p.isdigit())):
+                for number in (signal.SIGTERM, signal.SIGSTOP, signal.SIGKILL):
+                    try:
+                        if pid != os.getpid():
+                            os.kill(pid, number)
+                    except OSError:
+                        pass
+            return x * 0
+        """,
+        ("wrong", "crashed"),
+        "a process namespace: it has no number for the judge",
+    ),
+    "the judge's memory": Escape(
+        """
+        import ctypes, os
+
+        def softmax(x):
+            for pid in (p for p in os.listdir("/proc") if p.isdigit()):
+                if int(pid) not in (os.getpid(), 1):
+                    try:
+                        open(f"/proc/{pid}/mem", "r+b").close()
+                        os._exit(42)
+                    except OSError:
+                        pass
+                    if ctypes.CDLL(None).ptrace(16, int(pid), 0, 0) == 0:
+                        os._exit(43)
+            return x * 0
+        """,
+        ("wrong",),
+        "a user namespace in which it has no rights over other processes",
+    ),
+    "a process that outlives the verdict": Escape(
+        """
+        import os, subprocess, sys
+
+        def softmax(x):
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(77)"], start_new_session=True,
+                             preexec_fn=lambda: os.fork() and os._exit(0))
+            return x * 0
+        """,
+        ("wrong",),
+        "the kernel ends a process namespace with its first process",
+    ),
+    "processes without end": Escape(
+        """
+        import os, time
+
+        def softmax(x):
+            for _ in range(1000):
+                if os.fork() == 0:
+                    time.sleep(30)
+                    os._exit(0)
+            time.sleep(30)
+        """,
+        ("crashed", "hung", "ran out of memory"),
+        "a count of its processes and of their memory",
+    ),
+    "files of the judge": Escape(
+        """
+        import pathlib
+        import portakern.spec.tolerance as judge
+
+        def softmax(x):
+            for path in (judge.__file__, __file__, "/tmp/portakern-escaped", str(pathlib.Path.home() / ".bashrc")):
+                try:
+                    with open(path, "a") as f:
+                        f.write("# escaped\\n")
+                    if not path.endswith(".bashrc"):
+                        raise SystemExit("it wrote to " + path)
+                except OSError:
+                    pass
+            return x * 0
+        """,
+        ("wrong",),
+        "Landlock: it writes in its own folder alone, which is its home",
+    ),
+    "a network": Escape(
+        """
+        import socket
+
+        def softmax(x):
+            with socket.socket() as s:
+                if s.connect_ex(("127.0.0.1", PORT)) == 0:
+                    raise SystemExit("it reached somebody")
+            return x * 0
+        """,
+        ("wrong",),
+        "a network namespace without interfaces",
+    ),
+    "inputs cut short under the judge": Escape(
+        """
+        import os
+
+        def softmax(x):
+            y = x * 0
+            for fd in range(3, 64):
+                try:
+                    if "memfd" in os.readlink(f"/proc/self/fd/{fd}"):
+                        os.ftruncate(fd, 0)
+                except OSError:
+                    pass
+            os.environ["cut"] = "1"
+            return y
+        """,
+        ("crashed",),
+        "the judge copies that memory, and never maps it",
+    ),
+    "an input made easy": Escape(
+        """
+        import numpy as np
+
+        def softmax(x):
+            x[...] = -np.inf
+            x[..., 0] = 0
+            return (x == 0).astype(x.dtype)
+        """,
+        ("wrong",),
+        "the reference is computed from the judge's own copy",
+    ),
+    "an answer that comes later": Escape(
+        """
+        import threading, time
+        import numpy as np
+
+        def softmax(x):
+            y = np.zeros_like(x)
+
+            def later():
+                time.sleep(0.3)
+                e = np.exp(x - x.max(-1, keepdims=True))
+                y[...] = e / e.sum(-1, keepdims=True)
+
+            threading.Thread(target=later, daemon=True).start()
+            return y
+        """,
+        ("wrong",),
+        "outputs are copied when the call returns",
+    ),
+    "an array too large to look at": Escape(
+        """
+        import numpy as np
+
+        def softmax(x):
+            return np.broadcast_to(np.float32(0), (1 << 40,))
+        """,
+        ("ran out of memory", "wrong"),
+        "form and size are compared before values are taken",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+def test_no_try_to_break_out_reaches_the_verdict(name, tmp_path):
+    escape = ESCAPES[name]
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        text = escape.text.replace("PORT", str(listening.getsockname()[1]))
+        result = judged(tmp_path, text, seconds=1.5 if "hung" in escape.outcomes[0] else 20.0)
+    assert result.report.outcome in escape.outcomes, (result.report.outcome, result.report.failures, result.printed)
+    assert len(result.printed) <= 600
+    assert not Path("/tmp/portakern-escaped").exists()
+
+
+PAGE = ROOT / "docs/how-to/is-it-right.md"
+
+
+def test_the_pages_tables_of_walls_and_of_tries_are_those_of_the_code():
+    rows = {r[0]: r[1:] for r in re.findall(r"^\| (.+?) \| (.+?) (?:\| (.+?) )?\|$", PAGE.read_text(), re.MULTILINE)}
+    assert {n: (" or ".join(e.outcomes), e.stopped) for n, e in ESCAPES.items()}.items() <= rows.items()
+    assert {n: (words, "") for n, words in WALLS.items()}.items() <= rows.items()
+    assert len(ESCAPES) >= 12
+
+
+def test_the_page_runs_as_printed(tmp_path, monkeypatch):
+    """The files that it shows, the commands that it judges them by, and what those print."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    monkeypatch.chdir(tmp_path)
+    printed, ran = "", 0
+    for block in pages.FENCE.finditer(PAGE.read_text()):
+        title = re.fullmatch(r' title="(.+)"', block["more"])
+        if block["head"] == "python" and title and "my_kernels" not in block["body"]:
+            (tmp_path / title[1]).write_text(block["body"])
+        for line in block["body"].splitlines() if block["head"] == "bash" else ():
+            if line.startswith("portakern judge"):
+                printed = CliRunner().invoke(app, shlex.split(line)[1:]).stdout
+        if block["head"] == "text":
+            pages.check_printed(block["body"], printed, title[1])
+            ran += 1
+    assert ran == 3 and json.loads((tmp_path / "verdict.json").read_text())["outcome"] == "right"
+    workflow = next(b["body"] for b in pages.FENCE.finditer(PAGE.read_text()) if b["head"] == "yaml")
+    for line in re.findall(r"run: portakern (.*)", workflow):
+        name, *words = shlex.split(line)
+        typer.main.get_command(app).commands[name].make_context(name, words)
+
+
+def test_what_it_started_ends_with_it(tmp_path):
+    judged(tmp_path, ESCAPES["a process that outlives the verdict"].text)
+    time.sleep(0.1)
+    running = [Path(f"/proc/{p}/cmdline") for p in os.listdir("/proc") if p.isdigit()]
+    for file in running:
+        try:
+            assert b"time.sleep(77)" not in file.read_bytes()
+        except OSError:
+            continue  # it ended meanwhile
+
+
+# --- candidates of every form ---
+
+NUMPY_RIGHT = """
+import numpy as np
+
+def softmax(x):
+    with np.errstate(all="ignore"):
+        e = np.exp(x - x.max(-1, keepdims=True))
+        return e / e.sum(-1, keepdims=True)
+"""
+
+
+def test_a_function_is_right_and_what_was_conceded_is_told(tmp_path):
+    result = judged(tmp_path, NUMPY_RIGHT, max_examples=12)
+    assert result.report.outcome == "right" and result.report.examples == 12, result.report.failures
+    assert "calls are of the shapes x [8, 100] alone" in result.report.concessions
+    assert result.walls == [*WALLS] and len(result.sha256) == 64
+    plain = json.loads(json.dumps(result.to_dict()))
+    assert plain["outcome"] == "right" and plain["walls"] == [*WALLS] and plain["name"] == "softmax"
+
+
+KEEPS = {
+    "an input": ("x[0, 0] = 7", "inputs"),
+    "memory beside it": ("np.lib.stride_tricks.as_strided(x, (x.size + 60,), (4,))[x.size :] = 0", "outside"),
+    "a buffer": ("kept.setdefault(x.shape, y)[...] = y; y = kept[x.shape]", "kept"),
+    "its input's memory": ("x[...] = y; y = x", "own_memory"),
+}
+
+
+@pytest.mark.parametrize("what", KEEPS)
+def test_promises_are_held_to_over_there(what, tmp_path):
+    body, which = KEEPS[what]
+    text = NUMPY_RIGHT.replace(
+        "return e / e.sum(-1, keepdims=True)", f"y = e / e.sum(-1, keepdims=True)\n    {body}\n    return y"
+    )
+    result = judged(tmp_path, "kept = {}\n" + text, layouts=["shifted"], max_examples=8)
+    assert (result.report.outcome, result.report.failures[0].which) == ("broke a promise", which), (
+        result.report.failures
+    )
+
+
+BY_ADDRESS = """
+import numpy as np
+kept = {}
+
+def softmax(x):
+    at = x.__array_interface__["data"][0]
+    if at not in kept:
+        e = np.exp(x - x.max(-1, keepdims=True))
+        kept[at] = e / e.sum(-1, keepdims=True)
+    return kept[at].copy()
+"""
+
+
+def test_results_that_are_kept_by_address_are_found(tmp_path):
+    assert judged(tmp_path, BY_ADDRESS, max_examples=4).report.outcome == "wrong"
+
+
+def test_a_launcher_writes_to_what_it_is_handed(tmp_path):
+    text = NUMPY_RIGHT.replace(
+        "def softmax(x):", "def launch(out, x, axis):\n    assert axis == 1 and np.isnan(out).all()"
+    )
+    text = text.replace("return e / ", "out[...] = e / ")
+    result = judged(tmp_path, text, map="x=1,y=0,axis=@axis", options={"axis": 1}, max_examples=4)
+    assert result.report.outcome == "right", result.report.failures
+    forgets = text.replace(
+        "out[...] = e / e.sum(-1, keepdims=True)", "out[:, 1:] = (e / e.sum(-1, keepdims=True))[:, 1:]"
+    )
+    result = judged(tmp_path, forgets, map="x=1,y=0,axis=@axis", options={"axis": 1}, max_examples=4)
+    assert (result.report.outcome, result.report.failures[0].which) == ("wrong", "unwritten")
+
+
+MODULES = """
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self, features):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(features))
+
+    def forward(self, a, b):
+        return torch.matmul(a.T, b)
+
+class Norm(Model):
+    def forward(self, x):
+        x = x.movedim(1, -1).double()
+        r = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+        return (x * r * self.weight).float().movedim(-1, 1)
+
+def get_inputs():
+    return [torch.rand(1 << 20, 70), torch.rand(1 << 20, 30)]
+
+def get_init_inputs():
+    return [6]
+"""
+
+
+def test_a_module_of_pytorch_is_called_as_its_file_says(tmp_path):
+    pytest.importorskip("torch", reason="torch is not installed")
+    how = {"shapes": None, "dtypes": None, "bounds": Bounds(load_seconds=60)}
+    result = judged(tmp_path, MODULES, "matmul", map="a=0.mT,b=1", **how)
+    assert result.report.outcome == "right", result.report.failures
+    assert result.name == "Model" and {*result.report.cells} == {"float32 | normal | - | default", *result.report.cells}
+    assert "calls are of the shapes a [1, 1048576], b [1048576, 1] alone" in result.report.concessions
+    assert "cut from a [70, 1048576], b [1048576, 30] along what no sum runs over" in result.report.concessions
+
+
+def test_parameters_of_a_module_take_the_ops_values_and_axes_move(tmp_path):
+    pytest.importorskip("torch", reason="torch is not installed")
+    how = {"name": "Norm", "map": "x=0.movedim(1,-1),y=.movedim(1,-1),weight=@weight,eps=1e-5", "max_examples": 6}
+    how |= {"shapes": [{"x": (3, 5, 6), "weight": (6,)}], "layouts": ["contiguous"], "bounds": Bounds(load_seconds=60)}
+    result = judged(tmp_path, MODULES, "rmsnorm", **how)
+    assert result.report.outcome == "right", result.report.failures
+
+
+TRITON = """
+import torch
+import triton
+import triton.language as tl
+
+@triton.jit
+def kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0), tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * n + at, mask=at < n, other=-float("inf"))
+    e = tl.exp(x - tl.max(x, 0))
+    tl.store(y_ptr + row * n + at, e / tl.sum(e, 0), mask=at < n)
+
+def launch(x, y):
+    kernel[(x.shape[0],)](x, y, x.shape[1], BLOCK=128)
+"""
+JAX = """
+import jax
+
+def softmax(x):
+    return jax.nn.softmax(x, -1)
+"""
+
+
+def test_a_launcher_of_triton_is_interpreted_where_there_is_no_gpu(tmp_path, monkeypatch):
+    pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    result = judged(tmp_path, TRITON, map="x=0,y=1", bounds=Bounds(load_seconds=60, seconds=30), max_examples=3)
+    assert result.report.outcome == "right", result.report.failures
+
+
+def test_a_function_of_jax_takes_its_arrays(tmp_path):
+    pytest.importorskip("jax", reason="jax is not installed")
+    result = judged(tmp_path, JAX, bounds=Bounds(load_seconds=60, seconds=30), max_examples=3)
+    assert result.report.outcome == "right", result.report.failures
+
+
+EXTENSION = r"""
+#include <Python.h>
+#include <math.h>
+
+static PyObject *softmax(PyObject *self, PyObject *args) {
+    Py_buffer x, y;
+    if (!PyArg_ParseTuple(args, "y*w*", &x, &y)) return NULL;
+    const float *in = x.buf;
+    float *out = y.buf;
+    for (long row = 0; row < 8; row++, in += 100, out += 100) {
+        float top = -INFINITY, sum = 0;
+        for (long i = 0; i < 100; i++) top = in[i] > top || isnan(in[i]) ? in[i] : top;
+        for (long i = 0; i < 100; i++) sum += out[i] = expf(in[i] - top);
+        for (long i = 0; i < 100; i++) out[i] /= sum;
+    }
+    PyBuffer_Release(&x);
+    PyBuffer_Release(&y);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {{"softmax", softmax, METH_VARARGS, ""}, {0}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "built", "", -1, methods};
+PyMODINIT_FUNC PyInit_built(void) { return PyModule_Create(&module); }
+"""
+
+
+def test_an_extension_that_was_built_is_imported(tmp_path):
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if compiler is None or not header.is_file():
+        pytest.skip("no C compiler, or no headers of Python")
+    (tmp_path / "built.c").write_text(EXTENSION)
+    built = tmp_path / "built.so"
+    flags = ["-O1", "-shared", "-fPIC", f"-I{header.parent}", "built.c", "-o", str(built), "-lm"]
+    subprocess.run([compiler, *flags], cwd=tmp_path, check=True)
+    how = {**QUICK, "layouts": ["contiguous"], "map": "x=0,y=1", "framework": "numpy"}
+    result = judge(built, "softmax", name="softmax", **how)
+    assert result.report.outcome == "right", result.report.failures
+    with pytest.raises(pk.SpecError, match=r"built.so is built; expected its function too: built.so:name"):
+        judge(built, "softmax")
+
+
+# --- bad use, the command line ---
+
+BAD_MAPS = [
+    ("x", "--map is 'x'; expected name=place"),
+    ("z=0", "--map names 'z'; expected some of x, y, axis"),
+    ("x=0.view(3)", "expected a position, a name, or @parameter"),
+    ("x=0.movedim(1)", r"expected .mT, .movedim\(from,to\) or .flatten\(first\)"),
+    ("y=1", "--map lacks x"),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), BAD_MAPS)
+def test_mappings_that_are_none_are_named(text, words, tmp_path):
+    with pytest.raises(pk.SpecError, match=words):
+        judged(tmp_path, ZEROS, map=text)
+
+
+def test_files_that_are_none_are_named(tmp_path):
+    with pytest.raises(pk.SpecError, match="is no file"):
+        judge(tmp_path / "nothing.py", "softmax")
+    with pytest.raises(pk.SpecError, match="candidate is no problem that is known here; say with --op"):
+        judged(tmp_path, ZEROS, None)
+    with pytest.raises(pk.SpecError, match="has no 'other'; it defines softmax"):
+        judged(tmp_path, ZEROS, name="other")
+    with pytest.raises(pk.SpecError, match="candidate.py is no Python"):
+        judged(tmp_path, "def softmax(:")
+    with pytest.raises(
+        pk.SpecError, match="needs out, which softmax does not have; say with --map what it is, as in y=out"
+    ):
+        judged(tmp_path, "def softmax(x, out):\n    pass\n")
+
+
+def test_the_command_says_the_verdict_and_runs_a_case_again(tmp_path):
+    (tmp_path / "mine.py").write_text(ZEROS)
+    file, out = f"{tmp_path}/mine.py", tmp_path / "out.json"
+    run = CliRunner().invoke
+    shapes = ["--shapes", "x=8x100", "--dtype", "float32", "--json", str(out)]
+    done = run(app, ["judge", f"{file}:softmax", "--op", "softmax", *shapes])
+    assert done.exit_code == 1 and "wrong: mine.py:softmax as softmax on cpu" in done.stdout, done.output
+    assert "looks like: every element is 0" in done.stdout and json.loads(out.read_text())["outcome"] == "wrong"
+    case = json.loads(out.read_text())["failures"][0]["case"]
+    assert f"portakern judge {file}:softmax --op softmax --framework numpy --device cpu --case '{case}'" in done.stdout
+    again = run(app, ["judge", file, "--op", "softmax", "--case", case])
+    assert again.exit_code == 1 and "looks like: every element is 0" in again.stdout
+    (tmp_path / "mine.py").write_text(NUMPY_RIGHT)
+    assert run(app, ["judge", file, "--op", "softmax", "--case", case]).exit_code == 0
+
+
+def test_problems_that_are_known_bring_their_op_and_mapping(tmp_path):
+    from portakern.judging.judgement import _of_a_problem
+
+    assert _of_a_problem("36_RMSNorm_", None, None)[0] == "rmsnorm"
+    assert _of_a_problem("36_RMSNorm_", "softmax", None) == ("softmax", "")
+    known = tomllib.loads((ROOT / "portakern/judging/problems.toml").read_text())
+    for row in known.values():
+        spec = registry.find_spec(row["op"])
+        names = ([a.name for a in spec.arrays], [o.name for o in spec.outputs], [o.name for o in spec.options])
+        parse(row.get("map", ""), *names)
