@@ -58,6 +58,7 @@ def on_gpu(op, **tiling):
 
 
 @each_op
+@pytest.mark.timeout(900)  # the laws of attention's gradients are many calls of three kernels each
 def test_within_bounds(op):
     report = pk.check(op, backend="pallas", variant="gpu", device="cpu", max_examples=4, seed=0, limits=LIMITS)
     assert report.passed, "\n".join(map(str, report.failures))
