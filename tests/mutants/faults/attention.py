@@ -392,9 +392,9 @@ FAULTS = {
         ),
         Planted(
             "l-of-rounded-p",
-            "l sums the weights after they were rounded to v's dtype",
-            old="l[...] = l[...] * alpha[...] + jnp.sum(p, axis=1)",
-            new="l[...] = l[...] * alpha[...] + jnp.sum(p.astype(plan.dtype).astype(jnp.float32), axis=1)",
+            "l sums the weights of the first keys after they were rounded to v's dtype",
+            old="return acc, jnp.sum(p, axis=1), m, p.astype(plan.dtype)",
+            new="return acc, jnp.sum(p.astype(plan.dtype).astype(jnp.float32), axis=1), m, p.astype(plan.dtype)",
             small=True,
         ),
         Planted(
@@ -417,10 +417,11 @@ FAULTS = {
             new="0",
         ),
         Planted(
-            "segments-of-low-words",
-            "of segment ids of 64 bits the low half counts",
-            old="for word in range(ref.q_ids.shape[1])",
-            new="for word in range(1)",
+            "additive-segments",
+            "the segment mask adds -inf, so that a NaN or inf in another segment's key stays",
+            old="s = jnp.where(same_segment(ref, tile, rows, keys, s.shape), s, -jnp.inf)",
+            new="s = s + jnp.where(same_segment(ref, tile, rows, keys, s.shape), 0.0, -jnp.inf)",
+            small=True,
         ),
         Planted(
             "softcap-pade",
