@@ -32,6 +32,7 @@ if sys.platform != "linux":
 from portakern.judging import Bounds, judge
 from portakern.judging.mapping import parse
 from portakern.judging.walls import WALLS
+from portakern.testing.fixed import cut_to
 
 ROOT = Path(__file__).parent.parent
 ZEROS = """
@@ -469,46 +470,47 @@ def test_a_launcher_writes_to_what_it_is_handed(tmp_path):
     assert (result.report.outcome, result.report.failures[0].which) == ("wrong", "unwritten")
 
 
-MODULES = """
+def test_an_array_that_lies_transposed_is_handed_over_so(tmp_path):
+    text = "import numpy as np\n\ndef matmul(a, b):\n    assert a.flags.c_contiguous and a.shape == (30, 7)\n    "
+    text += "return (a.T.astype(np.float64) @ b).astype(a.dtype)\n"
+    how = {"map": "a=0.mT,b=1", "shapes": [{"a": (7, 30), "b": (30, 5)}], "layouts": ["contiguous"], "max_examples": 6}
+    result = judged(tmp_path, text, "matmul", **how)
+    assert result.report.outcome == "right", result.report.failures
+    assert judged(tmp_path, text.replace("a.T", "a.T[::-1]"), "matmul", **how).report.outcome == "wrong"
+
+
+def test_calls_are_cut_along_what_no_sum_runs_over():
+    spec = registry.find_spec("matmul")
+    large = {"a": (70, 1 << 20), "b": (1 << 20, 30)}
+    assert cut_to(spec, large, {}, 1 << 20, 1e12) == {"a": (1, 1 << 20), "b": (1 << 20, 1)}
+    assert cut_to(spec, large, {}, 1 << 40, 1e15) == large
+    batched = {"x": (12, 64, 50, 40)}
+    assert cut_to(registry.find_spec("softmax"), batched, {"axis": 2}, 4000, 1e12)["x"][2] == 50
+
+
+MODULE = """
 import torch
 
-class Model(torch.nn.Module):
+class Norm(torch.nn.Module):
     def __init__(self, features):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(features))
 
-    def forward(self, a, b):
-        return torch.matmul(a.T, b)
-
-class Norm(Model):
     def forward(self, x):
         x = x.movedim(1, -1).double()
         r = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
         return (x * r * self.weight).float().movedim(-1, 1)
-
-def get_inputs():
-    return [torch.rand(1 << 20, 70), torch.rand(1 << 20, 30)]
 
 def get_init_inputs():
     return [6]
 """
 
 
-def test_a_module_of_pytorch_is_called_as_its_file_says(tmp_path):
-    pytest.importorskip("torch", reason="torch is not installed")
-    how = {"shapes": None, "dtypes": None, "bounds": Bounds(load_seconds=60)}
-    result = judged(tmp_path, MODULES, "matmul", map="a=0.mT,b=1", **how)
-    assert result.report.outcome == "right", result.report.failures
-    assert result.name == "Model" and {*result.report.cells} == {"float32 | normal | - | default", *result.report.cells}
-    assert "calls are of the shapes a [1, 1048576], b [1048576, 1] alone" in result.report.concessions
-    assert "cut from a [70, 1048576], b [1048576, 30] along what no sum runs over" in result.report.concessions
-
-
 def test_parameters_of_a_module_take_the_ops_values_and_axes_move(tmp_path):
     pytest.importorskip("torch", reason="torch is not installed")
     how = {"name": "Norm", "map": "x=0.movedim(1,-1),y=.movedim(1,-1),weight=@weight,eps=1e-5", "max_examples": 6}
     how |= {"shapes": [{"x": (3, 5, 6), "weight": (6,)}], "layouts": ["contiguous"], "bounds": Bounds(load_seconds=60)}
-    result = judged(tmp_path, MODULES, "rmsnorm", **how)
+    result = judged(tmp_path, MODULE, "rmsnorm", **how)
     assert result.report.outcome == "right", result.report.failures
 
 

@@ -436,10 +436,15 @@ def _checked(spec: Spec[Any], options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _reachable(edge: Edge, spec: Spec[Any], limits: Limits) -> bool:
     """Whether calls within the limits can be on an edge."""
-    empty, defaults = any(hi == 0 for _, hi in edge.dims.values()), {o.name: o.default for o in spec.options}
+    empty = any(hi == 0 for _, hi in edge.dims.values())
+    # of given shapes every edge is wanted, one whose options are the defaults too
+    defaults = {o.name: o.default for o in spec.options} if limits.shapes else {}
     return (
         all(limits.takes(name) for name in edge.given)
-        and all(limits.takes(n) or n in limits.options or defaults[n] == v for n, v in edge.options.items())
+        and all(
+            limits.takes(n) or n in limits.options or (n in defaults and defaults[n] == v)
+            for n, v in edge.options.items()
+        )
         and all(limits.options.get(name, value) == value for name, value in edge.options.items())
         and not limits.always & {*edge.absent}
         and (limits.empty or not empty)
