@@ -303,8 +303,10 @@ def test_the_larger_of_the_program_s_and_of_memory_s_cycles():
     assert Kernel("k", issued=1000, moved=0).least(v6e) == 1000
     assert Kernel("k", issued=1000, cycles=800, moved=0).least(v6e) == 800
     assert Kernel("k", issued=1000, cycles=500).least(v6e) == 1000, "the estimate missed branches"
+    assert Kernel("k", cycles=500).least(v6e) is None, "nothing is there to hold it to"
+    assert Kernel("k", launches=2, issued=1000, cycles=450).least(v6e) == 900, "an estimate is of one launch"
     assert Kernel("k", issued=1000, moved=round(5000 * a_cycle)).least(v6e) == pytest.approx(5000)
-    built = Build("op", "forward", "bfloat16", "v6e", "pallas", kernels=[Kernel("a", issued=7), Kernel("b", cycles=8)])
+    built = Build("op", "forward", "bfloat16", "v6e", "pallas", kernels=[Kernel("a", issued=7), Kernel("b", issued=8)])
     assert built.least == 15 and "15 cycles, not run" in str(built)
     built.kernels.append(Kernel("c"))
     assert built.least is None
