@@ -2,8 +2,8 @@
 
 A kernel's figure is the larger of what its program takes and of what memory takes for the bytes that it moves
 (`Kernel.least`). What XLA does around kernels, such as copies, is added, as libtpu estimates it. Nothing is run. XLA's
-program is compiled twice, with operands that come from device memory and with operands wherever libtpu likes them; the
-lower counts. JAX's flash and splash attention are compiled with each of a few sets of blocks, and the best counts;
+program is compiled with operands that come from device memory, and of products also with operands wherever libtpu likes
+them; the lower counts. JAX's flash and splash attention are compiled with each of a few sets of blocks, and the best counts;
 since libtpu does not follow splash's map of blocks, kernels are compared with theirs by the bundles that they issue.
 
     python benchmarks/tpu_cycles.py --target v5e --target v5p --target v6e [--only matmul] [--json FILE]
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -35,7 +36,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import tpu_programs
-from tpu_programs import CASES, PEERS, Program
+from tpu_programs import BLOCKS, CASES, LIKED, PEERS, Program
 
 from portakern import results
 from portakern.benchmarking.suites import parse_shape
@@ -71,7 +72,7 @@ def main() -> None:
         Asking(target, name, who, blocks)
         for target in args.target
         for name in names
-        for who, blocks in [OURS, *tpu_programs.others(name)]
+        for who, blocks in [OURS, *others(name)]
     ]
     found = compiled(asked, args.jobs, args.timeout)
     rows = [row_of(target, name, found) for target in args.target for name in names]
@@ -85,6 +86,17 @@ def main() -> None:
         results.write(args.json, kept)
 
 
+def others(case: str) -> list[Program]:
+    """What stands beside the kernels of a case: of attention JAX's kernels (XLA's program writes all scores, and takes
+    several times as long), of the rest XLA's program. What memory bounds comes from there: its operands lie nowhere
+    else."""
+    op, _, dims = CASES[case]
+    if not op.startswith("attention") or "q_len=1," in dims:
+        return [(where, ()) for where in (LIKED if op.startswith("matmul") else LIKED[:1])]
+    flash = op == "attention" and "window" not in dims
+    return [(who, blocks) for who in PEERS if who == "splash" or flash for blocks in BLOCKS[who]]
+
+
 @dataclass(frozen=True)
 class Asking:
     """One program to compile for one target."""
@@ -95,10 +107,17 @@ class Asking:
     blocks: tuple[int, ...]
 
     @property
-    def place(self) -> tuple[str, bool]:
-        """What a process that compiles it must have been started for: the target, and whether operands may lie
-        anywhere."""
-        return self.target, self.who == "anywhere"
+    def place(self) -> tuple[str, bool, bool]:
+        """What a process that compiles it must have been started for: the target, whether operands may lie anywhere,
+        and whether libtpu estimates, which takes several times as long and which kernels of attention, compared with
+        others by what they issue, need not."""
+        of_attention = CASES[self.case][0].startswith("attention")
+        return self.target, self.who == "anywhere", self.who in LIKED or not of_attention or self.gradient_of_peer
+
+    @property
+    def gradient_of_peer(self) -> bool:
+        """Whether XLA's sums around the kernel are part of it."""
+        return self.who in PEERS and CASES[self.case][0].endswith("_vjp")
 
     @property
     def file(self) -> Path:
@@ -109,9 +128,11 @@ class Asking:
         modules = [family.compiler or "", *([backend.where(op, family) or ""] if self.who == "ours" else [])]
         what = [
             self.target, self.case, CASES[self.case], self.who, self.blocks, cache.digest(modules),
-            compiler.versions(targets.find(self.target)), Path(tpu_programs.__file__).read_text(encoding="utf-8"),
+            compiler.versions(targets.find(self.target)),
         ]  # fmt: skip
-        if self.who == "ours":
+        if self.who != "ours":
+            what.append([inspect.getsource(part) for part in vars(tpu_programs).values() if inspect.isfunction(part)])
+        else:
             what += [p.read_text(encoding="utf-8") for p in tilings.files(family.package, backend.name) if p.is_file()]
         name = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
         return cache_folder() / "tpu-cycles" / f"{name}.json"
@@ -166,18 +187,17 @@ class Worker:
     """A process that compiles programs of one place, with libtpu's estimates; a program that ends it is compiled again
     without them."""
 
-    place: tuple[str, bool]
-    estimates: bool = True
+    place: tuple[str, bool, bool]
     scratch: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="portakern-cycles-")))
 
     def __post_init__(self) -> None:
-        target, anywhere = self.place
+        target, anywhere, estimates = self.place
         compiler = pallas()[1].load_compiler()
         variables = compiler.environment(targets.find(target), quick=True)
         variables = {n: v.replace("{scratch}", str(self.scratch)) for n, v in variables.items()}
         if anywhere:
             variables["LIBTPU_INIT_ARGS"] = variables["LIBTPU_INIT_ARGS"].replace(compiler.FROM_HBM, "")
-        if self.estimates and target not in compiler.NO_ESTIMATE:
+        if estimates and target not in compiler.NO_ESTIMATE:
             variables["LIBTPU_INIT_ARGS"] += f" --xla_jf_dump_static_llo_profile_to={self.scratch}"
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--serve", target, str(self.scratch)], stdin=subprocess.PIPE,
@@ -191,8 +211,8 @@ class Worker:
     def ask(self, program: Asking, timeout: float) -> Found:
         start = time.perf_counter()
         answer = self._answer(json.dumps([program.case, program.who, program.blocks]), timeout)
-        if "died" in answer and self.estimates and program.who not in tpu_programs.LIKED:
-            bare = Worker(self.place, estimates=False)
+        if "died" in answer and self.place[2] and program.who not in LIKED:
+            bare = Worker((*self.place[:2], False))
             answer = bare._answer(json.dumps([program.case, program.who, program.blocks]), timeout)
             bare.close()
         spent = {"seconds": round(time.perf_counter() - start, 1)}
@@ -246,7 +266,7 @@ def measured(target: str, case: str, who: str, blocks: tuple[int, ...], folder: 
     assert impl is not None
     call, tiling = forms.abstract_call(spec, impl, asked.form, hardware, {})
     compiler = family.load_compiler()
-    if who in tpu_programs.LIKED:
+    if who in LIKED:
         cost = tpu_programs.xla(call).lower().compile().cost_analysis()
         estimated = sum(estimates(folder).values())
         for path in (folder / "dump").glob("*.txt"):
@@ -296,8 +316,8 @@ def row_of(target: str, case: str, found: Mapping[Asking, Found]) -> dict[str, A
     for other, figure in (("xla", "least"), *((who, "issued") for who in PEERS)):
         theirs = [
             found[Asking(target, case, who, blocks)]
-            for who, blocks in tpu_programs.others(case)
-            if who == other or (other == "xla" and who in tpu_programs.LIKED)
+            for who, blocks in others(case)
+            if who == other or (other == "xla" and who in LIKED)
         ]
         best = min(theirs, key=lambda f: total(f, figure) or math.inf, default={})
         mine, peer = total(ours, figure), total(best, figure)

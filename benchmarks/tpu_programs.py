@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["BLOCKS", "CASES", "PEERS", "Program", "others"]
+__all__ = ["BLOCKS", "CASES", "LIKED", "PEERS", "Program"]
 
 HEAD = "batch=1,kv_heads=1,group=1,d=128,dv=128"
 CAUSAL = f"{HEAD},q_len=4096,kv_len=4096,is_causal=true"
@@ -43,28 +43,17 @@ CASES = {
 """Name -> op, dtype, dimensions and options."""
 
 BLOCKS: Mapping[str, tuple[tuple[int, ...], ...]] = {
-    "flash": ((1024, 1024, 1024), (1024, 1024, 512), (512, 1024, 1024), (512, 512, 512)),
-    "splash": ((1024, 1024, 1024), (1024, 1024, 512), (2048, 1024, 512), (512, 1024, 512), (512, 512, 512)),
+    "flash": ((1024, 1024, 1024), (1024, 1024, 512)),
+    "splash": ((1024, 1024, 1024), (1024, 1024, 512), (512, 512, 512)),
 }
-"""JAX's kernel -> blocks of queries, of keys, and of keys at a time; its default of 128 takes several times as long."""
+"""JAX's kernel -> blocks of queries, of keys, and of keys at a time. Its default of 128 takes several times as long;
+512 x 1024, 2048 x 1024 and for flash 512 x 512 were tried on v5e, and are behind throughout."""
 
 LIKED = ("hbm", "anywhere")
 """Where operands of XLA's programs lie: in device memory, or wherever libtpu likes them."""
 
 Program = tuple[str, tuple[int, ...]]
 """Whose program it is, and its blocks."""
-
-
-def others(case: str) -> list[Program]:
-    """What stands beside the kernels of a case."""
-    op, _, dims = CASES[case]
-    whole = op.startswith("attention") and "q_len=1," not in dims
-    found: list[Program] = [(where, ()) for where in (LIKED[:1] if whole else LIKED)]  # XLA's scores fit nowhere else
-    if whole:
-        for who in PEERS:
-            takes = who == "splash" or (op == "attention" and "window" not in dims)
-            found += [(who, blocks) for blocks in BLOCKS[who]] if takes else []
-    return found
 
 
 def _placed(call: Any) -> Any:

@@ -100,15 +100,17 @@ def parts(call: Call, bq: int, bkv: int) -> int:
 PAIRS = 2**18
 
 
-def refused(call: Call, tiling: Mapping[str, int], needed: int, rows: int) -> str | None:
+def refused(
+    call: Call, tiling: Mapping[str, int], needed: int, rows: int, names: str = "block_q or block_kv"
+) -> str | None:
     """Why a TPU cannot run attention, or its gradients, on so many rows in these tiles, which need so many bytes of
-    VMEM; or None."""
+    VMEM; or None. ``names``: what to choose smaller."""
     of_q, of_kv = grains(call)
     return (
         dtype_refused(call)
         or off_grid("block_q", tiling["block_q"], rows, of_q)
         or off_grid("block_kv", tiling["block_kv"], call.dims["kv_len"], of_kv)
-        or over_vmem(call, needed, "block_q or block_kv")
+        or over_vmem(call, needed, names)
     )
 
 

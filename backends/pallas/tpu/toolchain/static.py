@@ -207,14 +207,16 @@ def _work(jaxpr: Any) -> int:
 
 
 def _flops(jaxpr: Any) -> int:
-    """Operations of the matrix products outside branches. One in full float32 is several of bfloat16."""
+    """Operations of the matrix products outside branches. One in full float32 is several of bfloat16, one in the
+    default precision is one, whatever its operands."""
     total = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
             left = eqn.invars[0].aval
             depth = math.prod(left.shape[axis] for axis in contracted)
-            passes = FLOAT32_PASSES if left.dtype == np.float32 else 1
+            in_full = left.dtype == np.float32 and jax.lax.Precision.HIGHEST in (eqn.params["precision"] or ())
+            passes = FLOAT32_PASSES if in_full else 1
             total += 2 * depth * math.prod(eqn.outvars[0].aval.shape) * passes
         elif eqn.primitive.name != "cond":
             total += sum(map(_flops, _inner(eqn)))
