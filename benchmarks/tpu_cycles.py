@@ -59,6 +59,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="cases whose name holds one of these")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument(
+        "--kept", action="store_true", help="compile nothing, and leave out cases of which not every program is known"
+    )
     parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds that one program may take")
     parser.add_argument("--serve", nargs=2, metavar=("TARGET", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -74,12 +77,14 @@ def main() -> None:
         for name in names
         for who, blocks in [OURS, *others(name)]
     ]
-    found = compiled(asked, args.jobs, args.timeout)
-    rows = [row_of(target, name, found) for target in args.target for name in names]
+    found = compiled(asked, 0 if args.kept else args.jobs, args.timeout)
+    known = [(p.target, p.case) for p in asked if p in found]
+    whole = {at for at in known if known.count(at) == 1 + len(others(at[1]))}
+    rows = [row_of(target, name, found) for target in args.target for name in names if (target, name) in whole]
     for row in rows:
         print(line_of(row))
     seconds = round(sum(f["seconds"] for f in found.values()), 1)
-    print(f"{len(rows)} calls, {len(asked)} programs: {seconds:.0f} s of compiling, {args.jobs} at a time")
+    print(f"{len(rows)} calls, {len(found)} of {len(asked)} programs, which took {seconds:.0f} s to compile")
     if args.json:
         command = results.command_line("python benchmarks/tpu_cycles.py", args.json)
         kept = results.record("tpu-cycles", rows, command=command, device=results.HOST_CPU, wall_seconds=seconds)
@@ -133,7 +138,8 @@ class Asking:
         if self.who != "ours":
             what.append([inspect.getsource(part) for part in vars(tpu_programs).values() if inspect.isfunction(part)])
         else:
-            what += [p.read_text(encoding="utf-8") for p in tilings.files(family.package, backend.name) if p.is_file()]
+            tables = [p for p in tilings.files(family.package, backend.name) if p.is_file()]
+            what += [json.loads(p.read_text(encoding="utf-8"))["ops"].get(op) for p in tables]
         name = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
         return cache_folder() / "tpu-cycles" / f"{name}.json"
 
@@ -177,7 +183,7 @@ def compiled(asked: list[Asking], jobs: int, timeout: float) -> dict[Asking, Fou
         if worker is not None:
             worker.close()
 
-    with ThreadPoolExecutor(jobs) as executor:
+    with ThreadPoolExecutor(max(jobs, 1)) as executor:
         list(executor.map(work, range(jobs)))
     return found
 

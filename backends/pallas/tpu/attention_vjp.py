@@ -60,13 +60,18 @@ from portakern.specs.attention import scale_of
 
 
 def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
-    """Half of both, as often as VMEM demands; two kernels where it does not hold what one keeps there."""
+    """Half of both, as often as VMEM demands; two kernels where it does not hold what one keeps there, or where that is
+    so much that compiling takes minutes."""
     bq, bkv, kernels = tiling["block_q"], tiling["block_kv"], tiling["kernels"]
     while resident(call, bq, bkv) > vmem_limit(call) and bkv > LANES:
         bq, bkv = max(LANES, bq // 2), bkv // 2
-    if wants_all(call) and resident_at_once(call, bq, bkv) > vmem_limit(call):
+    too_much = resident_at_once(call, bq, bkv) > vmem_limit(call) or call.dims["kv_len"] > MOST_KEYS
+    if wants_all(call) and too_much:
         kernels = 2
     return {"block_q": bq, "block_kv": bkv, "kernels": kernels}
+
+
+MOST_KEYS = 16384
 
 
 def wants_all(call: Call) -> bool:

@@ -82,7 +82,7 @@ ROWS = 4096
 MOST = 2**32  # multiplications of a step: its code is as long as they are many, and takes as long to compile
 SLOWEST = "v5e"
 FLOAT32_PASSES = 6  # products of bfloat16 parts that make one of float32
-STEP, NARROW = 100, 500  # cycles that a step waits beyond its code, by libtpu's estimates: of wide blocks, of narrow ones
+STEP, NARROW = 100, 500  # cycles that a step waits beyond its code, by libtpu's estimates: of wide and narrow blocks
 ADD = 0.8 / 1024  # cycles an element of adding a step's products to those before, where there are any
 SHARE = 0.02  # of what hides behind what takes longer: with other than ROWS rows it may be that which takes longer
 
