@@ -17,7 +17,7 @@ BEHIND = 1.03
 """Times the best other from which a figure stands in bold."""
 NOTES = (
     "Thousands of cycles of the kernels by default tilings, no chip ran one; + those of what XLA puts around them, such "
-    "as copies; in brackets how many times the best other takes, and who that is, in bold where ours are behind by more "
+    "as copies; in brackets both over what the best other takes, and who that is, in bold where ours are behind by more "
     "than 3 %. XLA: its own program for the formula. Flash, splash: JAX's kernels with the best of several sets of "
     "blocks. Both sides count by one rule: beside XLA the compiler's estimate, or what is issued where that is missing "
     "or impossible; beside kernels what is issued; never less than memory takes for the bytes."
@@ -38,7 +38,7 @@ def beside(kept: Kept) -> str:
     runs = {r.file: r for _, r in rows}.values()
     seconds = sum(r.extra["wall_seconds"] for r in runs)
     behind = sum("**" in cell for there in cells.values() for cell in there.values())
-    took = f"{behind} of {len(rows)} are behind. Compiling all programs took {seconds / 60:.0f} minutes of a core."
+    took = f"{behind} of {len(rows)} are behind. Compiling all took {seconds / 60:.0f} minutes, program by program."
     text = fold(f"{len(lines)} cases", shown) if len(lines) > UNFOLDED else shown
     return "\n\n".join([text, NOTES, took, source(runs)])
 
