@@ -1,287 +1,349 @@
-"""Static cycles of the TPU kernels beside XLA's for the same maths and JAX's own flash attention, with no TPU.
+"""Static cycles of the TPU kernels beside XLA's for the same maths and JAX's own attention kernels, with no TPU.
 
-Every figure is the larger of what a program takes and of what memory takes for the bytes that it moves; nothing is run.
-Two figures of a program are kept apart: ``issued``, its bundles times the steps of its grid, which Pallas kernels alone
-have, and ``estimated``, libtpu's own, which XLA's programs have too. A ratio compares two of a kind: the kernel's
-estimate with XLA's, its issued cycles with those of JAX's kernel, whose blocks are the best of a few. XLA's program is
-compiled twice, with operands that come from device memory and with operands wherever libtpu likes them; the lower
-counts.
+A kernel's figure is the larger of what its program takes and of what memory takes for the bytes that it moves
+(`Kernel.least`). What XLA does around kernels, such as copies, is added, as libtpu estimates it. Nothing is run. XLA's
+program is compiled with operands that come from device memory, and of products also with operands wherever libtpu likes
+them; the lower counts. JAX's flash and splash attention are compiled with each of a few sets of blocks, and the best counts;
+since libtpu does not follow splash's map of blocks, kernels are compared with theirs by the bundles that they issue.
 
-    python benchmarks/tpu_cycles.py --target v5e --target v6e [--only matmul] [--json FILE]
+    python benchmarks/tpu_cycles.py --target v5e --target v5p --target v6e [--only matmul] [--json FILE]
 
-Each case is compiled in a process of its own, since libtpu's estimates may end it.
+Programs are compiled in processes of their own, since libtpu's estimates may end them, or never end. What was compiled
+before is kept in the user's cache, so that a run which was cut off goes on, and one after a change compiles what
+changed. ``wall_seconds`` is the sum of what every program took when it was compiled.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import inspect
 import json
 import math
 import os
 import re
+import selectors
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
+
+import tpu_programs
+from tpu_programs import BLOCKS, CASES, LIKED, PEERS, Program
 
 from portakern import results
 from portakern.benchmarking.suites import parse_shape
-from portakern.compiling import forms
-from portakern.core import registry, targets
-from portakern.tuning.asked import of_op
+from portakern.compiling import cache, forms
+from portakern.core import registry, targets, tilings
+from portakern.core.backend import Backend, Family
+from portakern.files import cache_folder, write_atomically
+from portakern.tuning.asked import Asked, of_op
 
-HEAD = "batch=1,kv_heads=1,group=1,d=128,dv=128"
-ROWS = ((8192, 4096), (8192, 8192), (4096, 1000), (1024, 50257))
-CASES = {
-    "matmul 2048^3": ("matmul", "bfloat16", "m=2048,k=2048,n=2048"),
-    "matmul 4096^3": ("matmul", "bfloat16", "m=4096,k=4096,n=4096"),
-    "matmul 4096x14336x4096": ("matmul", "bfloat16", "m=4096,k=14336,n=4096"),
-    "matmul 4000x4096x3000": ("matmul", "bfloat16", "m=4000,k=4096,n=3000"),
-    "matmul 2048^3 float32": ("matmul", "float32", "m=2048,k=2048,n=2048"),
-    "attention full": ("attention", "bfloat16", f"{HEAD},q_len=4096,kv_len=4096,is_causal=false"),
-    "attention causal": ("attention", "bfloat16", f"{HEAD},q_len=4096,kv_len=4096,is_causal=true"),
-    "attention GQA 4 S 8192": (
-        "attention", "bfloat16", "batch=1,kv_heads=1,group=4,d=128,dv=128,q_len=8192,kv_len=8192,is_causal=true"
-    ),
-    "attention d 64": (
-        "attention", "bfloat16", "batch=1,kv_heads=1,group=1,d=64,dv=64,q_len=4096,kv_len=4096,is_causal=true"
-    ),
-    "attention S=4000": ("attention", "bfloat16", f"{HEAD},q_len=4000,kv_len=4000,is_causal=true"),
-    "attention window 1024": (
-        "attention", "bfloat16", f"{HEAD},q_len=4096,kv_len=4096,is_causal=true,window=1024x0"
-    ),
-    "decode GQA 4": (
-        "attention", "bfloat16", "batch=1,kv_heads=8,group=4,d=128,dv=128,q_len=1,kv_len=8192,is_causal=false"
-    ),
-    "attention backward": ("attention_vjp", "bfloat16", f"{HEAD},q_len=4096,kv_len=4096,is_causal=true"),
-    **{
-        f"{op} {m}x{n}": (op, "bfloat16", f"shape={m}x{n}" if op.startswith("softmax") else f"batch={m},n={n}")
-        for op in ("softmax", "layernorm", "rmsnorm", "softmax_vjp", "layernorm_vjp", "rmsnorm_vjp")
-        for m, n in ROWS
-    },
-}  # fmt: skip
-"""Name -> op, dtype, dimensions and options."""
-
-BLOCKS = (1024, 512)
-"""Of JAX's flash attention: its default of 128 takes several times as long."""
-
-LIKED = ("hbm", "anywhere")
-"""Where operands of XLA's programs lie."""
+OURS: Program = ("ours", ())
+TIMEOUT = 240.0
+Found = dict[str, Any]
+"""What is known of a program: ``issued`` and ``least`` cycles, those ``around`` its kernels, bytes ``moved``, and
+``seconds``; or ``why`` there is nothing."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", action="append", required=True, help="v4, v5e, v5p, v6e; may be repeated")
+    parser.add_argument("--target", action="append", help="v4, v5e, v5p, v6e, v7x; may be repeated")
     parser.add_argument("--only", nargs="+", default=[""], help="cases whose name holds one of these")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one program may take")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--kept", action="store_true", help="compile nothing, and leave out cases of which not every program is known"
+    )
+    parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds that one program may take")
+    parser.add_argument("--serve", nargs=2, metavar=("TARGET", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.one:
-        print(json.dumps(_one(args.target[0], *json.loads(args.one))))
+    if args.serve:
+        serve(*args.serve)
         return
-    start, rows = time.perf_counter(), []
-    for target in args.target:
-        for name in (n for n in CASES if any(part in n for part in args.only)):
-            rows.append(_row(target, name, args.timeout))
-            print(_line(rows[-1]), flush=True)
-            seconds = round(time.perf_counter() - start, 1)
-            if args.json:
-                command = results.command_line("python benchmarks/tpu_cycles.py", args.json)
-                found = results.record(
-                    "tpu-cycles", rows, command=command, device=results.HOST_CPU, wall_seconds=seconds
-                )
-                results.write(args.json, found)
-    print(f"{len(rows)} calls in {time.perf_counter() - start:.0f} s")
+    if not args.target:
+        parser.error("name a chip: --target v5e")
+    names = [name for name in CASES if any(part in name for part in args.only)]
+    asked = [
+        Asking(target, name, who, blocks)
+        for target in args.target
+        for name in names
+        for who, blocks in [OURS, *others(name)]
+    ]
+    found = compiled(asked, 0 if args.kept else args.jobs, args.timeout)
+    known = [(p.target, p.case) for p in asked if p in found]
+    whole = {at for at in known if known.count(at) == 1 + len(others(at[1]))}
+    rows = [row_of(target, name, found) for target in args.target for name in names if (target, name) in whole]
+    for row in rows:
+        print(line_of(row))
+    seconds = round(sum(f["seconds"] for f in found.values()), 1)
+    print(f"{len(rows)} calls, {len(found)} of {len(asked)} programs, which took {seconds:.0f} s to compile")
+    if args.json:
+        command = results.command_line("python benchmarks/tpu_cycles.py", args.json)
+        kept = results.record("tpu-cycles", rows, command=command, device=results.HOST_CPU, wall_seconds=seconds)
+        results.write(args.json, kept)
 
 
-def _row(target: str, name: str, timeout: float) -> dict[str, Any]:
-    """A case: its kernels, and what others make of the same maths."""
-    op, dtype, _ = CASES[name]
-    ours = _asked(target, [name, "ours", 0], timeout)
-    xla = [f for where in LIKED if (f := _asked(target, [name, where, 0], timeout))]
-    flash = [f for block in BLOCKS if op == "attention" and (f := _asked(target, [name, "flash", block], timeout))]
-    row = {
-        "case": name, "op": op, "dtype": dtype, "target": target, "ours": ours,
-        "xla": min(xla, key=lambda f: f["estimated"] or math.inf, default={}),
-        "flash": min(flash, key=lambda f: f["issued"] or math.inf, default={}),
+def others(case: str) -> list[Program]:
+    """What stands beside the kernels of a case: of attention JAX's kernels (XLA's program writes all scores, and takes
+    several times as long), of the rest XLA's program. What memory bounds comes from there: its operands lie nowhere
+    else."""
+    op, _, dims = CASES[case]
+    if not op.startswith("attention") or "q_len=1," in dims:
+        return [(where, ()) for where in (LIKED if op.startswith("matmul") else LIKED[:1])]
+    flash = op == "attention" and "window" not in dims
+    return [(who, blocks) for who in PEERS if who == "splash" or flash for blocks in BLOCKS[who]]
+
+
+@dataclass(frozen=True)
+class Asking:
+    """One program to compile for one target."""
+
+    target: str
+    case: str
+    who: str
+    blocks: tuple[int, ...]
+
+    @property
+    def place(self) -> tuple[str, bool, bool]:
+        """What a process that compiles it must have been started for: the target, whether operands may lie anywhere,
+        and whether libtpu estimates, which takes several times as long and which kernels of attention, compared with
+        others by what they issue, need not."""
+        of_attention = CASES[self.case][0].startswith("attention")
+        return self.target, self.who == "anywhere", self.who in LIKED or not of_attention or self.gradient_of_peer
+
+    @property
+    def gradient_of_peer(self) -> bool:
+        """Whether XLA's sums around the kernel are part of it."""
+        return self.who in PEERS and CASES[self.case][0].endswith("_vjp")
+
+    @property
+    def file(self) -> Path:
+        """Where the result is kept: named after all that it depends on."""
+        backend, family = pallas()
+        op = CASES[self.case][0]
+        compiler = family.load_compiler()
+        modules = [family.compiler or "", *([backend.where(op, family) or ""] if self.who == "ours" else [])]
+        what = [
+            self.target, self.case, CASES[self.case], self.who, self.blocks, cache.digest(modules),
+            compiler.versions(targets.find(self.target)),
+        ]  # fmt: skip
+        if self.who != "ours":
+            what.append([inspect.getsource(part) for part in vars(tpu_programs).values() if inspect.isfunction(part)])
+        else:
+            tables = [p for p in tilings.files(family.package, backend.name) if p.is_file()]
+            what += [json.loads(p.read_text(encoding="utf-8"))["ops"].get(op) for p in tables]
+        name = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
+        return cache_folder() / "tpu-cycles" / f"{name}.json"
+
+
+def pallas() -> tuple[Backend, Family]:
+    """The backend, and its family for TPUs."""
+    b = registry.backend("pallas")
+    return b, next(f for f in b.families if "tpu" in f.platforms)
+
+
+# ------------------------------------------------------------------------------------------------------------ compiling
+
+
+def compiled(asked: list[Asking], jobs: int, timeout: float) -> dict[Asking, Found]:
+    """What is known of each program, from the cache or from processes that stay for programs of one place."""
+    found: dict[Asking, Found] = {}
+    files = {p: p.file for p in asked}
+    left: SimpleQueue[Asking] = SimpleQueue()
+    for program in sorted(asked, key=lambda p: p.place):
+        known = json.loads(files[program].read_text(encoding="utf-8")) if files[program].is_file() else {}
+        if known and known.get("gave_up", timeout) >= timeout:
+            found[program] = known
+        else:
+            left.put(program)
+    print(f"{len(found)} of {len(asked)} programs are known", file=sys.stderr)
+
+    def work(_: int) -> None:
+        worker: Worker | None = None
+        while True:
+            try:
+                program = left.get_nowait()
+            except Empty:
+                break
+            if worker is None or worker.place != program.place or not worker.alive:
+                if worker is not None:
+                    worker.close()
+                worker = Worker(program.place)
+            found[program] = worker.ask(program, timeout)
+            write_atomically(files[program], json.dumps(found[program]))
+            print(f"{left.qsize()} left; {program}: {found[program]}", file=sys.stderr, flush=True)
+        if worker is not None:
+            worker.close()
+
+    with ThreadPoolExecutor(max(jobs, 1)) as executor:
+        list(executor.map(work, range(jobs)))
+    return found
+
+
+@dataclass
+class Worker:
+    """A process that compiles programs of one place, with libtpu's estimates; a program that ends it is compiled again
+    without them."""
+
+    place: tuple[str, bool, bool]
+    scratch: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="portakern-cycles-")))
+
+    def __post_init__(self) -> None:
+        target, anywhere, estimates = self.place
+        compiler = pallas()[1].load_compiler()
+        variables = compiler.environment(targets.find(target), quick=True)
+        variables = {n: v.replace("{scratch}", str(self.scratch)) for n, v in variables.items()}
+        if anywhere:
+            variables["LIBTPU_INIT_ARGS"] = variables["LIBTPU_INIT_ARGS"].replace(compiler.FROM_HBM, "")
+        if estimates and target not in compiler.NO_ESTIMATE:
+            variables["LIBTPU_INIT_ARGS"] += f" --xla_jf_dump_static_llo_profile_to={self.scratch}"
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--serve", target, str(self.scratch)], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ | variables,
+        )  # fmt: skip
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def ask(self, program: Asking, timeout: float) -> Found:
+        start = time.perf_counter()
+        answer = self._answer(json.dumps([program.case, program.who, program.blocks]), timeout)
+        if "died" in answer and self.place[2] and program.who not in LIKED:
+            bare = Worker((*self.place[:2], False))
+            answer = bare._answer(json.dumps([program.case, program.who, program.blocks]), timeout)
+            bare.close()
+        spent = {"seconds": round(time.perf_counter() - start, 1)}
+        return answer | spent | ({"gave_up": timeout} if "died" in answer else {})
+
+    def _answer(self, request: str, timeout: float) -> Found:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            self.process.stdin.write(request + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            return {"died": True, "why": "the compiler's process ended"}
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            came = selector.select(timeout)
+        line = self.process.stdout.readline() if came else ""
+        if line.endswith("\n"):
+            return json.loads(line)
+        self.process.kill()
+        return {"died": True, "why": "the compiler's process ended" if came else f"no answer in {timeout:.0f} s"}
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def serve(target: str, folder: str) -> None:
+    """Compile the programs that come, a line each."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    for line in sys.stdin:
+        case, who, blocks = json.loads(line)
+        try:
+            found = measured(target, case, who, tuple(blocks), Path(folder))
+        except Exception as e:  # a peer that refuses the call, a compiler that refuses the program
+            found = {"why": f"{type(e).__name__}: {e}"[:300]}
+        answers.write(json.dumps(found) + "\n")
+
+
+def measured(target: str, case: str, who: str, blocks: tuple[int, ...], folder: Path) -> Found:
+    """Compile one program here."""
+    hardware, (op, dtype, dims) = targets.find(target), CASES[case]
+    spec = registry.find_spec(op)
+    asked: Asked = of_op(spec, dtype, parse_shape(dims))
+    b, family = pallas()
+    impl = b.implementation(op, family)
+    assert impl is not None
+    call, tiling = forms.abstract_call(spec, impl, asked.form, hardware, {})
+    compiler = family.load_compiler()
+    if who in LIKED:
+        cost = tpu_programs.xla(call).lower().compile().cost_analysis()
+        estimated = sum(estimates(folder).values())
+        for path in (folder / "dump").glob("*.txt"):
+            path.unlink()
+        a_cycle = (hardware.bandwidth or math.nan) / (hardware.clock or math.nan) / (hardware.cores or 1)
+        memory = cost["bytes accessed"] / a_cycle
+        return {"least": round(max(estimated, memory)) if estimated else None, "moved": round(cost["bytes accessed"])}
+    traced = compiler.traced(impl, call, tiling) if who == "ours" else PEERS[who](call, blocks)
+    kernels = compiler.kernels_of(traced, call.target)
+    if op.endswith("_vjp"):  # a peer's forward pass comes along
+        kernels = [k for k in kernels if "_fwd" not in k.name]
+    around = 0
+    for name, cycles in estimates(folder).items():
+        mine = [k for k in kernels if name.startswith(k.name)]
+        if mine and len(mine) == 1:
+            mine[0].cycles = (mine[0].cycles or 0) + cycles
+        elif not mine and "_fwd" not in name:
+            around += cycles
+    least = [k.least(hardware) for k in kernels]
+    issued = [max(k.issued or math.nan, k.memory(hardware) or 0.0) for k in kernels]
+    return {
+        "tiling": dict(tiling) if who == "ours" else {"blocks": list(blocks)},
+        "issued": None if any(map(math.isnan, issued)) else round(sum(issued)),
+        "least": None if None in least else round(sum(f or 0.0 for f in least)),
+        "around": around, "moved": sum(k.moved or 0 for k in kernels), "spills": sum(k.spills or 0 for k in kernels),
     }  # fmt: skip
-    for other, figure in (("xla", "estimated"), ("flash", "issued")):
-        mine, theirs = row["ours"].get(figure), row[other].get(figure)
-        row[f"over_{other}"] = round(mine / theirs, 3) if mine and theirs else None
+
+
+def estimates(folder: Path) -> dict[str, int]:
+    """libtpu's, by operation of the program that was compiled last."""
+    found: dict[str, int] = {}
+    for path in folder.glob("*static_llo_profile.textproto"):
+        cycles = sum(map(int, re.findall(r"estimated_cycles: (\d+)\n", path.read_text())))
+        found[path.name] = cycles
+        path.unlink()
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------- table
+
+
+def row_of(target: str, case: str, found: Mapping[Asking, Found]) -> dict[str, Any]:
+    """A case: its kernels, and what others make of the same maths, at their best."""
+    op, dtype, _ = CASES[case]
+    ours = found[Asking(target, case, *OURS)]
+    row: dict[str, Any] = {"case": case, "op": op, "dtype": dtype, "target": target, "ours": ours}
+    for other, figure in (("xla", "least"), *((who, "issued") for who in PEERS)):
+        theirs = [
+            found[Asking(target, case, who, blocks)]
+            for who, blocks in others(case)
+            if who == other or (other == "xla" and who in LIKED)
+        ]
+        best = min(theirs, key=lambda f: total(f, figure) or math.inf, default={})
+        mine, peer = total(ours, figure), total(best, figure)
+        row |= {other: best, f"over_{other}": round(mine / peer, 3) if mine and peer else None}
     return row
 
 
-def _line(row: Mapping[str, Any]) -> str:
-    def shown(found: Mapping[str, Any]) -> str:
-        return "/".join("-" if found.get(n) is None else f"{found[n]:.0f}" for n in ("issued", "estimated", "memory"))
-
-    ratios = ", ".join(f"{row[n]:.2f} of {n[5:]}" for n in ("over_xla", "over_flash") if row[n])
-    return (
-        f"{row['target']} {row['case']}: {shown(row['ours'])} (issued/estimated/of memory), XLA {shown(row['xla'])}"
-        f"{', flash ' + shown(row['flash']) if row['flash'] else ''}: {ratios or row['ours'].get('why', '-')}"
-    )
+def total(found: Found, figure: str) -> float | None:
+    """A program's cycles, those around its kernels with them."""
+    cycles = found.get(figure)
+    return None if cycles is None else cycles + found.get("around", 0)
 
 
-def _asked(target: str, one: list[Any], timeout: float) -> dict[str, Any]:
-    """What a process of its own finds of one program; empty where it ends without an answer."""
-    from portakern.backends.pallas.tpu.toolchain import compiler
+def line_of(row: Mapping[str, Any]) -> str:
+    def shown(name: str) -> str:
+        found, ratio = row[name], row.get(f"over_{name}")
+        parts = "/".join("-" if found.get(n) is None else f"{found[n]}" for n in ("issued", "least", "around"))
+        return f"{name} {parts}" + (f" = {ratio:.2f}" if ratio else f" ({found['why']})" if "why" in found else "")
 
-    with tempfile.TemporaryDirectory() as folder:
-        variables = compiler.environment(targets.find(target), quick=True)
-        variables = {n: v.replace("{scratch}", folder) for n, v in variables.items()}
-        if one[1] == "anywhere":
-            variables["LIBTPU_INIT_ARGS"] = variables["LIBTPU_INIT_ARGS"].replace(compiler.FROM_HBM, "")
-        if target not in compiler.NO_ESTIMATE:
-            variables["LIBTPU_INIT_ARGS"] += f" --xla_jf_dump_static_llo_profile_to={folder}"
-        command = [sys.executable, __file__, "--target", target, "--one", json.dumps([*one, folder])]
-        try:
-            ran = subprocess.run(
-                command, env=os.environ | variables, capture_output=True, text=True, timeout=timeout, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return {}
-        lines = ran.stdout.strip().splitlines()
-        return json.loads(lines[-1]) if ran.returncode == 0 and lines else {}
-
-
-def _one(target: str, name: str, who: str, block: int, folder: str) -> dict[str, Any]:
-    """Compile one program here."""
-    from portakern.backends.pallas.tpu.toolchain import compiler
-
-    hardware, (op, dtype, dims) = targets.find(target), CASES[name]
-    spec, asked = registry.find_spec(op), of_op(registry.find_spec(op), dtype, parse_shape(dims))
-    b = registry.backend("pallas")
-    impl = b.implementation(op, b.families[0])
-    assert impl is not None
-    call, tiling = forms.abstract_call(spec, impl, asked.form, hardware, {})
-    if who == "ours":
-        traced = compiler._traced(impl, call, tiling)
-    else:
-        traced = _flash(call, block) if who == "flash" else _xla(call)
-    found: dict[str, Any] = {"tiling": dict(tiling) if who == "ours" else {"block": block} if block else {}}
-    a_cycle = (hardware.clock or math.nan) * (hardware.cores or 1)
-    if who in ("ours", "flash"):
-        compiled, walks, codes = compiler._build(traced, call, tiling)
-        if len(walks) == len(compiled.kernels):  # in order: JAX's kernel has another name in the program
-            walks = [w._replace(name=k.name) for w, k in zip(walks, compiled.kernels, strict=True)]
-        kernels = compiler._counted(compiled.kernels, walks, codes, call.target)
-        memory = sum(k.memory(hardware) or 0.0 for k in kernels)
-        issued = sum(max(k.issued or math.nan, k.memory(hardware) or 0.0) for k in kernels)
-        found |= {"issued": round(issued), "spills": sum(k.spills or 0 for k in kernels)}
-    else:
-        cost = traced.lower().compile().cost_analysis()
-        memory = cost["bytes accessed"] / ((hardware.bandwidth or math.nan) / a_cycle)
-        found["issued"] = None
-    estimated = sum(_estimates(Path(folder)))
-    return found | {"memory": round(memory), "estimated": round(max(estimated, memory)) if estimated else None}
-
-
-def _estimates(folder: Path) -> Iterator[int]:
-    """libtpu's, of every operation of the program that was compiled in this process."""
-    for path in folder.glob("*static_llo_profile.textproto"):
-        yield sum(map(int, re.findall(r"estimated_cycles: (\d+)\n", path.read_text())))
-
-
-def _placed(call: Any) -> Any:
-    """A function that gives arrays without memory their place, on the first chip of a topology."""
-    import jax
-    from jax.experimental import topologies
-
-    from portakern.backends.pallas.tpu.toolchain.compiler import TOPOLOGY
-
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY[call.target.arch])
-    sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
-    return lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-
-def _flash(call: Any, block: int) -> Any:
-    """JAX's own kernel on the call's arrays, heads first as it wants them."""
-    import jax
-    from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes, flash_attention
-
-    if call.options["window"] or call.dims["q_len"] % block:
-        raise ValueError("the kernel has no window, and takes whole blocks")
-    batch, q_len, heads, d = call.arrays["q"].shape
-    form = _placed(call)((batch, heads, q_len, d), call.arrays["q"].dtype)
-    sizes = BlockSizes(block, block, block, 1)
-
-    def program(q: Any, k: Any, v: Any) -> Any:
-        causal, scale = call.options["is_causal"], d**-0.5
-        return flash_attention(q, k, v, causal=causal, sm_scale=scale, block_sizes=sizes)
-
-    return jax.jit(program).trace(form, form, form)
-
-
-def _xla(call: Any) -> Any:
-    """The op's formula for XLA, or of a gradient op its derivative."""
-    import jax
-
-    name, _, gradient = call.spec.name.partition("_")
-    formula = FORMULAS[name]
-    arrays = [call.arrays[n] for n in INPUTS[name] if call.arrays.get(n) is not None]
-    if name == "layernorm" and len(arrays) == 2:
-        arrays.append(arrays[-1])  # a gradient does not read the bias
-    placed = _placed(call)
-    forms_of = [placed(a.shape, a.dtype) for a in arrays]
-    if not gradient:
-        return jax.jit(lambda *xs: formula(call, *xs)).trace(*forms_of)
-    y = jax.eval_shape(lambda *xs: formula(call, *xs), *forms_of)
-
-    def backward(d_y: Any, *xs: Any) -> Any:
-        return jax.vjp(lambda *inner: formula(call, *inner), *xs)[1](d_y)
-
-    return jax.jit(backward).trace(placed(y.shape, y.dtype), *forms_of)
-
-
-def _matmul(call: Any, a: Any, b: Any) -> Any:
-    import jax
-
-    precision = jax.lax.Precision.HIGHEST if a.dtype == "float32" else None
-    return jax.numpy.matmul(a, b, precision=precision)
-
-
-def _softmax(call: Any, x: Any) -> Any:
-    import jax
-
-    return jax.nn.softmax(x.astype("float32"), call.options.get("axis", -1)).astype(x.dtype)
-
-
-def _layernorm(call: Any, x: Any, weight: Any, bias: Any) -> Any:
-    import jax
-
-    wide = x.astype("float32")
-    centred = wide - wide.mean(-1, keepdims=True)
-    r = jax.lax.rsqrt((centred * centred).mean(-1, keepdims=True) + call.options.get("eps", 1e-5))
-    return (centred * r * weight.astype("float32") + bias.astype("float32")).astype(x.dtype)
-
-
-def _rmsnorm(call: Any, x: Any, weight: Any) -> Any:
-    import jax
-
-    wide = x.astype("float32")
-    r = jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + call.options.get("eps", 1e-6))
-    return (wide * r * weight.astype("float32")).astype(x.dtype)
-
-
-def _attention(call: Any, q: Any, k: Any, v: Any) -> Any:
-    import jax
-
-    causal, window = call.options["is_causal"], call.options.get("window")
-    local = tuple(window) if window else None
-    return jax.nn.dot_product_attention(q, k, v, is_causal=causal, local_window_size=local, implementation="xla")
-
-
-FORMULAS = {
-    "matmul": _matmul, "softmax": _softmax, "layernorm": _layernorm, "rmsnorm": _rmsnorm, "attention": _attention
-}  # fmt: skip
-INPUTS = {
-    "matmul": ("a", "b"), "softmax": ("x", "y"), "layernorm": ("x", "weight", "bias"), "rmsnorm": ("x", "weight"),
-    "attention": ("q", "k", "v"),
-}  # fmt: skip
+    return f"{row['target']} {row['case']}: " + ", ".join(shown(n) for n in ("ours", "xla", *PEERS) if row[n])
 
 
 if __name__ == "__main__":

@@ -195,7 +195,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "tpu-cycles": Benchmark(
         ("case", "target"),
         {"case": "text", "op": "text", "dtype": "text", "target": "text", "ours": "object", "xla": "object",
-         "flash": "object", "over_xla": "number?", "over_flash": "number?"},
+         "flash": "object", "splash": "object", "over_xla": "number?", "over_flash": "number?",
+         "over_splash": "number?"},
         {"wall_seconds": "number"},
     ),
 }  # fmt: skip

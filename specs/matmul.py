@@ -23,7 +23,7 @@ class MatmulOut(NamedTuple):
 
 
 @spec(
-    tiling={"block_m": Tile(16, 2048, of="m"), "block_n": Tile(16, 2048, of="n"), "block_k": Tile(16, 2048, of="k")},
+    tiling={"block_m": Tile(16, 2048, of="m"), "block_n": Tile(16, 2048, of="n"), "block_k": Tile(16, 4096, of="k")},
     result_dtype={"c": "out_dtype"},
     empty={"k": {"c": 0.0}},
     apart=("batch", "m", "n"),

@@ -122,7 +122,7 @@ def test_a_module_of_a_backend_is_an_op_that_it_implements(b, family):
 # --- lists ---
 
 ALLOWED = (
-    "benchmarks/judges/", "benchmarks/tpu_cycles.py", "tests/ops/", "tests/mutants/f", "tests/mutants/machine_code.py",
+    "benchmarks/judges/", "benchmarks/tpu_programs.py", "tests/ops/", "tests/mutants/f", "tests/mutants/machine_code.py",
     "tests/test_emulator.py", "tests/test_hopper.py", "tests/test_judges.py", "tests/test_pallas_gpu.py",
     "tests/test_peers.py", "tests/test_tilings.py", "tests/test_tpu_static.py",
 )  # fmt: skip

@@ -108,7 +108,7 @@ def test_a_kernel_is_walked_by_its_grid():
 
         @pl.when(quotient(step * 4 + 3, 8) >= 1)
         def add():
-            y[...] += x[...] @ x[...].T
+            y[...] += jnp.dot(x[...], x[...].T, precision="highest")
 
     def call(x):
         return pl.pallas_call(
@@ -303,8 +303,10 @@ def test_the_larger_of_the_program_s_and_of_memory_s_cycles():
     assert Kernel("k", issued=1000, moved=0).least(v6e) == 1000
     assert Kernel("k", issued=1000, cycles=800, moved=0).least(v6e) == 800
     assert Kernel("k", issued=1000, cycles=500).least(v6e) == 1000, "the estimate missed branches"
+    assert Kernel("k", cycles=500).least(v6e) is None, "nothing is there to hold it to"
+    assert Kernel("k", launches=2, issued=1000, cycles=450).least(v6e) == 900, "an estimate is of one launch"
     assert Kernel("k", issued=1000, moved=round(5000 * a_cycle)).least(v6e) == pytest.approx(5000)
-    built = Build("op", "forward", "bfloat16", "v6e", "pallas", kernels=[Kernel("a", issued=7), Kernel("b", cycles=8)])
+    built = Build("op", "forward", "bfloat16", "v6e", "pallas", kernels=[Kernel("a", issued=7), Kernel("b", issued=8)])
     assert built.least == 15 and "15 cycles, not run" in str(built)
     built.kernels.append(Kernel("c"))
     assert built.least is None
@@ -318,3 +320,87 @@ def test_rows_of_many_elements_are_read_once():
         impl = registry.backend("pallas").implementation(name, registry.backend("pallas").families[0])
         tiling = tilings.resolve(impl, call, {}).tiling
         assert tiling["block_rows"] == rows and tiling["block_n"] >= n, (name, tiling)
+
+
+def gradients_call(kv_len, arch="v6e", dtype="bfloat16"):
+    dims = {"batch": 1, "kv_heads": 1, "group": 1, "d": 128, "dv": 128, "q_len": 256, "kv_len": kv_len}
+    spec = registry.find_spec("attention_vjp")
+    return bound_form(spec, typical_form(spec, dtype, dims), frameworks()["jax"], Target("tpu", arch))
+
+
+def tpu(op_name):
+    b = registry.backend("pallas")
+    return b.implementation(op_name, next(f for f in b.families if "tpu" in f.platforms))
+
+
+@pytest.mark.parametrize(
+    ("arch", "kv_len", "kernels"), [("v6e", 4096, 1), ("v6e", 16384, 1), ("v6e", 32768, 2), ("v4", 8192, 2)]
+)
+def test_one_kernel_of_gradients_where_all_keys_sums_fit(arch, kv_len, kernels):
+    impl, call = tpu("attention_vjp"), gradients_call(kv_len, arch)
+    tiling = tilings.resolve(impl, call, {}).tiling
+    assert tiling["kernels"] == kernels and impl.supports(call, tiling) is None
+    fewer = call.replace(wants=("d_q",))
+    assert impl.supports(fewer, tilings.resolve(impl, fewer, {}).tiling) is None
+
+
+def test_one_kernel_of_gradients_that_does_not_fit_is_refused_in_words():
+    reason = tpu("attention_vjp").supports(gradients_call(8192, "v4"), {"block_q": 512, "block_kv": 512, "kernels": 1})
+    assert reason and "or kernels=2" in reason
+
+
+def test_all_of_k_in_a_block_is_read_once():
+    call = matmul_call("v6e")
+    for depth, fetched in ((4096, 1), (2048, 4)):
+        tiling = {"block_m": 1024, "block_n": 1024, "block_k": depth}
+
+        def run(a, b, tiling=tiling):
+            return tpu("matmul").fn(call.replace(arrays={"a": a, "b": b}), tiling)
+
+        (walk,) = static.walks_of(jax.make_jaxpr(run)(*call.arrays.values()).jaxpr)
+        assert walk.moved == 4096 * 4096 * 2 * (fetched + 4 + 1), "a, b for each block of rows, c"
+
+
+def test_what_a_kernel_reads_of_constants_in_scalar_memory_is_known():
+    """Which blocks are visited stands in an array, as in JAX's splash attention."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    def kernel(which, x, y):
+        @pl.when(which[pl.program_id(0)] > 0)
+        def add():
+            y[...] = x[...] + 1
+
+    which = jnp.asarray([2, 0, 0, 3, 1, 0], jnp.int32)
+    spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1,
+        grid=(6,),
+        in_specs=[pl.BlockSpec((8, 128), lambda i, which: (which[i], 0))],
+        out_specs=pl.BlockSpec((8, 128), lambda i, which: (i, 0)),
+    )
+    shape = jax.ShapeDtypeStruct((48, 128), jnp.float32)
+
+    def call(x):
+        return pl.pallas_call(kernel, grid_spec=spec, out_shape=shape, name="by_map")(which, x)
+
+    closed = jax.make_jaxpr(call)(np.zeros((32, 128), np.float32))
+    (walk,) = static.walks_of(closed.jaxpr, closed.consts)
+    assert [c.steps for c in walk.body.inner] == [3]
+    assert walk.moved == 8 * 128 * 4 * (5 + 6), "2, 0, 3, 1, 0 of the inputs, and every output"
+
+
+@pytest.mark.parametrize("precision", ["default", "highest"])
+def test_a_float32_product_in_full_is_several(precision):
+    x = np.zeros((8, 8), np.float32)
+    jaxpr = jax.make_jaxpr(lambda a: jax.lax.dot(a, a, precision=precision))(x).jaxpr
+    assert static._flops(jaxpr) == 2 * 8**3 * (static.FLOAT32_PASSES if precision == "highest" else 1)
+
+
+@pytest.mark.parametrize(("causal", "most", "halves"), [(False, 4, 1), (True, 2, 2)])
+def test_parts_of_keys_and_halves_of_rows(causal, most, halves):
+    from portakern.backends.pallas.tpu import attention as module
+
+    spec = registry.find_spec("attention")
+    dims = {"kv_heads": 1, "group": 1, "d": 128, "dv": 128, "q_len": 4096, "kv_len": 4096, "is_causal": causal}
+    call = bound_form(spec, typical_form(spec, "bfloat16", dims), frameworks()["jax"], Target("tpu", "v6e"))
+    assert module.parts(call, 1024, 512) == most and module.halves_of(call, 1024) == halves
+    assert module.parts(call, 1024, 4096) == 1 and module.halves_of(call, 16) == 1

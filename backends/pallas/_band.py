@@ -16,7 +16,8 @@ class Band(NamedTuple):
     """The keys that causality and the window let a query see, in blocks of block_q rows and block_kv keys.
 
     Query i sees key j where first <= j - i <= last; None is no bound. Each query has ``heads`` rows, one after another:
-    row r is one of query r // heads. ``resident``: the keys of which a block is a part, if it is one.
+    row r is one of query r // heads. ``resident``: the keys of which a block is a part, if it is one. ``rows``: how many
+    there are, where what lies beyond the last one must not count.
     """
 
     first: int | None
@@ -26,6 +27,7 @@ class Band(NamedTuple):
     block_kv: int
     heads: int = 1
     resident: int | None = None
+    rows: int | None = None
 
     @classmethod
     def of(cls, call: Call, block_q: int, block_kv: int, heads: int = 1) -> Band:
@@ -84,6 +86,8 @@ class Band(NamedTuple):
     def inside(self, i: Any, j: Any) -> Any:
         """Whether every pair of query block i and key block j is visible."""
         within: Any = True
+        if self.rows and self.rows % self.block_q:
+            within &= (i + 1) * self.block_q <= self.rows
         if self.kv_len % self.block_kv:
             within &= (j + 1) * self.block_kv <= self.kv_len
         low, high = self._bounds()
@@ -102,8 +106,11 @@ class Band(NamedTuple):
         """Which pairs of query block i and key block j are visible, or None where all are."""
         shape = (self.block_q, self.block_kv)
         key = positions(shape, 1, j * self.block_kv)
-        offset = (key if self.heads == 1 else key * self.heads) - positions(shape, 0, i * self.block_q)
+        row = positions(shape, 0, i * self.block_q)
+        offset = (key if self.heads == 1 else key * self.heads) - row
         rules = []
+        if self.rows and self.rows % self.block_q:
+            rules.append(row < self.rows)
         if self.kv_len % (self.resident or self.block_kv):
             rules.append(key < self.kv_len)
         low, high = self._bounds()

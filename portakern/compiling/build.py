@@ -21,7 +21,8 @@ CYCLES = "of each kernel the larger of what its program takes and of what memory
 
 FOLLOWED = 0.7
 """Share of the cycles that a program issues, by its code and its grid, below which a compiler's estimate is not
-believed: branches on what it cannot follow count as not taken there."""
+believed: branches on what it cannot follow count as not taken there. Nor is one believed beside which nothing is
+counted."""
 
 
 @dataclass
@@ -36,9 +37,9 @@ class Kernel:
       on_chip: memory (as named in :mod:`portakern.core.targets`) -> bytes that one program takes.
       occupancy: share of a core's resident threads that fit beside each other.
       matrix: matrix instruction -> how often it stands in the machine code.
-      code_bytes: of the machine code; cycles: the compiler's own static estimate of a whole run.
-      issued: cycles of a whole run in which instructions are issued, of a machine that issues them in the order of its
-        code: no stalls. moved: bytes between device memory and the chip in a whole run.
+      code_bytes: of the machine code; cycles: the compiler's own static estimate of one launch.
+      issued: cycles of a whole run, all launches, in which instructions are issued, of a machine that issues them in the
+        order of its code: no stalls. moved: bytes between device memory and the chip in a whole run.
       undefined: registers that the machine code reads before anything wrote them, a fault of the assembler.
       serialised: why the assembler lets matrix instructions run one after another that the code would overlap, in its
         words: right results, at a fraction of the rate.
@@ -63,11 +64,11 @@ class Kernel:
 
     @property
     def program(self) -> int | None:
-        """Cycles that its program takes in a whole run: the compiler's estimate, and what it issues where there is none
-        or where that is so much more that the estimate must have missed branches; None where nothing counts them."""
-        if self.cycles and self.cycles >= FOLLOWED * (self.issued or 0):
-            return self.cycles
-        return self.issued or self.cycles
+        """Cycles that its program takes in a whole run, all launches: the compiler's estimate, and what it issues where
+        there is none or where that is so much more that the estimate must have missed branches; None where nothing
+        counts what it issues."""
+        estimated = self.launches * (self.cycles or 0)
+        return estimated if self.issued and estimated >= FOLLOWED * self.issued else self.issued
 
     def memory(self, hardware: Hardware) -> float | None:
         """Cycles that the bytes it moves take one core of the chip, at the bandwidth of its data sheet."""

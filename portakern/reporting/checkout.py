@@ -14,6 +14,7 @@ import portakern
 from portakern import results
 from portakern.files import write_atomically
 from portakern.reporting import (
+    beside,
     charts,
     compiled,
     judges,
@@ -45,6 +46,7 @@ TABLES: Mapping[str, Callable[[Kept], str]] = {
     "resources": compiled.resources,
     "tilings": compiled.tilings,
     "cycles": compiled.cycles,
+    "beside": beside.beside,
     "errors": measured.errors,
     "roofs": compiled.roofs,
     "speed": speed.speed,

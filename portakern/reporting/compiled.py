@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from portakern.compiling.build import CYCLES, FOLLOWED, Kernel
 from portakern.core import registry, targets
 from portakern.reporting.kept import Kept, known_targets, source
 from portakern.reporting.markdown import NONE, fold, table
-from portakern.reporting.roofline import known_work
 
 __all__ = ["cycles", "matrix", "resources", "roofs", "tilings"]
 
@@ -242,54 +242,32 @@ def tilings(kept: Kept) -> str:
     )
 
 
-def _estimate(row: Row) -> tuple[int, bool]:
-    """(cycles of the kernels that have an estimate, whether all have)."""
-    known = [k["cycles"] * k["launches"] for k in row["kernels"] if k["cycles"] is not None]
-    return sum(known), bool(known) and len(known) == len(row["kernels"])
-
-
-def _impossible(row: Row) -> bool:
-    """Whether a whole call has an estimate below what the chip's matrix units take for its operations alone: the
-    compiler left out a part that it could not follow. What it takes is known where a clock is.
-    """
-    chip, (count, complete) = targets.HARDWARE.get(row["target"]), _estimate(row)
-    needed = known_work(row["op"], row["dtype"])
-    peak = chip.flops.get("bfloat16") if chip else None
-    if not (chip and chip.clock and peak and needed and complete):
-        return False
-    return count < needed[0] / (peak / chip.clock)
+def _whole_run(row: Row) -> float | None:
+    """Cycles of the whole call, nothing run; None where the compiler does not tell them of every kernel."""
+    hardware = targets.HARDWARE.get(row["target"])
+    kernels = [Kernel(**{n: v for n, v in k.items() if v is not None}) for k in row["kernels"]]
+    found = [k.least(hardware) for k in kernels] if hardware else []
+    return sum(f or 0.0 for f in found) if found and None not in found else None
 
 
 def cycles(kept: Kept) -> str:
-    """The compiler's own estimate of a whole call, where it makes one. An op with an impossible estimate is not shown
-    at all: it is the same program that the compiler did not follow in the others.
-    """
+    """What a whole call takes by machine code, grid and bytes, where a compiler tells it."""
     rows, said = _cells(kept)
-    rows = [r for r in rows if _estimate(r)[0]]
-    wrong = sorted({r["op"] for r in rows if _impossible(r)})
-    rows = [r for r in rows if r["op"] not in wrong]
+    found = {id(r): _whole_run(r) for r in rows}
+    rows = [r for r in rows if found[id(r)]]
     if not rows:
-        return "No compiler's estimate of cycles is kept." + (f"\n\n{said}" if said else "")
+        return "No count of cycles is kept." + (f"\n\n{said}" if said else "")
     columns = known_targets(r["target"] for r in rows)
     lines = []
     for (op, dtype), mine in _by_op(rows).items():
-        there = {r["target"]: _estimate(r) for r in mine}
-        lines.append([f"`{op}`", dtype, *(_thousands(*there[t]) if t in there else NONE for t in columns)])
+        there = {r["target"]: found[id(r)] for r in mine}
+        lines.append([f"`{op}`", dtype, *(f"{n / 1000:,.0f}" if (n := there.get(t)) else NONE for t in columns)])
     notes = (
-        "Thousands of cycles of the typical call, as the compiler estimates them; no chip has confirmed one. ≥: a "
-        "kernel of the call has no estimate. "
-        f"{NONE}: none has; a call that no target estimates is left out."
+        f"Thousands of cycles of the typical call, {CYCLES}: the compiler's estimate, or what is issued where an "
+        f"estimate is under {FOLLOWED:.0%} of that, and must have missed a branch. No chip has confirmed one. {NONE}: "
+        "the code's bundles were not counted."
     )
-    if wrong:
-        notes += (
-            f" Not shown: {', '.join(f'`{op}`' for op in wrong)}, with an estimate below what the matrix units take "
-            "for the operations alone: a part that the compiler could not follow is left out."
-        )
     return "\n\n".join([table(["op", "dtype", *columns], lines, words=2), notes, said])
-
-
-def _thousands(count: int, complete: bool) -> str:
-    return ("" if complete else "≥ ") + f"{count / 1000:,.0f}"
 
 
 def roofs(kept: Kept) -> str:

@@ -19,7 +19,7 @@ from portakern.errors import SpecError
 from portakern.reporting.kept import Kept, chip, known_targets
 from portakern.spec.dtypes import numpy_dtype
 
-__all__ = ["Point", "heatmap", "known_work", "plots", "roofline", "work"]
+__all__ = ["Point", "heatmap", "plots", "roofline", "work"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def work(op: str, dtype: str) -> tuple[int, int]:
     return round(s.flops(call)), moved
 
 
-def known_work(op: str, dtype: str) -> tuple[int, int] | None:
+def _known_work(op: str, dtype: str) -> tuple[int, int] | None:
     """The same, or None where no such op is here, or it has no typical call."""
     try:
         return work(op, dtype)
@@ -84,7 +84,7 @@ def roofline(kept: Kept, h: Hardware) -> dict[str, Any]:
 
     points = []
     for op, dtype in sorted(compiled):
-        known = known_work(op, dtype)
+        known = _known_work(op, dtype)
         if known is None or dtype not in roofs:
             continue
         flops, moved = known

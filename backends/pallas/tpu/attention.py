@@ -16,14 +16,16 @@ one computes nothing: what its index map names are the first blocks of the row b
 laid out in memory is said in ``_heads.py``.
 
 block_q, block_kv: the rows that a step holds, and the keys whose scores it has at a time. Large block_kv feeds the
-matrix unit; the scores, block_q x block_kv in float32, bound both. Of few rows (`parts`) a step has several such blocks
-of keys, one after another: the results are the same to the bit.
+matrix unit; the scores, block_q x block_kv in float32, bound both. A step has several such blocks of keys, one after
+another (`parts`): the results are the same to the bit. A step on an edge of the band takes each half of its rows
+through those of them that it sees.
 
 Source: Dao, "FlashAttention-2" (2023), algorithm 1; Milakov and Gimelshein (2018) for the running maximum.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -92,23 +94,35 @@ def blocks(call: Call, tiling: Mapping[str, int]) -> tuple[int, int]:
 
 def parts(call: Call, bq: int, bkv: int) -> int:
     """How many blocks of keys a step holds: as many as give it PAIRS pairs, since a step of few waits longer than it
-    computes. Interpreted, where blocks are small, two, so that there are several steps too."""
-    most = 2 if call.interpret else PAIRS // (bq * bkv)
+    computes, and of larger blocks four, of which one's products hide what the other's exponentials take; in a band two,
+    since its edges pass by the parts that nobody sees. Interpreted, where blocks are small, two, so that there are
+    several steps too."""
+    banded = call.options["is_causal"] or call.options["window"] is not None
+    most = 2 if call.interpret else max(2 if banded else 4, PAIRS // (bq * bkv))
     return max(1, min(most, pl.cdiv(call.dims["kv_len"], bkv)))
 
 
 PAIRS = 2**18
 
 
-def refused(call: Call, tiling: Mapping[str, int], needed: int, rows: int) -> str | None:
+def halves_of(call: Call, bq: int) -> int:
+    """How many pieces of its rows a step takes one after another where it meets an edge of the band: each passes by the
+    keys that it does not see. A row's results are the same to the bit."""
+    banded = call.options["is_causal"] or call.options["window"] is not None
+    return 2 if banded and bq % (2 * grains(call)[0]) == 0 else 1
+
+
+def refused(
+    call: Call, tiling: Mapping[str, int], needed: int, rows: int, names: str = "block_q or block_kv"
+) -> str | None:
     """Why a TPU cannot run attention, or its gradients, on so many rows in these tiles, which need so many bytes of
-    VMEM; or None."""
+    VMEM; or None. ``names``: what to choose smaller."""
     of_q, of_kv = grains(call)
     return (
         dtype_refused(call)
         or off_grid("block_q", tiling["block_q"], rows, of_q)
         or off_grid("block_kv", tiling["block_kv"], call.dims["kv_len"], of_kv)
-        or over_vmem(call, needed, "block_q or block_kv")
+        or over_vmem(call, needed, names)
     )
 
 
@@ -188,8 +202,17 @@ def part_of(ref: Refs, number: int, bkv: int) -> Refs:
     return Refs(**{name: x.at[cuts[name]] if name in cuts else x for name, x in vars(ref).items()})
 
 
-def kernel(ref: Refs, *, band: Band, bkv: int, scores: Scores, interpreted: bool) -> None:
-    """A step holds band.block_kv keys, which it takes bkv at a time."""
+def half_of(ref: Refs, number: int, rows: int) -> Refs:
+    """What a step works on, with the rows of one half."""
+    mine, every = pl.ds(number * rows, rows), slice(None)
+    cuts = {"q_segment_ids": (every, mine), **dict.fromkeys(("q", "m", "l", "acc"), (mine, every))}
+    if "bias" in ref and ref.bias.shape[0] > 1:
+        cuts["bias"] = (mine, every)
+    return Refs(**{name: x.at[cuts[name]] if name in cuts else x for name, x in vars(ref).items()})
+
+
+def kernel(ref: Refs, *, band: Band, bkv: int, halves: int, scores: Scores, interpreted: bool) -> None:
+    """A step holds band.block_kv keys, which it takes bkv at a time, and on the band's edge ``halves`` of its rows."""
     i, step = step_along(2), step_along(3)
     first, last = band.span(i)
     j = first + step
@@ -200,13 +223,24 @@ def kernel(ref: Refs, *, band: Band, bkv: int, scores: Scores, interpreted: bool
         ref.l[...] = jnp.zeros_like(ref.l)
         ref.acc[...] = jnp.zeros_like(ref.acc)
 
-    def attend(edge: bool) -> None:
-        number = band.block_kv // bkv
-        for part in range(number):
-            add(ref if number == 1 else part_of(ref, part, bkv), j * number + part, edge)
+    number, keys = band.block_kv // bkv, band.part(bkv)
 
-    def add(ref: Refs, j: Any, edge: bool) -> None:
-        keys = band.part(bkv)
+    def attend(edge: bool) -> None:
+        if halves == 2 and (edge or interpreted):  # interpreted, a row's bits depend on the rows beside it
+            attend_by_halves()
+            return
+        for part in range(number):
+            add(ref if number == 1 else part_of(ref, part, bkv), keys, i, j * number + part, edge)
+
+    def attend_by_halves() -> None:
+        small = keys._replace(block_q=band.block_q // 2)
+        for half, part in itertools.product(range(2), range(number)):
+            rows, columns = i * 2 + half, j * number + part
+            low, high = small.span(rows)
+            here = half_of(ref if number == 1 else part_of(ref, part, bkv), half, small.block_q)
+            small.visit(rows, columns, (low <= columns) & (columns <= high), partial(add, here, small, rows, columns))
+
+    def add(ref: Refs, keys: Band, i: Any, j: Any, edge: bool) -> None:
         bias = ref.bias[...].astype(jnp.float32) if "bias" in ref else None
         s, _ = scores.from_dots(dot(ref.q[...], ref.k[...], (1, 1)), bias, settle=interpreted)
         visible = visible_pairs(ref, keys, i, j, edge)
@@ -258,7 +292,9 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Arr
     pairs = batch * heads * rows * min(call.dims["kv_len"], steps * band.block_kv)
     found = launch(
         call,
-        partial(kernel, band=band, bkv=bkv, scores=Scores.of(call), interpreted=call.interpret),
+        partial(
+            kernel, band=band, bkv=bkv, halves=halves_of(call, bq), scores=Scores.of(call), interpreted=call.interpret
+        ),
         "portakern_attention",
         (batch, heads, down, steps),
         in_order=1,

@@ -8,9 +8,13 @@ q: (batch, q_len, kv_heads*group, d), k: (batch, kv_len, kv_heads, d), v: (batch
 o and d_o: (batch, q_len, kv_heads*group, dv), lse and d_lse: (batch, kv_heads*group, q_len).
 d_k and d_v are summed over the group, d_bias over the axes along which bias has an extent of 1.
 
-`by_row` writes lse and Delta as two rows of one array, with lse = inf for queries that saw no key: their P is 0. Three
-kernels read them, each the only owner of what it sums, in float32 in VMEM and in the order of the grid, so that nothing
-is added atomically. The grid of `by_query` (d_q) is (batch, heads, query blocks, key blocks); that of `by_key` (d_k,
+`at_once` makes d_q, d_k and d_v, with five products for a pair of blocks: d_q is summed while the keys go by, and d_k
+and d_v stay in VMEM, all of them, until the last query was there. Where VMEM does not hold them (`fit`), or not all are
+wanted, there are two kernels with seven products. Each kernel is the only owner of what it sums, in float32 in VMEM and
+in the order of the grid, so that nothing is added atomically.
+
+`by_row` writes lse and Delta as two rows of one array, with lse = inf for queries that saw no key: their P is 0. The
+others read them. The grid of `by_query` (d_q) is (batch, heads, query blocks, key blocks); that of `by_key` (d_k,
 d_v) is (batch, kv_heads, key blocks, group, query blocks); that of `by_bias` (d_bias) has a place for each block of
 bias, and inside it what that block is broadcast over. `by_query` holds scores as (queries, keys), the others as (keys,
 queries): P and D are always the left factor of the next product as they stand, with the axis that it sums last. The
@@ -19,7 +23,7 @@ visited, nor fetched, unless bias has a row for each query. Arrays are read as (
 that ``_heads.py`` gives.
 
 block_q, block_kv: the queries and keys of one step, in all kernels. A step holds a few float32 arrays of block_q x
-block_kv.
+block_kv. kernels: 1 or 2, those of d_q, d_k and d_v.
 
 Source: Dao, "FlashAttention-2" (2023), algorithm 2.
 """
@@ -38,7 +42,7 @@ from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas._band import Band
-from portakern.backends.pallas.common import Blocks, Refs, block, quotient, row_block, step_along, within
+from portakern.backends.pallas.common import Blocks, Refs, block, padded, quotient, row_block, step_along, within
 from portakern.backends.pallas.tpu._chip import LANES, dot, launch, vmem_limit, whole_lanes
 from portakern.backends.pallas.tpu._heads import (
     Operands,
@@ -51,34 +55,63 @@ from portakern.backends.pallas.tpu._heads import (
 )
 from portakern.backends.pallas.tpu.attention import Scores, grains, key, refused, visible_pairs
 from portakern.core.call import Call
+from portakern.spec import Count
 from portakern.specs.attention import scale_of
 
 
 def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
-    """Half of both, as often as VMEM demands."""
-    bq, bkv = tiling["block_q"], tiling["block_kv"]
+    """Half of both, as often as VMEM demands; two kernels where it does not hold what one keeps there, or where that is
+    so much that compiling takes minutes."""
+    bq, bkv, kernels = tiling["block_q"], tiling["block_kv"], tiling["kernels"]
     while resident(call, bq, bkv) > vmem_limit(call) and bkv > LANES:
         bq, bkv = max(LANES, bq // 2), bkv // 2
-    return {"block_q": bq, "block_kv": bkv}
+    too_much = resident_at_once(call, bq, bkv) > vmem_limit(call) or call.dims["kv_len"] > MOST_KEYS
+    if wants_all(call) and too_much:
+        kernels = 2
+    return {"block_q": bq, "block_kv": bkv, "kernels": kernels}
+
+
+MOST_KEYS = 16384
+
+
+def wants_all(call: Call) -> bool:
+    """Whether a kernel that makes d_q, d_k and d_v makes nothing in vain."""
+    return {"d_q", "d_k", "d_v"} <= {*call.wants}
 
 
 def resident(call: Call, bq: int, bkv: int) -> int:
-    """The VMEM, in bytes, of one step of the kernel of d_k and d_v, which needs most.
+    """The VMEM, in bytes, of one step of the kernel of d_k and d_v, which of the two needs most.
 
     These are what is streamed, twice, the sums, and P, dP, dS and the mask of the step.
     """
-    bias, heads = call.arrays["bias"], whole_lanes(call.dims["d"]) + whole_lanes(call.dims["dv"])
+    heads = whole_lanes(call.dims["d"]) + whole_lanes(call.dims["dv"])
     streamed = call.arrays["q"].dtype.itemsize * heads * (bq + 2 * bkv)
-    if bias is not None:
-        streamed += bias.dtype.itemsize * bq * whole_lanes(bkv)
-    split = 6 * heads * (bq + bkv) if call.dtype == "float32" else 0  # float32 operands as three bfloat16 summands
-    return 2 * streamed + 4 * bkv * heads + 16 * bkv * whole_lanes(bq) + split
+    return 2 * streamed + 4 * bkv * heads + of_a_step(call, bq, bkv)
+
+
+def resident_at_once(call: Call, bq: int, bkv: int) -> int:
+    """The same of the one kernel of d_q, d_k and d_v: sums and results of all keys are there."""
+    d, dv = whole_lanes(call.dims["d"]), whole_lanes(call.dims["dv"])
+    keys, size = padded(call.dims["kv_len"], bkv), call.arrays["q"].dtype.itemsize
+    streamed = size * ((d + dv) * (bq + bkv + keys) + bq * d)
+    return 2 * streamed + 4 * (keys * (d + dv) + bq * d) + of_a_step(call, bq, bkv)
+
+
+def of_a_step(call: Call, bq: int, bkv: int) -> int:
+    """What a step of any of the kernels computes, a bias, and of float32 operands the bfloat16 parts."""
+    bias, heads = call.arrays["bias"], whole_lanes(call.dims["d"]) + whole_lanes(call.dims["dv"])
+    streamed = 0 if bias is None else 2 * bias.dtype.itemsize * bq * whole_lanes(bkv)
+    split = 6 * heads * (bq + bkv) if call.dtype == "float32" else 0
+    return streamed + 16 * bkv * whole_lanes(bq) + split
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     of_q, of_kv = grains(call)
     bq, bkv = block(call.dims["q_len"], tiling["block_q"], of_q), block(call.dims["kv_len"], tiling["block_kv"], of_kv)
-    return refused(call, tiling, resident(call, bq, bkv), call.dims["q_len"])
+    at_once = resident_at_once(call, bq, bkv) if tiling["kernels"] == 1 and wants_all(call) else 0
+    needed = max(at_once, resident(call, bq, bkv))
+    names = "block_q or block_kv" if needed > at_once else "block_q or block_kv, or kernels=2"
+    return refused(call, tiling, needed, call.dims["q_len"], names)
 
 
 # The kernels
@@ -159,6 +192,49 @@ def by_key(ref: Refs, *, band: Band, scores: Scores, scale: float) -> None:
             ref.d_k[...] = (ref.k_acc[...] * scale).astype(ref.d_k.dtype)
         if "v_acc" in ref:
             ref.d_v[...] = ref.v_acc[...].astype(ref.d_v.dtype)
+
+
+def at_once(ref: Refs, *, band: Band, turned: Band, scores: Scores, scale: float) -> None:
+    """d_q of a block of queries, and d_k and d_v of all keys, which stay in VMEM until every query was there.
+
+    Blocks meet in the order of `by_query`, which gives a key's sums that of `by_key`; scores are held as there.
+    """
+    head, i, step = step_along(2), step_along(3), step_along(4)
+    first, last = band.span(i)
+    j, last_step = first + step, step == pl.num_programs(4) - 1
+
+    @pl.when((head == 0) & (i == 0) & (step == 0))
+    def start() -> None:
+        ref.k_acc[...] = jnp.zeros_like(ref.k_acc)
+        ref.v_acc[...] = jnp.zeros_like(ref.v_acc)
+
+    @pl.when(step == 0)
+    def start_queries() -> None:
+        ref.q_acc[...] = jnp.zeros_like(ref.q_acc)
+
+    def add(edge: bool) -> None:
+        q, d_o, k = ref.q[...], ref.d_o[...], ref.k[...]
+        visible, p, slope = weights_by_key(ref, turned, scores, j, i, edge)
+        if edge:
+            q, d_o = (within(x, 0, i * band.block_q, turned.kv_len) for x in (q, d_o))
+            k = within(k, 0, j * band.block_kv, band.kv_len)
+        keys = pl.ds(j * band.block_kv, band.block_kv)
+        ref.v_acc[keys, :] += dot(p.astype(d_o.dtype), d_o, (1, 0))
+        d_s = selected(visible, p * (dot(ref.v[...], d_o, (1, 1)) - ref.lse_delta[1:2, :]))
+        d_dot = (d_s if slope is None else selected(visible, d_s * slope)).astype(q.dtype)
+        ref.k_acc[keys, :] += dot(d_dot, q, (1, 0))
+        ref.q_acc[...] += dot(d_dot, k, (0, 0))
+
+    turned.visit(j, i, j <= last, add)
+
+    @pl.when(last_step)
+    def finish_queries() -> None:
+        ref.d_q[...] = (ref.q_acc[...] * scale).astype(ref.d_q.dtype)
+
+    @pl.when((head == pl.num_programs(2) - 1) & (i == pl.num_programs(3) - 1) & last_step)
+    def finish() -> None:
+        ref.d_k[...] = (ref.k_acc[...] * scale).astype(ref.d_k.dtype)
+        ref.d_v[...] = ref.v_acc[...].astype(ref.d_v.dtype)
 
 
 def by_bias(ref: Refs, *, band: Band, scores: Scores, one_row: bool) -> None:
@@ -354,6 +430,41 @@ def key_gradients(call: Call, tiling: Mapping[str, int], saved: Saved) -> dict[s
     return {name: from_heads(gradient) for name, gradient in found.items()}
 
 
+def all_gradients(call: Call, tiling: Mapping[str, int], saved: Saved) -> dict[str, jax.Array]:
+    """d_q, d_k and d_v of one kernel."""
+    (batch, q_len, heads, d), group = call.arrays["q"].shape, call.dims["group"]
+    kv_len, dv, dtype = call.dims["kv_len"], call.dims["dv"], call.arrays["q"].dtype
+    of_q, of_kv = grains(call)
+    bq, bkv = row_block(call, q_len, tiling["block_q"], of_q), block(kv_len, tiling["block_kv"], of_kv)
+    band, keys = Band.of(call, bq, bkv), padded(kv_len, bkv)
+
+    def query(b: Any, h: Any, head: Any, i: Any, step: Any) -> tuple[Any, Any, Any]:
+        return b, h * group + head, i
+
+    def key(b: Any, h: Any, head: Any, i: Any, step: Any) -> tuple[Any, Any, Any]:
+        return b, h, band.block(i, step)
+
+    def every_key(b: Any, h: Any, head: Any, i: Any, step: Any) -> tuple[Any, Any, Any]:
+        return b, h, 0
+
+    outputs: Blocks = {"d_q": (jax.ShapeDtypeStruct((batch, heads, q_len, d), dtype), head_blocks(bq, d, query))}
+    for name, array in (("d_k", saved.heads["k"]), ("d_v", saved.heads["v"])):
+        outputs[name] = (jax.ShapeDtypeStruct(array.shape, dtype), head_blocks(keys, array.shape[3], every_key))
+    of_keys, scores = turned(band, q_len)._replace(rows=kv_len), Scores.of(call)
+    found = launched(
+        call,
+        partial(at_once, band=band, turned=of_keys, scores=scores, scale=scale_of(call)),
+        grid=(batch, heads // group, group, pl.cdiv(q_len, bq), band.steps()),
+        in_order=3,
+        inputs=saved.at(bq, bkv, query, key),
+        outputs=outputs,
+        scratch={"q_acc": (bq, d), "k_acc": (keys, d), "v_acc": (keys, dv)},
+        pairs=bq * bkv,
+        depth=3 * d + 2 * dv,
+    )
+    return {name: from_heads(gradient) for name, gradient in found.items()}
+
+
 def bias_gradient(call: Call, tiling: Mapping[str, int], saved: Saved) -> dict[str, jax.Array]:
     (batch, q_len, heads, _), group, kv_len = call.arrays["q"].shape, call.dims["group"], call.dims["kv_len"]
     bias = call.arrays["bias"]
@@ -385,14 +496,12 @@ def bias_gradient(call: Call, tiling: Mapping[str, int], saved: Saved) -> dict[s
     )
 
 
-@BACKEND.implements("attention_vjp", key=key, fit=fit, supports=supports)
+@BACKEND.implements("attention_vjp", key=key, fit=fit, supports=supports, knobs={"kernels": Count(1, 2)})
 def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
     saved = Saved(call)
-    found: dict[str, jax.Array] = {}
-    if "d_q" in call.wants:
-        found |= query_gradient(call, tiling, saved)
-    if "d_k" in call.wants or "d_v" in call.wants:
-        found |= key_gradients(call, tiling, saved)
-    if "d_bias" in call.wants:
-        found |= bias_gradient(call, tiling, saved)
+    found = all_gradients(call, tiling, saved) if tiling["kernels"] == 1 and wants_all(call) else {}
+    rest = [name for name in call.wants if name not in found]
+    found |= query_gradient(call, tiling, saved) if "d_q" in rest else {}
+    found |= key_gradients(call, tiling, saved) if "d_k" in rest or "d_v" in rest else {}
+    found |= bias_gradient(call, tiling, saved) if "d_bias" in rest else {}
     return tuple(found.get(output.name) for output in call.spec.outputs)

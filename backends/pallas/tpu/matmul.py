@@ -7,7 +7,8 @@ that is broadcast along one answers with block 0 there, so nothing is repeated i
 one b are one taller matrix.
 
 block_m, block_n: the output block (sublanes, lanes); block_k: the share of k resident at a step. Larger blocks read
-each operand fewer times. They are the most that a block holds: an extent is cut evenly into as many as that takes.
+each operand fewer times. They are the most that a block holds: an extent is cut evenly into as many as that takes. A
+block_k of all of k needs no accumulator, and a block of a then stays in VMEM while the blocks of n go by.
 
 Source: the blocked product of Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008),
 section 4, with VMEM as the cache.
@@ -56,6 +57,7 @@ def default_tiling(call: Call) -> dict[str, int]:
     rate = (hardware.flops["bfloat16"] or 1.0) / clock / passes
     bandwidth = (hardware.bandwidth or 1.0) / clock
     limit = targets.least("tpu", "vmem") if unknown else vmem_limit(call)
+    wide = 2 * math.sqrt(rate * passes / 2 / (hardware.cores or 1))  # twice the side of all its matrix units as one
 
     def cost(tiles: tuple[int, ...]) -> float:
         bm, bn, bk = tiles[0], even_block(n, tiles[1], LANES), even_block(k, tiles[2], LANES)
@@ -64,24 +66,25 @@ def default_tiling(call: Call) -> dict[str, int]:
         columns, depth = pl.cdiv(n, bn), pl.cdiv(k, bk)
         products = ROWS * 2 * bn * columns * bk * depth / rate
         added = ADD * bm * bn if depth > 1 else 0.0
-        waits = (STEP + added) * ROWS / bm * columns * depth
+        waits = ((STEP if bn >= min(n, wide) else NARROW) + added) * ROWS / bm * columns * depth
         first_and_last = size * (bm * bk + bk * bn + bm * bn)  # nothing else goes on meanwhile
-        moved = size * (ROWS * bk * depth * columns + bk * depth * bn * columns * ROWS / bm + ROWS * n)
+        a_again = columns if depth > 1 else 1  # a block of all of k stays while n's blocks go by
+        moved = size * (ROWS * bk * depth * a_again + bk * depth * bn * columns * ROWS / bm + ROWS * n)
         longer, shorter = max(products + waits, moved / bandwidth), min(products + waits, moved / bandwidth)
         return longer + SHARE * shorter + first_and_last / bandwidth
 
-    best = min(itertools.product(SIZES, repeat=3), key=cost)
+    best = min(itertools.product(SIZES, SIZES, (*SIZES, 2 * SIZES[-1])), key=cost)
     return dict(zip(("block_m", "block_n", "block_k"), best, strict=True))
 
 
 SIZES = (256, 512, 1024, 2048)
 ROWS = 4096
-MOST = 3 * 2**30  # multiplications of a step: its code is as long as they are many, and takes as long to compile
+MOST = 2**32  # multiplications of a step: its code is as long as they are many, and takes as long to compile
 SLOWEST = "v5e"
 FLOAT32_PASSES = 6  # products of bfloat16 parts that make one of float32
-STEP = 400  # cycles that a step waits, by libtpu's estimates less its code
-ADD = 2.5 / 1024  # cycles an element of adding a step's products to those before, where there are any
-SHARE = 0.2  # of what hides behind what takes longer: with other than ROWS rows it may be that which takes longer
+STEP, NARROW = 100, 500  # cycles that a step waits beyond its code, by libtpu's estimates: of wide and narrow blocks
+ADD = 0.8 / 1024  # cycles an element of adding a step's products to those before, where there are any
+SHARE = 0.02  # of what hides behind what takes longer: with other than ROWS rows it may be that which takes longer
 
 
 def blocks(call: Call, tiling: Mapping[str, int], m: int) -> tuple[int, int, int]:
@@ -120,6 +123,10 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
 def kernel(ref: Refs, *, k: int, axis: int) -> None:
     """``axis`` is the grid axis along which the blocks of k follow each other."""
     step, last = step_along(axis), pl.num_programs(axis) - 1
+    if "acc" not in ref:
+        a, b = within(ref.a[...], 1, 0, k), within(ref.b[...], 0, 0, k)
+        ref.c[...] = dot(a, b, (1, 0)).astype(ref.c.dtype)
+        return
 
     @pl.when(step == 0)
     def start() -> None:
@@ -185,7 +192,7 @@ def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
                 operand((*batch, m, n), (bm, bn), (rows, columns), rank),
             )
         },
-        scratch={"acc": (bm, bn)},
+        scratch={"acc": (bm, bn)} if pl.cdiv(k, bk) > 1 else {},
         vmem=resident(call, bm, bn, bk) + parts,
         cost=pl.CostEstimate(flops=2 * products, transcendentals=0, bytes_accessed=bytes_of_a + bytes_of_b),
     )

@@ -228,6 +228,32 @@ FAULTS = {
             small=True,
         ),
         Planted(
+            "half-left-corner",
+            "a half whose last query just misses the first key of a part counts as inside the band",
+            old="small.visit(",
+            new="small._replace(first=None if small.first is None else small.first - 1).visit(",
+            small=True,
+        ),
+        Planted(
+            "half-right-corner",
+            "a half whose first query just misses the last key of a part counts as inside the band",
+            old="small.visit(",
+            new="small._replace(last=None if small.last is None else small.last + 1).visit(",
+            small=True,
+        ),
+        Planted(
+            "half-passes-by",
+            "a half of the rows passes by the first part of the keys that it sees",
+            old="(low <= columns) & (columns <= high)",
+            new="(low < columns) & (columns <= high)",
+        ),
+        Planted(
+            "half-of-other-rows",
+            "the second half of the rows has the mask of the first",
+            old="            rows, columns = i * 2 + half,",
+            new="            rows, columns = i * 2,",
+        ),
+        Planted(
             "too-few-steps",
             "a band that straddles one block more than its width loses the last",
             old="    steps = band.steps()\n",

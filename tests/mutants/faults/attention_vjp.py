@@ -234,7 +234,7 @@ FAULTS = {
             old="selected(visible, d_s * slope)",
             new="selected(visible, d_s.astype(ref.q.dtype).astype(jnp.float32) * slope)",
             small=True,
-            times=2,
+            times=3,
         ),
         Planted(
             "tanh-twice",
@@ -330,6 +330,42 @@ FAULTS = {
                 "d_k = ref.k_acc[...] + dot(d_dot.astype(q.dtype), q, (1, 0))\n"
                 "            ref.k_acc[...] = d_k.astype(jnp.bfloat16).astype(jnp.float32)"
             ),
+        ),
+        Planted(
+            "at-once-heads-not-summed",
+            "the one kernel's d_k and d_v start anew at each query head of a group",
+            old="pl.when((head == 0) & (i == 0) & (step == 0))",
+            new="pl.when((i == 0) & (step == 0))",
+        ),
+        Planted(
+            "at-once-queries-not-summed",
+            "the one kernel's d_k and d_v start anew at each block of queries",
+            old="pl.when((head == 0) & (i == 0) & (step == 0))",
+            new="pl.when((head == 0) & (step == 0))",
+        ),
+        Planted(
+            "at-once-key-tail",
+            "in the one kernel keys beyond the last have weights",
+            old="turned(band, q_len)._replace(rows=kv_len)",
+            new="turned(band, q_len)",
+        ),
+        Planted(
+            "at-once-q-tail-unmasked",
+            "in the one kernel rows of q and d_o beyond the last query enter d_k and d_v",
+            old="q, d_o = (within(x, 0, i * band.block_q, turned.kv_len) for x in (q, d_o))",
+            new="pass",
+        ),
+        Planted(
+            "at-once-d-q-bfloat16",
+            "the one kernel's sum of d_q is rounded to bfloat16 after each block",
+            old="ref.q_acc[...] += dot(d_dot, k, (0, 0))",
+            new="ref.q_acc[...] = (ref.q_acc[...] + dot(d_dot, k, (0, 0))).astype(jnp.bfloat16).astype(jnp.float32)",
+        ),
+        Planted(
+            "at-once-own-keys",
+            "the one kernel adds d_v of every block of keys to those of the first",
+            old="ref.v_acc[keys, :] +=",
+            new="ref.v_acc[pl.ds(0, band.block_kv), :] +=",
         ),
     ],
     "pallas/gpu": [

@@ -23,6 +23,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from portakern.backends.pallas import BACKEND
@@ -84,8 +85,17 @@ def _version(package: str) -> str:
 
 def build(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compiled:
     """Compile a call for one core of the target's chip."""
-    compiled, walks, codes = _build(_traced(impl, call, tiling), call, tiling)
+    compiled, walks, codes = _build(traced(impl, call, tiling), call, tiling)
     return Compiled(_counted(compiled.kernels, walks, codes, call.target), compiled.code_bytes)
+
+
+def kernels_of(program: Any, target: Target) -> list[Kernel]:
+    """The kernels of any traced program, whoever wrote them, with what a run of theirs issues and moves."""
+    compiled, walks, codes = _build(program)
+    if {w.name for w in walks} != {k.name for k in compiled.kernels} and len(walks) == len(compiled.kernels):
+        # in order: the program may know a kernel by another name
+        walks = [w._replace(name=k.name) for w, k in zip(walks, compiled.kernels, strict=True)]
+    return _counted(compiled.kernels, walks, codes, target)
 
 
 def survey(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compiled:
@@ -93,11 +103,11 @@ def survey(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compi
     process whose kernels are the same but for the extents of arrays and grid: to rank calls, and for nothing else."""
     from portakern.backends.pallas.tpu.toolchain.static import walks_of
 
-    traced = _traced(impl, call, tiling)
-    walks = walks_of(traced.jaxpr.jaxpr)
+    program = traced(impl, call, tiling)
+    walks = walks_of(program.jaxpr.jaxpr)
     key = (call.target, *(w.program for w in walks))
     if key not in _SURVEYED or os.environ.get(WANT_ESTIMATE):
-        compiled, walks, codes = _build(traced, call, tiling)
+        compiled, walks, codes = _build(program, call, tiling)
         _SURVEYED[key] = Compiled([replace(k, assembly="") for k in compiled.kernels], compiled.code_bytes), codes
     kept, codes = _SURVEYED[key]
     return Compiled(_counted([replace(k) for k in kept.kernels], walks, codes, call.target), kept.code_bytes)
@@ -106,25 +116,27 @@ def survey(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compi
 _SURVEYED: dict[Any, tuple[Compiled, list[Region | None]]] = {}
 
 
-def _build(traced: Any, call: Call, tiling: Mapping[str, int]) -> tuple[Compiled, list[Walk], list[Region | None]]:
+def _build(
+    program: Any, call: Call | None = None, tiling: Mapping[str, int] = MappingProxyType({})
+) -> tuple[Compiled, list[Walk], list[Region | None]]:
     """What libtpu made, how its kernels walk their grids, and of each the regions of its code, where that was told."""
     from portakern.backends.pallas.tpu.toolchain.static import regions, walks_of
 
     dump = Path(os.environ[DUMP]) if DUMP in os.environ else None
     before = _files(dump)
-    compiled = traced.lower().compile()
+    compiled = program.lower().compile()
     told = _files(dump) - before
     made = re.findall(r"%([\w.-]+) = .*custom_call_target=\"tpu_custom_call\"", compiled.as_text())
-    cycles = _estimate(call, tiling, made) if os.environ.get(WANT_ESTIMATE) else {}
+    cycles = _estimate(call, tiling, made) if call and os.environ.get(WANT_ESTIMATE) else {}
     kernels = _merged([_read(name, told, cycles.get(name)) for name in made])
     for path in told:  # a process that compiles a thousand calls would fill the disk
         path.unlink(missing_ok=True)
     codes = [regions(k.assembly) if k.assembly else None for k in kernels]
     size = compiled.memory_analysis().generated_code_size_in_bytes
-    return Compiled(kernels, size), walks_of(traced.jaxpr.jaxpr), codes
+    return Compiled(kernels, size), walks_of(program.jaxpr.jaxpr, program.jaxpr.consts), codes
 
 
-def _traced(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Any:
+def traced(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Any:
     """The program of a call, traced for the first chip of a topology that is only described."""
     import jax
     from jax.experimental import topologies

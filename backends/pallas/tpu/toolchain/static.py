@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -74,18 +74,23 @@ class Walk(NamedTuple):
     program: str
 
 
-def walks_of(jaxpr: Any) -> list[Walk]:
-    """Every kernel of a traced program, in order."""
-    return [_walk(eqn) for eqn in _calls(jaxpr)]
+def walks_of(jaxpr: Any, consts: Sequence[Any] = ()) -> list[Walk]:
+    """Every kernel of a traced program, in order. ``consts``: the program's constants: what a kernel reads of them in
+    scalar memory, such as which blocks follow each other, is known with them."""
+    known = dict(zip(jaxpr.constvars, map(np.asarray, consts), strict=False))
+    return [_walk(eqn, given) for eqn, given in _calls(jaxpr, known)]
 
 
-def _calls(jaxpr: Any) -> Iterator[Any]:
+def _calls(jaxpr: Any, known: dict[Any, Any]) -> Iterator[tuple[Any, list[Any]]]:
+    """Every kernel, with its operands where they are constants."""
     for eqn in jaxpr.eqns:
+        given = [_value(v, known) for v in eqn.invars]
         if eqn.primitive.name == "pallas_call":
-            yield eqn
+            yield eqn, given
         else:
             for inner in _inner(eqn):
-                yield from _calls(inner)
+                same = given if len(inner.invars) == len(given) else []
+                yield from _calls(inner, {v: g for v, g in zip(inner.invars, same, strict=False) if g is not None})
 
 
 def _inner(eqn: Any) -> Iterator[Any]:
@@ -97,7 +102,7 @@ def _inner(eqn: Any) -> Iterator[Any]:
                 yield found
 
 
-def _walk(eqn: Any) -> Walk:
+def _walk(eqn: Any, given: Sequence[Any]) -> Walk:
     mapping, body = eqn.params["grid_mapping"], eqn.params["jaxpr"]
     grid = tuple(int(extent) for extent in mapping.grid)
     steps = math.prod(grid)
@@ -105,22 +110,24 @@ def _walk(eqn: Any) -> Walk:
     if steps > STEPS:
         raise ValueError(f"{name} has a grid of {steps} steps; expected at most {STEPS}, which are followed one by one")
     places = [axis.reshape(-1).astype(np.int32) for axis in np.indices(grid, dtype=np.int32)]
+    scalars = list(given)[: mapping.num_index_operands]
+    known = {ref: array for ref, array in zip(body.invars, scalars, strict=False) if array is not None}
     text = "\n".join([str(body), *(f"{m.block_shape} {m.index_map_jaxpr}" for m in mapping.block_mappings)])
     return Walk(
         name,
         steps,
-        Condition(steps, _work(body), _flops(body), tuple(_conditions(body, {}, places, np.ones(steps, bool)))),
-        sum(_moved(m, places) for m in mapping.block_mappings),
+        Condition(steps, _work(body), _flops(body), tuple(_conditions(body, known, places, np.ones(steps, bool)))),
+        sum(_moved(m, places, scalars) for m in mapping.block_mappings),
         sum(_bytes(m) for m in mapping.block_mappings),
         re.sub(r"\b-?\d+:i32\[\]", "N:i32[]", text),
     )
 
 
-def _moved(mapping: Any, places: list[np.ndarray]) -> int:
+def _moved(mapping: Any, places: list[np.ndarray], scalars: Sequence[Any]) -> int:
     """Bytes of a window's moves: it is moved at the first step, and wherever its index changes."""
     closed = mapping.index_map_jaxpr
     known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    known |= dict(zip(closed.jaxpr.invars, places, strict=False))
+    known |= {v: a for v, a in zip(closed.jaxpr.invars, [*places, *scalars], strict=False) if a is not None}
     known = _evaluated(closed.jaxpr, known, places)
     steps = len(places[0]) if places else 1
     at = np.stack([np.broadcast_to(_value(v, known), steps) for v in closed.jaxpr.outvars])
@@ -151,6 +158,10 @@ def _evaluate(eqn: Any, known: dict[Any, Any], places: list[np.ndarray]) -> None
         return
     values = [_value(v, known) for v in eqn.invars]
     if any(v is None for v in values) or not eqn.invars:
+        return
+    if eqn.primitive.name == "get":
+        (indexer,) = jax.tree.unflatten(eqn.params["tree"], values[1:])
+        known[eqn.outvars[0]] = values[0][tuple(np.asarray(i) for i in indexer.indices)]
         return
     inner = next(_inner(eqn), None)
     if inner is not None:
@@ -196,14 +207,16 @@ def _work(jaxpr: Any) -> int:
 
 
 def _flops(jaxpr: Any) -> int:
-    """Operations of the matrix products outside branches. One in full float32 is several of bfloat16."""
+    """Operations of the matrix products outside branches. One in full float32 is several of bfloat16, one in the
+    default precision is one, whatever its operands."""
     total = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
             left = eqn.invars[0].aval
             depth = math.prod(left.shape[axis] for axis in contracted)
-            passes = FLOAT32_PASSES if left.dtype == np.float32 else 1
+            in_full = left.dtype == np.float32 and jax.lax.Precision.HIGHEST in (eqn.params["precision"] or ())
+            passes = FLOAT32_PASSES if in_full else 1
             total += 2 * depth * math.prod(eqn.outvars[0].aval.shape) * passes
         elif eqn.primitive.name != "cond":
             total += sum(map(_flops, _inner(eqn)))
