@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 import triton
 import triton.language as tl
 
@@ -24,11 +23,13 @@ from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu.layernorm import key
 from portakern.backends.triton.gpu.logsumexp import finite_or_zero
 from portakern.backends.triton.gpu.softmax import refuse_tile, tile_rows
-from portakern.backends.triton.launch import accumulator, cdiv, launch
+from portakern.backends.triton.launch import accumulator, cdiv, launch, torch_dtype
 from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
 from portakern.spec import Tile
 
 if TYPE_CHECKING:
+    import torch
+
     from portakern.core.call import Call
 
 
@@ -107,4 +108,4 @@ def cross_entropy(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
 
 def numbers(call: Call, x: torch.Tensor) -> torch.Tensor:
     """A fresh tensor of one number a row, in the dtype of losses."""
-    return fresh(call.dims["batch"], torch.float64 if call.dtype == "float64" else torch.float32, x.device)
+    return fresh(call.dims["batch"], torch_dtype("float64" if call.dtype == "float64" else "float32"), x.device)
