@@ -3,8 +3,9 @@
 A kernel's figure is the larger of what its program takes and of what memory takes for the bytes that it moves
 (`Kernel.least`). What XLA does around kernels, such as copies, is added, as libtpu estimates it. Nothing is run. XLA's
 program is compiled with operands that come from device memory, and of products also with operands wherever libtpu likes
-them; the lower counts. JAX's flash and splash attention are compiled with each of a few sets of blocks, and the best counts;
-since libtpu does not follow splash's map of blocks, kernels are compared with theirs by the bundles that they issue.
+them; the lower counts. JAX's flash and splash attention are compiled with each of a few sets of blocks, and the best
+counts; since libtpu does not follow splash's map of blocks, kernels are compared with theirs by the bundles that they
+issue.
 
     python benchmarks/tpu_cycles.py --target v5e --target v5p --target v6e [--only matmul] [--json FILE]
 

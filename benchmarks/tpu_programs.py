@@ -1,4 +1,5 @@
-"""The programs that ``tpu_cycles.py`` compiles: each case's kernels here, XLA's formula, JAX's flash and splash kernels.
+"""The programs that ``tpu_cycles.py`` compiles: each case's kernels here, XLA's formula, JAX's flash and splash
+kernels.
 
 Formulas are traced on arrays without memory. JAX's kernels get their arrays as they want them, heads first and in whole
 blocks (a length of 4000 as one of 4096), and every set of blocks in :data:`BLOCKS`, of which the best counts.

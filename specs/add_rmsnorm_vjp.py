@@ -42,7 +42,8 @@ def add_rmsnorm_vjp(
     eps: Annotated[float, Range(0.0, typical=(1e-6, 1e-12, 1e-2))] = 1e-6,
     rounding: Literal["once", "before_weight"] = "once",
 ) -> AddRmsnormVjpOut:
-    """d_x = d_residual_out + the d_x of rmsnorm_vjp at residual_out, and its d_weight, in float32 (float64 for float64).
+    """d_x = d_residual_out + the d_x of rmsnorm_vjp at residual_out, and its d_weight, in float32 (float64 for
+    float64).
 
     Args:
       residual_out: (*batch, n), the sum that add_rmsnorm returned; d_y, d_residual_out: the cotangents of what it

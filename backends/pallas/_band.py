@@ -16,8 +16,8 @@ class Band(NamedTuple):
     """The keys that causality and the window let a query see, in blocks of block_q rows and block_kv keys.
 
     Query i sees key j where first <= j - i <= last; None is no bound. Each query has ``heads`` rows, one after another:
-    row r is one of query r // heads. ``resident``: the keys of which a block is a part, if it is one. ``rows``: how many
-    there are, where what lies beyond the last one must not count.
+    row r is one of query r // heads. ``resident``: the keys of which a block is a part, if it is one. ``rows``: how
+    many there are, where what lies beyond the last one must not count.
     """
 
     first: int | None

@@ -88,8 +88,8 @@ def compiled_flex() -> Callable[..., Any]:
 @functools.cache
 def _blocks(left: int | None, right: int | None, q_len: int, kv_len: int, device: Any) -> Any:
     """The blocks of a window, the last query at the last key: what each block of it sees follows from its corners.
-    PyTorch's ``create_block_mask`` writes the mask of all queries and keys first, 268 million entries for 16384 of both,
-    and compiled, so that it need not, it took longer than all calls together."""
+    PyTorch's ``create_block_mask`` writes the mask of all queries and keys first, 268 million entries for 16384 of
+    both, and compiled, so that it need not, it took longer than all calls together."""
     import torch
     from torch.nn.attention.flex_attention import BlockMask
 

@@ -16,7 +16,8 @@ from portakern.core.call import Call
 def add_layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray | None, ...]:
     """d_x = d_residual_out + d_x of layernorm at residual_out; d_weight and d_bias of layernorm there.
 
-    residual_out, d_y, d_residual_out: (*batch, n), weight, bias: (n) or None -> d_x: (*batch, n), d_weight, d_bias: (n).
+    residual_out, d_y, d_residual_out: (*batch, n), weight, bias: (n) or None -> d_x: (*batch, n), d_weight, d_bias:
+    (n).
     """
     d_x, *others = layernorm_vjp(at_sum(call), tiling)
     return with_that_of_the_sum(call, d_x), *others

@@ -12,7 +12,8 @@ from portakern.core.call import Call
 
 @BACKEND.implements("cross_entropy")
 def cross_entropy(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray | None, ...]:
-    """loss = log l + (1 - e) (m - x_t) + e (m - mean x) + z lse^2, l = sum exp(x - m), lse = m + log l; 0 where ignored.
+    """loss = log l + (1 - e) (m - x_t) + e (m - mean x) + z lse^2, l = sum exp(x - m), lse = m + log l; 0 where
+    ignored.
 
     logits x: (*batch, n), labels t: (*batch) -> loss, lse: (*batch). m = max x, or 0 where that is infinite; terms of a
     factor 0 are left out. inf - inf is NaN by plain arithmetic.

@@ -13,8 +13,8 @@ __all__ = ["pool"]
 
 @contextmanager
 def pool(jobs: int, environment: Mapping[str, str], nice: int = 0) -> Iterator[ProcessPoolExecutor]:
-    """``jobs`` new processes with more in their environment, which leave the cores to others by so much; CUDA and JAX do
-    not survive a fork."""
+    """``jobs`` new processes with more in their environment, which leave the cores to others by so much; CUDA and JAX
+    do not survive a fork."""
     before = set(multiprocessing.active_children())
     spawn = multiprocessing.get_context("spawn")
     made = ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_begin, initargs=(dict(environment), nice))

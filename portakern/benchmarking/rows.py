@@ -50,8 +50,8 @@ def settled(row: Row, kind: str, why: str | None = None) -> Row:
 
 
 def judged(row: Row, verdict: Verdict, tiling: Mapping[str, int], seconds: float) -> Row:
-    """The row with what became of its result, after so many seconds of a first call; an error that is no number stands as
-    null."""
+    """The row with what became of its result, after so many seconds of a first call; an error that is no number stands
+    as null."""
     worst = max(verdict.errors.values(), default=0.0)
     errors = {n: round(e, 6) if math.isfinite(e) else None for n, e in verdict.errors.items()}
     return {

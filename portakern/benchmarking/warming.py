@@ -39,8 +39,8 @@ def warm(plan: Plan, jobs: int, seconds: float, done: Callable[[], None]) -> int
     """Visit the plan's cases with ``jobs`` processes for at most ``seconds``; how many were visited. ``done`` is called
     after each. What is not reached is compiled when it is timed.
 
-    Contenders of other libraries than the first subject's are not visited: a compiler that times what it compiles, as XLA
-    does, would choose by what other processes do meanwhile.
+    Contenders of other libraries than the first subject's are not visited: a compiler that times what it compiles, as
+    XLA does, would choose by what other processes do meanwhile.
     """
     framework = plan.lead.framework
     visited_too = [b for b in (*plan.subjects[1:], *plan.against) if registry.known(b) and b.framework == framework]

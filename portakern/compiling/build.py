@@ -38,8 +38,8 @@ class Kernel:
       occupancy: share of a core's resident threads that fit beside each other.
       matrix: matrix instruction -> how often it stands in the machine code.
       code_bytes: of the machine code; cycles: the compiler's own static estimate of one launch.
-      issued: cycles of a whole run, all launches, in which instructions are issued, of a machine that issues them in the
-        order of its code: no stalls. moved: bytes between device memory and the chip in a whole run.
+      issued: cycles of a whole run, all launches, in which instructions are issued, of a machine that issues them in
+        the order of its code: no stalls. moved: bytes between device memory and the chip in a whole run.
       undefined: registers that the machine code reads before anything wrote them, a fault of the assembler.
       serialised: why the assembler lets matrix instructions run one after another that the code would overlap, in its
         words: right results, at a fraction of the rate.

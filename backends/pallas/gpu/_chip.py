@@ -131,7 +131,7 @@ class Held:
 
         def later() -> None:
             left, right = (x[...].astype(jnp.float32) for x in (a, b))
-            plgpu.commit_smem()  # tensor cores read as the copy engine writes, and what they have read may be overwritten
+            plgpu.commit_smem()  # tensor cores read as the copy engine writes, and what they read may be overwritten
             self.value += jnp.dot(left, right.T if transposed else right, precision=lax.Precision.HIGHEST)
 
         self.waiting.append(later)
@@ -190,9 +190,9 @@ def launch(
 
     ``ref`` holds the operands, whole and in device memory, and ``scratch``: buffers in shared memory, and barriers.
     ``axes`` names the axes of the grid; of several warpgroups each runs the kernel, and ``lax.axis_index("warpgroup")``
-    says which one it is. ``approximate``: exponentials and logarithms are the chip's own instructions, within a few units
-    in the last place, where subnormal numbers are 0. Interpreted calls run in Pallas's interpreter for GPUs; inside
-    ``plgpu.force_gpu_interpret_mode`` the parameters chosen there win.
+    says which one it is. ``approximate``: exponentials and logarithms are the chip's own instructions, within a few
+    units in the last place, where subnormal numbers are 0. Interpreted calls run in Pallas's interpreter for GPUs;
+    inside ``plgpu.force_gpu_interpret_mode`` the parameters chosen there win.
     """
     names = (*inputs, *outputs)
 

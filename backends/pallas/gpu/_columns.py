@@ -1,10 +1,10 @@
 """Sums over the rows of arrays on Hopper, which gradients of what all rows share are, in an order that only the number
 of rows decides.
 
-A block of one warpgroup owns some neighbouring columns of ``GROUP`` rows: each thread reads its columns of one row after
-the other and adds up, which makes a row of partial sums a group. A second kernel adds those up as they follow each
-other. The columns of the last block end with the array: some are those of the block before too, and are left out at the
-end.
+A block of one warpgroup owns some neighbouring columns of ``GROUP`` rows: each thread reads its columns of one row
+after the other and adds up, which makes a row of partial sums a group. A second kernel adds those up as they follow
+each other. The columns of the last block end with the array: some are those of the block before too, and are left out
+at the end.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def fewest_columns(n: int) -> int:
 def column_sums(
     call: Call, arrays: Mapping[str, jax.Array], rows: Mapping[str, jax.Array], terms: Terms, dtype: Any = jnp.float32
 ) -> dict[str, jax.Array]:
-    """Sums over rows by name, (n,) in a dtype that they are rounded to once, of what ``terms`` makes of arrays, (rows, n) each, and ``rows``: what is
-    known of each row."""
+    """Sums over rows by name, (n,) in a dtype that they are rounded to once, of what ``terms`` makes of arrays, (rows,
+    n) each, and ``rows``: what is known of each row."""
     height, n = next(iter(arrays.values())).shape
     whole = fewest_columns(n)
     plan = Plan.over(height, whole, max(x.dtype.itemsize for x in arrays.values()))

@@ -3,8 +3,8 @@
 A block of one warpgroup owns ``block_rows`` rows, and works on as many of them at a time as its four warps hold with
 ``row_warps`` warps to a row. A row of up to ``block_n`` elements is read once: it is copied into shared memory, worked
 on in registers and written where it was read, from where the copy engine takes it away; all rows of a block are on
-their way at once. A longer row is worked on in chunks of ``block_n``, first for its statistics, then for its result. One that
-fits into shared memory stays there (:func:`_kept`). One that does not is read twice, through a ring of buffers
+their way at once. A longer row is worked on in chunks of ``block_n``, first for its statistics, then for its result.
+One that fits into shared memory stays there (:func:`_kept`). One that does not is read twice, through a ring of buffers
 (:func:`_twice`); on the second read some of it is still in the L2 cache. An op of several arrays reads the same rows of
 each side by side, and writes where it read the first.
 
@@ -293,8 +293,8 @@ def launched(
     weights: Mapping[str, jax.Array],
     told: int = 0,
 ) -> tuple[Any, jax.Array | None]:
-    """What a formula makes of the rows of arrays, (rows, n) each, and ``told`` numbers of each row, (told, rows or more)
-    in float32. ``weights``: what every row shares, (n,) each."""
+    """What a formula makes of the rows of arrays, (rows, n) each, and ``told`` numbers of each row, (told, rows or
+    more) in float32. ``weights``: what every row shares, (n,) each."""
     rows, n = x[0].shape
     walk = Walk.over(call, tiling, rows, n, len(x))
     read = _direct if walk.direct else _once if walk.chunks == 1 else _kept if walk.kept else _twice

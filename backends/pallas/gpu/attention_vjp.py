@@ -8,13 +8,13 @@ q: (batch, q_len, kv_heads*group, d), k: (batch, kv_len, kv_heads, d), v: (batch
 o and d_o: (batch, q_len, kv_heads*group, dv), lse and d_lse: (batch, kv_heads*group, q_len). Heads are up to 256 wide.
 d_k and d_v are summed over the group.
 
-A first kernel sums Delta (`_rows`). Then one kernel runs twice, on two sides in turn: the rows of one side are a block's
-own, 64 to a warpgroup, and stay in shared memory; tiles of the other side come by through a ring of buffers, as one more
-warpgroup brings them. For d_q queries are at home and keys come by; for d_k and d_v keys are at home, and the queries of
-all heads of their group come by, one head after the other. What a block sums up is its alone, in float32 registers, in
-an order that never changes: nothing is added atomically. Tiles of scores have a row for each row at home, so that D and
-P, rounded, are the left factor of the next product as they stand. Where registers do not hold d_k and d_v beside each
-other, the kernel runs once for each.
+A first kernel sums Delta (`_rows`). Then one kernel runs twice, on two sides in turn: the rows of one side are a
+block's own, 64 to a warpgroup, and stay in shared memory; tiles of the other side come by through a ring of buffers, as
+one more warpgroup brings them. For d_q queries are at home and keys come by; for d_k and d_v keys are at home, and the
+queries of all heads of their group come by, one head after the other. What a block sums up is its alone, in float32
+registers, in an order that never changes: nothing is added atomically. Tiles of scores have a row for each row at home,
+so that D and P, rounded, are the left factor of the next product as they stand. Where registers do not hold d_k and d_v
+beside each other, the kernel runs once for each.
 
 block_q, block_kv: the queries and the keys of a tile that comes by; stages: buffers for them.
 

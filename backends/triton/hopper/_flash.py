@@ -232,7 +232,6 @@ def attend(
     acc = gl.zeros([ROWS, block_dv], gl.float32, mma_o)
     whole = acc, gl.zeros([ROWS], gl.float32, row_s), nothing
     opened = first  # the first key of the chunk that acc, l and m are of
-
     s = first_dots(turn, unit, q, k_tiles, full, empty, mine, theirs, GROUP, plan, mma_s)
     turn += 1
     s = seen_scores(s, first, cols, limits, all_lo, all_hi, scores)

@@ -126,9 +126,9 @@ MOST = 256
 
 
 class swapped(TorchFunctionMode):
-    """Within this context PyTorch's scaled_dot_product_attention, softmax, softmin, logsumexp, cross_entropy (of targets
-    that are classes), layer_norm, rms_norm, matmul, linear, mm, bmm, addmm, baddbmm, and einsum where it is a product
-    of two matrices (functions, methods and the operator @) run on portakern.
+    """Within this context PyTorch's scaled_dot_product_attention, softmax, softmin, logsumexp, cross_entropy (of
+    targets that are classes), layer_norm, rms_norm, matmul, linear, mm, bmm, addmm, baddbmm, and einsum where it is a
+    product of two matrices (functions, methods and the operator @) run on portakern.
 
     >>> with portakern.torch.swapped() as s:
     ...     model(x).sum().backward()

@@ -46,7 +46,8 @@ FAULTS = {
             "the mean of squares divides by the extent of all blocks",
             old="    run = partial(kernel,",
             new="    def over(ref, *, walk, **how):\n"
-            "        return kernel(ref, walk=walk._replace(shape=(walk.shape[0], walk.n + -walk.n % walk.block_n)), **how)\n"
+            "        wide = walk.n + -walk.n % walk.block_n\n"
+            "        return kernel(ref, walk=walk._replace(shape=(walk.shape[0], wide)), **how)\n"
             "\n    run = partial(over,",
         ),
         Planted(
