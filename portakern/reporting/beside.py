@@ -17,10 +17,10 @@ BEHIND = 1.03
 """Times the best other from which a figure stands in bold."""
 NOTES = (
     "Thousands of cycles of the kernels by default tilings, no chip ran one; + those of what XLA puts around them, "
-    "such as copies; in brackets both over what the best other takes, and who that is, in bold where ours are behind by "
-    "more than 3 %. XLA: its own program for the formula. Flash, splash: JAX's kernels with the best of several sets of "
-    "blocks. Both sides count by one rule: beside XLA the compiler's estimate, or what is issued where that is missing "
-    "or impossible; beside kernels what is issued; never less than memory takes for the bytes."
+    "such as copies; in brackets both over what the best other takes, and who that is, in bold where ours are behind "
+    "by more than 3 %. XLA: its own program for the formula. Flash, splash: JAX's kernels with the best of several "
+    "sets of blocks. Both sides count by one rule: beside XLA the compiler's estimate, or what is issued where that "
+    "is missing or impossible; beside kernels what is issued; never less than memory takes for the bytes."
 )
 
 
