@@ -75,8 +75,10 @@ def _untimed(kept: Kept, timed: Collection[tuple[str, str]]) -> list[str]:
     for row, _ in kept.rows("compile-matrix"):
         if (row["op"], row["dtype"]) not in timed:
             found.setdefault(row["op"], {})[row["dtype"]] = None
-    some = {op for op, _ in timed}
-    return [f"`{op}`" + (f" {', '.join(dtypes)}" if op in some else "") for op, dtypes in sorted(found.items())]
+    some, groups = {op for op, _ in timed}, dict[str, list[str]]()
+    for op, dtypes in sorted(found.items()):
+        groups.setdefault(f"in {' and '.join(dtypes)} " if op in some else "", []).append(f"`{op}`")
+    return [where + ", ".join(ops) for where, ops in sorted(groups.items())]
 
 
 def _range(values: Iterable[float]) -> str:
