@@ -25,5 +25,6 @@ BACKEND = Backend(
         "take no float32 operands whole",
         "elements that fit here",
         "gradient of a bias is not written yet",
+        "were not seen right on a device yet",
     ),
 )

@@ -34,6 +34,8 @@ TITLES: Mapping[str, tuple[str, str] | None] = {
     "resources": ("What it takes of each target", "compile-matrix"),
     "tilings": ("Default tilings", "compile-matrix"),
     "cycles": ("Cycles on TPUs", "compile-matrix"),
+    "beside": ("Cycles on TPUs beside other kernels", "tpu-cycles"),
+    "judges": None,
     "reach": None,
     "verdict": None,
     "losses": None,
