@@ -431,7 +431,7 @@ def test_sizes_that_people_use_are_drawn():
 
 def test_options_reach_the_ends_of_their_ranges():
     free = {"limits": Limits(used=0), "only": ["several_block_q"]}  # of the checker's cases those that draw fastest
-    scales = [c.options["scale"] for c in drawn("attention", 100, **free) if c.options.get("scale") is not None]
+    scales = [c.options["scale"] for c in drawn("attention", 300, **free) if c.options.get("scale") is not None]
     assert min(scales) < 0 < max(scales) and 0.0 in scales
     eps = [c.options["eps"] for c in drawn("layernorm", 400) if "eps" in c.options]
     assert max(eps) >= 100 and 0.0 in eps

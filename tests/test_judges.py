@@ -2,6 +2,7 @@
 cheat and leaves right kernels of unusual kinds alone. The whole is ``python -m benchmarks.judges``."""
 
 import json
+import logging
 import sys
 from pathlib import Path
 
@@ -30,6 +31,15 @@ additions of kernels that sum in parallel."""
 
 
 # ---------------------------------------------------------------------------------------------- functions of the tests
+@pytest.fixture(autouse=True)
+def kept_level():
+    """A verdict is given in a process of its own elsewhere, which silences what portakern says there."""
+    logger = logging.getLogger("portakern")
+    level = logger.level
+    yield
+    logger.setLevel(level)
+
+
 def exact_softmax(x):
     e = np.exp(x.astype(np.float64) - x.astype(np.float64).max(-1, keepdims=True))
     return e / e.sum(-1, keepdims=True)

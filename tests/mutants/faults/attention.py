@@ -376,14 +376,14 @@ FAULTS = {
         Planted(
             "last-part-dropped",
             "a step that holds several blocks of keys leaves out the last",
-            old="range(number)",
-            new="range(max(number - 1, 1))",
+            old="in range(number):",
+            new="in range(max(number - 1, 1)):",
         ),
         Planted(
             "parts-beyond-unmasked",
             "parts of a step that lie wholly beyond the last key count where blocks of their size divide the keys",
-            old="keys = band.part(bkv)\n",
-            new="keys = band._replace(block_kv=bkv)\n",
+            old="keys = band.block_kv // bkv, band.part(bkv)\n",
+            new="keys = band.block_kv // bkv, band._replace(block_kv=bkv)\n",
         ),
         Planted(
             "ahead-too-early",
