@@ -28,7 +28,10 @@ def test_within_bounds(op, backend, device, half):
     compiled_anew = registry.backend(backend).framework == "jax" and device == "cpu"
     examples = 14 if compiled_anew else 40
     limits = testing.Limits(used=2**13) if device == "cpu" else None  # interpreters: a program after the other
-    report = pk.check(op, backend=backend, device=device, max_examples=examples, seed=0, shard=(half, 2), limits=limits)
+    seed = 1 if compiled_anew else 0  # 0 draws 4096 programs of attention's gradients: minutes, one after the other
+    report = pk.check(
+        op, backend=backend, device=device, max_examples=examples, seed=seed, shard=(half, 2), limits=limits
+    )
     assert report.passed, "\n".join(map(str, report.failures))
     assert report.examples >= examples // 8, report.refused
 
