@@ -89,6 +89,7 @@ def test_extents_of_zero_under_jit():
 
 
 def test_triton_cannot_be_staged_on_a_host():
+    pytest.importorskip("triton", reason="Triton is not installed")
     with pytest.raises(
         pk.UnsupportedError,
         match="backend 'triton' runs torch kernels, which JAX cannot stage into a traced function for cpu; "
