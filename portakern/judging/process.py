@@ -33,6 +33,9 @@ HEADER = 1 << 20
 
 KINDS = ("refused", "memory", "crashed")
 
+SHARING = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+"""For JAX, which takes most of a GPU's memory when it begins: the judge and a candidate share one."""
+
 
 @dataclass(frozen=True)
 class Bounds:
@@ -201,7 +204,7 @@ def _environment(folder: str) -> dict[str, str]:
     own = ("HOME", "TMPDIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME",
            "CUDA_CACHE_PATH", "PORTAKERN_CACHE")  # fmt: skip
     given = {name: os.environ[name] for name in kept if name in os.environ}
-    return {**given, **dict.fromkeys(own, folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    return {**given, **dict.fromkeys(own, folder), **SHARING, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def _write(fd: int, m: np.ndarray, at: int) -> None:
