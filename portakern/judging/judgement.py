@@ -102,7 +102,8 @@ def judge(
       shapes: of the calls; None: those of ``get_inputs``, or any. whole: False cuts calls along what does not matter to
         a kernel's sums until they are quick; the report says to what.
       dtypes, layouts, options, edges, promises, max_examples, seed: as of :func:`portakern.check`.
-      seconds: after which no further case begins; bounds: what the candidate may take; case: this one alone.
+      seconds: after which no further case begins, of which what the candidate's start took is part, up to two thirds;
+        bounds: what the candidate may take; case: this one alone.
 
     Raises:
       SpecError: what was asked for is not there, or cannot be called so. UnavailableError: no Linux, or no such device.
@@ -131,6 +132,7 @@ def judge(
             judged.report = replay_subject(subject, case, edges=edges, promises=promises)
         else:
             asked, words = candidate.on_its_shapes(asked, told, whole)
+            asked = replace(asked, seconds=max(seconds - (time.perf_counter() - start), seconds / 3))
             judged.report = check_subject(subject, asked)
             judged.report.concessions += words
     except Ended as e:
