@@ -251,7 +251,7 @@ def test_calibration_takes_a_right_kernels_own_errors():
 @pytest.fixture
 def few(monkeypatch):
     """A short check, on a shape of which its rows are past 1024 all the same."""
-    monkeypatch.setattr(portakern, "EXAMPLES", dict.fromkeys(portakern.EXAMPLES, 20))
+    monkeypatch.setattr(portakern, "EXAMPLES", dict.fromkeys(portakern.EXAMPLES, 12))
     monkeypatch.setattr(portakern, "ON_SHAPES", 3)
 
 

@@ -200,7 +200,8 @@ class Process:
 def _environment(folder: str) -> dict[str, str]:
     """What a candidate's process needs of ours, with all folders to write to in its own."""
     kept = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "LANG", "CUDA_HOME", "CUDA_VISIBLE_DEVICES",
-            "OMP_NUM_THREADS", "JAX_PLATFORMS", "TRITON_INTERPRET", "SYSTEMROOT")  # fmt: skip
+            "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "JAX_PLATFORMS", "TRITON_INTERPRET",
+            "SYSTEMROOT")  # fmt: skip
     own = ("HOME", "TMPDIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME",
            "CUDA_CACHE_PATH", "PORTAKERN_CACHE")  # fmt: skip
     given = {name: os.environ[name] for name in kept if name in os.environ}
