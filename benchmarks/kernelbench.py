@@ -59,14 +59,16 @@ def left_out(folder: Path) -> dict[str, str]:
     return {s: NEAR.get(s, "") for s in stems if s not in known()}
 
 
-def judged(file: Path, device: str, whole: bool, seconds: float, limit: float) -> dict[str, Any]:
+def judged(
+    file: Path, device: str, whole: bool, seconds: float, limit: float, without: Sequence[str] = ()
+) -> dict[str, Any]:
     """One row: what the command said of a reference, in at most ``limit`` seconds."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder, "judged.json")
         command = [
             sys.executable, "-m", "portakern", "judge", str(file), "--device", device, "--seconds", f"{seconds:g}",
-            "--memory", "48", "--call-seconds", "60", "--json", str(told), *(["--whole"] if whole else []),
+            "--memory", "48", "--call-seconds", "60", "--json", str(told), *(["--whole"] if whole else []), *(word for wall in without for word in ("--without", wall)),
         ]  # fmt: skip
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
@@ -89,7 +91,7 @@ def run(files: Sequence[Path], args: argparse.Namespace) -> Iterator[dict[str, A
 
     def one(file: Path) -> dict[str, Any] | None:
         left = until - time.monotonic()
-        return judged(file, args.device, args.whole, args.seconds, min(left, 300.0)) if left > 5 else None
+        return judged(file, args.device, args.whole, args.seconds, min(left, 300.0), args.without) if left > 5 else None
 
     with ThreadPoolExecutor(args.jobs) as pool:
         for row in pool.map(one, files):
@@ -116,6 +118,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--whole", action="store_true", help="do not cut the published shapes")
     parser.add_argument("--seconds", type=float, default=15.0, help="after which no further case of a problem begins")
+    parser.add_argument("--without", nargs="+", default=[], help="walls that are left out, as of portakern judge")
     parser.add_argument("--budget", type=float, help="seconds in all, after which what is left is not judged")
     parser.add_argument("--at", default="", help="the commit of the checkout, for the results")
     parser.add_argument("--jobs", type=int, default=1)

@@ -422,6 +422,14 @@ def test_a_function_is_right_and_what_was_conceded_is_told(tmp_path):
     assert plain["outcome"] == "right" and plain["walls"] == [*WALLS] and plain["name"] == "softmax"
 
 
+def test_walls_are_left_out_by_name_and_the_verdict_says_so(tmp_path):
+    result = judged(tmp_path, NUMPY_RIGHT, bounds=Bounds(without=("processes", "files")))
+    assert result.report.outcome == "right" and {*WALLS} - {*result.walls} == {"processes", "files"}
+    for name in ("moat", "session"):
+        with pytest.raises(pk.SpecError, match=f"'{name}' is no wall to leave out; expected some of limits, "):
+            judged(tmp_path, NUMPY_RIGHT, bounds=Bounds(without=(name,)))
+
+
 KEEPS = {
     "an input": ("x[0, 0] = 7", "inputs"),
     "memory beside it": ("np.lib.stride_tricks.as_strided(x, (x.size + 60,), (4,))[x.size :] = 0", "outside"),
