@@ -68,7 +68,8 @@ def judged(
         told = Path(folder, "judged.json")
         command = [
             sys.executable, "-m", "portakern", "judge", str(file), "--device", device, "--seconds", f"{seconds:g}",
-            "--memory", "48", "--call-seconds", "60", "--json", str(told), *(["--whole"] if whole else []), *(word for wall in without for word in ("--without", wall)),
+            "--memory", "48", "--call-seconds", "60", "--json", str(told), *(["--whole"] if whole else []),
+            *(word for wall in without for word in ("--without", wall)),
         ]  # fmt: skip
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
@@ -96,8 +97,8 @@ def run(files: Sequence[Path], args: argparse.Namespace) -> Iterator[dict[str, A
     with ThreadPoolExecutor(args.jobs) as pool:
         for row in pool.map(one, files):
             if row:
-                print(f"{row['problem']:45}{row['verdict']:12}{row['seconds']:7.1f} s {row['cases']:4} cases {row['why']}",
-                      flush=True)  # fmt: skip
+                told = f"{row['verdict']:12}{row['seconds']:7.1f} s {row['cases']:4} cases {row['why']}"
+                print(f"{row['problem']:45}{told}", flush=True)
                 yield row
 
 
@@ -125,7 +126,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     order = [n for n in known() if not args.only or number(n) in args.only]
-    files = sorted((args.folder / f"{n}.py" for n in order), key=lambda f: args.only.index(number(f.stem)) if args.only else 0)  # fmt: skip
+    if args.only:
+        order.sort(key=lambda n: args.only.index(number(n)))
+    files = [args.folder / f"{n}.py" for n in order]
     missing = [f.name for f in files if not f.is_file()]
     if missing or not files:
         parser.error(f"{args.folder} has no {', '.join(missing) or 'such problem'}; expected KernelBench's level1")

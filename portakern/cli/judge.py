@@ -90,7 +90,8 @@ def judge(
         file, op, name=name, map=map, problem=problem, framework=framework, device=device,
         shapes=[_extents(s) for s in shapes] if shapes else None, whole=whole, dtypes=dtype, edges=edges,
         max_examples=max_examples, seed=seed, seconds=seconds, case=case,
-        bounds=Bounds(seconds=call_seconds, memory=int(memory * 2**30), without=without or ()), **{n: v for n, v in named.items() if v},
+        bounds=Bounds(seconds=call_seconds, memory=int(memory * 2**30), without=without or ()),
+        **{n: v for n, v in named.items() if v},
     )  # fmt: skip
     show(judged)
     if json_file:

@@ -209,8 +209,8 @@ def shrink_to_fit(
     edge: Edge,
     kept: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Halve the largest extent until the arrays, the work and the programs fit; one that the edge bounds from below, or that is to be
-    kept, only while another cannot give; the first of these last."""
+    """Halve the largest extent until the arrays, the work and the programs fit; one that the edge bounds from below, or
+    that is to be kept, only while another cannot give; the first of these last."""
     elements = max(limits.used, limits.elements) if kept else limits.elements
     alone = _alone(spec) if limits.programs else ()
 

@@ -43,8 +43,8 @@ PROMISES = {
     "sums": "a sum of n terms is a chain of n / 32 + 32 at most",
     "laws": "what the spec says of two calls, to the bit: a row alone and among others",
 }
-"""What portakern's own kernels promise beyond the bounds: name -> in words. Without ``sums`` bounds are those of sums in
-any order, one term after the other too."""
+"""What portakern's own kernels promise beyond the bounds: name -> in words. Without ``sums`` bounds are those of sums
+in any order, one term after the other too."""
 
 
 class Broken(AssertionError):
