@@ -70,9 +70,9 @@ def columns(table, batch, s, p, ok, strides, acc_dtype: tl.constexpr, unit: tl.c
 @triton.jit
 def rope_kernel(x, cos, sin, y, extents, strides,
                 block_seq: tl.constexpr, block_heads: tl.constexpr, block_pairs: tl.constexpr,
-                interleaved: tl.constexpr, transposed: tl.constexpr, acc_dtype: tl.constexpr,
-                unit: tl.constexpr):  # fmt: skip
-    """``transposed``: by -sin. Tiles are (tokens, heads, numbers)."""
+                interleaved: tl.constexpr, transposed: tl.constexpr, whole: tl.constexpr,
+                acc_dtype: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+    """``transposed``: by -sin; ``whole``: every number of a head is in a pair. Tiles are (tokens, heads, numbers)."""
     index = tl.program_id(0)
     tile, batch = index // extents.tiles_heads, (index // extents.tiles_heads // extents.tiles_seq).to(tl.int64)
     s = tile % extents.tiles_seq * block_seq + tl.arange(0, block_seq)[:, None, None]
@@ -84,26 +84,27 @@ def rope_kernel(x, cos, sin, y, extents, strides,
     c = columns(cos, batch, s, p, here, strides.cos, acc_dtype, unit)
     sine = columns(sin, batch, s, p, here, strides.sin, acc_dtype, unit)
     sine = -sine if transposed else sine
-    x, y = place(x, batch, s, h, strides.x, unit), place(y, batch, s, h, strides.y, unit)
-    x_d, y_d, dtype = strides.x[3], strides.y[3], y.dtype.element_ty
+    x_at, y_at = place(x, batch, s, h, strides.x, unit), place(y, batch, s, h, strides.y, unit)
+    x_d = strides.x[3]
 
     if interleaved:
         ok = there & (two < 2 * pairs)
-        beside = tl.load(x + two.to(tl.int64) * x_d, mask=ok, other=0.0).to(acc_dtype)
+        beside = tl.load(x_at + two.to(tl.int64) * x_d, mask=ok, other=0.0).to(acc_dtype)
         a, b = tl.split(tl.reshape(beside, (block_seq, block_heads, block_pairs, 2)))
         turned = tl.join(a * c - b * sine, b * c + a * sine)
         turned = tl.reshape(turned, (block_seq, block_heads, 2 * block_pairs))
-        tl.store(y + two * y_d, turned.to(dtype), mask=ok)
+        tl.store(y_at + two, turned.to(y.dtype.element_ty), mask=ok)
     else:
         ok, q = there & (p < pairs), p + pairs
-        a = tl.load(x + p.to(tl.int64) * x_d, mask=ok, other=0.0).to(acc_dtype)
-        b = tl.load(x + q.to(tl.int64) * x_d, mask=ok, other=0.0).to(acc_dtype)
-        tl.store(y + p * y_d, (a * c - b * sine).to(dtype), mask=ok)
-        tl.store(y + q * y_d, (b * c + a * sine).to(dtype), mask=ok)
+        a = tl.load(x_at + p.to(tl.int64) * x_d, mask=ok, other=0.0).to(acc_dtype)
+        b = tl.load(x_at + q.to(tl.int64) * x_d, mask=ok, other=0.0).to(acc_dtype)
+        tl.store(y_at + p, (a * c - b * sine).to(y.dtype.element_ty), mask=ok)
+        tl.store(y_at + q, (b * c + a * sine).to(y.dtype.element_ty), mask=ok)
 
-    for first in range(0, extents.rest, 2 * block_pairs):
-        column, ok = 2 * pairs + first + two, there & (first + two < extents.rest)
-        tl.store(y + column * y_d, tl.load(x + column.to(tl.int64) * x_d, mask=ok, other=0.0), mask=ok)
+    if not whole:
+        for first in range(0, extents.rest, 2 * block_pairs):
+            column, passes = 2 * pairs + first + two, there & (first + two < extents.rest)
+            tl.store(y_at + column, tl.load(x_at + column.to(tl.int64) * x_d, mask=passes, other=0.0), mask=passes)
 
 
 def key(call: Call) -> dict[str, str | int]:
@@ -132,7 +133,12 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     name = f"a tile of block_seq * block_heads = {tiling['block_seq']} * {tiling['block_heads']} heads"
     if tile > 1 << 19:
         return f"{name} of {call.dims['pairs']} pairs is over Triton's limit of 2^20 elements; use a smaller tile"
-    return refuse_common(call, tiling["num_warps"], call.dims["batch"] * seq * heads, (name, 4 * tile))
+    if not call.interpret and tile > tiling["num_warps"] * 32 * 32:
+        return (
+            f"{name} of {call.dims['pairs']} pairs is over 128 registers a thread at num_warps = "
+            f"{tiling['num_warps']}; use a smaller tile or more warps"
+        )
+    return refuse_common(call, tiling["num_warps"], call.dims["batch"] * seq * heads)
 
 
 def turned(call: Call, tiling: Mapping[str, int], x: Any, transposed: bool) -> Any:
@@ -146,8 +152,9 @@ def turned(call: Call, tiling: Mapping[str, int], x: Any, transposed: bool) -> A
     step = gcd(extents.pairs, *(n for of in (x, cos, sin) for n in of.stride()[:-1]))
     launch(rope_kernel, dims["batch"] * tiles_seq * tiles_heads, call, x, cos, sin, y, extents, strides,
            block_seq=tiling["block_seq"], block_heads=tiling["block_heads"], block_pairs=block_pairs(call),
-           interleaved=call.options["interleaved"], transposed=transposed, acc_dtype=accumulator(call.dtype),
-           unit=1 if step % elements else elements, num_warps=tiling["num_warps"])  # fmt: skip
+           interleaved=call.options["interleaved"], transposed=transposed, whole=not extents.rest,
+           acc_dtype=accumulator(call.dtype), unit=1 if step % elements else elements,
+           num_warps=tiling["num_warps"])  # fmt: skip
     return y
 
 
