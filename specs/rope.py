@@ -30,7 +30,7 @@ PAIRS_FIT = Rule(
 
 
 @spec(
-    tiling={"block_seq": Tile(8, 256, of="seq"), "block_heads": Tile(1, 256, of="heads")},
+    tiling={"block_seq": Tile(4, 256, of="seq"), "block_heads": Tile(8, 256, of="heads")},
     or_float32=("cos", "sin"),
     require=(PAIRS_FIT,),
     positive=("d", "pairs"),
@@ -67,15 +67,6 @@ def rope(
       (inf 0 is NaN), and no other. cos and sin have no gradient.
     """
     raise NotImplementedError
-
-
-def cosines(rng, shape, dims, options):
-    """Cosines, or sines, of any angle. Those of a pair are not of one angle: nothing here needs that they are."""
-    return np.cos(rng.uniform(-np.pi, np.pi, shape))
-
-
-rope.values("cos")(cosines)
-rope.values("sin")(cosines)
 
 
 def pairs_of(x: np.ndarray, pairs: int, interleaved: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -164,7 +155,6 @@ def passing(call: Call, x: np.ndarray) -> np.ndarray:
     return beyond & ((np.abs(x) >= max(units(call).tau, format_of(call.dtype).eta)) | (x == 0))
 
 
-SMALL = {"seq": (1, 9), "heads": (1, 9), "d": (2, 40), "pairs": (1, 1)}
 HALF = {"seq": (1, 9), "heads": (1, 9), "d": (64, 80), "pairs": (20, 32)}
 
 
@@ -188,27 +178,12 @@ def infinities_that_pass_through(arrays, rng, options):
     arrays["x"][..., 2 * arrays["cos"].shape[-1] :] = rng.choice([inf, -inf, np.nan])
 
 
-@rope.edge(dims=HALF, options={"interleaved": True})
-def neighbours(arrays, rng, options):
-    """The pairs of GPT-J."""
-
-
-@rope.edge(dims=SMALL)
-def one_pair(arrays, rng, options):
-    """The least table: one column."""
-
-
 @rope.edge(dims={**HALF, "batch": (2, 5)}, stretched={"cos": ("batch",), "sin": ("batch",)})
 def tables_for_all_samples(arrays, rng, options):
     """One table serves the batch."""
 
 
-@rope.edge(dims={**HALF, "batch": (2, 5)}, stretched={"cos": ("batch",)})
-def one_table_for_all_samples(arrays, rng, options):
-    """The two tables need not be broadcast alike."""
-
-
-@rope.edge(dims={"seq": (3, 40), "heads": (3, 40), "d": (8, 12), "pairs": (3, 4)}, smallest_tiles=True)
+@rope.edge(dims={"seq": (3, 20), "heads": (9, 20), "d": (8, 12), "pairs": (3, 4)}, smallest_tiles=True)
 def several_ragged_tiles(arrays, rng, options):
     """The last token and the last head count as any other."""
 
@@ -220,6 +195,14 @@ def cancelling(arrays, rng, options):
         arrays[name][...] = np.sqrt(0.5)
     first, second = pairs_of(arrays["x"], arrays["cos"].shape[-1], options["interleaved"])
     second[...] = first * (1 + 2.0**-9)
+
+
+@rope.edge(dims=HALF, regime="near_overflow")
+def large_numbers(arrays, rng, options):
+    """Numbers near the end of the range stay in it, turned by any angle but for those that lead out of it."""
+    angle = rng.uniform(-np.pi, np.pi, arrays["cos"].shape)
+    for name, table in (("cos", np.cos(angle)), ("sin", np.sin(angle))):
+        arrays[name][...] = table if arrays[name].shape == table.shape else table[: len(arrays[name])]
 
 
 @rope.edge(dims={"seq": (1, 9), "heads": (1, 3), "d": (64, 64), "pairs": (32, 32)})

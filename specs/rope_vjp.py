@@ -24,7 +24,7 @@ class RopeVjpOut(NamedTuple):
 
 
 @spec(
-    tiling={"block_seq": Tile(8, 256, of="seq"), "block_heads": Tile(1, 256, of="heads")},
+    tiling={"block_seq": Tile(4, 256, of="seq"), "block_heads": Tile(8, 256, of="heads")},
     or_float32=("cos", "sin"),
     require=(PAIRS_FIT,),
     positive=("d", "pairs"),
@@ -91,17 +91,12 @@ def special_tables(arrays, rng, options):
     table[rng.random(table.shape) < 0.1] = rng.choice([inf, -inf, np.nan])
 
 
-@rope_vjp.edge(dims=HALF, options={"interleaved": True})
-def neighbours(arrays, rng, options):
-    """The pairs of GPT-J."""
-
-
 @rope_vjp.edge(dims={**HALF, "batch": (2, 5)}, stretched={"cos": ("batch",), "sin": ("batch",)})
 def tables_for_all_samples(arrays, rng, options):
     """One table serves the batch."""
 
 
-@rope_vjp.edge(dims={"seq": (3, 40), "heads": (3, 40), "d": (8, 12), "pairs": (3, 4)}, smallest_tiles=True)
+@rope_vjp.edge(dims={"seq": (3, 20), "heads": (9, 20), "d": (8, 12), "pairs": (3, 4)}, smallest_tiles=True)
 def several_ragged_tiles(arrays, rng, options):
     """The last token and the last head count as any other."""
 

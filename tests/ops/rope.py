@@ -199,7 +199,7 @@ RECORD = ForwardRecord(
         Sample(LONG),
         Sample({"x": (2, 33, 12, 64), "cos": (2, 33, 32), "sin": (2, 33, 32)}, BESIDE),
         Sample(
-            {"x": (2, 30, 8, 80), "cos": (1, 30, 16), "sin": (1, 30, 16)}, tiling={"block_seq": 16, "block_heads": 2}
+            {"x": (2, 30, 8, 80), "cos": (1, 30, 16), "sin": (1, 30, 16)}, tiling={"block_seq": 16, "block_heads": 8}
         ),
     ),
     formula=formula,
@@ -222,7 +222,7 @@ RECORD = ForwardRecord(
     },
     mapped={
         "every array": Mapped(
-            Sample({"x": (2, 3, 5, 2, 8), "cos": (3, 5, 2, 4), "sin": (3, 2, 5, 4)}), {"x": 1, "cos": 2, "sin": 0}
+            Sample({"x": (2, 3, 5, 2, 8), "cos": (2, 5, 3, 4), "sin": (3, 1, 5, 4)}), {"x": 1, "cos": 2, "sin": 0}
         ),
         "shared tables": Mapped(Sample(HALF | {"x": (3, 2, 5, 3, 8)}), {"x": 0}),
     },

@@ -52,7 +52,7 @@ RECORD = GradientRecord(
     typical=lambda rng, dtype: (some(70)(rng, dtype), {}),
     hiding={"d_x truncated": Hiding("lean towards 0", truncates=True, dtypes=HALVES)},
     small={"part of a head": Sample({"d_y": (2, 5, 3, 11), "cos": (2, 5, 4), "sin": (2, 5, 4)}, BESIDE)},
-    usual=(Sample(LONG), Sample(LONG, BESIDE), Sample(PART, tiling={"block_seq": 16, "block_heads": 2})),
+    usual=(Sample(LONG), Sample(LONG, BESIDE), Sample(PART, tiling={"block_seq": 16, "block_heads": 8})),
     extents={"batch": 2, "seq": 32, "heads": 4, "d": 64, "pairs": 32},
     past_2_31=functools.partial(rope.past_2_31, op="rope_vjp"),
     far=far,

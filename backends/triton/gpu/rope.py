@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 KNOBS = {"num_warps": Tile(1, 32)}
 LEAST_PAIRS = 16  # of a tile: what passes through is copied as many pairs at a time
 USUAL_PAIRS = 64  # of a head, for which the rows of tables are written
+USUAL_TILE = 512  # pairs that a warp turns
 
 
 class Extents(NamedTuple):
@@ -116,10 +117,14 @@ def block_pairs(call: Call) -> int:
 
 
 def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
-    """As many numbers in more tokens, where heads are fewer or shorter than a tile's; fewer, where they are longer."""
+    """As many numbers in more tokens, where heads are fewer or shorter than a tile's; fewer, where they are longer, and
+    more warps, where they are longer still."""
+    least_heads, least_seq = (call.spec.tiling[name].lo for name in ("block_heads", "block_seq"))
     volume = tiling["block_seq"] * tiling["block_heads"] * USUAL_PAIRS // block_pairs(call)
-    block_heads = pow2_at_least(call.dims["heads"], 1, max(1, min(tiling["block_heads"], volume)))
-    return {**tiling, "block_heads": block_heads, "block_seq": pow2_at_least(volume // block_heads, 1, 256)}
+    block_heads = pow2_at_least(call.dims["heads"], least_heads, max(least_heads, tiling["block_heads"]))
+    block_seq = pow2_at_least(volume // block_heads, least_seq, 256)
+    num_warps = max(tiling["num_warps"], min(32, block_seq * block_heads * block_pairs(call) // USUAL_TILE))
+    return {**tiling, "block_heads": block_heads, "block_seq": block_seq, "num_warps": num_warps}
 
 
 def tiles(call: Call, tiling: Mapping[str, int]) -> tuple[int, int]:
@@ -149,7 +154,7 @@ def turned(call: Call, tiling: Mapping[str, int], x: Any, transposed: bool) -> A
     extents = Extents(dims["seq"], dims["heads"], dims["pairs"], dims["d"] - 2 * dims["pairs"], tiles_seq, tiles_heads)
     strides = Strides(x.stride(), contiguous_strides(x.shape), cos.stride(), sin.stride())
     elements = 16 // numpy_dtype(call.dtype).itemsize
-    step = gcd(extents.pairs, *(n for of in (x, cos, sin) for n in of.stride()[:-1]))
+    step = gcd(extents.pairs, *(n for of in strides for n in of[:-1]))
     launch(rope_kernel, dims["batch"] * tiles_seq * tiles_heads, call, x, cos, sin, y, extents, strides,
            block_seq=tiling["block_seq"], block_heads=tiling["block_heads"], block_pairs=block_pairs(call),
            interleaved=call.options["interleaved"], transposed=transposed, whole=not extents.rest,
