@@ -7,6 +7,7 @@ outside the storages of the launch's arguments raises, a dot operand under 16 ra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -284,9 +285,17 @@ def _static_assert(condition: Any, message: str = "") -> None:
         raise AssertionError(message)
 
 
+_each_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+
+def _erf(x: np.ndarray) -> np.ndarray:
+    """NumPy has none."""
+    return _each_erf(x).astype(x.dtype) if x.size else x
+
+
 _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "abs": np.abs,
-    "sqrt": np.sqrt, "sqrt_rn": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x),
+    "erf": _erf, "sqrt": np.sqrt, "sqrt_rn": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x),
 }  # fmt: skip
 
 OVERRIDES: dict[int, Any] = {
