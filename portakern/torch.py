@@ -3,22 +3,26 @@ PyTorch's.
 """
 
 from portakern.frameworks.torch.functions import (
+    apply_rotary_pos_emb,
     cross_entropy,
     layer_norm,
     logsumexp,
     matmul,
     rms_norm,
+    rotary_tables,
     scaled_dot_product_attention,
     softmax,
 )
 from portakern.frameworks.torch.swapping import swapped
 
 __all__ = [
+    "apply_rotary_pos_emb",
     "cross_entropy",
     "layer_norm",
     "logsumexp",
     "matmul",
     "rms_norm",
+    "rotary_tables",
     "scaled_dot_product_attention",
     "softmax",
     "swapped",
