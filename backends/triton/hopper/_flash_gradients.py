@@ -41,7 +41,8 @@ class Plan(NamedTuple):
 
     ``by_key``: keys are at home, and d_k and d_v are summed; else d_q. ``consumers`` groups of 64 rows at home; tiles
     of ``block`` guests, of block_d and block_dv columns, ``stages`` of them on their way. ``ahead``: the products of a
-    tile are computed beside the weights of the next. ``want_first``, ``want_second``: which of d_first and d_second are. registers: of a consumer's threads."""
+    tile are computed beside the weights of the next. ``want_first``, ``want_second``: which of d_first and d_second
+    are. registers: of a consumer's threads."""
 
     by_key: bool
     consumers: int
@@ -172,7 +173,7 @@ def walk(unit, first, last, steps, own, guests, d_first, d_second, scores, plan:
     zeros = gl.zeros([ROWS, block], gl.float32, mma)
     cols = gl.arange(0, block, gl.SliceLayout(0, mma))
     start = first
-    for step in range(steps):
+    for _ in range(steps):
         stage = unit % stages
         mbarrier.wait(guests.full.index(stage), (unit // stages) & 1)
         guest_first, guest_second = guests.first.index(stage), guests.second.index(stage)
@@ -224,7 +225,7 @@ def walk_ahead(unit, first, last, steps, own, guests, d_first, d_second, scores,
     d = score_gradients(p, t, d_p, delta, start, cols, own, scores)
     p16 = gl.convert_layout(p.to(own.first.dtype), left_second)
     d16 = gl.convert_layout(d.to(own.first.dtype), left_first)
-    for step in range(1, steps):
+    for _ in range(1, steps):
         before = stage
         unit += 1
         start = after(start, first, last, block)
@@ -341,7 +342,7 @@ def producer(home, guests, sides, window, work, plan: gl.constexpr):
         guest = h // work.group
         if plan.by_key:
             guest = h * work.group
-        for step in range(steps):
+        for _ in range(steps):
             stage = unit % stages
             full = guests.full.index(stage)
             mbarrier.wait(guests.empty.index(stage), ((unit // stages) & 1) ^ 1)

@@ -38,13 +38,20 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 SPARE = 30  # registers of a consumer's thread for addresses and counters
-KNOBS = {**portable.KNOBS, "consumers": Count(2, 3), "dq_consumers": Count(2, 3), "dq_stages": Count(1, 8), "ahead": Count(0, 1), "dq_ahead": Count(0, 1)}
+KNOBS = {
+    **portable.KNOBS,
+    "consumers": Count(2, 3),
+    "dq_consumers": Count(2, 3),
+    "dq_stages": Count(1, 8),
+    "ahead": Count(0, 1),
+    "dq_ahead": Count(0, 1),
+}
 
 
 def plans(call: Call, tiling: Mapping[str, int]) -> dict[tuple[str, ...], Plan]:
     """What the kernel is compiled for, for each launch, by the gradients that it computes."""
     block_d, block_dv = (pow2_at_least(call.dims[n], 64) for n in ("d", "dv"))
-    found = {}
+    found: dict[tuple[str, ...], Plan] = {}
     keys = tuple(n for n in ("d_k", "d_v") if n in call.wants)
     if keys:
         both = Plan(True, tiling["consumers"], tiling["block_q"], block_d, block_dv, tiling["num_stages"],
