@@ -117,6 +117,12 @@ def test_every_role_meets_the_bound(name):
     assert worst(bound(*shape, **more)) <= 1
 
 
+@pytest.mark.parametrize("named", [{"kept": 1, "dq_kept": 1}, {"ahead": 1, "dq_ahead": 1, "dq_block_kv": 64}], ids=str)
+def test_every_plan_meets_the_bound(named):
+    shape, more = CASES["causal"]
+    assert worst(bound(*shape, **more), **named) <= 1
+
+
 FAULTS = {
     "a buffer is handed back while it is read": (
         "causal",
