@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import shutil
 import signal
+import sys
 import time
 from concurrent.futures import wait
 from pathlib import Path
@@ -19,15 +20,17 @@ import portakern as pk
 from portakern import results, sources
 from portakern.benchmarking import run as bench_run
 from portakern.benchmarking import suites
+from portakern.benchmarking.ahead import Ahead
 from portakern.benchmarking.contenders import together
 from portakern.benchmarking.foresight import Foresight, foreseeing
 from portakern.benchmarking.inputs import for_gradient, make
+from portakern.benchmarking.processes import pool
 from portakern.benchmarking.roof import ceiling, moved
 from portakern.benchmarking.run import DeviceLost, Plan, run
 from portakern.benchmarking.suites import TimedCase
 from portakern.benchmarking.timing import CallFailed, interleaved
 from portakern.benchmarking.verdicts import Judge
-from portakern.benchmarking.warming import warm
+from portakern.benchmarking.warming import warming
 from portakern.cli import app
 from portakern.cli import bench as command
 from portakern.compiling.forms import abstract_call
@@ -218,15 +221,54 @@ def test_what_other_processes_expect_is_what_this_one_would(tmp_path):
 
 
 def test_cases_are_visited_ahead_by_other_processes():
-    """They find everybody by name, and their end is the pool's."""
-    triton = registry.backend("triton")
-    if triton.unavailable():
-        pytest.skip(triton.unavailable())
-    seen, before = [], multiprocessing.active_children()
-    plan = Plan([CASE, TimedCase("mine", "softmax", "float32", {})], [triton], [registry.backend("torch")], "cpu")
-    assert warm(plan, 1, 100.0, lambda: seen.append(1)) == 1 and len(seen) == 2  # the second is no call
+    """They find everybody by name, subjects of other libraries too, and their end is the context's; what visits stands
+    still while somebody reads a clock."""
+    triton, pallas = registry.backend("triton"), registry.backend("pallas")
+    if triton.unavailable() or pallas.unavailable():
+        pytest.skip(triton.unavailable() or pallas.unavailable())
+    before, peers = multiprocessing.active_children(), [registry.backend("torch"), registry.backend("jax")]
+    none = TimedCase("mine", "softmax", "float32", {})
+    plan = Plan([CASE, none], [triton, pallas], peers, "cpu")
+    with warming(plan, 1) as ahead:
+        assert ahead.compiles(triton) and ahead.compiles(pallas) and ahead.compiles(peers[0])
+        assert not ahead.compiles(peers[1])  # XLA times what it compiles
+        for case in plan.cases:  # the second is no call
+            ahead.reach(case)
+        assert {"arrays", "triton", "pallas", "torch"} == set(ahead.seconds) and min(ahead.seconds.values()) >= 0
+        assert not ahead.at_work() and ahead.is_ready(CASE)
     assert multiprocessing.active_children() == before
-    assert warm(plan, 1, 0.0, lambda: None) == 0 and multiprocessing.active_children() == before
+    with warming(plan, 0) as ahead:
+        ahead.reach(CASE)
+        assert not ahead.compiles(triton) and not ahead.seconds
+
+
+def state(pid):
+    """Of a process of Linux, by its letter."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_processes_stand_still_while_a_clock_is_read(monkeypatch, caplog):
+    """Whoever waits for one that stands still does not wait for ever; the next case is waited for, and no longer."""
+    if sys.platform != "linux":
+        pytest.skip("only Linux tells a process's state in /proc")
+    with pool(1, {}) as processes:
+        case, other = CASE, TimedCase("mine", "softmax", "float16", {"shape": (6, 40)})
+        futures = {id(case): processes.submit(time.sleep, 60), id(other): processes.submit(time.sleep, 60)}
+        ahead = Ahead(futures, processes, frozenset(), 0.1)
+        pid = next(iter(processes._processes))
+        while not futures[id(case)].running():
+            time.sleep(0.01)
+        with ahead.quiet():
+            assert state(pid) == "T"
+        assert state(pid) != "T"
+        monkeypatch.setattr("portakern.benchmarking.processes.LONGEST", 0.2)
+        with caplog.at_level("WARNING", "portakern"), ahead.quiet():
+            while state(pid) == "T":
+                time.sleep(0.01)
+        assert "were stopped for 0.2 s, and go on" in caplog.text
+        start = time.monotonic()
+        ahead.reach(case)
+        assert 0.1 <= time.monotonic() - start < 10 and not ahead.seconds
 
 
 def test_a_budget_says_what_it_left_out():

@@ -1,23 +1,23 @@
-"""Compiling ahead: every case visited once, by many processes at a time, so that the run that times finds compiled code
-in the compilers' caches on disk."""
+"""Compiling ahead: every case visited once, by many processes at a time, in the order in which cases are timed, so that
+the process that times finds compiled code in the compilers' caches on disk. It begins with the first case as soon as
+that was visited; the processes go on behind, and stand still while it reads a clock."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import as_completed
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
+from portakern.benchmarking.ahead import Ahead, Visit
 from portakern.benchmarking.processes import pool
-from portakern.benchmarking.run import Plan, visit
+from portakern.benchmarking.run import FIRST_CALL, Plan, visit
 from portakern.benchmarking.suites import TimedCase
 from portakern.core import registry
 from portakern.core.backend import Backend
 from portakern.core.framework import frameworks
 from portakern.files import cache_folder
 
-__all__ = ["ENVIRONMENT", "warm"]
+__all__ = ["ENVIRONMENT", "warming"]
 
 ENVIRONMENT = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # libraries share a device, and JAX keeps what it once had
@@ -34,45 +34,46 @@ ALONE = {
     "OMP_NUM_THREADS": "1",
 }
 
+NICE = 5
+"""By how much what compiles ahead leaves the cores to what times."""
 
-def warm(plan: Plan, jobs: int, seconds: float, done: Callable[[], None]) -> int:
-    """Visit the plan's cases with ``jobs`` processes for at most ``seconds``; how many were visited. ``done`` is called
-    after each. What is not reached is compiled when it is timed.
 
-    Contenders of other libraries than the first subject's are not visited: a compiler that times what it compiles, as
-    XLA does, would choose by what other processes do meanwhile.
+@contextmanager
+def warming(plan: Plan, jobs: int) -> Iterator[Ahead]:
+    """Visit the plan's cases with ``jobs`` processes, which end with the context.
+
+    Visited are the subjects, and the peers in the first subject's library. Peers in other libraries are not: a compiler
+    that times what it compiles, as XLA does, would choose by what other processes do meanwhile. They are compiled when
+    they are timed, while the others stand still. Kernels of a subject leave nothing to its library's compiler to choose.
     """
-    framework = plan.lead.framework
-    visited_too = [b for b in (*plan.subjects[1:], *plan.against) if registry.known(b) and b.framework == framework]
+    others = [b for b in (*plan.subjects[1:], *plan.against) if registry.known(b)]
+    others = [b for b in others if b in plan.subjects or b.framework == plan.lead.framework]
     if jobs < 1 or not registry.known(plan.lead):
-        return 0
-    start, visited = time.monotonic(), 0
-    with pool(jobs, ALONE) as processes:
-        names = [b.name for b in visited_too]
-        waiting = [processes.submit(_visit, plan.lead.name, names, plan.device, case) for case in plan.cases]
-        _loaded(plan, visited_too, start + seconds)
-        with suppress(TimeoutError):
-            for future in as_completed(waiting, timeout=max(0.0, start + seconds - time.monotonic())):
-                visited += future.exception() is None
-                done()
-    return visited
+        yield Ahead()
+        return
+    with pool(jobs, ALONE, NICE) as processes:
+        names = [b.name for b in others]
+        futures = {id(c): processes.submit(_visit, plan.lead.name, names, plan.device, c) for c in plan.cases}
+        ahead = Ahead(futures, processes, frozenset((plan.lead.name, *names)), 2 * FIRST_CALL)
+        _load(plan, others, ahead)
+        yield ahead
 
 
-def _loaded(plan: Plan, others: Sequence[Backend], deadline: float) -> None:
-    """Load meanwhile, in this process, what the first call of each op has its libraries load: some take ten seconds."""
-    everybody = (*plan.subjects, *plan.against)
-    for name in {b.framework for b in everybody if b.unavailable() is None}:
+def _load(plan: Plan, others: Sequence[Backend], ahead: Ahead) -> None:
+    """Load in this process what the first call of each op has its libraries load, some of which take ten seconds, until
+    the first case was visited."""
+    for name in {b.framework for b in (*plan.subjects, *plan.against) if b.unavailable() is None}:
         with suppress(Exception):  # who needs it will meet this again, and say it
             frameworks()[name].load()
             frameworks()[name].devices()
     plan = replace(plan, subjects=plan.subjects[:1], against=others)
     for case in {case.timed: case for case in reversed(plan.cases)}.values():
-        if time.monotonic() > deadline:
+        if ahead.is_ready(plan.cases[0]):
             return
         with suppress(Exception):
             visit(plan, case)
 
 
-def _visit(lead: str, others: list[str], device: str | None, case: TimedCase) -> None:
+def _visit(lead: str, others: list[str], device: str | None, case: TimedCase) -> Visit:
     plan = Plan([case], [registry.backend(lead)], [registry.backend(n) for n in others], device)
-    visit(plan, case)
+    return visit(plan, case)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,9 +20,6 @@ from portakern.errors import SpecError, UnavailableError, UnsupportedError
 if TYPE_CHECKING:
     from portakern.benchmarking.run import Outcome, Plan
     from portakern.benchmarking.suites import TimedCase
-
-COMPILING = 0.3
-"""The share of the budget that compiling ahead may take."""
 
 
 @app.command()
@@ -85,41 +83,35 @@ def bench(
 
 
 def _measure(plan: Plan, jobs: int | None, found: _Rows) -> None:
-    """Compile ahead where kernels are compiled, then time."""
-    from portakern.benchmarking import warming
+    """Time, while other processes compile ahead where kernels are compiled."""
     from portakern.benchmarking.contenders import here
     from portakern.benchmarking.foresight import foreseeing
-    from portakern.benchmarking.run import DeviceLost, run
+    from portakern.benchmarking.run import DeviceLost, Helped, run
+    from portakern.benchmarking.warming import warming
 
     framework, device, target = here(plan.lead, plan.device)
     names = " and ".join(b.name for b in plan.subjects)
     cores = (max((os.cpu_count() or 2) - 1, 1) if jobs is None else jobs) if target.platform != "cpu" else 0
+    shared = framework.instruments(device).shared
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         Progress(*columns, console=err, transient=True) as bar,
         foreseeing(plan.cases, target, cores // 2) as foresight,
     ):
-        if cores and framework.instruments(device).shared:
-            compiling = bar.add_task("compiling ahead", total=len(plan.cases))
-            warming.warm(plan, cores, _share(plan, found.start), lambda: bar.advance(compiling))
-        task = bar.add_task(f"timing {names}", total=len(plan.cases))
+        task = bar.add_task("compiling the first call", total=len(plan.cases))
 
         def done(outcome: Outcome, case: TimedCase) -> None:
             found.take(names, outcome)
             bar.update(task, advance=1, description=f"{case.timed} {case.dtype}: {found.last()}"[:60])
 
-        try:
-            found.take(names, run(plan, done, found.start, foresight))
-        except DeviceLost as e:
-            found.show()
-            err.print(str(e), style="red", markup=False, highlight=False, soft_wrap=True)
-            raise typer.Exit(1) from None
-
-
-def _share(plan: Plan, start: float) -> float:
-    """The seconds that compiling ahead may take, of those that are left."""
-    seconds = plan.seconds or 0.0
-    return max(0.0, min(COMPILING * seconds, seconds - (time.perf_counter() - start)))
+        with warming(plan, cores if shared else 0) as ahead:
+            found.ahead = ahead.seconds
+            try:
+                found.take(names, run(plan, done, found.start, Helped(foresight, ahead)))
+            except DeviceLost as e:
+                found.show()
+                err.print(str(e), style="red", markup=False, highlight=False, soft_wrap=True)
+                raise typer.Exit(1) from None
 
 
 def _check_asked(
@@ -212,6 +204,7 @@ class _Rows:
     def __init__(self, file: Path | None, start: float) -> None:
         self.file, self.start = file, start
         self.outcomes: dict[str, Any] = {}
+        self.ahead: dict[str, float] = {}
         self.absent: dict[str, str] = {}
 
     @property
@@ -230,8 +223,16 @@ class _Rows:
         seconds = round(time.perf_counter() - self.start, 1)
         return results.record(
             "bench", self.rows, command=results.command_line("portakern", self.file), device=device,
-            wall_seconds=seconds, rates={n: round(r) for n, r in rates.items()}, absent=self.absent, left_out=left,
+            wall_seconds=seconds, seconds=self.seconds(), seconds_ahead=_rounded(self.ahead),
+            rates={n: round(r) for n, r in rates.items()}, absent=self.absent, left_out=left,
         )  # fmt: skip
+
+    def seconds(self) -> dict[str, float]:
+        """Where this process's seconds went, from most to least."""
+        found: Counter[str] = Counter()
+        for outcome in self.outcomes.values():
+            found.update(outcome.spent.seconds)
+        return _rounded(found)
 
     def last(self) -> str:
         """The subjects' last result, for the progress bar."""
@@ -253,6 +254,8 @@ class _Rows:
                 style = "red" if row["verdict"] in ("wrong", "failed") else "bold" if row["subject"] else ""
                 for line in _lines(row, out.width):
                     out.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+        spent = ", ".join(f"{what} {s:.0f}" for what, s in self.seconds().items() if s >= NOTED)
+        out.print(f"seconds: {spent}", markup=False, highlight=False, soft_wrap=True)
         for name, why in self.absent.items():
             out.print(f"{name} takes no part: {why}", markup=False, highlight=False, soft_wrap=True)
         for subjects, outcome in self.outcomes.items():
@@ -271,6 +274,10 @@ class _Rows:
 
         for path in speed.draw_into(folder, self.record()):
             out.print(f"wrote {path}", markup=False, highlight=False)
+
+
+def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {what: round(s, 1) for what, s in sorted(seconds.items(), key=lambda x: -x[1])}
 
 
 def _rate(name: str, rate: float) -> str:
