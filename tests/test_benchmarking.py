@@ -26,6 +26,7 @@ from portakern.benchmarking.foresight import Foresight, foreseeing
 from portakern.benchmarking.inputs import for_gradient, make
 from portakern.benchmarking.processes import pool
 from portakern.benchmarking.roof import ceiling, moved
+from portakern.benchmarking.rows import said
 from portakern.benchmarking.run import DeviceLost, Plan, run
 from portakern.benchmarking.suites import TimedCase
 from portakern.benchmarking.timing import CallFailed, interleaved
@@ -33,9 +34,9 @@ from portakern.benchmarking.verdicts import Judge
 from portakern.benchmarking.warming import warming
 from portakern.cli import app
 from portakern.cli import bench as command
-from portakern.compiling.forms import abstract_call
+from portakern.compiling.forms import abstract_call, bound_form
 from portakern.core import registry
-from portakern.core.framework import frameworks
+from portakern.core.framework import frameworks, host_framework
 from portakern.core.instruments import Instruments, Stopwatch
 from portakern.core.targets import Target
 from portakern.errors import SpecError
@@ -419,6 +420,55 @@ def test_the_command_writes_rows_that_can_be_read(tmp_path):
     assert read.benchmark == "bench" and {r["op"] for r in read.rows} == {"softmax", gradient}
     assert {r["contender"] for r in read.rows} == {"triton", "torch"} and read.device == "host CPU"
     assert read.extra["rates"]["copy"] > 0 and "liger" in read.extra["absent"]
+
+
+def test_a_table_is_completed_by_several_runs(tmp_path, monkeypatch):
+    """What stands in the file is not timed again, until what decides it changes; calls that were not asked for stay."""
+    timed_now, rows_of, file = [], bench_run._Trial.rows, tmp_path / "rows.json"
+
+    def rows(self):
+        timed_now.append(self.case.timed)
+        return rows_of(self)
+
+    monkeypatch.setattr(bench_run._Trial, "rows", rows)
+    triton, gradient = registry.backend("triton"), registry.find_spec("softmax").vjp
+    if triton.unavailable():
+        pytest.skip(triton.unavailable())
+
+    def again(*more):
+        timed_now.clear()
+        found = bench("softmax", "--backend", "triton", "--against", "torch", "--device", "cpu", "--shape", "shape=3x5",
+                      "--dtype", "float32", "--rounds", "2", "--json", file, *more)  # fmt: skip
+        return list(timed_now), " ".join((found.output or str(found.exception)).split()), found.exception
+
+    assert again("--no-gradients")[0] == ["softmax"]
+    first = results.read(file)
+    done, shown, _ = again()
+    assert done == [gradient] and "1 calls stand in" in shown
+    both = results.read(file)
+    assert [*both.rows[: len(first.rows)]] == [*first.rows] and {r["op"] for r in both.rows} == {"softmax", gradient}
+    assert both.extra["wall_seconds"] > first.extra["wall_seconds"] and both.extra["rates"]
+    assert again()[0] == [] and len(results.read(file).rows) == len(both.rows)  # nothing is left
+    assert again("--rounds", "3")[0] == ["softmax", gradient]  # more samples than stand there
+    real = sources.fingerprint
+    monkeypatch.setattr(sources, "fingerprint", lambda op, *a: "another" if op == "softmax" else real(op, *a))
+    assert again("--no-gradients")[0] == ["softmax"] and {r["op"] for r in results.read(file).rows} == {
+        "softmax", gradient
+    }  # fmt: skip
+    assert again("--no-gradients", "--fresh")[0] == ["softmax"] and len(results.read(file).rows) == 2
+    file.write_text(json.dumps({**json.loads(file.read_text()), "device": "another"}))
+    done, _, refused = again()
+    assert not done and isinstance(refused, SpecError)
+    assert "bench on another, which this run on host CPU cannot continue; name another file" in str(refused)
+
+
+def test_a_case_says_its_call_without_arrays():
+    """As the call on its arrays does, which is how rows of an earlier run are found."""
+    host, target = host_framework(), Target("cpu")
+    cases = [c for c in suites.cases_of(suites.SAMPLES, ["float32", "bfloat16"]) if not c.gradient]
+    for case in cases:
+        call = make(case, host, host.devices()[0]).call
+        assert said(case, bound_form(case.forward, case.form, host, target)) == said(case, call), case
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

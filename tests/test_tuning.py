@@ -475,6 +475,35 @@ def test_a_rows_source_says_whether_it_was_measured(own_cache):
 # ---------------------------------------------------------------------------------------------------------- the rest
 
 
+def test_the_next_key_is_compiled_while_one_is_judged(monkeypatch):
+    """A launch finds what was compiled ahead; nothing is compiled twice."""
+    compiled, judging, overlapped = [], threading.Event(), []
+
+    def survey(asked, place, pool, tilings, quick=True):
+        for tiling in tilings:
+            compiled.append((asked.text, frozen(tiling)))
+            if asked.text == second.text:
+                overlapped.append(judging.wait(30))  # while the first key is judged
+            yield frozen(tiling), Build("softmax", "forward", "float32", "cpu", "mine", ok=True)
+
+    def watched(call, tiling):
+        if call.dims["shape"] == (4, 40):
+            judging.set()
+            while len([text for text, _ in compiled if text == second.text]) < 3:
+                time.sleep(0.001)
+        return softmax(call, tiling)
+
+    registered(watched)
+    first, second = asked()[0], asked(shape=(4, 50))[0]
+    for module in ("portakern.tuning.ahead", "portakern.tuning.judges"):
+        monkeypatch.setattr(f"{module}.launches_find_it", lambda place: True)
+        monkeypatch.setattr(f"{module}.survey", survey)
+    found, left, _ = tuned(asked=[first, second])
+    assert [f.best for f in found] == [{"rows_at_once": 64}] * 2 and not left
+    assert overlapped and all(overlapped)
+    assert len(compiled) == len(set(compiled)) == 6 and {text for text, _ in compiled} == {first.text, second.text}
+
+
 def test_calls_of_one_key_are_judged_together():
     registered()
     calls = asked(shape=(4, 40)) + asked(shape=(9, 40)) + asked(shape=(4, 48))

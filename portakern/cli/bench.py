@@ -18,6 +18,7 @@ from portakern.core import registry
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 
 if TYPE_CHECKING:
+    from portakern.benchmarking.resuming import Earlier
     from portakern.benchmarking.run import Outcome, Plan
     from portakern.benchmarking.suites import TimedCase
 
@@ -50,7 +51,13 @@ def bench(
     jobs: Annotated[
         int | None, typer.Option(min=0, help="Processes that compile ahead; 0: none. A core less than there are.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the rows here, as they come.")] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--json", help="Also write the rows here, as they come; calls that stand there are not timed again."
+        ),
+    ] = None,
+    fresh: Annotated[bool, typer.Option(help="Time again what stands in the file of --json.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw the plots into this folder.")] = None,
 ) -> None:
     """Time ops on the device alone, beside every peer and the measured roof, each result first held to its error bound;
@@ -64,17 +71,19 @@ def bench(
     _check_asked(ops, suite, shape, dtype, json_file, plot)
     errors_only(context)
     from portakern.benchmarking.contenders import absent, against_named, together
+    from portakern.benchmarking.resuming import Earlier, read
     from portakern.benchmarking.run import Plan
 
+    earlier = read(json_file, device == "cpu") if json_file and not fresh else Earlier()
     subjects = [registry.backend(b) for b in backend] if backend else _compiling_here(device)
     cases = _cases(ops, suite, shape, dtype, gradients, any_cpu=device == "cpu")
     if not cases:
         raise SpecError("bench: no call is left of what was named; see the suites' dtypes and ops, or give --shape")
-    found = _Rows(json_file, start)
+    found = _Rows(json_file, start, earlier)
     named = [b for b in against_named(against) if b not in subjects]
     found.absent |= absent(named)
     for measured in together(subjects, device):
-        _measure(Plan(cases, measured, named, device, rounds, budget), jobs, found)
+        _measure(found.left(Plan(cases, measured, named, device, rounds, budget)), jobs, found)
     found.show()
     if plot:
         found.draw(plot)
@@ -84,6 +93,8 @@ def bench(
 
 def _measure(plan: Plan, jobs: int | None, found: _Rows) -> None:
     """Time, while other processes compile ahead where kernels are compiled."""
+    if not plan.cases:
+        return
     from portakern.benchmarking.contenders import here
     from portakern.benchmarking.foresight import foreseeing
     from portakern.benchmarking.run import DeviceLost, Helped, run
@@ -201,15 +212,23 @@ NAMES = 18
 class _Rows:
     """What was found so far, in a file as it comes."""
 
-    def __init__(self, file: Path | None, start: float) -> None:
-        self.file, self.start = file, start
+    def __init__(self, file: Path | None, start: float, earlier: Earlier) -> None:
+        self.file, self.start, self.earlier = file, start, earlier
+        self.kept: dict[Any, list[dict[str, Any]]] = dict(earlier.rows)
         self.outcomes: dict[str, Any] = {}
-        self.ahead: dict[str, float] = {}
+        self.ahead: Mapping[str, float] = {}
         self.absent: dict[str, str] = {}
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        return [row for outcome in self.outcomes.values() for row in outcome.rows]
+        kept = [row for rows in self.kept.values() for row in rows]
+        return kept + [row for outcome in self.outcomes.values() for row in outcome.rows]
+
+    def left(self, plan: Plan) -> Plan:
+        """The plan without the cases whose rows an earlier run found."""
+        plan, stay = self.earlier.left(plan)
+        self.kept = {place: rows for place, rows in self.kept.items() if place in stay}
+        return plan
 
     def take(self, subjects: str, outcome: Any) -> None:
         self.outcomes[subjects] = outcome
@@ -217,19 +236,20 @@ class _Rows:
             results.write(self.file, self.record())
 
     def record(self) -> dict[str, Any]:
-        rates = {n: r for outcome in self.outcomes.values() for n, r in outcome.rates.items()}
+        rates = {**self.earlier.rates, **{n: r for o in self.outcomes.values() for n, r in o.rates.items()}}
         left = [f"{c.timed} {c.dtype} of {c.suite}" for outcome in self.outcomes.values() for c in outcome.left_out]
         device = results.HOST_CPU if all(r["target"].startswith("cpu") for r in self.rows) else None
-        seconds = round(time.perf_counter() - self.start, 1)
+        seconds = round(self.earlier.wall_seconds + time.perf_counter() - self.start, 1)
+        ahead = Counter(self.earlier.seconds_ahead) + Counter(self.ahead)
         return results.record(
             "bench", self.rows, command=results.command_line("portakern", self.file), device=device,
-            wall_seconds=seconds, seconds=self.seconds(), seconds_ahead=_rounded(self.ahead),
+            wall_seconds=seconds, seconds=self.seconds(), seconds_ahead=_rounded(ahead),
             rates={n: round(r) for n, r in rates.items()}, absent=self.absent, left_out=left,
         )  # fmt: skip
 
     def seconds(self) -> dict[str, float]:
-        """Where this process's seconds went, from most to least."""
-        found: Counter[str] = Counter()
+        """Where the seconds of the runs that made the rows went, from most to least."""
+        found = Counter(self.earlier.seconds)
         for outcome in self.outcomes.values():
             found.update(outcome.spent.seconds)
         return _rounded(found)
@@ -245,6 +265,9 @@ class _Rows:
         return any(r["subject"] and r["verdict"] in ("wrong", "failed") for r in self.rows)
 
     def show(self) -> None:
+        if self.kept:
+            text = f"{len(self.kept)} calls stand in {self.file}, and were not timed again; --fresh times them"
+            out.print(text, markup=False, highlight=False, soft_wrap=True)
         calls: dict[str, list[dict[str, Any]]] = {}
         for row in self.rows:
             calls.setdefault(row["call"], []).append(row)
