@@ -8,8 +8,10 @@ import multiprocessing
 import shutil
 import signal
 import sys
+import threading
 import time
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +22,7 @@ import portakern as pk
 from portakern import results, sources
 from portakern.benchmarking import run as bench_run
 from portakern.benchmarking import suites
-from portakern.benchmarking.ahead import Ahead
+from portakern.benchmarking.ahead import Ahead, Visit
 from portakern.benchmarking.contenders import together
 from portakern.benchmarking.foresight import Foresight, foreseeing
 from portakern.benchmarking.inputs import for_gradient, make
@@ -233,13 +235,13 @@ def test_cases_are_visited_ahead_by_other_processes():
     with warming(plan, 1) as ahead:
         assert ahead.compiles(triton) and ahead.compiles(pallas) and ahead.compiles(peers[0])
         assert not ahead.compiles(peers[1])  # XLA times what it compiles
-        for case in plan.cases:  # the second is no call
-            ahead.reach(case)
+        assert ahead.next([none]) is none  # which is no call: whoever times it says so
+        assert ahead.next([CASE]) is CASE
         assert {"arrays", "triton", "pallas", "torch"} == set(ahead.seconds) and min(ahead.seconds.values()) >= 0
         assert not ahead.at_work() and ahead.is_ready(CASE)
     assert multiprocessing.active_children() == before
     with warming(plan, 0) as ahead:
-        ahead.reach(CASE)
+        assert ahead.next([none, CASE]) is none
         assert not ahead.compiles(triton) and not ahead.seconds
 
 
@@ -249,7 +251,7 @@ def state(pid):
 
 
 def test_processes_stand_still_while_a_clock_is_read(monkeypatch, caplog):
-    """Whoever waits for one that stands still does not wait for ever; the next case is waited for, and no longer."""
+    """Whoever waits for one that stands still does not wait for ever, and no case is waited for longer than is said."""
     if sys.platform != "linux":
         pytest.skip("only Linux tells a process's state in /proc")
     with pool(1, {}) as processes:
@@ -268,8 +270,24 @@ def test_processes_stand_still_while_a_clock_is_read(monkeypatch, caplog):
                 time.sleep(0.01)
         assert "were stopped for 0.2 s, and go on" in caplog.text
         start = time.monotonic()
-        ahead.reach(case)
+        assert ahead.next([case, other]) is case
         assert 0.1 <= time.monotonic() - start < 10 and not ahead.seconds
+
+
+def test_cases_are_timed_as_they_are_ready():
+    """In the order of their importance those that were visited, or are to be visited by nobody; then whichever is."""
+    cases = [replace(CASE, dims={"shape": (i,)}) for i in range(4)]
+    first, second, third = (Future() for _ in range(3))
+    ahead = Ahead(dict(zip(map(id, cases), (first, second, third), strict=False)), None, frozenset(), 60.0)
+    first.set_running_or_notify_cancel()
+    second.set_running_or_notify_cancel()
+    third.set_result(Visit({"torch": 2.0}))
+    assert ahead.next(cases) is cases[2] and ahead.seconds == {"torch": 2.0}
+    assert ahead.next(cases[:2] + cases[3:]) is cases[3]
+    timer = threading.Timer(0.05, second.set_exception, [ValueError("a compiler ended")])
+    timer.start()
+    assert ahead.next(cases[:2]) is cases[1] and not first.done()
+    timer.join()
 
 
 def test_a_budget_says_what_it_left_out():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -27,10 +27,10 @@ class Visit(NamedTuple):
 
 
 class Ahead:
-    """Processes that visit cases, each a future, in the order in which they are timed; without any, nobody does.
+    """Processes that visit cases, each a future; without any, nobody does.
 
     Attributes:
-      visited: names of the backends whose calls are visited. longest: seconds that one case is waited for.
+      visited: names of the backends whose calls are visited. longest: seconds that any case is waited for.
     """
 
     def __init__(
@@ -57,14 +57,23 @@ class Ahead:
         future = self._futures.get(id(case))
         return future is None or future.done()
 
-    def reach(self, case: TimedCase) -> None:
-        """Return when a case was visited. One that nobody has begun with is left to whoever times it, as is one that
-        takes longer than ``longest``."""
+    def next(self, cases: Sequence[TimedCase]) -> TimedCase:
+        """The first of these that was visited. While none was: of those that are being visited whichever ends first; or
+        the very first, where nobody has begun with any, or none ends within ``longest`` seconds."""
+        ready = next((c for c in cases if self.is_ready(c)), None)
+        if ready is None:
+            wait([self._futures[id(c)] for c in cases], self.longest, FIRST_COMPLETED)
+            ready = next((c for c in cases if self.is_ready(c)), cases[0])
+        self._leave(ready)
+        return ready
+
+    def _leave(self, case: TimedCase) -> None:
+        """Count what a visit took; one that nobody has begun with is left to whoever times the case."""
         future = self._futures.get(id(case))
-        if future is None or future.cancel():
+        if future is None or future.cancel() or not future.done():
             return
         with suppress(Exception):  # what went wrong there goes wrong here, where it is told
-            self.seconds.update(future.result(self.longest).seconds)
+            self.seconds.update(future.result().seconds)
 
     @contextmanager
     def quiet(self) -> Iterator[None]:

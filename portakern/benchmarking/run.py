@@ -40,7 +40,7 @@ class Plan:
     """What is to be timed.
 
     Attributes:
-      cases: in the order of their importance. subjects: whose variants are measured, the one first in whose library's
+      cases: in the order of their importance, in which they are timed as they are ready. subjects: whose variants are measured, the one first in whose library's
       arrays the calls are made; against: the peers.
       device: the platform, None: the best that the first subject compiles for here.
       rounds: samples of each contender. seconds: no case is begun after so many; None: all are.
@@ -92,18 +92,21 @@ def run(
     Raises:
       DeviceLost: the device is unusable; what was measured before was handed to ``done``.
     """
-    start = time.perf_counter() if start is None else start
-    found, calls, ahead = Outcome(), set[str](), helped.ahead
+    now = time.perf_counter()
+    start = now if start is None else start
+    found, calls, ahead = Outcome(spent=Spent({"before the first call": now - start})), set[str](), helped.ahead
     with found.spent.on("the roof"), ahead.quiet():
         framework, device, _ = here(plan.lead, plan.device)
         found.rates = roof.measure(framework.instruments(device), plan.rounds)
-    for i, case in enumerate(plan.cases):
+    left = list(plan.cases)
+    while left:
         if plan.seconds is not None and time.perf_counter() - start > plan.seconds:
-            found.left_out = list(plan.cases[i:])
+            found.left_out = left
             break
+        with found.spent.on("waiting for compilers"):
+            case = ahead.next(left)
+        left = [other for other in left if other is not case]
         try:
-            with found.spent.on("waiting for compilers"):
-                ahead.reach(case)
             trial = _Trial(plan, case, found, helped)
             if trial.call not in calls:  # options of two forward calls may be none of their gradients'
                 found.rows += trial.rows()
@@ -114,13 +117,15 @@ def run(
     return found
 
 
-def visit(plan: Plan, case: TimedCase) -> Visit:
+def visit(plan: Plan, case: TimedCase, enough: Callable[[], bool] = lambda: False) -> Visit:
     """Run every contender of a case once, and time nothing: kernels are compiled, and their compilers' caches on disk
-    know them."""
+    know them. ``enough``: asked before each contender, whether to leave out the others."""
     spent = Spent()
     with spent.on("arrays"):
         trial = _Trial(plan, case, Outcome(), Helped())
     for contender in trial.among:
+        if enough():
+            break
         try:
             with spent.on(contender.backend.name), within(FIRST_CALL):
                 entry = ready(contender, trial.inputs)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 __all__ = ["Spent"]
 
 
 class Spent:
-    """Seconds of wall-clock time by what they went into; of what runs inside of something else, to the inner alone."""
+    """Seconds of wall-clock time by what they went into; of what runs inside of something else, to the inner alone.
+    ``before``: those that went before anybody counted."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+    def __init__(self, before: Mapping[str, float] | None = None) -> None:
+        self.seconds: dict[str, float] = dict(before or {})
         self._inner = [0.0]
 
     @contextmanager

@@ -1,12 +1,14 @@
-"""Compiling ahead: every case visited once, by many processes at a time, in the order in which cases are timed, so that
-the process that times finds compiled code in the compilers' caches on disk. It begins with the first case as soon as
-that was visited; the processes go on behind, and stand still while it reads a clock."""
+"""Compiling ahead: every case visited once, by many processes at a time, in the order of the cases' importance, so that
+the process that times finds compiled code in the compilers' caches on disk. It begins as soon as any case was visited,
+and takes those first that were; the processes go on behind, and stand still while it reads a clock."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
 from portakern.benchmarking.ahead import Ahead, Visit
 from portakern.benchmarking.processes import pool
@@ -26,13 +28,10 @@ ENVIRONMENT = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # its own processes take seconds to begin, and minutes to end
+    # Triton's own choice, said: Inductor sets another from its first kernel on, and what was compiled before is lost.
+    "TRITON_CACHE_DIR": str(Path(os.environ.get("TRITON_HOME", Path.home()), ".triton", "cache")),
 }
-"""What a process that times is to have in its environment before it loads a library."""
-
-ALONE = {
-    **ENVIRONMENT,
-    "OMP_NUM_THREADS": "1",
-}
+"""What a process that times is to have in its environment before it loads a library, where its user says nothing."""
 
 NICE = 5
 """By how much what compiles ahead leaves the cores to what times."""
@@ -51,7 +50,8 @@ def warming(plan: Plan, jobs: int) -> Iterator[Ahead]:
     if jobs < 1 or not registry.known(plan.lead):
         yield Ahead()
         return
-    with pool(jobs, ALONE, NICE) as processes:
+    alike = {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()}
+    with pool(jobs, {**alike, "OMP_NUM_THREADS": "1"}, NICE) as processes:
         names = [b.name for b in others]
         futures = {id(c): processes.submit(_visit, plan.lead.name, names, plan.device, c) for c in plan.cases}
         ahead = Ahead(futures, processes, frozenset((plan.lead.name, *names)), 2 * FIRST_CALL)
@@ -61,17 +61,21 @@ def warming(plan: Plan, jobs: int) -> Iterator[Ahead]:
 
 def _load(plan: Plan, others: Sequence[Backend], ahead: Ahead) -> None:
     """Load in this process what the first call of each op has its libraries load, some of which take ten seconds, until
-    the first case was visited."""
+    any case was visited: a case of each op, those of the fewest dimensions first, whose kernels compile the fastest."""
     for name in {b.framework for b in (*plan.subjects, *plan.against) if b.unavailable() is None}:
         with suppress(Exception):  # who needs it will meet this again, and say it
             frameworks()[name].load()
             frameworks()[name].devices()
     plan = replace(plan, subjects=plan.subjects[:1], against=others)
-    for case in {case.timed: case for case in reversed(plan.cases)}.values():
-        if ahead.is_ready(plan.cases[0]):
+
+    def enough() -> bool:
+        return any(map(ahead.is_ready, plan.cases))
+
+    for case in sorted({c.timed: c for c in reversed(plan.cases)}.values(), key=lambda c: len(c.dims)):
+        if enough():
             return
         with suppress(Exception):
-            visit(plan, case)
+            visit(plan, case, enough)
 
 
 def _visit(lead: str, others: list[str], device: str | None, case: TimedCase) -> Visit:
