@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -504,6 +505,25 @@ def test_the_next_key_is_compiled_while_one_is_judged(monkeypatch):
     assert len(compiled) == len(set(compiled)) == 6 and {text for text, _ in compiled} == {first.text, second.text}
 
 
+def test_runs_of_several_threads_share_a_pool(monkeypatch):
+    """A process has one job at a time, whoever asks; every run has the results of its own jobs."""
+    busy, together = set(), []
+
+    def serve(worker, job, timeout):
+        together.append(worker in busy)
+        busy.add(worker)
+        time.sleep(0.005)
+        busy.discard(worker)
+        return job
+
+    monkeypatch.setattr("portakern.compiling.pool._Worker.serve", serve)
+    with Pool(2, 10) as pool, ThreadPoolExecutor(3) as threads:
+        runs = [[f"job {i} of {run}" for i in range(4)] for run in range(3)]
+        found = list(threads.map(lambda jobs: list(pool.run(jobs)), runs))
+    assert [sorted(pairs) for pairs in found] == [[(job, job) for job in jobs] for jobs in runs]
+    assert len(together) == 12 and not any(together)
+
+
 def test_calls_of_one_key_are_judged_together():
     registered()
     calls = asked(shape=(4, 40)) + asked(shape=(9, 40)) + asked(shape=(4, 48))
@@ -518,7 +538,7 @@ def test_each_call_is_held_against_its_own_best(own_cache):
     def picky(call, tiling):
         y = softmax(call, {"rows_at_once": 32})
         many = call.dims["shape"][0] > 5
-        time.sleep(0.004 if many == (tiling["rows_at_once"] == 32) else 0.0)
+        time.sleep(0.01 if many == (tiling["rows_at_once"] == 32) else 0.0)
         return y
 
     registered(picky, rows_at_once=Tile(32, 64))
