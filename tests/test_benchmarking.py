@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from portakern.benchmarking.run import DeviceLost, Plan, run
 from portakern.benchmarking.suites import TimedCase
 from portakern.benchmarking.timing import CallFailed, interleaved
 from portakern.benchmarking.verdicts import Judge
-from portakern.benchmarking.warming import warming
+from portakern.benchmarking.warming import ENVIRONMENT, warming
 from portakern.cli import app
 from portakern.cli import bench as command
 from portakern.compiling.forms import abstract_call, bound_form
@@ -100,10 +101,12 @@ def test_backends_that_are_measured_together_are_no_peers_of_each_other():
     assert {r["best_peer"] for r in rows} == {"slow"} and all(r["first_s"] >= 0 for r in rows)
 
 
-def test_the_backend_of_most_ops_makes_the_calls():
+def test_the_backend_of_most_ops_makes_the_calls(monkeypatch):
     more = backend("more", numpy_softmax)
     more.implements("layernorm")(lambda call, tiling: ())
     assert together([backend("mine", numpy_softmax), more], "cpu") == [[more, registry.backend("mine")]]
+    monkeypatch.setattr("portakern.benchmarking.contenders._ops", None)  # which loads every spec
+    assert together([more], "cpu") == [[more]]
 
 
 def in_place(x, axis):
@@ -245,6 +248,26 @@ def test_cases_are_visited_ahead_by_other_processes():
         assert not ahead.compiles(triton) and not ahead.seconds
 
 
+def test_what_compiles_ahead_keeps_it_where_whoever_times_looks(monkeypatch):
+    """Where Triton's own choice is, or the user's; Inductor moves it otherwise, from its first kernel on."""
+    triton = pytest.importorskip("triton", reason="triton is not installed")
+    given = []
+
+    @contextmanager
+    def processes(jobs, environment, nice):
+        given.append(environment)
+        yield None
+
+    monkeypatch.setattr("portakern.benchmarking.warming.pool", processes)
+    plan = Plan([], [registry.backend("torch")], [], "cpu")
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    with triton.knobs.cache.scope(), warming(plan, 1):
+        assert given[0]["TRITON_CACHE_DIR"] == triton.knobs.cache.dir == ENVIRONMENT["TRITON_CACHE_DIR"]
+    monkeypatch.setenv("TRITON_CACHE_DIR", "mine")
+    with warming(plan, 1):
+        assert given[1]["TRITON_CACHE_DIR"] == "mine" and given[1].keys() > ENVIRONMENT.keys()
+
+
 def state(pid):
     """Of a process of Linux, by its letter."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -278,7 +301,7 @@ def test_cases_are_timed_as_they_are_ready():
     """In the order of their importance those that were visited, or are to be visited by nobody; then whichever is."""
     cases = [replace(CASE, dims={"shape": (i,)}) for i in range(4)]
     first, second, third = (Future() for _ in range(3))
-    ahead = Ahead(dict(zip(map(id, cases), (first, second, third), strict=False)), None, frozenset(), 60.0)
+    ahead = Ahead(dict(zip(map(id, cases), (first, second, third), strict=False)), None, frozenset(), 5.0)
     first.set_running_or_notify_cancel()
     second.set_running_or_notify_cancel()
     third.set_result(Visit({"torch": 2.0}))
@@ -286,7 +309,8 @@ def test_cases_are_timed_as_they_are_ready():
     assert ahead.next(cases[:2] + cases[3:]) is cases[3]
     timer = threading.Timer(0.05, second.set_exception, [ValueError("a compiler ended")])
     timer.start()
-    assert ahead.next(cases[:2]) is cases[1] and not first.done()
+    start = time.monotonic()
+    assert ahead.next(cases[:2]) is cases[1] and not first.done() and time.monotonic() - start < 4
     timer.join()
 
 
