@@ -40,8 +40,8 @@ class Plan:
     """What is to be timed.
 
     Attributes:
-      cases: in the order of their importance, in which they are timed as they are ready. subjects: whose variants are measured, the one first in whose library's
-      arrays the calls are made; against: the peers.
+      cases: in the order of their importance, in which they are timed as they are ready. subjects: whose variants are
+      measured, the one first in whose library's arrays the calls are made; against: the peers.
       device: the platform, None: the best that the first subject compiles for here.
       rounds: samples of each contender. seconds: no case is begun after so many; None: all are.
     """

@@ -43,7 +43,7 @@ def warming(plan: Plan, jobs: int) -> Iterator[Ahead]:
 
     Visited are the subjects, and the peers in the first subject's library. Peers in other libraries are not: a compiler
     that times what it compiles, as XLA does, would choose by what other processes do meanwhile. They are compiled when
-    they are timed, while the others stand still. Kernels of a subject leave nothing to its library's compiler to choose.
+    they are timed, while the others stand still. Kernels of a subject leave nothing to a library's compiler to choose.
     """
     others = [b for b in (*plan.subjects[1:], *plan.against) if registry.known(b)]
     others = [b for b in others if b in plan.subjects or b.framework == plan.lead.framework]

@@ -52,10 +52,7 @@ def bench(
         int | None, typer.Option(min=0, help="Processes that compile ahead; 0: none. A core less than there are.")
     ] = None,
     json_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--json", help="Also write the rows here, as they come; calls that stand there are not timed again."
-        ),
+        Path | None, typer.Option("--json", help="Also write the rows here, as they come; what is there is not timed.")
     ] = None,
     fresh: Annotated[bool, typer.Option(help="Time again what stands in the file of --json.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw the plots into this folder.")] = None,

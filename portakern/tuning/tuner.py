@@ -134,8 +134,8 @@ def _form_call(asked: Asked, place: Place) -> Call:
 
 
 class _Opening(NamedTuple):
-    """How the search of a key begins: the tiling that each of its calls finds shipped, what is legal, and in which order
-    that is tried."""
+    """How the search of a key begins: the tiling that each of its calls finds shipped, what is legal, and in which
+    order that is tried."""
 
     shipped: list[dict[str, int]]
     space: Space
