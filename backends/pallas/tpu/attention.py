@@ -88,8 +88,16 @@ def blocks(call: Call, tiling: Mapping[str, int]) -> tuple[int, int]:
     """How many rows one step holds, and how many keys it has scores of at a time."""
     of_q, of_kv = grains(call)
     kv_len, tile = call.dims["kv_len"], tiling["block_kv"]
-    bq = row_block(call, call.dims["q_len"] * together(call), tiling["block_q"], of_q, even=True)
+    rows = call.dims["q_len"] * together(call)
+    bq, square = (row_block(call, rows, tiling["block_q"], grain, even=True) for grain in (of_q, LANES))
+    if banded(call) and 16 * square <= 17 * bq:
+        bq = square  # blocks of rows and of keys then meet the band's edges in corners, and fewer of them do
     return bq, block(kv_len, tile, of_kv) if kv_len <= tile else min(tile, even_block(kv_len, tile, LANES))
+
+
+def banded(call: Call) -> bool:
+    """Whether there are pairs that causality or a window hides."""
+    return call.options["is_causal"] or call.options["window"] is not None
 
 
 def parts(call: Call, bq: int, bkv: int) -> int:
@@ -97,8 +105,7 @@ def parts(call: Call, bq: int, bkv: int) -> int:
     computes, and of larger blocks four, of which one's products hide what the other's exponentials take; in a band two,
     since its edges pass by the parts that nobody sees. Interpreted, where blocks are small, two, so that there are
     several steps too."""
-    banded = call.options["is_causal"] or call.options["window"] is not None
-    most = 2 if call.interpret else max(2 if banded else 4, PAIRS // (bq * bkv))
+    most = 2 if call.interpret else max(2 if banded(call) else 4, PAIRS // (bq * bkv))
     return max(1, min(most, pl.cdiv(call.dims["kv_len"], bkv)))
 
 
@@ -108,8 +115,7 @@ PAIRS = 2**18
 def halves_of(call: Call, bq: int) -> int:
     """How many pieces of its rows a step takes one after another where it meets an edge of the band: each passes by the
     keys that it does not see. A row's results are the same to the bit."""
-    banded = call.options["is_causal"] or call.options["window"] is not None
-    return 2 if banded and bq % (2 * grains(call)[0]) == 0 else 1
+    return 2 if banded(call) and bq % (2 * grains(call)[0]) == 0 else 1
 
 
 def refused(
