@@ -5,7 +5,7 @@ A kernel's figure is the larger of what its program takes and of what memory tak
 program is compiled with operands that come from device memory, and of products also with operands wherever libtpu likes
 them; the lower counts. JAX's flash and splash attention are compiled with each of a few sets of blocks, and the best
 counts; since libtpu does not follow splash's map of blocks, kernels are compared with theirs by the bundles that they
-issue.
+issue. Where two cores share a launch, as on v4 and v5p, the one counts that takes longer.
 
     python benchmarks/tpu_cycles.py --target v5e --target v5p --target v6e [--only matmul] [--json FILE]
 
@@ -282,7 +282,8 @@ def measured(target: str, case: str, who: str, blocks: tuple[int, ...], folder: 
         estimated = sum(estimates(folder).values())
         for path in (folder / "dump").glob("*.txt"):
             path.unlink()
-        a_cycle = (hardware.bandwidth or math.nan) / (hardware.clock or math.nan) / (hardware.cores or 1)
+        cores = (hardware.cores or 1) / compiler.TOGETHER.get(target, 1)
+        a_cycle = (hardware.bandwidth or math.nan) / (hardware.clock or math.nan) / cores
         memory = cost["bytes accessed"] / a_cycle
         return {"least": round(max(estimated, memory)) if estimated else None, "moved": round(cost["bytes accessed"])}
     traced = compiler.traced(impl, call, tiling) if who == "ours" else PEERS[who](call, blocks)

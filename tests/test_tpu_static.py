@@ -178,7 +178,8 @@ def test_vmem_is_the_chips(arch, fits):
         ("v6e", (1024, 1024, 4096), False),  # 117.7 MiB, as libtpu says
         ("v6e", (512, 1024, 4096), True),
         ("v5e", (1024, 2048, 2048), False),
-        ("v4", (512, 512, 1024), True),
+        ("v6e", (2048, 2048, 1024), False),  # 106.4 MiB of 1792 columns
+        ("v4", (256, 512, 1024), True),
     ],
 )
 def test_parts_of_float32_operands_take_vmem(arch, tiles, fits):
@@ -452,6 +453,46 @@ def test_what_a_kernel_reads_of_constants_in_scalar_memory_is_known():
     (walk,) = static.walks_of(closed.jaxpr, closed.consts)
     assert [c.steps for c in walk.body.inner] == [3]
     assert walk.moved == 8 * 128 * 4 * (5 + 6), "2, 0, 3, 1, 0 of the inputs, and every output"
+
+
+@pytest.mark.parametrize(
+    ("grid", "semantics", "steps", "moves"),
+    [
+        ((4, 8), ("parallel", "arbitrary"), [16, 16], 32),
+        ((1, 4, 8), ("parallel", "parallel", "arbitrary"), [16, 16], 32),
+        ((3, 2), ("parallel", "arbitrary"), [4, 2], 6),
+        ((1, 8), ("parallel", "arbitrary"), [8], 8),
+        ((2, 8), ("arbitrary", "parallel"), [8, 8], 16),
+        ((4, 8), None, [32], 32),
+    ],
+)
+def test_cores_that_share_a_launch_take_runs_of_its_first_parallel_axis(grid, semantics, steps, moves):
+    from jax.experimental.pallas import tpu as pltpu
+
+    def kernel(x, y):
+        y[...] = x[...]
+
+    blocks = pl.BlockSpec((8, 128), lambda *at: at[-2:])
+    shape = jax.ShapeDtypeStruct((8 * grid[-2], 128 * grid[-1]), jnp.float32)
+
+    def call(x):
+        params = pltpu.CompilerParams(dimension_semantics=semantics)
+        return pl.pallas_call(
+            kernel, grid=grid, in_specs=[blocks], out_specs=blocks, out_shape=shape, compiler_params=params
+        )(x)
+
+    jaxpr = jax.make_jaxpr(call)(np.zeros(shape.shape, np.float32)).jaxpr
+    (walk,) = static.walks_of(jaxpr, cores=2)
+    assert [one.steps for one in (walk, *walk.beside)] == steps
+    assert sum(one.moved for one in (walk, *walk.beside)) == 2 * 8 * 128 * 4 * moves
+    (alone,) = static.walks_of(jaxpr)
+    assert alone.steps == sum(steps) and not alone.beside
+
+
+def test_memory_takes_the_cores_that_share_a_launch_half_as_long():
+    v5p = targets.find("v5p")
+    one, both = (Kernel("k", issued=1, moved=2**30, cores=cores).memory(v5p) for cores in (1, 2))
+    assert one == 2 * both == pytest.approx(2**31 / (v5p.bandwidth / v5p.clock))
 
 
 @pytest.mark.parametrize("precision", ["default", "highest"])
