@@ -495,6 +495,18 @@ def test_memory_takes_the_cores_that_share_a_launch_half_as_long():
     assert one == 2 * both == pytest.approx(2**31 / (v5p.bandwidth / v5p.clock))
 
 
+@pytest.mark.parametrize("arch", ["", "v4", "v5e", "v5p", "v6e", "v7x"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("d", [64, 256, 512])
+@pytest.mark.parametrize("name", ["attention", "attention_vjp"])
+def test_defaults_of_attention_fit_every_chip_beside_a_bias(name, d, dtype, arch):
+    spec, impl = registry.find_spec(name), tpu(name)
+    for q_len in (1, 4096):
+        dims = {"d": d, "dv": d, "q_len": q_len, "is_causal": False, "bias": True}
+        call = bound_form(spec, typical_form(spec, dtype, dims), frameworks()["jax"], Target("tpu", arch))
+        assert impl.supports(call, tilings.resolve(impl, call, {}).tiling) is None
+
+
 @pytest.mark.parametrize("precision", ["default", "highest"])
 def test_a_float32_product_in_full_is_several(precision):
     x = np.zeros((8, 8), np.float32)
