@@ -5,6 +5,7 @@ PyTorch's.
 from portakern.frameworks.torch.functions import (
     cross_entropy,
     layer_norm,
+    linear_cross_entropy,
     logsumexp,
     matmul,
     rms_norm,
@@ -16,6 +17,7 @@ from portakern.frameworks.torch.swapping import swapped
 __all__ = [
     "cross_entropy",
     "layer_norm",
+    "linear_cross_entropy",
     "logsumexp",
     "matmul",
     "rms_norm",

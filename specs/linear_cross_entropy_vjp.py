@@ -42,7 +42,8 @@ class LinearCrossEntropyVjpOut(NamedTuple):
     apart=lambda options, wants: ("batch",) if set(wants) == {"d_hidden"} else (),
     flops=lambda call: (
         (4.0 * call.dims["n"] * ("d_weight" in call.wants) + ("d_hidden" in call.wants))
-        * prod(call.dims["batch"]) * call.dims["d"]
+        * prod(call.dims["batch"])
+        * call.dims["d"]
     ),  # fmt: skip
 )
 def linear_cross_entropy_vjp(
