@@ -44,7 +44,7 @@ class LinearCrossEntropyVjpOut(NamedTuple):
         (4.0 * call.dims["n"] * ("d_weight" in call.wants) + ("d_hidden" in call.wants))
         * prod(call.dims["batch"])
         * call.dims["d"]
-    ),  # fmt: skip
+    ),
 )
 def linear_cross_entropy_vjp(
     hidden: Float[A, "*batch d"],
