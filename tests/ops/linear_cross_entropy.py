@@ -256,6 +256,7 @@ RECORD = ForwardRecord(
         sampled="nn.functional.linear_cross_entropy",
         refusals={
             "weight is given; expected None": "a weight of each class is refused",
+            "axes; expected 2": "a weight of several outputs is refused",
             "linear_bias is given; expected None": "a bias is refused",
             "probabilities of classes; expected integers": "targets of probabilities are refused",
         },
