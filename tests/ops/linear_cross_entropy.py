@@ -237,7 +237,6 @@ RECORD = ForwardRecord(
     },
     mapped={
         "rows": Mapped(Sample({"hidden": (2, 3, 5), "weight": (4, 5), "labels": (2, 3)}), {"hidden": 0, "labels": 0}),
-        "weights": Mapped(Sample({"hidden": (3, 5), "weight": (2, 4, 5), "labels": (3,)}), {"weight": 0}, folds=False),
     },
     wrong=WRONG,
     fuzzed=fuzzed,
