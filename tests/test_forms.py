@@ -3,6 +3,7 @@
 import functools
 import gc
 import importlib
+import math
 import threading
 import weakref
 
@@ -112,15 +113,35 @@ def test_what_is_refused_is_refused_beside_kept_forms():
         op()
 
 
+def test_parts_of_arrays_are_replayed():
+    """Rows in chunks, a ragged last one among them, and classes in chunks; of arrays that begin within others too."""
+    for name, tiling in (("linear_cross_entropy", {"chunk_rows": 16}), ("linear_cross_entropy_vjp", {"chunk_n": 16})):
+        kept = pk.op(name, backend="triton", tiling=tiling)
+        spec = kept.spec
+        dims, options = {"batch": (40,), "n": (50,), "d": (24,)}, {} if spec.is_vjp else {"return_slope": True}
+        remembered.forget()
+        for seed in range(4):
+            rng = torch.Generator().manual_seed(seed)
+            arrays = {}
+            for a in spec.arrays:
+                shape = [n for d in a.dims for n in dims[d.factors[0]]]
+                x = torch.randn(8 + math.prod(shape), generator=rng)[8:].view(shape)
+                arrays[a.name] = x.argsort(0) if a.name == "labels" else x
+            got = flat(kept(**arrays, **options))
+            assert same_bits(got, flat(made_anew(kept)(**arrays, **options))), (name, seed)
+        (plan,) = kept.choice.plans.values()
+        assert plan.serve.__name__ == "replay", name
+
+
 def test_gradients_of_later_calls_are_those_of_a_first():
     torch.manual_seed(0)
     for name in (r.op for r in forward_records()):
         kept = pk.op(name, backend="triton")
         arrays, _ = drawn(name, next(iter(testing.samples(name))), 0)
-        for step in range(4):
+        for step in range(6):  # with weight's gradient and without: decided, learned, gone straight
             values = [torch.randn_like(a) if a.is_floating_point() else a for a in arrays.values()]
             found = []
-            for op in (kept, made_anew(kept)):
+            for op in (kept, made_anew(kept)) if step > 1 else (kept,):
                 leaves = [
                     v.clone().requires_grad_(v.is_floating_point() and (i != 1 or step % 2 == 0))
                     for i, v in enumerate(values)
@@ -129,7 +150,7 @@ def test_gradients_of_later_calls_are_those_of_a_first():
                 out = out[0] if isinstance(out, tuple) else out
                 out.backward(torch.linspace(-1, 1, out.numel()).reshape(out.shape))
                 found.append([out.detach()] + [x.grad for x in leaves if x.grad is not None])
-            assert same_bits(*found), (name, step)
+            assert step < 2 or same_bits(*found), (name, step)
 
 
 def test_a_kept_form_is_watched_only_while_autograd_watches():
