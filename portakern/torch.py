@@ -11,13 +11,17 @@ from portakern.frameworks.torch.functions import (
     scaled_dot_product_attention,
     softmax,
 )
+from portakern.frameworks.torch.models.applied import apply
+from portakern.frameworks.torch.models.attention import register_attention
 from portakern.frameworks.torch.swapping import swapped
 
 __all__ = [
+    "apply",
     "cross_entropy",
     "layer_norm",
     "logsumexp",
     "matmul",
+    "register_attention",
     "rms_norm",
     "scaled_dot_product_attention",
     "softmax",
