@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +23,7 @@ from portakern.frameworks.torch.models.blocks import served_block
 from portakern.frameworks.torch.models.gates import served_gate
 from portakern.frameworks.torch.models.losses import served_loss
 from portakern.frameworks.torch.models.norms import served_norm
-from portakern.frameworks.torch.models.prototypes import names_in
+from portakern.frameworks.torch.models.prototypes import names_in, rewrapped
 
 __all__ = ["PARTS", "Applied", "Row", "apply"]
 
@@ -187,8 +188,8 @@ def _checked(model: Any, parts: Iterable[str] | None, otherwise: str) -> frozens
     if "add_norm" in wanted and "norm" not in wanted:
         raise SpecError("apply: parts has 'add_norm' without 'norm', which adds the residual; pass both")
     for module in model.modules():
-        ours = getattr(vars(module).get("forward"), "__func__", None)
-        if getattr(ours, "__module__", "").startswith(__package__ or __name__):
+        forward = vars(module).get("forward")
+        if forward is not None and inspect.unwrap(forward).__module__.startswith(f"{__package__}."):
             raise SpecError(
                 f"apply: the forward of {type(module).__name__} is portakern's already; call undo() of what apply "
                 "returned before"
@@ -236,7 +237,7 @@ class _Plan:
             return False
         if part in self.wanted:
             self.served[part, type(module).__name__, found[0]] += 1
-            self.forwards.append((module, "forward", MethodType(found[1], module)))
+            self.forwards.append((module, "forward", MethodType(rewrapped(type(module).forward, found[1]), module)))
             self.known.update(m for m in (module, *module.children()) if next(m.parameters(), None) is None)
             self.known.add(module)
         else:

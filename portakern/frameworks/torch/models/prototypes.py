@@ -12,12 +12,14 @@ import functools
 import importlib
 import inspect
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from torch import nn
 
-__all__ = ["find", "function_is", "names_in"]
+from portakern.errors import UnsupportedError
+
+__all__ = ["find", "function_is", "names_in", "rewrapped"]
 
 Row = TypeVar("Row")
 
@@ -37,23 +39,18 @@ def _meaning(function: Any, owner: type | None, seen: tuple[Any, ...] = ()) -> t
         return ()
     called = []
     for name in f.__code__.co_names:
-        near = vars(owner).get(name) if owner is not None else None
-        near = f.__globals__.get(name) if near is None else near
+        near = getattr(owner, name, None) or f.__globals__.get(name)
         near = inspect.unwrap(near) if callable(near) else near
         if isinstance(near, types.FunctionType) and near.__module__ == f.__module__:
             called.append((name, _meaning(near, owner, (*seen, f))))
     return _body(f.__code__, f.__doc__ is not None), tuple(called)
 
 
-def _home(kind: type) -> type:
-    """The class of a module's MRO that wrote its forward: FSDP and others put empty classes in front of it."""
-    return next((c for c in kind.__mro__ if "forward" in vars(c)), kind)
-
-
 @functools.cache
 def _of_class(kind: type) -> tuple[Any, ...]:
-    home = _home(kind)
-    return _meaning(home.forward, home) if isinstance(inspect.unwrap(home.forward), types.FunctionType) else ()
+    """The meaning of a class's forward; of PyTorch's own classes, and of those without one, nothing."""
+    f = inspect.unwrap(kind.forward)
+    return _meaning(f, kind) if isinstance(f, types.FunctionType) and not f.__module__.startswith("torch.") else ()
 
 
 @functools.cache
@@ -69,7 +66,7 @@ def _prototype(path: str) -> Any:
 def find(module: nn.Module, rows: Mapping[str, Row]) -> Row | None:
     """The row of a table whose key, ``"family.Class"`` of transformers' models, names a class that a module is like."""
     meaning = _of_class(type(module))
-    if not meaning or _home(type(module)).__module__.startswith("torch."):
+    if not meaning:
         return None
     for path, row in rows.items():
         prototype = _prototype(path)
@@ -86,5 +83,25 @@ def function_is(function: Any, path: str) -> bool:
 
 def names_in(module: nn.Module) -> tuple[str, ...]:
     """The names that a module's forward looks up, in the order in which they first come."""
-    code = getattr(inspect.unwrap(_home(type(module)).forward), "__code__", None)
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return () if code is None else code.co_names
+
+
+def rewrapped(function: Callable[..., Any], heart: Callable[..., Any]) -> Callable[..., Any]:
+    """What a function does around the one that it wraps, around another: transformers wraps the forward of a layer in
+    its checkpoints. A function that wraps none is replaced whole."""
+    inner = getattr(function, "__wrapped__", None)
+    if inner is None:
+        return heart
+    cells = function.__closure__ or ()
+    if not any(cell.cell_contents is inner for cell in cells):
+        raise UnsupportedError(
+            f"apply: {function.__qualname__} wraps another function and does not keep it where it is found; expected "
+            "a plain forward: leave its part out of parts"
+        )
+    again = rewrapped(inner, heart)
+    kept = tuple(types.CellType(again) if cell.cell_contents is inner else cell for cell in cells)
+    made = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, kept)
+    made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    made.__wrapped__ = again
+    return made
