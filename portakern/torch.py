@@ -5,6 +5,7 @@ PyTorch's.
 from portakern.frameworks.torch.functions import (
     cross_entropy,
     layer_norm,
+    linear_cross_entropy,
     logsumexp,
     matmul,
     rms_norm,
@@ -19,6 +20,7 @@ __all__ = [
     "apply",
     "cross_entropy",
     "layer_norm",
+    "linear_cross_entropy",
     "logsumexp",
     "matmul",
     "register_attention",

@@ -28,7 +28,8 @@ from portakern.core.call import Call
 HELD = Held(streamed=2, computed=4)
 
 
-def kernel(ref: Refs, *, walk: Walk, ignored: int, even: float, z: float) -> None:
+def kernel(ref: Refs, *, walk: Walk, ignored: int, even: float, z: float, classes: int) -> None:
+    """classes: of which a row holds the logits of all, or of the walk's n."""
     _, step = walk.sweep_and_step()
     x, labels = ref.x[...].astype(jnp.float32), ref.labels[...]
     lse, g = walk.turned(ref.lse[...]), walk.turned(ref.d_loss[...])
@@ -37,7 +38,7 @@ def kernel(ref: Refs, *, walk: Walk, ignored: int, even: float, z: float) -> Non
         p *= 1.0 + 2.0 * z * lse
     p -= jnp.where(is_label(labels, x, walk, step), 1.0 - even, 0.0)
     if even:
-        p -= even / walk.n
+        p -= even / classes
     d_x = jnp.where(walk.turned(labels) == ignored, 0.0, g * p)
     ref.d_x[...] = d_x.astype(ref.d_x.dtype)
 
@@ -46,12 +47,17 @@ def kernel(ref: Refs, *, walk: Walk, ignored: int, even: float, z: float) -> Non
     "cross_entropy_vjp", key=key, tiling=partial(default_tiling, held=HELD), supports=partial(supports, held=HELD)
 )
 def cross_entropy_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
+    return gradient(call, tiling, call.dims["n"])
+
+
+def gradient(call: Call, tiling: Mapping[str, int], classes: int) -> tuple[jax.Array]:
+    """The gradient by the logits of n of so many classes, by whose places among them the labels go."""
     x, walk = call.arrays["logits"], walk_of(call, tiling)._replace(sweeps=1)
     of_rows = {name: call.arrays[name].astype(jnp.float32) for name in ("lse", "d_loss")}
     of_rows["labels"] = call.arrays["labels"].astype(jnp.int32)
     found = launched(
         call,
-        partial(kernel, **share_of(call)),
+        partial(kernel, **share_of(call), classes=classes),
         walk,
         HELD,
         inputs={"x": (x.reshape(walk.shape), walk.read())}

@@ -95,15 +95,24 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     "cross_entropy", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)}
 )
 def cross_entropy(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    x, n, e, z = call.arrays["logits"], call.dims["n"], call.options["label_smoothing"], call.options["z_loss"]
-    labels = call.arrays["labels"].contiguous()  # one number a row, in the order of the rows: a copy is a small thing
+    x = call.arrays["logits"]
     loss, lse = (numbers(call, x) if name in call.wants else None for name in ("loss", "lse"))
+    losses_into(call, x, call.arrays["labels"].contiguous(), loss, lse, tiling)  # small: a number a row
+    return loss, lse
+
+
+def losses_into(
+    call: Call, x: torch.Tensor, labels: torch.Tensor, loss: torch.Tensor | None, lse: torch.Tensor | None,
+    tiling: Mapping[str, int],
+) -> None:  # fmt: skip
+    """Write the loss and the lse of each row of logits x, of a call with this op's options. Contiguous labels."""
     (x,), rows = walk_rows(x.ndim - 1, x)
+    n = x.shape[-1]
     launch(cross_entropy_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, labels, loss, lse, rows.height,
            rows.inner, n, call.options["ignore_index"], *rows.strides[0], block_rows=tiling["block_rows"],
            block_n=tiling["block_n"], acc_dtype=accumulator(call.dtype), one_tile=n <= tiling["block_n"],
-           even=e, z=z, num_warps=tiling["num_warps"], **rows.known(call.dtype))  # fmt: skip
-    return loss, lse
+           even=call.options["label_smoothing"], z=call.options["z_loss"], num_warps=tiling["num_warps"],
+           **rows.known(call.dtype))  # fmt: skip
 
 
 def numbers(call: Call, x: torch.Tensor) -> torch.Tensor:

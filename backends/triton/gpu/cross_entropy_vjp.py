@@ -25,31 +25,35 @@ from portakern.backends.triton.layout import aligned, fresh, pow2_at_least, row_
 from portakern.spec import Tile
 
 if TYPE_CHECKING:
+    import torch
+
     from portakern.core.call import Call
 
 
 @triton.jit
-def cross_entropy_vjp_kernel(x, labels, lse, d_loss, d_x, rows, rows_inner, n, steps, ignored,
+def cross_entropy_vjp_kernel(x, labels, lse, d_loss, d_x, rows, rows_inner, n, steps, ignored, first, classes,
                              x_outer, x_inner, x_n,
                              block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
                              even: tl.constexpr, z: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
-    """even: the share e of the target that all classes divide."""
+    """x: the n logits from class ``first`` on, of ``classes``. d_loss: None for ones. even: the share e of the target
+    that all classes divide."""
     n = aligned(n, unit)
     row, col = tile_of(steps, block_rows, block_n)
     row_ok = row < rows
     label = tl.load(labels + row, mask=row_ok, other=ignored).to(tl.int64)
     counted = (row_ok & (label != ignored))[:, None]
-    g = tl.load(d_loss + row, mask=row_ok, other=0.0).to(acc_dtype)[:, None]
     log_sum = tl.load(lse + row, mask=row_ok, other=0.0).to(acc_dtype)[:, None]
     x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None]
     t = tl.load(x_row + col * x_n, mask=counted & (col < n), other=float("-inf")).to(acc_dtype)
     p = tl.exp(t - log_sum)
     if z > 0:
         p = p * (1.0 + 2.0 * z * log_sum)
-    p = tl.where(col == label[:, None], p - (1.0 - even), p)
+    p = tl.where(first + col == label[:, None], p - (1.0 - even), p)
     if even > 0:
-        p = p - even / tl.cast(n, acc_dtype)
-    out = tl.where(counted, g * p, 0.0)
+        p = p - even / tl.cast(classes, acc_dtype)
+    if d_loss is not None:
+        p = tl.load(d_loss + row, mask=row_ok, other=0.0).to(acc_dtype)[:, None] * p
+    out = tl.where(counted, p, 0.0)
     tl.store(d_x + (row * n)[:, None] + col, out.to(d_x.dtype.element_ty), mask=row_ok[:, None] & (col < n))
 
 
@@ -70,13 +74,24 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     "cross_entropy_vjp", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)}
 )
 def cross_entropy_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    x, n, e, z = call.arrays["logits"], call.dims["n"], call.options["label_smoothing"], call.options["z_loss"]
+    x = call.arrays["logits"]
     labels, lse, d_loss = (call.arrays[name].contiguous() for name in ("labels", "lse", "d_loss"))
     d_x = fresh(x.shape, x.dtype, x.device)
+    gradient_into(call, x, labels, lse, d_loss, d_x, tiling, 0, call.dims["n"])
+    return (d_x,)
+
+
+def gradient_into(
+    call: Call, x: torch.Tensor, labels: torch.Tensor, lse: torch.Tensor, d_loss: torch.Tensor | None,
+    d_x: torch.Tensor, tiling: Mapping[str, int], first: int, classes: int,
+) -> None:  # fmt: skip
+    """Write the gradient by logits x, those from class ``first`` on of ``classes``, of a call with this op's options.
+    d_x is contiguous, as are the numbers of rows, and may be x itself; no d_loss means ones."""
     (x,), rows = walk_rows(x.ndim - 1, x)
+    n = x.shape[-1]
     steps = cdiv(n, tiling["block_n"])
     launch(cross_entropy_vjp_kernel, cdiv(rows.height, tiling["block_rows"]) * steps, call, x, labels, lse, d_loss, d_x,
-           rows.height, rows.inner, n, steps, call.options["ignore_index"], *rows.strides[0],
+           rows.height, rows.inner, n, steps, call.options["ignore_index"], first, classes, *rows.strides[0],
            block_rows=tiling["block_rows"], block_n=tiling["block_n"], acc_dtype=accumulator(call.dtype),
-           even=e, z=z, num_warps=tiling["num_warps"], **rows.known(call.dtype))  # fmt: skip
-    return (d_x,)
+           even=call.options["label_smoothing"], z=call.options["z_loss"], num_warps=tiling["num_warps"],
+           **rows.known(call.dtype))  # fmt: skip

@@ -135,11 +135,12 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     supports=supports,
     knobs={"num_warps": Tile(1, 32), "num_stages": Count(1, 8), "group": Tile(1, 64)},
 )
-def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+def matmul(call: Call, tiling: Mapping[str, int], into: torch.Tensor | None = None) -> tuple[Any, ...]:
+    """``into``: contiguous memory for c, where another op has some."""
     dims, a, b = call.dims, call.arrays["a"], call.arrays["b"]
     batch, m, n, k = dims["batch"], dims["m"], dims["n"], dims["k"]
     dtype = call.options["out_dtype"]
-    c = fresh((*batch, m, n), torch_dtype(dtype) if dtype else a.dtype, a.device)
+    c = fresh((*batch, m, n), torch_dtype(dtype) if dtype else a.dtype, a.device) if into is None else into
     if a.shape[:-2] != b.shape[:-2]:
         a, b = a.expand(*batch, m, k), b.expand(*batch, k, n)
     rows, strides = _rows(a, b, c)

@@ -350,10 +350,13 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     knobs=KNOBS,
     same_bits=True,
 )
-def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+def matmul(call: Call, tiling: Mapping[str, int], into: torch.Tensor | None = None) -> tuple[Any, ...]:
+    """``into``: contiguous memory for c, where another op has some."""
     dims, dtype = call.dims, call.options["out_dtype"]
     a, b, n, k = call.arrays["a"], call.arrays["b"], dims["n"], dims["k"]
-    c = fresh((*dims["batch"], dims["m"], n), torch_dtype(dtype) if dtype else a.dtype, a.device)
+    if into is None:
+        into = fresh((*dims["batch"], dims["m"], n), torch_dtype(dtype) if dtype else a.dtype, a.device)
+    c = into
     entries, m = extents(call)
     anyhow = call.interpret or tiling["swapped"]
     along_a, along_b = (None, None) if anyhow else ALONG.get(products(call, call.dtype), (None, None))

@@ -34,6 +34,7 @@ class Torch(Framework):
         {
             "cross_entropy": "cross_entropy",
             "layer_norm": "layernorm",
+            "linear_cross_entropy": "linear_cross_entropy",
             "logsumexp": "logsumexp",
             "matmul": "matmul",
             "rms_norm": "rmsnorm",

@@ -24,6 +24,7 @@ __all__ = [
     "into",
     "kept_op",
     "layer_norm",
+    "linear_cross_entropy",
     "logsumexp",
     "lowered",
     "matmul",
@@ -299,16 +300,83 @@ def cross_entropy(
         if given is not None:
             instead = "" if argument == "weight" else ", or pass reduction, which it is deprecated for"
             raise UnsupportedError(f"cross_entropy: {argument} is given; expected None: {CALL_THEIRS}{instead}")
-    if reduction not in ("none", "mean", "sum"):
-        raise SpecError(f"cross_entropy: reduction is {reduction!r}; expected 'none', 'mean' or 'sum'")
+    _check_reduction("cross_entropy", reduction)
     labels = _classes(input, target)
     rows = input if input.dim() < 3 else input.movedim(1, -1)
     loss = kept_op("cross_entropy", backend)(rows, labels, ignore_index=ignore_index, label_smoothing=label_smoothing)
+    return _reduced(input, loss, labels, ignore_index, reduction)
+
+
+def _check_reduction(name: str, reduction: str) -> None:
+    if reduction not in ("none", "mean", "sum"):
+        raise SpecError(f"{name}: reduction is {reduction!r}; expected 'none', 'mean' or 'sum'")
+
+
+def _reduced(input: Tensor, loss: Tensor, labels: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """The losses of rows as PyTorch returns them."""
     if reduction != "none":
         loss = loss.sum()
     if reduction == "mean":
         loss = loss / (labels != ignore_index).sum()
     return loss if _widened(input) else loss.to(input.dtype)
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    options: Any = None,
+    backend: str | None = None,
+) -> Tensor:
+    """``torch.nn.functional.linear_cross_entropy`` on the linear_cross_entropy op: the cross entropy of the logits input
+    linear_weight^T, which are never whole in memory, for targets that are classes. For releases that do not have it, too.
+
+    Where a gradient is wanted, that of input is made beside the loss, but for the loss's cotangent, and that of
+    linear_weight in the backward pass, which takes the logits a second time.
+
+    Args:
+      input: (..., E), hidden states; linear_weight: (C, E), a row a class; target: (...), integers from 0 to C - 1.
+      linear_bias, weight: None.
+      reduction: "none", "sum" or "mean", over rows in float32 before the result is rounded to input's dtype.
+      ignore_index: a target whose row takes no part, and is not counted in the mean; None: -100.
+      label_smoothing: the share of the target that all classes divide evenly.
+      options: PyTorch's, which say how it makes chunks, and have no say here: the op's tiling does.
+
+    Returns:
+      target's shape or a number, as of :func:`cross_entropy`.
+
+    Raises:
+      UnsupportedError: linear_bias, weight, targets that are probabilities, a weight of more than two axes. SpecError:
+        shapes that do not agree, another reduction.
+    """
+    for argument, given in (("linear_bias", linear_bias), ("weight", weight)):
+        if given is not None:
+            raise UnsupportedError(f"linear_cross_entropy: {argument} is given; expected None: {CALL_THEIR_LINEAR}")
+    if linear_weight.dim() > 2:
+        raise UnsupportedError(
+            f"linear_cross_entropy: linear_weight has {linear_weight.dim()} axes; expected 2: {CALL_THEIR_LINEAR}"
+        )
+    _check_reduction("linear_cross_entropy", reduction)
+    if target.is_floating_point():
+        raise UnsupportedError(
+            f"linear_cross_entropy: target is {target.dtype}, probabilities of classes; expected integers, the "
+            f"classes: {CALL_THEIR_LINEAR} for probabilities"
+        )
+    labels = target.long() if target.dtype == torch.uint8 else target
+    ignored = -100 if ignore_index is None else ignore_index
+    loss = kept_op("linear_cross_entropy", backend)(
+        input, linear_weight, labels, ignore_index=ignored, label_smoothing=label_smoothing
+    )
+    return _reduced(input, loss, labels, ignored, reduction)
+
+
+CALL_THEIR_LINEAR = "call torch.nn.functional.linear and cross_entropy"
 
 
 CALL_THEIRS = "call torch.nn.functional.cross_entropy"

@@ -25,6 +25,7 @@ from portakern.frameworks.torch.functions import (
     cross_entropy,
     into,
     layer_norm,
+    linear_cross_entropy,
     logsumexp,
     matmul,
     rms_norm,
@@ -111,6 +112,10 @@ SWAPS: Mapping[Any, Swap] = {
     torch.baddbmm: Swap(products.baddbmm, "matmul"),
     Tensor.baddbmm: Swap(products.baddbmm, "matmul"),
     torch.einsum: Swap(products.einsum, "matmul"),
+} | {
+    theirs: Swap(linear_cross_entropy, "linear_cross_entropy")
+    for theirs in [getattr(F, "linear_cross_entropy", None)]  # older releases have none
+    if theirs
 }
 """PyTorch's functions that are taken."""
 
@@ -126,9 +131,9 @@ MOST = 256
 
 
 class swapped(TorchFunctionMode):
-    """Within this context PyTorch's scaled_dot_product_attention, softmax, softmin, logsumexp, cross_entropy (of
-    targets that are classes), layer_norm, rms_norm, matmul, linear, mm, bmm, addmm, baddbmm, and einsum where it is a
-    product of two matrices (functions, methods and the operator @) run on portakern.
+    """Within this context PyTorch's scaled_dot_product_attention, softmax, softmin, logsumexp, cross_entropy and
+    linear_cross_entropy (of targets that are classes), layer_norm, rms_norm, matmul, linear, mm, bmm, addmm, baddbmm,
+    and einsum where it is a product of two matrices (functions, methods and the operator @) run on portakern.
 
     >>> with portakern.torch.swapped() as s:
     ...     model(x).sum().backward()

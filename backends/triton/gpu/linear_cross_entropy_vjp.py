@@ -1,0 +1,133 @@
+"""Gradients of the cross entropy of the logits of a linear layer, a chunk of classes at a time.
+
+    d_hidden = d_loss slope        d_weight_j = sum over rows of d_loss b_j h
+
+hidden h, slope: (*batch, d), weight: (n, d), labels, lse, d_loss: (*batch) -> d_hidden: (*batch, d), d_weight: (n, d).
+The logits of all rows for ``chunk_n`` classes are in memory at a time, in hidden's dtype: matmul writes them, the
+gradient of cross_entropy writes d_loss b over them, and matmul takes the sum over all rows, so that it is rounded once.
+
+The floor is 4 T n d operations beside 4 walks over the logits: at T = 8192, d = 4096, n = 128256 on an H100 26 ms
+beside 3 ms.
+
+Source: Wijmans et al. 2024, "Cut your losses in large-vocabulary language models", section 4, for logits taken again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+
+from portakern.backends.triton import BACKEND
+from portakern.backends.triton.gpu import cross_entropy_vjp as brackets
+from portakern.backends.triton.gpu.linear_cross_entropy import (
+    Product,
+    chunks,
+    flat,
+    multiply,
+    overwritten,
+    part,
+    refuse_parts,
+    refused,
+    scratch,
+)
+from portakern.backends.triton.gpu.swiglu import tile_of
+from portakern.backends.triton.launch import accumulator, cdiv, launch
+from portakern.backends.triton.layout import aligned, fresh, pow2_at_least, row_start, walk_rows
+
+if TYPE_CHECKING:
+    from portakern.core.call import Call
+
+
+@triton.jit
+def scale_rows_kernel(x, labels, factor, y, rows, rows_inner, n, steps, ignored, x_outer, x_inner, x_n,
+                      block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
+                      flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+    """y = factor x of each row, 0 of one that is ignored."""
+    n = aligned(n, unit)
+    row, col = tile_of(steps, block_rows, block_n)
+    row_ok = row < rows
+    counted = (row_ok & (tl.load(labels + row, mask=row_ok, other=ignored).to(tl.int64) != ignored))[:, None]
+    g = tl.load(factor + row, mask=row_ok, other=0.0).to(acc_dtype)[:, None]
+    x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None]
+    t = tl.load(x_row + col * x_n, mask=counted & (col < n), other=0.0).to(acc_dtype)
+    out = tl.where(counted, g * t, 0.0)
+    tl.store(y + (row * n)[:, None] + col, out.to(y.dtype.element_ty), mask=row_ok[:, None] & (col < n))
+
+
+def default_tiling(call: Call) -> dict[str, int]:
+    """About as many classes as hidden has columns: their logits take as much memory as hidden does."""
+    return {"chunk_n": pow2_at_least(call.dims["d"], 2048, 8192)}
+
+
+def supports(
+    call: Call, tiling: Mapping[str, int], refused: Callable[[Any, int, int, int], str | None] = refused
+) -> str | None:
+    rows, n, d = prod(call.dims["batch"]), call.dims["n"], call.dims["d"]
+    chunk = min(tiling["chunk_n"], n)
+    walks = {"d_hidden": (scaling(call), d), "d_weight": (bracketing(call, chunk), chunk)}
+    reasons = [
+        brackets.refuse_tile(call, walk, rows * cdiv(length, walk["block_n"]))
+        for name, (walk, length) in walks.items()
+        if name in call.wants
+    ]
+    if "d_weight" in call.wants:
+        reasons += [
+            refuse_parts(call, n, tiling["chunk_n"], "chunk_n"),
+            refused(call, rows, chunk, d),
+            refused(call, chunk, d, rows),
+        ]
+    return next(filter(None, reasons), None)
+
+
+def bracketing(call: Call, n: int) -> dict[str, int]:
+    """The tiling of the gradient of cross_entropy on rows of n."""
+    return brackets.default_tiling(call.replace(dims={**call.dims, "n": n}))
+
+
+def scaling(call: Call) -> dict[str, int]:
+    """The tiling of rows that are scaled: that of as long a row of another elementwise kernel."""
+    return bracketing(call, call.dims["d"])
+
+
+@BACKEND.implements("linear_cross_entropy_vjp", tiling=default_tiling, supports=supports)
+def linear_cross_entropy_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    return in_chunks(call, tiling, multiply)
+
+
+def in_chunks(call: Call, tiling: Mapping[str, int], multiply: Product) -> tuple[Any, ...]:
+    """The weight's gradient first: its scratch is free again when the other's memory is taken."""
+    d_weight = weight_gradient(call, tiling, multiply) if "d_weight" in call.wants else None
+    return hidden_gradient(call) if "d_hidden" in call.wants else None, d_weight
+
+
+def weight_gradient(call: Call, tiling: Mapping[str, int], multiply: Product) -> Any:
+    hidden, labels, n = flat(call, "hidden", "labels", "n")
+    weight, rows = call.arrays["weight"], hidden.shape[0]
+    lse, d_loss = (call.arrays[name].contiguous().reshape(-1) for name in ("lse", "d_loss"))
+    chunk = min(tiling["chunk_n"], n)
+    d_weight = fresh(weight.shape, weight.dtype, weight.device)
+    buffer = fresh((rows, chunk), hidden.dtype, hidden.device)
+    for first, last in chunks(n, chunk):
+        x = scratch(buffer, rows, last - first)
+        multiply(call, hidden, part(weight, first, last).mT, x)
+        d_x, walk = overwritten(x), bracketing(call, last - first)
+        brackets.gradient_into(call, x, labels, lse, d_loss, d_x, walk, first, n)
+        multiply(call, d_x.mT, hidden, part(d_weight, first, last))
+    return d_weight
+
+
+def hidden_gradient(call: Call) -> Any:
+    slope, d, walk = call.arrays["slope"], call.dims["d"], scaling(call)
+    labels, d_loss = (call.arrays[name].contiguous() for name in ("labels", "d_loss"))
+    d_hidden = fresh(slope.shape, slope.dtype, slope.device)
+    (slope,), rows = walk_rows(slope.ndim - 1, slope)
+    steps = cdiv(d, walk["block_n"])
+    launch(scale_rows_kernel, cdiv(rows.height, walk["block_rows"]) * steps, call, slope, labels, d_loss, d_hidden,
+           rows.height, rows.inner, d, steps, call.options["ignore_index"], *rows.strides[0],
+           block_rows=walk["block_rows"], block_n=walk["block_n"], acc_dtype=accumulator(call.dtype),
+           num_warps=walk["num_warps"], **rows.known(call.dtype))  # fmt: skip
+    return d_hidden

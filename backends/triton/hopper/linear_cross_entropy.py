@@ -1,0 +1,58 @@
+"""Cross entropy of the logits of a linear layer, by the products of this folder.
+
+As the portable variant, but that a sum over the classes is always one chain, by warps that have roles: matmul splits a
+sum that long, of few columns, for calls of few rows, and keeps to the parts for those of many (``chunk_of``). Here
+there are many, and how they are cut must not show. Where warps cannot have roles, a sum goes as matmul has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from portakern.backends.triton import BACKEND
+from portakern.backends.triton.gpu import linear_cross_entropy as portable
+from portakern.backends.triton.hopper import matmul as forward
+from portakern.backends.triton.hopper.family import FAMILY
+from portakern.core.tilings import default
+
+if TYPE_CHECKING:
+    from portakern.core.call import Call
+
+MANY_ROWS, WHOLE = 1024, 8192
+"""Of the product whose tiling a long sum takes: as many rows as give it tiles enough, and a sum that is not split."""
+
+
+def tiling_of(of: Call) -> tuple[Call, Mapping[str, int]]:
+    """A product as its tiling is looked up, and that: matmul's own, or that of many rows where the sum is long."""
+    matmul = BACKEND.implementation("matmul", FAMILY)
+    assert matmul is not None
+    m, n, k = (of.dims[name] for name in "mnk")
+    if not of.interpret and forward.chunk_of(n, k) < k:
+        whole = of.replace(dims={**of.dims, "m": max(m, MANY_ROWS), "k": WHOLE})
+        tiling = default(matmul, whole).tiling
+        if forward.by_roles(whole, tiling):
+            return whole, tiling
+    return of, default(matmul, of).tiling
+
+
+def multiply(call: Call, a: Any, b: Any, c: Any) -> None:
+    """c = a b."""
+    of = portable.as_product(call, a, b, a.shape[0], b.shape[1], a.shape[1])
+    forward.matmul(of, tiling_of(of)[1], c)
+
+
+def refused(call: Call, m: int, n: int, k: int) -> str | None:
+    """Why matmul does not take a product of these extents."""
+    return forward.supports(
+        *tiling_of(portable.as_product(call, call.arrays["hidden"], call.arrays["weight"], m, n, k))
+    )
+
+
+supports = partial(portable.supports, refused=refused)
+
+
+@BACKEND.implements("linear_cross_entropy", tiling=portable.default_tiling, supports=supports)
+def linear_cross_entropy(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    return portable.in_chunks(call, tiling, multiply)

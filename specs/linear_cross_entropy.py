@@ -1,0 +1,422 @@
+"""Cross entropy with integer labels of the logits that a linear layer gives, which are never whole in memory."""
+
+from __future__ import annotations
+
+from math import inf, prod
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
+
+import numpy as np
+from jaxtyping import Float, Float32, Int
+
+from portakern.spec import Tile, spec
+from portakern.spec.options import Range
+from portakern.spec.tolerance import abs_matmul, format_of, magnitude, units
+from portakern.specs._rows import plant
+from portakern.specs.cross_entropy import LABELS, Parts, cross_entropy, with_ignored
+from portakern.specs.cross_entropy_vjp import Bracket, cross_entropy_vjp
+from portakern.specs.logsumexp import Weights
+from portakern.specs.matmul import matmul
+
+if TYPE_CHECKING:
+    from portakern.core.call import Call
+
+A = TypeVar("A")
+
+
+class LinearCrossEntropyOut(NamedTuple):
+    loss: Float32[A, "*batch"]
+    lse: Float32[A, "*batch"]
+    slope: Float[A, "*batch d"]
+
+
+@spec(
+    tiling={"chunk_rows": Tile(16, 65536)},
+    require=(LABELS,),
+    positive=("n", "d"),
+    returns={"lse": "return_lse", "slope": "return_slope"},
+    apart=("batch",),
+    vjp="linear_cross_entropy_vjp",
+    autocast="lower",
+    typical={"batch": (4096,), "n": 4096, "d": 4096},
+    flops=lambda call: (
+        (4.0 if "slope" in call.wants else 2.0) * prod(call.dims["batch"]) * call.dims["n"] * call.dims["d"]
+    ),
+)
+def linear_cross_entropy(
+    hidden: Float[A, "*batch d"],
+    weight: Float[A, "n d"],
+    labels: Int[A, "*batch"],
+    *,
+    ignore_index: Annotated[int, Range(-(2**31), 2**31 - 1, typical=(-100, 0))] = -100,
+    label_smoothing: Annotated[float, Range(0.0, 1.0, typical=(0.0, 0.1))] = 0.0,
+    z_loss: Annotated[float, Range(0.0, typical=(0.0, 1e-4))] = 0.0,
+    precision: Literal["ieee", "tf32"] = "ieee",
+    return_lse: bool = False,
+    return_slope: bool = False,
+) -> LinearCrossEntropyOut:
+    """The cross_entropy of each row x = weight h of logits, h a row of hidden, in float32 (float64 for float64).
+
+    Logits are sums in float32 that may be rounded to hidden's dtype, and so may b, below, each once. They are taken
+    ``chunk_rows`` rows at a time, so that no more of them are ever in memory; how many makes no difference to a row.
+
+    The slope of a row is the gradient of its loss with respect to h,
+
+        sum_j b_j weight_j        b_j = p_j (1 + 2 z lse) - (1 - e) [j = t] - e / n        p = exp(x - lse)
+
+    with t the label, e = label_smoothing and z = z_loss. It needs the logits of its row and no other's, so that it is
+    taken where these are at hand, and the gradient needs no second look: it is slope times the loss's cotangent.
+
+    The source is the fused linear cross entropy of Hsu et al. 2024, "Liger Kernel", section 3.2, for chunks of rows;
+    for what the other gradient needs, see linear_cross_entropy_vjp.
+
+    Args:
+      hidden: (*batch, d); weight: (n, d), a row for each of n classes; labels: (*batch), int32 or int64.
+      ignore_index, label_smoothing, z_loss: as in cross_entropy; the logits of an ignored row take no part.
+      precision: of products of float32, as in matmul.
+      return_lse, return_slope: whether lse and slope come with the loss.
+
+    Returns:
+      loss, lse: (*batch), float32 whatever hidden is (float64 for float64), as in cross_entropy; slope: (*batch, d), of
+      hidden's dtype. All are 0 in a row that is ignored, but that in slope 0 times an infinite weight is NaN: no
+      product is left out. Nothing is promised of a row of which a logit may be beyond what hidden's dtype holds.
+    """
+    raise NotImplementedError
+
+
+linear_cross_entropy.values("labels")(with_ignored)
+
+SLACK = 1 + 2.0**-10
+"""The roundings of cross_entropy are those at the exact logits. At the ones that a kernel has they differ by a share
+of how far these are off, which is no more than (log n)^2 u."""
+
+
+def as_product(call: Call, a: np.ndarray, b: np.ndarray, dtype: str | None = None) -> Call:
+    """The call of matmul that multiplies a (m, k) and b (k, n), stored as ``dtype`` or as the op's."""
+    return call.replace(
+        spec=matmul,
+        arrays={"a": a, "b": b},
+        options={"precision": call.options["precision"], "out_dtype": dtype},
+        dims={"batch": (), "m": a.shape[0], "n": b.shape[1], "k": a.shape[1]},
+        wants=("c",),
+        given=None,
+    )
+
+
+def of_matmul(call: Call, measure: str, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """What matmul's ``measure`` ("bound" or "spread") says of c = a b."""
+    (found,) = getattr(matmul, measure)(as_product(call, a, b), (c,))
+    return np.asarray(found)
+
+
+class Logits(NamedTuple):
+    """The logits of all rows, (rows, n), and what of a kernel's may differ from them.
+
+    Attributes:
+      x: they are exact; err: how far those of a kernel may be off, +inf where they may not be finite. labels: (rows,);
+        counted: whether a row takes part.
+    """
+
+    x: np.ndarray
+    err: np.ndarray
+    labels: np.ndarray
+    counted: np.ndarray
+
+    @classmethod
+    def of(cls, call: Call) -> Logits:
+        h, w, labels = rows_of(call), call.arrays["weight"].T, call.arrays["labels"].reshape(-1)
+        x = h @ w
+        err = of_matmul(call, "bound", h, w, x)
+        err = np.where(magnitude(x) + err >= format_of(call.dtype).overflow, inf, err)
+        return cls(x, err, labels, labels != call.options["ignore_index"])
+
+    def losses(self, call: Call, wants: tuple[str, ...] = ("loss", "lse")) -> Call:
+        """The call of cross_entropy on them."""
+        return self._call(call, cross_entropy, {"logits": self.x, "labels": self.labels}, wants)
+
+    def brackets(self, call: Call, lse: np.ndarray, d_loss: np.ndarray) -> Call:
+        """The call of cross_entropy_vjp on them."""
+        arrays = {"logits": self.x, "labels": self.labels, "lse": lse, "d_loss": d_loss}
+        return self._call(call, cross_entropy_vjp, arrays, ("d_logits",))
+
+    def _call(self, call: Call, of: Any, arrays: dict[str, Any], wants: tuple[str, ...]) -> Call:
+        options = {o.name: call.options.get(o.name, o.default) for o in of.options}
+        dims = {"batch": self.labels.shape, "n": self.x.shape[1]}
+        return call.replace(spec=of, arrays=arrays, options=options, dims=dims, wants=wants, given=None)
+
+    def rise(self) -> np.ndarray:
+        """How far lse may move as each logit moves by its ``err``, (rows,): log sum p exp(err), +inf where one of those
+        is; down it moves by no more."""
+        top = self.x.max(-1, keepdims=True)
+        top = np.where(np.isfinite(top), top, 0.0)
+        known = np.where(np.isfinite(self.err), self.err, 0.0)
+        peak = (self.x + known).max(-1, keepdims=True)
+        peak = np.where(np.isfinite(peak), peak, 0.0)
+        moved = peak - top + np.log(np.exp(self.x + known - peak).sum(-1, keepdims=True))
+        found = (moved - np.log(np.exp(self.x - top).sum(-1, keepdims=True)))[:, 0]
+        found = np.where(np.isnan(found), 0.0, np.maximum(found, 0.0))
+        return np.where(np.isposinf(self.err).any(-1), inf, found)
+
+
+def rows_of(call: Call) -> np.ndarray:
+    """hidden as (rows, d)."""
+    return np.asarray(call.arrays["hidden"].reshape(-1, call.dims["d"]))
+
+
+def wider(base: np.ndarray, more: np.ndarray, ref: np.ndarray) -> np.ndarray:
+    """A bound that is ``more`` wider; beside a reference that is no number only where nothing is promised."""
+    more = np.where(np.isfinite(ref) | np.isposinf(more), more, 0.0)
+    return base + np.where(np.isnan(more), inf, more)
+
+
+def bracket_error(call: Call, at: Logits, of: Call, b: np.ndarray, shift: np.ndarray, most: float) -> np.ndarray:
+    """How far the brackets b that a kernel multiplies may be off, (rows, n), where its logits are.
+
+    cross_entropy_vjp's own bound, to which comes that p is exp of a difference which is off by err + ``shift``, as far
+    as lse is off; no p is more than ``most`` too large.
+    """
+    (own,) = cross_entropy_vjp.bound(of, (b,))
+    lse, z = of.arrays["lse"][:, None], call.options["z_loss"]
+    g, w = magnitude(of.arrays["d_loss"])[:, None], 1 + 2 * z * magnitude(lse)
+    theta = at.err + shift[:, None]
+    p = np.exp(at.x - lse)
+    moved = np.minimum(np.exp(at.x - lse + theta) - p, most)
+    moved = np.where(np.isnan(moved), np.where(np.isposinf(theta), inf, 0.0), moved)
+    more = moved * w + (2 * z * shift[:, None] * (magnitude(p) + moved) if z else 0.0)
+    more = SLACK * (1 + units(call).U) * np.where(g > 0, g * more, 0.0)
+    return np.where(at.counted[:, None], wider(own, more, b), 0.0)
+
+
+def of_brackets(call: Call, b: np.ndarray, err: np.ndarray, y: np.ndarray, ref: np.ndarray) -> np.ndarray:
+    """The bound of b y where each b (m, k) may be off by its ``err`` before they are multiplied."""
+    unit = units(call)
+    unknown = np.isposinf(err) | (magnitude(b) + err >= format_of(call.dtype).overflow)
+    known = np.where(unknown, 0.0, err)
+    base = of_matmul(call, "bound", magnitude(b) + known, y, ref)
+    found = wider(base, (1 + unit.U) * (known @ magnitude(y)), ref)
+    # What may be 0 or of either sign decides what an infinity beside it gives, and may be lost beside a sum of others.
+    either = (magnitude(b) <= err) & (b != 0) & np.isfinite(b)
+    unsure = unknown.any(-1, keepdims=True) | ((either.astype(float) @ np.isinf(y).astype(float)) > 0)
+    return np.where(unsure | np.isinf(abs_matmul(b, y, unit)), inf, found)
+
+
+@linear_cross_entropy.tolerance
+def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The bounds, from those of matmul (B_x of a logit, K = d), cross_entropy and cross_entropy_vjp at the exact logits
+    x, with :class:`portakern.spec.tolerance.Units` and p = exp(x - lse):
+
+        lse:   B_lse  + s R                     R = log sum_j p_j exp(B_xj)
+        loss:  B_loss + s [R (1 + 2 z |lse| + z R) + (1 - e) B_xt + e mean B_x]
+        slope: B_c    + (1 + U) sum_j E_j |weight_j|
+        E_j = B_bj + s (1 + U) [D_j (1 + 2 z |lse|) + 2 z S (p_j + D_j)]
+
+    A logit is one product, stored in hidden's dtype, and lse moves by no more than R where each moves by its bound (the
+    mean of exp is at most its largest, and at least 1 over that of the inverse). B_b has what storing the brackets b
+    costs; p is exp of x - lse, whose parts are off by B_x and S = R + B_lse, so that it grows by D = p exp(B_x + S) - p
+    at most, and by 1 at most, since it is taken with the lse of the very logits. B_c is matmul's for brackets as large
+    as they may be, K = n. s = ``SLACK``.
+    """
+    with np.errstate(all="ignore"):
+        at = Logits.of(call)
+        z, e = call.options["z_loss"], call.options["label_smoothing"]
+        rise = at.rise()
+        exact = cross_entropy_outputs(call, at)
+        own = cross_entropy.bound(at.losses(call), exact)
+        hit = np.take_along_axis(at.err, np.clip(at.labels, 0, call.dims["n"] - 1)[:, None], -1)[:, 0]
+        of_loss = rise * (1 + 2 * z * magnitude(exact[1]) + z * rise) + (1 - e) * hit
+        of_loss = of_loss + e * at.err.mean(-1) if e else of_loss
+        found: list[Any] = [
+            np.where(at.counted, wider(base, SLACK * np.nan_to_num(more, nan=inf), y), 0.0)
+            for base, more, y in zip(own, (of_loss, rise), exact, strict=True)
+        ]
+        if ref[2] is not None:
+            shift = rise + np.where(np.isfinite(exact[1]), own[1], 0.0)
+            of = at.brackets(call, exact[1], np.ones(len(rise)))
+            b = bracket_values(of)
+            err = bracket_error(call, at, of, b, shift, most=1.0)
+            found.append(of_brackets(call, b, err, call.arrays["weight"], ref[2].reshape(-1, call.dims["d"])))
+        return shaped(ref, found)
+
+
+def shaped(ref: tuple[Any, ...], found: list[Any]) -> tuple[Any, ...]:
+    """What is known of rows in the shapes of the outputs, None for one that is not wanted."""
+    return tuple(
+        None if y is None else each.reshape(y.shape)
+        for y, each in zip(ref, (*found, *[None] * (len(ref) - len(found))), strict=True)
+    )
+
+
+def cross_entropy_outputs(call: Call, at: Logits) -> tuple[np.ndarray, np.ndarray]:
+    """loss and lse of exact logits."""
+    part = Parts.of(at.losses(call))
+    loss = part.log + part.target + part.even + part.square
+    return np.where(at.counted, loss, 0.0), np.where(at.counted, part.lse, 0.0)
+
+
+def bracket_values(of: Call) -> np.ndarray:
+    """d_logits of a call of cross_entropy_vjp."""
+    at = Bracket.of(of)
+    return np.where(at.counted, at.g * at.value, 0.0)
+
+
+def bracket_variance(call: Call, at: Logits, of: Call, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of the brackets that a kernel multiplies: the variance of their own roundings, and g^2 p^2 (1 + 2 z lse)^2 times
+    that of the logits they are made of, (rows, n)."""
+    h, w = rows_of(call), call.arrays["weight"].T
+    (own,) = cross_entropy_vjp.spread(of, (b,))
+    lse = of.arrays["lse"][:, None]
+    p = np.exp(at.x - lse) * (1 + 2 * call.options["z_loss"] * lse)
+    of_x = magnitude(of.arrays["d_loss"][:, None] * p * of_matmul(call, "spread", h, w, at.x)) ** 2
+    counted = at.counted[:, None]
+    return np.where(counted, np.asarray(own) ** 2, 0.0), np.where(counted, of_x, 0.0)
+
+
+@linear_cross_entropy.sigma
+def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The RMS errors, with s_x that of a logit and s_b of a bracket as it is stored, s_lse of lse by itself:
+
+        loss, lse: s^2 + sum_j a_j^2 s_xj^2       s cross_entropy's own; a: the derivative by a logit, b or p
+        slope:     s_c^2 + (1 + 8/M) [sum_j s_bj^2 w_j^2 + sum_j p_j^2 s_xj^2 (w_j - m)^2 + (s_lse^2 + (2 z S)^2) m^2]
+
+    with w = weight, m = sum p w, s_c of the product alone, S that of lse: a logit moves p and, by lse, all others
+    against it, and the factor of all. What a row has of one bracket is one draw for all its columns: 8/M makes room for
+    what M rows may draw.
+    """
+    with np.errstate(all="ignore"):
+        at = Logits.of(call)
+        exact, h, w = cross_entropy_outputs(call, at), rows_of(call), call.arrays["weight"]
+        of = at.brackets(call, exact[1], np.ones(len(h)))
+        b, share = bracket_values(of), Weights.of(at.x, -1).p
+        of_x = of_matmul(call, "spread", h, w.T, at.x) ** 2
+        own = cross_entropy.spread(at.losses(call), exact)
+        found: list[Any] = [
+            np.where(at.counted, np.sqrt(s**2 + (magnitude(a) ** 2 * of_x).sum(-1)), 0.0)
+            for s, a in zip(own, (b, share), strict=True)
+        ]
+        if ref[2] is not None:
+            rounds, moved = bracket_variance(call, at, of, b)
+            mean, w2 = magnitude(share @ w), magnitude(w) ** 2
+            about = moved @ w2 - 2 * (share @ w) * (moved @ w) + mean**2 * moved.sum(-1, keepdims=True)
+            shared = (own[1] ** 2 + (2 * call.options["z_loss"] * found[1]) ** 2)[:, None] * mean**2
+            slope = ref[2].reshape(-1, call.dims["d"])
+            product = of_matmul(call, "spread", b, w, slope)
+            room = 1 + 8 / max(len(h), 1)
+            found.append(np.sqrt(product**2 + room * (rounds @ w2 + np.maximum(about, 0.0) + shared)))
+        return shaped(ref, found)
+
+
+@linear_cross_entropy.exact
+def exact(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
+    """An ignored row is 0, whatever it holds; its slope where all weights are finite."""
+    ignored = call.arrays["labels"] == call.options["ignore_index"]
+    finite = bool(np.isfinite(call.arrays["weight"]).all())
+    whole = None if ref[2] is None else np.broadcast_to(ignored[..., None] & finite, ref[2].shape)
+    return *(None if y is None else ignored for y in ref[:2]), whole
+
+
+@linear_cross_entropy.edge(dims={"n": (2, 140), "d": (1, 40)}, options={"return_slope": True})
+def ignored_rows_of_nan(arrays, rng, options):
+    """NaN and infinities in an ignored row of hidden reach nothing."""
+    arrays["hidden"][arrays["labels"] == options["ignore_index"]] = rng.choice([np.nan, inf, -inf])
+
+
+@linear_cross_entropy.edge(dims={"batch": (3, 7), "n": (2, 40), "d": (1, 20)}, options={"return_slope": True})
+def every_row_is_ignored(arrays, rng, options):
+    """A batch of nothing but padding: zeros."""
+    arrays["labels"][...] = options["ignore_index"]
+
+
+@linear_cross_entropy.edge(dims={"n": (2, 140), "d": (1, 40)})
+def infinite_rows(arrays, rng, options):
+    """An infinity or NaN in a row of hidden makes infinite logits of both signs, or NaN, and reaches no other row."""
+    plant(rng, arrays["hidden"], rng.choice([inf, np.nan]))
+
+
+@linear_cross_entropy.edge(dims={"n": (2, 140), "d": (1, 40)}, options={"return_slope": True})
+def a_class_of_infinite_weight(arrays, rng, options):
+    """Its logit is -inf in some rows, +inf or NaN in others; where it is not the label and nothing is smoothed, p is 0
+    and 0 times its weight NaN."""
+    w = arrays["weight"]
+    w[rng.integers(w.shape[0]), rng.integers(w.shape[1])] = rng.choice([inf, -inf])
+
+
+@linear_cross_entropy.edge(dims={"batch": (1, 40), "n": (2, 140), "d": (1, 40)}, regime="integers")
+def logits_of_integers(arrays, rng, options):
+    """Logits that no sum rounds."""
+
+
+@linear_cross_entropy.edge(dims={"batch": (33, 50), "n": (129, 300), "d": (17, 33)}, smallest_tiles=True,
+                           options={"return_slope": True})  # fmt: skip
+def several_chunks(arrays, rng, options):
+    """Chunks of rows of which the last is ragged: each row has its own label, and no chunk the logits of another."""
+
+
+@linear_cross_entropy.edge(dims={"n": (2, 140), "d": (1, 40)}, options={"label_smoothing": 1.0, "z_loss": 0.5,
+                                                                       "return_slope": True})  # fmt: skip
+def all_of_the_target_is_even(arrays, rng, options):
+    """e = 1: the label does not matter; and a z loss that is most of the loss."""
+
+
+@linear_cross_entropy.edge(dims={"n": (1, 1), "d": (1, 300)}, options={"return_slope": True})
+def one_class(arrays, rng, options):
+    """The only class is certain: no slope."""
+
+
+@linear_cross_entropy.edge(dims={"batch": (1, 9), "n": (2, 40), "d": (1, 40)},
+                           options={"precision": "tf32", "return_slope": True})  # fmt: skip
+def products_of_10_bits(arrays, rng, options):
+    """precision counts where products are of float32."""
+
+
+@linear_cross_entropy.law
+def rows_are_independent(run, draw):
+    """A row alone gives the same bits as among others, however many chunks these make."""
+    rows, n, d = draw.extent(2, 40), draw.extent(1, 200), draw.extent(1, 70)
+    h, w = draw.normal(rows, d), draw.normal(n, d)
+    labels = draw.integers(0, n - 1, rows, dtype="int64")
+    first = draw.extent(0, rows - 1)
+    row = slice(first, first + 1)
+    alone, among = (run(h[r], w, labels[r], return_lse=True, return_slope=True) for r in (row, slice(None)))
+    for name, one, all_ in zip(("loss", "lse", "slope"), alone, among, strict=True):
+        draw.same_bits(one, all_[row], f"{name} of a row alone")
+
+
+@linear_cross_entropy.law
+def the_integer_type_does_not_matter(run, draw):
+    """Labels in int32 and in int64 give the same bits."""
+    rows, n, d = draw.extent(1, 20), draw.extent(1, 100), draw.extent(1, 30)
+    h, w, labels = draw.normal(rows, d), draw.normal(n, d), draw.integers(0, n - 1, rows, dtype="int64")
+    draw.same_bits(run(h, w, labels.astype(np.int32)), run(h, w, labels.astype(np.int64)), "labels in the other type")
+
+
+@linear_cross_entropy.law
+def what_else_is_asked_for_does_not_matter(run, draw):
+    """The loss has the same bits with and without its slope."""
+    rows, n, d = draw.extent(1, 40), draw.extent(1, 100), draw.extent(1, 30)
+    h, w, labels = draw.normal(rows, d), draw.normal(n, d), draw.integers(0, n - 1, rows, dtype="int64")
+    draw.same_bits(run(h, w, labels, return_slope=True)[0], run(h, w, labels), "the loss beside its slope")
+
+
+@linear_cross_entropy.law
+def a_certain_label_costs_nothing(run, draw):
+    """Rows of hidden that pick a column of weight have it for logits, to the bit: a label that is above the others by
+    200 has a loss of 0, and another its distance."""
+    rows, n, d = draw.extent(1, 20), draw.extent(2, 100), draw.extent(1, 30)
+    w, picked = draw.integers(-8, 8, n, d), draw.integers(0, d - 1, rows, dtype="int64")
+    labels = draw.integers(0, n - 1, d, dtype="int64")
+    w[labels, np.arange(d)] = 248
+    h = np.eye(d)[picked].astype(w.dtype)
+    sure = run(h, w, labels[picked])
+    draw.same_bits(sure, np.zeros(rows, sure.dtype), "a certain label")
+    other = (labels[picked] + 1) % n
+    beside = w[other, picked].astype(sure.dtype)
+    draw.same_bits(run(h, w, other), 248 - beside, "another label")
+
+
+linear_cross_entropy.sample("rows", dims={"batch": (5,), "n": 7, "d": 3})
+linear_cross_entropy.sample("two_axes", dims={"batch": (2, 3), "n": 4, "d": 5}, options={"ignore_index": 0})
+linear_cross_entropy.sample(
+    "smoothed", dims={"batch": (5,), "n": 7, "d": 3}, options={"label_smoothing": 0.1, "z_loss": 1e-2}
+)
+linear_cross_entropy.sample(
+    "with_slope", dims={"batch": (5,), "n": 7, "d": 3}, options={"return_lse": True, "return_slope": True}
+)
