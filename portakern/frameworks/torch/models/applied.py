@@ -21,6 +21,7 @@ from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.torch.models.attention import register_attention
 from portakern.frameworks.torch.models.blocks import served_block
 from portakern.frameworks.torch.models.gates import served_gate
+from portakern.frameworks.torch.models.heads import MARK, served_head
 from portakern.frameworks.torch.models.losses import served_loss
 from portakern.frameworks.torch.models.norms import served_norm
 from portakern.frameworks.torch.models.prototypes import names_in, rewrapped
@@ -33,6 +34,7 @@ PARTS = {
     "attention": "attention, of models that take an attn_implementation",
     "gate": "the gated product of a feed-forward layer",
     "loss": "the loss of a model that is given labels",
+    "linear_loss": "a language model's last projection with its loss, in training; no logits come out",
 }
 """What a model is served, by the names that ``parts`` takes."""
 
@@ -135,6 +137,9 @@ def apply(
 ) -> Applied:
     """Put portakern under one model: its norms with the residuals before them, attention, gated products and loss.
 
+    A language model that is given labels in training makes no logits: its loss comes of the hidden states, and its
+    output has None for logits. Leave "linear_loss" out of ``parts``, or call ``model.eval()``, where they are needed.
+
     >>> applied = portakern.torch.apply(model)
     >>> print(applied)
     >>> model(input_ids=ids, labels=ids).loss.backward()
@@ -149,7 +154,7 @@ def apply(
     Args:
       model: changed in place; a model of transformers, or any module with PyTorch's norms inside.
       backend: who must serve it; None: chosen from the arrays of each call.
-      parts: which of PARTS to serve ("norm", "add_norm", "attention", "gate", "loss"); None: all. A residual is added
+      parts: which of PARTS to serve ("norm", "add_norm", "attention", "gate", "loss", "linear_loss"); None: all. A residual is added
         by its norm, so that "add_norm" needs "norm".
       otherwise: what becomes of a norm, a feed-forward layer or an attention that is not known: "raise" names its
         class; "torch" leaves it with PyTorch, and the table says why.
@@ -296,6 +301,14 @@ class _Plan:
                 self.forwards.append((pretrained, "_loss_function", loss))
             elif asks:
                 self.left["loss", name, f"no op is {getattr(pretrained.loss_function, '__name__', 'its loss')}"] += 1
+
+            head = served_head(pretrained, self.backend)
+            if isinstance(head, str):
+                self._leave("linear_loss", pretrained, head, known=True)
+            elif head is not None and self._put("linear_loss", pretrained, ("linear_cross_entropy", head.model)):
+                projection = pretrained.lm_head
+                self.forwards.append((projection, "forward", MethodType(head.projection, projection)))
+                self.forwards.append((projection, MARK, True))
 
     def rows(self) -> list[Row]:
         """What serves what, in the order of PARTS."""
