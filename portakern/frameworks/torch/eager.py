@@ -131,8 +131,8 @@ class _Again(Step):
         """Straight-line code for cotangents of which these are there, and these gradients."""
         wired, backward = self.wiring, self.backward
         assert wired is not None and isinstance(backward, _Backward)
-        theirs = {wired.cotangents.get(n): c is not None for n, c in zip(self.wants, cotangents, strict=True)}
-        there = [n for n, is_there in theirs.items() if is_there and n is not None]
+        theirs = [wired.cotangents.get(n) for n in self.wants]  # None, of as many outputs as the vjp takes none of
+        there = [n for n, c in zip(theirs, cotangents, strict=True) if c is not None and n is not None]
         wants = wired.wants([n for n, gets in zip(self.names, needed, strict=True) if gets])
         made = [a.name for a in wired.vjp.arrays if not a.optional and a.name in theirs and a.name not in there]
         if not wants or not there or made:  # nothing is to be done, or zeros are to be made
