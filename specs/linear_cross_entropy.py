@@ -9,8 +9,9 @@ import numpy as np
 from jaxtyping import Float, Float32, Int
 
 from portakern.spec import Tile, spec
+from portakern.spec.dtypes import DTYPES
 from portakern.spec.options import Range
-from portakern.spec.tolerance import abs_matmul, format_of, magnitude, units
+from portakern.spec.tolerance import abs_matmul, format_of, magnitude, rounded, units
 from portakern.specs._rows import plant
 from portakern.specs.cross_entropy import LABELS, Parts, cross_entropy, with_ignored
 from portakern.specs.cross_entropy_vjp import Bracket, cross_entropy_vjp
@@ -84,6 +85,9 @@ def linear_cross_entropy(
 
 
 linear_cross_entropy.values("labels")(with_ignored)
+
+LINEAR = 0.25
+"""The RMS error of a logit up to which exp moves in proportion to it."""
 
 SLACK = 1 + 2.0**-10
 """The roundings of cross_entropy are those at the exact logits. At the ones that a kernel has they differ by a share
@@ -260,14 +264,30 @@ def bracket_values(of: Call) -> np.ndarray:
 
 def bracket_variance(call: Call, at: Logits, of: Call, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Of the brackets that a kernel multiplies: the variance of their own roundings, and g^2 p^2 (1 + 2 z lse)^2 times
-    that of the logits they are made of, (rows, n)."""
+    that of the logits they are made of, (rows, n). +inf, not known, where a logit is off by so much that p does not
+    follow in proportion (``LINEAR``)."""
     h, w = rows_of(call), call.arrays["weight"].T
     (own,) = cross_entropy_vjp.spread(of, (b,))
     lse = of.arrays["lse"][:, None]
     p = np.exp(at.x - lse) * (1 + 2 * call.options["z_loss"] * lse)
-    of_x = magnitude(of.arrays["d_loss"][:, None] * p * of_matmul(call, "spread", h, w, at.x)) ** 2
+    s_x = of_matmul(call, "spread", h, w, at.x)
+    of_x = magnitude(of.arrays["d_loss"][:, None] * p * s_x) ** 2
+    of_x = np.where(s_x.max(-1, keepdims=True) > LINEAR, inf, of_x)
     counted = at.counted[:, None]
     return np.where(counted, np.asarray(own) ** 2, 0.0), np.where(counted, of_x, 0.0)
+
+
+def lost(call: Call, b: np.ndarray, axis: int) -> np.ndarray:
+    """Whether all brackets along an axis are so small that to store them is to lose them: towards 0, all alike."""
+    return magnitude(b).max(axis, keepdims=True) < DTYPES[call.dtype].tiny
+
+
+def alike(call: Call, b: np.ndarray, p: np.ndarray) -> np.ndarray:
+    """By how much brackets are off, once they are stored, of which p is 0 or 1: they are one of four numbers in all
+    rows, and no draw at random."""
+    U = units(call).U
+    certain = (p <= U * call.options["label_smoothing"] / call.dims["n"]) | (np.abs(1 - p) <= U)
+    return np.where(certain & np.isfinite(b), rounded(b, call.dtype).astype(np.float64) - b, 0.0)
 
 
 @linear_cross_entropy.sigma
@@ -277,7 +297,9 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         loss, lse: s^2 + sum_j a_j^2 s_xj^2       s cross_entropy's own; a: the derivative by a logit, b or p
         slope:     s_c^2 + (1 + 8/M) [sum_j s_bj^2 w_j^2 + sum_j p_j^2 s_xj^2 (w_j - m)^2 + (s_lse^2 + (2 z S)^2) m^2]
 
-    with w = weight, m = sum p w, s_c of the product alone, S that of lse: a logit moves p and, by lse, all others
+    The slope's is not known where a logit may be off by more than ``LINEAR``, b be ``lost``, or much of it rounded
+    ``alike``.
+    With w = weight, m = sum p w, s_c of the product alone, S that of lse: a logit moves p and, by lse, all others
     against it, and the factor of all. What a row has of one bracket is one draw for all its columns: 8/M makes room for
     what M rows may draw.
     """
@@ -294,13 +316,17 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         ]
         if ref[2] is not None:
             rounds, moved = bracket_variance(call, at, of, b)
+            unknown = np.isinf(moved).any(-1, keepdims=True) | lost(call, b, -1)
+            moved = np.where(unknown, 0.0, moved)
             mean, w2 = magnitude(share @ w), magnitude(w) ** 2
             about = moved @ w2 - 2 * (share @ w) * (moved @ w) + mean**2 * moved.sum(-1, keepdims=True)
             shared = (own[1] ** 2 + (2 * call.options["z_loss"] * found[1]) ** 2)[:, None] * mean**2
             slope = ref[2].reshape(-1, call.dims["d"])
             product = of_matmul(call, "spread", b, w, slope)
             room = 1 + 8 / max(len(h), 1)
-            found.append(np.sqrt(product**2 + room * (rounds @ w2 + np.maximum(about, 0.0) + shared)))
+            whole = product**2 + room * (rounds @ w2 + np.maximum(about, 0.0) + shared)
+            unknown = unknown | (np.abs(alike(call, b, share) @ w) > np.sqrt(whole) / 4)
+            found.append(np.where(unknown, inf, np.sqrt(whole)))
         return shaped(ref, found)
 
 

@@ -19,6 +19,7 @@ from portakern.specs.linear_cross_entropy import (
     bracket_error,
     bracket_values,
     bracket_variance,
+    lost,
     of_brackets,
     of_matmul,
     rows_of,
@@ -44,7 +45,7 @@ class LinearCrossEntropyVjpOut(NamedTuple):
         (4.0 * call.dims["n"] * ("d_weight" in call.wants) + ("d_hidden" in call.wants))
         * prod(call.dims["batch"])
         * call.dims["d"]
-    ),  # fmt: skip
+    ),
 )
 def linear_cross_entropy_vjp(
     hidden: Float[A, "*batch d"],
@@ -136,8 +137,10 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
             at, h = Logits.of(call), rows_of(call)
             of, b = brackets(call, at)
             product = of_matmul(call, "spread", b.T, h, ref[1])
-            met = sum(bracket_variance(call, at, of, b)).T @ magnitude(h) ** 2
-            found[1] = np.sqrt(product**2 + (1 + 8 / call.dims["n"]) * met)
+            variance = sum(bracket_variance(call, at, of, b))
+            unknown = (np.isinf(variance).any(0, keepdims=True) | lost(call, b, 0)).T
+            met = np.where(unknown, 0.0, variance.T) @ magnitude(h) ** 2
+            found[1] = np.where(unknown, inf, np.sqrt(product**2 + (1 + 8 / call.dims["n"]) * met))
     return tuple(found)
 
 

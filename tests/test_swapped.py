@@ -54,6 +54,11 @@ TAKEN = {  # the op that serves a call, and the call -> the shapes of its tensor
     "cross_entropy: F.cross_entropy(a, a.argmax(-1), label_smoothing=0.1)": [(3, 4)],
     "cross_entropy: F.cross_entropy(a, a.argmax(1), None, ignore_index=1, reduction='sum')": [(3, 4, 2)],
     "cross_entropy: torch.nn.CrossEntropyLoss(reduction='none')(a, a.argmin())": [(4,)],
+    "linear_cross_entropy: F.linear_cross_entropy(a, b, a.argmax(-1), label_smoothing=0.1)": [(3, 4), (5, 4)],
+    "linear_cross_entropy: F.linear_cross_entropy(a, b, a.argmax(-1), ignore_index=1, reduction='none')": [
+        (3, 4),
+        (5, 4),
+    ],
     "rmsnorm: torch.rms_norm(a, (4,), b)": [(3, 4), (4,)],
     "layernorm: torch.layer_norm(a, (4,), b, b, 1e-5, False)": [(3, 4), (4,)],
 }

@@ -24,15 +24,15 @@ FAULTS = {
         Planted(
             "smoothing-over-tile",
             "the share of all classes is divided by the tile's extent",
-            old="even / tl.cast(n, acc_dtype)",
+            old="even / tl.cast(classes, acc_dtype)",
             new="even / block_n",
             small=True,
         ),
         Planted(
             "ignored-counted",
             "an ignored row has its cotangent",
-            old="tl.where(counted, g * p, 0.0)",
-            new="g * p",
+            old="tl.where(counted, p, 0.0)",
+            new="p",
         ),
         Planted(
             "ragged-end-not-written",

@@ -1,0 +1,50 @@
+"""Faults planted in the kernels of linear_cross_entropy."""
+
+from __future__ import annotations
+
+from tests.mutants.faults import Planted
+
+FAULTS = {
+    "triton": [
+        Planted(
+            "ragged-chunk-dropped",
+            "the last chunk of rows is left out where it is shorter",
+            old="for first in range(0, extent, length)]",
+            new="for first in range(0, extent // length * length or extent, length)]",
+        ),
+        Planted(
+            "labels-of-the-first-chunk",
+            "every chunk of rows has the labels of the first",
+            old="        losses.losses_into(call, x, t, own_loss, own_lse, walk)\n",
+            new="        t = labels[: last - first]\n        losses.losses_into(call, x, t, own_loss, own_lse, walk)\n",
+            sample=True,
+        ),
+        Planted(
+            "target-one-class-on",
+            "the slope has the target at the class before the label",
+            old="own_lse, None, b, back, 0, n)",
+            new="own_lse, None, b, back, 1, n)",
+        ),
+        Planted(
+            "smoothing-of-a-class-more",
+            "what all classes share in the slope is divided among one more",
+            old="own_lse, None, b, back, 0, n)",
+            new="own_lse, None, b, back, 0, n + 1)",
+            small=True,
+        ),
+    ],
+    "pallas": [
+        Planted(
+            "labels-of-the-first-chunk",
+            "every whole chunk of rows has the labels of the first",
+            old="lax.map(lambda part: piece(*part), parts)",
+            new="lax.map(lambda part: piece(part[0], parts[1][0]), parts)",
+        ),
+        Planted(
+            "lse-rounded",
+            "the slope is taken with an lse that is rounded to the dtype of the logits",
+            old="dims, x, t, lse, jnp.ones_like(lse))",
+            new="dims, x, t, lse.astype(x.dtype).astype(lse.dtype), jnp.ones_like(lse))",
+        ),
+    ],
+}

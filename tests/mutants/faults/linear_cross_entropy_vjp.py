@@ -1,0 +1,55 @@
+"""Faults planted in the kernels of linear_cross_entropy_vjp."""
+
+from __future__ import annotations
+
+from tests.mutants.faults import Planted
+
+FAULTS = {
+    "triton": [
+        Planted(
+            "label-in-every-chunk",
+            "the label's place is counted anew in each chunk of classes",
+            old="d_x, walk, first, n)",
+            new="d_x, walk, 0, n)",
+        ),
+        Planted(
+            "smoothing-over-a-chunk",
+            "the share of all classes is divided by the chunk's extent",
+            old="d_x, walk, first, n)",
+            new="d_x, walk, first, last - first)",
+        ),
+        Planted(
+            "ignored-counted",
+            "an ignored row has its cotangent times 0",
+            old="out = tl.where(counted, g * t, 0.0)",
+            new="out = g * t",
+        ),
+        Planted(
+            "cotangent-rounded",
+            "the cotangent is rounded to the slope's dtype first",
+            old="g = tl.load(factor + row, mask=row_ok, other=0.0).to(acc_dtype)[:, None]",
+            new="g = tl.load(factor + row, mask=row_ok, other=0.0).to(x.dtype.element_ty).to(acc_dtype)[:, None]",
+            small=True,
+        ),
+    ],
+    "pallas": [
+        Planted(
+            "label-in-every-chunk",
+            "the label's place is counted anew in each chunk of classes",
+            old="labels - classes[0]",
+            new="labels",
+        ),
+        Planted(
+            "smoothing-over-a-chunk",
+            "the share of all classes is divided by the chunk's extent",
+            old="brackets.gradient(of, tiles, n)",
+            new="brackets.gradient(of, tiles, len(w))",
+        ),
+        Planted(
+            "ignored-counted",
+            "an ignored row has its cotangent times its slope",
+            old="jnp.where(counted[..., None], scaled, jnp.zeros_like(scaled))",
+            new="scaled",
+        ),
+    ],
+}
