@@ -103,6 +103,8 @@ def _shaped(
     dims = {n: e if isinstance(e, tuple) else drawn.extent(n, e) for n, e in dims.items()}
     if edge.same:
         dims = one_form(spec, edge.same, dims) or dims
+    for rule in spec.require:
+        dims = {**dims, **rule.mends(dims)} if rule.mends else dims
     plain = [a for a in given if not any(f in spec.drops for d in a.dims for f in d.factors)]
     shapes = {a.name: _stretch(draw, a, dims, edge.stretched.get(a.name, ()), edge.same) for a in plain}
     return given, plain, shapes, dims, kept
