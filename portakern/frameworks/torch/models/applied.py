@@ -23,8 +23,10 @@ from portakern.frameworks.torch.models.blocks import served_block
 from portakern.frameworks.torch.models.gates import served_gate
 from portakern.frameworks.torch.models.heads import MARK, served_head
 from portakern.frameworks.torch.models.losses import served_loss
+from portakern.frameworks.torch.models.masks import served_mask
 from portakern.frameworks.torch.models.norms import served_norm
 from portakern.frameworks.torch.models.prototypes import names_in, rewrapped
+from portakern.frameworks.torch.models.rotary import served_rotary
 
 __all__ = ["PARTS", "Applied", "Row", "apply"]
 
@@ -32,6 +34,7 @@ PARTS = {
     "norm": "RMSNorm and LayerNorm",
     "add_norm": "a residual, added and normed in one pass",
     "attention": "attention, of models that take an attn_implementation",
+    "rope": "rotary embedding of queries and keys",
     "gate": "the gated product of a feed-forward layer",
     "loss": "the loss of a model that is given labels",
     "linear_loss": "a language model's last projection with its loss, in training; no logits come out",
@@ -154,8 +157,8 @@ def apply(
     Args:
       model: changed in place; a model of transformers, or any module with PyTorch's norms inside.
       backend: who must serve it; None: chosen from the arrays of each call.
-      parts: which of PARTS to serve ("norm", "add_norm", "attention", "gate", "loss", "linear_loss"); None: all. A residual is added
-        by its norm, so that "add_norm" needs "norm".
+      parts: which of PARTS to serve ("norm", "add_norm", "attention", "rope", "gate", "loss", "linear_loss"); None: all.
+        A residual is added by its norm, so that "add_norm" needs "norm".
       otherwise: what becomes of a norm, a feed-forward layer or an attention that is not known: "raise" names its
         class; "torch" leaves it with PyTorch, and the table says why.
 
@@ -213,6 +216,7 @@ class _Plan:
         self.forwards: list[tuple[nn.Module, str, Any]] = []
         self.attends: list[nn.Module] = []
         self.known: set[nn.Module] = set()
+        self.implementation = "portakern" if backend is None else f"portakern_{backend}"
 
     def read(self) -> None:
         """Look at every module once."""
@@ -223,6 +227,11 @@ class _Plan:
             elif self._is_like(module, NORM):
                 self._leave("norm", module, "a norm that no prototype is like")
             self._read_feed_forward(module)
+            rotary = served_rotary(module, self.backend)
+            if isinstance(rotary, str):
+                self._leave("rope", module, rotary, known=True)
+            else:
+                self._put("rope", module, rotary)
         for module in self.model.modules():
             block = served_block(module)
             if block is not None and "add_norm" in self.wanted and getattr(module, block[0], None) in norms:
@@ -242,12 +251,15 @@ class _Plan:
             return False
         if part in self.wanted:
             self.served[part, type(module).__name__, found[0]] += 1
-            self.forwards.append((module, "forward", MethodType(rewrapped(type(module).forward, found[1]), module)))
+            self._replace(module, found[1])
             self.known.update(m for m in (module, *module.children()) if next(m.parameters(), None) is None)
             self.known.add(module)
         else:
             self.left[part, type(module).__name__, f"not asked for: parts lacks {part!r}"] += 1
         return part in self.wanted
+
+    def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self.forwards.append((module, "forward", MethodType(rewrapped(type(module).forward, forward), module)))
 
     def _leave(self, part: str, module: nn.Module, why: str, known: bool = False) -> None:
         name = type(module).__name__
@@ -285,6 +297,10 @@ class _Plan:
         elif asking and pretrained._can_set_attn_implementation():
             self.attends.append(pretrained)
             self.served.update(("attention", type(m).__name__, "attention") for m in asking)
+            for module in pretrained.modules():
+                forward = served_mask(module, self.implementation)
+                if forward is not None:
+                    self._replace(module, forward)
         else:
             for module in pretrained.modules():
                 if self._is_like(module, ATTENTION):
@@ -330,11 +346,10 @@ class _Plan:
     def carry_out(self) -> list[Patch]:
         """Do it; what was done, in order."""
         done = [Patch(module, name, value) for module, name, value in self.forwards]
-        name = "portakern" if self.backend is None else f"portakern_{self.backend}"
         for pretrained in self.attends:
-            register_attention(name, self.backend)
+            register_attention(self.implementation, self.backend)
             done += _own_config(pretrained)
-            pretrained.set_attn_implementation(name)
+            pretrained.set_attn_implementation(self.implementation)
         return done
 
 

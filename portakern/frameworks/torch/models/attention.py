@@ -10,6 +10,7 @@ import torch
 
 from portakern.errors import UnsupportedError
 from portakern.frameworks.torch.functions import kept_op
+from portakern.frameworks.torch.models.masks import is_plain
 
 __all__ = ["register_attention"]
 
@@ -64,6 +65,7 @@ def register_attention(name: str = "portakern", backend: str | None = None) -> N
     ) -> tuple[torch.Tensor, None]:
         """query: (batch, heads, length, head dim); key, value with fewer heads -> (batch, length, heads, head dim)."""
         refuse(name, dropout, attention_mask, others)
+        attention_mask = None if is_plain(attention_mask) else attention_mask
         length, keys = query.shape[2], key.shape[2]
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         causal = bool(causal) and attention_mask is None and length > 1

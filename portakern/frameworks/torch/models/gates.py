@@ -45,6 +45,10 @@ class Activation:
 ACTIVATIONS = {
     "SiLU": Activation("swiglu"),
     "SiLUActivation": Activation("swiglu"),
+    "GELUActivation": Activation("geglu"),
+    "GELUTanh": Activation("geglu", {"approximate": "tanh"}),
+    "NewGELUActivation": Activation("geglu", {"approximate": "tanh"}),
+    "PytorchGELUTanh": Activation("geglu", {"approximate": "tanh"}),
 }
 """Class of a gate's function -> its op."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ from torch import nn
 
 from portakern.errors import UnsupportedError
 
-__all__ = ["find", "function_is", "names_in", "rewrapped"]
+__all__ = ["find", "function_is", "names_in", "rewrapped", "with_names"]
 
 Row = TypeVar("Row")
 
@@ -105,3 +106,25 @@ def rewrapped(function: Callable[..., Any], heart: Callable[..., Any]) -> Callab
     made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     made.__wrapped__ = again
     return made
+
+
+def with_names(function: types.FunctionType, label: str, names: Mapping[str, Any]) -> Callable[..., Any]:
+    """A function as it is written, in whose module some names mean something else.
+
+    The module is a copy beside the real one, which stays as it was. It can be imported, for torch.compile looks for
+    what a function names in the module that it says it is of.
+
+    Args:
+      function: without wrappers. label: of the copy; the same label means the same names.
+      names: what means something else.
+    """
+    module = f"{__name__}.copies.{function.__module__}.{label}".replace(".", "_")
+    if module not in sys.modules:
+        made = types.ModuleType(module)
+        vars(made).update(function.__globals__ | names | {"__name__": module})
+        sys.modules[module] = made
+    again = types.FunctionType(
+        function.__code__, vars(sys.modules[module]), function.__name__, function.__defaults__, function.__closure__
+    )
+    again.__kwdefaults__ = function.__kwdefaults__
+    return again
