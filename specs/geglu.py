@@ -60,30 +60,30 @@ class Share(NamedTuple):
     """What is known of a gate g, and how far rounding may move it.
 
     Attributes:
-      g: the gate, 0 where it is not finite. p: P(g); dp: the bound of its absolute error. variance: of p.
+      g: the gate, 0 where it is not finite. p: P(g); dp: the bound of its absolute error. spread: its RMS error.
       value: g p; error: the bound of its absolute error.
-      slope: of g P(g); d_slope: the bound of its absolute error. slope_variance: of it.
+      slope: of g P(g); d_slope: the bound of its absolute error; slope_spread: its RMS error.
     """
 
     g: np.ndarray
     p: np.ndarray
     dp: np.ndarray
-    variance: np.ndarray
+    spread: np.ndarray
     value: np.ndarray
     error: np.ndarray
     slope: np.ndarray
     d_slope: np.ndarray
-    slope_variance: np.ndarray
+    slope_spread: np.ndarray
 
     @classmethod
     def of(cls, call: Call, unit: Units) -> Share:
         gate = call.arrays["gate"]
         g = np.where(np.isfinite(gate), gate, 0.0)
         near = np.clip(g, -FAR, FAR)  # nothing of it changes beyond
-        p, dp, variance, *slope = (of_tanh if call.options["approximate"] == "tanh" else of_erf)(near, unit)
+        p, dp, spread, *slope = (of_tanh if call.options["approximate"] == "tanh" else of_erf)(near, unit)
         value = g * p
         error = np.abs(g) * dp + unit.u * np.abs(value) + unit.tau * (np.abs(g) + 2)
-        return cls(g, p, dp, variance, value, error, *slope)
+        return cls(g, p, dp, spread, value, error, *slope)
 
     def vanishes(self, gate: np.ndarray) -> np.ndarray:
         """Where gelu(gate) may be 0 or not: an infinity that meets it may become NaN or not. gelu(0) is 0."""
@@ -91,7 +91,7 @@ class Share(NamedTuple):
 
 
 def of_tanh(g: np.ndarray, unit: Units) -> tuple[np.ndarray, ...]:
-    """p, its error and variance, and the same of the slope p (1 + q r), with q = 1 - p and r = g t' = K g (1 + 3 C g^2).
+    """p, its error and spread, and the same of the slope p (1 + q r), with q = 1 - p and r = g t' = K g (1 + 3 C g^2).
 
     t and r err by 7u of themselves: C g^2 by 3u and a sum, a constant and two products. exp(-t) then by 7u |t| + 4u |t|
     + ex, of which p takes the share q and q the share p; a sum, a quotient and a product are 5u. The slope is a product,
@@ -107,7 +107,7 @@ def of_tanh(g: np.ndarray, unit: Units) -> tuple[np.ndarray, ...]:
     of_1 = 2 * u * np.abs(2 * p - 1)
     dp = p * share_p + of_1 + unit.tau
     random = 2 * (u * t) ** 2 + (unit.ex / 4) ** 2 + 6 * k2 * t**2
-    variance = p**2 * (q**2 * random + 5 * k2) + k2 * (2 * p - 1) ** 2
+    spread = np.hypot(p * np.sqrt(q**2 * random + 5 * k2), KAPPA * u * (2 * p - 1))
 
     qr = q * r
     inner = 1 + qr
@@ -116,11 +116,11 @@ def of_tanh(g: np.ndarray, unit: Units) -> tuple[np.ndarray, ...]:
     d_slope = p * d_inner + np.abs(slope) * (share_p + u) + unit.tau * (np.abs(inner) + 1)
     d_slope = d_slope + of_1 * (1 + np.minimum(np.abs(r), 40))
     together = random * (qr * p - q * inner) ** 2 + 2 * (u * qr) ** 2
-    return p, dp, variance, slope, d_slope, p**2 * (together + k2 * (12 * qr**2 + 8 * inner**2))
+    return p, dp, spread, slope, d_slope, p * np.sqrt(together + k2 * (12 * qr**2 + 8 * inner**2))
 
 
 def of_erf(g: np.ndarray, unit: Units) -> tuple[np.ndarray, ...]:
-    """p, its error and variance, and the same of the slope p + g n, with n = exp(-g^2 / 2) / sqrt(2 pi).
+    """p, its error and spread, and the same of the slope p + g n, with n = exp(-g^2 / 2) / sqrt(2 pi).
 
     The argument g / sqrt 2 errs by 2u of itself, which moves p by 2u |g| n; erf by 8u, half of which reaches p; the sum
     1 + erf by u. exp(-g^2 / 2) errs by u and 4u of its argument, and by ex; then a constant, two products and a sum. At
@@ -130,12 +130,12 @@ def of_erf(g: np.ndarray, unit: Units) -> tuple[np.ndarray, ...]:
     p, n = normal_share(g), np.exp(-(g**2) / 2) / ROOT_2PI
     gn, erf = g * n, np.abs(2 * p - 1)
     dp = u * (2 * np.abs(gn) + 4 * erf + p) + unit.tau
-    variance = 2 * (u * gn) ** 2 + (u * erf) ** 2 + k2 * p**2
+    spread = u * np.sqrt(2 * gn**2 + erf**2 + (KAPPA * p) ** 2)
     slope, argument = p + gn, g**2 / 2
     of_n = 5 * u * argument + unit.ex + 4 * u
     d_slope = dp + np.abs(gn) * of_n + u * (p + np.abs(gn)) + unit.tau * (np.abs(g) + 2)
     of_n2 = (u * argument) ** 2 + (unit.ex / 4) ** 2 + k2 * (argument**2 + 4) + u**2
-    return p, dp, variance, slope, d_slope, variance + gn**2 * of_n2 + k2 * slope**2
+    return p, dp, spread, slope, d_slope, np.hypot(np.hypot(spread, gn * np.sqrt(of_n2)), KAPPA * u * slope)
 
 
 def normal_share(g: np.ndarray) -> np.ndarray:
@@ -170,15 +170,15 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @geglu.sigma
 def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The RMS error of y: sigma^2 = store^2 + (g up)^2 var P + 2 (KAPPA u y)^2 + lost^2.
+    """The RMS error of y: sigma^2 = store^2 + (g up s_P)^2 + 2 (KAPPA u y)^2 + lost^2.
 
-    store is that of storing y (``store_spread``), var P what the two forms have (:func:`of_erf`, :func:`of_tanh`), lost
+    store is that of storing y (``store_spread``), s_P what the two forms have (:func:`of_erf`, :func:`of_tanh`), lost
     what the bound has with tau, all of it: whether hardware flushes is no matter of chance.
     """
     up, unit = magnitude(call.arrays["up"]), units(call)
     with np.errstate(all="ignore"):
         at = Share.of(call, unit)
-        own = np.abs(at.g) * up * np.sqrt(at.variance + 2 * (KAPPA * unit.u * at.p) ** 2)
+        own = np.abs(at.g) * up * np.hypot(at.spread, np.sqrt(2) * KAPPA * unit.u * at.p)
         lost = unit.tau * ((np.abs(at.g) + 3) * up + np.abs(at.value) + 1)
         return (np.hypot(np.hypot(store_spread(ref[0], call.dtype), lost), own),)
 

@@ -89,21 +89,21 @@ def limits(at: Share, gate: np.ndarray, slope: np.ndarray, error: np.ndarray) ->
 
 @geglu_vjp.sigma
 def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The RMS errors, with the variances of P and D of the two forms (:func:`portakern.specs.geglu.of_erf`, ``of_tanh``):
+    """The RMS errors, with those of P and D of the two forms, s_P and s_D (:func:`portakern.specs.geglu.of_erf`, ``of_tanh``):
 
-        of d_up: (d_y gate)^2 [var P + 2 (KAPPA u P)^2]
-        of d_gate: (d_y up)^2 [var D + 2 (KAPPA u D)^2]
+        of d_up: (d_y gate)^2 [s_P^2 + 2 (KAPPA u P)^2]
+        of d_gate: (d_y up)^2 [s_D^2 + 2 (KAPPA u D)^2]
 
     and that of storing. What flushes is added whole, as in geglu.
     """
     gate, up, d_y, unit = *(call.arrays[n] for n in ("gate", "up", "d_y")), units(call)
     with np.errstate(all="ignore"):
-        at, k2 = Share.of(call, unit), (KAPPA * unit.u) ** 2
+        at, k = Share.of(call, unit), np.sqrt(2) * KAPPA * unit.u
         a, b = magnitude(d_y), magnitude(up)
-        slope, variance = limits(at, gate, at.slope, at.slope_variance)
+        slope, of_slope = limits(at, gate, at.slope, at.slope_spread)
         t = np.abs(slope)
-        own_up = a * np.abs(at.g) * np.sqrt(at.variance + 2 * k2 * at.p**2)
-        own_gate = a * b * np.sqrt(variance + 2 * k2 * t**2)
+        own_up = a * np.abs(at.g) * np.hypot(at.spread, k * at.p)
+        own_gate = a * b * np.hypot(of_slope, k * t)
         lost_up = unit.tau * ((np.abs(at.g) + 3) * a + np.abs(at.value) + 1)
         lost = unit.tau * ((np.abs(at.g) + 4) * a * b + a + b + (a + b) * t + 1)
     return tuple(
