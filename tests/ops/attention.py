@@ -209,9 +209,11 @@ def far(gpu):
 
 
 def in_layer(op, x, p):
-    """Two heads of causal attention of the hidden state with itself."""
+    """Two heads of causal attention of the hidden state with itself. Scores are near 1: weights that are computed anew
+    for the gradients, exp(s - lse), are off by the rounding of scores and lse, which a framework that keeps them is not.
+    """
     heads = x.reshape(*x.shape[:2], 2, -1)
-    return op(heads, heads, heads, is_causal=True).reshape(x.shape)
+    return op(heads / 4, heads / 4, heads, is_causal=True).reshape(x.shape)
 
 
 SMALL = {"q": (1, 3, 2, 2), "k": (1, 4, 1, 2), "v": (1, 4, 1, 3)}

@@ -39,7 +39,6 @@ from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas._band import Band, both
 from portakern.backends.pallas.common import Refs, padded, quotient
 from portakern.backends.pallas.gpu._chip import (
-    BULK_BYTES,
     Swizzled,
     dtype_refused,
     finished,
@@ -158,14 +157,16 @@ def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
     bias, tiles = call.arrays["bias"], tuple(tiling[f"block_{axis}"] for axis in ("q", "kv"))
     if bias is not None and ((bias.shape[2] > 1 and bias.shape[2] % tiles[0]) or bias.shape[3] % tiles[1]):
         found.append(f"bias is padded to whole tiles of {tiles[0]} x {tiles[1]}")
-    if "lse" in call.wants and _lse_length(call) != call.dims["q_len"]:
-        found.append(f"lse is cut from {_lse_length(call)} queries to {call.dims['q_len']}")
+    written = _lse_length(plan_of(call, tiling))
+    if "lse" in call.wants and written != call.dims["q_len"]:
+        found.append(f"lse is cut from {written} queries to {call.dims['q_len']}")
     return "; ".join(found) or None
 
 
-def _lse_length(call: Call) -> int:
-    """Queries of lse as the kernel writes it."""
-    return padded(call.dims["q_len"], BULK_BYTES // 4)
+def _lse_length(plan: Plan) -> int:
+    """Queries of lse as the kernel writes it: whole tiles. The engine that copies contiguous bytes stops where the
+    array ends and not where an axis does: what a tile has beyond the last query would fall on the next head's first."""
+    return padded(plan.q_len, plan.consumers * QUERIES)
 
 
 def _padded_operands(call: Call, tiling: Mapping[str, int]) -> dict[str, jax.Array]:
@@ -388,7 +389,7 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Arr
     if plan.consumers == 2:
         scratch["turn"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
     if "lse" in call.wants:
-        lse_form = (plan.batch, plan.heads, _lse_length(call))
+        lse_form = (plan.batch, plan.heads, _lse_length(plan))
         outputs["lse"] = jax.ShapeDtypeStruct(lse_form, jnp.float32)
         scratch["lse_rows"] = plgpu.SMEM((plan.consumers, QUERIES), jnp.float32)
     found = launch(

@@ -73,12 +73,6 @@ CONSUMERS, ROWS = 2, 64
 HELD = 224
 """Registers of a consumer's thread for sums, scores and weights: the others hold what it needs besides."""
 
-SEEN = 128
-"""Beyond so many queries or keys, calls of other lengths than multiples of it, and of more keys than queries, are
-refused on a device: one of 700 queries over 900 keys under a causal mask differed by a quarter from Triton's gradients
-on an H100, where lengths of 512 to 16384 kept to their bounds, and which of the two was wrong is not known.
-Interpreted, both are right."""
-
 SLOTS = 2
 """Buffers for what a consumer writes: one is filled while the other is on its way."""
 
@@ -222,12 +216,6 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
         return (
             "the gradient of a bias is not written yet for Hopper: leave bias out of what is differentiated, or use "
             "the reference backend"
-        )
-    q_len, kv_len = call.dims["q_len"], call.dims["kv_len"]
-    if not call.interpret and max(q_len, kv_len) > SEEN and (q_len != kv_len or q_len % SEEN):
-        return (
-            f"gradients of {q_len} queries over {kv_len} keys were not seen right on a device yet: beyond {SEEN} of "
-            f'either it takes as many keys as queries, in multiples of {SEEN}; use backend="triton"'
         )
     for name in ("block_q", "block_kv"):
         if tiling[name] not in (64, 128):

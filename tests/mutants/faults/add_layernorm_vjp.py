@@ -1,42 +1,7 @@
-"""Faults planted in the kernels of add_layernorm_vjp; those of its norm are planted in layernorm_vjp."""
+"""Faults planted in the kernels of add_layernorm_vjp."""
 
 from __future__ import annotations
 
-from tests.mutants.faults import Planted
+from tests.mutants.faults._added_vjp import FAULTS
 
-FAULTS = {
-    "triton": [
-        Planted(
-            "other-cotangent-forgotten",
-            "the cotangent of the sum is not added",
-            old='call.arrays["residual_out"], call.arrays["d_residual_out"])',
-            new='call.arrays["residual_out"], None)',
-            sample=True,
-        ),
-        Planted(
-            "other-cotangent-for-d-y",
-            "the cotangent of the sum goes through the norm, and that of y past it",
-            old='    return gradients(call, tiling, call.arrays["residual_out"], call.arrays["d_residual_out"])',
-            new='    other = call.arrays["d_residual_out"]\n'
-            "    if other is None:\n"
-            '        return gradients(call, tiling, call.arrays["residual_out"], None)\n'
-            '    swapped = call.replace(arrays={**call.arrays, "d_y": other})\n'
-            '    return gradients(swapped, tiling, call.arrays["residual_out"], call.arrays["d_y"])',
-        ),
-    ],
-    "pallas": [
-        Planted(
-            "other-cotangent-forgotten",
-            "the cotangent of the sum is not added",
-            old='call.arrays["residual_out"], call.arrays["d_residual_out"]',
-            new='call.arrays["residual_out"], None',
-        ),
-        Planted(
-            "eps-ignored",
-            "eps is always that of half precision",
-            old='eps=call.options["eps"]',
-            new="eps=1e-3",
-            small=True,
-        ),
-    ],
-}
+__all__ = ["FAULTS"]
