@@ -91,11 +91,13 @@ class Share(NamedTuple):
 
 
 def of_tanh(g: np.ndarray, unit: Units) -> tuple[np.ndarray, ...]:
-    """p, its error and spread, and the same of the slope p (1 + q r), with q = 1 - p and r = g t' = K g (1 + 3 C g^2).
+    """p, its error and spread, and the same of the slope p (1 + q r), q = 1 - p and r = g t' = K g (1 + 3 C g^2).
 
-    t and r err by 7u of themselves: C g^2 by 3u and a sum, a constant and two products. exp(-t) then by 7u |t| + 4u |t|
-    + ex, of which p takes the share q and q the share p; a sum, a quotient and a product are 5u. The slope is a product,
-    a sum and a product of these. At random their variance has the constants' lean and the argument's of exp2, u each.
+    t and r err by 7u of themselves: C g^2 by 3u and a sum, a constant and two products. exp(-t) then by 7u |t| + 4u
+    |t| + ex, of which p takes the share q and q the share p; a sum, a quotient and a product are 5u. The slope is a
+    product, a sum and a product of these. A kernel may as well add 1 and tanh(t / 2) = 2 p - 1, which errs by 4u of
+    itself, and take q from 1 - tanh^2, until tanh is 1: where |r| is 40. At random it has the constants' lean and the
+    argument's of exp2, u each.
     """
     u, k2 = unit.u, (KAPPA * unit.u) ** 2
     t, r = K * g * (1 + C * g**2), K * g * (1 + 3 * C * g**2)

@@ -89,7 +89,7 @@ def limits(at: Share, gate: np.ndarray, slope: np.ndarray, error: np.ndarray) ->
 
 @geglu_vjp.sigma
 def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The RMS errors, with those of P and D of the two forms, s_P and s_D (:func:`portakern.specs.geglu.of_erf`, ``of_tanh``):
+    """The RMS errors, with those of P and D, s_P and s_D, in the two forms (``of_erf`` and ``of_tanh`` of geglu):
 
         of d_up: (d_y gate)^2 [s_P^2 + 2 (KAPPA u P)^2]
         of d_gate: (d_y up)^2 [s_D^2 + 2 (KAPPA u D)^2]

@@ -12,7 +12,7 @@ from portakern.core.call import Call
 
 
 def share(gate: np.ndarray, approximate: str) -> np.ndarray:
-    """P(g) = (1 + erf(g / sqrt 2)) / 2 = erfc(-g / sqrt 2) / 2, or 1 / (1 + exp(-t)), t = 2 sqrt(2 / pi) (g + C g^3)."""
+    """P(g) = erfc(-g / sqrt 2) / 2, or 1 / (1 + exp(-t)) with t = 2 sqrt(2 / pi) (g + 0.044715 g^3)."""
     if approximate == "tanh":
         return 1 / (1 + np.exp(-2 * sqrt(2 / pi) * gate * (1 + 0.044715 * gate**2)))
     return np.vectorize(erfc, otypes=[np.float64])(-gate * sqrt(0.5)) / 2

@@ -30,7 +30,8 @@ def of_silu(g):
 
 
 @triton.jit
-def gated_vjp(gate, up, d_y, d_gate, d_up, rows, n, steps, gate_row, gate_n, up_row, up_n, d_y_row, d_y_n, out_row, out_n,
+def gated_vjp(gate, up, d_y, d_gate, d_up, rows, n, steps,
+              gate_row, gate_n, up_row, up_n, d_y_row, d_y_n, out_row, out_n,
               opening: tl.constexpr, block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
               unit: tl.constexpr):  # fmt: skip
     """Either result may be None; up is None where d_up alone is wanted. ``opening`` of a gate g gives the share of it
@@ -56,8 +57,9 @@ def swiglu_vjp_kernel(gate, up, d_y, d_gate, d_up, rows, n, steps,
                       gate_row, gate_n, up_row, up_n, d_y_row, d_y_n, out_row, out_n,
                       block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
                       unit: tl.constexpr):  # fmt: skip
-    gated_vjp(gate, up, d_y, d_gate, d_up, rows, n, steps, gate_row, gate_n, up_row, up_n, d_y_row, d_y_n, out_row, out_n,
-              of_silu, block_rows, block_n, acc_dtype, unit)  # fmt: skip
+    gated_vjp(gate, up, d_y, d_gate, d_up, rows, n, steps,
+              gate_row, gate_n, up_row, up_n, d_y_row, d_y_n, out_row, out_n, of_silu,
+              block_rows, block_n, acc_dtype, unit)  # fmt: skip
 
 
 def gradients(kernel: Any, call: Call, tiling: Mapping[str, int], **forms: Any) -> tuple[Any, ...]:
