@@ -854,6 +854,246 @@ class LayernormVjpOp(Op):
         wants: Iterable[Literal["d_x", "d_weight", "d_bias"]] | None,
     ) -> LayernormVjpOut[NDArray[Any] | None]: ...
 
+class LinearCrossEntropyOut(NamedTuple, Generic[T]):
+    loss: T
+    lse: T | None
+    slope: T | None
+
+class LinearCrossEntropyOp(Op):
+    @overload
+    def __call__(
+        self,
+        hidden: Array,
+        weight: Array,
+        labels: Array,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        return_lse: Literal[False] = False,
+        return_slope: Literal[False] = False,
+    ) -> Array:
+        """The cross_entropy of each row x = weight h of logits, h a row of hidden, in float32 (float64 for float64).
+
+        Logits are sums in float32 that may be rounded to hidden's dtype, and so may b, below, each once. They are taken
+        ``chunk_rows`` rows at a time, so that no more of them are ever in memory; how many makes no difference to a
+        row.
+
+        The slope of a row is the gradient of its loss with respect to h,
+
+            sum_j b_j weight_j        b_j = p_j (1 + 2 z lse) - (1 - e) [j = t] - e / n        p = exp(x - lse)
+
+        with t the label, e = label_smoothing and z = z_loss. It needs the logits of its row and no other's, so that it
+        is
+        taken where these are at hand, and the gradient needs no second look: it is slope times the loss's cotangent.
+
+        The source is the fused linear cross entropy of Hsu et al. 2024, "Liger Kernel", section 3.2, for chunks of
+        rows;
+        for what the other gradient needs, see linear_cross_entropy_vjp.
+
+        Args:
+          hidden: (*batch, d); weight: (n, d), a row for each of n classes; labels: (*batch), int32 or int64.
+          ignore_index, label_smoothing, z_loss: as in cross_entropy; the logits of an ignored row take no part.
+          precision: of products of float32, as in matmul.
+          return_lse, return_slope: whether lse and slope come with the loss.
+
+        Returns:
+          loss, lse: (*batch), float32 whatever hidden is (float64 for float64), as in cross_entropy; slope: (*batch,
+            d), of
+          hidden's dtype. All are 0 in a row that is ignored, but that in slope 0 times an infinite weight is NaN: no
+          product is left out. Nothing is promised of a row of which a logit may be beyond what hidden's dtype holds.
+        """
+    @overload
+    def __call__(
+        self,
+        hidden: Array,
+        weight: Array,
+        labels: Array,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        return_lse: Literal[True],
+        return_slope: bool = False,
+    ) -> LinearCrossEntropyOut[Array]: ...
+    @overload
+    def __call__(
+        self,
+        hidden: Array,
+        weight: Array,
+        labels: Array,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        return_lse: bool = False,
+        return_slope: Literal[True],
+    ) -> LinearCrossEntropyOut[Array]: ...
+    @overload
+    def __call__(
+        self,
+        hidden: Array,
+        weight: Array,
+        labels: Array,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        return_lse: bool = False,
+        return_slope: bool = False,
+    ) -> Array | LinearCrossEntropyOut[Array]: ...
+    @overload
+    def __call__(
+        self,
+        hidden: NDArray[Any],
+        weight: NDArray[Any],
+        labels: NDArray[Any],
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        return_lse: Literal[False] = False,
+        return_slope: Literal[False] = False,
+    ) -> NDArray[Any]: ...
+    @overload
+    def __call__(
+        self,
+        hidden: NDArray[Any],
+        weight: NDArray[Any],
+        labels: NDArray[Any],
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        return_lse: Literal[True],
+        return_slope: bool = False,
+    ) -> LinearCrossEntropyOut[NDArray[Any]]: ...
+    @overload
+    def __call__(
+        self,
+        hidden: NDArray[Any],
+        weight: NDArray[Any],
+        labels: NDArray[Any],
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        return_lse: bool = False,
+        return_slope: Literal[True],
+    ) -> LinearCrossEntropyOut[NDArray[Any]]: ...
+    @overload
+    def __call__(
+        self,
+        hidden: NDArray[Any],
+        weight: NDArray[Any],
+        labels: NDArray[Any],
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        return_lse: bool = False,
+        return_slope: bool = False,
+    ) -> NDArray[Any] | LinearCrossEntropyOut[NDArray[Any]]: ...
+
+class LinearCrossEntropyVjpOut(NamedTuple, Generic[T]):
+    d_hidden: T
+    d_weight: T
+
+class LinearCrossEntropyVjpOp(Op):
+    @overload
+    def __call__(
+        self,
+        hidden: Array,
+        weight: Array,
+        labels: Array,
+        lse: Array,
+        slope: Array,
+        d_loss: Array,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        wants: None = None,
+    ) -> LinearCrossEntropyVjpOut[Array]:
+        """d_hidden = d_loss slope and d_weight_j = sum of d_loss b_j h over all rows h of hidden, b as in
+        linear_cross_entropy.
+
+        Logits are taken again, as there, of ``chunk_n`` classes at a time: what a class needs of the others is in lse,
+        so
+        that all rows go into one sum, which is rounded once. d_loss b may be rounded to hidden's dtype, once.
+
+        Taking logits again where gradients need them is Cut Cross-Entropy's way (Wijmans et al. 2024, "Cut your losses
+        in
+        large-vocabulary language models", section 4), here for one of the two.
+
+        Args:
+          hidden, weight, labels, ignore_index, label_smoothing, z_loss, precision: what linear_cross_entropy was given.
+          lse, slope: what it found; d_loss: (*batch), the cotangent of its loss.
+
+        Returns:
+          d_hidden: the shape and dtype of hidden, 0 in rows that are ignored; d_weight: those of weight, to which an
+          ignored row adds 0 times what is in it. Nothing is promised of d_weight where a logit, or d_loss b, may be
+            beyond
+          what hidden's dtype holds.
+        """
+    @overload
+    def __call__(
+        self,
+        hidden: Array,
+        weight: Array,
+        labels: Array,
+        lse: Array,
+        slope: Array,
+        d_loss: Array,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        wants: Iterable[Literal["d_hidden", "d_weight"]] | None,
+    ) -> LinearCrossEntropyVjpOut[Array | None]: ...
+    @overload
+    def __call__(
+        self,
+        hidden: NDArray[Any],
+        weight: NDArray[Any],
+        labels: NDArray[Any],
+        lse: NDArray[Any],
+        slope: NDArray[Any],
+        d_loss: NDArray[Any],
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        wants: None = None,
+    ) -> LinearCrossEntropyVjpOut[NDArray[Any]]: ...
+    @overload
+    def __call__(
+        self,
+        hidden: NDArray[Any],
+        weight: NDArray[Any],
+        labels: NDArray[Any],
+        lse: NDArray[Any],
+        slope: NDArray[Any],
+        d_loss: NDArray[Any],
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        wants: Iterable[Literal["d_hidden", "d_weight"]] | None,
+    ) -> LinearCrossEntropyVjpOut[NDArray[Any] | None]: ...
+
 class LogsumexpOp(Op):
     @overload
     def __call__(self, x: Array, *, axis: int = -1) -> Array:
@@ -1433,6 +1673,22 @@ def op(
     variant: str | None = None,
     tiling: Mapping[str, int] | None = None,
 ) -> LayernormVjpOp: ...
+@overload
+def op(
+    which: Literal["linear_cross_entropy"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> LinearCrossEntropyOp: ...
+@overload
+def op(
+    which: Literal["linear_cross_entropy_vjp"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> LinearCrossEntropyVjpOp: ...
 @overload
 def op(
     which: Literal["logsumexp"],

@@ -119,19 +119,19 @@ def test_gradients_of_later_calls_are_those_of_a_first():
         kept = pk.op(name, backend="triton")
         differentiated = wiring(kept.spec).gradients
         arrays, _ = drawn(name, next(iter(testing.samples(name))), 0)
-        for step in range(5):
+        for step in range(6):  # with weight's gradient and without: decided, learned, gone straight
             values = [torch.randn_like(a) if a.is_floating_point() else a for a in arrays.values()]
             found = []
-            for op in (kept, made_anew(kept)):
+            for op in (kept, made_anew(kept)) if step > 1 else (kept,):
                 leaves = [
-                    v.clone().requires_grad_(n in differentiated and (i != 1 or step != 1))
+                    v.clone().requires_grad_(n in differentiated and (i != 1 or step % 2 == 0))
                     for i, (n, v) in enumerate(zip(arrays, values, strict=True))
                 ]
                 out = op(*leaves)
                 out = out[0] if isinstance(out, tuple) else out
                 out.backward(torch.linspace(-1, 1, out.numel()).reshape(out.shape))
                 found.append([out.detach()] + [x.grad for x in leaves if x.grad is not None])
-            assert same_bits(*found), (name, step)
+            assert step < 2 or same_bits(*found), (name, step)
 
 
 def test_a_kept_form_is_watched_only_while_autograd_watches():

@@ -167,6 +167,11 @@ OUTSIDE = {
         '{"dtype":"float32","shapes":{"logits":[33,33],"labels":[33]},"regime":"special","seed":2655213,'
         '"edge":"planted_nan_and_inf"}',
     ),
+    "a slope of its own": (  # the gradient of what it computes, not of the slope that was saved, in 16 bits
+        "torch", "linear_cross_entropy_vjp", "d_hidden[",
+        '{"dtype":"float16","shapes":{"hidden":[31,1],"weight":[257,1],"labels":[31],"lse":[31],"slope":[31,1],'
+        '"d_loss":[31]},"regime":"normal","seed":0,"options":{"wants":["d_hidden"]},"edge":"several_chunk_n"}',
+    ),
     "silu rounded before the product": (
         "torch", "swiglu", "y[",
         '{"dtype":"float16","shapes":{"gate":[257],"up":[257]},"regime":"normal","seed":0,"edge":"several_block_n"}',

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from portakern.backends.peers.provide import LACKS, provides
-from portakern.backends.peers.torch_eager import two_terms
+from portakern.backends.peers.torch_eager import as_asked, as_precise, two_terms
 from portakern.core.backend import Backend
 from portakern.core.call import Call
 
@@ -15,7 +15,7 @@ BACKEND = Backend(
     peer=True,
     platforms=("cuda", "rocm"),
     requires=("torch", "triton", "liger_kernel"),
-    refusals=(LACKS, "Liger computes", "Liger takes"),
+    refusals=(LACKS, "Liger computes", "Liger takes", "torch is set"),
 )
 
 
@@ -109,3 +109,29 @@ def cross_entropy(
     rows, label = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).long()
     loss = LigerCrossEntropyFunction.apply(rows, label, None, ignore_index, z_loss, label_smoothing, "none")[0]
     return loss.reshape(labels.shape).float()
+
+
+def by_torch(call: Call) -> str | None:
+    """Its products are torch's."""
+    return narrow(call) or as_precise(call)
+
+
+@provides(BACKEND, refuses=by_torch, around=as_asked)
+def linear_cross_entropy(
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    precision: str = "ieee",
+) -> Any:
+    """A loss a row. Its gradients then take all logits again, three products; only of the mean or the sum of losses
+    does it make them in the forward pass.
+    """
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    rows, label = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
+    arguments = rows, weight, label, None, None, ignore_index, z_loss, label_smoothing, "none"
+    return LigerFusedLinearCrossEntropyFunction.apply(*arguments)[0].reshape(labels.shape)

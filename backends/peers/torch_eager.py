@@ -168,6 +168,23 @@ def matmul(a: Any, b: Any, *, precision: str = "ieee") -> Any:
     return torch.matmul(a, b)
 
 
+@provides(BACKEND, refuses=as_precise, around=as_asked)
+def linear_cross_entropy(
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    precision: str = "ieee",
+) -> Any:
+    """As models call it: all logits are in memory, in hidden's dtype and in float32."""
+    import torch
+
+    logits = torch.matmul(hidden, weight.mT)
+    return cross_entropy(logits, labels, ignore_index=ignore_index, label_smoothing=label_smoothing)
+
+
 def attention_wants(call: Call) -> str | None:
     """Why torch's function would not take a call."""
     return one_dtype(call) or as_precise(call)

@@ -69,6 +69,10 @@ def one_after_another(piece: Callable[..., Any], length: int, *arrays: Any) -> t
     return found[0] if len(found) == 1 else tuple(jnp.concatenate(parts) for parts in zip(*found, strict=True))
 
 
+def key(call: Call) -> dict[str, str | int]:
+    return {"dtype": call.dtype, "n": call.dims["n"]}
+
+
 def default_tiling(call: Call) -> dict[str, int]:
     """Rows enough that a product reads the weight seldom, and logits that take no more memory than for 2^28 of them."""
     rows = 2048
@@ -98,7 +102,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     return refused(call, rows, call.dims["n"], call.dims["d"]) or refused(call, rows, call.dims["d"], call.dims["n"])
 
 
-@BACKEND.implements("linear_cross_entropy", tiling=default_tiling, supports=supports)
+@BACKEND.implements("linear_cross_entropy", key=key, tiling=default_tiling, supports=supports)
 def linear_cross_entropy(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
     weight, n, sloped = call.arrays["weight"], call.dims["n"], "slope" in call.wants
     hidden, labels = call.arrays["hidden"].reshape(-1, call.dims["d"]), call.arrays["labels"].reshape(-1)

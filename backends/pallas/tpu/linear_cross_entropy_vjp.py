@@ -5,7 +5,7 @@
 hidden h, slope: (*batch, d), weight: (n, d), labels, lse, d_loss: (*batch) -> d_hidden: (*batch, d), d_weight: (n, d).
 One chunk after the other, in a loop of XLA's, the logits of all rows for ``chunk_n`` classes are in memory, in hidden's
 dtype: matmul makes them, the gradient of cross_entropy makes d_loss b of them, and matmul takes the sum over all rows,
-so that it is rounded once. The product of each row with its cotangent is left to XLA.
+so that it is rounded once. d_hidden is one walk over the slope (`Walk`), in which no element waits for another.
 
 Source: Wijmans et al. 2024, "Cut your losses in large-vocabulary language models", section 4, for logits taken again.
 """
@@ -14,19 +14,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.tpu import cross_entropy_vjp as brackets
-from portakern.backends.pallas.tpu._chip import dtype_refused
+from portakern.backends.pallas.tpu._rows import Walk, launched
 from portakern.backends.pallas.tpu.linear_cross_entropy import inner, multiply, one_after_another, refused
 from portakern.core.call import Call
 
 NONE = -(2**31)
 """The label of a row that is ignored, which no class of a chunk has."""
+
+
+def key(call: Call) -> dict[str, str | int]:
+    return {"dtype": call.dtype}
 
 
 def default_tiling(call: Call) -> dict[str, int]:
@@ -35,27 +41,55 @@ def default_tiling(call: Call) -> dict[str, int]:
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     rows, n, d = math.prod(call.dims["batch"]), min(tiling["chunk_n"], call.dims["n"]), call.dims["d"]
-    if "d_weight" not in call.wants:
-        return dtype_refused(call)
+    reason = brackets.supports(*scaling(call), held=brackets.HELD) if "d_hidden" in call.wants else None
+    if reason or "d_weight" not in call.wants:
+        return reason
     return refused(call, rows, n, d) or refused(call, n, d, rows)
 
 
-@BACKEND.implements("linear_cross_entropy_vjp", tiling=default_tiling, supports=supports)
+@BACKEND.implements("linear_cross_entropy_vjp", key=key, tiling=default_tiling, supports=supports)
 def linear_cross_entropy_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
-    counted = call.arrays["labels"] != call.options["ignore_index"]
-    d_hidden = d_weight = None
-    if "d_hidden" in call.wants:
-        slope, d_loss = call.arrays["slope"], call.arrays["d_loss"]
-        scaled = (slope.astype(d_loss.dtype) * d_loss[..., None]).astype(slope.dtype)
-        d_hidden = jnp.where(counted[..., None], scaled, jnp.zeros_like(scaled))
-    if "d_weight" in call.wants:
-        d_weight = weight_gradient(call, tiling, counted)
-    return d_hidden, d_weight
+    d_hidden = hidden_gradient(call) if "d_hidden" in call.wants else None
+    return d_hidden, weight_gradient(call, tiling) if "d_weight" in call.wants else None
 
 
-def weight_gradient(call: Call, tiling: Mapping[str, int], counted: Any) -> jax.Array:
+def scaling(call: Call) -> tuple[Call, Mapping[str, int]]:
+    """The rows of the slope as those of logits, and the tiling of their gradient, which reads and writes as much."""
+    names = ("slope", "labels", "lse", "d_loss")
+    dims = {"batch": call.dims["batch"], "n": call.dims["d"]}
+    return inner(call, brackets, dims, *(call.arrays[name] for name in names))
+
+
+def kernel(ref: Refs, *, walk: Walk, ignored: int) -> None:
+    d_hidden = walk.turned(ref.d_loss[...]) * ref.slope[...].astype(jnp.float32)
+    ignores = walk.turned(ref.labels[...]) == ignored
+    ref.d_hidden[...] = jnp.where(ignores, 0.0, d_hidden).astype(ref.d_hidden.dtype)
+
+
+def hidden_gradient(call: Call) -> jax.Array:
+    of, tiles = scaling(call)
+    slope, walk = call.arrays["slope"], brackets.walk_of(of, tiles)._replace(sweeps=1)
+    of_rows = {"labels": call.arrays["labels"].astype(jnp.int32), "d_loss": call.arrays["d_loss"].astype(jnp.float32)}
+    found = launched(
+        of.replace(spec=call.spec),
+        partial(kernel, ignored=call.options["ignore_index"]),
+        walk,
+        brackets.HELD,
+        inputs={"slope": (slope.reshape(walk.shape), walk.read())}
+        | {name: (walk.to_numbers(array), walk.numbers()[1]) for name, array in of_rows.items()},
+        outputs={"d_hidden": (jax.ShapeDtypeStruct(walk.shape, slope.dtype), walk.written())},
+        statistics=(),
+        reads=1,
+        flops=1,
+        transcendentals=0,
+    )
+    return found["d_hidden"].reshape(slope.shape)
+
+
+def weight_gradient(call: Call, tiling: Mapping[str, int]) -> jax.Array:
     weight, n = call.arrays["weight"], call.dims["n"]
     hidden = call.arrays["hidden"].reshape(-1, call.dims["d"])
+    counted = call.arrays["labels"] != call.options["ignore_index"]
     labels = jnp.where(counted, call.arrays["labels"].astype(jnp.int32), NONE).reshape(-1)
     lse, d_loss = (call.arrays[name].reshape(-1) for name in ("lse", "d_loss"))
     among = call.replace(options={**call.options, "ignore_index": NONE})

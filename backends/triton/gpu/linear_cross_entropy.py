@@ -92,6 +92,10 @@ def refuse_parts(call: Call, extent: int, length: int, name: str) -> str | None:
     return None
 
 
+def key(call: Call) -> dict[str, str | int]:
+    return {"dtype": call.dtype, "n": call.dims["n"], "d": call.dims["d"]}
+
+
 def default_tiling(call: Call) -> dict[str, int]:
     """As many rows as give the product with weight, of few columns, a tile for each multiprocessor: 2^22 elements."""
     return {"chunk_rows": pow2_at_least(2**22 // call.dims["d"], 256, 2048)}
@@ -111,7 +115,7 @@ def supports(
     )
 
 
-@BACKEND.implements("linear_cross_entropy", tiling=default_tiling, supports=supports)
+@BACKEND.implements("linear_cross_entropy", key=key, tiling=default_tiling, supports=supports)
 def linear_cross_entropy(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     return in_chunks(call, tiling, multiply)
 

@@ -27,6 +27,7 @@ from portakern.backends.triton.gpu.linear_cross_entropy import (
     Product,
     chunks,
     flat,
+    key,
     multiply,
     overwritten,
     part,
@@ -93,7 +94,7 @@ def scaling(call: Call) -> dict[str, int]:
     return bracketing(call, call.dims["d"])
 
 
-@BACKEND.implements("linear_cross_entropy_vjp", tiling=default_tiling, supports=supports)
+@BACKEND.implements("linear_cross_entropy_vjp", key=key, tiling=default_tiling, supports=supports)
 def linear_cross_entropy_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     return in_chunks(call, tiling, multiply)
 

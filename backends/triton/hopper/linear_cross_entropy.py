@@ -53,6 +53,6 @@ def refused(call: Call, m: int, n: int, k: int) -> str | None:
 supports = partial(portable.supports, refused=refused)
 
 
-@BACKEND.implements("linear_cross_entropy", tiling=portable.default_tiling, supports=supports)
+@BACKEND.implements("linear_cross_entropy", key=portable.key, tiling=portable.default_tiling, supports=supports)
 def linear_cross_entropy(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     return portable.in_chunks(call, tiling, multiply)

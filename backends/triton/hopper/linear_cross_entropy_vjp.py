@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 @BACKEND.implements(
-    "linear_cross_entropy_vjp", tiling=portable.default_tiling, supports=partial(portable.supports, refused=refused)
+    "linear_cross_entropy_vjp",
+    key=portable.key,
+    tiling=portable.default_tiling,
+    supports=partial(portable.supports, refused=refused),
 )
 def linear_cross_entropy_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     return portable.in_chunks(call, tiling, multiply)

@@ -48,8 +48,8 @@ FAULTS = {
         Planted(
             "ignored-counted",
             "an ignored row has its cotangent times its slope",
-            old="jnp.where(counted[..., None], scaled, jnp.zeros_like(scaled))",
-            new="scaled",
+            old="jnp.where(ignores, 0.0, d_hidden)",
+            new="d_hidden",
         ),
     ],
 }
