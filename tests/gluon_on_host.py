@@ -50,6 +50,7 @@ class Barrier:
     def __init__(self) -> None:
         self.changed, self.phase, self.count = threading.Condition(), 0, 0
         self.pending = self.bytes = 0
+        self.failed: AssertionError | None = None  # what a copy met that arrived
 
     def _step(self, arrivals: int, expected: int) -> None:
         with self.changed:
@@ -63,7 +64,7 @@ class Barrier:
     def wait(self, parity: int) -> None:
         with self.changed:
             if not self.changed.wait_for(lambda: self.phase % 2 != parity, PATIENCE):
-                raise TimeoutError("nobody arrives at a barrier")
+                raise self.failed or TimeoutError("nobody arrives at a barrier")
 
 
 class Barriers:
@@ -96,7 +97,10 @@ class Described:
             memory.data.zero_()
             there, tile = self._parts(at, memory.data)
             tile.copy_(there)
-            barrier._step(0, -memory.data.numel() * memory.data.element_size())
+            try:
+                barrier._step(0, -memory.data.numel() * memory.data.element_size())
+            except AssertionError as e:
+                barrier.failed = e
 
         threading.Thread(target=arrive).start()
 

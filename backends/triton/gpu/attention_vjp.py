@@ -423,7 +423,9 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     )
 
 
-def statistics(call: Call, o: torch.Tensor, d_o: torch.Tensor, multiple: int = 1, rate: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def statistics(
+    call: Call, o: torch.Tensor, d_o: torch.Tensor, multiple: int = 1, rate: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(shift, delta) of ``statistics_kernel``: pitch is q_len, or the next multiple of so many."""
     lse, d_lse = call.arrays["lse"], call.arrays["d_lse"]
     batch, q_len, heads, dv = o.shape

@@ -41,7 +41,9 @@ class Plan(NamedTuple):
 
     ``by_key``: keys are at home, and d_k and d_v are summed; else d_q. ``consumers`` groups of 64 rows at home; tiles
     of ``block`` guests, of block_d and block_dv columns, ``stages`` of them on their way. ``ahead``: the products of a
-    tile are computed beside the weights of the next. ``want_first``, ``want_second``: which of d_first and d_second are. registers: of a consumer's threads."""
+    tile are computed beside the weights of the next. ``kept``: rows at home stay in registers, and are no operands
+    from shared memory, which has half the traffic then. ``want_first``, ``want_second``: which of
+    d_first and d_second are. registers: of a consumer's threads."""
 
     by_key: bool
     consumers: int
@@ -50,6 +52,7 @@ class Plan(NamedTuple):
     block_dv: int
     stages: int
     ahead: bool
+    kept: bool
     want_first: bool
     want_second: bool
     registers: int
@@ -172,7 +175,7 @@ def walk(unit, first, last, steps, own, guests, d_first, d_second, scores, plan:
     zeros = gl.zeros([ROWS, block], gl.float32, mma)
     cols = gl.arange(0, block, gl.SliceLayout(0, mma))
     start = first
-    for step in range(steps):
+    for _ in range(steps):
         stage = unit % stages
         mbarrier.wait(guests.full.index(stage), (unit // stages) & 1)
         guest_first, guest_second = guests.first.index(stage), guests.second.index(stage)
@@ -224,7 +227,7 @@ def walk_ahead(unit, first, last, steps, own, guests, d_first, d_second, scores,
     d = score_gradients(p, t, d_p, delta, start, cols, own, scores)
     p16 = gl.convert_layout(p.to(own.first.dtype), left_second)
     d16 = gl.convert_layout(d.to(own.first.dtype), left_first)
-    for step in range(1, steps):
+    for _ in range(1, steps):
         before = stage
         unit += 1
         start = after(start, first, last, block)
@@ -289,10 +292,15 @@ def consumer(GROUP: gl.constexpr, home, guests, sides, scores, scale, window, wo
             line = head.to(gl.int64) * work.pitch
             shift = gl.load(sides.shift + line + i, mask=i < work.q_len, other=0.0)[:, None]
             delta = gl.load(sides.delta + line + i, mask=i < work.q_len, other=0.0)[:, None]
-        own = Own(home_first, home_second, limits, all_lo, all_hi, shift, delta)
+        mbarrier.wait(home.full.index(GROUP), count & 1)
+        if plan.kept:
+            left_home: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+            own_first, own_second = home_first.load(left_home), home_second.load(left_home)
+        else:
+            own_first, own_second = home_first, home_second
+        own = Own(own_first, own_second, limits, all_lo, all_hi, shift, delta)
         d_first = gl.zeros([ROWS, block_d], gl.float32, mma_first)
         d_second = gl.zeros([ROWS, block_dv], gl.float32, mma_second)
-        mbarrier.wait(home.full.index(GROUP), count & 1)
         if plan.ahead:
             d_first, d_second, unit = walk_ahead(unit, first, last, steps, own, guests, d_first, d_second, scores, plan,
                                                  mma, left_first, left_second)  # fmt: skip
@@ -341,7 +349,7 @@ def producer(home, guests, sides, window, work, plan: gl.constexpr):
         guest = h // work.group
         if plan.by_key:
             guest = h * work.group
-        for step in range(steps):
+        for _ in range(steps):
             stage = unit % stages
             full = guests.full.index(stage)
             mbarrier.wait(guests.empty.index(stage), ((unit // stages) & 1) ^ 1)
