@@ -3,12 +3,14 @@ PyTorch's.
 """
 
 from portakern.frameworks.torch.functions import (
+    apply_rotary_pos_emb,
     cross_entropy,
     layer_norm,
     linear_cross_entropy,
     logsumexp,
     matmul,
     rms_norm,
+    rotary_tables,
     scaled_dot_product_attention,
     softmax,
 )
@@ -18,6 +20,7 @@ from portakern.frameworks.torch.swapping import swapped
 
 __all__ = [
     "apply",
+    "apply_rotary_pos_emb",
     "cross_entropy",
     "layer_norm",
     "linear_cross_entropy",
@@ -25,6 +28,7 @@ __all__ = [
     "matmul",
     "register_attention",
     "rms_norm",
+    "rotary_tables",
     "scaled_dot_product_attention",
     "softmax",
     "swapped",

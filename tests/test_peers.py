@@ -95,6 +95,8 @@ RIGHT = [
     ("torch", "softmax_vjp", ALL),
     ("torch", "logsumexp", ("float32",)),
     ("torch", "swiglu", ("float32",)),
+    ("torch", "rope", ("float32",)),
+    ("torch", "rope_vjp", ("float32",)),
     ("torch", "layernorm", ALL),
     ("torch", "layernorm_vjp", ("float32",)),
     ("torch", "rmsnorm", ALL),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from portakern.frameworks.torch.functions import kept_op
+from portakern.frameworks.torch.functions import apply_rotary_pos_emb
 from portakern.frameworks.torch.models.prototypes import function_is, names_in, with_names
 
 __all__ = ["served_rotary"]
@@ -26,24 +27,4 @@ def served_rotary(module: nn.Module, backend: str | None) -> tuple[str, Callable
     theirs = forward.__globals__.get(NAME)
     if theirs is None or not function_is(theirs, PROTOTYPE):
         return f"an {NAME} that is not that of Llama"
-    return "rope", with_names(forward, f"rope_{backend}", {NAME: _rotary(backend)})
-
-
-def _rotary(backend: str | None) -> Callable[..., tuple[Tensor, Tensor]]:
-    rope = kept_op("rope", backend)
-
-    def apply_rotary_pos_emb(
-        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-    ) -> tuple[Tensor, Tensor]:
-        """q, k: (batch, heads, length, d), or with unsqueeze_dim=2 (batch, length, heads, d); cos, sin: (batch or 1,
-        length, d), whose halves are equal."""
-        pairs = cos.shape[-1] // 2
-        cos, sin = (table[..., :pairs].detach() for table in (cos, sin))
-        if cos.dtype.itemsize < q.dtype.itemsize:
-            cos, sin = cos.to(q.dtype), sin.to(q.dtype)
-        if unsqueeze_dim == 2:
-            return rope(q, cos, sin), rope(k, cos, sin)
-        turned = (rope(x.transpose(1, 2), cos, sin).transpose(1, 2) for x in (q, k))
-        return next(turned), next(turned)
-
-    return apply_rotary_pos_emb
+    return "rope", with_names(forward, f"rope_{backend}", {NAME: functools.partial(apply_rotary_pos_emb, backend=backend)})
