@@ -386,12 +386,14 @@ def tiles_of(dtype: gl.constexpr, count: gl.constexpr, rows: gl.constexpr, plan:
     return Tiles(first, second, shift, delta, full, empty)
 
 
-@gluon.jit(do_not_specialize=["work"])
+@gluon.jit(do_not_specialize=list(Work._fields))
 def gradients_kernel(
-    home_first, home_second, guest_first, guest_second, shift, delta, d_first, d_second, scores, scale, window, work,
-    plan: gl.constexpr,
+    home_first, home_second, guest_first, guest_second, shift, delta, d_first, d_second, scores, scale, window,
+    tiles, tiles_q, together, heads, group, all_heads, q_len, kv_len, pitch, plan: gl.constexpr,
 ):  # fmt: skip
-    """d_first and d_second, scaled, of rows at home: see ``Sides``."""
+    """d_first and d_second, scaled, of rows at home: see ``Sides``, and ``Work`` for numbers, which come one by one:
+    those of a tuple would be compiled in where they are 1, and again where they are multiples of 16."""
+    work = Work(tiles, tiles_q, together, heads, group, all_heads, q_len, kv_len, pitch)
     sides = Sides(home_first, home_second, guest_first, guest_second, shift, delta, d_first, d_second)
     dtype: gl.constexpr = home_first.dtype
     home = tiles_of(dtype, plan.consumers, ROWS, plan, 1)

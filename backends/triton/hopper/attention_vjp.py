@@ -163,7 +163,7 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
         told = [lines(x, plan.block) if plan.by_key else x for x in statistics]
         sums = [None if x is None else tiled(x, QUERIES, columns)
                 for x, columns in ((first, plan.block_d), (second, plan.block_dv))]  # fmt: skip
-        launch(gradients_kernel, programs, call, *described, *told, *sums, scores, scale, window, work,
+        launch(gradients_kernel, programs, call, *described, *told, *sums, scores, scale, window, *work,
                plan=plan, num_warps=4, maxnreg=REGISTERS[plan.consumers][1])  # fmt: skip
     return tuple(out.values())
 
