@@ -220,7 +220,7 @@ def llama_forwards(layers: int = 8, tokens: int = 16) -> dict[str, Callable[[], 
 
     from portakern.torch import register_attention
 
-    register()
+    register_attention()
     shape: dict[str, Any] = {
         "vocab_size": 1000,
         "hidden_size": 512,
