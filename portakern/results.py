@@ -201,6 +201,12 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         {"steps": "count", "mean": "numbers", "standard_error": "number", "difference": "number",
         "in_standard_errors": "number"},
     ),
+    "train": Benchmark(
+        ("ops", "seed", "compiled"),
+        {"ops": "text", "seed": "integer", "compiled": "flag", "step_ms": "number", "memory_gib": "number?",
+         "final": "number", "losses": "list", "served": "list"},
+        {"size": "text", "steps": "count"},
+    ),
     "tpu-cycles": Benchmark(
         ("case", "target"),
         {"case": "text", "op": "text", "dtype": "text", "target": "text", "ours": "object", "xla": "object",
