@@ -283,10 +283,10 @@ class _Plan:
         """The outermost models of transformers inside the model."""
         inside: set[int] = set()
         for module in self.model.modules():
-            if hasattr(module, "set_attn_implementation") and hasattr(module, "config") and id(module) not in inside:
-                if any(c.__name__ == "PreTrainedModel" for c in type(module).__mro__):
-                    inside.update(id(m) for m in module.modules())
-                    yield module
+            of_transformers = any(c.__name__ == "PreTrainedModel" for c in type(module).__mro__)
+            if of_transformers and hasattr(module, "set_attn_implementation") and id(module) not in inside:
+                inside.update(id(m) for m in module.modules())
+                yield module
 
     def _read_attention(self, pretrained: Any) -> None:
         """Attention goes by transformers' interface, which the modules of the model ask."""

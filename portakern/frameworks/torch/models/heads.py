@@ -16,7 +16,11 @@ from portakern.frameworks.torch.models.prototypes import find
 
 __all__ = ["HEADS", "ServedHead", "served_head"]
 
-HEADS = {"llama.LlamaForCausalLM": "", "gpt2.GPT2LMHeadModel": "", "gemma2.Gemma2ForCausalLM": "final_logit_softcapping"}
+HEADS = {
+    "llama.LlamaForCausalLM": "",
+    "gpt2.GPT2LMHeadModel": "",
+    "gemma2.Gemma2ForCausalLM": "final_logit_softcapping",
+}
 """Prototype -> a setting of its config that changes logits, with which it is not served."""
 
 MARK = "loss_of_labels"
