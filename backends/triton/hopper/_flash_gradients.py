@@ -41,9 +41,8 @@ class Plan(NamedTuple):
 
     ``by_key``: keys are at home, and d_k and d_v are summed; else d_q. ``consumers`` groups of 64 rows at home; tiles
     of ``block`` guests, of block_d and block_dv columns, ``stages`` of them on their way. ``ahead``: the products of a
-    tile are computed beside the weights of the next. ``kept``: rows at home stay in registers, and are no operands
-    from shared memory, which has half the traffic then. ``want_first``, ``want_second``: which of
-    d_first and d_second are. registers: of a consumer's threads."""
+    tile are computed beside the weights of the next. ``want_first``, ``want_second``: which of d_first and d_second
+    are. registers: of a consumer's threads."""
 
     by_key: bool
     consumers: int
@@ -52,7 +51,6 @@ class Plan(NamedTuple):
     block_dv: int
     stages: int
     ahead: bool
-    kept: bool
     want_first: bool
     want_second: bool
     registers: int
@@ -285,12 +283,7 @@ def consumer(GROUP: gl.constexpr, home, guests, sides, scores, scale, window, wo
             shift = gl.load(sides.shift + line + i, mask=i < work.q_len, other=0.0)[:, None]
             delta = gl.load(sides.delta + line + i, mask=i < work.q_len, other=0.0)[:, None]
         mbarrier.wait(home.full.index(GROUP), count & 1)
-        if plan.kept:
-            left_home: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-            own_first, own_second = home_first.load(left_home), home_second.load(left_home)
-        else:
-            own_first, own_second = home_first, home_second
-        own = Own(own_first, own_second, limits, all_lo, all_hi, shift, delta)
+        own = Own(home_first, home_second, limits, all_lo, all_hi, shift, delta)
         d_first = gl.zeros([ROWS, block_d], gl.float32, mma_first)
         d_second = gl.zeros([ROWS, block_dv], gl.float32, mma_second)
         if plan.ahead:
