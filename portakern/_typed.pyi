@@ -663,6 +663,98 @@ class CrossEntropyVjpOp(Op):
         wants: Iterable[Literal["d_logits"]] | None,
     ) -> CrossEntropyVjpOut[NDArray[Any] | None]: ...
 
+class GegluOp(Op):
+    @overload
+    def __call__(self, gate: Array, up: Array, *, approximate: Literal["none", "tanh"] = "none") -> Array:
+        """y = gate P(gate) up, element by element, in float32 (float64 for float64), P the share of the gate that is
+        open.
+
+        P(g) = (1 + erf(g / sqrt 2)) / 2, or with approximate="tanh" s(t) = 1 / (1 + exp(-t)) of t = 2 sqrt(2 / pi) (g +
+        0.044715 g^3), which is (1 + tanh(t / 2)) / 2. The options are those of ``torch.nn.functional.gelu``. The
+        sources
+        are Shazeer 2020, "GLU variants improve transformer", equation 5, and Hendrycks and Gimpel 2016, "Gaussian error
+        linear units", for both forms.
+
+        Args:
+          gate: any shape, contiguous or not: such as one half of a projection; up: of that shape.
+          approximate: which form P has.
+
+        Returns:
+          y: the shape and dtype of gate. An infinity or NaN reaches its own element alone, by plain arithmetic:
+            gelu(inf)
+          is inf, gelu(-inf) is NaN, and an infinite up beside gelu(0) gives NaN. P is promised to a few 2^-24 of 1 and
+            not
+          of itself: 1 + erf, and 1 + tanh where that is added, have lost what is left of it below -5.
+        """
+    @overload
+    def __call__(
+        self,
+        gate: NDArray[Any],
+        up: NDArray[Any],
+        *,
+        approximate: Literal["none", "tanh"] = "none",
+    ) -> NDArray[Any]: ...
+
+class GegluVjpOut(NamedTuple, Generic[T]):
+    d_gate: T
+    d_up: T
+
+class GegluVjpOp(Op):
+    @overload
+    def __call__(
+        self,
+        gate: Array,
+        up: Array,
+        d_y: Array,
+        *,
+        approximate: Literal["none", "tanh"] = "none",
+        wants: None = None,
+    ) -> GegluVjpOut[Array]:
+        """d_gate = d_y up D(gate) and d_up = d_y gate P(gate), with D the slope of g P(g), element by element.
+
+        P as in geglu; D(g) = P(g) + g exp(-g^2 / 2) / sqrt(2 pi), or of the tanh form s (1 + g t' (1 - s)) with s =
+        P(g)
+        and t' = 2 sqrt(2 / pi) (1 + 3 0.044715 g^2). In float32 (float64 for float64).
+
+        Args:
+          gate, up, approximate: what geglu was given; d_y: the cotangent of what it returned. All of one shape.
+
+        Returns:
+          d_gate, d_up: the shape and dtype of gate. The slope at an infinite gate is its limit, 1 or 0; d_up is there
+            what
+          geglu gives with d_y for up.
+        """
+    @overload
+    def __call__(
+        self,
+        gate: Array,
+        up: Array,
+        d_y: Array,
+        *,
+        approximate: Literal["none", "tanh"] = "none",
+        wants: Iterable[Literal["d_gate", "d_up"]] | None,
+    ) -> GegluVjpOut[Array | None]: ...
+    @overload
+    def __call__(
+        self,
+        gate: NDArray[Any],
+        up: NDArray[Any],
+        d_y: NDArray[Any],
+        *,
+        approximate: Literal["none", "tanh"] = "none",
+        wants: None = None,
+    ) -> GegluVjpOut[NDArray[Any]]: ...
+    @overload
+    def __call__(
+        self,
+        gate: NDArray[Any],
+        up: NDArray[Any],
+        d_y: NDArray[Any],
+        *,
+        approximate: Literal["none", "tanh"] = "none",
+        wants: Iterable[Literal["d_gate", "d_up"]] | None,
+    ) -> GegluVjpOut[NDArray[Any] | None]: ...
+
 class LayernormOp(Op):
     @overload
     def __call__(
@@ -1270,6 +1362,98 @@ class RmsnormVjpOp(Op):
         wants: Iterable[Literal["d_x", "d_weight"]] | None,
     ) -> RmsnormVjpOut[NDArray[Any] | None]: ...
 
+class RopeOp(Op):
+    @overload
+    def __call__(self, x: Array, cos: Array, sin: Array, *, interleaved: bool = False) -> Array:
+        """y_a = x_a cos - x_b sin and y_b = x_b cos + x_a sin for each pair (a, b) of a head's numbers, in float32.
+
+        With P pairs, the i-th is (i, P + i), the halves of Llama and GPT-NeoX, or with interleaved (2 i, 2 i + 1), the
+        neighbours of GPT-J. What lies beyond the 2 P first numbers of a head passes through. In float64 for float64.
+        The
+        source is Su et al. 2021, "RoFormer", equation 34.
+
+        The tables say everything of positions: no angle is formed here, so that no bit of one is lost here either, at
+        position 131072 as at 0. Frequencies of any scaling, and an attention factor, are in the tables
+        (``portakern.torch.rotary_tables``, ``portakern.jax.rotary_tables``), which all layers of a model, q and k,
+        share.
+
+        Args:
+          x: (batch, seq, heads, d), any strides: the view q.transpose(1, 2) of a model that keeps heads first costs
+            nothing; cos, sin: (batch or 1, seq, P), one column a pair, of x's dtype or float32. Two equal halves, as
+            transformers has them, are one too many: cos[..., :P].
+          interleaved: which numbers of a head are a pair.
+
+        Returns:
+          y: the shape and dtype of x. Infinities and NaN of a number, or of a table, reach their pair by plain
+            arithmetic
+          (inf 0 is NaN), and no other. cos and sin have no gradient.
+        """
+    @overload
+    def __call__(
+        self,
+        x: NDArray[Any],
+        cos: NDArray[Any],
+        sin: NDArray[Any],
+        *,
+        interleaved: bool = False,
+    ) -> NDArray[Any]: ...
+
+class RopeVjpOut(NamedTuple, Generic[T]):
+    d_x: T
+
+class RopeVjpOp(Op):
+    @overload
+    def __call__(
+        self,
+        d_y: Array,
+        cos: Array,
+        sin: Array,
+        *,
+        interleaved: bool = False,
+        wants: None = None,
+    ) -> RopeVjpOut[Array]:
+        """d_x_a = d_y_a cos + d_y_b sin and d_x_b = d_y_b cos - d_y_a sin for each pair (a, b): rope by cos and -sin.
+
+        For tables of one angle that is the turn back; for any others, such as those with an attention factor, it is the
+        gradient just the same. Nothing of x is needed.
+
+        Args:
+          d_y: (batch, seq, heads, d), the cotangent of what rope returned; cos, sin, interleaved: what rope was given.
+
+        Returns:
+          d_x: the shape and dtype of d_y. NaN and infinities reach what they reach in rope.
+        """
+    @overload
+    def __call__(
+        self,
+        d_y: Array,
+        cos: Array,
+        sin: Array,
+        *,
+        interleaved: bool = False,
+        wants: Iterable[Literal["d_x"]] | None,
+    ) -> RopeVjpOut[Array | None]: ...
+    @overload
+    def __call__(
+        self,
+        d_y: NDArray[Any],
+        cos: NDArray[Any],
+        sin: NDArray[Any],
+        *,
+        interleaved: bool = False,
+        wants: None = None,
+    ) -> RopeVjpOut[NDArray[Any]]: ...
+    @overload
+    def __call__(
+        self,
+        d_y: NDArray[Any],
+        cos: NDArray[Any],
+        sin: NDArray[Any],
+        *,
+        interleaved: bool = False,
+        wants: Iterable[Literal["d_x"]] | None,
+    ) -> RopeVjpOut[NDArray[Any] | None]: ...
+
 class SoftmaxOp(Op):
     @overload
     def __call__(self, x: Array, *, axis: int = -1) -> Array:
@@ -1459,6 +1643,22 @@ def op(
 ) -> CrossEntropyVjpOp: ...
 @overload
 def op(
+    which: Literal["geglu"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> GegluOp: ...
+@overload
+def op(
+    which: Literal["geglu_vjp"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> GegluVjpOp: ...
+@overload
+def op(
     which: Literal["layernorm"],
     *,
     backend: str | Backend | None = None,
@@ -1537,6 +1737,22 @@ def op(
     variant: str | None = None,
     tiling: Mapping[str, int] | None = None,
 ) -> RmsnormVjpOp: ...
+@overload
+def op(
+    which: Literal["rope"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> RopeOp: ...
+@overload
+def op(
+    which: Literal["rope_vjp"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> RopeVjpOp: ...
 @overload
 def op(
     which: Literal["softmax"],

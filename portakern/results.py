@@ -179,6 +179,13 @@ BENCHMARKS: Mapping[str, Benchmark] = {
          "rejected": "object", "passed": "object", "silent": "object", "seconds": "numbers"},
         {"tasks": "text", "wall_seconds": "number", "rules": "list"},
     ),
+    "kernelbench": Benchmark(
+        ("problem", "whole"),
+        {"problem": "text", "op": "text", "verdict": "text", "seconds": "number", "load_seconds": "number",
+         "cases": "count", "left_out": "count", "worst": "numbers", "whole": "flag", "conceded": "list",
+         "why": "string"},
+        {"repository": "text", "at": "string", "left_out": "object", "wall_seconds": "number"},
+    ),
     "machine_faults": Benchmark(
         ("name",),
         {"name": "text", "op": "text", "target": "text", "kind": "text", "what": "text", "caught": "flag",

@@ -3,24 +3,28 @@ PyTorch's.
 """
 
 from portakern.frameworks.torch.functions import (
+    apply_rotary_pos_emb,
     cross_entropy,
     layer_norm,
     linear_cross_entropy,
     logsumexp,
     matmul,
     rms_norm,
+    rotary_tables,
     scaled_dot_product_attention,
     softmax,
 )
 from portakern.frameworks.torch.swapping import swapped
 
 __all__ = [
+    "apply_rotary_pos_emb",
     "cross_entropy",
     "layer_norm",
     "linear_cross_entropy",
     "logsumexp",
     "matmul",
     "rms_norm",
+    "rotary_tables",
     "scaled_dot_product_attention",
     "softmax",
     "swapped",

@@ -10,7 +10,7 @@ from jaxtyping import Float, Float32, Int
 
 from portakern.spec import Rule, Tile, spec
 from portakern.spec.options import Range
-from portakern.spec.tolerance import KAPPA, Units, chain, magnitude, round_to, store_spread, units
+from portakern.spec.tolerance import KAPPA, Units, magnitude, round_to, store_spread, units
 from portakern.specs._rows import mean_variance, plant
 from portakern.specs.logsumexp import Weights
 
@@ -120,7 +120,7 @@ class Parts(NamedTuple):
 
     def log_error(self, unit: Units, n: int) -> np.ndarray:
         """How far log l may be off: see logsumexp's bound, of which this is all but the addition of m."""
-        share = 4 * unit.u * self.weights.entropy[..., 0] + unit.ex + (chain(n) + 2) * unit.u
+        share = 4 * unit.u * self.weights.entropy[..., 0] + unit.ex + (unit.chain(n) + 2) * unit.u
         return share + 4 * unit.u * (1 + np.abs(self.log)) + 2 * unit.tau
 
     def overflows(self, call: Call) -> np.ndarray:
@@ -153,7 +153,7 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         of_lse, lse = of_log + unit.u * np.abs(part.lse), np.abs(part.lse)
         err = of_log + 3 * unit.u * np.abs(part.target) + 3 * unit.u * part.size() + 4 * unit.tau
         if e:
-            err = err + (chain(n) + 3) * unit.u * e * part.mean + 3 * unit.u * np.abs(part.even)
+            err = err + (unit.chain(n) + 3) * unit.u * e * part.mean + 3 * unit.u * np.abs(part.even)
         if z:
             err = err + z * (2 * lse * of_lse + of_lse**2) + 4 * unit.u * part.square
         err = np.where(part.overflows(call), inf, err)
@@ -182,11 +182,11 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         part, x = Parts.of(call), call.arrays["logits"]
         w, entropy = part.weights, part.weights.entropy[..., 0]
         own = (w.p**2 * (w.d**2 + 1)).sum(-1)
-        of_log = (unit.u * entropy) ** 2 + (unit.ex / 4) ** 2 + k2 * (chain(n) / 3 + own + 2 + 2 * part.log**2)
+        of_log = (unit.u * entropy) ** 2 + (unit.ex / 4) ** 2 + k2 * (unit.chain(n) / 3 + own + 2 + 2 * part.log**2)
         loss2 = part.target**2 + part.even**2 + 2 * part.square**2 + part.size() ** 2
         variance = (1 + 2 * z * part.lse) ** 2 * of_log + 3 * k2 * loss2
         if e:
-            variance = variance + e**2 * mean_variance(x, -1, chain(n), k2)[..., 0]
+            variance = variance + e**2 * mean_variance(x, -1, unit.chain(n), k2)[..., 0]
         spreads = [np.where(part.counted, np.sqrt(v), 0.0) for v in (variance, of_log + k2 * part.lse**2)]
         return _stored(call, ref, spreads, lambda own, y, dtype: np.hypot(store_spread(y, dtype), own))
 

@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from portakern.spec import Tile, spec
 from portakern.spec.options import Range
-from portakern.spec.tolerance import KAPPA, Units, chain, magnitude, round_to, store_spread, units
+from portakern.spec.tolerance import KAPPA, Units, magnitude, round_to, store_spread, units
 from portakern.specs._rows import plant
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Moments(NamedTuple):
         ends of that range of v move r, and 4u for the root.
         """
         n = x.shape[-1]
-        u, tau, c = unit.u, unit.tau, chain(n) + 2
+        u, tau, c = unit.u, unit.tau, unit.chain(n) + 2
         size, mean = np.abs(x).sum(-1, keepdims=True), x.sum(-1, keepdims=True) / n
         centred = x - mean
         var = np.square(centred).sum(-1, keepdims=True) / n
@@ -149,11 +149,12 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """
     x, w, b = (call.arrays[name] for name in ("x", "weight", "bias"))
     w, b = 1.0 if w is None else magnitude(w), 0.0 if b is None else magnitude(b)
-    n, k = x.shape[-1], KAPPA * units(call).u
+    n, unit = x.shape[-1], units(call)
+    k = KAPPA * unit.u
     with np.errstate(all="ignore"):
         mean = x.sum(-1, keepdims=True) / n
         var = np.square(x - mean).sum(-1, keepdims=True) / n
-        v, c = var + call.options["eps"], chain(n)
+        v, c = var + call.options["eps"], unit.chain(n)
         ds2 = k**2 * ((c / 3 + 1) * mean**2 + (c / 6 + np.log2(n)) * var / n)
         xh2 = np.square(x - mean) / v
         variance = w**2 * (ds2 / v + xh2 * (k**2 * (c / 3 + 8) + (ds2 / v) ** 2)) + k**2 * (b**2 + xh2 * w**2)

@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from portakern.spec import Tile, spec
 from portakern.spec.options import Range
-from portakern.spec.tolerance import KAPPA, chain, magnitude, units
+from portakern.spec.tolerance import KAPPA, magnitude, units
 from portakern.specs._gradients import doubled, each_alone, row_alone, stored_bounds, stored_spreads
 from portakern.specs._rows import mean_variance, plant, silence_all_but_one
 from portakern.specs.layernorm import Moments
@@ -122,7 +122,7 @@ def d_x_error(call: Call, row: Rows, d_x: np.ndarray) -> np.ndarray:
     """E of d_x."""
     unit, n, w = units(call), call.dims["n"], call.arrays["weight"]
     w = np.ones(1) if w is None else w
-    u, tau, c, rho = unit.u, unit.tau, chain(n), row.moments.rho
+    u, tau, c, rho = unit.u, unit.tau, unit.chain(n), row.moments.rho
 
     def mean(values: np.ndarray) -> np.ndarray:
         return values.sum(1, keepdims=True) / n
@@ -182,7 +182,7 @@ def variances(call: Call) -> list[np.ndarray]:
     """Those of :func:`sigma`, without storing."""
     k2, n = (KAPPA * units(call).u) ** 2, call.dims["n"]
     with np.errstate(all="ignore"):
-        row, c = Rows.of(call), chain(n)
+        row, c = Rows.of(call), units(call).chain(n)
         g, h, xh, r2, mean, rows = row.g, row.h, row.xh, 1 / row.moments.v, row.moments.mean, row.g.shape[0]
         t2 = (1 + 8 / rows) * k2
         shift2 = mean_variance(row.moments.centred, 1, c, t2) + t2 * (c / 3 + 1) * mean**2

@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from portakern.spec import Tile, spec
 from portakern.spec.options import Axis
-from portakern.spec.tolerance import KAPPA, chain, magnitude, round_to, store_spread, units
+from portakern.spec.tolerance import KAPPA, magnitude, round_to, store_spread, units
 from portakern.specs._rows import plant
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     y, axis, unit = ref[0], call.options["axis"], units(call)
     w = Weights.of(call.arrays["x"], axis)
     with np.errstate(all="ignore"):
-        share = 4 * unit.u * w.entropy + unit.ex + (chain(call.dims["axis"]) + 2) * unit.u
+        share = 4 * unit.u * w.entropy + unit.ex + (unit.chain(call.dims["axis"]) + 2) * unit.u
         err = (share + 4 * unit.u * (1 + np.log(w.total))).squeeze(axis) + unit.u * np.abs(y) + 2 * unit.tau
     return (round_to(err, y, call.dtype),)
 
@@ -105,7 +105,7 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     w = Weights.of(call.arrays["x"], axis)
     with np.errstate(all="ignore"):
         own = (w.p**2 * (w.d**2 + 1)).sum(axis, keepdims=True)
-        rounded = chain(call.dims["axis"]) / 3 + own + 2 + 2 * np.log(w.total) ** 2
+        rounded = unit.chain(call.dims["axis"]) / 3 + own + 2 + 2 * np.log(w.total) ** 2
         share = (unit.u * w.entropy) ** 2 + (unit.ex / 4) ** 2 + (KAPPA * unit.u) ** 2 * rounded
         err = np.sqrt(share.squeeze(axis) + (KAPPA * unit.u * magnitude(y)) ** 2)
     return (np.hypot(store_spread(y, call.dtype), err),)

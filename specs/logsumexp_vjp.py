@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from portakern.spec import Tile, spec
 from portakern.spec.options import Axis
-from portakern.spec.tolerance import KAPPA, chain, magnitude, round_to, store_spread, units
+from portakern.spec.tolerance import KAPPA, magnitude, round_to, store_spread, units
 from portakern.specs._rows import plant, silence_all_but_one
 from portakern.specs.logsumexp import Weights, rows_of
 
@@ -69,7 +69,7 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     x = call.arrays["x"]
     w = Weights.of(x, axis)
     with np.errstate(all="ignore"):
-        share = 4 * unit.u * (w.d + w.entropy) + 2 * unit.ex + (chain(call.dims["axis"]) + 10) * unit.u
+        share = 4 * unit.u * (w.d + w.entropy) + 2 * unit.ex + (unit.chain(call.dims["axis"]) + 10) * unit.u
         err = magnitude(g) * (w.p * share + 2 * unit.tau) + unit.tau
         err = np.where(np.isinf(g) & np.isfinite(x) & (w.p < 2 * unit.tau), inf, err)
     return (round_to(err, ref[0], call.dtype),)
@@ -85,7 +85,7 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """
     w, unit = Weights.of(call.arrays["x"], call.options["axis"]), units(call)
     with np.errstate(all="ignore"):
-        rounded = (KAPPA * unit.u) ** 2 * (chain(call.dims["axis"]) / 3 + 5)
+        rounded = (KAPPA * unit.u) ** 2 * (unit.chain(call.dims["axis"]) / 3 + 5)
         share = unit.u**2 * (w.d**2 + w.entropy**2) + 2 * (unit.ex / 4) ** 2 + rounded
         d_x = magnitude(ref[0])
         lost = np.where(w.p < 2 * unit.tau, d_x, 0.0)

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from portakern.spec import Tile, spec
 from portakern.spec.dtypes import DTYPES
 from portakern.spec.options import Range
-from portakern.spec.tolerance import KAPPA, chain, magnitude, round_to, rounded, rounding_error, store_spread, units
+from portakern.spec.tolerance import KAPPA, magnitude, round_to, rounded, rounding_error, store_spread, units
 from portakern.specs._rows import plant
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def root(call: Call) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
     x, unit = call.arrays["x"], units(call)
     total = np.square(x).sum(-1, keepdims=True)
-    v, share = total / x.shape[-1] + call.options["eps"], (chain(x.shape[-1]) + 6) * unit.u
+    v, share = total / x.shape[-1] + call.options["eps"], (unit.chain(x.shape[-1]) + 6) * unit.u
     low, high = v * (1 - share) - 3 * unit.tau, v * (1 + share) + 3 * unit.tau
     rho = np.maximum(np.sqrt(v / low) - 1, 1 - np.sqrt(v / high)) + 4 * unit.u
     unsure = (low <= 0) | (np.isfinite(x).all(-1, keepdims=True) & (total >= unit.huge))
@@ -134,8 +134,8 @@ def root_spread(call: Call) -> float:
     half of it leaves a quarter, c_N / 12 + 1/2. The square, the division (2 ulp) and the sum with eps leave less than
     2, an approximate root less than 3. It is one draw for a row: 8/M makes room for what M rows may draw.
     """
-    rows = max(prod(call.dims["batch"]), 1)
-    return float((1 + 8 / rows) * (KAPPA * units(call).u) ** 2 * (chain(call.dims["n"]) / 12 + 5))
+    rows, unit = max(prod(call.dims["batch"]), 1), units(call)
+    return float((1 + 8 / rows) * (KAPPA * unit.u) ** 2 * (unit.chain(call.dims["n"]) / 12 + 5))
 
 
 @rmsnorm.sigma

@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from portakern.spec import Tile, spec
 from portakern.spec.options import Range
-from portakern.spec.tolerance import KAPPA, chain, magnitude, rounded, rounding_error, units
+from portakern.spec.tolerance import KAPPA, magnitude, rounded, rounding_error, units
 from portakern.specs._gradients import doubled, each_alone, row_alone, stored_bounds, stored_spreads
 from portakern.specs._rows import mean_variance, plant, silence_all_but_one
 from portakern.specs.rmsnorm import normalised_error, root, root_spread, rounds
@@ -139,7 +139,7 @@ def d_x_error(call: Call, row: Rows, d_x: np.ndarray) -> np.ndarray:
         return values.sum(1, keepdims=True) / n
 
     h, size, c2 = magnitude(row.h), np.abs(row.xh) + dxh, magnitude(mean(row.h * row.xh))
-    d2 = mean(h * dxh + ((chain(n) + 5) * u * h + dh) * size) + tau * (1 + r)
+    d2 = mean(h * dxh + ((unit.chain(n) + 5) * u * h + dh) * size) + tau * (1 + r)
     terms = h + size * (c2 + d2)
     inner = dh + size * d2 + dxh * c2 + 3 * u * terms + 2 * tau
     err = r * (1 + rho) * inner + rho * np.abs(d_x.reshape(-1, n))
@@ -182,12 +182,13 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def variances(call: Call) -> list[np.ndarray]:
     """Those of :func:`sigma`, without storing."""
-    k2, q, n = (KAPPA * units(call).u) ** 2, root_spread(call), call.dims["n"]
+    unit, n = units(call), call.dims["n"]
+    k2, q = (KAPPA * unit.u) ** 2, root_spread(call)
     with np.errstate(all="ignore"):
         row = Rows.of(call)
         h, xh, rows = row.h, row.xh, row.g.shape[0]
         pull = xh * ((h * xh).sum(1, keepdims=True) / n)
-        of_c2 = xh**2 * (1 + 8 / rows) * mean_variance(h * xh, 1, chain(n), k2)
+        of_c2 = xh**2 * (1 + 8 / rows) * mean_variance(h * xh, 1, unit.chain(n), k2)
         own = q * np.square(h - 3 * pull) + 3 * k2 * (h**2 + pull**2) + of_c2
         terms = row.g * row.met
         of_weight = np.square(terms).sum(0) * (q + 2 * k2) + rows**2 * mean_variance(terms, 0, rows, k2)[0]

@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from portakern.spec import Tile, spec
 from portakern.spec.options import Axis
-from portakern.spec.tolerance import KAPPA, chain, round_to, store_spread, units
+from portakern.spec.tolerance import KAPPA, round_to, store_spread, units
 from portakern.specs._rows import plant
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     with np.errstate(all="ignore"):
         d = np.where(y > 0, x.max(axis, keepdims=True, initial=-np.inf) - x, 0.0)
         entropy = (y * d).sum(axis, keepdims=True)
-        err = y * (4 * unit.u * (d + entropy) + 2 * unit.ex + (chain(x.shape[axis]) + 8) * unit.u)
+        err = y * (4 * unit.u * (d + entropy) + 2 * unit.ex + (unit.chain(x.shape[axis]) + 8) * unit.u)
     return (round_to(err, y, call.dtype),)
 
 
@@ -76,11 +76,12 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     u H. exp errs by ex/4 in the element and, as it leans one way, on average. The i-th of c_N additions rounds a
     partial sum of i/c_N of the whole. Division, product and the sum's own last roundings: 4.
     """
-    x, y, axis, u, ex = call.arrays["x"], ref[0], call.options["axis"], units(call).u, units(call).ex
+    x, y, axis, unit = call.arrays["x"], ref[0], call.options["axis"], units(call)
+    u, ex, c = unit.u, unit.ex, unit.chain(x.shape[axis])
     with np.errstate(all="ignore"):
         d = np.where(y > 0, x.max(axis, keepdims=True, initial=-np.inf) - x, 0.0)
         entropy = (y * d).sum(axis, keepdims=True)
-        share = u**2 * (d**2 + entropy**2) + 2 * (ex / 4) ** 2 + (KAPPA * u) ** 2 * (chain(x.shape[axis]) / 3 + 4)
+        share = u**2 * (d**2 + entropy**2) + 2 * (ex / 4) ** 2 + (KAPPA * u) ** 2 * (c / 3 + 4)
         return (np.hypot(store_spread(y, call.dtype), y * np.sqrt(share)),)
 
 

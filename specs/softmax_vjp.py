@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from portakern.spec import Tile, spec
 from portakern.spec.options import Axis
-from portakern.spec.tolerance import KAPPA, chain, magnitude, round_to, store_spread, units
+from portakern.spec.tolerance import KAPPA, magnitude, round_to, store_spread, units
 from portakern.specs._gradients import row_alone
 from portakern.specs._rows import plant
 
@@ -72,7 +72,7 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         tiny_y = (y != 0) & (np.abs(y) < unit.tau)
         y, g, apart = magnitude(y), magnitude(g), magnitude(g) + np.abs(delta)
         lost = y * (unit.tau * (y + g + 2)).sum(axis, keepdims=True) + unit.tau * (apart + 1)
-        err = y * ((chain(n) + 2) * unit.u * size + 2 * unit.u * apart) + lost
+        err = y * ((unit.chain(n) + 2) * unit.u * size + 2 * unit.u * apart) + lost
         unsure = np.isinf(call.arrays["y"]) | (np.isinf(call.arrays["d_y"]) & tiny_y)
         overflows = (size >= unit.huge) | (np.isfinite(delta) & (apart * np.maximum(1, y) >= unit.huge))
         overflows = overflows | (np.isinf(delta) & tiny_y)
@@ -94,11 +94,12 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     y (d_y - Delta).
     """
     y, g, n = magnitude(call.arrays["y"]), call.arrays["d_y"], call.arrays["y"].shape[call.options["axis"]]
-    k = KAPPA * units(call).u
+    unit = units(call)
+    k, c = KAPPA * unit.u, unit.chain(n)
     with np.errstate(all="ignore"):
         delta, _, squares = _delta(call)
-        shared = (1 + 8 / delta.size) * ((chain(n) / 3 + 1) * delta**2 + (chain(n) / 6 + np.log2(n) + 1) * squares)
-        flushed = np.where(y < units(call).tau, y * np.abs(g - delta), 0.0)
+        shared = (1 + 8 / delta.size) * ((c / 3 + 1) * delta**2 + (c / 6 + np.log2(n) + 1) * squares)
+        flushed = np.where(y < unit.tau, y * np.abs(g - delta), 0.0)
         own = k * y * np.sqrt(shared + g**2 + delta**2 + (g - delta) ** 2)
         return (np.hypot(np.hypot(store_spread(ref[0], call.dtype), flushed), own),)
 

@@ -256,8 +256,10 @@ def test_every_case_of_a_suite_is_a_call(name):
         spec = case.forward
         impl = oracle.implementation(spec.name, oracle.families[0])
         assert impl is not None and not set(spec.dims) - set(case.dims), case
-        small = suites.TimedCase(case.suite, case.op, case.dtype, {n: _small(e) for n, e in case.dims.items()},
-                                 case.options, case.given, case.layouts)  # fmt: skip
+        dims = {n: _small(e) for n, e in case.dims.items()}
+        for rule in spec.require:
+            dims |= rule.mends(dims) if rule.mends else {}
+        small = suites.TimedCase(case.suite, case.op, case.dtype, dims, case.options, case.given, case.layouts)
         library = frameworks()["numpy"]
         call = make(small, library, library.devices()[0]).call
         assert call.flops >= 0 and abstract_call

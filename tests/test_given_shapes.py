@@ -169,6 +169,33 @@ def test_a_broken_promise_is_named_and_may_be_let_go(fn):
     assert f"not promised: {testing.verdict.PROMISES[BROKEN[fn]]}" in report.concessions
 
 
+def one_term_after_the_other(x):
+    """Right, by the longest chain of additions that there is."""
+    with np.errstate(all="ignore"):
+        e = np.exp(x - x.max(-1, keepdims=True))
+        return e / np.cumsum(e, -1, dtype=np.float32)[..., -1:]
+
+
+def a_term_short(x):
+    with np.errstate(all="ignore"):
+        e = np.exp(x - x.max(-1, keepdims=True))
+        return e / np.cumsum(e[..., :-1], -1, dtype=np.float32)[..., -1:]
+
+
+def test_sums_in_another_order_break_a_promise_and_are_right_where_nobody_made_it():
+    how = {**HOW, "shapes": [{"x": (24, 4096)}], "max_examples": 12}
+    report = pk.check("softmax", fn=one_term_after_the_other, **how)
+    assert (report.outcome, report.failures[0].which) == ("broke a promise", "sums"), report.failures
+    assert "typical errors are " in report.failures[0].what
+    for promises in (("inputs", "kept"), False):
+        report = pk.check("softmax", fn=one_term_after_the_other, **how, promises=promises)
+        assert report.outcome == "right", report.failures
+        assert pk.check("softmax", fn=a_term_short, **how, promises=promises).outcome == "wrong"
+    case = testing.Case("float32", {"x": (24, 4096)}, seed=1)
+    assert testing.replay("softmax", case, fn=one_term_after_the_other).outcome == "broke a promise"
+    assert testing.replay("softmax", case, fn=one_term_after_the_other, promises=False).passed
+
+
 def refuses(x):
     raise ValueError("no rows of that length")
 

@@ -50,16 +50,11 @@ def loss_of(f, options):
     return lambda *arrays: sum(jnp.sum(jnp.sin(y)) for y in results(f(*arrays, **options)))
 
 
-def floating(arrays):
-    """The places of those that have gradients."""
-    return tuple(i for i, a in enumerate(arrays) if jnp.issubdtype(a.dtype, jnp.floating))
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @every_op
 def test_gradients_are_those_of_plain_jax(r, backend):
     arrays, options, plain = compared(r)
-    every = floating(arrays)
+    every = r.differentiable(r.compared)
     want = jax.grad(loss_of(plain, options), every)(*arrays)
     mine = jax.grad(loss_of(pk.op(r.op, backend=backend), options), every)
     close(mine(*arrays), want)
@@ -72,7 +67,7 @@ def test_vmap_of_gradients_with_shared_arrays(r, backend):
     (first, options, plain), (second, *_) = compared(r), compared(r, seed=1)
     mapped = jnp.stack([first[0], second[0]])
     arrays, axes = (mapped, *first[1:]), (0, *(None,) * (len(first) - 1))
-    every = floating(arrays)
+    every = r.differentiable(r.compared)
 
     def grads(f):
         return jax.vmap(jax.grad(loss_of(f, options), every), in_axes=axes)(*arrays)
@@ -122,10 +117,10 @@ def test_gradients_export_for_one_platform(r):
     import jax.export
 
     arrays, options, plain = compared(r)
-    grads = jax.jit(jax.grad(loss_of(pk.op(r.op, backend="pallas"), options), floating(arrays)))
+    grads = jax.jit(jax.grad(loss_of(pk.op(r.op, backend="pallas"), options), r.differentiable(r.compared)))
     assert "tpu_custom_call" in jax.export.export(grads, platforms=["tpu"])(*arrays).mlir_module()
     back = jax.export.deserialize(jax.export.export(grads, platforms=["cpu"])(*arrays).serialize())
-    close(back.call(*arrays), jax.grad(loss_of(plain, options), floating(arrays))(*arrays))
+    close(back.call(*arrays), jax.grad(loss_of(plain, options), r.differentiable(r.compared))(*arrays))
 
 
 def test_second_order_and_forward_mode_are_refused_by_name():

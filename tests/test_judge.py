@@ -29,7 +29,7 @@ from tests import pages
 if sys.platform != "linux":
     pytest.skip("the judge walls candidates in with what Linux has", allow_module_level=True)
 
-from portakern.judging import Bounds, judge
+from portakern.judging import Bounds, judge, judgement
 from portakern.judging.mapping import parse
 from portakern.judging.walls import WALLS
 from portakern.testing.fixed import cut_to
@@ -47,7 +47,8 @@ QUICK = {"shapes": [{"x": (8, 100)}], "dtypes": ["float32"], "max_examples": 2}
 def judged(folder, text, op="softmax", seconds=20.0, **how):
     file = folder / "candidate.py"
     file.write_text(textwrap.dedent(text))
-    bounds = how.pop("bounds", Bounds(seconds=seconds, load_seconds=60.0, memory=1 << 30, file_bytes=1 << 20))
+    limits = {"memory": 1 << 30, "file_bytes": 1 << 20, "processes": 64}
+    bounds = how.pop("bounds", Bounds(seconds=seconds, load_seconds=60.0, **limits))
     return judge(file, op, **{**QUICK, **how}, bounds=bounds)
 
 
@@ -256,7 +257,7 @@ ESCAPES = {
         import portakern.spec.tolerance as judge
 
         def softmax(x):
-            for path in (judge.__file__, __file__, "/tmp/portakern-escaped", str(pathlib.Path.home() / ".bashrc")):
+            for path in (judge.__file__, __file__, "ESCAPED", str(pathlib.Path.home() / ".bashrc")):
                 try:
                     with open(path, "a") as f:
                         f.write("# escaped\\n")
@@ -348,11 +349,12 @@ ESCAPES = {
 def test_no_try_to_break_out_reaches_the_verdict(name, tmp_path):
     escape = ESCAPES[name]
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        text = escape.text.replace("PORT", str(listening.getsockname()[1]))
-        result = judged(tmp_path, text, seconds=1.5 if "hung" in escape.outcomes[0] else 20.0)
+        outside = tmp_path / "escaped"
+        text = escape.text.replace("PORT", str(listening.getsockname()[1])).replace("ESCAPED", str(outside))
+        result = judged(tmp_path, text, seconds=0.8 if "hung" in escape.outcomes[0] else 20.0)
     assert result.report.outcome in escape.outcomes, (result.report.outcome, result.report.failures, result.printed)
     assert len(result.printed) <= 600
-    assert not Path("/tmp/portakern-escaped").exists()
+    assert not outside.exists()
 
 
 PAGE = ROOT / "docs/how-to/is-it-right.md"
@@ -366,8 +368,9 @@ def test_the_pages_tables_of_walls_and_of_tries_are_those_of_the_code():
 
 
 def test_the_page_runs_as_printed(tmp_path, monkeypatch):
-    """The files that it shows, the commands that it judges them by, and what those print."""
+    """The files that it shows, the commands that it judges them by, and what those print; on fewer rows than there."""
     pytest.importorskip("torch", reason="torch is not installed")
+    monkeypatch.setitem(judgement.ELEMENTS, "cpu", 1 << 16)
     monkeypatch.chdir(tmp_path)
     printed, ran = "", 0
     for block in pages.FENCE.finditer(PAGE.read_text()):
@@ -417,6 +420,14 @@ def test_a_function_is_right_and_what_was_conceded_is_told(tmp_path):
     assert result.walls == [*WALLS] and len(result.sha256) == 64
     plain = json.loads(json.dumps(result.to_dict()))
     assert plain["outcome"] == "right" and plain["walls"] == [*WALLS] and plain["name"] == "softmax"
+
+
+def test_walls_are_left_out_by_name_and_the_verdict_says_so(tmp_path):
+    result = judged(tmp_path, NUMPY_RIGHT, bounds=Bounds(without=("processes", "files")))
+    assert result.report.outcome == "right" and {*WALLS} - {*result.walls} == {"processes", "files"}
+    for name in ("moat", "session"):
+        with pytest.raises(pk.SpecError, match=f"'{name}' is no wall to leave out; expected some of limits, "):
+            judged(tmp_path, NUMPY_RIGHT, bounds=Bounds(without=(name,)))
 
 
 KEEPS = {

@@ -6,6 +6,7 @@ import logging
 import sys
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -20,14 +21,11 @@ from benchmarks.judges import corpus  # noqa: E402
 from benchmarks.judges import rule as judging  # noqa: E402
 from benchmarks.judges.corpus import cheats, level_1, right  # noqa: E402
 from benchmarks.judges.corpus.planted import kernel  # noqa: E402
-from benchmarks.judges.rules import gpuemu, portakern, rules  # noqa: E402
+from benchmarks.judges.rules import backendbench, gpuemu, portakern, rules  # noqa: E402
 from benchmarks.judges.subject import Candidate, Subject  # noqa: E402
 from benchmarks.judges.working import Task, work  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "judges.json"
-SERIAL = {"layernorm: Welford, one column at a time", "rmsnorm: squares added by a dot product"}
-"""Right, and rejected: they add up one after the other, and bounds and statistics expect the chains of n/256 + 32
-additions of kernels that sum in parallel."""
 
 
 # ---------------------------------------------------------------------------------------------- functions of the tests
@@ -38,6 +36,14 @@ def kept_level():
     level = logger.level
     yield
     logger.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def a_few_samples(monkeypatch):
+    """PyTorch's own table of ops takes seconds to import; the whole comparison has all of its samples."""
+    rows = np.random.default_rng(0).normal(size=(6, 40)).astype(ml_dtypes.bfloat16)
+    arrays = {"x": rows, "weight": rows[0], "bias": rows[1]}
+    monkeypatch.setattr(backendbench, "samples", lambda: {"layernorm": [({"x": rows}, {}), (arrays, {"eps": 0.5})]})
 
 
 def exact_softmax(x):
@@ -245,7 +251,7 @@ def test_calibration_takes_a_right_kernels_own_errors():
 @pytest.fixture
 def few(monkeypatch):
     """A short check, on a shape of which its rows are past 1024 all the same."""
-    monkeypatch.setattr(portakern, "EXAMPLES", dict.fromkeys(portakern.EXAMPLES, 20))
+    monkeypatch.setattr(portakern, "EXAMPLES", dict.fromkeys(portakern.EXAMPLES, 12))
     monkeypatch.setattr(portakern, "ON_SHAPES", 3)
 
 
@@ -262,7 +268,7 @@ def test_every_kind_of_cheat_is_caught(kind, few):
 
 
 SLOW = ("attention", "outer products")
-QUICK = [n for n, (op, _) in right.NUMPY.items() if f"{op}: {n}" not in SERIAL and not {n, op} & {*SLOW}]
+QUICK = [n for n, (op, _) in right.NUMPY.items() if not {n, op} & {*SLOW}]
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -290,6 +296,6 @@ def test_what_is_kept_says_what_the_page_does():
     assert {r["kind"] for r in rows} >= set(cheats.KINDS) and {r["group"] for r in rows} == set(corpus.GROUPS)
     assert not [r["name"] for r in rows if set(r["seconds"]) != set(rules())], "take the run up again with --resume"
     caught = {(r["group"], r["name"]) for r in rows if "portakern" in r["rejected"]}
-    assert {name for group, name in caught if group in ("unusual", "level 1")} == SERIAL
+    assert not [name for group, name in caught if group in ("unusual", "level 1")]
     missed = [r["name"] for r in rows if not r["right"] and (r["group"], r["name"]) not in caught]
     assert not missed

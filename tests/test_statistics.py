@@ -13,7 +13,8 @@ from portakern.core.framework import convert, frameworks
 from portakern.core.oracle import as_float64, oracle
 from portakern.core.targets import Target
 from portakern.spec.dtypes import numpy_dtype
-from portakern.testing.statistics import judge, largest_right
+from portakern.spec.tolerance import units
+from portakern.testing.statistics import judge, largest_right, room
 from tests.measuring import evidence, simulated
 from tests.ops import record, records
 from tests.ops._shared import BF16, draw, pick
@@ -232,3 +233,14 @@ def test_compiled_matrix_units_round_unlike_numpy():
         for c in (call, call.replace(target=cuda), call.replace(target=cuda, interpret=True))
     )
     assert (compiled > 2 * here).all() and (interpreted == here).all()
+
+
+def test_sums_in_any_order_are_one_draw_for_all_that_does_not_see_each_other():
+    """The chain is that of a loop over the row; the fewer rows, the more one of them may err."""
+    rows = op("softmax").bind
+    call = rows(np.zeros((4, 2, 4096), np.float32))
+    assert units(call).chain(4096) == 160 and room(call) == 1
+    loose = call.replace(any_order=True)
+    assert units(loose).chain(4096) == 4096 and room(loose) == np.sqrt(2)
+    along = rows(np.zeros((4, 2, 4096), np.float32), axis=0).replace(any_order=True)
+    assert room(along) == np.sqrt(1 + 8 / 8192)

@@ -162,6 +162,8 @@ def abstract_call(backend: str, op: str, dtype: str, scale: int, optional: bool)
     dims = {n: EXTENTS.get(n, 32) * (scale if n in EXTENTS else 1) for n in spec.dims}
     dims |= {n: (2 * scale, 3, 64) if n == "shape" else (2 * scale, 3) for n in variadic}
     dims |= dropped_dims(spec, dims, {})
+    for rule in spec.require:
+        dims |= rule.mends(dims) if rule.mends else {}
     arrays = {}
     for a in spec.arrays:
         if a.optional and not optional:

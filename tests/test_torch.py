@@ -43,8 +43,9 @@ SMALL = [pytest.param(r, key, id=f"{r.op}: {key}") for r in FORWARD for key in r
 def tensors(r, sample, grad=True):
     """The float64 tensors of a record's sample, in the order of the spec's arguments; None for an absent one."""
     arrays = {n: torch.from_numpy(a) for n, a in sample.arrays(r.op, "float64").items()}
-    given = tuple(arrays.get(a.name) for a in r.spec.arrays)
-    return tuple(x.requires_grad_(grad) if x is not None and x.is_floating_point() else x for x in given)
+    for i, x in enumerate(arrays.values()):
+        x.requires_grad_(grad and i in r.differentiable(sample))
+    return tuple(arrays.get(a.name) for a in r.spec.arrays)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

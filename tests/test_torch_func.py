@@ -43,7 +43,7 @@ def test_vmap_and_per_sample_gradients(r, key, caplog):
     n = next(a.shape[d] for a, d in zip(arrays, in_dims, strict=True) if d is not None)
     assert len(seen) == n + (1 if mapped.folds else n)
     assert ("runs sample by sample" in caplog.text) is not mapped.folds
-    every = tuple(i for i, a in enumerate(arrays) if a.is_floating_point())
+    every = r.differentiable(mapped.sample)
     g = torch.func.grad(lambda *a: sum(y.pow(2).sum() for y in results(f(*a))), argnums=every)
     torch.testing.assert_close(torch.func.vmap(g, in_dims)(*arrays), loop(g, in_dims, arrays), rtol=1e-11, atol=1e-11)
 

@@ -44,6 +44,13 @@ def swiglu(gate: Any, up: Any) -> Any:
 
 
 @provides(BACKEND)
+def geglu(gate: Any, up: Any, *, approximate: str = "none") -> Any:
+    import jax
+
+    return jax.nn.gelu(gate, approximate=approximate == "tanh") * up
+
+
+@provides(BACKEND)
 def matmul(a: Any, b: Any, *, precision: str = "ieee", out_dtype: Any = None) -> Any:
     import jax
 

@@ -80,6 +80,23 @@ def add_rmsnorm(x: Any, residual: Any, weight: Any = None, *, eps: float = 1e-6,
     return LigerFusedAddRMSNormFunction.apply(x, residual, weight, eps, 0.0, casts, False)
 
 
+def of_tanh(call: Call) -> str | None:
+    """Why its gated product does not take a call."""
+    if call.options["approximate"] != "tanh":
+        return "Liger takes gelu's tanh form only: pass approximate='tanh'"
+    return narrow(call)
+
+
+@provides(BACKEND, refuses=of_tanh, gradients=False)
+def geglu(gate: Any, up: Any, *, approximate: str = "none") -> Any:
+    """Its backward pass writes the gradients over gate and up, so that it is no gradient op, and its rotary embedding,
+    which is written over q and k, is no op here at all.
+    """
+    from liger_kernel.ops.geglu import LigerGELUMulFunction
+
+    return LigerGELUMulFunction.apply(gate, up)
+
+
 @provides(BACKEND, refuses=narrow, gradients=False)
 def cross_entropy(
     logits: Any, labels: Any, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0

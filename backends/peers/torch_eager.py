@@ -72,6 +72,31 @@ def swiglu(gate: Any, up: Any) -> Any:
     return functional.silu(gate) * up
 
 
+@provides(BACKEND)
+def geglu(gate: Any, up: Any, *, approximate: str = "none") -> Any:
+    """As models write it: two functions, of which the first rounds its result."""
+    from torch.nn import functional
+
+    return functional.gelu(gate, approximate=approximate) * up
+
+
+def any_x(call: Call) -> dict[str, Any]:
+    """What rope's gradients may be taken at: they are the same everywhere."""
+    return {"x": call.arrays["d_y"].clone()}
+
+
+@provides(BACKEND, refuses=one_dtype, before=any_x)
+def rope(x: Any, cos: Any, sin: Any) -> Any:
+    """As models write it, of halves: the tables twice beside each other, and the half that is turned made anew."""
+    import torch
+
+    pairs = cos.shape[-1]
+    cos, sin = (torch.cat((t, t), -1)[:, :, None] for t in (cos, sin))
+    turned, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    y = turned * cos + torch.cat((-turned[..., pairs:], turned[..., :pairs]), -1) * sin
+    return torch.cat((y, rest), -1) if rest.shape[-1] else y
+
+
 @provides(BACKEND, refuses=one_dtype)
 def layernorm(x: Any, weight: Any = None, bias: Any = None, *, eps: float = 1e-5) -> Any:
     from torch.nn import functional

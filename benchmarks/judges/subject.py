@@ -13,8 +13,9 @@ from portakern.core import registry
 from portakern.core.binder import bind
 from portakern.core.framework import frameworks
 from portakern.spec import Spec
+from portakern.testing.verdict import PROMISES
 
-__all__ = ["EXPECTED", "Candidate", "Raised", "Subject", "Trial"]
+__all__ = ["EXPECTED", "OWN", "Candidate", "Raised", "Subject", "Trial"]
 
 
 class Raised(Exception):
@@ -23,6 +24,10 @@ class Raised(Exception):
 
 EXPECTED = ("inputs", "outside", "own_memory", "kept")
 """What is promised without a word: nothing is written to but results, and those stay as they are."""
+
+OWN = tuple(name for name in PROMISES if name != "sums")
+"""What faults in portakern's own kernels are held to: all that those promise, but for the bounds, which are those that
+anybody's kernel gets, of sums in any order."""
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,10 @@ Promise = Annotated[
     typer.Option(help="Hold it to this promise; may be repeated. inputs, outside, own_memory, kept when not named."),
 ]
 Framework = Annotated[str | None, typer.Option(help="numpy, torch or jax; what the file imports when not named.")]
+Without = Annotated[
+    list[str] | None,
+    typer.Option(help="Leave out this wall, where a device cannot be reached behind it; may be repeated."),
+]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write what came out to this file.")]
 
 
@@ -65,6 +69,7 @@ def judge(
     seconds: Annotated[float, typer.Option(min=0.1, help="After which no further case begins.")] = 15.0,
     call_seconds: Annotated[float, typer.Option(min=0.1, help="For one call, after which it hangs.")] = 30.0,
     memory: Annotated[float, typer.Option(min=0.1, help="GiB of memory that it may use.")] = 8.0,
+    without: Without = None,
     case: Annotated[str | None, typer.Option(help="Run one case again, as a failure printed it.")] = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -85,7 +90,8 @@ def judge(
         file, op, name=name, map=map, problem=problem, framework=framework, device=device,
         shapes=[_extents(s) for s in shapes] if shapes else None, whole=whole, dtypes=dtype, edges=edges,
         max_examples=max_examples, seed=seed, seconds=seconds, case=case,
-        bounds=Bounds(seconds=call_seconds, memory=int(memory * 2**30)), **{n: v for n, v in named.items() if v},
+        bounds=Bounds(seconds=call_seconds, memory=int(memory * 2**30), without=without or ()),
+        **{n: v for n, v in named.items() if v},
     )  # fmt: skip
     show(judged)
     if json_file:

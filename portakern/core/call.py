@@ -27,11 +27,13 @@ class Call:
       framework: whose arrays these are; device: where they live, in that framework's terms.
       target: the hardware; interpret: run in the backend's interpreter; concrete: False where
         the arrays have no values, under JAX's tracing and to compile for.
+      any_order: what ran never promised how it adds: bounds hold for sums in any order.
       given: array name -> dtype name before the arrays were widened for the oracle; None: they are as they were given.
       degenerate: an output extent or a reduced extent is 0, so that no kernel runs.
     """
 
     __slots__ = (
+        "any_order",
         "arrays",
         "concrete",
         "degenerate",
@@ -70,6 +72,7 @@ class Call:
         self.degenerate = degenerate
         self.target: Target = HOST
         self.interpret = False
+        self.any_order = False
         self.concrete = True
         self.given: dict[str, str] | None = None
 

@@ -102,7 +102,8 @@ def judge(
       shapes: of the calls; None: those of ``get_inputs``, or any. whole: False cuts calls along what does not matter to
         a kernel's sums until they are quick; the report says to what.
       dtypes, layouts, options, edges, promises, max_examples, seed: as of :func:`portakern.check`.
-      seconds: after which no further case begins; bounds: what the candidate may take; case: this one alone.
+      seconds: after which no further case begins, of which what the candidate's start took is part, up to two thirds;
+        bounds: what the candidate may take; case: this one alone.
 
     Raises:
       SpecError: what was asked for is not there, or cannot be called so. UnavailableError: no Linux, or no such device.
@@ -113,6 +114,7 @@ def judge(
     names = [[a.name for a in spec.arrays], [o.name for o in spec.outputs], [o.name for o in spec.options]]
     places, fixed = parse(map, *names)
     which, form, library = _identify(path, name, spec, framework)
+    _check_walls(bounds or Bounds())
     target, start = _target(library, device), time.perf_counter()
     line = _line(str(file), which, spec, map, problem, library, device)
     candidate = _Candidate(spec, path, source, which, form, library, target, places, {**fixed, **(options or {})}, line)
@@ -131,6 +133,7 @@ def judge(
             judged.report = replay_subject(subject, case, edges=edges, promises=promises)
         else:
             asked, words = candidate.on_its_shapes(asked, told, whole)
+            asked = replace(asked, seconds=max(seconds - (time.perf_counter() - start), seconds / 3))
             judged.report = check_subject(subject, asked)
             judged.report.concessions += words
     except Ended as e:
@@ -209,6 +212,18 @@ def _of_a_problem(stem: str, op: str | Spec[Any] | None, map: str | None) -> tup
         raise SpecError(f"judge: {stem} is no problem that is known here; say with --op what it should compute")
     same = op is None or op == known.get("op") or getattr(op, "name", op) == known.get("op")
     return op or known["op"], map if map is not None else known.get("map", "") if same else ""
+
+
+def _check_walls(bounds: Bounds) -> None:
+    """SpecError where a wall that is to be left out is none, or always stands."""
+    if not bounds.without:
+        return
+    from portakern.judging.walls import WALLS  # of Linux alone
+
+    optional = [w for w in WALLS if w != "session"]
+    for name in bounds.without:
+        if name not in optional:
+            raise SpecError(f"judge: {name!r} is no wall to leave out; expected some of {', '.join(optional)}")
 
 
 def _digest(path: Path) -> str:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,17 +33,22 @@ HEADER = 1 << 20
 
 KINDS = ("refused", "memory", "crashed")
 
+SHARING = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+"""For JAX, which takes most of a GPU's memory when it begins: the judge and a candidate share one."""
+
 
 @dataclass(frozen=True)
 class Bounds:
     """What a candidate may take: ``seconds`` for one call, ``load_seconds`` to be imported, ``memory`` bytes of all its
-    processes, ``processes`` of them, ``file_bytes`` in one file, what it prints included."""
+    processes, ``processes`` of them, ``file_bytes`` in one file, what it prints included; ``without``: walls by name
+    (:data:`portakern.judging.walls.WALLS`) that are not raised, where a device cannot be reached behind them."""
 
     seconds: float = 30.0
     load_seconds: float = 120.0
     memory: int = 8 << 30
     processes: int = 256
     file_bytes: int = 64 << 20
+    without: Collection[str] = ()
 
 
 class Process:
@@ -60,7 +65,9 @@ class Process:
         theirs_in, ours_out = os.pipe()
         self.replies, self.requests = ours_in, ours_out
         cpu = int(bounds.load_seconds + 3600)
-        limits = json.dumps([0 if accelerated else bounds.memory + (8 << 30), cpu, bounds.file_bytes])
+        limits = json.dumps(
+            [0 if accelerated else bounds.memory + (8 << 30), cpu, bounds.file_bytes, [*bounds.without]]
+        )
         command = [sys.executable, "-P", "-m", "portakern.judging.host", str(theirs_in), str(theirs_out),
                    str(self.memory), self.folder.name, limits]  # fmt: skip
         self.popen = subprocess.Popen(
@@ -197,11 +204,12 @@ class Process:
 def _environment(folder: str) -> dict[str, str]:
     """What a candidate's process needs of ours, with all folders to write to in its own."""
     kept = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "LANG", "CUDA_HOME", "CUDA_VISIBLE_DEVICES",
-            "OMP_NUM_THREADS", "JAX_PLATFORMS", "TRITON_INTERPRET", "SYSTEMROOT")  # fmt: skip
+            "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "JAX_PLATFORMS", "TRITON_INTERPRET",
+            "SYSTEMROOT")  # fmt: skip
     own = ("HOME", "TMPDIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME",
            "CUDA_CACHE_PATH", "PORTAKERN_CACHE")  # fmt: skip
     given = {name: os.environ[name] for name in kept if name in os.environ}
-    return {**given, **dict.fromkeys(own, folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    return {**given, **dict.fromkeys(own, folder), **SHARING, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def _write(fd: int, m: np.ndarray, at: int) -> None:

@@ -14,7 +14,7 @@ import resource
 import signal
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 __all__ = ["WALLS", "raise_walls"]
 
@@ -34,44 +34,46 @@ CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = (
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 
 
-def raise_walls(folder: str, memory: int, cpu_seconds: int, file_bytes: int) -> list[str]:
+def raise_walls(
+    folder: str, memory: int, cpu_seconds: int, file_bytes: int, without: Collection[str] = ()
+) -> list[str]:
     """Raise what can be raised, in this process, which goes on as one that is walled in; the names of those that stand.
 
     Args:
       folder: where files may be written; memory: bytes of address space, 0 for no limit (GPUs map more than they use);
-      cpu_seconds, file_bytes: of the whole process, of one file.
+      cpu_seconds, file_bytes: of the whole process, of one file; without: walls that somebody left out by name.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     standing = []
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     standing.append("session")
-    standing += [name for name, stands in _namespaces(libc).items() if stands]
+    standing += [name for name, stands in _namespaces(libc, without).items() if stands]
     for kind, limit in (
         (resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, cpu_seconds), (resource.RLIMIT_FSIZE, file_bytes),
         *(((resource.RLIMIT_AS, memory),) if memory else ()),
-    ):  # fmt: skip
+    ) * ("limits" not in without):  # fmt: skip
         hard = resource.getrlimit(kind)[1]
         least = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(kind, (least, least))
-    standing.append("limits")
+    standing += ["limits"] if "limits" not in without else []
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    if _landlock(libc, folder):
+    if "files" not in without and _landlock(libc, folder):
         standing.append("files")
     return [name for name in WALLS if name in standing]
 
 
-def _namespaces(libc: ctypes.CDLL) -> dict[str, bool]:
+def _namespaces(libc: ctypes.CDLL, without: Collection[str]) -> dict[str, bool]:
     """Leave the judge's namespaces. The process that returns is the second in its own: the first waits for it, and when
     that ends the kernel ends all others."""
     user, group = os.getuid(), os.getgid()
-    stands = {"privileges": libc.unshare(CLONE_NEWUSER) == 0}
+    stands = {"privileges": "privileges" not in without and libc.unshare(CLONE_NEWUSER) == 0}
     if stands["privileges"]:
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             with contextlib.suppress(OSError), open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
-    stands["network"] = libc.unshare(CLONE_NEWNET | CLONE_NEWIPC) == 0
-    stands["processes"] = libc.unshare(CLONE_NEWPID) == 0
-    own_mounts = libc.unshare(CLONE_NEWNS) == 0
+    stands["network"] = "network" not in without and libc.unshare(CLONE_NEWNET | CLONE_NEWIPC) == 0
+    stands["processes"] = "processes" not in without and libc.unshare(CLONE_NEWPID) == 0
+    own_mounts = stands["processes"] and libc.unshare(CLONE_NEWNS) == 0
     _wait_for_a_child(libc)  # with the namespace it is the first there, which the kernel shields from signals
     if stands["processes"]:
         if own_mounts and libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0:

@@ -55,6 +55,7 @@ TABLES: Mapping[str, Callable[[Kept], str]] = {
     "emulated": measured.emulated,
     "faults": measured.faults,
     "judges": judges.judges,
+    "kernelbench": judges.references,
     "machine_faults": measured.machine_faults,
     "found": measured.found,
     "soundness": measured.soundness,

@@ -9,7 +9,7 @@ from typing import Any
 from portakern.reporting.kept import Kept, set_of, source
 from portakern.reporting.markdown import NONE, fold, table
 
-__all__ = ["judges"]
+__all__ = ["judges", "references"]
 
 Row = Mapping[str, Any]
 GROUPS = {
@@ -40,6 +40,40 @@ def judges(kept: Kept) -> str:
         source([run]),
     ]
     return "\n\n".join(text)
+
+
+def references(kept: Kept) -> str:
+    """The verdict on each of KernelBench's references, a column a run; and the problems that no op computes."""
+    found = kept.rows("kernelbench")
+    if not found:
+        return "Not run yet: `python -m benchmarks.kernelbench FOLDER --json FILE`, and `portakern report --add FILE`."
+    by_problem: dict[str, dict[tuple[str, bool], Row]] = {}
+    for row, run in found:
+        by_problem.setdefault(row["problem"], {})[run.device, row["whole"]] = row
+    runs = dict.fromkeys(kind for rows in by_problem.values() for kind in rows)
+    heads = [f"{device}{', published shapes' if whole else ''}" for device, whole in runs]
+    lines = [
+        [problem, f"`{next(iter(rows.values()))['op']}`", *(_verdict(rows.get(kind)) for kind in runs)]
+        for problem, rows in sorted(by_problem.items(), key=lambda item: int(item[0].partition("_")[0]))
+    ]
+    out: dict[str, str] = {}
+    for run in set_of(r for _, r in found):
+        out |= run.extra["left_out"]
+    near = "\n".join(f"* {problem}: {what}." for problem, what in out.items() if what)
+    rest = ", ".join(problem.partition("_")[0] for problem, what in out.items() if not what)
+    return "\n\n".join(
+        [
+            table(["problem", "op", *heads], lines, words=2),
+            "Seconds are those of the command, from its start to its verdict, beside other work; cases are those that "
+            "it came to in its time.",
+            fold("Problems that no op here computes", f"Next to one:\n\n{near}\n\nAnd {rest}."),
+            source(set_of(r for _, r in found)),
+        ]
+    )
+
+
+def _verdict(row: Row | None) -> str:
+    return f"{row['verdict']}, {row['seconds']:.1f} s, {row['cases']} case{'s' * (row['cases'] != 1)}" if row else NONE
 
 
 def _judged(rows: Iterable[Row], rule: str) -> list[Row]:

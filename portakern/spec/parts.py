@@ -103,11 +103,15 @@ class Rule:
     it is the caller's mistake, and what a kernel then does is not promised. The oracle has the values on the host,
     refuses such a call, and so tells a caller who names it; the checker draws no case that breaks the rule. There
     ``holds`` sees NumPy arrays, float64 where they are floats.
+
+    ``mends``: from the extents of all dimensions, those of some that make it hold, which may be theirs already: what
+    the checker gives a case whose extents it has drawn. Without it such cases are drawn until one obeys.
     """
 
     holds: Callable[[Call], bool]
     message: str
     values: bool = False
+    mends: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,7 @@ class Units:
       tf32: relative error of a product of two operands that were cut to 10 bits, 2^-9 + 2^-20; 0 unless the call asked
         for it.
       U: unit roundoff of the operands' dtype, eta: its :attr:`Format.eta`. Operands that are integers are exact.
+      any_order: what ran may add the terms of a sum in any order, one after the other too (:meth:`chain`).
     """
 
     u: float
@@ -102,6 +103,11 @@ class Units:
     tf32: float
     U: float
     eta: float
+    any_order: bool = False
+
+    def chain(self, n: Any) -> Any:
+        """Roundings on the longest path through a sum of n terms: :func:`chain`, or n, which no order exceeds."""
+        return n if self.any_order else chain(n)
 
 
 def units(call: Call) -> Units:
@@ -111,12 +117,14 @@ def units(call: Call) -> Units:
     flush = 2.0**-14 if call.dtype == "float16" and call.target.arch == "gfx90a" else accumulator.eta
     tf32 = 2.0**-9 + 2.0**-20 if call.dtype == "float32" and call.options.get("precision") == "tf32" else 0.0
     huge = 2.0**1023 if call.dtype == "float64" else 2.0**127
-    return Units(accumulator.U, 8 * accumulator.U, accumulator.eta, huge, flush, tf32, U, max(eta, flush))
+    return Units(
+        accumulator.U, 8 * accumulator.U, accumulator.eta, huge, flush, tf32, U, max(eta, flush), call.any_order
+    )  # fmt: skip
 
 
 def chain(n: Any) -> Any:
-    """Roundings on the longest path through a sum of n terms: n / 32 within one warp, or n / 128 tiles at 4 each
-    (rescaled by a new maximum); then a tree."""
+    """Roundings on the longest path through a sum of n terms that lanes share: n / 32 within one warp, or n / 128 tiles
+    at 4 each (rescaled by a new maximum); then a tree. A spec asks its call's units: :meth:`Units.chain`."""
     return np.minimum(n, n / 32 + 32)
 
 

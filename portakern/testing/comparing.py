@@ -51,6 +51,7 @@ class Trial:
 
     def __init__(self, subject: Subject, case: Case, excused: Collection[str]) -> None:
         self.subject, self.case, self.excused = subject, case, excused
+        self.any_order = bool({BrokenPromise.kind, "sums"} & {*excused})
         self.fw: Framework = subject.framework
         self.buffers = case.buffers(subject.spec)
         self.reference = self.bound(self.buffers)
@@ -68,6 +69,7 @@ class Trial:
         """The call as the oracle gets it, with what ran it."""
         call = bind(self.subject.spec, **{n: b.view() for n, b in buffers.items()}, **self.case.options)
         call.target, call.interpret = self.subject.target, self.subject.interpret
+        call.any_order = self.any_order
         return call
 
     def place(self) -> dict[str, Any]:
@@ -121,24 +123,38 @@ class Trial:
         return Held(outputs, tuple(values), tuple(v.tobytes() for v in values))
 
     def compare(self, held: Held, call: Call, regime: str = "") -> dict[str, float]:
-        """The fractions of the bound; none where NaN and infinities lead elsewhere, and that is known. Of a large call
-        as much as the oracle computes in a moment is compared, and the rest with what stands for it there."""
+        """The fractions of the bound; none where NaN and infinities lead elsewhere, and that is known. What is wrong
+        but for sums in another order than was promised breaks that promise alone."""
         try:
-            part = self.part
-            if not part.chosen:
-                return compare_call(call, held.values, self.tiling, regime)
-            some = part_call(call, self.now_buffers, part.chosen, self.case.options)
-            values = self.parts_of(held, call)
-            whole = dict(zip(call.wants, held.values, strict=True))
-            known = expected(some)
-            fractions = compare_call(some, values, self.tiling, regime, (part, whole), known)
-            for name, value in zip(call.wants, values, strict=True):
-                compare_elsewhere(some, name, whole[name], value, part, known)
-            return fractions
+            return self.compared(held, call, regime)
         except OtherEdges:
             if OtherEdges.kind not in self.excused:
                 raise
             return {}
+        except Broken as e:
+            if call.any_order or e.which == "form":
+                raise
+            try:
+                fractions = self.compared(held, call.replace(any_order=True), regime)
+            except Broken:
+                raise e from None
+            self.breaks("sums", str(e))
+            return fractions
+
+    def compared(self, held: Held, call: Call, regime: str) -> dict[str, float]:
+        """Of a large call as much as the oracle computes in a moment is compared, and the rest with what stands for it
+        there."""
+        part = self.part
+        if not part.chosen:
+            return compare_call(call, held.values, self.tiling, regime)
+        some = part_call(call, self.now_buffers, part.chosen, self.case.options)
+        values = self.parts_of(held, call)
+        whole = dict(zip(call.wants, held.values, strict=True))
+        known = expected(some)
+        fractions = compare_call(some, values, self.tiling, regime, (part, whole), known)
+        for name, value in zip(call.wants, values, strict=True):
+            compare_elsewhere(some, name, whole[name], value, part, known)
+        return fractions
 
     def parts_of(self, held: Held, call: Call) -> list[np.ndarray]:
         """The parts of outputs that are compared; Broken where those are of another form."""

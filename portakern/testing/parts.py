@@ -178,7 +178,7 @@ def part_call(call: Call, buffers: Mapping[str, Buffer], chosen: Mapping[str, An
         a.name: taken(buffers[a.name].view(), a.dims, call, chosen) for a in call.spec.arrays if a.name in buffers
     }
     part = bind(call.spec, **arrays, **options)
-    part.target, part.interpret = call.target, call.interpret
+    part.target, part.interpret, part.any_order = call.target, call.interpret, call.any_order
     return part
 
 

@@ -43,6 +43,7 @@ __all__ = ["Asked", "Failure", "Report", "cases_of", "check", "check_subject", "
 
 EDGE_EXAMPLES = 5
 FILL = 2**20  # elements of an array that keeps a large GPU busy
+INTERPRETED = 256  # programs of a call where one runs after the other, for some of them tens of milliseconds each
 EMULATED = Limits(elements=2048, flops=5e5, tile_volume=2**13)
 FREE_RUN = 25  # free cases that one run of Hypothesis draws: parts of a check that may go to different processes
 
@@ -165,11 +166,13 @@ class Asked:
         compiled = not (subject.interpret or subject.emulated) and subject.target.platform != "cpu"
         limits = self.limits or (EMULATED if subject.emulated else Limits(fill=FILL if compiled else 0))
         fixed = {**limits.options, **_checked(subject.spec, self.options or {})}
+        one_by_one = subject.interpret or subject.emulated
         return replace(
             limits,
             dtypes=tuple(self.dtypes or limits.dtypes),
             arguments=subject.arguments if limits.arguments is None else limits.arguments,
             always=limits.always | subject.always,
+            programs=limits.programs or (INTERPRETED if one_by_one else 0),
             drawn=subject.drawn,
             options=fixed,
             empty=limits.empty and self.empty,

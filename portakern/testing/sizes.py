@@ -47,6 +47,7 @@ class Limits:
       elements: of the largest array; flops: of the call; tile_volume: the product of its tile extents.
       used: elements of the largest array in a case of the sizes that people use, which has few other long extents; 0:
         no such case, as where ``elements`` is less than the default.
+      programs: that a kernel is at least made of, one for each index along what no tile covers, such as heads; 0: any.
       fill: elements of the largest array, at least, in a third of all cases, so that they fill a chip; 0: no such case.
       dtypes: the op's; arguments: those that the implementation takes, None: all of the spec's.
       layouts: how arrays may lie in memory (keys of LAYOUTS).
@@ -65,6 +66,7 @@ class Limits:
     layouts: Sequence[str] = DRAWN
     shapes: Sequence[Mapping[str, tuple[int, ...]]] = ()
     used: int = 2**15
+    programs: int = 0
     fill: int = 0
     always: frozenset[str] = frozenset()
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -207,9 +209,13 @@ def shrink_to_fit(
     edge: Edge,
     kept: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Halve the largest extent until the arrays and the work fit; one that the edge bounds from below, or that is to be
-    kept, only while another cannot give; the first of these last."""
+    """Halve the largest extent until the arrays, the work and the programs fit; one that the edge bounds from below, or
+    that is to be kept, only while another cannot give; the first of these last."""
     elements = max(limits.used, limits.elements) if kept else limits.elements
+    alone = _alone(spec) if limits.programs else ()
+
+    def too_many() -> bool:
+        return math.prod(math.prod(e) if isinstance(e := dims[n], tuple) else e for n in alone) > limits.programs > 0
 
     def too_big() -> bool:
         full = {
@@ -224,9 +230,9 @@ def shrink_to_fit(
         sizes = [math.prod(shape_of(s, full)) for s in shapes]
         return max(sizes) > elements or math.prod(extents) > limits.flops / 4
 
-    while too_big():
+    while (big := too_big()) or too_many():
         name = max(
-            dims,
+            dims if big else alone,
             key=lambda d: (
                 _widest(dims[d]) > 1 and _widest(dims[d]) // 2 >= edge.dims.get(d, (0, 0))[0],
                 _widest(dims[d]) > 1 and d not in kept,
@@ -241,6 +247,13 @@ def shrink_to_fit(
         else:
             dims[name] = (extent + 1) // 2
     return dims
+
+
+def _alone(spec: Spec[Any]) -> tuple[str, ...]:
+    """The dimensions of which a kernel has a program for every index: each output has them, and no tile covers them."""
+    tiled = {t.of for t in spec.tiling.values()}
+    shown = [{f for d in o.dims for f in d.factors} for o in spec.outputs]
+    return () if None in tiled else tuple(n for n in spec.dims if n not in tiled and all(n in s for s in shown))
 
 
 def one_form(spec: Spec[Any], names: Sequence[str], dims: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ lean. Where integers are small enough for every partial sum to be exact, no erro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from portakern.core.call import Call
 from portakern.core.oracle import rounded
 from portakern.spec.dtypes import DTYPES
 from portakern.spec.tolerance import units
+from portakern.testing.parts import along, apart, extents_of
 
 __all__ = ["RANDOM", "Evidence", "examine", "judge"]
 
@@ -45,6 +47,18 @@ def largest_right(n: int) -> float:
     Measured in 6e6 sequential float32 dots of 256 products: 4.4 at 1e-3, 6.0 at 1e-4, 7.4 at 1e-5, 9.1 at 1e-6, the
     greatest 12. This line leaves a chance below 1e-6 in an output of any size."""
     return 10 + 1.5 * float(np.log10(n))
+
+
+def room(call: Call) -> float:
+    """What Z is multiplied by: 1, or sqrt(1 + 8 / M) where sums may run in any order.
+
+    The error of a sum that runs one term after the other outweighs what its elements do by themselves, and is one draw
+    for all of them: 8 / M makes room for what the M parts of a call that do not see each other may draw."""
+    if not call.any_order:
+        return 1.0
+    names = apart(call.spec, call.options, call.wants)
+    parts = math.prod(e for n in names for i, e in enumerate(extents_of(call, n)) if not along(call, n, i))
+    return math.sqrt(1 + 8 / max(parts, 1))
 
 
 @dataclass(frozen=True)
@@ -89,7 +103,9 @@ def examine(
         name = spec.outputs[i].name
         dtype = call.outputs[name][1]
         unbiased = DTYPES[dtype].floating and DTYPES[dtype].bits <= 16 and not units(call).tf32
-        evidence = Evidence() if spreads[i] is None else judge(got, refs[i], bounds[i], spreads[i], unbiased=unbiased)
+        evidence = Evidence()
+        if spreads[i] is not None:
+            evidence = judge(got, refs[i], bounds[i], spreads[i], unbiased=unbiased, most=Z * room(call))
         wrong = 0 if forced[i] is None else int(np.sum(forced[i] & (got != rounded(refs[i], dtype))))
         if wrong:
             evidence = replace(
@@ -103,10 +119,13 @@ def examine(
     return seen
 
 
-def judge(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, sigma: np.ndarray, *, unbiased: bool) -> Evidence:
+def judge(
+    got: np.ndarray, ref: np.ndarray, bound: np.ndarray, sigma: np.ndarray, *, unbiased: bool, most: float = Z
+) -> Evidence:
     """Judge an output that lies within its bound. Only for values of the RANDOM regimes.
 
-    ``unbiased``: rounding to a 16-bit output outweighs every other error, so that errors may not lean.
+    ``unbiased``: rounding to a 16-bit output outweighs every other error, so that errors may not lean; ``most``: the
+    greatest z that is right.
 
     Elements count where reference, result, bound and sigma are finite and sigma is positive. Results whose values
     repeat, such as those of a broadcast row or of a row that one term dominates, are no more evidence than one copy:
@@ -126,8 +145,8 @@ def judge(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, sigma: np.ndarray
         float(np.mean(np.sign(ref[use]) * error)),
     )
     reasons = []
-    if z > Z:
-        reasons.append(f"typical errors are {z:.2f} times those of random rounding; at most {Z} are right")
+    if z > most:
+        reasons.append(f"typical errors are {z:.2f} times those of random rounding; at most {most:.3g} are right")
     if largest > largest_right(error.size):
         reasons.append(
             f"the largest error is {largest:.1f} times that of random rounding; at most "

@@ -14,7 +14,7 @@ from hypothesis import reject
 from hypothesis import strategies as st
 
 from portakern.core import registry
-from portakern.core.backend import ANY
+from portakern.core.backend import ANY, Drawn
 from portakern.core.call import dropped_dims, shape_of
 from portakern.errors import SpecError
 from portakern.spec import ArrayArg, Edge, Spec, Tile
@@ -85,7 +85,7 @@ def _shaped(
     if turn.shapes is not None:
         given = [a for a in spec.arrays if a.name in turn.shapes]
         return given, given, dict(turn.shapes), {}, spec.dims
-    drawn = ANY if edge.name else limits.drawn
+    drawn = _drawn(limits, edge)
     given = [
         a
         for a in spec.arrays
@@ -103,9 +103,16 @@ def _shaped(
     dims = {n: e if isinstance(e, tuple) else drawn.extent(n, e) for n, e in dims.items()}
     if edge.same:
         dims = one_form(spec, edge.same, dims) or dims
+    for rule in spec.require:
+        dims = {**dims, **rule.mends(dims)} if rule.mends else dims
     plain = [a for a in given if not any(f in spec.drops for d in a.dims for f in d.factors)]
     shapes = {a.name: _stretch(draw, a, dims, edge.stretched.get(a.name, ()), edge.same) for a in plain}
     return given, plain, shapes, dims, kept
+
+
+def _drawn(limits: Limits, edge: Edge) -> Drawn:
+    """What is drawn of a variant that takes few calls: on an edge whatever is there."""
+    return ANY if edge.name else limits.drawn
 
 
 THEN = st.sampled_from(("",) * 34 + ("changed",) * 5 + ("often",))
@@ -177,11 +184,10 @@ def _options(
     draw: st.DrawFn, spec: Spec[Any], shapes: Mapping[str, Shape], limits: Limits, edge: Edge
 ) -> dict[str, Any]:
     """The options that are not at their default: the edge's, and half of the others."""
-    fixed = {**edge.options, **limits.options}
+    fixed, absent = {**edge.options, **limits.options}, _drawn(limits, edge).absent
     found = {o.name: fixed[o.name] for o in spec.options if o.name in fixed and fixed[o.name] != o.default}
     for o in spec.options:
-        absent = not edge.name and o.name in limits.drawn.absent
-        if o.name not in fixed and limits.takes(o.name) and not absent and draw(st.booleans()):
+        if o.name not in fixed and limits.takes(o.name) and o.name not in absent and draw(st.booleans()):
             value = draw(_option_values(o, shapes))
             if value != o.default:
                 found[o.name] = value

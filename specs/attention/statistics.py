@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portakern.spec.tolerance import KAPPA, chain, dot_spread, store_spread, units
+from portakern.spec.tolerance import KAPPA, dot_spread, store_spread, units
 from portakern.specs.attention.bounds import Rows
 from portakern.specs.attention.contract import attention
 from portakern.specs.attention.scores import scale_of
@@ -47,7 +47,7 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """
     o, lse = ref
     unit, group = units(call), call.dims["group"]
-    rest = (KAPPA * unit.u) ** 2 * (chain(call.dims["kv_len"]) / 3 + 8) + (unit.ex / 4) ** 2
+    rest = (KAPPA * unit.u) ** 2 * (unit.chain(call.dims["kv_len"]) / 3 + 8) + (unit.ex / 4) ** 2
     sigma_o, sigma_lse = np.empty_like(o), None if lse is None else np.empty_like(lse)
     with np.errstate(all="ignore"):
         for b, h in np.ndindex(o.shape[0], o.shape[2]):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from portakern.spec.tolerance import KAPPA, chain, dot_spread, units
+from portakern.spec.tolerance import KAPPA, dot_spread, units
 from portakern.specs._gradients import stored_spreads
 from portakern.specs.attention.scores import scale_of
 from portakern.specs.attention.statistics import score_spread
@@ -66,7 +66,7 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
                 values = [spread.unknown, spread.var_S + spread.row**2, np.square(pairs.dS), pairs.dS, *spread.lean_S]
                 head.add_to_bias(sums, np.stack(values))
         if sums is not None:
-            c = chain(pairs_in_all / ref[3].size)
+            c = unit.chain(pairs_in_all / ref[3].size)
             rounding = (KAPPA * unit.u) ** 2 * (c / 3 * np.square(sums[3]) + c / 6 * sums[2])
             d_bias = np.where(sums[0] > 0, inf, sums[1] + rounding + np.square(sums[4:]).sum(0))
         return stored_spreads(call, ref, [d_q, d_k, d_v, d_bias])
@@ -116,7 +116,7 @@ class _Spread(NamedTuple):
 
 def _difference_spread(head, pairs, kappa2):
     """dP, its variance w^2 at each pair by itself, and z^2, the variance of Delta, which is one draw for a row."""
-    (x, y), c = dot_spread(head.call, head.call.dims["dv"]), chain(head.call.dims["dv"])
+    (x, y), c = dot_spread(head.call, head.call.dims["dv"]), head.unit.chain(head.call.dims["dv"])
     operands = head.queries("d_o"), head.queries("o"), head.keys("v"), head.statistic("d_lse")
     d_o, o, v, d_lse = (finite(a) for a in operands)
     dP, products = d_o @ v.T, d_o * o

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from .faults import Fault
@@ -49,6 +50,19 @@ Work = Callable[[Any], dict[str, Any]]
 """A task's result, in a worker: a function of a module, which workers import."""
 
 
+MOST = 20_000
+"""Mappings of memory beyond which a worker forgets what JAX compiled: a process may hold 65,530, and each compiled case
+is some."""
+
+
+def mappings() -> int:
+    """Of this process; as many as there may be where nobody says."""
+    try:
+        return Path("/proc/self/maps").read_bytes().count(b"\n")
+    except OSError:
+        return MOST + 1
+
+
 def worker(pipe: Connection, work: Work) -> None:
     logging.getLogger("portakern").setLevel(logging.ERROR)  # not a word about each interpreter
     while True:
@@ -57,8 +71,8 @@ def worker(pipe: Connection, work: Work) -> None:
             pipe.send(work(task))
         except Exception as e:
             pipe.send({"error": f"{type(e).__name__}: {e}"[:500]})
-        if jax := sys.modules.get("jax"):
-            jax.clear_caches()  # else every compiled case stays mapped, and a process may hold only so many mappings
+        if (jax := sys.modules.get("jax")) and mappings() > MOST:
+            jax.clear_caches()
 
 
 class Worker:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from portakern.core import registry
+from portakern.core.gradients import wiring
 from portakern.spec import Spec
 from portakern.spec.dtypes import numpy_dtype
 from portakern.testing.cases import Case
@@ -276,6 +277,11 @@ class ForwardRecord(OpRecord):
     launched: Sample
     derived: Mapping[str, Sample] = field(default_factory=dict)
     twin: Twin | None = None
+
+    def differentiable(self, sample: Sample) -> tuple[int, ...]:
+        """The places, among the arrays that a sample gives, of those that have gradients."""
+        given = (a.name for a in self.spec.arrays if a.name in sample.shapes)
+        return tuple(i for i, name in enumerate(given) if name in wiring(self.spec).gradients)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,18 +56,32 @@ def open_and_shut(g):
 
 
 @triton.jit
-def swiglu_kernel(gate, up, y, rows, n, steps, gate_row, gate_n, up_row, up_n, y_row, y_n,
-                  block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
-                  unit: tl.constexpr):  # fmt: skip
+def open_share(g):
+    """s of a gate g."""
+    s, _ = open_and_shut(g)
+    return s
+
+
+@triton.jit
+def gated(gate, up, y, rows, n, steps, gate_row, gate_n, up_row, up_n, y_row, y_n, opening: tl.constexpr,
+          block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+    """y = g opening(g) u of this program's tile."""
     n = aligned(n, unit)
     row, col = tile_of(steps, block_rows, block_n)
     ok = (row < rows)[:, None] & (col < n)
     g = tl.load(row_start(gate, row, 1, 0, gate_row, True, unit)[:, None] + col * gate_n, mask=ok, other=0.0)
     u = tl.load(row_start(up, row, 1, 0, up_row, True, unit)[:, None] + col * up_n, mask=ok, other=0.0)
     g = g.to(acc_dtype)
-    s, _ = open_and_shut(g)
     y_at = row_start(y, row, 1, 0, y_row, True, unit)[:, None] + col * y_n
-    tl.store(y_at, (g * s * u.to(acc_dtype)).to(y.dtype.element_ty), mask=ok)
+    tl.store(y_at, (g * opening(g) * u.to(acc_dtype)).to(y.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def swiglu_kernel(gate, up, y, rows, n, steps, gate_row, gate_n, up_row, up_n, y_row, y_n,
+                  block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
+                  unit: tl.constexpr):  # fmt: skip
+    gated(gate, up, y, rows, n, steps, gate_row, gate_n, up_row, up_n, y_row, y_n, open_share,
+          block_rows, block_n, acc_dtype, unit)  # fmt: skip
 
 
 class Tiles(NamedTuple):
@@ -127,12 +141,17 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     return refuse_tile(call, tiling, prod(shape[:-1]) * cdiv(shape[-1] if shape else 1, tiling["block_n"]))
 
 
-@BACKEND.implements("swiglu", key=key, fit=fit, supports=supports, knobs=KNOBS)
-def swiglu(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+def product(kernel: Any, call: Call, tiling: Mapping[str, int], **forms: Any) -> Any:
+    """What a kernel like swiglu's, which may have several ``forms``, makes of the call's gate and up."""
     gate, up = call.arrays["gate"], call.arrays["up"]
     y = fresh_like(gate)
     (gate, up), tiles = share(tiling, gate, up)
-    launch(swiglu_kernel, tiles.programs, call, gate, up, y, tiles.rows.height, tiles.n, tiles.steps, *tiles.strides,
+    launch(kernel, tiles.programs, call, gate, up, y, tiles.rows.height, tiles.n, tiles.steps, *tiles.strides, **forms,
            block_rows=tiles.block_rows, block_n=tiles.block_n, acc_dtype=accumulator(call.dtype),
            unit=tiles.rows.known(call.dtype)["unit"], num_warps=tiling["num_warps"])  # fmt: skip
-    return (y,)
+    return y
+
+
+@BACKEND.implements("swiglu", key=key, fit=fit, supports=supports, knobs=KNOBS)
+def swiglu(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    return (product(swiglu_kernel, call, tiling),)

@@ -23,37 +23,59 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def swiglu_vjp_kernel(gate, up, d_y, d_gate, d_up, rows, n, steps,
-                      gate_row, gate_n, up_row, up_n, d_y_row, d_y_n, out_row, out_n,
-                      block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
-                      unit: tl.constexpr):  # fmt: skip
-    """Either result may be None; up is None where d_up alone is wanted."""
+def of_silu(g):
+    """s of a gate g, and the slope of g s."""
+    s, q = open_and_shut(g)
+    return s, (s * (1.0 + g * q))
+
+
+@triton.jit
+def gated_vjp(gate, up, d_y, d_gate, d_up, rows, n, steps,
+              gate_row, gate_n, up_row, up_n, d_y_row, d_y_n, out_row, out_n,
+              opening: tl.constexpr, block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
+              unit: tl.constexpr):  # fmt: skip
+    """Either result may be None; up is None where d_up alone is wanted. ``opening`` of a gate g gives the share of it
+    that is open, and the slope of their product."""
     n = aligned(n, unit)
     row, col = tile_of(steps, block_rows, block_n)
     ok = (row < rows)[:, None] & (col < n)
     g = tl.load(row_start(gate, row, 1, 0, gate_row, True, unit)[:, None] + col * gate_n, mask=ok, other=0.0)
     d = tl.load(row_start(d_y, row, 1, 0, d_y_row, True, unit)[:, None] + col * d_y_n, mask=ok, other=0.0)
     g, d = g.to(acc_dtype), d.to(acc_dtype)
-    s, q = open_and_shut(g)
+    s, slope = opening(g)
     if d_gate is not None:
         u = tl.load(row_start(up, row, 1, 0, up_row, True, unit)[:, None] + col * up_n, mask=ok, other=0.0)
-        d_g = d * u.to(acc_dtype) * (s * (1.0 + g * q))
         d_gate_at = row_start(d_gate, row, 1, 0, out_row, True, unit)[:, None] + col * out_n
-        tl.store(d_gate_at, d_g.to(d_gate.dtype.element_ty), mask=ok)
+        tl.store(d_gate_at, (d * u.to(acc_dtype) * slope).to(d_gate.dtype.element_ty), mask=ok)
     if d_up is not None:
         d_up_at = row_start(d_up, row, 1, 0, out_row, True, unit)[:, None] + col * out_n
         tl.store(d_up_at, (d * (g * s)).to(d_up.dtype.element_ty), mask=ok)
 
 
-@BACKEND.implements("swiglu_vjp", key=key, fit=fit, supports=supports, knobs=KNOBS)
-def swiglu_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+@triton.jit
+def swiglu_vjp_kernel(gate, up, d_y, d_gate, d_up, rows, n, steps,
+                      gate_row, gate_n, up_row, up_n, d_y_row, d_y_n, out_row, out_n,
+                      block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
+                      unit: tl.constexpr):  # fmt: skip
+    gated_vjp(gate, up, d_y, d_gate, d_up, rows, n, steps,
+              gate_row, gate_n, up_row, up_n, d_y_row, d_y_n, out_row, out_n, of_silu,
+              block_rows, block_n, acc_dtype, unit)  # fmt: skip
+
+
+def gradients(kernel: Any, call: Call, tiling: Mapping[str, int], **forms: Any) -> tuple[Any, ...]:
+    """What a kernel like swiglu_vjp's, which may have several ``forms``, makes of the call's arrays."""
     gate, up, d_y = (call.arrays[name] for name in ("gate", "up", "d_y"))
     d_gate, d_up = (
         fresh(gate.shape, gate.dtype, gate.device) if name in call.wants else None for name in ("d_gate", "d_up")
     )
     (gate, up, d_y), tiles = share(tiling, gate, up, d_y)
-    launch(swiglu_vjp_kernel, tiles.programs, call, gate, None if d_gate is None else up, d_y, d_gate, d_up,
-           tiles.rows.height, tiles.n, tiles.steps, *tiles.strides, block_rows=tiles.block_rows,
+    launch(kernel, tiles.programs, call, gate, None if d_gate is None else up, d_y, d_gate, d_up,
+           tiles.rows.height, tiles.n, tiles.steps, *tiles.strides, **forms, block_rows=tiles.block_rows,
            block_n=tiles.block_n, acc_dtype=accumulator(call.dtype), unit=tiles.rows.known(call.dtype)["unit"],
            num_warps=tiling["num_warps"])  # fmt: skip
     return d_gate, d_up
+
+
+@BACKEND.implements("swiglu_vjp", key=key, fit=fit, supports=supports, knobs=KNOBS)
+def swiglu_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    return gradients(swiglu_vjp_kernel, call, tiling)

@@ -7,6 +7,7 @@ outside the storages of the launch's arguments raises, a dot operand under 16 ra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -174,6 +175,17 @@ def trans(input: Block, *dims: Any) -> Block:
     return made(np.transpose(input.handle.data, dims), input.dtype) if dims else input.T
 
 
+def join(a: Block, b: Block) -> Block:
+    """The elements of two tiles of one shape and dtype side by side, along a new last axis."""
+    return made(np.stack((a.handle.data, b.handle.data), -1), a.dtype)
+
+
+def split(a: Block) -> tuple[Block, Block]:
+    """The two tiles that lie side by side along the last axis."""
+    left, right = np.moveaxis(a.handle.data, -1, 0)
+    return made(left, a.dtype), made(right, a.dtype)
+
+
 def cast(input: Any, dtype: tl.dtype, fp_downcast_rounding: str | None = None, bitcast: bool = False) -> Block:
     return SEMANTIC.to_tensor(input).to(dtype, fp_downcast_rounding, bitcast)
 
@@ -273,9 +285,17 @@ def _static_assert(condition: Any, message: str = "") -> None:
         raise AssertionError(message)
 
 
+_each_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+
+def _erf(x: np.ndarray) -> np.ndarray:
+    """NumPy has none."""
+    return _each_erf(x).astype(x.dtype) if x.size else x
+
+
 _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "abs": np.abs,
-    "sqrt": np.sqrt, "sqrt_rn": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x),
+    "erf": _erf, "sqrt": np.sqrt, "sqrt_rn": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x),
 }  # fmt: skip
 
 OVERRIDES: dict[int, Any] = {
@@ -285,6 +305,7 @@ OVERRIDES: dict[int, Any] = {
         (tl.static_assert, _static_assert), (tl.static_print, print),
         (tl.program_id, program_id), (tl.num_programs, num_programs), (tl.load, load), (tl.store, store),
         (tl.dot, dot), (tl.where, where), (tl.arange, arange), (tl.full, full), (tl.zeros, zeros), (tl.trans, trans),
+        (tl.join, join), (tl.split, split),
         (tl.cast, cast), (tl.fma, fma), (tl.reduce, reduce), (tl.associative_scan, associative_scan),
         (tl.sum, _reduction(np.add)), (tl.max, _reduction(np.fmax)), (tl.min, _reduction(np.fmin)),
         (tl.maximum, _two(np.fmax, bound(tl.maximum))), (tl.minimum, _two(np.fmin, bound(tl.minimum))),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import portakern as pk
-from benchmarks.judges.subject import Subject
+from benchmarks.judges.subject import OWN, Subject
 from portakern.core import registry
 from portakern.core.binder import bind
 from portakern.core.oracle import degenerate_outputs
@@ -33,7 +33,7 @@ def functions() -> Iterator[Subject]:
     for fault in PLANTED:
         name = f"{fault.op}, {fault.group}: {fault.what}"
         yield Subject(
-            "functions", name, fault.op, fault.make, asked=lambda: {"max_examples": EXAMPLES, "promises": True}
+            "functions", name, fault.op, fault.make, asked=lambda: {"max_examples": EXAMPLES, "promises": OWN}
         )
 
 
@@ -102,7 +102,7 @@ def kernels() -> Iterator[Subject]:
             from tests.mutants.harness import mutant
 
             given = {"backend": mutant(fault), "variant": fault.variant}
-            return given | {"promises": True, "max_examples": INTERPRETED}
+            return given | {"promises": OWN, "max_examples": INTERPRETED}
 
         def make(asked: Callable[[], Mapping[str, Any]] = asked, op: str = fault.op) -> Callable[..., Any]:
             given = asked()

@@ -49,6 +49,18 @@ def softmax_of(x: np.ndarray) -> np.ndarray:
     return as_(e / e.sum(-1, keepdims=True), x)
 
 
+def one_column(x: np.ndarray) -> np.ndarray:
+    """Online softmax, a column at a time: n additions one after the other, and a new maximum at any of them."""
+    rows = acc(x)
+    m = np.full(x.shape[:-1], -np.inf, rows.dtype)
+    total = np.zeros_like(m)
+    for i in range(x.shape[-1]):
+        new = np.maximum(m, rows[..., i])
+        origin = np.where(new == -np.inf, 0, new)
+        total, m = total * np.exp(m - origin) + np.exp(rows[..., i] - origin), new
+    return as_(np.exp(rows - m[..., None]) / total[..., None], x)
+
+
 def in_columns(x: np.ndarray) -> np.ndarray:
     return np.asfortranarray(softmax_of(x))
 
@@ -168,6 +180,7 @@ def sum_of_squares_by_dot(x: np.ndarray, weight: Any = None, *, eps: float = 1e-
 
 NUMPY: dict[str, tuple[str, Fn]] = {
     "online, seven columns at a time": ("softmax", online_softmax),
+    "online, one column at a time": ("softmax", one_column),
     "result in column order": ("softmax", in_columns),
     "result in a larger buffer": ("softmax", in_a_larger_buffer),
     "NaNs of another kind": ("softmax", other_nans),

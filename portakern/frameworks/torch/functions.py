@@ -20,6 +20,7 @@ from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.torch.arrays import unreadable
 
 __all__ = [
+    "apply_rotary_pos_emb",
     "cross_entropy",
     "into",
     "kept_op",
@@ -29,6 +30,7 @@ __all__ = [
     "lowered",
     "matmul",
     "rms_norm",
+    "rotary_tables",
     "scaled_dot_product_attention",
     "softmax",
 ]
@@ -518,3 +520,59 @@ def into(name: str, out: Tensor | None, result: Tensor) -> Tensor:
     if torch.is_grad_enabled() and (result.requires_grad or out.requires_grad):
         raise SpecError(f"{name}: out cannot take part in a gradient; leave it out")
     return out.copy_(result)
+
+
+def rotary_tables(
+    positions: Tensor, inv_freq: Tensor, *, scaling: float = 1.0, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rope op, one column a pair: cos(p f) scaling and sin(p f) scaling, rounded once.
+
+    The angle is formed in float64, and is wrong by 2^-53 of itself: at position 131072 by 10^-11, where one in float32
+    may be wrong by 0.008.
+
+    Args:
+      positions: (seq,) or (batch, seq), integers; inv_freq: (pairs,), the angle of each pair from a token to the next,
+        scaled as the model has it; on one device.
+      scaling: the attention factor.
+      dtype: of the tables: float32, or that of the queries.
+
+    Returns:
+      cos, sin: (1 or batch, seq, pairs).
+    """
+    angle = torch.atleast_2d(positions).double()[..., None] * inv_freq.double()
+    return (angle.cos() * scaling).to(dtype), (angle.sin() * scaling).to(dtype)
+
+
+def apply_rotary_pos_emb(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1, *, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """The function of this name of transformers' models whose pairs are halves (Llama's and most others'), on the rope
+    op: views in and views out, nothing is copied.
+
+    Args:
+      q, k: (batch, heads, seq, d), or (batch, seq, heads, d) with unsqueeze_dim=2; either has heads of its own.
+      cos, sin: (batch or 1, seq, 2 pairs), whose second half repeats the first, as transformers' rotary embeddings make
+        them; of the second nothing is read. Numbers beyond the 2 pairs first of a head pass through.
+      unsqueeze_dim: where q and k have their heads: 1 or 2.
+
+    Returns:
+      q, k: turned, in the order of axes that they came in. No gradient of the tables is given.
+
+    Raises:
+      SpecError: another unsqueeze_dim, or tables of an odd width.
+    """
+    if unsqueeze_dim not in (1, 2):
+        raise SpecError(
+            f"apply_rotary_pos_emb: unsqueeze_dim is {unsqueeze_dim!r}; expected 1, for q of (batch, heads, seq, d), "
+            "or 2, for (batch, seq, heads, d)"
+        )
+    if cos.shape[-1] % 2:
+        raise SpecError(
+            f"apply_rotary_pos_emb: cos has {cos.shape[-1]} columns; expected an even number, two equal halves. Call "
+            "the rope op with tables of one column a pair"
+        )
+    rope, pairs = kept_op("rope", backend), cos.shape[-1] // 2
+    cos, sin = cos.detach()[..., :pairs], sin.detach()[..., :pairs]
+    if unsqueeze_dim == 2:
+        return rope(q, cos, sin), rope(k, cos, sin)
+    return rope(q.transpose(1, 2), cos, sin).transpose(1, 2), rope(k.transpose(1, 2), cos, sin).transpose(1, 2)

@@ -16,8 +16,8 @@ FAULTS = {
         Planted(
             "silu-rounded",
             "silu is rounded to the result's dtype before it meets up",
-            old="(g * s * u.to(acc_dtype)).to",
-            new="((g * s).to(y.dtype.element_ty).to(acc_dtype) * u.to(acc_dtype)).to",
+            old="(g * opening(g) * u.to(acc_dtype)).to",
+            new="((g * opening(g)).to(y.dtype.element_ty).to(acc_dtype) * u.to(acc_dtype)).to",
             sample=True,
         ),
         Planted(

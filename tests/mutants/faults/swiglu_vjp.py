@@ -8,9 +8,9 @@ FAULTS = {
     "triton": [
         Planted(
             "slope-rounded",
-            "the slope is rounded to the result's dtype before it meets d_y up",
+            "the slope is rounded to bfloat16 before it meets d_y up",
             old="(s * (1.0 + g * q))",
-            new="(s * (1.0 + g * q)).to(d_gate.dtype.element_ty).to(acc_dtype)",
+            new="(s * (1.0 + g * q)).to(tl.bfloat16).to(tl.float32)",
             sample=True,
         ),
         Planted(

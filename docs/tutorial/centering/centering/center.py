@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 import portakern as pk
 from portakern.spec import Tile, spec
-from portakern.spec.tolerance import chain, magnitude, round_to, units
+from portakern.spec.tolerance import magnitude, round_to, units
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -58,7 +58,7 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     x, unit = call.arrays["x"], units(call)
     with np.errstate(all="ignore"):
         total = magnitude(x).sum(-1, keepdims=True)
-        err = unit.u * ((chain(x.shape[-1]) + 6) * total / x.shape[-1] + magnitude(ref[0])) + 4 * unit.tau
+        err = unit.u * ((unit.chain(x.shape[-1]) + 6) * total / x.shape[-1] + magnitude(ref[0])) + 4 * unit.tau
         err = np.where(total < unit.huge, err, inf)
     return (round_to(err, ref[0], call.dtype),)
 

@@ -1,0 +1,68 @@
+"""Gradients of the gated product with gelu, element by element over any strided views.
+
+    d_g = d_y u D(g)        d_u = d_y g P(g)        D(g) = P + g exp(-g^2 / 2) / sqrt(2 pi)
+
+or of the tanh form D(g) = s (1 + g t' q), q = 1 - s and g t' = 2 sqrt(2 / pi) g (1 + 3 0.044715 g^2). The slope is
+taken of a gate that is kept within 40: beyond it is 1 or 0, and the cube would make inf 0 of it. A program owns a tile
+as in swiglu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import pi, sqrt
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+
+from portakern.backends.triton import BACKEND
+from portakern.backends.triton.gpu.geglu import C, K, erf_form
+from portakern.backends.triton.gpu.swiglu import KNOBS, fit, key, open_and_shut, supports
+from portakern.backends.triton.gpu.swiglu_vjp import gated_vjp, gradients
+
+if TYPE_CHECKING:
+    from portakern.core.call import Call
+
+FAR = tl.constexpr(40.0)
+ROOT_2PI = tl.constexpr(1 / sqrt(2 * pi))
+
+
+@triton.jit
+def near(g):
+    """A gate that is kept within FAR; NaN stays."""
+    return tl.where(g > FAR, FAR, tl.where(g < -FAR, -FAR, g))
+
+
+@triton.jit
+def of_tanh_form(g):
+    """s(t) of a gate g, and the slope of g s."""
+    g = near(g)
+    s, q = open_and_shut(K * g * (1.0 + C * g * g))
+    return s, (s * (1.0 + K * g * (1.0 + 3.0 * C * g * g) * q))
+
+
+@triton.jit
+def of_erf_form(g):
+    """P of a gate g, and the slope of g P."""
+    g = near(g)
+    p = erf_form(g)
+    return p, (p + g * (tl.exp(-0.5 * g * g) * ROOT_2PI))
+
+
+@triton.jit
+def geglu_vjp_kernel(gate, up, d_y, d_gate, d_up, rows, n, steps,
+                     gate_row, gate_n, up_row, up_n, d_y_row, d_y_n, out_row, out_n,
+                     tanh: tl.constexpr, block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
+                     unit: tl.constexpr):  # fmt: skip
+    if tanh:
+        gated_vjp(gate, up, d_y, d_gate, d_up, rows, n, steps, gate_row, gate_n, up_row, up_n, d_y_row, d_y_n,
+                  out_row, out_n, of_tanh_form, block_rows, block_n, acc_dtype, unit)  # fmt: skip
+    else:
+        gated_vjp(gate, up, d_y, d_gate, d_up, rows, n, steps, gate_row, gate_n, up_row, up_n, d_y_row, d_y_n,
+                  out_row, out_n, of_erf_form, block_rows, block_n, acc_dtype, unit)  # fmt: skip
+
+
+@BACKEND.implements("geglu_vjp", key=key, fit=fit, supports=supports, knobs=KNOBS)
+def geglu_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    return gradients(geglu_vjp_kernel, call, tiling, tanh=call.options["approximate"] == "tanh")

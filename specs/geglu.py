@@ -1,0 +1,259 @@
+"""The gated product of a feed-forward layer: gelu(gate) up."""
+
+from __future__ import annotations
+
+from math import inf, pi, prod, sqrt
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+
+import numpy as np
+from jaxtyping import Float
+
+from portakern.spec import Tile, spec
+from portakern.spec.tolerance import KAPPA, Units, magnitude, round_to, store_spread, units
+
+if TYPE_CHECKING:
+    from portakern.core.call import Call
+
+A = TypeVar("A")
+
+K, C = 2 * sqrt(2 / pi), 0.044715
+"""Of the tanh form: t = K g (1 + C g^2)."""
+ROOT_HALF, ROOT_2PI = sqrt(0.5), sqrt(2 * pi)
+FAR = 40.0
+"""Beyond it the share is 1 or nothing in every dtype, and so is the slope: exp(-FAR^2 / 2) is 0 in float64 too."""
+
+
+class GegluOut(NamedTuple):
+    y: Float[A, "*batch"]
+
+
+@spec(
+    tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 16384, of="batch")},
+    apart=("batch",),
+    vjp="geglu_vjp",
+    typical={"batch": (4096, 4096)},
+    flops=lambda call: 10.0 * prod(call.dims["batch"]),
+)
+def geglu(
+    gate: Float[A, "*batch"], up: Float[A, "*batch"], *, approximate: Literal["none", "tanh"] = "none"
+) -> GegluOut:
+    """y = gate P(gate) up, element by element, in float32 (float64 for float64), P the share of the gate that is open.
+
+    P(g) = (1 + erf(g / sqrt 2)) / 2, or with approximate="tanh" s(t) = 1 / (1 + exp(-t)) of t = 2 sqrt(2 / pi) (g +
+    0.044715 g^3), which is (1 + tanh(t / 2)) / 2. The options are those of ``torch.nn.functional.gelu``. The sources
+    are Shazeer 2020, "GLU variants improve transformer", equation 5, and Hendrycks and Gimpel 2016, "Gaussian error
+    linear units", for both forms.
+
+    Args:
+      gate: any shape, contiguous or not: such as one half of a projection; up: of that shape.
+      approximate: which form P has.
+
+    Returns:
+      y: the shape and dtype of gate. An infinity or NaN reaches its own element alone, by plain arithmetic: gelu(inf)
+      is inf, gelu(-inf) is NaN, and an infinite up beside gelu(0) gives NaN. P is promised to a few 2^-24 of 1 and not
+      of itself: 1 + erf, and 1 + tanh where that is added, have lost what is left of it below -5.
+    """
+    raise NotImplementedError
+
+
+class Share(NamedTuple):
+    """What is known of a gate g, and how far rounding may move it.
+
+    Attributes:
+      g: the gate, 0 where it is not finite. p: P(g); dp: the bound of its absolute error. spread: its RMS error.
+      value: g p; error: the bound of its absolute error.
+      slope: of g P(g); d_slope: the bound of its absolute error; slope_spread: its RMS error.
+    """
+
+    g: np.ndarray
+    p: np.ndarray
+    dp: np.ndarray
+    spread: np.ndarray
+    value: np.ndarray
+    error: np.ndarray
+    slope: np.ndarray
+    d_slope: np.ndarray
+    slope_spread: np.ndarray
+
+    @classmethod
+    def of(cls, call: Call, unit: Units) -> Share:
+        gate = call.arrays["gate"]
+        g = np.where(np.isfinite(gate), gate, 0.0)
+        near = np.clip(g, -FAR, FAR)  # nothing of it changes beyond
+        p, dp, spread, *slope = (of_tanh if call.options["approximate"] == "tanh" else of_erf)(near, unit)
+        value = g * p
+        error = np.abs(g) * dp + unit.u * np.abs(value) + unit.tau * (np.abs(g) + 2)
+        return cls(g, p, dp, spread, value, error, *slope)
+
+    def vanishes(self, gate: np.ndarray) -> np.ndarray:
+        """Where gelu(gate) may be 0 or not: an infinity that meets it may become NaN or not. gelu(0) is 0."""
+        return (np.abs(self.value) <= self.error) & (gate != 0)
+
+
+def of_tanh(g: np.ndarray, unit: Units) -> tuple[np.ndarray, ...]:
+    """p, its error and spread, and the same of the slope p (1 + q r), q = 1 - p and r = g t' = K g (1 + 3 C g^2).
+
+    t and r err by 7u of themselves: C g^2 by 3u and a sum, a constant and two products. exp(-t) then by 7u |t| + 4u
+    |t| + ex, of which p takes the share q and q the share p; a sum, a quotient and a product are 5u. The slope is a
+    product, a sum and a product of these. A kernel may as well add 1 and tanh(t / 2) = 2 p - 1, which errs by 4u of
+    itself, and take q from 1 - tanh^2, until tanh is 1: where |r| is 40. At random it has the constants' lean and the
+    argument's of exp2, u each.
+    """
+    u, k2 = unit.u, (KAPPA * unit.u) ** 2
+    t, r = K * g * (1 + C * g**2), K * g * (1 + 3 * C * g**2)
+    small = np.exp(-np.abs(t))
+    low, high = small / (1 + small), 1 / (1 + small)
+    p, q = np.where(g >= 0, high, low), np.where(g >= 0, low, high)
+    of_exp = 11 * u * np.abs(t) + unit.ex
+    share_p, share_q = q * of_exp + 5 * u, p * of_exp + 5 * u
+    of_1 = 2 * u * np.abs(2 * p - 1)
+    dp = p * share_p + of_1 + unit.tau
+    random = 2 * (u * t) ** 2 + (unit.ex / 4) ** 2 + 6 * k2 * t**2
+    spread = np.hypot(p * np.sqrt(q**2 * random + 5 * k2), KAPPA * u * (2 * p - 1))
+
+    qr = q * r
+    inner = 1 + qr
+    d_inner = np.abs(qr) * (share_q + 8 * u) + u * np.abs(inner) + unit.tau * (np.abs(r) + 2)
+    slope = p * inner
+    d_slope = p * d_inner + np.abs(slope) * (share_p + u) + unit.tau * (np.abs(inner) + 1)
+    d_slope = d_slope + of_1 * (1 + np.minimum(np.abs(r), 40))
+    together = random * (qr * p - q * inner) ** 2 + 2 * (u * qr) ** 2
+    return p, dp, spread, slope, d_slope, p * np.sqrt(together + k2 * (12 * qr**2 + 8 * inner**2))
+
+
+def of_erf(g: np.ndarray, unit: Units) -> tuple[np.ndarray, ...]:
+    """p, its error and spread, and the same of the slope p + g n, with n = exp(-g^2 / 2) / sqrt(2 pi).
+
+    The argument g / sqrt 2 errs by 2u of itself, which moves p by 2u |g| n; erf by 8u, half of which reaches p; the sum
+    1 + erf by u. exp(-g^2 / 2) errs by u and 4u of its argument, and by ex; then a constant, two products and a sum. At
+    random erf errs by a quarter of its bound.
+    """
+    u, k2 = unit.u, (KAPPA * unit.u) ** 2
+    p, n = normal_share(g), np.exp(-(g**2) / 2) / ROOT_2PI
+    gn, erf = g * n, np.abs(2 * p - 1)
+    dp = u * (2 * np.abs(gn) + 4 * erf + p) + unit.tau
+    spread = u * np.sqrt(2 * gn**2 + erf**2 + (KAPPA * p) ** 2)
+    slope, argument = p + gn, g**2 / 2
+    of_n = 5 * u * argument + unit.ex + 4 * u
+    d_slope = dp + np.abs(gn) * of_n + u * (p + np.abs(gn)) + unit.tau * (np.abs(g) + 2)
+    of_n2 = (u * argument) ** 2 + (unit.ex / 4) ** 2 + k2 * (argument**2 + 4) + u**2
+    return p, dp, spread, slope, d_slope, np.hypot(np.hypot(spread, gn * np.sqrt(of_n2)), KAPPA * u * slope)
+
+
+def normal_share(g: np.ndarray) -> np.ndarray:
+    """P(g) of the first form, as exact where it is small."""
+    from math import erfc
+
+    return np.vectorize(erfc, otypes=[np.float64])(-ROOT_HALF * g) / 2 if g.size else g
+
+
+@geglu.tolerance
+def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The bound of y, with g = gate, gelu = g P(g) and :class:`portakern.spec.tolerance.Units`:
+
+        B = E (1 + U) + U |y| + eta
+        E = |up| (|g| E_P + 2u |gelu|) + tau [(|g| + 3) |up| + |gelu| + 1]
+        E_P of the first form = u (2 |g| n + 4 |erf| + P),  n = exp(-g^2 / 2) / sqrt(2 pi)
+        E_P of the tanh form  = P [(1 - P) (11u |t| + ex) + 5u] + 2u |2 P - 1|
+
+    erf errs by 8u, and 1 + erf has lost what P is below -5, as 1 + tanh has; 1 / (1 + exp(-t)) has not. Two products
+    follow. tau: what flushes of P, of gate and of up, each next to what it is multiplied with, and a gelu that
+    is subnormal.
+
+    Nothing is promised where an infinite up meets a gelu that may become 0.
+    """
+    gate, up, unit = call.arrays["gate"], call.arrays["up"], units(call)
+    with np.errstate(all="ignore"):
+        at, factor = Share.of(call, unit), magnitude(up)
+        err = at.error * factor + unit.u * np.abs(at.value) * factor + unit.tau * (factor + np.abs(at.value) + 1)
+        err = np.where(np.isinf(up) & at.vanishes(gate), inf, err)
+    return (round_to(err, ref[0], call.dtype),)
+
+
+@geglu.sigma
+def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The RMS error of y: sigma^2 = store^2 + (g up s_P)^2 + 2 (KAPPA u y)^2 + lost^2.
+
+    store is that of storing y (``store_spread``), s_P what the two forms have (:func:`of_erf`, :func:`of_tanh`), lost
+    what the bound has with tau, all of it: whether hardware flushes is no matter of chance.
+    """
+    up, unit = magnitude(call.arrays["up"]), units(call)
+    with np.errstate(all="ignore"):
+        at = Share.of(call, unit)
+        own = np.abs(at.g) * up * np.hypot(at.spread, np.sqrt(2) * KAPPA * unit.u * at.p)
+        lost = unit.tau * ((np.abs(at.g) + 3) * up + np.abs(at.value) + 1)
+        return (np.hypot(np.hypot(store_spread(ref[0], call.dtype), lost), own),)
+
+
+@geglu.edge(dims={"batch": (1, 300)})
+def special_gates(arrays, rng, options):
+    """gelu(inf) is inf, gelu(-inf) and gelu(NaN) are NaN, each in its own element."""
+    arrays["gate"][rng.random(arrays["gate"].shape) < 0.3] = rng.choice([inf, -inf, np.nan])
+
+
+@geglu.edge(dims={"batch": (1, 300)})
+def special_ups(arrays, rng, options):
+    """An infinity or NaN in up reaches its own element: with the sign of the gate, and NaN beside a gate of 0."""
+    arrays["up"][rng.random(arrays["up"].shape) < 0.3] = rng.choice([inf, -inf, np.nan])
+    arrays["gate"][rng.random(arrays["gate"].shape) < 0.3] = 0
+
+
+@geglu.edge(dims={"batch": (1, 300)})
+def saturated_gates(arrays, rng, options):
+    """Far from 0, gelu is the gate itself or next to nothing, and never NaN: the cube overflows."""
+    arrays["gate"] *= 10.0 ** rng.uniform(1, 30 if arrays["up"].size % 2 else 3)
+
+
+@geglu.edge(dims={"batch": (1, 300)})
+def faint_gates(arrays, rng, options):
+    """Gates of -3 to -8, where next to nothing is left of the share, beside a large up."""
+    arrays["gate"][...] = -rng.uniform(3, 8, arrays["gate"].shape)
+    arrays["up"] *= 2000
+
+
+@geglu.edge(dims={"batch": (1, 300)})
+def gates_around_0(arrays, rng, options):
+    """Small gates, of which half goes through."""
+    arrays["gate"] *= 2.0 ** -rng.uniform(3, 20)
+
+
+@geglu.edge(dims={"batch": (1, 1300)}, smallest_tiles=True)
+def several_ragged_tiles(arrays, rng, options):
+    """The last element of the last tile counts as any other."""
+
+
+@geglu.edge(dims={"batch": (1, 1)})
+def one_element(arrays, rng, options):
+    """The smallest array."""
+
+
+@geglu.law
+def elements_are_independent(run, draw):
+    """A row alone gives the same bits as among others."""
+    rows, n = draw.extent(2, 40), draw.extent(1, 300)
+    gate, up = draw.normal(rows, n), draw.normal(rows, n)
+    first = draw.extent(0, rows - 1)
+    row = slice(first, first + 1)
+    draw.same_bits(run(gate[row], up[row]), run(gate, up)[row], "a row alone")
+
+
+@geglu.law
+def powers_of_two_scale_exactly(run, draw):
+    """An up that is doubled doubles y, to the bit."""
+    gate = draw.normal(draw.extent(1, 5), draw.extent(1, 300))
+    up = draw.normal(*gate.shape) * gate.dtype.type(64)  # far from subnormal results
+    draw.same_bits(run(gate, up * up.dtype.type(2)), run(gate, up) * up.dtype.type(2), "up doubled")
+
+
+@geglu.law
+def a_large_gate_multiplies(run, draw):
+    """From 100 on gelu(gate) is gate, to the bit and in both forms: y is a product of two integers."""
+    gate, up = draw.integers(100, 120, draw.extent(1, 300)), draw.integers(-8, 8, 1)
+    up = np.broadcast_to(up, gate.shape).copy()
+    for approximate in ("none", "tanh"):
+        draw.same_bits(run(gate, up, approximate=approximate), gate * up, "an open gate")
+
+
+geglu.sample("rows", dims={"batch": (3, 5)})
+geglu.sample("tanh", dims={"batch": (7,)}, options={"approximate": "tanh"})
+geglu.sample("three_axes", dims={"batch": (2, 3, 4)})
