@@ -218,9 +218,9 @@ def llama_forwards(layers: int = 8, tokens: int = 16) -> dict[str, Callable[[], 
     """Forward passes of a Llama so small that the host decides their time."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from portakern.examples.huggingface.attention import register
+    from portakern.torch import register_attention
 
-    register()
+    register_attention()
     shape: dict[str, Any] = {
         "vocab_size": 1000,
         "hidden_size": 512,

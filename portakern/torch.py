@@ -14,15 +14,19 @@ from portakern.frameworks.torch.functions import (
     scaled_dot_product_attention,
     softmax,
 )
+from portakern.frameworks.torch.models.applied import apply
+from portakern.frameworks.torch.models.attention import register_attention
 from portakern.frameworks.torch.swapping import swapped
 
 __all__ = [
+    "apply",
     "apply_rotary_pos_emb",
     "cross_entropy",
     "layer_norm",
     "linear_cross_entropy",
     "logsumexp",
     "matmul",
+    "register_attention",
     "rms_norm",
     "rotary_tables",
     "scaled_dot_product_attention",

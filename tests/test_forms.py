@@ -14,6 +14,7 @@ from portakern import testing
 from portakern.core import remembered, tilings
 from portakern.core.backend import Backend
 from portakern.core.forms import option_form
+from portakern.core.gradients import wiring
 from tests.ops import forward_records
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -137,14 +138,15 @@ def test_gradients_of_later_calls_are_those_of_a_first():
     torch.manual_seed(0)
     for name in (r.op for r in forward_records()):
         kept = pk.op(name, backend="triton")
+        differentiated = wiring(kept.spec).gradients
         arrays, _ = drawn(name, next(iter(testing.samples(name))), 0)
         for step in range(6):  # with weight's gradient and without: decided, learned, gone straight
             values = [torch.randn_like(a) if a.is_floating_point() else a for a in arrays.values()]
             found = []
             for op in (kept, made_anew(kept)) if step > 1 else (kept,):
                 leaves = [
-                    v.clone().requires_grad_(v.is_floating_point() and (i != 1 or step % 2 == 0))
-                    for i, v in enumerate(values)
+                    v.clone().requires_grad_(n in differentiated and (i != 1 or step % 2 == 0))
+                    for i, (n, v) in enumerate(zip(arrays, values, strict=True))
                 ]
                 out = op(*leaves)
                 out = out[0] if isinstance(out, tuple) else out

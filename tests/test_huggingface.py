@@ -14,7 +14,7 @@ transformers = pytest.importorskip(
 )
 
 import portakern.torch  # noqa: E402
-from portakern.examples.huggingface import attention, norms  # noqa: E402
+from portakern.examples.huggingface import norms  # noqa: E402
 
 LLAMA_LIKE = {
     "hidden_size": 32,
@@ -56,7 +56,7 @@ def step(model):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_bias_of_positions_a_softcap_and_a_window_are_served(family):
-    attention.register()
+    portakern.torch.register_attention()
     got, want = (step(build(family, implementation)) for implementation in ("portakern", "eager"))
     assert got.keys() == want.keys()
     for name in want:
@@ -64,7 +64,7 @@ def test_a_bias_of_positions_a_softcap_and_a_window_are_served(family):
 
 
 def attend(**given):
-    attention.register()
+    portakern.torch.register_attention()
     function = transformers.AttentionInterface._global_mapping["portakern"]
     module = SimpleNamespace(is_causal=given.pop("causal", True))
     length, keys = given.pop("length", 5), given.pop("keys", 5)
@@ -126,7 +126,7 @@ def test_a_window_without_a_mask_is_served_where_it_is_causal():
 
 
 def test_queries_learned_for_the_whole_batch_broadcast():
-    attention.register()
+    portakern.torch.register_attention()
     function = transformers.AttentionInterface._global_mapping["portakern"]
     q, k, v = torch.randn(1, 4, 3, 8), torch.randn(2, 4, 5, 8), torch.randn(2, 4, 5, 8)
     got = function(SimpleNamespace(is_causal=False), q, k, v, None)[0]
@@ -148,75 +148,46 @@ def norm(name, dtype):
     return layer
 
 
+ONCE = "FlexOlmo GptOss NemotronH Olmo2 Olmo3"
+LESS_ONE = "Gemma Gemma2 Gemma3 Qwen3_5"
+BEFORE_WEIGHT = "Llama Glm4 Granite Ministral Mistral Mixtral Phi3 Qwen2 Qwen3 Qwen3Moe SmolLM3"
+NORMS = {f"{name}RMSNorm": ("once", 0) for name in ONCE.split()}
+NORMS |= {f"{name}RMSNorm": ("once", 1) for name in LESS_ONE.split()}
+NORMS |= {f"{name}RMSNorm": ("before_weight", 0) for name in BEFORE_WEIGHT.split()} | {
+    "T5LayerNorm": ("before_weight", 0)
+}
+"""Layers of transformers: where they round in 16 bits, and what they add to their weight."""
+
+
 def formula(layer, x, rounding):
-    """What the table says that a layer computes, in PyTorch's words."""
-    family = norms.FAMILIES[type(layer).__name__]
+    """What a layer computes that rounds there, in PyTorch's words."""
     xh = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)
     if rounding == "before_weight":
         return layer.weight * xh.to(x.dtype)
-    return ((1.0 + layer.weight.float() if family.minus_one else layer.weight) * xh).to(x.dtype)
+    return ((NORMS[type(layer).__name__][1] + layer.weight.float()) * xh).to(x.dtype)
 
 
-@pytest.mark.parametrize("name", norms.FAMILIES)
-def test_a_norm_is_what_the_table_says_and_is_served_so(name):
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_rounds_where_transformers_does(name):
     torch.manual_seed(1)
-    layer, family = norm(name, torch.bfloat16), norms.FAMILIES[name]
+    layer, (rounding, added) = norm(name, torch.bfloat16), NORMS[name]
     x = torch.randn(64, 48, dtype=torch.bfloat16)
-    other = {"once": "before_weight", "before_weight": "once"}[family.rounding]
-    assert torch.equal(layer(x), formula(layer, x, family.rounding))
-    if not family.minus_one:
-        assert not torch.equal(layer(x), formula(layer, x, other))
-    rounds = any(o.name == "rounding" for o in pk.op("rmsnorm").spec.options)
-    if family.rounding == "before_weight" and not rounds:
-        with pytest.raises(pk.UnsupportedError, match=rf"{name}: it rounds to torch.bfloat16 before"):
-            norms.kernelize(layer)
-        with pytest.raises(pk.UnsupportedError, match="expected float32"):
-            norms.Layer().load().forward(layer, x)
-    else:
-        want = layer(x)
-        assert norms.kernelize(layer) == 1
+    other = {"once": "before_weight", "before_weight": "once"}[rounding]
+    want = layer(x)
+    assert torch.equal(want, formula(layer, x, rounding))
+    assert added or not torch.equal(want, formula(layer, x, other))
+    with portakern.torch.apply(layer) as applied:
+        assert [row.op for row in applied.rows] == ["rmsnorm"]
         torch.testing.assert_close(layer(x), want, rtol=2**-7, atol=0)
     layer, x = norm(name, torch.float32), torch.randn(5, 48, requires_grad=True)
     results, served = [], []
-    for change in (lambda: None, lambda: norms.kernelize(layer)):
+    for change in (lambda: None, lambda: portakern.torch.apply(layer)):
         change()
         with pk.observe(lambda s: served.append(s.call.spec.name)), torch.autocast("cpu", enabled=len(results) == 1):
             y = layer(x)
             results.append([y, *torch.autograd.grad(y.sin().sum(), (x, layer.weight))])
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
     assert " ".join(served) == "rmsnorm rmsnorm_vjp"
-
-
-def test_every_norm_of_a_llama_is_served_with_its_gradients_and_compiled():
-    model = build("Mistral", "sdpa")
-    want, served = step(model), []
-    model.zero_grad()
-    assert norms.kernelize(model, backend="reference") == 5
-    with pk.observe(lambda s: served.append(s.call.spec.name)):
-        got = step(model)
-    assert served.count("rmsnorm") == served.count("rmsnorm_vjp") == 5
-    for name in want:
-        torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-6)
-    ids = torch.arange(8).reshape(2, 4)
-    compiled = torch.compile(model.model.norm, backend="eager", fullgraph=True)
-    x = torch.randn(2, 4, 32)
-    torch.testing.assert_close(compiled(x), model.model.norm(x))
-    assert model(ids).logits.shape == (2, 4, 101)
-
-
-def test_a_norm_that_nobody_knows_is_refused_before_any_is_replaced():
-    class MysteryRMSNorm(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(4))
-
-    model = torch.nn.ModuleList([norm("LlamaRMSNorm", torch.float32), MysteryRMSNorm(), torch.nn.RMSNorm(4)])
-    with pytest.raises(pk.UnsupportedError, match=r"MysteryRMSNorm: no family.*add its row to norms.FAMILIES"):
-        norms.kernelize(model)
-    assert "forward" not in vars(model[0])
-    mixed = norm("LlamaRMSNorm", torch.float32)
-    with pytest.raises(pk.UnsupportedError, match=r"weight is torch.float32 beside torch.bfloat16"):
-        norms.Layer().load().forward(mixed, torch.ones(2, 48, dtype=torch.bfloat16))
 
 
 def test_the_mapping_is_what_the_kernels_package_takes():

@@ -55,6 +55,8 @@ from portakern.spec import Count, Tile
 from portakern.specs.attention import over_cap
 
 if TYPE_CHECKING:
+    import torch
+
     from portakern.core.call import Call
 
 AT_ONCE = 4096  # elements of o for a program of statistics_kernel
@@ -113,10 +115,11 @@ def score_gradients(p, t, a, b, delta, allowed, scores, plan: tl.constexpr):
 
 @triton.jit
 def statistics_kernel(
-    o, d_o, lse, d_lse, shift, delta, tiles, heads, q_len, dv, o_strides, d_o_strides, lse_strides, d_lse_strides,
-    rows: tl.constexpr, block_dv: tl.constexpr, acc_dtype: tl.constexpr,
+    o, d_o, lse, d_lse, shift, delta, tiles, heads, q_len, pitch, dv, o_strides, d_o_strides, lse_strides,
+    d_lse_strides, rows: tl.constexpr, block_dv: tl.constexpr, acc_dtype: tl.constexpr, rate: tl.constexpr,
 ):  # fmt: skip
-    """delta = sum(o d_o) - d_lse and shift = lse, what scores are measured from; both (batch, heads, q_len).
+    """delta = sum(o d_o) - d_lse and shift = lse, what scores are measured from; both (batch, heads, pitch), where
+    pitch >= q_len. ``rate``: what lse is multiplied by, None for nothing.
 
     A row that sees no key gets shift = inf, so that its p is 0, and delta = 0. To be compiled without contraction:
     products fused into the first step of a butterfly sum leave lanes a bit apart.
@@ -137,9 +140,12 @@ def statistics_kernel(
         dl_b, dl_h, dl_s = d_lse_strides
         total -= tl.load(d_lse + batch * dl_b + head * dl_h + row * dl_s, mask=i_ok, other=0.0)
     l = tl.load(lse + batch * lse_b + head * lse_h + row * lse_s, mask=i_ok, other=0.0)
-    at = (batch * heads + head) * q_len + row
-    tl.store(shift + at, tl.where(l == float("-inf"), float("inf"), l), mask=i_ok)
-    tl.store(delta + at, tl.where(l == float("-inf"), 0.0, total), mask=i_ok)
+    unseen = l == float("-inf")
+    if rate is not None:
+        l = l * rate
+    at = (batch * heads + head) * pitch + row
+    tl.store(shift + at, tl.where(unseen, float("inf"), l), mask=i_ok)
+    tl.store(delta + at, tl.where(unseen, 0.0, total), mask=i_ok)
 
 
 @triton.jit
@@ -417,24 +423,35 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     )
 
 
+def statistics(
+    call: Call, o: torch.Tensor, d_o: torch.Tensor, multiple: int = 1, rate: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(shift, delta) of ``statistics_kernel``: pitch is q_len, or the next multiple of so many."""
+    lse, d_lse = call.arrays["lse"], call.arrays["d_lse"]
+    batch, q_len, heads, dv = o.shape
+    block_dv, pitch = padded(dv), cdiv(q_len, multiple) * multiple
+    rows = max(1, AT_ONCE // block_dv)
+    shift, delta = (fresh((batch, heads, pitch), lse.dtype, o.device) for _ in range(2))
+    tiles = cdiv(q_len, rows)
+    launch(statistics_kernel, tiles * heads * batch, call, o, d_o, lse, d_lse, shift, delta,
+           tiles, heads, q_len, pitch, dv, o.stride(), d_o.stride(), lse.stride(),
+           None if d_lse is None else d_lse.stride(), rows=rows, block_dv=block_dv,
+           acc_dtype=accumulator(call.dtype), rate=rate, enable_fp_fusion=False)  # fmt: skip
+    return shift, delta
+
+
 @BACKEND.implements("attention_vjp", key=key, fit=fit, supports=supports, knobs=KNOBS)
 def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     arrays, dims, options, wants = call.arrays, call.dims, call.options, call.wants
     q, k, v, bias, d_o = arrays["q"], arrays["k"], arrays["v"], arrays["bias"], arrays["d_o"]
-    o, lse, d_lse = arrays["o"], arrays["lse"], arrays["d_lse"]
+    o = arrays["o"]
     segments = arrays["q_segment_ids"], arrays["kv_segment_ids"]
     if not call.interpret:
         q, k, v, o, d_o = (_head_dim_innermost(x) for x in (q, k, v, o, d_o))
     batch, q_len, heads, d = q.shape
     kv_len, dv, group, acc_dtype = dims["kv_len"], dims["dv"], dims["group"], accumulator(call.dtype)
-    block_d, block_dv, rows = padded(d), padded(dv), max(1, AT_ONCE // padded(dv))
-
-    shift, delta = (fresh((batch, heads, q_len), lse.dtype, q.device) for _ in range(2))
-    tiles = cdiv(q_len, rows)
-    launch(statistics_kernel, tiles * heads * batch, call, o, d_o, lse, d_lse, shift, delta,
-           tiles, heads, q_len, dv, o.stride(), d_o.stride(), lse.stride(), None if d_lse is None else d_lse.stride(),
-           rows=rows, block_dv=block_dv, acc_dtype=acc_dtype, enable_fp_fusion=False)  # fmt: skip
-
+    block_d, block_dv = padded(d), padded(dv)
+    shift, delta = statistics(call, o, d_o)
     out = {
         name: fresh(shape, torch_dtype(dtype), q.device) if name in wants else None
         for name, (shape, dtype) in call.outputs.items()

@@ -99,6 +99,20 @@ def span_of(top, bottom, work, left, right, block: gl.constexpr):
 
 
 @gluon.jit
+def reach(top, work, left, right, row: gl.constexpr):
+    """What each of the ``ROWS`` places from ``top`` on sees, as [lo, hi), and what all of them see."""
+    place = top + gl.arange(0, ROWS, row)
+    lo, hi = place * 0, place * 0 + work.kv_len
+    all_lo, all_hi = top * 0, top * 0 + work.kv_len
+    if left is not None:
+        lo, all_lo = place - left, top + ROWS - 1 - left
+    if right is not None:
+        hi = gl.minimum(place + right + 1, work.kv_len)
+        all_hi = gl.minimum(top + right + 1, work.kv_len)
+    return (lo, hi), all_lo, all_hi
+
+
+@gluon.jit
 def boxed(tile, layout: gl.constexpr):
     """A tile in shared memory as the box (1, rows, 1, columns) that the copy engine moves."""
     if _OLD:
@@ -128,18 +142,24 @@ def lane_sums(p):
 
 
 @gluon.jit
+def seen_pairs(start, cols, limits):
+    """Which of the columns from ``start`` on lie in each row's [lo, hi)."""
+    lo, hi = limits
+    # Bits 1 and 2 of a column tell lanes apart, the others are known when this is compiled: compared apart, columns are
+    # immediate operands, and no registers that are kept throughout the loop.
+    lane, known = (cols & 6)[None, :], (cols & 249)[None, :]
+    return (known >= (lo - start)[:, None] - lane) & (known < (hi - start)[:, None] - lane)
+
+
+@gluon.jit
 def seen_scores(s, start, cols, limits, all_lo, all_hi, scores):
     """Scores from dots: capped, and -inf outside [lo, hi) unless every row of the tile sees all of it."""
-    lo, hi = limits
     if scores.pre is not None:
         s = s * scores.pre
     if scores.softcap is not None:
         s = tanh(s)
     if (start < all_lo) | (start + s.shape[1] > all_hi):
-        # Bits 1 and 2 of a column tell lanes apart, the others are known when this is compiled: compared apart, columns
-        # are immediate operands, and no registers that are kept throughout the loop.
-        lane, known = (cols & 6)[None, :], (cols & 249)[None, :]
-        seen = (known >= (lo - start)[:, None] - lane) & (known < (hi - start)[:, None] - lane)
+        seen = seen_pairs(start, cols, limits)
         s = gl.where(seen, s, float("-inf"))
     return s
 
@@ -301,17 +321,9 @@ def consumer(
         mine_top = top + GROUP * ROWS
         bottom = gl.minimum(top + ROWS * plan.consumers, work.q_len) - 1
         first, last = span_of(top + before, bottom + before, work, left, right, block)
-        place = mine_top + before + gl.arange(0, ROWS, row_s)
-        lo, hi = place * 0, place * 0 + work.kv_len
-        all_lo, all_hi = mine_top * 0, mine_top * 0 + work.kv_len
-        if left is not None:
-            lo, all_lo = place - left, mine_top + before + ROWS - 1 - left
-        if right is not None:
-            hi = gl.minimum(place + right + 1, work.kv_len)
-            all_hi = gl.minimum(mine_top + before + right + 1, work.kv_len)
+        limits, all_lo, all_hi = reach(mine_top + before, work, left, right, row_s)
 
         mbarrier.wait(q_full.index(GROUP), count & 1)
-        limits = lo, hi
         acc, l, m, turn, unit = attend(turn, unit, first, last, q, k_tiles, v_tiles, full, empty, mine, theirs, limits,
                                        all_lo, all_hi, scores, work.chunk, GROUP, plan)  # fmt: skip
         if not plan.o_in_q:

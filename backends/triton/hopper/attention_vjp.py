@@ -1,0 +1,174 @@
+"""Gradients of attention for Hopper's copy engine and asynchronous matrix unit, in 16 bits: see ``_flash_gradients``.
+
+What decides whether this variant serves a call is what its kernel is compiled for: dtype, head dimensions, and whether
+there is a bias or segments; lengths and batches do not. Interpreted calls are all the portable kernel's: Gluon is
+compiled alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from triton.experimental.gluon import language as gl
+
+from portakern.backends.triton import BACKEND
+from portakern.backends.triton.descriptors import describe
+from portakern.backends.triton.gpu import attention_vjp as portable
+from portakern.backends.triton.gpu._heads import Scores
+from portakern.backends.triton.gpu.attention import LOG2E, _band, key
+from portakern.backends.triton.hopper._flash_gradients import Plan, Work, gradients_kernel
+from portakern.backends.triton.hopper.attention import (
+    BARRIERS,
+    QUERIES,
+    REGISTERS,
+    TOGETHER,
+    movable,
+    processors,
+    tiled,
+)
+from portakern.backends.triton.launch import cdiv, launch, shared_limit, torch_dtype
+from portakern.backends.triton.layout import fresh, pow2_at_least
+from portakern.core.backend import Drawn
+from portakern.spec import Count
+from portakern.specs.attention import over_cap, scale_of
+
+if TYPE_CHECKING:
+    from portakern.core.call import Call
+
+SPARE = 30  # registers of a consumer's thread for addresses and counters
+KNOBS = {
+    **portable.KNOBS,
+    "consumers": Count(2, 3),
+    "dq_consumers": Count(2, 3),
+    "dq_stages": Count(1, 8),
+    "ahead": Count(0, 1),
+    "dq_ahead": Count(0, 1),
+    "kept": Count(0, 1),
+    "dq_kept": Count(0, 1),
+}
+
+
+def plans(call: Call, tiling: Mapping[str, int]) -> dict[tuple[str, ...], Plan]:
+    """What the kernel is compiled for, for each launch, by the gradients that it computes."""
+    block_d, block_dv = (pow2_at_least(call.dims[n], 64) for n in ("d", "dv"))
+    found: dict[tuple[str, ...], Plan] = {}
+    keys = tuple(n for n in ("d_k", "d_v") if n in call.wants)
+    if keys:
+        both = Plan(True, tiling["consumers"], tiling["block_q"], block_d, block_dv, tiling["num_stages"],
+                    bool(tiling["ahead"]), bool(tiling["kept"]), "d_k" in keys, "d_v" in keys,
+                    REGISTERS[tiling["consumers"]][0])  # fmt: skip
+        if block_d + block_dv <= 256:
+            found[keys] = both
+        else:  # registers do not hold the two sums beside each other
+            found |= {(n,): both._replace(want_first=n == "d_k", want_second=n == "d_v") for n in keys}
+    if "d_q" in call.wants:
+        found["d_q",] = Plan(False, tiling["dq_consumers"], tiling["dq_block_kv"], block_d, block_dv,
+                             tiling["dq_stages"], bool(tiling["dq_ahead"]), bool(tiling["dq_kept"]), True, False,
+                             REGISTERS[tiling["dq_consumers"]][0])  # fmt: skip
+    return found
+
+
+def shared_bytes(plan: Plan) -> int:
+    """Shared memory that the kernel takes."""
+    rows = plan.consumers * QUERIES + plan.stages * plan.block
+    return rows * (2 * (plan.block_d + plan.block_dv) + 8 * plan.by_key) + BARRIERS
+
+
+def held(call: Call, plan: Plan) -> int:
+    """Registers of a consumer's thread for sums, two tiles of numbers, what is rounded of them beside products, rows at
+    home, and tanh."""
+    sums = plan.block_d * plan.want_first + plan.block_dv * plan.want_second
+    rounded = plan.block // 4 * plan.ahead * (plan.want_first + plan.want_second)
+    home = (plan.block_d + plan.block_dv) // 4 * plan.kept
+    return sums // 2 + plan.block + rounded + home + plan.block // 2 * (call.options["softcap"] is not None)
+
+
+def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
+    """Smaller tiles where terms of the scores take registers beside them."""
+    if call.interpret:
+        return portable.fit(call, tiling)
+    smaller = dict(tiling)
+    for plan in plans(call, tiling).values():
+        while held(call, plan) > plan.registers - SPARE and plan.block > 32:
+            plan = plan._replace(block=plan.block // 2)
+        smaller["block_q" if plan.by_key else "dq_block_kv"] = plan.block
+    return smaller
+
+
+def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+    dims = call.dims
+    if call.interpret:
+        return portable.supports(call, tiling)
+    if call.dtype not in ("float16", "bfloat16"):
+        return f"{call.dtype} goes to the portable kernel: this one is for float16 and bfloat16"
+    for name in ("bias", "q_segment_ids"):
+        if call.arrays[name] is not None:
+            return f"{name} goes to the portable kernel"
+    if dims["d"] % 8 or dims["dv"] % 8 or max(dims["d"], dims["dv"]) > 256:
+        return f"head dimensions {dims['d']} and {dims['dv']}: this kernel takes multiples of 8 up to 256"
+    for plan in plans(call, tiling).values():
+        if plan.block not in (32, 64, 128):
+            return f"tiles of {plan.block} rows: this kernel takes 32, 64 or 128"
+        if held(call, plan) > plan.registers - SPARE:
+            return (
+                f"tiles of {plan.block} rows at head dimensions {dims['d']} and {dims['dv']} need some "
+                f"{held(call, plan)} registers a thread for sums and scores; {plan.consumers} consumers have "
+                f"{plan.registers}"
+            )
+        if shared_bytes(plan) > shared_limit(call.target.arch):
+            return (
+                f"{plan.stages} stages of {plan.block} rows take {shared_bytes(plan)} bytes of shared memory; "
+                f"{call.target.arch or 'sm_90'} has {shared_limit(call.target.arch)}"
+            )
+    if dims["q_len"] + dims["kv_len"] > 1 << 30:
+        return "more than 2^30 queries and keys: positions are 32-bit here"
+    return None
+
+
+DRAWN = Drawn(("bias", "q_segment_ids", "kv_segment_ids"), {"d": 8, "dv": 8}, {})
+
+
+@BACKEND.implements("attention_vjp", key=key, fit=fit, supports=supports, knobs=KNOBS, drawn=DRAWN)
+def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    if call.interpret:
+        return portable.attention_vjp(call, tiling)
+    dims, options = call.dims, call.options
+    q, k, v, d_o, o = (movable(call.arrays[n]) for n in ("q", "k", "v", "d_o", "o"))
+    out = {
+        name: fresh(shape, torch_dtype(dtype), q.device) if name in call.wants else None
+        for name, (shape, dtype) in call.outputs.items()
+    }
+    statistics = portable.statistics(call, o, d_o, 4, LOG2E)
+    scale, softcap = scale_of(call), options["softcap"]
+    scores = Scores(None if softcap is None else over_cap(scale, softcap), softcap,
+                    (scale if softcap is None else softcap) * LOG2E)  # fmt: skip
+    left, right = _band(options["is_causal"], options["window"], dims["q_len"] + dims["kv_len"])
+    for wants, plan in plans(call, tiling).items():
+        first, second = (out.get(n) if n in wants else None for n in (("d_k", "d_v") if plan.by_key else ("d_q", "")))
+        keys = (k, v), dims["kv_len"], dims["kv_heads"]
+        queries = (q, d_o), dims["q_len"], dims["kv_heads"] * dims["group"]
+        (home, home_len, heads), (guests, guest_len, _) = (keys, queries) if plan.by_key else (queries, keys)
+        window = (right, left) if plan.by_key else (left, right)
+        tiles_home = cdiv(home_len, QUERIES * plan.consumers)
+        all_heads = heads * dims["batch"]
+        tiles = tiles_home * all_heads
+        work = Work(tiles, tiles_home, 1 if window == (None, None) else TOGETHER, heads, dims["group"], all_heads,
+                    home_len, guest_len, statistics[0].shape[-1])  # fmt: skip
+        programs = min(tiles, processors(q.device)) if window == (None, None) else tiles
+        described = [tiled(x, rows, columns)
+                     for arrays, rows in ((home, QUERIES), (guests, plan.block))
+                     for x, columns in zip(arrays, (plan.block_d, plan.block_dv), strict=True)]  # fmt: skip
+        told = [lines(x, plan.block) if plan.by_key else x for x in statistics]
+        sums = [None if x is None else tiled(x, QUERIES, columns)
+                for x, columns in ((first, plan.block_d), (second, plan.block_dv))]  # fmt: skip
+        launch(gradients_kernel, programs, call, *described, *told, *sums, scores, scale, window, *work,
+               plan=plan, num_warps=4, maxnreg=REGISTERS[plan.consumers][1])  # fmt: skip
+    return tuple(out.values())
+
+
+def lines(x: torch.Tensor, length: int) -> Any:
+    """Numbers of queries in parts of lines."""
+    flat = x.view(-1, x.shape[-1])
+    return describe(flat, flat.shape, flat.stride(), (1, length), gl.NVMMASharedLayout(0, 32, 2))

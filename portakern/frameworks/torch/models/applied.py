@@ -1,0 +1,365 @@
+"""portakern under one model object: :func:`apply`, and what it says of itself."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import MethodType, TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from portakern.core import registry
+from portakern.core.framework import frameworks
+from portakern.core.route import choose
+from portakern.errors import SpecError, UnsupportedError
+from portakern.frameworks.torch.models.attention import register_attention
+from portakern.frameworks.torch.models.blocks import served_block
+from portakern.frameworks.torch.models.gates import served_gate
+from portakern.frameworks.torch.models.heads import MARK, served_head
+from portakern.frameworks.torch.models.losses import served_loss
+from portakern.frameworks.torch.models.masks import served_mask
+from portakern.frameworks.torch.models.norms import served_norm
+from portakern.frameworks.torch.models.prototypes import names_in, rewrapped
+from portakern.frameworks.torch.models.rotary import served_rotary
+
+__all__ = ["PARTS", "Applied", "Row", "apply"]
+
+PARTS = {
+    "norm": "RMSNorm and LayerNorm",
+    "add_norm": "a residual, added and normed in one pass",
+    "attention": "attention, of models that take an attn_implementation",
+    "rope": "rotary embedding of queries and keys",
+    "gate": "the gated product of a feed-forward layer",
+    "loss": "the loss of a model that is given labels",
+    "linear_loss": "a language model's last projection with its loss, in training; no logits come out",
+}
+"""What a model is served, by the names that ``parts`` takes."""
+
+NORM = re.compile(r"Norm(\dd)?$")
+FEED_FORWARD = re.compile(r"(MLP|FeedForward|FFN|Experts)$")
+ATTENTION = re.compile(r"Attention$")
+
+ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Row:
+    """What serves the modules of a class in one part of their work.
+
+    Attributes:
+      part: a key of PARTS, or "other". module: the name of their class; number: how many there are.
+      op: the op that serves them, None where PyTorch does. by: the backend of that op, or why there is none.
+    """
+
+    part: str
+    module: str
+    number: int
+    op: str | None
+    by: str
+
+
+class Patch:
+    """An attribute of one module, set; ``undo`` gives it what it was."""
+
+    def __init__(self, module: nn.Module, name: str, value: Any) -> None:
+        self.module, self.name, self.value = module, name, value
+        self.before = vars(module).get(name, ABSENT)
+        vars(module)[name] = value
+
+    def holds(self) -> bool:
+        return vars(self.module).get(self.name, ABSENT) is self.value
+
+    def undo(self) -> None:
+        if self.before is ABSENT:
+            del vars(self.module)[self.name]
+        else:
+            vars(self.module)[self.name] = self.before
+
+
+class Applied:
+    """What :func:`apply` did to a model: ``print`` shows what is served by what; ``undo`` takes it back.
+
+    As a context manager it takes it back at the end.
+
+    Attributes:
+      model: the model. rows: what serves what, served parts first.
+    """
+
+    def __init__(self, model: nn.Module, rows: Iterable[Row], patches: list[Patch]) -> None:
+        self.model, self.rows = model, tuple(rows)
+        self._patches = patches
+
+    def undo(self) -> None:
+        """Give every module of the model back what it was; nothing, where that was done before.
+
+        Raises:
+          SpecError: something else replaced a forward since, which would be lost or left behind.
+        """
+        changed = [p for p in self._patches if not p.holds()]
+        if changed:
+            p = changed[0]
+            raise SpecError(
+                f"undo: {p.name} of {type(p.module).__name__} is not what apply set; expected it unchanged: take back "
+                "first what was put over it since"
+            )
+        while self._patches:
+            self._patches.pop().undo()
+
+    def __enter__(self) -> Applied:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()
+
+    def __str__(self) -> str:
+        table = [("part", "module", "number", "op", "by")]
+        table += [(r.part, r.module, str(r.number), r.op or "-", r.by) for r in self.rows]
+        widths = [max(len(line[i]) for line in table) for i in range(4)]
+        lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[4]]) for row in table]
+        return "\n".join([f"{type(self.model).__name__} on portakern", *lines])
+
+    def __repr__(self) -> str:
+        served = sum(r.number for r in self.rows if r.op)
+        return f"<portakern applied to {type(self.model).__name__}: {served} parts served>"
+
+
+def apply(
+    model: nn.Module,
+    *,
+    backend: str | None = None,
+    parts: Iterable[str] | None = None,
+    otherwise: Literal["raise", "torch"] = "raise",
+) -> Applied:
+    """Put portakern under one model: its norms with the residuals before them, attention, gated products and loss.
+
+    A language model that is given labels in training makes no logits: its loss comes of the hidden states, and its
+    output has None for logits. Leave "linear_loss" out of ``parts``, or call ``model.eval()``, where they are needed.
+
+    >>> applied = portakern.torch.apply(model)
+    >>> print(applied)
+    >>> model(input_ids=ids, labels=ids).loss.backward()
+    >>> applied.undo()
+
+    Forwards are replaced in the model's own modules, and nothing outside it changes: another model, of the same classes
+    or the same config, stays as it was. Parameters, buffers, the keys of ``state_dict``, hooks and what wraps modules
+    (FSDP, checkpoints, adapters of PEFT) stay as they are. Call it before ``torch.compile``. A module is known by what
+    its forward does (:mod:`portakern.frameworks.torch.models.prototypes`), whatever family of transformers it is of;
+    of models from elsewhere PyTorch's own norms are served.
+
+    Args:
+      model: changed in place; a model of transformers, or any module with PyTorch's norms inside.
+      backend: who must serve it; None: chosen from the arrays of each call.
+      parts: which of PARTS to serve ("norm", "add_norm", "attention", "rope", "gate", "loss", "linear_loss"); None: all.
+        A residual is added by its norm, so that "add_norm" needs "norm".
+      otherwise: what becomes of a norm, a feed-forward layer or an attention that is not known: "raise" names its
+        class; "torch" leaves it with PyTorch, and the table says why.
+
+    Returns:
+      what serves what, and the way back.
+
+    Raises:
+      UnsupportedError: a module that is not known, before anything is changed; a device that no backend serves.
+      SpecError: an unknown part or backend; a model that is served already.
+    """
+    wanted = _checked(model, parts, otherwise)
+    if backend is not None:
+        registry.backend(backend)
+    plan = _Plan(model, backend, wanted)
+    plan.read()
+    if plan.unknown and otherwise == "raise":
+        raise UnsupportedError(
+            "apply: " + "; ".join(dict.fromkeys(plan.unknown)) + ". Leave its part out of parts, or pass "
+            "otherwise='torch' to leave such modules with PyTorch"
+        )
+    return Applied(model, plan.rows(), plan.carry_out())
+
+
+def _checked(model: Any, parts: Iterable[str] | None, otherwise: str) -> frozenset[str]:
+    """The parts that are wanted, of arguments that are right."""
+    if not isinstance(model, nn.Module):
+        raise SpecError(f"apply: model is a {type(model).__name__}; expected a torch.nn.Module")
+    if otherwise not in ("raise", "torch"):
+        raise SpecError(f"apply: otherwise is {otherwise!r}; expected 'raise' or 'torch'")
+    if isinstance(parts, str):
+        raise SpecError(f"apply: parts is the text {parts!r}; expected a list of names: pass [{parts!r}]")
+    wanted = frozenset(PARTS if parts is None else parts)
+    if not wanted <= PARTS.keys():
+        raise SpecError(f"apply: parts has {sorted(wanted - PARTS.keys())}; expected some of {', '.join(PARTS)}")
+    if "add_norm" in wanted and "norm" not in wanted:
+        raise SpecError("apply: parts has 'add_norm' without 'norm', which adds the residual; pass both")
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if forward is not None and inspect.unwrap(forward).__module__.startswith(f"{__package__}."):
+            raise SpecError(
+                f"apply: the forward of {type(module).__name__} is portakern's already; call undo() of what apply "
+                "returned before"
+            )
+    return wanted
+
+
+class _Plan:
+    """What is to be done to a model, before anything is."""
+
+    def __init__(self, model: nn.Module, backend: str | None, wanted: frozenset[str]) -> None:
+        self.model, self.backend, self.wanted = model, backend, wanted
+        self.served: Counter[tuple[str, str, str]] = Counter()
+        self.left: Counter[tuple[str, str, str]] = Counter()
+        self.unknown: list[str] = []
+        self.forwards: list[tuple[nn.Module, str, Any]] = []
+        self.attends: list[nn.Module] = []
+        self.known: set[nn.Module] = set()
+        self.implementation = "portakern" if backend is None else f"portakern_{backend}"
+
+    def read(self) -> None:
+        """Look at every module once."""
+        norms = set()
+        for module in self.model.modules():
+            if self._put("norm", module, served_norm(module, self.backend)):
+                norms.add(module)
+            elif self._is_like(module, NORM):
+                self._leave("norm", module, "a norm that no prototype is like")
+            self._read_feed_forward(module)
+            rotary = served_rotary(module, self.backend)
+            if isinstance(rotary, str):
+                self._leave("rope", module, rotary, known=True)
+            else:
+                self._put("rope", module, rotary)
+        for module in self.model.modules():
+            block = served_block(module)
+            if block is not None and "add_norm" in self.wanted and getattr(module, block[0], None) in norms:
+                op = "add_layernorm" if isinstance(getattr(module, block[0]), nn.LayerNorm) else "add_rmsnorm"
+                self._put("add_norm", module, (op, block[1]))
+        for pretrained in self._pretrained():
+            self._read_attention(pretrained)
+        self._read_loss()
+        for module in self.model.modules():
+            leaf = next(module.children(), None) is None
+            if leaf and module not in self.known and not self._is_like(module, NORM):
+                self.left["other", type(module).__name__, "PyTorch's own"] += 1
+
+    def _put(self, part: str, module: nn.Module, found: tuple[str, Callable[..., Any]] | None) -> bool:
+        """Plan a forward for a module, if there is one and it is wanted."""
+        if found is None:
+            return False
+        if part in self.wanted:
+            self.served[part, type(module).__name__, found[0]] += 1
+            self._replace(module, found[1])
+            self.known.update(m for m in (module, *module.children()) if next(m.parameters(), None) is None)
+            self.known.add(module)
+        else:
+            self.left[part, type(module).__name__, f"not asked for: parts lacks {part!r}"] += 1
+        return part in self.wanted
+
+    def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self.forwards.append((module, "forward", MethodType(rewrapped(type(module).forward, forward), module)))
+
+    def _leave(self, part: str, module: nn.Module, why: str, known: bool = False) -> None:
+        name = type(module).__name__
+        self.left[part, name, why] += 1
+        if part in self.wanted and not known:
+            self.unknown.append(f"{name} is {why}")
+
+    def _is_like(self, module: nn.Module, pattern: re.Pattern[str]) -> bool:
+        """Whether a module that is not PyTorch's own has such a name."""
+        kind = type(module)
+        return not kind.__module__.startswith("torch.nn") and bool(pattern.search(kind.__name__))
+
+    def _read_feed_forward(self, module: nn.Module) -> None:
+        found = served_gate(module, self.backend)
+        if isinstance(found, str):
+            self._leave("gate", module, found, known=True)
+        elif not self._put("gate", module, found) and found is None and self._is_like(module, FEED_FORWARD):
+            self._leave("gate", module, "a feed-forward layer that no prototype is like")
+
+    def _pretrained(self) -> Iterator[Any]:
+        """The outermost models of transformers inside the model."""
+        inside: set[int] = set()
+        for module in self.model.modules():
+            of_transformers = any(c.__name__ == "PreTrainedModel" for c in type(module).__mro__)
+            if of_transformers and hasattr(module, "set_attn_implementation") and id(module) not in inside:
+                inside.update(id(m) for m in module.modules())
+                yield module
+
+    def _read_attention(self, pretrained: Any) -> None:
+        """Attention goes by transformers' interface, which the modules of the model ask."""
+        asking = [m for m in pretrained.modules() if "ALL_ATTENTION_FUNCTIONS" in names_in(m)]
+        if "attention" not in self.wanted:
+            for module in asking:
+                self.left["attention", type(module).__name__, "not asked for: parts lacks 'attention'"] += 1
+        elif asking and pretrained._can_set_attn_implementation():
+            self.attends.append(pretrained)
+            self.served.update(("attention", type(m).__name__, "attention") for m in asking)
+            for module in pretrained.modules():
+                forward = served_mask(module, self.implementation)
+                if forward is not None:
+                    self._replace(module, forward)
+        else:
+            for module in pretrained.modules():
+                if self._is_like(module, ATTENTION):
+                    self._leave("attention", module, "attention that does not ask transformers' attention interface")
+
+    def _read_loss(self) -> None:
+        for pretrained in self._pretrained():
+            name, asks = type(pretrained).__name__, "loss_function" in names_in(pretrained)
+            loss = served_loss(pretrained.loss_function, self.backend) if asks else None
+            if asks and "loss" not in self.wanted:
+                self.left["loss", name, "not asked for: parts lacks 'loss'"] += 1
+            elif loss is not None:
+                self.served["loss", name, "cross_entropy"] += 1
+                self.forwards.append((pretrained, "_loss_function", loss))
+            elif asks:
+                self.left["loss", name, f"no op is {getattr(pretrained.loss_function, '__name__', 'its loss')}"] += 1
+
+            head = served_head(pretrained, self.backend)
+            if isinstance(head, str):
+                self._leave("linear_loss", pretrained, head, known=True)
+            elif head is not None and self._put("linear_loss", pretrained, ("linear_cross_entropy", head.model)):
+                projection = pretrained.lm_head
+                self.forwards.append((projection, "forward", MethodType(head.projection, projection)))
+                self.forwards.append((projection, MARK, True))
+
+    def rows(self) -> list[Row]:
+        """What serves what, in the order of PARTS."""
+        order = [*PARTS, "other"]
+        rows = [Row(part, name, n, op, self._by(op)) for (part, name, op), n in self.served.items()]
+        rows += [Row(part, name, n, None, why) for (part, name, why), n in self.left.items()]
+        return sorted(rows, key=lambda row: (row.op is None, order.index(row.part)))
+
+    def _by(self, op: str) -> str:
+        """Who serves an op where the model's parameters are."""
+        if self.backend is not None:
+            return self.backend
+        where = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        if where.type == "meta":
+            return "chosen from the arrays"
+        framework = frameworks()["torch"]
+        return choose(registry.find_spec(op), framework, framework.target(where)).name
+
+    def carry_out(self) -> list[Patch]:
+        """Do it; what was done, in order."""
+        done = [Patch(module, name, value) for module, name, value in self.forwards]
+        for pretrained in self.attends:
+            register_attention(self.implementation, self.backend)
+            done += _own_config(pretrained)
+            pretrained.set_attn_implementation(self.implementation)
+        return done
+
+
+def _own_config(pretrained: Any) -> list[Patch]:
+    """Give a model a copy of its config, which other models may share, and every module of it the same copy."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(pretrained.config, copies)
+    return [
+        Patch(module, name, copies[id(value)])
+        for module in pretrained.modules()
+        for name, value in list(vars(module).items())
+        if hasattr(value, "_attn_implementation") and id(value) in copies
+    ]

@@ -1,0 +1,125 @@
+"""portakern's attention op as an attention implementation of transformers, by transformers' own interface."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from portakern.errors import UnsupportedError
+from portakern.frameworks.torch.functions import kept_op
+from portakern.frameworks.torch.models.masks import is_plain
+
+__all__ = ["register_attention"]
+
+IN_THE_MASK = ("cu_seq_lens_q", "cu_seq_lens_k")
+"""Arguments that a mask speaks of too, where there is one: they are not needed beside it."""
+ELSEWHERE = frozenset(
+    {
+        "cache_position",
+        "deterministic",
+        "layer_idx",
+        "max_length_k",
+        "max_length_q",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "target_dtype",
+        "use_cache",
+    }
+)
+"""Arguments that models hand through to attention and that do not change what it computes."""
+
+
+def register_attention(name: str = "portakern", backend: str | None = None) -> None:
+    """Let models of transformers be built with ``attn_implementation=name``.
+
+    Masks come as for its "sdpa". What a model hands to attention and the op does not have is refused by name.
+
+    Args:
+      name: what models ask for; a name that is registered already is given this meaning.
+      backend: who must serve them; None: chosen from the arrays.
+    """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    op = kept_op("attention", backend)
+
+    def attend(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        position_bias: torch.Tensor | None = None,
+        softcap: float | None = None,
+        sliding_window: int | None = None,
+        **others: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """query: (batch, heads, length, head dim); key, value with fewer heads -> (batch, length, heads, head dim)."""
+        refuse(name, dropout, attention_mask, others)
+        attention_mask = None if is_plain(attention_mask) else attention_mask
+        length, keys = query.shape[2], key.shape[2]
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        causal = bool(causal) and attention_mask is None and length > 1
+        window: tuple[int | None, int | None] | None = None
+        if causal:  # aligned at the top left, where the op aligns at the bottom right; later keys are past every query
+            keys = min(keys, length)
+            key, value, window = key[:, :, :keys], value[:, :, :keys], (None, length - keys)
+            position_bias = None if position_bias is None else position_bias[..., :keys]
+        if attention_mask is None and sliding_window is not None and keys > sliding_window:
+            if not causal or keys != length:
+                raise UnsupportedError(
+                    f"{name}: sliding_window is {sliding_window} beside {keys} keys and no attention_mask; expected a "
+                    "mask that says which keys a query sees, as the models of transformers make it"
+                )
+            window = (sliding_window - 1, 0)
+        if query.shape[0] != key.shape[0]:  # learned queries, one for the whole batch
+            query = query.expand(key.shape[0], -1, -1, -1)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        bias = additive(attention_mask, position_bias, query.dtype)
+        return op(q, k, v, bias, window=window, scale=scaling, softcap=softcap), None
+
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def refuse(name: str, dropout: float, mask: torch.Tensor | None, others: Mapping[str, Any]) -> None:
+    """Refuse by name every argument that would change the result and that the op does not have."""
+    if dropout > 0.0:
+        raise UnsupportedError(
+            f"{name}: dropout is {dropout}; expected 0.0: no kernel draws random numbers; set the model's "
+            "attention_dropout (GPT-2: attn_pdrop) to 0"
+        )
+    for argument, given in others.items():
+        if argument in ELSEWHERE or given is None or given is False:
+            continue
+        if argument in IN_THE_MASK:
+            if mask is None:
+                raise UnsupportedError(
+                    f"{name}: {argument} is given and no attention_mask; expected packed sequences as a mask: pass "
+                    "position_ids, of which the model makes it"
+                )
+            continue
+        shown = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, torch.Tensor) else repr(given)
+        raise UnsupportedError(
+            f"{name}: {argument} is {shown}; the attention op does not have it, and without it the result would be "
+            'another; build this model with attn_implementation="eager"'
+        )
+
+
+def additive(mask: torch.Tensor | None, position_bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A mask (bool: True where a pair takes part; or to add) and a bias of positions as one array to add to scores."""
+    if mask is None or position_bias is None:
+        added = position_bias if mask is None else mask
+        if added is None or added.dtype != torch.bool:
+            return added
+        return torch.zeros((), dtype=dtype, device=added.device).where(added, -math.inf)
+    return position_bias.where(mask, -math.inf) if mask.dtype == torch.bool else position_bias + mask

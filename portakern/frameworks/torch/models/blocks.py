@@ -1,0 +1,112 @@
+"""A residual that is added and normed in one pass: blocks whose order of sums and norms is known.
+
+Each function here is the forward of such a block, with its norm called as ``norm(x, residual)``. A block is known if
+its class is like a prototype and names what is written here, nothing else and in this order.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from portakern.frameworks.torch.models.prototypes import find, names_in
+
+__all__ = ["BLOCKS", "Block", "served_block"]
+
+
+def pre_norm(block: nn.Module, x: Tensor, given: dict[str, Any]) -> Tensor:
+    """h = x + attention(norm(x)); h + mlp(norm(h)): Llama."""
+    attended, _ = block.self_attn(hidden_states=block.input_layernorm(x), **given)
+    y, h = block.post_attention_layernorm(attended, x)
+    return h + block.mlp(y)
+
+
+def norms_on_both_sides(block: nn.Module, x: Tensor, given: dict[str, Any]) -> Tensor:
+    """h = x + norm(attention(norm(x))); h + norm(mlp(norm(h))): Gemma 2."""
+    attended, _ = block.self_attn(hidden_states=block.input_layernorm(x), **given)
+    y, h = block.pre_feedforward_layernorm(block.post_attention_layernorm(attended), x)
+    return h + block.post_feedforward_layernorm(block.mlp(y))
+
+
+def gpt2(block: nn.Module, x: Tensor, given: dict[str, Any]) -> Tensor:
+    """h = x + attention(norm(x)); h + mlp(norm(h)): GPT-2 without cross-attention."""
+    given.pop("encoder_hidden_states", None), given.pop("encoder_attention_mask", None)
+    attended, _ = block.attn(block.ln_1(x), **given)
+    y, h = block.ln_2(attended, x)
+    return h + block.mlp(y)
+
+
+def vit(block: nn.Module, x: Tensor, given: dict[str, Any]) -> Tensor:
+    """h = x + attention(norm(x)); h + mlp(norm(h)), both under dropout: ViT."""
+    attended, _ = block.attention(block.layernorm_before(x), **given)
+    y, h = block.layernorm_after(block.dropout(attended), x)
+    return h + block.dropout(block.mlp(y))
+
+
+def post_norm(block: nn.Module, x: Tensor, given: dict[str, Any]) -> Tensor:
+    """norm(dropout(dense(x)) + input): BERT."""
+    y, _ = block.LayerNorm(block.dropout(block.dense(x)), given["input_tensor"])
+    return y
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block that is known.
+
+    Attributes:
+      forward: what stands for its own. norm: its norm that takes the residual.
+      names: all that its own forward looks up, in order.
+      unless: an attribute, of which a block that has it is not served.
+    """
+
+    forward: Callable[[nn.Module, Tensor, dict[str, Any]], Tensor]
+    norm: str
+    names: tuple[str, ...]
+    unless: str | None = None
+
+
+_BERT = Block(post_norm, "LayerNorm", ("dense", "dropout", "LayerNorm"))
+BLOCKS = {
+    "llama.LlamaDecoderLayer": Block(
+        pre_norm, "post_attention_layernorm", ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+    ),
+    "gemma2.Gemma2DecoderLayer": Block(
+        norms_on_both_sides,
+        "pre_feedforward_layernorm",
+        (
+            *("input_layernorm", "self_attn", "post_attention_layernorm"),
+            *("pre_feedforward_layernorm", "mlp", "post_feedforward_layernorm"),
+        ),
+    ),
+    "gpt2.GPT2Block": Block(
+        gpt2,
+        "ln_2",
+        ("ln_1", "attn", "hasattr", "ValueError", "ln_cross_attn", "crossattention", "ln_2", "mlp"),
+        unless="crossattention",
+    ),
+    "vit.ViTLayer": Block(
+        vit, "layernorm_after", ("layernorm_before", "attention", "dropout", "layernorm_after", "mlp")
+    ),
+    "bert.BertSelfOutput": _BERT,
+    "bert.BertOutput": _BERT,
+}
+"""Prototype -> the block that it is."""
+
+
+def served_block(module: nn.Module) -> tuple[str, Callable[..., Any]] | None:
+    """The name of the norm of a block that takes the residual, and the forward that stands for the block's own; None
+    for what is no block known here."""
+    block = find(module, BLOCKS)
+    if block is None or names_in(module) != block.names or (block.unless and hasattr(module, block.unless)):
+        return None
+    names = [*inspect.signature(type(module).forward).parameters][2:]  # after self and the hidden states
+    known = block.forward
+
+    def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return known(self, hidden_states, dict(zip(names, args, strict=False)) | kwargs)
+
+    return block.norm, forward

@@ -1,0 +1,73 @@
+"""The gated product of a feed-forward layer on the swiglu and geglu ops; its projections stay the module's own, so that
+adapters on them (LoRA) and their hooks work as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from portakern.core import registry
+from portakern.frameworks.torch.functions import kept_op
+from portakern.frameworks.torch.models.prototypes import find
+
+__all__ = ["GATES", "UNGATED", "Gate", "served_gate"]
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Where a feed-forward layer keeps its three projections and the function of its gate."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    act: str = "act_fn"
+
+
+GATES = {"llama.LlamaMLP": Gate()}
+"""Prototype -> what it is made of: down(act(gate(x)) up(x))."""
+
+UNGATED = {"gpt2.GPT2MLP": "act", "vit.ViTMLP": "activation_fn", "bert.BertIntermediate": "intermediate_act_fn"}
+"""Prototype -> where it keeps its function: layers without a gate, which no op serves."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The op of a gate's function, and its options."""
+
+    op: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+ACTIVATIONS = {
+    "SiLU": Activation("swiglu"),
+    "SiLUActivation": Activation("swiglu"),
+    "GELUActivation": Activation("geglu"),
+    "GELUTanh": Activation("geglu", {"approximate": "tanh"}),
+    "NewGELUActivation": Activation("geglu", {"approximate": "tanh"}),
+    "PytorchGELUTanh": Activation("geglu", {"approximate": "tanh"}),
+}
+"""Class of a gate's function -> its op."""
+
+
+def served_gate(module: nn.Module, backend: str | None) -> tuple[str, Callable[..., Any]] | str | None:
+    """The op that serves a feed-forward layer, and the forward that stands for the module's own; why there is none, in
+    words; None for what is no such layer."""
+    gate = find(module, GATES)
+    if gate is None:
+        act = find(module, UNGATED)
+        return None if act is None else f"no op is {type(getattr(module, act)).__name__} without a gate"
+    name = type(getattr(module, gate.act)).__name__
+    act = ACTIVATIONS.get(name)
+    if act is None or act.op not in registry.ops():
+        return f"no op is a gate of {name}; those with an op are {', '.join(ACTIVATIONS)}"
+    product, options = kept_op(act.op, backend), act.options
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        gated = product(getattr(self, gate.gate)(x), getattr(self, gate.up)(x), **options)
+        return getattr(self, gate.down)(gated)
+
+    return act.op, forward

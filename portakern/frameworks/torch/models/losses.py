@@ -1,0 +1,104 @@
+"""Loss functions of transformers' models on the cross_entropy op, by the convention of their ``loss_function``.
+
+Logits are read in their own dtype: no copy of them in float32 is made, and their gradient has their dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from portakern.frameworks.torch.functions import kept_op
+
+__all__ = ["LOSSES", "served_loss", "shifted"]
+
+
+def shifted(labels: Tensor, ignore_index: int) -> Tensor:
+    """The label of each place that predicts its successor: (..., length) of the same; the last place predicts none."""
+    return functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
+
+
+def summed_up(losses: Tensor, labels: Tensor, ignore_index: int, number: Tensor | int | None) -> Tensor:
+    """The mean over labels that are not ignored, or the sum by ``number``, of one loss a label."""
+    if number is None:
+        return losses.sum() / (labels != ignore_index).sum()
+    return losses.sum() / (number.to(losses.device) if torch.is_tensor(number) else number)
+
+
+def _causal(backend: str | None, theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    entropy = kept_op("cross_entropy", backend)
+
+    def loss(
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """transformers' ForCausalLMLoss: each place predicts its successor."""
+        aims = shifted(labels, ignore_index) if shift_labels is None else shift_labels
+        aims = aims.reshape(-1).to(logits.device)
+        losses = entropy(logits.reshape(-1, vocab_size), aims, ignore_index=ignore_index)
+        return summed_up(losses, aims, ignore_index, num_items_in_batch)
+
+    return loss
+
+
+def _masked(backend: str | None, theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    entropy = kept_op("cross_entropy", backend)
+
+    def loss(
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        **others: Any,
+    ) -> Tensor:
+        """transformers' ForMaskedLMLoss."""
+        aims = labels.reshape(-1).to(logits.device)
+        losses = entropy(logits.reshape(-1, vocab_size), aims, ignore_index=ignore_index)
+        return summed_up(losses, aims, ignore_index, num_items_in_batch)
+
+    return loss
+
+
+def _classes(backend: str | None, theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    entropy = kept_op("cross_entropy", backend)
+
+    def loss(labels: Tensor, pooled_logits: Tensor, config: Any, **others: Any) -> Tensor:
+        """transformers' ForSequenceClassificationLoss; its regressions and independent labels are transformers' own."""
+        one_class = config.num_labels > 1 and labels.dtype in (torch.int64, torch.int32)
+        if config.problem_type != "single_label_classification" and not (config.problem_type is None and one_class):
+            return theirs(labels, pooled_logits, config, **others)
+        config.problem_type = "single_label_classification"
+        aims = labels.reshape(-1).to(pooled_logits.device)
+        ignored = others.get("ignore_index", -100)
+        losses = entropy(pooled_logits.reshape(-1, config.num_labels), aims, ignore_index=ignored)
+        return summed_up(losses, aims, ignored, others.get("num_items_in_batch")).to(pooled_logits.dtype)
+
+    return loss
+
+
+LOSSES = {
+    "ForCausalLMLoss": _causal,
+    "ForMaskedLMLoss": _masked,
+    "ForSequenceClassificationLoss": _classes,
+}
+"""transformers' loss function, by name -> what makes the one that stands for it."""
+
+
+def served_loss(theirs: Any, backend: str | None) -> Callable[..., Tensor] | None:
+    """The loss function that stands for one of transformers'; None where there is none."""
+    from transformers.loss import loss_utils
+
+    make = LOSSES.get(getattr(theirs, "__name__", ""))
+    if make is None or getattr(loss_utils, theirs.__name__, None) is not theirs:
+        return None
+    return make(backend, theirs)

@@ -1,0 +1,272 @@
+"""Kernels in Gluon on the host, as far as their roles, barriers and numbers go: each group of warps is a thread.
+
+Triton's interpreter does not know Gluon. Here a kernel's functions run as the Python that they are, on PyTorch's
+tensors, and what Hopper does asynchronously happens as late as it may: a product reads shared memory when it is waited
+for, a copy into shared memory spoils its tile at once and fills it later, a store reads its tile when it is waited for.
+So a buffer that is handed back too early, a wait for too few products, and bytes that no barrier expects give NaN, an
+error, or a thread that does not end. Layouts and registers are not looked at.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import time
+import types
+from typing import Any
+
+import torch
+
+PATIENCE = 20.0  # seconds that a thread waits at a barrier before it counts as hanging
+
+
+class Memory:
+    """Shared memory, or a part of it; NaN until something is written."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+
+    dtype = property(lambda self: self.data.dtype)
+    shape = property(lambda self: list(self.data.shape))
+
+    def index(self, i: Any) -> Any:
+        return self.data[int(i)] if self.data.dtype == object else Memory(self.data[int(i)])
+
+    def permute(self, order: tuple[int, ...]) -> Memory:
+        return Memory(self.data.permute(order))
+
+    def load(self, layout: Any) -> torch.Tensor:
+        return self.data.clone()
+
+    def store(self, value: torch.Tensor) -> None:
+        assert value.shape == self.data.shape and value.dtype == self.data.dtype
+        self.data.copy_(value)
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all have arrived and all bytes that it expects have come."""
+
+    def __init__(self) -> None:
+        self.changed, self.phase, self.count = threading.Condition(), 0, 0
+        self.pending = self.bytes = 0
+        self.failed: AssertionError | None = None  # what a copy met that arrived
+
+    def _step(self, arrivals: int, expected: int) -> None:
+        with self.changed:
+            self.pending -= arrivals
+            self.bytes += expected
+            assert self.pending >= 0, "more arrivals than a phase has"
+            if self.pending == 0 and self.bytes == 0:
+                self.phase, self.pending = self.phase + 1, self.count
+                self.changed.notify_all()
+
+    def wait(self, parity: int) -> None:
+        with self.changed:
+            if not self.changed.wait_for(lambda: self.phase % 2 != parity, PATIENCE):
+                raise self.failed or TimeoutError("nobody arrives at a barrier")
+
+
+class Barriers:
+    def __init__(self, count: int) -> None:
+        self.all = [Barrier() for _ in range(count)]
+        self.shape = [count, 1]
+
+    def index(self, i: Any) -> Barrier:
+        return self.all[int(i)]
+
+
+class Described:
+    """A tensor descriptor."""
+
+    def __init__(self, tensor: torch.Tensor, block: tuple[int, ...]) -> None:
+        self.tensor, self.block, self.dtype = tensor, block, tensor.dtype
+
+    def _parts(self, at: list[Any], tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The part of the array that a box covers, and of the tile."""
+        at, tile = [int(i) for i in at], tile.view(self.block)
+        ends = [min(i + n, extent) for i, n, extent in zip(at, self.block, self.tensor.shape, strict=True)]
+        there = self.tensor[tuple(slice(i, max(i, end)) for i, end in zip(at, ends, strict=True))]
+        return there, tile[tuple(slice(0, max(0, end - i)) for i, end in zip(at, ends, strict=True))]
+
+    def load(self, at: list[Any], barrier: Barrier, memory: Memory) -> None:
+        memory.data.fill_(math.nan)
+
+        def arrive() -> None:
+            time.sleep(random.random() * 2e-3)
+            memory.data.zero_()
+            there, tile = self._parts(at, memory.data)
+            tile.copy_(there)
+            try:
+                barrier._step(0, -memory.data.numel() * memory.data.element_size())
+            except AssertionError as e:
+                barrier.failed = e
+
+        threading.Thread(target=arrive).start()
+
+    def store(self, at: list[Any], memory: Memory) -> None:
+        there, tile = self._parts(at, memory.data)
+        local().stores.append((there, tile))
+
+
+class Product:
+    """A product on its way."""
+
+    def __init__(self, a: Any, b: Memory, acc: torch.Tensor | None) -> None:
+        self.a, self.b, self.acc, self.result = a, b, acc, None
+
+    def finish(self) -> None:
+        a = self.a.data if isinstance(self.a, Memory) else self.a
+        assert a.dtype == self.b.data.dtype
+        self.result = a.float() @ self.b.data.float() + (0.0 if self.acc is None else self.acc)
+
+
+_local = threading.local()
+
+
+def local() -> Any:
+    if not hasattr(_local, "products"):
+        _local.products, _local.stores = [], []
+    return _local
+
+
+def warpgroup_mma(a: Any, b: Memory, acc: Any, use_acc: Any = True, is_async: bool = False) -> Product:
+    assert is_async and not isinstance(acc, Product), "a sum whose product is on its way"
+    made = Product(a, b, acc if use_acc else None)
+    local().products.append(made)
+    return made
+
+
+def warpgroup_mma_wait(outstanding: int, deps: list[Product]) -> Any:
+    products = local().products
+    while len(products) > outstanding:
+        products.pop(0).finish()
+    results = tuple(d.result for d in deps)
+    assert all(r is not None for r in results), "waited for too few products"
+    return results if len(results) > 1 else results[0]
+
+
+def store_wait(outstanding: int) -> None:
+    assert outstanding == 0
+    for there, tile in local().stores:
+        there.copy_(tile)
+    local().stores.clear()
+
+
+class Pointer:
+    def __init__(self, flat: torch.Tensor, at: Any = 0) -> None:
+        self.flat, self.at = flat, at
+
+    def __add__(self, step: Any) -> Pointer:
+        return Pointer(self.flat, self.at + step)
+
+
+def load(pointer: Pointer, mask: torch.Tensor, other: float) -> torch.Tensor:
+    return torch.where(mask, pointer.flat[torch.where(mask, pointer.at, 0)], other)
+
+
+class Scalar(int):
+    """A number that is known when the kernel runs; unlike a tensor of PyTorch's it never changes."""
+
+    def to(self, dtype: Any) -> Scalar:
+        return self
+
+
+def _lifted(name: str) -> Any:
+    whole = getattr(int, name)
+
+    def operate(self: int, other: Any) -> Any:
+        result = whole(self, other)
+        return Scalar(result) if type(result) is int else result
+
+    return operate
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod", "and", "xor"):
+    for _form in (f"__{_name}__", f"__r{_name}__"):
+        setattr(Scalar, _form, _lifted(_form))
+
+
+def _of_scalars(plain: Any, of_tensors: Any) -> Any:
+    def operate(*args: Any) -> Any:
+        if not any(isinstance(x, torch.Tensor) for x in args):
+            return Scalar(plain(*args))
+        return of_tensors(*map(_tensor, args))
+
+    return operate
+
+
+def _tensor(x: Any) -> torch.Tensor:
+    return x if isinstance(x, torch.Tensor) else torch.tensor(x)
+
+
+def _allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
+    if dtype == torch.int64:
+        return Barriers(shape[0])
+    return Memory(torch.full(shape, math.nan, dtype=dtype))
+
+
+def _language(program: int, programs: int) -> types.SimpleNamespace:
+    def specialize(functions: list[tuple[Any, tuple[Any, ...]]], warps: Any, registers: Any) -> None:
+        failed: list[BaseException] = []
+
+        def role(function: Any, args: tuple[Any, ...]) -> None:
+            try:
+                function(*args)
+                assert not local().products and not local().stores
+            except BaseException as e:
+                failed.append(e)
+
+        threads = [threading.Thread(target=role, args=f, daemon=True) for f in functions]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        if failed:
+            raise failed[0]
+
+    nothing = lambda *a, **k: None  # noqa: E731
+    return types.SimpleNamespace(
+        NVMMADistributedLayout=nothing, NVMMASharedLayout=nothing, DotOperandLayout=nothing, SliceLayout=nothing,
+        float32=torch.float32, int64=torch.int64, int32=torch.int32, constexpr=lambda x: x,
+        program_id=lambda axis: Scalar(program), num_programs=lambda axis: programs,
+        arange=lambda a, b, layout: torch.arange(a, b), static_range=range, cdiv=lambda a, b: -(-a // b),
+        zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+        convert_layout=lambda x, layout: x, exp2=torch.exp2, load=load,
+        fma=lambda a, b, c: (a.double() * b + c).float(),
+        where=_of_scalars(lambda c, a, b: a if c else b, torch.where),
+        minimum=_of_scalars(min, torch.minimum), maximum=_of_scalars(max, torch.maximum),
+        allocate_shared_memory=_allocate, warp_specialize=specialize,
+    )  # fmt: skip
+
+
+def _initialise(barrier: Barrier, count: int) -> None:
+    barrier.count = barrier.pending = count
+
+
+MBARRIER = types.SimpleNamespace(
+    MBarrierLayout=lambda: None,
+    init=lambda barrier, count: _initialise(barrier, count),
+    wait=lambda barrier, parity: barrier.wait(int(parity)),
+    arrive=lambda barrier, count=1: barrier._step(count, 0),
+    expect=lambda barrier, bytes: barrier._step(1, bytes),
+)
+
+
+def run(kernel: Any, modules: list[Any], grid: int, *args: Any, **constexprs: Any) -> None:
+    """Run each program of ``kernel``, one after the other, on Described, Pointers and numbers. modules: where the
+    functions that it calls stand, the first one's names winning."""
+    for program in range(grid):
+        names: dict[str, Any] = {}
+        for module in reversed(modules):
+            for name, value in vars(module).items():
+                code = getattr(getattr(value, "fn", None), "__code__", None)
+                names[name] = types.FunctionType(code, names, name) if code else getattr(value, "value", value)
+        names |= {
+            "gl": _language(program, grid), "mbarrier": MBARRIER, "fence_async_shared": lambda: None,
+            "tma": types.SimpleNamespace(store_wait=store_wait), "warpgroup_mma": warpgroup_mma,
+            "warpgroup_mma_wait": warpgroup_mma_wait, "boxed": lambda tile, layout: tile, "tanh": torch.tanh,
+            "load_tile": lambda d, at, barrier, tile: d.load(at, barrier, tile),
+            "store_tile": lambda d, at, tile: d.store(at, tile),
+        }  # fmt: skip
+        names[kernel.fn.__name__](*args, **constexprs)

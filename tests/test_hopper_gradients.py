@@ -1,0 +1,239 @@
+"""Gradients of attention on Hopper where there is no GPU: on the host, compiled, and what is left to others."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import platform
+from functools import partial
+from typing import Any
+
+import pytest
+
+import portakern as pk
+from portakern import testing
+from portakern.core import registry, targets, tilings
+from portakern.core.binder import unchecked
+from portakern.core.call import Call
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("triton", reason="triton is not installed")
+
+from portakern.backends.triton import interpreter, replay  # noqa: E402
+from portakern.backends.triton.descriptors import is_descriptor  # noqa: E402
+from portakern.backends.triton.hopper import _flash, _flash_gradients  # noqa: E402
+from portakern.backends.triton.hopper import attention_vjp as hopper  # noqa: E402
+from portakern.backends.triton.launch import recording  # noqa: E402
+from tests import gluon_on_host as host  # noqa: E402
+
+BACKEND = registry.backend("triton")
+(FAMILY,) = (f for f in BACKEND.families if f.name == "hopper")
+VARIANT = BACKEND.implementation("attention_vjp", FAMILY)
+compiles = pytest.mark.skipif(
+    not (platform.system() == "Linux" and importlib.util.find_spec("triton")), reason="triton is made for Linux alone"
+)
+
+
+def bound(
+    batch: int, q_len: int, kv_heads: int, group: int, kv_len: int, d: int, dv: int | None = None, *,
+    dtype: Any = torch.bfloat16, device: str = "cpu", given: tuple[str, ...] = (), **options: Any,
+) -> Call:  # fmt: skip
+    """A call as on a Hopper GPU, whose arrays are the host's or have no memory (meta). given: optional arrays."""
+    made, heads, dv = torch.Generator().manual_seed(q_len + kv_len), kv_heads * group, dv or d
+
+    def normal(*shape: int, dtype: Any = dtype) -> Any:
+        return torch.empty(shape, dtype=dtype, device=device) if device == "meta" else torch.randn(
+            shape, generator=made).to(dtype)  # fmt: skip
+
+    arrays = {
+        "q": normal(batch, q_len, heads, d),
+        "k": normal(batch, kv_len, kv_heads, d),
+        "v": normal(batch, kv_len, kv_heads, dv),
+        "d_o": normal(batch, q_len, heads, dv),
+    }
+    if device == "meta":
+        lse = normal(batch, heads, q_len, dtype=torch.float32)
+        arrays |= {"o": arrays["d_o"], "lse": lse}
+    else:
+        forward = pk.op("attention", backend="triton")
+        o, lse = forward(*(arrays[n] for n in "qkv"), return_lse=True, **options)
+        arrays |= {"o": o, "lse": lse}
+    more = {
+        "d_lse": lambda: normal(batch, heads, q_len, dtype=torch.float32),
+        "bias": lambda: normal(1, 1, 1, kv_len, dtype=torch.float32),
+        "q_segment_ids": lambda: torch.zeros(batch, q_len, dtype=torch.int32, device=device),
+        "kv_segment_ids": lambda: torch.zeros(batch, kv_len, dtype=torch.int32, device=device),
+    }
+    arrays |= {n: more[n]() for n in given}
+    call: Call = unchecked(registry.find_spec("attention_vjp"), **arrays, **options)
+    return call.replace(target=targets.find("sm_90").target, interpret=False)
+
+
+def tiling_of(call: Call, named: dict[str, int] | None = None) -> Any:
+    return tilings.resolve(VARIANT, call, named or {}).tiling
+
+
+def on_the_host(module: Any, kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
+    """What a launch does, on the host: kernels of ``tl`` interpreted, the others by threads."""
+    if kernel.__name__ != "gradients_kernel":
+        interpreter.run(kernel, grid, *args, **constexprs)
+        return
+
+    def told(x: Any) -> Any:
+        if is_descriptor(x):
+            return host.Described(torch.as_strided(x.base, tuple(x.shape), tuple(x.strides)), tuple(x.block_shape))
+        return host.Pointer(x.view(-1)) if isinstance(x, torch.Tensor) else x
+
+    host.run(kernel, [module, _flash], grid, *map(told, args), plan=constexprs["plan"])
+
+
+CASES = {
+    "causal": ((1, 130, 1, 2, 130, 64), {"is_causal": True}),
+    "band": ((1, 100, 1, 2, 170, 64), {"window": (40, 10), "softcap": 5.0, "given": ("d_lse",)}),
+    "more queries than keys": ((2, 90, 1, 3, 40, 72, 40), {"is_causal": True, "dtype": torch.float16}),
+    "wide": ((1, 70, 1, 1, 140, 256), {"window": (None, 90), "scale": -0.2}),
+    "programs that stay": ((2, 300, 2, 1, 100, 64), {}),
+    "one": ((1, 1, 1, 1, 1, 64), {}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _two_processors(monkeypatch):
+    monkeypatch.setattr(hopper, "processors", lambda device: 2)
+
+
+def worst(call: Call, module: Any = _flash_gradients, **named: int) -> float:
+    """The largest share of its bound that the error of an element takes, in a run on the host."""
+    with recording(partial(on_the_host, module)):
+        outputs = VARIANT.run(call, tiling_of(call, named))
+    return max(testing.compare_call(call, [call.framework.to_numpy(x) for x in outputs if x is not None]).values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_role_meets_the_bound(name):
+    """Barriers that are waited for, buffers that are handed back, rows that are masked: see ``gluon_on_host`` for what
+    is not looked at."""
+    shape, more = CASES[name]
+    assert worst(bound(*shape, **more)) <= 1
+
+
+@pytest.mark.parametrize("named", [{"kept": 1, "dq_kept": 1}, {"ahead": 1, "dq_ahead": 1, "dq_block_kv": 64}], ids=str)
+def test_every_plan_meets_the_bound(named):
+    shape, more = CASES["causal"]
+    assert worst(bound(*shape, **more), **named) <= 1
+
+
+FAULTS = {
+    "a buffer is handed back while it is read": (
+        "causal",
+        "        if plan.want_second:\n            p16",
+        "        mbarrier.arrive(guests.empty.index(stage), count=1)\n        if plan.want_second:\n            p16",
+    ),
+    "dP is taken before it is there": ("causal", "wait(1 if plan.want_second else 0, deps=[d_p]", "wait(2, deps=[d_p]"),
+    "statistics are not waited for": ("causal", " + (8 * block if plan.by_key else 0)", ""),
+    "rows at home are fetched over gradients that leave": (
+        "programs that stay",
+        "mbarrier.wait(home.empty.index(g), (count & 1) ^ 1)",
+        "0",
+    ),
+    "one head's queries come by for all of its group": ("causal", "guest, guest + 1)", "guest, guest)"),
+    "a head's first queries are left out": (
+        "causal",
+        "where(start < last, start, first)",
+        "where(start < last, start, first + block)",
+    ),
+    "a tile at the edge is taken for one that all see": (
+        "causal",
+        "(start < own.all_lo) | (start + d",
+        "(start > start + d",
+    ),
+    "no slope of the softcap": ("band", "d = d * (1.0 - t * t)", "d = d"),
+    "scale is left out": ("wide", "(d_first * scale)", "d_first"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(fault, tmp_path, monkeypatch):
+    monkeypatch.setattr(host, "PATIENCE", 2.0)
+    case, old, new = FAULTS[fault]
+    source = inspect.getsource(_flash_gradients)
+    assert old in source
+    file = tmp_path / "faulty.py"
+    file.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location("faulty", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    shape, more = CASES[case]
+    with pytest.raises((testing.Broken, AssertionError, TimeoutError)):
+        worst(bound(*shape, **more), module)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"dtype": torch.float32}, "float32 goes to the portable kernel"),
+        ({"given": ("bias",)}, "bias goes to the portable kernel"),
+        ({"given": ("q_segment_ids", "kv_segment_ids")}, "q_segment_ids goes to the portable kernel"),
+        ({"d": 12}, "head dimensions 12 and 12: this kernel takes multiples of 8 up to 256"),
+        ({"d": 264}, "up to 256"),
+        ({"d": 136, "dv": 72}, None),
+        ({"d": 256, "softcap": 3.0, "window": (9, 0), "given": ("d_lse",)}, None),
+        ({"d": 128, "is_causal": True, "dtype": torch.float16}, None),
+    ],
+    ids=str,
+)
+def test_what_is_left_to_the_portable_kernel(more, why):
+    call = bound(1, 90, 1, 2, 100, **{"d": 64, **more}, device="meta")
+    found = hopper.supports(call, tilings.default(VARIANT, call).tiling)
+    assert found is None if why is None else why in found
+
+
+def test_what_has_no_room_is_refused():
+    call = bound(1, 90, 1, 1, 1000, 128, device="meta")
+    tiling = dict(tiling_of(call))
+    for named, why in (
+        ({"block_q": 256}, "takes 32, 64 or 128"),
+        ({"block_q": 128}, "registers a thread"),
+        ({"num_stages": 8}, "bytes of shared memory"),
+        ({"dq_stages": 8}, "bytes of shared memory"),
+    ):
+        assert why in hopper.supports(call, {**tiling, **named})
+    capped = bound(1, 90, 1, 1, 1000, 128, device="meta", softcap=5.0)
+    assert tiling_of(capped)["block_q"] < tiling["block_q"]  # tanh takes registers beside scores
+
+
+@pytest.mark.parametrize("given", [(), ("d_lse",)])
+def test_calls_of_a_form_are_replayed(given):
+    call = bound(1, 130, 2, 2, 130, 64, is_causal=True, given=given)
+    launches: list[tuple[str, int]] = []
+    with recording(lambda kernel, grid, args, constexprs: launches.append((kernel.__name__, grid))):
+        _, again = replay.learn(VARIANT, call, tiling_of(call))
+        first = list(launches)
+        assert [name for name, _ in first] == ["statistics_kernel", "gradients_kernel", "gradients_kernel"]
+        assert again is not None
+        launches.clear()
+        again(call.arrays)
+    assert launches == first
+
+
+def test_a_gradient_that_nobody_wants_is_not_computed():
+    call = bound(1, 130, 2, 2, 130, 64, device="meta", is_causal=True)
+    tiling = tiling_of(call)
+    for wants in (("d_q",), ("d_k",), ("d_v",), ("d_k", "d_v")):
+        (plan,) = hopper.plans(call.replace(wants=wants), tiling).values()
+        assert plan.by_key == ("d_q" not in wants)
+        assert (plan.want_first, plan.want_second) == (wants[0] != "d_v", "d_v" in wants)
+    wide = bound(1, 130, 2, 2, 130, 256, device="meta")
+    assert len(hopper.plans(wide, tiling_of(wide))) == 3, "sums of both do not fit beside each other"
+
+
+@compiles
+@pytest.mark.parametrize(("d", "wants", "spilled"), [(64, ("d_k", "d_v"), 0), (128, ("d_q",), 0)])
+def test_they_compile_for_hopper_and_products_do_not_wait(d, wants, spilled):
+    call = bound(4, 4096, 8, 4, 4096, d, device="meta", is_causal=True).replace(wants=wants)
+    built = FAMILY.load_compiler().build(VARIANT, call, tiling_of(call))
+    assert [k.name for k in built.kernels] == ["statistics_kernel", "gradients_kernel"]
+    for kernel in built.kernels:
+        assert kernel.over(targets.find("sm_90")) is None and not kernel.serialised
+        assert (kernel.spills or 0) <= spilled
+    assert any("GMMA" in i for i in kernel.matrix)
