@@ -166,9 +166,8 @@ def test_checkpoints_are_kept():
     model = build(num_hidden_layers=2)
     want, called = step(model), []
     model.gradient_checkpointing_enable()
-    with portakern.torch.apply(model, backend="reference"):
-        with pk.observe(lambda s: called.append(s.call.spec.name)):
-            close(step(model), want)
+    with portakern.torch.apply(model, backend="reference"), pk.observe(lambda s: called.append(s.call.spec.name)):
+        close(step(model), want)
     assert called.count("attention") == 4  # each layer once again for its gradients
 
 

@@ -157,8 +157,8 @@ def apply(
     Args:
       model: changed in place; a model of transformers, or any module with PyTorch's norms inside.
       backend: who must serve it; None: chosen from the arrays of each call.
-      parts: which of PARTS to serve ("norm", "add_norm", "attention", "rope", "gate", "loss", "linear_loss"); None: all.
-        A residual is added by its norm, so that "add_norm" needs "norm".
+      parts: which of PARTS to serve ("norm", "add_norm", "attention", "rope", "gate", "loss", "linear_loss"); None:
+        all. A residual is added by its norm, so that "add_norm" needs "norm".
       otherwise: what becomes of a norm, a feed-forward layer or an attention that is not known: "raise" names its
         class; "torch" leaves it with PyTorch, and the table says why.
 
@@ -283,10 +283,10 @@ class _Plan:
         """The outermost models of transformers inside the model."""
         inside: set[int] = set()
         for module in self.model.modules():
-            if hasattr(module, "set_attn_implementation") and hasattr(module, "config") and id(module) not in inside:
-                if any(c.__name__ == "PreTrainedModel" for c in type(module).__mro__):
-                    inside.update(id(m) for m in module.modules())
-                    yield module
+            is_one = any(c.__name__ == "PreTrainedModel" for c in type(module).__mro__)
+            if is_one and hasattr(module, "set_attn_implementation") and id(module) not in inside:
+                inside.update(id(m) for m in module.modules())
+                yield module
 
     def _read_attention(self, pretrained: Any) -> None:
         """Attention goes by transformers' interface, which the modules of the model ask."""

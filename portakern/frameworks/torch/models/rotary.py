@@ -27,4 +27,6 @@ def served_rotary(module: nn.Module, backend: str | None) -> tuple[str, Callable
     theirs = forward.__globals__.get(NAME)
     if theirs is None or not function_is(theirs, PROTOTYPE):
         return f"an {NAME} that is not that of Llama"
-    return "rope", with_names(forward, f"rope_{backend}", {NAME: functools.partial(apply_rotary_pos_emb, backend=backend)})
+    return "rope", with_names(
+        forward, f"rope_{backend}", {NAME: functools.partial(apply_rotary_pos_emb, backend=backend)}
+    )
