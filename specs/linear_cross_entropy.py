@@ -108,8 +108,14 @@ def as_product(call: Call, a: np.ndarray, b: np.ndarray, dtype: str | None = Non
 
 def of_matmul(call: Call, measure: str, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """What matmul's ``measure`` ("bound" or "spread") says of c = a b."""
-    (found,) = getattr(matmul, measure)(as_product(call, a, b), (c,))
-    return np.asarray(found)
+    (found,) = measured(as_product(call, a, b), measure, c)
+    return found
+
+
+def measured(of: Call, measure: str, *outputs: np.ndarray) -> tuple[np.ndarray, ...]:
+    """What the ``measure`` ("bound" or "spread") of a call's op says of its outputs."""
+    found: tuple[np.ndarray, ...] = getattr(of.spec, measure)(of, outputs)
+    return found
 
 
 class Logits(NamedTuple):
@@ -178,7 +184,7 @@ def bracket_error(call: Call, at: Logits, of: Call, b: np.ndarray, shift: np.nda
     cross_entropy_vjp's own bound, to which comes that p is exp of a difference which is off by err + ``shift``, as far
     as lse is off; no p is more than ``most`` too large.
     """
-    (own,) = cross_entropy_vjp.bound(of, (b,))
+    (own,) = measured(of, "bound", b)
     lse, z = of.arrays["lse"][:, None], call.options["z_loss"]
     g, w = magnitude(of.arrays["d_loss"])[:, None], 1 + 2 * z * magnitude(lse)
     theta = at.err + shift[:, None]
@@ -224,7 +230,7 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         z, e = call.options["z_loss"], call.options["label_smoothing"]
         rise = at.rise()
         exact = cross_entropy_outputs(call, at)
-        own = cross_entropy.bound(at.losses(call), exact)
+        own = measured(at.losses(call), "bound", *exact)
         hit = np.take_along_axis(at.err, np.clip(at.labels, 0, call.dims["n"] - 1)[:, None], -1)[:, 0]
         of_loss = rise * (1 + 2 * z * magnitude(exact[1]) + z * rise) + (1 - e) * hit
         of_loss = of_loss + e * at.err.mean(-1) if e else of_loss
@@ -267,7 +273,7 @@ def bracket_variance(call: Call, at: Logits, of: Call, b: np.ndarray) -> tuple[n
     that of the logits they are made of, (rows, n). +inf, not known, where a logit is off by so much that p does not
     follow in proportion (``LINEAR``)."""
     h, w = rows_of(call), call.arrays["weight"].T
-    (own,) = cross_entropy_vjp.spread(of, (b,))
+    (own,) = measured(of, "spread", b)
     lse = of.arrays["lse"][:, None]
     p = np.exp(at.x - lse) * (1 + 2 * call.options["z_loss"] * lse)
     s_x = of_matmul(call, "spread", h, w, at.x)
@@ -309,7 +315,7 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         of = at.brackets(call, exact[1], np.ones(len(h)))
         b, share = bracket_values(of), Weights.of(at.x, -1).p
         of_x = of_matmul(call, "spread", h, w.T, at.x) ** 2
-        own = cross_entropy.spread(at.losses(call), exact)
+        own = measured(at.losses(call), "spread", *exact)
         found: list[Any] = [
             np.where(at.counted, np.sqrt(s**2 + (magnitude(a) ** 2 * of_x).sum(-1)), 0.0)
             for s, a in zip(own, (b, share), strict=True)

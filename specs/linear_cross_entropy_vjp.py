@@ -96,7 +96,8 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 
     E_b is a bracket's there, for S = 0: lse is taken as it was saved.
     """
-    unit, found = units(call), [None, None]
+    unit = units(call)
+    found: list[Any] = [None, None]
     with np.errstate(all="ignore"):
         g, slope = call.arrays["d_loss"][..., None], call.arrays["slope"]
         if ref[0] is not None:
@@ -128,7 +129,7 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     A bracket that outweighs the others of its class is one draw for all columns: 8/n makes room for what n classes may
     draw.
     """
-    found = [None, None]
+    found: list[Any] = [None, None]
     with np.errstate(all="ignore"):
         if ref[0] is not None:
             variance = np.where(counted(call), (KAPPA * units(call).u * magnitude(ref[0])) ** 2, 0.0)
@@ -137,7 +138,8 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
             at, h = Logits.of(call), rows_of(call)
             of, b = brackets(call, at)
             product = of_matmul(call, "spread", b.T, h, ref[1])
-            variance = sum(bracket_variance(call, at, of, b))
+            rounds, moved = bracket_variance(call, at, of, b)
+            variance = rounds + moved
             unknown = (np.isinf(variance).any(0, keepdims=True) | lost(call, b, 0)).T
             met = np.where(unknown, 0.0, variance.T) @ magnitude(h) ** 2
             found[1] = np.where(unknown, inf, np.sqrt(product**2 + (1 + 8 / call.dims["n"]) * met))

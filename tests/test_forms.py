@@ -3,6 +3,7 @@
 import functools
 import gc
 import importlib
+import math
 import threading
 import weakref
 
@@ -111,6 +112,26 @@ def test_what_is_refused_is_refused_beside_kept_forms():
         op(x, axs=0)
     with pytest.raises(pk.SpecError, match="missing"):
         op()
+
+
+def test_parts_of_arrays_are_replayed():
+    """Rows in chunks, a ragged last one among them, and classes in chunks; of arrays that begin within others too."""
+    for name, tiling in (("linear_cross_entropy", {"chunk_rows": 16}), ("linear_cross_entropy_vjp", {"chunk_n": 16})):
+        kept = pk.op(name, backend="triton", tiling=tiling)
+        spec = kept.spec
+        dims, options = {"batch": (40,), "n": (50,), "d": (24,)}, {} if spec.is_vjp else {"return_slope": True}
+        remembered.forget()
+        for seed in range(4):
+            rng = torch.Generator().manual_seed(seed)
+            arrays = {}
+            for a in spec.arrays:
+                shape = [n for d in a.dims for n in dims[d.factors[0]]]
+                x = torch.randn(8 + math.prod(shape), generator=rng)[8:].view(shape)
+                arrays[a.name] = x.argsort(0) if a.name == "labels" else x
+            got = flat(kept(**arrays, **options))
+            assert same_bits(got, flat(made_anew(kept)(**arrays, **options))), (name, seed)
+        (plan,) = kept.choice.plans.values()
+        assert plan.serve.__name__ == "replay", name
 
 
 def test_gradients_of_later_calls_are_those_of_a_first():

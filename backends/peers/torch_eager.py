@@ -80,7 +80,12 @@ def geglu(gate: Any, up: Any, *, approximate: str = "none") -> Any:
     return functional.gelu(gate, approximate=approximate) * up
 
 
-@provides(BACKEND, refuses=one_dtype)
+def any_x(call: Call) -> dict[str, Any]:
+    """What rope's gradients may be taken at: they are the same everywhere."""
+    return {"x": call.arrays["d_y"].clone()}
+
+
+@provides(BACKEND, refuses=one_dtype, before=any_x)
 def rope(x: Any, cos: Any, sin: Any) -> Any:
     """As models write it, of halves: the tables twice beside each other, and the half that is turned made anew."""
     import torch

@@ -63,16 +63,31 @@ def _where_aligned(again: Run, impl: Implementation, call: Call, tiling: Mapping
     return replay
 
 
+class _Part(NamedTuple):
+    """A part of an input or of an allocation: where it begins, in elements from there, and its form."""
+
+    of: str | int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+_Place = str | int | _Part
+"""Where a launch's tensor comes from: an input's name, an allocation's number, or a part of either."""
+
+
 class _Shape(NamedTuple):
     """The structure of a replay, which many forms share.
 
     Attributes:
       arrays: names of the inputs that are read; like: for each allocation the input that it is like, or None.
-      launches: for each launch its tensors, an input's name, an allocation's number, or None. outputs: as numbers.
+      parts: what each is a part of. launches: for each launch its tensors: an input's name, an allocation's number, a
+        part's name, or None. outputs: as numbers.
     """
 
     arrays: tuple[str, ...]
     like: tuple[str | None, ...]
+    parts: tuple[str | int, ...]
     launches: tuple[tuple[str | int | None, ...], ...]
     outputs: tuple[int | None, ...]
 
@@ -82,7 +97,7 @@ def _written_down(call: Call, tape: Tape, outputs: tuple[Any, ...]) -> Run | Non
     forms = [(t.shape, t.stride(), t.dtype, t.device) for t in tape.made]
     slots: list[int | None] = []
     for out in outputs:  # an output may be a view of what was allocated, of another shape
-        slot = None if out is None else _place(out, {}, tape.made)
+        slot = None if out is None else _beginning(out, {}, tape.made)
         if out is not None and (slot is None or slot in slots or out.numel() != tape.made[int(slot)].numel()):
             return None
         if isinstance(slot, int):
@@ -98,12 +113,43 @@ def _written_down(call: Call, tape: Tape, outputs: tuple[Any, ...]) -> Run | Non
         launches.append(places)
         runs.append(prepare(kernel, grid, call.replace(arrays={}), args[:count], args[count:], constexprs))
     like = tuple(next((n for n, a in given.items() if _is_like(a, form)), None) for form in forms)
-    used = {n for places in launches for n in places if isinstance(n, str)} | {n for n in like if n}
-    make = _writer(_Shape(tuple(n for n in given if n in used), like, tuple(launches), tuple(slots)))
-    return make(forms, runs, launcher.current_device)
+    found = dict.fromkeys(p for places in launches for p in places)
+    parts = {p: f"part{i}" for i, p in enumerate(p for p in found if isinstance(p, _Part))}
+    used = {p for p in (*found, *(p.of for p in parts), *like) if isinstance(p, str)}
+    named = tuple(tuple(parts[p] if isinstance(p, _Part) else p for p in places) for places in launches)
+    read = tuple(n for n in given if n in used)
+    make = _writer(_Shape(read, like, tuple(p.of for p in parts), named, tuple(slots)))
+    return make(forms, [p[1:] for p in parts], runs, launcher.current_device)
 
 
-def _place(tensor: torch.Tensor, given: Mapping[str, torch.Tensor], made: list[torch.Tensor]) -> str | int | None:
+def _place(tensor: torch.Tensor, given: Mapping[str, torch.Tensor], made: list[torch.Tensor]) -> _Place | None:
+    """Where a tensor comes from: what begins where it does, or the one input or allocation that it lies in. A part that
+    begins at another multiple of bytes than 16 is left out: what lies in it would not be as aligned as the whole."""
+    whole = _beginning(tensor, given, made)
+    if whole is not None:
+        return whole
+    start = tensor.data_ptr()
+    known: list[tuple[str | int, torch.Tensor]] = [*given.items(), *enumerate(made)]
+    found = [
+        (p, start - other.data_ptr())
+        for p, other in known
+        if other.dtype == tensor.dtype
+        and other.device == tensor.device
+        and 0 <= start - other.data_ptr() < _held(other)
+    ]
+    if len(found) != 1 or found[0][1] % 16:
+        return None
+    (of, after), size = found[0], tensor.element_size()
+    return _Part(of, after // size, tuple(tensor.shape), tensor.stride())
+
+
+def _held(x: torch.Tensor) -> int:
+    """The bytes from a tensor's first element to its last."""
+    last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    return (last + 1) * x.element_size() if x.numel() else 0
+
+
+def _beginning(tensor: torch.Tensor, given: Mapping[str, torch.Tensor], made: list[torch.Tensor]) -> str | int | None:
     """Where a tensor comes from: the one input or allocation that begins where it does, since a kernel is told of a
     tensor where it begins and what it holds, and of strides in numbers. None where that is not clear."""
     known: list[tuple[str | int, torch.Tensor]] = [*given.items(), *enumerate(made)]
@@ -115,7 +161,7 @@ def _place(tensor: torch.Tensor, given: Mapping[str, torch.Tensor], made: list[t
     return found[0] if len(found) == 1 else None
 
 
-def _unplaced(tensors: tuple[Any, ...], places: tuple[str | int | None, ...]) -> bool:
+def _unplaced(tensors: tuple[Any, ...], places: tuple[_Place | None, ...]) -> bool:
     return any(place is None and t is not None for t, place in zip(tensors, places, strict=True))
 
 
@@ -138,6 +184,7 @@ def _writer(shape: _Shape) -> Callable[..., Run]:
     made = range(len(shape.like))
     outer = [f"shape{i}, strides{i}, dtype{i}, device = forms[{i}]" for i in made]
     outer += [f"shape{i} = tuple(shape{i})" for i in made]  # the shortcut takes tuples alone, and no torch.Size
+    outer += [f"offset{i}, shape_of{i}, strides_of{i} = parts[{i}]" for i in range(len(shape.parts))]
     outer += [f"run{i} = runs[{i}]" for i in range(len(shape.launches))]
     outer += ["quick = quick_on(device)"] * bool(made)
     body = [f"{n} = arrays[{n!r}]" for n in shape.arrays]
@@ -147,12 +194,22 @@ def _writer(shape: _Shape) -> Callable[..., Run]:
         body += ["else:"]
         spelled = [f"empty_strided(shape{i}, strides{i}, dtype=dtype{i}, device=device)" for i in made]
         body += [f"    made{i} = {f'empty_like({n})' if n else spelled[i]}" for i, n in enumerate(shape.like)]
-    body += [f"run{i}({', '.join(map(named, places))})" for i, places in enumerate(shape.launches)]
+    taking = {
+        f"part{i}": f"part{i} = as_strided({of}, shape_of{i}, strides_of{i}, {of}.storage_offset() + offset{i})"
+        for i, of in enumerate(map(named, shape.parts))
+    }
+    for i, places in enumerate(shape.launches):
+        body += [taking.pop(p) for p in dict.fromkeys(places) if p in taking]
+        body += [f"run{i}({', '.join(map(named, places))})"]
     returned = "".join(named(o) + ", " for o in shape.outputs)
-    lines = ["def make(forms, runs, current_device):", *(f"    {line}" for line in outer), "    def replay(arrays):"]
+    lines = [
+        "def make(forms, parts, runs, current_device):",
+        *(f"    {line}" for line in outer),
+        "    def replay(arrays):",
+    ]
     lines += [*(f"        {line}" for line in body), f"        return ({returned})", "    return replay"]
     env: dict[str, Any] = {"empty_like": torch.empty_like, "empty_strided": torch.empty_strided, "quick_on": _quick_on}
-    env |= {"deterministic": torch._C._get_deterministic_algorithms}
+    env |= {"deterministic": torch._C._get_deterministic_algorithms, "as_strided": torch.as_strided}
     exec(compile("\n".join(lines), "<replay>", "exec"), env)  # the text derives from the spec's names and numbers alone
     make: Callable[..., Run] = env["make"]
     return make

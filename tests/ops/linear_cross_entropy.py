@@ -73,7 +73,7 @@ def case(rng, dtype, regime):
 
 def large_case(rng, dtype, regime):
     options = any_options(rng)
-    rows, n, d = pick(rng, [300, 700]), pick(rng, [17, 65]), pick(rng, [16, 40])
+    rows, n, d = pick(rng, [120, 300]), pick(rng, [17, 65]), pick(rng, [16, 40])
     return arrays_of(rng, dtype, rows, n, d, regime, options["ignore_index"]), options
 
 

@@ -27,6 +27,7 @@ from portakern.backends.pallas.tpu import cross_entropy_vjp as brackets
 from portakern.backends.pallas.tpu import matmul as products
 from portakern.backends.pallas.tpu._chip import dtype_refused
 from portakern.backends.pallas.tpu.family import FAMILY
+from portakern.backends.pallas.tpu.layernorm import supports as along_rows
 from portakern.core.call import Call
 from portakern.core.registry import find_spec
 from portakern.core.tilings import default
@@ -92,8 +93,8 @@ def refused(call: Call, rows: int, n: int, d: int) -> str | None:
     makes = {"batch": (), "m": rows, "n": n, "k": d}
     return (
         products.supports(*inner(call, products, makes, x, x))
-        or losses.supports(*inner(call, losses, dims, x, labels), held=losses.HELD)
-        or brackets.supports(*inner(call, brackets, dims, x, labels, numbers, numbers), held=brackets.HELD)
+        or along_rows(*inner(call, losses, dims, x, labels), held=losses.HELD)
+        or along_rows(*inner(call, brackets, dims, x, labels, numbers, numbers), held=brackets.HELD)
     )
 
 

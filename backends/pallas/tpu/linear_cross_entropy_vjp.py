@@ -24,6 +24,8 @@ from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.tpu import cross_entropy_vjp as brackets
 from portakern.backends.pallas.tpu._rows import Walk, launched
+from portakern.backends.pallas.tpu.layernorm import supports as along_rows
+from portakern.backends.pallas.tpu.layernorm import walk_of
 from portakern.backends.pallas.tpu.linear_cross_entropy import inner, multiply, one_after_another, refused
 from portakern.core.call import Call
 
@@ -41,7 +43,7 @@ def default_tiling(call: Call) -> dict[str, int]:
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     rows, n, d = math.prod(call.dims["batch"]), min(tiling["chunk_n"], call.dims["n"]), call.dims["d"]
-    reason = brackets.supports(*scaling(call), held=brackets.HELD) if "d_hidden" in call.wants else None
+    reason = along_rows(*scaling(call), held=brackets.HELD) if "d_hidden" in call.wants else None
     if reason or "d_weight" not in call.wants:
         return reason
     return refused(call, rows, n, d) or refused(call, n, d, rows)
@@ -68,7 +70,7 @@ def kernel(ref: Refs, *, walk: Walk, ignored: int) -> None:
 
 def hidden_gradient(call: Call) -> jax.Array:
     of, tiles = scaling(call)
-    slope, walk = call.arrays["slope"], brackets.walk_of(of, tiles)._replace(sweeps=1)
+    slope, walk = call.arrays["slope"], walk_of(of, tiles)._replace(sweeps=1)
     of_rows = {"labels": call.arrays["labels"].astype(jnp.int32), "d_loss": call.arrays["d_loss"].astype(jnp.float32)}
     found = launched(
         of.replace(spec=call.spec),

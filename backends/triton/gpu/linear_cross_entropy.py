@@ -25,8 +25,9 @@ from portakern.backends.triton.gpu import cross_entropy as losses
 from portakern.backends.triton.gpu import cross_entropy_vjp as brackets
 from portakern.backends.triton.gpu import matmul as portable
 from portakern.backends.triton.gpu.family import FAMILY
+from portakern.backends.triton.gpu.softmax import refuse_tile
 from portakern.backends.triton.launch import torch_dtype
-from portakern.backends.triton.layout import fresh, pow2_at_least
+from portakern.backends.triton.layout import fresh
 from portakern.backends.triton.outline import Outline
 from portakern.core.registry import find_spec
 from portakern.core.tilings import default
@@ -97,8 +98,9 @@ def key(call: Call) -> dict[str, str | int]:
 
 
 def default_tiling(call: Call) -> dict[str, int]:
-    """As many rows as give the product with weight, of few columns, a tile for each multiprocessor: 2^22 elements."""
-    return {"chunk_rows": pow2_at_least(2**22 // call.dims["d"], 256, 2048)}
+    """Rows enough that the product with weight, of few columns, has tiles for all multiprocessors: on an H100 at 8192
+    rows of 4096 columns, 128256 classes, 2048 take 24.9 ms, 512 34.8, 1024 26.9 and 4096 25.6."""
+    return {"chunk_rows": 2048}
 
 
 def supports(
@@ -111,7 +113,7 @@ def supports(
         refuse_parts(call, rows, tiling["chunk_rows"], "chunk_rows")
         or refused(call, chunk, n, d)
         or refused(call, chunk, d, n)
-        or next(filter(None, (losses.refuse_tile(call, walk, chunk) for walk in walks)), None)
+        or next(filter(None, (refuse_tile(call, walk, chunk) for walk in walks)), None)
     )
 
 
@@ -142,7 +144,7 @@ def in_chunks(call: Call, tiling: Mapping[str, int], multiply: Product) -> tuple
             b = overwritten(x)
             brackets.gradient_into(call, x, t, own_lse, None, b, back, 0, n)
             multiply(call, b, weight, own_slope)
-    found = {"loss": loss, "lse": lse, "slope": slope}
+    found: dict[str, Any] = {"loss": loss, "lse": lse, "slope": slope}
     shapes = call.outputs
     return tuple(found[o.name].reshape(shapes[o.name][0]) if o.name in call.wants else None for o in call.spec.outputs)
 

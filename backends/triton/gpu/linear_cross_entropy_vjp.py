@@ -35,6 +35,7 @@ from portakern.backends.triton.gpu.linear_cross_entropy import (
     refused,
     scratch,
 )
+from portakern.backends.triton.gpu.softmax import refuse_tile
 from portakern.backends.triton.gpu.swiglu import tile_of
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh, pow2_at_least, row_start, walk_rows
@@ -60,8 +61,9 @@ def scale_rows_kernel(x, labels, factor, y, rows, rows_inner, n, steps, ignored,
 
 
 def default_tiling(call: Call) -> dict[str, int]:
-    """About as many classes as hidden has columns: their logits take as much memory as hidden does."""
-    return {"chunk_n": pow2_at_least(call.dims["d"], 2048, 8192)}
+    """About as many classes as hidden has columns, whose logits take as much memory as hidden does; but not few:
+    on an H100 at 8192 rows of 4096 columns 2048 classes take 29.1 ms, 4096 27.3, 8192 26.1 and 16384 26.3."""
+    return {"chunk_n": pow2_at_least(call.dims["d"], 4096, 8192)}
 
 
 def supports(
@@ -71,7 +73,7 @@ def supports(
     chunk = min(tiling["chunk_n"], n)
     walks = {"d_hidden": (scaling(call), d), "d_weight": (bracketing(call, chunk), chunk)}
     reasons = [
-        brackets.refuse_tile(call, walk, rows * cdiv(length, walk["block_n"]))
+        refuse_tile(call, walk, rows * cdiv(length, walk["block_n"]))
         for name, (walk, length) in walks.items()
         if name in call.wants
     ]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu import linear_cross_entropy_vjp as portable
+from portakern.backends.triton.gpu.linear_cross_entropy import key
 from portakern.backends.triton.hopper.linear_cross_entropy import multiply, refused
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 @BACKEND.implements(
     "linear_cross_entropy_vjp",
-    key=portable.key,
+    key=key,
     tiling=portable.default_tiling,
     supports=partial(portable.supports, refused=refused),
 )
