@@ -5,7 +5,7 @@ A kernel's figure is the larger of what its program takes and of what memory tak
 program is compiled with operands that come from device memory, and of products also with operands wherever libtpu likes
 them; the lower counts. JAX's flash and splash attention are compiled with each of a few sets of blocks, and the best
 counts; since libtpu does not follow splash's map of blocks, kernels are compared with theirs by the bundles that they
-issue.
+issue. Where two cores share a launch, as on v4 and v5p, the one counts that takes longer.
 
     python benchmarks/tpu_cycles.py --target v5e --target v5p --target v6e [--only matmul] [--json FILE]
 
@@ -42,8 +42,9 @@ from tpu_programs import BLOCKS, CASES, LIKED, PEERS, Program
 from portakern import results
 from portakern.benchmarking.suites import parse_shape
 from portakern.compiling import cache, forms
-from portakern.core import registry, targets, tilings
-from portakern.core.backend import Backend, Family
+from portakern.core import registry, targets
+from portakern.core.backend import Backend, Family, Implementation
+from portakern.core.call import Call
 from portakern.files import cache_folder, write_atomically
 from portakern.tuning.asked import Asked, of_op
 
@@ -127,22 +128,31 @@ class Asking:
 
     @property
     def file(self) -> Path:
-        """Where the result is kept: named after all that it depends on."""
+        """Where the result is kept: named after the program, the compiler and how its answer is read, and of a program
+        of this package after its tiling and its kernels' text as well. What else the package holds may change."""
         backend, family = pallas()
-        op = CASES[self.case][0]
-        compiler = family.load_compiler()
-        modules = [family.compiler or "", *([backend.where(op, family) or ""] if self.who == "ours" else [])]
+        hardware, compiler = targets.find(self.target), family.load_compiler()
+        readers = [family.compiler or "", "portakern.compiling.build"]
         what = [
-            self.target, self.case, CASES[self.case], self.who, self.blocks, cache.digest(modules),
-            compiler.versions(targets.find(self.target)),
+            self.target, self.case, CASES[self.case], self.who, self.blocks, compiler.versions(hardware), repr(hardware),
+            cache.digest(readers, within=[readers[0].rpartition(".")[0]]), *map(inspect.getsource, (measured, estimates)),
         ]  # fmt: skip
         if self.who != "ours":
             what.append([inspect.getsource(part) for part in vars(tpu_programs).values() if inspect.isfunction(part)])
         else:
-            tables = [p for p in tilings.files(family.package, backend.name) if p.is_file()]
-            what += [json.loads(p.read_text(encoding="utf-8"))["ops"].get(op) for p in tables]
+            module = backend.where(CASES[self.case][0], family) or ""
+            what += [cache.digest([module], within=[family.package.rpartition(".")[0]]), dict(self.bound[2])]
         name = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
         return cache_folder() / "tpu-cycles" / f"{name}.json"
+
+    @property
+    def bound(self) -> tuple[Implementation, Call, Mapping[str, int]]:
+        """What serves the case, its call on arrays without memory, and its tiling."""
+        (op, dtype, dims), (backend, family) = CASES[self.case], pallas()
+        spec, impl = registry.find_spec(op), backend.implementation(op, family)
+        assert impl is not None
+        asked: Asked = of_op(spec, dtype, parse_shape(dims))
+        return impl, *forms.abstract_call(spec, impl, asked.form, targets.find(self.target), {})
 
 
 def pallas() -> tuple[Backend, Family]:
@@ -265,25 +275,20 @@ def serve(target: str, folder: str) -> None:
 
 def measured(target: str, case: str, who: str, blocks: tuple[int, ...], folder: Path) -> Found:
     """Compile one program here."""
-    hardware, (op, dtype, dims) = targets.find(target), CASES[case]
-    spec = registry.find_spec(op)
-    asked: Asked = of_op(spec, dtype, parse_shape(dims))
-    b, family = pallas()
-    impl = b.implementation(op, family)
-    assert impl is not None
-    call, tiling = forms.abstract_call(spec, impl, asked.form, hardware, {})
-    compiler = family.load_compiler()
+    hardware, compiler = targets.find(target), pallas()[1].load_compiler()
+    impl, call, tiling = Asking(target, case, who, blocks).bound
     if who in LIKED:
         cost = tpu_programs.xla(call).lower().compile().cost_analysis()
         estimated = sum(estimates(folder).values())
         for path in (folder / "dump").glob("*.txt"):
             path.unlink()
-        a_cycle = (hardware.bandwidth or math.nan) / (hardware.clock or math.nan) / (hardware.cores or 1)
+        cores = (hardware.cores or 1) / compiler.TOGETHER.get(target, 1)
+        a_cycle = (hardware.bandwidth or math.nan) / (hardware.clock or math.nan) / cores
         memory = cost["bytes accessed"] / a_cycle
         return {"least": round(max(estimated, memory)) if estimated else None, "moved": round(cost["bytes accessed"])}
     traced = compiler.traced(impl, call, tiling) if who == "ours" else PEERS[who](call, blocks)
     kernels = compiler.kernels_of(traced, call.target)
-    if op.endswith("_vjp"):  # a peer's forward pass comes along
+    if call.spec.is_vjp:  # a peer's forward pass comes along
         kernels = [k for k in kernels if "_fwd" not in k.name]
     around = 0
     for name, cycles in estimates(folder).items():

@@ -109,7 +109,7 @@ class Benchmark:
 _KERNEL = {
     "name": "text", "launches": "count", "threads": "count?", "registers": "count?", "spills": "count?",
     "on_chip": "integers", "occupancy": "number?",
-    "matrix": "integers", "code_bytes": "count?", "cycles": "count?", "issued": "count?", "moved": "count?",
+    "matrix": "integers", "code_bytes": "count?", "cycles": "count?", "issued": "count?", "moved": "count?", "cores": "count?",
     "undefined": "list", "serialised": "list?",
 }  # fmt: skip
 _COUNTS = dict.fromkeys(("refused", "tilings_refused", "cells", "layouts", "edges", "laws"), "integers")
@@ -157,7 +157,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
          "rounds": "count?", "clock": "text?", "flop_rate": "count?", "byte_rate": "count?", "roof_us": "number?",
          "limit": "text?", "share": "number?", "best_peer": "text?", "ratio": "number?", "peak_bytes": "integer?",
          **_SOURCES},
-        {"wall_seconds": "number", "rates": "numbers", "absent": "object", "left_out": "list"},
+        {"wall_seconds": "number", "seconds": "numbers?", "seconds_ahead": "numbers?", "rates": "numbers",
+         "absent": "object", "left_out": "list"},
     ),
     "launch": Benchmark(("op", "way"), {"op": "text", "way": "text", **_MEDIAN}, {"graphs": "list"}),
     "binding": Benchmark(("framework",), {"framework": "text", "calls": "count", **_MEDIAN, "grown_bytes": "integer"}),

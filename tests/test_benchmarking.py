@@ -7,8 +7,12 @@ import json
 import multiprocessing
 import shutil
 import signal
+import sys
+import threading
 import time
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,20 +23,23 @@ import portakern as pk
 from portakern import results, sources
 from portakern.benchmarking import run as bench_run
 from portakern.benchmarking import suites
+from portakern.benchmarking.ahead import Ahead, Visit
 from portakern.benchmarking.contenders import together
 from portakern.benchmarking.foresight import Foresight, foreseeing
 from portakern.benchmarking.inputs import for_gradient, make
+from portakern.benchmarking.processes import pool
 from portakern.benchmarking.roof import ceiling, moved
+from portakern.benchmarking.rows import said
 from portakern.benchmarking.run import DeviceLost, Plan, run
 from portakern.benchmarking.suites import TimedCase
 from portakern.benchmarking.timing import CallFailed, interleaved
 from portakern.benchmarking.verdicts import Judge
-from portakern.benchmarking.warming import warm
+from portakern.benchmarking.warming import ENVIRONMENT, warming
 from portakern.cli import app
 from portakern.cli import bench as command
-from portakern.compiling.forms import abstract_call
+from portakern.compiling.forms import abstract_call, bound_form
 from portakern.core import registry
-from portakern.core.framework import frameworks
+from portakern.core.framework import frameworks, host_framework
 from portakern.core.instruments import Instruments, Stopwatch
 from portakern.core.targets import Target
 from portakern.errors import SpecError
@@ -94,10 +101,12 @@ def test_backends_that_are_measured_together_are_no_peers_of_each_other():
     assert {r["best_peer"] for r in rows} == {"slow"} and all(r["first_s"] >= 0 for r in rows)
 
 
-def test_the_backend_of_most_ops_makes_the_calls():
+def test_the_backend_of_most_ops_makes_the_calls(monkeypatch):
     more = backend("more", numpy_softmax)
     more.implements("layernorm")(lambda call, tiling: ())
     assert together([backend("mine", numpy_softmax), more], "cpu") == [[more, registry.backend("mine")]]
+    monkeypatch.setattr("portakern.benchmarking.contenders._ops", None)  # which loads every spec
+    assert together([more], "cpu") == [[more]]
 
 
 def in_place(x, axis):
@@ -218,15 +227,91 @@ def test_what_other_processes_expect_is_what_this_one_would(tmp_path):
 
 
 def test_cases_are_visited_ahead_by_other_processes():
-    """They find everybody by name, and their end is the pool's."""
-    triton = registry.backend("triton")
-    if triton.unavailable():
-        pytest.skip(triton.unavailable())
-    seen, before = [], multiprocessing.active_children()
-    plan = Plan([CASE, TimedCase("mine", "softmax", "float32", {})], [triton], [registry.backend("torch")], "cpu")
-    assert warm(plan, 1, 100.0, lambda: seen.append(1)) == 1 and len(seen) == 2  # the second is no call
+    """They find everybody by name, subjects of other libraries too, and their end is the context's; what visits stands
+    still while somebody reads a clock."""
+    triton, pallas = registry.backend("triton"), registry.backend("pallas")
+    if triton.unavailable() or pallas.unavailable():
+        pytest.skip(triton.unavailable() or pallas.unavailable())
+    before, peers = multiprocessing.active_children(), [registry.backend("torch"), registry.backend("jax")]
+    none = TimedCase("mine", "softmax", "float32", {})
+    plan = Plan([CASE, none], [triton, pallas], peers, "cpu")
+    with warming(plan, 1) as ahead:
+        assert ahead.compiles(triton) and ahead.compiles(pallas) and ahead.compiles(peers[0])
+        assert not ahead.compiles(peers[1])  # XLA times what it compiles
+        assert ahead.next([none]) is none  # which is no call: whoever times it says so
+        assert ahead.next([CASE]) is CASE
+        assert {"arrays", "triton", "pallas", "torch"} == set(ahead.seconds) and min(ahead.seconds.values()) >= 0
+        assert not ahead.at_work() and ahead.is_ready(CASE)
     assert multiprocessing.active_children() == before
-    assert warm(plan, 1, 0.0, lambda: None) == 0 and multiprocessing.active_children() == before
+    with warming(plan, 0) as ahead:
+        assert ahead.next([none, CASE]) is none
+        assert not ahead.compiles(triton) and not ahead.seconds
+
+
+def test_what_compiles_ahead_keeps_it_where_whoever_times_looks(monkeypatch):
+    """Where Triton's own choice is, or the user's; Inductor moves it otherwise, from its first kernel on."""
+    triton = pytest.importorskip("triton", reason="triton is not installed")
+    given = []
+
+    @contextmanager
+    def processes(jobs, environment, nice):
+        given.append(environment)
+        yield None
+
+    monkeypatch.setattr("portakern.benchmarking.warming.pool", processes)
+    plan = Plan([], [registry.backend("torch")], [], "cpu")
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    with triton.knobs.cache.scope(), warming(plan, 1):
+        assert given[0]["TRITON_CACHE_DIR"] == triton.knobs.cache.dir == ENVIRONMENT["TRITON_CACHE_DIR"]
+    monkeypatch.setenv("TRITON_CACHE_DIR", "mine")
+    with warming(plan, 1):
+        assert given[1]["TRITON_CACHE_DIR"] == "mine" and given[1].keys() > ENVIRONMENT.keys()
+
+
+def state(pid):
+    """Of a process of Linux, by its letter."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_processes_stand_still_while_a_clock_is_read(monkeypatch, caplog):
+    """Whoever waits for one that stands still does not wait for ever, and no case is waited for longer than is said."""
+    if sys.platform != "linux":
+        pytest.skip("only Linux tells a process's state in /proc")
+    with pool(1, {}) as processes:
+        case, other = CASE, TimedCase("mine", "softmax", "float16", {"shape": (6, 40)})
+        futures = {id(case): processes.submit(time.sleep, 60), id(other): processes.submit(time.sleep, 60)}
+        ahead = Ahead(futures, processes, frozenset(), 0.1)
+        pid = next(iter(processes._processes))
+        while not futures[id(case)].running():
+            time.sleep(0.01)
+        with ahead.quiet():
+            assert state(pid) == "T"
+        assert state(pid) != "T"
+        monkeypatch.setattr("portakern.benchmarking.processes.LONGEST", 0.2)
+        with caplog.at_level("WARNING", "portakern"), ahead.quiet():
+            while state(pid) == "T":
+                time.sleep(0.01)
+        assert "were stopped for 0.2 s, and go on" in caplog.text
+        start = time.monotonic()
+        assert ahead.next([case, other]) is case
+        assert 0.1 <= time.monotonic() - start < 10 and not ahead.seconds
+
+
+def test_cases_are_timed_as_they_are_ready():
+    """In the order of their importance those that were visited, or are to be visited by nobody; then whichever is."""
+    cases = [replace(CASE, dims={"shape": (i,)}) for i in range(4)]
+    first, second, third = (Future() for _ in range(3))
+    ahead = Ahead(dict(zip(map(id, cases), (first, second, third), strict=False)), None, frozenset(), 5.0)
+    first.set_running_or_notify_cancel()
+    second.set_running_or_notify_cancel()
+    third.set_result(Visit({"torch": 2.0}))
+    assert ahead.next(cases) is cases[2] and ahead.seconds == {"torch": 2.0}
+    assert ahead.next(cases[:2] + cases[3:]) is cases[3]
+    timer = threading.Timer(0.05, second.set_exception, [ValueError("a compiler ended")])
+    timer.start()
+    start = time.monotonic()
+    assert ahead.next(cases[:2]) is cases[1] and not first.done() and time.monotonic() - start < 4
+    timer.join()
 
 
 def test_a_budget_says_what_it_left_out():
@@ -379,6 +464,55 @@ def test_the_command_writes_rows_that_can_be_read(tmp_path):
     assert read.benchmark == "bench" and {r["op"] for r in read.rows} == {"softmax", gradient}
     assert {r["contender"] for r in read.rows} == {"triton", "torch"} and read.device == "host CPU"
     assert read.extra["rates"]["copy"] > 0 and "liger" in read.extra["absent"]
+
+
+def test_a_table_is_completed_by_several_runs(tmp_path, monkeypatch):
+    """What stands in the file is not timed again, until what decides it changes; calls that were not asked for stay."""
+    timed_now, rows_of, file = [], bench_run._Trial.rows, tmp_path / "rows.json"
+
+    def rows(self):
+        timed_now.append(self.case.timed)
+        return rows_of(self)
+
+    monkeypatch.setattr(bench_run._Trial, "rows", rows)
+    triton, gradient = registry.backend("triton"), registry.find_spec("softmax").vjp
+    if triton.unavailable():
+        pytest.skip(triton.unavailable())
+
+    def again(*more):
+        timed_now.clear()
+        found = bench("softmax", "--backend", "triton", "--against", "torch", "--device", "cpu", "--shape", "shape=3x5",
+                      "--dtype", "float32", "--rounds", "2", "--json", file, *more)  # fmt: skip
+        return list(timed_now), " ".join((found.output or str(found.exception)).split()), found.exception
+
+    assert again("--no-gradients")[0] == ["softmax"]
+    first = results.read(file)
+    done, shown, _ = again()
+    assert done == [gradient] and "1 calls stand in" in shown
+    both = results.read(file)
+    assert [*both.rows[: len(first.rows)]] == [*first.rows] and {r["op"] for r in both.rows} == {"softmax", gradient}
+    assert both.extra["wall_seconds"] > first.extra["wall_seconds"] and both.extra["rates"]
+    assert again()[0] == [] and len(results.read(file).rows) == len(both.rows)  # nothing is left
+    assert again("--rounds", "3")[0] == ["softmax", gradient]  # more samples than stand there
+    real = sources.fingerprint
+    monkeypatch.setattr(sources, "fingerprint", lambda op, *a: "another" if op == "softmax" else real(op, *a))
+    assert again("--no-gradients")[0] == ["softmax"] and {r["op"] for r in results.read(file).rows} == {
+        "softmax", gradient
+    }  # fmt: skip
+    assert again("--no-gradients", "--fresh")[0] == ["softmax"] and len(results.read(file).rows) == 2
+    file.write_text(json.dumps({**json.loads(file.read_text()), "device": "another"}))
+    done, _, refused = again()
+    assert not done and isinstance(refused, SpecError)
+    assert "bench on another, which this run on host CPU cannot continue; name another file" in str(refused)
+
+
+def test_a_case_says_its_call_without_arrays():
+    """As the call on its arrays does, which is how rows of an earlier run are found."""
+    host, target = host_framework(), Target("cpu")
+    cases = [c for c in suites.cases_of(suites.SAMPLES, ["float32", "bfloat16"]) if not c.gradient]
+    for case in cases:
+        call = make(case, host, host.devices()[0]).call
+        assert said(case, bound_form(case.forward, case.form, host, target)) == said(case, call), case
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

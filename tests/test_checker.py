@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
 import portakern as pk
 from portakern import testing
@@ -15,7 +16,9 @@ from portakern.core.backend import Drawn
 from portakern.core.targets import Target
 from portakern.spec.dtypes import numpy_dtype
 from portakern.testing import Case, Limits
-from portakern.testing.cases import LAYOUTS, REGIMES
+from portakern.testing.cases import LAYOUTS, REGIMES, edges
+from portakern.testing.strategies import cases
+from portakern.testing.subject import backend_subject
 from tests.ops import forward_records
 
 
@@ -253,6 +256,48 @@ def test_a_variant_that_takes_few_calls_is_drawn_those():
     assert before.passed and report.passed
     assert before.refused.total() > 10 >= report.refused.total()  # half of the 20 are edges
     assert report.concessions == ("beside edges, no precision, k a multiple of 8, n at least 9",)
+
+
+@pytest.mark.parametrize(
+    ("refuses", "ran"),
+    [
+        (lambda t: t["block_m"] < 128, {"block_m": 128, "block_n": 16, "block_k": 16}),
+        (lambda t: t["block_n"] < 32 or t["block_m"] > 32, {"block_m": 16, "block_n": 32, "block_k": 16}),
+        (lambda t: t["block_m"] * t["block_k"] < 1024, {"block_m": 16, "block_n": 16, "block_k": 64}),
+        (lambda t: True, {}),
+    ],
+)
+def test_a_tile_that_is_not_legal_leaves_the_others_small(refuses, ran):
+    """Else there is one block of each wherever the native grid asks for a large one, and borders of blocks are not
+    seen."""
+    some = pk.Backend("some", framework="numpy")
+    least = dict.fromkeys(("block_m", "block_n", "block_k"), 16)
+
+    @some.implements(
+        "matmul", tiling=lambda call: least, supports=lambda call, t: "off the grid" if refuses(t) else None
+    )
+    def product(call, tiling):
+        return (np.matmul(*call.arrays.values()),)
+
+    spec = registry.find_spec("matmul")
+    case = Case("float32", {"a": (300, 20), "b": (20, 300)}, tiling=least)
+    given, used, why = backend_subject(spec, some, None, None, None).tiling(case, case.form(spec))
+    assert given == ran and used == least | ran and (why == "off the grid") == (not ran)
+
+
+def test_the_smallest_tiles_are_doubled_now_and_then():
+    """A kernel may take its tile in halves, if that is no smaller than its grid."""
+    spec = registry.find_spec("matmul")
+    edge = edges(spec)["several_block_m"]
+    drawn = []
+
+    @settings(max_examples=40, derandomize=True, database=None)
+    @given(cases(spec, Limits(), spec.tiling, edge))
+    def look(case):
+        drawn.append(tuple(case.tiling.values()))
+
+    look()
+    assert {*drawn} == {(16, 16, 16), (32, 32, 32)} and drawn.count((16, 16, 16)) > drawn.count((32, 32, 32))
 
 
 def test_target_reads_well():

@@ -153,8 +153,9 @@ LESS_ONE = "Gemma Gemma2 Gemma3 Qwen3_5"
 BEFORE_WEIGHT = "Llama Glm4 Granite Ministral Mistral Mixtral Phi3 Qwen2 Qwen3 Qwen3Moe SmolLM3"
 NORMS = {f"{name}RMSNorm": ("once", 0) for name in ONCE.split()}
 NORMS |= {f"{name}RMSNorm": ("once", 1) for name in LESS_ONE.split()}
-NORMS |= {f"{name}RMSNorm": ("before_weight", 0) for name in BEFORE_WEIGHT.split()}
-NORMS["T5LayerNorm"] = ("before_weight", 0)
+NORMS |= {f"{name}RMSNorm": ("before_weight", 0) for name in BEFORE_WEIGHT.split()} | {
+    "T5LayerNorm": ("before_weight", 0)
+}
 """Layers of transformers: where they round in 16 bits, and what they add to their weight."""
 
 

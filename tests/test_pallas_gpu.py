@@ -364,6 +364,16 @@ def test_what_it_takes_of_the_chip_is_told(op, monkeypatch, tmp_path):
     assert bool(multiplying) == record(op).matrix_units, "products are wgmma's"
 
 
+@has_compiler
+def test_a_kernel_is_the_same_program_wherever_in_a_process_it_is_lowered():
+    """Which is what JAX's persistent compilation cache knows it by."""
+    spec = registry.find_spec("softmax")
+    impl, hopper = PALLAS.implementation("softmax", FAMILY), targets.find("sm_90")
+    found = forms.abstract_call(spec, impl, forms.typical_form(spec, "bfloat16"), hopper, {})
+    first, again = (compiler.lowered(impl, *found).as_text() for _ in range(2))
+    assert "mosaic_gpu" in first and first == again
+
+
 # --- on a GPU ---
 
 

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 
 from portakern.api import op
 from portakern.backends.pallas._band import Band
-from portakern.backends.pallas.common import even_block, quotient
+from portakern.backends.pallas.common import block, even_block, quotient
 from portakern.backends.pallas.tpu import _chip
 from portakern.backends.pallas.tpu.toolchain import static
 from portakern.compiling.build import Build, Kernel
@@ -172,6 +172,22 @@ def test_vmem_is_the_chips(arch, fits):
     assert fits or "needs about 19.2 MiB of VMEM" in reason
 
 
+@pytest.mark.parametrize(
+    ("arch", "tiles", "fits"),
+    [
+        ("v6e", (1024, 1024, 4096), False),  # 117.7 MiB, as libtpu says
+        ("v6e", (512, 1024, 4096), True),
+        ("v5e", (1024, 2048, 2048), False),
+        ("v6e", (2048, 2048, 1024), False),  # 106.4 MiB of 1792 columns
+        ("v4", (256, 512, 1024), True),
+    ],
+)
+def test_parts_of_float32_operands_take_vmem(arch, tiles, fits):
+    """Of libtpu's own verdicts."""
+    tiling = dict(zip(CUBE, tiles, strict=True))
+    assert (matmul().supports(matmul_call(arch, dtype="float32"), tiling) is None) == fits
+
+
 def test_what_a_chip_has_is_the_end():
     reason = matmul().supports(matmul_call("v5p"), dict.fromkeys(CUBE, 2048))
     assert "v5p lets a kernel have 48 MiB" in reason
@@ -210,6 +226,57 @@ def test_more_is_asked_for_where_it_is_needed(monkeypatch):
 )
 def test_an_extent_is_cut_evenly(extent, tile, grain, block):
     assert even_block(extent, tile, grain) == block <= max(tile, grain)
+
+
+@pytest.mark.parametrize(
+    ("extent", "tile", "grain", "found"), [(53, 64, 128, 128), (300, 64, 16, 64), (1, 16, 8, 8), (130, 256, 128, 256)]
+)
+def test_a_tile_that_covers_its_extent_is_on_the_grid(extent, tile, grain, found):
+    assert block(extent, tile, grain) == found
+
+
+@pytest.mark.parametrize("given", [("bias",), ("q_segment_ids", "kv_segment_ids")])
+@pytest.mark.parametrize("name", ["attention", "attention_vjp"])
+def test_small_tiles_of_short_extents_are_lowered(name, given):
+    """Masks have keys along lanes, where a block of 64 for 53 of them is neither all nor a multiple of 128."""
+    spec, impl = registry.find_spec(name), tpu(name)
+    dims = {"batch": 2, "kv_heads": 1, "group": 2, "d": 64, "dv": 64, "q_len": 300, "kv_len": 53}
+    form = typical_form(spec, "float32", dims | dict.fromkeys(given, True))
+    call = bound_form(spec, form, frameworks()["jax"], Target("tpu", "v5e"))
+    tiling = {**tilings.resolve(impl, call, {}).tiling, "block_kv": 64}
+    assert impl.supports(call, tiling) is None
+    names = [n for n, a in call.arrays.items() if a is not None]
+
+    def run(*arrays):
+        out = impl.run(call.replace(arrays=call.arrays | dict(zip(names, arrays, strict=True))), tiling)
+        return [o for o in out if o is not None]
+
+    jax.jit(run).trace(*(call.arrays[n] for n in names)).lower(lowering_platforms=("tpu",))
+
+
+@pytest.mark.parametrize(("m", "few"), [(1, True), (4, True), (8, False)])
+@pytest.mark.parametrize("depth", [128, 1024])
+def test_few_rows_of_a_ragged_k_are_masked_in_float32(m, few, depth):
+    """Mosaic chooses between 16-bit elements of an array of at most 4 rows nowhere: "Not implemented: Sublane
+    broadcast"."""
+    call, tiling = matmul_call("v5e", m, 256, 576), {"block_m": 256, "block_n": 256, "block_k": depth}
+    text = str(
+        jax.make_jaxpr(lambda a, b: tpu("matmul").fn(call.replace(arrays={"a": a, "b": b}), tiling))(
+            *call.arrays.values()
+        )
+    )
+    assert ("f32[16" in " ".join(line for line in text.splitlines() if "select_n" in line)) == few
+
+
+@pytest.mark.parametrize(("length", "causal", "rows"), [(4000, True, 1024), (4000, False, 1008), (1100, True, 560)])
+def test_blocks_of_rows_meet_a_band_s_edge_in_corners(length, causal, rows):
+    """Where that costs few rows more than an even cut. v6e issues 44.5k cycles for 49.2k of 1008 rows a block."""
+    from portakern.backends.pallas.tpu import attention as module
+
+    spec = registry.find_spec("attention")
+    dims = {"kv_heads": 1, "group": 1, "d": 128, "dv": 128, "q_len": length, "kv_len": length, "is_causal": causal}
+    call = bound_form(spec, typical_form(spec, "bfloat16", dims), frameworks()["jax"], Target("tpu", "v6e"))
+    assert module.blocks(call, {"block_q": 1024, "block_kv": 512})[0] == rows
 
 
 @pytest.mark.parametrize("b", [1, 2, 8, 512, 3, 12])
@@ -386,6 +453,58 @@ def test_what_a_kernel_reads_of_constants_in_scalar_memory_is_known():
     (walk,) = static.walks_of(closed.jaxpr, closed.consts)
     assert [c.steps for c in walk.body.inner] == [3]
     assert walk.moved == 8 * 128 * 4 * (5 + 6), "2, 0, 3, 1, 0 of the inputs, and every output"
+
+
+@pytest.mark.parametrize(
+    ("grid", "semantics", "steps", "moves"),
+    [
+        ((4, 8), ("parallel", "arbitrary"), [16, 16], 32),
+        ((1, 4, 8), ("parallel", "parallel", "arbitrary"), [16, 16], 32),
+        ((3, 2), ("parallel", "arbitrary"), [4, 2], 6),
+        ((1, 8), ("parallel", "arbitrary"), [8], 8),
+        ((2, 8), ("arbitrary", "parallel"), [8, 8], 16),
+        ((4, 8), None, [32], 32),
+    ],
+)
+def test_cores_that_share_a_launch_take_runs_of_its_first_parallel_axis(grid, semantics, steps, moves):
+    from jax.experimental.pallas import tpu as pltpu
+
+    def kernel(x, y):
+        y[...] = x[...]
+
+    blocks = pl.BlockSpec((8, 128), lambda *at: at[-2:])
+    shape = jax.ShapeDtypeStruct((8 * grid[-2], 128 * grid[-1]), jnp.float32)
+
+    def call(x):
+        params = pltpu.CompilerParams(dimension_semantics=semantics)
+        return pl.pallas_call(
+            kernel, grid=grid, in_specs=[blocks], out_specs=blocks, out_shape=shape, compiler_params=params
+        )(x)
+
+    jaxpr = jax.make_jaxpr(call)(np.zeros(shape.shape, np.float32)).jaxpr
+    (walk,) = static.walks_of(jaxpr, cores=2)
+    assert [one.steps for one in (walk, *walk.beside)] == steps
+    assert sum(one.moved for one in (walk, *walk.beside)) == 2 * 8 * 128 * 4 * moves
+    (alone,) = static.walks_of(jaxpr)
+    assert alone.steps == sum(steps) and not alone.beside
+
+
+def test_memory_takes_the_cores_that_share_a_launch_half_as_long():
+    v5p = targets.find("v5p")
+    one, both = (Kernel("k", issued=1, moved=2**30, cores=cores).memory(v5p) for cores in (1, 2))
+    assert one == 2 * both == pytest.approx(2**31 / (v5p.bandwidth / v5p.clock))
+
+
+@pytest.mark.parametrize("arch", ["", "v4", "v5e", "v5p", "v6e", "v7x"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("d", [64, 256, 512])
+@pytest.mark.parametrize("name", ["attention", "attention_vjp"])
+def test_defaults_of_attention_fit_every_chip_beside_a_bias(name, d, dtype, arch):
+    spec, impl = registry.find_spec(name), tpu(name)
+    for q_len in (1, 4096):
+        dims = {"d": d, "dv": d, "q_len": q_len, "is_causal": False, "bias": True}
+        call = bound_form(spec, typical_form(spec, dtype, dims), frameworks()["jax"], Target("tpu", arch))
+        assert impl.supports(call, tilings.resolve(impl, call, {}).tiling) is None
 
 
 @pytest.mark.parametrize("precision", ["default", "highest"])

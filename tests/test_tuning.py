@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -475,6 +476,54 @@ def test_a_rows_source_says_whether_it_was_measured(own_cache):
 # ---------------------------------------------------------------------------------------------------------- the rest
 
 
+def test_the_next_key_is_compiled_while_one_is_judged(monkeypatch):
+    """A launch finds what was compiled ahead; nothing is compiled twice."""
+    compiled, judging, overlapped = [], threading.Event(), []
+
+    def survey(asked, place, pool, tilings, quick=True):
+        for tiling in tilings:
+            compiled.append((asked.text, frozen(tiling)))
+            if asked.text == second.text:
+                overlapped.append(judging.wait(30))  # while the first key is judged
+            yield frozen(tiling), Build("softmax", "forward", "float32", "cpu", "mine", ok=True)
+
+    def watched(call, tiling):
+        if call.dims["shape"] == (4, 40):
+            judging.set()
+            while len([text for text, _ in compiled if text == second.text]) < 3:
+                time.sleep(0.001)
+        return softmax(call, tiling)
+
+    registered(watched)
+    first, second = asked()[0], asked(shape=(4, 50))[0]
+    for module in ("portakern.tuning.ahead", "portakern.tuning.judges"):
+        monkeypatch.setattr(f"{module}.launches_find_it", lambda place: True)
+        monkeypatch.setattr(f"{module}.survey", survey)
+    found, left, _ = tuned(asked=[first, second])
+    assert [f.best for f in found] == [{"rows_at_once": 64}] * 2 and not left
+    assert overlapped and all(overlapped)
+    assert len(compiled) == len(set(compiled)) == 6 and {text for text, _ in compiled} == {first.text, second.text}
+
+
+def test_runs_of_several_threads_share_a_pool(monkeypatch):
+    """A process has one job at a time, whoever asks; every run has the results of its own jobs."""
+    busy, together = set(), []
+
+    def serve(worker, job, timeout):
+        together.append(worker in busy)
+        busy.add(worker)
+        time.sleep(0.005)
+        busy.discard(worker)
+        return job
+
+    monkeypatch.setattr("portakern.compiling.pool._Worker.serve", serve)
+    with Pool(2, 10) as pool, ThreadPoolExecutor(3) as threads:
+        runs = [[f"job {i} of {run}" for i in range(4)] for run in range(3)]
+        found = list(threads.map(lambda jobs: list(pool.run(jobs)), runs))
+    assert [sorted(pairs) for pairs in found] == [[(job, job) for job in jobs] for jobs in runs]
+    assert len(together) == 12 and not any(together)
+
+
 def test_calls_of_one_key_are_judged_together():
     registered()
     calls = asked(shape=(4, 40)) + asked(shape=(9, 40)) + asked(shape=(4, 48))
@@ -489,7 +538,7 @@ def test_each_call_is_held_against_its_own_best(own_cache):
     def picky(call, tiling):
         y = softmax(call, {"rows_at_once": 32})
         many = call.dims["shape"][0] > 5
-        time.sleep(0.004 if many == (tiling["rows_at_once"] == 32) else 0.0)
+        time.sleep(0.01 if many == (tiling["rows_at_once"] == 32) else 0.0)
         return y
 
     registered(picky, rows_at_once=Tile(32, 64))

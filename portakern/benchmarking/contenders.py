@@ -113,12 +113,19 @@ def _variants(spec: Spec[Any], b: Backend, target: Target) -> Sequence[str | Non
 def together(subjects: Sequence[Backend], device: str | None) -> list[list[Backend]]:
     """The subjects by the platform that they are measured on, whoever has most ops first: in its library's arrays
     calls are made, and only what it has can be timed."""
-    platforms: dict[str, list[tuple[int, Backend]]] = {}
+    platforms: dict[str, list[tuple[Backend, Target]]] = {}
     for b in subjects:
         target = here(b, device)[2]
-        ops = sum(bool(_variants(registry.find_spec(name), b, target)) for name in registry.loadable())
-        platforms.setdefault(target.platform, []).append((ops, b))
-    return [[b for _, b in sorted(found, key=lambda x: -x[0])] for found in platforms.values()]
+        platforms.setdefault(target.platform, []).append((b, target))
+    return [
+        [b for b, _ in sorted(found, key=lambda x: -_ops(*x))] if len(found) > 1 else [found[0][0]]
+        for found in platforms.values()
+    ]
+
+
+def _ops(b: Backend, target: Target) -> int:
+    """How many ops a backend has for a target. Every spec is loaded for that."""
+    return sum(bool(_variants(registry.find_spec(name), b, target)) for name in registry.loadable())
 
 
 def absent(against: Sequence[Backend]) -> dict[str, str]:

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from portakern.benchmarking import roof
+from portakern.benchmarking.ahead import Ahead, Visit
 from portakern.benchmarking.contenders import Contender, Entry, Refused, contenders, here, ready
 from portakern.benchmarking.deadline import within
 from portakern.benchmarking.foresight import Foresight
 from portakern.benchmarking.inputs import Inputs, for_gradient, make
 from portakern.benchmarking.rows import FAILED, REFUSED, WRONG, Row, held_against, judged, said, settled, started, timed
+from portakern.benchmarking.spent import Spent
 from portakern.benchmarking.suites import TimedCase
 from portakern.benchmarking.timing import ROUNDS, CallFailed, Times, interleaved
 from portakern.benchmarking.verdicts import Judge, Verdict
@@ -23,7 +25,7 @@ from portakern.core.route import Choice, routes
 from portakern.core.serve import serve
 from portakern.errors import SpecError, UnsupportedError
 
-__all__ = ["FIRST_CALL", "DeviceLost", "Outcome", "Plan", "run", "visit"]
+__all__ = ["FIRST_CALL", "DeviceLost", "Helped", "Outcome", "Plan", "run", "visit"]
 
 FIRST_CALL = 40.0
 """Seconds that a contender's first call may take, its compiler included: some compilers do not come back."""
@@ -38,8 +40,8 @@ class Plan:
     """What is to be timed.
 
     Attributes:
-      cases: in the order of their importance. subjects: whose variants are measured, the one first in whose library's
-      arrays the calls are made; against: the peers.
+      cases: in the order of their importance, in which they are timed as they are ready. subjects: whose variants are
+      measured, the one first in whose library's arrays the calls are made; against: the peers.
       device: the platform, None: the best that the first subject compiles for here.
       rounds: samples of each contender. seconds: no case is begun after so many; None: all are.
     """
@@ -59,38 +61,53 @@ class Plan:
 @dataclass
 class Outcome:
     """``rows``: one a contender and call; ``rates``: the measured roof; ``left_out``: cases that time did not reach;
-    ``unserved``: (case, why) of those that arrays could not be made for."""
+    ``unserved``: (case, why) of those that arrays could not be made for; ``spent``: where the seconds went."""
 
     rows: list[Row] = field(default_factory=list)
     rates: dict[str, float] = field(default_factory=dict)
     left_out: list[TimedCase] = field(default_factory=list)
     unserved: list[tuple[TimedCase, str]] = field(default_factory=list)
+    spent: Spent = field(default_factory=Spent)
+
+
+@dataclass(frozen=True)
+class Helped:
+    """What other processes do meanwhile: ``foresight`` of what is expected, and compiling ``ahead``."""
+
+    foresight: Foresight | None = None
+    ahead: Ahead = field(default_factory=Ahead)
 
 
 def run(
     plan: Plan,
     done: Callable[[Outcome, TimedCase], None],
     start: float | None = None,
-    foresight: Foresight | None = None,
+    helped: Helped = Helped(),
 ) -> Outcome:
     """Carry a plan out. ``done`` is called after each case with all that is known by then.
 
-    ``start``: when the plan's seconds began, in ``time.perf_counter``'s time; None: now. ``foresight``: what other
-    processes compute meanwhile.
+    ``start``: when the plan's seconds began, in ``time.perf_counter``'s time; None: now. ``helped``: by what other
+    processes do meanwhile.
 
     Raises:
       DeviceLost: the device is unusable; what was measured before was handed to ``done``.
     """
-    start = time.perf_counter() if start is None else start
-    framework, device, target = here(plan.lead, plan.device)
-    foresight = foresight or Foresight(target, {})
-    found, calls = Outcome(rates=roof.measure(framework.instruments(device), plan.rounds)), set[str]()
-    for i, case in enumerate(plan.cases):
+    now = time.perf_counter()
+    start = now if start is None else start
+    found, calls, ahead = Outcome(spent=Spent({"before the first call": now - start})), set[str](), helped.ahead
+    with found.spent.on("the roof"), ahead.quiet():
+        framework, device, _ = here(plan.lead, plan.device)
+        found.rates = roof.measure(framework.instruments(device), plan.rounds)
+    left = list(plan.cases)
+    while left:
         if plan.seconds is not None and time.perf_counter() - start > plan.seconds:
-            found.left_out = list(plan.cases[i:])
+            found.left_out = left
             break
+        with found.spent.on("waiting for compilers"):
+            case = ahead.next(left)
+        left = [other for other in left if other is not case]
         try:
-            trial = _Trial(plan, case, found.rates, foresight)
+            trial = _Trial(plan, case, found, helped)
             if trial.call not in calls:  # options of two forward calls may be none of their gradients'
                 found.rows += trial.rows()
             calls.add(trial.call)
@@ -100,30 +117,39 @@ def run(
     return found
 
 
-def visit(plan: Plan, case: TimedCase) -> None:
+def visit(plan: Plan, case: TimedCase, enough: Callable[[], bool] = lambda: False) -> Visit:
     """Run every contender of a case once, and time nothing: kernels are compiled, and their compilers' caches on disk
-    know them."""
-    trial = _Trial(plan, case, {}, None)
+    know them. ``enough``: asked before each contender, whether to leave out the others."""
+    spent = Spent()
+    with spent.on("arrays"):
+        trial = _Trial(plan, case, Outcome(), Helped())
     for contender in trial.among:
+        if enough():
+            break
         try:
-            with within(FIRST_CALL):
+            with spent.on(contender.backend.name), within(FIRST_CALL):
                 entry = ready(contender, trial.inputs)
                 entry.instruments.wait(entry.run())
         except Exception:  # whoever times it will meet this again, and say it
             continue
         finally:
             trial.framework.instruments(trial.device).release()
+    return Visit(spent.seconds)
 
 
 class _Trial:
     """One case."""
 
-    def __init__(self, plan: Plan, case: TimedCase, rates: dict[str, float], foresight: Foresight | None) -> None:
-        self.plan, self.case, self.rates = plan, case, rates
+    def __init__(self, plan: Plan, case: TimedCase, found: Outcome, helped: Helped) -> None:
+        self.plan, self.case, self.rates, self.spent, self.ahead = plan, case, found.rates, found.spent, helped.ahead
         self.framework, self.device, self.target = here(plan.lead, plan.device)
-        forward = make(case, self.framework, self.device)
-        self.inputs = self._gradient(forward) if case.gradient else forward
-        self.judge = foresight.judge(case, self.inputs) if foresight else Judge(self.inputs)
+        with self.spent.on("arrays"):
+            forward = make(case, self.framework, self.device)
+        with self.spent.on("what gradients need"):
+            self.inputs = self._gradient(forward) if case.gradient else forward
+        foresight = helped.foresight
+        with self.spent.on("waiting for what is expected"):
+            self.judge = foresight.judge(case, self.inputs) if foresight else Judge(self.inputs)
         self.call = said(case, self.inputs.call)
         self.among = contenders(self.inputs.spec, plan.subjects, plan.against, self.target)
 
@@ -144,28 +170,42 @@ class _Trial:
         found: dict[str, Row] = {}
         right: dict[str, tuple[Entry, tuple[Any, ...]]] = {}
         for contender in self.among:
-            name, row = contender.name, started(self.case, self.inputs.call, contender, self.target)
-            try:
-                entry, outputs, verdict, seconds = self._tried(contender)
-            except Refused as e:
-                found[name] = settled(row, REFUSED, one_line(str(e)))
-                continue
-            except Exception as e:
-                found[name] = settled(row, FAILED, reason(e))
-                self._still_there(contender)
-                continue
-            found[name] = judged(row, verdict, entry.tiling, seconds)
-            if verdict.right:
-                right[name] = entry, outputs
-        for name, result in self._times({n: e for n, (e, _) in right.items()}, found):
+            if self.ahead.compiles(contender.backend):
+                self._try(contender, found, right)
+        with self.ahead.quiet():
+            for contender in self.among:
+                if not self.ahead.compiles(contender.backend):
+                    self._try(contender, found, right)
+            with self.spent.on("timing"):
+                times = dict(self._times({n: e for n, (e, _) in right.items()}, found))
+        for name, result in times.items():
             entry, before = right[name]
-            found[name] = self._settled(found[name], entry, before, result)
-        return held_against(list(found.values()))
+            with self.spent.on("second looks"):
+                found[name] = self._settled(found[name], entry, before, result)
+        return held_against([found[c.name] for c in self.among])
+
+    def _try(
+        self, contender: Contender, found: dict[str, Row], right: dict[str, tuple[Entry, tuple[Any, ...]]]
+    ) -> None:
+        """Take in the contender's row, and its entry if it is right."""
+        name, row = contender.name, started(self.case, self.inputs.call, contender, self.target)
+        try:
+            entry, outputs, verdict, seconds = self._tried(contender)
+        except Refused as e:
+            found[name] = settled(row, REFUSED, one_line(str(e)))
+            return
+        except Exception as e:
+            found[name] = settled(row, FAILED, reason(e))
+            self._still_there(contender)
+            return
+        found[name] = judged(row, verdict, entry.tiling, seconds)
+        if verdict.right:
+            right[name] = entry, outputs
 
     def _tried(self, contender: Contender) -> tuple[Entry, tuple[Any, ...], Verdict, float]:
         """The contender's first result, in memory that held NaN, what is to be said of it and of inputs that it did not
         leave alone, and the seconds that the first call took, its compilers included."""
-        with within(FIRST_CALL):
+        with self.spent.on(f"first calls of {contender.backend.name}"), within(FIRST_CALL):
             entry = ready(contender, self.inputs)
             framework, instruments = entry.framework, entry.instruments
             given = {n: a for n, a in entry.call.arrays.items() if a is not None and not framework.immutable}
@@ -176,11 +216,12 @@ class _Trial:
             outputs = tuple(entry.run())
             instruments.wait(outputs)
             seconds = time.perf_counter() - start
-        for name, array in given.items():
-            if not instruments.same(array, before[name]):
-                instruments.put(array, before[name])
-                return entry, outputs, Verdict(False, {}, f"the input {name} was written to"), seconds
-        return entry, outputs, self._verdict(entry, outputs), seconds
+        with self.spent.on("verdicts"):
+            for name, array in given.items():
+                if not instruments.same(array, before[name]):
+                    instruments.put(array, before[name])
+                    return entry, outputs, Verdict(False, {}, f"the input {name} was written to"), seconds
+            return entry, outputs, self._verdict(entry, outputs), seconds
 
     def _verdict(self, entry: Entry, outputs: Sequence[Any]) -> Verdict:
         return self.judge.verdict(entry.framework, outputs, entry.call.target, entry.call.interpret)

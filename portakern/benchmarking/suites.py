@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from portakern.compiling.forms import typical
+from portakern.compiling.forms import Form, typical, typical_form
 from portakern.core import registry
 from portakern.errors import SpecError
 from portakern.spec import Spec
@@ -78,6 +78,16 @@ class TimedCase:
         """The name of the op that is timed."""
         vjp = self.forward.vjp
         return vjp if self.gradient and vjp else self.op
+
+    @property
+    def form(self) -> Form:
+        """The call that is timed, without arrays; every array is contiguous in it."""
+        spec = registry.find_spec(self.timed)
+        options = {n: v for n, v in self.options.items() if n in {o.name for o in spec.options}}
+        optional = {a.name: a.name in self.given for a in self.forward.arrays if a.optional}
+        given = {n: there for n, there in optional.items() if n in {a.name for a in spec.arrays if a.optional}}
+        dims = {n: extent for n, extent in self.dims.items() if n in spec.dims}
+        return typical_form(spec, self.dtype, {**dims, **options, **given})
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,25 @@
-"""Compiling ahead: every case visited once, by many processes at a time, so that the run that times finds compiled code
-in the compilers' caches on disk."""
+"""Compiling ahead: every case visited once, by many processes at a time, in the order of the cases' importance, so that
+the process that times finds compiled code in the compilers' caches on disk. It begins as soon as any case was visited,
+and takes those first that were; the processes go on behind, and stand still while it reads a clock."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import as_completed
-from contextlib import suppress
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
+from portakern.benchmarking.ahead import Ahead, Visit
 from portakern.benchmarking.processes import pool
-from portakern.benchmarking.run import Plan, visit
+from portakern.benchmarking.run import FIRST_CALL, Plan, visit
 from portakern.benchmarking.suites import TimedCase
 from portakern.core import registry
 from portakern.core.backend import Backend
 from portakern.core.framework import frameworks
 from portakern.files import cache_folder
 
-__all__ = ["ENVIRONMENT", "warm"]
+__all__ = ["ENVIRONMENT", "warming"]
 
 ENVIRONMENT = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # libraries share a device, and JAX keeps what it once had
@@ -26,53 +28,56 @@ ENVIRONMENT = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # its own processes take seconds to begin, and minutes to end
+    # Triton's own choice, said: Inductor sets another from its first kernel on, and what was compiled before is lost.
+    "TRITON_CACHE_DIR": str(Path(os.environ.get("TRITON_HOME", Path.home()), ".triton", "cache")),
 }
-"""What a process that times is to have in its environment before it loads a library."""
+"""What a process that times is to have in its environment before it loads a library, where its user says nothing."""
 
-ALONE = {
-    **ENVIRONMENT,
-    "OMP_NUM_THREADS": "1",
-}
+NICE = 5
+"""By how much what compiles ahead leaves the cores to what times."""
 
 
-def warm(plan: Plan, jobs: int, seconds: float, done: Callable[[], None]) -> int:
-    """Visit the plan's cases with ``jobs`` processes for at most ``seconds``; how many were visited. ``done`` is called
-    after each. What is not reached is compiled when it is timed.
+@contextmanager
+def warming(plan: Plan, jobs: int) -> Iterator[Ahead]:
+    """Visit the plan's cases with ``jobs`` processes, which end with the context.
 
-    Contenders of other libraries than the first subject's are not visited: a compiler that times what it compiles, as
-    XLA does, would choose by what other processes do meanwhile.
+    Visited are the subjects, and the peers in the first subject's library. Peers in other libraries are not: a compiler
+    that times what it compiles, as XLA does, would choose by what other processes do meanwhile. They are compiled when
+    they are timed, while the others stand still. Kernels of a subject leave nothing to a library's compiler to choose.
     """
-    framework = plan.lead.framework
-    visited_too = [b for b in (*plan.subjects[1:], *plan.against) if registry.known(b) and b.framework == framework]
+    others = [b for b in (*plan.subjects[1:], *plan.against) if registry.known(b)]
+    others = [b for b in others if b in plan.subjects or b.framework == plan.lead.framework]
     if jobs < 1 or not registry.known(plan.lead):
-        return 0
-    start, visited = time.monotonic(), 0
-    with pool(jobs, ALONE) as processes:
-        names = [b.name for b in visited_too]
-        waiting = [processes.submit(_visit, plan.lead.name, names, plan.device, case) for case in plan.cases]
-        _loaded(plan, visited_too, start + seconds)
-        with suppress(TimeoutError):
-            for future in as_completed(waiting, timeout=max(0.0, start + seconds - time.monotonic())):
-                visited += future.exception() is None
-                done()
-    return visited
+        yield Ahead()
+        return
+    alike = {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()}
+    with pool(jobs, {**alike, "OMP_NUM_THREADS": "1"}, NICE) as processes:
+        names = [b.name for b in others]
+        futures = {id(c): processes.submit(_visit, plan.lead.name, names, plan.device, c) for c in plan.cases}
+        ahead = Ahead(futures, processes, frozenset((plan.lead.name, *names)), 2 * FIRST_CALL)
+        _load(plan, others, ahead)
+        yield ahead
 
 
-def _loaded(plan: Plan, others: Sequence[Backend], deadline: float) -> None:
-    """Load meanwhile, in this process, what the first call of each op has its libraries load: some take ten seconds."""
-    everybody = (*plan.subjects, *plan.against)
-    for name in {b.framework for b in everybody if b.unavailable() is None}:
+def _load(plan: Plan, others: Sequence[Backend], ahead: Ahead) -> None:
+    """Load in this process what the first call of each op has its libraries load, some of which take ten seconds, until
+    any case was visited: a case of each op, those of the fewest dimensions first, whose kernels compile the fastest."""
+    for name in {b.framework for b in (*plan.subjects, *plan.against) if b.unavailable() is None}:
         with suppress(Exception):  # who needs it will meet this again, and say it
             frameworks()[name].load()
             frameworks()[name].devices()
     plan = replace(plan, subjects=plan.subjects[:1], against=others)
-    for case in {case.timed: case for case in reversed(plan.cases)}.values():
-        if time.monotonic() > deadline:
+
+    def enough() -> bool:
+        return any(map(ahead.is_ready, plan.cases))
+
+    for case in sorted({c.timed: c for c in reversed(plan.cases)}.values(), key=lambda c: len(c.dims)):
+        if enough():
             return
         with suppress(Exception):
-            visit(plan, case)
+            visit(plan, case, enough)
 
 
-def _visit(lead: str, others: list[str], device: str | None, case: TimedCase) -> None:
+def _visit(lead: str, others: list[str], device: str | None, case: TimedCase) -> Visit:
     plan = Plan([case], [registry.backend(lead)], [registry.backend(n) for n in others], device)
-    visit(plan, case)
+    return visit(plan, case)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,11 +18,9 @@ from portakern.core import registry
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 
 if TYPE_CHECKING:
+    from portakern.benchmarking.resuming import Earlier
     from portakern.benchmarking.run import Outcome, Plan
     from portakern.benchmarking.suites import TimedCase
-
-COMPILING = 0.3
-"""The share of the budget that compiling ahead may take."""
 
 
 @app.command()
@@ -52,7 +51,10 @@ def bench(
     jobs: Annotated[
         int | None, typer.Option(min=0, help="Processes that compile ahead; 0: none. A core less than there are.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the rows here, as they come.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write the rows here, as they come; what is there is not timed.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option(help="Time again what stands in the file of --json.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw the plots into this folder.")] = None,
 ) -> None:
     """Time ops on the device alone, beside every peer and the measured roof, each result first held to its error bound;
@@ -66,17 +68,19 @@ def bench(
     _check_asked(ops, suite, shape, dtype, json_file, plot)
     errors_only(context)
     from portakern.benchmarking.contenders import absent, against_named, together
+    from portakern.benchmarking.resuming import Earlier, read
     from portakern.benchmarking.run import Plan
 
+    earlier = read(json_file, device == "cpu") if json_file and not fresh else Earlier()
     subjects = [registry.backend(b) for b in backend] if backend else _compiling_here(device)
     cases = _cases(ops, suite, shape, dtype, gradients, any_cpu=device == "cpu")
     if not cases:
         raise SpecError("bench: no call is left of what was named; see the suites' dtypes and ops, or give --shape")
-    found = _Rows(json_file, start)
+    found = _Rows(json_file, start, earlier)
     named = [b for b in against_named(against) if b not in subjects]
     found.absent |= absent(named)
     for measured in together(subjects, device):
-        _measure(Plan(cases, measured, named, device, rounds, budget), jobs, found)
+        _measure(found.left(Plan(cases, measured, named, device, rounds, budget)), jobs, found)
     found.show()
     if plot:
         found.draw(plot)
@@ -85,41 +89,37 @@ def bench(
 
 
 def _measure(plan: Plan, jobs: int | None, found: _Rows) -> None:
-    """Compile ahead where kernels are compiled, then time."""
-    from portakern.benchmarking import warming
+    """Time, while other processes compile ahead where kernels are compiled."""
+    if not plan.cases:
+        return
     from portakern.benchmarking.contenders import here
     from portakern.benchmarking.foresight import foreseeing
-    from portakern.benchmarking.run import DeviceLost, run
+    from portakern.benchmarking.run import DeviceLost, Helped, run
+    from portakern.benchmarking.warming import warming
 
     framework, device, target = here(plan.lead, plan.device)
     names = " and ".join(b.name for b in plan.subjects)
     cores = (max((os.cpu_count() or 2) - 1, 1) if jobs is None else jobs) if target.platform != "cpu" else 0
+    shared = framework.instruments(device).shared
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         Progress(*columns, console=err, transient=True) as bar,
         foreseeing(plan.cases, target, cores // 2) as foresight,
     ):
-        if cores and framework.instruments(device).shared:
-            compiling = bar.add_task("compiling ahead", total=len(plan.cases))
-            warming.warm(plan, cores, _share(plan, found.start), lambda: bar.advance(compiling))
-        task = bar.add_task(f"timing {names}", total=len(plan.cases))
+        task = bar.add_task("compiling the first call", total=len(plan.cases))
 
         def done(outcome: Outcome, case: TimedCase) -> None:
             found.take(names, outcome)
             bar.update(task, advance=1, description=f"{case.timed} {case.dtype}: {found.last()}"[:60])
 
-        try:
-            found.take(names, run(plan, done, found.start, foresight))
-        except DeviceLost as e:
-            found.show()
-            err.print(str(e), style="red", markup=False, highlight=False, soft_wrap=True)
-            raise typer.Exit(1) from None
-
-
-def _share(plan: Plan, start: float) -> float:
-    """The seconds that compiling ahead may take, of those that are left."""
-    seconds = plan.seconds or 0.0
-    return max(0.0, min(COMPILING * seconds, seconds - (time.perf_counter() - start)))
+        with warming(plan, cores if shared else 0) as ahead:
+            found.ahead = ahead.seconds
+            try:
+                found.take(names, run(plan, done, found.start, Helped(foresight, ahead)))
+            except DeviceLost as e:
+                found.show()
+                err.print(str(e), style="red", markup=False, highlight=False, soft_wrap=True)
+                raise typer.Exit(1) from None
 
 
 def _check_asked(
@@ -209,14 +209,23 @@ NAMES = 18
 class _Rows:
     """What was found so far, in a file as it comes."""
 
-    def __init__(self, file: Path | None, start: float) -> None:
-        self.file, self.start = file, start
+    def __init__(self, file: Path | None, start: float, earlier: Earlier) -> None:
+        self.file, self.start, self.earlier = file, start, earlier
+        self.kept: dict[Any, list[dict[str, Any]]] = dict(earlier.rows)
         self.outcomes: dict[str, Any] = {}
+        self.ahead: Mapping[str, float] = {}
         self.absent: dict[str, str] = {}
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        return [row for outcome in self.outcomes.values() for row in outcome.rows]
+        kept = [row for rows in self.kept.values() for row in rows]
+        return kept + [row for outcome in self.outcomes.values() for row in outcome.rows]
+
+    def left(self, plan: Plan) -> Plan:
+        """The plan without the cases whose rows an earlier run found."""
+        plan, stay = self.earlier.left(plan)
+        self.kept = {place: rows for place, rows in self.kept.items() if place in stay}
+        return plan
 
     def take(self, subjects: str, outcome: Any) -> None:
         self.outcomes[subjects] = outcome
@@ -224,14 +233,23 @@ class _Rows:
             results.write(self.file, self.record())
 
     def record(self) -> dict[str, Any]:
-        rates = {n: r for outcome in self.outcomes.values() for n, r in outcome.rates.items()}
+        rates = {**self.earlier.rates, **{n: r for o in self.outcomes.values() for n, r in o.rates.items()}}
         left = [f"{c.timed} {c.dtype} of {c.suite}" for outcome in self.outcomes.values() for c in outcome.left_out]
         device = results.HOST_CPU if all(r["target"].startswith("cpu") for r in self.rows) else None
-        seconds = round(time.perf_counter() - self.start, 1)
+        seconds = round(self.earlier.wall_seconds + time.perf_counter() - self.start, 1)
+        ahead = Counter(self.earlier.seconds_ahead) + Counter(self.ahead)
         return results.record(
             "bench", self.rows, command=results.command_line("portakern", self.file), device=device,
-            wall_seconds=seconds, rates={n: round(r) for n, r in rates.items()}, absent=self.absent, left_out=left,
+            wall_seconds=seconds, seconds=self.seconds(), seconds_ahead=_rounded(ahead),
+            rates={n: round(r) for n, r in rates.items()}, absent=self.absent, left_out=left,
         )  # fmt: skip
+
+    def seconds(self) -> dict[str, float]:
+        """Where the seconds of the runs that made the rows went, from most to least."""
+        found = Counter(self.earlier.seconds)
+        for outcome in self.outcomes.values():
+            found.update(outcome.spent.seconds)
+        return _rounded(found)
 
     def last(self) -> str:
         """The subjects' last result, for the progress bar."""
@@ -244,6 +262,9 @@ class _Rows:
         return any(r["subject"] and r["verdict"] in ("wrong", "failed") for r in self.rows)
 
     def show(self) -> None:
+        if self.kept:
+            text = f"{len(self.kept)} calls stand in {self.file}, and were not timed again; --fresh times them"
+            out.print(text, markup=False, highlight=False, soft_wrap=True)
         calls: dict[str, list[dict[str, Any]]] = {}
         for row in self.rows:
             calls.setdefault(row["call"], []).append(row)
@@ -253,6 +274,8 @@ class _Rows:
                 style = "red" if row["verdict"] in ("wrong", "failed") else "bold" if row["subject"] else ""
                 for line in _lines(row, out.width):
                     out.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+        spent = ", ".join(f"{what} {s:.0f}" for what, s in self.seconds().items() if s >= NOTED)
+        out.print(f"seconds: {spent}", markup=False, highlight=False, soft_wrap=True)
         for name, why in self.absent.items():
             out.print(f"{name} takes no part: {why}", markup=False, highlight=False, soft_wrap=True)
         for subjects, outcome in self.outcomes.items():
@@ -271,6 +294,10 @@ class _Rows:
 
         for path in speed.draw_into(folder, self.record()):
             out.print(f"wrote {path}", markup=False, highlight=False)
+
+
+def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {what: round(s, 1) for what, s in sorted(seconds.items(), key=lambda x: -x[1])}
 
 
 def _rate(name: str, rate: float) -> str:

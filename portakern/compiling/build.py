@@ -39,7 +39,8 @@ class Kernel:
       matrix: matrix instruction -> how often it stands in the machine code.
       code_bytes: of the machine code; cycles: the compiler's own static estimate of one launch.
       issued: cycles of a whole run, all launches, in which instructions are issued, of a machine that issues them in
-        the order of its code: no stalls. moved: bytes between device memory and the chip in a whole run.
+        the order of its code: no stalls; of the core that takes longest. moved: bytes between device memory and the
+        chip in a whole run. cores: of the chip that share a launch.
       undefined: registers that the machine code reads before anything wrote them, a fault of the assembler.
       serialised: why the assembler lets matrix instructions run one after another that the code would overlap, in its
         words: right results, at a fraction of the rate.
@@ -58,6 +59,7 @@ class Kernel:
     cycles: int | None = None
     issued: int | None = None
     moved: int | None = None
+    cores: int = 1
     undefined: list[str] = field(default_factory=list)
     serialised: list[str] = field(default_factory=list)
     assembly: str = ""
@@ -71,10 +73,11 @@ class Kernel:
         return estimated if self.issued and estimated >= FOLLOWED * self.issued else self.issued
 
     def memory(self, hardware: Hardware) -> float | None:
-        """Cycles that the bytes it moves take one core of the chip, at the bandwidth of its data sheet."""
+        """Cycles that the bytes it moves take those of the chip's cores that run it, at the bandwidth of its data
+        sheet, of which each has its part."""
         if self.moved is None or not hardware.bandwidth or not hardware.clock:
             return None
-        return self.moved / (hardware.bandwidth / hardware.clock / (hardware.cores or 1))
+        return self.moved / (hardware.bandwidth / hardware.clock / (hardware.cores or 1) * self.cores)
 
     def least(self, hardware: Hardware) -> float | None:
         """The larger of both: cycles of a run that nothing was run for."""

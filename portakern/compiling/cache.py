@@ -47,9 +47,9 @@ def look_again() -> None:
     _digest.cache_clear()
 
 
-def digest(modules: Iterable[str]) -> str:
-    """Of the text of these modules, and of what they import within their own packages."""
-    return _digest(frozenset(modules))
+def digest(modules: Iterable[str], within: Iterable[str] = ()) -> str:
+    """Of the text of these modules, and of what they import within their own packages, or within those named."""
+    return _digest(frozenset(modules), frozenset(within))
 
 
 def _content(path: Path) -> str:
@@ -84,9 +84,10 @@ def _file(name: str) -> Path:
 
 
 @functools.cache
-def _digest(modules: frozenset[str]) -> str:
-    """Of the text of these modules and of those they import, directly or not, from the same top-level packages."""
-    roots = {m.partition(".")[0] for m in modules if m}
+def _digest(modules: frozenset[str], within: frozenset[str] = frozenset()) -> str:
+    """Of the text of these modules and of those they import, directly or not, from the same top-level packages, or from
+    the packages named."""
+    roots = within or {m.partition(".")[0] for m in modules if m}
     seen: dict[str, str] = {}
     queue = sorted(m for m in modules if m)
     while queue:
@@ -95,7 +96,7 @@ def _digest(modules: frozenset[str]) -> str:
             continue
         text, imports = _read(module)
         seen[module] = text
-        queue += [i for i in imports if i.partition(".")[0] in roots and i not in seen]
+        queue += [i for i in imports if any(f"{i}.".startswith(f"{r}.") for r in roots) and i not in seen]
     return hashlib.sha256("".join(f"{m}\0{t}\0" for m, t in sorted(seen.items())).encode()).hexdigest()
 
 

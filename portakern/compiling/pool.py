@@ -160,7 +160,8 @@ class _Worker:
 
 
 class Pool:
-    """Processes that compile, and stay for later jobs: what a compiler imports and learns it need not again.
+    """Processes that compile, and stay for later jobs: what a compiler imports and learns it need not again. Runs of
+    several threads share them.
 
     ``processes``: at a time; ``timeout``: seconds that one job may take. It is closed by whoever made it.
     """
@@ -168,21 +169,21 @@ class Pool:
     def __init__(self, processes: int, timeout: float) -> None:
         self.timeout = timeout
         self.workers = [_Worker() for _ in range(max(1, processes))]
+        self._free: SimpleQueue[_Worker] = SimpleQueue()
+        for worker in self.workers:
+            self._free.put(worker)
 
     def run(
         self, jobs: Sequence[Job], done: Callable[[Job, Build], None] = lambda job, built: None
     ) -> Iterator[tuple[Job, Build]]:
         """Compile every job; the results as they come. One that is left before its end ends the processes."""
-        free: SimpleQueue[_Worker] = SimpleQueue()
-        for worker in self.workers:
-            free.put(worker)
 
         def serve(job: Job) -> Build:
-            worker = free.get()
+            worker = self._free.get()
             try:
                 return worker.serve(job, self.timeout)
             finally:
-                free.put(worker)
+                self._free.put(worker)
 
         executor = ThreadPoolExecutor(len(self.workers))
         finished = False

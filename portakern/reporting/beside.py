@@ -20,7 +20,8 @@ NOTES = (
     "such as copies; in brackets both over what the best other takes, and who that is, in bold where ours are behind "
     "by more than 3 %. XLA: its own program for the formula. Flash, splash: JAX's kernels with the best of several "
     "sets of blocks. Both sides count by one rule: beside XLA the compiler's estimate, or what is issued where that "
-    "is missing or impossible; beside kernels what is issued; never less than memory takes for the bytes."
+    "is missing or impossible; beside kernels what is issued; never less than memory takes for the bytes. On v5p two "
+    "cores share a launch along its first parallel axis, which of splash is heads: one head has one core."
 )
 
 

@@ -247,12 +247,17 @@ def _binds(spec: Spec[Any], case: Case) -> bool:
 
 @st.composite
 def _tiling(draw: st.DrawFn, spec: Spec[Any], tiles: Mapping[str, Tile], limits: Limits, edge: Edge) -> dict[str, int]:
-    """The default (an empty tiling), the smallest tiles, or any."""
+    """The default (an empty tiling), the smallest tiles or now and then twice those, which a kernel can take in halves,
+    or any."""
     kind = "smallest" if edge.smallest_tiles else draw(st.sampled_from(["default", "smallest", "any"]))
     if kind == "default":
         return {}
     if kind == "smallest":
-        return {n: t.lo if n in spec.tiling else draw(st.sampled_from(t.values[:4])) for n, t in tiles.items()}
+        times = draw(st.sampled_from((1, 1, 2)))
+        return {
+            n: min(times * t.lo, t.hi) if n in spec.tiling else draw(st.sampled_from(t.values[:4]))
+            for n, t in tiles.items()
+        }
     return _fit_tiles(spec, {n: draw(st.sampled_from(t.values)) for n, t in tiles.items()}, tiles, limits)
 
 

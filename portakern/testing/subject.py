@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import shlex
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -181,7 +182,8 @@ def _python_line(spec: Spec[Any], subject: str, given: Mapping[str, str | None])
 def _legal(
     impl: Implementation, spec: Spec[Any], case: Case, call: Call, fw: Framework
 ) -> tuple[Mapping[str, int], Mapping[str, int], str | None]:
-    """The case's tiling, its tiles doubled until the implementation supports it; none where it never does."""
+    """The least tiling that the implementation supports, among the case's and those with its tiles doubled, each as
+    often as it takes; none where there is no such tiling."""
     if impl.backend.oracle or call.degenerate:
         return {}, {}, None
     if not fw.host_only:
@@ -189,13 +191,20 @@ def _legal(
     default, reason = tilings.default(impl, call).tiling, None
     # an implementation may have fewer tiles than its spec, or none
     tiling = {n: v for n, v in case.tiling.items() if n in default}
-    while tiling:
-        reason = impl.supports(call, {**default, **tiling})
-        if reason is None:
-            return tiling, {**default, **tiling}, None
-        grown = {n: min(2 * v, spec.tiling[n].hi) if n in spec.tiling else v for n, v in tiling.items()}
-        tiling = grown if grown != tiling else {}
+    for grown in _grown(spec, tiling) if tiling else ():
+        refused = impl.supports(call, {**default, **grown})
+        if refused is None:
+            return grown, {**default, **grown}, None
+        reason = reason or refused
     return {}, default, reason
+
+
+def _grown(spec: Spec[Any], tiling: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """A tiling, and those with tiles of the spec doubled, each for itself: what one tile's grid asks for leaves the
+    others small, so that there are several of them. Those of the least product come first."""
+    most = [(spec.tiling[n].hi // v).bit_length() if n in spec.tiling else 1 for n, v in tiling.items()]
+    for doublings in sorted(itertools.product(*map(range, most)), key=sum):
+        yield {n: v << times for (n, v), times in zip(tiling.items(), doublings, strict=True)}
 
 
 def function_subject(spec: Spec[Any], fn: Callable[..., Any] | None, framework: str, device: str | None) -> Subject:

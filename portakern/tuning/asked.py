@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from portakern.benchmarking.suites import TimedCase, shaped
-from portakern.compiling.forms import Form, typical_form
+from portakern.compiling.forms import Form
 from portakern.core import registry
 from portakern.spec import Spec
 
@@ -28,12 +28,8 @@ class Asked:
 
     @cached_property
     def form(self) -> Form:
-        """The call without arrays; every array is contiguous in it."""
-        spec, case = self.spec, self.case
-        options = {n: v for n, v in case.options.items() if n in {o.name for o in spec.options}}
-        optional = {a.name: a.name in case.given for a in case.forward.arrays if a.optional}
-        given = {n: there for n, there in optional.items() if n in {a.name for a in spec.arrays if a.optional}}
-        return typical_form(spec, case.dtype, {**_dims(spec, case.dims), **options, **given})
+        """The call without arrays."""
+        return self.case.form
 
     @property
     def text(self) -> str:
@@ -41,10 +37,6 @@ class Asked:
         case = self.case
         parts = [case.timed, case.dtype, case.dims, case.options, case.given, case.layouts]
         return json.dumps(parts, sort_keys=True, default=str)
-
-
-def _dims(spec: Spec[Any], dims: Mapping[str, Any]) -> dict[str, Any]:
-    return {n: extent for n, extent in dims.items() if n in spec.dims}
 
 
 def of_op(spec: Spec[Any], dtype: str, given: Mapping[str, Any]) -> Asked:

@@ -8,12 +8,13 @@ round of turns, or figures of one model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
 from portakern.api import op
+from portakern.benchmarking.foresight import Foresight
 from portakern.benchmarking.inputs import Inputs, for_gradient, make
 from portakern.benchmarking.suites import TimedCase
 from portakern.benchmarking.timing import device_times
@@ -32,7 +33,7 @@ from portakern.tuning.place import Place
 from portakern.tuning.space import Tiling, frozen
 from portakern.tuning.static import Model, model_of
 
-__all__ = ["ROUNDS", "Bench", "DeviceBench", "Effort", "StaticBench", "bench_of"]
+__all__ = ["ROUNDS", "Bench", "DeviceBench", "Effort", "Known", "StaticBench", "bench_of", "launches_find_it", "survey"]
 
 Key = tuple[tuple[str, int], ...]
 ROUNDS = (3, 20)
@@ -59,27 +60,41 @@ class Bench(Protocol):
         """Why a tiling that is about to be kept gives wrong results, as far as that was not seen yet."""
 
 
-def bench_of(asked: Asked, place: Place, pool: Pool) -> DeviceBench | StaticBench:
+@dataclass(frozen=True)
+class Known:
+    """What others found of a call before it is judged: ``foresight`` of its results; ``built``, waited for
+    when it is called: tiling -> what its compiler said."""
+
+    foresight: Foresight | None = None
+    built: Callable[[], Mapping[Key, Build]] = dict
+
+
+def bench_of(asked: Asked, place: Place, pool: Pool, known: Known = Known()) -> DeviceBench | StaticBench:
     """The bench of a call.
 
     Raises:
       UnsupportedError: the implementation refuses the call under its own default.
     """
-    return DeviceBench(asked, place, pool) if place.is_here else StaticBench(asked, place, pool)
+    return DeviceBench(asked, place, pool, known) if place.is_here else StaticBench(asked, place, pool)
 
 
-def surveyed(asked: Asked, place: Place, pool: Pool, tilings: Sequence[Tiling], quick: bool = True) -> dict[Key, Build]:
-    """What the compiler says of each tiling, in processes of their own: of a target that is not here, all that it has
-    to say; else what a launch finds then."""
+def survey(
+    asked: Asked, place: Place, pool: Pool, tilings: Sequence[Tiling], quick: bool = True
+) -> Iterator[tuple[Key, Build]]:
+    """What the compiler says of each tiling, in processes of their own, as it comes: of a target that is not here, all
+    that it has to say; else what a launch finds then."""
     assert place.hardware is not None
-    survey = place.is_here or not _launches_find_it(place)
+    survey = place.is_here or not launches_find_it(place)
     parts = asked.spec, place.backend, place.family, place.hardware, asked.form
     jobs = {Job(*parts, tiling=dict(t), quick=quick, survey=survey): t for t in tilings}
-    return {frozen(jobs[job]): built for job, built in pool.run([*jobs])}
+    for job, built in pool.run([*jobs]):
+        yield frozen(jobs[job]), built
 
 
-def _launches_find_it(place: Place) -> bool:
-    """Whether the survey of the place's compiler is there for launches, and not for what it tells."""
+def launches_find_it(place: Place) -> bool:
+    """Whether what the place's compiler makes ahead of time lies where a launch finds it."""
+    if place.interpret or place.hardware is None or place.family.compiler is None:
+        return False
     return bool(getattr(place.family.load_compiler(), "LAUNCHES_FIND_IT", False))
 
 
@@ -106,7 +121,7 @@ class StaticBench:
 
     def refused(self, tilings: Sequence[Tiling]) -> dict[Key, str]:
         new = [t for t in tilings if frozen(t) not in self._built]
-        self._built |= surveyed(self.asked, self.place, self.pool, new)
+        self._built |= dict(survey(self.asked, self.place, self.pool, new))
         asked = [frozen(t) for t in tilings]
         return {key: self._built[key].reason or "it gave no reason" for key in asked if not self._built[key].ok}
 
@@ -115,7 +130,7 @@ class StaticBench:
         built = {frozen(t): self._built[frozen(t)] for t in tilings}
         model = self.model(next(iter(built.values())))
         if effort and model.estimates:
-            longer = surveyed(self.asked, self.place, self.pool, tilings, quick=False)
+            longer = dict(survey(self.asked, self.place, self.pool, tilings, quick=False))
             if all(b.ok and model.estimated(b) for b in longer.values()):  # of two kinds of figures one is compared
                 built = longer
         return {key: model.score(b, dict(key)) for key, b in built.items()}
@@ -159,10 +174,10 @@ def _least(extent: Any, tile: int | None) -> Any:
 class DeviceBench:
     """A call on a device that is here, with its values, and its oracle computed once."""
 
-    def __init__(self, asked: Asked, place: Place, pool: Pool) -> None:
-        self.asked, self.place, self.pool = asked, place, pool
+    def __init__(self, asked: Asked, place: Place, pool: Pool, known: Known = Known()) -> None:
+        self.asked, self.place, self.pool, self.built = asked, place, pool, known.built
         self.inputs = _inputs(asked, place)
-        self.judge = Judge(self.inputs)
+        self.judge = known.foresight.judge(asked.case, self.inputs) if known.foresight else Judge(self.inputs)
         self.judge.expect(place.target, place.interpret)
         self.call = self.inputs.call.replace(target=place.target, interpret=place.interpret)
         self.metric, self.unit = "device time", "us"
@@ -180,12 +195,11 @@ class DeviceBench:
 
     def _compiled(self, tilings: Sequence[Tiling]) -> dict[Key, Build]:
         """What compilers ahead of time say, where a launch finds what they made."""
-        family, hardware = self.place.family, self.place.hardware
-        if not tilings or self.place.interpret or family.compiler is None or hardware is None:
+        if not tilings or not launches_find_it(self.place):
             return {}
-        if not _launches_find_it(self.place):
-            return {}
-        return surveyed(self.asked, self.place, self.pool, tilings)
+        ahead = self.built()
+        found = {frozen(t): ahead[frozen(t)] for t in tilings if frozen(t) in ahead}
+        return found | dict(survey(self.asked, self.place, self.pool, [t for t in tilings if frozen(t) not in found]))
 
     def wrong(self, tiling: Tiling) -> str | None:
         """Why a tiling does not count: it raises, or leaves the bounds. Outputs are poisoned before."""

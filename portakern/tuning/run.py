@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from portakern.core import tilings
 from portakern.core.observe import say
 from portakern.errors import SpecError, UnsupportedError
 from portakern.tuning import store
+from portakern.tuning.ahead import working_ahead
 from portakern.tuning.asked import Asked
 from portakern.tuning.journal import Journal
 from portakern.tuning.place import Place, places
@@ -70,26 +72,34 @@ def tune(
     found: list[Finding] = []
     journals: dict[Any, Journal] = {}
     try:
-        for i, group in enumerate(groups):
-            if plan.over:
-                return found, len(groups) - i
-            journal = _journal(journals, group, plan, fresh)
-            left = plan.deadline - time.monotonic()
-            share = replace(plan, deadline=time.monotonic() + 2 * left / (len(groups) - i))
-            share = replace(share, deadline=min(share.deadline, plan.deadline))
-            try:
-                finding = tune_group(group, share, pool, journal, told.progress)
-            except UnsupportedError as e:
-                told.refused(group, str(e))
-                continue
-            found.append(finding)
-            if write and finding.best is not None:
-                _keep(finding, ship)
-            told.found(finding)
+        with working_ahead(groups, plan, pool) as ahead:
+            for i, group in enumerate(groups):
+                if plan.over:
+                    return found, len(groups) - i
+                journal = _journal(journals, group, plan, fresh)
+                for g in groups[i : i + 2]:
+                    if _journal(journals, g, plan, fresh).get("found", g.text) is None:
+                        ahead.begin(g)
+                share = _share(plan, len(groups) - i)
+                try:
+                    finding = tune_group(group, share, partial(ahead.bench, group), journal, told.progress)
+                except UnsupportedError as e:
+                    told.refused(group, str(e))
+                    continue
+                found.append(finding)
+                if write and finding.best is not None:
+                    _keep(finding, ship)
+                told.found(finding)
     finally:
         for journal in journals.values():
             journal.close()
     return found, 0
+
+
+def _share(plan: Plan, keys: int) -> Plan:
+    """The plan for the first of so many keys: twice its part of the time that is left."""
+    now = time.monotonic()
+    return replace(plan, deadline=min(now + 2 * (plan.deadline - now) / keys, plan.deadline))
 
 
 def _journal(known: dict[Any, Journal], group: Group, plan: Plan, fresh: bool) -> Journal:

@@ -57,11 +57,12 @@ class Cycles:
         return all(k.cycles is not None for k in built.kernels)
 
     def score(self, built: Build, tiling: Mapping[str, int]) -> float:
-        return max(built.least, self._least) if built.least else math.inf
+        cores = max((k.cores for k in built.kernels), default=1)
+        return max(built.least, self._least / cores) if built.least else math.inf
 
     @property
     def _least(self) -> float:
-        """Cycles that the operations take at the peak rate, where one is known."""
+        """Cycles that the operations take one core at the peak rate, where one is known."""
         rate = self.hardware.flops.get(self.call.dtype)
         return self.call.flops / rate * (self.hardware.clock or 0.0) * (self.hardware.cores or 1) if rate else 0.0
 

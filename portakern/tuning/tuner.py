@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from portakern.compiling.forms import bound_form
-from portakern.compiling.pool import Pool
 from portakern.core import tilings
 from portakern.core.call import Call
 from portakern.core.tilings import Row
@@ -24,12 +23,12 @@ from portakern.errors import SpecError, UnsupportedError
 from portakern.tuning import store
 from portakern.tuning.asked import Asked
 from portakern.tuning.journal import Journal
-from portakern.tuning.judges import Bench, bench_of
+from portakern.tuning.judges import Bench
 from portakern.tuning.place import Place
-from portakern.tuning.search import search
+from portakern.tuning.search import Search, search
 from portakern.tuning.space import Space, Tiling, frozen, space_of
 
-__all__ = ["Finding", "Group", "Plan", "Progress", "grouped", "row_of", "tune_group"]
+__all__ = ["Finding", "Group", "Plan", "Progress", "first_tilings", "grouped", "row_of", "tune_group"]
 
 Key = tuple[tuple[str, int], ...]
 
@@ -134,8 +133,49 @@ def _form_call(asked: Asked, place: Place) -> Call:
     return bound_form(asked.spec, asked.form, place.framework, place.target, place.interpret)
 
 
-def tune_group(group: Group, plan: Plan, pool: Pool, journal: Journal, tell: Callable[[Progress], None]) -> Finding:
+class _Opening(NamedTuple):
+    """How the search of a key begins: the tiling that each of its calls finds shipped, what is legal, and in which
+    order that is tried."""
+
+    shipped: list[dict[str, int]]
+    space: Space
+    hunt: Search
+
+
+def _opening(group: Group, plan: Plan, calls: Sequence[Call]) -> _Opening:
+    """The beginning of a search; ``calls``: the group's, with or without their arrays."""
+    impl = group.place.impl
+    shipped = [dict(tilings.shipped(impl, c)) for c in calls]
+    space = space_of(group.asked[0].spec, impl, calls, shipped[0])
+    return _Opening(shipped, space, search(plan.search, space, _seeds(group, shipped[0], space), plan.seed))
+
+
+def first_tilings(group: Group, plan: Plan) -> list[Tiling]:
+    """What the search of a key will have compiled first."""
+    begun = _opening(group, plan, [_form_call(a, group.place) for a in group.asked])
+    first = begun.hunt.ask(min(plan.batch, plan.tries))
+    return [dict(key) for key in dict.fromkeys(map(frozen, (*begun.shipped, *first)))]
+
+
+def _seeds(group: Group, shipped: Tiling, space: Space) -> Iterator[Tiling]:
+    """Where to begin: what is shipped, and what any table has for this op."""
+    impl, names = group.place.impl, set(space.values)
+    yield shipped
+    for path in tilings.files(impl.fn.__module__.rpartition(".")[0], impl.backend.name):
+        try:
+            found = tilings.rows(impl, path.stem)
+        except SpecError:
+            continue
+        for row in found:
+            yield {**shipped, **{n: v for n, v in row.tiling.items() if n in names}}
+
+
+def tune_group(
+    group: Group, plan: Plan, benches: Callable[[Asked], Bench], journal: Journal, tell: Callable[[Progress], None]
+) -> Finding:
     """Search the tilings of a key. What an earlier run found, or was killed by, is taken from the journal.
+
+    ``benches``: makes the bench of a call, which is done if the journal does not know what was found.
 
     Raises:
       UnsupportedError: every call of the key is refused under its own default.
@@ -143,7 +183,7 @@ def tune_group(group: Group, plan: Plan, pool: Pool, journal: Journal, tell: Cal
     kept = journal.get("found", group.text)
     if kept is not None:
         return Finding(group, kept["rows"], kept["best"], {}, kept["tried"])
-    trial = _Trial(group, plan, pool, journal)
+    trial = _Trial(group, plan, [benches(a) for a in group.asked], journal)
     done = trial.search(tell)
     finding = trial.finish()
     if done:
@@ -154,13 +194,9 @@ def tune_group(group: Group, plan: Plan, pool: Pool, journal: Journal, tell: Cal
 class _Trial:
     """The search of one key."""
 
-    def __init__(self, group: Group, plan: Plan, pool: Pool, journal: Journal) -> None:
-        self.group, self.plan, self.journal = group, plan, journal
-        place = group.place
-        self.benches: list[Bench] = [bench_of(a, place, pool) for a in group.asked]
-        calls = [b.call for b in self.benches]
-        self.shipped = [dict(tilings.shipped(place.impl, c)) for c in calls]
-        self.space: Space = space_of(group.asked[0].spec, place.impl, calls, self.shipped[0])
+    def __init__(self, group: Group, plan: Plan, benches: list[Bench], journal: Journal) -> None:
+        self.group, self.plan, self.benches, self.journal = group, plan, benches, journal
+        self.shipped, self.space, self.hunt = _opening(group, plan, [b.call for b in benches])
         self.ratios: dict[Key, float] = {}
         self.each: dict[Key, list[float]] = {}
         self.refused: dict[Key, str] = {}
@@ -168,9 +204,8 @@ class _Trial:
 
     def search(self, tell: Callable[[Progress], None]) -> bool:
         """Try candidates until the search, the tries or the time end; whether it was not the time."""
-        plan = self.plan
+        plan, hunt = self.plan, self.hunt
         self._try_shipped()
-        hunt = search(plan.search, self.space, self._seeds(), plan.seed)
         while len(self.ratios) + len(self.refused) < plan.tries and not plan.over:
             room = plan.tries - len(self.ratios) - len(self.refused)
             batch = hunt.ask(min(plan.batch, room))
@@ -190,18 +225,6 @@ class _Trial:
                 raise UnsupportedError(f"tune: {bench.call!r}: the shipped tiling {tiling} does not count: {why}")
         for tiling in self.shipped:
             self.ratios[frozen(tiling)] = 1.0
-
-    def _seeds(self) -> Iterator[Tiling]:
-        """Where to begin: what is shipped, and what any table has for this op."""
-        impl, names = self.group.place.impl, set(self.space.values)
-        yield self.shipped[0]
-        for path in tilings.files(impl.fn.__module__.rpartition(".")[0], impl.backend.name):
-            try:
-                found = tilings.rows(impl, path.stem)
-            except SpecError:
-                continue
-            for row in found:
-                yield {**self.shipped[0], **{n: v for n, v in row.tiling.items() if n in names}}
 
     def _judge(self, batch: Sequence[Tiling]) -> None:
         """Screen a batch: what an earlier run found of a candidate holds, and one that ended it is not tried again."""

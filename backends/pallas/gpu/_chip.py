@@ -18,8 +18,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from portakern.backends.pallas import common
 from portakern.backends.pallas.common import Refs
+from portakern.backends.pallas.gpu._keys import same_in_every_process
 from portakern.core import targets
 from portakern.core.call import Call
+
+same_in_every_process()
 
 HOPPER = targets.find("sm_90")
 SHARED_BYTES = HOPPER.on_chip["shared"] or 0

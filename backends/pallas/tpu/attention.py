@@ -56,6 +56,7 @@ from portakern.backends.pallas.tpu._chip import (
     off_grid,
     over_vmem,
     sublanes,
+    vmem_limit,
     whole_lanes,
 )
 from portakern.backends.pallas.tpu._heads import Operands, from_heads, head_blocks, row_blocks
@@ -88,8 +89,16 @@ def blocks(call: Call, tiling: Mapping[str, int]) -> tuple[int, int]:
     """How many rows one step holds, and how many keys it has scores of at a time."""
     of_q, of_kv = grains(call)
     kv_len, tile = call.dims["kv_len"], tiling["block_kv"]
-    bq = row_block(call, call.dims["q_len"] * together(call), tiling["block_q"], of_q, even=True)
+    rows = call.dims["q_len"] * together(call)
+    bq, square = (row_block(call, rows, tiling["block_q"], grain, even=True) for grain in (of_q, LANES))
+    if banded(call) and 16 * square <= 17 * bq:
+        bq = square  # blocks of rows and of keys then meet the band's edges in corners, and fewer of them do
     return bq, block(kv_len, tile, of_kv) if kv_len <= tile else min(tile, even_block(kv_len, tile, LANES))
+
+
+def banded(call: Call) -> bool:
+    """Whether there are pairs that causality or a window hides."""
+    return call.options["is_causal"] or call.options["window"] is not None
 
 
 def parts(call: Call, bq: int, bkv: int) -> int:
@@ -97,9 +106,11 @@ def parts(call: Call, bq: int, bkv: int) -> int:
     computes, and of larger blocks four, of which one's products hide what the other's exponentials take; in a band two,
     since its edges pass by the parts that nobody sees. Interpreted, where blocks are small, two, so that there are
     several steps too."""
-    banded = call.options["is_causal"] or call.options["window"] is not None
-    most = 2 if call.interpret else max(2 if banded else 4, PAIRS // (bq * bkv))
-    return max(1, min(most, pl.cdiv(call.dims["kv_len"], bkv)))
+    most = 2 if call.interpret else max(2 if banded(call) else 4, PAIRS // (bq * bkv))
+    number = max(1, min(most, pl.cdiv(call.dims["kv_len"], bkv)))
+    while number > 1 and resident(call, bq, bkv, number) > vmem_limit(call):
+        number //= 2
+    return number
 
 
 PAIRS = 2**18
@@ -108,8 +119,7 @@ PAIRS = 2**18
 def halves_of(call: Call, bq: int) -> int:
     """How many pieces of its rows a step takes one after another where it meets an edge of the band: each passes by the
     keys that it does not see. A row's results are the same to the bit."""
-    banded = call.options["is_causal"] or call.options["window"] is not None
-    return 2 if banded and bq % (2 * grains(call)[0]) == 0 else 1
+    return 2 if banded(call) and bq % (2 * grains(call)[0]) == 0 else 1
 
 
 def refused(
@@ -126,10 +136,10 @@ def refused(
     )
 
 
-def resident(call: Call, bq: int, bkv: int) -> int:
-    """The VMEM, in bytes, of one step."""
+def resident(call: Call, bq: int, bkv: int, number: int) -> int:
+    """The VMEM, in bytes, of one step of so many blocks of keys."""
     d, dv, lanes = whole_lanes(call.dims["d"]), whole_lanes(call.dims["dv"]), whole_lanes(bkv)
-    keys = bkv * parts(call, bq, bkv)
+    keys = bkv * number
     streamed = call.arrays["q"].dtype.itemsize * (bq * d + keys * (d + dv) + bq * dv)
     bias = call.arrays["bias"]
     if bias is not None:
@@ -139,9 +149,17 @@ def resident(call: Call, bq: int, bkv: int) -> int:
     return 2 * streamed + sums + scores
 
 
+def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
+    """Half of both, as often as VMEM demands of a bias or long heads, however few rows there are."""
+    bq, bkv = tiling["block_q"], tiling["block_kv"]
+    while resident(call, bq, bkv, 1) > vmem_limit(call) and bkv > LANES:
+        bq, bkv = max(LANES, bq // 2), bkv // 2
+    return tiling if bkv == tiling["block_kv"] else {"block_q": bq, "block_kv": bkv}
+
+
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    rows = call.dims["q_len"] * together(call)
-    return refused(call, tiling, resident(call, *blocks(call, tiling)), rows)
+    rows, (bq, bkv) = call.dims["q_len"] * together(call), blocks(call, tiling)
+    return refused(call, tiling, resident(call, bq, bkv, parts(call, bq, bkv)), rows)
 
 
 class Scores(NamedTuple):
@@ -266,7 +284,7 @@ def kernel(ref: Refs, *, band: Band, bkv: int, halves: int, scores: Scores, inte
             ref.lse[...] = lse[:, :1].T
 
 
-@BACKEND.implements("attention", key=key, supports=supports)
+@BACKEND.implements("attention", key=key, fit=fit, supports=supports)
 def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Array | None]:
     batch, q_len, heads, d = call.arrays["q"].shape
     dv, dtype, shared = call.dims["dv"], call.arrays["q"].dtype, together(call)
@@ -301,7 +319,7 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Arr
         inputs=inputs,
         outputs=outputs,
         scratch={"m": (bq, LANES), "l": (bq, LANES), "acc": (bq, dv)},
-        vmem=resident(call, bq, bkv),
+        vmem=resident(call, bq, bkv, band.block_kv // bkv),
         cost=pl.CostEstimate(
             flops=2 * pairs * (d + dv),
             transcendentals=pairs,

@@ -99,13 +99,16 @@ def blocks(call: Call, tiling: Mapping[str, int], m: int) -> tuple[int, int, int
 def resident(call: Call, bm: int, bn: int, bk: int) -> int:
     """The VMEM, in bytes, of one step: two blocks of each operand, so that one is moved while the other is used, one
     accumulator, and a fifth more: the compiler keeps values there for which it has no registers, up to 15 % of the rest
-    at 1024 x 1024 x 1024."""
+    at 1024 x 1024 x 1024. Of float32 operands it keeps two bfloat16 parts there too, and the sum
+    of their products."""
     return resident_bytes(bm, bn, bk, call.arrays["a"].dtype.itemsize, jnp.dtype(call.outputs["c"][1]).itemsize)
 
 
 def resident_bytes(bm: int, bn: int, bk: int, size: int, out: int) -> int:
     """The same for operands and results of so many bytes an element."""
-    return (2 * (bm * bk + bk * bn) * size + 2 * bm * bn * out + 4 * bm * bn) * 6 // 5
+    operands = bm * bk + bk * bn
+    blocks = 2 * operands * size + 2 * bm * bn * out + 4 * bm * bn
+    return max(blocks * 6 // 5, (blocks + 4 * (operands + bm * bn)) * 21 // 20 if size == 4 else 0)
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
@@ -120,11 +123,17 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     )
 
 
-def kernel(ref: Refs, *, k: int, axis: int) -> None:
-    """``axis`` is the grid axis along which the blocks of k follow each other."""
+def rows_within(a: jax.Array, start: Any, k: int, few: bool) -> jax.Array:
+    """A block of rows of a, with 0 for what lies beyond k. Of an array with ``few`` rows, less than a register's, Mosaic
+    chooses between elements in float32 alone."""
+    return within(a.astype(jnp.float32) if few else a, 1, start, k).astype(a.dtype)
+
+
+def kernel(ref: Refs, *, k: int, axis: int, few: bool) -> None:
+    """``axis`` is the grid axis along which the blocks of k follow each other; ``few``: of `rows_within`."""
     step, last = step_along(axis), pl.num_programs(axis) - 1
     if "acc" not in ref:
-        a, b = within(ref.a[...], 1, 0, k), within(ref.b[...], 0, 0, k)
+        a, b = rows_within(ref.a[...], 0, k, few), within(ref.b[...], 0, 0, k)
         ref.c[...] = dot(a, b, (1, 0)).astype(ref.c.dtype)
         return
 
@@ -135,7 +144,7 @@ def kernel(ref: Refs, *, k: int, axis: int) -> None:
     a, b = ref.a[...], ref.b[...]
     start_of_k = step * a.shape[1]
     # both sides: beyond k lies anything, and 0 * NaN is NaN
-    a, b = within(a, 1, start_of_k, k), within(b, 0, start_of_k, k)
+    a, b = rows_within(a, start_of_k, k, few), within(b, 0, start_of_k, k)
     ref.acc[...] += dot(a, b, (1, 0))
 
     @pl.when(step == last)
@@ -174,11 +183,9 @@ def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     products = math.prod(batch) * m * n * k
     bytes_of_a = products // n * pl.cdiv(n, bn) * a.dtype.itemsize
     bytes_of_b = products // m * pl.cdiv(m, bm) * b.dtype.itemsize
-    # some chips keep the three bfloat16 parts of float32 operands in VMEM too: the kernel asks for as much
-    parts = 3 * 2 * (bm * bk + bk * bn) if a.dtype.itemsize == 4 else 0
     found = launch(
         call,
-        partial(kernel, k=k, axis=depth),
+        partial(kernel, k=k, axis=depth, few=m < sublanes(jnp.float32)),
         "portakern_matmul",
         grid,
         in_order=1,
@@ -193,7 +200,7 @@ def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
             )
         },
         scratch={"acc": (bm, bn)} if pl.cdiv(k, bk) > 1 else {},
-        vmem=resident(call, bm, bn, bk) + parts,
+        vmem=resident(call, bm, bn, bk),
         cost=pl.CostEstimate(flops=2 * products, transcendentals=0, bytes_accessed=bytes_of_a + bytes_of_b),
     )
     return (found["c"].reshape(shape),)

@@ -58,6 +58,20 @@ def _version(package: str) -> str:
 
 def build(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compiled:
     """Compile a call for one GPU of the target's kind."""
+    hardware, folder = targets.find(call.target.arch), Path(os.environ[DUMP]) if DUMP in os.environ else None
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    before = _files(folder)
+    compiled = lowered(impl, call, tiling).compile()
+    told = _files(folder) - before
+    kernels = [_read(path, hardware) for path in sorted((p for p in told if p.suffix == ".ptx"), key=_number)]
+    for path in told:  # 20 MB a kernel
+        path.unlink(missing_ok=True)
+    return Compiled(kernels, compiled.memory_analysis().generated_code_size_in_bytes)
+
+
+def lowered(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Any:
+    """The program that a call makes for one GPU of the target's kind, before it is compiled."""
     import jax
     from jax.experimental import topologies
 
@@ -67,21 +81,13 @@ def build(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compil
         inner = call.replace(arrays={**call.arrays, **dict(zip(names, arrays, strict=True))})
         return tuple(o for o in impl.run(inner, tiling) if o is not None)
 
-    hardware, folder = targets.find(call.target.arch), Path(os.environ[DUMP]) if DUMP in os.environ else None
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-    before = _files(folder)
+    hardware = targets.find(call.target.arch)
     topology = topologies.get_topology_desc(
         hardware.product, platform="cuda", topology="1x1x1", target_config=described(hardware)
     )
     sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
     forms = [jax.ShapeDtypeStruct(call.arrays[n].shape, call.arrays[n].dtype, sharding=sharding) for n in names]
-    compiled = jax.jit(program).trace(*forms).lower().compile()
-    told = _files(folder) - before
-    kernels = [_read(path, hardware) for path in sorted((p for p in told if p.suffix == ".ptx"), key=_number)]
-    for path in told:  # 20 MB a kernel
-        path.unlink(missing_ok=True)
-    return Compiled(kernels, compiled.memory_analysis().generated_code_size_in_bytes)
+    return jax.jit(program).trace(*forms).lower()
 
 
 def described(hardware: Hardware) -> str:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 TOPOLOGY = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
+TOGETHER = {"v4": 2, "v5p": 2}  # cores that JAX shows as one device, and that share a launch
 NO_ESTIMATE = ("v4",)  # libtpu has no model of its DMA latency
 ESTIMATE_SECONDS, ESTIMATE_BYTES = 60.0, 4 * 2**30  # what the other process may take
 DUMP, WANT_ESTIMATE = "PORTAKERN_TPU_DUMP", "PORTAKERN_TPU_ESTIMATE"
@@ -85,13 +86,13 @@ def _version(package: str) -> str:
 
 def build(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compiled:
     """Compile a call for one core of the target's chip."""
-    compiled, walks, codes = _build(traced(impl, call, tiling), call, tiling)
+    compiled, walks, codes = _build(traced(impl, call, tiling), call.target, call, tiling)
     return Compiled(_counted(compiled.kernels, walks, codes, call.target), compiled.code_bytes)
 
 
 def kernels_of(program: Any, target: Target) -> list[Kernel]:
     """The kernels of any traced program, whoever wrote them, with what a run of theirs issues and moves."""
-    compiled, walks, codes = _build(program)
+    compiled, walks, codes = _build(program, target)
     if {w.name for w in walks} != {k.name for k in compiled.kernels} and len(walks) == len(compiled.kernels):
         # in order: the program may know a kernel by another name
         walks = [w._replace(name=k.name) for w, k in zip(walks, compiled.kernels, strict=True)]
@@ -104,10 +105,10 @@ def survey(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compi
     from portakern.backends.pallas.tpu.toolchain.static import walks_of
 
     program = traced(impl, call, tiling)
-    walks = walks_of(program.jaxpr.jaxpr)
+    walks = walks_of(program.jaxpr.jaxpr, cores=TOGETHER.get(call.target.arch, 1))
     key = (call.target, *(w.program for w in walks))
     if key not in _SURVEYED or os.environ.get(WANT_ESTIMATE):
-        compiled, walks, codes = _build(program, call, tiling)
+        compiled, walks, codes = _build(program, call.target, call, tiling)
         _SURVEYED[key] = Compiled([replace(k, assembly="") for k in compiled.kernels], compiled.code_bytes), codes
     kept, codes = _SURVEYED[key]
     return Compiled(_counted([replace(k) for k in kept.kernels], walks, codes, call.target), kept.code_bytes)
@@ -117,7 +118,7 @@ _SURVEYED: dict[Any, tuple[Compiled, list[Region | None]]] = {}
 
 
 def _build(
-    program: Any, call: Call | None = None, tiling: Mapping[str, int] = MappingProxyType({})
+    program: Any, target: Target, call: Call | None = None, tiling: Mapping[str, int] = MappingProxyType({})
 ) -> tuple[Compiled, list[Walk], list[Region | None]]:
     """What libtpu made, how its kernels walk their grids, and of each the regions of its code, where that was told."""
     from portakern.backends.pallas.tpu.toolchain.static import regions, walks_of
@@ -133,7 +134,8 @@ def _build(
         path.unlink(missing_ok=True)
     codes = [regions(k.assembly) if k.assembly else None for k in kernels]
     size = compiled.memory_analysis().generated_code_size_in_bytes
-    return Compiled(kernels, size), walks_of(program.jaxpr.jaxpr, program.jaxpr.consts), codes
+    walks = walks_of(program.jaxpr.jaxpr, program.jaxpr.consts, TOGETHER.get(target.arch, 1))
+    return Compiled(kernels, size), walks, codes
 
 
 def traced(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Any:
@@ -158,7 +160,7 @@ def _counted(kernels: list[Kernel], walks: list[Walk], codes: list[Region | None
     from portakern.backends.pallas.tpu.toolchain.static import cycles
 
     hardware = targets.find(target.arch)
-    a_cycle = (hardware.clock or math.inf) * (hardware.cores or 1)  # a kernel runs on one core
+    a_cycle = (hardware.clock or math.inf) * (hardware.cores or 1)  # a share of a kernel runs on one core
     rates = (hardware.flops["bfloat16"] or 0.0) / a_cycle or math.inf, (hardware.bandwidth or 0.0) / a_cycle or math.inf
     names = [k.name for k in kernels]
     for i, (kernel, code) in enumerate(zip(kernels, codes, strict=True)):
@@ -167,8 +169,9 @@ def _counted(kernels: list[Kernel], walks: list[Walk], codes: list[Region | None
             place = names[:i].count(kernel.name)
             mine = mine[place : place + 1]
         if mine and code is not None:
-            kernel.issued = sum(cycles(walk, code, *rates) for walk in mine)
-            kernel.moved = sum(walk.moved for walk in mine)
+            kernel.issued = sum(max(cycles(one, code, *rates) for one in (walk, *walk.beside)) for walk in mine)
+            kernel.moved = sum(one.moved for walk in mine for one in (walk, *walk.beside))
+            kernel.cores = min(1 + len(walk.beside) for walk in mine)
     return kernels
 
 

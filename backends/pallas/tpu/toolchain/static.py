@@ -24,6 +24,9 @@ import numpy as np
 
 __all__ = ["Region", "Walk", "cycles", "regions", "walks_of"]
 
+PARALLEL = "parallel"
+"""What JAX calls an axis of a grid whose steps do not depend on each other."""
+
 STEPS = 1 << 22
 """Steps beyond which a grid is not followed."""
 
@@ -64,6 +67,7 @@ class Walk(NamedTuple):
       name: the kernel's; steps: of its grid; body: all of it, with its branches in order.
       moved: bytes of its windows; first: those of one window of each.
       program: the kernel's text without the numbers that differ between calls of other extents.
+      beside: the same of the other cores, where several share a launch; then all numbers are of the steps of one.
     """
 
     name: str
@@ -72,13 +76,14 @@ class Walk(NamedTuple):
     moved: int
     first: int
     program: str
+    beside: tuple[Walk, ...] = ()
 
 
-def walks_of(jaxpr: Any, consts: Sequence[Any] = ()) -> list[Walk]:
+def walks_of(jaxpr: Any, consts: Sequence[Any] = (), cores: int = 1) -> list[Walk]:
     """Every kernel of a traced program, in order. ``consts``: the program's constants: what a kernel reads of them in
-    scalar memory, such as which blocks follow each other, is known with them."""
+    scalar memory, such as which blocks follow each other, is known with them. ``cores``: how many share a launch."""
     known = dict(zip(jaxpr.constvars, map(np.asarray, consts), strict=False))
-    return [_walk(eqn, given) for eqn, given in _calls(jaxpr, known)]
+    return [_walk(eqn, given, cores) for eqn, given in _calls(jaxpr, known)]
 
 
 def _calls(jaxpr: Any, known: dict[Any, Any]) -> Iterator[tuple[Any, list[Any]]]:
@@ -102,25 +107,46 @@ def _inner(eqn: Any) -> Iterator[Any]:
                 yield found
 
 
-def _walk(eqn: Any, given: Sequence[Any]) -> Walk:
+def _walk(eqn: Any, given: Sequence[Any], cores: int) -> Walk:
     mapping, body = eqn.params["grid_mapping"], eqn.params["jaxpr"]
     grid = tuple(int(extent) for extent in mapping.grid)
     steps = math.prod(grid)
     name = str(eqn.params.get("name") or getattr(eqn.params.get("name_and_src_info"), "name", ""))
     if steps > STEPS:
         raise ValueError(f"{name} has a grid of {steps} steps; expected at most {STEPS}, which are followed one by one")
-    places = [axis.reshape(-1).astype(np.int32) for axis in np.indices(grid, dtype=np.int32)]
+    every = [axis.reshape(-1).astype(np.int32) for axis in np.indices(grid, dtype=np.int32)]
     scalars = list(given)[: mapping.num_index_operands]
     known = {ref: array for ref, array in zip(body.invars, scalars, strict=False) if array is not None}
     text = "\n".join([str(body), *(f"{m.block_shape} {m.index_map_jaxpr}" for m in mapping.block_mappings)])
-    return Walk(
-        name,
-        steps,
-        Condition(steps, _work(body), _flops(body), tuple(_conditions(body, known, places, np.ones(steps, bool)))),
-        sum(_moved(m, places, scalars) for m in mapping.block_mappings),
-        sum(_bytes(m) for m in mapping.block_mappings),
-        re.sub(r"\b-?\d+:i32\[\]", "N:i32[]", text),
-    )
+
+    def of(places: list[np.ndarray], beside: tuple[Walk, ...]) -> Walk:
+        taken = np.ones(len(places[0]) if places else 1, bool)
+        inner = tuple(_conditions(body, known, places, taken))
+        return Walk(
+            name,
+            len(taken),
+            Condition(len(taken), _work(body), _flops(body), inner),
+            sum(_moved(m, places, scalars) for m in mapping.block_mappings),
+            sum(_bytes(m) for m in mapping.block_mappings),
+            re.sub(r"\b-?\d+:i32\[\]", "N:i32[]", text),
+            beside,
+        )
+
+    first, *others = _shares(eqn.params["compiler_params"], grid, every, cores)
+    return of(first, tuple(of(places, ()) for places in others))
+
+
+def _shares(params: Any, grid: tuple[int, ...], places: list[np.ndarray], cores: int) -> list[list[np.ndarray]]:
+    """The steps of each core: the first parallel axis of several steps is cut into as many runs, as libtpu's estimates
+    say, which are of the first."""
+    semantics = getattr(params, "dimension_semantics", None) or ()
+    parallel = [
+        a for a, (kind, extent) in enumerate(zip(semantics, grid, strict=False)) if kind == PARALLEL and extent > 1
+    ]
+    if cores == 1 or not parallel:
+        return [places]
+    share = places[parallel[0]] // -(-grid[parallel[0]] // cores)
+    return [[axis[share == core] for axis in places] for core in range(share.max() + 1)]
 
 
 def _moved(mapping: Any, places: list[np.ndarray], scalars: Sequence[Any]) -> int:

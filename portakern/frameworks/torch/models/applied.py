@@ -283,8 +283,8 @@ class _Plan:
         """The outermost models of transformers inside the model."""
         inside: set[int] = set()
         for module in self.model.modules():
-            is_one = any(c.__name__ == "PreTrainedModel" for c in type(module).__mro__)
-            if is_one and hasattr(module, "set_attn_implementation") and id(module) not in inside:
+            of_transformers = any(c.__name__ == "PreTrainedModel" for c in type(module).__mro__)
+            if of_transformers and hasattr(module, "set_attn_implementation") and id(module) not in inside:
                 inside.update(id(m) for m in module.modules())
                 yield module
 

@@ -1,0 +1,86 @@
+"""What other processes compile while this one times, and how they are kept from disturbing it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+from portakern.benchmarking.processes import stopped
+from portakern.benchmarking.suites import TimedCase
+from portakern.core.backend import Backend
+
+__all__ = ["Ahead", "Visit"]
+
+SETTLED = 0.1
+"""Seconds after which a device has finished what processes handed over before they were stopped: each waits for a call
+before it makes another, and no call that is visited takes longer."""
+
+
+class Visit(NamedTuple):
+    """A case that was visited: the seconds that its arrays and its contenders, by backend, took."""
+
+    seconds: Mapping[str, float]
+
+
+class Ahead:
+    """Processes that visit cases, each a future; without any, nobody does.
+
+    Attributes:
+      visited: names of the backends whose calls are visited. longest: seconds that any case is waited for.
+    """
+
+    def __init__(
+        self,
+        futures: Mapping[int, Future[Visit]] | None = None,
+        processes: ProcessPoolExecutor | None = None,
+        visited: frozenset[str] = frozenset(),
+        longest: float = 0.0,
+    ) -> None:
+        self._futures, self._processes = dict(futures or {}), processes
+        self.visited, self.longest = visited, longest
+        self.seconds: Counter[str] = Counter()
+
+    def at_work(self) -> bool:
+        """Whether anything is left to visit."""
+        return any(not f.done() for f in self._futures.values())
+
+    def compiles(self, backend: Backend) -> bool:
+        """Whether calls of a backend are visited."""
+        return backend.name in self.visited
+
+    def is_ready(self, case: TimedCase) -> bool:
+        """Whether a case was visited, or is not going to be."""
+        future = self._futures.get(id(case))
+        return future is None or future.done()
+
+    def next(self, cases: Sequence[TimedCase]) -> TimedCase:
+        """The first of these that was visited. While none was: of those that are being visited whichever ends first; or
+        the very first, where nobody has begun with any, or none ends within ``longest`` seconds."""
+        ready = next((c for c in cases if self.is_ready(c)), None)
+        if ready is None:
+            wait([self._futures[id(c)] for c in cases], self.longest, FIRST_COMPLETED)
+            ready = next((c for c in cases if self.is_ready(c)), cases[0])
+        self._leave(ready)
+        return ready
+
+    def _leave(self, case: TimedCase) -> None:
+        """Count what a visit took; one that nobody has begun with is left to whoever times the case."""
+        future = self._futures.get(id(case))
+        if future is None or future.cancel() or not future.done():
+            return
+        with suppress(Exception):  # what went wrong there goes wrong here, where it is told
+            self.seconds.update(future.result().seconds)
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """While inside, nobody else uses the device: what visits stands still."""
+        if self._processes is None or not self.at_work():
+            yield
+            return
+        with stopped(self._processes):
+            time.sleep(SETTLED)
+            yield

@@ -1,0 +1,34 @@
+"""Where a run's seconds went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+__all__ = ["Spent"]
+
+
+class Spent:
+    """Seconds of wall-clock time by what they went into; of what runs inside of something else, to the inner alone.
+    ``before``: those that went before anybody counted."""
+
+    def __init__(self, before: Mapping[str, float] | None = None) -> None:
+        self.seconds: dict[str, float] = dict(before or {})
+        self._inner = [0.0]
+
+    @contextmanager
+    def on(self, what: str) -> Iterator[None]:
+        """Count the block under ``what``, however it ends."""
+        start = time.perf_counter()
+        self._inner.append(0.0)
+        try:
+            yield
+        finally:
+            whole = time.perf_counter() - start
+            self.seconds[what] = self.seconds.get(what, 0.0) + whole - self._inner.pop()
+            self._inner[-1] += whole
+
+    def __str__(self) -> str:
+        most = sorted(self.seconds.items(), key=lambda x: -x[1])
+        return ", ".join(f"{what} {seconds:.0f} s" for what, seconds in most)
