@@ -19,6 +19,21 @@ def test_hugging_face_models_agree_with_sdpa(backend):
     assert all(d < 1e-5 for d in attention.differences("cpu", backend).values())
 
 
+def test_a_llama_trains_on_portakern_as_on_pytorch(tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install 'portakern[demo]'")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'portakern[demo]'")
+    from portakern.examples.train import train
+
+    file, plot = tmp_path / "losses.json", tmp_path / "losses.svg"
+    tiny = ["--size", "tiny", "--device", "cpu", "--on", "portakern", "--on", "torch", "--on", "liger"]
+    assert not train.main([*tiny, "--json", str(file), "--plot", str(plot)])
+    kept = results.read(file)
+    ours, theirs = ([r["losses"] for r in kept.rows if r["ops"] == who] for who in ("portakern", "torch"))
+    assert ours[0] == pytest.approx(theirs[0], abs=1e-3) and ours[0][-1] < ours[0][0]
+    assert any("linear_cross_entropy" in line for line in kept.rows[0]["served"])
+    assert plot.read_text().startswith("<?xml")
+
+
 def test_the_character_model_trains_and_draws(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'portakern[demo]'")
     from portakern.examples.character_model import train

@@ -2,10 +2,10 @@
 
     python -m portakern.examples.huggingface.attention
 
-``portakern.torch.register_attention()`` makes ``attn_implementation="portakern"`` known to every model of transformers;
-masks come as for its "sdpa". It is tried on a small Llama (grouped heads) and a small GPT-2. Both models are initialised
-at random, and are compared with transformers' own SDPA path on a padded batch: logits, and the gradient of every
-parameter.
+``portakern.torch.register_attention()`` makes ``attn_implementation="portakern"`` known to every model of
+transformers; masks come as for its "sdpa". It is tried on a small Llama (grouped heads) and a small GPT-2. Both models
+are initialised at random, and are compared with transformers' own SDPA path on a padded batch: logits, and the gradient
+of every parameter.
 """
 
 from __future__ import annotations

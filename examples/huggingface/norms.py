@@ -32,8 +32,8 @@ def forward_of(module: nn.Module, backend: str | None) -> Callable[..., torch.Te
         found = served_norm(module, backend)
         if found is None:
             raise UnsupportedError(
-                f"{type(module).__name__}: no norm is known that computes what it does; expected one whose forward is that "
-                "of a prototype of portakern.frameworks.torch.models.norms"
+                f"{type(module).__name__}: no norm is known that computes what it does; expected one whose forward is"
+                " that of a prototype of portakern.frameworks.torch.models.norms"
             )
         kept = _forwards[type(module), backend] = found[1]
     return kept

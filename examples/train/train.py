@@ -4,7 +4,7 @@
     python -m portakern.examples.train.train --size reach --compile --json reach.json
     python -m portakern.examples.train.train --size tiny --device cpu --on portakern --on torch --steps 2
 
-The text is the documentation of this checkout, a byte a token. ``portakern.torch.apply`` puts portakern under the model,
+The text is the documentation of this checkout, a byte a token. ``portakern.torch.apply`` puts portakern under a model,
 Liger's own patch Liger; weights, batches and optimizer are the same. What is compared is where the losses go, the time
 of a step and the peak of the memory.
 """
@@ -36,7 +36,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Size:
-    """Extents of a model and of its batches. ``optimizer``: a class of torch.optim; one without state leaves the peak of
+    """Extents of a model and of its batches. ``optimizer``: a class of torch.optim; one without state leaves the peak in
     the memory to the model."""
 
     layers: int
@@ -132,7 +132,7 @@ class Clock:
 
 @dataclass
 class Run:
-    """What one training run gave: the loss of every step, milliseconds of forward and backward of every step, the peak of
+    """What one training run gave: the loss of every step, milliseconds of forward and backward of each, the peak of
     the memory in GiB, and what served it."""
 
     losses: list[float]

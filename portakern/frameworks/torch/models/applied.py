@@ -157,8 +157,8 @@ def apply(
     Args:
       model: changed in place; a model of transformers, or any module with PyTorch's norms inside.
       backend: who must serve it; None: chosen from the arrays of each call.
-      parts: which of PARTS to serve ("norm", "add_norm", "attention", "rope", "gate", "loss", "linear_loss"); None: all.
-        A residual is added by its norm, so that "add_norm" needs "norm".
+      parts: which of PARTS to serve ("norm", "add_norm", "attention", "rope", "gate", "loss", "linear_loss"); None:
+        all. A residual is added by its norm, so that "add_norm" needs "norm".
       otherwise: what becomes of a norm, a feed-forward layer or an attention that is not known: "raise" names its
         class; "torch" leaves it with PyTorch, and the table says why.
 

@@ -58,8 +58,8 @@ def served_gate(module: nn.Module, backend: str | None) -> tuple[str, Callable[.
     words; None for what is no such layer."""
     gate = find(module, GATES)
     if gate is None:
-        act = find(module, UNGATED)
-        return None if act is None else f"no op is {type(getattr(module, act)).__name__} without a gate"
+        where = find(module, UNGATED)
+        return None if where is None else f"no op is {type(getattr(module, where)).__name__} without a gate"
     name = type(getattr(module, gate.act)).__name__
     act = ACTIVATIONS.get(name)
     if act is None or act.op not in registry.ops():

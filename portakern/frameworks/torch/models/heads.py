@@ -40,7 +40,7 @@ def served_head(model: nn.Module, backend: str | None) -> ServedHead | str | Non
     setting, head = find(model, HEADS), getattr(model, "lm_head", None)
     if setting is None:
         return None
-    if type(head).forward is not nn.Linear.forward or head.bias is not None:
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or head.bias is not None:
         return f"its lm_head is a {type(head).__name__}; expected a torch.nn.Linear without bias"
     if setting and getattr(model.config, setting) is not None:
         return f"{setting} comes between its logits and the loss"

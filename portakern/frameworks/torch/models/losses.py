@@ -26,10 +26,10 @@ def summed_up(losses: Tensor, labels: Tensor, ignore_index: int, number: Tensor 
     """The mean over labels that are not ignored, or the sum by ``number``, of one loss a label."""
     if number is None:
         return losses.sum() / (labels != ignore_index).sum()
-    return losses.sum() / (number.to(losses.device) if torch.is_tensor(number) else number)
+    return losses.sum() / (number.to(losses.device) if isinstance(number, Tensor) else number)
 
 
-def _causal(backend: str | None, theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _causal(backend: str | None, theirs: Any) -> Callable[..., Tensor]:
     entropy = kept_op("cross_entropy", backend)
 
     def loss(
@@ -50,7 +50,7 @@ def _causal(backend: str | None, theirs: Callable[..., Tensor]) -> Callable[...,
     return loss
 
 
-def _masked(backend: str | None, theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _masked(backend: str | None, theirs: Any) -> Callable[..., Tensor]:
     entropy = kept_op("cross_entropy", backend)
 
     def loss(
@@ -69,7 +69,7 @@ def _masked(backend: str | None, theirs: Callable[..., Tensor]) -> Callable[...,
     return loss
 
 
-def _classes(backend: str | None, theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _classes(backend: str | None, theirs: Any) -> Callable[..., Tensor]:
     entropy = kept_op("cross_entropy", backend)
 
     def loss(labels: Tensor, pooled_logits: Tensor, config: Any, **others: Any) -> Tensor:
@@ -98,7 +98,8 @@ def served_loss(theirs: Any, backend: str | None) -> Callable[..., Tensor] | Non
     """The loss function that stands for one of transformers'; None where there is none."""
     from transformers.loss import loss_utils
 
-    make = LOSSES.get(getattr(theirs, "__name__", ""))
-    if make is None or getattr(loss_utils, theirs.__name__, None) is not theirs:
+    name = getattr(theirs, "__name__", "")
+    make = LOSSES.get(name)
+    if make is None or getattr(loss_utils, name, None) is not theirs:
         return None
     return make(backend, theirs)

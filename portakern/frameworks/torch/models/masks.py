@@ -1,8 +1,8 @@
-"""A causal model that is called without a mask, without positions and without a cache sees all that came before: there is
-nothing to find out from arrays, and no mask to build.
+"""A causal model that is called without a mask, without positions and without a cache sees all that came before:
+there is nothing to find out from arrays, and no mask to build.
 
-transformers looks whether the positions, which it made itself, are of several packed sequences: it waits for the device,
-and under torch.compile, where nobody can look, it builds the mask, of length x length.
+transformers looks whether the positions, which it made itself, are of several packed sequences: it waits for the
+device, and under torch.compile, where nobody can look, it builds the mask, of length x length.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def _meaning(function: Any, owner: type | None, seen: tuple[Any, ...] = ()) -> t
 
 
 @functools.cache
-def _of_class(kind: type) -> tuple[Any, ...]:
+def _of_class(kind: Any) -> tuple[Any, ...]:
     """The meaning of a class's forward; of PyTorch's own classes, and of those without one, nothing."""
     f = inspect.unwrap(kind.forward)
     return _meaning(f, kind) if isinstance(f, types.FunctionType) and not f.__module__.startswith("torch.") else ()
@@ -66,7 +66,8 @@ def _prototype(path: str) -> Any:
 
 def find(module: nn.Module, rows: Mapping[str, Row]) -> Row | None:
     """The row of a table whose key, ``"family.Class"`` of transformers' models, names a class that a module is like."""
-    meaning = _of_class(type(module))
+    kind: Any = type(module)
+    meaning = _of_class(kind)
     if not meaning:
         return None
     for path, row in rows.items():
@@ -102,7 +103,7 @@ def rewrapped(function: Callable[..., Any], heart: Callable[..., Any]) -> Callab
         )
     again = rewrapped(inner, heart)
     kept = tuple(types.CellType(again) if cell.cell_contents is inner else cell for cell in cells)
-    made = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, kept)
+    made: Any = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, kept)
     made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     made.__wrapped__ = again
     return made
@@ -121,7 +122,7 @@ def with_names(function: types.FunctionType, label: str, names: Mapping[str, Any
     module = f"{__name__}.copies.{function.__module__}.{label}".replace(".", "_")
     if module not in sys.modules:
         made = types.ModuleType(module)
-        vars(made).update(function.__globals__ | names | {"__name__": module})
+        vars(made).update(function.__globals__ | dict(names) | {"__name__": module})
         sys.modules[module] = made
     again = types.FunctionType(
         function.__code__, vars(sys.modules[module]), function.__name__, function.__defaults__, function.__closure__
