@@ -29,6 +29,7 @@ from tests import pages
 if sys.platform != "linux":
     pytest.skip("the judge walls candidates in with what Linux has", allow_module_level=True)
 
+from portakern.core.targets import Target
 from portakern.judging import Bounds, judge, judgement
 from portakern.judging.mapping import parse
 from portakern.judging.walls import WALLS
@@ -420,6 +421,13 @@ def test_a_function_is_right_and_what_was_conceded_is_told(tmp_path):
     assert result.walls == [*WALLS] and len(result.sha256) == 64
     plain = json.loads(json.dumps(result.to_dict()))
     assert plain["outcome"] == "right" and plain["walls"] == [*WALLS] and plain["name"] == "softmax"
+
+
+def test_a_device_that_does_not_begin_behind_the_walls_ends_with_their_names_and_what_to_do(tmp_path, monkeypatch):
+    """The judge reaches it; the candidate's process has none here."""
+    monkeypatch.setattr("portakern.judging.judgement._target", lambda library, device: Target("cuda", "sm_90"))
+    with pytest.raises(pk.UnavailableError, match=r"numpy reaches the cuda .*, files\).* --without files"):
+        judged(tmp_path, NUMPY_RIGHT, device="cuda")
 
 
 def test_walls_are_left_out_by_name_and_the_verdict_says_so(tmp_path):
