@@ -669,3 +669,19 @@ def test_problems_that_are_known_bring_their_op_and_mapping(tmp_path):
         spec = registry.find_spec(row["op"])
         names = ([a.name for a in spec.arrays], [o.name for o in spec.outputs], [o.name for o in spec.options])
         parse(row.get("map", ""), *names)
+
+
+def test_poisoned_memory_costs_no_compiler():
+    """torch.use_deterministic_algorithms would import torch's, in every candidate's process."""
+    code = """
+        import sys
+        from portakern.core.framework import frameworks
+        fw = frameworks()["torch"]
+        torch = fw.load()
+        with fw.poisoned():
+            assert torch.empty(9).isnan().all()
+        assert torch.get_deterministic_debug_mode() == 0
+        print([m for m in ("torch._inductor", "torch._dynamo") if m in sys.modules])
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
