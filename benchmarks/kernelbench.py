@@ -60,16 +60,16 @@ def left_out(folder: Path) -> dict[str, str]:
 
 
 def judged(
-    file: Path, device: str, whole: bool, seconds: float, limit: float, without: Sequence[str] = ()
+    file: Path, device: str, whole: bool, seconds: float, limit: float, more: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """One row: what the command said of a reference, in at most ``limit`` seconds."""
+    """One row: what the command, with ``more`` words, said of a reference in at most ``limit`` seconds."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder, "judged.json")
         command = [
             sys.executable, "-m", "portakern", "judge", str(file), "--device", device, "--seconds", f"{seconds:g}",
             "--memory", "48", "--call-seconds", "60", "--json", str(told), *(["--whole"] if whole else []),
-            *(word for wall in without for word in ("--without", wall)),
+            *more,
         ]  # fmt: skip
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
@@ -81,7 +81,7 @@ def judged(
         "problem": file.stem, "op": known()[file.stem]["op"], "verdict": found.get("outcome", "none"),
         "seconds": round(time.perf_counter() - start, 1), "load_seconds": found.get("load_seconds", 0.0),
         "cases": found.get("examples", 0), "left_out": found.get("left_out", 0), "worst": found.get("worst", {}),
-        "whole": whole, "conceded": [c for c in found.get("concessions", ()) if c.startswith(("calls", "cut"))],
+        "whole": whole, "conceded": [c for c in found.get("concessions", ()) if c.startswith(("calls", "cut", "arrays lie"))],
         "why": "; ".join(f["what"] for f in found.get("failures", ()))[:500] if found else said,
     }  # fmt: skip
 
@@ -89,10 +89,11 @@ def judged(
 def run(files: Sequence[Path], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each file that was judged before the budget was spent, as they come."""
     until = time.monotonic() + (args.budget or 1e9)
+    more = [w for name in ("without", "layout") for value in getattr(args, name) for w in (f"--{name}", value)]
 
     def one(file: Path) -> dict[str, Any] | None:
         left = until - time.monotonic()
-        return judged(file, args.device, args.whole, args.seconds, min(left, 300.0), args.without) if left > 5 else None
+        return judged(file, args.device, args.whole, args.seconds, min(left, 300.0), more) if left > 5 else None
 
     with ThreadPoolExecutor(args.jobs) as pool:
         for row in pool.map(one, files):
@@ -120,6 +121,7 @@ def main() -> int:
     parser.add_argument("--whole", action="store_true", help="do not cut the published shapes")
     parser.add_argument("--seconds", type=float, default=15.0, help="after which no further case of a problem begins")
     parser.add_argument("--without", nargs="+", default=[], help="walls that are left out, as of portakern judge")
+    parser.add_argument("--layout", nargs="+", default=[], help="how arrays may lie, as of portakern judge")
     parser.add_argument("--budget", type=float, help="seconds in all, after which what is left is not judged")
     parser.add_argument("--at", default="", help="the commit of the checkout, for the results")
     parser.add_argument("--jobs", type=int, default=1)

@@ -1,6 +1,7 @@
 """Kernels that were written for one shape are judged on it; verdicts are told apart, and so is what they look like."""
 
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -8,8 +9,12 @@ import pytest
 import portakern as pk
 from portakern import testing
 from portakern.core import registry
+from portakern.testing import runner
+from portakern.testing.cases import Case
+from portakern.testing.fixed import TELLING
 from portakern.testing.layouts import BESIDE
 from portakern.testing.regimes import VALUE_REGIMES
+from portakern.testing.report import Report
 
 SHAPE = (24, 1025)
 """Rows that no tile divides."""
@@ -248,7 +253,42 @@ def test_arguments_are_given_where_shapes_name_them():
 
 def test_time_that_is_up_leaves_cases_out_and_says_so():
     report = pk.check("softmax", fn=right, **HOW, seconds=1e-9)
-    assert report.left_out == 20 and report.outcome == "nothing compared"
+    assert (report.examples, report.left_out, report.outcome) == (1, 19, "unfinished") and not report.failures
+    assert not report.passed and {"wide", "special"} < {*report.unmet}
+    assert report.verdict.startswith("unfinished: not met were ")
+    assert report.to_dict()["unmet"] == [*report.unmet] and report.verdicts == dict.fromkeys(report.verdicts)
+
+
+def test_the_time_is_up_for_a_kernel_that_is_wrong_where_it_did_not_get_to(monkeypatch):
+    """Right on the first case, which is what a kernel without a maximum is on ordinary values."""
+    clock = iter(range(10**6))
+    monkeypatch.setattr(runner.time, "perf_counter", lambda: float(next(clock)))
+    calls = {"fn": no_maximum, **HOW, "dtypes": ["float32"]}
+    assert pk.check("softmax", **calls, seconds=0.5).outcome == "unfinished"
+    assert pk.check("softmax", **calls, seconds=100.0).outcome == "wrong"
+
+
+def test_the_time_is_up_in_calls_of_any_shape_too():
+    report = pk.check("softmax", fn=right, empty=False, max_examples=30, seconds=1e-9)
+    assert (report.examples, report.left_out, report.outcome) == (1, 29, "unfinished") and not report.failures
+
+
+def test_right_needs_every_regime_and_edge_once_and_no_more():
+    report = Report("softmax", "", 0, examples=2, cells=Counter({"float32 | wide | - | ": 1, "f | normal | tie | ": 1}))
+    report.leave_out(Case("float32", {"x": (2, 3)}, "wide"))
+    report.leave_out(Case("float32", {"x": (2, 3)}, edge="tie"))
+    assert report.passed and report.outcome == "right" and report.left_out == 2
+    report.leave_out(Case("float32", {"x": (2, 3)}, "special"))
+    assert report.unmet == ("special",) and report.outcome == "unfinished"
+    merged = report.merge(Report("softmax", "", 0, examples=1, cells=Counter({"float32 | special | - | ": 1})))
+    assert merged.passed and not merged.unmet and merged.left_out == 3
+
+
+def test_the_first_ten_cases_on_ordinary_calls_meet_every_regime():
+    limits = runner.Asked(shapes=[{"x": (4, 40)}], dtypes=["float32"], max_examples=60)
+    subject = runner.subject_of(registry.find_spec("softmax"), None, None, right, "numpy", None, None, None)
+    listed = [c for c in runner.cases_of(subject, limits) if not c.edge]
+    assert [c.regime for c in listed[:2]] == ["normal", "wide"] and {c.regime for c in listed[:10]} == {*TELLING}
 
 
 MISTAKES = [

@@ -29,6 +29,7 @@ from tests import pages
 if sys.platform != "linux":
     pytest.skip("the judge walls candidates in with what Linux has", allow_module_level=True)
 
+from portakern.core.targets import Target
 from portakern.judging import Bounds, judge, judgement
 from portakern.judging.mapping import parse
 from portakern.judging.walls import WALLS
@@ -422,6 +423,13 @@ def test_a_function_is_right_and_what_was_conceded_is_told(tmp_path):
     assert plain["outcome"] == "right" and plain["walls"] == [*WALLS] and plain["name"] == "softmax"
 
 
+def test_a_device_that_does_not_begin_behind_the_walls_ends_with_their_names_and_what_to_do(tmp_path, monkeypatch):
+    """The judge reaches it; the candidate's process has none here."""
+    monkeypatch.setattr("portakern.judging.judgement._target", lambda library, device: Target("cuda", "sm_90"))
+    with pytest.raises(pk.UnavailableError, match=r"numpy reaches the cuda .*, files\).* --without files"):
+        judged(tmp_path, NUMPY_RIGHT, device="cuda")
+
+
 def test_walls_are_left_out_by_name_and_the_verdict_says_so(tmp_path):
     result = judged(tmp_path, NUMPY_RIGHT, bounds=Bounds(without=("processes", "files")))
     assert result.report.outcome == "right" and {*WALLS} - {*result.walls} == {"processes", "files"}
@@ -661,3 +669,19 @@ def test_problems_that_are_known_bring_their_op_and_mapping(tmp_path):
         spec = registry.find_spec(row["op"])
         names = ([a.name for a in spec.arrays], [o.name for o in spec.outputs], [o.name for o in spec.options])
         parse(row.get("map", ""), *names)
+
+
+def test_poisoned_memory_costs_no_compiler():
+    """torch.use_deterministic_algorithms would import torch's, in every candidate's process."""
+    code = """
+        import sys
+        from portakern.core.framework import frameworks
+        fw = frameworks()["torch"]
+        torch = fw.load()
+        with fw.poisoned():
+            assert torch.empty(9).isnan().all()
+        assert torch.get_deterministic_debug_mode() == 0
+        print([m for m in ("torch._inductor", "torch._dynamo") if m in sys.modules])
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr

@@ -66,7 +66,7 @@ def judge(
     device: Annotated[str, typer.Option(help="cpu, cuda, rocm or tpu.")] = "cpu",
     max_examples: Annotated[int, typer.Option(min=1, help="Cases.")] = 60,
     seed: Annotated[int, typer.Option(min=0, help="Which cases.")] = 0,
-    seconds: Annotated[float, typer.Option(min=0.1, help="After which no further case begins.")] = 15.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="From the first case on, after which none begins.")] = 15.0,
     call_seconds: Annotated[float, typer.Option(min=0.1, help="For one call, after which it hangs.")] = 30.0,
     memory: Annotated[float, typer.Option(min=0.1, help="GiB of memory that it may use.")] = 8.0,
     without: Without = None,
@@ -130,6 +130,8 @@ def show(judged: Any) -> None:
     print_indented(f"{r.examples} cases in {judged.seconds:.1f} s"
                    + (f"; worst share of the permitted error: {worst}" if worst else "")
                    + (f"; {r.left_out} more were left out: the time was up" if r.left_out else ""))  # fmt: skip
+    if r.unmet:
+        print_indented(f"not met: {', '.join(r.unmet)}; --seconds gives more time")
     for f in r.failures:
         out.print(str(f), style="red", markup=False, highlight=False, soft_wrap=True)
     for conceded in r.concessions:

@@ -28,14 +28,20 @@ class Host:
         self.device: Any = None
         self.kept: list[Any] = []
 
-    def load(self, ask: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
-        """Import the candidate and say how it can be called, and which inputs a file of KernelBench's form names."""
+    def begin(self, ask: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
+        """Import the array library, and say whether it reaches the device from in here."""
         from portakern.core.framework import frameworks
-        from portakern.judging import adapters
 
         self.framework = frameworks()[ask["framework"]]
         self.framework.load()
-        self.device = next(d for d in self.framework.devices() if self.framework.target(d).platform == ask["device"])
+        there = (d for d in self.framework.devices() if self.framework.target(d).platform == ask["device"])
+        self.device = next(there, None)
+        return {"reached": self.device is not None}, []
+
+    def load(self, ask: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
+        """Import the candidate and say how it can be called, and which inputs a file of KernelBench's form names."""
+        from portakern.judging import adapters
+
         self.candidate = adapters.load(ask, self.framework, self.device)
         return self.candidate.described(), []
 
@@ -98,7 +104,7 @@ def main() -> None:
     while head := source.read(8):
         ask = json.loads(source.read(struct.unpack("<Q", head)[0]))
         try:
-            told, payload = host.load(ask) if ask["do"] == "load" else host.call(ask)
+            told, payload = {"begin": host.begin, "load": host.load, "call": host.call}[ask["do"]](ask)
         except BaseException as e:  # what a candidate raises, exits included, is told; who else ends this process?
             from portakern.core.failing import kind_of
 

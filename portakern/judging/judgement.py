@@ -102,8 +102,8 @@ def judge(
       shapes: of the calls; None: those of ``get_inputs``, or any. whole: False cuts calls along what does not matter to
         a kernel's sums until they are quick; the report says to what.
       dtypes, layouts, options, edges, promises, max_examples, seed: as of :func:`portakern.check`.
-      seconds: after which no further case begins, of which what the candidate's start took is part, up to two thirds;
-        bounds: what the candidate may take; case: this one alone.
+      seconds: from the first case on, after which no further one begins; a start has a limit of its own, in ``bounds``:
+        what the candidate may take; case: this one alone.
 
     Raises:
       SpecError: what was asked for is not there, or cannot be called so. UnavailableError: no Linux, or no such device.
@@ -127,13 +127,13 @@ def judge(
     try:
         process = Process(bounds or Bounds(), accelerated=target != HOST)
         judged.walls = process.walls
+        _begin(process, library, target)
         subject, told = candidate.loaded(process)
         judged.load_seconds = round(time.perf_counter() - start, 2)
         if case is not None:
             judged.report = replay_subject(subject, case, edges=edges, promises=promises)
         else:
             asked, words = candidate.on_its_shapes(asked, told, whole)
-            asked = replace(asked, seconds=max(seconds - (time.perf_counter() - start), seconds / 3))
             judged.report = check_subject(subject, asked)
             judged.report.concessions += words
     except Ended as e:
@@ -172,8 +172,7 @@ class _Candidate:
         """What the checker checks, and what its process told of it."""
         spec, places = self.spec, self.places
         told = process.load({
-            "file": str(self.path), "name": self.name, "form": self.form, "framework": self.library,
-            "device": self.target.platform, "problem": str(self.problem or ""),
+            "file": str(self.path), "name": self.name, "form": self.form, "problem": str(self.problem or ""),
             "required": [a.name for a in spec.arrays if not a.optional],
             "places": {n: {"position": p.position, "keyword": p.keyword, "parameter": p.parameter}
                        for n, p in places.items()},
@@ -240,6 +239,19 @@ def _target(library: str, device: str) -> Target:
     if found is None:
         raise UnavailableError(f"judge: {library} has no {device} device here")
     return found
+
+
+def _begin(process: Process, library: str, target: Target) -> None:
+    """Have the process import the array library; UnavailableError where a device that the judge reaches begins behind
+    no such wall."""
+    if process.begin(library, target.platform):
+        return
+    walls = [w for w in process.walls if w != "session"]
+    raise UnavailableError(
+        f"judge: {library} reaches the {target.platform} device here, and not behind the walls that the candidate gets "
+        f"({', '.join(walls)}). A driver that does not begin behind the wall 'files' begins with --without files; the "
+        "verdict then says that it did not stand. Trust such a candidate, or give it a machine of its own"
+    )
 
 
 FORMS = ("ModelNew", "Model")

@@ -85,10 +85,17 @@ class Process:
             self.end()
             raise
 
+    def begin(self, framework: str, platform: str) -> bool:
+        """Import the array library, before the candidate; whether it reaches such a device behind the walls."""
+        return bool(self._asked({"do": "begin", "framework": framework, "device": platform}).get("reached"))
+
     def load(self, ask: Mapping[str, Any]) -> dict[str, Any]:
         """Import the candidate; what it says of itself."""
+        return self._asked({"do": "load", **ask})
+
+    def _asked(self, ask: Mapping[str, Any]) -> dict[str, Any]:
         with self.or_ended():
-            self._send({"do": "load", **ask})
+            self._send(ask)
             return self._reply(self.bounds.load_seconds, 0)[0]
 
     def call(

@@ -100,7 +100,8 @@ def _wait_for_a_child(libc: ctypes.CDLL) -> None:
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 ALL_BY_VERSION = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
-IOCTL = 1 << 15
+TRUNCATE, IOCTL = 1 << 14, 1 << 15
+SCOPED = 3  # from version 6 on: no abstract sockets of others, no signals to them
 
 
 def _landlock(libc: ctypes.CDLL, folder: str) -> bool:
@@ -108,12 +109,13 @@ def _landlock(libc: ctypes.CDLL, folder: str) -> bool:
     if version < 1:
         return False
     every = ALL_BY_VERSION[min(version, 5)]
-    scoped = struct.pack("QQQ", every, 0, 3)  # from version 6 on: no abstract sockets of others, no signals to them
+    scoped = struct.pack("QQQ", every, 0, SCOPED)
     attributes = scoped if version >= 6 else scoped[:8]
     ruleset = libc.syscall(CREATE_RULESET, attributes, len(attributes), 0)
     if ruleset < 0:
         return False
-    reading, devices = EXECUTE | READ_FILE | READ_DIR, EXECUTE | READ_FILE | READ_DIR | WRITE_FILE | IOCTL
+    reading = EXECUTE | READ_FILE | READ_DIR
+    devices = reading | WRITE_FILE | TRUNCATE | IOCTL  # what opens a file to write to it may cut it first
     for path, allowed in _rules(folder, every, reading, devices):
         parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
         rule = struct.pack("=Qi", allowed & every, parent)

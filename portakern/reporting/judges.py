@@ -65,7 +65,8 @@ def references(kept: Kept) -> str:
         [
             table(["problem", "op", *heads], lines, words=2),
             "Seconds are those of the command, from its start to its verdict, beside other work; cases are those that "
-            "it came to in its time.",
+            "it came to in its time. Rows of fewer cases than there are regimes of values and edges were judged before "
+            "such a run was called unfinished: they are right as far as they went.",
             fold("Problems that no op here computes", f"Next to one:\n\n{near}\n\nAnd {rest}."),
             source(set_of(r for _, r in found)),
         ]

@@ -19,6 +19,8 @@ ENDS = {"refused": "refused", "crashed": "crashed", "hung": "hung", "memory": "r
 OUTCOMES = {**ENDS, "bounds": "wrong", "promises": "broke a promise", "edges": "other edges"}
 """Kind of failure -> outcome of a check, the gravest last of what comes before an output."""
 
+UNFINISHED = "unfinished"
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -61,7 +63,8 @@ class Report:
         default.
       cells: "dtype | regime | edge | tiling" -> number of compared cases.
       layouts, edges, laws: name -> number of compared cases.
-      left_out: cases that were not run because the time was up.
+      left_out: cases that were not run because the time was up; missed: edge or else regime of values -> how many of
+        those were of it.
       seconds: wall time.
     """
 
@@ -83,15 +86,27 @@ class Report:
     asked: tuple[str, ...] = KINDS
     concessions: tuple[str, ...] = ()
     left_out: int = 0
+    missed: Counter[str] = field(default_factory=Counter)
 
     def refuse(self, error: Exception) -> None:
         """Count a refusal that is declared, or a case that an emulator cannot run."""
         counted = self.not_emulated if isinstance(error, NotEmulatedError) else self.refused
         counted[str(error).partition("cannot: ")[2] or str(error)] += 1
 
+    def leave_out(self, case: Case) -> None:
+        """Count a case that the time was up for."""
+        self.left_out += 1
+        self.missed[case.edge or case.regime] += 1
+
+    @property
+    def unmet(self) -> tuple[str, ...]:
+        """The regimes of values and the edges of cases that were left out, of which no case was compared."""
+        met = {word for cell in self.cells for word in cell.split(" | ")[1:3]}
+        return tuple(name for name in self.missed if name not in met)
+
     @property
     def passed(self) -> bool:
-        return not self.failures and self.examples + sum(self.laws.values()) > 0
+        return not self.failures and self.examples + sum(self.laws.values()) > 0 and not self.unmet
 
     @property
     def verdicts(self) -> dict[str, bool | None]:
@@ -105,6 +120,8 @@ class Report:
         """The verdicts in words: passed, or which of them failed and which held."""
         if self.passed:
             return "passed" if self.asked == KINDS else f"passed: {' and '.join(self.asked)}"
+        if self.outcome == UNFINISHED:
+            return f"{UNFINISHED}: not met were {', '.join(self.unmet)}"
         failed, held = ([k for k, v in self.verdicts.items() if v is value] for value in (False, True))
         failed += [OUTCOMES[f.kind] for f in self.failures if f.kind in ENDS]
         said = f"FAILED: {' and '.join(failed)}" if failed else "FAILED"
@@ -118,6 +135,8 @@ class Report:
         for kind in (*ENDS, "bounds", "promises", "edges"):
             if kind in kinds:
                 return OUTCOMES[kind]
+        if self.examples and self.unmet:
+            return UNFINISHED
         return "right" if self.passed else "refused" if self.refused else "nothing compared"
 
     def to_dict(self) -> dict[str, Any]:
@@ -125,7 +144,7 @@ class Report:
         plain = {f.name: getattr(self, f.name) for f in fields(self)}  # asdict() counts a Counter's pairs
         plain = {k: dict(sorted(v.items())) if isinstance(v, Counter) else v for k, v in plain.items()}
         told = {"asked": list(self.asked), "concessions": list(self.concessions), "verdicts": self.verdicts}
-        told["outcome"] = self.outcome
+        told |= {"outcome": self.outcome, "unmet": list(self.unmet)}
         return {**plain, **told, "failures": [asdict(f) for f in self.failures], "passed": self.passed}
 
     def merge(self, other: Report) -> Report:
@@ -135,7 +154,7 @@ class Report:
         subject = self.subject if other.subject in self.subject else f"{self.subject}; {other.subject}"
         sums = (
             "examples", "failures", "refused", "not_emulated", "tilings_refused", "cells", "layouts", "edges", "laws",
-            "left_out", "seconds",
+            "left_out", "missed", "seconds",
         )  # fmt: skip
         return Report(
             self.op,

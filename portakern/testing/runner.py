@@ -112,7 +112,9 @@ def check(
       edges: False for a kernel that may lead NaN and infinities elsewhere than the formula does.
       promises: False for a kernel that never made any; or the names of those that it did
         (:data:`portakern.testing.verdict.PROMISES`).
-      seconds: after which no further case begins; ``report.left_out`` counts those.
+      seconds: from the first case on, after which no further one begins; ``report.left_out`` counts those. A check
+        that was ended so before every regime of values and every edge was met did not pass: it is unfinished
+        (``report.unmet`` names them).
       shrink: make a failing case as small as possible; False stops at the first one.
       shard: (i, n): only the i-th of n parts of the work; :meth:`Report.merge` puts the parts together. What is drawn
         does not depend on n.
@@ -190,7 +192,7 @@ def check_subject(subject: Subject, asked: Asked) -> Report:
     report = Report(spec.name, subject.name, asked.seed, asked=kinds, concessions=told)
     start = time.perf_counter()
     work = _Work(subject, limits, asked.seed, report, asked.shrink and not limits.shapes, asked.progress, excused)
-    work.until = math.inf if asked.seconds is None else start + asked.seconds
+    work.limit = math.inf if asked.seconds is None else asked.seconds
     with_laws = asked.only is None and not limits.shapes
     work.carry_out(_plan(spec, limits, asked.max_examples, asked.only), with_laws, asked.shard)
     report.seconds = time.perf_counter() - start
@@ -220,7 +222,7 @@ class Run:
 @dataclass
 class _Work:
     """A check under way. ``excused``: kinds that nobody asked for, or of which a failure is known; the others end
-    it.
+    it. ``limit``: seconds after which no further case begins.
     """
 
     subject: Subject
@@ -230,11 +232,19 @@ class _Work:
     shrink: bool
     progress: Callable[[int], None] | None
     excused: set[str] = field(default_factory=set)
-    until: float = math.inf
+    limit: float = math.inf
+    first_began: float | None = None
 
     @property
     def ended(self) -> bool:
         return any(f.kind not in (OtherEdges.kind, BrokenPromise.kind) for f in self.report.failures)
+
+    def time_is_up(self) -> bool:
+        """Whether no further case is to begin; the seconds count from the first one."""
+        now = time.perf_counter()
+        if self.first_began is None:
+            self.first_began = now
+        return now - self.first_began >= self.limit
 
     def carry_out(self, runs: list[Run], with_laws: bool, shard: tuple[int, int]) -> None:
         part, parts = shard
@@ -327,8 +337,8 @@ class _Work:
                 failed and not self.shrink
             ):  # Hypothesis begins with the simplest case of all, the same for every seed
                 return
-            if time.perf_counter() > self.until and not failed:
-                report.left_out += 1
+            if self.time_is_up() and not failed:
+                report.leave_out(case)
                 return
             try:
                 self.tries(case)

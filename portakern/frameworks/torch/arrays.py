@@ -71,14 +71,14 @@ class Torch(Framework):
     @contextmanager
     def poisoned(self) -> Iterator[None]:
         torch = self.load()
-        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-        torch.use_deterministic_algorithms(
-            True, warn_only=True
-        )  # torch.empty then fills with NaN (torch.utils.deterministic.fill_uninitialized_memory)
+        before = torch.get_deterministic_debug_mode()
+        # torch.empty then fills with NaN (torch.utils.deterministic.fill_uninitialized_memory); the function of the
+        # documentation, use_deterministic_algorithms, imports all of torch's compiler first, which takes seconds
+        torch.set_deterministic_debug_mode("warn")
         try:
             yield
         finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+            torch.set_deterministic_debug_mode(before)
 
     def contiguous(self, array: Any) -> bool:
         return bool(array.is_contiguous())
@@ -89,8 +89,13 @@ class Torch(Framework):
         return apart and distinct(array.shape, array.stride())
 
     def overlap(self, a: Any, b: Any) -> bool:
-        memory = a.untyped_storage().data_ptr()  # of what lies on a device, the host sees copies alone
-        return (memory != 0 and memory == b.untyped_storage().data_ptr()) or super().overlap(a, b)
+        if "cpu" in (a.device.type, b.device.type):
+            memory = a.untyped_storage().data_ptr()
+            return (memory != 0 and memory == b.untyped_storage().data_ptr()) or super().overlap(a, b)
+        (first, size), (second, other) = (
+            (x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in (a, b)
+        )  # of what lies on a device the host would compare copies, which take their time
+        return bool(first and second and first < second + other and second < first + size)
 
     def memory(self, array: Any) -> np.ndarray | None:
         torch = sys.modules["torch"]
