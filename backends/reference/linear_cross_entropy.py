@@ -16,7 +16,7 @@ def linear_cross_entropy(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndar
 
     hidden: (*batch, d), weight: (n, d), labels t: (*batch) -> loss, lse: (*batch), slope: (*batch, d). m = max x, or 0
     where that is infinite, l = sum exp(x - m), lse = m + log l, b_j = exp(x_j - lse) (1 + 2 z lse) - (1 - e) [j = t] -
-    e / n; terms of a factor 0 are left out. All are 0 in rows that are ignored, b and not slope. No product is left out.
+    e / n; terms of a factor 0 are left out. All are 0 in ignored rows, b and not slope. No product is left out.
     """
     w, labels = call.arrays["weight"], call.arrays["labels"]
     e, z, ignored = (call.options[name] for name in ("label_smoothing", "z_loss", "ignore_index"))

@@ -15,7 +15,7 @@ from portakern.core.call import Call
 def linear_cross_entropy_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray | None, ...]:
     """d_hidden = d_loss slope, and d_weight_j = sum of d_loss b_j h over all rows h of hidden.
 
-    hidden, slope: (*batch, d), weight: (n, d), labels, lse, d_loss: (*batch) -> d_hidden: (*batch, d), d_weight: (n, d).
+    hidden, slope: (*batch, d), weight: (n, d), labels, lse, d_loss: (*batch) -> d_hidden, d_weight as those.
     b is the derivative of a row's loss by its logits, with lse as it was saved. Rows that are ignored have a d_hidden
     of 0, and 0 for d_loss b.
     """

@@ -210,7 +210,7 @@ def far(gpu):
 
 def in_layer(op, x, p):
     """Two heads of causal attention of the hidden state with itself. Scores are near 1: weights that are computed anew
-    for the gradients, exp(s - lse), are off by the rounding of scores and lse, which a framework that keeps them is not.
+    for the gradients, exp(s - lse), are off by the rounding of scores and lse, which one that keeps them is not.
     """
     heads = x.reshape(*x.shape[:2], 2, -1)
     return op(heads / 4, heads / 4, heads, is_causal=True).reshape(x.shape)

@@ -27,8 +27,8 @@ def logits_of(hidden, weight, precision, stored, **how):
 
 
 def simulate(hidden, weight, labels, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, precision="ieee",
-             return_lse=False, return_slope=False, *, stored=True, ftz=False, block=32, tail=True, low=None, plain=False,
-             loose=False, factor=1.0, cut=False, **how):  # fmt: skip
+             return_lse=False, return_slope=False, *, stored=True, ftz=False, block=32, tail=True, low=None,
+             plain=False, loose=False, factor=1.0, cut=False, **how):  # fmt: skip
     """``stored``: logits are rounded to hidden's dtype. ``plain``: the slope without z; ``loose``: of p not rounded to
     hidden's dtype but to half its digits; ``factor``: of the smoothing; ``cut``: tf32 whatever was asked. The others
     are matmul's and cross_entropy's."""

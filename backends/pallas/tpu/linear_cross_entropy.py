@@ -3,7 +3,7 @@
     x = h weight^T        loss, lse = those of cross_entropy        slope = b weight
     b_j = exp(x_j - lse) (1 + 2 z lse) - (1 - e) [j = t] - e / n
 
-hidden h: (*batch, d), weight: (n, d), labels t: (*batch) -> loss, lse: (*batch), slope: (*batch, d). One chunk after the
+hidden h: (*batch, d), weight: (n, d), labels t, loss, lse: (*batch), slope: (*batch, d). One chunk after the
 other, in a loop of XLA's, ``chunk_rows`` rows have their logits in memory, in hidden's dtype: matmul makes them,
 cross_entropy and its gradient b read them, and matmul meets b. No row sees another, so that chunks change no bit.
 

@@ -3,7 +3,7 @@
     x = h weight^T        loss, lse = those of cross_entropy        slope = b weight
     b_j = exp(x_j - lse) (1 + 2 z lse) - (1 - e) [j = t] - e / n
 
-hidden h: (*batch, d), weight: (n, d), labels t: (*batch) -> loss, lse: (*batch), slope: (*batch, d). ``chunk_rows`` rows
+hidden h: (*batch, d), weight: (n, d), labels t, loss, lse: (*batch), slope: (*batch, d). ``chunk_rows`` rows
 have their logits in memory at a time, in hidden's dtype: matmul writes them, cross_entropy reads them, the gradient of
 that writes b over them, and matmul meets them again. All rows of a chunk are rows of one product, and no row sees
 another, so that chunks change no bit.

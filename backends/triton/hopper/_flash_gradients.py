@@ -41,9 +41,8 @@ class Plan(NamedTuple):
 
     ``by_key``: keys are at home, and d_k and d_v are summed; else d_q. ``consumers`` groups of 64 rows at home; tiles
     of ``block`` guests, of block_d and block_dv columns, ``stages`` of them on their way. ``ahead``: the products of a
-    tile are computed beside the weights of the next. ``kept``: rows at home stay in registers, and are no operands
-    from shared memory, which has half the traffic then. ``want_first``, ``want_second``: which of
-    d_first and d_second are. registers: of a consumer's threads."""
+    tile are computed beside the weights of the next. ``want_first``, ``want_second``: which of d_first and d_second
+    are. registers: of a consumer's threads."""
 
     by_key: bool
     consumers: int
@@ -52,7 +51,6 @@ class Plan(NamedTuple):
     block_dv: int
     stages: int
     ahead: bool
-    kept: bool
     want_first: bool
     want_second: bool
     registers: int
@@ -209,7 +207,7 @@ def walk(unit, first, last, steps, own, guests, d_first, d_second, scores, plan:
 @gluon.jit
 def walk_ahead(unit, first, last, steps, own, guests, d_first, d_second, scores, plan: gl.constexpr,
                mma: gl.constexpr, left_first: gl.constexpr, left_second: gl.constexpr):  # fmt: skip
-    """As ``walk``, with the products of a tile beside the weights of the next: for d_first, and d_second or not."""
+    """As ``walk``, with the last two products of a tile beside the weights of the next."""
     block: gl.constexpr = plan.block
     stages: gl.constexpr = plan.stages
     zeros = gl.zeros([ROWS, block], gl.float32, mma)
@@ -235,29 +233,21 @@ def walk_ahead(unit, first, last, steps, own, guests, d_first, d_second, scores,
         mbarrier.wait(guests.full.index(stage), (unit // stages) & 1)
         dots = warpgroup_mma(own.first, guests.first.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
         d_p = warpgroup_mma(own.second, guests.second.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        if plan.want_second:
-            d_second = warpgroup_mma(p16, guests.second.index(before), d_second, is_async=True)
+        d_second = warpgroup_mma(p16, guests.second.index(before), d_second, is_async=True)
         d_first = warpgroup_mma(d16, guests.first.index(before), d_first, is_async=True)
         shift = statistic_of(own.shift, guests.shift, stage, plan.by_key, mma)
-        dots = warpgroup_mma_wait(3 if plan.want_second else 2, deps=[dots])
+        dots = warpgroup_mma_wait(3, deps=[dots])
         p, t = weights_of(dots, shift, start, cols, own, scores)
-        d_p = warpgroup_mma_wait(2 if plan.want_second else 1, deps=[d_p])
+        d_p = warpgroup_mma_wait(2, deps=[d_p])
         delta = statistic_of(own.delta, guests.delta, stage, plan.by_key, mma)
         d = score_gradients(p, t, d_p, delta, start, cols, own, scores)
-        if not plan.want_second:
-            d_first = warpgroup_mma_wait(0, deps=[d_first])
-        else:
-            d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])
+        d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])
         p16 = gl.convert_layout(p.to(own.first.dtype), left_second)
         d16 = gl.convert_layout(d.to(own.first.dtype), left_first)
         mbarrier.arrive(guests.empty.index(before), count=1)
-    if not plan.want_second:
-        d_first = warpgroup_mma(d16, guests.first.index(stage), d_first, is_async=True)
-        d_first = warpgroup_mma_wait(0, deps=[d_first])
-    else:
-        d_second = warpgroup_mma(p16, guests.second.index(stage), d_second, is_async=True)
-        d_first = warpgroup_mma(d16, guests.first.index(stage), d_first, is_async=True)
-        d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])
+    d_second = warpgroup_mma(p16, guests.second.index(stage), d_second, is_async=True)
+    d_first = warpgroup_mma(d16, guests.first.index(stage), d_first, is_async=True)
+    d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])
     mbarrier.arrive(guests.empty.index(stage), count=1)
     return d_first, d_second, unit + 1
 
@@ -293,12 +283,7 @@ def consumer(GROUP: gl.constexpr, home, guests, sides, scores, scale, window, wo
             shift = gl.load(sides.shift + line + i, mask=i < work.q_len, other=0.0)[:, None]
             delta = gl.load(sides.delta + line + i, mask=i < work.q_len, other=0.0)[:, None]
         mbarrier.wait(home.full.index(GROUP), count & 1)
-        if plan.kept:
-            left_home: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-            own_first, own_second = home_first.load(left_home), home_second.load(left_home)
-        else:
-            own_first, own_second = home_first, home_second
-        own = Own(own_first, own_second, limits, all_lo, all_hi, shift, delta)
+        own = Own(home_first, home_second, limits, all_lo, all_hi, shift, delta)
         d_first = gl.zeros([ROWS, block_d], gl.float32, mma_first)
         d_second = gl.zeros([ROWS, block_dv], gl.float32, mma_second)
         if plan.ahead:

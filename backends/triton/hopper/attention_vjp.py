@@ -44,9 +44,6 @@ KNOBS = {
     "dq_consumers": Count(2, 3),
     "dq_stages": Count(1, 8),
     "ahead": Count(0, 1),
-    "dq_ahead": Count(0, 1),
-    "kept": Count(0, 1),
-    "dq_kept": Count(0, 1),
 }
 
 
@@ -57,15 +54,15 @@ def plans(call: Call, tiling: Mapping[str, int]) -> dict[tuple[str, ...], Plan]:
     keys = tuple(n for n in ("d_k", "d_v") if n in call.wants)
     if keys:
         both = Plan(True, tiling["consumers"], tiling["block_q"], block_d, block_dv, tiling["num_stages"],
-                    bool(tiling["ahead"]), bool(tiling["kept"]), "d_k" in keys, "d_v" in keys,
+                    bool(tiling["ahead"] and len(keys) == 2), "d_k" in keys, "d_v" in keys,
                     REGISTERS[tiling["consumers"]][0])  # fmt: skip
         if block_d + block_dv <= 256:
             found[keys] = both
         else:  # registers do not hold the two sums beside each other
-            found |= {(n,): both._replace(want_first=n == "d_k", want_second=n == "d_v") for n in keys}
+            found |= {(n,): both._replace(ahead=False, want_first=n == "d_k", want_second=n == "d_v") for n in keys}
     if "d_q" in call.wants:
         found["d_q",] = Plan(False, tiling["dq_consumers"], tiling["dq_block_kv"], block_d, block_dv,
-                             tiling["dq_stages"], bool(tiling["dq_ahead"]), bool(tiling["dq_kept"]), True, False,
+                             tiling["dq_stages"], False, True, False,
                              REGISTERS[tiling["dq_consumers"]][0])  # fmt: skip
     return found
 
@@ -77,12 +74,11 @@ def shared_bytes(plan: Plan) -> int:
 
 
 def held(call: Call, plan: Plan) -> int:
-    """Registers of a consumer's thread for sums, two tiles of numbers, what is rounded of them beside products, rows at
-    home, and tanh."""
+    """Registers of a consumer's thread for sums, two tiles of numbers, what is rounded of them beside products, and
+    tanh."""
     sums = plan.block_d * plan.want_first + plan.block_dv * plan.want_second
-    rounded = plan.block // 4 * plan.ahead * (plan.want_first + plan.want_second)
-    home = (plan.block_d + plan.block_dv) // 4 * plan.kept
-    return sums // 2 + plan.block + rounded + home + plan.block // 2 * (call.options["softcap"] is not None)
+    rounded = plan.block // 2 * plan.ahead
+    return sums // 2 + plan.block + rounded + plan.block // 2 * (call.options["softcap"] is not None)
 
 
 def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:

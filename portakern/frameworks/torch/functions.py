@@ -336,8 +336,8 @@ def linear_cross_entropy(
     options: Any = None,
     backend: str | None = None,
 ) -> Tensor:
-    """``torch.nn.functional.linear_cross_entropy`` on the linear_cross_entropy op: the cross entropy of the logits input
-    linear_weight^T, which are never whole in memory, for targets that are classes. For releases that do not have it, too.
+    """``torch.nn.functional.linear_cross_entropy`` on the linear_cross_entropy op: the cross entropy of the logits
+    input linear_weight^T, which are never whole in memory, for targets that are classes. Also where PyTorch has none.
 
     Where a gradient is wanted, that of input is made beside the loss, but for the loss's cotangent, and that of
     linear_weight in the backward pass, which takes the logits a second time.

@@ -68,7 +68,7 @@ class Fault(Planted):
 
 
 def _walk() -> Iterator[Fault]:
-    for module in sorted(m.name for m in pkgutil.iter_modules(__path__)):
+    for module in sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")):
         for home, planted in importlib.import_module(f"{__name__}.{module}").FAULTS.items():
             backend, _, variant = home.partition("/")
             for p in planted:
