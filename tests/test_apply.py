@@ -40,7 +40,7 @@ FAMILIES = {  # the model, its config, and the parts that are served
          "embd_pdrop": 0.0, "attn_pdrop": 0.0},
         PRE_NORM,
     ),
-    "Bert": ("BertForMaskedLM", BERT, {"norm", "add_norm", "attention"}),
+    "Bert": ("BertForMaskedLM", BERT, {"norm", "add_norm", "attention", "loss"}),
     "ViT": (
         "ViTForImageClassification",
         {**{k: v for k, v in BERT.items() if k != "vocab_size"}, "image_size": 8, "patch_size": 4, "num_channels": 1,

@@ -122,3 +122,55 @@ def test_layers_of_flax_agree(causal):
     layer = linen.MultiHeadDotProductAttention(2, dropout_rate=0.3, attention_fn=twin.dot_product_attention)
     with pytest.raises(pk.SpecError, match="dropout_rate is 0.3"):
         layer.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x, deterministic=False)
+
+
+def norms_of(library):
+    """A library's own RMSNorm and one that differs in the op alone: a function of weight and x each."""
+    norm = pk.op("rmsnorm", backend="reference")
+    if library == "equinox":
+        equinox = pytest.importorskip("equinox", reason="equinox is not installed")
+
+        class Served(equinox.nn.RMSNorm):
+            def __call__(self, x, state=None, *, key=None):
+                return norm(x, self.weight, eps=self.eps)
+
+        def made(kind):
+            layer = kind(8, eps=1e-5, use_bias=False)
+            return lambda w, x: jax.vmap(equinox.tree_at(lambda layer: layer.weight, layer, w))(x)
+
+        return made(Served), made(equinox.nn.RMSNorm)
+    pytest.importorskip("flax", reason="flax is not installed")
+    from flax import linen, nnx
+
+    if library == "nnx":
+
+        class Module(nnx.RMSNorm):
+            def __call__(self, x, mask=None):
+                return norm(x, self.scale[...], eps=self.epsilon)
+
+        def layer(kind):
+            graph, state = nnx.split(kind(8, epsilon=1e-5, rngs=nnx.Rngs(0)))
+            return lambda w, x: nnx.merge(graph, jax.tree.map(lambda _: w, state))(x)
+
+        return layer(Module), layer(nnx.RMSNorm)
+
+    class Layer(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return norm(x, self.param("scale", linen.initializers.ones, (8,)), eps=1e-5)
+
+    return tuple(
+        lambda w, x, layer=layer: layer.apply({"params": {"scale": w}}, x)
+        for layer in (Layer(), linen.RMSNorm(epsilon=1e-5))
+    )
+
+
+@pytest.mark.parametrize("library", ["equinox", "nnx", "linen"])
+def test_norms_of_jax_libraries_agree(library):
+    w, x = (jnp.asarray(RNG.standard_normal(shape), jnp.float32) for shape in ((8,), (3, 8)))
+    found = []
+    for f in norms_of(library):
+        step = jax.jit(jax.value_and_grad(lambda w, x, f=f: jnp.sin(f(w, x)).sum(), (0, 1)))
+        found.append([f(w, x), *jax.tree.leaves(step(w, x))])
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)

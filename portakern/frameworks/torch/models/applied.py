@@ -22,7 +22,7 @@ from portakern.frameworks.torch.models.attention import register_attention
 from portakern.frameworks.torch.models.blocks import served_block
 from portakern.frameworks.torch.models.gates import served_gate
 from portakern.frameworks.torch.models.heads import MARK, served_head
-from portakern.frameworks.torch.models.losses import served_loss
+from portakern.frameworks.torch.models.losses import served_loss, with_own_loss
 from portakern.frameworks.torch.models.masks import served_mask
 from portakern.frameworks.torch.models.norms import served_norm
 from portakern.frameworks.torch.models.prototypes import names_in, rewrapped
@@ -317,6 +317,9 @@ class _Plan:
                 self.forwards.append((pretrained, "_loss_function", loss))
             elif asks:
                 self.left["loss", name, f"no op is {getattr(pretrained.loss_function, '__name__', 'its loss')}"] += 1
+            else:
+                own = with_own_loss(pretrained, self.backend)
+                self._put("loss", pretrained, None if own is None else ("cross_entropy", own))
 
             head = served_head(pretrained, self.backend)
             if isinstance(head, str):

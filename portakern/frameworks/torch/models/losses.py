@@ -5,16 +5,18 @@ Logits are read in their own dtype: no copy of them in float32 is made, and thei
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from portakern.frameworks.torch.functions import kept_op
+from portakern.frameworks.torch.functions import cross_entropy, kept_op
+from portakern.frameworks.torch.models.prototypes import names_in, with_names
 
-__all__ = ["LOSSES", "served_loss", "shifted"]
+__all__ = ["LOSSES", "served_loss", "shifted", "with_own_loss"]
 
 
 def shifted(labels: Tensor, ignore_index: int) -> Tensor:
@@ -103,3 +105,26 @@ def served_loss(theirs: Any, backend: str | None) -> Callable[..., Tensor] | Non
     if make is None or getattr(loss_utils, name, None) is not theirs:
         return None
     return make(backend, theirs)
+
+
+def with_own_loss(model: nn.Module, backend: str | None) -> Callable[..., Any] | None:
+    """The forward of a model that makes a ``CrossEntropyLoss`` itself (BERT), with another; None for one that does
+    not."""
+    name = nn.CrossEntropyLoss.__name__
+    forward = inspect.unwrap(type(model).forward)
+    if name not in names_in(model) or forward.__globals__.get(name) is not nn.CrossEntropyLoss:
+        return None
+
+    class CrossEntropyLoss(nn.CrossEntropyLoss):
+        def forward(self, input: Tensor, target: Tensor) -> Tensor:
+            return cross_entropy(
+                input,
+                target,
+                self.weight,
+                ignore_index=self.ignore_index,
+                reduction=self.reduction,
+                label_smoothing=self.label_smoothing,
+                backend=backend,
+            )
+
+    return with_names(forward, f"loss_{backend}", {name: CrossEntropyLoss})
