@@ -81,7 +81,8 @@ def judged(
         "problem": file.stem, "op": known()[file.stem]["op"], "verdict": found.get("outcome", "none"),
         "seconds": round(time.perf_counter() - start, 1), "load_seconds": found.get("load_seconds", 0.0),
         "cases": found.get("examples", 0), "left_out": found.get("left_out", 0), "worst": found.get("worst", {}),
-        "whole": whole, "conceded": [c for c in found.get("concessions", ()) if c.startswith(("calls", "cut", "arrays lie"))],
+        "whole": whole,
+        "conceded": [c for c in found.get("concessions", ()) if c.startswith(("calls", "cut", "arrays lie"))],
         "why": "; ".join(f["what"] for f in found.get("failures", ()))[:500] if found else said,
     }  # fmt: skip
 

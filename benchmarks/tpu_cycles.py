@@ -134,8 +134,9 @@ class Asking:
         hardware, compiler = targets.find(self.target), family.load_compiler()
         readers = [family.compiler or "", "portakern.compiling.build"]
         what = [
-            self.target, self.case, CASES[self.case], self.who, self.blocks, compiler.versions(hardware), repr(hardware),
-            cache.digest(readers, within=[readers[0].rpartition(".")[0]]), *map(inspect.getsource, (measured, estimates)),
+            self.target, self.case, CASES[self.case], self.who, self.blocks, compiler.versions(hardware),
+            repr(hardware), cache.digest(readers, within=[readers[0].rpartition(".")[0]]),
+            *map(inspect.getsource, (measured, estimates)),
         ]  # fmt: skip
         if self.who != "ours":
             what.append([inspect.getsource(part) for part in vars(tpu_programs).values() if inspect.isfunction(part)])

@@ -109,8 +109,8 @@ class Benchmark:
 _KERNEL = {
     "name": "text", "launches": "count", "threads": "count?", "registers": "count?", "spills": "count?",
     "on_chip": "integers", "occupancy": "number?",
-    "matrix": "integers", "code_bytes": "count?", "cycles": "count?", "issued": "count?", "moved": "count?", "cores": "count?",
-    "undefined": "list", "serialised": "list?",
+    "matrix": "integers", "code_bytes": "count?", "cycles": "count?", "issued": "count?", "moved": "count?",
+    "cores": "count?", "undefined": "list", "serialised": "list?",
 }  # fmt: skip
 _COUNTS = dict.fromkeys(("refused", "tilings_refused", "cells", "layouts", "edges", "laws"), "integers")
 _SOURCES = {"backend": "text?", "variant": "text?", "target": "text?", "commit": "text?", "sources": "text?"}

@@ -34,7 +34,7 @@ def test_within_bounds(op, backend, device, half):
     assert report.examples >= examples // 8, report.refused
 
 
-@pytest.mark.parametrize("op", ["attention", "attention_vjp"])
+@pytest.mark.parametrize("op", [op for op in registry.ops() if "kv_heads" in registry.find_spec(op).dims])
 @pytest.mark.parametrize("backend", ["triton", "pallas"])
 def test_interpreters_are_given_no_call_of_thousands_of_heads(op, backend):
     """One program runs after the other there: 64 x 64 heads, which these seeds draw without a limit, took minutes."""

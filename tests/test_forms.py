@@ -11,7 +11,7 @@ import pytest
 
 import portakern as pk
 from portakern import testing
-from portakern.core import remembered, tilings
+from portakern.core import registry, remembered, tilings
 from portakern.core.backend import Backend
 from portakern.core.forms import option_form
 from portakern.core.gradients import wiring
@@ -116,9 +116,9 @@ def test_what_is_refused_is_refused_beside_kept_forms():
 
 def test_parts_of_arrays_are_replayed():
     """Rows in chunks, a ragged last one among them, and classes in chunks; of arrays that begin within others too."""
-    for name, tiling in (("linear_cross_entropy", {"chunk_rows": 16}), ("linear_cross_entropy_vjp", {"chunk_n": 16})):
-        kept = pk.op(name, backend="triton", tiling=tiling)
-        spec = kept.spec
+    loss = registry.find_spec("linear_cross_entropy")
+    for spec, chunk in ((loss, "chunk_rows"), (registry.find_spec(loss.vjp), "chunk_n")):
+        kept = pk.op(spec.name, backend="triton", tiling={chunk: 16})
         dims, options = {"batch": (40,), "n": (50,), "d": (24,)}, {} if spec.is_vjp else {"return_slope": True}
         remembered.forget()
         for seed in range(4):

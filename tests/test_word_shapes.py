@@ -69,7 +69,8 @@ def test_wrong_axes_are_caught():
     def first(call, tiling):
         return peak_of(call.replace(options={**call.options, "axis": 0}), tiling)
 
-    assert failure(ops.peak, first).partition(": ")[2].startswith("y")
+    said = failure(ops.peak, first).partition(": ")[2]
+    assert said.startswith("y") or "returned y of shape" in said
 
     def kept(call, tiling):
         y, at = peak_of(call, tiling)

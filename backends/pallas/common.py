@@ -75,8 +75,8 @@ def padded(extent: int, grain: int) -> int:
 
 
 def block(extent: int, tile: int, grain: int) -> int:
-    """The block for an extent: the tile, or the extent rounded up to the native grid where the tile covers it, so that a
-    tile off that grid is on it."""
+    """The block for an extent: the tile, or the extent rounded up to the native grid where the tile covers it, so that
+    a tile off that grid is on it."""
     return padded(min(extent, tile), grain)
 
 

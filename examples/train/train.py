@@ -36,8 +36,8 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Size:
-    """Extents of a model and of its batches. ``optimizer``: a class of torch.optim; one without state leaves the peak in
-    the memory to the model."""
+    """Extents of a model and of its batches. ``optimizer``: a class of torch.optim; one without state leaves the peak
+    in the memory to the model."""
 
     layers: int
     width: int

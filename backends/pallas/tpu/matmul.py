@@ -124,8 +124,8 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
 
 
 def rows_within(a: jax.Array, start: Any, k: int, few: bool) -> jax.Array:
-    """A block of rows of a, with 0 for what lies beyond k. Of an array with ``few`` rows, less than a register's, Mosaic
-    chooses between elements in float32 alone."""
+    """A block of rows of a, with 0 for what lies beyond k. Of an array with ``few`` rows, less than a register's,
+    Mosaic chooses between elements in float32 alone."""
     return within(a.astype(jnp.float32) if few else a, 1, start, k).astype(a.dtype)
 
 

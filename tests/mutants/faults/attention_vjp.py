@@ -80,7 +80,7 @@ FAULTS = {
         Planted(
             "no-minus-inf-guard",
             "a row that sees no key keeps its lse of -inf",
-            old='tl.store(shift + at, tl.where(l == float("-inf"), float("inf"), l)',
+            old='tl.store(shift + at, tl.where(unseen, float("inf"), l)',
             new="tl.store(shift + at, l",
             small=True,
         ),
