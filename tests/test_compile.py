@@ -279,7 +279,7 @@ def compiled_gradients(op, options, wants):
 
     hardware, backend = targets.find("sm_90"), registry.backends()["triton"]
     (family,) = (f for _, f in forms.compilers(op, hardware, backend))
-    arrays = {name: ((300,), "float32", None) for name in ("gate", "up", "d_y")}
+    arrays = dict.fromkeys(("gate", "up", "d_y"), ((300,), "float32", None))
     impl = backend.implementation(op, family)
     call, tiling = forms.abstract_call(
         registry.find_spec(op),
