@@ -4,6 +4,8 @@ command line.
 
 from __future__ import annotations
 
+import collections
+import functools
 import importlib.util
 import json
 import platform
@@ -224,6 +226,97 @@ def test_a_tile_that_registers_cannot_hold_is_refused_before_minutes_of_compilin
         and "needs about 69632 registers and 2 warps of sm_90 have 16320" in built.reason
         and "more warps" in built.reason
     )
+
+
+def stored_values(ptx, names):
+    """array -> what is stored there, as the operations that it comes from, arrays that are loaded the first;
+    ``names``: of the kernel's parameters. For kernels without loops, of one element a thread; a register that is written on several
+    branches stands for all that is written to it.
+    """
+    made, stores = collections.defaultdict(list), []
+    for op, operands in re.findall(r"^\s*(?:@!?%p\d+ )?([a-z][\w.]*)\s+(.*);", ptx, re.MULTILINE):
+        first, *others = re.sub(r"[\[\]{} ]", "", operands).split(",")
+        if op.startswith("st.global"):
+            stores.append((first, *others))
+        else:
+            made[first].append((op, others))
+
+    @functools.cache
+    def pointers(x):
+        param = re.search(r"_param_(\d+)$", x)
+        deeper = (pointers(re.sub(r"\+\d+$", "", y)) for _, operands in made[x] for y in operands)
+        return frozenset().union({names[int(param[1])]} & ARRAYS if param else (), *deeper)
+
+    def array(address):
+        (name,) = pointers(re.sub(r"\+\d+$", "", address))
+        return name
+
+    def listing(value):
+        numbers, lines = {}, []
+
+        def visit(x):
+            if x in made and x not in numbers:
+                numbers[x] = f"v{len(numbers)}"  # before its operands: a branch may write over what it reads
+                ops = [f"{op} {array(y[0]) if op.startswith('ld.') else ', '.join(map(visit, y))}" for op, y in made[x]]
+                lines.append(f"{numbers[x]} = {' | '.join(dict.fromkeys(ops))}")
+            return numbers.get(x, x)
+
+        visit(value)
+        return lines
+
+    return {array(address): listing(value) for address, value in stores}
+
+
+ARRAYS = frozenset(("gate", "up", "d_y", "d_gate", "d_up"))
+
+
+def compiled_gradients(op, options, wants):
+    """What the kernel of a gated product's gradients stores on sm_90, of one element a thread."""
+    import triton
+
+    from portakern.backends.triton.compiler import gpu_target, specialised
+    from portakern.backends.triton.launch import recording
+
+    hardware, backend = targets.find("sm_90"), registry.backends()["triton"]
+    (family,) = (f for _, f in forms.compilers(op, hardware, backend))
+    arrays = dict.fromkeys(("gate", "up", "d_y"), ((300,), "float32", None))
+    impl = backend.implementation(op, family)
+    call, tiling = forms.abstract_call(
+        registry.find_spec(op),
+        impl,
+        {"arrays": arrays, "options": options, "wants": wants},
+        hardware,
+        {"block_rows": 1, "block_n": 128, "num_warps": 4},
+    )
+    seen = []
+    with recording(lambda *launch: seen.append(launch)):
+        impl.run(call, tiling)
+    ((kernel, _, args, constexprs),) = seen
+    source, compiler_options = specialised(kernel, args, constexprs, hardware)
+    ptx = triton.compile(source, target=gpu_target(hardware), options=compiler_options).asm["ptx"]
+    names = [name for name in kernel.arg_names if source.signature[name] != "constexpr"]
+    return stored_values(ptx, names)
+
+
+@has_triton
+@pytest.mark.parametrize(
+    "op, options",
+    [("geglu_vjp", {"approximate": "none"}), ("geglu_vjp", {"approximate": "tanh"}), ("swiglu_vjp", {})],
+    ids=["erf", "tanh", "swiglu"],
+)
+def test_a_gated_gradient_alone_is_computed_as_beside_the_other(op, options, tmp_path):
+    from triton import knobs
+
+    with knobs.cache.scope():
+        knobs.cache.dir = str(tmp_path)
+        both = compiled_gradients(op, options, ("d_gate", "d_up"))
+        assert set(both) == {"d_gate", "d_up"}
+        for name, value in both.items():
+            assert compiled_gradients(op, options, (name,)) == {name: value}
+            text = "\n".join(value)
+            assert "ex2.approx" in text and not re.search(r"\b(mul|add|sub)(\.ftz)?\.f32", text), (
+                f"{name}: ptxas may contract what is not rounded"
+            )
 
 
 LOST_BASE = """

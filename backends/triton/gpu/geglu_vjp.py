@@ -45,8 +45,7 @@ def of_tanh_form(g):
 @triton.jit
 def of_erf_form(g):
     """P of a gate g, and the slope of g P."""
-    g = near(g)
-    p = erf_form(g)
+    p, g = erf_form(g), near(g)
     return p, (p + g * (tl.exp(-0.5 * g * g) * ROOT_2PI))
 
 

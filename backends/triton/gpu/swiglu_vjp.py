@@ -63,7 +63,11 @@ def swiglu_vjp_kernel(gate, up, d_y, d_gate, d_up, rows, n, steps,
 
 
 def gradients(kernel: Any, call: Call, tiling: Mapping[str, int], **forms: Any) -> tuple[Any, ...]:
-    """What a kernel like swiglu_vjp's, which may have several ``forms``, makes of the call's arrays."""
+    """What a kernel like swiglu_vjp's, which may have several ``forms``, makes of the call's arrays.
+
+    Without fusion: the compiler would contract a product into a sum where nothing else reads the product, and whether
+    d_u does depends on what is wanted; the bits of d_g must not.
+    """
     gate, up, d_y = (call.arrays[name] for name in ("gate", "up", "d_y"))
     d_gate, d_up = (
         fresh(gate.shape, gate.dtype, gate.device) if name in call.wants else None for name in ("d_gate", "d_up")
@@ -72,7 +76,7 @@ def gradients(kernel: Any, call: Call, tiling: Mapping[str, int], **forms: Any) 
     launch(kernel, tiles.programs, call, gate, None if d_gate is None else up, d_y, d_gate, d_up,
            tiles.rows.height, tiles.n, tiles.steps, *tiles.strides, **forms, block_rows=tiles.block_rows,
            block_n=tiles.block_n, acc_dtype=accumulator(call.dtype), unit=tiles.rows.known(call.dtype)["unit"],
-           num_warps=tiling["num_warps"])  # fmt: skip
+           num_warps=tiling["num_warps"], enable_fp_fusion=False)  # fmt: skip
     return d_gate, d_up
 
 
