@@ -491,7 +491,7 @@ def test_a_table_is_completed_by_several_runs(tmp_path, monkeypatch):
     assert done == [gradient] and "1 calls stand in" in shown
     both = results.read(file)
     assert [*both.rows[: len(first.rows)]] == [*first.rows] and {r["op"] for r in both.rows} == {"softmax", gradient}
-    assert both.extra["wall_seconds"] > first.extra["wall_seconds"] and both.extra["rates"]
+    assert both.extra["wall_seconds"] >= first.extra["wall_seconds"] and both.extra["rates"]
     assert again()[0] == [] and len(results.read(file).rows) == len(both.rows)  # nothing is left
     assert again("--rounds", "3")[0] == ["softmax", gradient]  # more samples than stand there
     real = sources.fingerprint

@@ -230,8 +230,8 @@ def test_a_tile_that_registers_cannot_hold_is_refused_before_minutes_of_compilin
 
 def stored_values(ptx, names):
     """array -> what is stored there, as the operations that it comes from, arrays that are loaded the first;
-    ``names``: of the kernel's parameters. For kernels without loops, of one element a thread; a register that is written on several
-    branches stands for all that is written to it.
+    ``names``: of the kernel's parameters. For kernels without loops, of one element a thread; a register that is
+    written on several branches stands for all that is written to it.
     """
     made, stores = collections.defaultdict(list), []
     for op, operands in re.findall(r"^\s*(?:@!?%p\d+ )?([a-z][\w.]*)\s+(.*);", ptx, re.MULTILINE):
@@ -520,9 +520,9 @@ def test_the_command_line(monkeypatch, tmp_path):
     ],
 )
 def test_every_op_compiles_and_fits_one_target_of_each_vendor(target, dtypes, kept):
-    found = compiling.jobs_for(registry.ops(), [target], dtypes, quick=True)
-    variants = {(job.spec.name, job.family.name) for job in found}
-    assert {op for op, _ in variants} == {*registry.ops()} and len(found) == len(dtypes) * len(variants)
+    """The variant that any chip has: tests/test_hopper*.py compile the other, and .ci/run both."""
+    found = [j for j in compiling.jobs_for(registry.ops(), [target], dtypes, quick=True) if j.family.name != "hopper"]
+    assert sorted(job.spec.name for job in found) == sorted([*registry.ops()] * len(dtypes))
     for built in compiling.compile_all(found):
         assert built.ok, str(built)
         products = record(built.op).matrix_units

@@ -50,8 +50,10 @@ def test_relative_links_lead_somewhere() -> None:
 
 
 def test_the_porting_report_is_read_in_one_sitting() -> None:
-    """Six pages, and a line an op: what an op needed stands in docs/porting, what was measured in RESULTS.md."""
+    """Six pages, and what is made of results, which grows with the ops: what an op needed stands in docs/porting, what
+    was measured in RESULTS.md."""
     text = (ROOT / "PORTING.md").read_text(encoding="utf-8")
-    words = sum(len(line.split()) for line in text.splitlines() if not line.startswith("| `"))
-    assert len(text.splitlines()) <= 330 and words <= 3280, "move details to docs/porting or RESULTS.md"
+    own = re.sub(r"<!-- portakern report: (\w+) -->.*?<!-- end: \1 -->", "", text, flags=re.DOTALL)
+    words = sum(len(line.split()) for line in own.splitlines() if not line.startswith("| `"))
+    assert len(text.splitlines()) <= 330 and words <= 2900, "move details to docs/porting or RESULTS.md"
     assert "<!-- portakern report: verdict -->" in text.partition("## Words")[0], "the verdict stands on page one"
