@@ -36,6 +36,7 @@ TITLES: Mapping[str, tuple[str, str] | None] = {
     "cycles": ("Cycles on TPUs", "compile-matrix"),
     "beside": ("Cycles on TPUs beside other kernels", "tpu-cycles"),
     "judges": None,
+    "kernelbench": None,
     "reach": None,
     "verdict": None,
     "losses": None,
