@@ -10,6 +10,12 @@ from jaxtyping import Float
 
 from portakern.spec import Tile, spec
 from portakern.spec.tolerance import KAPPA, Units, magnitude, round_to, store_spread, units
+from portakern.specs.swiglu import (
+    elements_are_independent,
+    one_element,
+    powers_of_two_scale_exactly,
+    several_ragged_tiles,
+)
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -217,32 +223,11 @@ def gates_around_0(arrays, rng, options):
     arrays["gate"] *= 2.0 ** -rng.uniform(3, 20)
 
 
-@geglu.edge(dims={"batch": (1, 1300)}, smallest_tiles=True)
-def several_ragged_tiles(arrays, rng, options):
-    """The last element of the last tile counts as any other."""
-
-
-@geglu.edge(dims={"batch": (1, 1)})
-def one_element(arrays, rng, options):
-    """The smallest array."""
-
-
-@geglu.law
-def elements_are_independent(run, draw):
-    """A row alone gives the same bits as among others."""
-    rows, n = draw.extent(2, 40), draw.extent(1, 300)
-    gate, up = draw.normal(rows, n), draw.normal(rows, n)
-    first = draw.extent(0, rows - 1)
-    row = slice(first, first + 1)
-    draw.same_bits(run(gate[row], up[row]), run(gate, up)[row], "a row alone")
-
-
-@geglu.law
-def powers_of_two_scale_exactly(run, draw):
-    """An up that is doubled doubles y, to the bit."""
-    gate = draw.normal(draw.extent(1, 5), draw.extent(1, 300))
-    up = draw.normal(*gate.shape) * gate.dtype.type(64)  # far from subnormal results
-    draw.same_bits(run(gate, up * up.dtype.type(2)), run(gate, up) * up.dtype.type(2), "up doubled")
+# what any gated product keeps to, whatever its gate makes of a number
+geglu.edge(dims={"batch": (1, 1300)}, smallest_tiles=True)(several_ragged_tiles)
+geglu.edge(dims={"batch": (1, 1)})(one_element)
+geglu.law(elements_are_independent)
+geglu.law(powers_of_two_scale_exactly)
 
 
 @geglu.law

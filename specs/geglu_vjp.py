@@ -10,8 +10,15 @@ from jaxtyping import Float
 
 from portakern.spec import Tile, spec
 from portakern.spec.tolerance import KAPPA, magnitude, store_spread, units
-from portakern.specs._gradients import doubled, each_alone, stored_bounds
+from portakern.specs._gradients import stored_bounds
 from portakern.specs.geglu import Share
+from portakern.specs.swiglu_vjp import (
+    each_gradient_alone,
+    elements_are_independent,
+    one_element,
+    powers_of_two_scale_exactly,
+    several_ragged_tiles,
+)
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -144,37 +151,9 @@ def gates_without_a_slope(arrays, rng, options):
     arrays["gate"][...] = -0.7517915246935645 + 1e-3 * arrays["gate"]
 
 
-@geglu_vjp.edge(dims={"batch": (1, 1300)}, smallest_tiles=True)
-def several_ragged_tiles(arrays, rng, options):
-    """The last element of the last tile counts as any other."""
-
-
-@geglu_vjp.edge(dims={"batch": (1, 1)})
-def one_element(arrays, rng, options):
-    """The smallest array."""
-
-
-@geglu_vjp.law
-def elements_are_independent(run, draw):
-    """A row alone gives the same bits as among others."""
-    rows, n = draw.extent(2, 40), draw.extent(1, 300)
-    arrays = [draw.normal(rows, n) for _ in range(3)]
-    first = draw.extent(0, rows - 1)
-    row = slice(first, first + 1)
-    for name, alone, among in zip(("d_gate", "d_up"), run(*(a[row] for a in arrays)), run(*arrays), strict=True):
-        draw.same_bits(alone, among[row], f"{name} of a row alone")
-
-
-@geglu_vjp.law
-def each_gradient_alone(run, draw):
-    """Each gradient, asked for alone, has the same bits as among all."""
-    shape = draw.extent(1, 5), draw.extent(1, 300)
-    each_alone(run, draw, ("d_gate", "d_up"), [draw.normal(*shape) for _ in range(3)])
-
-
-@geglu_vjp.law
-def powers_of_two_scale_exactly(run, draw):
-    """A cotangent that is doubled doubles both gradients, to the bit."""
-    shape = draw.extent(1, 5), draw.extent(1, 300)
-    gate, up = draw.integers(-4, 4, *shape), draw.integers(-4, 4, *shape)
-    doubled(lambda d_y: run(gate, up, d_y), draw, ("d_gate", "d_up"), draw.normal(*shape))
+# what the gradients of any gated product keep to, whatever its gate makes of a number
+geglu_vjp.edge(dims={"batch": (1, 1300)}, smallest_tiles=True)(several_ragged_tiles)
+geglu_vjp.edge(dims={"batch": (1, 1)})(one_element)
+geglu_vjp.law(elements_are_independent)
+geglu_vjp.law(each_gradient_alone)
+geglu_vjp.law(powers_of_two_scale_exactly)

@@ -11,7 +11,16 @@ from jaxtyping import Float
 from portakern.spec import Tile, spec
 from portakern.spec.tolerance import round_to, units
 from portakern.specs._gradients import doubled
-from portakern.specs.rope import HALF, PAIRS_FIT, Turn, passing, spread
+from portakern.specs.rope import (
+    HALF,
+    PAIRS_FIT,
+    Turn,
+    passing,
+    several_ragged_tiles,
+    special_tables,
+    spread,
+    tables_for_all_samples,
+)
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -84,21 +93,11 @@ def special_cotangents(arrays, rng, options):
     d_y[rng.random(d_y.shape) < 0.1] = rng.choice([inf, -inf, np.nan])
 
 
-@rope_vjp.edge(dims=HALF)
-def special_tables(arrays, rng, options):
-    """An infinity or NaN in a table reaches its pair in every head."""
-    table = arrays[rng.choice(["cos", "sin"])]
-    table[rng.random(table.shape) < 0.1] = rng.choice([inf, -inf, np.nan])
-
-
-@rope_vjp.edge(dims={**HALF, "batch": (2, 5)}, stretched={"cos": ("batch",), "sin": ("batch",)})
-def tables_for_all_samples(arrays, rng, options):
-    """One table serves the batch."""
-
-
-@rope_vjp.edge(dims={"seq": (3, 20), "heads": (9, 20), "d": (8, 12), "pairs": (3, 4)}, smallest_tiles=True)
-def several_ragged_tiles(arrays, rng, options):
-    """The last token and the last head count as any other."""
+rope_vjp.edge(dims=HALF)(special_tables)
+rope_vjp.edge(dims={**HALF, "batch": (2, 5)}, stretched={"cos": ("batch",), "sin": ("batch",)})(tables_for_all_samples)
+rope_vjp.edge(dims={"seq": (3, 20), "heads": (9, 20), "d": (8, 12), "pairs": (3, 4)}, smallest_tiles=True)(
+    several_ragged_tiles
+)
 
 
 @rope_vjp.law

@@ -31,8 +31,20 @@ def summed_up(losses: Tensor, labels: Tensor, ignore_index: int, number: Tensor 
     return losses.sum() / (number.to(losses.device) if isinstance(number, Tensor) else number)
 
 
-def _causal(backend: str | None, theirs: Any) -> Callable[..., Tensor]:
+def _entropy(backend: str | None) -> Callable[..., Tensor]:
+    """(logits, labels of any shape, classes, ignore_index, number) -> the loss of all places (``summed_up``)."""
     entropy = kept_op("cross_entropy", backend)
+
+    def loss(logits: Tensor, aims: Tensor, classes: int, ignore_index: int, number: Tensor | int | None) -> Tensor:
+        aims = aims.reshape(-1).to(logits.device)
+        losses = entropy(logits.reshape(-1, classes), aims, ignore_index=ignore_index)
+        return summed_up(losses, aims, ignore_index, number)
+
+    return loss
+
+
+def _causal(backend: str | None, theirs: Any) -> Callable[..., Tensor]:
+    entropy = _entropy(backend)
 
     def loss(
         logits: Tensor,
@@ -45,15 +57,13 @@ def _causal(backend: str | None, theirs: Any) -> Callable[..., Tensor]:
     ) -> Tensor:
         """transformers' ForCausalLMLoss: each place predicts its successor."""
         aims = shifted(labels, ignore_index) if shift_labels is None else shift_labels
-        aims = aims.reshape(-1).to(logits.device)
-        losses = entropy(logits.reshape(-1, vocab_size), aims, ignore_index=ignore_index)
-        return summed_up(losses, aims, ignore_index, num_items_in_batch)
+        return entropy(logits, aims, vocab_size, ignore_index, num_items_in_batch)
 
     return loss
 
 
 def _masked(backend: str | None, theirs: Any) -> Callable[..., Tensor]:
-    entropy = kept_op("cross_entropy", backend)
+    entropy = _entropy(backend)
 
     def loss(
         logits: Tensor,
@@ -64,15 +74,13 @@ def _masked(backend: str | None, theirs: Any) -> Callable[..., Tensor]:
         **others: Any,
     ) -> Tensor:
         """transformers' ForMaskedLMLoss."""
-        aims = labels.reshape(-1).to(logits.device)
-        losses = entropy(logits.reshape(-1, vocab_size), aims, ignore_index=ignore_index)
-        return summed_up(losses, aims, ignore_index, num_items_in_batch)
+        return entropy(logits, labels, vocab_size, ignore_index, num_items_in_batch)
 
     return loss
 
 
 def _classes(backend: str | None, theirs: Any) -> Callable[..., Tensor]:
-    entropy = kept_op("cross_entropy", backend)
+    entropy = _entropy(backend)
 
     def loss(labels: Tensor, pooled_logits: Tensor, config: Any, **others: Any) -> Tensor:
         """transformers' ForSequenceClassificationLoss; its regressions and independent labels are transformers' own."""
@@ -80,10 +88,8 @@ def _classes(backend: str | None, theirs: Any) -> Callable[..., Tensor]:
         if config.problem_type != "single_label_classification" and not (config.problem_type is None and one_class):
             return theirs(labels, pooled_logits, config, **others)
         config.problem_type = "single_label_classification"
-        aims = labels.reshape(-1).to(pooled_logits.device)
-        ignored = others.get("ignore_index", -100)
-        losses = entropy(pooled_logits.reshape(-1, config.num_labels), aims, ignore_index=ignored)
-        return summed_up(losses, aims, ignored, others.get("num_items_in_batch")).to(pooled_logits.dtype)
+        ignored, number = others.get("ignore_index", -100), others.get("num_items_in_batch")
+        return entropy(pooled_logits, labels, config.num_labels, ignored, number).to(pooled_logits.dtype)
 
     return loss
 
