@@ -122,7 +122,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         {"op": "text", "subject": "text", "seed": "integer", "examples": "count", "failures": "list",
          "worst": "numbers", "worst_case": "string", **_COUNTS,
          "seconds": "number", "passed": "flag", "asked": "list?", "concessions": "list?", "verdicts": "object?",
-         "not_emulated": "integers?", "outcome": "text?", "left_out": "count?", **_SOURCES},
+         "not_emulated": "integers?", "outcome": "text?", "left_out": "count?", "missed": "integers?",
+         "unmet": "list?", **_SOURCES},
         {"wall_seconds": "number"},
     ),
     "compile-matrix": Benchmark(

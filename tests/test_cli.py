@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 import portakern as pk
-from portakern import inventory, sources
+from portakern import inventory, results, sources
 from portakern.cli import app, main
 from portakern.compiling import cache
 from portakern.compiling import matrix as compiling
@@ -47,7 +47,7 @@ def test_check_passes_and_writes_json(tmp_path):
     )
     assert result.exit_code == 0, result.output
     assert "passed" in result.output
-    report = json.loads(file.read_text())["rows"][0]
+    (report,) = results.read(file).rows
     assert report["op"] == "softmax" and report["passed"] and report["examples"] == 15 and report["seed"] == 3
     oracle = registry.oracle_backend()
     assert report["sources"] == sources.fingerprint("softmax", oracle, None, Target("cpu"))
@@ -74,7 +74,7 @@ def test_check_asks_for_what_it_is_told_to(tmp_path, monkeypatch):
     told = run(app, [*asked, "--json", str(file)])
     assert told.exit_code == 1 and "promises" in told.output and {*seen} == {"float64"}
     assert run(app, [*asked, "--no-promises", "--json", str(file)]).exit_code == 0
-    report = json.loads(file.read_text())["rows"][0]
+    (report,) = results.read(file).rows
     assert report["passed"] and "promises" not in report["asked"]
 
 
