@@ -59,14 +59,17 @@ def test_an_op_that_no_backend_takes_is_xlas_and_said_to_be(monkeypatch):
     from portakern.examples.train.run import SIZES
 
     def refused(*arrays):
-        raise pk.UnsupportedError("swiglu: nobody here has it")
+        raise pk.UnsupportedError("nobody here has it")
 
     of = on_jax.on_backend
-    monkeypatch.setattr(on_jax, "on_backend", lambda backend: {**of(backend), "swiglu": refused})
+    lacks = {"swiglu": refused, "add_rmsnorm": refused}
+    monkeypatch.setattr(on_jax, "on_backend", lambda backend: {**of(backend), **lacks})
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         ops, said = on_jax.served(SIZES["tiny"], "reference", "float32")
     assert ops["swiglu"] is on_jax.swiglu and ops["rope"] is not on_jax.rope
-    assert "swiglu: XLA; swiglu: nobody here has it" in said and "rope: reference" in said
+    assert "swiglu: XLA; nobody here has it" in said and "rope: reference" in said
+    normed, summed = ops["add_rmsnorm"](*(jax.numpy.ones((2, 3)) for _ in range(2)), jax.numpy.ones(3))
+    assert ops["rmsnorm"].func.spec.name == "rmsnorm" and (summed == 2).all() and abs(normed - 1).max() < 1e-6
 
 
 def test_the_character_model_trains_and_draws(tmp_path, monkeypatch):

@@ -36,11 +36,6 @@ def rmsnorm(x: Any, weight: Any) -> Any:
     return weight * (wide(x) * jax.lax.rsqrt(square + EPS)).astype(x.dtype)
 
 
-def add_rmsnorm(x: Any, residual: Any, weight: Any) -> tuple[Any, Any]:
-    summed = x + residual
-    return rmsnorm(summed, weight), summed
-
-
 def rope(x: Any, cos: Any, sin: Any) -> Any:
     """The halves of a head are the pairs."""
     cos, sin = (jnp.tile(table, 2)[:, :, None].astype(x.dtype) for table in (cos, sin))
@@ -58,12 +53,26 @@ def swiglu(gate: Any, up: Any) -> Any:
     return jax.nn.silu(gate) * up
 
 
-def linear_cross_entropy(hidden: Any, weight: Any, labels: Any) -> Any:
-    logits = wide(hidden @ weight.T)
-    return jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[:, None], 1)[:, 0]
+def cross_entropy(logits: Any, labels: Any) -> Any:
+    return jax.nn.logsumexp(wide(logits), -1) - jnp.take_along_axis(wide(logits), labels[:, None], 1)[:, 0]
 
 
-XLA: Ops = {f.__name__: f for f in (rmsnorm, add_rmsnorm, rope, attention, swiglu, linear_cross_entropy)}
+def add_rmsnorm(ops: Ops, x: Any, residual: Any, weight: Any) -> tuple[Any, Any]:
+    summed = x + residual
+    return ops["rmsnorm"](summed, weight), summed
+
+
+def linear_cross_entropy(ops: Ops, hidden: Any, weight: Any, labels: Any) -> Any:
+    return ops["cross_entropy"](hidden @ weight.T, labels)
+
+
+XLA = {f.__name__: f for f in (rmsnorm, rope, attention, swiglu, cross_entropy)}
+COMPOSED = {f.__name__: f for f in (add_rmsnorm, linear_cross_entropy)}
+"""What is made of another op where it is none itself."""
+
+
+def on_xla() -> Ops:
+    return XLA | {name: functools.partial(f, XLA) for name, f in COMPOSED.items()}
 
 
 # ------------------------------------------------------------------------------------------------------- portakern's ops
@@ -79,6 +88,7 @@ def on_backend(backend: str) -> Ops:
         "rope": op("rope"),
         "attention": functools.partial(twins.dot_product_attention, is_causal=True, implementation=backend),
         "swiglu": op("swiglu"),
+        "cross_entropy": op("cross_entropy"),
         "linear_cross_entropy": op("linear_cross_entropy"),
     }
 
@@ -93,12 +103,13 @@ def place() -> str:
 
 
 def served(size: Size, backend: str | None, dtype: Any) -> tuple[Ops, str]:
-    """Each op by the first backend that takes the model's calls of it, forward and backward, and by XLA where none
-    does; and what serves what, in words."""
+    """Each op by the first backend that takes the model's calls of it, forward and backward, and where none does by
+    another op and what XLA adds, or by XLA; and what serves what, in words."""
     among = (backend,) if backend else ORDER[place()]
-    ops, said = {}, []
+    ops: dict[str, Callable[..., Any]] = {}
+    said = []
     for name, shapes in calls(size, dtype).items():
-        ops[name], by, why = XLA[name], "XLA", []
+        by, why = "XLA", []
         for candidate in among:
             mine = on_backend(candidate)[name]
             try:
@@ -108,6 +119,8 @@ def served(size: Size, backend: str | None, dtype: Any) -> tuple[Ops, str]:
                 continue
             ops[name], by = mine, candidate
             break
+        else:
+            ops[name] = functools.partial(COMPOSED[name], ops) if name in COMPOSED else XLA[name]
         said.append(f"{name}: {by}" + "".join(f"; {reason}" for reason in why))
     return ops, "\n".join(said)
 
@@ -117,7 +130,7 @@ def total(result: Any) -> jax.Array:
 
 
 def calls(size: Size, dtype: Any) -> dict[str, tuple[Any, ...]]:
-    """What the model hands to each op, without arrays."""
+    """What the model hands to each op, without arrays; an op before what is made of it."""
 
     def of(*shape: int, kind: Any = dtype) -> Any:
         return jax.ShapeDtypeStruct(shape, kind)
@@ -128,8 +141,9 @@ def calls(size: Size, dtype: Any) -> dict[str, tuple[Any, ...]]:
     table, inner = of(1, length, size.head // 2, kind=jnp.float32), of(batch, length, size.inner)
     hidden, words, labels = of(rows, size.width), of(size.words, size.width), of(rows, kind=jnp.int32)
     return {
-        "rmsnorm": (x, weight), "add_rmsnorm": (x, x, weight), "rope": (q, table, table), "attention": (q, kv, kv),
-        "swiglu": (inner, inner), "linear_cross_entropy": (hidden, words, labels),
+        "rmsnorm": (x, weight), "rope": (q, table, table), "attention": (q, kv, kv), "swiglu": (inner, inner),
+        "cross_entropy": (of(rows, size.words), labels), "add_rmsnorm": (x, x, weight),
+        "linear_cross_entropy": (hidden, words, labels),
     }  # fmt: skip
 
 
@@ -243,7 +257,7 @@ def train(who: str, size: Size, seed: int, device: str | None, compiled: bool, b
 def _trained(who: str, size: Size, seed: int, backend: str | None, corpus: Any) -> Run:
     on_cpu = place() == "cpu"
     dtype = jnp.float32 if on_cpu else jnp.bfloat16
-    ops, words = (XLA, "jax.numpy, as XLA compiles it") if who == "jax" else served(size, backend, dtype)
+    ops, words = (on_xla(), "jax.numpy, as XLA compiles it") if who == "jax" else served(size, backend, dtype)
     weights, source = initial(size, seed, dtype)
     optimizer, state = started(size.optimizer, weights)
     ids = jnp.asarray(text.batches(corpus, seed, size.steps, size.batch, size.length), jnp.int32)
