@@ -162,13 +162,13 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         {"wall_seconds": "number", "seconds": "numbers?", "seconds_ahead": "numbers?", "rates": "numbers",
          "absent": "object", "left_out": "list"},
     ),
+    "launch": Benchmark(("op", "way"), {"op": "text", "way": "text", **_MEDIAN}, {"graphs": "list"}),
     "profile": Benchmark(
         ("op", "dtype", "call", "backend", "variant", "kernel"),
         {"op": "text", "dtype": "text", "call": "text", "kernel": "text", "launches": "count", "bound": "text",
          "facts": "list", "whole": "list", "absent": "object", **_SOURCES},
         nested={"facts": _FACT, "whole": _FACT},
     ),
-    "launch": Benchmark(("op", "way"), {"op": "text", "way": "text", **_MEDIAN}, {"graphs": "list"}),
     "binding": Benchmark(("framework",), {"framework": "text", "calls": "count", **_MEDIAN, "grown_bytes": "integer"}),
     "fuzz": Benchmark(
         ("verdict",),

@@ -22,7 +22,10 @@ from portakern.profiling import counters, facts, run, subject
 from portakern.profiling.counters import Counted, NotCounted, parse
 
 LAUNCH = '"{}","4321","python3.11","127.0.0.1","{}","1","7","(128, 1, 1)","(132, 1, 1)","0","9.0"'
-HEAD = '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC"'
+HEAD = (
+    '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size",'
+    '"Device","CC"'
+)
 STALLED = counters.STALL.format("long_scoreboard"), counters.STALL.format("not_selected")
 
 RAW = f"""==PROF== Connected to process 4321 (/usr/bin/python3.11)
@@ -39,9 +42,11 @@ the program's own words
 """
 """In the form of ``--csv --page raw --print-units base``: a row a launch, the second row of units."""
 
+TYPED = LAUNCH.format(0, "void rows_kernel(float*, int)")
+
 LONG = f"""{HEAD},"Section Name","Metric Name","Metric Unit","Metric Value"
-{LAUNCH.format(0, "void rows_kernel(float*, int)")},"Command line profiler metrics","gpu__time_duration.sum","usecond","24.00"
-{LAUNCH.format(0, "void rows_kernel(float*, int)")},"Command line profiler metrics","dram__bytes_read.sum","Mbyte","33.55"
+{TYPED},"Command line profiler metrics","gpu__time_duration.sum","usecond","24.00"
+{TYPED},"Command line profiler metrics","dram__bytes_read.sum","Mbyte","33.55"
 """
 """A row a metric, as other pages and versions print it."""
 
@@ -135,7 +140,8 @@ def test_what_bounds_a_kernel_by_its_counters():
     rows, sums = parse(RAW)
     assert bounds(counted=[rows, sums])[0] == "device memory, 91 % of the peak"
     assert bounds(counted=[sums])[0] == (
-        "latency: warps wait most for loads from device memory or L2; the nearest limit is device memory, 3 % of the peak"
+        "latency: warps wait most for loads from device memory or L2; "
+        "the nearest limit is device memory, 3 % of the peak"
     )
     # another warp's turn is the longest wait of all, and is none
     assert rows.stall == sums.stall == "loads from device memory or L2"

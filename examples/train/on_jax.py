@@ -30,7 +30,7 @@ Weights = dict[str, jax.Array]
 Ops = Mapping[str, Callable[..., Any]]
 
 
-# --------------------------------------------------------------------------------------------------------- XLA's own ops
+# -------------------------------------------------------------------------------------------------------- XLA's own ops
 def rmsnorm(x: Any, weight: Any) -> Any:
     square = jnp.mean(wide(x) ** 2, -1, keepdims=True)
     return weight * (wide(x) * jax.lax.rsqrt(square + EPS)).astype(x.dtype)
@@ -75,7 +75,7 @@ def on_xla() -> Ops:
     return XLA | {name: functools.partial(f, XLA) for name, f in COMPOSED.items()}
 
 
-# ------------------------------------------------------------------------------------------------------- portakern's ops
+# ------------------------------------------------------------------------------------------------------ portakern's ops
 def on_backend(backend: str) -> Ops:
     """The same on portakern, all by one backend."""
 
@@ -94,7 +94,7 @@ def on_backend(backend: str) -> Ops:
 
 
 ORDER = {"gpu": ("pallas", "triton"), "tpu": ("pallas",), "cpu": ("reference",)}
-"""Platform -> the backends that an op is looked for in. On a CPU the oracle serves, as kernels are interpreted there."""
+"""Platform -> the backends that an op is looked for in. On a CPU kernels are interpreted: there the oracle serves."""
 
 
 def place() -> str:
@@ -147,7 +147,7 @@ def calls(size: Size, dtype: Any) -> dict[str, tuple[Any, ...]]:
     }  # fmt: skip
 
 
-# --------------------------------------------------------------------------------------------------------------- the model
+# ------------------------------------------------------------------------------------------------------------ the model
 def loss(weights: Weights, ids: jax.Array, size: Size, ops: Ops) -> jax.Array:
     """The mean of -log p of each token after those before it; ids: (batch, length)."""
     (batch, length), head = ids.shape, size.head
@@ -195,7 +195,7 @@ def initial(size: Size, seed: int, dtype: Any) -> tuple[Weights, str]:
     return {f"{n}.weight": jnp.asarray(p, dtype) for n, p in drawn.items()}, "NumPy's, as PyTorch is not here"
 
 
-# ---------------------------------------------------------------------------------------------------------- the optimizers
+# ------------------------------------------------------------------------------------------------------- the optimizers
 def sgd(weights: Weights, grads: Weights, state: Any, rate: float) -> tuple[Weights, Any]:
     """As torch.optim.SGD has it."""
     return {n: (wide(w) - rate * wide(grads[n])).astype(w.dtype) for n, w in weights.items()}, state
@@ -229,7 +229,7 @@ def started(optimizer: str, weights: Weights) -> tuple[Callable[..., Any], Any]:
     return adamw, (jnp.zeros((), jnp.float32), first, second)
 
 
-# ---------------------------------------------------------------------------------------------------------------- training
+# ------------------------------------------------------------------------------------------------------------- training
 def platform(device: str | None) -> str:
     return str(jax.default_backend()) if device is None else {"cuda": "gpu"}.get(device, device)
 

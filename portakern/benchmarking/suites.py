@@ -34,8 +34,8 @@ from portakern.testing.layouts import LAYOUTS
 from portakern.testing.samples import samples
 
 __all__ = [
-    "DTYPES", "SAMPLES", "TYPICAL", "Suite", "TimedCase", "asked", "cases_of", "each", "in_order", "names", "parse_shape",
-    "read", "shaped",
+    "DTYPES", "SAMPLES", "TYPICAL", "Suite", "TimedCase", "asked", "cases_of", "each", "in_order", "names",
+    "parse_shape", "read", "shaped",
 ]  # fmt: skip
 
 FOLDER = Path(__file__).parent / "suites"

@@ -75,7 +75,7 @@ COUNTED: Mapping[str, Counter] = {
         ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
          "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active"),
     ),
-    "issue": Counter("issue of instructions", "% of its peak", ("smsp__issue_active.avg.pct_of_peak_sustained_active",)),
+    "issue": Counter("issued instructions", "% of the peak", ("smsp__issue_active.avg.pct_of_peak_sustained_active",)),
     **{reason: Counter(f"waits for {what}", "warps an issue", (STALL.format(reason),))
        for reason, what in STALLS.items()},
 }  # fmt: skip

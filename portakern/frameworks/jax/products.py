@@ -102,7 +102,7 @@ def _precision(asked: Any) -> str:
     refused = lowered(asked)
     if refused is not None:
         raise SpecError(
-            f"dot_general: precision is {shown(refused)}; sums are as exact as float32 makes them: leave it out, or name "
-            f"a jax.lax.Precision, or {TF32.name}"
+            f"dot_general: precision is {shown(refused)}; sums are as exact as float32 makes them: leave it out, or "
+            f"name a jax.lax.Precision, or {TF32.name}"
         )
     return "ieee"
