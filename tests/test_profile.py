@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
+import portakern as pk
 from portakern import results
 from portakern.benchmarking.contenders import here
 from portakern.benchmarking.roof import Ceiling
@@ -124,6 +125,7 @@ def test_what_is_shared_among_programs_says_what_holds_occupancy_down():
     beside = residents(4, 168, {"shared": 65536}, H100)
     assert beside == {"threads": 16, "registers": 3, "programs": 32, "shared": 3}
     assert occupancy(4, 168, {"shared": 65536}, H100) == 3 * 4 / 64
+    assert residents(4, 168, {"lds": 65536}, targets.find("gfx942")) == {}
     assert residents(4, None, {}, H100) == {} and occupancy(4, None, {}, H100) is None
     (kernel,) = facts.kernels_of([CODE], [], [], None, H100)
     shown = {fact.name: fact.value for fact in kernel.facts}
@@ -201,9 +203,9 @@ def looked_at(asked, monkeypatch):
     told = Told(entry.framework, None)
     monkeypatch.setattr(type(entry), "instruments", property(lambda self: told))
 
-    def made(ncu):
+    def made(ncu, platform="cuda", arch="sm_90"):
         monkeypatch.setattr(counters, "find", lambda: ncu)
-        return run.looked_at(asked, entry, Target("cuda", "sm_90"), True)
+        return run.looked_at(asked, entry, Target(platform, arch), True)
 
     return made
 
@@ -224,6 +226,21 @@ def test_without_counters_the_rest_is_there(looked_at):
     found = looked_at(None)
     assert "ncu is neither on the PATH" in found.absent[facts.NCU]
     assert "of the measured roof" in found.kernels[0].bound
+    assert "reads NVIDIA's GPUs, and this is rocm gfx942" in looked_at(None, "rocm", "gfx942").absent[facts.NCU]
+
+
+def test_a_kernel_that_no_compiler_here_made_is_kept_too(looked_at, monkeypatch, tmp_path):
+    """As a peer's: there is no report, and no variant."""
+
+    def refused(*of):
+        raise pk.UnsupportedError("no backend compiles it ahead of time")
+
+    monkeypatch.setattr(run, "lower", refused)
+    found = looked_at(None)
+    assert "no backend compiles it" in found.absent[facts.COMPILER] and found.variant is None
+    file = tmp_path / "profile.json"
+    results.write(file, results.record("profile", found.rows(), command="portakern profile", device="a GPU"))
+    assert results.read(file).rows[0]["variant"] is None
 
 
 def test_the_process_that_is_counted_makes_the_call_twice(asked, monkeypatch):

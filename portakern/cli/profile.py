@@ -71,7 +71,9 @@ def profile(
 
 def _show(found: Profile) -> None:
     who = f"{found.backend}, variant {found.variant}" if found.variant else found.backend
-    out.print(f"{found.call} on {found.target} by {who}", style="bold", markup=False, highlight=False, soft_wrap=True)
+    out.print(
+        f"{found.call} on {found.target.arch} by {who}", style="bold", markup=False, highlight=False, soft_wrap=True
+    )
     show_table("the call", ["what", "", "from"], _cells(found.facts))
     for kernel in found.kernels:
         times = f" x{kernel.launches}" if kernel.launches > 1 else ""

@@ -203,8 +203,11 @@ class Build:
 
 def residents(warps: int, registers: int | None, on_chip: Mapping[str, int], hardware: Hardware) -> dict[str, int]:
     """How many programs of a kernel, with so many warps and registers a thread, lie beside each other on an NVIDIA core
-    by each thing that they share: the least of these do. Empty where that is not known."""
+    by each thing that they share: the least of these do. Empty where that is not known, and of other makers' cores,
+    which share out registers otherwise."""
     if registers is None or hardware.core_threads is None or hardware.core_registers is None:
+        return {}
+    if hardware.platform != "cuda":
         return {}
     a_warp = -(-registers * hardware.lanes // REGISTERS_ALLOCATED) * REGISTERS_ALLOCATED
     most = hardware.core_threads // hardware.lanes

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["COUNTED", "MISSING", "STALLS", "Counted", "Counter", "NotCounted", "collect", "find", "parse"]
+__all__ = ["COUNTED", "MISSING", "PLATFORM", "STALLS", "Counted", "Counter", "NotCounted", "collect", "find", "parse"]
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,7 @@ ALLOWED = (
     "NVreg_RestrictProfilingToAdminUsers=0 of the nvidia kernel module and to load it anew, or run as root; in a "
     "container start that with --cap-add=SYS_ADMIN (https://developer.nvidia.com/ERR_NVGPUCTRPERM)"
 )
+PLATFORM = "cuda"
 MISSING = "ncu is neither on the PATH nor in CUDA's folders; install Nsight Compute, which comes with the CUDA toolkit"
 
 

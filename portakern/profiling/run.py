@@ -48,9 +48,9 @@ class Profile:
     op: str
     dtype: str
     call: str
-    target: str
+    target: targets.Target
     backend: str
-    variant: str
+    variant: str | None
     kernels: list[Profiled]
     facts: list[Fact] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)
@@ -58,9 +58,9 @@ class Profile:
     def rows(self) -> list[dict[str, Any]]:
         """A row a kernel, as results keep it."""
         backend = registry.backend(self.backend)
-        hashed = sources.fingerprint(self.op, backend, self.variant or None, targets.find(self.target).target)
+        hashed = sources.fingerprint(self.op, backend, self.variant, self.target)
         whole = {
-            "op": self.op, "dtype": self.dtype, "call": self.call, "target": self.target, "backend": self.backend,
+            "op": self.op, "dtype": self.dtype, "call": self.call, "target": str(self.target), "backend": self.backend,
             "variant": self.variant, "whole": [fact._asdict() for fact in self.facts], "absent": self.absent,
             "commit": sources.commit(), "sources": hashed,
         }  # fmt: skip
@@ -87,7 +87,7 @@ def ahead(of: Asked, target: str) -> Profile:
     kernels = kernels_of(built.kernels, [], [], None, hardware)
     facts = [*_declared(call), *_least(call, hardware)]
     why = "nothing was run: leave --target out on a machine with the GPU"
-    return Profile(of.op, call.dtype, repr(call), hardware.name, built.backend, built.variant, kernels, facts,
+    return Profile(of.op, call.dtype, repr(call), hardware.target, built.backend, built.variant, kernels, facts,
                    dict.fromkeys((TIMES, ROOF, NCU), why))  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def looked_at(of: Asked, entry: Entry, target: targets.Target, count: bool) -> P
     ceiling = roof.ceiling(call, roof.measure(instruments, ROUNDS))
     built = _report(entry, target, of, absent)
     instruments.release()
-    counted = _counted(of, absent) if count else []
+    counted = _counted(of, target, absent) if count else []
     hardware = targets.family(target.arch)
     kernels = kernels_of(built.kernels if built else [], samples, counted, ceiling, hardware)
     whole = median(sum(us for _, us in sample) for sample in samples) if samples else 0.0
@@ -123,15 +123,17 @@ def looked_at(of: Asked, entry: Entry, target: targets.Target, count: bool) -> P
         facts.append(Fact("time of its kernels", whole, "us", TIMES))
     if ceiling and whole:
         facts.append(Fact("share of the roof", 100 * ceiling.us / whole, "%", ROOF))
-    variant = built.variant if built else of.variant or ""
-    return Profile(of.op, call.dtype, repr(call), target.arch, entry.contender.backend.name, variant, kernels, facts,
+    variant = built.variant if built else of.variant
+    return Profile(of.op, call.dtype, repr(call), target, entry.contender.backend.name, variant, kernels, facts,
                    absent)  # fmt: skip
 
 
-def _counted(of: Asked, absent: dict[str, str]) -> list[counters.Counted]:
+def _counted(of: Asked, target: targets.Target, absent: dict[str, str]) -> list[counters.Counted]:
     """The counters; why there are none goes to ``absent``."""
     ncu = counters.find()
     try:
+        if target.platform != counters.PLATFORM:
+            raise counters.NotCounted(f"it reads NVIDIA's GPUs, and this is {target}")
         if ncu is None:
             raise counters.NotCounted(counters.MISSING)
         return counters.collect(ncu, command(of), COUNTING, os.environ)
