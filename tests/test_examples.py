@@ -62,7 +62,7 @@ def test_an_op_that_no_backend_takes_is_xlas_and_said_to_be(monkeypatch):
         raise pk.UnsupportedError("nobody here has it")
 
     of = on_jax.on_backend
-    lacks = {"swiglu": refused, "add_rmsnorm": refused}
+    lacks = dict.fromkeys((*on_jax.COMPOSED, "swiglu"), refused)
     monkeypatch.setattr(on_jax, "on_backend", lambda backend: {**of(backend), **lacks})
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         ops, said = on_jax.served(SIZES["tiny"], "reference", "float32")
