@@ -95,6 +95,7 @@ class Op:
 
     def __init__(self, spec: Spec[Any], choice: Choice) -> None:
         self.spec, self.choice = spec, choice
+        self.__name__ = f"portakern_{spec.name}"  # by which jax.jit calls a program of it, and profiles the program
         self._bind, self._casts = binder(spec), spec.autocast is not None
         self._alone = [] if spec.is_vjp else [o.name for o in spec.outputs]  # outputs that may be the result itself
         self._bare = len(self._alone) == 1

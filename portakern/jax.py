@@ -1,6 +1,7 @@
 """Drop-in twins of JAX's own functions on portakern ops, and the chip for which JAX lowers them."""
 
 from portakern.frameworks.jax.functions import dot_product_attention, rotary_tables
+from portakern.frameworks.jax.products import dot_general
 from portakern.frameworks.jax.tracing import lowered_for
 
-__all__ = ["dot_product_attention", "lowered_for", "rotary_tables"]
+__all__ = ["dot_general", "dot_product_attention", "lowered_for", "rotary_tables"]

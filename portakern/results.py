@@ -112,6 +112,7 @@ _KERNEL = {
     "matrix": "integers", "code_bytes": "count?", "cycles": "count?", "issued": "count?", "moved": "count?",
     "cores": "count?", "undefined": "list", "serialised": "list?",
 }  # fmt: skip
+_FACT = {"name": "text", "value": "any", "unit": "string", "source": "text"}
 _COUNTS = dict.fromkeys(("refused", "tilings_refused", "cells", "layouts", "edges", "laws"), "integers")
 _SOURCES = {"backend": "text?", "variant": "text?", "target": "text?", "commit": "text?", "sources": "text?"}
 _MEDIAN = {"median_us": "number", "best_us": "number", "worst_us": "number"}
@@ -162,6 +163,12 @@ BENCHMARKS: Mapping[str, Benchmark] = {
          "absent": "object", "left_out": "list"},
     ),
     "launch": Benchmark(("op", "way"), {"op": "text", "way": "text", **_MEDIAN}, {"graphs": "list"}),
+    "profile": Benchmark(
+        ("op", "dtype", "call", "backend", "variant", "kernel"),
+        {"op": "text", "dtype": "text", "call": "text", "kernel": "text", "launches": "count", "bound": "text",
+         "facts": "list", "whole": "list", "absent": "object", **_SOURCES},
+        nested={"facts": _FACT, "whole": _FACT},
+    ),
     "binding": Benchmark(("framework",), {"framework": "text", "calls": "count", **_MEDIAN, "grown_bytes": "integer"}),
     "fuzz": Benchmark(
         ("verdict",),

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import portakern as pk
 from portakern import results
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -31,6 +32,44 @@ def test_a_llama_trains_on_portakern_as_on_pytorch(tmp_path):
     assert ours[0] == pytest.approx(theirs[0], abs=1e-3)  # two steps on two pieces of text: no descent to speak of
     assert any("linear_cross_entropy" in line for line in kept.rows[0]["served"])
     assert plot.read_text().startswith("<?xml")
+
+
+def test_a_llama_trains_in_jax_as_in_pytorch(tmp_path):
+    """From transformers' own weights, so that losses can be laid over each other."""
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install 'portakern[demo]'")
+    pytest.importorskip("jax", reason="jax is not installed: pip install 'portakern[pallas]'")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'portakern[demo]'")
+    from portakern.examples.train import train
+
+    file, plot = tmp_path / "losses.json", tmp_path / "losses.svg"
+    named = [f"--on={who}" for who in ("torch", "portakern-jax", "jax")]
+    tiny = ["--size", "tiny", "--device", "cpu", "--steps", "3", *named]
+    assert not train.main([*tiny, "--json", str(file), "--plot", str(plot)])
+    kept = {row["ops"]: row for row in results.read(file).rows}
+    assert [*kept] == ["torch", "portakern-jax", "jax"]
+    for who in ("portakern-jax", "jax"):
+        assert kept[who]["losses"] == pytest.approx(kept["torch"]["losses"], abs=1e-4)
+    assert "rmsnorm: reference" in kept["portakern-jax"]["served"]
+    assert "portakern-jax" in plot.read_text()
+
+
+def test_an_op_that_no_backend_takes_is_xlas_and_said_to_be(monkeypatch):
+    jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'portakern[pallas]'")
+    from portakern.examples.train import on_jax
+    from portakern.examples.train.run import SIZES
+
+    def refused(*arrays):
+        raise pk.UnsupportedError("nobody here has it")
+
+    of = on_jax.on_backend
+    lacks = dict.fromkeys((*on_jax.COMPOSED, "swiglu"), refused)
+    monkeypatch.setattr(on_jax, "on_backend", lambda backend: {**of(backend), **lacks})
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        ops, said = on_jax.served(SIZES["tiny"], "reference", "float32")
+    assert ops["swiglu"] is on_jax.swiglu and ops["rope"] is not on_jax.rope
+    assert "swiglu: XLA; nobody here has it" in said and "rope: reference" in said
+    normed, summed = ops["add_rmsnorm"](*(jax.numpy.ones((2, 3)) for _ in range(2)), jax.numpy.ones(3))
+    assert ops["rmsnorm"].func.spec.name == "rmsnorm" and (summed == 2).all() and abs(normed - 1).max() < 1e-6
 
 
 def test_the_character_model_trains_and_draws(tmp_path, monkeypatch):

@@ -124,6 +124,142 @@ def test_layers_of_flax_agree(causal):
         layer.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x, deterministic=False)
 
 
+def projections(library):
+    """Of a library's layers, those that take a ``dot_general``: a function of it and x each, with the same weights."""
+    flax = pytest.importorskip("flax", reason="flax is not installed")
+    from flax import linen, nnx
+
+    assert flax
+    if library == "nnx":
+        made = {
+            "Linear": lambda f: nnx.Linear(8, 6, dot_general=f, rngs=nnx.Rngs(0)),
+            "LinearGeneral": lambda f: nnx.LinearGeneral(
+                (4, 8), (2, 3), axis=(-2, -1), batch_axis={0: 3}, dot_general=f, rngs=nnx.Rngs(0)
+            ),
+            "MultiHeadAttention": lambda f: nnx.MultiHeadAttention(
+                2, 8, decode=False, qkv_dot_general=f, out_dot_general=f, rngs=nnx.Rngs(0)
+            ),
+        }
+        return {name: lambda f, x, layer=layer: layer(f)(x) for name, layer in made.items()}
+    made = {
+        "Dense": lambda f: linen.Dense(6, dot_general=f),
+        "DenseGeneral": lambda f: linen.DenseGeneral((2, 3), axis=(-2, -1), batch_dims=(0,), dot_general=f),
+        "MultiHeadDotProductAttention": lambda f: linen.MultiHeadDotProductAttention(
+            2, qkv_dot_general=f, out_dot_general=f
+        ),
+    }
+
+    def applied(layer):
+        weights = layer(jax.lax.dot_general).init(jax.random.key(0), jnp.ones((3, 4, 8)))
+        return lambda f, x: layer(f).apply(weights, x)
+
+    return {name: applied(layer) for name, layer in made.items()}
+
+
+@pytest.mark.parametrize("library", ["nnx", "linen"])
+def test_projections_of_flax_agree(library):
+    x = jnp.asarray(RNG.standard_normal((3, 4, 8)), jnp.float32)
+    for name, layer in projections(library).items():
+        found = []
+        for f in (twin.dot_general, jax.lax.dot_general):
+            step = jax.jit(jax.value_and_grad(lambda x, f=f, layer=layer: jnp.sin(layer(f, x)).sum()))
+            found.append([layer(f, x), *step(x)])
+        for ours, theirs in zip(*found, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=2e-5, err_msg=name)
+
+
+def test_attention_of_equinox_agrees():
+    """Its layer takes no function: one that inherits from it calls the twin between the layer's projections."""
+    equinox = pytest.importorskip("equinox", reason="equinox is not installed")
+
+    class Served(equinox.nn.MultiheadAttention):
+        def __call__(self, query, key_, value, mask=None, **options):
+            q, k, v = (
+                jax.vmap(project)(x).reshape(x.shape[0], self.num_heads, -1)
+                for project, x in ((self.query_proj, query), (self.key_proj, key_), (self.value_proj, value))
+            )
+            mask = None if mask is None else jnp.broadcast_to(mask, (1, *mask.shape[-2:]))
+            out = twin.dot_product_attention(q, k, v, mask=mask)
+            return jax.vmap(self.output_proj)(out.reshape(out.shape[0], -1))
+
+    x = jnp.asarray(RNG.standard_normal((3, 6, 8)), jnp.float32)
+    for mask in (None, jnp.tril(jnp.ones((6, 6), bool))):
+        found = []
+        for kind in (Served, equinox.nn.MultiheadAttention):
+            layer = kind(2, 8, key=jax.random.key(0))
+
+            def loss(layer, x, mask=mask):
+                return jnp.sin(jax.vmap(lambda x: layer(x, x, x, mask))(x)).sum()
+
+            found.append([loss(layer, x), *jax.tree.leaves(equinox.filter_grad(loss)(layer, x)), jax.grad(
+                lambda x, layer=layer, loss=loss: loss(layer, x)
+            )(x)])  # fmt: skip
+        for ours, theirs in zip(*found, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+def test_the_loss_of_optax_agrees():
+    optax = pytest.importorskip("optax", reason="optax is not installed")
+    logits = jnp.asarray(RNG.standard_normal((5, 7)), jnp.float32)
+    labels = jnp.asarray(RNG.integers(0, 7, 5), jnp.int32)
+    cross_entropy = pk.op("cross_entropy", backend="reference")
+    found = [
+        jax.value_and_grad(lambda x, f=f: jnp.sin(f(x, labels)).sum())(logits)
+        for f in (cross_entropy, optax.softmax_cross_entropy_with_integer_labels)
+    ]
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-6)
+
+
+def layernorms_of(library):
+    """A library's own LayerNorm and one that differs in the op alone: a function of scale, bias and x each."""
+    norm = pk.op("layernorm", backend="reference")
+    if library == "equinox":
+        equinox = pytest.importorskip("equinox", reason="equinox is not installed")
+
+        class Served(equinox.nn.LayerNorm):
+            def __call__(self, x, state=None, *, key=None):
+                return norm(x, self.weight, self.bias, eps=self.eps)
+
+        def made(kind):
+            layer = kind(8, eps=1e-5)
+            return lambda w, b, x: jax.vmap(equinox.tree_at(lambda of: (of.weight, of.bias), layer, (w, b)))(x)
+
+        return made(Served), made(equinox.nn.LayerNorm)
+    pytest.importorskip("flax", reason="flax is not installed")
+    from flax import linen, nnx
+
+    if library == "nnx":
+
+        class Module(nnx.LayerNorm):
+            def __call__(self, x, mask=None):
+                return norm(x, self.scale[...], self.bias[...], eps=self.epsilon)
+
+        def applied(kind):
+            def call(w, b, x):
+                layer = kind(8, epsilon=1e-5, rngs=nnx.Rngs(0))
+                layer.scale[...], layer.bias[...] = w, b
+                return layer(x)
+
+            return call
+
+        return applied(Module), applied(nnx.LayerNorm)
+
+    class Layer(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            scale, bias = (
+                self.param("scale", linen.initializers.ones, (8,)),
+                self.param("bias", linen.initializers.zeros, (8,)),
+            )
+            return norm(x, scale, bias, eps=1e-5)
+
+    return tuple(
+        lambda w, b, x, layer=layer: layer.apply({"params": {"scale": w, "bias": b}}, x)
+        for layer in (Layer(), linen.LayerNorm(epsilon=1e-5))
+    )
+
+
 def norms_of(library):
     """A library's own RMSNorm and one that differs in the op alone: a function of weight and x each."""
     norm = pk.op("rmsnorm", backend="reference")
@@ -166,11 +302,13 @@ def norms_of(library):
 
 
 @pytest.mark.parametrize("library", ["equinox", "nnx", "linen"])
-def test_norms_of_jax_libraries_agree(library):
-    w, x = (jnp.asarray(RNG.standard_normal(shape), jnp.float32) for shape in ((8,), (3, 8)))
+@pytest.mark.parametrize("norms", [norms_of, layernorms_of])
+def test_norms_of_jax_libraries_agree(norms, library):
+    weights = ((8,),) * (1 if norms is norms_of else 2)
+    arrays = [jnp.asarray(RNG.standard_normal(shape), jnp.float32) for shape in (*weights, (3, 8))]
     found = []
-    for f in norms_of(library):
-        step = jax.jit(jax.value_and_grad(lambda w, x, f=f: jnp.sin(f(w, x)).sum(), (0, 1)))
-        found.append([f(w, x), *jax.tree.leaves(step(w, x))])
+    for f in norms(library):
+        step = jax.jit(jax.value_and_grad(lambda *a, f=f: jnp.sin(f(*a)).sum(), tuple(range(len(arrays)))))
+        found.append([f(*arrays), *jax.tree.leaves(step(*arrays))])
     for ours, theirs in zip(*found, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)

@@ -102,3 +102,59 @@ def test_bad_masks_are_named():
         twin.dot_product_attention(q, k, v, normal(5, 5))
     with pytest.raises(pk.SpecError, match="backend 'cudnn' is unknown"):
         twin.dot_product_attention(q, k, v, implementation="cudnn")
+
+
+PRODUCTS = {  # shapes of lhs and rhs, and what is contracted and shared
+    "a row": ((5,), (5, 3), (((0,), (0,)), ((), ()))),
+    "matrices": ((4, 5), (5, 3), (((1,), (0,)), ((), ()))),
+    "a layer": ((2, 4, 5), (5, 3), (((2,), (0,)), ((), ()))),
+    "several axes": ((2, 4, 3, 5), (3, 5, 2, 6), (((2, 3), (0, 1)), ((), ()))),
+    "in another order": ((5, 2, 3), (3, 4, 5), (((2, 0), (0, 2)), ((), ()))),
+    "a batch": ((2, 4, 5), (3, 2, 5), (((2,), (2,)), ((0,), (1,)))),
+    "batches": ((2, 3, 4, 5), (3, 5, 2), (((3,), (1,)), ((1, 0), (0, 2)))),
+    "nothing contracted": ((2, 3), (4,), (((), ()), ((), ()))),
+    "nothing left": ((5,), (5,), (((0,), (0,)), ((), ()))),
+    "no element": ((4, 0), (0, 3), (((1,), (0,)), ((), ()))),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_dot_general(name):
+    left, right, numbers = PRODUCTS[name]
+    lhs, rhs = normal(*left), normal(*right)
+    mine, theirs = (jax.jit(lambda *ab, f=f: f(*ab, numbers)) for f in (twin.dot_general, jax.lax.dot_general))
+    want = theirs(lhs, rhs)
+    got = mine(lhs, rhs)
+    assert got.shape == want.shape and got.dtype == want.dtype
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    grads = [jax.grad(lambda *ab, f=f: jnp.sin(f(*ab)).sum(), (0, 1))(lhs, rhs) for f in (mine, theirs)]
+    for a, b in zip(*grads, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_dot_general_takes_dtypes_and_precisions():
+    lhs, rhs, numbers = normal(4, 5, dtype=jnp.bfloat16), normal(5, 3, dtype=jnp.bfloat16), (((1,), (0,)), ((), ()))
+    assert twin.dot_general(lhs, rhs, numbers).dtype == jnp.bfloat16
+    wide = twin.dot_general(lhs, rhs, numbers, preferred_element_type=jnp.float32)
+    np.testing.assert_allclose(wide, lhs.astype(jnp.float32) @ rhs.astype(jnp.float32), atol=1e-5)
+    floats = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
+    for precision in ("highest", jax.lax.Precision.DEFAULT, (None, "high"), "TF32_TF32_F32"):
+        got = twin.dot_general(*floats, numbers, precision=precision)
+        np.testing.assert_allclose(got, wide, atol=1e-2)
+
+
+WRONG_PRODUCTS = {
+    "extents": ((((0,), (0,)), ((), ())), {}, r"contracted axes of lhs, \(0,\), have extents \(4,\).*\(5,\)"),
+    "an axis": ((((2,), (0,)), ((), ())), {}, r"contracted axes are \(2,\); expected .* of 2 axes"),
+    "from the end": ((((-1,), (0,)), ((), ())), {}, r"axes are \(-1,\); expected different ones, from 0 up"),
+    "twice": ((((1, 1), (0, 0)), ((), ())), {}, r"axes are \(1, 1\); expected different"),
+    "precision": ((((1,), (0,)), ((), ())), {"precision": "F16_F16_F16"}, "precision is 'F16_F16_F16'; sums are"),
+    "sharding": ((((1,), (0,)), ((), ())), {"out_sharding": "x"}, "out_sharding is 'x'; shard the call"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PRODUCTS)
+def test_a_wrong_dot_general_is_refused_by_name(name):
+    numbers, options, words = WRONG_PRODUCTS[name]
+    with pytest.raises(pk.SpecError, match=f"dot_general: .*{words}"):
+        twin.dot_general(normal(4, 5), normal(5, 3), numbers, **options)

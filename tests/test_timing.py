@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from types import SimpleNamespace
@@ -213,6 +214,15 @@ def test_cupti_sums_the_kernels_of_a_call(on_a_cpu):
     assert profiler.recorded == [False, True]  # the host's time is that of a call that nobody records
 
 
+def test_cupti_names_the_kernels_of_a_call_that_was_compiled(on_a_cpu, monkeypatch):
+    profiler = Profiler([("a", 0.010), ("b", 0.002)])
+    monkeypatch.setattr(jax_timing, "_cupti", lambda: profiler)
+    monkeypatch.setattr(jax_timing, "_fill", functools.cache(lambda platform: lambda: 0))
+    of = jax_timing.JaxInstruments(frameworks()["jax"], type("Gpu", (), {"platform": "gpu"}))
+    assert of.kernels(lambda: profiler.recorded.append(profiler.on)) == [("a", 10.0), ("b", 2.0)]
+    assert profiler.recorded == [False, True]
+
+
 @pytest.mark.parametrize("profiler", [Profiler([]), Profiler([("a", 1.0)], taken=True)])
 def test_without_cupti_calls_are_queued_and_the_clock_says_so(profiler, on_a_cpu):
     watch = jax_timing.Cupti(lambda: time.sleep(0.001), on_a_cpu, profiler)
@@ -233,6 +243,7 @@ def test_instruments_of_a_cpu(name):
     of.soil([((3, 4), "float32"), ((2,), "int32")])
     of.release()
     assert of.peak_bytes(lambda: a + b) is None  # no CPU's allocator tells
+    assert of.kernels(lambda: a + b) is None
     if not framework.immutable:
         of.put(b, a)
         assert of.same(a, b)

@@ -58,6 +58,7 @@ ROOMS_WITH_TOOLS = {
     "portakern.testing",
     "portakern.judging",
     "portakern.benchmarking",
+    "portakern.profiling",
     "portakern.tuning",
     "portakern.reporting",
 }

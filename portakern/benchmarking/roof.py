@@ -24,6 +24,11 @@ class Ceiling:
     us: float
     limit: str
 
+    @property
+    def what(self) -> str:
+        """The limit in words."""
+        return "device memory" if self.limit == COPY else f"products in {self.limit}"
+
 
 def measure(instruments: Instruments, rounds: int) -> dict[str, float]:
     """Name -> bytes or operations a second of each limit, the best of the rounds: a roof is what can be reached."""

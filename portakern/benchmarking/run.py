@@ -25,7 +25,7 @@ from portakern.core.route import Choice, routes
 from portakern.core.serve import serve
 from portakern.errors import SpecError, UnsupportedError
 
-__all__ = ["FIRST_CALL", "DeviceLost", "Helped", "Outcome", "Plan", "run", "visit"]
+__all__ = ["FIRST_CALL", "DeviceLost", "Helped", "Outcome", "Plan", "of_gradient", "run", "visit"]
 
 FIRST_CALL = 40.0
 """Seconds that a contender's first call may take, its compiler included: some compilers do not come back."""
@@ -137,6 +137,26 @@ def visit(plan: Plan, case: TimedCase, enough: Callable[[], bool] = lambda: Fals
     return Visit(spent.seconds)
 
 
+def of_gradient(forward: Inputs, lead: Backend, *, held: bool = True) -> Inputs:
+    """The inputs of the gradients. What the forward op saves for them, which ``lead`` computes, is held to its bound
+    like any result, but where nothing is said of results (``held``).
+
+    Raises:
+      UnsupportedError: it is wrong.
+    """
+    choice = Choice(lead)
+    call = wiring(forward.spec).training(forward.call)
+    outputs = serve(call, routes(call, choice) or (), {})
+    if held:
+        saving = Judge(replace(forward, call=call))
+        kept = [o for o in outputs if o is not None]
+        verdict = saving.verdict(call.framework, kept, call.target, call.interpret)
+        if not verdict.right:
+            raise UnsupportedError(f"{forward.spec.name}, which saves for its gradients, is wrong: {verdict.why}")
+    names = [o.name for o in forward.spec.outputs]
+    return for_gradient(forward, dict(zip(names, outputs, strict=True)))
+
+
 class _Trial:
     """One case."""
 
@@ -146,25 +166,12 @@ class _Trial:
         with self.spent.on("arrays"):
             forward = make(case, self.framework, self.device)
         with self.spent.on("what gradients need"):
-            self.inputs = self._gradient(forward) if case.gradient else forward
+            self.inputs = of_gradient(forward, plan.lead) if case.gradient else forward
         foresight = helped.foresight
         with self.spent.on("waiting for what is expected"):
             self.judge = foresight.judge(case, self.inputs) if foresight else Judge(self.inputs)
         self.call = said(case, self.inputs.call)
         self.among = contenders(self.inputs.spec, plan.subjects, plan.against, self.target)
-
-    def _gradient(self, forward: Inputs) -> Inputs:
-        """The inputs of the gradients. What the forward op saved for them is held to its bound like any result."""
-        choice = Choice(self.plan.lead)
-        call = wiring(forward.spec).training(forward.call)
-        outputs = serve(call, routes(call, choice) or (), {})
-        kept = [o for o in outputs if o is not None]
-        saving = Judge(replace(forward, call=call))
-        verdict = saving.verdict(self.framework, kept, call.target, call.interpret)
-        if not verdict.right:
-            raise UnsupportedError(f"{forward.spec.name}, which saves for its gradients, is wrong: {verdict.why}")
-        names = [o.name for o in forward.spec.outputs]
-        return for_gradient(forward, dict(zip(names, outputs, strict=True)))
 
     def rows(self) -> list[Row]:
         found: dict[str, Row] = {}

@@ -34,8 +34,8 @@ from portakern.testing.layouts import LAYOUTS
 from portakern.testing.samples import samples
 
 __all__ = [
-    "DTYPES", "SAMPLES", "TYPICAL", "Suite", "TimedCase", "cases_of", "each", "in_order", "names", "parse_shape",
-    "read", "shaped",
+    "DTYPES", "SAMPLES", "TYPICAL", "Suite", "TimedCase", "asked", "cases_of", "each", "in_order", "names",
+    "parse_shape", "read", "shaped",
 ]  # fmt: skip
 
 FOLDER = Path(__file__).parent / "suites"
@@ -203,6 +203,16 @@ def shaped(spec: Spec[Any], given: Mapping[str, Any]) -> TimedCase:
         raise SpecError(f"{spec.name}: no extent for {', '.join(missing)}; say it with --shape {missing[0]}=...")
     passed = tuple(a.name for a in spec.arrays if a.optional and usual.get(a.name))
     return TimedCase(TYPICAL, spec.name, "", dims, {n: usual[n] for n in usual if n in options}, passed, rank=1)
+
+
+def asked(
+    name: str, given: Mapping[str, Any], dtypes: Sequence[str] | None, gradients: bool = True
+) -> Iterator[TimedCase]:
+    """The typical call of a named op with a user's extents and options, and its gradients; of an op of gradients these
+    alone."""
+    spec = registry.find_spec(name)
+    forward = (registry.forward_of(spec) or spec) if spec.is_vjp else spec
+    return each(shaped(forward, given), dtypes or DTYPES, "only" if spec.is_vjp else gradients)
 
 
 def parse_shape(text: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""The command line, a module a command: ``portakern demo | ops | backends | show | check | judge | bench | compile |
-tune | report | doctor``."""
+"""The command line, a module a command: ``portakern demo | ops | backends | show | check | judge | bench | profile |
+compile | tune | report | doctor``."""
 
-from portakern.cli import bench, check, compile, demo, judge, listing, report, tune
+from portakern.cli import bench, check, compile, demo, judge, listing, profile, report, tune
 from portakern.cli.common import app, main
 
-__all__ = ["app", "bench", "check", "compile", "demo", "judge", "listing", "main", "report", "tune"]
+__all__ = ["app", "bench", "check", "compile", "demo", "judge", "listing", "main", "profile", "report", "tune"]

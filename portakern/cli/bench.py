@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -180,23 +180,14 @@ def _cases(
     from portakern.benchmarking import suites
 
     if shape:
-        return [c for text in shape for name in ops or () for c in _shaped(name, text, dtype, gradients)]
+        given = [suites.parse_shape(text) for text in shape]
+        return [c for extents in given for name in ops or () for c in suites.asked(name, extents, dtype, gradients)]
     named = suite or ([suites.SAMPLES] if any_cpu else [n for n in suites.names() if n != suites.SAMPLES])
     cases = [c for name in named for c in suites.cases_of(name, dtype, gradients) if not ops or c.timed in ops]
     if not suite and not any_cpu:
         covered = {c.timed for c in cases if c.suite != suites.TYPICAL}
         cases = [c for c in cases if c.suite != suites.TYPICAL or c.timed not in covered]
     return suites.in_order(cases)
-
-
-def _shaped(name: str, text: str, dtype: list[str] | None, gradients: bool) -> Iterator[TimedCase]:
-    """The op's typical call with a user's extents; of an op of gradients these alone."""
-    from portakern.benchmarking import suites
-
-    spec = registry.find_spec(name)
-    forward = (registry.forward_of(spec) or spec) if spec.is_vjp else spec
-    case = suites.shaped(forward, suites.parse_shape(text))
-    return suites.each(case, dtype or suites.DTYPES, "only" if spec.is_vjp else gradients)
 
 
 NOTED = 0.5

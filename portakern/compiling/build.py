@@ -11,7 +11,7 @@ from typing import Any
 from portakern.core import targets
 from portakern.core.targets import Hardware
 
-__all__ = ["CYCLES", "Build", "Compiled", "Kernel", "occupancy"]
+__all__ = ["CYCLES", "Build", "Compiled", "Kernel", "occupancy", "residents"]
 
 # NVIDIA gives a warp registers by so many (CUDA occupancy calculator); a block also pays 1 KiB of shared memory.
 REGISTERS_ALLOCATED = 256
@@ -201,18 +201,35 @@ class Build:
         return "\n".join(lines)
 
 
-def occupancy(warps: int, registers: int | None, on_chip: Mapping[str, int], hardware: Hardware) -> float | None:
-    """The share of an NVIDIA core's resident threads that fit beside each other, of a kernel with so many warps, and
-    registers a thread; None where that is not known."""
+def residents(warps: int, registers: int | None, on_chip: Mapping[str, int], hardware: Hardware) -> dict[str, int]:
+    """How many programs of a kernel, with so many warps and registers a thread, lie beside each other on an NVIDIA core
+    by each thing that they share: the least of these do. Empty where that is not known, and of other makers' cores,
+    which share out registers otherwise."""
     if registers is None or hardware.core_threads is None or hardware.core_registers is None:
-        return None
+        return {}
+    if hardware.platform != "cuda":
+        return {}
     a_warp = -(-registers * hardware.lanes // REGISTERS_ALLOCATED) * REGISTERS_ALLOCATED
     most = hardware.core_threads // hardware.lanes
-    programs = min(most // warps, hardware.core_registers // a_warp // warps, hardware.core_programs or most)
+    found = {
+        "threads": most // warps,
+        "registers": hardware.core_registers // a_warp // warps,
+        "programs": hardware.core_programs or most,
+    }
     for memory, used in on_chip.items():
         taken = used + 1024 * (memory == "shared")
-        programs = min(programs, (hardware.core_memory[memory] or 0) // taken if taken else programs)
-    return round(programs * warps / most, 4)
+        if taken:
+            found[memory] = (hardware.core_memory[memory] or 0) // taken
+    return found
+
+
+def occupancy(warps: int, registers: int | None, on_chip: Mapping[str, int], hardware: Hardware) -> float | None:
+    """The share of an NVIDIA core's resident threads that fit beside each other (:func:`residents`); None where that
+    is not known."""
+    programs = residents(warps, registers, on_chip, hardware)
+    if not programs or hardware.core_threads is None:
+        return None
+    return round(min(programs.values()) * warps / (hardware.core_threads // hardware.lanes), 4)
 
 
 def _is(value: Any, kind: Any) -> bool:

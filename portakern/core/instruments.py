@@ -6,7 +6,7 @@ Here is the host's share, which every library can fall back on. What a library's
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -111,6 +111,11 @@ class Instruments:
     def peak_bytes(self, run: Run) -> int | None:
         """Memory that a call takes at its height beyond what was taken before, its results included; None where the
         library does not tell."""
+        return None
+
+    def kernels(self, run: Run) -> Sequence[tuple[str, float]] | None:
+        """What the device ran in one call, begun with cold caches: the name of each launch and its microseconds, in
+        their order; None where the library does not tell."""
         return None
 
     def roofs(self) -> Mapping[str, Roof]:

@@ -29,7 +29,7 @@ __all__ = ["Jax"]
 class Jax(Framework):
     name, title, wrapper = "jax", "JAX", "jax.numpy.asarray"
     hallmark = "sharding"
-    twins = MappingProxyType({"dot_product_attention": "attention"})
+    twins = MappingProxyType({"dot_product_attention": "attention", "dot_general": "matmul"})
     immutable = True
     embeds = ("cuda", "rocm")
 

@@ -16,7 +16,7 @@ from portakern.api import op
 from portakern.errors import SpecError
 from portakern.spec.options import shown
 
-__all__ = ["dot_product_attention", "rotary_tables"]
+__all__ = ["dot_product_attention", "lowered", "rotary_tables"]
 
 
 def dot_product_attention(
@@ -76,7 +76,7 @@ def dot_product_attention(
     """
     _refuse_what_layers_ask(
         dropout_rate=None if deterministic or not dropout_rate else dropout_rate,
-        module=module, precision=_lowered(precision), einsum_dot_general=einsum_dot_general,
+        module=module, precision=lowered(precision), einsum_dot_general=einsum_dot_general,
         qk_attn_weights_einsum=qk_attn_weights_einsum, attn_weights_value_einsum=attn_weights_value_einsum,
     )  # fmt: skip
     if promote_dtype is not None:
@@ -152,7 +152,7 @@ def _refuse_what_layers_ask(**asked: Any) -> None:
             raise SpecError(f"dot_product_attention: {name} is {shown(value)}; {why}")
 
 
-def _lowered(precision: Any) -> Any:
+def lowered(precision: Any) -> Any:
     """A precision that the op does not reach by being more exact, which is one that names its arithmetic; else None."""
     try:
         for one in precision if isinstance(precision, tuple) else (precision,):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from portakern.core.instruments import Instruments, Roof, Run, Sample, Stopwatch
@@ -69,6 +69,14 @@ class JaxInstruments(Instruments):
         import jax.numpy as jnp
 
         return bool(jnp.isnan(array).any())
+
+    def kernels(self, run: Run) -> Sequence[tuple[str, float]] | None:
+        """As CUPTI has them, on NVIDIA's GPUs."""
+        profiler = _cupti() if self.device.platform == "gpu" else None
+        if profiler is None:
+            return None
+        self.wait(run())  # what compiles, and what XLA tries out, is no part of it
+        return _recorded(run, self.device, profiler)
 
     def roofs(self) -> Mapping[str, Roof]:
         import jax
@@ -139,18 +147,25 @@ class Cupti(Stopwatch):
         return self._instead.sample()
 
     def _once(self) -> float | None:
-        import jax
+        kernels = _recorded(self.run, self.device, self.profiler)
+        return None if kernels is None else sum(us for _, us in kernels)
 
-        jax.block_until_ready(_fill(self.device)())
-        try:
-            self.profiler._cupti_init()
-        except RuntimeError:  # another tool is CUPTI's one subscriber
-            return None
-        try:
-            jax.block_until_ready(self.run())
-        finally:
-            kernels = self.profiler._cupti_get_timings(False)
-        return 1e3 * sum(ms for _, ms in kernels) if kernels else None
+
+def _recorded(run: Run, device: Any, profiler: Any) -> list[tuple[str, float]] | None:
+    """Name and microseconds of each kernel of one call, behind one that overwrites the caches; None where CUPTI gives
+    nothing."""
+    import jax
+
+    jax.block_until_ready(_fill(device)())
+    try:
+        profiler._cupti_init()
+    except RuntimeError:  # another tool is CUPTI's one subscriber
+        return None
+    try:
+        jax.block_until_ready(run())
+    finally:
+        kernels = profiler._cupti_get_timings(False)
+    return [(name, 1e3 * ms) for name, ms in kernels] or None
 
 
 def _cupti() -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,10 +99,27 @@ def _apply(impl: Implementation, static: _Static, target: Target, interpret: boo
     return tuple(o for o in impl.run(call, dict(static.tiling)) if o is not None)
 
 
-_compiled = jax.jit(_apply, static_argnums=(0, 1, 2, 3))
-# An interpreted kernel is compiled for the host, to run a few times: unoptimised it starts sooner, and without fused
-# multiply-adds its bits do not depend on what else is compiled with it.
-_interpreted = jax.jit(_apply, static_argnums=(0, 1, 2, 3), compiler_options={"xla_backend_optimization_level": 0})
+def scoped(op: str) -> AbstractContextManager[Any]:
+    """What is traced inside has the op's name in its own, which JAX's profiles show."""
+    return jax.named_scope(f"{NAMED}{op}")
+
+
+NAMED = "portakern."
+
+
+@functools.cache
+def _program(op: str, interpret: bool) -> Callable[..., tuple[Any, ...]]:
+    """Eager calls of an op as programs of its name. An interpreted kernel is compiled for the host, to run a few times:
+    unoptimised it starts sooner, and without fused multiply-adds its bits do not depend on what else is compiled with
+    it."""
+
+    def apply(impl: Implementation, static: _Static, target: Target, interpret: bool, *arrays: Any) -> tuple[Any, ...]:
+        with scoped(op):
+            return _apply(impl, static, target, interpret, *arrays)
+
+    apply.__name__ = apply.__qualname__ = f"portakern_{op}"
+    options = {"xla_backend_optimization_level": 0} if interpret else None
+    return jax.jit(apply, static_argnums=(0, 1, 2, 3), compiler_options=options)
 
 
 def run(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
@@ -113,7 +130,7 @@ def run(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[An
         return trace(call, Choice(impl.backend, impl.family.name, dict(tiling)))
     return _spread(
         call,
-        (_interpreted if call.interpret else _compiled)(
+        _program(call.spec.name, call.interpret)(
             impl, _static(call, Choice(impl.backend, tiling=dict(tiling))), call.target, call.interpret, *_given(call)
         ),
     )
@@ -261,7 +278,8 @@ def _lowered(target: Target, *arrays: Any, static: _Static) -> tuple[Any, ...]:
     function: Callable[..., Any] = functools.partial(_on_target, target, static)
     for axes in static.vmaps:
         function = jax.vmap(function, in_axes=axes)
-    out: tuple[Any, ...] = function(*arrays)
+    with scoped(static.spec.name):
+        out: tuple[Any, ...] = function(*arrays)
     return out
 
 

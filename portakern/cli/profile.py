@@ -1,0 +1,94 @@
+"""``portakern profile``: what bounds each kernel of a call, every fact with its source."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from portakern import results
+from portakern.cli.common import app, check_dtypes, check_writable, errors_only, out, print_indented, show_table
+from portakern.core import registry
+from portakern.errors import UnavailableError, UnsupportedError
+
+if TYPE_CHECKING:
+    from portakern.profiling.facts import Fact
+    from portakern.profiling.run import Profile
+
+
+@app.command()
+def profile(
+    context: typer.Context,
+    op: Annotated[str, typer.Argument(help="The op whose call is profiled.")],
+    shape: Annotated[
+        str, typer.Option(help="Dimensions and options of the call, the others as is typical: m=4096,n=4096.")
+    ] = "",
+    dtype: Annotated[str, typer.Option(help="The call's dtype.")] = "bfloat16",
+    backend: Annotated[
+        str | None, typer.Option(help="Who serves it; the first that compiles for a device here.")
+    ] = None,
+    variant: Annotated[str | None, typer.Option(help="Which variant of the backend.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="A chip that need not be here, as sm_90: the half for which nothing is run.")
+    ] = None,
+    counters: Annotated[bool, typer.Option(help="Read the GPU's counters too, by Nsight Compute.")] = True,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write a row a kernel here.")] = None,
+) -> None:
+    """Say what bounds each kernel of a call: the device's counters where they may be read, times, the spec's bytes and
+    operations against the measured roof, and what the machine code takes.
+    """
+    from portakern.benchmarking.suites import parse_shape
+    from portakern.benchmarking.warming import ENVIRONMENT
+
+    registry.find_spec(op)
+    check_dtypes("profile", [dtype])
+    if variant and backend:
+        registry.backend(backend).check_variant(variant)
+    if json_file:
+        check_writable("profile", json_file)
+    errors_only(context)
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from portakern.profiling import run
+    from portakern.profiling.subject import Asked
+
+    asked = Asked(op, dtype, parse_shape(shape) if shape else {}, backend, variant)
+    if target:
+        found = run.ahead(asked, target)
+    else:
+        try:
+            found = run.here(asked, counters)
+        except (UnsupportedError, UnavailableError) as e:
+            raise type(e)(f"{e}; --target sm_90 says what can be said of a chip that is not here") from e
+    if json_file:
+        device = results.HOST_CPU if target else None
+        command = results.command_line("portakern", json_file)
+        results.write(json_file, results.record("profile", found.rows(), command=command, device=device))
+    _show(found)
+
+
+def _show(found: Profile) -> None:
+    who = f"{found.backend}, variant {found.variant}" if found.variant else found.backend
+    out.print(
+        f"{found.call} on {found.target.arch} by {who}", style="bold", markup=False, highlight=False, soft_wrap=True
+    )
+    show_table("the call", ["what", "", "from"], _cells(found.facts))
+    for kernel in found.kernels:
+        times = f" x{kernel.launches}" if kernel.launches > 1 else ""
+        show_table(f"{kernel.name}{times}", ["what", "", "from"], _cells(kernel.facts))
+        print_indented(f"bound by: {kernel.bound}")
+    for why in dict.fromkeys(found.absent.values()):
+        missing = ", ".join(source for source, reason in found.absent.items() if reason == why)
+        print_indented(f"nothing from: {missing}; {why}")
+
+
+def _cells(facts: list[Fact]) -> list[list[str]]:
+    return [[fact.name, f"{_number(fact.value)} {fact.unit}".strip(), fact.source] for fact in facts]
+
+
+def _number(value: float | str) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:,.0f}" if value == int(value) or abs(value) >= 1000 else f"{value:,.3g}"

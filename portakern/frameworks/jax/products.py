@@ -1,0 +1,108 @@
+"""The twin of ``jax.lax.dot_general``, which libraries of layers take as a function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from portakern.api import op
+from portakern.errors import SpecError
+from portakern.frameworks.jax.functions import lowered
+from portakern.spec.options import shown
+
+__all__ = ["dot_general"]
+
+TF32 = jax.lax.DotAlgorithmPreset.TF32_TF32_F32
+
+
+def dot_general(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    out_sharding: Any = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """``jax.lax.dot_general`` on the matmul op. It is also a ``dot_general`` of flax's layers, nnx's and linen's.
+
+    Axes that are contracted become one, and so do those of either side that are not: what is left is a product of
+    matrices, or a batch of them.
+
+    Args:
+      lhs, rhs: of one dtype, any shapes that agree.
+      dimension_numbers: ((contracted axes of lhs, of rhs), (batch axes of lhs, of rhs)), from 0 up.
+      precision: sums are as exact as float32 makes them, whatever ``jax.lax.Precision`` is named; the algorithm
+        TF32_TF32_F32 keeps 10 bits of each float32 operand; another is refused by name.
+      preferred_element_type: the result's dtype, to which sums are rounded once; None: that of lhs.
+      out_sharding: refused by name: the product is made where the arrays are.
+      implementation: the name of a portakern backend; None: chosen from the arrays.
+
+    Returns:
+      batch axes, then those of lhs and those of rhs that are left, each in their order.
+
+    Raises:
+      SpecError: axes, extents or dtypes that do not agree. UnsupportedError: the backend cannot.
+    """
+    if out_sharding is not None:
+        raise SpecError(
+            f"dot_general: out_sharding is {shown(out_sharding)}; shard the call with jax.shard_map instead"
+        )
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    contracted, batch = (
+        tuple(_axes(side, a.ndim, which) for side, a in zip(pair, (lhs, rhs), strict=True))
+        for pair, which in zip(dimension_numbers, ("contracted", "batch"), strict=True)
+    )
+    for which, (left, right) in (("contracted", contracted), ("batch", batch)):
+        extents = [tuple(a.shape[i] for i in axes) for a, axes in ((lhs, left), (rhs, right))]
+        if extents[0] != extents[1]:
+            raise SpecError(
+                f"dot_general: the {which} axes of lhs, {left}, have extents {extents[0]}, and those of rhs, {right}, "
+                f"have {extents[1]}; expected the same"
+            )
+    free = [
+        tuple(i for i in range(a.ndim) if i not in (*c, *b))
+        for a, c, b in zip((lhs, rhs), contracted, batch, strict=True)
+    ]
+    lead, m, k, n = (
+        tuple(a.shape[i] for i in axes)
+        for a, axes in ((lhs, batch[0]), (lhs, free[0]), (lhs, contracted[0]), (rhs, free[1]))
+    )
+    samples = (math.prod(lead),) if lead else ()
+    a = jnp.transpose(lhs, (*batch[0], *free[0], *contracted[0])).reshape(*samples, math.prod(m), math.prod(k))
+    b = jnp.transpose(rhs, (*batch[1], *contracted[1], *free[1])).reshape(*samples, math.prod(k), math.prod(n))
+    dtype = None if preferred_element_type is None else jnp.dtype(preferred_element_type).name
+    product = op("matmul", backend=implementation)(a, b, precision=_precision(precision), out_dtype=dtype)
+    return product.reshape(*lead, *m, *n)
+
+
+def _axes(axes: Sequence[int], ndim: int, which: str) -> tuple[int, ...]:
+    """The axes as a tuple.
+
+    Raises:
+      SpecError: one that the array does not have, or has twice.
+    """
+    found = tuple(map(int, axes))
+    if any(not 0 <= i < ndim for i in found) or len(set(found)) < len(found):
+        raise SpecError(
+            f"dot_general: {which} axes are {found}; expected different ones, from 0 up, of an array of {ndim} axes"
+        )
+    return found
+
+
+def _precision(asked: Any) -> str:
+    """The op's word for a precision."""
+    if asked in (TF32, TF32.name):
+        return "tf32"
+    refused = lowered(asked)
+    if refused is not None:
+        raise SpecError(
+            f"dot_general: precision is {shown(refused)}; sums are as exact as float32 makes them: leave it out, or "
+            f"name a jax.lax.Precision, or {TF32.name}"
+        )
+    return "ieee"
