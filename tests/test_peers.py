@@ -113,6 +113,8 @@ RIGHT = [
     ("jax", "matmul", ("float32",)),
     ("jax", "matmul_vjp", ("float32",)),
 ]
+
+
 @pytest.mark.parametrize(("peer", "op", "dtypes"), RIGHT, ids=[f"{p}-{o}" for p, o, _ in RIGHT])
 def test_peers_are_within_the_bounds(peer, op, dtypes, monkeypatch):
     needs(peer)
