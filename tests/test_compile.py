@@ -44,7 +44,7 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def compilers():
-    """Processes that compile, one a variant and target: each imports torch and triton when it starts, or jax."""
+    """Processes that compile, one a backend and target: each imports torch and triton when it starts, or jax."""
     found = {}
     yield found
     for worker in found.values():
@@ -57,7 +57,8 @@ def kept(compilers, monkeypatch):
 
     def run(jobs, processes, timeout):
         for job in jobs:
-            key = (job.backend.name, job.family.name, job.hardware.name, job.quick)
+            backend, target, environment = pool.home(job)
+            key = (backend, target, *sorted(environment.items()))
             yield job, compilers.setdefault(key, pool._Worker()).serve(job, timeout)
 
     monkeypatch.setattr(pool, "run", run)
@@ -449,6 +450,14 @@ def test_a_compiler_that_dies_or_hangs_costs_its_own_job(monkeypatch):
     assert compiling.compile_all([bad])[0].ok, "a death is not kept"
     (slow,) = compiling.compile_all([bad], fresh=True, timeout=0.01)
     assert slow.reason == "no answer in 0 s" and not slow.ok
+
+
+@has_triton
+def test_variants_of_one_target_are_compiled_by_one_process():
+    first, second = map(pool.home, jobs("matmul"))
+    assert first == second and {j.family.name for j in jobs("matmul")} == {"gpu", "hopper"}
+    (elsewhere,) = map(pool.home, jobs("matmul", target="gfx942"))
+    assert elsewhere != first
 
 
 @has_triton

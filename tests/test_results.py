@@ -5,12 +5,20 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import types
+import typing
+from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from portakern import results, sources
+from portakern.compiling import matrix
+from portakern.compiling.build import Build, Kernel
 from portakern.results import ResultError
+from portakern.testing import Report
+from portakern.testing.report import Failure
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
@@ -112,6 +120,49 @@ def test_what_is_wrong_is_said(tmp_path, data, message):
     with pytest.raises(ResultError) as e:
         results.read(file)
     assert str(e.value).startswith(f"{file}: {message}"), e.value
+
+
+def filled(of, **known):
+    """A dataclass with something in every field, by the field's type: a new field is filled too."""
+    hints = typing.get_type_hints(of)
+    return of(**{f.name: known.get(f.name) or something(hints[f.name]) for f in fields(of)})
+
+
+def something(hint):
+    outer, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if outer in (typing.Union, types.UnionType):
+        return something(inner[0])
+    if outer in (list, tuple):
+        return outer([something(inner[0])])
+    if outer in (dict, Counter):
+        return outer({something(inner[0]): something(inner[1]) if len(inner) > 1 else 2})
+    return {str: "softmax", int: 3, float: 1.5, bool: True}.get(outer) or filled(outer)
+
+
+REPORT = filled(Report, asked=("bounds",), failures=[filled(Failure, kind="promises")])
+
+
+def test_every_field_of_a_check_and_of_what_is_compiled_is_of_the_form():
+    """Files with a field that the form lacks are written, and nobody can read them."""
+    row = REPORT.to_dict() | dict.fromkeys(("backend", "variant", "target", "commit", "sources"), "text")
+    check = results.record("conformance", [row], command="portakern check", device="a GPU", wall_seconds=1.0)
+    build = matrix.record([filled(Build, target="sm_90", kernels=[filled(Kernel)])], "portakern compile", 1.0)
+    for data in (check, build):
+        plain = json.loads(json.dumps(data))
+        assert list(results.problems(plain)) == []
+        for name in plain["rows"][0]:
+            without = {n: kind for n, kind in results.BENCHMARKS[plain["benchmark"]].row.items() if n != name}
+            form = results.Benchmark((), without)
+            assert any("is unknown" in what for what in results._row_faults(plain["rows"], form)), name
+
+
+def test_reports_of_parts_keep_every_field():
+    """Merged with one of nothing, and read again by the benchmark that keeps parts of checks in files."""
+    from benchmarks.emulated import _report
+
+    nothing = Report(REPORT.op, REPORT.subject, REPORT.seed, asked=REPORT.asked)
+    assert REPORT.merge(nothing) == REPORT == nothing.merge(REPORT)
+    assert _report(json.loads(json.dumps(REPORT.to_dict()))) == REPORT
 
 
 def test_no_json_and_no_file(tmp_path):

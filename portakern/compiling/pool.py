@@ -64,18 +64,18 @@ class Job:
 
 @dataclass
 class _Process:
-    """A worker that stays for jobs of one variant and target."""
+    """A worker that stays for jobs of one backend and target, of whatever variants want the same environment."""
 
-    key: tuple[str, str, str, bool]
-    environment: dict[str, str]
+    backend: str
+    target: str
+    environment: Mapping[str, str]
     scratch: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="portakern-compile-")))
 
     def __post_init__(self) -> None:
-        backend, _, target, _ = self.key
         variables = {n: v.replace("{scratch}", str(self.scratch)) for n, v in self.environment.items()}
         self.log = self.scratch / "log"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "portakern.compiling.worker", backend, target], stdin=subprocess.PIPE,
+            [sys.executable, "-m", "portakern.compiling.worker", self.backend, self.target], stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             env={**os.environ, "PORTAKERN_LOG": str(self.log), **variables}, start_new_session=True,
         )  # fmt: skip
@@ -130,6 +130,11 @@ class _Process:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
+def home(job: Job) -> tuple[str, str, Mapping[str, str]]:
+    """Backend, target and environment of the process that may compile a job."""
+    return job.backend.name, job.hardware.name, job.family.load_compiler().environment(job.hardware, job.quick)
+
+
 class _Worker:
     """One after the other, the processes that serve the jobs of one thread."""
 
@@ -138,10 +143,10 @@ class _Worker:
 
     def serve(self, job: Job, timeout: float) -> Build:
         start = time.perf_counter()
-        key = (job.backend.name, job.family.name, job.hardware.name, job.quick)
-        if self.process is None or self.process.key != key:
+        wanted = home(job)
+        if self.process is None or wanted != (self.process.backend, self.process.target, self.process.environment):
             self.close()
-            self.process = _Process(key, job.family.load_compiler().environment(job.hardware, job.quick))
+            self.process = _Process(*wanted)
         answer = self.process.ask(job, timeout)
         if isinstance(answer, Build):
             return answer
