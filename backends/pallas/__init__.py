@@ -24,6 +24,7 @@ BACKEND = Backend(
         "Pallas on GPUs has no float64",
         "take no float32 operands whole",
         "elements that fit here",
+        "that decode together",
         "gradient of a bias is not written yet",
         "were not seen right on a device yet",
     ),
