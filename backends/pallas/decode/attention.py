@@ -4,10 +4,10 @@ q: (batch, q_len, kv_heads*group, d), k: (batch, kv_len, kv_heads, d), v: (batch
 -> o: (batch, q_len, kv_heads*group, dv), lse: (batch, kv_heads*group, q_len). Heads are up to 256 wide, and a group has
 up to 64 queries.
 
-The queries of all heads of a group are the rows of one tile, so that their keys are read once: row r is query r // group
-of head r % group. The keys are cut into shares of whole tiles. How many keys make a share follows from how many of them
-a query may see and from the tiling, and not from how many rows, heads or samples there are. A block walks a share as
-``gpu.attention`` walks all keys, and leaves what it knows of each row:
+The queries of all heads of a group are the rows of one tile, so that their keys are read once: row r is query
+r // group of head r % group. The keys are cut into shares of whole tiles. How many keys make a share follows from how
+many of them a query may see and from the tiling, and not from how many rows, heads or samples there are. A block walks
+a share as ``gpu.attention`` walks all keys, and leaves what it knows of each row:
 
     m_c = max s_j,  l_c = sum exp(s_j - m_c),  acc_c = sum exp(s_j - m_c) v_j,  over the keys j of share c
 
@@ -18,8 +18,8 @@ A second kernel, a block a row, adds these up in the order of the keys:
 So no bit of a query depends on its neighbours, nor on how many there are. The kernel of ``gpu``, which has one share,
 gives other bits where there are several here.
 
-block_q: 64, the rows of a tile; block_kv: keys of a tile; stages: tiles of keys, and of values, that are on their way or
-in use at a time; splits: shares of the keys at most.
+block_q: 64, the rows of a tile; block_kv: keys of a tile; stages: tiles of keys, and of values, that are on their way
+or in use at a time; splits: shares of the keys at most, and one more where a window begins within one.
 
 Source: Flash-Decoding (Dao, Haziza, Massa, Sizov 2023); the walk over keys is FlashAttention-3's (Shah et al. 2024).
 """
@@ -42,7 +42,7 @@ from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas._band import Band
 from portakern.backends.pallas.common import Refs, padded, quotient
 from portakern.backends.pallas.gpu import attention as gpu
-from portakern.backends.pallas.gpu._chip import LANES, WARPS, launch, over_shared, padded_rows
+from portakern.backends.pallas.gpu._chip import LANES, WARPS, launch, over_shared, padded_rows, whole_pieces
 from portakern.backends.pallas.gpu._flash import PART, QUERIES, Plan, Tile, rings
 from portakern.core.backend import Drawn
 from portakern.core.call import Call
@@ -132,7 +132,9 @@ def key(call: Call) -> dict[str, str | int]:
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     if tiling["block_q"] != QUERIES:
-        return f"block_q={tiling['block_q']} is no tile of wgmma's here: use {QUERIES}, which all queries of a group share"
+        return (
+            f"block_q={tiling['block_q']} is no tile of wgmma's here: use {QUERIES}, which all queries of a group share"
+        )
     rows = call.dims["q_len"] * call.dims["group"]
     if rows > QUERIES:
         return (
@@ -149,7 +151,7 @@ def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
     if dims["q_len"] > 1 and dims["kv_heads"] > 1:
         found.append("queries of a group are gathered")
     for names, extent in (("q and k", dims["d"]), ("v", dims["dv"])):
-        if (wide := gpu.whole_pieces(extent, call.dtype)) != extent:
+        if (wide := whole_pieces(extent, call.dtype)) != extent:
             found.append(f"heads of {names} are padded from {extent} to {wide}")
     if (wide := padded(dims["dv"], THREADS)) != dims["dv"]:
         found.append(f"o is cut from {wide} to {dims['dv']}")
@@ -175,8 +177,8 @@ def packed(call: Call, plan: Packed) -> dict[str, jax.Array]:
 
 
 def write(ref: Refs, plan: Packed, warpgroup: Any, tile: Tile, acc: tuple[Any, ...], l: Any, m: Any) -> None:
-    """Leave what is known of the rows after one share. Whole pieces are written, of rows that there are: the copy engine
-    does not stop where an axis ends."""
+    """Leave what is known of the rows after one share. Whole pieces are written, of rows that there are: the copy
+    engine does not stop where an axis ends."""
     place = tile.batch, tile.head, plan.share(tile)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     ref.known[0] = l
