@@ -25,6 +25,8 @@ BACKEND = Backend(
         "take no float32 operands whole",
         "elements that fit here",
         "that decode together",
+        "fit the registers that",
+        "as the ring wants them",
         "gradient of a bias is not written yet",
         "were not seen right on a device yet",
     ),

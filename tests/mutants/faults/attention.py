@@ -516,12 +516,5 @@ FAULTS = {
             old="m * plan.scores.unit + jnp.log(l)",
             new="m + jnp.log(l)",
         ),
-        Planted(
-            "last-key-of-a-window",
-            "a window to the left is one tile short where it begins within a share",
-            old="begin = jnp.maximum(start, first)",
-            new="begin = jnp.minimum(jnp.where(start < first, first + 1, start), last)",
-            small=True,
-        ),
     ],
 }
