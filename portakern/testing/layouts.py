@@ -10,7 +10,7 @@ import numpy as np
 
 from portakern.core.framework import strided_view
 
-__all__ = ["DRAWN", "LAYOUTS", "Buffer", "row_major"]
+__all__ = ["DRAWN", "LAYOUTS", "Buffer", "row_major", "same_bits"]
 
 Shape = tuple[int, ...]
 
@@ -29,6 +29,14 @@ class Buffer(NamedTuple):
 
     def view(self) -> np.ndarray:
         return strided_view(self.memory, self.shape, self.strides, self.offset)
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays are one another's copy, bit by bit: every NaN is itself alone, and -0 is not 0."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    word = np.dtype(f"u{a.itemsize}")
+    return bool((a.view(word) == b.view(word)).all())
 
 
 def _poison(size: int, dtype: np.dtype[Any]) -> np.ndarray:
