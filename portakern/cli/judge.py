@@ -47,8 +47,8 @@ Without = Annotated[
     list[str] | None,
     typer.Option(help="Leave out this wall, where a device cannot be reached behind it; may be repeated."),
 ]
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""What glibc's malloc.h calls the least memory that is given back, and the least block that is mapped."""
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+"""What glibc's malloc.h calls the least memory that is given back (-1: none is), and how many blocks are mapped."""
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write what came out to this file.")]
 
@@ -110,8 +110,8 @@ def _keep_memory() -> None:
     a long row takes as much time as the row itself."""
     if hasattr(ctypes.CDLL(None), "mallopt"):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_THRESHOLD, 1 << 30)
-        mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def _split(candidate: str) -> tuple[str, str | None]:

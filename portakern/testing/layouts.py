@@ -57,6 +57,8 @@ def _embed(values: np.ndarray, order: tuple[int, ...], pad: tuple[int, ...], ste
 
 
 def _contiguous(values: np.ndarray) -> Buffer:
+    if values.size:  # nothing is left to poison
+        return Buffer(np.array(values, order="C").reshape(-1), values.shape, row_major(values.shape), 0)
     return _embed(values, tuple(range(values.ndim)), (0,) * values.ndim, 1, 0)
 
 
