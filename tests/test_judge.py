@@ -705,6 +705,19 @@ def test_the_command_keeps_the_memory_that_it_has():
     assert int(done.stdout) < 50, done.stdout + done.stderr
 
 
+def test_a_device_whose_first_array_fails_is_not_reached_and_its_words_are_told(monkeypatch):
+    from portakern.core.framework import host_framework
+    from portakern.judging.host import Host
+
+    def fails(*args):
+        raise RuntimeError("OS call failed")
+
+    assert Host(0).begin({"framework": "numpy", "device": "cpu"})[0] == {"reached": True}
+    monkeypatch.setattr(type(host_framework()), "full", fails)
+    told, _ = Host(0).begin({"framework": "numpy", "device": "cpu"})
+    assert told == {"reached": False, "why": "RuntimeError: OS call failed"}
+
+
 def test_poisoned_memory_costs_no_compiler():
     """torch.use_deterministic_algorithms would import torch's, in every candidate's process."""
     code = """

@@ -311,7 +311,9 @@ def test_a_run_taken_up_again_gives_the_verdicts_of_other_sources_anew(tmp_path,
 def test_sources_of_a_verdict_are_its_rules_and_its_subjects(tmp_path):
     """In a checkout where one file differs, those verdicts alone are of other sources that it decides."""
     for name in ("benchmarks", "portakern", "specs", "backends", "tests"):
-        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("results", "__pycache__"))
+        shutil.copytree(
+            ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("results", "__pycache__")
+        )
     subjects = [*corpus.subjects().values()]
 
     def differ(file, text):

@@ -34,10 +34,13 @@ class Host:
 
         self.framework = frameworks()[ask["framework"]]
         self.framework.load()
-        there = (d for d in self.framework.devices() if self.framework.target(d).platform == ask["device"])
-        self.device = next(there, None)
-        if self.device is not None:  # a driver begins with the first array, and takes its time
-            self.framework.full((1,), "float32", 0.0, self.device)
+        try:
+            there = (d for d in self.framework.devices() if self.framework.target(d).platform == ask["device"])
+            self.device = next(there, None)
+            if self.device is not None:  # a driver begins with the first array, and takes its time
+                self.framework.full((1,), "float32", 0.0, self.device)
+        except Exception as e:
+            return {"reached": False, "why": f"{type(e).__name__}: {e}"[:300]}, []
         return {"reached": self.device is not None}, []
 
     def load(self, ask: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:

@@ -251,6 +251,7 @@ def _begin(process: Process, library: str, target: Target) -> None:
         f"judge: {library} reaches the {target.platform} device here, and not behind the walls that the candidate gets "
         f"({', '.join(walls)}). A driver that does not begin behind the wall 'files' begins with --without files; the "
         "verdict then says that it did not stand. Trust such a candidate, or give it a machine of its own"
+        + (f". Its driver said: {process.why}" if process.why else "")
     )
 
 

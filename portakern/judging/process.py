@@ -85,6 +85,7 @@ class Process:
         os.close(theirs_out)
         os.set_blocking(self.replies, False)
         self.walls: list[str] = []
+        self.why = ""  # the device that it was to begin did not
         with contextlib.suppress(OSError):  # what has ended already is told by :meth:`begun`
             self._send({"do": "begin", "framework": framework, "device": platform})  # the pipe holds it till it is read
 
@@ -93,7 +94,9 @@ class Process:
         device behind them."""
         with self.or_ended():
             self.walls = [str(w) for w in self._reply(self.bounds.load_seconds, 0)[0].get("walls", ())]
-            return bool(self._reply(self.bounds.load_seconds, 0)[0].get("reached"))
+            told = self._reply(self.bounds.load_seconds, 0)[0]
+            self.why = str(told.get("why", ""))[:300]
+            return bool(told.get("reached"))
 
     def load(self, ask: Mapping[str, Any]) -> dict[str, Any]:
         """Import the candidate; what it says of itself."""
