@@ -23,11 +23,11 @@ def activated(z: np.ndarray, activation: str) -> np.ndarray:
 
 
 @BACKEND.implements("linear")
-def linear(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
+def linear(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray | None, ...]:
     """x (*batch, k) @ weight (n, k)^T + bias (n) -> f of it + residual (*batch, n)."""
     x, weight, bias, residual = (call.arrays[name] for name in ("x", "weight", "bias", "residual"))
     with np.errstate(all="ignore"):
         z = x @ weight.T
         z = z if bias is None else z + bias
         y = activated(z, call.options["activation"])
-        return y if residual is None else y + residual, z
+        return y if residual is None else y + residual, z if "pre" in call.wants else None
