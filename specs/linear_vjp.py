@@ -33,7 +33,7 @@ class LinearVjpOut(NamedTuple):
     passes={"residual": "d_y"},
     reads={"pre": When(lambda options: options["activation"] != "none", "where there is an activation")},
     apart=lambda options, wants: ("batch",) if set(wants) == {"d_x"} else (),
-    typical={"batch": (4096,), "n": 4096, "k": 4096, "pre": True, "activation": "gelu_tanh"},
+    typical={"batch": (4096,), "n": 4096, "k": 4096, "pre": True, "bias": True, "activation": "gelu_tanh"},
     flops=lambda call: (
         (2.0 * call.dims["k"] * len({"d_x", "d_weight"} & {*call.wants}) + 1)
         * prod(call.dims["batch"])
@@ -45,6 +45,7 @@ def linear_vjp(
     weight: Float[A, "n k"],
     d_y: Float[A, "*batch n"],
     pre: Float[A, "*batch n"] | None = None,
+    bias: Float[A, "n"] | None = None,
     *,
     activation: Literal["none", "relu", "gelu", "gelu_tanh", "silu"] = "none",
     precision: Literal["ieee", "tf32"] = "ieee",
@@ -59,9 +60,10 @@ def linear_vjp(
       x, weight, activation, precision: what linear was given.
       d_y: (*batch, n), the cotangent of its y.
       pre: (*batch, n), what it found; None where there is no activation, and d_z is d_y.
+      bias: (n,), as in linear. Its values are not read: it says that d_bias exists.
 
     Returns:
-      d_x, d_weight: the shape and dtype of x and of weight; d_bias: (n,), x's dtype. The slope at an infinite pre is
+      d_x, d_weight, d_bias: the shape and dtype of x, weight and bias, None where that was not given. The slope at an infinite pre is
       its limit, 1 or 0, but NaN for silu (inf 0).
     """
     raise NotImplementedError
@@ -238,15 +240,15 @@ NAMES = ("d_x", "d_weight", "d_bias")
 
 
 def drawn(draw):
-    """x, weight, d_y and pre of a call."""
+    """x, weight, d_y, pre and bias of a call."""
     rows, k, n = draw.extent(2, 70), draw.extent(1, 70), draw.extent(1, 140)
-    return draw.normal(rows, k), draw.normal(n, k), draw.normal(rows, n), draw.normal(rows, n)
+    return draw.normal(rows, k), draw.normal(n, k), draw.normal(rows, n), draw.normal(rows, n), draw.normal(n)
 
 
 @linear_vjp.law
 def rows_are_independent(run, draw):
     """A row of d_x alone has the same bits as among others."""
-    x, weight, d_y, pre = drawn(draw)
+    x, weight, d_y, pre, _ = drawn(draw)
     first = draw.extent(0, len(x) - 1)
     row = slice(first, first + 1)
     alone = run(x[row], weight, d_y[row], pre[row], activation="silu")[0]
@@ -263,22 +265,22 @@ def gradients_do_not_depend_on_which_are_wanted(run, draw):
 @linear_vjp.law
 def powers_of_two_scale_exactly(run, draw):
     """A cotangent that is doubled doubles every gradient, to the bit."""
-    x, weight, d_y, pre = drawn(draw)
+    x, weight, d_y, pre, bias = drawn(draw)
     pre = np.abs(pre)  # where no slope is so small that the product is subnormal
-    doubled(lambda d_y: run(x, weight, d_y, pre, activation="gelu"), draw, NAMES, d_y)
+    doubled(lambda d_y: run(x, weight, d_y, pre, bias, activation="gelu"), draw, NAMES, d_y)
 
 
 @linear_vjp.law
 def an_open_activation_is_none(run, draw):
     """From 100 on every slope is 1, and every gradient that of the layer without an activation, to the bit."""
-    x, weight, d_y, pre = drawn(draw)
-    bare = run(x, weight, d_y)
+    x, weight, d_y, pre, bias = drawn(draw)
+    bare = run(x, weight, d_y, None, bias)
     for activation in ("relu", "gelu", "gelu_tanh", "silu"):
-        opened = run(x, weight, d_y, np.abs(pre) + pre.dtype.type(100), activation=activation)
+        opened = run(x, weight, d_y, np.abs(pre) + pre.dtype.type(100), bias, activation=activation)
         for name, one, other in zip(NAMES, opened, bare, strict=True):
             draw.same_bits(one, other, f"{name} of {activation}")
 
 
 linear_vjp.sample("plain", dims={"batch": (3,), "k": 5, "n": 4})
-linear_vjp.sample("gelu", dims={"batch": (2, 3), "k": 5, "n": 4}, options={"activation": "gelu"})
+linear_vjp.sample("gelu", dims={"batch": (2, 3), "k": 5, "n": 4}, given=("bias",), options={"activation": "gelu"})
 linear_vjp.sample("silu", dims={"batch": (3,), "k": 5, "n": 4}, options={"activation": "silu"})

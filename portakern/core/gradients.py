@@ -51,7 +51,7 @@ class Wiring:
     def saves(self, options: Mapping[str, Any]) -> tuple[str, ...]:
         """The outputs of the forward call that the vjp reads under these options of it."""
         reads = self.vjp.reads
-        return tuple(name for name in self.outputs if name not in reads or reads[name].holds(options))
+        return tuple(name for name in self.outputs if name not in reads or self.vjp.reads_under(name, options))
 
     def wants(self, differentiated: Any) -> tuple[str, ...]:
         """The outputs of the vjp that are gradients of the inputs named in ``differentiated``; UnsupportedError where
