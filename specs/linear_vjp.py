@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 import numpy as np
 from jaxtyping import Float
 
-from portakern.spec import Tile, When, spec
+from portakern.spec import When, spec
 from portakern.spec.tolerance import KAPPA, format_of, magnitude, round_to, rounded, store_spread, units
 from portakern.specs._gradients import doubled, each_alone
 from portakern.specs._rows import mean_variance
@@ -28,7 +28,7 @@ class LinearVjpOut(NamedTuple):
 
 
 @spec(
-    tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 16384, of="n")},
+    tiling={},
     positive=("k",),
     passes={"residual": "d_y"},
     reads={"pre": When(lambda options: options["activation"] != "none", "where there is an activation")},
@@ -221,7 +221,7 @@ def many_rows_of_integers(arrays, rng, options):
     """Sums over rows are exact: one that is dropped or counted twice shows."""
 
 
-@linear_vjp.edge(dims={"batch": (17, 40), "k": (1, 20), "n": (129, 300)}, smallest_tiles=True)
+@linear_vjp.edge(dims={"batch": (17, 40), "k": (1, 20), "n": (1025, 1100)})
 def several_ragged_tiles(arrays, rng, options):
     """The last column of the last tile counts as any other."""
 

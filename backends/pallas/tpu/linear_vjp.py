@@ -6,8 +6,6 @@ x: (*batch, k), weight: (n, k), d_y, pre: (*batch, n) -> d_x, d_weight, d_bias: 
 blocks as swiglu has them and in x's dtype; without an activation it is d_y. matmul takes the two products, and the
 gradient of layernorm's bias the sum over rows.
 
-block_rows: rows a block of d_z holds; block_n: elements of each row a block holds.
-
 Source: the derivatives of the formulas of swiglu and geglu, and of the matrix product.
 """
 
@@ -25,11 +23,12 @@ from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.tpu import layernorm_vjp as over_rows
 from portakern.backends.pallas.tpu import matmul as products
+from portakern.backends.pallas.tpu import swiglu_vjp as gated
 from portakern.backends.pallas.tpu._chip import dtype_refused
 from portakern.backends.pallas.tpu.geglu_vjp import opening
 from portakern.backends.pallas.tpu.layernorm import supports as along_rows
 from portakern.backends.pallas.tpu.linear_cross_entropy import inner, multiply
-from portakern.backends.pallas.tpu.swiglu import element_by_element, key, open_and_shut
+from portakern.backends.pallas.tpu.swiglu import element_by_element, open_and_shut
 from portakern.backends.pallas.tpu.swiglu import refused as walk_refused
 from portakern.core.call import Call
 
@@ -50,18 +49,20 @@ def kernel(ref: Refs, *, activation: str) -> None:
     ref.d_z[...] = times_slope(d, z, activation).astype(ref.d_z.dtype)
 
 
-def walked(call: Call) -> Call:
-    """The call with the extents of d_z as the only ones, as ops that go element by element have them."""
-    return call.replace(dims={"batch": (math.prod(call.dims["batch"]), call.dims["n"])})
+def walk(call: Call) -> tuple[Call, Mapping[str, int]]:
+    """The call with the extents of d_z as the only ones, as ops that go element by element have them, and the tiling of
+    such a gradient."""
+    dims = {"batch": (math.prod(call.dims["batch"]), call.dims["n"])}
+    return call.replace(dims=dims), inner(call, gated, dims, None, None, None)[1]
 
 
-def cotangent(call: Call, tiling: Mapping[str, int]) -> jax.Array:
+def cotangent(call: Call) -> jax.Array:
     """d_z, (rows, n)."""
     activation, n = call.options["activation"], call.dims["n"]
     if activation == "none":
         return call.arrays["d_y"].reshape(-1, n)
-    of = partial(kernel, activation=activation)
-    return element_by_element(walked(call), tiling, of, ("pre", "d_y"), ("d_z",), flops=16)["d_z"]
+    (of, tiling), run = walk(call), partial(kernel, activation=activation)
+    return element_by_element(of, tiling, run, ("pre", "d_y"), ("d_z",), flops=16)["d_z"]
 
 
 def summing(call: Call, rows: int) -> tuple[Call, Mapping[str, int]]:
@@ -75,7 +76,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     x, extents = call.arrays["x"], {"d_x": (rows, k, n), "d_weight": (n, k, rows)}
     reason = dtype_refused(call)
     if not reason and call.options["activation"] != "none":
-        reason = walk_refused(walked(call), tiling, streamed=3, computed=4)
+        reason = walk_refused(*walk(call), streamed=3, computed=4)
     for name in call.wants:
         if name in extents and not reason:
             m, columns, depth = extents[name]
@@ -86,9 +87,9 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     return reason
 
 
-@BACKEND.implements("linear_vjp", key=key, supports=supports)
+@BACKEND.implements("linear_vjp", supports=supports)
 def linear_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
-    x, weight, d_z = call.arrays["x"], call.arrays["weight"], cotangent(call, tiling)
+    x, weight, d_z = call.arrays["x"], call.arrays["weight"], cotangent(call)
     d_x = multiply(call, d_z, weight).reshape(x.shape) if "d_x" in call.wants else None
     d_weight = multiply(call, d_z.T, x.reshape(-1, x.shape[-1])) if "d_weight" in call.wants else None
     d_bias = None

@@ -23,12 +23,14 @@ from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu import layernorm_vjp as over_rows
 from portakern.backends.triton.gpu import linear_cross_entropy as products
 from portakern.backends.triton.gpu import swiglu
+from portakern.backends.triton.gpu.family import FAMILY
 from portakern.backends.triton.gpu.geglu_vjp import of_erf_form, of_tanh_form
-from portakern.backends.triton.gpu.swiglu import KNOBS, key, share, tile_of
+from portakern.backends.triton.gpu.swiglu import share, tile_of
 from portakern.backends.triton.gpu.swiglu_vjp import of_silu
 from portakern.backends.triton.launch import accumulator, launch
 from portakern.backends.triton.layout import aligned, fresh, row_start
 from portakern.core.registry import find_spec
+from portakern.core.tilings import default
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -67,13 +69,12 @@ def cotangent_kernel(pre, d_y, d_z, rows, n, steps, pre_row, pre_n, d_y_row, d_y
     tl.store(out, times_slope(d.to(acc_dtype), z.to(acc_dtype), activation).to(d_z.dtype.element_ty), mask=ok)
 
 
-def walked(call: Call) -> Call:
-    """The call with the extents of d_z as the only ones, as ops that go element by element have them."""
-    return call.replace(dims={"batch": (prod(call.dims["batch"]), call.dims["n"])})
-
-
-def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
-    return swiglu.fit(walked(call), tiling)
+def walk(call: Call) -> tuple[Call, Mapping[str, int]]:
+    """The walk over d_y and pre as a call of a gradient that goes element by element, and its tiling."""
+    of = call.replace(spec=find_spec("swiglu_vjp"), dims={"batch": (prod(call.dims["batch"]), call.dims["n"])})
+    gated = BACKEND.implementation("swiglu_vjp", FAMILY)
+    assert gated is not None
+    return of, default(gated, of).tiling
 
 
 def refused(call: Call, m: int, n: int, k: int, of: Refused = products.refused) -> str | None:
@@ -83,7 +84,7 @@ def refused(call: Call, m: int, n: int, k: int, of: Refused = products.refused) 
 def supports(call: Call, tiling: Mapping[str, int], of: Refused = products.refused) -> str | None:
     rows, n, k = prod(call.dims["batch"]), call.dims["n"], call.dims["k"]
     extents = {"d_x": (rows, k, n), "d_weight": (n, k, rows)}
-    reasons = [swiglu.supports(walked(call), tiling)] if call.options["activation"] != "none" else []
+    reasons = [swiglu.supports(*walk(call))] if call.options["activation"] != "none" else []
     reasons += [refused(call, *extents[name], of) for name in call.wants if name in extents]
     if "d_bias" in call.wants:
         reasons.append(over_rows.supports(*summing(call, call.arrays["d_y"].reshape(rows, n))))
@@ -102,14 +103,14 @@ def summing(call: Call, d_z: Any) -> tuple[Call, Mapping[str, int]]:
     return of, over_rows.default_tiling(of)
 
 
-@BACKEND.implements("linear_vjp", key=key, fit=fit, supports=supports, knobs=KNOBS)
+@BACKEND.implements("linear_vjp", supports=supports)
 def linear_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    return gradients(call, tiling, products.multiply)
+    return gradients(call, products.multiply)
 
 
-def gradients(call: Call, tiling: Mapping[str, int], multiply: products.Product) -> tuple[Any, ...]:
+def gradients(call: Call, multiply: products.Product) -> tuple[Any, ...]:
     weight, x = call.arrays["weight"], call.arrays["x"]
-    d_z = cotangent(call, tiling).reshape(-1, call.dims["n"])
+    d_z = cotangent(call).reshape(-1, call.dims["n"])
     d_x = fresh(x.shape, x.dtype, x.device) if "d_x" in call.wants else None
     d_weight = fresh(weight.shape, weight.dtype, weight.device) if "d_weight" in call.wants else None
     if d_x is not None:
@@ -120,12 +121,12 @@ def gradients(call: Call, tiling: Mapping[str, int], multiply: products.Product)
     return d_x, d_weight, d_bias
 
 
-def cotangent(call: Call, tiling: Mapping[str, int]) -> Any:
+def cotangent(call: Call) -> Any:
     """d_z, of d_y's shape: d_y itself where there is no activation."""
     d_y, activation = call.arrays["d_y"], call.options["activation"]
     if activation == "none":
         return d_y
-    d_z = fresh(d_y.shape, d_y.dtype, d_y.device)
+    d_z, (_, tiling) = fresh(d_y.shape, d_y.dtype, d_y.device), walk(call)
     (pre, d_y), tiles = share(tiling, call.arrays["pre"], d_y)
     launch(cotangent_kernel, tiles.programs, call, pre, d_y, d_z, tiles.rows.height, tiles.n, tiles.steps,
            *tiles.strides, activation=activation, block_rows=tiles.block_rows, block_n=tiles.block_n,
