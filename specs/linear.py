@@ -131,8 +131,8 @@ class Activated(NamedTuple):
             return cls(at.silu, at.d_silu, spread, np.where(np.isfinite(z), slope.t, np.nan), slope.dt, of_slope)
         gate = Share.of(call.replace(arrays={"gate": z}, options={"approximate": GELUS[name]}), unit)
         spread = np.abs(gate.g) * np.hypot(gate.spread, KAPPA * unit.u * gate.p)
-        slope = np.where(np.isfinite(z), gate.slope, np.where(np.isinf(z), z > 0, np.nan))
-        return cls(gate.value, gate.error, spread, slope, gate.d_slope, gate.slope_spread)
+        limits = np.where(np.isfinite(z), gate.slope, np.where(np.isinf(z), z > 0, np.nan))
+        return cls(gate.value, gate.error, spread, limits, gate.d_slope, gate.slope_spread)
 
     def moved(self, call: Call, z: np.ndarray, err: np.ndarray) -> np.ndarray:
         """How far f moves where z does by ``err``: in proportion to its slope, and by how that changes on the way."""
@@ -352,5 +352,9 @@ linear.sample("plain", dims={"batch": (3,), "k": 5, "n": 4})
 linear.sample(
     "with_all", dims={"batch": (2, 3), "k": 5, "n": 4}, given=("bias", "residual"), options={"activation": "gelu"}
 )
-linear.sample("tanh_and_bias", dims={"batch": (3,), "k": 5, "n": 4}, given=("bias",), options={"activation": "gelu_tanh"})
-linear.sample("silu_and_residual", dims={"batch": (3,), "k": 5, "n": 4}, given=("residual",), options={"activation": "silu"})
+linear.sample(
+    "tanh_and_bias", dims={"batch": (3,), "k": 5, "n": 4}, given=("bias",), options={"activation": "gelu_tanh"}
+)
+linear.sample(
+    "silu_and_residual", dims={"batch": (3,), "k": 5, "n": 4}, given=("residual",), options={"activation": "silu"}
+)

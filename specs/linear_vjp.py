@@ -156,7 +156,9 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         known = finite(d_z.value)
         off = finite(rounded(known, call.dtype).astype(np.float64) - known) if rounding else np.zeros(known.shape)
         found: list[Any] = [None, None, None]
-        for i, ((a, b, _), s, o) in enumerate(zip(products(call, d_z), (d_z.spread, d_z.spread.T), (off, off.T), strict=True)):
+        for i, ((a, b, _), s, o) in enumerate(
+            zip(products(call, d_z), (d_z.spread, d_z.spread.T), (off, off.T), strict=True)
+        ):
             if ref[i] is not None:
                 y = ref[i].reshape(a.shape[0], b.shape[1])
                 product = of_matmul(call, "spread", a, b, y)

@@ -440,7 +440,9 @@ def test_a_gradient_that_is_no_cotangent_is_refused(passes, monkeypatch):
 
 
 def test_an_argument_that_is_always_there_cannot_be_read_now_and_then():
-    with pytest.raises(pk.SpecError, match="reads says when d_y is read; expected an array argument that may be absent"):
+    with pytest.raises(
+        pk.SpecError, match="reads says when d_y is read; expected an array argument that may be absent"
+    ):
 
         @spec(tiling={}, flops=flops, reads={"d_y": When(lambda options: True, "always")})
         def sum_vjp(d_y: Float[A, "*batch n"]) -> SumVjpOut:

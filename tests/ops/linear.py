@@ -204,7 +204,9 @@ RECORD = ForwardRecord(
     faults={
         "without its tail": Fault(full(8, 70, 8), {"tail": False}),
         "the bias after the activation": Fault(full(8, 40, 8), {"late": True}, {"activation": "relu"}, breaks="y"),
-        "the residual before the activation": Fault(full(8, 40, 8), {"early": True}, {"activation": "silu"}, breaks="y"),
+        "the residual before the activation": Fault(
+            full(8, 40, 8), {"early": True}, {"activation": "silu"}, breaks="y"
+        ),
         "z rounded before the activation": Fault(
             full(40, 64, 40), {"rounded": True}, {"activation": "gelu"}, breaks="y", dtypes=HALVES
         ),
@@ -254,7 +256,9 @@ RECORD = ForwardRecord(
     formula_tolerance=(1e-12, 1e-14),
     in_torch=in_torch,
     in_jax=in_jax,
-    compared=Sample({"x": (2, 5, 7), "weight": (4, 7), "bias": (4,), "residual": (2, 5, 4)}, {"activation": "gelu_tanh"}),
+    compared=Sample(
+        {"x": (2, 5, 7), "weight": (4, 7), "bias": (4,), "residual": (2, 5, 4)}, {"activation": "gelu_tanh"}
+    ),
     lowered={
         "all": Sample(
             {"x": (2, 65, 200), "weight": (70, 200), "bias": (70,), "residual": (2, 65, 70)},

@@ -140,7 +140,7 @@ def linear(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     return y, pre
 
 
-def rows(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[Any, Any, tuple[int, int], tuple[Any, Any]]:
+def rows(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[Any, Any, tuple[int, ...], tuple[Any, Any]]:
     """x and residual, their rows in two dimensions (outer, inner), and the strides of each over these.
 
     Rows that two strides do not describe are gathered first.

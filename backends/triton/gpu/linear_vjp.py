@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
+from portakern.backends import triton as shipped
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu import layernorm_vjp as over_rows
 from portakern.backends.triton.gpu import linear_cross_entropy as products
@@ -72,9 +73,9 @@ def cotangent_kernel(pre, d_y, d_z, rows, n, steps, pre_row, pre_n, d_y_row, d_y
 def walk(call: Call) -> tuple[Call, Mapping[str, int]]:
     """The walk over d_y and pre as a call of a gradient that goes element by element, and its tiling."""
     of = call.replace(spec=find_spec("swiglu_vjp"), dims={"batch": (prod(call.dims["batch"]), call.dims["n"])})
-    gated = BACKEND.implementation("swiglu_vjp", FAMILY)
-    assert gated is not None
-    return of, default(gated, of).tiling
+    found = shipped.BACKEND.implementation("swiglu_vjp", FAMILY)
+    assert found is not None
+    return of, default(found, of).tiling
 
 
 def refused(call: Call, m: int, n: int, k: int, of: Refused = products.refused) -> str | None:
