@@ -63,8 +63,8 @@ def linear_vjp(
       bias: (n,), as in linear. Its values are not read: it says that d_bias exists.
 
     Returns:
-      d_x, d_weight, d_bias: the shape and dtype of x, weight and bias, None where that was not given. The slope at an infinite pre is
-      its limit, 1 or 0, but NaN for silu (inf 0).
+      d_x, d_weight, d_bias: the shape and dtype of x, weight and bias, None where that was not given. The slope at an
+      infinite pre is its limit, 1 or 0, but NaN for silu (inf 0).
     """
     raise NotImplementedError
 

@@ -281,8 +281,9 @@ def spec(
         overlapping array, another argument in the same memory), it gets a copy.
       also: output of a gradient op -> further inputs of the forward op whose gradient it is: in a sum of two terms,
         that of one is that of the other. Whoever differentiates gets one array for all of them.
-      passes: input of the forward op -> the cotangent, an argument of a gradient op, that is its gradient as it is: that
-        of a term added last. No output stands for it, nothing is computed, and whoever differentiates gets the cotangent.
+      passes: input of the forward op -> the cotangent, an argument of a gradient op, that is its gradient as it is:
+        that of a term added last. No output stands for it, nothing is computed, and whoever differentiates gets the
+        cotangent.
       reads: optional argument of a gradient op, saved by the forward call -> under which options it is read. Elsewhere
         it must be absent, and the forward call neither computes nor keeps it.
       masks: additive masks among the arrays, whose -inf hides a pair.

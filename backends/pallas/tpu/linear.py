@@ -2,9 +2,9 @@
 
     z = x weight^T + bias        y = f(z) + residual
 
-x: (*batch, k), weight: (n, k), bias: (n), residual: (*batch, n) -> y, and pre, which is z: (*batch, n). The grid is (row
-blocks, n blocks, k blocks), as matmul's, whose blocks these are; a block of weight lies as it is in memory, and the
-matrix unit takes its transpose. The sum over k is a float32 accumulator in VMEM; the last step adds the bias to it,
+x: (*batch, k), weight: (n, k), bias: (n), residual: (*batch, n) -> y, and pre, which is z: (*batch, n). The grid is
+(row blocks, n blocks, k blocks), as matmul's, whose blocks these are; a block of weight lies as it is in memory, and
+the matrix unit takes its transpose. The sum over k is a float32 accumulator in VMEM; the last step adds the bias to it,
 applies f and adds the residual, and rounds once.
 
 block_m: rows of a block; block_n: its columns; block_k: the share of k resident at a step.

@@ -58,7 +58,10 @@ FAULTS = {
             "bias-each-step",
             "the bias is added at each step of k",
             old="    ref.acc[...] += part\n",
-            new='    ref.acc[...] += part + (ref.bias[...].astype(jnp.float32) * (step < last) if "bias" in ref else 0.0)\n',
+            new=(
+                '    ref.acc[...] += part + (ref.bias[...].astype(jnp.float32) * (step < last) if "bias" in ref '
+                "else 0.0)\n"
+            ),
         ),
         Planted(
             "weight-beyond-k",
