@@ -206,6 +206,18 @@ def infinite_rows(arrays, rng, options):
     x[rng.integers(len(x)), rng.integers(x.shape[-1])] = rng.choice([inf, np.nan])
 
 
+@linear_vjp.edge(dims={"batch": (1, 20), "k": (1, 20), "n": (1, 40)}, options={"activation": "gelu_tanh"})
+def around_0(arrays, rng, options):
+    """z of about 1, where the slopes of the two forms of gelu differ most."""
+    arrays["x"] /= 4
+
+
+@linear_vjp.edge(dims={"batch": (1, 20), "k": (1, 20), "n": (1, 40)}, options={"activation": "silu"})
+def silus_around_0(arrays, rng, options):
+    """silu is least at -1.28, where its slope changes its sign."""
+    arrays["x"] /= 4
+
+
 @linear_vjp.edge(dims={"batch": (1, 20), "k": (1, 20), "n": (1, 40)})
 def saturated(arrays, rng, options):
     """Far from 0 the slope is 1 or next to nothing, and never NaN: cubes overflow."""
