@@ -1236,8 +1236,8 @@ class LinearVjpOp(Op):
 
         Returns:
           d_x, d_weight, d_bias: the shape and dtype of x, weight and bias, None where that was not given. The slope at
-            an infinite pre is
-          its limit, 1 or 0, but NaN for silu (inf 0).
+            an
+          infinite pre is its limit, 1 or 0, but NaN for silu (inf 0).
         """
     @overload
     def __call__(
