@@ -25,11 +25,21 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import Refs, step_along, within
+from portakern.backends.pallas.common import Refs, even_block, step_along, within
 from portakern.backends.pallas.tpu import matmul as products
-from portakern.backends.pallas.tpu._chip import LANES, dot, dtype_refused, launch, off_grid, over_vmem, sublanes
+from portakern.backends.pallas.tpu._chip import (
+    LANES,
+    dot,
+    dtype_refused,
+    launch,
+    off_grid,
+    over_vmem,
+    sublanes,
+    vmem_limit,
+)
 from portakern.backends.pallas.tpu.geglu import share
 from portakern.backends.pallas.tpu.swiglu import open_and_shut
+from portakern.core import targets
 from portakern.core.call import Call
 
 
@@ -90,10 +100,23 @@ def blocks(call: Call, tiling: Mapping[str, int]) -> tuple[int, int, int]:
     return products.blocks(of, tiling, of.dims["m"])
 
 
-def resident(call: Call, bm: int, bn: int, bk: int) -> int:
-    """The VMEM of one step, in bytes: matmul's, and two blocks of the residual and of pre, where these are."""
-    size = call.arrays["x"].dtype.itemsize
-    more = (call.arrays["residual"] is not None) + ("pre" in call.wants)
+def default_tiling(call: Call) -> dict[str, int]:
+    """matmul's, with fewer rows a block where there would be no room for a residual and pre. It does not follow whether
+    these are there: the same row gives the same bits beside any of them."""
+    tiling = products.default_tiling(call)
+    limit = vmem_limit(call) if call.target.arch in targets.HARDWARE else targets.least("tpu", "vmem")
+    bn, bk = (even_block(call.dims[axis], tiling[f"block_{axis}"], LANES) for axis in "nk")
+    while tiling["block_m"] > 128 and resident(call, tiling["block_m"], bn, bk, more=2) > limit:
+        tiling["block_m"] //= 2
+    return tiling
+
+
+def resident(call: Call, bm: int, bn: int, bk: int, more: int | None = None) -> int:
+    """The VMEM of one step, in bytes: matmul's, what f needs, and two blocks of the residual and of pre, as far as
+    these are there; ``more``: of so many such arrays."""
+    size = 4 if call.dtype in ("float32", "float64") else 2
+    if more is None:
+        more = (call.arrays["residual"] is not None) + ("pre" in call.wants)
     return products.resident_bytes(bm, bn, bk, size, size) + 2 * more * bm * bn * size + 8 * bm * bn
 
 
@@ -108,7 +131,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     )
 
 
-@BACKEND.implements("linear", key=products.key, tiling=products.default_tiling, supports=supports)
+@BACKEND.implements("linear", key=products.key, tiling=default_tiling, supports=supports)
 def linear(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
     x, weight = call.arrays["x"], call.arrays["weight"]
     shape, dtype = call.outputs["y"]
