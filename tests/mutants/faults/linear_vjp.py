@@ -18,7 +18,6 @@ FAULTS = {
             "the slope of the tanh form is that of erf",
             old="_, slope = of_tanh_form(z)",
             new="_, slope = of_erf_form(z)",
-            small=True,
         ),
         Planted(
             "bias-of-d-y",
@@ -48,7 +47,6 @@ FAULTS = {
             "the slope of the tanh form is that of erf",
             old='opening(z, "tanh" if activation == "gelu_tanh" else "none")',
             new='opening(z, "none")',
-            small=True,
         ),
         Planted(
             "last-row-dropped",
