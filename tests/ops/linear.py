@@ -75,7 +75,7 @@ def case(rng, dtype, regime):
 
 
 def large_case(rng, dtype, regime):
-    return any_case(rng, draw, dtype, regime, *(int(e) for e in rng.choice([64, 65, 96, 128], 3)))
+    return any_case(rng, draw, dtype, regime, pick(rng, [24, 40]), pick(rng, [64, 96]), pick(rng, [33, 40]))
 
 
 def full(*extents):

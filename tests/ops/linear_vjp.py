@@ -61,7 +61,7 @@ def case(rng, dtype, regime):
 
 
 def large_case(rng, dtype, regime):
-    return any_case(rng, dtype, regime, *(int(e) for e in rng.choice([64, 65, 96], 3)))
+    return any_case(rng, dtype, regime, pick(rng, [24, 40]), pick(rng, [16, 33]), pick(rng, [65, 80]))
 
 
 def made(activation):
