@@ -21,7 +21,7 @@ from portakern.backends.pallas.tpu._chip import LANES, whole_lanes
 
 def native_axes(shape: tuple[int, ...]) -> tuple[int, int]:
     """The axes of an array, of two or more, that XLA lays along sublanes and along lanes: those that are padded least,
-    and of equals the last. As libtpu 0.0.40 answered for 75 shapes."""
+    and of equals the last. As libtpu 0.0.50 answered for 75 shapes."""
 
     def whole_sublanes(extent: int) -> int:
         return next((few for few in (1, 2, 4) if extent <= few), padded(extent, 8))

@@ -117,6 +117,11 @@ class Walk(NamedTuple):
         return (*self.shape[:-2], self.groups, self.sweeps, pl.cdiv(self.n, self.block_n))
 
     @property
+    def one_step(self) -> bool:
+        """Whether a step meets whole rows, and no other step meets them."""
+        return self.grid[-2:] == (1, 1)
+
+    @property
     def statistic(self) -> tuple[int, int]:
         """The shape of one number a row, beside a block of rows."""
         return (1, self.block_rows) if self.along == 0 else (self.block_rows, 1)
@@ -261,6 +266,20 @@ class Walk(NamedTuple):
         )
 
 
+class Number:
+    """One number a row, of rows that one step alone meets: a value, where several steps share memory. A column of
+    numbers in memory costs masked stores, which the next operation waits for."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape, self.dtype, self.value = shape, jnp.dtype("float32"), jnp.zeros(shape, jnp.float32)
+
+    def __getitem__(self, _: Any) -> Any:
+        return self.value
+
+    def __setitem__(self, _: Any, value: Any) -> None:
+        self.value = value
+
+
 def row_tiling(call: Call, n: int, along: int, held: Held) -> dict[str, int]:
     """Blocks of whole rows of n elements, so many as fit what a kernel gets of VMEM unasked; where that holds none, the
     least number that there is, and of a row as much as the chip allows. Of n, dtype and chip alone.
@@ -316,15 +335,17 @@ def launched(
     by_rows = {name: (walk.viewed(array), walk.read()) for name, array in rows.items()}
     by_rows |= {name: (walk.viewed(array), walk.in_last_sweep()) for name, array in late.items()}
     reads = len(rows) * (1 if walk.kept else walk.sweeps) + len(late)
+    run = partial(on_rows, kernel=kernel, walk=walk, rows=tuple(rows), others=(*late, *written), statistics=statistics)
     found = launch(
         call,
-        partial(on_rows, kernel=kernel, walk=walk, rows=tuple(rows), others=(*late, *written), apart=call.interpret),
+        partial(run, apart=call.interpret),
         f"portakern_{call.spec.name}",
         walk.grid,
         in_order=2,
         inputs=by_rows | (inputs or {}),
         outputs={name: (walk.form(dtype), walk.in_last_sweep()) for name, dtype in written.items()} | (outputs or {}),
-        scratch=dict.fromkeys(statistics, walk.statistic) | {f"kept_{name}": form for name, form in keeps.items()},
+        scratch=dict.fromkeys(() if walk.one_step else statistics, walk.statistic)
+        | {f"kept_{name}": form for name, form in keeps.items()},
         vmem=vmem,
         cost=pl.CostEstimate(
             flops=flops * size,
@@ -336,11 +357,20 @@ def launched(
 
 
 def on_rows(
-    ref: Refs, *, kernel: Callable[..., None], walk: Walk, rows: tuple[str, ...], others: tuple[str, ...], apart: bool
+    ref: Refs,
+    *,
+    kernel: Callable[..., None],
+    walk: Walk,
+    rows: tuple[str, ...],
+    others: tuple[str, ...],
+    statistics: tuple[str, ...],
+    apart: bool,
 ) -> None:
     """A step of a kernel, to which every array of rows is one of rows along ``walk.along``, however it lies; what sweep
     1 reads again has been kept by sweep 0."""
     blocks: dict[str, Any] = dict(vars(ref))
+    if walk.one_step:
+        blocks |= {name: Number(walk.statistic) for name in statistics}
     if walk.stored:
         blocks |= {name: Turned(blocks[name], once=walk.sweeps == 1, apart=apart) for name in (*rows, *others)}
     if walk.kept:
