@@ -1,6 +1,5 @@
 """The examples that train and that plug into other libraries, at small sizes."""
 
-import json
 from pathlib import Path
 
 import pytest
