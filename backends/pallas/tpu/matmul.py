@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import Refs, even_block, row_block, step_along, within
+from portakern.backends.pallas.common import Refs, even_block, padded, row_block, step_along, within
 from portakern.backends.pallas.tpu._chip import (
     LANES,
     dot,
@@ -53,11 +53,11 @@ def default_tiling(call: Call) -> dict[str, int]:
     unknown = call.target.arch not in targets.HARDWARE
     n, k, size = call.dims["n"], call.dims["k"], 4 if call.dtype in ("float32", "float64") else 2
     clock = hardware.clock or targets.HARDWARE[SLOWEST].clock or 1.0
-    passes = FLOAT32_PASSES if size == 4 else 1
+    passes, cores = FLOAT32_PASSES if size == 4 else 1, hardware.cores or 1
     rate = (hardware.flops["bfloat16"] or 1.0) / clock / passes
     bandwidth = (hardware.bandwidth or 1.0) / clock
     limit = targets.least("tpu", "vmem") if unknown else vmem_limit(call)
-    wide = 2 * math.sqrt(rate * passes / 2 / (hardware.cores or 1))  # twice the side of all its matrix units as one
+    wide = 2 * math.sqrt(rate * passes / 2 / cores)  # twice the side of all its matrix units as one
 
     def cost(tiles: tuple[int, ...]) -> float:
         bm, bn, bk = tiles[0], even_block(n, tiles[1], LANES), even_block(k, tiles[2], LANES)
@@ -66,10 +66,12 @@ def default_tiling(call: Call) -> dict[str, int]:
         columns, depth = pl.cdiv(n, bn), pl.cdiv(k, bk)
         products = ROWS * 2 * bn * columns * bk * depth / rate
         added = ADD * bm * bn if depth > 1 else 0.0
-        waits = ((STEP if bn >= min(n, wide) else NARROW) + added) * ROWS / bm * columns * depth
-        first_and_last = size * (bm * bk + bk * bn + bm * bn)  # nothing else goes on meanwhile
-        a_again = columns if depth > 1 else 1  # a block of all of k stays while n's blocks go by
-        moved = size * (ROWS * bk * depth * a_again + bk * depth * bn * columns * ROWS / bm + ROWS * n)
+        narrow = bn < min(n, wide) or bm < wide
+        waits = ((NARROW if narrow else STEP) + added) * ROWS / bm * columns * depth / cores
+        first_and_last = size * (bm * bk + bk * bn + bm * bn) * cores  # nothing else goes on meanwhile
+        of_a, of_b, down = ROWS * bk * depth, bk * depth * bn * columns, ROWS / bm
+        again = of_a * columns + of_b * down if depth > 1 else min(of_a + of_b * down, of_b + of_a * columns)
+        moved = size * (again + ROWS * n)
         longer, shorter = max(products + waits, moved / bandwidth), min(products + waits, moved / bandwidth)
         return longer + SHARE * shorter + first_and_last / bandwidth
 
@@ -129,12 +131,13 @@ def rows_within(a: jax.Array, start: Any, k: int, few: bool) -> jax.Array:
     return within(a.astype(jnp.float32) if few else a, 1, start, k).astype(a.dtype)
 
 
-def kernel(ref: Refs, *, k: int, axis: int, few: bool) -> None:
-    """``axis`` is the grid axis along which the blocks of k follow each other; ``few``: of `rows_within`."""
+def kernel(ref: Refs, *, k: int, k_of_b: int, axis: int, few: bool) -> None:
+    """``k_of_b``: which axis of b's blocks is k's; ``axis``: the grid axis along which the blocks of k follow each
+    other; ``few``: of `rows_within`."""
     step, last = step_along(axis), pl.num_programs(axis) - 1
     if "acc" not in ref:
-        a, b = rows_within(ref.a[...], 0, k, few), within(ref.b[...], 0, 0, k)
-        ref.c[...] = dot(a, b, (1, 0)).astype(ref.c.dtype)
+        a, b = rows_within(ref.a[...], 0, k, few), within(ref.b[...], k_of_b, 0, k)
+        ref.c[...] = dot(a, b, (1, k_of_b)).astype(ref.c.dtype)
         return
 
     @pl.when(step == 0)
@@ -144,12 +147,30 @@ def kernel(ref: Refs, *, k: int, axis: int, few: bool) -> None:
     a, b = ref.a[...], ref.b[...]
     start_of_k = step * a.shape[1]
     # both sides: beyond k lies anything, and 0 * NaN is NaN
-    a, b = rows_within(a, start_of_k, k, few), within(b, 0, start_of_k, k)
-    ref.acc[...] += dot(a, b, (1, 0))
+    a, b = rows_within(a, start_of_k, k, few), within(b, k_of_b, start_of_k, k)
+    ref.acc[...] += dot(a, b, (1, k_of_b))
 
     @pl.when(step == last)
     def finish() -> None:
         ref.c[...] = ref.acc[...].astype(ref.c.dtype)
+
+
+def lies_by_columns(rows: int, columns: int) -> bool:
+    """Whether XLA keeps a matrix in device memory column by column: it does where that pads it less. The axis along
+    which elements lie is padded to whole lanes, the other to 8 rows."""
+
+    def stored(major: int, minor: int) -> int:
+        return padded(major, 8) * padded(minor, LANES)
+
+    return stored(columns, rows) < stored(rows, columns)
+
+
+def by_columns(m: int, n: int, k: int, bm: int, bn: int, bk: int) -> bool:
+    """Whether blocks of n follow each other in the grid's outer axis and those of m in the inner one, which moves
+    fewer bytes: with all of k in a block, the outer axis's operand is read once and the other's for each of its
+    blocks."""
+    down, columns = pl.cdiv(m, bm), pl.cdiv(n, bn)
+    return bk >= k and k * n + columns * m * k < m * k + down * k * n
 
 
 def operand(shape: tuple[int, ...], block_shape: tuple[int, int], axes: tuple[int, int], rank: int) -> pl.BlockSpec:
@@ -180,18 +201,24 @@ def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     grid = (*batch, pl.cdiv(m, bm), pl.cdiv(n, bn), pl.cdiv(k, bk))
     rank = len(grid)
     rows, columns, depth = rank - 3, rank - 2, rank - 1
+    if by_columns(m, n, k, bm, bn, bk):
+        grid = (*batch, pl.cdiv(n, bn), pl.cdiv(m, bm), pl.cdiv(k, bk))
+        rows, columns = columns, rows
+    turned = lies_by_columns(k, n)
     products = math.prod(batch) * m * n * k
     bytes_of_a = products // n * pl.cdiv(n, bn) * a.dtype.itemsize
     bytes_of_b = products // m * pl.cdiv(m, bm) * b.dtype.itemsize
     found = launch(
         call,
-        partial(kernel, k=k, axis=depth, few=m < sublanes(jnp.float32)),
+        partial(kernel, k=k, k_of_b=1 if turned else 0, axis=depth, few=m < sublanes(jnp.float32)),
         "portakern_matmul",
         grid,
         in_order=1,
         inputs={
             "a": (a, operand(a.shape, (bm, bk), (rows, depth), rank)),
-            "b": (b, operand(b.shape, (bk, bn), (depth, columns), rank)),
+            "b": (jnp.swapaxes(b, -1, -2), operand(b.shape, (bn, bk), (columns, depth), rank))
+            if turned
+            else (b, operand(b.shape, (bk, bn), (depth, columns), rank)),
         },
         outputs={
             "c": (
