@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
@@ -65,9 +66,11 @@ def default_tiling(call: Call) -> dict[str, int]:
             return math.inf
         columns, depth = pl.cdiv(n, bn), pl.cdiv(k, bk)
         products = ROWS * 2 * bn * columns * bk * depth / rate
+        of_register = 1024 * 2 * bk / rate * cores  # cycles that the products of a register take one core
+        products += OUT / of_register * ROWS * bn * columns * depth / 1024 / cores
         added = ADD * bm * bn if depth > 1 else 0.0
         narrow = bn < min(n, wide) or bm < wide
-        waits = ((NARROW if narrow else STEP) + added) * ROWS / bm * columns * depth / cores
+        waits = ((NARROW if narrow else STEP * wide) + added) * ROWS / bm * columns * depth / cores
         first_and_last = size * (bm * bk + bk * bn + bm * bn) * cores  # nothing else goes on meanwhile
         of_a, of_b, down = ROWS * bk * depth, bk * depth * bn * columns, ROWS / bm
         again = of_a * columns + of_b * down if depth > 1 else min(of_a + of_b * down, of_b + of_a * columns)
@@ -84,8 +87,12 @@ ROWS = 4096
 MOST = 2**32  # multiplications of a step: its code is as long as they are many, and takes as long to compile
 SLOWEST = "v5e"
 FLOAT32_PASSES = 6  # products of bfloat16 parts that make one of float32
-STEP, NARROW = 100, 500  # cycles that a step waits beyond its code, by libtpu's estimates: of wide and narrow blocks
-ADD = 0.8 / 1024  # cycles an element of adding a step's products to those before, where there are any
+STEP, NARROW = (
+    0.2,
+    500,
+)  # cycles that a step waits beyond its code, by libtpu's estimates: a lane of the units, and narrow
+OUT = 3.0  # cycles of taking a register's results out of the units, times those that hide them: squared cycles
+ADD = 0.4 / 1024  # cycles an element of adding a step's products to those before, where there are any
 SHARE = 0.02  # of what hides behind what takes longer: with other than ROWS rows it may be that which takes longer
 
 
@@ -125,18 +132,29 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     )
 
 
-def rows_within(a: jax.Array, start: Any, k: int, few: bool) -> jax.Array:
-    """A block of rows of a, with 0 for what lies beyond k. Of an array with ``few`` rows, less than a register's,
-    Mosaic chooses between elements in float32 alone."""
-    return within(a.astype(jnp.float32) if few else a, 1, start, k).astype(a.dtype)
+def within_k(x: jax.Array, axis: int, start: Any, k: int, few: bool = False) -> jax.Array:
+    """A block of an operand whose ``axis`` is k's and begins at ``start``, with 0 for what lies beyond k: both operands
+    need it, since anything lies there, and 0 * NaN is NaN.
+
+    Only the last elements of a block can lie there, as many as all blocks together hold beyond k: only the registers
+    that hold those are chosen from. Of an array with ``few`` rows, less than a register's, Mosaic chooses in float32
+    alone.
+    """
+    size = x.shape[axis]
+    sure = (size - -k % size) // LANES * LANES
+    if sure == size:
+        return x
+    last = lax.slice_in_dim(x, sure, size, axis=axis)
+    last = within(last.astype(jnp.float32) if few else last, axis, start + sure, k, of=size).astype(x.dtype)
+    return last if sure == 0 else jnp.concatenate([lax.slice_in_dim(x, 0, sure, axis=axis), last], axis)
 
 
 def kernel(ref: Refs, *, k: int, k_of_b: int, axis: int, few: bool) -> None:
     """``k_of_b``: which axis of b's blocks is k's; ``axis``: the grid axis along which the blocks of k follow each
-    other; ``few``: of `rows_within`."""
+    other; ``few``: of `within_k`."""
     step, last = step_along(axis), pl.num_programs(axis) - 1
     if "acc" not in ref:
-        a, b = rows_within(ref.a[...], 0, k, few), within(ref.b[...], k_of_b, 0, k)
+        a, b = within_k(ref.a[...], 1, 0, k, few), within_k(ref.b[...], k_of_b, 0, k)
         ref.c[...] = dot(a, b, (1, k_of_b)).astype(ref.c.dtype)
         return
 
@@ -146,8 +164,7 @@ def kernel(ref: Refs, *, k: int, k_of_b: int, axis: int, few: bool) -> None:
 
     a, b = ref.a[...], ref.b[...]
     start_of_k = step * a.shape[1]
-    # both sides: beyond k lies anything, and 0 * NaN is NaN
-    a, b = rows_within(a, start_of_k, k, few), within(b, k_of_b, start_of_k, k)
+    a, b = within_k(a, 1, start_of_k, k, few), within_k(b, k_of_b, start_of_k, k)
     ref.acc[...] += dot(a, b, (1, k_of_b))
 
     @pl.when(step == last)
@@ -171,6 +188,20 @@ def by_columns(m: int, n: int, k: int, bm: int, bn: int, bk: int) -> bool:
     blocks."""
     down, columns = pl.cdiv(m, bm), pl.cdiv(n, bn)
     return bk >= k and k * n + columns * m * k < m * k + down * k * n
+
+
+def for_two(m: int, n: int, bm: int, bn: int, columns_first: bool) -> tuple[int, int, bool]:
+    """The blocks, and whether those of n are the grid's outer axis, where each of two cores takes half of that: an axis
+    of an even number of blocks, if need be of one more than there were."""
+    down, columns = pl.cdiv(m, bm), pl.cdiv(n, bn)
+    if (columns if columns_first else down) % 2 == 0:
+        return bm, bn, columns_first
+    if (down if columns_first else columns) % 2 == 0:
+        return bm, bn, not columns_first
+    rows = padded(pl.cdiv(m, down + 1), 2 * sublanes(jnp.float32))
+    if down * rows < m:  # and not so few rows that one block less still holds them
+        return rows, bn, False
+    return bm, bn, columns_first
 
 
 def operand(shape: tuple[int, ...], block_shape: tuple[int, int], axes: tuple[int, int], rank: int) -> pl.BlockSpec:
@@ -198,11 +229,15 @@ def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     batch = shape[:-2] if b.ndim > 2 or a.ndim > 2 else ()
     (m, k), n = a.shape[-2:], b.shape[-1]
     bm, bn, bk = blocks(call, tiling, m)
-    grid = (*batch, pl.cdiv(m, bm), pl.cdiv(n, bn), pl.cdiv(k, bk))
+    columns_first = by_columns(m, n, k, bm, bn, bk)
+    hardware = targets.HARDWARE.get(call.target.arch)
+    if hardware and (hardware.cores or 1) > 1 and math.prod(batch) == 1:
+        bm, bn, columns_first = for_two(m, n, bm, bn, columns_first)
+    outer = (pl.cdiv(n, bn), pl.cdiv(m, bm)) if columns_first else (pl.cdiv(m, bm), pl.cdiv(n, bn))
+    grid = (*batch, *outer, pl.cdiv(k, bk))
     rank = len(grid)
     rows, columns, depth = rank - 3, rank - 2, rank - 1
-    if by_columns(m, n, k, bm, bn, bk):
-        grid = (*batch, pl.cdiv(n, bn), pl.cdiv(m, bm), pl.cdiv(k, bk))
+    if columns_first:
         rows, columns = columns, rows
     turned = lies_by_columns(k, n)
     products = math.prod(batch) * m * n * k

@@ -109,11 +109,11 @@ FAULTS = {
         Planted(
             "k-tail-short",
             "the ragged end of a long k loses its last product",
-            old="    a, b = rows_within(a, start_of_k",
+            old="    a, b = within_k(a, 1, start_of_k",
             new=(
                 "    place = jax.lax.broadcasted_iota(jnp.int32, a.shape, 1) + start_of_k\n"
                 "    a = jnp.where(place < k - (k > 64 and k % a.shape[1] != 0), a, 0)\n"
-                "    a, b = rows_within(a, start_of_k"
+                "    a, b = within_k(a, 1, start_of_k"
             ),
         ),
     ],
