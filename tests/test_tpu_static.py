@@ -180,6 +180,8 @@ def test_vmem_is_the_chips(arch, fits):
         ("v6e", (512, 1024, 4096), True),
         ("v5e", (1024, 2048, 2048), False),
         ("v6e", (2048, 2048, 1024), False),  # 106.4 MiB of 1792 columns
+        ("v6e", (2048, 512, 2048), False),  # 118.4 MiB
+        ("v6e", (2048, 512, 1024), True),  # 66.4 MiB
         ("v4", (256, 512, 1024), True),
     ],
 )
@@ -343,6 +345,68 @@ def test_a_band_with_several_rows_a_query(heads, first, last):
             halves = [small.allowed(jnp.int32(i), jnp.int32(2 * j + half)) for half in (0, 1)]
             if halves[0] is not None:
                 np.testing.assert_array_equal(np.concatenate(halves, 1), allowed)
+
+
+def walk_of_product(arch, m, k, n, blocks):
+    """The kernel of a bfloat16 product, with the two cores of v5p, and its program."""
+    call, tiling = matmul_call(arch, m, n, k), dict(zip(CUBE, blocks, strict=True))
+    jaxpr = jax.make_jaxpr(lambda a, b: matmul().fn(call.replace(arrays={"a": a, "b": b}), tiling)[0])(
+        call.arrays["a"], call.arrays["b"]
+    ).jaxpr
+    (walk,) = static.walks_of(jaxpr, cores=2 if arch == "v5p" else 1)
+    return walk, jaxpr
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "turned"),
+    [(4096, 3000, True), (256, 50257, True), (380, 6080, True), (4096, 4096, False), (300, 128, False)],
+)
+def test_a_product_reads_b_as_xla_keeps_it(k, n, turned):
+    """Of padding to 8 x 128: asked of libtpu, which lays 4096 x 3000 out as {0,1} and 300 x 128 as {1,0}."""
+    _, jaxpr = walk_of_product("v6e", 256, k, n, (256, 512, 512))
+    assert ("transpose" in [eqn.primitive.name for eqn in jaxpr.eqns]) == turned
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "blocks", "reads"),
+    [
+        (1024, 512, (256, 512, 1024), (1, 1)),
+        (512, 1024, (512, 256, 1024), (1, 1)),
+        (1024, 512, (256, 256, 1024), (2, 1)),
+    ],
+)
+def test_the_operand_of_the_outer_axis_is_read_once(m, n, blocks, reads):
+    """How often a and b are read; of the last grid blocks of n come first, and b, of half the bytes, would be read four
+    times otherwise."""
+    walk, _ = walk_of_product("v6e", m, 1024, n, blocks)
+    assert walk.moved == 2 * (reads[0] * m * 1024 + reads[1] * 1024 * n + m * n)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "blocks", "steps"),
+    [
+        (2048, 2048, (512, 512, 2048), [8, 8]),  # 4 and 4 blocks
+        (1536, 2048, (512, 512, 2048), [6, 6]),  # 3 and 4: those of n are shared
+        (1536, 1536, (512, 512, 2048), [6, 6]),  # 3 and 3: 4 and 3
+        (384, 256, (512, 512, 2048), [1, 1]),
+        (16, 128, (512, 512, 2048), [1]),  # rows of one register
+    ],
+)
+def test_two_cores_get_as_many_blocks_of_a_product(m, n, blocks, steps):
+    walk, _ = walk_of_product("v5p", m, 2048, n, blocks)
+    assert [one.steps for one in (walk, *walk.beside)] == steps
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize(("size", "k", "start"), [(512, 300, 0), (512, 900, 512), (128, 100, 0), (256, 512, 256)])
+def test_only_what_lies_beyond_k_is_0(axis, size, k, start):
+    from portakern.backends.pallas.tpu.matmul import within_k
+
+    x = np.ones((size, 8), np.float32)
+    x[max(k - start, 0) :] = np.nan
+    expected = np.where(np.arange(start, start + size)[:, None] < k, 1.0, 0.0) + np.zeros((1, 8))
+    found = within_k(jnp.asarray(np.moveaxis(x, 0, axis)), axis, start, k)
+    np.testing.assert_array_equal(np.moveaxis(np.asarray(found), axis, 0), expected)
 
 
 def test_a_skipped_step_has_the_next_row_block_s_first_blocks_resident():

@@ -108,8 +108,8 @@ def blocks(call: Call, tiling: Mapping[str, int], m: int) -> tuple[int, int, int
 def resident(call: Call, bm: int, bn: int, bk: int) -> int:
     """The VMEM, in bytes, of one step: two blocks of each operand, so that one is moved while the other is used, one
     accumulator, and a fifth more: the compiler keeps values there for which it has no registers, up to 15 % of the rest
-    at 1024 x 1024 x 1024. Of float32 operands it keeps two bfloat16 parts there too, and the sum
-    of their products."""
+    at 1024 x 1024 x 1024. Of float32 operands it keeps bfloat16 parts there too, and the sum of their products; of a's,
+    where b's block is narrow, as much as four blocks of a."""
     return resident_bytes(bm, bn, bk, call.arrays["a"].dtype.itemsize, jnp.dtype(call.outputs["c"][1]).itemsize)
 
 
@@ -117,7 +117,9 @@ def resident_bytes(bm: int, bn: int, bk: int, size: int, out: int) -> int:
     """The same for operands and results of so many bytes an element."""
     operands = bm * bk + bk * bn
     blocks = 2 * operands * size + 2 * bm * bn * out + 4 * bm * bn
-    return max(blocks * 6 // 5, (blocks + 4 * (operands + bm * bn)) * 21 // 20 if size == 4 else 0)
+    if size < 4:
+        return blocks * 6 // 5
+    return max(blocks * 6 // 5, (blocks + 4 * (operands + bm * bn)) * 21 // 20, blocks + 4 * bm * (4 * bk + bn))
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
