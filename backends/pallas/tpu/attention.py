@@ -11,6 +11,9 @@ m_new); the last step writes acc / l. m and l are repeated along the 128 lanes o
 and read with masks and permutes. Scores and m stay in the unit in which they arise (``score_unit``), and only their
 difference is brought to natural units.
 
+Where one sequence and one group are all, two cores share the row blocks, in an order that gives both as much of a band
+(`dealt`).
+
 `Band` says which key blocks a row block can see: the grid has steps for no more than those, and a step past the last
 one computes nothing: what its index map names are the first blocks of the row block that follows. How the arrays are
 laid out in memory is said in ``_heads.py``.
@@ -237,14 +240,7 @@ def half_of(ref: Refs, number: int, rows: int) -> Refs:
 
 
 def kernel(
-    ref: Refs,
-    *,
-    band: Band,
-    order: Callable[[Any], Any],
-    bkv: int,
-    halves: int,
-    scores: Scores,
-    interpreted: bool,
+    ref: Refs, *, band: Band, order: Callable[[Any], Any], bkv: int, halves: int, scores: Scores, interpreted: bool
 ) -> None:
     """A step holds band.block_kv keys, which it takes bkv at a time, and on the band's edge ``halves`` of its rows.
     ``order``: which block of rows stands at a place of the grid."""

@@ -1,14 +1,16 @@
 """Matrix multiplication on TPUs: C = A B, one output block at a time, k innermost.
 
-a: (*#batch, m, k), b: (*#batch, k, n) -> c: (*batch, m, n). The grid is (*batch, m blocks, n blocks, k blocks). Every k
-step multiplies a (block_m, block_k) by a (block_k, block_n) block on the matrix unit and adds the product to a float32
+a: (*#batch, m, k), b: (*#batch, k, n) -> c: (*batch, m, n). The grid is (*batch, m blocks, n blocks, k blocks), or with
+n blocks before m blocks where that moves less (`by_columns`) or gives two cores as much (`for_two`). Every k step
+multiplies a (block_m, block_k) by a (block_k, block_n) block on the matrix unit and adds the product to a float32
 accumulator that stays in VMEM; the last step rounds it once to the output's dtype. Batch axes are grid axes: an operand
 that is broadcast along one answers with block 0 there, so nothing is repeated in memory. Rows of batched a that share
 one b are one taller matrix.
 
 block_m, block_n: the output block (sublanes, lanes); block_k: the share of k resident at a step. Larger blocks read
 each operand fewer times. They are the most that a block holds: an extent is cut evenly into as many as that takes. A
-block_k of all of k needs no accumulator, and a block of a then stays in VMEM while the blocks of n go by.
+block_k of all of k needs no accumulator, and the block of the outer axis then stays in VMEM while those of the inner
+one go by. b is read as XLA keeps it, by rows or by columns.
 
 Source: the blocked product of Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008),
 section 4, with VMEM as the cache.
@@ -87,10 +89,9 @@ ROWS = 4096
 MOST = 2**32  # multiplications of a step: its code is as long as they are many, and takes as long to compile
 SLOWEST = "v5e"
 FLOAT32_PASSES = 6  # products of bfloat16 parts that make one of float32
-STEP, NARROW = (
-    0.2,
-    500,
-)  # cycles that a step waits beyond its code, by libtpu's estimates: a lane of the units, and narrow
+# Cycles that a step waits beyond its code, by libtpu's estimates: for each lane of the matrix units beside each other,
+# and of blocks that are narrower than those.
+STEP, NARROW = 0.2, 500
 OUT = 3.0  # cycles of taking a register's results out of the units, times those that hide them: squared cycles
 ADD = 0.4 / 1024  # cycles an element of adding a step's products to those before, where there are any
 SHARE = 0.02  # of what hides behind what takes longer: with other than ROWS rows it may be that which takes longer
