@@ -41,6 +41,7 @@ from portakern.backends.pallas.tpu._chip import (
     sublanes,
     vmem_limit,
 )
+from portakern.backends.pallas.tpu._layout import native_axes
 from portakern.core import targets
 from portakern.core.call import Call
 
@@ -175,16 +176,6 @@ def kernel(ref: Refs, *, k: int, k_of_b: int, axis: int, few: bool) -> None:
         ref.c[...] = ref.acc[...].astype(ref.c.dtype)
 
 
-def lies_by_columns(rows: int, columns: int) -> bool:
-    """Whether XLA keeps a matrix in device memory column by column: it does where that pads it less. The axis along
-    which elements lie is padded to whole lanes, the other to 8 rows."""
-
-    def stored(major: int, minor: int) -> int:
-        return padded(major, 8) * padded(minor, LANES)
-
-    return stored(columns, rows) < stored(rows, columns)
-
-
 def by_columns(m: int, n: int, k: int, bm: int, bn: int, bk: int) -> bool:
     """Whether blocks of n follow each other in the grid's outer axis and those of m in the inner one, which moves
     fewer bytes: with all of k in a block, the outer axis's operand is read once and the other's for each of its
@@ -242,7 +233,7 @@ def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     rows, columns, depth = rank - 3, rank - 2, rank - 1
     if columns_first:
         rows, columns = columns, rows
-    turned = lies_by_columns(k, n)
+    turned = native_axes(b.shape) == (b.ndim - 1, b.ndim - 2)  # XLA keeps b column by column
     products = math.prod(batch) * m * n * k
     bytes_of_a = products // n * pl.cdiv(n, bn) * a.dtype.itemsize
     bytes_of_b = products // m * pl.cdiv(m, bm) * b.dtype.itemsize
