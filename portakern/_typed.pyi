@@ -854,6 +854,113 @@ class LayernormVjpOp(Op):
         wants: Iterable[Literal["d_x", "d_weight", "d_bias"]] | None,
     ) -> LayernormVjpOut[NDArray[Any] | None]: ...
 
+class LinearOut(NamedTuple, Generic[T]):
+    y: T
+    pre: T
+
+class LinearOp(Op):
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        weight: Array,
+        bias: Array | None = None,
+        residual: Array | None = None,
+        *,
+        activation: Literal["none", "relu", "gelu", "gelu_tanh", "silu"] = "none",
+        precision: Literal["ieee", "tf32"] = "ieee",
+        return_pre: Literal[False] = False,
+    ) -> Array:
+        """y = f(z) + residual with z = x weight^T + bias, in float32 (float64 for float64), rounded once, at the end.
+
+        f is the activation: relu(z) = max(z, 0), silu(z) = z / (1 + exp(-z)), gelu(z) = z (1 + erf(z / sqrt 2)) / 2,
+        gelu_tanh its tanh form, as swiglu and geglu have them; "none" is z itself. The sum over k, what bias adds, f
+        and
+        what residual adds are float32: nothing is rounded to x's dtype between them, as it is where each is a function
+        of
+        its own.
+
+        For its gradient one array is kept beside x and weight: z as it was before the activation, ``pre``, in x's
+        dtype.
+        Where there is no activation nothing is kept, and the forward call does not make it. The gradient of the
+        residual is
+        the cotangent of y itself, which is passed on. See linear_vjp.
+
+        The sources are Hendrycks and Gimpel 2016, "Gaussian error linear units", for gelu, and Elfwing et al. 2018,
+        "Sigmoid-weighted linear units", for silu.
+
+        Args:
+          x: (*batch, k); weight: (n, k), a row for each output, as ``torch.nn.Linear`` has it; bias: (n,); residual:
+            (*batch, n), added last. All of one dtype.
+          precision: of products of float32, as in matmul.
+          return_pre: whether z comes with y.
+
+        Returns:
+          y, pre: (*batch, n), x's dtype. k = 0 is refused. NaN and infinities go where plain arithmetic leads them: a
+            NaN
+          in a row of x makes its row NaN, gelu and silu of -inf are NaN (-inf 0), relu of it is 0.
+        """
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        weight: Array,
+        bias: Array | None = None,
+        residual: Array | None = None,
+        *,
+        activation: Literal["none", "relu", "gelu", "gelu_tanh", "silu"] = "none",
+        precision: Literal["ieee", "tf32"] = "ieee",
+        return_pre: Literal[True],
+    ) -> LinearOut[Array]: ...
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        weight: Array,
+        bias: Array | None = None,
+        residual: Array | None = None,
+        *,
+        activation: Literal["none", "relu", "gelu", "gelu_tanh", "silu"] = "none",
+        precision: Literal["ieee", "tf32"] = "ieee",
+        return_pre: bool = False,
+    ) -> Array | LinearOut[Array]: ...
+    @overload
+    def __call__(
+        self,
+        x: NDArray[Any],
+        weight: NDArray[Any],
+        bias: NDArray[Any] | None = None,
+        residual: NDArray[Any] | None = None,
+        *,
+        activation: Literal["none", "relu", "gelu", "gelu_tanh", "silu"] = "none",
+        precision: Literal["ieee", "tf32"] = "ieee",
+        return_pre: Literal[False] = False,
+    ) -> NDArray[Any]: ...
+    @overload
+    def __call__(
+        self,
+        x: NDArray[Any],
+        weight: NDArray[Any],
+        bias: NDArray[Any] | None = None,
+        residual: NDArray[Any] | None = None,
+        *,
+        activation: Literal["none", "relu", "gelu", "gelu_tanh", "silu"] = "none",
+        precision: Literal["ieee", "tf32"] = "ieee",
+        return_pre: Literal[True],
+    ) -> LinearOut[NDArray[Any]]: ...
+    @overload
+    def __call__(
+        self,
+        x: NDArray[Any],
+        weight: NDArray[Any],
+        bias: NDArray[Any] | None = None,
+        residual: NDArray[Any] | None = None,
+        *,
+        activation: Literal["none", "relu", "gelu", "gelu_tanh", "silu"] = "none",
+        precision: Literal["ieee", "tf32"] = "ieee",
+        return_pre: bool = False,
+    ) -> NDArray[Any] | LinearOut[NDArray[Any]]: ...
+
 class LinearCrossEntropyOut(NamedTuple, Generic[T]):
     loss: T
     lse: T | None
@@ -1093,6 +1200,84 @@ class LinearCrossEntropyVjpOp(Op):
         precision: Literal["ieee", "tf32"] = "ieee",
         wants: Iterable[Literal["d_hidden", "d_weight"]] | None,
     ) -> LinearCrossEntropyVjpOut[NDArray[Any] | None]: ...
+
+class LinearVjpOut(NamedTuple, Generic[T]):
+    d_x: T
+    d_weight: T
+    d_bias: T | None
+
+class LinearVjpOp(Op):
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        weight: Array,
+        d_y: Array,
+        pre: Array | None = None,
+        bias: Array | None = None,
+        *,
+        activation: Literal["none", "relu", "gelu", "gelu_tanh", "silu"] = "none",
+        precision: Literal["ieee", "tf32"] = "ieee",
+        wants: None = None,
+    ) -> LinearVjpOut[Array]:
+        """d_x = d_z weight, d_weight = d_z^T x and d_bias = the sum of d_z over all rows, with d_z = d_y f'(pre).
+
+        Products and sums are float32 (float64 for float64) and rounded once; d_z may be rounded to x's dtype before
+        them,
+        once. f' of relu is 0 up to 0 and 1 beyond, and selects: what it leaves out is 0 whatever d_y holds. The
+        gradient of
+        the residual is d_y and is not computed.
+
+        Args:
+          x, weight, activation, precision: what linear was given.
+          d_y: (*batch, n), the cotangent of its y.
+          pre: (*batch, n), what it found; None where there is no activation, and d_z is d_y.
+          bias: (n,), as in linear. Its values are not read: it says that d_bias exists.
+
+        Returns:
+          d_x, d_weight, d_bias: the shape and dtype of x, weight and bias, None where that was not given. The slope at
+            an
+          infinite pre is its limit, 1 or 0, but NaN for silu (inf 0).
+        """
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        weight: Array,
+        d_y: Array,
+        pre: Array | None = None,
+        bias: Array | None = None,
+        *,
+        activation: Literal["none", "relu", "gelu", "gelu_tanh", "silu"] = "none",
+        precision: Literal["ieee", "tf32"] = "ieee",
+        wants: Iterable[Literal["d_x", "d_weight", "d_bias"]] | None,
+    ) -> LinearVjpOut[Array | None]: ...
+    @overload
+    def __call__(
+        self,
+        x: NDArray[Any],
+        weight: NDArray[Any],
+        d_y: NDArray[Any],
+        pre: NDArray[Any] | None = None,
+        bias: NDArray[Any] | None = None,
+        *,
+        activation: Literal["none", "relu", "gelu", "gelu_tanh", "silu"] = "none",
+        precision: Literal["ieee", "tf32"] = "ieee",
+        wants: None = None,
+    ) -> LinearVjpOut[NDArray[Any]]: ...
+    @overload
+    def __call__(
+        self,
+        x: NDArray[Any],
+        weight: NDArray[Any],
+        d_y: NDArray[Any],
+        pre: NDArray[Any] | None = None,
+        bias: NDArray[Any] | None = None,
+        *,
+        activation: Literal["none", "relu", "gelu", "gelu_tanh", "silu"] = "none",
+        precision: Literal["ieee", "tf32"] = "ieee",
+        wants: Iterable[Literal["d_x", "d_weight", "d_bias"]] | None,
+    ) -> LinearVjpOut[NDArray[Any] | None]: ...
 
 class LogsumexpOp(Op):
     @overload
@@ -1675,6 +1860,14 @@ def op(
 ) -> LayernormVjpOp: ...
 @overload
 def op(
+    which: Literal["linear"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> LinearOp: ...
+@overload
+def op(
     which: Literal["linear_cross_entropy"],
     *,
     backend: str | Backend | None = None,
@@ -1689,6 +1882,14 @@ def op(
     variant: str | None = None,
     tiling: Mapping[str, int] | None = None,
 ) -> LinearCrossEntropyVjpOp: ...
+@overload
+def op(
+    which: Literal["linear_vjp"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> LinearVjpOp: ...
 @overload
 def op(
     which: Literal["logsumexp"],

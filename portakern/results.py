@@ -185,8 +185,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "judges": Benchmark(
         ("group", "name"),
         {"group": "text", "name": "text", "op": "text", "framework": "text", "right": "flag", "kind": "string",
-         "rejected": "object", "passed": "object", "silent": "object", "seconds": "numbers"},
-        {"tasks": "text", "wall_seconds": "number", "rules": "list"},
+         "rejected": "object", "passed": "object", "silent": "object", "seconds": "numbers", "sources": "text"},
+        {"tasks": "text", "wall_seconds": "number", "rules": "list", "sources": "object"},
     ),
     "kernelbench": Benchmark(
         ("problem", "whole"),

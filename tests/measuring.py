@@ -67,7 +67,7 @@ def differentiated(r, sample, dtype="float64"):
     options |= {o.wanted_by: True for o in r.spec.outputs if o.wanted_by}
     outputs = dict(zip(wired.forward.result._fields, oracle(op(r.op).bind(**arrays, **options)), strict=True))
     cotangents = {n: rng.standard_normal(outputs[n].shape) for n in wired.cotangents}
-    given = {n: (arrays | outputs)[n] for n in (*wired.inputs, *wired.outputs) if n in arrays or n in outputs}
+    given = {n: (arrays | outputs)[n] for n in (*wired.inputs, *wired.saves(options)) if n in arrays or n in outputs}
     given |= {argument: cotangents[n] for n, argument in wired.cotangents.items()}
     return (
         arrays,

@@ -11,7 +11,7 @@ from portakern import testing
 from portakern.api import op
 from portakern.core.oracle import oracle
 from portakern.spec.dtypes import numpy_dtype
-from portakern.spec.tolerance import compare, format_of
+from portakern.spec.tolerance import BLOCK, compare, format_of
 from tests.measuring import measure
 from tests.ops import forward_records, record, records
 from tests.ops._shared import pick, sweep, with_specials
@@ -190,6 +190,28 @@ def test_compare_on_nan_inf_and_overflow(got, ref, bound, ok):
     c = compare(np.array([got], np.float16), np.array([ref]), np.array([bound]), "float16")
     assert c.ok is ok
     assert c.worst == 0 or np.isfinite([got, ref, bound]).all()
+
+
+def test_compare_is_the_same_wherever_a_block_ends():
+    """One element that is no number has no say in how the others are compared, and no block forgets an earlier one's
+    worst."""
+    rng, size = np.random.default_rng(0), 3 * BLOCK + 5
+    ref = rng.standard_normal(size)
+    got, bound = (ref + 1e-3).astype(F32), np.full(size, 2e-3)
+    got[[7, BLOCK - 1, BLOCK, size - 1]] = ref[[7, BLOCK - 1, BLOCK, size - 1]] + 1.0
+    ref[[3, 2 * BLOCK]], got[[3, 2 * BLOCK + 1]] = np.nan, np.inf
+    bound[[BLOCK, 11]] = np.inf, 0.0
+    c = compare(got, ref, bound, "float32")
+    assert [*np.flatnonzero(c.bad)] == [3, 7, 11, BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, size - 1]
+    assert (
+        c.worst == np.inf and c.err[2 * BLOCK + 1] == np.inf and np.allclose(c.err[BLOCK + 1 : 2 * BLOCK], 1e-3, 1e-3)
+    )
+    bound[11] = 1e-3
+    assert compare(got, ref, bound, "float32").worst == pytest.approx(500, rel=1e-3)
+    found = compare(*(a[: 2 * BLOCK].reshape(2, BLOCK).T for a in (got, ref, bound)), "float32")
+    assert found.bad.shape == (BLOCK, 2) and [*np.argwhere(found.bad)[-1]] == [BLOCK - 1, 0] and found.bad.sum() == 4
+    with pytest.raises(ValueError, match="bound is NaN"):
+        compare(got, ref, np.where(np.arange(size) == BLOCK + 2, np.nan, bound), "float32")
 
 
 def test_compare_refuses_a_bound_that_is_nan():

@@ -48,6 +48,8 @@ def test_each_case_is_a_test_whose_id_runs_it_alone(tmp_path):
     assert {name[10] for name in failed} == {"1", "2"} and "looks like: the right elements times 1.125" in out
     alone = run(tmp_path, f"test_mine.py::{failed[0]}", "--portakern-examples", "20", "--portakern-seed", "1")
     assert "1 failed in" in alone and failed[0] in alone, alone
+    without = run(tmp_path, f"test_mine.py::{failed[-1]}", "--portakern-examples", "20")
+    assert failed[-1].startswith("test_mine[2-") and "1 failed in" in without, "an id's own seed will do"
 
 
 def test_cases_are_those_of_a_check(monkeypatch):

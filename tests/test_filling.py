@@ -9,8 +9,8 @@ from portakern.core import registry
 from portakern.core.binder import bind
 from portakern.core.call import shape_of
 from portakern.core.oracle import oracle
-from portakern.testing import Limits
-from portakern.testing.parts import part_call, part_of, picked, pieces, taken
+from portakern.testing import Limits, threads
+from portakern.testing.parts import LARGE, Part, part_call, part_of, picked, pieces, taken
 from portakern.testing.verdict import expected
 from tests.ops import forward_records
 
@@ -78,6 +78,31 @@ def test_indices_lie_at_ends_and_borders():
     assert {0, 99_999} <= set(some) and len(some) == len(set(some)) <= 24
     assert sum(i & (i + 1) == 0 or i & (i - 1) == 0 for i in map(int, some)) >= 6
     assert list(picked(np.random.default_rng(0), 3, 24)) == [0, 1, 2]
+
+
+def test_a_part_that_is_all_of_a_call_is_no_part():
+    """One long row: nothing is copied, and nothing stands for anything."""
+    softmax, x = registry.find_spec("softmax"), np.zeros((1, 2 * LARGE), np.float32)
+    assert Part.of(bind(softmax, x), 0).chosen == {}
+    assert Part.of(bind(softmax, np.zeros((64, LARGE // 16), np.float32)), 0).chosen
+
+
+def test_the_oracle_multiplies_in_one_thread_and_whoever_comes_after_in_as_many_as_before(monkeypatch):
+    asked = threads._openblas()
+    if asked is None:
+        pytest.skip("this NumPy multiplies with another library than OpenBLAS")
+    get, put = asked
+    before, seen = get(), []
+    put(2)
+    monkeypatch.setattr("portakern.testing.verdict.oracle", lambda call: seen.append(get()) or oracle(call))
+    try:
+        x = np.ones((3, 4), np.float32)
+        with threads.one_thread():
+            expected(bind(registry.find_spec("matmul"), x, x.T))
+            assert get() == 1, "whoever leaves first leaves the others as they are"
+        assert seen == [1] and get() == 2
+    finally:
+        put(before)
 
 
 def past_the_grid(x, *, axis=-1):

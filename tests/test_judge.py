@@ -503,6 +503,8 @@ def test_calls_are_cut_along_what_no_sum_runs_over():
     large = {"a": (70, 1 << 20), "b": (1 << 20, 30)}
     assert cut_to(spec, large, {}, 1 << 20, 1e12) == {"a": (1, 1 << 20), "b": (1 << 20, 1)}
     assert cut_to(spec, large, {}, 1 << 40, 1e15) == large
+    rows, one = {"x": (16, 1 << 22)}, {"x": (1, 1 << 22)}  # the oracle of two such rows takes too long
+    assert cut_to(registry.find_spec("layernorm"), rows, {}, 1 << 40, 1e15) == one
     batched = {"x": (12, 64, 50, 40)}
     assert cut_to(registry.find_spec("softmax"), batched, {"axis": 2}, 4000, 1e12)["x"][2] == 50
 
@@ -669,6 +671,51 @@ def test_problems_that_are_known_bring_their_op_and_mapping(tmp_path):
         spec = registry.find_spec(row["op"])
         names = ([a.name for a in spec.arrays], [o.name for o in spec.outputs], [o.name for o in spec.options])
         parse(row.get("map", ""), *names)
+
+
+def test_a_candidate_starts_while_the_judge_begins_the_device(tmp_path, monkeypatch):
+    """Both import the array library, and begin a driver: seconds each."""
+    order, start = [], judgement.Process
+    monkeypatch.setattr(judgement, "Process", lambda *args: order.append("process") or start(*args))
+    target = judgement._target
+    monkeypatch.setattr(judgement, "_target", lambda *args: order.append("device") or target(*args))
+    assert judged(tmp_path, NUMPY_RIGHT).report.outcome == "right" and order == ["process", "device"]
+    with pytest.raises(pk.UnavailableError, match="numpy has no cuda device here"):
+        judged(tmp_path, NUMPY_RIGHT, device="cuda")
+    assert not [p for p in Path("/proc/self/task").glob("*/children") if p.read_text().strip()], "none was left behind"
+
+
+def test_the_command_keeps_the_memory_that_it_has():
+    """An array that is mapped anew costs a fault for each of its pages."""
+    code = """
+        import resource
+        import numpy as np
+        from portakern.cli.judge import _keep_memory
+        _keep_memory()
+        def faults(times):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            for _ in range(times):
+                x = np.full(1 << 20, 1.0)
+                (x + x).sum()
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        faults(3)
+        print(faults(20))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
+    assert int(done.stdout) < 50, done.stdout + done.stderr
+
+
+def test_a_device_whose_first_array_fails_is_not_reached_and_its_words_are_told(monkeypatch):
+    from portakern.core.framework import host_framework
+    from portakern.judging.host import Host
+
+    def fails(*args):
+        raise RuntimeError("OS call failed")
+
+    assert Host(0).begin({"framework": "numpy", "device": "cpu"})[0] == {"reached": True}
+    monkeypatch.setattr(type(host_framework()), "full", fails)
+    told, _ = Host(0).begin({"framework": "numpy", "device": "cpu"})
+    assert told == {"reached": False, "why": "RuntimeError: OS call failed"}
 
 
 def test_poisoned_memory_costs_no_compiler():

@@ -3,6 +3,7 @@ cheat and leaves right kernels of unusual kinds alone. The whole is ``python -m 
 
 import json
 import logging
+import shutil
 import sys
 from pathlib import Path
 
@@ -17,7 +18,8 @@ ROOT = Path(__file__).parent.parent
 if str(ROOT) not in sys.path:  # importing by path leaves siblings unseen
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.judges import corpus  # noqa: E402
+from benchmarks.judges import __main__ as command  # noqa: E402
+from benchmarks.judges import corpus, stale  # noqa: E402
 from benchmarks.judges import rule as judging  # noqa: E402
 from benchmarks.judges.corpus import cheats, level_1, right  # noqa: E402
 from benchmarks.judges.corpus.planted import kernel  # noqa: E402
@@ -289,6 +291,47 @@ def test_a_reference_of_level_1_is_right(name):
 def test_a_task_of_a_worker_is_a_verdict():
     done = work(Task("cheats", "softmax in torch: zeros", "jaxbench"))
     assert done["rejected"] is False and done["shown"] is True
+
+
+def test_a_run_taken_up_again_gives_the_verdicts_of_other_sources_anew(tmp_path, monkeypatch):
+    subjects = [s for s in corpus.subjects().values() if (s.group, s.op) == ("level 1", "softmax")]
+    monkeypatch.setattr(corpus, "subjects", lambda: {(s.group, s.name): s for s in subjects})
+    given = {"rejected": False, "why": "", "seconds": 2.0, "shown": None}
+    (one,) = subjects
+    tasks = {Task(one.group, one.name, r): given for r in rules()}
+    command.save(tmp_path / "judges.json", tasks, len(tasks), 1.0)
+    assert dict(command.kept(tmp_path / "judges.json")) == tasks
+    of_rule = stale.of_rule
+    monkeypatch.setattr(stale, "of_rule", lambda name: "another" if name == "gpu-mode" else of_rule(name))
+    assert {*tasks} - {*dict(command.kept(tmp_path / "judges.json"))} == {Task(one.group, one.name, "gpu-mode")}
+    monkeypatch.setattr(stale, "of_subject", lambda s: "another")
+    assert not [*command.kept(tmp_path / "judges.json")]
+
+
+def test_sources_of_a_verdict_are_its_rules_and_its_subjects(tmp_path):
+    """In a checkout where one file differs, those verdicts alone are of other sources that it decides."""
+    for name in ("benchmarks", "portakern", "specs", "backends", "tests"):
+        shutil.copytree(
+            ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("results", "__pycache__")
+        )
+    subjects = [*corpus.subjects().values()]
+
+    def differ(file, text):
+        before = (tmp_path / file).read_text()
+        (tmp_path / file).write_text(before + text)
+        stale._of.cache_clear()
+        of_rules = {n for n in rules() if stale.of_rule(n) != stale.of_rule(n, tmp_path)}
+        ops = {(s.group, s.op) for s in subjects if stale.of_subject(s) != stale.of_subject(s, tmp_path)}
+        (tmp_path / file).write_text(before)
+        return of_rules, ops
+
+    assert differ("benchmarks/judges/rules/gpu_mode.py", "\n# more words\n") == (set(), set())
+    assert differ("benchmarks/judges/rules/gpu_mode.py", "\nMORE = 1\n") == ({"gpu-mode"}, set())
+    assert differ("portakern/testing/verdict.py", "\nMORE = 1\n") == ({"portakern"}, set())
+    of_rules, ops = differ("backends/reference/rmsnorm.py", "\nMORE = 1\n")
+    assert not of_rules and ("cheats", "rmsnorm") in ops and not {op for _, op in ops} & {"softmax", "matmul"}
+    of_rules, ops = differ("benchmarks/judges/corpus/cheats.py", "\nMORE = 1\n")
+    assert not of_rules and {group for group, _ in ops} == {"cheats"}
 
 
 def test_what_is_kept_says_what_the_page_does():

@@ -15,7 +15,7 @@ from jaxtyping import Float, Float32
 import portakern as pk
 from portakern.core import registry
 from portakern.core.gradients import wiring
-from portakern.spec import spec
+from portakern.spec import When, spec
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
@@ -96,11 +96,14 @@ LAYOUTS = {
 def test_gradients_are_torch_s_whatever_the_cotangent_s_strides(r, layout):
     ours, theirs, arrays = beside_torch(r)
     weight = LAYOUTS[layout](theirs(*arrays).detach())
-    for mine, its, x in zip(
-        grads(ours, *arrays, weight=weight), grads(theirs, *arrays, weight=weight), arrays, strict=True
+    given = [a.name for a in r.spec.arrays if a.name in r.compared.shapes]
+    passed, names = wiring(r.spec).vjp.passes, [given[i] for i in r.differentiable(r.compared)]
+    for name, mine, its, x in zip(
+        names, grads(ours, *arrays, weight=weight), grads(theirs, *arrays, weight=weight), arrays, strict=True
     ):
         torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-12)
-        assert mine.data_ptr() != x.data_ptr() and mine.dtype == x.dtype and mine.is_contiguous()
+        assert mine.data_ptr() != x.data_ptr() and mine.dtype == x.dtype
+        assert mine.is_contiguous() or name in passed, "a cotangent that is passed on is the caller's"
 
 
 @pytest.mark.parametrize("backend", ["reference", "pallas"])
@@ -393,7 +396,57 @@ def test_a_vjp_that_gives_every_gradient_its_name():
         found = registry.find_spec(name)
         if found.vjp:
             wired = wiring(found)
-            assert set(wired.gradients.values()) == {o.name for o in wired.vjp.outputs}
+            given = {*wired.gradients.values()} - {*wired.vjp.passes.values()}
+            assert given == {o.name for o in wired.vjp.outputs}
+
+
+def test_a_cotangent_that_is_a_gradient_is_passed_on_without_a_copy_and_without_a_call():
+    x, weight, residual = f64(3, 4), f64(5, 4), f64(3, 5)
+    d_y = torch.ones(3, 5, dtype=torch.float64)
+    linear = pk.op("linear", backend="reference")
+    for _ in range(3):  # the first call of a form, and those after it
+        y = linear(x.detach(), weight.detach(), None, residual, activation="silu")
+        found = []
+        assert not served(lambda y=y, found=found: found.extend(torch.autograd.grad(y, residual, d_y)))
+        found += torch.autograd.grad(linear(x, weight, None, residual, activation="silu"), (residual, x), d_y)
+        assert found[0].data_ptr() == found[1].data_ptr() == d_y.data_ptr() and found[2].shape == x.shape
+
+
+def test_what_is_saved_hangs_on_options():
+    x, weight = f64(3, 4), f64(5, 4)
+    wants = {
+        activation: served(lambda a=activation: pk.op("linear", backend="reference")(x, weight, activation=a))[0][1]
+        for activation in ("none", "gelu")
+    }
+    assert wants == {"none": ("y",), "gelu": ("y", "pre")}
+    with pytest.raises(pk.SpecError, match="linear_vjp: pre is read where there is an activation: pass it there"):
+        pk.op("linear_vjp")(x.detach(), weight.detach(), f64(3, 5).detach(), activation="gelu")
+
+
+@pytest.mark.parametrize("passes", [{"c": "d_y"}, {"b": "d_z"}, {"b": "y"}])
+def test_a_gradient_that_is_no_cotangent_is_refused(passes, monkeypatch):
+    @spec(tiling={}, flops=flops, vjp="sum_vjp")
+    def sum(a: Float[A, "*batch n"], b: Float[A, "*batch n"]) -> DoubleOut:
+        """y = a + b."""
+
+    @spec(tiling={}, flops=flops, passes=passes)
+    def sum_vjp(d_y: Float[A, "*batch n"]) -> SumVjpOut:
+        """d_a = d_y."""
+
+    monkeypatch.setattr(registry, "find_spec", lambda name: sum_vjp)
+    wiring.cache_clear()
+    with pytest.raises(pk.SpecError, match="sum_vjp: passes says that the gradient of . is .*; expected an input of"):
+        wiring(sum)
+
+
+def test_an_argument_that_is_always_there_cannot_be_read_now_and_then():
+    with pytest.raises(
+        pk.SpecError, match="reads says when d_y is read; expected an array argument that may be absent"
+    ):
+
+        @spec(tiling={}, flops=flops, reads={"d_y": When(lambda options: True, "always")})
+        def sum_vjp(d_y: Float[A, "*batch n"]) -> SumVjpOut:
+            """d_a = d_y."""
 
 
 @pytest.mark.parametrize("also", [{"d_y": ["b"]}, {"d_a": ["c"]}, {"y": ["b"]}])

@@ -2,7 +2,8 @@
 rules, over every planted fault, a corpus of cheats, and right kernels of unusual kinds.
 
     python -m benchmarks.judges --jobs 2 --json benchmarks/results/judges.json
-    python -m benchmarks.judges --resume --json benchmarks/results/judges.json     # only what the file does not hold
+    python -m benchmarks.judges --resume --json benchmarks/results/judges.json     # what the file lacks, or has of other sources
+    python -m benchmarks.judges --stale --json benchmarks/results/judges.json      # how much that is; nothing runs
     python -m benchmarks.judges --only cheats softmax --rules portakern kernelbench-float32
 """
 
@@ -20,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # workers import tests and benchmarks from the checkout
 
-from benchmarks.judges import corpus, rule
+from benchmarks.judges import corpus, rule, stale
 from benchmarks.judges.rules import rules
 from benchmarks.judges.subject import Subject
 from benchmarks.judges.working import Task, work
@@ -37,6 +38,7 @@ def table(results: Mapping[Task, Mapping[str, Any]]) -> list[dict[str, Any]]:
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for (group, name), s in corpus.subjects().items():
         fields = {"op": s.op, "framework": s.framework, "right": s.right, "kind": s.kind}
+        fields |= {"sources": stale.of_subject(s)}
         rows[group, name] = {"group": group, "name": name, **fields} | {
             k: {} for k in ("rejected", "passed", "silent", "seconds")
         }
@@ -50,9 +52,16 @@ def table(results: Mapping[Task, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def kept(file: Path) -> Iterator[tuple[Task, dict[str, Any]]]:
-    """The verdicts of a run that was ended."""
-    for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
+    """The verdicts of a run that was ended, or is old: those that are of today's sources."""
+    data, known = json.loads(file.read_text(encoding="utf-8")), corpus.subjects()
+    same = {name for name in rules() if data["sources"].get(name) == stale.of_rule(name)}
+    for row in data["rows"]:
+        subject = known.get((row["group"], row["name"]))
+        if subject is None or row["sources"] != stale.of_subject(subject):
+            continue
         for name, seconds in row["seconds"].items():
+            if name not in same:
+                continue
             rejected = None if name in row["silent"] else name in row["rejected"]
             why = {**row["silent"], **row["rejected"]}.get(name, "")
             shown = row["passed"].get(name)
@@ -102,8 +111,24 @@ def save(file: Path | None, results: Mapping[Task, Mapping[str, Any]], planned: 
         tasks=f"{done} of {planned}",
         wall_seconds=round(seconds),
         rules=described(),
+        sources={name: stale.of_rule(name) for name in rules()},
     )
     write(file, data)
+
+
+def tell(tasks: Sequence[Task], file: Path) -> None:
+    """How many verdicts are to be given, and how long the file's run took for them; of those that it has not, as long
+    as its others of their group and rule took on the average."""
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    took = {Task(r["group"], r["name"], name): s for r in rows for name, s in r["seconds"].items()}
+    each: dict[tuple[str, str], list[float]] = {}
+    for t, seconds in took.items():
+        each.setdefault((t.group, t.rule), []).append(seconds)
+    for (group, name), seconds in sorted(each.items()):
+        here = [t for t in tasks if (t.group, t.rule) == (group, name)]
+        if here:
+            guessed = sum(took.get(t, sum(seconds) / len(seconds)) for t in here)
+            print(f"{group:12}{name:24}{len(here):5} of {len(seconds):4}{guessed:8.0f} s, in that file")
 
 
 def chosen(only: Sequence[str]) -> list[Subject]:
@@ -119,15 +144,20 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], help="subjects whose group and name hold these words")
     parser.add_argument("--rules", nargs="+", choices=list(rules()), default=list(rules()))
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--resume", action="store_true", help="do only what the file of --json does not hold yet")
+    parser.add_argument("--resume", action="store_true", help="only what --json's file lacks, or has of other sources")
+    parser.add_argument("--stale", action="store_true", help="say what --resume would do, and end")
     args = parser.parse_args()
     os.environ.update(dict.fromkeys(SINGLE, "1") | {"JAX_PLATFORMS": "cpu"})
 
     planned = [Task(s.group, s.name, r) for s in chosen(args.only) for r in args.rules]
-    before: dict[Task, dict[str, Any]] = dict(kept(args.json)) if args.resume and args.json.exists() else {}
+    goes_on = (args.resume or args.stale) and args.json and args.json.exists()
+    before: dict[Task, dict[str, Any]] = dict(kept(args.json)) if goes_on else {}
     results = {t: r for t, r in before.items() if t in set(planned)}
     already = json.loads(args.json.read_text())["wall_seconds"] if before else 0
     tasks, start, errors = [t for t in planned if t not in results], time.time(), []
+    if args.stale:
+        tell(tasks, args.json)
+        return 0
 
     def done(task: Task, result: dict[str, Any]) -> None:
         error = result.get("error", "")

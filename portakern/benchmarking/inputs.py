@@ -77,8 +77,9 @@ def for_gradient(forward: Inputs, outputs: Mapping[str, Any], seed: int = 0) -> 
     needed = {a.name for a in wired.vjp.arrays if not a.optional}
     needed |= {wired.cotangents[o.name] for o in forward.spec.outputs if o.name in wired.cotangents and not o.wanted_by}
     buffers = {n: forward.buffers[n] for n in wired.inputs if n in forward.buffers}
-    on_device = {n: call.arrays[n] for n in buffers} | {n: outputs[n] for n in wired.outputs}
-    buffers |= {n: _contiguous(framework.to_numpy(outputs[n])) for n in wired.outputs}
+    saved = wired.saves(call.options)
+    on_device = {n: call.arrays[n] for n in buffers} | {n: outputs[n] for n in saved}
+    buffers |= {n: _contiguous(framework.to_numpy(outputs[n])) for n in saved}
     for output, name in wired.cotangents.items():
         if name in needed:
             shape, dtype = call.outputs[output]

@@ -130,6 +130,8 @@ class Family:
         embed) -> the implementation for arrays of that library``, which needs nothing of the backend's own library.
         Or None, and ``unstaged`` says why not.
       profiles: name -> a :class:`Profile`, or its place alone.
+      named_only: why its kernels serve no call but those that name it with ``variant=``, in a user's words; None: they
+        serve what they take.
     """
 
     package: str
@@ -142,6 +144,7 @@ class Family:
     stages: str | None = None
     unstaged: str = "nothing makes its kernels part of another library's programs"
     profiles: Mapping[str, str | Profile] = field(default_factory=dict, hash=False)
+    named_only: str | None = None
 
     @property
     def name(self) -> str:
@@ -180,22 +183,25 @@ class Drawn:
 
     Attributes:
       absent: optional arrays and options that no call gives. multiples: dimension -> what its extent is a multiple of.
-      least: dimension -> its least extent.
+      least, most: dimension -> its least extent, and its largest.
     """
 
     absent: tuple[str, ...] = ()
     multiples: Mapping[str, int] = field(default_factory=dict)
     least: Mapping[str, int] = field(default_factory=dict)
+    most: Mapping[str, int] = field(default_factory=dict)
 
     def extent(self, name: str, extent: int) -> int:
-        """The nearest extent from there on that is drawn."""
+        """The nearest extent from there on that is drawn, or the largest."""
         of = self.multiples.get(name, 1)
-        return -(-max(extent, self.least.get(name, 0)) // of) * of
+        nearest = -(-max(extent, self.least.get(name, 0)) // of) * of
+        return min(nearest, self.most.get(name, nearest))
 
     def __str__(self) -> str:
         said = [f"no {name}" for name in self.absent]
         said += [f"{name} a multiple of {of}" for name, of in self.multiples.items()]
-        return ", ".join([*said, *(f"{name} at least {least}" for name, least in self.least.items())])
+        said += [f"{name} at least {least}" for name, least in self.least.items()]
+        return ", ".join([*said, *(f"{name} at most {most}" for name, most in self.most.items())])
 
 
 ANY = Drawn()
@@ -345,7 +351,7 @@ class Backend:
     @functools.cached_property
     def families(self) -> tuple[Family, ...]:
         """Those whose kernels can be imported here, most particular first: those for few architectures before those
-        for many, and those before the ones for all.
+        for many, and those before the ones for all. Of as many those come last that serve only when they are named.
         """
         return tuple(f for f in self.declared if f.lacks() is None)
 
@@ -363,7 +369,7 @@ class Backend:
                 found.append(importlib.import_module(f"{self.package}.{module.name}.family").FAMILY)
         if not found:
             raise SpecError(f"backend {self.name!r}: package {self.package!r} has no family: a folder with a family.py")
-        return tuple(sorted(found, key=lambda f: (len(f.targets) or 10**6, f.name)))
+        return tuple(sorted(found, key=lambda f: (len(f.targets) or 10**6, f.named_only is not None, f.name)))
 
     def implements(
         self,

@@ -3,6 +3,7 @@
 A spec that says ``vjp="x_vjp"`` is differentiated by the op ``x_vjp``. An input of that op that is called like an input
 or an output of the forward op is saved from the forward call; an input ``d_y`` is the cotangent of the output y; an
 output ``d_x`` is the gradient with respect to the input x, and to those that the vjp's spec names beside it (``also``).
+The gradient of an input may be a cotangent as it is (``passes``), and what is saved may hang on options (``reads``).
 Options of the same name are passed on. A gradient that the vjp op does not give is refused by name, never zeros.
 """
 
@@ -29,7 +30,8 @@ class Wiring:
       forward, vjp: the two specs.
       inputs, outputs: names of the forward call's arrays and outputs that the vjp takes.
       cotangents: output of the forward -> argument of the vjp that is its cotangent.
-      gradients: input of the forward -> output of the vjp that is its gradient.
+      gradients: input of the forward -> output of the vjp that is its gradient, or the argument: a cotangent that is
+        passed on.
       options: names of the options that both have.
     """
 
@@ -43,11 +45,17 @@ class Wiring:
 
     def training(self, call: Call) -> Call:
         """The forward call that also gives what the vjp wants saved."""
-        wants = tuple(o.name for o in self.forward.outputs if o.name in call.wants or o.name in self.outputs)
-        return call.replace(wants=wants)
+        saved = self.saves(call.options)
+        return call.replace(wants=tuple(o.name for o in self.forward.outputs if o.name in (*call.wants, *saved)))
+
+    def saves(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+        """The outputs of the forward call that the vjp reads under these options of it."""
+        reads = self.vjp.reads
+        return tuple(name for name in self.outputs if name not in reads or self.vjp.reads_under(name, options))
 
     def wants(self, differentiated: Any) -> tuple[str, ...]:
-        """The gradients of the inputs named in ``differentiated``; UnsupportedError where the vjp does not give one."""
+        """The outputs of the vjp that are gradients of the inputs named in ``differentiated``; UnsupportedError where
+        there is no gradient."""
         for name in differentiated:
             if name not in self.gradients:
                 given = ", ".join(self.gradients)
@@ -55,7 +63,12 @@ class Wiring:
                     f"{self.forward.name}: {self.vjp.name} gives no gradient with respect to {name}, only to {given}; "
                     f"detach {name}"
                 )
-        return tuple(dict.fromkeys(o for name, o in self.gradients.items() if name in differentiated))
+        passed = self.vjp.passes
+        return tuple(dict.fromkeys(o for n, o in self.gradients.items() if n in differentiated and n not in passed))
+
+    def passed(self, name: str, cotangents: Mapping[str, Any]) -> Any:
+        """The cotangent that is the gradient of the input ``name`` as it is; None where there is none."""
+        return cotangents.get(self.vjp.passes.get(name, ""))
 
 
 @functools.cache
@@ -95,6 +108,13 @@ def wiring(spec: Spec[Any]) -> Wiring:
                 f"{vjp.name}: also says that {output} is the gradient of {', '.join(others)} too; expected a gradient "
                 f"among its outputs, and inputs of {spec.name}: {', '.join(a.name for a in spec.arrays)}"
             )
+    for name, cotangent in vjp.passes.items():
+        if name not in mine or cotangent not in taken or cotangent.removeprefix("d_") not in outputs:
+            raise SpecError(
+                f"{vjp.name}: passes says that the gradient of {name} is {cotangent}; expected an input of {spec.name} "
+                f"and a cotangent among the arguments: {', '.join(taken)}"
+            )
+        gradients[name] = cotangent
     return Wiring(
         spec,
         vjp,

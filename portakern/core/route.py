@@ -160,7 +160,8 @@ def _nothing_for(b: Backend, target: Target) -> str:
     """Why no family of a backend serves a target."""
     lacking = b.lacking(target)
     if lacking:
-        return "; ".join(f"its kernels for {', '.join(f.targets or f.platforms)} need {why}" for f, why in lacking)
+        said = (f"its kernels for {', '.join(f.targets or f.platforms)} need {why}" for f, why in lacking)
+        return "; ".join(dict.fromkeys(said))
     there = dict.fromkeys(arch for f in b.declared if target.platform in f.platforms for arch in f.targets)
     if there:
         chips = f"its kernels for {target.platform} are for {', '.join(there)} alone"
@@ -171,21 +172,24 @@ def _nothing_for(b: Backend, target: Target) -> str:
 
 
 def find_routes(b: Backend, call: Call, target: Target, variant: str | None = None) -> tuple[Route, ...]:
-    """The variants of ``call`` on ``b``, most particular first, or the error that says why there is none."""
+    """The variants of ``call`` on ``b``, most particular first, or the error that says why there is none. Without a name
+    those are left out that serve only when they are named."""
     target = b.stands_in(target)
     staged = b.stages_for(call.framework, target, variant)
     b.check_available(bool(staged))
     found: list[Route] = []
-    for family in staged:
+    shut = () if variant is not None else [f for f in b.families if f.named_only is not None]
+    for family in (f for f in staged if f not in shut):
         impl = b.implementation(call.spec.name, family)
         if impl is not None:
             found.append(Route(family.staged(impl, call.framework), False, target, call.framework, embedded=True))
     for family, interpret in () if found else b.families_for(target, variant):
-        impl = b.implementation(call.spec.name, family)
+        impl = b.implementation(call.spec.name, family) if family not in shut else None
         if impl is not None:
             found.append(Route(impl, interpret, target, frameworks()[b.framework]))
     if not found:
-        reason = why_not(b, call.spec, call.framework, target, variant) or "it has none"
+        named = (f"variant {f.name!r} serves only when it is named: {f.named_only}" for f in shut)
+        reason = why_not(b, call.spec, call.framework, target, variant) or next(named, "it has none")
         known = (o for o in registry.backends().values() if o is not b)
         others = [o.name for o in known if why_not(o, call.spec, call.framework, target) is None]
         raise UnsupportedError(

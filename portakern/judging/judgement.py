@@ -115,18 +115,19 @@ def judge(
     places, fixed = parse(map, *names)
     which, form, library = _identify(path, name, spec, framework)
     _check_walls(bounds or Bounds())
-    target, start = _target(library, device), time.perf_counter()
     line = _line(str(file), which, spec, map, problem, library, device)
-    candidate = _Candidate(spec, path, source, which, form, library, target, places, {**fixed, **(options or {})}, line)
+    fixed = {**fixed, **(options or {})}
     asked = Asked(
-        dtypes, None, max_examples, seed, None, shapes, layouts, candidate.fixed, False, True, edges, promises, seconds,
+        dtypes, None, max_examples, seed, None, shapes, layouts, fixed, False, True, edges, promises, seconds,
         shrink=False,
     )  # fmt: skip
-    judged = Judged(Report(spec.name, "", seed), str(file), which, _digest(path), str(target))
-    process = None
+    judged = Judged(Report(spec.name, "", seed), str(file), which, _digest(path), device)
+    start, process = time.perf_counter(), Process(bounds or Bounds(), library, device)
+    called = f"{path.name}:{which} on {device}"
     try:
-        process = Process(bounds or Bounds(), accelerated=target != HOST)
-        judged.walls = process.walls
+        target = _target(library, device)
+        candidate = _Candidate(spec, path, source, which, form, library, target, places, fixed, line)
+        judged.device, called = str(target), candidate.called
         _begin(process, library, target)
         subject, told = candidate.loaded(process)
         judged.load_seconds = round(time.perf_counter() - start, 2)
@@ -138,12 +139,11 @@ def judge(
             judged.report.concessions += words
     except Ended as e:
         failure = Failure(spec.name, f"before any case: {e}", "", line("").partition(" --case")[0], e.kind)
-        judged.report = Report(spec.name, candidate.called, seed, failures=[failure])
+        judged.report = Report(spec.name, called, seed, failures=[failure])
     finally:
-        if process is not None:
-            process.end()
-            judged.printed = process.printed()
-            os.close(process.log)
+        process.end()
+        judged.walls, judged.printed = process.walls, process.printed()
+        os.close(process.log)
     judged.seconds = time.perf_counter() - start
     return judged
 
@@ -244,13 +244,14 @@ def _target(library: str, device: str) -> Target:
 def _begin(process: Process, library: str, target: Target) -> None:
     """Have the process import the array library; UnavailableError where a device that the judge reaches begins behind
     no such wall."""
-    if process.begin(library, target.platform):
+    if process.begun():
         return
     walls = [w for w in process.walls if w != "session"]
     raise UnavailableError(
         f"judge: {library} reaches the {target.platform} device here, and not behind the walls that the candidate gets "
         f"({', '.join(walls)}). A driver that does not begin behind the wall 'files' begins with --without files; the "
         "verdict then says that it did not stand. Trust such a candidate, or give it a machine of its own"
+        + (f". Its driver said: {process.why}" if process.why else "")
     )
 
 

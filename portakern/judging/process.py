@@ -7,6 +7,7 @@ of the form that was asked for, or for the words of a failure, and for nothing e
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import select
@@ -24,12 +25,16 @@ from typing import Any
 import numpy as np
 
 from portakern.core.failing import Ended
+from portakern.core.targets import HOST
 from portakern.errors import UnavailableError
 
 __all__ = ["Bounds", "Process"]
 
 HEADER = 1 << 20
 """Bytes of a reply's header, at most."""
+
+PIPE = 1 << 20
+"""Bytes that a reply's pipe holds: Linux gives 65536, of which a large output needs hundreds."""
 
 KINDS = ("refused", "memory", "crashed")
 
@@ -52,9 +57,10 @@ class Bounds:
 
 
 class Process:
-    """A candidate's process. ``accelerated``: it uses one, which maps more address space than it has memory."""
+    """A candidate's process, on a device of an array library's. It starts while the judge goes on to something else:
+    both may have the library to import, and a driver to begin."""
 
-    def __init__(self, bounds: Bounds, accelerated: bool) -> None:
+    def __init__(self, bounds: Bounds, framework: str, platform: str) -> None:
         if sys.platform != "linux":
             raise UnavailableError("portakern judge walls a candidate in with what Linux has; run it on Linux")
         self.bounds = bounds
@@ -64,10 +70,11 @@ class Process:
         ours_in, theirs_out = os.pipe()
         theirs_in, ours_out = os.pipe()
         self.replies, self.requests = ours_in, ours_out
+        with contextlib.suppress(OSError):  # as much as the system lets a user have
+            fcntl.fcntl(ours_in, fcntl.F_SETPIPE_SZ, PIPE)
         cpu = int(bounds.load_seconds + 3600)
-        limits = json.dumps(
-            [0 if accelerated else bounds.memory + (8 << 30), cpu, bounds.file_bytes, [*bounds.without]]
-        )
+        space = bounds.memory + (8 << 30) if platform == HOST.platform else 0  # a driver maps more than there is
+        limits = json.dumps([space, cpu, bounds.file_bytes, [*bounds.without]])
         command = [sys.executable, "-P", "-m", "portakern.judging.host", str(theirs_in), str(theirs_out),
                    str(self.memory), self.folder.name, limits]  # fmt: skip
         self.popen = subprocess.Popen(
@@ -78,29 +85,28 @@ class Process:
         os.close(theirs_out)
         os.set_blocking(self.replies, False)
         self.walls: list[str] = []
-        try:
-            with self.or_ended():
-                self.walls = [str(w) for w in self._reply(bounds.load_seconds, 0)[0].get("walls", ())]
-        except BaseException:
-            self.end()
-            raise
+        self.why = ""  # the device that it was to begin did not
+        with contextlib.suppress(OSError):  # what has ended already is told by :meth:`begun`
+            self._send({"do": "begin", "framework": framework, "device": platform})  # the pipe holds it till it is read
 
-    def begin(self, framework: str, platform: str) -> bool:
-        """Import the array library, before the candidate; whether it reaches such a device behind the walls."""
-        return bool(self._asked({"do": "begin", "framework": framework, "device": platform}).get("reached"))
+    def begun(self) -> bool:
+        """Wait until it has raised its walls and imported the library, before the candidate; whether it reaches such a
+        device behind them."""
+        with self.or_ended():
+            self.walls = [str(w) for w in self._reply(self.bounds.load_seconds, 0)[0].get("walls", ())]
+            told = self._reply(self.bounds.load_seconds, 0)[0]
+            self.why = str(told.get("why", ""))[:300]
+            return bool(told.get("reached"))
 
     def load(self, ask: Mapping[str, Any]) -> dict[str, Any]:
         """Import the candidate; what it says of itself."""
-        return self._asked({"do": "load", **ask})
-
-    def _asked(self, ask: Mapping[str, Any]) -> dict[str, Any]:
         with self.or_ended():
-            self._send(ask)
+            self._send({"do": "load", **ask})
             return self._reply(self.bounds.load_seconds, 0)[0]
 
     def call(
         self, ask: Mapping[str, Any], memories: Sequence[np.ndarray], most: int
-    ) -> tuple[list[dict[str, Any]], list[bytes]]:
+    ) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
         """One call on these memories, of which each lies at a multiple of 64 bytes. They hold afterwards what the
         candidate left there. ``most``: bytes of outputs.
 
@@ -166,12 +172,12 @@ class Process:
                 raise Ended("hung", f"it took no request for {self.bounds.seconds:g} s")
             whole = whole[os.write(self.requests, whole) :]
 
-    def _reply(self, seconds: float, most: int) -> tuple[dict[str, Any], list[bytes]]:
+    def _reply(self, seconds: float, most: int) -> tuple[dict[str, Any], list[np.ndarray]]:
         until = time.monotonic() + seconds
-        size = struct.unpack("<Q", self._take(8, until, seconds))[0]
+        size = struct.unpack("<Q", self._take(8, until, seconds).data)[0]
         if size > HEADER:
             raise ValueError(f"a header of {size} bytes")
-        told = json.loads(self._take(size, until, seconds))
+        told = json.loads(self._take(size, until, seconds).tobytes())
         if "error" in told:
             kind = told["error"] if told["error"] in KINDS else "crashed"
             raise Ended(kind, f"raised {str(told['type'])[:80]}: {str(told['text'])[:2000]}")
@@ -179,22 +185,22 @@ class Process:
         if any(n < 0 for n in sizes) or sum(sizes) > most:
             told["outputs"] = [{**o, "cut": True} for o in told["outputs"]]
             return told, []  # of another form, which needs no values
-        return told, [bytes(self._take(n, until, seconds)) for n in sizes]
+        return told, [self._take(n, until, seconds) for n in sizes]
 
-    def _take(self, count: int, until: float, seconds: float) -> bytearray:
+    def _take(self, count: int, until: float, seconds: float) -> np.ndarray:
         """So many bytes of a reply, while the process stays within its bounds."""
-        found = bytearray()
-        while len(found) < count:
+        found, at = np.empty(count, np.uint8), 0
+        while at < count:
             left = until - time.monotonic()
             if left <= 0:
                 raise Ended("hung", f"no result within {seconds:g} s")
             if not select.select((self.replies,), (), (), min(left, 0.2))[0]:
                 self._watch()
                 continue
-            some = os.read(self.replies, min(count - len(found), 1 << 20))
+            some = os.readv(self.replies, [found[at : at + PIPE].data])
             if not some:
                 raise EOFError
-            found += some
+            at += some
         return found
 
     def _watch(self) -> None:

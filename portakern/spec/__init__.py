@@ -2,6 +2,6 @@
 :mod:`portakern.spec.tolerance`."""
 
 from portakern.spec.declare import Spec, spec
-from portakern.spec.parts import ArrayArg, Count, Dim, Edge, Output, Rule, Sample, Tile
+from portakern.spec.parts import ArrayArg, Count, Dim, Edge, Output, Rule, Sample, Tile, When
 
-__all__ = ["ArrayArg", "Count", "Dim", "Edge", "Output", "Rule", "Sample", "Spec", "Tile", "spec"]
+__all__ = ["ArrayArg", "Count", "Dim", "Edge", "Output", "Rule", "Sample", "Spec", "Tile", "When", "spec"]

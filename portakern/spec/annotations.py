@@ -166,6 +166,12 @@ def _written(hint: Any) -> str:
 def check_declaration(spec: Spec[Any]) -> None:
     """SpecError where a spec's parts contradict each other."""
     _check_lead(spec)
+    for name in spec.reads:
+        if name not in {a.name for a in spec.arrays if a.optional}:
+            raise SpecError(
+                f"{spec.name}: reads says when {name} is read; expected an array argument that may be absent: give it "
+                "the default None"
+            )
     solved = {f for a in spec.arrays for d in a.dims for f in d.factors}
     for dim in spec.drops:
         _check_drop(spec, dim)

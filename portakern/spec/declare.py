@@ -35,7 +35,7 @@ from portakern.spec.annotations import (
 )
 from portakern.spec.dtypes import FLOATS
 from portakern.spec.options import Option
-from portakern.spec.parts import ArrayArg, Edge, Output, Rule, Sample, Tile, ValuesFn
+from portakern.spec.parts import ArrayArg, Edge, Output, Rule, Sample, Tile, ValuesFn, When
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -83,6 +83,8 @@ class Spec(Generic[P]):
     drops: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    passes: Mapping[str, str] = field(default_factory=dict)
+    reads: Mapping[str, When] = field(default_factory=dict)
     generators: dict[str, ValuesFn] = field(default_factory=dict)
     samples: dict[str, Sample] = field(default_factory=dict)
 
@@ -123,6 +125,11 @@ class Spec(Generic[P]):
         ):
             return None
         return lead.factors[0]
+
+    def reads_under(self, name: str, options: Mapping[str, Any]) -> bool:
+        """Whether an argument among ``reads`` is read under these options, the others at their defaults."""
+        when = self.reads.get(name)
+        return when is not None and when.holds({o.name: o.default for o in self.options} | dict(options))
 
     @property
     def is_vjp(self) -> bool:
@@ -241,6 +248,8 @@ def spec(
     drops: Mapping[str, str] | None = None,
     aliases: Mapping[str, str] | None = None,
     also: Mapping[str, Sequence[str]] | None = None,
+    passes: Mapping[str, str] | None = None,
+    reads: Mapping[str, When] | None = None,
     masks: Sequence[str] = (),
     apart: Sequence[str] | Callable[[Mapping[str, Any], Sequence[str]], Sequence[str]] = (),
     vjp: str | None = None,
@@ -272,6 +281,11 @@ def spec(
         overlapping array, another argument in the same memory), it gets a copy.
       also: output of a gradient op -> further inputs of the forward op whose gradient it is: in a sum of two terms,
         that of one is that of the other. Whoever differentiates gets one array for all of them.
+      passes: input of the forward op -> the cotangent, an argument of a gradient op, that is its gradient as it is:
+        that of a term added last. No output stands for it, nothing is computed, and whoever differentiates gets the
+        cotangent.
+      reads: optional argument of a gradient op, saved by the forward call -> under which options it is read. Elsewhere
+        it must be absent, and the forward call neither computes nor keeps it.
       masks: additive masks among the arrays, whose -inf hides a pair.
       apart: dimensions along which results do not see each other: the op on some indices of the arguments gives what it
         gives there on all of them. An axis that an option names is none. Or what gives them, from the options and the
@@ -298,7 +312,7 @@ def spec(
             result=hints["return"],
             dtypes=leader(arrays).dtypes,
             tiling=types.MappingProxyType(dict(tiling)),
-            require=tuple(require),
+            require=(*require, *(_given_when(name, when) for name, when in (reads or {}).items())),
             positive=tuple(positive),
             empty=types.MappingProxyType(dict(empty or {})),
             flops=flops,
@@ -310,8 +324,18 @@ def spec(
             drops=types.MappingProxyType(dict(drops or {})),
             aliases=types.MappingProxyType(dict(aliases or {})),
             also=types.MappingProxyType({name: tuple(of) for name, of in (also or {}).items()}),
+            passes=types.MappingProxyType(dict(passes or {})),
+            reads=types.MappingProxyType(dict(reads or {})),
         )
         check_declaration(made)
         return made
 
     return declare
+
+
+def _given_when(name: str, when: When) -> Rule:
+    """The rule that an array is given where it is read, and nowhere else."""
+    return Rule(
+        lambda call: (call.arrays[name] is not None) == when.holds(call.options),
+        f"{name} is read {when.words}: pass it there, and leave it out elsewhere",
+    )

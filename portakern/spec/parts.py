@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from portakern.core.call import Call
 
-__all__ = ["ArrayArg", "Count", "Dim", "Edge", "Output", "Rule", "Sample", "Tile", "ValuesFn"]
+__all__ = ["ArrayArg", "Count", "Dim", "Edge", "Output", "Rule", "Sample", "Tile", "ValuesFn", "When"]
 
 ValuesFn = Callable[[Any, tuple[int, ...], Mapping[str, Any], Mapping[str, Any]], Any]
 """``values(rng, shape, dims, options)``: an array of that shape for one argument. ``rng`` is a NumPy generator,
@@ -112,6 +112,14 @@ class Rule:
     message: str
     values: bool = False
     mends: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class When:
+    """Under which options something counts; ``words``: the same for a user, as in "it is read where ..."."""
+
+    holds: Callable[[Mapping[str, Any]], bool]
+    words: str
 
 
 @dataclass(frozen=True)

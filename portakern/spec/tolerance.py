@@ -272,21 +272,45 @@ def compare(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, dtype: str) -> 
     Raises:
       ValueError: a bound is NaN or negative at a finite reference: the spec is wrong.
     """
-    got, ref, bound = np.asarray(got).astype(np.float64), np.asarray(ref, np.float64), np.asarray(bound, np.float64)
-    finite, stored = np.isfinite(ref), format_of(dtype)
+    shape = np.broadcast_shapes(np.shape(got), np.shape(ref), np.shape(bound))
+    flat = [np.broadcast_to(a, shape).reshape(-1) for a in (got, ref, bound)]
+    err, bad, worst = np.empty(flat[1].size), np.empty(flat[1].size, bool), 0.0
+    with np.errstate(all="ignore"):
+        for at in range(0, err.size, BLOCK):
+            g, r, b = (a[at : at + BLOCK].astype(np.float64) for a in flat)
+            within = _numbers(g, r, b, format_of(dtype)) or _any_values(g, r, b, format_of(dtype))
+            worst, bad[at : at + BLOCK], err[at : at + BLOCK] = max(worst, within.worst), within.bad, within.err
+    return Comparison(worst, bad.reshape(shape), err.reshape(shape))
+
+
+BLOCK = 2**14
+"""Elements that are compared at a time: all that is made on the way stays in a core's own cache."""
+
+
+def _numbers(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, stored: Format) -> Comparison | None:
+    """:func:`compare` where results and references are numbers, none of which may overflow; None where any is not."""
+    err = np.abs(got - ref)
+    if not (err.max() < np.inf and bound.min() >= 0 and max(ref.max(), -ref.min()) < stored.overflow):
+        return None  # and so where anything is NaN
+    share = float(np.fmax.reduce(err / bound))  # 0 / 0 is NaN, and right
+    return Comparison(share if share > 0 else 0.0, err > bound, err)
+
+
+def _any_values(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, stored: Format) -> Comparison:
+    """:func:`compare` of any values."""
+    finite = np.isfinite(ref)
     if not (bound[finite] >= 0).all():
         raise ValueError("the spec's bound is NaN or negative at a finite reference")
-    with np.errstate(all="ignore"):
-        no_inf = np.isnan(stored.beyond)
-        same = (got == ref) | (np.isnan(got) & (np.isnan(ref) | (no_inf & np.isinf(ref))))
-        err = np.where(same, 0.0, np.abs(got - ref))
-        err = np.where(np.isnan(err), np.inf, err)
-        ratio = np.where(same, 0.0, err / bound)
-        over = np.isnan(got) if no_inf else np.isinf(got)
-        toward = np.abs(ref) if no_inf else np.copysign(1.0, got) * ref
-        may = finite & over & (toward + bound >= stored.overflow)
-        must = finite & (np.abs(ref) - bound >= stored.overflow)
-        within = np.where(finite, err <= bound, same)
+    no_inf = np.isnan(stored.beyond)
+    same = (got == ref) | (np.isnan(got) & (np.isnan(ref) | (no_inf & np.isinf(ref))))
+    err = np.where(same, 0.0, np.abs(got - ref))
+    err = np.where(np.isnan(err), np.inf, err)
+    ratio = np.where(same, 0.0, err / bound)
+    over = np.isnan(got) if no_inf else np.isinf(got)
+    toward = np.abs(ref) if no_inf else np.copysign(1.0, got) * ref
+    may = finite & over & (toward + bound >= stored.overflow)
+    must = finite & (np.abs(ref) - bound >= stored.overflow)
+    within = np.where(finite, err <= bound, same)
     bad = ~(np.isposinf(bound) | may | (within & ~must))
     measured = finite & np.isfinite(got) & np.isfinite(bound)
     return Comparison(float(ratio[measured].max(initial=0.0)), bad, err)

@@ -89,20 +89,21 @@ class Case:
         made = generators(spec, forward)
         bound = self.form(spec) if made.keys() & drawn else None
         values = {
-            n: self._made(spec, made[n], bound, a, shape) if bound and n in made else self._values(a, shape)
+            n: self._made(spec, made[n], bound, a, shape) if bound and n in made else self._pool(a, shape)
             for n, (a, shape) in drawn.items()
         }
         if self.same:
             values |= dict.fromkeys(self.same, values[self.same[0]])
         plant = edges(spec)[self.edge].plant if self.edge else None
         if plant:
+            values = {n: _spread(v, drawn[n][1]) for n, v in values.items()}
             plant(
                 values,
                 np.random.default_rng([self.seed, 1]),
                 {o.name: self.options.get(o.name, o.default) for o in spec.options},
             )
         with np.errstate(over="ignore", invalid="ignore"):
-            arrays = {n: values[n].astype(numpy_dtype(self.dtype_of(a))) for n, (a, _) in drawn.items()}
+            arrays = {n: _spread(values[n].astype(numpy_dtype(self.dtype_of(a))), s) for n, (a, s) in drawn.items()}
         if forward and saved:
             arrays |= _forward_outputs(forward, arrays, self.options, saved)
         laid = {n: LAYOUTS[self.layouts.get(n, "contiguous")](arrays[n]) for n in given}
@@ -113,7 +114,7 @@ class Case:
         a, made = spec.argument(name), generators(spec, registry.forward_of(spec) if spec.is_vjp else None)
         if name in made:
             return self._made(spec, made[name], self.form(spec), a, self.shapes[name])
-        return self._values(a, self.shapes[name])
+        return _spread(self._pool(a, self.shapes[name]), self.shapes[name])
 
     def form(self, spec: Spec[Any]) -> Call:
         """The bound call on arrays of one element, stretched: its dimensions and canonical options."""
@@ -156,7 +157,8 @@ class Case:
         # each for itself: of two integer arrays that are compared with each other one may be wider
         return free[np.random.default_rng([self.seed, zlib.crc32(a.name.encode()), 1]).integers(len(free))]
 
-    def _values(self, a: ArrayArg, shape: Shape) -> np.ndarray:
+    def _pool(self, a: ArrayArg, shape: Shape) -> np.ndarray:
+        """Values of an argument, in its shape or (POOL,)."""
         rng = np.random.default_rng([self.seed, zlib.crc32(a.name.encode())])
         dtype = numpy_dtype(self.dtype_of(a))
         kind = DTYPES[self.dtype_of(a)]
@@ -164,8 +166,7 @@ class Case:
             regime = self.masks.get(a.name, self.regime)
             drawn = (POOL,) if regime in EACH_ALONE and math.prod(shape) > POOL else shape
             with np.errstate(over="ignore", invalid="ignore"):
-                values = np.array(REGIMES[regime](rng, drawn, dtype), np.float64)
-            return values if drawn == shape else np.resize(values, shape)
+                return np.array(REGIMES[regime](rng, drawn, dtype), np.float64)
         if kind.name not in ANY_INDEX:  # data, and not an index
             lowest = 0 if kind.kind in ("uint", "bool") else -int(kind.largest) - 1
             return rng.integers(lowest, int(kind.largest) + 1, shape)
@@ -185,6 +186,11 @@ class Case:
                 f"{spec.name}: the values of {a.name} are {values.dtype}; expected integers that {kind.name} holds"
             )
         return values.astype(np.int64)
+
+
+def _spread(values: np.ndarray, shape: Shape) -> np.ndarray:
+    """Values in a shape, over and over where they are fewer."""
+    return values if values.shape == shape else np.resize(values, shape)
 
 
 def generators(spec: Spec[Any], forward: Spec[Any] | None) -> dict[str, ValuesFn]:

@@ -18,7 +18,7 @@ from portakern.errors import NotEmulatedError, UnsupportedError
 from portakern.spec import Spec
 from portakern.spec.dtypes import DTYPES, numpy_dtype
 from portakern.testing.cases import Case, generators
-from portakern.testing.layouts import Buffer
+from portakern.testing.layouts import Buffer, same_bits
 from portakern.testing.parts import Part, part_call, repeated
 from portakern.testing.report import Report
 from portakern.testing.subject import Subject
@@ -43,7 +43,10 @@ class Held:
 
     outputs: tuple[Any, ...]
     values: tuple[np.ndarray, ...]
-    bits: tuple[bytes, ...]
+
+    def same(self, other: Held) -> bool:
+        """Whether both hold the same bits."""
+        return all(map(same_bits, self.values, other.values))
 
 
 class Trial:
@@ -62,7 +65,7 @@ class Trial:
         self.arrays = self.place()
         self.overrides, self.tiling, self.illegal = subject.tiling(case, self.reference)
         self.run = subject.run(self.overrides)
-        self.now: dict[str, bytes] = {}  # what inputs hold that were changed
+        self.now: dict[str, np.ndarray] = {}  # what inputs hold that were changed
         self.now_buffers: Mapping[str, Buffer] = self.buffers
 
     def bound(self, buffers: Mapping[str, Buffer]) -> Call:
@@ -120,7 +123,7 @@ class Trial:
                     self.breaks("own_memory", f"{name} shares memory with the input {other}")
             declared = call.outputs[name][1]
             values.append(np.array(shown, numpy_dtype(declared) if shown.dtype.name == fw.held(declared) else None))
-        return Held(outputs, tuple(values), tuple(v.tobytes() for v in values))
+        return Held(outputs, tuple(values))
 
     def compare(self, held: Held, call: Call, regime: str = "") -> dict[str, float]:
         """The fractions of the bound; none where NaN and infinities lead elsewhere, and that is known. What is wrong
@@ -169,7 +172,7 @@ class Trial:
     def again(self, before: Held, call: Call, arrays: Mapping[str, Any]) -> Held:
         """The call once more: the same bits in other memory, and what came before left alone."""
         after = self.hold(self.called(), call, arrays)
-        if after.bits != before.bits:
+        if not after.same(before):
             try:
                 self.compare(after, call)
             except Broken as e:
@@ -186,7 +189,7 @@ class Trial:
                 continue
             if self.fw.overlap(first, second):
                 self.breaks("kept", f"{name} of two calls shares memory: the second overwrites the first's")
-            if np.array(self.fw.to_numpy(first), before.values[i].dtype).tobytes() != before.bits[i]:
+            if not same_bits(self.fw.to_numpy(first).astype(before.values[i].dtype, copy=False), before.values[i]):
                 self.breaks("kept", f"{name} of an earlier call was overwritten by a later one")
 
     def untouched(self, arrays: Mapping[str, Any], held: Held, call: Call) -> bool:
@@ -195,9 +198,9 @@ class Trial:
         takers, as_it_was = {name: out for out, name in call.spec.aliases.items()}, True
         for name, b in self.buffers.items():
             shown = self.fw.to_numpy(arrays[name]).astype(b.memory.dtype, copy=False)  # JAX holds int64 as int32
-            bits, taker = shown.tobytes(), outputs.get(takers.get(name, ""))
-            in_place = taker is not None and bits == taker.tobytes()
-            if bits != (self.now[name] if name in self.now else b.view().tobytes()) and not in_place:
+            taker = outputs.get(takers.get(name, ""))
+            in_place = taker is not None and same_bits(shown, taker)
+            if not same_bits(shown, self.now.get(name, b.view())) and not in_place:
                 self.breaks("inputs", f"the input {name} was written to")
                 as_it_was = False
             self.surroundings(name, b, arrays[name])
@@ -238,7 +241,7 @@ class Trial:
         try:
             self.compare(second, other)
         except Broken as e:
-            kept = ("kept", "the result of an earlier call was kept") if second.bits == first.bits else ()
+            kept = ("kept", "the result of an earlier call was kept") if second.same(first) else ()
             raise e.after(f"after {name} was negated in place", *kept) from None
         self.apart(first, second, other)
         self.untouched(self.arrays, second, other)
@@ -253,7 +256,7 @@ class Trial:
             self.arrays = {**self.arrays, name: -self.arrays[name]}
         else:
             self.arrays[name][...] = -self.arrays[name]
-        self.now[name] = self.fw.to_numpy(self.arrays[name]).tobytes()  # libraries differ in the sign of a NaN
+        self.now[name] = np.array(self.fw.to_numpy(self.arrays[name]))  # libraries differ in the sign of a NaN
 
 
 def run_case(subject: Subject, case: Case, report: Report, excused: Collection[str] = ()) -> None:

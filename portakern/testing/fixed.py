@@ -19,6 +19,9 @@ __all__ = ["Turn", "checked_shapes", "cut_to", "fits", "given_optional", "turns_
 
 Shapes = Mapping[str, tuple[int, ...]]
 
+ROWS = 1 << 22
+"""Elements that the oracle and the bound of a row of layernorm take 0.1 s for."""
+
 FOLLOWS = ("", "changed", "", "often", "", "", "changed")
 """What follows the calls of one case after the other; seven of them, so that they meet every regime."""
 
@@ -128,7 +131,8 @@ def cut_to(
     spec: Spec[Any], shapes: Mapping[str, Sequence[int]], options: Mapping[str, Any], elements: int, flops: float
 ) -> Shapes:
     """The shapes, with extents halved along dimensions whose indices do not see each other until the largest array has
-    so many elements and the call so many floating-point operations."""
+    so many elements, the call so many floating-point operations, and two indices along each so few elements (ROWS) that
+    the oracle has them in a moment."""
     whole = {n: tuple(s) for n, s in shapes.items()}
     call = _case(spec, whole, options).form(spec)
     kept: dict[str, list[int]] = {n: [*extents_of(call, n)] for n in apart(spec, call.options, call.wants)}
@@ -147,7 +151,8 @@ def cut_to(
         call_now = _case(spec, found, options).form(spec)
         largest = max(math.prod(s) for s in (*found.values(), *(s for s, _ in call_now.outputs.values())))
         name, i = max(axes, key=lambda at: kept[at[0]][at[1]])
-        if (largest <= elements and call_now.flops <= flops) or kept[name][i] == 1:
+        rows = largest * math.prod(min(kept[n][axis], 2) / kept[n][axis] for n, axis in axes)
+        if (largest <= elements and rows <= ROWS and call_now.flops <= flops) or kept[name][i] == 1:
             break
         kept[name][i] = -(-kept[name][i] // 2)
         found = now()

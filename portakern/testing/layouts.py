@@ -10,7 +10,7 @@ import numpy as np
 
 from portakern.core.framework import strided_view
 
-__all__ = ["DRAWN", "LAYOUTS", "Buffer", "row_major"]
+__all__ = ["DRAWN", "LAYOUTS", "Buffer", "row_major", "same_bits"]
 
 Shape = tuple[int, ...]
 
@@ -31,6 +31,14 @@ class Buffer(NamedTuple):
         return strided_view(self.memory, self.shape, self.strides, self.offset)
 
 
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays are one another's copy, bit by bit: every NaN is itself alone, and -0 is not 0."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    word = np.dtype(f"u{a.itemsize}")
+    return bool((a.view(word) == b.view(word)).all())
+
+
 def _poison(size: int, dtype: np.dtype[Any]) -> np.ndarray:
     return np.full(size, np.nan if dtype.kind not in "iub" else 119, dtype)
 
@@ -49,6 +57,8 @@ def _embed(values: np.ndarray, order: tuple[int, ...], pad: tuple[int, ...], ste
 
 
 def _contiguous(values: np.ndarray) -> Buffer:
+    if values.size:  # nothing is left to poison
+        return Buffer(np.array(values, order="C").reshape(-1), values.shape, row_major(values.shape), 0)
     return _embed(values, tuple(range(values.ndim)), (0,) * values.ndim, 1, 0)
 
 

@@ -54,6 +54,7 @@ def cases(
         shapes, dims = _along_axes(draw, spec, plain, shapes, dims, options, limits, edge)
         dims = dims | dropped_dims(spec, dims, options)
         shapes |= {a.name: _stretch(draw, a, dims) for a in given if a not in plain}
+    given = [a for a in given if a.name not in spec.reads or spec.reads_under(a.name, options)]
     narrow = DTYPES[dtype].floating and DTYPES[dtype].bits < 32
     case = Case(
         dtype=dtype,
@@ -61,7 +62,7 @@ def cases(
         regime=regime,
         seed=seed,
         options=options,
-        layouts={k: v for k, v in layouts.items() if v != "contiguous"},
+        layouts={a.name: layouts[a.name] for a in given if layouts.get(a.name, "contiguous") != "contiguous"},
         tiling={} if kept else draw(_tiling(spec, tiles, limits, edge)),  # the least tiles of long extents are many
         wider=tuple(
             a.name for a in given if a.or_float32 and draw(st.booleans()) and _may_widen(a, narrow, limits, edge)
@@ -92,6 +93,7 @@ def _shaped(
         if not a.optional
         or a.name in edge.given
         or a.name in limits.always
+        or a.name in spec.reads  # until the options say whether it is
         or (limits.takes(a.name) and a.name not in (*edge.absent, *drawn.absent) and draw(st.booleans()))
     ]
     kept: Sequence[str] = spec.dims

@@ -15,6 +15,7 @@ from portakern.spec.tolerance import compare
 from portakern.testing.likeness import Likeness, likeness
 from portakern.testing.parts import Part
 from portakern.testing.statistics import examine
+from portakern.testing.threads import one_thread
 
 __all__ = [
     "KINDS",
@@ -87,6 +88,7 @@ class BrokenPromise(Broken):
 Expected = tuple[Call, tuple[Any, ...], tuple[Any, ...]]
 
 
+@one_thread()
 def expected(call: Call) -> Expected:
     """(the call in float64, the exact outputs, their bounds); None for an output that the call does not want."""
     if call.spec.bound is None:
@@ -141,7 +143,9 @@ def compare_call(
         fractions[name] = float(result.worst)
     if elsewhere:
         raise OtherEdges(f"edge semantics differ: {elsewhere}", "edges")
-    for name, evidence in examine(wide, outputs, exact, bounds, regime).items():
+    with one_thread():
+        found = examine(wide, outputs, exact, bounds, regime)
+    for name, evidence in found.items():
         if evidence.reasons:
             reasons = "; ".join(evidence.reasons)
             which = "rounding" if evidence.applies else "inexact"

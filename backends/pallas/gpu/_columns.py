@@ -97,12 +97,17 @@ def column_sums(
     inputs = {name: padded_rows(x, whole) for name, x in arrays.items()} | dict(rows)
     sums = _summed(call, "columns", plan, inputs, terms, dtype if plan.groups == 1 else jnp.float32)
     if plan.groups > 1:
-        width = len(terms.names) * plan.blocks * plan.width
-        again = Plan(plan.groups, width, plan.groups, AHEAD[1], 1)
-        partial_sums = Terms(("sums",), lambda ref, row, columns: {"sums": columns(ref.x.at[row])})
-        sums = _summed(call, "sum", again, {"x": sums.reshape(plan.groups, width)}, partial_sums, dtype)
+        sums = in_order(call, sums.reshape(plan.groups, -1), dtype)
     found = plan.without_repeats(sums.reshape(len(terms.names), -1))[:, :n]
     return dict(zip(terms.names, found, strict=True))
+
+
+def in_order(call: Call, sums: jax.Array, dtype: Any, ahead: int = AHEAD[1]) -> jax.Array:
+    """Partial sums, (groups, n), added up as they follow each other: n elements, of which each thread has one column,
+    so that n is a multiple of its threads."""
+    groups, n = sums.shape
+    terms = Terms(("sums",), lambda ref, row, columns: {"sums": columns(ref.x.at[row])})
+    return _summed(call, "sum", Plan(groups, n, groups, ahead, 1), {"x": sums}, terms, dtype)
 
 
 def _summed(call: Call, name: str, plan: Plan, inputs: Mapping[str, jax.Array], terms: Terms, dtype: Any) -> jax.Array:

@@ -13,6 +13,7 @@ Source: Shah et al., "FlashAttention-3" (2024), algorithm 1 and section 3.1.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from portakern.backends.pallas._band import Band
 from portakern.backends.pallas.common import Refs, quotient
-from portakern.backends.pallas.gpu._chip import HOPPER, issue_product, over_shared
+from portakern.backends.pallas.gpu._chip import HOPPER, Swizzled, issue_product, over_shared
 
 QUERIES = 64
 """Queries of a consumer: the rows of one instruction of the tensor cores."""
@@ -56,7 +57,8 @@ class Tile(NamedTuple):
     steps: Any
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True)
+class Plan:
     """How one attention is cut.
 
     Attributes:
@@ -97,7 +99,12 @@ class Plan(NamedTuple):
         """Blocks of the grid: tiles that are alike are dealt out beforehand, and of others a multiprocessor takes the
         next when it is done."""
         alike = self.band.first is None and self.band.last is None
-        return min(self.tiles, HOPPER.cores or 1) if alike else self.tiles
+        return self.dealt_out if alike else self.tiles
+
+    @property
+    def dealt_out(self) -> int:
+        """Blocks of a grid that deals tiles out beforehand."""
+        return min(self.tiles, HOPPER.cores or 1)
 
     @property
     def slots(self) -> int:
@@ -114,6 +121,10 @@ class Plan(NamedTuple):
         rows = self.consumers * QUERIES * (of_keys + slots) + self.stages * self.block_kv * (of_keys + of_values)
         return rows * PART * self.dtype.itemsize + LSE_BYTES
 
+    def queries(self, q: Any, tile: Tile, rows: Any) -> Any:
+        """Rows of a tile's queries, (rows, d), of all of them."""
+        return q.at[tile.batch, rows, tile.head]
+
     def tile(self, index: Any) -> Tile:
         """The tile of this index. Where the last queries see most keys, their tiles come first."""
         if self.band.last is None:
@@ -129,6 +140,26 @@ class Plan(NamedTuple):
         steps = jnp.maximum(last - first, 0) + 1
         batch = quotient(place, self.heads)
         return Tile(batch, place - batch * self.heads, i * (QUERIES * self.consumers), first, steps)
+
+
+def rings(plan: Plan, **buffers: Any) -> dict[str, Any]:
+    """``scratch`` for the buffers that queries, keys and values come through, and others, then for their barriers."""
+    of_keys, of_values = plan.parts
+    found = {
+        "queries": Swizzled((plan.consumers, of_keys, QUERIES, PART), plan.dtype),
+        "keys": Swizzled((plan.stages, of_keys, plan.block_kv, PART), plan.dtype),
+        "values": Swizzled((plan.stages, of_values, plan.block_kv, PART), plan.dtype),
+        **buffers,
+        "q_arrived": plgpu.Barrier(num_arrivals=of_keys, num_barriers=plan.consumers),
+        "k_arrived": plgpu.Barrier(num_arrivals=of_keys, num_barriers=plan.stages),
+        "v_arrived": plgpu.Barrier(num_arrivals=of_values, num_barriers=plan.stages),
+        "q_free": plgpu.Barrier(num_arrivals=1, num_barriers=plan.consumers),
+        "k_free": plgpu.Barrier(num_arrivals=plan.consumers, num_barriers=plan.stages),
+        "v_free": plgpu.Barrier(num_arrivals=plan.consumers, num_barriers=plan.stages),
+    }
+    if plan.consumers == 2:
+        found["turn"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
+    return found
 
 
 def produce(ref: Refs, plan: Plan, tile: Tile, before: Any) -> None:
@@ -148,7 +179,7 @@ def produce(ref: Refs, plan: Plan, tile: Tile, before: Any) -> None:
     keys(jnp.int32(0))
     for c in range(plan.consumers):
         rows = pl.ds(tile.row + c * QUERIES, QUERIES)
-        _bring(ref.q.at[tile.batch, rows, tile.head], ref.queries.copied.at[c], ref.q_free, ref.q_arrived, c)
+        _bring(plan.queries(ref.q, tile, rows), ref.queries.copied.at[c], ref.q_free, ref.q_arrived, c)
 
     @pl.loop(1, tile.steps)
     def _(step: Any) -> None:

@@ -309,7 +309,7 @@ def launched(
         partial(read, walk=walk, formula=formula, weights=tuple(weights)),
         call.spec.name,
         (pl.cdiv(rows, walk.block_rows),),
-        inputs={**{_name(i): array for i, array in enumerate(x)}, **weights},
+        inputs={**{operand(i): array for i, array in enumerate(x)}, **weights},
         outputs=outputs,
         scratch={}
         if walk.direct
@@ -322,7 +322,7 @@ def launched(
     return y if y is None or walk.pitch == n else y[:, :n], found.get("told")
 
 
-def _name(array: int) -> str:
+def operand(array: int) -> str:
     """What the kernel calls one of the arrays that it reads."""
     return f"x{array}"
 
@@ -330,18 +330,18 @@ def _name(array: int) -> str:
 def _once(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...]) -> None:
     """Rows that are read once."""
     first = lax.axis_index("block") * walk.block_rows
-    shared = _weights(ref, walk, weights, 0)
+    shared = weights_of(ref, walk, weights, 0)
 
     @pl.loop(0, walk.groups)
     def read(group: Any) -> None:
-        _read(ref, walk, first + group * walk.at_once, 0, group)
+        bring_rows(ref, walk, first + group * walk.at_once, 0, group)
 
     @pl.loop(0, walk.groups)
     def work(group: Any) -> None:
         plgpu.barrier_wait(ref.arrived.at[group])
-        y, told = formula.whole(_loaded(ref, walk, group), walk, shared)
+        y, told = formula.whole(loaded(ref, walk, group), walk, shared)
         _tell(ref, first + group * walk.at_once, told)
-        _write(ref, walk, first + group * walk.at_once, 0, group, y)
+        send_rows(ref, walk, first + group * walk.at_once, 0, group, y)
 
     plgpu.wait_smem_to_gmem(0)
 
@@ -349,7 +349,7 @@ def _once(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...]) 
 def _twice(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...]) -> None:
     """Rows that are read twice: step s of 2 * chunks works on chunk s modulo chunks, in buffer s modulo RING."""
     first = lax.axis_index("block") * walk.block_rows
-    steps, of_chunk = 2 * walk.chunks, partial(_weights, ref, walk, weights)
+    steps, of_chunk = 2 * walk.chunks, partial(weights_of, ref, walk, weights)
 
     @pl.loop(0, walk.groups)
     def work(group: Any) -> None:
@@ -359,7 +359,7 @@ def _twice(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...])
         def read(step: Any) -> None:
             @pl.when(step < steps)
             def _() -> None:
-                _read(ref, walk, row, step % walk.chunks, (before + step) % RING)
+                bring_rows(ref, walk, row, step % walk.chunks, (before + step) % RING)
 
         for step in range(RING - 1):
             read(jnp.int32(step))
@@ -367,7 +367,7 @@ def _twice(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...])
         def gather(step: Any, statistics: tuple[Any, ...]) -> tuple[Any, ...]:
             buffer = (before + step) % RING
             plgpu.barrier_wait(ref.arrived.at[buffer])
-            x = _loaded(ref, walk, buffer)
+            x = loaded(ref, walk, buffer)
             found = formula.gather(statistics, x, walk, step * walk.chunk, of_chunk(step))
             plgpu.commit_smem()  # every thread has read the buffer that is filled next
             read(step + RING - 1)
@@ -380,8 +380,8 @@ def _twice(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...])
         def write(step: Any) -> None:
             buffer, chunk = (before + step) % RING, step - walk.chunks
             plgpu.barrier_wait(ref.arrived.at[buffer])
-            y = formula.result(statistics, _loaded(ref, walk, buffer), walk, of_chunk(chunk))
-            _write(ref, walk, row, chunk, buffer, y)
+            y = formula.result(statistics, loaded(ref, walk, buffer), walk, of_chunk(chunk))
+            send_rows(ref, walk, row, chunk, buffer, y)
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the chunk before has left its buffer, which is next
             read(step + RING - 1)
 
@@ -391,7 +391,7 @@ def _twice(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...])
 def _kept(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...]) -> None:
     """Rows that stay in shared memory, chunk c in buffer c: all of a row is on its way at once, and is looked at as it
     arrives. Then every chunk makes place for its result."""
-    first, of_chunk = lax.axis_index("block") * walk.block_rows, partial(_weights, ref, walk, weights)
+    first, of_chunk = lax.axis_index("block") * walk.block_rows, partial(weights_of, ref, walk, weights)
 
     @pl.loop(0, walk.groups)
     def work(group: Any) -> None:
@@ -399,19 +399,19 @@ def _kept(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...]) 
 
         @pl.loop(0, walk.chunks)
         def read(chunk: Any) -> None:
-            _read(ref, walk, row, chunk, chunk)
+            bring_rows(ref, walk, row, chunk, chunk)
 
         def gather(chunk: Any, statistics: tuple[Any, ...]) -> tuple[Any, ...]:
             plgpu.barrier_wait(ref.arrived.at[chunk])
-            return formula.gather(statistics, _loaded(ref, walk, chunk), walk, chunk * walk.chunk, of_chunk(chunk))
+            return formula.gather(statistics, loaded(ref, walk, chunk), walk, chunk * walk.chunk, of_chunk(chunk))
 
         statistics = lax.fori_loop(0, walk.chunks, gather, formula.start(walk))
         _tell(ref, row, formula.told(statistics, walk))
 
         @pl.loop(0, walk.chunks)
         def write(chunk: Any) -> None:
-            y = formula.result(statistics, _loaded(ref, walk, chunk), walk, of_chunk(chunk))
-            _write(ref, walk, row, chunk, chunk, y)
+            y = formula.result(statistics, loaded(ref, walk, chunk), walk, of_chunk(chunk))
+            send_rows(ref, walk, row, chunk, chunk, y)
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the next row comes into these buffers
 
@@ -427,7 +427,7 @@ def _direct(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...]
     first = lax.axis_index("block") * walk.block_rows
 
     def read(row: Any, part: Walk, start: Any) -> Any:
-        arrays = (getattr(ref, _name(i)) for i in range(walk.arrays))
+        arrays = (getattr(ref, operand(i)) for i in range(walk.arrays))
         found = tuple(_pieces(x, (pl.ds(row, 1),), part, start, walk.layout) for x in arrays)
         return found[0] if walk.arrays == 1 else found
 
@@ -473,7 +473,7 @@ def _pieces(x: Any, row: tuple[Any, ...], walk: Walk, start: Any, layout: Any) -
     return found[0] if len(found) == 1 else jnp.concatenate(found, axis=-1)
 
 
-def _weights(ref: Refs, walk: Walk, names: tuple[str, ...], chunk: Any) -> Weights:
+def weights_of(ref: Refs, walk: Walk, names: tuple[str, ...], chunk: Any) -> Weights:
     """What every row shares, beside a chunk."""
     return {name: partial(_shared, ref, name, walk, chunk * walk.chunk) for name in names}
 
@@ -484,7 +484,7 @@ def _tell(ref: Refs, row: Any, told: tuple[Any, ...]) -> None:
         ref.told[i, pl.ds(row, numbers.shape[0])] = numbers
 
 
-def _loaded(ref: Refs, walk: Walk, buffer: Any) -> Any:
+def loaded(ref: Refs, walk: Walk, buffer: Any) -> Any:
     """A block in float32, or of several arrays a tuple of them. What lies beyond the end of its rows is anything."""
     found = (plgpu.layout_cast(ref.buffer[i, buffer], walk.layout).astype(jnp.float32) for i in range(walk.arrays))
     return next(found) if walk.arrays == 1 else tuple(found)
@@ -505,14 +505,14 @@ def _parts(walk: Walk, chunk: Any, move: Callable[[int], None]) -> None:
     pl.when(chunk == walk.chunks - 1)(lambda: move(last))
 
 
-def _read(ref: Refs, walk: Walk, row: Any, chunk: Any, buffer: Any) -> None:
+def bring_rows(ref: Refs, walk: Walk, row: Any, chunk: Any, buffer: Any) -> None:
     """Start a chunk of the rows from ``row`` on its way into a buffer. Rows that are not there arrive at once."""
     for i, array in itertools.product(range(walk.at_once), range(walk.arrays)):
         there = row + i < walk.rows
 
         def move(length: int, i: int = i, array: int = array) -> None:
             plgpu.copy_gmem_to_smem(
-                getattr(ref, _name(array)).at[row + i, pl.ds(chunk * walk.chunk, length)],
+                getattr(ref, operand(array)).at[row + i, pl.ds(chunk * walk.chunk, length)],
                 ref.buffer.at[array, buffer, i, pl.ds(0, length)],
                 ref.arrived.at[buffer],
                 oob_mode=IN_BOUNDS,
@@ -522,7 +522,7 @@ def _read(ref: Refs, walk: Walk, row: Any, chunk: Any, buffer: Any) -> None:
         pl.when(jnp.logical_not(there))(lambda: plgpu.barrier_arrive(ref.arrived.at[buffer]))
 
 
-def _write(ref: Refs, walk: Walk, row: Any, chunk: Any, buffer: Any, y: Any) -> None:
+def send_rows(ref: Refs, walk: Walk, row: Any, chunk: Any, buffer: Any, y: Any) -> None:
     """Start results on their way to the rows from ``row`` on, in the buffer of their first argument."""
     if "y" not in ref:
         return

@@ -64,6 +64,7 @@ from portakern.backends.pallas.gpu._flash import (
     multiply_values,
     part_of,
     produce,
+    rings,
 )
 from portakern.backends.pallas.tpu._heads import words
 from portakern.core.call import Call
@@ -169,18 +170,19 @@ def _lse_length(plan: Plan) -> int:
     return padded(plan.q_len, plan.consumers * QUERIES)
 
 
-def _padded_operands(call: Call, tiling: Mapping[str, int]) -> dict[str, jax.Array]:
-    """Bias and segment ids, (batch, words, len), as the kernel reads them: in whole tiles."""
-    rows, keys = padded(call.dims["q_len"], tiling["block_q"]), padded(call.dims["kv_len"], tiling["block_kv"])
+def whole_tiles(
+    bias: jax.Array | None, ids: tuple[jax.Array | None, jax.Array | None], rows: int, keys: int
+) -> dict[str, jax.Array]:
+    """Bias and segment ids of queries and keys, (batch, words, len), as the kernel reads them: so many rows and keys,
+    which are whole tiles."""
     found = {}
-    bias = call.arrays["bias"]
     if bias is not None:
         found["bias"] = extended(extended(bias, 2, rows) if bias.shape[2] > 1 else bias, 3, keys)
-    ids = [call.arrays[f"{side}_segment_ids"] for side in ("q", "kv")]
-    if ids[0] is not None:
-        wide = 2 if any(x.dtype.itemsize == 8 for x in ids) else 1
+    given = [x for x in ids if x is not None]
+    if given:
+        wide = 2 if any(x.dtype.itemsize == 8 for x in given) else 1
         found |= {
-            n: extended(words(x, wide), 2, e) for n, x, e in zip(("q_ids", "kv_ids"), ids, (rows, keys), strict=True)
+            n: extended(words(x, wide), 2, e) for n, x, e in zip(("q_ids", "kv_ids"), given, (rows, keys), strict=True)
         }
     return found
 
@@ -191,7 +193,9 @@ def extended(x: jax.Array, axis: int, extent: int) -> jax.Array:
     return jnp.pad(x, [(0, lacking if i == axis else 0) for i in range(x.ndim)]) if lacking else x
 
 
-def kernel(ref: Refs, *, plan: Plan) -> None:
+def kernel(ref: Refs, *, plan: Plan, write: Callable[..., None]) -> None:
+    """Compute the tiles of a block. ``write(ref, plan, warpgroup, tile, acc, l, m)`` takes what a consumer found of
+    one: its queries' state after all keys of the tile."""
     warpgroup = lax.axis_index("warpgroup")
 
     def each_tile(work: Callable[..., None]) -> None:
@@ -220,13 +224,13 @@ def kernel(ref: Refs, *, plan: Plan) -> None:
             plgpu.barrier_arrive(ref.v_free.at[buffer])
         if plan.consumers == 2:
             pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(ref.turn.at[0]))
-        each_tile(partial(consume, ref, plan, warpgroup))
+        each_tile(partial(consume, ref, plan, warpgroup, write))
         if plan.consumers == 2:
             pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(ref.turn.at[0]))
         plgpu.wait_smem_to_gmem(0)
 
 
-def consume(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, before: Any) -> None:
+def consume(ref: Refs, plan: Plan, warpgroup: Any, write: Callable[..., None], tile: Tile, before: Any) -> None:
     """Compute this warpgroup's queries of one tile, and write them."""
     plgpu.barrier_wait(ref.q_arrived.at[warpgroup])
     acc, l, m, p = first_keys(ref, plan, warpgroup, tile, before)
@@ -371,33 +375,22 @@ def _zeros(columns: int) -> Any:
 @BACKEND.implements("attention", key=key, supports=supports, knobs=KNOBS, copies=copies)
 def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Array | None]:
     plan = plan_of(call, tiling)
-    of_keys, of_values = plan.parts
     wide, dtype = whole_pieces(plan.dv, plan.dtype), plan.dtype
     outputs = {"o": jax.ShapeDtypeStruct((plan.batch, plan.q_len, plan.heads, wide), dtype)}
-    scratch = {
-        "queries": Swizzled((plan.consumers, of_keys, QUERIES, PART), dtype),
-        "keys": Swizzled((plan.stages, of_keys, plan.block_kv, PART), dtype),
-        "values": Swizzled((plan.stages, of_values, plan.block_kv, PART), dtype),
-        "written": Swizzled((plan.consumers, plan.slots, QUERIES, PART), dtype),
-        "q_arrived": plgpu.Barrier(num_arrivals=of_keys, num_barriers=plan.consumers),
-        "k_arrived": plgpu.Barrier(num_arrivals=of_keys, num_barriers=plan.stages),
-        "v_arrived": plgpu.Barrier(num_arrivals=of_values, num_barriers=plan.stages),
-        "q_free": plgpu.Barrier(num_arrivals=1, num_barriers=plan.consumers),
-        "k_free": plgpu.Barrier(num_arrivals=plan.consumers, num_barriers=plan.stages),
-        "v_free": plgpu.Barrier(num_arrivals=plan.consumers, num_barriers=plan.stages),
-    }
-    if plan.consumers == 2:
-        scratch["turn"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
+    scratch = rings(plan, written=Swizzled((plan.consumers, plan.slots, QUERIES, PART), dtype))
     if "lse" in call.wants:
         lse_form = (plan.batch, plan.heads, _lse_length(plan))
         outputs["lse"] = jax.ShapeDtypeStruct(lse_form, jnp.float32)
         scratch["lse_rows"] = plgpu.SMEM((plan.consumers, QUERIES), jnp.float32)
+    ids = call.arrays["q_segment_ids"], call.arrays["kv_segment_ids"]
+    rows, keys = padded(plan.q_len, tiling["block_q"]), padded(plan.band.kv_len, plan.block_kv)
+    masks = whole_tiles(call.arrays["bias"], ids, rows, keys)
     found = launch(
         call,
-        partial(kernel, plan=plan),
+        partial(kernel, plan=plan, write=write),
         "attention",
         (plan.blocks,),
-        inputs={name: padded_rows(call.arrays[name]) for name in "qkv"} | _padded_operands(call, tiling),
+        inputs={name: padded_rows(call.arrays[name]) for name in "qkv"} | masks,
         outputs=outputs,
         scratch=scratch,
         warpgroups=plan.consumers + 1,

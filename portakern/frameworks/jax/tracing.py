@@ -238,11 +238,12 @@ def _forward(static: _Static, *primals: Any) -> tuple[tuple[Any, ...], tuple[_Sa
         )
     )
     values = dict(zip(static.given, (p.value for p in primals), strict=True))
-    training = tuple(o.name for o in static.spec.outputs if o.name in static.wants or o.name in wired.outputs)
+    kept = wired.saves(dict(static.options))
+    training = tuple(o.name for o in static.spec.outputs if o.name in (*static.wants, *kept))
     outputs = dict(
         zip(training, _primitive.bind(*values.values(), static=replace(static, wants=training)), strict=True)
     )
-    saved = {n: values[n] for n in wired.inputs if n in values} | {n: outputs[n] for n in wired.outputs}
+    saved = {n: values[n] for n in wired.inputs if n in values} | {n: outputs[n] for n in kept}
     return tuple(outputs[n] for n in static.wants), (_Saved(tuple(saved), wants), tuple(saved.values()))
 
 
@@ -253,7 +254,7 @@ def _backward(
     wired = wiring(static.spec)
     given = dict(zip(saved.names, arrays, strict=True))
     some = {n: d for n, d in zip(static.wants, cotangents, strict=True) if not isinstance(d, SymbolicZero)}
-    if not some or not saved.wants:
+    if not some:
         return (None,) * len(static.given)
     for name, cotangent in zip(static.wants, cotangents, strict=True):
         if name in some and name not in wired.cotangents:
@@ -264,10 +265,12 @@ def _backward(
             given[wired.cotangents[name]] = some[name] if name in some else jnp.zeros(cotangent.shape, cotangent.dtype)
     options = {n: v for n, v in static.options if n in wired.options}
     tiling = {n: v for n, v in static.tiling if n in wired.vjp.tiling}
-    call = bind(wired.vjp, **given, **options, wants=saved.wants)
-    outputs = call_through(call, Choice(static.backend, tiling=tiling))
-    gradients = dict(zip((o.name for o in wired.vjp.outputs), outputs, strict=True))
-    return tuple(gradients[wired.gradients[n]] if wired.gradients.get(n) in saved.wants else None for n in static.given)
+    gradients: dict[str, Any] = {}
+    if saved.wants:
+        call = bind(wired.vjp, **given, **options, wants=saved.wants)
+        outputs = call_through(call, Choice(static.backend, tiling=tiling))
+        gradients = dict(zip((o.name for o in wired.vjp.outputs), outputs, strict=True))
+    return tuple(gradients.get(wired.gradients.get(n, ""), wired.passed(n, given)) for n in static.given)
 
 
 _differentiable.defvjp(_forward, _backward, symbolic_zeros=True)

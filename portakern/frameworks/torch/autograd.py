@@ -104,13 +104,14 @@ class Step:
             raise UnsupportedError(refusal(self.spec))
         wants = wired.wants([n for n, needed in zip(self.names, ctx.needs_input_grad[1:], strict=True) if needed])
         like = next((c for c in cotangents if c is not None), None)
-        if like is None or not wants:
+        if like is None:
             return (None,) * len(self.names)
         arrays = dict(zip(self.saved, unwrap_dead_wrappers(ctx.saved_tensors), strict=True)) | self._cotangents(
             wired, cotangents, like
         )
-        given = dict(zip(wants, run(arrays, {n: self.options[n] for n in wired.options}, wants), strict=True))
-        return tuple(given.get(wired.gradients.get(n, "")) for n in self.names)
+        found = run(arrays, {n: self.options[n] for n in wired.options}, wants) if wants else ()
+        given = dict(zip(wants, found, strict=True))
+        return tuple(given.get(wired.gradients.get(n, ""), wired.passed(n, arrays)) for n in self.names)
 
     def _cotangents(self, wired: Wiring, cotangents: Sequence[Any], like: Any) -> Arrays:
         arrays: Arrays = {}

@@ -145,7 +145,9 @@ class _Again(Step):
             odd=" or ".join(f"legacy({n}) or {n}.is_neg()" for n in there),
             arguments=", ".join(a.name if a.name in (*self.saved, *there) else "None" for a in wired.vjp.arrays),
             options="".join(f"{n}=options[{n!r}], " for n in wired.options),
-            results="".join(f"out[{outputs.index(r)}], " if r in wants else "None, " for r in results),
+            results="".join(
+                f"out[{outputs.index(r)}], " if r in wants else f"{r}, " if r in there else "None, " for r in results
+            ),
         )
         env: dict[str, Any] = {"read": backward.read, "plans": backward.choice.plans, "options": self.options}
         env |= {"wants": wants, "legacy": torch._C._functorch.is_legacy_batchedtensor}

@@ -463,4 +463,58 @@ FAULTS = {
             small=True,
         ),
     ],
+    "pallas/decode": [
+        Planted(
+            "shares-not-rescaled",
+            "the values of a share keep the unit of its own maximum",
+            old="acc = in_order(w * part[here] for",
+            new="acc = in_order(part[here] for",
+        ),
+        Planted(
+            "l-not-rescaled",
+            "the sum of a share's weights keeps the unit of its own maximum",
+            old="l = in_order(w * l_c for",
+            new="l = in_order(l_c for",
+            small=True,
+        ),
+        Planted(
+            "no-minus-inf-guard",
+            "a row that sees no key in any share subtracts -inf from -inf",
+            old="origin = jnp.where(m == -jnp.inf, 0.0, m)",
+            new="origin = m",
+        ),
+        Planted(
+            "rows-are-queries",
+            "masks take every row for a query of its own",
+            old='Band.of(call, QUERIES, block_kv, dims["group"])',
+            new="Band.of(call, QUERIES, block_kv)",
+            small=True,
+        ),
+        Planted(
+            "queries-of-heads-mixed",
+            "rows of a key head are taken in the order of all heads",
+            old="plan.heads, group, plan.d).swapaxes(1, 2)",
+            new="plan.heads, group, plan.d)",
+        ),
+        Planted(
+            "segments-by-head",
+            "rows have the segments of queries head by head, and are query by query",
+            old="jnp.repeat(q_ids, group, axis=1)",
+            new="jnp.tile(q_ids, (1, group))",
+            small=True,
+        ),
+        Planted(
+            "bias-by-head",
+            "rows have the bias of queries head by head, and are query by query",
+            old="bias.reshape(batch, heads, group, -1, kv_len).swapaxes(2, 3)",
+            new="bias.reshape(batch, heads, group, -1, kv_len)",
+            small=True,
+        ),
+        Planted(
+            "lse-without-unit",
+            "lse has the maximum in the unit of the scores",
+            old="m * plan.scores.unit + jnp.log(l)",
+            new="m + jnp.log(l)",
+        ),
+    ],
 }

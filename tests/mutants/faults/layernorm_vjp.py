@@ -158,4 +158,24 @@ FAULTS = {
             new="pull = xh",
         ),
     ],
+    "pallas/fused": [
+        Planted(
+            "last-rows-sums",
+            "sums over rows are those of a block's last row",
+            old="tuple(total + terms[name] for",
+            new="tuple(terms[name] for",
+        ),
+        Planted(
+            "d-bias-of-xh",
+            "d_bias sums d_y xh, as d_weight does",
+            old='"d_bias": d_y}',
+            new='"d_bias": d_y * xh}',
+        ),
+        Planted(
+            "rows-of-the-first-block",
+            "every block reads the rows of the first, and writes its own",
+            old="bring_rows(ref, walk, first + i, 0,",
+            new="bring_rows(ref, walk, i, 0,",
+        ),
+    ],
 }

@@ -97,4 +97,12 @@ FAULTS = {
             small=True,
         ),
     ],
+    "pallas/fused": [
+        Planted(
+            "d-weight-without-r",
+            "d_weight sums d_y x",
+            old="return narrowed(x * r, narrow)",
+            new="return narrowed(x, narrow)",
+        ),
+    ],
 }

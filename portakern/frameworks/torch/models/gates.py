@@ -31,7 +31,8 @@ GATES = {"llama.LlamaMLP": Gate()}
 """Prototype -> what it is made of: down(act(gate(x)) up(x))."""
 
 UNGATED = {"gpt2.GPT2MLP": "act", "vit.ViTMLP": "activation_fn", "bert.BertIntermediate": "intermediate_act_fn"}
-"""Prototype -> where it keeps its function: layers without a gate, which no op serves."""
+"""Prototype -> where it keeps its function: layers without a gate. The op ``linear`` has it behind a projection, but
+projections stay the module's own."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,264 @@
+"""Attention of few queries on Hopper, as decoding has it, by shares of the keys: o = softmax(scale q k^T) v.
+
+q: (batch, q_len, kv_heads*group, d), k: (batch, kv_len, kv_heads, d), v: (batch, kv_len, kv_heads, dv)
+-> o: (batch, q_len, kv_heads*group, dv), lse: (batch, kv_heads*group, q_len). Heads are up to 256 wide, and a group has
+up to 64 queries.
+
+The queries of all heads of a group are the rows of one tile, so that their keys are read once: row r is query
+r // group of head r % group. The keys are cut into shares of whole tiles. How many keys make a share follows from how
+many of them a query may see and from the tiling, and not from how many rows, heads or samples there are. A block walks
+a share as ``gpu.attention`` walks all keys, and leaves what it knows of each row:
+
+    m_c = max s_j,  l_c = sum exp(s_j - m_c),  acc_c = sum exp(s_j - m_c) v_j,  over the keys j of share c
+
+A second kernel, a block a row, adds these up in the order of the keys:
+
+    m = max m_c,  w_c = exp(m_c - m),  l = sum w_c l_c,  o = sum w_c acc_c / l,  lse = m + log l
+
+So no bit of a query depends on its neighbours, nor on how many there are. The kernel of ``gpu``, which has one share,
+gives other bits where there are several here.
+
+block_q: 64, the rows of a tile; block_kv: keys of a tile; stages: tiles of keys, and of values, that are on their way
+or in use at a time; splits: shares of the keys at most, and one more where a window begins within one.
+
+Source: Flash-Decoding (Dao, Haziza, Massa, Sizov 2023); the walk over keys is FlashAttention-3's (Shah et al. 2024).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas._band import Band
+from portakern.backends.pallas.common import Refs, padded, quotient
+from portakern.backends.pallas.gpu import attention as gpu
+from portakern.backends.pallas.gpu._chip import LANES, WARPS, launch, over_shared, padded_rows, whole_pieces
+from portakern.backends.pallas.gpu._flash import PART, QUERIES, Plan, Tile, rings
+from portakern.core.backend import Drawn
+from portakern.core.call import Call
+from portakern.spec import Count
+
+KNOBS = {**gpu.KNOBS, "splits": Count(1, 64)}
+
+DRAWN = Drawn(most={"q_len": 8, "group": 8})
+
+THREADS = LANES * WARPS
+"""Elements of a row that the second kernel works on at a time: one a thread."""
+
+
+@dataclass(frozen=True)
+class Packed(Plan):
+    """The plan of queries that share a tile: ``heads`` are those of k, ``group`` is 1, and ``q_len`` counts rows, of
+    which each query has as many as ``band`` says. ``each``: tiles of keys of a share, which begins at a multiple of so
+    many."""
+
+    each: int
+
+    @property
+    def seen(self) -> tuple[int, int]:
+        """The first and the last tile of keys that a query sees: never none, but one that no query sees."""
+        first, last = self.band.span(0)
+        first = min(first, (self.band.kv_len - 1) // self.block_kv)
+        return first, max(first, last)
+
+    @property
+    def shares(self) -> int:
+        """How many shares hold these."""
+        first, last = self.seen
+        return last // self.each - first // self.each + 1
+
+    @property
+    def tiles(self) -> int:
+        return self.batch * self.heads * self.shares
+
+    @property
+    def blocks(self) -> int:
+        return self.dealt_out
+
+    def _shared(self, slots: int) -> int:
+        return super()._shared(0) + slots * QUERIES * PART * jnp.dtype(jnp.float32).itemsize
+
+    def queries(self, q: Any, tile: Tile, rows: Any) -> Any:
+        return q.at[tile.batch, tile.head, rows]
+
+    def tile(self, index: Any) -> Tile:
+        """All rows of a head, and the tiles of one share."""
+        place, batch = quotient(index, self.shares), quotient(index, self.shares * self.heads)
+        first, last = self.seen
+        start = (index - place * self.shares + first // self.each) * self.each
+        begin = jnp.maximum(start, first)
+        steps = jnp.minimum(start + self.each, last + 1) - begin
+        row = 0 * index  # traced: a start that is known is held to the rows that there are
+        return Tile(batch, place - batch * self.heads, row, begin, steps)
+
+    def share(self, tile: Tile) -> Any:
+        """Which share of its head a tile is."""
+        return quotient(tile.first, self.each) - self.seen[0] // self.each
+
+
+def plan_of(call: Call, tiling: Mapping[str, int]) -> Packed:
+    dims, block_kv = call.dims, tiling["block_kv"]
+    whole = gpu.plan_of(call, {**tiling, "block_q": QUERIES})
+    changed = {
+        "heads": dims["kv_heads"],
+        "group": 1,
+        "q_len": dims["q_len"] * dims["group"],
+        "band": Band.of(call, QUERIES, block_kv, dims["group"]),
+    }
+    same = {field.name: getattr(whole, field.name) for field in fields(whole)}
+    return Packed(**same | changed, each=pl.cdiv(pl.cdiv(_keys_of_a_query(call), block_kv), tiling["splits"]))
+
+
+def _keys_of_a_query(call: Call) -> int:
+    """How many keys a query sees at most."""
+    kv_len, (left, right) = call.dims["kv_len"], call.options["window"] or (None, None)
+    right = 0 if call.options["is_causal"] else right
+    return kv_len if left is None or right is None else min(kv_len, left + right + 1)
+
+
+def key(call: Call) -> dict[str, str | int]:
+    return {"dtype": call.dtype, "d": max(call.dims["d"], call.dims["dv"])}
+
+
+def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+    if tiling["block_q"] != QUERIES:
+        return (
+            f"block_q={tiling['block_q']} is no tile of wgmma's here: use {QUERIES}, which all queries of a group share"
+        )
+    rows = call.dims["q_len"] * call.dims["group"]
+    if rows > QUERIES:
+        return (
+            f"{call.dims['q_len']} queries of {call.dims['group']} heads are {rows} rows, more than the {QUERIES} that "
+            "decode together: use variant 'gpu'"
+        )
+    return gpu.supports(call, tiling) or over_shared(plan_of(call, tiling).shared, "block_kv or stages")
+
+
+def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
+    """What XLA copies besides, in words."""
+    dims, bias = call.dims, call.arrays["bias"]
+    found = []
+    if dims["q_len"] > 1 and dims["kv_heads"] > 1:
+        found.append("queries of a group are gathered")
+    for names, extent in (("q and k", dims["d"]), ("v", dims["dv"])):
+        if (wide := whole_pieces(extent, call.dtype)) != extent:
+            found.append(f"heads of {names} are padded from {extent} to {wide}")
+    if (wide := padded(dims["dv"], THREADS)) != dims["dv"]:
+        found.append(f"o is cut from {wide} to {dims['dv']}")
+    if bias is not None and (bias.shape[1] * bias.shape[2] > 1 or bias.shape[3] % tiling["block_kv"]):
+        found.append(f"bias is gathered and padded to whole tiles of {QUERIES} x {tiling['block_kv']}")
+    return "; ".join(found) or None
+
+
+def packed(call: Call, plan: Packed) -> dict[str, jax.Array]:
+    """What the kernel reads: q as (batch, kv_heads, rows, d), and bias and segment ids of whole tiles of such rows."""
+    q, k, v, bias = (call.arrays[name] for name in ("q", "k", "v", "bias"))
+    q_ids, group = call.arrays["q_segment_ids"], call.dims["group"]
+    by_head = q.reshape(plan.batch, -1, plan.heads, group, plan.d).swapaxes(1, 2)
+    if bias is not None and bias.shape[1] * bias.shape[2] > 1:
+        batch, _, _, kv_len = bias.shape
+        heads = plan.heads if bias.shape[1] > 1 else 1
+        bias = jnp.broadcast_to(bias, (batch, heads * group, call.dims["q_len"], kv_len))
+        bias = bias.reshape(batch, heads, group, -1, kv_len).swapaxes(2, 3).reshape(batch, heads, -1, kv_len)
+    ids = None if q_ids is None else jnp.repeat(q_ids, group, axis=1), call.arrays["kv_segment_ids"]
+    arrays = {"q": by_head.reshape(plan.batch, plan.heads, plan.q_len, plan.d), "k": k, "v": v}
+    masks = gpu.whole_tiles(bias, ids, QUERIES, padded(plan.band.kv_len, plan.block_kv))
+    return {name: padded_rows(x) for name, x in arrays.items()} | masks
+
+
+def write(ref: Refs, plan: Packed, warpgroup: Any, tile: Tile, acc: tuple[Any, ...], l: Any, m: Any) -> None:
+    """Leave what is known of the rows after one share. Whole pieces are written, of rows that there are: the copy
+    engine does not stop where an axis ends."""
+    place = tile.batch, tile.head, plan.share(tile)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    ref.known[0] = l
+    ref.known[1] = m
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(ref.known, ref.statistics.at[place])
+    rows = pl.ds(0, plan.q_len)
+    for part, slot in zip(range(len(acc)), itertools.cycle(range(plan.slots)), strict=False):
+        plgpu.wait_smem_to_gmem(plan.slots - 1, wait_read_only=True)
+        ref.written[slot] = acc[part]
+        plgpu.commit_smem()
+        there = ref.parts.at[(*place, rows, pl.ds(part * PART, PART))]
+        plgpu.copy_smem_to_gmem(ref.written.at[slot, rows], there)
+
+
+def combine(ref: Refs, *, plan: Packed, group: int) -> None:
+    """Add up a row's shares. One that holds no key that the row sees has l = 0 and m = -inf, and adds nothing."""
+    index = lax.axis_index("block")
+    place, batch = quotient(index, plan.q_len), quotient(index, plan.q_len * plan.heads)
+    row, kv_head = index - place * plan.q_len, place - batch * plan.heads
+    query = quotient(row, group)
+    head = kv_head * group + row - query * group
+
+    states = [(ref.statistics.at[batch, kv_head, c], ref.parts.at[batch, kv_head, c, row]) for c in range(plan.shares)]
+    ls, ms = ([known[which, row] for known, _ in states] for which in (0, 1))
+    m = ms[0]
+    for other in ms[1:]:
+        m = jnp.maximum(m, other)
+    origin = jnp.where(m == -jnp.inf, 0.0, m)
+    weights = [plan.scores.weight(m_c - origin) for m_c in ms]
+    l = in_order(w * l_c for w, l_c in zip(weights, ls, strict=True))
+    inverse = 1.0 / jnp.where(l == 0.0, 1.0, l)
+    for column in range(0, ref.o.shape[-1], THREADS):
+        here = pl.ds(column, THREADS)
+        acc = in_order(w * part[here] for w, (_, part) in zip(weights, states, strict=True))
+        ref.o[batch, query, head, here] = (acc * inverse).astype(plan.dtype)
+    if "lse" in ref:
+        ref.lse[batch, head, query] = m * plan.scores.unit + jnp.log(l)
+
+
+def in_order(terms: Iterator[Any]) -> Any:
+    """The sum of terms, of which each is added to those before it."""
+    first = next(terms)
+    return sum(terms, first)
+
+
+@BACKEND.implements("attention", key=key, supports=supports, knobs=KNOBS, copies=copies, drawn=DRAWN)
+def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Array | None]:
+    plan, dims = plan_of(call, tiling), call.dims
+    of_shares, wide = (plan.batch, plan.heads, plan.shares), padded(plan.dv, THREADS)
+    known = launch(
+        call,
+        partial(gpu.kernel, plan=plan, write=write),
+        "attention_shares",
+        (plan.blocks,),
+        inputs=packed(call, plan),
+        outputs={
+            "parts": jax.ShapeDtypeStruct((*of_shares, plan.q_len, wide), jnp.float32),
+            "statistics": jax.ShapeDtypeStruct((*of_shares, 2, QUERIES), jnp.float32),
+        },
+        scratch=rings(
+            plan,
+            written=plgpu.SMEM((plan.slots, QUERIES, PART), jnp.float32),
+            known=plgpu.SMEM((2, QUERIES), jnp.float32),
+        ),
+        warpgroups=plan.consumers + 1,
+        approximate=True,
+    )
+    heads = dims["kv_heads"] * dims["group"]
+    outputs = {"o": jax.ShapeDtypeStruct((plan.batch, dims["q_len"], heads, wide), plan.dtype)}
+    if "lse" in call.wants:
+        outputs["lse"] = jax.ShapeDtypeStruct((plan.batch, heads, dims["q_len"]), jnp.float32)
+    found = launch(
+        call,
+        partial(combine, plan=plan, group=dims["group"]),
+        "attention_combine",
+        (plan.batch * plan.heads * plan.q_len,),
+        inputs=known,
+        outputs=outputs,
+        scratch={},
+        approximate=True,
+    )
+    return found["o"][..., : plan.dv], found.get("lse")

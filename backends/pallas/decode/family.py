@@ -1,0 +1,11 @@
+"""What the kernels of this folder are for."""
+
+from dataclasses import replace
+
+from portakern.backends.pallas.gpu.family import FAMILY as GPU
+
+FAMILY = replace(
+    GPU,
+    package="portakern.backends.pallas.decode",
+    named_only="its kernels were not seen right on a device yet, and give a query other bits than variant 'gpu' does",
+)

@@ -1,0 +1,161 @@
+"""Gradients of layer normalisation on Hopper, over the last axis, with every row read once.
+
+    xh = (x - mean) r        r = (var + eps)^-1/2        h = weight d_y
+    d_x = r (h - mean(h) - xh mean(h xh))        d_weight = sum over rows of d_y xh        d_bias = sum over rows of d_y
+
+x, d_y: (*batch, n), weight, bias: (n) or None -> d_x: (*batch, n), d_weight, d_bias: (n). The formula of a row is that of
+``gpu.layernorm_vjp``. A block of one warpgroup owns neighbouring rows, all of which come by in a ring of buffers: of each
+it writes d_x where x was, and adds d_y xh and d_y to sums that it keeps in registers, a thread those of its columns. A
+second kernel adds up the blocks' sums in their order. How many rows a block owns follows from how many there are.
+
+block_rows: rows of a block at least; block_n: elements of a row, which has to fit; ring: rows that are on their way or
+in use at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.common import Refs
+from portakern.backends.pallas.gpu import _rows as rows_of
+from portakern.backends.pallas.gpu._chip import WARPS, dtype_refused, launch, over_shared, padded_rows
+from portakern.backends.pallas.gpu._columns import in_order
+from portakern.backends.pallas.gpu._rows import (
+    THREADS,
+    Formula,
+    Walk,
+    bring_rows,
+    element_by_element,
+    loaded,
+    operand,
+    send_rows,
+    weights_of,
+)
+from portakern.backends.pallas.gpu.layernorm import key
+from portakern.backends.pallas.gpu.layernorm_vjp import SUMS, LayerNormVjp, normalised
+from portakern.core.backend import Drawn
+from portakern.core.call import Call
+from portakern.spec import Count
+
+KNOBS = {"ring": Count(2, 8)}
+
+LONGEST = 4096
+"""Elements of a row at most: a thread holds those of two arrays and as many sums in its registers."""
+
+BLOCKS = 256
+"""Blocks of many rows: two on a multiprocessor, where one's copies run beside the other's sums."""
+
+AHEAD = 64
+"""Blocks' sums that a thread reads before it adds up the first of them."""
+
+DRAWN = Drawn(multiples={"n": 8}, most={"n": 1024})
+
+
+def default_tiling(call: Call) -> dict[str, int]:
+    return {"block_rows": 8, "block_n": max(THREADS, pl.next_power_of_2(call.dims["n"])), "ring": 4}
+
+
+def walk_of(call: Call, tiling: Mapping[str, int]) -> Walk:
+    """The walk of a block: a row at a time, in all warps."""
+    rows, n = math.prod(call.dims["batch"]), call.dims["n"]
+    of_block = max(tiling["block_rows"], pl.cdiv(rows, BLOCKS))
+    return Walk.over(call, {**tiling, "block_rows": of_block, "row_warps": WARPS}, rows, n, arrays=2)
+
+
+def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+    n, block_n = call.dims["n"], tiling["block_n"]
+    reason = dtype_refused(call)
+    if reason:
+        return reason
+    if n > min(block_n, LONGEST):
+        return f"rows of {n} elements do not fit the registers that {min(block_n, LONGEST)} take: use variant 'gpu'"
+    if element_by_element(n, call.dtype):
+        return f"rows of {n} elements are no whole pieces of 16 bytes, as the ring wants them: use variant 'gpu'"
+    walk = walk_of(call, tiling)
+    needed = tiling["ring"] * walk.arrays * walk.chunk * walk.itemsize
+    return walk._replace(block_rows=1).refused() or over_shared(needed, "ring or block_n")
+
+
+def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
+    return rows_of.copies(call, call.dims["n"])
+
+
+@BACKEND.implements(
+    "layernorm_vjp", key=key, tiling=default_tiling, supports=supports, knobs=KNOBS, copies=copies, drawn=DRAWN
+)
+def layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
+    return gradients(call, tiling, LayerNormVjp(call.options["eps"]), normalised)
+
+
+def gradients(
+    call: Call, tiling: Mapping[str, int], formula: Formula, normalised: Callable[..., Any]
+) -> tuple[jax.Array | None, ...]:
+    """The gradients of a normalisation along the last axis that the call wants. ``formula`` makes d_x, and with what it
+    tells of a row ``normalised`` makes xh."""
+    walk, n, weight = walk_of(call, tiling), call.dims["n"], call.arrays["weight"]
+    sums = tuple(name for name in SUMS if name in call.wants)
+    blocks = pl.cdiv(walk.rows, walk.block_rows)
+    inputs = {operand(i): padded_rows(call.arrays[name].reshape(-1, n)) for i, name in enumerate(("x", "d_y"))}
+    outputs = {"y": jax.ShapeDtypeStruct((walk.rows, walk.pitch), inputs["x0"].dtype)}
+    if sums:
+        outputs["sums"] = jax.ShapeDtypeStruct((blocks, len(sums), walk.chunk), jnp.float32)
+    found = launch(
+        call,
+        partial(kernel, walk=walk, formula=formula, normalised=normalised, sums=sums, ring=tiling["ring"]),
+        call.spec.name,
+        (blocks,),
+        inputs=inputs | ({} if weight is None else {"weight": padded_rows(weight, walk.chunk)}),
+        outputs=outputs,
+        scratch={
+            "buffer": plgpu.SMEM((walk.arrays, tiling["ring"], *walk.block), inputs["x0"].dtype),
+            "arrived": plgpu.Barrier(num_arrivals=walk.arrays, num_barriers=tiling["ring"]),
+        },
+    )
+    made = {"d_x": found["y"][:, :n].reshape(call.arrays["x"].shape)}
+    if sums:
+        total = in_order(call, found["sums"].reshape(blocks, -1), jnp.float32, min(AHEAD, blocks))
+        totals = zip(sums, total.reshape(len(sums), walk.chunk)[:, :n], strict=True)
+        made |= {name: x.astype(call.outputs[name][1]) for name, x in totals}
+    return tuple(made.get(o.name) if o.name in call.wants else None for o in call.spec.outputs)
+
+
+def kernel(
+    ref: Refs, *, walk: Walk, formula: Formula, normalised: Callable[..., Any], sums: tuple[str, ...], ring: int
+) -> None:
+    """The rows of a block, row i in buffer i modulo ``ring``."""
+    block = lax.axis_index("block")
+    first = block * walk.block_rows
+    rows = jnp.minimum(walk.rows - first, walk.block_rows)
+    weights = weights_of(ref, walk, tuple(name for name in ("weight",) if name in ref), 0)
+
+    def read(i: Any) -> None:
+        pl.when(i < rows)(lambda: bring_rows(ref, walk, first + i, 0, lax.rem(i, jnp.int32(ring))))
+
+    def work(i: Any, totals: tuple[Any, ...]) -> tuple[Any, ...]:
+        buffer = lax.rem(i, jnp.int32(ring))
+        plgpu.barrier_wait(ref.arrived.at[buffer])
+        x, d_y = loaded(ref, walk, buffer)
+        statistics = formula.gather(formula.start(walk), (x, d_y), walk, 0, weights)
+        send_rows(ref, walk, first + i, 0, buffer, formula.result(statistics, (x, d_y), walk, weights))
+        xh = normalised(x, *map(walk.spread, formula.told(statistics, walk)))
+        terms = {"d_weight": d_y * xh, "d_bias": d_y}
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the row before has left its buffer, which is next
+        read(i + ring - 1)
+        return tuple(total + terms[name] for total, name in zip(totals, sums, strict=True))
+
+    for i in range(ring - 1):
+        read(jnp.int32(i))
+    zeros = tuple(plgpu.layout_cast(jnp.zeros(walk.block, jnp.float32), walk.layout) for _ in sums)
+    for k, total in enumerate(lax.fori_loop(0, rows, work, zeros)):
+        ref.sums[pl.ds(block, 1), k, pl.ds(0, walk.chunk)] = total
+    plgpu.wait_smem_to_gmem(0)

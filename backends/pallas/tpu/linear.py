@@ -1,0 +1,166 @@
+"""The linear layer with what follows it on TPUs, one output block at a time, k innermost.
+
+    z = x weight^T + bias        y = f(z) + residual
+
+x: (*batch, k), weight: (n, k), bias: (n), residual: (*batch, n) -> y, and pre, which is z: (*batch, n). The grid is
+(row blocks, n blocks, k blocks), as matmul's, whose blocks these are; a block of weight lies as it is in memory, and
+the matrix unit takes its transpose. The sum over k is a float32 accumulator in VMEM; the last step adds the bias to it,
+applies f and adds the residual, and rounds once.
+
+block_m: rows of a block; block_n: its columns; block_k: the share of k resident at a step.
+
+Source: the blocked product of Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008),
+section 4, with VMEM as the cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.common import Refs, even_block, step_along, within
+from portakern.backends.pallas.tpu import matmul as products
+from portakern.backends.pallas.tpu._chip import (
+    LANES,
+    dot,
+    dtype_refused,
+    launch,
+    off_grid,
+    over_vmem,
+    sublanes,
+    vmem_limit,
+)
+from portakern.backends.pallas.tpu.geglu import share
+from portakern.backends.pallas.tpu.swiglu import open_and_shut
+from portakern.core import targets
+from portakern.core.call import Call
+
+
+def activated(z: Any, activation: str) -> Any:
+    """f(z), in float32."""
+    if activation == "none":
+        return z
+    if activation == "relu":
+        return jnp.where(z < 0, 0.0, z)
+    if activation == "silu":
+        s, _ = open_and_shut(z)
+        return z * s
+    return z * share(z, "tanh" if activation == "gelu_tanh" else "none")
+
+
+def finish(ref: Refs, z: Any, activation: str) -> None:
+    """Write y, and z where it is wanted, from the whole sums of a block."""
+    if "bias" in ref:
+        z = z + ref.bias[...].astype(jnp.float32)
+    if "pre" in ref:
+        ref.pre[...] = z.astype(ref.pre.dtype)
+    y = activated(z, activation)
+    if "residual" in ref:
+        y = y + ref.residual[...].astype(jnp.float32)
+    ref.y[...] = y.astype(ref.y.dtype)
+
+
+def kernel(ref: Refs, *, k: int, few: bool, activation: str) -> None:
+    """``few``: as in matmul's `rows_within`."""
+    step, last = step_along(2), pl.num_programs(2) - 1
+    x, w = ref.x[...], ref.weight[...]
+    start = step * x.shape[1]
+    # both sides: beyond k lies anything, and 0 * NaN is NaN
+    part = dot(products.rows_within(x, start, k, few), within(w, 1, start, k), (1, 1))
+    if "acc" not in ref:
+        finish(ref, part, activation)
+        return
+
+    @pl.when(step == 0)
+    def begin() -> None:
+        ref.acc[...] = jnp.zeros_like(ref.acc)
+
+    ref.acc[...] += part
+    pl.when(step == last)(lambda: finish(ref, ref.acc[...], activation))
+
+
+def as_product(call: Call) -> Call:
+    """The call of matmul that has the same blocks: x (rows, k) times (k, n)."""
+    return call.replace(
+        arrays={"a": call.arrays["x"], "b": call.arrays["weight"]},
+        dims={**call.dims, "batch": (), "m": math.prod(call.dims["batch"])},
+    )
+
+
+def blocks(call: Call, tiling: Mapping[str, int]) -> tuple[int, int, int]:
+    """(block_m, block_n, block_k)."""
+    of = as_product(call)
+    return products.blocks(of, tiling, of.dims["m"])
+
+
+def default_tiling(call: Call) -> dict[str, int]:
+    """matmul's, with fewer rows a block where there would be no room for a residual and pre. It does not follow whether
+    these are there: the same row gives the same bits beside any of them."""
+    tiling = products.default_tiling(call)
+    limit = vmem_limit(call) if call.target.arch in targets.HARDWARE else targets.least("tpu", "vmem")
+    bn, bk = (even_block(call.dims[axis], tiling[f"block_{axis}"], LANES) for axis in "nk")
+    while tiling["block_m"] > 128 and resident(call, tiling["block_m"], bn, bk, more=2) > limit:
+        tiling["block_m"] //= 2
+    return tiling
+
+
+def resident(call: Call, bm: int, bn: int, bk: int, more: int | None = None) -> int:
+    """The VMEM of one step, in bytes: matmul's, what f needs, and two blocks of the residual and of pre, as far as
+    these are there; ``more``: of so many such arrays."""
+    size = 4 if call.dtype in ("float32", "float64") else 2
+    if more is None:
+        more = (call.arrays["residual"] is not None) + ("pre" in call.wants)
+    return products.resident_bytes(bm, bn, bk, size, size) + 2 * more * bm * bn * size + 8 * bm * bn
+
+
+def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+    m, n, k = (as_product(call).dims[axis] for axis in "mnk")
+    return (
+        dtype_refused(call)
+        or off_grid("block_m", tiling["block_m"], m, sublanes(call.arrays["x"].dtype))
+        or off_grid("block_n", tiling["block_n"], n, LANES)
+        or off_grid("block_k", tiling["block_k"], k, LANES)
+        or over_vmem(call, resident(call, *blocks(call, tiling)), "block_m, block_n or block_k")
+    )
+
+
+@BACKEND.implements("linear", key=products.key, tiling=default_tiling, supports=supports)
+def linear(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
+    x, weight = call.arrays["x"], call.arrays["weight"]
+    shape, dtype = call.outputs["y"]
+    m, n, k = math.prod(shape[:-1]), call.dims["n"], call.dims["k"]
+    bm, bn, bk = blocks(call, tiling)
+    of_y = pl.BlockSpec((bm, bn), lambda row, column, depth: (row, column))
+    inputs: dict[str, Any] = {
+        "x": (x.reshape(m, k), pl.BlockSpec((bm, bk), lambda row, column, depth: (row, depth))),
+        "weight": (weight, pl.BlockSpec((bn, bk), lambda row, column, depth: (column, depth))),
+    }
+    if call.arrays["bias"] is not None:
+        of_bias = pl.BlockSpec((1, bn), lambda row, column, depth: (0, column))
+        inputs["bias"] = (call.arrays["bias"].reshape(1, n), of_bias)
+    if call.arrays["residual"] is not None:
+        inputs["residual"] = (call.arrays["residual"].reshape(m, n), of_y)
+    found = launch(
+        call,
+        partial(kernel, k=k, few=m < sublanes(jnp.float32), activation=call.options["activation"]),
+        "portakern_linear",
+        (pl.cdiv(m, bm), pl.cdiv(n, bn), pl.cdiv(k, bk)),
+        in_order=1,
+        inputs=inputs,
+        outputs={name: (jax.ShapeDtypeStruct((m, n), dtype), of_y) for name in call.wants},
+        scratch={"acc": (bm, bn)} if pl.cdiv(k, bk) > 1 else {},
+        vmem=resident(call, bm, bn, bk),
+        cost=pl.CostEstimate(
+            flops=2 * m * n * k,
+            transcendentals=m * n,
+            bytes_accessed=x.dtype.itemsize * (m * k * pl.cdiv(n, bn) + n * k * pl.cdiv(m, bm) + 2 * m * n),
+        ),
+    )
+    return tuple(found[name].reshape(shape) if name in found else None for name in ("y", "pre"))

@@ -1,0 +1,84 @@
+"""Faults planted in the kernels of linear."""
+
+from __future__ import annotations
+
+from tests.mutants.faults import Planted
+
+FAULTS = {
+    "triton": [
+        Planted(
+            "z-rounded",
+            "the sum is rounded to the result's dtype before the activation",
+            old="    f = activated(z, activation)",
+            new="    f = activated(z.to(y.dtype.element_ty).to(acc_dtype), activation)",
+            sample=True,
+        ),
+        Planted(
+            "bias-kept-twice",
+            "pre takes the bias twice",
+            old="tl.store(pre + at, z.to(",
+            new="tl.store(pre + at, (z if bias is None else z + tl.load(bias + col * bias_n, mask=col < n)).to(",
+        ),
+        Planted(
+            "nan-closed",
+            "relu is a maximum, which makes 0 of NaN",
+            old="return tl.where(z < 0, 0.0, z)",
+            new="return tl.where(z > 0, z, 0.0)",
+            small=True,
+        ),
+        Planted(
+            "tail-unmasked",
+            "weight is not masked beyond k",
+            old="mask=col_ok & inside[:, None]",
+            new="mask=col_ok",
+            gpu=False,
+        ),
+        Planted(
+            "group-unclamped",
+            "the last group of row tiles is numbered as if it were full",
+            old="min(tiles_m - first, group)",
+            new="group",
+            gpu=False,
+        ),
+        Planted(
+            "bias-by-rows",
+            "every row of tiles has the biases of the first columns",
+            old="tl.load(bias + col * bias_n",
+            new="tl.load(bias + col % block_n * bias_n",
+        ),
+    ],
+    "pallas": [
+        Planted(
+            "z-rounded",
+            "the sum is rounded to the result's dtype before the activation",
+            old="y = activated(z, activation)",
+            new="y = activated(z.astype(ref.y.dtype).astype(jnp.float32), activation)",
+        ),
+        Planted(
+            "bias-each-step",
+            "the bias is added at each step of k",
+            old="    ref.acc[...] += part\n",
+            new=(
+                '    ref.acc[...] += part + (ref.bias[...].astype(jnp.float32) * (step < last) if "bias" in ref '
+                "else 0.0)\n"
+            ),
+        ),
+        Planted(
+            "weight-beyond-k",
+            "weight is not masked beyond k",
+            old="within(w, 1, start, k)",
+            new="w",
+            sample=True,
+        ),
+        Planted(
+            "residual-before",
+            "the residual is added before the activation",
+            old="    y = activated(z, activation)\n",
+            new=(
+                '    z = z + ref.residual[...].astype(jnp.float32) if "residual" in ref else z\n'
+                "    ref = Refs(**{name: at for name, at in vars(ref).items() if name != 'residual'})\n"
+                "    y = activated(z, activation)\n"
+            ),
+        ),
+    ],
+}

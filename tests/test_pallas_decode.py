@@ -1,0 +1,269 @@
+"""Decoding in Pallas on Hopper GPUs: shares of keys follow from lengths alone, their sums have one order, nothing is
+written where nothing is, and nobody is served who did not ask. Bounds and laws are checked in Pallas's interpreter.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("jax", reason="jax is not installed")
+from portakern.core import registry
+
+PALLAS = registry.backend("pallas")
+FAMILY = next(f for f in PALLAS.declared if f.name == "decode")
+if FAMILY.lacks():
+    pytest.skip(f"the kernels for Hopper need {FAMILY.lacks()}", allow_module_level=True)
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from jax.experimental import pallas as pl  # noqa: E402
+
+import portakern as pk  # noqa: E402
+from portakern import testing  # noqa: E402
+from portakern.backends.pallas.decode import attention as decode  # noqa: E402
+from portakern.compiling import forms  # noqa: E402
+from portakern.core import explain, targets, tilings  # noqa: E402
+from portakern.core.framework import frameworks  # noqa: E402
+from portakern.core.route import Choice, find_routes  # noqa: E402
+from portakern.core.targets import Target  # noqa: E402
+from portakern.errors import UnsupportedError  # noqa: E402
+from portakern.testing import strategies  # noqa: E402
+from portakern.testing.subject import backend_subject  # noqa: E402
+
+HOPPER = Target("cuda", "sm_90")
+LIMITS = testing.Limits(used=2**12)
+COMPILER = FAMILY.load_compiler()
+IMPL = PALLAS.implementation("attention", FAMILY)
+has_compiler = pytest.mark.skipif(
+    COMPILER.unavailable(targets.find("sm_90")) is not None, reason=str(COMPILER.unavailable(targets.find("sm_90")))
+)
+
+
+def arrays_of(batch, q_len, kv_heads, group, kv_len, d, dv=None, dtype=jnp.bfloat16):
+    rng = np.random.default_rng(q_len + kv_len + d)
+    forms_of = {
+        "q": (batch, q_len, kv_heads * group, d),
+        "k": (batch, kv_len, kv_heads, d),
+        "v": (batch, kv_len, kv_heads, dv or d),
+    }
+    return {name: jnp.asarray(rng.standard_normal(form), dtype) for name, form in forms_of.items()}
+
+
+def decoding(**tiling):
+    return pk.op("attention", backend="pallas", variant="decode", tiling=tiling)
+
+
+def on_hopper(arrays, tiling, **options):
+    call = pk.op("attention").bind(**arrays, **options)
+    call = forms.bound_form(call.spec, forms.form_of(call), frameworks()["jax"], HOPPER)
+    return call, tilings.resolve(IMPL, call, tiling).tiling
+
+
+def plan_for(shape, tiling=None, **options):
+    return decode.plan_of(*on_hopper(arrays_of(*shape), tiling or {}, **options))
+
+
+# --- right, in the interpreter ---
+
+
+@pytest.mark.timeout(900)
+def test_within_bounds():
+    report = pk.check(
+        "attention", backend="pallas", variant="decode", device="cpu", max_examples=6, seed=0, limits=LIMITS,
+        dtypes=["bfloat16"], edges=False,
+    )  # fmt: skip
+    assert report.passed, "\n".join(map(str, report.failures))
+    assert report.examples >= 4, report.refused
+
+
+CALLS = [
+    ((2, 1, 2, 4, 500, 64), {}, {}),
+    ((1, 3, 2, 2, 400, 72, 40), {"is_causal": True, "softcap": 2.0}, {}),
+    ((1, 5, 1, 3, 450, 128), {"window": (140, 2)}, {"block_kv": 64, "splits": 3}),
+    ((1, 2, 1, 2, 300, 16, 136), {"window": (None, 0)}, {"block_kv": 64, "splits": 1}),
+    ((1, 9, 1, 2, 4, 24), {"is_causal": True}, {}),
+]
+
+
+@pytest.mark.parametrize(("shape", "options", "tiling"), CALLS, ids=str)
+def test_shares_race_for_nothing_and_add_up(shape, options, tiling):
+    arrays = arrays_of(*shape)
+    with PALLAS.profile("races"):
+        got = decoding(**tiling)(**arrays, return_lse=True, **options)
+    exact = {name: np.asarray(x, np.float32) for name, x in arrays.items()}
+    want = pk.op("attention", backend="reference")(**exact, return_lse=True, **options)
+    for a, b, within in zip(got, want, (1e-2, 2e-5), strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float32), b, rtol=within, atol=within)
+
+
+def test_every_mask_at_once():
+    """A bias of each head and query, one that all share, and segments in several shares."""
+    arrays, rng = arrays_of(2, 2, 2, 2, 300, 32), np.random.default_rng(0)
+    ids = {
+        "q_segment_ids": jnp.asarray(rng.integers(0, 2, (2, 2)), jnp.int32),
+        "kv_segment_ids": jnp.asarray(rng.integers(0, 2, (2, 300)), jnp.int32),
+    }
+    for form in ((2, 4, 2, 300), (1, 4, 1, 300), (1, 1, 2, 300), (2, 1, 1, 300)):
+        bias = jnp.asarray(rng.standard_normal(form), jnp.float32)
+        got = decoding(block_kv=64, splits=3)(**arrays, bias=bias, **ids, window=(250, 0), return_lse=True)
+        exact = {name: np.asarray(x, np.float32) for name, x in arrays.items()}
+        own = {name: np.asarray(x) for name, x in ids.items()}
+        want = pk.op("attention", backend="reference")(
+            **exact, bias=np.asarray(bias), **own, window=(250, 0), return_lse=True
+        )
+        for a, b, within in zip(got, want, (1e-2, 2e-5), strict=True):
+            np.testing.assert_allclose(np.asarray(a, np.float32), b, rtol=within, atol=within, err_msg=str(form))
+
+
+def test_a_querys_bits_do_not_tell_its_company():
+    arrays = arrays_of(3, 2, 2, 4, 400, 64)
+    whole, lse = decoding()(**arrays, return_lse=True)
+    for b, i, h in ((0, 1, 0), (2, 0, 1)):
+        heads = slice(4 * h + 1, 4 * h + 3)  # two of a group
+        q = arrays["q"][b : b + 1, i : i + 1, heads]
+        k, v = (arrays[name][b : b + 1, :, h : h + 1] for name in "kv")
+        alone, lse_alone = decoding()(q, k, v, return_lse=True)
+        assert (alone[0, 0] == whole[b, i, heads]).all() and (lse_alone[0, :, 0] == lse[b, heads, i]).all()
+
+
+def test_one_share_has_the_bits_of_the_kernel_for_many_queries():
+    arrays = arrays_of(1, 3, 2, 2, 300, 64)
+    found = decoding(splits=1)(**arrays, return_lse=True)
+    others = pk.op("attention", backend="pallas", variant="gpu")(**arrays, return_lse=True)
+    assert all((a == b).all() for a, b in zip(found, others, strict=True))
+
+
+# --- shares ---
+
+
+def test_a_share_sees_neither_queries_nor_heads_nor_samples():
+    lengths = {
+        plan_for((b, q, h, g, 5000, 64), **options).each
+        for options in ({}, {"is_causal": True}, {"window": (None, 3)})
+        for b, q, h, g in ((1, 1, 1, 1), (9, 1, 2, 8), (1, 30, 3, 2))
+    }
+    assert lengths == {3}  # of 40 tiles in 16 shares
+
+
+@pytest.mark.parametrize("options", [{}, {"window": (99, 0)}, {"window": (700, 3)}, {"is_causal": True}], ids=str)
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 8192), (7, 1000), (8, 5), (3, 129)])
+def test_shares_hold_every_tile_that_is_seen_once(q_len, kv_len, options):
+    plan = plan_for((2, q_len, 3, 2, kv_len, 64), {"splits": 8}, **options)
+    found = {}
+    for index in range(plan.tiles):
+        tile = plan.tile(jnp.int32(index))
+        begin, steps = int(tile.first), int(tile.steps)
+        assert steps >= 1 and begin // plan.each == (begin + steps - 1) // plan.each, "a share begins at a multiple"
+        assert int(plan.share(tile)) == index % plan.shares and int(tile.row) == 0
+        found.setdefault((int(tile.batch), int(tile.head)), []).extend(range(begin, begin + steps))
+    first, last = plan.seen
+    assert found == {(b, h): [*range(first, last + 1)] for b in range(2) for h in range(3)}
+    assert plan.shares <= 8 + 1, "one more where a window lies across"
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 3, 1, 500, 64), (1, 3, 2, 5, 300, 40, 24), (1, 1, 2, 8, 200, 256)], ids=str)
+def test_nothing_is_written_beyond_an_axis(shape, monkeypatch):
+    """The copy engine does not know where an axis ends, as the interpreter does: what it takes away must fit."""
+    written = []
+
+    def spy(source, there, *args, **kwargs):
+        (indexer,) = (t for t in there.transforms if hasattr(t, "indices"))
+        for index, extent in zip(indexer.indices, there.ref.shape, strict=True):
+            if isinstance(index, type(pl.ds(0, 1))):
+                assert isinstance(index.start, int) and index.start + index.size <= extent
+        assert source.shape == there.shape
+        written.append(there.shape)
+        return copy(source, there, *args, **kwargs)
+
+    copy = decode.plgpu.copy_smem_to_gmem
+    monkeypatch.setattr(decode.plgpu, "copy_smem_to_gmem", spy)
+    jax.clear_caches()
+    _, q_len, _, group, _, _, *dv = shape
+    decoding()(**arrays_of(*shape))
+    jax.clear_caches()
+    parts = -(-(dv or shape[-1:])[0] // 64)
+    assert {*written} == {(2, 64), (q_len * group, 64)} and written.count((q_len * group, 64)) % parts == 0
+
+
+# --- who is served, and what is said ---
+
+
+def test_nobody_is_served_who_did_not_ask(monkeypatch):
+    call, _ = on_hopper(arrays_of(1, 1, 1, 4, 8192, 64), {})
+    served = find_routes(PALLAS, call, HOPPER)
+    assert [route.impl.family.name for route in served] == ["gpu"]
+    said = "\n".join(explain._plan(call, Choice(PALLAS), served))
+    assert f"variant decode: serves only when it is named: {FAMILY.named_only}" in said
+    named = find_routes(PALLAS, call, HOPPER, "decode")
+    assert [route.impl.family.name for route in named] == ["decode"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "tiling", "words"),
+    [
+        ((1, 17, 1, 4, 300, 64), {}, "17 queries of 4 heads are 68 rows, more than the 64 .*: use variant 'gpu'"),
+        ((1, 1, 1, 4, 300, 64), {"block_q": 128}, "block_q=128 is no tile .* use 64, which all queries of a group"),
+        ((1, 1, 1, 4, 300, 64), {"block_kv": 32}, "block_kv=32 is no tile"),
+        ((1, 1, 1, 4, 300, 264), {}, "wider than the 256"),
+        ((1, 1, 1, 4, 300, 256), {"stages": 3}, "choose smaller block_kv or stages"),
+    ],
+)
+def test_what_is_refused_is_said(shape, tiling, words):
+    with pytest.raises(UnsupportedError, match=words):
+        on_hopper(arrays_of(*shape), tiling)
+
+
+@pytest.mark.parametrize(
+    ("shape", "bias", "words"),
+    [
+        ((1, 1, 8, 4, 8192, 128), None, None),
+        ((1, 1, 8, 4, 8192, 128), (1, 1, 1, 8192), None),
+        ((1, 4, 8, 4, 8192, 128), None, "queries of a group are gathered"),
+        ((1, 4, 1, 4, 8192, 128), None, None),
+        ((1, 1, 8, 4, 8192, 41, 64), None, "heads of q and k are padded from 41 to 48; o is cut from 128 to 64"),
+        ((1, 1, 8, 4, 8192, 128), (1, 32, 1, 8192), "bias is gathered and padded to whole tiles of 64 x 128"),
+    ],
+)
+def test_what_xla_copies_is_said(shape, bias, words):
+    arrays = arrays_of(*shape) | ({} if bias is None else {"bias": jnp.zeros(bias, jnp.bfloat16)})
+    assert decode.copies(*on_hopper(arrays, {})) == words
+
+
+# --- compiled, with no GPU ---
+
+
+@has_compiler
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_what_it_takes_of_the_chip(d, monkeypatch, tmp_path):
+    monkeypatch.setenv("PORTAKERN_CACHE", str(tmp_path))
+    built = decoding().lower(**arrays_of(1, 1, 8, 4, 8192, d), return_lse=True, target="sm_90")
+    assert built.ok, built.reason
+    shares, combine = built.kernels
+    assert [shares.name, combine.name] == ["attention_shares", "attention_combine"]
+    assert shares.spills == combine.spills == 0 and 0 < combine.registers <= 128
+    assert "wgmma" in "".join(shares.matrix) and not combine.matrix
+    assert shares.on_chip["shared"] <= targets.find("sm_90").on_chip["shared"] and combine.on_chip["shared"] == 0
+
+
+@has_compiler
+@settings(max_examples=4)
+@given(data=st.data())
+def test_drawn_cases_compile_for_hopper(data):
+    """The interpreter takes shapes that the compiler would refuse."""
+    spec = registry.find_spec("attention")
+    subject = backend_subject(spec, "pallas", "decode", "cpu", None)
+    case = data.draw(strategies.cases(spec, testing.Limits(used=2**12, drawn=subject.drawn), subject.tiles))
+    arrays = {n: jnp.asarray(b.view()) for n, b in case.buffers(spec).items()}
+    bound = pk.op("attention").bind(**arrays, **case.options)
+    if bound.degenerate:
+        return
+    named, _, _ = subject.tiling(case, bound)
+    try:
+        call, tiling = on_hopper(arrays, named, **case.options)
+    except UnsupportedError as e:
+        assert subject.accepts(str(e)), e
+        return
+    assert COMPILER.build(IMPL, call, tiling) is not None
