@@ -182,7 +182,7 @@ def bracket_error(call: Call, at: Logits, of: Call, b: np.ndarray, shift: np.nda
     """How far the brackets b that a kernel multiplies may be off, (rows, n), where its logits are.
 
     cross_entropy_vjp's own bound, to which comes that p is exp of a difference which is off by err + ``shift``, as far
-    as lse is off; no p is more than ``most`` too large.
+    as lse is off; no p is more than ``most`` too large. Where a logit may not be finite, p may be no number.
     """
     (own,) = measured(of, "bound", b)
     lse, z = of.arrays["lse"][:, None], call.options["z_loss"]
@@ -190,7 +190,7 @@ def bracket_error(call: Call, at: Logits, of: Call, b: np.ndarray, shift: np.nda
     theta = at.err + shift[:, None]
     p = np.exp(at.x - lse)
     moved = np.minimum(np.exp(at.x - lse + theta) - p, most)
-    moved = np.where(np.isnan(moved), np.where(np.isposinf(theta), inf, 0.0), moved)
+    moved = np.where(np.isposinf(theta), inf, np.where(np.isnan(moved), 0.0, moved))
     more = moved * w + (2 * z * shift[:, None] * (magnitude(p) + moved) if z else 0.0)
     more = SLACK * (1 + units(call).U) * np.where(g > 0, g * more, 0.0)
     return np.where(at.counted[:, None], wider(own, more, b), 0.0)

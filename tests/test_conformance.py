@@ -74,6 +74,17 @@ def test_weights_stay_below_one_at_huge_logits(backend, device, case):
     assert report.passed, report.failures
 
 
+@pytest.mark.parametrize(("backend", "device"), list(places()))
+def test_nothing_is_promised_of_logits_that_no_float16_holds(backend, device):
+    """They may be stored in the dtype of the hidden states, of which the slope's bound knew less than the loss's."""
+    case = (
+        '{"dtype":"float16","shapes":{"hidden":[3,127],"weight":[25,127],"labels":[3]},"regime":"large_mean",'
+        '"seed":2964,"options":{"return_slope":true}}'
+    )
+    report = testing.replay("linear_cross_entropy", case, backend=backend, device=device)
+    assert report.passed, report.failures
+
+
 def loops(op):
     """Whether an op has a tile of which an extent may need several."""
     return any(t.of for t in registry.find_spec(op).tiling.values())

@@ -20,7 +20,7 @@ import numpy as np
 import portakern as pk
 from portakern import testing
 from portakern.core import registry
-from portakern.core.backend import Backend
+from portakern.core.backend import Backend, Family, Implementation
 from portakern.core.binder import bind
 from portakern.core.framework import frameworks
 from portakern.core.observe import Served, observe
@@ -36,6 +36,7 @@ __all__ = ["beside_flat", "catch", "checked", "error_on_ordinary_data", "mutant"
 
 FLAT = 1e-2  # rtol and atol of the usual test
 UNBUILT = (
+    AssertionError,
     NameError,
     UnboundLocalError,
     KeyError,
@@ -94,9 +95,16 @@ def mutant(fault: Fault) -> Backend:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     vars(module)["BACKEND"] = backend
+    backend.implementation = partial(_beside, fault.op, backend, shipped)  # type: ignore[method-assign]
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return backend
+
+
+def _beside(op: str, own: Backend, shipped: Backend, name: str, family: Family) -> Implementation | None:
+    """What a mutant finds: its own kernel of its op, and the shipped ones of the ops that this is made of."""
+    backend = own if name == op else shipped
+    return Backend.implementation(backend, name, next(f for f in backend.families if f.name == family.name))
 
 
 def catch(fault: Fault, seed: int, device: str, max_examples: int, only: Sequence[str] | None = None) -> dict[str, Any]:
