@@ -3,6 +3,7 @@ blocks, and which chip a traced call is lowered for."""
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from portakern.api import op
-from portakern.backends.pallas._band import Band
+from portakern.backends.pallas._band import Band, dealt
 from portakern.backends.pallas.common import block, even_block, quotient
 from portakern.backends.pallas.tpu import _chip
 from portakern.backends.pallas.tpu.toolchain import static
@@ -179,6 +180,8 @@ def test_vmem_is_the_chips(arch, fits):
         ("v6e", (512, 1024, 4096), True),
         ("v5e", (1024, 2048, 2048), False),
         ("v6e", (2048, 2048, 1024), False),  # 106.4 MiB of 1792 columns
+        ("v6e", (2048, 512, 2048), False),  # 118.4 MiB
+        ("v6e", (2048, 512, 1024), True),  # 66.4 MiB
         ("v4", (256, 512, 1024), True),
     ],
 )
@@ -344,13 +347,120 @@ def test_a_band_with_several_rows_a_query(heads, first, last):
                 np.testing.assert_array_equal(np.concatenate(halves, 1), allowed)
 
 
+def walk_of_product(arch, m, k, n, blocks):
+    """The kernel of a bfloat16 product, with the two cores of v5p, and its program."""
+    call, tiling = matmul_call(arch, m, n, k), dict(zip(CUBE, blocks, strict=True))
+    jaxpr = jax.make_jaxpr(lambda a, b: matmul().fn(call.replace(arrays={"a": a, "b": b}), tiling)[0])(
+        call.arrays["a"], call.arrays["b"]
+    ).jaxpr
+    (walk,) = static.walks_of(jaxpr, cores=2 if arch == "v5p" else 1)
+    return walk, jaxpr
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "turned"),
+    [(4096, 3000, True), (256, 50257, True), (380, 6080, True), (4096, 4096, False), (300, 128, False)],
+)
+def test_a_product_reads_b_as_xla_keeps_it(k, n, turned):
+    """Of padding to 8 x 128: asked of libtpu, which lays 4096 x 3000 out as {0,1} and 300 x 128 as {1,0}."""
+    _, jaxpr = walk_of_product("v6e", 256, k, n, (256, 512, 512))
+    assert ("transpose" in [eqn.primitive.name for eqn in jaxpr.eqns]) == turned
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "blocks", "reads"),
+    [
+        (1024, 512, (256, 512, 1024), (1, 1)),
+        (512, 1024, (512, 256, 1024), (1, 1)),
+        (1024, 512, (256, 256, 1024), (2, 1)),
+    ],
+)
+def test_the_operand_of_the_outer_axis_is_read_once(m, n, blocks, reads):
+    """How often a and b are read; of the last grid blocks of n come first, and b, of half the bytes, would be read four
+    times otherwise."""
+    walk, _ = walk_of_product("v6e", m, 1024, n, blocks)
+    assert walk.moved == 2 * (reads[0] * m * 1024 + reads[1] * 1024 * n + m * n)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "blocks", "steps"),
+    [
+        (2048, 2048, (512, 512, 2048), [8, 8]),  # 4 and 4 blocks
+        (1536, 2048, (512, 512, 2048), [6, 6]),  # 3 and 4: those of n are shared
+        (1536, 1536, (512, 512, 2048), [6, 6]),  # 3 and 3: 4 and 3
+        (384, 256, (512, 512, 2048), [1, 1]),
+        (16, 128, (512, 512, 2048), [1]),  # rows of one register
+    ],
+)
+def test_two_cores_get_as_many_blocks_of_a_product(m, n, blocks, steps):
+    walk, _ = walk_of_product("v5p", m, 2048, n, blocks)
+    assert [one.steps for one in (walk, *walk.beside)] == steps
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize(("size", "k", "start"), [(512, 300, 0), (512, 900, 512), (128, 100, 0), (256, 512, 256)])
+def test_only_what_lies_beyond_k_is_0(axis, size, k, start):
+    from portakern.backends.pallas.tpu.matmul import within_k
+
+    x = np.ones((size, 8), np.float32)
+    x[max(k - start, 0) :] = np.nan
+    expected = np.where(np.arange(start, start + size)[:, None] < k, 1.0, 0.0) + np.zeros((1, 8))
+    found = within_k(jnp.asarray(np.moveaxis(x, 0, axis)), axis, start, k)
+    np.testing.assert_array_equal(np.moveaxis(np.asarray(found), axis, 0), expected)
+
+
 def test_a_skipped_step_has_the_next_row_block_s_first_blocks_resident():
+    def resident(band, place, order=lambda place: place):
+        steps = range(band.steps())
+        return [tuple(map(int, band.ahead(jnp.int32(place), jnp.int32(s), 4, order))) for s in steps]
+
     band = Band(None, 0, 32, 8, 8)
-    found = [[tuple(map(int, band.ahead(jnp.int32(i), jnp.int32(step), 4))) for step in range(4)] for i in range(4)]
-    assert found[0] == [(0, 0), (1, 0), (1, 0), (1, 0)] and found[2] == [(2, 0), (2, 1), (2, 2), (3, 0)]
-    assert found[3] == [(3, 0), (3, 1), (3, 2), (3, 3)]
-    window = Band(-7, 0, 32, 8, 8)
-    assert [tuple(map(int, window.ahead(jnp.int32(0), jnp.int32(step), 4))) for step in range(2)] == [(0, 0), (1, 0)]
+    assert resident(band, 0) == [(0, 0), (1, 0), (1, 0), (1, 0)]
+    assert resident(band, 2) == [(2, 0), (2, 1), (2, 2), (3, 0)]
+    assert resident(band, 3) == [(3, 0), (3, 1), (3, 2), (3, 3)]
+    assert resident(Band(-7, 0, 32, 8, 8), 0) == [(0, 0), (1, 0), (1, 0)]
+    dealt_out = partial(dealt, blocks=4)  # 1, 2, 0, 3
+    assert resident(Band(-7, None, 32, 8, 8), 1, dealt_out) == [(2, 1), (2, 2), (2, 3), (0, 0)]
+    assert resident(band, 2, dealt_out) == [(0, 0), (3, 0), (3, 0), (3, 0)]
+
+
+@pytest.mark.parametrize("blocks", range(1, 34))
+def test_two_cores_are_dealt_as_much_of_a_band_that_grows(blocks):
+    """As many blocks as they have places, each block once, each core's in rising order."""
+    order = [int(dealt(jnp.int32(place), blocks)) for place in range(blocks)]
+    shares = order[: -(-blocks // 2)], order[-(-blocks // 2) :]
+    assert sorted(order) == list(range(blocks)) and all(share == sorted(share) for share in shares)
+    work = [sum(block + 1 for block in share) for share in shares]
+    assert abs(work[0] - work[1]) <= (1 if blocks > 1 else blocks)
+
+
+@pytest.mark.parametrize(
+    ("arch", "options", "batch", "shares"),
+    [
+        ("v5p", {"is_causal": True}, 1, [5, 5]),
+        ("v5p", {"is_causal": True, "q_len": 1536, "kv_len": 1536}, 1, [3, 3]),
+        ("v5p", {"is_causal": True}, 2, [10, 10]),
+        ("v5p", {}, 1, [4, 4]),
+        ("v5e", {"is_causal": True}, 1, [10]),
+    ],
+)
+def test_attention_gives_both_cores_as_many_blocks_of_keys(arch, options, batch, shares):
+    """How many steps of each core see keys: by the branches of the kernel's body, of which one starts a row block."""
+    from portakern.backends.pallas.tpu.toolchain.compiler import TOGETHER
+
+    spec, impl = registry.find_spec("attention"), tpu("attention")
+    dims = {"batch": batch, "kv_heads": 1, "group": 1, "q_len": 2048, "kv_len": 2048, "d": 128, "dv": 128}
+    form = typical_form(spec, "bfloat16", dims | {"is_causal": False, "window": None} | options)
+    call = bound_form(spec, form, frameworks()["jax"], Target("tpu", arch))
+    tiling = {"block_q": 512, "block_kv": 256}
+    arrays = [call.arrays[name] for name in "qkv"]
+
+    def run(q, k, v):
+        return impl.fn(call.replace(arrays={**call.arrays, "q": q, "k": k, "v": v}), tiling)[0]
+
+    jaxpr = jax.make_jaxpr(run)(*arrays).jaxpr
+    (walk,) = static.walks_of(jaxpr, cores=TOGETHER.get(arch, 1))
+    assert [sum(c.steps for c in one.body.inner[1:-1]) for one in (walk, *walk.beside)] == shares
 
 
 def test_a_call_of_attention_with_keys_in_several_parts_of_a_step():
@@ -379,14 +489,24 @@ def test_the_larger_of_the_program_s_and_of_memory_s_cycles():
     assert built.least is None
 
 
-def test_rows_of_many_elements_are_read_once():
-    for name, n, rows in (("layernorm", 23488, 32), ("softmax", 50257, 16), ("rmsnorm", 65536, 16)):
-        spec = registry.find_spec(name)
-        shape = {"shape": (64, n)} if name == "softmax" else {"batch": (64,), "n": n}
-        call = bound_form(spec, typical_form(spec, "bfloat16", shape), frameworks()["jax"], Target("tpu", "v5e"))
-        impl = registry.backend("pallas").implementation(name, registry.backend("pallas").families[0])
-        tiling = tilings.resolve(impl, call, {}).tiling
-        assert tiling["block_rows"] == rows and tiling["block_n"] >= n, (name, tiling)
+@pytest.mark.parametrize(
+    ("name", "rows", "n", "block_rows"),
+    [("layernorm", 1024, 23488, 128), ("softmax", 1024, 50257, 128), ("softmax", 100, 50257, 128)]  # kept for sweep 1
+    + [("rmsnorm", 1024, 65536, 16), ("rmsnorm", 64, 131072, 16)],
+)
+def test_rows_of_many_elements_are_read_once(name, rows, n, block_rows):
+    spec, impl = registry.find_spec(name), tpu(name)
+    shape = {"shape": (rows, n)} if name == "softmax" else {"batch": (rows,), "n": n}
+    call = bound_form(spec, typical_form(spec, "bfloat16", shape), frameworks()["jax"], Target("tpu", "v5e"))
+    tiling = tilings.resolve(impl, call, {}).tiling
+    assert tiling["block_rows"] == block_rows, tiling
+    given = {k: v for k, v in call.arrays.items() if v is not None}
+
+    def run(*arrays):
+        return impl.fn(call.replace(arrays={**call.arrays, **dict(zip(given, arrays, strict=True))}), tiling)
+
+    (walk,) = static.walks_of(jax.make_jaxpr(run)(*given.values()).jaxpr)
+    assert walk.moved == pytest.approx(2 * 2 * rows * n, rel=0.15), "x and y, with what pads their blocks"
 
 
 def gradients_call(kv_len, arch="v6e", dtype="bfloat16"):

@@ -72,16 +72,24 @@ class Band(NamedTuple):
         first, last = self.span(i)
         return jnp.clip(first + step, 0, jnp.maximum(last, 0))
 
-    def ahead(self, i: Any, step: Any, blocks: int) -> tuple[Any, Any]:
-        """The query block and the key block that a step of query block i, of so many, has resident: past the last
-        visible one those of the next query block's first step, which are then there when it begins."""
+    def ahead(self, place: Any, step: Any, blocks: int, order: Callable[[Any], Any]) -> tuple[Any, Any]:
+        """The query block and the key block that a step has resident. ``place``: which of so many query blocks it is
+        in the grid's order; ``order``: which query block stands there. Past the last key block that it sees, those of
+        the first step of the query block at the next place, which are then there when it begins."""
+        i = order(place)
         if self.first is None and self.last is None:
             return i, self.block(i, step)
         first, last = self.span(i)
-        skipped = (first + step > last) & (i + 1 < blocks)
-        following, end = self.span(i + 1)[0], (self.kv_len - 1) // self.block_kv
+        skipped = (first + step > last) & (place + 1 < blocks)
+        i_next = order(place + 1)
+        following, end = self.span(i_next)[0], (self.kv_len - 1) // self.block_kv
         following = min(following, end) if isinstance(following, int) else jnp.minimum(following, end)
-        return jnp.where(skipped, i + 1, i), jnp.where(skipped, following, self.block(i, step))
+        return jnp.where(skipped, i_next, i), jnp.where(skipped, following, self.block(i, step))
+
+    @property
+    def one_sided(self) -> bool:
+        """Whether query blocks see more keys the later, or the earlier, they stand."""
+        return (self.first is None) != (self.last is None)
 
     def inside(self, i: Any, j: Any) -> Any:
         """Whether every pair of query block i and key block j is visible."""
@@ -128,6 +136,21 @@ class Band(NamedTuple):
         inside = self.inside(i, j)
         pl.when(visible & inside)(lambda: body(False))
         pl.when(visible & (inside ^ True))(lambda: body(True))
+
+
+def dealt(place: Any, blocks: int) -> Any:
+    """The block at a place among so many, of which the first half of the places goes to one core and the other half to
+    another: as much work for both where it grows from block to block.
+
+    Counted from the last block, each core has one of every two, and it has the larger one of a pair in turn: of eight
+    blocks 1, 2, 5, 6 and 0, 3, 4, 7. Where their number is odd, the first core has the first block besides.
+    """
+    if blocks < 3:
+        return place
+    odd, half = blocks % 2, pl.cdiv(blocks, 2)
+    core = (place >= half).astype(place.dtype)
+    pair = place - core * (half - odd)
+    return 2 * pair + ((pair + core + 1) & 1) - odd
 
 
 def both(*rules: Any) -> Any:

@@ -109,7 +109,7 @@ def launch(
     in_order: int,
     inputs: Blocks,
     outputs: Blocks,
-    scratch: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    scratch: Mapping[str, tuple[int, ...] | jax.ShapeDtypeStruct] = MappingProxyType({}),
     cost: pl.CostEstimate,
     vmem: int = 0,
 ) -> dict[str, jax.Array]:
@@ -118,8 +118,8 @@ def launch(
     ``vmem``: bytes that it needs, as far as that is known. Where they are more than three quarters of what a kernel
     gets unasked, since masks and spilled values come to them, it asks for the chip's limit.
 
-    The last ``in_order`` grid axes run one step after another, since ``scratch``, float32 arrays of these shapes in
-    VMEM, is carried along them ("arbitrary", in Mosaic's word). The axes before them are independent of each other and
+    The last ``in_order`` grid axes run one step after another, since ``scratch``, arrays of these forms in VMEM, float32
+    where a shape says no more, is carried along them ("arbitrary", in Mosaic's word). The axes before them are independent of each other and
     may be split over cores ("parallel").
     """
     return common.launch(
@@ -129,7 +129,10 @@ def launch(
         grid,
         inputs=inputs,
         outputs=outputs,
-        scratch={state: pltpu.VMEM(shape, jnp.float32) for state, shape in scratch.items()},
+        scratch={
+            state: pltpu.VMEM(*((form, jnp.float32) if isinstance(form, tuple) else (form.shape, form.dtype)))
+            for state, form in scratch.items()
+        },
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",) * (len(grid) - in_order) + ("arbitrary",) * in_order,
             vmem_limit_bytes=vmem_limit(call) if 4 * vmem > 3 * vmem_granted(call) else None,

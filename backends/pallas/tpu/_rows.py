@@ -5,7 +5,11 @@ ends in (row blocks, sweeps, steps): the steps of sweep 0 read a row from block 
 VMEM, those of sweep 1 read it again and write. A row that fits one block needs one sweep, which does both.
 
 During sweep 0 an output stays on the block that sweep 1 writes first: a block leaves VMEM when its index changes, and
-nothing unwritten may leave it.
+nothing unwritten may leave it. Where VMEM has room for whole rows, sweep 0 keeps what it reads, and sweep 1 takes it
+from there: memory is read once.
+
+Where XLA lays rows side by side (`SideBySide`) their blocks are turned as they come and go. A kernel works on the same
+rows in the same way: the view changes no bit, and may depend on how many rows there are.
 """
 
 from __future__ import annotations
@@ -13,13 +17,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from portakern.backends.pallas.common import Blocks, even_block, row_block, step_along, within
+from portakern.backends.pallas.common import Blocks, Refs, even_block, row_block, step_along, within
 from portakern.backends.pallas.tpu._chip import (
     LANES,
     dtype_refused,
@@ -31,6 +36,7 @@ from portakern.backends.pallas.tpu._chip import (
     vmem_limit,
     whole_lanes,
 )
+from portakern.backends.pallas.tpu._layout import SideBySide, Turned
 from portakern.core.call import Call
 
 
@@ -50,12 +56,14 @@ class Walk(NamedTuple):
     """How a kernel walks the rows of one array.
 
     Attributes:
-      shape: the array as the grid sees it: (rows, n), (outer, rows, n) or (outer, n, rows), where n runs along a row.
+      shape: the array as the kernel sees it: (rows, n), (outer, rows, n) or (outer, n, rows), where n runs along a row.
       along: the axis of a block that runs along a row: 1, along lanes, or 0, along sublanes, where rows lie side by
-        side as in the last of these shapes. Either is reduced as it lies: nothing is transposed.
+        side as in the last of these shapes. Either is reduced as a kernel sees it.
       block_rows, block_n: the rows of a block, and how much of each it holds. A tiling names the most of both: an
         extent is cut evenly into as many blocks as that takes.
       sweeps: how often a row is read; 1 where it fits one block, or where nothing of it is needed beforehand.
+      stored: of rows along lanes that lie side by side in memory, how: each block is turned.
+      kept: whether sweep 1 takes from VMEM what sweep 0 read.
     """
 
     shape: tuple[int, ...]
@@ -63,15 +71,26 @@ class Walk(NamedTuple):
     block_rows: int
     block_n: int
     sweeps: int
+    stored: SideBySide | None = None
+    kept: bool = False
 
     @classmethod
-    def over(cls, call: Call, tiling: Mapping[str, int], shape: tuple[int, ...], along: int) -> Walk:
-        """The walk of an op that needs a whole row before it writes any of it."""
+    def over(
+        cls, call: Call, tiling: Mapping[str, int], shape: tuple[int, ...], along: int, stored: SideBySide | None = None
+    ) -> Walk:
+        """The walk of an op that needs a whole row before it writes any of it, over an array of that shape."""
         n, height = shape[-2:][along], shape[-2:][1 - along]
         of_rows, of_n = grains(call, along)
         block_n = even_block(n, tiling["block_n"], of_n)
-        block_rows = row_block(call, height, tiling["block_rows"], of_rows, even=True)
-        return cls(shape, along, block_rows, block_n, min(pl.cdiv(n, block_n), 2))
+        block_rows = row_block(call, height, tiling["block_rows"], LANES if stored else of_rows, even=True)
+        return cls(shape, along, block_rows, block_n, min(pl.cdiv(n, block_n), 2), stored)
+
+    @classmethod
+    def along_last(cls, call: Call, tiling: Mapping[str, int], shape: tuple[int, ...]) -> Walk:
+        """`over` the rows along the last axis of an array, as XLA lays them out. Blocks of fewer rows than there are
+        lanes, which a user may ask for, cannot be turned: XLA copies the array then."""
+        stored = SideBySide.of(shape) if tiling["block_rows"] % LANES == 0 else None
+        return cls.over(call, tiling, stored.rows if stored else (math.prod(shape[:-1]), shape[-1]), 1, stored)
 
     @property
     def n(self) -> int:
@@ -98,52 +117,82 @@ class Walk(NamedTuple):
         return (*self.shape[:-2], self.groups, self.sweeps, pl.cdiv(self.n, self.block_n))
 
     @property
+    def one_step(self) -> bool:
+        """Whether a step meets whole rows, and no other step meets them."""
+        return self.grid[-2:] == (1, 1)
+
+    @property
     def statistic(self) -> tuple[int, int]:
         """The shape of one number a row, beside a block of rows."""
         return (1, self.block_rows) if self.along == 0 else (self.block_rows, 1)
 
-    # The blocks of operands
+    # Arrays of rows, and their blocks
+
+    def viewed(self, array: Any) -> Any:
+        """An array of rows as the grid sees it."""
+        return self.stored.as_it_lies(array) if self.stored else array.reshape(self.shape)
+
+    def restored(self, array: Any, shape: tuple[int, ...]) -> Any:
+        """An array that the grid saw like that, in its own shape."""
+        return self.stored.back(array) if self.stored else array.reshape(shape)
+
+    def form(self, dtype: Any) -> jax.ShapeDtypeStruct:
+        """An array of rows that is written, as the grid sees it."""
+        *outer, rows, n = self.shape
+        return jax.ShapeDtypeStruct((*outer, n, rows) if self.stored else self.shape, dtype)
 
     def read(self) -> pl.BlockSpec:
-        """The blocks of an array of rows that every sweep reads."""
-        return self._rows(in_every_sweep=True)
+        """The blocks of an array of rows that every sweep reads, or the first one for the second as well."""
 
-    def read_last(self) -> pl.BlockSpec:
-        """The blocks of an array of rows that the last sweep alone reads."""
-        return self._rows(in_every_sweep=False)
+        def place(sweep: Any, step: Any) -> Any:
+            return step + sweep * (self.grid[-1] - 1 - step) if self.kept else step
 
-    def written(self) -> pl.BlockSpec:
-        """The blocks of an array of rows that the last sweep writes."""
-        return self._rows(in_every_sweep=False)
+        return self._rows(place)
 
-    def _rows(self, in_every_sweep: bool) -> pl.BlockSpec:
+    def in_last_sweep(self) -> pl.BlockSpec:
+        """The blocks of an array of rows that the last sweep alone reads or writes."""
+        return self._rows(self._in_last_sweep)
+
+    def _rows(self, place: Callable[[Any, Any], Any]) -> pl.BlockSpec:
+        side_by_side = self.along == 0 or self.stored is not None
+
         def index(*at: Any) -> tuple[Any, ...]:
             *outer, group, sweep, step = at
-            place = step if in_every_sweep else self._in_last_sweep(sweep, step)
-            return (*outer, place, group) if self.along == 0 else (*outer, group, place)
+            here = place(sweep, step)
+            return (*outer, here, group) if side_by_side else (*outer, group, here)
 
-        lengths = (self.block_n, self.block_rows) if self.along == 0 else (self.block_rows, self.block_n)
+        lengths = (self.block_n, self.block_rows) if side_by_side else (self.block_rows, self.block_n)
         return pl.BlockSpec((*(None for _ in self.shape[:-2]), *lengths), index)
 
     def _in_last_sweep(self, sweep: Any, step: Any) -> Any:
         """The block along a row of what the last sweep alone reads or writes: the first one as long as sweep 0 runs."""
         return step if self.sweeps == 1 else sweep * step
 
+    def keeps(self, dtype: Any) -> jax.ShapeDtypeStruct:
+        """The VMEM that keeps the rows of a block from sweep 0 for sweep 1, block by block as a kernel sees them."""
+        lengths = (self.block_n, self.block_rows) if self.along == 0 else (self.block_rows, self.block_n)
+        return jax.ShapeDtypeStruct((self.grid[-1], *lengths), dtype)
+
     def weights(self, in_every_sweep: bool) -> pl.BlockSpec:
         """The blocks of one row (1, n) that is read beside every row block, in every sweep or in the last one alone."""
 
-        def index(group: Any, sweep: Any, step: Any) -> tuple[Any, Any]:
+        def index(*at: Any) -> tuple[Any, Any]:
+            *_, sweep, step = at
             return 0, step if in_every_sweep else self._in_last_sweep(sweep, step)
 
         return pl.BlockSpec((1, self.block_n), index)
 
-    def partial_sums(self) -> pl.BlockSpec:
-        """The blocks of a (groups, 1, n) array of sums over the rows of each row block, which the last sweep writes."""
+    def partial_sums(self) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
+        """An array (groups, 1, n) of float32 sums over the rows of each row block, or (outer, groups, 1, n), and its
+        blocks, which the last sweep writes."""
+        outer = self.shape[:-2]
 
-        def index(group: Any, sweep: Any, step: Any) -> tuple[Any, Any, Any]:
-            return group, 0, self._in_last_sweep(sweep, step)
+        def index(*at: Any) -> tuple[Any, ...]:
+            *block, sweep, step = at
+            return *block, 0, self._in_last_sweep(sweep, step)
 
-        return pl.BlockSpec((None, 1, self.block_n), index)
+        form = jax.ShapeDtypeStruct((*outer, self.groups, 1, self.n), jnp.float32)
+        return form, pl.BlockSpec((*(None for _ in outer), None, 1, self.block_n), index)
 
     def numbers(self) -> tuple[tuple[int, ...], pl.BlockSpec]:
         """The shape of an array of one number a row, as the grid sees it, and its blocks, (1, block_rows) each.
@@ -165,7 +214,7 @@ class Walk(NamedTuple):
         """An array of one number a row in the shape of `numbers`; what lies beyond the last row is 0."""
         if self.along == 0:
             return array.reshape(self.numbers()[0])
-        rows = array.reshape(*self.shape[:-2], self.height)
+        rows = self.stored.numbers(array) if self.stored else array.reshape(*self.shape[:-2], self.height)
         beyond = self.groups * self.block_rows - self.height
         rows = jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, beyond)]) if beyond else rows
         return rows.reshape(self.numbers()[0])
@@ -174,7 +223,8 @@ class Walk(NamedTuple):
         """The numbers of `to_numbers` in an array of that shape."""
         if self.along == 0:
             return array.reshape(shape)
-        return array.reshape(*self.shape[:-2], -1)[..., : self.height].reshape(shape)
+        rows = array.reshape(*self.shape[:-2], -1)[..., : self.height]
+        return self.stored.numbers_back(rows) if self.stored else rows.reshape(shape)
 
     # What a kernel asks for at a step
 
@@ -216,17 +266,37 @@ class Walk(NamedTuple):
         )
 
 
+class Number:
+    """One number a row, of rows that one step alone meets: a value, where several steps share memory. A column of
+    numbers in memory costs masked stores, which the next operation waits for."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape, self.dtype, self.value = shape, jnp.dtype("float32"), jnp.zeros(shape, jnp.float32)
+
+    def __getitem__(self, _: Any) -> Any:
+        return self.value
+
+    def __setitem__(self, _: Any, value: Any) -> None:
+        self.value = value
+
+
 def row_tiling(call: Call, n: int, along: int, held: Held) -> dict[str, int]:
     """Blocks of whole rows of n elements, so many as fit what a kernel gets of VMEM unasked; where that holds none, the
-    least number that there is, and of a row as much as the chip allows. Of n, dtype and chip alone."""
+    least number that there is, and of a row as much as the chip allows. Of n, dtype and chip alone.
+
+    Rows along lanes that may lie side by side are turned by so many as there are lanes. Longer ones are cut to what a
+    kernel gets unasked: they are read once all the same, and short blocks compile sooner."""
     rows, parts = call.spec.tiling["block_rows"], call.spec.tiling["block_n"]
     least, of_n = grains(call, along)
+    limit = vmem_limit(call)
+    if along == 1 and n % LANES:
+        least, limit = LANES, vmem_granted(call)
 
     def needed(block_rows: int, block_n: int) -> int:
         return held.bytes(call, block_rows * even_block(n, block_n, of_n))
 
     block_n = next(v for v in parts.values if v >= min(n, parts.hi))
-    while needed(least, block_n) > vmem_limit(call) and block_n > parts.lo:
+    while needed(least, block_n) > limit and block_n > parts.lo:
         block_n //= 2
     fitting = [v for v in rows.values if v >= least and needed(v, block_n) <= vmem_granted(call)]
     return {"block_rows": max(fitting, default=least), "block_n": block_n}
@@ -238,35 +308,81 @@ def launched(
     walk: Walk,
     held: Held,
     *,
-    inputs: Blocks,
-    outputs: Blocks,
+    rows: Mapping[str, jax.Array],
+    late: Mapping[str, jax.Array] = MappingProxyType({}),
+    written: Mapping[str, Any] = MappingProxyType({}),
+    inputs: Blocks | None = None,
+    outputs: Blocks | None = None,
     statistics: tuple[str, ...],
-    reads: int,
     flops: int,
     transcendentals: int,
 ) -> dict[str, jax.Array]:
     """What ``kernel(ref, walk=walk)``, which keeps the named statistics of each row, writes by name.
 
-    A sweep reads so many arrays of rows, and makes so many operations an element; transcendental functions are counted
-    for the whole walk. These numbers are an estimate for XLA, no more.
+    Arrays of rows, of any shape, are ``rows``, which every sweep reads, ``late``, which the last one reads, and those
+    of the dtypes of ``written``, in the shape of the first of ``rows``; ``inputs`` and ``outputs`` are other operands.
+    A kernel makes so many operations an element; transcendental functions are counted for the whole walk. These numbers
+    are an estimate for XLA, no more.
     """
-    size = math.prod(walk.shape)
-    return launch(
+    shape, size = next(iter(rows.values())).shape, math.prod(walk.shape)
+    vmem = held.bytes(call, walk.elements)
+    keeps = {name: walk.keeps(array.dtype) for name, array in rows.items()} if walk.sweeps > 1 else {}
+    room = vmem + sum(math.prod(form.shape) * form.dtype.itemsize for form in keeps.values())
+    if keeps and room <= vmem_limit(call):
+        walk, vmem = walk._replace(kept=True), room
+    else:
+        keeps = {}
+    by_rows = {name: (walk.viewed(array), walk.read()) for name, array in rows.items()}
+    by_rows |= {name: (walk.viewed(array), walk.in_last_sweep()) for name, array in late.items()}
+    reads = len(rows) * (1 if walk.kept else walk.sweeps) + len(late)
+    run = partial(on_rows, kernel=kernel, walk=walk, rows=tuple(rows), others=(*late, *written), statistics=statistics)
+    found = launch(
         call,
-        partial(kernel, walk=walk),
+        partial(run, apart=call.interpret),
         f"portakern_{call.spec.name}",
         walk.grid,
         in_order=2,
-        inputs=inputs,
-        outputs=outputs,
-        scratch=dict.fromkeys(statistics, walk.statistic),
-        vmem=held.bytes(call, walk.elements),
+        inputs=by_rows | (inputs or {}),
+        outputs={name: (walk.form(dtype), walk.in_last_sweep()) for name, dtype in written.items()} | (outputs or {}),
+        scratch=dict.fromkeys(() if walk.one_step else statistics, walk.statistic)
+        | {f"kept_{name}": form for name, form in keeps.items()},
+        vmem=vmem,
         cost=pl.CostEstimate(
             flops=flops * size,
             transcendentals=transcendentals,
-            bytes_accessed=(reads * walk.sweeps + 1) * size * jnp.dtype(call.dtype).itemsize,
+            bytes_accessed=(reads + len(written)) * size * jnp.dtype(call.dtype).itemsize,
         ),
     )
+    return found | {name: walk.restored(found[name], shape) for name in written}
+
+
+def on_rows(
+    ref: Refs,
+    *,
+    kernel: Callable[..., None],
+    walk: Walk,
+    rows: tuple[str, ...],
+    others: tuple[str, ...],
+    statistics: tuple[str, ...],
+    apart: bool,
+) -> None:
+    """A step of a kernel, to which every array of rows is one of rows along ``walk.along``, however it lies; what sweep
+    1 reads again has been kept by sweep 0."""
+    blocks: dict[str, Any] = dict(vars(ref))
+    if walk.one_step:
+        blocks |= {name: Number(walk.statistic) for name in statistics}
+    if walk.stored:
+        blocks |= {name: Turned(blocks[name], once=walk.sweeps == 1, apart=apart) for name in (*rows, *others)}
+    if walk.kept:
+        sweep, step = walk.sweep_and_step()
+
+        @pl.when(sweep == 0)
+        def keep() -> None:
+            for name in rows:
+                blocks[f"kept_{name}"][step] = blocks[name][...]
+
+        blocks |= {name: blocks[f"kept_{name}"].at[step] for name in rows}
+    kernel(Refs(**blocks), walk=walk)
 
 
 def grains(call: Call, along: int) -> tuple[int, int]:

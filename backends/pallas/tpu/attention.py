@@ -11,6 +11,9 @@ m_new); the last step writes acc / l. m and l are repeated along the 128 lanes o
 and read with masks and permutes. Scores and m stay in the unit in which they arise (``score_unit``), and only their
 difference is brought to natural units.
 
+Where one sequence and one group are all, two cores share the row blocks, in an order that gives both as much of a band
+(`dealt`).
+
 `Band` says which key blocks a row block can see: the grid has steps for no more than those, and a step past the last
 one computes nothing: what its index map names are the first blocks of the row block that follows. How the arrays are
 laid out in memory is said in ``_heads.py``.
@@ -26,7 +29,7 @@ Source: Dao, "FlashAttention-2" (2023), algorithm 1; Milakov and Gimelshein (201
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,7 +38,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas._band import Band, both
+from portakern.backends.pallas._band import Band, both, dealt
 from portakern.backends.pallas.common import (
     Blocks,
     Refs,
@@ -61,6 +64,7 @@ from portakern.backends.pallas.tpu._chip import (
 )
 from portakern.backends.pallas.tpu._heads import Operands, from_heads, head_blocks, row_blocks
 from portakern.backends.pallas.tpu.softmax import online_step
+from portakern.core import targets
 from portakern.core.call import Call
 from portakern.specs.attention import score_unit
 
@@ -162,6 +166,12 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     return refused(call, tiling, resident(call, bq, bkv, parts(call, bq, bkv)), rows)
 
 
+def may_share(call: Call) -> bool:
+    """Whether two cores may share a launch, of which each takes half of an axis. JAX often knows no chip yet."""
+    hardware = targets.HARDWARE.get(call.target.arch)
+    return hardware is None or (hardware.cores or 1) > 1
+
+
 class Scores(NamedTuple):
     """How scores come of dots: what multiplies a dot, the softcap, and the unit in which the scores then stand.
 
@@ -229,9 +239,12 @@ def half_of(ref: Refs, number: int, rows: int) -> Refs:
     return Refs(**{name: x.at[cuts[name]] if name in cuts else x for name, x in vars(ref).items()})
 
 
-def kernel(ref: Refs, *, band: Band, bkv: int, halves: int, scores: Scores, interpreted: bool) -> None:
-    """A step holds band.block_kv keys, which it takes bkv at a time, and on the band's edge ``halves`` of its rows."""
-    i, step = step_along(2), step_along(3)
+def kernel(
+    ref: Refs, *, band: Band, order: Callable[[Any], Any], bkv: int, halves: int, scores: Scores, interpreted: bool
+) -> None:
+    """A step holds band.block_kv keys, which it takes bkv at a time, and on the band's edge ``halves`` of its rows.
+    ``order``: which block of rows stands at a place of the grid."""
+    i, step = order(step_along(2)), step_along(3)
     first, last = band.span(i)
     j = first + step
 
@@ -293,14 +306,17 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Arr
     band = Band.of(call, bq, bkv * parts(call, bq, bkv), shared)
     down = pl.cdiv(rows, bq)
 
-    def query(b: Any, h: Any, i: Any, step: Any) -> tuple[Any, Any, Any]:
-        return b, h, band.ahead(i, step, down)[0]
+    split = batch * heads == 1 and may_share(call)  # several batches or heads are what cores share, where there are any
+    order = partial(dealt, blocks=down) if split and band.one_sided else lambda place: place
 
-    def key(b: Any, h: Any, i: Any, step: Any) -> tuple[Any, Any, Any]:
-        return b, quotient(h, of_keys), band.ahead(i, step, down)[1]
+    def query(b: Any, h: Any, place: Any, step: Any) -> tuple[Any, Any, Any]:
+        return b, h, band.ahead(place, step, down, order)[0]
 
-    def written(b: Any, h: Any, i: Any, step: Any) -> tuple[Any, Any, Any]:
-        return b, h, i
+    def key(b: Any, h: Any, place: Any, step: Any) -> tuple[Any, Any, Any]:
+        return b, quotient(h, of_keys), band.ahead(place, step, down, order)[1]
+
+    def written(b: Any, h: Any, place: Any, step: Any) -> tuple[Any, Any, Any]:
+        return b, h, order(place)
 
     inputs = Operands(call, shared).at(bq, band.block_kv, query, key)
     outputs: Blocks = {"o": (jax.ShapeDtypeStruct((batch, heads, rows, dv), dtype), head_blocks(bq, dv, written))}
@@ -311,7 +327,13 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Arr
     found = launch(
         call,
         partial(
-            kernel, band=band, bkv=bkv, halves=halves_of(call, bq), scores=Scores.of(call), interpreted=call.interpret
+            kernel,
+            band=band,
+            order=order,
+            bkv=bkv,
+            halves=halves_of(call, bq),
+            scores=Scores.of(call),
+            interpreted=call.interpret,
         ),
         "portakern_attention",
         (batch, heads, down, steps),

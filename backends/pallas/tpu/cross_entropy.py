@@ -85,13 +85,10 @@ def cross_entropy(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | No
         partial(kernel, **share_of(call)),
         walk,
         HELD,
-        inputs={
-            "x": (x.reshape(walk.shape), walk.read()),
-            "labels": (walk.to_numbers(call.arrays["labels"].astype(jnp.int32)), blocks),
-        },
+        rows={"x": x},
+        inputs={"labels": (walk.to_numbers(call.arrays["labels"].astype(jnp.int32)), blocks)},
         outputs={name: (jax.ShapeDtypeStruct(shape, jnp.float32), blocks) for name in call.wants},
         statistics=("m", "l", "at", "total"),
-        reads=1,
         flops=6,
         transcendentals=x.size,
     )

@@ -60,12 +60,11 @@ def gradient(call: Call, tiling: Mapping[str, int], classes: int) -> tuple[jax.A
         partial(kernel, **share_of(call), classes=classes),
         walk,
         HELD,
-        inputs={"x": (x.reshape(walk.shape), walk.read())}
-        | {name: (walk.to_numbers(array), walk.numbers()[1]) for name, array in of_rows.items()},
-        outputs={"d_x": (jax.ShapeDtypeStruct(walk.shape, x.dtype), walk.written())},
+        rows={"x": x},
+        written={"d_x": x.dtype},
+        inputs={name: (walk.to_numbers(array), walk.numbers()[1]) for name, array in of_rows.items()},
         statistics=(),
-        reads=1,
         flops=6,
         transcendentals=x.size,
     )
-    return (found["d_x"].reshape(x.shape),)
+    return (found["d_x"],)

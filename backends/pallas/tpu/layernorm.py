@@ -15,7 +15,6 @@ equation 2.1; Ba, Kiros and Hinton, "Layer Normalization" (2016), section 3.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -43,7 +42,7 @@ def default_tiling(call: Call, held: Held) -> dict[str, int]:
 
 def walk_of(call: Call, tiling: Mapping[str, int]) -> Walk:
     """How a normalisation along the last axis walks the rows of its arrays."""
-    return Walk.over(call, tiling, (math.prod(call.dims["batch"]), call.dims["n"]), 1)
+    return Walk.along_last(call, tiling, (*call.dims["batch"], call.dims["n"]))
 
 
 def supports(call: Call, tiling: Mapping[str, int], held: Held) -> str | None:
@@ -78,7 +77,6 @@ def what_is_normed(ref: Refs) -> jax.Array:
 
 def kernel(ref: Refs, *, walk: Walk, eps: float) -> None:
     sweep, step = walk.sweep_and_step()
-    x = what_is_normed(ref)
 
     @pl.when((sweep == 0) & (step == 0))
     def start() -> None:
@@ -87,10 +85,11 @@ def kernel(ref: Refs, *, walk: Walk, eps: float) -> None:
 
     @pl.when(sweep == 0)
     def gather() -> None:
-        merge(ref.mean, ref.m2, x, walk, step)
+        merge(ref.mean, ref.m2, what_is_normed(ref), walk, step)
 
     @pl.when(sweep == walk.sweeps - 1)
     def write() -> None:
+        x = what_is_normed(ref)
         y = (x - ref.mean[...]) * lax.rsqrt(ref.m2[...] / walk.n + eps)
         if "weight" in ref:
             y *= ref.weight[...].astype(jnp.float32)
@@ -122,21 +121,23 @@ def normalised(
     The kernel keeps the named statistics of each row, and does so many operations an element.
     """
     x, walk = call.arrays["x"], walk_of(call, tiling)
-    rows = [name for name in ("x", "residual") if call.arrays.get(name) is not None]
-    inputs = {name: (call.arrays[name].reshape(walk.shape), walk.read()) for name in rows}
-    for name in ("weight", "bias"):
-        if call.arrays.get(name) is not None:
-            inputs[name] = (call.arrays[name].reshape(1, walk.n), walk.weights(in_every_sweep=False))
+
+    def there(*names: str) -> dict[str, jax.Array]:
+        return {name: call.arrays[name] for name in names if call.arrays.get(name) is not None}
+
     found = launched(
         call,
         kernel,
         walk,
         held,
-        inputs=inputs,
-        outputs={o.name: (jax.ShapeDtypeStruct(walk.shape, x.dtype), walk.written()) for o in call.spec.outputs},
+        rows=there("x", "residual"),
+        written={o.name: x.dtype for o in call.spec.outputs},
+        inputs={
+            name: (array.reshape(1, walk.n), walk.weights(in_every_sweep=False))
+            for name, array in there("weight", "bias").items()
+        },
         statistics=statistics,
-        reads=len(rows),
         flops=flops,
         transcendentals=walk.height,
     )
-    return tuple(found[o.name].reshape(x.shape) for o in call.spec.outputs)
+    return tuple(found[o.name] for o in call.spec.outputs)

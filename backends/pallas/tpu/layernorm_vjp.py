@@ -37,11 +37,13 @@ HELD = Held(streamed=3, computed=5)
 
 def kernel(ref: Refs, *, walk: Walk, eps: float) -> None:
     group, (sweep, step) = walk.group(), walk.sweep_and_step()
-    d_y = ref.d_y[...].astype(jnp.float32)
-    x = ref.x[...].astype(jnp.float32) if "x" in ref else None  # d_bias alone does not read it
-    h = d_y * ref.weight[...].astype(jnp.float32) if "weight" in ref else d_y
+
+    def weighted(d_y: jax.Array) -> jax.Array:
+        """h."""
+        return d_y * ref.weight[...].astype(jnp.float32) if "weight" in ref else d_y
 
     def gather() -> None:
+        x, h = ref.x[...].astype(jnp.float32), weighted(ref.d_y[...].astype(jnp.float32))
         block_mean, delta, moved = merge(ref.mean, ref.m2, x, walk, step)
         if "d_x" in ref:
             block_h = walk.sum_along_rows(h, step)
@@ -50,7 +52,7 @@ def kernel(ref: Refs, *, walk: Walk, eps: float) -> None:
             ref.hx[...] += walk.sum_along_rows(h * (x - block_mean), step) + moves
             ref.h_sum[...] += block_h
 
-    if x is not None:
+    if "x" in ref:  # d_bias alone does not read it
 
         @pl.when((sweep == 0) & (step == 0))
         def start() -> None:
@@ -61,11 +63,13 @@ def kernel(ref: Refs, *, walk: Walk, eps: float) -> None:
 
     @pl.when(sweep == walk.sweeps - 1)
     def write() -> None:
-        if x is not None:
+        d_y = ref.d_y[...].astype(jnp.float32)
+        if "x" in ref:
+            x = ref.x[...].astype(jnp.float32)
             r = lax.rsqrt(ref.m2[...] / walk.n + eps)
             xh = (x - ref.mean[...]) * r
             if "d_x" in ref:
-                d_x = r * (h - ref.h_sum[...] / walk.n - xh * (r * (ref.hx[...] / walk.n)))
+                d_x = r * (weighted(d_y) - ref.h_sum[...] / walk.n - xh * (r * (ref.hx[...] / walk.n)))
                 ref.d_x[...] = with_past(ref, d_x).astype(ref.d_x.dtype)
             if "d_weight" in ref:
                 ref.d_weight[...] = walk.sum_over_rows(d_y * xh, group)
@@ -106,28 +110,20 @@ def gradients(
     reads_x = "d_x" in wants or "d_weight" in wants
     if not reads_x:
         walk = walk._replace(sweeps=1)
-    inputs: Blocks = {"d_y": (d_y.reshape(walk.shape), walk.read())}
-    if reads_x:
-        inputs["x"] = (x.reshape(walk.shape), walk.read())
-    if past is not None and "d_x" in wants:
-        inputs["past"] = (past.reshape(walk.shape), walk.read_last())
+    inputs: Blocks = {}
     if weight is not None and "d_x" in wants:
         inputs["weight"] = (weight.reshape(1, walk.n), walk.weights(in_every_sweep=True))
-    outputs: Blocks = {}
-    if "d_x" in wants:
-        outputs["d_x"] = (jax.ShapeDtypeStruct(walk.shape, x.dtype), walk.written())
-    for name in ("d_weight", "d_bias"):
-        if name in wants:
-            outputs[name] = (jax.ShapeDtypeStruct((walk.groups, 1, walk.n), jnp.float32), walk.partial_sums())
     found = launched(
         call,
         kernel,
         walk,
         held,
+        rows={"d_y": d_y} | ({"x": x} if reads_x else {}),
+        late={"past": past} if past is not None and "d_x" in wants else {},
+        written={"d_x": x.dtype} if "d_x" in wants else {},
         inputs=inputs,
-        outputs=outputs,
+        outputs={name: walk.partial_sums() for name in ("d_weight", "d_bias") if name in wants},
         statistics=statistics,
-        reads=2,
         flops=flops,
         transcendentals=walk.height,
     )
@@ -136,8 +132,8 @@ def gradients(
         if name not in found:
             return None
         if name == "d_x":
-            return found[name].reshape(x.shape)
-        return add_up(call, found[name].reshape(walk.groups, walk.n), call.outputs[name][1])
+            return found[name]
+        return add_up(call, found[name].reshape(-1, walk.n), call.outputs[name][1])
 
     return tuple(finished(output.name) for output in call.spec.outputs)
 

@@ -77,15 +77,14 @@ def hidden_gradient(call: Call) -> jax.Array:
         partial(kernel, ignored=call.options["ignore_index"]),
         walk,
         brackets.HELD,
-        inputs={"slope": (slope.reshape(walk.shape), walk.read())}
-        | {name: (walk.to_numbers(array), walk.numbers()[1]) for name, array in of_rows.items()},
-        outputs={"d_hidden": (jax.ShapeDtypeStruct(walk.shape, slope.dtype), walk.written())},
+        rows={"slope": slope},
+        written={"d_hidden": slope.dtype},
+        inputs={name: (walk.to_numbers(array), walk.numbers()[1]) for name, array in of_rows.items()},
         statistics=(),
-        reads=1,
         flops=1,
         transcendentals=0,
     )
-    return found["d_hidden"].reshape(slope.shape)
+    return found["d_hidden"]
 
 
 def weight_gradient(call: Call, tiling: Mapping[str, int]) -> jax.Array:

@@ -1,7 +1,7 @@
 """Logarithm of a sum of exponentials on TPUs: y = m + log sum exp(x - m) along one axis, in one sweep over a row.
 
-x: (*shape) -> y: (*shape) without that axis. The array is viewed in three axes as softmax views its own: nothing is
-transposed. The grid is (outer, row blocks, 1, n blocks), see `Walk`. Each step merges a block into the running maximum
+x: (*shape) -> y: (*shape) without that axis. The array is viewed as softmax views its own: XLA transposes
+nothing. The grid is (outer, row blocks, 1, n blocks), see `Walk`. Each step merges a block into the running maximum
 m of a row and the sum l of exp(x - m); the last one writes m + log l.
 
 block_rows: rows a block holds; block_n: elements of each row a block holds.
@@ -64,10 +64,9 @@ def logsumexp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
         kernel,
         walk,
         HELD,
-        inputs={"x": (x.reshape(walk.shape), walk.read())},
+        rows={"x": x},
         outputs={"y": (jax.ShapeDtypeStruct(shape, x.dtype), blocks)},
         statistics=("m", "l"),
-        reads=1,
         flops=4,
         transcendentals=x.size,
     )

@@ -26,7 +26,6 @@ from portakern.core.call import Call
 
 def kernel(ref: Refs, *, walk: Walk) -> None:
     sweep, step = walk.sweep_and_step()
-    x = walk.within_rows(ref.x[...].astype(jnp.float32), step, -jnp.inf)
 
     @pl.when((sweep == 0) & (step == 0))
     def start() -> None:
@@ -35,12 +34,14 @@ def kernel(ref: Refs, *, walk: Walk) -> None:
 
     @pl.when(sweep == 0)
     def reduce() -> None:
+        x = walk.within_rows(ref.x[...].astype(jnp.float32), step, -jnp.inf)
         m, p, shrink = online_step(ref.m[...], x, walk.along)
         ref.l[...] = ref.l[...] * shrink + jnp.sum(p, axis=walk.along, keepdims=True)
         ref.m[...] = m
 
     @pl.when(sweep == walk.sweeps - 1)
     def write() -> None:
+        x = ref.x[...].astype(jnp.float32)
         d_y = walk.turned(ref.d_y[...].astype(jnp.float32))
         ref.d_x[...] = (d_y * (jnp.exp(x - ref.m[...]) / ref.l[...])).astype(ref.d_x.dtype)
 
@@ -56,14 +57,11 @@ def logsumexp_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
         kernel,
         walk,
         HELD,
-        inputs={
-            "x": (x.reshape(walk.shape), walk.read()),
-            "d_y": (walk.to_numbers(d_y), walk.numbers()[1]),
-        },
-        outputs={"d_x": (jax.ShapeDtypeStruct(walk.shape, x.dtype), walk.written())},
+        rows={"x": x},
+        written={"d_x": x.dtype},
+        inputs={"d_y": (walk.to_numbers(d_y), walk.numbers()[1])},
         statistics=("m", "l"),
-        reads=1,
         flops=7,
         transcendentals=2 * x.size,
     )
-    return (found["d_x"].reshape(x.shape),)
+    return (found["d_x"],)

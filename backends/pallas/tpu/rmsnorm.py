@@ -40,7 +40,6 @@ def rounds_before(call: Call) -> bool:
 
 def kernel(ref: Refs, *, walk: Walk, eps: float, narrow: bool) -> None:
     sweep, step = walk.sweep_and_step()
-    x = what_is_normed(ref)
 
     @pl.when((sweep == 0) & (step == 0))
     def start() -> None:
@@ -48,10 +47,11 @@ def kernel(ref: Refs, *, walk: Walk, eps: float, narrow: bool) -> None:
 
     @pl.when(sweep == 0)
     def add() -> None:
-        ref.squares[...] += walk.sum_along_rows(jnp.square(x), step)
+        ref.squares[...] += walk.sum_along_rows(jnp.square(what_is_normed(ref)), step)
 
     @pl.when(sweep == walk.sweeps - 1)
     def write() -> None:
+        x = what_is_normed(ref)
         y = narrowed(x * lax.rsqrt(ref.squares[...] / walk.n + eps), ref.x.dtype, narrow)
         if "weight" in ref:
             y *= ref.weight[...].astype(jnp.float32)

@@ -34,10 +34,12 @@ from portakern.core.call import Call
 
 def kernel(ref: Refs, *, walk: Walk, eps: float, narrow: bool) -> None:
     group, (sweep, step) = walk.group(), walk.sweep_and_step()
-    x, d_y = ref.x[...].astype(jnp.float32), ref.d_y[...].astype(jnp.float32)
-    h = d_y
-    if "weight" in ref:
-        h = narrowed(d_y * ref.weight[...].astype(jnp.float32), ref.x.dtype, narrow)
+
+    def weighted(d_y: jax.Array) -> jax.Array:
+        """h."""
+        if "weight" not in ref:
+            return d_y
+        return narrowed(d_y * ref.weight[...].astype(jnp.float32), ref.x.dtype, narrow)
 
     @pl.when((sweep == 0) & (step == 0))
     def start() -> None:
@@ -46,16 +48,18 @@ def kernel(ref: Refs, *, walk: Walk, eps: float, narrow: bool) -> None:
 
     @pl.when(sweep == 0)
     def add() -> None:
+        x, h = ref.x[...].astype(jnp.float32), weighted(ref.d_y[...].astype(jnp.float32))
         ref.squares[...] += walk.sum_along_rows(jnp.square(x), step)
         if "d_x" in ref:
             ref.hx[...] += walk.sum_along_rows(h * x, step)
 
     @pl.when(sweep == walk.sweeps - 1)
     def write() -> None:
+        x, d_y = ref.x[...].astype(jnp.float32), ref.d_y[...].astype(jnp.float32)
         r = lax.rsqrt(ref.squares[...] / walk.n + eps)
         xh = x * r
         if "d_x" in ref:
-            d_x = r * (h - xh * (r * (ref.hx[...] / walk.n)))
+            d_x = r * (weighted(d_y) - xh * (r * (ref.hx[...] / walk.n)))
             ref.d_x[...] = with_past(ref, d_x).astype(ref.d_x.dtype)
         if "d_weight" in ref:
             ref.d_weight[...] = walk.sum_over_rows(d_y * narrowed(xh, ref.x.dtype, narrow), group)

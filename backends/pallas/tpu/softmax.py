@@ -1,7 +1,7 @@
 """Softmax on TPUs: y = exp(x - max x) / sum exp(x - max x) along one axis, in two sweeps over a row.
 
-x: (*shape) -> y: (*shape). The array is viewed as (outer, n, inner) with n the softmax axis, or as (1, rows, n) when
-that axis is the last: nothing is transposed, a block reduces along sublanes instead of lanes. The grid is (outer, row
+x: (*shape) -> y: (*shape). The array is viewed as (outer, n, inner) with n the softmax axis, where a block reduces along
+sublanes instead of lanes, or as (rows, n) when that axis is the last; XLA transposes nothing. The grid is (outer, row
 blocks, sweeps, n blocks), see `Walk`. Sweep 0 keeps the running maximum m of a row and the sum l of exp(x - m); sweep 1
 writes exp(x - m) / l.
 
@@ -53,6 +53,8 @@ def default_tiling(call: Call, held: Held) -> dict[str, int]:
 
 def walk_of(call: Call, tiling: Mapping[str, int]) -> Walk:
     """How softmax and its gradient walk the rows of their arrays."""
+    if call.options["axis"] == len(call.dims["shape"]) - 1:
+        return Walk.along_last(call, tiling, call.dims["shape"])
     shape, axis = view(call)
     return Walk.over(call, tiling, shape, axis - 1)
 
@@ -81,7 +83,6 @@ def online_step(m_old: Any, x: Any, axis: int, unit: float = 1.0) -> tuple[Any, 
 
 def kernel(ref: Refs, *, walk: Walk) -> None:
     sweep, step = walk.sweep_and_step()
-    x = walk.within_rows(ref.x[...].astype(jnp.float32), step, -jnp.inf)
 
     @pl.when((sweep == 0) & (step == 0))
     def start() -> None:
@@ -90,12 +91,14 @@ def kernel(ref: Refs, *, walk: Walk) -> None:
 
     @pl.when(sweep == 0)
     def reduce() -> None:
+        x = walk.within_rows(ref.x[...].astype(jnp.float32), step, -jnp.inf)
         m, p, shrink = online_step(ref.m[...], x, walk.along)
         ref.l[...] = ref.l[...] * shrink + jnp.sum(p, axis=walk.along, keepdims=True)
         ref.m[...] = m
 
     @pl.when(sweep == walk.sweeps - 1)
     def write() -> None:
+        x = ref.x[...].astype(jnp.float32)
         ref.y[...] = (jnp.exp(x - ref.m[...]) / ref.l[...]).astype(ref.y.dtype)
 
 
@@ -104,17 +107,15 @@ def kernel(ref: Refs, *, walk: Walk) -> None:
 )
 def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     x = call.arrays["x"]
-    walk = walk_of(call, tiling)
     found = launched(
         call,
         kernel,
-        walk,
+        walk_of(call, tiling),
         HELD,
-        inputs={"x": (x.reshape(walk.shape), walk.read())},
-        outputs={"y": (jax.ShapeDtypeStruct(walk.shape, x.dtype), walk.written())},
+        rows={"x": x},
+        written={"y": x.dtype},
         statistics=("m", "l"),
-        reads=1,
         flops=6,
         transcendentals=2 * x.size,
     )
-    return (found["y"].reshape(x.shape),)
+    return (found["y"],)

@@ -28,7 +28,9 @@ HELD = Held(streamed=3, computed=3)
 
 def kernel(ref: Refs, *, walk: Walk) -> None:
     sweep, step = walk.sweep_and_step()
-    y, d_y = ref.y[...].astype(jnp.float32), ref.d_y[...].astype(jnp.float32)
+
+    def both() -> tuple[jax.Array, jax.Array]:
+        return ref.y[...].astype(jnp.float32), ref.d_y[...].astype(jnp.float32)
 
     @pl.when((sweep == 0) & (step == 0))
     def start() -> None:
@@ -36,10 +38,12 @@ def kernel(ref: Refs, *, walk: Walk) -> None:
 
     @pl.when(sweep == 0)
     def reduce() -> None:
+        y, d_y = both()
         ref.delta[...] += walk.sum_along_rows(y * d_y, step)
 
     @pl.when(sweep == walk.sweeps - 1)
     def write() -> None:
+        y, d_y = both()
         ref.d_x[...] = (y * (d_y - ref.delta[...])).astype(ref.d_x.dtype)
 
 
@@ -48,17 +52,15 @@ def kernel(ref: Refs, *, walk: Walk) -> None:
 )
 def softmax_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     y, d_y = call.arrays["y"], call.arrays["d_y"]
-    walk = walk_of(call, tiling)
     found = launched(
         call,
         kernel,
-        walk,
+        walk_of(call, tiling),
         HELD,
-        inputs={"y": (y.reshape(walk.shape), walk.read()), "d_y": (d_y.reshape(walk.shape), walk.read())},
-        outputs={"d_x": (jax.ShapeDtypeStruct(walk.shape, y.dtype), walk.written())},
+        rows={"y": y, "d_y": d_y},
+        written={"d_x": y.dtype},
         statistics=("delta",),
-        reads=2,
         flops=4,
         transcendentals=0,
     )
-    return (found["d_x"].reshape(y.shape),)
+    return (found["d_x"],)

@@ -388,8 +388,8 @@ FAULTS = {
         Planted(
             "ahead-too-early",
             "the next queries are there one step before the last visible block",
-            old="band.ahead(i, step, down)[0]",
-            new="band.ahead(i, step + 1, down)[0]",
+            old="band.ahead(place, step, down, order)[0]",
+            new="band.ahead(place, step + 1, down, order)[0]",
         ),
     ],
     "pallas/gpu": [

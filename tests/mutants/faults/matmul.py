@@ -80,17 +80,17 @@ FAULTS = {
         Planted(
             "acc-bfloat16",
             "the accumulator is rounded to bfloat16 after each block",
-            old="ref.acc[...] += dot(a, b, (1, 0))",
-            new="ref.acc[...] = (ref.acc[...] + dot(a, b, (1, 0))).astype(jnp.bfloat16).astype(jnp.float32)",
+            old="ref.acc[...] += dot(a, b, (1, k_of_b))",
+            new="ref.acc[...] = (ref.acc[...] + dot(a, b, (1, k_of_b))).astype(jnp.bfloat16).astype(jnp.float32)",
         ),
         Planted(
             "tf32-for-ieee",
             "float32 operands keep 10 bits although precision is ieee",
-            old="    ref.acc[...] += dot(a, b, (1, 0))",
+            old="    ref.acc[...] += dot(a, b, (1, k_of_b))",
             new=(
                 "    if a.dtype == jnp.float32:\n"
                 "        a, b = jax.lax.reduce_precision(a, 8, 10), jax.lax.reduce_precision(b, 8, 10)\n"
-                "    ref.acc[...] += dot(a, b, (1, 0))"
+                "    ref.acc[...] += dot(a, b, (1, k_of_b))"
             ),
         ),
         Planted(
@@ -110,11 +110,11 @@ FAULTS = {
         Planted(
             "k-tail-short",
             "the ragged end of a long k loses its last product",
-            old="    a, b = rows_within(a, start_of_k",
+            old="    a, b = within_k(a, 1, start_of_k",
             new=(
                 "    place = jax.lax.broadcasted_iota(jnp.int32, a.shape, 1) + start_of_k\n"
                 "    a = jnp.where(place < k - (k > 64 and k % a.shape[1] != 0), a, 0)\n"
-                "    a, b = rows_within(a, start_of_k"
+                "    a, b = within_k(a, 1, start_of_k"
             ),
         ),
     ],

@@ -1,0 +1,107 @@
+"""Rows that XLA lays side by side on TPUs: by which rule, and that the way they lie changes no bit of any."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jax", reason="jax is not installed")
+
+import jax
+import jax.numpy as jnp
+
+import portakern as pk
+from portakern.backends.pallas.tpu import _rows
+from portakern.backends.pallas.tpu._layout import SideBySide, native_axes
+
+LAID_OUT = {
+    (1, 1000): (0, 1), (8, 1000): (0, 1), (100, 1000): (0, 1), (128, 1000): (1, 0), (129, 1000): (0, 1),
+    (200, 1000): (0, 1), (256, 1000): (1, 0), (1000, 1000): (0, 1), (1024, 50257): (1, 0), (4096, 129): (1, 0),
+    (127, 129): (1, 0), (300, 129): (1, 0), (4096, 4): (1, 0), (4096, 127): (0, 1), (5000, 1001): (0, 1),
+    (4095, 1000): (1, 0), (4100, 1000): (0, 1), (4096, 1016): (1, 0), (128, 1008): (1, 0), (4096, 1024): (0, 1),
+    (8, 512, 1000): (2, 1), (4, 100, 1000): (0, 2), (512, 8, 1000): (2, 0), (512, 100, 1000): (2, 0),
+    (2, 3, 128, 1000): (3, 2), (128, 3, 2, 1000): (3, 0), (3, 5, 1000): (0, 2), (2, 1000, 1000): (1, 2),
+    (1, 4096, 1000): (2, 1), (4096, 1, 1000): (2, 0), (512, 8, 1001): (1, 0), (512, 7, 1001): (2, 0),
+    (128, 128, 100): (0, 1), (3, 128, 4, 100): (2, 1), (130, 2, 1001): (1, 2), (2, 129, 1000): (0, 2),
+}  # fmt: skip
+"""Shape -> the axes along sublanes and along lanes, as libtpu 0.0.50 compiled a program of one such argument."""
+
+
+def test_the_rule_is_that_of_libtpu():
+    assert {shape: native_axes(shape) for shape in LAID_OUT} == LAID_OUT
+
+
+def test_rows_are_side_by_side_where_xla_puts_them_so():
+    assert SideBySide.of((4096, 1000)).rows == (1, 4096, 1000)
+    assert SideBySide.of((512, 7, 1001)).rows == (7, 512, 1001)  # the first axis lies along lanes
+    for shape in ((4096, 1024), (100, 1000), (1000,), (512, 8, 1001)):
+        assert SideBySide.of(shape) is None
+    x = np.arange(3 * 128 * 130).reshape(3, 128, 130)
+    for view in (SideBySide(x.shape, 0), SideBySide(x.shape, 1)):
+        assert view.as_it_lies(x).shape == (view.rows[0], view.rows[2], view.rows[1])
+        assert (view.back(view.as_it_lies(x)) == x).all()
+        assert (view.numbers_back(view.numbers(x[..., 0])) == x[..., 0]).all()
+
+
+FIRST = {
+    "softmax": lambda op, x, g, w: op(x),
+    "softmax_vjp": lambda op, x, g, w: op(x, g),
+    "logsumexp": lambda op, x, g, w: op(x),
+    "layernorm": lambda op, x, g, w: op(x, w, w),
+    "layernorm_vjp": lambda op, x, g, w: op(x=x, d_y=g, weight=w, bias=w)[0],
+    "rmsnorm": lambda op, x, g, w: op(x, w),
+    "rmsnorm_vjp": lambda op, x, g, w: op(x=x, d_y=g, weight=w)[0],
+    "add_rmsnorm": lambda op, x, g, w: op(x, g, w)[0],
+}
+
+
+def made(name, x, g, w, block_n):
+    op = pk.op(name, backend="pallas", tiling={"block_rows": 128, "block_n": block_n})
+    return np.asarray(FIRST[name](op, x, g, w))
+
+
+def arrays(m, n, dtype):
+    rng = np.random.default_rng(n)
+    x, g, w = (jnp.asarray(rng.normal(size=shape).astype(np.float32)) for shape in ((*m, n), (*m, n), (n,)))
+    return (3 * x + 1).astype(dtype), g.astype(dtype), w
+
+
+@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize(
+    ("m", "n", "dtype", "block_n"),
+    [
+        ((256,), 300, "float32", 128),  # three blocks, the last ragged
+        ((128,), 1000, "bfloat16", 1024),
+        ((3, 128), 200, "float32", 256),
+    ],
+)
+def test_a_row_alone_has_the_same_bits(name, m, n, dtype, block_n):
+    """A row alone lies along lanes, and many lie side by side."""
+    x, g, w = arrays(m, n, dtype)
+    assert SideBySide.of(x.shape) and SideBySide.of((1, n)) is None
+    together = made(name, x, g, w, block_n).reshape(-1, *(() if name == "logsumexp" else (n,)))
+    flat = x.reshape(-1, n), g.reshape(-1, n)
+    for row in (0, len(flat[0]) - 1):
+        alone = made(name, *(a[row : row + 1] for a in flat), w, block_n)
+        assert alone[0].tobytes() == together[row].tobytes()
+
+
+@pytest.mark.parametrize("name", ["softmax", "rmsnorm_vjp", "add_rmsnorm"])
+@pytest.mark.parametrize("m", [3, 128])
+def test_rows_that_are_kept_have_the_bits_of_rows_read_again(name, m, monkeypatch):
+    x, g, w = arrays((m,), 300, "float32")
+    kept = []
+    replaced = _rows.Walk._replace
+
+    def watched(self, **fields):
+        kept.extend(fields.get("kept") for _ in [0] if "kept" in fields)
+        return replaced(self, **fields)
+
+    monkeypatch.setattr(_rows.Walk, "_replace", watched)
+    first = made(name, x, g, w, 128)
+    jax.clear_caches()
+    assert kept == [True]
+    monkeypatch.setattr(_rows, "vmem_limit", lambda call: 0)
+    again = made(name, x, g, w, 128)
+    jax.clear_caches()
+    assert kept == [True] and again.tobytes() == first.tobytes()
