@@ -59,8 +59,8 @@ def inputs(framework: str) -> tuple[Any, list[Any]]:
 
 
 def measure(framework: str, calls: int) -> dict[str, Any]:
-    """Microseconds of this thread per call (of 20 batches; a call waits for nothing, and what others do on the core is no
-    cost of ours) and growth of traced memory over ``calls`` calls, in bytes."""
+    """Microseconds of this thread per call (of 20 batches; a call waits for nothing, and what others do on the core is
+    no cost of ours) and growth of traced memory over ``calls`` calls, in bytes."""
     q, keys = inputs(framework)
     op = stub_op(framework, q)
 

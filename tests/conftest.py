@@ -24,8 +24,8 @@ FLAGS = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split
 if importlib.util.find_spec("jaxlib") and version("jaxlib").startswith("0.10."):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
-# What Inductor writes in C++ is compiled once for each shape: without vector instructions, whose every kind it tries out
-# with a compiler first, without headers that are compiled ahead, and without processes that import torch themselves.
+# What Inductor writes in C++ is compiled once for each shape: without vector instructions, whose every kind it tries
+# out with a compiler first, without headers that are compiled ahead, and without processes that import torch again.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

@@ -5,6 +5,8 @@ Each op call is within its bound, and end to end the error of an array is no mor
 ops in the same dtype, or where chance makes that small of theirs on all arrays; all of them against float64.
 """
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -85,34 +87,43 @@ def test_torch_compile(dtype):
     errors(got, run(plain, getattr(torch, dtype)), run(plain, torch.float64))
 
 
+@functools.cache
+def gradients_in_jax(ours):
+    """Of portakern's ops, or of JAX's own: compiled once for each dtype, whoever asks."""
+    import jax
+    import jax.numpy as jnp
+
+    ops = {r.op: pk.op(r.op, backend="pallas") if ours else r.in_jax for r in RECORDS}
+    names = [list(p) for p in parameters()[0]]
+
+    def net(x, arrays):
+        y = model(ops, [dict(zip(n, a, strict=True)) for n, a in zip(names, arrays, strict=True)], x)
+        return jnp.sum(y.astype(jnp.promote_types(y.dtype, jnp.float32))), y
+
+    return jax.jit(jax.grad(net, (0, 1), has_aux=True))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_jax_jit_of_grad(dtype):
     jax = pytest.importorskip("jax", reason="jax is not installed")
     import jax.numpy as jnp
 
-    mine, plain = {r.op: pk.op(r.op, backend="pallas") for r in RECORDS}, {r.op: r.in_jax for r in RECORDS}
     layers, x = parameters()
 
-    def run(ops, dtype):
-        names = [list(p) for p in layers]
-
-        def net(x, arrays):
-            y = model(ops, [dict(zip(n, a, strict=True)) for n, a in zip(names, arrays, strict=True)], x)
-            return jnp.sum(y.astype(jnp.promote_types(y.dtype, jnp.float32))), y
-
+    def run(ours, dtype):
         given = [[jnp.asarray(a, dtype) for a in p.values()] for p in layers]
-        grads, out = jax.jit(jax.grad(net, (0, 1), has_aux=True))(jnp.asarray(x, dtype), given)
+        grads, out = gradients_in_jax(ours)(jnp.asarray(x, dtype), given)
         return [np.asarray(a, np.float64) for a in (out, grads[0], *(g for p in grads[1] for g in p))]
 
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         served = []
         with pk.observe(served.append):
-            got = run(mine, dtype)
+            got = run(True, dtype)
             jax.effects_barrier()
         within_bounds(served)
-        theirs = run(plain, dtype)
+        theirs = run(False, dtype)
         layers = [{n: np.asarray(jnp.asarray(a, dtype), np.float64) for n, a in p.items()} for p in layers]
         x = np.asarray(jnp.asarray(x, dtype), np.float64)
         with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
-            exact = run(plain, "float64")
+            exact = run(False, "float64")
     errors(got, theirs, exact)

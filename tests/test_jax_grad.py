@@ -2,6 +2,7 @@
 kernels.
 """
 
+import functools
 import subprocess
 import sys
 import textwrap
@@ -50,34 +51,46 @@ def loss_of(f, options):
     return lambda *arrays: sum(jnp.sum(jnp.sin(y)) for y in results(f(*arrays, **options)))
 
 
+@functools.cache
+def plain_gradients(op):
+    """Of the record's call in plain JAX, which every backend's are compared with."""
+    r = record(op)
+    arrays, options, plain = compared(r)
+    return jax.jit(jax.grad(loss_of(plain, options), r.differentiable(r.compared)))(*arrays)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @every_op
 def test_gradients_are_those_of_plain_jax(r, backend):
-    arrays, options, plain = compared(r)
+    arrays, options, _ = compared(r)
     every = r.differentiable(r.compared)
-    want = jax.jit(jax.grad(loss_of(plain, options), every))(*arrays)
+    want = plain_gradients(r.op)
     mine = jax.grad(loss_of(pk.op(r.op, backend=backend), options), every)
     close(mine(*arrays), want)
     close(jax.jit(mine)(*arrays), want)
 
 
+def gradients_under_vmap(r, f):
+    """(those of each of two calls that share all arrays but the first, those of both losses' sum), as functions; and
+    the arrays."""
+    (first, options, _), (second, *_) = compared(r), compared(r, seed=1)
+    arrays, axes = (jnp.stack([first[0], second[0]]), *first[1:]), (0, *(None,) * (len(first) - 1))
+    every, loss = r.differentiable(r.compared), loss_of(f, options)
+    total = jax.jit(jax.grad(lambda *a: jax.vmap(loss, in_axes=axes)(*a).sum(), every))
+    return jax.vmap(jax.grad(loss, every), in_axes=axes), total, arrays
+
+
+@functools.cache
+def plain_gradients_under_vmap(op):
+    grads, total, arrays = gradients_under_vmap(record(op), record(op).in_jax)
+    return jax.jit(grads)(*arrays), total(*arrays)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @every_op
 def test_vmap_of_gradients_with_shared_arrays(r, backend):
-    (first, options, plain), (second, *_) = compared(r), compared(r, seed=1)
-    mapped = jnp.stack([first[0], second[0]])
-    arrays, axes = (mapped, *first[1:]), (0, *(None,) * (len(first) - 1))
-    every = r.differentiable(r.compared)
-
-    def grads(f):
-        return jax.vmap(jax.grad(loss_of(f, options), every), in_axes=axes)
-
-    def total(f):
-        return jax.jit(jax.grad(lambda *a: jax.vmap(loss_of(f, options), in_axes=axes)(*a).sum(), every))
-
-    mine = pk.op(r.op, backend=backend)
-    close(grads(mine)(*arrays), jax.jit(grads(plain))(*arrays))
-    close(total(mine)(*arrays), total(plain)(*arrays))
+    grads, total, arrays = gradients_under_vmap(r, pk.op(r.op, backend=backend))
+    close((grads(*arrays), total(*arrays)), plain_gradients_under_vmap(r.op))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -41,7 +41,7 @@ def on_backend(backend, platform, name, arrays, options):
 @every_op
 def test_right_simulated_kernels_pass(name, dtype):
     r, z, rounded = record(name), {}, set()
-    for seed in range(30):
+    for seed in range(16):
         regime, rng = ("normal", "wide")[seed % 2], np.random.default_rng([seed, 3])
         arrays, options = r.large_case(rng, dtype, regime)
         how = pick(rng, [v for v in r.variants if "ftz" not in v])
@@ -70,12 +70,12 @@ def served(backend, platform, name, arrays, options, regime):
 @pytest.mark.parametrize(("backend", "platform"), list(places()))
 def test_right_backends_pass(backend, platform, name, dtype):
     r = record(name)
-    for seed in range(4 if not r.spec.is_vjp else 2):
-        regime = ("normal", "wide")[seed == 3] if not r.spec.is_vjp else "normal"
+    for seed in range(3 if not r.spec.is_vjp else 2):
+        regime = ("normal", "wide")[seed == 2] if not r.spec.is_vjp else "normal"
         if r.spec.is_vjp:  # what the forward call saved belongs together
             arrays, options = r.typical(np.random.default_rng([seed, 4]), dtype)
-        else:  # two shapes in all: JAX compiles for each
-            arrays, options = r.large_case(np.random.default_rng([seed // 2, 4]), dtype, regime)
+        else:  # one shape in all: JAX compiles for each
+            arrays, options = r.large_case(np.random.default_rng([0, 4]), dtype, regime)
             made = r.spec.generators  # their values stand where they do for a reason
             mixed = (
                 a if of.name in made else np.random.default_rng([seed, i]).permuted(a, axis=-2 if a.ndim > 1 else 0)

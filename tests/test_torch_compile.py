@@ -49,9 +49,13 @@ def custom(r, key):
     return getattr(OPS, r.op), tensors(r, sample, grad=r.spec.vjp is not None), options
 
 
-@pytest.mark.parametrize("routing", [{}, {"backend": "triton"}], ids=["chosen", "triton"])
-@pytest.mark.parametrize(("r", "key"), SMALL)
+CHOSEN = [pytest.param(*p.values, {}, id=f"{p.id}-chosen") for p in SMALL]
+ROUTED = [pytest.param(r, next(iter(r.small)), {"backend": "triton"}, id=f"{r.op}-triton") for r in records().values()]
+
+
+@pytest.mark.parametrize(("r", "key", "routing"), CHOSEN + ROUTED)
 def test_opcheck(r, key, routing):
+    """Every sample where the backend is chosen, and a call of each op whose backend and tiling are named."""
     pytest.importorskip("expecttest", reason="expecttest is not installed, which torch.library.opcheck imports")
     op, arrays, options = custom(r, key)
     if routing:  # a tiling is a string of the tiles' names

@@ -172,8 +172,8 @@ def _nothing_for(b: Backend, target: Target) -> str:
 
 
 def find_routes(b: Backend, call: Call, target: Target, variant: str | None = None) -> tuple[Route, ...]:
-    """The variants of ``call`` on ``b``, most particular first, or the error that says why there is none. Without a name
-    those are left out that serve only when they are named."""
+    """The variants of ``call`` on ``b``, most particular first, or the error that says why there is none. Without a
+    name those are left out that serve only when they are named."""
     target = b.stands_in(target)
     staged = b.stages_for(call.framework, target, variant)
     b.check_available(bool(staged))

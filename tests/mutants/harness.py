@@ -107,10 +107,10 @@ def _beside(op: str, own: Backend, shipped: Backend, name: str, family: Family) 
     return Backend.implementation(backend, name, next(f for f in backend.families if f.name == family.name))
 
 
-def catch(fault: Fault, seed: int, device: str, max_examples: int) -> dict[str, Any]:
+def catch(fault: Fault, seed: int, device: str, max_examples: int, only: Sequence[str] | None = None) -> dict[str, Any]:
     """One check of a faulty kernel: was the fault found, after how many examples, and how. A case that the shipped
-    kernel fails too finds nothing, nor does a mutant that could not be built."""
-    row = checked(fault.op, mutant(fault), seed, device, max_examples, variant=fault.variant)
+    kernel fails too finds nothing, nor does a mutant that could not be built. ``only``: these edges alone."""
+    row = checked(fault.op, mutant(fault), seed, device, max_examples, variant=fault.variant, only=only)
     if row["failed"] and any(f"raised {e.__name__}:" in row["what"] for e in UNBUILT):
         return {**row, "caught": False, "error": f"the mutant could not be built: {row['what']}"}
     again = partial(testing.replay, backend=fault.backend, variant=fault.variant, device=device)
@@ -120,12 +120,18 @@ def catch(fault: Fault, seed: int, device: str, max_examples: int) -> dict[str, 
 
 
 def checked(
-    op: str, backend: str | Backend, seed: int, device: str, max_examples: int, variant: str | None = None
+    op: str,
+    backend: str | Backend,
+    seed: int,
+    device: str,
+    max_examples: int,
+    variant: str | None = None,
+    only: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """One check, up to its first failure. ``examples`` counts the instances of laws as well, which come last."""
     start = time.perf_counter()
     asked = {"backend": backend, "variant": variant, "device": device}
-    report = pk.check(op, **asked, max_examples=max_examples, seed=seed, shrink=False)
+    report = pk.check(op, **asked, max_examples=max_examples, seed=seed, only=only, shrink=False)
     failure = report.failures[0] if report.failures else None
     return {
         "failed": failure is not None,

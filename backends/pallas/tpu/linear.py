@@ -68,12 +68,12 @@ def finish(ref: Refs, z: Any, activation: str) -> None:
 
 
 def kernel(ref: Refs, *, k: int, few: bool, activation: str) -> None:
-    """``few``: as in matmul's `rows_within`."""
+    """``few``: as in matmul's `within_k`."""
     step, last = step_along(2), pl.num_programs(2) - 1
     x, w = ref.x[...], ref.weight[...]
     start = step * x.shape[1]
     # both sides: beyond k lies anything, and 0 * NaN is NaN
-    part = dot(products.rows_within(x, start, k, few), within(w, 1, start, k), (1, 1))
+    part = dot(products.within_k(x, 1, start, k, few), within(w, 1, start, k), (1, 1))
     if "acc" not in ref:
         finish(ref, part, activation)
         return

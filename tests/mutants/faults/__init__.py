@@ -29,6 +29,7 @@ class Planted:
       small: it adds less than 1e-2 to any element on ordinary N(0, 1) data (``python -m tests.mutants`` measures it).
       gpu: it may also run compiled on a GPU: it touches no memory outside its arguments there.
       sample: it is among those that the test suite plants; ``python -m tests.mutants`` plants all.
+      edge: that shows it, where few others do: the test suite visits no other to find it.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Planted:
     times: int = 1
     gpu: bool = True
     sample: bool = False
+    edge: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

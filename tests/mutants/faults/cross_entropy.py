@@ -13,6 +13,7 @@ FAULTS = {
             new="out = (shift + log) - at",
             small=True,
             sample=True,
+            edge="certain_rows",
         ),
         Planted(
             "long-row-not-rescaled",

@@ -13,6 +13,7 @@ FAULTS = {
             new="tl.rsqrt(tl.maximum(tl.sum(t * t, 1) / n - mean * mean, 0.0) + eps)",
             small=True,
             sample=True,
+            edge="large_mean",
         ),
         Planted(
             "padding-in-variance",

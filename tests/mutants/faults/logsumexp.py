@@ -83,6 +83,7 @@ FAULTS = {
             new="p = jnp.exp(x - shift).astype(ref.x.dtype).astype(jnp.float32)",
             small=True,
             sample=True,
+            edge="infinite_elements",
         ),
         Planted(
             "written-after-the-first-step",

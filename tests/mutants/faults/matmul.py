@@ -99,6 +99,7 @@ FAULTS = {
             old="first = rank - 3 - len(batch)",
             new="first = 0",
             sample=True,
+            edge="no_tile_divides",
         ),
         Planted(
             "rounded-twice",

@@ -90,6 +90,7 @@ FAULTS = {
             new="(jnp.exp(jnp.maximum(x - ref.m[...], -20.0)) / ref.l[...])",
             small=True,
             sample=True,
+            edge="beyond_the_dtype",
         ),
         Planted(
             "l-not-rescaled",
