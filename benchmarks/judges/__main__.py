@@ -2,8 +2,8 @@
 rules, over every planted fault, a corpus of cheats, and right kernels of unusual kinds.
 
     python -m benchmarks.judges --jobs 2 --json benchmarks/results/judges.json
-    python -m benchmarks.judges --resume --json benchmarks/results/judges.json     # what the file lacks, or has of other sources
-    python -m benchmarks.judges --stale --json benchmarks/results/judges.json      # how much that is; nothing runs
+    python -m benchmarks.judges --resume --json benchmarks/results/judges.json  # what the file lacks or has of others
+    python -m benchmarks.judges --stale --json benchmarks/results/judges.json   # how much that is; nothing runs
     python -m benchmarks.judges --only cheats softmax --rules portakern kernelbench-float32
 """
 

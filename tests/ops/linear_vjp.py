@@ -26,7 +26,8 @@ def cotangent(d_y, pre, activation, *, ftz=False, low=None, identity=False, open
 
 
 def simulate(x, weight, d_y, pre=None, bias=None, activation="none", precision="ieee", *, block=32, ftz=False,
-             stored=True, tail=True, low=None, of_sum=None, cut=False, identity=False, open_at_0=False, group=64):  # fmt: skip
+             stored=True, tail=True, low=None, of_sum=None, cut=False, identity=False, open_at_0=False,
+             group=64):  # fmt: skip
     """``stored``: d_z is rounded to x's dtype; ``of_sum``: what is added up, kept in a narrower dtype; ``group``: rows
     of a partial sum of d_bias; the others: of matmul and of :func:`cotangent`."""
     acc = accumulator(x)

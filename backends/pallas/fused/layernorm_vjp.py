@@ -3,10 +3,11 @@
     xh = (x - mean) r        r = (var + eps)^-1/2        h = weight d_y
     d_x = r (h - mean(h) - xh mean(h xh))        d_weight = sum over rows of d_y xh        d_bias = sum over rows of d_y
 
-x, d_y: (*batch, n), weight, bias: (n) or None -> d_x: (*batch, n), d_weight, d_bias: (n). The formula of a row is that of
-``gpu.layernorm_vjp``. A block of one warpgroup owns neighbouring rows, all of which come by in a ring of buffers: of each
-it writes d_x where x was, and adds d_y xh and d_y to sums that it keeps in registers, a thread those of its columns. A
-second kernel adds up the blocks' sums in their order. How many rows a block owns follows from how many there are.
+x, d_y: (*batch, n), weight, bias: (n) or None -> d_x: (*batch, n), d_weight, d_bias: (n). The formula of a row is that
+of ``gpu.layernorm_vjp``. A block of one warpgroup owns neighbouring rows, all of which come by in a ring of buffers: of
+each it writes d_x where x was, and adds d_y xh and d_y to sums that it keeps in registers, a thread those of its
+columns. A second kernel adds up the blocks' sums in their order. How many rows a block owns follows from how many there
+are.
 
 block_rows: rows of a block at least; block_n: elements of a row, which has to fit; ring: rows that are on their way or
 in use at a time.

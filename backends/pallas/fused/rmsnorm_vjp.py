@@ -3,8 +3,8 @@
     xh = x r        r = (mean(x^2) + eps)^-1/2        h = weight d_y
     d_x = r (h - xh mean(h xh))        d_weight = sum over rows of d_y xh
 
-x, d_y: (*batch, n), weight: (n) or None -> d_x: (*batch, n), d_weight: (n). As ``fused.layernorm_vjp``, with the formula
-of ``gpu.rmsnorm_vjp``.
+x, d_y: (*batch, n), weight: (n) or None -> d_x: (*batch, n), d_weight: (n). As ``fused.layernorm_vjp``, with the
+formula of ``gpu.rmsnorm_vjp``.
 
 block_rows: rows of a block at least; block_n: elements of a row, which has to fit; ring: rows that are on their way or
 in use at a time.

@@ -118,9 +118,9 @@ def launch(
     ``vmem``: bytes that it needs, as far as that is known. Where they are more than three quarters of what a kernel
     gets unasked, since masks and spilled values come to them, it asks for the chip's limit.
 
-    The last ``in_order`` grid axes run one step after another, since ``scratch``, arrays of these forms in VMEM, float32
-    where a shape says no more, is carried along them ("arbitrary", in Mosaic's word). The axes before them are independent of each other and
-    may be split over cores ("parallel").
+    The last ``in_order`` grid axes run one step after another, since ``scratch``, arrays of these forms in VMEM,
+    float32 where a shape says no more, is carried along them ("arbitrary", in Mosaic's word). The axes before them are
+    independent of each other and may be split over cores ("parallel").
     """
     return common.launch(
         call,

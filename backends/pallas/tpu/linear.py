@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import Refs, even_block, step_along, within
+from portakern.backends.pallas.common import Refs, even_block, step_along
 from portakern.backends.pallas.tpu import matmul as products
 from portakern.backends.pallas.tpu._chip import (
     LANES,
@@ -72,8 +72,7 @@ def kernel(ref: Refs, *, k: int, few: bool, activation: str) -> None:
     step, last = step_along(2), pl.num_programs(2) - 1
     x, w = ref.x[...], ref.weight[...]
     start = step * x.shape[1]
-    # both sides: beyond k lies anything, and 0 * NaN is NaN
-    part = dot(products.within_k(x, 1, start, k, few), within(w, 1, start, k), (1, 1))
+    part = dot(products.within_k(x, 1, start, k, few), products.within_k(w, 1, start, k), (1, 1))
     if "acc" not in ref:
         finish(ref, part, activation)
         return

@@ -1,9 +1,9 @@
 """Softmax on TPUs: y = exp(x - max x) / sum exp(x - max x) along one axis, in two sweeps over a row.
 
-x: (*shape) -> y: (*shape). The array is viewed as (outer, n, inner) with n the softmax axis, where a block reduces along
-sublanes instead of lanes, or as (rows, n) when that axis is the last; XLA transposes nothing. The grid is (outer, row
-blocks, sweeps, n blocks), see `Walk`. Sweep 0 keeps the running maximum m of a row and the sum l of exp(x - m); sweep 1
-writes exp(x - m) / l.
+x: (*shape) -> y: (*shape). The array is viewed as (outer, n, inner) with n the softmax axis, where a block reduces
+along sublanes instead of lanes, or as (rows, n) when that axis is the last; XLA transposes nothing. The grid is (outer,
+row blocks, sweeps, n blocks), see `Walk`. Sweep 0 keeps the running maximum m of a row and the sum l of exp(x - m);
+sweep 1 writes exp(x - m) / l.
 
 block_rows: softmax rows a block holds; block_n: elements of each row a block holds.
 
