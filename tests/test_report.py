@@ -703,7 +703,7 @@ def judged(name, right=False, kind="", group="cheats", **verdicts):
     }
     return {
         "group": group, "name": name, "op": "softmax", "framework": "torch", "right": right, "kind": kind, **sorts,
-        "seconds": dict.fromkeys(verdicts, 0.5),
+        "seconds": dict.fromkeys(verdicts, 0.5), "sources": "0123abcd",
     }  # fmt: skip
 
 
@@ -723,7 +723,7 @@ def test_the_table_of_judges_counts_what_was_judged(tree):
         judged("softmax: right", right=True, group="unusual", ours=False, theirs="far", filtered=None),
     ]
     rules = [a_rule("ours"), a_rule("theirs"), a_rule("filtered", cut=[], own=[])]
-    run = run_of("judges", rows, "host CPU", tasks="12 of 14", wall_seconds=1, rules=rules)
+    run = run_of("judges", rows, "host CPU", tasks="12 of 14", wall_seconds=1, rules=rules, sources={})
     put(tree / "benchmarks" / "results", "judges.json", run)
     text = judges.judges(Kept.of(tree))
     assert "| Ours | 2 of 2 | 1 of 1 | – | – | – | 0 of 1 | 0.50 |" in text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 import portakern as pk
 from portakern.backends.pallas.tpu import _rows
 from portakern.backends.pallas.tpu._layout import SideBySide, native_axes
+from portakern.core import registry
 
 LAID_OUT = {
     (1, 1000): (0, 1), (8, 1000): (0, 1), (100, 1000): (0, 1), (128, 1000): (1, 0), (129, 1000): (0, 1),
@@ -43,21 +46,26 @@ def test_rows_are_side_by_side_where_xla_puts_them_so():
         assert (view.numbers_back(view.numbers(x[..., 0])) == x[..., 0]).all()
 
 
-FIRST = {
-    "softmax": lambda op, x, g, w: op(x),
-    "softmax_vjp": lambda op, x, g, w: op(x, g),
-    "logsumexp": lambda op, x, g, w: op(x),
-    "layernorm": lambda op, x, g, w: op(x, w, w),
-    "layernorm_vjp": lambda op, x, g, w: op(x=x, d_y=g, weight=w, bias=w)[0],
-    "rmsnorm": lambda op, x, g, w: op(x, w),
-    "rmsnorm_vjp": lambda op, x, g, w: op(x=x, d_y=g, weight=w)[0],
-    "add_rmsnorm": lambda op, x, g, w: op(x, g, w)[0],
-}
+def dims_of(array):
+    return tuple(name for d in array.dims for name in d.factors)
+
+
+def walks(spec):
+    """Whether an op's arrays are rows of one length, and weights of that length."""
+    return {*spec.tiling} == {"block_rows", "block_n"} and all(dims_of(a) in ROWS for a in spec.arrays)
+
+
+ROWS = {("shape",): 0, ("batch", "n"): 0, ("n",): 1}
+OPS = [name for name in registry.ops() if walks(registry.find_spec(name))]
 
 
 def made(name, x, g, w, block_n):
+    """The first result, of x and g for the arrays of rows in turn, and of w for weights."""
     op = pk.op(name, backend="pallas", tiling={"block_rows": 128, "block_n": block_n})
-    return np.asarray(FIRST[name](op, x, g, w))
+    rows = itertools.cycle((x, g))
+    given = {a.name: w if ROWS[dims_of(a)] else next(rows) for a in op.spec.arrays}
+    found = op(**given)
+    return np.asarray(found[0] if isinstance(found, tuple) else found)
 
 
 def arrays(m, n, dtype):
@@ -66,27 +74,27 @@ def arrays(m, n, dtype):
     return (3 * x + 1).astype(dtype), g.astype(dtype), w
 
 
-@pytest.mark.parametrize("name", FIRST)
 @pytest.mark.parametrize(
-    ("m", "n", "dtype", "block_n"),
+    ("name", "m", "n", "dtype", "block_n"),
     [
-        ((256,), 300, "float32", 128),  # three blocks, the last ragged
-        ((128,), 1000, "bfloat16", 1024),
-        ((3, 128), 200, "float32", 256),
+        *((name, (256,), 300, "float32", 128) for name in OPS),  # three blocks, the last ragged
+        *((name, (128,), 1000, "bfloat16", 1024) for name in OPS[::3]),
+        *((name, (3, 128), 200, "float32", 256) for name in OPS[1::3]),
     ],
 )
 def test_a_row_alone_has_the_same_bits(name, m, n, dtype, block_n):
     """A row alone lies along lanes, and many lie side by side."""
     x, g, w = arrays(m, n, dtype)
     assert SideBySide.of(x.shape) and SideBySide.of((1, n)) is None
-    together = made(name, x, g, w, block_n).reshape(-1, *(() if name == "logsumexp" else (n,)))
+    together = made(name, x, g, w, block_n)
+    together = together.reshape(x.size // n, -1)  # logsumexp has a number a row
     flat = x.reshape(-1, n), g.reshape(-1, n)
     for row in (0, len(flat[0]) - 1):
         alone = made(name, *(a[row : row + 1] for a in flat), w, block_n)
-        assert alone[0].tobytes() == together[row].tobytes()
+        assert alone.tobytes() == together[row].tobytes()
 
 
-@pytest.mark.parametrize("name", ["softmax", "rmsnorm_vjp", "add_rmsnorm"])
+@pytest.mark.parametrize("name", [name for name in OPS if "norm" in name][::3])
 @pytest.mark.parametrize("m", [3, 128])
 def test_rows_that_are_kept_have_the_bits_of_rows_read_again(name, m, monkeypatch):
     x, g, w = arrays((m,), 300, "float32")

@@ -57,7 +57,7 @@ def times_slope(d, z, activation: tl.constexpr):
 
 
 @triton.jit
-def cotangent_kernel(pre, d_y, d_z, rows, n, steps, pre_row, pre_n, d_y_row, d_y_n, out_row, out_n,
+def linear_cotangent_kernel(pre, d_y, d_z, rows, n, steps, pre_row, pre_n, d_y_row, d_y_n, out_row, out_n,
                      activation: tl.constexpr, block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
                      unit: tl.constexpr):  # fmt: skip
     """d_z = d_y f'(pre) of this program's tile."""
@@ -115,7 +115,7 @@ def gradients(call: Call, multiply: products.Product) -> tuple[Any, ...]:
     d_x = fresh(x.shape, x.dtype, x.device) if "d_x" in call.wants else None
     d_weight = fresh(weight.shape, weight.dtype, weight.device) if "d_weight" in call.wants else None
     if d_x is not None:
-        multiply(call, d_z, weight, d_x.view(-1, x.shape[-1]))
+        multiply(call, d_z, weight, d_x.reshape(-1, x.shape[-1]))
     if d_weight is not None:
         multiply(call, d_z.mT, x.reshape(-1, x.shape[-1]), d_weight)
     d_bias = over_rows.layernorm_vjp(*summing(call, d_z))[2] if "d_bias" in call.wants else None
@@ -129,7 +129,7 @@ def cotangent(call: Call) -> Any:
         return d_y
     d_z, (_, tiling) = fresh(d_y.shape, d_y.dtype, d_y.device), walk(call)
     (pre, d_y), tiles = share(tiling, call.arrays["pre"], d_y)
-    launch(cotangent_kernel, tiles.programs, call, pre, d_y, d_z, tiles.rows.height, tiles.n, tiles.steps,
+    launch(linear_cotangent_kernel, tiles.programs, call, pre, d_y, d_z, tiles.rows.height, tiles.n, tiles.steps,
            *tiles.strides, activation=activation, block_rows=tiles.block_rows, block_n=tiles.block_n,
            acc_dtype=accumulator(call.dtype), unit=tiles.rows.known(call.dtype)["unit"],
            num_warps=tiling["num_warps"])  # fmt: skip
