@@ -203,7 +203,8 @@ def test_segment_ids_of_two_widths_are_compared_by_value(wide):
 
             return f(q, q + 1, 2 * q), jax.grad(lambda *a: (f(*a) ** 2).sum(), (0, 1, 2))(q, q + 1, 2 * q)
 
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), both("pallas"), both("reference"))
+        # d_o v is a sum of terms up to 100, of which delta leaves the roundings where a key is alone
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), both("pallas"), both("reference"))
 
 
 def test_the_checker_draws_integer_arrays_of_two_widths():
