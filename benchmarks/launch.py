@@ -58,7 +58,7 @@ def small_inputs(
     extents |= {n: (3, extents[n]) for n in variadic}
     extents |= dropped_dims(spec, extents, {})
     for a in spec.arrays:
-        if a.optional and not (spec.reads_under(a.name, {}) if a.name in spec.reads else optional):
+        if a.optional and not spec.reads_under(a.name, {}, optional):
             continue
         name = dtype if dtype in a.dtypes else a.dtypes[0]
         arrays[a.name] = torch.randn(shape_of(a.dims, extents), generator=g).to(getattr(torch, name)).to(device)

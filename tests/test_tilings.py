@@ -166,7 +166,7 @@ def abstract_call(backend: str, op: str, dtype: str, scale: int, optional: bool)
         dims |= rule.mends(dims) if rule.mends else {}
     arrays = {}
     for a in spec.arrays:
-        if a.optional and not (spec.reads_under(a.name, {}) if a.name in spec.reads else optional):
+        if a.optional and not spec.reads_under(a.name, {}, optional):
             continue
         kind = (
             ("float64" if dtype == "float64" else "float32")

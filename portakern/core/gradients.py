@@ -50,8 +50,7 @@ class Wiring:
 
     def saves(self, options: Mapping[str, Any]) -> tuple[str, ...]:
         """The outputs of the forward call that the vjp reads under these options of it."""
-        reads = self.vjp.reads
-        return tuple(name for name in self.outputs if name not in reads or self.vjp.reads_under(name, options))
+        return tuple(name for name in self.outputs if self.vjp.reads_under(name, options, True))
 
     def wants(self, differentiated: Any) -> tuple[str, ...]:
         """The outputs of the vjp that are gradients of the inputs named in ``differentiated``; UnsupportedError where

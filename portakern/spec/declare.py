@@ -126,10 +126,11 @@ class Spec(Generic[P]):
             return None
         return lead.factors[0]
 
-    def reads_under(self, name: str, options: Mapping[str, Any]) -> bool:
-        """Whether an argument among ``reads`` is read under these options, the others at their defaults."""
+    def reads_under(self, name: str, options: Mapping[str, Any], otherwise: bool) -> bool:
+        """Whether an argument is read under these options, the others at their defaults; ``otherwise``: of an argument
+        that is not among ``reads``."""
         when = self.reads.get(name)
-        return when is not None and when.holds({o.name: o.default for o in self.options} | dict(options))
+        return otherwise if when is None else when.holds({o.name: o.default for o in self.options} | dict(options))
 
     @property
     def is_vjp(self) -> bool:

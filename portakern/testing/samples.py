@@ -77,7 +77,7 @@ def sample_case(op: str | Spec[Any], name: str | None = None, *, dtype: str | No
             for extent in shape_of((d,), dims)
         )
         for a in spec.arrays
-        if not a.optional or a.name in sample.given or spec.reads_under(a.name, sample.options)
+        if not a.optional or a.name in sample.given or spec.reads_under(a.name, sample.options, False)
     }
     wider = tuple(n for n in sample.wider if narrow and n in shapes)
     own = {a.name: dtype for a in spec.arrays if a.name in shapes and not a.follows and dtype in a.dtypes}

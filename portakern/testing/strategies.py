@@ -54,7 +54,7 @@ def cases(
         shapes, dims = _along_axes(draw, spec, plain, shapes, dims, options, limits, edge)
         dims = dims | dropped_dims(spec, dims, options)
         shapes |= {a.name: _stretch(draw, a, dims) for a in given if a not in plain}
-    given = [a for a in given if a.name not in spec.reads or spec.reads_under(a.name, options)]
+    given = [a for a in given if spec.reads_under(a.name, options, True)]
     narrow = DTYPES[dtype].floating and DTYPES[dtype].bits < 32
     case = Case(
         dtype=dtype,
