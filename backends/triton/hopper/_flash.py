@@ -58,10 +58,12 @@ class Plan(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The tiles of a call. ``tiles``: of all heads; ``tiles_q``: of one head; ``together``: heads whose tiles are taken
-    by turns, the last queries first where ``backwards``."""
+    """The tiles of a call. ``tiles``: of all heads; ``ahead``: how many of them are taken from the first on, the others
+    from the last on (see ``following``); ``tiles_q``: of one head; ``together``: heads whose tiles are taken by turns,
+    the last queries first where these see most keys."""
 
     tiles: int
+    ahead: int
     tiles_q: int
     together: int
     heads: int
@@ -84,6 +86,25 @@ def tile_at(index, work, right):
     if right is not None:
         tile = work.tiles_q - 1 - tile
     return tile, head
+
+
+@gluon.jit
+def following(index, back, work, left, right):
+    """The tile that a program takes next, and whether it counts ``back`` from the last one.
+
+    Where some tiles see more keys than others, a program takes them by pairs, the i-th and the i-th from the end, which
+    together see as much as any other pair: so programs that stay are done together, with nothing to ask each other.
+    """
+    if left is None and right is None:
+        return index + gl.num_programs(0), back
+    else:
+        return work.tiles - 1 - index + back * gl.num_programs(0), 1 - back
+
+
+@gluon.jit
+def there_is(index, back, work):
+    """Whether a program has this tile to do."""
+    return (index < work.ahead) != (back == 1)
 
 
 @gluon.jit
@@ -234,10 +255,11 @@ def last_products(
 
 @gluon.jit
 def attend(
-    turn, unit, first, last, q, k_tiles, v_tiles, full, empty, mine, theirs, limits, all_lo, all_hi, scores, chunk,
-    GROUP: gl.constexpr, plan: gl.constexpr,
+    turn, unit, first, last, q, q_empty, k_tiles, v_tiles, full, empty, mine, theirs, limits, all_lo, all_hi, scores,
+    chunk, GROUP: gl.constexpr, plan: gl.constexpr,
 ):  # fmt: skip
-    """The state (acc, l, m) of the keys [first, last), and what ``turn`` and ``unit`` are after them."""
+    """The state (acc, l, m) of the keys [first, last), and what ``turn`` and ``unit`` are after them. q is given back
+    when the last scores are there, unless o is to take its place."""
     mma_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.block_kv, 16])
     mma_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.block_dv, 16])
     weights: gl.constexpr = gl.DotOperandLayout(0, mma_o, 2)
@@ -291,6 +313,8 @@ def attend(
         else:
             acc = acc * gl.convert_layout(alpha, row_o)[:, None]
         unit += 1
+    if not plan.o_in_q:
+        mbarrier.arrive(q_empty, count=1)
     grows = (last - 1) // block * block > opened
     acc, l_row, m = last_products(p16, acc, l, m, whole, grows, unit, v_tiles, empty, scores, plan, row_s, row_o)
     return acc, l_row, m, turn, unit + 1
@@ -315,7 +339,8 @@ def consumer(
     turn = 0
     count = 0
     index = gl.program_id(0)
-    while index < work.tiles:
+    back = 0
+    while there_is(index, back, work):
         tile, head = tile_at(index, work, right)
         top = tile * (ROWS * plan.consumers)
         mine_top = top + GROUP * ROWS
@@ -324,10 +349,9 @@ def consumer(
         limits, all_lo, all_hi = reach(mine_top + before, work, left, right, row_s)
 
         mbarrier.wait(q_full.index(GROUP), count & 1)
-        acc, l, m, turn, unit = attend(turn, unit, first, last, q, k_tiles, v_tiles, full, empty, mine, theirs, limits,
-                                       all_lo, all_hi, scores, work.chunk, GROUP, plan)  # fmt: skip
-        if not plan.o_in_q:
-            mbarrier.arrive(q_empty.index(GROUP), count=1)
+        acc, l, m, turn, unit = attend(turn, unit, first, last, q, q_empty.index(GROUP), k_tiles, v_tiles, full, empty,
+                                       mine, theirs, limits, all_lo, all_hi, scores, work.chunk, GROUP,
+                                       plan)  # fmt: skip
         inverse = 1.0 / gl.where(l == 0.0, 1.0, l)
         out = acc * gl.convert_layout(inverse, row_o)[:, None]
         o_tile = q if plan.o_in_q else o_tiles.index(GROUP)
@@ -343,8 +367,40 @@ def consumer(
             total = m * scores.unit + gl.log(l)
             gl.store(lse + head.to(gl.int64) * work.q_len + i, total, mask=i < work.q_len)
         count += 1
-        index += gl.num_programs(0)
+        index, back = following(index, back, work, left, right)
     tma.store_wait(0)
+
+
+@gluon.jit
+def fetch_first(unit, first, b, head, k, k_tiles, full, empty, plan: gl.constexpr):
+    """Begin to copy the first keys of a walk: unit 0."""
+    box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
+    stage = unit % plan.stages
+    mbarrier.wait(empty.index(stage), ((unit // plan.stages) & 1) ^ 1)
+    mbarrier.expect(full.index(stage), plan.block_kv * plan.block_d * 2)
+    load_tile(k, [b, first, head, 0], full.index(stage), boxed(k_tiles.index(stage), box))
+
+
+@gluon.jit
+def fetch_others(unit, first, last, b, head, k, v, k_tiles, v_tiles, full, empty, plan: gl.constexpr):
+    """Begin to copy, as there is room, the units 1 to n of a walk over [first, last). What ``unit`` is after them."""
+    box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
+    block: gl.constexpr = plan.block_kv
+    stages: gl.constexpr = plan.stages
+    v_bytes: gl.constexpr = block * plan.block_dv * 2
+    both_bytes: gl.constexpr = block * (plan.block_d + plan.block_dv) * 2
+    for j in range(first + block, last, block):
+        stage = unit % stages
+        mbarrier.wait(empty.index(stage), ((unit // stages) & 1) ^ 1)
+        mbarrier.expect(full.index(stage), both_bytes)
+        load_tile(k, [b, j, head, 0], full.index(stage), boxed(k_tiles.index(stage), box))
+        load_tile(v, [b, j - block, head, 0], full.index(stage), boxed(v_tiles.index(stage), box))
+        unit += 1
+    mbarrier.wait(empty.index(unit % stages), ((unit // stages) & 1) ^ 1)
+    mbarrier.expect(full.index(unit % stages), v_bytes)
+    final = (last - 1) // block * block
+    load_tile(v, [b, final, head, 0], full.index(unit % stages), boxed(v_tiles.index(unit % stages), box))
+    return unit + 1
 
 
 @gluon.jit
@@ -354,16 +410,14 @@ def producer(
     """One warp that fetches what the consumers take, in their order."""
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     block: gl.constexpr = plan.block_kv
-    stages: gl.constexpr = plan.stages
     consumers: gl.constexpr = plan.consumers
-    k_bytes: gl.constexpr = block * plan.block_d * 2
-    v_bytes: gl.constexpr = block * plan.block_dv * 2
     left, right = window
     before = work.kv_len - work.q_len
     unit = 0
     count = 0
     index = gl.program_id(0)
-    while index < work.tiles:
+    back = 0
+    while there_is(index, back, work):
         tile, head = tile_at(index, work, right)
         top = tile * (ROWS * plan.consumers)
         bottom = gl.minimum(top + ROWS * plan.consumers, work.q_len) - 1
@@ -371,33 +425,25 @@ def producer(
         b = head // work.heads
         h = head % work.heads
         kv_h = h // work.group
+        # The first keys have room before the queries of the tile before are done with.
+        fetch_first(unit, first, b, kv_h, k, k_tiles, full, empty, plan)
         for g in gl.static_range(consumers):
             mbarrier.wait(q_empty.index(g), (count & 1) ^ 1)
             mbarrier.expect(q_full.index(g), ROWS * plan.block_d * 2)
             load_tile(q, [b, top + g * ROWS, h, 0], q_full.index(g), boxed(q_tiles.index(g), box))
-        mbarrier.wait(empty.index(unit % stages), ((unit // stages) & 1) ^ 1)
-        mbarrier.expect(full.index(unit % stages), k_bytes)
-        load_tile(k, [b, first, kv_h, 0], full.index(unit % stages), boxed(k_tiles.index(unit % stages), box))
-        unit += 1
-        for j in range(first + block, last, block):
-            stage = unit % stages
-            mbarrier.wait(empty.index(stage), ((unit // stages) & 1) ^ 1)
-            mbarrier.expect(full.index(stage), k_bytes + v_bytes)
-            load_tile(k, [b, j, kv_h, 0], full.index(stage), boxed(k_tiles.index(stage), box))
-            load_tile(v, [b, j - block, kv_h, 0], full.index(stage), boxed(v_tiles.index(stage), box))
-            unit += 1
-        mbarrier.wait(empty.index(unit % stages), ((unit // stages) & 1) ^ 1)
-        mbarrier.expect(full.index(unit % stages), v_bytes)
-        final = (last - 1) // block * block
-        load_tile(v, [b, final, kv_h, 0], full.index(unit % stages), boxed(v_tiles.index(unit % stages), box))
-        unit += 1
+        unit = fetch_others(unit + 1, first, last, b, kv_h, k, v, k_tiles, v_tiles, full, empty, plan)
         count += 1
-        index += gl.num_programs(0)
+        index, back = following(index, back, work, left, right)
 
 
-@gluon.jit(do_not_specialize=["work"])
-def flash_kernel(q, k, v, o, lse, scores, window, work, plan: gl.constexpr):
-    """o, and lse unless that is None. q, k, v, o: described, (batch, length, heads, d)."""
+@gluon.jit(do_not_specialize=list(Work._fields))
+def flash_kernel(
+    q, k, v, o, lse, scores, window, tiles, ahead, tiles_q, together, heads, group, all_heads, q_len, kv_len, chunk,
+    plan: gl.constexpr,
+):  # fmt: skip
+    """o, and lse unless that is None. q, k, v, o: described, (batch, length, heads, d). From ``tiles`` on: ``Work``,
+    whose numbers are handed over one by one, as in a tuple Triton would compile the kernel for what divides them."""
+    work = Work(tiles, ahead, tiles_q, together, heads, group, all_heads, q_len, kv_len, chunk)
     dtype: gl.constexpr = q.dtype
     consumers: gl.constexpr = plan.consumers
     stages: gl.constexpr = plan.stages

@@ -31,10 +31,12 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 QUERIES = 64  # of a consumer
-TOGETHER = 8  # heads whose tiles are taken by turns where the last queries see most keys: their keys stay in L2
+TOGETHER = 8  # heads at most whose tiles are taken by turns where the last queries see most keys: their keys stay in L2
+FILLED = 0.9  # of the multiprocessors' time is what pairs of tiles take at least, or tiles are taken one by one
 REGISTERS = {2: (240, 168), 3: (160, 128)}  # consumers -> registers of their threads, and of all threads at the start
 BARRIERS = 1024  # bytes of shared memory that are set aside for them
-KNOBS = {**portable.KNOBS, "consumers": Count(2, 3)}
+KNOBS = {**portable.KNOBS, "consumers": Count(2, 3), "stay": Count(0, 1)}
+"""``stay``: whether programs stay and take tiles by pairs where some see more keys than others."""
 
 
 def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
@@ -112,18 +114,38 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     pre, unit = score_unit(call)
     scores = Scores(pre, options["softcap"], unit * portable.LOG2E, unit)
     left, right = portable._band(options["is_causal"], options["window"], q_len + kv_len)
-    tiles_q = cdiv(q_len, QUERIES * plan.consumers)
-    tiles = tiles_q * heads * batch
-    work = Work(tiles, tiles_q, 1 if right is None else TOGETHER, heads, dims["group"], batch * heads, q_len, kv_len,
-                chunk_length(call, tiling) or kv_len)  # fmt: skip
-    # Tiles that are alike are dealt out beforehand; where some see more keys, those come first, and a multiprocessor
-    # takes the next one when it is done.
-    programs = min(tiles, processors(q.device)) if right is None and left is None else tiles
+    work, programs = work_of(call, tiling, plan.consumers * QUERIES, (left, right), processors(q.device))
     described = (tiled(q, QUERIES, plan.block_d), tiled(k, plan.block_kv, plan.block_d),
                  tiled(v, plan.block_kv, plan.block_dv), tiled(o, QUERIES, plan.block_dv))  # fmt: skip
-    launch(flash_kernel, programs, call, *described, lse, scores, (left, right), work,
+    launch(flash_kernel, programs, call, *described, lse, scores, (left, right), *work,
            plan=plan, num_warps=4, maxnreg=REGISTERS[plan.consumers][1])  # fmt: skip
     return (o, lse)
+
+
+def work_of(
+    call: Call, tiling: Mapping[str, int], queries: int, window: tuple[int | None, int | None], processors: int
+) -> tuple[Work, int]:
+    """The tiles of so many ``queries``, and how many programs take them.
+
+    Tiles that are alike are dealt out beforehand. Where some see more keys, so are their pairs, if these fill the
+    multiprocessors; otherwise the longest come first, and a multiprocessor takes the next one when it is done.
+    """
+    dims = call.dims
+    heads, kv_len = dims["kv_heads"] * dims["group"], dims["kv_len"]
+    all_heads, tiles_q = dims["batch"] * heads, cdiv(dims["q_len"], queries)
+    tiles = tiles_q * all_heads
+    ahead, programs, together = tiles, min(tiles, processors), 1
+    if window[1] is not None:
+        together = cdiv(all_heads, cdiv(all_heads, TOGETHER))
+    if window != (None, None):
+        pairs = cdiv(tiles, 2)
+        filled = pairs >= FILLED * cdiv(pairs, processors) * processors
+        if tiling.get("stay") and filled:
+            ahead, programs = pairs, min(pairs, processors)
+        else:
+            programs = tiles
+    chunk = chunk_length(call, tiling) or kv_len
+    return Work(tiles, ahead, tiles_q, together, heads, dims["group"], all_heads, dims["q_len"], kv_len, chunk), programs
 
 
 def movable(x: torch.Tensor) -> torch.Tensor:
