@@ -165,6 +165,11 @@ def load(pointer: Pointer, mask: torch.Tensor, other: float) -> torch.Tensor:
     return torch.where(mask, pointer.flat[torch.where(mask, pointer.at, 0)], other)
 
 
+def store(pointer: Pointer, value: torch.Tensor, mask: torch.Tensor) -> None:
+    at, value, mask = torch.broadcast_tensors(pointer.at, value, mask)
+    pointer.flat[at[mask]] = value[mask]
+
+
 class Scalar(int):
     """A number that is known when the kernel runs; unlike a tensor of PyTorch's it never changes."""
 
@@ -232,7 +237,9 @@ def _language(program: int, programs: int) -> types.SimpleNamespace:
         program_id=lambda axis: Scalar(program), num_programs=lambda axis: programs,
         arange=lambda a, b, layout: torch.arange(a, b), static_range=range, cdiv=lambda a, b: -(-a // b),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
-        convert_layout=lambda x, layout: x, exp2=torch.exp2, load=load,
+        full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype), log=torch.log,
+        max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), reshape=torch.reshape,
+        convert_layout=lambda x, layout: x, exp2=torch.exp2, load=load, store=store,
         fma=lambda a, b, c: (a.double() * b + c).float(),
         where=_of_scalars(lambda c, a, b: a if c else b, torch.where),
         minimum=_of_scalars(min, torch.minimum), maximum=_of_scalars(max, torch.maximum),
@@ -261,12 +268,17 @@ def run(kernel: Any, modules: list[Any], grid: int, *args: Any, **constexprs: An
         for module in reversed(modules):
             for name, value in vars(module).items():
                 code = getattr(getattr(value, "fn", None), "__code__", None)
-                names[name] = types.FunctionType(code, names, name) if code else getattr(value, "value", value)
+                names[name] = (
+                    types.FunctionType(code, names, name, value.fn.__defaults__)
+                    if code
+                    else getattr(value, "value", value)
+                )
         names |= {
             "gl": _language(program, grid), "mbarrier": MBARRIER, "fence_async_shared": lambda: None,
             "tma": types.SimpleNamespace(store_wait=store_wait), "warpgroup_mma": warpgroup_mma,
             "warpgroup_mma_wait": warpgroup_mma_wait, "boxed": lambda tile, layout: tile, "tanh": torch.tanh,
             "load_tile": lambda d, at, barrier, tile: d.load(at, barrier, tile),
-            "store_tile": lambda d, at, tile: d.store(at, tile),
+            "store_tile": lambda d, at, tile: d.store(at, tile), "rows_boxed": lambda tile, heads: tile,
+            "beside": lambda alpha, l: alpha[:, None], "gdc_launch_dependents": lambda: None,
         }  # fmt: skip
         names[kernel.fn.__name__](*args, **constexprs)

@@ -120,13 +120,14 @@ def span_of(top, bottom, work, left, right, block: gl.constexpr):
 
 
 @gluon.jit
-def reach(top, work, left, right, row: gl.constexpr):
-    """What each of the ``ROWS`` places from ``top`` on sees, as [lo, hi), and what all of them see."""
-    place = top + gl.arange(0, ROWS, row)
+def reach(top, work, left, right, row: gl.constexpr, heads: gl.constexpr = 1):
+    """What each of the ``ROWS`` places from ``top`` on sees, as [lo, hi), and what all of them see. ``heads``: of which
+    each place has a row."""
+    place = top + gl.arange(0, ROWS, row) // heads
     lo, hi = place * 0, place * 0 + work.kv_len
     all_lo, all_hi = top * 0, top * 0 + work.kv_len
     if left is not None:
-        lo, all_lo = place - left, top + ROWS - 1 - left
+        lo, all_lo = place - left, top + (ROWS - 1) // heads - left
     if right is not None:
         hi = gl.minimum(place + right + 1, work.kv_len)
         all_hi = gl.minimum(top + right + 1, work.kv_len)
@@ -160,6 +161,12 @@ def lane_sums(p):
     chains: gl.constexpr = eights if eights < 4 else 4
     p = gl.reshape(p, [rows, chains, eights // chains, 4, 2])
     return gl.sum(gl.sum(gl.sum(p, 2), 3), 1)
+
+
+@gluon.jit
+def beside(alpha, l):
+    """A number for each row, as it lies beside the sums of the row's lanes."""
+    return gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None].broadcast_to(l.shape)
 
 
 @gluon.jit
@@ -298,8 +305,7 @@ def attend(
             opens = start % chunk == 0
             m = gl.where(opens, nothing, m)
         p, m, alpha = weights_of(s, m, scores, row_s)
-        l_alpha = gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None]
-        l = gl.fma(l, l_alpha.broadcast_to(l.shape), lane_sums(p))
+        l = gl.fma(l, beside(alpha, l), lane_sums(p))
         p16 = gl.convert_layout(p.to(q.dtype), weights)
         # The assembler moves the wait for the products before the softmax, unless a basic block ends between the two:
         # this wait ends one.

@@ -21,6 +21,7 @@ from portakern.backends.triton.gpu import attention as portable
 from portakern.backends.triton.gpu._heads import Scores
 from portakern.backends.triton.gpu._split import chunk_length
 from portakern.backends.triton.hopper._flash import Plan, Work, flash_kernel
+from portakern.backends.triton.hopper._shares import Shares, shares_kernel
 from portakern.backends.triton.launch import cdiv, launch, shared_limit, torch_dtype
 from portakern.backends.triton.layout import contiguous_strides, fresh, pow2_at_least
 from portakern.core.backend import Drawn
@@ -34,9 +35,11 @@ QUERIES = 64  # of a consumer
 TOGETHER = 8  # heads at most whose tiles are taken by turns where the last queries see most keys: their keys stay in L2
 FILLED = 0.9  # of the multiprocessors' time is what pairs of tiles take at least, or tiles are taken one by one
 REGISTERS = {2: (240, 168), 3: (160, 128)}  # consumers -> registers of their threads, and of all threads at the start
+MOST_STAGES = 6  # of keys on their way to one group of rows
 BARRIERS = 1024  # bytes of shared memory that are set aside for them
-KNOBS = {**portable.KNOBS, "consumers": Count(2, 3), "stay": Count(0, 1)}
-"""``stay``: whether programs stay and take tiles by pairs where some see more keys than others."""
+KNOBS = {**portable.KNOBS, "consumers": Count(2, 3), "stay": Count(0, 1), "shares": Count(0, 1)}
+"""``stay``: whether programs stay and take tiles by pairs where some see more keys than others. ``shares``: whether
+chunks of keys that have programs of their own are this variant's; no bit of a result depends on either."""
 
 
 def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
@@ -101,7 +104,8 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     dims, options = call.dims, call.options
     rows, _ = portable.rows_plan(call, tiling)
     _, _, _, chunks = portable.programs_of(call, tiling, rows)
-    if call.interpret or chunks or rows.packed or dims["q_len"] <= QUERIES:
+    shared = chunks and tiling["shares"] and rows_of(call) <= QUERIES
+    if call.interpret or not shared and (chunks or rows.packed or dims["q_len"] <= QUERIES):
         return portable.attention(call, tiling)
     plan = plan_of(call, tiling)
     batch, q_len, kv_len = dims["batch"], dims["q_len"], dims["kv_len"]
@@ -114,12 +118,57 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     pre, unit = score_unit(call)
     scores = Scores(pre, options["softcap"], unit * portable.LOG2E, unit)
     left, right = portable._band(options["is_causal"], options["window"], q_len + kv_len)
+    if shared:
+        by_shares(call, tiling, plan, (q, k, v), (o, lse), scores, (left, right), chunks)
+        return (o, lse)
     work, programs = work_of(call, tiling, plan.consumers * QUERIES, (left, right), processors(q.device))
     described = (tiled(q, QUERIES, plan.block_d), tiled(k, plan.block_kv, plan.block_d),
                  tiled(v, plan.block_kv, plan.block_dv), tiled(o, QUERIES, plan.block_dv))  # fmt: skip
     launch(flash_kernel, programs, call, *described, lse, scores, (left, right), *work,
            plan=plan, num_warps=4, maxnreg=REGISTERS[plan.consumers][1])  # fmt: skip
     return (o, lse)
+
+
+def rows_of(call: Call) -> int:
+    """How many rows a group of heads has, in boxes whose extents are powers of two."""
+    return call.dims["q_len"] * pow2_at_least(call.dims["group"])
+
+
+def by_shares(
+    call: Call, tiling: Mapping[str, int], plan: Plan, arrays: tuple[Any, ...], out: tuple[Any, Any], scores: Scores,
+    window: tuple[int | None, int | None], chunks: int,
+) -> None:  # fmt: skip
+    """Each chunk of keys by itself, and then their merger, which is launched beside the end of the first kernel."""
+    dims, (q, k, v) = call.dims, arrays
+    batch, q_len, kv_heads, group, dv = (dims[n] for n in ("batch", "q_len", "kv_heads", "group", "dv"))
+    heads, total, chunk = kv_heads * group, batch * kv_heads * chunks, chunk_length(call, tiling)
+    assert chunk is not None
+    plan, limit = plan._replace(consumers=1, stages=2, chunked=False, o_in_q=False), shared_limit(call.target.arch)
+    while plan.stages < MOST_STAGES and shared_bytes(plan._replace(stages=plan.stages + 1, o_in_q=True)) <= limit:
+        plan = plan._replace(stages=plan.stages + 1)
+    parts = fresh((batch, heads, q_len, chunks, dv), torch.float32, q.device)
+    statistics = fresh((batch, heads, q_len, chunks, 2), torch.float32, q.device)
+    work = Shares(total, chunks, kv_heads, group, q_len, dims["kv_len"], chunk, dv)
+    launch(shares_kernel, min(total, processors(q.device)), call, by_group(q, group, plan.block_d),
+           tiled(k, plan.block_kv, plan.block_d), tiled(v, plan.block_kv, plan.block_dv), parts, statistics,
+           scores, window, *work, plan=plan, heads=pow2_at_least(group), num_warps=4, maxnreg=REGISTERS[2][1])  # fmt: skip
+    portable.combine(call, (parts, statistics), out, scores, follows=True)
+
+
+def by_group(q: torch.Tensor, group: int, columns: int) -> Any:
+    """(batch, length, heads, d) in tiles of all rows of a group's heads: (batch, groups, length, group, d)."""
+    batch, length, heads, d = q.shape
+    by_batch, by_row, by_head, _ = q.stride()
+    shape = batch, heads // group, length, group, d
+    strides = [
+        s if extent > 1 else of_a_copy
+        for s, extent, of_a_copy in zip(
+            (by_batch, group * by_head, by_row, by_head, 1), shape, contiguous_strides(shape), strict=True
+        )
+    ]
+    together = pow2_at_least(group)
+    block = 1, 1, QUERIES // together, together, columns
+    return describe(q, shape, strides, block, gl.NVMMASharedLayout(128, 16, 5))
 
 
 def work_of(

@@ -1,0 +1,133 @@
+"""Attention on Hopper where there is no GPU: on the host, compiled, and what is compiled anew."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+from functools import partial
+from typing import Any
+
+import pytest
+
+from portakern import testing
+from portakern.core import registry, targets, tilings
+from portakern.core.binder import unchecked
+from portakern.core.call import Call
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("triton", reason="triton is not installed")
+
+from portakern.backends.triton import compiler, interpreter  # noqa: E402
+from portakern.backends.triton.descriptors import is_descriptor  # noqa: E402
+from portakern.backends.triton.hopper import _flash, _shares  # noqa: E402
+from portakern.backends.triton.hopper import attention as hopper  # noqa: E402
+from portakern.backends.triton.launch import recording  # noqa: E402
+from tests import gluon_on_host as host  # noqa: E402
+
+BACKEND = registry.backend("triton")
+(FAMILY,) = (f for f in BACKEND.families if f.name == "hopper")
+VARIANT = BACKEND.implementation("attention", FAMILY)
+MODULES = {"flash_kernel": [_flash], "shares_kernel": [_shares, _flash]}
+compiles = pytest.mark.skipif(
+    not (platform.system() == "Linux" and importlib.util.find_spec("triton")), reason="triton is made for Linux alone"
+)
+
+
+def bound(
+    batch: int, q_len: int, kv_heads: int, group: int, kv_len: int, d: int, dv: int | None = None, *,
+    dtype: Any = torch.bfloat16, device: str = "cpu", **options: Any,
+) -> Call:  # fmt: skip
+    """A call as on a Hopper GPU, whose arrays are the host's or have no memory (meta)."""
+    made, dv = torch.Generator().manual_seed(q_len + kv_len), dv or d
+
+    def normal(*shape: int) -> Any:
+        return torch.empty(shape, dtype=dtype, device=device) if device == "meta" else torch.randn(
+            shape, generator=made).to(dtype)  # fmt: skip
+
+    arrays = (
+        normal(batch, q_len, kv_heads * group, d), normal(batch, kv_len, kv_heads, d), normal(batch, kv_len, kv_heads, dv)
+    )  # fmt: skip
+    call: Call = unchecked(registry.find_spec("attention"), *arrays, return_lse=True, **options)
+    return call.replace(target=targets.find("sm_90").target, interpret=False)
+
+
+def tiling_of(call: Call, **named: int) -> Any:
+    return tilings.resolve(VARIANT, call, named).tiling
+
+
+def on_the_host(kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[str, Any], ran: list[str]) -> None:
+    """What a launch does, on the host: kernels of ``tl`` interpreted, the others by threads."""
+    ran.append(kernel.__name__)
+    if kernel.__name__ not in MODULES:
+        constexprs = {n: v for n, v in constexprs.items() if n not in ("launch_pdl", "maxnreg")} | {"follows": False}
+        interpreter.run(kernel, grid, *args, **constexprs)
+        return
+
+    def told(x: Any) -> Any:
+        if is_descriptor(x):
+            return host.Described(torch.as_strided(x.base, tuple(x.shape), tuple(x.strides)), tuple(x.block_shape))
+        return host.Pointer(x.view(-1)) if isinstance(x, torch.Tensor) else x
+
+    known = {n: v for n, v in constexprs.items() if n in ("plan", "heads")}
+    host.run(kernel, MODULES[kernel.__name__], grid, *map(told, args), **known)
+
+
+SHARES = ["shares_kernel", "combine_kernel"]
+CASES = {
+    "full": ((1, 200, 2, 1, 300, 64), {}, {}, ["flash_kernel"]),
+    "causal": ((1, 300, 2, 2, 300, 64), {"is_causal": True}, {}, ["flash_kernel"]),
+    "causal pairs": ((2, 300, 2, 2, 300, 64), {"is_causal": True}, {"stay": 1}, ["flash_kernel"]),
+    "pairs and one": ((1, 300, 1, 3, 300, 64), {"is_causal": True}, {"stay": 1}, ["flash_kernel"]),
+    "pairs of a band": ((1, 400, 1, 4, 500, 72, 40), {"window": (90, 30), "softcap": 5.0}, {"stay": 1},
+                        ["flash_kernel"]),
+    "wide pairs": ((1, 300, 2, 2, 300, 256), {"is_causal": True, "dtype": torch.float16}, {"stay": 1},
+                   ["flash_kernel"]),
+    "chunks": ((1, 200, 1, 1, 1300, 64), {"is_causal": True}, {"stay": 1}, ["flash_kernel"]),
+    "shares": ((2, 1, 2, 4, 1300, 64), {}, {"shares": 1}, SHARES),
+    "shares of several queries": ((1, 3, 2, 5, 1100, 128), {"is_causal": True}, {"shares": 1}, SHARES),
+    "shares of a band": ((1, 40, 2, 1, 2100, 64, 72), {"window": (700, 10), "softcap": 4.0}, {"shares": 1}, SHARES),
+    "too many rows to share": ((1, 20, 1, 5, 1100, 64), {}, {"shares": 1}, ["attention_kernel"]),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _two_processors(monkeypatch):
+    monkeypatch.setattr(hopper, "processors", lambda device: 2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_role_meets_the_bound(name):
+    """Barriers that are waited for, buffers that are handed back, rows that are masked: see ``gluon_on_host`` for what
+    is not looked at."""
+    shape, options, named, kernels = CASES[name]
+    call, ran = bound(*shape, **options), []
+    with recording(partial(on_the_host, ran=ran)):
+        outputs = VARIANT.run(call, tiling_of(call, **named))
+    shares = testing.compare_call(call, [call.framework.to_numpy(x) for x in outputs])
+    assert max(shares.values()) <= 1
+    assert ran == kernels
+
+
+def kernels_of(*calls: tuple[Call, Any]) -> dict[str, set[str]]:
+    """The kernels that calls launch -> what of each is compiled."""
+    found: dict[str, set[str]] = {}
+
+    def note(kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
+        source, options = compiler.specialised(kernel, args, constexprs, targets.find("sm_90"))
+        found.setdefault(kernel.__name__, set()).add(f"{source.hash()} {sorted(map(str, options.items()))}")
+
+    with recording(note):
+        for call, tiling in calls:
+            VARIANT.run(call, tiling)
+    return found
+
+
+def test_another_length_is_no_reason_to_compile():
+    lengths = (640, 700, 1000, 1024, 4096, 33), (768, 701, 1600, 1024, 8191, 3000)
+    long = [bound(batch, length, 8, 2, keys, 64, device="meta", is_causal=True)
+            for batch in (1, 16) for length, keys in zip(*lengths, strict=True) if length > 64]  # fmt: skip
+    few = [bound(batch, 1, 8, 4, keys, 128, device="meta")
+           for batch in (1, 16) for keys in (1024, 1100, 4096, 8191, 8192, 100000)]  # fmt: skip
+    assert len(kernels_of(*((call, tiling_of(call)) for call in long))["flash_kernel"]) == 1
+    found = kernels_of(*((call, tiling_of(call, shares=1)) for call in few))
+    assert {name: len(anew) for name, anew in found.items()} == {"shares_kernel": 1, "combine_kernel": 1}
