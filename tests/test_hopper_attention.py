@@ -27,7 +27,7 @@ from tests import gluon_on_host as host  # noqa: E402
 BACKEND = registry.backend("triton")
 (FAMILY,) = (f for f in BACKEND.families if f.name == "hopper")
 VARIANT = BACKEND.implementation("attention", FAMILY)
-MODULES = {"flash_kernel": [_flash], "shares_kernel": [_shares, _flash]}
+MODULES = {"flash_kernel": [_flash], "attention_shares_kernel": [_shares, _flash]}
 compiles = pytest.mark.skipif(
     not (platform.system() == "Linux" and importlib.util.find_spec("triton")), reason="triton is made for Linux alone"
 )
@@ -72,7 +72,7 @@ def on_the_host(kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[
     host.run(kernel, MODULES[kernel.__name__], grid, *map(told, args), **known)
 
 
-SHARES = ["shares_kernel", "combine_kernel"]
+SHARES = ["attention_shares_kernel", "combine_kernel"]
 CASES = {
     "full": ((1, 200, 2, 1, 300, 64), {}, {}, ["flash_kernel"]),
     "causal": ((1, 300, 2, 2, 300, 64), {"is_causal": True}, {}, ["flash_kernel"]),
@@ -130,4 +130,4 @@ def test_another_length_is_no_reason_to_compile():
            for batch in (1, 16) for keys in (1024, 1100, 4096, 8191, 8192, 100000)]  # fmt: skip
     assert len(kernels_of(*((call, tiling_of(call)) for call in long))["flash_kernel"]) == 1
     found = kernels_of(*((call, tiling_of(call, shares=1)) for call in few))
-    assert {name: len(anew) for name, anew in found.items()} == {"shares_kernel": 1, "combine_kernel": 1}
+    assert {name: len(anew) for name, anew in found.items()} == {"attention_shares_kernel": 1, "combine_kernel": 1}

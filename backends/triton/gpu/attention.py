@@ -310,7 +310,7 @@ def combine_kernel(
             acc_part = tl.load(parts + at[:, None] * dv + ddv, mask=ok[:, None] & (ddv < dv), other=0.0)
             l_part = tl.load(statistics + at * 2, mask=ok, other=0.0)
             m_part = tl.load(statistics + at * 2 + 1, mask=ok, other=float("-inf"))
-            read = read + ((acc_part, l_part, m_part),)
+            read = read + ((acc_part, l_part, m_part),)  # type: ignore[assignment]
         tl.debug_barrier()  # else each part is read when the one before is merged, and waited for
         for ahead in tl.static_range(AHEAD):
             acc, l, m = merge((acc, l, m), read[ahead], rate)
@@ -435,9 +435,7 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     return (o, lse)
 
 
-def combine(
-    call: Call, found: tuple[Any, Any], out: tuple[Any, Any], scores: Scores, follows: bool = False
-) -> None:
+def combine(call: Call, found: tuple[Any, Any], out: tuple[Any, Any], scores: Scores, follows: bool = False) -> None:
     """Merge the parts and statistics that were ``found`` into o and lse. ``follows``: NVIDIA's alone, see the kernel."""
     batch, heads, q_len, chunks, dv = found[0].shape
     total, block_dv = batch * heads * q_len, head_tiles(call)[1]

@@ -70,15 +70,13 @@ def producer(
     """One warp that fetches what the consumer takes, in its order."""
     left, right = window
     unit = 0
-    count = 0
     for index in range(gl.program_id(0), work.total, gl.num_programs(0)):
         b, h, _, _, _, first, last = part_of(index, work, left, right, plan.block_kv)
         fetch_first(unit, first, b, h, k, k_tiles, full, empty, plan)
-        mbarrier.wait(q_empty, (count & 1) ^ 1)
+        mbarrier.wait(q_empty, (index // gl.num_programs(0) & 1) ^ 1)
         mbarrier.expect(q_full, ROWS * plan.block_d * 2)
         load_tile(q, [b, h, 0, 0, 0], q_full, rows_boxed(q_tile, heads))
         unit = fetch_others(unit + 1, first, last, b, h, k, v, k_tiles, v_tiles, full, empty, plan)
-        count += 1
 
 
 @gluon.jit
@@ -96,13 +94,12 @@ def consumer(
     column = gl.arange(0, plan.block_dv, gl.SliceLayout(0, mma_o))
     unit = 0
     turn = 0
-    count = 0
     for index in range(gl.program_id(0), work.total, gl.num_programs(0)):
         b, h, share, start, end, first, last = part_of(index, work, left, right, plan.block_kv)
         seen, all_lo, all_hi = reach(top, work, left, right, row_s, heads)
         lo, hi = seen
         limits = gl.maximum(lo, start), gl.minimum(hi, end)
-        mbarrier.wait(q_full, count & 1)
+        mbarrier.wait(q_full, index // gl.num_programs(0) & 1)
         acc, l, m, turn, unit = attend(turn, unit, first, last, q_tile, q_empty, k_tiles, v_tiles, full, empty, q_full,
                                        q_full, limits, gl.maximum(all_lo, start), gl.minimum(all_hi, end), scores,
                                        work.chunk, 0, plan)  # fmt: skip
@@ -112,7 +109,6 @@ def consumer(
         at, there = row_at(b, h, share, work, row_s, heads)
         gl.store(statistics + at * 2, l, mask=there)
         gl.store(statistics + at * 2 + 1, m, mask=there)
-        count += 1
 
 
 @gluon.jit
@@ -126,7 +122,7 @@ def row_at(b, h, share, work, row: gl.constexpr, heads: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=list(Shares._fields))
-def shares_kernel(
+def attention_shares_kernel(
     q, k, v, parts, statistics, scores, window, total, chunks, kv_heads, group, q_len, kv_len, chunk, dv,
     plan: gl.constexpr, heads: gl.constexpr,
 ):  # fmt: skip

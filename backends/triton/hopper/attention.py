@@ -21,7 +21,7 @@ from portakern.backends.triton.gpu import attention as portable
 from portakern.backends.triton.gpu._heads import Scores
 from portakern.backends.triton.gpu._split import chunk_length
 from portakern.backends.triton.hopper._flash import Plan, Work, flash_kernel
-from portakern.backends.triton.hopper._shares import Shares, shares_kernel
+from portakern.backends.triton.hopper._shares import Shares, attention_shares_kernel
 from portakern.backends.triton.launch import cdiv, launch, shared_limit, torch_dtype
 from portakern.backends.triton.layout import contiguous_strides, fresh, pow2_at_least
 from portakern.core.backend import Drawn
@@ -104,8 +104,9 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     dims, options = call.dims, call.options
     rows, _ = portable.rows_plan(call, tiling)
     _, _, _, chunks = portable.programs_of(call, tiling, rows)
-    shared = chunks and tiling["shares"] and rows_of(call) <= QUERIES
-    if call.interpret or not shared and (chunks or rows.packed or dims["q_len"] <= QUERIES):
+    shares = chunks if chunks and tiling["shares"] and rows_of(call) <= QUERIES else None
+    few = chunks or rows.packed or dims["q_len"] <= QUERIES
+    if call.interpret or (few and shares is None):
         return portable.attention(call, tiling)
     plan = plan_of(call, tiling)
     batch, q_len, kv_len = dims["batch"], dims["q_len"], dims["kv_len"]
@@ -118,8 +119,8 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     pre, unit = score_unit(call)
     scores = Scores(pre, options["softcap"], unit * portable.LOG2E, unit)
     left, right = portable._band(options["is_causal"], options["window"], q_len + kv_len)
-    if shared:
-        by_shares(call, tiling, plan, (q, k, v), (o, lse), scores, (left, right), chunks)
+    if shares is not None:
+        by_shares(call, tiling, plan, (q, k, v), (o, lse), scores, (left, right), shares)
         return (o, lse)
     work, programs = work_of(call, tiling, plan.consumers * QUERIES, (left, right), processors(q.device))
     described = (tiled(q, QUERIES, plan.block_d), tiled(k, plan.block_kv, plan.block_d),
@@ -149,7 +150,7 @@ def by_shares(
     parts = fresh((batch, heads, q_len, chunks, dv), torch.float32, q.device)
     statistics = fresh((batch, heads, q_len, chunks, 2), torch.float32, q.device)
     work = Shares(total, chunks, kv_heads, group, q_len, dims["kv_len"], chunk, dv)
-    launch(shares_kernel, min(total, processors(q.device)), call, by_group(q, group, plan.block_d),
+    launch(attention_shares_kernel, min(total, processors(q.device)), call, by_group(q, group, plan.block_d),
            tiled(k, plan.block_kv, plan.block_d), tiled(v, plan.block_kv, plan.block_dv), parts, statistics,
            scores, window, *work, plan=plan, heads=pow2_at_least(group), num_warps=4, maxnreg=REGISTERS[2][1])  # fmt: skip
     portable.combine(call, (parts, statistics), out, scores, follows=True)
@@ -194,7 +195,9 @@ def work_of(
         else:
             programs = tiles
     chunk = chunk_length(call, tiling) or kv_len
-    return Work(tiles, ahead, tiles_q, together, heads, dims["group"], all_heads, dims["q_len"], kv_len, chunk), programs
+    return Work(
+        tiles, ahead, tiles_q, together, heads, dims["group"], all_heads, dims["q_len"], kv_len, chunk
+    ), programs
 
 
 def movable(x: torch.Tensor) -> torch.Tensor:
