@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from portakern.backends.triton import compiler, interpreter  # noqa: E402
 from portakern.backends.triton.descriptors import is_descriptor  # noqa: E402
+from portakern.backends.triton.gpu._split import chunk_length  # noqa: E402
 from portakern.backends.triton.hopper import _flash, _shares  # noqa: E402
 from portakern.backends.triton.hopper import attention as hopper  # noqa: E402
 from portakern.backends.triton.launch import recording  # noqa: E402
@@ -83,10 +84,10 @@ CASES = {
     "wide pairs": ((1, 300, 2, 2, 300, 256), {"is_causal": True, "dtype": torch.float16}, {"stay": 1},
                    ["flash_kernel"]),
     "chunks": ((1, 200, 1, 1, 1300, 64), {"is_causal": True}, {"stay": 1}, ["flash_kernel"]),
-    "shares": ((2, 1, 2, 4, 1300, 64), {}, {"shares": 1}, SHARES),
-    "shares of several queries": ((1, 3, 2, 5, 1100, 128), {"is_causal": True}, {"shares": 1}, SHARES),
-    "shares of a band": ((1, 40, 2, 1, 2100, 64, 72), {"window": (700, 10), "softcap": 4.0}, {"shares": 1}, SHARES),
-    "too many rows to share": ((1, 20, 1, 5, 1100, 64), {}, {"shares": 1}, ["attention_kernel"]),
+    "shares": ((2, 1, 2, 4, 1300, 64), {}, {"shares": 2}, SHARES),
+    "shares of several queries": ((1, 3, 2, 5, 1100, 128), {"is_causal": True}, {"shares": 2}, SHARES),
+    "shares of a band": ((1, 40, 2, 1, 2100, 64, 72), {"window": (700, 10), "softcap": 4.0}, {"shares": 2}, SHARES),
+    "too many rows to share": ((1, 20, 1, 5, 1100, 64), {}, {"shares": 2}, ["attention_kernel"]),
 }  # fmt: skip
 
 
@@ -122,12 +123,40 @@ def kernels_of(*calls: tuple[Call, Any]) -> dict[str, set[str]]:
     return found
 
 
+def test_what_is_faster_is_the_default(monkeypatch):
+    """Pairs where the last round's rest costs less than beginnings; a program for each chunk where all run at once."""
+    monkeypatch.setattr(hopper, "processors", lambda device: 132)
+
+    def launched(*shape: int, **options: Any) -> tuple[str, int]:
+        found: list[tuple[str, int]] = []
+        call = bound(*shape, device="meta", **options)
+        with recording(lambda kernel, grid, args, constexprs: found.append((kernel.__name__, grid))):
+            VARIANT.run(call, tiling_of(call))
+        return found[0]
+
+    for batch, length in (32, 512), (16, 1024), (8, 2048), (4, 4096), (2, 8192):
+        assert launched(batch, length, 16, 1, length, 128, is_causal=True) == ("flash_kernel", 132)
+    assert launched(1, 16384, 16, 1, 16384, 128, is_causal=True) == ("flash_kernel", 2048)  # 3 % idle, 2 % gained
+    assert launched(4, 4096, 8, 1, 4096, 256, is_causal=True) == ("flash_kernel", 1024)  # seen slower
+    assert launched(4, 3000, 4, 5, 3000, 96, is_causal=True) == ("flash_kernel", 132)
+    assert launched(1, 3000, 3, 5, 3000, 96, is_causal=True) == ("flash_kernel", 360)  # two rounds for 1.4
+    assert launched(4, 4096, 16, 1, 4096, 128, window=(1023, 0)) == ("flash_kernel", 132)
+    assert launched(1, 1, 8, 4, 8192, 128) == ("attention_shares_kernel", 128)
+    assert launched(1, 1, 8, 4, 131072, 128) == ("attention_shares_kernel", 128)
+    assert launched(32, 1, 8, 4, 8192, 128)[0] == "attention_kernel"
+    for keys, chunks in (1000, None), (1024, None), (1025, 512), (8192, 512):
+        call = bound(1, 1, 8, 4, keys, 128, device="meta")
+        assert chunk_length(call, tiling_of(call)) == chunks
+
+
 def test_another_length_is_no_reason_to_compile():
-    lengths = (640, 700, 1000, 1024, 4096, 33), (768, 701, 1600, 1024, 8191, 3000)
+    lengths = (640, 700, 1000, 1025, 4096, 33), (1028, 1701, 1600, 1025, 8191, 3000)
     long = [bound(batch, length, 8, 2, keys, 64, device="meta", is_causal=True)
             for batch in (1, 16) for length, keys in zip(*lengths, strict=True) if length > 64]  # fmt: skip
+    whole = [bound(1, length, 8, 2, length, 64, device="meta", is_causal=True) for length in (100, 512, 701, 1024)]
     few = [bound(batch, 1, 8, 4, keys, 128, device="meta")
            for batch in (1, 16) for keys in (1024, 1100, 4096, 8191, 8192, 100000)]  # fmt: skip
-    assert len(kernels_of(*((call, tiling_of(call)) for call in long))["flash_kernel"]) == 1
-    found = kernels_of(*((call, tiling_of(call, shares=1)) for call in few))
+    for alike in long, whole:
+        assert len(kernels_of(*((call, tiling_of(call)) for call in alike))["flash_kernel"]) == 1
+    found = kernels_of(*((call, tiling_of(call, shares=2)) for call in few))
     assert {name: len(anew) for name, anew in found.items()} == {"attention_shares_kernel": 1, "combine_kernel": 1}

@@ -33,13 +33,15 @@ if TYPE_CHECKING:
 
 QUERIES = 64  # of a consumer
 TOGETHER = 8  # heads at most whose tiles are taken by turns where the last queries see most keys: their keys stay in L2
-FILLED = 0.9  # of the multiprocessors' time is what pairs of tiles take at least, or tiles are taken one by one
+BEGINNINGS = 1.7, 3.3  # tiles of keys that a tile's beginning takes as long as: of a program that stays, and a new one
+WHOLE = 1024  # so many keys at most are one chunk
 REGISTERS = {2: (240, 168), 3: (160, 128)}  # consumers -> registers of their threads, and of all threads at the start
 MOST_STAGES = 6  # of keys on their way to one group of rows
 BARRIERS = 1024  # bytes of shared memory that are set aside for them
-KNOBS = {**portable.KNOBS, "consumers": Count(2, 3), "stay": Count(0, 1), "shares": Count(0, 1)}
-"""``stay``: whether programs stay and take tiles by pairs where some see more keys than others. ``shares``: whether
-chunks of keys that have programs of their own are this variant's; no bit of a result depends on either."""
+KNOBS = {**portable.KNOBS, "consumers": Count(2, 3), "stay": Count(0, 1), "shares": Count(0, 2)}
+"""``stay``: whether programs stay and take tiles by pairs where some see more keys than others, if that is faster (see
+``stays``). ``shares``: whether chunks of keys that have programs of their own are this variant's; 1: where each chunk of
+the call has a multiprocessor, 2: anywhere. No bit of a result depends on either."""
 
 
 def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
@@ -91,20 +93,27 @@ def least_chunk(call: Call) -> dict[str, int]:
     """As the portable kernel's, but shorter: chunks do not end the walk over keys here, a border costs the arithmetic
     of one merge, some 110 instructions of a warp where a chunk of 512 is 4000. Shorter chunks are what decoding one
     sequence wants: of 8192 keys (8 key heads, an H100) it took 32.5 us in chunks of 512, 36.9 in 1024, 39.3 in 256.
+    Of 1024 keys two chunks cost more than a border, since the second accumulator takes registers all the time: a
+    causal forward took 176.8 us in two chunks, 162.0 in one, without a mask 265.1 and 232.8.
     """
-    return {"chunk": 512}
+    return {"chunk": WHOLE if call.dims["kv_len"] <= WHOLE else 512}
+
+
+def key(call: Call) -> dict[str, str | int]:
+    """As the portable kernel's, and whether one chunk holds all keys: of how many there are bits may depend."""
+    return {**portable.key(call), "keys": WHOLE if call.dims["kv_len"] <= WHOLE else 2 * WHOLE}
 
 
 DRAWN = Drawn(("bias", "q_segment_ids", "kv_segment_ids"), {"d": 8, "dv": 8}, {"q_len": QUERIES + 1})
 
 
-@BACKEND.implements("attention", tiling=least_chunk, key=portable.key, fit=portable.fit, supports=supports, knobs=KNOBS,
+@BACKEND.implements("attention", tiling=least_chunk, key=key, fit=portable.fit, supports=supports, knobs=KNOBS,
                     drawn=DRAWN)  # fmt: skip
 def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     dims, options = call.dims, call.options
     rows, _ = portable.rows_plan(call, tiling)
     _, _, _, chunks = portable.programs_of(call, tiling, rows)
-    shares = chunks if chunks and tiling["shares"] and rows_of(call) <= QUERIES else None
+    shares = chunks if chunks and in_shares(call, tiling, chunks) else None
     few = chunks or rows.packed or dims["q_len"] <= QUERIES
     if call.interpret or (few and shares is None):
         return portable.attention(call, tiling)
@@ -128,6 +137,15 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     launch(flash_kernel, programs, call, *described, lse, scores, (left, right), *work,
            plan=plan, num_warps=4, maxnreg=REGISTERS[plan.consumers][1])  # fmt: skip
     return (o, lse)
+
+
+def in_shares(call: Call, tiling: Mapping[str, int], chunks: int) -> bool:
+    """Whether ``by_shares`` takes so many chunks of each group of heads. Where programs would take several chunks each,
+    the portable kernel's are as fast or faster (H100, 8 key heads: one sequence of 8192 keys 21.6 us for 23.6, 32 of them
+    380 for 381; 8 of 32768 keys 374 for 372)."""
+    total = call.dims["batch"] * call.dims["kv_heads"] * chunks
+    wanted = tiling["shares"] == 2 or (tiling["shares"] == 1 and total <= processors(call.arrays["q"].device))
+    return wanted and rows_of(call) <= QUERIES
 
 
 def rows_of(call: Call) -> int:
@@ -189,8 +207,7 @@ def work_of(
         together = cdiv(all_heads, cdiv(all_heads, TOGETHER))
     if window != (None, None):
         pairs = cdiv(tiles, 2)
-        filled = pairs >= FILLED * cdiv(pairs, processors) * processors
-        if tiling.get("stay") and filled:
+        if tiling.get("stay") and stays(call, tiling, queries, window, pairs, processors):
             ahead, programs = pairs, min(pairs, processors)
         else:
             programs = tiles
@@ -198,6 +215,24 @@ def work_of(
     return Work(
         tiles, ahead, tiles_q, together, heads, dims["group"], all_heads, dims["q_len"], kv_len, chunk
     ), programs
+
+
+def stays(
+    call: Call, tiling: Mapping[str, int], queries: int, window: tuple[int | None, int | None], pairs: int,
+    processors: int,
+) -> bool:  # fmt: skip
+    """Whether programs that stay and take tiles by pairs end before programs of one tile, of which the longest come
+    first and leave no multiprocessor idle.
+
+    Those that stay lose the last round's rest, the others at each tile's beginning. The times of a tile on an H100
+    (causal, d 128, 512 to 16384 keys, 16 heads) are those of the keys that it sees and ``BEGINNINGS``, within 2 %.
+    """
+    q_len, kv_len, (left, right) = call.dims["q_len"], call.dims["kv_len"], window
+    seen = kv_len if right is None else max(0, kv_len - q_len // 2 + right)
+    if left is not None:
+        seen = min(seen, queries + left + (kv_len if right is None else right))
+    here, anew = (min(seen, kv_len) / tiling["block_kv"] + beginning for beginning in BEGINNINGS)
+    return cdiv(pairs, processors) * processors * here <= pairs * anew
 
 
 def movable(x: torch.Tensor) -> torch.Tensor:

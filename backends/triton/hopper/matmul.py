@@ -251,10 +251,10 @@ def best_tile(call: Call) -> tuple[str, int]:
 
 
 def key(call: Call) -> dict[str, str | int]:
-    """The kind of the products, which tile of c suits m, n and k, and whether one round of tiles is all (1) or not."""
+    """The kind of the products, which tile of c suits m, n and k, and how many rounds of tiles there are, up to 4."""
     # The interpreter's own sums follow the steps of k.
     tile, rounds = ("any", 1) if call.interpret else best_tile(call)
-    return {"products": products(call, call.dtype), "tile": tile, "rounds": min(rounds, 2)}
+    return {"products": products(call, call.dtype), "tile": tile, "rounds": min(rounds, 4)}
 
 
 def may_have_roles(call: Call) -> bool:
