@@ -84,6 +84,8 @@ CASES = {
     "wide pairs": ((1, 300, 2, 2, 300, 256), {"is_causal": True, "dtype": torch.float16}, {"stay": 1},
                    ["flash_kernel"]),
     "chunks": ((1, 200, 1, 1, 1300, 64), {"is_causal": True}, {"stay": 1}, ["flash_kernel"]),
+    "chunks aside": ((1, 200, 1, 1, 1300, 64), {"is_causal": True}, {"stay": 1, "aside": 1}, ["flash_kernel"]),
+    "wide chunks aside": ((1, 200, 1, 2, 1700, 128), {}, {"aside": 1}, ["flash_kernel"]),
     "shares": ((2, 1, 2, 4, 1300, 64), {}, {"shares": 2}, SHARES),
     "shares of several queries": ((1, 3, 2, 5, 1100, 128), {"is_causal": True}, {"shares": 2}, SHARES),
     "shares of a band": ((1, 40, 2, 1, 2100, 64, 72), {"window": (700, 10), "softcap": 4.0}, {"shares": 2}, SHARES),
@@ -155,7 +157,7 @@ def test_another_length_is_no_reason_to_compile():
             for batch in (1, 16) for length, keys in zip(*lengths, strict=True) if length > 64]  # fmt: skip
     whole = [bound(1, length, 8, 2, length, 64, device="meta", is_causal=True) for length in (100, 512, 701, 1024)]
     few = [bound(batch, 1, 8, 4, keys, 128, device="meta")
-           for batch in (1, 16) for keys in (1024, 1100, 4096, 8191, 8192, 100000)]  # fmt: skip
+           for batch in (1, 16) for keys in (1025, 1100, 4096, 8191, 8192, 100000)]  # fmt: skip
     for alike in long, whole:
         assert len(kernels_of(*((call, tiling_of(call)) for call in alike))["flash_kernel"]) == 1
     found = kernels_of(*((call, tiling_of(call, shares=2)) for call in few))

@@ -102,7 +102,7 @@ def consumer(
         mbarrier.wait(q_full, index // gl.num_programs(0) & 1)
         acc, l, m, turn, unit = attend(turn, unit, first, last, q_tile, q_empty, k_tiles, v_tiles, full, empty, q_full,
                                        q_full, limits, gl.maximum(all_lo, start), gl.minimum(all_hi, end), scores,
-                                       work.chunk, 0, plan)  # fmt: skip
+                                       work.chunk, q_tile, 0, plan)  # fmt: skip
         at, there = row_at(b, h, share, work, row_o, heads)
         ok = there[:, None] & (column < work.dv)[None, :]
         gl.store(parts + (at * work.dv)[:, None] + column[None, :], acc, mask=ok)

@@ -38,10 +38,11 @@ WHOLE = 1024  # so many keys at most are one chunk
 REGISTERS = {2: (240, 168), 3: (160, 128)}  # consumers -> registers of their threads, and of all threads at the start
 MOST_STAGES = 6  # of keys on their way to one group of rows
 BARRIERS = 1024  # bytes of shared memory that are set aside for them
-KNOBS = {**portable.KNOBS, "consumers": Count(2, 3), "stay": Count(0, 1), "shares": Count(0, 2)}
+KNOBS = {**portable.KNOBS, "consumers": Count(2, 3), "stay": Count(0, 1), "shares": Count(0, 2), "aside": Count(0, 1)}
 """``stay``: whether programs stay and take tiles by pairs where some see more keys than others, if that is faster (see
 ``stays``). ``shares``: whether chunks of keys that have programs of their own are this variant's; 1: where each chunk of
-the call has a multiprocessor, 2: anywhere. No bit of a result depends on either."""
+the call has a multiprocessor, 2: anywhere. ``aside``: whether the sums of the chunks that are done wait in shared memory
+rather than in registers. No bit of a result depends on these."""
 
 
 def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
@@ -49,7 +50,7 @@ def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
     block_d, block_dv = (pow2_at_least(call.dims[n], 64) for n in ("d", "dv"))
     chunked, consumers = chunk_length(call, tiling) is not None, tiling["consumers"]
     apart = Plan(consumers, tiling["block_kv"], block_d, block_dv, tiling["num_stages"], chunked, o_in_q=False,
-                 registers=REGISTERS[consumers][0])  # fmt: skip
+                 registers=REGISTERS[consumers][0], aside=chunked and bool(tiling.get("aside")))  # fmt: skip
     crowded = block_d == block_dv and shared_bytes(apart) > shared_limit(call.target.arch)
     return apart._replace(o_in_q=crowded)
 
@@ -59,6 +60,7 @@ def shared_bytes(plan: Plan) -> int:
     rows = plan.consumers * QUERIES
     held = rows * plan.block_d + plan.stages * plan.block_kv * (plan.block_d + plan.block_dv)
     held += 0 if plan.o_in_q else rows * plan.block_dv
+    held += 2 * rows * plan.block_dv if plan.aside else 0
     return 2 * held + BARRIERS
 
 
@@ -162,7 +164,7 @@ def by_shares(
     batch, q_len, kv_heads, group, dv = (dims[n] for n in ("batch", "q_len", "kv_heads", "group", "dv"))
     heads, total, chunk = kv_heads * group, batch * kv_heads * chunks, chunk_length(call, tiling)
     assert chunk is not None
-    plan, limit = plan._replace(consumers=1, stages=2, chunked=False, o_in_q=False), shared_limit(call.target.arch)
+    plan, limit = plan._replace(consumers=1, stages=2, chunked=False, o_in_q=False, aside=False), shared_limit(call.target.arch)
     while plan.stages < MOST_STAGES and shared_bytes(plan._replace(stages=plan.stages + 1, o_in_q=True)) <= limit:
         plan = plan._replace(stages=plan.stages + 1)
     parts = fresh((batch, heads, q_len, chunks, dv), torch.float32, q.device)
