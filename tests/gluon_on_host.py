@@ -156,6 +156,7 @@ def store_wait(outstanding: int) -> None:
 class Pointer:
     def __init__(self, flat: torch.Tensor, at: Any = 0) -> None:
         self.flat, self.at = flat, at
+        self.dtype = types.SimpleNamespace(element_ty=flat.dtype)
 
     def __add__(self, step: Any) -> Pointer:
         return Pointer(self.flat, self.at + step)
@@ -279,6 +280,8 @@ def run(kernel: Any, modules: list[Any], grid: int, *args: Any, **constexprs: An
             "warpgroup_mma_wait": warpgroup_mma_wait, "boxed": lambda tile, layout: tile, "tanh": torch.tanh,
             "load_tile": lambda d, at, barrier, tile: d.load(at, barrier, tile),
             "store_tile": lambda d, at, tile: d.store(at, tile), "rows_boxed": lambda tile, heads: tile,
-            "beside": lambda alpha, l: alpha[:, None], "gdc_launch_dependents": lambda: None,
+            "beside": lambda alpha, l: alpha[:, None], "gdc_launch_dependents": lambda: None, "gdc_wait": lambda: None,
+            "packed": lambda tile: tile,
+            "lanes_of": lambda l: (torch.arange(l.shape[0])[:, None], torch.arange(l.shape[1])[None, :]),
         }  # fmt: skip
         names[kernel.fn.__name__](*args, **constexprs)

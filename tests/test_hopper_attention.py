@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from portakern.backends.triton import compiler, interpreter  # noqa: E402
 from portakern.backends.triton.descriptors import is_descriptor  # noqa: E402
 from portakern.backends.triton.gpu._split import chunk_length  # noqa: E402
-from portakern.backends.triton.hopper import _flash, _shares  # noqa: E402
+from portakern.backends.triton.hopper import _flash, _shares, _slices  # noqa: E402
 from portakern.backends.triton.hopper import attention as hopper  # noqa: E402
 from portakern.backends.triton.launch import recording  # noqa: E402
 from tests import gluon_on_host as host  # noqa: E402
@@ -28,7 +28,10 @@ from tests import gluon_on_host as host  # noqa: E402
 BACKEND = registry.backend("triton")
 (FAMILY,) = (f for f in BACKEND.families if f.name == "hopper")
 VARIANT = BACKEND.implementation("attention", FAMILY)
-MODULES = {"flash_kernel": [_flash], "attention_shares_kernel": [_shares, _flash]}
+SLICES = ["attention_scores_kernel", "attention_weights_kernel", "attention_slices_kernel"]
+MODULES = {"flash_kernel": [_flash], "attention_shares_kernel": [_shares, _flash]} | {
+    name: [_slices, _shares, _flash] for name in SLICES
+}
 compiles = pytest.mark.skipif(
     not (platform.system() == "Linux" and importlib.util.find_spec("triton")), reason="triton is made for Linux alone"
 )
@@ -69,7 +72,7 @@ def on_the_host(kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[
             return host.Described(torch.as_strided(x.base, tuple(x.shape), tuple(x.strides)), tuple(x.block_shape))
         return host.Pointer(x.view(-1)) if isinstance(x, torch.Tensor) else x
 
-    known = {n: v for n, v in constexprs.items() if n in ("plan", "heads")}
+    known = {n: v for n, v in constexprs.items() if n in ("plan", "heads", "columns")}
     host.run(kernel, MODULES[kernel.__name__], grid, *map(told, args), **known)
 
 
@@ -89,6 +92,10 @@ CASES = {
     "shares": ((2, 1, 2, 4, 1300, 64), {}, {"shares": 2}, SHARES),
     "shares of several queries": ((1, 3, 2, 5, 1100, 128), {"is_causal": True}, {"shares": 2}, SHARES),
     "shares of a band": ((1, 40, 2, 1, 2100, 64, 72), {"window": (700, 10), "softcap": 4.0}, {"shares": 2}, SHARES),
+    "slices": ((2, 1, 2, 4, 1300, 64), {}, {"slices": 16, "chunk": 2048}, SLICES),
+    "slices of several queries": ((1, 3, 2, 5, 700, 128), {"is_causal": True}, {"slices": 32, "chunk": 1024}, SLICES),
+    "slices of a band": ((1, 40, 2, 1, 1100, 64, 72), {"window": (700, 10), "softcap": 4.0},
+                         {"slices": 16, "chunk": 2048}, SLICES),
     "too many rows to share": ((1, 20, 1, 5, 1100, 64), {}, {"shares": 2}, ["attention_kernel"]),
 }  # fmt: skip
 

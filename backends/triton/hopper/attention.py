@@ -22,6 +22,12 @@ from portakern.backends.triton.gpu._heads import Scores
 from portakern.backends.triton.gpu._split import chunk_length
 from portakern.backends.triton.hopper._flash import Plan, Work, flash_kernel
 from portakern.backends.triton.hopper._shares import Shares, attention_shares_kernel
+from portakern.backends.triton.hopper._slices import (
+    Slices,
+    attention_scores_kernel,
+    attention_slices_kernel,
+    attention_weights_kernel,
+)
 from portakern.backends.triton.launch import cdiv, launch, shared_limit, torch_dtype
 from portakern.backends.triton.layout import contiguous_strides, fresh, pow2_at_least
 from portakern.core.backend import Drawn
@@ -37,12 +43,17 @@ BEGINNINGS = 1.7, 3.3  # tiles of keys that a tile's beginning takes as long as:
 WHOLE = 1024  # so many keys at most are one chunk
 REGISTERS = {2: (240, 168), 3: (160, 128)}  # consumers -> registers of their threads, and of all threads at the start
 MOST_STAGES = 6  # of keys on their way to one group of rows
+SLICED_STAGES = 4, 200 << 10  # of weights and values: where programs share multiprocessors, or by their bytes
 BARRIERS = 1024  # bytes of shared memory that are set aside for them
-KNOBS = {**portable.KNOBS, "consumers": Count(2, 3), "stay": Count(0, 1), "shares": Count(0, 2), "aside": Count(0, 1)}
+KNOBS = {
+    **portable.KNOBS, "consumers": Count(2, 3), "stay": Count(0, 1), "shares": Count(0, 2), "aside": Count(0, 1),
+    "slices": Count(0, 64),
+}  # fmt: skip
 """``stay``: whether programs stay and take tiles by pairs where some see more keys than others, if that is faster (see
 ``stays``). ``shares``: whether chunks of keys that have programs of their own are this variant's; 1: where each chunk of
 the call has a multiprocessor, 2: anywhere. ``aside``: whether the sums of the chunks that are done wait in shared memory
-rather than in registers. No bit of a result depends on these."""
+rather than in registers. ``slices``: how many columns of values a program takes where queries are few and all keys one
+chunk; 0: all. No bit of a result depends on these."""
 
 
 def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
@@ -75,6 +86,10 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
             return f"{name} goes to the portable kernel"
     if dims["d"] % 8 or dims["dv"] % 8 or max(dims["d"], dims["dv"]) > 256:
         return f"head dimensions {dims['d']} and {dims['dv']}: this kernel takes multiples of 8 up to 256"
+    if tiling["slices"] not in (0, 16, 32, 64):
+        return f"slices = {tiling['slices']}: a program takes 16, 32 or 64 columns of values, or 0, which is all"
+    if tiling["slices"] and chunk_length(call, tiling) is not None:
+        return f"slices = {tiling['slices']} takes keys in one chunk; use chunk={pow2_at_least(dims['kv_len'])}"
     if plan.block_kv > 256:
         return f"block_kv = {plan.block_kv}: the matrix unit takes up to 256 keys at a time"
     needed = plan.block_kv // 2 + plan.block_kv // 4 + plan.block_dv // 2
@@ -117,7 +132,8 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     _, _, _, chunks = portable.programs_of(call, tiling, rows)
     shares = chunks if chunks and in_shares(call, tiling, chunks) else None
     few = chunks or rows.packed or dims["q_len"] <= QUERIES
-    if call.interpret or (few and shares is None):
+    sliced = few and not call.interpret and tiling["slices"] and rows_of(call) <= QUERIES
+    if call.interpret or (few and shares is None and not sliced):
         return portable.attention(call, tiling)
     plan = plan_of(call, tiling)
     batch, q_len, kv_len = dims["batch"], dims["q_len"], dims["kv_len"]
@@ -132,6 +148,9 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     left, right = portable._band(options["is_causal"], options["window"], q_len + kv_len)
     if shares is not None:
         by_shares(call, tiling, plan, (q, k, v), (o, lse), scores, (left, right), shares)
+        return (o, lse)
+    if sliced:
+        by_slices(call, tiling["slices"], plan, (q, k, v), (o, lse), scores, (left, right))
         return (o, lse)
     work, programs = work_of(call, tiling, plan.consumers * QUERIES, (left, right), processors(q.device))
     described = (tiled(q, QUERIES, plan.block_d), tiled(k, plan.block_kv, plan.block_d),
@@ -174,6 +193,36 @@ def by_shares(
            tiled(k, plan.block_kv, plan.block_d), tiled(v, plan.block_kv, plan.block_dv), parts, statistics,
            scores, window, *work, plan=plan, heads=pow2_at_least(group), num_warps=4, maxnreg=REGISTERS[2][1])  # fmt: skip
     portable.combine(call, (parts, statistics), out, scores, follows=True)
+
+
+def by_slices(
+    call: Call, columns: int, plan: Plan, arrays: tuple[Any, ...], out: tuple[Any, Any], scores: Scores,
+    window: tuple[int | None, int | None],
+) -> None:  # fmt: skip
+    """Scores and weights of each tile of keys by themselves, and then a walk over all keys for each slice of ``columns``
+    of the values; each of the three launched beside the end of the one before."""
+    dims, (q, k, v), (o, lse) = call.dims, arrays, out
+    kv_heads, group, block, heads = dims["kv_heads"], dims["group"], plan.block_kv, pow2_at_least(dims["group"])
+    groups, rows, tiles = dims["batch"] * kv_heads, rows_of(call), cdiv(dims["kv_len"], block)
+    slices = cdiv(dims["dv"], columns)
+    work = Slices(tiles, slices, rows, kv_heads, group, dims["q_len"], dims["kv_len"], dims["dv"])
+    s, p = (fresh((groups, rows, tiles * block), dtype, q.device) for dtype in (torch.float32, v.dtype))
+    maxima, alphas, sums, greatest = (
+        fresh(shape, torch.float32, q.device)
+        for shape in ((groups, tiles, QUERIES), (groups, tiles, QUERIES), (groups, tiles, QUERIES, 4), (groups, QUERIES))
+    )
+    few, much = SLICED_STAGES
+    alone = groups * slices <= processors(q.device)
+    plan = plan._replace(stages=much // (2 * block * (QUERIES + columns)) if alone else few)
+    how: dict[str, Any] = {"plan": plan, "num_warps": 4}
+    launch(attention_scores_kernel, groups * tiles, call, by_group(q, group, plan.block_d),
+           tiled(k, block, plan.block_d), s, maxima, scores, window, *work, heads=heads, **how)  # fmt: skip
+    launch(attention_weights_kernel, groups * tiles, call, s, maxima, p, alphas, sums, greatest, scores, window, *work,
+           launch_pdl=True, **how)  # fmt: skip
+    box = gl.NVMMASharedLayout(128, 16, 3)
+    of_p = describe(p, p.shape, contiguous_strides(p.shape), (1, QUERIES, block), box)
+    launch(attention_slices_kernel, groups * slices, call, of_p, tiled(v, block, columns), alphas, sums, greatest, o, lse,
+           scores, window, *work, columns=columns, heads=heads, launch_pdl=True, **how)  # fmt: skip
 
 
 def by_group(q: torch.Tensor, group: int, columns: int) -> Any:
@@ -251,7 +300,7 @@ def tiled(x: torch.Tensor, rows: int, columns: int) -> Any:
         s if extent > 1 else of_a_copy
         for s, extent, of_a_copy in zip(x.stride(), x.shape, contiguous_strides(x.shape), strict=True)
     ]
-    return describe(x, x.shape, strides, (1, rows, 1, columns), gl.NVMMASharedLayout(128, 16, 4))
+    return describe(x, x.shape, strides, (1, rows, 1, columns), gl.NVMMASharedLayout(min(128, 2 * columns), 16, 4))
 
 
 @functools.cache
