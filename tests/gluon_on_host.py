@@ -118,7 +118,9 @@ class Product:
     def finish(self) -> None:
         a = self.a.data if isinstance(self.a, Memory) else self.a
         assert a.dtype == self.b.data.dtype
-        self.result = a.float() @ self.b.data.float() + (0.0 if self.acc is None else self.acc)
+        # As on the matrix unit, an element is the same however many rows and columns there are: float32 has no room for
+        # what the order of these sums changes.
+        self.result = (a.double() @ self.b.data.double() + (0.0 if self.acc is None else self.acc)).float()
 
 
 _local = threading.local()

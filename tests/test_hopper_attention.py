@@ -118,6 +118,30 @@ def test_every_role_meets_the_bound(name):
     assert ran == kernels
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("columns, keys", [(16, 700), (32, 1300)])
+def test_a_query_alone_has_the_bits_that_it_has_among_others(columns, keys, dtype):
+    """In slices of V's columns those of one chunk of keys. (GPUs are asked for the bits of shares: the interpreter, which
+    runs their merger, rounds a fused operation twice.)"""
+    shape, options, few = (2, 150, 2, 3, keys, 64), {"is_causal": True, "softcap": 20.0, "dtype": dtype}, 2
+    call, ran = bound(*shape, **options), []
+    arrays = {**call.arrays, "q": call.arrays["q"][:, -few:].contiguous()}
+    last = call.replace(arrays=arrays, dims={**call.dims, "q_len": few})
+    with recording(partial(on_the_host, ran=ran)):
+        o, lse = VARIANT.run(call, tiling_of(call, chunk=2048))
+        o_alone, lse_alone = VARIANT.run(last, tiling_of(last, chunk=2048, slices=columns))
+    assert ran == ["flash_kernel", *SLICES]
+    assert torch.equal(o_alone, o[:, -few:]) and torch.equal(lse_alone, lse[:, :, -few:])
+
+
+def test_where_sums_of_chunks_wait_moves_no_bit():
+    call, ran, found = bound(1, 150, 1, 2, 1300, 64, is_causal=True), [], []
+    with recording(partial(on_the_host, ran=ran)):
+        for aside in 0, 1:
+            found.append(VARIANT.run(call, tiling_of(call, aside=aside)))
+    assert all(map(torch.equal, *found)) and ran == ["flash_kernel"] * 2
+
+
 def kernels_of(*calls: tuple[Call, Any]) -> dict[str, set[str]]:
     """The kernels that calls launch -> what of each is compiled."""
     found: dict[str, set[str]] = {}

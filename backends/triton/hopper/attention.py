@@ -213,7 +213,8 @@ def by_slices(
     )
     few, much = SLICED_STAGES
     alone = groups * slices <= processors(q.device)
-    plan = plan._replace(stages=much // (2 * block * (QUERIES + columns)) if alone else few)
+    plan = plan._replace(consumers=1, stages=1, chunked=False, o_in_q=False, aside=False)
+    walked = plan._replace(stages=much // (2 * block * (QUERIES + columns)) if alone else few)
     how: dict[str, Any] = {"plan": plan, "num_warps": 4}
     launch(attention_scores_kernel, groups * tiles, call, by_group(q, group, plan.block_d),
            tiled(k, block, plan.block_d), s, maxima, scores, window, *work, heads=heads, **how)  # fmt: skip
@@ -222,7 +223,7 @@ def by_slices(
     box = gl.NVMMASharedLayout(128, 16, 3)
     of_p = describe(p, p.shape, contiguous_strides(p.shape), (1, QUERIES, block), box)
     launch(attention_slices_kernel, groups * slices, call, of_p, tiled(v, block, columns), alphas, sums, greatest, o, lse,
-           scores, window, *work, columns=columns, heads=heads, launch_pdl=True, **how)  # fmt: skip
+           scores, window, *work, columns=columns, heads=heads, plan=walked, num_warps=4, launch_pdl=True)  # fmt: skip
 
 
 def by_group(q: torch.Tensor, group: int, columns: int) -> Any:
