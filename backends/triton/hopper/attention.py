@@ -31,7 +31,7 @@ from portakern.backends.triton.hopper._slices import (
 from portakern.backends.triton.launch import cdiv, launch, shared_limit, torch_dtype
 from portakern.backends.triton.layout import contiguous_strides, fresh, pow2_at_least
 from portakern.core.backend import Drawn
-from portakern.spec import Count
+from portakern.spec import Count, Tile
 from portakern.specs.attention import score_unit
 
 if TYPE_CHECKING:
@@ -40,20 +40,19 @@ if TYPE_CHECKING:
 QUERIES = 64  # of a consumer
 TOGETHER = 8  # heads at most whose tiles are taken by turns where the last queries see most keys: their keys stay in L2
 BEGINNINGS = 1.7, 3.3  # tiles of keys that a tile's beginning takes as long as: of a program that stays, and a new one
-WHOLE = 1024  # so many keys at most are one chunk
 REGISTERS = {2: (240, 168), 3: (160, 128)}  # consumers -> registers of their threads, and of all threads at the start
 MOST_STAGES = 6  # of keys on their way to one group of rows
 SLICED_STAGES = 4, 200 << 10  # of weights and values: where programs share multiprocessors, or by their bytes
 BARRIERS = 1024  # bytes of shared memory that are set aside for them
 KNOBS = {
     **portable.KNOBS, "consumers": Count(2, 3), "stay": Count(0, 1), "shares": Count(0, 2), "aside": Count(0, 1),
-    "slices": Count(0, 64),
+    "slices": Count(0, 64), "whole": Tile(16, 1 << 20),
 }  # fmt: skip
 """``stay``: whether programs stay and take tiles by pairs where some see more keys than others, if that is faster (see
 ``stays``). ``shares``: whether chunks of keys that have programs of their own are this variant's; 1: where each chunk of
 the call has a multiprocessor, 2: anywhere. ``aside``: whether the sums of the chunks that are done wait in shared memory
 rather than in registers. ``slices``: how many columns of values a program takes where queries are few and all keys one
-chunk; 0: all. No bit of a result depends on these."""
+chunk; 0: all. No bit of a result depends on these. ``whole``: so many keys at most are one chunk, whatever ``chunk``."""
 
 
 def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
@@ -113,18 +112,13 @@ def least_chunk(call: Call) -> dict[str, int]:
     Of 1024 keys two chunks cost more than a border, since the second accumulator takes registers all the time: a
     causal forward took 176.8 us in two chunks, 162.0 in one, without a mask 265.1 and 232.8.
     """
-    return {"chunk": WHOLE if call.dims["kv_len"] <= WHOLE else 512}
-
-
-def key(call: Call) -> dict[str, str | int]:
-    """As the portable kernel's, and whether one chunk holds all keys: of how many there are bits may depend."""
-    return {**portable.key(call), "keys": WHOLE if call.dims["kv_len"] <= WHOLE else 2 * WHOLE}
+    return {"chunk": 512, "whole": 1024}
 
 
 DRAWN = Drawn(("bias", "q_segment_ids", "kv_segment_ids"), {"d": 8, "dv": 8}, {"q_len": QUERIES + 1})
 
 
-@BACKEND.implements("attention", tiling=least_chunk, key=key, fit=portable.fit, supports=supports, knobs=KNOBS,
+@BACKEND.implements("attention", tiling=least_chunk, key=portable.key, fit=portable.fit, supports=supports, knobs=KNOBS,
                     drawn=DRAWN)  # fmt: skip
 def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     dims, options = call.dims, call.options
@@ -183,7 +177,10 @@ def by_shares(
     batch, q_len, kv_heads, group, dv = (dims[n] for n in ("batch", "q_len", "kv_heads", "group", "dv"))
     heads, total, chunk = kv_heads * group, batch * kv_heads * chunks, chunk_length(call, tiling)
     assert chunk is not None
-    plan, limit = plan._replace(consumers=1, stages=2, chunked=False, o_in_q=False, aside=False), shared_limit(call.target.arch)
+    plan, limit = (
+        plan._replace(consumers=1, stages=2, chunked=False, o_in_q=False, aside=False),
+        shared_limit(call.target.arch),
+    )
     while plan.stages < MOST_STAGES and shared_bytes(plan._replace(stages=plan.stages + 1, o_in_q=True)) <= limit:
         plan = plan._replace(stages=plan.stages + 1)
     parts = fresh((batch, heads, q_len, chunks, dv), torch.float32, q.device)
@@ -209,7 +206,12 @@ def by_slices(
     s, p = (fresh((groups, rows, tiles * block), dtype, q.device) for dtype in (torch.float32, v.dtype))
     maxima, alphas, sums, greatest = (
         fresh(shape, torch.float32, q.device)
-        for shape in ((groups, tiles, QUERIES), (groups, tiles, QUERIES), (groups, tiles, QUERIES, 4), (groups, QUERIES))
+        for shape in (
+            (groups, tiles, QUERIES),
+            (groups, tiles, QUERIES),
+            (groups, tiles, QUERIES, 4),
+            (groups, QUERIES),
+        )
     )
     few, much = SLICED_STAGES
     alone = groups * slices <= processors(q.device)
