@@ -291,7 +291,7 @@ def refuse_roles(call: Call, tiling: Mapping[str, int]) -> str | None:
 
 
 def without_idle_roles(call: Call, tiling: Mapping[str, int]) -> dict[str, int]:
-    return {**tiling, "roles": tiling["roles"] if may_have_roles(call) else 0}
+    return dict(tiling) if may_have_roles(call) else {**tiling, **dict.fromkeys({"roles", "halves"} & set(tiling), 0)}
 
 
 def box_columns(tiling: Mapping[str, int], size: int) -> int:
