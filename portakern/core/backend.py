@@ -226,6 +226,8 @@ class Implementation:
         to no law.
       copies: what it copies through the framework before or after its kernels, in words; None: nothing.
       same_bits: a row's bits are the same in every tiling.
+      overwrites: it writes results over inputs where a call asks (:meth:`Call.overwritten`), and hands those back;
+        ``supports`` refuses the tilings in which it cannot.
       drawn: which calls the checker draws of a variant that takes few.
 
     Neither ``tiling`` nor ``key`` nor ``fit`` may depend on batch or row counts, so that a row's bits do not either;
@@ -244,6 +246,7 @@ class Implementation:
     takes: Callable[[Spec[Any]], frozenset[str]] | None = None
     copies: Callable[[Call, Tiling], str | None] | None = None
     same_bits: bool = False
+    overwrites: bool = False
     drawn: Drawn = ANY
     _looked: Remembered[Any, bool] = field(default_factory=Remembered, init=False, repr=False)
 
@@ -383,6 +386,7 @@ class Backend:
         takes: Callable[[Spec[Any]], frozenset[str]] | None = None,
         copies: Callable[[Call, Tiling], str | None] | None = None,
         same_bits: bool = False,
+        overwrites: bool = False,
         drawn: Drawn = ANY,
     ) -> Callable[[F], F]:
         """Register the decorated ``fn(call, tiling)`` as this backend's ``op`` (see :class:`Implementation`).
@@ -403,7 +407,7 @@ class Backend:
                         f"{fn.__module__}.{fn.__qualname__} needs a backend of its own: pk.Backend(...)"
                     )
                 made = Implementation(
-                    self, family, op, fn, tiling, supports, knobs, key, fit, takes, copies, same_bits, drawn
+                    self, family, op, fn, tiling, supports, knobs, key, fit, takes, copies, same_bits, overwrites, drawn
                 )
                 self._found[family.package, op] = made
                 forget()  # ops that were made before serve their next call anew

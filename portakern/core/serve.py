@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
+from portakern.core.backend import Implementation
 from portakern.core.call import Call
 from portakern.core.framework import Framework, convert
 from portakern.core.observe import OBSERVERS, Served, tell
 from portakern.core.oracle import degenerate_outputs, rounded_oracle
+from portakern.core.refusals import check_room
 from portakern.core.route import Choice, Route, pick, routes, to_framework
 from portakern.core.tilings import resolve
+from portakern.errors import UnsupportedError
 
 __all__ = ["Plan", "call_through", "plan", "serve"]
 
@@ -26,9 +29,16 @@ class Plan:
 
     def __init__(self, call: Call, route: Route, tiling: Mapping[str, int]) -> None:
         self.call, self.route, self.tiling = call.replace(arrays={}), route, tiling
+        learns = route.impl.family.replays and not route.embedded
         self.serve: Callable[[dict[str, Any]], tuple[Any, ...]] = (
-            self._learn if route.impl.family.replays and not route.embedded else self._run
+            self._over if call.over else self._learn if learns else self._run
         )
+
+    def _over(self, arrays: dict[str, Any]) -> tuple[Any, ...]:
+        """Whether arrays share memory is no part of a form."""
+        call = self.call.replace(arrays=arrays)
+        check_room(call)
+        return self.route.run(call, self.tiling)
 
     def _run(self, arrays: dict[str, Any]) -> tuple[Any, ...]:
         return self.route.run(self.call.replace(arrays=arrays), self.tiling)
@@ -46,12 +56,12 @@ class Plan:
 
 def plan(call: Call, choice: Choice) -> Plan | None:
     """What :func:`serve` decided for a call that it has served, to keep for calls of its form; None where something is
-    left to decide each time: how arrays cross to another framework, or whether an input's memory may be written to."""
+    left to decide each time: how arrays cross to another framework."""
     candidates = routes(call, choice)
     if candidates is None:
         return None
     route = candidates[0]
-    if call.degenerate or call.spec.aliases or route.impl.backend.oracle or route.framework is not call.framework:
+    if call.degenerate or route.impl.backend.oracle or route.framework is not call.framework:
         return None
     call.target, call.interpret = route.target, route.interpret
     return Plan(call, *pick(candidates, call, choice.tiling))
@@ -62,6 +72,8 @@ def call_through(call: Call, choice: Choice) -> tuple[Any, ...]:
     traces the caller's arrays.
     """
     watched = call.framework.check(call)
+    if call.over:
+        check_room(call, watched)
     candidates = routes(call, choice)
     if candidates is None:
         return call.framework.trace(call, choice)
@@ -70,50 +82,66 @@ def call_through(call: Call, choice: Choice) -> tuple[Any, ...]:
     return serve(call, candidates, choice.tiling)
 
 
-def serve(call: Call, candidates: tuple[Route, ...], user: Mapping[str, int], keep: bool = False) -> tuple[Any, ...]:
+def serve(call: Call, candidates: tuple[Route, ...], user: Mapping[str, int]) -> tuple[Any, ...]:
     """Run a checked call: every output in the spec's order, None for an unwanted one.
 
-    ``user``: tiles that the caller named; ``keep``: no input may be written to, although the spec lets an output take
-    its memory, because somebody else reads it afterwards.
+    ``user``: tiles that the caller named.
     """
     route = candidates[0]  # all are of one backend, and run on one target
     framework = route.framework
     call.target, call.interpret = route.target, route.interpret
     tiling: Mapping[str, int] = {}
+    seen = _kept(call) if OBSERVERS and call.over else call
     if call.degenerate:
-        outputs = degenerate_outputs(call)
+        outputs = _written_over(call, degenerate_outputs(call))
     elif route.impl.backend.oracle:
         tiling = resolve(route.impl, call, user).tiling
-        outputs = _outputs_back(call, framework, rounded_oracle(call), copy=False)
+        outputs = _written_over(call, _outputs_back(call, framework, rounded_oracle(call), copy=False))
     elif framework is call.framework:
         if len(candidates) == 1:
             tiling = resolve(route.impl, call, user).tiling
         else:
             route, tiling = pick(candidates, call, user)
-        outputs = route.run(_spared(call, call, keep) if call.spec.aliases else call, tiling)
+        if call.over and not route.impl.overwrites:
+            refuse_over(route.impl, call)
+        outputs = route.run(call, tiling)
     else:
-        inner = to_framework(call, framework)
-        inner = _spared(inner, call, keep) if call.spec.aliases else inner
+        inner = to_framework(call, framework).replace(over=())
         route, tiling = pick(candidates, inner, user)
         outputs = route.run(inner if route.impl.ours else _guarded(inner, call), tiling)
         # no immutable array may share memory that a kernel keeps (a workspace) or that somebody may write to
         outputs = _outputs_back(call, framework, outputs, copy=call.framework.immutable or framework.immutable)
+        outputs = _written_over(call, outputs)
     if OBSERVERS:
         impl = route.impl
-        tell(Served(call, impl.backend.name, impl.family.name, route.interpret, dict(tiling), outputs))
+        tell(Served(seen, impl.backend.name, impl.family.name, route.interpret, dict(tiling), outputs))
     return outputs
 
 
-def _spared(call: Call, caller: Call, keep: bool) -> Call:
-    """The call with copies of those inputs that an implementation might write to and must not: see ``keep`` of
-    :func:`serve` and :meth:`Framework.may_write`. ``caller``: the same call on its caller's arrays."""
-    arrays = dict(call.arrays)
-    for name in call.spec.aliases.values():
-        given = caller.arrays[name]
-        others = [a for n, a in caller.arrays.items() if n != name and a is not None]
-        if given is not None and (keep or OBSERVERS or not caller.framework.may_write(given, others)):
-            arrays[name] = call.framework.copy(arrays[name])
-    return call.replace(arrays=arrays)
+def refuse_over(impl: Implementation, call: Call) -> NoReturn:
+    """An implementation that makes new arrays alone is asked to write over an input."""
+    raise UnsupportedError(
+        f"{call!r} on {call.target}: backend {impl.backend.name!r} cannot: it writes no result over an input; leave "
+        "overwrite out"
+    )
+
+
+def _kept(call: Call) -> Call:
+    """The call as it was made, for who looks on after results were written over its inputs."""
+    return call.replace(arrays=call.arrays | {name: call.framework.copy(call.arrays[name]) for name in call.over})
+
+
+def _written_over(call: Call, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Outputs that were made elsewhere, those in their place that lie over an input."""
+    if not call.over:
+        return outputs
+    found = []
+    for o, out in zip(call.spec.outputs, outputs, strict=True):
+        given = call.overwritten(o.name)
+        if given is not None:
+            call.framework.write(given, out)
+        found.append(out if given is None else given)
+    return tuple(found)
 
 
 def _guarded(inner: Call, caller: Call) -> Call:

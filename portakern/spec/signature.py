@@ -15,7 +15,8 @@ __all__ = ["described", "lone_output", "signature"]
 
 @functools.cache
 def signature(spec: Spec[Any]) -> inspect.Signature:
-    """The spec's parameters with their defaults and types, ``wants`` for a gradient op, and what a call returns."""
+    """The spec's parameters with their defaults and types, ``wants`` for a gradient op, ``overwrite`` for one whose results may lie over
+    inputs, and what a call returns."""
     hints = typing.get_type_hints(spec.fn)
     declared = inspect.signature(spec.fn).parameters.values()
     parameters = [p.replace(annotation=hints[p.name]) for p in declared]
@@ -23,6 +24,10 @@ def signature(spec: Spec[Any]) -> inspect.Signature:
         names = tuple(o.name for o in spec.outputs)
         wants = Iterable[Literal[names]] | None  # type: ignore[valid-type]
         parameters.append(inspect.Parameter("wants", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=wants))
+    if spec.aliases:
+        inputs = tuple(spec.aliases.values())
+        over = Literal[inputs] | Iterable[Literal[inputs]] | None  # type: ignore[valid-type]
+        parameters.append(inspect.Parameter("overwrite", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=over))
     return inspect.Signature(parameters, return_annotation=_returned(spec))
 
 

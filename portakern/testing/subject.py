@@ -48,6 +48,7 @@ class Subject:
       reproduce: ``reproduce(case)``, a line that runs a case again: for a shell, or for Python where a new process
         would not find what is checked.
       name: for people.
+      overwrites: whether it can be asked for results over inputs, where the spec has such.
       emulated: whether the host stands in for the target. drawn: which calls are drawn beside edges.
       remote: whether it runs in a process of its own, so that any other exception than what is told of that is a
         mistake here.
@@ -68,6 +69,7 @@ class Subject:
     name: str
     always: frozenset[str] = frozenset()
     lawful: bool = True
+    overwrites: bool = False
     emulated: bool = False
     drawn: Drawn = ANY
     remote: bool = False
@@ -158,7 +160,7 @@ def backend_subject(
         name=f"{b.name} on {target} ({how})"
         + (f", variant {named}" if named else "")
         + (f", profile {profile}" if profile else ""),
-        lawful=not b.peer,
+        lawful=not b.peer, overwrites=bool(spec.aliases) and not fw.immutable and (impl.overwrites or b.oracle),
         emulated=standing_for is not None, drawn=impl.drawn,
     )  # fmt: skip
 
@@ -232,6 +234,7 @@ def function_subject(spec: Spec[Any], fn: Callable[..., Any] | None, framework: 
         reproduce=_python_line(spec, "fn=...", {"framework": framework, "device": device}),
         name=f"{_name_of(fn)} on {fw.target(found)}",
         always=always,
+        overwrites=bool(spec.aliases) and arguments is not None and "overwrite" in arguments,
     )  # fmt: skip
 
 

@@ -106,6 +106,9 @@ class Torch(Framework):
         torch = sys.modules["torch"]
         return array.detach().clone(memory_format=torch.contiguous_format)
 
+    def write(self, array: Any, values: Any) -> None:
+        array.detach().copy_(values)  # which tells autograd
+
     def strides(self, array: Any) -> list[int]:
         return list(array.stride())
 
@@ -202,19 +205,12 @@ class Torch(Framework):
 
     def run(self, impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
         outputs = impl.run(call, tiling)
-        if call.spec.aliases:
-            self._tell_autograd(call, outputs)
+        if call.over:  # what was written over has a new version, as after any operation in place: graphs that saved it
+            torch = sys.modules["torch"]  # then know
+            torch.autograd.graph.increment_version(
+                [a for a in (call.arrays[name] for name in call.over) if not a.is_inference()]
+            )
         return outputs
-
-    def _tell_autograd(self, call: Call, outputs: tuple[Any, ...]) -> None:
-        """What was written to has a new version, as after any operation in place: a graph that saved it knows."""
-        torch = sys.modules["torch"]
-        for o, out in zip(call.spec.outputs, outputs, strict=True):
-            array = call.arrays.get(o.alias_of or "")
-            if array is None or out is None or array.is_inference():
-                continue
-            if out.data_ptr() == array.data_ptr():
-                torch.autograd.graph.increment_version(array)
 
     # --- who else sees the calls: autograd, torch.func, torch.compile, dispatch modes, autocast ---
 
