@@ -146,6 +146,9 @@ class Framework:
         """Write an array's values over another of its form."""
         raise NotImplementedError
 
+    def wrote(self, arrays: Sequence[Any]) -> None:
+        """Tell the library that a kernel has written to these arrays."""
+
     def held(self, dtype: str) -> str:
         """The dtype in which the library holds what NumPy holds in ``dtype``."""
         return dtype

@@ -25,31 +25,33 @@ class Plan:
       call: such a call, without its arrays. serve: takes the arrays by name, gives every output in the spec's order.
     """
 
-    __slots__ = ("call", "route", "serve", "tiling")
+    __slots__ = ("_made", "call", "route", "serve", "tiling")
 
     def __init__(self, call: Call, route: Route, tiling: Mapping[str, int]) -> None:
         self.call, self.route, self.tiling = call.replace(arrays={}), route, tiling
-        learns = route.impl.family.replays and not route.embedded
-        self.serve: Callable[[dict[str, Any]], tuple[Any, ...]] = (
-            self._over if call.over else self._learn if learns else self._run
-        )
+        self._settle(self._learn if route.impl.family.replays and not route.embedded else self._run)
 
-    def _over(self, arrays: dict[str, Any]) -> tuple[Any, ...]:
-        """Whether arrays share memory is no part of a form."""
-        call = self.call.replace(arrays=arrays)
-        check_room(call)
-        return self.route.run(call, self.tiling)
+    def _settle(self, how: Callable[[dict[str, Any]], tuple[Any, ...]]) -> None:
+        self._made = how
+        self.serve: Callable[[dict[str, Any]], tuple[Any, ...]] = self._over if self.call.over else how
 
     def _run(self, arrays: dict[str, Any]) -> tuple[Any, ...]:
         return self.route.run(self.call.replace(arrays=arrays), self.tiling)
 
+    def _over(self, arrays: dict[str, Any]) -> tuple[Any, ...]:
+        """Where arrays lie is no part of a form, and no kernel tells their library what it wrote to."""
+        check_room(self.call.replace(arrays=arrays))
+        outputs = self._made(arrays)
+        self.call.framework.wrote([arrays[name] for name in self.call.over])
+        return outputs
+
     def _learn(self, arrays: dict[str, Any]) -> tuple[Any, ...]:
         """Serve the second call of a form, and learn how to serve the others."""
-        self.serve = self._run  # for other threads meanwhile
+        self._settle(self._run)  # for other threads meanwhile
         learn = self.route.impl.family.load_replays()
         assert learn is not None
         outputs, again = learn(self.route.impl, self.call.replace(arrays=arrays), self.tiling)
-        self.serve = again or self._run
+        self._settle(again or self._run)
         found: tuple[Any, ...] = outputs
         return found
 
@@ -105,6 +107,8 @@ def serve(call: Call, candidates: tuple[Route, ...], user: Mapping[str, int]) ->
         if call.over and not route.impl.overwrites:
             refuse_over(route.impl, call)
         outputs = route.run(call, tiling)
+        if call.over:
+            framework.wrote([call.arrays[name] for name in call.over])
     else:
         inner = to_framework(call, framework).replace(over=())
         route, tiling = pick(candidates, inner, user)
@@ -127,8 +131,9 @@ def refuse_over(impl: Implementation, call: Call) -> NoReturn:
 
 
 def _kept(call: Call) -> Call:
-    """The call as it was made, for who looks on after results were written over its inputs."""
-    return call.replace(arrays=call.arrays | {name: call.framework.copy(call.arrays[name]) for name in call.over})
+    """The call as it was before results were written over its inputs, for who looks on."""
+    arrays = call.arrays | {name: call.framework.copy(call.arrays[name]) for name in call.over}
+    return call.replace(arrays=arrays, over=())
 
 
 def _written_over(call: Call, outputs: tuple[Any, ...]) -> tuple[Any, ...]:

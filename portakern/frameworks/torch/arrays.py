@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,6 @@ from portakern.frameworks.torch import staging
 from portakern.spec.dtypes import DTYPES, DTypeInfo
 
 if TYPE_CHECKING:
-    from portakern.core.backend import Implementation
     from portakern.core.call import Call
     from portakern.core.route import Choice
 
@@ -203,14 +202,10 @@ class Torch(Framework):
 
         return timing.TorchInstruments(self, device)
 
-    def run(self, impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-        outputs = impl.run(call, tiling)
-        if call.over:  # what was written over has a new version, as after any operation in place: graphs that saved it
-            torch = sys.modules["torch"]  # then know
-            torch.autograd.graph.increment_version(
-                [a for a in (call.arrays[name] for name in call.over) if not a.is_inference()]
-            )
-        return outputs
+    def wrote(self, arrays: Sequence[Any]) -> None:
+        """They have new versions, as after any operation in place: a graph that saved one then knows."""
+        changed = [a for a in arrays if not a.is_inference()]
+        sys.modules["torch"].autograd.graph.increment_version(changed)
 
     # --- who else sees the calls: autograd, torch.func, torch.compile, dispatch modes, autocast ---
 

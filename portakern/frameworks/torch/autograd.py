@@ -105,7 +105,7 @@ class Step:
             self.forms = [(o.shape, o.dtype) for o in outputs]
             ctx.save_for_backward(*(named[n] for n in self.saved))
 
-    def gradients(self, ctx: Any, cotangents: Sequence[Any], saved: Sequence[Any] | None = None) -> tuple[Any, ...]:
+    def gradients(self, ctx: Any, cotangents: Sequence[Any], saved: tuple[Any, ...] | None = None) -> tuple[Any, ...]:
         """The gradient of each array, None where nobody needs it. ``saved``: the saved tensors, where they were read.
         Activation checkpointing lets a backward pass read them once."""
         wired, run = self.wiring, self.backward
@@ -132,9 +132,9 @@ class Step:
                 pass
         return run(arrays, options, wants)
 
-    def room(self, ctx: Any, wants: Sequence[str], arrays: Mapping[str, Any]) -> tuple[str, ...]:
+    def room(self, ctx: Any, wants: Sequence[str], arrays: Mapping[Any, Any]) -> tuple[str, ...]:
         """The names of saved tensors over which this backward pass writes the gradients ``wants``: those of ``over``,
-        in memory of their own, where no further pass reads them."""
+        in memory that no other of ``arrays`` shares, where no further pass reads them."""
         if not (ctx.unseen and last_pass() and self.wiring is not None):
             return ()
         found = []

@@ -131,13 +131,14 @@ class _Again(Step):
         given = (*arrays, *outputs)
         ctx.save_for_backward(*[given[i] for i in self.places])
 
-    def gradients(self, ctx: Any, cotangents: Sequence[Any], saved: Sequence[Any] | None = None) -> tuple[Any, ...]:
+    def gradients(self, ctx: Any, cotangents: Sequence[Any], saved: tuple[Any, ...] | None = None) -> tuple[Any, ...]:
         over: tuple[str, ...] = ()
         if ctx.unseen and any(c is not None for c in cotangents):
             assert self.wiring is not None
             saved, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
             wants = self.wiring.wants([n for n, gets in zip(self.names, needed, strict=True) if gets])
-            over = self.room(ctx, wants, dict(zip(self.saved, saved, strict=True)) | dict(enumerate(cotangents)))
+            given = dict(enumerate(cotangents)) | dict(zip(self.saved, saved, strict=True))
+            over = self.room(ctx, wants, given)
         asked = (over, ctx.needs_input_grad, *[c is None for c in cotangents])
         way, found = self.ways.get(asked), None
         if way is not None and not OBSERVERS:
