@@ -255,6 +255,12 @@ class Implementation:
         """Whether portakern brings it, so that its own tests hold it to its outputs."""
         return self.backend.auto and self.fn.__module__.partition(".")[0] == __name__.partition(".")[0]
 
+    def refuses(self, call: Call, tiling: Tiling) -> str | None:
+        """None, or why it cannot serve the call with this tiling, in a user's words."""
+        if call.over and not self.overwrites:
+            return "it writes no result over an input; leave overwrite out"
+        return self.supports(call, tiling)
+
     def run(self, call: Call, tiling: Tiling) -> tuple[Any, ...]:
         """``fn``, held to returning a tuple of the right length, and where others bring it to what is in that tuple,
         the first time that a call of a form comes."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
-from portakern.core.backend import Implementation
 from portakern.core.call import Call
 from portakern.core.framework import Framework, convert
 from portakern.core.observe import OBSERVERS, Served, tell
@@ -13,7 +12,6 @@ from portakern.core.oracle import degenerate_outputs, rounded_oracle
 from portakern.core.refusals import check_room
 from portakern.core.route import Choice, Route, pick, routes, to_framework
 from portakern.core.tilings import resolve
-from portakern.errors import UnsupportedError
 
 __all__ = ["Plan", "call_through", "plan", "serve"]
 
@@ -104,8 +102,6 @@ def serve(call: Call, candidates: tuple[Route, ...], user: Mapping[str, int]) ->
             tiling = resolve(route.impl, call, user).tiling
         else:
             route, tiling = pick(candidates, call, user)
-        if call.over and not route.impl.overwrites:
-            refuse_over(route.impl, call)
         outputs = route.run(call, tiling)
         if call.over:
             framework.wrote([call.arrays[name] for name in call.over])
@@ -120,14 +116,6 @@ def serve(call: Call, candidates: tuple[Route, ...], user: Mapping[str, int]) ->
         impl = route.impl
         tell(Served(seen, impl.backend.name, impl.family.name, route.interpret, dict(tiling), outputs))
     return outputs
-
-
-def refuse_over(impl: Implementation, call: Call) -> NoReturn:
-    """An implementation that makes new arrays alone is asked to write over an input."""
-    raise UnsupportedError(
-        f"{call!r} on {call.target}: backend {impl.backend.name!r} cannot: it writes no result over an input; leave "
-        "overwrite out"
-    )
 
 
 def _kept(call: Call) -> Call:
