@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import textwrap
 import typing
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -49,4 +50,13 @@ def _returned(spec: Spec[Any]) -> Any:
 def described(spec: Spec[Any]) -> str:
     """The op's documentation under a line that shows how it is called, as functions without Python source have it."""
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature(spec).parameters.values()]
-    return f"{spec.name}{inspect.Signature(bare)}\n\n{spec.doc}"
+    text = f"{spec.name}{inspect.Signature(bare)}\n\n{spec.doc}"
+    if not spec.aliases:
+        return text
+    pairs = " and ".join(f"{out} over {name}" for out, name in spec.aliases.items())
+    names = " or ".join(repr(name) for name in spec.aliases.values())
+    said = (
+        f"With overwrite={names} results are written over arguments ({pairs}), which must be contiguous and share their "
+        "memory with no other argument: the result is that very array."
+    )
+    return f"{text}\n\n{textwrap.fill(said, 116)}"
