@@ -132,7 +132,7 @@ X = torch.arange(80.0).sin().reshape(5, 16)
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
-@pytest.mark.parametrize("act", [torch.nn.SiLU, None], ids=["swiglu", "geglu"])
+@pytest.mark.parametrize("act", [torch.nn.SiLU, None], ids=["silu", "gelu"])
 def test_a_layer_writes_its_gates_gradients_over_them(layer, written, backend, act):
     pytest.importorskip("triton" if backend == "triton" else "numpy", reason="triton is not installed")
     if act is None:

@@ -257,7 +257,7 @@ class Implementation:
 
     def refuses(self, call: Call, tiling: Tiling) -> str | None:
         """None, or why it cannot serve the call with this tiling, in a user's words."""
-        if call.over and not self.overwrites:
+        if call.over and not (self.overwrites or self.backend.oracle):  # whose caller rounds, and writes, its results
             return "it writes no result over an input; leave overwrite out"
         return self.supports(call, tiling)
 
