@@ -234,7 +234,7 @@ def function_subject(spec: Spec[Any], fn: Callable[..., Any] | None, framework: 
         reproduce=_python_line(spec, "fn=...", {"framework": framework, "device": device}),
         name=f"{_name_of(fn)} on {fw.target(found)}",
         always=always,
-        overwrites=bool(spec.aliases) and arguments is not None and "overwrite" in arguments,
+        overwrites=bool(spec.aliases) and not fw.immutable and "overwrite" in (arguments or ()),
     )  # fmt: skip
 
 
