@@ -16,8 +16,8 @@ __all__ = ["described", "lone_output", "signature"]
 
 @functools.cache
 def signature(spec: Spec[Any]) -> inspect.Signature:
-    """The spec's parameters with their defaults and types, ``wants`` for a gradient op, ``overwrite`` for one whose results may lie over
-    inputs, and what a call returns."""
+    """The spec's parameters with their defaults and types, ``wants`` for a gradient op, ``overwrite`` for one whose
+    results may lie over inputs, and what a call returns."""
     hints = typing.get_type_hints(spec.fn)
     declared = inspect.signature(spec.fn).parameters.values()
     parameters = [p.replace(annotation=hints[p.name]) for p in declared]
@@ -56,7 +56,7 @@ def described(spec: Spec[Any]) -> str:
     pairs = " and ".join(f"{out} over {name}" for out, name in spec.aliases.items())
     names = " or ".join(repr(name) for name in spec.aliases.values())
     said = (
-        f"With overwrite={names} results are written over arguments ({pairs}), which must be contiguous and share their "
-        "memory with no other argument: the result is that very array."
+        f"With overwrite={names} results are written over arguments ({pairs}), which must be contiguous and share "
+        "their memory with no other argument: the result is that very array."
     )
     return f"{text}\n\n{textwrap.fill(said, 116)}"

@@ -7,7 +7,8 @@ are typed where a schema has the type; a tuple of integers and None is a list of
 0]``: given or not, and its value. And four strings follow: ``wants`` (names of the outputs that are needed,
 comma-separated; empty: as the options say), ``backend`` (a name; empty: chosen from the arrays), ``variant`` (of that
 backend's; empty: the first that takes the call) and ``tiling`` (``block_m=64,block_n=128``). Every output is returned;
-those not wanted are empty tensors. Nothing is written in place, as functionalisation wants it: ``overwrite`` is refused.
+those not wanted are empty tensors. Nothing is written in place, as functionalisation wants it, and ``overwrite`` is
+refused.
 
 >>> torch.ops.portakern.attention(q, k, v, is_causal=True, window=[1, 128, 0, 0], wants="o,lse", backend="triton",
 tiling="block_q=64")
