@@ -305,7 +305,8 @@ def conceded(spec: Spec[Any], limits: Limits, excused: Collection[str]) -> tuple
     ]
     edges = ["NaN and infinities may lead elsewhere than in the formula"] if "edges" in excused else []
     some = [n for n in PROMISES if n in excused and "promises" not in excused]
-    some = [n for n in some if n != "laws" or not limits.shapes]
+    asked = {"laws": not limits.shapes, "overwrite": bool(spec.aliases)}
+    some = [n for n in some if asked.get(n, True)]
     beside = [f"beside edges, {limits.drawn}"] if limits.drawn != ANY and not limits.shapes else []
     return (*beside, *given, *built_in, *shaped, *words, *edges, *(f"not promised: {PROMISES[n]}" for n in some))
 
