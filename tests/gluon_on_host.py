@@ -118,7 +118,9 @@ class Product:
     def finish(self) -> None:
         a = self.a.data if isinstance(self.a, Memory) else self.a
         assert a.dtype == self.b.data.dtype
-        self.result = a.float() @ self.b.data.float() + (0.0 if self.acc is None else self.acc)
+        # As on the matrix unit, an element is the same however many rows and columns there are: float32 has no room for
+        # what the order of these sums changes.
+        self.result = (a.double() @ self.b.data.double() + (0.0 if self.acc is None else self.acc)).float()
 
 
 _local = threading.local()
@@ -156,6 +158,7 @@ def store_wait(outstanding: int) -> None:
 class Pointer:
     def __init__(self, flat: torch.Tensor, at: Any = 0) -> None:
         self.flat, self.at = flat, at
+        self.dtype = types.SimpleNamespace(element_ty=flat.dtype)
 
     def __add__(self, step: Any) -> Pointer:
         return Pointer(self.flat, self.at + step)
@@ -163,6 +166,11 @@ class Pointer:
 
 def load(pointer: Pointer, mask: torch.Tensor, other: float) -> torch.Tensor:
     return torch.where(mask, pointer.flat[torch.where(mask, pointer.at, 0)], other)
+
+
+def store(pointer: Pointer, value: torch.Tensor, mask: torch.Tensor) -> None:
+    at, value, mask = torch.broadcast_tensors(pointer.at, value, mask)
+    pointer.flat[at[mask]] = value[mask]
 
 
 class Scalar(int):
@@ -227,12 +235,14 @@ def _language(program: int, programs: int) -> types.SimpleNamespace:
 
     nothing = lambda *a, **k: None  # noqa: E731
     return types.SimpleNamespace(
-        NVMMADistributedLayout=nothing, NVMMASharedLayout=nothing, DotOperandLayout=nothing, SliceLayout=nothing,
+        NVMMADistributedLayout=nothing, NVMMASharedLayout=nothing, SwizzledSharedLayout=nothing, DotOperandLayout=nothing, SliceLayout=nothing,
         float32=torch.float32, int64=torch.int64, int32=torch.int32, constexpr=lambda x: x,
         program_id=lambda axis: Scalar(program), num_programs=lambda axis: programs,
         arange=lambda a, b, layout: torch.arange(a, b), static_range=range, cdiv=lambda a, b: -(-a // b),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
-        convert_layout=lambda x, layout: x, exp2=torch.exp2, load=load,
+        full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype), log=torch.log,
+        max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), reshape=torch.reshape,
+        convert_layout=lambda x, layout: x, exp2=torch.exp2, load=load, store=store,
         fma=lambda a, b, c: (a.double() * b + c).float(),
         where=_of_scalars(lambda c, a, b: a if c else b, torch.where),
         minimum=_of_scalars(min, torch.minimum), maximum=_of_scalars(max, torch.maximum),
@@ -261,12 +271,19 @@ def run(kernel: Any, modules: list[Any], grid: int, *args: Any, **constexprs: An
         for module in reversed(modules):
             for name, value in vars(module).items():
                 code = getattr(getattr(value, "fn", None), "__code__", None)
-                names[name] = types.FunctionType(code, names, name) if code else getattr(value, "value", value)
+                names[name] = (
+                    types.FunctionType(code, names, name, value.fn.__defaults__)
+                    if code
+                    else getattr(value, "value", value)
+                )
         names |= {
             "gl": _language(program, grid), "mbarrier": MBARRIER, "fence_async_shared": lambda: None,
             "tma": types.SimpleNamespace(store_wait=store_wait), "warpgroup_mma": warpgroup_mma,
             "warpgroup_mma_wait": warpgroup_mma_wait, "boxed": lambda tile, layout: tile, "tanh": torch.tanh,
             "load_tile": lambda d, at, barrier, tile: d.load(at, barrier, tile),
-            "store_tile": lambda d, at, tile: d.store(at, tile),
+            "store_tile": lambda d, at, tile: d.store(at, tile), "rows_boxed": lambda tile, heads: tile,
+            "beside": lambda alpha, l: alpha[:, None], "gdc_launch_dependents": lambda: None, "gdc_wait": lambda: None,
+            "packed": lambda tile: tile,
+            "lanes_of": lambda l: (torch.arange(l.shape[0])[:, None], torch.arange(l.shape[1])[None, :]),
         }  # fmt: skip
         names[kernel.fn.__name__](*args, **constexprs)

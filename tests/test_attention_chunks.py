@@ -142,11 +142,11 @@ def test_hopper_refuses_what_has_no_room():
     assert "up to 256 keys" in hopper.supports(call, {**tiling, "block_kv": 512})
 
 
-@pytest.mark.parametrize(("d", "kv_len"), [(64, 600), (128, 600), (128, 300), (256, 600)])
+@pytest.mark.parametrize(("d", "kv_len"), [(64, 1100), (128, 1100), (128, 600), (256, 1100)])
 def test_hopper_has_room_for_what_it_plans(d, kv_len):
     call = bound(1, 90, 1, 1, kv_len, d, d)
     plan = hopper.plan_of(call, tilings.default(variant("hopper"), call).tiling)
-    assert plan.chunked == (kv_len > 512 and d <= 128) and plan.o_in_q == (d == 256)
+    assert plan.chunked == (kv_len > 1024 and d <= 128) and plan.o_in_q == (d == 256)
     assert hopper.shared_bytes(plan) <= 232448
 
 

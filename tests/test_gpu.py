@@ -186,3 +186,39 @@ def test_on_hopper_an_element_has_the_same_bits_in_every_tiling_and_company(exte
         assert torch.equal(tiled(a, b, precision=precision), whole), tiling
     if precision == "ieee" and k < 16384:  # the portable kernel sums k in one chain too
         assert torch.equal(pk.op("matmul", backend="triton", variant="gpu")(a, b), whole)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize("m, n", [(2048, 2048), (2000, 2008), (1999, 2007)])
+def test_on_hopper_a_product_that_leaves_by_halves_is_the_same(m, n):
+    a, b = normal(m, 520, dtype=torch.bfloat16), normal(520, n, dtype=torch.bfloat16)
+    by_halves, whole = ({"halves": halves, "num_stages": 3} for halves in (1, 0))
+    results = [pk.op("matmul", backend="triton", variant="hopper", tiling=t)(a, b) for t in (by_halves, whole)]
+    assert torch.equal(*results)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (900, 10), "softcap": 20.0}])
+@pytest.mark.parametrize("keys, group, d", [(700, 4, 64), (2500, 5, 128), (9000, 1, 72)])
+def test_on_hopper_a_query_alone_has_the_bits_that_it_has_among_others(keys, group, d, options):
+    """By whatever kernel, in chunks and in one."""
+    q, k, v = (normal(2, keys, heads, d, dtype=torch.bfloat16) for heads in (2 * group, 2, 2))
+    few = slice(-3, None)
+
+    def attend(q, **tiling):
+        op = pk.op("attention", backend="triton", variant="hopper", tiling=tiling or None)
+        return op(q, k, v, return_lse=True, **options)
+
+    def same(here, there):
+        return torch.equal(here[0], there[0][:, few]) and torch.equal(here[1], there[1][:, :, few])
+
+    for one in {}, {"chunk": 1 << 14}:
+        whole = attend(q, **one)
+        for tiling in ({"stay": 0}, {"aside": 1}) if not one else ({"stay": 0},):
+            assert all(map(torch.equal, attend(q, **one, **tiling), whole)), tiling
+        for tiling in ({"shares": 0}, {"shares": 2}) if not one else ({}, {"slices": 16}, {"slices": 32}):
+            assert same(attend(q[:, few], **one, **tiling), whole), (one, tiling)

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
 
 LOG2E = log2(e)
 AT_ONCE = 1024  # elements of o for a program of combine_kernel
+FEW_ROWS = 512  # so many rows at most have a program of combine_kernel each
 AHEAD = tl.constexpr(8)  # parts that it reads before it needs the first of them
 KNOBS = {
     "chunk": Tile(16, 1 << 20),
@@ -284,28 +285,35 @@ def attention_kernel(
         store_part(parts, statistics, state, at * chunks + share, i_ok, extents.dv, plan.block_dv)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks", "total"])
 def combine_kernel(
     parts, statistics, o, lse, rate, unit, chunks, heads, q_len, total, dv,
-    rows: tl.constexpr, block_dv: tl.constexpr, acc_dtype: tl.constexpr,
+    rows: tl.constexpr, block_dv: tl.constexpr, acc_dtype: tl.constexpr, follows: tl.constexpr,
 ):  # fmt: skip
     """o, and lse unless that is None, of ``rows`` of the ``total`` rows, whose ``chunks`` parts are merged in order.
 
-    parts: (batch, heads, q_len, chunks, dv); statistics: (batch, heads, q_len, chunks, 2), l and m.
+    parts: (batch, heads, q_len, chunks, dv); statistics: (batch, heads, q_len, chunks, 2), l and m. follows: launched
+    before the kernel that writes these has ended, for whose end it waits here.
     """
+    if follows:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     row_ok, ddv = row < total, tl.arange(0, block_dv)[None, :]
     acc = tl.full([rows, block_dv], 0.0, acc_dtype)
     l = tl.full([rows], 0.0, acc_dtype)
     m = tl.full([rows], float("-inf"), acc_dtype)
     for first in range(0, chunks, AHEAD):
+        read = ()
         for ahead in tl.static_range(AHEAD):
             chunk = first + ahead
             at, ok = row * chunks + chunk, row_ok & (chunk < chunks)
             acc_part = tl.load(parts + at[:, None] * dv + ddv, mask=ok[:, None] & (ddv < dv), other=0.0)
             l_part = tl.load(statistics + at * 2, mask=ok, other=0.0)
             m_part = tl.load(statistics + at * 2 + 1, mask=ok, other=float("-inf"))
-            acc, l, m = merge((acc, l, m), (acc_part, l_part, m_part), rate)
+            read = read + ((acc_part, l_part, m_part),)  # type: ignore[assignment]
+        tl.debug_barrier()  # else each part is read when the one before is merged, and waited for
+        for ahead in tl.static_range(AHEAD):
+            acc, l, m = merge((acc, l, m), read[ahead], rate)
     head, batch, query = row // q_len % heads, row // q_len // heads, row % q_len
     at_o = ((batch * q_len + query) * heads + head)[:, None]
     store_rows(o, lse, (acc, l, m), at_o, row[:, None], row_ok[:, None], unit, dv, block_dv)
@@ -423,11 +431,18 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     launch(attention_kernel, programs, call, q, k, v, bias, *segments, *out, parts, statistics,
            scores, window, tiles_q, chunk, chunks, extents, strides, plan=plan, **how)  # fmt: skip
     if chunks:
-        total, rows = batch * heads * q_len, max(1, AT_ONCE // plan.block_dv)
-        launch(combine_kernel, cdiv(total, rows), call, parts, statistics, o, lse,
-               scores.rate, unit, chunks, heads, q_len, total, dv,
-               rows=rows, block_dv=plan.block_dv, acc_dtype=plan.acc_dtype, num_warps=4)  # fmt: skip
+        combine(call, (parts, statistics), (o, lse), scores)
     return (o, lse)
+
+
+def combine(call: Call, found: tuple[Any, Any], out: tuple[Any, Any], scores: Scores, follows: bool = False) -> None:
+    """Merge the parts and statistics that were ``found`` into o and lse. ``follows``: NVIDIA's alone, see the kernel."""
+    batch, heads, q_len, chunks, dv = found[0].shape
+    total, block_dv = batch * heads * q_len, head_tiles(call)[1]
+    rows = max(1, AT_ONCE // block_dv) if total > FEW_ROWS else 1
+    launch(combine_kernel, cdiv(total, rows), call, *found, *out, scores.rate, scores.unit, chunks, heads, q_len, total,
+           dv, rows=rows, block_dv=block_dv, acc_dtype=accumulator(call.dtype), follows=follows, num_warps=4,
+           **({"launch_pdl": True, "maxnreg": 128} if follows else {}))  # fmt: skip
 
 
 def rows_plan(call: Call, tiling: Mapping[str, int]) -> tuple[Plan, dict[str, int]]:

@@ -45,7 +45,7 @@ class Plan(NamedTuple):
 
     ``consumers`` groups of 64 queries; tiles of block_kv keys, of block_d and block_dv columns, ``stages`` of them on
     their way; whether keys come in chunks; whether o leaves by way of the memory of q; registers of a consumer's
-    threads."""
+    threads; whether the sums of the chunks that are done wait in shared memory (``aside``) and not in registers."""
 
     consumers: int
     block_kv: int
@@ -55,13 +55,16 @@ class Plan(NamedTuple):
     chunked: bool
     o_in_q: bool
     registers: int
+    aside: bool = False
 
 
 class Work(NamedTuple):
-    """The tiles of a call. ``tiles``: of all heads; ``tiles_q``: of one head; ``together``: heads whose tiles are taken
-    by turns, the last queries first where ``backwards``."""
+    """The tiles of a call. ``tiles``: of all heads; ``ahead``: how many of them are taken from the first on, the others
+    from the last on (see ``following``); ``tiles_q``: of one head; ``together``: heads whose tiles are taken by turns,
+    the last queries first where these see most keys."""
 
     tiles: int
+    ahead: int
     tiles_q: int
     together: int
     heads: int
@@ -87,6 +90,25 @@ def tile_at(index, work, right):
 
 
 @gluon.jit
+def following(index, back, work, left, right):
+    """The tile that a program takes next, and whether it counts ``back`` from the last one.
+
+    Where some tiles see more keys than others, a program takes them by pairs, the i-th and the i-th from the end, which
+    together see as much as any other pair: so programs that stay are done together, with nothing to ask each other.
+    """
+    if left is None and right is None:
+        return index + gl.num_programs(0), back
+    else:
+        return work.tiles - 1 - index + back * gl.num_programs(0), 1 - back
+
+
+@gluon.jit
+def there_is(index, back, work):
+    """Whether a program has this tile to do."""
+    return (index < work.ahead) != (back == 1)
+
+
+@gluon.jit
 def span_of(top, bottom, work, left, right, block: gl.constexpr):
     """[first, last): the keys that places ``top`` to ``bottom`` see, from the border of a tile; never none."""
     first, last = top * 0, top * 0 + work.kv_len
@@ -99,13 +121,14 @@ def span_of(top, bottom, work, left, right, block: gl.constexpr):
 
 
 @gluon.jit
-def reach(top, work, left, right, row: gl.constexpr):
-    """What each of the ``ROWS`` places from ``top`` on sees, as [lo, hi), and what all of them see."""
-    place = top + gl.arange(0, ROWS, row)
+def reach(top, work, left, right, row: gl.constexpr, heads: gl.constexpr = 1):
+    """What each of the ``ROWS`` places from ``top`` on sees, as [lo, hi), and what all of them see. ``heads``: of which
+    each place has a row."""
+    place = top + gl.arange(0, ROWS, row) // heads
     lo, hi = place * 0, place * 0 + work.kv_len
     all_lo, all_hi = top * 0, top * 0 + work.kv_len
     if left is not None:
-        lo, all_lo = place - left, top + ROWS - 1 - left
+        lo, all_lo = place - left, top + (ROWS - 1) // heads - left
     if right is not None:
         hi = gl.minimum(place + right + 1, work.kv_len)
         all_hi = gl.minimum(top + right + 1, work.kv_len)
@@ -139,6 +162,12 @@ def lane_sums(p):
     chains: gl.constexpr = eights if eights < 4 else 4
     p = gl.reshape(p, [rows, chains, eights // chains, 4, 2])
     return gl.sum(gl.sum(gl.sum(p, 2), 3), 1)
+
+
+@gluon.jit
+def beside(alpha, l):
+    """A number for each row, as it lies beside the sums of the row's lanes."""
+    return gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None].broadcast_to(l.shape)
 
 
 @gluon.jit
@@ -186,11 +215,27 @@ def merge(whole, acc_part, l_part, m_part, rate, row: gl.constexpr):
 
 
 @gluon.jit
-def at_border(opens, whole, acc, l, m, alpha, opened, start, scores, row_s: gl.constexpr, row_o: gl.constexpr):
+def merge_aside(aside, whole, acc_part, l_part, m_part, rate, row: gl.constexpr, plan: gl.constexpr):
+    """As ``merge``, where the sum of products so far is ``aside`` in shared memory, and the first of ``whole`` idle."""
+    mma_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.block_dv, 16])
+    return merge((aside.load(mma_o), whole[1], whole[2]), acc_part, l_part, m_part, rate, row)
+
+
+@gluon.jit
+def at_border(
+    opens, whole, aside, acc, l, m, alpha, opened, start, scores, row_s: gl.constexpr, row_o: gl.constexpr,
+    plan: gl.constexpr,
+):  # fmt: skip
     """(whole, acc, first key of the chunk): a chunk that is done (``opens``: the next one has begun) is merged into the
     whole, and its accumulator not set back, since the next product writes it anew; else the accumulator is scaled."""
     if opens:
-        whole = merge(whole, acc, gl.convert_layout(gl.sum(l, 1), row_s), m, scores.rate, row_o)
+        l_row = gl.convert_layout(gl.sum(l, 1), row_s)
+        if plan.aside:
+            sums, l_all, m_all = merge_aside(aside, whole, acc, l_row, m, scores.rate, row_o, plan)
+            aside.store(sums)
+            whole = whole[0], l_all, m_all
+        else:
+            whole = merge(whole, acc, l_row, m, scores.rate, row_o)
         opened = start
     else:
         acc = acc * gl.convert_layout(alpha, row_o)[:, None]
@@ -218,7 +263,7 @@ def first_dots(
 
 @gluon.jit
 def last_products(
-    p16, acc, l, m, whole, grows, unit, v_tiles, empty, scores, plan: gl.constexpr, row_s: gl.constexpr,
+    p16, acc, l, m, whole, aside, grows, unit, v_tiles, empty, scores, plan: gl.constexpr, row_s: gl.constexpr,
     row_o: gl.constexpr,
 ):  # fmt: skip
     """The state (acc, l, m) with the last tile's products, which start the accumulator unless it ``grows``."""
@@ -227,17 +272,20 @@ def last_products(
     l_row = gl.convert_layout(gl.sum(l, 1), row_s)
     acc = warpgroup_mma_wait(0, deps=[products])
     mbarrier.arrive(empty.index(stage), count=1)
-    if plan.chunked:
+    if plan.aside:
+        acc, l_row, m = merge_aside(aside, whole, acc, l_row, m, scores.rate, row_o, plan)
+    elif plan.chunked:
         acc, l_row, m = merge(whole, acc, l_row, m, scores.rate, row_o)
     return acc, l_row, m
 
 
 @gluon.jit
 def attend(
-    turn, unit, first, last, q, k_tiles, v_tiles, full, empty, mine, theirs, limits, all_lo, all_hi, scores, chunk,
-    GROUP: gl.constexpr, plan: gl.constexpr,
+    turn, unit, first, last, q, q_empty, k_tiles, v_tiles, full, empty, mine, theirs, limits, all_lo, all_hi, scores,
+    chunk, aside, GROUP: gl.constexpr, plan: gl.constexpr,
 ):  # fmt: skip
-    """The state (acc, l, m) of the keys [first, last), and what ``turn`` and ``unit`` are after them."""
+    """The state (acc, l, m) of the keys [first, last), and what ``turn`` and ``unit`` are after them. q is given back
+    when the last scores are there, unless o is to take its place."""
     mma_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.block_kv, 16])
     mma_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.block_dv, 16])
     weights: gl.constexpr = gl.DotOperandLayout(0, mma_o, 2)
@@ -251,6 +299,9 @@ def attend(
     nothing = gl.full([ROWS], float("-inf"), gl.float32, row_s)
     acc = gl.zeros([ROWS, block_dv], gl.float32, mma_o)
     whole = acc, gl.zeros([ROWS], gl.float32, row_s), nothing
+    if plan.aside:
+        whole = 0, whole[1], nothing
+        aside.store(acc)
     opened = first  # the first key of the chunk that acc, l and m are of
     s = first_dots(turn, unit, q, k_tiles, full, empty, mine, theirs, GROUP, plan, mma_s)
     turn += 1
@@ -276,8 +327,7 @@ def attend(
             opens = start % chunk == 0
             m = gl.where(opens, nothing, m)
         p, m, alpha = weights_of(s, m, scores, row_s)
-        l_alpha = gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None]
-        l = gl.fma(l, l_alpha.broadcast_to(l.shape), lane_sums(p))
+        l = gl.fma(l, beside(alpha, l), lane_sums(p))
         p16 = gl.convert_layout(p.to(q.dtype), weights)
         # The assembler moves the wait for the products before the softmax, unless a basic block ends between the two:
         # this wait ends one.
@@ -286,19 +336,22 @@ def attend(
         mbarrier.arrive(empty.index(unit % stages), count=1)
         if plan.chunked:
             whole, acc, opened = at_border(
-                opens, whole, acc, l_before, m_before, alpha, opened, start, scores, row_s, row_o
+                opens, whole, aside, acc, l_before, m_before, alpha, opened, start, scores, row_s, row_o, plan
             )
         else:
             acc = acc * gl.convert_layout(alpha, row_o)[:, None]
         unit += 1
+    if not plan.o_in_q:
+        mbarrier.arrive(q_empty, count=1)
     grows = (last - 1) // block * block > opened
-    acc, l_row, m = last_products(p16, acc, l, m, whole, grows, unit, v_tiles, empty, scores, plan, row_s, row_o)
+    acc, l_row, m = last_products(p16, acc, l, m, whole, aside, grows, unit, v_tiles, empty, scores, plan, row_s,
+                                  row_o)  # fmt: skip
     return acc, l_row, m, turn, unit + 1
 
 
 @gluon.jit
 def consumer(
-    GROUP: gl.constexpr, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, full, empty, mine, theirs, o, lse,
+    GROUP: gl.constexpr, q_tiles, k_tiles, v_tiles, o_tiles, asides, q_full, q_empty, full, empty, mine, theirs, o, lse,
     scores, window, work, plan: gl.constexpr,
 ):  # fmt: skip
     """Four warps that own 64 queries of each tile of this program."""
@@ -315,7 +368,8 @@ def consumer(
     turn = 0
     count = 0
     index = gl.program_id(0)
-    while index < work.tiles:
+    back = 0
+    while there_is(index, back, work):
         tile, head = tile_at(index, work, right)
         top = tile * (ROWS * plan.consumers)
         mine_top = top + GROUP * ROWS
@@ -324,10 +378,9 @@ def consumer(
         limits, all_lo, all_hi = reach(mine_top + before, work, left, right, row_s)
 
         mbarrier.wait(q_full.index(GROUP), count & 1)
-        acc, l, m, turn, unit = attend(turn, unit, first, last, q, k_tiles, v_tiles, full, empty, mine, theirs, limits,
-                                       all_lo, all_hi, scores, work.chunk, GROUP, plan)  # fmt: skip
-        if not plan.o_in_q:
-            mbarrier.arrive(q_empty.index(GROUP), count=1)
+        acc, l, m, turn, unit = attend(turn, unit, first, last, q, q_empty.index(GROUP), k_tiles, v_tiles, full, empty,
+                                       mine, theirs, limits, all_lo, all_hi, scores, work.chunk,
+                                       asides.index(GROUP), GROUP, plan)  # fmt: skip
         inverse = 1.0 / gl.where(l == 0.0, 1.0, l)
         out = acc * gl.convert_layout(inverse, row_o)[:, None]
         o_tile = q if plan.o_in_q else o_tiles.index(GROUP)
@@ -343,8 +396,40 @@ def consumer(
             total = m * scores.unit + gl.log(l)
             gl.store(lse + head.to(gl.int64) * work.q_len + i, total, mask=i < work.q_len)
         count += 1
-        index += gl.num_programs(0)
+        index, back = following(index, back, work, left, right)
     tma.store_wait(0)
+
+
+@gluon.jit
+def fetch_first(unit, first, b, head, k, k_tiles, full, empty, plan: gl.constexpr):
+    """Begin to copy the first keys of a walk: unit 0."""
+    box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
+    stage = unit % plan.stages
+    mbarrier.wait(empty.index(stage), ((unit // plan.stages) & 1) ^ 1)
+    mbarrier.expect(full.index(stage), plan.block_kv * plan.block_d * 2)
+    load_tile(k, [b, first, head, 0], full.index(stage), boxed(k_tiles.index(stage), box))
+
+
+@gluon.jit
+def fetch_others(unit, first, last, b, head, k, v, k_tiles, v_tiles, full, empty, plan: gl.constexpr):
+    """Begin to copy, as there is room, the units 1 to n of a walk over [first, last). What ``unit`` is after them."""
+    box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
+    block: gl.constexpr = plan.block_kv
+    stages: gl.constexpr = plan.stages
+    v_bytes: gl.constexpr = block * plan.block_dv * 2
+    both_bytes: gl.constexpr = block * (plan.block_d + plan.block_dv) * 2
+    for j in range(first + block, last, block):
+        stage = unit % stages
+        mbarrier.wait(empty.index(stage), ((unit // stages) & 1) ^ 1)
+        mbarrier.expect(full.index(stage), both_bytes)
+        load_tile(k, [b, j, head, 0], full.index(stage), boxed(k_tiles.index(stage), box))
+        load_tile(v, [b, j - block, head, 0], full.index(stage), boxed(v_tiles.index(stage), box))
+        unit += 1
+    mbarrier.wait(empty.index(unit % stages), ((unit // stages) & 1) ^ 1)
+    mbarrier.expect(full.index(unit % stages), v_bytes)
+    final = (last - 1) // block * block
+    load_tile(v, [b, final, head, 0], full.index(unit % stages), boxed(v_tiles.index(unit % stages), box))
+    return unit + 1
 
 
 @gluon.jit
@@ -354,16 +439,14 @@ def producer(
     """One warp that fetches what the consumers take, in their order."""
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     block: gl.constexpr = plan.block_kv
-    stages: gl.constexpr = plan.stages
     consumers: gl.constexpr = plan.consumers
-    k_bytes: gl.constexpr = block * plan.block_d * 2
-    v_bytes: gl.constexpr = block * plan.block_dv * 2
     left, right = window
     before = work.kv_len - work.q_len
     unit = 0
     count = 0
     index = gl.program_id(0)
-    while index < work.tiles:
+    back = 0
+    while there_is(index, back, work):
         tile, head = tile_at(index, work, right)
         top = tile * (ROWS * plan.consumers)
         bottom = gl.minimum(top + ROWS * plan.consumers, work.q_len) - 1
@@ -371,33 +454,25 @@ def producer(
         b = head // work.heads
         h = head % work.heads
         kv_h = h // work.group
+        # The first keys have room before the queries of the tile before are done with.
+        fetch_first(unit, first, b, kv_h, k, k_tiles, full, empty, plan)
         for g in gl.static_range(consumers):
             mbarrier.wait(q_empty.index(g), (count & 1) ^ 1)
             mbarrier.expect(q_full.index(g), ROWS * plan.block_d * 2)
             load_tile(q, [b, top + g * ROWS, h, 0], q_full.index(g), boxed(q_tiles.index(g), box))
-        mbarrier.wait(empty.index(unit % stages), ((unit // stages) & 1) ^ 1)
-        mbarrier.expect(full.index(unit % stages), k_bytes)
-        load_tile(k, [b, first, kv_h, 0], full.index(unit % stages), boxed(k_tiles.index(unit % stages), box))
-        unit += 1
-        for j in range(first + block, last, block):
-            stage = unit % stages
-            mbarrier.wait(empty.index(stage), ((unit // stages) & 1) ^ 1)
-            mbarrier.expect(full.index(stage), k_bytes + v_bytes)
-            load_tile(k, [b, j, kv_h, 0], full.index(stage), boxed(k_tiles.index(stage), box))
-            load_tile(v, [b, j - block, kv_h, 0], full.index(stage), boxed(v_tiles.index(stage), box))
-            unit += 1
-        mbarrier.wait(empty.index(unit % stages), ((unit // stages) & 1) ^ 1)
-        mbarrier.expect(full.index(unit % stages), v_bytes)
-        final = (last - 1) // block * block
-        load_tile(v, [b, final, kv_h, 0], full.index(unit % stages), boxed(v_tiles.index(unit % stages), box))
-        unit += 1
+        unit = fetch_others(unit + 1, first, last, b, kv_h, k, v, k_tiles, v_tiles, full, empty, plan)
         count += 1
-        index += gl.num_programs(0)
+        index, back = following(index, back, work, left, right)
 
 
-@gluon.jit(do_not_specialize=["work"])
-def flash_kernel(q, k, v, o, lse, scores, window, work, plan: gl.constexpr):
-    """o, and lse unless that is None. q, k, v, o: described, (batch, length, heads, d)."""
+@gluon.jit(do_not_specialize=list(Work._fields))
+def flash_kernel(
+    q, k, v, o, lse, scores, window, tiles, ahead, tiles_q, together, heads, group, all_heads, q_len, kv_len, chunk,
+    plan: gl.constexpr,
+):  # fmt: skip
+    """o, and lse unless that is None. q, k, v, o: described, (batch, length, heads, d). From ``tiles`` on: ``Work``,
+    whose numbers are handed over one by one, as in a tuple Triton would compile the kernel for what divides them."""
+    work = Work(tiles, ahead, tiles_q, together, heads, group, all_heads, q_len, kv_len, chunk)
     dtype: gl.constexpr = q.dtype
     consumers: gl.constexpr = plan.consumers
     stages: gl.constexpr = plan.stages
@@ -409,6 +484,11 @@ def flash_kernel(q, k, v, o, lse, scores, window, work, plan: gl.constexpr):
     o_tiles = q_tiles
     if not plan.o_in_q:
         o_tiles = gl.allocate_shared_memory(dtype, [consumers, ROWS, plan.block_dv], tile)
+    asides = q_tiles
+    if plan.aside:
+        # Eight columns are a lane quartet's, and eight rows a warp's at once: all of them lie in banks of their own.
+        beside_rows: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+        asides = gl.allocate_shared_memory(gl.float32, [consumers, ROWS, plan.block_dv], beside_rows)
     q_full = gl.allocate_shared_memory(gl.int64, [consumers, 1], bar)
     q_empty = gl.allocate_shared_memory(gl.int64, [consumers, 1], bar)
     full = gl.allocate_shared_memory(gl.int64, [plan.stages, 1], bar)
@@ -426,19 +506,19 @@ def flash_kernel(q, k, v, o, lse, scores, window, work, plan: gl.constexpr):
     # A tuple that is given a name loses its constexprs: the groups are written out.
     if consumers == 2:
         gl.warp_specialize([
-            (consumer, (0, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, full, empty, turns.index(0),
-                        turns.index(1), o, lse, scores, window, work, plan)),
-            (consumer, (1, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, full, empty, turns.index(1),
-                        turns.index(0), o, lse, scores, window, work, plan)),
+            (consumer, (0, q_tiles, k_tiles, v_tiles, o_tiles, asides, q_full, q_empty, full, empty,
+                        turns.index(0), turns.index(1), o, lse, scores, window, work, plan)),
+            (consumer, (1, q_tiles, k_tiles, v_tiles, o_tiles, asides, q_full, q_empty, full, empty,
+                        turns.index(1), turns.index(0), o, lse, scores, window, work, plan)),
             (producer, (q_tiles, k_tiles, v_tiles, q_full, q_empty, full, empty, q, k, v, window, work, plan)),
         ], [4, 1], [plan.registers, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (0, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, full, empty, turns.index(0),
-                        turns.index(1), o, lse, scores, window, work, plan)),
-            (consumer, (1, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, full, empty, turns.index(1),
-                        turns.index(0), o, lse, scores, window, work, plan)),
-            (consumer, (2, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, full, empty, turns.index(1),
-                        turns.index(0), o, lse, scores, window, work, plan)),
+            (consumer, (0, q_tiles, k_tiles, v_tiles, o_tiles, asides, q_full, q_empty, full, empty,
+                        turns.index(0), turns.index(1), o, lse, scores, window, work, plan)),
+            (consumer, (1, q_tiles, k_tiles, v_tiles, o_tiles, asides, q_full, q_empty, full, empty,
+                        turns.index(1), turns.index(0), o, lse, scores, window, work, plan)),
+            (consumer, (2, q_tiles, k_tiles, v_tiles, o_tiles, asides, q_full, q_empty, full, empty,
+                        turns.index(1), turns.index(0), o, lse, scores, window, work, plan)),
             (producer, (q_tiles, k_tiles, v_tiles, q_full, q_empty, full, empty, q, k, v, window, work, plan)),
         ], [4, 4, 1], [plan.registers, plan.registers, 24])  # fmt: skip

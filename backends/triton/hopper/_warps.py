@@ -238,9 +238,9 @@ def matmul_by_roles(a, b, b_more, c, m, n, k, entries,
             more_tiles = gl.allocate_shared_memory(b.dtype, [stages, depth, columns // 2], layout)
     c_tiles = a_tiles
     if described:
-        # All of c's tile is in shared memory where it is of 16-bit numbers, half of it at a time where of 32.
+        # As much of c's tile is in shared memory as its box holds, or three boxes of 192 columns.
         box: gl.constexpr = c.block_type.shape[1 + batched]
-        boxes: gl.constexpr = 1 if c.dtype.primitive_bitwidth == 32 else (columns + columns // 2 * more) // box
+        boxes: gl.constexpr = (columns + columns // 2) // box if more else 1
         c_tiles = gl.allocate_shared_memory(c.dtype, [2 * boxes, rows // 2, box], layout)
     full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())

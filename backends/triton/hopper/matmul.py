@@ -80,10 +80,10 @@ FEW_ROWS = 64
 
 KNOBS = {
     "num_warps": Tile(4, 8), "num_stages": Count(2, 8), "group": Tile(1, 32),
-    "swapped": Count(0, 1), "roles": Count(0, 2),
+    "swapped": Count(0, 1), "roles": Count(0, 2), "halves": Count(0, 1),
 }  # fmt: skip
 """``swapped``: tiles of c^T. ``roles``: 0: all warps do the same; 1: they have roles; 2: and columns of half a tile
-more."""
+more. ``halves``: a tile of c leaves by halves (with roles=1), which leaves room for one more stage."""
 
 TORCH = {tl.float32: "float32", tl.float64: "float64"}
 ELEMENTS = {
@@ -251,10 +251,10 @@ def best_tile(call: Call) -> tuple[str, int]:
 
 
 def key(call: Call) -> dict[str, str | int]:
-    """The kind of the products, which tile of c suits m, n and k, and whether one round of tiles is all (1) or not."""
+    """The kind of the products, which tile of c suits m, n and k, and how many rounds of tiles there are, up to 4."""
     # The interpreter's own sums follow the steps of k.
     tile, rounds = ("any", 1) if call.interpret else best_tile(call)
-    return {"products": products(call, call.dtype), "tile": tile, "rounds": min(rounds, 2)}
+    return {"products": products(call, call.dtype), "tile": tile, "rounds": min(rounds, 4)}
 
 
 def may_have_roles(call: Call) -> bool:
@@ -283,13 +283,22 @@ def refuse_roles(call: Call, tiling: Mapping[str, int]) -> str | None:
         return (
             f"{told} take tiles of 128 x 128 or 256, in steps of {128 // size} of k, not {rows} x {columns} x {depth}"
         )
+    if tiling.get("halves") and (tiling["roles"] == 2 or size == 4):
+        return f"{told} write c by halves (halves=1) where they take 16-bit operands and roles=1"
     if tiling["roles"] == 2 and (columns == 256 or size == 4):
         return f"{told}, which add half the columns, take 16-bit operands and block_n=128"
     return None
 
 
 def without_idle_roles(call: Call, tiling: Mapping[str, int]) -> dict[str, int]:
-    return {**tiling, "roles": tiling["roles"] if may_have_roles(call) else 0}
+    return dict(tiling) if may_have_roles(call) else {**tiling, **dict.fromkeys({"roles", "halves"} & set(tiling), 0)}
+
+
+def box_columns(tiling: Mapping[str, int], size: int) -> int:
+    """Columns of c that leave at a time, of warps that have roles."""
+    if tiling["roles"] == 2:
+        return 64
+    return int(min(tiling["block_n"], 512 // size)) // (1 + tiling.get("halves", 0))
 
 
 def shared_memory(call: Call, tiling: Mapping[str, int]) -> int:
@@ -297,7 +306,7 @@ def shared_memory(call: Call, tiling: Mapping[str, int]) -> int:
     rows, columns, size, stored = tiling["block_m"], tiling["block_n"], size_of(call.dtype), 0
     if by_roles(call, tiling):
         columns += columns // 2 * (tiling["roles"] == 2)
-        stored = rows * min(columns * size, 512) + 1024
+        stored = rows * box_columns(tiling, size) * size * (3 if tiling["roles"] == 2 else 1) + 1024
     elif call.dims["n"] * size_of(call.outputs["c"][1]) % 16 == 0:
         stored = rows * columns * size_of(call.outputs["c"][1])
     return tiling["num_stages"] * (rows + columns) * tiling["block_k"] * size + stored
@@ -419,7 +428,7 @@ def _launch_roles(
         layout = gl.NVMMASharedLayout.get_default_for(laid, dtype)
         return _described(x, (entries, *shape), block, batched, layout=layout, tf32=tf32)
 
-    box = (rows // 2, 64 if more else min(columns, 512 // c.element_size()))
+    box = (rows // 2, box_columns(tiling, c.element_size()))
     described = n * c.element_size() % 16 == 0
     of_c = tile(Operand(c, m * n * batched, n, False), (m, n), box, tf32=False) if described else c
     of_a, of_b = tile(a, (m, k), (rows, depth)), tile(b, (k, n), (depth, columns))
