@@ -33,10 +33,12 @@ PROMISES = ("inputs", "outside", "own_memory", "kept")
 """What every kernel is held to, whoever wrote it; the others are asked by name."""
 
 LAYOUTS = ("contiguous", "shifted")
-ELEMENTS = {"cpu": 1 << 20}
-"""Elements of the largest array that a call is cut to, by platform; more where kernels run on an accelerator."""
+ELEMENTS = {"cpu": 1 << 20, "accelerator": 1 << 21}
+"""Elements of the largest array that a call is cut to. On an accelerator it is the judge that takes the time: each case
+is drawn, copied there and back and compared by a core of the host, a second for 2^24 elements, where 60 cases are to be
+met in 15."""
 
-FLOPS = {"cpu": 2e9}
+FLOPS = {"cpu": 2e9, "accelerator": 1e13}
 
 
 @dataclass
@@ -336,8 +338,8 @@ def _cut(
     spec: Spec[Any], shapes: Sequence[Mapping[str, Sequence[int]]], fixed: Mapping[str, Any], target: Target
 ) -> tuple[Sequence[Mapping[str, Sequence[int]]], tuple[str, ...]]:
     """The shapes cut to calls that are quick, and what a report says of it."""
-    elements, flops = ELEMENTS.get(target.platform, 1 << 24), FLOPS.get(target.platform, 1e13)
-    found = [cut_to(spec, s, fixed, elements, flops) for s in shapes]
+    kind = "cpu" if target.platform == HOST.platform else "accelerator"
+    found = [cut_to(spec, s, fixed, ELEMENTS[kind], FLOPS[kind]) for s in shapes]
     words = tuple(
         f"cut from {', '.join(f'{n} {[*s]}' for n, s in was.items())} along what no sum runs over"
         for was, now in zip(shapes, found, strict=True)
