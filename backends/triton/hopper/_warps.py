@@ -171,7 +171,7 @@ def halves(tile):
 def biased(acc, bias, j, n):
     """An accumulator and the bias of its columns, which begin at j."""
     if bias is not None:
-        column = j + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+        column = gl.to_tensor(j).to(gl.int64) + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
         return acc + gl.load(bias + column, mask=column < n, other=0.0).to(gl.float32)[None, :]
     else:
         return acc
