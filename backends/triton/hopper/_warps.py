@@ -328,7 +328,7 @@ def matmul_by_roles(a, b, b_more, c, m, n, k, entries,
 
 
 @gluon.jit(do_not_specialize=["m", "n", "k"])
-def linear_by_roles(x, weight, weight_more, y, bias, residual, residual_row, pre, m, n, k,
+def linear_by_roles(x, weight, weight_more, y, bias, residual, pre, residual_row, m, n, k,
                     rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
                     stages: gl.constexpr, a_across: gl.constexpr, b_across: gl.constexpr, more: gl.constexpr,
                     described: gl.constexpr, activation: gl.constexpr):  # fmt: skip

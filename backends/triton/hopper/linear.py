@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 @triton.jit(do_not_specialize=["m", "n", "k", "chunk"])
-def linear_kernel(x, weight, bias, residual, residual_row, y, pre, m, n, k, chunk,
+def linear_kernel(x, weight, bias, residual, y, pre, residual_row, m, n, k, chunk,
                   activation: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
                   group: tl.constexpr, x_across: tl.constexpr, w_across: tl.constexpr, swapped: tl.constexpr,
                   chunked: tl.constexpr, precision: tl.constexpr, acc_dtype: tl.constexpr):  # fmt: skip
@@ -147,7 +147,7 @@ def _launch_roles(
     m, n, k = (of.dims[name] for name in "mnk")
     roles = products.roles_of(of, x, weight, (1, m), tiling)
     launch(linear_by_roles, roles.grid, call, *roles.operands, roles.result(y), bias, residual,
-           0 if residual is None else residual.stride(0), None if pre is None else roles.result(pre), m, n, k,
+           None if pre is None else roles.result(pre), 0 if residual is None else residual.stride(0), m, n, k,
            **roles.known, activation=call.options["activation"], enable_fp_fusion=False)  # fmt: skip
 
 
@@ -162,7 +162,7 @@ def _launch(
     of_weight = products.described(weight, (1, k, n), (block_k, block_n), False, **how)
     chunk = cdiv(products.chunk_of(n, k), block_k)
     launch(linear_kernel, cdiv(m, block_m) * cdiv(n, block_n), call, of_x, of_weight, bias, residual,
-           0 if residual is None else residual.stride(0), y, pre, m, n, k, chunk,
+           y, pre, 0 if residual is None else residual.stride(0), m, n, k, chunk,
            activation=call.options["activation"], block_m=block_m, block_n=block_n, block_k=block_k,
            group=tiling["group"], x_across=x.across, w_across=weight.across, swapped=bool(tiling["swapped"]),
            chunked=chunk * block_k < k, precision=dot_precision(call), acc_dtype=accumulator(call.dtype),
