@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from portakern.compiling.build import Compiled, Kernel, occupancy
 from portakern.backends.triton.leaks import leaking_products
+from portakern.compiling.build import Compiled, Kernel, occupancy
 from portakern.core import targets
 from portakern.core.targets import Hardware
 

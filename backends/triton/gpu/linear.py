@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu import matmul as products
 from portakern.backends.triton.gpu import geglu
+from portakern.backends.triton.gpu import matmul as products
 from portakern.backends.triton.gpu.geglu import erf_form
 from portakern.backends.triton.gpu.matmul import place, summed
 from portakern.backends.triton.launch import accumulator, cdiv, dot_precision, launch

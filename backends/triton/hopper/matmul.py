@@ -444,8 +444,10 @@ def roles_of(call: Call, a: Operand, b: Operand, extents: tuple[int, int], tilin
     of_more = tile(b, (k, n), (depth, columns // 2)) if more else of_b
     width = columns + columns // 2 * more
     grid = min(MULTIPROCESSORS, cdiv(m, rows) * cdiv(n, width) * entries)
-    known = dict(rows=rows, columns=columns, depth=depth, group=tiling["group"], stages=tiling["num_stages"],
-                 a_across=int(a.across), b_across=int(b.across), more=more, described=in_boxes, num_warps=4)  # fmt: skip
+    known = {
+        "rows": rows, "columns": columns, "depth": depth, "group": tiling["group"], "stages": tiling["num_stages"],
+        "a_across": int(a.across), "b_across": int(b.across), "more": more, "described": in_boxes, "num_warps": 4,
+    }  # fmt: skip
     return Roles(grid, (of_a, of_b, of_more), result, known)
 
 
