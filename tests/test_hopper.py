@@ -122,13 +122,17 @@ def test_the_tile_follows_rows_and_the_split_of_k_does_not():
 
 CALLS = {
     "large": (("matmul", normal(2000, 264), normal(264, 4096)), {}, ["matmul_by_roles"]),
-    "odd": (("matmul", normal(300, 261), normal(261, 203)), {}, ["shift_rows", "shift_rows", "matmul_kernel"]),
+    "odd": (
+        ("matmul", normal(300, 261), normal(261, 203)),
+        {},
+        ["matmul_shift_rows", "matmul_shift_rows", "matmul_kernel"],
+    ),
     "tf32": (
         ("matmul", normal(300, 264, dtype=torch.float32), normal(264, 200, dtype=torch.float32)),
         {"precision": "tf32"},
-        ["gather_tiles", "matmul_kernel"],
+        ["matmul_gather_tiles", "matmul_kernel"],
     ),
-    "long": (("matmul", normal(100, 16384), normal(16384, 200)), {}, ["matmul_kernel", "add_parts_kernel"]),
+    "long": (("matmul", normal(100, 16384), normal(16384, 200)), {}, ["matmul_kernel", "matmul_add_parts_kernel"]),
     "batch": (("matmul", normal(4, 30, 264), normal(4, 264, 200)), {}, ["matmul_kernel"]),
     "large batch": (("matmul", normal(1, 1000, 72), normal(12, 72, 1000)), {}, ["matmul_by_roles"]),
     "rows of a batch": (("matmul", normal(4, 30, 264), normal(1, 264, 200)), {}, ["matmul_kernel"]),
@@ -140,12 +144,12 @@ CALLS = {
     "linear, odd": (
         ("linear", normal(300, 261), normal(203, 261), normal(203), normal(300, 203)),
         {"activation": "gelu_tanh", "return_pre": True},
-        ["shift_rows", "shift_rows", "linear_kernel"],
+        ["matmul_shift_rows", "matmul_shift_rows", "linear_kernel"],
     ),
     "linear's gradients": (
         ("linear_vjp", normal(300, 264), normal(200, 264), normal(300, 200), normal(300, 200), normal(200)),
         {"activation": "silu"},
-        ["linear_cotangent_kernel", "sum_kernel", "matmul_kernel", "matmul_kernel"],
+        ["linear_cotangent_kernel", "layernorm_vjp_sum_kernel", "matmul_kernel", "matmul_kernel"],
     ),
     "gradients": (("matmul_vjp", normal(300, 264), normal(264, 200), normal(300, 200)), {}, ["matmul_kernel"] * 2),
 }
@@ -167,7 +171,7 @@ def test_calls_of_a_form_are_replayed_where_arrays_begin_alike(name):
         moved = torch.empty(arrays[0].numel() + 1, dtype=arrays[0].dtype)[1:].view(arrays[0].shape)
         launches.clear()
         again({**call.arrays, first: moved})
-        copies = {"shift_rows", "gather_tiles"}
+        copies = {"matmul_shift_rows", "matmul_gather_tiles"}
         others = [k for k in launches if k not in copies]
         assert others == [k for k in kernels if k not in copies] and copies & {*launches}
 

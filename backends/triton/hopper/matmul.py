@@ -182,7 +182,7 @@ def matmul_kernel(a, b, c, m, n, k, chunk, parts, entries, a_batched, b_batched,
 
 
 @triton.jit(do_not_specialize=["parts"])
-def add_parts_kernel(partial, c, numel, parts, block: tl.constexpr):
+def matmul_add_parts_kernel(partial, c, numel, parts, block: tl.constexpr):
     """c = the sum of its parts, in order."""
     i = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = i < numel
@@ -488,4 +488,4 @@ def _launch(
            flat=stays and not chunked, c_described=in_boxes, precision=dot_precision(call), acc_dtype=acc,
            c_dtype=ELEMENTS[target.dtype], num_warps=tiling["num_warps"], num_stages=tiling["num_stages"])  # fmt: skip
     if parts > 1:
-        launch(add_parts_kernel, cdiv(c.numel(), 1024), call, target, c, c.numel(), parts, block=1024)
+        launch(matmul_add_parts_kernel, cdiv(c.numel(), 1024), call, target, c, c.numel(), parts, block=1024)
