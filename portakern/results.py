@@ -110,7 +110,7 @@ _KERNEL = {
     "name": "text", "launches": "count", "threads": "count?", "registers": "count?", "spills": "count?",
     "on_chip": "integers", "occupancy": "number?",
     "matrix": "integers", "code_bytes": "count?", "cycles": "count?", "issued": "count?", "moved": "count?",
-    "cores": "count?", "undefined": "list", "serialised": "list?",
+    "cores": "count?", "undefined": "list", "leaking": "list?", "serialised": "list?",
 }  # fmt: skip
 _FACT = {"name": "text", "value": "any", "unit": "string", "source": "text"}
 _COUNTS = dict.fromkeys(("refused", "tilings_refused", "cells", "layouts", "edges", "laws"), "integers")

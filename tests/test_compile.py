@@ -10,6 +10,7 @@ import importlib.util
 import json
 import platform
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -327,6 +328,37 @@ LOST_BASE = """
         /*11b0*/                   UMOV UR12, UR40 ;
         /*11c0*/                   HGMMA.64x16x16.F32 R88, R28, gdesc[UR8].tnspB, R88 ;
 """
+
+
+PAIRED = """
+	mov.u32 	%r1, %tid.x;
+	mul.wide.u32 	%rd433, %r1, {factor};
+	cvt.u64.u32 	%rd434, %r1366;
+	shl.b64 	%rd435, %rd434, 33;
+	or.b64 	%rd436, %rd433, %rd435;
+	{taken}
+"""
+
+
+@pytest.mark.parametrize("taken", ["mov.b64 	{_, %r90}, %rd436;", "shr.u64 	%rd7, %rd436, 32;"])
+def test_a_product_that_reaches_into_the_other_half_of_a_register_is_refused(taken):
+    """What the LLVM of Triton 3.6 makes of ``tid & 31`` beside ``col << 1``, where two layouts' columns meet a mask."""
+    from portakern.backends.triton.launcher import refuse_leaks
+    from portakern.backends.triton.leaks import leaking_products
+
+    ptx = PAIRED.format(factor=2**31, taken=taken)
+    found = leaking_products(ptx)
+    assert found == ["%r1 * 2147483648"]
+    assert "%r1 * 2147483648 reach into the other half" in Kernel("k", leaking=found).over(targets.find("sm_90"))
+    with pytest.raises(RuntimeError, match="k: this Triton's compiler lets %r1"):
+        refuse_leaks("k", SimpleNamespace(asm={"ptx": ptx}))
+    # Below 2^22 a thread's index stays in its half; other factors are products that somebody wants, and so are sums
+    # that are never taken apart.
+    for factor, then in ((2**21, taken), (2**31 - 1, taken), (2**31, "st.global.b64 	[%rd1], %rd436;")):
+        right = PAIRED.format(factor=factor, taken=then)
+        assert leaking_products(right) == []
+        refuse_leaks("k", SimpleNamespace(asm={"ptx": right}))
+    refuse_leaks("k", SimpleNamespace(asm={"amdgcn": ""}))
 
 
 def test_machine_code_that_computes_with_what_nothing_wrote_is_refused():

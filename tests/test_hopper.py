@@ -35,7 +35,7 @@ def bound(op, *arrays, **options):
     return BACKEND.implementation(op, HOPPER), call
 
 
-@pytest.mark.parametrize(("op", "examples"), [("matmul", 20), ("matmul_vjp", 12)])
+@pytest.mark.parametrize(("op", "examples"), [("matmul", 20), ("matmul_vjp", 12), ("linear", 20), ("linear_vjp", 12)])
 def test_the_interpreted_variant_keeps_the_contract(op, examples):
     report = testing.check(op, backend="triton", variant="hopper", device="cpu", max_examples=examples)
     assert report.passed, report
@@ -122,16 +122,35 @@ def test_the_tile_follows_rows_and_the_split_of_k_does_not():
 
 CALLS = {
     "large": (("matmul", normal(2000, 264), normal(264, 4096)), {}, ["matmul_by_roles"]),
-    "odd": (("matmul", normal(300, 261), normal(261, 203)), {}, ["shift_rows", "shift_rows", "matmul_kernel"]),
+    "odd": (
+        ("matmul", normal(300, 261), normal(261, 203)),
+        {},
+        ["matmul_shift_rows", "matmul_shift_rows", "matmul_kernel"],
+    ),
     "tf32": (
         ("matmul", normal(300, 264, dtype=torch.float32), normal(264, 200, dtype=torch.float32)),
         {"precision": "tf32"},
-        ["gather_tiles", "matmul_kernel"],
+        ["matmul_gather_tiles", "matmul_kernel"],
     ),
-    "long": (("matmul", normal(100, 16384), normal(16384, 200)), {}, ["matmul_kernel", "add_parts_kernel"]),
+    "long": (("matmul", normal(100, 16384), normal(16384, 200)), {}, ["matmul_kernel", "matmul_add_parts_kernel"]),
     "batch": (("matmul", normal(4, 30, 264), normal(4, 264, 200)), {}, ["matmul_kernel"]),
     "large batch": (("matmul", normal(1, 1000, 72), normal(12, 72, 1000)), {}, ["matmul_by_roles"]),
     "rows of a batch": (("matmul", normal(4, 30, 264), normal(1, 264, 200)), {}, ["matmul_kernel"]),
+    "linear": (
+        ("linear", normal(2000, 264), normal(4096, 264), normal(4096)),
+        {"activation": "gelu", "return_pre": True},
+        ["linear_by_roles"],
+    ),
+    "linear, odd": (
+        ("linear", normal(300, 261), normal(203, 261), normal(203), normal(300, 203)),
+        {"activation": "gelu_tanh", "return_pre": True},
+        ["matmul_shift_rows", "matmul_shift_rows", "linear_kernel"],
+    ),
+    "linear's gradients": (
+        ("linear_vjp", normal(300, 264), normal(200, 264), normal(300, 200), normal(300, 200), normal(200)),
+        {"activation": "silu"},
+        ["linear_cotangent_kernel", "layernorm_vjp_sum_kernel", "matmul_kernel", "matmul_kernel"],
+    ),
     "gradients": (("matmul_vjp", normal(300, 264), normal(264, 200), normal(300, 200)), {}, ["matmul_kernel"] * 2),
 }
 
@@ -152,7 +171,7 @@ def test_calls_of_a_form_are_replayed_where_arrays_begin_alike(name):
         moved = torch.empty(arrays[0].numel() + 1, dtype=arrays[0].dtype)[1:].view(arrays[0].shape)
         launches.clear()
         again({**call.arrays, first: moved})
-        copies = {"shift_rows", "gather_tiles"}
+        copies = {"matmul_shift_rows", "matmul_gather_tiles"}
         others = [k for k in launches if k not in copies]
         assert others == [k for k in kernels if k not in copies] and copies & {*launches}
 
@@ -190,3 +209,24 @@ def test_products_compile_for_hopper_and_do_not_wait(m, n, k, options):
     for kernel in built.kernels:
         assert kernel.over(hardware) is None and not kernel.serialised and not kernel.spills, kernel.name
         assert kernel.name not in ("matmul_kernel", "matmul_by_roles") or any("GMMA" in i for i in kernel.matrix)
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(4096, 4096, 4096), (1000, 3000, 5120), (1001, 3001, 261), (16, 4096, 4096), (200, 301, 520)],
+)
+@pytest.mark.parametrize("given", [("bias",), ("bias", "residual")], ids=" and ".join)
+def test_linear_compiles_for_hopper_and_is_what_it_says(m, n, k, given):
+    """With pre and rows of y that begin anywhere, the columns of bias and of y once shared a register: see
+    :mod:`portakern.backends.triton.leaks`."""
+    meta = {"x": (m, k), "weight": (n, k), "bias": (n,), "residual": (m, n)}
+    arrays = [
+        torch.empty(shape, dtype=torch.bfloat16, device="meta") if name in ("x", "weight", *given) else None
+        for name, shape in meta.items()
+    ]
+    impl, call = bound("linear", *arrays, activation="gelu_tanh", return_pre=True)
+    built = impl.family.load_compiler().build(impl, call, resolve(impl, call, {}).tiling)
+    for kernel in built.kernels:
+        assert kernel.over(targets.find("sm_90")) is None and not kernel.serialised and not kernel.leaking, kernel.name
+        assert not kernel.name.startswith("linear") or any("GMMA" in i for i in kernel.matrix)

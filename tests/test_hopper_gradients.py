@@ -75,7 +75,7 @@ def tiling_of(call: Call, named: dict[str, int] | None = None) -> Any:
 
 def on_the_host(module: Any, kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
     """What a launch does, on the host: kernels of ``tl`` interpreted, the others by threads."""
-    if kernel.__name__ != "gradients_kernel":
+    if kernel.__name__ != "attention_vjp_gradients_kernel":
         interpreter.run(kernel, grid, *args, **constexprs)
         return
 
@@ -211,7 +211,11 @@ def test_calls_of_a_form_are_replayed(given):
     with recording(lambda kernel, grid, args, constexprs: launches.append((kernel.__name__, grid))):
         _, again = replay.learn(VARIANT, call, tiling_of(call))
         first = list(launches)
-        assert [name for name, _ in first] == ["statistics_kernel", "gradients_kernel", "gradients_kernel"]
+        assert [name for name, _ in first] == [
+            "attention_vjp_statistics_kernel",
+            "attention_vjp_gradients_kernel",
+            "attention_vjp_gradients_kernel",
+        ]
         assert again is not None
         launches.clear()
         again(call.arrays)
@@ -234,7 +238,7 @@ def test_a_gradient_that_nobody_wants_is_not_computed():
 def test_they_compile_for_hopper_and_products_do_not_wait(d, wants, spilled):
     call = bound(4, 4096, 8, 4, 4096, d, device="meta", is_causal=True).replace(wants=wants)
     built = FAMILY.load_compiler().build(VARIANT, call, tiling_of(call))
-    assert [k.name for k in built.kernels] == ["statistics_kernel", "gradients_kernel"]
+    assert [k.name for k in built.kernels] == ["attention_vjp_statistics_kernel", "attention_vjp_gradients_kernel"]
     for kernel in built.kernels:
         assert kernel.over(targets.find("sm_90")) is None and not kernel.serialised
         assert (kernel.spills or 0) <= spilled

@@ -3,12 +3,16 @@ CUDA graph.
 """
 
 import importlib.util
+import itertools
 from pathlib import Path
 
 import pytest
 
 import portakern as pk
+from portakern.core import registry, targets
+from portakern.core.binder import unchecked
 from portakern.core.targets import Target
+from portakern.core.tilings import resolve
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 triton = pytest.importorskip("triton", reason="triton is not installed")
@@ -17,7 +21,7 @@ import triton.language as tl  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from portakern.backends.triton import launch as launching  # noqa: E402
-from portakern.backends.triton import launcher  # noqa: E402
+from portakern.backends.triton import launcher, replay  # noqa: E402
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA or AMD GPU")
 
@@ -43,6 +47,31 @@ def served_ops():
 def test_small_inputs_fit_every_op(name, optional):
     spec = pk.op(name).spec
     pk.op(name, backend="triton").bind(**benchmark().small_inputs(spec, "cpu", optional=optional))
+
+
+@pytest.mark.parametrize("name", served_ops())
+def test_calls_are_replayed_whatever_outputs_they_want(name):
+    """In each variant that a Hopper GPU has, with and without the optional arrays and outputs: what is launched stands
+    in the form that a replay reads, arrays first."""
+    spec, backend, hopper = pk.op(name).spec, registry.backend("triton"), targets.find("sm_90").target
+    every = {o.name: True for o in spec.options if o.name.startswith("return_")}
+    learned = 0
+    for family in (f for f in backend.families if f.name in ("gpu", "hopper") and backend.implementation(name, f)):
+        impl = backend.implementation(name, family)
+        for optional, more in itertools.product((False, True), [{}, every] if every else [{}]):
+            given = benchmark().small_inputs(spec, "cpu", "bfloat16", optional=optional)
+            call = unchecked(spec, *(given.get(a.name) for a in spec.arrays), **more)
+            call = call.replace(target=hopper, interpret=False)
+            try:
+                tiling = resolve(impl, call, {}).tiling
+            except pk.UnsupportedError:  # such calls are the portable variant's
+                assert family.name != "gpu"
+                continue
+            with launching.recording(lambda *launch: None):
+                _, again = replay.learn(impl, call, tiling)
+            assert again is not None, (family.name, optional, more)
+            learned += 1
+    assert learned
 
 
 def test_the_benchmark_finds_what_an_op_launches():

@@ -15,10 +15,7 @@ from portakern.core import registry
 BACKENDS = Path(pk.__file__).parent / "backends"
 OPS = tuple(registry.loadable())
 
-UNSAID = {
-    "add_parts_kernel", "combine_kernel", "d_bias_kernel", "d_k_d_v_kernel", "d_q_kernel", "flash_kernel",
-    "gather_tiles", "gradients_kernel", "scale_rows_kernel", "shift_rows", "statistics_kernel", "sum_kernel",
-}  # fmt: skip
+UNSAID = {"combine_kernel", "flash_kernel"}
 """Kernels whose names say what they do and not whose they are: profiles show them under the op that launched them. A
 new one belongs to its op by name; these are renamed when their files change, as measured results are of a file."""
 

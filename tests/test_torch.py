@@ -182,6 +182,25 @@ def test_a_graph_may_be_walked_twice_and_saved_tensors_may_not_change():
         y.sum().backward()
 
 
+@pytest.mark.parametrize("r", FORWARD, ids=lambda r: r.op)
+def test_a_graph_of_the_first_call_of_a_form_is_decided_about_once(r, monkeypatch):
+    """A graph that is kept may be walked often: who serves its gradients is decided on the first walk."""
+    from portakern.frameworks.torch import eager
+
+    decided = []
+    serve = eager.serve
+    monkeypatch.setattr(eager, "serve", lambda call, *a, **k: decided.append(call.spec.name) or serve(call, *a, **k))
+    sample = next(iter(r.small.values()))
+    options = {n: v for n, v in sample.options.items() if r.spec.option(n).kind != "dtype"}
+    op, arrays = pk.op(r.op, backend="triton"), tensors(r, sample)
+    wanted = [a for a in arrays if a is not None and a.requires_grad]
+    y = results(op(*arrays, **options))[0]
+    walks = [torch.autograd.grad(y.sum(), wanted, retain_graph=True, allow_unused=True) for _ in range(3)]
+    assert decided.count(op.spec.vjp) == 1, decided
+    for walk in walks:
+        assert all(a is b or torch.equal(a, b) for a, b in zip(walk, walks[0], strict=True))
+
+
 def test_a_graph_holds_what_the_gradient_reads_and_no_more():
     x = f64(3)
     inner = x * 1

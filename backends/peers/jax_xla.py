@@ -58,6 +58,26 @@ def matmul(a: Any, b: Any, *, precision: str = "ieee", out_dtype: Any = None) ->
         return jax.numpy.matmul(a, b, preferred_element_type=out_dtype)
 
 
+@provides(BACKEND)
+def linear(
+    x: Any, weight: Any, bias: Any = None, residual: Any = None, *, activation: str = "none", precision: str = "ieee"
+) -> Any:
+    """As models write it; XLA joins what follows the product."""
+    import jax
+
+    functions = {
+        "none": lambda z: z,
+        "relu": jax.nn.relu,
+        "gelu": lambda z: jax.nn.gelu(z, approximate=False),
+        "gelu_tanh": lambda z: jax.nn.gelu(z, approximate=True),
+        "silu": jax.nn.silu,
+    }
+    with jax.default_matmul_precision(PRECISION[precision]):
+        z = x @ weight.T
+    y = functions[activation](z if bias is None else z + bias)
+    return y if residual is None else y + residual
+
+
 SCORES = 2**31
 """Bytes of float32 scores beyond which attention as XLA composes it is refused: it takes minutes of a benchmark to
 compile and to run what cannot come near a kernel that keeps no scores, and half of all memory before it fails."""

@@ -136,10 +136,12 @@ class Gradients(Provided):
         self.before = before
 
     def takes(self, spec: Spec[Any]) -> frozenset[str]:
-        """With the cotangents of what the function returns, which may be optional."""
+        """With what the forward op saved, which is not read, and the cotangents of what the function returns: both may
+        be optional."""
         forward = registry.forward_of(spec)
         assert forward is not None
-        return super().takes(spec) | {f"d_{o.name}" for o in forward.outputs[: self.outputs]}
+        saved = {o.name for o in forward.outputs}
+        return super().takes(spec) | saved | {f"d_{o.name}" for o in forward.outputs[: self.outputs]}
 
     def gives(self, call: Call) -> str | None:
         """Autograd takes a cotangent in the dtype of what it is the cotangent of: that of the first input, unless the

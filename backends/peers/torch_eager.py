@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -171,6 +172,31 @@ def matmul(a: Any, b: Any, *, precision: str = "ieee") -> Any:
     import torch
 
     return torch.matmul(a, b)
+
+
+def activations() -> Mapping[str, Callable[[Any], Any]]:
+    """What models call between two layers, by the spec's names."""
+    import torch
+    from torch.nn import functional
+
+    return {
+        "none": lambda z: z,
+        "relu": torch.relu,
+        "gelu": functional.gelu,
+        "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
+        "silu": functional.silu,
+    }
+
+
+@provides(BACKEND, refuses=as_precise, around=as_asked)
+def linear(
+    x: Any, weight: Any, bias: Any = None, residual: Any = None, *, activation: str = "none", precision: str = "ieee"
+) -> Any:
+    """As models write it: a layer, a function and a sum, each of which rounds its result."""
+    from torch.nn import functional
+
+    y = activations()[activation](functional.linear(x, weight, bias))
+    return y if residual is None else y + residual
 
 
 @provides(BACKEND, refuses=as_precise, around=as_asked)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from portakern.backends.triton.leaks import leaking_products
 from portakern.compiling.build import Compiled, Kernel, occupancy
 from portakern.core import targets
 from portakern.core.targets import Hardware
@@ -134,7 +135,8 @@ def _compile_as_launched(source: Any, options: dict[str, Any], hardware: Hardwar
     if hardware.platform != "cuda":
         return _read_amd(compiled, "", hardware)
     meta = compiled.metadata
-    return Kernel(meta.name, threads=meta.num_warps * hardware.lanes, on_chip={"shared": meta.shared})
+    leaking = leaking_products(compiled.asm["ptx"])
+    return Kernel(meta.name, threads=meta.num_warps * hardware.lanes, on_chip={"shared": meta.shared}, leaking=leaking)
 
 
 def _read_nvidia(compiled: Any, log: str, hardware: Hardware) -> Kernel:
@@ -156,6 +158,7 @@ def _read_nvidia(compiled: Any, log: str, hardware: Hardware) -> Kernel:
         matrix=dict(matrix.most_common()),
         occupancy=occupancy(meta.num_warps, registers, on_chip, hardware),
         undefined=undefined_registers(sass),
+        leaking=leaking_products(compiled.asm["ptx"]),
         serialised=serialised_products(log),
         assembly=sass,
     )

@@ -18,8 +18,9 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from portakern.backends.triton.descriptors import base_of, describes, mend_rounding
+from portakern.backends.triton.leaks import leaking_products
 
-__all__ = ["Handles", "current_device", "current_stream", "learn", "small", "watched", "write_launcher"]
+__all__ = ["Handles", "current_device", "current_stream", "learn", "refuse_leaks", "small", "watched", "write_launcher"]
 
 log = logging.getLogger("portakern")
 
@@ -62,9 +63,24 @@ def _by_triton(kernel: JITFunction[Any]) -> Callable[..., None]:
         # Triton launches on the current device, whichever the arrays are on
         with torch.cuda.device(base_of(args[0]).device):
             mend_rounding(kernel, grid, args, constexprs)
-            kernel[(grid,)](*args, **constexprs)
+            refuse_leaks(kernel.__name__, kernel[(grid,)](*args, **constexprs))
 
     return launcher
+
+
+def refuse_leaks(name: str, compiled: Any) -> None:
+    """Raise where a kernel's code is not what its source says (:mod:`.leaks`): what it wrote is not handed on.
+
+    Raises:
+      RuntimeError: it is so. No refusal: what takes a call is to be mended, and a check that meets it fails.
+    """
+    found = leaking_products(getattr(compiled, "asm", {}).get("ptx", ""))
+    if found:
+        raise RuntimeError(
+            f"{name}: this Triton's compiler lets {', '.join(found)} reach into the other half of a 64-bit register, "
+            "so that the kernel reads and writes elsewhere than it says; call with another variant, tiling or backend, "
+            "and report the shapes, dtypes and options of the call"
+        )
 
 
 def _warn(why: Exception) -> None:
@@ -112,6 +128,7 @@ def write_launcher(
     def first(key: Any, grid: int, *args: Any, **constexprs: Any) -> None:
         mend_rounding(kernel, grid, args, constexprs)
         compiled = kernel[(grid,)](*args, **constexprs)
+        refuse_leaks(kernel.__name__, compiled)
         try:
             if not watched(kernel):
                 kept[key] = _handles(compiled)

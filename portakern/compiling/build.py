@@ -42,6 +42,7 @@ class Kernel:
         the order of its code: no stalls; of the core that takes longest. moved: bytes between device memory and the
         chip in a whole run. cores: of the chip that share a launch.
       undefined: registers that the machine code reads before anything wrote them, a fault of the assembler.
+      leaking: instructions whose result reaches into the other half of a register, a fault of the compiler.
       serialised: why the assembler lets matrix instructions run one after another that the code would overlap, in its
         words: right results, at a fraction of the rate.
       assembly: the machine code as text.
@@ -61,6 +62,7 @@ class Kernel:
     moved: int | None = None
     cores: int = 1
     undefined: list[str] = field(default_factory=list)
+    leaking: list[str] = field(default_factory=list)
     serialised: list[str] = field(default_factory=list)
     assembly: str = ""
 
@@ -90,6 +92,11 @@ class Kernel:
             return (
                 f"the assembler's code for {self.name} reads {', '.join(self.undefined)}, which nothing before "
                 "writes: its results would be wrong"
+            )
+        if self.leaking:
+            return (
+                f"the compiler's code for {self.name} lets {', '.join(self.leaking)} reach into the other half of a "
+                "64-bit register: it would read and write elsewhere than it says"
             )
         for memory, used in self.on_chip.items():
             limit = hardware.on_chip.get(memory)

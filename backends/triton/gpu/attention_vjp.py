@@ -7,11 +7,11 @@
 with s_ij = cap(t_ij) + bias_ij, t = scale q.k and cap'(t) = 1 - tanh(t / c)^2 (1 without a softcap); p and d_bias are 0
 at masked pairs.
 
-Every sum has one owner, so nothing is added atomically and a result has the same bits on every run.
-``statistics_kernel`` writes delta and lse. A program of ``d_k_d_v_kernel`` owns block_kv keys of one key head and
-walks, head by head of its group, the tiles of block_q queries that see them; one of ``d_q_kernel`` owns dq_block_q
-queries and walks tiles of dq_block_kv keys; one of ``d_bias_kernel`` owns a block_q x block_kv tile of the bias and
-walks the axes along which the bias is broadcast. All three recompute p by ``weights`` and ds by ``score_gradients``. As
+Every sum has one owner, so nothing is added atomically and a result has the same bits on every run. The kernel of the
+statistics writes delta and lse. A program of the one of d_k and d_v owns block_kv keys of one key head and walks, head
+by head of its group, the tiles of block_q queries that see them; one of d_q owns dq_block_q queries and walks tiles of
+dq_block_kv keys; one of d_bias owns a block_q x block_kv tile of the bias and walks the axes along which the bias is
+broadcast. All three recompute p by ``weights`` and ds by ``score_gradients``. As
 in the forward pass tiles that masks empty are not visited, and only those on an edge pay for masking.
 
 A tile of scores is a b^T either way round: d_q has queries as rows; d_k and d_v have keys as rows, so that p^T and ds^T
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
     from portakern.core.call import Call
 
-AT_ONCE = 4096  # elements of o for a program of statistics_kernel
+AT_ONCE = 4096  # elements of o for a program of attention_vjp_statistics_kernel
 KNOBS = {
     "num_warps": Tile(1, 16),
     "num_stages": Count(1, 8),
@@ -71,7 +71,7 @@ KNOBS = {
 
 class Queries(NamedTuple):
     """The queries of one head with their d_o, as ``Keys`` has keys with their values; and the addresses of what
-    ``statistics_kernel`` wrote, one number a row."""
+    ``attention_vjp_statistics_kernel`` wrote, one number a row."""
 
     q: Any
     q_s: Any
@@ -114,7 +114,7 @@ def score_gradients(p, t, a, b, delta, allowed, scores, plan: tl.constexpr):
 
 
 @triton.jit
-def statistics_kernel(
+def attention_vjp_statistics_kernel(
     o, d_o, lse, d_lse, shift, delta, tiles, heads, q_len, pitch, dv, o_strides, d_o_strides, lse_strides,
     d_lse_strides, rows: tl.constexpr, block_dv: tl.constexpr, acc_dtype: tl.constexpr, rate: tl.constexpr,
 ):  # fmt: skip
@@ -182,7 +182,7 @@ def visit_queries(state, own, queries, pairs, scores, first, last, edge: tl.cons
 
 
 @triton.jit
-def d_k_d_v_kernel(
+def attention_vjp_d_k_d_v_kernel(
     q, k, v, d_o, shift, delta, bias, q_segments, kv_segments, d_k, d_v, scores, scale, window, tiles, extents, strides,
     d_o_strides, plan: tl.constexpr,
 ):  # fmt: skip
@@ -260,7 +260,7 @@ def visit_keys(dq, own, keys, pairs, scores, first, last, edge: tl.constexpr, pl
 
 
 @triton.jit
-def d_q_kernel(
+def attention_vjp_d_q_kernel(
     q, k, v, d_o, shift, delta, bias, q_segments, kv_segments, d_q, scores, scale, window, tiles, extents, strides,
     d_o_strides, plan: tl.constexpr,
 ):  # fmt: skip
@@ -287,7 +287,7 @@ def d_q_kernel(
 
 
 @triton.jit
-def d_bias_kernel(
+def attention_vjp_d_bias_kernel(
     q, k, v, d_o, shift, delta, bias, q_segments, kv_segments, d_bias, scores, window, tiles, bias_tiles_q, bias_heads,
     sum_batches, sum_heads, extents, strides, d_o_strides, one_row: tl.constexpr, plan: tl.constexpr,
 ):  # fmt: skip
@@ -426,14 +426,14 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
 def statistics(
     call: Call, o: torch.Tensor, d_o: torch.Tensor, multiple: int = 1, rate: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(shift, delta) of ``statistics_kernel``: pitch is q_len, or the next multiple of so many."""
+    """(shift, delta) of ``attention_vjp_statistics_kernel``: pitch is q_len, or the next multiple of so many."""
     lse, d_lse = call.arrays["lse"], call.arrays["d_lse"]
     batch, q_len, heads, dv = o.shape
     block_dv, pitch = padded(dv), cdiv(q_len, multiple) * multiple
     rows = max(1, AT_ONCE // block_dv)
     shift, delta = (fresh((batch, heads, pitch), lse.dtype, o.device) for _ in range(2))
     tiles = cdiv(q_len, rows)
-    launch(statistics_kernel, tiles * heads * batch, call, o, d_o, lse, d_lse, shift, delta,
+    launch(attention_vjp_statistics_kernel, tiles * heads * batch, call, o, d_o, lse, d_lse, shift, delta,
            tiles, heads, q_len, pitch, dv, o.stride(), d_o.stride(), lse.stride(),
            None if d_lse is None else d_lse.stride(), rows=rows, block_dv=block_dv,
            acc_dtype=accumulator(call.dtype), rate=rate, enable_fp_fusion=False)  # fmt: skip
@@ -467,17 +467,17 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     how, tiles_kv = compiler_options(tiling), cdiv(kv_len, plan.block_kv)
     if "d_k" in wants or "d_v" in wants:
         programs, own = tiles_kv * dims["kv_heads"] * batch, plan._replace(want_k="d_k" in wants, want_v="d_v" in wants)
-        launch(d_k_d_v_kernel, programs, call, *given, out["d_k"], out["d_v"],
+        launch(attention_vjp_d_k_d_v_kernel, programs, call, *given, out["d_k"], out["d_v"],
                scores, scale, window, tiles_kv, extents, *strides, plan=own, **how)  # fmt: skip
     if "d_q" in wants:
         tiles_q = cdiv(q_len, tiling["dq_block_q"])
         own = plan._replace(block_q=tiling["dq_block_q"], block_kv=tiling["dq_block_kv"])
-        launch(d_q_kernel, tiles_q * heads * batch, call, *given, out["d_q"],
+        launch(attention_vjp_d_q_kernel, tiles_q * heads * batch, call, *given, out["d_q"],
                scores, scale, window, tiles_q, extents, *strides, plan=own, **how)  # fmt: skip
     if "d_bias" in wants:
         bias_batches, bias_heads, bias_rows, _ = bias.shape
         tiles_q = cdiv(bias_rows, plan.block_q)
-        launch(d_bias_kernel, tiles_kv * tiles_q * bias_heads * bias_batches, call, *given, out["d_bias"],
+        launch(attention_vjp_d_bias_kernel, tiles_kv * tiles_q * bias_heads * bias_batches, call, *given, out["d_bias"],
                scores, window, tiles_kv, tiles_q, bias_heads, batch // bias_batches, heads // bias_heads, extents,
                *strides, one_row=bias_rows == 1, plan=plan, **how | {"num_stages": 1})  # fmt: skip
     return tuple(out.values())

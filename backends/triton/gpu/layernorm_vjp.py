@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
     from portakern.core.call import Call
 
-SUMMED = 1024  # partial sums that one program of sum_kernel adds up
+SUMMED = 1024  # partial sums that one program of layernorm_vjp_sum_kernel adds up
 
 
 @triton.jit
-def statistics_kernel(x, d_y, weight, stats, rows, rows_inner, n, eps,
-                      x_outer, x_inner, x_n, d_y_outer, d_y_inner, d_y_n, weight_n,
-                      block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, flat: tl.constexpr,
-                      unit: tl.constexpr):  # fmt: skip
+def layernorm_vjp_statistics_kernel(
+    x, d_y, weight, stats, rows, rows_inner, n, eps, x_outer, x_inner, x_n, d_y_outer, d_y_inner, d_y_n, weight_n,
+    block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr,
+):  # fmt: skip
     """stats: (4, rows): mean, r and, where d_y is given, mean(h) and mean(h xh) of each row."""
     n = aligned(n, unit)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
@@ -139,9 +139,10 @@ def layernorm_vjp_kernel(d_y, x, weight, past, stats, d_x, d_weights, d_biases, 
 
 
 @triton.jit
-def sum_kernel(a, b, a_sum, b_sum, count, n, tiles,
-               summed: tl.constexpr, block_rows: tl.constexpr, block_n: tl.constexpr,
-               acc_dtype: tl.constexpr):  # fmt: skip
+def layernorm_vjp_sum_kernel(
+    a, b, a_sum, b_sum, count, n, tiles, summed: tl.constexpr, block_rows: tl.constexpr, block_n: tl.constexpr,
+    acc_dtype: tl.constexpr,
+):  # fmt: skip
     """Sums over ``summed`` rows at a time of a and b, (count, n); b may be None."""
     part, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     col = tile.to(tl.int64) * block_n + tl.arange(0, block_n)[None, :]
@@ -216,8 +217,9 @@ def gradients(call: Call, tiling: Mapping[str, int], x: Any, past: Any) -> tuple
     past_strides = (0, 0, 0) if past is None else rows.strides[2]
     stats = scratch(call, 4, rows.height) if tiles > 1 and read_x else None
     if stats is not None:
-        launch(statistics_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, d_y if want_x else None, weight,
-               stats, rows.height, rows.inner, n, call.options["eps"], *strides, **common)  # fmt: skip
+        launch(layernorm_vjp_statistics_kernel, cdiv(rows.height, tiling["block_rows"]), call, x,
+               d_y if want_x else None, weight, stats, rows.height, rows.inner, n, call.options["eps"], *strides,
+               **common)  # fmt: skip
     partial = {name: scratch(call, groups, n) for name in sums}
     launch(layernorm_vjp_kernel, groups * tiles, call, d_y, x if read_x else None, weight if want_x else None, past,
            stats, d_x, partial.get("d_weight"), partial.get("d_bias"), rows.height, rows.inner, group, tiles, n,
@@ -248,7 +250,7 @@ def add_up(call: Call, partial: dict[str, torch.Tensor]) -> dict[str, torch.Tens
             for name, p in partial.items()
         }
         (a, b), (a_sum, b_sum) = ((*of.values(), None)[:2] for of in (partial, sums))
-        launch(sum_kernel, parts * tiles, call, a, b, a_sum, b_sum, count, n, tiles, summed=SUMMED, block_rows=64,
-               block_n=block_n, acc_dtype=accumulator(call.dtype), num_warps=8)  # fmt: skip
+        launch(layernorm_vjp_sum_kernel, parts * tiles, call, a, b, a_sum, b_sum, count, n, tiles, summed=SUMMED,
+               block_rows=64, block_n=block_n, acc_dtype=accumulator(call.dtype), num_warps=8)  # fmt: skip
         partial = sums
     return partial

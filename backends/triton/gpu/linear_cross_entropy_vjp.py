@@ -45,9 +45,10 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def scale_rows_kernel(x, labels, factor, y, rows, rows_inner, n, steps, ignored, x_outer, x_inner, x_n,
-                      block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
-                      flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+def linear_cross_entropy_vjp_scale_kernel(
+    x, labels, factor, y, rows, rows_inner, n, steps, ignored, x_outer, x_inner, x_n, block_rows: tl.constexpr,
+    block_n: tl.constexpr, acc_dtype: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr,
+):  # fmt: skip
     """y = factor x of each row, 0 of one that is ignored."""
     n = aligned(n, unit)
     row, col = tile_of(steps, block_rows, block_n)
@@ -130,8 +131,8 @@ def hidden_gradient(call: Call) -> Any:
     d_hidden = result_like(slope, call, "d_hidden")
     (slope,), rows = walk_rows(slope.ndim - 1, slope)
     steps = cdiv(d, walk["block_n"])
-    launch(scale_rows_kernel, cdiv(rows.height, walk["block_rows"]) * steps, call, slope, labels, d_loss, d_hidden,
-           rows.height, rows.inner, d, steps, call.options["ignore_index"], *rows.strides[0],
+    launch(linear_cross_entropy_vjp_scale_kernel, cdiv(rows.height, walk["block_rows"]) * steps, call, slope, labels,
+           d_loss, d_hidden, rows.height, rows.inner, d, steps, call.options["ignore_index"], *rows.strides[0],
            block_rows=walk["block_rows"], block_n=walk["block_n"], acc_dtype=accumulator(call.dtype),
            num_warps=walk["num_warps"], **rows.known(call.dtype))  # fmt: skip
     return d_hidden

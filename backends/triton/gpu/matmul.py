@@ -37,24 +37,20 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def matmul_kernel(a, b, c, m, n, k, tiles_m, tiles_n, steps_k, batch_inner,
-                  a_outer, a_inner, a_m, a_k, b_outer, b_inner, b_k, b_n, c_outer, c_inner, c_m,
-                  block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, group: tl.constexpr,
-                  acc_dtype: tl.constexpr, precision: tl.constexpr, whole_k: tl.constexpr):  # fmt: skip
-    batch, tile = tl.program_id(0) // (tiles_m * tiles_n), tl.program_id(0) % (tiles_m * tiles_n)
+def place(tile, tiles_m, tiles_n, group: tl.constexpr):
+    """The row and the column of tiles of the ``tile``-th: ``group`` rows of tiles are finished column by column."""
     first_m = tile // (group * tiles_n) * group
+    rest = tile % (group * tiles_n)
     group_m = min(tiles_m - first_m, group)
-    tile_m = first_m + tile % (group * tiles_n) % group_m
-    tile_n = tile % (group * tiles_n) // group_m
+    return first_m + rest % group_m, rest // group_m
 
-    i = tile_m.to(tl.int64) * block_m + tl.arange(0, block_m)
-    j = tile_n.to(tl.int64) * block_n + tl.arange(0, block_n)
+
+@triton.jit
+def summed(a_tile, b_tile, i_ok, j_ok, k, steps_k, a_k, b_k,
+           block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, acc_dtype: tl.constexpr,
+           precision: tl.constexpr, whole_k: tl.constexpr):  # fmt: skip
+    """The product of the rows of a and the columns of b whose first tiles along k are a_tile and b_tile."""
     kk = tl.arange(0, block_k)
-    outer, inner = (batch // batch_inner).to(tl.int64), (batch % batch_inner).to(tl.int64)
-    a_tile = a + (outer * a_outer + inner * a_inner) + (i[:, None] * a_m + kk[None, :].to(tl.int64) * a_k)
-    b_tile = b + (outer * b_outer + inner * b_inner) + (kk[:, None].to(tl.int64) * b_k + j[None, :] * b_n)
-    i_ok, j_ok = (i < m)[:, None], (j < n)[None, :]
-
     acc = tl.zeros([block_m, block_n], acc_dtype)
     for step in range(steps_k):
         if whole_k:
@@ -67,7 +63,25 @@ def matmul_kernel(a, b, c, m, n, k, tiles_m, tiles_n, steps_k, batch_inner,
         acc = tl.dot(at, bt, acc, input_precision=precision, out_dtype=acc_dtype)
         a_tile += tl.cast(a_k, tl.int64) * block_k
         b_tile += tl.cast(b_k, tl.int64) * block_k
+    return acc
 
+
+@triton.jit
+def matmul_kernel(a, b, c, m, n, k, tiles_m, tiles_n, steps_k, batch_inner,
+                  a_outer, a_inner, a_m, a_k, b_outer, b_inner, b_k, b_n, c_outer, c_inner, c_m,
+                  block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, group: tl.constexpr,
+                  acc_dtype: tl.constexpr, precision: tl.constexpr, whole_k: tl.constexpr):  # fmt: skip
+    batch, tile = tl.program_id(0) // (tiles_m * tiles_n), tl.program_id(0) % (tiles_m * tiles_n)
+    tile_m, tile_n = place(tile, tiles_m, tiles_n, group)
+    i = tile_m.to(tl.int64) * block_m + tl.arange(0, block_m)
+    j = tile_n.to(tl.int64) * block_n + tl.arange(0, block_n)
+    kk = tl.arange(0, block_k)
+    outer, inner = (batch // batch_inner).to(tl.int64), (batch % batch_inner).to(tl.int64)
+    a_tile = a + (outer * a_outer + inner * a_inner) + (i[:, None] * a_m + kk[None, :].to(tl.int64) * a_k)
+    b_tile = b + (outer * b_outer + inner * b_inner) + (kk[:, None].to(tl.int64) * b_k + j[None, :] * b_n)
+    i_ok, j_ok = (i < m)[:, None], (j < n)[None, :]
+    acc = summed(a_tile, b_tile, i_ok, j_ok, k, steps_k, a_k, b_k,
+                 block_m, block_n, block_k, acc_dtype, precision, whole_k)  # fmt: skip
     c_tile = c + (outer * c_outer + inner * c_inner) + (i[:, None] * c_m + j[None, :])
     tl.store(c_tile, acc.to(c.dtype.element_ty), mask=i_ok & j_ok)
 

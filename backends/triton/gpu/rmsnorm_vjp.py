@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def statistics_kernel(x, d_y, weight, stats, rows, rows_inner, n, eps,
-                      x_outer, x_inner, x_n, d_y_outer, d_y_inner, d_y_n, weight_n,
-                      block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, narrow: tl.constexpr,
-                      flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+def rmsnorm_vjp_statistics_kernel(
+    x, d_y, weight, stats, rows, rows_inner, n, eps, x_outer, x_inner, x_n, d_y_outer, d_y_inner, d_y_n, weight_n,
+    block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, narrow: tl.constexpr,
+    flat: tl.constexpr, unit: tl.constexpr,
+):  # fmt: skip
     """stats: (2, rows): r and, where d_y is given, mean(h xh) of each row."""
     n = aligned(n, unit)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
@@ -127,7 +128,7 @@ def gradients(call: Call, tiling: Mapping[str, int], x: Any, past: Any) -> tuple
     past_strides = (0, 0, 0) if past is None else rows.strides[2]
     stats = scratch(call, 2, rows.height) if tiles > 1 else None
     if stats is not None:
-        launch(statistics_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, d_y if want_x else None,
+        launch(rmsnorm_vjp_statistics_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, d_y if want_x else None,
                weight if want_x else None, stats, rows.height, rows.inner, n, eps, *strides, **common)  # fmt: skip
     partial = {"d_weight": scratch(call, groups, n)} if want_weight else {}
     launch(rmsnorm_vjp_kernel, groups * tiles, call, d_y, x, weight if want_x else None, past,

@@ -372,7 +372,7 @@ def tiles_of(dtype: gl.constexpr, count: gl.constexpr, rows: gl.constexpr, plan:
 
 
 @gluon.jit(do_not_specialize=list(Work._fields))
-def gradients_kernel(
+def attention_vjp_gradients_kernel(
     home_first, home_second, guest_first, guest_second, shift, delta, d_first, d_second, scores, scale, window,
     tiles, tiles_q, together, heads, group, all_heads, q_len, kv_len, pitch, plan: gl.constexpr,
 ):  # fmt: skip

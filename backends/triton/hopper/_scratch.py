@@ -26,8 +26,10 @@ FARTHEST = 2**40  # bytes that a stride of a map may have
 
 
 @triton.jit(do_not_specialize=["rows", "length", "x_batch", "x_row", "y_batch", "y_row", "elements"])
-def shift_rows(x, y, rows, length, x_batch, x_row, y_batch, y_row, elements, per_word: tl.constexpr,
-               block_rows: tl.constexpr, block_words: tl.constexpr):  # fmt: skip
+def matmul_shift_rows(
+    x, y, rows, length, x_batch, x_row, y_batch, y_row, elements, per_word: tl.constexpr, block_rows: tl.constexpr,
+    block_words: tl.constexpr,
+):  # fmt: skip
     """y[z, r, :length] = x[z, r, :length], in words of ``per_word`` elements, which are 8 bytes.
 
     A word of y holds the end of one word of x and the beginning of the next. elements: from the first of x to its last;
@@ -64,8 +66,10 @@ def shift_rows(x, y, rows, length, x_batch, x_row, y_batch, y_row, elements, per
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "x_batch", "y_batch", "y_row"])
-def gather_tiles(x, y, rows, columns, x_batch, x_row, x_column, y_batch, y_row,
-                 block_rows: tl.constexpr, block_columns: tl.constexpr):  # fmt: skip
+def matmul_gather_tiles(
+    x, y, rows, columns, x_batch, x_row, x_column, y_batch, y_row, block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
+):  # fmt: skip
     """y[z, r, j] = x[z, r, j], of x in any strides; a tile is turned in shared memory where x lies the other way."""
     blocks_r, blocks_j = tl.cdiv(rows, block_rows), tl.cdiv(columns, block_columns)
     z, tile = (tl.program_id(0) // (blocks_r * blocks_j)).to(tl.int64), tl.program_id(0) % (blocks_r * blocks_j)
@@ -117,11 +121,12 @@ def operand(call: Call, x: torch.Tensor, batch: int, extents: tuple[int, int, in
     y = fresh((entries, lines, y_row), x.dtype, x.device)
     if unit == 1 and size < 8:
         elements = (entries - 1) * batch + (lines - 1) * stride + length
-        launch(shift_rows, entries * cdiv(lines, 4), call, x, y, lines, length, batch, stride, lines * y_row, y_row,
-               elements, per_word=8 // size, block_rows=4, block_words=256, num_warps=4)  # fmt: skip
+        launch(matmul_shift_rows, entries * cdiv(lines, 4), call, x, y, lines, length, batch, stride,
+               lines * y_row, y_row, elements, per_word=8 // size, block_rows=4, block_words=256,
+               num_warps=4)  # fmt: skip
     else:
         grid = entries * cdiv(lines, 64) * cdiv(length, 64)
-        launch(gather_tiles, grid, call, x, y, lines, length, batch, stride, unit, lines * y_row, y_row,
+        launch(matmul_gather_tiles, grid, call, x, y, lines, length, batch, stride, unit, lines * y_row, y_row,
                block_rows=64, block_columns=64, num_warps=8)  # fmt: skip
     return Operand(y, lines * y_row if entries > 1 else 0, y_row, along == 0)
 

@@ -1,6 +1,6 @@
-"""The matrix product by warps that have roles (Gluon), for large products of 16-bit numbers.
+"""The matrix product by warps that have roles (Gluon), and the linear layer, for large products of 16-bit numbers.
 
-    c[i, j] = sum_k a[i, k] b[k, j]
+    c[i, j] = sum_k a[i, k] b[k, j]        or, with pre = c + bias[j],    c = f(pre) + residual[i, j]
 
 ``batched``: of each of some entries, c[z, i, j] = sum_k a[z, i, k] b[z, k, j]; an operand that has one entry for all is
 not ``a_batched`` or not ``b_batched``.
@@ -30,6 +30,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from portakern.backends.triton.gpu.linear import activated
+from portakern.backends.triton.gpu.matmul import place
+
 # Releases before 3.8 have these under longer names.
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -37,15 +40,7 @@ store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_globa
 _OLD = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 LOADER_REGISTERS, CONSUMER_REGISTERS = gl.constexpr(24), gl.constexpr(240)
-
-
-@gluon.jit
-def place(tile, tiles_m, tiles_n, group: gl.constexpr):
-    """The row and the column of tiles of the ``tile``-th: ``group`` rows of tiles are finished column by column."""
-    first = tile // (group * tiles_n) * group
-    rest = tile % (group * tiles_n)
-    rows = min(tiles_m - first, group)
-    return first + rest % rows, rest // rows
+PART = gl.constexpr(32)  # columns of an accumulator that meet what follows the product at a time
 
 
 @gluon.jit
@@ -77,10 +72,10 @@ def leave(c, z, i, j, tile, batched: gl.constexpr):
 
 
 @gluon.jit
-def loader(a, b, b_more, c, a_tiles, b_tiles, more_tiles, c_tiles, full, empty, m, n, k, entries,
+def loader(a, b, b_more, a_tiles, b_tiles, more_tiles, full, empty, m, n, k, entries,
            rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
-           a_across: gl.constexpr, b_across: gl.constexpr, more: gl.constexpr, described: gl.constexpr,
-           batched: gl.constexpr, a_batched: gl.constexpr, b_batched: gl.constexpr, half: gl.constexpr):  # fmt: skip
+           a_across: gl.constexpr, b_across: gl.constexpr, more: gl.constexpr, batched: gl.constexpr,
+           a_batched: gl.constexpr, b_batched: gl.constexpr):  # fmt: skip
     stages: gl.constexpr = full.shape[0]
     width: gl.constexpr = columns + columns // 2 * more
     moved: gl.constexpr = (rows + width) * depth * a.dtype.primitive_bitwidth // 8
@@ -125,8 +120,7 @@ def send(c, c_tiles, first: gl.constexpr, spare: gl.constexpr, acc, z, i, j, bat
         fence_async_shared()
         leave(c, z, i, j, c_tiles.index(first), batched)
     else:
-        parts = acc.to(c.dtype).reshape([acc.shape[0], 2, box]).permute([0, 2, 1])
-        left, right = parts.split()
+        left, right = halves(acc.to(c.dtype))
         c_tiles.index(first).store(left)
         if spare:
             c_tiles.index(first + 1).store(right)
@@ -152,15 +146,69 @@ def put(c, acc, z, i, j, m, n):
 
 
 @gluon.jit
-def consumer(a, b, b_more, c, a_tiles, b_tiles, more_tiles, c_tiles, full, empty, m, n, k, entries,
+def write(c, c_tiles, acc, acc_more, z, i, j, m, n, half: gl.constexpr, more: gl.constexpr, described: gl.constexpr,
+          batched: gl.constexpr):  # fmt: skip
+    """Write a consumer's accumulators to c, or to its entry z, at (i, j)."""
+    boxes: gl.constexpr = c_tiles.shape[0] // 2
+    if described:
+        tma.store_wait(0)  # what was in these tiles before has left
+        send(c, c_tiles, half * boxes, boxes > 1, acc, z, i, j, batched)
+        if more:
+            send(c, c_tiles, half * boxes + boxes - boxes // 3, True, acc_more, z, i, j + acc.shape[1], batched)
+    else:
+        put(c, acc, z, i, j, m, n)
+        if more:
+            put(c, acc_more, z, i, j + acc.shape[1], m, n)
+
+
+@gluon.jit
+def halves(tile):
+    """The left and the right half of a tile's columns, in the registers that they are in."""
+    return tile.reshape([tile.shape[0], 2, tile.shape[1] // 2]).permute([0, 2, 1]).split()
+
+
+@gluon.jit
+def biased(acc, bias, j, n):
+    """An accumulator and the bias of its columns, which begin at j."""
+    if bias is not None:
+        column = gl.to_tensor(j).to(gl.int64) + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+        return acc + gl.load(bias + column, mask=column < n, other=0.0).to(gl.float32)[None, :]
+    else:
+        return acc
+
+
+@gluon.jit
+def followed(acc, bias, residual, residual_row, i, j, m, n, activation: gl.constexpr, low: gl.constexpr):
+    """f(acc + bias) + residual of the tile at (i, j), a few columns after the other: an operation on all of a tile
+    takes as many registers again as it has."""
+    if acc.shape[1] > PART:
+        left, right = halves(acc)
+        left = followed(left, bias, residual, residual_row, i, j, m, n, activation, low)
+        right = followed(right, bias, residual, residual_row, i, j + acc.shape[1] // 2, m, n, activation, low)
+        both = gl.join(left, right).permute([0, 2, 1]).reshape(acc.shape)
+        return gl.convert_layout(both, acc.type.layout)
+    else:
+        y = activated(biased(acc, bias, j, n), activation, low)
+        if residual is not None:
+            row = i + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
+            column = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+            at = (residual + (row.to(gl.int64) * residual_row + j))[:, None] + column[None, :]
+            y += gl.load(at, mask=(row < m)[:, None] & (j + column < n)[None, :], other=0.0).to(gl.float32)
+        return y
+
+
+@gluon.jit
+def consumer(a, b, b_more, c, bias, residual, residual_row, pre, a_tiles, b_tiles, more_tiles, c_tiles, full, empty,
+             m, n, k, entries,
              rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
              a_across: gl.constexpr, b_across: gl.constexpr, more: gl.constexpr, described: gl.constexpr,
-             batched: gl.constexpr, a_batched: gl.constexpr, b_batched: gl.constexpr, half: gl.constexpr):  # fmt: skip
+             batched: gl.constexpr, activation: gl.constexpr, half: gl.constexpr):  # fmt: skip
     stages: gl.constexpr = full.shape[0]
     width: gl.constexpr = columns + columns // 2 * more
     own: gl.constexpr = rows // 2
-    boxes: gl.constexpr = c_tiles.shape[0] // 2
     unit: gl.constexpr = 256 // a.dtype.primitive_bitwidth  # of k, in one instruction
+    line: gl.constexpr = 128 // a.dtype.primitive_bitwidth
+    low: gl.constexpr = a.dtype.primitive_bitwidth == 16
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, unit])
     more_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns // 2, unit])
     tiles_m, tiles_n = gl.cdiv(m, rows), gl.cdiv(n, width)
@@ -202,25 +250,31 @@ def consumer(a, b, b_more, c, a_tiles, b_tiles, more_tiles, c_tiles, full, empty
         mbarrier.arrive(empty.index((count + stages - 1) % stages))
         i, j = tile_m * rows + half * own, tile_n * width
         if described:
-            tma.store_wait(0)  # the tile before has left
-            send(c, c_tiles, half * boxes, boxes > 1, acc, z, i, j, batched)
+            n = n // line * line  # what c's rows are multiples of: elements that lie side by side are read together
+        if not more:
+            acc_more = acc
+        if pre is not None:
+            acc = biased(acc, bias, j, n)
             if more:
-                send(c, c_tiles, half * boxes + boxes - boxes // 3, True, acc_more, z, i, j + columns, batched)
-        else:
-            put(c, acc, z, i, j, m, n)
+                acc_more = biased(acc_more, bias, j + columns, n)
+            write(pre, c_tiles, acc, acc_more, z, i, j, m, n, half, more, described, batched)
+        if activation is not None:
+            rest = bias if pre is None else None
+            acc = followed(acc, rest, residual, residual_row, i, j, m, n, activation, low)
             if more:
-                put(c, acc_more, z, i, j + columns, m, n)
+                acc_more = followed(acc_more, rest, residual, residual_row, i, j + columns, m, n, activation, low)
+        write(c, c_tiles, acc, acc_more, z, i, j, m, n, half, more, described, batched)
     if described:
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["m", "n", "k", "entries"])
-def matmul_by_roles(a, b, b_more, c, m, n, k, entries,
-                    rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
-                    stages: gl.constexpr, a_across: gl.constexpr, b_across: gl.constexpr, more: gl.constexpr,
-                    described: gl.constexpr, batched: gl.constexpr, a_batched: gl.constexpr,
-                    b_batched: gl.constexpr):  # fmt: skip
-    """described: c is a descriptor, and no pointer."""
+@gluon.jit
+def by_roles(a, b, b_more, c, bias, residual, residual_row, pre, m, n, k, entries,
+             rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
+             stages: gl.constexpr, a_across: gl.constexpr, b_across: gl.constexpr, more: gl.constexpr,
+             described: gl.constexpr, batched: gl.constexpr, a_batched: gl.constexpr, b_batched: gl.constexpr,
+             activation: gl.constexpr):  # fmt: skip
+    """described: c and pre are descriptors, and no pointers. bias, residual and pre may be None."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, a.dtype.primitive_bitwidth, 2)
     if a_across:
         a_tiles = gl.allocate_shared_memory(a.dtype, [stages, depth, rows], layout)
@@ -249,16 +303,34 @@ def matmul_by_roles(a, b, b_more, c, m, n, k, entries,
         mbarrier.init(empty.index(stage), count=2)
     gl.warp_specialize(
         [
-            (consumer, (a, b, b_more, c, a_tiles, b_tiles, more_tiles, c_tiles, full, empty, m, n, k, entries,
-                        rows, columns, depth, group, a_across, b_across, more, described,
-                        batched, a_batched, b_batched, 0)),
-            (consumer, (a, b, b_more, c, a_tiles, b_tiles, more_tiles, c_tiles, full, empty, m, n, k, entries,
-                        rows, columns, depth, group, a_across, b_across, more, described,
-                        batched, a_batched, b_batched, 1)),
-            (loader, (a, b, b_more, c, a_tiles, b_tiles, more_tiles, c_tiles, full, empty, m, n, k, entries,
-                      rows, columns, depth, group, a_across, b_across, more, described,
-                      batched, a_batched, b_batched, 0)),
+            (consumer, (a, b, b_more, c, bias, residual, residual_row, pre, a_tiles, b_tiles, more_tiles, c_tiles,
+                        full, empty, m, n, k, entries,
+                        rows, columns, depth, group, a_across, b_across, more, described, batched, activation, 0)),
+            (consumer, (a, b, b_more, c, bias, residual, residual_row, pre, a_tiles, b_tiles, more_tiles, c_tiles,
+                        full, empty, m, n, k, entries,
+                        rows, columns, depth, group, a_across, b_across, more, described, batched, activation, 1)),
+            (loader, (a, b, b_more, a_tiles, b_tiles, more_tiles, full, empty, m, n, k, entries,
+                      rows, columns, depth, group, a_across, b_across, more, batched, a_batched, b_batched)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, LOADER_REGISTERS],
     )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["m", "n", "k", "entries"])
+def matmul_by_roles(a, b, b_more, c, m, n, k, entries,
+                    rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
+                    stages: gl.constexpr, a_across: gl.constexpr, b_across: gl.constexpr, more: gl.constexpr,
+                    described: gl.constexpr, batched: gl.constexpr, a_batched: gl.constexpr,
+                    b_batched: gl.constexpr):  # fmt: skip
+    by_roles(a, b, b_more, c, None, None, 0, None, m, n, k, entries, rows, columns, depth, group, stages,
+             a_across, b_across, more, described, batched, a_batched, b_batched, None)  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["m", "n", "k"])
+def linear_by_roles(x, weight, weight_more, y, bias, residual, pre, residual_row, m, n, k,
+                    rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
+                    stages: gl.constexpr, a_across: gl.constexpr, b_across: gl.constexpr, more: gl.constexpr,
+                    described: gl.constexpr, activation: gl.constexpr):  # fmt: skip
+    by_roles(x, weight, weight_more, y, bias, residual, residual_row, pre, m, n, k, 1, rows, columns, depth, group,
+             stages, a_across, b_across, more, described, 0, 0, 0, activation)  # fmt: skip

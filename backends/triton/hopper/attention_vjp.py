@@ -18,7 +18,7 @@ from portakern.backends.triton.descriptors import describe
 from portakern.backends.triton.gpu import attention_vjp as portable
 from portakern.backends.triton.gpu._heads import Scores
 from portakern.backends.triton.gpu.attention import LOG2E, _band, key
-from portakern.backends.triton.hopper._flash_gradients import Plan, Work, gradients_kernel
+from portakern.backends.triton.hopper._flash_gradients import Plan, Work, attention_vjp_gradients_kernel
 from portakern.backends.triton.hopper.attention import (
     BARRIERS,
     QUERIES,
@@ -159,7 +159,7 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
         told = [lines(x, plan.block) if plan.by_key else x for x in statistics]
         sums = [None if x is None else tiled(x, QUERIES, columns)
                 for x, columns in ((first, plan.block_d), (second, plan.block_dv))]  # fmt: skip
-        launch(gradients_kernel, programs, call, *described, *told, *sums, scores, scale, window, *work,
+        launch(attention_vjp_gradients_kernel, programs, call, *described, *told, *sums, scores, scale, window, *work,
                plan=plan, num_warps=4, maxnreg=REGISTERS[plan.consumers][1])  # fmt: skip
     return tuple(out.values())
 

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu import linear_vjp as portable
-from portakern.backends.triton.gpu.swiglu import key
 from portakern.backends.triton.hopper.linear_cross_entropy import multiply, refused
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
 
 
-@BACKEND.implements("linear_vjp", key=key, supports=partial(portable.supports, of=refused))
+@BACKEND.implements("linear_vjp", supports=partial(portable.supports, of=refused))
 def linear_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     return portable.gradients(call, multiply)

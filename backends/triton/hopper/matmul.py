@@ -21,9 +21,9 @@ Source: the order of tiles in "Matrix Multiplication" of the Triton tutorials (T
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -31,7 +31,7 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.descriptors import describe
-from portakern.backends.triton.gpu.matmul import products
+from portakern.backends.triton.gpu.matmul import place, products
 from portakern.backends.triton.hopper._scratch import Operand, operand
 from portakern.backends.triton.launch import (
     MAX_GRID,
@@ -92,15 +92,6 @@ ELEMENTS = {
 
 
 @triton.jit
-def place(tile, tiles_m, tiles_n, group: tl.constexpr):
-    """The row and the column of tiles of the ``tile``-th: ``group`` rows of tiles are finished column by column."""
-    first = tile // (group * tiles_n) * group
-    rest = tile % (group * tiles_n)
-    rows = min(tiles_m - first, group)
-    return first + rest % rows, rest // rows
-
-
-@triton.jit
 def described_tile(x, z, row, column, rows: tl.constexpr, columns: tl.constexpr, across: tl.constexpr,
                    batched: tl.constexpr):  # fmt: skip
     """The tile of x at (row, column), which lies the other way in memory if ``across``."""
@@ -136,6 +127,28 @@ def summed(a, b, a_z, b_z, i, j, first, last,
     return acc
 
 
+@triton.jit
+def in_chunks(a, b, a_z, b_z, i, j, part, steps, chunk,
+              block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, a_across: tl.constexpr,
+              b_across: tl.constexpr, swapped: tl.constexpr, batched: tl.constexpr, chunked: tl.constexpr,
+              precision: tl.constexpr, acc_dtype: tl.constexpr):  # fmt: skip
+    """The ``part``-th chunk of the sum, or with ``chunked`` all of them, each summed alone."""
+    if chunked:
+        if swapped:
+            acc = tl.zeros([block_n, block_m], acc_dtype)
+        else:
+            acc = tl.zeros([block_m, block_n], acc_dtype)
+        for first in range(0, steps, chunk):
+            acc += summed(a, b, a_z, b_z, i, j, first, min(first + chunk, steps),
+                          block_m, block_n, block_k, a_across, b_across, swapped, batched, precision,
+                          acc_dtype)  # fmt: skip
+    else:
+        first = part * chunk
+        acc = summed(a, b, a_z, b_z, i, j, first, min(first + chunk, steps),
+                     block_m, block_n, block_k, a_across, b_across, swapped, batched, precision, acc_dtype)  # fmt: skip
+    return acc
+
+
 @triton.jit(do_not_specialize=["m", "n", "k", "chunk", "parts", "entries", "a_batched", "b_batched"])
 def matmul_kernel(a, b, c, m, n, k, chunk, parts, entries, a_batched, b_batched, c_m,
                   block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, group: tl.constexpr,
@@ -150,20 +163,9 @@ def matmul_kernel(a, b, c, m, n, k, chunk, parts, entries, a_batched, b_batched,
         tile_m, tile_n = place(index % tiles, tiles_m, tiles_n, group)
         i, j = tile_m * block_m, tile_n * block_n
         part, z = index // tiles % parts, index // tiles // parts
-        if chunked:
-            if swapped:
-                acc = tl.zeros([block_n, block_m], acc_dtype)
-            else:
-                acc = tl.zeros([block_m, block_n], acc_dtype)
-            for first in range(0, steps, chunk):
-                acc += summed(a, b, z * a_batched, z * b_batched, i, j, first, min(first + chunk, steps),
-                              block_m, block_n, block_k, a_across, b_across, swapped, batched, precision,
-                              acc_dtype)  # fmt: skip
-        else:
-            first = part * chunk
-            acc = summed(a, b, z * a_batched, z * b_batched, i, j, first, min(first + chunk, steps),
-                         block_m, block_n, block_k, a_across, b_across, swapped, batched, precision,
-                         acc_dtype)  # fmt: skip
+        acc = in_chunks(a, b, z * a_batched, z * b_batched, i, j, part, steps, chunk,
+                        block_m, block_n, block_k, a_across, b_across, swapped, batched, chunked, precision,
+                        acc_dtype)  # fmt: skip
         if swapped:
             c_tile = acc.T.to(c_dtype)
         else:
@@ -180,7 +182,7 @@ def matmul_kernel(a, b, c, m, n, k, chunk, parts, entries, a_batched, b_batched,
 
 
 @triton.jit(do_not_specialize=["parts"])
-def add_parts_kernel(partial, c, numel, parts, block: tl.constexpr):
+def matmul_add_parts_kernel(partial, c, numel, parts, block: tl.constexpr):
     """c = the sum of its parts, in order."""
     i = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = i < numel
@@ -400,7 +402,7 @@ def _operand(
     return operand(call, x, strides[0], (entries, rows, columns), along)
 
 
-def _described(x: Operand, shape: tuple[int, int, int], block: tuple[int, int], batched: bool, **how: Any) -> Any:
+def described(x: Operand, shape: tuple[int, int, int], block: tuple[int, int], batched: bool, **how: Any) -> Any:
     """The descriptor of an operand whose two axes have these extents, in tiles ``block``."""
     entries, rows, columns = shape
     lines, length = (columns, rows) if x.across else (rows, columns)
@@ -411,34 +413,62 @@ def _described(x: Operand, shape: tuple[int, int, int], block: tuple[int, int], 
     return describe(x.memory, (lines, length), (x.row, 1), tile, **how)
 
 
-def _launch_roles(
-    call: Call, a: Operand, b: Operand, c: torch.Tensor, extents: tuple[int, int], tiling: Mapping[str, int]
-) -> None:
+class Roles(NamedTuple):
+    """A product as warps with roles take it.
+
+    Attributes:
+      operands: what describes a and b, and b for the columns that are more.
+      result: the descriptor of memory for c, or the memory where that cannot be described.
+      known: what the kernel is compiled for.
+    """
+
+    grid: int
+    operands: tuple[Any, Any, Any]
+    result: Callable[[torch.Tensor], Any]
+    known: dict[str, Any]
+
+
+def roles_of(call: Call, a: Operand, b: Operand, extents: tuple[int, int], tiling: Mapping[str, int]) -> Roles:
+    """How warps with roles take the product of a and b. extents: batch entries and rows."""
     from triton.experimental.gluon import language as gl
 
-    from portakern.backends.triton.hopper._warps import matmul_by_roles
-
-    (entries, m), n, k = extents, call.dims["n"], call.dims["k"]
+    (entries, m), n, k, given = extents, call.dims["n"], call.dims["k"], a.memory.dtype
     rows, columns, depth, more = tiling["block_m"], tiling["block_n"], tiling["block_k"], int(tiling["roles"] == 2)
-    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[c.dtype]
-    tf32, batched = c.dtype == torch.float32, entries > 1
+    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[given]
+    tf32, batched = given == torch.float32, entries > 1
 
     def tile(x: Operand, shape: tuple[int, int], block: tuple[int, int], tf32: bool = tf32) -> Any:
         laid = [1] * batched + list(block[::-1] if x.across else block)
         layout = gl.NVMMASharedLayout.get_default_for(laid, dtype)
-        return _described(x, (entries, *shape), block, batched, layout=layout, tf32=tf32)
+        return described(x, (entries, *shape), block, batched, layout=layout, tf32=tf32)
 
-    box = (rows // 2, box_columns(tiling, c.element_size()))
-    described = n * c.element_size() % 16 == 0
-    of_c = tile(Operand(c, m * n * batched, n, False), (m, n), box, tf32=False) if described else c
+    size = size_of(call.dtype)
+    box = (rows // 2, box_columns(tiling, size))
+    in_boxes = n * size % 16 == 0
+
+    def result(c: torch.Tensor) -> Any:
+        return tile(Operand(c, m * n * batched, n, False), (m, n), box, tf32=False) if in_boxes else c
+
     of_a, of_b = tile(a, (m, k), (rows, depth)), tile(b, (k, n), (depth, columns))
     of_more = tile(b, (k, n), (depth, columns // 2)) if more else of_b
     width = columns + columns // 2 * more
     grid = min(MULTIPROCESSORS, cdiv(m, rows) * cdiv(n, width) * entries)
-    launch(matmul_by_roles, grid, call, of_a, of_b, of_more, of_c, m, n, k, entries,
-           rows=rows, columns=columns, depth=depth, group=tiling["group"], stages=tiling["num_stages"],
-           a_across=int(a.across), b_across=int(b.across), more=more, described=described, batched=int(batched),
-           a_batched=int(a.batch > 0), b_batched=int(b.batch > 0), num_warps=4)  # fmt: skip
+    known = {
+        "rows": rows, "columns": columns, "depth": depth, "group": tiling["group"], "stages": tiling["num_stages"],
+        "a_across": int(a.across), "b_across": int(b.across), "more": more, "described": in_boxes, "num_warps": 4,
+    }  # fmt: skip
+    return Roles(grid, (of_a, of_b, of_more), result, known)
+
+
+def _launch_roles(
+    call: Call, a: Operand, b: Operand, c: torch.Tensor, extents: tuple[int, int], tiling: Mapping[str, int]
+) -> None:
+    from portakern.backends.triton.hopper._warps import matmul_by_roles
+
+    (entries, m), roles = extents, roles_of(call, a, b, extents, tiling)
+    launch(matmul_by_roles, roles.grid, call, *roles.operands, roles.result(c), m, call.dims["n"], call.dims["k"],
+           entries, **roles.known, batched=int(entries > 1), a_batched=int(a.batch > 0),
+           b_batched=int(b.batch > 0))  # fmt: skip
 
 
 def _launch(
@@ -455,16 +485,16 @@ def _launch(
     in_boxes = parts == 1 and n * c.element_size() % 16 == 0
     stays = in_boxes and not swapped
     how: dict[str, Any] = {"tf32": True} if dot_precision(call) == "tf32" and not call.interpret else {}
-    of_a = _described(a, (entries, m, k), (block_m, block_k), batched, **how)
-    of_b = _described(b, (entries, k, n), (block_k, block_n), batched, **how)
+    of_a = described(a, (entries, m, k), (block_m, block_k), batched, **how)
+    of_b = described(b, (entries, k, n), (block_k, block_n), batched, **how)
     of_c = Operand(c, m * n * batched, n, False)
     grid = min(MULTIPROCESSORS if stays else MAX_GRID, tiles * parts)
     launch(matmul_kernel, grid, call, of_a, of_b,
-           _described(of_c, (entries, m, n), (block_m, block_n), batched) if in_boxes else target,
+           described(of_c, (entries, m, n), (block_m, block_n), batched) if in_boxes else target,
            m, n, k, chunk, parts, entries, int(a.batch > 0), int(b.batch > 0), n,
            block_m=block_m, block_n=block_n, block_k=block_k, group=tiling["group"], a_across=a.across,
            b_across=b.across, swapped=swapped, batched=batched, chunked=chunked,
            flat=stays and not chunked, c_described=in_boxes, precision=dot_precision(call), acc_dtype=acc,
            c_dtype=ELEMENTS[target.dtype], num_warps=tiling["num_warps"], num_stages=tiling["num_stages"])  # fmt: skip
     if parts > 1:
-        launch(add_parts_kernel, cdiv(c.numel(), 1024), call, target, c, c.numel(), parts, block=1024)
+        launch(matmul_add_parts_kernel, cdiv(c.numel(), 1024), call, target, c, c.numel(), parts, block=1024)

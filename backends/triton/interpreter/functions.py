@@ -151,9 +151,12 @@ def where(condition: Any, x: Any, y: Any) -> Any:
     return _slow_where(condition, x, y)
 
 
-def fma(x: Block, y: Block, z: Block) -> Block:
-    """x y + z; in float32 by way of float64, which holds the product whole. In float64 it rounds twice."""
-    a, b, c = (np.asarray(operand.handle.data, np.float64) for operand in (x, y, z))
+def fma(x: Block, y: Any, z: Any) -> Block:
+    """x y + z, where y and z may be numbers; in float32 by way of float64, which holds the product whole. In float64 it
+    rounds twice."""
+    a, b, c = (
+        np.asarray(v.handle.data if isinstance(v, Block) else _operand(v, x.dtype), np.float64) for v in (x, y, z)
+    )
     return made((a * b + c).astype(x.handle.data.dtype), x.dtype, x.is_block)
 
 

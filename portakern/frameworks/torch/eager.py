@@ -47,7 +47,7 @@ def differentiate(call: Call, choice: Choice, late: bool = False) -> tuple[Any, 
     differentiated = [n for n, a in zip(names, arrays, strict=True) if a.requires_grad]
     if differentiated and torch.is_grad_enabled() and not late:
         wired, vjp = gradient_of(call, choice, differentiated)
-        backward = functools.partial(_run, wired.vjp, vjp, True)
+        backward = _Backward(wired.vjp, vjp)  # a graph that is kept may be walked often
         training, over = wired.training(call), spendable(wired, vjp, call, choice)
 
     def forward(*tensors: Any) -> tuple[Any, ...]:

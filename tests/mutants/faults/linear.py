@@ -9,15 +9,21 @@ FAULTS = {
         Planted(
             "z-rounded",
             "the sum is rounded to the result's dtype before the activation",
-            old="    f = activated(z, activation)",
-            new="    f = activated(z.to(y.dtype.element_ty).to(acc_dtype), activation)",
+            old="    f = activated(z, activation, y.dtype",
+            new="    f = activated(z.to(y.dtype.element_ty).to(acc_dtype), activation, y.dtype",
             sample=True,
         ),
         Planted(
             "bias-kept-twice",
             "pre takes the bias twice",
             old="tl.store(pre + at, z.to(",
-            new="tl.store(pre + at, (z if bias is None else z + tl.load(bias + col * bias_n, mask=col < n)).to(",
+            new=(
+                "if bias is not None:\n"
+                "            twice = z + tl.load(bias + col * bias_n, mask=col_ok, other=0.0).to(acc_dtype)[None, :]\n"
+                "        else:\n"
+                "            twice = z\n"
+                "        tl.store(pre + at, twice.to("
+            ),
         ),
         Planted(
             "nan-closed",
@@ -28,23 +34,23 @@ FAULTS = {
         ),
         Planted(
             "tail-unmasked",
-            "weight is not masked beyond k",
-            old="mask=col_ok & inside[:, None]",
-            new="mask=col_ok",
+            "operands are not masked beyond k",
+            old='whole_k=k % tiling["block_k"] == 0',
+            new="whole_k=True",
             gpu=False,
         ),
         Planted(
-            "group-unclamped",
-            "the last group of row tiles is numbered as if it were full",
-            old="min(tiles_m - first, group)",
-            new="group",
+            "grid-turned",
+            "tiles are numbered as if rows and columns were each other's",
+            old="place(tl.program_id(0), tiles_m, tiles_n, group)",
+            new="place(tl.program_id(0), tiles_n, tiles_m, group)",
             gpu=False,
         ),
         Planted(
             "bias-by-rows",
             "every row of tiles has the biases of the first columns",
             old="tl.load(bias + col * bias_n",
-            new="tl.load(bias + col % block_n * bias_n",
+            new="tl.load(bias + col % z.shape[1] * bias_n",
         ),
     ],
     "pallas": [

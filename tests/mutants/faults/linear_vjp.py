@@ -22,8 +22,8 @@ FAULTS = {
         Planted(
             "bias-of-d-y",
             "d_bias adds up the cotangent of y",
-            old="*summing(call, d_z)",
-            new='*summing(call, call.arrays["d_y"].reshape(d_z.shape))',
+            old="total += found.to(acc_dtype)",
+            new="total += d.to(acc_dtype)",
         ),
         Planted(
             "slope-rounded",
