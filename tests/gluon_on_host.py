@@ -221,10 +221,11 @@ def _interpreted(name: str) -> Any:
     of these merges what kernels here leave. (Release 3.6 rounds a fused operation twice, 3.9 once.)"""
     of_handles = getattr(InterpreterBuilder(), f"create_{name}")
 
-    def function(*args: torch.Tensor) -> torch.Tensor:
+    def function(*args: torch.Tensor | float) -> torch.Tensor:
         with np.errstate(all="ignore"):
-            handles = (TensorHandle(x.numpy(), tl.float32) for x in torch.broadcast_tensors(*args))
-            return torch.from_numpy(of_handles(*handles).data)
+            alike = torch.broadcast_tensors(*map(torch.as_tensor, args))
+            found = of_handles(*(TensorHandle(x.float().numpy(), tl.float32) for x in alike))
+        return torch.from_numpy(found.data)
 
     return function
 
