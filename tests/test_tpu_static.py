@@ -291,12 +291,45 @@ def test_a_quotient_by_a_power_of_two_is_a_shift(b):
     assert quotient(13, b) == 13 // b
 
 
-@pytest.mark.parametrize("arch", ["", "v4", "v5e", "v6e", "v7x"])
+@pytest.mark.parametrize("arch", ["", "v4", "v5e", "v5p", "v6e", "v7x"])
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (300, 17), (16384, 1000), (128, 65536)])
-def test_the_formula_of_products_is_legal_and_does_not_see_rows(arch, n, k):
-    chosen = [tilings.shipped(matmul(), matmul_call(arch, m, n, k)) for m in (1, 77, 8192)]
-    assert chosen[0] == chosen[1] == chosen[2]
-    assert matmul().supports(matmul_call(arch, 8192, n, k), chosen[0]) is None
+def test_the_formula_of_products_is_legal_and_cuts_k_alike_for_any_rows(arch, n, k):
+    calls = [matmul_call(arch, m, n, k) for m in (1, 77, 700, 8192)]
+    chosen = [tilings.shipped(matmul(), call) for call in calls]
+    assert len({tiling["block_k"] for tiling in chosen}) == 1, "a row's bits would depend on how many there are"
+    (default,) = {tuple(matmul().tiling(call).items()) for call in calls}
+    for call, tiling in zip(calls, chosen, strict=True):
+        assert matmul().supports(call, tiling) is None and matmul().supports(call, dict(default)) is None
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n", "blocks"),
+    [
+        (384, 4064, 448, (512, 512, 1024)),  # 256 x 512 x 4096 waits for its windows: 11.5k cycles for 8.5k
+        (704, 3176, 1989, (1024, 512, 4096)),
+        (5056, 380, 6080, (2048, 2048, 512)),
+        (4096, 4096, 4096, (1024, 1024, 4096)),
+    ],
+)
+def test_a_product_s_blocks_follow_its_rows(m, k, n, blocks):
+    call = matmul_call("v6e", m, n, k)
+    assert tuple(tilings.default(matmul(), call).tiling.values()) == blocks
+    named = dict(zip(CUBE, (256, 256, 256), strict=True))
+    assert matmul().fit(call, named) == named, "what a user names stays"
+    default = matmul().tiling(call)
+    assert matmul().fit(call.replace(interpret=True), default) == default, "on a host the order of sums follows shapes"
+
+
+def test_rows_of_a_batch_that_share_b_are_one_matrix_for_memory_too():
+    """They are in the kernel: blocks of 2048 rows, not of 64."""
+    spec, tiling = registry.find_spec("matmul"), {"block_m": 2048, "block_n": 2048, "block_k": 4096}
+    form = typical_form(spec, "bfloat16", {"batch": (64,), "m": 64, "n": 4096, "k": 4096})
+    apart = bound_form(spec, form, frameworks()["jax"], Target("tpu", "v6e"))
+    assert matmul().supports(apart, tiling) is None
+    (_, *matrix), dtype, strides = form["arrays"]["b"][0], *form["arrays"]["b"][1:]
+    form["arrays"]["b"] = [matrix, dtype, strides]
+    shared = bound_form(spec, form, frameworks()["jax"], Target("tpu", "v6e"))
+    assert "choose smaller block_m" in matmul().supports(shared, tiling)
 
 
 # ------------------------------------------------------------------------------------------------- lowered for a chip

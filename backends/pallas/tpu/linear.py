@@ -100,14 +100,25 @@ def blocks(call: Call, tiling: Mapping[str, int]) -> tuple[int, int, int]:
 
 
 def default_tiling(call: Call) -> dict[str, int]:
-    """matmul's, with fewer rows a block where there would be no room for a residual and pre. It does not follow whether
-    these are there: the same row gives the same bits beside any of them."""
-    tiling = products.default_tiling(call)
+    """matmul's, where there is room."""
+    return with_room(call, products.default_tiling(call))
+
+
+def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
+    """In place of the default's blocks those of matmul for as many rows."""
+    if call.interpret or dict(tiling) != default_tiling(call):
+        return tiling
+    return with_room(call, products.fit(as_product(call), products.default_tiling(call)))
+
+
+def with_room(call: Call, tiling: Mapping[str, int]) -> dict[str, int]:
+    """The tiling with fewer rows a block where there would be no room for a residual and pre. It does not follow
+    whether these are there: the same row gives the same bits beside any of them."""
     limit = vmem_limit(call) if call.target.arch in targets.HARDWARE else targets.least("tpu", "vmem")
-    bn, bk = (even_block(call.dims[axis], tiling[f"block_{axis}"], LANES) for axis in "nk")
-    while tiling["block_m"] > 128 and resident(call, tiling["block_m"], bn, bk, more=2) > limit:
-        tiling["block_m"] //= 2
-    return tiling
+    bm, bn, bk = tiling["block_m"], *(even_block(call.dims[axis], tiling[f"block_{axis}"], LANES) for axis in "nk")
+    while bm > 128 and resident(call, bm, bn, bk, more=2) > limit:
+        bm //= 2
+    return {**tiling, "block_m": bm}
 
 
 def resident(call: Call, bm: int, bn: int, bk: int, more: int | None = None) -> int:
@@ -130,7 +141,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     )
 
 
-@BACKEND.implements("linear", key=products.key, tiling=default_tiling, supports=supports)
+@BACKEND.implements("linear", key=products.key, tiling=default_tiling, fit=fit, supports=supports)
 def linear(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
     x, weight = call.arrays["x"], call.arrays["weight"]
     shape, dtype = call.outputs["y"]
