@@ -92,7 +92,7 @@ def cycles(chip: Chip, m: int, n: int, k: int, tiles: tuple[int, int, int]) -> f
     rows, wide = down * bm, UNITS * chip.side
     products = rows * 2 * padded(bn, chip.side) * columns * padded(bk, chip.side) * depth / chip.rate
     narrow = bn < min(n, wide) or bm < min(m, wide)
-    a_step = (NARROW if narrow else STEP * wide) + (ADD[chip.size] / chip.side * bm * bn if depth > 1 else 0.0)
+    a_step = (NARROW if narrow else STEP) * chip.side + (ADD[chip.size] / chip.side * bm * bn if depth > 1 else 0.0)
     first_and_last = chip.size * (bm * bk + bk * bn + bm * bn) * chip.cores / chip.bandwidth
     issued = products + a_step * down * columns * depth / chip.cores + first_and_last
     a, b = rows * bk * depth, bk * depth * bn * columns
@@ -148,9 +148,9 @@ MOST = 2**32  # multiplications of a step: its code is as long as they are many,
 SLOWEST = "v5e"
 FLOAT32_PASSES = 6  # products of bfloat16 parts that make one of float32
 UNITS = 4  # matrix units of a core
-# Cycles that a step waits beyond its products, by libtpu's estimates: for each lane of the matrix units beside each
-# other, and of blocks that are narrower than those.
-STEP, NARROW = 0.35, 700
+# Cycles that a step waits beyond its products, by libtpu's estimates, for each lane of a matrix unit; and of blocks that
+# are narrower than the units of a core beside each other.
+STEP, NARROW = 1.4, 2.75
 # Cycles a row of a unit's width, of adding a step's products to those before, where there are any, by bytes an element:
 # those of float32 parts are added to each other too.
 ADD = {2: 0.11, 4: 0.33}
