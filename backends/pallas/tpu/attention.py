@@ -70,7 +70,19 @@ from portakern.specs.attention import score_unit
 
 
 def key(call: Call) -> dict[str, str | int]:
-    return {"dtype": call.dtype, "d": max(call.dims["d"], call.dims["dv"])}
+    return {"dtype": call.dtype, "d": max(call.dims["d"], call.dims["dv"]), "reach": reach(call)}
+
+
+def reach(call: Call) -> int:
+    """How many keys a window lets a query see; of one that has no end, or hides no key for its width, EVERY."""
+    left, right = call.options["window"] or (None, None)
+    if call.options["is_causal"]:
+        right = 0 if right is None else min(right, 0)
+    seen = EVERY if left is None or right is None else max(left + 1 + right, 1)
+    return EVERY if seen >= call.dims["kv_len"] else seen
+
+
+EVERY = 2**31 - 1
 
 
 def grains(call: Call) -> tuple[int, int]:
