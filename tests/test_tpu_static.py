@@ -191,6 +191,45 @@ def test_parts_of_float32_operands_take_vmem(arch, tiles, fits):
     assert (matmul().supports(matmul_call(arch, dtype="float32"), tiling) is None) == fits
 
 
+@pytest.mark.parametrize(
+    ("tiles", "fits"),
+    [((512, 256, 4096), False), ((1024, 256, 2048), False), ((256, 512, 4096), True), ((512, 128, 4096), True)],
+)
+def test_tall_blocks_of_a_beside_narrow_ones_of_b_take_vmem(tiles, fits):
+    """Of libtpu's own verdicts: 16.7 and 16.05 MiB, of blocks of 13 and 12; v4 has 16."""
+    reason = matmul().supports(matmul_call("v4"), dict(zip(CUBE, tiles, strict=True)))
+    assert (reason is None) == fits
+
+
+@pytest.mark.parametrize(
+    ("window", "causal", "keys"),
+    [
+        (None, False, 1024),
+        (None, True, 1024),
+        ((1023, 0), False, 512),
+        ((1023, None), True, 512),
+        ((None, 5), False, 1024),
+    ],
+)
+def test_attention_takes_as_many_keys_at_a_time_as_windows_leave(window, causal, keys):
+    spec = registry.find_spec("attention")
+    dims = {"d": 128, "dv": 128, "q_len": 4096, "kv_len": 4096, "window": window, "is_causal": causal}
+    impl = registry.backend("pallas").implementation("attention", registry.backend("pallas").families[0])
+    call = bound_form(spec, typical_form(spec, "bfloat16", dims), frameworks()["jax"], Target("tpu", "v6e"))
+    assert tilings.default(impl, call).tiling == {"block_q": 1024, "block_kv": keys}
+
+
+def test_a_window_that_hides_nothing_is_none():
+    """A query's bits hang on how many keys are taken at a time."""
+    from portakern.backends.pallas.tpu.attention import EVERY, reach
+
+    spec = registry.find_spec("attention")
+    for length, window, found in ((600, (1023, 0), EVERY), (1024, (1023, 0), EVERY), (1025, (1023, 0), 1024)):
+        dims = {"q_len": length, "kv_len": length, "window": window}
+        call = bound_form(spec, typical_form(spec, "bfloat16", dims), frameworks()["jax"], Target("tpu", "v6e"))
+        assert reach(call) == found
+
+
 def test_what_a_chip_has_is_the_end():
     reason = matmul().supports(matmul_call("v5p"), dict.fromkeys(CUBE, 2048))
     assert "v5p lets a kernel have 48 MiB" in reason
