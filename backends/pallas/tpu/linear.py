@@ -127,7 +127,8 @@ def resident(call: Call, bm: int, bn: int, bk: int, more: int | None = None) -> 
     size = 4 if call.dtype in ("float32", "float64") else 2
     if more is None:
         more = (call.arrays["residual"] is not None) + ("pre" in call.wants)
-    return products.resident_bytes(bm, bn, bk, size, size) + 2 * more * bm * bn * size + 8 * bm * bn
+    of_f = 8 if call.options["activation"] == "none" else 24  # two numbers an element, or six
+    return products.resident_bytes(bm, bn, bk, size, size) + (2 * more * size + of_f) * bm * bn
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
