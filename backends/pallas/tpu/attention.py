@@ -162,7 +162,8 @@ def resident(call: Call, bq: int, bkv: int, number: int) -> int:
     if bias is not None:
         streamed += bias.dtype.itemsize * whole_lanes(keys) * (8 if bias.shape[2] == 1 else bq)
     sums = 4 * bq * (dv + 2 * LANES)  # acc, and m and l, which have a register's width of lanes
-    scores = 12 * bq * lanes  # s, p and the mask of one step
+    of_parts = 6 if call.arrays["q"].dtype.itemsize == 4 else 0  # of float32 p its bfloat16 parts
+    scores = (12 + of_parts) * bq * lanes  # s, p and the mask of one step
     return 2 * streamed + sums + scores
 
 
