@@ -329,6 +329,18 @@ def test_few_rows_of_a_ragged_k_are_masked_in_float32(m, few, depth):
     assert ("f32[16" in " ".join(line for line in text.splitlines() if "select_n" in line)) == few
 
 
+@pytest.mark.parametrize(("n", "few"), [(1, True), (4, True), (8, False)])
+def test_few_columns_of_a_ragged_k_are_masked_in_float32(n, few):
+    """XLA keeps such a b column by column, and the kernel reads it as n rows."""
+    call, tiling = matmul_call("v6e", 256, n, 3254), {"block_m": 256, "block_n": 128, "block_k": 4096}
+    text = str(
+        jax.make_jaxpr(lambda a, b: tpu("matmul").fn(call.replace(arrays={"a": a, "b": b}), tiling))(
+            *call.arrays.values()
+        )
+    )
+    assert ("f32[128" in " ".join(line for line in text.splitlines() if "select_n" in line)) == few
+
+
 @pytest.mark.parametrize(("length", "causal", "rows"), [(4000, True, 1024), (4000, False, 1008), (1100, True, 560)])
 def test_blocks_of_rows_meet_a_band_s_edge_in_corners(length, causal, rows):
     """Where that costs few rows more than an even cut. v6e issues 44.5k cycles for 49.2k of 1008 rows a block."""

@@ -67,12 +67,12 @@ def finish(ref: Refs, z: Any, activation: str) -> None:
     ref.y[...] = y.astype(ref.y.dtype)
 
 
-def kernel(ref: Refs, *, k: int, few: bool, activation: str) -> None:
-    """``few``: as in matmul's `within_k`."""
+def kernel(ref: Refs, *, k: int, few: bool, few_of_weight: bool, activation: str) -> None:
+    """``few``, ``few_of_weight``: as in matmul's `within_k`."""
     step, last = step_along(2), pl.num_programs(2) - 1
     x, w = ref.x[...], ref.weight[...]
     start = step * x.shape[1]
-    part = dot(products.within_k(x, 1, start, k, few), products.within_k(w, 1, start, k), (1, 1))
+    part = dot(products.within_k(x, 1, start, k, few), products.within_k(w, 1, start, k, few_of_weight), (1, 1))
     if "acc" not in ref:
         finish(ref, part, activation)
         return
@@ -160,7 +160,13 @@ def linear(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...
         inputs["residual"] = (call.arrays["residual"].reshape(m, n), of_y)
     found = launch(
         call,
-        partial(kernel, k=k, few=m < sublanes(jnp.float32), activation=call.options["activation"]),
+        partial(
+            kernel,
+            k=k,
+            few=m < sublanes(jnp.float32),
+            few_of_weight=n < sublanes(jnp.float32),
+            activation=call.options["activation"],
+        ),
         "portakern_linear",
         (pl.cdiv(m, bm), pl.cdiv(n, bn), pl.cdiv(k, bk)),
         in_order=1,

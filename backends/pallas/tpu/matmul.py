@@ -218,12 +218,12 @@ def within_k(x: jax.Array, axis: int, start: Any, k: int, few: bool = False) -> 
     return last if sure == 0 else jnp.concatenate([lax.slice_in_dim(x, 0, sure, axis=axis), last], axis)
 
 
-def kernel(ref: Refs, *, k: int, k_of_b: int, axis: int, few: bool) -> None:
+def kernel(ref: Refs, *, k: int, k_of_b: int, axis: int, few: bool, few_of_b: bool) -> None:
     """``k_of_b``: which axis of b's blocks is k's; ``axis``: the grid axis along which the blocks of k follow each
-    other; ``few``: of `within_k`."""
+    other; ``few``, ``few_of_b``: of `within_k`, for a and for b."""
     step, last = step_along(axis), pl.num_programs(axis) - 1
     if "acc" not in ref:
-        a, b = within_k(ref.a[...], 1, 0, k, few), within_k(ref.b[...], k_of_b, 0, k)
+        a, b = within_k(ref.a[...], 1, 0, k, few), within_k(ref.b[...], k_of_b, 0, k, few_of_b)
         ref.c[...] = dot(a, b, (1, k_of_b)).astype(ref.c.dtype)
         return
 
@@ -233,7 +233,7 @@ def kernel(ref: Refs, *, k: int, k_of_b: int, axis: int, few: bool) -> None:
 
     a, b = ref.a[...], ref.b[...]
     start_of_k = step * a.shape[1]
-    a, b = within_k(a, 1, start_of_k, k, few), within_k(b, k_of_b, start_of_k, k)
+    a, b = within_k(a, 1, start_of_k, k, few), within_k(b, k_of_b, start_of_k, k, few_of_b)
     ref.acc[...] += dot(a, b, (1, k_of_b))
 
     @pl.when(step == last)
@@ -304,7 +304,14 @@ def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     bytes_of_b = products // m * pl.cdiv(m, bm) * b.dtype.itemsize
     found = launch(
         call,
-        partial(kernel, k=k, k_of_b=1 if turned else 0, axis=depth, few=m < sublanes(jnp.float32)),
+        partial(
+            kernel,
+            k=k,
+            k_of_b=1 if turned else 0,
+            axis=depth,
+            few=m < sublanes(jnp.float32),
+            few_of_b=turned and n < sublanes(jnp.float32),
+        ),
         "portakern_matmul",
         grid,
         in_order=1,
