@@ -231,7 +231,7 @@ class Implementation:
       drawn: which calls the checker draws of a variant that takes few.
 
     Neither ``tiling`` nor ``key`` nor ``fit`` may depend on batch or row counts, so that a row's bits do not either;
-    but where they are the ``same_bits`` in every tiling.
+    but where they are the ``same_bits`` in every tiling, and ``fit`` in tiles that leave a row's bits as they are.
     """
 
     backend: Backend
