@@ -63,7 +63,7 @@ DRAWN = Drawn(multiples={"n": 8}, most={"n": 1024})
 
 
 def default_tiling(call: Call) -> dict[str, int]:
-    return {"block_rows": 8, "block_n": max(THREADS, pl.next_power_of_2(call.dims["n"])), "ring": 4}
+    return {"block_rows": 8, "block_n": max(THREADS, pl.next_power_of_2(call.dims["n"])), "ring": 3}
 
 
 def walk_of(call: Call, tiling: Mapping[str, int]) -> Walk:
