@@ -364,6 +364,18 @@ def test_what_it_takes_of_the_chip_is_told(op, monkeypatch, tmp_path):
     assert bool(multiplying) == record(op).matrix_units, "products are wgmma's"
 
 
+def test_what_is_told_of_a_kernel_is_found_by_its_name(tmp_path):
+    """Code and resources are numbered apart, in the order of compiling and of lowering."""
+    names = "a_d_q_2.ptx", "a_0.ptx", "a_d_q_1.resources.txt", "a_0.resources.txt", "a_5.resources.txt", "a_3.ptx"
+    told = {tmp_path / name for name in names}
+    found = {p.name: COMPILER._resources_of(p, told).name for p in told if p.suffix == ".ptx"}
+    assert found == {
+        "a_d_q_2.ptx": "a_d_q_1.resources.txt",
+        "a_0.ptx": "a_0.resources.txt",
+        "a_3.ptx": "a_5.resources.txt",
+    }
+
+
 @has_compiler
 def test_a_kernel_is_the_same_program_wherever_in_a_process_it_is_lowered():
     """Which is what JAX's persistent compilation cache knows it by."""

@@ -42,7 +42,7 @@ from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas._band import Band
 from portakern.backends.pallas.common import Refs, padded, quotient
 from portakern.backends.pallas.gpu import attention as gpu
-from portakern.backends.pallas.gpu._chip import LANES, WARPS, launch, over_shared, padded_rows, whole_pieces
+from portakern.backends.pallas.gpu._chip import LANES, WARPS, launch, over_shared, padded_rows, store, whole_pieces
 from portakern.backends.pallas.gpu._flash import PART, QUERIES, Merge, Plan, Tile, rings
 from portakern.core.backend import Drawn
 from portakern.core.call import Call
@@ -208,7 +208,7 @@ def combine(ref: Refs, *, plan: Packed, group: int) -> None:
         acc = jnp.zeros_like(parts[0]) if plan.several else parts[0]
         for merge, part in zip(merges, parts, strict=False):
             acc = merge.elements(acc, part)
-        ref.o[batch, query, head, here] = (acc * inverse).astype(plan.dtype)
+        store(ref.o.at[batch, query, head, here], (acc * inverse).astype(plan.dtype))
     if "lse" in ref:
         ref.lse[batch, head, query] = plan.scores.lse(l, m)
 

@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.gpu import _rows as rows_of
-from portakern.backends.pallas.gpu._chip import WARPS, dtype_refused, launch, over_shared, padded_rows
+from portakern.backends.pallas.gpu._chip import WARPS, dtype_refused, launch, over_shared, padded_rows, store
 from portakern.backends.pallas.gpu._columns import in_order
 from portakern.backends.pallas.gpu._rows import (
     THREADS,
@@ -158,5 +158,5 @@ def kernel(
         read(jnp.int32(i))
     zeros = tuple(plgpu.layout_cast(jnp.zeros(walk.block, jnp.float32), walk.layout) for _ in sums)
     for k, total in enumerate(lax.fori_loop(0, rows, work, zeros)):
-        ref.sums[pl.ds(block, 1), k, pl.ds(0, walk.chunk)] = total
+        store(ref.sums.at[pl.ds(block, 1), k, pl.ds(0, walk.chunk)], total)
     plgpu.wait_smem_to_gmem(0)
