@@ -368,7 +368,7 @@ def test_what_is_told_of_a_kernel_is_found_by_its_name(tmp_path):
     """Code and resources are numbered apart, in the order of compiling and of lowering."""
     names = "a_d_q_2.ptx", "a_0.ptx", "a_d_q_1.resources.txt", "a_0.resources.txt", "a_5.resources.txt", "a_3.ptx"
     told = {tmp_path / name for name in names}
-    found = {p.name: COMPILER._resources_of(p, told).name for p in told if p.suffix == ".ptx"}
+    found = {p.name: compiler._resources_of(p, told).name for p in told if p.suffix == ".ptx"}
     assert found == {
         "a_d_q_2.ptx": "a_d_q_1.resources.txt",
         "a_0.ptx": "a_0.resources.txt",
