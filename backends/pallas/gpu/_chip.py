@@ -7,6 +7,7 @@ padded is said by ``explain()``.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.gpu._keys import same_in_every_process
 from portakern.core import targets
 from portakern.core.call import Call
+from portakern.core.observe import say
 
 same_in_every_process()
 
@@ -191,6 +193,11 @@ def _finish(waiting: list[Callable[[], None]], later: int) -> None:
         waiting.pop(0)()
 
 
+def _host_threads() -> int:
+    """Threads that XLA has for programs of the host."""
+    return int(os.environ.get("NPROC") or os.cpu_count() or 1)
+
+
 def launch(
     call: Call,
     kernel: Callable[[Refs], None],
@@ -215,6 +222,12 @@ def launch(
     inside ``plgpu.force_gpu_interpret_mode`` the parameters chosen there win.
     """
     names = (*inputs, *outputs)
+    if call.interpret and warpgroups > _host_threads():
+        say(
+            f"portakern: each of {warpgroups} warpgroups takes a thread of XLA's on the host, which has "
+            f"{_host_threads()}: those that wait may keep the others from running, for ever. Start Python with "
+            "NPROC=8 in its environment"
+        )
 
     def on_named_refs(*refs: Any, **scoped: Any) -> None:
         for buffer in (name for name, form in scratch.items() if isinstance(form, Swizzled)):
