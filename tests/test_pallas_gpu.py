@@ -42,7 +42,10 @@ from tests.ops import record  # noqa: E402
 HOPPER = Target("cuda", "sm_90")
 OPS = [op for op in registry.ops() if PALLAS.where(op, FAMILY)]
 ROWS = [op for op in OPS if "row_warps" in PALLAS.implementation(op, FAMILY).knobs]
-SPILLED = {"attention_vjp": 64}  # bytes: d_k and d_v beside each other take all registers, and one by one more products
+SPILLED = {
+    "attention": 96,  # bytes: what the walk over tiles knows, stored and read outside the loop over keys
+    "attention_vjp": 64,  # d_k and d_v beside each other take all registers, and one by one more products
+}
 LIMITS = testing.Limits(used=2**12)
 each_op = pytest.mark.parametrize("op", OPS)
 has_compiler = pytest.mark.skipif(
@@ -327,7 +330,8 @@ def test_a_tile_of_queries_does_not_end_in_the_next_head(q_len, monkeypatch):
     impl, call, tiling = resolved("attention", {}, arrays, return_lse=True)
     monkeypatch.setattr(attention, "launch", launch)
     _, lse = impl.run(call, tiling)
-    assert lse.shape == (1, 2, q_len) and written["lse"].shape[-1] % tiling["block_q"] == 0
+    rows = min(tiling["block_q"], -(-q_len // 64) * 64)
+    assert lse.shape == (1, 2, q_len) and written["lse"].shape[-1] % rows == 0
 
 
 @has_compiler
