@@ -39,6 +39,7 @@ class AddLayernormOp(Op):
         bias: Array | None = None,
         *,
         eps: float = 1e-05,
+        overwrite: Literal["residual"] | Iterable[Literal["residual"]] | None = None,
     ) -> AddLayernormOut[Array]:
         """residual_out = x + residual and y = layernorm(residual_out): what a transformer does between two of its
         layers.
@@ -63,6 +64,7 @@ class AddLayernormOp(Op):
         bias: NDArray[Any] | None = None,
         *,
         eps: float = 1e-05,
+        overwrite: Literal["residual"] | Iterable[Literal["residual"]] | None = None,
     ) -> AddLayernormOut[NDArray[Any]]: ...
 
 class AddLayernormVjpOut(NamedTuple, Generic[T]):
@@ -145,6 +147,7 @@ class AddRmsnormOp(Op):
         *,
         eps: float = 1e-06,
         rounding: Literal["once", "before_weight"] = "once",
+        overwrite: Literal["residual"] | Iterable[Literal["residual"]] | None = None,
     ) -> AddRmsnormOut[Array]:
         """residual_out = x + residual and y = rmsnorm(residual_out): what a transformer does between two of its layers.
 
@@ -168,6 +171,7 @@ class AddRmsnormOp(Op):
         *,
         eps: float = 1e-06,
         rounding: Literal["once", "before_weight"] = "once",
+        overwrite: Literal["residual"] | Iterable[Literal["residual"]] | None = None,
     ) -> AddRmsnormOut[NDArray[Any]]: ...
 
 class AddRmsnormVjpOut(NamedTuple, Generic[T]):
@@ -609,6 +613,7 @@ class CrossEntropyVjpOp(Op):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         wants: None = None,
+        overwrite: Literal["logits"] | Iterable[Literal["logits"]] | None = None,
     ) -> CrossEntropyVjpOut[Array]:
         """d_logits_j = d_loss [p_j (1 + 2 z lse) - (1 - e) [j = t] - e / n], p = exp(logits - lse), in float32.
 
@@ -635,6 +640,7 @@ class CrossEntropyVjpOp(Op):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         wants: Iterable[Literal["d_logits"]] | None,
+        overwrite: Literal["logits"] | Iterable[Literal["logits"]] | None = None,
     ) -> CrossEntropyVjpOut[Array | None]: ...
     @overload
     def __call__(
@@ -648,6 +654,7 @@ class CrossEntropyVjpOp(Op):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         wants: None = None,
+        overwrite: Literal["logits"] | Iterable[Literal["logits"]] | None = None,
     ) -> CrossEntropyVjpOut[NDArray[Any]]: ...
     @overload
     def __call__(
@@ -661,6 +668,7 @@ class CrossEntropyVjpOp(Op):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         wants: Iterable[Literal["d_logits"]] | None,
+        overwrite: Literal["logits"] | Iterable[Literal["logits"]] | None = None,
     ) -> CrossEntropyVjpOut[NDArray[Any] | None]: ...
 
 class GegluOp(Op):
@@ -709,6 +717,7 @@ class GegluVjpOp(Op):
         *,
         approximate: Literal["none", "tanh"] = "none",
         wants: None = None,
+        overwrite: Literal["gate", "up"] | Iterable[Literal["gate", "up"]] | None = None,
     ) -> GegluVjpOut[Array]:
         """d_gate = d_y up D(gate) and d_up = d_y gate P(gate), with D the slope of g P(g), element by element.
 
@@ -733,6 +742,7 @@ class GegluVjpOp(Op):
         *,
         approximate: Literal["none", "tanh"] = "none",
         wants: Iterable[Literal["d_gate", "d_up"]] | None,
+        overwrite: Literal["gate", "up"] | Iterable[Literal["gate", "up"]] | None = None,
     ) -> GegluVjpOut[Array | None]: ...
     @overload
     def __call__(
@@ -743,6 +753,7 @@ class GegluVjpOp(Op):
         *,
         approximate: Literal["none", "tanh"] = "none",
         wants: None = None,
+        overwrite: Literal["gate", "up"] | Iterable[Literal["gate", "up"]] | None = None,
     ) -> GegluVjpOut[NDArray[Any]]: ...
     @overload
     def __call__(
@@ -753,6 +764,7 @@ class GegluVjpOp(Op):
         *,
         approximate: Literal["none", "tanh"] = "none",
         wants: Iterable[Literal["d_gate", "d_up"]] | None,
+        overwrite: Literal["gate", "up"] | Iterable[Literal["gate", "up"]] | None = None,
     ) -> GegluVjpOut[NDArray[Any] | None]: ...
 
 class LayernormOp(Op):
@@ -1130,6 +1142,7 @@ class LinearCrossEntropyVjpOp(Op):
         z_loss: float = 0.0,
         precision: Literal["ieee", "tf32"] = "ieee",
         wants: None = None,
+        overwrite: Literal["slope"] | Iterable[Literal["slope"]] | None = None,
     ) -> LinearCrossEntropyVjpOut[Array]:
         """d_hidden = d_loss slope and d_weight_j = sum of d_loss b_j h over all rows h of hidden, b as in
         linear_cross_entropy.
@@ -1167,6 +1180,7 @@ class LinearCrossEntropyVjpOp(Op):
         z_loss: float = 0.0,
         precision: Literal["ieee", "tf32"] = "ieee",
         wants: Iterable[Literal["d_hidden", "d_weight"]] | None,
+        overwrite: Literal["slope"] | Iterable[Literal["slope"]] | None = None,
     ) -> LinearCrossEntropyVjpOut[Array | None]: ...
     @overload
     def __call__(
@@ -1183,6 +1197,7 @@ class LinearCrossEntropyVjpOp(Op):
         z_loss: float = 0.0,
         precision: Literal["ieee", "tf32"] = "ieee",
         wants: None = None,
+        overwrite: Literal["slope"] | Iterable[Literal["slope"]] | None = None,
     ) -> LinearCrossEntropyVjpOut[NDArray[Any]]: ...
     @overload
     def __call__(
@@ -1199,6 +1214,7 @@ class LinearCrossEntropyVjpOp(Op):
         z_loss: float = 0.0,
         precision: Literal["ieee", "tf32"] = "ieee",
         wants: Iterable[Literal["d_hidden", "d_weight"]] | None,
+        overwrite: Literal["slope"] | Iterable[Literal["slope"]] | None = None,
     ) -> LinearCrossEntropyVjpOut[NDArray[Any] | None]: ...
 
 class LinearVjpOut(NamedTuple, Generic[T]):
@@ -1549,7 +1565,15 @@ class RmsnormVjpOp(Op):
 
 class RopeOp(Op):
     @overload
-    def __call__(self, x: Array, cos: Array, sin: Array, *, interleaved: bool = False) -> Array:
+    def __call__(
+        self,
+        x: Array,
+        cos: Array,
+        sin: Array,
+        *,
+        interleaved: bool = False,
+        overwrite: Literal["x"] | Iterable[Literal["x"]] | None = None,
+    ) -> Array:
         """y_a = x_a cos - x_b sin and y_b = x_b cos + x_a sin for each pair (a, b) of a head's numbers, in float32.
 
         With P pairs, the i-th is (i, P + i), the halves of Llama and GPT-NeoX, or with interleaved (2 i, 2 i + 1), the
@@ -1581,6 +1605,7 @@ class RopeOp(Op):
         sin: NDArray[Any],
         *,
         interleaved: bool = False,
+        overwrite: Literal["x"] | Iterable[Literal["x"]] | None = None,
     ) -> NDArray[Any]: ...
 
 class RopeVjpOut(NamedTuple, Generic[T]):
@@ -1596,6 +1621,7 @@ class RopeVjpOp(Op):
         *,
         interleaved: bool = False,
         wants: None = None,
+        overwrite: Literal["d_y"] | Iterable[Literal["d_y"]] | None = None,
     ) -> RopeVjpOut[Array]:
         """d_x_a = d_y_a cos + d_y_b sin and d_x_b = d_y_b cos - d_y_a sin for each pair (a, b): rope by cos and -sin.
 
@@ -1617,6 +1643,7 @@ class RopeVjpOp(Op):
         *,
         interleaved: bool = False,
         wants: Iterable[Literal["d_x"]] | None,
+        overwrite: Literal["d_y"] | Iterable[Literal["d_y"]] | None = None,
     ) -> RopeVjpOut[Array | None]: ...
     @overload
     def __call__(
@@ -1627,6 +1654,7 @@ class RopeVjpOp(Op):
         *,
         interleaved: bool = False,
         wants: None = None,
+        overwrite: Literal["d_y"] | Iterable[Literal["d_y"]] | None = None,
     ) -> RopeVjpOut[NDArray[Any]]: ...
     @overload
     def __call__(
@@ -1637,6 +1665,7 @@ class RopeVjpOp(Op):
         *,
         interleaved: bool = False,
         wants: Iterable[Literal["d_x"]] | None,
+        overwrite: Literal["d_y"] | Iterable[Literal["d_y"]] | None = None,
     ) -> RopeVjpOut[NDArray[Any] | None]: ...
 
 class SoftmaxOp(Op):
@@ -1659,7 +1688,15 @@ class SoftmaxVjpOut(NamedTuple, Generic[T]):
 
 class SoftmaxVjpOp(Op):
     @overload
-    def __call__(self, y: Array, d_y: Array, *, axis: int = -1, wants: None = None) -> SoftmaxVjpOut[Array]:
+    def __call__(
+        self,
+        y: Array,
+        d_y: Array,
+        *,
+        axis: int = -1,
+        wants: None = None,
+        overwrite: Literal["d_y"] | Iterable[Literal["d_y"]] | None = None,
+    ) -> SoftmaxVjpOut[Array]:
         """d_x = y (d_y - Delta), Delta = sum y d_y along ``axis``, in float32 (float64 for float64).
 
         Args:
@@ -1677,6 +1714,7 @@ class SoftmaxVjpOp(Op):
         *,
         axis: int = -1,
         wants: Iterable[Literal["d_x"]] | None,
+        overwrite: Literal["d_y"] | Iterable[Literal["d_y"]] | None = None,
     ) -> SoftmaxVjpOut[Array | None]: ...
     @overload
     def __call__(
@@ -1686,6 +1724,7 @@ class SoftmaxVjpOp(Op):
         *,
         axis: int = -1,
         wants: None = None,
+        overwrite: Literal["d_y"] | Iterable[Literal["d_y"]] | None = None,
     ) -> SoftmaxVjpOut[NDArray[Any]]: ...
     @overload
     def __call__(
@@ -1695,6 +1734,7 @@ class SoftmaxVjpOp(Op):
         *,
         axis: int = -1,
         wants: Iterable[Literal["d_x"]] | None,
+        overwrite: Literal["d_y"] | Iterable[Literal["d_y"]] | None = None,
     ) -> SoftmaxVjpOut[NDArray[Any] | None]: ...
 
 class SwigluOp(Op):
@@ -1721,7 +1761,15 @@ class SwigluVjpOut(NamedTuple, Generic[T]):
 
 class SwigluVjpOp(Op):
     @overload
-    def __call__(self, gate: Array, up: Array, d_y: Array, *, wants: None = None) -> SwigluVjpOut[Array]:
+    def __call__(
+        self,
+        gate: Array,
+        up: Array,
+        d_y: Array,
+        *,
+        wants: None = None,
+        overwrite: Literal["gate", "up"] | Iterable[Literal["gate", "up"]] | None = None,
+    ) -> SwigluVjpOut[Array]:
         """d_gate = d_y up s (1 + gate q) and d_up = d_y gate s, with s = 1 / (1 + exp(-gate)), q = 1 / (1 + exp(gate)).
 
         In float32 (float64 for float64), element by element.
@@ -1742,6 +1790,7 @@ class SwigluVjpOp(Op):
         d_y: Array,
         *,
         wants: Iterable[Literal["d_gate", "d_up"]] | None,
+        overwrite: Literal["gate", "up"] | Iterable[Literal["gate", "up"]] | None = None,
     ) -> SwigluVjpOut[Array | None]: ...
     @overload
     def __call__(
@@ -1751,6 +1800,7 @@ class SwigluVjpOp(Op):
         d_y: NDArray[Any],
         *,
         wants: None = None,
+        overwrite: Literal["gate", "up"] | Iterable[Literal["gate", "up"]] | None = None,
     ) -> SwigluVjpOut[NDArray[Any]]: ...
     @overload
     def __call__(
@@ -1760,6 +1810,7 @@ class SwigluVjpOp(Op):
         d_y: NDArray[Any],
         *,
         wants: Iterable[Literal["d_gate", "d_up"]] | None,
+        overwrite: Literal["gate", "up"] | Iterable[Literal["gate", "up"]] | None = None,
     ) -> SwigluVjpOut[NDArray[Any] | None]: ...
 
 @overload

@@ -86,7 +86,7 @@ def show(op: str) -> dict[str, Any]:
                 "shape": o.shape,
                 "dtype": o.dtype or o.dtype_option or f"that of {o.alias_of or s.lead.name}",
                 "given": f"with {o.wanted_by}" if o.wanted_by else "always",
-                "memory": f"new, or that of {o.alias_of}" if o.alias_of else "new",
+                "memory": f"new, or that of {o.alias_of} with overwrite" if o.alias_of else "new",
             }
             for o in s.outputs
         ],

@@ -39,6 +39,7 @@ class AddRmsnormOut(NamedTuple):
 @spec(
     tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 65536, of="n")},
     or_float32=("weight",),
+    aliases={"residual_out": "residual"},
     apart=("batch",),
     vjp="add_rmsnorm_vjp",
     autocast="float32",

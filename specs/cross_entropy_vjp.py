@@ -28,6 +28,7 @@ class CrossEntropyVjpOut(NamedTuple):
     tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 65536, of="n")},
     require=(LABELS,),
     positive=("n",),
+    aliases={"d_logits": "logits"},
     apart=("batch",),
     flops=lambda call: 6.0 * prod(call.dims["batch"]) * call.dims["n"],
 )

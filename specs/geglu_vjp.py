@@ -33,6 +33,7 @@ class GegluVjpOut(NamedTuple):
 
 @spec(
     tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 16384, of="batch")},
+    aliases={"d_gate": "gate", "d_up": "up"},
     apart=("batch",),
     flops=lambda call: 18.0 * prod(call.dims["batch"]),
 )

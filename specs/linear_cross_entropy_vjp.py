@@ -40,6 +40,7 @@ class LinearCrossEntropyVjpOut(NamedTuple):
     tiling={"chunk_n": Tile(16, 65536, of="n")},
     require=(LABELS,),
     positive=("n", "d"),
+    aliases={"d_hidden": "slope"},
     apart=lambda options, wants: ("batch",) if set(wants) == {"d_hidden"} else (),
     flops=lambda call: (
         (4.0 * call.dims["n"] * ("d_weight" in call.wants) + ("d_hidden" in call.wants))

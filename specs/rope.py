@@ -34,6 +34,7 @@ PAIRS_FIT = Rule(
     or_float32=("cos", "sin"),
     require=(PAIRS_FIT,),
     positive=("d", "pairs"),
+    aliases={"y": "x"},
     apart=("batch", "seq", "heads"),
     vjp="rope_vjp",
     typical={"batch": 1, "seq": 4096, "heads": 32, "d": 128, "pairs": 64},

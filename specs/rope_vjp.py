@@ -37,6 +37,7 @@ class RopeVjpOut(NamedTuple):
     or_float32=("cos", "sin"),
     require=(PAIRS_FIT,),
     positive=("d", "pairs"),
+    aliases={"d_x": "d_y"},
     apart=("batch", "seq", "heads"),
     flops=lambda call: 6.0 * call.dims["batch"] * call.dims["seq"] * call.dims["heads"] * call.dims["pairs"],
 )

@@ -26,6 +26,7 @@ class SoftmaxVjpOut(NamedTuple):
 
 @spec(
     tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 65536, of="shape")},
+    aliases={"d_x": "d_y"},
     apart=("shape",),
     flops=lambda call: 4.0 * prod(call.dims["shape"]),
 )

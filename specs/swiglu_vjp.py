@@ -26,6 +26,7 @@ class SwigluVjpOut(NamedTuple):
 
 @spec(
     tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 16384, of="batch")},
+    aliases={"d_gate": "gate", "d_up": "up"},
     apart=("batch",),
     flops=lambda call: 11.0 * prod(call.dims["batch"]),
 )

@@ -30,7 +30,7 @@ from portakern.benchmarking.inputs import for_gradient, make
 from portakern.benchmarking.processes import pool
 from portakern.benchmarking.roof import ceiling, moved
 from portakern.benchmarking.rows import said
-from portakern.benchmarking.run import DeviceLost, Plan, run
+from portakern.benchmarking.run import DeviceLost, Helped, Plan, run, visit
 from portakern.benchmarking.suites import TimedCase
 from portakern.benchmarking.timing import CallFailed, interleaved
 from portakern.benchmarking.verdicts import Judge
@@ -224,6 +224,28 @@ def test_what_other_processes_expect_is_what_this_one_would(tmp_path):
         assert a.name == b.name and np.array_equal(a.exact, b.exact) and np.array_equal(a.bound, b.bound)
     assert {e.name: e.exact.shape for e in ahead.expect(target, False)}["d_weight"] == (512,)
     assert Foresight(target, {}).judge(sums, inputs).known == {}
+
+
+def test_what_gradients_are_is_computed_where_their_inputs_are_made(monkeypatch):
+    """Whoever visits gradients of what a forward op saved computes what is expected of them, and who times them takes
+    that over if it saved the same."""
+    case = TimedCase("mine", "softmax", "float32", {"shape": (6, 40)}, gradient=True)
+    torch = registry.backend("torch")
+    plan = Plan([case], [torch], [], "cpu", rounds=2)
+    seen = visit(plan, case)
+    assert seen.foreseen.known and "what is expected" in seen.seconds
+    assert visit(plan, CASE).foreseen is None and visit(plan, case, lambda: True).foreseen is None
+    future: Future = Future()
+    future.set_result(seen)
+    helped = Helped(None, Ahead({id(case): future}))
+    computed, compute = [], Judge._compute
+    monkeypatch.setattr(Judge, "_compute", lambda self, *a: computed.append(self) or compute(self, *a))
+    assert {r["verdict"] for r in run(plan, lambda f, c: None, helped=helped).rows} == {"right"} and not computed
+    future = Future()
+    future.set_result(seen._replace(foreseen=seen.foreseen._replace(saved="other")))
+    helped = Helped(None, Ahead({id(case): future}))
+    assert {r["verdict"] for r in run(plan, lambda f, c: None, helped=helped).rows} == {"right"}
+    assert len(computed) == 2  # what was saved, and the gradients
 
 
 def test_cases_are_visited_ahead_by_other_processes():

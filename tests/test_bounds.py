@@ -184,6 +184,9 @@ def test_compare_measures_the_worst_fraction():
         (0.0, -0.0, 0.0, True),
         (-np.inf, 70000.0, 200000.0, True),
         (-np.inf, 70000.0, 100000.0, False),
+        (np.nan, 70000.0, 100000.0, False),
+        (np.nan, 70000.0, 200000.0, True),
+        (np.nan, -70000.0, 200000.0, True),
     ],
 )  # fmt: skip
 def test_compare_on_nan_inf_and_overflow(got, ref, bound, ok):

@@ -40,7 +40,8 @@ def test_an_op_has_the_signature_of_its_spec(name):
     arrays = [p.name for p in found.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     keywords = {p.name: p.default for p in found.parameters.values() if p.kind is p.KEYWORD_ONLY}
     assert arrays == [a.name for a in spec.arrays]
-    assert keywords == {o.name: o.default for o in spec.options} | ({"wants": None} if spec.is_vjp else {})
+    own = ["wants"] * spec.is_vjp + ["overwrite"] * bool(spec.aliases)
+    assert keywords == {o.name: o.default for o in spec.options} | dict.fromkeys(own)
     assert all(p.annotation is not p.empty for p in found.parameters.values())
 
 
@@ -52,6 +53,7 @@ def test_annotations_show_shapes_choices_and_what_comes_back():
     assert re.search(result, text)
     gradient = inspect.signature(pk.op("softmax_vjp"))
     assert str(gradient.parameters["wants"]).endswith("Iterable[typing.Literal['d_x']] | None = None")
+    assert "Literal['d_y']" in str(gradient.parameters["overwrite"])
     assert gradient.return_annotation is pk.op("softmax_vjp").spec.result
 
 

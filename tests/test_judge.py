@@ -665,12 +665,39 @@ def test_problems_that_are_known_bring_their_op_and_mapping(tmp_path):
     from portakern.judging.judgement import _of_a_problem
 
     assert _of_a_problem("36_RMSNorm_", None, None)[0] == "rmsnorm"
-    assert _of_a_problem("36_RMSNorm_", "softmax", None) == ("softmax", "")
+    assert _of_a_problem("36_RMSNorm_", "softmax", None) == ("softmax", "", "")
     known = tomllib.loads((ROOT / "portakern/judging/problems.toml").read_text())
     for row in known.values():
         spec = registry.find_spec(row["op"])
         names = ([a.name for a in spec.arrays], [o.name for o in spec.outputs], [o.name for o in spec.options])
         parse(row.get("map", ""), *names)
+
+
+ALIGNED = """
+    import torch
+
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            assert all(x.data_ptr() % 64 == 0 for x in (q, k, v)), "misaligned address"
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    def get_inputs():
+        return [torch.rand(1, 2, 8, 64) for _ in range(3)]
+"""
+
+
+def test_a_reference_that_takes_no_shifted_arrays_on_an_accelerator_gets_none_there(tmp_path, monkeypatch):
+    pytest.importorskip("torch", reason="torch is not installed")
+    file = tmp_path / "97_ScaledDotProductAttention.py"
+    file.write_text(textwrap.dedent(ALIGNED))
+    assert "misaligned" in judge(file, max_examples=20, edges=False).report.failures[0].what
+    monkeypatch.setattr(judgement, "HOST", Target("nowhere", ""))  # so that this one is no host
+    report = judge(file, max_examples=20, edges=False).report
+    assert not report.failures and any(c.startswith("no array is shifted: PyTorch's") for c in report.concessions)
+    assert (
+        "misaligned"
+        in judge(file, max_examples=20, edges=False, layouts=("contiguous", "shifted")).report.failures[0].what
+    )
 
 
 def test_a_candidate_starts_while_the_judge_begins_the_device(tmp_path, monkeypatch):

@@ -90,7 +90,7 @@ def test_a_typical_call_and_its_lines_on_show(monkeypatch, capsys):
     monkeypatch.setattr(registry, "find_spec", lambda name: getattr(ops, name))
     shown = inventory.show("peak")
     assert shown["drops"] == {"rest": "shape without the axis that axis names"} and shown["samples"][0] == "rows"
-    assert inventory.show("segment_add")["outputs"][0]["memory"] == "new, or that of total"
+    assert inventory.show("segment_add")["outputs"][0]["memory"] == "new, or that of total with overwrite"
     assert inventory.show("segment_add")["outputs"][0]["dtype"] == "that of total"
     assert inventory.show("masked_add")["outputs"][0]["dtype"] == "int32"
 
@@ -157,16 +157,20 @@ def small(framework="numpy", **changes):
 
 
 @pytest.mark.parametrize("framework", IN_PLACE)
-def test_an_output_takes_the_memory_that_it_may(framework):
+def test_a_result_is_written_over_an_input_where_the_call_asks(framework):
     pytest.importorskip(framework, reason=f"{framework} is not installed")
     run = pk.op(ops.segment_add, backend=backend("segment_add", IN_PLACE[framework], framework))
     want = pk.op(ops.segment_add)(**small())
+    for ask in ("total", ("total",), ["total"]) * 2:  # the second time as it was decided the first
+        arrays = small(framework)
+        out = run(**arrays, overwrite=ask)
+        assert out is arrays["total"]
+        np.testing.assert_allclose(out, want, rtol=1e-5)
+        if framework == "torch":
+            assert out._version > 0 and not any(a._version for n, a in arrays.items() if n != "total")
     arrays = small(framework)
-    out = run(**arrays)
-    np.testing.assert_allclose(out, want, rtol=1e-5)
-    np.testing.assert_array_equal(arrays["total"], out)
-    if framework == "torch":
-        assert out.data_ptr() == arrays["total"].data_ptr() and arrays["total"]._version > 0
+    np.testing.assert_allclose(run(**arrays), want, rtol=1e-5)
+    np.testing.assert_array_equal(arrays["total"], small()["total"])
     passes(ops.segment_add, backend("segment_add", IN_PLACE[framework], framework))
 
 
@@ -175,58 +179,95 @@ def read_only(x):
     return x
 
 
-TAKEN = {  # inputs that somebody else may see
-    "a constant": lambda: small(total=read_only(small()["total"])),
-    "repeated rows": lambda: small(total=np.lib.stride_tricks.as_strided(np.ones(4, np.float32), (3, 4), (0, 4))),
+REFUSED = {
+    "another name": (dict, "out", "overwrite names 'out'; expected names among total"),
+    "no name": (dict, 3, "overwrite is 3; expected names among total: leave it out"),
+    "a constant": (lambda: small(total=read_only(small()["total"])), "total", "is read-only, or several"),
+    "repeated rows": (
+        lambda: small(total=np.lib.stride_tricks.as_strided(np.ones(4, np.float32), (3, 4), (0, 4))),
+        "total",
+        "is read-only, or several of its elements are one number",
+    ),
+    "gaps": (lambda: small(total=np.ones((3, 8), np.float32)[:, ::2]), "total", "is not contiguous"),
 }
 
 
-@pytest.mark.parametrize("what", TAKEN)
-def test_what_others_see_is_never_written_to(what):
-    arrays = TAKEN[what]()
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_a_result_cannot_lie_over_is_refused(what):
+    make, ask, why = REFUSED[what]
+    arrays = small() | make()
     before = arrays["total"].copy()
-    want = pk.op(ops.segment_add)(**arrays)
-    for framework, kernel in IN_PLACE.items():
-        out = pk.op(ops.segment_add, backend=backend("segment_add", kernel, framework))(**arrays)
-        np.testing.assert_allclose(out, want, rtol=1e-5)
-        np.testing.assert_array_equal(arrays["total"], before)
+    for made in ("reference", backend("segment_add", in_place), backend("segment_add", in_torch, "torch")):
+        with pytest.raises(pk.SpecError, match=f"segment_add: .*{why}"):
+            pk.op(ops.segment_add, backend=made)(**arrays, overwrite=ask)
+    np.testing.assert_array_equal(arrays["total"], before)
 
 
-def test_an_array_that_is_two_arguments_is_not_written_to():
+def test_an_array_that_is_two_arguments_is_not_written_over():
     same = np.ones((3, 3), np.float32)
     arrays = {"q": np.ones((3, 3), np.int8), "scales": same[0], "starts": np.array([0, 1, 2]), "total": same}
-    out = pk.op(ops.segment_add, backend=backend("segment_add", in_place))(**arrays)
-    assert out.tolist() == [[2.0] * 3] * 3 and same.tolist() == [[1.0] * 3] * 3
+    run = pk.op(ops.segment_add, backend=backend("segment_add", in_place))
+    with pytest.raises(pk.SpecError, match="total, which shares memory with scales"):
+        run(**arrays, overwrite="total")
+    assert run(**arrays).tolist() == [[2.0] * 3] * 3 and same.tolist() == [[1.0] * 3] * 3
+
+
+def test_who_makes_new_arrays_alone_is_not_asked_for_others():
+    run = pk.op(ops.segment_add, backend=backend("segment_add", segment_sums))
+    with pytest.raises(pk.UnsupportedError, match="'mine' cannot: it writes no result over an input; leave overwrite"):
+        run(**small(), overwrite="total")
+
+
+def test_arrays_of_another_library_and_of_the_oracle_are_written_over():
+    want = pk.op(ops.segment_add)(**small())
+    for framework, made in (("numpy", backend("segment_add", in_torch, "torch")), ("torch", "reference")):
+        arrays = small(framework)
+        assert pk.op(ops.segment_add, backend=made)(**arrays, overwrite="total") is arrays["total"]
+        np.testing.assert_allclose(arrays["total"], want, rtol=1e-5)
 
 
 def test_immutable_recorded_and_watched_inputs_keep_their_values():
     torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
     run = pk.op(ops.segment_add, backend=backend("segment_add", in_torch, "torch"))
     want = np.asarray(run(**small()))
-    arrays = small("jax")
-    np.testing.assert_array_equal(run(**arrays), want)
-    np.testing.assert_array_equal(arrays["total"], small()["total"])
+    with pytest.raises(pk.SpecError, match="JAX arrays never change; leave it out, .*donate_argnums"):
+        run(**small("jax"), overwrite="total")
+    staged = pk.op(ops.segment_add, backend=backend("segment_add", in_jax, "jax"))
+    with pytest.raises(pk.SpecError, match="JAX arrays never change"):
+        jax.jit(lambda a: staged(**a, overwrite="total"))(small("jax"))
+    np.testing.assert_allclose(jax.jit(lambda a: staged(**a))(small("jax")), want, rtol=1e-5)
     arrays = small("torch")
     compiled = torch.compile(lambda a: (run(**a), a["total"] + 1), fullgraph=True, backend="aot_eager")
     out, later = compiled(arrays)
     np.testing.assert_array_equal(out, want)
     np.testing.assert_array_equal(later, small()["total"] + 1)
+    with pytest.raises(Exception, match="segment_add: overwrite is given in a call that PyTorch records"):
+        torch.compile(lambda a: run(**a, overwrite="total"), fullgraph=True, backend="eager")(arrays)
     torch.library.opcheck(torch.ops.portakern.segment_add.default, tuple(small("torch").values()))
-    mapped = torch.func.vmap(lambda total: run(**(arrays | {"total": total})))(torch.stack([arrays["total"]] * 2))
-    np.testing.assert_array_equal(mapped[1], want)
-    with testing.audit() as seen:
-        run(**arrays)
-    assert not seen.broken and seen.worst
+    with pytest.raises(pk.SpecError, match="PyTorch records this call"):
+        torch.func.vmap(lambda total: run(**(arrays | {"total": total}), overwrite="total"))(
+            torch.stack([arrays["total"]] * 2)
+        )
     np.testing.assert_array_equal(arrays["total"], small()["total"])
-    staged = pk.op(ops.segment_add, backend=backend("segment_add", in_jax, "jax"))
-    np.testing.assert_allclose(jax.jit(lambda a: staged(**a))(small("jax")), want, rtol=1e-5)
+
+
+def test_who_looks_on_sees_what_was_given():
+    pytest.importorskip("torch")
+    run = pk.op(ops.segment_add, backend=backend("segment_add", in_torch, "torch"))
+    for _ in range(2):
+        arrays = small("torch")
+        with testing.audit() as seen:
+            run(**arrays, overwrite="total")
+        assert not seen.broken and seen.worst
+        np.testing.assert_allclose(arrays["total"], pk.op(ops.segment_add)(**small()), rtol=1e-5)
 
 
 def test_other_sharing_and_writing_is_still_wrong():
     def shares_another(call, tiling):
-        return (in_place(call, tiling)[0][:, ::-1],)
+        call.arrays["total"][...] = segment_sums(call, tiling)[0]
+        return (call.arrays["total"],)
 
-    assert "out" in failure(ops.segment_add, shares_another)
+    assert "in memory that it shares with the call's total" in failure(ops.segment_add, shares_another)
 
     def writes_elsewhere(call, tiling):
         out = segment_sums(call, tiling)
@@ -241,6 +282,53 @@ def test_other_sharing_and_writing_is_still_wrong():
         return out
 
     assert "the input total was written to" in failure(ops.segment_add, scratch)
+
+
+def over_another(call, tiling):
+    (out,), over = segment_sums(call, tiling), call.overwritten("out")
+    if over is not None:
+        call.arrays["scales"][...] = 0
+        over[...] = out
+        out = over
+    return (out,)
+
+
+def reading_what_it_wrote(call, tiling):
+    over = call.overwritten("out")
+    if over is None:
+        return segment_sums(call, tiling)
+    over[:1] = segment_sums(call, tiling)[0][:1]
+    over[...] = segment_sums(call, tiling)[0]  # the first segment's sums twice
+    return (over,)
+
+
+def beside_it(call, tiling):
+    out = in_place(call, tiling)
+    base = call.arrays["total"].base
+    if call.over and base is not None and base.ndim == 1 and base.size > out[0].size:
+        base[-1] = 7
+    return out
+
+
+def elsewhere(call, tiling):
+    return segment_sums(call, tiling)
+
+
+WRITES_WRONGLY = {
+    over_another: "the input scales was written to",
+    reading_what_it_wrote: "with results over total",
+    beside_it: "the memory beside the input total was written to",
+    elsewhere: "in other memory; expected total itself, written over",
+}
+
+
+@pytest.mark.parametrize("kernel", WRITES_WRONGLY, ids=lambda k: k.__name__)
+def test_the_checker_sees_what_is_wrong_only_where_results_lie_over_inputs(kernel):
+    kernel.overwrites = True
+    assert WRITES_WRONGLY[kernel] in failure(ops.segment_add, kernel)
+
+
+def test_what_is_shared_with_others_is_still_wrong():
     assert "shares with the call's keep" in failure(
         ops.masked_add,
         lambda call, tiling: (masked_sum(call, np.int32)[0], call.arrays["keep"], masked_sum(call, np.int32)[2]),

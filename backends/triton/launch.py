@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_GRID", "RECORDERS", "accumulator", "cdiv", "compiler_options", "dot_precision", "lanes", "launch", "recording",
-    "refuse_common", "shared_limit", "tmem_columns", "torch_dtype",
+    "refuse_common", "refuse_over", "shared_limit", "tmem_columns", "torch_dtype",
 ]  # fmt: skip
 
 MAX_GRID = 2**31 - 1  # of a grid's first dimension, on NVIDIA and AMD; the others end at 65535, so no kernel uses them
@@ -116,6 +116,20 @@ def compiler_options(tiling: Mapping[str, int]) -> dict[str, int]:
 def lanes(arch: str) -> int:
     """Threads of a warp or wave."""
     return targets.family(arch).lanes
+
+
+def refuse_over(call: Call, num_warps: int, tile: int) -> str | None:
+    """Why tiles of so many numbers cannot be written over an input. A number that several threads hold is read by each
+    of them, and stored by one, which waits for nobody."""
+    if not call.over or call.interpret:
+        return None
+    threads = num_warps * targets.family(call.target.arch).lanes
+    if tile >= threads:
+        return None
+    return (
+        f"of a tile of {tile} numbers {threads} threads hold several copies, and one might read {call.over[0]} where "
+        "another has written over it; use a larger tile, fewer warps, or leave overwrite out"
+    )
 
 
 def refuse_common(call: Call, num_warps: int, programs: int, *tiles: tuple[str, int]) -> str | None:

@@ -20,10 +20,11 @@ from portakern.spec.dtypes import numpy_dtype
 if TYPE_CHECKING:
     import torch
 
+    from portakern.core.call import Call
+
 __all__ = [
-    "SHAPES", "Rows", "aligned", "collapse", "contiguous_strides", "fresh", "fresh_like", "gathered",
-    "pow2_at_least",
-    "row_start", "rows_of", "walk_rows",
+    "SHAPES", "Rows", "aligned", "collapse", "contiguous_strides", "fresh", "fresh_like", "gathered", "pow2_at_least",
+    "result_like", "row_start", "rows_of", "walk_rows",
 ]  # fmt: skip
 
 SHAPES = 4096  # the latest shapes whose layout is remembered: to work one out takes longer than to launch its kernel
@@ -153,6 +154,12 @@ def fresh(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 def fresh_like(x: torch.Tensor) -> torch.Tensor:
     """A fresh tensor of this shape, dtype and device."""
     return fresh(x.shape, x.dtype, x.device)
+
+
+def result_like(x: torch.Tensor, call: Call, output: str) -> torch.Tensor:
+    """Where an output goes: over the input that the call names for it, or a fresh tensor like ``x``."""
+    over = call.overwritten(output)
+    return fresh_like(x) if over is None else over
 
 
 def gathered(x: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,8 @@ Run = Callable[[Mapping[str, Any]], tuple[Any, ...]]
 def learn(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[tuple[Any, ...], Run | None]:
     """The outputs of a call, and what gives them for other calls of its form; None where nothing shorter does."""
     # an array may be given twice: as tensors of their own, what is done with each can be told apart
-    call = call.replace(arrays={n: None if a is None else a.detach() for n, a in call.arrays.items()})
+    theirs = call.arrays
+    call = call.replace(arrays={n: None if a is None else a.detach() for n, a in theirs.items()})
     tape = TAPES[get_ident()] = Tape()
     try:
         outputs = impl.run(call, tiling)
@@ -45,7 +46,8 @@ def learn(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[
     again = _written_down(call, tape, outputs)
     if again is not None and any(is_descriptor(a) for _, _, args, _ in tape.launches for a in args):
         again = _where_aligned(again, impl, call, tiling)
-    return outputs, again
+    over = {id(call.arrays[n]): theirs[n] for n in call.over}
+    return tuple(over.get(id(o), o) for o in outputs), again
 
 
 def _where_aligned(again: Run, impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Run:
@@ -82,27 +84,31 @@ class _Shape(NamedTuple):
     Attributes:
       arrays: names of the inputs that are read; like: for each allocation the input that it is like, or None.
       parts: what each is a part of. launches: for each launch its tensors: an input's name, an allocation's number, a
-        part's name, or None. outputs: as numbers.
+        part's name, or None. outputs: an allocation's number, or the input's name that it is written over.
     """
 
     arrays: tuple[str, ...]
     like: tuple[str | None, ...]
     parts: tuple[str | int, ...]
     launches: tuple[tuple[str | int | None, ...], ...]
-    outputs: tuple[int | None, ...]
+    outputs: tuple[str | int | None, ...]
 
 
 def _written_down(call: Call, tape: Tape, outputs: tuple[Any, ...]) -> Run | None:
     given = {n: a for n, a in call.arrays.items() if a is not None}
     forms = [(t.shape, t.stride(), t.dtype, t.device) for t in tape.made]
-    slots: list[int | None] = []
-    for out in outputs:  # an output may be a view of what was allocated, of another shape
+    over = {id(given[n]): n for n in call.over}
+    slots: list[str | int | None] = []
+    for out in outputs:  # an output may be a view of what was allocated, of another shape, or an input
+        if id(out) in over:
+            slots.append(over[id(out)])
+            continue
         slot = None if out is None else _beginning(out, {}, tape.made)
         if out is not None and (slot is None or slot in slots or out.numel() != tape.made[int(slot)].numel()):
             return None
         if isinstance(slot, int):
             forms[slot] = (out.shape, out.stride(), out.dtype, out.device)
-        slots.append(slot)  # type: ignore[arg-type]  # inputs were not asked
+        slots.append(slot)
     launches, runs = [], []
     for kernel, grid, args, constexprs in tape.launches:
         others = (i for i, a in enumerate(args) if not (a is None or isinstance(base_of(a), torch.Tensor)))
@@ -115,7 +121,7 @@ def _written_down(call: Call, tape: Tape, outputs: tuple[Any, ...]) -> Run | Non
     like = tuple(next((n for n, a in given.items() if _is_like(a, form)), None) for form in forms)
     found = dict.fromkeys(p for places in launches for p in places)
     parts = {p: f"part{i}" for i, p in enumerate(p for p in found if isinstance(p, _Part))}
-    used = {p for p in (*found, *(p.of for p in parts), *like) if isinstance(p, str)}
+    used = {p for p in (*found, *(p.of for p in parts), *like, *slots) if isinstance(p, str)}
     named = tuple(tuple(parts[p] if isinstance(p, _Part) else p for p in places) for places in launches)
     read = tuple(n for n in given if n in used)
     make = _writer(_Shape(read, like, tuple(p.of for p in parts), named, tuple(slots)))

@@ -86,13 +86,12 @@ def program(impl: Implementation, call: Call, tiling: Tiling) -> Program:
     sheet, outputs = written(impl, call, tiling)
     names = tuple(n for n, a in call.arrays.items() if a is not None)
     steps = tuple(s if isinstance(s, Copy) else launched(call.target, *s) for s in sheet.steps)
-    aliased = {names.index(n) for n in call.spec.aliases.values() if n in names}
     return Program(
         names,
         tuple(sheet.places),
         steps,
         tuple(None if o is None else (o.number, o.view) for o in outputs),
-        frozenset(aliased),
+        frozenset(names.index(n) for n in call.over),
     )
 
 

@@ -11,19 +11,30 @@ from typing import NamedTuple
 
 from portakern.benchmarking.processes import stopped
 from portakern.benchmarking.suites import TimedCase
+from portakern.benchmarking.verdicts import Known
 from portakern.core.backend import Backend
 
-__all__ = ["Ahead", "Visit"]
+__all__ = ["Ahead", "Foreseen", "Visit"]
 
 SETTLED = 0.1
 """Seconds after which a device has finished what processes handed over before they were stopped: each waits for a call
 before it makes another, and no call that is visited takes longer."""
 
 
+class Foreseen(NamedTuple):
+    """What a visit learned of gradients that need what a forward op saved: ``saved``: the mark of that, which was found
+    right; ``known``: what is expected of gradients of just that."""
+
+    saved: str
+    known: Known
+
+
 class Visit(NamedTuple):
-    """A case that was visited: the seconds that its arrays and its contenders, by backend, took."""
+    """A case that was visited: the seconds that its arrays and its contenders, by backend, took, and what is expected
+    of it where only a device tells its inputs."""
 
     seconds: Mapping[str, float]
+    foreseen: Foreseen | None = None
 
 
 class Ahead:
@@ -64,16 +75,23 @@ class Ahead:
         if ready is None:
             wait([self._futures[id(c)] for c in cases], self.longest, FIRST_COMPLETED)
             ready = next((c for c in cases if self.is_ready(c)), cases[0])
-        self._leave(ready)
+        visit = self._visit(ready)
+        self.seconds.update(visit.seconds if visit else {})
         return ready
 
-    def _leave(self, case: TimedCase) -> None:
-        """Count what a visit took; one that nobody has begun with is left to whoever times the case."""
+    def foreseen(self, case: TimedCase) -> Foreseen | None:
+        """What a visit learned of a case's gradients, if one ended."""
+        visit = self._visit(case)
+        return visit.foreseen if visit else None
+
+    def _visit(self, case: TimedCase) -> Visit | None:
+        """How a visit ended; one that nobody has begun with is left to whoever times the case."""
         future = self._futures.get(id(case))
         if future is None or future.cancel() or not future.done():
-            return
+            return None
         with suppress(Exception):  # what went wrong there goes wrong here, where it is told
-            self.seconds.update(future.result().seconds)
+            return future.result()
+        return None
 
     @contextmanager
     def quiet(self) -> Iterator[None]:

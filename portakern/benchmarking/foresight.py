@@ -11,7 +11,7 @@ from typing import Any
 from portakern.benchmarking.inputs import Inputs, for_gradient, make
 from portakern.benchmarking.processes import pool
 from portakern.benchmarking.suites import TimedCase
-from portakern.benchmarking.verdicts import Expected, Judge
+from portakern.benchmarking.verdicts import Expected, Judge, Known
 from portakern.core.framework import host_framework
 from portakern.core.gradients import wiring
 from portakern.core.targets import Target
@@ -28,7 +28,7 @@ class Foresight:
     def judge(self, case: TimedCase, inputs: Inputs) -> Judge:
         """A judge of a case that knows what was computed of it. What nobody has begun with is left to the judge."""
         future = self._futures.pop(id(case), None)
-        known: dict[tuple[Target, bool], list[Expected]] = {}
+        known: Known = {}
         if future is not None and not future.cancel():
             try:
                 known[self.target, False] = future.result()
@@ -40,8 +40,8 @@ class Foresight:
 @contextmanager
 def foreseeing(cases: Sequence[TimedCase], target: Target, jobs: int) -> Iterator[Foresight]:
     """Compute ahead with ``jobs`` processes what is expected on a target: of calls whose arrays follow from a seed,
-    which excludes gradients that need what a forward op saved. The processes leave the cores to what compiles and times
-    meanwhile, and end with the context."""
+    which excludes gradients that need what a forward op saved (who compiles them ahead learns that). The processes leave
+    the cores to what compiles and times meanwhile, and end with the context."""
     able = [c for c in cases if not (c.gradient and wiring(c.forward).outputs)] if jobs else []
     if not able:
         yield Foresight(target, {})

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
@@ -40,6 +41,8 @@ def pool(jobs: int, environment: Mapping[str, str], nice: int = 0) -> Iterator[P
             if process not in before and process.pid in own:
                 process.kill()
                 process.join()  # so that it holds no memory of a device any more
+                while process.exitcode is None:  # the pool's own thread was told of its end, and is about to note it
+                    time.sleep(1e-3)
 
 
 @contextmanager

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from portakern.benchmarking import roof
-from portakern.benchmarking.ahead import Ahead, Visit
+from portakern.benchmarking.ahead import Ahead, Foreseen, Visit
 from portakern.benchmarking.contenders import Contender, Entry, Refused, contenders, here, ready
 from portakern.benchmarking.deadline import within
 from portakern.benchmarking.foresight import Foresight
@@ -23,6 +23,7 @@ from portakern.core.backend import Backend
 from portakern.core.gradients import wiring
 from portakern.core.route import Choice, routes
 from portakern.core.serve import serve
+from portakern.core.targets import Target
 from portakern.errors import SpecError, UnsupportedError
 
 __all__ = ["FIRST_CALL", "DeviceLost", "Helped", "Outcome", "Plan", "of_gradient", "run", "visit"]
@@ -119,42 +120,53 @@ def run(
 
 def visit(plan: Plan, case: TimedCase, enough: Callable[[], bool] = lambda: False) -> Visit:
     """Run every contender of a case once, and time nothing: kernels are compiled, and their compilers' caches on disk
-    know them. ``enough``: asked before each contender, whether to leave out the others."""
-    spent = Spent()
+    know them; and compute what is expected where that needs a device. ``enough``: asked before each contender, whether
+    to leave out the others, and what is expected."""
+    spent, runs = Spent(), dict[tuple[Target, bool], None]()
     with spent.on("arrays"):
         trial = _Trial(plan, case, Outcome(), Helped())
     for contender in trial.among:
         if enough():
-            break
+            return Visit(spent.seconds)
         try:
             with spent.on(contender.backend.name), within(FIRST_CALL):
                 entry = ready(contender, trial.inputs)
                 entry.instruments.wait(entry.run())
+            runs[entry.call.target, entry.call.interpret] = None
         except Exception:  # whoever times it will meet this again, and say it
             continue
         finally:
             trial.framework.instruments(trial.device).release()
-    return Visit(spent.seconds)
+    if not (case.gradient and wiring(case.forward).outputs):
+        return Visit(spent.seconds)  # other processes know what is expected, and need no device
+    with spent.on("what is expected"):
+        return Visit(spent.seconds, trial.foreseen(runs))
 
 
-def of_gradient(forward: Inputs, lead: Backend, *, held: bool = True) -> Inputs:
+def of_gradient(forward: Inputs, lead: Backend, *, held: bool = True, right: str | None = None) -> Inputs:
     """The inputs of the gradients. What the forward op saves for them, which ``lead`` computes, is held to its bound
-    like any result, but where nothing is said of results (``held``).
+    like any result, but where nothing is said of results (``held``), or it has the mark of what was found ``right``.
 
     Raises:
       UnsupportedError: it is wrong.
     """
-    choice = Choice(lead)
-    call = wiring(forward.spec).training(forward.call)
+    choice, wired = Choice(lead), wiring(forward.spec)
+    call = wired.training(forward.call)
     outputs = serve(call, routes(call, choice) or (), {})
-    if held:
+    names = [o.name for o in forward.spec.outputs]
+    inputs = for_gradient(forward, dict(zip(names, outputs, strict=True)))
+    if held and (right is None or saved(inputs, forward) != right):
         saving = Judge(replace(forward, call=call))
         kept = [o for o in outputs if o is not None]
         verdict = saving.verdict(call.framework, kept, call.target, call.interpret)
         if not verdict.right:
             raise UnsupportedError(f"{forward.spec.name}, which saves for its gradients, is wrong: {verdict.why}")
-    names = [o.name for o in forward.spec.outputs]
-    return for_gradient(forward, dict(zip(names, outputs, strict=True)))
+    return inputs
+
+
+def saved(inputs: Inputs, forward: Inputs) -> str:
+    """The mark of what gradients have of the forward op's results."""
+    return inputs.mark(sorted(wiring(forward.spec).saves(forward.call.options)))
 
 
 class _Trial:
@@ -165,13 +177,23 @@ class _Trial:
         self.framework, self.device, self.target = here(plan.lead, plan.device)
         with self.spent.on("arrays"):
             forward = make(case, self.framework, self.device)
+        foresight, foreseen = helped.foresight, helped.ahead.foreseen(case)
         with self.spent.on("what gradients need"):
-            self.inputs = of_gradient(forward, plan.lead) if case.gradient else forward
-        foresight = helped.foresight
+            right = foreseen.saved if foreseen else None
+            self.inputs = of_gradient(forward, plan.lead, right=right) if case.gradient else forward
+            self.saved = saved(self.inputs, forward) if case.gradient else ""
         with self.spent.on("waiting for what is expected"):
             self.judge = foresight.judge(case, self.inputs) if foresight else Judge(self.inputs)
+        if foreseen and foreseen.saved == self.saved:
+            self.judge.known.update(foreseen.known)
         self.call = said(case, self.inputs.call)
         self.among = contenders(self.inputs.spec, plan.subjects, plan.against, self.target)
+
+    def foreseen(self, runs: Iterable[tuple[Target, bool]]) -> Foreseen:
+        """What is expected of gradients that need what a forward op saved, where they run."""
+        for target, interpret in runs:
+            self.judge.expect(target, interpret)
+        return Foreseen(self.saved, self.judge.known)
 
     def rows(self) -> list[Row]:
         found: dict[str, Row] = {}

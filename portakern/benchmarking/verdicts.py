@@ -18,7 +18,7 @@ from portakern.spec.tolerance import compare
 from portakern.testing.parts import part_call, pieces, places
 from portakern.testing.verdict import expected
 
-__all__ = ["Expected", "Judge", "Verdict"]
+__all__ = ["Expected", "Judge", "Known", "Verdict"]
 
 WORK = 2e8
 """Operations that the oracle may take for a piece of a large call: a fraction of a second."""
@@ -42,13 +42,17 @@ class Expected(NamedTuple):
     bound: np.ndarray
 
 
+Known = dict[tuple[Target, bool], list[Expected]]
+"""What is expected on a target, compiled or interpreted."""
+
+
 @dataclass
 class Judge:
     """Holds results of one call. What is expected is computed once for each kind of machine that runs it."""
 
     inputs: Inputs
     seed: int = 0
-    known: dict[tuple[Target, bool], list[Expected]] = field(default_factory=dict)
+    known: Known = field(default_factory=dict)
 
     def verdict(self, framework: Framework, outputs: Sequence[Any], target: Target, interpret: bool) -> Verdict:
         """The verdict on the wanted outputs, arrays of ``framework``."""

@@ -20,7 +20,7 @@ __all__ = ["Form", "abstract_call", "bound_form", "cells", "compilers", "directi
 
 Form = dict[str, Any]
 """A call as plain data: ``arrays``: name -> [shape, dtype, strides or None]; ``options``; ``wants``: outputs, or None
-for the default."""
+for the default; ``over``: the arrays that results are written over, where there are any."""
 
 
 def typical(spec: Spec[Any]) -> Mapping[str, Any]:
@@ -77,7 +77,8 @@ def form_of(call: Call) -> Form:
         n: [list(a.shape), call.dtype_of(n), call.framework.strides(a)] for n, a in call.arrays.items() if a is not None
     }
     options = {o.name: call.options[o.name] for o in call.spec.options}
-    return {"arrays": arrays, "options": options, "wants": list(call.wants)}
+    over = {"over": list(call.over)} if call.over else {}
+    return {"arrays": arrays, "options": options, "wants": list(call.wants), **over}
 
 
 def abstract_call(
@@ -101,7 +102,9 @@ def bound_form(spec: Spec[Any], form: Form, framework: Framework, target: Target
     options = {n: tuple(v) if isinstance(v, list) else v for n, v in form["options"].items()}
     call = unchecked(spec, **arrays, **options)
     wants = call.wants if form["wants"] is None else tuple(form["wants"])
-    return call.replace(target=target, interpret=interpret, concrete=False, wants=wants)
+    return call.replace(
+        target=target, interpret=interpret, concrete=False, wants=wants, over=tuple(form.get("over", ()))
+    )
 
 
 def direction(spec: Spec[Any]) -> str:

@@ -223,6 +223,8 @@ class Implementation:
         to no law.
       copies: what it copies through the framework before or after its kernels, in words; None: nothing.
       same_bits: a row's bits are the same in every tiling.
+      overwrites: it writes results over inputs where a call asks (:meth:`Call.overwritten`), and hands those back;
+        ``supports`` refuses the tilings in which it cannot.
       drawn: which calls the checker draws of a variant that takes few.
 
     Neither ``tiling`` nor ``key`` nor ``fit`` may depend on batch or row counts, so that a row's bits do not either;
@@ -241,6 +243,7 @@ class Implementation:
     takes: Callable[[Spec[Any]], frozenset[str]] | None = None
     copies: Callable[[Call, Tiling], str | None] | None = None
     same_bits: bool = False
+    overwrites: bool = False
     drawn: Drawn = ANY
     _looked: Remembered[Any, bool] = field(default_factory=Remembered, init=False, repr=False)
 
@@ -248,6 +251,12 @@ class Implementation:
     def ours(self) -> bool:
         """Whether portakern brings it, so that its own tests hold it to its outputs."""
         return self.backend.auto and self.fn.__module__.partition(".")[0] == __name__.partition(".")[0]
+
+    def refuses(self, call: Call, tiling: Tiling) -> str | None:
+        """None, or why it cannot serve the call with this tiling, in a user's words."""
+        if call.over and not (self.overwrites or self.backend.oracle):  # whose caller rounds, and writes, its results
+            return "it writes no result over an input; leave overwrite out"
+        return self.supports(call, tiling)
 
     def run(self, call: Call, tiling: Tiling) -> tuple[Any, ...]:
         """``fn``, held to returning a tuple of the right length, and where others bring it to what is in that tuple,
@@ -379,6 +388,7 @@ class Backend:
         takes: Callable[[Spec[Any]], frozenset[str]] | None = None,
         copies: Callable[[Call, Tiling], str | None] | None = None,
         same_bits: bool = False,
+        overwrites: bool = False,
         drawn: Drawn = ANY,
     ) -> Callable[[F], F]:
         """Register the decorated ``fn(call, tiling)`` as this backend's ``op`` (see :class:`Implementation`).
@@ -399,7 +409,7 @@ class Backend:
                         f"{fn.__module__}.{fn.__qualname__} needs a backend of its own: pk.Backend(...)"
                     )
                 made = Implementation(
-                    self, family, op, fn, tiling, supports, knobs, key, fit, takes, copies, same_bits, drawn
+                    self, family, op, fn, tiling, supports, knobs, key, fit, takes, copies, same_bits, overwrites, drawn
                 )
                 self._found[family.package, op] = made
                 forget()  # ops that were made before serve their next call anew

@@ -136,6 +136,7 @@ class _Writer:
         self.finish()
         params = [a.name + ("=None" if a.optional else "") for a in s.arrays]
         keywords = [f"{o.name}=DEFAULT_{o.name}" for o in s.options] + ["wants=None"] * s.is_vjp
+        keywords += ["overwrite=None"] * bool(s.aliases)
         params += ["*"] * bool(keywords) + keywords
         self.env.update(
             {f"DEFAULT_{o.name}": o.default for o in s.options} | {f"OPTION_{o.name}": o for o in s.options}
@@ -304,6 +305,8 @@ class _Writer:
         named = [{a.name: a.name for a in s.arrays}, {o.name: o.name for o in s.options}, solved]
         arrays, options, extents = ("{" + ", ".join(f"{n!r}: {v}" for n, v in names.items()) + "}" for names in named)
         self.emit(f"call = Call(SPEC, {arrays}, {options}, {extents}, dtype, {wants}, fw, device, {zero})")
+        if s.aliases:
+            self.emit("if overwrite is not None: call.over = check_overwrite(call, overwrite)")
         for i, rule in enumerate(r for r in s.require if not r.values):
             self.env[f"RULE_{i}"] = rule
             self.emit(f"if not RULE_{i}.holds(call): raise SpecError(f'{{SPEC.name}}: {{RULE_{i}.message}}')")

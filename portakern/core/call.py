@@ -30,6 +30,7 @@ class Call:
       any_order: what ran never promised how it adds: bounds hold for sums in any order.
       given: array name -> dtype name before the arrays were widened for the oracle; None: they are as they were given.
       degenerate: an output extent or a reduced extent is 0, so that no kernel runs.
+      over: names of the arrays that results are written over, as the caller asked (:meth:`overwritten`).
     """
 
     __slots__ = (
@@ -44,6 +45,7 @@ class Call:
         "given",
         "interpret",
         "options",
+        "over",
         "spec",
         "target",
         "wants",
@@ -75,11 +77,18 @@ class Call:
         self.any_order = False
         self.concrete = True
         self.given: dict[str, str] | None = None
+        self.over: tuple[str, ...] = ()
+
+    def overwritten(self, output: str) -> Any:
+        """The array over which an output is written: contiguous, and in memory that no other argument shares. None:
+        the output is a new array."""
+        name = self.spec.aliases.get(output)
+        return self.arrays[name] if name is not None and name in self.over else None
 
     @property
     def outputs(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Output name -> (shape, dtype name), of all outputs, wanted or not. A gradient is like the input whose
-        gradient it is, where that is an argument, and what may take an input's memory like that input."""
+        gradient it is, where that is an argument, and what may be written over an input like that input."""
         return {o.name: self._form_of(o) for o in self.spec.outputs}
 
     def _form_of(self, o: Output) -> tuple[tuple[int, ...], str]:
@@ -117,7 +126,8 @@ class Call:
         opts = "".join(
             f", {o.name}={self.options[o.name]!r}" for o in self.spec.options if self.options[o.name] != o.default
         )
-        return f"{self.spec.name}({self.dtype}; {dims}{opts})"
+        over = f", overwrite={self.over}" if self.over else ""
+        return f"{self.spec.name}({self.dtype}; {dims}{opts}{over})"
 
 
 def dropped_dims(spec: Spec[Any], dims: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -30,12 +30,13 @@ def reader(spec: Spec[Any]) -> Callable[..., tuple[Form | None, dict[str, Any]]]
     """
     if not spec.arrays:
         return lambda *args, **kwargs: (None, {})
-    keywords = [o.name for o in spec.options] + ["wants"] * spec.is_vjp
+    keywords = [o.name for o in spec.options] + ["wants"] * spec.is_vjp + ["overwrite"] * bool(spec.aliases)
     parameters = [a.name + ("=None" if a.optional else "") for a in spec.arrays]
     parameters += ["*"] * bool(keywords) + [f"{n}=DEFAULT_{n}" for n in keywords]
     options = [f"{n} if {n} is DEFAULT_{n} else option_form({n})" for n in keywords]
     arrays = ", ".join(f"{a.name!r}: {a.name}" for a in spec.arrays)
-    env: dict[str, Any] = {"BY_TYPE": BY_TYPE, "option_form": option_form, "DEFAULT_wants": None}
+    env: dict[str, Any] = {"BY_TYPE": BY_TYPE, "option_form": option_form}
+    env |= {"DEFAULT_wants": None, "DEFAULT_overwrite": None}
     env |= {f"DEFAULT_{o.name}": o.default for o in spec.options}
     lines = [f"def read({', '.join(parameters)}):", f"    framework = BY_TYPE.get({spec.lead.name}.__class__)"]
     for f in frameworks().values():

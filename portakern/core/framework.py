@@ -57,7 +57,8 @@ class Framework:
       hallmark: an attribute of its arrays that those of no other library have, by which type checkers tell them apart.
       twins: functions of the library, by name, whose drop-in twins ``portakern.<name>`` has, and the op behind each.
       host_only: its arrays live in host memory, wherever others do.
-      immutable: its arrays never change, so that none may share memory that somebody else may write to.
+      immutable: its arrays never change, so that none may share memory that somebody else may write to; donates: in
+        words, how its users give an array's memory to a result instead.
       form: Python for all of an array ``{x}`` that decides how a call is served, as the elements of a tuple; empty: no
         call's form is remembered (:mod:`portakern.core.forms`). watched: Python for whether it may want a gradient.
       resizes: its arrays can be given other memory in place, which they must own alone.
@@ -73,6 +74,7 @@ class Framework:
     twins: Mapping[str, str] = MappingProxyType({})
     host_only = False
     immutable = False
+    donates = ""
     embeds: tuple[str, ...] = ()
     form = ""
     watched = "False"
@@ -124,6 +126,10 @@ class Framework:
         ``others`` shares any with it."""
         return False
 
+    def may_overwrite(self, array: Any, others: Sequence[Any]) -> bool:
+        """Whether a result may be written over an array while a kernel reads it and ``others``."""
+        return self.may_write(array, others) and self.contiguous(array)
+
     def overlap(self, a: Any, b: Any) -> bool:
         """Whether two arrays may share memory."""
         return np.may_share_memory(self.to_numpy(a), self.to_numpy(b))
@@ -135,6 +141,13 @@ class Framework:
     def copy(self, array: Any) -> Any:
         """The values in memory of their own, in row-major order; of arrays that never change, the array itself."""
         return array
+
+    def write(self, array: Any, values: Any) -> None:
+        """Write an array's values over another of its form."""
+        raise NotImplementedError
+
+    def wrote(self, arrays: Sequence[Any]) -> None:
+        """Tell the library that a kernel has written to these arrays."""
 
     def held(self, dtype: str) -> str:
         """The dtype in which the library holds what NumPy holds in ``dtype``."""

@@ -10,7 +10,7 @@ Options of the same name are passed on. A gradient that the vjp op does not give
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,12 @@ class Wiring:
                 )
         passed = self.vjp.passes
         return tuple(dict.fromkeys(o for n, o in self.gradients.items() if n in differentiated and n not in passed))
+
+    def spent(self, call: Call, spends: Sequence[str]) -> tuple[str, ...]:
+        """What the vjp reads of a forward call over which gradients may be written: of the arrays those that the
+        caller ``spends``, of the outputs those that only the vjp sees."""
+        hidden = (n for n in self.outputs if n not in call.wants)
+        return tuple(n for n in (*spends, *hidden) if n in self.vjp.aliases.values())
 
     def passed(self, name: str, cotangents: Mapping[str, Any]) -> Any:
         """The cotangent that is the gradient of the input ``name`` as it is; None where there is none."""

@@ -29,12 +29,12 @@ def form(call: Call) -> tuple[Any, ...]:
     """What :func:`look` depends on, in something hashable."""
     strides = call.framework.strides
     arrays = (None if a is None else (a.dtype, a.shape, *(strides(a) or ())) for a in call.arrays.values())
-    return call.wants, call.device, *call.options.values(), *arrays
+    return call.wants, call.over, call.device, *call.options.values(), *arrays
 
 
 def look(impl: Implementation, call: Call, outputs: tuple[Any, ...]) -> None:
     """TypeError unless every wanted output is an array of the declared shape and dtype, in memory of its own beside the
-    call's, and every other is None.
+    call's or the array itself that it is to be written over, and every other is None.
 
     It reads no values, and depends on the call's form alone: shapes, strides, dtypes, options and what is wanted. In a
     call that is traced, or in a library whose arrays never change, memory says nothing and is not looked at.
@@ -93,12 +93,12 @@ def _memory(call: Call, name: str, out: Any, before: dict[str, Any]) -> Wrong | 
     framework = call.framework
     if framework.immutable:
         return None
-    own = call.spec.aliases.get(name)  # the one input whose memory it may take
-    others = {f"the call's {n}": a for n, a in call.arrays.items() if a is not None and n != own}
+    given = call.overwritten(name)
+    if given is not None:
+        return None if out is given else ("in other memory", f"{call.spec.aliases[name]} itself, written over")
+    others = {f"the call's {n}": a for n, a in call.arrays.items() if a is not None}
     others |= {f"the output {n}": a for n, a in before.items() if a is not None}
-    given = call.arrays[own] if own else None
-    in_place = given is not None and not framework.may_write(out, [given])
-    if not in_place and not framework.contiguous(out):
+    if not framework.contiguous(out):
         return "with gaps or in another order of axes", "a contiguous array, in row-major order"
     for what, other in others.items():
         if not framework.may_write(out, [other]):

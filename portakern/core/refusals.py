@@ -3,12 +3,15 @@ check fails, or needs more than a line."""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from portakern.core.framework import DTYPE_NAME, Framework, framework_of
 from portakern.errors import SpecError
 from portakern.spec import Spec
 from portakern.spec.options import shown
+
+if TYPE_CHECKING:
+    from portakern.core.call import Call
 
 __all__ = [
     "bad_axis",
@@ -20,6 +23,8 @@ __all__ = [
     "broadcast",
     "check_axis",
     "check_option",
+    "check_overwrite",
+    "check_room",
     "check_wants",
     "other_device",
 ]
@@ -139,6 +144,63 @@ def check_wants(spec: Spec[Any], wants: Any, possible: tuple[str, ...]) -> tuple
                 f"{spec.name}: wants names {shown(name)}, {why}; expected names among {', '.join(possible)}"
             )
     return tuple(name for name in possible if name in wants)
+
+
+def check_overwrite(call: Call, overwrite: Any) -> tuple[str, ...]:
+    """The arguments that a call names in ``overwrite=``, in the spec's order: each is one over which a result may be
+    written, and that result is wanted."""
+    spec = call.spec
+    possible = {name: out for out, name in spec.aliases.items()}
+    names = (overwrite,) if isinstance(overwrite, str) else overwrite
+    if not isinstance(names, (tuple, list, set, frozenset)):
+        raise SpecError(
+            f"{spec.name}: overwrite is {shown(overwrite)}; expected names among {', '.join(possible)}: leave it out "
+            "for results in memory of their own"
+        )
+    for name in names:
+        if name not in possible:
+            raise SpecError(
+                f"{spec.name}: overwrite names {shown(name)}; expected names among {', '.join(possible)}, over which "
+                "a result may be written"
+            )
+        if call.arrays[name] is None or possible[name] not in call.wants:
+            raise SpecError(
+                f"{spec.name}: overwrite names {name}, for {possible[name]}, which this call does not want; leave it "
+                "out"
+            )
+    return tuple(a.name for a in spec.arrays if a.name in names)
+
+
+def check_room(call: Call, watched: bool = False) -> None:
+    """SpecError unless results can be written over the arrays that a call names for it. ``watched``: its library
+    differentiates or maps over some of its arrays."""
+    op, framework = call.spec.name, call.framework
+    for name in call.over:
+        array = call.arrays[name]
+        others = {n: a for n, a in call.arrays.items() if n != name and a is not None}
+        if framework.immutable:
+            raise SpecError(
+                f"{op}: overwrite names {name}, and {framework.title} arrays never change; leave it out"
+                + (f", and {framework.donates}" if framework.donates else "")
+            )
+        if watched:
+            raise SpecError(
+                f"{op}: overwrite names {name}, and {framework.title} records this call, for gradients or to map over "
+                "it: it may read again what would be gone; leave it out, or call where nothing is recorded, on arrays "
+                "without a gradient"
+            )
+        if 0 in array.shape:
+            continue
+        if framework.may_overwrite(array, list(others.values())):
+            continue
+        shared = next((n for n, a in others.items() if not framework.may_write(array, [a])), None)
+        if not framework.may_write(array, []):
+            why = "is read-only, or several of its elements are one number in memory"
+        elif shared is not None:
+            why = f"shares memory with {shared}, which the call reads"
+        else:
+            why = "is not contiguous"
+        raise SpecError(f"{op}: overwrite names {name}, which {why}; leave it out, for a result of its own")
 
 
 def check_axis(spec: Spec[Any], option: Any, value: Any, shape: tuple[int, ...]) -> int:

@@ -51,6 +51,7 @@ class Choice:
 
     Attributes:
       backend, variant: the backend, and which of its variants of the op. tiling: overrides of the tiling.
+      spends: arrays that nobody reads after the call but its gradients, which may be written over them.
       found: what was found for calls of a framework and a device, all of one spec; gradients: the choice for the op
         of the gradients, by device; plans: what was decided for calls of a form (:class:`portakern.core.serve.Plan`).
     """
@@ -58,12 +59,13 @@ class Choice:
     backend: Backend | None = None
     variant: str | None = None
     tiling: dict[str, int] = field(default_factory=dict)
+    spends: tuple[str, ...] = ()
     found: Remembered[tuple[Framework, Any], tuple[Route, ...]] = field(default_factory=Remembered, repr=False)
     gradients: Remembered[Any, Choice] = field(default_factory=Remembered, repr=False)
     plans: Remembered[Form, Any] = field(default_factory=Remembered, repr=False)
 
     def _key(self) -> tuple[Any, ...]:
-        return self.backend, self.variant, tuple(sorted(self.tiling.items()))
+        return self.backend, self.variant, tuple(sorted(self.tiling.items())), self.spends
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Choice) and self._key() == other._key()

@@ -112,7 +112,7 @@ def resolve(impl: Implementation, call: Call, user: Mapping[str, int]) -> Resolv
       UnsupportedError: the backend cannot serve the call with this tiling.
     """
     resolved = default(impl, call) if not user else _named(impl, call, user)
-    reason = impl.supports(call, resolved.tiling)
+    reason = impl.refuses(call, resolved.tiling)
     if reason:
         raise UnsupportedError(f"{call!r} on {call.target}: backend {impl.backend.name!r} cannot: {reason}")
     return resolved
@@ -125,7 +125,7 @@ def attempt(impl: Implementation, call: Call, user: Mapping[str, int]) -> tuple[
       SpecError: as :func:`resolve`.
     """
     resolved = _named(impl, call, user)
-    return resolved, impl.supports(call, resolved.tiling)
+    return resolved, impl.refuses(call, resolved.tiling)
 
 
 def default(impl: Implementation, call: Call) -> Resolved:

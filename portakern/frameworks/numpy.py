@@ -53,6 +53,9 @@ class NumPy(Framework):
     def copy(self, array: Any) -> Any:
         return np.array(array, order="C")
 
+    def write(self, array: Any, values: Any) -> None:
+        array[...] = values
+
     def check(self, call: Call) -> bool:
         for name, array in call.arrays.items():
             if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):

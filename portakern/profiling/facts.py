@@ -12,7 +12,7 @@ from portakern.compiling.build import Kernel, residents
 from portakern.core.targets import Hardware
 from portakern.profiling.counters import COUNTED, STALLS, Counted
 
-__all__ = ["COMPILER", "NCU", "NEAR", "ROOF", "SPEC", "TIMES", "Fact", "Profiled", "kernels_of"]
+__all__ = ["COMPILER", "NCU", "NEAR", "ROOF", "SPEC", "TIMES", "Fact", "Profiled", "kernels_of", "whole_of"]
 
 SPEC, ROOF, TIMES, NCU, COMPILER = "spec", "measured roof", "profiler", "Nsight Compute", "compiler"
 """Where facts come from: the op's declaration; a copy and products, timed here; the library's profiler; counters; the
@@ -69,7 +69,7 @@ def kernels_of(
     """
     times = _times(samples)
     names = list(times) or [c.kernel for c in counted] or list(dict.fromkeys(k.name for k in built))
-    whole = sum(us for _, us in times.values())
+    whole = whole_of(samples)
     found = []
     for name in names:
         forms = [k for k in built if _same(k.name, name)]  # a kernel may be compiled in several
@@ -80,6 +80,11 @@ def kernels_of(
         bound = _bound(counters, forms, us, whole, ceiling)
         found.append(Profiled(name, known, bound, [*_timed(us, whole), *_counted(counters), *code]))
     return found
+
+
+def whole_of(samples: Sequence[Sequence[tuple[str, float]]]) -> float:
+    """The median over the calls of what their kernels take together, in microseconds; 0 of no calls."""
+    return float(median(sum(us for _, us in sample) for sample in samples)) if samples else 0.0
 
 
 def _times(samples: Sequence[Sequence[tuple[str, float]]]) -> dict[str, tuple[int, float]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 from portakern import sources
@@ -19,7 +18,7 @@ from portakern.core.framework import frameworks
 from portakern.core.route import Choice
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.profiling import counters
-from portakern.profiling.facts import COMPILER, NCU, ROOF, SPEC, TIMES, Fact, Profiled, kernels_of
+from portakern.profiling.facts import COMPILER, NCU, ROOF, SPEC, TIMES, Fact, Profiled, kernels_of, whole_of
 from portakern.profiling.subject import Asked, command
 
 __all__ = ["Profile", "ahead", "here", "looked_at"]
@@ -115,7 +114,7 @@ def looked_at(of: Asked, entry: Entry, target: targets.Target, count: bool) -> P
     counted = _counted(of, target, absent) if count else []
     hardware = targets.family(target.arch)
     kernels = kernels_of(built.kernels if built else [], samples, counted, ceiling, hardware)
-    whole = median(sum(us for _, us in sample) for sample in samples) if samples else 0.0
+    whole = whole_of(samples)
     facts = _declared(call)
     if ceiling:
         facts.append(Fact(f"least time, by {ceiling.what}", ceiling.us, "us", ROOF))

@@ -275,11 +275,10 @@ def spec(
       drops: dimension -> the option whose axis it lacks: in ``drops={"rest": "axis"}``, with x of ``*shape`` and the
         option ``axis`` an axis of x, ``*rest`` is ``*shape`` without that axis. ``call.dims`` then holds ``rest``, and
         as ``axis`` the extent that is gone.
-      aliases: output -> the input whose memory it may take, with its shape and dtype. An implementation may then write
-        to that input, and to no other, and hand it back as the output; or it leaves the input alone and makes a new
-        array. Callers use the output and take the input for spent. What must not change is never handed to an
-        implementation that may write: where somebody else may see the input (autograd, a traced call, an immutable or
-        overlapping array, another argument in the same memory), it gets a copy.
+      aliases: output -> the input over which a caller may have it written, of the same shape and dtype: calls take
+        ``overwrite=``, the names of such inputs. No other input is written to, and none where nobody asks. An
+        implementation that can says so (``implements(..., overwrites=True)``) and asks each call
+        (:meth:`portakern.core.call.Call.overwritten`); on any other such a call is refused.
       also: output of a gradient op -> further inputs of the forward op whose gradient it is: in a sum of two terms,
         that of one is that of the other. Whoever differentiates gets one array for all of them.
       passes: input of the forward op -> the cotangent, an argument of a gradient op, that is its gradient as it is:

@@ -174,7 +174,7 @@ class Output:
     the bool option that asks for it.
 
     ``gradient_of``: the input of the forward op whose gradient it is (an output called ``d_x`` is that of x);
-    ``alias_of``: the input whose memory it may take, and whose shape and dtype it has."""
+    ``alias_of``: the input over which it may be written, and whose shape and dtype it has."""
 
     name: str
     dims: tuple[Dim, ...]

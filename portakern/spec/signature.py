@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import textwrap
 import typing
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -15,7 +16,8 @@ __all__ = ["described", "lone_output", "signature"]
 
 @functools.cache
 def signature(spec: Spec[Any]) -> inspect.Signature:
-    """The spec's parameters with their defaults and types, ``wants`` for a gradient op, and what a call returns."""
+    """The spec's parameters with their defaults and types, ``wants`` for a gradient op, ``overwrite`` for one whose
+    results may lie over inputs, and what a call returns."""
     hints = typing.get_type_hints(spec.fn)
     declared = inspect.signature(spec.fn).parameters.values()
     parameters = [p.replace(annotation=hints[p.name]) for p in declared]
@@ -23,6 +25,10 @@ def signature(spec: Spec[Any]) -> inspect.Signature:
         names = tuple(o.name for o in spec.outputs)
         wants = Iterable[Literal[names]] | None  # type: ignore[valid-type]
         parameters.append(inspect.Parameter("wants", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=wants))
+    if spec.aliases:
+        inputs = tuple(spec.aliases.values())
+        over = Literal[inputs] | Iterable[Literal[inputs]] | None  # type: ignore[valid-type]
+        parameters.append(inspect.Parameter("overwrite", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=over))
     return inspect.Signature(parameters, return_annotation=_returned(spec))
 
 
@@ -44,4 +50,13 @@ def _returned(spec: Spec[Any]) -> Any:
 def described(spec: Spec[Any]) -> str:
     """The op's documentation under a line that shows how it is called, as functions without Python source have it."""
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature(spec).parameters.values()]
-    return f"{spec.name}{inspect.Signature(bare)}\n\n{spec.doc}"
+    text = f"{spec.name}{inspect.Signature(bare)}\n\n{spec.doc}"
+    if not spec.aliases:
+        return text
+    pairs = " and ".join(f"{out} over {name}" for out, name in spec.aliases.items())
+    names = " or ".join(repr(name) for name in spec.aliases.values())
+    said = (
+        f"With overwrite={names} results are written over arguments ({pairs}), which must be contiguous and share "
+        "their memory with no other argument: the result is that very array."
+    )
+    return f"{text}\n\n{textwrap.fill(said, 116)}"

@@ -262,7 +262,8 @@ def compare(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, dtype: str) -> 
 
     bound +inf accepts anything. A NaN or infinite reference must be met exactly. A finite reference may become an
     infinity only if ref with an error of that sign and of size bound reaches the dtype's overflow threshold, and must
-    become one if |ref| - bound does.
+    become one if |ref| - bound does. Where both infinities are right NaN is too: such an error is that of terms which
+    overflow on the way to their difference.
 
     In float8_e4m3fn NaN takes the place of infinities of both signs: an infinite reference is met by NaN alone, and
     what overflows must be NaN. A conversion that stops at 448 instead, as some hardware's does, is right only for an op
@@ -309,6 +310,7 @@ def _any_values(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, stored: For
     over = np.isnan(got) if no_inf else np.isinf(got)
     toward = np.abs(ref) if no_inf else np.copysign(1.0, got) * ref
     may = finite & over & (toward + bound >= stored.overflow)
+    may |= finite & np.isnan(got) & (bound - np.abs(ref) >= stored.overflow)
     must = finite & (np.abs(ref) - bound >= stored.overflow)
     within = np.where(finite, err <= bound, same)
     bad = ~(np.isposinf(bound) | may | (within & ~must))

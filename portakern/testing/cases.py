@@ -262,12 +262,11 @@ def edges(spec: Spec[Any]) -> Mapping[str, Edge]:
 def _given_twice(spec: Spec[Any]) -> Iterator[Edge]:
     """One array for several arguments, as ``attention(x, x, x)`` has it, where their shapes can be one.
 
-    What a gradient op saved follows from its other arguments, what a generator makes is made for one argument, and an
-    array that may be written to must be nobody else's.
+    What a gradient op saved follows from its other arguments, and what a generator makes is made for one argument.
     """
     forward = registry.forward_of(spec) if spec.is_vjp else None
     apart = {o.name for o in (forward.outputs if forward else ())} | {*generators(spec, forward)} | {*spec.masks}
-    left = [a for a in spec.arrays if a.follows and a.name not in apart | {*spec.aliases.values()}]
+    left = [a for a in spec.arrays if a.follows and a.name not in apart]
     ones = {
         d: (1,) if any(f.variadic and d in f.factors for a in spec.arrays for f in a.dims) else 1 for d in spec.dims
     }

@@ -14,7 +14,7 @@ from portakern.core.binder import bind
 from portakern.core.call import Call
 from portakern.core.framework import Framework, strided_view
 from portakern.core.oracle import as_float64, broken_rule
-from portakern.errors import NotEmulatedError, UnsupportedError
+from portakern.errors import NotEmulatedError, SpecError, UnsupportedError
 from portakern.spec import Spec
 from portakern.spec.dtypes import DTYPES, numpy_dtype
 from portakern.testing.cases import Case, generators
@@ -84,14 +84,16 @@ class Trial:
                 placed[id(b)] = self.fw.strided(memory, b.shape, b.strides, b.offset, self.subject.device)
         return {n: placed[id(b)] for n, b in self.buffers.items()}
 
-    def called(self) -> Any:
+    def called(self, **overwrite: Any) -> Any:
         """The call, required arrays by position as users pass them; an option that has no default there by its own."""
         spec, arrays = self.subject.spec, self.arrays
         positional = [arrays[a.name] for a in spec.arrays if not a.optional]
         named = {a.name: arrays[a.name] for a in spec.arrays if a.optional and a.name in arrays}
         options = {o.name: o.default for o in spec.options if o.name in self.subject.always} | {**self.case.options}
         known = self.subject.arguments
-        return self.run(*positional, **named, **{n: v for n, v in options.items() if known is None or n in known})
+        return self.run(
+            *positional, **named, **{n: v for n, v in options.items() if known is None or n in known}, **overwrite
+        )
 
     def breaks(self, which: str, what: str) -> None:
         """A promise is broken; told unless it is known, or nobody asked for it."""
@@ -114,16 +116,22 @@ class Trial:
                 what = f"{name} came back as a {type(out).__name__}; expected a {fw.name} array"
                 raise Broken(what, "form", LOOKS["form"])
             shown = fw.to_numpy(out)
-            own = arrays.get(call.spec.aliases.get(name, ""))
-            in_place = own is not None and _same_memory(shown, fw.to_numpy(own))
-            if not fw.contiguous(out) and not in_place:
+            taken = call.spec.aliases[name] if call.overwritten(name) is not None else None
+            if taken is not None and shown.size and not self.lies_over(out, arrays[taken]):
+                self.breaks("overwrite", f"{name} lies in other memory than {taken}, which it is to be written over")
+            if not fw.contiguous(out):
                 self.breaks("contiguous", f"{name} is not contiguous")
             for other, array in arrays.items():
-                if fw.overlap(out, array) and not (in_place and array is own):
+                if fw.overlap(out, array) and other != taken:
                     self.breaks("own_memory", f"{name} shares memory with the input {other}")
             declared = call.outputs[name][1]
             values.append(np.array(shown, numpy_dtype(declared) if shown.dtype.name == fw.held(declared) else None))
         return Held(outputs, tuple(values))
+
+    def lies_over(self, out: Any, array: Any) -> bool:
+        """Whether an output is an input's memory."""
+        fw = self.fw
+        return fw.overlap(out, array) and same_bits(fw.to_numpy(out), fw.to_numpy(array))
 
     def compare(self, held: Held, call: Call, regime: str = "") -> dict[str, float]:
         """The fractions of the bound; none where NaN and infinities lead elsewhere, and that is known. What is wrong
@@ -185,22 +193,19 @@ class Trial:
         """A result is its caller's: a later call neither hands the same memory out nor writes to it."""
         for i, name in enumerate(call.wants):
             first, second = before.outputs[i], after.outputs[i]
-            if self.fw.immutable or name in call.spec.aliases or not before.values[i].size:
+            if self.fw.immutable or not before.values[i].size:
                 continue
             if self.fw.overlap(first, second):
                 self.breaks("kept", f"{name} of two calls shares memory: the second overwrites the first's")
             if not same_bits(self.fw.to_numpy(first).astype(before.values[i].dtype, copy=False), before.values[i]):
                 self.breaks("kept", f"{name} of an earlier call was overwritten by a later one")
 
-    def untouched(self, arrays: Mapping[str, Any], held: Held, call: Call) -> bool:
-        """Whether every input holds what it held, or the output that may take its memory."""
-        outputs = dict(zip(call.wants, held.values, strict=True))
-        takers, as_it_was = {name: out for out, name in call.spec.aliases.items()}, True
+    def untouched(self, arrays: Mapping[str, Any], call: Call) -> bool:
+        """Whether every input holds what it held, but for those that the call has written over."""
+        as_it_was = True
         for name, b in self.buffers.items():
             shown = self.fw.to_numpy(arrays[name]).astype(b.memory.dtype, copy=False)  # JAX holds int64 as int32
-            taker = outputs.get(takers.get(name, ""))
-            in_place = taker is not None and same_bits(shown, taker)
-            if not same_bits(shown, self.now.get(name, b.view())) and not in_place:
+            if name not in call.over and not same_bits(shown, self.now.get(name, b.view())):
                 self.breaks("inputs", f"the input {name} was written to")
                 as_it_was = False
             self.surroundings(name, b, arrays[name])
@@ -244,11 +249,60 @@ class Trial:
             kept = ("kept", "the result of an earlier call was kept") if second.same(first) else ()
             raise e.after(f"after {name} was negated in place", *kept) from None
         self.apart(first, second, other)
-        self.untouched(self.arrays, second, other)
+        self.untouched(self.arrays, other)
         for turn in range(4 if self.case.then == "often" else 0):
             self.negate(name)
             self.now_buffers = self.buffers if turn % 2 == 0 else buffers
             self.again(first if turn % 2 == 0 else second, self.reference if turn % 2 == 0 else other, self.arrays)
+
+    def over(self, first: Held | None) -> None:
+        """The call once more, its results written over inputs: the same bits, there, and nothing else is changed. What
+        a result cannot lie over is refused before anything is."""
+        spec, call = self.subject.spec, self.reference
+        wanted = [n for out, n in spec.aliases.items() if out in call.wants and n in self.buffers]
+        self.arrays, self.now = self.place(), {}
+        able = [n for n in wanted if self.room(n)]
+        for name in (n for n in wanted if n not in able):
+            try:
+                self.called(overwrite=name)
+            except SpecError:
+                continue
+            finally:
+                self.untouched(self.arrays, call)
+            self.breaks("overwrite", f"a result was written over {name}, whose elements are not alone in their places")
+        if not able:
+            return
+        call = call.replace(over=tuple(able))
+        found = self.overwriting(tuple(able))
+        if found is None:  # not in this tiling, whose bits the first ones are
+            self.run = self.subject.run({})
+            found, first = self.overwriting(tuple(able)), first if not self.overrides else None
+        if found is None:
+            return
+        second = self.hold(found, call, self.arrays)
+        names = " and ".join(able)
+        if first is None or not second.same(first):
+            try:
+                self.compare(second, self.reference)
+            except Broken as e:
+                raise e.after(f"with results over {names}", "overwrite", PROMISES["overwrite"]) from None
+            if first is not None:
+                self.breaks("overwrite", f"with results over {names} the call gives other bits")
+        self.untouched(self.arrays, call)
+
+    def overwriting(self, names: tuple[str, ...]) -> Any:
+        """The call with results over these arguments; None where its tiling does not allow it."""
+        try:
+            return self.called(overwrite=names)
+        except UnsupportedError as e:
+            if not self.subject.accepts(str(e)):
+                raise Refused(f"refused, and the backend does not declare it among its refusals: {e}") from e
+            return None
+
+    def room(self, name: str) -> bool:
+        """Whether a result may lie over an argument: alone in its memory, and without gaps."""
+        others = [a for n, a in self.arrays.items() if n != name]
+        return 0 in self.arrays[name].shape or self.fw.may_overwrite(self.arrays[name], others)
 
     def negate(self, name: str) -> None:
         """The same array with every element negated; a new one where arrays never change."""
@@ -276,12 +330,14 @@ def run_case(subject: Subject, case: Case, report: Report, excused: Collection[s
         return
     first = trial.hold(got, call, trial.arrays)
     fractions = trial.compare(first, call, _random_regime(subject.spec, case))
-    kept = trial.untouched(trial.arrays, first, call) and not subject.spec.aliases
-    if not kept:  # what was given in may be spent
+    kept = trial.untouched(trial.arrays, call)
+    if not kept:
         trial.arrays = trial.place()
     trial.again(first, call, trial.arrays)
-    if trial.untouched(trial.arrays, first, call) and kept and case.then:
+    if trial.untouched(trial.arrays, call) and kept and case.then:
         trial.changed(first)
+    if subject.overwrites:
+        trial.over(first)
     for name, fraction in fractions.items():
         if fraction >= max(report.worst.values(), default=0.0):
             report.worst_case = case.to_json()
@@ -313,8 +369,3 @@ def _random_regime(spec: Spec[Any], case: Case) -> str:
     shaped = any(a.name in made and a.name in case.shapes and a.follows for a in spec.arrays)
     special = case.edge or case.masks or case.same or "expanded" in case.layouts.values() or shaped
     return "" if special else case.regime
-
-
-def _same_memory(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two arrays are one: element by element in the same place."""
-    return (a.ctypes.data, a.shape, a.strides) == (b.ctypes.data, b.shape, b.strides)

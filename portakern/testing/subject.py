@@ -48,6 +48,7 @@ class Subject:
       reproduce: ``reproduce(case)``, a line that runs a case again: for a shell, or for Python where a new process
         would not find what is checked.
       name: for people.
+      overwrites: whether it can be asked for results over inputs, where the spec has such.
       emulated: whether the host stands in for the target. drawn: which calls are drawn beside edges.
       remote: whether it runs in a process of its own, so that any other exception than what is told of that is a
         mistake here.
@@ -68,6 +69,7 @@ class Subject:
     name: str
     always: frozenset[str] = frozenset()
     lawful: bool = True
+    overwrites: bool = False
     emulated: bool = False
     drawn: Drawn = ANY
     remote: bool = False
@@ -158,7 +160,7 @@ def backend_subject(
         name=f"{b.name} on {target} ({how})"
         + (f", variant {named}" if named else "")
         + (f", profile {profile}" if profile else ""),
-        lawful=not b.peer,
+        lawful=not b.peer, overwrites=bool(spec.aliases) and not fw.immutable and (impl.overwrites or b.oracle),
         emulated=standing_for is not None, drawn=impl.drawn,
     )  # fmt: skip
 
@@ -232,6 +234,7 @@ def function_subject(spec: Spec[Any], fn: Callable[..., Any] | None, framework: 
         reproduce=_python_line(spec, "fn=...", {"framework": framework, "device": device}),
         name=f"{_name_of(fn)} on {fw.target(found)}",
         always=always,
+        overwrites=bool(spec.aliases) and not fw.immutable and "overwrite" in (arguments or ()),
     )  # fmt: skip
 
 
@@ -302,7 +305,8 @@ def conceded(spec: Spec[Any], limits: Limits, excused: Collection[str]) -> tuple
     ]
     edges = ["NaN and infinities may lead elsewhere than in the formula"] if "edges" in excused else []
     some = [n for n in PROMISES if n in excused and "promises" not in excused]
-    some = [n for n in some if n != "laws" or not limits.shapes]
+    asked = {"laws": not limits.shapes, "overwrite": bool(spec.aliases)}
+    some = [n for n in some if asked.get(n, True)]
     beside = [f"beside edges, {limits.drawn}"] if limits.drawn != ANY and not limits.shapes else []
     return (*beside, *given, *built_in, *shaped, *words, *edges, *(f"not promised: {PROMISES[n]}" for n in some))
 

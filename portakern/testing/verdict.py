@@ -38,6 +38,7 @@ PROMISES = {
     "inputs": "an input is not written to",
     "outside": "the memory beside an input is not written to",
     "own_memory": "an output lies in memory of its own, not in an input's",
+    "overwrite": "a result that is wanted over an input lies there, in the same bits, and nothing else is written to",
     "kept": "a later call neither hands out the memory of an earlier result nor writes to it",
     "contiguous": "outputs are contiguous",
     "same_bits": "the same call gives the same bits again",

@@ -19,14 +19,14 @@ def simulate(hidden, weight, labels, lse, slope, d_loss, ignore_index=-100, labe
     x = logits_of(hidden, weight, precision, stored, block=block, ftz=ftz)
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
     (d_x,) = cross_entropy_vjp.simulate(x, labels, lse, d_loss, **options, ftz=ftz, low=low, **how)
-    d_x = through(d_x, hidden.dtype).astype(hidden.dtype)
+    d_x, rows = (a.reshape(-1, a.shape[-1]) for a in (through(d_x, hidden.dtype).astype(hidden.dtype), hidden))
     sums = {"block": block, "ftz": ftz, "tail": tail, "low": of_sum}
     if halves:
-        at = len(hidden) // 2
-        parts = (through(product(d_x[s].T, hidden[s], precision), hidden.dtype) for s in (np.s_[:at], np.s_[at:]))
+        at = len(rows) // 2
+        parts = (through(product(d_x[s].T, rows[s], precision), hidden.dtype) for s in (np.s_[:at], np.s_[at:]))
         d_weight = sum(parts)
     else:
-        d_weight = product(np.ascontiguousarray(d_x.T), hidden, precision, **(sums if acc is np.float32 else {}))
+        d_weight = product(np.ascontiguousarray(d_x.T), rows, precision, **(sums if acc is np.float32 else {}))
     d_hidden = flush(slope.astype(acc), ftz) * flush(d_loss, ftz)[..., None] * acc(scaled)
     d_hidden = np.where((labels != ignore_index)[..., None], flush(d_hidden, ftz), acc(0))
     return d_hidden, d_weight

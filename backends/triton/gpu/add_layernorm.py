@@ -23,7 +23,7 @@ from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu.add_rmsnorm import load_sum
 from portakern.backends.triton.gpu.layernorm import default_tiling, join, key, scale_and_shift, supports
 from portakern.backends.triton.launch import accumulator, cdiv, launch
-from portakern.backends.triton.layout import aligned, fresh_like, row_start, walk_rows
+from portakern.backends.triton.layout import aligned, fresh_like, result_like, row_start, walk_rows
 from portakern.spec import Tile
 
 if TYPE_CHECKING:
@@ -69,11 +69,16 @@ def add_layernorm_kernel(x, residual, weight, bias, y, total, rows, rows_inner, 
 
 
 @BACKEND.implements(
-    "add_layernorm", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)}
+    "add_layernorm",
+    key=key,
+    tiling=default_tiling,
+    supports=supports,
+    knobs={"num_warps": Tile(1, 32)},
+    overwrites=True,
 )
 def add_layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     x, residual, weight, bias = (call.arrays[name] for name in ("x", "residual", "weight", "bias"))
-    n, y, total = call.dims["n"], fresh_like(x), fresh_like(x)
+    n, y, total = call.dims["n"], fresh_like(x), result_like(residual, call, "residual_out")
     (x, residual), rows = walk_rows(x.ndim - 1, x, residual)
     weight_n, bias_n = (0 if w is None else w.stride(0) for w in (weight, bias))
     launch(add_layernorm_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, residual, weight, bias, y, total,

@@ -21,7 +21,7 @@ from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu.layernorm import default_tiling, key, scale_and_shift, supports
 from portakern.backends.triton.gpu.rmsnorm import narrowed, rounds_before
 from portakern.backends.triton.launch import accumulator, cdiv, launch
-from portakern.backends.triton.layout import aligned, fresh_like, row_start, walk_rows
+from portakern.backends.triton.layout import aligned, fresh_like, result_like, row_start, walk_rows
 from portakern.spec import Tile
 
 if TYPE_CHECKING:
@@ -71,10 +71,17 @@ def add_rmsnorm_kernel(x, residual, weight, y, total, rows, rows_inner, n, eps,
             tl.store(y + out + at, normed.to(y.dtype.element_ty), mask=ok)
 
 
-@BACKEND.implements("add_rmsnorm", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
+@BACKEND.implements(
+    "add_rmsnorm",
+    key=key,
+    tiling=default_tiling,
+    supports=supports,
+    knobs={"num_warps": Tile(1, 32)},
+    overwrites=True,
+)
 def add_rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     x, residual, weight = (call.arrays[name] for name in ("x", "residual", "weight"))
-    n, y, total = call.dims["n"], fresh_like(x), fresh_like(x)
+    n, y, total = call.dims["n"], fresh_like(x), result_like(residual, call, "residual_out")
     (x, residual), rows = walk_rows(x.ndim - 1, x, residual)
     launch(add_rmsnorm_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, residual, weight, y, total,
            rows.height, rows.inner, n, call.options["eps"], *rows.strides[0], *rows.strides[1],

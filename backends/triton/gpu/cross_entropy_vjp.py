@@ -21,7 +21,7 @@ from portakern.backends.triton.gpu.layernorm import key
 from portakern.backends.triton.gpu.softmax import refuse_tile
 from portakern.backends.triton.gpu.swiglu import tile_of
 from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch
-from portakern.backends.triton.layout import aligned, fresh, pow2_at_least, row_start, walk_rows
+from portakern.backends.triton.layout import aligned, pow2_at_least, result_like, row_start, walk_rows
 from portakern.spec import Tile
 
 if TYPE_CHECKING:
@@ -71,12 +71,17 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
 
 
 @BACKEND.implements(
-    "cross_entropy_vjp", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)}
+    "cross_entropy_vjp",
+    key=key,
+    tiling=default_tiling,
+    supports=supports,
+    knobs={"num_warps": Tile(1, 32)},
+    overwrites=True,
 )
 def cross_entropy_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     x = call.arrays["logits"]
     labels, lse, d_loss = (call.arrays[name].contiguous() for name in ("labels", "lse", "d_loss"))
-    d_x = fresh(x.shape, x.dtype, x.device)
+    d_x = result_like(x, call, "d_logits")
     gradient_into(call, x, labels, lse, d_loss, d_x, tiling, 0, call.dims["n"])
     return (d_x,)
 

@@ -62,6 +62,6 @@ def geglu_vjp_kernel(gate, up, d_y, d_gate, d_up, rows, n, steps,
                   out_row, out_n, of_erf_form, block_rows, block_n, acc_dtype, unit)  # fmt: skip
 
 
-@BACKEND.implements("geglu_vjp", key=key, fit=fit, supports=supports, knobs=KNOBS)
+@BACKEND.implements("geglu_vjp", key=key, fit=fit, supports=supports, knobs=KNOBS, overwrites=True)
 def geglu_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     return gradients(geglu_vjp_kernel, call, tiling, tanh=call.options["approximate"] == "tanh")

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.launch import accumulator, cdiv, launch, refuse_common
-from portakern.backends.triton.layout import aligned, contiguous_strides, fresh_like, pow2_at_least
+from portakern.backends.triton.launch import accumulator, cdiv, launch, refuse_common, refuse_over
+from portakern.backends.triton.layout import aligned, contiguous_strides, pow2_at_least, result_like
 from portakern.spec import Tile
 from portakern.spec.dtypes import numpy_dtype
 
@@ -143,12 +143,13 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
             f"{name} of {call.dims['pairs']} pairs is over 128 registers a thread at num_warps = "
             f"{tiling['num_warps']}; use a smaller tile or more warps"
         )
-    return refuse_common(call, tiling["num_warps"], call.dims["batch"] * seq * heads)
+    programs = call.dims["batch"] * seq * heads
+    return refuse_over(call, tiling["num_warps"], tile) or refuse_common(call, tiling["num_warps"], programs)
 
 
 def turned(call: Call, tiling: Mapping[str, int], x: Any, transposed: bool) -> Any:
     """x, each pair of its numbers turned by the call's tables."""
-    dims, y = call.dims, fresh_like(x)
+    dims, y = call.dims, result_like(x, call, call.spec.outputs[0].name)
     cos, sin = (call.arrays[name].expand(dims["batch"], dims["seq"], dims["pairs"]) for name in ("cos", "sin"))
     tiles_seq, tiles_heads = tiles(call, tiling)
     extents = Extents(dims["seq"], dims["heads"], dims["pairs"], dims["d"] - 2 * dims["pairs"], tiles_seq, tiles_heads)
@@ -163,6 +164,6 @@ def turned(call: Call, tiling: Mapping[str, int], x: Any, transposed: bool) -> A
     return y
 
 
-@BACKEND.implements("rope", key=key, fit=fit, supports=supports, knobs=KNOBS)
+@BACKEND.implements("rope", key=key, fit=fit, supports=supports, knobs=KNOBS, overwrites=True)
 def rope(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     return (turned(call, tiling, call.arrays["x"], transposed=False),)

@@ -12,6 +12,6 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 
-@BACKEND.implements("rope_vjp", key=key, fit=fit, supports=supports, knobs=KNOBS)
+@BACKEND.implements("rope_vjp", key=key, fit=fit, supports=supports, knobs=KNOBS, overwrites=True)
 def rope_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     return (turned(call, tiling, call.arrays["d_y"], transposed=True),)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, refuse_common
+from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, refuse_common, refuse_over
 from portakern.backends.triton.layout import SHAPES, aligned, fresh_like, pow2_at_least, row_start, walk_rows
 from portakern.spec import Tile
 
@@ -99,6 +99,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
 def refuse_tile(call: Call, tiling: Mapping[str, int], rows: int) -> str | None:
     block_rows, num_warps = tiling["block_rows"], tiling["num_warps"]
     reason = _refuse_tile(block_rows * tiling["block_n"], num_warps, call.interpret)
+    reason = reason or refuse_over(call, num_warps, block_rows * tiling["block_n"])
     return reason or refuse_common(call, num_warps, cdiv(rows, block_rows))
 
 

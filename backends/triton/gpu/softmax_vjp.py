@@ -17,7 +17,7 @@ import triton.language as tl
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu.softmax import default_tiling, key, supports
 from portakern.backends.triton.launch import accumulator, cdiv, launch
-from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
+from portakern.backends.triton.layout import aligned, result_like, row_start, walk_rows
 from portakern.spec import Tile
 
 if TYPE_CHECKING:
@@ -57,10 +57,17 @@ def softmax_vjp_kernel(y, d_y, d_x, rows, rows_inner, n,
             tl.store(d_x_row + (start + col) * d_x_n, (p * (g - delta[:, None])).to(d_x.dtype.element_ty), mask=ok)
 
 
-@BACKEND.implements("softmax_vjp", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
+@BACKEND.implements(
+    "softmax_vjp",
+    key=key,
+    tiling=default_tiling,
+    supports=supports,
+    knobs={"num_warps": Tile(1, 32)},
+    overwrites=True,
+)
 def softmax_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     y, d_y, axis = call.arrays["y"], call.arrays["d_y"], call.options["axis"]
-    d_x = fresh(y.shape, y.dtype, y.device)
+    d_x = result_like(y, call, "d_x")
     (y, d_y), rows = walk_rows(axis, y, d_y)
     n = y.shape[axis]
     launch(softmax_vjp_kernel, cdiv(rows.height, tiling["block_rows"]), call, y, d_y, d_x, rows.height, rows.inner, n,

@@ -16,7 +16,7 @@ import triton.language as tl
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu.swiglu import KNOBS, fit, key, open_and_shut, share, supports, tile_of
 from portakern.backends.triton.launch import accumulator, launch
-from portakern.backends.triton.layout import aligned, fresh, row_start
+from portakern.backends.triton.layout import aligned, result_like, row_start
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -69,9 +69,7 @@ def gradients(kernel: Any, call: Call, tiling: Mapping[str, int], **forms: Any) 
     d_u does depends on what is wanted; the bits of d_g must not.
     """
     gate, up, d_y = (call.arrays[name] for name in ("gate", "up", "d_y"))
-    d_gate, d_up = (
-        fresh(gate.shape, gate.dtype, gate.device) if name in call.wants else None for name in ("d_gate", "d_up")
-    )
+    d_gate, d_up = (result_like(gate, call, name) if name in call.wants else None for name in ("d_gate", "d_up"))
     (gate, up, d_y), tiles = share(tiling, gate, up, d_y)
     launch(kernel, tiles.programs, call, gate, None if d_gate is None else up, d_y, d_gate, d_up,
            tiles.rows.height, tiles.n, tiles.steps, *tiles.strides, **forms, block_rows=tiles.block_rows,
@@ -80,6 +78,6 @@ def gradients(kernel: Any, call: Call, tiling: Mapping[str, int], **forms: Any) 
     return d_gate, d_up
 
 
-@BACKEND.implements("swiglu_vjp", key=key, fit=fit, supports=supports, knobs=KNOBS)
+@BACKEND.implements("swiglu_vjp", key=key, fit=fit, supports=supports, knobs=KNOBS, overwrites=True)
 def swiglu_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     return gradients(swiglu_vjp_kernel, call, tiling)

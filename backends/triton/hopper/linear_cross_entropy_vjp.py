@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     key=key,
     tiling=portable.default_tiling,
     supports=partial(portable.supports, refused=refused),
+    overwrites=True,
 )
 def linear_cross_entropy_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     return portable.in_chunks(call, tiling, multiply)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,6 @@ from portakern.frameworks.torch import staging
 from portakern.spec.dtypes import DTYPES, DTypeInfo
 
 if TYPE_CHECKING:
-    from portakern.core.backend import Implementation
     from portakern.core.call import Call
     from portakern.core.route import Choice
 
@@ -105,6 +104,9 @@ class Torch(Framework):
     def copy(self, array: Any) -> Any:
         torch = sys.modules["torch"]
         return array.detach().clone(memory_format=torch.contiguous_format)
+
+    def write(self, array: Any, values: Any) -> None:
+        array.detach().copy_(values)  # which tells autograd
 
     def strides(self, array: Any) -> list[int]:
         return list(array.stride())
@@ -200,21 +202,10 @@ class Torch(Framework):
 
         return timing.TorchInstruments(self, device)
 
-    def run(self, impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-        outputs = impl.run(call, tiling)
-        if call.spec.aliases:
-            self._tell_autograd(call, outputs)
-        return outputs
-
-    def _tell_autograd(self, call: Call, outputs: tuple[Any, ...]) -> None:
-        """What was written to has a new version, as after any operation in place: a graph that saved it knows."""
-        torch = sys.modules["torch"]
-        for o, out in zip(call.spec.outputs, outputs, strict=True):
-            array = call.arrays.get(o.alias_of or "")
-            if array is None or out is None or array.is_inference():
-                continue
-            if out.data_ptr() == array.data_ptr():
-                torch.autograd.graph.increment_version(array)
+    def wrote(self, arrays: Sequence[Any]) -> None:
+        """They have new versions, as after any operation in place: a graph that saved one then knows."""
+        changed = [a for a in arrays if not a.is_inference()]
+        sys.modules["torch"].autograd.graph.increment_version(changed)
 
     # --- who else sees the calls: autograd, torch.func, torch.compile, dispatch modes, autocast ---
 

@@ -21,10 +21,11 @@ from portakern.core import registry
 from portakern.core.batching import Into, fold
 from portakern.core.binder import unchecked
 from portakern.core.call import Call
+from portakern.core.framework import frameworks
 from portakern.core.gradients import Wiring, wiring
 from portakern.core.observe import say
 from portakern.core.route import Choice, routes
-from portakern.errors import UnsupportedError
+from portakern.errors import SpecError, UnsupportedError
 from portakern.spec import Spec
 
 __all__ = [
@@ -38,9 +39,11 @@ __all__ = [
     "over_samples",
     "refusal",
     "refuse_forward_mode",
+    "spendable",
     "spent",
 ]
 
+TORCH = frameworks()["torch"]
 Arrays = dict[str, Any]
 Run = Callable[[Arrays, Mapping[str, Any], tuple[str, ...]], tuple[Any, ...]]
 """(arrays by name, options, outputs wanted) -> those outputs."""
@@ -55,6 +58,7 @@ class Step:
       wiring: how its gradients are computed; None: they are not (see :func:`refusal`).
       forward: tensors -> the wanted outputs. backward: the vjp op. again: this op on other arrays, for vmap.
       inside: it is called where autograd already works, below the dispatcher.
+      over: those of the saved tensors that nobody else reads, over which the vjp may write gradients (:meth:`room`).
     """
 
     __slots__ = (
@@ -65,6 +69,7 @@ class Step:
         "inside",
         "names",
         "options",
+        "over",
         "saved",
         "spec",
         "wants",
@@ -82,14 +87,17 @@ class Step:
         backward: Run | None,
         again: Run | None = None,
         inside: bool = False,
+        over: tuple[str, ...] = (),
     ) -> None:
         self.spec, self.names, self.options, self.wants, self.wiring = spec, names, options, wants, wiring
         self.forward, self.backward, self.again, self.inside = forward, backward, again, inside
+        self.over = over
         self.saved: list[str] = []
         self.forms: list[tuple[Any, torch.dtype]] = []
 
     def save(self, ctx: Any, arrays: Sequence[Any], outputs: Sequence[Any]) -> None:
         ctx.step = self
+        ctx.unseen = bool(self.over) and unseen()
         ctx.set_materialize_grads(False)
         if self.wiring is not None:  # the same for each call of a form
             named = dict(zip(self.wants, outputs, strict=True)) | dict(zip(self.names, arrays, strict=True))
@@ -97,8 +105,9 @@ class Step:
             self.forms = [(o.shape, o.dtype) for o in outputs]
             ctx.save_for_backward(*(named[n] for n in self.saved))
 
-    def gradients(self, ctx: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        """The gradient of each array, None where nobody needs it."""
+    def gradients(self, ctx: Any, cotangents: Sequence[Any], saved: tuple[Any, ...] | None = None) -> tuple[Any, ...]:
+        """The gradient of each array, None where nobody needs it. ``saved``: the saved tensors, where they were read.
+        Activation checkpointing lets a backward pass read them once."""
         wired, run = self.wiring, self.backward
         if wired is None or run is None:
             raise UnsupportedError(refusal(self.spec))
@@ -106,12 +115,35 @@ class Step:
         like = next((c for c in cotangents if c is not None), None)
         if like is None:
             return (None,) * len(self.names)
-        arrays = dict(zip(self.saved, unwrap_dead_wrappers(ctx.saved_tensors), strict=True)) | self._cotangents(
-            wired, cotangents, like
-        )
-        found = run(arrays, {n: self.options[n] for n in wired.options}, wants) if wants else ()
+        saved = unwrap_dead_wrappers(ctx.saved_tensors if saved is None else saved)
+        arrays = dict(zip(self.saved, saved, strict=True)) | self._cotangents(wired, cotangents, like)
+        found = self._found(run, arrays, self.room(ctx, wants, arrays), wants) if wants else ()
         given = dict(zip(wants, found, strict=True))
         return tuple(given.get(wired.gradients.get(n, ""), wired.passed(n, arrays)) for n in self.names)
+
+    def _found(self, run: Run, arrays: Arrays, over: tuple[str, ...], wants: tuple[str, ...]) -> tuple[Any, ...]:
+        """The gradients ``wants``, written over the arrays ``over`` unless the kernel refuses that."""
+        assert self.wiring is not None
+        options = {n: self.options[n] for n in self.wiring.options}
+        if over:
+            try:
+                return run(arrays | {n: arrays[n].detach() for n in over}, {**options, "overwrite": over}, wants)
+            except UnsupportedError:  # nothing ran, and the caller never asked for it
+                pass
+        return run(arrays, options, wants)
+
+    def room(self, ctx: Any, wants: Sequence[str], arrays: Mapping[Any, Any]) -> tuple[str, ...]:
+        """The names of saved tensors over which this backward pass writes the gradients ``wants``: those of ``over``,
+        in memory that no other of ``arrays`` shares, where no further pass reads them."""
+        if not (ctx.unseen and last_pass() and self.wiring is not None):
+            return ()
+        found = []
+        for out, name in self.wiring.vjp.aliases.items():
+            if name in self.over and out in wants:
+                others = [a for n, a in arrays.items() if n != name and a is not None]
+                if TORCH.may_overwrite(arrays[name], others):
+                    found.append(name)
+        return tuple(found)
 
     def _cotangents(self, wired: Wiring, cotangents: Sequence[Any], like: Any) -> Arrays:
         arrays: Arrays = {}
@@ -127,6 +159,19 @@ class Step:
             elif argument is not None and argument not in optional:
                 arrays[argument] = like.new_zeros(shape, dtype=dtype)
         return arrays
+
+
+def unseen() -> bool:
+    """Whether what is saved now is kept by autograd alone: no hook packs it (activation checkpointing and offloading
+    do), and no transform or mode looks through it."""
+    core = torch._C
+    hooks = core._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is None and not (core._are_functorch_transforms_active() or core._len_torch_dispatch_stack())
+
+
+def last_pass() -> bool:
+    """Whether the backward pass that runs now frees what was saved, and nobody differentiates it."""
+    return not (torch._C._autograd._get_current_graph_task_keep_graph() or torch.is_grad_enabled())
 
 
 class _Watched(torch.autograd.Function):
@@ -221,6 +266,14 @@ def gradient_of(call: Call, choice: Choice, differentiated: Sequence[str]) -> tu
     return wired, choice.gradients[call.device]
 
 
+def spendable(wired: Wiring, vjp: Choice, call: Call, choice: Choice) -> tuple[str, ...]:
+    """Those of the tensors that a forward call saves over which its gradients may be written (``over`` of
+    :class:`Step`), where whoever serves them writes over tensors."""
+    candidates = routes(call.replace(spec=wired.vjp), vjp) or ()
+    able = all(r.impl.backend.oracle or (r.impl.overwrites and r.framework is call.framework) for r in candidates)
+    return wired.spent(call, choice.spends) if able and candidates else ()
+
+
 def spent(*tensors: Any) -> Any:
     raise AssertionError("a step runs once")
 
@@ -245,7 +298,23 @@ def autocast(spec: Spec[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         return value.to(torch.float32 if spec.autocast == "float32" else torch.get_autocast_dtype(kind))
 
     named = tuple(cast(a.name, value) for a, value in zip(spec.arrays, args, strict=False))
-    return (*named, *args[len(named) :]), {name: cast(name, value) for name, value in kwargs.items()}
+    others = {name: cast(name, value) for name, value in kwargs.items()}
+    if isinstance(over := kwargs.get("overwrite"), (str, tuple, list, set, frozenset)):
+        _refuse_casts(spec, over, args, named, kwargs, others)
+    return (*named, *args[len(named) :]), others
+
+
+def _refuse_casts(spec: Spec[Any], over: Any, args: Any, named: Any, kwargs: Any, others: Any) -> None:
+    """SpecError where an argument that is to be written over was cast: the result would lie over the cast's copy."""
+    before = dict(zip((a.name for a in spec.arrays), args, strict=False)) | kwargs
+    after = dict(zip((a.name for a in spec.arrays), named, strict=False)) | others
+    for name in (over,) if isinstance(over, str) else [n for n in over if n in before]:
+        if before.get(name) is not after.get(name):
+            raise SpecError(
+                f"{spec.name}: overwrite names {name}, which is {before[name].dtype} and torch.autocast casts to "
+                f"{after[name].dtype}: the result would not lie over it; leave overwrite out, or call under "
+                "torch.autocast(..., enabled=False)"
+            )
 
 
 def over_samples(

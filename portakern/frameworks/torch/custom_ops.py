@@ -7,8 +7,8 @@ are typed where a schema has the type; a tuple of integers and None is a list of
 0]``: given or not, and its value. And four strings follow: ``wants`` (names of the outputs that are needed,
 comma-separated; empty: as the options say), ``backend`` (a name; empty: chosen from the arrays), ``variant`` (of that
 backend's; empty: the first that takes the call) and ``tiling`` (``block_m=64,block_n=128``). Every output is returned;
-those not wanted are empty tensors. Nothing is written in place: an output that may take an input's memory (``aliases``)
-is new here, as functionalisation wants it.
+those not wanted are empty tensors. Nothing is written in place, as functionalisation wants it, and ``overwrite`` is
+refused.
 
 >>> torch.ops.portakern.attention(q, k, v, is_causal=True, window=[1, 128, 0, 0], wants="o,lse", backend="triton",
 tiling="block_q=64")
@@ -277,7 +277,7 @@ class _Rules:
         call.framework.check(call)
         candidates = routes(call, choice)
         assert candidates is not None
-        return self.pack(serve(call, candidates, choice.tiling, keep=True), args[0])
+        return self.pack(serve(call, candidates, choice.tiling), args[0])
 
     def fake(self, *args: Any, **kwargs: Any) -> Any:
         _, call = self.bind(args, kwargs)

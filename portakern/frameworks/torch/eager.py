@@ -15,7 +15,17 @@ from portakern.core.gradients import Wiring
 from portakern.core.observe import OBSERVERS
 from portakern.core.route import Choice, routes
 from portakern.core.serve import plan, serve
-from portakern.frameworks.torch.autograd import Arrays, Run, Step, differentiable, function, gradient_of, spent
+from portakern.frameworks.torch.autograd import (
+    Arrays,
+    Run,
+    Step,
+    differentiable,
+    function,
+    gradient_of,
+    spendable,
+    spent,
+    unseen,
+)
 from portakern.frameworks.torch.custom_ops import calling, tell_counters
 from portakern.frameworks.torch.profiling import named
 from portakern.spec import Spec
@@ -30,6 +40,7 @@ def differentiate(call: Call, choice: Choice, late: bool = False) -> tuple[Any, 
     spec = call.spec
     names = tuple(n for n, a in call.arrays.items() if a is not None)
     arrays = [call.arrays[n] for n in names]
+    over: tuple[str, ...] = ()
     wired: Wiring | None = None
     backward: Run | None = None
     training = call
@@ -37,14 +48,14 @@ def differentiate(call: Call, choice: Choice, late: bool = False) -> tuple[Any, 
     if differentiated and torch.is_grad_enabled() and not late:
         wired, vjp = gradient_of(call, choice, differentiated)
         backward = functools.partial(_run, wired.vjp, vjp, True)
-        training = wired.training(call)
+        training, over = wired.training(call), spendable(wired, vjp, call, choice)
 
     def forward(*tensors: Any) -> tuple[Any, ...]:
         training.arrays = training.arrays | dict(zip(names, tensors, strict=True))
         return tuple(o for o in _served(training, choice) if o is not None)
 
     again = functools.partial(_run, spec, choice, late)
-    step = Step(spec, names, call.options, training.wants, wired, forward, backward, again)
+    step = Step(spec, names, call.options, training.wants, wired, forward, backward, again, over=over)
     named = dict(zip(step.wants, differentiable(step, arrays), strict=True))
     step.forward = spent  # it holds the tensors, which a graph must not
     return tuple(named[o.name] if o.name in call.wants else None for o in spec.outputs)
@@ -88,7 +99,9 @@ def plan_training(call: Call, choice: Choice) -> Training | None:
 
     again = functools.partial(_run, call.spec, choice, False)
     backward = _Backward(wired.vjp, vjp)
-    return Training(call, _Again(call.spec, names, call.options, training.wants, wired, forward, backward, again))
+    over = spendable(wired, vjp, call, choice)
+    step = _Again(call.spec, names, call.options, training.wants, wired, forward, backward, again, False, over)
+    return Training(call, step)
 
 
 Way = Callable[[tuple[Any, ...], Sequence[Any]], "tuple[Any, ...] | None"]
@@ -111,24 +124,34 @@ class _Again(Step):
 
     def save(self, ctx: Any, arrays: Sequence[Any], outputs: Sequence[Any]) -> None:
         ctx.step = self
+        ctx.unseen = bool(self.over) and unseen()
         ctx.set_materialize_grads(False)
         if not self.forms:
             self.forms = [(o.shape, o.dtype) for o in outputs]
         given = (*arrays, *outputs)
         ctx.save_for_backward(*[given[i] for i in self.places])
 
-    def gradients(self, ctx: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        asked = (ctx.needs_input_grad, *[c is None for c in cotangents])
-        way = self.ways.get(asked)
-        found = None if way is None or OBSERVERS else way(ctx.saved_tensors, cotangents)
+    def gradients(self, ctx: Any, cotangents: Sequence[Any], saved: tuple[Any, ...] | None = None) -> tuple[Any, ...]:
+        over: tuple[str, ...] = ()
+        if ctx.unseen and any(c is not None for c in cotangents):
+            assert self.wiring is not None
+            saved, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
+            wants = self.wiring.wants([n for n, gets in zip(self.names, needed, strict=True) if gets])
+            given = dict(enumerate(cotangents)) | dict(zip(self.saved, saved, strict=True))
+            over = self.room(ctx, wants, given)
+        asked = (over, ctx.needs_input_grad, *[c is None for c in cotangents])
+        way, found = self.ways.get(asked), None
+        if way is not None and not OBSERVERS:
+            saved = ctx.saved_tensors if saved is None else saved
+            found = way(saved, cotangents)
         if found is None:
-            found = super().gradients(ctx, cotangents)
+            found = super().gradients(ctx, cotangents, saved)
             if way is None:
-                self.ways[asked] = self._way(ctx.needs_input_grad[1:], cotangents)
+                self.ways[asked] = self._way(ctx.needs_input_grad[1:], cotangents, over)
         return found
 
-    def _way(self, needed: Sequence[bool], cotangents: Sequence[Any]) -> Way:
-        """Straight-line code for cotangents of which these are there, and these gradients."""
+    def _way(self, needed: Sequence[bool], cotangents: Sequence[Any], over: tuple[str, ...]) -> Way:
+        """Straight-line code for cotangents of which these are there, and these gradients, written over ``over``."""
         wired, backward = self.wiring, self.backward
         assert wired is not None and isinstance(backward, _Backward)
         theirs = [wired.cotangents.get(n) for n in self.wants]  # None, of as many outputs as the vjp takes none of
@@ -143,14 +166,17 @@ class _Again(Step):
             saved="".join(f"{n}, " for n in self.saved) or "*_",
             cotangents="".join(f"{n if n in there else '_'}, " for n in theirs),
             odd=" or ".join(f"legacy({n}) or {n}.is_neg()" for n in there),
-            arguments=", ".join(a.name if a.name in (*self.saved, *there) else "None" for a in wired.vjp.arrays),
-            options="".join(f"{n}=options[{n!r}], " for n in wired.options),
+            arguments=", ".join(
+                a.name + ".detach()" * (a.name in over) if a.name in (*self.saved, *there) else "None"
+                for a in wired.vjp.arrays
+            ),
+            options="".join(f"{n}=options[{n!r}], " for n in wired.options) + "overwrite=over, " * bool(over),
             results="".join(
                 f"out[{outputs.index(r)}], " if r in wants else f"{r}, " if r in there else "None, " for r in results
             ),
         )
         env: dict[str, Any] = {"read": backward.read, "plans": backward.choice.plans, "options": self.options}
-        env |= {"wants": wants, "legacy": torch._C._functorch.is_legacy_batchedtensor}
+        env |= {"wants": wants, "over": over, "legacy": torch._C._functorch.is_legacy_batchedtensor}
         exec(compile(text, f"<gradients of {self.spec.name}>", "exec"), env)  # the text derives from specs alone
         way: Way = env["way"]
         return way
@@ -200,7 +226,7 @@ class _Backward:
 def _served(call: Call, choice: Choice) -> tuple[Any, ...]:
     candidates = routes(call, choice)
     assert candidates is not None
-    return serve(call, candidates, choice.tiling, keep=True)  # the arrays are saved, or somebody else's
+    return serve(call, candidates, choice.tiling)
 
 
 def _bound(spec: Spec[Any], arrays: Arrays, options: Mapping[str, Any], wants: tuple[str, ...]) -> Call:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from portakern.api import Op, op
+from portakern.core.route import Choice
 from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.torch.arrays import unreadable
 
@@ -35,12 +36,19 @@ __all__ = [
     "softmax",
 ]
 
-_ops: dict[tuple[str, str | None], Op] = {}
+_ops: dict[tuple[str, str | None, tuple[str, ...]], Op] = {}
 
 
-def kept_op(name: str, backend: str | None) -> Op:
-    """The op, kept: to make one takes longer than to call it."""
-    return _ops.get((name, backend)) or _ops.setdefault((name, backend), op(name, backend=backend))
+def kept_op(name: str, backend: str | None, spends: tuple[str, ...] = ()) -> Op:
+    """The op, kept: to make one takes longer than to call it.
+
+    ``spends``: arguments that its caller made for this call and that nobody else sees, so that a backward pass that is
+    the last one may write gradients over them."""
+    key = name, backend, spends
+    if key not in _ops:
+        made = op(name, backend=backend)
+        _ops.setdefault(key, Op(made.spec, Choice(made.backend, spends=spends)) if spends else made)
+    return _ops[key]
 
 
 def scaled_dot_product_attention(

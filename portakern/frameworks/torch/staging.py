@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from portakern.core.binder import binder, misfit
 from portakern.core.route import Choice
+from portakern.errors import UnsupportedError
 from portakern.spec import Spec
 
 __all__ = ["FOUND", "Kept", "keep", "prepare", "stage"]
@@ -61,7 +62,7 @@ def keep(this: Op) -> Kept:
     choice = this.choice
     words = [this.spec.name, choice.backend.name if choice.backend else "", choice.variant or ""]
     # an attribute's name, in which dynamo takes a dot for the next attribute; the same words may become of others
-    first = key = re.sub(r"[^\w ]", "_", f"{' '.join(words)} {sorted(choice.tiling.items())}")
+    first = key = re.sub(r"[^\w ]", "_", f"{' '.join((*words, *choice.spends))} {sorted(choice.tiling.items())}")
     n = 1
     while (other := _kept.setdefault(key, this)).spec is not this.spec or other.choice != choice:
         n += 1
@@ -86,6 +87,11 @@ def stage(key: str, given: int, named: tuple[str, ...]) -> None:
     from portakern.frameworks.torch import custom_ops
 
     made = _kept[key]
+    if "overwrite" in named:
+        raise UnsupportedError(
+            f"{made.spec.name}: overwrite is given in a call that PyTorch records, and what is recorded writes to no "
+            "input; leave it out: torch.compile finds memory for results by itself"
+        )
     try:
         inspect.signature(binder(made.spec)).bind(*[None] * given, **dict.fromkeys(named))
     except TypeError as e:

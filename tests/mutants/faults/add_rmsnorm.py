@@ -7,6 +7,15 @@ from tests.mutants.faults import Planted
 FAULTS = {
     "triton": [
         Planted(
+            "sum-stored-early",
+            "a long row's sum is stored as its squares are added up, before the residual, which it may lie over, is "
+            "read again",
+            old="            squares += tl.sum(s * s, 1)\n",
+            new="            tl.store(total + out + at, s.to(total.dtype.element_ty), mask=row_ok & (at < n))\n"
+            "            squares += tl.sum(s * s, 1)\n",
+            sample=True,
+        ),
+        Planted(
             "sum-not-rounded",
             "what is normed is the sum before it is rounded",
             old="return total.to(x.dtype.element_ty).to(acc_dtype)",

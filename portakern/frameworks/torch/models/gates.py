@@ -1,5 +1,6 @@
 """The gated product of a feed-forward layer on the swiglu and geglu ops; its projections stay the module's own, so that
-adapters on them (LoRA) and their hooks work as before.
+adapters on them (LoRA) and their hooks work as before. What plain projections return belongs to the layer alone, and a
+backward pass that keeps no graph writes its gradients over it.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from portakern.core import registry
@@ -65,10 +67,27 @@ def served_gate(module: nn.Module, backend: str | None) -> tuple[str, Callable[.
     act = ACTIVATIONS.get(name)
     if act is None or act.op not in registry.ops():
         return f"no op is a gate of {name}; those with an op are {', '.join(ACTIVATIONS)}"
-    product, options = kept_op(act.op, backend), act.options
+    shared, own, options = kept_op(act.op, backend), kept_op(act.op, backend, ("gate", "up")), act.options
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
-        gated = product(getattr(self, gate.gate)(x), getattr(self, gate.up)(x), **options)
-        return getattr(self, gate.down)(gated)
+        opening, rising = getattr(self, gate.gate), getattr(self, gate.up)
+        product = own if unseen(opening) and unseen(rising) else shared
+        return getattr(self, gate.down)(product(opening(x), rising(x), **options))
 
     return act.op, forward
+
+
+def unseen(projection: nn.Module) -> bool:
+    """Whether nobody but its caller gets to see what a projection returns, so that gradients may be written over it: a
+    ``torch.nn.Linear`` as PyTorch has it, whose own backward pass does not read its result, without hooks, adapters,
+    forwards of somebody's or modes that look through it. Not where torch.compile traces, which plans memory itself."""
+    if torch.compiler.is_compiling() or type(projection) is not nn.Linear or "forward" in vars(projection):
+        return False
+    if nn.Linear.forward is not FORWARD or torch._C._len_torch_function_stack():
+        return False
+    hooks = projection._forward_hooks or projection._backward_hooks or projection._backward_pre_hooks
+    return not (hooks or nn.modules.module._has_any_global_hook())
+
+
+FORWARD = nn.Linear.forward
+"""As it was before anybody put another in its place."""
