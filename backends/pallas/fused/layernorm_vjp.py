@@ -102,14 +102,18 @@ def gradients(
     call: Call, tiling: Mapping[str, int], formula: Formula, normalised: Callable[..., Any]
 ) -> tuple[jax.Array | None, ...]:
     """The gradients of a normalisation along the last axis that the call wants. ``formula`` makes d_x, and with what it
-    tells of a row ``normalised`` makes xh."""
+    tells of a row ``normalised`` makes xh.
+
+    The kernels make all gradients that the op has, whichever are wanted: what a compiler fuses hangs on what stands
+    beside it, so that kernels of some of them would have other bits."""
     walk, n, weight = walk_of(call, tiling), call.dims["n"], call.arrays["weight"]
-    sums = tuple(name for name in SUMS if name in call.wants)
+    sums = tuple(o.name for o in call.spec.outputs if o.name in SUMS)
     blocks = pl.cdiv(walk.rows, walk.block_rows)
     inputs = {operand(i): padded_rows(call.arrays[name].reshape(-1, n)) for i, name in enumerate(("x", "d_y"))}
-    outputs = {"y": jax.ShapeDtypeStruct((walk.rows, walk.pitch), inputs["x0"].dtype)}
-    if sums:
-        outputs["sums"] = jax.ShapeDtypeStruct((blocks, len(sums), walk.chunk), jnp.float32)
+    outputs = {
+        "y": jax.ShapeDtypeStruct((walk.rows, walk.pitch), inputs["x0"].dtype),
+        "sums": jax.ShapeDtypeStruct((blocks, len(sums), walk.chunk), jnp.float32),
+    }
     found = launch(
         call,
         partial(kernel, walk=walk, formula=formula, normalised=normalised, sums=sums, ring=tiling["ring"]),
@@ -123,10 +127,10 @@ def gradients(
         },
     )
     made = {"d_x": found["y"][:, :n].reshape(call.arrays["x"].shape)}
-    if sums:
+    if any(name in call.wants for name in sums):
         total = in_order(call, found["sums"].reshape(blocks, -1), jnp.float32, min(AHEAD, blocks))
         totals = zip(sums, total.reshape(len(sums), walk.chunk)[:, :n], strict=True)
-        made |= {name: x.astype(call.outputs[name][1]) for name, x in totals}
+        made |= {name: x.astype(call.outputs[name][1]) for name, x in totals if name in call.wants}
     return tuple(made.get(o.name) if o.name in call.wants else None for o in call.spec.outputs)
 
 
