@@ -95,7 +95,8 @@ class _Storing:
 
     def __init__(self, call: Call) -> None:
         self.dtype = numpy_dtype(call.dtype) if call.dtype in ("float16", "bfloat16") else None
-        self.values, self.squares = np.zeros(0), np.zeros(0)
+        self.values: np.ndarray = np.zeros(0)
+        self.squares: np.ndarray = np.zeros(0)
         self.random, self.draws = 0.0, inf
 
     @property
