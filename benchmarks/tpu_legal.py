@@ -4,9 +4,10 @@
 
 Of each op and target so many calls are drawn, each with a tiling that ``supports`` accepts. Half of the tilings are
 anywhere among those; the others are doubled, a tile after the other, until every further doubling is refused: there an
-estimate of the memory that is a byte too low shows. Ops and targets take turns, so that a run which ends early has
-tried them all alike. What was compiled is kept in the user's cache, and a later run goes on where this one ended.
-Every tiling that libtpu refuses is printed with its call; exit status 1 if there is one.
+estimate of the memory that is a byte too low shows. What takes longest to compile is drawn more seldom. Ops and targets
+take turns, so that a run which ends early has tried them all alike. libtpu is asked for nothing but the code, not to
+tell of it: a build takes half the time. What was compiled is kept in the user's cache, and a later run goes on where
+this one ended. Every tiling that libtpu refuses is printed with its call; exit status 1 if there is one.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def main() -> int:
     hardware = [targets.find(name) for name in args.target]
     rounds = itertools.zip_longest(*(some_of(n, h, args) for n in names for h in hardware))
     tried, refused, end = Counter[tuple[str, str]](), list[str](), time.monotonic() + args.seconds
-    with pool.Pool(args.jobs, args.timeout) as workers:
+    with pool.Pool(args.jobs, args.timeout, silent()) as workers:
         for jobs in rounds:
             for job, built in compiled([job for job in jobs if job is not None], workers, end):
                 tried[job.spec.name, job.hardware.name] += 1
@@ -66,9 +67,15 @@ def main() -> int:
     return bool(refused)
 
 
+def silent() -> dict[str, str]:
+    """The environment in which libtpu does not tell what it made, in files of many megabytes."""
+    family = next(f for f in registry.backend("pallas").families if "tpu" in f.platforms)
+    return {"LIBTPU_INIT_ARGS": family.load_compiler().FROM_HBM}
+
+
 def compiled(jobs: list[Job], workers: pool.Pool, end: float) -> Iterator[tuple[Job, Build]]:
     """The jobs with what became of them, kept or new; none is begun after the end."""
-    names = {id(job): cache.key(job) for job in jobs}
+    names = {id(job): f"{cache.key(job)}-silent" for job in jobs}
     known = [(job, cache.find(names[id(job)])) for job in jobs]
     yield from ((job, built) for job, built in known if built is not None)
     # a process that stays for one target need not be started anew for every second job
@@ -138,7 +145,8 @@ def extent_drawn(usual: int, rng: random.Random) -> int:
 
 
 def tiling_drawn(spec: Spec[Any], impl: Implementation, call: Call, rng: random.Random) -> Mapping[str, int] | None:
-    """A tiling that is accepted, half of the time one that no doubling of a tile leaves so."""
+    """A tiling that is accepted, half of the time one that no doubling of a tile leaves so. One whose steps are longer
+    than the default's, and take as much longer to compile, is drawn as much more seldom."""
     try:
         default = tilings.default(impl, call).tiling
     except UnsupportedError:
@@ -146,9 +154,19 @@ def tiling_drawn(spec: Spec[Any], impl: Implementation, call: Call, rng: random.
     space = space_of(spec, impl, [call], default)
     for _ in range(ATTEMPTS // 4):
         tiling = {n: rng.choice(values) for n, values in space.values.items()}
-        if space.legal(tiling):
-            return grown(space, tiling, rng) if rng.random() < 0.5 else tiling
+        if not space.legal(tiling):
+            continue
+        if rng.random() < 0.5:
+            tiling = grown(space, tiling, rng)
+        if rng.random() * step(spec, call, tiling) < step(spec, call, default):
+            return tiling
     return None
+
+
+def step(spec: Spec[Any], call: Call, tiling: Mapping[str, int]) -> int:
+    """About how long the code of a step is: the product of its tiles, as far as they reach."""
+    extents = {n: call.dims.get(t.of or "", tiling[n]) for n, t in spec.tiling.items() if n in tiling}
+    return math.prod(min(tiling[n], e if isinstance(e, int) else max(e, default=1)) for n, e in extents.items())
 
 
 def grown(space: Space, tiling: dict[str, int], rng: random.Random) -> dict[str, int]:

@@ -17,6 +17,9 @@ from hypothesis import HealthCheck, settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of a GPU for itself
+# Pallas's interpreter for GPUs takes a thread of XLA's for each warpgroup, and these wait for each other: with fewer
+# threads than warpgroups, as on two cores, they may do so for ever.
+os.environ.setdefault("NPROC", "8")
 # What XLA compiles for the host runs once or a few times: unoptimised, in one piece, and without the emitters of fused
 # loops, whose code takes long to compile, it is ready in half of the time. jaxlib 0.11 has those emitters alone, and
 # ends the process at a flag that it does not know.

@@ -5,12 +5,14 @@ differences.
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
 
 from portakern.api import op
 from portakern.core.oracle import as_float64, oracle
+from tests.measuring import evidence, simulated
 from tests.ops._shared import draw
 from tests.ops.attention_vjp import with_finfo_min, with_residuals
 from tests.ops.record import DTYPES
@@ -98,3 +100,25 @@ def test_the_oracle_agrees_with_finite_differences(options, segments):
                     for s in (step, -step)
                 )
                 assert np.isclose((up - down) / (2 * step), np.sum(gradient * way), rtol=1e-6, atol=1e-7), (name, wide)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_weights_that_are_stored_with_one_error_are_no_evidence(dtype):
+    """Where all scores are alike, P is 1/k, and 1/3 leans towards 0 in float16 as every element of d_v then does.
+    Truncation is still found wherever weights differ."""
+
+    def found(keys, scale, truncates=False):
+        rng = np.random.default_rng(0)
+        forms = {"q": (7, 2, 15, 7), "k": (7, keys, 5, 7), "v": (7, keys, 5, 9)}
+        arrays = {name: draw(rng, form, dtype) for name, form in forms.items()}
+        options = {"scale": scale}
+        arrays = tuple(with_residuals(rng, arrays, options, dtype).get(a.name) for a in op("attention_vjp").spec.arrays)
+        kernel = partial(simulated, truncates=truncates)
+        return evidence("attention_vjp", arrays, options, kernel)["d_v"][0]
+
+    for keys in (3, 5, 6, 7):
+        for scale in (0.0, 1e-7):
+            assert not found(keys, scale).applies
+    assert found(4, 0.0).applies and not found(4, 0.0).reasons  # 1/4 is stored as it is
+    assert found(7, 0.5).applies and not found(7, 0.5).reasons
+    assert any("errors lean towards 0" in reason for reason in found(7, 0.5, truncates=True).reasons)

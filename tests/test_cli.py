@@ -319,10 +319,18 @@ def test_tables_of_tilings_in_the_cache_may_hold_anything(tmp_path, monkeypatch,
         assert pk.op("softmax", backend="triton")(np.ones((2, 3), np.float32)).shape == (2, 3)
     assert f"the tilings in {table} are left out: it cannot be read" in caplog.text
     (job,) = compiling.jobs_for(["softmax"], ["sm_90"], ["float32"])
-    table.write_bytes(b"\xff")
+    own, cuda, other = (table.with_name(f"{name}.json") for name in ("sm_90", "cuda", "sm_80"))
+    own.write_bytes(b"\xff")
     first = cache.key(job)
-    table.write_bytes(b"\xfe")
-    assert cache.key(job) != first
+    other.write_bytes(b"\xff")  # a look-up for the target does not read it
+    assert cache.key(job) == first
+    other.write_bytes(b"\xfe")
+    own.write_text('{"ops": {"softmax": {"gpu": [{"from": "sm_80/softmax"}]}}}')  # now it may
+    second = cache.key(job)
+    other.write_bytes(b"\xff")
+    third = cache.key(job)
+    cuda.write_bytes(b"\xfe")
+    assert len({first, second, third, cache.key(job)}) == 4
     tilings.forget()
 
 

@@ -6,7 +6,6 @@ import math
 import re
 import sys
 import threading
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from portakern.core import registry, remembered
 from portakern.core import route as dispatch
 from portakern.core.framework import frameworks
 from portakern.core.oracle import rounded as to_nearest
-from portakern.core.targets import HOST, Target
+from portakern.core.targets import Target
 from tests.ops import records
 
 X = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
@@ -130,25 +129,6 @@ def test_what_a_family_needs_is_a_version_or_later(monkeypatch, here, needed, th
     assert (said is None) is there
     if not there:
         assert said == f"thing >= {needed} (a note), and {f'thing {here}' if here else 'none'} is installed"
-
-
-def test_a_variant_that_serves_only_when_it_is_named():
-    two = pk.Backend("two", framework="numpy", compiles={"cpu": ("nowhere.shy", "nowhere.plain")})
-    shy, plain = two.families
-    two.families = (replace(shy, named_only="nobody saw it yet"), plain)
-    two.implements("softmax")(lambda call, tiling: (np.asarray(call.arrays["x"]),))
-    softmax = pk.op("softmax", backend=two)
-    call = softmax.bind(X)
-
-    def serving(variant):
-        return [route.impl.family.name for route in dispatch.find_routes(two, call, HOST, variant)]
-
-    assert serving(None) == serving("plain") == ["plain"] and serving("shy") == ["shy"]
-    assert "  variant shy: serves only when it is named: nobody saw it yet" in softmax.explain(X)
-    assert "  variant shy: serves this call (named)" in pk.op("softmax", backend=two, variant="shy").explain(X)
-    two.families = two.families[:1]
-    with pytest.raises(pk.UnsupportedError, match="'two' cannot: variant 'shy' serves only when it is named: nobody"):
-        dispatch.find_routes(two, call, HOST)
 
 
 def test_a_backend_that_is_named_runs_there_or_raises():

@@ -1,8 +1,11 @@
-"""Decoding in Pallas on Hopper GPUs: shares of keys follow from lengths alone, their sums have one order, nothing is
-written where nothing is, and nobody is served who did not ask. Bounds and laws are checked in Pallas's interpreter.
+"""Decoding in Pallas on Hopper GPUs: shares of keys follow from lengths alone, their sums have one order, which is that
+of the kernel for many queries, and nothing is written where nothing is. Bounds and laws are checked in Pallas's
+interpreter.
 """
 
 from __future__ import annotations
+
+import re
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ pytest.importorskip("jax", reason="jax is not installed")
 from portakern.core import registry
 
 PALLAS = registry.backend("pallas")
-FAMILY = next(f for f in PALLAS.declared if f.name == "decode")
+FAMILY, GPU = (next(f for f in PALLAS.declared if f.name == name) for name in ("decode", "gpu"))
 if FAMILY.lacks():
     pytest.skip(f"the kernels for Hopper need {FAMILY.lacks()}", allow_module_level=True)
 
@@ -24,6 +27,7 @@ from jax.experimental import pallas as pl  # noqa: E402
 import portakern as pk  # noqa: E402
 from portakern import testing  # noqa: E402
 from portakern.backends.pallas.decode import attention as decode  # noqa: E402
+from portakern.backends.pallas.gpu._flash import share_of  # noqa: E402
 from portakern.compiling import forms  # noqa: E402
 from portakern.core import explain, targets, tilings  # noqa: E402
 from portakern.core.framework import frameworks  # noqa: E402
@@ -56,10 +60,10 @@ def decoding(**tiling):
     return pk.op("attention", backend="pallas", variant="decode", tiling=tiling)
 
 
-def on_hopper(arrays, tiling, **options):
+def on_hopper(arrays, tiling, *, impl=IMPL, **options):
     call = pk.op("attention").bind(**arrays, **options)
     call = forms.bound_form(call.spec, forms.form_of(call), frameworks()["jax"], HOPPER)
-    return call, tilings.resolve(IMPL, call, tiling).tiling
+    return call, tilings.resolve(impl, call, tiling).tiling
 
 
 def plan_for(shape, tiling=None, **options):
@@ -82,7 +86,7 @@ def test_within_bounds():
 CALLS = [
     ((2, 1, 2, 4, 500, 64), {}, {}),
     ((1, 3, 2, 2, 400, 72, 40), {"is_causal": True, "softcap": 2.0}, {}),
-    ((1, 5, 1, 3, 450, 128), {"window": (140, 2)}, {"block_kv": 64, "splits": 3}),
+    ((1, 5, 1, 3, 450, 128), {"window": (140, 2)}, {"block_kv": 64, "splits": 3, "chunk": 64}),
     ((1, 2, 1, 2, 300, 16, 136), {"window": (None, 0)}, {"block_kv": 64, "splits": 1}),
     ((1, 9, 1, 2, 4, 24), {"is_causal": True}, {}),
 ]
@@ -108,7 +112,7 @@ def test_every_mask_at_once():
     }
     for form in ((2, 4, 2, 300), (1, 4, 1, 300), (1, 1, 2, 300), (2, 1, 1, 300)):
         bias = jnp.asarray(rng.standard_normal(form), jnp.float32)
-        got = decoding(block_kv=64, splits=3)(**arrays, bias=bias, **ids, window=(250, 0), return_lse=True)
+        got = decoding(block_kv=64, splits=3, chunk=64)(**arrays, bias=bias, **ids, window=(250, 0), return_lse=True)
         exact = {name: np.asarray(x, np.float32) for name, x in arrays.items()}
         own = {name: np.asarray(x) for name, x in ids.items()}
         want = pk.op("attention", backend="reference")(
@@ -120,20 +124,51 @@ def test_every_mask_at_once():
 
 def test_a_querys_bits_do_not_tell_its_company():
     arrays = arrays_of(3, 2, 2, 4, 400, 64)
-    whole, lse = decoding()(**arrays, return_lse=True)
+    short = decoding(chunk=64)
+    whole, lse = short(**arrays, return_lse=True)
     for b, i, h in ((0, 1, 0), (2, 0, 1)):
         heads = slice(4 * h + 1, 4 * h + 3)  # two of a group
         q = arrays["q"][b : b + 1, i : i + 1, heads]
         k, v = (arrays[name][b : b + 1, :, h : h + 1] for name in "kv")
-        alone, lse_alone = decoding()(q, k, v, return_lse=True)
+        alone, lse_alone = short(q, k, v, return_lse=True)
         assert (alone[0, 0] == whole[b, i, heads]).all() and (lse_alone[0, :, 0] == lse[b, heads, i]).all()
 
 
-def test_one_share_has_the_bits_of_the_kernel_for_many_queries():
-    arrays = arrays_of(1, 3, 2, 2, 300, 64)
-    found = decoding(splits=1)(**arrays, return_lse=True)
-    others = pk.op("attention", backend="pallas", variant="gpu")(**arrays, return_lse=True)
-    assert all((a == b).all() for a, b in zip(found, others, strict=True))
+SHARES = [
+    ((1, 3, 2, 2, 300, 64), {}, {"splits": 1}),
+    ((2, 3, 1, 2, 400, 72, 40), {"is_causal": True, "softcap": 2.0}, {"block_kv": 64, "chunk": 64}),
+    ((1, 5, 1, 3, 450, 128), {"window": (140, 2)}, {"block_kv": 64, "chunk": 64, "splits": 3}),
+    ((1, 16, 1, 4, 450, 64), {"window": (0, 30)}, {"block_kv": 64, "chunk": 64}),
+]
+
+
+@pytest.mark.parametrize(("shape", "options", "tiling"), SHARES, ids=str)
+def test_a_querys_bits_do_not_tell_which_kernel_it_was(shape, options, tiling):
+    """Nor how many queries there are: those of a long call's end are here a few."""
+    arrays = arrays_of(*shape)
+    many = pk.op("attention", backend="pallas", variant="gpu", tiling=tiling | {"block_q": 128})
+    with PALLAS.profile("races"):
+        (o, lse), (o_many, lse_many) = (run(**arrays, return_lse=True, **options) for run in (decoding(**tiling), many))
+    assert np.array_equal(np.asarray(o).view(np.uint16), np.asarray(o_many).view(np.uint16))
+    np.testing.assert_array_max_ulp(np.asarray(lse), np.asarray(lse_many), 1)  # the host has two logarithms
+
+
+def test_the_last_of_many_queries_have_the_bits_of_a_few():
+    arrays, tiling = arrays_of(1, 70, 1, 2, 300, 24), {"block_kv": 64, "chunk": 64}
+    many = pk.op("attention", backend="pallas", variant="gpu", tiling=tiling)(**arrays, is_causal=True)
+    few = decoding(**tiling)(**arrays | {"q": arrays["q"][:, -5:]}, is_causal=True)
+    assert (few == many[:, -5:]).all()
+
+
+@pytest.mark.parametrize("d", [16, 64, 128, 136, 256])
+def test_both_kernels_have_the_same_shares(d):
+    """By default: tables of the two have to agree in what a query's bits follow from."""
+    gpu = PALLAS.implementation("attention", GPU)
+    for target in (HOPPER, targets.HOST):
+        call, _ = on_hopper(arrays_of(1, 2, 1, 2, 5000, d), {})
+        call = call.replace(target=target)
+        found = [tilings.resolve(impl, call, {}).tiling for impl in (gpu, IMPL)]
+        assert len({(t["block_kv"], share_of(call, t)) for t in found}) == 1
 
 
 # --- shares ---
@@ -145,19 +180,19 @@ def test_a_share_sees_neither_queries_nor_heads_nor_samples():
         for options in ({}, {"is_causal": True}, {"window": (None, 3)})
         for b, q, h, g in ((1, 1, 1, 1), (9, 1, 2, 8), (1, 30, 3, 2))
     }
-    assert lengths == {3}  # of 40 tiles in 16 shares
+    assert lengths == {8}  # tiles of 128 keys: 1024, of which 16 shares hold more than there are
 
 
 @pytest.mark.parametrize("options", [{}, {"window": (99, 0)}, {"window": (700, 3)}, {"is_causal": True}], ids=str)
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 8192), (7, 1000), (8, 5), (3, 129)])
 def test_shares_hold_every_tile_that_is_seen_once(q_len, kv_len, options):
-    plan = plan_for((2, q_len, 3, 2, kv_len, 64), {"splits": 8}, **options)
+    plan = plan_for((2, q_len, 3, 2, kv_len, 64), {"splits": 8, "chunk": 64}, **options)
     found = {}
     for index in range(plan.tiles):
         tile = plan.tile(jnp.int32(index))
         begin, steps = int(tile.first), int(tile.steps)
         assert steps >= 1 and begin // plan.each == (begin + steps - 1) // plan.each, "a share begins at a multiple"
-        assert int(plan.share(tile)) == index % plan.shares and int(tile.row) == 0
+        assert int(plan.place(tile)) == index % plan.shares and int(tile.row) == 0
         found.setdefault((int(tile.batch), int(tile.head)), []).extend(range(begin, begin + steps))
     first, last = plan.seen
     assert found == {(b, h): [*range(first, last + 1)] for b in range(2) for h in range(3)}
@@ -182,7 +217,7 @@ def test_nothing_is_written_beyond_an_axis(shape, monkeypatch):
     monkeypatch.setattr(decode.plgpu, "copy_smem_to_gmem", spy)
     jax.clear_caches()
     _, q_len, _, group, _, _, *dv = shape
-    decoding()(**arrays_of(*shape))
+    decoding(chunk=64, splits=16)(**arrays_of(*shape))
     jax.clear_caches()
     parts = -(-(dv or shape[-1:])[0] // 64)
     assert {*written} == {(2, 64), (q_len * group, 64)} and written.count((q_len * group, 64)) % parts == 0
@@ -191,14 +226,17 @@ def test_nothing_is_written_beyond_an_axis(shape, monkeypatch):
 # --- who is served, and what is said ---
 
 
-def test_nobody_is_served_who_did_not_ask(monkeypatch):
-    call, _ = on_hopper(arrays_of(1, 1, 1, 4, 8192, 64), {})
+@pytest.mark.parametrize(("q_len", "variant"), [(1, "decode"), (16, "decode"), (17, "gpu")])
+def test_up_to_64_queries_of_a_group_decode(q_len, variant):
+    call, _ = on_hopper(arrays_of(1, q_len, 1, 4, 8192, 64), {}, impl=PALLAS.implementation("attention", GPU))
     served = find_routes(PALLAS, call, HOPPER)
-    assert [route.impl.family.name for route in served] == ["gpu"]
+    assert [route.impl.family.name for route in served] == ["decode", "gpu"]
     said = "\n".join(explain._plan(call, Choice(PALLAS), served))
-    assert f"variant decode: serves only when it is named: {FAMILY.named_only}" in said
-    named = find_routes(PALLAS, call, HOPPER, "decode")
-    assert [route.impl.family.name for route in named] == ["decode"]
+    assert f"variant {variant}: serves this call" in said
+    other = (
+        "gpu: decode comes first" if variant == "decode" else "decode: .*rows, more than the 64 that decode together"
+    )
+    assert re.search(f"variant {other}", said), said
 
 
 @pytest.mark.parametrize(

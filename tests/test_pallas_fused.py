@@ -3,6 +3,8 @@ interpreter, and what the compiler makes of them."""
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -109,3 +111,25 @@ def test_what_it_takes_of_the_chip(op, monkeypatch, tmp_path):
     rows, total = built.kernels
     assert [rows.name, total.name] == [op, f"{op}_sum"]
     assert rows.spills == total.spills == 0 and rows.occupancy >= 2 * 4 / 64
+
+
+@has_compiler
+@pytest.mark.parametrize("variant", ["fused", "gpu"])
+@each_op
+def test_a_kernel_is_the_same_code_whichever_gradients_are_wanted(op, variant, monkeypatch, tmp_path):
+    """What the compiler fuses hangs on what stands beside it, which the interpreter does not see. Where d_bias alone is
+    wanted nothing is multiplied."""
+    monkeypatch.setenv("PORTAKERN_CACHE", str(tmp_path))
+    arrays = arrays_of(op, 20, 128, jnp.float32)
+    outputs = [o.name for o in registry.find_spec(op).outputs]
+    found = {}
+    for wants in (tuple(outputs), *((name,) for name in outputs)):
+        built = pk.op(op, backend="pallas", variant=variant).lower(**arrays, wants=wants, target="sm_90")
+        assert built.ok, built.reason
+        for kernel in built.kernels:
+            found.setdefault(kernel.name, {})[wants] = kernel.assembly
+    assert len(found) == 2
+    for codes in found.values():
+        different = [wants for wants, code in codes.items() if code != codes[tuple(outputs)]]
+        multiplying = [wants for wants in different if re.search(r"\b(mul|fma)\.(rn\.)?f32", codes[wants])]
+        assert set(different) <= {("d_bias",)} and not multiplying

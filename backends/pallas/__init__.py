@@ -28,6 +28,5 @@ BACKEND = Backend(
         "fit the registers that",
         "as the ring wants them",
         "gradient of a bias is not written yet",
-        "were not seen right on a device yet",
     ),
 )

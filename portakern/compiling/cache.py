@@ -1,6 +1,6 @@
 """What was compiled before: one JSON file a call, named after everything that the result depends on.
 
-That is the call, the target, the compilers' versions, the tables of tilings, and the text of every module that the
+That is the call, the target, the compilers' versions, the tables of tilings that it asks, and the text of every module that the
 implementation and the spec import within their own packages.
 """
 
@@ -36,7 +36,7 @@ def key(job: Job) -> str:
         "hardware": repr(job.hardware),
         "versions": job.family.load_compiler().versions(job.hardware),
         "source": _digest(frozenset(modules)),
-        "tilings": [_content(path) for path in tilings.files(modules[0].rpartition(".")[0], job.backend.name)],
+        "tilings": list(tilings.content(modules[0].rpartition(".")[0], job.backend.name, job.hardware.target).values()),
     }
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -50,14 +50,6 @@ def look_again() -> None:
 def digest(modules: Iterable[str], within: Iterable[str] = ()) -> str:
     """Of the text of these modules, and of what they import within their own packages, or within those named."""
     return _digest(frozenset(modules), frozenset(within))
-
-
-def _content(path: Path) -> str:
-    """What a table of tilings holds, whatever that is: the look-up says what is wrong with it."""
-    try:
-        return path.read_bytes().hex()
-    except OSError as e:
-        return f"{type(e).__name__}"
 
 
 def find(name: str) -> Build | None:

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
+from types import MappingProxyType
 from typing import Any
 
 from portakern.compiling.build import Build
@@ -138,12 +139,14 @@ def home(job: Job) -> tuple[str, str, Mapping[str, str]]:
 class _Worker:
     """One after the other, the processes that serve the jobs of one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, variables: Mapping[str, str] = MappingProxyType({})) -> None:
         self.process: _Process | None = None
+        self.variables = variables
 
     def serve(self, job: Job, timeout: float) -> Build:
         start = time.perf_counter()
-        wanted = home(job)
+        backend, target, environment = home(job)
+        wanted = backend, target, {**environment, **self.variables}
         if self.process is None or wanted != (self.process.backend, self.process.target, self.process.environment):
             self.close()
             self.process = _Process(*wanted)
@@ -168,12 +171,13 @@ class Pool:
     """Processes that compile, and stay for later jobs: what a compiler imports and learns it need not again. Runs of
     several threads share them.
 
-    ``processes``: at a time; ``timeout``: seconds that one job may take. It is closed by whoever made it.
+    ``processes``: at a time; ``timeout``: seconds that one job may take; ``variables``: of the environment, for those
+    that the compiler would choose. It is closed by whoever made it.
     """
 
-    def __init__(self, processes: int, timeout: float) -> None:
+    def __init__(self, processes: int, timeout: float, variables: Mapping[str, str] = MappingProxyType({})) -> None:
         self.timeout = timeout
-        self.workers = [_Worker() for _ in range(max(1, processes))]
+        self.workers = [_Worker(variables) for _ in range(max(1, processes))]
         self._free: SimpleQueue[_Worker] = SimpleQueue()
         for worker in self.workers:
             self._free.put(worker)

@@ -130,8 +130,6 @@ class Family:
         embed) -> the implementation for arrays of that library``, which needs nothing of the backend's own library.
         Or None, and ``unstaged`` says why not.
       profiles: name -> a :class:`Profile`, or its place alone.
-      named_only: why its kernels serve no call but those that name it with ``variant=``, in a user's words; None: they
-        serve what they take.
     """
 
     package: str
@@ -144,7 +142,6 @@ class Family:
     stages: str | None = None
     unstaged: str = "nothing makes its kernels part of another library's programs"
     profiles: Mapping[str, str | Profile] = field(default_factory=dict, hash=False)
-    named_only: str | None = None
 
     @property
     def name(self) -> str:
@@ -231,7 +228,7 @@ class Implementation:
       drawn: which calls the checker draws of a variant that takes few.
 
     Neither ``tiling`` nor ``key`` nor ``fit`` may depend on batch or row counts, so that a row's bits do not either;
-    but where they are the ``same_bits`` in every tiling.
+    but where they are the ``same_bits`` in every tiling, and ``fit`` in tiles that leave a row's bits as they are.
     """
 
     backend: Backend
@@ -360,8 +357,7 @@ class Backend:
     @functools.cached_property
     def families(self) -> tuple[Family, ...]:
         """Those whose kernels can be imported here, most particular first: those for few architectures before those
-        for many, and those before the ones for all. Of as many those come last that serve only when they are named.
-        """
+        for many, and those before the ones for all; of as many, by name."""
         return tuple(f for f in self.declared if f.lacks() is None)
 
     @functools.cached_property
@@ -378,7 +374,7 @@ class Backend:
                 found.append(importlib.import_module(f"{self.package}.{module.name}.family").FAMILY)
         if not found:
             raise SpecError(f"backend {self.name!r}: package {self.package!r} has no family: a folder with a family.py")
-        return tuple(sorted(found, key=lambda f: (len(f.targets) or 10**6, f.named_only is not None, f.name)))
+        return tuple(sorted(found, key=lambda f: (len(f.targets) or 10**6, f.name)))
 
     def implements(
         self,

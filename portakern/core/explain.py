@@ -77,8 +77,6 @@ def _variants(call: Call, choice: Choice, candidates: tuple[Route, ...], served:
         elif route is None:
             has = served.impl.backend.where(call.spec.name, family) is not None
             why = f"not for {call.target}" if has else f"it has no {call.spec.name}"
-            if has and family.named_only and family.compiles_for(call.target):
-                why = f"serves only when it is named: {family.named_only}"
             if has and served.embedded and family.compiles_for(call.target):
                 why = f"no part of {served.framework.title}'s programs: {family.unstaged}"
         else:

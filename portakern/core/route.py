@@ -174,24 +174,21 @@ def _nothing_for(b: Backend, target: Target) -> str:
 
 
 def find_routes(b: Backend, call: Call, target: Target, variant: str | None = None) -> tuple[Route, ...]:
-    """The variants of ``call`` on ``b``, most particular first, or the error that says why there is none. Without a
-    name those are left out that serve only when they are named."""
+    """The variants of ``call`` on ``b``, most particular first, or the error that says why there is none."""
     target = b.stands_in(target)
     staged = b.stages_for(call.framework, target, variant)
     b.check_available(bool(staged))
     found: list[Route] = []
-    shut = () if variant is not None else [f for f in b.families if f.named_only is not None]
-    for family in (f for f in staged if f not in shut):
+    for family in staged:
         impl = b.implementation(call.spec.name, family)
         if impl is not None:
             found.append(Route(family.staged(impl, call.framework), False, target, call.framework, embedded=True))
     for family, interpret in () if found else b.families_for(target, variant):
-        impl = b.implementation(call.spec.name, family) if family not in shut else None
+        impl = b.implementation(call.spec.name, family)
         if impl is not None:
             found.append(Route(impl, interpret, target, frameworks()[b.framework]))
     if not found:
-        named = (f"variant {f.name!r} serves only when it is named: {f.named_only}" for f in shut)
-        reason = why_not(b, call.spec, call.framework, target, variant) or next(named, "it has none")
+        reason = why_not(b, call.spec, call.framework, target, variant) or "it has none"
         known = (o for o in registry.backends().values() if o is not b)
         others = [o.name for o in known if why_not(o, call.spec, call.framework, target) is None]
         raise UnsupportedError(

@@ -31,6 +31,7 @@ import functools
 import importlib.util
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from math import inf
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from portakern.spec import Spec
 
 __all__ = [
-    "SCHEMA", "Resolved", "Row", "attempt", "check_row", "check_table", "default", "files", "forget", "nearest",
+    "SCHEMA", "Resolved", "Row", "attempt", "check_row", "check_table", "content", "default", "files", "forget", "nearest",
     "own_table", "resolve", "rows", "shipped", "shipped_folder", "shipped_rows", "tables_for",
 ]  # fmt: skip
 
@@ -291,6 +292,20 @@ def files(package: str, backend: str) -> list[Path]:
     """Every table, shipped or the user's, on which tilings of a package's ops may depend."""
     folders = (shipped_folder(package), cache_folder() / "tuned" / backend)
     return [path for folder in folders if folder for path in sorted(folder.glob("*.json"))]
+
+
+def content(package: str, backend: str, target: Target) -> dict[str, str]:
+    """The tables that a look-up for a target may read, those from which its own take rows over among them, by path,
+    and what they hold, whatever that is: the look-up says what is wrong with it."""
+    every, names, found = files(package, backend), set(tables_for(target)), dict[str, str]()
+    while new := [path for path in every if path.stem in names and str(path) not in found]:
+        for path in new:
+            try:
+                found[str(path)] = text = path.read_bytes().decode(errors="backslashreplace")
+                names |= set(re.findall(r'"from":\s*"([^"/]+)/', text))
+            except OSError as e:
+                found[str(path)] = type(e).__name__
+    return found
 
 
 def rows(impl: Implementation, target: str) -> tuple[Row, ...]:

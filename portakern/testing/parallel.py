@@ -16,7 +16,15 @@ from portakern.testing.runner import check
 
 __all__ = ["check_all"]
 
-SHARDS = 12  # parts of one check; more than cores share one, so that no process is left with the longest
+SHARDS = 48
+"""Parts of one check: more than it has runs of cases, so that no process is left with several of the longest, which
+come last in a check and are begun first."""
+
+SHARING = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
+)
+"""What processes that share a machine are told: one would have most of a GPU's memory, and each as many threads as there
+are cores."""
 
 
 def check_all(
@@ -36,14 +44,14 @@ def check_all(
     # CUDA and JAX do not survive a fork
     spawn = multiprocessing.get_context("spawn")
     before = set(multiprocessing.active_children())
-    with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_one_thread) as pool, _no_waiting(pool, before):
+    with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_share) as pool, _no_waiting(pool, before):
         waiting = {
             pool.submit(check, op, backend=backend, variant=variant, shard=(i, SHARDS), **options): (
                 op,
                 backend,
                 variant,
             )
-            for i in range(SHARDS)
+            for i in reversed(range(SHARDS))
             for op, backend, variant in subjects
         }
         for done in as_completed(waiting):
@@ -83,7 +91,6 @@ def _alone(
     return check(op, backend=backend, variant=variant, progress=progress, **options)
 
 
-def _one_thread() -> None:
-    """A process a core: thread pools within each would fight over the cores."""
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ.setdefault(name, "1")
+def _share() -> None:
+    for name, value in SHARING.items():
+        os.environ.setdefault(name, value)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from portakern.spec.dtypes import numpy_dtype
 from portakern.spec.tolerance import KAPPA, dot_spread, units
 from portakern.specs._gradients import stored_spreads
 from portakern.specs.attention.scores import scale_of
@@ -16,6 +17,17 @@ from portakern.specs.attention_vjp.pairs import KeyHead, Pairs, finite
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
+
+
+ALIKE = 2.0**-6
+"""Values of P that are closer than this share of a unit in the last place are stored with errors that are alike."""
+
+DRAWS = 64
+"""How many errors of storing P have to be drawn, each for itself, for d_v to be evidence. Their mean, which every
+element of d_v shares, is at most 0.56 / sqrt(draws) in units of sigma: of 64 a quarter is 3.6 times that."""
+
+MOST = 2**17
+"""Pairs of a head, at most, among which values of P are counted: of more, those of rows that lie evenly apart."""
 
 
 @attention_vjp.sigma
@@ -44,11 +56,14 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     and so on, with (z P J)^2 added to var_D where rows are summed. lean: what leans one way in every term adds up
     before it is squared, as in attention's lse: dots that are cut off by sqrt(x), log2(e) and scale by u s and u lse.
 
-    +inf where the first order fails: along rows and columns with an f of 2^-4 or more at a pair that counts.
+    +inf where the first order fails: along rows and columns with an f of 2^-4 or more at a pair that counts. And of
+    d_v wherever P has few values, as where all scores are alike: 1/k of k keys is stored with one error, towards 0 or
+    away from it, and every element leans as that does.
     """
     unit, scale2 = units(call), scale_of(call) ** 2
     d_q, d_k, d_v = (np.zeros(call.arrays[n].shape) for n in ("q", "k", "v"))
     sums, d_bias, pairs_in_all = None if ref[3] is None else np.zeros((8, *ref[3].shape)), None, 0
+    storing = _Storing(call)
     with np.errstate(all="ignore"):
         for head in KeyHead.all_of(call):
             pairs = Pairs.of(head)
@@ -61,6 +76,7 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
             d_q[head.b, :, head.heads] = head.by_query(scale2 * _product_spread(call, unit, by_query, head.keys("k")))
             d_k[at] = scale2 * _product_spread(call, unit, by_key, head.queries("q"))
             d_v[at] = _product_spread(call, unit, of_P, head.queries("d_o"))
+            storing.add(pairs.P, unit.U)
             pairs_in_all += pairs.seen.size
             if sums is not None:
                 values = [spread.unknown, spread.var_S + spread.row**2, np.square(pairs.dS), pairs.dS, *spread.lean_S]
@@ -69,7 +85,36 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
             c = unit.chain(pairs_in_all / ref[3].size)
             rounding = (KAPPA * unit.u) ** 2 * (c / 3 * np.square(sums[3]) + c / 6 * sums[2])
             d_bias = np.where(sums[0] > 0, inf, sums[1] + rounding + np.square(sums[4:]).sum(0))
-        return stored_spreads(call, ref, [d_q, d_k, d_v, d_bias])
+        return stored_spreads(call, ref, [d_q, d_k, d_v + (inf if storing.few else 0.0), d_bias])
+
+
+class _Storing:
+    """The errors of storing P in 16 bits, and how many draws they are: the inverse of the chance that two of them, each
+    as likely as its square is great, are alike; more, as errors are smaller than random ones. Heads are added until
+    there are enough."""
+
+    def __init__(self, call: Call) -> None:
+        self.dtype = numpy_dtype(call.dtype) if call.dtype in ("float16", "bfloat16") else None
+        self.values: np.ndarray = np.zeros(0)
+        self.squares: np.ndarray = np.zeros(0)
+        self.random, self.draws = 0.0, inf
+
+    @property
+    def few(self) -> bool:
+        return self.draws < DRAWS
+
+    def add(self, P: np.ndarray, U: float) -> None:
+        if self.dtype is None or (self.random and not self.few):
+            return
+        P = P[:: max(-(-P.size // MOST), 1)].ravel()
+        squares = np.square(P.astype(self.dtype).astype(np.float64) - P)
+        mantissa, exponent = np.frexp(P)
+        values = np.append(self.values, np.ldexp(np.round(mantissa / (U * ALIKE)), exponent))
+        self.values, inverse = np.unique(values, return_inverse=True)
+        self.squares = np.bincount(inverse, np.append(self.squares, squares), minlength=self.values.size)
+        self.random += (KAPPA * U) ** 2 * float(np.square(P).sum())
+        repeated = float(np.square(self.squares).sum())
+        self.draws = self.random * float(self.squares.sum()) / repeated if repeated else inf
 
 
 class _Spread(NamedTuple):

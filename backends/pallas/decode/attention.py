@@ -5,21 +5,21 @@ q: (batch, q_len, kv_heads*group, d), k: (batch, kv_len, kv_heads, d), v: (batch
 up to 64 queries.
 
 The queries of all heads of a group are the rows of one tile, so that their keys are read once: row r is query
-r // group of head r % group. The keys are cut into shares of whole tiles. How many keys make a share follows from how
-many of them a query may see and from the tiling, and not from how many rows, heads or samples there are. A block walks
-a share as ``gpu.attention`` walks all keys, and leaves what it knows of each row:
+r // group of head r % group. The keys are cut into shares of whole tiles, as ``gpu._flash`` says. A block walks a share
+as ``gpu.attention`` walks each of all, and leaves what it knows of each row:
 
     m_c = max s_j,  l_c = sum exp(s_j - m_c),  acc_c = sum exp(s_j - m_c) v_j,  over the keys j of share c
 
-A second kernel, a block a row, adds these up in the order of the keys:
+A second kernel, a block a row, merges these in the order of the keys:
 
-    m = max m_c,  w_c = exp(m_c - m),  l = sum w_c l_c,  o = sum w_c acc_c / l,  lse = m + log l
+    m' = max(m, m_c),  l' = exp(m - m') l + exp(m_c - m') l_c,  acc' = exp(m - m') acc + exp(m_c - m') acc_c
 
-So no bit of a query depends on its neighbours, nor on how many there are. The kernel of ``gpu``, which has one share,
-gives other bits where there are several here.
+and in the end o = acc / l, lse = m + log l. The kernel of ``gpu`` does the same to the shares that it walks one after
+the other, with the same tiling. So no bit of a query depends on its neighbours, nor on how many there are, nor on
+whether they fit one tile.
 
 block_q: 64, the rows of a tile; block_kv: keys of a tile; stages: tiles of keys, and of values, that are on their way
-or in use at a time; splits: shares of the keys at most, and one more where a window begins within one.
+or in use at a time; splits, chunk: what makes a share.
 
 Source: Flash-Decoding (Dao, Haziza, Massa, Sizov 2023); the walk over keys is FlashAttention-3's (Shah et al. 2024).
 """
@@ -27,7 +27,7 @@ Source: Flash-Decoding (Dao, Haziza, Massa, Sizov 2023); the walk over keys is F
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -42,13 +42,10 @@ from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas._band import Band
 from portakern.backends.pallas.common import Refs, padded, quotient
 from portakern.backends.pallas.gpu import attention as gpu
-from portakern.backends.pallas.gpu._chip import LANES, WARPS, launch, over_shared, padded_rows, whole_pieces
-from portakern.backends.pallas.gpu._flash import PART, QUERIES, Plan, Tile, rings
+from portakern.backends.pallas.gpu._chip import LANES, WARPS, launch, over_shared, padded_rows, store, whole_pieces
+from portakern.backends.pallas.gpu._flash import PART, QUERIES, Merge, Plan, Tile, rings
 from portakern.core.backend import Drawn
 from portakern.core.call import Call
-from portakern.spec import Count
-
-KNOBS = {**gpu.KNOBS, "splits": Count(1, 64)}
 
 DRAWN = Drawn(most={"q_len": 8, "group": 8})
 
@@ -59,10 +56,9 @@ THREADS = LANES * WARPS
 @dataclass(frozen=True)
 class Packed(Plan):
     """The plan of queries that share a tile: ``heads`` are those of k, ``group`` is 1, and ``q_len`` counts rows, of
-    which each query has as many as ``band`` says. ``each``: tiles of keys of a share, which begins at a multiple of so
-    many."""
+    which each query has as many as ``band`` says."""
 
-    each: int
+    joins = False  # a tile is of one share
 
     @property
     def seen(self) -> tuple[int, int]:
@@ -101,7 +97,7 @@ class Packed(Plan):
         row = 0 * index  # traced: a start that is known is held to the rows that there are
         return Tile(batch, place - batch * self.heads, row, begin, steps)
 
-    def share(self, tile: Tile) -> Any:
+    def place(self, tile: Tile) -> Any:
         """Which share of its head a tile is."""
         return quotient(tile.first, self.each) - self.seen[0] // self.each
 
@@ -116,14 +112,7 @@ def plan_of(call: Call, tiling: Mapping[str, int]) -> Packed:
         "band": Band.of(call, QUERIES, block_kv, dims["group"]),
     }
     same = {field.name: getattr(whole, field.name) for field in fields(whole)}
-    return Packed(**same | changed, each=pl.cdiv(pl.cdiv(_keys_of_a_query(call), block_kv), tiling["splits"]))
-
-
-def _keys_of_a_query(call: Call) -> int:
-    """How many keys a query sees at most."""
-    kv_len, (left, right) = call.dims["kv_len"], call.options["window"] or (None, None)
-    right = 0 if call.options["is_causal"] else right
-    return kv_len if left is None or right is None else min(kv_len, left + right + 1)
+    return Packed(**same | changed)
 
 
 def key(call: Call) -> dict[str, str | int]:
@@ -141,7 +130,9 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
             f"{call.dims['q_len']} queries of {call.dims['group']} heads are {rows} rows, more than the {QUERIES} that "
             "decode together: use variant 'gpu'"
         )
-    return gpu.supports(call, tiling) or over_shared(plan_of(call, tiling).shared, "block_kv or stages")
+    return gpu.supports(call, tiling) or over_shared(
+        plan_of(call, tiling).shared, "block_kv or stages", across_warps=False
+    )
 
 
 def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
@@ -179,7 +170,7 @@ def packed(call: Call, plan: Packed) -> dict[str, jax.Array]:
 def write(ref: Refs, plan: Packed, warpgroup: Any, tile: Tile, acc: tuple[Any, ...], l: Any, m: Any) -> None:
     """Leave what is known of the rows after one share. Whole pieces are written, of rows that there are: the copy
     engine does not stop where an axis ends."""
-    place = tile.batch, tile.head, plan.share(tile)
+    place = tile.batch, tile.head, plan.place(tile)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     ref.known[0] = l
     ref.known[1] = m
@@ -195,7 +186,7 @@ def write(ref: Refs, plan: Packed, warpgroup: Any, tile: Tile, acc: tuple[Any, .
 
 
 def combine(ref: Refs, *, plan: Packed, group: int) -> None:
-    """Add up a row's shares. One that holds no key that the row sees has l = 0 and m = -inf, and adds nothing."""
+    """Merge a row's shares. One that holds no key that the row sees has l = 0 and m = -inf, and adds nothing."""
     index = lax.axis_index("block")
     place, batch = quotient(index, plan.q_len), quotient(index, plan.q_len * plan.heads)
     row, kv_head = index - place * plan.q_len, place - batch * plan.heads
@@ -204,28 +195,25 @@ def combine(ref: Refs, *, plan: Packed, group: int) -> None:
 
     states = [(ref.statistics.at[batch, kv_head, c], ref.parts.at[batch, kv_head, c, row]) for c in range(plan.shares)]
     ls, ms = ([known[which, row] for known, _ in states] for which in (0, 1))
-    m = ms[0]
-    for other in ms[1:]:
-        m = jnp.maximum(m, other)
-    origin = jnp.where(m == -jnp.inf, 0.0, m)
-    weights = [plan.scores.weight(m_c - origin) for m_c in ms]
-    l = in_order(w * l_c for w, l_c in zip(weights, ls, strict=True))
+    merges = []
+    l, m = (jnp.zeros_like(ls[0]), jnp.full_like(ms[0], -jnp.inf)) if plan.several else (ls[0], ms[0])
+    for l_c, m_c in zip(ls, ms, strict=True) if plan.several else ():
+        merge = Merge.of(plan.scores, m, m_c)
+        merges.append(Merge.of(plan.scores, *(jnp.full((THREADS,), x) for x in (m, m_c))))
+        l, m = merge.rows(l, l_c), merge.maximum
     inverse = 1.0 / jnp.where(l == 0.0, 1.0, l)
     for column in range(0, ref.o.shape[-1], THREADS):
         here = pl.ds(column, THREADS)
-        acc = in_order(w * part[here] for w, (_, part) in zip(weights, states, strict=True))
-        ref.o[batch, query, head, here] = (acc * inverse).astype(plan.dtype)
+        parts = [part[here] for _, part in states]
+        acc = jnp.zeros_like(parts[0]) if plan.several else parts[0]
+        for merge, part in zip(merges, parts, strict=False):
+            acc = merge.elements(acc, part)
+        store(ref.o.at[batch, query, head, here], (acc * inverse).astype(plan.dtype))
     if "lse" in ref:
-        ref.lse[batch, head, query] = m * plan.scores.unit + jnp.log(l)
+        ref.lse[batch, head, query] = plan.scores.lse(l, m)
 
 
-def in_order(terms: Iterator[Any]) -> Any:
-    """The sum of terms, of which each is added to those before it."""
-    first = next(terms)
-    return sum(terms, first)
-
-
-@BACKEND.implements("attention", key=key, supports=supports, knobs=KNOBS, copies=copies, drawn=DRAWN)
+@BACKEND.implements("attention", key=key, supports=supports, knobs=gpu.KNOBS, copies=copies, drawn=DRAWN)
 def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Array | None]:
     plan, dims = plan_of(call, tiling), call.dims
     of_shares, wide = (plan.batch, plan.heads, plan.shares), padded(plan.dv, THREADS)
@@ -246,6 +234,7 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Arr
         ),
         warpgroups=plan.consumers + 1,
         approximate=True,
+        across_warps=False,
     )
     heads = dims["kv_heads"] * dims["group"]
     outputs = {"o": jax.ShapeDtypeStruct((plan.batch, dims["q_len"], heads, wide), plan.dtype)}

@@ -4,8 +4,4 @@ from dataclasses import replace
 
 from portakern.backends.pallas.gpu.family import FAMILY as GPU
 
-FAMILY = replace(
-    GPU,
-    package="portakern.backends.pallas.decode",
-    named_only="its kernels were not seen right on a device yet, and give a query other bits than variant 'gpu' does",
-)
+FAMILY = replace(GPU, package="portakern.backends.pallas.decode")

@@ -4,8 +4,4 @@ from dataclasses import replace
 
 from portakern.backends.pallas.gpu.family import FAMILY as GPU
 
-FAMILY = replace(
-    GPU,
-    package="portakern.backends.pallas.fused",
-    named_only="its kernels were not seen right on a device yet",
-)
+FAMILY = replace(GPU, package="portakern.backends.pallas.fused")

@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.gpu import _rows as rows_of
-from portakern.backends.pallas.gpu._chip import WARPS, dtype_refused, launch, over_shared, padded_rows
+from portakern.backends.pallas.gpu._chip import WARPS, dtype_refused, launch, over_shared, padded_rows, store
 from portakern.backends.pallas.gpu._columns import in_order
 from portakern.backends.pallas.gpu._rows import (
     THREADS,
@@ -63,7 +63,7 @@ DRAWN = Drawn(multiples={"n": 8}, most={"n": 1024})
 
 
 def default_tiling(call: Call) -> dict[str, int]:
-    return {"block_rows": 8, "block_n": max(THREADS, pl.next_power_of_2(call.dims["n"])), "ring": 4}
+    return {"block_rows": 8, "block_n": max(THREADS, pl.next_power_of_2(call.dims["n"])), "ring": 3}
 
 
 def walk_of(call: Call, tiling: Mapping[str, int]) -> Walk:
@@ -102,14 +102,18 @@ def gradients(
     call: Call, tiling: Mapping[str, int], formula: Formula, normalised: Callable[..., Any]
 ) -> tuple[jax.Array | None, ...]:
     """The gradients of a normalisation along the last axis that the call wants. ``formula`` makes d_x, and with what it
-    tells of a row ``normalised`` makes xh."""
+    tells of a row ``normalised`` makes xh.
+
+    The kernels make all gradients that the op has, whichever are wanted: what a compiler fuses hangs on what stands
+    beside it, so that kernels of some of them would have other bits."""
     walk, n, weight = walk_of(call, tiling), call.dims["n"], call.arrays["weight"]
-    sums = tuple(name for name in SUMS if name in call.wants)
+    sums = tuple(o.name for o in call.spec.outputs if o.name in SUMS)
     blocks = pl.cdiv(walk.rows, walk.block_rows)
     inputs = {operand(i): padded_rows(call.arrays[name].reshape(-1, n)) for i, name in enumerate(("x", "d_y"))}
-    outputs = {"y": jax.ShapeDtypeStruct((walk.rows, walk.pitch), inputs["x0"].dtype)}
-    if sums:
-        outputs["sums"] = jax.ShapeDtypeStruct((blocks, len(sums), walk.chunk), jnp.float32)
+    outputs = {
+        "y": jax.ShapeDtypeStruct((walk.rows, walk.pitch), inputs["x0"].dtype),
+        "sums": jax.ShapeDtypeStruct((blocks, len(sums), walk.chunk), jnp.float32),
+    }
     found = launch(
         call,
         partial(kernel, walk=walk, formula=formula, normalised=normalised, sums=sums, ring=tiling["ring"]),
@@ -123,10 +127,10 @@ def gradients(
         },
     )
     made = {"d_x": found["y"][:, :n].reshape(call.arrays["x"].shape)}
-    if sums:
+    if any(name in call.wants for name in sums):
         total = in_order(call, found["sums"].reshape(blocks, -1), jnp.float32, min(AHEAD, blocks))
         totals = zip(sums, total.reshape(len(sums), walk.chunk)[:, :n], strict=True)
-        made |= {name: x.astype(call.outputs[name][1]) for name, x in totals}
+        made |= {name: x.astype(call.outputs[name][1]) for name, x in totals if name in call.wants}
     return tuple(made.get(o.name) if o.name in call.wants else None for o in call.spec.outputs)
 
 
@@ -158,5 +162,5 @@ def kernel(
         read(jnp.int32(i))
     zeros = tuple(plgpu.layout_cast(jnp.zeros(walk.block, jnp.float32), walk.layout) for _ in sums)
     for k, total in enumerate(lax.fori_loop(0, rows, work, zeros)):
-        ref.sums[pl.ds(block, 1), k, pl.ds(0, walk.chunk)] = total
+        store(ref.sums.at[pl.ds(block, 1), k, pl.ds(0, walk.chunk)], total)
     plgpu.wait_smem_to_gmem(0)

@@ -7,6 +7,7 @@ padded is said by ``explain()``.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.gpu._keys import same_in_every_process
 from portakern.core import targets
 from portakern.core.call import Call
+from portakern.core.observe import say
 
 same_in_every_process()
 
@@ -32,7 +34,7 @@ LANES, WARPS = HOPPER.lanes, 4
 BULK_BYTES = 16
 """What the copy engine moves at least, and to what its addresses are aligned."""
 
-RESERVED_BYTES = 2304
+BARRIER_BYTES, REDUCTION_BYTES = 256, 2048
 """Shared memory that a kernel does not name: barriers, and room to reduce across warps."""
 
 BARRIERS = 32
@@ -50,25 +52,30 @@ class Views(NamedTuple):
     """A buffer of rows of 128 bytes in shared memory as two that look at it see it.
 
     The copy engine sees rows, of which any number may lie beyond the end of an array; tensor cores and registers see
-    tiles of eight rows. Both are the same bytes.
+    tiles of eight rows. Both are the same bytes, as are ``sums``, where there are any: tiles of float32, which are in use
+    while the others are not.
     """
 
     copied: Any
     tiled: Any
+    sums: Any = None
 
 
 class Swizzled(NamedTuple):
-    """``scratch`` for :func:`launch`: such a buffer, (*buffers, rows, elements). ``ref`` has its `Views`."""
+    """``scratch`` for :func:`launch`: such a buffer, (*buffers, rows, elements). ``ref`` has its `Views`. ``sums``: the
+    shape of those."""
 
     shape: tuple[int, ...]
     dtype: Any
+    sums: tuple[int, ...] | None = None
 
     def allocated(self, interpret: bool) -> Any:
-        """The interpreter knows no bytes, and sees the buffer one way."""
+        """The interpreter knows no bytes: the views of rows and of tiles are one, and sums have bytes of their own."""
         tiled = tiled_buffer(self.shape, self.dtype)
+        sums = [] if self.sums is None else [tiled_buffer(self.sums, jnp.float32)]
         if interpret:
-            return tiled
-        return plgpu.RefUnion(plgpu.SMEM(self.shape, self.dtype, transforms=tiled.transforms[1:]), tiled)
+            return tiled, *sums
+        return plgpu.RefUnion(plgpu.SMEM(self.shape, self.dtype, transforms=tiled.transforms[1:]), tiled, *sums)
 
 
 def tiled_buffer(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -93,13 +100,14 @@ def products_refused(call: Call) -> str | None:
     )
 
 
-def over_shared(needed: int, names: str) -> str | None:
+def over_shared(needed: int, names: str, across_warps: bool = True) -> str | None:
     """Why buffers of so many bytes do not fit into the shared memory of a block, or None. ``names``: the tiles that
-    would have to be smaller."""
-    if needed + RESERVED_BYTES <= SHARED_BYTES:
+    would have to be smaller. ``across_warps``: as of :func:`launch`."""
+    needed += BARRIER_BYTES + REDUCTION_BYTES * across_warps
+    if needed <= SHARED_BYTES:
         return None
     return (
-        f"this tiling needs {(needed + RESERVED_BYTES) / 1024:.0f} KiB of shared memory and a block of {HOPPER.name} "
+        f"this tiling needs {needed / 1024:.0f} KiB of shared memory and a block of {HOPPER.name} "
         f"has {SHARED_BYTES // 1024}: choose smaller {names}"
     )
 
@@ -114,6 +122,15 @@ def padded_rows(x: jax.Array, length: int | None = None) -> jax.Array:
     length = whole_pieces(x.shape[-1], x.dtype) if length is None else length
     lacking = length - x.shape[-1]
     return jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, lacking)]) if lacking else x
+
+
+def store(place: Any, value: Any) -> None:
+    """Write an array to a place in device memory, few bytes a thread at a time or many: from jax 0.12 on the compiler
+    refuses the few unless it is told that they are meant."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(place, value, optimized=False)
+    else:
+        place[...] = value
 
 
 class Held:
@@ -176,6 +193,11 @@ def _finish(waiting: list[Callable[[], None]], later: int) -> None:
         waiting.pop(0)()
 
 
+def _host_threads() -> int:
+    """Threads that XLA has for programs of the host."""
+    return int(os.environ.get("NPROC") or os.cpu_count() or 1)
+
+
 def launch(
     call: Call,
     kernel: Callable[[Refs], None],
@@ -188,20 +210,29 @@ def launch(
     axes: tuple[str, ...] = ("block",),
     warpgroups: int = 1,
     approximate: bool = False,
+    across_warps: bool = True,
 ) -> dict[str, jax.Array]:
     """Run ``kernel(ref)`` in every block of a grid, and return what it wrote by name.
 
     ``ref`` holds the operands, whole and in device memory, and ``scratch``: buffers in shared memory, and barriers.
     ``axes`` names the axes of the grid; of several warpgroups each runs the kernel, and ``lax.axis_index("warpgroup")``
     says which one it is. ``approximate``: exponentials and logarithms are the chip's own instructions, within a few
-    units in the last place, where subnormal numbers are 0. Interpreted calls run in Pallas's interpreter for GPUs;
+    units in the last place, where subnormal numbers are 0. ``across_warps``: something is reduced across warps, for
+    which there has to be room in shared memory. Interpreted calls run in Pallas's interpreter for GPUs;
     inside ``plgpu.force_gpu_interpret_mode`` the parameters chosen there win.
     """
     names = (*inputs, *outputs)
+    if call.interpret and warpgroups > _host_threads():
+        say(
+            f"portakern: each of {warpgroups} warpgroups takes a thread of XLA's on the host, which has "
+            f"{_host_threads()}: those that wait may keep the others from running, for ever. Start Python with "
+            "NPROC=8 in its environment"
+        )
 
     def on_named_refs(*refs: Any, **scoped: Any) -> None:
         for buffer in (name for name, form in scratch.items() if isinstance(form, Swizzled)):
-            scoped[buffer] = Views(*(2 * [scoped[buffer]] if call.interpret else scoped[buffer]))
+            views = scoped[buffer]
+            scoped[buffer] = Views(views[0], *views) if call.interpret else Views(*views)
         kernel(Refs(**dict(zip(names, refs, strict=True)), **scoped))
 
     threads = {"num_threads": warpgroups, "thread_name": "warpgroup"} if warpgroups > 1 else {}
@@ -216,7 +247,9 @@ def launch(
         grid_names=axes,
         kernel_name=name,
         interpret=INTERPRETER if call.interpret else None,
-        compiler_params=plgpu.CompilerParams(approx_math=approximate),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=approximate, reduction_scratch_bytes=REDUCTION_BYTES * across_warps
+        ),
         **threads,
     )(*inputs.values())
     return dict(zip(outputs, results, strict=True))

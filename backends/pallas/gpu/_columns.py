@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from portakern.backends.pallas.common import Refs, quotient
-from portakern.backends.pallas.gpu._chip import BULK_BYTES, LANES, WARPS, launch, padded_rows
+from portakern.backends.pallas.gpu._chip import BULK_BYTES, LANES, WARPS, launch, padded_rows, store
 from portakern.core.call import Call
 
 THREADS = LANES * WARPS
@@ -147,4 +147,4 @@ def _kernel(ref: Refs, *, plan: Plan, terms: Terms) -> None:
     sums = lax.fori_loop(0, steps, lambda i, sums: rows(plan.ahead, first + i * plan.ahead, sums), zeros)
     sums = lax.fori_loop(steps * plan.ahead, count, lambda i, sums: rows(1, first + i, sums), sums)
     for i, total in enumerate(sums):
-        ref.total[group, i, pl.ds(block * plan.width, plan.width)] = total.astype(ref.total.dtype)
+        store(ref.total.at[group, i, pl.ds(block * plan.width, plan.width)], total.astype(ref.total.dtype))

@@ -7,12 +7,19 @@ take turns to issue products to the tensor cores, so that the softmax of one run
 Every buffer holds 64 elements of a head, 128 bytes, a row: a head is as many buffers side by side (``parts``), of which
 the last may reach beyond its end. The copy engine leaves 0 there, as it does beyond the last query and key.
 
-Source: Shah et al., "FlashAttention-3" (2024), algorithm 1 and section 3.1.
+Many keys are cut into shares of whole tiles, each of which has a state (acc, l, m) of its own, and the states of a
+query's shares are merged from the first to the last. How long a share is follows from how many keys a query may see
+and from the tiling, and not from how many queries, heads or samples there are. One block may walk all shares, or each
+share have a block: the sums are the same, in the same order. So it may depend on the number of queries which of the two
+happens, and no bit of a query does.
+
+Source: Shah et al., "FlashAttention-3" (2024), algorithm 1 and section 3.1; the split of keys as Flash-Decoding has it
+(Dao, Haziza, Massa, Sizov 2023).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +31,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from portakern.backends.pallas._band import Band
 from portakern.backends.pallas.common import Refs, quotient
 from portakern.backends.pallas.gpu._chip import HOPPER, Swizzled, issue_product, over_shared
+from portakern.core.call import Call
+from portakern.spec import Count
+from portakern.spec import Tile as PowerOfTwo
 
 QUERIES = 64
 """Queries of a consumer: the rows of one instruction of the tensor cores."""
@@ -36,6 +46,10 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 
 LSE_BYTES = 1024
 """Shared memory for what is written of lse, and to align it."""
+
+SHARES = {"splits": Count(1, 64), "chunk": PowerOfTwo(64, 1 << 20)}
+"""Knobs: the shares of the keys that a query sees, at most, and one more where they begin within one; keys of a share
+at least."""
 
 TOGETHER = 8
 """Heads whose tiles are taken by turns where the last queries see most keys: their keys stay in the L2 cache."""
@@ -64,6 +78,7 @@ class Plan:
     Attributes:
       batch, heads, group, q_len, d, dv: extents; heads are those of q.
       consumers: warpgroups that compute; block_kv: keys of a tile; stages: buffers of keys, and of values.
+      each: tiles of keys of a share, which begins at a multiple of so many.
       band: what a tile of all consumers' queries sees. scores, dtype, interpret: as the call has them.
     """
 
@@ -76,6 +91,7 @@ class Plan:
     consumers: int
     block_kv: int
     stages: int
+    each: int
     band: Band
     scores: Any
     dtype: Any
@@ -107,9 +123,22 @@ class Plan:
         return min(self.tiles, HOPPER.cores or 1)
 
     @property
+    def several(self) -> bool:
+        """Whether the keys have several shares."""
+        return self.each < pl.cdiv(self.band.kv_len, self.block_kv)
+
+    @property
+    def joins(self) -> bool:
+        """Whether a consumer walks several shares, and merges them."""
+        return self.several
+
+    @property
     def slots(self) -> int:
-        """Buffers for what a consumer writes: one is filled while the other is on its way, where there is room."""
-        return 2 if over_shared(self._shared(2), "") is None else 1
+        """Buffers for what a consumer writes: one is filled while the other is on its way, where there is room. Where
+        shares are merged, as many as take the room of their sums."""
+        if self.joins:
+            return self.parts[1] * jnp.dtype(jnp.float32).itemsize // self.dtype.itemsize
+        return 2 if over_shared(self._shared(2), "", across_warps=False) is None else 1
 
     @property
     def shared(self) -> int:
@@ -120,6 +149,10 @@ class Plan:
         of_keys, of_values = self.parts
         rows = self.consumers * QUERIES * (of_keys + slots) + self.stages * self.block_kv * (of_keys + of_values)
         return rows * PART * self.dtype.itemsize + LSE_BYTES
+
+    def share(self, tile: Tile, step: Any) -> Any:
+        """Shares that came before the one of a step's keys, of those that a tile sees."""
+        return quotient(tile.first + step, self.each) - quotient(tile.first, self.each)
 
     def queries(self, q: Any, tile: Tile, rows: Any) -> Any:
         """Rows of a tile's queries, (rows, d), of all of them."""
@@ -140,6 +173,50 @@ class Plan:
         steps = jnp.maximum(last - first, 0) + 1
         batch = quotient(place, self.heads)
         return Tile(batch, place - batch * self.heads, i * (QUERIES * self.consumers), first, steps)
+
+
+def share_of(call: Call, tiling: Mapping[str, int]) -> int:
+    """Tiles of keys that make a share."""
+    kv_len, (left, right) = call.dims["kv_len"], call.options["window"] or (None, None)
+    right = 0 if call.options["is_causal"] else right
+    seen = kv_len if left is None or right is None else min(kv_len, left + right + 1)
+    tiles = pl.cdiv(seen, tiling["block_kv"])
+    return max(pl.cdiv(tiles, tiling["splits"]), pl.cdiv(tiling["chunk"], tiling["block_kv"]))
+
+
+class Merge(NamedTuple):
+    """How the state of a share is added to that of those before it: of two sums the one whose maximum is lower shrinks
+    by ``weight``. No sum has more than one product in it, so that compilers cannot differ in which one they fuse.
+
+    before, more: the maxima of rows, or of one row.
+    """
+
+    before: Any
+    more: Any
+    weight: Any
+
+    @classmethod
+    def of(cls, scores: Any, before: Any, more: Any) -> Merge:
+        """Where neither saw a key, nothing comes to nothing."""
+        low, high = jnp.where(before >= more, more, before), jnp.where(before >= more, before, more)
+        return cls(before, more, scores.weight(low - jnp.where(high == -jnp.inf, 0.0, high)))
+
+    @property
+    def maximum(self) -> Any:
+        return jnp.where(self.before >= self.more, self.before, self.more)
+
+    def rows(self, before: Any, more: Any) -> Any:
+        """The sum of l. Numbers alone are never fused, so those of rows must not be: a selection stands between."""
+        earlier = self.before >= self.more
+        shrunk = jnp.where(earlier, more, before) * self.weight
+        return jnp.where(earlier, before, more) + jnp.where(self.weight <= 1.0, shrunk, self.weight)
+
+    def elements(self, before: Any, more: Any) -> Any:
+        """The sum of acc, (rows, columns), or of a part of one row's, which as many equal maxima stand beside."""
+        of_rows = (lax.broadcast_in_dim(x, before.shape, (0,)) for x in self)
+        m_before, m_more, weight = of_rows if before.ndim > 1 else self
+        earlier = m_before >= m_more
+        return jnp.where(earlier, before, more) + jnp.where(earlier, more, before) * weight
 
 
 def rings(plan: Plan, **buffers: Any) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from portakern.backends.pallas.gpu._chip import (
     launch,
     over_shared,
     padded_rows,
+    store,
     whole_pieces,
 )
 from portakern.core.call import Call
@@ -434,7 +435,7 @@ def _direct(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...]
     def write(row: Any, part: Walk, start: Any, y: Any) -> None:
         end = part.chunk
         for begin, length in reversed(part.spans(start) if "y" in ref else ()):
-            ref.y[pl.ds(row, 1), pl.ds(begin, length)] = y[:, end - length : end].astype(ref.y.dtype)
+            store(ref.y.at[pl.ds(row, 1), pl.ds(begin, length)], y[:, end - length : end].astype(ref.y.dtype))
             end -= length
 
     def twice(row: Any) -> None:
@@ -481,7 +482,7 @@ def weights_of(ref: Refs, walk: Walk, names: tuple[str, ...], chunk: Any) -> Wei
 def _tell(ref: Refs, row: Any, told: tuple[Any, ...]) -> None:
     """Write what is told of the rows from ``row`` on."""
     for i, numbers in enumerate(told if "told" in ref else ()):
-        ref.told[i, pl.ds(row, numbers.shape[0])] = numbers
+        store(ref.told.at[i, pl.ds(row, numbers.shape[0])], numbers)
 
 
 def loaded(ref: Refs, walk: Walk, buffer: Any) -> Any:

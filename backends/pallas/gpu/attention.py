@@ -12,11 +12,14 @@ runs beside the products; two consumers (``_flash``) take turns to issue:
     consumer 1        S0        S1 P0        S2 P1      ...
     softmax 1            ------       ------
 
+Where keys have several shares (``_flash``), the accumulator begins anew with the first values of each, and what was
+summed until then is merged with the sums of the shares before it, which lie in shared memory.
+
 A tile that is masked for a query leaves the query's state as it is to the bit, and tiles of keys begin at multiples of
 block_kv whatever is masked: so no bit of a query depends on its neighbours, nor on how many there are.
 
-block_q: queries of a block, 64 for each warpgroup that computes; block_kv: keys of a tile; stages: tiles of keys, and
-of values, that are on their way or in use at a time.
+block_q: queries of a block at most, 64 for each warpgroup that computes; block_kv: keys of a tile; stages: tiles of
+keys, and of values, that are on their way or in use at a time; splits, chunk: what makes a share.
 
 Source: Shah et al., "FlashAttention-3" (2024), algorithms 1 and 2.
 """
@@ -56,7 +59,9 @@ from portakern.backends.pallas.gpu._flash import (
     PRODUCER_REGISTERS,
     QUERIES,
     ROW,
+    SHARES,
     TILE,
+    Merge,
     Plan,
     Tile,
     in_turn,
@@ -65,13 +70,14 @@ from portakern.backends.pallas.gpu._flash import (
     part_of,
     produce,
     rings,
+    share_of,
 )
 from portakern.backends.pallas.tpu._heads import words
 from portakern.core.call import Call
 from portakern.spec import Count
 from portakern.specs.attention import score_unit
 
-KNOBS = {"stages": Count(2, 8)}
+KNOBS = {"stages": Count(2, 8), **SHARES}
 
 WIDEST = 256
 """Elements of a head at most: more do not fit into registers and shared memory beside each other."""
@@ -99,9 +105,15 @@ class Scores(NamedTuple):
         """exp of a difference of scores. It is scaled after it was taken."""
         return jnp.exp2(difference * (self.unit * log2(e)))
 
+    def lse(self, l: Any, m: Any) -> Any:
+        """m + log l in natural units. A compiler could fuse either product with the sum: selections stand between."""
+        origin = jnp.where(m == -jnp.inf, m, m * self.unit)
+        return origin + jnp.where(l == 0.0, -jnp.inf, jnp.log(l))
+
 
 def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
-    dims, block_q, block_kv = call.dims, tiling["block_q"], tiling["block_kv"]
+    dims, block_kv = call.dims, tiling["block_kv"]
+    block_q = min(tiling["block_q"], padded(dims["q_len"], QUERIES))
     pre, unit = score_unit(call)
     return Plan(
         dims["batch"],
@@ -113,6 +125,7 @@ def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
         block_q // QUERIES,
         block_kv,
         tiling["stages"],
+        share_of(call, tiling),
         Band.of(call, block_q, block_kv),
         Scores(pre, call.options["softcap"], unit),
         jnp.dtype(call.dtype),
@@ -121,9 +134,7 @@ def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
 
 
 def key(call: Call) -> dict[str, str | int]:
-    """Rows count by whether they fit one warpgroup: a query's bits follow from the tiles of keys alone."""
-    rows = "few" if call.dims["q_len"] <= QUERIES else "many"
-    return {"dtype": call.dtype, "rows": rows, "d": max(call.dims["d"], call.dims["dv"])}
+    return {"dtype": call.dtype, "d": max(call.dims["d"], call.dims["dv"])}
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
@@ -144,7 +155,8 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
             f"block_kv={block_kv} with heads of {call.dims['dv']} takes {held} registers a thread for sums and scores, "
             f"and {HELD} are free: use a smaller block_kv"
         )
-    return over_shared(plan.shared, "block_kv or stages")
+    names = "block_kv or stages" + (", or splits=1" if plan.joins else "")
+    return over_shared(plan.shared, names, across_warps=False)
 
 
 def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
@@ -155,10 +167,11 @@ def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
             found.append(f"heads of {names} are padded from {extent} to {wide}")
     if found and "v" in found[-1].split():
         found.append(f"o is cut from {whole_pieces(call.dims['dv'], call.dtype)} to {call.dims['dv']}")
-    bias, tiles = call.arrays["bias"], tuple(tiling[f"block_{axis}"] for axis in ("q", "kv"))
+    plan, bias = plan_of(call, tiling), call.arrays["bias"]
+    tiles = plan.consumers * QUERIES, plan.block_kv
     if bias is not None and ((bias.shape[2] > 1 and bias.shape[2] % tiles[0]) or bias.shape[3] % tiles[1]):
         found.append(f"bias is padded to whole tiles of {tiles[0]} x {tiles[1]}")
-    written = _lse_length(plan_of(call, tiling))
+    written = _lse_length(plan)
     if "lse" in call.wants and written != call.dims["q_len"]:
         found.append(f"lse is cut from {written} queries to {call.dims['q_len']}")
     return "; ".join(found) or None
@@ -234,9 +247,15 @@ def consume(ref: Refs, plan: Plan, warpgroup: Any, write: Callable[..., None], t
     """Compute this warpgroup's queries of one tile, and write them."""
     plgpu.barrier_wait(ref.q_arrived.at[warpgroup])
     acc, l, m, p = first_keys(ref, plan, warpgroup, tile, before)
-    acc, l, m, p = lax.fori_loop(1, tile.steps, partial(more_keys, ref, plan, warpgroup, tile, before), (acc, l, m, p))
+    sums = (jnp.zeros_like(l), _unseen()) if plan.joins else None
+    state = acc, l, m, p, sums
+    state = lax.fori_loop(1, tile.steps, partial(more_keys, ref, plan, warpgroup, tile, before), state)
+    acc, l, m, p, sums = state
     plgpu.barrier_arrive(ref.q_free.at[warpgroup])
     acc = last_values(ref, plan, lax.rem(before + tile.steps - 1, jnp.int32(plan.stages)), acc, p)
+    if sums is not None:
+        acc, l, m = merged(ref, plan, warpgroup, sums, (acc, l, m), plan.share(tile, tile.steps - 1) > 0)
+        plgpu.commit_smem()  # these bytes are not read as sums any more
     write(ref, plan, warpgroup, tile, acc, l, m)
 
 
@@ -251,7 +270,7 @@ def first_keys(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, before: Any) -
     (s,), _ = in_registers(plan.interpret, work, (_zeros(plan.block_kv),))
     plgpu.barrier_arrive(ref.k_free.at[buffer])
     s = seen(ref, plan, warpgroup, tile, jnp.int32(0), s)
-    m, _, p = online(plan, s, plgpu.layout_cast(jnp.full((QUERIES,), -jnp.inf, jnp.float32), ROW))
+    m, _, p = online(plan, s, _unseen())
     plgpu.barrier_wait(ref.v_arrived.at[buffer])
     acc = tuple(_zeros(PART) for _ in range(plan.parts[1]))
     return acc, jnp.sum(p, axis=1), m, p.astype(plan.dtype)
@@ -260,13 +279,16 @@ def first_keys(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, before: Any) -
 def more_keys(
     ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, before: Any, step: Any, state: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """The state with one tile of keys more, and with the values of the one before."""
-    acc, l, m, p = state
+    """The state with one tile of keys more, and with the values of the one before. Where these are the last of a share,
+    its state is merged with ``sums``, and what is returned is the next one's."""
+    acc, l, m, p, sums = state
     buffer, last = (lax.rem(before + i, jnp.int32(plan.stages)) for i in (step, step - 1))
+    shares = plan.share(tile, step - 1) if plan.joins else 0
+    begins = plan.joins and plan.share(tile, step) > shares
     plgpu.barrier_wait(ref.k_arrived.at[buffer])
 
     def work(accumulators: Any, others: Any) -> None:
-        (dots, *products), (l, m, alpha, weights) = accumulators, others
+        (dots, *products), (l_new, m_new, alpha, weights) = accumulators, others
 
         def issue() -> None:
             multiply_keys(ref, plan, warpgroup, buffer, dots)
@@ -276,16 +298,53 @@ def more_keys(
         s = finished(dots, later=len(products))
         plgpu.barrier_arrive(ref.k_free.at[buffer])
         s = seen(ref, plan, warpgroup, tile, step, s)
-        m[...], alpha[...], p = online(plan, s, m[...])
-        l[...] = l[...] * alpha[...] + jnp.sum(p, axis=1)
+        m_old = m + jnp.where(begins, -jnp.inf, 0.0) if plan.joins else m
+        m_new[...], alpha[...], p = online(plan, s, m_old)
+        l_new[...] = l_new[...] * alpha[...] + jnp.sum(p, axis=1)
         weights[...] = p.astype(plan.dtype)
         # The assembler moves the wait for the products before the softmax, unless a basic block ends between the two:
         # this wait ends one.
         plgpu.barrier_wait(ref.v_arrived.at[buffer])
 
-    (_, *acc), (l, m, alpha, p) = in_registers(plan.interpret, work, (_zeros(plan.block_kv), *acc), (l, m, m, p))
+    (_, *acc), (l_new, m_new, alpha, p) = in_registers(
+        plan.interpret, work, (_zeros(plan.block_kv), *acc), (l, m, m, p)
+    )
     plgpu.barrier_arrive(ref.v_free.at[last])
-    return tuple(part * lax.broadcast_in_dim(alpha, part.shape, (0,)) for part in acc), l, m, p
+
+    def rescaled() -> tuple[Any, ...]:
+        return tuple(part * lax.broadcast_in_dim(alpha, part.shape, (0,)) for part in acc), sums
+
+    def anew() -> tuple[Any, ...]:
+        return tuple(_zeros(PART) for _ in acc), joined(ref, plan, warpgroup, sums, (acc, l, m), shares > 0)
+
+    acc, sums = lax.cond(begins, anew, rescaled) if plan.joins else rescaled()
+    return acc, l_new, m_new, p, sums
+
+
+def joined(
+    ref: Refs, plan: Plan, warpgroup: Any, sums: tuple[Any, Any], state: tuple[Any, ...], begun: Any
+) -> tuple[Any, Any]:
+    """(l, m) of the shares until now, and this one's; acc goes to shared memory."""
+    acc, l, m = merged(ref, plan, warpgroup, sums, state, begun)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was written to these bytes before were not sums
+    for part, total in enumerate(acc):
+        ref.written.sums[warpgroup, part] = total
+    plgpu.commit_smem()
+    return l, m
+
+
+def merged(
+    ref: Refs, plan: Plan, warpgroup: Any, sums: tuple[Any, Any], state: tuple[Any, ...], begun: Any
+) -> tuple[Any, ...]:
+    """The state (acc, l, m) of a share merged with that of all before it. ``begun``: whether there are any."""
+    (l_before, m_before), (acc, l, m) = sums, state
+    merge = Merge.of(plan.scores, m_before, m)
+    parts = []
+    for i, part in enumerate(acc):
+        there = ref.written.sums.at[warpgroup, i]
+        known = lax.cond(begun, partial(plgpu.load, there, layout=TILE), partial(_zeros, PART))
+        parts.append(merge.elements(known, part))
+    return tuple(parts), merge.rows(l_before, l), merge.maximum
 
 
 def last_values(ref: Refs, plan: Plan, buffer: Any, acc: tuple[Any, ...], p: Any) -> tuple[Any, ...]:
@@ -344,7 +403,7 @@ def write(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, acc: tuple[Any, ...
     rows = pl.ds(tile.row + warpgroup * QUERIES, QUERIES)
     if "lse" in ref:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        ref.lse_rows[warpgroup] = m * plan.scores.unit + jnp.log(l)
+        ref.lse_rows[warpgroup] = plan.scores.lse(l, m)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(ref.lse_rows.at[warpgroup], ref.lse.at[tile.batch, tile.head, rows])
     inverse = 1.0 / jnp.where(l == 0.0, 1.0, l)
@@ -372,18 +431,24 @@ def _zeros(columns: int) -> Any:
     return plgpu.layout_cast(jnp.zeros((QUERIES, columns), jnp.float32), TILE)
 
 
+def _unseen() -> Any:
+    """The maximum m of rows that have seen no key."""
+    return plgpu.layout_cast(jnp.full((QUERIES,), -jnp.inf, jnp.float32), ROW)
+
+
 @BACKEND.implements("attention", key=key, supports=supports, knobs=KNOBS, copies=copies)
 def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Array | None]:
     plan = plan_of(call, tiling)
     wide, dtype = whole_pieces(plan.dv, plan.dtype), plan.dtype
     outputs = {"o": jax.ShapeDtypeStruct((plan.batch, plan.q_len, plan.heads, wide), dtype)}
-    scratch = rings(plan, written=Swizzled((plan.consumers, plan.slots, QUERIES, PART), dtype))
+    sums = (plan.consumers, plan.parts[1], QUERIES, PART) if plan.joins else None
+    scratch = rings(plan, written=Swizzled((plan.consumers, plan.slots, QUERIES, PART), dtype, sums))
     if "lse" in call.wants:
         lse_form = (plan.batch, plan.heads, _lse_length(plan))
         outputs["lse"] = jax.ShapeDtypeStruct(lse_form, jnp.float32)
         scratch["lse_rows"] = plgpu.SMEM((plan.consumers, QUERIES), jnp.float32)
     ids = call.arrays["q_segment_ids"], call.arrays["kv_segment_ids"]
-    rows, keys = padded(plan.q_len, tiling["block_q"]), padded(plan.band.kv_len, plan.block_kv)
+    rows, keys = padded(plan.q_len, plan.consumers * QUERIES), padded(plan.band.kv_len, plan.block_kv)
     masks = whole_tiles(call.arrays["bias"], ids, rows, keys)
     found = launch(
         call,
@@ -395,5 +460,6 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Arr
         scratch=scratch,
         warpgroups=plan.consumers + 1,
         approximate=True,
+        across_warps=False,
     )
     return found["o"][..., : plan.dv], found["lse"][..., : plan.q_len] if "lse" in found else None

@@ -62,10 +62,13 @@ from portakern.backends.pallas.gpu._flash import (
     part_of,
 )
 from portakern.backends.pallas.gpu._rows import Formula, Walk, Weights
-from portakern.backends.pallas.gpu.attention import KNOBS, WIDEST, extended, tanh
+from portakern.backends.pallas.gpu.attention import WIDEST, extended, tanh
 from portakern.backends.pallas.tpu._heads import words
 from portakern.core.call import Call
+from portakern.spec import Count
 from portakern.specs.attention import scale_of, score_unit
+
+KNOBS = {"stages": Count(1, 8)}
 
 CONSUMERS, ROWS = 2, 64
 """Warpgroups that compute, and rows at home of each: those of one instruction of the tensor cores."""

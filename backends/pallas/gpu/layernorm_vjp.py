@@ -110,17 +110,21 @@ def gradients(
     call: Call, tiling: Mapping[str, int], formula: Formula, normalised: Callable[..., Any], told: int
 ) -> tuple[jax.Array | None, ...]:
     """The gradients of a normalisation along the last axis that the call wants. ``formula`` makes d_x and tells so many
-    numbers of each row, with which ``normalised`` makes xh of some of its columns."""
+    numbers of each row, with which ``normalised`` makes xh of some of its columns.
+
+    Each kernel makes the same whichever gradients are wanted: what a compiler fuses hangs on what stands beside it, so
+    that a kernel of some of them would have other bits. Where d_bias alone is wanted x is not read: sums without a
+    product have nothing to fuse."""
     n, weight = call.dims["n"], call.arrays["weight"]
     x, d_y = (call.arrays[name].reshape(-1, n) for name in ("x", "d_y"))
     found: dict[str, jax.Array] = {}
     of_rows: dict[str, jax.Array] = {}
-    sums = tuple(name for name in SUMS if name in call.wants)
+    sums = tuple(o.name for o in call.spec.outputs if o.name in SUMS) if "d_weight" in call.wants else ("d_bias",)
     if "d_x" in call.wants or "d_weight" in sums:
         weights = {} if weight is None else {"weight": weight}
-        d_x, numbers = launched(call, tiling, (x, d_y), formula, weights, told=told if "d_weight" in sums else 0)
-        found["d_x"] = d_x.reshape(call.arrays["x"].shape)
-        of_rows = {} if numbers is None else {"told": numbers}
+        d_x, numbers = launched(call, tiling, (x, d_y), formula, weights, told=told)
+        assert numbers is not None
+        found["d_x"], of_rows = d_x.reshape(call.arrays["x"].shape), {"told": numbers}
 
     def terms(ref: Refs, row: Any, columns: Callable[[Any], Any]) -> dict[str, Any]:
         """Of d_weight and d_bias in one row."""
@@ -130,8 +134,8 @@ def gradients(
         xh = normalised(columns(ref.x.at[row]), *(ref.told[i, row] for i in range(told)))
         return {"d_weight": g * xh, "d_bias": g}
 
-    if sums:
-        arrays = {"x": x, "d_y": d_y} if "d_weight" in sums else {"d_y": d_y}
-        of_columns = column_sums(call, arrays, of_rows, Terms(sums, terms))
-        found |= {name: total.astype(call.outputs[name][1]) for name, total in of_columns.items()}
+    if any(name in call.wants for name in sums):
+        arrays, known = ({"x": x, "d_y": d_y}, of_rows) if "d_weight" in sums else ({"d_y": d_y}, {})
+        of_columns = column_sums(call, arrays, known, Terms(sums, terms))
+        found |= {name: y.astype(call.outputs[name][1]) for name, y in of_columns.items() if name in call.wants}
     return tuple(found.get(o.name) if o.name in call.wants else None for o in call.spec.outputs)

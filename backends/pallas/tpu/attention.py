@@ -70,7 +70,19 @@ from portakern.specs.attention import score_unit
 
 
 def key(call: Call) -> dict[str, str | int]:
-    return {"dtype": call.dtype, "d": max(call.dims["d"], call.dims["dv"])}
+    return {"dtype": call.dtype, "d": max(call.dims["d"], call.dims["dv"]), "reach": reach(call)}
+
+
+def reach(call: Call) -> int:
+    """How many keys a window lets a query see; of one that has no end, or hides no key for its width, EVERY."""
+    left, right = call.options["window"] or (None, None)
+    if call.options["is_causal"]:
+        right = 0 if right is None else min(right, 0)
+    seen = EVERY if left is None or right is None else max(left + 1 + right, 1)
+    return EVERY if seen >= call.dims["kv_len"] else seen
+
+
+EVERY = 2**31 - 1
 
 
 def grains(call: Call) -> tuple[int, int]:
@@ -108,9 +120,10 @@ def banded(call: Call) -> bool:
 def parts(call: Call, bq: int, bkv: int) -> int:
     """How many blocks of keys a step holds: as many as give it PAIRS pairs, since a step of few waits longer than it
     computes, and of larger blocks four, of which one's products hide what the other's exponentials take; in a band two,
-    since its edges pass by the parts that nobody sees. Interpreted, where blocks are small, two, so that there are
-    several steps too."""
-    most = 2 if call.interpret else max(2 if banded(call) else 4, PAIRS // (bq * bkv))
+    since its edges pass by the parts that nobody sees. Pairs count as they lie in registers: a step of many narrow blocks
+    would take more VMEM than they hold. Interpreted, where blocks are small, two, so that there are several steps
+    too."""
+    most = 2 if call.interpret else max(2 if banded(call) else 4, PAIRS // (bq * whole_lanes(bkv)))
     number = max(1, min(most, pl.cdiv(call.dims["kv_len"], bkv)))
     while number > 1 and resident(call, bq, bkv, number) > vmem_limit(call):
         number //= 2
@@ -149,7 +162,8 @@ def resident(call: Call, bq: int, bkv: int, number: int) -> int:
     if bias is not None:
         streamed += bias.dtype.itemsize * whole_lanes(keys) * (8 if bias.shape[2] == 1 else bq)
     sums = 4 * bq * (dv + 2 * LANES)  # acc, and m and l, which have a register's width of lanes
-    scores = 12 * bq * lanes  # s, p and the mask of one step
+    of_parts = 6 if call.arrays["q"].dtype.itemsize == 4 else 0  # of float32 p its bfloat16 parts
+    scores = (12 + of_parts) * bq * lanes  # s, p and the mask of one step
     return 2 * streamed + sums + scores
 
 
@@ -255,12 +269,14 @@ def kernel(
         ref.acc[...] = jnp.zeros_like(ref.acc)
 
     number, keys = band.block_kv // bkv, band.part(bkv)
+    has_edges = band.first is not None or band.last is not None
+    there = pl.cdiv(band.kv_len % band.block_kv, bkv)  # parts of the last step that hold a key
 
     def attend(edge: bool) -> None:
         if halves == 2 and (edge or interpreted):  # interpreted, a row's bits depend on the rows beside it
             attend_by_halves()
             return
-        for part in range(number):
+        for part in range(there if edge and not has_edges else number):
             add(ref if number == 1 else part_of(ref, part, bkv), keys, i, j * number + part, edge)
 
     def attend_by_halves() -> None:

@@ -67,12 +67,12 @@ def finish(ref: Refs, z: Any, activation: str) -> None:
     ref.y[...] = y.astype(ref.y.dtype)
 
 
-def kernel(ref: Refs, *, k: int, few: bool, activation: str) -> None:
-    """``few``: as in matmul's `within_k`."""
+def kernel(ref: Refs, *, k: int, few: bool, few_of_weight: bool, activation: str) -> None:
+    """``few``, ``few_of_weight``: as in matmul's `within_k`."""
     step, last = step_along(2), pl.num_programs(2) - 1
     x, w = ref.x[...], ref.weight[...]
     start = step * x.shape[1]
-    part = dot(products.within_k(x, 1, start, k, few), products.within_k(w, 1, start, k), (1, 1))
+    part = dot(products.within_k(x, 1, start, k, few), products.within_k(w, 1, start, k, few_of_weight), (1, 1))
     if "acc" not in ref:
         finish(ref, part, activation)
         return
@@ -100,14 +100,25 @@ def blocks(call: Call, tiling: Mapping[str, int]) -> tuple[int, int, int]:
 
 
 def default_tiling(call: Call) -> dict[str, int]:
-    """matmul's, with fewer rows a block where there would be no room for a residual and pre. It does not follow whether
-    these are there: the same row gives the same bits beside any of them."""
-    tiling = products.default_tiling(call)
+    """matmul's, where there is room."""
+    return with_room(call, products.default_tiling(call))
+
+
+def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
+    """In place of the default's blocks those of matmul for as many rows."""
+    if call.interpret or dict(tiling) != default_tiling(call):
+        return tiling
+    return with_room(call, products.fit(as_product(call), products.default_tiling(call)))
+
+
+def with_room(call: Call, tiling: Mapping[str, int]) -> dict[str, int]:
+    """The tiling with fewer rows a block where there would be no room for a residual and pre. It does not follow
+    whether these are there: the same row gives the same bits beside any of them."""
     limit = vmem_limit(call) if call.target.arch in targets.HARDWARE else targets.least("tpu", "vmem")
-    bn, bk = (even_block(call.dims[axis], tiling[f"block_{axis}"], LANES) for axis in "nk")
-    while tiling["block_m"] > 128 and resident(call, tiling["block_m"], bn, bk, more=2) > limit:
-        tiling["block_m"] //= 2
-    return tiling
+    bm, bn, bk = tiling["block_m"], *(even_block(call.dims[axis], tiling[f"block_{axis}"], LANES) for axis in "nk")
+    while bm > 128 and resident(call, bm, bn, bk, more=2) > limit:
+        bm //= 2
+    return {**tiling, "block_m": bm}
 
 
 def resident(call: Call, bm: int, bn: int, bk: int, more: int | None = None) -> int:
@@ -116,7 +127,8 @@ def resident(call: Call, bm: int, bn: int, bk: int, more: int | None = None) -> 
     size = 4 if call.dtype in ("float32", "float64") else 2
     if more is None:
         more = (call.arrays["residual"] is not None) + ("pre" in call.wants)
-    return products.resident_bytes(bm, bn, bk, size, size) + 2 * more * bm * bn * size + 8 * bm * bn
+    of_f = 8 if call.options["activation"] == "none" else 24  # two numbers an element, or six
+    return products.resident_bytes(bm, bn, bk, size, size) + (2 * more * size + of_f) * bm * bn
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
@@ -130,7 +142,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     )
 
 
-@BACKEND.implements("linear", key=products.key, tiling=default_tiling, supports=supports)
+@BACKEND.implements("linear", key=products.key, tiling=default_tiling, fit=fit, supports=supports)
 def linear(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
     x, weight = call.arrays["x"], call.arrays["weight"]
     shape, dtype = call.outputs["y"]
@@ -148,7 +160,13 @@ def linear(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...
         inputs["residual"] = (call.arrays["residual"].reshape(m, n), of_y)
     found = launch(
         call,
-        partial(kernel, k=k, few=m < sublanes(jnp.float32), activation=call.options["activation"]),
+        partial(
+            kernel,
+            k=k,
+            few=m < sublanes(jnp.float32),
+            few_of_weight=n < sublanes(jnp.float32),
+            activation=call.options["activation"],
+        ),
         "portakern_linear",
         (pl.cdiv(m, bm), pl.cdiv(n, bn), pl.cdiv(k, bk)),
         in_order=1,

@@ -18,11 +18,12 @@ section 4, with VMEM as the cache.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,52 +51,116 @@ def key(call: Call) -> dict[str, str | int]:
     return {"dtype": call.dtype, "n": call.dims["n"], "k": call.dims["k"]}
 
 
+class Chip(NamedTuple):
+    """What the blocks of a product hang on: the VMEM that a kernel may have in bytes, its operands' bytes an element,
+    operations and bytes a cycle, the products of bfloat16 that make one of its own, and cores that share a launch."""
+
+    vmem: int
+    size: int
+    rate: float
+    bandwidth: float
+    passes: int
+    cores: int
+
+    @classmethod
+    def of(cls, call: Call) -> Chip:
+        """A call's; where that is not known, the one with the slowest memory, and what every one has of VMEM."""
+        known = call.target.arch in targets.HARDWARE
+        hardware = targets.HARDWARE[call.target.arch if known else SLOWEST]
+        clock = hardware.clock or targets.HARDWARE[SLOWEST].clock or 1.0
+        size = 4 if call.dtype in ("float32", "float64") else 2
+        passes = FLOAT32_PASSES if size == 4 else 1
+        rate, bandwidth = (hardware.flops["bfloat16"] or 1.0) / clock / passes, (hardware.bandwidth or 1.0) / clock
+        vmem = vmem_limit(call) if known else targets.least("tpu", "vmem")
+        return cls(vmem, size, rate, bandwidth, passes, hardware.cores or 1)
+
+    @property
+    def side(self) -> int:
+        """Rows, and columns, of a matrix unit."""
+        return round(math.sqrt(self.rate * self.passes / 2 / self.cores / UNITS))
+
+
+def cycles(chip: Chip, m: int, n: int, k: int, tiles: tuple[int, int, int]) -> float:
+    """About how long a product takes, the longer of two things and a little of the other: units and steps, of which the
+    first waits for its windows and the last for the result to leave; and memory."""
+    bm = even_block(m, tiles[0], sublanes(jnp.bfloat16) * 2 // chip.size)
+    bn, bk = even_block(n, tiles[1], LANES), even_block(k, tiles[2], LANES)
+    most = min(tiles[0], padded(m, LANES))
+    if resident_bytes(most, bn, bk, chip.size, chip.size) > chip.vmem or most * bn * bk * chip.passes > MOST:
+        return math.inf
+    down, columns, depth = pl.cdiv(m, bm), pl.cdiv(n, bn), pl.cdiv(k, bk)
+    rows, wide = down * bm, UNITS * chip.side
+    products = rows * 2 * padded(bn, chip.side) * columns * padded(bk, chip.side) * depth / chip.rate
+    narrow = bn < min(n, wide) or bm < min(m, wide)
+    a_step = (NARROW if narrow else STEP) * chip.side + (ADD[chip.size] / chip.side * bm * bn if depth > 1 else 0.0)
+    first_and_last = chip.size * (bm * bk + bk * bn + bm * bn) * chip.cores / chip.bandwidth
+    issued = products + a_step * down * columns * depth / chip.cores + first_and_last
+    a, b = rows * bk * depth, bk * depth * bn * columns
+    read = a * columns + b * down if depth > 1 else min(a + b * down, b + a * columns)
+    memory = chip.size * (read + rows * n) / chip.bandwidth
+    return max(issued, memory) + SHARE * min(issued, memory)
+
+
+@functools.cache
+def least(chip: Chip, n: int, k: int) -> tuple[int, int, int]:
+    """The blocks with which products of few and of many rows lose least against each's own best; a longer one counts
+    more. block_k, which decides in which order a row is summed, hangs on n, k and the chip alone."""
+    each = {tiles: [cycles(chip, m, n, k, tiles) for m in ROWS] for tiles in itertools.product(SIZES, SIZES, DEPTHS)}
+    best = [min(found) for found in zip(*each.values(), strict=True)]
+
+    def lost(found: Iterable[float]) -> float:
+        return sum(math.sqrt(m) * x / y for m, x, y in zip(ROWS, found, best, strict=True))
+
+    def depth_loses(bk: int) -> float:
+        return lost(min(found) for found in zip(*(each[*pair, bk] for pair in PAIRS), strict=True))
+
+    bk = min(DEPTHS, key=depth_loses)
+    return *min(PAIRS, key=lambda pair: lost(each[*pair, bk])), bk
+
+
+@functools.cache
+def least_of(chip: Chip, m: int, n: int, k: int, block_k: int) -> tuple[int, int]:
+    """block_m and block_n with which a product of m rows takes least."""
+    return min(PAIRS, key=lambda pair: cycles(chip, m, n, k, (*pair, block_k)))
+
+
 def default_tiling(call: Call) -> dict[str, int]:
-    """The blocks with which ROWS rows cost least, by what products, waits and memory take. Of n, k and the chip alone;
-    where that is not known, of the one with the slowest memory."""
-    hardware = targets.HARDWARE.get(call.target.arch) or targets.HARDWARE[SLOWEST]
-    unknown = call.target.arch not in targets.HARDWARE
-    n, k, size = call.dims["n"], call.dims["k"], 4 if call.dtype in ("float32", "float64") else 2
-    clock = hardware.clock or targets.HARDWARE[SLOWEST].clock or 1.0
-    passes, cores = FLOAT32_PASSES if size == 4 else 1, hardware.cores or 1
-    rate = (hardware.flops["bfloat16"] or 1.0) / clock / passes
-    bandwidth = (hardware.bandwidth or 1.0) / clock
-    limit = targets.least("tpu", "vmem") if unknown else vmem_limit(call)
-    wide = 2 * math.sqrt(rate * passes / 2 / cores)  # twice the side of all its matrix units as one
+    """The blocks with which products of few and of many rows take least (`least`)."""
+    return dict(
+        zip(("block_m", "block_n", "block_k"), least(Chip.of(call), call.dims["n"], call.dims["k"]), strict=True)
+    )
 
-    def cost(tiles: tuple[int, ...]) -> float:
-        bm, bn, bk = tiles[0], even_block(n, tiles[1], LANES), even_block(k, tiles[2], LANES)
-        if resident_bytes(bm, bn, bk, size, size) > limit or bm * bn * bk * passes > MOST:
-            return math.inf
-        columns, depth = pl.cdiv(n, bn), pl.cdiv(k, bk)
-        products = ROWS * 2 * bn * columns * bk * depth / rate
-        of_register = 1024 * 2 * bk / rate * cores  # cycles that the products of a register take one core
-        products += OUT / of_register * ROWS * bn * columns * depth / 1024 / cores
-        added = ADD * bm * bn if depth > 1 else 0.0
-        narrow = bn < min(n, wide) or bm < wide
-        waits = ((NARROW if narrow else STEP * wide) + added) * ROWS / bm * columns * depth / cores
-        first_and_last = size * (bm * bk + bk * bn + bm * bn) * cores  # nothing else goes on meanwhile
-        of_a, of_b, down = ROWS * bk * depth, bk * depth * bn * columns, ROWS / bm
-        again = of_a * columns + of_b * down if depth > 1 else min(of_a + of_b * down, of_b + of_a * columns)
-        moved = size * (again + ROWS * n)
-        longer, shorter = max(products + waits, moved / bandwidth), min(products + waits, moved / bandwidth)
-        return longer + SHARE * shorter + first_and_last / bandwidth
 
-    best = min(itertools.product(SIZES, SIZES, (*SIZES, 2 * SIZES[-1])), key=cost)
-    return dict(zip(("block_m", "block_n", "block_k"), best, strict=True))
+def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
+    """In place of the default's block_m and block_n those that suit the call's rows: an accelerator's units sum a row in
+    one order whatever these are."""
+    if call.interpret or dict(tiling) != default_tiling(call):
+        return tiling
+    best = least_of(Chip.of(call), rows_of(call), call.dims["n"], call.dims["k"], tiling["block_k"])
+    return {**tiling, "block_m": best[0], "block_n": best[1]}
 
 
 SIZES = (256, 512, 1024, 2048)
-ROWS = 4096
+PAIRS = tuple(itertools.product(SIZES, SIZES))
+DEPTHS = (*SIZES, 2 * SIZES[-1])
+ROWS = (320, 640, 1280, 2560, 5120)
 MOST = 2**32  # multiplications of a step: its code is as long as they are many, and takes as long to compile
 SLOWEST = "v5e"
 FLOAT32_PASSES = 6  # products of bfloat16 parts that make one of float32
-# Cycles that a step waits beyond its code, by libtpu's estimates: for each lane of the matrix units beside each other,
-# and of blocks that are narrower than those.
-STEP, NARROW = 0.2, 500
-OUT = 3.0  # cycles of taking a register's results out of the units, times those that hide them: squared cycles
-ADD = 0.4 / 1024  # cycles an element of adding a step's products to those before, where there are any
-SHARE = 0.02  # of what hides behind what takes longer: with other than ROWS rows it may be that which takes longer
+UNITS = 4  # matrix units of a core
+# Cycles that a step waits beyond its products, by libtpu's estimates, for each lane of a matrix unit; and of blocks that
+# are narrower than the units of a core beside each other.
+STEP, NARROW = 1.4, 2.75
+# Cycles a row of a unit's width, of adding a step's products to those before, where there are any, by bytes an element:
+# those of float32 parts are added to each other too.
+ADD = {2: 0.11, 4: 0.33}
+SHARE = 0.02  # of what hides behind what takes longer: as little of it as may be
+
+
+def rows_of(call: Call) -> int:
+    """The rows of a for each b: those of all batch entries that share one b are one matrix."""
+    shared = math.prod(call.arrays["b"].shape[:-2]) == 1
+    return call.dims["m"] * (math.prod(call.dims["batch"]) if shared else 1)
 
 
 def blocks(call: Call, tiling: Mapping[str, int], m: int) -> tuple[int, int, int]:
@@ -110,8 +175,8 @@ def blocks(call: Call, tiling: Mapping[str, int], m: int) -> tuple[int, int, int
 def resident(call: Call, bm: int, bn: int, bk: int) -> int:
     """The VMEM, in bytes, of one step: two blocks of each operand, so that one is moved while the other is used, one
     accumulator, and a fifth more: the compiler keeps values there for which it has no registers, up to 15 % of the rest
-    at 1024 x 1024 x 1024. Of float32 operands it keeps bfloat16 parts there too, and the sum of their products; of a's,
-    where b's block is narrow, as much as four blocks of a."""
+    at 1024 x 1024 x 1024, and as much as a block of a where b's is narrow. Of float32 operands it keeps bfloat16 parts
+    there too, and the sum of their products; of a's, where b's block is narrow, as much as four blocks of a."""
     return resident_bytes(bm, bn, bk, call.arrays["a"].dtype.itemsize, jnp.dtype(call.outputs["c"][1]).itemsize)
 
 
@@ -120,12 +185,12 @@ def resident_bytes(bm: int, bn: int, bk: int, size: int, out: int) -> int:
     operands = bm * bk + bk * bn
     blocks = 2 * operands * size + 2 * bm * bn * out + 4 * bm * bn
     if size < 4:
-        return blocks * 6 // 5
+        return max(blocks * 6 // 5, blocks + size * bm * bk * 256 // max(bn, 256) * 21 // 20)
     return max(blocks * 6 // 5, (blocks + 4 * (operands + bm * bn)) * 21 // 20, blocks + 4 * bm * (4 * bk + bn))
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    m, n, k = (call.dims[axis] for axis in "mnk")
+    m, n, k = rows_of(call), call.dims["n"], call.dims["k"]
     needed = resident(call, *blocks(call, tiling, m))
     return (
         dtype_refused(call, call.outputs["c"][1])
@@ -153,12 +218,12 @@ def within_k(x: jax.Array, axis: int, start: Any, k: int, few: bool = False) -> 
     return last if sure == 0 else jnp.concatenate([lax.slice_in_dim(x, 0, sure, axis=axis), last], axis)
 
 
-def kernel(ref: Refs, *, k: int, k_of_b: int, axis: int, few: bool) -> None:
+def kernel(ref: Refs, *, k: int, k_of_b: int, axis: int, few: bool, few_of_b: bool) -> None:
     """``k_of_b``: which axis of b's blocks is k's; ``axis``: the grid axis along which the blocks of k follow each
-    other; ``few``: of `within_k`."""
+    other; ``few``, ``few_of_b``: of `within_k`, for a and for b."""
     step, last = step_along(axis), pl.num_programs(axis) - 1
     if "acc" not in ref:
-        a, b = within_k(ref.a[...], 1, 0, k, few), within_k(ref.b[...], k_of_b, 0, k)
+        a, b = within_k(ref.a[...], 1, 0, k, few), within_k(ref.b[...], k_of_b, 0, k, few_of_b)
         ref.c[...] = dot(a, b, (1, k_of_b)).astype(ref.c.dtype)
         return
 
@@ -168,7 +233,7 @@ def kernel(ref: Refs, *, k: int, k_of_b: int, axis: int, few: bool) -> None:
 
     a, b = ref.a[...], ref.b[...]
     start_of_k = step * a.shape[1]
-    a, b = within_k(a, 1, start_of_k, k, few), within_k(b, k_of_b, start_of_k, k)
+    a, b = within_k(a, 1, start_of_k, k, few), within_k(b, k_of_b, start_of_k, k, few_of_b)
     ref.acc[...] += dot(a, b, (1, k_of_b))
 
     @pl.when(step == last)
@@ -214,7 +279,7 @@ def operand(shape: tuple[int, ...], block_shape: tuple[int, int], axes: tuple[in
     return pl.BlockSpec((*(None for _ in batch), *block_shape), index)
 
 
-@BACKEND.implements("matmul", key=key, tiling=default_tiling, supports=supports)
+@BACKEND.implements("matmul", key=key, tiling=default_tiling, fit=fit, supports=supports)
 def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     a, b = call.arrays["a"], call.arrays["b"]
     shape, dtype = call.outputs["c"]
@@ -239,7 +304,14 @@ def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     bytes_of_b = products // m * pl.cdiv(m, bm) * b.dtype.itemsize
     found = launch(
         call,
-        partial(kernel, k=k, k_of_b=1 if turned else 0, axis=depth, few=m < sublanes(jnp.float32)),
+        partial(
+            kernel,
+            k=k,
+            k_of_b=1 if turned else 0,
+            axis=depth,
+            few=m < sublanes(jnp.float32),
+            few_of_b=turned and n < sublanes(jnp.float32),
+        ),
         "portakern_matmul",
         grid,
         in_order=1,

@@ -63,7 +63,7 @@ def key(call: Call) -> dict[str, str | int]:
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     m, n, k, dtype = call.dims["m"], call.dims["n"], call.dims["k"], product_dtype(call)
     refused = dtype_refused(call, dtype, call.dtype_of("d_c"))
-    operand = jax.ShapeDtypeStruct((), jnp.dtype("float32" if dtype == "float64" else dtype))
+    kind = jnp.dtype("float32" if dtype == "float64" else dtype)
     for name, (i, j, summed) in {"d_a": (m, k, n), "d_b": (k, n, m)}.items():
         if name in call.wants and not refused:
             batch = tuple(call.dims["batch"][axis] for axis in batch_axes(call, name)[0])
@@ -71,7 +71,10 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
             inner = call.replace(
                 spec=matmul_spec,
                 dtype=dtype,
-                arrays={"a": operand, "b": operand},
+                arrays={
+                    "a": jax.ShapeDtypeStruct((*batch, i, contraction), kind),
+                    "b": jax.ShapeDtypeStruct((*batch, contraction, j), kind),
+                },
                 dims={"batch": batch, "m": i, "n": j, "k": contraction},
                 options={"precision": call.options["precision"], "out_dtype": call.outputs[name][1]},
             )

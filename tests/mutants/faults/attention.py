@@ -376,8 +376,14 @@ FAULTS = {
         Planted(
             "last-part-dropped",
             "a step that holds several blocks of keys leaves out the last",
-            old="in range(number):",
-            new="in range(max(number - 1, 1)):",
+            old="not has_edges else number):",
+            new="not has_edges else max(number - 1, 1)):",
+        ),
+        Planted(
+            "last-keys-dropped",
+            "of the last step the part that keys do not fill is left out",
+            old="pl.cdiv(band.kv_len % band.block_kv, bkv)",
+            new="band.kv_len % band.block_kv // bkv",
         ),
         Planted(
             "parts-beyond-unmasked",

@@ -72,7 +72,7 @@ FAULTS = {
         Planted(
             "weight-beyond-k",
             "weight is not masked beyond k",
-            old="products.within_k(w, 1, start, k)",
+            old="products.within_k(w, 1, start, k, few_of_weight)",
             new="w",
             sample=True,
         ),

@@ -64,7 +64,8 @@ def build(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compil
     before = _files(folder)
     compiled = lowered(impl, call, tiling).compile()
     told = _files(folder) - before
-    kernels = [_read(path, hardware) for path in sorted((p for p in told if p.suffix == ".ptx"), key=_number)]
+    code = sorted((p for p in told if p.suffix == ".ptx"), key=_number)
+    kernels = [_read(path, _resources_of(path, told), hardware) for path in code]
     for path in told:  # 20 MB a kernel
         path.unlink(missing_ok=True)
     return Compiled(kernels, compiled.memory_analysis().generated_code_size_in_bytes)
@@ -123,17 +124,30 @@ def _files(folder: Path | None) -> set[Path]:
 
 def _number(path: Path) -> int:
     """The place of a file among those of its process: Mosaic numbers kernels as it lowers them."""
-    return int(path.stem.rpartition("_")[2])
+    return int(path.name.partition(".")[0].rpartition("_")[2])
 
 
-def _read(path: Path, hardware: Hardware) -> Kernel:
+def _name(path: Path) -> str:
+    """The kernel that a file is of."""
+    return path.name.partition(".")[0].rpartition("_")[0]
+
+
+def _resources_of(code: Path, told: set[Path]) -> Path:
+    """What was told of a kernel's resources. It is told when the kernel is lowered and its code when XLA compiles it,
+    which from jax 0.12 on goes through kernels in another order: of those of one name the first is the first."""
+    of_name = sorted((p for p in told if _name(p) == _name(code)), key=_number)
+    places = [p for p in of_name if p.suffix == ".ptx"]
+    return [p for p in of_name if p.name.endswith(".resources.txt")][places.index(code)]
+
+
+def _read(path: Path, resources: Path, hardware: Hardware) -> Kernel:
     """What Mosaic told of one kernel."""
     ptx, log = path.read_text(), path.with_suffix(".ptxas").read_text()
-    on_chip = {"shared": _shared(path.with_suffix(".resources.txt").read_text())}
+    on_chip = {"shared": _shared(resources.read_text())}
     threads = [int(n) for n in re.findall(r"\.(?:max|req)ntid (\d+)", ptx)]
     registers = next(_numbers(r"Used (\d+) registers", log), None)
     return Kernel(
-        path.stem.rpartition("_")[0],
+        _name(path),
         threads=threads[0] if threads else None,
         registers=registers,
         spills=sum(_numbers(r"(\d+) bytes spill stores", log)),
