@@ -18,8 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton.language as tl
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 PATIENCE = 20.0  # seconds that a thread waits at a barrier before it counts as hanging
 
@@ -216,18 +214,15 @@ def _allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
     return Memory(torch.full(shape, math.nan, dtype=dtype))
 
 
-def _interpreted(name: str) -> Any:
-    """A function of float32 elements with the bits that it has in kernels of ``tl``, which Triton's interpreter runs: one
-    of these merges what kernels here leave. (Release 3.6 rounds a fused operation twice, 3.9 once.)"""
-    of_handles = getattr(InterpreterBuilder(), f"create_{name}")
+def _of_numpy(function: np.ufunc) -> Any:
+    """A function of elements with the bits that it has in interpreted kernels of ``tl``, of which one merges what kernels
+    here leave."""
 
-    def function(*args: torch.Tensor | float) -> torch.Tensor:
+    def of_tensor(x: torch.Tensor) -> torch.Tensor:
         with np.errstate(all="ignore"):
-            alike = torch.broadcast_tensors(*map(torch.as_tensor, args))
-            found = of_handles(*(TensorHandle(x.float().numpy(), tl.float32) for x in alike))
-        return torch.from_numpy(found.data)
+            return torch.from_numpy(function(x.numpy()))
 
-    return function
+    return of_tensor
 
 
 def _language(program: int, programs: int) -> types.SimpleNamespace:
@@ -256,10 +251,10 @@ def _language(program: int, programs: int) -> types.SimpleNamespace:
         program_id=lambda axis: Scalar(program), num_programs=lambda axis: programs,
         arange=lambda a, b, layout: torch.arange(a, b), static_range=range, cdiv=lambda a, b: -(-a // b),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
-        full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype), log=_interpreted("log"),
+        full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype), log=_of_numpy(np.log),
         max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), reshape=torch.reshape,
-        convert_layout=lambda x, layout: x, exp2=_interpreted("exp2"), load=load, store=store,
-        fma=_interpreted("fma"),
+        convert_layout=lambda x, layout: x, exp2=_of_numpy(np.exp2), load=load, store=store,
+        fma=lambda a, b, c: (a.double() * b + c).float(),
         where=_of_scalars(lambda c, a, b: a if c else b, torch.where),
         minimum=_of_scalars(min, torch.minimum), maximum=_of_scalars(max, torch.maximum),
         allocate_shared_memory=_allocate, warp_specialize=specialize,
