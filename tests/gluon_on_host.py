@@ -235,7 +235,8 @@ def _language(program: int, programs: int) -> types.SimpleNamespace:
 
     nothing = lambda *a, **k: None  # noqa: E731
     return types.SimpleNamespace(
-        NVMMADistributedLayout=nothing, NVMMASharedLayout=nothing, SwizzledSharedLayout=nothing, DotOperandLayout=nothing, SliceLayout=nothing,
+        NVMMADistributedLayout=nothing, NVMMASharedLayout=nothing, SwizzledSharedLayout=nothing,
+        DotOperandLayout=nothing, SliceLayout=nothing,
         float32=torch.float32, int64=torch.int64, int32=torch.int32, constexpr=lambda x: x,
         program_id=lambda axis: Scalar(program), num_programs=lambda axis: programs,
         arange=lambda a, b, layout: torch.arange(a, b), static_range=range, cdiv=lambda a, b: -(-a // b),
