@@ -40,8 +40,8 @@ class Foresight:
 @contextmanager
 def foreseeing(cases: Sequence[TimedCase], target: Target, jobs: int) -> Iterator[Foresight]:
     """Compute ahead with ``jobs`` processes what is expected on a target: of calls whose arrays follow from a seed,
-    which excludes gradients that need what a forward op saved (who compiles them ahead learns that). The processes leave
-    the cores to what compiles and times meanwhile, and end with the context."""
+    which excludes gradients that need what a forward op saved (who compiles them ahead learns that). The processes
+    leave the cores to what compiles and times meanwhile, and end with the context."""
     able = [c for c in cases if not (c.gradient and wiring(c.forward).outputs)] if jobs else []
     if not able:
         yield Foresight(target, {})

@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from portakern.spec import Spec
 
 __all__ = [
-    "SCHEMA", "Resolved", "Row", "attempt", "check_row", "check_table", "content", "default", "files", "forget", "nearest",
-    "own_table", "resolve", "rows", "shipped", "shipped_folder", "shipped_rows", "tables_for",
+    "SCHEMA", "Resolved", "Row", "attempt", "check_row", "check_table", "content", "default", "files", "forget",
+    "nearest", "own_table", "resolve", "rows", "shipped", "shipped_folder", "shipped_rows", "tables_for",
 ]  # fmt: skip
 
 SCHEMA = 1

@@ -103,9 +103,8 @@ def judge(
       framework: numpy, torch or jax; None: what the file imports. device: cpu, cuda, rocm or tpu.
       shapes: of the calls; None: those of ``get_inputs``, or any. whole: False cuts calls along what does not matter to
         a kernel's sums until they are quick; the report says to what.
-      dtypes, layouts, options, edges, promises, max_examples, seed: as of :func:`portakern.check`; arrays are contiguous
-        and shifted when no layout is named, on an accelerator contiguous alone where a problem's own reference takes
-        no others, which the report says.
+      dtypes, layouts, options, edges, promises, max_examples, seed: as of :func:`portakern.check`. No layout named:
+        contiguous and shifted arrays; no shifted ones on an accelerator where a problem's own reference takes none.
       seconds: from the first case on, after which no further one begins; a start has a limit of its own, in ``bounds``:
         what the candidate may take; case: this one alone.
 
@@ -139,10 +138,9 @@ def judge(
             judged.report = replay_subject(subject, case, edges=edges, promises=promises)
         else:
             asked, words = candidate.on_its_shapes(asked, told, whole)
-            if aligned and asked.layouts is LAYOUTS and target.platform != HOST.platform:
-                asked, words = replace(asked, layouts="contiguous"), (*words, f"no array is shifted: {aligned}")
+            asked, more = _as_aligned(asked, aligned, target)
             judged.report = check_subject(subject, asked)
-            judged.report.concessions += words
+            judged.report.concessions += words + more
     except Ended as e:
         failure = Failure(spec.name, f"before any case: {e}", "", line("").partition(" --case")[0], e.kind)
         judged.report = Report(spec.name, called, seed, failures=[failure])
@@ -219,6 +217,14 @@ def _of_a_problem(stem: str, op: str | Spec[Any] | None, map: str | None) -> tup
     same = op is None or op == known.get("op") or getattr(op, "name", op) == known.get("op")
     known = known if same else {}
     return op or known["op"], map if map is not None else known.get("map", ""), known.get("aligned", "")
+
+
+def _as_aligned(asked: Asked, aligned: str, target: Target) -> tuple[Asked, tuple[str, ...]]:
+    """What is asked, and what a report says of it, where a problem's own reference takes no shifted arrays on an
+    accelerator and nobody named a layout."""
+    if not aligned or asked.layouts is not LAYOUTS or target.platform == HOST.platform:
+        return asked, ()
+    return replace(asked, layouts="contiguous"), (f"no array is shifted: {aligned}",)
 
 
 def _check_walls(bounds: Bounds) -> None:

@@ -23,8 +23,8 @@ come last in a check and are begun first."""
 SHARING = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
 )
-"""What processes that share a machine are told: one would have most of a GPU's memory, and each as many threads as there
-are cores."""
+"""What processes that share a machine are told: one would have most of a GPU's memory, and each as many threads as
+there are cores."""
 
 
 def check_all(

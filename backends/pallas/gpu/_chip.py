@@ -52,8 +52,8 @@ class Views(NamedTuple):
     """A buffer of rows of 128 bytes in shared memory as two that look at it see it.
 
     The copy engine sees rows, of which any number may lie beyond the end of an array; tensor cores and registers see
-    tiles of eight rows. Both are the same bytes, as are ``sums``, where there are any: tiles of float32, which are in use
-    while the others are not.
+    tiles of eight rows. Both are the same bytes, as are ``sums``, where there are any: tiles of float32, which are in
+    use while the others are not.
     """
 
     copied: Any

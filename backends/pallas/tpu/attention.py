@@ -120,9 +120,9 @@ def banded(call: Call) -> bool:
 def parts(call: Call, bq: int, bkv: int) -> int:
     """How many blocks of keys a step holds: as many as give it PAIRS pairs, since a step of few waits longer than it
     computes, and of larger blocks four, of which one's products hide what the other's exponentials take; in a band two,
-    since its edges pass by the parts that nobody sees. Pairs count as they lie in registers: a step of many narrow blocks
-    would take more VMEM than they hold. Interpreted, where blocks are small, two, so that there are several steps
-    too."""
+    since its edges pass by the parts that nobody sees. Pairs count as they lie in registers: a step of many narrow
+    blocks would take more VMEM than they hold. Interpreted, where blocks are small, two, so that there are several
+    steps too."""
     most = 2 if call.interpret else max(2 if banded(call) else 4, PAIRS // (bq * whole_lanes(bkv)))
     number = max(1, min(most, pl.cdiv(call.dims["kv_len"], bkv)))
     while number > 1 and resident(call, bq, bkv, number) > vmem_limit(call):

@@ -132,8 +132,8 @@ def default_tiling(call: Call) -> dict[str, int]:
 
 
 def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
-    """In place of the default's block_m and block_n those that suit the call's rows: an accelerator's units sum a row in
-    one order whatever these are."""
+    """In place of the default's block_m and block_n those that suit the call's rows: an accelerator's units sum a row
+    in one order whatever these are."""
     if call.interpret or dict(tiling) != default_tiling(call):
         return tiling
     best = least_of(Chip.of(call), rows_of(call), call.dims["n"], call.dims["k"], tiling["block_k"])
@@ -148,8 +148,8 @@ MOST = 2**32  # multiplications of a step: its code is as long as they are many,
 SLOWEST = "v5e"
 FLOAT32_PASSES = 6  # products of bfloat16 parts that make one of float32
 UNITS = 4  # matrix units of a core
-# Cycles that a step waits beyond its products, by libtpu's estimates, for each lane of a matrix unit; and of blocks that
-# are narrower than the units of a core beside each other.
+# Cycles that a step waits beyond its products, by libtpu's estimates, for each lane of a matrix unit; and of blocks
+# that are narrower than the units of a core beside each other.
 STEP, NARROW = 1.4, 2.75
 # Cycles a row of a unit's width, of adding a step's products to those before, where there are any, by bytes an element:
 # those of float32 parts are added to each other too.

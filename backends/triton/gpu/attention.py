@@ -436,7 +436,7 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
 
 
 def combine(call: Call, found: tuple[Any, Any], out: tuple[Any, Any], scores: Scores, follows: bool = False) -> None:
-    """Merge the parts and statistics that were ``found`` into o and lse. ``follows``: NVIDIA's alone, see the kernel."""
+    """Merge the parts and statistics that were ``found`` into o and lse. ``follows``: NVIDIA's, see the kernel."""
     batch, heads, q_len, chunks, dv = found[0].shape
     total, block_dv = batch * heads * q_len, head_tiles(call)[1]
     rows = max(1, AT_ONCE // block_dv) if total > FEW_ROWS else 1

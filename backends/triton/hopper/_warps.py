@@ -198,6 +198,27 @@ def followed(acc, bias, residual, residual_row, i, j, m, n, activation: gl.const
 
 
 @gluon.jit
+def complete(c, bias, residual, residual_row, pre, c_tiles, acc, acc_more, z, i, j, m, n, columns: gl.constexpr,
+             half: gl.constexpr, more: gl.constexpr, described: gl.constexpr, batched: gl.constexpr,
+             activation: gl.constexpr, bits: gl.constexpr):  # fmt: skip
+    """What follows a consumer's sums at (i, j), and their way to memory; operands have elements of so many ``bits``."""
+    if described:
+        line: gl.constexpr = 128 // bits
+        n = n // line * line  # what c's rows are multiples of: elements that lie side by side are read together
+    if pre is not None:
+        acc = biased(acc, bias, j, n)
+        if more:
+            acc_more = biased(acc_more, bias, j + columns, n)
+        write(pre, c_tiles, acc, acc_more, z, i, j, m, n, half, more, described, batched)
+    if activation is not None:
+        rest = bias if pre is None else None
+        acc = followed(acc, rest, residual, residual_row, i, j, m, n, activation, bits == 16)
+        if more:
+            acc_more = followed(acc_more, rest, residual, residual_row, i, j + columns, m, n, activation, bits == 16)
+    write(c, c_tiles, acc, acc_more, z, i, j, m, n, half, more, described, batched)
+
+
+@gluon.jit
 def consumer(a, b, b_more, c, bias, residual, residual_row, pre, a_tiles, b_tiles, more_tiles, c_tiles, full, empty,
              m, n, k, entries,
              rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
@@ -207,8 +228,6 @@ def consumer(a, b, b_more, c, bias, residual, residual_row, pre, a_tiles, b_tile
     width: gl.constexpr = columns + columns // 2 * more
     own: gl.constexpr = rows // 2
     unit: gl.constexpr = 256 // a.dtype.primitive_bitwidth  # of k, in one instruction
-    line: gl.constexpr = 128 // a.dtype.primitive_bitwidth
-    low: gl.constexpr = a.dtype.primitive_bitwidth == 16
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, unit])
     more_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns // 2, unit])
     tiles_m, tiles_n = gl.cdiv(m, rows), gl.cdiv(n, width)
@@ -248,22 +267,11 @@ def consumer(a, b, b_more, c, bias, residual, residual_row, pre, a_tiles, b_tile
         else:
             acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((count + stages - 1) % stages))
-        i, j = tile_m * rows + half * own, tile_n * width
-        if described:
-            n = n // line * line  # what c's rows are multiples of: elements that lie side by side are read together
         if not more:
             acc_more = acc
-        if pre is not None:
-            acc = biased(acc, bias, j, n)
-            if more:
-                acc_more = biased(acc_more, bias, j + columns, n)
-            write(pre, c_tiles, acc, acc_more, z, i, j, m, n, half, more, described, batched)
-        if activation is not None:
-            rest = bias if pre is None else None
-            acc = followed(acc, rest, residual, residual_row, i, j, m, n, activation, low)
-            if more:
-                acc_more = followed(acc_more, rest, residual, residual_row, i, j + columns, m, n, activation, low)
-        write(c, c_tiles, acc, acc_more, z, i, j, m, n, half, more, described, batched)
+        complete(c, bias, residual, residual_row, pre, c_tiles, acc, acc_more, z, tile_m * rows + half * own,
+                 tile_n * width, m, n, columns, half, more, described, batched, activation,
+                 a.dtype.primitive_bitwidth)  # fmt: skip
     if described:
         tma.store_wait(0)
 
