@@ -16,6 +16,7 @@ import time
 import types
 from typing import Any
 
+import numpy as np
 import torch
 
 PATIENCE = 20.0  # seconds that a thread waits at a barrier before it counts as hanging
@@ -158,7 +159,6 @@ def store_wait(outstanding: int) -> None:
 class Pointer:
     def __init__(self, flat: torch.Tensor, at: Any = 0) -> None:
         self.flat, self.at = flat, at
-        self.dtype = types.SimpleNamespace(element_ty=flat.dtype)
 
     def __add__(self, step: Any) -> Pointer:
         return Pointer(self.flat, self.at + step)
@@ -214,6 +214,17 @@ def _allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
     return Memory(torch.full(shape, math.nan, dtype=dtype))
 
 
+def _of_numpy(function: np.ufunc) -> Any:
+    """A function of elements with the bits that it has in interpreted kernels of ``tl``, of which one merges what kernels
+    here leave."""
+
+    def of_tensor(x: torch.Tensor) -> torch.Tensor:
+        with np.errstate(all="ignore"):
+            return torch.from_numpy(function(x.numpy()))
+
+    return of_tensor
+
+
 def _language(program: int, programs: int) -> types.SimpleNamespace:
     def specialize(functions: list[tuple[Any, tuple[Any, ...]]], warps: Any, registers: Any) -> None:
         failed: list[BaseException] = []
@@ -235,15 +246,14 @@ def _language(program: int, programs: int) -> types.SimpleNamespace:
 
     nothing = lambda *a, **k: None  # noqa: E731
     return types.SimpleNamespace(
-        NVMMADistributedLayout=nothing, NVMMASharedLayout=nothing, SwizzledSharedLayout=nothing,
-        DotOperandLayout=nothing, SliceLayout=nothing,
+        NVMMADistributedLayout=nothing, NVMMASharedLayout=nothing, DotOperandLayout=nothing, SliceLayout=nothing,
         float32=torch.float32, int64=torch.int64, int32=torch.int32, constexpr=lambda x: x,
         program_id=lambda axis: Scalar(program), num_programs=lambda axis: programs,
         arange=lambda a, b, layout: torch.arange(a, b), static_range=range, cdiv=lambda a, b: -(-a // b),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
-        full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype), log=torch.log,
+        full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype), log=_of_numpy(np.log),
         max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), reshape=torch.reshape,
-        convert_layout=lambda x, layout: x, exp2=torch.exp2, load=load, store=store,
+        convert_layout=lambda x, layout: x, exp2=_of_numpy(np.exp2), load=load, store=store,
         fma=lambda a, b, c: (a.double() * b + c).float(),
         where=_of_scalars(lambda c, a, b: a if c else b, torch.where),
         minimum=_of_scalars(min, torch.minimum), maximum=_of_scalars(max, torch.maximum),
@@ -283,8 +293,6 @@ def run(kernel: Any, modules: list[Any], grid: int, *args: Any, **constexprs: An
             "warpgroup_mma_wait": warpgroup_mma_wait, "boxed": lambda tile, layout: tile, "tanh": torch.tanh,
             "load_tile": lambda d, at, barrier, tile: d.load(at, barrier, tile),
             "store_tile": lambda d, at, tile: d.store(at, tile), "rows_boxed": lambda tile, heads: tile,
-            "beside": lambda alpha, l: alpha[:, None], "gdc_launch_dependents": lambda: None, "gdc_wait": lambda: None,
-            "packed": lambda tile: tile,
-            "lanes_of": lambda l: (torch.arange(l.shape[0])[:, None], torch.arange(l.shape[1])[None, :]),
+            "beside": lambda alpha, l: alpha[:, None], "gdc_launch_dependents": lambda: None,
         }  # fmt: skip
         names[kernel.fn.__name__](*args, **constexprs)

@@ -58,7 +58,7 @@ def test_a_program_a_chunk_or_one_for_all(shape, options, monkeypatch):
     real = portable.launch
 
     def counted(kernel: Any, *args: Any, **more: Any) -> Any:
-        launched.append(kernel is portable.combine_kernel)
+        launched.append(kernel is portable.attention_combine_kernel)
         return real(kernel, *args, **more)
 
     monkeypatch.setattr(portable, "launch", counted)
@@ -163,10 +163,11 @@ def test_few_queries_have_more_keys_on_their_way(d, q_len, stages):
     assert portable.shared_bytes(call, most) <= 232448, "more than there is room for"
 
 
-def test_a_chunk_of_decoding_is_shorter_where_its_borders_cost_less():
-    call = bound(1, 1, 1, 1, 8192, 128, 128)
-    lengths = {n: split.chunk_length(call, tilings.default(variant(n), call).tiling) for n in ("gpu", "hopper")}
-    assert lengths == {"gpu": 1024, "hopper": 512}
+@pytest.mark.parametrize("name", ["gpu", "hopper"])
+def test_more_keys_than_1024_are_cut(name):
+    calls = [bound(1, 1, 1, 1, keys, 128, 128) for keys in (1024, 1025, 8192)]
+    found = [split.chunk_length(call, tilings.default(variant(name), call).tiling) for call in calls]
+    assert found == [None, 1024, 1024]
 
 
 @pytest.mark.parametrize(("d", "spilled"), [(64, 0), (128, 400)])
@@ -175,7 +176,7 @@ def test_hopper_walks_all_chunks_in_one_loop(d, spilled):
     their own would have twice as many. Two accumulators stand beside a tile of scores, and no product waits."""
     impl, call = variant("hopper"), bound(1, 1100, 1, 1, 1100, d, d, is_causal=True)
     tiling = tilings.default(impl, call).tiling
-    assert split.chunk_length(call, tiling) == 512
+    assert split.chunk_length(call, tiling) == 1024
     (kernel,) = impl.family.load_compiler().build(impl, call, tiling).kernels
     assert sum(kernel.matrix.values()) == 2 * 2 * (d // 16 + 128 // 16)
     assert not kernel.serialised and (kernel.spills or 0) <= spilled

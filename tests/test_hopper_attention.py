@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from portakern.backends.triton import compiler, interpreter  # noqa: E402
 from portakern.backends.triton.descriptors import is_descriptor  # noqa: E402
 from portakern.backends.triton.gpu._split import chunk_length  # noqa: E402
-from portakern.backends.triton.hopper import _flash, _shares, _slices  # noqa: E402
+from portakern.backends.triton.hopper import _flash, _shares  # noqa: E402
 from portakern.backends.triton.hopper import attention as hopper  # noqa: E402
 from portakern.backends.triton.launch import recording  # noqa: E402
 from tests import gluon_on_host as host  # noqa: E402
@@ -28,10 +28,7 @@ from tests import gluon_on_host as host  # noqa: E402
 BACKEND = registry.backend("triton")
 (FAMILY,) = (f for f in BACKEND.families if f.name == "hopper")
 VARIANT = BACKEND.implementation("attention", FAMILY)
-SLICES = ["attention_scores_kernel", "attention_weights_kernel", "attention_slices_kernel"]
-MODULES = {"flash_kernel": [_flash], "attention_shares_kernel": [_shares, _flash]} | {
-    name: [_slices, _shares, _flash] for name in SLICES
-}
+MODULES = {"attention_flash_kernel": [_flash], "attention_shares_kernel": [_shares, _flash]}
 compiles = pytest.mark.skipif(
     not (platform.system() == "Linux" and importlib.util.find_spec("triton")), reason="triton is made for Linux alone"
 )
@@ -72,31 +69,25 @@ def on_the_host(kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[
             return host.Described(torch.as_strided(x.base, tuple(x.shape), tuple(x.strides)), tuple(x.block_shape))
         return host.Pointer(x.view(-1)) if isinstance(x, torch.Tensor) else x
 
-    known = {n: v for n, v in constexprs.items() if n in ("plan", "heads", "columns")}
+    known = {n: v for n, v in constexprs.items() if n in ("plan", "heads")}
     host.run(kernel, MODULES[kernel.__name__], grid, *map(told, args), **known)
 
 
-SHARES = ["attention_shares_kernel", "combine_kernel"]
+SHARES = ["attention_shares_kernel", "attention_combine_kernel"]
+FLASH = ["attention_flash_kernel"]
 CASES = {
-    "full": ((1, 200, 2, 1, 300, 64), {}, {}, ["flash_kernel"]),
-    "causal": ((1, 300, 2, 2, 300, 64), {"is_causal": True}, {}, ["flash_kernel"]),
-    "causal pairs": ((2, 300, 2, 2, 300, 64), {"is_causal": True}, {"stay": 1}, ["flash_kernel"]),
-    "pairs and one": ((1, 300, 1, 3, 300, 64), {"is_causal": True}, {"stay": 1}, ["flash_kernel"]),
-    "pairs of a band": ((1, 400, 1, 4, 500, 72, 40), {"window": (90, 30), "softcap": 5.0}, {"stay": 1},
-                        ["flash_kernel"]),
-    "wide pairs": ((1, 300, 2, 2, 300, 256), {"is_causal": True, "dtype": torch.float16}, {"stay": 1},
-                   ["flash_kernel"]),
-    "chunks": ((1, 200, 1, 1, 1300, 64), {"is_causal": True}, {"stay": 1}, ["flash_kernel"]),
-    "chunks aside": ((1, 200, 1, 1, 1300, 64), {"is_causal": True}, {"stay": 1, "aside": 1}, ["flash_kernel"]),
-    "wide chunks aside": ((1, 200, 1, 2, 1700, 128), {}, {"aside": 1}, ["flash_kernel"]),
+    "full": ((1, 200, 2, 1, 300, 64), {}, {}, FLASH),
+    "causal": ((1, 300, 2, 2, 300, 64), {"is_causal": True}, {}, FLASH),
+    "causal pairs": ((2, 300, 2, 2, 300, 64), {"is_causal": True}, {"stay": 1}, FLASH),
+    "pairs and one": ((1, 300, 1, 3, 300, 64), {"is_causal": True}, {"stay": 1}, FLASH),
+    "pairs of a band": ((1, 400, 1, 4, 500, 72, 40), {"window": (90, 30), "softcap": 5.0}, {"stay": 1}, FLASH),
+    "wide pairs": ((1, 300, 2, 2, 300, 256), {"is_causal": True, "dtype": torch.float16}, {"stay": 1}, FLASH),
+    "chunks": ((1, 200, 1, 1, 1300, 64), {"is_causal": True}, {"stay": 1}, FLASH),
+    "several chunks": ((1, 200, 1, 2, 1300, 128), {}, {"chunk": 512}, FLASH),
     "shares": ((2, 1, 2, 4, 1300, 64), {}, {"shares": 2}, SHARES),
     "shares of several queries": ((1, 3, 2, 5, 1100, 128), {"is_causal": True}, {"shares": 2}, SHARES),
     "shares of a band": ((1, 40, 2, 1, 2100, 64, 72), {"window": (700, 10), "softcap": 4.0}, {"shares": 2}, SHARES),
-    "slices": ((2, 1, 2, 4, 1300, 64), {}, {"slices": 16, "chunk": 2048}, SLICES),
-    "slices of several queries": ((1, 3, 2, 5, 700, 128), {"is_causal": True}, {"slices": 32, "chunk": 1024}, SLICES),
-    "slices of a band": ((1, 40, 2, 1, 1100, 64, 72), {"window": (700, 10), "softcap": 4.0},
-                         {"slices": 16, "chunk": 2048}, SLICES),
-    "too many rows to share": ((1, 20, 1, 5, 1100, 64), {}, {"shares": 2}, ["attention_kernel"]),
+    "too many rows to share": ((1, 20, 1, 5, 1100, 64), {}, {"shares": 2}, ["attention_kernel", SHARES[1]]),
 }  # fmt: skip
 
 
@@ -119,27 +110,19 @@ def test_every_role_meets_the_bound(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("columns, keys", [(16, 700), (32, 1300)])
-def test_a_query_alone_has_the_bits_that_it_has_among_others(columns, keys, dtype):
-    """In slices of V's columns those of one chunk of keys. (GPUs are asked for the bits of shares: the interpreter, which
-    runs their merger, rounds a fused operation twice.)"""
-    shape, options, few = (2, 150, 2, 3, keys, 64), {"is_causal": True, "softcap": 20.0, "dtype": dtype}, 2
+@pytest.mark.parametrize("tiling, keys", [({}, 2100), ({"chunk": 256}, 2100)])
+def test_a_query_alone_has_the_bits_that_it_has_among_others(tiling, keys, dtype):
+    """In chunks that have programs of their own those of a walk over all chunks. Rows are as many as may be shared: 16
+    bits of one in some thousands tell which product of a merger was fused."""
+    shape, options, few = (2, 130, 2, 4, keys, 128), {"is_causal": True, "softcap": 20.0, "dtype": dtype}, 14
     call, ran = bound(*shape, **options), []
     arrays = {**call.arrays, "q": call.arrays["q"][:, -few:].contiguous()}
     last = call.replace(arrays=arrays, dims={**call.dims, "q_len": few})
     with recording(partial(on_the_host, ran=ran)):
-        o, lse = VARIANT.run(call, tiling_of(call, chunk=2048))
-        o_alone, lse_alone = VARIANT.run(last, tiling_of(last, chunk=2048, slices=columns))
-    assert ran == ["flash_kernel", *SLICES]
+        o, lse = VARIANT.run(call, tiling_of(call, **tiling))
+        o_alone, lse_alone = VARIANT.run(last, tiling_of(last, shares=2, **tiling))
+    assert ran == [*FLASH, *SHARES]
     assert torch.equal(o_alone, o[:, -few:]) and torch.equal(lse_alone, lse[:, :, -few:])
-
-
-def test_where_sums_of_chunks_wait_moves_no_bit():
-    call, ran, found = bound(1, 150, 1, 2, 1300, 64, is_causal=True), [], []
-    with recording(partial(on_the_host, ran=ran)):
-        for aside in 0, 1:
-            found.append(VARIANT.run(call, tiling_of(call, aside=aside)))
-    assert all(map(torch.equal, *found)) and ran == ["flash_kernel"] * 2
 
 
 def kernels_of(*calls: tuple[Call, Any]) -> dict[str, set[str]]:
@@ -168,16 +151,16 @@ def test_what_is_faster_is_the_default(monkeypatch):
         return found[0]
 
     for batch, length in (32, 512), (16, 1024), (8, 2048), (4, 4096), (2, 8192):
-        assert launched(batch, length, 16, 1, length, 128, is_causal=True) == ("flash_kernel", 132)
-    assert launched(1, 16384, 16, 1, 16384, 128, is_causal=True) == ("flash_kernel", 2048)  # 3 % idle, 2 % gained
-    assert launched(4, 4096, 8, 1, 4096, 256, is_causal=True) == ("flash_kernel", 1024)  # seen slower
-    assert launched(4, 3000, 4, 5, 3000, 96, is_causal=True) == ("flash_kernel", 132)
-    assert launched(1, 3000, 3, 5, 3000, 96, is_causal=True) == ("flash_kernel", 360)  # two rounds for 1.4
-    assert launched(4, 4096, 16, 1, 4096, 128, window=(1023, 0)) == ("flash_kernel", 132)
-    assert launched(1, 1, 8, 4, 8192, 128) == ("attention_shares_kernel", 128)
+        assert launched(batch, length, 16, 1, length, 128, is_causal=True) == (*FLASH, 132)
+    assert launched(1, 16384, 16, 1, 16384, 128, is_causal=True) == (*FLASH, 2048)  # 3 % idle, 2 % gained
+    assert launched(4, 4096, 8, 1, 4096, 256, is_causal=True) == (*FLASH, 1024)  # seen slower
+    assert launched(4, 3000, 4, 5, 3000, 96, is_causal=True) == (*FLASH, 132)
+    assert launched(1, 3000, 3, 5, 3000, 96, is_causal=True) == (*FLASH, 360)  # two rounds for 1.4
+    assert launched(4, 4096, 16, 1, 4096, 128, window=(1023, 0)) == (*FLASH, 132)
+    assert launched(1, 1, 8, 4, 8192, 128) == ("attention_shares_kernel", 64)
     assert launched(1, 1, 8, 4, 131072, 128) == ("attention_shares_kernel", 128)
     assert launched(32, 1, 8, 4, 8192, 128)[0] == "attention_kernel"
-    for keys, chunks in (1000, None), (1024, None), (1025, 512), (8192, 512):
+    for keys, chunks in (1000, None), (1024, None), (1025, 1024), (8192, 1024), (131072, 8192):
         call = bound(1, 1, 8, 4, keys, 128, device="meta")
         assert chunk_length(call, tiling_of(call)) == chunks
 
@@ -190,6 +173,6 @@ def test_another_length_is_no_reason_to_compile():
     few = [bound(batch, 1, 8, 4, keys, 128, device="meta")
            for batch in (1, 16) for keys in (1025, 1100, 4096, 8191, 8192, 100000)]  # fmt: skip
     for alike in long, whole:
-        assert len(kernels_of(*((call, tiling_of(call)) for call in alike))["flash_kernel"]) == 1
+        assert len(kernels_of(*((call, tiling_of(call)) for call in alike))[FLASH[0]]) == 1
     found = kernels_of(*((call, tiling_of(call, shares=2)) for call in few))
-    assert {name: len(anew) for name, anew in found.items()} == {"attention_shares_kernel": 1, "combine_kernel": 1}
+    assert {name: len(anew) for name, anew in found.items()} == dict.fromkeys(SHARES, 1)

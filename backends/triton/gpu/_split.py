@@ -69,15 +69,15 @@ def store_part(parts, statistics, state, at, ok, dv, block_dv: tl.constexpr):
 def chunk_length(call: Call, tiling: Mapping[str, int]) -> int | None:
     """How many keys make a chunk; None where one holds them all.
 
-    It follows from the length of the keys, from how many of them a window shows to a query, and from the tiling: its
-    ``chunk``, the least, and ``whole``, if it has that, so many keys as are never cut. How many queries, heads or
-    samples there are does not count, so that no bit of a row depends on its company.
+    It follows from the length of the keys, from how many of them a window shows to a query, and from the tiling, whose
+    ``chunk`` is the least. How many queries, heads or samples there are does not count, so that no bit of a row depends
+    on its company.
     """
     kv_len, (left, right) = call.dims["kv_len"], call.options["window"] or (None, None)
     right = 0 if call.options["is_causal"] else right
     seen = kv_len if left is None or right is None else min(kv_len, left + right + 1)
     chunk = max(tiling["chunk"], tiling["block_kv"], pow2_at_least(cdiv(seen, MOST)))
-    return chunk if max(chunk, tiling.get("whole", 0)) < kv_len else None
+    return chunk if chunk < kv_len else None
 
 
 def chunks_of_a_tile(call: Call, chunk: int, queries: int) -> int:

@@ -66,8 +66,8 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 LOG2E = log2(e)
-AT_ONCE = 1024  # elements of o for a program of combine_kernel
-FEW_ROWS = 512  # so many rows at most have a program of combine_kernel each
+AT_ONCE = 1024  # elements of o for a program of attention_combine_kernel
+FEW_ROWS = 512  # so many rows at most have a program of attention_combine_kernel each
 AHEAD = tl.constexpr(8)  # parts that it reads before it needs the first of them
 KNOBS = {
     "chunk": Tile(16, 1 << 20),
@@ -286,7 +286,7 @@ def attention_kernel(
 
 
 @triton.jit(do_not_specialize=["chunks", "total"])
-def combine_kernel(
+def attention_combine_kernel(
     parts, statistics, o, lse, rate, unit, chunks, heads, q_len, total, dv,
     rows: tl.constexpr, block_dv: tl.constexpr, acc_dtype: tl.constexpr, follows: tl.constexpr,
 ):  # fmt: skip
@@ -440,8 +440,8 @@ def combine(call: Call, found: tuple[Any, Any], out: tuple[Any, Any], scores: Sc
     batch, heads, q_len, chunks, dv = found[0].shape
     total, block_dv = batch * heads * q_len, head_tiles(call)[1]
     rows = max(1, AT_ONCE // block_dv) if total > FEW_ROWS else 1
-    launch(combine_kernel, cdiv(total, rows), call, *found, *out, scores.rate, scores.unit, chunks, heads, q_len, total,
-           dv, rows=rows, block_dv=block_dv, acc_dtype=accumulator(call.dtype), follows=follows, num_warps=4,
+    launch(attention_combine_kernel, cdiv(total, rows), call, *found, *out, scores.rate, scores.unit, chunks, heads,
+           q_len, total, dv, rows=rows, block_dv=block_dv, acc_dtype=accumulator(call.dtype), follows=follows, num_warps=4,
            **({"launch_pdl": True, "maxnreg": 128} if follows else {}))  # fmt: skip
 
 

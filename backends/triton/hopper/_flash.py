@@ -45,7 +45,7 @@ class Plan(NamedTuple):
 
     ``consumers`` groups of 64 queries; tiles of block_kv keys, of block_d and block_dv columns, ``stages`` of them on
     their way; whether keys come in chunks; whether o leaves by way of the memory of q; registers of a consumer's
-    threads; whether the sums of the chunks that are done wait in shared memory (``aside``) and not in registers."""
+    threads."""
 
     consumers: int
     block_kv: int
@@ -55,7 +55,6 @@ class Plan(NamedTuple):
     chunked: bool
     o_in_q: bool
     registers: int
-    aside: bool = False
 
 
 class Work(NamedTuple):
@@ -215,27 +214,11 @@ def merge(whole, acc_part, l_part, m_part, rate, row: gl.constexpr):
 
 
 @gluon.jit
-def merge_aside(aside, whole, acc_part, l_part, m_part, rate, row: gl.constexpr, plan: gl.constexpr):
-    """As ``merge``, where the sum of products so far is ``aside`` in shared memory, and the first of ``whole`` idle."""
-    mma_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.block_dv, 16])
-    return merge((aside.load(mma_o), whole[1], whole[2]), acc_part, l_part, m_part, rate, row)
-
-
-@gluon.jit
-def at_border(
-    opens, whole, aside, acc, l, m, alpha, opened, start, scores, row_s: gl.constexpr, row_o: gl.constexpr,
-    plan: gl.constexpr,
-):  # fmt: skip
+def at_border(opens, whole, acc, l, m, alpha, opened, start, scores, row_s: gl.constexpr, row_o: gl.constexpr):
     """(whole, acc, first key of the chunk): a chunk that is done (``opens``: the next one has begun) is merged into the
     whole, and its accumulator not set back, since the next product writes it anew; else the accumulator is scaled."""
     if opens:
-        l_row = gl.convert_layout(gl.sum(l, 1), row_s)
-        if plan.aside:
-            sums, l_all, m_all = merge_aside(aside, whole, acc, l_row, m, scores.rate, row_o, plan)
-            aside.store(sums)
-            whole = whole[0], l_all, m_all
-        else:
-            whole = merge(whole, acc, l_row, m, scores.rate, row_o)
+        whole = merge(whole, acc, gl.convert_layout(gl.sum(l, 1), row_s), m, scores.rate, row_o)
         opened = start
     else:
         acc = acc * gl.convert_layout(alpha, row_o)[:, None]
@@ -263,7 +246,7 @@ def first_dots(
 
 @gluon.jit
 def last_products(
-    p16, acc, l, m, whole, aside, grows, unit, v_tiles, empty, scores, plan: gl.constexpr, row_s: gl.constexpr,
+    p16, acc, l, m, whole, grows, unit, v_tiles, empty, scores, plan: gl.constexpr, row_s: gl.constexpr,
     row_o: gl.constexpr,
 ):  # fmt: skip
     """The state (acc, l, m) with the last tile's products, which start the accumulator unless it ``grows``."""
@@ -272,9 +255,7 @@ def last_products(
     l_row = gl.convert_layout(gl.sum(l, 1), row_s)
     acc = warpgroup_mma_wait(0, deps=[products])
     mbarrier.arrive(empty.index(stage), count=1)
-    if plan.aside:
-        acc, l_row, m = merge_aside(aside, whole, acc, l_row, m, scores.rate, row_o, plan)
-    elif plan.chunked:
+    if plan.chunked:
         acc, l_row, m = merge(whole, acc, l_row, m, scores.rate, row_o)
     return acc, l_row, m
 
@@ -282,7 +263,7 @@ def last_products(
 @gluon.jit
 def attend(
     turn, unit, first, last, q, q_empty, k_tiles, v_tiles, full, empty, mine, theirs, limits, all_lo, all_hi, scores,
-    chunk, aside, GROUP: gl.constexpr, plan: gl.constexpr,
+    chunk, GROUP: gl.constexpr, plan: gl.constexpr,
 ):  # fmt: skip
     """The state (acc, l, m) of the keys [first, last), and what ``turn`` and ``unit`` are after them. q is given back
     when the last scores are there, unless o is to take its place."""
@@ -299,9 +280,6 @@ def attend(
     nothing = gl.full([ROWS], float("-inf"), gl.float32, row_s)
     acc = gl.zeros([ROWS, block_dv], gl.float32, mma_o)
     whole = acc, gl.zeros([ROWS], gl.float32, row_s), nothing
-    if plan.aside:
-        whole = 0, whole[1], nothing
-        aside.store(acc)
     opened = first  # the first key of the chunk that acc, l and m are of
     s = first_dots(turn, unit, q, k_tiles, full, empty, mine, theirs, GROUP, plan, mma_s)
     turn += 1
@@ -336,7 +314,7 @@ def attend(
         mbarrier.arrive(empty.index(unit % stages), count=1)
         if plan.chunked:
             whole, acc, opened = at_border(
-                opens, whole, aside, acc, l_before, m_before, alpha, opened, start, scores, row_s, row_o, plan
+                opens, whole, acc, l_before, m_before, alpha, opened, start, scores, row_s, row_o
             )
         else:
             acc = acc * gl.convert_layout(alpha, row_o)[:, None]
@@ -344,14 +322,13 @@ def attend(
     if not plan.o_in_q:
         mbarrier.arrive(q_empty, count=1)
     grows = (last - 1) // block * block > opened
-    acc, l_row, m = last_products(p16, acc, l, m, whole, aside, grows, unit, v_tiles, empty, scores, plan, row_s,
-                                  row_o)  # fmt: skip
+    acc, l_row, m = last_products(p16, acc, l, m, whole, grows, unit, v_tiles, empty, scores, plan, row_s, row_o)
     return acc, l_row, m, turn, unit + 1
 
 
 @gluon.jit
 def consumer(
-    GROUP: gl.constexpr, q_tiles, k_tiles, v_tiles, o_tiles, asides, q_full, q_empty, full, empty, mine, theirs, o, lse,
+    GROUP: gl.constexpr, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, full, empty, mine, theirs, o, lse,
     scores, window, work, plan: gl.constexpr,
 ):  # fmt: skip
     """Four warps that own 64 queries of each tile of this program."""
@@ -379,8 +356,8 @@ def consumer(
 
         mbarrier.wait(q_full.index(GROUP), count & 1)
         acc, l, m, turn, unit = attend(turn, unit, first, last, q, q_empty.index(GROUP), k_tiles, v_tiles, full, empty,
-                                       mine, theirs, limits, all_lo, all_hi, scores, work.chunk,
-                                       asides.index(GROUP), GROUP, plan)  # fmt: skip
+                                       mine, theirs, limits, all_lo, all_hi, scores, work.chunk, GROUP,
+                                       plan)  # fmt: skip
         inverse = 1.0 / gl.where(l == 0.0, 1.0, l)
         out = acc * gl.convert_layout(inverse, row_o)[:, None]
         o_tile = q if plan.o_in_q else o_tiles.index(GROUP)
@@ -466,7 +443,7 @@ def producer(
 
 
 @gluon.jit(do_not_specialize=list(Work._fields))
-def flash_kernel(
+def attention_flash_kernel(
     q, k, v, o, lse, scores, window, tiles, ahead, tiles_q, together, heads, group, all_heads, q_len, kv_len, chunk,
     plan: gl.constexpr,
 ):  # fmt: skip
@@ -484,11 +461,6 @@ def flash_kernel(
     o_tiles = q_tiles
     if not plan.o_in_q:
         o_tiles = gl.allocate_shared_memory(dtype, [consumers, ROWS, plan.block_dv], tile)
-    asides = q_tiles
-    if plan.aside:
-        # Eight columns are a lane quartet's, and eight rows a warp's at once: all of them lie in banks of their own.
-        beside_rows: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-        asides = gl.allocate_shared_memory(gl.float32, [consumers, ROWS, plan.block_dv], beside_rows)
     q_full = gl.allocate_shared_memory(gl.int64, [consumers, 1], bar)
     q_empty = gl.allocate_shared_memory(gl.int64, [consumers, 1], bar)
     full = gl.allocate_shared_memory(gl.int64, [plan.stages, 1], bar)
@@ -506,19 +478,19 @@ def flash_kernel(
     # A tuple that is given a name loses its constexprs: the groups are written out.
     if consumers == 2:
         gl.warp_specialize([
-            (consumer, (0, q_tiles, k_tiles, v_tiles, o_tiles, asides, q_full, q_empty, full, empty,
-                        turns.index(0), turns.index(1), o, lse, scores, window, work, plan)),
-            (consumer, (1, q_tiles, k_tiles, v_tiles, o_tiles, asides, q_full, q_empty, full, empty,
-                        turns.index(1), turns.index(0), o, lse, scores, window, work, plan)),
+            (consumer, (0, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, full, empty, turns.index(0),
+                        turns.index(1), o, lse, scores, window, work, plan)),
+            (consumer, (1, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, full, empty, turns.index(1),
+                        turns.index(0), o, lse, scores, window, work, plan)),
             (producer, (q_tiles, k_tiles, v_tiles, q_full, q_empty, full, empty, q, k, v, window, work, plan)),
         ], [4, 1], [plan.registers, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (0, q_tiles, k_tiles, v_tiles, o_tiles, asides, q_full, q_empty, full, empty,
-                        turns.index(0), turns.index(1), o, lse, scores, window, work, plan)),
-            (consumer, (1, q_tiles, k_tiles, v_tiles, o_tiles, asides, q_full, q_empty, full, empty,
-                        turns.index(1), turns.index(0), o, lse, scores, window, work, plan)),
-            (consumer, (2, q_tiles, k_tiles, v_tiles, o_tiles, asides, q_full, q_empty, full, empty,
-                        turns.index(1), turns.index(0), o, lse, scores, window, work, plan)),
+            (consumer, (0, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, full, empty, turns.index(0),
+                        turns.index(1), o, lse, scores, window, work, plan)),
+            (consumer, (1, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, full, empty, turns.index(1),
+                        turns.index(0), o, lse, scores, window, work, plan)),
+            (consumer, (2, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, full, empty, turns.index(1),
+                        turns.index(0), o, lse, scores, window, work, plan)),
             (producer, (q_tiles, k_tiles, v_tiles, q_full, q_empty, full, empty, q, k, v, window, work, plan)),
         ], [4, 4, 1], [plan.registers, plan.registers, 24])  # fmt: skip

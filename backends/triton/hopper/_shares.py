@@ -1,5 +1,5 @@
 """The kernel of attention for Hopper where few queries meet many keys, as decoding has it: each chunk of a row's keys is
-a program's, which leaves the chunk's state (acc, l, m) for ``combine_kernel`` of ``gpu/attention.py``.
+a program's, which leaves the chunk's state (acc, l, m) for ``attention_combine_kernel`` of ``gpu/attention.py``.
 
 The queries of all heads of a group are the rows of one tile, so that their keys are read once. One warp has the copy
 engine bring queries, keys and values, and runs ahead into the next chunk as far as shared memory has room; four warps
@@ -102,7 +102,7 @@ def consumer(
         mbarrier.wait(q_full, index // gl.num_programs(0) & 1)
         acc, l, m, turn, unit = attend(turn, unit, first, last, q_tile, q_empty, k_tiles, v_tiles, full, empty, q_full,
                                        q_full, limits, gl.maximum(all_lo, start), gl.minimum(all_hi, end), scores,
-                                       work.chunk, q_tile, 0, plan)  # fmt: skip
+                                       work.chunk, 0, plan)  # fmt: skip
         at, there = row_at(b, h, share, work, row_o, heads)
         ok = there[:, None] & (column < work.dv)[None, :]
         gl.store(parts + (at * work.dv)[:, None] + column[None, :], acc, mask=ok)

@@ -20,18 +20,12 @@ from portakern.backends.triton.descriptors import describe
 from portakern.backends.triton.gpu import attention as portable
 from portakern.backends.triton.gpu._heads import Scores
 from portakern.backends.triton.gpu._split import chunk_length
-from portakern.backends.triton.hopper._flash import Plan, Work, flash_kernel
+from portakern.backends.triton.hopper._flash import Plan, Work, attention_flash_kernel
 from portakern.backends.triton.hopper._shares import Shares, attention_shares_kernel
-from portakern.backends.triton.hopper._slices import (
-    Slices,
-    attention_scores_kernel,
-    attention_slices_kernel,
-    attention_weights_kernel,
-)
 from portakern.backends.triton.launch import cdiv, launch, shared_limit, torch_dtype
 from portakern.backends.triton.layout import contiguous_strides, fresh, pow2_at_least
 from portakern.core.backend import Drawn
-from portakern.spec import Count, Tile
+from portakern.spec import Count
 from portakern.specs.attention import score_unit
 
 if TYPE_CHECKING:
@@ -42,17 +36,11 @@ TOGETHER = 8  # heads at most whose tiles are taken by turns where the last quer
 BEGINNINGS = 1.7, 3.3  # tiles of keys that a tile's beginning takes as long as: of a program that stays, and a new one
 REGISTERS = {2: (240, 168), 3: (160, 128)}  # consumers -> registers of their threads, and of all threads at the start
 MOST_STAGES = 6  # of keys on their way to one group of rows
-SLICED_STAGES = 4, 200 << 10  # of weights and values: where programs share multiprocessors, or by their bytes
 BARRIERS = 1024  # bytes of shared memory that are set aside for them
-KNOBS = {
-    **portable.KNOBS, "consumers": Count(2, 3), "stay": Count(0, 1), "shares": Count(0, 2), "aside": Count(0, 1),
-    "slices": Count(0, 64), "whole": Tile(16, 1 << 20),
-}  # fmt: skip
+KNOBS = {**portable.KNOBS, "consumers": Count(2, 3), "stay": Count(0, 1), "shares": Count(0, 2)}
 """``stay``: whether programs stay and take tiles by pairs where some see more keys than others, if that is faster (see
 ``stays``). ``shares``: whether chunks of keys that have programs of their own are this variant's; 1: where each chunk of
-the call has a multiprocessor, 2: anywhere. ``aside``: whether the sums of the chunks that are done wait in shared memory
-rather than in registers. ``slices``: how many columns of values a program takes where queries are few and all keys one
-chunk; 0: all. No bit of a result depends on these. ``whole``: so many keys at most are one chunk, whatever ``chunk``."""
+the call has a multiprocessor, 2: anywhere. No bit of a result depends on either."""
 
 
 def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
@@ -60,7 +48,7 @@ def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
     block_d, block_dv = (pow2_at_least(call.dims[n], 64) for n in ("d", "dv"))
     chunked, consumers = chunk_length(call, tiling) is not None, tiling["consumers"]
     apart = Plan(consumers, tiling["block_kv"], block_d, block_dv, tiling["num_stages"], chunked, o_in_q=False,
-                 registers=REGISTERS[consumers][0], aside=chunked and bool(tiling.get("aside")))  # fmt: skip
+                 registers=REGISTERS[consumers][0])  # fmt: skip
     crowded = block_d == block_dv and shared_bytes(apart) > shared_limit(call.target.arch)
     return apart._replace(o_in_q=crowded)
 
@@ -70,7 +58,6 @@ def shared_bytes(plan: Plan) -> int:
     rows = plan.consumers * QUERIES
     held = rows * plan.block_d + plan.stages * plan.block_kv * (plan.block_d + plan.block_dv)
     held += 0 if plan.o_in_q else rows * plan.block_dv
-    held += 2 * rows * plan.block_dv if plan.aside else 0
     return 2 * held + BARRIERS
 
 
@@ -85,10 +72,6 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
             return f"{name} goes to the portable kernel"
     if dims["d"] % 8 or dims["dv"] % 8 or max(dims["d"], dims["dv"]) > 256:
         return f"head dimensions {dims['d']} and {dims['dv']}: this kernel takes multiples of 8 up to 256"
-    if tiling["slices"] not in (0, 16, 32, 64):
-        return f"slices = {tiling['slices']}: a program takes 16, 32 or 64 columns of values, or 0, which is all"
-    if tiling["slices"] and chunk_length(call, tiling) is not None:
-        return f"slices = {tiling['slices']} takes keys in one chunk; use chunk={pow2_at_least(dims['kv_len'])}"
     if plan.block_kv > 256:
         return f"block_kv = {plan.block_kv}: the matrix unit takes up to 256 keys at a time"
     needed = plan.block_kv // 2 + plan.block_kv // 4 + plan.block_dv // 2
@@ -106,13 +89,16 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
 
 
 def least_chunk(call: Call) -> dict[str, int]:
-    """As the portable kernel's, but shorter: chunks do not end the walk over keys here, a border costs the arithmetic
-    of one merge, some 110 instructions of a warp where a chunk of 512 is 4000. Shorter chunks are what decoding one
-    sequence wants: of 8192 keys (8 key heads, an H100) it took 32.5 us in chunks of 512, 36.9 in 1024, 39.3 in 256.
-    Of 1024 keys two chunks cost more than a border, since the second accumulator takes registers all the time: a
-    causal forward took 176.8 us in two chunks, 162.0 in one, without a mask 265.1 and 232.8.
+    """So many keys at least have a state of their own, where no row of a table says otherwise.
+
+    Chunks do not end the walk over keys here: a border costs the arithmetic of one merge, some 110 instructions of a
+    warp where 512 keys are 4000, but code that can meet one is slower also where it meets none. So the forward pass wants
+    one chunk, and decoding as many as there are multiprocessors for, if what is written of them weighs little. On an
+    H100 (d 128) chunks of 512 and of 1024 took: 4096 queries and keys, causal, 499 and 491 us; one query over 8192 keys
+    of 8 heads 27.5 and 25.0, 32 such sequences 386 and 376; 1024 queries and keys 177 and, being one chunk, 162, one
+    query over 1024 keys 14.1 and 18.7.
     """
-    return {"chunk": 512, "whole": 1024}
+    return {"chunk": 1024}
 
 
 DRAWN = Drawn(("bias", "q_segment_ids", "kv_segment_ids"), {"d": 8, "dv": 8}, {"q_len": QUERIES + 1})
@@ -126,8 +112,7 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     _, _, _, chunks = portable.programs_of(call, tiling, rows)
     shares = chunks if chunks and in_shares(call, tiling, chunks) else None
     few = chunks or rows.packed or dims["q_len"] <= QUERIES
-    sliced = few and not call.interpret and tiling["slices"] and rows_of(call) <= QUERIES
-    if call.interpret or (few and shares is None and not sliced):
+    if call.interpret or (few and shares is None):
         return portable.attention(call, tiling)
     plan = plan_of(call, tiling)
     batch, q_len, kv_len = dims["batch"], dims["q_len"], dims["kv_len"]
@@ -143,21 +128,18 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     if shares is not None:
         by_shares(call, tiling, plan, (q, k, v), (o, lse), scores, (left, right), shares)
         return (o, lse)
-    if sliced:
-        by_slices(call, tiling["slices"], plan, (q, k, v), (o, lse), scores, (left, right))
-        return (o, lse)
     work, programs = work_of(call, tiling, plan.consumers * QUERIES, (left, right), processors(q.device))
     described = (tiled(q, QUERIES, plan.block_d), tiled(k, plan.block_kv, plan.block_d),
                  tiled(v, plan.block_kv, plan.block_dv), tiled(o, QUERIES, plan.block_dv))  # fmt: skip
-    launch(flash_kernel, programs, call, *described, lse, scores, (left, right), *work,
+    launch(attention_flash_kernel, programs, call, *described, lse, scores, (left, right), *work,
            plan=plan, num_warps=4, maxnreg=REGISTERS[plan.consumers][1])  # fmt: skip
     return (o, lse)
 
 
 def in_shares(call: Call, tiling: Mapping[str, int], chunks: int) -> bool:
     """Whether ``by_shares`` takes so many chunks of each group of heads. Where programs would take several chunks each,
-    the portable kernel's are as fast or faster (H100, 8 key heads: one sequence of 8192 keys 21.6 us for 23.6, 32 of them
-    380 for 381; 8 of 32768 keys 374 for 372)."""
+    the portable kernel's are as fast or faster (H100, 8 key heads: one sequence of 8192 keys 25.0 us for 29.3, 32 of them
+    380 for 376; 8 of 32768 keys 380 for 378)."""
     total = call.dims["batch"] * call.dims["kv_heads"] * chunks
     wanted = tiling["shares"] == 2 or (tiling["shares"] == 1 and total <= processors(call.arrays["q"].device))
     return wanted and rows_of(call) <= QUERIES
@@ -177,10 +159,7 @@ def by_shares(
     batch, q_len, kv_heads, group, dv = (dims[n] for n in ("batch", "q_len", "kv_heads", "group", "dv"))
     heads, total, chunk = kv_heads * group, batch * kv_heads * chunks, chunk_length(call, tiling)
     assert chunk is not None
-    plan, limit = (
-        plan._replace(consumers=1, stages=2, chunked=False, o_in_q=False, aside=False),
-        shared_limit(call.target.arch),
-    )
+    plan, limit = plan._replace(consumers=1, stages=2, chunked=False, o_in_q=False), shared_limit(call.target.arch)
     while plan.stages < MOST_STAGES and shared_bytes(plan._replace(stages=plan.stages + 1, o_in_q=True)) <= limit:
         plan = plan._replace(stages=plan.stages + 1)
     parts = fresh((batch, heads, q_len, chunks, dv), torch.float32, q.device)
@@ -190,42 +169,6 @@ def by_shares(
            tiled(k, plan.block_kv, plan.block_d), tiled(v, plan.block_kv, plan.block_dv), parts, statistics,
            scores, window, *work, plan=plan, heads=pow2_at_least(group), num_warps=4, maxnreg=REGISTERS[2][1])  # fmt: skip
     portable.combine(call, (parts, statistics), out, scores, follows=True)
-
-
-def by_slices(
-    call: Call, columns: int, plan: Plan, arrays: tuple[Any, ...], out: tuple[Any, Any], scores: Scores,
-    window: tuple[int | None, int | None],
-) -> None:  # fmt: skip
-    """Scores and weights of each tile of keys by themselves, and then a walk over all keys for each slice of ``columns``
-    of the values; each of the three launched beside the end of the one before."""
-    dims, (q, k, v), (o, lse) = call.dims, arrays, out
-    kv_heads, group, block, heads = dims["kv_heads"], dims["group"], plan.block_kv, pow2_at_least(dims["group"])
-    groups, rows, tiles = dims["batch"] * kv_heads, rows_of(call), cdiv(dims["kv_len"], block)
-    slices = cdiv(dims["dv"], columns)
-    work = Slices(tiles, slices, rows, kv_heads, group, dims["q_len"], dims["kv_len"], dims["dv"])
-    s, p = (fresh((groups, rows, tiles * block), dtype, q.device) for dtype in (torch.float32, v.dtype))
-    maxima, alphas, sums, greatest = (
-        fresh(shape, torch.float32, q.device)
-        for shape in (
-            (groups, tiles, QUERIES),
-            (groups, tiles, QUERIES),
-            (groups, tiles, QUERIES, 4),
-            (groups, QUERIES),
-        )
-    )
-    few, much = SLICED_STAGES
-    alone = groups * slices <= processors(q.device)
-    plan = plan._replace(consumers=1, stages=1, chunked=False, o_in_q=False, aside=False)
-    walked = plan._replace(stages=much // (2 * block * (QUERIES + columns)) if alone else few)
-    how: dict[str, Any] = {"plan": plan, "num_warps": 4}
-    launch(attention_scores_kernel, groups * tiles, call, by_group(q, group, plan.block_d),
-           tiled(k, block, plan.block_d), s, maxima, scores, window, *work, heads=heads, **how)  # fmt: skip
-    launch(attention_weights_kernel, groups * tiles, call, s, maxima, p, alphas, sums, greatest, scores, window, *work,
-           launch_pdl=True, **how)  # fmt: skip
-    box = gl.NVMMASharedLayout(128, 16, 3)
-    of_p = describe(p, p.shape, contiguous_strides(p.shape), (1, QUERIES, block), box)
-    launch(attention_slices_kernel, groups * slices, call, of_p, tiled(v, block, columns), alphas, sums, greatest, o, lse,
-           scores, window, *work, columns=columns, heads=heads, plan=walked, num_warps=4, launch_pdl=True)  # fmt: skip
 
 
 def by_group(q: torch.Tensor, group: int, columns: int) -> Any:
@@ -303,7 +246,7 @@ def tiled(x: torch.Tensor, rows: int, columns: int) -> Any:
         s if extent > 1 else of_a_copy
         for s, extent, of_a_copy in zip(x.stride(), x.shape, contiguous_strides(x.shape), strict=True)
     ]
-    return describe(x, x.shape, strides, (1, rows, 1, columns), gl.NVMMASharedLayout(min(128, 2 * columns), 16, 4))
+    return describe(x, x.shape, strides, (1, rows, 1, columns), gl.NVMMASharedLayout(128, 16, 4))
 
 
 @functools.cache
