@@ -215,8 +215,8 @@ def _allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
 
 
 def _of_numpy(function: np.ufunc) -> Any:
-    """A function of elements with the bits that it has in interpreted kernels of ``tl``, of which one merges what kernels
-    here leave."""
+    """A function of elements with the bits that it has in interpreted kernels of ``tl``, of which one merges what
+    kernels here leave."""
 
     def of_tensor(x: torch.Tensor) -> torch.Tensor:
         with np.errstate(all="ignore"):

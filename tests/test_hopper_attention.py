@@ -46,7 +46,8 @@ def bound(
             shape, generator=made).to(dtype)  # fmt: skip
 
     arrays = (
-        normal(batch, q_len, kv_heads * group, d), normal(batch, kv_len, kv_heads, d), normal(batch, kv_len, kv_heads, dv)
+        normal(batch, q_len, kv_heads * group, d), normal(batch, kv_len, kv_heads, d),
+        normal(batch, kv_len, kv_heads, dv),
     )  # fmt: skip
     call: Call = unchecked(registry.find_spec("attention"), *arrays, return_lse=True, **options)
     return call.replace(target=targets.find("sm_90").target, interpret=False)

@@ -137,10 +137,9 @@ def judge(
         if case is not None:
             judged.report = replay_subject(subject, case, edges=edges, promises=promises)
         else:
-            asked, words = candidate.on_its_shapes(asked, told, whole)
-            asked, more = _as_aligned(asked, aligned, target)
+            asked, words = _as_aligned(*candidate.on_its_shapes(asked, told, whole), aligned, target)
             judged.report = check_subject(subject, asked)
-            judged.report.concessions += words + more
+            judged.report.concessions += words
     except Ended as e:
         failure = Failure(spec.name, f"before any case: {e}", "", line("").partition(" --case")[0], e.kind)
         judged.report = Report(spec.name, called, seed, failures=[failure])
@@ -219,12 +218,12 @@ def _of_a_problem(stem: str, op: str | Spec[Any] | None, map: str | None) -> tup
     return op or known["op"], map if map is not None else known.get("map", ""), known.get("aligned", "")
 
 
-def _as_aligned(asked: Asked, aligned: str, target: Target) -> tuple[Asked, tuple[str, ...]]:
+def _as_aligned(asked: Asked, words: tuple[str, ...], aligned: str, target: Target) -> tuple[Asked, tuple[str, ...]]:
     """What is asked, and what a report says of it, where a problem's own reference takes no shifted arrays on an
     accelerator and nobody named a layout."""
     if not aligned or asked.layouts is not LAYOUTS or target.platform == HOST.platform:
-        return asked, ()
-    return replace(asked, layouts="contiguous"), (f"no array is shifted: {aligned}",)
+        return asked, words
+    return replace(asked, layouts="contiguous"), (*words, f"no array is shifted: {aligned}")
 
 
 def _check_walls(bounds: Bounds) -> None:

@@ -441,8 +441,8 @@ def combine(call: Call, found: tuple[Any, Any], out: tuple[Any, Any], scores: Sc
     total, block_dv = batch * heads * q_len, head_tiles(call)[1]
     rows = max(1, AT_ONCE // block_dv) if total > FEW_ROWS else 1
     launch(attention_combine_kernel, cdiv(total, rows), call, *found, *out, scores.rate, scores.unit, chunks, heads,
-           q_len, total, dv, rows=rows, block_dv=block_dv, acc_dtype=accumulator(call.dtype), follows=follows, num_warps=4,
-           **({"launch_pdl": True, "maxnreg": 128} if follows else {}))  # fmt: skip
+           q_len, total, dv, rows=rows, block_dv=block_dv, acc_dtype=accumulator(call.dtype), follows=follows,
+           num_warps=4, **({"launch_pdl": True, "maxnreg": 128} if follows else {}))  # fmt: skip
 
 
 def rows_plan(call: Call, tiling: Mapping[str, int]) -> tuple[Plan, dict[str, int]]:

@@ -273,12 +273,11 @@ def attend(
     row_s: gl.constexpr = gl.SliceLayout(1, mma_s)
     row_o: gl.constexpr = gl.SliceLayout(1, mma_o)
     block: gl.constexpr = plan.block_kv
-    block_dv: gl.constexpr = plan.block_dv
     stages: gl.constexpr = plan.stages
     cols = gl.arange(0, block, gl.SliceLayout(0, mma_s))
     zeros = gl.zeros([ROWS, block], gl.float32, mma_s)
     nothing = gl.full([ROWS], float("-inf"), gl.float32, row_s)
-    acc = gl.zeros([ROWS, block_dv], gl.float32, mma_o)
+    acc = gl.zeros([ROWS, plan.block_dv], gl.float32, mma_o)
     whole = acc, gl.zeros([ROWS], gl.float32, row_s), nothing
     opened = first  # the first key of the chunk that acc, l and m are of
     s = first_dots(turn, unit, q, k_tiles, full, empty, mine, theirs, GROUP, plan, mma_s)

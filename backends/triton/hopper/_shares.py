@@ -1,5 +1,5 @@
-"""The kernel of attention for Hopper where few queries meet many keys, as decoding has it: each chunk of a row's keys is
-a program's, which leaves the chunk's state (acc, l, m) for ``attention_combine_kernel`` of ``gpu/attention.py``.
+"""The kernel of attention for Hopper where few queries meet many keys, as decoding has it: each chunk of a row's keys
+is a program's, which leaves the chunk's state (acc, l, m) for ``attention_combine_kernel`` of ``gpu/attention.py``.
 
 The queries of all heads of a group are the rows of one tile, so that their keys are read once. One warp has the copy
 engine bring queries, keys and values, and runs ahead into the next chunk as far as shared memory has room; four warps

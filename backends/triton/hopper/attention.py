@@ -39,8 +39,8 @@ MOST_STAGES = 6  # of keys on their way to one group of rows
 BARRIERS = 1024  # bytes of shared memory that are set aside for them
 KNOBS = {**portable.KNOBS, "consumers": Count(2, 3), "stay": Count(0, 1), "shares": Count(0, 2)}
 """``stay``: whether programs stay and take tiles by pairs where some see more keys than others, if that is faster (see
-``stays``). ``shares``: whether chunks of keys that have programs of their own are this variant's; 1: where each chunk of
-the call has a multiprocessor, 2: anywhere. No bit of a result depends on either."""
+``stays``). ``shares``: whether chunks of keys that have programs of their own are this variant's; 1: where each chunk
+of the call has a multiprocessor, 2: anywhere. No bit of a result depends on either."""
 
 
 def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
@@ -92,9 +92,9 @@ def least_chunk(call: Call) -> dict[str, int]:
     """So many keys at least have a state of their own, where no row of a table says otherwise.
 
     Chunks do not end the walk over keys here: a border costs the arithmetic of one merge, some 110 instructions of a
-    warp where 512 keys are 4000, but code that can meet one is slower also where it meets none. So the forward pass wants
-    one chunk, and decoding as many as there are multiprocessors for, if what is written of them weighs little. On an
-    H100 (d 128) chunks of 512 and of 1024 took: 4096 queries and keys, causal, 499 and 491 us; one query over 8192 keys
+    warp where 512 keys are 4000, but code that can meet one is slower also where it meets none. So the forward pass
+    wants one chunk, and decoding as many as there are multiprocessors for, if what is written of them weighs little. On
+    an H100 (d 128) chunks of 512 and of 1024 took: 4096 queries and keys, causal, 499 and 491 us; one query over 8192 keys
     of 8 heads 27.5 and 25.0, 32 such sequences 386 and 376; 1024 queries and keys 177 and, being one chunk, 162, one
     query over 1024 keys 14.1 and 18.7.
     """
@@ -138,8 +138,8 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
 
 def in_shares(call: Call, tiling: Mapping[str, int], chunks: int) -> bool:
     """Whether ``by_shares`` takes so many chunks of each group of heads. Where programs would take several chunks each,
-    the portable kernel's are as fast or faster (H100, 8 key heads: one sequence of 8192 keys 25.0 us for 29.3, 32 of them
-    380 for 376; 8 of 32768 keys 380 for 378)."""
+    the portable kernel's are as fast or faster (H100, 8 key heads: one sequence of 8192 keys 25.0 us for 29.3, 32 of
+    them 380 for 376; 8 of 32768 keys 380 for 378)."""
     total = call.dims["batch"] * call.dims["kv_heads"] * chunks
     wanted = tiling["shares"] == 2 or (tiling["shares"] == 1 and total <= processors(call.arrays["q"].device))
     return wanted and rows_of(call) <= QUERIES
@@ -167,7 +167,8 @@ def by_shares(
     work = Shares(total, chunks, kv_heads, group, q_len, dims["kv_len"], chunk, dv)
     launch(attention_shares_kernel, min(total, processors(q.device)), call, by_group(q, group, plan.block_d),
            tiled(k, plan.block_kv, plan.block_d), tiled(v, plan.block_kv, plan.block_dv), parts, statistics,
-           scores, window, *work, plan=plan, heads=pow2_at_least(group), num_warps=4, maxnreg=REGISTERS[2][1])  # fmt: skip
+           scores, window, *work, plan=plan, heads=pow2_at_least(group), num_warps=4,
+           maxnreg=REGISTERS[2][1])  # fmt: skip
     portable.combine(call, (parts, statistics), out, scores, follows=True)
 
 
