@@ -94,9 +94,9 @@ def least_chunk(call: Call) -> dict[str, int]:
     Chunks do not end the walk over keys here: a border costs the arithmetic of one merge, some 110 instructions of a
     warp where 512 keys are 4000, but code that can meet one is slower also where it meets none. So the forward pass
     wants one chunk, and decoding as many as there are multiprocessors for, if what is written of them weighs little. On
-    an H100 (d 128) chunks of 512 and of 1024 took: 4096 queries and keys, causal, 499 and 491 us; one query over 8192 keys
-    of 8 heads 27.5 and 25.0, 32 such sequences 386 and 376; 1024 queries and keys 177 and, being one chunk, 162, one
-    query over 1024 keys 14.1 and 18.7.
+    an H100 (d 128) chunks of 512 and of 1024 took: 4096 queries and keys, causal, 499 and 491 us; one query over 8192
+    keys of 8 heads 27.5 and 25.0, 32 such sequences 386 and 376; 1024 queries and keys 177 and, being one chunk, 162,
+    one query over 1024 keys 14.1 and 18.7.
     """
     return {"chunk": 1024}
 
