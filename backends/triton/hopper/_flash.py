@@ -261,10 +261,8 @@ def last_products(
 
 
 @gluon.jit
-def attend(
-    turn, unit, first, last, q, q_empty, k_tiles, v_tiles, full, empty, mine, theirs, limits, all_lo, all_hi, scores,
-    chunk, GROUP: gl.constexpr, plan: gl.constexpr,
-):  # fmt: skip
+def attend(turn, unit, first, last, q, q_empty, k_tiles, v_tiles, full, empty, mine, theirs, limits, all_lo, all_hi,
+           scores, chunk, GROUP: gl.constexpr, plan: gl.constexpr):  # fmt: skip
     """The state (acc, l, m) of the keys [first, last), and what ``turn`` and ``unit`` are after them. q is given back
     when the last scores are there, unless o is to take its place."""
     mma_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.block_kv, 16])
@@ -273,11 +271,12 @@ def attend(
     row_s: gl.constexpr = gl.SliceLayout(1, mma_s)
     row_o: gl.constexpr = gl.SliceLayout(1, mma_o)
     block: gl.constexpr = plan.block_kv
+    block_dv: gl.constexpr = plan.block_dv  # Triton 3.6 takes no number of a tuple in a shape
     stages: gl.constexpr = plan.stages
     cols = gl.arange(0, block, gl.SliceLayout(0, mma_s))
     zeros = gl.zeros([ROWS, block], gl.float32, mma_s)
     nothing = gl.full([ROWS], float("-inf"), gl.float32, row_s)
-    acc = gl.zeros([ROWS, plan.block_dv], gl.float32, mma_o)
+    acc = gl.zeros([ROWS, block_dv], gl.float32, mma_o)
     whole = acc, gl.zeros([ROWS], gl.float32, row_s), nothing
     opened = first  # the first key of the chunk that acc, l and m are of
     s = first_dots(turn, unit, q, k_tiles, full, empty, mine, theirs, GROUP, plan, mma_s)
