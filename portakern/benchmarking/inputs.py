@@ -42,7 +42,7 @@ class Inputs:
         """A digest of these arrays' values."""
         digest = hashlib.blake2b(digest_size=16)
         for name in names:
-            digest.update(self.buffers[name].memory.tobytes())
+            digest.update(self.buffers[name].memory.view(np.uint8).data)
         return digest.hexdigest()
 
     @property

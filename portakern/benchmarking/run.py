@@ -17,7 +17,7 @@ from portakern.benchmarking.rows import FAILED, REFUSED, WRONG, Row, held_agains
 from portakern.benchmarking.spent import Spent
 from portakern.benchmarking.suites import TimedCase
 from portakern.benchmarking.timing import ROUNDS, CallFailed, Times, interleaved
-from portakern.benchmarking.verdicts import Judge, Verdict
+from portakern.benchmarking.verdicts import Judge, Known, Verdict
 from portakern.compiling.worker import one_line, reason
 from portakern.core.backend import Backend
 from portakern.core.gradients import wiring
@@ -143,9 +143,9 @@ def visit(plan: Plan, case: TimedCase, enough: Callable[[], bool] = lambda: Fals
         return Visit(spent.seconds, trial.foreseen(runs))
 
 
-def of_gradient(forward: Inputs, lead: Backend, *, held: bool = True, right: str | None = None) -> Inputs:
+def of_gradient(forward: Inputs, lead: Backend, right: Callable[[Inputs], bool] = lambda inputs: False) -> Inputs:
     """The inputs of the gradients. What the forward op saves for them, which ``lead`` computes, is held to its bound
-    like any result, but where nothing is said of results (``held``), or it has the mark of what was found ``right``.
+    like any result, unless these inputs are known to be ``right``, or need not be.
 
     Raises:
       UnsupportedError: it is wrong.
@@ -155,18 +155,13 @@ def of_gradient(forward: Inputs, lead: Backend, *, held: bool = True, right: str
     outputs = serve(call, routes(call, choice) or (), {})
     names = [o.name for o in forward.spec.outputs]
     inputs = for_gradient(forward, dict(zip(names, outputs, strict=True)))
-    if held and (right is None or saved(inputs, forward) != right):
+    if not right(inputs):
         saving = Judge(replace(forward, call=call))
         kept = [o for o in outputs if o is not None]
         verdict = saving.verdict(call.framework, kept, call.target, call.interpret)
         if not verdict.right:
             raise UnsupportedError(f"{forward.spec.name}, which saves for its gradients, is wrong: {verdict.why}")
     return inputs
-
-
-def saved(inputs: Inputs, forward: Inputs) -> str:
-    """The mark of what gradients have of the forward op's results."""
-    return inputs.mark(sorted(wiring(forward.spec).saves(forward.call.options)))
 
 
 class _Trial:
@@ -178,14 +173,20 @@ class _Trial:
         with self.spent.on("arrays"):
             forward = make(case, self.framework, self.device)
         foresight, foreseen = helped.foresight, helped.ahead.foreseen(case)
+        self.saves = sorted(wiring(forward.spec).saves(forward.call.options)) if case.gradient else []
+        known: Known = {}
+
+        def right(inputs: Inputs) -> bool:
+            if foreseen is None or foreseen.saved != inputs.mark(self.saves):
+                return False
+            known.update(foreseen.known)
+            return True
+
         with self.spent.on("what gradients need"):
-            right = foreseen.saved if foreseen else None
-            self.inputs = of_gradient(forward, plan.lead, right=right) if case.gradient else forward
-            self.saved = saved(self.inputs, forward) if case.gradient else ""
+            self.inputs = of_gradient(forward, plan.lead, right) if case.gradient else forward
         with self.spent.on("waiting for what is expected"):
             self.judge = foresight.judge(case, self.inputs) if foresight else Judge(self.inputs)
-        if foreseen and foreseen.saved == self.saved:
-            self.judge.known.update(foreseen.known)
+        self.judge.known.update(known)
         self.call = said(case, self.inputs.call)
         self.among = contenders(self.inputs.spec, plan.subjects, plan.against, self.target)
 
@@ -193,7 +194,7 @@ class _Trial:
         """What is expected of gradients that need what a forward op saved, where they run."""
         for target, interpret in runs:
             self.judge.expect(target, interpret)
-        return Foreseen(self.saved, self.judge.known)
+        return Foreseen(self.inputs.mark(self.saves), self.judge.known)
 
     def rows(self) -> list[Row]:
         found: dict[str, Row] = {}

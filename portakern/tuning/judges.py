@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 from portakern.api import op
 from portakern.benchmarking.foresight import Foresight
-from portakern.benchmarking.inputs import Inputs, for_gradient, make
+from portakern.benchmarking.inputs import Inputs, make
+from portakern.benchmarking.run import of_gradient
 from portakern.benchmarking.suites import TimedCase
 from portakern.benchmarking.timing import device_times
 from portakern.benchmarking.verdicts import Judge
@@ -23,9 +24,6 @@ from portakern.compiling.build import Build
 from portakern.compiling.forms import abstract_call
 from portakern.compiling.pool import Job, Pool
 from portakern.core.call import Call
-from portakern.core.gradients import wiring
-from portakern.core.route import routes
-from portakern.core.serve import serve
 from portakern.core.targets import HOST
 from portakern.errors import SpecError
 from portakern.tuning.asked import Asked
@@ -262,10 +260,4 @@ def _inputs(asked: Asked, place: Place) -> Inputs:
     """The arrays of a call; of a gradient those that the forward op of the same backend saves."""
     case = asked.case
     forward = make(case, place.framework, place.device)
-    if not case.gradient:
-        return forward
-    training = wiring(forward.spec).training(forward.call)
-    chosen = op(forward.spec, backend=place.backend)
-    outputs = serve(training, routes(training, chosen.choice) or (), {})
-    names = (o.name for o in forward.spec.outputs)
-    return for_gradient(forward, dict(zip(names, outputs, strict=True)))
+    return of_gradient(forward, place.backend, lambda inputs: True) if case.gradient else forward
