@@ -14,10 +14,13 @@ import random
 import threading
 import time
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+
+from portakern.backends.triton.descriptors import is_descriptor
 
 PATIENCE = 20.0  # seconds that a thread waits at a barrier before it counts as hanging
 
@@ -272,6 +275,17 @@ MBARRIER = types.SimpleNamespace(
     arrive=lambda barrier, count=1: barrier._step(count, 0),
     expect=lambda barrier, bytes: barrier._step(1, bytes),
 )
+
+
+def launched(kernel: Any, modules: list[Any], grid: int, args: Sequence[Any], **constexprs: Any) -> None:
+    """:func:`run` on what a launch is given: tensors, descriptors of them, and numbers."""
+
+    def told(x: Any) -> Any:
+        if is_descriptor(x):
+            return Described(torch.as_strided(x.base, tuple(x.shape), tuple(x.strides)), tuple(x.block_shape))
+        return Pointer(x.view(-1)) if isinstance(x, torch.Tensor) else x
+
+    run(kernel, modules, grid, *map(told, args), **constexprs)
 
 
 def run(kernel: Any, modules: list[Any], grid: int, *args: Any, **constexprs: Any) -> None:

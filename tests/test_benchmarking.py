@@ -421,10 +421,10 @@ def test_the_hash_of_sources_follows_code_and_not_comments(tmp_path):
     shutil.copytree(ROOT / "portakern", tmp_path / "portakern", ignore=shutil.ignore_patterns("__pycache__"))
     triton, target = registry.backend("triton"), Target("cuda", "sm_90")
 
-    def now(op="softmax"):
-        return sources.fingerprint(op, triton, None, target, tmp_path)
+    def now(op="softmax", variant=None):
+        return sources.fingerprint(op, triton, variant, target, tmp_path)
 
-    first, other, product = now(), now("rope"), now("matmul")
+    first, other = now(), now("matmul", "gpu")
     assert first == sources.fingerprint("softmax", triton, None, target) and first != other
     folder = tmp_path / "portakern" / "backends" / "triton"
     kernel = folder / "gpu" / "softmax.py"
@@ -432,7 +432,7 @@ def test_the_hash_of_sources_follows_code_and_not_comments(tmp_path):
     kernel.write_text(text.replace('"""Softmax over one axis', '"""Another\n\nsoftmax over one axis') + "\n# a word\n")
     assert now() == first
     kernel.write_text(text + "\nX = 1\n")
-    assert now() != first and now("rope") == other
+    assert now() != first and now("matmul", "gpu") == other
     kernel.write_text(text)
     assert now() == first
     for changed, whose in (
@@ -453,7 +453,7 @@ def test_the_hash_of_sources_follows_code_and_not_comments(tmp_path):
     from portakern.core import tilings
 
     tilings.forget()
-    assert now("matmul") != product and now() == first
+    assert now("matmul", "gpu") != other and now() == first
     tilings.forget()
 
 

@@ -18,7 +18,6 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
 from portakern.backends.triton import compiler, interpreter  # noqa: E402
-from portakern.backends.triton.descriptors import is_descriptor  # noqa: E402
 from portakern.backends.triton.gpu._split import chunk_length  # noqa: E402
 from portakern.backends.triton.hopper import _flash, _shares  # noqa: E402
 from portakern.backends.triton.hopper import attention as hopper  # noqa: E402
@@ -65,13 +64,8 @@ def on_the_host(kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[
         interpreter.run(kernel, grid, *args, **constexprs)
         return
 
-    def told(x: Any) -> Any:
-        if is_descriptor(x):
-            return host.Described(torch.as_strided(x.base, tuple(x.shape), tuple(x.strides)), tuple(x.block_shape))
-        return host.Pointer(x.view(-1)) if isinstance(x, torch.Tensor) else x
-
     known = {n: v for n, v in constexprs.items() if n in ("plan", "heads")}
-    host.run(kernel, MODULES[kernel.__name__], grid, *map(told, args), **known)
+    host.launched(kernel, MODULES[kernel.__name__], grid, args, **known)
 
 
 SHARES = ["attention_shares_kernel", "attention_combine_kernel"]

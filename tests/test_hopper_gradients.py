@@ -20,7 +20,6 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
 from portakern.backends.triton import interpreter, replay  # noqa: E402
-from portakern.backends.triton.descriptors import is_descriptor  # noqa: E402
 from portakern.backends.triton.hopper import _flash, _flash_gradients  # noqa: E402
 from portakern.backends.triton.hopper import attention_vjp as hopper  # noqa: E402
 from portakern.backends.triton.launch import recording  # noqa: E402
@@ -79,12 +78,7 @@ def on_the_host(module: Any, kernel: Any, grid: int, args: tuple[Any, ...], cons
         interpreter.run(kernel, grid, *args, **constexprs)
         return
 
-    def told(x: Any) -> Any:
-        if is_descriptor(x):
-            return host.Described(torch.as_strided(x.base, tuple(x.shape), tuple(x.strides)), tuple(x.block_shape))
-        return host.Pointer(x.view(-1)) if isinstance(x, torch.Tensor) else x
-
-    host.run(kernel, [module, _flash], grid, *map(told, args), plan=constexprs["plan"])
+    host.launched(kernel, [module, _flash], grid, args, plan=constexprs["plan"])
 
 
 CASES = {
