@@ -13,6 +13,7 @@ import time
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,6 @@ from portakern.benchmarking.ahead import Ahead, Visit
 from portakern.benchmarking.contenders import together
 from portakern.benchmarking.foresight import Foresight, foreseeing
 from portakern.benchmarking.inputs import for_gradient, make
-from portakern.benchmarking.processes import pool
 from portakern.benchmarking.roof import ceiling, moved
 from portakern.benchmarking.rows import said
 from portakern.benchmarking.run import DeviceLost, Helped, Plan, run, visit
@@ -43,6 +43,7 @@ from portakern.core.framework import frameworks, host_framework
 from portakern.core.instruments import Instruments, Stopwatch
 from portakern.core.targets import Target
 from portakern.errors import SpecError
+from portakern.processes import pool
 
 ROOT = Path(__file__).resolve().parents[1]
 CASE = TimedCase("mine", "softmax", "float32", {"shape": (6, 40)})
@@ -309,7 +310,7 @@ def test_processes_stand_still_while_a_clock_is_read(monkeypatch, caplog):
         with ahead.quiet():
             assert state(pid) == "T"
         assert state(pid) != "T"
-        monkeypatch.setattr("portakern.benchmarking.processes.LONGEST", 0.2)
+        monkeypatch.setattr("portakern.processes.LONGEST", 0.2)
         with caplog.at_level("WARNING", "portakern"), ahead.quiet():
             while state(pid) == "T":
                 time.sleep(0.01)
@@ -317,6 +318,35 @@ def test_processes_stand_still_while_a_clock_is_read(monkeypatch, caplog):
         start = time.monotonic()
         assert ahead.next([case, other]) is case
         assert 0.1 <= time.monotonic() - start < 10 and not ahead.seconds
+
+
+class Told(BaseException):
+    """What a signal's handler raises."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of processes in /proc")
+def test_a_process_that_was_being_begun_when_a_signal_came_ends_too(monkeypatch):
+    """It is in no list yet, neither the pool's nor multiprocessing's."""
+
+    def told(*_):
+        raise Told
+
+    begun, begin = [], SpawnProcess._Popen
+
+    def interrupted(process):
+        begun.append(begin(process))
+        signal.raise_signal(signal.SIGTERM)
+        return begun[-1]
+
+    monkeypatch.setattr(SpawnProcess, "_Popen", staticmethod(interrupted))
+    before = signal.signal(signal.SIGTERM, told)
+    try:
+        with pytest.raises(Told), pool(2, {}) as processes:
+            processes.submit(time.sleep, 60)
+        assert begun and not Path(f"/proc/{begun[0].pid}").exists()
+        assert signal.getsignal(signal.SIGTERM) is told
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_cases_are_timed_as_they_are_ready():

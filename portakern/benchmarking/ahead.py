@@ -9,10 +9,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from portakern.benchmarking.processes import stopped
 from portakern.benchmarking.suites import TimedCase
 from portakern.benchmarking.verdicts import Known
 from portakern.core.backend import Backend
+from portakern.processes import stopped
 
 __all__ = ["Ahead", "Foreseen", "Visit"]
 

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from portakern.benchmarking.inputs import Inputs, for_gradient, make
-from portakern.benchmarking.processes import pool
 from portakern.benchmarking.suites import TimedCase
 from portakern.benchmarking.verdicts import Expected, Judge, Known
 from portakern.core.framework import host_framework
 from portakern.core.gradients import wiring
 from portakern.core.targets import Target
+from portakern.processes import pool
 
 __all__ = ["Foresight", "foreseeing"]
 

@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from portakern.benchmarking.ahead import Ahead, Visit
-from portakern.benchmarking.processes import pool
 from portakern.benchmarking.run import FIRST_CALL, Plan, visit
 from portakern.benchmarking.suites import TimedCase
 from portakern.core import registry
 from portakern.core.backend import Backend
 from portakern.core.framework import frameworks
 from portakern.files import cache_folder
+from portakern.processes import pool
 
 __all__ = ["ENVIRONMENT", "warming"]
 

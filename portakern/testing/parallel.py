@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import as_completed
 from functools import reduce
-from multiprocessing.process import BaseProcess
 from typing import Any
 
+from portakern.processes import pool
 from portakern.testing.report import Report
 from portakern.testing.runner import check
 
@@ -41,12 +39,10 @@ def check_all(
     if jobs == 1:
         return [_alone(subject, advance, options) for subject in subjects]
     parts: dict[tuple[str, str, str | None], list[Report]] = {subject: [] for subject in subjects}
-    # CUDA and JAX do not survive a fork
-    spawn = multiprocessing.get_context("spawn")
-    before = set(multiprocessing.active_children())
-    with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_share) as pool, _no_waiting(pool, before):
+    environment = {name: value for name, value in SHARING.items() if name not in os.environ}
+    with pool(jobs, environment) as processes:
         waiting = {
-            pool.submit(check, op, backend=backend, variant=variant, shard=(i, SHARDS), **options): (
+            processes.submit(check, op, backend=backend, variant=variant, shard=(i, SHARDS), **options): (
                 op,
                 backend,
                 variant,
@@ -59,20 +55,6 @@ def check_all(
             parts[subject].append(report)
             advance(subject, report.examples)
     return [reduce(Report.merge, reports) for reports in parts.values()]
-
-
-@contextmanager
-def _no_waiting(pool: ProcessPoolExecutor, before: Collection[BaseProcess]) -> Iterator[None]:
-    """Where an exception leaves it, that of a signal that ends the program among them, the pool's processes end too: it
-    would wait for all that it was given. ``before``: the processes that there were before the pool."""
-    try:
-        yield
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in multiprocessing.active_children():
-            if process not in before:
-                process.kill()
-        raise
 
 
 def _alone(
@@ -89,8 +71,3 @@ def _alone(
 
     op, backend, variant = subject
     return check(op, backend=backend, variant=variant, progress=progress, **options)
-
-
-def _share() -> None:
-    for name, value in SHARING.items():
-        os.environ.setdefault(name, value)

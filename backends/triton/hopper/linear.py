@@ -84,14 +84,7 @@ def shared_memory(of: Call, tiling: Mapping[str, int]) -> int:
 
 
 def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
-    """No roles where a call has no use for them, and as many stages as shared memory has room for."""
-    if call.interpret:
-        return tiling
-    of = product_of(call)
-    found = products.without_idle_roles(of, tiling)
-    while found["num_stages"] > 2 and shared_memory(of, found) > shared_limit(call.target.arch):
-        found["num_stages"] -= 1
-    return found
+    return products.fit(product_of(call), tiling, shared_memory)
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:

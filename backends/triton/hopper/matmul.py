@@ -314,12 +314,15 @@ def shared_memory(call: Call, tiling: Mapping[str, int]) -> int:
     return tiling["num_stages"] * (rows + columns) * tiling["block_k"] * size + stored
 
 
-def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
-    """No roles where a call has no use for them, and as many stages as shared memory has room for beside c's tile."""
+def fit(
+    call: Call, tiling: Mapping[str, int], needed: Callable[[Call, Mapping[str, int]], int] = shared_memory
+) -> Mapping[str, int]:
+    """No roles where a call has no use for them, and as many stages as shared memory has room for: ``needed``, a
+    tiling's bytes."""
     if call.interpret:
         return tiling
     found = without_idle_roles(call, tiling)
-    while found["num_stages"] > 2 and shared_memory(call, found) > shared_limit(call.target.arch):
+    while found["num_stages"] > 2 and needed(call, found) > shared_limit(call.target.arch):
         found["num_stages"] -= 1
     return found
 

@@ -1,4 +1,4 @@
-"""Processes that work beside the one that times, and end when they are no longer needed, whatever they are at."""
+"""Processes that work for this one, and end when they are no longer needed, whatever they are at."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
+from multiprocessing.context import SpawnContext, SpawnProcess
+from typing import Any
 
 __all__ = ["pool", "stopped"]
 
@@ -25,24 +27,64 @@ PR_SET_PDEATHSIG = 1
 """Of Linux's prctl: the signal that a process gets when the one that began it ends."""
 
 
+class _Worker(SpawnProcess):
+    """A process that is told of no end while it begins: one that an exception leaves half begun is nobody's child, and
+    outlives whoever began it."""
+
+    def start(self) -> None:
+        with _told_later():
+            super().start()
+
+
+class _Workers(SpawnContext):
+    """What processes are made of, with all that were made; CUDA and JAX do not survive a fork."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[_Worker] = []
+
+    def Process(self, *args: Any, **kwargs: Any) -> _Worker:  # type: ignore[override]
+        """A process that is kept in the list; whoever begins it calls this by its name there."""
+        self.made.append(_Worker(*args, **kwargs))
+        return self.made[-1]
+
+
 @contextmanager
 def pool(jobs: int, environment: Mapping[str, str], nice: int = 0) -> Iterator[ProcessPoolExecutor]:
-    """``jobs`` new processes with more in their environment, which leave the cores to others by so much; CUDA and JAX
-    do not survive a fork."""
-    before = set(multiprocessing.active_children())
-    spawn = multiprocessing.get_context("spawn")
-    made = ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_begin, initargs=(dict(environment), nice))
+    """``jobs`` new processes with more in their environment, which leave the cores to others by so much. They end with
+    the block, also where an exception leaves it, that of a signal among them."""
+    workers = _Workers()
+    made = ProcessPoolExecutor(jobs, mp_context=workers, initializer=_begin, initargs=(dict(environment), nice))
     try:
         yield made
     finally:
-        own = set(made._processes or ())  # of all children those of this pool; concurrent.futures has no public name
-        made.shutdown(wait=False, cancel_futures=True)
-        for process in multiprocessing.active_children():
-            if process not in before and process.pid in own:
+        made.shutdown(wait=False, cancel_futures=True)  # it would wait for all that it was given
+        for process in workers.made:
+            if process.pid is not None:  # it was begun
                 process.kill()
                 process.join()  # so that it holds no memory of a device any more
                 while process.exitcode is None:  # the pool's own thread was told of its end, and is about to note it
                     time.sleep(1e-3)
+
+
+@contextmanager
+def _told_later() -> Iterator[None]:
+    """Inside, signals that would end the program are kept, and told afterwards."""
+    if threading.current_thread() is not threading.main_thread():  # which alone is told of signals
+        yield
+        return
+    kept: list[int] = []
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {n: handler for n, handler in handlers.items() if callable(handler)}  # the system's raise nothing here
+    for number in handlers:
+        signal.signal(number, lambda n, _: kept.append(n))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for told in kept:
+            signal.raise_signal(told)
 
 
 @contextmanager
@@ -83,3 +125,6 @@ def _begin(environment: dict[str, str], nice: int) -> None:
         os.nice(nice)
     if sys.platform == "linux":  # one that is stopped does not notice that nobody waits for it any more
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        parent = multiprocessing.parent_process()
+        if parent is not None and os.getppid() != parent.pid:  # it ended before this was asked for
+            os._exit(1)
