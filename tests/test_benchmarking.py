@@ -376,7 +376,7 @@ def test_a_device_that_does_not_answer_ends_the_run(monkeypatch):
     def lost(self, result):
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr("portakern.benchmarking.roof.measure", lambda instruments, rounds: {})
+    monkeypatch.setattr("portakern.benchmarking.roof.measure", lambda instruments, recorder, rounds: {})
     monkeypatch.setattr(Instruments, "wait", lost)
     with pytest.raises(DeviceLost, match=r"mine left the device unusable on softmax.* --against"):
         timed(backend("mine", failing))

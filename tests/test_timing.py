@@ -10,9 +10,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from portakern.benchmarking import contenders
 from portakern.benchmarking.timing import device_times, interleaved
 from portakern.core.framework import frameworks
-from portakern.core.instruments import Sample, Stopwatch
+from portakern.core.instruments import Instruments, Sample, Stopwatch
+from portakern.errors import UnavailableError
 from portakern.frameworks.jax import timing as jax_timing
 from portakern.frameworks.torch import timing as torch_timing
 
@@ -197,6 +199,21 @@ class Profiler:
         return self.kernels
 
 
+class Host(Instruments):
+    """Instruments whose own clock is the host's, and that tell when the caches were overwritten."""
+
+    def __init__(self, seen, recorder=None):
+        super().__init__(None, None)
+        self.seen, self.given = seen, recorder
+
+    @property
+    def recorder(self):
+        return self.given
+
+    def chill(self):
+        self.seen.append("cold")
+
+
 @pytest.fixture
 def on_a_cpu(monkeypatch):
     jax = frameworks()["jax"].load()
@@ -206,17 +223,27 @@ def on_a_cpu(monkeypatch):
     jax_timing._fill.cache_clear()
 
 
-def test_cupti_sums_the_kernels_of_a_call(on_a_cpu):
+def test_a_recorder_sums_the_kernels_of_a_call():
     profiler = Profiler([("a", 0.010), ("b", 0.002)])
-    watch = jax_timing.Cupti(lambda: profiler.recorded.append(profiler.on), on_a_cpu, profiler)
+    watch = Host(profiler.recorded).stopwatch(lambda: profiler.recorded.append(profiler.on), jax_timing.Cupti(profiler))
     assert watch.sample().device_us == pytest.approx(12)
     assert watch.clock == "cupti" and not profiler.on
-    assert profiler.recorded == [False, True]  # the host's time is that of a call that nobody records
+    assert profiler.recorded == [False, "cold", True]  # the host's time is that of a call that nobody records
 
 
-def test_cupti_names_the_kernels_of_a_call_that_was_compiled(on_a_cpu, monkeypatch):
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_one_library_tells_of_anothers_calls(name, monkeypatch):
+    """So that what both take is compared by one clock."""
+    profiler = Profiler([("a", 0.010)])
+    of = frameworks()[name].instruments(frameworks()[name].load() and frameworks()[name].devices()[-1])
+    watch = of.stopwatch(lambda: 0, jax_timing.Cupti(profiler))
+    assert watch.sample().device_us == pytest.approx(10) and watch.clock == "cupti"
+    assert of.recorder is None and of.stopwatch(lambda: 0, None).clock == "host"
+
+
+def test_cupti_names_the_kernels_of_a_call_that_was_compiled(monkeypatch):
     profiler = Profiler([("a", 0.010), ("b", 0.002)])
-    monkeypatch.setattr(jax_timing, "_cupti", lambda: profiler)
+    monkeypatch.setattr(jax_timing, "_binding", lambda: profiler)
     monkeypatch.setattr(jax_timing, "_fill", functools.cache(lambda platform: lambda: 0))
     of = jax_timing.JaxInstruments(frameworks()["jax"], type("Gpu", (), {"platform": "gpu"}))
     assert of.kernels(lambda: profiler.recorded.append(profiler.on)) == [("a", 10.0), ("b", 2.0)]
@@ -224,10 +251,28 @@ def test_cupti_names_the_kernels_of_a_call_that_was_compiled(on_a_cpu, monkeypat
 
 
 @pytest.mark.parametrize("profiler", [Profiler([]), Profiler([("a", 1.0)], taken=True)])
-def test_without_cupti_calls_are_queued_and_the_clock_says_so(profiler, on_a_cpu):
-    watch = jax_timing.Cupti(lambda: time.sleep(0.001), on_a_cpu, profiler)
+def test_without_a_record_the_librarys_own_clock_is_asked_and_named(profiler, on_a_cpu, monkeypatch):
+    of = jax_timing.JaxInstruments(frameworks()["jax"], on_a_cpu)
+    monkeypatch.setattr(of, "own_clock", lambda run: jax_timing.Queued(run, on_a_cpu))
+    watch = of.stopwatch(lambda: time.sleep(0.001), jax_timing.Cupti(profiler))
+    watch.sample()  # in which what overwrites is compiled
     assert watch.sample().device_us > 500
     assert watch.clock.startswith("queue")
+
+
+def test_a_run_has_the_clock_of_whoever_tells_of_all_kernels(monkeypatch):
+    """Asked of every backend that takes part, of the peers too, but for those that are not here."""
+    cupti = jax_timing.Cupti(Profiler([]))
+    places = {"a": Host([]), "b": Host([], cupti)}
+
+    def here(b, device):
+        if b not in places:
+            raise UnavailableError(f"{b} is not installed")
+        return SimpleNamespace(instruments=lambda d: places[b]), device, None
+
+    monkeypatch.setattr(contenders, "here", here)
+    assert contenders.one_clock(["missing", "a", "b"], None) is cupti
+    assert contenders.one_clock(["a", "missing"], None) is None
 
 
 @pytest.mark.parametrize("name", ["numpy", "torch", "jax"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +13,25 @@ from portakern.core import registry
 from portakern.core.backend import Backend
 from portakern.core.call import Call
 from portakern.core.framework import Framework, frameworks
-from portakern.core.instruments import Instruments
+from portakern.core.instruments import Instruments, Recorder
 from portakern.core.route import pick, routes, to_framework
 from portakern.core.targets import HOST, Target
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.spec import Spec
 from portakern.testing import backend_variants
 
-__all__ = ["Contender", "Entry", "Refused", "absent", "against_named", "contenders", "here", "ready", "together"]
+__all__ = [
+    "Contender",
+    "Entry",
+    "Refused",
+    "absent",
+    "against_named",
+    "contenders",
+    "here",
+    "one_clock",
+    "ready",
+    "together",
+]
 
 
 @dataclass(frozen=True)
@@ -86,6 +97,19 @@ def here(b: Backend, device: str | None) -> tuple[Framework, Any, Target]:
     raise UnsupportedError(
         f"bench: backend {b.name!r} serves no {asked} here" + (f"; {ELSE}" if device != HOST.platform else "")
     )
+
+
+def one_clock(backends: Iterable[Backend], device: str | None) -> Recorder | None:
+    """What tells of the kernels of all these backends, if the library of any of them has that: times of two clocks are
+    not to be compared where they differ by what passes around a kernel."""
+    for b in backends:
+        try:
+            framework, found, _ = here(b, device)
+        except (UnavailableError, UnsupportedError):
+            continue
+        if recorder := framework.instruments(found).recorder:
+            return recorder
+    return None
 
 
 def contenders(

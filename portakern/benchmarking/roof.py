@@ -9,7 +9,7 @@ from typing import Any
 
 from portakern.benchmarking.timing import interleaved
 from portakern.core.call import Call
-from portakern.core.instruments import Instruments
+from portakern.core.instruments import Instruments, Recorder
 from portakern.spec.dtypes import numpy_dtype
 
 __all__ = ["Ceiling", "ceiling", "measure", "moved"]
@@ -30,10 +30,10 @@ class Ceiling:
         return "device memory" if self.limit == COPY else f"products in {self.limit}"
 
 
-def measure(instruments: Instruments, rounds: int) -> dict[str, float]:
+def measure(instruments: Instruments, recorder: Recorder | None, rounds: int) -> dict[str, float]:
     """Name -> bytes or operations a second of each limit, the best of the rounds: a roof is what can be reached."""
     roofs = instruments.roofs()
-    times = interleaved({n: instruments.stopwatch(r.run) for n, r in roofs.items()}, rounds)
+    times = interleaved({n: instruments.stopwatch(r.run, recorder) for n, r in roofs.items()}, rounds)
     return {n: roofs[n].work / times[n].best_us * 1e6 for n in roofs if times[n].best_us > 0}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from portakern.benchmarking import roof
 from portakern.benchmarking.ahead import Ahead, Foreseen, Visit
-from portakern.benchmarking.contenders import Contender, Entry, Refused, contenders, here, ready
+from portakern.benchmarking.contenders import Contender, Entry, Refused, contenders, here, one_clock, ready
 from portakern.benchmarking.deadline import within
 from portakern.benchmarking.foresight import Foresight
 from portakern.benchmarking.inputs import Inputs, for_gradient, make
@@ -21,6 +21,7 @@ from portakern.benchmarking.verdicts import Judge, Known, Verdict
 from portakern.compiling.worker import one_line, reason
 from portakern.core.backend import Backend
 from portakern.core.gradients import wiring
+from portakern.core.instruments import Recorder
 from portakern.core.route import Choice, routes
 from portakern.core.serve import serve
 from portakern.core.targets import Target
@@ -62,13 +63,15 @@ class Plan:
 @dataclass
 class Outcome:
     """``rows``: one a contender and call; ``rates``: the measured roof; ``left_out``: cases that time did not reach;
-    ``unserved``: (case, why) of those that arrays could not be made for; ``spent``: where the seconds went."""
+    ``unserved``: (case, why) of those that arrays could not be made for; ``spent``: where the seconds went;
+    ``recorder``: the one clock of all contenders, if there is one."""
 
     rows: list[Row] = field(default_factory=list)
     rates: dict[str, float] = field(default_factory=dict)
     left_out: list[TimedCase] = field(default_factory=list)
     unserved: list[tuple[TimedCase, str]] = field(default_factory=list)
     spent: Spent = field(default_factory=Spent)
+    recorder: Recorder | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,8 @@ def run(
     found, calls, ahead = Outcome(spent=Spent({"before the first call": now - start})), set[str](), helped.ahead
     with found.spent.on("the roof"), ahead.quiet():
         framework, device, _ = here(plan.lead, plan.device)
-        found.rates = roof.measure(framework.instruments(device), plan.rounds)
+        found.recorder = one_clock((*plan.subjects, *plan.against), plan.device)
+        found.rates = roof.measure(framework.instruments(device), found.recorder, plan.rounds)
     left = list(plan.cases)
     while left:
         if plan.seconds is not None and time.perf_counter() - start > plan.seconds:
@@ -169,6 +173,7 @@ class _Trial:
 
     def __init__(self, plan: Plan, case: TimedCase, found: Outcome, helped: Helped) -> None:
         self.plan, self.case, self.rates, self.spent, self.ahead = plan, case, found.rates, found.spent, helped.ahead
+        self.recorder = found.recorder
         self.framework, self.device, self.target = here(plan.lead, plan.device)
         with self.spent.on("arrays"):
             forward = make(case, self.framework, self.device)
@@ -259,7 +264,7 @@ class _Trial:
     def _times(self, entries: dict[str, Entry], found: dict[str, Row]) -> Iterator[tuple[str, Times]]:
         """Times of those that run to the end; whoever raises leaves, and the others begin anew."""
         while entries:
-            watches = {n: e.instruments.stopwatch(e.run) for n, e in entries.items()}
+            watches = {n: e.instruments.stopwatch(e.run, self.recorder) for n, e in entries.items()}
             try:
                 yield from interleaved(watches, self.plan.rounds).items()
                 return

@@ -53,7 +53,8 @@ def device_times(runs: Mapping[str, Run], framework: Framework, device: Any, rou
       CallFailed: a call raised.
     """
     instruments = framework.instruments(device)
-    return interleaved({name: instruments.stopwatch(run) for name, run in runs.items()}, rounds)
+    recorder = instruments.recorder
+    return interleaved({name: instruments.stopwatch(run, recorder) for name, run in runs.items()}, rounds)
 
 
 def interleaved(watches: Mapping[str, Stopwatch], rounds: int = ROUNDS) -> dict[str, Times]:

@@ -108,7 +108,7 @@ def looked_at(of: Asked, entry: Entry, target: targets.Target, count: bool) -> P
     samples = [s for s in (instruments.kernels(entry.run) for _ in range(SAMPLES)) if s]
     if not samples:
         absent[TIMES] = f"{entry.framework.title} tells no kernel's time on {target}"
-    ceiling = roof.ceiling(call, roof.measure(instruments, ROUNDS))
+    ceiling = roof.ceiling(call, roof.measure(instruments, instruments.recorder, ROUNDS))
     built = _report(entry, target, of, absent)
     instruments.release()
     counted = _counted(of, target, absent) if count else []

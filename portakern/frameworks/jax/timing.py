@@ -3,10 +3,10 @@
 JAX has neither events nor a stream that its caller sees, so that nothing can be put around a call on the device's queue
 from outside. On NVIDIA's GPUs it ships a binding of CUPTI (``jax.experimental.mosaic.gpu.profiler``), whose record of
 each kernel is the device's own time. That profiler's public function compiles what it is given anew, arrays and all, as
-constants that XLA may fold; so its two inner functions are called here, around a call as a user makes it. CUPTI's sum
-leaves out the gaps between kernels, about a microsecond each, and copies that are no kernels. On an H100 cuDNN's
-attention takes the same time by CUPTI, called by JAX, as by events on a stream, called by PyTorch, to 3 % at 0.1 ms and
-to 0.2 % at 0.9 ms; and twenty samples of 0.17 ms lay within 2 %, where those of a queue lay between 0 and 0.27 ms.
+constants that XLA may fold; so its two inner functions are called here, around a call as a user makes it. They tell of
+PyTorch's kernels too, so that calls of both libraries can be timed by one clock. On an H100 cuDNN's attention takes the
+same time by CUPTI, called by JAX, as by events on a stream, called by PyTorch, to 3 % at 0.1 ms and to 0.2 % at 0.9 ms;
+and twenty samples of 0.17 ms lay within 2 %, where those of a queue lay between 0 and 0.27 ms.
 
 Elsewhere there is order: calls run one after the other, and the host may hand over many before it waits. So a queue of
 calls is timed, each behind one that overwrites the cache, and the time of these alone is taken off.
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from portakern.core.instruments import Instruments, Roof, Run, Sample, Stopwatch
+from portakern.core.instruments import Instruments, Recorder, Roof, Run, Sample, Stopwatch
 
 __all__ = ["Cupti", "JaxInstruments", "Queued"]
 
@@ -53,12 +53,19 @@ class JaxInstruments(Instruments):
 
         jax.block_until_ready(result)
 
-    def stopwatch(self, run: Run) -> Stopwatch:
-        """By CUPTI on NVIDIA's GPUs, by a queue of calls on other accelerators, by the host's clock on a CPU."""
-        if self.device.platform == "cpu":
-            return super().stopwatch(run)
-        profiler = _cupti() if self.device.platform == "gpu" else None
-        return Cupti(run, self.device, profiler) if profiler else Queued(run, self.device)
+    @property
+    def recorder(self) -> Recorder | None:
+        """CUPTI, on NVIDIA's GPUs."""
+        binding = _binding() if self.device.platform == "gpu" else None
+        return Cupti(binding) if binding else None
+
+    def own_clock(self, run: Run) -> Stopwatch:
+        """A queue of calls on accelerators, the host's clock on a CPU."""
+        return super().own_clock(run) if self.device.platform == "cpu" else Queued(run, self.device)
+
+    def chill(self) -> None:
+        if self.device.platform != "cpu":
+            self.wait(_fill(self.device)())
 
     def same(self, a: Any, b: Any) -> bool:
         import jax.numpy as jnp
@@ -72,11 +79,12 @@ class JaxInstruments(Instruments):
 
     def kernels(self, run: Run) -> Sequence[tuple[str, float]] | None:
         """As CUPTI has them, on NVIDIA's GPUs."""
-        profiler = _cupti() if self.device.platform == "gpu" else None
-        if profiler is None:
+        recorder = self.recorder
+        if recorder is None:
             return None
         self.wait(run())  # what compiles, and what XLA tries out, is no part of it
-        return _recorded(run, self.device, profiler)
+        self.chill()
+        return recorder.record(lambda: self.wait(run()))
 
     def roofs(self) -> Mapping[str, Roof]:
         import jax
@@ -126,49 +134,29 @@ class Queued(Stopwatch):
         return Sample(max(together - (before + after) / 2, 0.0), _host_us(self.run))
 
 
-class Cupti(Stopwatch):
-    """The sum of what CUPTI says each kernel of a call took. Where CUPTI gives nothing, as while another tool holds it,
-    the calls are queued instead (:class:`Queued`), and ``clock`` says so. The host's time is that of a call that nobody
-    records."""
+class Cupti:
+    """The record that CUPTI keeps of a process's kernels, whichever library launched them."""
 
-    clock = "cupti"
+    name = "cupti"
 
-    def __init__(self, run: Run, device: Any, profiler: Any) -> None:
-        self.run, self.device, self.profiler = run, device, profiler
-        self._instead: Queued | None = None
+    def __init__(self, binding: Any) -> None:
+        self.binding = binding
 
-    def sample(self) -> Sample:
-        if self._instead is None:
-            host_us, found = _host_us(self.run), self._once()
-            if found is not None:
-                return Sample(found, host_us)
-            self._instead = Queued(self.run, self.device)
-            self.clock = self._instead.clock
-        return self._instead.sample()
-
-    def _once(self) -> float | None:
-        kernels = _recorded(self.run, self.device, self.profiler)
-        return None if kernels is None else sum(us for _, us in kernels)
+    def record(self, run: Run) -> list[tuple[str, float]] | None:
+        """Name and microseconds of each kernel of a call that returns when its work is done; None where CUPTI gives
+        nothing."""
+        try:
+            self.binding._cupti_init()
+        except RuntimeError:  # another tool is CUPTI's one subscriber
+            return None
+        try:
+            run()
+        finally:
+            kernels = self.binding._cupti_get_timings(False)
+        return [(name, 1e3 * ms) for name, ms in kernels] or None
 
 
-def _recorded(run: Run, device: Any, profiler: Any) -> list[tuple[str, float]] | None:
-    """Name and microseconds of each kernel of one call, behind one that overwrites the caches; None where CUPTI gives
-    nothing."""
-    import jax
-
-    jax.block_until_ready(_fill(device)())
-    try:
-        profiler._cupti_init()
-    except RuntimeError:  # another tool is CUPTI's one subscriber
-        return None
-    try:
-        jax.block_until_ready(run())
-    finally:
-        kernels = profiler._cupti_get_timings(False)
-    return [(name, 1e3 * ms) for name, ms in kernels] or None
-
-
-def _cupti() -> Any:
+def _binding() -> Any:
     """JAX's binding of CUPTI, or None where this JAX has none."""
     try:
         from jax.experimental.mosaic.gpu.profiler import mosaic_gpu_lib

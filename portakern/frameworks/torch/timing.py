@@ -47,8 +47,13 @@ class TorchInstruments(Instruments):
 
             torch.cuda.synchronize(self.device)
 
-    def stopwatch(self, run: Run) -> Stopwatch:
-        return QueuedEvents(run, self.device) if self.on_gpu else super().stopwatch(run)
+    def own_clock(self, run: Run) -> Stopwatch:
+        return QueuedEvents(run, self.device) if self.on_gpu else super().own_clock(run)
+
+    def chill(self) -> None:
+        if self.on_gpu:
+            _cache_filler(self.device).zero_()
+            self.wait(None)
 
     def same(self, a: Any, b: Any) -> bool:
         import torch
@@ -109,8 +114,7 @@ class TorchInstruments(Instruments):
         from torch.profiler import ProfilerActivity, profile
 
         run()
-        _cache_filler(self.device).zero_()
-        self.wait(None)
+        self.chill()
         with profile(activities=[ProfilerActivity.CUDA]) as recorded:
             run()
             torch.cuda.synchronize(self.device)
