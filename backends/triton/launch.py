@@ -5,6 +5,7 @@ library makes the launches, there may be none.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
+from portakern.backends.triton.layout import SHAPES
 from portakern.backends.triton.tape import TAPES, note_launch, silent
 from portakern.core import targets
 
@@ -155,4 +157,23 @@ def refuse_common(call: Call, num_warps: int, programs: int, *tiles: tuple[str, 
                 f"{name} needs about {needed} registers and {num_warps} warps of {call.target.arch} have {held}; "
                 "use a smaller tile or more warps"
             )
+    return None
+
+
+def refuse_tile(call: Call, tiling: Mapping[str, int], rows: int) -> str | None:
+    block_rows, num_warps = tiling["block_rows"], tiling["num_warps"]
+    reason = _refuse_tile(block_rows * tiling["block_n"], num_warps, call.interpret)
+    reason = reason or refuse_over(call, num_warps, block_rows * tiling["block_n"])
+    return reason or refuse_common(call, num_warps, cdiv(rows, block_rows))
+
+
+@functools.lru_cache(SHAPES)
+def _refuse_tile(tile: int, num_warps: int, interpret: bool) -> str | None:
+    if tile > 1 << 20:
+        return f"a tile of block_rows * block_n = {tile} elements is over Triton's limit of 2^20"
+    if not interpret and tile > num_warps * 32 * 128:
+        return (
+            f"a tile of {tile} elements is over 128 registers a thread at num_warps = {num_warps}; "
+            "use a smaller block_n or more warps"
+        )
     return None

@@ -68,10 +68,11 @@ class Recorder(Protocol):
 
 
 class Recorded(Stopwatch):
-    """The sum of what a recorder says each kernel of a call took: of one clock whatever library made the call. It
-    leaves out the gaps between kernels, about a microsecond each, and copies that are no kernels. Where the recorder
-    tells nothing, the library's own clock takes its place, and ``clock`` says so. The host's time is that of a call that
-    nobody records."""
+    """The sum of what a recorder says each kernel of a call took: of one clock whatever library made the call.
+
+    It leaves out the gaps between kernels, about a microsecond each, and copies that are no kernels. Where the recorder
+    tells nothing, the library's own clock takes its place, and ``clock`` says so. The host's time is that of a call
+    that nobody records."""
 
     def __init__(self, run: Run, instruments: Instruments, recorder: Recorder) -> None:
         super().__init__(run, instruments.wait)

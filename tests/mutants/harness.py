@@ -60,19 +60,36 @@ def _folder() -> Path:
 
 
 def mutated_source(fault: Fault) -> str:
-    """The kernel module's source with the fault in it; AssertionError where its text is not there as often as the fault
-    says.
+    """The source of the module that holds the fault's text with the fault in it; AssertionError where the text is not
+    there as often as the fault says.
     """
-    found = importlib.util.find_spec(f"{fault.family.package}.{fault.op}")
-    assert found is not None and found.origin is not None
-    source = Path(found.origin).read_text(encoding="utf-8")
+    source = _source(fault, fault.within or fault.op)
     seen = source.count(fault.old)
     assert seen == fault.times, (
-        f"{fault.name}: its text stands {seen} times in {found.origin}, not {fault.times}; rewrite the fault "
-        "for the kernel as it is now"
+        f"{fault.name}: its text stands {seen} times in {fault.within or fault.op}, not {fault.times}; rewrite the "
+        "fault for the kernel as it is now"
     )
     assert fault.old != fault.new
     return source.replace(fault.old, fault.new)
+
+
+def _source(fault: Fault, module: str) -> str:
+    """Of a module beside the op's own."""
+    found = importlib.util.find_spec(f"{fault.family.package}.{module}")
+    assert found is not None and found.origin is not None
+    return Path(found.origin).read_text(encoding="utf-8")
+
+
+def _loaded(name: str, source: str, **names: Any) -> None:
+    """A module of this name and source, that has these names before it runs."""
+    path = _folder() / f"{name.rpartition('.')[2]}.py"
+    path.write_text(source, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    vars(module).update(names)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
 
 
 @cache
@@ -85,19 +102,17 @@ def mutant(fault: Fault) -> Backend:
     backend.families = tuple(replace(f, package=f"{nowhere}.{f.name}") for f in shipped.families)
     registration = f"from portakern.backends.{fault.backend} import BACKEND\n"
     source = mutated_source(fault)
-    assert source.count(registration) == 1
-    file = "mutant_" + fault.name.replace("-", "_")
     # as if it lay beside the shipped module: it takes the same tables of tilings
-    name = f"{fault.family.package}.{file}"
-    path = _folder() / f"{file}.py"
-    path.write_text(source.replace(registration, "\n"), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    vars(module)["BACKEND"] = backend
+    name = f"{fault.family.package}.mutant_" + fault.name.replace("-", "_")
+    if fault.within:
+        beside = f"from {fault.family.package}.{fault.within} import"
+        _loaded(f"{name}_within", source)
+        source = _source(fault, fault.op)
+        assert source.count(beside) == 1
+        source = source.replace(beside, f"from {name}_within import")
+    assert source.count(registration) == 1
     backend.implementation = partial(_beside, fault.op, backend, shipped)  # type: ignore[method-assign]
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
+    _loaded(name, source.replace(registration, "\n"), BACKEND=backend)
     return backend
 
 

@@ -20,10 +20,10 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.gpu._rows import tile_rows
 from portakern.backends.triton.gpu.layernorm import key
 from portakern.backends.triton.gpu.logsumexp import finite_or_zero
-from portakern.backends.triton.gpu.softmax import refuse_tile, tile_rows
-from portakern.backends.triton.launch import accumulator, cdiv, launch, torch_dtype
+from portakern.backends.triton.launch import accumulator, cdiv, launch, refuse_tile, torch_dtype
 from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
 from portakern.spec import Tile
 

@@ -17,10 +17,9 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.gpu._rows import tile_of
 from portakern.backends.triton.gpu.layernorm import key
-from portakern.backends.triton.gpu.softmax import refuse_tile
-from portakern.backends.triton.gpu.swiglu import tile_of
-from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch
+from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, refuse_tile
 from portakern.backends.triton.layout import aligned, pow2_at_least, result_like, row_start, walk_rows
 from portakern.spec import Tile
 

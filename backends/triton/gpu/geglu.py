@@ -12,32 +12,23 @@ units" (2016).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import pi, sqrt
 from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.gpu._activations import C, K, erf_form
 from portakern.backends.triton.gpu.swiglu import KNOBS, fit, gated, key, open_share, product, supports
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
-
-K, C = tl.constexpr(2 * sqrt(2 / pi)), tl.constexpr(0.044715)
-ROOT_HALF = tl.constexpr(sqrt(0.5))
 
 
 @triton.jit
 def tanh_form(g):
     """s(t) of a gate g."""
     return open_share(K * g * (1.0 + C * g * g))
-
-
-@triton.jit
-def erf_form(g):
-    """The normal distribution of a gate g."""
-    return 0.5 * (1.0 + tl.erf(g * ROOT_HALF))
 
 
 @triton.jit

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu.geglu import C, K, erf_form
-from portakern.backends.triton.gpu.swiglu import KNOBS, fit, key, open_and_shut, supports
+from portakern.backends.triton.gpu._activations import C, K, erf_form, open_and_shut
+from portakern.backends.triton.gpu.swiglu import KNOBS, fit, key, supports
 from portakern.backends.triton.gpu.swiglu_vjp import gated_vjp, gradients
 
 if TYPE_CHECKING:

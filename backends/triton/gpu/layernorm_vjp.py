@@ -23,8 +23,7 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu.layernorm import key
-from portakern.backends.triton.gpu.softmax import refuse_tile
-from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, shared_limit, torch_dtype
+from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, refuse_tile, shared_limit, torch_dtype
 from portakern.backends.triton.layout import Rows, aligned, fresh, pow2_at_least, row_start, walk_rows
 from portakern.spec import Tile
 

@@ -16,16 +16,15 @@ Source: the order of tiles in "Matrix Multiplication" of the Triton tutorials (T
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import e, log2, prod
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu import geglu
 from portakern.backends.triton.gpu import matmul as products
-from portakern.backends.triton.gpu.geglu import erf_form
+from portakern.backends.triton.gpu._activations import activated
 from portakern.backends.triton.gpu.matmul import place, summed
 from portakern.backends.triton.launch import accumulator, cdiv, dot_precision, launch
 from portakern.backends.triton.layout import collapse, contiguous_strides, fresh, row_start
@@ -35,59 +34,6 @@ if TYPE_CHECKING:
     import torch
 
     from portakern.core.call import Call
-
-
-RATE = tl.constexpr(-log2(e))
-C1, C3 = tl.constexpr(-log2(e) * geglu.K.value), tl.constexpr(-log2(e) * geglu.K.value * geglu.C.value)
-R0, R1, R2, R3, R4, R5, R6, R7 = (
-    tl.constexpr(c)
-    for c in (
-        -1.1511051654815674, -0.4592081904411316, -0.052496179938316345, 0.00706342002376914, -0.00013693644723389298,
-        -0.00018618021567817777, 3.93776863347739e-05, -2.834912265825551e-06,
-    )
-)  # fmt: skip
-"""Of 2^(-1 + w R(w)), the normal distribution at -w: least in its largest error from w = 0 to 5.5, which is below
-1e-8; found by weighted least squares whose weights follow the error (Lawson 1961). Beyond, it only falls."""
-
-
-@triton.jit
-def sigmoid(t):
-    """1 / (1 + 2^t). Where 2^t overflows it is 0, and what it multiplies is of the size of t at most."""
-    return 1.0 / (1.0 + tl.exp2(t))
-
-
-@triton.jit
-def normal_below(z):
-    """How much of the normal distribution lies below z, for results of 16 bits: within 1e-7, in half as many
-    instructions as erf takes, which has two forms."""
-    w = tl.abs(z)
-    r = tl.fma(w, R7, R6)
-    r = tl.fma(w, r, R5)
-    r = tl.fma(w, r, R4)
-    r = tl.fma(w, r, R3)
-    r = tl.fma(w, r, R2)
-    r = tl.fma(w, r, R1)
-    r = tl.fma(w, r, R0)
-    beyond = tl.exp2(tl.fma(w, r, -1.0))
-    return tl.where(z < 0, beyond, 1.0 - beyond)
-
-
-@triton.jit
-def activated(z, activation: tl.constexpr, low: tl.constexpr):
-    """f(z), which is to be stored in 16 bits if ``low``."""
-    if activation == "relu":
-        return tl.where(z < 0, 0.0, z)
-    elif activation == "gelu":
-        if low:
-            return z * normal_below(z)
-        else:
-            return z * erf_form(z)
-    elif activation == "gelu_tanh":
-        return z * sigmoid(z * tl.fma(z * z, C3, C1))
-    elif activation == "silu":
-        return z * sigmoid(z * RATE)
-    else:
-        return z
 
 
 @triton.jit

@@ -25,8 +25,7 @@ from portakern.backends.triton.gpu import cross_entropy as losses
 from portakern.backends.triton.gpu import cross_entropy_vjp as brackets
 from portakern.backends.triton.gpu import matmul as portable
 from portakern.backends.triton.gpu.family import FAMILY
-from portakern.backends.triton.gpu.softmax import refuse_tile
-from portakern.backends.triton.launch import torch_dtype
+from portakern.backends.triton.launch import refuse_tile, torch_dtype
 from portakern.backends.triton.layout import fresh
 from portakern.backends.triton.outline import Outline
 from portakern.core.registry import find_spec

@@ -23,6 +23,7 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu import cross_entropy_vjp as brackets
+from portakern.backends.triton.gpu._rows import tile_of
 from portakern.backends.triton.gpu.linear_cross_entropy import (
     Product,
     chunks,
@@ -35,9 +36,7 @@ from portakern.backends.triton.gpu.linear_cross_entropy import (
     refused,
     scratch,
 )
-from portakern.backends.triton.gpu.softmax import refuse_tile
-from portakern.backends.triton.gpu.swiglu import tile_of
-from portakern.backends.triton.launch import accumulator, cdiv, launch
+from portakern.backends.triton.launch import accumulator, cdiv, launch, refuse_tile
 from portakern.backends.triton.layout import aligned, fresh, pow2_at_least, result_like, row_start, walk_rows
 
 if TYPE_CHECKING:

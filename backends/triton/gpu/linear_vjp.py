@@ -23,9 +23,8 @@ from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu import layernorm_vjp as over_rows
 from portakern.backends.triton.gpu import linear_cross_entropy as products
 from portakern.backends.triton.gpu.geglu_vjp import of_erf_form, of_tanh_form
-from portakern.backends.triton.gpu.softmax import refuse_tile
 from portakern.backends.triton.gpu.swiglu_vjp import of_silu
-from portakern.backends.triton.launch import accumulator, cdiv, launch
+from portakern.backends.triton.launch import accumulator, cdiv, launch, refuse_tile
 from portakern.backends.triton.layout import aligned, fresh, pow2_at_least, row_start, walk_rows
 
 if TYPE_CHECKING:

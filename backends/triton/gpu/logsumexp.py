@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu.softmax import refuse_tile, tile_rows
-from portakern.backends.triton.launch import accumulator, cdiv, launch
+from portakern.backends.triton.gpu._rows import tile_rows
+from portakern.backends.triton.launch import accumulator, cdiv, launch, refuse_tile
 from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
 from portakern.spec import Tile
 

@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu.softmax import refuse_tile
-from portakern.backends.triton.launch import accumulator, cdiv, launch
+from portakern.backends.triton.gpu._activations import open_and_shut
+from portakern.backends.triton.gpu._rows import tile_of
+from portakern.backends.triton.launch import accumulator, cdiv, launch, refuse_tile
 from portakern.backends.triton.layout import (
     Rows,
     aligned,
@@ -36,23 +37,6 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 KNOBS = {"num_warps": Tile(1, 32)}
-
-
-@triton.jit
-def tile_of(steps, block_rows: tl.constexpr, block_n: tl.constexpr):
-    """The rows and the elements of each that this program owns."""
-    pid = tl.program_id(0).to(tl.int64)
-    row = pid // steps * block_rows + tl.arange(0, block_rows)
-    return row, (pid % steps * block_n + tl.arange(0, block_n))[None, :]
-
-
-@triton.jit
-def open_and_shut(g):
-    """s = 1 / (1 + exp(-g)) and q = 1 - s, each as exact where it is small."""
-    e = tl.exp(-tl.abs(g))
-    high = 1.0 / (1.0 + e)
-    low = e * high
-    return tl.where(g >= 0, high, low), tl.where(g >= 0, low, high)
 
 
 @triton.jit

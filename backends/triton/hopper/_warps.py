@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from portakern.backends.triton.gpu.linear import activated
+from portakern.backends.triton.gpu._activations import activated
 from portakern.backends.triton.gpu.matmul import place
 
 # Releases before 3.8 have these under longer names.

@@ -128,7 +128,7 @@ def key(call: Call) -> dict[str, str | int]:
 
 
 def fits_a_gpu(call: Call, tiling: Mapping[str, int]) -> str | None:
-    from portakern.backends.triton.gpu.softmax import refuse_tile
+    from portakern.backends.triton.launch import refuse_tile
 
     return refuse_tile(call, tiling, prod(call.dims["batch"]))
 
