@@ -1,0 +1,156 @@
+"""The first projection of a feed-forward layer without a gate, with its bias and the activation behind it, on the linear
+op.
+
+A product by itself is what libraries do as well, so that there has to be something to win: an implementation says in
+which dtypes it was measured to be no slower than the library's product and what follows it, one after the other
+(``ahead``), and on a GPU these alone are served. Everything else is the layer's own forward, which is decided anew for
+each call: what torch.autocast makes of it counts, and hooks on what would be passed over.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from portakern.core import registry
+from portakern.core.framework import frameworks
+from portakern.core.route import ahead
+from portakern.frameworks.torch.arrays import unreadable
+from portakern.frameworks.torch.functions import kept_op, widened
+from portakern.frameworks.torch.models.prototypes import find, is_of_library
+
+__all__ = ["ACTIVATIONS", "MLPS", "Mlp", "ServedMlp", "dtypes_served", "served_mlp"]
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """Where a feed-forward layer keeps its first projection, the function behind it, and what follows, in order."""
+
+    projection: str
+    act: str
+    then: tuple[str, ...] = ()
+
+
+MLPS = {
+    "gpt2.GPT2MLP": Mlp("c_fc", "act", ("c_proj", "dropout")),
+    "vit.ViTMLP": Mlp("fc1", "activation_fn", ("fc2",)),
+    "bert.BertIntermediate": Mlp("dense", "intermediate_act_fn"),
+}
+"""Prototype -> what it is made of: then(act(projection(x)))."""
+
+ACTIVATIONS = {
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+    "ReLU": "relu",
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+}
+"""Class of an activation, of PyTorch or transformers -> what the op calls it."""
+
+DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
+
+
+class ServedMlp(NamedTuple):
+    """The forward that stands for a layer's own.
+
+    Attributes:
+      projection: the one that it does not call. only: in which dtypes, in words that follow the name of who serves.
+    """
+
+    forward: Callable[..., Any]
+    projection: nn.Module
+    only: str
+
+
+def dtypes_served(backend: str | None, device: torch.device) -> frozenset[str]:
+    """The dtypes in which the op serves projections on a device."""
+    if device.type == "meta":
+        return frozenset()
+    framework = frameworks()["torch"]
+    named = None if backend is None else registry.backend(backend)
+    return ahead(registry.find_spec("linear"), framework, framework.target(device), named)
+
+
+def served_mlp(module: nn.Module, backend: str | None) -> ServedMlp | str | None:
+    """What serves a feed-forward layer; why nothing does, in words; None for what is no such layer."""
+    mlp = find(module, MLPS)
+    if mlp is None:
+        return None
+    projection, act = getattr(module, mlp.projection), getattr(module, mlp.act)
+    name = type(act).__name__
+    if name not in ACTIVATIONS or not is_of_library(type(act)):
+        return f"no op is a projection with {name} behind it; those with an op are {', '.join(ACTIVATIONS)}"
+    if not (is_linear(projection) or is_conv1d(projection)):
+        owner = type(projection).__module__.partition(".")[0]
+        return f"its {mlp.projection} is {owner}'s {type(projection).__name__}, which is called as it is"
+    where = projection.weight.device
+    planned, activation = dtypes_served(backend, where), ACTIVATIONS[name]
+    if not planned and where.type != "meta":
+        return f"a product and {name} take no less time in one kernel on {frameworks()['torch'].target(where)}"
+    theirs, kind = inspect.unwrap(type(module).forward), type(projection)
+    known: dict[tuple[str, int | None], frozenset[str]] = {(where.type, where.index): planned}
+    across = is_conv1d(projection)
+    linear = kept_op("linear", backend)
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        opening, act = getattr(self, mlp.projection), getattr(self, mlp.act)
+        device = x.device.type, x.device.index
+        if device not in known:
+            known[device] = _asked(backend, x.device)
+        served = type(opening) is kind and _dtype_of(x) in known[device]
+        if not (served and _is_bare(opening) and _is_bare(act)):
+            return theirs(self, x)
+        weight = opening.weight.mT if across else opening.weight
+        x = linear(x, weight, opening.bias, activation=activation)
+        for after in mlp.then:
+            x = getattr(self, after)(x)
+        return x
+
+    return ServedMlp(forward, projection, _only(planned))
+
+
+def _only(served: frozenset[str]) -> str:
+    if not served or served >= {*DTYPES.values()}:
+        return ""
+    return f" in {' and '.join(sorted(served))}, otherwise PyTorch"
+
+
+@torch.compiler.assume_constant_result
+def _asked(backend: str | None, device: torch.device) -> frozenset[str]:
+    """Of a device that the model was not on when it was read."""
+    return dtypes_served(backend, device)
+
+
+def _dtype_of(x: Tensor) -> str | None:
+    """The dtype in which a projection of x is computed."""
+    cast = widened(x) and x.dtype is not torch.float64
+    return DTYPES.get(torch.get_autocast_dtype(x.device.type) if cast else x.dtype)
+
+
+def is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a projection is transformers' that keeps its weight as (in, out), which the op reads by its strides."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def _is_bare(module: nn.Module) -> bool:
+    """Whether nobody would miss it if a module were not called: no hooks, no forward of somebody's, and parameters that
+    are what they are."""
+    if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    if module._backward_hooks or module._backward_pre_hooks or nn.modules.module._has_any_global_hook():
+        return False
+    return all(
+        type(p) is nn.Parameter or unreadable(type(p)) is None for p in module._parameters.values() if p is not None
+    )
