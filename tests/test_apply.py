@@ -60,11 +60,19 @@ UNGATED = {  # the layer's class, and where it keeps its first projection
 
 
 def served_in(run):
-    """What a run returns, and the dtypes in which its calls of ``linear`` were served."""
+    """What a run returns, and the dtypes in which its projections were served that have an activation behind them."""
     calls = []
     with pk.observe(lambda s: calls.append(s.call)):
         found = run()
-    return found, [c.dtype for c in calls if c.spec.name == "linear"]
+    return found, [c.dtype for c in calls if c.spec.name == "linear" and c.options["activation"] != "none"]
+
+
+def sums_in(run):
+    """What a run returns, and how many of its projections were served with the residual that they are added to."""
+    calls = []
+    with pk.observe(lambda s: calls.append(s.call)):
+        found = run()
+    return found, len([c for c in calls if c.spec.name == "linear" and c.arrays["residual"] is not None])
 
 
 def row_of(applied, part, module):
@@ -206,7 +214,7 @@ def test_checkpoints_are_kept(family, layers):
     with portakern.torch.apply(model, backend="reference"), pk.observe(lambda s: called.append(s.call.spec.name)):
         close(step(model), want)
     assert called.count("attention") == 4  # each layer once again for its gradients
-    assert called.count("linear") == (0 if family == "Llama" else 4)
+    assert called.count("linear") == {"Llama": 0, "GPT2": 4, "ViT": 8}[family]
 
 
 def test_adapters_are_kept():
@@ -255,7 +263,7 @@ def test_a_projection_takes_the_activation_behind_it_or_the_table_names_that(nam
     want = step(model)
     with portakern.torch.apply(model, backend="reference") as applied, pk.observe(lambda s: calls.append(s.call)):
         close(step(model), want)
-        row, found = row_of(applied, "mlp", "ViTMLP"), [c for c in calls if c.spec.name == "linear"]
+        row, found = row_of(applied, "mlp", "ViTMLP"), [c for c in calls if c.spec.name == "linear"][:1]
         if ACTIVATIONS[name] is None:
             assert row.op is None and not found
             assert f"with {type(model.vit.layers[0].mlp.activation_fn).__name__} behind it" in row.by
@@ -307,6 +315,53 @@ def test_hooks_on_what_would_be_passed_over_see_what_they_saw(family):
 
 def act_of(layer):
     return next(name for name, child in layer.named_children() if "act" in name.partition("_")[0] or "act_fn" in name)
+
+
+BLOCKS = {"GPT2": "transformer.h.0", "ViT": "vit.layers.0"}
+DROPS = {"GPT2": "transformer.h.0.mlp.dropout", "ViT": "vit.layers.0.dropout"}
+SECOND = {"GPT2": "transformer.h.0.mlp.c_proj", "ViT": "vit.layers.0.mlp.fc2"}
+
+
+@pytest.mark.parametrize("family", BLOCKS)
+def test_a_second_projection_is_served_with_its_residual_where_nothing_comes_between(family):
+    model = build(family)
+    given = inputs(model)
+    want, said = step(model), logits(model)
+    with portakern.torch.apply(model, backend="reference"):
+        found, sums = sums_in(lambda: step(model))
+        close(found, want)
+        assert sums == (family == "ViT"), "a gradient of GPT-2's weight would lie across"
+        model.eval()
+        found, sums = sums_in(lambda: logits(model))
+        close(found, said)
+        assert sums == 1
+        model.get_submodule(DROPS[family]).p = 0.5
+        assert sums_in(lambda: logits(model))[1] == 1
+        model.train()
+        assert sums_in(lambda: logits(model))[1] == 0
+        model.eval()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            assert sums_in(lambda: model(**given))[1] == 0, "the residual is of float32"
+    with portakern.torch.apply(model, backend="reference", parts=["norm", "mlp"]):
+        found, sums = sums_in(lambda: logits(model))
+        close(found, said)
+        assert sums == 0, "the block is PyTorch's"
+
+
+@pytest.mark.parametrize("family", BLOCKS)
+def test_hooks_around_a_second_projection_see_what_they_saw(family):
+    model = build(family).eval()
+    for place in (f"{BLOCKS[family]}.mlp", SECOND[family], DROPS[family]):
+        seen = []
+        handle = model.get_submodule(place).register_forward_hook(lambda m, args, y, seen=seen: seen.append(y))
+        want = logits(model)
+        with portakern.torch.apply(model, backend="reference"):
+            found, sums = sums_in(lambda: logits(model))
+        handle.remove()
+        close(found, want)
+        assert sums == 0
+        half = len(seen) // 2
+        close(seen[half:], seen[:half])
 
 
 @pytest.mark.parametrize("family", UNGATED)

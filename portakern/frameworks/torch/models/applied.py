@@ -24,7 +24,7 @@ from portakern.frameworks.torch.models.gates import served_gate
 from portakern.frameworks.torch.models.heads import MARK, served_head
 from portakern.frameworks.torch.models.losses import served_loss, with_own_loss
 from portakern.frameworks.torch.models.masks import served_mask
-from portakern.frameworks.torch.models.mlps import ServedMlp, served_mlp
+from portakern.frameworks.torch.models.mlps import ADDS, ServedMlp, served_mlp
 from portakern.frameworks.torch.models.norms import served_norm
 from portakern.frameworks.torch.models.prototypes import names_in, rewrapped
 from portakern.frameworks.torch.models.rotary import served_rotary
@@ -37,7 +37,7 @@ PARTS = {
     "attention": "attention, of models that take an attn_implementation",
     "rope": "rotary embedding of queries and keys",
     "gate": "the gated product of a feed-forward layer",
-    "mlp": "the first projection of a feed-forward layer without a gate, with the activation behind it",
+    "mlp": "a feed-forward layer's projections with an activation behind them, or a residual",
     "loss": "the loss of a model that is given labels",
     "linear_loss": "a language model's last projection with its loss, in training; no logits come out",
 }
@@ -284,6 +284,8 @@ class _Plan:
                 if self._put(part, module, ("linear", found.forward)):
                     self.known.add(found.projection)
                     self.only["linear"] = found.only
+                    if found.adds:
+                        self.forwards.append((module, ADDS, True))
             else:
                 self._put(part, module, found)
         if gate is None and mlp is None and self._is_like(module, FEED_FORWARD):
