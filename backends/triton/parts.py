@@ -21,7 +21,7 @@ def in_parts(extent: int, length: int, piece: Callable[..., None], reads: Sequen
       piece: first: an int; start: None, or an array of one int32 to be added to first, where the loop is not
         Python's. A part of None is None. What it writes to are parts of ``writes``, and arrays that it makes.
     """
-    tape = silent()
+    tape: Any = silent()
     if tape is None or length >= extent:
         for first, last in chunks(extent, length):
             piece(first, None, *(x if x is None else part(x, first, last) for x in (*reads, *writes)))

@@ -16,7 +16,7 @@ class Tape:
       made: the tensors that it allocated, kept alive, so that no other takes their place. launches: kernel, grid,
         positional arguments and constexprs, in order.
       runs: whether what is noted takes place; a tape that says no is asked for what stands for a new array (``fresh``,
-        ``dtype``) and for a loop (``repeat``).
+        ``dtype``), and for loops over parts of arrays (``repeat``, of which :mod:`.parts` tells).
     """
 
     runs = True
@@ -34,12 +34,6 @@ class Tape:
 
     def dtype(self, name: str) -> Any:
         """The dtype of this name, on a tape that does not run."""
-        raise NotImplementedError
-
-    def repeat(
-        self, first: int, times: int, length: int, piece: Any, reads: Sequence[Any], writes: Sequence[Any]
-    ) -> None:
-        """``piece`` for parts of arrays (see :mod:`portakern.backends.triton.parts`), on a tape that does not run."""
         raise NotImplementedError
 
 

@@ -98,8 +98,9 @@ def gradient_into(
     (x,), rows = walk_rows(x.ndim - 1, x)
     n = x.shape[-1]
     steps = cdiv(n, tiling["block_n"])
-    launch(cross_entropy_vjp_kernel, cdiv(rows.height, tiling["block_rows"]) * steps, call, x, labels, lse, d_loss, start,
-           d_x, rows.height, rows.inner, n, steps, call.options["ignore_index"], first, classes, *rows.strides[0],
+    launch(cross_entropy_vjp_kernel, cdiv(rows.height, tiling["block_rows"]) * steps, call, x, labels, lse, d_loss,
+           start, d_x, rows.height, rows.inner, n, steps, call.options["ignore_index"], first, classes,
+           *rows.strides[0],
            block_rows=tiling["block_rows"], block_n=tiling["block_n"], acc_dtype=accumulator(call.dtype),
            even=call.options["label_smoothing"], z=call.options["z_loss"], num_warps=tiling["num_warps"],
            **rows.known(call.dtype))  # fmt: skip

@@ -59,14 +59,15 @@ ACTIVATIONS = {
 }
 """Class of an activation, of PyTorch or transformers -> what the op calls it."""
 
-DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
+DTYPES = {getattr(torch, name): name for name in ("float16", "bfloat16", "float32", "float64")}
 
 
 class ServedMlp(NamedTuple):
     """The forward that stands for a layer's own.
 
     Attributes:
-      projection: the one that it does not call. adds: whether it takes a residual. only: in which dtypes, in words that follow the name of who serves.
+      projection: the one that it does not call. adds: whether it takes a residual.
+      only: in which dtypes, in words that follow the name of who serves.
     """
 
     forward: Callable[..., Any]
