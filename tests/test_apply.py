@@ -2,6 +2,7 @@
 
 import copy
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ transformers = pytest.importorskip(
 )
 
 import portakern.torch  # noqa: E402
+from portakern.frameworks.torch.models.applied import PARTS  # noqa: E402
 
 LLAMA = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -38,16 +40,44 @@ FAMILIES = {  # the model, its config, and the parts that are served
         "GPT2LMHeadModel",
         {"vocab_size": 40, "n_embd": 16, "n_layer": 1, "n_head": 4, "n_positions": 16, "resid_pdrop": 0.0,
          "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-        PRE_NORM,
+        PRE_NORM | {"mlp"},
     ),
-    "Bert": ("BertForMaskedLM", BERT, {"norm", "add_norm", "attention", "loss"}),
+    "Bert": ("BertForMaskedLM", BERT, {"norm", "add_norm", "attention", "mlp", "loss"}),
     "ViT": (
         "ViTForImageClassification",
         {**{k: v for k, v in BERT.items() if k != "vocab_size"}, "image_size": 8, "patch_size": 4, "num_channels": 1,
          "num_labels": 3},
-        {"norm", "add_norm", "attention", "loss"},
+        {"norm", "add_norm", "attention", "mlp", "loss"},
     ),
 }  # fmt: skip
+
+
+UNGATED = {  # the layer's class, and where it keeps its first projection
+    "GPT2": ("GPT2MLP", "transformer.h.0.mlp", "c_fc"),
+    "Bert": ("BertIntermediate", "bert.encoder.layer.0.intermediate", "dense"),
+    "ViT": ("ViTMLP", "vit.layers.0.mlp", "fc1"),
+}
+
+
+def served_in(run):
+    """What a run returns, and the dtypes in which its projections were served that have an activation behind them."""
+    calls = []
+    with pk.observe(lambda s: calls.append(s.call)):
+        found = run()
+    return found, [c.dtype for c in calls if c.spec.name == "linear" and c.options["activation"] != "none"]
+
+
+def sums_in(run):
+    """What a run returns, and how many of its projections were served with the residual that they are added to."""
+    calls = []
+    with pk.observe(lambda s: calls.append(s.call)):
+        found = run()
+    return found, len([c for c in calls if c.spec.name == "linear" and c.arrays["residual"] is not None])
+
+
+def row_of(applied, part, module):
+    (row,) = (row for row in applied.rows if row.part == part and row.module == module)
+    return row
 
 
 def build(family="Llama", **changed):
@@ -118,6 +148,18 @@ def test_without_padding_no_mask_is_made(family):
     assert attended and all(c.arrays["bias"] is None for c in attended)
 
 
+@pytest.mark.parametrize("family", UNGATED)
+def test_a_compiled_model_has_its_projections_in_one_graph(family):
+    model = build(family)
+    given = inputs(model, padded=False)
+    want = step(model, given)
+    with portakern.torch.apply(model, backend="reference"):
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        found, dtypes = served_in(lambda: step(model, given, compiled))
+        close(found, want)
+    assert dtypes == ["float32"]
+
+
 def test_a_compiled_model_is_one_graph_without_a_mask():
     model, graphs = build("Mistral"), []
     given = {**inputs(model, padded=False), "use_cache": False}
@@ -162,13 +204,17 @@ def test_another_model_of_the_same_config_stays_as_it_was():
     assert model.config is other.config
 
 
-def test_checkpoints_are_kept():
-    model = build(num_hidden_layers=2)
+@pytest.mark.parametrize(
+    "family, layers", {"Llama": "num_hidden_layers", "GPT2": "n_layer", "ViT": "num_hidden_layers"}.items()
+)
+def test_checkpoints_are_kept(family, layers):
+    model = build(family, **{layers: 2})
     want, called = step(model), []
     model.gradient_checkpointing_enable()
     with portakern.torch.apply(model, backend="reference"), pk.observe(lambda s: called.append(s.call.spec.name)):
         close(step(model), want)
     assert called.count("attention") == 4  # each layer once again for its gradients
+    assert called.count("linear") == {"Llama": 0, "GPT2": 4, "ViT": 8}[family]
 
 
 def test_adapters_are_kept():
@@ -183,7 +229,8 @@ def test_adapters_are_kept():
         close(step(model), want)
 
 
-def test_shards_of_fsdp_are_kept():
+@pytest.mark.parametrize("family, layer", [("Llama", "model.layers.0"), ("GPT2", "transformer.h.0")])
+def test_shards_of_fsdp_are_kept(family, layer):
     from torch import distributed
     from torch.distributed.fsdp import fully_shard
 
@@ -192,14 +239,198 @@ def test_shards_of_fsdp_are_kept():
         port = free.getsockname()[1]
     distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
     try:
-        model = build()
+        model = build(family)
         want, called = step(model), []
-        fully_shard(model.model.layers[0]), fully_shard(model)
+        fully_shard(model.get_submodule(layer)), fully_shard(model)
         with portakern.torch.apply(model, backend="reference"), pk.observe(lambda s: called.append(s.call.spec.name)):
             close([x.full_tensor() if hasattr(x, "full_tensor") else x for x in step(model)], want)
         assert "linear_cross_entropy" in called and "attention" in called
+        assert ("linear" in called) == (family == "GPT2")
     finally:
         distributed.destroy_process_group()
+
+
+ACTIVATIONS = {
+    "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh", "relu": "relu", "silu": "silu",
+    "quick_gelu": None, "gelu_10": None, "gelu_fast": None, "relu2": None, "tanh": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_projection_takes_the_activation_behind_it_or_the_table_names_that(name):
+    model, calls = build("ViT", hidden_act=name), []
+    want = step(model)
+    with portakern.torch.apply(model, backend="reference") as applied, pk.observe(lambda s: calls.append(s.call)):
+        close(step(model), want)
+        row, found = row_of(applied, "mlp", "ViTMLP"), [c for c in calls if c.spec.name == "linear"][:1]
+        if ACTIVATIONS[name] is None:
+            assert row.op is None and not found
+            assert f"with {type(model.vit.layers[0].mlp.activation_fn).__name__} behind it" in row.by
+        else:
+            assert row.op == "linear"
+            assert [c.options["activation"] for c in found] == [ACTIVATIONS[name]]
+
+
+class GELUActivation(torch.nn.Module):  # not that of transformers
+    def forward(self, x):
+        return 2 * torch.nn.functional.gelu(x)
+
+
+def test_an_activation_that_only_has_the_name_is_left():
+    model = build("ViT")
+    model.vit.layers[0].mlp.activation_fn = GELUActivation()
+    want = step(model)
+    with portakern.torch.apply(model, backend="reference") as applied:
+        assert row_of(applied, "mlp", "ViTMLP").op is None
+        close(step(model), want)
+
+
+@pytest.mark.parametrize("family", UNGATED)
+def test_hooks_on_what_would_be_passed_over_see_what_they_saw(family):
+    model, (_, place, projection) = build(family), UNGATED[family]
+    layer = model.get_submodule(place)
+    seen = []
+
+    def look(module, args, output=None):
+        seen.append(args[0].detach() if output is None else output.detach())
+
+    with portakern.torch.apply(model, backend="reference"):
+        for where in (getattr(layer, projection), layer.get_submodule(act_of(layer))):
+            for hang in ("register_forward_hook", "register_forward_pre_hook"):
+                with torch.no_grad():
+                    assert served_in(lambda: model(**inputs(model)))[1] == ["float32"] and not seen
+                    handle = getattr(where, hang)(look)
+                    assert served_in(lambda: model(**inputs(model)))[1] == []
+                handle.remove()
+                (ours,), seen[:] = seen[:], []
+                theirs = build(family)
+                other = theirs.get_submodule(place)
+                name = projection if where is getattr(layer, projection) else act_of(layer)
+                getattr(getattr(other, name), hang)(look)
+                with torch.no_grad():
+                    theirs(**inputs(theirs))
+                close(ours, seen.pop())
+
+
+def act_of(layer):
+    return next(name for name, child in layer.named_children() if "act" in name.partition("_")[0] or "act_fn" in name)
+
+
+BLOCKS = {"GPT2": "transformer.h.0", "ViT": "vit.layers.0"}
+DROPS = {"GPT2": "transformer.h.0.mlp.dropout", "ViT": "vit.layers.0.dropout"}
+SECOND = {"GPT2": "transformer.h.0.mlp.c_proj", "ViT": "vit.layers.0.mlp.fc2"}
+
+
+@pytest.mark.parametrize("family", BLOCKS)
+def test_a_second_projection_is_served_with_its_residual_where_nothing_comes_between(family):
+    model = build(family)
+    given = inputs(model)
+    want, said = step(model), logits(model)
+    with portakern.torch.apply(model, backend="reference"):
+        found, sums = sums_in(lambda: step(model))
+        close(found, want)
+        assert sums == (family == "ViT"), "a gradient of GPT-2's weight would lie across"
+        model.eval()
+        found, sums = sums_in(lambda: logits(model))
+        close(found, said)
+        assert sums == 1
+        model.get_submodule(DROPS[family]).p = 0.5
+        assert sums_in(lambda: logits(model))[1] == 1
+        model.train()
+        assert sums_in(lambda: logits(model))[1] == 0
+        model.eval()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            assert sums_in(lambda: model(**given))[1] == 0, "the residual is of float32"
+    with portakern.torch.apply(model, backend="reference", parts=["norm", "mlp"]):
+        found, sums = sums_in(lambda: logits(model))
+        close(found, said)
+        assert sums == 0, "the block is PyTorch's"
+
+
+@pytest.mark.parametrize("family", BLOCKS)
+def test_hooks_around_a_second_projection_see_what_they_saw(family):
+    model = build(family).eval()
+    for place in (f"{BLOCKS[family]}.mlp", SECOND[family], DROPS[family]):
+        seen = []
+        handle = model.get_submodule(place).register_forward_hook(lambda m, args, y, seen=seen: seen.append(y))
+        want = logits(model)
+        with portakern.torch.apply(model, backend="reference"):
+            found, sums = sums_in(lambda: logits(model))
+        handle.remove()
+        close(found, want)
+        assert sums == 0
+        half = len(seen) // 2
+        close(seen[half:], seen[:half])
+
+
+@pytest.mark.parametrize("family", UNGATED)
+def test_projections_are_served_in_the_dtypes_in_which_that_gains(family, monkeypatch):
+    from portakern.frameworks.torch.models import mlps
+
+    module, *_ = UNGATED[family]
+    given = inputs(build(family))
+    with torch.autocast("cpu", torch.bfloat16):
+        want = build(family)(**given).loss
+    for only, plain, cast in ((("bfloat16",), [], ["bfloat16"]), (("float32",), ["float32"], []), ((), [], [])):
+        monkeypatch.setattr(mlps, "dtypes_served", lambda *_, only=only: frozenset(only))
+        model = build(family)
+        with portakern.torch.apply(model, backend="reference") as applied:
+            assert served_in(lambda model=model: model(**given))[1] == plain
+            with torch.autocast("cpu", torch.bfloat16):
+                found, dtypes = served_in(lambda model=model: model(**given).loss)
+            assert dtypes == cast
+            torch.testing.assert_close(found, want, rtol=2e-2, atol=0)
+            row = row_of(applied, "mlp", module)
+            if only:
+                assert row.op == "linear" and row.by == f"reference in {only[0]}, otherwise PyTorch"
+            else:
+                assert row.op is None and "in one kernel" in row.by
+
+
+def test_where_a_projection_gains_its_implementation_says():
+    pytest.importorskip("triton", reason="triton is not installed")
+    from portakern.core import registry
+    from portakern.core.framework import frameworks
+    from portakern.core.route import ahead
+    from portakern.core.targets import HOST, find
+
+    def asked(target, backend=None):
+        named = None if backend is None else registry.backend(backend)
+        return ahead(registry.find_spec("linear"), frameworks()["torch"], target, named)
+
+    assert asked(find("sm_90").target) == {"float16", "bfloat16"}
+    assert asked(find("sm_80").target) == asked(find("gfx942").target) == frozenset()
+    assert all("float32" in asked(HOST, b) for b in (None, "triton", "reference"))
+
+
+def test_a_projection_that_an_adapter_wraps_is_left_and_the_table_says_so():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    for family, (module, place, projection) in UNGATED.items():
+        config = peft.LoraConfig(r=2, target_modules=[projection], init_lora_weights=False)
+        if family == "Bert":
+            config.target_modules = [f"{place}.dense"]
+        model = peft.get_peft_model(build(family), config)
+        want = step(model, inputs(model.base_model.model))
+        with portakern.torch.apply(model, backend="reference") as applied:
+            row = row_of(applied, "mlp", module)
+            assert row.op is None and f"its {projection} is peft's Linear" in row.by
+            found, dtypes = served_in(lambda model=model: step(model, inputs(model.base_model.model)))
+            close(found, want)
+            assert dtypes == []
+
+
+def test_an_adapter_that_comes_later_is_not_passed_over():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules=["c_fc"], init_lora_weights=False)
+    model = build("GPT2")
+    with portakern.torch.apply(model, backend="reference") as applied:
+        adapted = peft.get_peft_model(model, config)
+        ours, dtypes = served_in(lambda: step(adapted, inputs(model)))
+        assert dtypes == []
+    applied.undo()
+    close(ours, step(adapted, inputs(model)))
 
 
 class MysteryRMSNorm(torch.nn.Module):
@@ -265,6 +496,24 @@ def test_what_was_changed_since_is_not_undone_in_silence():
     model.model.norm.forward = ours
     applied.undo(), applied.undo()
     assert "forward" not in vars(model.model.norm)
+
+
+def table_of_families():
+    """As examples/huggingface/README.md has it."""
+    kept = [*PARTS]
+    lines = [["model", *(f"`{part}`" for part in kept)]]
+    lines.append(["---"] * len(lines[0]))
+    for family, (name, *_) in FAMILIES.items():
+        with portakern.torch.apply(build(family), backend="reference") as applied:
+            ops = {part: sorted({row.op for row in applied.rows if row.part == part and row.op}) for part in kept}
+        lines.append([f"`{name}`", *(", ".join(f"`{op}`" for op in ops[part]) or "–" for part in kept)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def test_the_table_of_families_is_what_is_served():
+    page = Path(__file__).parent.parent / "examples" / "huggingface" / "README.md"
+    table = table_of_families()
+    assert table in page.read_text(encoding="utf-8"), f"expected in {page.name}:\n{table}"
 
 
 def test_parts_that_are_not_asked_for_stay_pytorchs():

@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -25,13 +27,13 @@ from jax import export as jax_export  # noqa: E402
 import portakern as pk  # noqa: E402
 import portakern.jax  # noqa: E402
 from portakern import testing  # noqa: E402
-from portakern.backends.triton import outline, staging  # noqa: E402
+from portakern.backends.triton import outline, parts, staging  # noqa: E402
 from portakern.backends.triton.compiler import specialised  # noqa: E402
 from portakern.backends.triton.launch import launch  # noqa: E402
 from portakern.backends.triton.layout import contiguous_strides  # noqa: E402
 from portakern.core import backend, batching, registry, targets  # noqa: E402
 from portakern.core.framework import frameworks  # noqa: E402
-from portakern.core.program import Code, Copy, Launch, Number, Program  # noqa: E402
+from portakern.core.program import Code, Launch, Loop, Number, Program  # noqa: E402
 from portakern.frameworks.jax import embedding, tracing  # noqa: E402
 from tests.custom_calls import Plugin, decode, plugged_in  # noqa: E402
 
@@ -165,7 +167,7 @@ def program(run, *shapes, written=()):
         out = run(sheet, *arrays)
     finally:
         del staging.TAPES[ident]
-    steps = tuple(s if isinstance(s, Copy) else staging.launched(SM_90.target, *s) for s in sheet.steps)
+    steps = staging.finished(SM_90.target, sheet.steps)
     names = tuple(f"a{i}" for i in range(len(shapes)))
     return Program(names, tuple(sheet.places), steps, ((out.number, out.view),), frozenset(written))
 
@@ -224,6 +226,63 @@ def test_new_arrays_come_last():
 
     with plugged_in(), pytest.raises(pk.UnsupportedError, match="twice takes a new array before one that holds"):
         embedded(program(run, (16,)), normal(16))
+
+
+def row_by_row(sheet, x, w):
+    """Of each row of x, twice it and w; rows come two at a time, and what is left of them alone."""
+    made, twofold = sheet.fresh(x.shape, np.dtype("float32")), sheet.fresh((16,), np.dtype("float32"))
+    launch(twice, 1, GPU_CALL, w, twofold, n=16)
+
+    def piece(first, start, part, own):
+        for array in (part.reshape(part.numel()), twofold):
+            again = sheet.fresh((part.numel(),), np.dtype("float32"))
+            launch(twice, 1, GPU_CALL, array, again, n=16)
+        launch(add_rows, 1, GPU_CALL, part, twofold, start, own, rows=part.shape[0], n=16, first=first)
+
+    parts.in_parts(x.shape[0], 2, piece, (x,), (made,))
+    return made
+
+
+@triton.jit
+def add_rows(x, w, start, y, rows: tl.constexpr, n: tl.constexpr, first: tl.constexpr):
+    """y = x + w, and where each row stands."""
+    for i in tl.static_range(rows):
+        at = tl.arange(0, n)
+        place = (first + i + tl.load(start)).to(tl.float32)
+        tl.store(y + i * n + at, tl.load(x + i * n + at) + tl.load(w + at) + place)
+
+
+def test_a_loop_does_for_each_part_what_is_done_for_one():
+    x, w = normal(7, 16), normal(16)
+    with plugged_in() as plugin:
+        made = program(row_by_row, (7, 16), (16,))
+        loops = [s for s in made.steps if isinstance(s, Loop)]
+        assert [(s.first, s.times, s.length) for s in loops] == [(0, 3, 2), (6, 1, 1)]
+        close(embedded(made, x, w), x + 2 * w + jnp.arange(7.0)[:, None])
+        assert [c.name for c in plugin.calls].count("add_rows") == 4
+        vmapped = jax.vmap(lambda x: embedding.embed(made, {"a0": x, "a1": w})[0])
+        close(vmapped(jnp.stack([x, 2 * x])), jnp.stack([x, 2 * x]) + 2 * w + jnp.arange(7.0)[:, None])
+
+
+def test_in_a_loop_nothing_from_before_is_written_to():
+    def run(sheet, x, w):
+        made, outside = (sheet.fresh(shape, np.dtype("float32")) for shape in (x.shape, (16,)))
+        launch(twice, 1, GPU_CALL, w, outside, n=16)
+
+        def piece(first, start, part, own):
+            launch(twice, 1, GPU_CALL, part, own, n=16)
+            launch(add_up, 1, GPU_CALL, part, outside, n=16)
+
+        parts.in_parts(x.shape[0], 1, piece, (x,), (made,))
+        return made
+
+    said = ""
+    with plugged_in():
+        try:
+            embedded(program(run, (2, 16), (16,)), normal(2, 16), normal(16))
+        except pk.UnsupportedError as e:
+            said = str(e)
+    assert "add_up writes to an input that its op may not write to" in said
 
 
 STEPS = st.lists(st.sampled_from(["permute", "mT", "expand", "split", "merge", "new axis", "clone"]), max_size=4)
@@ -401,6 +460,71 @@ def test_without_pytorch():
     assert run.stdout.count(f"@{embedding.CUSTOM_CALL}") == 1, "nobody reads what the forward call makes"
 
 
+# ------------------------------------------------------------------------------------------------- logits in chunks
+
+ENTROPY = "linear_cross_entropy"
+
+
+def of_entropy(dtype, rows=75, n=83, d=24):
+    hidden, weight = normal(rows, d, dtype=dtype), normal(n, d, dtype=dtype) / 4
+    labels = jnp.asarray(RNG.integers(0, n, rows)).at[3].set(-100)
+    return hidden, weight, labels, jnp.asarray(RNG.standard_normal(rows), jnp.float32)
+
+
+def same(got, want):
+    for ours, theirs in zip(got, want, strict=True):
+        assert np.asarray(ours).tobytes() == frameworks()["torch"].to_numpy(theirs).tobytes()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("chunk", [16, 32, 64, 128])
+def test_chunks_have_the_bits_of_a_loop_on_the_host(chunk, dtype):
+    """Losses, slopes and gradients under jit, in chunks of rows and of classes, the last of which is shorter."""
+    hidden, weight, labels, d_loss = of_entropy(dtype)
+    options = {"label_smoothing": 0.1, "z_loss": 1e-3}
+    forward = {"return_lse": True, "return_slope": True, **options}
+    op, vjp = (on_triton(ENTROPY, tiling={"chunk_rows": chunk}), on_triton(f"{ENTROPY}_vjp", tiling={"chunk_n": chunk}))
+    tensors = [frameworks()["torch"].from_numpy(np.array(x), None) for x in (hidden, weight, labels, d_loss)]
+    want = op(*tensors[:3], **forward)
+    theirs = vjp(*tensors[:3], *want[1:], tensors[3], **options)
+    with plugged_in() as plugin:
+        loss = jax.jit(lambda *a: op(*a, **forward))(hidden, weight, labels)
+        launches = len(plugin.calls)
+        same(loss, want)
+        same(jax.jit(lambda *a: vjp(*a, **options))(hidden, weight, labels, *loss[1:], d_loss), theirs)
+        assert launches == 4 * -(-75 // chunk)
+
+
+def test_a_gradient_under_jit_goes_in_chunks():
+    hidden, weight, labels, d_loss = of_entropy(jnp.float32, n=2500, d=8)
+    op = on_triton(ENTROPY, tiling={"chunk_rows": 32})
+
+    def theirs(hidden, weight):
+        x = hidden @ weight.T
+        losses = jax.nn.logsumexp(x, -1) - jnp.take_along_axis(x, jnp.maximum(labels, 0)[:, None], -1)[:, 0]
+        return (jnp.where(labels == -100, 0.0, losses) * d_loss).sum()
+
+    want = jax.value_and_grad(theirs, (0, 1))(hidden, weight)
+    with plugged_in() as plugin:
+        ours = jax.jit(jax.value_and_grad(lambda h, w: (op(h, w, labels) * d_loss).sum(), (0, 1)))
+        close(ours(hidden, weight), want, 1e-4)
+        assert [c.name for c in plugin.calls].count("cross_entropy_vjp_kernel") == 3 + 2
+
+
+@pytest.mark.parametrize("backend, platform, arch", [("triton", "cuda", "sm_90"), ("pallas", "tpu", "v6e")])
+def test_no_array_of_a_program_is_as_large_as_all_logits(backend, platform, arch):
+    rows, n, d = 4100, 10000, 64
+    arrays = [
+        jax.ShapeDtypeStruct(s, t) for s, t in (((rows, d), "bfloat16"), ((n, d), "bfloat16"), ((rows,), "int32"))
+    ]
+    op = pk.op(ENTROPY, backend=backend)
+    step = jax.jit(jax.value_and_grad(lambda h, w, t: op(h, w, t).sum(), (0, 1)))
+    with portakern.jax.lowered_for(arch):
+        text = step.trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
+    sizes = [math.prod(map(int, m.split("x"))) for m in re.findall(r"tensor<(\d+(?:x\d+)*)x[a-z]", text)]
+    assert 2 * max(sizes) <= rows * n + n and "stablehlo.while" in text
+
+
 # ----------------------------------------------------------------------------------------------------------- refusals
 
 
@@ -427,7 +551,7 @@ def test_what_an_older_jaxlib_cannot_launch(what, monkeypatch):
     code = Code("kernel", platform, arch, "text", b"", 8, 64, 0)
     monkeypatch.setattr(embedding.jaxlib.version, "__version_info__", OLD)
     with pytest.raises(pk.UnsupportedError, match=message):
-        embedding.launch(Program((), (), (), ()), step_of(code=code), {})
+        embedding.launch(Program((), (), (), ()), step_of(code=code), {}, frozenset())
     embedding.check_carried(CODE)
     monkeypatch.setattr(embedding.jaxlib.version, "__version_info__", embedding.CARRIES_CODE)
     embedding.check_carried(code)
@@ -481,6 +605,20 @@ FAULTS = {
         test_copies_and_outputs_are_seen_as_the_program_says),
     "results take no operand's memory": (
         Plugin, "ffi_call", without_aliases, test_a_kernel_goes_on_writing_to_what_an_earlier_one_made),
+    "every part is taken from the beginning": (
+        embedding, "loop", lambda real: lambda program, step, held: real(
+            program, dataclasses.replace(step, first=0), held),
+        test_a_loop_does_for_each_part_what_is_done_for_one),
+    "a loop leaves what is left over out": (
+        embedding, "loop", lambda real: lambda program, step, held: real(program, step, held) if step.times > 1 else 0,
+        test_a_loop_does_for_each_part_what_is_done_for_one),
+    "in a loop kernels may write to what was there": (
+        embedding, "go", lambda real: lambda program, steps, held, fixed: real(program, steps, held, frozenset()),
+        test_in_a_loop_nothing_from_before_is_written_to),
+    "a loop over classes counts labels anew": (
+        outline.Sheet, "repeat", lambda real: lambda sheet, first, times, length, piece, reads, writes: real(
+            sheet, first, times, length, lambda first, start, *parts: piece(first, None, *parts), reads, writes),
+        test_a_gradient_under_jit_goes_in_chunks),
     "samples join the batch from behind": (
         batching, "Into", lambda real: lambda wide, shape: real(wide, (*shape[1:], shape[0])),
         test_transforms_see_a_step_of_their_program),

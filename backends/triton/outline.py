@@ -17,7 +17,7 @@ from portakern.backends.triton.layout import contiguous_strides
 from portakern.backends.triton.tape import Tape
 from portakern.core.call import Call
 from portakern.core.framework import BY_TYPE, DTYPE_NAME, Framework
-from portakern.core.program import Copy, Place, View
+from portakern.core.program import Copy, Loop, Place, View
 from portakern.core.targets import Target
 from portakern.spec.dtypes import numpy_dtype
 
@@ -50,7 +50,7 @@ class Sheet(Tape):
     """A tape for outlines, on which nothing is allocated or launched.
 
     Attributes:
-      places: every array so far. steps: copies, and the launches as the implementation makes them.
+      places: every array so far. steps: copies, loops, and the launches as the implementation makes them.
     """
 
     runs = False
@@ -73,6 +73,21 @@ class Sheet(Tape):
 
     def launched(self, kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
         self.steps.append((kernel, grid, args, constexprs))
+
+    def repeat(
+        self, first: int, times: int, length: int, piece: Any, reads: Sequence[Any], writes: Sequence[Any]
+    ) -> None:
+        """A loop, whose steps are what ``piece`` does for a part that begins anywhere."""
+        before, self.steps = self.steps, []
+        start = self.place((1,), "int32")
+        parts = [None if x is None else self.place((length, *x.shape[1:]), x.name) for x in (*reads, *writes)]
+        try:
+            piece(0, start, *parts)
+        finally:
+            steps, self.steps = self.steps, before
+        read = [(x.number, x.view, p.number) for x, p in zip(reads, parts, strict=False) if p is not None]
+        written = [(x.number, p.number) for x, p in zip(writes, parts[len(reads) :], strict=True) if p is not None]
+        self.steps.append(Loop(first, times, length, start.number, tuple(read), tuple(written), tuple(steps)))
 
     def copied(self, x: Outline, *more: tuple[str, tuple[Any, ...]]) -> Outline:
         """The values of an outline, seen in another way yet, in memory of their own."""

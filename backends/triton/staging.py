@@ -8,7 +8,7 @@ at each launch cannot be had: tensor descriptors, which hold addresses, and kern
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from portakern.backends.triton.compiler import gpu_target, specialised
 from portakern.backends.triton.outline import Outline, Sheet, outlined
 from portakern.backends.triton.tape import TAPES
 from portakern.core import targets
-from portakern.core.program import Code, Copy, Launch, Number, Program
+from portakern.core.program import Code, Copy, Launch, Loop, Number, Program
 from portakern.core.targets import Hardware, Target
 from portakern.errors import UnsupportedError
 
@@ -44,7 +44,7 @@ def stage(impl: Implementation, embed: Embed) -> Implementation:
 
     def copies(call: Call, tiling: Tiling) -> str | None:
         sheet, _ = written(impl, call, tiling)
-        what = [f"{sheet.places[s.to].dtype} {sheet.places[s.to].shape}" for s in sheet.steps if isinstance(s, Copy)]
+        what = [f"{sheet.places[s.to].dtype} {sheet.places[s.to].shape}" for s in copied(sheet.steps)]
         return f"gathered or cast before a kernel reads it: {', '.join(what)}" if what else None
 
     key, fit = impl.key, impl.fit
@@ -85,14 +85,33 @@ def program(impl: Implementation, call: Call, tiling: Tiling) -> Program:
     """A call, written down and compiled."""
     sheet, outputs = written(impl, call, tiling)
     names = tuple(n for n, a in call.arrays.items() if a is not None)
-    steps = tuple(s if isinstance(s, Copy) else launched(call.target, *s) for s in sheet.steps)
     return Program(
         names,
         tuple(sheet.places),
-        steps,
+        finished(call.target, sheet.steps),
         tuple(None if o is None else (o.number, o.view) for o in outputs),
         frozenset(names.index(n) for n in call.over),
     )
+
+
+def copied(steps: Iterable[Any]) -> Iterator[Copy]:
+    """The copies among steps, those in loops too."""
+    for step in steps:
+        if isinstance(step, Loop):
+            yield from copied(step.steps)
+        elif isinstance(step, Copy):
+            yield step
+
+
+def finished(target: Target, steps: Iterable[Any]) -> tuple[Any, ...]:
+    """A sheet's steps with their kernels compiled."""
+
+    def one(step: Any) -> Any:
+        if isinstance(step, Loop):
+            return replace(step, steps=finished(target, step.steps))
+        return step if isinstance(step, Copy) else launched(target, *step)
+
+    return tuple(map(one, steps))
 
 
 def launched(target: Target, kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[str, Any]) -> Launch:

@@ -16,7 +16,7 @@ class Tape:
       made: the tensors that it allocated, kept alive, so that no other takes their place. launches: kernel, grid,
         positional arguments and constexprs, in order.
       runs: whether what is noted takes place; a tape that says no is asked for what stands for a new array (``fresh``,
-        ``dtype``).
+        ``dtype``), and for loops over parts of arrays (``repeat``, of which :mod:`.parts` tells).
     """
 
     runs = True

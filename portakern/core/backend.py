@@ -226,6 +226,9 @@ class Implementation:
       overwrites: it writes results over inputs where a call asks (:meth:`Call.overwritten`), and hands those back;
         ``supports`` refuses the tilings in which it cannot.
       drawn: which calls the checker draws of a variant that takes few.
+      ahead: the dtypes in which it was measured to take no longer, with its gradients, than the functions of an array
+        library that come to the same one after the other. Who would put it in their place asks
+        (:func:`portakern.core.route.ahead`).
 
     Neither ``tiling`` nor ``key`` nor ``fit`` may depend on batch or row counts, so that a row's bits do not either;
     but where they are the ``same_bits`` in every tiling, and ``fit`` in tiles that leave a row's bits as they are.
@@ -245,6 +248,7 @@ class Implementation:
     same_bits: bool = False
     overwrites: bool = False
     drawn: Drawn = ANY
+    ahead: tuple[str, ...] = ()
     _looked: Remembered[Any, bool] = field(default_factory=Remembered, init=False, repr=False)
 
     @functools.cached_property
@@ -390,6 +394,7 @@ class Backend:
         same_bits: bool = False,
         overwrites: bool = False,
         drawn: Drawn = ANY,
+        ahead: tuple[str, ...] = (),
     ) -> Callable[[F], F]:
         """Register the decorated ``fn(call, tiling)`` as this backend's ``op`` (see :class:`Implementation`).
 
@@ -409,8 +414,9 @@ class Backend:
                         f"{fn.__module__}.{fn.__qualname__} needs a backend of its own: pk.Backend(...)"
                     )
                 made = Implementation(
-                    self, family, op, fn, tiling, supports, knobs, key, fit, takes, copies, same_bits, overwrites, drawn
-                )
+                    self, family, op, fn, tiling, supports, knobs, key, fit, takes, copies, same_bits, overwrites,
+                    drawn, ahead,
+                )  # fmt: skip
                 self._found[family.package, op] = made
                 forget()  # ops that were made before serve their next call anew
             return fn

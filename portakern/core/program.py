@@ -1,5 +1,5 @@
 """What a call of an op does, as a list of steps that another library can make part of its own programs: copies of
-arrays, and launches of machine code.
+arrays, launches of machine code, and loops of both over parts of arrays.
 
 A backend writes a program down (``stages`` of :class:`portakern.core.backend.Family`); a framework that can hold
 machine code in its programs takes it from there (:meth:`portakern.core.framework.Framework.embed`).
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["Code", "Copy", "Launch", "Number", "Place", "Program", "View"]
+__all__ = ["Code", "Copy", "Launch", "Loop", "Number", "Place", "Program", "View"]
 
 View = tuple[tuple[str, tuple[Any, ...]], ...]
 """How an array is seen: steps from the array as it lies, ("permute", axes), ("expand", shape), ("reshape", shape) or
@@ -76,6 +76,28 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class Loop:
+    """Steps for one part of some arrays after another, each ``length`` rows: only one part's arrays are there at a
+    time. What the steps write to is their own, or a part of a result.
+
+    Attributes:
+      first: the row where the first part begins; times: how many parts there are.
+      start: an array of one int32, the row where a part begins.
+      reads: (array, how it is seen, its part) of those that are read in parts.
+      writes: (array, its part) of those that parts become; rows that none became are 0.
+      steps: what is done for a part; they may read every array that is there before.
+    """
+
+    first: int
+    times: int
+    length: int
+    start: int
+    reads: tuple[tuple[int, View, int], ...]
+    writes: tuple[tuple[int, int], ...]
+    steps: tuple[Copy | Launch | Loop, ...]
+
+
+@dataclass(frozen=True)
 class Program:
     """Steps over numbered arrays.
 
@@ -88,6 +110,6 @@ class Program:
 
     inputs: tuple[str, ...]
     arrays: tuple[Place, ...]
-    steps: tuple[Copy | Launch, ...]
+    steps: tuple[Copy | Launch | Loop, ...]
     outputs: tuple[tuple[int, View] | None, ...]
     written: frozenset[int] = frozenset()

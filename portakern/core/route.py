@@ -22,7 +22,7 @@ from portakern.errors import SpecError, UnsupportedError
 from portakern.spec import Spec
 from portakern.spec.options import shown
 
-__all__ = ["Choice", "Route", "choose", "find_routes", "pick", "routes", "to_framework", "why_not"]
+__all__ = ["Choice", "Route", "ahead", "choose", "find_routes", "pick", "routes", "to_framework", "why_not"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +138,18 @@ def choose(spec: Spec[Any], framework: Framework, target: Target) -> Backend:
         f"{spec.name}: no backend serves {framework.name} arrays on {target} by itself. {'; '.join(reasons)}. "
         f"These serve it when named: {', '.join(serving) or 'none'}"
     )
+
+
+def ahead(spec: Spec[Any], framework: Framework, target: Target, named: Backend | None = None) -> frozenset[str]:
+    """The dtypes in which an op is worth putting where a model has its framework's own functions: what the variant that
+    serves the target says of itself (:attr:`portakern.core.backend.Implementation.ahead`). Every dtype where nothing is
+    compiled, since nobody asks the oracle or an interpreter for speed."""
+    b = named or choose(spec, framework, target)
+    homes = b.families_for(target)
+    if b.oracle or all(interpreted for _, interpreted in homes):
+        return frozenset(d for a in spec.arrays for d in a.dtypes)
+    compiled = (b.implementation(spec.name, family) for family, interpreted in homes if not interpreted)
+    return frozenset(next((impl.ahead for impl in compiled if impl is not None), ()))
 
 
 def why_not(

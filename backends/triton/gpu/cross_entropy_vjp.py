@@ -30,13 +30,15 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def cross_entropy_vjp_kernel(x, labels, lse, d_loss, d_x, rows, rows_inner, n, steps, ignored, first, classes,
+def cross_entropy_vjp_kernel(x, labels, lse, d_loss, start, d_x, rows, rows_inner, n, steps, ignored, first, classes,
                              x_outer, x_inner, x_n,
                              block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
                              even: tl.constexpr, z: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
-    """x: the n logits from class ``first`` on, of ``classes``. d_loss: None for ones. even: the share e of the target
-    that all classes divide."""
+    """x: the n logits from class ``first`` on, of ``classes``. start: None, or where more lies to be added to first.
+    d_loss: None for ones. even: the share e of the target that all classes divide."""
     n = aligned(n, unit)
+    if start is not None:
+        first += tl.load(start)
     row, col = tile_of(steps, block_rows, block_n)
     row_ok = row < rows
     label = tl.load(labels + row, mask=row_ok, other=ignored).to(tl.int64)
@@ -87,15 +89,17 @@ def cross_entropy_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
 
 def gradient_into(
     call: Call, x: torch.Tensor, labels: torch.Tensor, lse: torch.Tensor, d_loss: torch.Tensor | None,
-    d_x: torch.Tensor, tiling: Mapping[str, int], first: int, classes: int,
+    d_x: torch.Tensor, tiling: Mapping[str, int], first: int, classes: int, start: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write the gradient by logits x, those from class ``first`` on of ``classes``, of a call with this op's options.
-    d_x is contiguous, as are the numbers of rows, and may be x itself; no d_loss means ones."""
+    d_x is contiguous, as are the numbers of rows, and may be x itself; no d_loss means ones. ``start``: one int32 that
+    is added to first, where it is not known before the launch."""
     (x,), rows = walk_rows(x.ndim - 1, x)
     n = x.shape[-1]
     steps = cdiv(n, tiling["block_n"])
-    launch(cross_entropy_vjp_kernel, cdiv(rows.height, tiling["block_rows"]) * steps, call, x, labels, lse, d_loss, d_x,
-           rows.height, rows.inner, n, steps, call.options["ignore_index"], first, classes, *rows.strides[0],
+    launch(cross_entropy_vjp_kernel, cdiv(rows.height, tiling["block_rows"]) * steps, call, x, labels, lse, d_loss,
+           start, d_x, rows.height, rows.inner, n, steps, call.options["ignore_index"], first, classes,
+           *rows.strides[0],
            block_rows=tiling["block_rows"], block_n=tiling["block_n"], acc_dtype=accumulator(call.dtype),
            even=call.options["label_smoothing"], z=call.options["z_loss"], num_warps=tiling["num_warps"],
            **rows.known(call.dtype))  # fmt: skip

@@ -28,6 +28,7 @@ from portakern.backends.triton.gpu.family import FAMILY
 from portakern.backends.triton.launch import refuse_tile, torch_dtype
 from portakern.backends.triton.layout import fresh
 from portakern.backends.triton.outline import Outline
+from portakern.backends.triton.parts import in_parts, scratch
 from portakern.core.registry import find_spec
 from portakern.core.tilings import default
 
@@ -38,21 +39,6 @@ if TYPE_CHECKING:
 
 Product = Callable[[Any, Any, Any, Any], None]
 """(call, a, b, c): c = a b, by whichever matmul a family has."""
-
-
-def chunks(extent: int, length: int) -> list[tuple[int, int]]:
-    """Where chunks begin and end."""
-    return [(first, min(first + length, extent)) for first in range(0, extent, length)]
-
-
-def part(x: Any, first: int, last: int) -> Any:
-    """Rows first .. last - 1 of x."""
-    return x if last - first == x.shape[0] else x[first:last]
-
-
-def scratch(buffer: Any, rows: int, columns: int) -> Any:
-    """The beginning of a buffer as an array of this shape."""
-    return buffer if tuple(buffer.shape) == (rows, columns) else buffer.view(-1)[: rows * columns].view(rows, columns)
 
 
 def as_product(call: Call, a: Any, b: Any, m: int, n: int, k: int) -> Call:
@@ -82,16 +68,6 @@ def refused(call: Call, m: int, n: int, k: int) -> str | None:
     return portable.supports(of, default(matmul, of).tiling)
 
 
-def refuse_parts(call: Call, extent: int, length: int, name: str) -> str | None:
-    """Why a call cannot be made part of another library's program in chunks."""
-    if length < extent and isinstance(call.arrays["hidden"], Outline):
-        return (
-            f"{name} = {length} takes parts of arrays, which a launch in another library's program cannot; name one of "
-            f"at least {extent}, for which the logits are whole in memory, or use another backend"
-        )
-    return None
-
-
 def key(call: Call) -> dict[str, str | int]:
     return {"dtype": call.dtype, "n": call.dims["n"], "d": call.dims["d"]}
 
@@ -109,8 +85,7 @@ def supports(
     chunk = min(tiling["chunk_rows"], rows)
     walks = (losses.default_tiling(call), brackets.default_tiling(call))
     return (
-        refuse_parts(call, rows, tiling["chunk_rows"], "chunk_rows")
-        or refused(call, chunk, n, d)
+        refused(call, chunk, n, d)
         or refused(call, chunk, d, n)
         or next(filter(None, (refuse_tile(call, walk, chunk) for walk in walks)), None)
     )
@@ -131,18 +106,18 @@ def in_chunks(call: Call, tiling: Mapping[str, int], multiply: Product) -> tuple
     slope = fresh((rows, d), hidden.dtype, hidden.device) if "slope" in call.wants else None
     walk, back = losses.default_tiling(call), brackets.default_tiling(call)
     chunk = min(tiling["chunk_rows"], rows)
-    buffer = fresh((chunk, n), hidden.dtype, hidden.device)
-    for first, last in chunks(rows, chunk):
-        h, t, own_loss, own_lse, own_slope = (
-            x if x is None else part(x, first, last) for x in (hidden, labels, loss, lse, slope)
-        )
-        x = scratch(buffer, last - first, n)
+    room = scratch(hidden, chunk, n)
+
+    def piece(first: int, start: Any, h: Any, t: Any, own_loss: Any, own_lse: Any, own_slope: Any) -> None:
+        x = room(h.shape[0], n)
         multiply(call, h, weight.mT, x)
         losses.losses_into(call, x, t, own_loss, own_lse, walk)
         if slope is not None:
             b = overwritten(x)
             brackets.gradient_into(call, x, t, own_lse, None, b, back, 0, n)
             multiply(call, b, weight, own_slope)
+
+    in_parts(rows, chunk, piece, (hidden, labels), (loss, lse, slope))
     found: dict[str, Any] = {"loss": loss, "lse": lse, "slope": slope}
     shapes = call.outputs
     return tuple(found[o.name].reshape(shapes[o.name][0]) if o.name in call.wants else None for o in call.spec.outputs)

@@ -26,18 +26,15 @@ from portakern.backends.triton.gpu import cross_entropy_vjp as brackets
 from portakern.backends.triton.gpu._rows import tile_of
 from portakern.backends.triton.gpu.linear_cross_entropy import (
     Product,
-    chunks,
     flat,
     key,
     multiply,
     overwritten,
-    part,
-    refuse_parts,
     refused,
-    scratch,
 )
 from portakern.backends.triton.launch import accumulator, cdiv, launch, refuse_tile
 from portakern.backends.triton.layout import aligned, fresh, pow2_at_least, result_like, row_start, walk_rows
+from portakern.backends.triton.parts import in_parts, scratch
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -79,11 +76,7 @@ def supports(
         if name in call.wants
     ]
     if "d_weight" in call.wants:
-        reasons += [
-            refuse_parts(call, n, tiling["chunk_n"], "chunk_n"),
-            refused(call, rows, chunk, d),
-            refused(call, chunk, d, rows),
-        ]
+        reasons += [refused(call, rows, chunk, d), refused(call, chunk, d, rows)]
     return next(filter(None, reasons), None)
 
 
@@ -114,13 +107,18 @@ def weight_gradient(call: Call, tiling: Mapping[str, int], multiply: Product) ->
     lse, d_loss = (call.arrays[name].contiguous().reshape(-1) for name in ("lse", "d_loss"))
     chunk = min(tiling["chunk_n"], n)
     d_weight = fresh(weight.shape, weight.dtype, weight.device)
-    buffer = fresh((rows, chunk), hidden.dtype, hidden.device)
-    for first, last in chunks(n, chunk):
-        x = scratch(buffer, rows, last - first)
-        multiply(call, hidden, part(weight, first, last).mT, x)
-        d_x, walk = overwritten(x), bracketing(call, last - first)
-        brackets.gradient_into(call, x, labels, lse, d_loss, d_x, walk, first, n)
-        multiply(call, d_x.mT, hidden, part(d_weight, first, last))
+    room = scratch(hidden, rows, chunk)
+
+    def piece(first: int, start: Any, w: Any, own: Any) -> None:
+        """``w``: the rows of weight from class first, and start, on; ``own``: those of its gradient."""
+        length = w.shape[0]
+        x = room(rows, length)
+        multiply(call, hidden, w.mT, x)
+        d_x, walk = overwritten(x), bracketing(call, length)
+        brackets.gradient_into(call, x, labels, lse, d_loss, d_x, walk, first, n, start)
+        multiply(call, d_x.mT, hidden, own)
+
+    in_parts(n, chunk, piece, (weight,), (d_weight,))
     return d_weight
 
 

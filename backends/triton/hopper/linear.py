@@ -107,6 +107,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     supports=supports,
     knobs=products.KNOBS,
     same_bits=True,
+    ahead=("float16", "bfloat16"),  # docs/porting/linear.md has the times
 )
 def linear(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     x, weight, bias, residual = (call.arrays[name] for name in ("x", "weight", "bias", "residual"))

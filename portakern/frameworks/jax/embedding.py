@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jaxlib.version
+from jax import lax
 
 from portakern.core.framework import frameworks
-from portakern.core.program import Code, Copy, Launch, Number, Program, View
+from portakern.core.program import Code, Copy, Launch, Loop, Number, Place, Program, View
 from portakern.errors import UnsupportedError
 from portakern.spec.dtypes import numpy_dtype
 
@@ -39,12 +40,44 @@ AMD_LANES = 64
 def embed(program: Program, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
     """The outputs of a program on JAX arrays, traced ones too."""
     held: dict[int, Any] = {i: arrays[n] for i, n in enumerate(program.inputs)}
-    for step in program.steps:
+    go(program, program.steps, held, frozenset(range(len(program.inputs))) - program.written)
+    return tuple(None if o is None else seen(held[o[0]], o[1]) for o in program.outputs)
+
+
+def go(program: Program, steps: Iterable[Copy | Launch | Loop], held: dict[int, Any], fixed: frozenset[int]) -> None:
+    """Make steps part of what is traced. ``held``: the arrays that are there, to which what they make is added;
+    ``fixed``: those that they do not write to."""
+    for step in steps:
         if isinstance(step, Copy):
             held[step.to] = seen(held[step.source], step.view)
+        elif isinstance(step, Loop):
+            loop(program, step, held)
         else:
-            launch(program, step, held)
-    return tuple(None if o is None else seen(held[o[0]], o[1]) for o in program.outputs)
+            launch(program, step, held, fixed)
+
+
+def loop(program: Program, step: Loop, held: dict[int, Any]) -> None:
+    """Make a loop part of what is traced, one of XLA's, which holds what one part needs: the parts of a result go where
+    it lies, and every array from before is read where it lies."""
+
+    def once(i: Any, results: tuple[Any, ...]) -> tuple[Any, ...]:
+        first = step.first + i * step.length
+        inside = held | {step.start: jnp.full((1,), first, jnp.int32)}
+        for array, view, part in step.reads:
+            inside[part] = lax.dynamic_slice_in_dim(seen(held[array], view), first, step.length)
+        go(program, step.steps, inside, frozenset(inside))
+        parts = (inside[part] for _, part in step.writes)
+        return tuple(lax.dynamic_update_slice_in_dim(y, p, first, 0) for y, p in zip(results, parts, strict=True))
+
+    places = [(array, program.arrays[array]) for array, _ in step.writes]
+    before = tuple(held[i] if i in held else jnp.zeros(p.shape, _held(p)) for i, p in places)
+    after = lax.fori_loop(0, step.times, once, before) if step.times > 1 else once(0, before)
+    held.update(zip((i for i, _ in places), after, strict=True))
+
+
+def _held(place: Place) -> Any:
+    """The dtype in which JAX holds an array."""
+    return frameworks()["jax"].held(place.dtype)
 
 
 def check_carried(code: Code) -> None:
@@ -77,10 +110,11 @@ def seen(array: Any, view: View) -> Any:
     return array
 
 
-def launch(program: Program, step: Launch, held: dict[int, Any]) -> None:
+def launch(program: Program, step: Launch, held: dict[int, Any], fixed: frozenset[int]) -> None:
     """Make a launch part of what is traced. An array that nothing holds yet is a result; one that an earlier step made
-    is an operand whose memory a result takes, since a kernel may go on writing to it. No input's memory is taken, but
-    of those that the op may write to, of which XLA makes a copy where somebody else reads them."""
+    is an operand whose memory a result takes, since a kernel may go on writing to it. So is an input that the op may
+    write to, of which XLA makes a copy where somebody else reads it; of all other inputs (``fixed``) no memory is
+    taken, and in a loop of nothing that was there before."""
     check_carried(step.code)
     made = [i for i in step.arrays if i not in held]
     given = [a for a in step.arguments if isinstance(a, int) and a in held]
@@ -90,15 +124,15 @@ def launch(program: Program, step: Launch, held: dict[int, Any]) -> None:
             f"{step.code.name} takes a new array before one that holds something, or twice; in a program of JAX's "
             "arrays that a kernel fills are its last ones"
         )
-    again = [i for i in dict.fromkeys(given) if i >= len(program.inputs) or i in program.written]
+    again = [i for i in dict.fromkeys(given) if i not in fixed]
     if any(given.count(i) > 1 for i in again):
         again = [i for i in again if given.count(i) == 1]
     if not made and not again:  # XLA would leave it out
-        raise UnsupportedError(f"{step.code.name} writes to an input that its op may not write to, and to nothing else")
-    results = [
-        jax.ShapeDtypeStruct(program.arrays[i].shape, frameworks()["jax"].held(program.arrays[i].dtype))
-        for i in (*made, *again)
-    ]
+        raise UnsupportedError(
+            f"{step.code.name} writes to an input that its op may not write to, or in a loop to what is there before, "
+            "and to nothing else"
+        )
+    results = [jax.ShapeDtypeStruct(program.arrays[i].shape, _held(program.arrays[i])) for i in (*made, *again)]
     call = jax.ffi.ffi_call(
         CUSTOM_CALL,
         results,

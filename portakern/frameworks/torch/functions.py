@@ -34,6 +34,7 @@ __all__ = [
     "rotary_tables",
     "scaled_dot_product_attention",
     "softmax",
+    "widened",
 ]
 
 _ops: dict[tuple[str, str | None, tuple[str, ...]], Op] = {}
@@ -328,7 +329,7 @@ def _reduced(input: Tensor, loss: Tensor, labels: Tensor, ignore_index: int, red
         loss = loss.sum()
     if reduction == "mean":
         loss = loss / (labels != ignore_index).sum()
-    return loss if _widened(input) else loss.to(input.dtype)
+    return loss if widened(input) else loss.to(input.dtype)
 
 
 def linear_cross_entropy(
@@ -408,7 +409,7 @@ def _classes(input: Tensor, target: Tensor) -> Tensor:
     return target.long() if target.dtype == torch.uint8 else target  # bytes are classes to PyTorch as well
 
 
-def _widened(x: Tensor) -> bool:
+def widened(x: Tensor) -> bool:
     """Whether torch.autocast hands a tensor to sums in float32."""
     return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type)
 
@@ -509,7 +510,7 @@ def rows_times(product: Op, a: Tensor, b: Tensor) -> Tensor:
 
 def lowered(x: Tensor) -> Tensor:
     """A tensor as torch.autocast hands it to matrix products and attention."""
-    if not _widened(x):
+    if not widened(x):
         return x
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return x

@@ -9,14 +9,14 @@ FAULTS = {
         Planted(
             "ragged-chunk-dropped",
             "the last chunk of rows is left out where it is shorter",
-            old="for first in range(0, extent, length)]",
-            new="for first in range(0, extent // length * length or extent, length)]",
+            old="in_parts(rows, chunk, piece",
+            new="in_parts(rows // chunk * chunk, chunk, piece",
         ),
         Planted(
             "labels-of-the-first-chunk",
             "every chunk of rows has the labels of the first",
             old="        losses.losses_into(call, x, t, own_loss, own_lse, walk)\n",
-            new="        t = labels[: last - first]\n        losses.losses_into(call, x, t, own_loss, own_lse, walk)\n",
+            new="        t = labels[: h.shape[0]]\n        losses.losses_into(call, x, t, own_loss, own_lse, walk)\n",
             sample=True,
         ),
         Planted(

@@ -9,14 +9,14 @@ FAULTS = {
         Planted(
             "label-in-every-chunk",
             "the label's place is counted anew in each chunk of classes",
-            old="d_x, walk, first, n)",
-            new="d_x, walk, 0, n)",
+            old="d_x, walk, first, n, start)",
+            new="d_x, walk, 0, n, None)",
         ),
         Planted(
             "smoothing-over-a-chunk",
             "the share of all classes is divided by the chunk's extent",
-            old="d_x, walk, first, n)",
-            new="d_x, walk, first, last - first)",
+            old="d_x, walk, first, n, start)",
+            new="d_x, walk, first, length, start)",
         ),
         Planted(
             "ignored-counted",

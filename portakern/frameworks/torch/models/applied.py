@@ -24,6 +24,7 @@ from portakern.frameworks.torch.models.gates import served_gate
 from portakern.frameworks.torch.models.heads import MARK, served_head
 from portakern.frameworks.torch.models.losses import served_loss, with_own_loss
 from portakern.frameworks.torch.models.masks import served_mask
+from portakern.frameworks.torch.models.mlps import ADDS, ServedMlp, served_mlp
 from portakern.frameworks.torch.models.norms import served_norm
 from portakern.frameworks.torch.models.prototypes import names_in, rewrapped
 from portakern.frameworks.torch.models.rotary import served_rotary
@@ -36,6 +37,7 @@ PARTS = {
     "attention": "attention, of models that take an attn_implementation",
     "rope": "rotary embedding of queries and keys",
     "gate": "the gated product of a feed-forward layer",
+    "mlp": "a feed-forward layer's projections with an activation behind them, or a residual",
     "loss": "the loss of a model that is given labels",
     "linear_loss": "a language model's last projection with its loss, in training; no logits come out",
 }
@@ -138,7 +140,7 @@ def apply(
     parts: Iterable[str] | None = None,
     otherwise: Literal["raise", "torch"] = "raise",
 ) -> Applied:
-    """Put portakern under one model: its norms with the residuals before them, attention, gated products and loss.
+    """Put portakern under one model: its norms with the residuals before them, attention, feed-forward layers and loss.
 
     A language model that is given labels in training makes no logits: its loss comes of the hidden states, and its
     output has None for logits. Leave "linear_loss" out of ``parts``, or call ``model.eval()``, where they are needed.
@@ -157,8 +159,8 @@ def apply(
     Args:
       model: changed in place; a model of transformers, or any module with PyTorch's norms inside.
       backend: who must serve it; None: chosen from the arrays of each call.
-      parts: which of PARTS to serve ("norm", "add_norm", "attention", "rope", "gate", "loss", "linear_loss"); None:
-        all. A residual is added by its norm, so that "add_norm" needs "norm".
+      parts: which of PARTS to serve ("norm", "add_norm", "attention", "rope", "gate", "mlp", "loss", "linear_loss");
+        None: all. A residual is added by its norm, so that "add_norm" needs "norm".
       otherwise: what becomes of a norm, a feed-forward layer or an attention that is not known: "raise" names its
         class; "torch" leaves it with PyTorch, and the table says why.
 
@@ -216,6 +218,7 @@ class _Plan:
         self.forwards: list[tuple[nn.Module, str, Any]] = []
         self.attends: list[nn.Module] = []
         self.known: set[nn.Module] = set()
+        self.only: dict[str, str] = {}
         self.implementation = "portakern" if backend is None else f"portakern_{backend}"
 
     def read(self) -> None:
@@ -273,11 +276,21 @@ class _Plan:
         return not kind.__module__.startswith("torch.nn") and bool(pattern.search(kind.__name__))
 
     def _read_feed_forward(self, module: nn.Module) -> None:
-        found = served_gate(module, self.backend)
-        if isinstance(found, str):
-            self._leave("gate", module, found, known=True)
-        elif not self._put("gate", module, found) and found is None and self._is_like(module, FEED_FORWARD):
-            self._leave("gate", module, "a feed-forward layer that no prototype is like")
+        gate, mlp = served_gate(module, self.backend), served_mlp(module, self.backend)
+        for part, found in (("gate", gate), ("mlp", mlp)):
+            if isinstance(found, str):
+                self._leave(part, module, found, known=True)
+            elif isinstance(found, ServedMlp):
+                if self._put(part, module, ("linear", found.forward)):
+                    self.known.add(found.projection)
+                    self.only["linear"] = found.only
+                    if found.adds:
+                        self.forwards.append((module, ADDS, True))
+            else:
+                self._put(part, module, found)
+        if gate is None and mlp is None and self._is_like(module, FEED_FORWARD):
+            part = "gate" if "gate" in self.wanted else "mlp"
+            self._leave(part, module, "a feed-forward layer that no prototype is like")
 
     def _pretrained(self) -> Iterator[Any]:
         """The outermost models of transformers inside the model."""
@@ -332,7 +345,9 @@ class _Plan:
     def rows(self) -> list[Row]:
         """What serves what, in the order of PARTS."""
         order = [*PARTS, "other"]
-        rows = [Row(part, name, n, op, self._by(op)) for (part, name, op), n in self.served.items()]
+        rows = [
+            Row(part, name, n, op, self._by(op) + self.only.get(op, "")) for (part, name, op), n in self.served.items()
+        ]
         rows += [Row(part, name, n, None, why) for (part, name, why), n in self.left.items()]
         return sorted(rows, key=lambda row: (row.op is None, order.index(row.part)))
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from portakern.frameworks.torch.models.mlps import with_residual
 from portakern.frameworks.torch.models.prototypes import find, names_in
 
 __all__ = ["BLOCKS", "Block", "served_block"]
@@ -37,14 +38,14 @@ def gpt2(block: nn.Module, x: Tensor, given: dict[str, Any]) -> Tensor:
     given.pop("encoder_hidden_states", None), given.pop("encoder_attention_mask", None)
     attended, _ = block.attn(block.ln_1(x), **given)
     y, h = block.ln_2(attended, x)
-    return h + block.mlp(y)
+    return with_residual(block.mlp, y, h)
 
 
 def vit(block: nn.Module, x: Tensor, given: dict[str, Any]) -> Tensor:
     """h = x + attention(norm(x)); h + mlp(norm(h)), both under dropout: ViT."""
     attended, _ = block.attention(block.layernorm_before(x), **given)
     y, h = block.layernorm_after(block.dropout(attended), x)
-    return h + block.dropout(block.mlp(y))
+    return with_residual(block.mlp, y, h, block.dropout)
 
 
 def post_norm(block: nn.Module, x: Tensor, given: dict[str, Any]) -> Tensor:

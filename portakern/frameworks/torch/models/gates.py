@@ -16,7 +16,7 @@ from portakern.core import registry
 from portakern.frameworks.torch.functions import kept_op
 from portakern.frameworks.torch.models.prototypes import find
 
-__all__ = ["GATES", "UNGATED", "Gate", "served_gate"]
+__all__ = ["GATES", "Gate", "served_gate"]
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,6 @@ class Gate:
 
 GATES = {"llama.LlamaMLP": Gate()}
 """Prototype -> what it is made of: down(act(gate(x)) up(x))."""
-
-UNGATED = {"gpt2.GPT2MLP": "act", "vit.ViTMLP": "activation_fn", "bert.BertIntermediate": "intermediate_act_fn"}
-"""Prototype -> where it keeps its function: layers without a gate. The op ``linear`` has it behind a projection, but
-projections stay the module's own."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +57,7 @@ def served_gate(module: nn.Module, backend: str | None) -> tuple[str, Callable[.
     words; None for what is no such layer."""
     gate = find(module, GATES)
     if gate is None:
-        where = find(module, UNGATED)
-        return None if where is None else f"no op is {type(getattr(module, where)).__name__} without a gate"
+        return None
     name = type(getattr(module, gate.act)).__name__
     act = ACTIVATIONS.get(name)
     if act is None or act.op not in registry.ops():

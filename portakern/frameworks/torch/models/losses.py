@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from portakern.frameworks.torch.functions import cross_entropy, kept_op
+from portakern.frameworks.torch.functions import cross_entropy, kept_op, widened
 from portakern.frameworks.torch.models.prototypes import names_in, with_names
 
 __all__ = ["LOSSES", "served_loss", "shifted", "with_own_loss"]
@@ -89,7 +89,8 @@ def _classes(backend: str | None, theirs: Any) -> Callable[..., Tensor]:
             return theirs(labels, pooled_logits, config, **others)
         config.problem_type = "single_label_classification"
         ignored, number = others.get("ignore_index", -100), others.get("num_items_in_batch")
-        return entropy(pooled_logits, labels, config.num_labels, ignored, number).to(pooled_logits.dtype)
+        found = entropy(pooled_logits, labels, config.num_labels, ignored, number)
+        return found if widened(pooled_logits) else found.to(pooled_logits.dtype)
 
     return loss
 

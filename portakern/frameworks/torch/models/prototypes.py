@@ -20,7 +20,7 @@ from torch import nn
 
 from portakern.errors import UnsupportedError
 
-__all__ = ["find", "function_is", "names_in", "rewrapped", "with_names"]
+__all__ = ["find", "function_is", "is_of_library", "names_in", "rewrapped", "with_names"]
 
 Row = TypeVar("Row")
 
@@ -81,6 +81,11 @@ def function_is(function: Any, path: str) -> bool:
     """Whether a function computes what the function ``path`` of transformers' models does."""
     prototype = _prototype(path)
     return prototype is not None and _meaning(function, None) == _meaning(prototype, None)
+
+
+def is_of_library(kind: type, places: tuple[str, ...] = ("torch.nn.modules.", "transformers.activations")) -> bool:
+    """Whether a class without a prototype is that of PyTorch or transformers, and not another one of its name."""
+    return kind.__module__.startswith(places)
 
 
 def names_in(module: nn.Module) -> tuple[str, ...]:
