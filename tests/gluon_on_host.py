@@ -37,6 +37,9 @@ class Memory:
     def index(self, i: Any) -> Any:
         return self.data[int(i)] if self.data.dtype == object else Memory(self.data[int(i)])
 
+    def slice(self, start: Any, length: int, dim: int = 0) -> Memory:
+        return Memory(self.data.narrow(dim, int(start), length))
+
     def permute(self, order: tuple[int, ...]) -> Memory:
         return Memory(self.data.permute(order))
 
@@ -114,17 +117,18 @@ class Described:
 
 
 class Product:
-    """A product on its way."""
+    """A product on its way; its sum may be that of one before, which is done before."""
 
-    def __init__(self, a: Any, b: Memory, acc: torch.Tensor | None) -> None:
+    def __init__(self, a: Any, b: Memory, acc: torch.Tensor | Product | None) -> None:
         self.a, self.b, self.acc, self.result = a, b, acc, None
 
     def finish(self) -> None:
         a = self.a.data if isinstance(self.a, Memory) else self.a
         assert a.dtype == self.b.data.dtype
+        acc = self.acc.result if isinstance(self.acc, Product) else self.acc
         # As on the matrix unit, an element is the same however many rows and columns there are: float32 has no room for
         # what the order of these sums changes.
-        self.result = (a.double() @ self.b.data.double() + (0.0 if self.acc is None else self.acc)).float()
+        self.result = (a.double() @ self.b.data.double() + (0.0 if acc is None else acc)).float()
 
 
 _local = threading.local()
@@ -137,7 +141,7 @@ def local() -> Any:
 
 
 def warpgroup_mma(a: Any, b: Memory, acc: Any, use_acc: Any = True, is_async: bool = False) -> Product:
-    assert is_async and not isinstance(acc, Product), "a sum whose product is on its way"
+    assert is_async
     made = Product(a, b, acc if use_acc else None)
     local().products.append(made)
     return made
@@ -174,6 +178,16 @@ def load(pointer: Pointer, mask: torch.Tensor, other: float) -> torch.Tensor:
 def store(pointer: Pointer, value: torch.Tensor, mask: torch.Tensor) -> None:
     at, value, mask = torch.broadcast_tensors(pointer.at, value, mask)
     pointer.flat[at[mask]] = value[mask]
+
+
+_adding = threading.Lock()
+
+
+def atomic_add(pointer: Pointer, value: torch.Tensor, sem: str) -> None:
+    assert sem == "relaxed"
+    at, value = torch.broadcast_tensors(pointer.at, value)
+    with _adding:
+        pointer.flat[at] += value
 
 
 class Scalar(int):
@@ -257,6 +271,7 @@ def _language(program: int, programs: int) -> types.SimpleNamespace:
         full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype), log=_of_numpy(np.log),
         max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), reshape=torch.reshape,
         convert_layout=lambda x, layout: x, exp2=_of_numpy(np.exp2), load=load, store=store,
+        atomic_add=atomic_add,
         fma=lambda a, b, c: (a.double() * b + c).float(),
         where=_of_scalars(lambda c, a, b: a if c else b, torch.where),
         minimum=_of_scalars(min, torch.minimum), maximum=_of_scalars(max, torch.maximum),

@@ -226,6 +226,9 @@ class Implementation:
       overwrites: it writes results over inputs where a call asks (:meth:`Call.overwritten`), and hands those back;
         ``supports`` refuses the tilings in which it cannot.
       drawn: which calls the checker draws of a variant that takes few.
+      unordered: outputs whose bits may change from one run of a call to the next, each with the reason in words. A
+        variant that has such serves calls that name it, and no others; ``explain()`` says so, and the checker holds
+        these outputs to their bounds alone, and all others to every promise.
 
     Neither ``tiling`` nor ``key`` nor ``fit`` may depend on batch or row counts, so that a row's bits do not either;
     but where they are the ``same_bits`` in every tiling, and ``fit`` in tiles that leave a row's bits as they are.
@@ -245,6 +248,7 @@ class Implementation:
     same_bits: bool = False
     overwrites: bool = False
     drawn: Drawn = ANY
+    unordered: Mapping[str, str] = field(default_factory=dict)
     _looked: Remembered[Any, bool] = field(default_factory=Remembered, init=False, repr=False)
 
     @functools.cached_property
@@ -390,6 +394,7 @@ class Backend:
         same_bits: bool = False,
         overwrites: bool = False,
         drawn: Drawn = ANY,
+        unordered: Mapping[str, str] = MappingProxyType({}),
     ) -> Callable[[F], F]:
         """Register the decorated ``fn(call, tiling)`` as this backend's ``op`` (see :class:`Implementation`).
 
@@ -409,7 +414,21 @@ class Backend:
                         f"{fn.__module__}.{fn.__qualname__} needs a backend of its own: pk.Backend(...)"
                     )
                 made = Implementation(
-                    self, family, op, fn, tiling, supports, knobs, key, fit, takes, copies, same_bits, overwrites, drawn
+                    self,
+                    family,
+                    op,
+                    fn,
+                    tiling,
+                    supports,
+                    knobs,
+                    key,
+                    fit,
+                    takes,
+                    copies,
+                    same_bits,
+                    overwrites,
+                    drawn,
+                    unordered,
                 )
                 self._found[family.package, op] = made
                 forget()  # ops that were made before serve their next call anew
