@@ -271,12 +271,17 @@ def _language(program: int, programs: int) -> types.SimpleNamespace:
         full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype), log=_of_numpy(np.log),
         max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), reshape=torch.reshape,
         convert_layout=lambda x, layout: x, exp2=_of_numpy(np.exp2), load=load, store=store,
-        atomic_add=atomic_add,
+        atomic_add=atomic_add, inline_asm_elementwise=_in_assembly,
         fma=lambda a, b, c: (a.double() * b + c).float(),
         where=_of_scalars(lambda c, a, b: a if c else b, torch.where),
         minimum=_of_scalars(min, torch.minimum), maximum=_of_scalars(max, torch.maximum),
         allocate_shared_memory=_allocate, warp_specialize=specialize,
     )  # fmt: skip
+
+
+def _in_assembly(code: str, constraints: str, args: list[torch.Tensor], dtype: Any, is_pure: bool, pack: int) -> Any:
+    assert (code, constraints, pack) == ("rcp.approx.ftz.f32 $0, $1;", "=f,f", 1)
+    return 1.0 / args[0]
 
 
 def _initialise(barrier: Barrier, count: int) -> None:
@@ -319,7 +324,7 @@ def run(kernel: Any, modules: list[Any], grid: int, *args: Any, **constexprs: An
         names |= {
             "gl": _language(program, grid), "mbarrier": MBARRIER, "fence_async_shared": lambda: None,
             "tma": types.SimpleNamespace(store_wait=store_wait), "warpgroup_mma": warpgroup_mma,
-            "warpgroup_mma_wait": warpgroup_mma_wait, "boxed": lambda tile, layout: tile, "tanh": torch.tanh,
+            "warpgroup_mma_wait": warpgroup_mma_wait, "boxed": lambda tile, layout: tile,
             "load_tile": lambda d, at, barrier, tile: d.load(at, barrier, tile),
             "store_tile": lambda d, at, tile: d.store(at, tile), "rows_boxed": lambda tile, heads: tile,
             "beside": lambda alpha, l: alpha[:, None], "gdc_launch_dependents": lambda: None,

@@ -50,6 +50,7 @@ CASES = {
     "causal, narrow": ((1, 260, 1, 2, 260, 64), {"is_causal": True}),
     "band": ((1, 100, 1, 2, 170, 64), {"window": (40, 10), "given": ("d_lse",)}),
     "more queries than keys": ((2, 90, 1, 3, 40, 72, 40), {"is_causal": True, "dtype": torch.float16}),
+    "softcap": ((1, 150, 1, 2, 200, 128), {"is_causal": True, "softcap": 5.0}),
     "narrow values": ((1, 70, 1, 1, 140, 128, 64), {"window": (None, 90), "scale": -0.2}),
     "programs that stay": ((2, 200, 2, 1, 300, 64), {}),
     "programs that stay, wide": ((1, 130, 2, 1, 300, 128), {}),
