@@ -88,6 +88,7 @@ class Described:
 
     def __init__(self, tensor: torch.Tensor, block: tuple[int, ...]) -> None:
         self.tensor, self.block, self.dtype = tensor, block, tensor.dtype
+        self.block_type = types.SimpleNamespace(shape=block)
 
     def _parts(self, at: list[Any], tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The part of the array that a box covers, and of the tile."""
@@ -122,6 +123,14 @@ class Product:
     def __init__(self, a: Any, b: Memory, acc: torch.Tensor | Product | None) -> None:
         self.a, self.b, self.acc, self.result = a, b, acc, None
 
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError("waited for too few products: one is taken that is on its way")
+
+    def __mul__(self, other: Any) -> Any:
+        return self.taken
+
+    __rmul__ = __sub__ = __add__ = __mul__
+
     def finish(self) -> None:
         a = self.a.data if isinstance(self.a, Memory) else self.a
         assert a.dtype == self.b.data.dtype
@@ -151,8 +160,7 @@ def warpgroup_mma_wait(outstanding: int, deps: list[Product]) -> Any:
     products = local().products
     while len(products) > outstanding:
         products.pop(0).finish()
-    results = tuple(d.result for d in deps)
-    assert all(r is not None for r in results), "waited for too few products"
+    results = tuple(d if d.result is None else d.result for d in deps)
     return results if len(results) > 1 else results[0]
 
 
@@ -166,9 +174,13 @@ def store_wait(outstanding: int) -> None:
 class Pointer:
     def __init__(self, flat: torch.Tensor, at: Any = 0) -> None:
         self.flat, self.at = flat, at
+        self.dtype = types.SimpleNamespace(element_ty=flat.dtype)
 
     def __add__(self, step: Any) -> Pointer:
         return Pointer(self.flat, self.at + step)
+
+    def __getitem__(self, key: Any) -> Pointer:
+        return Pointer(self.flat, self.at[key])
 
 
 def load(pointer: Pointer, mask: torch.Tensor, other: float) -> torch.Tensor:
@@ -264,6 +276,7 @@ def _language(program: int, programs: int) -> types.SimpleNamespace:
     nothing = lambda *a, **k: None  # noqa: E731
     return types.SimpleNamespace(
         NVMMADistributedLayout=nothing, NVMMASharedLayout=nothing, DotOperandLayout=nothing, SliceLayout=nothing,
+        BlockedLayout=nothing, to_tensor=Scalar,
         float32=torch.float32, int64=torch.int64, int32=torch.int32, constexpr=lambda x: x,
         program_id=lambda axis: Scalar(program), num_programs=lambda axis: programs,
         arange=lambda a, b, layout: torch.arange(a, b), static_range=range, cdiv=lambda a, b: -(-a // b),
@@ -292,7 +305,7 @@ MBARRIER = types.SimpleNamespace(
     MBarrierLayout=lambda: None,
     init=lambda barrier, count: _initialise(barrier, count),
     wait=lambda barrier, parity: barrier.wait(int(parity)),
-    arrive=lambda barrier, count=1: barrier._step(count, 0),
+    arrive=lambda barrier, count=1, pred=True: barrier._step(count, 0) if pred else None,
     expect=lambda barrier, bytes: barrier._step(1, bytes),
 )
 
@@ -324,7 +337,7 @@ def run(kernel: Any, modules: list[Any], grid: int, *args: Any, **constexprs: An
         names |= {
             "gl": _language(program, grid), "mbarrier": MBARRIER, "fence_async_shared": lambda: None,
             "tma": types.SimpleNamespace(store_wait=store_wait), "warpgroup_mma": warpgroup_mma,
-            "warpgroup_mma_wait": warpgroup_mma_wait, "boxed": lambda tile, layout: tile,
+            "warpgroup_mma_wait": warpgroup_mma_wait, "boxed": lambda tile, layout=None: tile, "halves": lambda tile: tile.chunk(2, -1),
             "load_tile": lambda d, at, barrier, tile: d.load(at, barrier, tile),
             "store_tile": lambda d, at, tile: d.store(at, tile), "rows_boxed": lambda tile, heads: tile,
             "beside": lambda alpha, l: alpha[:, None], "gdc_launch_dependents": lambda: None,

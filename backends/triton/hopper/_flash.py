@@ -36,6 +36,7 @@ ROWS = gl.constexpr(64)  # of a group of four warps: what one instruction of the
 # Release 3.9 gave it another name.
 _OLD = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
+
 class Plan(NamedTuple):
     """What the kernel is compiled for.
 
