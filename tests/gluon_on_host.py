@@ -112,9 +112,9 @@ class Described:
 
         threading.Thread(target=arrive).start()
 
-    def store(self, at: list[Any], memory: Memory) -> None:
+    def store(self, at: list[Any], memory: Memory, adds: bool = False) -> None:
         there, tile = self._parts(at, memory.data)
-        local().stores.append((there, tile))
+        local().stores.append((there, tile, adds))
 
 
 class Product:
@@ -166,8 +166,9 @@ def warpgroup_mma_wait(outstanding: int, deps: list[Product]) -> Any:
 
 def store_wait(outstanding: int) -> None:
     assert outstanding == 0
-    for there, tile in local().stores:
-        there.copy_(tile)
+    for there, tile, adds in local().stores:
+        with _adding:
+            there.copy_(there + tile if adds else tile)
     local().stores.clear()
 
 
@@ -339,7 +340,8 @@ def run(kernel: Any, modules: list[Any], grid: int, *args: Any, **constexprs: An
             "tma": types.SimpleNamespace(store_wait=store_wait), "warpgroup_mma": warpgroup_mma,
             "warpgroup_mma_wait": warpgroup_mma_wait, "boxed": lambda tile, layout=None: tile, "halves": lambda tile: tile.chunk(2, -1),
             "load_tile": lambda d, at, barrier, tile: d.load(at, barrier, tile),
-            "store_tile": lambda d, at, tile: d.store(at, tile), "rows_boxed": lambda tile, heads: tile,
+            "store_tile": lambda d, at, tile: d.store(at, tile),
+            "add_tile": lambda d, at, tile: d.store(at, tile, adds=True), "rows_boxed": lambda tile, heads: tile,
             "beside": lambda alpha, l: alpha[:, None], "gdc_launch_dependents": lambda: None,
         }  # fmt: skip
         names[kernel.fn.__name__](*args, **constexprs)

@@ -42,7 +42,8 @@ def on_the_host(module: Any, kernel: Any, grid: int, args: tuple[Any, ...], cons
     if kernel.__name__ != "attention_vjp_unordered_kernel":
         interpreter.run(kernel, grid, *args, **constexprs)
         return
-    host.launched(kernel, [module, _flash_gradients, _flash], grid, args, plan=constexprs["plan"])
+    known = {n: constexprs[n] for n in ("plan", "engine")}
+    host.launched(kernel, [module, _flash_gradients, _flash], grid, args, **known)
 
 
 CASES = {
@@ -87,6 +88,12 @@ def test_any_number_of_stages_meets_the_bound(stages):
     assert worst(bound(*shape, **more), num_stages=stages) <= 1
 
 
+@pytest.mark.parametrize("name", ["causal", "causal, narrow", "more queries than keys", "one"])
+def test_sums_that_leave_by_the_copy_engine_meet_the_bound(name):
+    shape, more = CASES[name]
+    assert worst(bound(*shape, **more), engine=1, num_stages=2) <= 1
+
+
 FAULTS = {
     "D is read before both groups have put it there": (
         "causal", "        mbarrier.wait(parts.there.index(buffer), filled)\n", ""
@@ -103,6 +110,8 @@ FAULTS = {
     "both groups compute the first queries": ("causal, narrow", "(buffer * 2 + GROUP)", "(buffer * 2)"),
     "one group's keys are left out": ("causal", "use_acc=g > 0", "use_acc=False"),
     "all heads of a group add to the first": ("causal", "0, work.pitch)", "0, 0)"),
+    "a sum's tile is written over before it has left": ("causal",
+        "        tma.store_wait(0)  # what was in this tile before has left\n", ""),
     "scale is left out": ("narrow values", "(d_first * scale)", "d_first"),
     "the phase of a buffer never changes": ("causal", "filled ^= buffer", "filled ^= 0"),
 }  # fmt: skip
@@ -120,8 +129,9 @@ def test_a_fault_is_found(fault, tmp_path, monkeypatch):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     shape, more = CASES[case]
+    engine = int("store_wait" in old)
     with pytest.raises((testing.Broken, AssertionError, TimeoutError)):
-        worst(bound(*shape, **more), module)
+        worst(bound(*shape, **more), module, engine=engine, num_stages=2)
 
 
 SM_90 = targets.find("sm_90").target
@@ -210,15 +220,16 @@ def test_calls_of_a_form_are_replayed():
 
 
 @compiles
-@pytest.mark.parametrize("d", [64, 128])
-def test_it_compiles_for_hopper_and_products_do_not_wait(d):
+@pytest.mark.parametrize(("d", "engine", "adds"), [(64, 0, "REDG.E.ADD.F32x2"), (128, 0, "REDG.E.ADD.F32x2"),
+                                                   (128, 1, "UTMAREDG.2D.ADD")])  # fmt: skip
+def test_it_compiles_for_hopper_and_products_do_not_wait(d, engine, adds):
     call = bound(4, 4096, 8, 4, 4096, d, device="meta", is_causal=True)
-    built = FAMILY.load_compiler().build(VARIANT, call, tiling_of(call))
+    built = FAMILY.load_compiler().build(VARIANT, call, tiling_of(call, engine=engine, num_stages=2))
     assert [k.name for k in built.kernels] == KERNELS
     for kernel in built.kernels:
         assert kernel.over(targets.find("sm_90")) is None and not kernel.serialised
         assert (kernel.spills or 0) <= 112, "as many as the kernel of two launches has with Triton 3.6"
-    assert "REDG.E.ADD.F32x2" in built.kernels[1].assembly, "two numbers a lane are added at a time"
+    assert adds in built.kernels[1].assembly
 
 
 def planted(**how: Any) -> Backend:

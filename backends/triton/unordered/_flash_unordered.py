@@ -23,8 +23,10 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -48,16 +50,27 @@ from portakern.backends.triton.hopper._flash_gradients import (
 )
 from portakern.backends.triton.hopper._warps import store_tile
 
+add_tile = getattr(tma, "async_atomic_add", None)
+if add_tile is None:  # Releases before 3.8 have the instruction, and no name for it.
+
+    @builtin
+    def add_tile(described: Any, at: Any, tile: Any, _semantic: Any = None) -> None:
+        at = _semantic._convert_to_ir_values(at, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, described.handle, at, tile.handle)
+
+
 GROUPS = gl.constexpr(2)  # of four warps, each of which owns 64 keys and computes half of a tile's d_q
 
 
 class Parts(NamedTuple):
     """What the groups show each other. ``tiles``: D^T, rounded, two buffers of a tile a group; ``there``: whether all
-    groups have put theirs into a buffer; ``done``: whether all are done with the keys at home."""
+    groups have put theirs into a buffer; ``done``: whether all are done with the keys at home. ``leaving``: a group's
+    half of a d_q each, where the copy engine adds to memory."""
 
     tiles: Any
     there: Any
     done: Any
+    leaving: Any
 
 
 @gluon.jit
@@ -75,14 +88,24 @@ def query_gradients(GROUP: gl.constexpr, buffer, keys, parts, plan: gl.constexpr
 
 
 @gluon.jit
-def add_to_memory(GROUP: gl.constexpr, sums, d_q, row, plan: gl.constexpr):
-    """Add this group's half of d_q to the sums from ``row`` on; nobody waits for it."""
+def add_to_memory(GROUP: gl.constexpr, sums, leaving, d_q, row, plan: gl.constexpr):
+    """Add this group's half of d_q to the sums from ``row`` on; nobody waits for it. ``leaving``: by way of this tile,
+    by the copy engine, or None: by the threads."""
     columns: gl.constexpr = plan.block_d
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    i = gl.arange(0, 64, gl.SliceLayout(1, layout)).to(gl.int64)[:, None]
-    j = gl.arange(0, 64, gl.SliceLayout(0, layout)).to(gl.int64)[None, :]
-    corner: gl.constexpr = GROUP * 64 * (columns if plan.block > 64 else 1)
-    gl.atomic_add(sums + (row.to(gl.int64) * columns + corner) + (i * columns + j), d_q, sem="relaxed")
+    if leaving is not None:
+        tma.store_wait(0)  # what was in this tile before has left
+        leaving.store(d_q)
+        fence_async_shared()
+        if plan.block > 64:
+            add_tile(sums, [row + GROUP * 64, 0], leaving)
+        else:
+            add_tile(sums, [row, GROUP * 64], leaving)
+    else:
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+        i = gl.arange(0, 64, gl.SliceLayout(1, layout)).to(gl.int64)[:, None]
+        j = gl.arange(0, 64, gl.SliceLayout(0, layout)).to(gl.int64)[None, :]
+        corner: gl.constexpr = GROUP * 64 * (columns if plan.block > 64 else 1)
+        gl.atomic_add(sums + (row.to(gl.int64) * columns + corner) + (i * columns + j), d_q, sem="relaxed")
 
 
 @gluon.jit
@@ -121,7 +144,10 @@ def walk(GROUP: gl.constexpr, turn, first, last, steps, row, own, home, guests, 
         d_first, d_second = warpgroup_mma_wait(2, deps=[d_first, d_second])
         mbarrier.arrive(guests.empty.index(stage), count=1)
         d_q = warpgroup_mma_wait(0, deps=[d_q])
-        add_to_memory(GROUP, sums, d_q, row, plan)
+        leaving = None
+        if parts.leaving is not None:
+            leaving = parts.leaving.index(GROUP)
+        add_to_memory(GROUP, sums, leaving, d_q, row, plan)
         # Counted one by one: the compiler would keep an address of each buffer for a count of tiles.
         phase ^= gl.where(stage == stages - 1, 1, 0)
         stage = gl.where(stage == stages - 1, 0, stage + 1)
@@ -184,10 +210,10 @@ def consumer(GROUP: gl.constexpr, home, guests, parts, sides, sums, scores, scal
 @gluon.jit(do_not_specialize=list(Work._fields))
 def attention_vjp_unordered_kernel(
     k, v, q, d_o, shift, delta, d_k, d_v, sums, scores, scale, window, tiles, tiles_q, together, heads, group,
-    all_heads, q_len, kv_len, pitch, plan: gl.constexpr,
+    all_heads, q_len, kv_len, pitch, engine: gl.constexpr, plan: gl.constexpr,
 ):  # fmt: skip
-    """d_k and d_v, scaled, and D k added to ``sums``: (heads of all batch entries, pitch, block_d), float32. The other
-    arguments are those of ``attention_vjp_gradients_kernel`` with keys at home; d_k and d_v may be None."""
+    """d_k and d_v, scaled, and D k added to ``sums``: (heads of all batch entries, pitch, block_d), float32, or with
+    ``engine``, by which the copy engine adds, described: (heads times pitch, block_d). The other arguments are those of ``attention_vjp_gradients_kernel`` with keys at home; d_k and d_v may be None."""
     work = Work(tiles, tiles_q, together, heads, group, all_heads, q_len, kv_len, pitch)
     sides = Sides(k, v, q, d_o, shift, delta, d_k, d_v)
     dtype: gl.constexpr = k.dtype
@@ -200,6 +226,7 @@ def attention_vjp_unordered_kernel(
         gl.allocate_shared_memory(dtype, [2 * (block // 64) * GROUPS, ROWS, 64], swizzled),
         gl.allocate_shared_memory(gl.int64, [2, 1], bar),
         gl.allocate_shared_memory(gl.int64, [1, 1], bar).index(0),
+        gl.allocate_shared_memory(gl.float32, [GROUPS, 64, 64], gl.NVMMASharedLayout(128, 32, 2)) if engine else None,
     )
     mbarrier.init(parts.there.index(0), count=GROUPS)
     mbarrier.init(parts.there.index(1), count=GROUPS)

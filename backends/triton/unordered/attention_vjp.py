@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from triton.experimental.gluon import language as gl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.descriptors import describe
 from portakern.backends.triton.gpu import attention_vjp as portable
 from portakern.backends.triton.gpu._heads import Scores
 from portakern.backends.triton.gpu.attention import LOG2E, _band, key
@@ -34,7 +36,8 @@ if TYPE_CHECKING:
 KEYS = QUERIES * GROUPS.value  # of a program
 WIDEST = 128  # head dimension
 ADDED = "many programs add to it in memory, in the order in which they come"
-KNOBS = {"num_stages": Count(1, 8)}
+KNOBS = {"num_stages": Count(1, 8), "engine": Count(0, 1)}
+"""``engine``: what is added to d_q in memory leaves by the copy engine, or by the threads that computed it."""
 
 
 def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
@@ -44,9 +47,9 @@ def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
                 REGISTERS[GROUPS.value][0])  # fmt: skip
 
 
-def shared_bytes(plan: Plan) -> int:
-    """Shared memory that the kernel takes: of keys and queries, and two buffers of D."""
-    return ordered.shared_bytes(plan) + 2 * 2 * KEYS * plan.block
+def shared_bytes(plan: Plan, tiling: Mapping[str, int]) -> int:
+    """Shared memory that the kernel takes: of keys and queries, two buffers of D, and what of d_q is to leave."""
+    return ordered.shared_bytes(plan) + 2 * 2 * KEYS * plan.block + 4 * GROUPS.value * 64 * 64 * tiling["engine"]
 
 
 def without_d_q(call: Call, tiling: Mapping[str, int]) -> tuple[Call, Mapping[str, int]]:
@@ -70,9 +73,10 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
         )
     if plan.block * plan.block_d != 64 * WIDEST:
         return f"tiles of {plan.block} queries at {plan.block_d} columns; expected {64 * WIDEST // plan.block_d}"
-    if shared_bytes(plan) > shared_limit(call.target.arch):
+    shared = shared_bytes(plan, tiling)
+    if shared > shared_limit(call.target.arch):
         return (
-            f"{plan.stages} stages of {plan.block} queries take {shared_bytes(plan)} bytes of shared memory; "
+            f"{plan.stages} stages of {plan.block} queries take {shared} bytes of shared memory; "
             f"{call.target.arch or 'sm_90'} has {shared_limit(call.target.arch)}"
         )
     return ordered.supports(*without_d_q(call, tiling))
@@ -110,10 +114,16 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     results = [None if (x := out[n]) is None else tiled(x, QUERIES, columns)
                for n, columns in (("d_k", plan.block_d), ("d_v", plan.block_dv))]  # fmt: skip
     launch(attention_vjp_unordered_kernel, min(tiles, processors(q.device)) if seen_by_all else tiles, call,
-           *described, *told, *results, sums, scores, scale, (right, left), *work, plan=plan, num_warps=4,
-           maxnreg=REGISTERS[GROUPS.value][1])  # fmt: skip
+           *described, *told, *results, by_halves(sums) if tiling["engine"] else sums, scores, scale, (right, left),
+           *work, engine=tiling["engine"], plan=plan, num_warps=4, maxnreg=REGISTERS[GROUPS.value][1])  # fmt: skip
     rows = 4096 // plan.block_d
     tiles_q = cdiv(q_len, rows)
     launch(attention_vjp_unordered_round_kernel, tiles_q * heads * batch, call, sums, out["d_q"], scale, tiles_q, heads,
            q_len, pitch, dims["d"], rows=rows, columns=plan.block_d, num_warps=4)  # fmt: skip
     return tuple(out.values())
+
+
+def by_halves(sums: torch.Tensor) -> Any:
+    """All sums as one array, in tiles of what a group of warps adds."""
+    flat = sums.view(-1, sums.shape[-1])
+    return describe(flat, flat.shape, flat.stride(), (64, 64), gl.NVMMASharedLayout(128, 32, 2))
