@@ -50,13 +50,12 @@ from portakern.backends.triton.hopper._flash_gradients import (
 )
 from portakern.backends.triton.hopper._warps import store_tile
 
-add_tile = getattr(tma, "async_atomic_add", None)
-if add_tile is None:  # Releases before 3.8 have the instruction, and no name for it.
 
-    @builtin
-    def add_tile(described: Any, at: Any, tile: Any, _semantic: Any = None) -> None:
-        at = _semantic._convert_to_ir_values(at, require_i64=False)
-        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, described.handle, at, tile.handle)
+@builtin
+def add_tile(described: Any, at: Any, tile: Any, _semantic: Any = None) -> None:
+    """Begin to add a tile to memory: ``tma.async_atomic_add``, which releases before 3.8 have under no name."""
+    at = _semantic._convert_to_ir_values(at, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, described.handle, at, tile.handle)
 
 
 GROUPS = gl.constexpr(2)  # of four warps, each of which owns 64 keys and computes half of a tile's d_q
