@@ -88,6 +88,12 @@ def test_any_number_of_stages_meets_the_bound(stages):
     assert worst(bound(*shape, **more), num_stages=stages) <= 1
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_products_behind_the_weights_of_the_next_tile_meet_the_bound(name):
+    shape, more = CASES[name]
+    assert worst(bound(*shape, **more), behind=1, num_stages=2) <= 1
+
+
 @pytest.mark.parametrize("name", ["causal", "causal, narrow", "more queries than keys", "one"])
 def test_sums_that_leave_by_the_copy_engine_meet_the_bound(name):
     shape, more = CASES[name]
@@ -98,22 +104,28 @@ FAULTS = {
     "D is read before both groups have put it there": (
         "causal", "        mbarrier.wait(parts.there.index(buffer), filled)\n", ""
     ),
-    "one buffer for all tiles": ("causal", "buffer ^= 1", "buffer ^= 0"),
+    "D of the tile before is read before it is there": (
+        "behind", "            mbarrier.wait(parts.there.index(buffer ^ 1), filled ^ buffer ^ 1)\n", ""
+    ),
+    "the last tile's d_q is left out": ("behind", "\n    add_to_memory(GROUP, sums, parts, d_q, row, plan)\n", "\n"),
+    "one buffer for all tiles": ("causal", "phase, buffer ^ 1, filled ^ buffer", "phase, buffer, filled"),
     "a group's keys leave while the other reads them": ("programs that stay, wide",
         "        mbarrier.wait(parts.done, count & 1)\n", ""),
     "queries are handed back while products read them": (
         "causal",
-        "        d_q = query_gradients(",
-        "        mbarrier.arrive(guests.empty.index(stage), count=1)\n        d_q = query_gradients(",
+        "        d_q = query_gradients(GROUP, buffer, ",
+        "        mbarrier.arrive(guests.empty.index(stage), count=1)\n        d_q = query_gradients(GROUP, buffer, ",
     ),
     "both groups compute the first columns": ("causal", "slice(GROUP * 64, 64, 1)", "slice(0, 64, 1)"),
     "both groups compute the first queries": ("causal, narrow", "(buffer * 2 + GROUP)", "(buffer * 2)"),
     "one group's keys are left out": ("causal", "use_acc=g > 0", "use_acc=False"),
     "all heads of a group add to the first": ("causal", "0, work.pitch)", "0, 0)"),
+    "the first tile's row for all": ("behind", "start, row_after = next_tile(start, row, first, last, work, block)",
+        "start, _ = next_tile(start, row, first, last, work, block)"),
     "a sum's tile is written over before it has left": ("causal",
         "        tma.store_wait(0)  # what was in this tile before has left\n", ""),
     "scale is left out": ("narrow values", "(d_first * scale)", "d_first"),
-    "the phase of a buffer never changes": ("causal", "filled ^= buffer", "filled ^= 0"),
+    "the phase of a buffer never changes": ("causal", "buffer ^ 1, filled ^ buffer", "buffer ^ 1, filled"),
 }  # fmt: skip
 
 
@@ -128,10 +140,10 @@ def test_a_fault_is_found(fault, tmp_path, monkeypatch):
     spec = importlib.util.spec_from_file_location("faulty", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    shape, more = CASES[case]
-    engine = int("store_wait" in old)
+    shape, more = CASES["causal" if case == "behind" else case]
+    engine, behind = int("store_wait" in old), int(case == "behind")
     with pytest.raises((testing.Broken, AssertionError, TimeoutError)):
-        worst(bound(*shape, **more), module, engine=engine, num_stages=2)
+        worst(bound(*shape, **more), module, engine=engine, behind=behind, num_stages=2)
 
 
 SM_90 = targets.find("sm_90").target

@@ -87,11 +87,12 @@ def query_gradients(GROUP: gl.constexpr, buffer, keys, parts, plan: gl.constexpr
 
 
 @gluon.jit
-def add_to_memory(GROUP: gl.constexpr, sums, leaving, d_q, row, plan: gl.constexpr):
-    """Add this group's half of d_q to the sums from ``row`` on; nobody waits for it. ``leaving``: by way of this tile,
-    by the copy engine, or None: by the threads."""
+def add_to_memory(GROUP: gl.constexpr, sums, parts, d_q, row, plan: gl.constexpr):
+    """Add this group's half of d_q to the sums from ``row`` on, by the copy engine where there is a tile for it, or by
+    the threads; nobody waits for it."""
     columns: gl.constexpr = plan.block_d
-    if leaving is not None:
+    if parts.leaving is not None:
+        leaving = parts.leaving.index(GROUP)
         tma.store_wait(0)  # what was in this tile before has left
         leaving.store(d_q)
         fence_async_shared()
@@ -108,54 +109,113 @@ def add_to_memory(GROUP: gl.constexpr, sums, leaving, d_q, row, plan: gl.constex
 
 
 @gluon.jit
-def walk(GROUP: gl.constexpr, turn, first, last, steps, row, own, home, guests, parts, sums, d_first, d_second, scores,
-         work, plan: gl.constexpr, mma: gl.constexpr, left_first: gl.constexpr, left_second: gl.constexpr):  # fmt: skip
-    """(d_k, d_v, turn) after all queries that see the keys at home, 64 at a time of the ``block`` that come together.
-    row: of the first of them in the sums."""
-    block: gl.constexpr = plan.block
-    stages: gl.constexpr = plan.stages
-    several: gl.constexpr = plan.block // 64
+def fold_tile(GROUP: gl.constexpr, follows: gl.constexpr, turn, start, row, own, home, guests, parts, sums, d_first,
+              d_second, scores, plan: gl.constexpr, mma: gl.constexpr, left_first: gl.constexpr,
+              left_second: gl.constexpr):  # fmt: skip
+    """(d_k, d_v) with a tile of queries, 64 at a time of the ``block`` that come together, their last products on the
+    way; D is put where the other group sees it. ``follows``: beside its first weights d_q of the tile before, from
+    ``row`` on in the sums, is computed and added."""
+    stage, phase, buffer, filled = turn
     zeros = gl.zeros([ROWS, 64], gl.float32, mma)
     cols = gl.arange(0, 64, gl.SliceLayout(0, mma))
-    stage, phase, buffer, filled = turn
-    start = first
-    for _ in range(steps):
-        mbarrier.wait(guests.full.index(stage), phase)
-        for n in gl.static_range(several):
-            q, d_o = guests.first.index(stage).slice(n * 64, 64), guests.second.index(stage).slice(n * 64, 64)
-            dots = warpgroup_mma(own.first, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    several: gl.constexpr = plan.block // 64
+    mbarrier.wait(guests.full.index(stage), phase)
+    for n in gl.static_range(several):
+        q, d_o = guests.first.index(stage).slice(n * 64, 64), guests.second.index(stage).slice(n * 64, 64)
+        dots = warpgroup_mma(own.first, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        shift = guests.shift.index(stage).slice(n * 64, 64, 1).load(mma)
+        if follows and n == 0:
+            mbarrier.wait(parts.there.index(buffer ^ 1), filled ^ buffer ^ 1)
+            d_q = query_gradients(GROUP, buffer ^ 1, home.first, parts, plan)
+            dots = warpgroup_mma_wait(2, deps=[dots])
+            p, sloped = weights_of(dots, shift, start, cols, own, scores)
+            d_q = warpgroup_mma_wait(0, deps=[d_q])
+            add_to_memory(GROUP, sums, parts, d_q, row, plan)
             d_p = warpgroup_mma(own.second, d_o.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            shift = guests.shift.index(stage).slice(n * 64, 64, 1).load(mma)
+        else:
+            d_p = warpgroup_mma(own.second, d_o.permute((1, 0)), zeros, use_acc=False, is_async=True)
             dots = warpgroup_mma_wait(1, deps=[dots])
             p, sloped = weights_of(dots, shift, start + n * 64, cols, own, scores)
-            p16 = gl.convert_layout(p.to(q.dtype), left_second)
-            d_second = warpgroup_mma(p16, d_o, d_second, is_async=True)
-            d_p = warpgroup_mma_wait(1, deps=[d_p])
-            delta = guests.delta.index(stage).slice(n * 64, 64, 1).load(mma)
-            d = score_gradients(sloped, d_p, delta, start + n * 64, cols, own)
-            d16 = d.to(q.dtype)
-            parts.tiles.index((buffer * several + n) * GROUPS + GROUP).store(d16)
-            d_first = warpgroup_mma(gl.convert_layout(d16, left_first), q, d_first, is_async=True)
-        fence_async_shared()
-        mbarrier.arrive(parts.there.index(buffer), count=1)
+        p16 = gl.convert_layout(p.to(q.dtype), left_second)
+        d_second = warpgroup_mma(p16, d_o, d_second, is_async=True)
+        d_p = warpgroup_mma_wait(1, deps=[d_p])
+        delta = guests.delta.index(stage).slice(n * 64, 64, 1).load(mma)
+        d = score_gradients(sloped, d_p, delta, start + n * 64, cols, own)
+        d16 = d.to(q.dtype)
+        parts.tiles.index((buffer * several + n) * GROUPS + GROUP).store(d16)
+        d_first = warpgroup_mma(gl.convert_layout(d16, left_first), q, d_first, is_async=True)
+    fence_async_shared()
+    mbarrier.arrive(parts.there.index(buffer), count=1)
+    return d_first, d_second
+
+
+@gluon.jit
+def next_turn(turn, stages: gl.constexpr):
+    """What comes after (stage, its phase, buffer, its phase). Counted one by one: of a count of tiles the compiler would
+    keep an address of each buffer."""
+    stage, phase, buffer, filled = turn
+    phase ^= gl.where(stage == stages - 1, 1, 0)
+    stage = gl.where(stage == stages - 1, 0, stage + 1)
+    return stage, phase, buffer ^ 1, filled ^ buffer
+
+
+@gluon.jit
+def next_tile(start, row, first, last, work, block: gl.constexpr):
+    """(first query, its row in the sums) of the tile after: after a head's last, the next head's first."""
+    following = after(start, first, last, block)
+    return following, row + following - start + gl.where(following > start, 0, work.pitch)
+
+
+@gluon.jit
+def walk(GROUP: gl.constexpr, turn, first, last, steps, row, own, home, guests, parts, sums, d_first, d_second, scores,
+         work, plan: gl.constexpr, mma: gl.constexpr, left_first: gl.constexpr, left_second: gl.constexpr):  # fmt: skip
+    """(d_k, d_v, turn) after all queries that see the keys at home. row: of the first of them in the sums."""
+    block: gl.constexpr = plan.block
+    stages: gl.constexpr = plan.stages
+    start = first
+    for _ in range(steps):
+        d_first, d_second = fold_tile(GROUP, False, turn, start, row, own, home, guests, parts, sums, d_first, d_second,
+                                      scores, plan, mma, left_first, left_second)  # fmt: skip
+        stage, _, buffer, filled = turn
         mbarrier.wait(parts.there.index(buffer), filled)
         d_q = query_gradients(GROUP, buffer, home.first, parts, plan)
         d_first, d_second = warpgroup_mma_wait(2, deps=[d_first, d_second])
         mbarrier.arrive(guests.empty.index(stage), count=1)
         d_q = warpgroup_mma_wait(0, deps=[d_q])
-        leaving = None
-        if parts.leaving is not None:
-            leaving = parts.leaving.index(GROUP)
-        add_to_memory(GROUP, sums, leaving, d_q, row, plan)
-        # Counted one by one: the compiler would keep an address of each buffer for a count of tiles.
-        phase ^= gl.where(stage == stages - 1, 1, 0)
-        stage = gl.where(stage == stages - 1, 0, stage + 1)
-        filled ^= buffer
-        buffer ^= 1
-        before = start
-        start = after(start, first, last, block)
-        row += start - before + gl.where(start > before, 0, work.pitch)  # after a head's last, the next head's first
-    return d_first, d_second, (stage, phase, buffer, filled)
+        add_to_memory(GROUP, sums, parts, d_q, row, plan)
+        turn = next_turn(turn, stages)
+        start, row = next_tile(start, row, first, last, work, block)
+    return d_first, d_second, turn
+
+
+@gluon.jit
+def walk_behind(GROUP: gl.constexpr, turn, first, last, steps, row, own, home, guests, parts, sums, d_first, d_second,
+                scores, work, plan: gl.constexpr, mma: gl.constexpr, left_first: gl.constexpr,
+                left_second: gl.constexpr):  # fmt: skip
+    """As ``walk``, with d_q of a tile computed beside the weights of the next, so that no group waits for what the
+    other has just begun."""
+    block: gl.constexpr = plan.block
+    stages: gl.constexpr = plan.stages
+    d_first, d_second = fold_tile(GROUP, False, turn, first, row, own, home, guests, parts, sums, d_first, d_second,
+                                  scores, plan, mma, left_first, left_second)  # fmt: skip
+    d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])
+    mbarrier.arrive(guests.empty.index(turn[0]), count=1)
+    turn = next_turn(turn, stages)
+    start, row_after = next_tile(first, row, first, last, work, block)
+    for _ in range(1, steps):
+        d_first, d_second = fold_tile(GROUP, True, turn, start, row, own, home, guests, parts, sums, d_first, d_second,
+                                      scores, plan, mma, left_first, left_second)  # fmt: skip
+        d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])
+        mbarrier.arrive(guests.empty.index(turn[0]), count=1)
+        turn = next_turn(turn, stages)
+        row = row_after
+        start, row_after = next_tile(start, row, first, last, work, block)
+    _, _, buffer, filled = turn
+    mbarrier.wait(parts.there.index(buffer ^ 1), filled ^ buffer ^ 1)
+    d_q = query_gradients(GROUP, buffer ^ 1, home.first, parts, plan)
+    d_q = warpgroup_mma_wait(0, deps=[d_q])
+    add_to_memory(GROUP, sums, parts, d_q, row, plan)
+    return d_first, d_second, turn
 
 
 @gluon.jit
@@ -186,9 +246,15 @@ def consumer(GROUP: gl.constexpr, home, guests, parts, sides, sums, scores, scal
         own = Own(home_first, home_second, limits, all_lo, all_hi, None, None)
         d_first = gl.zeros([ROWS, block_d], gl.float32, mma_first)
         d_second = gl.zeros([ROWS, block_dv], gl.float32, mma_second)
-        d_first, d_second, turn = walk(GROUP, turn, first, last, steps, head * work.group * work.pitch + first, own, home, guests, parts,
-                                       sums, d_first, d_second, scores, work, plan, mma, left_first,
-                                       left_second)  # fmt: skip
+        row = head * work.group * work.pitch + first
+        if plan.ahead:
+            d_first, d_second, turn = walk_behind(GROUP, turn, first, last, steps, row, own, home, guests, parts, sums,
+                                                  d_first, d_second, scores, work, plan, mma, left_first,
+                                                  left_second)  # fmt: skip
+        else:
+            d_first, d_second, turn = walk(GROUP, turn, first, last, steps, row, own, home, guests, parts, sums,
+                                           d_first, d_second, scores, work, plan, mma, left_first,
+                                           left_second)  # fmt: skip
         mbarrier.arrive(parts.done, count=1)
         mbarrier.wait(parts.done, count & 1)
         # The rows at home are not read any more: their gradients leave by way of their memory.
