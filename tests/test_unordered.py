@@ -12,6 +12,7 @@ import pytest
 
 import portakern as pk
 from portakern import testing
+from portakern.benchmarking import contenders
 from portakern.core import registry, route, targets, tilings
 from portakern.core.backend import Backend
 from portakern.core.binder import unchecked
@@ -292,3 +293,9 @@ def test_laws_hold_what_is_not_said_to_change():
     run_law(Output({"d_q": "in any order"}), case)
     with pytest.raises(BrokenPromise, match="d_q of heads"):
         run_law(Output({"d_k": "in any order"}), case)
+
+
+def test_no_figure_is_of_a_variant_that_nobody_named(monkeypatch):
+    monkeypatch.setattr(contenders, "backend_variants", lambda spec, b, platform: ("hopper", "unordered", "gpu"))
+    found = contenders.contenders(CALL.spec, [BACKEND], [], SM_90)
+    assert [c.variant for c in found] == ["hopper", "gpu"]
