@@ -37,6 +37,9 @@ class Memory:
     def index(self, i: Any) -> Any:
         return self.data[int(i)] if self.data.dtype == object else Memory(self.data[int(i)])
 
+    def slice(self, start: Any, length: int, dim: int = 0) -> Memory:
+        return Memory(self.data.narrow(dim, int(start), length))
+
     def permute(self, order: tuple[int, ...]) -> Memory:
         return Memory(self.data.permute(order))
 
@@ -85,6 +88,7 @@ class Described:
 
     def __init__(self, tensor: torch.Tensor, block: tuple[int, ...]) -> None:
         self.tensor, self.block, self.dtype = tensor, block, tensor.dtype
+        self.block_type = types.SimpleNamespace(shape=block)
 
     def _parts(self, at: list[Any], tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The part of the array that a box covers, and of the tile."""
@@ -108,23 +112,32 @@ class Described:
 
         threading.Thread(target=arrive).start()
 
-    def store(self, at: list[Any], memory: Memory) -> None:
+    def store(self, at: list[Any], memory: Memory, adds: bool = False) -> None:
         there, tile = self._parts(at, memory.data)
-        local().stores.append((there, tile))
+        local().stores.append((there, tile, adds))
 
 
 class Product:
-    """A product on its way."""
+    """A product on its way; its sum may be that of one before, which is done before."""
 
-    def __init__(self, a: Any, b: Memory, acc: torch.Tensor | None) -> None:
+    def __init__(self, a: Any, b: Memory, acc: torch.Tensor | Product | None) -> None:
         self.a, self.b, self.acc, self.result = a, b, acc, None
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError("waited for too few products: one is taken that is on its way")
+
+    def __mul__(self, other: Any) -> Any:
+        return self.taken
+
+    __rmul__ = __sub__ = __add__ = __mul__
 
     def finish(self) -> None:
         a = self.a.data if isinstance(self.a, Memory) else self.a
         assert a.dtype == self.b.data.dtype
+        acc = self.acc.result if isinstance(self.acc, Product) else self.acc
         # As on the matrix unit, an element is the same however many rows and columns there are: float32 has no room for
         # what the order of these sums changes.
-        self.result = (a.double() @ self.b.data.double() + (0.0 if self.acc is None else self.acc)).float()
+        self.result = (a.double() @ self.b.data.double() + (0.0 if acc is None else acc)).float()
 
 
 _local = threading.local()
@@ -137,7 +150,7 @@ def local() -> Any:
 
 
 def warpgroup_mma(a: Any, b: Memory, acc: Any, use_acc: Any = True, is_async: bool = False) -> Product:
-    assert is_async and not isinstance(acc, Product), "a sum whose product is on its way"
+    assert is_async
     made = Product(a, b, acc if use_acc else None)
     local().products.append(made)
     return made
@@ -147,24 +160,28 @@ def warpgroup_mma_wait(outstanding: int, deps: list[Product]) -> Any:
     products = local().products
     while len(products) > outstanding:
         products.pop(0).finish()
-    results = tuple(d.result for d in deps)
-    assert all(r is not None for r in results), "waited for too few products"
+    results = tuple(d if d.result is None else d.result for d in deps)
     return results if len(results) > 1 else results[0]
 
 
 def store_wait(outstanding: int) -> None:
     assert outstanding == 0
-    for there, tile in local().stores:
-        there.copy_(tile)
+    for there, tile, adds in local().stores:
+        with _adding:
+            there.copy_(there + tile if adds else tile)
     local().stores.clear()
 
 
 class Pointer:
     def __init__(self, flat: torch.Tensor, at: Any = 0) -> None:
         self.flat, self.at = flat, at
+        self.dtype = types.SimpleNamespace(element_ty=flat.dtype)
 
     def __add__(self, step: Any) -> Pointer:
         return Pointer(self.flat, self.at + step)
+
+    def __getitem__(self, key: Any) -> Pointer:
+        return Pointer(self.flat, self.at[key])
 
 
 def load(pointer: Pointer, mask: torch.Tensor, other: float) -> torch.Tensor:
@@ -174,6 +191,16 @@ def load(pointer: Pointer, mask: torch.Tensor, other: float) -> torch.Tensor:
 def store(pointer: Pointer, value: torch.Tensor, mask: torch.Tensor) -> None:
     at, value, mask = torch.broadcast_tensors(pointer.at, value, mask)
     pointer.flat[at[mask]] = value[mask]
+
+
+_adding = threading.Lock()
+
+
+def atomic_add(pointer: Pointer, value: torch.Tensor, sem: str) -> None:
+    assert sem == "relaxed"
+    at, value = torch.broadcast_tensors(pointer.at, value)
+    with _adding:
+        pointer.flat[at] += value
 
 
 class Scalar(int):
@@ -250,6 +277,7 @@ def _language(program: int, programs: int) -> types.SimpleNamespace:
     nothing = lambda *a, **k: None  # noqa: E731
     return types.SimpleNamespace(
         NVMMADistributedLayout=nothing, NVMMASharedLayout=nothing, DotOperandLayout=nothing, SliceLayout=nothing,
+        BlockedLayout=nothing, to_tensor=Scalar,
         float32=torch.float32, int64=torch.int64, int32=torch.int32, constexpr=lambda x: x,
         program_id=lambda axis: Scalar(program), num_programs=lambda axis: programs,
         arange=lambda a, b, layout: torch.arange(a, b), static_range=range, cdiv=lambda a, b: -(-a // b),
@@ -257,11 +285,17 @@ def _language(program: int, programs: int) -> types.SimpleNamespace:
         full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype), log=_of_numpy(np.log),
         max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), reshape=torch.reshape,
         convert_layout=lambda x, layout: x, exp2=_of_numpy(np.exp2), load=load, store=store,
+        atomic_add=atomic_add, inline_asm_elementwise=_in_assembly,
         fma=lambda a, b, c: (a.double() * b + c).float(),
         where=_of_scalars(lambda c, a, b: a if c else b, torch.where),
         minimum=_of_scalars(min, torch.minimum), maximum=_of_scalars(max, torch.maximum),
         allocate_shared_memory=_allocate, warp_specialize=specialize,
     )  # fmt: skip
+
+
+def _in_assembly(code: str, constraints: str, args: list[torch.Tensor], dtype: Any, is_pure: bool, pack: int) -> Any:
+    assert (code, constraints, pack) == ("rcp.approx.ftz.f32 $0, $1;", "=f,f", 1)
+    return 1.0 / args[0]
 
 
 def _initialise(barrier: Barrier, count: int) -> None:
@@ -272,7 +306,7 @@ MBARRIER = types.SimpleNamespace(
     MBarrierLayout=lambda: None,
     init=lambda barrier, count: _initialise(barrier, count),
     wait=lambda barrier, parity: barrier.wait(int(parity)),
-    arrive=lambda barrier, count=1: barrier._step(count, 0),
+    arrive=lambda barrier, count=1, pred=True: barrier._step(count, 0) if pred else None,
     expect=lambda barrier, bytes: barrier._step(1, bytes),
 )
 
@@ -304,9 +338,10 @@ def run(kernel: Any, modules: list[Any], grid: int, *args: Any, **constexprs: An
         names |= {
             "gl": _language(program, grid), "mbarrier": MBARRIER, "fence_async_shared": lambda: None,
             "tma": types.SimpleNamespace(store_wait=store_wait), "warpgroup_mma": warpgroup_mma,
-            "warpgroup_mma_wait": warpgroup_mma_wait, "boxed": lambda tile, layout: tile, "tanh": torch.tanh,
+            "warpgroup_mma_wait": warpgroup_mma_wait, "boxed": lambda tile, layout=None: tile, "halves": lambda tile: tile.chunk(2, -1),
             "load_tile": lambda d, at, barrier, tile: d.load(at, barrier, tile),
-            "store_tile": lambda d, at, tile: d.store(at, tile), "rows_boxed": lambda tile, heads: tile,
+            "store_tile": lambda d, at, tile: d.store(at, tile),
+            "add_tile": lambda d, at, tile: d.store(at, tile, adds=True), "rows_boxed": lambda tile, heads: tile,
             "beside": lambda alpha, l: alpha[:, None], "gdc_launch_dependents": lambda: None,
         }  # fmt: skip
         names[kernel.fn.__name__](*args, **constexprs)

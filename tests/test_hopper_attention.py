@@ -7,6 +7,7 @@ import platform
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from portakern import testing
@@ -171,3 +172,16 @@ def test_another_length_is_no_reason_to_compile():
         assert len(kernels_of(*((call, tiling_of(call)) for call in alike))[FLASH[0]]) == 1
     found = kernels_of(*((call, tiling_of(call, shares=2)) for call in few))
     assert {name: len(anew) for name, anew in found.items()} == dict.fromkeys(SHARES, 1)
+
+
+def test_what_tanh_errs_by_leaves_room_in_the_bound():
+    """With each instruction as far off as it may be, in the direction that is worse."""
+    u, worst = 2.0**-24, 0.0
+    x = np.concatenate([np.linspace(-20, 20, 400_001), np.geomspace(1e-12, 1, 2001)]).astype(np.float32)
+    for sign in (-1, 1):
+        y = x * np.float32(2.8853900817779268)
+        e = (np.exp2(y.astype(np.float64)) * (1 + sign * 2.0**-22)).astype(np.float32)
+        r = 1 / (np.float32(1) + e).astype(np.float64) * (1 - sign * 2.0**-23)
+        t = np.float32(1) - np.float32(2) * r.astype(np.float32)
+        worst = max(worst, np.abs(t - np.tanh(x.astype(np.float64))).max())
+    assert 4 * u < worst <= 8 * u

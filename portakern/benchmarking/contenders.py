@@ -125,13 +125,18 @@ def contenders(
 
 
 def _variants(spec: Spec[Any], b: Backend, target: Target) -> Sequence[str | None]:
-    """None if it is not installed, has no such op, or nothing for this platform."""
+    """Those that may serve a call that names none: results whose bits change from run to run are nobody's figures who
+    did not ask for them. None if it is not installed, has no such op, or nothing for this platform."""
     if b.unavailable():
         return ()
     try:
-        return backend_variants(spec, b, target.platform)
+        names = backend_variants(spec, b, target.platform)
     except (UnavailableError, UnsupportedError):
         return ()
+    if len(names) == 1:
+        return names
+    found = {f.name: b.implementation(spec.name, f) for f in b.families if f.name in names}
+    return tuple(n for n in names if (impl := found[n]) is None or not impl.unordered)
 
 
 def together(subjects: Sequence[Backend], device: str | None) -> list[list[Backend]]:

@@ -135,13 +135,14 @@ def _first_that_takes(
     """Of the variants of the first backend the one that would serve the call: the last, whose refusal is then told, if
     none would.
     """
-    mine = [(b, family) for b, family in found if b is found[0][0]]
-    for b, family in mine[:-1]:
-        impl = b.implementation(call.spec.name, family)
+    impls = [(b, family, b.implementation(call.spec.name, family)) for b, family in found if b is found[0][0]]
+    served = [(b, family, impl) for b, family, impl in impls if impl is None or choice.variant or not impl.unordered]
+    *mine, last = served or impls
+    for b, family, impl in mine:
         try:
             if impl is not None:
                 forms.abstract_call(call.spec, impl, form, hardware, choice.tiling)
                 return b, family
         except UnsupportedError:
             continue
-    return mine[-1]
+    return last[:2]

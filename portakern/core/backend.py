@@ -229,6 +229,9 @@ class Implementation:
       ahead: the dtypes in which it was measured to take no longer, with its gradients, than the functions of an array
         library that come to the same one after the other. Who would put it in their place asks
         (:func:`portakern.core.route.ahead`).
+      unordered: outputs whose bits may change from one run of a call to the next, each with the reason in words. A
+        variant that has such serves calls that name it, and no others; ``explain()`` says so, and the checker holds
+        these outputs to their bounds alone, and all others to every promise.
 
     Neither ``tiling`` nor ``key`` nor ``fit`` may depend on batch or row counts, so that a row's bits do not either;
     but where they are the ``same_bits`` in every tiling, and ``fit`` in tiles that leave a row's bits as they are.
@@ -249,6 +252,7 @@ class Implementation:
     overwrites: bool = False
     drawn: Drawn = ANY
     ahead: tuple[str, ...] = ()
+    unordered: Mapping[str, str] = field(default_factory=dict)
     _looked: Remembered[Any, bool] = field(default_factory=Remembered, init=False, repr=False)
 
     @functools.cached_property
@@ -395,6 +399,7 @@ class Backend:
         overwrites: bool = False,
         drawn: Drawn = ANY,
         ahead: tuple[str, ...] = (),
+        unordered: Mapping[str, str] = MappingProxyType({}),
     ) -> Callable[[F], F]:
         """Register the decorated ``fn(call, tiling)`` as this backend's ``op`` (see :class:`Implementation`).
 
@@ -415,7 +420,7 @@ class Backend:
                     )
                 made = Implementation(
                     self, family, op, fn, tiling, supports, knobs, key, fit, takes, copies, same_bits, overwrites,
-                    drawn, ahead,
+                    drawn, ahead, unordered,
                 )  # fmt: skip
                 self._found[family.package, op] = made
                 forget()  # ops that were made before serve their next call anew

@@ -61,6 +61,7 @@ def _plan(call: Call, choice: Choice, candidates: tuple[Route, ...]) -> list[str
         lines.append(f"  tiling: {', '.join(parts) or 'none'}")
         copied = route.impl.copies(inner, tiling) if route.impl.copies else None
         lines += [f"  copied by {framework.title}: {copied}"] if copied else []
+        lines += [f"  bits of {name} may change from run to run: {why}" for name, why in route.impl.unordered.items()]
     return lines
 
 
@@ -71,12 +72,17 @@ def _variants(call: Call, choice: Choice, candidates: tuple[Route, ...], served:
     for family in served.impl.backend.families:
         route = of.get(family)
         if route is served:
-            why = "serves this call" + (" (named)" if choice.variant else "")
-        elif choice.variant is not None and family.name != choice.variant:
+            why = "serves this call" + (" (named)" if choice.variant == family.name else "")
+        elif choice.variant == family.name:
+            why = f"it has no {call.spec.name}, and serves its gradients"
+        elif choice.variant is not None and served.impl.family.name == choice.variant:
             why = "another variant was named"
         elif route is None:
             has = served.impl.backend.where(call.spec.name, family) is not None
             why = f"not for {call.target}" if has else f"it has no {call.spec.name}"
+            impl = served.impl.backend.implementation(call.spec.name, family) if has else None
+            if impl is not None and impl.unordered and family.compiles_for(call.target):
+                why = f"only where it is named: bits of {', '.join(impl.unordered)} may change from run to run"
             if has and served.embedded and family.compiles_for(call.target):
                 why = f"no part of {served.framework.title}'s programs: {family.unstaged}"
         else:

@@ -5,12 +5,12 @@ silence.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from portakern.core import registry
-from portakern.core.backend import Backend, Implementation
+from portakern.core.backend import Backend, Family, Implementation
 from portakern.core.call import Call
 from portakern.core.forms import Form
 from portakern.core.framework import Framework, convert, frameworks
@@ -22,7 +22,10 @@ from portakern.errors import SpecError, UnsupportedError
 from portakern.spec import Spec
 from portakern.spec.options import shown
 
-__all__ = ["Choice", "Route", "ahead", "choose", "find_routes", "pick", "routes", "to_framework", "why_not"]
+__all__ = [
+    "Choice", "Route", "ahead", "choose", "find_routes", "gradient_choice", "has_gradient_alone", "pick", "routes",
+    "to_framework", "why_not",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,21 +189,36 @@ def _nothing_for(b: Backend, target: Target) -> str:
 
 
 def find_routes(b: Backend, call: Call, target: Target, variant: str | None = None) -> tuple[Route, ...]:
-    """The variants of ``call`` on ``b``, most particular first, or the error that says why there is none."""
+    """The variants of ``call`` on ``b``, most particular first, or the error that says why there is none.
+
+    Those whose results have other bits from run to run are there only where ``variant`` names them. A variant that has
+    an op's gradients and not the op leaves its calls to the others.
+    """
     target = b.stands_in(target)
+    if variant is not None and has_gradient_alone(b, call.spec, variant):
+        variant = None
     staged = b.stages_for(call.framework, target, variant)
     b.check_available(bool(staged))
     found: list[Route] = []
-    for family in staged:
+    waiting: list[str] = []
+
+    def serving(family: Family) -> Implementation | None:
         impl = b.implementation(call.spec.name, family)
+        if impl is None or not impl.unordered or variant is not None:
+            return impl
+        waiting.append(f"bits of {', '.join(impl.unordered)} may change from run to run: name variant={family.name!r}")
+        return None
+
+    for family in staged:
+        impl = serving(family)
         if impl is not None:
             found.append(Route(family.staged(impl, call.framework), False, target, call.framework, embedded=True))
     for family, interpret in () if found else b.families_for(target, variant):
-        impl = b.implementation(call.spec.name, family)
+        impl = serving(family)
         if impl is not None:
             found.append(Route(impl, interpret, target, frameworks()[b.framework]))
     if not found:
-        reason = why_not(b, call.spec, call.framework, target, variant) or "it has none"
+        reason = why_not(b, call.spec, call.framework, target, variant) or "; ".join(waiting) or "it has none"
         known = (o for o in registry.backends().values() if o is not b)
         others = [o.name for o in known if why_not(o, call.spec, call.framework, target) is None]
         raise UnsupportedError(
@@ -208,6 +226,24 @@ def find_routes(b: Backend, call: Call, target: Target, variant: str | None = No
             f"Backends that can: {', '.join(others) or 'none'}"
         )
     return tuple(found)
+
+
+def has_gradient_alone(b: Backend, spec: Spec[Any], variant: str) -> bool:
+    """Whether a backend's variant of this name has the op of an op's gradients, and not the op itself."""
+    of = [f for f in b.families if f.name == variant]
+    return spec.vjp is not None and not _has(b, spec.name, of) and _has(b, spec.vjp, of)
+
+
+def gradient_choice(b: Backend | None, vjp: Spec[Any], choice: Choice) -> Choice:
+    """Who computes gradients of calls that went where a choice said: the same backend, and the variant that was named
+    where that has them."""
+    of = [f for f in b.families if f.name == choice.variant] if b else []
+    tiling = {name: value for name, value in choice.tiling.items() if name in vjp.tiling}
+    return Choice.of(vjp, b, choice.variant if b and _has(b, vjp.name, of) else None, tiling)
+
+
+def _has(b: Backend, op: str, families: Iterable[Family]) -> bool:
+    return any(b.where(op, family) is not None for family in families)
 
 
 def pick(candidates: tuple[Route, ...], call: Call, user: Mapping[str, int]) -> tuple[Route, Mapping[str, int]]:

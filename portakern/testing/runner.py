@@ -188,7 +188,7 @@ def check_subject(subject: Subject, asked: Asked) -> Report:
     """Check what is made of a backend or a function."""
     spec, limits = subject.spec, asked.limits_of(subject)
     kinds, excused = asking(spec, asked.edges, asked.promises)
-    told = conceded(spec, limits, excused)
+    told = conceded(spec, limits, excused, subject.unordered)
     report = Report(spec.name, subject.name, asked.seed, asked=kinds, concessions=told)
     start = time.perf_counter()
     work = _Work(subject, limits, asked.seed, report, asked.shrink and not limits.shapes, asked.progress, excused)

@@ -8,7 +8,7 @@ import re
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from portakern.api import op
@@ -50,6 +50,7 @@ class Subject:
       name: for people.
       overwrites: whether it can be asked for results over inputs, where the spec has such.
       emulated: whether the host stands in for the target. drawn: which calls are drawn beside edges.
+      unordered: outputs whose bits may change from one call to the next, with the reason: no promise of bits is theirs.
       remote: whether it runs in a process of its own, so that any other exception than what is told of that is a
         mistake here.
     """
@@ -72,6 +73,7 @@ class Subject:
     overwrites: bool = False
     emulated: bool = False
     drawn: Drawn = ANY
+    unordered: Mapping[str, str] = field(default_factory=dict)
     remote: bool = False
 
     def at_fault(self, error: Exception) -> bool:
@@ -146,7 +148,7 @@ def backend_subject(
     assert impl is not None
     every = backend_variants(spec, b, device, profile, arch) if len(b.families) > 1 else (family.name,)
     others_follow = family.name in every[:-1]
-    named = family.name if len(b.families) > 1 else None
+    named = family.name if len(b.families) > 1 or impl.unordered else None
     how = "emulated" if standing_for else "oracle" if b.oracle else "interpreted" if interpret else "compiled"
     return Subject(
         spec, fw, found, target, interpret,
@@ -162,6 +164,7 @@ def backend_subject(
         + (f", profile {profile}" if profile else ""),
         lawful=not b.peer, overwrites=bool(spec.aliases) and not fw.immutable and (impl.overwrites or b.oracle),
         emulated=standing_for is not None, drawn=impl.drawn,
+        unordered=impl.unordered,
     )  # fmt: skip
 
 
@@ -295,8 +298,10 @@ CONCESSIONS: Mapping[str, tuple[Callable[[Spec[Any], Limits], bool], str]] = {
 """What a check may leave out for a kernel that has never seen it: name -> (whether limits do, in words)."""
 
 
-def conceded(spec: Spec[Any], limits: Limits, excused: Collection[str]) -> tuple[str, ...]:
-    """What a report says of everything that was not asked."""
+def conceded(
+    spec: Spec[Any], limits: Limits, excused: Collection[str], unordered: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
+    """What a report says of everything that was not asked. unordered: as of a :class:`Subject`."""
     given = [f"{n} is always given: it has no default" for n in sorted(limits.always)]
     built_in = [f"{n} is {v!r} in every call" for n, v in limits.options.items()]
     shaped = [f"calls are of the shapes {' or '.join(map(with_shape, limits.shapes))} alone"] if limits.shapes else []
@@ -308,7 +313,9 @@ def conceded(spec: Spec[Any], limits: Limits, excused: Collection[str]) -> tuple
     asked = {"laws": not limits.shapes, "overwrite": bool(spec.aliases)}
     some = [n for n in some if asked.get(n, True)]
     beside = [f"beside edges, {limits.drawn}"] if limits.drawn != ANY and not limits.shapes else []
-    return (*beside, *given, *built_in, *shaped, *words, *edges, *(f"not promised: {PROMISES[n]}" for n in some))
+    bits = [f"bits of {name} may change from one call to the next: {why}" for name, why in (unordered or {}).items()]
+    lesser = (f"not promised: {PROMISES[n]}" for n in some)
+    return (*beside, *given, *built_in, *shaped, *words, *edges, *bits, *lesser)
 
 
 def asking(spec: Spec[Any], edges: bool, promises: bool | Collection[str]) -> tuple[tuple[str, ...], set[str]]:

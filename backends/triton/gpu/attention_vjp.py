@@ -115,11 +115,13 @@ def score_gradients(p, t, a, b, delta, allowed, scores, plan: tl.constexpr):
 
 @triton.jit
 def attention_vjp_statistics_kernel(
-    o, d_o, lse, d_lse, shift, delta, tiles, heads, q_len, pitch, dv, o_strides, d_o_strides, lse_strides,
-    d_lse_strides, rows: tl.constexpr, block_dv: tl.constexpr, acc_dtype: tl.constexpr, rate: tl.constexpr,
+    o, d_o, lse, d_lse, shift, delta, sums, tiles, heads, q_len, pitch, dv, o_strides, d_o_strides, lse_strides,
+    d_lse_strides, rows: tl.constexpr, block_dv: tl.constexpr, columns: tl.constexpr, acc_dtype: tl.constexpr,
+    rate: tl.constexpr,
 ):  # fmt: skip
     """delta = sum(o d_o) - d_lse and shift = lse, what scores are measured from; both (batch, heads, pitch), where
-    pitch >= q_len. ``rate``: what lse is multiplied by, None for nothing.
+    pitch >= q_len. ``rate``: what lse is multiplied by, None for nothing. sums: memory of the queries' ``columns`` each
+    that is set to 0, (batch, heads, pitch, columns), or None.
 
     A row that sees no key gets shift = inf, so that its p is 0, and delta = 0. To be compiled without contraction:
     products fused into the first step of a butterfly sum leave lanes a bit apart.
@@ -146,6 +148,9 @@ def attention_vjp_statistics_kernel(
     at = (batch * heads + head) * pitch + row
     tl.store(shift + at, tl.where(unseen, float("inf"), l), mask=i_ok)
     tl.store(delta + at, tl.where(unseen, 0.0, total), mask=i_ok)
+    if sums is not None:
+        zeros = tl.full([rows, columns], 0.0, tl.float32)
+        tl.store(sums + at[:, None] * columns + tl.arange(0, columns)[None, :], zeros, mask=i_ok[:, None])
 
 
 @triton.jit
@@ -424,19 +429,21 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
 
 
 def statistics(
-    call: Call, o: torch.Tensor, d_o: torch.Tensor, multiple: int = 1, rate: float | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(shift, delta) of ``attention_vjp_statistics_kernel``: pitch is q_len, or the next multiple of so many."""
+    call: Call, o: torch.Tensor, d_o: torch.Tensor, multiple: int = 1, rate: float | None = None,
+    sums: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(shift, delta) of ``attention_vjp_statistics_kernel``: pitch is q_len, or the next multiple of so many. sums: what
+    it sets to 0."""
     lse, d_lse = call.arrays["lse"], call.arrays["d_lse"]
     batch, q_len, heads, dv = o.shape
     block_dv, pitch = padded(dv), cdiv(q_len, multiple) * multiple
     rows = max(1, AT_ONCE // block_dv)
     shift, delta = (fresh((batch, heads, pitch), lse.dtype, o.device) for _ in range(2))
     tiles = cdiv(q_len, rows)
-    launch(attention_vjp_statistics_kernel, tiles * heads * batch, call, o, d_o, lse, d_lse, shift, delta,
+    launch(attention_vjp_statistics_kernel, tiles * heads * batch, call, o, d_o, lse, d_lse, shift, delta, sums,
            tiles, heads, q_len, pitch, dv, o.stride(), d_o.stride(), lse.stride(),
            None if d_lse is None else d_lse.stride(), rows=rows, block_dv=block_dv,
-           acc_dtype=accumulator(call.dtype), rate=rate, enable_fp_fusion=False)  # fmt: skip
+           columns=0 if sums is None else sums.shape[-1], acc_dtype=accumulator(call.dtype), rate=rate, enable_fp_fusion=False)  # fmt: skip
     return shift, delta
 
 

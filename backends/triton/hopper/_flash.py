@@ -29,15 +29,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from portakern.backends.triton.gpu import attention as portable
 from portakern.backends.triton.hopper._warps import load_tile, store_tile
 
 ROWS = gl.constexpr(64)  # of a group of four warps: what one instruction of the matrix unit takes
 
 # Release 3.9 gave it another name.
 _OLD = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinterpret"))
-
-tanh = gluon.jit(portable.tanh.fn)
 
 
 class Plan(NamedTuple):
@@ -72,6 +69,16 @@ class Work(NamedTuple):
     q_len: int
     kv_len: int
     chunk: int
+
+
+@gluon.jit
+def tanh(x):
+    """As ``tanh`` of the portable kernel: the quotient of 1 and a number from 1 on is this instruction's result there
+    too, but for what surrounds it for divisors beyond 2^126."""
+    r = gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + gl.exp2(x * 2.8853900817779268)], gl.float32, is_pure=True, pack=1
+    )
+    return 1.0 - 2.0 * r
 
 
 @gluon.jit

@@ -121,23 +121,23 @@ def statistic_of(own, guest, stage, by_key: gl.constexpr, mma: gl.constexpr):
 
 @gluon.jit
 def weights_of(dots, shift, start, cols, own, scores):
-    """(P, t) of a tile of dot products; t is their tanh under a softcap. shift: lse log2(e), for P is
-    2^(s log2(e) - shift)."""
+    """(P, P cap'(s)) of a tile of dot products. shift: lse log2(e), for P is 2^(s log2(e) - shift)."""
     t = dots
     if scores.softcap is not None:
         t = tanh(dots * scores.pre)
     p = gl.exp2(gl.fma(t, scores.rate, -shift.broadcast_to(t.shape)))
     if (start < own.all_lo) | (start + dots.shape[1] > own.all_hi):
         p = gl.where(seen_pairs(start, cols, own.limits), p, 0.0)
-    return p, t
+    sloped = p
+    if scores.softcap is not None:
+        sloped = p * (1.0 - t * t)
+    return p, sloped
 
 
 @gluon.jit
-def score_gradients(p, t, d_p, delta, start, cols, own, scores):
-    """D of a tile, from P and dP."""
-    d = p * (d_p - delta)
-    if scores.softcap is not None:
-        d = d * (1.0 - t * t)
+def score_gradients(sloped, d_p, delta, start, cols, own):
+    """D of a tile, from P cap'(s) and dP."""
+    d = sloped * (d_p - delta)
     if (start < own.all_lo) | (start + d.shape[1] > own.all_hi):  # what a masked pair holds of dP may be NaN
         d = gl.where(seen_pairs(start, cols, own.limits), d, 0.0)
     return d
@@ -182,14 +182,14 @@ def walk(unit, first, last, steps, own, guests, d_first, d_second, scores, plan:
             d_p = warpgroup_mma(own.second, guest_second.permute((1, 0)), zeros, use_acc=False, is_async=True)
         shift = statistic_of(own.shift, guests.shift, stage, plan.by_key, mma)
         dots = warpgroup_mma_wait(1 if plan.want_first else 0, deps=[dots])
-        p, t = weights_of(dots, shift, start, cols, own, scores)
+        p, sloped = weights_of(dots, shift, start, cols, own, scores)
         if plan.want_second:
             p16 = gl.convert_layout(p.to(own.first.dtype), left_second)
             d_second = warpgroup_mma(p16, guest_second, d_second, is_async=True)
         if plan.want_first:
             d_p = warpgroup_mma_wait(1 if plan.want_second else 0, deps=[d_p])
             delta = statistic_of(own.delta, guests.delta, stage, plan.by_key, mma)
-            d = score_gradients(p, t, d_p, delta, start, cols, own, scores)
+            d = score_gradients(sloped, d_p, delta, start, cols, own)
             d16 = gl.convert_layout(d.to(own.first.dtype), left_first)
             d_first = warpgroup_mma(d16, guest_first, d_first, is_async=True)
         if not plan.want_first:
@@ -219,10 +219,10 @@ def walk_ahead(unit, first, last, steps, own, guests, d_first, d_second, scores,
     d_p = warpgroup_mma(own.second, guests.second.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     shift = statistic_of(own.shift, guests.shift, stage, plan.by_key, mma)
     dots = warpgroup_mma_wait(1, deps=[dots])
-    p, t = weights_of(dots, shift, start, cols, own, scores)
+    p, sloped = weights_of(dots, shift, start, cols, own, scores)
     d_p = warpgroup_mma_wait(0, deps=[d_p])
     delta = statistic_of(own.delta, guests.delta, stage, plan.by_key, mma)
-    d = score_gradients(p, t, d_p, delta, start, cols, own, scores)
+    d = score_gradients(sloped, d_p, delta, start, cols, own)
     p16 = gl.convert_layout(p.to(own.first.dtype), left_second)
     d16 = gl.convert_layout(d.to(own.first.dtype), left_first)
     for _ in range(1, steps):
@@ -237,10 +237,10 @@ def walk_ahead(unit, first, last, steps, own, guests, d_first, d_second, scores,
         d_first = warpgroup_mma(d16, guests.first.index(before), d_first, is_async=True)
         shift = statistic_of(own.shift, guests.shift, stage, plan.by_key, mma)
         dots = warpgroup_mma_wait(3, deps=[dots])
-        p, t = weights_of(dots, shift, start, cols, own, scores)
+        p, sloped = weights_of(dots, shift, start, cols, own, scores)
         d_p = warpgroup_mma_wait(2, deps=[d_p])
         delta = statistic_of(own.delta, guests.delta, stage, plan.by_key, mma)
-        d = score_gradients(p, t, d_p, delta, start, cols, own, scores)
+        d = score_gradients(sloped, d_p, delta, start, cols, own)
         d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])
         p16 = gl.convert_layout(p.to(own.first.dtype), left_second)
         d16 = gl.convert_layout(d.to(own.first.dtype), left_first)

@@ -11,8 +11,8 @@ the rows: an asynchronous product of one stage is in flight while the next one i
 back as soon as its product is done. So neither copies nor barriers stand between two products. Programs stay, one to a
 multiprocessor, and walk the tiles of c; a tile of c leaves through shared memory while the next one is multiplied.
 
-``more``: b's tile has half as many columns again, in an accumulator of their own: 192 columns, where a tile of Triton's
-is a power of two.
+``more``: b's tile has so many columns beside, in an accumulator of their own: 192 or 160 columns, where a tile of
+Triton's is a power of two.
 
 Source: the persistent warp-specialised schedules of CUTLASS 3 (Thakkar et al.), "ping-pong" left out; the order of
 tiles in "Matrix Multiplication" of the Triton tutorials (Tillet).
@@ -46,7 +46,9 @@ PART = gl.constexpr(32)  # columns of an accumulator that meet what follows the 
 @gluon.jit
 def boxed(tile):
     """A tile in shared memory as the box (1, rows, columns) that the copy engine moves."""
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, tile.dtype.primitive_bitwidth, 3)
+    bits: gl.constexpr = tile.dtype.primitive_bitwidth
+    line: gl.constexpr = tile.shape[1] * bits // 8
+    layout: gl.constexpr = gl.NVMMASharedLayout(128 if line > 128 else line, bits, 3)
     if _OLD:
         return tile._reinterpret(tile.dtype, [1, tile.shape[0], tile.shape[1]], layout)
     else:
@@ -77,7 +79,7 @@ def loader(a, b, b_more, a_tiles, b_tiles, more_tiles, full, empty, m, n, k, ent
            a_across: gl.constexpr, b_across: gl.constexpr, more: gl.constexpr, batched: gl.constexpr,
            a_batched: gl.constexpr, b_batched: gl.constexpr):  # fmt: skip
     stages: gl.constexpr = full.shape[0]
-    width: gl.constexpr = columns + columns // 2 * more
+    width: gl.constexpr = columns + more
     moved: gl.constexpr = (rows + width) * depth * a.dtype.primitive_bitwidth // 8
     tiles_m, tiles_n = gl.cdiv(m, rows), gl.cdiv(n, width)
     steps = gl.cdiv(k, depth)
@@ -119,6 +121,10 @@ def send(c, c_tiles, first: gl.constexpr, spare: gl.constexpr, acc, z, i, j, bat
         c_tiles.index(first).store(acc.to(c.dtype))
         fence_async_shared()
         leave(c, z, i, j, c_tiles.index(first), batched)
+    elif acc.shape[1] > 2 * box:
+        left, right = halves(acc)
+        send(c, c_tiles, first, spare, left, z, i, j, batched)
+        send(c, c_tiles, first + acc.shape[1] // (2 * box), spare, right, z, i, j + acc.shape[1] // 2, batched)
     else:
         left, right = halves(acc.to(c.dtype))
         c_tiles.index(first).store(left)
@@ -154,7 +160,8 @@ def write(c, c_tiles, acc, acc_more, z, i, j, m, n, half: gl.constexpr, more: gl
         tma.store_wait(0)  # what was in these tiles before has left
         send(c, c_tiles, half * boxes, boxes > 1, acc, z, i, j, batched)
         if more:
-            send(c, c_tiles, half * boxes + boxes - boxes // 3, True, acc_more, z, i, j + acc.shape[1], batched)
+            beyond: gl.constexpr = half * boxes + acc.shape[1] // c_tiles.shape[2]
+            send(c, c_tiles, beyond, True, acc_more, z, i, j + acc.shape[1], batched)
     else:
         put(c, acc, z, i, j, m, n)
         if more:
@@ -225,11 +232,11 @@ def consumer(a, b, b_more, c, bias, residual, residual_row, pre, a_tiles, b_tile
              a_across: gl.constexpr, b_across: gl.constexpr, more: gl.constexpr, described: gl.constexpr,
              batched: gl.constexpr, activation: gl.constexpr, half: gl.constexpr):  # fmt: skip
     stages: gl.constexpr = full.shape[0]
-    width: gl.constexpr = columns + columns // 2 * more
+    width: gl.constexpr = columns + more
     own: gl.constexpr = rows // 2
     unit: gl.constexpr = 256 // a.dtype.primitive_bitwidth  # of k, in one instruction
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, unit])
-    more_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns // 2, unit])
+    more_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, more if more else columns, unit])
     tiles_m, tiles_n = gl.cdiv(m, rows), gl.cdiv(n, width)
     steps = gl.cdiv(k, depth)
     count = 0
@@ -240,7 +247,7 @@ def consumer(a, b, b_more, c, bias, residual, residual_row, pre, a_tiles, b_tile
         tile_m, tile_n = place(tile, tiles_m, tiles_n, group)
         acc = gl.zeros([own, columns], gl.float32, layout)
         if more:
-            acc_more = gl.zeros([own, columns // 2], gl.float32, more_layout)
+            acc_more = gl.zeros([own, more], gl.float32, more_layout)
         for step in range(steps):
             stage = count % stages
             mbarrier.wait(full.index(stage), count // stages & 1)
@@ -295,15 +302,19 @@ def by_roles(a, b, b_more, c, bias, residual, residual_row, pre, m, n, k, entrie
     more_tiles = b_tiles
     if more:
         if b_across:
-            more_tiles = gl.allocate_shared_memory(b.dtype, [stages, columns // 2, depth], layout)
+            more_tiles = gl.allocate_shared_memory(b.dtype, [stages, more, depth], layout)
         else:
-            more_tiles = gl.allocate_shared_memory(b.dtype, [stages, depth, columns // 2], layout)
+            bits: gl.constexpr = b.dtype.primitive_bitwidth
+            narrow: gl.constexpr = gl.NVMMASharedLayout(128 if more * bits > 1024 else more * bits // 8, bits, 2)
+            more_tiles = gl.allocate_shared_memory(b.dtype, [stages, depth, more], narrow)
     c_tiles = a_tiles
     if described:
-        # As much of c's tile is in shared memory as its box holds, or three boxes of 192 columns.
+        # As much of c's tile is in shared memory as its box holds, or all boxes of 192 and of 160 columns.
         box: gl.constexpr = c.block_type.shape[1 + batched]
-        boxes: gl.constexpr = (columns + columns // 2) // box if more else 1
-        c_tiles = gl.allocate_shared_memory(c.dtype, [2 * boxes, rows // 2, box], layout)
+        boxes: gl.constexpr = (columns + more) // box if more else 1
+        line: gl.constexpr = box * c.dtype.primitive_bitwidth // 8
+        boxed_layout: gl.constexpr = gl.NVMMASharedLayout(128 if line > 128 else line, c.dtype.primitive_bitwidth, 2)
+        c_tiles = gl.allocate_shared_memory(c.dtype, [2 * boxes, rows // 2, box], boxed_layout)
     full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(stages):

@@ -75,10 +75,10 @@ def shared_bytes(plan: Plan) -> int:
 
 def held(call: Call, plan: Plan) -> int:
     """Registers of a consumer's thread for sums, two tiles of numbers, what is rounded of them beside products, and
-    tanh."""
+    the slopes of a softcap, of which a few are on their way to P."""
     sums = plan.block_d * plan.want_first + plan.block_dv * plan.want_second
-    rounded = plan.block // 2 * plan.ahead
-    return sums // 2 + plan.block + rounded + plan.block // 2 * (call.options["softcap"] is not None)
+    slopes = plan.block // 4 * (call.options["softcap"] is not None)
+    return sums // 2 + plan.block + plan.block // 2 * plan.ahead + slopes
 
 
 def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:

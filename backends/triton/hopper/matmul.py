@@ -80,10 +80,13 @@ FEW_ROWS = 64
 
 KNOBS = {
     "num_warps": Tile(4, 8), "num_stages": Count(2, 8), "group": Tile(1, 32),
-    "swapped": Count(0, 1), "roles": Count(0, 2), "halves": Count(0, 1),
+    "swapped": Count(0, 1), "roles": Count(0, 3), "halves": Count(0, 1),
 }  # fmt: skip
-"""``swapped``: tiles of c^T. ``roles``: 0: all warps do the same; 1: they have roles; 2: and columns of half a tile
-more. ``halves``: a tile of c leaves by halves (with roles=1), which leaves room for one more stage."""
+"""``swapped``: tiles of c^T. ``roles``: 0: all warps do the same; 1: they have roles; 2 and 3: and columns of a half
+or a quarter of a tile more (``MORE``). ``halves``: a tile of c leaves by halves (with roles=1), which leaves room for one more stage."""
+
+MORE = {2: 2, 3: 4}
+"""Roles -> of how many parts of a tile's columns there is one more: 128 and 64 are 192, 128 and 32 are 160."""
 
 TORCH = {tl.float32: "float32", tl.float64: "float64"}
 ELEMENTS = {
@@ -285,10 +288,10 @@ def refuse_roles(call: Call, tiling: Mapping[str, int]) -> str | None:
         return (
             f"{told} take tiles of 128 x 128 or 256, in steps of {128 // size} of k, not {rows} x {columns} x {depth}"
         )
-    if tiling.get("halves") and (tiling["roles"] == 2 or size == 4):
+    if tiling.get("halves") and (tiling["roles"] in MORE or size == 4):
         return f"{told} write c by halves (halves=1) where they take 16-bit operands and roles=1"
-    if tiling["roles"] == 2 and (columns == 256 or size == 4):
-        return f"{told}, which add half the columns, take 16-bit operands and block_n=128"
+    if tiling["roles"] in MORE and (columns == 256 or size == 4):
+        return f"{told}, which add columns, take 16-bit operands and block_n=128"
     return None
 
 
@@ -296,10 +299,15 @@ def without_idle_roles(call: Call, tiling: Mapping[str, int]) -> dict[str, int]:
     return dict(tiling) if may_have_roles(call) else {**tiling, **dict.fromkeys({"roles", "halves"} & set(tiling), 0)}
 
 
+def more_columns(tiling: Mapping[str, int]) -> int:
+    """Columns that a tile has beside those of its two powers of two, where warps have roles."""
+    return tiling["block_n"] // MORE[tiling["roles"]] if tiling["roles"] in MORE else 0
+
+
 def box_columns(tiling: Mapping[str, int], size: int) -> int:
     """Columns of c that leave at a time, of warps that have roles."""
-    if tiling["roles"] == 2:
-        return 64
+    if more := more_columns(tiling):
+        return more
     return int(min(tiling["block_n"], 512 // size)) // (1 + tiling.get("halves", 0))
 
 
@@ -307,8 +315,8 @@ def shared_memory(call: Call, tiling: Mapping[str, int]) -> int:
     """Bytes of shared memory: the stages of operands, and what of c waits there."""
     rows, columns, size, stored = tiling["block_m"], tiling["block_n"], size_of(call.dtype), 0
     if by_roles(call, tiling):
-        columns += columns // 2 * (tiling["roles"] == 2)
-        stored = rows * box_columns(tiling, size) * size * (3 if tiling["roles"] == 2 else 1) + 1024
+        columns += more_columns(tiling)
+        stored = rows * (columns if tiling["roles"] in MORE else box_columns(tiling, size)) * size + 1024
     elif call.dims["n"] * size_of(call.outputs["c"][1]) % 16 == 0:
         stored = rows * columns * size_of(call.outputs["c"][1])
     return tiling["num_stages"] * (rows + columns) * tiling["block_k"] * size + stored
@@ -436,7 +444,7 @@ def roles_of(call: Call, a: Operand, b: Operand, extents: tuple[int, int], tilin
     from triton.experimental.gluon import language as gl
 
     (entries, m), n, k, given = extents, call.dims["n"], call.dims["k"], a.memory.dtype
-    rows, columns, depth, more = tiling["block_m"], tiling["block_n"], tiling["block_k"], int(tiling["roles"] == 2)
+    rows, columns, depth, more = tiling["block_m"], tiling["block_n"], tiling["block_k"], more_columns(tiling)
     dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[given]
     tf32, batched = given == torch.float32, entries > 1
 
@@ -453,9 +461,8 @@ def roles_of(call: Call, a: Operand, b: Operand, extents: tuple[int, int], tilin
         return tile(Operand(c, m * n * batched, n, False), (m, n), box, tf32=False) if in_boxes else c
 
     of_a, of_b = tile(a, (m, k), (rows, depth)), tile(b, (k, n), (depth, columns))
-    of_more = tile(b, (k, n), (depth, columns // 2)) if more else of_b
-    width = columns + columns // 2 * more
-    grid = min(MULTIPROCESSORS, cdiv(m, rows) * cdiv(n, width) * entries)
+    of_more = tile(b, (k, n), (depth, more)) if more else of_b
+    grid = min(MULTIPROCESSORS, cdiv(m, rows) * cdiv(n, columns + more) * entries)
     known = {
         "rows": rows, "columns": columns, "depth": depth, "group": tiling["group"], "stages": tiling["num_stages"],
         "a_across": int(a.across), "b_across": int(b.across), "more": more, "described": in_boxes, "num_warps": 4,

@@ -36,7 +36,7 @@ from portakern.core.framework import frameworks, host_framework
 from portakern.core.gradients import wiring
 from portakern.core.observe import OBSERVERS, Served, tell
 from portakern.core.oracle import degenerate_values, rounded_oracle
-from portakern.core.route import Choice, Route, announce, choose, find_routes, pick
+from portakern.core.route import Choice, Route, announce, choose, find_routes, gradient_choice, pick
 from portakern.core.serve import call_through
 from portakern.core.targets import Target, find
 from portakern.errors import SpecError, UnsupportedError
@@ -264,11 +264,10 @@ def _backward(
         if name in some or not next(a.optional for a in wired.vjp.arrays if a.name == wired.cotangents[name]):
             given[wired.cotangents[name]] = some[name] if name in some else jnp.zeros(cotangent.shape, cotangent.dtype)
     options = {n: v for n, v in static.options if n in wired.options}
-    tiling = {n: v for n, v in static.tiling if n in wired.vjp.tiling}
     gradients: dict[str, Any] = {}
     if saved.wants:
         call = bind(wired.vjp, **given, **options, wants=saved.wants)
-        outputs = call_through(call, Choice(static.backend, tiling=tiling))
+        outputs = call_through(call, gradient_choice(static.backend, wired.vjp, static.choice))
         gradients = dict(zip((o.name for o in wired.vjp.outputs), outputs, strict=True))
     return tuple(gradients.get(wired.gradients.get(n, ""), wired.passed(n, given)) for n in static.given)
 

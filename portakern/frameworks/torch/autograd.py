@@ -24,7 +24,7 @@ from portakern.core.call import Call
 from portakern.core.framework import frameworks
 from portakern.core.gradients import Wiring, wiring
 from portakern.core.observe import say
-from portakern.core.route import Choice, routes
+from portakern.core.route import Choice, gradient_choice, routes
 from portakern.errors import SpecError, UnsupportedError
 from portakern.spec import Spec
 
@@ -254,8 +254,7 @@ def gradient_of(call: Call, choice: Choice, differentiated: Sequence[str]) -> tu
         if call.device not in choice.gradients:
             candidates = routes(call, choice)
             assert candidates is not None
-            tiling = {name: value for name, value in choice.tiling.items() if name in wired.vjp.tiling}
-            vjp = Choice.of(wired.vjp, candidates[0].impl.backend, None, tiling)
+            vjp = gradient_choice(candidates[0].impl.backend, wired.vjp, choice)
             routes(call.replace(spec=wired.vjp), vjp)
             choice.gradients[call.device] = vjp
     except UnsupportedError as e:

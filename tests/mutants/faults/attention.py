@@ -123,10 +123,10 @@ FAULTS = {
             new="bias += batch * bias_b + heads // extents.group * bias_h",
         ),
         Planted(
-            "tanh-range",
-            "the tanh fraction is used beyond the range where it converges",
-            old="tl.abs(x) < 0.5",
-            new="tl.abs(x) < 3.5",
+            "tanh-approx",
+            "tanh is right to 11 bits, as the instruction of that name",
+            old="return 1.0 - 2.0 * (1.0 / (1.0 + tl.exp2(x * 2.8853900817779268)))",
+            new=("return (1.0 - 2.0 * (1.0 / (1.0 + tl.exp2(x * 2.8853900817779268)))).to(tl.float16).to(x.dtype)"),
             small=True,
         ),
         Planted(

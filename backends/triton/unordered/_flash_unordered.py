@@ -1,0 +1,317 @@
+"""The kernel of attention's gradients for Hopper in five products (Dao 2023, FlashAttention-2, algorithm 2; Shah et al.
+2024, FlashAttention-3, section 3 and its backward pass):
+
+    s = cap(scale q k^T)    P = exp(s - lse)    D = P (d_o v^T - delta) cap'(s)    delta = rowsum(d_o o) - d_lse
+    d_q = scale D k         d_k = scale D^T q   d_v = P^T d_o
+
+The two launches of ``hopper/_flash_gradients.py`` compute s and d_o v^T twice, once for d_q and once for d_k and d_v.
+Here there is one, with keys at home as there for d_k and d_v: a program owns 128 keys, and the queries that see them
+come by. What a tile of queries gets of these keys is added to its d_q in memory, in float32. So many programs add to a
+d_q, in the order in which they come: **its last bits may change from one run to the next**. d_k and d_v are summed by
+one owner in one order, as there.
+
+D^T of a group's 64 keys lies in its registers. d_q wants the D^T of both groups as one left operand, since each addition
+to memory that is spared is worth more than a barrier: so both groups put theirs into shared memory, in one of two
+buffers in turn, and each group of warps computes half of the tile's d_q: 64 of 128 columns at head dimension 128, 64 of
+128 queries at 64. A group writes a buffer anew when both have put the tile in between into the other one, hence are
+done with the products of this one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from portakern.backends.triton.gpu._heads import program
+from portakern.backends.triton.hopper._flash import ROWS, boxed, reach
+from portakern.backends.triton.hopper._flash_gradients import (
+    Own,
+    Sides,
+    Work,
+    after,
+    guests_of,
+    producer,
+    score_gradients,
+    tiles_of,
+    weights_of,
+)
+from portakern.backends.triton.hopper._warps import store_tile
+
+
+@builtin
+def add_tile(described: Any, at: Any, tile: Any, _semantic: Any = None) -> None:
+    """Begin to add a tile to memory: ``tma.async_atomic_add``, which releases before 3.8 have under no name."""
+    at = _semantic._convert_to_ir_values(at, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, described.handle, at, tile.handle)
+
+
+GROUPS = gl.constexpr(2)  # of four warps, each of which owns 64 keys and computes half of a tile's d_q
+
+
+class Parts(NamedTuple):
+    """What the groups show each other. ``tiles``: D^T, rounded, two buffers of a tile a group; ``there``: whether all
+    groups have put theirs into a buffer; ``done``: whether all are done with the keys at home. ``leaving``: a group's
+    half of a d_q each, where the copy engine adds to memory."""
+
+    tiles: Any
+    there: Any
+    done: Any
+    leaving: Any
+
+
+@gluon.jit
+def query_gradients(GROUP: gl.constexpr, buffer, keys, parts, plan: gl.constexpr):
+    """This group's half of D k of a tile, (64, 64), on its way."""
+    half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    d_q = gl.zeros([64, 64], gl.float32, half)
+    for g in gl.static_range(GROUPS):
+        if plan.block > 64:
+            part, k = parts.tiles.index((buffer * 2 + GROUP) * GROUPS + g), keys.index(g)
+        else:
+            part, k = parts.tiles.index(buffer * GROUPS + g), keys.index(g).slice(GROUP * 64, 64, 1)
+        d_q = warpgroup_mma(part.permute((1, 0)), k, d_q, use_acc=g > 0, is_async=True)
+    return d_q
+
+
+@gluon.jit
+def add_to_memory(GROUP: gl.constexpr, sums, parts, d_q, row, plan: gl.constexpr):
+    """Add this group's half of d_q to the sums from ``row`` on, by the copy engine where there is a tile for it, or by
+    the threads; nobody waits for it."""
+    columns: gl.constexpr = plan.block_d
+    if parts.leaving is not None:
+        leaving = parts.leaving.index(GROUP)
+        tma.store_wait(0)  # what was in this tile before has left
+        leaving.store(d_q)
+        fence_async_shared()
+        if plan.block > 64:
+            add_tile(sums, [row + GROUP * 64, 0], leaving)
+        else:
+            add_tile(sums, [row, GROUP * 64], leaving)
+    else:
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+        i = gl.arange(0, 64, gl.SliceLayout(1, layout)).to(gl.int64)[:, None]
+        j = gl.arange(0, 64, gl.SliceLayout(0, layout)).to(gl.int64)[None, :]
+        corner: gl.constexpr = GROUP * 64 * (columns if plan.block > 64 else 1)
+        gl.atomic_add(sums + (row.to(gl.int64) * columns + corner) + (i * columns + j), d_q, sem="relaxed")
+
+
+@gluon.jit
+def fold_tile(GROUP: gl.constexpr, follows: gl.constexpr, turn, start, row, own, home, guests, parts, sums, d_first,
+              d_second, scores, plan: gl.constexpr, mma: gl.constexpr, left_first: gl.constexpr,
+              left_second: gl.constexpr):  # fmt: skip
+    """(d_k, d_v) with a tile of queries, 64 at a time of the ``block`` that come together, their last products on the
+    way; D is put where the other group sees it. ``follows``: beside its first weights d_q of the tile before, from
+    ``row`` on in the sums, is computed and added."""
+    stage, phase, buffer, filled = turn
+    zeros = gl.zeros([ROWS, 64], gl.float32, mma)
+    cols = gl.arange(0, 64, gl.SliceLayout(0, mma))
+    several: gl.constexpr = plan.block // 64
+    mbarrier.wait(guests.full.index(stage), phase)
+    for n in gl.static_range(several):
+        q, d_o = guests.first.index(stage).slice(n * 64, 64), guests.second.index(stage).slice(n * 64, 64)
+        dots = warpgroup_mma(own.first, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        shift = guests.shift.index(stage).slice(n * 64, 64, 1).load(mma)
+        if follows and n == 0:
+            mbarrier.wait(parts.there.index(buffer ^ 1), filled ^ buffer ^ 1)
+            d_q = query_gradients(GROUP, buffer ^ 1, home.first, parts, plan)
+            dots = warpgroup_mma_wait(2, deps=[dots])
+            p, sloped = weights_of(dots, shift, start, cols, own, scores)
+            d_q = warpgroup_mma_wait(0, deps=[d_q])
+            add_to_memory(GROUP, sums, parts, d_q, row, plan)
+            d_p = warpgroup_mma(own.second, d_o.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        else:
+            d_p = warpgroup_mma(own.second, d_o.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            dots = warpgroup_mma_wait(1, deps=[dots])
+            p, sloped = weights_of(dots, shift, start + n * 64, cols, own, scores)
+        p16 = gl.convert_layout(p.to(q.dtype), left_second)
+        d_second = warpgroup_mma(p16, d_o, d_second, is_async=True)
+        d_p = warpgroup_mma_wait(1, deps=[d_p])
+        delta = guests.delta.index(stage).slice(n * 64, 64, 1).load(mma)
+        d = score_gradients(sloped, d_p, delta, start + n * 64, cols, own)
+        d16 = d.to(q.dtype)
+        parts.tiles.index((buffer * several + n) * GROUPS + GROUP).store(d16)
+        d_first = warpgroup_mma(gl.convert_layout(d16, left_first), q, d_first, is_async=True)
+    fence_async_shared()
+    mbarrier.arrive(parts.there.index(buffer), count=1)
+    return d_first, d_second
+
+
+@gluon.jit
+def next_turn(turn, stages: gl.constexpr):
+    """What comes after (stage, its phase, buffer, its phase). Counted one by one: of a count of tiles the compiler would
+    keep an address of each buffer."""
+    stage, phase, buffer, filled = turn
+    phase ^= gl.where(stage == stages - 1, 1, 0)
+    stage = gl.where(stage == stages - 1, 0, stage + 1)
+    return stage, phase, buffer ^ 1, filled ^ buffer
+
+
+@gluon.jit
+def next_tile(start, row, first, last, work, block: gl.constexpr):
+    """(first query, its row in the sums) of the tile after: after a head's last, the next head's first."""
+    following = after(start, first, last, block)
+    return following, row + following - start + gl.where(following > start, 0, work.pitch)
+
+
+@gluon.jit
+def walk(GROUP: gl.constexpr, turn, first, last, steps, row, own, home, guests, parts, sums, d_first, d_second, scores,
+         work, plan: gl.constexpr, mma: gl.constexpr, left_first: gl.constexpr, left_second: gl.constexpr):  # fmt: skip
+    """(d_k, d_v, turn) after all queries that see the keys at home. row: of the first of them in the sums."""
+    block: gl.constexpr = plan.block
+    stages: gl.constexpr = plan.stages
+    start = first
+    for _ in range(steps):
+        d_first, d_second = fold_tile(GROUP, False, turn, start, row, own, home, guests, parts, sums, d_first, d_second,
+                                      scores, plan, mma, left_first, left_second)  # fmt: skip
+        stage, _, buffer, filled = turn
+        mbarrier.wait(parts.there.index(buffer), filled)
+        d_q = query_gradients(GROUP, buffer, home.first, parts, plan)
+        d_first, d_second = warpgroup_mma_wait(2, deps=[d_first, d_second])
+        mbarrier.arrive(guests.empty.index(stage), count=1)
+        d_q = warpgroup_mma_wait(0, deps=[d_q])
+        add_to_memory(GROUP, sums, parts, d_q, row, plan)
+        turn = next_turn(turn, stages)
+        start, row = next_tile(start, row, first, last, work, block)
+    return d_first, d_second, turn
+
+
+@gluon.jit
+def walk_behind(GROUP: gl.constexpr, turn, first, last, steps, row, own, home, guests, parts, sums, d_first, d_second,
+                scores, work, plan: gl.constexpr, mma: gl.constexpr, left_first: gl.constexpr,
+                left_second: gl.constexpr):  # fmt: skip
+    """As ``walk``, with d_q of a tile computed beside the weights of the next, so that no group waits for what the
+    other has just begun."""
+    block: gl.constexpr = plan.block
+    stages: gl.constexpr = plan.stages
+    d_first, d_second = fold_tile(GROUP, False, turn, first, row, own, home, guests, parts, sums, d_first, d_second,
+                                  scores, plan, mma, left_first, left_second)  # fmt: skip
+    d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])
+    mbarrier.arrive(guests.empty.index(turn[0]), count=1)
+    turn = next_turn(turn, stages)
+    start, row_after = next_tile(first, row, first, last, work, block)
+    for _ in range(1, steps):
+        d_first, d_second = fold_tile(GROUP, True, turn, start, row, own, home, guests, parts, sums, d_first, d_second,
+                                      scores, plan, mma, left_first, left_second)  # fmt: skip
+        d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])
+        mbarrier.arrive(guests.empty.index(turn[0]), count=1)
+        turn = next_turn(turn, stages)
+        row = row_after
+        start, row_after = next_tile(start, row, first, last, work, block)
+    _, _, buffer, filled = turn
+    mbarrier.wait(parts.there.index(buffer ^ 1), filled ^ buffer ^ 1)
+    d_q = query_gradients(GROUP, buffer ^ 1, home.first, parts, plan)
+    d_q = warpgroup_mma_wait(0, deps=[d_q])
+    add_to_memory(GROUP, sums, parts, d_q, row, plan)
+    return d_first, d_second, turn
+
+
+@gluon.jit
+def consumer(GROUP: gl.constexpr, home, guests, parts, sides, sums, scores, scale, window, work, plan: gl.constexpr):
+    """Four warps that own 64 keys."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    mma_first: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.block_d, 16])
+    mma_second: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.block_dv, 16])
+    left_first: gl.constexpr = gl.DotOperandLayout(0, mma_first, 2)
+    left_second: gl.constexpr = gl.DotOperandLayout(0, mma_second, 2)
+    block: gl.constexpr = plan.block
+    block_d: gl.constexpr = plan.block_d
+    block_dv: gl.constexpr = plan.block_dv
+    rows: gl.constexpr = ROWS * GROUPS
+    box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
+    dtype: gl.constexpr = home.first.dtype
+    left, right = window
+    home_first, home_second = home.first.index(GROUP), home.second.index(GROUP)
+    turn = 0, 0, 0, 0
+    count = 0
+    index = gl.program_id(0)
+    while index < work.tiles:
+        top, head, first, last, steps = guests_of(index, work, left, right, rows, block, True)
+        mine = top + GROUP * ROWS
+        limits, all_lo, all_hi = reach(mine + work.kv_len - work.q_len, work, left, right, gl.SliceLayout(1, mma))
+        for g in gl.static_range(GROUPS):
+            mbarrier.wait(home.full.index(g), count & 1)
+        own = Own(home_first, home_second, limits, all_lo, all_hi, None, None)
+        d_first = gl.zeros([ROWS, block_d], gl.float32, mma_first)
+        d_second = gl.zeros([ROWS, block_dv], gl.float32, mma_second)
+        row = head * work.group * work.pitch + first
+        if plan.ahead:
+            d_first, d_second, turn = walk_behind(GROUP, turn, first, last, steps, row, own, home, guests, parts, sums,
+                                                  d_first, d_second, scores, work, plan, mma, left_first,
+                                                  left_second)  # fmt: skip
+        else:
+            d_first, d_second, turn = walk(GROUP, turn, first, last, steps, row, own, home, guests, parts, sums,
+                                           d_first, d_second, scores, work, plan, mma, left_first,
+                                           left_second)  # fmt: skip
+        mbarrier.arrive(parts.done, count=1)
+        mbarrier.wait(parts.done, count & 1)
+        # The rows at home are not read any more: their gradients leave by way of their memory.
+        b, h = head // work.heads, head % work.heads
+        home_first.store((d_first * scale).to(dtype))
+        home_second.store(d_second.to(dtype))
+        fence_async_shared()
+        if sides.d_first is not None:
+            store_tile(sides.d_first, [b, mine, h, 0], boxed(home_first, box))
+        if sides.d_second is not None:
+            store_tile(sides.d_second, [b, mine, h, 0], boxed(home_second, box))
+        tma.store_wait(0)
+        mbarrier.arrive(home.empty.index(GROUP), count=1)
+        count += 1
+        index += gl.num_programs(0)
+
+
+@gluon.jit(do_not_specialize=list(Work._fields))
+def attention_vjp_unordered_kernel(
+    k, v, q, d_o, shift, delta, d_k, d_v, sums, scores, scale, window, tiles, tiles_q, together, heads, group,
+    all_heads, q_len, kv_len, pitch, engine: gl.constexpr, plan: gl.constexpr,
+):  # fmt: skip
+    """d_k and d_v, scaled, and D k added to ``sums``: (heads of all batch entries, pitch, block_d), float32, or with
+    ``engine``, by which the copy engine adds, described: (heads times pitch, block_d). The other arguments are those of ``attention_vjp_gradients_kernel`` with keys at home; d_k and d_v may be None."""
+    work = Work(tiles, tiles_q, together, heads, group, all_heads, q_len, kv_len, pitch)
+    sides = Sides(k, v, q, d_o, shift, delta, d_k, d_v)
+    dtype: gl.constexpr = k.dtype
+    block: gl.constexpr = plan.block
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    home = tiles_of(dtype, GROUPS, ROWS, plan, 1)
+    guests = tiles_of(dtype, plan.stages, plan.block, plan, GROUPS)
+    parts = Parts(
+        gl.allocate_shared_memory(dtype, [2 * (block // 64) * GROUPS, ROWS, 64], swizzled),
+        gl.allocate_shared_memory(gl.int64, [2, 1], bar),
+        gl.allocate_shared_memory(gl.int64, [1, 1], bar).index(0),
+        gl.allocate_shared_memory(gl.float32, [GROUPS, 64, 64], gl.NVMMASharedLayout(128, 32, 2)) if engine else None,
+    )
+    mbarrier.init(parts.there.index(0), count=GROUPS)
+    mbarrier.init(parts.there.index(1), count=GROUPS)
+    mbarrier.init(parts.done, count=GROUPS)
+    fence_async_shared()
+    gl.warp_specialize([
+        (consumer, (0, home, guests, parts, sides, sums, scores, scale, window, work, plan)),
+        (consumer, (1, home, guests, parts, sides, sums, scores, scale, window, work, plan)),
+        (producer, (home, guests, sides, window, work, plan)),
+    ], [4, 1], [plan.registers, 24])  # fmt: skip
+
+
+@triton.jit
+def attention_vjp_unordered_round_kernel(
+    sums, d_q, scale, tiles, heads, q_len, pitch, d, rows: tl.constexpr, columns: tl.constexpr
+):
+    """d_q = scale sums, of d columns, (batch, q_len, heads, d). sums: (batch, heads, pitch, columns)."""
+    tile, head, batch = program(tiles, heads)
+    i, j = (tile * rows + tl.arange(0, rows)).to(tl.int64)[:, None], tl.arange(0, columns)[None, :]
+    ok = (i < q_len) & (j < d)
+    total = tl.load(sums + ((batch * heads + head) * pitch + i) * columns + j, mask=ok, other=0.0)
+    at = ((batch * q_len + i) * heads + head) * d + j
+    tl.store(d_q + at, (total * scale).to(d_q.dtype.element_ty), mask=ok)

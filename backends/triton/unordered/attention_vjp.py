@@ -1,0 +1,131 @@
+"""Gradients of attention on Hopper in one pass over the scores, with d_q added up in memory: see ``_flash_unordered``.
+
+Takes what ``hopper/attention_vjp.py`` takes, at head dimensions up to 128: registers hold no wider sums beside each
+other. A call that wants no d_q is that variant's, whose bits never change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from triton.experimental.gluon import language as gl
+
+from portakern.backends.triton import BACKEND
+from portakern.backends.triton.descriptors import describe
+from portakern.backends.triton.gpu import attention_vjp as portable
+from portakern.backends.triton.gpu._heads import Scores
+from portakern.backends.triton.gpu.attention import LOG2E, _band, key
+from portakern.backends.triton.hopper import attention_vjp as ordered
+from portakern.backends.triton.hopper._flash_gradients import Plan, Work
+from portakern.backends.triton.hopper.attention import QUERIES, REGISTERS, TOGETHER, movable, processors, tiled
+from portakern.backends.triton.launch import cdiv, launch, shared_limit, torch_dtype
+from portakern.backends.triton.layout import fresh, pow2_at_least
+from portakern.backends.triton.unordered._flash_unordered import (
+    GROUPS,
+    attention_vjp_unordered_kernel,
+    attention_vjp_unordered_round_kernel,
+)
+from portakern.spec import Count
+from portakern.specs.attention import over_cap, scale_of
+
+if TYPE_CHECKING:
+    from portakern.core.call import Call
+
+KEYS = QUERIES * GROUPS.value  # of a program
+WIDEST = 128  # head dimension
+ADDED = "many programs add to it in memory, in the order in which they come"
+KNOBS = {"num_stages": Count(1, 8), "engine": Count(0, 1), "behind": Count(0, 1)}
+"""``engine``: what is added to d_q in memory leaves by the copy engine, or by the threads that computed it.
+``behind``: d_q of a tile is computed beside the weights of the next."""
+
+
+def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
+    """What the kernel is compiled for."""
+    columns = pow2_at_least(max(call.dims["d"], call.dims["dv"]), 64)
+    return Plan(True, GROUPS.value, tiling["block_q"], columns, columns, tiling["num_stages"],
+                bool(tiling["behind"]), True, True,
+                REGISTERS[GROUPS.value][0])  # fmt: skip
+
+
+def shared_bytes(plan: Plan, tiling: Mapping[str, int]) -> int:
+    """Shared memory that the kernel takes: of keys and queries, two buffers of D, and what of d_q is to leave."""
+    return ordered.shared_bytes(plan) + 2 * 2 * KEYS * plan.block + 4 * GROUPS.value * 64 * 64 * tiling["engine"]
+
+
+def without_d_q(call: Call, tiling: Mapping[str, int]) -> tuple[Call, Mapping[str, int]]:
+    """The call for d_k and d_v alone, and what the ordered kernel is told of its tiles."""
+    rest = call.replace(wants=tuple(n for n in call.wants if n != "d_q") or ("d_k", "d_v"))
+    return rest, {**tiling, "consumers": GROUPS.value, "ahead": 0}
+
+
+def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
+    """Queries that come by together are as many as give each group of warps half of a d_q of 64 x 128 elements."""
+    block = 64 * WIDEST // plan_of(call, tiling).block_d
+    return tiling if tiling["block_q"] == block else {**tiling, "block_q": block}
+
+
+def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+    plan = plan_of(call, tiling)
+    if plan.block_d > WIDEST:
+        return (
+            f"head dimensions {call.dims['d']} and {call.dims['dv']}: sums of more than {WIDEST} columns of d_k and "
+            "d_v have no room beside each other; leave variant= out"
+        )
+    if plan.block * plan.block_d != 64 * WIDEST:
+        return f"tiles of {plan.block} queries at {plan.block_d} columns; expected {64 * WIDEST // plan.block_d}"
+    shared = shared_bytes(plan, tiling)
+    if shared > shared_limit(call.target.arch):
+        return (
+            f"{plan.stages} stages of {plan.block} queries take {shared} bytes of shared memory; "
+            f"{call.target.arch or 'sm_90'} has {shared_limit(call.target.arch)}"
+        )
+    return ordered.supports(*without_d_q(call, tiling))
+
+
+@BACKEND.implements("attention_vjp", key=key, fit=fit, supports=supports, knobs=KNOBS, drawn=ordered.DRAWN,
+                    unordered={"d_q": ADDED})  # fmt: skip
+def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    if "d_q" not in call.wants:
+        return ordered.attention_vjp(*without_d_q(call, tiling))
+    dims, options, plan = call.dims, call.options, plan_of(call, tiling)
+    batch, q_len, kv_len, kv_heads, group = (dims[n] for n in ("batch", "q_len", "kv_len", "kv_heads", "group"))
+    heads = kv_heads * group
+    q, k, v, d_o, o = (movable(call.arrays[n]) for n in ("q", "k", "v", "d_o", "o"))
+    out = {
+        name: fresh(shape, torch_dtype(dtype), q.device) if name in call.wants else None
+        for name, (shape, dtype) in call.outputs.items()
+    }
+    pitch = cdiv(q_len, plan.block) * plan.block
+    sums = fresh((batch, heads, pitch, plan.block_d), torch.float32, q.device)
+    statistics = portable.statistics(call, o, d_o, plan.block, LOG2E, sums)
+    scale, softcap = scale_of(call), options["softcap"]
+    scores = Scores(None if softcap is None else over_cap(scale, softcap), softcap,
+                    (scale if softcap is None else softcap) * LOG2E)  # fmt: skip
+    left, right = _band(options["is_causal"], options["window"], q_len + kv_len)
+    tiles_home = cdiv(kv_len, KEYS)
+    tiles = tiles_home * kv_heads * batch
+    seen_by_all = (left, right) == (None, None)
+    work = Work(tiles, tiles_home, 1 if seen_by_all else TOGETHER, kv_heads, group, kv_heads * batch, kv_len, q_len,
+                pitch)  # fmt: skip
+    described = [tiled(x, rows, columns) for x, rows, columns in (
+        (k, QUERIES, plan.block_d), (v, QUERIES, plan.block_dv), (q, plan.block, plan.block_d),
+        (d_o, plan.block, plan.block_dv))]  # fmt: skip
+    told = [ordered.lines(x, plan.block) for x in statistics]
+    results = [None if (x := out[n]) is None else tiled(x, QUERIES, columns)
+               for n, columns in (("d_k", plan.block_d), ("d_v", plan.block_dv))]  # fmt: skip
+    launch(attention_vjp_unordered_kernel, min(tiles, processors(q.device)) if seen_by_all else tiles, call,
+           *described, *told, *results, by_halves(sums) if tiling["engine"] else sums, scores, scale, (right, left),
+           *work, engine=tiling["engine"], plan=plan, num_warps=4, maxnreg=REGISTERS[GROUPS.value][1])  # fmt: skip
+    rows = 4096 // plan.block_d
+    tiles_q = cdiv(q_len, rows)
+    launch(attention_vjp_unordered_round_kernel, tiles_q * heads * batch, call, sums, out["d_q"], scale, tiles_q, heads,
+           q_len, pitch, dims["d"], rows=rows, columns=plan.block_d, num_warps=4)  # fmt: skip
+    return tuple(out.values())
+
+
+def by_halves(sums: torch.Tensor) -> Any:
+    """All sums as one array, in tiles of what a group of warps adds."""
+    flat = sums.view(-1, sums.shape[-1])
+    return describe(flat, flat.shape, flat.stride(), (64, 64), gl.NVMMASharedLayout(128, 32, 2))

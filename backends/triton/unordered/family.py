@@ -1,0 +1,12 @@
+"""What the kernels of this folder are for."""
+
+from portakern.core.backend import Family
+
+FAMILY = Family(
+    "portakern.backends.triton.unordered",
+    platforms=("cuda",),
+    targets=("sm_90",),
+    compiler="portakern.backends.triton.compiler",
+    replays="portakern.backends.triton.replay:learn",
+    unstaged="its kernels take tensor descriptors, which PyTorch's launcher makes on the host at each launch",
+)

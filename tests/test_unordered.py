@@ -1,0 +1,301 @@
+"""Plans in which many programs add to a result: only where they are named, within the bounds, and said to be so."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+import portakern as pk
+from portakern import testing
+from portakern.benchmarking import contenders
+from portakern.core import registry, route, targets, tilings
+from portakern.core.backend import Backend
+from portakern.core.binder import unchecked
+from portakern.core.explain import explain
+from portakern.testing.laws import LawCase, run_law
+from portakern.testing.verdict import BrokenPromise
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("triton", reason="triton is not installed")
+
+from portakern.backends.triton import interpreter, replay  # noqa: E402
+from portakern.backends.triton.hopper import _flash, _flash_gradients  # noqa: E402
+from portakern.backends.triton.launch import recording  # noqa: E402
+from portakern.backends.triton.unordered import _flash_unordered  # noqa: E402
+from portakern.backends.triton.unordered import attention_vjp as unordered  # noqa: E402
+from tests import gluon_on_host as host  # noqa: E402
+from tests.test_hopper_gradients import bound, compiles  # noqa: E402
+
+BACKEND = registry.backend("triton")
+(FAMILY,) = (f for f in BACKEND.families if f.name == "unordered")
+VARIANT = BACKEND.implementation("attention_vjp", FAMILY)
+ORDERED = "attention_vjp_gradients_kernel"
+KERNELS = ["attention_vjp_statistics_kernel", "attention_vjp_unordered_kernel", "attention_vjp_unordered_round_kernel"]
+
+
+def on_the_host(module: Any, kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
+    """What a launch does, on the host: kernels of ``tl`` interpreted, the others by threads."""
+    if kernel.__name__ != "attention_vjp_unordered_kernel":
+        interpreter.run(kernel, grid, *args, **constexprs)
+        return
+    known = {n: constexprs[n] for n in ("plan", "engine")}
+    host.launched(kernel, [module, _flash_gradients, _flash], grid, args, **known)
+
+
+CASES = {
+    "causal": ((1, 260, 1, 2, 260, 128), {"is_causal": True}),
+    "causal, narrow": ((1, 260, 1, 2, 260, 64), {"is_causal": True}),
+    "band": ((1, 100, 1, 2, 170, 64), {"window": (40, 10), "given": ("d_lse",)}),
+    "more queries than keys": ((2, 90, 1, 3, 40, 72, 40), {"is_causal": True, "dtype": torch.float16}),
+    "softcap": ((1, 150, 1, 2, 200, 128), {"is_causal": True, "softcap": 5.0}),
+    "narrow values": ((1, 70, 1, 1, 140, 128, 64), {"window": (None, 90), "scale": -0.2}),
+    "programs that stay": ((2, 200, 2, 1, 300, 64), {}),
+    "programs that stay, wide": ((1, 130, 2, 1, 300, 128), {}),
+    "one": ((1, 1, 1, 1, 1, 64), {}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _two_processors(monkeypatch):
+    monkeypatch.setattr(unordered, "processors", lambda device: 2)
+
+
+def tiling_of(call: Any, **named: int) -> Any:
+    return tilings.resolve(VARIANT, call, named).tiling
+
+
+def worst(call: Any, module: Any = _flash_unordered, **named: int) -> float:
+    """The largest share of its bound that the error of an element takes, in a run on the host."""
+    with recording(partial(on_the_host, module)):
+        outputs = VARIANT.run(call, tiling_of(call, **named))
+    return max(testing.compare_call(call, [call.framework.to_numpy(x) for x in outputs if x is not None]).values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_role_meets_the_bound(name):
+    """Barriers that are waited for, buffers that are handed back, what groups show each other, rows that are masked."""
+    shape, more = CASES[name]
+    assert worst(bound(*shape, **more)) <= 1
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_any_number_of_stages_meets_the_bound(stages):
+    shape, more = CASES["causal"]
+    assert worst(bound(*shape, **more), num_stages=stages) <= 1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_products_behind_the_weights_of_the_next_tile_meet_the_bound(name):
+    shape, more = CASES[name]
+    assert worst(bound(*shape, **more), behind=1, num_stages=2) <= 1
+
+
+@pytest.mark.parametrize("name", ["causal", "causal, narrow", "more queries than keys", "one"])
+def test_sums_that_leave_by_the_copy_engine_meet_the_bound(name):
+    shape, more = CASES[name]
+    assert worst(bound(*shape, **more), engine=1, num_stages=2) <= 1
+
+
+FAULTS = {
+    "D is read before both groups have put it there": (
+        "causal", "        mbarrier.wait(parts.there.index(buffer), filled)\n", ""
+    ),
+    "D of the tile before is read before it is there": (
+        "behind", "            mbarrier.wait(parts.there.index(buffer ^ 1), filled ^ buffer ^ 1)\n", ""
+    ),
+    "the last tile's d_q is left out": ("behind", "\n    add_to_memory(GROUP, sums, parts, d_q, row, plan)\n", "\n"),
+    "one buffer for all tiles": ("causal", "phase, buffer ^ 1, filled ^ buffer", "phase, buffer, filled"),
+    "a group's keys leave while the other reads them": ("programs that stay, wide",
+        "        mbarrier.wait(parts.done, count & 1)\n", ""),
+    "queries are handed back while products read them": (
+        "causal",
+        "        d_q = query_gradients(GROUP, buffer, ",
+        "        mbarrier.arrive(guests.empty.index(stage), count=1)\n        d_q = query_gradients(GROUP, buffer, ",
+    ),
+    "both groups compute the first columns": ("causal", "slice(GROUP * 64, 64, 1)", "slice(0, 64, 1)"),
+    "both groups compute the first queries": ("causal, narrow", "(buffer * 2 + GROUP)", "(buffer * 2)"),
+    "one group's keys are left out": ("causal", "use_acc=g > 0", "use_acc=False"),
+    "all heads of a group add to the first": ("causal", "0, work.pitch)", "0, 0)"),
+    "the first tile's row for all": ("behind", "start, row_after = next_tile(start, row, first, last, work, block)",
+        "start, _ = next_tile(start, row, first, last, work, block)"),
+    "a sum's tile is written over before it has left": ("causal",
+        "        tma.store_wait(0)  # what was in this tile before has left\n", ""),
+    "scale is left out": ("narrow values", "(d_first * scale)", "d_first"),
+    "the phase of a buffer never changes": ("causal", "buffer ^ 1, filled ^ buffer", "buffer ^ 1, filled"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(fault, tmp_path, monkeypatch):
+    monkeypatch.setattr(host, "PATIENCE", 2.0)
+    case, old, new = FAULTS[fault]
+    source = inspect.getsource(_flash_unordered)
+    assert old in source
+    file = tmp_path / "faulty.py"
+    file.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location("faulty", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    shape, more = CASES["causal" if case == "behind" else case]
+    engine, behind = int("store_wait" in old), int(case == "behind")
+    with pytest.raises((testing.Broken, AssertionError, TimeoutError)):
+        worst(bound(*shape, **more), module, engine=engine, behind=behind, num_stages=2)
+
+
+SM_90 = targets.find("sm_90").target
+CALL = bound(1, 260, 1, 2, 260, 128, device="meta", is_causal=True)
+
+
+def variants(call: Any, variant: str | None = None) -> list[str]:
+    return [r.impl.family.name for r in route.find_routes(BACKEND, call, SM_90, variant)]
+
+
+def test_it_serves_calls_that_name_it_and_no_others():
+    assert variants(CALL) == ["hopper", "gpu"]
+    assert variants(CALL, "unordered") == ["unordered"]
+    forward = CALL.replace(spec=registry.find_spec("attention"))
+    assert variants(forward, "unordered") == ["hopper", "gpu"], "it has the gradients alone"
+    with pytest.raises(pk.UnsupportedError, match=r"it has no softmax in portakern.backends.triton.unordered"):
+        variants(CALL.replace(spec=registry.find_spec("softmax")), "unordered")
+
+
+def test_gradients_go_where_the_forward_call_was_told():
+    vjp, forward = CALL.spec, registry.find_spec("attention")
+    for named, taken in (("unordered", "unordered"), ("gpu", "gpu"), (None, None)):
+        choice = route.Choice.of(forward, "triton", named, {"block_q": 64})
+        of = route.gradient_choice(BACKEND, vjp, choice)
+        assert (of.backend, of.variant, of.tiling) == (BACKEND, taken, {"block_q": 64})
+    named, softmax_vjp = route.Choice(BACKEND, "unordered"), registry.find_spec("softmax_vjp")
+    assert route.gradient_choice(BACKEND, softmax_vjp, named).variant is None, "it has no such gradients"
+    x = torch.ones(1, 8, 2, 16, requires_grad=True)
+    pk.op("attention", backend="triton", variant="hopper")(x, x, x).sum().backward()
+    with pytest.raises(pk.UnsupportedError, match="its variant 'unordered' is not for cpu"):
+        pk.op("attention", backend="triton", variant="unordered")(x, x, x)
+
+
+def test_explain_says_whose_bits_may_change(monkeypatch):
+    monkeypatch.setattr(type(CALL.framework), "target", lambda self, device: SM_90)
+
+    def told(call: Any, variant: str | None) -> str:
+        return explain(call, route.Choice.of(call.spec, "triton", variant, None))
+
+    named, unnamed = told(CALL, "unordered"), told(CALL, None)
+    assert f"  bits of d_q may change from run to run: {unordered.ADDED}" in named
+    assert "variant unordered: serves this call (named)" in named
+    assert "  bits of" not in unnamed
+    assert "variant unordered: only where it is named: bits of d_q may change from run to run" in unnamed
+    forward = unchecked(registry.find_spec("attention"), *(CALL.arrays[n] for n in "qkv"))
+    assert "variant unordered: it has no attention, and serves its gradients" in told(forward, "unordered")
+    assert "variant hopper: serves this call\n" in told(forward, "unordered")
+
+
+def test_what_has_no_room_is_refused():
+    assert tiling_of(CALL)["block_q"] == 64
+    assert tiling_of(bound(1, 90, 1, 1, 90, 64, 40, device="meta"))["block_q"] == 128
+    for more, named, why in (
+        ({"d": 136}, {}, "no room beside each other"),
+        ({"d": 128}, {"num_stages": 8}, "bytes of shared memory"),
+        ({"d": 128}, {"block_q": 32}, "tiles of 32 queries at 128 columns; expected 64"),
+        ({"d": 64, "dtype": torch.float32}, {}, "float32 goes to the portable kernel"),
+        ({"d": 64, "given": ("bias",)}, {}, "bias goes to the portable kernel"),
+    ):
+        call = bound(1, 90, 1, 1, 90, **more, device="meta")
+        assert why in unordered.supports(call, {**tilings.default(VARIANT, call).tiling, **named})
+
+
+def test_a_gradient_that_nobody_wants_is_not_written():
+    call = bound(1, 130, 1, 2, 140, 64, is_causal=True)
+    for wants, kernels in ((("d_q",), KERNELS), (("d_q", "d_v"), KERNELS), (("d_k", "d_v"), [KERNELS[0], ORDERED])):
+        some, ran = call.replace(wants=wants), []
+        with recording(lambda kernel, grid, args, constexprs, ran=ran: ran.append(kernel.__name__)):
+            out = VARIANT.run(some, tiling_of(some))
+        assert ran == kernels
+        assert [x is not None for x in out] == [n in wants for n in ("d_q", "d_k", "d_v", "d_bias")]
+    some = call.replace(wants=("d_q", "d_v"))
+    assert worst(some) <= 1
+
+
+def test_calls_of_a_form_are_replayed():
+    call = bound(1, 130, 2, 2, 130, 64, is_causal=True)
+    launches: list[tuple[str, int]] = []
+    with recording(lambda kernel, grid, args, constexprs: launches.append((kernel.__name__, grid))):
+        _, again = replay.learn(VARIANT, call, tiling_of(call))
+        first = list(launches)
+        assert [name for name, _ in first] == KERNELS and again is not None
+        launches.clear()
+        again(call.arrays)
+    assert launches == first
+
+
+@compiles
+@pytest.mark.parametrize(("d", "engine", "adds"), [(64, 0, "REDG.E.ADD.F32x2"), (128, 0, "REDG.E.ADD.F32x2"),
+                                                   (128, 1, "UTMAREDG.2D.ADD")])  # fmt: skip
+def test_it_compiles_for_hopper_and_products_do_not_wait(d, engine, adds):
+    call = bound(4, 4096, 8, 4, 4096, d, device="meta", is_causal=True)
+    built = FAMILY.load_compiler().build(VARIANT, call, tiling_of(call, engine=engine, num_stages=2))
+    assert [k.name for k in built.kernels] == KERNELS
+    for kernel in built.kernels:
+        assert kernel.over(targets.find("sm_90")) is None and not kernel.serialised
+        assert (kernel.spills or 0) <= 112, "as many as the kernel of two launches has with Triton 3.6"
+    assert adds in built.kernels[1].assembly
+
+
+def planted(**how: Any) -> Backend:
+    """Softmax whose last bits change from call to call."""
+    backend, turn = Backend("planted", framework="numpy", platforms=("cpu",)), [0]
+
+    @backend.implements("softmax", **how)
+    def softmax(call: Any, tiling: Any) -> tuple[Any, ...]:
+        turn[0] += 1
+        with np.errstate(all="ignore"):
+            x = call.arrays["x"].astype(np.float64)
+            e = np.exp(x - x.max(call.options["axis"], keepdims=True))
+            y = (e / e.sum(call.options["axis"], keepdims=True)).astype(call.arrays["x"].dtype)
+            return (np.ascontiguousarray(np.nextafter(y, y.dtype.type(turn[0] % 2))),)
+
+    return backend
+
+
+def test_the_checker_holds_such_outputs_to_their_bounds_alone():
+    how = {"dtypes": ["float32"], "max_examples": 30, "shrink": False}
+    report = testing.check("softmax", backend=planted(), **how)
+    assert {f.which for f in report.failures} & {"same_bits", "laws"}, report.failures
+    report = testing.check("softmax", backend=planted(unordered={"y": "in any order"}), **how)
+    assert report.passed, report.failures
+    assert "bits of y may change from one call to the next: in any order" in report.concessions
+    assert sum(report.laws.values()), "laws are asked all the same"
+    with pytest.raises(pk.UnsupportedError, match="bits of y may change from run to run: name variant='own'"):
+        pk.op("softmax", backend=planted(unordered={"y": "in any order"}))(np.ones((2, 3), np.float32))
+
+
+def test_laws_hold_what_is_not_said_to_change():
+    class Output:
+        spec, arguments, always, device, framework = CALL.spec, None, frozenset(), torch.device("cpu"), CALL.framework
+
+        def __init__(self, unordered: dict[str, str]) -> None:
+            self.unordered, self.turn = unordered, 0
+
+        def run(self, tiling: Any) -> Any:
+            def gradients(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> Any:
+                self.turn += 1
+                return q * 0 + self.turn, k * 0, v * 0, None
+
+            return gradients
+
+    case = LawCase("heads_may_change_places", "float32", 3)
+    with pytest.raises(BrokenPromise, match="d_q of heads"):
+        run_law(Output({}), case)
+    run_law(Output({"d_q": "in any order"}), case)
+    with pytest.raises(BrokenPromise, match="d_q of heads"):
+        run_law(Output({"d_k": "in any order"}), case)
+
+
+def test_no_figure_is_of_a_variant_that_nobody_named(monkeypatch):
+    monkeypatch.setattr(contenders, "backend_variants", lambda spec, b, platform: ("hopper", "unordered", "gpu"))
+    found = contenders.contenders(CALL.spec, [BACKEND], [], SM_90)
+    assert [c.variant for c in found] == ["hopper", "gpu"]
