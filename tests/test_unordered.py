@@ -83,6 +83,14 @@ def test_every_role_meets_the_bound(name):
     assert worst(bound(*shape, **more)) <= 1
 
 
+@pytest.mark.parametrize("late", [0, 1, 2])
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_role_may_be_late(late, behind, monkeypatch):
+    monkeypatch.setattr(host, "LATE", {late: 5e-3})
+    shape, more = CASES["causal"]
+    assert worst(bound(*shape, **more), behind=behind, num_stages=2) <= 1
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 def test_any_number_of_stages_meets_the_bound(stages):
     shape, more = CASES["causal"]
@@ -144,7 +152,9 @@ def test_a_fault_is_found(fault, tmp_path, monkeypatch):
     shape, more = CASES["causal" if case == "behind" else case]
     engine, behind = int("store_wait" in old), int(case == "behind")
     with pytest.raises((testing.Broken, AssertionError, TimeoutError)):
-        worst(bound(*shape, **more), module, engine=engine, behind=behind, num_stages=2)
+        for group in (0, 1):
+            monkeypatch.setattr(host, "LATE", {group: 5e-3})
+            worst(bound(*shape, **more), module, engine=engine, behind=behind, num_stages=2)
 
 
 SM_90 = targets.find("sm_90").target
