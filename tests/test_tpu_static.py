@@ -658,6 +658,29 @@ def test_rows_are_cut_alike_however_many_there_are(name, n, arch):
     assert len(set(chosen)) == 1, "a row's bits would depend on how many there are"
 
 
+def gate_call(name, n, dtype, arch):
+    spec = registry.find_spec(name)
+    form = typical_form(spec, dtype, {"batch": (4096, n)})
+    return bound_form(spec, form, frameworks()["jax"], Target("tpu", arch))
+
+
+@pytest.mark.parametrize("arch", ["", "v4", "v5e", "v5p", "v6e", "v7x"])
+@pytest.mark.parametrize("name", ["swiglu", "swiglu_vjp", "geglu", "geglu_vjp"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_gates_have_long_blocks_on_every_chip(name, dtype, arch):
+    for n in (100, 1024, 2048, 4096, 14336):
+        tiling = tilings.resolve(tpu(name), gate_call(name, n, dtype, arch), {}).tiling
+        assert tiling["block_rows"] * tiling["block_n"] >= 2**18
+        assert tiling["block_n"] < 2 * max(n, 1024), "few rows of a narrow array would be few elements"
+
+
+def test_gates_are_cut_evenly():
+    from portakern.backends.pallas.tpu.swiglu import blocks
+
+    call = gate_call("swiglu", 14336, "bfloat16", "v5p")
+    assert blocks(call, {"block_rows": 128, "block_n": 4096}) == (128, 3584), "four of 4096 would move a seventh more"
+
+
 def test_a_table_s_blocks_of_few_rows_have_no_array_copied():
     """Where rows lie side by side 128 are turned at a time; a user who names fewer gets them."""
     impl, few = tpu("rmsnorm"), {"block_rows": 64, "block_n": 1024}
