@@ -620,8 +620,8 @@ def test_rows_of_many_elements_are_read_once(name, rows, n, block_rows):
 
 
 def test_every_kernel_that_ships_has_its_cycles_counted_on_every_chip():
-    """By bundles times trips where libtpu gives no estimate: of v4, of windows of several heads (rope), of products that
-    are built without."""
+    """By bundles times trips where libtpu gives no estimate: of v4, of windows of several heads (rope), of products,
+    which are built without."""
     kept = (Path(__file__).parent.parent / "benchmarks" / "results").glob("compile-matrix*.json")
     chips = [name for name, hardware in targets.HARDWARE.items() if hardware.platform == "tpu"]
     rows = [row for file in kept for row in results.read(file).rows if row["target"] in chips]
