@@ -3,7 +3,9 @@ blocks, and which chip a traced call is lowered for."""
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from portakern import results
 from portakern.api import op
 from portakern.backends.pallas._band import Band, dealt
 from portakern.backends.pallas.common import block, even_block, quotient
@@ -592,15 +595,19 @@ def test_the_larger_of_the_program_s_and_of_memory_s_cycles():
     assert built.least is None
 
 
+def rows_call(name, rows, n, arch):
+    spec = registry.find_spec(name)
+    shape = {"shape": (rows, n)} if name.startswith("softmax") else {"batch": (rows,), "n": n}
+    return bound_form(spec, typical_form(spec, "bfloat16", shape), frameworks()["jax"], Target("tpu", arch))
+
+
 @pytest.mark.parametrize(
     ("name", "rows", "n", "block_rows"),
     [("layernorm", 1024, 23488, 128), ("softmax", 1024, 50257, 128), ("softmax", 100, 50257, 128)]  # kept for sweep 1
     + [("rmsnorm", 1024, 65536, 16), ("rmsnorm", 64, 131072, 16)],
 )
 def test_rows_of_many_elements_are_read_once(name, rows, n, block_rows):
-    spec, impl = registry.find_spec(name), tpu(name)
-    shape = {"shape": (rows, n)} if name == "softmax" else {"batch": (rows,), "n": n}
-    call = bound_form(spec, typical_form(spec, "bfloat16", shape), frameworks()["jax"], Target("tpu", "v5e"))
+    call, impl = rows_call(name, rows, n, "v5e"), tpu(name)
     tiling = tilings.resolve(impl, call, {}).tiling
     assert tiling["block_rows"] == block_rows, tiling
     given = {k: v for k, v in call.arrays.items() if v is not None}
@@ -610,6 +617,78 @@ def test_rows_of_many_elements_are_read_once(name, rows, n, block_rows):
 
     (walk,) = static.walks_of(jax.make_jaxpr(run)(*given.values()).jaxpr)
     assert walk.moved == pytest.approx(2 * 2 * rows * n, rel=0.15), "x and y, with what pads their blocks"
+
+
+def test_every_kernel_that_ships_has_its_cycles_counted_on_every_chip():
+    """By bundles times trips where libtpu gives no estimate: of v4, of windows of several heads (rope), of products,
+    which are built without."""
+    kept = (Path(__file__).parent.parent / "benchmarks" / "results").glob("compile-matrix*.json")
+    chips = [name for name, hardware in targets.HARDWARE.items() if hardware.platform == "tpu"]
+    rows = [row for file in kept for row in results.read(file).rows if row["target"] in chips]
+    cells = [(row["op"], row["dtype"], row["target"]) for row in rows]
+    assert sorted(cells) == sorted(itertools.product(registry.ops(), ("bfloat16", "float32"), chips))
+    assert [cell for cell, row in zip(cells, rows, strict=True) if not row["ok"]] == []
+    assert [cell for cell, row in zip(cells, rows, strict=True) if not all(k["issued"] for k in row["kernels"])] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "n", "blocks"),
+    [
+        ("rmsnorm", 370, 1198, {"v5e": 128, "v6e": 128}),  # by 256 are 512 rows: v5e 5.9k cycles for 4.6k
+        ("rmsnorm", 256, 2048, {"v5p": 64}),  # two cores, and short first windows: 2.6k cycles, of one block 4.0k
+        ("rmsnorm", 8192, 4096, {"v5p": 128, "v6e": 256}),
+        ("softmax", 20, 1000, {"": 256, "v7x": 256}),  # no chip, or one whose clock is in no document
+    ],
+)
+def test_blocks_of_rows_follow_how_many_there_are(name, rows, n, blocks):
+    for arch, block_rows in blocks.items():
+        call, impl = rows_call(name, rows, n, arch), tpu(name)
+        default = impl.tiling(call)
+        assert tilings.default(impl, call).tiling["block_rows"] == block_rows, arch
+        assert impl.fit(call.replace(interpret=True), default) is default, "on a host the order of sums follows shapes"
+
+
+@pytest.mark.parametrize("arch", ["", "v4", "v5e", "v5p", "v6e", "v7x"])
+@pytest.mark.parametrize("name", ["softmax", "softmax_vjp", "layernorm", "layernorm_vjp", "rmsnorm", "rmsnorm_vjp"])
+@pytest.mark.parametrize("n", [128, 1000, 23488, 50257])
+def test_rows_are_cut_alike_however_many_there_are(name, n, arch):
+    chosen = []
+    for rows in (1, 100, 384, 2000):
+        call, impl = rows_call(name, rows, n, arch), tpu(name)
+        chosen.append(tilings.resolve(impl, call, {}).tiling["block_n"])  # and is legal
+    assert len(set(chosen)) == 1, "a row's bits would depend on how many there are"
+
+
+def gate_call(name, n, dtype, arch):
+    spec = registry.find_spec(name)
+    form = typical_form(spec, dtype, {"batch": (4096, n)})
+    return bound_form(spec, form, frameworks()["jax"], Target("tpu", arch))
+
+
+@pytest.mark.parametrize("arch", ["", "v4", "v5e", "v5p", "v6e", "v7x"])
+@pytest.mark.parametrize("name", ["swiglu", "swiglu_vjp", "geglu", "geglu_vjp"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_gates_have_long_blocks_on_every_chip(name, dtype, arch):
+    for n in (100, 1024, 2048, 4096, 14336):
+        tiling = tilings.resolve(tpu(name), gate_call(name, n, dtype, arch), {}).tiling
+        assert tiling["block_rows"] * tiling["block_n"] >= 2**18
+        assert tiling["block_n"] < 2 * max(n, 1024), "few rows of a narrow array would be few elements"
+
+
+def test_gates_are_cut_evenly():
+    from portakern.backends.pallas.tpu.swiglu import blocks
+
+    call = gate_call("swiglu", 14336, "bfloat16", "v5p")
+    assert blocks(call, {"block_rows": 128, "block_n": 4096}) == (128, 3584), "four of 4096 would move a seventh more"
+
+
+def test_a_table_s_blocks_of_few_rows_have_no_array_copied():
+    """Where rows lie side by side 128 are turned at a time; a user who names fewer gets them."""
+    impl, few = tpu("rmsnorm"), {"block_rows": 64, "block_n": 1024}
+    assert impl.fit(rows_call("rmsnorm", 4096, 1000, "v6e"), few) == {**few, "block_rows": 128}
+    assert impl.fit(rows_call("rmsnorm", 100, 1000, "v6e"), few) is few
+    call = rows_call("rmsnorm", 4096, 1000, "v6e")
+    assert tilings.resolve(impl, call, few).tiling == few
 
 
 def gradients_call(kv_len, arch="v6e", dtype="bfloat16"):

@@ -37,7 +37,9 @@ from portakern.backends.pallas.tpu._chip import (
     whole_lanes,
 )
 from portakern.backends.pallas.tpu._layout import SideBySide, Turned
+from portakern.core import targets
 from portakern.core.call import Call
+from portakern.core.targets import Hardware
 
 
 class Held(NamedTuple):
@@ -173,6 +175,11 @@ class Walk(NamedTuple):
         lengths = (self.block_n, self.block_rows) if self.along == 0 else (self.block_rows, self.block_n)
         return jax.ShapeDtypeStruct((self.grid[-1], *lengths), dtype)
 
+    def has_room(self, call: Call, held: Held) -> bool:
+        """Whether rows that take two sweeps are kept, of as many arrays as an op can read."""
+        kept = (held.streamed - 1) * self.grid[-1] * self.elements * jnp.dtype(call.dtype).itemsize
+        return self.sweeps == 1 or held.bytes(call, self.elements) + kept <= vmem_limit(call)
+
     def weights(self, in_every_sweep: bool) -> pl.BlockSpec:
         """The blocks of one row (1, n) that is read beside every row block, in every sweep or in the last one alone."""
 
@@ -255,9 +262,10 @@ class Walk(NamedTuple):
     # What a TPU refuses
 
     def refused(self, call: Call, tiling: Mapping[str, int], held: Held) -> str | None:
-        """Why a TPU cannot walk like this, or None. Only blocks of the least number of rows may ask for more VMEM than
-        a kernel gets unasked: code of larger ones would take minutes to compile and nothing less to run."""
-        least = grains(call, self.along)[0]
+        """Why a TPU cannot walk like this, or None. Only blocks of the least number of rows, of those that are turned
+        as many as there are lanes, may ask for more VMEM than a kernel gets unasked: code of larger ones would take
+        minutes to compile."""
+        least = LANES if self.stored else grains(call, self.along)[0]
         limit = vmem_limit(call) if self.block_rows <= least else vmem_granted(call)
         return (
             dtype_refused(call)
@@ -284,22 +292,65 @@ def row_tiling(call: Call, n: int, along: int, held: Held) -> dict[str, int]:
     """Blocks of whole rows of n elements, so many as fit what a kernel gets of VMEM unasked; where that holds none, the
     least number that there is, and of a row as much as the chip allows. Of n, dtype and chip alone.
 
-    Rows along lanes that may lie side by side are turned by so many as there are lanes. Longer ones are cut to what a
-    kernel gets unasked: they are read once all the same, and short blocks compile sooner."""
+    Rows along lanes that may lie side by side are turned by so many as there are lanes: whole ones where three quarters
+    of what a kernel may ask for hold them. Longer ones are cut to what one gets unasked: they are read once all the
+    same, and short blocks compile sooner."""
     rows, parts = call.spec.tiling["block_rows"], call.spec.tiling["block_n"]
     least, of_n = grains(call, along)
-    limit = vmem_limit(call)
+    whole = limit = vmem_limit(call)
     if along == 1 and n % LANES:
         least, limit = LANES, vmem_granted(call)
+        whole = max(limit, whole * 3 // 4)
 
     def needed(block_rows: int, block_n: int) -> int:
         return held.bytes(call, block_rows * even_block(n, block_n, of_n))
 
     block_n = next(v for v in parts.values if v >= min(n, parts.hi))
-    while needed(least, block_n) > limit and block_n > parts.lo:
-        block_n //= 2
+    if needed(least, block_n) > whole:
+        while needed(least, block_n) > limit and block_n > parts.lo:
+            block_n //= 2
     fitting = [v for v in rows.values if v >= least and needed(v, block_n) <= vmem_granted(call)]
     return {"block_rows": max(fitting, default=least), "block_n": block_n}
+
+
+STEP = 600  # cycles that a step of the grid waits beyond its memory, about: by libtpu's estimates 400 to 1500
+
+
+def cycles(call: Call, walk: Walk, held: Held, hardware: Hardware) -> float:
+    """About how long a walk takes: each core its blocks of rows, of which the first are moved while nothing is done."""
+    cores, size = hardware.cores or 1, held.streamed * jnp.dtype(call.dtype).itemsize
+    moved = walk.elements * size * cores * (hardware.clock or 0.0) / (hardware.bandwidth or math.inf)
+    *blocks, sweeps, steps = walk.grid
+    return pl.cdiv(math.prod(blocks), cores) * steps * (moved + sweeps * STEP) + moved
+
+
+def fitted(
+    call: Call,
+    tiling: Mapping[str, int],
+    default: Mapping[str, int],
+    walk_of: Callable[[Call, Mapping[str, int]], Walk],
+    held: Held,
+) -> Mapping[str, int]:
+    """In place of the default's block_rows those with which the call's rows take least: an accelerator's units sum a
+    row in one order whatever rows share its block. Blocks of fewer rows than there are lanes, which a table may have
+    from where rows lay otherwise, become as many where XLA would copy the array for them."""
+    hardware, asked = targets.HARDWARE.get(call.target.arch), tiling["block_rows"]
+    if call.interpret or hardware is None:
+        return tiling
+    turned = walk_of(call, {**tiling, "block_rows": LANES}).stored is not None
+    among: tuple[int, ...] = ()
+    if dict(tiling) == default:
+        among = tuple(v for v in call.spec.tiling["block_rows"].values[::-1] if not turned or v % LANES == 0)
+    elif turned and asked % LANES:
+        among = (LANES,)
+    found: dict[int, float] = {}
+    for v in among:
+        other = {**tiling, "block_rows": v}
+        walk = walk_of(call, other)
+        if walk.refused(call, other, held) is None and (v <= asked or walk.has_room(call, held)):
+            found[v] = cycles(call, walk, held, hardware)
+    best = min(found, key=lambda v: (found[v], v != asked), default=asked)
+    return tiling if best == asked else {**tiling, "block_rows": best}
 
 
 def launched(

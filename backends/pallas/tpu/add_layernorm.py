@@ -20,13 +20,11 @@ import jax
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.tpu.add_rmsnorm import HELD
-from portakern.backends.pallas.tpu.layernorm import default_tiling, kernel, key, normalised, supports
+from portakern.backends.pallas.tpu.layernorm import in_walks, kernel, normalised
 from portakern.core.call import Call
 
 
-@BACKEND.implements(
-    "add_layernorm", key=key, tiling=partial(default_tiling, held=HELD), supports=partial(supports, held=HELD)
-)
+@BACKEND.implements("add_layernorm", **in_walks(HELD))
 def add_layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, ...]:
     run = partial(kernel, eps=call.options["eps"])
     return normalised(call, tiling, run, statistics=("mean", "m2"), flops=10, held=HELD)

@@ -18,14 +18,12 @@ import jax
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.tpu.add_rmsnorm_vjp import HELD
-from portakern.backends.pallas.tpu.layernorm import default_tiling, key, supports
+from portakern.backends.pallas.tpu.layernorm import in_walks
 from portakern.backends.pallas.tpu.layernorm_vjp import gradients, kernel
 from portakern.core.call import Call
 
 
-@BACKEND.implements(
-    "add_layernorm_vjp", key=key, tiling=partial(default_tiling, held=HELD), supports=partial(supports, held=HELD)
-)
+@BACKEND.implements("add_layernorm_vjp", **in_walks(HELD))
 def add_layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
     x, past = call.arrays["residual_out"], call.arrays["d_residual_out"]
     run = partial(kernel, eps=call.options["eps"])

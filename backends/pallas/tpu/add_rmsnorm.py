@@ -21,16 +21,14 @@ import jax
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.tpu._rows import Held
-from portakern.backends.pallas.tpu.layernorm import default_tiling, key, normalised, supports
+from portakern.backends.pallas.tpu.layernorm import in_walks, normalised
 from portakern.backends.pallas.tpu.rmsnorm import kernel, rounds_before
 from portakern.core.call import Call
 
 HELD = Held(streamed=4, computed=4)
 
 
-@BACKEND.implements(
-    "add_rmsnorm", key=key, tiling=partial(default_tiling, held=HELD), supports=partial(supports, held=HELD)
-)
+@BACKEND.implements("add_rmsnorm", **in_walks(HELD))
 def add_rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, ...]:
     run = partial(kernel, eps=call.options["eps"], narrow=rounds_before(call))
     return normalised(call, tiling, run, statistics=("squares",), flops=5, held=HELD)

@@ -17,7 +17,7 @@ import jax
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.tpu._rows import Held
-from portakern.backends.pallas.tpu.layernorm import default_tiling, key, supports
+from portakern.backends.pallas.tpu.layernorm import in_walks
 from portakern.backends.pallas.tpu.layernorm_vjp import gradients
 from portakern.backends.pallas.tpu.rmsnorm import rounds_before
 from portakern.backends.pallas.tpu.rmsnorm_vjp import kernel
@@ -26,9 +26,7 @@ from portakern.core.call import Call
 HELD = Held(streamed=4, computed=5)
 
 
-@BACKEND.implements(
-    "add_rmsnorm_vjp", key=key, tiling=partial(default_tiling, held=HELD), supports=partial(supports, held=HELD)
-)
+@BACKEND.implements("add_rmsnorm_vjp", **in_walks(HELD))
 def add_rmsnorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
     run = partial(kernel, eps=call.options["eps"], narrow=rounds_before(call))
     x, past = call.arrays["residual_out"], call.arrays["d_residual_out"]

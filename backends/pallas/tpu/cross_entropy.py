@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.tpu._rows import Held, Walk, launched
-from portakern.backends.pallas.tpu.layernorm import default_tiling, key, supports, walk_of
+from portakern.backends.pallas.tpu.layernorm import in_walks, walk_of
 from portakern.backends.pallas.tpu.logsumexp import finite_or_zero
 from portakern.core.call import Call
 
@@ -74,9 +74,7 @@ def kernel(ref: Refs, *, walk: Walk, ignored: int, even: float, z: float) -> Non
                 getattr(ref, name)[...] = jnp.where(labels == ignored, 0.0, found)
 
 
-@BACKEND.implements(
-    "cross_entropy", key=key, tiling=partial(default_tiling, held=HELD), supports=partial(supports, held=HELD)
-)
+@BACKEND.implements("cross_entropy", **in_walks(HELD))
 def cross_entropy(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
     x, walk = call.arrays["logits"], walk_of(call, tiling)._replace(sweeps=1)  # nothing is read again
     shape, blocks = walk.numbers()

@@ -22,7 +22,7 @@ from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.tpu._rows import Held, Walk, launched
 from portakern.backends.pallas.tpu.cross_entropy import is_label, share_of
-from portakern.backends.pallas.tpu.layernorm import default_tiling, key, supports, walk_of
+from portakern.backends.pallas.tpu.layernorm import in_walks, walk_of
 from portakern.core.call import Call
 
 HELD = Held(streamed=2, computed=4)
@@ -43,9 +43,7 @@ def kernel(ref: Refs, *, walk: Walk, ignored: int, even: float, z: float, classe
     ref.d_x[...] = d_x.astype(ref.d_x.dtype)
 
 
-@BACKEND.implements(
-    "cross_entropy_vjp", key=key, tiling=partial(default_tiling, held=HELD), supports=partial(supports, held=HELD)
-)
+@BACKEND.implements("cross_entropy_vjp", **in_walks(HELD))
 def cross_entropy_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     return gradient(call, tiling, call.dims["n"])
 

@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
-from portakern.backends.pallas.tpu._rows import Held, Walk, launched, row_tiling
+from portakern.backends.pallas.tpu._rows import Held, Walk, fitted, launched, row_tiling
 from portakern.core.call import Call
 
 HELD = Held(streamed=2, computed=3)
@@ -47,6 +47,20 @@ def walk_of(call: Call, tiling: Mapping[str, int]) -> Walk:
 
 def supports(call: Call, tiling: Mapping[str, int], held: Held) -> str | None:
     return walk_of(call, tiling).refused(call, tiling, held)
+
+
+def fit(call: Call, tiling: Mapping[str, int], held: Held) -> Mapping[str, int]:
+    return fitted(call, tiling, default_tiling(call, held), walk_of, held)
+
+
+def in_walks(held: Held) -> dict[str, Any]:
+    """What an op that walks rows along the last axis and holds so much declares beside its function."""
+    return {
+        "key": key,
+        "tiling": partial(default_tiling, held=held),
+        "fit": partial(fit, held=held),
+        "supports": partial(supports, held=held),
+    }
 
 
 def merge(mean: Any, m2: Any, x: Any, walk: Walk, step: Any) -> tuple[Any, Any, Any]:
@@ -100,9 +114,7 @@ def kernel(ref: Refs, *, walk: Walk, eps: float) -> None:
             ref.residual_out[...] = x.astype(ref.residual_out.dtype)
 
 
-@BACKEND.implements(
-    "layernorm", key=key, tiling=partial(default_tiling, held=HELD), supports=partial(supports, held=HELD)
-)
+@BACKEND.implements("layernorm", **in_walks(HELD))
 def layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, ...]:
     return normalised(call, tiling, partial(kernel, eps=call.options["eps"]), statistics=("mean", "m2"), flops=9)
 

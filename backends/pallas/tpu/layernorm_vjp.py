@@ -29,7 +29,7 @@ from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Blocks, Refs, block, step_along, within
 from portakern.backends.pallas.tpu._chip import LANES, launch, sublanes
 from portakern.backends.pallas.tpu._rows import Held, Walk, launched
-from portakern.backends.pallas.tpu.layernorm import default_tiling, key, merge, supports, walk_of
+from portakern.backends.pallas.tpu.layernorm import in_walks, merge, walk_of
 from portakern.core.call import Call
 
 HELD = Held(streamed=3, computed=5)
@@ -82,9 +82,7 @@ def with_past(ref: Refs, d_x: jax.Array) -> jax.Array:
     return d_x + ref.past[...].astype(jnp.float32) if "past" in ref else d_x
 
 
-@BACKEND.implements(
-    "layernorm_vjp", key=key, tiling=partial(default_tiling, held=HELD), supports=partial(supports, held=HELD)
-)
+@BACKEND.implements("layernorm_vjp", **in_walks(HELD))
 def layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
     statistics = ("mean", "m2", "h_sum", "hx")
     return gradients(call, tiling, partial(kernel, eps=call.options["eps"]), statistics, 18, HELD, call.arrays["x"])

@@ -25,11 +25,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import Refs, even_block, step_along
+from portakern.backends.pallas.common import Refs, even_block
 from portakern.backends.pallas.tpu import matmul as products
 from portakern.backends.pallas.tpu._chip import (
     LANES,
-    dot,
     dtype_refused,
     launch,
     off_grid,
@@ -67,22 +66,9 @@ def finish(ref: Refs, z: Any, activation: str) -> None:
     ref.y[...] = y.astype(ref.y.dtype)
 
 
-def kernel(ref: Refs, *, k: int, few: bool, few_of_weight: bool, activation: str) -> None:
-    """``few``, ``few_of_weight``: as in matmul's `within_k`."""
-    step, last = step_along(2), pl.num_programs(2) - 1
-    x, w = ref.x[...], ref.weight[...]
-    start = step * x.shape[1]
-    part = dot(products.within_k(x, 1, start, k, few), products.within_k(w, 1, start, k, few_of_weight), (1, 1))
-    if "acc" not in ref:
-        finish(ref, part, activation)
-        return
-
-    @pl.when(step == 0)
-    def begin() -> None:
-        ref.acc[...] = jnp.zeros_like(ref.acc)
-
-    ref.acc[...] += part
-    pl.when(step == last)(lambda: finish(ref, ref.acc[...], activation))
+def kernel(ref: Refs, *, activation: str, **of_k: Any) -> None:
+    """``of_k``: of matmul's `summed`."""
+    products.summed(ref, ref.x, ref.weight, lambda z: finish(ref, z, activation), k_of_b=1, axis=2, **of_k)
 
 
 def as_product(call: Call) -> Call:
@@ -164,7 +150,7 @@ def linear(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...
             kernel,
             k=k,
             few=m < sublanes(jnp.float32),
-            few_of_weight=n < sublanes(jnp.float32),
+            few_of_b=n < sublanes(jnp.float32),
             activation=call.options["activation"],
         ),
         "portakern_linear",

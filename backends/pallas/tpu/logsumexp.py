@@ -12,7 +12,6 @@ Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (201
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ from jax.experimental import pallas as pl
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.tpu._rows import Walk, launched
-from portakern.backends.pallas.tpu.softmax import HELD, default_tiling, key, supports, walk_of
+from portakern.backends.pallas.tpu.softmax import HELD, in_walks, walk_of
 from portakern.core.call import Call
 
 
@@ -52,9 +51,7 @@ def kernel(ref: Refs, *, walk: Walk) -> None:
         ref.y[...] = walk.turned(y).astype(ref.y.dtype)
 
 
-@BACKEND.implements(
-    "logsumexp", key=key, tiling=partial(default_tiling, held=HELD), supports=partial(supports, held=HELD)
-)
+@BACKEND.implements("logsumexp", **in_walks(HELD))
 def logsumexp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     x = call.arrays["x"]
     walk = walk_of(call, tiling)._replace(sweeps=1)  # no element is written: nothing is read again

@@ -11,7 +11,6 @@ Source: the derivative of the formula of logsumexp, which is the softmax of x.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from jax.experimental import pallas as pl
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.tpu._rows import Walk, launched
-from portakern.backends.pallas.tpu.softmax import HELD, default_tiling, key, online_step, supports, walk_of
+from portakern.backends.pallas.tpu.softmax import HELD, in_walks, online_step, walk_of
 from portakern.core.call import Call
 
 
@@ -46,9 +45,7 @@ def kernel(ref: Refs, *, walk: Walk) -> None:
         ref.d_x[...] = (d_y * (jnp.exp(x - ref.m[...]) / ref.l[...])).astype(ref.d_x.dtype)
 
 
-@BACKEND.implements(
-    "logsumexp_vjp", key=key, tiling=partial(default_tiling, held=HELD), supports=partial(supports, held=HELD)
-)
+@BACKEND.implements("logsumexp_vjp", **in_walks(HELD))
 def logsumexp_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     x, d_y = call.arrays["x"], call.arrays["d_y"]
     walk = walk_of(call, tiling)

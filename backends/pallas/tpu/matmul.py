@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -218,27 +218,51 @@ def within_k(x: jax.Array, axis: int, start: Any, k: int, few: bool = False) -> 
     return last if sure == 0 else jnp.concatenate([lax.slice_in_dim(x, 0, sure, axis=axis), last], axis)
 
 
-def kernel(ref: Refs, *, k: int, k_of_b: int, axis: int, few: bool, few_of_b: bool) -> None:
-    """``k_of_b``: which axis of b's blocks is k's; ``axis``: the grid axis along which the blocks of k follow each
-    other; ``few``, ``few_of_b``: of `within_k`, for a and for b."""
+def summed(
+    ref: Refs,
+    a: Any,
+    b: Any,
+    finish: Callable[[Any], None],
+    *,
+    k: int,
+    k_of_b: int,
+    axis: int,
+    few: bool,
+    few_of_b: bool,
+) -> None:
+    """A step of the sum over k: add the product of a block of a and one of b to those before, and at the last step give
+    ``finish`` the float32 sums of the output's block. Where one step meets all of k there is no accumulator.
+
+    ``k_of_b``: which axis of b's blocks is k's; ``axis``: the grid axis along which the blocks of k follow each other;
+    ``few``, ``few_of_b``: of `within_k`, for a and for b.
+    """
     step, last = step_along(axis), pl.num_programs(axis) - 1
+
+    def operands() -> tuple[Any, Any]:
+        of_a, of_b = a[...], b[...]
+        start_of_k = step * of_a.shape[1]
+        return within_k(of_a, 1, start_of_k, k, few), within_k(of_b, k_of_b, start_of_k, k, few_of_b)
+
     if "acc" not in ref:
-        a, b = within_k(ref.a[...], 1, 0, k, few), within_k(ref.b[...], k_of_b, 0, k, few_of_b)
-        ref.c[...] = dot(a, b, (1, k_of_b)).astype(ref.c.dtype)
+        finish(dot(*operands(), (1, k_of_b)))
         return
 
     @pl.when(step == 0)
     def start() -> None:
         ref.acc[...] = jnp.zeros_like(ref.acc)
 
-    a, b = ref.a[...], ref.b[...]
-    start_of_k = step * a.shape[1]
-    a, b = within_k(a, 1, start_of_k, k, few), within_k(b, k_of_b, start_of_k, k, few_of_b)
-    ref.acc[...] += dot(a, b, (1, k_of_b))
+    x, y = operands()
+    ref.acc[...] += dot(x, y, (1, k_of_b))
+    pl.when(step == last)(lambda: finish(ref.acc[...]))
 
-    @pl.when(step == last)
-    def finish() -> None:
-        ref.c[...] = ref.acc[...].astype(ref.c.dtype)
+
+def kernel(ref: Refs, **of_k: Any) -> None:
+    """``of_k``: of `summed`."""
+
+    def write(c: Any) -> None:
+        ref.c[...] = c.astype(ref.c.dtype)
+
+    summed(ref, ref.a, ref.b, write, **of_k)
 
 
 def by_columns(m: int, n: int, k: int, bm: int, bn: int, bk: int) -> bool:

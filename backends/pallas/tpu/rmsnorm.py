@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.tpu._rows import Walk
-from portakern.backends.pallas.tpu.layernorm import HELD, default_tiling, key, normalised, supports, what_is_normed
+from portakern.backends.pallas.tpu.layernorm import HELD, in_walks, normalised, what_is_normed
 from portakern.core.call import Call
 
 
@@ -60,9 +60,7 @@ def kernel(ref: Refs, *, walk: Walk, eps: float, narrow: bool) -> None:
             ref.residual_out[...] = x.astype(ref.residual_out.dtype)
 
 
-@BACKEND.implements(
-    "rmsnorm", key=key, tiling=partial(default_tiling, held=HELD), supports=partial(supports, held=HELD)
-)
+@BACKEND.implements("rmsnorm", **in_walks(HELD))
 def rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, ...]:
     run = partial(kernel, eps=call.options["eps"], narrow=rounds_before(call))
     return normalised(call, tiling, run, statistics=("squares",), flops=4)

@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.tpu._rows import Walk
-from portakern.backends.pallas.tpu.layernorm import default_tiling, key, supports
+from portakern.backends.pallas.tpu.layernorm import in_walks
 from portakern.backends.pallas.tpu.layernorm_vjp import HELD, gradients, with_past
 from portakern.backends.pallas.tpu.rmsnorm import narrowed, rounds_before
 from portakern.core.call import Call
@@ -65,9 +65,7 @@ def kernel(ref: Refs, *, walk: Walk, eps: float, narrow: bool) -> None:
             ref.d_weight[...] = walk.sum_over_rows(d_y * narrowed(xh, ref.x.dtype, narrow), group)
 
 
-@BACKEND.implements(
-    "rmsnorm_vjp", key=key, tiling=partial(default_tiling, held=HELD), supports=partial(supports, held=HELD)
-)
+@BACKEND.implements("rmsnorm_vjp", **in_walks(HELD))
 def rmsnorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
     run = partial(kernel, eps=call.options["eps"], narrow=rounds_before(call))
     return gradients(call, tiling, run, ("squares", "hx"), 12, HELD, call.arrays["x"])

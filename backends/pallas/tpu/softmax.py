@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.tpu._chip import across
-from portakern.backends.pallas.tpu._rows import Held, Walk, launched, row_tiling
+from portakern.backends.pallas.tpu._rows import Held, Walk, fitted, launched, row_tiling
 from portakern.core.call import Call
 
 HELD = Held(streamed=2, computed=3)
@@ -61,6 +61,20 @@ def walk_of(call: Call, tiling: Mapping[str, int]) -> Walk:
 
 def supports(call: Call, tiling: Mapping[str, int], held: Held) -> str | None:
     return walk_of(call, tiling).refused(call, tiling, held)
+
+
+def fit(call: Call, tiling: Mapping[str, int], held: Held) -> Mapping[str, int]:
+    return fitted(call, tiling, default_tiling(call, held), walk_of, held)
+
+
+def in_walks(held: Held) -> dict[str, Any]:
+    """What an op that walks rows as softmax does and holds so much declares beside its function."""
+    return {
+        "key": key,
+        "tiling": partial(default_tiling, held=held),
+        "fit": partial(fit, held=held),
+        "supports": partial(supports, held=held),
+    }
 
 
 def online_step(m_old: Any, x: Any, axis: int, unit: float = 1.0) -> tuple[Any, Any, Any]:
@@ -102,9 +116,7 @@ def kernel(ref: Refs, *, walk: Walk) -> None:
         ref.y[...] = (jnp.exp(x - ref.m[...]) / ref.l[...]).astype(ref.y.dtype)
 
 
-@BACKEND.implements(
-    "softmax", key=key, tiling=partial(default_tiling, held=HELD), supports=partial(supports, held=HELD)
-)
+@BACKEND.implements("softmax", **in_walks(HELD))
 def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     x = call.arrays["x"]
     found = launched(

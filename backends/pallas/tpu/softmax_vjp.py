@@ -11,7 +11,6 @@ Source: the derivative of the formula of softmax, with y as the forward pass sto
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from jax.experimental import pallas as pl
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.tpu._rows import Held, Walk, launched
-from portakern.backends.pallas.tpu.softmax import default_tiling, key, supports, walk_of
+from portakern.backends.pallas.tpu.softmax import in_walks, walk_of
 from portakern.core.call import Call
 
 HELD = Held(streamed=3, computed=3)
@@ -47,9 +46,7 @@ def kernel(ref: Refs, *, walk: Walk) -> None:
         ref.d_x[...] = (y * (d_y - ref.delta[...])).astype(ref.d_x.dtype)
 
 
-@BACKEND.implements(
-    "softmax_vjp", key=key, tiling=partial(default_tiling, held=HELD), supports=partial(supports, held=HELD)
-)
+@BACKEND.implements("softmax_vjp", **in_walks(HELD))
 def softmax_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     y, d_y = call.arrays["y"], call.arrays["d_y"]
     found = launched(

@@ -3,7 +3,8 @@
 gate, up: (*batch) -> y: (*batch), viewed as (rows, n) with n the last axis. The grid is (row blocks, n blocks): nothing
 is carried from step to step, and nothing is masked, as what lies beyond an array reaches only what is dropped.
 
-block_rows: rows a block holds; block_n: elements of each row a block holds.
+block_rows: rows a block holds; block_n: elements of each row a block holds. They are the most that a block holds: an
+extent is cut evenly into as many as that takes.
 
 Source: Shazeer, "GLU variants improve transformer" (2020), equation 5.
 """
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import Refs, block, row_block
+from portakern.backends.pallas.common import Refs, even_block, row_block
 from portakern.backends.pallas.tpu._chip import (
     LANES,
     dtype_refused,
@@ -33,7 +34,7 @@ from portakern.core.call import Call
 
 
 def key(call: Call) -> dict[str, str | int]:
-    return {"dtype": call.dtype}
+    return {"dtype": call.dtype, "n": view(call)[1]}
 
 
 def view(call: Call) -> tuple[int, int]:
@@ -45,7 +46,8 @@ def view(call: Call) -> tuple[int, int]:
 def blocks(call: Call, tiling: Mapping[str, int]) -> tuple[int, int]:
     """The extents of a block."""
     rows, n = view(call)
-    return row_block(call, rows, tiling["block_rows"], sublanes(call.dtype)), block(n, tiling["block_n"], LANES)
+    block_rows = row_block(call, rows, tiling["block_rows"], sublanes(call.dtype), even=True)
+    return block_rows, even_block(n, tiling["block_n"], LANES)
 
 
 def refused(call: Call, tiling: Mapping[str, int], streamed: int, computed: int) -> str | None:

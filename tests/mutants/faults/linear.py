@@ -64,17 +64,14 @@ FAULTS = {
         Planted(
             "bias-each-step",
             "the bias is added at each step of k",
-            old="    ref.acc[...] += part\n",
-            new=(
-                '    ref.acc[...] += part + (ref.bias[...].astype(jnp.float32) * (step < last) if "bias" in ref '
-                "else 0.0)\n"
-            ),
+            old="z = z + ref.bias[...].astype(jnp.float32)\n",
+            new="z = z + ref.bias[...].astype(jnp.float32) * pl.num_programs(2)\n",
         ),
         Planted(
             "weight-beyond-k",
-            "weight is not masked beyond k",
-            old="products.within_k(w, 1, start, k, few_of_weight)",
-            new="w",
+            "neither weight nor x is masked beyond k",
+            old="            k=k,\n",
+            new="            k=pl.cdiv(k, bk) * bk,\n",
             sample=True,
         ),
         Planted(

@@ -80,17 +80,17 @@ FAULTS = {
         Planted(
             "acc-bfloat16",
             "the accumulator is rounded to bfloat16 after each block",
-            old="ref.acc[...] += dot(a, b, (1, k_of_b))",
-            new="ref.acc[...] = (ref.acc[...] + dot(a, b, (1, k_of_b))).astype(jnp.bfloat16).astype(jnp.float32)",
+            old="ref.acc[...] += dot(x, y, (1, k_of_b))",
+            new="ref.acc[...] = (ref.acc[...] + dot(x, y, (1, k_of_b))).astype(jnp.bfloat16).astype(jnp.float32)",
         ),
         Planted(
             "tf32-for-ieee",
             "float32 operands keep 10 bits although precision is ieee",
-            old="    ref.acc[...] += dot(a, b, (1, k_of_b))",
+            old="    ref.acc[...] += dot(x, y, (1, k_of_b))",
             new=(
-                "    if a.dtype == jnp.float32:\n"
-                "        a, b = jax.lax.reduce_precision(a, 8, 10), jax.lax.reduce_precision(b, 8, 10)\n"
-                "    ref.acc[...] += dot(a, b, (1, k_of_b))"
+                "    if x.dtype == jnp.float32:\n"
+                "        x, y = jax.lax.reduce_precision(x, 8, 10), jax.lax.reduce_precision(y, 8, 10)\n"
+                "    ref.acc[...] += dot(x, y, (1, k_of_b))"
             ),
         ),
         Planted(
@@ -104,17 +104,17 @@ FAULTS = {
         Planted(
             "rounded-twice",
             "the result passes through the operands' dtype before out_dtype",
-            old="ref.acc[...].astype(ref.c.dtype)",
-            new="ref.acc[...].astype(ref.a.dtype).astype(ref.c.dtype)",
+            old="c.astype(ref.c.dtype)",
+            new="c.astype(ref.a.dtype).astype(ref.c.dtype)",
         ),
         Planted(
             "k-tail-short",
             "the ragged end of a long k loses its last product",
-            old="    a, b = within_k(a, 1, start_of_k",
+            old="        return within_k(of_a, 1, start_of_k",
             new=(
-                "    place = jax.lax.broadcasted_iota(jnp.int32, a.shape, 1) + start_of_k\n"
-                "    a = jnp.where(place < k - (k > 64 and k % a.shape[1] != 0), a, 0)\n"
-                "    a, b = within_k(a, 1, start_of_k"
+                "        place = jax.lax.broadcasted_iota(jnp.int32, of_a.shape, 1) + start_of_k\n"
+                "        of_a = jnp.where(place < k - (k > 64 and k % of_a.shape[1] != 0), of_a, 0)\n"
+                "        return within_k(of_a, 1, start_of_k"
             ),
         ),
     ],
