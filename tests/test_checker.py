@@ -301,6 +301,19 @@ def test_the_smallest_tiles_are_doubled_now_and_then():
     assert {*drawn} == {(16, 16, 16), (32, 32, 32)} and drawn.count((16, 16, 16)) > drawn.count((32, 32, 32))
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_small_tiles_of_both_sizes_are_met_on_every_seed(seed):
+    tilings, some = [], pk.Backend("some", framework="numpy")
+
+    @some.implements("matmul", tiling=lambda call: dict.fromkeys(("block_m", "block_n", "block_k"), 16))
+    def product(call, tiling):
+        tilings.append(tuple(tiling.values()))
+        return (np.matmul(*call.arrays.values()).astype(numpy_dtype(call.outputs["c"][1])),)
+
+    pk.check("matmul", backend=some, only=["several_block_m"], max_examples=2, seed=seed, shrink=False)
+    assert {*tilings} >= {(16, 16, 16), (32, 32, 32)}
+
+
 def test_target_reads_well():
     assert str(Target("cuda", "sm_90")) == "cuda sm_90" and str(Target("cpu")) == "cpu"
 

@@ -447,10 +447,15 @@ def test_a_band_with_several_rows_a_query(heads, first, last):
             np.testing.assert_array_equal(allowed[: there.shape[0], : there.shape[1]], there)
             if bool(band.inside(i, j)):
                 assert there.all() and there.shape[1] == block_kv
-            small = band.part(4)
+            small = band._replace(block_kv=4)
             halves = [small.allowed(jnp.int32(i), jnp.int32(2 * j + half)) for half in (0, 1)]
             if halves[0] is not None:
                 np.testing.assert_array_equal(np.concatenate(halves, 1), allowed)
+            if last is not None and last <= kv_len - queries:
+                closed = np.asarray(band.closing(queries).allowed(jnp.int32(i), jnp.int32(j)))
+                np.testing.assert_array_equal(closed[: there.shape[0], : there.shape[1]], there)
+                assert not closed[: there.shape[0], there.shape[1] :].any(), "it hides what lies beyond the last key"
+    assert band.closing(queries).closed == (last is not None and last <= kv_len - queries)
 
 
 def walk_of_product(arch, m, k, n, blocks):
@@ -816,12 +821,25 @@ def test_a_float32_product_in_full_is_several(precision):
     assert static._flops(jaxpr) == 2 * 8**3 * (static.FLOAT32_PASSES if precision == "highest" else 1)
 
 
-@pytest.mark.parametrize(("causal", "most", "halves"), [(False, 4, 1), (True, 2, 2)])
-def test_parts_of_keys_and_halves_of_rows(causal, most, halves):
+@pytest.mark.parametrize(("causal", "most", "pieces"), [(False, 4, (0, 0)), (True, 2, (2, 1))])
+def test_parts_of_keys_and_pieces_of_rows(causal, most, pieces):
+    """A half of the rows of a causal block passes by what the other sees where it is as long as a part of the keys."""
     from portakern.backends.pallas.tpu import attention as module
 
     spec = registry.find_spec("attention")
     dims = {"kv_heads": 1, "group": 1, "d": 128, "dv": 128, "q_len": 4096, "kv_len": 4096, "is_causal": causal}
     call = bound_form(spec, typical_form(spec, "bfloat16", dims), frameworks()["jax"], Target("tpu", "v6e"))
-    assert module.parts(call, 1024, 512) == most and module.halves_of(call, 1024) == halves
-    assert module.parts(call, 1024, 4096) == 1 and module.halves_of(call, 16) == 1
+    assert module.parts(call, 1024, 512) == most and module.parts(call, 1024, 4096) == 1
+    assert tuple(module.pieces_of(call, 1024, bkv) for bkv in (512, 1024)) == pieces
+    assert module.pieces_of(call, 16, 1024) == 0, "few rows pass by nothing"
+
+
+def test_a_step_holds_no_more_keys_than_a_window_reaches():
+    from portakern.backends.pallas.tpu import attention as module
+
+    spec = registry.find_spec("attention")
+    dims = {"kv_heads": 1, "group": 4, "d": 128, "dv": 128, "q_len": 1, "kv_len": 8192, "is_causal": True}
+    for window, keys in ((None, 8192), ((1024, 0), 1536), ((1, 0), 512)):
+        form = typical_form(spec, "bfloat16", {**dims, "window": window})
+        call = bound_form(spec, form, frameworks()["jax"], Target("tpu", "v6e"))
+        assert module.parts(call, 16, 512) * 512 == keys and module.pieces_of(call, 1024, 512) == (1 + bool(window))

@@ -16,8 +16,8 @@ class Band(NamedTuple):
     """The keys that causality and the window let a query see, in blocks of block_q rows and block_kv keys.
 
     Query i sees key j where first <= j - i <= last; None is no bound. Each query has ``heads`` rows, one after another:
-    row r is one of query r // heads. ``resident``: the keys of which a block is a part, if it is one. ``rows``: how
-    many there are, where what lies beyond the last one must not count.
+    row r is one of query r // heads. ``rows``: how many there are, where what lies beyond the last one must not count.
+    ``closed``: no query that is there sees beyond the last key, so that nothing else needs to hide what lies there.
     """
 
     first: int | None
@@ -26,8 +26,8 @@ class Band(NamedTuple):
     block_q: int
     block_kv: int
     heads: int = 1
-    resident: int | None = None
     rows: int | None = None
+    closed: bool = False
 
     @classmethod
     def of(cls, call: Call, block_q: int, block_kv: int, heads: int = 1) -> Band:
@@ -40,9 +40,14 @@ class Band(NamedTuple):
         first = None if left is None else aligned - min(left, far)
         return cls(first, None if right is None else aligned + min(right, far), kv_len, block_q, block_kv, heads)
 
-    def part(self, block_kv: int) -> Band:
-        """The same in smaller blocks of keys, of which some may lie beyond the last key."""
-        return self._replace(block_kv=block_kv, resident=self.block_kv)
+    def closing(self, q_len: int) -> Band:
+        """The same, for kernels that let queries beyond the last one compute what they like."""
+        return self._replace(closed=self.last is not None and self.last <= self.kv_len - q_len)
+
+    @property
+    def has_edges(self) -> bool:
+        """Whether it hides any pair of a query and a key that are there."""
+        return self.first is not None or self.last is not None
 
     def span(self, i: Any) -> tuple[Any, Any]:
         """The first and the last key block that query block i can see.
@@ -77,7 +82,7 @@ class Band(NamedTuple):
         in the grid's order; ``order``: which query block stands there. Past the last key block that it sees, those of
         the first step of the query block at the next place, which are then there when it begins."""
         i = order(place)
-        if self.first is None and self.last is None:
+        if not self.has_edges:
             return i, self.block(i, step)
         first, last = self.span(i)
         skipped = (first + step > last) & (place + 1 < blocks)
@@ -96,7 +101,7 @@ class Band(NamedTuple):
         within: Any = True
         if self.rows and self.rows % self.block_q:
             within &= (i + 1) * self.block_q <= self.rows
-        if self.kv_len % self.block_kv:
+        if self.kv_len % self.block_kv and not self.closed:
             within &= (j + 1) * self.block_kv <= self.kv_len
         low, high = self._bounds()
         if low is not None:
@@ -119,7 +124,7 @@ class Band(NamedTuple):
         rules = []
         if self.rows and self.rows % self.block_q:
             rules.append(row < self.rows)
-        if self.kv_len % (self.resident or self.block_kv):
+        if self.kv_len % self.block_kv and not self.closed:
             rules.append(key < self.kv_len)
         low, high = self._bounds()
         if low is not None:

@@ -35,12 +35,14 @@ TELLING = (
 
 class Turn(NamedTuple):
     """What does not come from what Hypothesis draws, of one case: its dtype, and where shapes are given its shapes, its
-    regime ("": any) and what follows its call (None: any)."""
+    regime ("": any) and what follows its call (None: any); of an edge that wants the smallest tiles, how many times
+    those (0: any)."""
 
     dtype: str
     shapes: Shapes | None = None
     regime: str = ""
     then: str | None = None
+    times: int = 0
 
 
 def checked_shapes(

@@ -312,12 +312,13 @@ class _Work:
         failed: list[tuple[Case, Exception]] = []
         mistakes: list[tuple[Case, Exception]] = []
         seen: list[Case] = []
+        taken: list[Turn] = []  # of the cases that were drawn; after a failure that one's again and again
         report, count = self.report, len(run.turns)
 
         def whose_turn() -> Turn:
-            """The dtype does not come from what Hypothesis draws: it would be any. What failed keeps its own."""
-            turn = run.turns[max(0, min(len(seen), count) - 1)]
-            return turn._replace(dtype=failed[0][0].dtype) if failed else turn
+            """The dtype does not come from what Hypothesis draws: it would be any. What failed keeps its own turn."""
+            taken.append(taken[-1] if failed else run.turns[max(0, min(len(seen), count) - 1)])
+            return taken[-1]
 
         @hypothesis_seed(start)
         @settings(
@@ -400,7 +401,11 @@ def _plan(spec: Spec[Any], limits: Limits, max_examples: int, only: Sequence[str
         each = max(1, max_examples // len(corners))
     visited = corners[: max_examples // (2 * each)] if only is None else corners
     free = max_examples - each * len(visited) if only is None else 0
-    runs = [Run(e, [*map(Turn, turns(dtypes, each, turn))]) for turn, e in enumerate(visited)]
+    runs = [
+        # both sizes of small tiles by turns, so that whoever visits twice meets both on every seed
+        Run(e, [Turn(d, times=1 + i % 2 if each > 1 else 0) for i, d in enumerate(turns(dtypes, each, turn))])
+        for turn, e in enumerate(visited)
+    ]
     filling = min(free, -(-max_examples // 3)) if limits.fill else 0
     for count, fills in ((filling, True), (free - filling, False)):
         order = [*map(Turn, turns(dtypes, count))]

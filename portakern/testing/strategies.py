@@ -63,7 +63,9 @@ def cases(
         seed=seed,
         options=options,
         layouts={a.name: layouts[a.name] for a in given if layouts.get(a.name, "contiguous") != "contiguous"},
-        tiling={} if kept else draw(_tiling(spec, tiles, limits, edge)),  # the least tiles of long extents are many
+        tiling={}
+        if kept
+        else draw(_tiling(spec, tiles, limits, edge, turn.times)),  # the least tiles of long extents are many
         wider=tuple(
             a.name for a in given if a.or_float32 and draw(st.booleans()) and _may_widen(a, narrow, limits, edge)
         ),
@@ -248,14 +250,16 @@ def _binds(spec: Spec[Any], case: Case) -> bool:
 
 
 @st.composite
-def _tiling(draw: st.DrawFn, spec: Spec[Any], tiles: Mapping[str, Tile], limits: Limits, edge: Edge) -> dict[str, int]:
+def _tiling(
+    draw: st.DrawFn, spec: Spec[Any], tiles: Mapping[str, Tile], limits: Limits, edge: Edge, times: int
+) -> dict[str, int]:
     """The default (an empty tiling), the smallest tiles or now and then twice those, which a kernel can take in halves,
     or any."""
     kind = "smallest" if edge.smallest_tiles else draw(st.sampled_from(["default", "smallest", "any"]))
     if kind == "default":
         return {}
     if kind == "smallest":
-        times = draw(st.sampled_from((1, 1, 2)))
+        times = times or draw(st.sampled_from((1, 1, 2)))
         return {
             n: min(times * t.lo, t.hi) if n in spec.tiling else draw(st.sampled_from(t.values[:4]))
             for n, t in tiles.items()

@@ -165,7 +165,11 @@ def causal_edge_at_a_tile_border(arrays, rng, options):
     smallest_tiles=True,
 )
 def windows_open_to_the_right(arrays, rng, options):
-    """A left edge alone: the last query of a tile of 16 sees all but the first key of another."""
+    """A left edge alone: the last query of a tile of 16 sees all but the first key of another.
+
+    The keys fill an odd number of such tiles: a kernel that takes two at a time has no mask there that would hide the
+    keys after the last one.
+    """
 
 
 @attention.edge(

@@ -20,8 +20,8 @@ laid out in memory is said in ``_heads.py``.
 
 block_q, block_kv: the rows that a step holds, and the keys whose scores it has at a time. Large block_kv feeds the
 matrix unit; the scores, block_q x block_kv in float32, bound both. A step has several such blocks of keys, one after
-another (`parts`): the results are the same to the bit. A step on an edge of the band takes each half of its rows
-through those of them that it sees.
+another (`parts`): the results are the same to the bit. On an edge of the band those that nobody sees are passed by
+(`Step`).
 
 Source: Dao, "FlashAttention-2" (2023), algorithm 1; Milakov and Gimelshein (2018) for the running maximum.
 """
@@ -120,11 +120,12 @@ def banded(call: Call) -> bool:
 def parts(call: Call, bq: int, bkv: int) -> int:
     """How many blocks of keys a step holds: as many as give it PAIRS pairs, since a step of few waits longer than it
     computes, and of larger blocks four, of which one's products hide what the other's exponentials take; in a band two,
-    since its edges pass by the parts that nobody sees. Pairs count as they lie in registers: a step of many narrow
-    blocks would take more VMEM than they hold. Interpreted, where blocks are small, two, so that there are several
-    steps too."""
+    since its edges pass by the parts that nobody sees; and no more than a window reaches. Pairs count as they lie in
+    registers: a step of many narrow blocks would take more VMEM than they hold. Interpreted, where blocks are small,
+    two, so that there are several steps too."""
     most = 2 if call.interpret else max(2 if banded(call) else 4, PAIRS // (bq * whole_lanes(bkv)))
-    number = max(1, min(most, pl.cdiv(call.dims["kv_len"], bkv)))
+    seen = min(call.dims["kv_len"], reach(call) + bq // together(call))
+    number = max(1, min(most, pl.cdiv(seen, bkv)))
     while number > 1 and resident(call, bq, bkv, number) > vmem_limit(call):
         number //= 2
     return number
@@ -133,10 +134,19 @@ def parts(call: Call, bq: int, bkv: int) -> int:
 PAIRS = 2**18
 
 
-def halves_of(call: Call, bq: int) -> int:
-    """How many pieces of its rows a step takes one after another where it meets an edge of the band: each passes by the
-    keys that it does not see. A row's results are the same to the bit."""
-    return 2 if banded(call) and bq % (2 * grains(call)[0]) == 0 else 1
+def pieces_of(call: Call, bq: int, bkv: int) -> int:
+    """In how many pieces the rows of a step on an edge of the band pass by parts of the keys that they do not see; 0 of
+    few rows, to whom passing by costs more than what they would spare. Two where a half passes by what the other sees:
+    of a band with one edge, which cuts blocks from corner to corner, where a half is as long as a part of the keys. A
+    row's results are the same to the bit."""
+    if not banded(call) or bq < (2 * GRAIN if call.interpret else LANES):
+        return 0
+    passes_by = reach(call) < EVERY or 2 * bkv * together(call) <= bq
+    return 2 if passes_by and bq % (2 * grains(call)[0]) == 0 else 1
+
+
+GRAIN = 16
+"""Rows of the least tile: interpreted ones of twice that are not few, so that small calls go both ways."""
 
 
 def refused(
@@ -244,8 +254,8 @@ def part_of(ref: Refs, number: int, bkv: int) -> Refs:
     return Refs(**{name: x.at[cuts[name]] if name in cuts else x for name, x in vars(ref).items()})
 
 
-def half_of(ref: Refs, number: int, rows: int) -> Refs:
-    """What a step works on, with the rows of one half."""
+def piece_of(ref: Refs, number: int, rows: int) -> Refs:
+    """What a step works on, with the rows of one of its pieces."""
     mine, every = pl.ds(number * rows, rows), slice(None)
     cuts = {"q_segment_ids": (every, mine), **dict.fromkeys(("q", "m", "l", "acc"), (mine, every))}
     if "bias" in ref and ref.bias.shape[0] > 1:
@@ -253,10 +263,78 @@ def half_of(ref: Refs, number: int, rows: int) -> Refs:
     return Refs(**{name: x.at[cuts[name]] if name in cuts else x for name, x in vars(ref).items()})
 
 
+class Step(NamedTuple):
+    """Rows of block i beside the keys of step j, which ``add(ref, keys, row, column, edge)`` takes ``bkv`` at a time:
+    ``keys`` is the band in such parts. On an edge rows pass by parts that they do not see, in so many ``pieces``."""
+
+    ref: Refs
+    band: Band
+    bkv: int
+    pieces: int
+    i: Any
+    j: Any
+    add: Callable[[Refs, Band, Any, Any, bool], None]
+
+    @property
+    def number(self) -> int:
+        return self.band.block_kv // self.bkv
+
+    @property
+    def keys(self) -> Band:
+        return self.band._replace(block_kv=self.bkv)
+
+    def part(self, part: int, edge: bool) -> None:
+        """All rows and the keys of one part."""
+        self.add(part_of(self.ref, part, self.bkv), self.keys, self.i, self.j * self.number + part, edge)
+
+    def parts(self, edge: bool) -> None:
+        """All rows and every part that holds a key."""
+        band, of_last = self.band, pl.cdiv(self.band.kv_len % self.band.block_kv, self.bkv) or self.number
+        for part in range(self.number):
+            if part < of_last or not edge:
+                self.part(part, edge)
+            elif band.has_edges:  # others have no edge but in the last step
+                pl.when(self.j < band.kv_len // band.block_kv)(partial(self.part, part, edge))
+
+    def seen_parts(self) -> None:
+        """On an edge of the band, what is seen of each part."""
+        if self.pieces == 0 or self.pieces * self.number == 1:
+            self.parts(True)
+        elif self.pieces == 1 and self.number == 2 and self.band.first is None:
+            self.two_parts()
+        else:
+            self.each_piece()
+
+    def two_parts(self) -> None:
+        """Where there is a right edge alone: a first part that all rows see wholly and the second, in one piece of
+        code, so that the products of one hide the exponentials of the other; or what is seen of both."""
+        column, last = 2 * self.j, self.keys.span(self.i)[1]
+        both = self.keys.inside(self.i, column) & (column + 1 <= last)
+
+        @pl.when(both)
+        def beside_each_other() -> None:
+            self.part(0, False)
+            self.part(1, True)
+
+        @pl.when(both ^ True)
+        def on_its_own() -> None:
+            self.part(0, True)
+            pl.when(column + 1 <= last)(partial(self.part, 1, True))
+
+    def each_piece(self) -> None:
+        """Each piece of the rows and each part of the keys of which a row of that piece sees some."""
+        small = self.keys._replace(block_q=self.band.block_q // self.pieces)
+        for piece, part in itertools.product(range(self.pieces), range(self.number)):
+            row, column = self.i * self.pieces + piece, self.j * self.number + part
+            first, last = small.span(row)
+            here = piece_of(part_of(self.ref, part, self.bkv), piece, small.block_q)
+            small.visit(row, column, (first <= column) & (column <= last), partial(self.add, here, small, row, column))
+
+
 def kernel(
-    ref: Refs, *, band: Band, order: Callable[[Any], Any], bkv: int, halves: int, scores: Scores, interpreted: bool
+    ref: Refs, *, band: Band, order: Callable[[Any], Any], bkv: int, pieces: int, scores: Scores, interpreted: bool
 ) -> None:
-    """A step holds band.block_kv keys, which it takes bkv at a time, and on the band's edge ``halves`` of its rows.
+    """A step holds band.block_kv keys, which it takes bkv at a time, and on the band's edge its rows in ``pieces``.
     ``order``: which block of rows stands at a place of the grid."""
     i, step = order(step_along(2)), step_along(3)
     first, last = band.span(i)
@@ -268,25 +346,6 @@ def kernel(
         ref.l[...] = jnp.zeros_like(ref.l)
         ref.acc[...] = jnp.zeros_like(ref.acc)
 
-    number, keys = band.block_kv // bkv, band.part(bkv)
-    has_edges = band.first is not None or band.last is not None
-    there = pl.cdiv(band.kv_len % band.block_kv, bkv)  # parts of the last step that hold a key
-
-    def attend(edge: bool) -> None:
-        if halves == 2 and (edge or interpreted):  # interpreted, a row's bits depend on the rows beside it
-            attend_by_halves()
-            return
-        for part in range(there if edge and not has_edges else number):
-            add(ref if number == 1 else part_of(ref, part, bkv), keys, i, j * number + part, edge)
-
-    def attend_by_halves() -> None:
-        small = keys._replace(block_q=band.block_q // 2)
-        for half, part in itertools.product(range(2), range(number)):
-            rows, columns = i * 2 + half, j * number + part
-            low, high = small.span(rows)
-            here = half_of(ref if number == 1 else part_of(ref, part, bkv), half, small.block_q)
-            small.visit(rows, columns, (low <= columns) & (columns <= high), partial(add, here, small, rows, columns))
-
     def add(ref: Refs, keys: Band, i: Any, j: Any, edge: bool) -> None:
         bias = ref.bias[...].astype(jnp.float32) if "bias" in ref else None
         s, _ = scores.from_dots(dot(ref.q[...], ref.k[...], (1, 1)), bias, settle=interpreted)
@@ -296,10 +355,18 @@ def kernel(
         m, p, shrink = online_step(ref.m[...], s, axis=1, unit=scores.unit)
         v = ref.v[...]
         if edge:  # p is 0 beyond kv_len, and 0 * NaN is NaN
-            v = within(v, 0, j * bkv, band.kv_len, of=band.block_kv)
+            v = within(v, 0, j * bkv, band.kv_len)
         ref.l[...] = ref.l[...] * shrink + jnp.sum(p, axis=1, keepdims=True)
         ref.acc[...] = ref.acc[...] * across(shrink, ref.acc.shape[1]) + dot(p.astype(v.dtype), v, (1, 0))
         ref.m[...] = m
+
+    keys = Step(ref, band, bkv, pieces, i, j, add)
+
+    def attend(edge: bool) -> None:
+        if band.has_edges and (edge or (interpreted and pieces > 1)):  # a row's bits depend there on the rows beside it
+            keys.seen_parts()
+        else:
+            keys.parts(edge)
 
     band.visit(i, j, j <= last, attend)
 
@@ -319,7 +386,7 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Arr
     dv, dtype, shared = call.dims["dv"], call.arrays["q"].dtype, together(call)
     heads, rows, of_keys = heads // shared, q_len * shared, call.dims["group"] // shared
     bq, bkv = blocks(call, tiling)
-    band = Band.of(call, bq, bkv * parts(call, bq, bkv), shared)
+    band = Band.of(call, bq, bkv * parts(call, bq, bkv), shared).closing(q_len)
     down = pl.cdiv(rows, bq)
 
     split = batch * heads == 1 and may_share(call)  # several batches or heads are what cores share, where there are any
@@ -347,7 +414,7 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Arr
             band=band,
             order=order,
             bkv=bkv,
-            halves=halves_of(call, bq),
+            pieces=pieces_of(call, bq, bkv),
             scores=Scores.of(call),
             interpreted=call.interpret,
         ),

@@ -206,7 +206,7 @@ FAULTS = {
         Planted(
             "causal-top-left",
             "queries stand beside the first keys, not the last",
-            old="    band = Band.of(call, bq, bkv * parts(call, bq, bkv), shared)\n",
+            old="    band = Band.of(call, bq, bkv * parts(call, bq, bkv), shared).closing(q_len)\n",
             new=(
                 "    band = Band.of(call, bq, bkv * parts(call, bq, bkv), shared)\n"
                 '    first, last = (x if x is None else x - call.dims["kv_len"] + q_len for x in band[:2])\n'
@@ -244,14 +244,14 @@ FAULTS = {
         Planted(
             "half-passes-by",
             "a half of the rows passes by the first part of the keys that it sees",
-            old="(low <= columns) & (columns <= high)",
-            new="(low < columns) & (columns <= high)",
+            old="(first <= column) & (column <= last)",
+            new="(first < column) & (column <= last)",
         ),
         Planted(
             "half-of-other-rows",
             "the second half of the rows has the mask of the first",
-            old="            rows, columns = i * 2 + half,",
-            new="            rows, columns = i * 2,",
+            old="row, column = self.i * self.pieces + piece,",
+            new="row, column = self.i * self.pieces,",
         ),
         Planted(
             "too-few-steps",
@@ -370,26 +370,38 @@ FAULTS = {
         Planted(
             "heads-in-one-query",
             "rows of the heads of a group count as queries of their own",
-            old="parts(call, bq, bkv), shared)\n",
-            new="parts(call, bq, bkv))\n",
+            old="parts(call, bq, bkv), shared).",
+            new="parts(call, bq, bkv)).",
         ),
         Planted(
             "last-part-dropped",
             "a step that holds several blocks of keys leaves out the last",
-            old="not has_edges else number):",
-            new="not has_edges else max(number - 1, 1)):",
+            old="for part in range(self.number):",
+            new="for part in range(max(self.number - 1, 1)):",
         ),
         Planted(
             "last-keys-dropped",
             "of the last step the part that keys do not fill is left out",
-            old="pl.cdiv(band.kv_len % band.block_kv, bkv)",
-            new="band.kv_len % band.block_kv // bkv",
+            old="pl.cdiv(self.band.kv_len % self.band.block_kv, self.bkv)",
+            new="self.band.kv_len % self.band.block_kv // self.bkv",
         ),
         Planted(
             "parts-beyond-unmasked",
             "parts of a step that lie wholly beyond the last key count where blocks of their size divide the keys",
-            old="keys = band.block_kv // bkv, band.part(bkv)\n",
-            new="keys = band.block_kv // bkv, band._replace(block_kv=bkv)\n",
+            old="pl.when(self.j < band.kv_len // band.block_kv)(partial(self.part, part, edge))",
+            new="self.part(part, edge)",
+        ),
+        Planted(
+            "beyond-the-last-key",
+            "a window that reaches beyond the last key is taken for one that ends there, as a causal band does",
+            old=".closing(q_len)\n",
+            new=".closing(0)\n",
+        ),
+        Planted(
+            "second-part-beside-unseen",
+            "a first part of the keys that only some rows see wholly is taken for one that all see",
+            old="both = self.keys.inside(self.i, column) & (column + 1 <= last)",
+            new="both = column + 1 <= last",
         ),
         Planted(
             "ahead-too-early",
