@@ -7,7 +7,9 @@ its whole extent. Then the block is the extent rounded up to the grid, and the k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
 
@@ -73,12 +75,30 @@ def over_vmem(call: Call, needed: int, names: str, limit: int | None = None) -> 
     granted.
     """
     limit = vmem_limit(call) if limit is None else limit
+    noted = _ESTIMATES.get()
+    if noted is not None:
+        noted.append(needed)
     if needed <= limit:
         return None
     chip = f"{call.target.arch} lets a kernel have" if call.target.arch in targets.HARDWARE else "a TPU kernel has"
     return (
         f"this tiling needs about {needed / 2**20:.1f} MiB of VMEM and {chip} {limit >> 20} MiB: choose smaller {names}"
     )
+
+
+@contextmanager
+def estimates() -> Iterator[list[int]]:
+    """The bytes of VMEM that each kernel is found to need, by what is asked of it meanwhile: to be held to those that
+    the compiler takes."""
+    noted: list[int] = []
+    token = _ESTIMATES.set(noted)
+    try:
+        yield noted
+    finally:
+        _ESTIMATES.reset(token)
+
+
+_ESTIMATES: ContextVar[list[int] | None] = ContextVar("_ESTIMATES", default=None)
 
 
 def dtype_refused(call: Call, *more: str | None) -> str | None:
