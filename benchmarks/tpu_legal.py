@@ -45,26 +45,33 @@ from portakern.tuning.space import Space, space_of
 
 DTYPES = ("bfloat16", "float32")
 ATTEMPTS = 400
+LARGE = 0.5  # of what a kernel may take: beneath, an estimate that is too low does no harm
+Noted = list[tuple[int, int]]  # of each kernel of a call, what supports found that it needs, and what it may have
 TURN, TURN_SECONDS = 20, 10.0
 """Tilings of an op on a target, and seconds, after which it is the next one's turn: a process stays for one target, and
 ops that take long to compile shall not keep the others waiting."""
 
 
+@dataclass(frozen=True)
+class Found:
+    """A tiling that libtpu took: the bytes of VMEM of the kernel that takes most, those that ``supports`` found, and the
+    largest share that a kernel takes, by libtpu and by ``supports``, of what it may."""
+
+    takes: int
+    estimate: int
+    share: float
+    estimated_share: float
+
+
 @dataclass
 class Tried:
-    """What became of an op's tilings on a target.
+    """What became of an op's tilings on a target. ``refused``: by libtpu, in words."""
 
-    Attributes:
-      takes: of each that libtpu took the bytes of VMEM of the kernel that takes most, and what was estimated; nearest:
-        the largest share that a kernel takes of what it may; refused: the others, in words.
-    """
-
-    takes: list[tuple[int, int]] = field(default_factory=list)
-    nearest: float = 0.0
+    found: list[Found] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
-    def add(self, job: Job, built: Build, estimate: int) -> None:
+    def add(self, job: Job, built: Build, noted: Noted) -> None:
         self.seconds += built.seconds
         if not built.ok:
             self.refused.append(f"{built.call} on {built.target}, {dict(job.tiling)}: {built.reason}")
@@ -72,21 +79,29 @@ class Tried:
             return
         if not built.kernels:
             raise RuntimeError(f"libtpu does not tell what {built.call} on {built.target} takes of its VMEM")
-        self.takes.append((max(k.on_chip["vmem"] for k in built.kernels), estimate))
-        self.nearest = max(self.nearest, *(k.on_chip["vmem"] / k.granted["vmem"] for k in built.kernels))
+        self.found.append(
+            Found(
+                max(k.on_chip["vmem"] for k in built.kernels),
+                max(needed for needed, _ in noted),
+                max(k.on_chip["vmem"] / k.granted["vmem"] for k in built.kernels),
+                max(needed / limit for needed, limit in noted),
+            )
+        )
 
     def row(self, op: str, target: str) -> dict[str, Any]:
-        ratios = sorted(estimate / takes for takes, estimate in self.takes)
+        large = [f for f in self.found if f.estimated_share >= LARGE]
+        ratios = sorted(f.estimate / f.takes for f in large)
         return {
             "op": op,
             "target": target,
-            "tilings": len(self.takes) + len(self.refused),
+            "tilings": len(self.found) + len(self.refused),
             "refused": self.refused,
-            "nearest": round(self.nearest, 4),
+            "nearest": round(max((f.share for f in self.found), default=0.0), 4),
+            "large": len(large),
             "least": round(ratios[0], 4) if ratios else None,
             "median": round(statistics.median(ratios), 4) if ratios else None,
             "seconds": round(self.seconds, 1),
-            "takes": " ".join(f"{takes}/{estimate}" for takes, estimate in self.takes),
+            "takes": " ".join(f"{f.takes}/{f.estimate}" for f in self.found),
         }
 
 
@@ -119,10 +134,10 @@ def main() -> int:
 
 
 def line_of(row: Mapping[str, Any]) -> str:
-    least = f"estimates from {row['least']:.2f} times, median {row['median']:.2f}" if row["least"] else "none compiled"
+    least = f", estimates from {row['least']:.2f} times, median {row['median']:.2f}" if row["least"] else ""
     return (
         f"{row['target']} {row['op']}: {row['tilings']} tilings, {len(row['refused'])} refused, at most "
-        f"{row['nearest']:.1%} of what a kernel may take, {least}, {row['seconds']:.0f} s"
+        f"{row['nearest']:.1%} of what a kernel may take; {row['large']} large{least}; {row['seconds']:.0f} s"
     )
 
 
@@ -162,9 +177,9 @@ def compiled(jobs: list[Job], workers: pool.Pool) -> Iterator[tuple[Job, Build]]
     yield from workers.run([job for job, built in known.items() if built is None], lambda j, b: cache.keep(names[j], b))
 
 
-def drawn(name: str, hardware: Hardware, seed: int) -> Iterator[tuple[Job, int]]:
-    """Calls of an op, each with a tiling that is accepted and the bytes of VMEM that it is found to take, no two the
-    same; an end where none is found any more."""
+def drawn(name: str, hardware: Hardware, seed: int) -> Iterator[tuple[Job, Noted]]:
+    """Calls of an op, each with a tiling that is accepted and what was estimated of it, no two the same; an end where
+    none is found any more."""
     spec, rng = registry.find_spec(name), random.Random(f"{name} {hardware.name} {seed}")
     seen = set[str]()
     for backend, family in [(b, f) for b, f in forms.compilers(name, hardware) if f.interprets]:
@@ -182,7 +197,7 @@ def drawn(name: str, hardware: Hardware, seed: int) -> Iterator[tuple[Job, int]]
                 seen.add(this)
                 with estimates() as noted:
                     impl.supports(call, tiling)
-                yield Job(spec, backend, family, hardware, form, tiling, quick=True, way="memory"), max(noted)
+                yield Job(spec, backend, family, hardware, form, tiling, quick=True, way="memory"), noted
 
 
 def form_drawn(spec: Spec[Any], rng: random.Random) -> dict[str, Any] | None:

@@ -3,7 +3,12 @@ blocks, and which chip a traced call is lowered for."""
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
+import json
+import sys
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -746,3 +751,19 @@ def test_parts_of_keys_and_halves_of_rows(causal, most, halves):
     call = bound_form(spec, typical_form(spec, "bfloat16", dims), frameworks()["jax"], Target("tpu", "v6e"))
     assert module.parts(call, 1024, 512) == most and module.halves_of(call, 1024) == halves
     assert module.parts(call, 1024, 4096) == 1 and module.halves_of(call, 16) == 1
+
+
+def legal():
+    file = Path(__file__).parent.parent / "benchmarks" / "tpu_legal.py"
+    found = importlib.util.spec_from_file_location("tpu_legal", file)
+    module = sys.modules.setdefault("tpu_legal", importlib.util.module_from_spec(found))
+    found.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", registry.ops())
+def test_tilings_that_are_accepted_are_drawn_of_every_op(name):
+    """No two the same, each with what was estimated of its kernels, also of ops that name no tile."""
+    drawn = [*itertools.islice(legal().drawn(name, targets.find("v5e"), 0), 12)]
+    assert len({json.dumps([job.form, job.tiling]) for job, _ in drawn}) == 12
+    assert all(noted and all(0 < needed <= limit for needed, limit in noted) for _, noted in drawn)

@@ -77,7 +77,7 @@ def over_vmem(call: Call, needed: int, names: str, limit: int | None = None) -> 
     limit = vmem_limit(call) if limit is None else limit
     noted = _ESTIMATES.get()
     if noted is not None:
-        noted.append(needed)
+        noted.append((needed, limit))
     if needed <= limit:
         return None
     chip = f"{call.target.arch} lets a kernel have" if call.target.arch in targets.HARDWARE else "a TPU kernel has"
@@ -87,10 +87,10 @@ def over_vmem(call: Call, needed: int, names: str, limit: int | None = None) -> 
 
 
 @contextmanager
-def estimates() -> Iterator[list[int]]:
-    """The bytes of VMEM that each kernel is found to need, by what is asked of it meanwhile: to be held to those that
-    the compiler takes."""
-    noted: list[int] = []
+def estimates() -> Iterator[list[tuple[int, int]]]:
+    """What `over_vmem` is asked meanwhile: of each kernel the bytes of VMEM that it is found to need, and those that it
+    may have; to be held to those that the compiler takes."""
+    noted: list[tuple[int, int]] = []
     token = _ESTIMATES.set(noted)
     try:
         yield noted
@@ -98,7 +98,7 @@ def estimates() -> Iterator[list[int]]:
         _ESTIMATES.reset(token)
 
 
-_ESTIMATES: ContextVar[list[int] | None] = ContextVar("_ESTIMATES", default=None)
+_ESTIMATES: ContextVar[list[tuple[int, int]] | None] = ContextVar("_ESTIMATES", default=None)
 
 
 def dtype_refused(call: Call, *more: str | None) -> str | None:
