@@ -162,9 +162,11 @@ def resident(call: Call, bq: int, bkv: int, number: int) -> int:
     if bias is not None:
         streamed += bias.dtype.itemsize * whole_lanes(keys) * (8 if bias.shape[2] == 1 else bq)
     sums = 4 * bq * (dv + 2 * LANES)  # acc, and m and l, which have a register's width of lanes
-    of_parts = 6 if call.arrays["q"].dtype.itemsize == 4 else 0  # of float32 p its bfloat16 parts
-    scores = (12 + of_parts) * bq * lanes  # s, p and the mask of one step
-    return 2 * streamed + sums + scores
+    scores = (12 if bias is None else 16) * bq * lanes  # s, p and the mask of one step, and a bias in float32
+    split = 0
+    if call.arrays["q"].dtype.itemsize == 4:  # the bfloat16 parts of float32 operands, and three sums of their products
+        split = 6 * (bq * lanes + bq * d + keys * (d + dv)) + 12 * bq * dv
+    return 2 * streamed + sums + scores + split
 
 
 def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
