@@ -29,6 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from portakern import results
 from portakern.backends.pallas.tpu._chip import estimates
 from portakern.compiling import cache, forms, pool
@@ -195,9 +197,24 @@ def drawn(name: str, hardware: Hardware, seed: int) -> Iterator[tuple[Job, Noted
             if form and call and tiling is not None and this not in seen:
                 missed = 0
                 seen.add(this)
-                with estimates() as noted:
-                    impl.supports(call, tiling)
+                noted = noted_of(impl, call, tiling)
                 yield Job(spec, backend, family, hardware, form, tiling, quick=True, way="memory"), noted
+
+
+def noted_of(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Noted:
+    """What ``supports`` finds of a tiling, and of one that is large what the kernels find when they are traced: some take
+    what is left of the VMEM to keep rows there."""
+    with estimates() as noted:
+        impl.supports(call, tiling)
+        if max(needed / limit for needed, limit in noted) >= LARGE:
+            names = [n for n, a in call.arrays.items() if a is not None]
+
+            def run(*arrays: Any) -> tuple[Any, ...]:
+                of = call.replace(arrays={**call.arrays, **dict(zip(names, arrays, strict=True))})
+                return tuple(o for o in impl.run(of, tiling) if o is not None)
+
+            jax.eval_shape(run, *(call.arrays[n] for n in names))
+    return noted
 
 
 def form_drawn(spec: Spec[Any], rng: random.Random) -> dict[str, Any] | None:

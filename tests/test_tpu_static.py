@@ -779,6 +779,31 @@ def test_the_vmem_of_a_product_is_what_its_compiler_takes_and_not_much_more(chip
     assert (refused is None) is (needed <= may_have) and (took * 2**20 <= may_have or refused)
 
 
+@pytest.mark.parametrize(
+    ("chip", "dtype", "dims", "tiles", "took"),
+    [
+        ("v5e", "float32", {"group": 5, "dv": 192, "softcap": 2.0}, (1024, 1024), 47.3),  # told of v5p
+        ("v5p", "float32", {"d": 256}, (512, 512), 12.62),
+        ("v5p", "float32", {"d": 256, "dv": 256}, (1024, 512), 27.84),
+        ("v4", "float32", {}, (512, 512), 10.76),
+        ("v5p", "float32", {"dv": 192}, (512, 512), 15.36),
+        ("v4", "float32", {"d": 256}, (256, 512), 9.96),
+        ("v5p", "bfloat16", {"group": 3, "dv": 198, "bias": True}, (1024, 1024), 40.5),
+        ("v5p", "bfloat16", {}, (512, 1024), 10.14),
+    ],
+)
+def test_the_vmem_of_attention_is_what_its_compiler_takes_and_not_much_more(chip, dtype, dims, tiles, took):
+    """MiB that libtpu 0.0.50 told."""
+    spec, place = registry.find_spec("attention"), registry.backend("pallas")
+    impl = place.implementation("attention", place.families[0])
+    small = {"batch": 1, "q_len": 4096, "kv_heads": 1, "group": 1, "d": 128, "kv_len": 4096, "dv": 128}
+    call = bound_form(spec, typical_form(spec, dtype, small | dims), frameworks()["jax"], Target("tpu", chip))
+    with _chip.estimates() as noted:
+        impl.supports(call, dict(zip(("block_q", "block_kv"), tiles, strict=True)))
+    ((needed, _),) = noted
+    assert took * 2**20 <= needed <= 1.2 * took * 2**20
+
+
 def legal():
     file = Path(__file__).parent.parent / "benchmarks" / "tpu_legal.py"
     found = importlib.util.spec_from_file_location("tpu_legal", file)

@@ -75,9 +75,7 @@ def over_vmem(call: Call, needed: int, names: str, limit: int | None = None) -> 
     granted.
     """
     limit = vmem_limit(call) if limit is None else limit
-    noted = _ESTIMATES.get()
-    if noted is not None:
-        noted.append((needed, limit))
+    note(needed, limit)
     if needed <= limit:
         return None
     chip = f"{call.target.arch} lets a kernel have" if call.target.arch in targets.HARDWARE else "a TPU kernel has"
@@ -88,17 +86,24 @@ def over_vmem(call: Call, needed: int, names: str, limit: int | None = None) -> 
 
 @contextmanager
 def estimates() -> Iterator[list[tuple[int, int]]]:
-    """What `over_vmem` is asked meanwhile: of each kernel the bytes of VMEM that it is found to need, and those that it
-    may have; to be held to those that the compiler takes."""
+    """What is noted meanwhile: of kernels the bytes of VMEM that they are found to need, and those that they may have;
+    to be held to those that the compiler takes."""
     noted: list[tuple[int, int]] = []
-    token = _ESTIMATES.set(noted)
+    token = _NOTED.set(noted)
     try:
         yield noted
     finally:
-        _ESTIMATES.reset(token)
+        _NOTED.reset(token)
 
 
-_ESTIMATES: ContextVar[list[tuple[int, int]] | None] = ContextVar("_ESTIMATES", default=None)
+_NOTED: ContextVar[list[tuple[int, int]] | None] = ContextVar("_NOTED", default=None)
+
+
+def note(needed: int, limit: int) -> None:
+    """Tell whoever asks for `estimates` of a kernel that needs so many bytes of VMEM, and may have as many."""
+    noted = _NOTED.get()
+    if noted is not None:
+        noted.append((needed, limit))
 
 
 def dtype_refused(call: Call, *more: str | None) -> str | None:
