@@ -180,7 +180,7 @@ def resident(call: Call, bm: int, bn: int, bk: int) -> int:
     return resident_bytes(bm, bn, bk, call.arrays["a"].dtype.itemsize, jnp.dtype(call.outputs["c"][1]).itemsize)
 
 
-LITTLE = 2**18
+LITTLE = 2**19
 
 
 def resident_bytes(bm: int, bn: int, bk: int, size: int, out: int) -> int:
