@@ -128,12 +128,12 @@ def memory(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compi
       UnsupportedError: a kernel takes more than it may; libtpu says of how much no more than hundredths of a MiB.
     """
     lowered = traced(impl, call, tiling).lower()
-    program = re.sub(r'\\22debug_locations\\22: \\22[^\\]*\\22', "", lowered.as_text())
+    program = re.sub(r"\\22debug_locations\\22: \\22[^\\]*\\22", "", lowered.as_text())
     hardware = targets.find(call.target.arch)
     asked = json.dumps([hardware.name, versions(hardware), os.environ.get("LIBTPU_INIT_ARGS"), program])
     name = f"memory-{hashlib.sha256(asked.encode()).hexdigest()[:32]}"
     found = cache.find_data(name)
-    if not isinstance(found, list):
+    if not found:
         found = scoped_memory(_or_refused(lowered).as_text(), hardware)
         cache.keep_data(name, found)
     return Compiled([Kernel(k, on_chip={"vmem": takes}, granted={"vmem": may_take}) for k, takes, may_take in found])
@@ -141,9 +141,11 @@ def memory(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compi
 
 def _or_refused(lowered: Any) -> Any:
     """The program, compiled; what libtpu says of a kernel that takes too much, as a refusal."""
+    from jax.errors import JaxRuntimeError
+
     try:
         return lowered.compile()
-    except Exception as e:  # libtpu's errors are of a type that JAX does not name in public
+    except JaxRuntimeError as e:
         said = re.search(r"allocating on stack for %([\w.-]+).*?size (\S+) and limit (\S+) ", str(e), re.DOTALL)
         if said is None:
             raise
