@@ -57,6 +57,12 @@ LH: loop header
 """A loop whose body is guarded, with two branches of the kernel's and one of the pipeline's."""
 
 
+def tpu(op_name):
+    """The op's implementation; a newer JAX has one for GPUs beside it."""
+    b = registry.backend("pallas")
+    return b.implementation(op_name, next(f for f in b.families if "tpu" in f.platforms))
+
+
 def test_regions_of_code():
     whole = static.regions(CODE)
     assert [r.bundles for r in whole.inner] == [1, 6] and [r.bundles for r in whole.inner[1].inner] == [2, 1]
@@ -134,8 +140,7 @@ def test_a_kernel_is_walked_by_its_grid():
 
 
 def test_programs_that_differ_in_extents_are_the_same():
-    spec, place = registry.find_spec("matmul"), registry.backend("pallas")
-    impl = place.implementation("matmul", place.families[0])
+    spec, impl = registry.find_spec("matmul"), tpu("matmul")
     tiling = {"block_m": 128, "block_n": 128, "block_k": 128}
 
     def program(m, k):
@@ -161,8 +166,7 @@ def matmul_call(arch, m=4096, n=4096, k=4096, dtype="bfloat16"):
 
 
 def matmul():
-    b = registry.backend("pallas")
-    return b.implementation("matmul", b.families[0])
+    return tpu("matmul")
 
 
 CUBE = {"block_m": 1024, "block_n": 1024, "block_k": 1024}
@@ -219,7 +223,7 @@ def test_tall_blocks_of_a_beside_narrow_ones_of_b_take_vmem(tiles, fits):
 def test_attention_takes_as_many_keys_at_a_time_as_windows_leave(window, causal, keys):
     spec = registry.find_spec("attention")
     dims = {"d": 128, "dv": 128, "q_len": 4096, "kv_len": 4096, "window": window, "is_causal": causal}
-    impl = registry.backend("pallas").implementation("attention", registry.backend("pallas").families[0])
+    impl = tpu("attention")
     call = bound_form(spec, typical_form(spec, "bfloat16", dims), frameworks()["jax"], Target("tpu", "v6e"))
     assert tilings.default(impl, call).tiling == {"block_q": 1024, "block_kv": keys}
 
@@ -623,11 +627,6 @@ def gradients_call(kv_len, arch="v6e", dtype="bfloat16"):
     return bound_form(spec, typical_form(spec, dtype, dims), frameworks()["jax"], Target("tpu", arch))
 
 
-def tpu(op_name):
-    b = registry.backend("pallas")
-    return b.implementation(op_name, next(f for f in b.families if "tpu" in f.platforms))
-
-
 @pytest.mark.parametrize(
     ("arch", "kv_len", "kernels"), [("v6e", 4096, 1), ("v6e", 16384, 1), ("v6e", 32768, 2), ("v4", 8192, 2)]
 )
@@ -770,8 +769,7 @@ def test_parts_of_keys_and_halves_of_rows(causal, most, halves):
 )
 def test_the_vmem_of_a_product_is_what_its_compiler_takes_and_not_much_more(chip, m, n, k, tiles, took):
     """MiB that libtpu 0.0.50 told."""
-    spec, place = registry.find_spec("matmul"), registry.backend("pallas")
-    impl = place.implementation("matmul", place.families[0])
+    spec, impl = registry.find_spec("matmul"), tpu("matmul")
     form = typical_form(spec, "bfloat16", {"m": m, "n": n, "k": k})
     call = bound_form(spec, form, frameworks()["jax"], Target("tpu", chip))
     with _chip.estimates() as noted:
@@ -796,8 +794,7 @@ def test_the_vmem_of_a_product_is_what_its_compiler_takes_and_not_much_more(chip
 )
 def test_the_vmem_of_attention_is_what_its_compiler_takes_and_not_much_more(chip, dtype, dims, tiles, took):
     """MiB that libtpu 0.0.50 told."""
-    spec, place = registry.find_spec("attention"), registry.backend("pallas")
-    impl = place.implementation("attention", place.families[0])
+    spec, impl = registry.find_spec("attention"), tpu("attention")
     small = {"batch": 1, "q_len": 4096, "kv_heads": 1, "group": 1, "d": 128, "kv_len": 4096, "dv": 128}
     call = bound_form(spec, typical_form(spec, dtype, small | dims), frameworks()["jax"], Target("tpu", chip))
     with _chip.estimates() as noted:
