@@ -5,7 +5,8 @@
 Of each op and target so many different calls are drawn, each with a tiling that ``supports`` accepts. Half of the
 tilings are anywhere among those; the others are doubled, a tile after the other, until every further doubling is
 refused: there an estimate of the memory that is a byte too low shows. What takes longest to compile is drawn more
-seldom. Targets and ops take turns, so that a run which ends early has tried them all alike, as long or as often.
+seldom, but for one in twenty, which is at the limit whatever it takes. Targets and ops take turns, so that a run which
+ends early has tried them all alike, as long or as often.
 
 Of each kernel libtpu tells the bytes of VMEM that it takes, and takes it if and only if it may take so many. They are
 kept beside those that ``supports`` found: its estimate is to be no less, and not much more. They depend neither on the
@@ -50,6 +51,7 @@ from portakern.tuning.space import Space, space_of
 DTYPES = ("bfloat16", "float32")
 ATTEMPTS = 400
 LARGE = 0.5  # of what a kernel may take: beneath, an estimate that is too low does no harm
+LARGEST = 0.7
 Noted = list[tuple[int, int]]  # of each kernel of a call, what supports found that it needs, and what it may have
 TURN, TURN_SECONDS = 20, 10.0
 """Tilings of an op on a target, and seconds, after which it is the next one's turn: a process stays for one target, and
@@ -184,7 +186,8 @@ def compiled(jobs: list[Job], workers: pool.Pool) -> Iterator[tuple[Job, Build]]
 def drawn(name: str, hardware: Hardware, seed: int) -> Iterator[tuple[Job, Noted]]:
     """Calls of an op, each with a tiling that is accepted and what was estimated of it, no two the same; an end where
     none is found any more."""
-    spec, rng = registry.find_spec(name), random.Random(f"{name} {hardware.name} {seed}")
+    spec, place = registry.find_spec(name), f"{name} {hardware.name} {seed}"
+    usual, at_limit = random.Random(place), random.Random(f"{place} at the limit")
     seen = set[str]()
     for backend, family in [(b, f) for b, f in forms.compilers(name, hardware) if f.interprets]:
         impl = backend.implementation(name, family)
@@ -192,14 +195,18 @@ def drawn(name: str, hardware: Hardware, seed: int) -> Iterator[tuple[Job, Noted
         framework = frameworks()[backend.framework]
         missed = 0
         while missed < ATTEMPTS:
+            largest = len(seen) % TURN == 0 and missed < ATTEMPTS // 8
+            rng = at_limit if largest else usual
             form, missed = form_drawn(spec, rng), missed + 1
             call = form and forms.bound_form(spec, form, framework, hardware.target)
-            tiling = tiling_drawn(spec, impl, call, rng) if call else None
+            tiling = tiling_drawn(spec, impl, call, rng, largest) if call else None
             this = json.dumps([form, tiling])
-            if form and call and tiling is not None and this not in seen:
+            if not form or not call or tiling is None or this in seen:
+                continue
+            noted = noted_of(impl, call, tiling)
+            if not largest or max(needed / limit for needed, limit in noted) >= LARGEST:
                 missed = 0
                 seen.add(this)
-                noted = noted_of(impl, call, tiling)
                 yield Job(spec, backend, family, hardware, form, tiling, quick=True, way="memory"), noted
 
 
@@ -253,9 +260,12 @@ def extent_drawn(usual: int, rng: random.Random) -> int:
     return max(64, extent // 64 * 64) if extent > 64 and rng.random() < 0.5 else extent
 
 
-def tiling_drawn(spec: Spec[Any], impl: Implementation, call: Call, rng: random.Random) -> Mapping[str, int] | None:
-    """A tiling that is accepted, half of the time one that no doubling of a tile leaves so. One whose steps are longer
-    than the default's, and take as much longer to compile, is drawn as much more seldom."""
+def tiling_drawn(
+    spec: Spec[Any], impl: Implementation, call: Call, rng: random.Random, largest: bool
+) -> Mapping[str, int] | None:
+    """A tiling that is accepted, half of the time, or with ``largest`` always, one that no doubling of a tile leaves so.
+    One whose steps are longer than the default's, and take as much longer to compile, is drawn as much more seldom, but
+    for the largest."""
     try:
         default = tilings.default(impl, call).tiling
     except UnsupportedError:
@@ -265,6 +275,8 @@ def tiling_drawn(spec: Spec[Any], impl: Implementation, call: Call, rng: random.
         tiling = {n: rng.choice(values) for n, values in space.values.items()}
         if not space.legal(tiling):
             continue
+        if largest:
+            return grown(space, tiling, rng)
         if rng.random() < 0.5:
             tiling = grown(space, tiling, rng)
         if rng.random() * step(spec, call, tiling) < step(spec, call, default):
