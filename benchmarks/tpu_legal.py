@@ -118,7 +118,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[""], help="ops whose name holds one of these")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing new after so many")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="compile nothing new after so many")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one call may take")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     args = parser.parse_args()
@@ -148,7 +148,8 @@ def line_of(row: Mapping[str, Any]) -> str:
 
 
 def tried(names: list[str], hardware: list[Hardware], args: argparse.Namespace) -> dict[tuple[str, str], Tried]:
-    """Some tilings of each op on each target, and again, until there are enough or the time is over."""
+    """Some tilings of each op on each target, and again, until there are enough; once the time is over, those that are
+    known already, up to where none of the next is."""
     found: dict[tuple[str, str], Tried] = {}
     end = time.monotonic() + args.seconds
     source = {(n, h.name): itertools.islice(drawn(n, h, args.seed), args.count) for h in hardware for n in names}
@@ -156,16 +157,15 @@ def tried(names: list[str], hardware: list[Hardware], args: argparse.Namespace) 
         while source:
             for at in [*source]:
                 turn, until = TURN, time.monotonic() + TURN_SECONDS
-                while turn > 0 and time.monotonic() < min(until, end):
+                while turn > 0 and time.monotonic() < until:
                     jobs = dict(itertools.islice(source[at], 2 * args.jobs))
-                    for job, built in compiled([*jobs], workers):
-                        found.setdefault(at, Tried()).add(job, built, jobs[job])
+                    built = dict(compiled([*jobs], workers, time.monotonic() < end))
+                    for job, result in built.items():
+                        found.setdefault(at, Tried()).add(job, result, jobs[job])
                     turn -= len(jobs)
-                    if not jobs:
+                    if not built:
                         del source[at]
                         break
-                if time.monotonic() > end:
-                    return found
     return found
 
 
@@ -175,12 +175,14 @@ def silent() -> dict[str, str]:
     return {"LIBTPU_INIT_ARGS": family.load_compiler().FROM_HBM}
 
 
-def compiled(jobs: list[Job], workers: pool.Pool) -> Iterator[tuple[Job, Build]]:
-    """The jobs with what became of them; of those whose kernels' text is as it was, as it was kept."""
+def compiled(jobs: list[Job], workers: pool.Pool, more: bool) -> Iterator[tuple[Job, Build]]:
+    """The jobs with what became of them; of those whose kernels' text is as it was, as it was kept. Others are compiled
+    if there is time for more."""
     names = {job: f"{cache.key(job)}-memory" for job in jobs}
     known = {job: cache.find(name) for job, name in names.items()}
     yield from ((job, built) for job, built in known.items() if built is not None)
-    yield from workers.run([job for job, built in known.items() if built is None], lambda j, b: cache.keep(names[j], b))
+    new = [job for job, built in known.items() if built is None]
+    yield from workers.run(new, lambda job, built: cache.keep(names[job], built)) if more else ()
 
 
 def drawn(name: str, hardware: Hardware, seed: int) -> Iterator[tuple[Job, Noted]]:
