@@ -1,27 +1,41 @@
 """Whether every tiling that the TPU kernels accept compiles: random calls and random tilings, with no TPU.
 
-    python benchmarks/tpu_legal.py --target v5e --target v6e [--count 200] [--only matmul] [--seconds 3600]
+    python benchmarks/tpu_legal.py --target v5e --target v6e [--count 200] [--only matmul] [--seconds 3600] [--json FILE]
 
-Of each op and target so many calls are drawn, each with a tiling that ``supports`` accepts. Half of the tilings are
-anywhere among those; the others are doubled, a tile after the other, until every further doubling is refused: there an
-estimate of the memory that is a byte too low shows. What takes longest to compile is drawn more seldom. Ops and targets
-take turns, so that a run which ends early has tried them all alike. libtpu is asked for nothing but the code, not to
-tell of it: a build takes half the time. What was compiled is kept in the user's cache, and a later run goes on where
-this one ended. Every tiling that libtpu refuses is printed with its call; exit status 1 if there is one.
+Of each op and target so many different calls are drawn, each with a tiling that ``supports`` accepts. Half of the
+tilings are anywhere among those; the others are doubled, a tile after the other, until every further doubling is
+refused: there an estimate of the memory that is a byte too low shows. What takes longest to compile is drawn more
+seldom, but for one in twenty, which is at the limit whatever it takes. Targets and ops take turns, so that a run which
+ends early has tried them all alike, as long or as often.
+
+Of each kernel libtpu tells the bytes of VMEM that it takes, and takes it if and only if it may take so many. They are
+kept beside those that ``supports`` found: its estimate is to be no less, and not much more. They depend neither on the
+limit nor on extents, but on the chip, even where programs are equal: of 21 that were, 7 took other bytes on v7x than on
+v6e, and of 19, 2 on v5p than on v5e. So no target's build is another's. What was compiled is kept in the user's cache
+by the program that libtpu was given, and a later run goes on where this one ended. Every tiling that libtpu refuses is
+printed with its call; exit status 1 if there is one. ``wall_seconds`` is the sum of what every program took when it was
+compiled.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 import random
+import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import jax
+
+from portakern import results
+from portakern.backends.pallas.tpu._chip import estimates
 from portakern.compiling import cache, forms, pool
 from portakern.compiling.build import Build
 from portakern.compiling.pool import Job
@@ -36,6 +50,65 @@ from portakern.tuning.space import Space, space_of
 
 DTYPES = ("bfloat16", "float32")
 ATTEMPTS = 400
+LARGE = 0.5  # of what a kernel may take: beneath, an estimate that is too low does no harm
+LARGEST = 0.7
+Noted = list[tuple[int, int]]  # of each kernel of a call, what supports found that it needs, and what it may have
+TURN, TURN_SECONDS = 20, 10.0
+"""Tilings of an op on a target, and seconds, after which it is the next one's turn: a process stays for one target, and
+ops that take long to compile shall not keep the others waiting."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A tiling that libtpu took: the bytes of VMEM of the kernel that takes most, those that ``supports`` found, and the
+    largest share that a kernel takes, by libtpu and by ``supports``, of what it may."""
+
+    takes: int
+    estimate: int
+    share: float
+    estimated_share: float
+
+
+@dataclass
+class Tried:
+    """What became of an op's tilings on a target. ``refused``: by libtpu, in words."""
+
+    found: list[Found] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def add(self, job: Job, built: Build, noted: Noted) -> None:
+        self.seconds += built.seconds
+        if not built.ok:
+            self.refused.append(f"{built.call} on {built.target}, {dict(job.tiling)}: {built.reason}")
+            print(self.refused[-1], flush=True)
+            return
+        if not built.kernels:
+            raise RuntimeError(f"libtpu does not tell what {built.call} on {built.target} takes of its VMEM")
+        self.found.append(
+            Found(
+                max(k.on_chip["vmem"] for k in built.kernels),
+                max(needed for needed, _ in noted),
+                max(k.on_chip["vmem"] / k.granted["vmem"] for k in built.kernels),
+                max(needed / limit for needed, limit in noted),
+            )
+        )
+
+    def row(self, op: str, target: str) -> dict[str, Any]:
+        large = [f for f in self.found if f.estimated_share >= LARGE]
+        ratios = sorted(f.estimate / f.takes for f in large)
+        return {
+            "op": op,
+            "target": target,
+            "tilings": len(self.found) + len(self.refused),
+            "refused": self.refused,
+            "nearest": round(max((f.share for f in self.found), default=0.0), 4),
+            "large": len(large),
+            "least": round(ratios[0], 4) if ratios else None,
+            "median": round(statistics.median(ratios), 4) if ratios else None,
+            "seconds": round(self.seconds, 1),
+            "takes": " ".join(f"{f.takes}/{f.estimate}" for f in self.found),
+        }
 
 
 def main() -> int:
@@ -45,26 +118,55 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[""], help="ops whose name holds one of these")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing new after so many")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="compile nothing new after so many")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one call may take")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     args = parser.parse_args()
     names = [n for n in registry.ops() if any(part in n for part in args.only)]
-    hardware = [targets.find(name) for name in args.target]
-    rounds = itertools.zip_longest(*(some_of(n, h, args) for n in names for h in hardware))
-    tried, refused, end = Counter[tuple[str, str]](), list[str](), time.monotonic() + args.seconds
-    with pool.Pool(args.jobs, args.timeout, silent()) as workers:
-        for jobs in rounds:
-            for job, built in compiled([job for job in jobs if job is not None], workers, end):
-                tried[job.spec.name, job.hardware.name] += 1
-                if not built.ok:
-                    refused.append(f"{built.call} on {built.target}, {dict(job.tiling)}: {built.reason}")
-                    print(refused[-1], flush=True)
-            if time.monotonic() > end:
-                break
-    for (name, target), count in sorted(tried.items()):
-        print(f"{target} {name}: {count} tilings")
-    print(f"{tried.total()} tilings tried, {len(refused)} of them accepted here and refused by the compiler")
+    found = tried(names, [targets.find(name) for name in args.target], args)
+    rows = [one.row(*key) for key, one in sorted(found.items())]
+    for row in rows:
+        print(line_of(row))
+    refused = sum(len(row["refused"]) for row in rows)
+    total = sum(row["tilings"] for row in rows)
+    print(f"{total} tilings tried, {refused} of them accepted here and refused by the compiler")
+    if args.json:
+        command = results.command_line("python benchmarks/tpu_legal.py", args.json)
+        seconds = round(sum(row["seconds"] for row in rows), 1)
+        results.write(
+            args.json, results.record("tpu-legal", rows, command=command, device=results.HOST_CPU, wall_seconds=seconds)
+        )
     return bool(refused)
+
+
+def line_of(row: Mapping[str, Any]) -> str:
+    least = f", estimates from {row['least']:.2f} times, median {row['median']:.2f}" if row["least"] else ""
+    return (
+        f"{row['target']} {row['op']}: {row['tilings']} tilings, {len(row['refused'])} refused, at most "
+        f"{row['nearest']:.1%} of what a kernel may take; {row['large']} large{least}; {row['seconds']:.0f} s"
+    )
+
+
+def tried(names: list[str], hardware: list[Hardware], args: argparse.Namespace) -> dict[tuple[str, str], Tried]:
+    """Some tilings of each op on each target, and again, until there are enough; once the time is over, those that are
+    known already, up to where none of the next is."""
+    found: dict[tuple[str, str], Tried] = {}
+    end = time.monotonic() + args.seconds
+    source = {(n, h.name): itertools.islice(drawn(n, h, args.seed), args.count) for h in hardware for n in names}
+    with pool.Pool(args.jobs, args.timeout, silent()) as workers:
+        while source:
+            for at in [*source]:
+                turn, until = TURN, time.monotonic() + TURN_SECONDS
+                while turn > 0 and time.monotonic() < until:
+                    jobs = dict(itertools.islice(source[at], 2 * args.jobs))
+                    built = dict(compiled([*jobs], workers, time.monotonic() < end))
+                    for job, result in built.items():
+                        found.setdefault(at, Tried()).add(job, result, jobs[job])
+                    turn -= len(jobs)
+                    if not built:
+                        del source[at]
+                        break
+    return found
 
 
 def silent() -> dict[str, str]:
@@ -73,41 +175,57 @@ def silent() -> dict[str, str]:
     return {"LIBTPU_INIT_ARGS": family.load_compiler().FROM_HBM}
 
 
-def compiled(jobs: list[Job], workers: pool.Pool, end: float) -> Iterator[tuple[Job, Build]]:
-    """The jobs with what became of them, kept or new; none is begun after the end."""
-    names = {id(job): f"{cache.key(job)}-silent" for job in jobs}
-    known = [(job, cache.find(names[id(job)])) for job in jobs]
-    yield from ((job, built) for job, built in known if built is not None)
-    # a process that stays for one target need not be started anew for every second job
-    for job in sorted((job for job, built in known if built is None), key=lambda j: j.hardware.name):
-        if time.monotonic() > end:
-            return
-        for _, built in workers.run([job]):
-            cache.keep(names[id(job)], built)
-            yield job, built
+def compiled(jobs: list[Job], workers: pool.Pool, more: bool) -> Iterator[tuple[Job, Build]]:
+    """The jobs with what became of them; of those whose kernels' text is as it was, as it was kept. Others are compiled
+    if there is time for more."""
+    names = {job: f"{cache.key(job)}-memory" for job in jobs}
+    known = {job: cache.find(name) for job, name in names.items()}
+    yield from ((job, built) for job, built in known.items() if built is not None)
+    new = [job for job, built in known.items() if built is None]
+    yield from workers.run(new, lambda job, built: cache.keep(names[job], built)) if more else ()
 
 
-def some_of(name: str, hardware: Hardware, args: argparse.Namespace) -> Iterator[Job]:
-    """So many jobs of an op for a target."""
-    return itertools.islice(drawn(name, hardware, args.seed), args.count)
-
-
-def drawn(name: str, hardware: Hardware, seed: int) -> Iterator[Job]:
-    """Calls of an op, each with a tiling that is accepted; an end where none is found any more."""
-    spec, rng = registry.find_spec(name), random.Random(f"{name} {hardware.name} {seed}")
-    found = [(b, f) for b, f in forms.compilers(name, hardware) if f.interprets]
-    for backend, family in found:
+def drawn(name: str, hardware: Hardware, seed: int) -> Iterator[tuple[Job, Noted]]:
+    """Calls of an op, each with a tiling that is accepted and what was estimated of it, no two the same; an end where
+    none is found any more."""
+    spec, place = registry.find_spec(name), f"{name} {hardware.name} {seed}"
+    usual, at_limit = random.Random(place), random.Random(f"{place} at the limit")
+    seen = set[str]()
+    for backend, family in [(b, f) for b, f in forms.compilers(name, hardware) if f.interprets]:
         impl = backend.implementation(name, family)
         assert impl is not None
         framework = frameworks()[backend.framework]
         missed = 0
         while missed < ATTEMPTS:
-            form = form_drawn(spec, rng)
+            largest = len(seen) % TURN == 0 and missed < ATTEMPTS // 8
+            rng = at_limit if largest else usual
+            form, missed = form_drawn(spec, rng), missed + 1
             call = form and forms.bound_form(spec, form, framework, hardware.target)
-            tiling = call and tiling_drawn(spec, impl, call, rng)
-            missed = 0 if tiling else missed + 1
-            if form and tiling:
-                yield Job(spec, backend, family, hardware, form, tiling, quick=True)
+            tiling = tiling_drawn(spec, impl, call, rng, largest) if call else None
+            this = json.dumps([form, tiling])
+            if not form or not call or tiling is None or this in seen:
+                continue
+            noted = noted_of(impl, call, tiling)
+            if not largest or max(needed / limit for needed, limit in noted) >= LARGEST:
+                missed = 0
+                seen.add(this)
+                yield Job(spec, backend, family, hardware, form, tiling, quick=True, way="memory"), noted
+
+
+def noted_of(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Noted:
+    """What ``supports`` finds of a tiling, and of one that is large what the kernels find when they are traced: some take
+    what is left of the VMEM to keep rows there."""
+    with estimates() as noted:
+        impl.supports(call, tiling)
+        if max(needed / limit for needed, limit in noted) >= LARGE:
+            names = [n for n, a in call.arrays.items() if a is not None]
+
+            def run(*arrays: Any) -> tuple[Any, ...]:
+                of = call.replace(arrays={**call.arrays, **dict(zip(names, arrays, strict=True))})
+                return tuple(o for o in impl.run(of, tiling) if o is not None)
+
+            jax.eval_shape(run, *(call.arrays[n] for n in names))
+    return noted
 
 
 def form_drawn(spec: Spec[Any], rng: random.Random) -> dict[str, Any] | None:
@@ -144,9 +262,12 @@ def extent_drawn(usual: int, rng: random.Random) -> int:
     return max(64, extent // 64 * 64) if extent > 64 and rng.random() < 0.5 else extent
 
 
-def tiling_drawn(spec: Spec[Any], impl: Implementation, call: Call, rng: random.Random) -> Mapping[str, int] | None:
-    """A tiling that is accepted, half of the time one that no doubling of a tile leaves so. One whose steps are longer
-    than the default's, and take as much longer to compile, is drawn as much more seldom."""
+def tiling_drawn(
+    spec: Spec[Any], impl: Implementation, call: Call, rng: random.Random, largest: bool
+) -> Mapping[str, int] | None:
+    """A tiling that is accepted, half of the time, or with ``largest`` always, one that no doubling of a tile leaves so.
+    One whose steps are longer than the default's, and take as much longer to compile, is drawn as much more seldom, but
+    for the largest."""
     try:
         default = tilings.default(impl, call).tiling
     except UnsupportedError:
@@ -156,6 +277,8 @@ def tiling_drawn(spec: Spec[Any], impl: Implementation, call: Call, rng: random.
         tiling = {n: rng.choice(values) for n, values in space.values.items()}
         if not space.legal(tiling):
             continue
+        if largest:
+            return grown(space, tiling, rng)
         if rng.random() < 0.5:
             tiling = grown(space, tiling, rng)
         if rng.random() * step(spec, call, tiling) < step(spec, call, default):

@@ -108,7 +108,7 @@ class Benchmark:
 
 _KERNEL = {
     "name": "text", "launches": "count", "threads": "count?", "registers": "count?", "spills": "count?",
-    "on_chip": "integers", "occupancy": "number?",
+    "on_chip": "integers", "granted": "integers?", "occupancy": "number?",
     "matrix": "integers", "code_bytes": "count?", "cycles": "count?", "issued": "count?", "moved": "count?",
     "cores": "count?", "undefined": "list", "leaking": "list?", "serialised": "list?",
 }  # fmt: skip
@@ -220,6 +220,12 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         {"case": "text", "op": "text", "dtype": "text", "target": "text", "ours": "object", "xla": "object",
          "flash": "object", "splash": "object", "over_xla": "number?", "over_flash": "number?",
          "over_splash": "number?"},
+        {"wall_seconds": "number"},
+    ),
+    "tpu-legal": Benchmark(
+        ("op", "target"),
+        {"op": "text", "target": "text", "tilings": "count", "refused": "list", "nearest": "number",
+         "large": "count", "least": "number?", "median": "number?", "seconds": "number", "takes": "string"},
         {"wall_seconds": "number"},
     ),
 }  # fmt: skip

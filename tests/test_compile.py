@@ -452,6 +452,65 @@ def test_tpu_kernels_compile_without_a_tpu():
     )
 
 
+@has_libtpu
+@has_jax
+def test_the_vmem_of_a_tpu_kernel_is_known_to_the_byte_and_kept_by_program(tmp_path, monkeypatch):
+    """What libtpu tells a kernel takes is the least limit with which it compiles: a byte less, and it is refused."""
+    from jax import stages
+
+    from portakern.backends.pallas.tpu import _chip
+
+    place, v5e = registry.backend("pallas"), targets.find("v5e")
+    family = next(f for f in place.families if "tpu" in f.platforms)
+    compiler, impl = family.load_compiler(), place.implementation("matmul", family)
+    for name, value in compiler.environment(v5e, True).items():
+        monkeypatch.setenv(name, value.replace("{scratch}", str(tmp_path)))
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", compiler.FROM_HBM)
+    form = forms.typical_form(registry.find_spec("matmul"), "float32", {"m": 512, "n": 512, "k": 512})
+    call, tiling = forms.abstract_call(registry.find_spec("matmul"), impl, form, v5e, {})
+    (kernel,) = compiler.memory(impl, call, tiling).kernels
+    takes = kernel.on_chip["vmem"]
+    assert 2**20 < takes < kernel.granted["vmem"] == v5e.scoped["vmem"]
+
+    of_jax = _chip.pltpu.CompilerParams
+    for limit in (takes, takes - 1):
+        with monkeypatch.context() as patched:
+            asks = functools.partial(lambda limit, **given: of_jax(**given | {"vmem_limit_bytes": limit}), limit)
+            patched.setattr(_chip.pltpu, "CompilerParams", asks)
+            if limit == takes:
+                (kernel,) = compiler.memory(impl, call, tiling).kernels
+                assert kernel.on_chip == kernel.granted == {"vmem": takes}
+            else:
+                with pytest.raises(UnsupportedError, match="portakern_matmul.* takes .* of VMEM, and may take"):
+                    compiler.memory(impl, call, tiling)
+
+    def not_asked(lowered):
+        raise AssertionError("a program that is known was compiled again")
+
+    monkeypatch.setattr(stages.Lowered, "compile", not_asked)
+    assert compiler.memory(impl, call, tiling).kernels[0].on_chip == {"vmem": takes}
+
+
+@has_jax
+def test_the_vmem_of_kernels_is_read_of_a_program_s_text():
+    """One that asks for no more than it is granted says no limit; a configuration may go on in further lines."""
+    from portakern.backends.pallas.tpu.toolchain.compiler import scoped_memory
+
+    def call(name, limits, config=""):
+        return (
+            f'  %{name} = f32[8,128]{{1,0}} custom-call(%x), custom_call_target="tpu_custom_call", '
+            f'backend_config={{"scoped_memory_configs":[{limits}],"custom_call_config":{{{config}}},'
+            '"used_scoped_memory_configs":[{"memory_space":"1","offset":"0","size":"4711"},'
+            '{"memory_space":"4","offset":"0","size":"9"}]}\n'
+        )
+
+    asked = '{"memory_space":"1","offset":"0","size":"50331648"}'
+    text = call("a.1", "") + '  %y = f32[8] custom-call(%x), custom_call_target="other"\n'
+    text += call("b.2", asked, '\n"cost_estimate":{\n"flops":"1"\n}\n')
+    v5e = targets.find("v5e")
+    assert scoped_memory(text, v5e) == [("a.1", 4711, v5e.scoped["vmem"]), ("b.2", 4711, 48 * 2**20)]
+
+
 @has_jax
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is not None, reason="libtpu, which this test wants to miss, is installed"

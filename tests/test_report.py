@@ -23,6 +23,7 @@ from portakern.reporting import (
     checkout,
     compiled,
     judges,
+    legal,
     lines,
     losses,
     markdown,
@@ -552,6 +553,25 @@ def test_kernels_stand_beside_the_best_of_others(tree):
     told = beside.beside(Kept.of(tree))
     assert "| case | v5e | v6e |" in told and "| a call | 50 + 7 (**1.20** xla) | 41 (1.02 flash) |" in told
     assert "| another | – | 41 |" in told and "1 of 4 are behind" in told and "2 minutes" in told
+
+
+def test_tilings_that_a_compiler_took_stand_by_op_and_target(tree):
+    def row(op, target, **more):
+        found = {"tilings": 200, "refused": [], "nearest": 0.991, "large": 3, "least": 1.01, "median": 1.2}
+        return {"op": op, "target": target, "seconds": 90.0, "takes": "100/101", **found, **more}
+
+    bad = "softmax(float32; ...) on v5e, {}: it takes 17 MiB"
+    rows = [
+        row("matmul", "v6e"),
+        row("matmul", "v4", least=1.04, median=2.0, large=1),
+        row("softmax", "v5e", refused=[bad], tilings=31, large=0, least=None, median=None),
+    ]
+    put(tree / "benchmarks" / "results", "tpu-legal.json", run_of("tpu-legal", rows, "host CPU", wall_seconds=1.0))
+    told = legal.legal(Kept.of(tree))
+    assert "431 tilings, 1 of them refused by libtpu" in told and "4 minutes" in told and f"* {bad}" in told
+    assert "| op | v4 | v5e | v6e | estimates |" in told
+    assert "| `matmul` | 200 (99%) | – | 200 (99%) | 1.01, 1.20 |" in told
+    assert "| `softmax` | – | 31 (99%, **1 refused**) | – | – |" in told
 
 
 def test_a_figure_names_the_commit_that_it_was_measured_at(tree):

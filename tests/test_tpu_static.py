@@ -3,7 +3,10 @@ blocks, and which chip a traced call is lowered for."""
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
+import json
+import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,6 +56,12 @@ LH: loop header
   0x10   :  { sbr.rel (!%p5) target = $region9 }
 """
 """A loop whose body is guarded, with two branches of the kernel's and one of the pipeline's."""
+
+
+def tpu(op_name):
+    """The op's implementation; a newer JAX has one for GPUs beside it."""
+    b = registry.backend("pallas")
+    return b.implementation(op_name, next(f for f in b.families if "tpu" in f.platforms))
 
 
 def test_regions_of_code():
@@ -132,8 +141,7 @@ def test_a_kernel_is_walked_by_its_grid():
 
 
 def test_programs_that_differ_in_extents_are_the_same():
-    spec, place = registry.find_spec("matmul"), registry.backend("pallas")
-    impl = place.implementation("matmul", place.families[0])
+    spec, impl = registry.find_spec("matmul"), tpu("matmul")
     tiling = {"block_m": 128, "block_n": 128, "block_k": 128}
 
     def program(m, k):
@@ -159,8 +167,7 @@ def matmul_call(arch, m=4096, n=4096, k=4096, dtype="bfloat16"):
 
 
 def matmul():
-    b = registry.backend("pallas")
-    return b.implementation("matmul", b.families[0])
+    return tpu("matmul")
 
 
 CUBE = {"block_m": 1024, "block_n": 1024, "block_k": 1024}
@@ -170,10 +177,10 @@ CUBE = {"block_m": 1024, "block_n": 1024, "block_k": 1024}
     ("arch", "fits"), [("", False), ("v4", False), ("v5e", True), ("v5p", True), ("v6e", True), ("v7x", True)]
 )
 def test_vmem_is_the_chips(arch, fits):
-    """1024 x 1024 x 1024 takes 16 MiB of blocks and 18.5 in all: libtpu refuses it where 16 is all that there is."""
+    """1024 x 1024 x 1024 takes 16 MiB of blocks and up to 18.8 in all: libtpu refuses it where 16 is all that there is."""
     reason = matmul().supports(matmul_call(arch), CUBE)
     assert (reason is None) == fits
-    assert fits or "needs about 19.2 MiB of VMEM" in reason
+    assert fits or "needs about 19.6 MiB of VMEM" in reason
 
 
 @pytest.mark.parametrize(
@@ -217,7 +224,7 @@ def test_tall_blocks_of_a_beside_narrow_ones_of_b_take_vmem(tiles, fits):
 def test_attention_takes_as_many_keys_at_a_time_as_windows_leave(window, causal, keys):
     spec = registry.find_spec("attention")
     dims = {"d": 128, "dv": 128, "q_len": 4096, "kv_len": 4096, "window": window, "is_causal": causal}
-    impl = registry.backend("pallas").implementation("attention", registry.backend("pallas").families[0])
+    impl = tpu("attention")
     call = bound_form(spec, typical_form(spec, "bfloat16", dims), frameworks()["jax"], Target("tpu", "v6e"))
     assert tilings.default(impl, call).tiling == {"block_q": 1024, "block_kv": keys}
 
@@ -702,11 +709,6 @@ def gradients_call(kv_len, arch="v6e", dtype="bfloat16"):
     return bound_form(spec, typical_form(spec, dtype, dims), frameworks()["jax"], Target("tpu", arch))
 
 
-def tpu(op_name):
-    b = registry.backend("pallas")
-    return b.implementation(op_name, next(f for f in b.families if "tpu" in f.platforms))
-
-
 @pytest.mark.parametrize(
     ("arch", "kv_len", "kernels"), [("v6e", 4096, 1), ("v6e", 16384, 1), ("v6e", 32768, 2), ("v4", 8192, 2)]
 )
@@ -843,3 +845,71 @@ def test_a_step_holds_no_more_keys_than_a_window_reaches():
         form = typical_form(spec, "bfloat16", {**dims, "window": window})
         call = bound_form(spec, form, frameworks()["jax"], Target("tpu", "v6e"))
         assert module.parts(call, 16, 512) * 512 == keys and module.pieces_of(call, 1024, 512) == (1 + bool(window))
+
+
+@pytest.mark.parametrize(
+    ("chip", "m", "n", "k", "tiles", "took"),
+    [
+        ("v5p", 3072, 4096, 8192, (2048, 512, 4096), 50.59),  # more than the 48 MiB that a kernel may have there
+        ("v5e", 2432, 4096, 8192, (2048, 512, 4096), 41.68),
+        ("v6e", 4096, 4096, 4096, (1024, 1024, 2048), 28.86),
+        ("v6e", 4096, 4096, 3000, (512, 512, 1024), 7.34),
+        ("v6e", 4096, 4096, 4096, (128, 2048, 2048), 19.52),
+        ("v5p", 4096, 1000, 4096, (1024, 256, 2048), 16.05),
+        ("v4", 4096, 4096, 4096, (1024, 512, 1024), 12.45),
+        ("v4", 4096, 4096, 8192, (64, 512, 4096), 9.93),
+        ("v4", 4096, 2048, 7247, (512, 512, 2048), 12.15),  # the last block of k is masked
+        ("v5e", 4096, 4096, 7247, (16, 2048, 2048), 15.81),
+    ],
+)
+def test_the_vmem_of_a_product_is_what_its_compiler_takes_and_not_much_more(chip, m, n, k, tiles, took):
+    """MiB that libtpu 0.0.50 told."""
+    spec, impl = registry.find_spec("matmul"), tpu("matmul")
+    form = typical_form(spec, "bfloat16", {"m": m, "n": n, "k": k})
+    call = bound_form(spec, form, frameworks()["jax"], Target("tpu", chip))
+    with _chip.estimates() as noted:
+        refused = impl.supports(call, dict(zip(("block_m", "block_n", "block_k"), tiles, strict=True)))
+    ((needed, may_have),) = noted
+    assert took * 2**20 <= needed <= 1.08 * took * 2**20
+    assert (refused is None) is (needed <= may_have) and (took * 2**20 <= may_have or refused)
+
+
+@pytest.mark.parametrize(
+    ("chip", "dtype", "dims", "tiles", "took"),
+    [
+        ("v5e", "float32", {"group": 5, "dv": 192, "softcap": 2.0}, (1024, 1024), 47.3),  # told of v5p
+        ("v5p", "float32", {"d": 256}, (512, 512), 12.62),
+        ("v5p", "float32", {"d": 256, "dv": 256}, (1024, 512), 27.84),
+        ("v4", "float32", {}, (512, 512), 10.76),
+        ("v5p", "float32", {"dv": 192}, (512, 512), 15.36),
+        ("v4", "float32", {"group": 2, "q_len": 3, "dv": 64, "bias": True}, (16, 128), 8.598),
+        ("v4", "float32", {"d": 256}, (256, 512), 9.96),
+        ("v5p", "bfloat16", {"group": 3, "dv": 198, "bias": True}, (1024, 1024), 40.5),
+        ("v5p", "bfloat16", {}, (512, 1024), 10.14),
+    ],
+)
+def test_the_vmem_of_attention_is_what_its_compiler_takes_and_not_much_more(chip, dtype, dims, tiles, took):
+    """MiB that libtpu 0.0.50 told."""
+    spec, impl = registry.find_spec("attention"), tpu("attention")
+    small = {"batch": 1, "q_len": 4096, "kv_heads": 1, "group": 1, "d": 128, "kv_len": 4096, "dv": 128}
+    call = bound_form(spec, typical_form(spec, dtype, small | dims), frameworks()["jax"], Target("tpu", chip))
+    with _chip.estimates() as noted:
+        impl.supports(call, dict(zip(("block_q", "block_kv"), tiles, strict=True)))
+    ((needed, _),) = noted
+    assert took * 2**20 <= needed <= 1.2 * took * 2**20
+
+
+def legal():
+    file = Path(__file__).parent.parent / "benchmarks" / "tpu_legal.py"
+    found = importlib.util.spec_from_file_location("tpu_legal", file)
+    module = sys.modules.setdefault("tpu_legal", importlib.util.module_from_spec(found))
+    found.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", registry.ops())
+def test_tilings_that_are_accepted_are_drawn_of_every_op(name):
+    """No two the same, each with what was estimated of its kernels, also of ops that name no tile."""
+    drawn = [*itertools.islice(legal().drawn(name, targets.find("v5e"), 0), 12)]
+    assert len({json.dumps([job.form, job.tiling]) for job, _ in drawn}) == 12
+    assert all(noted and all(0 < needed <= limit for needed, limit in noted) for _, noted in drawn)

@@ -35,6 +35,7 @@ TITLES: Mapping[str, tuple[str, str] | None] = {
     "tilings": ("Default tilings", "compile-matrix"),
     "cycles": ("Cycles on TPUs", "compile-matrix"),
     "beside": ("Cycles on TPUs beside other kernels", "tpu-cycles"),
+    "legal": ("Tilings that TPU compilers took", "tpu-legal"),
     "judges": None,
     "kernelbench": None,
     "reach": None,

@@ -34,7 +34,8 @@ class Kernel:
       threads: of one program; registers: 32-bit registers a thread.
       spills: what did not fit in registers: bytes a thread on a GPU, vector registers stored in the code of a TPU
         kernel.
-      on_chip: memory (as named in :mod:`portakern.core.targets`) -> bytes that one program takes.
+      on_chip: memory (as named in :mod:`portakern.core.targets`) -> bytes that one program takes; granted: -> bytes
+        that it may take, where that is less than there is.
       occupancy: share of a core's resident threads that fit beside each other.
       matrix: matrix instruction -> how often it stands in the machine code.
       code_bytes: of the machine code; cycles: the compiler's own static estimate of one launch.
@@ -54,6 +55,7 @@ class Kernel:
     registers: int | None = None
     spills: int | None = None
     on_chip: dict[str, int] = field(default_factory=dict)
+    granted: dict[str, int] = field(default_factory=dict)
     occupancy: float | None = None
     matrix: dict[str, int] = field(default_factory=dict)
     code_bytes: int | None = None

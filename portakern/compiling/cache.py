@@ -13,6 +13,7 @@ import importlib.util
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from portakern.compiling.build import Build
 from portakern.compiling.pool import Job
@@ -20,7 +21,7 @@ from portakern.core import tilings
 from portakern.core.observe import say
 from portakern.files import cache_folder, write_atomically
 
-__all__ = ["digest", "find", "keep", "key", "look_again"]
+__all__ = ["digest", "find", "find_data", "keep", "keep_data", "key", "look_again"]
 
 
 def key(job: Job) -> str:
@@ -55,20 +56,32 @@ def digest(modules: Iterable[str], within: Iterable[str] = ()) -> str:
 def find(name: str) -> Build | None:
     """A kept result; None where there is none, or somebody's accident: the call is compiled again."""
     try:
-        return Build.from_dict(json.loads(_file(name).read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return Build.from_dict(find_data(name))
+    except (KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def find_data(name: str) -> Any:
+    """What is kept under a name, as plain data; None where nothing is, or nothing that can be read."""
+    try:
+        return json.loads(_file(name).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return None
 
 
 def keep(name: str, built: Build) -> None:
-    """Keep a result, unless another attempt could end otherwise. Where the folder cannot be used that is said once,
-    and the result stands."""
+    """Keep a result, unless another attempt could end otherwise."""
     if built.final:
-        try:
-            write_atomically(_file(name), json.dumps(built.to_dict()) + "\n")
-        except OSError as e:
-            where = f"{cache_folder()}: {e.strerror or e}"
-            say(f"portakern: what is compiled cannot be kept in {where}; set PORTAKERN_CACHE to a folder of yours")
+        keep_data(name, built.to_dict())
+
+
+def keep_data(name: str, data: Any) -> None:
+    """Keep plain data under a name. Where the folder cannot be used that is said once, and the result stands."""
+    try:
+        write_atomically(_file(name), json.dumps(data) + "\n")
+    except OSError as e:
+        where = f"{cache_folder()}: {e.strerror or e}"
+        say(f"portakern: what is compiled cannot be kept in {where}; set PORTAKERN_CACHE to a folder of yours")
 
 
 def _file(name: str) -> Path:

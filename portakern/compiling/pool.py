@@ -35,8 +35,8 @@ class Job:
     """One call to compile, with a variant of an op for a target.
 
     ``tiling``: what the user named of it; ``quick``: nothing that takes longer than the compiler itself, such as
-    estimates; ``assembly``: keep the machine code's text; ``survey``: for a tuner, where the compiler has a way of its
-    own for that."""
+    estimates; ``assembly``: keep the machine code's text; ``way``: the compiler's function that is asked, another than
+    ``build`` where it has that one."""
 
     spec: Spec[Any]
     backend: Backend
@@ -46,7 +46,7 @@ class Job:
     tiling: Mapping[str, int] = field(default_factory=dict)
     quick: bool = False
     assembly: bool = False
-    survey: bool = False
+    way: str = "build"
 
     def failed(self, reason: str, seconds: float) -> Build:
         dtype = next(d for _, d, _ in self.form["arrays"].values())
@@ -91,7 +91,7 @@ class _Process:
             "tiling": dict(job.tiling),
             "form": job.form,
         }
-        request |= {"assembly": job.assembly, "survey": job.survey}
+        request |= {"assembly": job.assembly, "way": job.way}
         try:
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()

@@ -35,10 +35,10 @@ def build(
     hardware: Hardware,
     form: dict[str, Any],
     tiling: Mapping[str, int],
-    survey: bool = False,
+    way: str = "build",
 ) -> Build:
-    """Compile one call here, in this process, under the tiles that the user named. ``survey``: for a tuner, where the
-    compiler has a way of its own for that."""
+    """Compile one call here, in this process, under the tiles that the user named. ``way``: the compiler's function
+    that is asked, ``build`` where it has no such one."""
     first = next(dtype for _, dtype, _ in form["arrays"].values())
     result = Build(spec.name, direction(spec), first, hardware.name, b.name, variant=family.name)
     start = time.perf_counter()
@@ -52,7 +52,7 @@ def build(
             raise SpecError(f"backend {b.name!r} has no {spec.name} in its variant {family.name!r}")
         call, used = abstract_call(spec, impl, form, hardware, tiling)
         result.call, result.tiling = repr(call), dict(used)
-        compile_call = getattr(compiler, "survey", compiler.build) if survey else compiler.build
+        compile_call = getattr(compiler, way, compiler.build)
         result.judge(compile_call(impl, call, used), hardware)
     except UnavailableError as e:
         result.reason, result.final = one_line(str(e)), False
@@ -95,7 +95,7 @@ def main() -> None:
         spec = registry.find_spec(job["op"])
         family = next(f for f in b.families if f.name == job["variant"])
         tiling = Choice.of(spec, b, job["variant"], job["tiling"]).tiling
-        built = build(spec, b, family, hardware, job["form"], tiling, job.get("survey", False))
+        built = build(spec, b, family, hardware, job["form"], tiling, job.get("way", "build"))
         answers.write(json.dumps(built.to_dict(assembly=job["assembly"])) + "\n")
 
 

@@ -65,6 +65,7 @@ class Compiler(Protocol):
     # A compiler may have ``survey(impl, call, tiling) -> Compiled`` too: for a tuner, which compiles one call in many
     # tilings. Either it keeps the machine code where a launch finds it, and says so: ``LAUNCHES_FIND_IT = True``. Or it
     # takes what it found of a kernel that is the same but for its extents, so that calls of many are ranked in no time.
+    # ``memory``, of the same form, says what each kernel takes and may take of the chip's memory, and nothing else.
 
 
 class Need(NamedTuple):

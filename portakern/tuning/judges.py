@@ -82,9 +82,9 @@ def survey(
     """What the compiler says of each tiling, in processes of their own, as it comes: of a target that is not here, all
     that it has to say; else what a launch finds then."""
     assert place.hardware is not None
-    survey = place.is_here or not launches_find_it(place)
+    way = "survey" if place.is_here or not launches_find_it(place) else "build"
     parts = asked.spec, place.backend, place.family, place.hardware, asked.form
-    jobs = {Job(*parts, tiling=dict(t), quick=quick, survey=survey): t for t in tilings}
+    jobs = {Job(*parts, tiling=dict(t), quick=quick, way=way): t for t in tilings}
     for job, built in pool.run([*jobs]):
         yield frozen(jobs[job]), built
 

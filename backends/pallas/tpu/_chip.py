@@ -7,7 +7,9 @@ its whole extent. Then the block is the extent rounded up to the grid, and the k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
 
@@ -73,12 +75,35 @@ def over_vmem(call: Call, needed: int, names: str, limit: int | None = None) -> 
     granted.
     """
     limit = vmem_limit(call) if limit is None else limit
+    note(needed, limit)
     if needed <= limit:
         return None
     chip = f"{call.target.arch} lets a kernel have" if call.target.arch in targets.HARDWARE else "a TPU kernel has"
     return (
         f"this tiling needs about {needed / 2**20:.1f} MiB of VMEM and {chip} {limit >> 20} MiB: choose smaller {names}"
     )
+
+
+@contextmanager
+def estimates() -> Iterator[list[tuple[int, int]]]:
+    """What is noted meanwhile: of kernels the bytes of VMEM that they are found to need, and those that they may have;
+    to be held to those that the compiler takes."""
+    noted: list[tuple[int, int]] = []
+    token = _NOTED.set(noted)
+    try:
+        yield noted
+    finally:
+        _NOTED.reset(token)
+
+
+_NOTED: ContextVar[list[tuple[int, int]] | None] = ContextVar("_NOTED", default=None)
+
+
+def note(needed: int, limit: int) -> None:
+    """Tell whoever asks for `estimates` of a kernel that needs so many bytes of VMEM, and may have as many."""
+    noted = _NOTED.get()
+    if noted is not None:
+        noted.append((needed, limit))
 
 
 def dtype_refused(call: Call, *more: str | None) -> str | None:

@@ -29,6 +29,7 @@ from portakern.backends.pallas.tpu._chip import (
     LANES,
     dtype_refused,
     launch,
+    note,
     off_grid,
     over_vmem,
     sublanes,
@@ -381,6 +382,7 @@ def launched(
     room = vmem + sum(math.prod(form.shape) * form.dtype.itemsize for form in keeps.values())
     if keeps and room <= vmem_limit(call):
         walk, vmem = walk._replace(kept=True), room
+        note(room, vmem_limit(call))
     else:
         keeps = {}
     by_rows = {name: (walk.viewed(array), walk.read()) for name, array in rows.items()}

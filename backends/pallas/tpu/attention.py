@@ -172,9 +172,12 @@ def resident(call: Call, bq: int, bkv: int, number: int) -> int:
     if bias is not None:
         streamed += bias.dtype.itemsize * whole_lanes(keys) * (8 if bias.shape[2] == 1 else bq)
     sums = 4 * bq * (dv + 2 * LANES)  # acc, and m and l, which have a register's width of lanes
-    of_parts = 6 if call.arrays["q"].dtype.itemsize == 4 else 0  # of float32 p its bfloat16 parts
-    scores = (12 + of_parts) * bq * lanes  # s, p and the mask of one step
-    return 2 * streamed + sums + scores
+    scores, little = (12 if bias is None else 16), 0  # s, p and the mask of one step, and a bias in float32
+    if call.arrays["q"].dtype.itemsize == 4:
+        scores += 6 + 4 * (d // LANES - 1) + 12 * (dv // LANES - 1)  # bfloat16 parts, and sums of their products
+        scores += 3 * (number > 2)  # of several blocks at a time
+        little = 2**19  # parts of k and v
+    return 2 * streamed + sums + scores * bq * lanes + little
 
 
 def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:

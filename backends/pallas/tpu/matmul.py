@@ -174,10 +174,13 @@ def blocks(call: Call, tiling: Mapping[str, int], m: int) -> tuple[int, int, int
 
 def resident(call: Call, bm: int, bn: int, bk: int) -> int:
     """The VMEM, in bytes, of one step: two blocks of each operand, so that one is moved while the other is used, one
-    accumulator, and a fifth more: the compiler keeps values there for which it has no registers, up to 15 % of the rest
-    at 1024 x 1024 x 1024, and as much as a block of a where b's is narrow. Of float32 operands it keeps bfloat16 parts
-    there too, and the sum of their products; of a's, where b's block is narrow, as much as four blocks of a."""
+    accumulator, and what the compiler keeps there for want of registers: of 16-bit operands a block of a, beside a byte
+    for each element of the result and a little. Of float32 operands it keeps bfloat16 parts, the sum of their products,
+    and where b's block is narrow as much as four blocks of a."""
     return resident_bytes(bm, bn, bk, call.arrays["a"].dtype.itemsize, jnp.dtype(call.outputs["c"][1]).itemsize)
+
+
+LITTLE = 2**19
 
 
 def resident_bytes(bm: int, bn: int, bk: int, size: int, out: int) -> int:
@@ -185,7 +188,7 @@ def resident_bytes(bm: int, bn: int, bk: int, size: int, out: int) -> int:
     operands = bm * bk + bk * bn
     blocks = 2 * operands * size + 2 * bm * bn * out + 4 * bm * bn
     if size < 4:
-        return max(blocks * 6 // 5, blocks + size * bm * bk * 256 // max(bn, 256) * 21 // 20)
+        return blocks + size * bm * bk * 21 // 20 + bm * bn + LITTLE
     return max(blocks * 6 // 5, (blocks + 4 * (operands + bm * bn)) * 21 // 20, blocks + 4 * bm * (4 * bk + bn))
 
 

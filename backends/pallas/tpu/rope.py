@@ -51,7 +51,7 @@ def blocks(call: Call, tiling: Mapping[str, int]) -> tuple[int, int]:
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     block_seq, block_heads = blocks(call, tiling)
     size, lanes = jnp.dtype(call.dtype).itemsize, whole_lanes(call.dims["d"])
-    needed = block_seq * lanes * (2 * 2 * block_heads * size + 2 * 2 * 4 + 6 * 4)
+    needed = block_seq * lanes * (2 * 2 * block_heads * size + 2 * 2 * 4 + 6 * 4) + 2**18
     return (
         dtype_refused(call)
         or off_grid("block_seq", tiling["block_seq"], call.dims["seq"], sublanes(call.dtype))

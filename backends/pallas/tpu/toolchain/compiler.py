@@ -8,6 +8,7 @@ process, or never come to an end on one of XLA's own copies and take all memory 
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import math
@@ -28,10 +29,12 @@ from typing import TYPE_CHECKING, Any
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.tpu.family import FAMILY
+from portakern.compiling import cache
 from portakern.compiling.build import Compiled, Kernel
 from portakern.compiling.forms import form_of
 from portakern.core import targets
 from portakern.core.targets import Hardware, Target
+from portakern.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from portakern.backends.pallas.tpu.toolchain.static import Region, Walk
@@ -117,6 +120,56 @@ def survey(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compi
 _SURVEYED: dict[Any, tuple[Compiled, list[Region | None]]] = {}
 
 
+def memory(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compiled:
+    """As :func:`build`, of each kernel the VMEM that it takes and may take, to the byte, and nothing else. It is kept
+    under the name of the program that libtpu is given: an edit that leaves the program as it was asks libtpu nothing.
+
+    Raises:
+      UnsupportedError: a kernel takes more than it may; libtpu says of how much no more than hundredths of a MiB.
+    """
+    lowered = traced(impl, call, tiling).lower()
+    program = re.sub(r"\\22debug_locations\\22: \\22[^\\]*\\22", "", lowered.as_text())
+    hardware = targets.find(call.target.arch)
+    asked = json.dumps([hardware.name, versions(hardware), os.environ.get("LIBTPU_INIT_ARGS"), program])
+    name = f"memory-{hashlib.sha256(asked.encode()).hexdigest()[:32]}"
+    found = cache.find_data(name)
+    if not found:
+        found = scoped_memory(_or_refused(lowered).as_text(), hardware)
+        cache.keep_data(name, found)
+    return Compiled([Kernel(k, on_chip={"vmem": takes}, granted={"vmem": may_take}) for k, takes, may_take in found])
+
+
+def _or_refused(lowered: Any) -> Any:
+    """The program, compiled; what libtpu says of a kernel that takes too much, as a refusal."""
+    from jax.errors import JaxRuntimeError
+
+    try:
+        return lowered.compile()
+    except JaxRuntimeError as e:
+        said = re.search(r"allocating on stack for %([\w.-]+).*?size (\S+) and limit (\S+) ", str(e), re.DOTALL)
+        if said is None:
+            raise
+        raise UnsupportedError(f"{said[1]} takes {said[2]} bytes of VMEM, and may take {said[3]}") from e
+
+
+def scoped_memory(text: str, hardware: Hardware) -> list[tuple[str, int, int]]:
+    """(kernel, the bytes of VMEM that it takes, those that it may take) of a compiled program's text. What the compiler
+    keeps there for want of registers is counted: a kernel compiles if and only if the one is no more than the other."""
+    granted, found = hardware.scoped["vmem"] or 0, []
+    for call in re.finditer(r"%([\w.-]+) = [^\n]*?\"tpu_custom_call\"[^\n]*?backend_config=", text):
+        told, _ = json.JSONDecoder().raw_decode(text, call.end())
+        takes, may_take = (
+            [int(part["size"]) for part in told.get(key, ()) if part["memory_space"] == VMEM]
+            for key in ("used_scoped_memory_configs", "scoped_memory_configs")
+        )
+        if takes:
+            found.append((call[1], sum(takes), sum(may_take) or granted))
+    return found
+
+
+VMEM = "1"  # as XLA numbers memories
+
+
 def _build(
     program: Any, target: Target, call: Call | None = None, tiling: Mapping[str, int] = MappingProxyType({})
 ) -> tuple[Compiled, list[Walk], list[Region | None]]:
@@ -127,9 +180,13 @@ def _build(
     before = _files(dump)
     compiled = program.lower().compile()
     told = _files(dump) - before
-    made = re.findall(r"%([\w.-]+) = .*custom_call_target=\"tpu_custom_call\"", compiled.as_text())
+    text = compiled.as_text()
+    made = re.findall(r"%([\w.-]+) = .*custom_call_target=\"tpu_custom_call\"", text)
     cycles = _estimate(call, tiling, made) if call and os.environ.get(WANT_ESTIMATE) else {}
-    kernels = _merged([_read(name, told, cycles.get(name)) for name in made])
+    read = {name: _read(name, told, cycles.get(name)) for name in made}
+    for name, takes, may_take in scoped_memory(text, targets.find(target.arch)):
+        read[name].on_chip["vmem"], read[name].granted["vmem"] = takes, may_take
+    kernels = _merged([*read.values()])
     for path in told:  # a process that compiles a thousand calls would fill the disk
         path.unlink(missing_ok=True)
     codes = [regions(k.assembly) if k.assembly else None for k in kernels]

@@ -1,0 +1,60 @@
+"""Random tilings that the kernels accept, as a compiler for a chip that is not here took them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from portakern.reporting.kept import Kept, known_targets, source
+from portakern.reporting.markdown import NONE, fold, table
+
+__all__ = ["legal"]
+
+Row = Mapping[str, Any]
+COMMAND = "python benchmarks/tpu_legal.py --target v6e --json FILE"
+NOTES = (
+    "Random calls with random tilings that `supports` accepts, compiled by libtpu, with no chip: how many, and in "
+    "brackets how near one came to the limit, the largest share that a kernel took of the VMEM that it may take. "
+    "libtpu tells that to the byte, what it keeps there for want of registers counted, and takes a kernel if and only "
+    "if it is no more than it may be. Of those of which `supports` estimates at least half of that, the last column "
+    "has the least and the median of the estimate over what was taken, all targets together: from 1 on it is enough."
+)
+
+
+def legal(kept: Kept) -> str:
+    """A line an op, a column a target."""
+    rows = kept.rows("tpu-legal")
+    if not rows:
+        return f"No tilings were tried yet: `{COMMAND}`."
+    columns = known_targets(row["target"] for row, _ in rows)
+    ops: dict[str, dict[str, Row]] = {}
+    for row, _ in rows:
+        ops.setdefault(row["op"], {})[row["target"]] = row
+    lines = [
+        [f"`{op}`", *(_cell(there[t]) if t in there else NONE for t in columns), _estimates([*there.values()])]
+        for op, there in sorted(ops.items())
+    ]
+    runs = {r.file: r for _, r in rows}.values()
+    refused = [text for row, _ in rows for text in row["refused"]]
+    seconds = sum(row["seconds"] for row, _ in rows)
+    total = sum(row["tilings"] for row, _ in rows)
+    said = (
+        f"{total:,} tilings, {len(refused)} of them refused by libtpu; compiling them took {seconds / 60:.0f} minutes "
+        "of processes that shared their cores."
+    )
+    shown = fold(f"{len(lines)} ops", table(["op", *columns, "estimates"], lines))
+    return "\n\n".join([said, shown, NOTES, *(f"* {text}" for text in refused), source(runs)])
+
+
+def _cell(row: Row) -> str:
+    bad = f", **{len(row['refused'])} refused**" if row["refused"] else ""
+    return f"{row['tilings']} ({row['nearest']:.0%}{bad})"
+
+
+def _estimates(rows: list[Row]) -> str:
+    known = [row for row in rows if row.get("least")]
+    if not known:
+        return NONE
+    medians = [row["median"] for row in known for _ in range(row["large"])]
+    return f"{min(row['least'] for row in known):.2f}, {statistics.median(medians):.2f}"
