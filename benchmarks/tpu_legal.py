@@ -1,6 +1,6 @@
 """Whether every tiling that the TPU kernels accept compiles: random calls and random tilings, with no TPU.
 
-    python benchmarks/tpu_legal.py --target v5e --target v6e [--count 200] [--only matmul] [--seconds 3600] [--json FILE]
+    python benchmarks/tpu_legal.py --target v5e --target v6e [--count 200] [--only matmul] [--seconds 3600] [--json F]
 
 Of each op and target so many different calls are drawn, each with a tiling that ``supports`` accepts. Half of the
 tilings are anywhere among those; the others are doubled, a tile after the other, until every further doubling is
@@ -60,8 +60,8 @@ ops that take long to compile shall not keep the others waiting."""
 
 @dataclass(frozen=True)
 class Found:
-    """A tiling that libtpu took: the bytes of VMEM of the kernel that takes most, those that ``supports`` found, and the
-    largest share that a kernel takes, by libtpu and by ``supports``, of what it may."""
+    """A tiling that libtpu took: the bytes of VMEM of the kernel that takes most, those that ``supports`` found, and
+    the largest share that a kernel takes, by libtpu and by ``supports``, of what it may."""
 
     takes: int
     estimate: int
@@ -213,8 +213,8 @@ def drawn(name: str, hardware: Hardware, seed: int) -> Iterator[tuple[Job, Noted
 
 
 def noted_of(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Noted:
-    """What ``supports`` finds of a tiling, and of one that is large what the kernels find when they are traced: some take
-    what is left of the VMEM to keep rows there."""
+    """What ``supports`` finds of a tiling, and of one that is large what the kernels find when they are traced: some
+    take what is left of the VMEM to keep rows there."""
     with estimates() as noted:
         impl.supports(call, tiling)
         if max(needed / limit for needed, limit in noted) >= LARGE:
@@ -265,9 +265,9 @@ def extent_drawn(usual: int, rng: random.Random) -> int:
 def tiling_drawn(
     spec: Spec[Any], impl: Implementation, call: Call, rng: random.Random, largest: bool
 ) -> Mapping[str, int] | None:
-    """A tiling that is accepted, half of the time, or with ``largest`` always, one that no doubling of a tile leaves so.
-    One whose steps are longer than the default's, and take as much longer to compile, is drawn as much more seldom, but
-    for the largest."""
+    """A tiling that is accepted, half of the time, or with ``largest`` always, one that no doubling of a tile leaves
+    so. One whose steps are longer than the default's, and take as much longer to compile, is drawn as much more seldom,
+    but for the largest."""
     try:
         default = tilings.default(impl, call).tiling
     except UnsupportedError:

@@ -351,7 +351,8 @@ def run(kernel: Any, modules: list[Any], grid: int, *args: Any, **constexprs: An
         names |= {
             "gl": _language(program, grid), "mbarrier": MBARRIER, "fence_async_shared": lambda: None,
             "tma": types.SimpleNamespace(store_wait=store_wait), "warpgroup_mma": warpgroup_mma,
-            "warpgroup_mma_wait": warpgroup_mma_wait, "boxed": lambda tile, layout=None: tile, "halves": lambda tile: tile.chunk(2, -1),
+            "warpgroup_mma_wait": warpgroup_mma_wait, "boxed": lambda tile, layout=None: tile,
+            "halves": lambda tile: tile.chunk(2, -1),
             "load_tile": lambda d, at, barrier, tile: d.load(at, barrier, tile),
             "store_tile": lambda d, at, tile: d.store(at, tile),
             "add_tile": lambda d, at, tile: d.store(at, tile, adds=True), "rows_boxed": lambda tile, heads: tile,

@@ -177,7 +177,7 @@ CUBE = {"block_m": 1024, "block_n": 1024, "block_k": 1024}
     ("arch", "fits"), [("", False), ("v4", False), ("v5e", True), ("v5p", True), ("v6e", True), ("v7x", True)]
 )
 def test_vmem_is_the_chips(arch, fits):
-    """1024 x 1024 x 1024 takes 16 MiB of blocks and up to 18.8 in all: libtpu refuses it where 16 is all that there is."""
+    """1024 x 1024 x 1024 takes 16 MiB of blocks and up to 18.8 in all: libtpu refuses it where there are 16."""
     reason = matmul().supports(matmul_call(arch), CUBE)
     assert (reason is None) == fits
     assert fits or "needs about 19.6 MiB of VMEM" in reason

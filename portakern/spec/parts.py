@@ -55,8 +55,8 @@ class Edge:
       given, absent: optional arrays that must, or must not, be passed.
       stretched: array -> dimensions along which it has an extent of 1, and is broadcast.
       regime: how float values are drawn before planting.
-      smallest_tiles: run with the smallest tiling that is legal, so that few elements make many tiles; by turns also with
-        twice those.
+      smallest_tiles: run with the smallest tiling that is legal, so that few elements make many tiles; by turns also
+        with twice those.
       same: arrays that are one object, given for each of them.
       plant: ``plant(arrays, rng, options)`` changes values in place (float64 and integer NumPy arrays by name).
     """

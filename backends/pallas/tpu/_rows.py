@@ -28,6 +28,7 @@ from portakern.backends.pallas.common import Blocks, Refs, even_block, row_block
 from portakern.backends.pallas.tpu._chip import (
     LANES,
     dtype_refused,
+    estimates,
     launch,
     note,
     off_grid,
@@ -345,11 +346,12 @@ def fitted(
     elif turned and asked % LANES:
         among = (LANES,)
     found: dict[int, float] = {}
-    for v in among:
-        other = {**tiling, "block_rows": v}
-        walk = walk_of(call, other)
-        if walk.refused(call, other, held) is None and (v <= asked or walk.has_room(call, held)):
-            found[v] = cycles(call, walk, held, hardware)
+    with estimates():  # of blocks that are only weighed nobody is told
+        for v in among:
+            other = {**tiling, "block_rows": v}
+            walk = walk_of(call, other)
+            if walk.refused(call, other, held) is None and (v <= asked or walk.has_room(call, held)):
+                found[v] = cycles(call, walk, held, hardware)
     best = min(found, key=lambda v: (found[v], v != asked), default=asked)
     return tiling if best == asked else {**tiling, "block_rows": best}
 

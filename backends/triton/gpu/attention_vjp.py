@@ -432,8 +432,8 @@ def statistics(
     call: Call, o: torch.Tensor, d_o: torch.Tensor, multiple: int = 1, rate: float | None = None,
     sums: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(shift, delta) of ``attention_vjp_statistics_kernel``: pitch is q_len, or the next multiple of so many. sums: what
-    it sets to 0."""
+    """(shift, delta) of ``attention_vjp_statistics_kernel``: pitch is q_len, or the next multiple of so many. sums:
+    what it sets to 0."""
     lse, d_lse = call.arrays["lse"], call.arrays["d_lse"]
     batch, q_len, heads, dv = o.shape
     block_dv, pitch = padded(dv), cdiv(q_len, multiple) * multiple
@@ -443,7 +443,8 @@ def statistics(
     launch(attention_vjp_statistics_kernel, tiles * heads * batch, call, o, d_o, lse, d_lse, shift, delta, sums,
            tiles, heads, q_len, pitch, dv, o.stride(), d_o.stride(), lse.stride(),
            None if d_lse is None else d_lse.stride(), rows=rows, block_dv=block_dv,
-           columns=0 if sums is None else sums.shape[-1], acc_dtype=accumulator(call.dtype), rate=rate, enable_fp_fusion=False)  # fmt: skip
+           columns=0 if sums is None else sums.shape[-1], acc_dtype=accumulator(call.dtype), rate=rate,
+           enable_fp_fusion=False)  # fmt: skip
     return shift, delta
 
 

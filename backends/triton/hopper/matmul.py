@@ -83,7 +83,8 @@ KNOBS = {
     "swapped": Count(0, 1), "roles": Count(0, 3), "halves": Count(0, 1),
 }  # fmt: skip
 """``swapped``: tiles of c^T. ``roles``: 0: all warps do the same; 1: they have roles; 2 and 3: and columns of a half
-or a quarter of a tile more (``MORE``). ``halves``: a tile of c leaves by halves (with roles=1), which leaves room for one more stage."""
+or a quarter of a tile more (``MORE``). ``halves``: a tile of c leaves by halves (with roles=1), which leaves room for
+one more stage."""
 
 MORE = {2: 2, 3: 4}
 """Roles -> of how many parts of a tile's columns there is one more: 128 and 64 are 192, 128 and 32 are 160."""

@@ -10,11 +10,11 @@ come by. What a tile of queries gets of these keys is added to its d_q in memory
 d_q, in the order in which they come: **its last bits may change from one run to the next**. d_k and d_v are summed by
 one owner in one order, as there.
 
-D^T of a group's 64 keys lies in its registers. d_q wants the D^T of both groups as one left operand, since each addition
-to memory that is spared is worth more than a barrier: so both groups put theirs into shared memory, in one of two
-buffers in turn, and each group of warps computes half of the tile's d_q: 64 of 128 columns at head dimension 128, 64 of
-128 queries at 64. A group writes a buffer anew when both have put the tile in between into the other one, hence are
-done with the products of this one.
+D^T of a group's 64 keys lies in its registers. d_q wants the D^T of both groups as one left operand, since each
+addition to memory that is spared is worth more than a barrier: so both groups put theirs into shared memory, in one of
+two buffers in turn, and each group of warps computes half of the tile's d_q: 64 of 128 columns at head dimension 128,
+64 of 128 queries at 64. A group writes a buffer anew when both have put the tile in between into the other one, hence
+are done with the products of this one.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ def fold_tile(GROUP: gl.constexpr, follows: gl.constexpr, turn, start, row, own,
 
 @gluon.jit
 def next_turn(turn, stages: gl.constexpr):
-    """What comes after (stage, its phase, buffer, its phase). Counted one by one: of a count of tiles the compiler would
-    keep an address of each buffer."""
+    """What comes after (stage, its phase, buffer, its phase). Counted one by one: of a count of tiles the compiler
+    would keep an address of each buffer."""
     stage, phase, buffer, filled = turn
     phase ^= gl.where(stage == stages - 1, 1, 0)
     stage = gl.where(stage == stages - 1, 0, stage + 1)
@@ -278,7 +278,8 @@ def attention_vjp_unordered_kernel(
     all_heads, q_len, kv_len, pitch, engine: gl.constexpr, plan: gl.constexpr,
 ):  # fmt: skip
     """d_k and d_v, scaled, and D k added to ``sums``: (heads of all batch entries, pitch, block_d), float32, or with
-    ``engine``, by which the copy engine adds, described: (heads times pitch, block_d). The other arguments are those of ``attention_vjp_gradients_kernel`` with keys at home; d_k and d_v may be None."""
+    ``engine``, by which the copy engine adds, described: (heads times pitch, block_d). The other arguments are those
+    of ``attention_vjp_gradients_kernel`` with keys at home; d_k and d_v may be None."""
     work = Work(tiles, tiles_q, together, heads, group, all_heads, q_len, kv_len, pitch)
     sides = Sides(k, v, q, d_o, shift, delta, d_k, d_v)
     dtype: gl.constexpr = k.dtype
