@@ -101,6 +101,8 @@ def of_a_step(call: Call, bq: int, bkv: int) -> int:
     """What a step of any of the kernels computes, a bias, and of float32 operands the bfloat16 parts."""
     bias, heads = call.arrays["bias"], whole_lanes(call.dims["d"]) + whole_lanes(call.dims["dv"])
     streamed = 0 if bias is None else 2 * bias.dtype.itemsize * bq * whole_lanes(bkv)
+    if "d_bias" in call.wants:
+        streamed += 4 * bkv * whole_lanes(bq)  # its sum
     split = 6 * heads * (bq + bkv) if call.dtype == "float32" else 0
     return streamed + 16 * bkv * whole_lanes(bq) + split
 

@@ -189,7 +189,8 @@ def resident_bytes(bm: int, bn: int, bk: int, size: int, out: int) -> int:
     blocks = 2 * operands * size + 2 * bm * bn * out + 4 * bm * bn
     if size < 4:
         return blocks + size * bm * bk * 21 // 20 + bm * bn + LITTLE
-    return max(blocks * 6 // 5, (blocks + 4 * (operands + bm * bn)) * 21 // 20, blocks + 4 * bm * (4 * bk + bn))
+    parts = max((blocks + 4 * (operands + bm * bn)) * 21 // 20, blocks + 4 * bm * (4 * bk + bn))
+    return max(blocks * 6 // 5, parts + LITTLE)
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
