@@ -83,7 +83,7 @@ def test_every_role_meets_the_bound(name):
     assert worst(bound(*shape, **more)) <= 1
 
 
-@pytest.mark.parametrize("late", [0, 1, 2])
+@pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("behind", [0, 1])
 def test_a_role_may_be_late(late, behind, monkeypatch):
     monkeypatch.setattr(host, "LATE", {late: 5e-3})
@@ -140,7 +140,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(fault, tmp_path, monkeypatch):
-    monkeypatch.setattr(host, "PATIENCE", 2.0)
+    monkeypatch.setattr(host, "PATIENCE", 0.7)
     case, old, new = FAULTS[fault]
     source = inspect.getsource(_flash_unordered)
     assert old in source

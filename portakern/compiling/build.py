@@ -55,7 +55,6 @@ class Kernel:
     registers: int | None = None
     spills: int | None = None
     on_chip: dict[str, int] = field(default_factory=dict)
-    granted: dict[str, int] = field(default_factory=dict)
     occupancy: float | None = None
     matrix: dict[str, int] = field(default_factory=dict)
     code_bytes: int | None = None
@@ -67,6 +66,7 @@ class Kernel:
     leaking: list[str] = field(default_factory=list)
     serialised: list[str] = field(default_factory=list)
     assembly: str = ""
+    granted: dict[str, int] = field(default_factory=dict)
 
     @property
     def program(self) -> int | None:
