@@ -163,7 +163,8 @@ def weights():
     ],
 )
 def test_every_op_in_a_row_compiles_whole(compiler, backend, dynamic):
-    f, arrays = in_a_row(backend, beside=compiler == "inductor"), weights()  # which calls a C++ compiler for each kernel
+    beside = compiler == "inductor"  # which calls a C++ compiler for each kernel
+    f, arrays = in_a_row(backend, beside), weights()
     want = f(*arrays)
     got = compiled(f, backend=compiler, dynamic=dynamic)(*arrays)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
