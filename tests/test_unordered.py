@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
 from functools import partial
 from typing import Any
 
@@ -142,13 +140,7 @@ FAULTS = {
 def test_a_fault_is_found(fault, tmp_path, monkeypatch):
     monkeypatch.setattr(host, "PATIENCE", 0.7)
     case, old, new = FAULTS[fault]
-    source = inspect.getsource(_flash_unordered)
-    assert old in source
-    file = tmp_path / "faulty.py"
-    file.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location("faulty", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = host.faulty(_flash_unordered, old, new, tmp_path)
     shape, more = CASES["causal" if case == "behind" else case]
     engine, behind = int("store_wait" in old), int(case == "behind")
     with pytest.raises((testing.Broken, AssertionError, TimeoutError)):

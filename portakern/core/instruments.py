@@ -14,7 +14,7 @@ import numpy as np
 if TYPE_CHECKING:
     from portakern.core.framework import Framework
 
-__all__ = ["HOST_CLOCK", "Instruments", "Recorded", "Recorder", "Roof", "Run", "Sample", "Stopwatch"]
+__all__ = ["HOST_CLOCK", "Instruments", "Recorded", "Recorder", "Roof", "Run", "Sample", "Stopwatch", "host_us"]
 
 Run = Callable[[], Any]
 """A call without arguments; what it returns are the arrays that it made."""
@@ -53,6 +53,15 @@ class Stopwatch:
         return Sample(1e6 * (time.perf_counter() - start), 1e6 * (back - start))
 
 
+def host_us(run: Run, wait: Callable[[Any], Any]) -> float:
+    """Microseconds until a call comes back, with nothing in front of it; its result is there, and gone, afterwards."""
+    start = time.perf_counter()
+    result = run()
+    back = time.perf_counter()
+    wait(result)
+    return 1e6 * (back - start)
+
+
 class Recorder(Protocol):
     """What tells of every kernel that any library of this process runs on a device.
 
@@ -82,15 +91,11 @@ class Recorded(Stopwatch):
 
     def sample(self) -> Sample:
         if self._instead is None:
-            start = time.perf_counter()
-            result = self.run()
-            host_us = 1e6 * (time.perf_counter() - start)
-            self.wait(result)
-            del result  # its memory is the recorded call's
+            on_host = host_us(self.run, self.wait)
             self.instruments.chill()
             found = self.recorder.record(lambda: self.wait(self.run()))
             if found is not None:
-                return Sample(sum(us for _, us in found), host_us)
+                return Sample(sum(us for _, us in found), on_host)
             self._instead = self.instruments.own_clock(self.run)
         sample = self._instead.sample()
         self.clock = self._instead.clock

@@ -329,9 +329,9 @@ def cycles(call: Call, walk: Walk, held: Held, hardware: Hardware) -> float:
 def fitted(
     call: Call,
     tiling: Mapping[str, int],
-    default: Mapping[str, int],
-    walk_of: Callable[[Call, Mapping[str, int]], Walk],
     held: Held,
+    default: Callable[[Call, Held], Mapping[str, int]],
+    walk_of: Callable[[Call, Mapping[str, int]], Walk],
 ) -> Mapping[str, int]:
     """In place of the default's block_rows those with which the call's rows take least: an accelerator's units sum a
     row in one order whatever rows share its block. Blocks of fewer rows than there are lanes, which a table may have
@@ -341,7 +341,7 @@ def fitted(
         return tiling
     turned = walk_of(call, {**tiling, "block_rows": LANES}).stored is not None
     among: tuple[int, ...] = ()
-    if dict(tiling) == default:
+    if dict(tiling) == default(call, held):
         among = tuple(v for v in call.spec.tiling["block_rows"].values[::-1] if not turned or v % LANES == 0)
     elif turned and asked % LANES:
         among = (LANES,)
@@ -354,6 +354,28 @@ def fitted(
                 found[v] = cycles(call, walk, held, hardware)
     best = min(found, key=lambda v: (found[v], v != asked), default=asked)
     return tiling if best == asked else {**tiling, "block_rows": best}
+
+
+def refused(
+    call: Call, tiling: Mapping[str, int], held: Held, walk_of: Callable[[Call, Mapping[str, int]], Walk]
+) -> str | None:
+    """Why a TPU cannot walk rows in such blocks, or None."""
+    return walk_of(call, tiling).refused(call, tiling, held)
+
+
+def in_walks(
+    held: Held,
+    key: Callable[[Call], Mapping[str, str | int]],
+    default: Callable[[Call, Held], Mapping[str, int]],
+    walk_of: Callable[[Call, Mapping[str, int]], Walk],
+) -> dict[str, Any]:
+    """What an op that walks rows and holds so much declares beside its function."""
+    return {
+        "key": key,
+        "tiling": lambda call: default(call, held),
+        "fit": partial(fitted, held=held, default=default, walk_of=walk_of),
+        "supports": partial(refused, held=held, walk_of=walk_of),
+    }
 
 
 def launched(

@@ -26,7 +26,8 @@ from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
-from portakern.backends.pallas.tpu._rows import Held, Walk, fitted, launched, row_tiling
+from portakern.backends.pallas.tpu import _rows
+from portakern.backends.pallas.tpu._rows import Held, Walk, launched, refused, row_tiling
 from portakern.core.call import Call
 
 HELD = Held(streamed=2, computed=3)
@@ -45,22 +46,8 @@ def walk_of(call: Call, tiling: Mapping[str, int]) -> Walk:
     return Walk.along_last(call, tiling, (*call.dims["batch"], call.dims["n"]))
 
 
-def supports(call: Call, tiling: Mapping[str, int], held: Held) -> str | None:
-    return walk_of(call, tiling).refused(call, tiling, held)
-
-
-def fit(call: Call, tiling: Mapping[str, int], held: Held) -> Mapping[str, int]:
-    return fitted(call, tiling, default_tiling(call, held), walk_of, held)
-
-
-def in_walks(held: Held) -> dict[str, Any]:
-    """What an op that walks rows along the last axis and holds so much declares beside its function."""
-    return {
-        "key": key,
-        "tiling": partial(default_tiling, held=held),
-        "fit": partial(fit, held=held),
-        "supports": partial(supports, held=held),
-    }
+supports = partial(refused, walk_of=walk_of)
+in_walks = partial(_rows.in_walks, key=key, default=default_tiling, walk_of=walk_of)
 
 
 def merge(mean: Any, m2: Any, x: Any, walk: Walk, step: Any) -> tuple[Any, Any, Any]:

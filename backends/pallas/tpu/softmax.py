@@ -23,8 +23,9 @@ from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
+from portakern.backends.pallas.tpu import _rows
 from portakern.backends.pallas.tpu._chip import across
-from portakern.backends.pallas.tpu._rows import Held, Walk, fitted, launched, row_tiling
+from portakern.backends.pallas.tpu._rows import Held, Walk, launched, row_tiling
 from portakern.core.call import Call
 
 HELD = Held(streamed=2, computed=3)
@@ -59,22 +60,7 @@ def walk_of(call: Call, tiling: Mapping[str, int]) -> Walk:
     return Walk.over(call, tiling, shape, axis - 1)
 
 
-def supports(call: Call, tiling: Mapping[str, int], held: Held) -> str | None:
-    return walk_of(call, tiling).refused(call, tiling, held)
-
-
-def fit(call: Call, tiling: Mapping[str, int], held: Held) -> Mapping[str, int]:
-    return fitted(call, tiling, default_tiling(call, held), walk_of, held)
-
-
-def in_walks(held: Held) -> dict[str, Any]:
-    """What an op that walks rows as softmax does and holds so much declares beside its function."""
-    return {
-        "key": key,
-        "tiling": partial(default_tiling, held=held),
-        "fit": partial(fit, held=held),
-        "supports": partial(supports, held=held),
-    }
+in_walks = partial(_rows.in_walks, key=key, default=default_tiling, walk_of=walk_of)
 
 
 def online_step(m_old: Any, x: Any, axis: int, unit: float = 1.0) -> tuple[Any, Any, Any]:

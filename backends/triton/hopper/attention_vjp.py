@@ -123,6 +123,14 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     return None
 
 
+def scores_of(call: Call) -> Scores:
+    """From dot products to weights, which are measured from lse: in the unit of the scores, of either sign."""
+    scale, softcap = scale_of(call), call.options["softcap"]
+    if softcap is None:
+        return Scores(None, None, scale * LOG2E)
+    return Scores(over_cap(scale, softcap), softcap, softcap * LOG2E)
+
+
 DRAWN = Drawn(("bias", "q_segment_ids", "kv_segment_ids"), {"d": 8, "dv": 8}, {})
 
 
@@ -137,9 +145,7 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
         for name, (shape, dtype) in call.outputs.items()
     }
     statistics = portable.statistics(call, o, d_o, 4, LOG2E)
-    scale, softcap = scale_of(call), options["softcap"]
-    scores = Scores(None if softcap is None else over_cap(scale, softcap), softcap,
-                    (scale if softcap is None else softcap) * LOG2E)  # fmt: skip
+    scale, scores = scale_of(call), scores_of(call)
     left, right = _band(options["is_causal"], options["window"], dims["q_len"] + dims["kv_len"])
     for wants, plan in plans(call, tiling).items():
         first, second = (out.get(n) if n in wants else None for n in (("d_k", "d_v") if plan.by_key else ("d_q", "")))

@@ -15,7 +15,6 @@ from triton.experimental.gluon import language as gl
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.descriptors import describe
 from portakern.backends.triton.gpu import attention_vjp as portable
-from portakern.backends.triton.gpu._heads import Scores
 from portakern.backends.triton.gpu.attention import LOG2E, _band, key
 from portakern.backends.triton.hopper import attention_vjp as ordered
 from portakern.backends.triton.hopper._flash_gradients import Plan, Work
@@ -28,7 +27,7 @@ from portakern.backends.triton.unordered._flash_unordered import (
     attention_vjp_unordered_round_kernel,
 )
 from portakern.spec import Count
-from portakern.specs.attention import over_cap, scale_of
+from portakern.specs.attention import scale_of
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -100,9 +99,7 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     pitch = cdiv(q_len, plan.block) * plan.block
     sums = fresh((batch, heads, pitch, plan.block_d), torch.float32, q.device)
     statistics = portable.statistics(call, o, d_o, plan.block, LOG2E, sums)
-    scale, softcap = scale_of(call), options["softcap"]
-    scores = Scores(None if softcap is None else over_cap(scale, softcap), softcap,
-                    (scale if softcap is None else softcap) * LOG2E)  # fmt: skip
+    scale, scores = scale_of(call), ordered.scores_of(call)
     left, right = _band(options["is_causal"], options["window"], q_len + kv_len)
     tiles_home = cdiv(kv_len, KEYS)
     tiles = tiles_home * kv_heads * batch

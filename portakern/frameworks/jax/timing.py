@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from portakern.core.instruments import Instruments, Recorder, Roof, Run, Sample, Stopwatch
+from portakern.core.instruments import Instruments, Recorder, Roof, Run, Sample, Stopwatch, host_us
 
 __all__ = ["Cupti", "JaxInstruments", "Queued"]
 
@@ -120,6 +120,8 @@ class Queued(Stopwatch):
         self.count = QUEUED
 
     def sample(self) -> Sample:
+        import jax
+
         fill = _fill(self.device)
 
         def both() -> Any:
@@ -131,7 +133,7 @@ class Queued(Stopwatch):
         self.count = max(1, min(QUEUED, int(ENOUGH_US / max(together, 1.0))))
         if handed_over > LATE * together:
             self.clock = "queue, with waits for the host"
-        return Sample(max(together - (before + after) / 2, 0.0), _host_us(self.run))
+        return Sample(max(together - (before + after) / 2, 0.0), host_us(self.run, jax.block_until_ready))
 
 
 class Cupti:
@@ -164,17 +166,6 @@ def _binding() -> Any:
         return None
     inner = getattr(mosaic_gpu_lib, "_mosaic_gpu_ext", None)
     return inner if hasattr(inner, "_cupti_init") and hasattr(inner, "_cupti_get_timings") else None
-
-
-def _host_us(run: Run) -> float:
-    """Microseconds until a call comes back, with nothing in front of it."""
-    import jax
-
-    start = time.perf_counter()
-    result = run()
-    host_us = 1e6 * (time.perf_counter() - start)
-    jax.block_until_ready(result)
-    return host_us
 
 
 @functools.lru_cache(maxsize=1)
