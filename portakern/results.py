@@ -192,7 +192,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         ("problem", "whole"),
         {"problem": "text", "op": "text", "verdict": "text", "seconds": "number", "load_seconds": "number",
          "cases": "count", "left_out": "count", "worst": "numbers", "whole": "flag", "conceded": "list",
-         "why": "string"},
+         "why": "string", "commit": "text?"},
         {"repository": "text", "at": "string", "left_out": "object", "wall_seconds": "number"},
     ),
     "machine_faults": Benchmark(
