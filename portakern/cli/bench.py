@@ -23,6 +23,15 @@ if TYPE_CHECKING:
     from portakern.benchmarking.suites import TimedCase
 
 
+EveryPeer = Annotated[
+    bool,
+    typer.Option(
+        "--every-peer",
+        help="Time peers on every call, also those that two calls of a suite found wrong or twice as slow as the best.",
+    ),
+]
+
+
 @app.command()
 def bench(
     context: typer.Context,
@@ -56,6 +65,7 @@ def bench(
     ] = None,
     fresh: Annotated[bool, typer.Option(help="Time again what stands in the file of --json.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw the plots into this folder.")] = None,
+    every_peer: EveryPeer = False,
 ) -> None:
     """Time ops on the device alone, beside every peer and the measured roof, each result first held to its error bound;
     exit status 1 if a result of the backend is wrong.
@@ -80,7 +90,7 @@ def bench(
     named = [b for b in against_named(against) if b not in subjects]
     found.absent |= absent(named)
     for measured in together(subjects, device):
-        _measure(found.left(Plan(cases, measured, named, device, rounds, budget)), jobs, found)
+        _measure(found.left(Plan(cases, measured, named, device, rounds, budget, every_peer)), jobs, found)
     found.show()
     if plot:
         found.draw(plot)
