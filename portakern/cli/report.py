@@ -10,7 +10,6 @@ import typer
 from portakern.cli.common import app, out, show_table
 from portakern.errors import SpecError
 
-
 TwoRuns = Annotated[
     tuple[Path, Path] | None,
     typer.Option(

@@ -232,7 +232,7 @@ def _show_losses(rows: Sequence[Any]) -> None:
     heads = ["target", "family", "calls", "tried, median", "median", "worst", "beyond 5%", "beyond 15%", "gain"]
     show_table("Loss", heads, [[*k, *figures([r for r in tried if kind(r) == k])] for k in kinds])
     if len(tried) < len(rows):
-        say(f"{len(rows) - len(tried)} calls had no time: nothing but the shipped tiling was tried, and they do not count")
+        say(f"{len(rows) - len(tried)} calls had no time: nothing else than what is shipped was tried")
 
 
 def say(text: str, style: str | None = None) -> None:
