@@ -30,6 +30,10 @@ class Foresight:
         future = self._futures.get(id(case))
         return future is None or future.done()
 
+    def pending(self, cases: Sequence[TimedCase]) -> list[Future[Any]]:
+        """What is still to be computed of cases."""
+        return [self._futures[id(c)] for c in cases if not self.is_ready(c)]
+
     def judge(self, case: TimedCase, inputs: Inputs) -> Judge:
         """A judge of a case that knows what was computed of it. What nobody has begun with is left to the judge."""
         future = self._futures.pop(id(case), None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -97,11 +99,20 @@ class Helped:
     foresight: Foresight | None = None
     ahead: Ahead = field(default_factory=Ahead)
 
-    def next(self, cases: Sequence[TimedCase]) -> TimedCase:
-        """The first of these of which all is done that others do; while there is none, of those that were visited."""
-        known = [c for c in cases if self.foresight is None or self.foresight.is_ready(c)]
-        done = next((c for c in known if self.ahead.is_ready(c)), None)
-        return self.ahead.next(cases if done is None else [done])
+    def next(self, cases: Sequence[TimedCase], seconds: float = math.inf) -> TimedCase:
+        """The first of these of which all is done that others do; where there is none within ``seconds``, nor within
+        those that a visit is waited for, one that was visited, or the very first."""
+        end = time.monotonic() + min(seconds, self.ahead.longest)
+        while (done := self._done(cases)) is None and (left := end - time.monotonic()) > 0:
+            wait([*self.ahead.pending(cases), *self._foreseen(cases)], left, FIRST_COMPLETED)
+        return self.ahead.next(cases, 0.0) if done is None else self.ahead.next([done])
+
+    def _done(self, cases: Sequence[TimedCase]) -> TimedCase | None:
+        known = (c for c in cases if self.foresight is None or self.foresight.is_ready(c))
+        return next((c for c in known if self.ahead.is_ready(c)), None)
+
+    def _foreseen(self, cases: Sequence[TimedCase]) -> list[Future[Any]]:
+        return self.foresight.pending(cases) if self.foresight else []
 
 
 def run(
@@ -128,11 +139,11 @@ def run(
         found.rates = roof.measure(framework.instruments(device), found.recorder, plan.rounds)
     left = list(plan.cases)
     while left:
-        if plan.seconds is not None and time.perf_counter() - start > plan.seconds:
-            found.left_out = left
-            break
         with found.spent.on("waiting for compilers"):
-            case = helped.next(left)
+            case = helped.next(left, math.inf if plan.seconds is None else start + plan.seconds - time.perf_counter())
+        if plan.seconds is not None and time.perf_counter() - start > plan.seconds:
+            found.left_out = left  # it was waited for until the end
+            break
         left = [other for other in left if other is not case]
         try:
             trial = _Trial(plan, case, found, helped)
