@@ -33,7 +33,9 @@ class LinearVjpOut(NamedTuple):
     passes={"residual": "d_y"},
     reads={"pre": When(lambda options: options["activation"] != "none", "where there is an activation")},
     apart=lambda options, wants: (
-        "k", *(["batch"] if set(wants) == {"d_x"} else []), *(["n"] if "d_x" not in wants else [])
+        "k",
+        *(["batch"] if set(wants) == {"d_x"} else []),
+        *(["n"] if "d_x" not in wants else []),
     ),
     typical={"batch": (4096,), "n": 4096, "k": 4096, "pre": True, "bias": True, "activation": "gelu_tanh"},
     flops=lambda call: (

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 import portakern as pk
 from portakern import cli, results
+from portakern.cli import tune as tune_command
 from portakern.compiling.build import Build, Kernel
 from portakern.compiling.pool import Pool
 from portakern.core import registry, targets, tilings
@@ -130,6 +131,18 @@ def test_the_command_says_what_is_wrong_and_ends_with_status_1(own_cache, monkey
     assert "kept 1 of 1 in" in result.output
     (row,) = results.read(file).rows
     assert row["best_tiling"] == {"rows_at_once": 64} and row["default"] > row["best"] and row["loss"] > 0.2
+
+
+def test_a_file_of_results_says_what_was_not_reached_whenever_its_run_ends(own_cache, monkeypatch):
+    """It is written after each key, and may be the last that is."""
+    registered()
+    file, left = own_cache / "results.json", []
+    write = tune_command._write
+    monkeypatch.setattr(tune_command, "_write", lambda *a: (write(*a), left.append(results.read(file).extra["left"])))
+    command = ["tune", "softmax", "--backend", "mine", "--target", "cpu", "--dtype", "float32", "--json", str(file)]
+    shapes = [part for n in (40, 48, 56) for part in ("--shape", f"shape=4x{n}")]
+    CliRunner().invoke(cli.app, [*command, *shapes])
+    assert left == [2, 1, 0, 0]
 
 
 def test_what_is_shipped_must_be_right():

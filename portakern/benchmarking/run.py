@@ -47,6 +47,9 @@ __all__ = ["FIRST_CALL", "DeviceLost", "Helped", "Outcome", "Plan", "of_gradient
 FIRST_CALL = 40.0
 """Seconds that a contender's first call may take, its compiler included: some compilers do not come back."""
 
+VISITED = 3 * FIRST_CALL
+"""The same of a visit, by the clock of a process that stands still every now and then."""
+
 
 class DeviceLost(RuntimeError):
     """A kernel left the device unusable for this process."""
@@ -169,7 +172,7 @@ def visit(plan: Plan, case: TimedCase, enough: Callable[[], bool] = lambda: Fals
         if enough():
             return Visit(spent.seconds)
         try:
-            with spent.on(contender.backend.name), within(FIRST_CALL):
+            with spent.on(contender.backend.name), within(VISITED):
                 entry = ready(contender, trial.inputs)
                 entry.instruments.wait(entry.run())
             runs[entry.call.target, entry.call.interpret] = None

@@ -114,7 +114,7 @@ def _measure(plan: Plan, jobs: int | None, found: _Rows) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         Progress(*columns, console=err, transient=True) as bar,
-        foreseeing(plan.cases, target, cores // 2) as foresight,
+        foreseeing(plan.cases, target, (cores + 2) // 3) as foresight,  # of a sum over rows each takes up to 15 GB
     ):
         task = bar.add_task("compiling the first call", total=len(plan.cases))
 

@@ -152,6 +152,7 @@ class _Told:
         from portakern.tuning.run import Told
 
         self.bar, self.refused_so_far, self.file, self.start, self.seed = bar, refused, file, start, seed
+        self.keys = keys
         self.task = bar.add_task("tuning", total=keys)
         self.found_so_far: list[Any] = []
         self.all = Told(self.progress, self.found, self.refused)
@@ -165,8 +166,9 @@ class _Told:
     def found(self, finding: Any) -> None:
         self.bar.advance(self.task)
         self.found_so_far.append(finding)
-        if self.file:
-            _write(self.file, self.found_so_far, self.start, self.seed, 0)
+        if self.file:  # who is ended now leaves what it did not reach
+            left = self.keys - len(self.found_so_far) - len(self.refused_so_far)
+            _write(self.file, self.found_so_far, self.start, self.seed, left)
 
     def refused(self, group: Any, why: str) -> None:
         self.bar.advance(self.task)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from portakern.reporting.kept import Kept, known_targets, source
+from portakern.reporting.kept import Kept, known_targets, set_of, source
 from portakern.reporting.markdown import table
 from portakern.results import Result
 
@@ -68,4 +68,6 @@ def tuned(kept: Kept) -> str:
         mine = [row for row, run in groups[key] if searched(row, run.extra.get("left"))]
         said = figures(mine) if mine else ["0", *["–"] * 6]
         lines.append([*key, *said, str(len(groups[key]) - len(mine))])
-    return "\n\n".join([table(HEADS, lines, words=3), NOTES, source(run for _, run in found)])
+    cut = [f"{run.file.name} {run.extra['left']}" for run in set_of(r for _, r in found) if run.extra.get("left")]
+    unreached = [f"Keys that a run's time did not reach, whose calls have no row: {', '.join(cut)}."] if cut else []
+    return "\n\n".join([table(HEADS, lines, words=3), NOTES, *unreached, source(run for _, run in found)])
