@@ -395,7 +395,7 @@ def slower(seconds, fn=numpy_softmax):
 
 
 def test_a_peer_that_is_far_behind_is_timed_on_two_calls_of_a_suite():
-    """And said to be on the others; a wrong one too. Nobody whom it is about is: subjects, and calls of other suites."""
+    """And said to be that on the others, as is a wrong one; subjects never are, nor is anybody on another suite."""
     mine = backend("mine", slower(0.02))
     best = backend("best", slower(0.002), peer=True)
     far = backend("far", slower(0.02), peer=True)

@@ -21,8 +21,8 @@ __all__ = ["best_of_each_call", "draw_into", "figures", "ratios", "speed"]
 Row = Mapping[str, Any]
 GLANCED = ("bfloat16", "float32")  # a figure for those who see portakern for the first time has no room for more
 FAR_NOTE = (
-    "Far behind: not timed on this call. Each of at least two calls of the same suite, op and dtype before it had found "
-    "that peer wrong, or took it twice the best peer's time (`--every-peer` times it)."
+    "Far behind: not timed on this call, since each of at least two calls of the same suite, op and dtype before it "
+    "had found that peer wrong, or twice as slow as the best (`--every-peer` times it)."
 )
 NOTHING = (
     "Nothing was measured yet: `portakern bench --json bench.json` on an accelerator, and `portakern report --add "
