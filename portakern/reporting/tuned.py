@@ -23,8 +23,8 @@ HEADS = [
 
 NOTES = (
     "Loss: the time, or the figure of a model, of what is shipped over that of the best tiling found for the very "
-    "call, less 1. Gain of tuning: the same figures' geometric mean, as a factor. What was tried bounds what could be found. "
-    "Calls without time: no other tiling was tried before the run ended, and they count for nothing."
+    "call, less 1. Gain of tuning: the same figures' geometric mean, as a factor. What was tried bounds what could be "
+    "found. Calls without time: no other tiling was tried before the run ended, and they count for nothing."
 )
 
 
