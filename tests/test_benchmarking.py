@@ -602,6 +602,8 @@ def test_the_command_writes_rows_that_can_be_read(tmp_path):
     assert read.benchmark == "bench" and {r["op"] for r in read.rows} == {"softmax", gradient}
     assert {r["contender"] for r in read.rows} == {"triton", "torch"} and read.device == "host CPU"
     assert read.extra["rates"]["copy"] > 0 and "liger" in read.extra["absent"]
+    assert read.extra["took"].keys() == {r["call"] for r in read.rows} and min(read.extra["took"].values()) >= 0
+    assert "seconds of the dearest calls: " in found.output
 
 
 def test_a_table_is_completed_by_several_runs(tmp_path, monkeypatch):

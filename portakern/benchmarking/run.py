@@ -84,7 +84,8 @@ class Plan:
 class Outcome:
     """``rows``: one a contender and call; ``rates``: the measured roof; ``left_out``: cases that time did not reach;
     ``unserved``: (case, why) of those that arrays could not be made for; ``spent``: where the seconds went;
-    ``recorder``: the one clock of all contenders, if there is one; ``behind``: which peers were far behind."""
+    ``recorder``: the one clock of all contenders, if there is one; ``behind``: which peers were far behind;
+    ``took``: call -> the seconds that it cost."""
 
     rows: list[Row] = field(default_factory=list)
     rates: dict[str, float] = field(default_factory=dict)
@@ -93,6 +94,7 @@ class Outcome:
     spent: Spent = field(default_factory=Spent)
     recorder: Recorder | None = None
     behind: Behind = field(default_factory=Behind)
+    took: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ def run(
         if plan.seconds is not None and time.perf_counter() - start > plan.seconds:
             found.left_out = left  # it was waited for until the end
             break
-        left = [other for other in left if other is not case]
+        left, begun = [other for other in left if other is not case], time.perf_counter()
         try:
             trial = _Trial(plan, case, found, helped)
             if trial.call not in calls:  # options of two forward calls may be none of their gradients'
@@ -155,6 +157,7 @@ def run(
                 found.behind.note(case, rows)
                 found.rows += rows
             calls.add(trial.call)
+            found.took[trial.call] = time.perf_counter() - begun
         except (SpecError, UnsupportedError) as e:
             found.unserved.append((case, str(e)))
         done(found, case)

@@ -203,6 +203,9 @@ def _cases(
 NOTED = 0.5
 """Seconds of a first call, compilers included, from which they are worth a word."""
 
+DEAREST = 5
+"""Calls that are named for what they cost."""
+
 NAMES = 18
 """Columns that the name of a contender takes, with what stands before and behind it."""
 
@@ -243,6 +246,7 @@ class _Rows:
             "bench", self.rows, command=results.command_line("portakern", self.file), device=device,
             wall_seconds=seconds, seconds=self.seconds(), seconds_ahead=_rounded(ahead),
             rates={n: round(r) for n, r in rates.items()}, absent=self.absent, left_out=left,
+            took=_rounded(self.took()),
         )  # fmt: skip
 
     def seconds(self) -> dict[str, float]:
@@ -251,6 +255,10 @@ class _Rows:
         for outcome in self.outcomes.values():
             found.update(outcome.spent.seconds)
         return _rounded(found)
+
+    def took(self) -> dict[str, float]:
+        """The seconds that each call cost this run."""
+        return {call: s for outcome in self.outcomes.values() for call, s in outcome.took.items()}
 
     def last(self) -> str:
         """The subjects' last result, for the progress bar."""
@@ -277,6 +285,9 @@ class _Rows:
                     out.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
         spent = ", ".join(f"{what} {s:.0f}" for what, s in self.seconds().items() if s >= NOTED)
         out.print(f"seconds: {spent}", markup=False, highlight=False, soft_wrap=True)
+        dearest = "; ".join(f"{call} {s:.1f}" for call, s in [*_rounded(self.took()).items()][:DEAREST])
+        if dearest:
+            out.print(f"seconds of the dearest calls: {dearest}", markup=False, highlight=False, soft_wrap=True)
         for name, why in self.absent.items():
             out.print(f"{name} takes no part: {why}", markup=False, highlight=False, soft_wrap=True)
         for subjects, outcome in self.outcomes.items():
