@@ -199,6 +199,26 @@ def test_large_calls_are_judged_in_part():
     assert rows["mine"]["verdict"] == "wrong" and rows["right"]["verdict"] == "right"
 
 
+def test_of_a_large_sum_some_is_compared(monkeypatch):
+    """Which the oracle has to compute whole; what is wrong where it was looked at is seen."""
+    case = TimedCase("mine", "linear", "float32", {"batch": (5,), "n": 40, "k": 30}, gradient=True)
+    library = frameworks()["numpy"]
+    inputs = for_gradient(make(case, library, "cpu"), {})
+    whole = {e.name: e for e in Judge(inputs).expect(Target("cpu"), False)}
+    monkeypatch.setattr("portakern.benchmarking.verdicts.MOST", 300)
+    some = Judge(inputs)
+    part = {e.name: e for e in some.expect(Target("cpu"), False)}
+    (rows,) = part["d_weight"].chosen["n"]
+    assert len(rows) == 10 and {0, 39} <= {*rows} and part["d_x"].chosen == whole["d_x"].chosen == {}
+    assert np.array_equal(part["d_weight"].exact, whole["d_weight"].exact[rows])
+    x, weight, d_y = (inputs.buffers[n].view() for n in ("x", "weight", "d_y"))
+    d_x, d_weight = d_y @ weight, d_y.T @ x
+    assert some.verdict(library, (d_x, d_weight), Target("cpu"), False).right
+    d_weight[rows[3]] += 1
+    wrong = some.verdict(library, (d_x, d_weight), Target("cpu"), False)
+    assert not wrong.right and "30 of 300 elements of d_weight" in wrong.why
+
+
 def test_gradients_are_timed_on_what_a_right_forward_op_saved():
     case = TimedCase("mine", "softmax", "float32", {"shape": (6, 40)}, gradient=True)
     triton = registry.backend("triton")
