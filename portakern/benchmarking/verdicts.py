@@ -108,8 +108,8 @@ class Judge:
 
 
 def _thinned(whole: Expected, spec: Spec[Any]) -> Expected:
-    """Of a large output that the oracle must compute whole, such as a sum over rows for each class of a vocabulary, some
-    indices along its first dimension: all of it would be handed from process to process, and compared for seconds."""
+    """Of a large output that the oracle must compute whole, such as a sum over rows for each class of a vocabulary,
+    some indices along its first dimension: all would go from process to process, and be compared for seconds."""
     dims = spec.outputs[[o.name for o in spec.outputs].index(whole.name)].dims
     plain = not any(d.variadic or len(d.factors) > 1 for d in dims)
     if whole.exact.size <= MOST or not plain or dims[0].factors[0] in whole.chosen:
