@@ -32,19 +32,12 @@ def tile_of(steps, block_rows: tl.constexpr, block_n: tl.constexpr):
 def columns(first, n, block_n: tl.constexpr, tail: tl.constexpr):
     """The columns from ``first`` on that a program keeps, a tile at a time, and which of them the row has: all of the
     first tile's, where a second one follows."""
-    lane = first + tl.arange(0, block_n)
+    lane = tl.cast(first, tl.int64) + tl.arange(0, block_n)
     if tail == 0:
         return (lane,), (lane < n,)
     else:
-        rest = first + block_n + tl.arange(0, tail)
+        rest = tl.cast(first, tl.int64) + block_n + tl.arange(0, tail)
         return (lane, rest), (tl.full([block_n], 1, tl.int1), rest < n)
-
-
-@triton.jit
-def across(n, block_n: tl.constexpr, tail: tl.constexpr):
-    """Columns and which of them there are, beside rows that stay in registers."""
-    lane, inside = columns(tl.cast(0, tl.int64), n, block_n, tail)
-    return [a[None, :] for a in lane], [a[None, :] for a in inside]
 
 
 @triton.jit

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._rows import across, told
+from portakern.backends.triton.gpu._rows import columns, told
 from portakern.backends.triton.gpu.add_rmsnorm import load_sum
 from portakern.backends.triton.gpu.layernorm import centred, default_tiling, join, key, scale_and_shift, supports
 from portakern.backends.triton.launch import accumulator, cdiv, launch
@@ -43,8 +43,8 @@ def add_layernorm_kernel(x, residual, weight, bias, y, total, rows, rows_inner, 
     out, row_ok = (row * n)[:, None], (row < rows)[:, None]
 
     if tiles:
-        col, inside = across(n, block_n, tail)
-        ok = [row_ok & a for a in inside]
+        lane, inside = columns(0, n, block_n, tail)
+        col, ok = [a[None, :] for a in lane], [row_ok & a[None, :] for a in inside]
         s = [
             load_sum(x_row + col[i] * x_n, residual_row + col[i] * residual_n, ok[i], acc_dtype) for i in (0, 1)[:tiles]
         ]
@@ -52,10 +52,11 @@ def add_layernorm_kernel(x, residual, weight, bias, y, total, rows, rows_inner, 
             tl.store(total + out + col[i], s[i].to(total.dtype.element_ty), mask=ok[i])
         d, r = centred(s, ok, n, eps, tiles)
         for i in tl.static_range(tiles):
-            normed = scale_and_shift(d[i] * r, weight, bias, weight_n, bias_n, col[i], inside[i], acc_dtype)
+            normed = scale_and_shift(d[i] * r, weight, bias, weight_n, bias_n, lane[i], inside[i], acc_dtype, unit)
             tl.store(y + out + col[i], normed.to(y.dtype.element_ty), mask=ok[i])
     else:
-        col = tl.arange(0, block_n)[None, :].to(tl.int64)
+        lane = tl.arange(0, block_n).to(tl.int64)
+        col = lane[None, :]
         mean, m2 = tl.zeros([block_rows], acc_dtype), tl.zeros([block_rows], acc_dtype)
         for start in range(0, tl.cast(n, tl.int64), block_n):
             at = start + col
@@ -69,7 +70,9 @@ def add_layernorm_kernel(x, residual, weight, bias, y, total, rows, rows_inner, 
             s = load_sum(x_row + at * x_n, residual_row + at * residual_n, ok, acc_dtype)
             tl.store(total + out + at, s.to(total.dtype.element_ty), mask=ok)
             xh = (s - mean[:, None]) * r[:, None]
-            normed = scale_and_shift(xh, weight, bias, weight_n, bias_n, at, at < n, acc_dtype)
+            normed = scale_and_shift(
+                xh, weight, bias, weight_n, bias_n, start + lane, start + lane < n, acc_dtype, unit
+            )
             tl.store(y + out + at, normed.to(y.dtype.element_ty), mask=ok)
 
 

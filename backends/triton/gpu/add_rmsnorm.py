@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._rows import across, row_sum, told
+from portakern.backends.triton.gpu._rows import columns, row_sum, told
 from portakern.backends.triton.gpu.layernorm import default_tiling, key, scale_and_shift, supports
 from portakern.backends.triton.gpu.rmsnorm import narrowed, rounds_before
 from portakern.backends.triton.launch import accumulator, cdiv, launch
@@ -49,8 +49,8 @@ def add_rmsnorm_kernel(x, residual, weight, y, total, rows, rows_inner, n, eps,
     out, row_ok = (row * n)[:, None], (row < rows)[:, None]
 
     if tiles:
-        col, inside = across(n, block_n, tail)
-        ok = [row_ok & a for a in inside]
+        lane, inside = columns(0, n, block_n, tail)
+        col, ok = [a[None, :] for a in lane], [row_ok & a[None, :] for a in inside]
         s = [
             load_sum(x_row + col[i] * x_n, residual_row + col[i] * residual_n, ok[i], acc_dtype) for i in (0, 1)[:tiles]
         ]
@@ -59,10 +59,11 @@ def add_rmsnorm_kernel(x, residual, weight, y, total, rows, rows_inner, n, eps,
         r = tl.rsqrt(row_sum([a * a for a in s]) / n + eps)[:, None]
         for i in tl.static_range(tiles):
             xh = narrowed(s[i] * r, x, narrow)
-            normed = scale_and_shift(xh, weight, None, weight_n, 0, col[i], inside[i], acc_dtype)
+            normed = scale_and_shift(xh, weight, None, weight_n, 0, lane[i], inside[i], acc_dtype, unit)
             tl.store(y + out + col[i], normed.to(y.dtype.element_ty), mask=ok[i])
     else:
-        col = tl.arange(0, block_n)[None, :].to(tl.int64)
+        lane = tl.arange(0, block_n).to(tl.int64)
+        col = lane[None, :]
         squares = tl.zeros([block_rows], acc_dtype)
         for start in range(0, tl.cast(n, tl.int64), block_n):
             at = start + col
@@ -74,7 +75,9 @@ def add_rmsnorm_kernel(x, residual, weight, y, total, rows, rows_inner, n, eps,
             ok = row_ok & (at < n)
             s = load_sum(x_row + at * x_n, residual_row + at * residual_n, ok, acc_dtype)
             tl.store(total + out + at, s.to(total.dtype.element_ty), mask=ok)
-            normed = scale_and_shift(narrowed(s * r, x, narrow), weight, None, weight_n, 0, at, at < n, acc_dtype)
+            normed = scale_and_shift(
+                narrowed(s * r, x, narrow), weight, None, weight_n, 0, start + lane, start + lane < n, acc_dtype, unit
+            )
             tl.store(y + out + at, normed.to(y.dtype.element_ty), mask=ok)
 
 

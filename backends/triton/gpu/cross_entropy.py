@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._rows import across, load_tiles, refuse_rows, row_max, row_sum, tile_rows, told
+from portakern.backends.triton.gpu._rows import columns, load_tiles, refuse_rows, row_max, row_sum, tile_rows, told
 from portakern.backends.triton.gpu.layernorm import key
 from portakern.backends.triton.gpu.logsumexp import finite_or_zero
 from portakern.backends.triton.launch import accumulator, cdiv, launch, torch_dtype
@@ -49,8 +49,8 @@ def cross_entropy_kernel(x, labels, loss, lse, rows, rows_inner, n, ignored, x_o
     total = tl.zeros([block_rows], acc_dtype)
 
     if tiles:
-        col, inside = across(n, block_n, tail)
-        ok = [row_ok & a for a in inside]
+        lane, inside = columns(0, n, block_n, tail)
+        col, ok = [a[None, :] for a in lane], [row_ok & a[None, :] for a in inside]
         t = load_tiles(x_row, x_n, col, ok, float("-inf"), acc_dtype)
         m = row_max(t)
         shift = finite_or_zero(m)[:, None]

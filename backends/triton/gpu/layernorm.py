@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._rows import across, load_tiles, refuse_rows, row_sum, tile_rows, told
+from portakern.backends.triton.gpu._rows import columns, load_tiles, refuse_rows, row_sum, tile_rows, told
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh_like, row_start, walk_rows
 from portakern.spec import Tile
@@ -30,12 +30,22 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def scale_and_shift(xh, weight, bias, weight_n, bias_n, col, inside, acc_dtype: tl.constexpr):
-    """xh * weight + bias in columns ``col``, those ``inside``, without those of the two that are None."""
+def beside(w, step, lane, inside, acc_dtype: tl.constexpr, unit: tl.constexpr):
+    """What w has in columns ``lane``, those ``inside``. Where rows begin anywhere, it is read along an axis of its own,
+    since in a tile it would share the layout of the rows, which is one of narrow accesses."""
+    if unit == 1:
+        return tl.load(w + lane * step, mask=inside, other=0.0).to(acc_dtype)[None, :]
+    else:
+        return tl.load(w + lane[None, :] * step, mask=inside[None, :], other=0.0).to(acc_dtype)
+
+
+@triton.jit
+def scale_and_shift(xh, weight, bias, weight_n, bias_n, lane, inside, acc_dtype: tl.constexpr, unit: tl.constexpr):
+    """xh * weight + bias in columns ``lane``, those ``inside``, without those of the two that are None."""
     if weight is not None:
-        xh = xh * tl.load(weight + col * weight_n, mask=inside, other=0.0).to(acc_dtype)
+        xh = xh * beside(weight, weight_n, lane, inside, acc_dtype, unit)
     if bias is not None:
-        xh = xh + tl.load(bias + col * bias_n, mask=inside, other=0.0).to(acc_dtype)
+        xh = xh + beside(bias, bias_n, lane, inside, acc_dtype, unit)
     return xh
 
 
@@ -69,15 +79,16 @@ def layernorm_kernel(x, weight, bias, y, rows, rows_inner, n, eps,
     x_row, y_row, row_ok = x_row[:, None], (y + row * n)[:, None], (row < rows)[:, None]
 
     if tiles:
-        col, inside = across(n, block_n, tail)
-        ok = [row_ok & a for a in inside]
+        lane, inside = columns(0, n, block_n, tail)
+        col, ok = [a[None, :] for a in lane], [row_ok & a[None, :] for a in inside]
         t = load_tiles(x_row, x_n, col, ok, 0.0, acc_dtype)
         d, r = centred(t, ok, n, eps, tiles)
         for i in tl.static_range(tiles):
-            out = scale_and_shift(d[i] * r, weight, bias, weight_n, bias_n, col[i], inside[i], acc_dtype)
+            out = scale_and_shift(d[i] * r, weight, bias, weight_n, bias_n, lane[i], inside[i], acc_dtype, unit)
             tl.store(y_row + col[i], out.to(y.dtype.element_ty), mask=ok[i])
     else:
-        col = tl.arange(0, block_n)[None, :].to(tl.int64)
+        lane = tl.arange(0, block_n).to(tl.int64)
+        col = lane[None, :]
         mean = tl.zeros([block_rows], acc_dtype)
         total = tl.zeros([block_rows], acc_dtype)
         for start in range(0, tl.cast(n, tl.int64), block_n):
@@ -89,7 +100,7 @@ def layernorm_kernel(x, weight, bias, y, rows, rows_inner, n, eps,
             ok = row_ok & (start + col < n)
             t = tl.load(x_row + (start + col) * x_n, mask=ok, other=0.0).to(acc_dtype)
             xh = (t - mean[:, None]) * r[:, None]
-            out = scale_and_shift(xh, weight, bias, weight_n, bias_n, start + col, start + col < n, acc_dtype)
+            out = scale_and_shift(xh, weight, bias, weight_n, bias_n, start + lane, start + lane < n, acc_dtype, unit)
             tl.store(y_row + (start + col), out.to(y.dtype.element_ty), mask=ok)
 
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._rows import across, load_tiles, refuse_rows, row_max, row_sum, tile_rows, told
+from portakern.backends.triton.gpu._rows import columns, load_tiles, refuse_rows, row_max, row_sum, tile_rows, told
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
 from portakern.spec import Tile
@@ -43,8 +43,8 @@ def logsumexp_kernel(x, y, rows, rows_inner, n, x_outer, x_inner, x_n,
     x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None]
 
     if tiles:
-        col, inside = across(n, block_n, tail)
-        ok = [row_ok & a for a in inside]
+        lane, inside = columns(0, n, block_n, tail)
+        col, ok = [a[None, :] for a in lane], [row_ok & a[None, :] for a in inside]
         t = load_tiles(x_row, x_n, col, ok, float("-inf"), acc_dtype)
         m = row_max(t)
         shift = finite_or_zero(m)[:, None]

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._rows import across, load_tiles, row_max, row_sum, told
+from portakern.backends.triton.gpu._rows import columns, load_tiles, row_max, row_sum, told
 from portakern.backends.triton.gpu.logsumexp import default_tiling, key, supports
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
@@ -37,8 +37,8 @@ def logsumexp_vjp_kernel(x, d_y, d_x, rows, rows_inner, n, x_outer, x_inner, x_n
     g = tl.load(d_y + row, mask=row < rows, other=0.0).to(acc_dtype)[:, None]
 
     if tiles:
-        col, inside = across(n, block_n, tail)
-        ok = [row_ok & a for a in inside]
+        lane, inside = columns(0, n, block_n, tail)
+        col, ok = [a[None, :] for a in lane], [row_ok & a[None, :] for a in inside]
         t = load_tiles(x_row, x_n, col, ok, float("-inf"), acc_dtype)
         m = row_max(t)[:, None]
         p = [tl.exp(a - m) for a in t]

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._rows import across, load_tiles, row_sum, told
+from portakern.backends.triton.gpu._rows import columns, load_tiles, row_sum, told
 from portakern.backends.triton.gpu.layernorm import default_tiling, key, scale_and_shift, supports
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh_like, row_start, walk_rows
@@ -47,16 +47,17 @@ def rmsnorm_kernel(x, weight, y, rows, rows_inner, n, eps,
     x_row, y_row, row_ok = x_row[:, None], (y + row * n)[:, None], (row < rows)[:, None]
 
     if tiles:
-        col, inside = across(n, block_n, tail)
-        ok = [row_ok & a for a in inside]
+        lane, inside = columns(0, n, block_n, tail)
+        col, ok = [a[None, :] for a in lane], [row_ok & a[None, :] for a in inside]
         t = load_tiles(x_row, x_n, col, ok, 0.0, acc_dtype)
         r = tl.rsqrt(row_sum([a * a for a in t]) / n + eps)[:, None]
         for i in tl.static_range(tiles):
             xh = narrowed(t[i] * r, x, narrow)
-            out = scale_and_shift(xh, weight, None, weight_n, 0, col[i], inside[i], acc_dtype)
+            out = scale_and_shift(xh, weight, None, weight_n, 0, lane[i], inside[i], acc_dtype, unit)
             tl.store(y_row + col[i], out.to(y.dtype.element_ty), mask=ok[i])
     else:
-        col = tl.arange(0, block_n)[None, :].to(tl.int64)
+        lane = tl.arange(0, block_n).to(tl.int64)
+        col = lane[None, :]
         total = tl.zeros([block_rows], acc_dtype)
         for start in range(0, tl.cast(n, tl.int64), block_n):
             t = tl.load(x_row + (start + col) * x_n, mask=row_ok & (start + col < n), other=0.0).to(acc_dtype)
@@ -66,7 +67,7 @@ def rmsnorm_kernel(x, weight, y, rows, rows_inner, n, eps,
             ok = row_ok & (start + col < n)
             t = tl.load(x_row + (start + col) * x_n, mask=ok, other=0.0).to(acc_dtype)
             xh = narrowed(t * r[:, None], x, narrow)
-            out = scale_and_shift(xh, weight, None, weight_n, 0, start + col, start + col < n, acc_dtype)
+            out = scale_and_shift(xh, weight, None, weight_n, 0, start + lane, start + lane < n, acc_dtype, unit)
             tl.store(y_row + (start + col), out.to(y.dtype.element_ty), mask=ok)
 
 

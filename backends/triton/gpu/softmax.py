@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._rows import across, load_tiles, refuse_rows, row_max, row_sum, tile_rows, told
+from portakern.backends.triton.gpu._rows import columns, load_tiles, refuse_rows, row_max, row_sum, tile_rows, told
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh_like, row_start, walk_rows
 from portakern.spec import Tile
@@ -40,8 +40,8 @@ def softmax_kernel(x, y, rows, rows_inner, n,
     y_row = row_start(y, row, rows_inner, y_outer, y_inner, flat, unit)[:, None]
 
     if tiles:
-        col, inside = across(n, block_n, tail)
-        ok = [row_ok & a for a in inside]
+        lane, inside = columns(0, n, block_n, tail)
+        col, ok = [a[None, :] for a in lane], [row_ok & a[None, :] for a in inside]
         t = load_tiles(x_row, x_n, col, ok, float("-inf"), acc_dtype)
         m = row_max(t)[:, None]
         p = [tl.exp(a - m) for a in t]

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._rows import across, load_tiles, row_sum, told
+from portakern.backends.triton.gpu._rows import columns, load_tiles, row_sum, told
 from portakern.backends.triton.gpu.softmax import default_tiling, key, supports
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, result_like, row_start, walk_rows
@@ -38,8 +38,8 @@ def softmax_vjp_kernel(y, d_y, d_x, rows, rows_inner, n,
     d_x_row = row_start(d_x, row, rows_inner, d_x_outer, d_x_inner, flat, unit)[:, None]
 
     if tiles:
-        col, inside = across(n, block_n, tail)
-        ok = [row_ok & a for a in inside]
+        lane, inside = columns(0, n, block_n, tail)
+        col, ok = [a[None, :] for a in lane], [row_ok & a[None, :] for a in inside]
         p = load_tiles(y_row, y_n, col, ok, 0.0, acc_dtype)
         g = load_tiles(d_y_row, d_y_n, col, ok, 0.0, acc_dtype)
         delta = row_sum([p[i] * g[i] for i in (0, 1)[:tiles]])[:, None]
