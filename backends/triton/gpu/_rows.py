@@ -7,6 +7,7 @@ holds a tuple of as many tiles wherever it would hold a tile, and sums and maxim
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,8 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton.launch import TILE_REGISTERS, cdiv, lanes, refuse_over, refuse_tile
-from portakern.backends.triton.layout import pow2_at_least
+from portakern.backends.triton.layout import SHAPES, pow2_at_least
+from portakern.spec.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -78,20 +80,19 @@ def first_tile(n: int) -> int:
     return half if two and n > half and n < whole else whole
 
 
-def kept(n: int, tiling: Mapping[str, int], width: int) -> dict[str, int]:
-    """What a kernel is told of rows of n beside its tiling: how wide a second tile is, or 0, and how many tiles hold a
-    row, 0 where it does not stay in registers and is read in blocks.
+@functools.lru_cache(SHAPES)
+def kept(n: int, block_rows: int, block_n: int, num_warps: int, least: int) -> tuple[int, int]:
+    """How wide a second tile is of rows of n, or 0, and how many tiles hold a row; 0: it does not stay in registers,
+    and is read in blocks.
 
-    ``width``: threads of a warp. A second tile has in each row a number for all of a program's threads, so that they
-    share it as they share the first: what rows have in common need not change hands, and no two threads hold a number.
-    """
-    block_rows, block_n, num_warps = (tiling[name] for name in ("block_rows", "block_n", "num_warps"))
+    ``least``: what all threads of a program read of a row at once. A second tile is no narrower, so that they share it
+    as they share the first: numbers that both tiles of a row have to do with need not change hands, and no two threads
+    hold one element."""
     if n <= block_n:
-        return {"tail": 0, "tiles": 1}
-    tail = pow2_at_least(n - block_n, min(num_warps * width, block_n))
-    if tail > block_n or block_rows * (block_n + tail) > num_warps * 32 * TILE_REGISTERS:
-        return {"tail": 0, "tiles": 0}
-    return {"tail": tail, "tiles": 2}
+        return 0, 1
+    tail = pow2_at_least(n - block_n, min(least, block_n))
+    fits = tail <= block_n and block_rows * (block_n + tail) <= num_warps * 32 * TILE_REGISTERS
+    return (tail, 2) if fits else (0, 0)
 
 
 def blocks(tiling: Mapping[str, int]) -> dict[str, int]:
@@ -101,7 +102,10 @@ def blocks(tiling: Mapping[str, int]) -> dict[str, int]:
 
 def told(call: Call, n: int, tiling: Mapping[str, int]) -> dict[str, int]:
     """The constants of a kernel whose programs have rows of n."""
-    return blocks(tiling) | kept(n, tiling, lanes(call.target.arch))
+    found, vector = blocks(tiling), 16 // numpy_dtype(call.dtype).itemsize
+    at_once = tiling["num_warps"] * lanes(call.target.arch) * (1 if n % vector else vector)
+    found["tail"], found["tiles"] = kept(n, *found.values(), at_once)
+    return found
 
 
 def parts_of(call: Call, n: int, tiling: Mapping[str, int]) -> tuple[int, dict[str, int]]:
@@ -112,7 +116,7 @@ def parts_of(call: Call, n: int, tiling: Mapping[str, int]) -> tuple[int, dict[s
 
 def refuse_rows(call: Call, tiling: Mapping[str, int], n: int, rows: int) -> str | None:
     """Why rows of n cannot be walked with this tiling."""
-    tail = kept(n, tiling, lanes(call.target.arch))["tail"]
+    tail = told(call, n, tiling)["tail"]
     reason = refuse_tile(call, tiling, rows)
     return reason or (refuse_over(call, tiling["num_warps"], tiling["block_rows"] * tail) if tail else None)
 
@@ -124,24 +128,25 @@ def tile_rows(n: int, arch: str, pairs: bool = False) -> dict[str, int]:
     elements, or 32 of rows longer than 16384 and of rows that are not aligned, which are read one element at a time and
     want more reads under way in each thread (H100, n = 4097 in one tile: 40 us where 16 take 47). Longer rows are read
     twice, in blocks that half of a multiprocessor's threads hold (H100, n = 131072: 74 us in blocks of 16384, 82 in
-    blocks of 8192; of rows that are not aligned, in blocks of 4096).
+    blocks of 8192; n = 21775, which is not aligned: 76 us in blocks of 4096, 121 in blocks of 8192).
 
-    Two tiles (:func:`first_tile`) are of one row (H100, softmax of 8192 x 1001: 19 us, 45 in one tile of two rows;
-    4095 x 4097: 31 and 46; 4095 x 5001: 37 and 42; 1024 x 8195: 20 and 34).
+    A program has one row in two tiles (:func:`first_tile`; H100, softmax in bfloat16, 4095 x 4097: 31 us, 46 in one
+    tile; 4095 x 5001: 37 and 42; 1024 x 8195: 20 and 34; 8192 x 1001: 19, and 45 in one tile of two rows).
 
-    ``pairs``: of two rows, where they are not aligned. Norms gained by it in one tile, since both share their weights
+    ``pairs``: two of rows that are not aligned. Norms gained by it in one tile, since two rows share their weights
     (H100, 4928 x 4041: 42 us, 50 one at a time; 2304 x 10186: 67 and 76; 192 x 14500: 12.7 and 13.4), softmax lost
     (641 x 6926: 18 and 13)."""
-    odd, width, two = n % 8 > 0, lanes(arch), False
-    if n > 32768:
+    odd, width = n % 8 > 0, lanes(arch)
+    if n > (20480 if odd else 32768):  # odd rows that are longer would not fit in the registers of 1024 threads
         block_n, elements = (4096, 16) if odd else (16384, 32)
+        row, two = block_n, False
     else:
         block_n = first_tile(n)
-        elements, two = (32 if odd or block_n > 8192 else 16), block_n < n
+        two = n > block_n
+        row = block_n + pow2_at_least(n - block_n) if two and odd else block_n
+        elements = 32 if odd or block_n > 8192 else 16
+    block_rows = pow2_at_least(2048 // block_n, 1, 16)
     if two:
         block_rows = 2 if pairs and odd and n <= 16384 else 1
-    else:
-        block_rows = pow2_at_least(2048 // block_n, 1, 16)
-    shared = block_n + pow2_at_least(n - block_n) if two and odd else block_n
-    num_warps = pow2_at_least(block_rows * shared // (elements * width), max(64 // elements, 1), 1024 // width)
+    num_warps = pow2_at_least(block_rows * row // (elements * width), max(64 // elements, 1), 1024 // width)
     return {"block_rows": block_rows, "block_n": block_n, "num_warps": num_warps}
