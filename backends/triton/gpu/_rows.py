@@ -66,6 +66,14 @@ def row_sum(tiles):
     return found
 
 
+@triton.jit
+def centred(t, ok, n, eps, tiles: tl.constexpr):
+    """x - mean of rows that stay in registers, 0 where not ``ok``, and (var + eps)^-1/2."""
+    mean = (row_sum(t) / n)[:, None]
+    d = [tl.where(ok[i], t[i] - mean, 0.0) for i in (0, 1)[:tiles]]
+    return d, tl.rsqrt(row_sum([a * a for a in d]) / n + eps)[:, None]
+
+
 def first_tile(n: int) -> int:
     """How wide the first tile is of a row that stays in registers; where it is narrower than the row, a second one
     follows.
@@ -147,6 +155,6 @@ def tile_rows(n: int, arch: str, pairs: bool = False) -> dict[str, int]:
         elements = 32 if odd or block_n > 8192 else 16
     block_rows = pow2_at_least(2048 // block_n, 1, 16)
     if two:
-        block_rows = 2 if pairs and odd and n <= 16384 else 1
+        block_rows = 2 if pairs and odd and n <= 12288 else 1
     num_warps = pow2_at_least(block_rows * row // (elements * width), max(64 // elements, 1), 1024 // width)
     return {"block_rows": block_rows, "block_n": block_n, "num_warps": num_warps}

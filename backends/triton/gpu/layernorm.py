@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._rows import columns, load_tiles, refuse_rows, row_sum, tile_rows, told
+from portakern.backends.triton.gpu._rows import centred, columns, load_tiles, refuse_rows, tile_rows, told
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh_like, row_start, walk_rows
 from portakern.spec import Tile
@@ -58,14 +58,6 @@ def join(mean, m2, t, ok, start, n, block_n: tl.constexpr, acc_dtype: tl.constex
     d = tl.where(ok, t - own[:, None], 0.0)
     shift, share = own - mean, width / (start + width)
     return mean + shift * share, m2 + (tl.sum(d * d, 1) + shift * shift * (start * share))
-
-
-@triton.jit
-def centred(t, ok, n, eps, tiles: tl.constexpr):
-    """x - mean of rows that stay in registers, 0 where not ``ok``, and (var + eps)^-1/2."""
-    mean = (row_sum(t) / n)[:, None]
-    d = [tl.where(ok[i], t[i] - mean, 0.0) for i in (0, 1)[:tiles]]
-    return d, tl.rsqrt(row_sum([a * a for a in d]) / n + eps)[:, None]
 
 
 @triton.jit

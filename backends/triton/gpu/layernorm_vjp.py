@@ -24,6 +24,7 @@ import triton.language as tl
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu._rows import (
     blocks,
+    centred,
     columns,
     first_tile,
     load_tiles,
@@ -32,7 +33,7 @@ from portakern.backends.triton.gpu._rows import (
     row_sum,
     told,
 )
-from portakern.backends.triton.gpu.layernorm import centred, key
+from portakern.backends.triton.gpu.layernorm import key
 from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, shared_limit, torch_dtype
 from portakern.backends.triton.layout import Rows, aligned, fresh, pow2_at_least, row_start, walk_rows
 from portakern.spec import Tile
