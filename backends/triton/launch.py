@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 __all__ = [
-    "MAX_GRID", "RECORDERS", "TILE_REGISTERS", "accumulator", "cdiv", "compiler_options", "dot_precision", "lanes", "launch", "recording",
-    "refuse_common", "refuse_over", "shared_limit", "tmem_columns", "torch_dtype",
+    "MAX_GRID", "RECORDERS", "TILE_REGISTERS", "accumulator", "cdiv", "compiler_options", "dot_precision", "lanes",
+    "launch", "recording", "refuse_common", "refuse_over", "shared_limit", "tmem_columns", "torch_dtype",
 ]  # fmt: skip
 
 MAX_GRID = 2**31 - 1  # of a grid's first dimension, on NVIDIA and AMD; the others end at 65535, so no kernel uses them

@@ -2,8 +2,8 @@
 
     s = x + residual, rounded to their dtype        y = s r weight        r = (sum(s^2) / n + eps)^-1/2
 
-Programs and tiles are those of rmsnorm. A row that fits in ``tiles`` tiles is read once, and its sum stays in registers; of
-a longer one x and residual are read twice (squares, results), the second time from cache.
+Programs and tiles are those of rmsnorm. A row that fits in ``tiles`` tiles is read once, and its sum stays in
+registers; of a longer one x and residual are read twice (squares, results), the second time from cache.
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equation 4; the sum is that of pre-norm
 transformers, Xiong et al., "On layer normalization in the transformer architecture" (2020), section 3.

@@ -80,5 +80,6 @@ def logsumexp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     y, n = fresh(call.dims["rest"], x.dtype, x.device), call.dims["axis"]
     (x,), rows = walk_rows(axis, x)
     launch(logsumexp_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, y, rows.height, rows.inner, n,
-           *rows.strides[0], acc_dtype=accumulator(call.dtype), **told(call, n, tiling), **rows.known(call.dtype))  # fmt: skip
+           *rows.strides[0], acc_dtype=accumulator(call.dtype), **told(call, n, tiling),
+           **rows.known(call.dtype))  # fmt: skip
     return (y,)
