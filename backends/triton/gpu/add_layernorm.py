@@ -21,7 +21,7 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu._rows import centred, columns, told
-from portakern.backends.triton.gpu.add_rmsnorm import load_sum
+from portakern.backends.triton.gpu.add_rmsnorm import load_sum, sum_tiles
 from portakern.backends.triton.gpu.layernorm import default_tiling, join, key, scale_and_shift, supports
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh_like, result_like, row_start, walk_rows
@@ -45,11 +45,7 @@ def add_layernorm_kernel(x, residual, weight, bias, y, total, rows, rows_inner, 
     if tiles:
         lane, inside = columns(0, n, block_n, tail)
         col, ok = [a[None, :] for a in lane], [row_ok & a[None, :] for a in inside]
-        s = [
-            load_sum(x_row + col[i] * x_n, residual_row + col[i] * residual_n, ok[i], acc_dtype) for i in (0, 1)[:tiles]
-        ]
-        for i in tl.static_range(tiles):
-            tl.store(total + out + col[i], s[i].to(total.dtype.element_ty), mask=ok[i])
+        s = sum_tiles(x_row, x_n, residual_row, residual_n, total + out, col, ok, acc_dtype)
         d, r = centred(s, ok, n, eps, tiles)
         for i in tl.static_range(tiles):
             normed = scale_and_shift(d[i] * r, weight, bias, weight_n, bias_n, lane[i], inside[i], acc_dtype, unit)

@@ -37,6 +37,15 @@ def load_sum(x, residual, ok, acc_dtype: tl.constexpr):
 
 
 @triton.jit
+def sum_tiles(x, x_n, residual, residual_n, total, col, ok, acc_dtype: tl.constexpr):
+    """x + residual in the columns of each tile, which is stored in total as well."""
+    s = [load_sum(x + col[i] * x_n, residual + col[i] * residual_n, ok[i], acc_dtype) for i in (0, 1)[: len(col)]]
+    for i in tl.static_range(len(col)):
+        tl.store(total + col[i], s[i].to(total.dtype.element_ty), mask=ok[i])
+    return s
+
+
+@triton.jit
 def add_rmsnorm_kernel(x, residual, weight, y, total, rows, rows_inner, n, eps,
                        x_outer, x_inner, x_n, residual_outer, residual_inner, residual_n, weight_n,
                        block_rows: tl.constexpr, block_n: tl.constexpr, tail: tl.constexpr, tiles: tl.constexpr,
@@ -51,11 +60,7 @@ def add_rmsnorm_kernel(x, residual, weight, y, total, rows, rows_inner, n, eps,
     if tiles:
         lane, inside = columns(0, n, block_n, tail)
         col, ok = [a[None, :] for a in lane], [row_ok & a[None, :] for a in inside]
-        s = [
-            load_sum(x_row + col[i] * x_n, residual_row + col[i] * residual_n, ok[i], acc_dtype) for i in (0, 1)[:tiles]
-        ]
-        for i in tl.static_range(tiles):
-            tl.store(total + out + col[i], s[i].to(total.dtype.element_ty), mask=ok[i])
+        s = sum_tiles(x_row, x_n, residual_row, residual_n, total + out, col, ok, acc_dtype)
         r = tl.rsqrt(row_sum([a * a for a in s]) / n + eps)[:, None]
         for i in tl.static_range(tiles):
             xh = narrowed(s[i] * r, x, narrow)

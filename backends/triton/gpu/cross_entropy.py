@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._rows import columns, load_tiles, refuse_rows, row_max, row_sum, tile_rows, told
+from portakern.backends.triton.gpu._rows import columns, load_tiles, refuse_rows, row_sum, tile_rows, told
 from portakern.backends.triton.gpu.layernorm import key
-from portakern.backends.triton.gpu.logsumexp import finite_or_zero
+from portakern.backends.triton.gpu.logsumexp import finite_or_zero, maximum_and_sum
 from portakern.backends.triton.launch import accumulator, cdiv, launch, torch_dtype
 from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
 from portakern.spec import Tile
@@ -52,9 +52,7 @@ def cross_entropy_kernel(x, labels, loss, lse, rows, rows_inner, n, ignored, x_o
         lane, inside = columns(0, n, block_n, tail)
         col, ok = [a[None, :] for a in lane], [row_ok & a[None, :] for a in inside]
         t = load_tiles(x_row, x_n, col, ok, float("-inf"), acc_dtype)
-        m = row_max(t)
-        shift = finite_or_zero(m)[:, None]
-        l = row_sum([tl.exp(a - shift) for a in t])
+        m, l = maximum_and_sum(t)
         if even > 0:
             total = row_sum([tl.where(ok[i], t[i], 0.0) for i in (0, 1)[:tiles]])
     else:

@@ -34,6 +34,14 @@ def finite_or_zero(m):
 
 
 @triton.jit
+def maximum_and_sum(t):
+    """m and l of rows that stay in registers, each of one number a row."""
+    m = row_max(t)
+    shift = finite_or_zero(m)[:, None]
+    return m, row_sum([tl.exp(a - shift) for a in t])
+
+
+@triton.jit
 def logsumexp_kernel(x, y, rows, rows_inner, n, x_outer, x_inner, x_n,
                      block_rows: tl.constexpr, block_n: tl.constexpr, tail: tl.constexpr, tiles: tl.constexpr,
                      acc_dtype: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
@@ -45,10 +53,7 @@ def logsumexp_kernel(x, y, rows, rows_inner, n, x_outer, x_inner, x_n,
     if tiles:
         lane, inside = columns(0, n, block_n, tail)
         col, ok = [a[None, :] for a in lane], [row_ok & a[None, :] for a in inside]
-        t = load_tiles(x_row, x_n, col, ok, float("-inf"), acc_dtype)
-        m = row_max(t)
-        shift = finite_or_zero(m)[:, None]
-        l = row_sum([tl.exp(a - shift) for a in t])
+        m, l = maximum_and_sum(load_tiles(x_row, x_n, col, ok, float("-inf"), acc_dtype))
     else:
         col = tl.arange(0, block_n)[None, :].to(tl.int64)
         m = tl.full([block_rows], float("-inf"), acc_dtype)

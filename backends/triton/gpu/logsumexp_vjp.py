@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._rows import columns, load_tiles, row_max, row_sum, told
+from portakern.backends.triton.gpu._rows import columns, load_tiles, told
 from portakern.backends.triton.gpu.logsumexp import default_tiling, key, supports
+from portakern.backends.triton.gpu.softmax import exponentials
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
 from portakern.spec import Tile
@@ -39,10 +40,7 @@ def logsumexp_vjp_kernel(x, d_y, d_x, rows, rows_inner, n, x_outer, x_inner, x_n
     if tiles:
         lane, inside = columns(0, n, block_n, tail)
         col, ok = [a[None, :] for a in lane], [row_ok & a[None, :] for a in inside]
-        t = load_tiles(x_row, x_n, col, ok, float("-inf"), acc_dtype)
-        m = row_max(t)[:, None]
-        p = [tl.exp(a - m) for a in t]
-        l = row_sum(p)[:, None]
+        p, l = exponentials(load_tiles(x_row, x_n, col, ok, float("-inf"), acc_dtype))
         for i in tl.static_range(tiles):
             tl.store(d_x_row + col[i] * d_x_n, (g * (p[i] / l)).to(d_x.dtype.element_ty), mask=ok[i])
     else:

@@ -29,6 +29,14 @@ if TYPE_CHECKING:
 
 
 @triton.jit
+def exponentials(t):
+    """exp(x - m) of rows that stay in registers, and their sums l."""
+    m = row_max(t)[:, None]
+    p = [tl.exp(a - m) for a in t]
+    return p, row_sum(p)[:, None]
+
+
+@triton.jit
 def softmax_kernel(x, y, rows, rows_inner, n,
                    x_outer, x_inner, x_n, y_outer, y_inner, y_n,
                    block_rows: tl.constexpr, block_n: tl.constexpr, tail: tl.constexpr, tiles: tl.constexpr,
@@ -42,10 +50,7 @@ def softmax_kernel(x, y, rows, rows_inner, n,
     if tiles:
         lane, inside = columns(0, n, block_n, tail)
         col, ok = [a[None, :] for a in lane], [row_ok & a[None, :] for a in inside]
-        t = load_tiles(x_row, x_n, col, ok, float("-inf"), acc_dtype)
-        m = row_max(t)[:, None]
-        p = [tl.exp(a - m) for a in t]
-        l = row_sum(p)[:, None]
+        p, l = exponentials(load_tiles(x_row, x_n, col, ok, float("-inf"), acc_dtype))
         for i in tl.static_range(tiles):
             tl.store(y_row + col[i] * y_n, (p[i] / l).to(y.dtype.element_ty), mask=ok[i])
     else:

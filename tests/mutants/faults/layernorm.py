@@ -11,8 +11,7 @@ FAULTS = {
             "the variance is E[x^2] - mean^2",
             old="tl.rsqrt(row_sum([a * a for a in d]) / n + eps)",
             new=(
-                "tl.rsqrt(tl.maximum(row_sum([a * a for a in t]) / n - (row_sum(t) / n) * (row_sum(t) / n), 0.0) "
-                "+ eps)"
+                "tl.rsqrt(tl.maximum(row_sum([a * a for a in t]) / n - (row_sum(t) / n) * (row_sum(t) / n), 0.0) + eps)"
             ),
             small=True,
             sample=True,

@@ -43,8 +43,11 @@ FAULTS = {
         Planted(
             "p-rounded-before-sum",
             "the normaliser sums weights already rounded to the output's dtype",
-            old="l = row_sum(p)[:, None]",
-            new="l = row_sum([a.to(y.dtype.element_ty).to(acc_dtype) for a in p])[:, None]",
+            old='p, l = exponentials(load_tiles(x_row, x_n, col, ok, float("-inf"), acc_dtype))\n',
+            new=(
+                'p, _ = exponentials(load_tiles(x_row, x_n, col, ok, float("-inf"), acc_dtype))\n'
+                "        l = row_sum([a.to(y.dtype.element_ty).to(acc_dtype) for a in p])[:, None]\n"
+            ),
             small=True,
         ),
         Planted(
