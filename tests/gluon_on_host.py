@@ -179,6 +179,9 @@ def warpgroup_mma_wait(outstanding: int, deps: list[Product]) -> Any:
     return results if len(results) > 1 else results[0]
 
 
+_adding = threading.Lock()
+
+
 def store_wait(outstanding: int) -> None:
     assert outstanding == 0
     for there, tile, adds in local().stores:
@@ -206,16 +209,6 @@ def load(pointer: Pointer, mask: torch.Tensor, other: float) -> torch.Tensor:
 def store(pointer: Pointer, value: torch.Tensor, mask: torch.Tensor) -> None:
     at, value, mask = torch.broadcast_tensors(pointer.at, value, mask)
     pointer.flat[at[mask]] = value[mask]
-
-
-_adding = threading.Lock()
-
-
-def atomic_add(pointer: Pointer, value: torch.Tensor, sem: str) -> None:
-    assert sem == "relaxed"
-    at, value = torch.broadcast_tensors(pointer.at, value)
-    with _adding:
-        pointer.flat[at] += value
 
 
 class Scalar(int):
@@ -301,7 +294,7 @@ def _language(program: int, programs: int) -> types.SimpleNamespace:
         full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype), log=_of_numpy(np.log),
         max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), reshape=torch.reshape,
         convert_layout=lambda x, layout: x, exp2=_of_numpy(np.exp2), load=load, store=store,
-        atomic_add=atomic_add, inline_asm_elementwise=_in_assembly,
+        inline_asm_elementwise=_in_assembly,
         fma=lambda a, b, c: (a.double() * b + c).float(),
         where=_of_scalars(lambda c, a, b: a if c else b, torch.where),
         minimum=_of_scalars(min, torch.minimum), maximum=_of_scalars(max, torch.maximum),

@@ -172,7 +172,9 @@ def test_a_wrong_kernel_is_never_chosen_by_the_tuner(tmp_path, monkeypatch):
 
 
 def test_two_clocks_tell_the_same_of_one_kernel():
-    """But for what the device takes to begin and to note an event, some microseconds, and noise of a long call."""
+    """But for what the device takes to begin and to note an event, some microseconds, where that does not hide behind
+    what the device does anyway: an H100 showed 182.50 us between events and 182.56 by CUPTI. Each clock has calls of
+    its own, in turns, which differ by a percent of themselves, so that either may be the shorter by so much."""
     instruments = frameworks()["torch"].instruments(torch.device("cuda:0"))
     if registry.backend("jax").unavailable() is not None or not jax_has_a_gpu():
         pytest.skip("needs JAX on an NVIDIA GPU, which can read CUPTI")
@@ -181,7 +183,8 @@ def test_two_clocks_tell_the_same_of_one_kernel():
     watches = {c: instruments.stopwatch(lambda: torch.sin(x), r) for c, r in (("cupti", cupti), ("events", None))}
     found = interleaved(watches, rounds=5)
     assert all(found[clock].clock == clock for clock in watches)
-    assert -1 < found["events"].median_us - found["cupti"].median_us < 10
+    cupti_us, events_us = found["cupti"].median_us, found["events"].median_us
+    assert cupti_us * 0.99 <= events_us < cupti_us + 10
 
 
 def jax_has_a_gpu():

@@ -41,8 +41,7 @@ def on_the_host(module: Any, kernel: Any, grid: int, args: tuple[Any, ...], cons
     if kernel.__name__ != "attention_vjp_unordered_kernel":
         interpreter.run(kernel, grid, *args, **constexprs)
         return
-    known = {n: constexprs[n] for n in ("plan", "engine")}
-    host.launched(kernel, [module, _flash_gradients, _flash], grid, args, **known)
+    host.launched(kernel, [module, _flash_gradients, _flash], grid, args, plan=constexprs["plan"])
 
 
 CASES = {
@@ -51,6 +50,7 @@ CASES = {
     "band": ((1, 100, 1, 2, 170, 64), {"window": (40, 10), "given": ("d_lse",)}),
     "more queries than keys": ((2, 90, 1, 3, 40, 72, 40), {"is_causal": True, "dtype": torch.float16}),
     "softcap": ((1, 150, 1, 2, 200, 128), {"is_causal": True, "softcap": 5.0}),
+    "softcap, narrow": ((1, 150, 1, 2, 200, 64), {"window": (70, None), "softcap": 5.0}),
     "narrow values": ((1, 70, 1, 1, 140, 128, 64), {"window": (None, 90), "scale": -0.2}),
     "programs that stay": ((2, 200, 2, 1, 300, 64), {}),
     "programs that stay, wide": ((1, 130, 2, 1, 300, 128), {}),
@@ -82,55 +82,43 @@ def test_every_role_meets_the_bound(name):
 
 
 @pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("behind", [0, 1])
-def test_a_role_may_be_late(late, behind, monkeypatch):
+def test_a_role_may_be_late(late, monkeypatch):
     monkeypatch.setattr(host, "LATE", {late: 5e-3})
     shape, more = CASES["causal"]
-    assert worst(bound(*shape, **more), behind=behind, num_stages=2) <= 1
+    assert worst(bound(*shape, **more)) <= 1
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_any_number_of_stages_meets_the_bound(stages):
+def test_one_stage_meets_the_bound():
     shape, more = CASES["causal"]
-    assert worst(bound(*shape, **more), num_stages=stages) <= 1
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_products_behind_the_weights_of_the_next_tile_meet_the_bound(name):
-    shape, more = CASES[name]
-    assert worst(bound(*shape, **more), behind=1, num_stages=2) <= 1
-
-
-@pytest.mark.parametrize("name", ["causal", "causal, narrow", "more queries than keys", "one"])
-def test_sums_that_leave_by_the_copy_engine_meet_the_bound(name):
-    shape, more = CASES[name]
-    assert worst(bound(*shape, **more), engine=1, num_stages=2) <= 1
+    assert worst(bound(*shape, **more), num_stages=1) <= 1
 
 
 FAULTS = {
-    "D is read before both groups have put it there": (
-        "causal", "        mbarrier.wait(parts.there.index(buffer), filled)\n", ""
+    "D of the tile before is read before both groups have put it there": (
+        "causal", "            mbarrier.wait(parts.there.index(buffer ^ 1), filled ^ buffer ^ 1)\n", ""
     ),
-    "D of the tile before is read before it is there": (
-        "behind", "            mbarrier.wait(parts.there.index(buffer ^ 1), filled ^ buffer ^ 1)\n", ""
+    "D of the last tile is read before both groups have put it there": (
+        "causal", "\n    mbarrier.wait(parts.there.index(buffer ^ 1), filled ^ buffer ^ 1)\n", "\n"
     ),
-    "the last tile's d_q is left out": ("behind", "\n    add_to_memory(GROUP, sums, parts, d_q, row, plan)\n", "\n"),
+    "the last tile's d_q is left out": ("causal", "\n    add_to_memory(GROUP, sums, parts, d_q, row, plan)\n", "\n"),
     "one buffer for all tiles": ("causal", "phase, buffer ^ 1, filled ^ buffer", "phase, buffer, filled"),
     "a group's keys leave while the other reads them": ("programs that stay, wide",
         "        mbarrier.wait(parts.done, count & 1)\n", ""),
     "queries are handed back while products read them": (
         "causal",
-        "        d_q = query_gradients(GROUP, buffer, ",
-        "        mbarrier.arrive(guests.empty.index(stage), count=1)\n        d_q = query_gradients(GROUP, buffer, ",
+        "        d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])\n"
+        "        mbarrier.arrive(guests.empty.index(turn[0]), count=1)\n",
+        "        mbarrier.arrive(guests.empty.index(turn[0]), count=1)\n"
+        "        d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])\n",
     ),
     "both groups compute the first columns": ("causal", "slice(GROUP * 64, 64, 1)", "slice(0, 64, 1)"),
     "both groups compute the first queries": ("causal, narrow", "(buffer * 2 + GROUP)", "(buffer * 2)"),
     "one group's keys are left out": ("causal", "use_acc=g > 0", "use_acc=False"),
     "all heads of a group add to the first": ("causal", "0, work.pitch)", "0, 0)"),
-    "the first tile's row for all": ("behind", "start, row_after = next_tile(start, row, first, last, work, block)",
+    "the first tile's row for all": ("causal", "start, row_after = next_tile(start, row, first, last, work, block)",
         "start, _ = next_tile(start, row, first, last, work, block)"),
     "a sum's tile is written over before it has left": ("causal",
-        "        tma.store_wait(0)  # what was in this tile before has left\n", ""),
+        "    tma.store_wait(0)  # what was in this tile before has left\n", ""),
     "scale is left out": ("narrow values", "(d_first * scale)", "d_first"),
     "the phase of a buffer never changes": ("causal", "buffer ^ 1, filled ^ buffer", "buffer ^ 1, filled"),
 }  # fmt: skip
@@ -141,12 +129,11 @@ def test_a_fault_is_found(fault, tmp_path, monkeypatch):
     monkeypatch.setattr(host, "PATIENCE", 0.7)
     case, old, new = FAULTS[fault]
     module = host.faulty(_flash_unordered, old, new, tmp_path)
-    shape, more = CASES["causal" if case == "behind" else case]
-    engine, behind = int("store_wait" in old), int(case == "behind")
+    shape, more = CASES[case]
     with pytest.raises((testing.Broken, AssertionError, TimeoutError)):
         for group in (0, 1):
             monkeypatch.setattr(host, "LATE", {group: 5e-3})
-            worst(bound(*shape, **more), module, engine=engine, behind=behind, num_stages=2)
+            worst(bound(*shape, **more), module)
 
 
 SM_90 = targets.find("sm_90").target
@@ -199,6 +186,8 @@ def test_explain_says_whose_bits_may_change(monkeypatch):
 def test_what_has_no_room_is_refused():
     assert tiling_of(CALL)["block_q"] == 64
     assert tiling_of(bound(1, 90, 1, 1, 90, 64, 40, device="meta"))["block_q"] == 128
+    capped = bound(1, 90, 1, 1, 90, 64, device="meta", softcap=5.0)
+    assert unordered.supports(capped, tiling_of(capped)) is None, "it has 64 scores of a row at a time, of 128 queries"
     for more, named, why in (
         ({"d": 136}, {}, "no room beside each other"),
         ({"d": 128}, {"num_stages": 8}, "bytes of shared memory"),
@@ -235,16 +224,15 @@ def test_calls_of_a_form_are_replayed():
 
 
 @compiles
-@pytest.mark.parametrize(("d", "engine", "adds"), [(64, 0, "REDG.E.ADD.F32x2"), (128, 0, "REDG.E.ADD.F32x2"),
-                                                   (128, 1, "UTMAREDG.2D.ADD")])  # fmt: skip
-def test_it_compiles_for_hopper_and_products_do_not_wait(d, engine, adds):
-    call = bound(4, 4096, 8, 4, 4096, d, device="meta", is_causal=True)
-    built = FAMILY.load_compiler().build(VARIANT, call, tiling_of(call, engine=engine, num_stages=2))
+@pytest.mark.parametrize(("d", "softcap"), [(64, None), (64, 30.0), (128, None)])
+def test_it_compiles_for_hopper_and_products_do_not_wait(d, softcap):
+    call = bound(4, 4096, 8, 4, 4096, d, device="meta", is_causal=True, softcap=softcap)
+    built = FAMILY.load_compiler().build(VARIANT, call, tiling_of(call))
     assert [k.name for k in built.kernels] == KERNELS
     for kernel in built.kernels:
         assert kernel.over(targets.find("sm_90")) is None and not kernel.serialised
-        assert (kernel.spills or 0) <= 112, "as many as the kernel of two launches has with Triton 3.6"
-    assert adds in built.kernels[1].assembly
+        assert (kernel.spills or 0) <= 700, "as many as it was timed with, 228 with Triton 3.6, and 3.9's 676"
+    assert "UTMAREDG.2D.ADD" in built.kernels[1].assembly
 
 
 def planted(**how: Any) -> Backend:

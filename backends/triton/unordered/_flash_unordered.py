@@ -13,8 +13,9 @@ one owner in one order, as there.
 D^T of a group's 64 keys lies in its registers. d_q wants the D^T of both groups as one left operand, since each
 addition to memory that is spared is worth more than a barrier: so both groups put theirs into shared memory, in one of
 two buffers in turn, and each group of warps computes half of the tile's d_q: 64 of 128 columns at head dimension 128,
-64 of 128 queries at 64. A group writes a buffer anew when both have put the tile in between into the other one, hence
-are done with the products of this one.
+64 of 128 queries at 64. It does so beside the weights of the tile that follows, when the other group's D has long been
+there, and hands the half over to the copy engine, which adds it to memory. A group writes a buffer anew when both have
+put the tile in between into the other one, hence are done with the products of this one.
 """
 
 from __future__ import annotations
@@ -88,24 +89,15 @@ def query_gradients(GROUP: gl.constexpr, buffer, keys, parts, plan: gl.constexpr
 
 @gluon.jit
 def add_to_memory(GROUP: gl.constexpr, sums, parts, d_q, row, plan: gl.constexpr):
-    """Add this group's half of d_q to the sums from ``row`` on, by the copy engine where there is a tile for it, or by
-    the threads; nobody waits for it."""
-    columns: gl.constexpr = plan.block_d
-    if parts.leaving is not None:
-        leaving = parts.leaving.index(GROUP)
-        tma.store_wait(0)  # what was in this tile before has left
-        leaving.store(d_q)
-        fence_async_shared()
-        if plan.block > 64:
-            add_tile(sums, [row + GROUP * 64, 0], leaving)
-        else:
-            add_tile(sums, [row, GROUP * 64], leaving)
+    """Have this group's half of d_q added to the sums from ``row`` on; nobody waits for it."""
+    leaving = parts.leaving.index(GROUP)
+    tma.store_wait(0)  # what was in this tile before has left
+    leaving.store(d_q)
+    fence_async_shared()
+    if plan.block > 64:
+        add_tile(sums, [row + GROUP * 64, 0], leaving)
     else:
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-        i = gl.arange(0, 64, gl.SliceLayout(1, layout)).to(gl.int64)[:, None]
-        j = gl.arange(0, 64, gl.SliceLayout(0, layout)).to(gl.int64)[None, :]
-        corner: gl.constexpr = GROUP * 64 * (columns if plan.block > 64 else 1)
-        gl.atomic_add(sums + (row.to(gl.int64) * columns + corner) + (i * columns + j), d_q, sem="relaxed")
+        add_tile(sums, [row, GROUP * 64], leaving)
 
 
 @gluon.jit
@@ -169,31 +161,8 @@ def next_tile(start, row, first, last, work, block: gl.constexpr):
 @gluon.jit
 def walk(GROUP: gl.constexpr, turn, first, last, steps, row, own, home, guests, parts, sums, d_first, d_second, scores,
          work, plan: gl.constexpr, mma: gl.constexpr, left_first: gl.constexpr, left_second: gl.constexpr):  # fmt: skip
-    """(d_k, d_v, turn) after all queries that see the keys at home. row: of the first of them in the sums."""
-    block: gl.constexpr = plan.block
-    stages: gl.constexpr = plan.stages
-    start = first
-    for _ in range(steps):
-        d_first, d_second = fold_tile(GROUP, False, turn, start, row, own, home, guests, parts, sums, d_first, d_second,
-                                      scores, plan, mma, left_first, left_second)  # fmt: skip
-        stage, _, buffer, filled = turn
-        mbarrier.wait(parts.there.index(buffer), filled)
-        d_q = query_gradients(GROUP, buffer, home.first, parts, plan)
-        d_first, d_second = warpgroup_mma_wait(2, deps=[d_first, d_second])
-        mbarrier.arrive(guests.empty.index(stage), count=1)
-        d_q = warpgroup_mma_wait(0, deps=[d_q])
-        add_to_memory(GROUP, sums, parts, d_q, row, plan)
-        turn = next_turn(turn, stages)
-        start, row = next_tile(start, row, first, last, work, block)
-    return d_first, d_second, turn
-
-
-@gluon.jit
-def walk_behind(GROUP: gl.constexpr, turn, first, last, steps, row, own, home, guests, parts, sums, d_first, d_second,
-                scores, work, plan: gl.constexpr, mma: gl.constexpr, left_first: gl.constexpr,
-                left_second: gl.constexpr):  # fmt: skip
-    """As ``walk``, with d_q of a tile computed beside the weights of the next, so that no group waits for what the
-    other has just begun."""
+    """(d_k, d_v, turn) after all queries that see the keys at home. row: of the first of them in the sums. d_q of a
+    tile follows beside the weights of the next, so that no group waits for what the other has just begun."""
     block: gl.constexpr = plan.block
     stages: gl.constexpr = plan.stages
     d_first, d_second = fold_tile(GROUP, False, turn, first, row, own, home, guests, parts, sums, d_first, d_second,
@@ -247,14 +216,8 @@ def consumer(GROUP: gl.constexpr, home, guests, parts, sides, sums, scores, scal
         d_first = gl.zeros([ROWS, block_d], gl.float32, mma_first)
         d_second = gl.zeros([ROWS, block_dv], gl.float32, mma_second)
         row = head * work.group * work.pitch + first
-        if plan.ahead:
-            d_first, d_second, turn = walk_behind(GROUP, turn, first, last, steps, row, own, home, guests, parts, sums,
-                                                  d_first, d_second, scores, work, plan, mma, left_first,
-                                                  left_second)  # fmt: skip
-        else:
-            d_first, d_second, turn = walk(GROUP, turn, first, last, steps, row, own, home, guests, parts, sums,
-                                           d_first, d_second, scores, work, plan, mma, left_first,
-                                           left_second)  # fmt: skip
+        d_first, d_second, turn = walk(GROUP, turn, first, last, steps, row, own, home, guests, parts, sums, d_first,
+                                       d_second, scores, work, plan, mma, left_first, left_second)  # fmt: skip
         mbarrier.arrive(parts.done, count=1)
         mbarrier.wait(parts.done, count & 1)
         # The rows at home are not read any more: their gradients leave by way of their memory.
@@ -275,11 +238,11 @@ def consumer(GROUP: gl.constexpr, home, guests, parts, sides, sums, scores, scal
 @gluon.jit(do_not_specialize=list(Work._fields))
 def attention_vjp_unordered_kernel(
     k, v, q, d_o, shift, delta, d_k, d_v, sums, scores, scale, window, tiles, tiles_q, together, heads, group,
-    all_heads, q_len, kv_len, pitch, engine: gl.constexpr, plan: gl.constexpr,
+    all_heads, q_len, kv_len, pitch, plan: gl.constexpr,
 ):  # fmt: skip
-    """d_k and d_v, scaled, and D k added to ``sums``: (heads of all batch entries, pitch, block_d), float32, or with
-    ``engine``, by which the copy engine adds, described: (heads times pitch, block_d). The other arguments are those
-    of ``attention_vjp_gradients_kernel`` with keys at home; d_k and d_v may be None."""
+    """d_k and d_v, scaled, and D k added to ``sums``, float32, described: (heads of all batch entries times pitch,
+    block_d). The other arguments are those of ``attention_vjp_gradients_kernel`` with keys at home; d_k and d_v may be
+    None."""
     work = Work(tiles, tiles_q, together, heads, group, all_heads, q_len, kv_len, pitch)
     sides = Sides(k, v, q, d_o, shift, delta, d_k, d_v)
     dtype: gl.constexpr = k.dtype
@@ -292,7 +255,7 @@ def attention_vjp_unordered_kernel(
         gl.allocate_shared_memory(dtype, [2 * (block // 64) * GROUPS, ROWS, 64], swizzled),
         gl.allocate_shared_memory(gl.int64, [2, 1], bar),
         gl.allocate_shared_memory(gl.int64, [1, 1], bar).index(0),
-        gl.allocate_shared_memory(gl.float32, [GROUPS, 64, 64], gl.NVMMASharedLayout(128, 32, 2)) if engine else None,
+        gl.allocate_shared_memory(gl.float32, [GROUPS, 64, 64], gl.NVMMASharedLayout(128, 32, 2)),
     )
     mbarrier.init(parts.there.index(0), count=GROUPS)
     mbarrier.init(parts.there.index(1), count=GROUPS)

@@ -35,28 +35,25 @@ if TYPE_CHECKING:
 KEYS = QUERIES * GROUPS.value  # of a program
 WIDEST = 128  # head dimension
 ADDED = "many programs add to it in memory, in the order in which they come"
-KNOBS = {"num_stages": Count(1, 8), "engine": Count(0, 1), "behind": Count(0, 1)}
-"""``engine``: what is added to d_q in memory leaves by the copy engine, or by the threads that computed it.
-``behind``: d_q of a tile is computed beside the weights of the next."""
+KNOBS = {"num_stages": Count(1, 8)}
 
 
 def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
     """What the kernel is compiled for."""
     columns = pow2_at_least(max(call.dims["d"], call.dims["dv"]), 64)
     return Plan(True, GROUPS.value, tiling["block_q"], columns, columns, tiling["num_stages"],
-                bool(tiling["behind"]), True, True,
-                REGISTERS[GROUPS.value][0])  # fmt: skip
+                False, True, True, REGISTERS[GROUPS.value][0])  # fmt: skip
 
 
-def shared_bytes(plan: Plan, tiling: Mapping[str, int]) -> int:
+def shared_bytes(plan: Plan) -> int:
     """Shared memory that the kernel takes: of keys and queries, two buffers of D, and what of d_q is to leave."""
-    return ordered.shared_bytes(plan) + 2 * 2 * KEYS * plan.block + 4 * GROUPS.value * 64 * 64 * tiling["engine"]
+    return ordered.shared_bytes(plan) + 2 * 2 * KEYS * plan.block + 4 * GROUPS.value * 64 * 64
 
 
 def without_d_q(call: Call, tiling: Mapping[str, int]) -> tuple[Call, Mapping[str, int]]:
     """The call for d_k and d_v alone, and what the ordered kernel is told of its tiles."""
     rest = call.replace(wants=tuple(n for n in call.wants if n != "d_q") or ("d_k", "d_v"))
-    return rest, {**tiling, "consumers": GROUPS.value, "ahead": 0}
+    return rest, ordered.fit(rest, {**tiling, "consumers": GROUPS.value, "ahead": 0})
 
 
 def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
@@ -74,7 +71,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
         )
     if plan.block * plan.block_d != 64 * WIDEST:
         return f"tiles of {plan.block} queries at {plan.block_d} columns; expected {64 * WIDEST // plan.block_d}"
-    shared = shared_bytes(plan, tiling)
+    shared = shared_bytes(plan)
     if shared > shared_limit(call.target.arch):
         return (
             f"{plan.stages} stages of {plan.block} queries take {shared} bytes of shared memory; "
@@ -113,8 +110,8 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     results = [None if (x := out[n]) is None else tiled(x, QUERIES, columns)
                for n, columns in (("d_k", plan.block_d), ("d_v", plan.block_dv))]  # fmt: skip
     launch(attention_vjp_unordered_kernel, min(tiles, processors(q.device)) if seen_by_all else tiles, call,
-           *described, *told, *results, by_halves(sums) if tiling["engine"] else sums, scores, scale, (right, left),
-           *work, engine=tiling["engine"], plan=plan, num_warps=4, maxnreg=REGISTERS[GROUPS.value][1])  # fmt: skip
+           *described, *told, *results, by_halves(sums), scores, scale, (right, left), *work,
+           plan=plan, num_warps=4, maxnreg=REGISTERS[GROUPS.value][1])  # fmt: skip
     rows = 4096 // plan.block_d
     tiles_q = cdiv(q_len, rows)
     launch(attention_vjp_unordered_round_kernel, tiles_q * heads * batch, call, sums, out["d_q"], scale, tiles_q, heads,
