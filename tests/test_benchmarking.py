@@ -626,6 +626,16 @@ def test_the_command_writes_rows_that_can_be_read(tmp_path):
     assert "seconds of the dearest calls: " in found.output
 
 
+def test_an_op_that_is_named_is_timed_with_its_gradients():
+    def named(op, gradients=True):
+        return {c.timed for c in command._cases([op], None, None, None, gradients, any_cpu=False)}
+
+    gradient = registry.find_spec("linear").vjp
+    assert named("linear") == {"linear", gradient}  # of a suite; another op's from its typical call:
+    assert named("rope") == {"rope", registry.find_spec("rope").vjp}
+    assert named("linear", gradients=False) == {"linear"} and named(gradient) == {gradient}
+
+
 def test_a_table_is_completed_by_several_runs(tmp_path, monkeypatch):
     """What stands in the file is not timed again, until what decides it changes; calls that were not asked for stay."""
     timed_now, rows_of, file = [], bench_run._Trial.rows, tmp_path / "rows.json"

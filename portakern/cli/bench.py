@@ -193,7 +193,9 @@ def _cases(
         given = [suites.parse_shape(text) for text in shape]
         return [c for extents in given for name in ops or () for c in suites.asked(name, extents, dtype, gradients)]
     named = suite or ([suites.SAMPLES] if any_cpu else [n for n in suites.names() if n != suites.SAMPLES])
-    cases = [c for name in named for c in suites.cases_of(name, dtype, gradients) if not ops or c.timed in ops]
+    cases = [
+        c for name in named for c in suites.cases_of(name, dtype, gradients) if not ops or {c.op, c.timed} & {*ops}
+    ]
     if not suite and not any_cpu:
         covered = {c.timed for c in cases if c.suite != suites.TYPICAL}
         cases = [c for c in cases if c.suite != suites.TYPICAL or c.timed not in covered]
