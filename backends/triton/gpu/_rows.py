@@ -85,7 +85,7 @@ def first_tile(n: int) -> int:
     whole = pow2_at_least(n, 128)
     half = whole // 2
     two = half >= 512 if n % 8 else half >= 2048 and 2 * (n - half) <= half
-    return half if two and n > half and n < whole else whole
+    return half if two and n < whole else whole
 
 
 @functools.lru_cache(SHAPES)
