@@ -85,7 +85,7 @@ def first_tile(n: int) -> int:
     whole = pow2_at_least(n, 128)
     half = whole // 2
     two = half >= 512 if n % 8 else half >= 2048 and 2 * (n - half) <= half
-    return half if two and n > half and n < whole else whole
+    return half if two and n < whole else whole
 
 
 @functools.lru_cache(SHAPES)
@@ -139,7 +139,7 @@ def tile_rows(n: int, arch: str, pairs: bool = False) -> dict[str, int]:
     blocks of 8192; n = 21775, which is not aligned: 76 us in blocks of 4096, 121 in blocks of 8192).
 
     A program has one row in two tiles (:func:`first_tile`; H100, softmax in bfloat16, 4095 x 4097: 31 us, 46 in one
-    tile; 4095 x 5001: 37 and 42; 1024 x 8195: 20 and 34; 8192 x 1001: 19, and 45 in one tile of two rows).
+    tile; 4095 x 5001: 37 and 42; 8192 x 1001: 19, and 45 in one tile of two rows).
 
     ``pairs``: two of rows that are not aligned. Norms gained by it in one tile, since two rows share their weights
     (H100, 4928 x 4041: 42 us, 50 one at a time; 2304 x 10186: 67 and 76; 192 x 14500: 12.7 and 13.4), softmax lost

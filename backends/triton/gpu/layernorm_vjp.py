@@ -184,17 +184,17 @@ def default_tiling(call: Call) -> dict[str, int]:
     multiprocessor, so rows must be under way ahead of it: with four stages and 16 bits 10 to 22 % less time than with
     two, at n from 4096 to 8192; float32 gains nothing.
 
-    Rows that are not aligned, and cannot be copied ahead, lie in two tiles, of up to 20 elements a thread: in 16 bits
-    up to 9216, where no register is spilled yet.
+    Rows that are not aligned, and cannot be copied ahead, lie in two tiles where those are a quarter shorter than one,
+    or more: in 16 bits up to 8704, beyond which registers are spilled.
     """
     n, arch, short = call.dims["n"], call.target.arch, call.dtype in ("float16", "bfloat16")
     odd = n % 8 > 0
-    whole = n <= (9216 if odd and short else 8192)
-    block_n = 4096 if not whole else first_tile(n) if odd else pow2_at_least(n, 128)
-    block_rows = pow2_at_least(2048 // pow2_at_least(n, 128), 1, 16)
+    whole, one = n <= (8704 if odd and short else 8192), pow2_at_least(n, 128)
+    block_n = 4096 if not whole else first_tile(n) if odd and 4 * n <= 3 * one else one
+    block_rows = pow2_at_least(2048 // one, 1, 16)
     two = whole and n > block_n
     elements = block_rows * (block_n + pow2_at_least(n - block_n) if two else block_n)
-    num_warps = pow2_at_least(elements // ((20 if two else 16) * lanes(arch)), 4, 512 // lanes(arch))
+    num_warps = pow2_at_least(elements // (16 * lanes(arch)), 4, 512 // lanes(arch))
     stages = (4 if short else 2) if arch.startswith("sm_") and whole else 1
     ahead = streams(call) * elements * (2 if short else 4)  # bytes of a stage beyond the first
     stages = min(stages, 1 + shared_limit(arch) // ahead) if stages > 1 else 1
