@@ -73,18 +73,26 @@ def check(
         reports = [testing.replay(chosen[0], case, backend=named[0], variant=variant, **asked)]
     else:
         subjects = _subjects(chosen, named, variant, (device, profile, target), every=not (ops and backend))
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=err, transient=True) as bar:
-            tasks = {s: bar.add_task("{} on {}, {}".format(*s), total=max_examples) for s in subjects}
-            reports = testing.check_all(subjects, jobs, lambda s, cases: bar.advance(tasks[s], cases),
-                                        budget, **asked, dtypes=dtype, only=edge, max_examples=max_examples,
-                                        seed=seed)  # fmt: skip
+        of = {**asked, "dtypes": dtype, "only": edge, "max_examples": max_examples, "seed": seed}
+        reports = _checked(subjects, jobs, budget, of)
     _show_reports(reports)
     if json_file:
         rows = [r.to_dict() | _measured(*s, (device, profile, target)) for r, s in zip(reports, subjects, strict=True)]
         _write_rows(json_file, rows, round(time.perf_counter() - start, 1))
     if not all(r.passed for r in reports):
         raise typer.Exit(1)
+
+
+def _checked(
+    subjects: list[tuple[str, str, str | None]], jobs: int, budget: float | None, asked: dict[str, Any]
+) -> list[Any]:
+    """The subjects' reports; a bar each shows how many of its cases were run."""
+    from portakern import testing
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True) as bar:
+        tasks = {s: bar.add_task("{} on {}, {}".format(*s), total=asked["max_examples"]) for s in subjects}
+        return testing.check_all(subjects, jobs, lambda s, cases: bar.advance(tasks[s], cases), budget, **asked)
 
 
 def _check_asked(ops: list[str], backends: list[str], dtypes: list[str] | None, json_file: Path | None) -> None:
