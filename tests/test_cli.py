@@ -167,7 +167,7 @@ def test_files_are_written_whole(tmp_path):
 
 
 def test_doctor_says_that_triton_has_no_wheel_elsewhere(monkeypatch):
-
+    inventory.devices()  # libraries that are loaded while the system's name is another look for that one's files
     monkeypatch.setattr(inventory.platform, "system", lambda: "Darwin")
     monkeypatch.setattr(Backend, "unavailable", lambda self: "triton not installed" if self.name == "triton" else None)
     rows = {b["backend"]: b for b in inventory.doctor()["backends"]}

@@ -223,8 +223,9 @@ def _of_a_problem(
 def _on_its_terms(
     asked: Asked, words: tuple[str, ...], terms: Mapping[str, str], target: Target
 ) -> tuple[Asked, tuple[str, ...]]:
-    """What is asked, and what a report says of it, of a problem whose own reference, on an accelerator, takes no shifted
-    arrays (``aligned``; unless somebody named a layout) or leads infinities elsewhere than the formula (``edges``)."""
+    """What is asked, and what a report says of it, of a problem whose own reference, on an accelerator, takes no
+    shifted arrays (``aligned``; unless somebody named a layout) or leads infinities elsewhere than the formula
+    (``edges``)."""
     if target.platform == HOST.platform:
         return asked, words
     if (why := terms.get("aligned")) and asked.layouts is LAYOUTS:
