@@ -43,7 +43,7 @@ def launches(name, n, arch="sm_90", dtype="bfloat16", tiling=None):
     found = {}
     with recording(lambda kernel, grid, args, constexprs: found.update({kernel.__name__: constexprs})):
         impl.run(call, used)
-    return found
+    return found | {"tiling": used}
 
 
 def over_rows():
@@ -161,6 +161,13 @@ def test_gradients_of_norms_read_longer_rows_in_blocks():
     for n, dtype in ((8195, "bfloat16"), (12296, "bfloat16"), (12288, "float32")):
         assert "layernorm_vjp_statistics_kernel" in launches("layernorm_vjp", n, dtype=dtype), n
     assert "layernorm_vjp_statistics_kernel" not in launches("layernorm_vjp", 12288)
+
+
+def test_gradients_of_norms_over_rows_that_cannot_be_copied_ahead_have_twice_the_programs():
+    """Where two programs fit a multiprocessor: one waits for its rows while the other computes."""
+    of = {n: launches("rmsnorm_vjp", n)["tiling"]["steps"] for n in (333, 1001, 4097, 5001, 1000, 4096, 5000)}
+    assert of == {333: 16, 1001: 16, 4097: 16, 5001: 32, 1000: 32, 4096: 32, 5000: 32}
+    assert launches("rmsnorm_vjp", 1001, dtype="float32")["tiling"]["steps"] == 32
 
 
 @pytest.mark.parametrize("norm", [{}, {"pairs": 8192, "of_first": True}, {"pairs": 12288}])
