@@ -74,17 +74,19 @@ def centred(t, ok, n, eps, tiles: tl.constexpr):
     return d, tl.rsqrt(row_sum([a * a for a in d]) / n + eps)[:, None]
 
 
-def first_tile(n: int) -> int:
+def first_tile(n: int, least: int = 0) -> int:
     """How wide the first tile is of a row that stays in registers; where it is narrower than the row, a second one
     follows.
 
-    Rows that are not aligned are read one element at a time, and a mask costs each a comparison and a predicate, of
-    which a thread has seven: there the first tile is full wherever the row is longer than 512. Where 8 elements share
-    a mask, two tiles are taken where they are a quarter shorter than one, or more.
-    """
+    Two tiles are taken where they are a quarter shorter than one, or more, of at least 512 columns where each element
+    has a mask of its own and 2048 where 8 share one (H100, bfloat16, 8192 x 1001: softmax 18.7 us in two, 17.3 in one;
+    4096 x 6927: logsumexp 35.9 and 34.2).
+
+    ``least``: from this width on, rows that are not aligned lie in two however long the second is."""
     whole = pow2_at_least(n, 128)
-    half = whole // 2
-    two = half >= 512 if n % 8 else half >= 2048 and 2 * (n - half) <= half
+    half, odd = whole // 2, n % 8 > 0
+    shorter = half >= (512 if odd else 2048) and 2 * (n - half) <= half
+    two = shorter or (odd and 0 < least <= half)
     return half if two and n < whole else whole
 
 
@@ -129,7 +131,7 @@ def refuse_rows(call: Call, tiling: Mapping[str, int], n: int, rows: int) -> str
     return reason or (refuse_over(call, tiling["num_warps"], tiling["block_rows"] * tail) if tail else None)
 
 
-def tile_rows(n: int, arch: str, pairs: bool = False) -> dict[str, int]:
+def tile_rows(n: int, arch: str, pairs: int = 0, of_first: bool = False) -> dict[str, int]:
     """A formula of n instead of a table: nothing that was timed asked for another choice at some n, or on some chip.
 
     A program takes a whole row where 1024 threads can hold it, and about 2048 elements of short rows; a thread takes 16
@@ -138,23 +140,28 @@ def tile_rows(n: int, arch: str, pairs: bool = False) -> dict[str, int]:
     twice, in blocks that half of a multiprocessor's threads hold (H100, n = 131072: 74 us in blocks of 16384, 82 in
     blocks of 8192; n = 21775, which is not aligned: 76 us in blocks of 4096, 121 in blocks of 8192).
 
-    A program has one row in two tiles (:func:`first_tile`; H100, softmax in bfloat16, 4095 x 4097: 31 us, 46 in one
-    tile; 4095 x 5001: 37 and 42; 8192 x 1001: 19, and 45 in one tile of two rows).
+    Two tiles (:func:`first_tile`) are of one row; a thread takes 32 elements of those of 4096 or more, counted in the
+    first of aligned rows (H100, bfloat16, softmax of 4095 x 5000: 32.0 us with 4 warps, 33.5 with 8; layernorm of
+    4096 x 12288: 72.9 with 8, 75.9 with 16) and in both of others (softmax of 4095 x 5001: 36.4 with 8, 37.0 with 4).
 
-    ``pairs``: two of rows that are not aligned. Norms gained by it in one tile, since two rows share their weights
-    (H100, 4928 x 4041: 42 us, 50 one at a time; 2304 x 10186: 67 and 76; 192 x 14500: 12.7 and 13.4), softmax lost
-    (641 x 6926: 18 and 13)."""
+    ``pairs``: up to which n a program takes two of the rows that are not aligned. Norms gain by it, since two rows
+    share their weights, softmax lost. Norms also gain by two tiles however long the second is.
+
+    ``of_first``: threads for the first tile alone. Layernorm, 2 x 4096 of 4096 x 6927: 61 us with 8 warps, 92 with 16;
+    rmsnorm has half the registers a thread with 16 (60 for 151, no spills), and 54.5 us."""
     odd, width = n % 8 > 0, lanes(arch)
     if n > (20480 if odd else 32768):  # odd rows that are longer would not fit in the registers of 1024 threads
         block_n, elements = (4096, 16) if odd else (16384, 32)
         row, two = block_n, False
     else:
-        block_n = first_tile(n)
+        block_n = first_tile(n, 1024 if pairs else 0)
         two = n > block_n
-        row = block_n + pow2_at_least(n - block_n) if two and odd else block_n
-        elements = 32 if odd or block_n > 8192 else 16
-    block_rows = pow2_at_least(2048 // block_n, 1, 16)
+        row = block_n + pow2_at_least(n - block_n) if two and odd and not of_first else block_n
+        elements = 32 if odd or block_n > (2048 if two else 8192) else 16
+    block_rows, least = pow2_at_least(2048 // block_n, 1, 16), max(64 // elements, 1)
     if two:
-        block_rows = 2 if pairs and odd and n <= 12288 else 1
-    num_warps = pow2_at_least(block_rows * row // (elements * width), max(64 // elements, 1), 1024 // width)
+        block_rows = 2 if odd and n <= pairs else 1
+    elif odd and block_n == 1024:  # H100, 8192 x 1001: softmax 17.3 us, 18.1 in two rows of 2 warps
+        block_rows, least = 2 if pairs else 1, 128 // width
+    num_warps = pow2_at_least(block_rows * row // (elements * width), least, 1024 // width)
     return {"block_rows": block_rows, "block_n": block_n, "num_warps": num_warps}

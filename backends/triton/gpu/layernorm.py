@@ -101,7 +101,7 @@ def key(call: Call) -> dict[str, str | int]:
 
 
 def default_tiling(call: Call) -> dict[str, int]:
-    return tile_rows(call.dims["n"], call.target.arch, pairs=True)
+    return tile_rows(call.dims["n"], call.target.arch, pairs=8192, of_first=True)
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:

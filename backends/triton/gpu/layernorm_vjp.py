@@ -26,7 +26,6 @@ from portakern.backends.triton.gpu._rows import (
     blocks,
     centred,
     columns,
-    first_tile,
     load_tiles,
     parts_of,
     refuse_rows,
@@ -44,6 +43,12 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 SUMMED = 1024  # partial sums that one program of layernorm_vjp_sum_kernel adds up
+
+LONGER = {4096: (128, 1024), 8192: (0, 4096)}
+"""First tile -> by how much a row of 16 bits may be longer to lie in two tiles, where it is not aligned and where it
+is. H100, layernorm_vjp in bfloat16: 4095 x 4097 93.7 us, 101.4 in one tile; 4095 x 5000 63.5 and 69.0; 4096 x 12288
+168, and 213 in blocks of 4096. Other rows lost: 4095 x 5001 at best 111.9 and 109.6, 8192 x 1001 88.8 and 74.2,
+1024 x 8195 117 and 97 in blocks; aligned rows of 6144 spill."""
 
 
 @triton.jit
@@ -184,21 +189,28 @@ def default_tiling(call: Call) -> dict[str, int]:
     multiprocessor, so rows must be under way ahead of it: with four stages and 16 bits 10 to 22 % less time than with
     two, at n from 4096 to 8192; float32 gains nothing.
 
-    Rows that are not aligned, and cannot be copied ahead, lie in two tiles where those are a quarter shorter than one,
-    or more: in 16 bits up to 8704, beyond which registers are spilled.
+    Rows of 16 bits that are not aligned cannot be copied ahead. Where a multiprocessor has room for two programs their
+    groups are of 16 steps, so that one waits while the other computes: of 4095 rows there are only 128 groups of 32.
+
+    Rows in two tiles (``LONGER``) have 32 elements of the first a thread; those of more than 8192 are read once so, with
+    nothing ahead, on NVIDIA alone: an RX 7900 (gfx1100) would spill 268 bytes a thread.
     """
     n, arch, short = call.dims["n"], call.target.arch, call.dtype in ("float16", "bfloat16")
-    odd = n % 8 > 0
-    whole, one = n <= (8704 if odd and short else 8192), pow2_at_least(n, 128)
-    block_n = 4096 if not whole else first_tile(n) if odd and 4 * n <= 3 * one else one
-    block_rows = pow2_at_least(2048 // one, 1, 16)
-    two = whole and n > block_n
+    nvidia = arch.startswith("sm_")
+    one = pow2_at_least(n, 128)
+    block_n = one if n <= 8192 else 4096
+    half = one // 2
+    two = short and (nvidia or n <= 8192) and half < n <= half + LONGER.get(half, (0, 0))[n % 8 == 0]
+    if two:
+        block_n = half
+    block_rows = pow2_at_least(2048 // block_n, 1, 16)
     elements = block_rows * (block_n + pow2_at_least(n - block_n) if two else block_n)
-    num_warps = pow2_at_least(elements // (16 * lanes(arch)), 4, 512 // lanes(arch))
-    stages = (4 if short else 2) if arch.startswith("sm_") and whole else 1
+    num_warps = pow2_at_least(block_rows * block_n // ((32 if two else 16) * lanes(arch)), 4, 512 // lanes(arch))
+    steps = 16 if short and n % 8 and num_warps <= 4 else 32
+    stages = (4 if short else 2) if nvidia and n <= 8192 else 1
     ahead = streams(call) * elements * (2 if short else 4)  # bytes of a stage beyond the first
     stages = min(stages, 1 + shared_limit(arch) // ahead) if stages > 1 else 1
-    return {"block_rows": block_rows, "block_n": block_n, "steps": 32, "num_stages": stages, "num_warps": num_warps}
+    return {"block_rows": block_rows, "block_n": block_n, "steps": steps, "num_stages": stages, "num_warps": num_warps}
 
 
 def streams(call: Call) -> int:

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._rows import columns, load_tiles, row_sum, told
-from portakern.backends.triton.gpu.layernorm import default_tiling, key, scale_and_shift, supports
+from portakern.backends.triton.gpu._rows import columns, load_tiles, row_sum, tile_rows, told
+from portakern.backends.triton.gpu.layernorm import key, scale_and_shift, supports
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh_like, row_start, walk_rows
 from portakern.spec import Tile
@@ -74,6 +74,10 @@ def rmsnorm_kernel(x, weight, y, rows, rows_inner, n, eps,
 def rounds_before(call: Call) -> bool:
     """Whether x r is rounded before it meets the weight, and is not as wide as what it is computed in."""
     return call.options["rounding"] == "before_weight" and call.dtype in ("float16", "bfloat16")
+
+
+def default_tiling(call: Call) -> dict[str, int]:
+    return tile_rows(call.dims["n"], call.target.arch, pairs=12288)
 
 
 @BACKEND.implements("rmsnorm", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
