@@ -889,6 +889,18 @@ def test_parts_of_keys_and_pieces_of_rows(causal, most, pieces):
     assert module.pieces_of(call, 16, 1024) == 0, "few rows pass by nothing"
 
 
+@pytest.mark.parametrize(("arch", "batch", "most"), [("v5e", 1, 3), ("v6e", 1, 3), ("v5e", 16, 9), ("v6e", 16, 9)])
+def test_the_keys_of_a_query_alone_come_in_several_steps(arch, batch, most):
+    """While those of the first step arrive nothing is done, but where other queries' came before."""
+    from portakern.backends.pallas.tpu import attention as module
+
+    spec = registry.find_spec("attention")
+    dims = {"batch": batch, "kv_heads": 1, "group": 4, "d": 128, "dv": 128, "q_len": 1, "kv_len": 8782}
+    form = typical_form(spec, "bfloat16", {**dims, "is_causal": True})
+    call = bound_form(spec, form, frameworks()["jax"], Target("tpu", arch))
+    assert module.parts(call, 16, 1024) == most
+
+
 def test_a_step_holds_no_more_keys_than_a_window_reaches():
     from portakern.backends.pallas.tpu import attention as module
 
