@@ -140,6 +140,59 @@ def test_a_kernel_is_walked_by_its_grid():
     assert walk.moved == 8 * 8 * 128 * 4 + 2 * 8 * 8 * 4, "a window that stays is not moved again"
 
 
+def in_blocks(kernel, grid, rows, out_rows, block=(16, 256)):
+    """A call of a kernel over blocks of an array of so many rows of 300."""
+
+    def call(x):
+        return pl.pallas_call(
+            kernel,
+            grid=grid,
+            in_specs=[pl.BlockSpec(block, lambda i: (i, 1))],
+            out_specs=pl.BlockSpec((8, 128), lambda i: (0, 0)),
+            out_shape=jax.ShapeDtypeStruct((out_rows, 128), jnp.float32),
+        )(x)
+
+    (walk,) = static.walks_of(jax.make_jaxpr(call)(np.zeros((rows, 300), np.float32)).jaxpr)
+    return walk
+
+
+def test_a_window_beyond_an_array_s_end_is_moved_as_far_as_that():
+    walk = in_blocks(lambda x, y: None, (3,), 35, 8)
+    out, lanes = 8 * 128 * 4, 128  # of the second 256 columns 44 are there: one native tile
+    assert walk.moved == (16 + 16 + 8) * lanes * 4 + out, "of the last rows three are there: one native tile"
+    assert walk.first == 16 * lanes * 4 + out
+
+
+def test_a_loop_s_code_counts_as_often_as_it_runs():
+    def kernel(x, y):
+        def add(i, sums):
+            return sums + x[pl.ds(i * 8, 8), :128]
+
+        y[...] = jax.lax.fori_loop(0, 4, add, jnp.zeros((8, 128), jnp.float32))
+        y[...] += jax.lax.fori_loop(0, 6, add, jnp.zeros((8, 128), jnp.float32), unroll=3)
+        y[...] += jax.lax.fori_loop(0, 2, add, jnp.zeros((8, 128), jnp.float32), unroll=2)  # laid out whole
+
+    assert in_blocks(kernel, (3,), 35, 8).body.loops == (4, 2)
+    code = """\
+ 0x1   : { } /* Start region 1 */
+ 0x2 LB: > { }
+ 0x3   : > { }
+ 0x4 LB: >> { }
+ 0x5   : >> { }
+ 0x6   : > { }
+ 0x7 LB: >> { }
+ 0x8   : >> { }
+ 0x9   : >> { }
+ 0xa   : { }
+"""
+    whole = static.regions(code)
+    assert whole.bundles == 11 and whole.loops == ((1, 8), (2, 2), (2, 3))
+    body = static.Condition(8, 9, 0, (), (4, 2))
+    walk = static.Walk("kernel", 8, body, moved=0, first=0, program="")
+    issued = static.cycles(walk, whole, flops_a_cycle=10, bytes_a_cycle=100)
+    assert issued == 8 * (static.STEP + 11 + 3 * 2 + 1 * 3)
+
+
 def test_programs_that_differ_in_extents_are_the_same():
     spec, impl = registry.find_spec("matmul"), tpu("matmul")
     tiling = {"block_m": 128, "block_n": 128, "block_k": 128}
@@ -834,6 +887,18 @@ def test_parts_of_keys_and_pieces_of_rows(causal, most, pieces):
     assert module.parts(call, 1024, 512) == most and module.parts(call, 1024, 4096) == 1
     assert tuple(module.pieces_of(call, 1024, bkv) for bkv in (512, 1024)) == pieces
     assert module.pieces_of(call, 16, 1024) == 0, "few rows pass by nothing"
+
+
+@pytest.mark.parametrize(("arch", "batch", "most"), [("v5e", 1, 3), ("v6e", 1, 3), ("v5e", 16, 9), ("v6e", 16, 9)])
+def test_the_keys_of_a_query_alone_come_in_several_steps(arch, batch, most):
+    """While those of the first step arrive nothing is done, but where other queries' came before."""
+    from portakern.backends.pallas.tpu import attention as module
+
+    spec = registry.find_spec("attention")
+    dims = {"batch": batch, "kv_heads": 1, "group": 4, "d": 128, "dv": 128, "q_len": 1, "kv_len": 8782}
+    form = typical_form(spec, "bfloat16", {**dims, "is_causal": True})
+    call = bound_form(spec, form, frameworks()["jax"], Target("tpu", arch))
+    assert module.parts(call, 16, 1024) == most
 
 
 def test_a_step_holds_no_more_keys_than_a_window_reaches():

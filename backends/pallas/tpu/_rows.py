@@ -8,20 +8,26 @@ During sweep 0 an output stays on the block that sweep 1 writes first: a block l
 nothing unwritten may leave it. Where VMEM has room for whole rows, sweep 0 keeps what it reads, and sweep 1 takes it
 from there: memory is read once.
 
+A block is many times what registers hold, and an operation on all of it stores every result. So a kernel says what it
+makes of a few registers (`Piece`) of a few rows (`Strip`), and a step does that for one after another.
+
 Where XLA lays rows side by side (`SideBySide`) their blocks are turned as they come and go. A kernel works on the same
 rows in the same way: the view changes no bit, and may depend on how many rows there are.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas.common import Blocks, Refs, even_block, row_block, step_along, within
@@ -38,7 +44,7 @@ from portakern.backends.pallas.tpu._chip import (
     vmem_limit,
     whole_lanes,
 )
-from portakern.backends.pallas.tpu._layout import SideBySide, Turned
+from portakern.backends.pallas.tpu._layout import SideBySide, Turned, turned
 from portakern.core import targets
 from portakern.core.call import Call
 from portakern.core.targets import Hardware
@@ -257,10 +263,6 @@ class Walk(NamedTuple):
         """The sum of a block's values along each row, without what lies beyond the row's end."""
         return jnp.sum(self.within_rows(values, step), axis=self.along, keepdims=True)
 
-    def sum_over_rows(self, values: Any, group: Any) -> Any:
-        """The sum over the rows of a block, its first axis here, without what lies beyond the last row."""
-        return jnp.sum(within(values, 0, group * self.block_rows, self.height), axis=0, keepdims=True)
-
     # What a TPU refuses
 
     def refused(self, call: Call, tiling: Mapping[str, int], held: Held) -> str | None:
@@ -274,6 +276,106 @@ class Walk(NamedTuple):
             or off_grid("block_rows", tiling["block_rows"], self.height, least)
             or over_vmem(call, held.bytes(call, self.elements), "block_rows or block_n", limit)
         )
+
+
+class Strip(NamedTuple):
+    """Some rows of a grid step's block, on which a kernel works before it comes to the next ones. What it makes of a
+    piece of them stays in registers: of whole blocks most of it would be stored, for want of registers, and read again.
+
+    Attributes:
+      walk: over blocks of so many rows; step: along the rows; first: the first of them, in blocks of ``of`` rows.
+    """
+
+    walk: Walk
+    step: Any
+    first: Any
+    of: int
+
+    @property
+    def n(self) -> int:
+        """The length of a row."""
+        return self.walk.n
+
+    def pieces(self) -> Iterator[Piece]:
+        """The block of each row in pieces of as many elements as a few registers hold."""
+        walk = self.walk
+        width = max(PIECE // walk.block_rows, LANES if walk.along == 1 else SUBLANES)
+        for start in range(0, walk.block_n, width):
+            yield Piece(self, start, min(start + width, walk.block_n))
+
+    def sums(self, of: Callable[[Piece], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Sums along each row of what ``of`` makes of each piece, without what lies beyond the row's end: pieces one
+        after another, then across a register."""
+        found: tuple[Any, ...] = ()
+        for piece in self.pieces():
+            parts = [self._folded(piece.within(values), jnp.add) for values in of(piece)]
+            found = tuple(map(jnp.add, found, parts)) if found else tuple(parts)
+        return tuple(jnp.sum(values, axis=self.walk.along, keepdims=True) for values in found)
+
+    def maximum(self, of: Callable[[Piece], Any]) -> Any:
+        """The largest along each row of what ``of`` makes of each piece; beyond the row's end ``of`` says what is."""
+        found = functools.reduce(jnp.maximum, (self._folded(of(piece), jnp.maximum) for piece in self.pieces()))
+        return jnp.max(found, axis=self.walk.along, keepdims=True)
+
+    def _folded(self, values: Any, together: Callable[[Any, Any], Any]) -> Any:
+        """A piece in as many elements of each row as lie in one register."""
+        along = self.walk.along
+        wide = LANES if along == 1 else SUBLANES
+        parts = [lax.slice_in_dim(values, at, at + wide, axis=along) for at in range(0, values.shape[along], wide)]
+        return functools.reduce(together, parts)
+
+
+class Piece(NamedTuple):
+    """The elements of a strip from ``start`` to ``stop`` of the block that it has of each row."""
+
+    strip: Strip
+    start: int
+    stop: int
+
+    @property
+    def place(self) -> tuple[slice, ...]:
+        """Where it lies in an array of rows, or of one number for each element of a row."""
+        here = slice(self.start, self.stop)
+        return (here, slice(None)) if self.strip.walk.along == 0 else (slice(None), here)
+
+    def __call__(self, ref: Any) -> Any:
+        """What it holds of an array, in float32; of weights, one for each element of a row, what is to be multiplied
+        with, or added to, every row."""
+        values, walk = ref[self.place].astype(jnp.float32), self.strip.walk
+        repeated = walk.along == 1 and values.shape[0] == SUBLANES < walk.block_rows
+        return jnp.tile(values, (walk.block_rows // SUBLANES, 1)) if repeated else values
+
+    def write(self, ref: Any, values: Any) -> None:
+        """Store it in an array of rows, in that array's dtype."""
+        ref[self.place] = values.astype(ref.dtype)
+
+    def within(self, values: Any, beyond: float = 0.0) -> Any:
+        """The piece, with the number `beyond` for what lies beyond the end of its rows. That is in the last block
+        alone: a piece which ends before its rows do there is whole in each."""
+        walk = self.strip.walk
+        if self.stop <= walk.n - (walk.grid[-1] - 1) * walk.block_n:
+            return values
+        return within(values, walk.along, self.strip.step * walk.block_n + self.start, walk.n, beyond, of=walk.block_n)
+
+    def add_to(self, ref: Any, values: Any) -> None:
+        """Add the piece over its rows, without those beyond the last, to sums of `Walk.partial_sums`. They are eight
+        of each, which are added up when all rows of the block have come by: here sublanes would wait for each other."""
+        walk = self.strip.walk
+        values = within(values, 0, self.strip.first, walk.height, of=self.strip.of)
+        ref[:, self.start : self.stop] += jnp.sum(values.reshape(-1, SUBLANES, values.shape[1]), axis=0)
+
+
+SUBLANES = sublanes(jnp.float32)
+PIECE = 8 * SUBLANES * LANES  # eight registers
+
+
+class Phases(NamedTuple):
+    """What a kernel does with a strip: before the first block of its rows, with each block in the first sweep, and with
+    each in the last."""
+
+    start: Callable[[], None]
+    gather: Callable[[], None]
+    write: Callable[[], None]
 
 
 class Number:
@@ -380,7 +482,7 @@ def in_walks(
 
 def launched(
     call: Call,
-    kernel: Callable[..., None],
+    kernel: Callable[..., Phases | None],
     walk: Walk,
     held: Held,
     *,
@@ -390,10 +492,13 @@ def launched(
     inputs: Blocks | None = None,
     outputs: Blocks | None = None,
     statistics: tuple[str, ...],
+    sums: tuple[str, ...] = (),
+    strips: bool = False,
     flops: int,
     transcendentals: int,
 ) -> dict[str, jax.Array]:
-    """What ``kernel(ref, walk=walk)``, which keeps the named statistics of each row, writes by name.
+    """What ``kernel(ref, walk=walk)``, which keeps the named statistics of each row, writes by name; with ``strips``
+    what ``kernel(ref, strip=strip)`` says to do (`Phases`), with ``sums`` over rows by name.
 
     Arrays of rows, of any shape, are ``rows``, which every sweep reads, ``late``, which the last one reads, and those
     of the dtypes of ``written``, in the shape of the first of ``rows``; ``inputs`` and ``outputs`` are other operands.
@@ -412,17 +517,29 @@ def launched(
     by_rows = {name: (walk.viewed(array), walk.read()) for name, array in rows.items()}
     by_rows |= {name: (walk.viewed(array), walk.in_last_sweep()) for name, array in late.items()}
     reads = len(rows) * (1 if walk.kept else walk.sweeps) + len(late)
-    run = partial(on_rows, kernel=kernel, walk=walk, rows=tuple(rows), others=(*late, *written), statistics=statistics)
+    state: dict[str, Any] = dict.fromkeys(() if walk.one_step else statistics, walk.statistic)
+    state |= {f"kept_{name}": form for name, form in keeps.items()}
+    others = {name: array.dtype for name, array in late.items()} | dict(written)
+    run = partial(on_rows, others=tuple(others), statistics=statistics)
+    if strips:
+        run = partial(on_strips, late=tuple(late), written=tuple(written), statistics=statistics, sums=sums)
+        state |= {f"sums_{name}": (SUBLANES, walk.block_n) for name in sums}
+        state |= {
+            f"repeated_{name}": (SUBLANES, walk.block_n)
+            for name in inputs or {}
+            if divided(walk, call.interpret)[0] > 1
+        }
     found = launch(
         call,
-        partial(run, apart=call.interpret),
+        partial(run, kernel=kernel, walk=walk, rows=tuple(rows), apart=call.interpret),
         f"portakern_{call.spec.name}",
         walk.grid,
         in_order=2,
         inputs=by_rows | (inputs or {}),
-        outputs={name: (walk.form(dtype), walk.in_last_sweep()) for name, dtype in written.items()} | (outputs or {}),
-        scratch=dict.fromkeys(() if walk.one_step else statistics, walk.statistic)
-        | {f"kept_{name}": form for name, form in keeps.items()},
+        outputs={name: (walk.form(dtype), walk.in_last_sweep()) for name, dtype in written.items()}
+        | {name: walk.partial_sums() for name in sums}
+        | (outputs or {}),
+        scratch=state,
         vmem=vmem,
         cost=pl.CostEstimate(
             flops=flops * size,
@@ -460,6 +577,123 @@ def on_rows(
 
         blocks |= {name: blocks[f"kept_{name}"].at[step] for name in rows}
     kernel(Refs(**blocks), walk=walk)
+
+
+def on_strips(
+    ref: Refs,
+    *,
+    kernel: Callable[..., Phases],
+    walk: Walk,
+    rows: tuple[str, ...],
+    late: tuple[str, ...],
+    written: tuple[str, ...],
+    statistics: tuple[str, ...],
+    sums: tuple[str, ...],
+    apart: bool,
+) -> None:
+    """A step of a kernel that works on strips of its block; on the whole of one whose rows lie side by side, which are
+    turned piece by piece. What sweep 1 reads again has been kept by sweep 0."""
+    sweep, step = walk.sweep_and_step()
+    block = Block(ref, kernel, walk, rows, (*rows, *late, *written), statistics, apart, step, walk.group())
+
+    def write(*phases: str) -> None:
+        for name in sums:
+            block.homes[name][...] = jnp.zeros_like(block.homes[name])
+        block.do(*phases)
+        for name in sums:
+            getattr(ref, name)[...] = jnp.sum(block.homes[name][...], axis=0, keepdims=True)
+
+    for name in block.weights:  # once for all strips: to repeat a row along sublanes costs as much as a product with it
+        repeated = block.homes[name]
+        repeated[...] = jnp.broadcast_to(getattr(ref, name)[...].astype(jnp.float32), repeated.shape)
+    if walk.one_step:
+        write("start", "gather", "write")
+        return
+    if walk.kept:
+        pl.when(sweep == 0)(block.keep)
+    pl.when((sweep == 0) & (step == 0))(partial(block.do, "start"))
+    pl.when(sweep == 0)(partial(block.do, "gather"))
+    pl.when(sweep == walk.sweeps - 1)(partial(write, "write"))
+
+
+class Block:
+    """The block of rows of one grid step, and where its strips find what a kernel names."""
+
+    def __init__(
+        self,
+        ref: Refs,
+        kernel: Callable[..., Phases],
+        walk: Walk,
+        rows: tuple[str, ...],
+        of_rows: tuple[str, ...],
+        statistics: tuple[str, ...],
+        apart: bool,
+        step: Any,
+        group: Any,
+    ) -> None:
+        self.ref, self.kernel, self.walk, self.apart = ref, kernel, walk, apart
+        self.rows, self.of_rows, self.statistics = rows, of_rows, statistics
+        self.step, self.above = step, group * walk.block_rows
+        self.weights = [name for name in vars(ref) if f"repeated_{name}" in ref]
+        self.homes: dict[str, Any] = dict(vars(ref))
+        for kind in ("sums", "repeated"):
+            self.homes |= {n: getattr(ref, f"{kind}_{n}") for n in vars(ref) if f"{kind}_{n}" in ref}
+        if walk.kept:
+            self.homes |= {name: getattr(ref, f"kept_{name}").at[step] for name in rows}
+
+    def lying(self, name: str, place: Any = None) -> Any:
+        """An array of rows, or those of a place, as rows that lie one after another."""
+        block = self.homes[name]
+        if not self.walk.stored or (self.walk.kept and name in self.rows):
+            return block if place is None else block.at[place]
+        return Turned(block if place is None else block.at[turned(place)], self.walk.sweeps == 1, self.apart)
+
+    def keep(self) -> None:
+        """Take what arrived to where the second sweep finds it."""
+        for name in self.rows:
+            arrived = getattr(self.ref, name)
+            if self.walk.stored:
+                arrived = Turned(arrived, once=True, apart=self.apart)
+            for at in Strip(self.walk, self.step, self.above, self.walk.block_rows).pieces():
+                self.homes[name][at.place] = arrived[at.place]
+
+    def do(self, *phases: str) -> None:
+        """These phases of every strip, in order."""
+        walk, (number, strip) = self.walk, divided(self.walk, self.apart)
+
+        def one(i: Any, none: Any) -> Any:
+            start = i * strip.block_rows if number == 1 else pl.multiple_of(i * strip.block_rows, strip.block_rows)
+            at, place = pl.ds(start, strip.block_rows), None
+            if number > 1:
+                place = (slice(None), at) if walk.along == 0 else (at, slice(None))
+            named = self.homes | {name: self.lying(name, place) for name in self.of_rows}
+            if walk.one_step:
+                named |= {name: Number(strip.statistic) for name in self.statistics}
+            elif number > 1:
+                named |= {name: self.homes[name].at[place] for name in self.statistics}
+            rows = Strip(strip, self.step, self.above + start, walk.block_rows)
+            todo = self.kernel(Refs(**named), strip=rows)
+            for phase in phases:
+                getattr(todo, phase)()
+            return none
+
+        if number == 1:
+            one(0, 0)
+        else:
+            lax.fori_loop(np.int32(0), np.int32(number), one, np.int32(0), unroll=1 + (number % 2 == 0))
+
+
+def divided(walk: Walk, apart: bool) -> tuple[int, Walk]:
+    """How many strips a block has, and the walk of one: of as many rows as hide what a sum across a register waits.
+    ``apart``: of interpreted calls, which sum rows in an order that hangs on how many there are, however they lie."""
+    if walk.stored and not apart:
+        return 1, walk  # strips of turned rows, of as many as lanes, take a tenth to a fifth longer
+    most = LANES if walk.along == 0 else STRIP
+    height = next(h for h in (most, STRIP, STRIP // 2, SUBLANES) if walk.block_rows % h == 0)
+    return walk.block_rows // height, walk._replace(block_rows=height)
+
+
+STRIP = 32
 
 
 def grains(call: Call, along: int) -> tuple[int, int]:

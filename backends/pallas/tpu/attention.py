@@ -29,6 +29,7 @@ Source: Dao, "FlashAttention-2" (2023), algorithm 1; Milakov and Gimelshein (201
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -63,6 +64,7 @@ from portakern.backends.pallas.tpu._chip import (
     whole_lanes,
 )
 from portakern.backends.pallas.tpu._heads import Operands, from_heads, head_blocks, row_blocks
+from portakern.backends.pallas.tpu._rows import STEP
 from portakern.backends.pallas.tpu.softmax import online_step
 from portakern.core import targets
 from portakern.core.call import Call
@@ -125,13 +127,28 @@ def parts(call: Call, bq: int, bkv: int) -> int:
     two, so that there are several steps too."""
     most = 2 if call.interpret else max(2 if banded(call) else 4, PAIRS // (bq * whole_lanes(bkv)))
     seen = min(call.dims["kv_len"], reach(call) + bq // together(call))
-    number = max(1, min(most, pl.cdiv(seen, bkv)))
+    number = max(1, min(most, pl.cdiv(pl.cdiv(seen, bkv), least_steps(call, bq, seen))))
     while number > 1 and resident(call, bq, bkv, number) > vmem_limit(call):
         number //= 2
     return number
 
 
 PAIRS = 2**18
+
+
+def least_steps(call: Call, bq: int, seen: int) -> int:
+    """In how many steps a block of rows takes the keys that it sees at least. Nothing is computed while the keys of the
+    first step arrive, and each step waits besides: where few blocks of rows are all, one step of all keys would be
+    slower than several."""
+    hardware = targets.HARDWARE.get(call.target.arch)
+    if hardware is None or call.interpret:
+        return 1
+    dims, cores = call.dims, hardware.cores or 1
+    size = (whole_lanes(dims["d"]) + whole_lanes(dims["dv"])) * call.arrays["k"].dtype.itemsize
+    arriving = seen * size * cores * (hardware.clock or 0.0) / (hardware.bandwidth or math.inf)
+    heads = dims["kv_heads"] * dims["group"] // together(call)
+    blocks_of_rows = pl.cdiv(dims["batch"] * heads * pl.cdiv(dims["q_len"] * together(call), bq), cores)
+    return max(1, round(math.sqrt(arriving / (STEP * blocks_of_rows))))
 
 
 def pieces_of(call: Call, bq: int, bkv: int) -> int:

@@ -22,12 +22,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.tpu import _rows
-from portakern.backends.pallas.tpu._rows import Held, Walk, launched, refused, row_tiling
+from portakern.backends.pallas.tpu._rows import Held, Phases, Piece, Strip, Walk, launched, refused, row_tiling
 from portakern.core.call import Call
 
 HELD = Held(streamed=2, computed=3)
@@ -50,55 +49,62 @@ supports = partial(refused, walk_of=walk_of)
 in_walks = partial(_rows.in_walks, key=key, default=default_tiling, walk_of=walk_of)
 
 
-def merge(mean: Any, m2: Any, x: Any, walk: Walk, step: Any) -> tuple[Any, Any, Any]:
-    """Merge a block x of a row into the mean and the m2 of what the row has shown before it (equation 2.1).
+def merge(mean: Any, strip: Strip, x: Callable[[Piece], Any]) -> tuple[Any, Any, Any, Any]:
+    """Merge a block of rows, of which x gives each piece, into the mean of what the rows have shown before it (equation
+    2.1).
 
-    Returns the block's own mean, by how much it exceeds the mean so far, and by how much it moves that.
+    Returns the block's own mean, by how much it exceeds the mean so far, by how much it moves that, and what comes to
+    the m2 of both because their means differ.
     """
-    seen = step * walk.block_n
+    walk, seen = strip.walk, strip.step * strip.walk.block_n
     here = jnp.minimum(walk.n - seen, walk.block_n)
     share = jnp.float32(here) / jnp.float32(seen + here)
-    block_mean = walk.sum_along_rows(x, step) / jnp.float32(here)
+    (total,) = strip.sums(lambda at: (x(at),))
+    block_mean = total / jnp.float32(here)
+    if walk.one_step:  # the same bits, for fewer columns of numbers
+        mean[...] = block_mean
+        return block_mean, 0.0, 0.0, 0.0
     delta = block_mean - mean[...]
     # delta is squared last: it is the whole mean in the first block, where its weight is 0
     between = delta * (delta * (share * jnp.float32(seen)))
-    m2[...] += walk.sum_along_rows(jnp.square(x - block_mean), step) + between
     moved = delta * share
     mean[...] += moved
-    return block_mean, delta, moved
+    return block_mean, delta, moved, between
 
 
-def what_is_normed(ref: Refs) -> jax.Array:
-    """A block of rows of x, or where there is a residual of their sum, rounded to their dtype."""
-    x = ref.x[...].astype(jnp.float32)
+def what_is_normed(ref: Refs, at: Piece) -> jax.Array:
+    """A piece of rows of x, or where there is a residual of their sum, rounded to their dtype."""
+    x = at(ref.x)
     if "residual" in ref:
-        x = (x + ref.residual[...].astype(jnp.float32)).astype(ref.x.dtype).astype(jnp.float32)
+        x = (x + at(ref.residual)).astype(ref.x.dtype).astype(jnp.float32)
     return x
 
 
-def kernel(ref: Refs, *, walk: Walk, eps: float) -> None:
-    sweep, step = walk.sweep_and_step()
+def kernel(ref: Refs, *, strip: Strip, eps: float) -> Phases:
+    x = partial(what_is_normed, ref)
 
-    @pl.when((sweep == 0) & (step == 0))
     def start() -> None:
         ref.mean[...] = jnp.zeros_like(ref.mean)
         ref.m2[...] = jnp.zeros_like(ref.m2)
 
-    @pl.when(sweep == 0)
     def gather() -> None:
-        merge(ref.mean, ref.m2, what_is_normed(ref), walk, step)
+        block_mean, _, _, between = merge(ref.mean, strip, x)
+        (m2,) = strip.sums(lambda at: (jnp.square(x(at) - block_mean),))
+        ref.m2[...] += m2 + between
 
-    @pl.when(sweep == walk.sweeps - 1)
     def write() -> None:
-        x = what_is_normed(ref)
-        y = (x - ref.mean[...]) * lax.rsqrt(ref.m2[...] / walk.n + eps)
-        if "weight" in ref:
-            y *= ref.weight[...].astype(jnp.float32)
-        if "bias" in ref:
-            y += ref.bias[...].astype(jnp.float32)
-        ref.y[...] = y.astype(ref.y.dtype)
-        if "residual_out" in ref:
-            ref.residual_out[...] = x.astype(ref.residual_out.dtype)
+        mean, r = ref.mean[...], lax.rsqrt(ref.m2[...] / strip.n + eps)
+        for at in strip.pieces():
+            y = (x(at) - mean) * r
+            if "weight" in ref:
+                y *= at(ref.weight)
+            if "bias" in ref:
+                y += at(ref.bias)
+            at.write(ref.y, y)
+            if "residual_out" in ref:
+                at.write(ref.residual_out, x(at))
+
+    return Phases(start, gather, write)
 
 
 @BACKEND.implements("layernorm", **in_walks(HELD))
@@ -109,12 +115,12 @@ def layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, ...]:
 def normalised(
     call: Call,
     tiling: Mapping[str, int],
-    kernel: Callable[..., None],
+    kernel: Callable[..., Phases],
     statistics: tuple[str, ...],
     flops: int,
     held: Held = HELD,
 ) -> tuple[jax.Array, ...]:
-    """y of a normalisation along the last axis, and where there is a residual the sum: what ``kernel(ref, walk=...)``
+    """y of a normalisation along the last axis, and where there is a residual the sum: what ``kernel(ref, strip=...)``
     makes of x, and of the residual, the weight and the bias that the call has.
 
     The kernel keeps the named statistics of each row, and does so many operations an element.
@@ -136,6 +142,7 @@ def normalised(
             for name, array in there("weight", "bias").items()
         },
         statistics=statistics,
+        strips=True,
         flops=flops,
         transcendentals=walk.height,
     )

@@ -26,60 +26,64 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import Blocks, Refs, block, step_along, within
+from portakern.backends.pallas.common import Blocks, Refs, block, even_block, step_along, within
 from portakern.backends.pallas.tpu._chip import LANES, launch, sublanes
-from portakern.backends.pallas.tpu._rows import Held, Walk, launched
+from portakern.backends.pallas.tpu._rows import Held, Phases, Piece, Strip, launched
 from portakern.backends.pallas.tpu.layernorm import in_walks, merge, walk_of
 from portakern.core.call import Call
 
 HELD = Held(streamed=3, computed=5)
 
 
-def kernel(ref: Refs, *, walk: Walk, eps: float) -> None:
-    group, (sweep, step) = walk.group(), walk.sweep_and_step()
+def kernel(ref: Refs, *, strip: Strip, eps: float) -> Phases:
+    n = strip.n
 
-    def weighted(d_y: jax.Array) -> jax.Array:
-        """h."""
-        return d_y * ref.weight[...].astype(jnp.float32) if "weight" in ref else d_y
+    def h(at: Piece) -> jax.Array:
+        return at(ref.d_y) * at(ref.weight) if "weight" in ref else at(ref.d_y)
+
+    def start() -> None:
+        for statistic in (ref.mean, ref.m2, ref.h_sum, ref.hx):
+            statistic[...] = jnp.zeros_like(statistic)
 
     def gather() -> None:
-        x, h = ref.x[...].astype(jnp.float32), weighted(ref.d_y[...].astype(jnp.float32))
-        block_mean, delta, moved = merge(ref.mean, ref.m2, x, walk, step)
+        if "x" not in ref:  # d_bias alone does not read it
+            return
+        block_mean, delta, moved, between = merge(ref.mean, strip, lambda at: at(ref.x))
+
+        def sums(at: Piece) -> tuple[jax.Array, ...]:
+            d = at(ref.x) - block_mean
+            return (jnp.square(d), h(at), h(at) * d) if "d_x" in ref else (jnp.square(d),)
+
+        block_m2, *of_h = strip.sums(sums)
+        ref.m2[...] += block_m2 + between
         if "d_x" in ref:
-            block_h = walk.sum_along_rows(h, step)
-            # the sum of h (x - mean), of this block and of those before it, about the mean that now is
-            moves = (delta - moved) * block_h - moved * ref.h_sum[...]
-            ref.hx[...] += walk.sum_along_rows(h * (x - block_mean), step) + moves
+            block_h, block_hx = of_h
+            if not strip.walk.one_step:
+                # the sum of h (x - mean), of this block and of those before it, about the mean that now is
+                block_hx += (delta - moved) * block_h - moved * ref.h_sum[...]
+            ref.hx[...] += block_hx
             ref.h_sum[...] += block_h
 
-    if "x" in ref:  # d_bias alone does not read it
-
-        @pl.when((sweep == 0) & (step == 0))
-        def start() -> None:
-            for statistic in (ref.mean, ref.m2, ref.h_sum, ref.hx):
-                statistic[...] = jnp.zeros_like(statistic)
-
-        pl.when(sweep == 0)(gather)
-
-    @pl.when(sweep == walk.sweeps - 1)
     def write() -> None:
-        d_y = ref.d_y[...].astype(jnp.float32)
         if "x" in ref:
-            x = ref.x[...].astype(jnp.float32)
-            r = lax.rsqrt(ref.m2[...] / walk.n + eps)
-            xh = (x - ref.mean[...]) * r
-            if "d_x" in ref:
-                d_x = r * (weighted(d_y) - ref.h_sum[...] / walk.n - xh * (r * (ref.hx[...] / walk.n)))
-                ref.d_x[...] = with_past(ref, d_x).astype(ref.d_x.dtype)
-            if "d_weight" in ref:
-                ref.d_weight[...] = walk.sum_over_rows(d_y * xh, group)
-        if "d_bias" in ref:
-            ref.d_bias[...] = walk.sum_over_rows(d_y, group)
+            mean, r = ref.mean[...], lax.rsqrt(ref.m2[...] / n + eps)
+            h_mean, hxh_mean = ref.h_sum[...] / n, r * (ref.hx[...] / n)
+        for at in strip.pieces():
+            if "x" in ref:
+                xh = (at(ref.x) - mean) * r
+                if "d_x" in ref:
+                    at.write(ref.d_x, with_past(ref, at, r * (h(at) - h_mean - xh * hxh_mean)))
+                if "d_weight" in ref:
+                    at.add_to(ref.d_weight, at(ref.d_y) * xh)
+            if "d_bias" in ref:
+                at.add_to(ref.d_bias, at(ref.d_y))
+
+    return Phases(start, gather, write)
 
 
-def with_past(ref: Refs, d_x: jax.Array) -> jax.Array:
-    """d_x, and where there is one the cotangent of x itself, which went past the norm."""
-    return d_x + ref.past[...].astype(jnp.float32) if "past" in ref else d_x
+def with_past(ref: Refs, at: Piece, d_x: jax.Array) -> jax.Array:
+    """A piece of d_x, and where there is one the cotangent of x itself, which went past the norm."""
+    return d_x + at(ref.past) if "past" in ref else d_x
 
 
 @BACKEND.implements("layernorm_vjp", **in_walks(HELD))
@@ -91,7 +95,7 @@ def layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | No
 def gradients(
     call: Call,
     tiling: Mapping[str, int],
-    kernel: Callable[..., None],
+    kernel: Callable[..., Phases],
     statistics: tuple[str, ...],
     flops: int,
     held: Held,
@@ -100,7 +104,7 @@ def gradients(
 ) -> tuple[jax.Array | None, ...]:
     """The gradients of a normalisation of x along the last axis that the call wants; ``past`` is added to d_x.
 
-    ``kernel(ref, walk=...)`` keeps the named statistics of each row, and does so many operations an element. It writes
+    ``kernel(ref, strip=...)`` keeps the named statistics of each row, and does so many operations an element. It writes
     d_x, and partial sums of d_weight and d_bias over the rows of each row block.
     """
     d_y, weight, wants = call.arrays["d_y"], call.arrays["weight"], call.wants
@@ -120,8 +124,9 @@ def gradients(
         late={"past": past} if past is not None and "d_x" in wants else {},
         written={"d_x": x.dtype} if "d_x" in wants else {},
         inputs=inputs,
-        outputs={name: walk.partial_sums() for name in ("d_weight", "d_bias") if name in wants},
         statistics=statistics,
+        sums=tuple(name for name in ("d_weight", "d_bias") if name in wants),
+        strips=True,
         flops=flops,
         transcendentals=walk.height,
     )
@@ -152,10 +157,15 @@ def sum_kernel(ref: Refs, *, height: int) -> None:
         ref.total[...] = ref.acc[...].astype(ref.total.dtype)
 
 
+SUMS = 2**18
+"""Partial sums of a block, 1 MiB: a step of few waits longer than it adds."""
+
+
 def add_up(call: Call, sums: jax.Array, dtype: str) -> jax.Array:
     """(groups, n) partial sums -> (n), one block of groups after another."""
     height, n = sums.shape
-    rows, block_n = block(height, 256, sublanes(jnp.float32)), block(n, 1024, LANES)
+    rows = block(height, 256, sublanes(jnp.float32))
+    block_n = even_block(n, max(SUMS // rows, LANES), LANES)
 
     def at_sums(column: Any, step: Any) -> tuple[Any, Any]:
         return step, column

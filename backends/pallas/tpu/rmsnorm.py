@@ -19,11 +19,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
-from portakern.backends.pallas.tpu._rows import Walk
+from portakern.backends.pallas.tpu._rows import Phases, Strip
 from portakern.backends.pallas.tpu.layernorm import HELD, in_walks, normalised, what_is_normed
 from portakern.core.call import Call
 
@@ -38,26 +37,27 @@ def rounds_before(call: Call) -> bool:
     return call.options["rounding"] == "before_weight" and call.dtype in ("float16", "bfloat16")
 
 
-def kernel(ref: Refs, *, walk: Walk, eps: float, narrow: bool) -> None:
-    sweep, step = walk.sweep_and_step()
+def kernel(ref: Refs, *, strip: Strip, eps: float, narrow: bool) -> Phases:
+    x = partial(what_is_normed, ref)
 
-    @pl.when((sweep == 0) & (step == 0))
     def start() -> None:
         ref.squares[...] = jnp.zeros_like(ref.squares)
 
-    @pl.when(sweep == 0)
-    def add() -> None:
-        ref.squares[...] += walk.sum_along_rows(jnp.square(what_is_normed(ref)), step)
+    def gather() -> None:
+        (squares,) = strip.sums(lambda at: (jnp.square(x(at)),))
+        ref.squares[...] += squares
 
-    @pl.when(sweep == walk.sweeps - 1)
     def write() -> None:
-        x = what_is_normed(ref)
-        y = narrowed(x * lax.rsqrt(ref.squares[...] / walk.n + eps), ref.x.dtype, narrow)
-        if "weight" in ref:
-            y *= ref.weight[...].astype(jnp.float32)
-        ref.y[...] = y.astype(ref.y.dtype)
-        if "residual_out" in ref:
-            ref.residual_out[...] = x.astype(ref.residual_out.dtype)
+        r = lax.rsqrt(ref.squares[...] / strip.n + eps)
+        for at in strip.pieces():
+            y = narrowed(x(at) * r, ref.x.dtype, narrow)
+            if "weight" in ref:
+                y *= at(ref.weight)
+            at.write(ref.y, y)
+            if "residual_out" in ref:
+                at.write(ref.residual_out, x(at))
+
+    return Phases(start, gather, write)
 
 
 @BACKEND.implements("rmsnorm", **in_walks(HELD))

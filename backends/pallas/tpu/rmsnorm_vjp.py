@@ -21,48 +21,47 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
-from portakern.backends.pallas.tpu._rows import Walk
+from portakern.backends.pallas.tpu._rows import Phases, Piece, Strip
 from portakern.backends.pallas.tpu.layernorm import in_walks
 from portakern.backends.pallas.tpu.layernorm_vjp import HELD, gradients, with_past
 from portakern.backends.pallas.tpu.rmsnorm import narrowed, rounds_before
 from portakern.core.call import Call
 
 
-def kernel(ref: Refs, *, walk: Walk, eps: float, narrow: bool) -> None:
-    group, (sweep, step) = walk.group(), walk.sweep_and_step()
+def kernel(ref: Refs, *, strip: Strip, eps: float, narrow: bool) -> Phases:
+    n = strip.n
 
-    def weighted(d_y: jax.Array) -> jax.Array:
-        """h."""
-        if "weight" not in ref:
-            return d_y
-        return narrowed(d_y * ref.weight[...].astype(jnp.float32), ref.x.dtype, narrow)
+    def h(at: Piece) -> jax.Array:
+        return narrowed(at(ref.d_y) * at(ref.weight), ref.x.dtype, narrow) if "weight" in ref else at(ref.d_y)
 
-    @pl.when((sweep == 0) & (step == 0))
     def start() -> None:
         ref.squares[...] = jnp.zeros_like(ref.squares)
         ref.hx[...] = jnp.zeros_like(ref.hx)
 
-    @pl.when(sweep == 0)
-    def add() -> None:
-        x, h = ref.x[...].astype(jnp.float32), weighted(ref.d_y[...].astype(jnp.float32))
-        ref.squares[...] += walk.sum_along_rows(jnp.square(x), step)
-        if "d_x" in ref:
-            ref.hx[...] += walk.sum_along_rows(h * x, step)
+    def gather() -> None:
+        def sums(at: Piece) -> tuple[jax.Array, ...]:
+            x = at(ref.x)
+            return (jnp.square(x), h(at) * x) if "d_x" in ref else (jnp.square(x),)
 
-    @pl.when(sweep == walk.sweeps - 1)
-    def write() -> None:
-        x, d_y = ref.x[...].astype(jnp.float32), ref.d_y[...].astype(jnp.float32)
-        r = lax.rsqrt(ref.squares[...] / walk.n + eps)
-        xh = x * r
+        squares, *hx = strip.sums(sums)
+        ref.squares[...] += squares
         if "d_x" in ref:
-            d_x = r * (weighted(d_y) - xh * (r * (ref.hx[...] / walk.n)))
-            ref.d_x[...] = with_past(ref, d_x).astype(ref.d_x.dtype)
-        if "d_weight" in ref:
-            ref.d_weight[...] = walk.sum_over_rows(d_y * narrowed(xh, ref.x.dtype, narrow), group)
+            ref.hx[...] += hx[0]
+
+    def write() -> None:
+        r = lax.rsqrt(ref.squares[...] / n + eps)
+        hxh_mean = r * (ref.hx[...] / n)
+        for at in strip.pieces():
+            xh = at(ref.x) * r
+            if "d_x" in ref:
+                at.write(ref.d_x, with_past(ref, at, r * (h(at) - xh * hxh_mean)))
+            if "d_weight" in ref:
+                at.add_to(ref.d_weight, at(ref.d_y) * narrowed(xh, ref.x.dtype, narrow))
+
+    return Phases(start, gather, write)
 
 
 @BACKEND.implements("rmsnorm_vjp", **in_walks(HELD))

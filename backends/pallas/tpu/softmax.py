@@ -19,13 +19,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.tpu import _rows
 from portakern.backends.pallas.tpu._chip import across
-from portakern.backends.pallas.tpu._rows import Held, Walk, launched, row_tiling
+from portakern.backends.pallas.tpu._rows import Held, Phases, Strip, Walk, launched, row_tiling
 from portakern.core.call import Call
 
 HELD = Held(streamed=2, computed=3)
@@ -63,15 +62,20 @@ def walk_of(call: Call, tiling: Mapping[str, int]) -> Walk:
 in_walks = partial(_rows.in_walks, key=key, default=default_tiling, walk_of=walk_of)
 
 
+def origin_of(m: Any) -> Any:
+    """What is subtracted from a row whose maximum so far is m: one that has shown nothing but -inf has weights of 0 for
+    now, not the NaN of inf - inf."""
+    return jnp.where(m == -jnp.inf, 0.0, m)
+
+
 def online_step(m_old: Any, x: Any, axis: int, unit: float = 1.0) -> tuple[Any, Any, Any]:
     """One step of the online softmax of unit * x: what a row's next block x does to its running maximum m_old.
 
     Returns the new maximum m (in the unit of x, as m_old, and repeated along lanes as m_old is), the weights p =
-    exp(unit (x - m)), and exp(unit (m_old - m)), by which sums of earlier weights shrink. A row that has shown nothing
-    but -inf so far has weights of 0, not the NaN of inf - inf.
+    exp(unit (x - m)), and exp(unit (m_old - m)), by which sums of earlier weights shrink.
     """
     m = jnp.maximum(m_old, jnp.max(x, axis=axis, keepdims=True))
-    origin = jnp.where(m == -jnp.inf, 0.0, m)
+    origin = origin_of(m)
     below, fallen = x - (origin if axis == 0 else across(origin, x.shape[1])), m_old - origin
     rate = unit * math.log2(math.e)  # one product instead of the unit's and that of exp itself
     if unit != 1.0 and rate <= float(jnp.finfo(jnp.float32).max):
@@ -81,25 +85,24 @@ def online_step(m_old: Any, x: Any, axis: int, unit: float = 1.0) -> tuple[Any, 
     return m, jnp.exp(below), jnp.exp(fallen)
 
 
-def kernel(ref: Refs, *, walk: Walk) -> None:
-    sweep, step = walk.sweep_and_step()
-
-    @pl.when((sweep == 0) & (step == 0))
+def kernel(ref: Refs, *, strip: Strip) -> Phases:
     def start() -> None:
         ref.m[...] = jnp.full_like(ref.m, -jnp.inf)
         ref.l[...] = jnp.zeros_like(ref.l)
 
-    @pl.when(sweep == 0)
-    def reduce() -> None:
-        x = walk.within_rows(ref.x[...].astype(jnp.float32), step, -jnp.inf)
-        m, p, shrink = online_step(ref.m[...], x, walk.along)
-        ref.l[...] = ref.l[...] * shrink + jnp.sum(p, axis=walk.along, keepdims=True)
+    def gather() -> None:
+        m = jnp.maximum(ref.m[...], strip.maximum(lambda at: at.within(at(ref.x), -jnp.inf)))
+        origin = origin_of(m)
+        (l,) = strip.sums(lambda at: (jnp.exp(at(ref.x) - origin),))
+        ref.l[...] = ref.l[...] * jnp.exp(ref.m[...] - origin) + l
         ref.m[...] = m
 
-    @pl.when(sweep == walk.sweeps - 1)
     def write() -> None:
-        x = ref.x[...].astype(jnp.float32)
-        ref.y[...] = (jnp.exp(x - ref.m[...]) / ref.l[...]).astype(ref.y.dtype)
+        m, l = ref.m[...], ref.l[...]
+        for at in strip.pieces():
+            at.write(ref.y, jnp.exp(at(ref.x) - m) / l)
+
+    return Phases(start, gather, write)
 
 
 @BACKEND.implements("softmax", **in_walks(HELD))
@@ -113,6 +116,7 @@ def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
         rows={"x": x},
         written={"y": x.dtype},
         statistics=("m", "l"),
+        strips=True,
         flops=6,
         transcendentals=2 * x.size,
     )

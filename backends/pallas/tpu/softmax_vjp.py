@@ -14,36 +14,30 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
-from portakern.backends.pallas.tpu._rows import Held, Walk, launched
+from portakern.backends.pallas.tpu._rows import Held, Phases, Strip, launched
 from portakern.backends.pallas.tpu.softmax import in_walks, walk_of
 from portakern.core.call import Call
 
 HELD = Held(streamed=3, computed=3)
 
 
-def kernel(ref: Refs, *, walk: Walk) -> None:
-    sweep, step = walk.sweep_and_step()
-
-    def both() -> tuple[jax.Array, jax.Array]:
-        return ref.y[...].astype(jnp.float32), ref.d_y[...].astype(jnp.float32)
-
-    @pl.when((sweep == 0) & (step == 0))
+def kernel(ref: Refs, *, strip: Strip) -> Phases:
     def start() -> None:
         ref.delta[...] = jnp.zeros_like(ref.delta)
 
-    @pl.when(sweep == 0)
-    def reduce() -> None:
-        y, d_y = both()
-        ref.delta[...] += walk.sum_along_rows(y * d_y, step)
+    def gather() -> None:
+        (delta,) = strip.sums(lambda at: (at(ref.y) * at(ref.d_y),))
+        ref.delta[...] += delta
 
-    @pl.when(sweep == walk.sweeps - 1)
     def write() -> None:
-        y, d_y = both()
-        ref.d_x[...] = (y * (d_y - ref.delta[...])).astype(ref.d_x.dtype)
+        delta = ref.delta[...]
+        for at in strip.pieces():
+            at.write(ref.d_x, at(ref.y) * (at(ref.d_y) - delta))
+
+    return Phases(start, gather, write)
 
 
 @BACKEND.implements("softmax_vjp", **in_walks(HELD))
@@ -57,6 +51,7 @@ def softmax_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
         rows={"y": y, "d_y": d_y},
         written={"d_x": y.dtype},
         statistics=("delta",),
+        strips=True,
         flops=4,
         transcendentals=0,
     )

@@ -54,9 +54,10 @@ FAULTS = {
             "mean-over-blocks",
             "the mean of squares divides by the extent of all blocks",
             old="    run = partial(kernel,",
-            new="    def over(ref, *, walk, **how):\n"
-            "        wide = walk.n + -walk.n % walk.block_n\n"
-            "        return kernel(ref, walk=walk._replace(shape=(walk.shape[0], wide)), **how)\n"
+            new="    def over(ref, *, strip, **how):\n"
+            "        wide = strip.n + -strip.n % strip.walk.block_n\n"
+            "        walk = strip.walk._replace(shape=(*strip.walk.shape[:-1], wide))\n"
+            "        return kernel(ref, strip=strip._replace(walk=walk), **how)\n"
             "\n    run = partial(over,",
         ),
         Planted(

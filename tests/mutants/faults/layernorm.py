@@ -67,15 +67,15 @@ FAULTS = {
         Planted(
             "one-pass-variance",
             "the variance within a block is E[x^2] - mean^2",
-            old="walk.sum_along_rows(jnp.square(x - block_mean), step)",
-            new="walk.sum_along_rows(jnp.square(x), step) - jnp.float32(here) * jnp.square(block_mean)",
+            old="(jnp.square(x(at) - block_mean),)",
+            new="(jnp.square(x(at)) - jnp.square(block_mean),)",
             small=True,
         ),
         Planted(
             "eps-outside",
             "eps is added to the standard deviation",
-            old="lax.rsqrt(ref.m2[...] / walk.n + eps)",
-            new="1 / (jnp.sqrt(ref.m2[...] / walk.n) + eps)",
+            old="lax.rsqrt(ref.m2[...] / strip.n + eps)",
+            new="1 / (jnp.sqrt(ref.m2[...] / strip.n) + eps)",
             small=True,
         ),
         Planted(
@@ -88,8 +88,8 @@ FAULTS = {
         Planted(
             "weight-as-x",
             "a float32 weight is rounded to x's dtype",
-            old="ref.weight[...].astype(jnp.float32)",
-            new="ref.weight[...].astype(ref.x.dtype).astype(jnp.float32)",
+            old="at(ref.weight)",
+            new="at(ref.weight).astype(ref.x.dtype).astype(jnp.float32)",
             small=True,
         ),
         Planted(

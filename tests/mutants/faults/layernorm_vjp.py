@@ -74,28 +74,17 @@ FAULTS = {
         Planted(
             "one-pass-variance",
             "the variance within a block is E[x^2] - mean^2",
-            old="        block_mean, delta, moved = merge(ref.mean, ref.m2, x, walk, step)\n",
-            new=(
-                "        block_mean, delta, moved = merge(ref.mean, ref.m2, x, walk, step)\n"
-                "        here = jnp.float32(jnp.minimum(walk.n - step * walk.block_n, walk.block_n))\n"
-                "        one_pass = walk.sum_along_rows(jnp.square(x), step) - here * jnp.square(block_mean)\n"
-                "        ref.m2[...] += one_pass - walk.sum_along_rows(jnp.square(x - block_mean), step)\n"
-            ),
+            old="jnp.square(d)",
+            new="(jnp.square(at(ref.x)) - jnp.square(block_mean))",
+            times=2,
             small=True,
         ),
         Planted(
             "ragged-count",
             "the merge counts a ragged last block as full",
-            old="        block_mean, delta, moved = merge(ref.mean, ref.m2, x, walk, step)\n",
-            new=(
-                "\n"
-                "        class Full(Walk):\n"
-                "            def sum_along_rows(self, values, step):\n"
-                "                return walk.sum_along_rows(values, step)\n"
-                "\n"
-                "        full = Full(*walk)._replace(shape=(walk.height, walk.n + -walk.n % walk.block_n))\n"
-                "        block_mean, delta, moved = merge(ref.mean, ref.m2, x, full, step)\n"
-            ),
+            old="here = jnp.minimum(walk.n - seen, walk.block_n)",
+            new="here = walk.block_n",
+            within="layernorm",
         ),
         Planted(
             "hx-not-moved",
@@ -106,15 +95,15 @@ FAULTS = {
         Planted(
             "missing-rows-counted",
             "rows beyond the last enter d_weight and d_bias",
-            old="walk.sum_over_rows(",
-            new="(lambda values, _: jnp.sum(values, axis=0, keepdims=True))(",
+            old="at.add_to(",
+            new="at._replace(strip=strip._replace(first=-(2**20))).add_to(",
             times=2,
         ),
         Planted(
             "weight-as-x",
             "a float32 weight is rounded to x's dtype",
-            old="ref.weight[...].astype(jnp.float32)",
-            new="ref.weight[...].astype(ref.d_y.dtype).astype(jnp.float32)",
+            old="at(ref.weight)",
+            new="at(ref.weight).astype(ref.d_y.dtype).astype(jnp.float32)",
             small=True,
         ),
         Planted(
@@ -129,8 +118,11 @@ FAULTS = {
         Planted(
             "partial-sums-rounded",
             "partial sums of d_weight are rounded to the inputs' dtype",
-            old="walk.sum_over_rows(d_y * xh, group)",
-            new="walk.sum_over_rows(d_y * xh, group).astype(ref.d_y.dtype).astype(jnp.float32)",
+            old="at.add_to(ref.d_weight, at(ref.d_y) * xh)",
+            new=(
+                "at.add_to(ref.d_weight, at(ref.d_y) * xh)\n"
+                "                    ref.d_weight[...] = ref.d_weight[...].astype(ref.d_y.dtype).astype(jnp.float32)"
+            ),
         ),
     ],
     "pallas/gpu": [

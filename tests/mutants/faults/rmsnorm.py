@@ -37,14 +37,14 @@ FAULTS = {
         Planted(
             "mean-over-blocks",
             "the mean of squares divides by the extent of all blocks",
-            old="lax.rsqrt(ref.squares[...] / walk.n + eps)",
-            new="lax.rsqrt(ref.squares[...] / (walk.n + -walk.n % walk.block_n) + eps)",
+            old="lax.rsqrt(ref.squares[...] / strip.n + eps)",
+            new="lax.rsqrt(ref.squares[...] / (strip.n + -strip.n % strip.walk.block_n) + eps)",
         ),
         Planted(
             "eps-outside",
             "eps is added to the root",
-            old="lax.rsqrt(ref.squares[...] / walk.n + eps)",
-            new="1 / (jnp.sqrt(ref.squares[...] / walk.n) + eps)",
+            old="lax.rsqrt(ref.squares[...] / strip.n + eps)",
+            new="1 / (jnp.sqrt(ref.squares[...] / strip.n) + eps)",
             small=True,
         ),
         Planted(
@@ -57,8 +57,8 @@ FAULTS = {
         Planted(
             "weight-as-x",
             "a float32 weight is rounded to x's dtype",
-            old="ref.weight[...].astype(jnp.float32)",
-            new="ref.weight[...].astype(ref.x.dtype).astype(jnp.float32)",
+            old="at(ref.weight)",
+            new="at(ref.weight).astype(ref.x.dtype).astype(jnp.float32)",
             small=True,
         ),
     ],

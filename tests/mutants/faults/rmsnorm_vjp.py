@@ -44,35 +44,39 @@ FAULTS = {
         Planted(
             "padding-summed",
             "lanes beyond a row enter its sums",
-            old="walk.sum_along_rows(",
-            new="(lambda values, _: jnp.sum(values, axis=1, keepdims=True))(",
-            times=2,
+            old="strip.sums(sums)",
+            new=(
+                "map(sum, zip(*([jnp.sum(v, axis=1, keepdims=True) for v in sums(at)] for at in strip.pieces()), "
+                "strict=True))"
+            ),
         ),
         Planted(
             "last-block-alone",
             "the sums of a row start anew at each block",
-            old="pl.when((sweep == 0) & (step == 0))",
-            new="pl.when(sweep == 0)",
+            old="ref.squares[...] += squares",
+            new="ref.squares[...] = squares",
         ),
         Planted(
             "missing-rows-counted",
             "rows beyond the last enter d_weight",
-            old="walk.sum_over_rows(d_y * narrowed(xh, ref.x.dtype, narrow), group)",
-            new="jnp.sum(d_y * xh, axis=0, keepdims=True)",
+            old="at.add_to(",
+            new="at._replace(strip=strip._replace(first=-(2**20))).add_to(",
         ),
         Planted(
             "weight-as-x",
             "a float32 weight is rounded to x's dtype",
-            old="ref.weight[...].astype(jnp.float32)",
-            new="ref.weight[...].astype(ref.d_y.dtype).astype(jnp.float32)",
+            old="at(ref.weight)",
+            new="at(ref.weight).astype(ref.d_y.dtype).astype(jnp.float32)",
             small=True,
         ),
         Planted(
             "partial-sums-rounded",
             "partial sums of d_weight are rounded to the inputs' dtype",
-            old="walk.sum_over_rows(d_y * narrowed(xh, ref.x.dtype, narrow), group)",
-            new="walk.sum_over_rows(d_y * narrowed(xh, ref.x.dtype, narrow), group)"
-            ".astype(ref.d_y.dtype).astype(jnp.float32)",
+            old="at.add_to(ref.d_weight, at(ref.d_y) * narrowed(xh, ref.x.dtype, narrow))",
+            new=(
+                "at.add_to(ref.d_weight, at(ref.d_y) * narrowed(xh, ref.x.dtype, narrow))\n"
+                "                ref.d_weight[...] = ref.d_weight[...].astype(ref.d_y.dtype).astype(jnp.float32)"
+            ),
         ),
     ],
     "pallas/gpu": [

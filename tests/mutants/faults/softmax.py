@@ -92,29 +92,29 @@ FAULTS = {
         Planted(
             "no-minus-inf-guard",
             "a first block of nothing but -inf subtracts -inf from -inf",
-            old="origin = jnp.where(m == -jnp.inf, 0.0, m)",
-            new="origin = m",
+            old="return jnp.where(m == -jnp.inf, 0.0, m)",
+            new="return m",
             small=True,
         ),
         Planted(
             "finite-padding",
             "lanes beyond a row hold -1e4 instead of -inf",
-            old="step, -jnp.inf)",
-            new="step, -1e4)",
+            old="at(ref.x), -jnp.inf)",
+            new="at(ref.x), -1e4)",
             small=True,
         ),
         Planted(
             "rounded-twice",
             "weights are rounded to the output's dtype before the division",
-            old="(jnp.exp(x - ref.m[...]) / ref.l[...])",
-            new="(jnp.exp(x - ref.m[...]).astype(ref.y.dtype).astype(jnp.float32) / ref.l[...])",
+            old="jnp.exp(at(ref.x) - m) / l",
+            new="jnp.exp(at(ref.x) - m).astype(ref.y.dtype).astype(jnp.float32) / l",
             small=True,
         ),
         Planted(
             "exp-clamped",
             "the exponent is clamped at -20",
-            old="(jnp.exp(x - ref.m[...]) / ref.l[...])",
-            new="(jnp.exp(jnp.maximum(x - ref.m[...], -20.0)) / ref.l[...])",
+            old="jnp.exp(at(ref.x) - m) / l",
+            new="jnp.exp(jnp.maximum(at(ref.x) - m, -20.0)) / l",
             small=True,
             sample=True,
             edge="beyond_the_dtype",
@@ -122,17 +122,16 @@ FAULTS = {
         Planted(
             "l-not-rescaled",
             "the running sum keeps its unit when the maximum grows",
-            old="ref.l[...] * shrink + ",
+            old="ref.l[...] * jnp.exp(ref.m[...] - origin) + ",
             new="ref.l[...] + ",
         ),
         Planted(
             "last-not-summed",
             "the sum of a long ragged row leaves out its last element",
-            old="        ref.l[...] = ref.l[...] * shrink",
+            old="strip.sums(lambda at: (jnp.exp(at(ref.x) - origin),))",
             new=(
-                "        place = jax.lax.broadcasted_iota(jnp.int32, p.shape, walk.along) + step * walk.block_n\n"
-                "        p = jnp.where(place < walk.n - (walk.n > 128), p, 0.0)\n"
-                "        ref.l[...] = ref.l[...] * shrink"
+                "strip.sums(lambda at: (jnp.where(jax.lax.broadcasted_iota(jnp.int32, at(ref.x).shape, strip.walk.along)"
+                " + strip.step * strip.walk.block_n + at.start < strip.n - (strip.n > 128), jnp.exp(at(ref.x) - origin), 0.0),))"
             ),
             small=True,
         ),
@@ -141,8 +140,8 @@ FAULTS = {
         Planted(
             "no-minus-inf-guard",
             "a first chunk of nothing but -inf subtracts -inf from -inf",
-            old="origin = jnp.where(m == -jnp.inf, 0.0, m)",
-            new="origin = m",
+            old="return jnp.where(m == -jnp.inf, 0.0, m)",
+            new="return m",
             small=True,
         ),
         Planted(

@@ -39,33 +39,35 @@ FAULTS = {
         Planted(
             "delta-of-rounded-terms",
             "Delta sums terms that were rounded to y's dtype",
-            old="walk.sum_along_rows(y * d_y, step)",
-            new="walk.sum_along_rows((y * d_y).astype(ref.y.dtype).astype(jnp.float32), step)",
+            old="(at(ref.y) * at(ref.d_y),)",
+            new="((at(ref.y) * at(ref.d_y)).astype(ref.y.dtype).astype(jnp.float32),)",
             small=True,
         ),
         Planted(
             "last-not-summed",
             "Delta of a long ragged row leaves out its last element",
-            old="        ref.delta[...] += walk.sum_along_rows(y * d_y, step)",
+            old="strip.sums(lambda at: (at(ref.y) * at(ref.d_y),))",
             new=(
-                "        place = jax.lax.broadcasted_iota(jnp.int32, y.shape, walk.along) + step * walk.block_n\n"
-                "        summed = walk.n - (walk.n > 128 and walk.n % walk.block_n != 0)\n"
-                "        ref.delta[...] += walk.sum_along_rows(jnp.where(place < summed, y * d_y, 0.0), step)"
+                "strip.sums(lambda at: (jnp.where(jax.lax.broadcasted_iota(jnp.int32, at(ref.y).shape, strip.walk.along)"
+                " + strip.step * strip.walk.block_n + at.start"
+                " < strip.n - (strip.n > 128 and strip.n % strip.walk.block_n != 0), at(ref.y) * at(ref.d_y), 0.0),))"
             ),
             small=True,
         ),
         Planted(
             "last-block-alone",
             "Delta starts anew at each block",
-            old="pl.when((sweep == 0) & (step == 0))",
-            new="pl.when(sweep == 0)",
+            old="ref.delta[...] += delta",
+            new="ref.delta[...] = delta",
             small=True,
         ),
         Planted(
             "padding-summed",
             "lanes beyond a row enter Delta",
-            old="walk.sum_along_rows(y * d_y, step)",
-            new="jnp.sum(y * d_y, axis=walk.along, keepdims=True)",
+            old="(delta,) = strip.sums(lambda at: (at(ref.y) * at(ref.d_y),))",
+            new=(
+                "delta = sum(jnp.sum(at(ref.y) * at(ref.d_y), strip.walk.along, keepdims=True) for at in strip.pieces())"
+            ),
         ),
     ],
     "pallas/gpu": [

@@ -2,9 +2,10 @@
 
 A kernel's program is one loop over the grid. Each ``pl.when`` is a region of the loop's code that a branch skips, and
 which steps skip it follows from the step's indices alone. So the cycles of a whole run are the sum over the regions
-of their VLIW bundles times the steps that come by them, and what a step waits besides (:data:`STEP`). In the same way
-the bytes between device memory and the chip follow from the index maps: a window is moved when its index differs from
-the step before.
+of their VLIW bundles times the steps that come by them, and what a step waits besides (:data:`STEP`); a loop within a
+step counts as often as it runs. In the same way the bytes between device memory and the chip follow from the index
+maps: a window is moved when its index differs from the step before, and of one that hangs over the end of its array
+what lies within.
 
 Which region belongs to which ``pl.when`` is told by their order and by their sizes. What the compiler knows to be
 always or never taken has no region, small ones become predicated instructions without a branch, and the compiler has
@@ -44,20 +45,23 @@ little: those of a branch become predicated instructions, and a window's move ha
 
 
 class Region(NamedTuple):
-    """Code that a branch skips: its bundles, those of regions within it left out, and these regions."""
+    """Code that a branch skips: its bundles, those of regions within it left out, these regions, and of its loops in
+    order how many loops are around each and its bundles, which are among those of the region."""
 
     bundles: int
     inner: tuple[Region, ...]
+    loops: tuple[tuple[int, int], ...] = ()
 
 
 class Condition(NamedTuple):
     """A ``pl.when`` of a kernel: how many steps take it, how much it works on (elements that it reads and makes), the
-    operations of its matrix products, what it holds."""
+    operations of its matrix products, what it holds, and how often each loop of it comes by its code."""
 
     steps: int
     work: int
     flops: int
     inner: tuple[Condition, ...]
+    loops: tuple[int, ...] = ()
 
 
 class Walk(NamedTuple):
@@ -122,12 +126,13 @@ def _walk(eqn: Any, given: Sequence[Any], cores: int) -> Walk:
     def of(places: list[np.ndarray], beside: tuple[Walk, ...]) -> Walk:
         taken = np.ones(len(places[0]) if places else 1, bool)
         inner = tuple(_conditions(body, known, places, taken))
+        moved = [_moved(m, places, scalars) for m in mapping.block_mappings]
         return Walk(
             name,
             len(taken),
-            Condition(len(taken), _work(body), _flops(body), inner),
-            sum(_moved(m, places, scalars) for m in mapping.block_mappings),
-            sum(_bytes(m) for m in mapping.block_mappings),
+            Condition(len(taken), _work(body), _flops(body), inner, _loops(body)),
+            sum(int(moves.sum()) for moves in moved),
+            sum(int(moves[0]) for moves in moved),
             re.sub(r"\b-?\d+:i32\[\]", "N:i32[]", text),
             beside,
         )
@@ -149,22 +154,31 @@ def _shares(params: Any, grid: tuple[int, ...], places: list[np.ndarray], cores:
     return [[axis[share == core] for axis in places] for core in range(share.max() + 1)]
 
 
-def _moved(mapping: Any, places: list[np.ndarray], scalars: Sequence[Any]) -> int:
-    """Bytes of a window's moves: it is moved at the first step, and wherever its index changes."""
+def _moved(mapping: Any, places: list[np.ndarray], scalars: Sequence[Any]) -> np.ndarray:
+    """Bytes of a window's moves, step by step: it is moved at the first one, and wherever its index changes. A window
+    that hangs over its array's end is moved as far as that, in whole native tiles: the copies of libtpu's code are as
+    long as the rest of the array then."""
     closed = mapping.index_map_jaxpr
     known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     known |= {v: a for v, a in zip(closed.jaxpr.invars, [*places, *scalars], strict=False) if a is not None}
     known = _evaluated(closed.jaxpr, known, places)
     steps = len(places[0]) if places else 1
     at = np.stack([np.broadcast_to(_value(v, known), steps) for v in closed.jaxpr.outvars])
-    moves = 1 + int((at[:, 1:] != at[:, :-1]).any(0).sum())
-    return moves * _bytes(mapping)
+    moves = np.concatenate([[True], (at[:, 1:] != at[:, :-1]).any(0)])
+    array = mapping.array_aval.shape
+    lengths = [getattr(size, "block_size", size) for size in mapping.block_shape]
+    size = np.full(steps, mapping.ref_aval.dtype.itemsize, np.int64)
+    for axis, (length, extent) in enumerate(zip(lengths, array, strict=True)):
+        if not isinstance(length, int):
+            continue  # one entry of the array, without an axis in the window
+        grain = {0: NATIVE[1], 1: NATIVE[0]}.get(len(array) - 1 - axis, 1)
+        within = -(-(extent - at[axis].astype(np.int64) * length) // grain) * grain
+        size *= np.clip(within, 0, length)
+    return moves * size
 
 
-def _bytes(mapping: Any) -> int:
-    """Of one window."""
-    aval = mapping.ref_aval
-    return math.prod(int(n) for n in aval.shape) * aval.dtype.itemsize
+NATIVE = (8, 128)
+"""Rows and lanes of a tile of device memory."""
 
 
 def _evaluated(jaxpr: Any, known: dict[Any, Any], places: list[np.ndarray]) -> dict[Any, Any]:
@@ -225,11 +239,27 @@ def _conditions(jaxpr: Any, known: dict[Any, Any], places: list[np.ndarray], tak
             given = zip(branch.jaxpr.invars, (_value(v, known) for v in eqn.invars[1:]), strict=True)
             inside = {v: value for v, value in given if value is not None}
             inner = tuple(_conditions(branch.jaxpr, inside, places, here))
-            yield Condition(int(here.sum()), _work(branch.jaxpr), _flops(branch.jaxpr), inner)
+            body = branch.jaxpr
+            yield Condition(int(here.sum()), _work(body), _flops(body), inner, _loops(body))
 
 
 def _work(jaxpr: Any) -> int:
-    return sum(math.prod(getattr(v.aval, "shape", ())) for eqn in jaxpr.eqns for v in (*eqn.outvars, *eqn.invars))
+    return sum(
+        _work(_inside_of(eqn)) * eqn.params["unroll"]
+        if eqn.primitive.name == "scan"
+        else sum(math.prod(getattr(v.aval, "shape", ())) for v in (*eqn.outvars, *eqn.invars))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _inside_of(loop: Any) -> Any:
+    return next(_inner(loop))
+
+
+def _loops(jaxpr: Any) -> tuple[int, ...]:
+    """How often the code of each loop runs that is neither in a branch nor laid out whole."""
+    counts = (eqn.params["length"] // eqn.params["unroll"] for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+    return tuple(count for count in counts if count > 1)
 
 
 def _flops(jaxpr: Any) -> int:
@@ -251,7 +281,8 @@ def _flops(jaxpr: Any) -> int:
 
 # ------------------------------------------------------------------------------------------------------- machine code
 
-_BUNDLE = re.compile(r"\s*(0x[0-9a-f]+|0)\s*(?:LB|LH|LE|PB|PF|CT)?\s*:(?:[ >]*)\{")
+_BUNDLE = re.compile(r"\s*(0x[0-9a-f]+|0)\s*(LB|LH|LE|PB|PF|CT)?\s*:([ >]*)\{")
+"""A bundle's address, what begins or ends there (LB: a loop), and a mark for each loop around it."""
 
 
 def regions(bundles: str) -> Region:
@@ -259,34 +290,43 @@ def regions(bundles: str) -> Region:
     skipped: list[tuple[int, int]] = []
     open_branches: dict[str, int] = {}
     last = 0
+    loops: list[list[int]] = []  # of each where it begins, how many are around it with itself, and its bundles
+    around: list[list[int]] = []
     for line in bundles.splitlines():
         match = _BUNDLE.match(line)
         if match:
-            last = int(match[1], 16)
+            last, depth = int(match[1], 16), match[3].count(">")
+            around = [loop for loop in around if loop[1] <= depth - (match[2] == "LB")]
+            if match[2] == "LB":
+                loops.append([last, depth, 0])
+                around.append(loops[-1])
+            for loop in around:
+                loop[2] += 1
         for label in re.findall(r"Start/End empty region (\d+)", line):
             if label in open_branches:
                 skipped.append((open_branches.pop(label), last))
         branch = re.search(r"sbr\.rel .*?target = \$region(\d+)", line)
         if branch:
             open_branches[branch[1]] = last + 1
-    return _nested(0, last + 1, sorted(skipped, key=lambda span: (span[0], -span[1])))
+    return _nested(0, last + 1, sorted(skipped, key=lambda span: (span[0], -span[1])), loops)
 
 
-def _nested(start: int, end: int, spans: list[tuple[int, int]]) -> Region:
+def _nested(start: int, end: int, spans: list[tuple[int, int]], loops: list[list[int]]) -> Region:
     inner: list[Region] = []
     covered = 0
     while spans:
         (a, b), spans = spans[0], spans[1:]
-        inner.append(_nested(a, b, [s for s in spans if s[1] <= b]))
+        inner.append(_nested(a, b, [s for s in spans if s[1] <= b], [loop for loop in loops if a <= loop[0] < b]))
+        loops = [loop for loop in loops if not a <= loop[0] < b]
         spans = [s for s in spans if s[0] >= b]
         covered += b - a
-    return Region(end - start - covered, tuple(inner))
+    return Region(end - start - covered, tuple(inner), tuple((depth, bundles) for _, depth, bundles in loops))
 
 
 def cycles(walk: Walk, code: Region, flops_a_cycle: float, bytes_a_cycle: float) -> int:
     """Bundles times how often the grid comes by them, and what the steps wait; no less than the matrix units take. The
     first step waits for all windows, and the last is over when its results are in memory."""
-    inside = _inside(walk.body, _body(walk, code), flops_a_cycle)
+    inside = _inside(walk.body, _body(walk, code), flops_a_cycle, 2 if walk.steps > 1 else 1)
     return round(walk.steps * STEP + inside + walk.first / bytes_a_cycle)
 
 
@@ -296,18 +336,22 @@ def _body(walk: Walk, code: Region) -> Region:
     while _region_depth(code) > _depth(walk.body.inner):
         guard = max(code.inner, key=lambda r: (bool(r.inner), _whole(r)))
         around = code.bundles + sum(_whole(r) for r in code.inner if r is not guard)
-        code = Region(guard.bundles + around, guard.inner)
+        code = Region(guard.bundles + around, guard.inner, guard.loops)
     return code
 
 
-def _inside(condition: Condition, code: Region, flops_a_cycle: float) -> float:
+def _inside(condition: Condition, code: Region, flops_a_cycle: float, depth: int) -> float:
     """The cycles of a region, with those within it, each under the condition that it stands for: a region that is left
-    over is the compiler's own, and the work of a condition without one stands in the straight code."""
+    over is the compiler's own, and the work of a condition without one stands in the straight code. Its loops, of so
+    many one in the other, run as often as it says."""
     pairs, lost = _matched(condition, code, flops_a_cycle)
     straight_flops = condition.flops + sum(c.flops for c in lost if c.steps)
     straight = _whole(code) - sum(_whole(r) for _, r in pairs)
+    of_loops = [bundles for at, bundles in code.loops if at == depth]
+    counts = [*condition.loops, *(count for c in lost for count in c.loops)]
+    straight += sum((count - 1) * bundles for count, bundles in zip(counts, of_loops, strict=False))
     of_these = max(straight, straight_flops / flops_a_cycle)
-    return condition.steps * of_these + sum(_inside(c, r, flops_a_cycle) for c, r in pairs)
+    return condition.steps * of_these + sum(_inside(c, r, flops_a_cycle, depth) for c, r in pairs)
 
 
 def _matched(
