@@ -4,6 +4,8 @@
     python -m benchmarks.kernelbench KernelBench/KernelBench/level1 --jobs 2 --json kernelbench.json
     python -m benchmarks.kernelbench KernelBench/KernelBench/level1 --device cuda --whole --jobs 4 --budget 100
 
+Of a FILE that is there the rows of other problems are kept, if its device and checkout are the same.
+
 A reference is a right kernel: any other verdict is a false alarm, or says what the judge cannot carry out. Its seconds
 are those of the command, from its start to its verdict. What no op here computes is listed with the reason.
 """
@@ -150,7 +152,27 @@ def save(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]], seconds: f
         device=device_name(args.device), repository=REPOSITORY, at=args.at, left_out=left_out(args.folder),
         wall_seconds=round(seconds),
     )  # fmt: skip
-    write(args.json, data)
+    write(args.json, beside_earlier(data, args.json))
+
+
+def beside_earlier(data: dict[str, Any], file: Path) -> dict[str, Any]:
+    """A run with the rows of problems that it did not judge, where the file has a run of the same device and checkout:
+    each row names its commit then."""
+    from portakern.results import read
+
+    data = data | {"commit": None, "rows": [{**r, "commit": data["commit"]} for r in data["rows"]]}
+    if not file.is_file():
+        return data
+    before = read(file)
+    if (before.device, before.extra["at"]) != (data["device"], data["at"]):
+        return data
+    now = {(r["problem"], r["whole"]) for r in data["rows"]}
+    kept = [
+        {**r, "commit": r.get("commit") or before.commit} for r in before.rows if (r["problem"], r["whole"]) not in now
+    ]
+    rows = sorted([*kept, *data["rows"]], key=lambda r: (number(r["problem"]), r["whole"]))
+    wall = data["wall_seconds"] + (before.extra["wall_seconds"] if kept else 0)
+    return data | {"rows": rows, "wall_seconds": wall}
 
 
 if __name__ == "__main__":

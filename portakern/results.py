@@ -147,7 +147,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         {"op": "text", "family": "text", "dtype": "text", "call": "text", "target": "text", "backend": "text",
          "variant": "text", "metric": "text", "unit": "text", "default": "number", "best": "number",
          "default_tiling": "integers", "best_tiling": "integers", "kept_tiling": "integers", "loss": "number",
-         "tried": "count", "refused": "count", "wrong": "count"},
+         "tried": "count", "refused": "count", "wrong": "count", "ended": "flag?"},
         {"wall_seconds": "number?", "seed": "integer?", "left": "count?"},
     ),
     "bench": Benchmark(
@@ -159,7 +159,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
          "rounds": "count?", "clock": "text?", "flop_rate": "count?", "byte_rate": "count?", "roof_us": "number?",
          "limit": "text?", "share": "number?", "best_peer": "text?", "ratio": "number?", "peak_bytes": "integer?",
          **_SOURCES},
-        {"wall_seconds": "number", "seconds": "numbers?", "seconds_ahead": "numbers?", "rates": "numbers",
+        {"wall_seconds": "number", "seconds": "numbers?", "seconds_ahead": "numbers?", "took": "numbers?",
+         "rates": "numbers",
          "absent": "object", "left_out": "list"},
     ),
     "launch": Benchmark(("op", "way"), {"op": "text", "way": "text", **_MEDIAN}, {"graphs": "list"}),
@@ -192,7 +193,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         ("problem", "whole"),
         {"problem": "text", "op": "text", "verdict": "text", "seconds": "number", "load_seconds": "number",
          "cases": "count", "left_out": "count", "worst": "numbers", "whole": "flag", "conceded": "list",
-         "why": "string"},
+         "why": "string", "commit": "text?"},
         {"repository": "text", "at": "string", "left_out": "object", "wall_seconds": "number"},
     ),
     "machine_faults": Benchmark(

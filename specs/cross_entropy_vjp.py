@@ -10,7 +10,7 @@ from jaxtyping import Float, Float32, Int
 
 from portakern.spec import Tile, spec
 from portakern.spec.options import Range
-from portakern.spec.tolerance import KAPPA, magnitude, round_to, store_spread, units
+from portakern.spec.tolerance import KAPPA, Units, magnitude, round_to, store_spread, units
 from portakern.specs._rows import plant
 from portakern.specs.cross_entropy import LABELS
 
@@ -86,6 +86,11 @@ class Bracket(NamedTuple):
         err = magnitude(p) * w * (5 * unit.u * d + unit.ex + 6 * unit.u) + 4 * unit.u * hit + unit.tau * (3 + w)
         return cls(value, err, p, d, w, hit, g[..., None], (labels != call.options["ignore_index"])[..., None])
 
+    def overflows(self, unit: Units) -> np.ndarray:
+        """Where p W is beyond what is summed in, though it is finite here."""
+        large = magnitude(self.p) * self.w
+        return np.asarray(np.isfinite(large) & (large >= unit.huge))
+
 
 @cross_entropy_vjp.tolerance
 def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -99,8 +104,8 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     sum, and meets p; the target's share is a sum or a quotient that is rounded; two differences and the product with
     d_loss are 3u of the bracket. lse is taken as it was saved.
 
-    Nothing is promised where d_loss W reaches 2^127, nor where an infinite d_loss meets a bracket that may be of either
-    sign.
+    Nothing is promised where d_loss W reaches 2^127, or p W, which is at most W where lse is that of the row but not
+    where it is another's, nor where an infinite d_loss meets a bracket that may be of either sign.
     """
     unit = units(call)
     with np.errstate(all="ignore"):
@@ -108,7 +113,7 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         value, g = magnitude(at.value), magnitude(at.g)
         inner = at.err + 3 * unit.u * (value + magnitude(at.p) * at.w + at.hit)
         err = g * inner + unit.tau * (value + 1)
-        unsure = (g * at.w >= unit.huge) | (np.isinf(at.g) & (value <= inner))
+        unsure = (g * at.w >= unit.huge) | at.overflows(unit) | (np.isinf(at.g) & (value <= inner))
         err = np.where(at.counted, np.where(unsure, inf, err), 0.0)
     return (round_to(err, ref[0], call.dtype),)
 

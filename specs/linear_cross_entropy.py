@@ -182,7 +182,8 @@ def bracket_error(call: Call, at: Logits, of: Call, b: np.ndarray, shift: np.nda
     """How far the brackets b that a kernel multiplies may be off, (rows, n), where its logits are.
 
     cross_entropy_vjp's own bound, to which comes that p is exp of a difference which is off by err + ``shift``, as far
-    as lse is off; no p is more than ``most`` too large. Where a logit may not be finite, p may be no number.
+    as lse is off; no p is more than ``most`` too large. Where a logit may not be finite, or p overflow, as it may with
+    an lse that is another row's, p may be no number.
     """
     (own,) = measured(of, "bound", b)
     lse, z = of.arrays["lse"][:, None], call.options["z_loss"]
@@ -191,9 +192,10 @@ def bracket_error(call: Call, at: Logits, of: Call, b: np.ndarray, shift: np.nda
     p = np.exp(at.x - lse)
     moved = np.minimum(np.exp(at.x - lse + theta) - p, most)
     moved = np.where(np.isposinf(theta), inf, np.where(np.isnan(moved), 0.0, moved))
+    far = np.isfinite(p) & ((p + moved) * w >= units(call).huge)  # p may overflow before d_loss meets it
     more = moved * w + (2 * z * shift[:, None] * (magnitude(p) + moved) if z else 0.0)
     more = SLACK * (1 + units(call).U) * np.where(g > 0, g * more, 0.0)
-    return np.where(at.counted[:, None], wider(own, more, b), 0.0)
+    return np.where(at.counted[:, None], np.where(far, inf, wider(own, more, b)), 0.0)
 
 
 def of_brackets(call: Call, b: np.ndarray, err: np.ndarray, y: np.ndarray, ref: np.ndarray) -> np.ndarray:

@@ -77,7 +77,7 @@ def linear_cross_entropy_vjp(
     Returns:
       d_hidden: the shape and dtype of hidden, 0 in rows that are ignored; d_weight: those of weight, to which an
       ignored row adds 0 times what is in it. Nothing is promised of d_weight where a logit, or d_loss b, may be beyond
-      what hidden's dtype holds.
+      what hidden's dtype holds, or p beyond float32.
     """
     raise NotImplementedError
 

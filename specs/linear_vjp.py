@@ -32,7 +32,11 @@ class LinearVjpOut(NamedTuple):
     positive=("k",),
     passes={"residual": "d_y"},
     reads={"pre": When(lambda options: options["activation"] != "none", "where there is an activation")},
-    apart=lambda options, wants: ("batch",) if set(wants) == {"d_x"} else (),
+    apart=lambda options, wants: (
+        "k",
+        *(["batch"] if set(wants) == {"d_x"} else []),
+        *(["n"] if "d_x" not in wants else []),
+    ),
     typical={"batch": (4096,), "n": 4096, "k": 4096, "pre": True, "bias": True, "activation": "gelu_tanh"},
     flops=lambda call: (
         (2.0 * call.dims["k"] * len({"d_x", "d_weight"} & {*call.wants}) + 1)

@@ -1,4 +1,5 @@
-"""What records ask of a GPU: more than 2^31 elements, and strides past them."""
+"""What is asked of a GPU, and can be of a CPU in small: more than 2^31 elements, strides past them, and a tuner that
+meets a wrong kernel."""
 
 from __future__ import annotations
 
@@ -7,6 +8,12 @@ import torch
 
 import portakern as pk
 from portakern import testing
+from portakern.compiling.pool import Pool
+from portakern.core import registry
+from portakern.spec import Tile
+from portakern.tuning.asked import of_op
+from portakern.tuning.run import Told, groups_of, tune
+from portakern.tuning.tuner import Plan
 
 
 def within_bound(op, outputs, *args, **options):
@@ -68,3 +75,28 @@ def worst_of_far_strides(record, gpu):
         given = [o for o in (outputs if isinstance(outputs, tuple) else (outputs,)) if o is not None]
         worst.append(within_bound(record.op, tuple(given), *args))
     return max(worst)
+
+
+def tuned_beside_a_wrong_kernel(platform, shape):
+    """Tune a softmax that is wrong, and fastest, with one of three tiles; what is found. The caller has a cache folder
+    and a registry of its own."""
+    backend = pk.Backend("seeded", framework="torch", platforms=(platform,))
+
+    def softmax(call, tiling):
+        x = call.arrays["x"]
+        if tiling["rows_at_once"] == 128:
+            return (x.clone(),)
+        times = 4 if tiling["rows_at_once"] == 32 else 1
+        return ([torch.softmax(x, call.options["axis"]) for _ in range(times)][-1],)
+
+    backend.implements(
+        "softmax", key=lambda call: {"dtype": call.dtype}, tiling=lambda call: {"rows_at_once": 32},
+        knobs={"rows_at_once": Tile(32, 128)},
+    )(softmax)  # fmt: skip
+    pk.register(backend)
+    asked = [of_op(registry.find_spec("softmax"), "float32", {"shape": shape})]
+    told = Told(lambda progress: None, lambda finding: None, lambda group, why: None)
+    with Pool(1, 10) as pool:
+        (finding,), left = tune(groups_of(asked, platform, "seeded", None), Plan(), pool, told)
+    assert not left
+    return finding

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
 import shutil
 import signal
 import sys
@@ -25,9 +26,11 @@ from portakern import results, sources
 from portakern.benchmarking import run as bench_run
 from portakern.benchmarking import suites
 from portakern.benchmarking.ahead import Ahead, Visit
+from portakern.benchmarking.behind import Behind
 from portakern.benchmarking.contenders import together
 from portakern.benchmarking.foresight import Foresight, foreseeing
 from portakern.benchmarking.inputs import for_gradient, make
+from portakern.benchmarking.resuming import Earlier
 from portakern.benchmarking.roof import ceiling, moved
 from portakern.benchmarking.rows import said
 from portakern.benchmarking.run import DeviceLost, Helped, Plan, run, visit
@@ -194,6 +197,26 @@ def test_large_calls_are_judged_in_part():
 
     rows = timed(backend("mine", hole), backend("right", numpy_softmax, peer=True), case=case)
     assert rows["mine"]["verdict"] == "wrong" and rows["right"]["verdict"] == "right"
+
+
+def test_of_a_large_sum_some_is_compared(monkeypatch):
+    """Which the oracle has to compute whole; what is wrong where it was looked at is seen."""
+    case = TimedCase("mine", "linear", "float32", {"batch": (5,), "n": 40, "k": 30}, gradient=True)
+    library = frameworks()["numpy"]
+    inputs = for_gradient(make(case, library, "cpu"), {})
+    whole = {e.name: e for e in Judge(inputs).expect(Target("cpu"), False)}
+    monkeypatch.setattr("portakern.benchmarking.verdicts.MOST", 300)
+    some = Judge(inputs)
+    part = {e.name: e for e in some.expect(Target("cpu"), False)}
+    (rows,) = part["d_weight"].chosen["n"]
+    assert len(rows) == 10 and {0, 39} <= {*rows} and part["d_x"].chosen == whole["d_x"].chosen == {}
+    assert np.array_equal(part["d_weight"].exact, whole["d_weight"].exact[rows])
+    x, weight, d_y = (inputs.buffers[n].view() for n in ("x", "weight", "d_y"))
+    d_x, d_weight = d_y @ weight, d_y.T @ x
+    assert some.verdict(library, (d_x, d_weight), Target("cpu"), False).right
+    d_weight[rows[3]] += 1
+    wrong = some.verdict(library, (d_x, d_weight), Target("cpu"), False)
+    assert not wrong.right and "30 of 300 elements of d_weight" in wrong.why
 
 
 def test_gradients_are_timed_on_what_a_right_forward_op_saved():
@@ -366,6 +389,89 @@ def test_cases_are_timed_as_they_are_ready():
     timer.join()
 
 
+def test_what_nobody_works_on_any_more_is_timed_first():
+    """A case whose oracle is still at work waits for others, and is waited for when nothing else is left."""
+    cases = [replace(CASE, dims={"shape": (i,)}) for i in range(3)]
+    oracle: Future = Future()
+    oracle.set_running_or_notify_cancel()
+    visited: Future = Future()
+    visited.set_running_or_notify_cancel()
+    foresight = Foresight(Target("cpu"), {id(cases[0]): oracle})
+    helped = Helped(foresight, Ahead({id(cases[1]): visited}, None, frozenset(), 0.05))
+    assert helped.next(cases) is cases[2]
+    assert helped.next(cases[:2]) is cases[0]  # it was visited, and the other was not
+    visited.set_result(Visit({}))
+    assert helped.next(cases[:2]) is cases[1]
+    oracle.set_result([])
+    assert helped.next(cases) is cases[0] and Helped().next(cases) is cases[0]
+
+
+def slower(seconds, fn=numpy_softmax):
+    def run(x, axis):
+        time.sleep(seconds)
+        return fn(x, axis)
+
+    return run
+
+
+def test_a_peer_that_is_far_behind_is_timed_on_two_calls_of_a_suite():
+    """And said to be that on the others, as is a wrong one; subjects never are, nor is anybody on another suite."""
+    mine = backend("mine", slower(0.02))
+    best = backend("best", slower(0.002), peer=True)
+    far = backend("far", slower(0.02), peer=True)
+    wrong = backend("wrong", lambda x, axis: x + 1, peer=True)
+    cases = [replace(CASE, dims={"shape": (6, n)}) for n in (40, 41, 42)] + [replace(CASE, suite="another")]
+    plan = Plan(cases, [mine], [best, far, wrong], "cpu", rounds=2)
+    verdicts, asked = {}, []
+    for row in run(plan, lambda found, case: asked.append(case)).rows:
+        verdicts.setdefault(row["contender"], []).append(row["verdict"])
+        last = row if row["verdict"] == "far behind" and row["contender"] == "far" else None
+        assert last is None or ("median_us" not in last and "ratio" not in last)
+        assert last is None or re.fullmatch(
+            r"not timed: \d.* to \d.* times the best peer's time on 2 of 2 calls of the suite before", last["why"]
+        )
+    # the last case is the first one's call, and nothing is timed twice
+    assert verdicts == {
+        "mine": ["right"] * 3, "best": ["right"] * 3, "far": ["right", "right", "far behind"],
+        "wrong": ["wrong", "wrong", "far behind"],
+    }  # fmt: skip
+    every = run(replace(plan, every_peer=True), lambda found, case: None).rows
+    assert {r["verdict"] for r in every} == {"right", "wrong"} and len(asked) == 4
+
+
+def test_who_was_far_behind_stays_so_in_a_file_that_is_continued():
+    mine, far = backend("mine", numpy_softmax), backend("far", lambda x, axis: x + 1, peer=True)
+    cases = [replace(CASE, dims={"shape": (6, n)}) for n in (40, 41, 42)]
+    plan, kept = Plan(cases, [mine], [far], "cpu", rounds=2), {}
+    for row in run(plan, lambda found, case: None).rows:
+        kept.setdefault((row["call"], row["target"]), []).append(row)
+    assert [r["verdict"] for rows in kept.values() for r in rows if not r["subject"]] == ["wrong"] * 2 + ["far behind"]
+    assert not Earlier(kept).left(plan)[0].cases
+    assert Earlier(kept).left(replace(plan, every_peer=True))[0].cases == cases[2:]
+
+
+def test_who_is_far_behind_is_so_on_every_call_before():
+    """Of one suite, op and dtype; a peer that was close once is timed on."""
+    behind = Behind()
+
+    def rows(ratio, verdict="right"):
+        return [{"contender": "peer", "subject": False, "verdict": verdict, "ratio": ratio}]
+
+    behind.note(CASE, rows(0.4))
+    assert behind.why(CASE, "peer", False) is None  # one call says too little
+    behind.note(CASE, rows(None, "refused"))
+    assert behind.why(CASE, "peer", False) is None
+    behind.note(CASE, rows(None, "failed"))
+    assert behind.why(CASE, "peer", False) == (
+        "not timed: 2.5 to 2.5 times the best peer's time on 1, no right result on 1 of 2 calls of the suite before"
+    )
+    assert behind.why(CASE, "peer", True) is None and behind.why(CASE, "other", False) is None
+    for other in (replace(CASE, suite="s"), replace(CASE, dtype="float16"), replace(CASE, gradient=True)):
+        assert behind.why(other, "peer", False) is None
+    behind.note(CASE, rows(0.6))
+    assert behind.why(CASE, "peer", False) is None
+
+
 def test_a_budget_says_what_it_left_out():
     cases = [CASE, TimedCase("mine", "softmax", "float16", {"shape": (3, 5)})]
     outcome = run(Plan(cases, [backend("mine", numpy_softmax)], [], "cpu", 2, seconds=0.0), lambda found, case: None)
@@ -516,6 +622,18 @@ def test_the_command_writes_rows_that_can_be_read(tmp_path):
     assert read.benchmark == "bench" and {r["op"] for r in read.rows} == {"softmax", gradient}
     assert {r["contender"] for r in read.rows} == {"triton", "torch"} and read.device == "host CPU"
     assert read.extra["rates"]["copy"] > 0 and "liger" in read.extra["absent"]
+    assert read.extra["took"].keys() == {r["call"] for r in read.rows} and min(read.extra["took"].values()) >= 0
+    assert "seconds of the dearest calls: " in found.output
+
+
+def test_an_op_that_is_named_is_timed_with_its_gradients():
+    def named(op, gradients=True):
+        return {c.timed for c in command._cases([op], None, None, None, gradients, any_cpu=False)}
+
+    gradient = registry.find_spec("linear").vjp
+    assert named("linear") == {"linear", gradient}  # of a suite; another op's from its typical call:
+    assert named("rope") == {"rope", registry.find_spec("rope").vjp}
+    assert named("linear", gradients=False) == {"linear"} and named(gradient) == {gradient}
 
 
 def test_a_table_is_completed_by_several_runs(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 import portakern as pk
-from portakern import inventory, results, sources
+from portakern import inventory, results, sources, testing
 from portakern.cli import app, main
 from portakern.compiling import cache
 from portakern.compiling import matrix as compiling
@@ -28,6 +28,7 @@ from portakern.core.backend import Backend
 from portakern.core.oracle import as_float64
 from portakern.core.targets import Target
 from portakern.files import write_atomically
+from portakern.testing import parallel, runner
 
 run = CliRunner().invoke
 
@@ -53,6 +54,32 @@ def test_check_passes_and_writes_json(tmp_path):
     assert report["sources"] == sources.fingerprint("softmax", oracle, None, Target("cpu"))
     assert (report["backend"], report["target"], report["commit"]) == ("reference", "cpu", sources.commit())
     assert [p.name for p in file.parent.iterdir()] == ["report.json"]
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_check_begins_no_case_after_its_budget(jobs):
+    subjects = [(op, "reference", None) for op in ("softmax", "rmsnorm")]
+    reports = testing.check_all(subjects, jobs, lambda subject, cases: None, budget=0.0, max_examples=20)
+    assert [(r.op, r.examples, r.left_out, r.passed) for r in reports] == [
+        ("softmax", 0, 20, False), ("rmsnorm", 0, 20, False),
+    ]  # fmt: skip
+
+
+def test_checks_one_after_the_other_share_a_budget(monkeypatch):
+    clock, given = iter([0.0, 0.0, 20.0, 60.0]), []
+    monkeypatch.setattr(parallel.time, "time", lambda: next(clock))
+    monkeypatch.setattr(parallel, "check", lambda op, seconds, **options: given.append(seconds))
+    parallel.check_all([(op, "reference", None) for op in "abc"], 1, lambda *_: None, budget=90.0)
+    assert given == [30.0, 35.0, 30.0]
+
+
+def test_check_says_what_its_budget_left_out(monkeypatch):
+    monkeypatch.setattr(runner._Work, "time_is_up", lambda self: self.limit < float("inf"))
+    asked = ["check", "softmax", "--backend", "reference", "--max-examples", "20"]
+    found = run(app, [*asked, "--budget", "5"])
+    assert found.exit_code == 1 and "the budget ended before 20 cases of softmax on reference" in found.output
+    found = run(app, asked)
+    assert found.exit_code == 0 and "budget" not in found.output
 
 
 def test_check_asks_for_what_it_is_told_to(tmp_path, monkeypatch):

@@ -1,7 +1,10 @@
 """Cases that fill a chip: what is drawn, that a part of a call is compared, and that faults of large sizes show."""
 
+from typing import NamedTuple, TypeVar
+
 import numpy as np
 import pytest
+from jaxtyping import Float
 
 import portakern as pk
 from portakern import testing
@@ -9,8 +12,10 @@ from portakern.core import registry
 from portakern.core.binder import bind
 from portakern.core.call import shape_of
 from portakern.core.oracle import oracle
+from portakern.spec import spec
 from portakern.testing import Limits, threads
-from portakern.testing.parts import LARGE, Part, part_call, part_of, picked, pieces, taken
+from portakern.testing.layouts import Buffer
+from portakern.testing.parts import LARGE, Part, part_call, part_of, picked, pieces, repeated, taken
 from portakern.testing.verdict import expected
 from tests.ops import forward_records
 
@@ -193,3 +198,36 @@ def test_a_stretch_of_a_masked_call_is_a_part_of_it(name, q_len, kv_len, options
     if q_len == kv_len:  # the first, the last and some between: no mask hides all of a query or a key
         ends = {n: s.any(axis=tuple(i for i in range(s.ndim) if i != 1)) for n, s in seen.items()}
         assert all(e[0] and e[-1] for e in ends.values())
+
+
+def test_one_array_for_both_factors_of_a_large_product_is_compared_in_part():
+    """Rows of it are repeated as the first factor's, and columns as the second's."""
+    shapes = {"a": (640, 640), "b": (640, 640)}
+    case = testing.Case("float32", shapes, "normal", 3, edge="a_is_b", same=("a", "b"))
+    assert testing.replay("matmul", case, fn=np.matmul).passed
+    assert not testing.replay("matmul", case, fn=lambda a, b: a @ (b + (a is b) * 0.01)).passed
+
+
+A = TypeVar("A")
+
+
+class DistancesOut(NamedTuple):
+    d: Float[A, "rows columns"]
+
+
+def test_one_array_along_one_axis_of_which_lie_two_dimensions_is_chosen_once():
+    """Else what repeats it as the first argument undoes what repeats it as the second."""
+
+    @spec(tiling={}, flops=lambda call: 1.0, apart=("rows", "columns"), typical={"rows": 640, "columns": 640})
+    def distances(x: Float[A, "rows"], y: Float[A, "columns"]) -> DistancesOut:
+        """d = |x - y| of every two."""
+        raise NotImplementedError
+
+    x = np.random.default_rng(0).normal(size=640)
+    call = bind(distances, x, x)
+    part = Part.of(call, 0, ("x", "y"))
+    buffer = Buffer(x, x.shape, (1,), 0)
+    repeated_x = repeated({"x": buffer, "y": buffer}, call, part.chosen, part.stands)["x"].view()
+    d = np.abs(repeated_x[:, None] - repeated_x)
+    assert 0 < len(np.unique(repeated_x)) < 640
+    assert np.array_equal(part.spread("d", part.taken("d", d)), d)

@@ -11,9 +11,9 @@ import portakern as pk
 from portakern.benchmarking.run import Plan, run
 from portakern.benchmarking.suites import TimedCase
 from portakern.benchmarking.timing import device_times, interleaved
-from portakern.core import registry
+from portakern.core import registry, tilings
 from portakern.core.framework import frameworks
-from tests.gpu import Gpu, within_bound, worst_of_far_strides, worst_past_2_31
+from tests.gpu import Gpu, tuned_beside_a_wrong_kernel, within_bound, worst_of_far_strides, worst_past_2_31
 from tests.ops import records
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -156,6 +156,19 @@ def test_contenders_of_two_libraries_are_timed_beside_each_other():
         assert r["peak_bytes"] is None or r["peak_bytes"] >= case.dims["shape"][0] * case.dims["shape"][1] * 2
     assert {r["clock"] for r in right.values()} == {outcome.recorder.name if outcome.recorder else "events"}
     assert outcome.rates["bfloat16"] > outcome.rates["float32"] > 1e12 and outcome.rates["copy"] > 1e11
+
+
+def test_a_wrong_kernel_is_never_chosen_by_the_tuner(tmp_path, monkeypatch):
+    """A copy is no softmax, however fast it is on the device."""
+    monkeypatch.setenv("PORTAKERN_CACHE", str(tmp_path))
+    try:
+        finding = tuned_beside_a_wrong_kernel("cuda", (8192, 4096))
+    finally:
+        registry._registered.pop("seeded")
+    assert finding.best == {"rows_at_once": 64} and list(finding.wrong) == [(("rows_at_once", 128),)]
+    assert finding.rows[0]["best_tiling"] == {"rows_at_once": 64} and finding.rows[0]["wrong"] == 1
+    table = tilings.own_table("seeded", finding.group.place.target)
+    assert table.is_relative_to(tmp_path) and '"rows_at_once": 64' in table.read_text()
 
 
 def test_two_clocks_tell_the_same_of_one_kernel():

@@ -665,7 +665,7 @@ def test_problems_that_are_known_bring_their_op_and_mapping(tmp_path):
     from portakern.judging.judgement import _of_a_problem
 
     assert _of_a_problem("36_RMSNorm_", None, None)[0] == "rmsnorm"
-    assert _of_a_problem("36_RMSNorm_", "softmax", None) == ("softmax", "", "")
+    assert _of_a_problem("36_RMSNorm_", "softmax", None) == ("softmax", "", {})
     known = tomllib.loads((ROOT / "portakern/judging/problems.toml").read_text())
     for row in known.values():
         spec = registry.find_spec(row["op"])
@@ -698,6 +698,31 @@ def test_a_reference_that_takes_no_shifted_arrays_on_an_accelerator_gets_none_th
         "misaligned"
         in judge(file, max_examples=20, edges=False, layouts=("contiguous", "shifted")).report.failures[0].what
     )
+
+
+INFINITE = """
+    import torch
+
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            o = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+            return o if k.isfinite().all() else torch.full_like(o, torch.nan)
+
+    def get_inputs():
+        return [torch.rand(1, 2, 8, 64) for _ in range(3)]
+"""
+
+
+def test_a_reference_that_leads_infinities_elsewhere_on_an_accelerator_may_do_so_there(tmp_path, monkeypatch):
+    pytest.importorskip("torch", reason="torch is not installed")
+    file = tmp_path / "97_ScaledDotProductAttention.py"
+    file.write_text(textwrap.dedent(INFINITE))
+    assert judge(file, layouts="contiguous").report.outcome == "other edges"
+    monkeypatch.setattr(judgement, "HOST", Target("nowhere", ""))  # so that this one is no host
+    report = judge(file).report
+    assert report.outcome == "right" and any(c.startswith("NaN and infinities may") for c in report.concessions)
+    file.write_text(textwrap.dedent(INFINITE.replace("o if k", "o * 1.01 if k")))
+    assert judge(file).report.outcome == "wrong"
 
 
 def test_a_candidate_starts_while_the_judge_begins_the_device(tmp_path, monkeypatch):

@@ -26,6 +26,8 @@ from benchmarks.judges.corpus.planted import kernel  # noqa: E402
 from benchmarks.judges.rules import backendbench, gpuemu, portakern, rules  # noqa: E402
 from benchmarks.judges.subject import Candidate, Subject  # noqa: E402
 from benchmarks.judges.working import Task, work  # noqa: E402
+from benchmarks.kernelbench import beside_earlier  # noqa: E402
+from portakern.results import read, record, write  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "judges.json"
 
@@ -342,3 +344,32 @@ def test_what_is_kept_says_what_the_page_does():
     assert not [name for group, name in caught if group in ("unusual", "level 1")]
     missed = [r["name"] for r in rows if not r["right"] and (r["group"], r["name"]) not in caught]
     assert not missed
+
+
+def test_a_problem_that_is_judged_anew_leaves_the_others_of_its_file(tmp_path):
+    file, row = (
+        tmp_path / "kernelbench.json",
+        dict.fromkeys(("op", "verdict", "why"), "right")
+        | {
+            "seconds": 1.0,
+            "load_seconds": 0.5,
+            "cases": 60,
+            "left_out": 0,
+            "worst": {},
+            "whole": False,
+            "conceded": [],
+        },
+    )
+    ran = {"repository": "r", "at": "c0ffee", "left_out": {}, "wall_seconds": 10}
+
+    def run(numbers, **others):
+        rows = [row | {"problem": f"{n}_Softmax"} | others for n in numbers]
+        write(file, beside_earlier(record("kernelbench", rows, command="c", device="H100", **ran), file))
+        return {r["problem"]: r["why"] for r in read(file).rows}
+
+    assert run([23, 4]) == {"23_Softmax": "right", "4_Softmax": "right"}
+    assert run([23], why="anew") == {"4_Softmax": "right", "23_Softmax": "anew"}
+    assert [r["problem"] for r in read(file).rows] == ["4_Softmax", "23_Softmax"]
+    assert read(file).extra["wall_seconds"] == 20 and all("commit" in r for r in read(file).rows)
+    ran["at"] = "another"
+    assert run([36]) == {"36_Softmax": "right"}

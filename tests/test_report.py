@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from portakern.cli import app
 from portakern.core import registry, targets
 from portakern.reporting import (
+    agreement,
     beside,
     checkout,
     compiled,
@@ -32,6 +33,7 @@ from portakern.reporting import (
     reach,
     roofline,
     speed,
+    tuned,
     verdict,
 )
 from portakern.reporting.kept import Kept, chip
@@ -367,6 +369,94 @@ def test_a_newer_run_replaces(fresh, tmp_path):
         "compile-matrix.json",
         "times-h100.json",
     ]
+
+
+def benched(folder, name, rows, device=DEVICE):
+    """A run of the bench in a file."""
+    return put(folder, name, run_of("bench", rows, device, wall_seconds=9, rates={}, absent={}, left_out=[]))
+
+
+def test_two_runs_are_held_against_each_other(tmp_path):
+    """Ratios of ours by the size of the call, times of all, and each ratio that differs by more than runs may."""
+    first = [
+        timed("triton", 100.0, best_peer="torch", ratio=0.5), timed("torch", 50.0, ratio=1.0),
+        timed("triton", 8.0, 64, best_peer="torch", ratio=1.0), timed("torch", 8.0, 64, ratio=1.0),
+        timed("jax", 60.0, ratio=0.8), timed("liger", 0.0, **NO_TIME, verdict="refused", why="it has no attention"),
+    ]  # fmt: skip
+    second = [
+        timed("triton", 103.0, best_peer="torch", ratio=0.49), timed("torch", 50.5, ratio=1.0),
+        timed("triton", 10.0, 64, best_peer="torch", ratio=0.8), timed("torch", 8.0, 64, ratio=1.0, host_us=31.0),
+        timed("jax", 0.0, **NO_TIME, verdict="far behind", why="not timed"), first[-1],
+    ]  # fmt: skip
+    files = benched(tmp_path, "first.json", first), benched(tmp_path, "second.json", second)
+    found = agreement.agreement(*files)
+    table = {line[0]: line[1:] for line in found.table()}
+    assert table["under 10 us"] == ["1", "0", "20.0%", "20.0%", "2", "1", "12.5%", "25.0%"]
+    assert table["to 1 ms"] == ["1", "1", "2.0%", "2.0%", "1", "1", "3.0%", "3.0%"]
+    assert table["to 100 us"] == ["0", "–", "–", "–", "1", "1", "1.0%", "1.0%"]
+    assert table["all"][:2] == ["2", "1"] and table["all"][4:6] == ["4", "3"]
+    assert (found.alone, found.changed, found.kept, found.turned) == (1, 0, 0, [])
+    said = CliRunner().invoke(app, ["report", "--compare", *map(str, files)])
+    assert said.exit_code == 1 and "1 of 2 ratios of ours are within 5%" in said.output
+    assert "-20.0% triton 1.000, then 0.800 of the best peer's speed (8.0, then 10.0 us): attention(" in said.output
+    assert "1 times are in one run alone" in said.output
+
+
+def test_runs_that_agree_end_with_status_0(tmp_path):
+    rows = [timed("triton", 100.0, ratio=0.5), timed("torch", 50.0, ratio=1.0)]
+    again = [timed("triton", 101.0, ratio=0.5), timed("torch", 50.0, ratio=1.0)]
+    first, second = benched(tmp_path, "first.json", rows), benched(tmp_path, "second.json", again)
+    said = CliRunner().invoke(app, ["report", "--compare", str(first), str(second)])
+    assert said.exit_code == 0 and "1 of 1 ratios of ours are within 5%" in said.output, said.output
+    # torch's row is the first run's to the last digit: a file that was continued holds what it held
+    assert "1 times are the first run's own" in said.output
+    same = CliRunner().invoke(app, ["report", "--compare", str(first), str(first)])
+    assert "have no ratio in common that both measured of the same sources" in str(same.exception)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"verdict": "wrong", "why": "NaN", **NO_TIME}, "right, then wrong: triton on attention("),
+        ({"median_us": 100.5, "sources": "f" * 16}, "1 times are of other sources in the second run"),
+    ],
+)
+def test_what_two_runs_do_not_share_is_told(tmp_path, changes, told):
+    rows = [timed("triton", 100.0, ratio=0.5), timed("triton", 300.0, 2048, ratio=0.5)]
+    again = [timed("triton", 100.0, ratio=0.5) | changes, timed("triton", 301.0, 2048, ratio=0.5)]
+    files = benched(tmp_path, "first.json", rows), benched(tmp_path, "second.json", again)
+    said = CliRunner().invoke(app, ["report", "--compare", *map(str, files)])
+    assert told in said.output and said.exit_code == ("wrong" in told)
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path):
+    first = benched(tmp_path, "first.json", [timed("triton", 100.0, ratio=0.5)])
+    other = benched(tmp_path, "other.json", [timed("triton", 100.0, ratio=0.5)], "NVIDIA B200")
+    with pytest.raises(ResultError, match="it ran on NVIDIA B200, and .*first.json on NVIDIA H100 80GB HBM3"):
+        agreement.agreement(first, other)
+    times = put(tmp_path, "times.json", run_of("times", [TIME]))
+    with pytest.raises(ResultError, match="it holds results of times; expected those of portakern bench"):
+        agreement.agreement(first, times)
+    refused = CliRunner().invoke(app, ["report", "--check", "--compare", str(first), str(first)])
+    assert "leave out --check" in str(refused.exception)
+
+
+def test_losses_of_what_is_shipped_stand_by_target_and_family(tree):
+    def row(call, best, tried=9, **more):
+        tiles = {key: {"block_n": 64} for key in ("default_tiling", "best_tiling", "kept_tiling")}
+        return {
+            "op": "softmax", "family": "rows", "dtype": "bfloat16", "call": call, "target": "sm_90",
+            "backend": "triton", "variant": "gpu", "metric": "device time", "unit": "us", "default": 10.0,
+            "best": best, "loss": round(10.0 / best - 1, 4), "tried": tried, "refused": 0, "wrong": 0, **tiles, **more,
+        }  # fmt: skip
+
+    kept = Kept.of(tree)
+    assert "Nothing was tuned yet" in tuned.tuned(kept)
+    rows = [row("a", 10.0), row("b", 9.5), row("c", 8.0), row("d", 10.0, 1), row("e", 10.0, 1, ended=True)]
+    put(tree / "benchmarks" / "results", "tune.json", run_of("tune", rows, wall_seconds=60, seed=0, left=2))
+    text = tuned.tuned(Kept.of(tree))
+    assert "| sm_90 | rows | triton, gpu | 4 | 9 | 2.6% | 25.0% | 2 | 1 | 1.071 | 1 |" in text
+    assert "time did not reach, whose calls have no row: tune.json 2." in text
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from portakern.benchmarking import contenders
-from portakern.benchmarking.timing import device_times, interleaved
+from portakern.benchmarking.timing import WARM_UP, device_times, interleaved
 from portakern.core.framework import frameworks
-from portakern.core.instruments import Instruments, Sample, Stopwatch
+from portakern.core.instruments import HOSTED, Instruments, Sample, Stopwatch
 from portakern.errors import UnavailableError
 from portakern.frameworks.jax import timing as jax_timing
 from portakern.frameworks.torch import timing as torch_timing
@@ -229,6 +229,15 @@ def test_a_recorder_sums_the_kernels_of_a_call():
     assert watch.sample().device_us == pytest.approx(12)
     assert watch.clock == "cupti" and not profiler.on
     assert profiler.recorded == [False, "cold", True]  # the host's time is that of a call that nobody records
+
+
+def test_the_hosts_time_of_a_recorded_call_is_that_of_few_samples():
+    """It costs a call more, and is not what is compared."""
+    profiler, calls = Profiler([("a", 0.010)]), []
+    watch = Host([]).stopwatch(lambda: calls.append(profiler.on), jax_timing.Cupti(profiler))
+    found = interleaved({"call": watch}, rounds=20)["call"]
+    assert found.host_us > 0 and found.rounds == 20 and found.median_us == pytest.approx(10)
+    assert calls.count(True) == 20 + WARM_UP and calls.count(False) == HOSTED > WARM_UP
 
 
 @pytest.mark.parametrize("name", ["torch", "jax"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,11 +23,13 @@ from typer.testing import CliRunner
 
 import portakern as pk
 from portakern import cli, results
+from portakern.cli import tune as tune_command
 from portakern.compiling.build import Build, Kernel
 from portakern.compiling.pool import Pool
 from portakern.core import registry, targets, tilings
 from portakern.core.tilings import Row
 from portakern.errors import SpecError, UnavailableError
+from portakern.reporting.tuned import searched
 from portakern.spec import Tile
 from portakern.tuning import search as searches
 from portakern.tuning import static, store
@@ -37,7 +41,7 @@ from portakern.tuning.run import Told, groups_of
 from portakern.tuning.run import tune as tune_groups
 from portakern.tuning.search import Climb, OptunaSearch, Whole, search
 from portakern.tuning.space import Space, frozen, space_of
-from portakern.tuning.tuner import Plan, row_of
+from portakern.tuning.tuner import Plan, _form_call, _opening, row_of
 
 SECONDS = {32: 0.004, 64: 0.002, 128: 0.0}
 """How long the kernel of these tests takes, by its only tile, beside the little that it does."""
@@ -107,6 +111,16 @@ def test_a_wrong_kernel_is_never_chosen_however_fast_and_is_said_to_be_wrong(own
     assert row["tiling"] == {"rows_at_once": 64} and row["key"] == {"dtype": "float32", "n": 40}
 
 
+def test_a_wrong_kernel_is_never_chosen_as_a_gpu_would_show(own_cache):
+    """The test of a device, on the CPU."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    from tests.gpu import tuned_beside_a_wrong_kernel
+
+    finding = tuned_beside_a_wrong_kernel("cpu", (512, 512))
+    assert finding.best == {"rows_at_once": 64} and list(finding.wrong) == [(("rows_at_once", 128),)]
+    assert '"rows_at_once": 64' in (own_cache / "tuned" / "seeded" / "cpu.json").read_text()
+
+
 def test_the_command_says_what_is_wrong_and_ends_with_status_1(own_cache, monkeypatch):
     registered()
     file = own_cache / "results.json"
@@ -117,6 +131,18 @@ def test_the_command_says_what_is_wrong_and_ends_with_status_1(own_cache, monkey
     assert "kept 1 of 1 in" in result.output
     (row,) = results.read(file).rows
     assert row["best_tiling"] == {"rows_at_once": 64} and row["default"] > row["best"] and row["loss"] > 0.2
+
+
+def test_a_file_of_results_says_what_was_not_reached_whenever_its_run_ends(own_cache, monkeypatch):
+    """It is written after each key, and may be the last that is."""
+    registered()
+    file, left = own_cache / "results.json", []
+    write = tune_command._write
+    monkeypatch.setattr(tune_command, "_write", lambda *a: (write(*a), left.append(results.read(file).extra["left"])))
+    command = ["tune", "softmax", "--backend", "mine", "--target", "cpu", "--dtype", "float32", "--json", str(file)]
+    shapes = [part for n in (40, 48, 56) for part in ("--shape", f"shape=4x{n}")]
+    CliRunner().invoke(cli.app, [*command, *shapes])
+    assert left == [2, 1, 0, 0]
 
 
 def test_what_is_shipped_must_be_right():
@@ -418,6 +444,28 @@ def test_without_optuna_a_large_space_says_what_to_do(monkeypatch):
     assert isinstance(search("climb", space(), []), Climb)
 
 
+def test_a_climb_asks_for_the_neighbours_of_what_is_shipped_at_once():
+    """Before any tiling has a score, so that compilers have as much to do as there is room for."""
+    found = Space({"a": (1, 2, 3), "b": (1, 2)}, lambda tiling: None)
+    shipped, other = {"a": 2, "b": 1}, {"a": 3, "b": 2}
+    asked = Climb(found, [shipped, other], 0).ask(9)
+    assert asked[:2] == [shipped, other] and asked[2:] == [*found.neighbours(shipped)] and len(asked) == 6
+
+
+def test_a_space_holds_what_is_shipped():
+    """Also a tile beyond the extent, which serves calls of one query as any: a search would have nowhere to begin."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    spec = registry.find_spec("attention")
+    one = of_op(spec, "bfloat16", {"q_len": 1, "kv_len": 8192, "d": 128, "dv": 128})
+    (group,) = groups_of([one], "sm_90", "triton", "hopper")
+    opening = _opening(group, Plan("climb"), [_form_call(one, group.place)])
+    (shipped,) = opening.shipped
+    assert shipped["block_q"] > 1 and opening.space.legal(shipped)
+    assert opening.space.values["block_q"] == (16, shipped["block_q"])
+    first = opening.hunt.ask(12)
+    assert len(first) == 12 and first[0] == shipped
+
+
 def test_a_space_is_legal_and_ends_where_a_tile_covers_its_extent():
     pytest.importorskip("triton", reason="triton is not installed")
     spec = registry.find_spec("matmul")
@@ -428,7 +476,7 @@ def test_a_space_is_legal_and_ends_where_a_tile_covers_its_extent():
 
     call = bound_form(spec, groups[0].asked[0].form, place.framework, place.target)
     found = space_of(spec, place.impl, [call], tilings.shipped(place.impl, call))
-    assert found.values["block_m"] == (16, 32, 64), "64 covers 40"
+    assert found.values["block_m"] == (16, 32, 64, 128), "64 covers 40, and 128 is shipped"
     big = {"block_m": 64, "block_n": 1024, "block_k": 1024, "num_warps": 8, "num_stages": 3, "group": 8}
     assert not found.legal(big) and found.legal({**big, "block_n": 128, "block_k": 64})
     assert all(found.legal(t) for t in found.neighbours({**big, "block_n": 128, "block_k": 64}))
@@ -546,6 +594,53 @@ def test_each_call_is_held_against_its_own_best(own_cache):
     few, many = found[0].rows
     assert few["best_tiling"] == {"rows_at_once": 32} and few["loss"] == 0
     assert many["best_tiling"] == {"rows_at_once": 64} and many["loss"] > 0.3
+
+
+def test_a_call_that_is_begun_with_has_one_batch_tried():
+    """However little its share of the time is: that nothing was tried would be no loss of nothing."""
+
+    class Hurried(Plan):
+        @property
+        def over(self):
+            return next(over)
+
+    registered()
+    over = itertools.chain([False], itertools.repeat(True))
+    (finding,), _, _ = tuned(Hurried(batch=2))
+    row = finding.rows[0]
+    assert finding.best == {"rows_at_once": 64} and (row["tried"], row["ended"]) == (2, False)
+    assert searched(row)
+    over = itertools.repeat(False)
+    (finding,), _, _ = tuned(Hurried(batch=1), fresh=True)
+    assert finding.rows[0]["ended"] and finding.rows[0]["wrong"] == 1
+
+
+def test_a_row_for_which_nothing_was_tried_says_nothing_of_loss():
+    nothing = {"tried": 1, "refused": 0, "ended": False}
+    assert not searched(nothing) and searched({**nothing, "ended": True}), "there is no other tiling"
+    assert searched({**nothing, "refused": 3}) and searched({**nothing, "tried": 2})
+    older = {"tried": 1, "refused": 0}
+    assert searched(older) and not searched(older, 3), "of a run whose time was over"
+
+
+def test_losses_of_calls_that_had_no_time_are_not_shown(own_cache, monkeypatch):
+    """As of a run that was cut: they are counted, and are no losses of nothing."""
+    rows = [
+        {"target": "cpu", "family": "rows", "default": 1.0, "best": b, "loss": 1 / b - 1, "tried": t, "refused": 0,
+         "ended": t > 1}
+        for b, t in ((0.5, 9), (0.8, 7), (1.0, 1))
+    ]  # fmt: skip
+    said: list[Any] = []
+    monkeypatch.setattr("portakern.cli.tune.show_table", lambda title, heads, lines: said.extend([heads, *lines]))
+    monkeypatch.setattr("portakern.cli.tune.say", lambda text, style=None: said.append(text))
+    from portakern.cli.tune import _show_losses
+
+    _show_losses(rows)
+    assert dict(zip(said[0], said[1], strict=True)) == {
+        "target": "cpu", "family": "rows", "calls": "2", "tried, median": "8", "median": "62.5%", "worst": "100.0%",
+        "beyond 5%": "2", "beyond 15%": "2", "gain": "1.581",
+    }  # fmt: skip
+    assert said[2].startswith("1 calls had no time")
 
 
 def test_what_the_time_does_not_reach_is_counted():

@@ -25,11 +25,13 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 __all__ = [
-    "MAX_GRID", "RECORDERS", "accumulator", "cdiv", "compiler_options", "dot_precision", "lanes", "launch", "recording",
-    "refuse_common", "refuse_over", "shared_limit", "tmem_columns", "torch_dtype",
+    "MAX_GRID", "RECORDERS", "TILE_REGISTERS", "accumulator", "cdiv", "compiler_options", "dot_precision", "lanes",
+    "launch", "recording", "refuse_common", "refuse_over", "shared_limit", "tmem_columns", "torch_dtype",
 ]  # fmt: skip
 
 MAX_GRID = 2**31 - 1  # of a grid's first dimension, on NVIDIA and AMD; the others end at 65535, so no kernel uses them
+
+TILE_REGISTERS = 128  # that a tile may take of a thread's
 
 _launchers: dict[tuple[Any, ...], Callable[..., Handles | None]] = {}
 
@@ -171,9 +173,9 @@ def refuse_tile(call: Call, tiling: Mapping[str, int], rows: int) -> str | None:
 def _refuse_tile(tile: int, num_warps: int, interpret: bool) -> str | None:
     if tile > 1 << 20:
         return f"a tile of block_rows * block_n = {tile} elements is over Triton's limit of 2^20"
-    if not interpret and tile > num_warps * 32 * 128:
+    if not interpret and tile > num_warps * 32 * TILE_REGISTERS:
         return (
-            f"a tile of {tile} elements is over 128 registers a thread at num_warps = {num_warps}; "
+            f"a tile of {tile} elements is over {TILE_REGISTERS} registers a thread at num_warps = {num_warps}; "
             "use a smaller block_n or more warps"
         )
     return None

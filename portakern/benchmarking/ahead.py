@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from portakern.benchmarking.suites import TimedCase
 from portakern.benchmarking.verdicts import Known
@@ -68,12 +68,17 @@ class Ahead:
         future = self._futures.get(id(case))
         return future is None or future.done()
 
-    def next(self, cases: Sequence[TimedCase]) -> TimedCase:
+    def pending(self, cases: Sequence[TimedCase]) -> list[Future[Any]]:
+        """The visits of cases that have not ended."""
+        return [self._futures[id(c)] for c in cases if not self.is_ready(c)]
+
+    def next(self, cases: Sequence[TimedCase], longest: float | None = None) -> TimedCase:
         """The first of these that was visited. While none was: of those that are being visited whichever ends first; or
-        the very first, where nobody has begun with any, or none ends within ``longest`` seconds."""
+        the very first, where nobody has begun with any, or none ends within ``longest`` seconds, the object's own where
+        none are given."""
         ready = next((c for c in cases if self.is_ready(c)), None)
         if ready is None:
-            wait([self._futures[id(c)] for c in cases], self.longest, FIRST_COMPLETED)
+            wait(self.pending(cases), self.longest if longest is None else longest, FIRST_COMPLETED)
             ready = next((c for c in cases if self.is_ready(c)), cases[0])
         visit = self._visit(ready)
         self.seconds.update(visit.seconds if visit else {})

@@ -25,6 +25,15 @@ class Foresight:
     def __init__(self, target: Target, futures: dict[int, Future[list[Expected]]]) -> None:
         self.target, self._futures = target, futures
 
+    def is_ready(self, case: TimedCase) -> bool:
+        """Whether what is expected of a case is known, or nobody computes it."""
+        future = self._futures.get(id(case))
+        return future is None or future.done()
+
+    def pending(self, cases: Sequence[TimedCase]) -> list[Future[Any]]:
+        """What is still to be computed of cases."""
+        return [self._futures[id(c)] for c in cases if not self.is_ready(c)]
+
     def judge(self, case: TimedCase, inputs: Inputs) -> Judge:
         """A judge of a case that knows what was computed of it. What nobody has begun with is left to the judge."""
         future = self._futures.pop(id(case), None)

@@ -17,6 +17,7 @@ from portakern.core.binder import bind
 from portakern.core.call import Call, dropped_dims, shape_of
 from portakern.core.framework import Framework
 from portakern.core.gradients import wiring
+from portakern.core.targets import HOST
 from portakern.errors import SpecError
 from portakern.spec import Spec
 from portakern.spec.dtypes import DTYPES, numpy_dtype
@@ -106,7 +107,8 @@ def _placed(
 
 def _on_device(b: Buffer, framework: Framework, device: Any) -> Any:
     """Memory of its own: on a CPU a framework may share NumPy's, which the oracle reads."""
-    memory = b.memory.view(np.uint8).copy().view(b.memory.dtype)
+    here = framework.target(device).platform == HOST.platform
+    memory = b.memory.view(np.uint8).copy().view(b.memory.dtype) if here else b.memory
     return framework.strided(memory, b.shape, b.strides, b.offset, device)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from portakern import inventory, results, sources
 from portakern.benchmarking.contenders import contenders, here
-from portakern.benchmarking.rows import Row, said
+from portakern.benchmarking.rows import FAR_BEHIND, Row, said
 from portakern.benchmarking.run import Plan
 from portakern.benchmarking.suites import TimedCase
 from portakern.compiling.forms import bound_form
@@ -49,7 +49,8 @@ class Earlier:
 
     def _holds(self, plan: Plan, case: TimedCase, rows: Sequence[Row]) -> bool:
         """Whether nothing in a case's rows is other than in those that would be found now: whoever takes part now did,
-        with as many samples and as a subject or not, and of nobody have the sources changed."""
+        with as many samples and as a subject or not, and of nobody have the sources changed. Who was far behind stays
+        so, unless every peer is asked for."""
         spec, (_, _, target) = registry.find_spec(case.timed), here(plan.lead, plan.device)
         known = {r["contender"]: r for r in rows}
         for c in contenders(spec, plan.subjects, plan.against, target):
@@ -58,6 +59,8 @@ class Earlier:
             if now != (row.get("subject"), row.get("sources")):
                 return False
             if row.get("rounds") is not None and row["rounds"] < plan.rounds:
+                return False
+            if row["verdict"] == FAR_BEHIND and plan.every_peer:
                 return False
         return bool(known)
 

@@ -16,9 +16,9 @@ from portakern.core.call import Call
 from portakern.core.targets import Target
 from portakern.spec.dtypes import DTYPES
 
-__all__ = ["FAILED", "REFUSED", "RIGHT", "WRONG", "held_against", "said", "settled", "started", "timed"]
+__all__ = ["FAILED", "FAR_BEHIND", "REFUSED", "RIGHT", "WRONG", "held_against", "said", "settled", "started", "timed"]
 
-RIGHT, WRONG, REFUSED, FAILED = "right", "wrong", "refused", "failed"
+RIGHT, WRONG, REFUSED, FAILED, FAR_BEHIND = "right", "wrong", "refused", "failed", "far behind"
 Row = dict[str, Any]
 
 

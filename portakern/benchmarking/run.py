@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from portakern.benchmarking import roof
 from portakern.benchmarking.ahead import Ahead, Foreseen, Visit
+from portakern.benchmarking.behind import Behind
 from portakern.benchmarking.contenders import Contender, Entry, Refused, contenders, here, one_clock, ready
 from portakern.benchmarking.deadline import within
 from portakern.benchmarking.foresight import Foresight
 from portakern.benchmarking.inputs import Inputs, for_gradient, make
-from portakern.benchmarking.rows import FAILED, REFUSED, WRONG, Row, held_against, judged, said, settled, started, timed
+from portakern.benchmarking.rows import (
+    FAILED,
+    FAR_BEHIND,
+    REFUSED,
+    WRONG,
+    Row,
+    held_against,
+    judged,
+    said,
+    settled,
+    started,
+    timed,
+)
 from portakern.benchmarking.spent import Spent
 from portakern.benchmarking.suites import TimedCase
 from portakern.benchmarking.timing import ROUNDS, CallFailed, Times, interleaved
@@ -32,6 +47,9 @@ __all__ = ["FIRST_CALL", "DeviceLost", "Helped", "Outcome", "Plan", "of_gradient
 FIRST_CALL = 40.0
 """Seconds that a contender's first call may take, its compiler included: some compilers do not come back."""
 
+VISITED = 3 * FIRST_CALL
+"""The same of a visit, by the clock of a process that stands still every now and then."""
+
 
 class DeviceLost(RuntimeError):
     """A kernel left the device unusable for this process."""
@@ -46,6 +64,7 @@ class Plan:
       measured, the one first in whose library's arrays the calls are made; against: the peers.
       device: the platform, None: the best that the first subject compiles for here.
       rounds: samples of each contender. seconds: no case is begun after so many; None: all are.
+      every_peer: time those too that calls of a suite have shown to be far behind.
     """
 
     cases: Sequence[TimedCase]
@@ -54,6 +73,7 @@ class Plan:
     device: str | None = None
     rounds: int = ROUNDS
     seconds: float | None = None
+    every_peer: bool = False
 
     @property
     def lead(self) -> Backend:
@@ -64,7 +84,8 @@ class Plan:
 class Outcome:
     """``rows``: one a contender and call; ``rates``: the measured roof; ``left_out``: cases that time did not reach;
     ``unserved``: (case, why) of those that arrays could not be made for; ``spent``: where the seconds went;
-    ``recorder``: the one clock of all contenders, if there is one."""
+    ``recorder``: the one clock of all contenders, if there is one; ``behind``: which peers were far behind;
+    ``took``: call -> the seconds that it cost."""
 
     rows: list[Row] = field(default_factory=list)
     rates: dict[str, float] = field(default_factory=dict)
@@ -72,6 +93,8 @@ class Outcome:
     unserved: list[tuple[TimedCase, str]] = field(default_factory=list)
     spent: Spent = field(default_factory=Spent)
     recorder: Recorder | None = None
+    behind: Behind = field(default_factory=Behind)
+    took: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -80,6 +103,21 @@ class Helped:
 
     foresight: Foresight | None = None
     ahead: Ahead = field(default_factory=Ahead)
+
+    def next(self, cases: Sequence[TimedCase], seconds: float = math.inf) -> TimedCase:
+        """The first of these of which all is done that others do; where there is none within ``seconds``, nor within
+        those that a visit is waited for, one that was visited, or the very first."""
+        end = time.monotonic() + min(seconds, self.ahead.longest)
+        while (done := self._done(cases)) is None and (left := end - time.monotonic()) > 0:
+            wait([*self.ahead.pending(cases), *self._foreseen(cases)], left, FIRST_COMPLETED)
+        return self.ahead.next(cases, 0.0) if done is None else self.ahead.next([done])
+
+    def _done(self, cases: Sequence[TimedCase]) -> TimedCase | None:
+        known = (c for c in cases if self.foresight is None or self.foresight.is_ready(c))
+        return next((c for c in known if self.ahead.is_ready(c)), None)
+
+    def _foreseen(self, cases: Sequence[TimedCase]) -> list[Future[Any]]:
+        return self.foresight.pending(cases) if self.foresight else []
 
 
 def run(
@@ -99,23 +137,27 @@ def run(
     now = time.perf_counter()
     start = now if start is None else start
     found, calls, ahead = Outcome(spent=Spent({"before the first call": now - start})), set[str](), helped.ahead
+    found.behind.every = plan.every_peer
     with found.spent.on("the roof"), ahead.quiet():
         framework, device, _ = here(plan.lead, plan.device)
         found.recorder = one_clock((*plan.subjects, *plan.against), plan.device)
         found.rates = roof.measure(framework.instruments(device), found.recorder, plan.rounds)
     left = list(plan.cases)
     while left:
-        if plan.seconds is not None and time.perf_counter() - start > plan.seconds:
-            found.left_out = left
-            break
         with found.spent.on("waiting for compilers"):
-            case = ahead.next(left)
-        left = [other for other in left if other is not case]
+            case = helped.next(left, math.inf if plan.seconds is None else start + plan.seconds - time.perf_counter())
+        if plan.seconds is not None and time.perf_counter() - start > plan.seconds:
+            found.left_out = left  # it was waited for until the end
+            break
+        left, begun = [other for other in left if other is not case], time.perf_counter()
         try:
             trial = _Trial(plan, case, found, helped)
             if trial.call not in calls:  # options of two forward calls may be none of their gradients'
-                found.rows += trial.rows()
+                rows = trial.rows()
+                found.behind.note(case, rows)
+                found.rows += rows
             calls.add(trial.call)
+            found.took[trial.call] = time.perf_counter() - begun
         except (SpecError, UnsupportedError) as e:
             found.unserved.append((case, str(e)))
         done(found, case)
@@ -133,7 +175,7 @@ def visit(plan: Plan, case: TimedCase, enough: Callable[[], bool] = lambda: Fals
         if enough():
             return Visit(spent.seconds)
         try:
-            with spent.on(contender.backend.name), within(FIRST_CALL):
+            with spent.on(contender.backend.name), within(VISITED):
                 entry = ready(contender, trial.inputs)
                 entry.instruments.wait(entry.run())
             runs[entry.call.target, entry.call.interpret] = None
@@ -173,7 +215,7 @@ class _Trial:
 
     def __init__(self, plan: Plan, case: TimedCase, found: Outcome, helped: Helped) -> None:
         self.plan, self.case, self.rates, self.spent, self.ahead = plan, case, found.rates, found.spent, helped.ahead
-        self.recorder = found.recorder
+        self.recorder, self.behind = found.recorder, found.behind
         self.framework, self.device, self.target = here(plan.lead, plan.device)
         with self.spent.on("arrays"):
             forward = make(case, self.framework, self.device)
@@ -224,6 +266,9 @@ class _Trial:
     ) -> None:
         """Take in the contender's row, and its entry if it is right."""
         name, row = contender.name, started(self.case, self.inputs.call, contender, self.target)
+        if far := self.behind.why(self.case, name, contender.subject):
+            found[name] = settled(row, FAR_BEHIND, far)
+            return
         try:
             entry, outputs, verdict, seconds = self._tried(contender)
         except Refused as e:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -76,5 +77,5 @@ def interleaved(watches: Mapping[str, Stopwatch], rounds: int = ROUNDS) -> dict[
 
 def _summary(samples: list[Sample], clock: str) -> Times:
     on_device = [s.device_us for s in samples]
-    host = statistics.median(s.host_us for s in samples)
+    host = statistics.median(us for s in samples if not math.isnan(us := s.host_us))
     return Times(statistics.median(on_device), min(on_device), max(on_device), host, len(samples), clock)

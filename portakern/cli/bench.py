@@ -23,6 +23,15 @@ if TYPE_CHECKING:
     from portakern.benchmarking.suites import TimedCase
 
 
+EveryPeer = Annotated[
+    bool,
+    typer.Option(
+        "--every-peer",
+        help="Time peers on every call, also those that two calls of a suite found wrong or twice as slow as the best.",
+    ),
+]
+
+
 @app.command()
 def bench(
     context: typer.Context,
@@ -56,6 +65,7 @@ def bench(
     ] = None,
     fresh: Annotated[bool, typer.Option(help="Time again what stands in the file of --json.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw the plots into this folder.")] = None,
+    every_peer: EveryPeer = False,
 ) -> None:
     """Time ops on the device alone, beside every peer and the measured roof, each result first held to its error bound;
     exit status 1 if a result of the backend is wrong.
@@ -80,7 +90,7 @@ def bench(
     named = [b for b in against_named(against) if b not in subjects]
     found.absent |= absent(named)
     for measured in together(subjects, device):
-        _measure(found.left(Plan(cases, measured, named, device, rounds, budget)), jobs, found)
+        _measure(found.left(Plan(cases, measured, named, device, rounds, budget, every_peer)), jobs, found)
     found.show()
     if plot:
         found.draw(plot)
@@ -104,7 +114,7 @@ def _measure(plan: Plan, jobs: int | None, found: _Rows) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         Progress(*columns, console=err, transient=True) as bar,
-        foreseeing(plan.cases, target, cores // 2) as foresight,
+        foreseeing(plan.cases, target, (cores + 2) // 3) as foresight,  # of a sum over rows each takes up to 15 GB
     ):
         task = bar.add_task("compiling the first call", total=len(plan.cases))
 
@@ -183,7 +193,9 @@ def _cases(
         given = [suites.parse_shape(text) for text in shape]
         return [c for extents in given for name in ops or () for c in suites.asked(name, extents, dtype, gradients)]
     named = suite or ([suites.SAMPLES] if any_cpu else [n for n in suites.names() if n != suites.SAMPLES])
-    cases = [c for name in named for c in suites.cases_of(name, dtype, gradients) if not ops or c.timed in ops]
+    cases = [
+        c for name in named for c in suites.cases_of(name, dtype, gradients) if not ops or {c.op, c.timed} & {*ops}
+    ]
     if not suite and not any_cpu:
         covered = {c.timed for c in cases if c.suite != suites.TYPICAL}
         cases = [c for c in cases if c.suite != suites.TYPICAL or c.timed not in covered]
@@ -192,6 +204,9 @@ def _cases(
 
 NOTED = 0.5
 """Seconds of a first call, compilers included, from which they are worth a word."""
+
+DEAREST = 5
+"""Calls that are named for what they cost."""
 
 NAMES = 18
 """Columns that the name of a contender takes, with what stands before and behind it."""
@@ -233,6 +248,7 @@ class _Rows:
             "bench", self.rows, command=results.command_line("portakern", self.file), device=device,
             wall_seconds=seconds, seconds=self.seconds(), seconds_ahead=_rounded(ahead),
             rates={n: round(r) for n, r in rates.items()}, absent=self.absent, left_out=left,
+            took=_rounded(self.took()),
         )  # fmt: skip
 
     def seconds(self) -> dict[str, float]:
@@ -241,6 +257,10 @@ class _Rows:
         for outcome in self.outcomes.values():
             found.update(outcome.spent.seconds)
         return _rounded(found)
+
+    def took(self) -> dict[str, float]:
+        """The seconds that each call cost this run."""
+        return {call: s for outcome in self.outcomes.values() for call, s in outcome.took.items()}
 
     def last(self) -> str:
         """The subjects' last result, for the progress bar."""
@@ -267,6 +287,9 @@ class _Rows:
                     out.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
         spent = ", ".join(f"{what} {s:.0f}" for what, s in self.seconds().items() if s >= NOTED)
         out.print(f"seconds: {spent}", markup=False, highlight=False, soft_wrap=True)
+        dearest = "; ".join(f"{call} {s:.1f}" for call, s in [*_rounded(self.took()).items()][:DEAREST])
+        if dearest:
+            out.print(f"seconds of the dearest calls: {dearest}", markup=False, highlight=False, soft_wrap=True)
         for name, why in self.absent.items():
             out.print(f"{name} takes no part: {why}", markup=False, highlight=False, soft_wrap=True)
         for subjects, outcome in self.outcomes.items():

@@ -49,6 +49,9 @@ def check(
         typer.Option(help="Hold to what is promised beyond the bounds: bits that stay the same, memory of its own."),
     ] = True,
     jobs: Annotated[int, typer.Option(min=1, help="Processes to share the work.")] = 1,
+    budget: Annotated[
+        float | None, typer.Option(min=1, help="Seconds after which no more cases are begun; all run when not named.")
+    ] = None,
     case: Annotated[str | None, typer.Option(help="Run one case again, as a failure printed it.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the reports to this file.")] = None,
 ) -> None:
@@ -74,7 +77,7 @@ def check(
         with Progress(*columns, console=err, transient=True) as bar:
             tasks = {s: bar.add_task("{} on {}, {}".format(*s), total=max_examples) for s in subjects}
             reports = testing.check_all(subjects, jobs, lambda s, cases: bar.advance(tasks[s], cases),
-                                        **asked, dtypes=dtype, only=edge, max_examples=max_examples,
+                                        budget, **asked, dtypes=dtype, only=edge, max_examples=max_examples,
                                         seed=seed)  # fmt: skip
     _show_reports(reports)
     if json_file:
@@ -164,6 +167,9 @@ def _show_reports(reports: list[Any]) -> None:
             out.print(f"not emulated {count} x {r.op} on {r.subject}: {lacking}", markup=False, highlight=False)
         for reason, count in r.refused.most_common():
             out.print(f"refused {count} x {r.op} on {r.subject}: {reason}", markup=False, highlight=False)
+        if r.left_out:
+            text = f"the budget ended before {r.left_out} cases of {r.op} on {r.subject}; --budget gives more seconds"
+            out.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
         if r.concessions:
             out.print(f"conceded to {r.subject}: {'; '.join(r.concessions)}", markup=False, highlight=False)
         for f in r.failures:

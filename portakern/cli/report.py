@@ -1,4 +1,4 @@
-"""``portakern report``: tables, plots and the stub, made from results and source."""
+"""``portakern report``: tables, plots and the stub, made from results and source; and whether two runs agree."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ from typing import Annotated
 
 import typer
 
-from portakern.cli.common import app, out
+from portakern.cli.common import app, out, show_table
 from portakern.errors import SpecError
+
+TwoRuns = Annotated[
+    tuple[Path, Path] | None,
+    typer.Option(
+        metavar="FIRST SECOND",
+        help="Write nothing: hold two files of portakern bench, of one kind of device, against each other; exit status "
+        "1 where a ratio of ours differs by more than 5 %, or a verdict.",
+    ),
+]
 
 
 @app.command()
@@ -28,6 +37,7 @@ def report(
             "--replace", help="With --add: take it even if it is not newer, or lacks rows of the one that it replaces."
         ),
     ] = False,
+    compare: TwoRuns = None,
     root: Annotated[
         Path | None, typer.Option(help="The checkout; the one that portakern runs from when not given.")
     ] = None,
@@ -35,6 +45,11 @@ def report(
     """Make the tables of PORTING.md, RESULTS.md and README.md, the plots of docs/plots and the stub of editors."""
     from portakern.reporting import checkout
 
+    if compare and (check or add or replace):
+        raise SpecError("report: --compare writes nothing, and looks at no table; leave out --check, --add, --replace")
+    if compare:
+        _compare(*compare)
+        return
     if check and add:
         raise SpecError("report: --check writes nothing, and --add does; give one of them")
     where = checkout.checkout(root)
@@ -63,3 +78,30 @@ def report(
         )
     if not changed:
         out.print("every table and plot is up to date", highlight=False)
+
+
+def _compare(first: Path, second: Path) -> None:
+    """Say how far two runs agree."""
+    from portakern.reporting.agreement import HEADS, WITHIN, agreement
+
+    def say(text: str, style: str | None = None) -> None:
+        out.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    found = agreement(first, second)
+    show_table(f"Two runs: how many differ by at most {WITHIN:.0%}, and by how much", HEADS, found.table())
+    for pair in found.beyond:
+        say(f"{pair.ratio:+.1%} {pair}", "red")
+    for a, b in found.turned:
+        say(f"{a['verdict']}, then {b['verdict']}: {a['contender']} on {a['call']}", "red")
+    if found.alone:
+        say(f"{found.alone} times are in one run alone")
+    if found.changed:
+        say(f"{found.changed} times are of other sources in the second run, and were left out")
+    if found.kept:
+        say(f"{found.kept} times are the first run's own, which the second took over, and were left out")
+    if not found.ours:
+        raise SpecError(f"report: {first} and {second} have no ratio in common that both measured of the same sources")
+    said = f"{len(found.ours) - len(found.beyond)} of {len(found.ours)} ratios of ours are within {WITHIN:.0%}"
+    say(said, "red" if found.beyond else "green")
+    if found.beyond or found.turned:
+        raise typer.Exit(1)

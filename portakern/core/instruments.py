@@ -5,6 +5,7 @@ Here is the host's share, which every library can fall back on. What a library's
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -24,7 +25,8 @@ HOST_CLOCK = "host"
 
 
 class Sample(NamedTuple):
-    """One call, in microseconds: ``device_us`` of its work, ``host_us`` until it came back to its caller."""
+    """One call, in microseconds: ``device_us`` of its work, ``host_us`` until it came back to its caller; nan of a
+    sample that does not tell."""
 
     device_us: float
     host_us: float
@@ -62,6 +64,11 @@ def host_us(run: Run, wait: Callable[[Any], Any]) -> float:
     return 1e6 * (back - start)
 
 
+HOSTED = 9
+"""Samples in which a recorded call is made once more, for the host's time: a median of few is enough of what is not
+compared."""
+
+
 class Recorder(Protocol):
     """What tells of every kernel that any library of this process runs on a device.
 
@@ -81,17 +88,19 @@ class Recorded(Stopwatch):
 
     It leaves out the gaps between kernels, about a microsecond each, and copies that are no kernels. Where the recorder
     tells nothing, the library's own clock takes its place, and ``clock`` says so. The host's time is that of a call
-    that nobody records."""
+    that nobody records, which the first :data:`HOSTED` samples make beside the one that counts."""
 
     def __init__(self, run: Run, instruments: Instruments, recorder: Recorder) -> None:
         super().__init__(run, instruments.wait)
         self.instruments, self.recorder = instruments, recorder
         self.clock = recorder.name
         self._instead: Stopwatch | None = None
+        self._hosted = 0
 
     def sample(self) -> Sample:
         if self._instead is None:
-            on_host = host_us(self.run, self.wait)
+            self._hosted += 1
+            on_host = host_us(self.run, self.wait) if self._hosted <= HOSTED else math.nan
             self.instruments.chill()
             found = self.recorder.record(lambda: self.wait(self.run()))
             if found is not None:

@@ -112,7 +112,7 @@ def judge(
       SpecError: what was asked for is not there, or cannot be called so. UnavailableError: no Linux, or no such device.
     """
     path, source = _file(file), _file(problem) if problem else None
-    op, map, aligned = _of_a_problem((source or path).stem, op, map)
+    op, map, terms = _of_a_problem((source or path).stem, op, map)
     spec = registry.find_spec(op) if isinstance(op, str) else op
     names = [[a.name for a in spec.arrays], [o.name for o in spec.outputs], [o.name for o in spec.options]]
     places, fixed = parse(map, *names)
@@ -137,7 +137,7 @@ def judge(
         if case is not None:
             judged.report = replay_subject(subject, case, edges=edges, promises=promises)
         else:
-            asked, words = _as_aligned(*candidate.on_its_shapes(asked, told, whole), aligned, target)
+            asked, words = _on_its_terms(*candidate.on_its_shapes(asked, told, whole), terms, target)
             judged.report = check_subject(subject, asked)
             judged.report.concessions += words
     except Ended as e:
@@ -207,23 +207,31 @@ def _file(file: str | Path) -> Path:
     return path
 
 
-def _of_a_problem(stem: str, op: str | Spec[Any] | None, map: str | None) -> tuple[str | Spec[Any], str, str]:
-    """The op and the mapping, those of a known problem where nobody says others, and why that problem's own reference
-    takes no shifted arrays on an accelerator; empty where it does."""
+def _of_a_problem(
+    stem: str, op: str | Spec[Any] | None, map: str | None
+) -> tuple[str | Spec[Any], str, Mapping[str, str]]:
+    """The op and the mapping, those of a known problem where nobody says others, and what that problem's own reference
+    does not do on an accelerator: ``aligned`` or ``edges`` -> why (:func:`_on_its_terms`)."""
     known = tomllib.loads(Path(__file__).with_name("problems.toml").read_text()).get(stem, {})
     if op is None and not known:
         raise SpecError(f"judge: {stem} is no problem that is known here; say with --op what it should compute")
     same = op is None or op == known.get("op") or getattr(op, "name", op) == known.get("op")
     known = known if same else {}
-    return op or known["op"], map if map is not None else known.get("map", ""), known.get("aligned", "")
+    return op or known["op"], map if map is not None else known.get("map", ""), known
 
 
-def _as_aligned(asked: Asked, words: tuple[str, ...], aligned: str, target: Target) -> tuple[Asked, tuple[str, ...]]:
-    """What is asked, and what a report says of it, where a problem's own reference takes no shifted arrays on an
-    accelerator and nobody named a layout."""
-    if not aligned or asked.layouts is not LAYOUTS or target.platform == HOST.platform:
+def _on_its_terms(
+    asked: Asked, words: tuple[str, ...], terms: Mapping[str, str], target: Target
+) -> tuple[Asked, tuple[str, ...]]:
+    """What is asked, and what a report says of it, of a problem whose own reference, on an accelerator, takes no shifted
+    arrays (``aligned``; unless somebody named a layout) or leads infinities elsewhere than the formula (``edges``)."""
+    if target.platform == HOST.platform:
         return asked, words
-    return replace(asked, layouts="contiguous"), (*words, f"no array is shifted: {aligned}")
+    if (why := terms.get("aligned")) and asked.layouts is LAYOUTS:
+        asked, words = replace(asked, layouts="contiguous"), (*words, f"no array is shifted: {why}")
+    if (why := terms.get("edges")) and asked.edges:
+        asked, words = replace(asked, edges=False), (*words, f"NaN and infinities may lead elsewhere: {why}")
+    return asked, words
 
 
 def _check_walls(bounds: Bounds) -> None:

@@ -29,6 +29,7 @@ from portakern.reporting import (
     speed,
     stubs,
     style,
+    tuned,
     verdict,
 )
 from portakern.reporting.kept import FOLDER, Kept
@@ -54,6 +55,7 @@ TABLES: Mapping[str, Callable[[Kept], str]] = {
     "speed": speed.speed,
     "times": measured.times,
     "launch": measured.launch,
+    "tuned": tuned.tuned,
     "emulated": measured.emulated,
     "faults": measured.faults,
     "judges": judges.judges,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from portakern.benchmarking import suites
+from portakern.benchmarking.rows import FAR_BEHIND
 from portakern.files import write_atomically
 from portakern.reporting import plots as drawing
 from portakern.reporting.kept import Kept, source
@@ -19,6 +20,10 @@ __all__ = ["best_of_each_call", "draw_into", "figures", "ratios", "speed"]
 
 Row = Mapping[str, Any]
 GLANCED = ("bfloat16", "float32")  # a figure for those who see portakern for the first time has no room for more
+FAR_NOTE = (
+    "Far behind: not timed on this call, since each of at least two calls of the same suite, op and dtype before it "
+    "had found that peer wrong, or twice as slow as the best (`--every-peer` times it)."
+)
 NOTHING = (
     "Nothing was measured yet: `portakern bench --json bench.json` on an accelerator, and `portakern report --add "
     "bench.json`."
@@ -67,7 +72,8 @@ def speed(kept: Kept) -> str:
         "same run. Of the best peer's speed: above 1 is faster than all of them; what is wrong has no time, and is "
         "nobody's peer. Error: the largest, as a share of the derived bound."
     )
-    return "\n\n".join(t for t in [*text, notes, *_beside(kept), source(r for _, r in found)] if t)
+    far = [FAR_NOTE] if any(row["verdict"] == FAR_BEHIND for row, _ in found) else []
+    return "\n\n".join(t for t in [*text, notes, *far, *_beside(kept), source(r for _, r in found)] if t)
 
 
 def _beside(kept: Kept) -> list[str]:

@@ -59,7 +59,7 @@ class Trial:
         self.fw: Framework = subject.framework
         self.buffers = case.buffers(subject.spec)
         self.reference = self.bound(self.buffers)
-        self.part = Part.of(self.reference, case.seed)
+        self.part = Part.of(self.reference, case.seed, case.same)
         if self.part.chosen:
             self.buffers = repeated(self.buffers, self.reference, self.part.chosen, self.part.stands)
             self.reference = self.bound(self.buffers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import as_completed
 from functools import reduce
@@ -29,20 +30,27 @@ def check_all(
     subjects: Sequence[tuple[str, str, str | None]],
     jobs: int,
     advance: Callable[[tuple[str, str, str | None], int], None],
+    budget: float | None = None,
     **options: Any,
 ) -> list[Report]:
     """A report for each (op, backend, variant), with ``options`` of :func:`portakern.testing.check`.
 
     ``jobs`` processes share the work; what is drawn does not depend on how many. ``advance(subject, cases)`` is called
-    as cases are done.
+    as cases are done. ``budget``: seconds after which no further case begins, for all subjects together; each has about
+    its share of the cases by then, and the laws are asked in any case.
     """
+    deadline = None if budget is None else time.time() + budget
     if jobs == 1:
-        return [_alone(subject, advance, options) for subject in subjects]
+        reports = []
+        for i, subject in enumerate(subjects):
+            options["seconds"] = _left(deadline, len(subjects) - i)
+            reports.append(_alone(subject, advance, options))
+        return reports
     parts: dict[tuple[str, str, str | None], list[Report]] = {subject: [] for subject in subjects}
     environment = {name: value for name, value in SHARING.items() if name not in os.environ}
     with pool(jobs, environment) as processes:
         waiting = {
-            processes.submit(check, op, backend=backend, variant=variant, shard=(i, SHARDS), **options): (
+            processes.submit(_part, op, deadline, backend=backend, variant=variant, shard=(i, SHARDS), **options): (
                 op,
                 backend,
                 variant,
@@ -55,6 +63,16 @@ def check_all(
             parts[subject].append(report)
             advance(subject, report.examples)
     return [reduce(Report.merge, reports) for reports in parts.values()]
+
+
+def _part(op: str, deadline: float | None, **options: Any) -> Report:
+    """A check in another process, which begins no case after ``deadline``."""
+    return check(op, seconds=_left(deadline), **options)
+
+
+def _left(deadline: float | None, sharing: int = 1) -> float | None:
+    """Seconds of one of those who share what is left until a deadline; None: as many as it takes."""
+    return None if deadline is None else max(0.0, deadline - time.time()) / sharing
 
 
 def _alone(

@@ -130,16 +130,21 @@ def places(
     shape: Sequence[int], dims: Sequence[Dim], call: Call, chosen: Mapping[str, Any]
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Axes of an argument or output of this shape, each with the chosen indices along it."""
+    for axis, d, i in _axes(shape, dims, call):
+        if d.factors[0] in chosen:
+            inner = math.prod(call.dims[f] for f in d.factors[1:])
+            yield axis, (chosen[d.factors[0]][i][:, None] * inner + np.arange(inner)).reshape(-1)
+
+
+def _axes(shape: Sequence[int], dims: Sequence[Dim], call: Call) -> Iterator[tuple[int, Dim, int]]:
+    """(an axis, its dimension, which of that dimension's axes it is) of an argument or output of this shape, the last
+    first; without those along which it is broadcast."""
     axis = len(shape)
     for d in reversed(dims):  # axes that are missing at the front were broadcast
-        run = len(call.dims[d.factors[0]]) if d.variadic else 1
-        for i in reversed(range(run)):
+        for i in reversed(range(len(call.dims[d.factors[0]]) if d.variadic else 1)):
             axis -= 1
-            name = d.factors[0]
-            if axis < 0 or name not in chosen or (d.broadcast and shape[axis] == 1):
-                continue
-            inner = math.prod(call.dims[f] for f in d.factors[1:])
-            yield axis, (chosen[name][i][:, None] * inner + np.arange(inner)).reshape(-1)
+            if axis >= 0 and not (d.broadcast and shape[axis] == 1):
+                yield axis, d, i
 
 
 def stand_ins(call: Call, chosen: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
@@ -164,11 +169,12 @@ def repeated(
     made: dict[int, Buffer] = {}
     for a in call.spec.arrays:
         b = buffers.get(a.name)
-        if b is None or id(b) in made:
+        if b is None:
             continue
-        values = taken(b.view(), a.dims, call, whole)
-        made[id(b)] = Buffer(b.memory.copy(), b.shape, b.strides, b.offset)
-        made[id(b)].view()[...] = values
+        if id(b) not in made:
+            made[id(b)] = Buffer(b.memory.copy(), b.shape, b.strides, b.offset)
+        own = made[id(b)].view()  # of one array for several arguments, what is chosen of each is repeated in turn
+        own[...] = taken(own, a.dims, call, whole)
     return {n: made[id(b)] for n, b in buffers.items()}
 
 
@@ -182,6 +188,22 @@ def part_call(call: Call, buffers: Mapping[str, Buffer], chosen: Mapping[str, An
     return part
 
 
+def _along_one_axis(
+    call: Call, chosen: Mapping[str, Any], same: Sequence[str]
+) -> Iterator[tuple[tuple[str, int], list[tuple[str, int]]]]:
+    """Of each axis of one array that is given for several arguments: an axis of a dimension that was chosen, and those
+    of the other dimensions that lie along it. They are chosen alike, or else what repeats one undoes the other."""
+    found: dict[int, dict[tuple[str, int], None]] = {}
+    for n in same:
+        array = call.arrays[n]
+        if array is not None:
+            for axis, d, i in _axes(array.shape, call.spec.argument(n).dims, call):
+                if d.factors[0] in chosen:
+                    found.setdefault(axis, {})[d.factors[0], i] = None
+    for first, *others in found.values():
+        yield first, others
+
+
 @dataclass(frozen=True)
 class Part:
     """What of a large call is compared with the oracle, and stands for the rest; empty where all is.
@@ -193,13 +215,18 @@ class Part:
     stands: Mapping[str, Any]
 
     @classmethod
-    def of(cls, call: Call, seed: int) -> Part:
+    def of(cls, call: Call, seed: int, same: Sequence[str] = ()) -> Part:
+        """``same``: the arguments for which one array is given."""
         shapes = [*(a.shape for a in call.arrays.values() if a is not None), *(s for s, _ in call.outputs.values())]
         rng = np.random.default_rng([seed, 2])
         chosen = part_of(call, rng) if max(map(math.prod, shapes)) > LARGE else {}
         if all(len(i) == e for n in chosen for i, e in zip(chosen[n], extents_of(call, n), strict=True)):
             chosen = {}  # all of it, as of one long row
-        return cls(call, chosen, stand_ins(call, chosen, rng) if chosen else {})
+        stands = stand_ins(call, chosen, rng) if chosen else {}
+        for (name, i), others in _along_one_axis(call, chosen, same):
+            for other, j in others:
+                chosen[other][j], stands[other][j] = chosen[name][i], stands[name][i]
+        return cls(call, chosen, stands)
 
     def dims(self, name: str) -> Sequence[Dim]:
         return next(o.dims for o in self.call.spec.outputs if o.name == name)

@@ -1,4 +1,4 @@
-"""What is done for the next key while one is judged: its first candidates are compiled, and by other processes what
+"""What is done for the next keys while one is judged: their first candidates are compiled, and by other processes what
 calls give is computed. So a device that times does not wait for either, except for the first key."""
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from portakern.tuning.asked import Asked
 from portakern.tuning.judges import Bench, Key, Known, bench_of, launches_find_it, survey
 from portakern.tuning.tuner import Group, Plan, first_tilings
 
-__all__ = ["Ahead", "working_ahead"]
+__all__ = ["AHEAD", "Ahead", "working_ahead"]
+
+AHEAD = 2
+"""Keys that are compiled for while one is judged: of one alone, compilers would wait for the slowest candidate."""
 
 SHARE = 4
 """Compilers to one process that computes what is expected."""
@@ -26,7 +29,7 @@ Built = Mapping[str, Mapping[Key, Build]]
 
 
 class Ahead:
-    """Compiles for a key that is judged later; one at a time."""
+    """Compiles for keys that are judged later."""
 
     def __init__(self, plan: Plan, pool: Pool, foresight: Foresight | None, worker: ThreadPoolExecutor) -> None:
         self.plan, self.pool, self.foresight, self.worker = plan, pool, foresight, worker
@@ -67,7 +70,7 @@ def working_ahead(groups: Sequence[Group], plan: Plan, pool: Pool) -> Iterator[A
     cases = [a.case for g in here for a in g.asked]
     with (
         foreseeing(cases, here[0].place.target if here else HOST, len(pool.workers) // SHARE if here else 0) as known,
-        ThreadPoolExecutor(1) as worker,
+        ThreadPoolExecutor(AHEAD) as worker,
     ):
         ahead = Ahead(plan, pool, known, worker)
         try:

@@ -14,7 +14,7 @@ from portakern.core import tilings
 from portakern.core.observe import say
 from portakern.errors import SpecError, UnsupportedError
 from portakern.tuning import store
-from portakern.tuning.ahead import working_ahead
+from portakern.tuning.ahead import AHEAD, working_ahead
 from portakern.tuning.asked import Asked
 from portakern.tuning.journal import Journal
 from portakern.tuning.place import Place, places
@@ -77,7 +77,7 @@ def tune(
                 if plan.over:
                     return found, len(groups) - i
                 journal = _journal(journals, group, plan, fresh)
-                for g in groups[i : i + 2]:
+                for g in groups[i : i + 1 + AHEAD]:
                     if _journal(journals, g, plan, fresh).get("found", g.text) is None:
                         ahead.begin(g)
                 share = _share(plan, len(groups) - i)

@@ -66,7 +66,8 @@ class Whole:
 
 
 class Climb:
-    """The neighbours of the best tiling, until none is better; then those of the next best, in rising order."""
+    """The neighbours of the best tiling, until none is better; then those of the next best, in rising order. Those of
+    the first seed, which is what is shipped, are asked for before it is known what any tiling is worth."""
 
     STARTS = 3
 
@@ -77,6 +78,7 @@ class Climb:
         self.rng = random.Random(seed)
         if not self.waiting:
             self.waiting = _drawn(space, self.rng, 8)
+        self.waiting += [t for first in self.waiting[:1] for t in space.neighbours(first)]
 
     def ask(self, count: int) -> list[dict[str, int]]:
         found: list[dict[str, int]] = []

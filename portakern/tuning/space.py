@@ -84,10 +84,12 @@ def space_of(spec: Spec[Any], impl: Implementation, calls: Sequence[Call], defau
     """The tilings of calls that find theirs under one key.
 
     A tiling is legal where the implementation supports each call with it, as it stands: one that ``fit`` would change
-    is another one under a longer name. Of tiles beyond an extent the first that covers it stands for all.
+    is another one under a longer name. Of tiles beyond an extent the first that covers it stands for all, and so does
+    the default's, from which a search begins.
     """
     ranges = {**spec.tiling, **impl.knobs}
-    values = {n: _useful(ranges[n].values, [_extent(c, ranges[n].of) for c in calls]) for n in default}
+    useful = {n: _useful(ranges[n].values, [_extent(c, ranges[n].of) for c in calls]) for n in default}
+    values = {n: tuple(v for v in ranges[n].values if v in useful[n] or v == default[n]) for n in default}
 
     def refuses(tiling: Tiling) -> str | None:
         for call in calls:

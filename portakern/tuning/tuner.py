@@ -201,13 +201,17 @@ class _Trial:
         self.each: dict[Key, list[float]] = {}
         self.refused: dict[Key, str] = {}
         self.final: list[dict[Key, float]] = []
+        self.ended = False
 
     def search(self, tell: Callable[[Progress], None]) -> bool:
-        """Try candidates until the search, the tries or the time end; whether it was not the time."""
-        plan, hunt = self.plan, self.hunt
+        """Try candidates until the search, the tries or the time end; whether it was not the time. One batch is tried
+        in any case: of a call whose share of the time is too little, more is known then than that nothing was tried."""
+        plan, hunt, begun = self.plan, self.hunt, False
         self._try_shipped()
-        while len(self.ratios) + len(self.refused) < plan.tries and not plan.over:
-            room = plan.tries - len(self.ratios) - len(self.refused)
+        while (seen := len(self.ratios) + len(self.refused)) < plan.tries:
+            if begun and plan.over:
+                return False
+            begun, room = True, plan.tries - seen
             batch = hunt.ask(min(plan.batch, room))
             if not batch:
                 break
@@ -215,7 +219,8 @@ class _Trial:
             hunt.tell([(t, self.ratios.get(frozen(t))) for t in batch])
             best = min(self.ratios, key=lambda k: self.ratios[k])
             tell(Progress(self.group, len(self.ratios), dict(best), self.ratios[best]))
-        return not plan.over
+        self.ended = True
+        return True
 
     def _try_shipped(self) -> None:
         """What is shipped must count: everything is measured against it."""
@@ -321,7 +326,7 @@ class _Trial:
             "default": _rounded(default), "best": _rounded(least),
             "default_tiling": dict(shipped), "best_tiling": dict(best),
             "kept_tiling": dict(keep) if keep else dict(shipped), "loss": round(default / least - 1, 4),
-            "tried": len(self.ratios), "refused": len(self.refused),
+            "tried": len(self.ratios), "refused": len(self.refused), "ended": self.ended,
             "wrong": sum(why.startswith("wrong:") for why in self.refused.values()),
         }  # fmt: skip
 

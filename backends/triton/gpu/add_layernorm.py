@@ -2,9 +2,9 @@
 
     s = x + residual, rounded to their dtype        y = (s - mean) / sqrt(var + eps) * weight + bias
 
-Programs, tiles and the statistics of the sum are those of layernorm. A row that fits in ``block_n`` is read once, and
-its sum stays in registers; of a longer one x and residual are read twice (statistics, results), the second time from
-cache.
+Programs, tiles and the statistics of the sum are those of layernorm. A row that fits in ``tiles`` tiles is read
+once, and its sum stays in registers; of a longer one x and residual are read twice (statistics, results), the second
+time from cache.
 
 Sources: Ba, Kiros and Hinton, "Layer Normalization" (2016), section 3; Chan, Golub and LeVeque, "Updating formulae and
 a pairwise algorithm for computing sample variances" (1979), equation 2.1; the sum is that of pre-norm transformers,
@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu.add_rmsnorm import load_sum
+from portakern.backends.triton.gpu._rows import centred, columns, told
+from portakern.backends.triton.gpu.add_rmsnorm import load_sum, sum_tiles
 from portakern.backends.triton.gpu.layernorm import default_tiling, join, key, scale_and_shift, supports
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh_like, result_like, row_start, walk_rows
@@ -33,24 +34,25 @@ if TYPE_CHECKING:
 @triton.jit
 def add_layernorm_kernel(x, residual, weight, bias, y, total, rows, rows_inner, n, eps,
                          x_outer, x_inner, x_n, residual_outer, residual_inner, residual_n, weight_n, bias_n,
-                         block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
-                         one_tile: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+                         block_rows: tl.constexpr, block_n: tl.constexpr, tail: tl.constexpr, tiles: tl.constexpr,
+                         acc_dtype: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
     n = aligned(n, unit)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None]
     residual_row = row_start(residual, row, rows_inner, residual_outer, residual_inner, flat, unit)[:, None]
     out, row_ok = (row * n)[:, None], (row < rows)[:, None]
-    col = tl.arange(0, block_n)[None, :].to(tl.int64)
 
-    if one_tile:
-        ok = row_ok & (col < n)
-        s = load_sum(x_row + col * x_n, residual_row + col * residual_n, ok, acc_dtype)
-        tl.store(total + out + col, s.to(total.dtype.element_ty), mask=ok)
-        d = tl.where(ok, s - (tl.sum(s, 1) / n)[:, None], 0.0)
-        xh = d * tl.rsqrt(tl.sum(d * d, 1) / n + eps)[:, None]
-        normed = scale_and_shift(xh, weight, bias, weight_n, bias_n, col, n, acc_dtype)
-        tl.store(y + out + col, normed.to(y.dtype.element_ty), mask=ok)
+    if tiles:
+        lane, inside = columns(0, n, block_n, tail)
+        col, ok = [a[None, :] for a in lane], [row_ok & a[None, :] for a in inside]
+        s = sum_tiles(x_row, x_n, residual_row, residual_n, total + out, col, ok, acc_dtype)
+        d, r = centred(s, ok, n, eps, tiles)
+        for i in tl.static_range(tiles):
+            normed = scale_and_shift(d[i] * r, weight, bias, weight_n, bias_n, lane[i], inside[i], acc_dtype, unit)
+            tl.store(y + out + col[i], normed.to(y.dtype.element_ty), mask=ok[i])
     else:
+        lane = tl.arange(0, block_n).to(tl.int64)
+        col = lane[None, :]
         mean, m2 = tl.zeros([block_rows], acc_dtype), tl.zeros([block_rows], acc_dtype)
         for start in range(0, tl.cast(n, tl.int64), block_n):
             at = start + col
@@ -64,7 +66,9 @@ def add_layernorm_kernel(x, residual, weight, bias, y, total, rows, rows_inner, 
             s = load_sum(x_row + at * x_n, residual_row + at * residual_n, ok, acc_dtype)
             tl.store(total + out + at, s.to(total.dtype.element_ty), mask=ok)
             xh = (s - mean[:, None]) * r[:, None]
-            normed = scale_and_shift(xh, weight, bias, weight_n, bias_n, at, n, acc_dtype)
+            normed = scale_and_shift(
+                xh, weight, bias, weight_n, bias_n, start + lane, start + lane < n, acc_dtype, unit
+            )
             tl.store(y + out + at, normed.to(y.dtype.element_ty), mask=ok)
 
 
@@ -83,6 +87,5 @@ def add_layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     weight_n, bias_n = (0 if w is None else w.stride(0) for w in (weight, bias))
     launch(add_layernorm_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, residual, weight, bias, y, total,
            rows.height, rows.inner, n, call.options["eps"], *rows.strides[0], *rows.strides[1], weight_n, bias_n,
-           block_rows=tiling["block_rows"], block_n=tiling["block_n"], acc_dtype=accumulator(call.dtype),
-           one_tile=n <= tiling["block_n"], num_warps=tiling["num_warps"], **rows.known(call.dtype))  # fmt: skip
+           acc_dtype=accumulator(call.dtype), **told(call, n, tiling), **rows.known(call.dtype))  # fmt: skip
     return y, total

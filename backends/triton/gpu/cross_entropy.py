@@ -3,9 +3,10 @@
     loss = log l + (1 - e) (m - x_t) + e (m - mean x) + z lse^2        lse = m + log l
     m = max_j x_j, or 0 where that is infinite        l = sum_j exp(x_j - m)        t: the row's label
 
-A program owns ``block_rows`` rows and reads each once, ``block_n`` elements at a time, by online normalisation, which
-rescales l whenever m grows. The label's logit is one more load. A row that is ignored is masked, and not read.
-e and z are known to the compiler, which leaves out what they make 0.
+A program owns ``block_rows`` rows and reads each once. One that fits in ``tiles`` tiles stays in registers; of a longer
+one ``block_n`` elements are taken at a time, by online normalisation, which rescales l whenever m grows. The label's
+logit is one more load. A row that is ignored is masked, and not read. e and z are known to the compiler, which leaves
+out what they make 0.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), section 3; Szegedy et al.,
 "Rethinking the inception architecture" (2016), section 7; Chowdhery et al., "PaLM" (2022), section 5.
@@ -20,10 +21,10 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._rows import tile_rows
+from portakern.backends.triton.gpu._rows import columns, load_tiles, refuse_rows, row_sum, tile_rows, told
 from portakern.backends.triton.gpu.layernorm import key
-from portakern.backends.triton.gpu.logsumexp import finite_or_zero
-from portakern.backends.triton.launch import accumulator, cdiv, launch, refuse_tile, torch_dtype
+from portakern.backends.triton.gpu.logsumexp import finite_or_zero, maximum_and_sum
+from portakern.backends.triton.launch import accumulator, cdiv, launch, torch_dtype
 from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
 from portakern.spec import Tile
 
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 
 @triton.jit
 def cross_entropy_kernel(x, labels, loss, lse, rows, rows_inner, n, ignored, x_outer, x_inner, x_n,
-                         block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
-                         one_tile: tl.constexpr, even: tl.constexpr, z: tl.constexpr, flat: tl.constexpr,
+                         block_rows: tl.constexpr, block_n: tl.constexpr, tail: tl.constexpr, tiles: tl.constexpr,
+                         acc_dtype: tl.constexpr, even: tl.constexpr, z: tl.constexpr, flat: tl.constexpr,
                          unit: tl.constexpr):  # fmt: skip
     """lse may be None. even: the share e of the target that all classes divide."""
     n = aligned(n, unit)
@@ -45,17 +46,17 @@ def cross_entropy_kernel(x, labels, loss, lse, rows, rows_inner, n, ignored, x_o
     counted = (row < rows) & (label != ignored)
     x_at = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)
     x_row, row_ok = x_at[:, None], counted[:, None]
-    col = tl.arange(0, block_n)[None, :].to(tl.int64)
     total = tl.zeros([block_rows], acc_dtype)
 
-    if one_tile:
-        ok = row_ok & (col < n)
-        t = tl.load(x_row + col * x_n, mask=ok, other=float("-inf")).to(acc_dtype)
-        m = tl.max(t, 1)
-        l = tl.sum(tl.exp(t - finite_or_zero(m)[:, None]), 1)
+    if tiles:
+        lane, inside = columns(0, n, block_n, tail)
+        col, ok = [a[None, :] for a in lane], [row_ok & a[None, :] for a in inside]
+        t = load_tiles(x_row, x_n, col, ok, float("-inf"), acc_dtype)
+        m, l = maximum_and_sum(t)
         if even > 0:
-            total = tl.sum(tl.where(ok, t, 0.0), 1)
+            total = row_sum([tl.where(ok[i], t[i], 0.0) for i in (0, 1)[:tiles]])
     else:
+        col = tl.arange(0, block_n)[None, :].to(tl.int64)
         m = tl.full([block_rows], float("-inf"), acc_dtype)
         l = tl.zeros([block_rows], acc_dtype)
         for start in range(0, tl.cast(n, tl.int64), block_n):
@@ -88,7 +89,7 @@ def default_tiling(call: Call) -> dict[str, int]:
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    return refuse_tile(call, tiling, call.arrays["labels"].numel())
+    return refuse_rows(call, tiling, call.dims["n"], call.arrays["labels"].numel())
 
 
 @BACKEND.implements(
@@ -109,9 +110,8 @@ def losses_into(
     (x,), rows = walk_rows(x.ndim - 1, x)
     n = x.shape[-1]
     launch(cross_entropy_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, labels, loss, lse, rows.height,
-           rows.inner, n, call.options["ignore_index"], *rows.strides[0], block_rows=tiling["block_rows"],
-           block_n=tiling["block_n"], acc_dtype=accumulator(call.dtype), one_tile=n <= tiling["block_n"],
-           even=call.options["label_smoothing"], z=call.options["z_loss"], num_warps=tiling["num_warps"],
+           rows.inner, n, call.options["ignore_index"], *rows.strides[0], acc_dtype=accumulator(call.dtype),
+           even=call.options["label_smoothing"], z=call.options["z_loss"], **told(call, n, tiling),
            **rows.known(call.dtype))  # fmt: skip
 
 

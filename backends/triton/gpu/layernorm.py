@@ -3,8 +3,9 @@
     y = (x - mean) / sqrt(var + eps) * weight + bias        mean = sum(x) / n        var = sum((x - mean)^2) / n
 
 A program owns ``block_rows`` rows. The variance is that about the mean: E[x^2] - mean^2 cancels when the mean is large.
-A row that fits in ``block_n`` is read once and stays in registers. A longer one is read twice: first its statistics,
-those of each block about the block's own mean, joined to those of the blocks before it; then its result.
+A row that fits in ``tiles`` tiles is read once and stays in registers, as in softmax. A longer one is read twice:
+first its statistics, those of each block about the block's own mean, joined to those of the blocks before it; then its
+result.
 
 Sources: Ba, Kiros and Hinton, "Layer Normalization" (2016), section 3; Chan, Golub and LeVeque, "Updating formulae and
 a pairwise algorithm for computing sample variances" (1979), equation 2.1.
@@ -19,8 +20,8 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._rows import tile_rows
-from portakern.backends.triton.launch import accumulator, cdiv, launch, refuse_tile
+from portakern.backends.triton.gpu._rows import centred, columns, load_tiles, refuse_rows, tile_rows, told
+from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh_like, row_start, walk_rows
 from portakern.spec import Tile
 
@@ -29,12 +30,22 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def scale_and_shift(xh, weight, bias, weight_n, bias_n, col, n, acc_dtype: tl.constexpr):
-    """xh * weight + bias in columns ``col``, without those of the two that are None."""
+def beside(w, step, lane, inside, acc_dtype: tl.constexpr, unit: tl.constexpr):
+    """What w has in columns ``lane``, those ``inside``. Where rows begin anywhere, it is read along an axis of its own,
+    since in a tile it would share the layout of the rows, which is one of narrow accesses."""
+    if unit == 1:
+        return tl.load(w + lane * step, mask=inside, other=0.0).to(acc_dtype)[None, :]
+    else:
+        return tl.load(w + lane[None, :] * step, mask=inside[None, :], other=0.0).to(acc_dtype)
+
+
+@triton.jit
+def scale_and_shift(xh, weight, bias, weight_n, bias_n, lane, inside, acc_dtype: tl.constexpr, unit: tl.constexpr):
+    """xh * weight + bias in columns ``lane``, those ``inside``, without those of the two that are None."""
     if weight is not None:
-        xh = xh * tl.load(weight + col * weight_n, mask=col < n, other=0.0).to(acc_dtype)
+        xh = xh * beside(weight, weight_n, lane, inside, acc_dtype, unit)
     if bias is not None:
-        xh = xh + tl.load(bias + col * bias_n, mask=col < n, other=0.0).to(acc_dtype)
+        xh = xh + beside(bias, bias_n, lane, inside, acc_dtype, unit)
     return xh
 
 
@@ -52,23 +63,24 @@ def join(mean, m2, t, ok, start, n, block_n: tl.constexpr, acc_dtype: tl.constex
 @triton.jit
 def layernorm_kernel(x, weight, bias, y, rows, rows_inner, n, eps,
                      x_outer, x_inner, x_n, weight_n, bias_n,
-                     block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, one_tile: tl.constexpr,
-                     flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+                     block_rows: tl.constexpr, block_n: tl.constexpr, tail: tl.constexpr, tiles: tl.constexpr,
+                     acc_dtype: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
     n = aligned(n, unit)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)
     x_row, y_row, row_ok = x_row[:, None], (y + row * n)[:, None], (row < rows)[:, None]
-    col = tl.arange(0, block_n)[None, :].to(tl.int64)
 
-    if one_tile:
-        ok = row_ok & (col < n)
-        t = tl.load(x_row + col * x_n, mask=ok, other=0.0).to(acc_dtype)
-        mean = tl.sum(t, 1) / n
-        d = tl.where(ok, t - mean[:, None], 0.0)
-        r = tl.rsqrt(tl.sum(d * d, 1) / n + eps)
-        out = scale_and_shift(d * r[:, None], weight, bias, weight_n, bias_n, col, n, acc_dtype)
-        tl.store(y_row + col, out.to(y.dtype.element_ty), mask=ok)
+    if tiles:
+        lane, inside = columns(0, n, block_n, tail)
+        col, ok = [a[None, :] for a in lane], [row_ok & a[None, :] for a in inside]
+        t = load_tiles(x_row, x_n, col, ok, 0.0, acc_dtype)
+        d, r = centred(t, ok, n, eps, tiles)
+        for i in tl.static_range(tiles):
+            out = scale_and_shift(d[i] * r, weight, bias, weight_n, bias_n, lane[i], inside[i], acc_dtype, unit)
+            tl.store(y_row + col[i], out.to(y.dtype.element_ty), mask=ok[i])
     else:
+        lane = tl.arange(0, block_n).to(tl.int64)
+        col = lane[None, :]
         mean = tl.zeros([block_rows], acc_dtype)
         total = tl.zeros([block_rows], acc_dtype)
         for start in range(0, tl.cast(n, tl.int64), block_n):
@@ -80,7 +92,7 @@ def layernorm_kernel(x, weight, bias, y, rows, rows_inner, n, eps,
             ok = row_ok & (start + col < n)
             t = tl.load(x_row + (start + col) * x_n, mask=ok, other=0.0).to(acc_dtype)
             xh = (t - mean[:, None]) * r[:, None]
-            out = scale_and_shift(xh, weight, bias, weight_n, bias_n, start + col, n, acc_dtype)
+            out = scale_and_shift(xh, weight, bias, weight_n, bias_n, start + lane, start + lane < n, acc_dtype, unit)
             tl.store(y_row + (start + col), out.to(y.dtype.element_ty), mask=ok)
 
 
@@ -93,7 +105,7 @@ def default_tiling(call: Call) -> dict[str, int]:
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    return refuse_tile(call, tiling, call.arrays["x"].numel() // call.dims["n"])
+    return refuse_rows(call, tiling, call.dims["n"], call.arrays["x"].numel() // call.dims["n"])
 
 
 @BACKEND.implements("layernorm", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
@@ -103,7 +115,6 @@ def layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     (x,), rows = walk_rows(x.ndim - 1, x)
     weight_n, bias_n = (0 if w is None else w.stride(0) for w in (weight, bias))
     launch(layernorm_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, weight, bias, y, rows.height, rows.inner,
-           n, call.options["eps"], *rows.strides[0], weight_n, bias_n, block_rows=tiling["block_rows"],
-           block_n=tiling["block_n"], acc_dtype=accumulator(call.dtype), one_tile=n <= tiling["block_n"],
-           num_warps=tiling["num_warps"], **rows.known(call.dtype))  # fmt: skip
+           n, call.options["eps"], *rows.strides[0], weight_n, bias_n, acc_dtype=accumulator(call.dtype),
+           **told(call, n, tiling), **rows.known(call.dtype))  # fmt: skip
     return (y,)

@@ -22,8 +22,19 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.gpu._rows import (
+    blocks,
+    centred,
+    columns,
+    first_tile,
+    load_tiles,
+    parts_of,
+    refuse_rows,
+    row_sum,
+    told,
+)
 from portakern.backends.triton.gpu.layernorm import key
-from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, refuse_tile, shared_limit, torch_dtype
+from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, shared_limit, torch_dtype
 from portakern.backends.triton.layout import Rows, aligned, fresh, pow2_at_least, row_start, walk_rows
 from portakern.spec import Tile
 
@@ -78,63 +89,70 @@ def layernorm_vjp_statistics_kernel(
 
 
 @triton.jit
-def layernorm_vjp_kernel(d_y, x, weight, past, stats, d_x, d_weights, d_biases, rows, rows_inner, group, tiles, n, eps,
+def layernorm_vjp_kernel(d_y, x, weight, past, stats, d_x, d_weights, d_biases, rows, rows_inner, group, parts, n, eps,
                          x_outer, x_inner, x_n, d_y_outer, d_y_inner, d_y_n, weight_n,
                          past_outer, past_inner, past_n,
-                         block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, flat: tl.constexpr,
-                         unit: tl.constexpr, stages: tl.constexpr):  # fmt: skip
+                         block_rows: tl.constexpr, block_n: tl.constexpr, tail: tl.constexpr, tiles: tl.constexpr,
+                         acc_dtype: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr,
+                         stages: tl.constexpr):  # fmt: skip
     """d_weights, d_biases: (groups, n) partial sums.
 
     Any of the three results may be None; x is None where d_bias alone is wanted. past: a cotangent of x itself, which
-    went past the norm, or None.
+    went past the norm, or None. stats: None where a program keeps whole rows, else it has one of ``parts`` of them.
     """
     n = aligned(n, unit)
-    part, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    part, at = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
     # Columns on one axis, which gives them a layout of their own where rows of x are not aligned and weight is.
-    lane = tile.to(tl.int64) * block_n + tl.arange(0, block_n)
-    col, col_ok = lane[None, :], (lane < n)[None, :]
+    lane, inside = columns(at.to(tl.int64) * block_n, n, block_n, tail)
+    col = [k[None, :] for k in lane]
     if weight is not None:
-        w = tl.load(weight + lane * weight_n, mask=lane < n, other=0.0).to(acc_dtype)[None, :]
-    w_sum, b_sum = tl.zeros([block_rows, block_n], acc_dtype), tl.zeros([block_rows, block_n], acc_dtype)
+        w = [k[None, :] for k in load_tiles(weight, weight_n, lane, inside, 0.0, acc_dtype)]
+    w_sum = [tl.zeros([block_rows, k.shape[0]], acc_dtype) for k in lane]
+    b_sum = [tl.zeros([block_rows, k.shape[0]], acc_dtype) for k in lane]
     first = part * group
     for start in tl.range(first, min(first + group, rows), block_rows, num_stages=stages):
         row = start + tl.arange(0, block_rows)
         row_ok = (row < rows)[:, None]
-        ok = row_ok & col_ok
+        ok = [row_ok & a[None, :] for a in inside]
         d_y_row = row_start(d_y, row, rows_inner, d_y_outer, d_y_inner, flat, unit)[:, None]
-        g = tl.load(d_y_row + col * d_y_n, mask=ok, other=0.0).to(acc_dtype)
+        g = load_tiles(d_y_row, d_y_n, col, ok, 0.0, acc_dtype)
         if x is not None:
             x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None]
-            t = tl.load(x_row + col * x_n, mask=ok, other=0.0).to(acc_dtype)
+            t = load_tiles(x_row, x_n, col, ok, 0.0, acc_dtype)
             if stats is None:
-                d = tl.where(ok, t - (tl.sum(t, 1) / n)[:, None], 0.0)
-                r = tl.rsqrt(tl.sum(d * d, 1) / n + eps)[:, None]
+                d, r = centred(t, ok, n, eps, tiles)
             else:
-                d = t - tl.load(stats + row[:, None], mask=row_ok, other=0.0)
+                mean = tl.load(stats + row[:, None], mask=row_ok, other=0.0)
+                d = [a - mean for a in t]
                 r = tl.load(stats + rows + row[:, None], mask=row_ok, other=0.0)
-            xh = tl.where(row_ok, d * r, 0.0)  # r of no row may be infinite, and 0 * inf would enter the sums over rows
+            # r of no row may be infinite, and 0 * inf would enter the sums over rows
+            xh = [tl.where(row_ok, a * r, 0.0) for a in d]
             if d_x is not None:
                 h = g
                 if weight is not None:
-                    h = g * w
+                    h = [g[i] * w[i] for i in (0, 1)[:tiles]]
                 if stats is None:
-                    h_mean, hx_mean = (tl.sum(h, 1) / n)[:, None], (tl.sum(h * xh, 1) / n)[:, None]
+                    h_mean = (row_sum(h) / n)[:, None]
+                    hx_mean = (row_sum([h[i] * xh[i] for i in (0, 1)[:tiles]]) / n)[:, None]
                 else:
                     h_mean = tl.load(stats + tl.cast(rows, tl.int64) * 2 + row[:, None], mask=row_ok, other=0.0)
                     hx_mean = tl.load(stats + tl.cast(rows, tl.int64) * 3 + row[:, None], mask=row_ok, other=0.0)
-                d_t = r * (h - h_mean - xh * hx_mean)
+                d_t = [r * (h[i] - h_mean - xh[i] * hx_mean) for i in (0, 1)[:tiles]]
                 if past is not None:
                     past_row = row_start(past, row, rows_inner, past_outer, past_inner, flat, unit)[:, None]
-                    d_t += tl.load(past_row + col * past_n, mask=ok, other=0.0).to(acc_dtype)
-                tl.store(d_x + row[:, None] * n + col, d_t.to(d_x.dtype.element_ty), mask=ok)
+                    c = load_tiles(past_row, past_n, col, ok, 0.0, acc_dtype)
+                    d_t = [d_t[i] + c[i] for i in (0, 1)[:tiles]]
+                for i in tl.static_range(tiles):
+                    tl.store(d_x + row[:, None] * n + col[i], d_t[i].to(d_x.dtype.element_ty), mask=ok[i])
             if d_weights is not None:
-                w_sum += g * xh
+                w_sum = [w_sum[i] + g[i] * xh[i] for i in (0, 1)[:tiles]]
         if d_biases is not None:
-            b_sum += g
-    if d_weights is not None:
-        tl.store(d_weights + part * n + lane, tl.sum(w_sum, 0), mask=lane < n)
-    if d_biases is not None:
-        tl.store(d_biases + part * n + lane, tl.sum(b_sum, 0), mask=lane < n)
+            b_sum = [b_sum[i] + g[i] for i in (0, 1)[:tiles]]
+    for i in tl.static_range(tiles):
+        if d_weights is not None:
+            tl.store(d_weights + part * n + lane[i], tl.sum(w_sum[i], 0), mask=inside[i])
+        if d_biases is not None:
+            tl.store(d_biases + part * n + lane[i], tl.sum(b_sum[i], 0), mask=inside[i])
 
 
 @triton.jit
@@ -161,19 +179,26 @@ def layernorm_vjp_sum_kernel(
 def default_tiling(call: Call) -> dict[str, int]:
     """A formula of n, as softmax's.
 
-    A program takes a whole row where 512 threads can hold it and its sums, 16 elements a thread, in groups of 32
-    steps, so that partial sums add about a 20th to the traffic. Stages: an H100 has room for one such program a
+    A program takes a whole row where 512 threads can hold it and its sums, 16 elements a thread, in groups of 32 steps,
+    so that partial sums add about a 20th to the traffic. Stages: an H100 has room for one such program a
     multiprocessor, so rows must be under way ahead of it: with four stages and 16 bits 10 to 22 % less time than with
     two, at n from 4096 to 8192; float32 gains nothing.
+
+    Rows that are not aligned, and cannot be copied ahead, lie in two tiles, of up to 20 elements a thread: in 16 bits
+    up to 9216, where no register is spilled yet.
     """
     n, arch, short = call.dims["n"], call.target.arch, call.dtype in ("float16", "bfloat16")
-    block_n = pow2_at_least(n, 128) if n <= 8192 else 4096
-    block_rows = pow2_at_least(2048 // block_n, 1, 16)
-    stages = (4 if short else 2) if arch.startswith("sm_") and n <= 8192 else 1
-    ahead = streams(call) * block_rows * block_n * (2 if short else 4)  # bytes of a stage beyond the first
+    odd = n % 8 > 0
+    whole = n <= (9216 if odd and short else 8192)
+    block_n = 4096 if not whole else first_tile(n) if odd else pow2_at_least(n, 128)
+    block_rows = pow2_at_least(2048 // pow2_at_least(n, 128), 1, 16)
+    two = whole and n > block_n
+    elements = block_rows * (block_n + pow2_at_least(n - block_n) if two else block_n)
+    num_warps = pow2_at_least(elements // ((20 if two else 16) * lanes(arch)), 4, 512 // lanes(arch))
+    stages = (4 if short else 2) if arch.startswith("sm_") and whole else 1
+    ahead = streams(call) * elements * (2 if short else 4)  # bytes of a stage beyond the first
     stages = min(stages, 1 + shared_limit(arch) // ahead) if stages > 1 else 1
-    return {"block_rows": block_rows, "block_n": block_n, "steps": 32, "num_stages": stages,
-            "num_warps": pow2_at_least(block_rows * block_n // (16 * lanes(arch)), 4, 512 // lanes(arch))}  # fmt: skip
+    return {"block_rows": block_rows, "block_n": block_n, "steps": 32, "num_stages": stages, "num_warps": num_warps}
 
 
 def streams(call: Call) -> int:
@@ -183,14 +208,14 @@ def streams(call: Call) -> int:
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     n, d_y = call.dims["n"], call.arrays["d_y"]
-    tile = tiling["block_rows"] * tiling["block_n"]
+    tile = tiling["block_rows"] * (tiling["block_n"] + told(call, n, tiling)["tail"])
     buffers = streams(call) * (tiling["num_stages"] - 1) * tile * d_y.element_size()
     if not call.interpret and buffers > shared_limit(call.target.arch):
         return (
             f"num_stages = {tiling['num_stages']} of {tiling['block_rows']} x {tiling['block_n']} take {buffers} bytes "
             "of shared memory; use fewer or a smaller block_n"
         )
-    return refuse_tile(call, tiling, d_y.numel() // n * cdiv(n, tiling["block_n"]))
+    return refuse_rows(call, tiling, n, d_y.numel() // n * cdiv(n, tiling["block_n"]))
 
 
 KNOBS = {"num_warps": Tile(1, 32), "num_stages": Tile(1, 8), "steps": Tile(1, 1024)}
@@ -209,20 +234,19 @@ def gradients(call: Call, tiling: Mapping[str, int], x: Any, past: Any) -> tuple
     d_x = fresh(x.shape, x.dtype, x.device) if want_x else None
     (x, d_y, past), rows = walk_beside(x, d_y, past if want_x else None)
     group = tiling["block_rows"] * (tiling["steps"] if sums else 1)
-    groups, tiles, read_x = cdiv(rows.height, group), cdiv(n, tiling["block_n"]), want_x or want_weight
-    tiles_of = {name: tiling[name] for name in ("block_rows", "block_n", "num_warps")}
-    common = tiles_of | {"acc_dtype": accumulator(call.dtype)} | rows.known(call.dtype)
+    groups, (parts, whole), read_x = cdiv(rows.height, group), parts_of(call, n, tiling), want_x or want_weight
+    common = {"acc_dtype": accumulator(call.dtype), **rows.known(call.dtype)}
     strides = (*rows.strides[0], *rows.strides[1], 0 if weight is None else weight.stride(0))
     past_strides = (0, 0, 0) if past is None else rows.strides[2]
-    stats = scratch(call, 4, rows.height) if tiles > 1 and read_x else None
+    stats = scratch(call, 4, rows.height) if parts > 1 and read_x else None
     if stats is not None:
         launch(layernorm_vjp_statistics_kernel, cdiv(rows.height, tiling["block_rows"]), call, x,
                d_y if want_x else None, weight, stats, rows.height, rows.inner, n, call.options["eps"], *strides,
-               **common)  # fmt: skip
+               **blocks(tiling), **common)  # fmt: skip
     partial = {name: scratch(call, groups, n) for name in sums}
-    launch(layernorm_vjp_kernel, groups * tiles, call, d_y, x if read_x else None, weight if want_x else None, past,
-           stats, d_x, partial.get("d_weight"), partial.get("d_bias"), rows.height, rows.inner, group, tiles, n,
-           call.options["eps"], *strides, *past_strides, **common, stages=tiling["num_stages"])  # fmt: skip
+    launch(layernorm_vjp_kernel, groups * parts, call, d_y, x if read_x else None, weight if want_x else None, past,
+           stats, d_x, partial.get("d_weight"), partial.get("d_bias"), rows.height, rows.inner, group, parts, n,
+           call.options["eps"], *strides, *past_strides, **whole, **common, stages=tiling["num_stages"])  # fmt: skip
     result = add_up(call, partial)
     return (d_x, result.get("d_weight"), result.get("d_bias"))
 

@@ -2,8 +2,8 @@
 
     y = m + log l        m = max_j x_j, or 0 where that is infinite        l = sum_j exp(x_j - m)
 
-A program owns ``block_rows`` rows and reads each once, ``block_n`` elements at a time. A row longer than that is summed
-by online normalisation, which rescales l whenever m grows.
+A program owns ``block_rows`` rows and reads each once. One that fits in ``tiles`` tiles stays in registers; a longer
+one is summed ``block_n`` elements at a time by online normalisation, which rescales l whenever m grows.
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), section 3.
 """
@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._rows import tile_rows
-from portakern.backends.triton.launch import accumulator, cdiv, launch, refuse_tile
+from portakern.backends.triton.gpu._rows import columns, load_tiles, refuse_rows, row_max, row_sum, tile_rows, told
+from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
 from portakern.spec import Tile
 
@@ -34,20 +34,28 @@ def finite_or_zero(m):
 
 
 @triton.jit
+def maximum_and_sum(t):
+    """m and l of rows that stay in registers, each of one number a row."""
+    m = row_max(t)
+    shift = finite_or_zero(m)[:, None]
+    return m, row_sum([tl.exp(a - shift) for a in t])
+
+
+@triton.jit
 def logsumexp_kernel(x, y, rows, rows_inner, n, x_outer, x_inner, x_n,
-                     block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, one_tile: tl.constexpr,
-                     flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+                     block_rows: tl.constexpr, block_n: tl.constexpr, tail: tl.constexpr, tiles: tl.constexpr,
+                     acc_dtype: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
     n = aligned(n, unit)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     row_ok = (row < rows)[:, None]
     x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None]
-    col = tl.arange(0, block_n)[None, :].to(tl.int64)
 
-    if one_tile:
-        t = tl.load(x_row + col * x_n, mask=row_ok & (col < n), other=float("-inf")).to(acc_dtype)
-        m = tl.max(t, 1)
-        l = tl.sum(tl.exp(t - finite_or_zero(m)[:, None]), 1)
+    if tiles:
+        lane, inside = columns(0, n, block_n, tail)
+        col, ok = [a[None, :] for a in lane], [row_ok & a[None, :] for a in inside]
+        m, l = maximum_and_sum(load_tiles(x_row, x_n, col, ok, float("-inf"), acc_dtype))
     else:
+        col = tl.arange(0, block_n)[None, :].to(tl.int64)
         m = tl.full([block_rows], float("-inf"), acc_dtype)
         l = tl.zeros([block_rows], acc_dtype)
         for start in range(0, tl.cast(n, tl.int64), block_n):
@@ -68,7 +76,7 @@ def default_tiling(call: Call) -> dict[str, int]:
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    return refuse_tile(call, tiling, prod(call.dims["rest"]))
+    return refuse_rows(call, tiling, call.dims["axis"], prod(call.dims["rest"]))
 
 
 @BACKEND.implements("logsumexp", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
@@ -77,7 +85,6 @@ def logsumexp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     y, n = fresh(call.dims["rest"], x.dtype, x.device), call.dims["axis"]
     (x,), rows = walk_rows(axis, x)
     launch(logsumexp_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, y, rows.height, rows.inner, n,
-           *rows.strides[0], block_rows=tiling["block_rows"], block_n=tiling["block_n"],
-           acc_dtype=accumulator(call.dtype), one_tile=n <= tiling["block_n"], num_warps=tiling["num_warps"],
+           *rows.strides[0], acc_dtype=accumulator(call.dtype), **told(call, n, tiling),
            **rows.known(call.dtype))  # fmt: skip
     return (y,)

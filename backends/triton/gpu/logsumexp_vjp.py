@@ -2,8 +2,8 @@
 
     d_x_j = d_y exp(x_j - m) / l        m = max_j x_j        l = sum_j exp(x_j - m)
 
-A program owns ``block_rows`` rows. A row that fits in ``block_n`` is read once and stays in registers. A longer one is
-read twice: first its statistics, by online normalisation, then its result, as softmax reads its rows.
+A program owns ``block_rows`` rows. A row that fits in ``tiles`` tiles is read once and stays in registers. A longer one
+is read twice: first its statistics, by online normalisation, then its result, as softmax reads its rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.gpu._rows import columns, load_tiles, told
 from portakern.backends.triton.gpu.logsumexp import default_tiling, key, supports
+from portakern.backends.triton.gpu.softmax import exponentials
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
 from portakern.spec import Tile
@@ -26,22 +28,23 @@ if TYPE_CHECKING:
 
 @triton.jit
 def logsumexp_vjp_kernel(x, d_y, d_x, rows, rows_inner, n, x_outer, x_inner, x_n, d_x_outer, d_x_inner, d_x_n,
-                         block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
-                         one_tile: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+                         block_rows: tl.constexpr, block_n: tl.constexpr, tail: tl.constexpr, tiles: tl.constexpr,
+                         acc_dtype: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
     n = aligned(n, unit)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     row_ok = (row < rows)[:, None]
     x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None]
     d_x_row = row_start(d_x, row, rows_inner, d_x_outer, d_x_inner, flat, unit)[:, None]
-    col = tl.arange(0, block_n)[None, :].to(tl.int64)
     g = tl.load(d_y + row, mask=row < rows, other=0.0).to(acc_dtype)[:, None]
 
-    if one_tile:
-        ok = row_ok & (col < n)
-        t = tl.load(x_row + col * x_n, mask=ok, other=float("-inf")).to(acc_dtype)
-        p = tl.exp(t - tl.max(t, 1)[:, None])
-        tl.store(d_x_row + col * d_x_n, (g * (p / tl.sum(p, 1)[:, None])).to(d_x.dtype.element_ty), mask=ok)
+    if tiles:
+        lane, inside = columns(0, n, block_n, tail)
+        col, ok = [a[None, :] for a in lane], [row_ok & a[None, :] for a in inside]
+        p, l = exponentials(load_tiles(x_row, x_n, col, ok, float("-inf"), acc_dtype))
+        for i in tl.static_range(tiles):
+            tl.store(d_x_row + col[i] * d_x_n, (g * (p[i] / l)).to(d_x.dtype.element_ty), mask=ok[i])
     else:
+        col = tl.arange(0, block_n)[None, :].to(tl.int64)
         m = tl.full([block_rows], float("-inf"), acc_dtype)
         l = tl.zeros([block_rows], acc_dtype)
         for start in range(0, tl.cast(n, tl.int64), block_n):
@@ -66,7 +69,6 @@ def logsumexp_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     d_x, n = fresh(x.shape, x.dtype, x.device), call.dims["axis"]
     (x,), rows = walk_rows(axis, x)
     launch(logsumexp_vjp_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, d_y, d_x, rows.height, rows.inner, n,
-           *rows.strides[0], *rows.strides[1], block_rows=tiling["block_rows"], block_n=tiling["block_n"],
-           acc_dtype=accumulator(call.dtype), one_tile=n <= tiling["block_n"], num_warps=tiling["num_warps"],
+           *rows.strides[0], *rows.strides[1], acc_dtype=accumulator(call.dtype), **told(call, n, tiling),
            **rows.known(call.dtype))  # fmt: skip
     return (d_x,)

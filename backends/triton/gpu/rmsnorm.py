@@ -2,8 +2,9 @@
 
     y = x r weight        r = (sum(x^2) / n + eps)^-1/2        (``narrow``: x r is rounded to x's dtype)
 
-A program owns ``block_rows`` rows. A row that fits in ``block_n`` is read once and stays in registers; a longer one is
-read twice (squares, result), the second time from cache. Masked lanes read 0, which adds nothing to a sum of squares.
+A program owns ``block_rows`` rows. A row that fits in ``tiles`` tiles is read once and stays in registers, as in
+softmax; a longer one is read twice (squares, result), the second time from cache. Masked lanes read 0, which adds
+nothing to a sum of squares.
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equation 4.
 """
@@ -17,6 +18,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.gpu._rows import columns, load_tiles, row_sum, told
 from portakern.backends.triton.gpu.layernorm import default_tiling, key, scale_and_shift, supports
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh_like, row_start, walk_rows
@@ -37,21 +39,25 @@ def narrowed(values, x, narrow: tl.constexpr):
 @triton.jit
 def rmsnorm_kernel(x, weight, y, rows, rows_inner, n, eps,
                    x_outer, x_inner, x_n, weight_n,
-                   block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, one_tile: tl.constexpr,
-                   narrow: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+                   block_rows: tl.constexpr, block_n: tl.constexpr, tail: tl.constexpr, tiles: tl.constexpr,
+                   acc_dtype: tl.constexpr, narrow: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
     n = aligned(n, unit)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)
     x_row, y_row, row_ok = x_row[:, None], (y + row * n)[:, None], (row < rows)[:, None]
-    col = tl.arange(0, block_n)[None, :].to(tl.int64)
 
-    if one_tile:
-        ok = row_ok & (col < n)
-        t = tl.load(x_row + col * x_n, mask=ok, other=0.0).to(acc_dtype)
-        r = tl.rsqrt(tl.sum(t * t, 1) / n + eps)
-        out = scale_and_shift(narrowed(t * r[:, None], x, narrow), weight, None, weight_n, 0, col, n, acc_dtype)
-        tl.store(y_row + col, out.to(y.dtype.element_ty), mask=ok)
+    if tiles:
+        lane, inside = columns(0, n, block_n, tail)
+        col, ok = [a[None, :] for a in lane], [row_ok & a[None, :] for a in inside]
+        t = load_tiles(x_row, x_n, col, ok, 0.0, acc_dtype)
+        r = tl.rsqrt(row_sum([a * a for a in t]) / n + eps)[:, None]
+        for i in tl.static_range(tiles):
+            xh = narrowed(t[i] * r, x, narrow)
+            out = scale_and_shift(xh, weight, None, weight_n, 0, lane[i], inside[i], acc_dtype, unit)
+            tl.store(y_row + col[i], out.to(y.dtype.element_ty), mask=ok[i])
     else:
+        lane = tl.arange(0, block_n).to(tl.int64)
+        col = lane[None, :]
         total = tl.zeros([block_rows], acc_dtype)
         for start in range(0, tl.cast(n, tl.int64), block_n):
             t = tl.load(x_row + (start + col) * x_n, mask=row_ok & (start + col < n), other=0.0).to(acc_dtype)
@@ -60,9 +66,8 @@ def rmsnorm_kernel(x, weight, y, rows, rows_inner, n, eps,
         for start in range(0, tl.cast(n, tl.int64), block_n):
             ok = row_ok & (start + col < n)
             t = tl.load(x_row + (start + col) * x_n, mask=ok, other=0.0).to(acc_dtype)
-            out = scale_and_shift(
-                narrowed(t * r[:, None], x, narrow), weight, None, weight_n, 0, start + col, n, acc_dtype
-            )
+            xh = narrowed(t * r[:, None], x, narrow)
+            out = scale_and_shift(xh, weight, None, weight_n, 0, start + lane, start + lane < n, acc_dtype, unit)
             tl.store(y_row + (start + col), out.to(y.dtype.element_ty), mask=ok)
 
 
@@ -78,7 +83,6 @@ def rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     (x,), rows = walk_rows(x.ndim - 1, x)
     launch(rmsnorm_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, weight, y, rows.height, rows.inner, n,
            call.options["eps"], *rows.strides[0], 0 if weight is None else weight.stride(0),
-           block_rows=tiling["block_rows"], block_n=tiling["block_n"], acc_dtype=accumulator(call.dtype),
-           one_tile=n <= tiling["block_n"], narrow=rounds_before(call), num_warps=tiling["num_warps"],
+           acc_dtype=accumulator(call.dtype), narrow=rounds_before(call), **told(call, n, tiling),
            **rows.known(call.dtype))  # fmt: skip
     return (y,)

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.gpu._rows import blocks, columns, load_tiles, parts_of, row_sum
 from portakern.backends.triton.gpu.layernorm import key
 from portakern.backends.triton.gpu.layernorm_vjp import KNOBS, add_up, default_tiling, scratch, supports, walk_beside
 from portakern.backends.triton.gpu.rmsnorm import narrowed, rounds_before
@@ -61,52 +62,57 @@ def rmsnorm_vjp_statistics_kernel(
 
 
 @triton.jit
-def rmsnorm_vjp_kernel(d_y, x, weight, past, stats, d_x, d_weights, rows, rows_inner, group, tiles, n, eps,
+def rmsnorm_vjp_kernel(d_y, x, weight, past, stats, d_x, d_weights, rows, rows_inner, group, parts, n, eps,
                        x_outer, x_inner, x_n, d_y_outer, d_y_inner, d_y_n, weight_n, past_outer, past_inner, past_n,
-                       block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, narrow: tl.constexpr,
-                       flat: tl.constexpr, unit: tl.constexpr, stages: tl.constexpr):  # fmt: skip
+                       block_rows: tl.constexpr, block_n: tl.constexpr, tail: tl.constexpr, tiles: tl.constexpr,
+                       acc_dtype: tl.constexpr, narrow: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr,
+                       stages: tl.constexpr):  # fmt: skip
     """d_weights: (groups, n) partial sums. Either of the two results may be None. past: a cotangent of x itself, which
-    went past the norm, or None.
+    went past the norm, or None. stats: None where a program keeps whole rows, else it has one of ``parts`` of them.
     """
     n = aligned(n, unit)
-    part, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    part, at = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
     # Columns on one axis, which gives them a layout of their own where rows of x are not aligned and weight is.
-    lane = tile.to(tl.int64) * block_n + tl.arange(0, block_n)
-    col, col_ok = lane[None, :], (lane < n)[None, :]
+    lane, inside = columns(at.to(tl.int64) * block_n, n, block_n, tail)
+    col = [k[None, :] for k in lane]
     if weight is not None:
-        w = tl.load(weight + lane * weight_n, mask=lane < n, other=0.0).to(acc_dtype)[None, :]
-    w_sum = tl.zeros([block_rows, block_n], acc_dtype)
+        w = [k[None, :] for k in load_tiles(weight, weight_n, lane, inside, 0.0, acc_dtype)]
+    w_sum = [tl.zeros([block_rows, k.shape[0]], acc_dtype) for k in lane]
     first = part * group
     for start in tl.range(first, min(first + group, rows), block_rows, num_stages=stages):
         row = start + tl.arange(0, block_rows)
         row_ok = (row < rows)[:, None]
-        ok = row_ok & col_ok
+        ok = [row_ok & a[None, :] for a in inside]
         d_y_row = row_start(d_y, row, rows_inner, d_y_outer, d_y_inner, flat, unit)[:, None]
         x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None]
-        g = tl.load(d_y_row + col * d_y_n, mask=ok, other=0.0).to(acc_dtype)
-        t = tl.load(x_row + col * x_n, mask=ok, other=0.0).to(acc_dtype)
+        g = load_tiles(d_y_row, d_y_n, col, ok, 0.0, acc_dtype)
+        t = load_tiles(x_row, x_n, col, ok, 0.0, acc_dtype)
         if stats is None:
-            r = tl.rsqrt(tl.sum(t * t, 1) / n + eps)[:, None]
+            r = tl.rsqrt(row_sum([a * a for a in t]) / n + eps)[:, None]
         else:
             r = tl.load(stats + row[:, None], mask=row_ok, other=0.0)
-        xh = tl.where(row_ok, t * r, 0.0)  # of no row, r may be infinite, and 0 * inf would enter the sums over rows
+        # of no row, r may be infinite, and 0 * inf would enter the sums over rows
+        xh = [tl.where(row_ok, a * r, 0.0) for a in t]
         if d_x is not None:
             h = g
             if weight is not None:
-                h = narrowed(g * w, x, narrow)
+                h = [narrowed(g[i] * w[i], x, narrow) for i in (0, 1)[:tiles]]
             if stats is None:
-                hx_mean = (tl.sum(h * xh, 1) / n)[:, None]
+                hx_mean = (row_sum([h[i] * xh[i] for i in (0, 1)[:tiles]]) / n)[:, None]
             else:
                 hx_mean = tl.load(stats + rows + row[:, None], mask=row_ok, other=0.0)
-            d_t = r * (h - xh * hx_mean)
+            d_t = [r * (h[i] - xh[i] * hx_mean) for i in (0, 1)[:tiles]]
             if past is not None:
                 past_row = row_start(past, row, rows_inner, past_outer, past_inner, flat, unit)[:, None]
-                d_t += tl.load(past_row + col * past_n, mask=ok, other=0.0).to(acc_dtype)
-            tl.store(d_x + row[:, None] * n + col, d_t.to(d_x.dtype.element_ty), mask=ok)
+                c = load_tiles(past_row, past_n, col, ok, 0.0, acc_dtype)
+                d_t = [d_t[i] + c[i] for i in (0, 1)[:tiles]]
+            for i in tl.static_range(tiles):
+                tl.store(d_x + row[:, None] * n + col[i], d_t[i].to(d_x.dtype.element_ty), mask=ok[i])
         if d_weights is not None:
-            w_sum += g * narrowed(xh, x, narrow)
+            w_sum = [w_sum[i] + g[i] * narrowed(xh[i], x, narrow) for i in (0, 1)[:tiles]]
     if d_weights is not None:
-        tl.store(d_weights + part * n + lane, tl.sum(w_sum, 0), mask=lane < n)
+        for i in tl.static_range(tiles):
+            tl.store(d_weights + part * n + lane[i], tl.sum(w_sum[i], 0), mask=inside[i])
 
 
 @BACKEND.implements("rmsnorm_vjp", key=key, tiling=default_tiling, supports=supports, knobs=KNOBS)
@@ -121,17 +127,17 @@ def gradients(call: Call, tiling: Mapping[str, int], x: Any, past: Any) -> tuple
     d_x = fresh(x.shape, x.dtype, x.device) if want_x else None
     (x, d_y, past), rows = walk_beside(x, d_y, past if want_x else None)
     group = tiling["block_rows"] * (tiling["steps"] if want_weight else 1)
-    groups, tiles = cdiv(rows.height, group), cdiv(n, tiling["block_n"])
-    tiles_of = {name: tiling[name] for name in ("block_rows", "block_n", "num_warps")}
-    common = tiles_of | {"acc_dtype": accumulator(call.dtype), "narrow": rounds_before(call)} | rows.known(call.dtype)
+    groups, (parts, whole) = cdiv(rows.height, group), parts_of(call, n, tiling)
+    common = {"acc_dtype": accumulator(call.dtype), "narrow": rounds_before(call), **rows.known(call.dtype)}
     strides = (*rows.strides[0], *rows.strides[1], 0 if weight is None else weight.stride(0))
     past_strides = (0, 0, 0) if past is None else rows.strides[2]
-    stats = scratch(call, 2, rows.height) if tiles > 1 else None
+    stats = scratch(call, 2, rows.height) if parts > 1 else None
     if stats is not None:
         launch(rmsnorm_vjp_statistics_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, d_y if want_x else None,
-               weight if want_x else None, stats, rows.height, rows.inner, n, eps, *strides, **common)  # fmt: skip
+               weight if want_x else None, stats, rows.height, rows.inner, n, eps, *strides,
+               **blocks(tiling), **common)  # fmt: skip
     partial = {"d_weight": scratch(call, groups, n)} if want_weight else {}
-    launch(rmsnorm_vjp_kernel, groups * tiles, call, d_y, x, weight if want_x else None, past,
-           stats, d_x, partial.get("d_weight"), rows.height, rows.inner, group, tiles, n, eps, *strides, *past_strides,
-           **common, stages=tiling["num_stages"])  # fmt: skip
+    launch(rmsnorm_vjp_kernel, groups * parts, call, d_y, x, weight if want_x else None, past,
+           stats, d_x, partial.get("d_weight"), rows.height, rows.inner, group, parts, n, eps, *strides, *past_strides,
+           **whole, **common, stages=tiling["num_stages"])  # fmt: skip
     return (d_x, add_up(call, partial).get("d_weight"))

@@ -2,8 +2,9 @@
 
     y_j = exp(x_j - m) / l        m = max_j x_j        l = sum_j exp(x_j - m)
 
-A program owns ``block_rows`` rows. A row that fits in ``block_n`` is read once and stays in registers. A longer one is
-read twice: first its statistics, by online normalisation, which rescales l whenever m grows; then its result.
+A program owns ``block_rows`` rows. A row that fits in ``tiles`` tiles, one of ``block_n`` elements or that and one of
+``tail``, is read once and stays in registers. A longer one is read twice: first its statistics, by online
+normalisation, which rescales l whenever m grows; then its result.
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), section 3.
 """
@@ -18,8 +19,8 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._rows import tile_rows
-from portakern.backends.triton.launch import accumulator, cdiv, launch, refuse_tile
+from portakern.backends.triton.gpu._rows import columns, load_tiles, refuse_rows, row_max, row_sum, tile_rows, told
+from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh_like, row_start, walk_rows
 from portakern.spec import Tile
 
@@ -28,23 +29,32 @@ if TYPE_CHECKING:
 
 
 @triton.jit
+def exponentials(t):
+    """exp(x - m) of rows that stay in registers, and their sums l."""
+    m = row_max(t)[:, None]
+    p = [tl.exp(a - m) for a in t]
+    return p, row_sum(p)[:, None]
+
+
+@triton.jit
 def softmax_kernel(x, y, rows, rows_inner, n,
                    x_outer, x_inner, x_n, y_outer, y_inner, y_n,
-                   block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, one_tile: tl.constexpr,
-                   flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+                   block_rows: tl.constexpr, block_n: tl.constexpr, tail: tl.constexpr, tiles: tl.constexpr,
+                   acc_dtype: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
     n = aligned(n, unit)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     row_ok = (row < rows)[:, None]
     x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None]
     y_row = row_start(y, row, rows_inner, y_outer, y_inner, flat, unit)[:, None]
-    col = tl.arange(0, block_n)[None, :].to(tl.int64)
 
-    if one_tile:
-        ok = row_ok & (col < n)
-        t = tl.load(x_row + col * x_n, mask=ok, other=float("-inf")).to(acc_dtype)
-        p = tl.exp(t - tl.max(t, 1)[:, None])
-        tl.store(y_row + col * y_n, (p / tl.sum(p, 1)[:, None]).to(y.dtype.element_ty), mask=ok)
+    if tiles:
+        lane, inside = columns(0, n, block_n, tail)
+        col, ok = [a[None, :] for a in lane], [row_ok & a[None, :] for a in inside]
+        p, l = exponentials(load_tiles(x_row, x_n, col, ok, float("-inf"), acc_dtype))
+        for i in tl.static_range(tiles):
+            tl.store(y_row + col[i] * y_n, (p[i] / l).to(y.dtype.element_ty), mask=ok[i])
     else:
+        col = tl.arange(0, block_n)[None, :].to(tl.int64)
         m = tl.full([block_rows], float("-inf"), acc_dtype)
         l = tl.zeros([block_rows], acc_dtype)
         for start in range(0, tl.cast(n, tl.int64), block_n):
@@ -69,7 +79,7 @@ def default_tiling(call: Call) -> dict[str, int]:
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     shape, axis = call.dims["shape"], call.options["axis"]
-    return refuse_tile(call, tiling, prod(shape) // shape[axis])
+    return refuse_rows(call, tiling, shape[axis], prod(shape) // shape[axis])
 
 
 @BACKEND.implements("softmax", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
@@ -78,7 +88,6 @@ def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     y, n = fresh_like(x), x.shape[axis]
     (x,), rows = walk_rows(axis, x)
     launch(softmax_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, y, rows.height, rows.inner, n,
-           *rows.strides[0], *rows.strides[1], block_rows=tiling["block_rows"], block_n=tiling["block_n"],
-           acc_dtype=accumulator(call.dtype), one_tile=n <= tiling["block_n"], num_warps=tiling["num_warps"],
+           *rows.strides[0], *rows.strides[1], acc_dtype=accumulator(call.dtype), **told(call, n, tiling),
            **rows.known(call.dtype))  # fmt: skip
     return (y,)

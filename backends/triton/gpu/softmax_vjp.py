@@ -2,8 +2,8 @@
 
     d_x_j = y_j (d_y_j - Delta)        Delta = sum_j y_j d_y_j
 
-A program owns ``block_rows`` rows of any strided views. A row that fits in ``block_n`` is read once and stays in
-registers. A longer one is read twice: first for Delta, then for its result.
+A program owns ``block_rows`` rows of any strided views. A row that fits in ``tiles`` tiles is read once and
+stays in registers, as in softmax. A longer one is read twice: first for Delta, then for its result.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.gpu._rows import columns, load_tiles, row_sum, told
 from portakern.backends.triton.gpu.softmax import default_tiling, key, supports
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, result_like, row_start, walk_rows
@@ -27,23 +28,25 @@ if TYPE_CHECKING:
 @triton.jit
 def softmax_vjp_kernel(y, d_y, d_x, rows, rows_inner, n,
                        y_outer, y_inner, y_n, d_y_outer, d_y_inner, d_y_n, d_x_outer, d_x_inner, d_x_n,
-                       block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
-                       one_tile: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+                       block_rows: tl.constexpr, block_n: tl.constexpr, tail: tl.constexpr, tiles: tl.constexpr,
+                       acc_dtype: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
     n = aligned(n, unit)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     row_ok = (row < rows)[:, None]
     y_row = row_start(y, row, rows_inner, y_outer, y_inner, flat, unit)[:, None]
     d_y_row = row_start(d_y, row, rows_inner, d_y_outer, d_y_inner, flat, unit)[:, None]
     d_x_row = row_start(d_x, row, rows_inner, d_x_outer, d_x_inner, flat, unit)[:, None]
-    col = tl.arange(0, block_n)[None, :].to(tl.int64)
 
-    if one_tile:
-        ok = row_ok & (col < n)
-        p = tl.load(y_row + col * y_n, mask=ok, other=0.0).to(acc_dtype)
-        g = tl.load(d_y_row + col * d_y_n, mask=ok, other=0.0).to(acc_dtype)
-        delta = tl.sum(p * g, 1)
-        tl.store(d_x_row + col * d_x_n, (p * (g - delta[:, None])).to(d_x.dtype.element_ty), mask=ok)
+    if tiles:
+        lane, inside = columns(0, n, block_n, tail)
+        col, ok = [a[None, :] for a in lane], [row_ok & a[None, :] for a in inside]
+        p = load_tiles(y_row, y_n, col, ok, 0.0, acc_dtype)
+        g = load_tiles(d_y_row, d_y_n, col, ok, 0.0, acc_dtype)
+        delta = row_sum([p[i] * g[i] for i in (0, 1)[:tiles]])[:, None]
+        for i in tl.static_range(tiles):
+            tl.store(d_x_row + col[i] * d_x_n, (p[i] * (g[i] - delta)).to(d_x.dtype.element_ty), mask=ok[i])
     else:
+        col = tl.arange(0, block_n)[None, :].to(tl.int64)
         delta = tl.zeros([block_rows], acc_dtype)
         for start in range(0, tl.cast(n, tl.int64), block_n):
             ok = row_ok & (start + col < n)
@@ -72,6 +75,5 @@ def softmax_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     n = y.shape[axis]
     launch(softmax_vjp_kernel, cdiv(rows.height, tiling["block_rows"]), call, y, d_y, d_x, rows.height, rows.inner, n,
            *rows.strides[0], *rows.strides[1], *rows.strides[2],
-           block_rows=tiling["block_rows"], block_n=tiling["block_n"], acc_dtype=accumulator(call.dtype),
-           one_tile=n <= tiling["block_n"], num_warps=tiling["num_warps"], **rows.known(call.dtype))  # fmt: skip
+           acc_dtype=accumulator(call.dtype), **told(call, n, tiling), **rows.known(call.dtype))  # fmt: skip
     return (d_x,)

@@ -9,14 +9,16 @@ FAULTS = {
         Planted(
             "padding-centred",
             "lanes beyond a short row count in the variance",
-            old="d = tl.where(ok, s - (tl.sum(s, 1) / n)[:, None], 0.0)",
-            new="d = s - (tl.sum(s, 1) / n)[:, None]",
+            old="d = [tl.where(ok[i], t[i] - mean, 0.0) for i in (0, 1)[:tiles]]",
+            new="d = [a - mean for a in t]",
+            within="_rows",
         ),
         Planted(
             "mean-over-tile",
             "the mean divides by the tile's extent",
-            old="(tl.sum(s, 1) / n)[:, None]",
-            new="(tl.sum(s, 1) / block_n)[:, None]",
+            old="mean = (row_sum(t) / n)[:, None]",
+            new="mean = (row_sum(t) / t[0].shape[1])[:, None]",
+            within="_rows",
         ),
         Planted(
             "rows-of-x",
@@ -36,8 +38,8 @@ FAULTS = {
         Planted(
             "bias-of-weight",
             "the bias of a long row is read with the distances of the weight",
-            old="normed = scale_and_shift(xh, weight, bias, weight_n, bias_n, at, n, acc_dtype)",
-            new="normed = scale_and_shift(xh, weight, weight, weight_n, weight_n, at, n, acc_dtype)",
+            old="                xh, weight, bias, weight_n, bias_n, start + lane",
+            new="                xh, weight, weight, weight_n, weight_n, start + lane",
         ),
     ],
     "pallas": [

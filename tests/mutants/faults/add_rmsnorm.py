@@ -33,8 +33,8 @@ FAULTS = {
         Planted(
             "mean-over-tile",
             "the mean of squares divides by the tile's extent",
-            old="tl.sum(s * s, 1) / n + eps",
-            new="tl.sum(s * s, 1) / block_n + eps",
+            old="row_sum([a * a for a in s]) / n + eps",
+            new="row_sum([a * a for a in s]) / block_n + eps",
         ),
         Planted(
             "long-sum-of-x",

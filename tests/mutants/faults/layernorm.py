@@ -9,31 +9,37 @@ FAULTS = {
         Planted(
             "one-pass-variance",
             "the variance is E[x^2] - mean^2",
-            old="tl.rsqrt(tl.sum(d * d, 1) / n + eps)",
-            new="tl.rsqrt(tl.maximum(tl.sum(t * t, 1) / n - mean * mean, 0.0) + eps)",
+            old="tl.rsqrt(row_sum([a * a for a in d]) / n + eps)",
+            new=(
+                "tl.rsqrt(tl.maximum(row_sum([a * a for a in t]) / n - (row_sum(t) / n) * (row_sum(t) / n), 0.0) + eps)"
+            ),
             small=True,
             sample=True,
             edge="large_mean",
+            within="_rows",
         ),
         Planted(
             "padding-in-variance",
             "lanes beyond the row count in the variance",
-            old="        d = tl.where(ok, t - mean[:, None], 0.0)\n        r =",
-            new="        d = t - mean[:, None]\n        r =",
+            old="d = [tl.where(ok[i], t[i] - mean, 0.0) for i in (0, 1)[:tiles]]",
+            new="d = [a - mean for a in t]",
             small=True,
+            within="_rows",
         ),
         Planted(
             "eps-outside",
             "eps is added to the standard deviation",
-            old="tl.rsqrt(tl.sum(d * d, 1) / n + eps)",
-            new="1.0 / (tl.sqrt(tl.sum(d * d, 1) / n) + eps)",
+            old="tl.rsqrt(row_sum([a * a for a in d]) / n + eps)",
+            new="(1.0 / (tl.sqrt(row_sum([a * a for a in d]) / n) + eps))",
             small=True,
+            within="_rows",
         ),
         Planted(
             "mean-over-tile",
             "the mean divides by the tile's extent",
-            old="mean = tl.sum(t, 1) / n",
-            new="mean = tl.sum(t, 1) / block_n",
+            old="mean = (row_sum(t) / n)[:, None]",
+            new="mean = (row_sum(t) / t[0].shape[1])[:, None]",
+            within="_rows",
         ),
         Planted(
             "unbiased-variance",
@@ -45,8 +51,8 @@ FAULTS = {
         Planted(
             "weight-float16",
             "the weight passes through float16",
-            old="tl.load(weight + col * weight_n, mask=col < n, other=0.0).to(acc_dtype)",
-            new="tl.load(weight + col * weight_n, mask=col < n, other=0.0).to(tl.float16).to(acc_dtype)",
+            old="xh * beside(weight, weight_n, lane, inside, acc_dtype, unit)",
+            new="xh * beside(weight, weight_n, lane, inside, acc_dtype, unit).to(tl.float16).to(acc_dtype)",
             small=True,
         ),
         Planted(

@@ -9,38 +9,39 @@ FAULTS = {
         Planted(
             "hx-mean-over-tile",
             "mean(h xh) of a short row divides by the tile's extent",
-            old="(tl.sum(h * xh, 1) / n)",
-            new="(tl.sum(h * xh, 1) / block_n)",
+            old="(row_sum([h[i] * xh[i] for i in (0, 1)[:tiles]]) / n)",
+            new="(row_sum([h[i] * xh[i] for i in (0, 1)[:tiles]]) / block_n)",
         ),
         Planted(
             "one-pass-variance",
             "the variance of a short row is E[x^2] - mean^2",
-            old="r = tl.rsqrt(tl.sum(d * d, 1) / n + eps)[:, None]",
+            old="tl.rsqrt(row_sum([a * a for a in d]) / n + eps)",
             new=(
-                "r = tl.rsqrt(tl.maximum(tl.sum(t * t, 1) / n - (tl.sum(t, 1) / n) * (tl.sum(t, 1) / n), 0.0) "
-                "+ eps)[:, None]"
+                "tl.rsqrt(tl.maximum(row_sum([a * a for a in t]) / n - (row_sum(t) / n) * (row_sum(t) / n), 0.0) + eps)"
             ),
             small=True,
+            within="_rows",
         ),
         Planted(
             "padding-in-variance",
             "lanes beyond a short row count in the variance",
-            old="d = tl.where(ok, t - (tl.sum(t, 1) / n)[:, None], 0.0)",
-            new="d = t - (tl.sum(t, 1) / n)[:, None]",
+            old="d = [tl.where(ok[i], t[i] - mean, 0.0) for i in (0, 1)[:tiles]]",
+            new="d = [a - mean for a in t]",
             small=True,
+            within="_rows",
         ),
         Planted(
             "missing-rows-counted",
             "rows beyond the last have an xh, where eps = 0 of 0 inf",
-            old="xh = tl.where(row_ok, d * r, 0.0)",
-            new="xh = d * r",
+            old="xh = [tl.where(row_ok, a * r, 0.0) for a in d]",
+            new="xh = [a * r for a in d]",
             small=True,
         ),
         Planted(
             "weight-float16",
             "the weight of a short row passes through float16",
-            old="mask=lane < n, other=0.0).to(acc_dtype)[None, :]\n    w_sum",
-            new="mask=lane < n, other=0.0).to(tl.float16).to(acc_dtype)[None, :]\n    w_sum",
+            old="w = [k[None, :] for k in load_tiles(",
+            new="w = [k[None, :].to(tl.float16).to(acc_dtype) for k in load_tiles(",
             small=True,
         ),
         Planted(
@@ -65,8 +66,8 @@ FAULTS = {
         Planted(
             "d-weight-bfloat16",
             "d_weight is summed in bfloat16",
-            old="w_sum += g * xh",
-            new="w_sum = (w_sum + g * xh).to(tl.bfloat16).to(acc_dtype)",
+            old="w_sum = [w_sum[i] + g[i] * xh[i] for",
+            new="w_sum = [(w_sum[i] + g[i] * xh[i]).to(tl.bfloat16).to(acc_dtype) for",
         ),
     ],
     "pallas": [

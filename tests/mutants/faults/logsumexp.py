@@ -16,8 +16,8 @@ FAULTS = {
         Planted(
             "finite-padding",
             "lanes beyond a short row hold -1e4 instead of -inf",
-            old='mask=row_ok & (col < n), other=float("-inf"))',
-            new="mask=row_ok & (col < n), other=-1e4)",
+            old='col, ok, float("-inf"), acc_dtype)',
+            new="col, ok, -1e4, acc_dtype)",
             small=True,
         ),
         Planted(
@@ -36,8 +36,8 @@ FAULTS = {
         Planted(
             "log2e-rounded",
             "exp is exp2 with log2(e) of five digits",
-            old="l = tl.sum(tl.exp(t - finite_or_zero(m)[:, None]), 1)",
-            new="l = tl.sum(tl.exp2((t - finite_or_zero(m)[:, None]) * 1.4427), 1)",
+            old="row_sum([tl.exp(a - shift) for a in t])",
+            new="row_sum([tl.exp2((a - shift) * 1.4427) for a in t])",
             small=True,
         ),
         Planted(

@@ -29,8 +29,8 @@ FAULTS = {
         Planted(
             "p-rounded",
             "the weights of a short row are rounded to the result's dtype before they meet the cotangent",
-            old="(g * (p / tl.sum(p, 1)[:, None])).to",
-            new="(g * (p / tl.sum(p, 1)[:, None]).to(d_x.dtype.element_ty).to(acc_dtype)).to",
+            old="(g * (p[i] / l)).to",
+            new="(g * (p[i] / l).to(d_x.dtype.element_ty).to(acc_dtype)).to",
             small=True,
             sample=True,
         ),

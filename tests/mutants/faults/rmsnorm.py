@@ -9,21 +9,21 @@ FAULTS = {
         Planted(
             "mean-over-tile",
             "the mean of squares divides by the tile's extent",
-            old="tl.rsqrt(tl.sum(t * t, 1) / n + eps)",
-            new="tl.rsqrt(tl.sum(t * t, 1) / block_n + eps)",
+            old="tl.rsqrt(row_sum([a * a for a in t]) / n + eps)",
+            new="tl.rsqrt(row_sum([a * a for a in t]) / block_n + eps)",
         ),
         Planted(
             "eps-outside",
             "eps is added to the root",
-            old="tl.rsqrt(tl.sum(t * t, 1) / n + eps)",
-            new="1.0 / (tl.sqrt(tl.sum(t * t, 1) / n) + eps)",
+            old="tl.rsqrt(row_sum([a * a for a in t]) / n + eps)",
+            new="(1.0 / (tl.sqrt(row_sum([a * a for a in t]) / n) + eps))",
             small=True,
         ),
         Planted(
             "squares-rounded",
             "squares are rounded to x's dtype",
-            old="tl.rsqrt(tl.sum(t * t, 1) / n + eps)",
-            new="tl.rsqrt(tl.sum((t * t).to(x.dtype.element_ty).to(acc_dtype), 1) / n + eps)",
+            old="tl.rsqrt(row_sum([a * a for a in t]) / n + eps)",
+            new="tl.rsqrt(row_sum([(a * a).to(x.dtype.element_ty).to(acc_dtype) for a in t]) / n + eps)",
             small=True,
         ),
         Planted(

@@ -9,14 +9,14 @@ FAULTS = {
         Planted(
             "hx-mean-over-tile",
             "mean(h xh) of a short row divides by the tile's extent",
-            old="(tl.sum(h * xh, 1) / n)",
-            new="(tl.sum(h * xh, 1) / block_n)",
+            old="(row_sum([h[i] * xh[i] for i in (0, 1)[:tiles]]) / n)",
+            new="(row_sum([h[i] * xh[i] for i in (0, 1)[:tiles]]) / block_n)",
         ),
         Planted(
             "missing-rows-counted",
             "rows beyond the last have an xh, where eps = 0 of 0 inf",
-            old="xh = tl.where(row_ok, t * r, 0.0)",
-            new="xh = t * r",
+            old="xh = [tl.where(row_ok, a * r, 0.0) for a in t]",
+            new="xh = [a * r for a in t]",
             small=True,
         ),
         Planted(
@@ -29,15 +29,15 @@ FAULTS = {
         Planted(
             "weight-float16",
             "the weight of d_x passes through float16",
-            old="mask=lane < n, other=0.0).to(acc_dtype)[None, :]\n    w_sum",
-            new="mask=lane < n, other=0.0).to(tl.float16).to(acc_dtype)[None, :]\n    w_sum",
+            old="w = [k[None, :] for k in load_tiles(",
+            new="w = [k[None, :].to(tl.float16).to(acc_dtype) for k in load_tiles(",
             small=True,
         ),
         Planted(
             "d-weight-bfloat16",
             "d_weight is summed in bfloat16",
-            old="w_sum += g * narrowed(xh, x, narrow)",
-            new="w_sum = (w_sum + g * xh).to(tl.bfloat16).to(acc_dtype)",
+            old="w_sum = [w_sum[i] + g[i] * narrowed(xh[i], x, narrow) for",
+            new="w_sum = [(w_sum[i] + g[i] * xh[i]).to(tl.bfloat16).to(acc_dtype) for",
         ),
     ],
     "pallas": [

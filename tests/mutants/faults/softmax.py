@@ -16,8 +16,8 @@ FAULTS = {
         Planted(
             "finite-padding",
             "lanes beyond a short row hold -1e4 instead of -inf",
-            old='ok = row_ok & (col < n)\n        t = tl.load(x_row + col * x_n, mask=ok, other=float("-inf"))',
-            new="ok = row_ok & (col < n)\n        t = tl.load(x_row + col * x_n, mask=ok, other=-1e4)",
+            old='col, ok, float("-inf"), acc_dtype)',
+            new="col, ok, -1e4, acc_dtype)",
             small=True,
         ),
         Planted(
@@ -30,8 +30,8 @@ FAULTS = {
         Planted(
             "log2e-rounded",
             "exp is exp2 with log2(e) of five digits",
-            old="p = tl.exp(t - tl.max(t, 1)[:, None])",
-            new="p = tl.exp2((t - tl.max(t, 1)[:, None]) * 1.4427)",
+            old="p = [tl.exp(a - m) for a in t]",
+            new="p = [tl.exp2((a - m) * 1.4427) for a in t]",
             small=True,
         ),
         Planted(
@@ -43,22 +43,49 @@ FAULTS = {
         Planted(
             "p-rounded-before-sum",
             "the normaliser sums weights already rounded to the output's dtype",
-            old="(p / tl.sum(p, 1)[:, None])",
-            new="(p / tl.sum(p.to(y.dtype.element_ty).to(acc_dtype), 1)[:, None])",
+            old='p, l = exponentials(load_tiles(x_row, x_n, col, ok, float("-inf"), acc_dtype))\n',
+            new=(
+                'p, _ = exponentials(load_tiles(x_row, x_n, col, ok, float("-inf"), acc_dtype))\n'
+                "        l = row_sum([a.to(y.dtype.element_ty).to(acc_dtype) for a in p])[:, None]\n"
+            ),
             small=True,
         ),
         Planted(
             "store-truncated",
             "a bfloat16 result is cut instead of rounded to nearest",
-            old="        tl.store(y_row + col * y_n, (p / tl.sum(p, 1)[:, None]).to",
+            old="            tl.store(y_row + col[i] * y_n, (p[i] / l).to",
             new=(
-                "        p = p / tl.sum(p, 1)[:, None]\n"
-                "        if y.dtype.element_ty == tl.bfloat16:\n"
-                "            p = (p.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)\n"
-                "        tl.store(y_row + col * y_n, p.to"
+                "            q = p[i] / l\n"
+                "            if y.dtype.element_ty == tl.bfloat16:\n"
+                "                q = (q.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)\n"
+                "            tl.store(y_row + col[i] * y_n, q.to"
             ),
             small=True,
             sample=True,
+        ),
+        Planted(
+            "second-tile-not-summed",
+            "the sum of a row in two tiles is that of the first",
+            old="        found += tl.sum(tiles[1], 1)",
+            new="        found += 0.0 * tl.sum(tiles[1], 1)",
+            within="_rows",
+            sample=True,
+        ),
+        Planted(
+            "second-tile-cut",
+            "the second tile of a row lacks the row's last element",
+            old="rest < n)",
+            new="rest < n - 1)",
+            small=True,
+            within="_rows",
+        ),
+        Planted(
+            "second-maximum-left-out",
+            "the largest element of a row in two tiles is looked for in the first, and the exponentials overflow",
+            old="        found = tl.maximum(found, tl.max(tiles[1], 1))",
+            new="        found = tl.maximum(found, found)",
+            small=True,
+            within="_rows",
         ),
     ],
     "pallas": [

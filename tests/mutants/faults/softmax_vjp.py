@@ -9,8 +9,8 @@ FAULTS = {
         Planted(
             "delta-of-rounded-terms",
             "Delta of a short row sums terms that were rounded to y's dtype",
-            old="delta = tl.sum(p * g, 1)\n        tl.store",
-            new="delta = tl.sum((p * g).to(y.dtype.element_ty).to(acc_dtype), 1)\n        tl.store",
+            old="row_sum([p[i] * g[i] for i in (0, 1)[:tiles]])",
+            new="row_sum([(p[i] * g[i]).to(y.dtype.element_ty).to(acc_dtype) for i in (0, 1)[:tiles]])",
             small=True,
         ),
         Planted(
@@ -30,10 +30,9 @@ FAULTS = {
         Planted(
             "rounded-twice",
             "the difference is rounded to the result's dtype before it meets y",
-            old="(p * (g - delta[:, None])).to",
-            new="(p * (g - delta[:, None]).to(d_x.dtype.element_ty).to(acc_dtype)).to",
+            old="(p[i] * (g[i] - delta)).to",
+            new="(p[i] * (g[i] - delta).to(d_x.dtype.element_ty).to(acc_dtype)).to",
             small=True,
-            times=2,
         ),
     ],
     "pallas": [
