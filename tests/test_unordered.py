@@ -82,10 +82,11 @@ def test_every_role_meets_the_bound(name):
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_role_may_be_late(late, monkeypatch):
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_role_may_be_late(late, behind, monkeypatch):
     monkeypatch.setattr(host, "LATE", {late: 5e-3})
     shape, more = CASES["causal"]
-    assert worst(bound(*shape, **more)) <= 1
+    assert worst(bound(*shape, **more), behind=behind) <= 1
 
 
 def test_one_stage_meets_the_bound():
@@ -93,19 +94,37 @@ def test_one_stage_meets_the_bound():
     assert worst(bound(*shape, **more), num_stages=1) <= 1
 
 
+@pytest.mark.parametrize("name", ["causal", "causal, narrow", "softcap, narrow", "programs that stay, wide", "one"])
+def test_the_walk_that_the_table_does_not_take_meets_the_bound(name):
+    """Behind the weights of the next tile at heads of 128, and each tile's d_q before the next at 64."""
+    shape, more = CASES[name]
+    call = bound(*shape, **more)
+    assert worst(call, behind=1 - tiling_of(call)["behind"]) <= 1
+
+
 FAULTS = {
+    "D is read before both groups have put it there": (
+        "causal", "        mbarrier.wait(parts.there.index(buffer), filled)\n", ""
+    ),
     "D of the tile before is read before both groups have put it there": (
-        "causal", "            mbarrier.wait(parts.there.index(buffer ^ 1), filled ^ buffer ^ 1)\n", ""
+        "behind", "            mbarrier.wait(parts.there.index(buffer ^ 1), filled ^ buffer ^ 1)\n", ""
     ),
     "D of the last tile is read before both groups have put it there": (
-        "causal", "\n    mbarrier.wait(parts.there.index(buffer ^ 1), filled ^ buffer ^ 1)\n", "\n"
+        "behind", "\n    mbarrier.wait(parts.there.index(buffer ^ 1), filled ^ buffer ^ 1)\n", "\n"
     ),
-    "the last tile's d_q is left out": ("causal", "\n    add_to_memory(GROUP, sums, parts, d_q, row, plan)\n", "\n"),
+    "a tile's d_q is left out": ("causal", "\n        add_to_memory(GROUP, sums, parts, d_q, row, plan)\n", "\n"),
+    "the last tile's d_q is left out": ("behind", "\n    add_to_memory(GROUP, sums, parts, d_q, row, plan)\n", "\n"),
     "one buffer for all tiles": ("causal", "phase, buffer ^ 1, filled ^ buffer", "phase, buffer, filled"),
+    "one buffer for all tiles, behind": ("behind", "phase, buffer ^ 1, filled ^ buffer", "phase, buffer, filled"),
     "a group's keys leave while the other reads them": ("programs that stay, wide",
         "        mbarrier.wait(parts.done, count & 1)\n", ""),
     "queries are handed back while products read them": (
         "causal",
+        "        d_q = query_gradients(GROUP, buffer, ",
+        "        mbarrier.arrive(guests.empty.index(stage), count=1)\n        d_q = query_gradients(GROUP, buffer, ",
+    ),
+    "queries are handed back while products behind read them": (
+        "behind",
         "        d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])\n"
         "        mbarrier.arrive(guests.empty.index(turn[0]), count=1)\n",
         "        mbarrier.arrive(guests.empty.index(turn[0]), count=1)\n"
@@ -115,7 +134,10 @@ FAULTS = {
     "both groups compute the first queries": ("causal, narrow", "(buffer * 2 + GROUP)", "(buffer * 2)"),
     "one group's keys are left out": ("causal", "use_acc=g > 0", "use_acc=False"),
     "all heads of a group add to the first": ("causal", "0, work.pitch)", "0, 0)"),
-    "the first tile's row for all": ("causal", "start, row_after = next_tile(start, row, first, last, work, block)",
+    "the first tile's row for all": ("causal", "start, row = next_tile(start, row, first, last, work, block)",
+        "start, _ = next_tile(start, row, first, last, work, block)"),
+    "the first tile's row for all, behind": ("behind",
+        "start, row_after = next_tile(start, row, first, last, work, block)",
         "start, _ = next_tile(start, row, first, last, work, block)"),
     "a sum's tile is written over before it has left": ("causal",
         "    tma.store_wait(0)  # what was in this tile before has left\n", ""),
@@ -129,11 +151,12 @@ def test_a_fault_is_found(fault, tmp_path, monkeypatch):
     monkeypatch.setattr(host, "PATIENCE", 0.7)
     case, old, new = FAULTS[fault]
     module = host.faulty(_flash_unordered, old, new, tmp_path)
-    shape, more = CASES[case]
+    shape, more = CASES["causal" if case == "behind" else case]
+    named = {"behind": 1} if case == "behind" else {}
     with pytest.raises((testing.Broken, AssertionError, TimeoutError)):
         for group in (0, 1):
             monkeypatch.setattr(host, "LATE", {group: 5e-3})
-            worst(bound(*shape, **more), module)
+            worst(bound(*shape, **more), module, **named)
 
 
 SM_90 = targets.find("sm_90").target
@@ -224,14 +247,16 @@ def test_calls_of_a_form_are_replayed():
 
 
 @compiles
-@pytest.mark.parametrize(("d", "softcap"), [(64, None), (64, 30.0), (128, None)])
-def test_it_compiles_for_hopper_and_products_do_not_wait(d, softcap):
-    call = bound(4, 4096, 8, 4, 4096, d, device="meta", is_causal=True, softcap=softcap)
+@pytest.mark.parametrize(("d", "more", "spills"), [
+    (64, {"is_causal": True}, 64), (64, {"is_causal": True, "softcap": 30.0}, 700), (128, {"is_causal": True}, 160),
+    (128, {}, 160)])  # fmt: skip
+def test_it_compiles_for_hopper_and_products_do_not_wait(d, more, spills):
+    call = bound(4, 4096, 8, 4, 4096, d, device="meta", **more)
     built = FAMILY.load_compiler().build(VARIANT, call, tiling_of(call))
     assert [k.name for k in built.kernels] == KERNELS
     for kernel in built.kernels:
         assert kernel.over(targets.find("sm_90")) is None and not kernel.serialised
-        assert (kernel.spills or 0) <= 700, "as many as it was timed with, 228 with Triton 3.6, and 3.9's 676"
+        assert (kernel.spills or 0) <= spills
     assert "UTMAREDG.2D.ADD" in built.kernels[1].assembly
 
 

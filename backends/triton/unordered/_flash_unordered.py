@@ -13,9 +13,10 @@ one owner in one order, as there.
 D^T of a group's 64 keys lies in its registers. d_q wants the D^T of both groups as one left operand, since each
 addition to memory that is spared is worth more than a barrier: so both groups put theirs into shared memory, in one of
 two buffers in turn, and each group of warps computes half of the tile's d_q: 64 of 128 columns at head dimension 128,
-64 of 128 queries at 64. It does so beside the weights of the tile that follows, when the other group's D has long been
-there, and hands the half over to the copy engine, which adds it to memory. A group writes a buffer anew when both have
-put the tile in between into the other one, hence are done with the products of this one.
+64 of 128 queries at 64, and hands it over to the copy engine, which adds it to memory. It does so when the tile's D is
+there (``walk``), or beside the weights of the tile that follows, when the other group's D has long been there, which
+takes registers (``walk_behind``). A group writes a buffer anew when both have put the tile in between into the other
+one, hence are done with the products of this one.
 """
 
 from __future__ import annotations
@@ -161,8 +162,32 @@ def next_tile(start, row, first, last, work, block: gl.constexpr):
 @gluon.jit
 def walk(GROUP: gl.constexpr, turn, first, last, steps, row, own, home, guests, parts, sums, d_first, d_second, scores,
          work, plan: gl.constexpr, mma: gl.constexpr, left_first: gl.constexpr, left_second: gl.constexpr):  # fmt: skip
-    """(d_k, d_v, turn) after all queries that see the keys at home. row: of the first of them in the sums. d_q of a
-    tile follows beside the weights of the next, so that no group waits for what the other has just begun."""
+    """(d_k, d_v, turn) after all queries that see the keys at home. row: of the first of them in the sums. A group waits
+    at each tile for the other one's D."""
+    block: gl.constexpr = plan.block
+    stages: gl.constexpr = plan.stages
+    start = first
+    for _ in range(steps):
+        d_first, d_second = fold_tile(GROUP, False, turn, start, row, own, home, guests, parts, sums, d_first, d_second,
+                                      scores, plan, mma, left_first, left_second)  # fmt: skip
+        stage, _, buffer, filled = turn
+        mbarrier.wait(parts.there.index(buffer), filled)
+        d_q = query_gradients(GROUP, buffer, home.first, parts, plan)
+        d_first, d_second = warpgroup_mma_wait(2, deps=[d_first, d_second])
+        mbarrier.arrive(guests.empty.index(stage), count=1)
+        d_q = warpgroup_mma_wait(0, deps=[d_q])
+        add_to_memory(GROUP, sums, parts, d_q, row, plan)
+        turn = next_turn(turn, stages)
+        start, row = next_tile(start, row, first, last, work, block)
+    return d_first, d_second, turn
+
+
+@gluon.jit
+def walk_behind(GROUP: gl.constexpr, turn, first, last, steps, row, own, home, guests, parts, sums, d_first, d_second,
+                scores, work, plan: gl.constexpr, mma: gl.constexpr, left_first: gl.constexpr,
+                left_second: gl.constexpr):  # fmt: skip
+    """As ``walk``, with d_q of a tile computed beside the weights of the next, so that no group waits for what the
+    other has just begun."""
     block: gl.constexpr = plan.block
     stages: gl.constexpr = plan.stages
     d_first, d_second = fold_tile(GROUP, False, turn, first, row, own, home, guests, parts, sums, d_first, d_second,
@@ -216,8 +241,14 @@ def consumer(GROUP: gl.constexpr, home, guests, parts, sides, sums, scores, scal
         d_first = gl.zeros([ROWS, block_d], gl.float32, mma_first)
         d_second = gl.zeros([ROWS, block_dv], gl.float32, mma_second)
         row = head * work.group * work.pitch + first
-        d_first, d_second, turn = walk(GROUP, turn, first, last, steps, row, own, home, guests, parts, sums, d_first,
-                                       d_second, scores, work, plan, mma, left_first, left_second)  # fmt: skip
+        if plan.ahead:
+            d_first, d_second, turn = walk_behind(GROUP, turn, first, last, steps, row, own, home, guests, parts, sums,
+                                                  d_first, d_second, scores, work, plan, mma, left_first,
+                                                  left_second)  # fmt: skip
+        else:
+            d_first, d_second, turn = walk(GROUP, turn, first, last, steps, row, own, home, guests, parts, sums,
+                                           d_first, d_second, scores, work, plan, mma, left_first,
+                                           left_second)  # fmt: skip
         mbarrier.arrive(parts.done, count=1)
         mbarrier.wait(parts.done, count & 1)
         # The rows at home are not read any more: their gradients leave by way of their memory.

@@ -35,14 +35,15 @@ if TYPE_CHECKING:
 KEYS = QUERIES * GROUPS.value  # of a program
 WIDEST = 128  # head dimension
 ADDED = "many programs add to it in memory, in the order in which they come"
-KNOBS = {"num_stages": Count(1, 8)}
+KNOBS = {"num_stages": Count(1, 8), "behind": Count(0, 1)}
+"""``behind``: d_q of a tile is computed beside the weights of the next."""
 
 
 def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
     """What the kernel is compiled for."""
     columns = pow2_at_least(max(call.dims["d"], call.dims["dv"]), 64)
     return Plan(True, GROUPS.value, tiling["block_q"], columns, columns, tiling["num_stages"],
-                False, True, True, REGISTERS[GROUPS.value][0])  # fmt: skip
+                bool(tiling["behind"]), True, True, REGISTERS[GROUPS.value][0])  # fmt: skip
 
 
 def shared_bytes(plan: Plan) -> int:
