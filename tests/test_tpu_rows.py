@@ -94,6 +94,19 @@ def test_a_row_alone_has_the_same_bits(name, m, n, dtype, block_n):
         assert alone.tobytes() == together[row].tobytes()
 
 
+def test_a_row_is_summed_in_one_order_whatever_rows_come_with_it():
+    """Pieces are as long as few rows let them be."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(256, 1152)).astype(np.float32))
+
+    def of(height):
+        strip = _rows.Strip(_rows.Walk((height, 1100), 1, height, 1152, 1), 0, 0, height)
+        (found,) = strip.by_register(lambda at: (at.within(at(x[:height])),), jnp.add)
+        return np.asarray(found)[0]
+
+    by_height = {height: of(height) for height in (8, 16, 32, 256)}
+    assert len({found.tobytes() for found in by_height.values()}) == 1, by_height
+
+
 @pytest.mark.parametrize("m", [96, 100])
 def test_no_strip_sums_rows_beyond_the_last(m):
     """A block of 128 rows is worked on in strips, of which the last ones have rows of nobody."""

@@ -947,7 +947,7 @@ def test_the_vmem_of_a_product_is_what_its_compiler_takes_and_not_much_more(chip
         ("v5p", "float32", {"d": 256, "dv": 256}, (1024, 512), 27.84),
         ("v4", "float32", {}, (512, 512), 10.76),
         ("v5p", "float32", {"dv": 192}, (512, 512), 15.36),
-        ("v4", "float32", {"group": 2, "q_len": 3, "dv": 64, "bias": True}, (16, 128), 8.598),
+        ("v4", "float32", {"batch": 64, "group": 2, "q_len": 3, "dv": 64, "bias": True}, (16, 128), 8.598),
         ("v4", "float32", {"d": 256}, (256, 512), 9.96),
         ("v5p", "bfloat16", {"group": 3, "dv": 198, "bias": True}, (1024, 1024), 40.5),
         ("v5p", "bfloat16", {}, (512, 1024), 10.14),

@@ -296,33 +296,49 @@ class Strip(NamedTuple):
         """The length of a row."""
         return self.walk.n
 
+    @property
+    def register(self) -> int:
+        """The elements of a row in one register."""
+        return LANES if self.walk.along == 1 else SUBLANES
+
     def pieces(self) -> Iterator[Piece]:
         """The block of each row in pieces of as many elements as a few registers hold."""
         walk = self.walk
-        width = max(PIECE // walk.block_rows, LANES if walk.along == 1 else SUBLANES)
+        width = max(PIECE // walk.block_rows, 2 * self.register)
         for start in range(0, walk.block_n, width):
             yield Piece(self, start, min(start + width, walk.block_n))
 
     def sums(self, of: Callable[[Piece], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Sums along each row of what ``of`` makes of each piece, without what lies beyond the row's end: pieces one
-        after another, then across a register."""
-        found: tuple[Any, ...] = ()
-        for piece in self.pieces():
-            parts = [self._folded(piece.within(values), jnp.add) for values in of(piece)]
-            found = tuple(map(jnp.add, found, parts)) if found else tuple(parts)
+        """Sums along each row of what ``of`` makes of each piece, without what lies beyond the row's end."""
+        found = self.by_register(lambda at: tuple(map(at.within, of(at))), jnp.add)
         return tuple(jnp.sum(values, axis=self.walk.along, keepdims=True) for values in found)
 
     def maximum(self, of: Callable[[Piece], Any]) -> Any:
         """The largest along each row of what ``of`` makes of each piece; beyond the row's end ``of`` says what is."""
-        found = functools.reduce(jnp.maximum, (self._folded(of(piece), jnp.maximum) for piece in self.pieces()))
+        (found,) = self.by_register(lambda at: (of(at),), jnp.maximum)
         return jnp.max(found, axis=self.walk.along, keepdims=True)
 
-    def _folded(self, values: Any, together: Callable[[Any, Any], Any]) -> Any:
-        """A piece in as many elements of each row as lie in one register."""
+    def by_register(self, of: Callable[[Piece], tuple[Any, ...]], together: Callable[[Any, Any], Any]) -> list[Any]:
+        """What ``of`` makes of all pieces, put together in as many elements of each row as lie in one register: pairs
+        of registers, one after another, so that the order does not hang on how long a piece is, nor on how many rows it
+        has. Of one register after another each would wait for the one before."""
         along = self.walk.along
-        wide = LANES if along == 1 else SUBLANES
-        parts = [lax.slice_in_dim(values, at, at + wide, axis=along) for at in range(0, values.shape[along], wide)]
-        return functools.reduce(together, parts)
+        found: list[Any] = []
+        for piece in self.pieces():
+            for i, values in enumerate(of(piece)):
+                for pair in cut(values, along, 2 * self.register):
+                    part = functools.reduce(together, cut(pair, along, self.register))
+                    if i == len(found):
+                        found.append(part)
+                    else:
+                        found[i] = together(found[i], part)
+        return found
+
+
+def cut(values: Any, axis: int, length: int) -> list[Any]:
+    """An array in parts that are so long along an axis; the last one as long as it is."""
+    ends = [*range(length, values.shape[axis], length), values.shape[axis]]
+    return [lax.slice_in_dim(values, start, end, axis=axis) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 class Piece(NamedTuple):
