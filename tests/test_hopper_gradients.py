@@ -185,6 +185,7 @@ def test_what_has_no_room_is_refused():
         ({"block_q": 128}, "registers a thread"),
         ({"num_stages": 8}, "bytes of shared memory"),
         ({"dq_stages": 8}, "bytes of shared memory"),
+        ({"num_stages": 1, "ahead": 1}, "before this one's place is free"),
     ):
         assert why in hopper.supports(call, {**tiling, **named})
     capped = bound(1, 90, 1, 1, 1000, 128, device="meta", softcap=5.0)

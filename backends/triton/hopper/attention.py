@@ -72,6 +72,8 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
             return f"{name} goes to the portable kernel"
     if dims["d"] % 8 or dims["dv"] % 8 or max(dims["d"], dims["dv"]) > 256:
         return f"head dimensions {dims['d']} and {dims['dv']}: this kernel takes multiples of 8 up to 256"
+    if plan.stages < 2:
+        return f"num_stages = {plan.stages}: the next tile of keys arrives before this one's place is free; take 2 or more"
     if plan.block_kv > 256:
         return f"block_kv = {plan.block_kv}: the matrix unit takes up to 256 keys at a time"
     needed = plan.block_kv // 2 + plan.block_kv // 4 + plan.block_dv // 2

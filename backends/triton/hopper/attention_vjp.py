@@ -107,6 +107,8 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     for plan in plans(call, tiling).values():
         if plan.block not in (32, 64, 128):
             return f"tiles of {plan.block} rows: this kernel takes 32, 64 or 128"
+        if plan.ahead and plan.stages < 2:
+            return f"ahead = 1 with num_stages = {plan.stages}: the next tile arrives before this one's place is free"
         if held(call, plan) > plan.registers - SPARE:
             return (
                 f"tiles of {plan.block} rows at head dimensions {dims['d']} and {dims['dv']} need some "
