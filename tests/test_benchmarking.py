@@ -44,7 +44,7 @@ from portakern.compiling.forms import abstract_call, bound_form
 from portakern.core import registry
 from portakern.core.framework import frameworks, host_framework
 from portakern.core.instruments import Instruments, Stopwatch
-from portakern.core.targets import Target
+from portakern.core.targets import HOST, Target
 from portakern.errors import SpecError
 from portakern.processes import pool
 
@@ -506,6 +506,8 @@ def test_every_case_of_a_suite_is_a_call(name):
         library = frameworks()["numpy"]
         call = make(small, library, library.devices()[0]).call
         assert call.flops >= 0 and abstract_call
+        timed = registry.find_spec(case.timed)  # of a gradient with what its forward pass keeps, as an earlier run said
+        assert bound_form(timed, case.form, host_framework(), HOST).spec is timed
     if name not in (suites.TYPICAL, suites.SAMPLES):
         x = suites.read(name).x
         assert x is None or all(x in c.dims for c in cases)

@@ -85,7 +85,9 @@ class TimedCase:
         spec = registry.find_spec(self.timed)
         options = {n: v for n, v in self.options.items() if n in {o.name for o in spec.options}}
         optional = {a.name: a.name in self.given for a in self.forward.arrays if a.optional}
-        given = {n: there for n, there in optional.items() if n in {a.name for a in spec.arrays if a.optional}}
+        given = {
+            a.name: optional.get(a.name, spec.reads_under(a.name, options, False)) for a in spec.arrays if a.optional
+        }
         dims = {n: extent for n, extent in self.dims.items() if n in spec.dims}
         return typical_form(spec, self.dtype, {**dims, **options, **given})
 
