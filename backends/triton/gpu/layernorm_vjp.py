@@ -192,8 +192,8 @@ def default_tiling(call: Call) -> dict[str, int]:
     Rows of 16 bits that are not aligned cannot be copied ahead. Where a multiprocessor has room for two programs their
     groups are of 16 steps, so that one waits while the other computes: of 4095 rows there are only 128 groups of 32.
 
-    Rows in two tiles (``LONGER``) have 32 elements of the first a thread; those of more than 8192 are read once so, with
-    nothing ahead, on NVIDIA alone: an RX 7900 (gfx1100) would spill 268 bytes a thread.
+    Rows in two tiles (``LONGER``) have 32 elements of the first a thread; those of more than 8192 are read once so,
+    with nothing ahead, on NVIDIA alone: an RX 7900 (gfx1100) would spill 268 bytes a thread.
     """
     n, arch, short = call.dims["n"], call.target.arch, call.dtype in ("float16", "bfloat16")
     nvidia = arch.startswith("sm_")

@@ -73,7 +73,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     if dims["d"] % 8 or dims["dv"] % 8 or max(dims["d"], dims["dv"]) > 256:
         return f"head dimensions {dims['d']} and {dims['dv']}: this kernel takes multiples of 8 up to 256"
     if plan.stages < 2:
-        return f"num_stages = {plan.stages}: the next tile of keys arrives before this one's place is free; take 2 or more"
+        return f"num_stages = {plan.stages}: the next keys arrive before these leave their place; take 2 or more"
     if plan.block_kv > 256:
         return f"block_kv = {plan.block_kv}: the matrix unit takes up to 256 keys at a time"
     needed = plan.block_kv // 2 + plan.block_kv // 4 + plan.block_dv // 2

@@ -162,8 +162,8 @@ def next_tile(start, row, first, last, work, block: gl.constexpr):
 @gluon.jit
 def walk(GROUP: gl.constexpr, turn, first, last, steps, row, own, home, guests, parts, sums, d_first, d_second, scores,
          work, plan: gl.constexpr, mma: gl.constexpr, left_first: gl.constexpr, left_second: gl.constexpr):  # fmt: skip
-    """(d_k, d_v, turn) after all queries that see the keys at home. row: of the first of them in the sums. A group waits
-    at each tile for the other one's D."""
+    """(d_k, d_v, turn) after all queries that see the keys at home. row: of the first of them in the sums. A group
+    waits at each tile for the other one's D."""
     block: gl.constexpr = plan.block
     stages: gl.constexpr = plan.stages
     start = first

@@ -130,8 +130,10 @@ FAULTS = {
             "the sum of a long ragged row leaves out its last element",
             old="strip.sums(lambda at: (jnp.exp(at(ref.x) - origin),))",
             new=(
-                "strip.sums(lambda at: (jnp.where(jax.lax.broadcasted_iota(jnp.int32, at(ref.x).shape, strip.walk.along)"
-                " + strip.step * strip.walk.block_n + at.start < strip.n - (strip.n > 128), jnp.exp(at(ref.x) - origin), 0.0),))"
+                "strip.sums(lambda at: (jnp.where("
+                "jax.lax.broadcasted_iota(jnp.int32, at(ref.x).shape, strip.walk.along)"
+                " + strip.step * strip.walk.block_n + at.start < strip.n - (strip.n > 128),"
+                " jnp.exp(at(ref.x) - origin), 0.0),))"
             ),
             small=True,
         ),

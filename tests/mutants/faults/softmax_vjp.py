@@ -48,7 +48,8 @@ FAULTS = {
             "Delta of a long ragged row leaves out its last element",
             old="strip.sums(lambda at: (at(ref.y) * at(ref.d_y),))",
             new=(
-                "strip.sums(lambda at: (jnp.where(jax.lax.broadcasted_iota(jnp.int32, at(ref.y).shape, strip.walk.along)"
+                "strip.sums(lambda at: (jnp.where("
+                "jax.lax.broadcasted_iota(jnp.int32, at(ref.y).shape, strip.walk.along)"
                 " + strip.step * strip.walk.block_n + at.start"
                 " < strip.n - (strip.n > 128 and strip.n % strip.walk.block_n != 0), at(ref.y) * at(ref.d_y), 0.0),))"
             ),
@@ -66,7 +67,8 @@ FAULTS = {
             "lanes beyond a row enter Delta",
             old="(delta,) = strip.sums(lambda at: (at(ref.y) * at(ref.d_y),))",
             new=(
-                "delta = sum(jnp.sum(at(ref.y) * at(ref.d_y), strip.walk.along, keepdims=True) for at in strip.pieces())"
+                "delta = sum(jnp.sum(at(ref.y) * at(ref.d_y), strip.walk.along, keepdims=True)"
+                " for at in strip.pieces())"
             ),
         ),
     ],
