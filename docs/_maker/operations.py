@@ -41,6 +41,7 @@ TITLES: Mapping[str, tuple[str, str] | None] = {
     "reach": None,
     "verdict": None,
     "losses": None,
+    "tuned": None,
     "roofs": None,
     "launch": None,
     "found": None,
