@@ -284,13 +284,13 @@ def test_cases_are_visited_ahead_by_other_processes():
     with warming(plan, 1) as ahead:
         assert ahead.compiles(triton) and ahead.compiles(pallas) and ahead.compiles(peers[0])
         assert not ahead.compiles(peers[1])  # XLA times what it compiles
-        assert ahead.next([none]) is none  # which is no call: whoever times it says so
-        assert ahead.next([CASE]) is CASE
+        assert Helped(ahead=ahead).next([none]) is none  # which is no call: whoever times it says so
+        assert Helped(ahead=ahead).next([CASE]) is CASE
         assert {"arrays", "triton", "pallas", "torch"} == set(ahead.seconds) and min(ahead.seconds.values()) >= 0
         assert not ahead.at_work() and ahead.is_ready(CASE)
     assert multiprocessing.active_children() == before
     with warming(plan, 0) as ahead:
-        assert ahead.next([none, CASE]) is none
+        assert Helped(ahead=ahead).next([none, CASE]) is none
         assert not ahead.compiles(triton) and not ahead.seconds
 
 
@@ -339,7 +339,7 @@ def test_processes_stand_still_while_a_clock_is_read(monkeypatch, caplog):
                 time.sleep(0.01)
         assert "were stopped for 0.2 s, and go on" in caplog.text
         start = time.monotonic()
-        assert ahead.next([case, other]) is case
+        assert Helped(ahead=ahead).next([case, other]) is case
         assert 0.1 <= time.monotonic() - start < 10 and not ahead.seconds
 
 
@@ -380,12 +380,13 @@ def test_cases_are_timed_as_they_are_ready():
     first.set_running_or_notify_cancel()
     second.set_running_or_notify_cancel()
     third.set_result(Visit({"torch": 2.0}))
-    assert ahead.next(cases) is cases[2] and ahead.seconds == {"torch": 2.0}
-    assert ahead.next(cases[:2] + cases[3:]) is cases[3]
+    assert Helped(ahead=ahead).next(cases) is cases[2] and ahead.seconds == {"torch": 2.0}
+    assert Helped(ahead=ahead).next(cases[:2] + cases[3:]) is cases[3]
     timer = threading.Timer(0.05, second.set_exception, [ValueError("a compiler ended")])
     timer.start()
     start = time.monotonic()
-    assert ahead.next(cases[:2]) is cases[1] and not first.done() and time.monotonic() - start < 4
+    assert Helped(ahead=ahead).next(cases[:2]) is cases[1]
+    assert not first.done() and time.monotonic() - start < 4
     timer.join()
 
 

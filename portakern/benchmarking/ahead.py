@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from portakern.benchmarking.others import Others
 from portakern.benchmarking.suites import TimedCase
 from portakern.benchmarking.verdicts import Known
 from portakern.core.backend import Backend
@@ -37,7 +38,7 @@ class Visit(NamedTuple):
     foreseen: Foreseen | None = None
 
 
-class Ahead:
+class Ahead(Others[Visit]):
     """Processes that visit cases, each a future; without any, nobody does.
 
     Attributes:
@@ -51,7 +52,8 @@ class Ahead:
         visited: frozenset[str] = frozenset(),
         longest: float = 0.0,
     ) -> None:
-        self._futures, self._processes = dict(futures or {}), processes
+        super().__init__(futures)
+        self._processes = processes
         self.visited, self.longest = visited, longest
         self.seconds: Counter[str] = Counter()
 
@@ -63,23 +65,9 @@ class Ahead:
         """Whether calls of a backend are visited."""
         return backend.name in self.visited
 
-    def is_ready(self, case: TimedCase) -> bool:
-        """Whether a case was visited, or is not going to be."""
-        future = self._futures.get(id(case))
-        return future is None or future.done()
-
-    def pending(self, cases: Sequence[TimedCase]) -> list[Future[Any]]:
-        """The visits of cases that have not ended."""
-        return [self._futures[id(c)] for c in cases if not self.is_ready(c)]
-
-    def next(self, cases: Sequence[TimedCase], longest: float | None = None) -> TimedCase:
-        """The first of these that was visited. While none was: of those that are being visited whichever ends first; or
-        the very first, where nobody has begun with any, or none ends within ``longest`` seconds, the object's own where
-        none are given."""
-        ready = next((c for c in cases if self.is_ready(c)), None)
-        if ready is None:
-            wait(self.pending(cases), self.longest if longest is None else longest, FIRST_COMPLETED)
-            ready = next((c for c in cases if self.is_ready(c)), cases[0])
+    def next(self, cases: Sequence[TimedCase]) -> TimedCase:
+        """The first of these that was visited, or is not going to be; where there is none, the very first."""
+        ready = next((c for c in cases if self.is_ready(c)), cases[0])
         visit = self._visit(ready)
         self.seconds.update(visit.seconds if visit else {})
         return ready

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from portakern.benchmarking.inputs import Inputs, for_gradient, make
+from portakern.benchmarking.others import Others
 from portakern.benchmarking.suites import TimedCase
 from portakern.benchmarking.verdicts import Expected, Judge, Known
 from portakern.core.framework import host_framework
@@ -19,20 +20,12 @@ from portakern.processes import pool
 __all__ = ["Foresight", "foreseeing"]
 
 
-class Foresight:
+class Foresight(Others[list[Expected]]):
     """What other processes compute of cases, or nothing."""
 
     def __init__(self, target: Target, futures: dict[int, Future[list[Expected]]]) -> None:
-        self.target, self._futures = target, futures
-
-    def is_ready(self, case: TimedCase) -> bool:
-        """Whether what is expected of a case is known, or nobody computes it."""
-        future = self._futures.get(id(case))
-        return future is None or future.done()
-
-    def pending(self, cases: Sequence[TimedCase]) -> list[Future[Any]]:
-        """What is still to be computed of cases."""
-        return [self._futures[id(c)] for c in cases if not self.is_ready(c)]
+        super().__init__(futures)
+        self.target = target
 
     def judge(self, case: TimedCase, inputs: Inputs) -> Judge:
         """A judge of a case that knows what was computed of it. What nobody has begun with is left to the judge."""

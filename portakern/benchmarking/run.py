@@ -110,7 +110,7 @@ class Helped:
         end = time.monotonic() + min(seconds, self.ahead.longest)
         while (done := self._done(cases)) is None and (left := end - time.monotonic()) > 0:
             wait([*self.ahead.pending(cases), *self._foreseen(cases)], left, FIRST_COMPLETED)
-        return self.ahead.next(cases, 0.0) if done is None else self.ahead.next([done])
+        return self.ahead.next(cases if done is None else [done])
 
     def _done(self, cases: Sequence[TimedCase]) -> TimedCase | None:
         known = (c for c in cases if self.foresight is None or self.foresight.is_ready(c))

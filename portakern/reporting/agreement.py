@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from portakern import results
+from portakern.reporting.markdown import NONE
 from portakern.results import ResultError
 
 __all__ = ["HEADS", "WITHIN", "Agreement", "Pair", "agreement"]
@@ -22,7 +23,6 @@ SIZES = (("under 10 us", 10.0), ("to 100 us", 100.0), ("to 1 ms", 1000.0), ("abo
 """Calls by their time: of a few microseconds one is a tenth, and what the clock of the chip does shows."""
 
 HEADS = ["call", "our ratios", "within", "median", "worst", "all times", "within", "median", "worst"]
-NONE = "–"
 MEASURED = ("median_us", "best_us", "worst_us", "host_us")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from portakern.reporting.kept import Kept, known_targets, set_of, source
-from portakern.reporting.markdown import table
+from portakern.reporting.markdown import NONE, table
 from portakern.results import Result
 
 __all__ = ["figures", "gain", "searched", "tuned"]
@@ -66,7 +66,7 @@ def tuned(kept: Kept) -> str:
     lines = []
     for key in sorted(groups, key=lambda k: (order[k[0]], k[1:])):
         mine = [row for row, run in groups[key] if searched(row, run.extra.get("left"))]
-        said = figures(mine) if mine else ["0", *["–"] * 6]
+        said = figures(mine) if mine else ["0", *[NONE] * 6]
         lines.append([*key, *said, str(len(groups[key]) - len(mine))])
     cut = [f"{run.file.name} {run.extra['left']}" for run in set_of(r for _, r in found) if run.extra.get("left")]
     unreached = [f"Keys that a run's time did not reach, whose calls have no row: {', '.join(cut)}."] if cut else []
