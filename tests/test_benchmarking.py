@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.context import SpawnProcess
@@ -23,19 +24,23 @@ from typer.testing import CliRunner
 
 import portakern as pk
 from portakern import results, sources
-from portakern.benchmarking import run as bench_run
 from portakern.benchmarking import suites
-from portakern.benchmarking.ahead import Ahead, Visit
+from portakern.benchmarking import trial as of_case
+from portakern.benchmarking.ahead import Ahead
 from portakern.benchmarking.behind import Behind
 from portakern.benchmarking.contenders import together
+from portakern.benchmarking.floor import TAKE, Seat, open_floor
 from portakern.benchmarking.foresight import Foresight, foreseeing
+from portakern.benchmarking.hands import HANDS, Here, hands
 from portakern.benchmarking.inputs import for_gradient, make
+from portakern.benchmarking.plan import Plan
 from portakern.benchmarking.resuming import Earlier
 from portakern.benchmarking.roof import ceiling, moved
 from portakern.benchmarking.rows import said
-from portakern.benchmarking.run import DeviceLost, Helped, Plan, run, visit
+from portakern.benchmarking.run import Helped, run
 from portakern.benchmarking.suites import TimedCase
 from portakern.benchmarking.timing import CallFailed, interleaved
+from portakern.benchmarking.trial import DeviceLost, Trial, Visit, visit
 from portakern.benchmarking.verdicts import Judge
 from portakern.benchmarking.warming import ENVIRONMENT, warming
 from portakern.cli import app
@@ -282,16 +287,15 @@ def test_cases_are_visited_ahead_by_other_processes():
     none = TimedCase("mine", "softmax", "float32", {})
     plan = Plan([CASE, none], [triton, pallas], peers, "cpu")
     with warming(plan, 1) as ahead:
-        assert ahead.compiles(triton) and ahead.compiles(pallas) and ahead.compiles(peers[0])
-        assert not ahead.compiles(peers[1])  # XLA times what it compiles
+        assert ahead.visited == {"triton", "pallas", "torch"}  # XLA times what it compiles
         assert Helped(ahead=ahead).next([none]) is none  # which is no call: whoever times it says so
         assert Helped(ahead=ahead).next([CASE]) is CASE
         assert {"arrays", "triton", "pallas", "torch"} == set(ahead.seconds) and min(ahead.seconds.values()) >= 0
-        assert not ahead.at_work() and ahead.is_ready(CASE)
+        assert ahead.is_ready(CASE) and ahead.is_ready(none)
     assert multiprocessing.active_children() == before
     with warming(plan, 0) as ahead:
         assert Helped(ahead=ahead).next([none, CASE]) is none
-        assert not ahead.compiles(triton) and not ahead.seconds
+        assert not ahead.visited and not ahead.seconds
 
 
 def test_what_compiles_ahead_keeps_it_where_whoever_times_looks(monkeypatch):
@@ -319,28 +323,90 @@ def state(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process's state in /proc")
 def test_processes_stand_still_while_a_clock_is_read(monkeypatch, caplog):
-    """Whoever waits for one that stands still does not wait for ever, and no case is waited for longer than is said."""
-    if sys.platform != "linux":
-        pytest.skip("only Linux tells a process's state in /proc")
-    with pool(1, {}) as processes:
-        case, other = CASE, TimedCase("mine", "softmax", "float16", {"shape": (6, 40)})
-        futures = {id(case): processes.submit(time.sleep, 60), id(other): processes.submit(time.sleep, 60)}
-        ahead = Ahead(futures, processes, frozenset(), 0.1)
-        pid = next(iter(processes._processes))
-        while not futures[id(case)].running():
+    """All but whoever has the floor, which are told how long that was; whoever waits for one that stands still does not
+    wait for ever."""
+    with pool(1, {}) as mine, pool(1, {}) as other, open_floor({0: mine, 1: other}, lambda: True) as floor:
+        waiting = [p.submit(time.sleep, 60) for p in (mine, other)]
+        own, another = (next(iter(p._processes)) for p in (mine, other))
+        while not all(f.running() for f in waiting):
             time.sleep(0.01)
-        with ahead.quiet():
-            assert state(pid) == "T"
-        assert state(pid) != "T"
+        seats = [Seat(floor.address, n) for n in (0, 1)]
+        apart = [time.perf_counter() - seat.clock() for seat in seats]
+        with seats[0].alone():
+            assert state(another) == "T" and state(own) != "T"
+            second = threading.Thread(target=seats[1]._ask, args=(TAKE,))
+            second.start()
+            time.sleep(0.2)
+            assert state(own) != "T"  # the second waits for its turn
+        second.join()
+        assert state(own) == "T" and state(another) != "T"
+        seats[1]._connection.close()  # a process that ends has no turn any more
+        while state(own) == "T":
+            time.sleep(0.01)
+        with seats[0].alone():
+            pass
+        third = Seat(floor.address, 1)
+        assert apart == pytest.approx([0, 0], abs=0.05) and third.enough()
+        assert time.perf_counter() - third.clock() > 0.2 and time.perf_counter() - seats[0].clock() > 0.05
         monkeypatch.setattr("portakern.processes.LONGEST", 0.2)
-        with caplog.at_level("WARNING", "portakern"), ahead.quiet():
-            while state(pid) == "T":
+        with caplog.at_level("WARNING", "portakern"), seats[0].alone():
+            while state(another) == "T":
                 time.sleep(0.01)
         assert "were stopped for 0.2 s, and go on" in caplog.text
-        start = time.monotonic()
-        assert Helped(ahead=ahead).next([case, other]) is case
-        assert 0.1 <= time.monotonic() - start < 10 and not ahead.seconds
+
+
+def test_no_case_is_waited_for_longer_than_is_said():
+    case, other = CASE, TimedCase("mine", "softmax", "float16", {"shape": (6, 40)})
+    visits = {id(c): Future() for c in (case, other)}
+    visits[id(case)].set_running_or_notify_cancel()
+    ahead, start = Ahead(visits, None, frozenset(), 0.1), time.monotonic()
+    assert Helped(ahead=ahead).ready([case, other]) is None and Helped(ahead=ahead).next([case, other]) is case
+    assert 0.1 <= time.monotonic() - start < 10 and not ahead.seconds
+
+
+def test_several_processes_time_what_one_would():
+    """Each has the floor while it reads a clock. A call that two of them were given at once stands in one row."""
+    triton, torch = registry.backend("triton"), registry.backend("torch")
+    if triton.unavailable() or torch.unavailable():
+        pytest.skip(triton.unavailable() or torch.unavailable())
+    none = TimedCase("mine", "softmax", "float32", {})
+    cases = [CASE, replace(CASE, suite="another"), replace(CASE, gradient=True), none]
+    plan, told = Plan(cases, [triton], [torch], "cpu", rounds=2), []
+    before = multiprocessing.active_children()
+    with warming(plan, 1) as ahead, hands(plan, ahead) as timing:
+        assert len(timing) == HANDS
+        outcome = run(plan, lambda found, case: told.append(case), helped=Helped(None, ahead, timing))
+    assert multiprocessing.active_children() == before and len(told) == 4
+    found = {(r["op"], r["contender"]): r for r in outcome.rows}
+    assert len(found) == len(outcome.rows) == 4 and {r["verdict"] for r in outcome.rows} == {"right"}
+    assert all(r["median_us"] > 0 and r["first_s"] >= 0 for r in outcome.rows)
+    assert [case for case, _ in outcome.unserved] == [none] and outcome.rates and len(outcome.took) == 2
+    assert {"timing", "verdicts", "first calls of triton"} < outcome.spent.seconds.keys()
+    with warming(plan, 0) as ahead, hands(plan, ahead) as timing:
+        assert [type(hand) for hand in timing] == [Here]
+
+
+class Ends:
+    """Times nothing: its process ends."""
+
+    def roof(self):
+        future = Future()
+        future.set_result({})
+        return future
+
+    def time(self, asked):
+        future = Future()
+        future.set_exception(BrokenProcessPool("it was killed"))
+        return future
+
+
+def test_a_process_that_ends_while_it_times_ends_the_run():
+    plan, kept = Plan([CASE], [registry.backend("triton")], [], "cpu", rounds=2), []
+    with pytest.raises(DeviceLost, match=r"the process that timed softmax float32 of mine has ended \(it was killed\)"):
+        run(plan, lambda found, case: kept.append(case), helped=Helped(hands=[Ends()]))
+    assert not kept
 
 
 class Told(BaseException):
@@ -641,13 +707,13 @@ def test_an_op_that_is_named_is_timed_with_its_gradients():
 
 def test_a_table_is_completed_by_several_runs(tmp_path, monkeypatch):
     """What stands in the file is not timed again, until what decides it changes; calls that were not asked for stay."""
-    timed_now, rows_of, file = [], bench_run._Trial.rows, tmp_path / "rows.json"
+    timed_now, rows_of, file = [], Trial.rows, tmp_path / "rows.json"
 
     def rows(self):
         timed_now.append(self.case.timed)
         return rows_of(self)
 
-    monkeypatch.setattr(bench_run._Trial, "rows", rows)
+    monkeypatch.setattr(Trial, "rows", rows)
     triton, gradient = registry.backend("triton"), registry.find_spec("softmax").vjp
     if triton.unavailable():
         pytest.skip(triton.unavailable())
@@ -708,17 +774,15 @@ def test_figures_stay_with_their_words_at_any_width(width):
 
 def test_a_run_that_ends_early_keeps_its_rows(tmp_path, monkeypatch):
     """The second case is one that nobody survives."""
-    from portakern.benchmarking import run as running
-
     backend("mine", numpy_softmax)
-    file, rows_of = tmp_path / "rows.json", running._Trial.rows
+    file, rows_of = tmp_path / "rows.json", Trial.rows
 
     def rows(self):
         if self.inputs.call.dtype == "float16":
             raise KeyboardInterrupt
         return rows_of(self)
 
-    monkeypatch.setattr(running._Trial, "rows", rows)
+    monkeypatch.setattr(Trial, "rows", rows)
     found = bench("softmax", "--backend", "mine", "--against", "mine", "--device", "cpu", "--rounds", "2",
                   "--shape", "shape=3x5", "--dtype", "float32", "--dtype", "float16", "--no-gradients",
                   "--json", file)  # fmt: skip
@@ -728,7 +792,7 @@ def test_a_run_that_ends_early_keeps_its_rows(tmp_path, monkeypatch):
 
 def test_a_first_call_that_does_not_come_back_is_ended(monkeypatch):
     """The others are timed, and an alarm that somebody had set is still set."""
-    monkeypatch.setattr(bench_run, "FIRST_CALL", 0.2)
+    monkeypatch.setattr(of_case, "FIRST_CALL", 0.2)
 
     def never(x, axis):
         time.sleep(20)

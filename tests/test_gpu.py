@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import portakern as pk
-from portakern.benchmarking.run import Plan, run
+from portakern.benchmarking.plan import Plan
+from portakern.benchmarking.run import run
 from portakern.benchmarking.suites import TimedCase
 from portakern.benchmarking.timing import device_times, interleaved
 from portakern.core import registry, tilings

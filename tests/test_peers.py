@@ -290,13 +290,14 @@ def test_whatever_peer_takes_a_call_is_a_contender(gradient, expected):
     for name in ("triton", "torch", "jax"):
         needs(name)
     from portakern.benchmarking import contenders as among
-    from portakern.benchmarking.run import Helped, Outcome, Plan, _Trial
+    from portakern.benchmarking.plan import Plan
     from portakern.benchmarking.suites import TimedCase
+    from portakern.benchmarking.trial import Stand, Trial
 
     dims = {"batch": 1, "q_len": 6, "kv_len": 6, "kv_heads": 2, "group": 1, "d": 8, "dv": 8}
     case = TimedCase("mine", "attention", "float32", dims, gradient=gradient)
     asked = among.against_named(["torch", "sdpa_flash", "flex_attention", "jax", "jax_cudnn", "quack"])
-    trial = _Trial(Plan([case], [registry.backend("triton")], asked, "cpu"), case, Outcome(), Helped())
+    trial = Trial(Stand(Plan([case], [registry.backend("triton")], asked, "cpu")), case)
     entries = {}
     for c in trial.among:
         try:

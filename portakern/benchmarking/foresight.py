@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from portakern.benchmarking.inputs import Inputs, for_gradient, make
@@ -28,15 +28,20 @@ class Foresight(Others[list[Expected]]):
         self.target = target
 
     def judge(self, case: TimedCase, inputs: Inputs) -> Judge:
-        """A judge of a case that knows what was computed of it. What nobody has begun with is left to the judge."""
-        future = self._futures.pop(id(case), None)
+        """A judge of a case that knows what was computed of it."""
         known: Known = {}
-        if future is not None and not future.cancel():
-            try:
-                known[self.target, False] = future.result()
-            except Exception:  # what went wrong there goes wrong here, where it is told
-                known = {}
+        if (found := self.expected(case)) is not None:
+            known[self.target, False] = found
         return Judge(inputs, known=known)
+
+    def expected(self, case: TimedCase) -> list[Expected] | None:
+        """What was computed of a case, once. What nobody has begun with is left to whoever judges it."""
+        future = self._futures.pop(id(case), None)
+        if future is None or future.cancel():
+            return None
+        with suppress(Exception):  # what went wrong there goes wrong here, where it is told
+            return future.result()
+        return None
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from portakern import inventory, results, sources
 from portakern.benchmarking.contenders import contenders, here
+from portakern.benchmarking.plan import Plan
 from portakern.benchmarking.rows import FAR_BEHIND, Row, said
-from portakern.benchmarking.run import Plan
 from portakern.benchmarking.suites import TimedCase
 from portakern.compiling.forms import bound_form
 from portakern.core import registry

@@ -1,21 +1,19 @@
 """Compiling ahead: every case visited once, by many processes at a time, in the order of the cases' importance, so that
-the process that times finds compiled code in the compilers' caches on disk. It begins as soon as any case was visited,
-and takes those first that were; the processes go on behind, and stand still while it reads a clock."""
+whoever times finds compiled code in the compilers' caches on disk. That begins as soon as any case was visited, with
+those first that were; the processes go on behind, and stand still while a clock is read."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from portakern.benchmarking.ahead import Ahead, Visit
-from portakern.benchmarking.run import FIRST_CALL, Plan, visit
+from portakern.benchmarking.ahead import Ahead
+from portakern.benchmarking.plan import Plan
 from portakern.benchmarking.suites import TimedCase
+from portakern.benchmarking.trial import FIRST_CALL, Visit, visit
 from portakern.core import registry
-from portakern.core.backend import Backend
-from portakern.core.framework import frameworks
 from portakern.files import cache_folder
 from portakern.processes import pool
 
@@ -54,28 +52,7 @@ def warming(plan: Plan, jobs: int) -> Iterator[Ahead]:
     with pool(jobs, {**alike, "OMP_NUM_THREADS": "1"}, NICE) as processes:
         names = [b.name for b in others]
         futures = {id(c): processes.submit(_visit, plan.lead.name, names, plan.device, c) for c in plan.cases}
-        ahead = Ahead(futures, processes, frozenset((plan.lead.name, *names)), 2 * FIRST_CALL)
-        _load(plan, others, ahead)
-        yield ahead
-
-
-def _load(plan: Plan, others: Sequence[Backend], ahead: Ahead) -> None:
-    """Load in this process what the first call of each op has its libraries load, some of which take ten seconds, until
-    any case was visited: a case of each op, those of the fewest dimensions first, whose kernels compile the fastest."""
-    for name in {b.framework for b in (*plan.subjects, *plan.against) if b.unavailable() is None}:
-        with suppress(Exception):  # who needs it will meet this again, and say it
-            frameworks()[name].load()
-            frameworks()[name].devices()
-    plan = replace(plan, subjects=plan.subjects[:1], against=others)
-
-    def enough() -> bool:
-        return any(map(ahead.is_ready, plan.cases))
-
-    for case in sorted({c.timed: c for c in reversed(plan.cases)}.values(), key=lambda c: len(c.dims)):
-        if enough():
-            return
-        with suppress(Exception):
-            visit(plan, case, enough)
+        yield Ahead(futures, processes, frozenset((plan.lead.name, *names)), 2 * FIRST_CALL)
 
 
 def _visit(lead: str, others: list[str], device: str | None, case: TimedCase) -> Visit:

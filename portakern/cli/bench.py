@@ -18,8 +18,9 @@ from portakern.core import registry
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 
 if TYPE_CHECKING:
+    from portakern.benchmarking.plan import Plan
     from portakern.benchmarking.resuming import Earlier
-    from portakern.benchmarking.run import Outcome, Plan
+    from portakern.benchmarking.run import Outcome
     from portakern.benchmarking.suites import TimedCase
 
 
@@ -78,8 +79,8 @@ def bench(
     _check_asked(ops, suite, shape, dtype, json_file, plot)
     errors_only(context)
     from portakern.benchmarking.contenders import absent, against_named, together
+    from portakern.benchmarking.plan import Plan
     from portakern.benchmarking.resuming import Earlier, read
-    from portakern.benchmarking.run import Plan
 
     earlier = read(json_file, device == "cpu") if json_file and not fresh else Earlier()
     subjects = [registry.backend(b) for b in backend] if backend else _compiling_here(device)
@@ -104,7 +105,9 @@ def _measure(plan: Plan, jobs: int | None, found: _Rows) -> None:
         return
     from portakern.benchmarking.contenders import here
     from portakern.benchmarking.foresight import foreseeing
-    from portakern.benchmarking.run import DeviceLost, Helped, run
+    from portakern.benchmarking.hands import hands
+    from portakern.benchmarking.run import Helped, run
+    from portakern.benchmarking.trial import DeviceLost
     from portakern.benchmarking.warming import warming
 
     framework, device, target = here(plan.lead, plan.device)
@@ -122,10 +125,10 @@ def _measure(plan: Plan, jobs: int | None, found: _Rows) -> None:
             found.take(names, outcome)
             bar.update(task, advance=1, description=f"{case.timed} {case.dtype}: {found.last()}"[:60])
 
-        with warming(plan, cores if shared else 0) as ahead:
+        with warming(plan, cores if shared else 0) as ahead, hands(plan, ahead) as timing:
             found.ahead = ahead.seconds
             try:
-                found.take(names, run(plan, done, found.start, Helped(foresight, ahead)))
+                found.take(names, run(plan, done, found.start, Helped(foresight, ahead, timing)))
             except DeviceLost as e:
                 found.show()
                 err.print(str(e), style="red", markup=False, highlight=False, soft_wrap=True)

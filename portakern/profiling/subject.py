@@ -13,8 +13,8 @@ from typing import Any
 
 from portakern.benchmarking.contenders import ELSE, Contender, Entry, Refused, here, ready
 from portakern.benchmarking.inputs import make
-from portakern.benchmarking.run import of_gradient
 from portakern.benchmarking.suites import TimedCase, asked
+from portakern.benchmarking.trial import of_gradient
 from portakern.core import registry
 from portakern.core.backend import Backend
 from portakern.core.targets import Target

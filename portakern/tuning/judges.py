@@ -16,9 +16,9 @@ from typing import Any, Protocol
 from portakern.api import op
 from portakern.benchmarking.foresight import Foresight
 from portakern.benchmarking.inputs import Inputs, make
-from portakern.benchmarking.run import of_gradient
 from portakern.benchmarking.suites import TimedCase
 from portakern.benchmarking.timing import device_times
+from portakern.benchmarking.trial import of_gradient
 from portakern.benchmarking.verdicts import Judge
 from portakern.compiling.build import Build
 from portakern.compiling.forms import abstract_call
