@@ -378,6 +378,7 @@ def test_several_processes_time_what_one_would():
     with warming(plan, 1) as ahead, hands(plan, ahead) as timing:
         assert len(timing) == HANDS
         outcome = run(plan, lambda found, case: told.append(case), helped=Helped(None, ahead, timing))
+        assert not ahead.processes._processes  # there was nothing left to visit
     assert multiprocessing.active_children() == before and len(told) == 4
     found = {(r["op"], r["contender"]): r for r in outcome.rows}
     assert len(found) == len(outcome.rows) == 4 and {r["verdict"] for r in outcome.rows} == {"right"}

@@ -46,6 +46,11 @@ class Ahead(Others[Visit]):
         visit = self._visit(case)
         return visit.foreseen if visit else None
 
+    def end(self) -> None:
+        """Let the processes go when there is nothing left to visit: each holds memory of the device."""
+        if self.processes is not None and all(f.done() for f in self._futures.values()):
+            self.processes.shutdown(wait=False)
+
     def _visit(self, case: TimedCase) -> Visit | None:
         """How a visit ended; one that nobody has begun with is left to whoever times the case."""
         future = self._futures.get(id(case))

@@ -21,6 +21,7 @@ from portakern.benchmarking.rows import Row
 from portakern.benchmarking.spent import Spent
 from portakern.benchmarking.suites import TimedCase
 from portakern.benchmarking.trial import Stand, Told, Trial, visit
+from portakern.benchmarking.warming import shared
 from portakern.core import registry
 from portakern.core.framework import frameworks
 from portakern.errors import SpecError, UnsupportedError
@@ -115,7 +116,7 @@ def hands(plan: Plan, ahead: Ahead, several: int = HANDS) -> Iterator[list[Hand]
     names = plan.lead.name, [b.name for b in plan.subjects], [b.name for b in plan.against]
     numbers = range(several)
     with ExitStack() as ends:
-        pools = {n: ends.enter_context(pool(1, {})) for n in numbers} | {WAITING: ahead.processes}
+        pools = {n: ends.enter_context(pool(1, shared(several))) for n in numbers} | {WAITING: ahead.processes}
         floor = ends.enter_context(open_floor(pools, lambda: any(map(ahead.is_ready, plan.cases))))
         bare = replace(plan, subjects=(), against=())
         yield [Another(pools[n], floor.address, n, bare, names, ahead.visited) for n in numbers]
@@ -175,8 +176,17 @@ def _measured(stand: Stand | None, asked: Asked) -> Measured:
     stand.rates, stand.spent = asked.rates, Spent(clock=stand.clock)
     begun = stand.clock()
     try:
-        trial = Trial(stand, asked.case, asked.told, asked.behind)
-        rows = [] if trial.call in asked.calls else trial.rows()
+        call, rows = _rows(stand, asked)
     except (SpecError, UnsupportedError) as e:
         return Measured(unserved=str(e), seconds=stand.spent.seconds)
-    return Measured(trial.call, rows, None, stand.spent.seconds, stand.clock() - begun)
+    finally:
+        if stand.shared:  # what a library keeps for its next call is missing elsewhere
+            framework, device, _ = here(stand.plan.lead, stand.plan.device)
+            framework.instruments(device).release()
+    return Measured(call, rows, None, stand.spent.seconds, stand.clock() - begun)
+
+
+def _rows(stand: Stand, asked: Asked) -> tuple[str, list[Row]]:
+    """The call in words, and its rows where it was not timed before; no array is left behind."""
+    trial = Trial(stand, asked.case, asked.told, asked.behind)
+    return trial.call, [] if trial.call in asked.calls else trial.rows()

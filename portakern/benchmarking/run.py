@@ -167,4 +167,5 @@ class _Run:
             found.behind.note(case, measured.rows)
             found.rows += measured.rows
             found.took[measured.call] = measured.took
+        self.helped.ahead.end()
         self.done(found, case)

@@ -17,7 +17,7 @@ from portakern.core import registry
 from portakern.files import cache_folder
 from portakern.processes import pool
 
-__all__ = ["ENVIRONMENT", "warming"]
+__all__ = ["ENVIRONMENT", "shared", "warming"]
 
 ENVIRONMENT = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # libraries share a device, and JAX keeps what it once had
@@ -31,8 +31,19 @@ ENVIRONMENT = {
 }
 """What a process that times is to have in its environment before it loads a library, where its user says nothing."""
 
+AHEAD = {"OMP_NUM_THREADS": "1", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
+"""What else a process that compiles ahead is to have: one core, and memory that it does not keep. That takes time where
+nothing is timed."""
+
+MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
 NICE = 5
 """By how much what compiles ahead leaves the cores to what times."""
+
+
+def shared(several: int) -> dict[str, str]:
+    """What each of several processes that time on one device is to have: its share of what one might keep."""
+    return {MEMORY: str(float(os.environ.get(MEMORY, ENVIRONMENT[MEMORY])) / several)}
 
 
 @contextmanager
@@ -49,7 +60,7 @@ def warming(plan: Plan, jobs: int) -> Iterator[Ahead]:
         yield Ahead()
         return
     alike = {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()}
-    with pool(jobs, {**alike, "OMP_NUM_THREADS": "1"}, NICE) as processes:
+    with pool(jobs, {**alike, **AHEAD}, NICE) as processes:
         names = [b.name for b in others]
         futures = {id(c): processes.submit(_visit, plan.lead.name, names, plan.device, c) for c in plan.cases}
         yield Ahead(futures, processes, frozenset((plan.lead.name, *names)), 2 * FIRST_CALL)
