@@ -31,7 +31,7 @@ from portakern.benchmarking.behind import Behind
 from portakern.benchmarking.contenders import together
 from portakern.benchmarking.floor import TAKE, Seat, open_floor
 from portakern.benchmarking.foresight import Foresight, foreseeing
-from portakern.benchmarking.hands import HANDS, Here, hands
+from portakern.benchmarking.hands import HANDS, Another, Here, hands
 from portakern.benchmarking.inputs import for_gradient, make
 from portakern.benchmarking.plan import Plan
 from portakern.benchmarking.resuming import Earlier
@@ -389,8 +389,8 @@ def test_several_processes_time_what_one_would():
         assert [type(hand) for hand in timing] == [Here]
 
 
-class Ends:
-    """Times nothing: its process ends."""
+class Waits:
+    """Times nothing, until it is ended."""
 
     def roof(self):
         future = Future()
@@ -398,16 +398,31 @@ class Ends:
         return future
 
     def time(self, asked):
-        future = Future()
-        future.set_exception(BrokenProcessPool("it was killed"))
-        return future
+        self.future = Future()
+        return self.future
+
+    def end(self):
+        self.future.set_exception(BrokenProcessPool("it was killed"))
 
 
-def test_a_process_that_ends_while_it_times_ends_the_run():
+def test_a_case_that_does_not_end_ends_the_run(monkeypatch):
+    """As a kernel does that waits for itself: nothing but the end of its process ends it."""
+    monkeypatch.setattr("portakern.benchmarking.run.ENDLESS", 0.1)
     plan, kept = Plan([CASE], [registry.backend("triton")], [], "cpu", rounds=2), []
     with pytest.raises(DeviceLost, match=r"the process that timed softmax float32 of mine has ended \(it was killed\)"):
-        run(plan, lambda found, case: kept.append(case), helped=Helped(hands=[Ends()]))
+        run(plan, lambda found, case: kept.append(case), helped=Helped(hands=[Waits()]))
     assert not kept
+
+
+def test_a_process_that_times_can_be_ended():
+    with pool(1, {}) as processes:
+        hand = Another(processes, "nowhere", 0, None, ("", [], []), frozenset())
+        with pytest.raises(FileNotFoundError):
+            hand.roof()
+        future = processes.submit(time.sleep, 60)
+        hand.end()
+        with pytest.raises(BrokenProcessPool):
+            future.result()
 
 
 class Told(BaseException):

@@ -68,6 +68,9 @@ class Hand(Protocol):
     def time(self, asked: Asked) -> Future[Measured]:
         """Time a case. Of the errors that come out of the future, DeviceLost ends the run."""
 
+    def end(self) -> None:
+        """Stop, whatever it is at: a kernel that waits for itself keeps its process for ever."""
+
 
 class Here(Hand):
     """This process, which is at it until a case is timed."""
@@ -88,6 +91,9 @@ class Here(Hand):
             future.set_exception(e)
         return future
 
+    def end(self) -> None:
+        """While anybody waits it is at nothing."""
+
 
 class Another(Hand):
     """Another process; ``asked``: what :func:`_sit` takes."""
@@ -104,6 +110,10 @@ class Another(Hand):
         if self.seated.done():
             self.seated.result()
         return self.process.submit(_measured, None, asked)
+
+    def end(self) -> None:
+        for process in list((self.process._processes or {}).values()):
+            process.kill()
 
 
 @contextmanager

@@ -97,6 +97,10 @@ def run(
     return _Run(plan, done, start, helped, found, hands).carried_out()
 
 
+ENDLESS = 300.0
+"""Seconds in which something ends, or nothing is going to: ten times what the dearest case takes."""
+
+
 class _Run:
     """What is left of a plan, and who is at what."""
 
@@ -119,7 +123,9 @@ class _Run:
             while self.left and self.idle and self._begun():
                 pass
             if self.busy:
-                finished, _ = wait([*self.busy, *self._others()], return_when=FIRST_COMPLETED)
+                finished, _ = wait([*self.busy, *self._others()], ENDLESS, FIRST_COMPLETED)
+                for hand, _ in self.busy.values() if not finished else ():
+                    hand.end()
                 for future in [f for f in self.busy if f in finished]:
                     self._take(future)
         return self.found
