@@ -104,11 +104,14 @@ def test_a_wrong_kernel_is_never_chosen_however_fast_and_is_said_to_be_wrong(own
     assert finding.best == {"rows_at_once": 64}
     assert list(finding.wrong) == [frozen({"rows_at_once": 128})]
     assert "out of bounds" in finding.wrong[frozen({"rows_at_once": 128})]
-    assert finding.rows[0]["best_tiling"] == {"rows_at_once": 64} and finding.rows[0]["wrong"] == 1
+    (row,) = finding.rows
+    assert row["best_tiling"] == {"rows_at_once": 64} and row["wrong"] == 1
+    assert [judged["changes"] for judged in row["judged"]] == [{"rows_at_once": 64}], "nor counted among what is right"
+    assert row["judged"][0]["ratio"] < 1
     assert told.progress[-1].best == {"rows_at_once": 64}
     table = json.loads((own_cache / "tuned" / "mine" / "cpu.json").read_text())
-    (row,) = table["ops"]["softmax"][__name__.rpartition(".")[0].rpartition(".")[2] or "tests"]
-    assert row["tiling"] == {"rows_at_once": 64} and row["key"] == {"dtype": "float32", "n": 40}
+    (kept,) = table["ops"]["softmax"][__name__.rpartition(".")[0].rpartition(".")[2] or "tests"]
+    assert kept["tiling"] == {"rows_at_once": 64} and kept["key"] == {"dtype": "float32", "n": 40}
 
 
 def test_a_wrong_kernel_is_never_chosen_as_a_gpu_would_show(own_cache):
@@ -570,6 +573,17 @@ def test_runs_of_several_threads_share_a_pool(monkeypatch):
         found = list(threads.map(lambda jobs: list(pool.run(jobs)), runs))
     assert [sorted(pairs) for pairs in found] == [[(job, job) for job in jobs] for jobs in runs]
     assert len(together) == 12 and not any(together)
+
+
+def test_keys_come_in_the_order_of_their_calls():
+    """So that a run of several ops that is cut short has some of each."""
+    backend = registered()
+    backend.implements("logsumexp", key=lambda call: {"n": call.dims["axis"]}, tiling=lambda call: {"rows_at_once": 32},
+                       knobs={"rows_at_once": Tile(32, 128)})(softmax)  # fmt: skip
+    ops, lengths = ("softmax", "logsumexp"), (40, 50)
+    calls = [of_op(registry.find_spec(op), "float32", {"shape": (4, n)}) for n in lengths for op in ops]
+    found = [(g.asked[0].spec.name, g.key["n"]) for g in groups_of(calls, "cpu", "mine", None)]
+    assert found == [(op, n) for n in lengths for op in ops]
 
 
 def test_calls_of_one_key_are_judged_together():

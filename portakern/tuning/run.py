@@ -34,7 +34,7 @@ class Told:
 
 
 def groups_of(asked: Sequence[Asked], target: str | None, backend: str | None, variant: str | None) -> list[Group]:
-    """The keys to tune, of every variant of every op."""
+    """The keys to tune, of every variant of every op, in the order in which the first call of each stands."""
     found: list[Group] = []
     known: dict[str, list[Place]] = {}
     for a in asked:
@@ -46,7 +46,8 @@ def groups_of(asked: Sequence[Asked], target: str | None, backend: str | None, v
                 found += grouped([a for a in asked if a.spec.name == op], place)
             except UnsupportedError as e:
                 say(f"portakern: {e}")
-    return found
+    order = {id(a): i for i, a in enumerate(asked)}
+    return sorted(found, key=lambda group: order[id(group.asked[0])])
 
 
 def tune(
