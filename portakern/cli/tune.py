@@ -210,6 +210,9 @@ def _show(found: Sequence[Any], refused: Sequence[tuple[Any, str]], left: int, l
         for key, why in finding.wrong.items():
             tiles = ", ".join(f"{n}={v}" for n, v in key)
             say(f"WRONG, and never kept: {finding.group.place.impl.op} with {tiles}: {why}", style="red")
+        for key, why in finding.fatal.items():
+            tiles = ", ".join(f"{n}={v}" for n, v in key)
+            say(f"NOT RUN AGAIN: {finding.group.place.impl.op} with {tiles} {why}", style="red")
     for group, why in refused:
         say(f"left out: {group.place.impl.op}: {why}", style="red")
     if not loss:

@@ -126,7 +126,8 @@ def _sources(place: Place) -> list[str]:
 def _keep(finding: Finding, ship: bool) -> None:
     place = finding.group.place
     path = table_of(place, ship)
-    store.keep(path, place.impl.op, place.impl.fn.__module__.split(".")[-2], [row_of(finding, place.chip)])
+    package, _, _ = place.impl.fn.__module__.rpartition(".")  # of a module that lies in none the variant is ""
+    store.keep(path, place.impl.op, package.rpartition(".")[2], [row_of(finding, place.chip)])
 
 
 def table_of(place: Place, ship: bool) -> Path:

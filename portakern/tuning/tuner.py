@@ -99,6 +99,11 @@ class Finding:
         """Those that run and give wrong results, which somebody should hear of."""
         return {key: why for key, why in self.refused.items() if why.startswith("wrong:")}
 
+    @property
+    def fatal(self) -> dict[Key, str]:
+        """Those that would have ended the run: they never end, or end or spoil the process that calls them."""
+        return {key: why for key, why in self.refused.items() if why.startswith(("hung:", "died:", "spoilt "))}
+
 
 class Progress(NamedTuple):
     """Where a key's search is: candidates judged, and the best so far over the shipped choice."""
