@@ -147,7 +147,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         {"op": "text", "family": "text", "dtype": "text", "call": "text", "target": "text", "backend": "text",
          "variant": "text", "metric": "text", "unit": "text", "default": "number", "best": "number",
          "default_tiling": "integers", "best_tiling": "integers", "kept_tiling": "integers", "loss": "number",
-         "tried": "count", "refused": "count", "wrong": "count", "ended": "flag?"},
+         "tried": "count", "refused": "count", "wrong": "count", "ended": "flag?", "judged": "list?"},
         {"wall_seconds": "number?", "seed": "integer?", "left": "count?"},
     ),
     "bench": Benchmark(

@@ -86,6 +86,18 @@ def test_a_chunk_sees_neither_queries_nor_heads_nor_samples():
     assert split.chunk_length(bound(1, 1, 1, 1, 40000, 8, 8, window=(99, 0)), tiling) == 512
 
 
+def test_a_table_says_how_many_keys_are_one_chunk_and_how_many_chunks_there_are():
+    def length(keys: int, **more: Any) -> int | None:
+        window = more.pop("window", None)
+        tiling = {"chunk": 512, "block_kv": 64, "whole": 2048, "most": 4, **more}
+        return split.chunk_length(bound(1, 1, 1, 1, keys, 8, 8, window=window), tiling)
+
+    assert length(2048) is None and length(2049) == 1024 and length(2049, most=8) == 512
+    assert length(4096) == 1024 and length(4097) == 2048 and length(40000) == 16384
+    # what a window shows of more keys is as many keys
+    assert length(40000, window=(2047, 0)) == 2048 and length(40000, window=(2048, 0)) == 1024
+
+
 @pytest.mark.parametrize(("left", "right"), [(0, 0), (31, 0), (32, 0), (33, 5), (100, 0)])
 @pytest.mark.parametrize("queries", [1, 2, 40])
 def test_no_tile_sees_more_chunks_than_have_programs(queries, left, right):
@@ -101,6 +113,8 @@ def test_what_is_written_of_parts_is_little_beside_what_is_read():
     few, many = bound(1, 1, 2, 4, 8192, 8, 8), bound(1, 700, 2, 4, 8192, 8, 8)
     assert split.worth_spreading(few, 2, 16) and not split.worth_spreading(many, 2, 16)
     assert not split.worth_spreading(few, split.ENOUGH, 16)
+    some = bound(1, 150, 1, 1, 8192, 64, 64)
+    assert split.worth_spreading(some, split.FEW, 16) and not split.worth_spreading(some, split.FEW + 1, 16)
 
 
 @pytest.mark.parametrize(
@@ -165,11 +179,11 @@ def test_few_queries_have_more_keys_on_their_way(d, q_len, stages):
     assert portable.shared_bytes(call, most) <= 232448, "more than there is room for"
 
 
-@pytest.mark.parametrize("name", ["gpu", "hopper"])
-def test_more_keys_than_1024_are_cut(name):
-    calls = [bound(1, 1, 1, 1, keys, 128, 128) for keys in (1024, 1025, 8192)]
+@pytest.mark.parametrize(("name", "d", "chunk"), [("gpu", 64, 1024), ("hopper", 128, 1024), ("hopper", 64, 512)])
+def test_more_keys_than_1024_are_cut(name, d, chunk):
+    calls = [bound(1, 1, 1, 1, keys, d, d) for keys in (1024, 1025, 8192)]
     found = [split.chunk_length(call, tilings.default(variant(name), call).tiling) for call in calls]
-    assert found == [None, 1024, 1024]
+    assert found == [None, chunk, chunk]
 
 
 @pytest.mark.parametrize(("d", "spilled"), [(64, 0), (128, 400)])
@@ -178,7 +192,7 @@ def test_hopper_walks_all_chunks_in_one_loop(d, spilled):
     their own would have twice as many. Two accumulators stand beside a tile of scores, and no product waits."""
     impl, call = variant("hopper"), bound(1, 1100, 1, 1, 1100, d, d, is_causal=True)
     tiling = tilings.default(impl, call).tiling
-    assert split.chunk_length(call, tiling) == 1024
+    assert split.chunk_length(call, tiling) == (512 if d == 64 else 1024)
     (kernel,) = impl.family.load_compiler().build(impl, call, tiling).kernels
     assert sum(kernel.matrix.values()) == 2 * 2 * (d // 16 + 128 // 16)
     assert not kernel.serialised and (kernel.spills or 0) <= spilled

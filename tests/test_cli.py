@@ -60,7 +60,7 @@ def test_check_passes_and_writes_json(tmp_path):
 def test_a_check_begins_no_case_after_its_budget(jobs):
     ops = list(pk.ops())[:2]
     subjects = [(op, "reference", None) for op in ops]
-    reports = testing.check_all(subjects, jobs, lambda subject, cases: None, budget=0.0, max_examples=20)
+    reports = testing.check_all(subjects, jobs, lambda subject, cases: None, seconds=0.0, max_examples=20)
     assert [(r.op, r.examples, r.left_out, r.passed) for r in reports] == [(op, 0, 20, False) for op in ops]
 
 
@@ -68,7 +68,7 @@ def test_checks_one_after_the_other_share_a_budget(monkeypatch):
     clock, given = iter([0.0, 0.0, 20.0, 60.0]), []
     monkeypatch.setattr(parallel.time, "time", lambda: next(clock))
     monkeypatch.setattr(parallel, "check", lambda op, seconds, **options: given.append(seconds))
-    parallel.check_all([(op, "reference", None) for op in "abc"], 1, lambda *_: None, budget=90.0)
+    parallel.check_all([(op, "reference", None) for op in "abc"], 1, lambda *_: None, seconds=90.0)
     assert given == [30.0, 35.0, 30.0]
 
 

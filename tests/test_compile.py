@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import portakern as pk
 from portakern import cli, results
+from portakern.benchmarking import suites
 from portakern.compiling import cache, forms, pool
 from portakern.compiling import matrix as compiling
 from portakern.compiling.build import Build, Compiled, Kernel
@@ -171,6 +172,33 @@ def test_no_typical_call_is_said():
     bare = type(spec)(**{**{n: getattr(spec, n) for n in spec.__dataclass_fields__}, "typical": {}})
     with pytest.raises(SpecError, match="declares no typical call; add typical="):
         forms.typical_form(bare, "float32")
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "expected"),
+    [
+        ("softmax", "shape=33", [33]),
+        ("layernorm", "batch=33", [33, 4096]),
+        ("layernorm_vjp", "batch=2x3,n=8", [2, 3, 8]),
+        ("layernorm", "n=3x3", "layernorm: n is 3x3; expected a whole number from 1 on"),
+        ("layernorm", "batch=8x0", "layernorm: batch is 8x0; expected whole numbers from 1 on, as in 8x1024"),
+        ("matmul", "m=-3", "matmul: m is -3; expected a whole number from 1 on"),
+        ("matmul", "m=true", "matmul: m is True; expected"),
+        ("matmul", "m=4k", "matmul: m is 4k; expected"),
+        ("matmul", "m=none", "matmul: no extent for m; say it, as in m=64"),
+    ],
+)
+def test_a_shape_that_a_user_gives_is_one_or_is_refused_in_words(op, shape, expected):
+    """By whichever command: one that compiles, and those that time calls."""
+    spec, given = registry.find_spec(op), suites.parse_shape(shape)
+    timed = functools.partial(suites.asked, op, given, ["float32"], gradients=False)
+    for made in (lambda: forms.typical_form(spec, "float32", given), lambda: next(timed()).form):
+        if isinstance(expected, list):
+            assert made()["arrays"]["x"][0] == expected
+        else:
+            with pytest.raises(SpecError) as refused:
+                made()
+            assert str(refused.value).startswith(expected)
 
 
 # ------------------------------------------------------------------------------------------------------- real compilers

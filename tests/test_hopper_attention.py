@@ -78,11 +78,14 @@ CASES = {
     "pairs and one": ((1, 300, 1, 3, 300, 64), {"is_causal": True}, {"stay": 1}, FLASH),
     "pairs of a band": ((1, 400, 1, 4, 500, 72, 40), {"window": (90, 30), "softcap": 5.0}, {"stay": 1}, FLASH),
     "wide pairs": ((1, 300, 2, 2, 300, 256), {"is_causal": True, "dtype": torch.float16}, {"stay": 1}, FLASH),
-    "chunks": ((1, 200, 1, 1, 1300, 64), {"is_causal": True}, {"stay": 1}, FLASH),
+    "chunks": ((1, 300, 1, 1, 1300, 64), {"is_causal": True}, {"stay": 1}, FLASH),
     "several chunks": ((1, 200, 1, 2, 1300, 128), {}, {"chunk": 512}, FLASH),
     "shares": ((2, 1, 2, 4, 1300, 64), {}, {"shares": 2}, SHARES),
     "shares of several queries": ((1, 3, 2, 5, 1100, 128), {"is_causal": True}, {"shares": 2}, SHARES),
     "shares of a band": ((1, 40, 2, 1, 2100, 64, 72), {"window": (700, 10), "softcap": 4.0}, {"shares": 2}, SHARES),
+    "one share": ((2, 1, 2, 3, 700, 64, 40), {"dtype": torch.float16}, {"shares": 2}, SHARES[:1]),
+    "one share of several queries": ((1, 40, 2, 1, 300, 128), {"window": (70, 10), "softcap": 4.0}, {}, SHARES[:1]),
+    "too many for one share each": ((3, 1, 1, 4, 300, 64), {}, {}, ["attention_kernel"]),
     "too many rows to share": ((1, 20, 1, 5, 1100, 64), {}, {"shares": 2}, ["attention_kernel", SHARES[1]]),
 }  # fmt: skip
 
@@ -106,10 +109,10 @@ def test_every_role_meets_the_bound(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tiling, keys", [({}, 2100), ({"chunk": 256}, 2100)])
+@pytest.mark.parametrize("tiling, keys", [({}, 2100), ({"chunk": 256}, 2100), ({}, 900)])
 def test_a_query_alone_has_the_bits_that_it_has_among_others(tiling, keys, dtype):
-    """In chunks that have programs of their own those of a walk over all chunks. Rows are as many as may be shared: 16
-    bits of one in some thousands tell which product of a merger was fused."""
+    """In chunks that have programs of their own those of a walk over all chunks, and in one that is the whole. Rows are
+    as many as may be shared: 16 bits of one in some thousands tell which product of a merger was fused."""
     shape, options, few = (2, 130, 2, 4, keys, 128), {"is_causal": True, "softcap": 20.0, "dtype": dtype}, 14
     call, ran = bound(*shape, **options), []
     arrays = {**call.arrays, "q": call.arrays["q"][:, -few:].contiguous()}
@@ -117,7 +120,7 @@ def test_a_query_alone_has_the_bits_that_it_has_among_others(tiling, keys, dtype
     with recording(partial(on_the_host, ran=ran)):
         o, lse = VARIANT.run(call, tiling_of(call, **tiling))
         o_alone, lse_alone = VARIANT.run(last, tiling_of(last, shares=2, **tiling))
-    assert ran == [*FLASH, *SHARES]
+    assert ran == [*FLASH, *(SHARES if keys > 1024 else SHARES[:1])]
     assert torch.equal(o_alone, o[:, -few:]) and torch.equal(lse_alone, lse[:, :, -few:])
 
 
@@ -155,10 +158,17 @@ def test_what_is_faster_is_the_default(monkeypatch):
     assert launched(4, 4096, 16, 1, 4096, 128, window=(1023, 0)) == (*FLASH, 132)
     assert launched(1, 1, 8, 4, 8192, 128) == ("attention_shares_kernel", 64)
     assert launched(1, 1, 8, 4, 131072, 128) == ("attention_shares_kernel", 128)
-    assert launched(32, 1, 8, 4, 8192, 128)[0] == "attention_kernel"
-    for keys, chunks in (1000, None), (1024, None), (1025, 1024), (8192, 1024), (131072, 8192):
-        call = bound(1, 1, 8, 4, keys, 128, device="meta")
-        assert chunk_length(call, tiling_of(call)) == chunks
+    assert launched(1, 1, 8, 4, 1024, 128) == ("attention_shares_kernel", 8)
+    assert launched(32, 1, 8, 4, 8192, 128)[0] == launched(32, 1, 8, 4, 512, 128)[0] == "attention_kernel"
+    assert launched(1, 1, 1, 4, 3328, 64) == ("attention_shares_kernel", 7)
+    lengths = {
+        128: ((1000, None), (1024, None), (1025, 1024), (8192, 1024), (131072, 8192)),
+        64: ((1024, None), (1025, 512), (16384, 512), (16385, 1024), (131072, 4096)),
+    }
+    for d, expected in lengths.items():
+        for keys, chunks in expected:
+            call = bound(1, 1, 8, 4, keys, d, device="meta")
+            assert chunk_length(call, tiling_of(call)) == chunks
 
 
 def test_another_length_is_no_reason_to_compile():
@@ -168,10 +178,13 @@ def test_another_length_is_no_reason_to_compile():
     whole = [bound(1, length, 8, 2, length, 64, device="meta", is_causal=True) for length in (100, 512, 701, 1024)]
     few = [bound(batch, 1, 8, 4, keys, 128, device="meta")
            for batch in (1, 16) for keys in (1025, 1100, 4096, 8191, 8192, 100000)]  # fmt: skip
+    one = [bound(batch, 1, 8, 4, keys, 128, device="meta") for batch in (1, 16) for keys in (3, 17, 512, 1000, 1024)]
     for alike in long, whole:
         assert len(kernels_of(*((call, tiling_of(call)) for call in alike))[FLASH[0]]) == 1
     found = kernels_of(*((call, tiling_of(call, shares=2)) for call in few))
     assert {name: len(anew) for name, anew in found.items()} == dict.fromkeys(SHARES, 1)
+    found = kernels_of(*((call, tiling_of(call, shares=2)) for call in one))
+    assert {name: len(anew) for name, anew in found.items()} == {SHARES[0]: 1}
 
 
 def test_what_tanh_errs_by_leaves_room_in_the_bound():

@@ -250,7 +250,7 @@ def test_the_shipped_table_speaks():
 def test_the_heuristic_speaks_where_there_is_no_table():
     pytest.importorskip("triton", reason="triton is not installed")
     text = pk.op("softmax", backend="triton").explain(np.zeros((3, 5), np.float32))
-    assert "tiling: block_rows=16 (heuristic), block_n=128 (heuristic)" in text
+    assert "tiling: block_rows=8 (heuristic), block_n=128 (heuristic)" in text
 
 
 def test_what_no_row_and_no_formula_serves_is_refused_in_words():
@@ -273,7 +273,7 @@ def test_the_users_cache_comes_before_the_heuristic(own_cache):
     row = {"name": "mine", "key": {"dtype": "float32"}, "tiling": {"block_n": 512}, "source": "measured in a test"}
     write_own(own_cache, {"softmax": {"gpu": [row]}})
     text = pk.op("softmax", backend="triton").explain(np.zeros((3, 5), np.float32))
-    assert "block_rows=16 (heuristic), block_n=512 (cache: mine)" in text
+    assert "block_rows=8 (heuristic), block_n=512 (cache: mine)" in text
     seen: list[Any] = []
     with pk.observe(seen.append):
         pk.op("softmax", backend="triton")(np.zeros((3, 5), np.float32))

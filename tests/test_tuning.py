@@ -14,6 +14,7 @@ import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,11 +105,14 @@ def test_a_wrong_kernel_is_never_chosen_however_fast_and_is_said_to_be_wrong(own
     assert finding.best == {"rows_at_once": 64}
     assert list(finding.wrong) == [frozen({"rows_at_once": 128})]
     assert "out of bounds" in finding.wrong[frozen({"rows_at_once": 128})]
-    assert finding.rows[0]["best_tiling"] == {"rows_at_once": 64} and finding.rows[0]["wrong"] == 1
+    (row,) = finding.rows
+    assert row["best_tiling"] == {"rows_at_once": 64} and row["wrong"] == 1
+    assert [judged["changes"] for judged in row["judged"]] == [{"rows_at_once": 64}], "nor counted among what is right"
+    assert row["judged"][0]["ratio"] < 1
     assert told.progress[-1].best == {"rows_at_once": 64}
     table = json.loads((own_cache / "tuned" / "mine" / "cpu.json").read_text())
-    (row,) = table["ops"]["softmax"][__name__.rpartition(".")[0].rpartition(".")[2] or "tests"]
-    assert row["tiling"] == {"rows_at_once": 64} and row["key"] == {"dtype": "float32", "n": 40}
+    (kept,) = table["ops"]["softmax"][__name__.rpartition(".")[0].rpartition(".")[2] or "tests"]
+    assert kept["tiling"] == {"rows_at_once": 64} and kept["key"] == {"dtype": "float32", "n": 40}
 
 
 def test_a_wrong_kernel_is_never_chosen_as_a_gpu_would_show(own_cache):
@@ -259,6 +263,81 @@ def test_what_ended_the_process_is_not_tried_again(own_cache):
     ]
     assert ended[0].returncode == -signal.SIGKILL, ended[0].stderr
     assert "it was being tried when an earlier run ended" in ended[1].stdout, ended[1].stderr
+
+
+HANGING = """
+    import time
+    import numpy as np
+    import portakern as pk
+    from portakern.spec import Tile
+
+    BACKEND = pk.Backend("hanging", framework="numpy", platforms=["cpu"])
+
+    @BACKEND.implements("softmax", key=lambda call: {"n": 1}, tiling=lambda call: {"rows_at_once": 32},
+                        knobs={"rows_at_once": Tile(16, 256)})
+    def softmax(call, tiling):
+        rows = tiling["rows_at_once"]
+        while rows == 64:  # as a group of warps that nobody arrives for
+            time.sleep(0.01)
+        if rows == 128:
+            import os
+            os._exit(3)
+        if rows == 256:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        x = call.arrays["x"]
+        time.sleep(0.001 if rows == 16 else 0.004)
+        e = np.exp(x - x.max(-1, keepdims=True))
+        return (e / e.sum(-1, keepdims=True),)
+"""
+
+
+def test_a_candidate_that_never_ends_costs_its_seconds_and_not_the_run(own_cache, tmp_path):
+    """Nor does one that ends the process which calls it, or spoils the device; a run that goes on tries none again."""
+    (tmp_path / "hanging.py").write_text(textwrap.dedent(HANGING))
+    made = tmp_path / "hanging-1.0.dist-info"
+    made.mkdir()
+    (made / "METADATA").write_text("Metadata-Version: 2.1\nName: hanging\nVersion: 1.0\n")
+    (made / "entry_points.txt").write_text("[portakern.backends]\nhanging = hanging:BACKEND\n")
+    script = textwrap.dedent("""
+        import time
+        from portakern.tuning import apart, run
+        from tests import test_tuning as t
+        from portakern.compiling.pool import Pool
+
+        def main():
+            apart.worthwhile = lambda asked, place: True  # as on a GPU
+            apart.SECONDS = 2.0
+            began, real = [], apart.pool
+            apart.pool = lambda jobs, told: began.append(jobs) or real(jobs, told)
+            groups = run.groups_of(t.asked() + t.asked(shape=(5, 40)), "cpu", "hanging", None)
+            told = run.Told(lambda p: None, lambda f: None, lambda g, why: print(why))
+            with Pool(1, 1) as pool:
+                start = time.perf_counter()
+                (found,), _ = run.tune(groups, t.Plan(), pool, told)
+            print(found.best, len(began), time.perf_counter() - start < 60)
+            for key, why in sorted(found.fatal.items()):
+                print(dict(key)["rows_at_once"], why)
+
+        if __name__ == "__main__":
+            main()
+    """)
+    file = tmp_path / "run_it.py"
+    file.write_text(script)
+    root = str(Path(__file__).parent.parent)
+    paths = os.pathsep.join([str(tmp_path), root, os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    expected = [
+        "64 hung: it had not ended after 3 s, when the process that called it was killed",
+        "128 died: the process that called it ended",
+        "256 spoilt the device: CUDA error: an illegal memory access was encountered",
+    ]
+    for processes in 4, 1:  # one more after each that ended; the second run tries none of these candidates
+        ran = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=100, cwd=root,
+                             env=environment)  # fmt: skip
+        assert ran.stdout.splitlines() == [f"{{'rows_at_once': 16}} {processes} True", *expected], ran.stderr
+        (journal,) = (own_cache / "tuning").glob("*.jsonl")
+        lines = journal.read_text().splitlines(keepends=True)
+        journal.write_text("".join(line for line in lines if '"found"' not in line))
 
 
 def test_of_a_line_that_is_half_there_nothing_is_believed():
@@ -570,6 +649,17 @@ def test_runs_of_several_threads_share_a_pool(monkeypatch):
         found = list(threads.map(lambda jobs: list(pool.run(jobs)), runs))
     assert [sorted(pairs) for pairs in found] == [[(job, job) for job in jobs] for jobs in runs]
     assert len(together) == 12 and not any(together)
+
+
+def test_keys_come_in_the_order_of_their_calls():
+    """So that a run of several ops that is cut short has some of each."""
+    backend = registered()
+    backend.implements("logsumexp", key=lambda call: {"n": call.dims["axis"]}, tiling=lambda call: {"rows_at_once": 32},
+                       knobs={"rows_at_once": Tile(32, 128)})(softmax)  # fmt: skip
+    ops, lengths = ("softmax", "logsumexp"), (40, 50)
+    calls = [of_op(registry.find_spec(op), "float32", {"shape": (4, n)}) for n in lengths for op in ops]
+    found = [(g.asked[0].spec.name, g.key["n"]) for g in groups_of(calls, "cpu", "mine", None)]
+    assert found == [(op, n) for n in lengths for op in ops]
 
 
 def test_calls_of_one_key_are_judged_together():

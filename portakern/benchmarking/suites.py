@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from portakern.compiling.forms import Form, typical, typical_form
+from portakern.compiling.forms import Form, extents, typical, typical_form
 from portakern.core import registry
 from portakern.errors import SpecError
 from portakern.spec import Spec
@@ -189,7 +189,7 @@ def shaped(spec: Spec[Any], given: Mapping[str, Any]) -> TimedCase:
     """The typical call of an op with some dimensions and options of the user's.
 
     Raises:
-      SpecError: a name that the op does not have, or a dimension without an extent.
+      SpecError: a name that the op does not have, or a dimension without an extent, or with what is none.
     """
     usual = dict(typical(spec))
     options = {o.name for o in spec.options}
@@ -197,12 +197,8 @@ def shaped(spec: Spec[Any], given: Mapping[str, Any]) -> TimedCase:
         if name not in spec.dims and name not in options:
             known = ", ".join((*spec.dims, *sorted(options)))
             raise SpecError(f"{spec.name}: --shape names {name!r}; expected some of {known}")
-    variadic = {d.factors[0] for a in spec.arrays for d in a.dims if d.variadic}
-    usual |= {n: (v if isinstance(v, tuple) else (v,)) if n in variadic else v for n, v in given.items()}
-    dims = {n: usual.get(n, () if n in variadic else None) for n in spec.dims}
-    missing = [n for n, extent in dims.items() if extent is None]
-    if missing:
-        raise SpecError(f"{spec.name}: no extent for {', '.join(missing)}; say it with --shape {missing[0]}=...")
+    usual |= given
+    dims = extents(spec, usual)
     passed = tuple(a.name for a in spec.arrays if a.optional and usual.get(a.name))
     return TimedCase(TYPICAL, spec.name, "", dims, {n: usual[n] for n in usual if n in options}, passed, rank=1)
 

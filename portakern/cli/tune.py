@@ -91,6 +91,8 @@ def tune(
         told = _Told(bar, len(groups), refused, json_file, start, seed)
         found, left = tune_groups(groups, plan, pool, told.all, ship=ship, write=not loss, fresh=fresh)
     _show(found, refused, left, bool(loss), ship)
+    if loss or suite:
+        _show_losses([r for f in found for r in f.rows])
     if json_file and found:
         _write(json_file, found, start, seed, left)
     if not found or any(f.wrong for f in found):
@@ -124,14 +126,15 @@ def _drawn(families: Sequence[str], draws: int, seed: int, dtypes: list[str] | N
 def _asked(
     ops: list[str] | None, suites: list[str] | None, shapes: list[str] | None, dtypes: list[str] | None
 ) -> list[Any]:
-    """The calls of suites, of the ops that are named too; else the ops' typical calls, or those in shapes."""
-    from portakern.benchmarking.suites import cases_of, parse_shape
+    """The calls of suites, of the ops that are named too, some of each first; else the ops' typical calls, or those in
+    shapes."""
+    from portakern.benchmarking.suites import cases_of, in_order, parse_shape
     from portakern.tuning.asked import Asked, of_op
 
     if suites:
         if shapes:
             raise SpecError("tune: --shape changes an op's typical call, and --suite brings its own: give one of them")
-        cases = [c for name in suites for c in cases_of(name, dtypes)]
+        cases = in_order([c for name in suites for c in cases_of(name, dtypes)])
         found = [Asked(c) for c in cases if not ops or c.timed in ops]
         if not found:
             raise SpecError(f"tune: no call of {', '.join(suites)} is of {', '.join(ops or ['any op'])}")
@@ -207,11 +210,12 @@ def _show(found: Sequence[Any], refused: Sequence[tuple[Any, str]], left: int, l
         for key, why in finding.wrong.items():
             tiles = ", ".join(f"{n}={v}" for n, v in key)
             say(f"WRONG, and never kept: {finding.group.place.impl.op} with {tiles}: {why}", style="red")
+        for key, why in finding.fatal.items():
+            tiles = ", ".join(f"{n}={v}" for n, v in key)
+            say(f"NOT RUN AGAIN: {finding.group.place.impl.op} with {tiles} {why}", style="red")
     for group, why in refused:
         say(f"left out: {group.place.impl.op}: {why}", style="red")
-    if loss:
-        _show_losses(rows)
-    else:
+    if not loss:
         kept = [f for f in found if f.best is not None]
         tables = dict.fromkeys(str(table_of(f.group.place, ship)) for f in kept)
         say(
@@ -223,7 +227,8 @@ def _show(found: Sequence[Any], refused: Sequence[tuple[Any, str]], left: int, l
 
 
 def _show_losses(rows: Sequence[Any]) -> None:
-    """Median and worst of each family and target, of the calls for which anything was tried."""
+    """Median and worst of each family, or suite, and target, and what tuning gains, of the calls for which anything was
+    tried."""
     from portakern.reporting.tuned import figures, searched
 
     def kind(row: Any) -> tuple[str, str]:

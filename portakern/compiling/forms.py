@@ -16,7 +16,9 @@ from portakern.core.tilings import resolve
 from portakern.errors import SpecError
 from portakern.spec import ArrayArg, Spec
 
-__all__ = ["Form", "abstract_call", "bound_form", "cells", "compilers", "direction", "form_of", "typical_form"]
+__all__ = [
+    "Form", "abstract_call", "bound_form", "cells", "compilers", "direction", "extents", "form_of", "typical_form",
+]  # fmt: skip
 
 Form = dict[str, Any]
 """A call as plain data: ``arrays``: name -> [shape, dtype, strides or None]; ``options``; ``wants``: outputs, or None
@@ -38,7 +40,7 @@ def typical_form(spec: Spec[Any], dtype: str, others: Mapping[str, Any] = Mappin
     """The spec's typical call in one dtype; ``others``: dimensions, options and optional arrays that it has otherwise.
 
     Raises:
-      SpecError: the op has no such dtype, dimension, option or array.
+      SpecError: the op has no such dtype, dimension, option or array, or a dimension cannot have that extent.
     """
     known = [*spec.dims, *(o.name for o in spec.options), *(a.name for a in spec.arrays if a.optional)]
     for name in others:
@@ -47,11 +49,7 @@ def typical_form(spec: Spec[Any], dtype: str, others: Mapping[str, Any] = Mappin
     if dtype not in spec.dtypes:
         raise SpecError(f"{spec.name}: dtype {dtype!r} is none of {', '.join(spec.dtypes)}")
     values = {**(typical(spec) if set(spec.dims) - set(others) else {}), **others}
-    variadic = {d.factors[0] for a in spec.arrays for d in a.dims if d.variadic}
-    dims = {n: values.get(n, () if n in variadic else None) for n in spec.dims}
-    missing = [n for n, extent in dims.items() if extent is None]
-    if missing:
-        raise SpecError(f"{spec.name}: its typical call has no extent for {', '.join(missing)}")
+    dims = extents(spec, values)
     dims |= dropped_dims(spec, dims, values)
     arrays = {
         a.name: [list(shape_of(a.dims, dims)), _dtype(a, dtype), None]
@@ -63,6 +61,31 @@ def typical_form(spec: Spec[Any], dtype: str, others: Mapping[str, Any] = Mappin
         "options": {o.name: values[o.name] for o in spec.options if o.name in values},
         "wants": None,
     }
+
+
+def extents(spec: Spec[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The extent of each dimension of an op, of a run of axes a tuple: one number is a run of one, nothing of none.
+
+    Raises:
+      SpecError: a dimension has no extent, or something that is none.
+    """
+    runs = {d.factors[0] for a in spec.arrays for d in a.dims if d.variadic}
+    found: dict[str, Any] = {}
+    for name in spec.dims:
+        value = values.get(name, () if name in runs else None)
+        if value is None:
+            raise SpecError(f"{spec.name}: no extent for {name}; say it, as in {name}=64")
+        run = value if isinstance(value, (tuple, list)) and name in runs else (value,)
+        if not all(type(extent) is int and extent > 0 for extent in run):
+            of = "whole numbers from 1 on, as in 8x1024" if name in runs else "a whole number from 1 on"
+            raise SpecError(f"{spec.name}: {name} is {_as_written(value)}; expected {of}")
+        found[name] = tuple(run) if name in runs else value
+    return found
+
+
+def _as_written(value: Any) -> str:
+    """An extent as a user writes it: 8x1024 for a tuple."""
+    return "x".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
 def _dtype(a: ArrayArg, dtype: str) -> str:

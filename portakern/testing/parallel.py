@@ -30,22 +30,21 @@ def check_all(
     subjects: Sequence[tuple[str, str, str | None]],
     jobs: int,
     advance: Callable[[tuple[str, str, str | None], int], None],
-    budget: float | None = None,
+    seconds: float | None = None,
     **options: Any,
 ) -> list[Report]:
     """A report for each (op, backend, variant), with ``options`` of :func:`portakern.testing.check`.
 
     ``jobs`` processes share the work; what is drawn does not depend on how many. ``advance(subject, cases)`` is called
-    as cases are done. ``budget``: seconds after which no further case begins, for all subjects together; each has about
-    its share of the cases by then, and the laws are asked in any case.
+    as cases are done. ``seconds``: after these no further case begins, of all subjects together; each has about its
+    share of the cases by then, and the laws are asked in any case.
     """
-    deadline = None if budget is None else time.time() + budget
+    deadline = None if seconds is None else time.time() + seconds
     if jobs == 1:
-        reports = []
-        for i, subject in enumerate(subjects):
-            options["seconds"] = _left(deadline, len(subjects) - i)
-            reports.append(_alone(subject, advance, options))
-        return reports
+        return [
+            _alone(subject, advance, {**options, "seconds": _left(deadline, len(subjects) - i)})
+            for i, subject in enumerate(subjects)
+        ]
     parts: dict[tuple[str, str, str | None], list[Report]] = {subject: [] for subject in subjects}
     environment = {name: value for name, value in SHARING.items() if name not in os.environ}
     with pool(jobs, environment) as processes:

@@ -7,11 +7,13 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 
 from portakern.benchmarking.foresight import Foresight, foreseeing
 from portakern.compiling.build import Build
 from portakern.compiling.pool import Pool
 from portakern.core.targets import HOST
+from portakern.tuning.apart import Apart, calling_apart
 from portakern.tuning.asked import Asked
 from portakern.tuning.judges import Bench, Key, Known, bench_of, launches_find_it, survey
 from portakern.tuning.tuner import Group, Plan, first_tilings
@@ -31,8 +33,10 @@ Built = Mapping[str, Mapping[Key, Build]]
 class Ahead:
     """Compiles for keys that are judged later."""
 
-    def __init__(self, plan: Plan, pool: Pool, foresight: Foresight | None, worker: ThreadPoolExecutor) -> None:
-        self.plan, self.pool, self.foresight, self.worker = plan, pool, foresight, worker
+    def __init__(
+        self, plan: Plan, pool: Pool, foresight: Foresight | None, apart: Apart, worker: ThreadPoolExecutor
+    ) -> None:
+        self.plan, self.pool, self.foresight, self.apart, self.worker = plan, pool, foresight, apart, worker
         self.ended = threading.Event()
         self._futures: dict[str, Future[Built]] = {}
 
@@ -48,7 +52,9 @@ class Ahead:
         def built() -> Mapping[Key, Build]:
             return future.result()[asked.text] if future is not None else {}
 
-        return bench_of(asked, group.place, self.pool, Known(self.foresight, built))
+        self.apart.begin(asked, group.place, asked is group.asked[0])
+        apart = partial(self.apart.refused, asked, group.place)
+        return bench_of(asked, group.place, self.pool, Known(self.foresight, built, apart))
 
     def _compiled(self, group: Group) -> Built:
         found: dict[str, dict[Key, Build]] = {a.text: {} for a in group.asked}
@@ -70,9 +76,10 @@ def working_ahead(groups: Sequence[Group], plan: Plan, pool: Pool) -> Iterator[A
     cases = [a.case for g in here for a in g.asked]
     with (
         foreseeing(cases, here[0].place.target if here else HOST, len(pool.workers) // SHARE if here else 0) as known,
+        calling_apart(pool.timeout) as apart,
         ThreadPoolExecutor(AHEAD) as worker,
     ):
-        ahead = Ahead(plan, pool, known, worker)
+        ahead = Ahead(plan, pool, known, apart, worker)
         try:
             yield ahead
         finally:

@@ -1,7 +1,7 @@
 """How good a tiling is: by device time where the target is here, by what its compiler tells where it is not.
 
 A bench is one call, ready to be judged. Asked for some tilings it says which do not count, and why: the compiler
-refuses them, dies of them or never ends, the implementation raises, or the result is not within its bounds. Of the
+refuses them, dies of them or never ends, the kernel never ends (``apart``), the implementation raises, or the result is not within its bounds. Of the
 others it gives scores, less being better, which can be compared with each other and with nothing else: times of one
 round of turns, or figures of one model.
 """
@@ -31,7 +31,10 @@ from portakern.tuning.place import Place
 from portakern.tuning.space import Tiling, frozen
 from portakern.tuning.static import Model, model_of
 
-__all__ = ["ROUNDS", "Bench", "DeviceBench", "Effort", "Known", "StaticBench", "bench_of", "launches_find_it", "survey"]
+__all__ = [
+    "ROUNDS", "Bench", "DeviceBench", "Effort", "Known", "StaticBench", "bench_of", "called", "inputs_of",
+    "launches_find_it", "sticky", "survey",
+]  # fmt: skip
 
 Key = tuple[tuple[str, int], ...]
 ROUNDS = (3, 20)
@@ -61,10 +64,12 @@ class Bench(Protocol):
 @dataclass(frozen=True)
 class Known:
     """What others found of a call before it is judged: ``foresight`` of its results; ``built``, waited for
-    when it is called: tiling -> what its compiler said."""
+    when it is called: tiling -> what its compiler said; ``apart``: why a tiling must not be called in this process, or
+    None, by another that calls it first."""
 
     foresight: Foresight | None = None
     built: Callable[[], Mapping[Key, Build]] = dict
+    apart: Callable[[Tiling], str | None] = lambda tiling: None
 
 
 def bench_of(asked: Asked, place: Place, pool: Pool, known: Known = Known()) -> DeviceBench | StaticBench:
@@ -173,8 +178,8 @@ class DeviceBench:
     """A call on a device that is here, with its values, and its oracle computed once."""
 
     def __init__(self, asked: Asked, place: Place, pool: Pool, known: Known = Known()) -> None:
-        self.asked, self.place, self.pool, self.built = asked, place, pool, known.built
-        self.inputs = _inputs(asked, place)
+        self.asked, self.place, self.pool, self.known = asked, place, pool, known
+        self.inputs = inputs_of(asked, place)
         self.judge = known.foresight.judge(asked.case, self.inputs) if known.foresight else Judge(self.inputs)
         self.judge.expect(place.target, place.interpret)
         self.call = self.inputs.call.replace(target=place.target, interpret=place.interpret)
@@ -188,14 +193,14 @@ class DeviceBench:
                 self._known[key] = built.reason or "it gave no reason"
         for tiling in new:
             if frozen(tiling) not in self._known:
-                self._known[frozen(tiling)] = self.wrong(tiling)
+                self._known[frozen(tiling)] = self.known.apart(tiling) or self.wrong(tiling)
         return {key: why for t in tilings if (why := self._known[key := frozen(t)]) is not None}
 
     def _compiled(self, tilings: Sequence[Tiling]) -> dict[Key, Build]:
         """What compilers ahead of time say, where a launch finds what they made."""
         if not tilings or not launches_find_it(self.place):
             return {}
-        ahead = self.built()
+        ahead = self.known.built()
         found = {frozen(t): ahead[frozen(t)] for t in tilings if frozen(t) in ahead}
         return found | dict(survey(self.asked, self.place, self.pool, [t for t in tilings if frozen(t) not in found]))
 
@@ -207,7 +212,7 @@ class DeviceBench:
                 outputs = self._run(tiling)
             framework.instruments(self.place.device).wait(outputs)
         except Exception as e:
-            if _sticky(e):
+            if sticky(e):
                 raise
             return f"raised {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
         verdict = self.judge.verdict(framework, outputs, self.place.target, self.place.interpret)
@@ -223,16 +228,20 @@ class DeviceBench:
         return None  # it was held to the oracle before it was timed
 
     def _run(self, tiling: Tiling) -> tuple[Any, ...]:
-        """The call as a user makes it who names the tiling."""
-        call = self.inputs.call
-        named = self.place.family.name if len(self.place.backend.families) > 1 else None
-        chosen = _op(call.spec, self.place.backend, named, frozen(tiling))
-        arrays = {n: a for n, a in call.arrays.items() if a is not None}
-        options: dict[str, Any] = {o.name: call.options[o.name] for o in call.spec.options}
-        if call.spec.is_vjp:
-            options["wants"] = call.wants
-        result = chosen(**arrays, **options)
-        return tuple(o for o in result if o is not None) if isinstance(result, tuple) else (result,)
+        return called(self.inputs, self.place, tiling)
+
+
+def called(inputs: Inputs, place: Place, tiling: Tiling) -> tuple[Any, ...]:
+    """The outputs of a call as a user makes it who names the tiling."""
+    call = inputs.call
+    named = place.family.name if len(place.backend.families) > 1 else None
+    chosen = _op(call.spec, place.backend, named, frozen(tiling))
+    arrays = {n: a for n, a in call.arrays.items() if a is not None}
+    options: dict[str, Any] = {o.name: call.options[o.name] for o in call.spec.options}
+    if call.spec.is_vjp:
+        options["wants"] = call.wants
+    result = chosen(**arrays, **options)
+    return tuple(o for o in result if o is not None) if isinstance(result, tuple) else (result,)
 
 
 _ops: dict[Any, Any] = {}
@@ -248,7 +257,7 @@ def _op(spec: Any, backend: Any, variant: str | None, tiling: Key) -> Any:
     return _ops[key]
 
 
-def _sticky(error: Exception) -> bool:
+def sticky(error: Exception) -> bool:
     """Whether a device will answer every later call with the same error: memory was read where there is none."""
     text = str(error).lower()
     return any(
@@ -256,7 +265,7 @@ def _sticky(error: Exception) -> bool:
     )
 
 
-def _inputs(asked: Asked, place: Place) -> Inputs:
+def inputs_of(asked: Asked, place: Place) -> Inputs:
     """The arrays of a call; of a gradient those that the forward op of the same backend saves."""
     case = asked.case
     forward = make(case, place.framework, place.device)

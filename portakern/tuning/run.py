@@ -34,7 +34,7 @@ class Told:
 
 
 def groups_of(asked: Sequence[Asked], target: str | None, backend: str | None, variant: str | None) -> list[Group]:
-    """The keys to tune, of every variant of every op."""
+    """The keys to tune, of every variant of every op, in the order in which the first call of each stands."""
     found: list[Group] = []
     known: dict[str, list[Place]] = {}
     for a in asked:
@@ -46,7 +46,8 @@ def groups_of(asked: Sequence[Asked], target: str | None, backend: str | None, v
                 found += grouped([a for a in asked if a.spec.name == op], place)
             except UnsupportedError as e:
                 say(f"portakern: {e}")
-    return found
+    order = {id(a): i for i, a in enumerate(asked)}
+    return sorted(found, key=lambda group: order[id(group.asked[0])])
 
 
 def tune(
@@ -125,7 +126,8 @@ def _sources(place: Place) -> list[str]:
 def _keep(finding: Finding, ship: bool) -> None:
     place = finding.group.place
     path = table_of(place, ship)
-    store.keep(path, place.impl.op, place.impl.fn.__module__.split(".")[-2], [row_of(finding, place.chip)])
+    package, _, _ = place.impl.fn.__module__.rpartition(".")  # of a module that lies in none the variant is ""
+    store.keep(path, place.impl.op, package.rpartition(".")[2], [row_of(finding, place.chip)])
 
 
 def table_of(place: Place, ship: bool) -> Path:

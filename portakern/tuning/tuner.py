@@ -38,6 +38,9 @@ LEAST = 0.01
 LAST = 4
 """Candidates that are judged again with many samples."""
 
+TOLD = 24
+"""Candidates of a call whose worth is kept in results."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -95,6 +98,11 @@ class Finding:
     def wrong(self) -> dict[Key, str]:
         """Those that run and give wrong results, which somebody should hear of."""
         return {key: why for key, why in self.refused.items() if why.startswith("wrong:")}
+
+    @property
+    def fatal(self) -> dict[Key, str]:
+        """Those that would have ended the run: they never end, or end or spoil the process that calls them."""
+        return {key: why for key, why in self.refused.items() if why.startswith(("hung:", "died:", "spoilt "))}
 
 
 class Progress(NamedTuple):
@@ -328,7 +336,16 @@ class _Trial:
             "kept_tiling": dict(keep) if keep else dict(shipped), "loss": round(default / least - 1, 4),
             "tried": len(self.ratios), "refused": len(self.refused), "ended": self.ended,
             "wrong": sum(why.startswith("wrong:") for why in self.refused.values()),
+            "judged": self._judged(i, shipped),
         }  # fmt: skip
+
+    def _judged(self, i: int, shipped: Tiling) -> list[dict[str, Any]]:
+        """Of a call the best candidates, by what they change of what is shipped, each with its score over that of what
+        is shipped, from the screening: what another default would be worth."""
+        best = sorted(self.each.items(), key=lambda found: found[1][i])[:TOLD]
+        return [
+            {"changes": {n: v for n, v in key if v != shipped[n]}, "ratio": round(each[i], 4)} for key, each in best
+        ]
 
 
 def _rounded(value: float) -> float:

@@ -23,7 +23,11 @@ from portakern.backends.triton.layout import pow2_at_least
 if TYPE_CHECKING:
     from portakern.core.call import Call
 
-MOST = 16  # chunks of a row: one row of 8 key heads has 128 programs then, and an H100 132 multiprocessors
+MOST = 16
+"""Chunks of a row where no table says otherwise: one row of 8 key heads has 128 programs then, and an H100 132
+multiprocessors."""
+
+FEW = 32  # programs that leave most of a GPU idle
 ENOUGH = 1024  # programs that occupy a GPU by themselves
 
 
@@ -70,13 +74,16 @@ def chunk_length(call: Call, tiling: Mapping[str, int]) -> int | None:
     """How many keys make a chunk; None where one holds them all.
 
     It follows from the length of the keys, from how many of them a window shows to a query, and from the tiling, whose
-    ``chunk`` is the least. How many queries, heads or samples there are does not count, so that no bit of a row depends
-    on its company.
+    ``chunk`` is the least. Where the tiling has them, up to ``whole`` keys are one chunk, and a row has up to ``most``
+    of them, for :data:`MOST`. How many queries, heads or samples there are does not count, so that no bit of a row
+    depends on its company.
     """
     kv_len, (left, right) = call.dims["kv_len"], call.options["window"] or (None, None)
     right = 0 if call.options["is_causal"] else right
     seen = kv_len if left is None or right is None else min(kv_len, left + right + 1)
-    chunk = max(tiling["chunk"], tiling["block_kv"], pow2_at_least(cdiv(seen, MOST)))
+    whole = tiling.get("whole", 0)
+    least = max(tiling["chunk"], whole) if seen <= whole else tiling["chunk"]
+    chunk = max(least, tiling["block_kv"], pow2_at_least(cdiv(seen, tiling.get("most", MOST))))
     return chunk if chunk < kv_len else None
 
 
@@ -92,8 +99,10 @@ def chunks_of_a_tile(call: Call, chunk: int, queries: int) -> int:
 
 def worth_spreading(call: Call, programs: int, chunks: int) -> bool:
     """Whether each chunk shall have a program: where there are few programs otherwise, and what they write down of
-    their parts is little beside the keys and values that they read."""
+    their parts is little beside the keys and values that they read: a quarter, or half where most of a GPU were idle
+    without them."""
     dims = call.dims
     size = 2 if call.dtype in ("float16", "bfloat16") else 4
     written = dims["group"] * dims["q_len"] * chunks * dims["dv"] * 4
-    return programs < ENOUGH and 4 * written <= dims["kv_len"] * (dims["d"] + dims["dv"]) * size
+    times = 2 if programs <= FEW else 4
+    return programs < ENOUGH and times * written <= dims["kv_len"] * (dims["d"] + dims["dv"]) * size

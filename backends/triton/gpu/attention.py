@@ -71,6 +71,8 @@ FEW_ROWS = 512  # so many rows at most have a program of attention_combine_kerne
 AHEAD = tl.constexpr(8)  # parts that it reads before it needs the first of them
 KNOBS = {
     "chunk": Tile(16, 1 << 20),
+    "whole": Tile(16, 1 << 20),
+    "most": Tile(1, 128),
     "few_q": Tile(16, 128),
     "few_stages": Count(1, 8),
     "num_warps": Tile(1, 16),

@@ -1,5 +1,6 @@
-"""The kernel of attention for Hopper where few queries meet many keys, as decoding has it: each chunk of a row's keys
-is a program's, which leaves the chunk's state (acc, l, m) for ``attention_combine_kernel`` of ``gpu/attention.py``.
+"""The kernel of attention for Hopper where there are few queries, as in decoding: each chunk of a row's keys is a
+program's, which leaves the chunk's state (acc, l, m) for ``attention_combine_kernel`` of ``gpu/attention.py``. Where
+one chunk holds all keys, its state is the row's, and the program writes o itself.
 
 The queries of all heads of a group are the rows of one tile, so that their keys are read once. One warp has the copy
 engine bring queries, keys and values, and runs ahead into the next chunk as far as shared memory has room; four warps
@@ -81,7 +82,7 @@ def producer(
 
 @gluon.jit
 def consumer(
-    q_tile, k_tiles, v_tiles, q_full, q_empty, full, empty, parts, statistics, scores, window, work,
+    q_tile, k_tiles, v_tiles, q_full, q_empty, full, empty, parts, statistics, o, lse, scores, window, work,
     plan: gl.constexpr, heads: gl.constexpr,
 ):  # fmt: skip
     """Four warps that walk the chunks of this program."""
@@ -103,30 +104,41 @@ def consumer(
         acc, l, m, turn, unit = attend(turn, unit, first, last, q_tile, q_empty, k_tiles, v_tiles, full, empty, q_full,
                                        q_full, limits, gl.maximum(all_lo, start), gl.minimum(all_hi, end), scores,
                                        work.chunk, 0, plan)  # fmt: skip
-        at, there = row_at(b, h, share, work, row_o, heads)
+        at, at_o, there = row_at(b, h, work, row_o, heads)
         ok = there[:, None] & (column < work.dv)[None, :]
-        gl.store(parts + (at * work.dv)[:, None] + column[None, :], acc, mask=ok)
-        at, there = row_at(b, h, share, work, row_s, heads)
-        gl.store(statistics + at * 2, l, mask=there)
-        gl.store(statistics + at * 2 + 1, m, mask=there)
+        at_s, _, there_s = row_at(b, h, work, row_s, heads)
+        if parts is not None:
+            at, at_s = at * work.chunks + share, at_s * work.chunks + share
+            gl.store(parts + (at * work.dv)[:, None] + column[None, :], acc, mask=ok)
+            gl.store(statistics + at_s * 2, l, mask=there_s)
+            gl.store(statistics + at_s * 2 + 1, m, mask=there_s)
+        else:  # as ``store_rows`` of the portable kernel
+            inverse = 1.0 / gl.where(l == 0.0, 1.0, l)
+            out = acc * gl.convert_layout(inverse, row_o)[:, None]
+            gl.store(o + (at_o * work.dv)[:, None] + column[None, :], out.to(o.dtype.element_ty), mask=ok)
+            if lse is not None:
+                gl.store(lse + at_s, m * scores.unit + gl.log(l), mask=there_s)
 
 
 @gluon.jit
-def row_at(b, h, share, work, row: gl.constexpr, heads: gl.constexpr):
-    """Where the state of each row's chunk lies in (batch, heads, q_len, chunks), and which rows there are."""
+def row_at(b, h, work, row: gl.constexpr, heads: gl.constexpr):
+    """Where each row lies in (batch, heads, q_len) and in (batch, q_len, heads), and which rows there are."""
     i = gl.arange(0, ROWS, row)
     query, of_group = i // heads, i % heads
-    head = (b * work.kv_heads + h) * work.group + of_group
-    at = (head.to(gl.int64) * work.q_len + query) * work.chunks + share
-    return at, (query < work.q_len) & (of_group < work.group)
+    head = h * work.group + of_group
+    all_heads = work.kv_heads * work.group
+    at = (b * all_heads + head).to(gl.int64) * work.q_len + query
+    at_o = (b * work.q_len + query).to(gl.int64) * all_heads + head
+    return at, at_o, (query < work.q_len) & (of_group < work.group)
 
 
 @gluon.jit(do_not_specialize=list(Shares._fields))
 def attention_shares_kernel(
-    q, k, v, parts, statistics, scores, window, total, chunks, kv_heads, group, q_len, kv_len, chunk, dv,
+    q, k, v, parts, statistics, o, lse, scores, window, total, chunks, kv_heads, group, q_len, kv_len, chunk, dv,
     plan: gl.constexpr, heads: gl.constexpr,
 ):  # fmt: skip
-    """The state of each chunk: parts, (batch, heads, q_len, chunks, dv), and statistics, (.., 2), l and m.
+    """The state of each chunk: parts, (batch, heads, q_len, chunks, dv), and statistics, (.., 2), l and m; or, where
+    ``chunks`` is 1 and parts None, o, (batch, q_len, heads, dv), and lse, (batch, heads, q_len), unless that is None.
 
     q: described, (batch, kv_heads, q_len, group, d), in boxes of ``heads`` heads, the least power of two that holds a
     group; k, v: described, (batch, kv_len, kv_heads, d). From ``total`` on: ``Shares``.
@@ -148,10 +160,11 @@ def attention_shares_kernel(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
-    gdc_launch_dependents()  # the merger may take its places, and waits there for the end of all programs
+    if parts is not None:
+        gdc_launch_dependents()  # the merger may take its places, and waits there for the end of all programs
     gl.warp_specialize([
         (consumer, (q_tile.index(0), k_tiles, v_tiles, q_bars.index(0), q_bars.index(1), full, empty, parts, statistics,
-                    scores, window, work, plan, heads)),
+                    o, lse, scores, window, work, plan, heads)),
         (producer, (q_tile.index(0), k_tiles, v_tiles, q_bars.index(0), q_bars.index(1), full, empty, q, k, v, window,
                     work, plan, heads)),
     ], [1], [24])  # fmt: skip

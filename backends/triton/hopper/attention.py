@@ -1,7 +1,8 @@
-"""Attention for Hopper's copy engine and asynchronous matrix unit, in 16 bits: see ``_flash``.
+"""Attention for Hopper's copy engine and asynchronous matrix unit, in 16 bits: see ``_flash``, and ``_shares`` for few
+queries.
 
-Calls of few queries, and those in which chunks of keys have programs of their own, go to the portable kernel with the
-tiling of here. Both kernels add up the same numbers in the same order, so that a row's bits do not tell which it was.
+Calls of few queries that have more programs than there are multiprocessors go to the portable kernel with the tiling of
+here. All kernels add up the same numbers in the same order, so that a row's bits do not tell which it was.
 Everything that this variant does not take is refused by what decides bits anyway: dtypes, head dimensions, bias and
 segments. Interpreted calls are all the portable kernel's: Gluon is compiled alone.
 """
@@ -39,8 +40,9 @@ MOST_STAGES = 6  # of keys on their way to one group of rows
 BARRIERS = 1024  # bytes of shared memory that are set aside for them
 KNOBS = {**portable.KNOBS, "consumers": Count(2, 3), "stay": Count(0, 1), "shares": Count(0, 2)}
 """``stay``: whether programs stay and take tiles by pairs where some see more keys than others, if that is faster (see
-``stays``). ``shares``: whether chunks of keys that have programs of their own are this variant's; 1: where each chunk
-of the call has a multiprocessor, 2: anywhere. No bit of a result depends on either."""
+``stays``). ``shares``: whether chunks of keys that have programs of their own, and few queries whose keys are one
+chunk, are this variant's; 1: where each chunk of the call has a multiprocessor, 2: anywhere. No bit of a result depends
+on either."""
 
 
 def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
@@ -111,9 +113,11 @@ DRAWN = Drawn(("bias", "q_segment_ids", "kv_segment_ids"), {"d": 8, "dv": 8}, {"
 def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     dims, options = call.dims, call.options
     rows, _ = portable.rows_plan(call, tiling)
-    _, _, _, chunks = portable.programs_of(call, tiling, rows)
-    shares = chunks if chunks and in_shares(call, tiling, chunks) else None
+    _, _, chunk, chunks = portable.programs_of(call, tiling, rows)
     few = chunks or rows.packed or dims["q_len"] <= QUERIES
+    shares = chunks or (None if chunk else 1)  # None: a program walks several chunks
+    if not few or shares is None or not in_shares(call, tiling, shares):
+        shares = None
     if call.interpret or (few and shares is None):
         return portable.attention(call, tiling)
     plan = plan_of(call, tiling)
@@ -156,22 +160,26 @@ def by_shares(
     call: Call, tiling: Mapping[str, int], plan: Plan, arrays: tuple[Any, ...], out: tuple[Any, Any], scores: Scores,
     window: tuple[int | None, int | None], chunks: int,
 ) -> None:  # fmt: skip
-    """Each chunk of keys by itself, and then their merger, which is launched beside the end of the first kernel."""
+    """Each chunk of keys by itself, and then, where there are several, their merger, which is launched beside the end
+    of the first kernel."""
     dims, (q, k, v) = call.dims, arrays
     batch, q_len, kv_heads, group, dv = (dims[n] for n in ("batch", "q_len", "kv_heads", "group", "dv"))
-    heads, total, chunk = kv_heads * group, batch * kv_heads * chunks, chunk_length(call, tiling)
-    assert chunk is not None
+    heads, total, chunk = kv_heads * group, batch * kv_heads * chunks, chunk_length(call, tiling) or dims["kv_len"]
     plan, limit = plan._replace(consumers=1, stages=2, chunked=False, o_in_q=False), shared_limit(call.target.arch)
     while plan.stages < MOST_STAGES and shared_bytes(plan._replace(stages=plan.stages + 1, o_in_q=True)) <= limit:
         plan = plan._replace(stages=plan.stages + 1)
-    parts = fresh((batch, heads, q_len, chunks, dv), torch.float32, q.device)
-    statistics = fresh((batch, heads, q_len, chunks, 2), torch.float32, q.device)
+    parts, statistics, written = None, None, out
+    if chunks > 1:
+        parts = fresh((batch, heads, q_len, chunks, dv), torch.float32, q.device)
+        statistics = fresh((batch, heads, q_len, chunks, 2), torch.float32, q.device)
+        written = None, None
     work = Shares(total, chunks, kv_heads, group, q_len, dims["kv_len"], chunk, dv)
     launch(attention_shares_kernel, min(total, processors(q.device)), call, by_group(q, group, plan.block_d),
            tiled(k, plan.block_kv, plan.block_d), tiled(v, plan.block_kv, plan.block_dv), parts, statistics,
-           scores, window, *work, plan=plan, heads=pow2_at_least(group), num_warps=4,
+           *written, scores, window, *work, plan=plan, heads=pow2_at_least(group), num_warps=4,
            maxnreg=REGISTERS[2][1])  # fmt: skip
-    portable.combine(call, (parts, statistics), out, scores, follows=True)
+    if chunks > 1:
+        portable.combine(call, (parts, statistics), out, scores, follows=True)
 
 
 def by_group(q: torch.Tensor, group: int, columns: int) -> Any:
