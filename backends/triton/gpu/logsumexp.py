@@ -18,6 +18,9 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.gpu._columns import (
+    begin, joined, load_tile, refuse_strips, side_by_side, strip_of, sum_parts, tile_columns, tree_sum, walk_strips,
+)  # fmt: skip
 from portakern.backends.triton.gpu._rows import columns, load_tiles, refuse_rows, row_max, row_sum, tile_rows, told
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
@@ -67,15 +70,40 @@ def logsumexp_kernel(x, y, rows, rows_inner, n, x_outer, x_inner, x_n,
     tl.store(y + row, (finite_or_zero(m) + tl.log(l)).to(y.dtype.element_ty), mask=row < rows)
 
 
+@triton.jit
+def logsumexp_columns_kernel(x, y, m, l, rows, lanes, n, parts, x_group, x_lane, x_n, y_group, y_lane,
+                             block_rows: tl.constexpr, block_n: tl.constexpr, block_parts: tl.constexpr,
+                             acc_dtype: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+    """Rows that lie side by side, whole or joined from their parts."""
+    lanes, x_n = aligned(lanes, unit), aligned(x_n, unit)
+    lane, _, group = strip_of(tl.program_id(0), lanes, 1, block_rows)
+    inside = lane < lanes
+    if block_parts:
+        top, sums = joined(m, l, rows, group * lanes + lane, inside, parts, block_parts, True)
+    else:
+        step = tl.arange(0, block_n)[:, None].to(tl.int64)
+        x_row = begin(x, group, lane, x_group, x_lane, unit)
+        t = load_tile(x_row, 0, step, x_n, (step < n) & inside, float("-inf"), acc_dtype)
+        top = tl.max(t, 0)[None, :]
+        sums = tree_sum(tl.exp(t - finite_or_zero(top)))
+    out = finite_or_zero(top) + tl.log(sums)
+    tl.store(begin(y, group, lane, y_group, y_lane, 1), out.to(y.dtype.element_ty), mask=inside)
+
+
 def key(call: Call) -> dict[str, str | int]:
-    return {"dtype": call.dtype, "n": call.dims["axis"]}
+    x, axis = call.arrays["x"], call.options["axis"]
+    return {"dtype": call.dtype, "rows": "side by side" if side_by_side(x, axis) else "apart", "n": x.shape[axis]}
 
 
 def default_tiling(call: Call) -> dict[str, int]:
-    return tile_rows(call.dims["axis"], call.target.arch)
+    x, axis = call.arrays["x"], call.options["axis"]
+    return (tile_columns if side_by_side(x, axis) else tile_rows)(x.shape[axis], call.target.arch)
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+    x, axis = call.arrays["x"], call.options["axis"]
+    if side_by_side(x, axis):
+        return refuse_strips(call, x, axis, tiling)
     return refuse_rows(call, tiling, call.dims["axis"], prod(call.dims["rest"]))
 
 
@@ -83,6 +111,13 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
 def logsumexp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     x, axis = call.arrays["x"], call.options["axis"]
     y, n = fresh(call.dims["rest"], x.dtype, x.device), call.dims["axis"]
+    if side_by_side(x, axis):
+        (x,), strips = walk_strips(call, axis, tiling, x)
+        m, l = sum_parts(call, strips, n, x)
+        launch(logsumexp_columns_kernel, strips.strips, call, x, y, m, l, strips.height, strips.lanes, n, strips.parts,
+               *strips.strides[0], *strips.numbers, **strips.tile, block_parts=strips.block_parts,
+               acc_dtype=accumulator(call.dtype), unit=strips.unit)  # fmt: skip
+        return (y,)
     (x,), rows = walk_rows(axis, x)
     launch(logsumexp_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, y, rows.height, rows.inner, n,
            *rows.strides[0], acc_dtype=accumulator(call.dtype), **told(call, n, tiling),
