@@ -3,8 +3,8 @@
 Such a row is a column of a matrix in memory, and a program owns ``block_rows`` of them next to each other, a *strip*,
 so that what a warp reads at once is contiguous. Of a strip it holds ``block_n`` numbers a row at a time, a tile whose
 first axis runs along the rows. Where that is a whole row, one kernel does all. A longer one is cut into ``parts``, whose
-sums programs of their own find, each walking its part a tile at a time; a second kernel, a program a tile, joins them
-and writes the result. The tiles that were read last are written first, while they are still in the cache.
+sums programs of their own find, each walking its part a tile at a time; in a second kernel the same programs join them
+and walk back, so that what was read last is still in the cache.
 
 Every sum over a tile is by halves (:func:`tree_sum`), and parts and tiles follow from the rows' length. So a row has
 the same bits in strips of any width and beside any number of others, whatever vectors they are read in.
@@ -42,12 +42,26 @@ def tree_sum(t):
 
 
 @triton.jit
-def strip_of(index, lanes, pieces, block_rows: tl.constexpr):
-    """Of program ``index``: which rows it has beside each other, which piece of them, and in which group of rows."""
+def strip_of(index, lanes, parts: tl.constexpr, block_rows: tl.constexpr):
+    """Of program ``index``: which rows it has beside each other, which part of them, and in which group of rows."""
     strips = tl.cdiv(lanes, block_rows)
     lane = (index % strips).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     index = index // strips
-    return lane[None, :], (index % pieces).to(tl.int64), (index // pieces).to(tl.int64)
+    if parts:
+        return lane[None, :], (index % parts).to(tl.int64), (index // parts).to(tl.int64)
+    else:
+        return lane[None, :], 0, index.to(tl.int64)
+
+
+@triton.jit
+def tiles_of(part, chunk, n, block_n: tl.constexpr, parts: tl.constexpr):
+    """How many tiles a program walks, where the last of them begins, and where its part ends."""
+    if parts:
+        last = tl.minimum((part + 1) * chunk, n)
+        tiles = tl.cdiv(last - part * chunk, block_n)
+        return tiles, part * chunk + (tiles - 1) * block_n, last
+    else:
+        return 1, tl.cast(0, tl.int64), n
 
 
 @triton.jit
@@ -63,10 +77,10 @@ def load_tile(row, start, step, step_n, ok, other, acc_dtype: tl.constexpr):
 
 
 @triton.jit
-def part_sums_kernel(x, other, m, total, rows, lanes, n, chunk, parts,
+def part_sums_kernel(x, other, m, total, rows, lanes, n, chunk,
                      x_group, x_lane, x_n, other_group, other_lane, other_n,
-                     block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
-                     unit: tl.constexpr):  # fmt: skip
+                     block_rows: tl.constexpr, block_n: tl.constexpr, parts: tl.constexpr,
+                     acc_dtype: tl.constexpr, unit: tl.constexpr):  # fmt: skip
     """Of each part of ``chunk`` numbers of a row its maximum m and sum exp(x - m); or sum x other, where that is given.
 
     m, total: (parts, rows). A part of nothing but -inf has the sum 0, and one with +inf the sum +inf."""
@@ -98,24 +112,30 @@ def part_sums_kernel(x, other, m, total, rows, lanes, n, chunk, parts,
 
 
 @triton.jit
-def joined(m, total, rows, row, inside, parts, block_parts: tl.constexpr, finite: tl.constexpr):
-    """m and l of whole rows, each of one number a row. ``finite``: l = sum exp(x), and not NaN, where m is +inf."""
-    part = tl.arange(0, block_parts)[:, None].to(tl.int64)
-    ok = (part < parts) & inside
-    tops = tl.load(m + part * rows + row, mask=ok, other=float("-inf"))
-    sums = tl.load(total + part * rows + row, mask=ok, other=0.0)
-    top = tl.max(tops, 0)[None, :]
-    shift = top
-    if finite:
-        shift = tl.where(tl.abs(top) == float("inf"), 0.0, top)
-    return top, tree_sum(sums * tl.exp(tops - shift))
+def joined(m, total, rows, row, inside, parts: tl.constexpr, finite: tl.constexpr):
+    """m and l of whole rows, each of one number a row, from those of their parts in order. l = sum exp(x), and not NaN,
+    where m is +inf, if ``finite``."""
+    top = tl.load(m + row, mask=inside, other=float("-inf"))
+    for part in tl.static_range(1, parts):
+        top = tl.maximum(top, tl.load(m + part * rows + row, mask=inside, other=float("-inf")))
+    l = tl.zeros_like(top)
+    for part in tl.static_range(parts):
+        d = tl.load(m + part * rows + row, mask=inside, other=float("-inf"))
+        if finite:
+            d = tl.minimum(d - tl.where(tl.abs(top) == float("inf"), 0.0, top), 0.0)
+        else:
+            d = d - top
+        l += tl.load(total + part * rows + row, mask=inside, other=0.0) * tl.exp(d)
+    return top, l
 
 
 @triton.jit
-def added(total, rows, row, inside, parts, block_parts: tl.constexpr):
-    """The sum of what all parts of a row found."""
-    part = tl.arange(0, block_parts)[:, None].to(tl.int64)
-    return tree_sum(tl.load(total + part * rows + row, mask=(part < parts) & inside, other=0.0))
+def added(total, rows, row, inside, parts: tl.constexpr):
+    """The sum of what the parts of a row found, in order."""
+    l = tl.load(total + row, mask=inside, other=0.0)
+    for part in tl.static_range(1, parts):
+        l += tl.load(total + part * rows + row, mask=inside, other=0.0)
+    return l
 
 
 def side_by_side(x: torch.Tensor, axis: int) -> bool:
@@ -149,16 +169,13 @@ class Strips(NamedTuple):
     tile: dict[str, int]
 
     @property
-    def strips(self) -> int:
-        return self.groups * cdiv(self.lanes, self.tile["block_rows"])
-
-    def pieces(self, n: int) -> int:
-        """Tiles of a row."""
-        return cdiv(n, self.tile["block_n"])
+    def programs(self) -> int:
+        """How many write a result: one a strip of whole rows, or of each of their parts."""
+        return self.groups * cdiv(self.lanes, self.tile["block_rows"]) * max(self.parts, 1)
 
     @property
-    def block_parts(self) -> int:
-        return pow2_at_least(self.parts) if self.parts else 0
+    def constants(self) -> dict[str, int]:
+        return {**self.tile, "parts": self.parts, "unit": self.unit}
 
 
 def walk_strips(call: Call, axis: int, tiling: Mapping[str, int], *tensors: Any) -> tuple[tuple[Any, ...], Strips]:
@@ -194,8 +211,7 @@ def tile_of_strips(call: Call, n: int, lanes_there_are: int, tiling: Mapping[str
 def refuse_strips(call: Call, x: torch.Tensor, axis: int, tiling: Mapping[str, int]) -> str | None:
     """Why rows that lie side by side cannot be walked with this tiling."""
     _, strips = walk_strips(call, axis, tiling, x)
-    programs = strips.strips * strips.pieces(x.shape[axis])
-    return refuse_tile(call, strips.tile, programs * strips.tile["block_rows"])
+    return refuse_tile(call, strips.tile, strips.programs * strips.tile["block_rows"])
 
 
 def tile_columns(n: int, arch: str) -> dict[str, int]:
@@ -218,7 +234,7 @@ def sum_parts(
     dtype = torch_dtype("float64" if call.dtype == "float64" else "float32")
     total = fresh((strips.parts, strips.height), dtype, x.device)
     m = fresh((strips.parts, strips.height), dtype, x.device) if other is None else None
-    launch(part_sums_kernel, strips.strips * strips.parts, call, x, other, m, total, strips.height, strips.lanes, n,
-           strips.chunk, strips.parts, *strips.strides[0], *strips.strides[0 if other is None else 1], **strips.tile,
-           acc_dtype=accumulator(call.dtype), unit=strips.unit)  # fmt: skip
+    launch(part_sums_kernel, strips.programs, call, x, other, m, total, strips.height, strips.lanes, n,
+           strips.chunk, *strips.strides[0], *strips.strides[0 if other is None else 1],
+           acc_dtype=accumulator(call.dtype), **strips.constants)  # fmt: skip
     return m, total

@@ -71,15 +71,15 @@ def logsumexp_kernel(x, y, rows, rows_inner, n, x_outer, x_inner, x_n,
 
 
 @triton.jit
-def logsumexp_columns_kernel(x, y, m, l, rows, lanes, n, parts, x_group, x_lane, x_n, y_group, y_lane,
-                             block_rows: tl.constexpr, block_n: tl.constexpr, block_parts: tl.constexpr,
+def logsumexp_columns_kernel(x, y, m, l, rows, lanes, n, x_group, x_lane, x_n, y_group, y_lane,
+                             block_rows: tl.constexpr, block_n: tl.constexpr, parts: tl.constexpr,
                              acc_dtype: tl.constexpr, unit: tl.constexpr):  # fmt: skip
     """Rows that lie side by side, whole or joined from their parts."""
     lanes, x_n = aligned(lanes, unit), aligned(x_n, unit)
-    lane, _, group = strip_of(tl.program_id(0), lanes, 1, block_rows)
+    lane, _, group = strip_of(tl.program_id(0), lanes, 0, block_rows)
     inside = lane < lanes
-    if block_parts:
-        top, sums = joined(m, l, rows, group * lanes + lane, inside, parts, block_parts, True)
+    if parts:
+        top, sums = joined(m, l, rows, group * lanes + lane, inside, parts, True)
     else:
         step = tl.arange(0, block_n)[:, None].to(tl.int64)
         x_row = begin(x, group, lane, x_group, x_lane, unit)
@@ -114,9 +114,9 @@ def logsumexp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     if side_by_side(x, axis):
         (x,), strips = walk_strips(call, axis, tiling, x)
         m, l = sum_parts(call, strips, n, x)
-        launch(logsumexp_columns_kernel, strips.strips, call, x, y, m, l, strips.height, strips.lanes, n, strips.parts,
-               *strips.strides[0], *strips.numbers, **strips.tile, block_parts=strips.block_parts,
-               acc_dtype=accumulator(call.dtype), unit=strips.unit)  # fmt: skip
+        launch(logsumexp_columns_kernel, strips.programs // max(strips.parts, 1), call, x, y, m, l, strips.height,
+               strips.lanes, n, *strips.strides[0], *strips.numbers, acc_dtype=accumulator(call.dtype),
+               **strips.constants)  # fmt: skip
         return (y,)
     (x,), rows = walk_rows(axis, x)
     launch(logsumexp_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, y, rows.height, rows.inner, n,

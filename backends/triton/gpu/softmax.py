@@ -20,7 +20,8 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu._columns import (
-    begin, joined, load_tile, refuse_strips, side_by_side, strip_of, sum_parts, tile_columns, tree_sum, walk_strips,
+    begin, joined, load_tile, refuse_strips, side_by_side, strip_of, sum_parts, tile_columns, tiles_of,
+    tree_sum, walk_strips,
 )  # fmt: skip
 from portakern.backends.triton.gpu._rows import columns, load_tiles, refuse_rows, row_max, row_sum, tile_rows, told
 from portakern.backends.triton.launch import accumulator, cdiv, launch
@@ -73,30 +74,27 @@ def softmax_kernel(x, y, rows, rows_inner, n,
 
 
 @triton.jit
-def shares(t, m, l, rows, row, inside, parts, block_parts: tl.constexpr):
-    """exp(x - m) of a tile whose columns are rows, and their sums l: the tile's, or those of ``parts`` if there are."""
-    if block_parts:
-        top, sums = joined(m, l, rows, row, inside, parts, block_parts, False)
-        p = tl.exp(t - top)
-    else:
-        p = tl.exp(t - tl.max(t, 0)[None, :])
-        sums = tree_sum(p)
-    return p, sums
-
-
-@triton.jit
-def softmax_columns_kernel(x, y, m, l, rows, lanes, n, parts, x_group, x_lane, x_n, y_group, y_lane, y_n,
-                           block_rows: tl.constexpr, block_n: tl.constexpr, block_parts: tl.constexpr,
+def softmax_columns_kernel(x, y, m, l, rows, lanes, n, chunk, x_group, x_lane, x_n, y_group, y_lane, y_n,
+                           block_rows: tl.constexpr, block_n: tl.constexpr, parts: tl.constexpr,
                            acc_dtype: tl.constexpr, unit: tl.constexpr):  # fmt: skip
-    """A tile of rows that lie side by side, the last one first."""
+    """Rows that lie side by side: whole ones, or ``parts`` of them, whose m and l are known, from their ends."""
     lanes, x_n, y_n = aligned(lanes, unit), aligned(x_n, unit), aligned(y_n, unit)
-    lane, piece, group = strip_of(tl.num_programs(0) - 1 - tl.program_id(0), lanes, tl.cdiv(n, block_n), block_rows)
-    start, step, inside = piece * block_n, tl.arange(0, block_n)[:, None].to(tl.int64), lane < lanes
-    ok = (start + step < n) & inside
+    lane, part, group = strip_of(tl.num_programs(0) - 1 - tl.program_id(0), lanes, parts, block_rows)
     x_row, y_row = begin(x, group, lane, x_group, x_lane, unit), begin(y, group, lane, y_group, y_lane, unit)
-    t = load_tile(x_row, start, step, x_n, ok, float("-inf"), acc_dtype)
-    p, sums = shares(t, m, l, rows, group * lanes + lane, inside, parts, block_parts)
-    tl.store(y_row + (start + step) * y_n, (p / sums).to(y.dtype.element_ty), mask=ok)
+    step, inside = tl.arange(0, block_n)[:, None].to(tl.int64), lane < lanes
+    if parts:
+        top, total = joined(m, l, rows, group * lanes + lane, inside, parts, False)
+    tiles, start, last = tiles_of(part, chunk, n, block_n, parts)
+    for _ in range(tiles):
+        ok = (start + step < last) & inside
+        t = load_tile(x_row, start, step, x_n, ok, float("-inf"), acc_dtype)
+        if parts:
+            p = tl.exp(t - top)
+        else:
+            p = tl.exp(t - tl.max(t, 0)[None, :])
+            total = tree_sum(p)
+        tl.store(y_row + (start + step) * y_n, (p / total).to(y.dtype.element_ty), mask=ok)
+        start -= block_n
 
 
 def key(call: Call) -> dict[str, str | int]:
@@ -128,9 +126,9 @@ def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     if side_by_side(x, axis):
         (x,), strips = walk_strips(call, axis, tiling, x)
         m, l = sum_parts(call, strips, n, x)
-        launch(softmax_columns_kernel, strips.strips * strips.pieces(n), call, x, y, m, l, strips.height, strips.lanes,
-               n, strips.parts, *strips.strides[0], *strips.strides[1], **strips.tile, block_parts=strips.block_parts,
-               acc_dtype=accumulator(call.dtype), unit=strips.unit)  # fmt: skip
+        launch(softmax_columns_kernel, strips.programs, call, x, y, m, l, strips.height, strips.lanes, n, strips.chunk,
+               *strips.strides[0], *strips.strides[1], acc_dtype=accumulator(call.dtype),
+               **strips.constants)  # fmt: skip
         return (y,)
     (x,), rows = walk_rows(axis, x)
     launch(softmax_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, y, rows.height, rows.inner, n,
