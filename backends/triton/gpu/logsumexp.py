@@ -11,7 +11,6 @@ Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (201
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import triton
@@ -19,9 +18,17 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu._columns import (
-    begin, joined, load_tile, refuse_strips, side_by_side, strip_of, sum_parts, tile_columns, tree_sum, walk_strips,
-)  # fmt: skip
-from portakern.backends.triton.gpu._rows import columns, load_tiles, refuse_rows, row_max, row_sum, tile_rows, told
+    begin,
+    joined,
+    load_tile,
+    side_by_side,
+    strip_of,
+    sum_parts,
+    tree_sum,
+    walk_strips,
+)
+from portakern.backends.triton.gpu._rows import columns, load_tiles, row_max, row_sum, told
+from portakern.backends.triton.gpu.softmax import default_tiling, key, supports
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
 from portakern.spec import Tile
@@ -88,23 +95,6 @@ def logsumexp_columns_kernel(x, y, m, l, rows, lanes, n, x_group, x_lane, x_n, y
         sums = tree_sum(tl.exp(t - finite_or_zero(top)))
     out = finite_or_zero(top) + tl.log(sums)
     tl.store(begin(y, group, lane, y_group, y_lane, 1), out.to(y.dtype.element_ty), mask=inside)
-
-
-def key(call: Call) -> dict[str, str | int]:
-    x, axis = call.arrays["x"], call.options["axis"]
-    return {"dtype": call.dtype, "rows": "side by side" if side_by_side(x, axis) else "apart", "n": x.shape[axis]}
-
-
-def default_tiling(call: Call) -> dict[str, int]:
-    x, axis = call.arrays["x"], call.options["axis"]
-    return (tile_columns if side_by_side(x, axis) else tile_rows)(x.shape[axis], call.target.arch)
-
-
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    x, axis = call.arrays["x"], call.options["axis"]
-    if side_by_side(x, axis):
-        return refuse_strips(call, x, axis, tiling)
-    return refuse_rows(call, tiling, call.dims["axis"], prod(call.dims["rest"]))
 
 
 @BACKEND.implements("logsumexp", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})

@@ -16,11 +16,18 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu._columns import (
-    begin, joined, load_tile, side_by_side, strip_of, sum_parts, tiles_of, tree_sum, walk_strips,
-)  # fmt: skip
+    begin,
+    joined,
+    load_tile,
+    side_by_side,
+    strip_of,
+    sum_parts,
+    tiles_of,
+    tree_sum,
+    walk_strips,
+)
 from portakern.backends.triton.gpu._rows import columns, load_tiles, told
-from portakern.backends.triton.gpu.logsumexp import default_tiling, key, supports
-from portakern.backends.triton.gpu.softmax import exponentials
+from portakern.backends.triton.gpu.softmax import default_tiling, exponentials, key, supports
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
 from portakern.spec import Tile

@@ -20,9 +20,18 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu._columns import (
-    begin, joined, load_tile, refuse_strips, side_by_side, strip_of, sum_parts, tile_columns, tiles_of,
-    tree_sum, walk_strips,
-)  # fmt: skip
+    begin,
+    joined,
+    load_tile,
+    refuse_strips,
+    side_by_side,
+    strip_of,
+    sum_parts,
+    tile_columns,
+    tiles_of,
+    tree_sum,
+    walk_strips,
+)
 from portakern.backends.triton.gpu._rows import columns, load_tiles, refuse_rows, row_max, row_sum, tile_rows, told
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh_like, row_start, walk_rows

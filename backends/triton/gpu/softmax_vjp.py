@@ -16,8 +16,16 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu._columns import (
-    added, begin, load_tile, side_by_side, strip_of, sum_parts, tiles_of, tree_sum, walk_strips,
-)  # fmt: skip
+    added,
+    begin,
+    load_tile,
+    side_by_side,
+    strip_of,
+    sum_parts,
+    tiles_of,
+    tree_sum,
+    walk_strips,
+)
 from portakern.backends.triton.gpu._rows import columns, load_tiles, row_sum, told
 from portakern.backends.triton.gpu.softmax import default_tiling, key, supports
 from portakern.backends.triton.launch import accumulator, cdiv, launch
