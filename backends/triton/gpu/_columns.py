@@ -77,13 +77,13 @@ def load_tile(row, start, step, step_n, ok, other, acc_dtype: tl.constexpr):
 
 
 @triton.jit
-def part_sums_kernel(x, other, m, total, rows, lanes, n, chunk,
+def part_sums_kernel(x, other, m, total, lanes, n, chunk,
                      x_group, x_lane, x_n, other_group, other_lane, other_n,
                      block_rows: tl.constexpr, block_n: tl.constexpr, parts: tl.constexpr,
                      acc_dtype: tl.constexpr, unit: tl.constexpr):  # fmt: skip
     """Of each part of ``chunk`` numbers of a row its maximum m and sum exp(x - m); or sum x other, where that is given.
 
-    m, total: (parts, rows). A part of nothing but -inf has the sum 0, and one with +inf the sum +inf."""
+    m, total: (rows, parts). A part of nothing but -inf has the sum 0, and one with +inf the sum +inf."""
     lanes, x_n, other_n = aligned(lanes, unit), aligned(x_n, unit), aligned(other_n, unit)
     lane, part, group = strip_of(tl.program_id(0), lanes, parts, block_rows)
     x_row = begin(x, group, lane, x_group, x_lane, unit)
@@ -105,37 +105,36 @@ def part_sums_kernel(x, other, m, total, rows, lanes, n, chunk,
             other_row = begin(other, group, lane, other_group, other_lane, unit)
             t = load_tile(x_row, start, step, x_n, ok, 0.0, acc_dtype)
             acc += t * load_tile(other_row, start, step, other_n, ok, 0.0, acc_dtype)
-    at = part * rows + group * lanes + lane
+    at = (group * lanes + lane) * parts + part
     tl.store(total + at, tree_sum(acc), mask=inside)
     if other is None:
         tl.store(m + at, top, mask=inside)
 
 
 @triton.jit
-def joined(m, total, rows, row, inside, parts: tl.constexpr, finite: tl.constexpr):
-    """m and l of whole rows, each of one number a row, from those of their parts in order. l = sum exp(x), and not NaN,
-    where m is +inf, if ``finite``."""
-    top = tl.load(m + row, mask=inside, other=float("-inf"))
-    for part in tl.static_range(1, parts):
-        top = tl.maximum(top, tl.load(m + part * rows + row, mask=inside, other=float("-inf")))
-    l = tl.zeros_like(top)
-    for part in tl.static_range(parts):
-        d = tl.load(m + part * rows + row, mask=inside, other=float("-inf"))
-        if finite:
-            d = tl.minimum(d - tl.where(tl.abs(top) == float("inf"), 0.0, top), 0.0)
-        else:
-            d = d - top
-        l += tl.load(total + part * rows + row, mask=inside, other=0.0) * tl.exp(d)
-    return top, l
+def of_parts(found, row, inside, other, parts: tl.constexpr):
+    """What the parts of rows found: (parts, rows), filled up to a power of two with ``other``."""
+    part = tl.arange(0, triton.next_power_of_2(parts))[:, None]
+    return tl.load(found + row * parts + part, mask=(part < parts) & inside, other=other)
 
 
 @triton.jit
-def added(total, rows, row, inside, parts: tl.constexpr):
-    """The sum of what the parts of a row found, in order."""
-    l = tl.load(total + row, mask=inside, other=0.0)
-    for part in tl.static_range(1, parts):
-        l += tl.load(total + part * rows + row, mask=inside, other=0.0)
-    return l
+def joined(m, total, row, inside, parts: tl.constexpr, finite: tl.constexpr):
+    """m and l of whole rows, each of one number a row, from those of their parts. l = sum exp(x), and not NaN, where m
+    is +inf, if ``finite``."""
+    tops = of_parts(m, row, inside, float("-inf"), parts)
+    top = tl.max(tops, 0)[None, :]
+    if finite:
+        d = tl.minimum(tops - tl.where(tl.abs(top) == float("inf"), 0.0, top), 0.0)
+    else:
+        d = tops - top
+    return top, tree_sum(of_parts(total, row, inside, 0.0, parts) * tl.exp(d))
+
+
+@triton.jit
+def added(total, row, inside, parts: tl.constexpr):
+    """The sum of what the parts of a row found."""
+    return tree_sum(of_parts(total, row, inside, 0.0, parts))
 
 
 def side_by_side(x: torch.Tensor, axis: int) -> bool:
@@ -232,9 +231,9 @@ def sum_parts(
     if not strips.parts:
         return None, None
     dtype = torch_dtype("float64" if call.dtype == "float64" else "float32")
-    total = fresh((strips.parts, strips.height), dtype, x.device)
-    m = fresh((strips.parts, strips.height), dtype, x.device) if other is None else None
-    launch(part_sums_kernel, strips.programs, call, x, other, m, total, strips.height, strips.lanes, n,
+    total = fresh((strips.height, strips.parts), dtype, x.device)
+    m = fresh((strips.height, strips.parts), dtype, x.device) if other is None else None
+    launch(part_sums_kernel, strips.programs, call, x, other, m, total, strips.lanes, n,
            strips.chunk, *strips.strides[0], *strips.strides[0 if other is None else 1],
            acc_dtype=accumulator(call.dtype), **strips.constants)  # fmt: skip
     return m, total

@@ -78,7 +78,7 @@ def logsumexp_kernel(x, y, rows, rows_inner, n, x_outer, x_inner, x_n,
 
 
 @triton.jit
-def logsumexp_columns_kernel(x, y, m, l, rows, lanes, n, x_group, x_lane, x_n, y_group, y_lane,
+def logsumexp_columns_kernel(x, y, m, l, lanes, n, x_group, x_lane, x_n, y_group, y_lane,
                              block_rows: tl.constexpr, block_n: tl.constexpr, parts: tl.constexpr,
                              acc_dtype: tl.constexpr, unit: tl.constexpr):  # fmt: skip
     """Rows that lie side by side, whole or joined from their parts."""
@@ -86,7 +86,7 @@ def logsumexp_columns_kernel(x, y, m, l, rows, lanes, n, x_group, x_lane, x_n, y
     lane, _, group = strip_of(tl.program_id(0), lanes, 0, block_rows)
     inside = lane < lanes
     if parts:
-        top, sums = joined(m, l, rows, group * lanes + lane, inside, parts, True)
+        top, sums = joined(m, l, group * lanes + lane, inside, parts, True)
     else:
         step = tl.arange(0, block_n)[:, None].to(tl.int64)
         x_row = begin(x, group, lane, x_group, x_lane, unit)
@@ -104,8 +104,7 @@ def logsumexp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     if side_by_side(x, axis):
         (x,), strips = walk_strips(call, axis, tiling, x)
         m, l = sum_parts(call, strips, n, x)
-        launch(logsumexp_columns_kernel, strips.programs // max(strips.parts, 1), call, x, y, m, l, strips.height,
-               strips.lanes, n, *strips.strides[0], *strips.numbers, acc_dtype=accumulator(call.dtype),
+        launch(logsumexp_columns_kernel, strips.programs // max(strips.parts, 1), call, x, y, m, l, strips.lanes, n, *strips.strides[0], *strips.numbers, acc_dtype=accumulator(call.dtype),
                **strips.constants)  # fmt: skip
         return (y,)
     (x,), rows = walk_rows(axis, x)

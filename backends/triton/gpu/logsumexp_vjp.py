@@ -71,7 +71,7 @@ def logsumexp_vjp_kernel(x, d_y, d_x, rows, rows_inner, n, x_outer, x_inner, x_n
 
 
 @triton.jit
-def logsumexp_vjp_columns_kernel(x, d_y, d_x, m, l, rows, lanes, n, chunk,
+def logsumexp_vjp_columns_kernel(x, d_y, d_x, m, l, lanes, n, chunk,
                                  x_group, x_lane, x_n, d_x_group, d_x_lane, d_x_n, d_y_group, d_y_lane,
                                  block_rows: tl.constexpr, block_n: tl.constexpr, parts: tl.constexpr,
                                  acc_dtype: tl.constexpr, unit: tl.constexpr):  # fmt: skip
@@ -82,7 +82,7 @@ def logsumexp_vjp_columns_kernel(x, d_y, d_x, m, l, rows, lanes, n, chunk,
     step, inside = tl.arange(0, block_n)[:, None].to(tl.int64), lane < lanes
     g = tl.load(begin(d_y, group, lane, d_y_group, d_y_lane, 1), mask=inside, other=0.0).to(acc_dtype)
     if parts:
-        top, total = joined(m, l, rows, group * lanes + lane, inside, parts, False)
+        top, total = joined(m, l, group * lanes + lane, inside, parts, False)
     tiles, start, last = tiles_of(part, chunk, n, block_n, parts)
     for _ in range(tiles):
         ok = (start + step < last) & inside
@@ -106,7 +106,7 @@ def logsumexp_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     if side_by_side(x, axis):
         (x,), strips = walk_strips(call, axis, tiling, x)
         m, l = sum_parts(call, strips, n, x)
-        launch(logsumexp_vjp_columns_kernel, strips.programs, call, x, d_y, d_x, m, l, strips.height, strips.lanes, n,
+        launch(logsumexp_vjp_columns_kernel, strips.programs, call, x, d_y, d_x, m, l, strips.lanes, n,
                strips.chunk, *strips.strides[0], *strips.strides[1], *strips.numbers,
                acc_dtype=accumulator(call.dtype), **strips.constants)  # fmt: skip
         return (d_x,)

@@ -83,7 +83,7 @@ def softmax_kernel(x, y, rows, rows_inner, n,
 
 
 @triton.jit
-def softmax_columns_kernel(x, y, m, l, rows, lanes, n, chunk, x_group, x_lane, x_n, y_group, y_lane, y_n,
+def softmax_columns_kernel(x, y, m, l, lanes, n, chunk, x_group, x_lane, x_n, y_group, y_lane, y_n,
                            block_rows: tl.constexpr, block_n: tl.constexpr, parts: tl.constexpr,
                            acc_dtype: tl.constexpr, unit: tl.constexpr):  # fmt: skip
     """Rows that lie side by side: whole ones, or ``parts`` of them, whose m and l are known, from their ends."""
@@ -92,7 +92,7 @@ def softmax_columns_kernel(x, y, m, l, rows, lanes, n, chunk, x_group, x_lane, x
     x_row, y_row = begin(x, group, lane, x_group, x_lane, unit), begin(y, group, lane, y_group, y_lane, unit)
     step, inside = tl.arange(0, block_n)[:, None].to(tl.int64), lane < lanes
     if parts:
-        top, total = joined(m, l, rows, group * lanes + lane, inside, parts, False)
+        top, total = joined(m, l, group * lanes + lane, inside, parts, False)
     tiles, start, last = tiles_of(part, chunk, n, block_n, parts)
     for _ in range(tiles):
         ok = (start + step < last) & inside
@@ -135,7 +135,7 @@ def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     if side_by_side(x, axis):
         (x,), strips = walk_strips(call, axis, tiling, x)
         m, l = sum_parts(call, strips, n, x)
-        launch(softmax_columns_kernel, strips.programs, call, x, y, m, l, strips.height, strips.lanes, n, strips.chunk,
+        launch(softmax_columns_kernel, strips.programs, call, x, y, m, l, strips.lanes, n, strips.chunk,
                *strips.strides[0], *strips.strides[1], acc_dtype=accumulator(call.dtype),
                **strips.constants)  # fmt: skip
         return (y,)

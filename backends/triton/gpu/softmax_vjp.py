@@ -72,7 +72,7 @@ def softmax_vjp_kernel(y, d_y, d_x, rows, rows_inner, n,
 
 
 @triton.jit
-def softmax_vjp_columns_kernel(y, d_y, d_x, total, rows, lanes, n, chunk,
+def softmax_vjp_columns_kernel(y, d_y, d_x, total, lanes, n, chunk,
                                y_group, y_lane, y_n, d_y_group, d_y_lane, d_y_n, d_x_group, d_x_lane, d_x_n,
                                block_rows: tl.constexpr, block_n: tl.constexpr, parts: tl.constexpr,
                                acc_dtype: tl.constexpr, unit: tl.constexpr):  # fmt: skip
@@ -83,7 +83,7 @@ def softmax_vjp_columns_kernel(y, d_y, d_x, total, rows, lanes, n, chunk,
     d_x_row = begin(d_x, group, lane, d_x_group, d_x_lane, unit)
     step, inside = tl.arange(0, block_n)[:, None].to(tl.int64), lane < lanes
     if parts:
-        delta = added(total, rows, group * lanes + lane, inside, parts)
+        delta = added(total, group * lanes + lane, inside, parts)
     tiles, start, last = tiles_of(part, chunk, n, block_n, parts)
     for _ in range(tiles):
         ok = (start + step < last) & inside
@@ -110,7 +110,7 @@ def softmax_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     if side_by_side(y, axis):
         (y, d_y), strips = walk_strips(call, axis, tiling, y, d_y)
         _, total = sum_parts(call, strips, n, y, d_y)
-        launch(softmax_vjp_columns_kernel, strips.programs, call, y, d_y, d_x, total, strips.height, strips.lanes, n,
+        launch(softmax_vjp_columns_kernel, strips.programs, call, y, d_y, d_x, total, strips.lanes, n,
                strips.chunk, *strips.strides[0], *strips.strides[1], *strips.strides[2],
                acc_dtype=accumulator(call.dtype), **strips.constants)  # fmt: skip
         return (d_x,)
