@@ -74,11 +74,11 @@ def test_every_op_with_an_axis_is_here():
 def test_rows_side_by_side_are_read_along_memory(name):
     """In strips, with vectors where all of them are aligned, whole while they are short and else in parts."""
     whole, long = launches(name, (1000, 4096), 0), launches(name, (4096, 4096), 0)
-    assert [*whole] == [f"{name}_columns_kernel"] and [*long] == ["part_sums_kernel", f"{name}_columns_kernel"]
+    assert [*whole] == [f"{name}_columns_kernel"] and [*long] == ["softmax_part_sums_kernel", f"{name}_columns_kernel"]
     assert all(c["unit"] == 8 for c in (*whole.values(), *long.values()))
     assert all(c["unit"] == 1 for c in launches(name, (4096, 4095), 0).values())
-    assert long["part_sums_kernel"]["parts"] == PARTS
-    assert long["part_sums_kernel"]["grid"] == 64 * PARTS
+    assert long["softmax_part_sums_kernel"]["parts"] == PARTS
+    assert long["softmax_part_sums_kernel"]["grid"] == 64 * PARTS
     assert launches(name, (4096, 4096), 1).keys() == {f"{name}_kernel"}
 
 

@@ -77,10 +77,10 @@ def load_tile(row, start, step, step_n, ok, other, acc_dtype: tl.constexpr):
 
 
 @triton.jit
-def part_sums_kernel(x, other, m, total, lanes, n, chunk,
-                     x_group, x_lane, x_n, other_group, other_lane, other_n,
-                     block_rows: tl.constexpr, block_n: tl.constexpr, parts: tl.constexpr,
-                     acc_dtype: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+def softmax_part_sums_kernel(x, other, m, total, lanes, n, chunk,
+                             x_group, x_lane, x_n, other_group, other_lane, other_n,
+                             block_rows: tl.constexpr, block_n: tl.constexpr, parts: tl.constexpr,
+                             acc_dtype: tl.constexpr, unit: tl.constexpr):  # fmt: skip
     """Of each part of ``chunk`` numbers of a row its maximum m and sum exp(x - m); or sum x other, where that is given.
 
     m, total: (rows, parts). A part of nothing but -inf has the sum 0, and one with +inf the sum +inf."""
@@ -227,13 +227,13 @@ def tile_columns(n: int, arch: str) -> dict[str, int]:
 def sum_parts(
     call: Call, strips: Strips, n: int, x: Any, other: Any = None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Each part's maximum and sum (:func:`part_sums_kernel`), or None where rows are held whole."""
+    """Each part's maximum and sum (:func:`softmax_part_sums_kernel`), or None where rows are held whole."""
     if not strips.parts:
         return None, None
     dtype = torch_dtype("float64" if call.dtype == "float64" else "float32")
     total = fresh((strips.height, strips.parts), dtype, x.device)
     m = fresh((strips.height, strips.parts), dtype, x.device) if other is None else None
-    launch(part_sums_kernel, strips.programs, call, x, other, m, total, strips.lanes, n,
+    launch(softmax_part_sums_kernel, strips.programs, call, x, other, m, total, strips.lanes, n,
            strips.chunk, *strips.strides[0], *strips.strides[0 if other is None else 1],
            acc_dtype=accumulator(call.dtype), **strips.constants)  # fmt: skip
     return m, total
