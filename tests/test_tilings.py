@@ -270,7 +270,12 @@ def test_the_users_cache_comes_before_the_shipped_table_and_may_leave_tiles_to_i
 
 def test_the_users_cache_comes_before_the_heuristic(own_cache):
     pytest.importorskip("triton", reason="triton is not installed")
-    row = {"name": "mine", "key": {"dtype": "float32"}, "tiling": {"block_n": 512}, "source": "measured in a test"}
+    row = {
+        "name": "mine",
+        "key": {"dtype": "float32", "rows": "apart"},
+        "tiling": {"block_n": 512},
+        "source": "measured in a test",
+    }
     write_own(own_cache, {"softmax": {"gpu": [row]}})
     text = pk.op("softmax", backend="triton").explain(np.zeros((3, 5), np.float32))
     assert "block_rows=8 (heuristic), block_n=512 (cache: mine)" in text

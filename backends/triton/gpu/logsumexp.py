@@ -11,14 +11,24 @@ Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (201
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._rows import columns, load_tiles, refuse_rows, row_max, row_sum, tile_rows, told
+from portakern.backends.triton.gpu._columns import (
+    begin,
+    joined,
+    load_tile,
+    side_by_side,
+    strip_of,
+    sum_parts,
+    tree_sum,
+    walk_strips,
+)
+from portakern.backends.triton.gpu._rows import columns, load_tiles, row_max, row_sum, told
+from portakern.backends.triton.gpu.softmax import default_tiling, key, supports
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
 from portakern.spec import Tile
@@ -67,22 +77,36 @@ def logsumexp_kernel(x, y, rows, rows_inner, n, x_outer, x_inner, x_n,
     tl.store(y + row, (finite_or_zero(m) + tl.log(l)).to(y.dtype.element_ty), mask=row < rows)
 
 
-def key(call: Call) -> dict[str, str | int]:
-    return {"dtype": call.dtype, "n": call.dims["axis"]}
-
-
-def default_tiling(call: Call) -> dict[str, int]:
-    return tile_rows(call.dims["axis"], call.target.arch)
-
-
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    return refuse_rows(call, tiling, call.dims["axis"], prod(call.dims["rest"]))
+@triton.jit
+def logsumexp_columns_kernel(x, y, m, l, lanes, n, x_group, x_lane, x_n, y_group, y_lane,
+                             block_rows: tl.constexpr, block_n: tl.constexpr, parts: tl.constexpr,
+                             acc_dtype: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+    """Rows that lie side by side, whole or joined from their parts."""
+    lanes, x_n = aligned(lanes, unit), aligned(x_n, unit)
+    lane, _, group = strip_of(tl.program_id(0), lanes, 0, block_rows)
+    inside = lane < lanes
+    if parts:
+        top, sums = joined(m, l, group * lanes + lane, inside, parts, True)
+    else:
+        step = tl.arange(0, block_n)[:, None].to(tl.int64)
+        x_row = begin(x, group, lane, x_group, x_lane, unit)
+        t = load_tile(x_row, 0, step, x_n, (step < n) & inside, float("-inf"), acc_dtype)
+        top = tl.max(t, 0)[None, :]
+        sums = tree_sum(tl.exp(t - finite_or_zero(top)))
+    out = finite_or_zero(top) + tl.log(sums)
+    tl.store(begin(y, group, lane, y_group, y_lane, 1), out.to(y.dtype.element_ty), mask=inside)
 
 
 @BACKEND.implements("logsumexp", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
 def logsumexp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     x, axis = call.arrays["x"], call.options["axis"]
     y, n = fresh(call.dims["rest"], x.dtype, x.device), call.dims["axis"]
+    if side_by_side(x, axis):
+        (x,), strips = walk_strips(call, axis, tiling, x)
+        m, l = sum_parts(call, strips, n, x)
+        launch(logsumexp_columns_kernel, strips.programs // max(strips.parts, 1), call, x, y, m, l, strips.lanes, n, *strips.strides[0], *strips.numbers, acc_dtype=accumulator(call.dtype),
+               **strips.constants)  # fmt: skip
+        return (y,)
     (x,), rows = walk_rows(axis, x)
     launch(logsumexp_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, y, rows.height, rows.inner, n,
            *rows.strides[0], acc_dtype=accumulator(call.dtype), **told(call, n, tiling),

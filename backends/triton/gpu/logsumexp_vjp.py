@@ -15,9 +15,19 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.gpu._columns import (
+    begin,
+    joined,
+    load_tile,
+    side_by_side,
+    strip_of,
+    sum_parts,
+    tiles_of,
+    tree_sum,
+    walk_strips,
+)
 from portakern.backends.triton.gpu._rows import columns, load_tiles, told
-from portakern.backends.triton.gpu.logsumexp import default_tiling, key, supports
-from portakern.backends.triton.gpu.softmax import exponentials
+from portakern.backends.triton.gpu.softmax import default_tiling, exponentials, key, supports
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
 from portakern.spec import Tile
@@ -60,6 +70,32 @@ def logsumexp_vjp_kernel(x, d_y, d_x, rows, rows_inner, n, x_outer, x_inner, x_n
             tl.store(d_x_row + (start + col) * d_x_n, (g * p).to(d_x.dtype.element_ty), mask=ok)
 
 
+@triton.jit
+def logsumexp_vjp_columns_kernel(x, d_y, d_x, m, l, lanes, n, chunk,
+                                 x_group, x_lane, x_n, d_x_group, d_x_lane, d_x_n, d_y_group, d_y_lane,
+                                 block_rows: tl.constexpr, block_n: tl.constexpr, parts: tl.constexpr,
+                                 acc_dtype: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+    """Rows that lie side by side: whole ones, or ``parts`` of them, whose m and l are known, from their ends."""
+    lanes, x_n, d_x_n = aligned(lanes, unit), aligned(x_n, unit), aligned(d_x_n, unit)
+    lane, part, group = strip_of(tl.num_programs(0) - 1 - tl.program_id(0), lanes, parts, block_rows)
+    x_row, d_x_row = begin(x, group, lane, x_group, x_lane, unit), begin(d_x, group, lane, d_x_group, d_x_lane, unit)
+    step, inside = tl.arange(0, block_n)[:, None].to(tl.int64), lane < lanes
+    g = tl.load(begin(d_y, group, lane, d_y_group, d_y_lane, 1), mask=inside, other=0.0).to(acc_dtype)
+    if parts:
+        top, total = joined(m, l, group * lanes + lane, inside, parts, False)
+    tiles, start, last = tiles_of(part, chunk, n, block_n, parts)
+    for _ in range(tiles):
+        ok = (start + step < last) & inside
+        t = load_tile(x_row, start, step, x_n, ok, float("-inf"), acc_dtype)
+        if parts:
+            p = tl.exp(t - top)
+        else:
+            p = tl.exp(t - tl.max(t, 0)[None, :])
+            total = tree_sum(p)
+        tl.store(d_x_row + (start + step) * d_x_n, (g * (p / total)).to(d_x.dtype.element_ty), mask=ok)
+        start -= block_n
+
+
 @BACKEND.implements(
     "logsumexp_vjp", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)}
 )
@@ -67,6 +103,13 @@ def logsumexp_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     x, axis = call.arrays["x"], call.options["axis"]
     d_y = call.arrays["d_y"].contiguous()  # one number a row, in the order of the rows: a copy is a small thing
     d_x, n = fresh(x.shape, x.dtype, x.device), call.dims["axis"]
+    if side_by_side(x, axis):
+        (x,), strips = walk_strips(call, axis, tiling, x)
+        m, l = sum_parts(call, strips, n, x)
+        launch(logsumexp_vjp_columns_kernel, strips.programs, call, x, d_y, d_x, m, l, strips.lanes, n,
+               strips.chunk, *strips.strides[0], *strips.strides[1], *strips.numbers,
+               acc_dtype=accumulator(call.dtype), **strips.constants)  # fmt: skip
+        return (d_x,)
     (x,), rows = walk_rows(axis, x)
     launch(logsumexp_vjp_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, d_y, d_x, rows.height, rows.inner, n,
            *rows.strides[0], *rows.strides[1], acc_dtype=accumulator(call.dtype), **told(call, n, tiling),

@@ -15,6 +15,17 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.gpu._columns import (
+    added,
+    begin,
+    load_tile,
+    side_by_side,
+    strip_of,
+    sum_parts,
+    tiles_of,
+    tree_sum,
+    walk_strips,
+)
 from portakern.backends.triton.gpu._rows import columns, load_tiles, row_sum, told
 from portakern.backends.triton.gpu.softmax import default_tiling, key, supports
 from portakern.backends.triton.launch import accumulator, cdiv, launch
@@ -60,6 +71,30 @@ def softmax_vjp_kernel(y, d_y, d_x, rows, rows_inner, n,
             tl.store(d_x_row + (start + col) * d_x_n, (p * (g - delta[:, None])).to(d_x.dtype.element_ty), mask=ok)
 
 
+@triton.jit
+def softmax_vjp_columns_kernel(y, d_y, d_x, total, lanes, n, chunk,
+                               y_group, y_lane, y_n, d_y_group, d_y_lane, d_y_n, d_x_group, d_x_lane, d_x_n,
+                               block_rows: tl.constexpr, block_n: tl.constexpr, parts: tl.constexpr,
+                               acc_dtype: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+    """Rows that lie side by side: whole ones, or ``parts`` of them, whose sums are in ``total``, from their ends."""
+    lanes, y_n, d_y_n, d_x_n = aligned(lanes, unit), aligned(y_n, unit), aligned(d_y_n, unit), aligned(d_x_n, unit)
+    lane, part, group = strip_of(tl.num_programs(0) - 1 - tl.program_id(0), lanes, parts, block_rows)
+    y_row, d_y_row = begin(y, group, lane, y_group, y_lane, unit), begin(d_y, group, lane, d_y_group, d_y_lane, unit)
+    d_x_row = begin(d_x, group, lane, d_x_group, d_x_lane, unit)
+    step, inside = tl.arange(0, block_n)[:, None].to(tl.int64), lane < lanes
+    if parts:
+        delta = added(total, group * lanes + lane, inside, parts)
+    tiles, start, last = tiles_of(part, chunk, n, block_n, parts)
+    for _ in range(tiles):
+        ok = (start + step < last) & inside
+        p = load_tile(y_row, start, step, y_n, ok, 0.0, acc_dtype)
+        g = load_tile(d_y_row, start, step, d_y_n, ok, 0.0, acc_dtype)
+        if not parts:
+            delta = tree_sum(p * g)
+        tl.store(d_x_row + (start + step) * d_x_n, (p * (g - delta)).to(d_x.dtype.element_ty), mask=ok)
+        start -= block_n
+
+
 @BACKEND.implements(
     "softmax_vjp",
     key=key,
@@ -71,8 +106,15 @@ def softmax_vjp_kernel(y, d_y, d_x, rows, rows_inner, n,
 def softmax_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     y, d_y, axis = call.arrays["y"], call.arrays["d_y"], call.options["axis"]
     d_x = result_like(y, call, "d_x")
-    (y, d_y), rows = walk_rows(axis, y, d_y)
     n = y.shape[axis]
+    if side_by_side(y, axis):
+        (y, d_y), strips = walk_strips(call, axis, tiling, y, d_y)
+        _, total = sum_parts(call, strips, n, y, d_y)
+        launch(softmax_vjp_columns_kernel, strips.programs, call, y, d_y, d_x, total, strips.lanes, n,
+               strips.chunk, *strips.strides[0], *strips.strides[1], *strips.strides[2],
+               acc_dtype=accumulator(call.dtype), **strips.constants)  # fmt: skip
+        return (d_x,)
+    (y, d_y), rows = walk_rows(axis, y, d_y)
     launch(softmax_vjp_kernel, cdiv(rows.height, tiling["block_rows"]), call, y, d_y, d_x, rows.height, rows.inner, n,
            *rows.strides[0], *rows.strides[1], *rows.strides[2],
            acc_dtype=accumulator(call.dtype), **told(call, n, tiling), **rows.known(call.dtype))  # fmt: skip

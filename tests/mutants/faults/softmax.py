@@ -7,6 +7,31 @@ from tests.mutants.faults import Planted
 FAULTS = {
     "triton": [
         Planted(
+            "halves-not-joined",
+            "the sum of rows in a strip leaves out the second half of the last two numbers",
+            old="            t = tl.sum(tl.reshape(t, [2, t.shape[0] // 2, t.shape[1]]), 0)",
+            new=(
+                "            halves = tl.reshape(t, [2, t.shape[0] // 2, t.shape[1]])\n"
+                "            t = tl.sum(halves, 0) if t.shape[0] > 2 else tl.max(halves, 0)"
+            ),
+            within="_columns",
+        ),
+        Planted(
+            "part-cut",
+            "a part of a row in a strip lacks its last number",
+            old="        ok = (start + step < last) & inside\n        if other is None",
+            new="        ok = (start + step < last - 1) & inside\n        if other is None",
+            small=True,
+            within="_columns",
+        ),
+        Planted(
+            "part-not-rescaled",
+            "the sums of a part keep their unit when its maximum grows",
+            old="acc = acc * tl.exp(tl.minimum(top - shift, 0.0)) + ",
+            new="acc = acc + ",
+            within="_columns",
+        ),
+        Planted(
             "no-minus-inf-guard",
             "a first tile of nothing but -inf subtracts -inf from -inf",
             old='shift = tl.where(m_new == float("-inf"), 0.0, m_new)',

@@ -7,6 +7,12 @@ from tests.mutants.faults import Planted
 FAULTS = {
     "triton": [
         Planted(
+            "part-alone",
+            "a part of a row in a strip takes its own sum for Delta",
+            old="delta = added(total, group * lanes + lane, inside, parts)",
+            new="delta = tl.load(total + (group * lanes + lane) * parts + part, mask=inside, other=0.0)",
+        ),
+        Planted(
             "delta-of-rounded-terms",
             "Delta of a short row sums terms that were rounded to y's dtype",
             old="row_sum([p[i] * g[i] for i in (0, 1)[:tiles]])",

@@ -1,0 +1,239 @@
+"""Rows that lie side by side: the axis that is reduced is not the one along which memory runs.
+
+Such a row is a column of a matrix in memory, and a program owns ``block_rows`` of them next to each other, a *strip*,
+so that what a warp reads at once is contiguous. Of a strip it holds ``block_n`` numbers a row at a time, a tile whose
+first axis runs along the rows. Where that is a whole row, one kernel does all. A longer one is cut into ``parts``, whose
+sums programs of their own find, each walking its part a tile at a time; in a second kernel the same programs join them
+and walk back, so that what was read last is still in the cache.
+
+Every sum over a tile is by halves (:func:`tree_sum`), and parts and tiles follow from the rows' length. So a row has
+the same bits in strips of any width and beside any number of others, whatever vectors they are read in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, refuse_tile, torch_dtype
+from portakern.backends.triton.layout import Rows, aligned, fresh, pow2_at_least, walk_rows
+from portakern.spec.dtypes import numpy_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+    from portakern.core.call import Call
+
+PARTS = 8
+"""The most parts that a row is cut into: each program of the second kernel reads what all of them found."""
+
+
+@triton.jit
+def tree_sum(t):
+    """The sum over the first axis, which stays: of its two halves, and so on. Two numbers have one sum, in whatever
+    layout they meet."""
+    for _ in tl.static_range(16):
+        if t.shape[0] > 1:
+            t = tl.sum(tl.reshape(t, [2, t.shape[0] // 2, t.shape[1]]), 0)
+    return t
+
+
+@triton.jit
+def strip_of(index, lanes, parts: tl.constexpr, block_rows: tl.constexpr):
+    """Of program ``index``: which rows it has beside each other, which part of them, and in which group of rows."""
+    strips = tl.cdiv(lanes, block_rows)
+    lane = (index % strips).to(tl.int64) * block_rows + tl.arange(0, block_rows)
+    index = index // strips
+    if parts:
+        return lane[None, :], (index % parts).to(tl.int64), (index // parts).to(tl.int64)
+    else:
+        return lane[None, :], 0, index.to(tl.int64)
+
+
+@triton.jit
+def tiles_of(part, chunk, n, block_n: tl.constexpr, parts: tl.constexpr):
+    """How many tiles a program walks, where the last of them begins, and where its part ends."""
+    if parts:
+        last = tl.minimum((part + 1) * chunk, n)
+        tiles = tl.cdiv(last - part * chunk, block_n)
+        return tiles, part * chunk + (tiles - 1) * block_n, last
+    else:
+        return 1, tl.cast(0, tl.int64), n
+
+
+@triton.jit
+def begin(x, group, lane, x_group, x_lane, unit: tl.constexpr):
+    """Where the rows of a strip begin."""
+    return x + (group * aligned(x_group, unit) + lane * x_lane)
+
+
+@triton.jit
+def load_tile(row, start, step, step_n, ok, other, acc_dtype: tl.constexpr):
+    """What rows have at ``step`` numbers from ``start`` on, and ``other`` where not ``ok``."""
+    return tl.load(row + (start + step) * step_n, mask=ok, other=other).to(acc_dtype)
+
+
+@triton.jit
+def softmax_part_sums_kernel(x, other, m, total, lanes, n, chunk,
+                             x_group, x_lane, x_n, other_group, other_lane, other_n,
+                             block_rows: tl.constexpr, block_n: tl.constexpr, parts: tl.constexpr,
+                             acc_dtype: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+    """Of each part of ``chunk`` numbers of a row its maximum m and sum exp(x - m); or sum x other, where that is given.
+
+    m, total: (rows, parts). A part of nothing but -inf has the sum 0, and one with +inf the sum +inf."""
+    lanes, x_n, other_n = aligned(lanes, unit), aligned(x_n, unit), aligned(other_n, unit)
+    lane, part, group = strip_of(tl.program_id(0), lanes, parts, block_rows)
+    x_row = begin(x, group, lane, x_group, x_lane, unit)
+    first = part * chunk
+    last = tl.minimum(first + chunk, n)
+    step, inside = tl.arange(0, block_n)[:, None].to(tl.int64), lane < lanes
+    top = tl.full([1, block_rows], float("-inf"), acc_dtype)
+    acc = tl.zeros([block_n, block_rows], acc_dtype)
+    for start in range(first, last, block_n):
+        ok = (start + step < last) & inside
+        if other is None:
+            t = load_tile(x_row, start, step, x_n, ok, float("-inf"), acc_dtype)
+            grown = tl.maximum(top, tl.max(t, 0)[None, :])
+            shift = tl.where(tl.abs(grown) == float("inf"), 0.0, grown)
+            # A maximum of +inf keeps the sums, of which one is +inf: 0 inf would be NaN.
+            acc = acc * tl.exp(tl.minimum(top - shift, 0.0)) + tl.exp(t - shift)
+            top = grown
+        else:
+            other_row = begin(other, group, lane, other_group, other_lane, unit)
+            t = load_tile(x_row, start, step, x_n, ok, 0.0, acc_dtype)
+            acc += t * load_tile(other_row, start, step, other_n, ok, 0.0, acc_dtype)
+    at = (group * lanes + lane) * parts + part
+    tl.store(total + at, tree_sum(acc), mask=inside)
+    if other is None:
+        tl.store(m + at, top, mask=inside)
+
+
+@triton.jit
+def of_parts(found, row, inside, other, parts: tl.constexpr):
+    """What the parts of rows found: (parts, rows), filled up to a power of two with ``other``."""
+    part = tl.arange(0, triton.next_power_of_2(parts))[:, None]
+    return tl.load(found + row * parts + part, mask=(part < parts) & inside, other=other)
+
+
+@triton.jit
+def joined(m, total, row, inside, parts: tl.constexpr, finite: tl.constexpr):
+    """m and l of whole rows, each of one number a row, from those of their parts. l = sum exp(x), and not NaN, where m
+    is +inf, if ``finite``."""
+    tops = of_parts(m, row, inside, float("-inf"), parts)
+    top = tl.max(tops, 0)[None, :]
+    if finite:
+        d = tl.minimum(tops - tl.where(tl.abs(top) == float("inf"), 0.0, top), 0.0)
+    else:
+        d = tops - top
+    return top, tree_sum(of_parts(total, row, inside, 0.0, parts) * tl.exp(d))
+
+
+@triton.jit
+def added(total, row, inside, parts: tl.constexpr):
+    """The sum of what the parts of a row found."""
+    return tree_sum(of_parts(total, row, inside, 0.0, parts))
+
+
+def side_by_side(x: torch.Tensor, axis: int) -> bool:
+    """Whether the rows of x along this axis lie side by side: memory runs along another one.
+
+    Its strides alone say so, as those of a row among others: a row by itself is read in the same way."""
+    steps = x.stride()
+    return any(0 < step < steps[axis] for step in steps)
+
+
+class Strips(NamedTuple):
+    """How kernels walk rows that lie side by side.
+
+    Attributes:
+      height: how many rows. lanes: how many of them lie side by side; groups: of how many such.
+      strides: for each tensor, and last for a contiguous result, its strides (group, lane, along the row).
+      numbers: those of an array of one number a row (group, lane).
+      unit: what divides lanes, and every distance but that between two of them, which is then 1.
+      parts: how many parts a row has that is not held whole, else 0. chunk: how long one is.
+      tile: the constants of their kernels.
+    """
+
+    height: int
+    lanes: int
+    groups: int
+    strides: tuple[tuple[int, ...], ...]
+    numbers: tuple[int, int]
+    unit: int
+    parts: int
+    chunk: int
+    tile: dict[str, int]
+
+    @property
+    def programs(self) -> int:
+        """How many write a result: one a strip of whole rows, or of each of their parts."""
+        return self.groups * cdiv(self.lanes, self.tile["block_rows"]) * max(self.parts, 1)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {**self.tile, "parts": self.parts, "unit": self.unit}
+
+
+def walk_strips(call: Call, axis: int, tiling: Mapping[str, int], *tensors: Any) -> tuple[tuple[Any, ...], Strips]:
+    """The tensors, whose rows along ``axis`` lie side by side, and how to walk them."""
+    tensors, rows = walk_rows(axis, *tensors)
+    return tensors, strips_of(call, rows, tensors[0].shape[axis], tiling)
+
+
+def strips_of(call: Call, rows: Rows, n: int, tiling: Mapping[str, int]) -> Strips:
+    lanes, groups, strides, numbers = rows.inner, rows.height // rows.inner, rows.strides, (rows.inner, 1)
+    outer, inner, _ = strides[0]
+    if groups > 1 and (0 < outer < inner or lanes == 1):
+        lanes, groups, numbers = groups, lanes, (1, rows.inner)
+        strides = tuple((b, a, c) for a, b, c in strides)
+    tile = tile_of_strips(call, n, lanes, tiling)
+    blocks = cdiv(n, tile["block_n"])
+    chunk = tile["block_n"] * cdiv(blocks, PARTS)
+    vector = 16 // numpy_dtype(call.dtype).itemsize
+    alike = all(lane == 1 and not group % vector and not step % vector for group, lane, step in strides)
+    unit = vector if alike and lanes % vector == 0 else 1
+    return Strips(rows.height, lanes, groups, strides, numbers, unit, cdiv(n, chunk) if blocks > 1 else 0, chunk, tile)
+
+
+def tile_of_strips(call: Call, n: int, lanes_there_are: int, tiling: Mapping[str, int]) -> dict[str, int]:
+    """A tiling's tile, no longer than a row and no wider than its strip, and warps that have a number each of it."""
+    width = lanes(call.target.arch)
+    block_n = min(tiling["block_n"], pow2_at_least(n))
+    block_rows = min(tiling["block_rows"], max(pow2_at_least(lanes_there_are), width // block_n))
+    num_warps = min(tiling["num_warps"], max(block_rows * block_n // width, 1))
+    return {"block_rows": block_rows, "block_n": block_n, "num_warps": num_warps}
+
+
+def refuse_strips(call: Call, x: torch.Tensor, axis: int, tiling: Mapping[str, int]) -> str | None:
+    """Why rows that lie side by side cannot be walked with this tiling."""
+    _, strips = walk_strips(call, axis, tiling, x)
+    return refuse_tile(call, strips.tile, strips.programs * strips.tile["block_rows"])
+
+
+def tile_columns(n: int, arch: str) -> dict[str, int]:
+    """A formula of n: whole rows of up to 1024 numbers, of longer ones tiles of 128; 32 numbers a thread.
+
+    64 rows side by side are 128 bytes of 16-bit numbers, a line of the cache; 16 are a sector of it, the least that
+    memory moves."""
+    block_n = pow2_at_least(n) if n <= 1024 else 128
+    block_rows = 64 if block_n <= 256 else 16384 // block_n
+    num_warps = pow2_at_least(block_rows * block_n // (32 * lanes(arch)), 1, 1024 // lanes(arch))
+    return {"block_rows": block_rows, "block_n": max(block_n, 128), "num_warps": num_warps}
+
+
+def sum_parts(
+    call: Call, strips: Strips, n: int, x: Any, other: Any = None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Each part's maximum and sum (:func:`softmax_part_sums_kernel`), or None where rows are held whole."""
+    if not strips.parts:
+        return None, None
+    dtype = torch_dtype("float64" if call.dtype == "float64" else "float32")
+    total = fresh((strips.height, strips.parts), dtype, x.device)
+    m = fresh((strips.height, strips.parts), dtype, x.device) if other is None else None
+    launch(softmax_part_sums_kernel, strips.programs, call, x, other, m, total, strips.lanes, n,
+           strips.chunk, *strips.strides[0], *strips.strides[0 if other is None else 1],
+           acc_dtype=accumulator(call.dtype), **strips.constants)  # fmt: skip
+    return m, total
