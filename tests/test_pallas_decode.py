@@ -139,6 +139,7 @@ SHARES = [
     ((2, 3, 1, 2, 400, 72, 40), {"is_causal": True, "softcap": 2.0}, {"block_kv": 64, "chunk": 64}),
     ((1, 5, 1, 3, 450, 128), {"window": (140, 2)}, {"block_kv": 64, "chunk": 64, "splits": 3}),
     ((1, 16, 1, 4, 450, 64), {"window": (0, 30)}, {"block_kv": 64, "chunk": 64}),
+    ((1, 1, 1, 2, 1200, 16), {}, {"block_kv": 64, "chunk": 64, "splits": 19}),  # more than are on their way at a time
 ]
 
 
@@ -284,6 +285,14 @@ def test_what_it_takes_of_the_chip(d, monkeypatch, tmp_path):
     assert shares.spills == combine.spills == 0 and 0 < combine.registers <= 128
     assert "wgmma" in "".join(shares.matrix) and not combine.matrix
     assert shares.on_chip["shared"] <= targets.find("sm_90").on_chip["shared"] and combine.on_chip["shared"] == 0
+
+
+@has_compiler
+def test_many_shares_take_no_more_code_than_a_few(monkeypatch, tmp_path):
+    monkeypatch.setenv("PORTAKERN_CACHE", str(tmp_path))
+    arrays = arrays_of(1, 1, 1, 4, 4096, 64)
+    few, many = (decoding(block_kv=64, chunk=64, splits=n).lower(**arrays, target="sm_90") for n in (16, 64))
+    assert len(many.kernels[1].assembly) < 1.1 * len(few.kernels[1].assembly)
 
 
 @has_compiler

@@ -34,7 +34,7 @@ from portakern.core.binder import unchecked  # noqa: E402
 from portakern.core.call import shape_of  # noqa: E402
 from portakern.core.framework import frameworks  # noqa: E402
 from portakern.core.targets import Target  # noqa: E402
-from portakern.errors import UnsupportedError  # noqa: E402
+from portakern.errors import SpecError, UnsupportedError  # noqa: E402
 from portakern.testing import strategies  # noqa: E402
 from portakern.testing.subject import backend_subject  # noqa: E402
 from tests.ops import record  # noqa: E402
@@ -161,6 +161,50 @@ def test_a_race_is_an_error_and_the_next_kernel_runs(monkeypatch, capfd):
                 softmax(x[1:])  # another form, so that it is traced anew
         assert "RACE DETECTED" in capfd.readouterr().out
         assert (softmax(x) == right).all()
+
+
+def _random(*shape):
+    return jnp.asarray(np.random.default_rng(len(shape)).standard_normal(shape), jnp.bfloat16)
+
+
+def _attention(q_len, **more):
+    arrays = {"q": _random(1, q_len, 1, 64)} | {name: _random(1, 300, 1, 64) for name in "kv"}
+    return (
+        arrays | {name: _random(1, q_len, 1, 64) for name in more} | ({"lse": jnp.ones((1, 1, q_len))} if more else {})
+    )
+
+
+RINGS = [
+    ("attention", "gpu", "stages", _attention(200), {"block_kv": 64, "chunk": 64, "splits": 2}),
+    ("attention", "decode", "stages", _attention(1), {"block_kv": 64, "chunk": 256}),
+    ("attention_vjp", "gpu", "stages", _attention(200, o=1, d_o=1), {"block_q": 64, "block_kv": 64}),
+    ("matmul", "gpu", "stages", {"a": _random(130, 300), "b": _random(300, 130)}, {"block_m": 128, "block_n": 128}),
+    ("layernorm_vjp", "fused", "ring", {"x": _random(21, 256), "weight": _random(256), "d_y": _random(21, 256)}, {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("op", "variant", "knob", "arrays", "tiling"), RINGS, ids=lambda x: x if type(x) is str else ""
+)
+def test_the_shortest_ring_that_is_not_refused_waits_for_nothing(op, variant, knob, arrays, tiling):
+    """And a shorter one, of at least one buffer, waits for itself."""
+    impl = PALLAS.implementation(op, next(f for f in PALLAS.declared if f.name == variant))
+    call, least = pk.op(op).bind(**arrays).replace(interpret=True), impl.knobs[knob].lo
+    tiling = tilings.resolve(impl, call, tiling).tiling
+    with PALLAS.profile("races"):
+        jax.block_until_ready(impl.run(call, {**tiling, knob: least}))
+        if least > 1:
+            with pytest.raises(Exception, match="waits for ever"):
+                jax.block_until_ready(impl.run(call, {**tiling, knob: least - 1}))
+    with pytest.raises(SpecError, match=f"{knob}'\\] is {least - 1}; expected one of {least}, "):
+        pk.op(op, backend="pallas", variant=variant, tiling={knob: least - 1})(**arrays)
+
+
+def test_waiting_for_one_that_is_done_is_an_error(monkeypatch):
+    """The warpgroup that should bring operands ends."""
+    monkeypatch.setattr(matmul, "produce", lambda *args: None)
+    with PALLAS.profile("races"), pytest.raises(Exception, match="waits for ever"):
+        jax.block_until_ready(on_gpu("matmul")(_random(131, 72), _random(72, 72)))
 
 
 # --- in words ---

@@ -30,7 +30,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,12 @@ DRAWN = Drawn(most={"q_len": 8, "group": 8})
 
 THREADS = LANES * WARPS
 """Elements of a row that the second kernel works on at a time: one a thread."""
+
+STRIDED = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
+"""Where these lie. Where it is not said, Mosaic looks for it, and takes seconds for what many shares hold."""
+
+TOGETHER = 8
+"""Shares of a row that are on their way at a time."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +191,14 @@ def write(ref: Refs, plan: Packed, warpgroup: Any, tile: Tile, acc: tuple[Any, .
         plgpu.copy_smem_to_gmem(ref.written.at[slot, rows], there)
 
 
+class Row(NamedTuple):
+    """What is known of one row after some shares. acc: its elements, ``THREADS`` at a time."""
+
+    l: Any
+    m: Any
+    acc: tuple[Any, ...]
+
+
 def combine(ref: Refs, *, plan: Packed, group: int) -> None:
     """Merge a row's shares. One that holds no key that the row sees has l = 0 and m = -inf, and adds nothing."""
     index = lax.axis_index("block")
@@ -192,25 +206,39 @@ def combine(ref: Refs, *, plan: Packed, group: int) -> None:
     row, kv_head = index - place * plan.q_len, place - batch * plan.heads
     query = quotient(row, group)
     head = kv_head * group + row - query * group
+    columns = range(0, ref.o.shape[-1], THREADS)
 
-    states = [(ref.statistics.at[batch, kv_head, c], ref.parts.at[batch, kv_head, c, row]) for c in range(plan.shares)]
-    ls, ms = ([known[which, row] for known, _ in states] for which in (0, 1))
-    merges = []
-    l, m = (jnp.zeros_like(ls[0]), jnp.full_like(ms[0], -jnp.inf)) if plan.several else (ls[0], ms[0])
-    for l_c, m_c in zip(ls, ms, strict=True) if plan.several else ():
-        merge = Merge.of(plan.scores, m, m_c)
-        merges.append(Merge.of(plan.scores, *(jnp.full((THREADS,), x) for x in (m, m_c))))
-        l, m = merge.rows(l, l_c), merge.maximum
-    inverse = 1.0 / jnp.where(l == 0.0, 1.0, l)
-    for column in range(0, ref.o.shape[-1], THREADS):
-        here = pl.ds(column, THREADS)
-        parts = [part[here] for _, part in states]
-        acc = jnp.zeros_like(parts[0]) if plan.several else parts[0]
-        for merge, part in zip(merges, parts, strict=False):
-            acc = merge.elements(acc, part)
-        store(ref.o.at[batch, query, head, here], (acc * inverse).astype(plan.dtype))
+    def known(share: Any) -> Row:
+        l, m = (ref.statistics[batch, kv_head, share, which, row] for which in (0, 1))
+        part = ref.parts.at[batch, kv_head, share, row]
+        return Row(l, m, tuple(plgpu.load(part.at[pl.ds(c, THREADS)], layout=STRIDED) for c in columns))
+
+    def more(first: Any, count: int, total: Row) -> Row:
+        """The state with so many shares more: all are on their way before the first is merged."""
+        for share in [known(first + i) for i in range(count)]:
+            of_row = Merge.of(plan.scores, total.m, share.m)
+            of_elements = Merge.of(plan.scores, _each(total.m), _each(share.m))
+            acc = (of_elements.elements(before, part) for before, part in zip(total.acc, share.acc, strict=True))
+            total = Row(of_row.rows(total.l, share.l), of_row.maximum, tuple(acc))
+        return total
+
+    if plan.several:
+        nothing = Row(jnp.float32(0.0), jnp.float32(-jnp.inf), tuple(_each(0.0) for _ in columns))
+        groups, left = divmod(plan.shares, TOGETHER)
+        total = lax.fori_loop(0, groups, lambda i, total: more(i * TOGETHER, TOGETHER, total), nothing)
+        total = more(groups * TOGETHER, left, total)
+    else:
+        total = known(0)
+    inverse = 1.0 / jnp.where(total.l == 0.0, 1.0, total.l)
+    for column, acc in zip(columns, total.acc, strict=True):
+        store(ref.o.at[batch, query, head, pl.ds(column, THREADS)], (acc * inverse).astype(plan.dtype))
     if "lse" in ref:
-        ref.lse[batch, head, query] = plan.scores.lse(l, m)
+        ref.lse[batch, head, query] = plan.scores.lse(total.l, total.m)
+
+
+def _each(x: Any) -> Any:
+    """A number beside each element."""
+    return plgpu.layout_cast(jnp.full((THREADS,), x, jnp.float32), STRIDED)
 
 
 @BACKEND.implements("attention", key=key, supports=supports, knobs=gpu.KNOBS, copies=copies, drawn=DRAWN)

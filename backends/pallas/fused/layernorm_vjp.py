@@ -49,6 +49,7 @@ from portakern.core.call import Call
 from portakern.spec import Count
 
 KNOBS = {"ring": Count(2, 8)}
+"""Two rows at least: the next is sent for while one is worked on."""
 
 LONGEST = 4096
 """Elements of a row at most: a thread holds those of two arrays and as many sums in its registers."""

@@ -69,6 +69,7 @@ from portakern.spec import Count
 from portakern.specs.attention import scale_of, score_unit
 
 KNOBS = {"stages": Count(1, 8)}
+"""One stage will do: a tile is done with before the next is waited for."""
 
 CONSUMERS, ROWS = 2, 64
 """Warpgroups that compute, and rows at home of each: those of one instruction of the tensor cores."""

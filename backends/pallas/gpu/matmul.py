@@ -346,6 +346,7 @@ def write(ref: Refs, plan: Plan, warpgroup: Any, mine: Any, tile: Place, c: Any)
 
 
 KNOBS = {"stages": Count(2, 8), "band": Count(1, 16)}
+"""Two stages at least: a buffer is in use until the next has arrived."""
 
 
 @BACKEND.implements("matmul", key=key, supports=supports, knobs=KNOBS, copies=copies, same_bits=True)
