@@ -136,7 +136,7 @@ def _first_that_takes(
     none would.
     """
     impls = [(b, family, b.implementation(call.spec.name, family)) for b, family in found if b is found[0][0]]
-    served = [(b, family, impl) for b, family, impl in impls if impl is None or choice.variant or not impl.unordered]
+    served = [(b, family, impl) for b, family, impl in impls if impl is None or not impl.unasked(choice.variant)]
     *mine, last = served or impls
     for b, family, impl in mine:
         try:

@@ -261,6 +261,13 @@ class Implementation:
         """Whether portakern brings it, so that its own tests hold it to its outputs."""
         return self.backend.auto and self.fn.__module__.partition(".")[0] == __name__.partition(".")[0]
 
+    def unasked(self, variant: str | None) -> str | None:
+        """None, or why it serves no call that names this variant, or none: results whose bits change from run to run
+        are for those alone who ask for them."""
+        if variant is not None or not self.unordered:
+            return None
+        return f"bits of {', '.join(self.unordered)} may change from run to run"
+
     def refuses(self, call: Call, tiling: Tiling) -> str | None:
         """None, or why it cannot serve the call with this tiling, in a user's words."""
         if call.over and not (self.overwrites or self.backend.oracle):  # whose caller rounds, and writes, its results

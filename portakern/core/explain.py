@@ -81,8 +81,8 @@ def _variants(call: Call, choice: Choice, candidates: tuple[Route, ...], served:
             has = served.impl.backend.where(call.spec.name, family) is not None
             why = f"not for {call.target}" if has else f"it has no {call.spec.name}"
             impl = served.impl.backend.implementation(call.spec.name, family) if has else None
-            if impl is not None and impl.unordered and family.compiles_for(call.target):
-                why = f"only where it is named: bits of {', '.join(impl.unordered)} may change from run to run"
+            if impl is not None and (unasked := impl.unasked(None)) and family.compiles_for(call.target):
+                why = f"only where it is named: {unasked}"
             if has and served.embedded and family.compiles_for(call.target):
                 why = f"no part of {served.framework.title}'s programs: {family.unstaged}"
         else:

@@ -204,10 +204,10 @@ def find_routes(b: Backend, call: Call, target: Target, variant: str | None = No
 
     def serving(family: Family) -> Implementation | None:
         impl = b.implementation(call.spec.name, family)
-        if impl is None or not impl.unordered or variant is not None:
-            return impl
-        waiting.append(f"bits of {', '.join(impl.unordered)} may change from run to run: name variant={family.name!r}")
-        return None
+        why = impl.unasked(variant) if impl else None
+        if why:
+            waiting.append(f"{why}: name variant={family.name!r}")
+        return None if why else impl
 
     for family in staged:
         impl = serving(family)
