@@ -434,8 +434,8 @@ def test_what_follows_a_product_of_float32_is_added_to_sums_that_lie_in_vmem(giv
             terms = {made[v].primitive.name for v in eqn.invars if not hasattr(v, "val") and v in made}
             if eqn.primitive.name == "add" and eqn.outvars[0].aval.shape == (256, 256):
                 added += 1
-                assert "dot_general" not in terms or terms == {"dot_general", "get"}, terms
-    assert added == 2, "the product and the other term"
+                assert "dot_general" not in terms, terms
+    assert added == 1
 
 
 @pytest.mark.parametrize(("length", "causal", "rows"), [(4000, True, 1024), (4000, False, 1008), (1100, True, 560)])
