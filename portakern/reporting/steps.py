@@ -30,8 +30,8 @@ HEADS = [
 ]
 NOTES = (
     "GiB: of a step with its parameters, of the loss beyond its arguments. Gradients off: the norm of the difference "
-    "over that of the gradient; of a step, from those that PyTorch's own functions give in the same dtype; of the loss, "
-    "from float64, those of hidden and of weight."
+    "over that of the gradient; of a step, from those that PyTorch's own functions give in the same dtype; of the "
+    "loss, from float64, those of hidden and of weight."
 )
 MOST = 6
 """Kernels that are named."""
