@@ -885,6 +885,8 @@ class LinearOp(Op):
     ) -> Array:
         """y = f(z) + residual with z = x weight^T + bias, in float32 (float64 for float64), rounded once, at the end.
 
+        The bias comes after the sum, and is rounded with it once; so does the residual with f(z).
+
         f is the activation: relu(z) = max(z, 0), silu(z) = z / (1 + exp(-z)), gelu(z) = z (1 + erf(z / sqrt 2)) / 2,
         gelu_tanh its tanh form, as swiglu and geglu have them; "none" is z itself. The sum over k, what bias adds, f
         and

@@ -216,6 +216,13 @@ BENCHMARKS: Mapping[str, Benchmark] = {
          "final": "number", "losses": "list", "served": "list"},
         {"size": "text", "steps": "count"},
     ),
+    "model-step": Benchmark(
+        ("stage", "contender"),
+        {"stage": "text", "contender": "text", **dict.fromkeys(("ms", "best_ms", "worst_ms", "peak_gib"), "number?"),
+         "rounds": "count?", "first_s": "number?", "loss": "number?", "grad_norm": "number?",
+         "gradients_apart": "number?", "errors": "numbers?", "served": "list?", "kernels": "numbers?", "why": "text?"},
+        {"sizes": "object", "wall_seconds": "number"},
+    ),
     "tpu-cycles": Benchmark(
         ("case", "target"),
         {"case": "text", "op": "text", "dtype": "text", "target": "text", "ours": "object", "xla": "object",

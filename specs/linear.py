@@ -63,6 +63,8 @@ def linear(
 ) -> LinearOut:
     """y = f(z) + residual with z = x weight^T + bias, in float32 (float64 for float64), rounded once, at the end.
 
+    The bias comes after the sum, and is rounded with it once; so does the residual with f(z).
+
     f is the activation: relu(z) = max(z, 0), silu(z) = z / (1 + exp(-z)), gelu(z) = z (1 + erf(z / sqrt 2)) / 2,
     gelu_tanh its tanh form, as swiglu and geglu have them; "none" is z itself. The sum over k, what bias adds, f and
     what residual adds are float32: nothing is rounded to x's dtype between them, as it is where each is a function of
@@ -159,12 +161,20 @@ class Sums(NamedTuple):
         (err,), (spread,) = (measured(of, measure, z) for measure in ("bound", "spread"))
         if bias is not None:
             far = magnitude(z) + err + magnitude(bias) >= unit.huge
-            z = z + bias
+            z, (early, early_spread) = z + bias, began_at(call, bias)
+            err = err + early
             err = err + unit.u * (magnitude(z) + err) + 2 * unit.tau
             # what overflows on the way to a finite sum; an exact infinity stays one
             err = np.where(far & np.isfinite(bias), inf, err)
-            spread = np.hypot(spread, KAPPA * unit.u * magnitude(z))
+            spread = np.hypot(np.hypot(spread, early_spread), KAPPA * unit.u * magnitude(z))
         return cls(z, np.where(np.isfinite(z) | np.isposinf(err), err, 0.0), spread)
+
+
+def began_at(call: Call, term: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What it costs, as a bound and as an RMS error, that the sum over k begins at a term which was to come after it:
+    each partial sum rounds that too. 0, unless what ran may add in any order."""
+    unit, k = units(call), call.dims["k"] if units(call).any_order else 0
+    return k * unit.u * magnitude(term), np.sqrt(k) * KAPPA * unit.u * magnitude(term)
 
 
 @linear.tolerance
@@ -176,7 +186,8 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         M = E_z min(|f'(z)| + 0.425 E_z, 1.13), how far f moves as z does
 
     E_f, the error of f at a z that is exact, is that of geglu's or swiglu's gate. The terms in residual are there where
-    it is. Nothing is promised where a sum reaches 2^127 on its way.
+    it is. Nothing is promised where a sum reaches 2^127 on its way. Of what may add in any order the sum over k may
+    begin at the bias, or with no activation at the residual: then K u of either comes to the error (``began_at``).
     """
     unit, residual = units(call), call.arrays["residual"]
     with np.errstate(all="ignore"):
@@ -187,6 +198,8 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
             other = rows_of(call, "residual")
             whole = magnitude(at.value + other)
             unsure = (np.abs(at.value) + magnitude(other) >= unit.huge) & np.isfinite(other)
+            if call.options["activation"] == "none":
+                err = err + began_at(call, other)[0]
             err = np.where(unsure, inf, err + unit.u * (whole + err) + 2 * unit.tau)
         err = np.where(np.isposinf(sums.err), inf, err)
     found = (err, sums.err)
@@ -216,6 +229,8 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         variance = at.spread**2 + (slope * sums.spread) ** 2 + 0.75 * bend**2
         if call.arrays["residual"] is not None:
             variance = variance + (KAPPA * unit.u * magnitude(ref[0]).reshape(sums.z.shape)) ** 2
+            if call.options["activation"] == "none":
+                variance = variance + began_at(call, rows_of(call, "residual"))[1] ** 2
         lost = unit.tau * (np.abs(at.value) + 4)
     found = (np.hypot(np.sqrt(variance), lost), np.hypot(sums.spread, unit.tau))
     return tuple(
@@ -287,6 +302,18 @@ def a_residual_that_cancels(arrays, rng, options):
     """A residual of about -z: what is left has few digits, all of them right."""
     z = arrays["x"] @ arrays["weight"].T
     arrays["residual"][...] = -z * (1 + 2.0**-6 * rng.standard_normal(z.shape))
+
+
+@linear.edge(dims={"batch": (1, 20), "k": (8, 16), "n": (1, 40)}, given=("bias",))
+def a_bias_far_above_the_products(arrays, rng, options):
+    """It is rounded once, with the whole sum, and not with each part of it; k is one step of most tiles."""
+    arrays["bias"] *= 2.0**10
+
+
+@linear.edge(dims={"batch": (1, 20), "k": (8, 16), "n": (1, 40)}, given=("residual",), options={"activation": "none"})
+def a_residual_far_above_the_products(arrays, rng, options):
+    """It too comes after the sum, where no activation lies between them."""
+    arrays["residual"] *= 2.0**10
 
 
 @linear.edge(dims={"batch": (1, 40), "k": (129, 300), "n": (2, 20)}, regime="integers", given=("bias", "residual"))

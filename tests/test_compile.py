@@ -349,6 +349,44 @@ def test_a_gated_gradient_alone_is_computed_as_beside_the_other(op, options, tmp
             )
 
 
+def begins_at(ttir):
+    """What each product of a kernel is added to: of 0, an argument of a loop, or what an operation gave, its name."""
+    made = {m[1]: m[2] for m in re.finditer(r"^ *(%[\w#]+)(?::\d+)? = ([^%\n]*)", ttir, re.MULTILINE)}
+    sums = re.findall(r"tt\.dot %[\w#]+, %[\w#]+, (%[\w#]+)", ttir)
+    return ["0" if "dense<0.0" in made.get(x, "") else made.get(x, "a loop's").strip() for x in sums]
+
+
+@has_triton
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("given", ["bias", "residual"])
+@pytest.mark.parametrize("k", [4, 300])
+def test_what_follows_a_product_is_added_to_its_sum(k, given, target, tmp_path):
+    """A bias that is far above the products is rounded once, and not with each of them: no sum begins at it."""
+    import triton
+    from triton import knobs
+
+    from portakern.backends.triton.compiler import gpu_target, specialised
+    from portakern.backends.triton.launch import recording
+
+    hardware, backend = targets.find(target), registry.backends()["triton"]
+    shapes = {"x": (70, k), "weight": (40, k), given: {"bias": (40,), "residual": (70, 40)}[given]}
+    form = {"arrays": {n: (s, "float32", None) for n, s in shapes.items()}, "options": {}, "wants": ("y",)}
+    seen = []
+    for _, family in forms.compilers("linear", hardware, backend):
+        impl = backend.implementation("linear", family)
+        call, tiling = forms.abstract_call(registry.find_spec("linear"), impl, form, hardware, {})
+        with recording(lambda *launch: seen.append(launch)):
+            impl.run(call, tiling)
+    found = []
+    with knobs.cache.scope():
+        knobs.cache.dir = str(tmp_path)
+        for kernel, _, args, constexprs in seen:
+            source, options = specialised(kernel, args, constexprs, hardware)
+            asm = triton.compile(source, target=gpu_target(hardware), options=options).asm
+            found += begins_at(asm["ttir"])
+    assert found and {*found} <= {"0", "a loop's"}, found
+
+
 LOST_BASE = """
         /*1180*/                   USGXT.U32 UR8, UR5, 0xe ;
         /*1190*/                   UIADD3 UR10, UP0, UR{low}, 0x20, URZ ;

@@ -201,6 +201,31 @@ def test_sums_in_another_order_break_a_promise_and_are_right_where_nobody_made_i
     assert testing.replay("softmax", case, fn=one_term_after_the_other, promises=False).passed
 
 
+def begins_at_the_bias(x, weight, bias):
+    """Right, but that each partial sum rounds the bias too."""
+    return one_by_one(x, weight, bias + np.zeros((len(x), 1), np.float32))
+
+
+def another_bias(x, weight, bias):
+    return one_by_one(x, weight, bias * np.float32(1 + 2.0**-10) + np.zeros((len(x), 1), np.float32))
+
+
+def one_by_one(x, weight, z):
+    with np.errstate(all="ignore"):
+        for step in range(x.shape[1]):
+            z = z + x[:, step, None] * weight[None, :, step]
+    return z
+
+
+def test_what_is_added_to_a_sum_comes_last_or_a_promise_is_broken():
+    how = {**HOW, "shapes": [{"x": (9, 20), "weight": (30, 20), "bias": (30,)}]}
+    report = pk.check("linear", fn=begins_at_the_bias, **how, edges=["a_bias_far_above_the_products"])
+    assert (report.outcome, report.failures[0].which) == ("broke a promise", "sums"), report.failures
+    loose = {**how, "promises": ("inputs",)}
+    assert pk.check("linear", fn=begins_at_the_bias, **loose).outcome == "right"
+    assert pk.check("linear", fn=another_bias, **loose).outcome == "wrong"
+
+
 def refuses(x):
     raise ValueError("no rows of that length")
 

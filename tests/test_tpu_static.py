@@ -404,6 +404,40 @@ def test_few_columns_of_a_ragged_k_are_masked_in_float32(n, few):
     assert ("f32[128" in " ".join(line for line in text.splitlines() if "select_n" in line)) == few
 
 
+def of_whole(jaxpr):
+    """A program, and all within it."""
+    yield jaxpr
+    for eqn in jaxpr.eqns:
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, (list, tuple)) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from of_whole(inner)
+
+
+@pytest.mark.parametrize("given", ["bias", "residual"])
+def test_what_follows_a_product_of_float32_is_added_to_sums_that_lie_in_vmem(given):
+    """Mosaic makes of a product and what is added to it one that begins there, and rounds it with every pass."""
+    dims = {"batch": (256,), "n": 256, "k": 512} | {name: name == given for name in ("bias", "residual")}
+    form = typical_form(registry.find_spec("linear"), "float32", dims | {"activation": "none"})
+    call = bound_form(registry.find_spec("linear"), form, frameworks()["jax"], Target("tpu", "v5e"))
+    arrays = {n: a for n, a in call.arrays.items() if a is not None}
+    tiling = tilings.resolve(tpu("linear"), call, {}).tiling
+
+    def run(arrays):
+        return tpu("linear").fn(call.replace(arrays=call.arrays | arrays), tiling)[0]
+
+    added = 0
+    for jaxpr in of_whole(jax.make_jaxpr(run)(arrays).jaxpr):
+        made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        for eqn in jaxpr.eqns:
+            terms = {made[v].primitive.name for v in eqn.invars if not hasattr(v, "val") and v in made}
+            if eqn.primitive.name == "add" and eqn.outvars[0].aval.shape == (256, 256):
+                added += 1
+                assert "dot_general" not in terms, terms
+    assert added == 1
+
+
 @pytest.mark.parametrize(("length", "causal", "rows"), [(4000, True, 1024), (4000, False, 1008), (1100, True, 560)])
 def test_blocks_of_rows_meet_a_band_s_edge_in_corners(length, causal, rows):
     """Where that costs few rows more than an even cut. v6e issues 44.5k cycles for 49.2k of 1008 rows a block."""

@@ -43,6 +43,7 @@ TITLES: Mapping[str, tuple[str, str] | None] = {
     "losses": None,
     "tuned": None,
     "roofs": None,
+    "steps": None,
     "launch": None,
     "found": None,
     "soundness": None,

@@ -42,7 +42,7 @@ PROMISES = {
     "kept": "a later call neither hands out the memory of an earlier result nor writes to it",
     "contiguous": "outputs are contiguous",
     "same_bits": "the same call gives the same bits again",
-    "sums": "a sum of n terms is a chain of n / 32 + 32 at most",
+    "sums": "a sum of n terms is a chain of n / 32 + 32 at most, and what is added to it comes last",
     "laws": "what the spec says of two calls, to the bit: a row alone and among others",
 }
 """What portakern's own kernels promise beyond the bounds: name -> in words. Without ``sums`` bounds are those of sums

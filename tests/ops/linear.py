@@ -46,11 +46,15 @@ def activated(z, activation, *, plain=False, ftz=False, wrong_way=False):
 
 def simulate(x, weight, bias=None, residual=None, activation="none", precision="ieee", return_pre=False, *, block=32,
              ftz=False, tail=True, low=None, plain=False, kept=None, late=False, early=False, rounded=False,
-             wrong_way=False):  # fmt: skip
-    """``late``: the bias comes after the activation; ``early``: the residual before it; ``kept``, ``rounded``: what the
-    activation gives, or is given, rounded to a dtype or to x's; the others: of matmul and of :func:`activated`."""
+             wrong_way=False, first=False):  # fmt: skip
+    """``late``: the bias comes after the activation; ``early``: the residual before it; ``first``: the sum begins at
+    the bias, and products follow one by one; ``kept``, ``rounded``: what the activation gives, or is given, rounded to
+    a dtype or to x's; the others: of matmul and of :func:`activated`."""
     acc = accumulator(x)
     rows = np.ascontiguousarray(x).reshape(-1, x.shape[-1])
+    if first:
+        rows = np.concatenate([np.ones((len(rows), 1), rows.dtype), rows], -1)
+        weight, bias, block = np.concatenate([bias[:, None], weight], -1), None, 1
     (z,) = matmul.simulate(rows, np.ascontiguousarray(weight.T), precision, block=block, ftz=ftz, tail=tail, low=low)
     z = z.reshape(*x.shape[:-1], len(weight))
     b, r = (acc(0) if term is None else flush(term.astype(acc), ftz) for term in (bias, residual))
@@ -85,6 +89,12 @@ def full(*extents):
         return tuple(sweep(rng, s, dtype) for s in ((m, k), (n, k), (n,), (m, n)))
 
     return made
+
+
+def far_above(rng, dtype):
+    """x, weight and a bias beside which the products are small."""
+    x, weight, bias, _ = full(40, 40, 40)(rng, dtype)
+    return x, weight, bias + np.copysign(2**10, bias).astype(bias.dtype)
 
 
 def typical(rng, dtype):
@@ -203,6 +213,7 @@ RECORD = ForwardRecord(
     faults={
         "without its tail": Fault(full(8, 70, 8), {"tail": False}),
         "the bias after the activation": Fault(full(8, 40, 8), {"late": True}, {"activation": "relu"}, breaks="y"),
+        "a sum that begins at the bias": Fault(far_above, {"first": True}, dtypes=("float32",)),
         "the residual before the activation": Fault(
             full(8, 40, 8), {"early": True}, {"activation": "silu"}, breaks="y"
         ),

@@ -51,7 +51,9 @@ def finish(z, bias, bias_n, residual_at, y, pre, col, col_ok, at, ok, activation
     tl.store(y + at, f.to(y.dtype.element_ty), mask=ok)
 
 
-@triton.jit
+# Of a loop that is known to turn once Triton makes the product alone, which then begins at what is added to it, not at
+# zeros: a bias far above the products would be rounded with each of them. So the steps stay a number like any other.
+@triton.jit(do_not_specialize=["steps_k"])
 def linear_kernel(x, weight, bias, residual, y, pre, m, n, k, tiles_m, tiles_n, steps_k, inner,
                   x_outer, x_inner, x_k, w_n, w_k, bias_n, r_outer, r_inner, r_n,
                   activation: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
