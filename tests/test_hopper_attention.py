@@ -23,6 +23,7 @@ from portakern.backends.triton.gpu._split import chunk_length  # noqa: E402
 from portakern.backends.triton.hopper import _flash, _shares  # noqa: E402
 from portakern.backends.triton.hopper import attention as hopper  # noqa: E402
 from portakern.backends.triton.launch import recording  # noqa: E402
+from portakern.tuning.space import space_of  # noqa: E402
 from tests import gluon_on_host as host  # noqa: E402
 
 BACKEND = registry.backend("triton")
@@ -83,9 +84,15 @@ CASES = {
     "shares": ((2, 1, 2, 4, 1300, 64), {}, {"shares": 2}, SHARES),
     "shares of several queries": ((1, 3, 2, 5, 1100, 128), {"is_causal": True}, {"shares": 2}, SHARES),
     "shares of a band": ((1, 40, 2, 1, 2100, 64, 72), {"window": (700, 10), "softcap": 4.0}, {"shares": 2}, SHARES),
-    "one share": ((2, 1, 2, 3, 700, 64, 40), {"dtype": torch.float16}, {"shares": 2}, SHARES[:1]),
-    "one share of several queries": ((1, 40, 2, 1, 300, 128), {"window": (70, 10), "softcap": 4.0}, {}, SHARES[:1]),
-    "too many for one share each": ((3, 1, 1, 4, 300, 64), {}, {}, ["attention_kernel"]),
+    "one share": ((2, 1, 2, 3, 700, 64, 40), {"dtype": torch.float16}, {"shares": 2, "alone": 1}, SHARES[:1]),
+    "one share of several queries": ((1, 40, 2, 1, 300, 128), {"window": (70, 10), "softcap": 4.0}, {"alone": 1},
+                                     SHARES[:1]),
+    "one share of queries of which some see nothing": ((2, 30, 1, 1, 20, 64), {"is_causal": True}, {"shares": 2, "alone": 1},
+                                                       SHARES[:1]),
+    "no share where a program walks chunks": ((1, 64, 1, 1, 1300, 64), {}, {"shares": 2, "alone": 1, "chunk": 128},
+                                              ["attention_kernel"]),
+    "too many for one share each": ((3, 1, 1, 4, 300, 64), {}, {"alone": 1}, ["attention_kernel"]),
+    "one share that nobody asked for": ((2, 1, 1, 4, 300, 64), {}, {"shares": 2}, ["attention_kernel"]),
     "too many rows to share": ((1, 20, 1, 5, 1100, 64), {}, {"shares": 2}, ["attention_kernel", SHARES[1]]),
 }  # fmt: skip
 
@@ -109,7 +116,7 @@ def test_every_role_meets_the_bound(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tiling, keys", [({}, 2100), ({"chunk": 256}, 2100), ({}, 900)])
+@pytest.mark.parametrize("tiling, keys", [({}, 2100), ({"chunk": 256}, 2100), ({"alone": 1}, 900)])
 def test_a_query_alone_has_the_bits_that_it_has_among_others(tiling, keys, dtype):
     """In chunks that have programs of their own those of a walk over all chunks, and in one that is the whole. Rows are
     as many as may be shared: 16 bits of one in some thousands tell which product of a merger was fused."""
@@ -158,8 +165,9 @@ def test_what_is_faster_is_the_default(monkeypatch):
     assert launched(4, 4096, 16, 1, 4096, 128, window=(1023, 0)) == (*FLASH, 132)
     assert launched(1, 1, 8, 4, 8192, 128) == ("attention_shares_kernel", 64)
     assert launched(1, 1, 8, 4, 131072, 128) == ("attention_shares_kernel", 128)
-    assert launched(1, 1, 8, 4, 1024, 128) == ("attention_shares_kernel", 8)
-    assert launched(32, 1, 8, 4, 8192, 128)[0] == launched(32, 1, 8, 4, 512, 128)[0] == "attention_kernel"
+    assert launched(32, 1, 8, 4, 8192, 128)[0] == "attention_kernel"
+    for d in 64, 128, 256:  # one chunk: by the kernel that ran on a device
+        assert launched(1, 1, 8, 4, 1024, d)[0] == "attention_kernel"
     assert launched(1, 1, 1, 4, 3328, 64) == ("attention_shares_kernel", 7)
     lengths = {
         128: ((1000, None), (1024, None), (1025, 1024), (8192, 1024), (131072, 8192)),
@@ -169,6 +177,14 @@ def test_what_is_faster_is_the_default(monkeypatch):
         for keys, chunks in expected:
             call = bound(1, 1, 8, 4, keys, d, device="meta")
             assert chunk_length(call, tiling_of(call)) == chunks
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_a_tuner_tries_what_the_tables_do_not_ship(d):
+    call = bound(1, 1, 8, 4, 900, d, device="meta")
+    space = space_of(call.spec, VARIANT, [call], tiling_of(call))
+    assert space.values["alone"] == (0, 1) and space.values["shares"] == (0, 1, 2)
+    assert all(space.legal({**tiling_of(call), "shares": 2, "alone": alone}) for alone in (0, 1))
 
 
 def test_another_length_is_no_reason_to_compile():
@@ -183,7 +199,7 @@ def test_another_length_is_no_reason_to_compile():
         assert len(kernels_of(*((call, tiling_of(call)) for call in alike))[FLASH[0]]) == 1
     found = kernels_of(*((call, tiling_of(call, shares=2)) for call in few))
     assert {name: len(anew) for name, anew in found.items()} == dict.fromkeys(SHARES, 1)
-    found = kernels_of(*((call, tiling_of(call, shares=2)) for call in one))
+    found = kernels_of(*((call, tiling_of(call, shares=2, alone=1)) for call in one))
     assert {name: len(anew) for name, anew in found.items()} == {SHARES[0]: 1}
 
 

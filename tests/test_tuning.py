@@ -13,7 +13,9 @@ import sys
 import textwrap
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,13 +29,13 @@ from portakern import cli, results
 from portakern.cli import tune as tune_command
 from portakern.compiling.build import Build, Kernel
 from portakern.compiling.pool import Pool
-from portakern.core import registry, targets, tilings
+from portakern.core import observe, registry, targets, tilings
 from portakern.core.tilings import Row
 from portakern.errors import SpecError, UnavailableError
 from portakern.reporting.tuned import searched
 from portakern.spec import Tile
+from portakern.tuning import apart, judges, static, store
 from portakern.tuning import search as searches
-from portakern.tuning import static, store
 from portakern.tuning.asked import of_op
 from portakern.tuning.drawn import draw, families
 from portakern.tuning.journal import Journal
@@ -263,6 +265,123 @@ def test_what_ended_the_process_is_not_tried_again(own_cache):
     ]
     assert ended[0].returncode == -signal.SIGKILL, ended[0].stderr
     assert "it was being tried when an earlier run ended" in ended[1].stdout, ended[1].stderr
+
+
+@pytest.mark.parametrize("deaths", [1, 2])
+def test_of_candidates_that_were_timed_together_when_a_run_ended_each_is_judged_by_itself(own_cache, deaths):
+    """What was found before holds: the one that was wrong is not called again. Who was there when somebody ended the
+    run counts; who ends the next run by itself does not."""
+    script = textwrap.dedent("""
+        import sys; sys.path.insert(0, "."); import tests.test_tuning as t, os, signal, time
+        from portakern.spec import Tile
+        calls = []
+        t.SECONDS.update({16: 0.004, 32: 0.004, 64: 0.001, 256: 0.004})
+        def deadly(call, tiling):
+            calls.append(tiling["rows_at_once"])
+            if calls[-1] == 64 and calls.count(64) == 2 and sys.argv[1] == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return t.softmax(call, tiling)
+        t.registered(deadly, rows_at_once=Tile(16, 256))
+        (found,), _, _ = t.tuned()
+        for tile in 16, 64, 128, 256:
+            key = (("rows_at_once", tile),)
+            print(tile, tile in calls, key in found.refused and found.refused[key].split(":")[0])
+    """)
+    runs = ["dies"] * deaths + ["lives"]
+    ended = [
+        subprocess.run([sys.executable, "-c", script, n], capture_output=True, text=True, timeout=100) for n in runs
+    ]
+    assert [run.returncode for run in ended] == [-signal.SIGKILL] * deaths + [0], ended[-1].stderr
+    said = {line.split()[0]: line.split(maxsplit=2)[1:] for line in ended[-1].stdout.splitlines()}
+    assert said["128"] == ["False", "wrong"] and said["16"][1] == said["256"][1] == "False"
+    blamed = ["False", "it was being tried when an earlier run ended"]
+    assert said["64"] == (["True", "False"] if deaths == 1 else blamed)
+
+
+class Scripted:
+    """A process that does nothing: each time that something is asked of it, what is next."""
+
+    def __init__(self, *does):
+        self.does = list(does)
+
+    def submit(self, task, *args):
+        done, future = self.does.pop(0), Future()
+        if done is ENDED:
+            raise BrokenProcessPool
+        if isinstance(done, Exception):
+            raise done
+        if callable(done):
+            future.set_exception(done())
+        else:
+            future.set_result(done)
+        return future
+
+
+ENDED = object()
+"""It has ended before it was asked."""
+
+
+@pytest.mark.parametrize(
+    ("processes", "expected", "said"),
+    [
+        ([[OSError("Cannot allocate memory")]], None, "no other could be begun (OSError: Cannot allocate memory)"),
+        ([[lambda: MemoryError("none left")]], None, "could not make the call (MemoryError: none left)"),
+        ([[ENDED], [None, "spoilt"]], "spoilt", ""),
+        ([[ENDED], [ENDED]], None, "no other could be begun (BrokenProcessPool"),
+        ([[None, ENDED], [None, "spoilt"]], "spoilt", ""),
+        ([[None, lambda: BrokenProcessPool()]], "died: the process that called it ended", ""),
+        ([[None, ENDED], [lambda: MemoryError("none left")]], None, "could not make the call"),
+    ],
+    ids=["never begun", "no room", "ended at rest", "ends always", "ended between", "dies of it", "no room for another"],
+)  # fmt: skip
+def test_a_candidate_is_blamed_for_its_own_end_alone(own_cache, monkeypatch, caplog, processes, expected, said):
+    """Where no other process can call it, this one does, which is said once."""
+    registered()
+    (group,) = groups_of(asked(), "cpu", "mine", None)
+    made = [Scripted(*does) for does in processes]
+    monkeypatch.setattr(apart, "worthwhile", lambda asked, place: True)
+    monkeypatch.setattr(apart, "pool", lambda jobs, told: nullcontext(made.pop(0)))
+    monkeypatch.setattr(observe, "_said", set())
+    with apart.calling_apart(1) as calling:
+        calling.begin(group.asked[0], group.place)
+        assert calling.refused(group.asked[0], group.place, {"rows_at_once": 64}) == expected
+        assert not made and (expected or calling.refused(group.asked[0], group.place, {"rows_at_once": 32}) is None)
+    heard = caplog.text
+    assert (said in heard and heard.count("are called in this process first") == 1) if said else not heard
+
+
+@pytest.mark.parametrize("when", ["arrays", "check", "times"])
+def test_memory_that_another_process_holds_is_no_fault_of_a_candidate(own_cache, monkeypatch, when):
+    """It is given back, and what ran out of it is tried once more."""
+    held = [when != "arrays"] * 2
+
+    def hungry(call, tiling):
+        if held[0]:
+            raise MemoryError("CUDA out of memory")
+        return softmax(call, tiling)
+
+    def yields():
+        before, held[:] = held[1], [False, False]
+        return before
+
+    def arrays(*given, real=judges.make):
+        if held[1]:
+            raise MemoryError("CUDA out of memory")
+        return real(*given)
+
+    registered(hungry)
+    (group,) = groups_of(asked(), "cpu", "mine", None)
+    monkeypatch.setattr(judges, "make", arrays)
+    held[:] = [False, when == "arrays"]
+    with Pool(1, 10) as pool:
+        bench = judges.bench_of(group.asked[0], group.place, pool, judges.Known(yields=yields))
+        held[:] = [when == "check"] * 2
+        assert bench.refused([{"rows_at_once": 64}]) == {}
+        held[:] = [when == "times"] * 2
+        assert bench.scores([{"rows_at_once": 64}], 0)
+        held[:] = [True, False]  # nobody else has any
+        (why,) = bench.refused([{"rows_at_once": 32}]).values()
+    assert why == "raised MemoryError: CUDA out of memory"
 
 
 HANGING = """

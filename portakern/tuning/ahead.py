@@ -54,7 +54,8 @@ class Ahead:
 
         self.apart.begin(asked, group.place, asked is group.asked[0])
         apart = partial(self.apart.refused, asked, group.place)
-        return bench_of(asked, group.place, self.pool, Known(self.foresight, built, apart))
+        known = Known(self.foresight, built, apart, partial(self.apart.yields, asked))
+        return bench_of(asked, group.place, self.pool, known)
 
     def _compiled(self, group: Group) -> Built:
         found: dict[str, dict[Key, Build]] = {a.text: {} for a in group.asked}

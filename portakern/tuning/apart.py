@@ -1,6 +1,13 @@
 """Each candidate's first call on a device is made in another process, which lives on and serves many: one that never
 ends costs its seconds and that process, and one that reads memory where there is none spoils the device for that
-process alone. With it ends its context of the device, and what it had begun there."""
+process alone. With it ends its context of the device, and what it had begun there. What ended there is called and timed
+here: a candidate that waits for ever at a later call still ends the run.
+
+It costs that process's beginning, once and after each that was killed, and one more call a candidate. On two cores that
+others used too, 60 candidates of softmax of 64 x 512 by Triton's interpreter took 36.1 and 35.6 s for 27.5 and 27.0: 8.6
+more, which is the beginning (8.1 and 8.9); their calls there, 40 ms of the 450 that a candidate takes in all, are not
+seen beside what the others' work changes. On a GPU it was not measured.
+"""
 
 from __future__ import annotations
 
@@ -60,31 +67,40 @@ class Apart:
             self._made.clear()
         if asked.text in self._made or asked.text in self._unable or not worthwhile(asked, place):
             return
+        target = str(place.target.arch or place.target.platform)
+        who = _Who(asked.case, target, place.backend.name, place.family.name)
+        try:
+            try:
+                self._made[asked.text] = self._living().submit(_prepare, asked.text, who, anew)
+            except BrokenProcessPool:  # it ended while nobody asked it for anything, as a system short of memory has it
+                self.end()
+                self._made[asked.text] = self._living().submit(_prepare, asked.text, who, anew)
+        except (OSError, BrokenProcessPool) as e:
+            self._give_up(asked, f"no other could be begun ({type(e).__name__}: {e})")
+
+    def _living(self) -> ProcessPoolExecutor:
+        """The process, a new one where there is none."""
         if self._process is None:
             told = {name: value for name, value in SHARING.items() if name not in os.environ}
             self._process = self._stack.enter_context(pool(1, told))
-        target = str(place.target.arch or place.target.platform)
-        who = _Who(asked.case, target, place.backend.name, place.family.name)
-        self._made[asked.text] = self._process.submit(_prepare, asked.text, who, anew)
+        return self._process
+
+    def _give_up(self, asked: Asked, why: str) -> None:
+        """Leave the candidates of a call to this process, which is said."""
+        self._unable.add(asked.text)
+        self.end()
+        say(f"portakern: tune: candidates of {asked.case.timed} are called in this process first, where one that never "
+            f"ends would end the run: {why}")  # fmt: skip
 
     def refused(self, asked: Asked, place: Place, tiling: Tiling) -> str | None:
         """Why a candidate must not be called in this process; None where it ended there, whatever it gave."""
-        self.begin(asked, place)
-        if asked.text not in self._made or self._process is None:
-            return None
-        try:
-            wait(self._made.values(), BEGINNING)  # those of other calls too: they would disturb who is timed next
-            self._made[asked.text].result(0)
-        except Exception as e:
-            self._unable.add(asked.text)
-            self.end()
-            say(f"portakern: tune: candidates of {asked.case.timed} are called in this process first, where one that "
-                f"never ends would end the run: another could not make the call ({type(e).__name__}: {e})")  # fmt: skip
+        future = self._called(asked, place, tiling) or self._called(asked, place, tiling)
+        if future is None:
             return None
         found = launches_find_it(place) and not asked.case.layouts
         seconds = SECONDS if found else SECONDS + self.compiling
         try:
-            said = self._process.submit(_call, asked.text, dict(tiling)).result(seconds)
+            said = future.result(seconds)
         except TimeoutError:
             said = f"hung: it had not ended after {seconds:g} s, when the process that called it was killed"
         except BrokenProcessPool:
@@ -92,6 +108,31 @@ class Apart:
         if said is not None:
             self.end()
         return said
+
+    def _called(self, asked: Asked, place: Place, tiling: Tiling) -> Future[str | None] | None:
+        """The call of a candidate, begun; None where there is no process to call it, or none any more."""
+        self.begin(asked, place)
+        if asked.text not in self._made or self._process is None:
+            return None
+        try:
+            wait(self._made.values(), BEGINNING)  # those of other calls too: they would disturb who is timed next
+            self._made[asked.text].result(0)
+        except Exception as e:
+            self._give_up(asked, f"another could not make the call ({type(e).__name__}: {e})")
+            return None
+        try:
+            return self._process.submit(_call, asked.text, dict(tiling))
+        except BrokenProcessPool:  # it ended after the candidate before, which had counted
+            self.end()
+            return None
+
+    def yields(self, asked: Asked) -> bool:
+        """Give back the memory that the process holds of the device, since that of this one ran out; whether there was
+        a process."""
+        if self._process is None:
+            return False
+        self._give_up(asked, "there is no room on the device for a second process")
+        return True
 
     def end(self) -> None:
         """End the process, whatever it is at; another takes its place when one is needed."""

@@ -27,7 +27,7 @@ class Journal:
         if fresh:
             self.path.unlink(missing_ok=True)
         self._known: dict[tuple[str, str], Any] = {}
-        self._running: dict[str, int] = {}
+        self._running: dict[str, tuple[int, int]] = {}
         torn = self._read()
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         if torn:
@@ -47,7 +47,8 @@ class Journal:
 
     def _take(self, kind: str, name: str, value: Any) -> None:
         if kind == "begin":
-            self._running[name] = int(value)
+            pid, among = value
+            self._running[name] = int(pid), int(among)
         elif kind == "end":
             self._running.pop(name, None)
         else:
@@ -64,18 +65,18 @@ class Journal:
         os.write(self._file, line.encode() + b"\n")
         os.fsync(self._file)
 
-    def begin(self, name: str) -> None:
-        """Note that something is about to be tried that might end this process."""
-        self.note("begin", name, os.getpid())
+    def begin(self, name: str, among: int = 1) -> None:
+        """Note that something is about to be tried, one of so many at once, that might end this process."""
+        self.note("begin", name, [os.getpid(), among])
 
     def end(self, name: str) -> None:
         """Note that it did not."""
         self.note("end", name, None)
 
-    def fatal(self, name: str) -> bool:
-        """Whether a process that is no more was trying this when it ended."""
-        pid = self._running.get(name)
-        return pid is not None and pid != os.getpid() and not _alive(pid)
+    def fatal(self, name: str) -> int:
+        """Among how many things a process that is no more was trying this when it ended; 0: it was not."""
+        pid, among = self._running.get(name, (os.getpid(), 0))
+        return among if pid != os.getpid() and not _alive(pid) else 0
 
     def close(self) -> None:
         """Let go of the file."""

@@ -1,9 +1,9 @@
 """How good a tiling is: by device time where the target is here, by what its compiler tells where it is not.
 
 A bench is one call, ready to be judged. Asked for some tilings it says which do not count, and why: the compiler
-refuses them, dies of them or never ends, the kernel never ends (``apart``), the implementation raises, or the result is not within its bounds. Of the
-others it gives scores, less being better, which can be compared with each other and with nothing else: times of one
-round of turns, or figures of one model.
+refuses them, dies of them or never ends, the kernel never ends (``apart``), the implementation raises, or the result is
+not within its bounds. Of the others it gives scores, less being better, which can be compared with each other and with
+nothing else: times of one round of turns, or figures of one model.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from portakern.api import op
 from portakern.benchmarking.foresight import Foresight
@@ -24,6 +24,7 @@ from portakern.compiling.build import Build
 from portakern.compiling.forms import abstract_call
 from portakern.compiling.pool import Job, Pool
 from portakern.core.call import Call
+from portakern.core.failing import kind_of
 from portakern.core.targets import HOST
 from portakern.errors import SpecError
 from portakern.tuning.asked import Asked
@@ -37,6 +38,7 @@ __all__ = [
 ]  # fmt: skip
 
 Key = tuple[tuple[str, int], ...]
+Result = TypeVar("Result")
 ROUNDS = (3, 20)
 """Samples of each call while candidates are screened, and of the last few."""
 
@@ -50,6 +52,9 @@ class Bench(Protocol):
     metric: str
     unit: str
     call: Call
+
+    def build(self, tilings: Sequence[Tiling]) -> None:
+        """Have tilings compiled beside each other, where that is done before they are called."""
 
     def refused(self, tilings: Sequence[Tiling]) -> dict[Key, str]:
         """The tilings that do not count, each with the reason."""
@@ -65,11 +70,13 @@ class Bench(Protocol):
 class Known:
     """What others found of a call before it is judged: ``foresight`` of its results; ``built``, waited for
     when it is called: tiling -> what its compiler said; ``apart``: why a tiling must not be called in this process, or
-    None, by another that calls it first."""
+    None, by another that calls it first; ``yields``: has that other give back the memory that it holds of the device,
+    and says whether it held any."""
 
     foresight: Foresight | None = None
     built: Callable[[], Mapping[Key, Build]] = dict
     apart: Callable[[Tiling], str | None] = lambda tiling: None
+    yields: Callable[[], bool] = lambda: False
 
 
 def bench_of(asked: Asked, place: Place, pool: Pool, known: Known = Known()) -> DeviceBench | StaticBench:
@@ -122,14 +129,17 @@ class StaticBench:
         spec, impl = self.asked.spec, self.place.impl
         self.call, _ = abstract_call(spec, impl, self.asked.form, self.place.hardware, {})
 
-    def refused(self, tilings: Sequence[Tiling]) -> dict[Key, str]:
+    def build(self, tilings: Sequence[Tiling]) -> None:
         new = [t for t in tilings if frozen(t) not in self._built]
         self._built |= dict(survey(self.asked, self.place, self.pool, new))
+
+    def refused(self, tilings: Sequence[Tiling]) -> dict[Key, str]:
+        self.build(tilings)
         asked = [frozen(t) for t in tilings]
         return {key: self._built[key].reason or "it gave no reason" for key in asked if not self._built[key].ok}
 
     def scores(self, tilings: Sequence[Tiling], effort: Effort) -> dict[Key, float]:
-        self.refused(tilings)
+        self.build(tilings)
         built = {frozen(t): self._built[frozen(t)] for t in tilings}
         model = self.model(next(iter(built.values())))
         if effort and model.estimates:
@@ -179,18 +189,24 @@ class DeviceBench:
 
     def __init__(self, asked: Asked, place: Place, pool: Pool, known: Known = Known()) -> None:
         self.asked, self.place, self.pool, self.known = asked, place, pool, known
-        self.inputs = inputs_of(asked, place)
+        self.inputs = self._with_room(lambda: inputs_of(asked, place))
         self.judge = known.foresight.judge(asked.case, self.inputs) if known.foresight else Judge(self.inputs)
         self.judge.expect(place.target, place.interpret)
         self.call = self.inputs.call.replace(target=place.target, interpret=place.interpret)
         self.metric, self.unit = "device time", "us"
         self._known: dict[Key, str | None] = {}
+        self._built: set[Key] = set()
+
+    def build(self, tilings: Sequence[Tiling]) -> None:
+        new = [t for t in tilings if frozen(t) not in self._built]
+        for key, built in self._compiled(new).items():
+            self._built.add(key)
+            if not built.ok:
+                self._known[key] = built.reason or "it gave no reason"
 
     def refused(self, tilings: Sequence[Tiling]) -> dict[Key, str]:
         new = [t for t in tilings if frozen(t) not in self._known]
-        for key, built in self._compiled(new).items():
-            if not built.ok:
-                self._known[key] = built.reason or "it gave no reason"
+        self.build(new)
         for tiling in new:
             if frozen(tiling) not in self._known:
                 self._known[frozen(tiling)] = self.known.apart(tiling) or self.wrong(tiling)
@@ -208,9 +224,7 @@ class DeviceBench:
         """Why a tiling does not count: it raises, or leaves the bounds. Outputs are poisoned before."""
         framework = self.place.framework
         try:
-            with framework.poisoned():
-                outputs = self._run(tiling)
-            framework.instruments(self.place.device).wait(outputs)
+            outputs = self._with_room(lambda: self._poisoned(tiling))
         except Exception as e:
             if sticky(e):
                 raise
@@ -221,7 +235,7 @@ class DeviceBench:
 
     def scores(self, tilings: Sequence[Tiling], effort: Effort) -> dict[Key, float]:
         runs = {str(i): partial(self._run, t) for i, t in enumerate(tilings)}
-        times = device_times(runs, self.place.framework, self.place.device, ROUNDS[effort])
+        times = self._with_room(lambda: device_times(runs, self.place.framework, self.place.device, ROUNDS[effort]))
         return {frozen(t): times[str(i)].median_us for i, t in enumerate(tilings)}
 
     def rehearsed(self, tiling: Tiling) -> str | None:
@@ -229,6 +243,25 @@ class DeviceBench:
 
     def _run(self, tiling: Tiling) -> tuple[Any, ...]:
         return called(self.inputs, self.place, tiling)
+
+    def _poisoned(self, tiling: Tiling) -> tuple[Any, ...]:
+        """The outputs, all there, in memory that held NaN."""
+        framework = self.place.framework
+        with framework.poisoned():
+            outputs = self._run(tiling)
+        framework.instruments(self.place.device).wait(outputs)
+        return outputs
+
+    def _with_room(self, run: Callable[[], Result]) -> Result:
+        """What ``run`` gives; where memory runs out, once more with what another process held of it."""
+        try:
+            return run()
+        except Exception as e:
+            reason = e.__cause__ or e  # of one that failed while it was timed
+            if kind_of(reason) != "memory" or not self.known.yields():
+                raise
+        self.place.framework.instruments(self.place.device).release()
+        return run()
 
 
 def called(inputs: Inputs, place: Place, tiling: Tiling) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -240,28 +241,59 @@ class _Trial:
             self.ratios[frozen(tiling)] = 1.0
 
     def _judge(self, batch: Sequence[Tiling]) -> None:
-        """Screen a batch: what an earlier run found of a candidate holds, and one that ended it is not tried again."""
+        """Screen a batch: what an earlier run found of a candidate holds, and one that ended it is not tried again.
+        Where several were timed by turns when it ended, each is judged by itself, so that the next end tells which it
+        was."""
         left = [t for t in batch if frozen(t) not in self.ratios and not self._recalled(t)]
-        here, place = left, self.group.place
-        for tiling in here if place.is_here else ():
-            self.journal.begin(self._name(tiling))
-        try:
-            each: dict[Key, list[float]] = {frozen(t): [] for t in left}
-            for bench, shipped in zip(self.benches, self.shipped, strict=True):
-                refused = bench.refused(left)
-                self.refused |= refused
-                left = [t for t in left if frozen(t) not in refused]
+        suspected = [t for t in left if self.journal.fatal(self._name(t))]
+        self._screen([t for t in left if t not in suspected])
+        for tiling in suspected:
+            self._screen([tiling])
+
+    def _screen(self, left: Sequence[Tiling]) -> None:
+        """Check candidates one by one, and time those that count by turns."""
+        each: dict[Key, list[float]] = {frozen(t): [] for t in left}
+        for bench, shipped in zip(self.benches, self.shipped, strict=True):
+            bench.build(left)
+            for tiling in left:
+                self._check(bench, tiling)
+            left = [t for t in left if frozen(t) not in self.refused]
+            with self._trying(left):
                 scores = bench.scores([shipped, *left], 0) if left else {}
-                for tiling in left:
-                    each[frozen(tiling)].append(scores[frozen(tiling)] / scores[frozen(shipped)])
-        finally:
-            for tiling in here if place.is_here else ():
-                self.journal.end(self._name(tiling))
+            for tiling in left:
+                each[frozen(tiling)].append(scores[frozen(tiling)] / scores[frozen(shipped)])
         for tiling in left:
             self._take(frozen(tiling), each[frozen(tiling)])
-        for tiling in here:
-            found = {"ratios": self.each.get(frozen(tiling)), "refused": self.refused.get(frozen(tiling))}
-            self.journal.note("judged", self._name(tiling), found)
+            self._note(tiling)
+
+    def _check(self, bench: Bench, tiling: Tiling) -> None:
+        """Ask a bench whether a candidate counts; that it does not is kept at once: it may have taken many seconds."""
+        with self._trying([tiling]):
+            self.refused |= bench.refused([tiling])
+        if frozen(tiling) in self.refused:
+            self._note(tiling)
+
+    def _note(self, tiling: Tiling) -> None:
+        """Keep what was found of a candidate."""
+        found = {"ratios": self.each.get(frozen(tiling)), "refused": self.refused.get(frozen(tiling))}
+        self.journal.note("judged", self._name(tiling), found)
+
+    @contextmanager
+    def _trying(self, tilings: Sequence[Tiling]) -> Iterator[None]:
+        """While inside, the journal says that candidates are tried on a device. It goes on to say so where an error
+        ends the run, which the next run would meet again; where somebody ends it, they are not why."""
+        names = [self._name(t) for t in tilings] if self.group.place.is_here else []
+        for name in names:
+            self.journal.begin(name, len(names))
+        failed = False
+        try:
+            yield
+        except Exception:
+            failed = True
+            raise
+        finally:
+            for name in names if not failed else ():
+                self.journal.end(name)
 
     def _take(self, key: Key, each: Sequence[float]) -> None:
         """Take in what a candidate is worth on each call, over what is shipped."""
@@ -275,7 +307,7 @@ class _Trial:
             self.refused[key] = known["refused"]
         elif known is not None:
             self._take(key, known["ratios"])
-        elif self.journal.fatal(self._name(tiling)):
+        elif self.journal.fatal(self._name(tiling)) == 1:
             self.refused[key] = "it was being tried when an earlier run ended"
         return key in self.ratios or key in self.refused
 

@@ -1,6 +1,7 @@
 """The kernel of attention for Hopper where there are few queries, as in decoding: each chunk of a row's keys is a
 program's, which leaves the chunk's state (acc, l, m) for ``attention_combine_kernel`` of ``gpu/attention.py``. Where
-one chunk holds all keys, its state is the row's, and the program writes o itself.
+one chunk holds all keys and the tiling says ``alone``, its state is the row's, and the program writes o itself: that
+was compiled and run on the host, never on a device.
 
 The queries of all heads of a group are the rows of one tile, so that their keys are read once. One warp has the copy
 engine bring queries, keys and values, and runs ahead into the next chunk as far as shared memory has room; four warps
@@ -104,11 +105,10 @@ def consumer(
         acc, l, m, turn, unit = attend(turn, unit, first, last, q_tile, q_empty, k_tiles, v_tiles, full, empty, q_full,
                                        q_full, limits, gl.maximum(all_lo, start), gl.minimum(all_hi, end), scores,
                                        work.chunk, 0, plan)  # fmt: skip
-        at, at_o, there = row_at(b, h, work, row_o, heads)
+        at, at_o, there = row_at(b, h, share, work, row_o, heads)
         ok = there[:, None] & (column < work.dv)[None, :]
-        at_s, _, there_s = row_at(b, h, work, row_s, heads)
+        at_s, _, there_s = row_at(b, h, share, work, row_s, heads)
         if parts is not None:
-            at, at_s = at * work.chunks + share, at_s * work.chunks + share
             gl.store(parts + (at * work.dv)[:, None] + column[None, :], acc, mask=ok)
             gl.store(statistics + at_s * 2, l, mask=there_s)
             gl.store(statistics + at_s * 2 + 1, m, mask=there_s)
@@ -121,14 +121,14 @@ def consumer(
 
 
 @gluon.jit
-def row_at(b, h, work, row: gl.constexpr, heads: gl.constexpr):
-    """Where each row lies in (batch, heads, q_len) and in (batch, q_len, heads), and which rows there are."""
+def row_at(b, h, share, work, row: gl.constexpr, heads: gl.constexpr):
+    """Where the state of each row's chunk lies in (batch, heads, q_len, chunks), where the row in (batch, q_len, heads),
+    and which rows there are."""
     i = gl.arange(0, ROWS, row)
     query, of_group = i // heads, i % heads
-    head = h * work.group + of_group
-    all_heads = work.kv_heads * work.group
-    at = (b * all_heads + head).to(gl.int64) * work.q_len + query
-    at_o = (b * work.q_len + query).to(gl.int64) * all_heads + head
+    head = (b * work.kv_heads + h) * work.group + of_group
+    at = (head.to(gl.int64) * work.q_len + query) * work.chunks + share
+    at_o = (b * work.q_len + query).to(gl.int64) * (work.kv_heads * work.group) + h * work.group + of_group
     return at, at_o, (query < work.q_len) & (of_group < work.group)
 
 

@@ -1,8 +1,9 @@
 """Attention for Hopper's copy engine and asynchronous matrix unit, in 16 bits: see ``_flash``, and ``_shares`` for few
 queries.
 
-Calls of few queries that have more programs than there are multiprocessors go to the portable kernel with the tiling of
-here. All kernels add up the same numbers in the same order, so that a row's bits do not tell which it was.
+Calls of few queries go to the portable kernel with the tiling of here where there are more chunks of keys than
+multiprocessors, and where one chunk holds all keys unless the tiling says ``alone``. All kernels add up the same numbers
+in the same order, so that a row's bits do not tell which it was.
 Everything that this variant does not take is refused by what decides bits anyway: dtypes, head dimensions, bias and
 segments. Interpreted calls are all the portable kernel's: Gluon is compiled alone.
 """
@@ -38,11 +39,18 @@ BEGINNINGS = 1.7, 3.3  # tiles of keys that a tile's beginning takes as long as:
 REGISTERS = {2: (240, 168), 3: (160, 128)}  # consumers -> registers of their threads, and of all threads at the start
 MOST_STAGES = 6  # of keys on their way to one group of rows
 BARRIERS = 1024  # bytes of shared memory that are set aside for them
-KNOBS = {**portable.KNOBS, "consumers": Count(2, 3), "stay": Count(0, 1), "shares": Count(0, 2)}
+KNOBS = {
+    **portable.KNOBS,
+    "consumers": Count(2, 3),
+    "stay": Count(0, 1),
+    "shares": Count(0, 2),
+    "alone": Count(0, 1),
+}
 """``stay``: whether programs stay and take tiles by pairs where some see more keys than others, if that is faster (see
-``stays``). ``shares``: whether chunks of keys that have programs of their own, and few queries whose keys are one
-chunk, are this variant's; 1: where each chunk of the call has a multiprocessor, 2: anywhere. No bit of a result depends
-on either."""
+``stays``). ``shares``: whether chunks of keys that have programs of their own are this variant's; 1: where each chunk
+of the call has a multiprocessor, 2: anywhere. ``alone``: whether few queries over one chunk of keys are this variant's
+too, where ``shares`` lets them be; that was compiled and run on the host alone, not on a device, and tables ship 0. No
+bit of a result depends on any of them."""
 
 
 def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
@@ -115,8 +123,8 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     rows, _ = portable.rows_plan(call, tiling)
     _, _, chunk, chunks = portable.programs_of(call, tiling, rows)
     few = chunks or rows.packed or dims["q_len"] <= QUERIES
-    shares = chunks or (None if chunk else 1)  # None: a program walks several chunks
-    if not few or shares is None or not in_shares(call, tiling, shares):
+    shares = chunks or (1 if few and chunk is None and tiling.get("alone") else None)
+    if shares is not None and not in_shares(call, tiling, shares):
         shares = None
     if call.interpret or (few and shares is None):
         return portable.attention(call, tiling)
