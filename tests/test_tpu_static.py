@@ -925,6 +925,13 @@ def test_a_step_holds_no_more_keys_than_a_window_reaches():
         ("v4", 4096, 4096, 8192, (64, 512, 4096), 9.93),
         ("v4", 4096, 2048, 7247, (512, 512, 2048), 12.15),  # the last block of k is masked
         ("v5e", 4096, 4096, 7247, (16, 2048, 2048), 15.81),
+        # Sums of 512 columns at a time, beside a tall block of a: more than a byte for each element of these results.
+        ("v7x", 4096, 3289, 4096, (2048, 1024, 2048), 48.09),  # more than the 48 MiB that a kernel may have there
+        ("v7x", 3289, 4096, 4096, (2048, 1024, 2048), 42.715),
+        ("v7x", 4096, 2048, 2048, (2048, 1024, 1024), 35.11),
+        ("v7x", 4096, 2304, 2048, (2048, 2048, 1024), 38.37),
+        ("v7x", 4096, 3072, 2048, (2048, 2048, 1024), 45.87),
+        ("v6e", 4096, 1280, 4096, (2048, 1024, 2048), 40.83),  # of 256
     ],
 )
 def test_the_vmem_of_a_product_is_what_its_compiler_takes_and_not_much_more(chip, m, n, k, tiles, took):
@@ -935,7 +942,7 @@ def test_the_vmem_of_a_product_is_what_its_compiler_takes_and_not_much_more(chip
     with _chip.estimates() as noted:
         refused = impl.supports(call, dict(zip(("block_m", "block_n", "block_k"), tiles, strict=True)))
     ((needed, may_have),) = noted
-    assert took * 2**20 <= needed <= 1.08 * took * 2**20
+    assert took * 2**20 <= needed <= 1.1 * took * 2**20
     assert (refused is None) is (needed <= may_have) and (took * 2**20 <= may_have or refused)
 
 
