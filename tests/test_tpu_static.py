@@ -981,6 +981,7 @@ def test_the_vmem_of_attention_is_what_its_compiler_takes_and_not_much_more(chip
         ("v4", "bfloat16", {"dv": 192, "softcap": 2.0}, (512, 1024), 13.52),
         ("v5p", "bfloat16", {"d": 256, "dv": 256, "softcap": 2.0}, (1024, 1024), 24.8),
         ("v5p", "bfloat16", {"softcap": 2.0}, (1024, 1024), 19.46),
+        ("v4", "bfloat16", {"d": 256, "dv": 256, "softcap": 2.0}, (1024, 512), 13.98),
         ("v5p", "float32", {"dv": 256, "softcap": 2.0}, (512, 512), 14.58),
         ("v5p", "float32", {"dv": 256}, (512, 256), 8.65),
         ("v5p", "float32", {"d": 256, "dv": 256}, (512, 256), 10.83),
