@@ -913,31 +913,50 @@ def test_a_step_holds_no_more_keys_than_a_window_reaches():
 
 
 @pytest.mark.parametrize(
-    ("chip", "m", "n", "k", "tiles", "took"),
+    ("chip", "dtype", "m", "n", "k", "tiles", "took"),
     [
-        ("v5p", 3072, 4096, 8192, (2048, 512, 4096), 50.59),  # more than the 48 MiB that a kernel may have there
-        ("v5e", 2432, 4096, 8192, (2048, 512, 4096), 41.68),
-        ("v6e", 4096, 4096, 4096, (1024, 1024, 2048), 28.86),
-        ("v6e", 4096, 4096, 3000, (512, 512, 1024), 7.34),
-        ("v6e", 4096, 4096, 4096, (128, 2048, 2048), 19.52),
-        ("v5p", 4096, 1000, 4096, (1024, 256, 2048), 16.05),
-        ("v4", 4096, 4096, 4096, (1024, 512, 1024), 12.45),
-        ("v4", 4096, 4096, 8192, (64, 512, 4096), 9.93),
-        ("v4", 4096, 2048, 7247, (512, 512, 2048), 12.15),  # the last block of k is masked
-        ("v5e", 4096, 4096, 7247, (16, 2048, 2048), 15.81),
+        (
+            "v5p",
+            "bfloat16",
+            3072,
+            4096,
+            8192,
+            (2048, 512, 4096),
+            50.59,
+        ),  # more than the 48 MiB that a kernel may have there
+        ("v5e", "bfloat16", 2432, 4096, 8192, (2048, 512, 4096), 41.68),
+        ("v6e", "bfloat16", 4096, 4096, 4096, (1024, 1024, 2048), 28.86),
+        ("v6e", "bfloat16", 4096, 4096, 3000, (512, 512, 1024), 7.34),
+        ("v6e", "bfloat16", 4096, 4096, 4096, (128, 2048, 2048), 19.52),
+        ("v5p", "bfloat16", 4096, 1000, 4096, (1024, 256, 2048), 16.05),
+        ("v4", "bfloat16", 4096, 4096, 4096, (1024, 512, 1024), 12.45),
+        ("v4", "bfloat16", 4096, 4096, 8192, (64, 512, 4096), 9.93),
+        ("v4", "bfloat16", 4096, 2048, 7247, (512, 512, 2048), 12.15),  # the last block of k is masked
+        ("v5e", "bfloat16", 4096, 4096, 7247, (16, 2048, 2048), 15.81),
         # Sums of 512 columns at a time, beside a tall block of a: more than a byte for each element of these results.
-        ("v7x", 4096, 3289, 4096, (2048, 1024, 2048), 48.09),  # more than the 48 MiB that a kernel may have there
-        ("v7x", 3289, 4096, 4096, (2048, 1024, 2048), 42.715),
-        ("v7x", 4096, 2048, 2048, (2048, 1024, 1024), 35.11),
-        ("v7x", 4096, 2304, 2048, (2048, 2048, 1024), 38.37),
-        ("v7x", 4096, 3072, 2048, (2048, 2048, 1024), 45.87),
-        ("v6e", 4096, 1280, 4096, (2048, 1024, 2048), 40.83),  # of 256
+        (
+            "v7x",
+            "bfloat16",
+            4096,
+            3289,
+            4096,
+            (2048, 1024, 2048),
+            48.09,
+        ),  # more than the 48 MiB that a kernel may have there
+        ("v7x", "bfloat16", 3289, 4096, 4096, (2048, 1024, 2048), 42.715),
+        ("v7x", "bfloat16", 4096, 2048, 2048, (2048, 1024, 1024), 35.11),
+        ("v7x", "bfloat16", 4096, 2304, 2048, (2048, 2048, 1024), 38.37),
+        ("v7x", "bfloat16", 4096, 3072, 2048, (2048, 2048, 1024), 45.87),
+        ("v6e", "bfloat16", 4096, 1280, 4096, (2048, 1024, 2048), 40.83),  # of 256
+        # Of float32 operands parts of a tall block of a.
+        ("v7x", "float32", 3072, 1536, 1024, (2048, 1024, 512), 39.65),
+        ("v7x", "float32", 4096, 1280, 1024, (2048, 1024, 512), 46.36),
     ],
 )
-def test_the_vmem_of_a_product_is_what_its_compiler_takes_and_not_much_more(chip, m, n, k, tiles, took):
+def test_the_vmem_of_a_product_is_what_its_compiler_takes_and_not_much_more(chip, dtype, m, n, k, tiles, took):
     """MiB that libtpu 0.0.50 told."""
     spec, impl = registry.find_spec("matmul"), tpu("matmul")
-    form = typical_form(spec, "bfloat16", {"m": m, "n": n, "k": k})
+    form = typical_form(spec, dtype, {"m": m, "n": n, "k": k})
     call = bound_form(spec, form, frameworks()["jax"], Target("tpu", chip))
     with _chip.estimates() as noted:
         refused = impl.supports(call, dict(zip(("block_m", "block_n", "block_k"), tiles, strict=True)))

@@ -180,7 +180,7 @@ def resident(call: Call, bm: int, bn: int, bk: int) -> int:
     accumulator, and what the compiler keeps there for want of registers: of 16-bit operands a block of a, beside a byte
     for each element of the result, or the float32 sums of those columns that are made together (`at_once`) where these
     are more, and a little. Of float32 operands it keeps bfloat16 parts, the sum of their products, and where b's block
-    is narrow as much as four blocks of a."""
+    is narrow as much as four blocks of a and a fifth of one."""
     size, out = call.arrays["a"].dtype.itemsize, jnp.dtype(call.outputs["c"][1]).itemsize
     return resident_bytes(bm, bn, bk, size, out, at_once(call))
 
@@ -203,7 +203,7 @@ def resident_bytes(bm: int, bn: int, bk: int, size: int, out: int, columns: int)
     blocks = 2 * operands * size + 2 * bm * bn * out + 4 * bm * bn
     if size < 4:
         return blocks + size * bm * bk * 21 // 20 + max(bm * bn, 4 * bm * min(bn, columns)) + LITTLE
-    parts = max((blocks + 4 * (operands + bm * bn)) * 21 // 20, blocks + 4 * bm * (4 * bk + bn))
+    parts = max((blocks + 4 * (operands + bm * bn)) * 21 // 20, blocks + 4 * bm * (4 * bk * 21 // 20 + bn))
     return max(blocks * 6 // 5, parts + LITTLE)
 
 
