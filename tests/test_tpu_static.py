@@ -947,29 +947,55 @@ def test_a_step_holds_no_more_keys_than_a_window_reaches():
 
 
 @pytest.mark.parametrize(
-    ("chip", "m", "n", "k", "tiles", "took"),
+    ("chip", "dtype", "m", "n", "k", "tiles", "took"),
     [
-        ("v5p", 3072, 4096, 8192, (2048, 512, 4096), 50.59),  # more than the 48 MiB that a kernel may have there
-        ("v5e", 2432, 4096, 8192, (2048, 512, 4096), 41.68),
-        ("v6e", 4096, 4096, 4096, (1024, 1024, 2048), 28.86),
-        ("v6e", 4096, 4096, 3000, (512, 512, 1024), 7.34),
-        ("v6e", 4096, 4096, 4096, (128, 2048, 2048), 19.52),
-        ("v5p", 4096, 1000, 4096, (1024, 256, 2048), 16.05),
-        ("v4", 4096, 4096, 4096, (1024, 512, 1024), 12.45),
-        ("v4", 4096, 4096, 8192, (64, 512, 4096), 9.93),
-        ("v4", 4096, 2048, 7247, (512, 512, 2048), 12.15),  # the last block of k is masked
-        ("v5e", 4096, 4096, 7247, (16, 2048, 2048), 15.81),
+        (
+            "v5p",
+            "bfloat16",
+            3072,
+            4096,
+            8192,
+            (2048, 512, 4096),
+            50.59,
+        ),  # more than the 48 MiB that a kernel may have there
+        ("v5e", "bfloat16", 2432, 4096, 8192, (2048, 512, 4096), 41.68),
+        ("v6e", "bfloat16", 4096, 4096, 4096, (1024, 1024, 2048), 28.86),
+        ("v6e", "bfloat16", 4096, 4096, 3000, (512, 512, 1024), 7.34),
+        ("v6e", "bfloat16", 4096, 4096, 4096, (128, 2048, 2048), 19.52),
+        ("v5p", "bfloat16", 4096, 1000, 4096, (1024, 256, 2048), 16.05),
+        ("v4", "bfloat16", 4096, 4096, 4096, (1024, 512, 1024), 12.45),
+        ("v4", "bfloat16", 4096, 4096, 8192, (64, 512, 4096), 9.93),
+        ("v4", "bfloat16", 4096, 2048, 7247, (512, 512, 2048), 12.15),  # the last block of k is masked
+        ("v5e", "bfloat16", 4096, 4096, 7247, (16, 2048, 2048), 15.81),
+        # Sums of 512 columns at a time, beside a tall block of a: more than a byte for each element of these results.
+        (
+            "v7x",
+            "bfloat16",
+            4096,
+            3289,
+            4096,
+            (2048, 1024, 2048),
+            48.09,
+        ),  # more than the 48 MiB that a kernel may have there
+        ("v7x", "bfloat16", 3289, 4096, 4096, (2048, 1024, 2048), 42.715),
+        ("v7x", "bfloat16", 4096, 2048, 2048, (2048, 1024, 1024), 35.11),
+        ("v7x", "bfloat16", 4096, 2304, 2048, (2048, 2048, 1024), 38.37),
+        ("v7x", "bfloat16", 4096, 3072, 2048, (2048, 2048, 1024), 45.87),
+        ("v6e", "bfloat16", 4096, 1280, 4096, (2048, 1024, 2048), 40.83),  # of 256
+        # Of float32 operands parts of a tall block of a.
+        ("v7x", "float32", 3072, 1536, 1024, (2048, 1024, 512), 39.65),
+        ("v7x", "float32", 4096, 1280, 1024, (2048, 1024, 512), 46.36),
     ],
 )
-def test_the_vmem_of_a_product_is_what_its_compiler_takes_and_not_much_more(chip, m, n, k, tiles, took):
+def test_the_vmem_of_a_product_is_what_its_compiler_takes_and_not_much_more(chip, dtype, m, n, k, tiles, took):
     """MiB that libtpu 0.0.50 told."""
     spec, impl = registry.find_spec("matmul"), tpu("matmul")
-    form = typical_form(spec, "bfloat16", {"m": m, "n": n, "k": k})
+    form = typical_form(spec, dtype, {"m": m, "n": n, "k": k})
     call = bound_form(spec, form, frameworks()["jax"], Target("tpu", chip))
     with _chip.estimates() as noted:
         refused = impl.supports(call, dict(zip(("block_m", "block_n", "block_k"), tiles, strict=True)))
     ((needed, may_have),) = noted
-    assert took * 2**20 <= needed <= 1.08 * took * 2**20
+    assert took * 2**20 <= needed <= 1.1 * took * 2**20
     assert (refused is None) is (needed <= may_have) and (took * 2**20 <= may_have or refused)
 
 
@@ -985,6 +1011,10 @@ def test_the_vmem_of_a_product_is_what_its_compiler_takes_and_not_much_more(chip
         ("v4", "float32", {"d": 256}, (256, 512), 9.96),
         ("v5p", "bfloat16", {"group": 3, "dv": 198, "bias": True}, (1024, 1024), 40.5),
         ("v5p", "bfloat16", {}, (512, 1024), 10.14),
+        # Scores and maxima of many small blocks of keys at a time.
+        ("v4", "float32", {"group": 2, "dv": 256, "is_causal": True}, (64, 128), 14.39),
+        ("v4", "float32", {"group": 2, "kv_len": 8192, "is_causal": True}, (128, 64), 4.37),
+        ("v6e", "bfloat16", {"group": 2, "d": 256, "dv": 256, "kv_len": 8192, "is_causal": True}, (64, 128), 10.12),
     ],
 )
 def test_the_vmem_of_attention_is_what_its_compiler_takes_and_not_much_more(chip, dtype, dims, tiles, took):
@@ -994,6 +1024,33 @@ def test_the_vmem_of_attention_is_what_its_compiler_takes_and_not_much_more(chip
     call = bound_form(spec, typical_form(spec, dtype, small | dims), frameworks()["jax"], Target("tpu", chip))
     with _chip.estimates() as noted:
         impl.supports(call, dict(zip(("block_q", "block_kv"), tiles, strict=True)))
+    ((needed, _),) = noted
+    assert took * 2**20 <= needed <= 1.2 * took * 2**20
+
+
+@pytest.mark.parametrize(
+    ("chip", "dtype", "dims", "tiles", "took"),
+    [
+        ("v4", "bfloat16", {"dv": 192, "softcap": 2.0}, (512, 1024), 13.52),
+        ("v5p", "bfloat16", {"d": 256, "dv": 256, "softcap": 2.0}, (1024, 1024), 24.8),
+        ("v5p", "bfloat16", {"softcap": 2.0}, (1024, 1024), 19.46),
+        ("v4", "bfloat16", {"d": 256, "dv": 256, "softcap": 2.0}, (1024, 512), 13.98),
+        ("v5p", "float32", {"dv": 256, "softcap": 2.0}, (512, 512), 14.58),
+        ("v5p", "float32", {"dv": 256}, (512, 256), 8.65),
+        ("v5p", "float32", {"d": 256, "dv": 256}, (512, 256), 10.83),
+        ("v5p", "float32", {"d": 256, "dv": 256}, (256, 512), 10.83),
+        ("v5p", "float32", {"d": 256}, (512, 256), 7.57),
+        ("v5p", "float32", {}, (512, 256), 5.4),
+    ],
+)
+def test_the_vmem_of_attention_s_gradients_is_what_its_compiler_takes_and_not_much_more(chip, dtype, dims, tiles, took):
+    """MiB that libtpu 0.0.50 told, of the kernel of d_k and d_v."""
+    spec, impl = registry.find_spec("attention_vjp"), tpu("attention_vjp")
+    small = {"batch": 1, "q_len": 4096, "kv_heads": 1, "group": 2, "d": 128, "kv_len": 4096, "dv": 128}
+    form = typical_form(spec, dtype, {**small, "is_causal": True, **dims})
+    call = bound_form(spec, form, frameworks()["jax"], Target("tpu", chip))
+    with _chip.estimates() as noted:
+        impl.supports(call, dict(zip(("block_q", "block_kv"), tiles, strict=True)) | {"kernels": 2})
     ((needed, _),) = noted
     assert took * 2**20 <= needed <= 1.2 * took * 2**20
 

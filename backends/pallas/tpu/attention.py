@@ -181,7 +181,10 @@ def refused(
 
 
 def resident(call: Call, bq: int, bkv: int, number: int) -> int:
-    """The VMEM, in bytes, of one step of so many blocks of keys."""
+    """The VMEM, in bytes, of one step of so many blocks of keys: what is streamed, twice, the sums, and what is
+    computed. That is what one block's scores become, or, of many small blocks, whose products are begun before the
+    first of them is needed, the scores of PAIRS pairs and their rows' maxima, which have a register's width of lanes.
+    """
     d, dv, lanes = whole_lanes(call.dims["d"]), whole_lanes(call.dims["dv"]), whole_lanes(bkv)
     keys = bkv * number
     streamed = call.arrays["q"].dtype.itemsize * (bq * d + keys * (d + dv) + bq * dv)
@@ -194,7 +197,8 @@ def resident(call: Call, bq: int, bkv: int, number: int) -> int:
         scores += 6 + 4 * (d // LANES - 1) + 12 * (dv // LANES - 1)  # bfloat16 parts, and sums of their products
         scores += 3 * (number > 2)  # of several blocks at a time
         little = 2**19  # parts of k and v
-    return 2 * streamed + sums + scores * bq * lanes + little
+    computed = max(scores * bq * lanes, 4 * min(number * bq, PAIRS // lanes) * (lanes + LANES))
+    return 2 * streamed + sums + computed + little
 
 
 def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:

@@ -98,13 +98,20 @@ def resident_at_once(call: Call, bq: int, bkv: int) -> int:
 
 
 def of_a_step(call: Call, bq: int, bkv: int) -> int:
-    """What a step of any of the kernels computes, a bias, and of float32 operands the bfloat16 parts."""
-    bias, heads = call.arrays["bias"], whole_lanes(call.dims["d"]) + whole_lanes(call.dims["dv"])
+    """What a step of any of the kernels computes, and a bias: P, dP, dS and the mask. With a cap on scores its
+    derivative is one more factor, and q and the operands of dP wait beside it. Of float32 operands there are bfloat16
+    parts, those of q in both directions, and for each register's width of dv but the first a sum of products that is
+    added to dP."""
+    bias, pairs = call.arrays["bias"], bkv * whole_lanes(bq)
+    d, dv = whole_lanes(call.dims["d"]), whole_lanes(call.dims["dv"])
     streamed = 0 if bias is None else 2 * bias.dtype.itemsize * bq * whole_lanes(bkv)
     if "d_bias" in call.wants:
-        streamed += 4 * bkv * whole_lanes(bq)  # its sum
-    split = 6 * heads * (bq + bkv) if call.dtype == "float32" else 0
-    return streamed + 16 * bkv * whole_lanes(bq) + split
+        streamed += 4 * pairs  # its sum
+    waiting = call.arrays["q"].dtype.itemsize * ((d + dv) * bq + dv * bkv) if call.options["softcap"] else 0
+    split = 0
+    if call.dtype == "float32":
+        split = 16 * d * bq + 6 * dv * (bq + bkv) + 12 * (dv // LANES - 1) * pairs
+    return streamed + 16 * pairs + waiting + split
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:

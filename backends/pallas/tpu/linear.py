@@ -118,7 +118,8 @@ def resident(call: Call, bm: int, bn: int, bk: int, more: int | None = None) -> 
     if more is None:
         more = (call.arrays["residual"] is not None) + ("pre" in call.wants)
     of_f = 8 if call.options["activation"] == "none" else 24  # two numbers an element, or six
-    return products.resident_bytes(bm, bn, bk, size, size) + (2 * more * size + of_f) * bm * bn
+    kept = products.resident_bytes(bm, bn, bk, size, size, products.at_once(call))
+    return kept + (2 * more * size + of_f) * bm * bn
 
 
 def kept_apart(call: Call) -> bool:

@@ -53,7 +53,8 @@ def key(call: Call) -> dict[str, str | int]:
 
 class Chip(NamedTuple):
     """What the blocks of a product hang on: the VMEM that a kernel may have in bytes, its operands' bytes an element,
-    operations and bytes a cycle, the products of bfloat16 that make one of its own, and cores that share a launch."""
+    operations and bytes a cycle, the products of bfloat16 that make one of its own, cores that share a launch, and the
+    result's columns that are made together (`at_once`)."""
 
     vmem: int
     size: int
@@ -61,6 +62,7 @@ class Chip(NamedTuple):
     bandwidth: float
     passes: int
     cores: int
+    at_once: int
 
     @classmethod
     def of(cls, call: Call) -> Chip:
@@ -72,7 +74,7 @@ class Chip(NamedTuple):
         passes = FLOAT32_PASSES if size == 4 else 1
         rate, bandwidth = (hardware.flops["bfloat16"] or 1.0) / clock / passes, (hardware.bandwidth or 1.0) / clock
         vmem = vmem_limit(call) if known else targets.least("tpu", "vmem")
-        return cls(vmem, size, rate, bandwidth, passes, hardware.cores or 1)
+        return cls(vmem, size, rate, bandwidth, passes, hardware.cores or 1, at_once(call))
 
     @property
     def side(self) -> int:
@@ -86,7 +88,8 @@ def cycles(chip: Chip, m: int, n: int, k: int, tiles: tuple[int, int, int]) -> f
     bm = even_block(m, tiles[0], sublanes(jnp.bfloat16) * 2 // chip.size)
     bn, bk = even_block(n, tiles[1], LANES), even_block(k, tiles[2], LANES)
     most = min(tiles[0], padded(m, LANES))
-    if resident_bytes(most, bn, bk, chip.size, chip.size) > chip.vmem or most * bn * bk * chip.passes > MOST:
+    needed = resident_bytes(most, bn, bk, chip.size, chip.size, chip.at_once)
+    if needed > chip.vmem or most * bn * bk * chip.passes > MOST:
         return math.inf
     down, columns, depth = pl.cdiv(m, bm), pl.cdiv(n, bn), pl.cdiv(k, bk)
     rows, wide = down * bm, UNITS * chip.side
@@ -175,21 +178,32 @@ def blocks(call: Call, tiling: Mapping[str, int], m: int) -> tuple[int, int, int
 def resident(call: Call, bm: int, bn: int, bk: int) -> int:
     """The VMEM, in bytes, of one step: two blocks of each operand, so that one is moved while the other is used, one
     accumulator, and what the compiler keeps there for want of registers: of 16-bit operands a block of a, beside a byte
-    for each element of the result and a little. Of float32 operands it keeps bfloat16 parts, the sum of their products,
-    and where b's block is narrow as much as four blocks of a."""
-    return resident_bytes(bm, bn, bk, call.arrays["a"].dtype.itemsize, jnp.dtype(call.outputs["c"][1]).itemsize)
+    for each element of the result, or the float32 sums of those columns that are made together (`at_once`) where these
+    are more, and a little. Of float32 operands it keeps bfloat16 parts, the sum of their products, and where b's block
+    is narrow as much as four blocks of a and a fifth of one."""
+    size, out = call.arrays["a"].dtype.itemsize, jnp.dtype(call.outputs["c"][1]).itemsize
+    return resident_bytes(bm, bn, bk, size, out, at_once(call))
 
 
 LITTLE = 2**19
+# Columns of a result whose sums leave the matrix units together, by chip, as libtpu orders the products of one step:
+# those of one unit, 128 or 256 lanes wide, since the units share out rows; v7x's two take the same rows beside
+# different columns. Until they are added to the accumulator the sums of a whole block's rows are kept.
+AT_ONCE = {"v4": 128, "v5e": 128, "v5p": 128, "v6e": 256, "v7x": 512}
 
 
-def resident_bytes(bm: int, bn: int, bk: int, size: int, out: int) -> int:
-    """The same for operands and results of so many bytes an element."""
+def at_once(call: Call) -> int:
+    """Columns of the result that a call's chip makes together; of an unknown chip as `Chip.of` takes it."""
+    return AT_ONCE.get(call.target.arch, AT_ONCE[SLOWEST])
+
+
+def resident_bytes(bm: int, bn: int, bk: int, size: int, out: int, columns: int) -> int:
+    """The same for operands and results of so many bytes an element, and so many columns that are made together."""
     operands = bm * bk + bk * bn
     blocks = 2 * operands * size + 2 * bm * bn * out + 4 * bm * bn
     if size < 4:
-        return blocks + size * bm * bk * 21 // 20 + bm * bn + LITTLE
-    parts = max((blocks + 4 * (operands + bm * bn)) * 21 // 20, blocks + 4 * bm * (4 * bk + bn))
+        return blocks + size * bm * bk * 21 // 20 + max(bm * bn, 4 * bm * min(bn, columns)) + LITTLE
+    parts = max((blocks + 4 * (operands + bm * bn)) * 21 // 20, blocks + 4 * bm * (4 * bk * 21 // 20 + bn))
     return max(blocks * 6 // 5, parts + LITTLE)
 
 
