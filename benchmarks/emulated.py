@@ -65,8 +65,15 @@ def _arguments() -> argparse.Namespace:
 
 
 def _place(asked: argparse.Namespace, op: str, target: str, part: int) -> Path:
+    """Where a part is kept, under the sources that it was run of: others' parts are never taken for theirs."""
     of = f"{asked.examples}-{asked.seed}-{part}of{asked.parts}"
-    return Path(asked.keep) / f"{op}-{target}-{of}.json"
+    return Path(asked.keep) / f"{op}-{target}-{of}-{_sources(op, target)}.json"
+
+
+@functools.cache
+def _sources(op: str, target: str) -> str | None:
+    where = backend_subject(registry.find_spec(op), "triton", None, None, PROFILE, target).target
+    return sources.fingerprint(op, registry.backend("triton"), None, where)
 
 
 def _write(asked: argparse.Namespace, items: list[tuple[str, str]]) -> None:
@@ -87,7 +94,7 @@ def _rows(asked: argparse.Namespace, items: list[tuple[str, str]]) -> Iterator[d
             subject = backend_subject(registry.find_spec(op), "triton", None, None, PROFILE, target)
             found = functools.reduce(Report.merge, reports).to_dict()
             found |= {"backend": "triton", "variant": None, "target": str(subject.target), "commit": sources.commit()}
-            yield found | {"sources": sources.fingerprint(op, registry.backend("triton"), None, subject.target)}
+            yield found | {"sources": _sources(op, target)}
 
 
 def _report(plain: dict[str, Any]) -> Report:
