@@ -50,9 +50,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "ops", nargs="*", default=[op for op in registry.ops() if any(registry.backend("triton").having(op))]
-    )
+    parser.add_argument("ops", nargs="*", default=_every_op())
     parser.add_argument("--targets", nargs="+", default=TARGETS)
     parser.add_argument("--examples", type=int, default=100)
     parser.add_argument("--parts", type=int, default=4)
@@ -62,6 +60,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--collect", action="store_true", help="run nothing: write what is kept")
     return parser.parse_args()
+
+
+def _every_op() -> list[str]:
+    return [op for op in registry.ops() if any(registry.backend("triton").having(op))]
 
 
 def _place(asked: argparse.Namespace, op: str, target: str, part: int) -> Path:
@@ -79,7 +81,10 @@ def _sources(op: str, target: str) -> str | None:
 def _write(asked: argparse.Namespace, items: list[tuple[str, str]]) -> None:
     """What is kept, as results of a check."""
     rows = list(_rows(asked, items))
-    command = f"python benchmarks/emulated.py --examples {asked.examples} --seed {asked.seed} --json {asked.json.name}"
+    ops = [] if asked.ops == _every_op() else asked.ops
+    these = [] if tuple(asked.targets) == TARGETS else ["--targets", *asked.targets]
+    size = ["--examples", str(asked.examples), "--seed", str(asked.seed), "--json", asked.json.name]
+    command = " ".join(["python benchmarks/emulated.py", *ops, *these, *size])
     seconds = round(sum(r["seconds"] for r in rows), 1)
     results.write(
         asked.json, results.record("conformance", rows, command=command, device=results.EMULATED, wall_seconds=seconds)
