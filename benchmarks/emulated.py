@@ -50,9 +50,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "ops", nargs="*", default=[op for op in registry.ops() if any(registry.backend("triton").having(op))]
-    )
+    parser.add_argument("ops", nargs="*", default=_every_op())
     parser.add_argument("--targets", nargs="+", default=TARGETS)
     parser.add_argument("--examples", type=int, default=100)
     parser.add_argument("--parts", type=int, default=4)
@@ -64,15 +62,29 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _every_op() -> list[str]:
+    return [op for op in registry.ops() if any(registry.backend("triton").having(op))]
+
+
 def _place(asked: argparse.Namespace, op: str, target: str, part: int) -> Path:
+    """Where a part is kept, under the sources that it was run of: others' parts are never taken for theirs."""
     of = f"{asked.examples}-{asked.seed}-{part}of{asked.parts}"
-    return Path(asked.keep) / f"{op}-{target}-{of}.json"
+    return Path(asked.keep) / f"{op}-{target}-{of}-{_sources(op, target)}.json"
+
+
+@functools.cache
+def _sources(op: str, target: str) -> str | None:
+    where = backend_subject(registry.find_spec(op), "triton", None, None, PROFILE, target).target
+    return sources.fingerprint(op, registry.backend("triton"), None, where)
 
 
 def _write(asked: argparse.Namespace, items: list[tuple[str, str]]) -> None:
     """What is kept, as results of a check."""
     rows = list(_rows(asked, items))
-    command = f"python benchmarks/emulated.py --examples {asked.examples} --seed {asked.seed} --json {asked.json.name}"
+    ops = [] if asked.ops == _every_op() else asked.ops
+    these = [] if tuple(asked.targets) == TARGETS else ["--targets", *asked.targets]
+    size = ["--examples", str(asked.examples), "--seed", str(asked.seed), "--json", asked.json.name]
+    command = " ".join(["python benchmarks/emulated.py", *ops, *these, *size])
     seconds = round(sum(r["seconds"] for r in rows), 1)
     results.write(
         asked.json, results.record("conformance", rows, command=command, device=results.EMULATED, wall_seconds=seconds)
@@ -87,7 +99,7 @@ def _rows(asked: argparse.Namespace, items: list[tuple[str, str]]) -> Iterator[d
             subject = backend_subject(registry.find_spec(op), "triton", None, None, PROFILE, target)
             found = functools.reduce(Report.merge, reports).to_dict()
             found |= {"backend": "triton", "variant": None, "target": str(subject.target), "commit": sources.commit()}
-            yield found | {"sources": sources.fingerprint(op, registry.backend("triton"), None, subject.target)}
+            yield found | {"sources": _sources(op, target)}
 
 
 def _report(plain: dict[str, Any]) -> Report:

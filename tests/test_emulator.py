@@ -13,14 +13,18 @@ import pytest
 
 import portakern as pk
 from portakern import testing
+from portakern.core import registry
 from portakern.core.backend import Profile
 from portakern.core.oracle import rounded_oracle
 from portakern.core.targets import Target
 from portakern.errors import NotEmulatedError
 from portakern.testing import runner
+from portakern.testing.subject import backend_subject
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
+import torch
+
 from portakern.backends.triton.emulator import (
     accesses,
     code_object,
@@ -214,6 +218,17 @@ def test_emulated_cases_are_small():
     assert runner.EMULATED.elements < testing.Limits.elements and not runner.EMULATED.fill
 
 
+def test_what_a_launch_adds_to_the_arguments_is_known_or_refused_by_name():
+    def code(**hidden):
+        return code_object.CodeObject(0, 0, 0, 0, 256, False, 0, 0, 0, [], hidden, None)
+
+    asked = code(hidden_block_count_x=(64, 4), hidden_group_size_x=(76, 2), hidden_dynamic_lds_size=(184, 4))
+    added = asked.hidden_arguments(programs=70000, threads=256, lds=1024)
+    assert added == [(64, b"\x70\x11\x01\x00"), (76, b"\x00\x01"), (184, b"\x00\x04\x00\x00")]
+    with pytest.raises(NotEmulatedError, match="cannot: the emulator lacks the argument hidden_heap_v1"):
+        code(hidden_heap_v1=(160, 8)).hidden_arguments(programs=1, threads=64, lds=0)
+
+
 def test_without_its_tree_the_emulator_says_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.delenv(tree.VARIABLE, raising=False)
     tree.tree.cache_clear()
@@ -242,6 +257,42 @@ QUICK = {
 def test_a_kernel_runs_as_machine_code(op, target):
     report = emulated(op, QUICK[op], target)
     assert report.examples == 1 and report.passed and not report.not_emulated, (report.failures, report.not_emulated)
+
+
+@needs_tree
+@pytest.mark.parametrize("target", ["gfx1100", "gfx942"])
+def test_programs_know_how_many_there_are(target):
+    """Rows side by side are walked from the last program on, and the size of the grid is no argument of the kernel's."""
+    case = '{"dtype":"float32","shapes":{"x":[300,130]},"regime":"normal","seed":1,"options":{"axis":0}}'
+    report = emulated("softmax", case, target)
+    assert report.passed and not report.not_emulated, (report.failures, report.not_emulated)
+
+
+@needs_tree
+@pytest.mark.parametrize(
+    ("op", "arrays"), [("softmax", '"x":[2,1025,8]'), ("logsumexp_vjp", '"x":[2,1025,8],"d_y":[2,8]')]
+)
+def test_what_parts_of_a_row_found_has_one_sum_in_all_waves(op, arrays):
+    """Two products that are added are both rounded first: fused with the sum, one is not, and in each wave another."""
+    case = f'{{"dtype":"bfloat16","shapes":{{{arrays}}},"regime":"normal","seed":5,"options":{{"axis":1}}}}'
+    report = emulated(op, case, "gfx942")
+    assert report.passed and not report.not_emulated, (report.failures, report.not_emulated)
+
+
+@needs_tree
+@pytest.mark.parametrize("n", [100, 1025], ids=["whole", "in parts"])
+def test_a_row_has_the_same_bits_in_strips_of_any_width(n):
+    """Machine code fuses products with sums where it can, in the code of one width and not in that of another."""
+    subject = backend_subject(registry.find_spec("softmax_vjp"), "triton", None, None, "emulated", "gfx942")
+    rng = np.random.default_rng(3)
+    y, d_y = (torch.from_numpy(rng.standard_normal((n, 64), np.float32)) for _ in range(2))
+
+    def first_two(lanes):
+        with subject.context():
+            (d_x,) = subject.run({})(y[:, :lanes].contiguous(), d_y[:, :lanes].contiguous(), axis=0)
+        return d_x[:, :2].numpy().tobytes()
+
+    assert first_two(2) == first_two(33) == first_two(64)
 
 
 FIRST_SEEN = {"barrier": "LdsRace", "wait": "EarlyRead", "mask": "OutsideMemory", "strides": "wrong bounds"}

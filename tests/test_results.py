@@ -165,6 +165,22 @@ def test_reports_of_parts_keep_every_field():
     assert _report(json.loads(json.dumps(REPORT.to_dict()))) == REPORT
 
 
+def test_parts_of_other_sources_are_not_taken(monkeypatch, tmp_path):
+    """A run in the emulator goes on with parts that are kept: only with those of the sources that run."""
+    pytest.importorskip("triton")
+    from benchmarks import emulated
+
+    asked = types.SimpleNamespace(keep=tmp_path, examples=100, seed=0, parts=4)
+
+    def place(of):
+        monkeypatch.setattr(sources, "fingerprint", lambda *_: of)
+        emulated._sources.cache_clear()
+        return emulated._place(asked, "softmax", "gfx942", 0)
+
+    assert place("0123") == place("0123") != place("4567")
+    emulated._sources.cache_clear()
+
+
 def test_no_json_and_no_file(tmp_path):
     file = tmp_path / "run.json"
     with pytest.raises(ResultError, match=r"run\.json: cannot be read: No such file"):

@@ -11,12 +11,20 @@ import struct
 from dataclasses import dataclass, field
 from typing import Any
 
+from portakern.backends.triton.emulator.faults import lacking
+
 __all__ = ["CodeObject", "read"]
 
 LOADED, SYMBOLS = 1, (2, 11)  # of program headers; of section headers
 KERNARG = 3
 # what the descriptor's properties put into user registers, in order: bit -> registers
 USER = ((0, 4), (1, 2), (2, 2), (KERNARG, 2), (4, 2), (5, 2), (6, 1))
+# what a launch adds to the arguments, where every grid has one dimension, and full workgroups
+HIDDEN = {
+    "hidden_block_count_y": 1, "hidden_block_count_z": 1, "hidden_group_size_y": 1, "hidden_group_size_z": 1,
+    "hidden_remainder_x": 0, "hidden_remainder_y": 0, "hidden_remainder_z": 0, "hidden_grid_dims": 1,
+    "hidden_global_offset_x": 0, "hidden_global_offset_y": 0, "hidden_global_offset_z": 0,
+}  # fmt: skip
 
 
 @dataclass
@@ -27,7 +35,7 @@ class CodeObject:
       base, words: where its code lies, and how long it is; entry: where it begins.
       scratch, arguments: bytes of a lane's scratch memory, and of the arguments; flushes: denormal float32 are zero.
       user: bits of what lies in the first scalar registers; groups: which of a program's numbers follow them.
-      places: (offset, bytes) of each argument.
+      places: (offset, bytes) of each argument. hidden: of those that the launch adds, by LLVM's name of its kind.
     """
 
     base: int
@@ -40,6 +48,7 @@ class CodeObject:
     user_registers: int
     groups: int
     places: list[tuple[int, int]]
+    hidden: dict[str, tuple[int, int]]
     memory: Any = field(repr=False)
 
     def word(self, at: int, value: int | None = None) -> int:
@@ -48,6 +57,25 @@ class CodeObject:
         if value is not None:
             place.value = value
         return place.value
+
+    def hidden_arguments(self, programs: int, threads: int, lds: int) -> list[tuple[int, bytes]]:
+        """(offset, contents) of what a launch adds to a kernel's own arguments.
+
+        Args:
+          programs: how many it has, of so many threads each. lds: bytes that it gives to each.
+
+        Raises:
+          NotEmulatedError: the kernel asks for another than those of the grid's shape and of LDS.
+        """
+        known = HIDDEN | {
+            "hidden_block_count_x": programs,
+            "hidden_group_size_x": threads,
+            "hidden_dynamic_lds_size": lds,
+        }
+        for kind in self.hidden:
+            if kind not in known:
+                raise lacking(f"the argument {kind}")
+        return [(offset, known[kind].to_bytes(size, "little")) for kind, (offset, size) in self.hidden.items()]
 
     def begins_with(self, arguments: int, program: int, isa: str) -> tuple[list[int], int]:
         """Scalar registers 0 to 127 as a program finds them, and which of them are defined, as bits."""
@@ -90,9 +118,12 @@ def read(binary: bytes, name: str, assembly: str) -> CodeObject:
     (entry,) = struct.unpack_from("<q", descriptor, 16)
     mode, registers = struct.unpack_from("<II", descriptor, 48)
     (user,) = struct.unpack_from("<H", descriptor, 56)
+    places = _places(assembly)
     return CodeObject(
         base, length // 4, base + address + entry, scratch, max(arguments, 256), not mode >> 16 & 3,
-        user, registers >> 1 & 31, registers >> 7 & 7, _places(assembly), memory,
+        user, registers >> 1 & 31, registers >> 7 & 7,
+        [(offset, size) for offset, size, kind in places if not kind.startswith("hidden")],
+        {kind: (offset, size) for offset, size, kind in places if kind.startswith("hidden")}, memory,
     )  # fmt: skip
 
 
@@ -109,7 +140,8 @@ def _symbol(binary: bytes, sections: list[tuple[int, ...]], wanted: str) -> int:
     raise KeyError(wanted)
 
 
-def _places(assembly: str) -> list[tuple[int, int]]:
+def _places(assembly: str) -> list[tuple[int, int, str]]:
+    """(offset, bytes, kind) of each argument."""
     metadata = assembly[assembly.index(".amdgpu_metadata") :]
     found = re.findall(r"\.offset:\s+(\d+)\s+\.size:\s+(\d+)\s+\.value_kind:\s+(\S+)", metadata)
-    return [(int(offset), int(size)) for offset, size, kind in found if not kind.startswith("hidden")]
+    return [(int(offset), int(size), kind) for offset, size, kind in found]

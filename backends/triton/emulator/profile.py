@@ -153,6 +153,9 @@ def _run(kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[str, An
             data = _packed(kind, value)
         assert len(data) <= size, (name, kind, size)
         ctypes.memmove(begin + offset, data, len(data))
+    threads, lds = meta.num_warps * program.decoder.lanes, max(meta.shared, 0)
+    for offset, data in program.code.hidden_arguments(grid, threads, lds):
+        ctypes.memmove(begin + offset, data, len(data))
     for number in range(grid):
         program.run(number, begin, ranges)
 

@@ -6,8 +6,9 @@ first axis runs along the rows. Where that is a whole row, one kernel does all. 
 sums programs of their own find, each walking its part a tile at a time; in a second kernel the same programs join them
 and walk back, so that what was read last is still in the cache.
 
-Every sum over a tile is by halves (:func:`tree_sum`), and parts and tiles follow from the rows' length. So a row has
-the same bits in strips of any width and beside any number of others, whatever vectors they are read in.
+Every sum over a tile is by halves (:func:`tree_sum`), parts and tiles follow from the rows' length, and where a product
+meets a sum the source says whether they are fused: compilers do so where both lie in one block of their code, which
+hangs on masks and vectors. So a row has the same bits in strips of any width and beside any number of others.
 """
 
 from __future__ import annotations
@@ -39,6 +40,16 @@ def tree_sum(t):
         if t.shape[0] > 1:
             t = tl.sum(tl.reshape(t, [2, t.shape[0] // 2, t.shape[1]]), 0)
     return t
+
+
+@triton.jit
+def product(a, b):
+    """a b, rounded before anything is added to it.
+
+    Of a b + c d a compiler fuses one product with the sum and rounds the other alone. Where c d comes from another
+    thread, that one does the same the other way round, and the two have not one sum. What is fused with zero is left.
+    """
+    return tl.fma(a, b, tl.zeros_like(a))
 
 
 @triton.jit
@@ -99,12 +110,12 @@ def softmax_part_sums_kernel(x, other, m, total, lanes, n, chunk,
             grown = tl.maximum(top, tl.max(t, 0)[None, :])
             shift = tl.where(tl.abs(grown) == float("inf"), 0.0, grown)
             # A maximum of +inf keeps the sums, of which one is +inf: 0 inf would be NaN.
-            acc = acc * tl.exp(tl.minimum(top - shift, 0.0)) + tl.exp(t - shift)
+            acc = tl.fma(acc, tl.exp(tl.minimum(top - shift, 0.0)), tl.exp(t - shift))
             top = grown
         else:
             other_row = begin(other, group, lane, other_group, other_lane, unit)
             t = load_tile(x_row, start, step, x_n, ok, 0.0, acc_dtype)
-            acc += t * load_tile(other_row, start, step, other_n, ok, 0.0, acc_dtype)
+            acc = tl.fma(t, load_tile(other_row, start, step, other_n, ok, 0.0, acc_dtype), acc)
     at = (group * lanes + lane) * parts + part
     tl.store(total + at, tree_sum(acc), mask=inside)
     if other is None:
@@ -128,7 +139,7 @@ def joined(m, total, row, inside, parts: tl.constexpr, finite: tl.constexpr):
         d = tl.minimum(tops - tl.where(tl.abs(top) == float("inf"), 0.0, top), 0.0)
     else:
         d = tops - top
-    return top, tree_sum(of_parts(total, row, inside, 0.0, parts) * tl.exp(d))
+    return top, tree_sum(product(of_parts(total, row, inside, 0.0, parts), tl.exp(d)))
 
 
 @triton.jit

@@ -19,6 +19,7 @@ from portakern.backends.triton.gpu._columns import (
     added,
     begin,
     load_tile,
+    product,
     side_by_side,
     strip_of,
     sum_parts,
@@ -90,7 +91,7 @@ def softmax_vjp_columns_kernel(y, d_y, d_x, total, lanes, n, chunk,
         p = load_tile(y_row, start, step, y_n, ok, 0.0, acc_dtype)
         g = load_tile(d_y_row, start, step, d_y_n, ok, 0.0, acc_dtype)
         if not parts:
-            delta = tree_sum(p * g)
+            delta = tree_sum(product(p, g))
         tl.store(d_x_row + (start + step) * d_x_n, (p * (g - delta)).to(d_x.dtype.element_ty), mask=ok)
         start -= block_n
 

@@ -7,6 +7,12 @@ from tests.mutants.faults import Planted
 FAULTS = {
     "triton": [
         Planted(
+            "one-cotangent-a-strip",
+            "all rows of a strip take the cotangent of its first",
+            old="begin(d_y, group, lane, d_y_group",
+            new="begin(d_y, group, lane - tl.arange(0, block_rows)[None, :], d_y_group",
+        ),
+        Planted(
             "no-minus-inf-guard",
             "a first tile of nothing but -inf subtracts -inf from -inf",
             old='shift = tl.where(m_new == float("-inf"), 0.0, m_new)',

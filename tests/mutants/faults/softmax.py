@@ -27,8 +27,8 @@ FAULTS = {
         Planted(
             "part-not-rescaled",
             "the sums of a part keep their unit when its maximum grows",
-            old="acc = acc * tl.exp(tl.minimum(top - shift, 0.0)) + ",
-            new="acc = acc + ",
+            old="tl.fma(acc, tl.exp(tl.minimum(top - shift, 0.0)), tl.exp(t - shift))",
+            new="acc + tl.exp(t - shift)",
             within="_columns",
         ),
         Planted(
