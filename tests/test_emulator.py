@@ -262,7 +262,7 @@ def test_a_kernel_runs_as_machine_code(op, target):
 @needs_tree
 @pytest.mark.parametrize("target", ["gfx1100", "gfx942"])
 def test_programs_know_how_many_there_are(target):
-    """Rows side by side are walked from the last program on, and the size of the grid is no argument of the kernel's."""
+    """Rows side by side are walked from the last program on; the size of the grid is no argument of the kernel's."""
     case = '{"dtype":"float32","shapes":{"x":[300,130]},"regime":"normal","seed":1,"options":{"axis":0}}'
     report = emulated("softmax", case, target)
     assert report.passed and not report.not_emulated, (report.failures, report.not_emulated)

@@ -67,7 +67,7 @@ def result(name, arrays, axis, **tiling):
 
 
 def test_every_op_with_an_axis_is_here():
-    assert OPS == ["logsumexp", "logsumexp_vjp", "softmax", "softmax_vjp"]
+    assert len(OPS) == 4 and {registry.find_spec(name).vjp for name in OPS} == {None, *OPS[1::2]}
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -332,7 +332,7 @@ ENDED = object()
         ([[None, lambda: BrokenProcessPool()]], "died: the process that called it ended", ""),
         ([[None, ENDED], [lambda: MemoryError("none left")]], None, "could not make the call"),
     ],
-    ids=["never begun", "no room", "ended at rest", "ends always", "ended between", "dies of it", "no room for another"],
+    ids=["never begun", "no room", "ended at rest", "ends always", "ended between", "dies of it", "no more room"],
 )  # fmt: skip
 def test_a_candidate_is_blamed_for_its_own_end_alone(own_cache, monkeypatch, caplog, processes, expected, said):
     """Where no other process can call it, this one does, which is said once."""
@@ -773,9 +773,10 @@ def test_runs_of_several_threads_share_a_pool(monkeypatch):
 def test_keys_come_in_the_order_of_their_calls():
     """So that a run of several ops that is cut short has some of each."""
     backend = registered()
-    backend.implements("logsumexp", key=lambda call: {"n": call.dims["axis"]}, tiling=lambda call: {"rows_at_once": 32},
+    other, lengths = "logsumexp", (40, 50)
+    ops = ("softmax", other)
+    backend.implements(other, key=lambda call: {"n": call.dims["axis"]}, tiling=lambda call: {"rows_at_once": 32},
                        knobs={"rows_at_once": Tile(32, 128)})(softmax)  # fmt: skip
-    ops, lengths = ("softmax", "logsumexp"), (40, 50)
     calls = [of_op(registry.find_spec(op), "float32", {"shape": (4, n)}) for n in lengths for op in ops]
     found = [(g.asked[0].spec.name, g.key["n"]) for g in groups_of(calls, "cpu", "mine", None)]
     assert found == [(op, n) for n in lengths for op in ops]

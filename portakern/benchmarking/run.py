@@ -40,8 +40,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Helped:
-    """What other processes do meanwhile: ``foresight`` of what is expected, compiling ``ahead``, and ``hands`` that time;
-    without any, this process does."""
+    """What other processes do meanwhile: ``foresight`` of what is expected, compiling ``ahead``, and ``hands`` that
+    time; without any, this process does."""
 
     foresight: Foresight | None = None
     ahead: Ahead = field(default_factory=Ahead)

@@ -78,7 +78,7 @@ from portakern.spec import Count
 from portakern.specs.attention import score_unit
 
 KNOBS = {"stages": Count(2, 8), **SHARES}
-"""Two stages at least: values are in use until those of the next keys have arrived, which one buffer waits for for ever."""
+"""Two stages at least: values are in use until those of the next keys have arrived; one buffer waits for ever."""
 
 WIDEST = 256
 """Elements of a head at most: more do not fit into registers and shared memory beside each other."""

@@ -2,9 +2,9 @@
 
 Such a row is a column of a matrix in memory, and a program owns ``block_rows`` of them next to each other, a *strip*,
 so that what a warp reads at once is contiguous. Of a strip it holds ``block_n`` numbers a row at a time, a tile whose
-first axis runs along the rows. Where that is a whole row, one kernel does all. A longer one is cut into ``parts``, whose
-sums programs of their own find, each walking its part a tile at a time; in a second kernel the same programs join them
-and walk back, so that what was read last is still in the cache.
+first axis runs along the rows. Where that is a whole row, one kernel does all. A longer one is cut into ``parts``,
+whose sums programs of their own find, each walking its part a tile at a time; in a second kernel the same programs join
+them and walk back, so that what was read last is still in the cache.
 
 Every sum over a tile is by halves (:func:`tree_sum`), parts and tiles follow from the rows' length, and where a product
 meets a sum the source says whether they are fused: compilers do so where both lie in one block of their code, which

@@ -139,8 +139,9 @@ def tile_rows(n: int, arch: str, pairs: int = 0, of_first: bool = False) -> dict
     4.4 in two; layernorm of 576 x 205, whose eight rows gave 72 programs: 6.0 us, 4.8 in two rows of four warps, and of
     the four rows that it takes now no time is known). A thread takes 16 elements, or 32 of rows longer than 16384 and
     of rows that are not aligned, which are read one element at a time and want more reads under way in each thread
-    (H100, n = 4097 in one tile: 40 us where 16 take 47). Longer rows are read twice, in blocks that half of a multiprocessor's threads hold (H100, n = 131072: 74 us in blocks of 16384, 82 in
-    blocks of 8192; n = 21775, which is not aligned: 76 us in blocks of 4096, 121 in blocks of 8192).
+    (H100, n = 4097 in one tile: 40 us where 16 take 47). Longer rows are read twice, in blocks that half of a
+    multiprocessor's threads hold (H100, n = 131072: 74 us in blocks of 16384, 82 in blocks of 8192; n = 21775, which is
+    not aligned: 76 us in blocks of 4096, 121 in blocks of 8192).
 
     Two tiles (:func:`first_tile`) are of one row; a thread takes 32 elements of those of 4096 or more, counted in the
     first of aligned rows (H100, bfloat16, softmax of 4095 x 5000: 32.0 us with 4 warps, 33.5 with 8; layernorm of

@@ -104,8 +104,8 @@ def logsumexp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     if side_by_side(x, axis):
         (x,), strips = walk_strips(call, axis, tiling, x)
         m, l = sum_parts(call, strips, n, x)
-        launch(logsumexp_columns_kernel, strips.programs // max(strips.parts, 1), call, x, y, m, l, strips.lanes, n, *strips.strides[0], *strips.numbers, acc_dtype=accumulator(call.dtype),
-               **strips.constants)  # fmt: skip
+        launch(logsumexp_columns_kernel, strips.programs // max(strips.parts, 1), call, x, y, m, l, strips.lanes, n,
+               *strips.strides[0], *strips.numbers, acc_dtype=accumulator(call.dtype), **strips.constants)  # fmt: skip
         return (y,)
     (x,), rows = walk_rows(axis, x)
     launch(logsumexp_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, y, rows.height, rows.inner, n,

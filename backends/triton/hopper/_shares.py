@@ -122,8 +122,8 @@ def consumer(
 
 @gluon.jit
 def row_at(b, h, share, work, row: gl.constexpr, heads: gl.constexpr):
-    """Where the state of each row's chunk lies in (batch, heads, q_len, chunks), where the row in (batch, q_len, heads),
-    and which rows there are."""
+    """Where the state of each row's chunk lies in (batch, heads, q_len, chunks), where the row in (batch, q_len,
+    heads), and which rows there are."""
     i = gl.arange(0, ROWS, row)
     query, of_group = i // heads, i % heads
     head = (b * work.kv_heads + h) * work.group + of_group

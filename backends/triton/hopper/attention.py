@@ -2,8 +2,8 @@
 queries.
 
 Calls of few queries go to the portable kernel with the tiling of here where there are more chunks of keys than
-multiprocessors, and where one chunk holds all keys unless the tiling says ``alone``. All kernels add up the same numbers
-in the same order, so that a row's bits do not tell which it was.
+multiprocessors, and where one chunk holds all keys unless the tiling says ``alone``. All kernels add up the same
+numbers in the same order, so that a row's bits do not tell which it was.
 Everything that this variant does not take is refused by what decides bits anyway: dtypes, head dimensions, bias and
 segments. Interpreted calls are all the portable kernel's: Gluon is compiled alone.
 """
