@@ -27,7 +27,7 @@ def test_within_bounds(op, backend, device, half):
     """In two halves of one run, so that none takes long; half of the cases where a kernel is compiled anew for each, as
     in Pallas's interpreter. ``portakern check`` draws more."""
     compiled_anew = registry.backend(backend).framework == "jax" and device == "cpu"
-    examples = 14 if compiled_anew else 40
+    examples = 10 if compiled_anew else 28
     limits = testing.Limits(used=2**13) if device == "cpu" else None  # interpreters: a program after the other
     report = pk.check(op, backend=backend, device=device, max_examples=examples, shard=(half, 2), limits=limits)
     assert report.passed, "\n".join(map(str, report.failures))
