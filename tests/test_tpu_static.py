@@ -949,15 +949,8 @@ def test_a_step_holds_no_more_keys_than_a_window_reaches():
 @pytest.mark.parametrize(
     ("chip", "dtype", "m", "n", "k", "tiles", "took"),
     [
-        (
-            "v5p",
-            "bfloat16",
-            3072,
-            4096,
-            8192,
-            (2048, 512, 4096),
-            50.59,
-        ),  # more than the 48 MiB that a kernel may have there
+        # More than the 48 MiB that a kernel may have there.
+        ("v5p", "bfloat16", 3072, 4096, 8192, (2048, 512, 4096), 50.59),
         ("v5e", "bfloat16", 2432, 4096, 8192, (2048, 512, 4096), 41.68),
         ("v6e", "bfloat16", 4096, 4096, 4096, (1024, 1024, 2048), 28.86),
         ("v6e", "bfloat16", 4096, 4096, 3000, (512, 512, 1024), 7.34),
@@ -968,15 +961,7 @@ def test_a_step_holds_no_more_keys_than_a_window_reaches():
         ("v4", "bfloat16", 4096, 2048, 7247, (512, 512, 2048), 12.15),  # the last block of k is masked
         ("v5e", "bfloat16", 4096, 4096, 7247, (16, 2048, 2048), 15.81),
         # Sums of 512 columns at a time, beside a tall block of a: more than a byte for each element of these results.
-        (
-            "v7x",
-            "bfloat16",
-            4096,
-            3289,
-            4096,
-            (2048, 1024, 2048),
-            48.09,
-        ),  # more than the 48 MiB that a kernel may have there
+        ("v7x", "bfloat16", 4096, 3289, 4096, (2048, 1024, 2048), 48.09),  # more than it may have there, too
         ("v7x", "bfloat16", 3289, 4096, 4096, (2048, 1024, 2048), 42.715),
         ("v7x", "bfloat16", 4096, 2048, 2048, (2048, 1024, 1024), 35.11),
         ("v7x", "bfloat16", 4096, 2304, 2048, (2048, 2048, 1024), 38.37),

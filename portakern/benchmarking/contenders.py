@@ -30,6 +30,7 @@ __all__ = [
     "here",
     "one_clock",
     "ready",
+    "served",
     "together",
 ]
 
@@ -187,7 +188,7 @@ def ready(contender: Contender, inputs: Inputs) -> Entry:
     except (UnsupportedError, UnavailableError, SpecError) as e:
         raise Refused(str(e).partition("cannot: ")[2] or str(e)) from e
     prepared = getattr(route.impl.fn, "prepared", None)
-    return Entry(contender, prepared(call) if prepared else _served(chosen, call), call, dict(tiling))
+    return Entry(contender, prepared(call) if prepared else served(chosen, call), call, dict(tiling))
 
 
 def _crossed(inputs: Inputs, framework: Framework) -> Call:
@@ -199,8 +200,8 @@ def _crossed(inputs: Inputs, framework: Framework) -> Call:
     return crossed
 
 
-def _served(chosen: Any, call: Call) -> Callable[[], tuple[Any, ...]]:
-    """The call as a user makes it."""
+def served(chosen: Any, call: Call) -> Callable[[], tuple[Any, ...]]:
+    """The call as a user makes it of an op, which gives the wanted outputs."""
     arrays = {n: a for n, a in call.arrays.items() if a is not None}
     options: dict[str, Any] = {o.name: call.options[o.name] for o in call.spec.options}
     if call.spec.is_vjp:

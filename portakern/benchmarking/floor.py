@@ -51,12 +51,16 @@ class Floor:
         with suppress(EOFError, OSError), connection, ExitStack() as turn:
             number = connection.recv()
             while True:
-                asked = connection.recv()
+                asked, answer = connection.recv(), None
                 if asked == TAKE:
                     turn.enter_context(self._alone(number))
                 elif asked == LEAVE:
                     turn.close()
-                connection.send({STOOD: self._stood[number], ENOUGH: self._enough()}.get(asked))
+                elif asked == STOOD:
+                    answer = self._stood[number]
+                elif asked == ENOUGH:
+                    answer = self._enough()
+                connection.send(answer)
 
     @contextmanager
     def _alone(self, number: int) -> Iterator[None]:

@@ -27,7 +27,7 @@ from portakern.core.framework import frameworks
 from portakern.errors import SpecError, UnsupportedError
 from portakern.processes import pool
 
-__all__ = ["HANDS", "Asked", "Hand", "Here", "Measured", "hands"]
+__all__ = ["HANDS", "Asked", "Hand", "Here", "Measured", "alone", "hands"]
 
 HANDS = 2
 """Processes that time: while one has the device, the others stand still, so that more have ever less to do."""
@@ -116,12 +116,17 @@ class Another(Hand):
             process.kill()
 
 
+def alone(plan: Plan, ahead: Ahead) -> list[Hand]:
+    """This process, which times by itself."""
+    return [Here(Stand(plan, visited=ahead.visited))]
+
+
 @contextmanager
 def hands(plan: Plan, ahead: Ahead, several: int = HANDS) -> Iterator[list[Hand]]:
     """``several`` processes that time the cases of a plan, and end with the block; this one where ``ahead`` visits
     nothing, as on a device that no two processes can share."""
     if ahead.processes is None or several < 1:
-        yield [Here(Stand(plan, visited=ahead.visited))]
+        yield alone(plan, ahead)
         return
     names = plan.lead.name, [b.name for b in plan.subjects], [b.name for b in plan.against]
     numbers = range(several)

@@ -13,12 +13,12 @@ from typing import Any
 from portakern.benchmarking.ahead import Ahead
 from portakern.benchmarking.behind import Behind
 from portakern.benchmarking.foresight import Foresight
-from portakern.benchmarking.hands import Asked, Hand, Here, Measured
+from portakern.benchmarking.hands import Asked, Hand, Measured, alone
 from portakern.benchmarking.plan import Plan
 from portakern.benchmarking.rows import Row
 from portakern.benchmarking.spent import Spent
 from portakern.benchmarking.suites import TimedCase
-from portakern.benchmarking.trial import DeviceLost, Stand, Told
+from portakern.benchmarking.trial import DeviceLost, Told
 
 __all__ = ["Helped", "Outcome", "run"]
 
@@ -91,7 +91,7 @@ def run(
     start = now if start is None else start
     found, hands = Outcome(spent=Spent({"before the first call": now - start})), list(helped.hands)
     found.behind.every = plan.every_peer
-    hands = hands or [Here(Stand(plan, visited=helped.ahead.visited))]
+    hands = hands or alone(plan, helped.ahead)
     with found.spent.on("the roof, and loading" if helped.hands else "the roof"):
         found.rates = hands[0].roof().result()
     return _Run(plan, done, start, helped, found, hands).carried_out()

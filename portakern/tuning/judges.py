@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from portakern.api import op
+from portakern.benchmarking.contenders import served
 from portakern.benchmarking.foresight import Foresight
 from portakern.benchmarking.inputs import Inputs, make
 from portakern.benchmarking.suites import TimedCase
@@ -266,15 +267,8 @@ class DeviceBench:
 
 def called(inputs: Inputs, place: Place, tiling: Tiling) -> tuple[Any, ...]:
     """The outputs of a call as a user makes it who names the tiling."""
-    call = inputs.call
     named = place.family.name if len(place.backend.families) > 1 else None
-    chosen = _op(call.spec, place.backend, named, frozen(tiling))
-    arrays = {n: a for n, a in call.arrays.items() if a is not None}
-    options: dict[str, Any] = {o.name: call.options[o.name] for o in call.spec.options}
-    if call.spec.is_vjp:
-        options["wants"] = call.wants
-    result = chosen(**arrays, **options)
-    return tuple(o for o in result if o is not None) if isinstance(result, tuple) else (result,)
+    return served(_op(inputs.spec, place.backend, named, frozen(tiling)), inputs.call)()
 
 
 _ops: dict[Any, Any] = {}
