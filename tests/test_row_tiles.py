@@ -130,7 +130,7 @@ def test_a_row_of_nothing_but_minus_infinity_before_its_second_tile():
     assert found[:, [600, 3]].diagonal().tolist() == [1.0, 1.0]
 
 
-FASTEST = {  # of those that were timed on an H100 in bfloat16: rows a program, tiles of a row, warps
+FASTEST = {  # of those that were timed on an H100 or H200 in bfloat16: rows a program, tiles of a row, warps
     ("softmax", 1001): (1, [1024], 4),
     ("softmax", 4097): (1, [4096, 128], 4),
     ("softmax", 5000): (1, [4096, 1024], 4),
@@ -143,9 +143,21 @@ FASTEST = {  # of those that were timed on an H100 in bfloat16: rows a program, 
     ("layernorm", 5001): (2, [4096, 1024], 8),
     ("layernorm", 6927): (2, [4096, 4096], 8),
     ("layernorm", 8195): (1, [8192, 256], 8),
+    ("layernorm", 205): (4, [256], 1),
+    ("layernorm", 448): (2, [512], 1),
+    ("layernorm", 582): (2, [512, 128], 1),
+    ("layernorm", 1198): (1, [1024, 256], 1),
+    ("layernorm", 1919): (2, [1024, 1024], 2),
+    ("layernorm", 16384): (1, [16384], 16),
+    ("layernorm", 23488): (2, [16384, 8192], 32),
+    ("softmax", 333): (2, [512], 2),
+    ("softmax", 640): (2, [1024], 2),
+    ("softmax", 13001): (1, [8192, 8192], 16),
+    ("rmsnorm", 10186): (1, [8192, 2048], 8),
+    ("rmsnorm", 23488): (2, [16384, 8192], 32),
     ("layernorm", 12288): (1, [8192, 4096], 8),
-    ("rmsnorm", 6927): (2, [4096, 4096], 16),
-    ("rmsnorm", 8195): (2, [8192, 512], 16),
+    ("rmsnorm", 6927): (2, [4096, 4096], 8),
+    ("rmsnorm", 8195): (1, [8192, 256], 8),
     ("layernorm_vjp", 1001): (2, [1024], 4),
     ("layernorm_vjp", 4097): (1, [4096, 128], 4),
     ("layernorm_vjp", 5000): (1, [4096, 1024], 4),
@@ -177,17 +189,17 @@ def test_gradients_of_norms_over_rows_that_cannot_be_copied_ahead_have_twice_the
     assert launches("rmsnorm_vjp", 1001, dtype="float32")["tiling"]["steps"] == 32
 
 
-@pytest.mark.parametrize("norm", [{}, {"pairs": 8192, "of_first": True}, {"pairs": 12288}])
+@pytest.mark.parametrize("norm", [False, True])
 def test_two_tiles_are_no_longer_than_one(norm):
     for n in range(1, 40000, 7):
-        first = first_tile(n, 1024 if norm else 0)
+        first = first_tile(n, 1024 if norm else 8192)
         assert first >= n or first < n <= 2 * first
-        tiling = tile_rows(n, "sm_90", **norm)
+        tiling = tile_rows(n, "sm_90", norm)
         tail, tiles = kept(n, *tiling.values(), tiling["num_warps"] * 32)
         assert (tiles == 0) == (n > (20480 if n % 8 else 32768))
         whole = max(128, 2 ** (n - 1).bit_length())
         assert tiles == 0 or n <= tiling["block_n"] + tail <= whole
-        assert norm or tiles < 2 or 4 * (tiling["block_n"] + tail) <= 3 * whole
+        assert norm or tiles < 2 or n > 8192 or 4 * (tiling["block_n"] + tail) <= 3 * whole
 
 
 def test_a_second_tile_that_no_registers_hold_leaves_the_row_in_blocks():

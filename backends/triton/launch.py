@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 __all__ = [
-    "MAX_GRID", "RECORDERS", "TILE_REGISTERS", "accumulator", "cdiv", "compiler_options", "dot_precision", "lanes",
-    "launch", "recording", "refuse_common", "refuse_over", "shared_limit", "tmem_columns", "torch_dtype",
+    "MAX_GRID", "RECORDERS", "TILE_REGISTERS", "accumulator", "cdiv", "compiler_options", "dot_precision", "held",
+    "lanes", "launch", "recording", "refuse_common", "refuse_over", "shared_limit", "tmem_columns", "torch_dtype",
 ]  # fmt: skip
 
 MAX_GRID = 2**31 - 1  # of a grid's first dimension, on NVIDIA and AMD; the others end at 65535, so no kernel uses them
@@ -169,11 +169,16 @@ def refuse_tile(call: Call, tiling: Mapping[str, int], rows: int) -> str | None:
     return reason or refuse_common(call, num_warps, cdiv(rows, block_rows))
 
 
+def held(tile: int, num_warps: int) -> bool:
+    """Whether the registers that a tile may take hold one of so many elements."""
+    return tile <= num_warps * 32 * TILE_REGISTERS
+
+
 @functools.lru_cache(SHAPES)
 def _refuse_tile(tile: int, num_warps: int, interpret: bool) -> str | None:
     if tile > 1 << 20:
         return f"a tile of block_rows * block_n = {tile} elements is over Triton's limit of 2^20"
-    if not interpret and tile > num_warps * 32 * TILE_REGISTERS:
+    if not interpret and not held(tile, num_warps):
         return (
             f"a tile of {tile} elements is over {TILE_REGISTERS} registers a thread at num_warps = {num_warps}; "
             "use a smaller block_n or more warps"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from portakern.backends.triton.launch import TILE_REGISTERS, cdiv, lanes, refuse_over, refuse_tile
+from portakern.backends.triton.launch import cdiv, held, lanes, refuse_over, refuse_tile
 from portakern.backends.triton.layout import SHAPES, pow2_at_least
 from portakern.spec.dtypes import numpy_dtype
 
@@ -67,6 +67,88 @@ def row_sum(tiles):
 
 
 @triton.jit
+def finite_or_zero(m):
+    """What is subtracted from a row whose maximum is m: inf - inf would be NaN, and exp(inf) and log(0) are right."""
+    return tl.where(tl.abs(m) == float("inf"), 0.0, m)
+
+
+@triton.jit
+def running(m, l, tiles):
+    """Each place's maximum m, and its sum l = sum exp(x - m), of what it had and of what ``tiles`` bring there.
+
+    No place asks another, so that no thread waits, and the tiles are loaded at once. What had no number yet, or
+    nothing but -inf, has the sum 0; what has +inf keeps the sum +inf, which nothing rescales: 0 inf would be NaN."""
+    top = m
+    for i in tl.static_range(len(tiles)):
+        top = tl.maximum(top, tiles[i])
+    shift = finite_or_zero(top)
+    found = tl.exp(tiles[0] - shift)
+    for i in tl.static_range(1, len(tiles)):
+        found += tl.exp(tiles[i] - shift)
+    return top, tl.fma(l, tl.exp(tl.minimum(m - shift, 0.0)), found)
+
+
+@triton.jit
+def load_columns(row, start, col, step, n, row_ok, ends: tl.constexpr, other, acc_dtype: tl.constexpr,
+                 deep: tl.constexpr):  # fmt: skip
+    """What rows have from column ``start`` on, in ``deep`` tiles one after another, each of the columns ``col``;
+    ``other`` beyond n, which only the block in which a row ``ends`` reaches. In others no column has a mask."""
+    at = [start + i * col.shape[1] + col for i in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)[:deep]]
+    if ends:
+        return [tl.load(row + a * step, mask=row_ok & (a < n), other=other).to(acc_dtype) for a in at]
+    else:
+        return [tl.load(row + a * step, mask=row_ok, other=other).to(acc_dtype) for a in at]
+
+
+@triton.jit
+def of_long_rows(x_row, x_n, n, row_ok, block_n: tl.constexpr, deep: tl.constexpr, plain: tl.constexpr,
+                 acc_dtype: tl.constexpr):  # fmt: skip
+    """m = max x and l = sum exp(x - m), or sum exp(x) where m is infinite, of rows that are read ``block_n`` numbers at
+    a time, and the sum of x if ``plain``: place by place (:func:`running`), and once across the places."""
+    places: tl.constexpr = block_n // deep
+    col = tl.arange(0, places)[None, :].to(tl.int64)
+    m = tl.full([row_ok.shape[0], places], float("-inf"), acc_dtype)
+    l = tl.zeros([row_ok.shape[0], places], acc_dtype)
+    total = tl.zeros([row_ok.shape[0], places], acc_dtype)
+    n = tl.cast(n, tl.int64)
+    whole = n // block_n * block_n
+    for ends in tl.static_range(2):
+        for start in range(whole if ends else 0, n if ends else whole, block_n):
+            t = load_columns(x_row, start, col, x_n, n, row_ok, ends, float("-inf"), acc_dtype, deep)
+            m, l = running(m, l, t)
+            if plain:
+                for i in tl.static_range(deep):
+                    total += tl.where(start + i * places + col < n, t[i], 0.0)
+    top = tl.max(m, 1)
+    l = tl.sum(l * tl.exp(tl.minimum(m - finite_or_zero(top)[:, None], 0.0)), 1)
+    return top, l, tl.sum(total, 1)
+
+
+@triton.jit
+def weigh_long_rows(x_row, x_n, y_row, y_n, g, m, l, n, row_ok, block_n: tl.constexpr, deep: tl.constexpr,
+                    acc_dtype: tl.constexpr):  # fmt: skip
+    """y = g exp(x - m) / l of long rows, g None for 1, from their ends, where what was read last is still near; NaN
+    where m is infinite."""
+    places: tl.constexpr = block_n // deep
+    col = tl.arange(0, places)[None, :].to(tl.int64)
+    share = tl.where(tl.abs(m) == float("inf"), float("nan"), 1.0 / l)[:, None]
+    m = m[:, None]
+    n = tl.cast(n, tl.int64)
+    whole = n // block_n * block_n
+    for others in tl.static_range(2):
+        for back in range(0, whole if others else n - whole, block_n):
+            start = whole - block_n - back if others else whole
+            t = load_columns(x_row, start, col, x_n, n, row_ok, not others, float("-inf"), acc_dtype, deep)
+            for i in tl.static_range(deep):
+                at = start + i * places + col
+                out = tl.exp(t[i] - m) * share
+                if g is not None:
+                    out = g * out
+                ok = row_ok if others else row_ok & (at < n)
+                tl.store(y_row + at * y_n, out.to(y_row.dtype.element_ty), mask=ok)
+
+
+@triton.jit
 def centred(t, ok, n, eps, tiles: tl.constexpr):
     """x - mean of rows that stay in registers, 0 where not ``ok``, and (var + eps)^-1/2."""
     mean = (row_sum(t) / n)[:, None]
@@ -74,7 +156,7 @@ def centred(t, ok, n, eps, tiles: tl.constexpr):
     return d, tl.rsqrt(row_sum([a * a for a in d]) / n + eps)[:, None]
 
 
-def first_tile(n: int, least: int = 0) -> int:
+def first_tile(n: int, least: int) -> int:
     """How wide the first tile is of a row that stays in registers; where it is narrower than the row, a second one
     follows.
 
@@ -86,7 +168,7 @@ def first_tile(n: int, least: int = 0) -> int:
     whole = pow2_at_least(n, 128)
     half, odd = whole // 2, n % 8 > 0
     shorter = half >= (512 if odd else 2048) and 2 * (n - half) <= half
-    two = shorter or (odd and 0 < least <= half)
+    two = shorter or (odd and least <= half)
     return half if two and n < whole else whole
 
 
@@ -101,8 +183,7 @@ def kept(n: int, block_rows: int, block_n: int, num_warps: int, least: int) -> t
     if n <= block_n:
         return 0, 1
     tail = pow2_at_least(n - block_n, min(least, block_n))
-    fits = tail <= block_n and block_rows * (block_n + tail) <= num_warps * 32 * TILE_REGISTERS
-    return (tail, 2) if fits else (0, 0)
+    return (tail, 2) if tail <= block_n and held(block_rows * (block_n + tail), num_warps) else (0, 0)
 
 
 def blocks(tiling: Mapping[str, int]) -> dict[str, int]:
@@ -112,10 +193,23 @@ def blocks(tiling: Mapping[str, int]) -> dict[str, int]:
 
 def told(call: Call, n: int, tiling: Mapping[str, int]) -> dict[str, int]:
     """The constants of a kernel whose programs have rows of n."""
-    found, vector = blocks(tiling), 16 // numpy_dtype(call.dtype).itemsize
-    at_once = tiling["num_warps"] * lanes(call.target.arch) * (1 if n % vector else vector)
-    found["tail"], found["tiles"] = kept(n, *found.values(), at_once)
+    found = blocks(tiling)
+    found["tail"], found["tiles"] = kept(n, *found.values(), threads_read(call, n, tiling["num_warps"]))
     return found
+
+
+def threads_read(call: Call, n: int, num_warps: int) -> int:
+    """How many elements of a row of n the threads of a program read at once."""
+    vector = 16 // numpy_dtype(call.dtype).itemsize
+    return num_warps * lanes(call.target.arch) * (1 if n % vector else vector)
+
+
+def walked(call: Call, n: int, tiling: Mapping[str, int]) -> dict[str, int]:
+    """The constants of a kernel that reads a long row of n ``deep`` tiles at a time: as many as one has elements that
+    all threads read at once, so that what a thread adds up is in its own hands."""
+    found = told(call, n, tiling)
+    at_once = threads_read(call, n, tiling["num_warps"])
+    return found | {"deep": 1 if found["tiles"] else min(max(tiling["block_n"] // at_once, 1), 16)}
 
 
 def parts_of(call: Call, n: int, tiling: Mapping[str, int]) -> tuple[int, dict[str, int]]:
@@ -131,40 +225,58 @@ def refuse_rows(call: Call, tiling: Mapping[str, int], n: int, rows: int) -> str
     return reason or (refuse_over(call, tiling["num_warps"], tiling["block_rows"] * tail) if tail else None)
 
 
-def tile_rows(n: int, arch: str, pairs: int = 0, of_first: bool = False) -> dict[str, int]:
+def tile_rows(n: int, arch: str, norm: bool = False) -> dict[str, int]:
     """A formula of n instead of a table: nothing that was timed asked for another choice at some n, or on some chip.
 
-    A program takes a whole row where 1024 threads can hold it, and about 2048 elements of short rows, or 1024 of those
-    that are not aligned, in two warps (H100, rmsnorm of 9152 x 141: 6.8 us in both; of 192 x 455: 4.8 us in four rows,
-    4.4 in two; layernorm of 576 x 205, whose eight rows gave 72 programs: 6.0 us, 4.8 in two rows of four warps, and of
-    the four rows that it takes now no time is known). A thread takes 16 elements, or 32 of rows longer than 16384 and
-    of rows that are not aligned, which are read one element at a time and want more reads under way in each thread
-    (H100, n = 4097 in one tile: 40 us where 16 take 47). Longer rows are read twice, in blocks that half of a
-    multiprocessor's threads hold (H100, n = 131072: 74 us in blocks of 16384, 82 in blocks of 8192; n = 21775, which is
-    not aligned: 76 us in blocks of 4096, 121 in blocks of 8192).
+    A program takes a whole row where 1024 threads can hold it, some short ones together (:func:`together`), and else a
+    block of it at a time, twice: 16384 numbers, which half of a multiprocessor's threads hold, or 4096 of rows that are
+    not aligned (H100, n = 131072: 74 us in blocks of 16384, 82 in blocks of 8192; n = 21775, which is not aligned: 76
+    us in blocks of 4096, 121 in blocks of 8192).
 
-    Two tiles (:func:`first_tile`) are of one row; a thread takes 32 elements of those of 4096 or more, counted in the
-    first of aligned rows (H100, bfloat16, softmax of 4095 x 5000: 32.0 us with 4 warps, 33.5 with 8; layernorm of
-    4096 x 12288: 72.9 with 8, 75.9 with 16) and in both of others (softmax of 4095 x 5001: 36.4 with 8, 37.0 with 4).
+    A thread takes 16 elements, or 32 of rows longer than 8192, or than 2048 in two tiles, and of those of 257 to 512,
+    but for norms to 1024 (H200, softmax of 16384 x 640: 14.6 us for 15.6, x 448: 9.6 for 10.6; rmsnorm of 12818 x 960
+    lost a twentieth); and 32 of rows that are not aligned, which are read one element at a time and want more reads
+    under way in each thread (H100, n = 4097 in one tile: 40 us where 16 take 47). Of two tiles the first counts (H100, softmax of 4095 x 5000: 32.0 us with 4 warps, 33.5 with 8;
+    layernorm of 4096 x 12288: 72.9 with 8, 75.9 with 16; H200, rmsnorm of 2304 x 10186: 36.1 us with 8, 37.5 with
+    16), and both of rows that are not aligned, but for norms (softmax of 4095 x 5001: 36.4 with 8, 37.0 with 4).
 
-    ``pairs``: up to which n a program takes two of the rows that are not aligned. Norms gain by it, since two rows
-    share their weights, softmax lost. Norms also gain by two tiles however long the second is.
-
-    ``of_first``: threads for the first tile alone. Layernorm, 2 x 4096 of 4096 x 6927: 61 us with 8 warps, 92 with 16;
-    rmsnorm has half the registers a thread with 16 (60 for 151, no spills), and 54.5 us."""
+    ``norm``: rows share weights. Such gain by two tiles however long the second is, and by one warp where that has room
+    (H200, layernorm of 28800 x 582: 23.7 us, 29.1 in two warps; of 32768 x 205: 11.8 and 14.5; softmax lost, 12.9 and
+    12.6). Others gain by two from 8193 on (H200, softmax of 2048 x 13001: 46.8 us, 63.5 in one)."""
     odd, width = n % 8 > 0, lanes(arch)
     if n > (20480 if odd else 32768):  # odd rows that are longer would not fit in the registers of 1024 threads
         block_n, elements = (4096, 16) if odd else (16384, 32)
-        row, two = block_n, False
-    else:
-        block_n = first_tile(n, 1024 if pairs else 0)
-        two = n > block_n
-        row = block_n + pow2_at_least(n - block_n) if two and odd and not of_first else block_n
-        elements = 32 if odd or block_n > (2048 if two else 8192) else 16
-    block_rows, least = pow2_at_least((1024 if odd else 2048) // block_n, 1, 16), max(64 // elements, 1)
-    if two:
-        block_rows = 2 if odd and n <= pairs else 1
-    elif odd and block_n == 1024:  # H100, 8192 x 1001: softmax 17.3 us, 18.1 in two rows of 2 warps
-        block_rows, least = 2 if pairs else 1, 128 // width
-    num_warps = pow2_at_least(block_rows * row // (elements * width), least, 1024 // width)
+        return {"block_rows": 1, "block_n": block_n, "num_warps": block_n // (elements * width)}
+    block_n = first_tile(n, 1024 if norm else 8192)
+    two = n > block_n
+    row = block_n + pow2_at_least(n - block_n) if two else block_n
+    short = not odd and (block_n == 512 or (block_n == 1024 and not norm))
+    elements = 32 if odd or short or block_n > (2048 if two else 8192) else 16
+    least = 1 if short or (norm and odd) else 64 // elements
+    if odd and row == 1024:  # H100, 8192 x 1001: softmax 17.3 us, 18.1 in two rows of 2 warps
+        least = 128 // width
+    block_rows = together(n, row, block_n, norm)
+    counted = row if two and odd and not norm else block_n
+    num_warps = pow2_at_least(block_rows * counted // (elements * width), least, 1024 // width)
     return {"block_rows": block_rows, "block_n": block_n, "num_warps": num_warps}
+
+
+def together(n: int, row: int, block_n: int, norm: bool) -> int:
+    """How many rows of n a program takes, whose tiles have ``row`` columns.
+
+    About 2048 elements of rows in one tile, or 1024 of 257 to 512 and of those that are not aligned (H100, rmsnorm of
+    9152 x 141: 6.8 us in both; of 192 x 455: 4.8 us in four rows, 4.4 in two; layernorm of 576 x 205, whose eight rows
+    gave 72 programs: 6.0 us, 4.8 in two rows of four warps; H200, layernorm of 16384 x 448: 10.0 us in two rows, 10.4
+    in four).
+
+    Of rows in two tiles norms take two: of aligned ones where the first has 16384 columns, so that 1024 threads are at
+    work (H200, 1408 x 23488: layernorm 46.5 us for 53.1, rmsnorm 38.4 for 51.1; 4096 x 16384, in one tile: 87.3 for
+    74.7), and of others up to 8192 (rmsnorm of 4096 x 12286: 69.8 us in one, 91.9 in two), unless one fills a warp by
+    itself (16384 x 1198: layernorm 27.7 us in one warp, 29.1 in two rows of two)."""
+    odd = n % 8 > 0
+    if n > block_n:
+        pair = norm and (n <= 8192 and not 640 < row <= 1280 if odd else block_n == 16384)
+        return 2 if pair else 1
+    if odd and row == 1024:
+        return 2 if norm else 1
+    return pow2_at_least((1024 if odd or row == 512 else 2048) // row, 1, 16)

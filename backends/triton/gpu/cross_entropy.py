@@ -21,9 +21,18 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._rows import columns, load_tiles, refuse_rows, row_sum, tile_rows, told
+from portakern.backends.triton.gpu._rows import (
+    columns,
+    finite_or_zero,
+    load_tiles,
+    of_long_rows,
+    refuse_rows,
+    row_sum,
+    tile_rows,
+    walked,
+)
 from portakern.backends.triton.gpu.layernorm import key
-from portakern.backends.triton.gpu.logsumexp import finite_or_zero, maximum_and_sum
+from portakern.backends.triton.gpu.logsumexp import maximum_and_sum
 from portakern.backends.triton.launch import accumulator, cdiv, launch, torch_dtype
 from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
 from portakern.spec import Tile
@@ -37,8 +46,8 @@ if TYPE_CHECKING:
 @triton.jit
 def cross_entropy_kernel(x, labels, loss, lse, rows, rows_inner, n, ignored, x_outer, x_inner, x_n,
                          block_rows: tl.constexpr, block_n: tl.constexpr, tail: tl.constexpr, tiles: tl.constexpr,
-                         acc_dtype: tl.constexpr, even: tl.constexpr, z: tl.constexpr, flat: tl.constexpr,
-                         unit: tl.constexpr):  # fmt: skip
+                         deep: tl.constexpr, acc_dtype: tl.constexpr, even: tl.constexpr, z: tl.constexpr,
+                         flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
     """lse may be None. even: the share e of the target that all classes divide."""
     n = aligned(n, unit)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
@@ -56,18 +65,7 @@ def cross_entropy_kernel(x, labels, loss, lse, rows, rows_inner, n, ignored, x_o
         if even > 0:
             total = row_sum([tl.where(ok[i], t[i], 0.0) for i in (0, 1)[:tiles]])
     else:
-        col = tl.arange(0, block_n)[None, :].to(tl.int64)
-        m = tl.full([block_rows], float("-inf"), acc_dtype)
-        l = tl.zeros([block_rows], acc_dtype)
-        for start in range(0, tl.cast(n, tl.int64), block_n):
-            ok = row_ok & (start + col < n)
-            t = tl.load(x_row + (start + col) * x_n, mask=ok, other=float("-inf")).to(acc_dtype)
-            m_new = tl.maximum(m, tl.max(t, 1))
-            shift = finite_or_zero(m_new)
-            l = l * tl.exp(m - shift) + tl.sum(tl.exp(t - shift[:, None]), 1)
-            m = m_new
-            if even > 0:
-                total += tl.sum(tl.where(ok, t, 0.0), 1)
+        m, l, total = of_long_rows(x_row, x_n, n, row_ok, block_n, deep, even > 0, acc_dtype)
 
     # A label that is no class is not followed: its logit is NaN.
     is_class = (label >= 0) & (label < n)
@@ -111,7 +109,7 @@ def losses_into(
     n = x.shape[-1]
     launch(cross_entropy_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, labels, loss, lse, rows.height,
            rows.inner, n, call.options["ignore_index"], *rows.strides[0], acc_dtype=accumulator(call.dtype),
-           even=call.options["label_smoothing"], z=call.options["z_loss"], **told(call, n, tiling),
+           even=call.options["label_smoothing"], z=call.options["z_loss"], **walked(call, n, tiling),
            **rows.known(call.dtype))  # fmt: skip
 
 

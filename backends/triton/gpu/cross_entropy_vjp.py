@@ -17,11 +17,13 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.gpu._columns import product
 from portakern.backends.triton.gpu._rows import tile_of
 from portakern.backends.triton.gpu.layernorm import key
 from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, refuse_tile
 from portakern.backends.triton.layout import aligned, pow2_at_least, result_like, row_start, walk_rows
 from portakern.spec import Tile
+from portakern.spec.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -30,12 +32,43 @@ if TYPE_CHECKING:
 
 
 @triton.jit
+def gradient(t, is_label, log_sum, g, counted, classes, even: tl.constexpr, z: tl.constexpr, acc_dtype: tl.constexpr):
+    """By logits t of rows, those that are ``counted``; g may be None for 1."""
+    p = tl.exp(t - log_sum)
+    if z > 0:
+        p = product(p, tl.broadcast_to(1.0 + 2.0 * z * log_sum, p.shape))  # at an end as within a vector
+    p = tl.where(is_label, p - (1.0 - even), p)
+    if even > 0:
+        p = p - even / tl.cast(classes, acc_dtype)
+    if g is not None:
+        p = g * p
+    return tl.where(counted, p, 0.0)
+
+
+@triton.jit
+def in_vectors(row, col, n, vector: tl.constexpr, edges: tl.constexpr):
+    """Of rows that lie one after another from a multiple of ``vector`` on, wherever each begins: the last such multiple
+    that is not behind its first element, by how much that is before it, and, counted from there, which of ``col`` lie
+    in whole vectors of the row, and where the others are, in a tile of ``edges``, -1 for none."""
+    base = row * n // vector * vector
+    off = (row * n - base)[:, None]
+    first, last = (off + vector - 1) // vector * vector, (off + n) // vector * vector
+    lane = tl.arange(0, edges)[None, :].to(tl.int64)
+    before = (lane >= off) & (lane < tl.minimum(first, off + n)) & (lane < vector)
+    behind = last + lane - vector
+    after = (lane >= vector) & (lane < 2 * vector) & (behind >= first) & (behind < off + n)
+    return base, off, (col >= first) & (col < last), tl.where(before, lane, tl.where(after, behind, -1))
+
+
+@triton.jit
 def cross_entropy_vjp_kernel(x, labels, lse, d_loss, start, d_x, rows, rows_inner, n, steps, ignored, first, classes,
                              x_outer, x_inner, x_n,
                              block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
-                             even: tl.constexpr, z: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+                             even: tl.constexpr, z: tl.constexpr, vector: tl.constexpr, edges: tl.constexpr,
+                             flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
     """x: the n logits from class ``first`` on, of ``classes``. start: None, or where more lies to be added to first.
-    d_loss: None for ones. even: the share e of the target that all classes divide."""
+    d_loss: None for ones. even: the share e of the target that all classes divide. vector: 0, or how many elements of
+    rows that lie one after another are moved at once (:func:`in_vectors`)."""
     n = aligned(n, unit)
     if start is not None:
         first += tl.load(start)
@@ -43,19 +76,27 @@ def cross_entropy_vjp_kernel(x, labels, lse, d_loss, start, d_x, rows, rows_inne
     row_ok = row < rows
     label = tl.load(labels + row, mask=row_ok, other=ignored).to(tl.int64)
     counted = (row_ok & (label != ignored))[:, None]
-    log_sum = tl.load(lse + row, mask=row_ok, other=0.0).to(acc_dtype)[:, None]
-    x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None]
-    t = tl.load(x_row + col * x_n, mask=counted & (col < n), other=float("-inf")).to(acc_dtype)
-    p = tl.exp(t - log_sum)
-    if z > 0:
-        p = p * (1.0 + 2.0 * z * log_sum)
-    p = tl.where(first + col == label[:, None], p - (1.0 - even), p)
-    if even > 0:
-        p = p - even / tl.cast(classes, acc_dtype)
+    label, row_ok = label[:, None] - first, row_ok[:, None]
+    log_sum = tl.load(lse + row, mask=row < rows, other=0.0).to(acc_dtype)[:, None]
     if d_loss is not None:
-        p = tl.load(d_loss + row, mask=row_ok, other=0.0).to(acc_dtype)[:, None] * p
-    out = tl.where(counted, p, 0.0)
-    tl.store(d_x + (row * n)[:, None] + col, out.to(d_x.dtype.element_ty), mask=row_ok[:, None] & (col < n))
+        g = tl.load(d_loss + row, mask=row < rows, other=0.0).to(acc_dtype)[:, None]
+    else:
+        g = None
+    if vector:
+        base, off, inside, edge = in_vectors(row, col, n, vector, edges)
+        x_row, d_x_row = x + base[:, None], d_x + base[:, None]
+        if tl.program_id(0) % steps == 0:
+            t_edge = tl.load(x_row + edge, mask=counted & (edge >= 0), other=float("-inf")).to(acc_dtype)
+            at_ends = gradient(t_edge, edge - off == label, log_sum, g, counted, classes, even, z, acc_dtype)
+            tl.store(d_x_row + edge, at_ends.to(d_x.dtype.element_ty), mask=row_ok & (edge >= 0))
+        t = tl.load(x_row + col, mask=counted & inside, other=float("-inf")).to(acc_dtype)
+        out = gradient(t, col - off == label, log_sum, g, counted, classes, even, z, acc_dtype)
+        tl.store(d_x_row + col, out.to(d_x.dtype.element_ty), mask=row_ok & inside)
+    else:
+        x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None]
+        t = tl.load(x_row + col * x_n, mask=counted & (col < n), other=float("-inf")).to(acc_dtype)
+        out = gradient(t, col == label, log_sum, g, counted, classes, even, z, acc_dtype)
+        tl.store(d_x + (row * n)[:, None] + col, out.to(d_x.dtype.element_ty), mask=row_ok & (col < n))
 
 
 def default_tiling(call: Call) -> dict[str, int]:
@@ -68,7 +109,8 @@ def default_tiling(call: Call) -> dict[str, int]:
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    return refuse_tile(call, tiling, call.arrays["labels"].numel() * cdiv(call.dims["n"], tiling["block_n"]))
+    n, block_n = call.dims["n"], tiling["block_n"]
+    return refuse_tile(call, tiling, call.arrays["labels"].numel() * (cdiv(n, block_n) + (n > block_n)))
 
 
 @BACKEND.implements(
@@ -95,11 +137,14 @@ def gradient_into(
     d_x is contiguous, as are the numbers of rows, and may be x itself; no d_loss means ones. ``start``: one int32 that
     is added to first, where it is not known before the launch."""
     (x,), rows = walk_rows(x.ndim - 1, x)
-    n = x.shape[-1]
-    steps = cdiv(n, tiling["block_n"])
+    n, known = x.shape[-1], rows.known(call.dtype)
+    elements, warps = 16 // numpy_dtype(call.dtype).itemsize, tiling["num_warps"]
+    # Rows that begin anywhere: where they lie as those of the result do, and are long, all but their ends in vectors.
+    vector = elements if known["unit"] == 1 and rows.strides[0] == rows.strides[1] and n > tiling["block_n"] else 0
+    steps = cdiv(n + max(vector - 1, 0), tiling["block_n"])
     launch(cross_entropy_vjp_kernel, cdiv(rows.height, tiling["block_rows"]) * steps, call, x, labels, lse, d_loss,
            start, d_x, rows.height, rows.inner, n, steps, call.options["ignore_index"], first, classes,
            *rows.strides[0],
            block_rows=tiling["block_rows"], block_n=tiling["block_n"], acc_dtype=accumulator(call.dtype),
-           even=call.options["label_smoothing"], z=call.options["z_loss"], num_warps=tiling["num_warps"],
-           **rows.known(call.dtype))  # fmt: skip
+           even=call.options["label_smoothing"], z=call.options["z_loss"], vector=vector,
+           edges=max(2 * vector, warps * lanes(call.target.arch)), num_warps=warps, **known)  # fmt: skip

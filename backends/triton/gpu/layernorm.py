@@ -4,8 +4,8 @@
 
 A program owns ``block_rows`` rows. The variance is that about the mean: E[x^2] - mean^2 cancels when the mean is large.
 A row that fits in ``tiles`` tiles is read once and stays in registers, as in softmax. A longer one is read twice:
-first its statistics, those of each block about the block's own mean, joined to those of the blocks before it; then its
-result.
+first its statistics, those of each place of a tile about the place's own mean, joined block by block and at last with
+those of all places; then its result.
 
 Sources: Ba, Kiros and Hinton, "Layer Normalization" (2016), section 3; Chan, Golub and LeVeque, "Updating formulae and
 a pairwise algorithm for computing sample variances" (1979), equation 2.1.
@@ -20,7 +20,15 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._rows import centred, columns, load_tiles, refuse_rows, tile_rows, told
+from portakern.backends.triton.gpu._rows import (
+    centred,
+    columns,
+    load_columns,
+    load_tiles,
+    refuse_rows,
+    tile_rows,
+    walked,
+)
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh_like, row_start, walk_rows
 from portakern.spec import Tile
@@ -61,10 +69,80 @@ def join(mean, m2, t, ok, start, n, block_n: tl.constexpr, acc_dtype: tl.constex
 
 
 @triton.jit
+def moments_of_long_rows(x_row, x_n, n, row_ok, block_n: tl.constexpr, deep: tl.constexpr, acc_dtype: tl.constexpr):
+    """The mean and the sum of squares about it of rows that are read ``block_n`` numbers at a time: those of each place
+    of a tile, of which no other is asked, and at last of all of them."""
+    places: tl.constexpr = block_n // deep
+    col = tl.arange(0, places)[None, :].to(tl.int64)
+    mean = tl.zeros([row_ok.shape[0], places], acc_dtype)
+    m2 = tl.zeros([row_ok.shape[0], places], acc_dtype)
+    n = tl.cast(n, tl.int64)
+    whole = n // block_n * block_n
+    for ends in tl.static_range(2):
+        for start in range(whole if ends else 0, n if ends else whole, block_n):
+            t = load_columns(x_row, start, col, x_n, n, row_ok, ends, 0.0, acc_dtype, deep)
+            before = (start // places).to(acc_dtype)
+            count = numbers_at(n - start, col, places).to(acc_dtype) if ends else tl.cast(deep, acc_dtype)
+            own = t[0]
+            for i in tl.static_range(1, deep):
+                own += t[i]
+            own = own / (tl.maximum(count, 1.0) if ends else count)
+            shift, share = own - mean, count / (before + count)
+            if ends:
+                share = tl.where(count > 0, share, 0.0)
+            for i in tl.static_range(deep):
+                d = t[i] - own
+                if ends:
+                    d = tl.where(start + i * places + col < n, d, 0.0)
+                m2 += d * d
+            mean, m2 = mean + shift * share, m2 + shift * shift * (before * share)
+    count = numbers_at(n, col, places).to(acc_dtype)
+    middle = tl.sum(mean * count, 1) / n
+    shift = mean - middle[:, None]
+    return middle, tl.sum(m2 + shift * shift * count, 1)
+
+
+@triton.jit
+def numbers_at(n, col, places: tl.constexpr):
+    """How many of n numbers come to each place ``col``, one after another."""
+    return tl.maximum((n - col + places - 1) // places, 0)
+
+
+@triton.jit
+def narrowed(values, x, narrow: tl.constexpr):
+    """Rounded to the dtype of what x points to."""
+    if narrow:
+        values = values.to(x.dtype.element_ty).to(values.dtype)
+    return values
+
+
+@triton.jit
+def normalise_long_rows(x_row, x_n, y_row, weight, weight_n, bias, bias_n, mean, r, n, row_ok,
+                        block_n: tl.constexpr, deep: tl.constexpr, narrow: tl.constexpr, acc_dtype: tl.constexpr,
+                        unit: tl.constexpr):  # fmt: skip
+    """(x - mean) r weight + bias of long rows, from their ends, where what was read last is still near."""
+    places: tl.constexpr = block_n // deep
+    lane = tl.arange(0, places).to(tl.int64)
+    n = tl.cast(n, tl.int64)
+    whole = n // block_n * block_n
+    for others in tl.static_range(2):
+        for back in range(0, whole if others else n - whole, block_n):
+            start = whole - block_n - back if others else whole
+            t = load_columns(x_row, start, lane[None, :], x_n, n, row_ok, not others, 0.0, acc_dtype, deep)
+            for i in tl.static_range(deep):
+                at = start + i * places + lane
+                inside = tl.full([places], 1, tl.int1) if others else at < n
+                xh = t[i] * r[:, None] if mean is None else (t[i] - mean[:, None]) * r[:, None]
+                xh = narrowed(xh, y_row, narrow)
+                out = scale_and_shift(xh, weight, bias, weight_n, bias_n, at, inside, acc_dtype, unit)
+                tl.store(y_row + at[None, :], out.to(y_row.dtype.element_ty), mask=row_ok & inside[None, :])
+
+
+@triton.jit
 def layernorm_kernel(x, weight, bias, y, rows, rows_inner, n, eps,
                      x_outer, x_inner, x_n, weight_n, bias_n,
                      block_rows: tl.constexpr, block_n: tl.constexpr, tail: tl.constexpr, tiles: tl.constexpr,
-                     acc_dtype: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+                     deep: tl.constexpr, acc_dtype: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
     n = aligned(n, unit)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)
@@ -79,21 +157,10 @@ def layernorm_kernel(x, weight, bias, y, rows, rows_inner, n, eps,
             out = scale_and_shift(d[i] * r, weight, bias, weight_n, bias_n, lane[i], inside[i], acc_dtype, unit)
             tl.store(y_row + col[i], out.to(y.dtype.element_ty), mask=ok[i])
     else:
-        lane = tl.arange(0, block_n).to(tl.int64)
-        col = lane[None, :]
-        mean = tl.zeros([block_rows], acc_dtype)
-        total = tl.zeros([block_rows], acc_dtype)
-        for start in range(0, tl.cast(n, tl.int64), block_n):
-            ok = row_ok & (start + col < n)
-            t = tl.load(x_row + (start + col) * x_n, mask=ok, other=0.0).to(acc_dtype)
-            mean, total = join(mean, total, t, ok, start, n, block_n, acc_dtype)
+        mean, total = moments_of_long_rows(x_row, x_n, n, row_ok, block_n, deep, acc_dtype)
         r = tl.rsqrt(total / n + eps)
-        for start in range(0, tl.cast(n, tl.int64), block_n):
-            ok = row_ok & (start + col < n)
-            t = tl.load(x_row + (start + col) * x_n, mask=ok, other=0.0).to(acc_dtype)
-            xh = (t - mean[:, None]) * r[:, None]
-            out = scale_and_shift(xh, weight, bias, weight_n, bias_n, start + lane, start + lane < n, acc_dtype, unit)
-            tl.store(y_row + (start + col), out.to(y.dtype.element_ty), mask=ok)
+        normalise_long_rows(x_row, x_n, y_row, weight, weight_n, bias, bias_n, mean, r, n, row_ok, block_n, deep,
+                            False, acc_dtype, unit)  # fmt: skip
 
 
 def key(call: Call) -> dict[str, str | int]:
@@ -101,7 +168,7 @@ def key(call: Call) -> dict[str, str | int]:
 
 
 def default_tiling(call: Call) -> dict[str, int]:
-    return tile_rows(call.dims["n"], call.target.arch, pairs=8192, of_first=True)
+    return tile_rows(call.dims["n"], call.target.arch, norm=True)
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
@@ -116,5 +183,5 @@ def layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     weight_n, bias_n = (0 if w is None else w.stride(0) for w in (weight, bias))
     launch(layernorm_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, weight, bias, y, rows.height, rows.inner,
            n, call.options["eps"], *rows.strides[0], weight_n, bias_n, acc_dtype=accumulator(call.dtype),
-           **told(call, n, tiling), **rows.known(call.dtype))  # fmt: skip
+           **walked(call, n, tiling), **rows.known(call.dtype))  # fmt: skip
     return (y,)

@@ -20,14 +20,22 @@ from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu._columns import (
     begin,
     joined,
-    load_tile,
+    load_block,
     side_by_side,
     strip_of,
     sum_parts,
     tree_sum,
     walk_strips,
 )
-from portakern.backends.triton.gpu._rows import columns, load_tiles, row_max, row_sum, told
+from portakern.backends.triton.gpu._rows import (
+    columns,
+    finite_or_zero,
+    load_tiles,
+    of_long_rows,
+    row_max,
+    row_sum,
+    walked,
+)
 from portakern.backends.triton.gpu.softmax import default_tiling, key, supports
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
@@ -35,12 +43,6 @@ from portakern.spec import Tile
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
-
-
-@triton.jit
-def finite_or_zero(m):
-    """What is subtracted from a row whose maximum is m: inf - inf would be NaN, and exp(inf) and log(0) are right."""
-    return tl.where(tl.abs(m) == float("inf"), 0.0, m)
 
 
 @triton.jit
@@ -54,7 +56,7 @@ def maximum_and_sum(t):
 @triton.jit
 def logsumexp_kernel(x, y, rows, rows_inner, n, x_outer, x_inner, x_n,
                      block_rows: tl.constexpr, block_n: tl.constexpr, tail: tl.constexpr, tiles: tl.constexpr,
-                     acc_dtype: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+                     deep: tl.constexpr, acc_dtype: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
     n = aligned(n, unit)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     row_ok = (row < rows)[:, None]
@@ -65,21 +67,13 @@ def logsumexp_kernel(x, y, rows, rows_inner, n, x_outer, x_inner, x_n,
         col, ok = [a[None, :] for a in lane], [row_ok & a[None, :] for a in inside]
         m, l = maximum_and_sum(load_tiles(x_row, x_n, col, ok, float("-inf"), acc_dtype))
     else:
-        col = tl.arange(0, block_n)[None, :].to(tl.int64)
-        m = tl.full([block_rows], float("-inf"), acc_dtype)
-        l = tl.zeros([block_rows], acc_dtype)
-        for start in range(0, tl.cast(n, tl.int64), block_n):
-            t = tl.load(x_row + (start + col) * x_n, mask=row_ok & (start + col < n), other=float("-inf")).to(acc_dtype)
-            m_new = tl.maximum(m, tl.max(t, 1))
-            shift = finite_or_zero(m_new)
-            l = l * tl.exp(m - shift) + tl.sum(tl.exp(t - shift[:, None]), 1)
-            m = m_new
+        m, l, _ = of_long_rows(x_row, x_n, n, row_ok, block_n, deep, False, acc_dtype)
     tl.store(y + row, (finite_or_zero(m) + tl.log(l)).to(y.dtype.element_ty), mask=row < rows)
 
 
 @triton.jit
 def logsumexp_columns_kernel(x, y, m, l, lanes, n, x_group, x_lane, x_n, y_group, y_lane,
-                             block_rows: tl.constexpr, block_n: tl.constexpr, parts: tl.constexpr,
+                             block_rows: tl.constexpr, block_n: tl.constexpr, parts: tl.constexpr, deep: tl.constexpr,
                              acc_dtype: tl.constexpr, unit: tl.constexpr):  # fmt: skip
     """Rows that lie side by side, whole or joined from their parts."""
     lanes, x_n = aligned(lanes, unit), aligned(x_n, unit)
@@ -90,9 +84,9 @@ def logsumexp_columns_kernel(x, y, m, l, lanes, n, x_group, x_lane, x_n, y_group
     else:
         step = tl.arange(0, block_n)[:, None].to(tl.int64)
         x_row = begin(x, group, lane, x_group, x_lane, unit)
-        t = load_tile(x_row, 0, step, x_n, (step < n) & inside, float("-inf"), acc_dtype)
-        top = tl.max(t, 0)[None, :]
-        sums = tree_sum(tl.exp(t - finite_or_zero(top)))
+        t = load_block(x_row, tl.cast(0, tl.int64), step, x_n, n, inside, float("-inf"), acc_dtype, deep)
+        top = tl.max(t[0], 0)[None, :]
+        sums = tree_sum(tl.exp(t[0] - finite_or_zero(top)))
     out = finite_or_zero(top) + tl.log(sums)
     tl.store(begin(y, group, lane, y_group, y_lane, 1), out.to(y.dtype.element_ty), mask=inside)
 
@@ -109,6 +103,6 @@ def logsumexp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
         return (y,)
     (x,), rows = walk_rows(axis, x)
     launch(logsumexp_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, y, rows.height, rows.inner, n,
-           *rows.strides[0], acc_dtype=accumulator(call.dtype), **told(call, n, tiling),
+           *rows.strides[0], acc_dtype=accumulator(call.dtype), **walked(call, n, tiling),
            **rows.known(call.dtype))  # fmt: skip
     return (y,)

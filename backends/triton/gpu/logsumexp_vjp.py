@@ -15,18 +15,8 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._columns import (
-    begin,
-    joined,
-    load_tile,
-    side_by_side,
-    strip_of,
-    sum_parts,
-    tiles_of,
-    tree_sum,
-    walk_strips,
-)
-from portakern.backends.triton.gpu._rows import columns, load_tiles, told
+from portakern.backends.triton.gpu._columns import side_by_side, sum_parts, walk_strips, weigh_strips
+from portakern.backends.triton.gpu._rows import columns, load_tiles, of_long_rows, walked, weigh_long_rows
 from portakern.backends.triton.gpu.softmax import default_tiling, exponentials, key, supports
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
@@ -39,7 +29,7 @@ if TYPE_CHECKING:
 @triton.jit
 def logsumexp_vjp_kernel(x, d_y, d_x, rows, rows_inner, n, x_outer, x_inner, x_n, d_x_outer, d_x_inner, d_x_n,
                          block_rows: tl.constexpr, block_n: tl.constexpr, tail: tl.constexpr, tiles: tl.constexpr,
-                         acc_dtype: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+                         deep: tl.constexpr, acc_dtype: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
     n = aligned(n, unit)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     row_ok = (row < rows)[:, None]
@@ -54,46 +44,17 @@ def logsumexp_vjp_kernel(x, d_y, d_x, rows, rows_inner, n, x_outer, x_inner, x_n
         for i in tl.static_range(tiles):
             tl.store(d_x_row + col[i] * d_x_n, (g * (p[i] / l)).to(d_x.dtype.element_ty), mask=ok[i])
     else:
-        col = tl.arange(0, block_n)[None, :].to(tl.int64)
-        m = tl.full([block_rows], float("-inf"), acc_dtype)
-        l = tl.zeros([block_rows], acc_dtype)
-        for start in range(0, tl.cast(n, tl.int64), block_n):
-            t = tl.load(x_row + (start + col) * x_n, mask=row_ok & (start + col < n), other=float("-inf")).to(acc_dtype)
-            m_new = tl.maximum(m, tl.max(t, 1))
-            shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing but -inf so far: -inf - -inf would be NaN
-            l = l * tl.exp(m - shift) + tl.sum(tl.exp(t - shift[:, None]), 1)
-            m = m_new
-        for start in range(0, tl.cast(n, tl.int64), block_n):
-            ok = row_ok & (start + col < n)
-            t = tl.load(x_row + (start + col) * x_n, mask=ok, other=float("-inf")).to(acc_dtype)
-            p = tl.exp(t - m[:, None]) / l[:, None]
-            tl.store(d_x_row + (start + col) * d_x_n, (g * p).to(d_x.dtype.element_ty), mask=ok)
+        m, l, _ = of_long_rows(x_row, x_n, n, row_ok, block_n, deep, False, acc_dtype)
+        weigh_long_rows(x_row, x_n, d_x_row, d_x_n, g, m, l, n, row_ok, block_n, deep, acc_dtype)
 
 
 @triton.jit
 def logsumexp_vjp_columns_kernel(x, d_y, d_x, m, l, lanes, n, chunk,
                                  x_group, x_lane, x_n, d_x_group, d_x_lane, d_x_n, d_y_group, d_y_lane,
                                  block_rows: tl.constexpr, block_n: tl.constexpr, parts: tl.constexpr,
-                                 acc_dtype: tl.constexpr, unit: tl.constexpr):  # fmt: skip
-    """Rows that lie side by side: whole ones, or ``parts`` of them, whose m and l are known, from their ends."""
-    lanes, x_n, d_x_n = aligned(lanes, unit), aligned(x_n, unit), aligned(d_x_n, unit)
-    lane, part, group = strip_of(tl.num_programs(0) - 1 - tl.program_id(0), lanes, parts, block_rows)
-    x_row, d_x_row = begin(x, group, lane, x_group, x_lane, unit), begin(d_x, group, lane, d_x_group, d_x_lane, unit)
-    step, inside = tl.arange(0, block_n)[:, None].to(tl.int64), lane < lanes
-    g = tl.load(begin(d_y, group, lane, d_y_group, d_y_lane, 1), mask=inside, other=0.0).to(acc_dtype)
-    if parts:
-        top, total = joined(m, l, group * lanes + lane, inside, parts, False)
-    tiles, start, last = tiles_of(part, chunk, n, block_n, parts)
-    for _ in range(tiles):
-        ok = (start + step < last) & inside
-        t = load_tile(x_row, start, step, x_n, ok, float("-inf"), acc_dtype)
-        if parts:
-            p = tl.exp(t - top)
-        else:
-            p = tl.exp(t - tl.max(t, 0)[None, :])
-            total = tree_sum(p)
-        tl.store(d_x_row + (start + step) * d_x_n, (g * (p / total)).to(d_x.dtype.element_ty), mask=ok)
-        start -= block_n
+                                 deep: tl.constexpr, acc_dtype: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+    weigh_strips(x, d_x, d_y, m, l, lanes, n, chunk, x_group, x_lane, x_n, d_x_group, d_x_lane, d_x_n, d_y_group,
+                 d_y_lane, block_rows, block_n, parts, deep, acc_dtype, unit)  # fmt: skip
 
 
 @BACKEND.implements(
@@ -112,6 +73,6 @@ def logsumexp_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
         return (d_x,)
     (x,), rows = walk_rows(axis, x)
     launch(logsumexp_vjp_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, d_y, d_x, rows.height, rows.inner, n,
-           *rows.strides[0], *rows.strides[1], acc_dtype=accumulator(call.dtype), **told(call, n, tiling),
+           *rows.strides[0], *rows.strides[1], acc_dtype=accumulator(call.dtype), **walked(call, n, tiling),
            **rows.known(call.dtype))  # fmt: skip
     return (d_x,)

@@ -18,8 +18,15 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._rows import columns, load_tiles, row_sum, tile_rows, told
-from portakern.backends.triton.gpu.layernorm import key, scale_and_shift, supports
+from portakern.backends.triton.gpu._rows import columns, load_columns, load_tiles, row_sum, walked
+from portakern.backends.triton.gpu.layernorm import (
+    default_tiling,
+    key,
+    narrowed,
+    normalise_long_rows,
+    scale_and_shift,
+    supports,
+)
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh_like, row_start, walk_rows
 from portakern.spec import Tile
@@ -29,18 +36,27 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def narrowed(values, x, narrow: tl.constexpr):
-    """Rounded to the dtype of what x points to."""
-    if narrow:
-        values = values.to(x.dtype.element_ty).to(values.dtype)
-    return values
+def squares_of_long_rows(x_row, x_n, n, row_ok, block_n: tl.constexpr, deep: tl.constexpr, acc_dtype: tl.constexpr):
+    """The sum of squares of rows that are read ``block_n`` numbers at a time: of each place of a tile, and of all."""
+    places: tl.constexpr = block_n // deep
+    col = tl.arange(0, places)[None, :].to(tl.int64)
+    total = tl.zeros([row_ok.shape[0], places], acc_dtype)
+    n = tl.cast(n, tl.int64)
+    whole = n // block_n * block_n
+    for ends in tl.static_range(2):
+        for start in range(whole if ends else 0, n if ends else whole, block_n):
+            t = load_columns(x_row, start, col, x_n, n, row_ok, ends, 0.0, acc_dtype, deep)
+            for i in tl.static_range(deep):
+                total += t[i] * t[i]
+    return tl.sum(total, 1)
 
 
 @triton.jit
 def rmsnorm_kernel(x, weight, y, rows, rows_inner, n, eps,
                    x_outer, x_inner, x_n, weight_n,
                    block_rows: tl.constexpr, block_n: tl.constexpr, tail: tl.constexpr, tiles: tl.constexpr,
-                   acc_dtype: tl.constexpr, narrow: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+                   deep: tl.constexpr, acc_dtype: tl.constexpr, narrow: tl.constexpr, flat: tl.constexpr,
+                   unit: tl.constexpr):  # fmt: skip
     n = aligned(n, unit)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)
@@ -56,28 +72,14 @@ def rmsnorm_kernel(x, weight, y, rows, rows_inner, n, eps,
             out = scale_and_shift(xh, weight, None, weight_n, 0, lane[i], inside[i], acc_dtype, unit)
             tl.store(y_row + col[i], out.to(y.dtype.element_ty), mask=ok[i])
     else:
-        lane = tl.arange(0, block_n).to(tl.int64)
-        col = lane[None, :]
-        total = tl.zeros([block_rows], acc_dtype)
-        for start in range(0, tl.cast(n, tl.int64), block_n):
-            t = tl.load(x_row + (start + col) * x_n, mask=row_ok & (start + col < n), other=0.0).to(acc_dtype)
-            total += tl.sum(t * t, 1)
-        r = tl.rsqrt(total / n + eps)
-        for start in range(0, tl.cast(n, tl.int64), block_n):
-            ok = row_ok & (start + col < n)
-            t = tl.load(x_row + (start + col) * x_n, mask=ok, other=0.0).to(acc_dtype)
-            xh = narrowed(t * r[:, None], x, narrow)
-            out = scale_and_shift(xh, weight, None, weight_n, 0, start + lane, start + lane < n, acc_dtype, unit)
-            tl.store(y_row + (start + col), out.to(y.dtype.element_ty), mask=ok)
+        r = tl.rsqrt(squares_of_long_rows(x_row, x_n, n, row_ok, block_n, deep, acc_dtype) / n + eps)
+        normalise_long_rows(x_row, x_n, y_row, weight, weight_n, None, 0, None, r, n, row_ok, block_n, deep,
+                            narrow, acc_dtype, unit)  # fmt: skip
 
 
 def rounds_before(call: Call) -> bool:
     """Whether x r is rounded before it meets the weight, and is not as wide as what it is computed in."""
     return call.options["rounding"] == "before_weight" and call.dtype in ("float16", "bfloat16")
-
-
-def default_tiling(call: Call) -> dict[str, int]:
-    return tile_rows(call.dims["n"], call.target.arch, pairs=12288)
 
 
 @BACKEND.implements("rmsnorm", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
@@ -87,6 +89,6 @@ def rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     (x,), rows = walk_rows(x.ndim - 1, x)
     launch(rmsnorm_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, weight, y, rows.height, rows.inner, n,
            call.options["eps"], *rows.strides[0], 0 if weight is None else weight.stride(0),
-           acc_dtype=accumulator(call.dtype), narrow=rounds_before(call), **told(call, n, tiling),
+           acc_dtype=accumulator(call.dtype), narrow=rounds_before(call), **walked(call, n, tiling),
            **rows.known(call.dtype))  # fmt: skip
     return (y,)

@@ -20,19 +20,24 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu._columns import (
-    begin,
-    joined,
-    load_tile,
     refuse_strips,
     side_by_side,
-    strip_of,
     sum_parts,
     tile_columns,
-    tiles_of,
-    tree_sum,
     walk_strips,
+    weigh_strips,
 )
-from portakern.backends.triton.gpu._rows import columns, load_tiles, refuse_rows, row_max, row_sum, tile_rows, told
+from portakern.backends.triton.gpu._rows import (
+    columns,
+    load_tiles,
+    of_long_rows,
+    refuse_rows,
+    row_max,
+    row_sum,
+    tile_rows,
+    walked,
+    weigh_long_rows,
+)
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh_like, row_start, walk_rows
 from portakern.spec import Tile
@@ -53,7 +58,7 @@ def exponentials(t):
 def softmax_kernel(x, y, rows, rows_inner, n,
                    x_outer, x_inner, x_n, y_outer, y_inner, y_n,
                    block_rows: tl.constexpr, block_n: tl.constexpr, tail: tl.constexpr, tiles: tl.constexpr,
-                   acc_dtype: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+                   deep: tl.constexpr, acc_dtype: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
     n = aligned(n, unit)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     row_ok = (row < rows)[:, None]
@@ -67,43 +72,16 @@ def softmax_kernel(x, y, rows, rows_inner, n,
         for i in tl.static_range(tiles):
             tl.store(y_row + col[i] * y_n, (p[i] / l).to(y.dtype.element_ty), mask=ok[i])
     else:
-        col = tl.arange(0, block_n)[None, :].to(tl.int64)
-        m = tl.full([block_rows], float("-inf"), acc_dtype)
-        l = tl.zeros([block_rows], acc_dtype)
-        for start in range(0, tl.cast(n, tl.int64), block_n):
-            t = tl.load(x_row + (start + col) * x_n, mask=row_ok & (start + col < n), other=float("-inf")).to(acc_dtype)
-            m_new = tl.maximum(m, tl.max(t, 1))
-            shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing but -inf so far: -inf - -inf would be NaN
-            l = l * tl.exp(m - shift) + tl.sum(tl.exp(t - shift[:, None]), 1)
-            m = m_new
-        for start in range(0, tl.cast(n, tl.int64), block_n):
-            ok = row_ok & (start + col < n)
-            t = tl.load(x_row + (start + col) * x_n, mask=ok, other=float("-inf")).to(acc_dtype)
-            tl.store(y_row + (start + col) * y_n, (tl.exp(t - m[:, None]) / l[:, None]).to(y.dtype.element_ty), mask=ok)
+        m, l, _ = of_long_rows(x_row, x_n, n, row_ok, block_n, deep, False, acc_dtype)
+        weigh_long_rows(x_row, x_n, y_row, y_n, None, m, l, n, row_ok, block_n, deep, acc_dtype)
 
 
 @triton.jit
 def softmax_columns_kernel(x, y, m, l, lanes, n, chunk, x_group, x_lane, x_n, y_group, y_lane, y_n,
-                           block_rows: tl.constexpr, block_n: tl.constexpr, parts: tl.constexpr,
+                           block_rows: tl.constexpr, block_n: tl.constexpr, parts: tl.constexpr, deep: tl.constexpr,
                            acc_dtype: tl.constexpr, unit: tl.constexpr):  # fmt: skip
-    """Rows that lie side by side: whole ones, or ``parts`` of them, whose m and l are known, from their ends."""
-    lanes, x_n, y_n = aligned(lanes, unit), aligned(x_n, unit), aligned(y_n, unit)
-    lane, part, group = strip_of(tl.num_programs(0) - 1 - tl.program_id(0), lanes, parts, block_rows)
-    x_row, y_row = begin(x, group, lane, x_group, x_lane, unit), begin(y, group, lane, y_group, y_lane, unit)
-    step, inside = tl.arange(0, block_n)[:, None].to(tl.int64), lane < lanes
-    if parts:
-        top, total = joined(m, l, group * lanes + lane, inside, parts, False)
-    tiles, start, last = tiles_of(part, chunk, n, block_n, parts)
-    for _ in range(tiles):
-        ok = (start + step < last) & inside
-        t = load_tile(x_row, start, step, x_n, ok, float("-inf"), acc_dtype)
-        if parts:
-            p = tl.exp(t - top)
-        else:
-            p = tl.exp(t - tl.max(t, 0)[None, :])
-            total = tree_sum(p)
-        tl.store(y_row + (start + step) * y_n, (p / total).to(y.dtype.element_ty), mask=ok)
-        start -= block_n
+    weigh_strips(x, y, None, m, l, lanes, n, chunk, x_group, x_lane, x_n, y_group, y_lane, y_n, 0, 0,
+                 block_rows, block_n, parts, deep, acc_dtype, unit)  # fmt: skip
 
 
 def key(call: Call) -> dict[str, str | int]:
@@ -141,6 +119,6 @@ def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
         return (y,)
     (x,), rows = walk_rows(axis, x)
     launch(softmax_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, y, rows.height, rows.inner, n,
-           *rows.strides[0], *rows.strides[1], acc_dtype=accumulator(call.dtype), **told(call, n, tiling),
+           *rows.strides[0], *rows.strides[1], acc_dtype=accumulator(call.dtype), **walked(call, n, tiling),
            **rows.known(call.dtype))  # fmt: skip
     return (y,)

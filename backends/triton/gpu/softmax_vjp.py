@@ -18,9 +18,10 @@ from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu._columns import (
     added,
     begin,
-    load_tile,
+    load_block,
     product,
     side_by_side,
+    store_block,
     strip_of,
     sum_parts,
     tiles_of,
@@ -76,23 +77,23 @@ def softmax_vjp_kernel(y, d_y, d_x, rows, rows_inner, n,
 def softmax_vjp_columns_kernel(y, d_y, d_x, total, lanes, n, chunk,
                                y_group, y_lane, y_n, d_y_group, d_y_lane, d_y_n, d_x_group, d_x_lane, d_x_n,
                                block_rows: tl.constexpr, block_n: tl.constexpr, parts: tl.constexpr,
-                               acc_dtype: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+                               deep: tl.constexpr, acc_dtype: tl.constexpr, unit: tl.constexpr):  # fmt: skip
     """Rows that lie side by side: whole ones, or ``parts`` of them, whose sums are in ``total``, from their ends."""
     lanes, y_n, d_y_n, d_x_n = aligned(lanes, unit), aligned(y_n, unit), aligned(d_y_n, unit), aligned(d_x_n, unit)
     lane, part, group = strip_of(tl.num_programs(0) - 1 - tl.program_id(0), lanes, parts, block_rows)
     y_row, d_y_row = begin(y, group, lane, y_group, y_lane, unit), begin(d_y, group, lane, d_y_group, d_y_lane, unit)
     d_x_row = begin(d_x, group, lane, d_x_group, d_x_lane, unit)
-    step, inside = tl.arange(0, block_n)[:, None].to(tl.int64), lane < lanes
+    step, inside = tl.arange(0, block_n // deep)[:, None].to(tl.int64), lane < lanes
     if parts:
         delta = added(total, group * lanes + lane, inside, parts)
     tiles, start, last = tiles_of(part, chunk, n, block_n, parts)
     for _ in range(tiles):
-        ok = (start + step < last) & inside
-        p = load_tile(y_row, start, step, y_n, ok, 0.0, acc_dtype)
-        g = load_tile(d_y_row, start, step, d_y_n, ok, 0.0, acc_dtype)
+        p = load_block(y_row, start, step, y_n, last, inside, 0.0, acc_dtype, deep)
+        g = load_block(d_y_row, start, step, d_y_n, last, inside, 0.0, acc_dtype, deep)
         if not parts:
-            delta = tree_sum(product(p, g))
-        tl.store(d_x_row + (start + step) * d_x_n, (p * (g - delta)).to(d_x.dtype.element_ty), mask=ok)
+            delta = tree_sum(product(p[0], g[0]))
+        out = [p[i] * (g[i] - delta) for i in (0, 1, 2, 3, 4, 5, 6, 7)[:deep]]
+        store_block(d_x_row, start, step, d_x_n, last, inside, out)
         start -= block_n
 
 

@@ -18,8 +18,9 @@ FAULTS = {
         Planted(
             "long-row-not-rescaled",
             "the sum of a long row is not rescaled where the maximum grows",
-            old="l = l * tl.exp(m - shift) + ",
-            new="l = l + ",
+            old="tl.fma(l, tl.exp(tl.minimum(m - shift, 0.0)), found)",
+            new="l + found",
+            within="_rows",
         ),
         Planted(
             "mean-over-tiles",

@@ -25,7 +25,7 @@ FAULTS = {
             "smoothing-over-tile",
             "the share of all classes is divided by the tile's extent",
             old="even / tl.cast(classes, acc_dtype)",
-            new="even / block_n",
+            new="even / t.shape[1]",
             small=True,
         ),
         Planted(
@@ -37,8 +37,20 @@ FAULTS = {
         Planted(
             "ragged-end-not-written",
             "the last element of a row is not written",
-            old="mask=row_ok[:, None] & (col < n))",
-            new="mask=row_ok[:, None] & (col < n - (n > 1)))",
+            old="mask=row_ok & (col < n))",
+            new="mask=row_ok & (col < n - (n > 1)))",
+        ),
+        Planted(
+            "end-beside-vectors-not-written",
+            "of a row in vectors the last element behind them is not written",
+            old="(behind < off + n)",
+            new="(behind < off + n - 1)",
+        ),
+        Planted(
+            "label-from-the-vector",
+            "in a row that begins within a vector the label is counted from where that begins",
+            old="gradient(t, col - off == label,",
+            new="gradient(t, col == label,",
         ),
     ],
     "pallas": [

@@ -58,8 +58,8 @@ FAULTS = {
         Planted(
             "long-row-padding",
             "lanes beyond a long row count in the variance",
-            old="    d = tl.where(ok, t - own[:, None], 0.0)\n    shift",
-            new="    d = t - own[:, None]\n    shift",
+            old="                    d = tl.where(start + i * places + col < n, d, 0.0)",
+            new="                    d = d + 0.0",
             small=True,
         ),
     ],

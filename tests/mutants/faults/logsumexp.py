@@ -12,6 +12,7 @@ FAULTS = {
             old='return tl.where(tl.abs(m) == float("inf"), 0.0, m)',
             new='return tl.where(m == float("-inf"), 0.0, m)',
             small=True,
+            within="_rows",
         ),
         Planted(
             "finite-padding",
@@ -23,15 +24,17 @@ FAULTS = {
         Planted(
             "last-not-summed",
             "the sum of a long row leaves out its last element",
-            old="mask=row_ok & (start + col < n), other",
-            new="mask=row_ok & (start + col < n - 1), other",
+            old="mask=row_ok & (a < n), other",
+            new="mask=row_ok & (a < n - 1), other",
             small=True,
+            within="_rows",
         ),
         Planted(
             "l-not-rescaled",
             "the running sum keeps its unit when the maximum grows",
-            old="l = l * tl.exp(m - shift) + ",
-            new="l = l + ",
+            old="tl.fma(l, tl.exp(tl.minimum(m - shift, 0.0)), found)",
+            new="l + found",
+            within="_rows",
         ),
         Planted(
             "log2e-rounded",

@@ -29,8 +29,8 @@ FAULTS = {
         Planted(
             "last-not-summed",
             "the sum of a long row leaves out its last element",
-            old="other=0.0).to(acc_dtype)\n            total",
-            new="other=0.0).to(acc_dtype)\n            t = tl.where(start + col < n - 1, t, 0.0)\n            total",
+            old="total += t[i] * t[i]",
+            new="total += tl.where(start + i * places + col < n - 1, t[i] * t[i], 0.0)",
         ),
     ],
     "pallas": [

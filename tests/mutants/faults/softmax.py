@@ -19,24 +19,25 @@ FAULTS = {
         Planted(
             "part-cut",
             "a part of a row in a strip lacks its last number",
-            old="        ok = (start + step < last) & inside\n        if other is None",
-            new="        ok = (start + step < last - 1) & inside\n        if other is None",
+            old="mask=(a < last) & inside, other",
+            new="mask=(a < last - 1) & inside, other",
             small=True,
             within="_columns",
         ),
         Planted(
             "part-not-rescaled",
-            "the sums of a part keep their unit when its maximum grows",
-            old="tl.fma(acc, tl.exp(tl.minimum(top - shift, 0.0)), tl.exp(t - shift))",
-            new="acc + tl.exp(t - shift)",
+            "the sums of a part's places keep their units when they are added up",
+            old="acc = product(acc, tl.exp(tl.minimum(top - finite_or_zero(highest), 0.0)))",
+            new="acc = product(acc, tl.full(acc.shape, 1.0, acc_dtype))",
             within="_columns",
         ),
         Planted(
             "no-minus-inf-guard",
             "a first tile of nothing but -inf subtracts -inf from -inf",
-            old='shift = tl.where(m_new == float("-inf"), 0.0, m_new)',
-            new="shift = m_new",
+            old="    shift = finite_or_zero(top)\n    found",
+            new="    shift = top\n    found",
             small=True,
+            within="_rows",
         ),
         Planted(
             "finite-padding",
@@ -48,9 +49,10 @@ FAULTS = {
         Planted(
             "last-not-summed",
             "the sum of a long row leaves out its last element",
-            old="mask=row_ok & (start + col < n), other",
-            new="mask=row_ok & (start + col < n - 1), other",
+            old="mask=row_ok & (a < n), other",
+            new="mask=row_ok & (a < n - 1), other",
             small=True,
+            within="_rows",
         ),
         Planted(
             "log2e-rounded",
@@ -62,8 +64,9 @@ FAULTS = {
         Planted(
             "l-not-rescaled",
             "the running sum keeps its unit when the maximum grows",
-            old="l = l * tl.exp(m - shift) + ",
-            new="l = l + ",
+            old="tl.fma(l, tl.exp(tl.minimum(m - shift, 0.0)), found)",
+            new="l + found",
+            within="_rows",
         ),
         Planted(
             "p-rounded-before-sum",
