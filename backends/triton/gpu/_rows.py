@@ -101,24 +101,29 @@ def load_columns(row, start, col, step, n, row_ok, ends: tl.constexpr, other, ac
 
 
 @triton.jit
+def places_of(n, row_ok, block_n: tl.constexpr, deep: tl.constexpr, acc_dtype: tl.constexpr):
+    """Of rows of n that are read ``block_n`` numbers at a time, in ``deep`` tiles: the columns of a tile's places, a
+    zero for each place of each row, n, and where the last whole block ends."""
+    places: tl.constexpr = block_n // deep
+    zeros = tl.zeros([row_ok.shape[0], places], acc_dtype)
+    n = tl.cast(n, tl.int64)
+    return tl.arange(0, places)[None, :].to(tl.int64), zeros, n, n // block_n * block_n
+
+
+@triton.jit
 def of_long_rows(x_row, x_n, n, row_ok, block_n: tl.constexpr, deep: tl.constexpr, plain: tl.constexpr,
                  acc_dtype: tl.constexpr):  # fmt: skip
     """m = max x and l = sum exp(x - m), or sum exp(x) where m is infinite, of rows that are read ``block_n`` numbers at
     a time, and the sum of x if ``plain``: place by place (:func:`running`), and once across the places."""
-    places: tl.constexpr = block_n // deep
-    col = tl.arange(0, places)[None, :].to(tl.int64)
-    m = tl.full([row_ok.shape[0], places], float("-inf"), acc_dtype)
-    l = tl.zeros([row_ok.shape[0], places], acc_dtype)
-    total = tl.zeros([row_ok.shape[0], places], acc_dtype)
-    n = tl.cast(n, tl.int64)
-    whole = n // block_n * block_n
+    col, l, n, whole = places_of(n, row_ok, block_n, deep, acc_dtype)
+    m, total = l - float("inf"), l
     for ends in tl.static_range(2):
         for start in range(whole if ends else 0, n if ends else whole, block_n):
             t = load_columns(x_row, start, col, x_n, n, row_ok, ends, float("-inf"), acc_dtype, deep)
             m, l = running(m, l, t)
             if plain:
                 for i in tl.static_range(deep):
-                    total += tl.where(start + i * places + col < n, t[i], 0.0)
+                    total += tl.where(start + i * col.shape[1] + col < n, t[i], 0.0)
     top = tl.max(m, 1)
     l = tl.sum(l * tl.exp(tl.minimum(m - finite_or_zero(top)[:, None], 0.0)), 1)
     return top, l, tl.sum(total, 1)
@@ -129,18 +134,15 @@ def weigh_long_rows(x_row, x_n, y_row, y_n, g, m, l, n, row_ok, block_n: tl.cons
                     acc_dtype: tl.constexpr):  # fmt: skip
     """y = g exp(x - m) / l of long rows, g None for 1, from their ends, where what was read last is still near; NaN
     where m is infinite."""
-    places: tl.constexpr = block_n // deep
-    col = tl.arange(0, places)[None, :].to(tl.int64)
+    col, _, n, whole = places_of(n, row_ok, block_n, deep, acc_dtype)
     share = tl.where(tl.abs(m) == float("inf"), float("nan"), 1.0 / l)[:, None]
     m = m[:, None]
-    n = tl.cast(n, tl.int64)
-    whole = n // block_n * block_n
     for others in tl.static_range(2):
         for back in range(0, whole if others else n - whole, block_n):
             start = whole - block_n - back if others else whole
             t = load_columns(x_row, start, col, x_n, n, row_ok, not others, float("-inf"), acc_dtype, deep)
             for i in tl.static_range(deep):
-                at = start + i * places + col
+                at = start + i * col.shape[1] + col
                 out = tl.exp(t[i] - m) * share
                 if g is not None:
                     out = g * out

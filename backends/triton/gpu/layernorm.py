@@ -25,6 +25,7 @@ from portakern.backends.triton.gpu._rows import (
     columns,
     load_columns,
     load_tiles,
+    places_of,
     refuse_rows,
     tile_rows,
     walked,
@@ -73,11 +74,8 @@ def moments_of_long_rows(x_row, x_n, n, row_ok, block_n: tl.constexpr, deep: tl.
     """The mean and the sum of squares about it of rows that are read ``block_n`` numbers at a time: those of each place
     of a tile, of which no other is asked, and at last of all of them."""
     places: tl.constexpr = block_n // deep
-    col = tl.arange(0, places)[None, :].to(tl.int64)
-    mean = tl.zeros([row_ok.shape[0], places], acc_dtype)
-    m2 = tl.zeros([row_ok.shape[0], places], acc_dtype)
-    n = tl.cast(n, tl.int64)
-    whole = n // block_n * block_n
+    col, mean, n, whole = places_of(n, row_ok, block_n, deep, acc_dtype)
+    m2 = mean
     for ends in tl.static_range(2):
         for start in range(whole if ends else 0, n if ends else whole, block_n):
             t = load_columns(x_row, start, col, x_n, n, row_ok, ends, 0.0, acc_dtype, deep)
@@ -122,9 +120,8 @@ def normalise_long_rows(x_row, x_n, y_row, weight, weight_n, bias, bias_n, mean,
                         unit: tl.constexpr):  # fmt: skip
     """(x - mean) r weight + bias of long rows, from their ends, where what was read last is still near."""
     places: tl.constexpr = block_n // deep
-    lane = tl.arange(0, places).to(tl.int64)
-    n = tl.cast(n, tl.int64)
-    whole = n // block_n * block_n
+    lane = tl.arange(0, places).to(tl.int64)  # an axis of its own, for the weights
+    _, _, n, whole = places_of(n, row_ok, block_n, deep, acc_dtype)
     for others in tl.static_range(2):
         for back in range(0, whole if others else n - whole, block_n):
             start = whole - block_n - back if others else whole

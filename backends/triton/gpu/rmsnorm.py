@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._rows import columns, load_columns, load_tiles, row_sum, walked
+from portakern.backends.triton.gpu._rows import columns, load_columns, load_tiles, places_of, row_sum, walked
 from portakern.backends.triton.gpu.layernorm import (
     default_tiling,
     key,
@@ -38,11 +38,7 @@ if TYPE_CHECKING:
 @triton.jit
 def squares_of_long_rows(x_row, x_n, n, row_ok, block_n: tl.constexpr, deep: tl.constexpr, acc_dtype: tl.constexpr):
     """The sum of squares of rows that are read ``block_n`` numbers at a time: of each place of a tile, and of all."""
-    places: tl.constexpr = block_n // deep
-    col = tl.arange(0, places)[None, :].to(tl.int64)
-    total = tl.zeros([row_ok.shape[0], places], acc_dtype)
-    n = tl.cast(n, tl.int64)
-    whole = n // block_n * block_n
+    col, total, n, whole = places_of(n, row_ok, block_n, deep, acc_dtype)
     for ends in tl.static_range(2):
         for start in range(whole if ends else 0, n if ends else whole, block_n):
             t = load_columns(x_row, start, col, x_n, n, row_ok, ends, 0.0, acc_dtype, deep)

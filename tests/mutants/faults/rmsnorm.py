@@ -30,7 +30,7 @@ FAULTS = {
             "last-not-summed",
             "the sum of a long row leaves out its last element",
             old="total += t[i] * t[i]",
-            new="total += tl.where(start + i * places + col < n - 1, t[i] * t[i], 0.0)",
+            new="total += tl.where(start + i * col.shape[1] + col < n - 1, t[i] * t[i], 0.0)",
         ),
     ],
     "pallas": [
