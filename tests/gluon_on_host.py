@@ -175,7 +175,7 @@ def warpgroup_mma_wait(outstanding: int, deps: list[Product]) -> Any:
     take_time()
     while len(products) > outstanding:
         products.pop(0).finish()
-    results = tuple(d if d.result is None else d.result for d in deps)
+    results = tuple(d.result if isinstance(d, Product) and d.result is not None else d for d in deps)
     return results if len(results) > 1 else results[0]
 
 
@@ -286,14 +286,16 @@ def _language(program: int, programs: int) -> types.SimpleNamespace:
     nothing = lambda *a, **k: None  # noqa: E731
     return types.SimpleNamespace(
         NVMMADistributedLayout=nothing, NVMMASharedLayout=nothing, DotOperandLayout=nothing, SliceLayout=nothing,
-        BlockedLayout=nothing, to_tensor=Scalar,
+        BlockedLayout=nothing, DistributedLinearLayout=nothing, to_tensor=Scalar,
         float32=torch.float32, int64=torch.int64, int32=torch.int32, constexpr=lambda x: x,
         program_id=lambda axis: Scalar(program), num_programs=lambda axis: programs,
         arange=lambda a, b, layout: torch.arange(a, b), static_range=range, cdiv=lambda a, b: -(-a // b),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
         full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype), log=_of_numpy(np.log),
         max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), reshape=torch.reshape,
-        convert_layout=lambda x, layout: x, exp2=_of_numpy(np.exp2), load=load, store=store,
+        permute=torch.permute, split=lambda x: x.unbind(-1), join=lambda a, b: torch.stack((a, b), -1),
+        zeros_like=torch.zeros_like, convert_layout=lambda x, layout, assert_trivial=False: x,
+        exp2=_of_numpy(np.exp2), load=load, store=store,
         inline_asm_elementwise=_in_assembly,
         fma=lambda a, b, c: (a.double() * b + c).float(),
         where=_of_scalars(lambda c, a, b: a if c else b, torch.where),
@@ -344,6 +346,11 @@ def launched(kernel: Any, modules: list[Any], grid: int, args: Sequence[Any], **
     run(kernel, modules, grid, *map(told, args), **constexprs)
 
 
+def _known(value: Any) -> Any:
+    """What a compiled kernel knows as a constexpr."""
+    return getattr(value, "value", value)
+
+
 def run(kernel: Any, modules: list[Any], grid: int, *args: Any, **constexprs: Any) -> None:
     """Run each program of ``kernel``, one after the other, on Described, Pointers and numbers. modules: where the
     functions that it calls stand, the first one's names winning."""
@@ -353,13 +360,14 @@ def run(kernel: Any, modules: list[Any], grid: int, *args: Any, **constexprs: An
             for name, value in vars(module).items():
                 code = getattr(getattr(value, "fn", None), "__code__", None)
                 names[name] = (
-                    types.FunctionType(code, names, name, value.fn.__defaults__)
+                    types.FunctionType(code, names, name, tuple(map(_known, value.fn.__defaults__ or ())))
                     if code
-                    else getattr(value, "value", value)
+                    else _known(value)
                 )
         names |= {
             "gl": _language(program, grid), "mbarrier": MBARRIER, "fence_async_shared": lambda: None,
             "tma": types.SimpleNamespace(store_wait=store_wait), "warpgroup_mma": warpgroup_mma,
+            "warpgroup_mma_init": lambda acc: acc,
             "warpgroup_mma_wait": warpgroup_mma_wait, "boxed": lambda tile, layout=None: tile,
             "halves": lambda tile: tile.chunk(2, -1),
             "load_tile": lambda d, at, barrier, tile: d.load(at, barrier, tile),

@@ -66,7 +66,7 @@ def on_the_host(kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[
         interpreter.run(kernel, grid, *args, **constexprs)
         return
 
-    known = {n: v for n, v in constexprs.items() if n in ("plan", "heads")}
+    known = {n: v for n, v in constexprs.items() if n in ("plan", "heads", "rows")}
     host.launched(kernel, MODULES[kernel.__name__], grid, args, **known)
 
 
@@ -84,15 +84,17 @@ CASES = {
     "shares": ((2, 1, 2, 4, 1300, 64), {}, {"shares": 2}, SHARES),
     "shares of several queries": ((1, 3, 2, 5, 1100, 128), {"is_causal": True}, {"shares": 2}, SHARES),
     "shares of a band": ((1, 40, 2, 1, 2100, 64, 72), {"window": (700, 10), "softcap": 4.0}, {"shares": 2}, SHARES),
-    "one share": ((2, 1, 2, 3, 700, 64, 40), {"dtype": torch.float16}, {"shares": 2, "alone": 1}, SHARES[:1]),
-    "one share of several queries": ((1, 40, 2, 1, 300, 128), {"window": (70, 10), "softcap": 4.0}, {"alone": 1},
-                                     SHARES[:1]),
-    "one share of queries of which some see nothing": ((2, 30, 1, 1, 20, 64), {"is_causal": True},
-                                                       {"shares": 2, "alone": 1}, SHARES[:1]),
-    "no share where a program walks chunks": ((1, 64, 1, 1, 1300, 64), {}, {"shares": 2, "alone": 1, "chunk": 128},
-                                              ["attention_kernel"]),
-    "too many for one share each": ((3, 1, 1, 4, 300, 64), {}, {"alone": 1}, ["attention_kernel"]),
-    "one share that nobody asked for": ((2, 1, 1, 4, 300, 64), {}, {"shares": 2}, ["attention_kernel"]),
+    "shares of rows of which a thread has two": ((1, 9, 2, 4, 1300, 64), {"is_causal": True}, {"shares": 2}, SHARES),
+    "one share": ((2, 1, 2, 3, 700, 64, 40), {"dtype": torch.float16}, {"shares": 2}, SHARES[:1]),
+    "one share of several queries": ((1, 40, 2, 1, 300, 128), {"window": (70, 10), "softcap": 4.0}, {}, SHARES[:1]),
+    "one share of queries of which some see nothing": ((2, 30, 1, 1, 20, 64), {"is_causal": True}, {}, SHARES[:1]),
+    "walks": ((3, 2, 1, 4, 1300, 128), {"is_causal": True}, {"shares": 3}, SHARES[:1]),
+    "walks of a band": ((1, 20, 3, 1, 2100, 64, 72), {"window": (700, 10), "softcap": 4.0}, {"shares": 3}, SHARES[:1]),
+    "walks of a band, some chunks of it empty": ((1, 2, 3, 5, 2000, 64), {"window": (300, 0)},
+                                                 {"chunk": 256, "whole": 16, "shares": 3}, SHARES[:1]),
+    "no walk of rows of which a thread has two": ((1, 64, 1, 1, 1300, 64), {}, {"shares": 3, "chunk": 128},
+                                                  ["attention_kernel"]),
+    "none": ((3, 1, 1, 4, 300, 64), {}, {"shares": 0}, ["attention_kernel"]),
     "too many rows to share": ((1, 20, 1, 5, 1100, 64), {}, {"shares": 2}, ["attention_kernel", SHARES[1]]),
 }  # fmt: skip
 
@@ -116,18 +118,20 @@ def test_every_role_meets_the_bound(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tiling, keys", [({}, 2100), ({"chunk": 256}, 2100), ({"alone": 1}, 900)])
-def test_a_query_alone_has_the_bits_that_it_has_among_others(tiling, keys, dtype):
+@pytest.mark.parametrize("tiling, keys, few, shares", [
+    ({}, 2100, 14, 2), ({"chunk": 256}, 2100, 8, 2), ({}, 900, 14, 2), ({}, 900, 5, 3), ({"chunk": 256}, 2100, 8, 3),
+])  # fmt: skip
+def test_a_query_alone_has_the_bits_that_it_has_among_others(tiling, keys, few, shares, dtype):
     """In chunks that have programs of their own those of a walk over all chunks, and in one that is the whole. Rows are
     as many as may be shared: 16 bits of one in some thousands tell which product of a merger was fused."""
-    shape, options, few = (2, 130, 2, 4, keys, 128), {"is_causal": True, "softcap": 20.0, "dtype": dtype}, 14
+    shape, options = (2, 130, 2, 4, keys, 128), {"is_causal": True, "softcap": 20.0, "dtype": dtype}
     call, ran = bound(*shape, **options), []
     arrays = {**call.arrays, "q": call.arrays["q"][:, -few:].contiguous()}
     last = call.replace(arrays=arrays, dims={**call.dims, "q_len": few})
     with recording(partial(on_the_host, ran=ran)):
         o, lse = VARIANT.run(call, tiling_of(call, **tiling))
-        o_alone, lse_alone = VARIANT.run(last, tiling_of(last, shares=2, **tiling))
-    assert ran == [*FLASH, *(SHARES if keys > 1024 else SHARES[:1])]
+        o_alone, lse_alone = VARIANT.run(last, tiling_of(last, shares=shares, **tiling))
+    assert ran == [*FLASH, *(SHARES if keys > 1024 and shares == 2 else SHARES[:1])]
     assert torch.equal(o_alone, o[:, -few:]) and torch.equal(lse_alone, lse[:, :, -few:])
 
 
@@ -163,14 +167,17 @@ def test_what_is_faster_is_the_default(monkeypatch):
     assert launched(4, 3000, 4, 5, 3000, 96, is_causal=True) == (*FLASH, 132)
     assert launched(1, 3000, 3, 5, 3000, 96, is_causal=True) == (*FLASH, 360)  # two rounds for 1.4
     assert launched(4, 4096, 16, 1, 4096, 128, window=(1023, 0)) == (*FLASH, 132)
-    assert launched(1, 1, 8, 4, 8192, 128) == ("attention_shares_kernel", 64)
-    assert launched(1, 1, 8, 4, 131072, 128) == ("attention_shares_kernel", 128)
-    assert launched(32, 1, 8, 4, 8192, 128)[0] == "attention_kernel"
-    for d in 64, 128, 256:  # one chunk: by the kernel that ran on a device
-        assert launched(1, 1, 8, 4, 1024, d)[0] == "attention_kernel"
+    assert launched(1, 1, 8, 4, 8192, 128) == ("attention_shares_kernel", 128)
+    assert launched(1, 1, 8, 4, 131072, 128) == ("attention_shares_kernel", 132)
+    for d in 64, 128:
+        assert launched(1, 1, 8, 4, 1024, d) == ("attention_shares_kernel", 8)
+    assert launched(1, 1, 8, 4, 1024, 256)[0] == "attention_kernel"
     assert launched(1, 1, 1, 4, 3328, 64) == ("attention_shares_kernel", 7)
+    assert launched(16, 1, 2, 4, 1920, 128) == ("attention_shares_kernel", 128)
+    assert launched(16, 1, 4, 4, 1152, 128) == ("attention_shares_kernel", 64)  # walks: memory has no more to give
+    assert launched(32, 1, 8, 4, 8192, 128) == ("attention_shares_kernel", 132)
     lengths = {
-        128: ((1000, None), (1024, None), (1025, 1024), (8192, 1024), (131072, 8192)),
+        128: ((1000, None), (1024, None), (1025, 512), (16384, 512), (16385, 1024), (131072, 4096)),
         64: ((1024, None), (1025, 512), (16384, 512), (16385, 1024), (131072, 4096)),
     }
     for d, expected in lengths.items():
@@ -183,8 +190,8 @@ def test_what_is_faster_is_the_default(monkeypatch):
 def test_a_tuner_tries_what_the_tables_do_not_ship(d):
     call = bound(1, 1, 8, 4, 900, d, device="meta")
     space = space_of(call.spec, VARIANT, [call], tiling_of(call))
-    assert space.values["alone"] == (0, 1) and space.values["shares"] == (0, 1, 2)
-    assert all(space.legal({**tiling_of(call), "shares": 2, "alone": alone}) for alone in (0, 1))
+    assert space.values["shares"] == (0, 1, 2, 3)
+    assert all(space.legal({**tiling_of(call), "shares": shares}) for shares in (2, 3))
 
 
 def test_another_length_is_no_reason_to_compile():
@@ -199,7 +206,7 @@ def test_another_length_is_no_reason_to_compile():
         assert len(kernels_of(*((call, tiling_of(call)) for call in alike))[FLASH[0]]) == 1
     found = kernels_of(*((call, tiling_of(call, shares=2)) for call in few))
     assert {name: len(anew) for name, anew in found.items()} == dict.fromkeys(SHARES, 1)
-    found = kernels_of(*((call, tiling_of(call, shares=2, alone=1)) for call in one))
+    found = kernels_of(*((call, tiling_of(call, shares=2)) for call in one))
     assert {name: len(anew) for name, anew in found.items()} == {SHARES[0]: 1}
 
 

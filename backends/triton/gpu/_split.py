@@ -78,13 +78,18 @@ def chunk_length(call: Call, tiling: Mapping[str, int]) -> int | None:
     of them, for :data:`MOST`. How many queries, heads or samples there are does not count, so that no bit of a row
     depends on its company.
     """
-    kv_len, (left, right) = call.dims["kv_len"], call.options["window"] or (None, None)
-    right = 0 if call.options["is_causal"] else right
-    seen = kv_len if left is None or right is None else min(kv_len, left + right + 1)
+    kv_len, seen = call.dims["kv_len"], seen_keys(call)
     whole = tiling.get("whole", 0)
     least = max(tiling["chunk"], whole) if seen <= whole else tiling["chunk"]
     chunk = max(least, tiling["block_kv"], pow2_at_least(cdiv(seen, tiling.get("most", MOST))))
     return chunk if chunk < kv_len else None
+
+
+def seen_keys(call: Call) -> int:
+    """How many keys masks show to a query at most."""
+    kv_len, (left, right) = call.dims["kv_len"], call.options["window"] or (None, None)
+    right = 0 if call.options["is_causal"] else right
+    return kv_len if left is None or right is None else min(kv_len, left + right + 1)
 
 
 def chunks_of_a_tile(call: Call, chunk: int, queries: int) -> int:

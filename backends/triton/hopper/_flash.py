@@ -127,14 +127,14 @@ def span_of(top, bottom, work, left, right, block: gl.constexpr):
 
 
 @gluon.jit
-def reach(top, work, left, right, row: gl.constexpr, heads: gl.constexpr = 1):
-    """What each of the ``ROWS`` places from ``top`` on sees, as [lo, hi), and what all of them see. ``heads``: of which
-    each place has a row."""
-    place = top + gl.arange(0, ROWS, row) // heads
+def reach(top, work, left, right, row: gl.constexpr, heads: gl.constexpr = 1, rows: gl.constexpr = ROWS):
+    """What each of so many ``rows`` from place ``top`` on sees, as [lo, hi), and what all of them see. ``heads``: of
+    which each place has a row."""
+    place = top + gl.arange(0, rows, row) // heads
     lo, hi = place * 0, place * 0 + work.kv_len
     all_lo, all_hi = top * 0, top * 0 + work.kv_len
     if left is not None:
-        lo, all_lo = place - left, top + (ROWS - 1) // heads - left
+        lo, all_lo = place - left, top + (rows - 1) // heads - left
     if right is not None:
         hi = gl.minimum(place + right + 1, work.kv_len)
         all_hi = gl.minimum(top + right + 1, work.kv_len)

@@ -1,12 +1,14 @@
 """The kernel of attention for Hopper where there are few queries, as in decoding: each chunk of a row's keys is a
-program's, which leaves the chunk's state (acc, l, m) for ``attention_combine_kernel`` of ``gpu/attention.py``. Where
-one chunk holds all keys and the tiling says ``alone``, its state is the row's, and the program writes o itself: that
-was compiled and run on the host, never on a device.
+program's, which leaves the chunk's state (acc, l, m) for ``attention_combine_kernel`` of ``gpu/attention.py``; or a
+program walks all chunks of a group of heads, merges their states in the same order, and writes o itself.
 
 The queries of all heads of a group are the rows of one tile, so that their keys are read once. One warp has the copy
 engine bring queries, keys and values, and runs ahead into the next chunk as far as shared memory has room; four warps
-walk a chunk by ``attend`` of ``_flash``. There are as many programs as multiprocessors, and each takes one chunk after
-another.
+compute. There are as many programs as multiprocessors at most, and each takes one chunk, or one group, after another.
+
+The matrix unit takes 64 rows, 16 a warp, of which a thread holds parts of two: i and i + 8. Up to 32 rows that there
+are lie where the first of the two is, so that a thread computes the weights of one row; the others are zeros, whose
+scores stand for their weights. What a row goes through is ``attend`` of ``_flash`` step by step.
 
 Source: Flash-Decoding (Dao, Haziza, Massa, Sizov 2023); the walk over keys is FlashAttention-3's (Shah et al. 2024).
 """
@@ -17,18 +19,38 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from portakern.backends.triton.hopper._flash import _OLD, ROWS, attend, fetch_first, fetch_others, reach, span_of
+from portakern.backends.triton.hopper._flash import (
+    _OLD,
+    ROWS,
+    beside,
+    fetch_first,
+    fetch_others,
+    lane_sums,
+    merge,
+    reach,
+    seen_scores,
+    span_of,
+    weights_of,
+)
 from portakern.backends.triton.hopper._warps import load_tile
+
+HALF = gl.constexpr(32)  # rows of which each thread has one
 
 
 class Shares(NamedTuple):
-    """The chunks of a call. ``total``: of all groups of heads; ``chunks``: of one; ``kv_heads``: groups of a batch
-    entry, which have ``group`` heads each."""
+    """The chunks of a call. ``groups``: of heads, in all batch entries; ``chunks``: of each; ``kv_heads``: groups of a
+    batch entry, which have ``group`` heads each."""
 
-    total: int
+    groups: int
     chunks: int
     kv_heads: int
     group: int
@@ -38,12 +60,79 @@ class Shares(NamedTuple):
     dv: int
 
 
+@gluon.constexpr_function
+def laid(rows, columns):
+    """How rows that are computed of lie in registers, scores and sums alike: as the matrix unit has them, without those
+    that are no rows."""
+    if rows == ROWS:
+        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+    across = [[0, 1]]
+    while 8 << (len(across) - 1) < columns:
+        across.append([0, 8 << (len(across) - 1)])
+    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(across, lanes, [[8, 0], [16, 0]], [], [rows, columns])
+
+
 @gluon.jit
-def part_of(index, work, left, right, block: gl.constexpr):
-    """(batch entry, group of heads, which of its chunks, where the chunk begins and ends, and [first, last) of the keys
-    in it that some query sees; never none)."""
-    share = index % work.chunks
-    head = index // work.chunks
+def pairs(x):
+    """The rows of a tile of 64 that a thread has first, and those that it has beside."""
+    columns: gl.constexpr = x.shape[1]
+    return gl.split(gl.permute(gl.reshape(x, [4, 2, 8, columns]), (0, 2, 3, 1)))
+
+
+@gluon.jit
+def rows_in(x, rows: gl.constexpr):
+    """The rows that are computed of, from a tile of the matrix unit's."""
+    columns: gl.constexpr = x.shape[1]
+    if rows == HALF:
+        first, _ = pairs(x)
+        x = gl.convert_layout(gl.reshape(first, [rows, columns]), laid(rows, columns), assert_trivial=True)
+    return x
+
+
+@gluon.jit
+def others_in(x, rows: gl.constexpr, dtype: gl.constexpr):
+    """The other rows of a tile of the matrix unit's, if it has any, in ``dtype``."""
+    columns: gl.constexpr = x.shape[1]
+    if rows == HALF:
+        _, x = pairs(x)
+        x = gl.convert_layout(gl.reshape(x, [rows, columns]), laid(rows, columns), assert_trivial=True)
+    return x.to(dtype)
+
+
+@gluon.jit
+def filled(x, others, layout: gl.constexpr):
+    """The rows that are computed of as a tile of the matrix unit's, with ``others`` beside, as ``pairs`` has them."""
+    columns: gl.constexpr = x.shape[1]
+    if x.shape[0] == HALF:
+        both = gl.join(gl.reshape(x, [4, 8, columns]), gl.reshape(others, [4, 8, columns]))
+        x = gl.reshape(gl.permute(both, (0, 3, 1, 2)), [ROWS, columns])
+    return gl.convert_layout(x, layout, assert_trivial=True)
+
+
+@gluon.jit
+def scaled(acc, alpha, rows: gl.constexpr):
+    """Sums, each row by its own factor."""
+    block_dv: gl.constexpr = acc.shape[1]
+    layout: gl.constexpr = laid(ROWS, block_dv)
+    if rows == HALF:
+        both = gl.join(gl.reshape(alpha, [4, 8]), gl.reshape(alpha, [4, 8]))
+        alpha = gl.reshape(gl.permute(both, (0, 2, 1)), [ROWS])
+    return acc * gl.convert_layout(alpha, gl.SliceLayout(1, layout))[:, None]
+
+
+@gluon.jit
+def taken(index, work):
+    """(batch entry, group of heads, which of its chunks) of the ``index``-th chunk. The last chunks of all groups, which
+    are the ones that may be short, come last."""
+    share = index // work.groups
+    head = index - share * work.groups
+    return head // work.kv_heads, head % work.kv_heads, share
+
+
+@gluon.jit
+def part_of(share, work, left, right, block: gl.constexpr):
+    """(where a chunk begins and ends, and [first, last) of the keys in it that some query sees; never none)."""
     top = work.kv_len - work.q_len
     first, last = span_of(top, work.kv_len - 1, work, left, right, block)
     start = (first // work.chunk + share) * work.chunk
@@ -51,7 +140,7 @@ def part_of(index, work, left, right, block: gl.constexpr):
     # A chunk may lie beyond all that is seen: the last keys stand in for it, of which ``limits`` show none.
     first = gl.minimum(gl.maximum(first, start), (work.kv_len - 1) // block * block)
     last = gl.maximum(gl.minimum(last, end), first + 1)
-    return head // work.kv_heads, head % work.kv_heads, share, start, end, first, last
+    return start, end, first, last
 
 
 @gluon.jit
@@ -72,78 +161,191 @@ def producer(
     """One warp that fetches what the consumer takes, in its order."""
     left, right = window
     unit = 0
-    for index in range(gl.program_id(0), work.total, gl.num_programs(0)):
-        b, h, _, _, _, first, last = part_of(index, work, left, right, plan.block_kv)
-        fetch_first(unit, first, b, h, k, k_tiles, full, empty, plan)
-        mbarrier.wait(q_empty, (index // gl.num_programs(0) & 1) ^ 1)
-        mbarrier.expect(q_full, ROWS * plan.block_d * 2)
-        load_tile(q, [b, h, 0, 0, 0], q_full, rows_boxed(q_tile, heads))
-        unit = fetch_others(unit + 1, first, last, b, h, k, v, k_tiles, v_tiles, full, empty, plan)
+    total, each = work.groups * work.chunks, 1
+    if plan.chunked:
+        total, each = work.groups, work.chunks
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        b, h, of = taken(index, work)
+        for share in range(of, of + each):
+            _, _, first, last = part_of(share, work, left, right, plan.block_kv)
+            fetch_first(unit, first, b, h, k, k_tiles, full, empty, plan)
+            if share == of:
+                mbarrier.wait(q_empty, (index // gl.num_programs(0) & 1) ^ 1)
+                mbarrier.expect(q_full, ROWS * plan.block_d * 2)
+                load_tile(q, [b, h, 0, 0, 0], q_full, rows_boxed(q_tile, heads))
+            unit = fetch_others(unit + 1, first, last, b, h, k, v, k_tiles, v_tiles, full, empty, plan)
+
+
+@gluon.jit
+def spread(q_tile, rows: gl.constexpr):
+    """Have rows of queries lie as ``filled`` has them."""
+    block_d: gl.constexpr = q_tile.shape[1]
+    if rows == HALF:
+        x = q_tile.slice(0, rows).load(laid(rows, block_d))
+        q_tile.store(filled(x, gl.zeros_like(x), laid(ROWS, block_d)))
+        fence_async_shared()
+
+
+@gluon.jit
+def no_sums(s):
+    """What ``lane_sums`` begin with."""
+    sums = lane_sums(s)
+    return gl.zeros_like(sums)
+
+
+@gluon.jit
+def folded(state, dots, start, cols, limits, all_lo, all_hi, scores, dtype: gl.constexpr, rows: gl.constexpr,
+           plan: gl.constexpr):  # fmt: skip
+    """(weights of a tile of scores, for the matrix unit; (l, m) with them; the factor of what was summed before)."""
+    l, m = state
+    row: gl.constexpr = gl.SliceLayout(1, laid(rows, plan.block_kv))
+    s, others = dots
+    s = seen_scores(s, start, cols, limits, all_lo, all_hi, scores)
+    p, m, alpha = weights_of(s, m, scores, row)
+    l = gl.fma(l, beside(alpha, l), lane_sums(p))
+    weights: gl.constexpr = gl.DotOperandLayout(0, laid(ROWS, plan.block_dv), 2)
+    return filled(p.to(dtype), others, weights), (l, m), alpha
+
+
+@gluon.jit
+def attend_few(
+    unit, first, last, q, k_tiles, v_tiles, full, empty, limits, all_lo, all_hi, scores, rows: gl.constexpr,
+    plan: gl.constexpr,
+):  # fmt: skip
+    """The state (acc, l, m) of the keys [first, last), acc in tiles of the matrix unit, and what ``unit`` is after them."""
+    block: gl.constexpr = plan.block_kv
+    block_dv: gl.constexpr = plan.block_dv  # Triton 3.6 takes no number of a tuple in a shape
+    stages: gl.constexpr = plan.stages
+    mma_s: gl.constexpr = laid(ROWS, block)
+    row: gl.constexpr = gl.SliceLayout(1, laid(rows, block))
+    cols = gl.arange(0, block, gl.SliceLayout(0, laid(rows, block)))
+    dtype: gl.constexpr = k_tiles.dtype
+    zeros = gl.zeros([ROWS, block], gl.float32, mma_s)
+    acc = warpgroup_mma_init(gl.zeros([ROWS, block_dv], gl.float32, laid(ROWS, block_dv)))
+
+    mbarrier.wait(full.index(unit % stages), (unit // stages) & 1)
+    dots = warpgroup_mma(q, k_tiles.index(unit % stages).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    dots = warpgroup_mma_wait(0, deps=[dots])
+    s = rows_in(dots, rows), others_in(dots, rows, dtype)
+    state = no_sums(s[0]), gl.full([rows], float("-inf"), gl.float32, row)
+    for start in range(first + block, last, block):
+        stage = (unit + 1) % stages
+        phase = ((unit + 1) // stages) & 1
+        mbarrier.wait(full.index(stage), phase)
+        p16, state, alpha = folded(state, s, start - block, cols, limits, all_lo, all_hi, scores, dtype, rows, plan)
+        mbarrier.wait(full.index(stage), phase)  # as in ``attend``: no wait for products moves before the weights
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index(unit % stages), count=1)
+        acc = scaled(acc, alpha, rows)
+        dots = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        acc = warpgroup_mma(p16, v_tiles.index(stage), acc, is_async=True)
+        dots = warpgroup_mma_wait(1, deps=[dots])
+        s = rows_in(dots, rows), others_in(dots, rows, dtype)
+        unit += 1
+    stage = (unit + 1) % stages
+    final = (last - 1) // block * block
+    p16, state, alpha = folded(state, s, final, cols, limits, all_lo, all_hi, scores, dtype, rows, plan)
+    mbarrier.wait(full.index(stage), ((unit + 1) // stages) & 1)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(empty.index(unit % stages), count=1)
+    acc = warpgroup_mma(p16, v_tiles.index(stage), scaled(acc, alpha, rows), is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(empty.index(stage), count=1)
+    l, m = state
+    return rows_in(acc, rows), gl.convert_layout(gl.sum(l, 1), row), m, unit + 2
 
 
 @gluon.jit
 def consumer(
     q_tile, k_tiles, v_tiles, q_full, q_empty, full, empty, parts, statistics, o, lse, scores, window, work,
-    plan: gl.constexpr, heads: gl.constexpr,
+    plan: gl.constexpr, heads: gl.constexpr, rows: gl.constexpr,
 ):  # fmt: skip
     """Four warps that walk the chunks of this program."""
-    mma_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.block_kv, 16])
-    mma_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.block_dv, 16])
-    row_s: gl.constexpr = gl.SliceLayout(1, mma_s)
-    row_o: gl.constexpr = gl.SliceLayout(1, mma_o)
+    block_dv: gl.constexpr = plan.block_dv
+    row_s: gl.constexpr = gl.SliceLayout(1, laid(rows, plan.block_kv))
+    row_o: gl.constexpr = gl.SliceLayout(1, laid(rows, plan.block_dv))
     left, right = window
     top = work.kv_len - work.q_len
-    column = gl.arange(0, plan.block_dv, gl.SliceLayout(0, mma_o))
     unit = 0
-    turn = 0
-    for index in range(gl.program_id(0), work.total, gl.num_programs(0)):
-        b, h, share, start, end, first, last = part_of(index, work, left, right, plan.block_kv)
-        seen, all_lo, all_hi = reach(top, work, left, right, row_s, heads)
-        lo, hi = seen
-        limits = gl.maximum(lo, start), gl.minimum(hi, end)
+    total, each = work.groups * work.chunks, 1
+    if plan.chunked:
+        total, each = work.groups, work.chunks
+    seen, all_lo, all_hi = reach(top, work, left, right, row_s, heads, rows)
+    lo, hi = seen
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        b, h, of = taken(index, work)
         mbarrier.wait(q_full, index // gl.num_programs(0) & 1)
-        acc, l, m, turn, unit = attend(turn, unit, first, last, q_tile, q_empty, k_tiles, v_tiles, full, empty, q_full,
-                                       q_full, limits, gl.maximum(all_lo, start), gl.minimum(all_hi, end), scores,
-                                       work.chunk, 0, plan)  # fmt: skip
-        at, at_o, there = row_at(b, h, share, work, row_o, heads)
-        ok = there[:, None] & (column < work.dv)[None, :]
-        at_s, _, there_s = row_at(b, h, share, work, row_s, heads)
-        if parts is not None:
-            gl.store(parts + (at * work.dv)[:, None] + column[None, :], acc, mask=ok)
-            gl.store(statistics + at_s * 2, l, mask=there_s)
-            gl.store(statistics + at_s * 2 + 1, m, mask=there_s)
-        else:  # as ``store_rows`` of the portable kernel
-            inverse = 1.0 / gl.where(l == 0.0, 1.0, l)
-            out = acc * gl.convert_layout(inverse, row_o)[:, None]
-            gl.store(o + (at_o * work.dv)[:, None] + column[None, :], out.to(o.dtype.element_ty), mask=ok)
-            if lse is not None:
-                gl.store(lse + at_s, m * scores.unit + gl.log(l), mask=there_s)
+        spread(q_tile, rows)
+        acc = gl.zeros([rows, block_dv], gl.float32, laid(rows, block_dv))
+        l = gl.zeros([rows], gl.float32, row_s)
+        m = gl.full([rows], float("-inf"), gl.float32, row_s)
+        for share in range(of, of + each):
+            start, end, first, last = part_of(share, work, left, right, plan.block_kv)
+            limits = gl.maximum(lo, start), gl.minimum(hi, end)
+            acc_part, l_part, m_part, unit = attend_few(
+                unit, first, last, q_tile, k_tiles, v_tiles, full, empty, limits, gl.maximum(all_lo, start),
+                gl.minimum(all_hi, end), scores, rows, plan,
+            )  # fmt: skip
+            if plan.chunked:
+                acc, l, m = merge((acc, l, m), acc_part, l_part, m_part, scores.rate, row_o)
+            else:
+                acc, l, m = acc_part, l_part, m_part
+        # All four warps have issued the last products, and so read their queries.
+        mbarrier.arrive(q_empty, count=1)
+        leave((acc, l, m), b, h, of, parts, statistics, o, lse, scores, work, heads, row_s, row_o)
 
 
 @gluon.jit
-def row_at(b, h, share, work, row: gl.constexpr, heads: gl.constexpr):
+def leave(
+    state, b, h, share, parts, statistics, o, lse, scores, work, heads: gl.constexpr, row_s: gl.constexpr,
+    row_o: gl.constexpr,
+):  # fmt: skip
+    """Write the state of a chunk, or o, and lse unless that is None, from the state of all keys: as ``store_rows`` of
+    the portable kernel does."""
+    acc, l, m = state
+    rows: gl.constexpr = acc.shape[0]
+    block_dv: gl.constexpr = acc.shape[1]
+    column = gl.arange(0, block_dv, gl.SliceLayout(0, laid(rows, block_dv)))
+    at, at_o, _, there = row_at(b, h, share, work, row_o, heads, rows)
+    ok = there[:, None] & (column < work.dv)[None, :]
+    at_s, _, at_lse, there_s = row_at(b, h, share, work, row_s, heads, rows)
+    if parts is not None:
+        gl.store(parts + (at * work.dv)[:, None] + column[None, :], acc, mask=ok)
+        gl.store(statistics + at_s * 2, l, mask=there_s)
+        gl.store(statistics + at_s * 2 + 1, m, mask=there_s)
+    else:
+        inverse = 1.0 / gl.where(l == 0.0, 1.0, l)
+        out = acc * gl.convert_layout(inverse, row_o)[:, None]
+        gl.store(o + (at_o * work.dv)[:, None] + column[None, :], out.to(o.dtype.element_ty), mask=ok)
+        if lse is not None:
+            gl.store(lse + at_lse, m * scores.unit + gl.log(l), mask=there_s)
+
+
+@gluon.jit
+def row_at(b, h, share, work, row: gl.constexpr, heads: gl.constexpr, rows: gl.constexpr):
     """Where the state of each row's chunk lies in (batch, heads, q_len, chunks), where the row in (batch, q_len,
-    heads), and which rows there are."""
-    i = gl.arange(0, ROWS, row)
+    heads) and in (batch, heads, q_len), and which rows there are."""
+    i = gl.arange(0, rows, row)
     query, of_group = i // heads, i % heads
     head = (b * work.kv_heads + h) * work.group + of_group
-    at = (head.to(gl.int64) * work.q_len + query) * work.chunks + share
+    at_lse = head.to(gl.int64) * work.q_len + query
     at_o = (b * work.q_len + query).to(gl.int64) * (work.kv_heads * work.group) + h * work.group + of_group
-    return at, at_o, (query < work.q_len) & (of_group < work.group)
+    return at_lse * work.chunks + share, at_o, at_lse, (query < work.q_len) & (of_group < work.group)
 
 
 @gluon.jit(do_not_specialize=list(Shares._fields))
 def attention_shares_kernel(
-    q, k, v, parts, statistics, o, lse, scores, window, total, chunks, kv_heads, group, q_len, kv_len, chunk, dv,
-    plan: gl.constexpr, heads: gl.constexpr,
+    q, k, v, parts, statistics, o, lse, scores, window, groups, chunks, kv_heads, group, q_len, kv_len, chunk, dv,
+    plan: gl.constexpr, heads: gl.constexpr, rows: gl.constexpr,
 ):  # fmt: skip
     """The state of each chunk: parts, (batch, heads, q_len, chunks, dv), and statistics, (.., 2), l and m; or, where
-    ``chunks`` is 1 and parts None, o, (batch, q_len, heads, dv), and lse, (batch, heads, q_len), unless that is None.
+    parts is None, o, (batch, q_len, heads, dv), and lse, (batch, heads, q_len), unless that is None: then ``chunks`` is
+    1, or a program takes all of them (``plan.chunked``).
 
     q: described, (batch, kv_heads, q_len, group, d), in boxes of ``heads`` heads, the least power of two that holds a
-    group; k, v: described, (batch, kv_len, kv_heads, d). From ``total`` on: ``Shares``.
+    group, and of ``rows`` rows in all; k, v: described, (batch, kv_len, kv_heads, d). From ``groups`` on: ``Shares``.
     """
-    work = Shares(total, chunks, kv_heads, group, q_len, kv_len, chunk, dv)
+    work = Shares(groups, chunks, kv_heads, group, q_len, kv_len, chunk, dv)
     dtype: gl.constexpr = k.dtype
     stages: gl.constexpr = plan.stages
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -164,7 +366,7 @@ def attention_shares_kernel(
         gdc_launch_dependents()  # the merger may take its places, and waits there for the end of all programs
     gl.warp_specialize([
         (consumer, (q_tile.index(0), k_tiles, v_tiles, q_bars.index(0), q_bars.index(1), full, empty, parts, statistics,
-                    o, lse, scores, window, work, plan, heads)),
+                    o, lse, scores, window, work, plan, heads, rows)),
         (producer, (q_tile.index(0), k_tiles, v_tiles, q_bars.index(0), q_bars.index(1), full, empty, q, k, v, window,
                     work, plan, heads)),
     ], [1], [24])  # fmt: skip

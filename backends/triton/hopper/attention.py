@@ -1,9 +1,9 @@
 """Attention for Hopper's copy engine and asynchronous matrix unit, in 16 bits: see ``_flash``, and ``_shares`` for few
 queries.
 
-Calls of few queries go to the portable kernel with the tiling of here where there are more chunks of keys than
-multiprocessors, and where one chunk holds all keys unless the tiling says ``alone``. All kernels add up the same
-numbers in the same order, so that a row's bits do not tell which it was.
+Calls of few queries go to the portable kernel with the tiling of here where a group of heads has more than 64 rows, or
+more than 32 and chunks of keys that are not worth a program each. All kernels add up the same numbers in the same
+order, so that a row's bits do not tell which it was.
 Everything that this variant does not take is refused by what decides bits anyway: dtypes, head dimensions, bias and
 segments. Interpreted calls are all the portable kernel's: Gluon is compiled alone.
 """
@@ -21,9 +21,9 @@ from portakern.backends.triton import BACKEND
 from portakern.backends.triton.descriptors import describe
 from portakern.backends.triton.gpu import attention as portable
 from portakern.backends.triton.gpu._heads import Scores
-from portakern.backends.triton.gpu._split import chunk_length
+from portakern.backends.triton.gpu._split import chunk_length, chunks_of_a_tile, seen_keys, worth_spreading
 from portakern.backends.triton.hopper._flash import Plan, Work, attention_flash_kernel
-from portakern.backends.triton.hopper._shares import Shares, attention_shares_kernel
+from portakern.backends.triton.hopper._shares import HALF, Shares, attention_shares_kernel
 from portakern.backends.triton.launch import cdiv, launch, shared_limit, torch_dtype
 from portakern.backends.triton.layout import contiguous_strides, fresh, pow2_at_least
 from portakern.core.backend import Drawn
@@ -37,20 +37,20 @@ QUERIES = 64  # of a consumer
 TOGETHER = 8  # heads at most whose tiles are taken by turns where the last queries see most keys: their keys stay in L2
 BEGINNINGS = 1.7, 3.3  # tiles of keys that a tile's beginning takes as long as: of a program that stays, and a new one
 REGISTERS = {2: (240, 168), 3: (160, 128)}  # consumers -> registers of their threads, and of all threads at the start
+SATURATED = 48  # programs that read keys as fast as memory gives them
+MERGER = 3.0  # tiles of keys that the merger of chunks takes as long as
 MOST_STAGES = 6  # of keys on their way to one group of rows
 BARRIERS = 1024  # bytes of shared memory that are set aside for them
 KNOBS = {
     **portable.KNOBS,
     "consumers": Count(2, 3),
     "stay": Count(0, 1),
-    "shares": Count(0, 2),
-    "alone": Count(0, 1),
+    "shares": Count(0, 3),
 }
 """``stay``: whether programs stay and take tiles by pairs where some see more keys than others, if that is faster (see
-``stays``). ``shares``: whether chunks of keys that have programs of their own are this variant's; 1: where each chunk
-of the call has a multiprocessor, 2: anywhere. ``alone``: whether few queries over one chunk of keys are this variant's
-too, where ``shares`` lets them be; that was compiled and run on the host alone, not on a device, and tables ship 0. No
-bit of a result depends on any of them."""
+``stays``). ``shares``: what becomes of few queries; 0: the portable kernel's; 1: a program for each chunk of keys, or
+for each group of heads, whichever is faster (see ``times``); 2: for each chunk; 3: for each group. No bit of a result
+depends on either."""
 
 
 def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
@@ -120,13 +120,8 @@ DRAWN = Drawn(("bias", "q_segment_ids", "kv_segment_ids"), {"d": 8, "dv": 8}, {"
                     drawn=DRAWN)  # fmt: skip
 def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     dims, options = call.dims, call.options
-    rows, _ = portable.rows_plan(call, tiling)
-    _, _, chunk, chunks = portable.programs_of(call, tiling, rows)
-    few = chunks or rows.packed or dims["q_len"] <= QUERIES
-    shares = chunks or (1 if few and chunk is None and tiling.get("alone") else None)
-    if shares is not None and not in_shares(call, tiling, shares):
-        shares = None
-    if call.interpret or (few and shares is None):
+    shares = shares_of(call, tiling)
+    if call.interpret or (shares is None and few_queries(call, tiling)):
         return portable.attention(call, tiling)
     plan = plan_of(call, tiling)
     batch, q_len, kv_len = dims["batch"], dims["q_len"], dims["kv_len"]
@@ -140,7 +135,7 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     scores = Scores(pre, options["softcap"], unit * portable.LOG2E, unit)
     left, right = portable._band(options["is_causal"], options["window"], q_len + kv_len)
     if shares is not None:
-        by_shares(call, tiling, plan, (q, k, v), (o, lse), scores, (left, right), shares)
+        by_shares(call, tiling, plan, (q, k, v), (o, lse), scores, (left, right), *shares)
         return (o, lse)
     work, programs = work_of(call, tiling, plan.consumers * QUERIES, (left, right), processors(q.device))
     described = (tiled(q, QUERIES, plan.block_d), tiled(k, plan.block_kv, plan.block_d),
@@ -150,13 +145,45 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     return (o, lse)
 
 
-def in_shares(call: Call, tiling: Mapping[str, int], chunks: int) -> bool:
-    """Whether ``by_shares`` takes so many chunks of each group of heads. Where programs would take several chunks each,
-    the portable kernel's are as fast or faster (H100, 8 key heads: one sequence of 8192 keys 25.0 us for 29.3, 32 of
-    them 380 for 376; 8 of 32768 keys 380 for 378)."""
-    total = call.dims["batch"] * call.dims["kv_heads"] * chunks
-    wanted = tiling["shares"] == 2 or (tiling["shares"] == 1 and total <= processors(call.arrays["q"].device))
-    return wanted and rows_of(call) <= QUERIES
+def few_queries(call: Call, tiling: Mapping[str, int]) -> bool:
+    """Whether tiles of queries that are this variant's would be half empty, or too few to occupy a GPU."""
+    rows, _ = portable.rows_plan(call, tiling)
+    _, _, _, chunks = portable.programs_of(call, tiling, rows)
+    return bool(chunks) or rows.packed or call.dims["q_len"] <= QUERIES
+
+
+def shares_of(call: Call, tiling: Mapping[str, int]) -> tuple[int, bool] | None:
+    """(chunks of each group of heads, whether one program walks them all) where ``by_shares`` takes the call; else
+    None."""
+    dims, wanted, rows = call.dims, tiling["shares"], rows_of(call)
+    if not wanted or rows > QUERIES or call.interpret:
+        return None
+    chunk, groups = chunk_length(call, tiling), dims["batch"] * dims["kv_heads"]
+    chunks = 1 if chunk is None else chunks_of_a_tile(call, chunk, dims["q_len"])
+    may_walk = rows <= HALF.value
+    if chunks == 1:
+        # One chunk is a walk of one border less.
+        return (1, False) if chunk is None or may_walk else None
+    apart = worth_spreading(call, groups, chunks)
+    if wanted == 1:
+        walked, split = times(call, tiling, chunks)
+        walks = may_walk and (walked <= split or not apart)
+    else:
+        walks = may_walk and wanted == 3
+    return (chunks, walks) if walks or apart else None
+
+
+def times(call: Call, tiling: Mapping[str, int], chunks: int) -> tuple[float, float]:
+    """What a program for each group of heads and a program for each chunk would take, in the time of a tile of keys.
+
+    A program computes no faster than a tile in that time, and ``SATURATED`` of them together read no faster.
+    """
+    dims, many = call.dims, processors(call.arrays["q"].device)
+    groups, tiles = dims["batch"] * dims["kv_heads"], cdiv(seen_keys(call), tiling["block_kv"])
+    memory = groups * tiles / SATURATED
+    each = cdiv(chunk_length(call, tiling) or dims["kv_len"], tiling["block_kv"])
+    longest = cdiv(groups * chunks, many) * min(each, tiles)
+    return max(cdiv(groups, many) * tiles, memory), max(longest, memory) + MERGER
 
 
 def rows_of(call: Call) -> int:
@@ -166,27 +193,29 @@ def rows_of(call: Call) -> int:
 
 def by_shares(
     call: Call, tiling: Mapping[str, int], plan: Plan, arrays: tuple[Any, ...], out: tuple[Any, Any], scores: Scores,
-    window: tuple[int | None, int | None], chunks: int,
+    window: tuple[int | None, int | None], chunks: int, walks: bool,
 ) -> None:  # fmt: skip
-    """Each chunk of keys by itself, and then, where there are several, their merger, which is launched beside the end
-    of the first kernel."""
+    """Each group of heads by a program that ``walks`` its chunks; or each chunk of keys by itself, and then, where there
+    are several, their merger, which is launched beside the end of the first kernel."""
     dims, (q, k, v) = call.dims, arrays
     batch, q_len, kv_heads, group, dv = (dims[n] for n in ("batch", "q_len", "kv_heads", "group", "dv"))
-    heads, total, chunk = kv_heads * group, batch * kv_heads * chunks, chunk_length(call, tiling) or dims["kv_len"]
-    plan, limit = plan._replace(consumers=1, stages=2, chunked=False, o_in_q=False), shared_limit(call.target.arch)
+    heads, groups, chunk = kv_heads * group, batch * kv_heads, chunk_length(call, tiling) or dims["kv_len"]
+    rows = HALF.value if rows_of(call) <= HALF.value else QUERIES
+    plan, limit = plan._replace(consumers=1, stages=2, chunked=walks, o_in_q=False), shared_limit(call.target.arch)
     while plan.stages < MOST_STAGES and shared_bytes(plan._replace(stages=plan.stages + 1, o_in_q=True)) <= limit:
         plan = plan._replace(stages=plan.stages + 1)
     parts, statistics, written = None, None, out
-    if chunks > 1:
+    if chunks > 1 and not walks:
         parts = fresh((batch, heads, q_len, chunks, dv), torch.float32, q.device)
         statistics = fresh((batch, heads, q_len, chunks, 2), torch.float32, q.device)
         written = None, None
-    work = Shares(total, chunks, kv_heads, group, q_len, dims["kv_len"], chunk, dv)
-    launch(attention_shares_kernel, min(total, processors(q.device)), call, by_group(q, group, plan.block_d),
+    work = Shares(groups, chunks, kv_heads, group, q_len, dims["kv_len"], chunk, dv)
+    programs = min(groups if walks else groups * chunks, processors(q.device))
+    launch(attention_shares_kernel, programs, call, by_group(q, group, plan.block_d),
            tiled(k, plan.block_kv, plan.block_d), tiled(v, plan.block_kv, plan.block_dv), parts, statistics,
-           *written, scores, window, *work, plan=plan, heads=pow2_at_least(group), num_warps=4,
+           *written, scores, window, *work, plan=plan, heads=pow2_at_least(group), rows=rows, num_warps=4,
            maxnreg=REGISTERS[2][1])  # fmt: skip
-    if chunks > 1:
+    if parts is not None:
         portable.combine(call, (parts, statistics), out, scores, follows=True)
 
 
