@@ -179,7 +179,7 @@ def test_few_queries_have_more_keys_on_their_way(d, q_len, stages):
     assert portable.shared_bytes(call, most) <= 232448, "more than there is room for"
 
 
-@pytest.mark.parametrize(("name", "d", "chunk"), [("gpu", 64, 1024), ("hopper", 128, 1024), ("hopper", 64, 512)])
+@pytest.mark.parametrize(("name", "d", "chunk"), [("gpu", 64, 1024), ("hopper", 128, 512), ("hopper", 64, 512)])
 def test_more_keys_than_1024_are_cut(name, d, chunk):
     calls = [bound(1, 1, 1, 1, keys, d, d) for keys in (1024, 1025, 8192)]
     found = [split.chunk_length(call, tilings.default(variant(name), call).tiling) for call in calls]
@@ -192,10 +192,22 @@ def test_hopper_walks_all_chunks_in_one_loop(d, spilled):
     their own would have twice as many. Two accumulators stand beside a tile of scores, and no product waits."""
     impl, call = variant("hopper"), bound(1, 1100, 1, 1, 1100, d, d, is_causal=True)
     tiling = tilings.default(impl, call).tiling
-    assert split.chunk_length(call, tiling) == (512 if d == 64 else 1024)
+    assert split.chunk_length(call, tiling) == 512
     (kernel,) = impl.family.load_compiler().build(impl, call, tiling).kernels
     assert sum(kernel.matrix.values()) == 2 * 2 * (d // 16 + 128 // 16)
     assert not kernel.serialised and (kernel.spills or 0) <= spilled
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(("q_len", "shares", "weights"), [(1, 2, 32), (1, 3, 32), (12, 2, 64)])
+def test_few_rows_are_one_a_thread_and_no_product_waits(d, q_len, shares, weights):
+    """A thread has half as many weights of a tile where a group has up to 32 rows: of the loop's and of the last one.
+    Beside them stand factors of what was summed before, one or two a tile, and two of a merger."""
+    impl, call = variant("hopper"), bound(1, q_len, 8, 4, 1100, d, d, is_causal=True)
+    tiling = {**tilings.default(impl, call).tiling, "shares": shares}
+    kernel = impl.family.load_compiler().build(impl, call, tiling).kernels[0]
+    assert kernel.name == "attention_shares_kernel" and not kernel.serialised and (kernel.spills or 0) <= 32
+    assert 2 * weights < kernel.assembly.count("MUFU.EX2") < 2 * weights + 8
 
 
 def test_rows_that_the_copy_engine_cannot_move_are_copied():

@@ -168,14 +168,15 @@ def test_what_is_faster_is_the_default(monkeypatch):
     assert launched(1, 3000, 3, 5, 3000, 96, is_causal=True) == (*FLASH, 360)  # two rounds for 1.4
     assert launched(4, 4096, 16, 1, 4096, 128, window=(1023, 0)) == (*FLASH, 132)
     assert launched(1, 1, 8, 4, 8192, 128) == ("attention_shares_kernel", 128)
-    assert launched(1, 1, 8, 4, 131072, 128) == ("attention_shares_kernel", 132)
+    assert launched(1, 1, 8, 4, 131072, 128) == ("attention_shares_kernel", 128)
     for d in 64, 128:
         assert launched(1, 1, 8, 4, 1024, d) == ("attention_shares_kernel", 8)
     assert launched(1, 1, 8, 4, 1024, 256)[0] == "attention_kernel"
     assert launched(1, 1, 1, 4, 3328, 64) == ("attention_shares_kernel", 7)
     assert launched(16, 1, 2, 4, 1920, 128) == ("attention_shares_kernel", 128)
     assert launched(16, 1, 4, 4, 1152, 128) == ("attention_shares_kernel", 64)  # walks: memory has no more to give
-    assert launched(32, 1, 8, 4, 8192, 128) == ("attention_shares_kernel", 132)
+    assert launched(1, 1, 8, 4, 17938, 128) == ("attention_shares_kernel", 72)  # 144 chunks: each program has two
+    assert launched(32, 1, 8, 4, 8192, 128) == ("attention_shares_kernel", 128)
     lengths = {
         128: ((1000, None), (1024, None), (1025, 512), (16384, 512), (16385, 1024), (131072, 4096)),
         64: ((1024, None), (1025, 512), (16384, 512), (16385, 1024), (131072, 4096)),
