@@ -137,10 +137,10 @@ def nan_elements(arrays, rng, options):
     plant(rng, rows, np.nan)
 
 
-@logsumexp.edge(dims={"shape": (300, 390)}, options={"axis": -1}, smallest_tiles=True)
+@logsumexp.edge(dims={"axis": (300, 390)}, smallest_tiles=True)
 def infinities_in_later_tiles(arrays, rng, options):
     """A +inf after finite tiles, and -inf in all tiles before a value: no inf - inf may arise in between."""
-    rows = arrays["x"]
+    rows = rows_of(arrays["x"], options)
     rows[..., :257] = np.where(rng.random(rows.shape[:-1])[..., None] < 0.5, -inf, rows[..., :257])
     plant(rng, rows, inf)
 

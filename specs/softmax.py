@@ -123,10 +123,10 @@ def rising_rows(arrays, rng, options):
     rows[...] = np.linspace(-8, 8, rows.shape[-1])
 
 
-@softmax.edge(dims={"shape": (300, 390)}, options={"axis": -1}, smallest_tiles=True)
+@softmax.edge(dims={"axis": (300, 390)}, smallest_tiles=True)
 def tiles_of_minus_inf(arrays, rng, options):
     """Nothing but -inf in the first tiles, and then a value: -inf - -inf must not arise."""
-    arrays["x"][..., :257] = -inf
+    np.moveaxis(arrays["x"], options["axis"], -1)[..., :257] = -inf
 
 
 @softmax.law

@@ -49,8 +49,8 @@ class Edge:
 
     Attributes:
       name, doc: what must hold there.
-      dims: dimension -> (least, largest) extent, of an axis that is dropped under its option's name; the others are
-        drawn freely, as are layouts and tilings.
+      dims: dimension -> (least, largest) extent, of the axis that an option names under the option's name; the others
+        are drawn freely, as are layouts and tilings.
       options: option -> value; the others are drawn freely.
       given, absent: optional arrays that must, or must not, be passed.
       stretched: array -> dimensions along which it has an extent of 1, and is broadcast.

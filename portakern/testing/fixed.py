@@ -36,13 +36,14 @@ TELLING = (
 class Turn(NamedTuple):
     """What does not come from what Hypothesis draws, of one case: its dtype, and where shapes are given its shapes, its
     regime ("": any) and what follows its call (None: any); of an edge that wants the smallest tiles, how many times
-    those (0: any)."""
+    those (0: any); of an edge that gives an extent to an option's axis, whether that is not the last (False: any)."""
 
     dtype: str
     shapes: Shapes | None = None
     regime: str = ""
     then: str | None = None
     times: int = 0
+    across: bool = False
 
 
 def checked_shapes(
@@ -108,10 +109,12 @@ def fits(edge: Edge, spec: Spec[Any], shapes: Shapes, options: Mapping[str, Any]
         return False
     if len({shapes[n] for n in edge.same}) > 1:
         return False
-    dims = _case(spec, shapes, {**options, **edge.options}).form(spec).dims
+    fixed = {**options, **edge.options}
+    axes = {o.name: shapes[o.axis_of][fixed.get(o.name, o.default)] for o in spec.options if o.axis_of}
+    dims = {**axes, **_case(spec, shapes, fixed).form(spec).dims}
     for name, (lo, hi) in edge.dims.items():
         found = dims.get(name)
-        if found is None:  # an axis that is dropped: its extent is that of the call
+        if found is None:
             continue
         extents = found if isinstance(found, tuple) else (found,)
         if lo == hi and any(n != lo for n in extents):

@@ -402,8 +402,9 @@ def _plan(spec: Spec[Any], limits: Limits, max_examples: int, only: Sequence[str
     visited = corners[: max_examples // (2 * each)] if only is None else corners
     free = max_examples - each * len(visited) if only is None else 0
     runs = [
-        # both sizes of small tiles by turns, so that whoever visits twice meets both on every seed
-        Run(e, [Turn(d, times=1 + i % 2 if each > 1 else 0) for i, d in enumerate(turns(dtypes, each, turn))])
+        # both sizes of small tiles by turns, so that whoever visits twice meets both on every seed, and rows that do not
+        # lie along memory, which kernels may walk in another way: of four visits each size both ways
+        Run(e, [_on_edge(d, i if each > 1 else None) for i, d in enumerate(turns(dtypes, each, turn))])
         for turn, e in enumerate(visited)
     ]
     filling = min(free, -(-max_examples // 3)) if limits.fill else 0
@@ -411,6 +412,11 @@ def _plan(spec: Spec[Any], limits: Limits, max_examples: int, only: Sequence[str
         order = [*map(Turn, turns(dtypes, count))]
         runs += [Run(None, order[i : i + FREE_RUN], fills) for i in range(0, count, FREE_RUN)]
     return runs
+
+
+def _on_edge(dtype: str, visit: int | None) -> Turn:
+    """The turn of an edge's visit, None for the only one."""
+    return Turn(dtype) if visit is None else Turn(dtype, times=1 + visit % 2, across=bool((visit + 1) // 2 % 2))
 
 
 def _plan_of_shapes(

@@ -50,8 +50,11 @@ def cases(
     regime = edge.regime if edge.name else turn.regime or draw(st.sampled_from(VALUE_REGIMES))
     seed = draw(st.integers(0, 2**31 - 1))
     options = _options(draw, spec, shapes, limits, edge) | draw(_wants(spec, given, 5 if edge.name else 2))
-    if spec.drops and turn.shapes is None:
+    if turn.across:
+        shapes, dims, options = _across(spec, plain, shapes, dims, options, limits, edge)
+    if turn.shapes is None:
         shapes, dims = _along_axes(draw, spec, plain, shapes, dims, options, limits, edge)
+    if spec.drops and turn.shapes is None:
         dims = dims | dropped_dims(spec, dims, options)
         shapes |= {a.name: _stretch(draw, a, dims) for a in given if a not in plain}
     given = [a for a in given if spec.reads_under(a.name, options, True)]
@@ -198,6 +201,56 @@ def _options(
     return found
 
 
+BESIDE = 5
+"""Rows beside each other, where there was one."""
+
+
+def _edge_axes(spec: Spec[Any], edge: Edge) -> list[Option]:
+    """The options that name an axis to whose extent the edge gives bounds."""
+    return [o for o in spec.options if o.axis_of and o.name in edge.dims]
+
+
+def _run_of(spec: Spec[Any], option: Option) -> str:
+    """The run of axes of which an option names one."""
+    return spec.argument(str(option.axis_of)).dims[0].factors[0]
+
+
+def _across(
+    spec: Spec[Any],
+    arrays: Sequence[ArrayArg],
+    shapes: Mapping[str, Shape],
+    dims: dict[str, Any],
+    options: dict[str, Any],
+    limits: Limits,
+    edge: Edge,
+) -> tuple[dict[str, Shape], dict[str, Any], dict[str, Any]]:
+    """Shapes, dimensions and options where the axis of which the edge gives the extent is not the last: the first in
+    its place, beside one more where there is no other. What was drawn stays, and is drawn whosever turn it is."""
+    found, dims, options = dict(shapes), dict(dims), dict(options)
+    for option in _edge_axes(spec, edge):
+        whole, fixed = _run_of(spec, option), {**edge.options, **limits.options}
+        rank = len(dims[whole])
+        if (
+            option.name in fixed
+            or not limits.takes(option.name)
+            or options.get(option.name, option.default) % rank < rank - 1
+        ):
+            continue
+        if rank == 1:
+            for a in arrays:
+                found[a.name] = _with_another(a, found[a.name], whole)
+            dims[whole] = (*dims[whole], BESIDE)
+        options[option.name] = 0
+    return found, dims, options
+
+
+def _with_another(a: ArrayArg, shape: Shape, run: str) -> Shape:
+    """An argument's shape with an axis more at the end of a run."""
+    behind = next((len(a.dims) - 1 - i for i, d in enumerate(a.dims) if d.variadic and d.factors == (run,)), None)
+    end = len(shape) - (behind or 0)
+    return shape if behind is None else (*shape[:end], BESIDE, *shape[end:])
+
+
 def _along_axes(
     draw: st.DrawFn,
     spec: Spec[Any],
@@ -208,14 +261,10 @@ def _along_axes(
     limits: Limits,
     edge: Edge,
 ) -> tuple[dict[str, Shape], dict[str, Any]]:
-    """Shapes and dimensions with the extent that the edge asks for along an axis that is dropped; others give way."""
+    """Shapes and dimensions with the extent that the edge asks for along the axis of an option; others give way."""
     found, dims = dict(shapes), dict(dims)
-    for dim in spec.drops:
-        dropped = spec.dropped(dim)
-        assert dropped
-        whole, option = dropped
-        if option.name not in edge.dims:
-            continue
+    for option in _edge_axes(spec, edge):
+        whole = _run_of(spec, option)
         lo, hi = edge.dims[option.name]
         extents = list(dims[whole])
         axis = options.get(option.name, option.default) % len(extents)

@@ -51,6 +51,15 @@ FAULTS = {
             small=True,
             sample=True,
         ),
+        Planted(
+            "parts-joined-as-softmax",
+            "parts of a row in a strip are joined as those of softmax, whose row is NaN anyway: inf - inf",
+            old="inside, parts, True)",
+            new="inside, parts, False)",
+            small=True,
+            sample=True,
+            edge="infinities_in_later_tiles",
+        ),
     ],
     "pallas": [
         Planted(
