@@ -4,9 +4,9 @@
     m = max_j x_j, or 0 where that is infinite        l = sum_j exp(x_j - m)        t: the row's label
 
 A program owns ``block_rows`` rows and reads each once. One that fits in ``tiles`` tiles stays in registers; of a longer
-one ``block_n`` elements are taken at a time, by online normalisation, which rescales l whenever m grows. The label's
-logit is one more load. A row that is ignored is masked, and not read. e and z are known to the compiler, which leaves
-out what they make 0.
+one ``block_n`` elements are taken at a time, by online normalisation, which rescales l whenever m grows. Rows that lie
+side by side, as where the classes are the second axis of four, are taken in strips. The label's logit is one more load.
+What an ignored row holds counts nowhere. e and z are known to the compiler, which leaves out what they make 0.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), section 3; Szegedy et al.,
 "Rethinking the inception architecture" (2016), section 7; Chowdhery et al., "PaLM" (2022), section 5.
@@ -21,18 +21,19 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._rows import (
-    columns,
-    finite_or_zero,
-    load_tiles,
-    of_long_rows,
-    refuse_rows,
-    row_sum,
-    tile_rows,
-    walked,
+from portakern.backends.triton.gpu._columns import (
+    begin,
+    joined,
+    load_block,
+    side_by_side,
+    strip_of,
+    strips_of,
+    sum_parts,
+    tree_sum,
 )
-from portakern.backends.triton.gpu.layernorm import key
+from portakern.backends.triton.gpu._rows import columns, finite_or_zero, load_tiles, of_long_rows, row_sum, walked
 from portakern.backends.triton.gpu.logsumexp import maximum_and_sum
+from portakern.backends.triton.gpu.softmax import default_tiling, key, supports
 from portakern.backends.triton.launch import accumulator, cdiv, launch, torch_dtype
 from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
 from portakern.spec import Tile
@@ -67,6 +68,50 @@ def cross_entropy_kernel(x, labels, loss, lse, rows, rows_inner, n, ignored, x_o
     else:
         m, l, total = of_long_rows(x_row, x_n, n, row_ok, block_n, deep, even > 0, acc_dtype)
 
+    write_losses(loss, lse, row, row < rows, x_at, x_n, label, counted, m, l, total, n, acc_dtype, even, z)
+
+
+@triton.jit
+def cross_entropy_columns_kernel(x, labels, loss, lse, m, l, lanes, n, ignored, x_group, x_lane, x_n,
+                                 row_group, row_lane,
+                                 block_rows: tl.constexpr, block_n: tl.constexpr, parts: tl.constexpr,
+                                 deep: tl.constexpr, acc_dtype: tl.constexpr, even: tl.constexpr, z: tl.constexpr,
+                                 unit: tl.constexpr):  # fmt: skip
+    """Rows that lie side by side, whole or joined from their parts, which do not say what a mean needs.
+
+    Those that are ignored are read with their neighbours: a mask that differs from row to row leaves a thread one
+    number at a time."""
+    lanes, x_n = aligned(lanes, unit), aligned(x_n, unit)
+    lane, _, group = strip_of(tl.program_id(0), lanes, 0, block_rows)
+    inside, row = lane < lanes, group * row_group + lane * row_lane
+    label = tl.load(labels + row, mask=inside, other=ignored).to(tl.int64)
+    counted = inside & (label != ignored)
+    x_row = begin(x, group, lane, x_group, x_lane, unit)
+    step = tl.arange(0, block_n // deep)[:, None].to(tl.int64)
+    total = tl.zeros([1, block_rows], acc_dtype)
+    if parts:
+        top, sums = joined(m, l, group * lanes + lane, inside, parts, True)
+        if even > 0:
+            acc = tl.zeros([block_n // deep, block_rows], acc_dtype)
+            for start in range(0, tl.cast(n, tl.int64), block_n):
+                t = load_block(x_row, start, step, x_n, n, inside, 0.0, acc_dtype, deep)
+                for i in tl.static_range(deep):
+                    acc += t[i]
+            total = tree_sum(acc)
+    else:
+        t = load_block(x_row, 0, step, x_n, n, inside, float("-inf"), acc_dtype, 1)[0]
+        top = tl.max(t, 0)[None, :]
+        sums = tree_sum(tl.exp(t - finite_or_zero(top)))
+        if even > 0:
+            total = tree_sum(tl.where((step < n) & inside, t, 0.0))
+    write_losses(loss, lse, row, inside, x_row, x_n, label, counted, top, sums, total, n, acc_dtype, even, z)
+
+
+@triton.jit
+def write_losses(loss, lse, row, there, x_at, x_n, label, counted, m, l, total, n,
+                 acc_dtype: tl.constexpr, even: tl.constexpr, z: tl.constexpr):  # fmt: skip
+    """The loss and the lse of rows that begin at ``x_at``, with the maximum m, l and the sum ``total`` of each; of the
+    first only where e is above 0. lse may be None."""
     # A label that is no class is not followed: its logit is NaN.
     is_class = (label >= 0) & (label < n)
     at = tl.load(x_at + label * x_n, mask=counted & is_class, other=float("nan")).to(acc_dtype)
@@ -77,17 +122,9 @@ def cross_entropy_kernel(x, labels, loss, lse, rows, rows_inner, n, ignored, x_o
         out = log + (shift - at)
     if z > 0:
         out += z * (shift + log) * (shift + log)
-    tl.store(loss + row, tl.where(counted, out, 0.0).to(loss.dtype.element_ty), mask=row < rows)
+    tl.store(loss + row, tl.where(counted, out, 0.0).to(loss.dtype.element_ty), mask=there)
     if lse is not None:
-        tl.store(lse + row, tl.where(counted, shift + log, 0.0).to(lse.dtype.element_ty), mask=row < rows)
-
-
-def default_tiling(call: Call) -> dict[str, int]:
-    return tile_rows(call.dims["n"], call.target.arch)
-
-
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    return refuse_rows(call, tiling, call.dims["n"], call.arrays["labels"].numel())
+        tl.store(lse + row, tl.where(counted, shift + log, 0.0).to(lse.dtype.element_ty), mask=there)
 
 
 @BACKEND.implements(
@@ -105,11 +142,18 @@ def losses_into(
     tiling: Mapping[str, int],
 ) -> None:  # fmt: skip
     """Write the loss and the lse of each row of logits x, of a call with this op's options. Contiguous labels."""
+    n, beside = x.shape[-1], side_by_side(x, x.ndim - 1)
     (x,), rows = walk_rows(x.ndim - 1, x)
-    n = x.shape[-1]
+    known = {"even": call.options["label_smoothing"], "z": call.options["z_loss"], "acc_dtype": accumulator(call.dtype)}
+    if beside:
+        strips = strips_of(call, rows._replace(strides=rows.strides[:1]), n, tiling)  # no result has such rows
+        m, l = sum_parts(call, strips, n, x)
+        launch(cross_entropy_columns_kernel, strips.programs // max(strips.parts, 1), call, x, labels, loss, lse, m, l,
+               strips.lanes, n, call.options["ignore_index"], *strips.strides[0], *strips.numbers, **known,
+               **strips.constants)  # fmt: skip
+        return
     launch(cross_entropy_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, labels, loss, lse, rows.height,
-           rows.inner, n, call.options["ignore_index"], *rows.strides[0], acc_dtype=accumulator(call.dtype),
-           even=call.options["label_smoothing"], z=call.options["z_loss"], **walked(call, n, tiling),
+           rows.inner, n, call.options["ignore_index"], *rows.strides[0], **known, **walked(call, n, tiling),
            **rows.known(call.dtype))  # fmt: skip
 
 

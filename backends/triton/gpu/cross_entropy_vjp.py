@@ -3,7 +3,8 @@
     d_x_j = d_loss [p_j (1 + 2 z lse) - (1 - e) [j = t] - e / n]        p = exp(x - lse)
 
 lse was saved, so that no element waits for another: a program owns a tile of ``block_rows`` rows by ``block_n``
-elements of each. A row that is ignored is masked, and not read. e and z are known to the compiler.
+elements of each, and what an ignored row holds counts nowhere. Where rows lie side by side, logits are read along
+memory and the gradient is written along its own. e and z are known to the compiler.
 
 Source: the derivative of the formula of cross_entropy.
 """
@@ -17,9 +18,9 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._columns import product
-from portakern.backends.triton.gpu._rows import tile_of
-from portakern.backends.triton.gpu.layernorm import key
+from portakern.backends.triton.gpu._columns import product, side_by_side
+from portakern.backends.triton.gpu._rows import blocks, tile_of
+from portakern.backends.triton.gpu.softmax import key, lead
 from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, refuse_tile
 from portakern.backends.triton.layout import aligned, pow2_at_least, result_like, row_start, walk_rows
 from portakern.spec import Tile
@@ -64,11 +65,12 @@ def in_vectors(row, col, n, vector: tl.constexpr, edges: tl.constexpr):
 def cross_entropy_vjp_kernel(x, labels, lse, d_loss, start, d_x, rows, rows_inner, n, steps, ignored, first, classes,
                              x_outer, x_inner, x_n,
                              block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
-                             even: tl.constexpr, z: tl.constexpr, vector: tl.constexpr, edges: tl.constexpr,
-                             flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+                             even: tl.constexpr, z: tl.constexpr, beside: tl.constexpr, vector: tl.constexpr,
+                             edges: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
     """x: the n logits from class ``first`` on, of ``classes``. start: None, or where more lies to be added to first.
-    d_loss: None for ones. even: the share e of the target that all classes divide. vector: 0, or how many elements of
-    rows that lie one after another are moved at once (:func:`in_vectors`)."""
+    d_loss: None for ones. even: the share e of the target that all classes divide. beside: rows lie side by side, and
+    those that are ignored are read too, as a mask of each row's own would leave a thread one number at a time. vector:
+    0, or how many elements of rows that lie one after another are moved at once (:func:`in_vectors`)."""
     n = aligned(n, unit)
     if start is not None:
         first += tl.load(start)
@@ -94,18 +96,39 @@ def cross_entropy_vjp_kernel(x, labels, lse, d_loss, start, d_x, rows, rows_inne
         tl.store(d_x_row + col, out.to(d_x.dtype.element_ty), mask=row_ok & inside)
     else:
         x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None]
-        t = tl.load(x_row + col * x_n, mask=counted & (col < n), other=float("-inf")).to(acc_dtype)
+        read = row_ok if beside else counted
+        t = tl.load(x_row + col * x_n, mask=read & (col < n), other=float("-inf")).to(acc_dtype)
         out = gradient(t, col == label, log_sum, g, counted, classes, even, z, acc_dtype)
         tl.store(d_x + (row * n)[:, None] + col, out.to(d_x.dtype.element_ty), mask=row_ok & (col < n))
 
 
-def default_tiling(call: Call) -> dict[str, int]:
+def tile_brackets(n: int, arch: str) -> dict[str, int]:
     """Tiles of 4096 elements, 16 a thread, of one row where that is so long."""
-    block_n = pow2_at_least(call.dims["n"], 128, 4096)
+    block_n = pow2_at_least(n, 128, 4096)
     block_rows = pow2_at_least(4096 // block_n, 1, 16)
-    width = lanes(call.target.arch)
+    width = lanes(arch)
     return {"block_rows": block_rows, "block_n": block_n,
             "num_warps": pow2_at_least(block_rows * block_n // (16 * width), 1, 512 // width)}  # fmt: skip
+
+
+def tile_turned(call: Call) -> dict[str, int]:
+    """Tiles of logits whose rows lie side by side: 128 bytes, a line of the cache, of what lies beside each other where
+    they are read, and no less where the gradient, whose rows lie one after the other, is written."""
+    block_rows, block_n = 128 // numpy_dtype(call.dtype).itemsize, 128
+    return {"block_rows": block_rows, "block_n": block_n,
+            "num_warps": block_rows * block_n // (16 * lanes(call.target.arch))}  # fmt: skip
+
+
+def fitted(call: Call, n: int, tiling: Mapping[str, int]) -> dict[str, int]:
+    """A tiling's tile of rows that lie side by side, no longer than a row of few classes, and warps that fill it."""
+    block_rows, block_n = tiling["block_rows"], min(tiling["block_n"], pow2_at_least(n))
+    num_warps = min(tiling["num_warps"], max(block_rows * block_n // (16 * lanes(call.target.arch)), 1))
+    return {"block_rows": block_rows, "block_n": block_n, "num_warps": num_warps}
+
+
+def default_tiling(call: Call) -> dict[str, int]:
+    x, axis = lead(call)
+    return tile_turned(call) if side_by_side(x, axis) else tile_brackets(x.shape[axis], call.target.arch)
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
@@ -136,15 +159,16 @@ def gradient_into(
     """Write the gradient by logits x, those from class ``first`` on of ``classes``, of a call with this op's options.
     d_x is contiguous, as are the numbers of rows, and may be x itself; no d_loss means ones. ``start``: one int32 that
     is added to first, where it is not known before the launch."""
+    n, beside = x.shape[-1], side_by_side(x, x.ndim - 1)
     (x,), rows = walk_rows(x.ndim - 1, x)
-    n, known = x.shape[-1], rows.known(call.dtype)
-    elements, warps = 16 // numpy_dtype(call.dtype).itemsize, tiling["num_warps"]
+    known = rows.known(call.dtype)
+    tile = fitted(call, n, tiling) if beside else tiling
+    elements, warps = 16 // numpy_dtype(call.dtype).itemsize, tile["num_warps"]
     # Rows that begin anywhere: where they lie as those of the result do, and are long, all but their ends in vectors.
-    vector = elements if known["unit"] == 1 and rows.strides[0] == rows.strides[1] and n > tiling["block_n"] else 0
-    steps = cdiv(n + max(vector - 1, 0), tiling["block_n"])
-    launch(cross_entropy_vjp_kernel, cdiv(rows.height, tiling["block_rows"]) * steps, call, x, labels, lse, d_loss,
-           start, d_x, rows.height, rows.inner, n, steps, call.options["ignore_index"], first, classes,
-           *rows.strides[0],
-           block_rows=tiling["block_rows"], block_n=tiling["block_n"], acc_dtype=accumulator(call.dtype),
-           even=call.options["label_smoothing"], z=call.options["z_loss"], vector=vector,
-           edges=max(2 * vector, warps * lanes(call.target.arch)), num_warps=warps, **known)  # fmt: skip
+    vector = elements if known["unit"] == 1 and rows.strides[0] == rows.strides[1] and n > tile["block_n"] else 0
+    steps = cdiv(n + max(vector - 1, 0), tile["block_n"])
+    launch(cross_entropy_vjp_kernel, cdiv(rows.height, tile["block_rows"]) * steps, call, x, labels, lse, d_loss, start,
+           d_x, rows.height, rows.inner, n, steps, call.options["ignore_index"], first, classes, *rows.strides[0],
+           **blocks(tile), acc_dtype=accumulator(call.dtype), even=call.options["label_smoothing"],
+           z=call.options["z_loss"], beside=beside, vector=vector,
+           edges=max(2 * vector, warps * lanes(call.target.arch)), **known)  # fmt: skip

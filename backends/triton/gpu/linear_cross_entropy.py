@@ -24,6 +24,7 @@ from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu import cross_entropy as losses
 from portakern.backends.triton.gpu import cross_entropy_vjp as brackets
 from portakern.backends.triton.gpu import matmul as portable
+from portakern.backends.triton.gpu._rows import tile_rows
 from portakern.backends.triton.gpu.family import FAMILY
 from portakern.backends.triton.launch import refuse_tile, torch_dtype
 from portakern.backends.triton.layout import fresh
@@ -78,12 +79,18 @@ def default_tiling(call: Call) -> dict[str, int]:
     return {"chunk_rows": 2048}
 
 
+def walks_of(call: Call) -> tuple[dict[str, int], dict[str, int]]:
+    """The tilings of the loss of the logits that one chunk has, and of their gradient."""
+    n, arch = call.dims["n"], call.target.arch
+    return tile_rows(n, arch), brackets.tile_brackets(n, arch)
+
+
 def supports(
     call: Call, tiling: Mapping[str, int], refused: Callable[[Any, int, int, int], str | None] = refused
 ) -> str | None:
     rows, n, d = prod(call.dims["batch"]), call.dims["n"], call.dims["d"]
     chunk = min(tiling["chunk_rows"], rows)
-    walks = (losses.default_tiling(call), brackets.default_tiling(call))
+    walks = walks_of(call)
     return (
         refused(call, chunk, n, d)
         or refused(call, chunk, d, n)
@@ -104,7 +111,7 @@ def in_chunks(call: Call, tiling: Mapping[str, int], multiply: Product) -> tuple
     made = {"loss": "loss" in call.wants, "lse": {"lse", "slope"} & {*call.wants}}
     loss, lse = (fresh((rows,), wide, hidden.device) if wanted else None for wanted in made.values())
     slope = fresh((rows, d), hidden.dtype, hidden.device) if "slope" in call.wants else None
-    walk, back = losses.default_tiling(call), brackets.default_tiling(call)
+    walk, back = walks_of(call)
     chunk = min(tiling["chunk_rows"], rows)
     room = scratch(hidden, chunk, n)
 

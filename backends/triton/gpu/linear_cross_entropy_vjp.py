@@ -82,7 +82,7 @@ def supports(
 
 def bracketing(call: Call, n: int) -> dict[str, int]:
     """The tiling of the gradient of cross_entropy on rows of n."""
-    return brackets.default_tiling(call.replace(dims={**call.dims, "n": n}))
+    return brackets.tile_brackets(n, call.target.arch)
 
 
 def scaling(call: Call) -> dict[str, int]:

@@ -102,8 +102,9 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
 
 
 def lead(call: Call) -> tuple[Any, int]:
-    """The array whose rows are read, and the axis along which they lie."""
-    return call.arrays[call.spec.lead.name], call.options["axis"]
+    """The array whose rows are read, and the axis along which they lie: the last, where a call names none."""
+    x = call.arrays[call.spec.lead.name]
+    return x, call.options.get("axis", x.ndim - 1)
 
 
 @BACKEND.implements("softmax", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})

@@ -26,7 +26,7 @@ FAULTS = {
             "mean-over-tiles",
             "the mean of a row is over its tiles' extent",
             old="total / n",
-            new="total / ((n + block_n - 1) // block_n * block_n)",
+            new="total / ((n + 127) // 128 * 128)",
         ),
         Planted(
             "ignored-counted",
@@ -52,6 +52,20 @@ FAULTS = {
             old="x_at + label * x_n",
             new="x_at + label",
             gpu=False,
+        ),
+        Planted(
+            "mean-of-the-last-tile",
+            "the mean of a long row in a strip is that of its last tile",
+            old="acc += load_tile(",
+            new="acc = load_tile(",
+            sample=True,
+            edge="all_of_the_target_is_even",
+        ),
+        Planted(
+            "labels-of-other-groups",
+            "rows in strips take the labels of the first group of them",
+            old="group * row_group + lane * row_lane",
+            new="lane * row_lane",
         ),
     ],
     "pallas": [
