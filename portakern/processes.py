@@ -16,15 +16,23 @@ from contextlib import contextmanager, suppress
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any
 
-__all__ = ["pool", "stopped"]
+__all__ = ["SHARING", "pool", "stopped", "unsaid"]
 
 log = logging.getLogger("portakern")
+
+SHARING = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+"""What a process is told of a device that is not its own: JAX would take most of its memory at once, for good."""
 
 LONGEST = 120.0
 """Seconds that processes are stopped for at most: one of them may hold what the others wait for."""
 
 PR_SET_PDEATHSIG = 1
 """Of Linux's prctl: the signal that a process gets when the one that began it ends."""
+
+
+def unsaid(environment: Mapping[str, str]) -> dict[str, str]:
+    """What of it the user's own environment says nothing about."""
+    return {name: value for name, value in environment.items() if name not in os.environ}
 
 
 class _Worker(SpawnProcess):

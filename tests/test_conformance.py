@@ -28,7 +28,8 @@ def test_within_bounds(op, backend, device, half):
     in Pallas's interpreter. ``portakern check`` draws more."""
     compiled_anew = registry.backend(backend).framework == "jax" and device == "cpu"
     examples = 10 if compiled_anew else 28
-    limits = testing.Limits(used=2**13) if device == "cpu" else None  # interpreters: a program after the other
+    # interpreters: a program after the other, of which the 65th shows nothing that the 64 before it did not
+    limits = testing.Limits(used=2**13, programs=64) if device == "cpu" else None
     report = pk.check(op, backend=backend, device=device, max_examples=examples, shard=(half, 2), limits=limits)
     assert report.passed, "\n".join(map(str, report.failures))
     assert report.examples >= examples // 8, report.refused
@@ -102,8 +103,8 @@ def test_several_tiles_are_visited(backend, device, op):
     """
     spec = registry.find_spec(op)
     only = [f"several_{tile}" for tile, t in spec.tiling.items() if t.of]
-    report = pk.check(
-        op, backend=backend, device=device, max_examples=3 * len(only), only=only, dtypes=["float32"], seed=5
+    report = pk.check(  # each edge with the smallest tiles and with twice those
+        op, backend=backend, device=device, max_examples=2 * len(only), only=only, dtypes=["float32"], seed=5
     )
     assert report.passed, report.failures
     for tile, t in spec.tiling.items():

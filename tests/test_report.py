@@ -561,17 +561,39 @@ def test_what_ran_where_is_counted(tree, monkeypatch):
     said = [line for line in reach.reach(kept).splitlines() if line.startswith(("| NV", "| AMD", "| TPU"))]
     jax_there, nvidia, amd, tpu = said
     assert nvidia == (
-        "| NVIDIA GPUs | triton | 1 of 2 ops, 1 architecture | all 2 ops, 200 cases | no | no | "
-        f"1 of 2 ops, 200 cases, **failed**: matmul | 1 of 2 ops{STALE} |"
+        "| NVIDIA GPUs | triton | 1 of 2 ops, 1 architecture | all 2 ops, 200 cases, 100 an op | no | no | "
+        f"1 of 2 ops, 200 cases, 100 an op, **failed**: matmul | 1 of 2 ops{STALE} |"
     )
     assert jax_there == "| NVIDIA GPUs | pallas | no | no | no | no | no | no |"  # whether or not it is installed
     assert AGED in reach.reach(kept) and f"\nThere: {DEVICE}. Counted" in reach.reach(kept)
     assert amd == (
-        "| AMD GPUs | triton | 1 of 2 ops, 1 architecture | all 2 ops, 200 cases | no | 1 of 2 ops, 100 cases | "
+        "| AMD GPUs | triton | 1 of 2 ops, 1 architecture | all 2 ops, 200 cases, 100 an op | no | 1 of 2 ops, 100 cases, 100 an op | "
         "no | no |"
     )
-    assert tpu == "| TPUs | pallas | no | no | 1 of 2 ops, 200 cases, **failed**: matmul | no | no | no |"
+    assert tpu == "| TPUs | pallas | no | no | 1 of 2 ops, 200 cases, 100 an op, **failed**: matmul | no | no | no |"
     assert reach.reach(dataclasses.replace(kept, results=())).count("| no | no | no | no | no | no |") == 4
+
+
+def test_few_cases_take_the_place_of_many_only_where_the_sources_are_others(tree):
+    """Or where they found what the many did not. And the line says how many cases the op of fewest had."""
+    simulated = "pallas on cpu (interpreted), profile simulated"
+
+    def told(*runs):
+        kept = Kept.of(tree)
+        for day, rows in enumerate(runs):
+            kept = with_rows(kept, "conformance", [checked_on(simulated, **row) for row in rows], "host CPU")
+            last = dataclasses.replace(kept.results[-1], date=f"2030-01-0{day + 1}")
+            kept = dataclasses.replace(kept, results=(*kept.results[:-1], last))
+        return next(line for line in reach.reach(kept).splitlines() if line.startswith("| TPU"))
+
+    many, few = {"examples": 200, "sources": "a"}, {"examples": 12, "sources": "a"}
+    other = {"op": "matmul", "examples": 12}
+    assert "212 cases, 12 to 200 an op" in told([many, other], [few])
+    assert "24 cases, 12 an op" in told([many, other], [{**few, "sources": "b"}])
+    assert "12 cases, 12 an op, **failed**: softmax" in told([many], [{**few, "passed": False}])
+    assert "200 cases, 200 an op, **failed**: softmax" in told([{**many, "passed": False}], [few])
+    assert "300 cases, 300 an op |" in told([{**many, "passed": False}], [{**many, "examples": 300}])
+    assert "12 cases, 12 an op |" in told([{"examples": 200}], [{"examples": 12}]), "nobody knows that they are alike"
 
 
 @pytest.mark.parametrize("profile", [None, "simulated"])

@@ -15,13 +15,13 @@ from portakern.benchmarking.suites import TimedCase
 from portakern.benchmarking.trial import FIRST_CALL, Visit, visit
 from portakern.core import registry
 from portakern.files import cache_folder
-from portakern.processes import pool
+from portakern.processes import SHARING, pool
 
 __all__ = ["ENVIRONMENT", "shared", "warming"]
 
 ENVIRONMENT = {
-    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # libraries share a device, and JAX keeps what it once had
-    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4",
+    **SHARING,  # libraries share a device
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4",  # and JAX keeps what it once had
     "JAX_COMPILATION_CACHE_DIR": str(cache_folder() / "jax"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",

@@ -27,6 +27,7 @@ import numpy as np
 from portakern.core.failing import Ended
 from portakern.core.targets import HOST
 from portakern.errors import UnavailableError
+from portakern.processes import SHARING
 
 __all__ = ["Bounds", "Process"]
 
@@ -37,9 +38,6 @@ PIPE = 1 << 20
 """Bytes that a reply's pipe holds: Linux gives 65536, of which a large output needs hundreds."""
 
 KINDS = ("refused", "memory", "crashed")
-
-SHARING = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-"""For JAX, which takes most of a GPU's memory when it begins: the judge and a candidate share one."""
 
 
 @dataclass(frozen=True)

@@ -41,12 +41,22 @@ class Kept:
 
     def rows(self, benchmark: str) -> list[tuple[Mapping[str, Any], Result]]:
         """The rows of a benchmark with the run that each is of; of what several runs on one device measured, the
-        newest.
+        newest, but where an earlier one tried more cases of the same sources (:func:`_stands`).
         """
         newest: dict[Any, tuple[Mapping[str, Any], Result]] = {}
         for r in sorted((r for r in self.results if r.benchmark == benchmark), key=lambda r: (r.date, r.file.name)):
-            newest.update({(r.device, *r.key(row)): (row, r) for row in r.rows})
+            for row in r.rows:
+                key = (r.device, *r.key(row))
+                if key not in newest or not _stands(newest[key][0], row):
+                    newest[key] = row, r
         return list(newest.values())
+
+
+def _stands(before: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    """Whether an earlier row still says more than a later one, of as many drawn cases as its ``examples``: both are of
+    the same sources, and the later one found nothing in fewer cases."""
+    same = before.get("sources") is not None and before["sources"] == row.get("sources")
+    return same and bool(row.get("passed")) and row.get("examples", 0) < before.get("examples", 0)
 
 
 def source(used: Iterable[Result]) -> str:

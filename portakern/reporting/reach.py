@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,10 +132,16 @@ def _compiled(rows: list[Row], ops: int) -> str:
 
 
 def _checked(found: list[Ran], ops: int) -> str:
+    """The ops that passed, and how many cases these are: an op of few is not lost in the others' sum."""
     if not found:
         return NO
     failed = sorted({r.op for r in found if not r.passed})
-    said = [_share({r.op for r in found} - {*failed}, ops), f"{sum(r.cases for r in found):,} cases"]
+    cases = Counter[str]()
+    for r in found:
+        cases[r.op] += r.cases
+    least, most = min(cases.values()), max(cases.values())
+    each = f"{most}" if least == most else f"{least} to {most}"
+    said = [_share({*cases} - {*failed}, ops), f"{cases.total():,} cases, {each} an op"]
     said += [f"**failed**: {', '.join(failed)}"] if failed else []
     return ", ".join(said) + (STALE if any(r.aged for r in found) else "")
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import as_completed
 from functools import reduce
 from typing import Any
 
-from portakern.processes import pool
+from portakern.processes import SHARING, pool, unsaid
 from portakern.testing.report import Report
 from portakern.testing.runner import check
 
@@ -19,11 +18,8 @@ SHARDS = 48
 """Parts of one check: more than it has runs of cases, so that no process is left with several of the longest, which
 come last in a check and are begun first."""
 
-SHARING = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | dict.fromkeys(
-    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
-)
-"""What processes that share a machine are told: one would have most of a GPU's memory, and each as many threads as
-there are cores."""
+BESIDE_OTHERS = SHARING | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+"""What processes that share a machine are told: each would have as many threads as there are cores."""
 
 
 def check_all(
@@ -46,8 +42,7 @@ def check_all(
             for i, subject in enumerate(subjects)
         ]
     parts: dict[tuple[str, str, str | None], list[Report]] = {subject: [] for subject in subjects}
-    environment = {name: value for name, value in SHARING.items() if name not in os.environ}
-    with pool(jobs, environment) as processes:
+    with pool(jobs, unsaid(BESIDE_OTHERS)) as processes:
         waiting = {
             processes.submit(_part, op, deadline, backend=backend, variant=variant, shard=(i, SHARDS), **options): (
                 op,

@@ -11,7 +11,6 @@ are not seen beside what the others' work changes. On a GPU it was not measured.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -23,7 +22,7 @@ from portakern.benchmarking.suites import TimedCase
 from portakern.core import registry
 from portakern.core.observe import say
 from portakern.core.targets import HOST
-from portakern.processes import pool
+from portakern.processes import SHARING, pool, unsaid
 from portakern.tuning.asked import Asked
 from portakern.tuning.judges import called, inputs_of, launches_find_it, sticky
 from portakern.tuning.place import Place, places
@@ -36,9 +35,6 @@ SECONDS = 20.0
 
 BEGINNING = 300.0
 """What the process may take to begin and to make a call's arrays."""
-
-SHARING = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-"""What it is told of a device that is not its own."""
 
 
 class _Who(NamedTuple):
@@ -81,8 +77,7 @@ class Apart:
     def _living(self) -> ProcessPoolExecutor:
         """The process, a new one where there is none."""
         if self._process is None:
-            told = {name: value for name, value in SHARING.items() if name not in os.environ}
-            self._process = self._stack.enter_context(pool(1, told))
+            self._process = self._stack.enter_context(pool(1, unsaid(SHARING)))
         return self._process
 
     def _give_up(self, asked: Asked, why: str) -> None:

@@ -310,6 +310,7 @@ FAULTS = {
                 "    inputs = Operands(call, shared)"
             ),
             sample=True,
+            edge="many_query_heads_a_key_head",
         ),
         Planted(
             "softcap-pade",
