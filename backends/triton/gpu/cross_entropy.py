@@ -99,7 +99,7 @@ def cross_entropy_columns_kernel(x, labels, loss, lse, m, l, lanes, n, ignored, 
                     acc += t[i]
             total = tree_sum(acc)
     else:
-        t = load_block(x_row, 0, step, x_n, n, inside, float("-inf"), acc_dtype, 1)[0]
+        t = load_block(x_row, tl.cast(0, tl.int64), step, x_n, n, inside, float("-inf"), acc_dtype, 1)[0]
         top = tl.max(t, 0)[None, :]
         sums = tree_sum(tl.exp(t - finite_or_zero(top)))
         if even > 0:
