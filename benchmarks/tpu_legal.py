@@ -1,12 +1,14 @@
 """Whether every tiling that the TPU kernels accept compiles: random calls and random tilings, with no TPU.
 
     python benchmarks/tpu_legal.py --target v5e --target v6e [--count 200] [--only matmul] [--seconds 3600] [--json F]
+                                   [--onto F ...]
 
 Of each op and target so many different calls are drawn, each with a tiling that ``supports`` accepts. Half of the
 tilings are anywhere among those; the others are doubled, a tile after the other, until every further doubling is
 refused: there an estimate of the memory that is a byte too low shows. What takes longest to compile is drawn more
-seldom, but for one in twenty, which is at the limit whatever it takes. Targets and ops take turns, so that a run which
-ends early has tried them all alike, as long or as often.
+seldom, but for one in twenty, which is at the limit whatever it takes. The op and target of which fewest were tried is
+the next, so that a run which ends early has tried them all alike. ``--onto`` names results to go on from: a row of the
+sources as they are, whose estimates are those of the calls that are drawn now, keeps what it has.
 
 Of each kernel libtpu tells the bytes of VMEM that it takes, and takes it if and only if it may take so many. They are
 kept beside those that ``supports`` found: its estimate is to be no less, and not much more. They depend neither on the
@@ -34,13 +36,13 @@ from typing import Any
 
 import jax
 
-from portakern import results
+from portakern import results, sources
 from portakern.backends.pallas.tpu._chip import estimates
 from portakern.compiling import cache, forms, pool
 from portakern.compiling.build import Build
 from portakern.compiling.pool import Job
 from portakern.core import registry, targets, tilings
-from portakern.core.backend import Implementation
+from portakern.core.backend import Family, Implementation
 from portakern.core.call import Call
 from portakern.core.framework import frameworks
 from portakern.core.targets import Hardware
@@ -52,10 +54,10 @@ DTYPES = ("bfloat16", "float32")
 ATTEMPTS = 400
 LARGE = 0.5  # of what a kernel may take: beneath, an estimate that is too low does no harm
 LARGEST = 0.7
+TURN = 20  # tilings of an op on a target after which it may be another's turn: a process stays for one target
 Noted = list[tuple[int, int]]  # of each kernel of a call, what supports found that it needs, and what it may have
-TURN, TURN_SECONDS = 20, 10.0
-"""Tilings of an op on a target, and seconds, after which it is the next one's turn: a process stays for one target, and
-ops that take long to compile shall not keep the others waiting."""
+Drawn = Iterator[tuple[Job, Noted]]
+Place = tuple[str, str]  # op and target
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,28 @@ class Found:
 
 @dataclass
 class Tried:
-    """What became of an op's tilings on a target. ``refused``: by libtpu, in words."""
+    """What became of an op's tilings on a target. ``refused``: by libtpu, in words; ``nearest``: the largest share that
+    a kernel took of what it may, of tilings that an earlier run tried, which kept no other."""
 
     found: list[Found] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    nearest: float = 0.0
+
+    @classmethod
+    def before(cls, row: Mapping[str, Any], noted: list[Noted]) -> Tried | None:
+        """What an earlier run found of the calls of which now is noted as much, in whatever order it compiled them;
+        None where those were others."""
+        told = sorted((tuple(map(int, pair.split("/"))) for pair in row["takes"].split()), key=lambda pair: pair[1])
+        noted = sorted(noted, key=largest_of)
+        if [largest_of(of) for of in noted] != [estimate for _, estimate in told]:
+            return None
+        found = [Found(takes, estimate, 0.0, share_of(of)) for (takes, estimate), of in zip(told, noted, strict=True)]
+        return cls(found, [], row["seconds"], row["nearest"])
+
+    @property
+    def count(self) -> int:
+        return len(self.found) + len(self.refused)
 
     def add(self, job: Job, built: Build, noted: Noted) -> None:
         self.seconds += built.seconds
@@ -88,9 +107,9 @@ class Tried:
         self.found.append(
             Found(
                 max(k.on_chip["vmem"] for k in built.kernels),
-                max(needed for needed, _ in noted),
+                largest_of(noted),
                 max(k.on_chip["vmem"] / k.granted["vmem"] for k in built.kernels),
-                max(needed / limit for needed, limit in noted),
+                share_of(noted),
             )
         )
 
@@ -100,9 +119,10 @@ class Tried:
         return {
             "op": op,
             "target": target,
-            "tilings": len(self.found) + len(self.refused),
+            "sources": fingerprint(op, target),
+            "tilings": self.count,
             "refused": self.refused,
-            "nearest": round(max((f.share for f in self.found), default=0.0), 4),
+            "nearest": round(max(self.nearest, *(f.share for f in self.found), 0.0), 4),
             "large": len(large),
             "least": round(ratios[0], 4) if ratios else None,
             "median": round(statistics.median(ratios), 4) if ratios else None,
@@ -121,6 +141,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="compile nothing new after so many")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one call may take")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--onto", nargs="+", type=Path, default=[], help="results whose rows are gone on from")
     args = parser.parse_args()
     names = [n for n in registry.ops() if any(part in n for part in args.only)]
     found = tried(names, [targets.find(name) for name in args.target], args)
@@ -147,32 +168,68 @@ def line_of(row: Mapping[str, Any]) -> str:
     )
 
 
-def tried(names: list[str], hardware: list[Hardware], args: argparse.Namespace) -> dict[tuple[str, str], Tried]:
-    """Some tilings of each op on each target, and again, until there are enough; once the time is over, those that are
-    known already, up to where none of the next is."""
-    found: dict[tuple[str, str], Tried] = {}
+def largest_of(noted: Noted) -> int:
+    return max(needed for needed, _ in noted)
+
+
+def share_of(noted: Noted) -> float:
+    return max(needed / limit for needed, limit in noted)
+
+
+def fingerprint(op: str, target: str) -> str | None:
+    return sources.fingerprint(op, registry.backend("pallas"), family().name, targets.find(target).target)
+
+
+def tried(names: list[str], hardware: list[Hardware], args: argparse.Namespace) -> dict[Place, Tried]:
+    """Some tilings of each op on each target, and again where they are fewest, until there are enough; once the time is
+    over, those that are known already, up to where none of the next is."""
     end = time.monotonic() + args.seconds
-    source = {(n, h.name): itertools.islice(drawn(n, h, args.seed), args.count) for h in hardware for n in names}
+    rows = kept(args.onto)
+    source: dict[Place, Drawn] = {}
+    found: dict[Place, Tried] = {}
+    for h, n in itertools.product(hardware, names):
+        calls = itertools.islice(drawn(n, h, args.seed), args.count)
+        found[n, h.name], source[n, h.name] = gone_on(rows.get((n, h.name)), calls)
+    places = [*source]
     with pool.Pool(args.jobs, args.timeout, silent()) as workers:
         while source:
-            for at in [*source]:
-                turn, until = TURN, time.monotonic() + TURN_SECONDS
-                while turn > 0 and time.monotonic() < until:
-                    jobs = dict(itertools.islice(source[at], 2 * args.jobs))
-                    built = dict(compiled([*jobs], workers, time.monotonic() < end))
-                    for job, result in built.items():
-                        found.setdefault(at, Tried()).add(job, result, jobs[job])
-                    turn -= len(jobs)
-                    if not built:
-                        del source[at]
-                        break
-    return found
+            at = min(source, key=lambda place: (found[place].count // TURN, places.index(place)))
+            for _ in range(0, TURN, 2 * args.jobs):
+                jobs = dict(itertools.islice(source[at], 2 * args.jobs))
+                built = dict(compiled([*jobs], workers, time.monotonic() < end))
+                for job in itertools.takewhile(built.__contains__, jobs):
+                    found[at].add(job, built[job], jobs[job])
+                if not jobs or len(built) < len(jobs):
+                    del source[at]
+                    break
+    return {at: one for at, one in found.items() if one.count}
+
+
+def kept(files: list[Path]) -> dict[Place, Mapping[str, Any]]:
+    """The rows, of these results, of the sources as they are; where libtpu refused nothing, since it is not kept which
+    of the calls that was."""
+    rows = [row for file in files for row in results.read(file).rows if not row["refused"]]
+    return {
+        (row["op"], row["target"]): row
+        for row in rows
+        if row.get("sources") and row["sources"] == fingerprint(row["op"], row["target"])
+    }
+
+
+def gone_on(row: Mapping[str, Any] | None, calls: Drawn) -> tuple[Tried, Drawn]:
+    """What an earlier run found of the first of these calls, if they are still those, and the calls to try."""
+    first = [*itertools.islice(calls, row["tilings"])] if row else []
+    before = Tried.before(row, [noted for _, noted in first]) if row else None
+    return (before, calls) if before else (Tried(), itertools.chain(first, calls))
 
 
 def silent() -> dict[str, str]:
     """The environment in which libtpu does not tell what it made, in files of many megabytes."""
-    family = next(f for f in registry.backend("pallas").families if "tpu" in f.platforms)
-    return {"LIBTPU_INIT_ARGS": family.load_compiler().FROM_HBM}
+    return {"LIBTPU_INIT_ARGS": family().load_compiler().FROM_HBM}
+
+
+def family() -> Family:
+    return next(f for f in registry.backend("pallas").families if "tpu" in f.platforms)
 
 
 def compiled(jobs: list[Job], workers: pool.Pool, more: bool) -> Iterator[tuple[Job, Build]]:
@@ -185,14 +242,14 @@ def compiled(jobs: list[Job], workers: pool.Pool, more: bool) -> Iterator[tuple[
     yield from workers.run(new, lambda job, built: cache.keep(names[job], built)) if more else ()
 
 
-def drawn(name: str, hardware: Hardware, seed: int) -> Iterator[tuple[Job, Noted]]:
+def drawn(name: str, hardware: Hardware, seed: int) -> Drawn:
     """Calls of an op, each with a tiling that is accepted and what was estimated of it, no two the same; an end where
     none is found any more."""
     spec, place = registry.find_spec(name), f"{name} {hardware.name} {seed}"
     usual, at_limit = random.Random(place), random.Random(f"{place} at the limit")
     seen = set[str]()
-    for backend, family in [(b, f) for b, f in forms.compilers(name, hardware) if f.interprets]:
-        impl = backend.implementation(name, family)
+    for backend, of in [(b, f) for b, f in forms.compilers(name, hardware) if f.interprets]:
+        impl = backend.implementation(name, of)
         assert impl is not None
         framework = frameworks()[backend.framework]
         missed = 0
@@ -206,10 +263,10 @@ def drawn(name: str, hardware: Hardware, seed: int) -> Iterator[tuple[Job, Noted
             if not form or not call or tiling is None or this in seen:
                 continue
             noted = noted_of(impl, call, tiling)
-            if not largest or max(needed / limit for needed, limit in noted) >= LARGEST:
+            if not largest or share_of(noted) >= LARGEST:
                 missed = 0
                 seen.add(this)
-                yield Job(spec, backend, family, hardware, form, tiling, quick=True, way="memory"), noted
+                yield Job(spec, backend, of, hardware, form, tiling, quick=True, way="memory"), noted
 
 
 def noted_of(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Noted:
@@ -217,7 +274,7 @@ def noted_of(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Not
     take what is left of the VMEM to keep rows there."""
     with estimates() as noted:
         impl.supports(call, tiling)
-        if max(needed / limit for needed, limit in noted) >= LARGE:
+        if share_of(noted) >= LARGE:
             names = [n for n, a in call.arrays.items() if a is not None]
 
             def run(*arrays: Any) -> tuple[Any, ...]:

@@ -985,6 +985,54 @@ def test_the_vmem_of_a_product_is_what_its_compiler_takes_and_not_much_more(chip
 
 
 @pytest.mark.parametrize(
+    ("chip", "dtype", "activation", "given", "steps", "tiles", "took"),
+    [
+        # Where k takes several steps, what f keeps adds to what the product keeps.
+        ("v5p", "float32", "silu", "residual return_pre", 2, (2048, 256, 512), 45.676),
+        ("v5p", "float32", "gelu", "residual return_pre", 2, (1024, 512, 768), 39.273),
+        ("v5p", "bfloat16", "silu", "residual return_pre", 2, (1024, 1024, 128), 28.789),
+        ("v5e", "bfloat16", "silu", "bias residual return_pre", 2, (64, 2048, 4096), 35.863),
+        ("v4", "bfloat16", "gelu_tanh", "bias residual return_pre", 2, (512, 768, 128), 13.014),
+        ("v6e", "bfloat16", "gelu", "bias residual return_pre", 2, (2048, 1024, 128), 49.301),
+        ("v7x", "bfloat16", "silu", "residual return_pre", 2, (2048, 512, 128), 24.129),
+        # Where it takes one, that is next to nothing.
+        ("v5p", "float32", "silu", "bias residual return_pre", 1, (256, 384, 4096), 38.359),
+    ],
+)
+def test_the_vmem_of_a_linear_layer_is_what_its_compiler_takes_and_not_much_more(
+    chip, dtype, activation, given, steps, tiles, took
+):
+    """MiB that libtpu 0.0.50 told."""
+    bm, bn, bk = tiles
+    dims = {"batch": (2 * bm,), "n": 2 * bn, "k": steps * bk, "activation": activation}
+    there = {name: name in given.split() for name in ("bias", "residual", "return_pre")}
+    spec = registry.find_spec("linear")
+    call = bound_form(spec, typical_form(spec, dtype, dims | there), frameworks()["jax"], Target("tpu", chip))
+    with _chip.estimates() as noted:
+        tpu("linear").supports(call, {"block_m": bm, "block_n": bn, "block_k": bk})
+    ((needed, _),) = noted
+    assert took * 2**20 <= needed <= 1.35 * took * 2**20
+
+
+@pytest.mark.parametrize(
+    ("chip", "dtype", "n", "k", "rows"),
+    [
+        ("v5p", "float32", 4096, 4096, 256),
+        ("v7x", "float32", 4096, 4096, 256),
+        ("v7x", "float32", 4096, 16384, 256),
+        ("v7x", "bfloat16", 4096, 4096, 512),
+        ("v5e", "bfloat16", 16384, 4096, 2048),
+    ],
+)
+def test_a_linear_layer_takes_the_rows_of_a_product_as_far_as_there_is_room(chip, dtype, n, k, rows):
+    """Half as many rows of float32 at k = 4096 took twice the cycles."""
+    spec, dims = registry.find_spec("linear"), {"batch": (4096,), "n": n, "k": k}
+    others = {"bias": True, "residual": True, "activation": "gelu", "return_pre": True}
+    call = bound_form(spec, typical_form(spec, dtype, dims | others), frameworks()["jax"], Target("tpu", chip))
+    assert tilings.resolve(tpu("linear"), call, {}).tiling["block_m"] == rows
+
+
+@pytest.mark.parametrize(
     ("chip", "dtype", "dims", "tiles", "took"),
     [
         ("v5e", "float32", {"group": 5, "dv": 192, "softcap": 2.0}, (1024, 1024), 47.3),  # told of v5p
@@ -1054,3 +1102,33 @@ def test_tilings_that_are_accepted_are_drawn_of_every_op(name):
     drawn = [*itertools.islice(legal().drawn(name, targets.find("v5e"), 0), 12)]
     assert len({json.dumps([job.form, job.tiling]) for job, _ in drawn}) == 12
     assert all(noted and all(0 < needed <= limit for needed, limit in noted) for _, noted in drawn)
+
+
+def test_kept_rows_are_gone_on_from_where_their_calls_are_those_that_are_drawn():
+    module = legal()
+
+    def calls():
+        return itertools.islice(module.drawn("rmsnorm", targets.find("v5e"), 0), 6)
+
+    noted = [max(needed for needed, _ in noted) for _, noted in calls()]
+    pairs = [f"{estimate - 1}/{estimate}" for estimate in noted[:4]]
+    row = {"tilings": 4, "seconds": 1.0, "nearest": 0.5, "refused": []}
+    tried, left = module.gone_on(row | {"takes": " ".join(reversed(pairs))}, calls())
+    assert [tried.count, tried.seconds, len([*left])] == [4, 1.0, 2]
+    assert tried.row("rmsnorm", "v5e")["nearest"] == 0.5
+    for takes in (pairs[:3] + ["1/2"], pairs[:3]):
+        tried, left = module.gone_on(row | {"takes": " ".join(takes)}, calls())
+        assert [tried.count, len([*left])] == [0, 6]
+
+
+def test_rows_of_other_sources_are_not_gone_on_from(tmp_path):
+    module, spec = legal(), {"op": "rmsnorm", "target": "v5e", "tilings": 1, "refused": [], "takes": "1/2"}
+    row = spec | {"nearest": 0.1, "large": 0, "least": None, "median": None, "seconds": 1.0}
+    now = module.fingerprint("rmsnorm", "v5e")
+    for n, (more, there) in enumerate(
+        [({"sources": now}, 1), ({}, 0), ({"sources": "0" * 16}, 0), ({"sources": now, "refused": ["a call"]}, 0)]
+    ):
+        file = tmp_path / f"{n}.json"
+        kept = results.record("tpu-legal", [row | more], command="", device=results.HOST_CPU, wall_seconds=1.0)
+        results.write(file, kept | {"command": "python benchmarks/tpu_legal.py"})
+        assert len(module.kept([file])) == there

@@ -112,14 +112,29 @@ def with_room(call: Call, tiling: Mapping[str, int]) -> dict[str, int]:
 
 
 def resident(call: Call, bm: int, bn: int, bk: int, more: int | None = None) -> int:
-    """The VMEM of one step, in bytes: matmul's, what f needs, and two blocks of the residual and of pre, as far as
-    these are there; ``more``: of so many such arrays."""
+    """The VMEM of one step, in bytes: matmul's, what the epilogue keeps there for want of registers, and two blocks of
+    the residual and of pre, as far as these are there; ``more``: of so many such arrays."""
     size = 4 if call.dtype in ("float32", "float64") else 2
     if more is None:
         more = (call.arrays["residual"] is not None) + ("pre" in call.wants)
-    of_f = 8 if call.options["activation"] == "none" else 24  # two numbers an element, or six
     kept = products.resident_bytes(bm, bn, bk, size, size, products.at_once(call))
-    return kept + (2 * more * size + of_f) * bm * bn
+    return kept + (2 * more * size + 4 * numbers_kept(call, bk)) * bm * bn
+
+
+# Float32 numbers an element of y that libtpu keeps in VMEM while a branch makes f(z) of whole blocks, by chip: the most
+# of silu and both forms of gelu beside bias, residual and pre, each there or not. What the product before the branch
+# keeps stays where it is, so that the two add up.
+OF_F = {"v4": 5, "v5e": 3, "v5p": 3, "v6e": 2, "v7x": 2}
+
+
+def numbers_kept(call: Call, bk: int) -> int:
+    """Float32 numbers an element that the epilogue keeps in VMEM. Where one step meets all of k it is no branch: libtpu
+    goes on with the sums as they leave the matrix unit, and keeps less than one."""
+    if bk >= call.dims["k"]:
+        return 1
+    if call.options["activation"] in ("none", "relu"):
+        return 2
+    return OF_F.get(call.target.arch, max(OF_F.values()))
 
 
 def kept_apart(call: Call) -> bool:
