@@ -50,6 +50,7 @@ from portakern.errors import SpecError, UnsupportedError
 from portakern.spec import Spec
 from portakern.tuning.space import Space, space_of
 
+BACKEND = "pallas"
 DTYPES = ("bfloat16", "float32")
 ATTEMPTS = 400
 LARGE = 0.5  # of what a kernel may take: beneath, an estimate that is too low does no harm
@@ -119,6 +120,8 @@ class Tried:
         return {
             "op": op,
             "target": target,
+            "backend": BACKEND,
+            "variant": family().name,
             "sources": fingerprint(op, target),
             "tilings": self.count,
             "refused": self.refused,
@@ -177,7 +180,7 @@ def share_of(noted: Noted) -> float:
 
 
 def fingerprint(op: str, target: str) -> str | None:
-    return sources.fingerprint(op, registry.backend("pallas"), family().name, targets.find(target).target)
+    return sources.fingerprint(op, registry.backend(BACKEND), family().name, targets.find(target).target)
 
 
 def tried(names: list[str], hardware: list[Hardware], args: argparse.Namespace) -> dict[Place, Tried]:
@@ -229,7 +232,7 @@ def silent() -> dict[str, str]:
 
 
 def family() -> Family:
-    return next(f for f in registry.backend("pallas").families if "tpu" in f.platforms)
+    return next(f for f in registry.backend(BACKEND).families if "tpu" in f.platforms)
 
 
 def compiled(jobs: list[Job], workers: pool.Pool, more: bool) -> Iterator[tuple[Job, Build]]:

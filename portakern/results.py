@@ -232,7 +232,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     ),
     "tpu-legal": Benchmark(
         ("op", "target"),
-        {"op": "text", "target": "text", "sources": "text?", "tilings": "count", "refused": "list", "nearest": "number",
+        {"op": "text", **_SOURCES, "target": "text", "tilings": "count", "refused": "list", "nearest": "number",
          "large": "count", "least": "number?", "median": "number?", "seconds": "number", "takes": "string"},
         {"wall_seconds": "number"},
     ),

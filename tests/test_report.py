@@ -683,7 +683,11 @@ def test_tilings_that_a_compiler_took_stand_by_op_and_target(tree):
     assert "431 tilings, 1 of them refused by libtpu" in told and "4 minutes" in told and f"* {bad}" in told
     assert "| op | v4 | v5e | v6e | estimates |" in told
     assert "| `matmul` | 200 (99%) | – | 200 (99%) | 1.01, 1.20 |" in told
-    assert "| `softmax` | – | 31 (99%, **1 refused**) | – | – |" in told
+    assert "| `softmax` | – | 31 (99%, **1 refused**) | – | – |" in told and STALE not in told
+    rows[0] |= {"backend": "pallas", "variant": "tpu", "sources": "0" * 16}
+    put(tree / "benchmarks" / "results", "tpu-legal.json", run_of("tpu-legal", rows, "host CPU", wall_seconds=1.0))
+    told = legal.legal(Kept.of(tree))
+    assert f"| `matmul` | 200 (99%) | – | 200 (99%){STALE} |" in told and "(1 in all)" in told
 
 
 def test_a_figure_names_the_commit_that_it_was_measured_at(tree):

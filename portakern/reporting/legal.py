@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from portakern.core import targets
 from portakern.reporting.kept import Kept, known_targets, source
 from portakern.reporting.markdown import NONE, fold, table
+from portakern.reporting.staleness import STALE, changed, footnote
 
 __all__ = ["legal"]
 
@@ -25,17 +28,17 @@ NOTES = (
 
 def legal(kept: Kept) -> str:
     """A line an op, a column a target."""
-    rows = kept.rows("tpu-legal")
+    rows = [(_placed(row), run) for row, run in kept.rows("tpu-legal")]
     if not rows:
         return f"No tilings were tried yet: `{COMMAND}`."
-    columns = known_targets(row["target"] for row, _ in rows)
+    columns = known_targets(row["chip"] for row, _ in rows)
     ops: dict[str, dict[str, Row]] = {}
     for row, _ in rows:
-        ops.setdefault(row["op"], {})[row["target"]] = row
-    lines = [
-        [f"`{op}`", *(_cell(there[t]) if t in there else NONE for t in columns), _estimates([*there.values()])]
-        for op, there in sorted(ops.items())
-    ]
+        ops.setdefault(row["op"], {})[row["chip"]] = row
+    lines = []
+    for op, there in sorted(ops.items()):
+        cells = [_cell(there[t], kept.root) if t in there else NONE for t in columns]
+        lines.append([f"`{op}`", *cells, _estimates([*there.values()])])
     runs = {r.file: r for _, r in rows}.values()
     refused = [text for row, _ in rows for text in row["refused"]]
     seconds = sum(row["seconds"] for row, _ in rows)
@@ -45,12 +48,19 @@ def legal(kept: Kept) -> str:
         "of processes that shared their cores."
     )
     shown = fold(f"{len(lines)} ops", table(["op", *columns, "estimates"], lines))
-    return "\n\n".join([said, shown, NOTES, *(f"* {text}" for text in refused), source(runs)])
+    changes = footnote((row for row, _ in rows), kept.root)
+    parts = [said, shown, NOTES, changes, *(f"* {text}" for text in refused), source(runs)]
+    return "\n\n".join(part for part in parts if part)
 
 
-def _cell(row: Row) -> str:
+def _placed(row: Row) -> Row:
+    """A row with its target as rows of other benchmarks name theirs."""
+    return {**row, "chip": row["target"], "target": f"{targets.find(row['target']).platform} {row['target']}"}
+
+
+def _cell(row: Row, root: Path) -> str:
     bad = f", **{len(row['refused'])} refused**" if row["refused"] else ""
-    return f"{row['tilings']} ({row['nearest']:.0%}{bad})"
+    return f"{row['tilings']} ({row['nearest']:.0%}{bad}){STALE * changed(row, root)}"
 
 
 def _estimates(rows: list[Row]) -> str:
