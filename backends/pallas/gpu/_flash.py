@@ -159,20 +159,26 @@ class Plan:
         return q.at[tile.batch, rows, tile.head]
 
     def tile(self, index: Any) -> Tile:
-        """The tile of this index. Where the last queries see most keys, their tiles come first."""
-        if self.band.last is None:
-            place, i = quotient(index, self.tiles_q), lax.rem(index, jnp.int32(self.tiles_q))
-        else:
-            section = quotient(index, TOGETHER * self.tiles_q)
-            rest = index - section * (TOGETHER * self.tiles_q)
-            width = jnp.minimum(self.batch * self.heads - section * TOGETHER, TOGETHER)
-            down = lax.div(rest, width)
-            place, i = section * TOGETHER + rest - down * width, self.tiles_q - 1 - down
+        """The tile of this index."""
+        place, i = heaviest_first(index, self.batch * self.heads, self.tiles_q, self.band)
         first, last = self.band.span(i)
         first = jnp.clip(first, 0, (self.band.kv_len - 1) // self.block_kv)  # never none: one that no query sees
         steps = jnp.maximum(last - first, 0) + 1
         batch = quotient(place, self.heads)
         return Tile(batch, place - batch * self.heads, i * (QUERIES * self.consumers), first, steps)
+
+
+def heaviest_first(index: Any, places: int, tiles: int, band: Band) -> tuple[Any, Any]:
+    """Which of so many heads of all sequences, and which of its tiles, has this index: of ``TOGETHER`` heads tiles that
+    see most come first, the last ones where a band ends with them, else the first."""
+    if band.first is None and band.last is None:
+        place = quotient(index, tiles)
+        return place, index - place * tiles
+    section = quotient(index, TOGETHER * tiles)
+    rest = index - section * (TOGETHER * tiles)
+    width = jnp.minimum(places - section * TOGETHER, TOGETHER)
+    down = lax.div(rest, width)
+    return section * TOGETHER + rest - down * width, down if band.last is None else tiles - 1 - down
 
 
 def share_of(call: Call, tiling: Mapping[str, int]) -> int:

@@ -25,7 +25,8 @@ warpgroups.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import e, log2
 from typing import Any, NamedTuple
@@ -43,6 +44,7 @@ from portakern.backends.pallas.gpu import _rows
 from portakern.backends.pallas.gpu._chip import (
     Swizzled,
     dtype_refused,
+    finished,
     in_registers,
     issue_product,
     launch,
@@ -59,6 +61,7 @@ from portakern.backends.pallas.gpu._flash import (
     ROW,
     TILE,
     bring,
+    heaviest_first,
     part_of,
 )
 from portakern.backends.pallas.gpu._rows import Formula, Walk, Weights
@@ -76,6 +79,18 @@ CONSUMERS, ROWS = 2, 64
 
 HELD = 224
 """Registers of a consumer's thread for sums, scores and weights: the others hold what it needs besides."""
+
+NUMBERS = "lse", "delta"
+"""What a query brings along."""
+
+UNSEEN = -(2**31)
+"""The bits of -0."""
+
+Place = tuple[Any, "Tile", Any, Any]
+"""Where a tile of scores is: its warpgroup, the rows at home, the head and the tile of guests."""
+
+Multiply = Callable[[str, Any], int]
+"""Issues the products of a gradient with a factor, and says how many they are."""
 
 SLOTS = 2
 """Buffers for what a consumer writes: one is filled while the other is on its way."""
@@ -121,6 +136,12 @@ class Plan(NamedTuple):
     interpret: bool
 
     @property
+    def beside(self) -> bool:
+        """Whether weights are computed beside products. Products of narrower heads are too short for what it costs,
+        and those of wider ones leave no registers."""
+        return PART < max(self.d, self.dv) <= 2 * PART
+
+    @property
     def parts(self) -> tuple[int, int]:
         """Buffers of a row: of ``first``, and of ``second``."""
         return pl.cdiv(self.d, PART), pl.cdiv(self.dv, PART)
@@ -139,7 +160,12 @@ class Plan(NamedTuple):
     def shared(self) -> int:
         """Bytes of shared memory."""
         rows = (CONSUMERS * ROWS + self.stages * self.guest.tile) * sum(self.parts) + CONSUMERS * SLOTS * ROWS
-        return rows * PART * self.dtype.itemsize
+        return rows * PART * self.dtype.itemsize + math.prod(self.numbers) * jnp.dtype(jnp.float32).itemsize
+
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        """The buffers of lse and Delta that come by beside queries. Queries at home have theirs in registers."""
+        return (0 if self.by_query else self.stages), len(NUMBERS), self.guest.tile
 
     @property
     def held(self) -> int:
@@ -256,9 +282,9 @@ def _by_key(call: Call) -> bool:
 def kernel(ref: Refs, *, plan: Plan) -> None:
     """One tile of rows at home."""
     warpgroup = lax.axis_index("warpgroup")
-    index = lax.axis_index("block")
-    batch, rest = quotient(index, plan.heads * plan.tiles), lax.rem(index, jnp.int32(plan.heads * plan.tiles))
-    tile = Tile.at(plan, batch, quotient(rest, plan.tiles), lax.rem(rest, jnp.int32(plan.tiles)))
+    place, i = heaviest_first(lax.axis_index("block"), plan.batch * plan.heads, plan.tiles, plan.band)
+    batch = quotient(place, plan.heads)
+    tile = Tile.at(plan, batch, place - batch * plan.heads, i)
 
     @pl.when(warpgroup == CONSUMERS)
     def producer() -> None:
@@ -320,6 +346,9 @@ def produce(ref: Refs, plan: Plan, tile: Tile) -> None:
         for name, buffers in ((plan.guest.first, ref.guest_first), (plan.guest.second, ref.guest_second)):
             array = getattr(ref, name).at[tile.batch, rows, head]
             bring(array, buffers.copied.at[buffer], ref.arrived.at[buffer])
+        for i, name in enumerate(() if plan.by_query else NUMBERS):
+            there = getattr(ref, name).at[tile.batch, head, rows]
+            plgpu.copy_gmem_to_smem(there, ref.numbers.at[buffer, i], (ref.arrived, ref.told)[i].at[buffer])
 
     @pl.loop(jnp.maximum(tile.steps - plan.stages, 0), tile.steps)
     def _(step: Any) -> None:  # every arrival at a barrier is waited for once
@@ -330,9 +359,13 @@ def consume(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile) -> None:
     """Sum up the gradients of this warpgroup's rows at home, and write them."""
     plgpu.barrier_wait(ref.home_arrived.at[warpgroup])
     zeros = tuple(_zeros(PART) for _ in range(sum(plan.sums.values())))
-    sums = lax.fori_loop(0, tile.steps, partial(add, ref, plan, warpgroup, tile), zeros)
-    places = [(name, part) for name, parts in plan.sums.items() for part in range(parts)]
     rows = pl.ds(tile.row + warpgroup * ROWS, ROWS)
+    numbers = tuple(
+        plgpu.load(getattr(ref, name).at[tile.batch, tile.head, rows], layout=ROW, optimized=False)
+        for name in (NUMBERS if plan.by_query else ())
+    )
+    sums = lax.fori_loop(0, tile.steps, partial(add, ref, plan, warpgroup, tile, numbers), zeros)
+    places = [(name, part) for name, parts in plan.sums.items() for part in range(parts)]
     for (name, part), total, slot in zip(places, sums, itertools.cycle(range(SLOTS)), strict=False):
         plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
         total = total if name == "d_v" else total * plan.scale
@@ -343,73 +376,121 @@ def consume(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile) -> None:
         plgpu.copy_smem_to_gmem(ref.written.copied.at[warpgroup, slot], there)
 
 
-def add(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, step: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The sums with what one tile of guests adds."""
+def add(
+    ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, numbers: tuple[Any, ...], step: Any, sums: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """The sums with what one tile of guests adds. numbers: lse and Delta of queries at home."""
     buffer = lax.rem(step, jnp.int32(plan.stages))
-    head, j = tile.place(step)
+    place = warpgroup, tile, *tile.place(step)
     plgpu.barrier_wait(ref.arrived.at[buffer])
+    dots = plan.parts if plan.wants != ("d_v",) else plan.parts[:1]
+    homes, guests = (ref.home_first, ref.home_second), (ref.guest_first, ref.guest_second)
 
-    def dots(accumulators: Any, others: Any) -> None:
-        for acc, home, guest, parts in zip(
-            accumulators,
-            (ref.home_first, ref.home_second),
-            (ref.guest_first, ref.guest_second),
-            plan.parts,
-            strict=False,
-        ):
+    def work(accumulators: Any, others: Any) -> None:
+        found, left = accumulators[: len(dots)], iter(accumulators[len(dots) :])
+        totals = {name: list(itertools.islice(left, parts)) for name, parts in plan.sums.items()}
+        for acc, home, guest, parts in zip(found, homes, guests, dots, strict=False):
             for part in range(parts):
                 issue_product(acc, home.tiled.at[warpgroup, part], guest.tiled.at[buffer, part], transposed=True)
 
-    both_dots = plan.wants != ("d_v",)
-    found, _ = in_registers(plan.interpret, dots, (_zeros(plan.guest.tile),) * (2 if both_dots else 1))
-    p, d_dot = weights(ref, plan, warpgroup, tile, head, j, *found)
-    factors = {name: (p if name == "d_v" else d_dot).astype(plan.dtype) for name in plan.wants}
+        def multiply(name: str, factor: Any) -> int:
+            rounded = factor.astype(plan.dtype)
+            for part, acc in enumerate(totals[name]):
+                issue_product(acc, rounded, guests[name == "d_v"].tiled.at[buffer, part])
+            return len(totals[name])
 
-    def products(accumulators: Any, others: Any) -> None:
-        left = iter(accumulators)
-        for name, parts in plan.sums.items():
-            guests = ref.guest_second if name == "d_v" else ref.guest_first
-            for part in range(parts):
-                issue_product(next(left), factors[name], guests.tiled.at[buffer, part])
+        known = numbers if plan.by_query else tuple(partial(_number, ref, buffer, i) for i in range(len(NUMBERS)))
+        (in_turns if plan.beside else at_once)(ref, plan, place, buffer, known, found, multiply)
 
-    sums, _ = in_registers(plan.interpret, products, sums)
+    after, _ = in_registers(plan.interpret, work, (*[_zeros(plan.guest.tile)] * len(dots), *sums))
     plgpu.barrier_arrive(ref.free.at[buffer])
-    return sums
+    return tuple(after[len(dots) :])
 
 
-def weights(
-    ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, head: Any, j: Any, dots: Any, d_p: Any = None
-) -> tuple[Any, Any]:
-    """P and D of a tile of dots, and of dP where D is wanted."""
-    shape, query_head = dots.shape, tile.head if plan.by_query else head
-    i = quotient(tile.row, ROWS) + warpgroup
-    rows, guests = pl.ds(i * ROWS, ROWS), pl.ds(j * plan.guest.tile, plan.guest.tile)
-    of_queries, layout, axis = (rows, ROW, 0) if plan.by_query else (guests, COLUMN, 1)
+def at_once(
+    ref: Refs, plan: Plan, place: Place, buffer: Any, numbers: tuple[Any, ...], found: Any, multiply: Multiply
+) -> None:
+    """P and D of a tile when all its dots are there, then all products with them."""
+    dots = [finished(acc, later=0) for acc in found]
+    p, t = weights(ref, plan, place, numbers[0], dots[0])
+    if not plan.by_query:
+        plgpu.barrier_wait(ref.told.at[buffer])
+    d_dot = [slopes(plan, numbers[1], p, t, d_p) for d_p in dots[1:]]
+    p, *d_dot = kept(ref, plan, place, 0.0, p, *d_dot)
+    for name in plan.wants:
+        multiply(name, p if name == "d_v" else d_dot[0])
 
-    def statistic(array: Any) -> Any:
-        numbers = plgpu.load(array.at[tile.batch, query_head, of_queries], layout=layout, optimized=False)
-        return lax.broadcast_in_dim(numbers, shape, (axis,))
 
+def in_turns(
+    ref: Refs, plan: Plan, place: Place, buffer: Any, numbers: tuple[Any, ...], found: Any, multiply: Multiply
+) -> None:
+    """P beside the products dP, and D beside those with P. Pairs that do not see each other have a P of -0, which no
+    exponential is: by that D knows them, whatever their dP holds."""
+    p, t = weights(ref, plan, place, numbers[0], finished(found[0], later=sum(plan.parts[1 : len(found)])))
+    (p,) = kept(ref, plan, place, -0.0, p)
+    if not plan.by_query:
+        plgpu.barrier_wait(ref.told.at[buffer])  # and a basic block ends, over which no wait for products moves
+    later = multiply("d_v", p) if "d_v" in plan.wants else 0
+    for acc in found[1:]:
+        d_dot = slopes(plan, numbers[1], p, t, finished(acc, later=later))
+        if plan.band.inside(*map(jnp.int32, (0, 0))) is not True or "q_ids" in ref:
+            d_dot = jnp.where(lax.bitcast_convert_type(p, jnp.int32) == UNSEEN, 0.0, d_dot)
+        for name in plan.wants:
+            if name != "d_v":
+                multiply(name, d_dot)
+
+
+def _number(ref: Refs, buffer: Any, i: int) -> Any:
+    """lse or Delta of the queries that have come."""
+    return plgpu.load(ref.numbers.at[buffer, i], layout=COLUMN, optimized=False)
+
+
+def weights(ref: Refs, plan: Plan, place: Place, lse: Any, dots: Any) -> tuple[Any, Any]:
+    """P of a tile of dots, whether or not pairs see each other, and t where there is a softcap."""
+    _, tile, head, _ = place
     x = dots if plan.pre is None else dots * plan.pre
     t = None if plan.softcap is None else tanh(x)
     s = x if t is None else t
     if "bias" in ref:
-        s = (s if plan.softcap is None else s * plan.softcap) + bias_of(ref, plan, tile, query_head, rows, guests)
+        query_head = tile.head if plan.by_query else head
+        bias = bias_of(ref, plan, tile, query_head, *_places(plan, place))
+        s = (s if plan.softcap is None else s * plan.softcap) + bias
     s = s if plan.unit == 1.0 else s * plan.unit
-    p = jnp.exp2((s - statistic(ref.lse)) * log2(e))
-    d_s = None if d_p is None else p * (d_p - statistic(ref.delta))
-    if d_s is not None and t is not None:
-        d_s = d_s * (1.0 - t * t)
-    kept = [p] if d_s is None else [p, d_s]
+    return jnp.exp2((s - _beside(plan, lse, s.shape)) * log2(e)), t
+
+
+def slopes(plan: Plan, delta: Any, p: Any, t: Any, d_p: Any) -> Any:
+    """D of a tile of P and dP."""
+    d_s = p * (d_p - _beside(plan, delta, p.shape))
+    return d_s if t is None else d_s * (1.0 - t * t)
+
+
+def _places(plan: Plan, place: Place) -> tuple[Any, Any]:
+    """The rows at home, and the guests, of a tile."""
+    warpgroup, tile, _, j = place
+    return pl.ds((quotient(tile.row, ROWS) + warpgroup) * ROWS, ROWS), pl.ds(j * plan.guest.tile, plan.guest.tile)
+
+
+def _beside(plan: Plan, number: Any, shape: tuple[int, int]) -> Any:
+    """A number of each query, beside a tile."""
+    return lax.broadcast_in_dim(number() if callable(number) else number, shape, (0 if plan.by_query else 1,))
+
+
+def kept(ref: Refs, plan: Plan, place: Place, unseen: float, *tiles: Any) -> tuple[Any, ...]:
+    """Tiles of numbers with ``unseen`` for pairs that do not see each other, whatever they hold."""
+    warpgroup, tile, _, j = place
     if "q_ids" in ref:
-        same = same_segment(ref, plan, tile, rows, guests, shape)
-        kept = [jnp.where(same, x, 0.0) for x in kept]
+        same = same_segment(ref, plan, tile, *_places(plan, place), tiles[0].shape)
+        tiles = tuple(jnp.where(same, x, unseen) for x in tiles)
+    i = quotient(tile.row, ROWS) + warpgroup
     inside = plan.band.inside(i, j)
-    if inside is not True:
-        kept = lax.cond(
-            inside, lambda *x: x, lambda *x: tuple(jnp.where(plan.band.allowed(i, j), y, 0.0) for y in x), *kept
-        )
-    return kept[0], kept[-1]
+    if inside is True:
+        return tiles
+
+    def cut(*x: Any) -> tuple[Any, ...]:
+        return tuple(jnp.where(plan.band.allowed(i, j), y, unseen) for y in x)
+
+    return lax.cond(inside, lambda *x: x, cut, *tiles)
 
 
 def bias_of(ref: Refs, plan: Plan, tile: Tile, head: Any, rows: Any, guests: Any) -> Any:
@@ -490,7 +571,15 @@ def gradients(call: Call, plan: Plan, inputs: Mapping[str, jax.Array]) -> dict[s
         name: jax.ShapeDtypeStruct((plan.batch, plan.home.length, plan.heads, whole_pieces(extent, dtype)), dtype)
         for name, extent in extents.items()
     }
-    rows = plan.guest.tile
+    rows, arrivals, numbers = plan.guest.tile, of_first + of_second, {}
+    if not plan.by_query:
+        arrivals, numbers = (
+            arrivals + 1,
+            {
+                "numbers": plgpu.SMEM(plan.numbers, jnp.float32),
+                "told": plgpu.Barrier(num_arrivals=1, num_barriers=plan.stages),
+            },
+        )
     found = launch(
         call,
         partial(kernel, plan=plan),
@@ -504,8 +593,9 @@ def gradients(call: Call, plan: Plan, inputs: Mapping[str, jax.Array]) -> dict[s
             "guest_first": Swizzled((plan.stages, of_first, rows, PART), dtype),
             "guest_second": Swizzled((plan.stages, of_second, rows, PART), dtype),
             "written": Swizzled((CONSUMERS, SLOTS, ROWS, PART), dtype),
+            **numbers,
             "home_arrived": plgpu.Barrier(num_arrivals=of_first + of_second, num_barriers=CONSUMERS),
-            "arrived": plgpu.Barrier(num_arrivals=of_first + of_second, num_barriers=plan.stages),
+            "arrived": plgpu.Barrier(num_arrivals=arrivals, num_barriers=plan.stages),
             "free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=plan.stages),
         },
         warpgroups=CONSUMERS + 1,

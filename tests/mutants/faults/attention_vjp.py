@@ -390,8 +390,8 @@ FAULTS = {
         Planted(
             "softcap-slope-dropped",
             "D is dS whatever the softcap",
-            old="d_s = d_s * (1.0 - t * t)",
-            new="d_s = d_s * 1.0",
+            old="d_s if t is None else d_s * (1.0 - t * t)",
+            new="d_s",
         ),
         Planted(
             "band-not-turned",
@@ -402,14 +402,14 @@ FAULTS = {
         Planted(
             "unmasked-weights",
             "pairs at the edge of the band count",
-            old="jnp.where(plan.band.allowed(i, j), y, 0.0) for y in x",
+            old="jnp.where(plan.band.allowed(i, j), y, unseen) for y in x",
             new="y for y in x",
         ),
         Planted(
             "keys-for-values",
             "weights meet q where they should meet d_o",
-            old='guests = ref.guest_second if name == "d_v" else ref.guest_first',
-            new="guests = ref.guest_first",
+            old='guests[name == "d_v"]',
+            new="guests[0]",
             gpu=False,  # heads of values may be wider
         ),
     ],
