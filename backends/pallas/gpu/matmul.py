@@ -7,15 +7,16 @@ the tensor cores (wgmma, accumulators in float32 registers), rounds it once, and
 way. Two barriers for each buffer say that it has arrived and that it is free.
 
 The copy engine leaves 0 for what lies beyond m, n or k, and writes nothing there. It wants rows 16 bytes apart or a
-multiple of that, so that another k or n is padded by XLA; B's tiles, 64 columns wide, want n as a multiple of 64. Rows
-of batched a that share one b are one taller matrix.
+multiple of that, so that another k or n is padded by XLA; B's tiles want n as a multiple of 64, and where that alone is
+lacking, and rows are few, come in pieces of 64 columns, which are multiplied one after the other. Rows of batched a that
+share one b are one taller matrix.
 
 A long k and few columns make too few tiles. There the sum over k goes in chunks, each summed alone: by blocks of their
 own, whose sums another kernel adds up in order, or, where there are tiles enough, by one block one after another. How
 long a chunk is follows from n and k alone, and so do an element's bits.
 
-block_m, block_n: the tile of C; block_k: the share of k in a buffer; stages: buffers; band: tiles of C that lie beside
-each other are finished first, so many rows of tiles wide.
+block_m: rows of a tile of C; block_n, beside: it has so many times block_n columns; block_k: the share of k in a
+buffer; stages: buffers; band: tiles of C that lie beside each other are finished first, so many rows of tiles wide.
 
 Source: Thakkar et al., CUTLASS, "Efficient GEMM in CUDA" (warp-specialised persistent kernels for Hopper).
 """
@@ -40,6 +41,7 @@ from portakern.backends.pallas.gpu._chip import (
     HOPPER,
     SWIZZLED_BYTES,
     Swizzled,
+    Views,
     dtype_refused,
     launch,
     over_shared,
@@ -62,6 +64,13 @@ DEEP, PARTS, NARROW = 4096, 8, 2048
 """A sum over at least ``PARTS`` times ``DEEP`` elements of k goes in so many chunks, where c has at most ``NARROW``
 columns: 128 rows of it would leave most multiprocessors idle for long."""
 
+PIECED_ROWS = 2048
+"""Rows up to which B comes in pieces of 64 columns, whose products take longer, where a copy of all B would be needed
+otherwise."""
+
+MANY = 1 << 20
+"""Elements of c that are many for a multiprocessor."""
+
 OUT_SLOTS, OUT_ROWS = 2, 64
 """Buffers for what a consumer writes, and rows of each: one is filled while the other is on its way."""
 
@@ -71,7 +80,7 @@ class Plan(NamedTuple):
 
     Attributes:
       batch, m, n, k: extents; a_batch, b_batch: 1 where the operand is the same for every entry of the batch.
-      block_m, block_n, block_k, stages, band: the tiling. consumers: warpgroups that multiply; along: the axis of a
+      block_m, block_n, block_k, stages, band, beside: the tiling. consumers: warpgroups that multiply; along: the axis of a
         tile that they share, 0 or 1. size: bytes of an element; out: dtype of C.
     """
 
@@ -86,26 +95,45 @@ class Plan(NamedTuple):
     block_k: int
     stages: int
     band: int
+    beside: int
     size: int
     out: Any
 
     @property
+    def width(self) -> int:
+        """Columns of a tile."""
+        return self.block_n * self.beside
+
+    @property
     def consumers(self) -> int:
-        return 1 if self.block_m * self.block_n <= 64 * 64 else 2
+        return 1 if self.block_m * self.width <= 64 * 64 else 2
 
     @property
     def along(self) -> int:
-        return 1 if self.block_n > self.block_m or self.block_n == 256 else 0
+        halves = self.block_m % 128 or self.width % 128 == 0
+        return 1 if halves and (self.width > self.block_m or self.width == 256) else 0
+
+    @property
+    def ragged(self) -> bool:
+        """Whether B comes in pieces: the copy engine brings no tile of it as tensor cores read them, and XLA would pad it
+        for that alone, and for few rows."""
+        alone = self.n % (SWIZZLED_BYTES // self.size) != 0 and self.n % 8 == self.k % 8 == 0
+        return alone and self.batch * self.m <= PIECED_ROWS
+
+    @property
+    def piece(self) -> int:
+        """Columns of B that come, and are multiplied, at a time."""
+        return SWIZZLED_BYTES // self.size if self.ragged else self.width
 
     @property
     def part(self) -> tuple[int, int]:
         """The rows and columns of a tile that one consumer makes."""
-        rows, columns = self.block_m, self.block_n
+        rows, columns = self.block_m, self.width
         return (rows // self.consumers, columns) if self.along == 0 else (rows, columns // self.consumers)
 
     @property
     def tiles(self) -> tuple[int, int]:
-        return pl.cdiv(self.m, self.block_m), pl.cdiv(self.n, self.block_n)
+        return pl.cdiv(self.m, self.block_m), pl.cdiv(self.n, self.width)
 
     @property
     def steps(self) -> int:
@@ -142,7 +170,7 @@ class Plan(NamedTuple):
     @property
     def shared(self) -> int:
         """Bytes of shared memory."""
-        ring = self.stages * (self.block_m + self.block_n) * self.block_k * self.size
+        ring = self.stages * (self.block_m + self.width) * self.block_k * self.size
         return ring + self.consumers * OUT_SLOTS * OUT_ROWS * SWIZZLED_BYTES
 
 
@@ -173,11 +201,18 @@ def _entries(call: Call, name: str) -> int:
 
 
 def key(call: Call) -> dict[str, str | int]:
-    """Rows count by whether they fit one tile: an element's bits follow from the order of k alone, which every tile
-    keeps on the tensor cores. The interpreter's own sums follow the tile."""
+    """Rows count by whether they fit one tile, and with columns by how many elements of c a multiprocessor has: an
+    element's bits follow from the order of k alone, which every tile keeps on the tensor cores. The interpreter's own
+    sums follow the tile."""
     few = not call.interpret and rows_of(call) <= FEW_ROWS
     k = "deep" if is_deep(call.dims["n"], call.dims["k"]) else "whole"
-    return {"dtype": call.dtype, "rows": "few" if few else "many", "k": k, "n": call.dims["n"]}
+    return {"dtype": call.dtype, "rows": "few" if few else "many", "k": k, "n": call.dims["n"], "share": share_of(call)}
+
+
+def share_of(call: Call) -> int:
+    """Elements of c that a multiprocessor has, where all have as many. The interpreter has as many for all calls."""
+    elements = math.prod(call.dims["batch"]) * call.dims["m"] * call.dims["n"]
+    return MANY if call.interpret else min(MANY, pl.cdiv(elements, HOPPER.cores or 1))
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
@@ -190,14 +225,17 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
             return f"{name}={tile} is no tile of wgmma's here: use one of {', '.join(map(str, legal))}"
     if block_k != 64:
         return f"block_k={block_k} is not the {SWIZZLED_BYTES} bytes that a row of a buffer has: use 64"
-    if block_m * block_n > 128 * 256:
-        return (
-            f"a tile of {block_m} x {block_n} does not fit into the registers of two warpgroups: use at most 128 x 256"
-        )
     plan = plan_of(call, tiling)
+    if block_m * plan.width > 128 * 256 or plan.width > 256:
+        return (
+            f"a tile of {block_m} x {plan.width} does not fit into the registers of two warpgroups: use at most "
+            "128 x 256"
+        )
+    if math.prod(plan.part) * plan.consumers != block_m * plan.width or plan.part[1] % 64:
+        return f"two warpgroups cannot share a tile of {block_m} x {plan.width}: use another block_m or beside"
     if plan.parts > 1 and math.prod(plan.part) > 64 * 128:
         return (
-            f"k={plan.k} is summed in {plan.parts} chunks, and two sums of a tile of {block_m} x {block_n} do not fit "
+            f"k={plan.k} is summed in {plan.parts} chunks, and two sums of a tile of {block_m} x {plan.width} do not fit "
             "into the registers of two warpgroups: use at most 128 x 128"
         )
     return over_shared(plan.shared, "block_m, block_n or stages")
@@ -223,7 +261,7 @@ def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
 
 def _padded_extents(plan: Plan) -> tuple[int, int, int]:
     """k as the kernel sees it, and n of B and of what it writes."""
-    columns = SWIZZLED_BYTES // plan.size
+    columns = 8 if plan.ragged else SWIZZLED_BYTES // plan.size
     return padded(plan.k, 8), padded(plan.n, columns), whole_pieces(plan.n, plan.written)
 
 
@@ -247,7 +285,7 @@ def kernel(ref: Refs, *, plan: Plan) -> None:
         i, j = plgpu.planar_snake(within, (tiles_m, tiles_n), 0, plan.band)
         part, entry = (0, entry) if plan.sharing == 1 else (lax.div(entry, plan.batch), lax.rem(entry, plan.batch))
         steps = plan.steps if plan.sharing == 1 else jnp.minimum(plan.chunk, plan.steps - part * plan.chunk)
-        return Place(part, entry, i * plan.block_m, j * plan.block_n, steps)
+        return Place(part, entry, i * plan.block_m, j * plan.width, steps)
 
     def each_tile(work: Callable[[Place, Any], None]) -> None:
         """Call ``work(place, before)`` for the tiles of this block; ``before``: steps until then."""
@@ -275,6 +313,17 @@ def kernel(ref: Refs, *, plan: Plan) -> None:
         plgpu.wait_smem_to_gmem(0)
 
 
+def b_buffers(plan: Plan, dtype: Any) -> Any:
+    """``scratch`` for :func:`launch`: tiles of B, each in its pieces."""
+    form = plan.stages, plan.width // plan.piece, plan.block_k, plan.piece
+    return Swizzled(form, dtype) if plan.ragged else tiled_buffer(form, dtype)
+
+
+def b_ring(ref: Refs, plan: Plan) -> Views:
+    """These, as the copy engine and as tensor cores see them."""
+    return ref.b_ring if plan.ragged else Views(ref.b_ring, ref.b_ring)
+
+
 def produce(ref: Refs, plan: Plan, tile: Place, before: Any) -> None:
     """Bring what one tile of C is made of."""
     of_a, of_b = (tile.entry if batch > 1 else 0 for batch in (plan.a_batch, plan.b_batch))
@@ -284,42 +333,56 @@ def produce(ref: Refs, plan: Plan, tile: Place, before: Any) -> None:
         buffer, k = lax.rem(before + step, plan.stages), (tile.part * plan.chunk + step) * plan.block_k
         plgpu.barrier_wait(ref.free.at[buffer])
         a = ref.a.at[of_a, pl.ds(tile.row, plan.block_m), pl.ds(k, plan.block_k)]
-        b = ref.b.at[of_b, pl.ds(k, plan.block_k), pl.ds(tile.column, plan.block_n)]
         plgpu.copy_gmem_to_smem(a, ref.a_ring.copied.at[buffer], ref.arrived.at[buffer])
-        plgpu.copy_gmem_to_smem(b, ref.b_ring.at[buffer], ref.arrived.at[buffer])
+        for piece in range(plan.width // plan.piece):
+            columns = pl.ds(tile.column + piece * plan.piece, plan.piece)
+            b = ref.b.at[of_b, pl.ds(k, plan.block_k), columns]
+            plgpu.copy_gmem_to_smem(b, b_ring(ref, plan).copied.at[buffer, piece], ref.arrived.at[buffer])
 
 
 def consume(ref: Refs, plan: Plan, warpgroup: Any, tile: Place, before: Any) -> None:
     """Make this warpgroup's part of one tile of C, and write it."""
     rows, columns = plan.part
     mine = pl.ds(warpgroup * plan.part[plan.along], plan.part[plan.along])
+    width = min(columns, plan.piece)
 
-    def chain(steps: Any, before: Any) -> Any:
-        work = partial(multiply, ref, plan, mine, steps, before)
-        return pl.run_scoped(work, plgpu.ACC((rows, columns), jnp.float32))
+    def chain(steps: Any, before: Any) -> tuple[Any, ...]:
+        work = partial(multiply, ref, plan, warpgroup, steps, before)
+        return pl.run_scoped(work, *[plgpu.ACC((rows, width), jnp.float32)] * (columns // width))
 
-    def chunk(part: Any, total: Any) -> Any:
+    def chunk(part: Any, total: tuple[Any, ...]) -> tuple[Any, ...]:
         done = part * plan.chunk
-        return total + chain(jnp.minimum(plan.chunk, plan.steps - done), before + done)
+        more = chain(jnp.minimum(plan.chunk, plan.steps - done), before + done)
+        return tuple(x + y for x, y in zip(total, more, strict=True))
 
     if plan.parts == plan.sharing:
         c = chain(tile.steps, before)
     else:
-        zeros = plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), plgpu.Layout.WGMMA)
-        c = lax.fori_loop(0, plan.parts, chunk, zeros)
-    write(ref, plan, warpgroup, mine, tile, c.astype(plan.written))
+        zeros = plgpu.layout_cast(jnp.zeros((rows, width), jnp.float32), plgpu.Layout.WGMMA)
+        c = lax.fori_loop(0, plan.parts, chunk, (zeros,) * (columns // width))
+    write(ref, plan, warpgroup, mine, tile, tuple(x.astype(plan.written) for x in c))
 
 
-def multiply(ref: Refs, plan: Plan, mine: Any, steps: Any, before: Any, acc: Any) -> Any:
-    """The sum of products of so many buffers, for the rows or columns of a tile that are ``mine``."""
+def multiply(ref: Refs, plan: Plan, warpgroup: Any, steps: Any, before: Any, *sums: Any) -> tuple[Any, ...]:
+    """The sums of products of so many buffers, for the rows or columns of a tile that are this warpgroup's: of all its
+    columns, or of a piece each."""
+    mine = pl.ds(warpgroup * plan.part[plan.along], plan.part[plan.along])
+    first = warpgroup * len(sums) if plan.along == 1 else 0
+
+    def right(buffer: Any, i: int) -> Any:
+        if plan.ragged:
+            return b_ring(ref, plan).tiled.at[buffer, first + i]
+        b = b_ring(ref, plan).tiled.at[buffer, 0]
+        return b.at[:, mine] if plan.along == 1 else b
 
     @pl.loop(0, steps)
     def _(step: Any) -> None:
         buffer = lax.rem(before + step, plan.stages)
         plgpu.barrier_wait(ref.arrived.at[buffer])
-        a, b = ref.a_ring.tiled.at[buffer], ref.b_ring.at[buffer]
-        plgpu.wgmma(acc, a.at[mine] if plan.along == 0 else a, b.at[:, mine] if plan.along == 1 else b)
-        plgpu.wgmma_wait(1)  # the step before is done with its buffer
+        a = ref.a_ring.tiled.at[buffer]
+        for i, acc in enumerate(sums):
+            plgpu.wgmma(acc, a.at[mine] if plan.along == 0 else a, right(buffer, i))
+        plgpu.wgmma_wait(len(sums))  # the step before is done with its buffer
 
         @pl.when(step > 0)
         def _() -> None:
@@ -327,10 +390,10 @@ def multiply(ref: Refs, plan: Plan, mine: Any, steps: Any, before: Any, acc: Any
 
     plgpu.wgmma_wait(0)
     plgpu.barrier_arrive(ref.free.at[lax.rem(before + steps - 1, plan.stages)])
-    return acc[...]
+    return tuple(acc[...] for acc in sums)
 
 
-def write(ref: Refs, plan: Plan, warpgroup: Any, mine: Any, tile: Place, c: Any) -> None:
+def write(ref: Refs, plan: Plan, warpgroup: Any, mine: Any, tile: Place, c: tuple[Any, ...]) -> None:
     """Send this warpgroup's part of one tile of C on its way."""
     rows, columns = plan.part
     first_row = tile.row + (mine.start if plan.along == 0 else 0)
@@ -339,13 +402,14 @@ def write(ref: Refs, plan: Plan, warpgroup: Any, mine: Any, tile: Place, c: Any)
     pieces = itertools.product(range(0, rows, OUT_ROWS), range(0, columns, plan.out_columns))
     for slot, (i, j) in zip(itertools.cycle(range(OUT_SLOTS)), pieces, strict=False):
         plgpu.wait_smem_to_gmem(OUT_SLOTS - 1, wait_read_only=True)
-        ref.written.tiled[warpgroup, slot] = c[i : i + OUT_ROWS, j : j + plan.out_columns]
+        within, at = divmod(j, c[0].shape[1])
+        ref.written.tiled[warpgroup, slot] = c[within][i : i + OUT_ROWS, at : at + plan.out_columns]
         plgpu.commit_smem()
         there = ref.c.at[entry, pl.ds(first_row + i, OUT_ROWS), pl.ds(first_column + j, plan.out_columns)]
         plgpu.copy_smem_to_gmem(ref.written.copied.at[warpgroup, slot], there)
 
 
-KNOBS = {"stages": Count(2, 8), "band": Count(1, 16)}
+KNOBS = {"stages": Count(2, 8), "band": Count(1, 16), "beside": Count(1, 4)}
 """Two stages at least: a buffer is in use until the next has arrived."""
 
 
@@ -367,9 +431,9 @@ def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
         outputs={"c": jax.ShapeDtypeStruct((plan.sharing * plan.batch, plan.m, c_n), plan.written)},
         scratch={
             "a_ring": Swizzled((plan.stages, plan.block_m, plan.block_k), dtype),
-            "b_ring": tiled_buffer((plan.stages, plan.block_k, plan.block_n), dtype),
+            "b_ring": b_buffers(plan, dtype),
             "written": Swizzled((plan.consumers, OUT_SLOTS, OUT_ROWS, plan.out_columns), plan.written),
-            "arrived": plgpu.Barrier(num_arrivals=2, num_barriers=plan.stages),
+            "arrived": plgpu.Barrier(num_arrivals=1 + plan.width // plan.piece, num_barriers=plan.stages),
             "free": plgpu.Barrier(num_arrivals=plan.consumers, num_barriers=plan.stages),
         },
         warpgroups=plan.consumers + 1,

@@ -122,17 +122,17 @@ FAULTS = {
         Planted(
             "rounded-before-output",
             "the accumulator is rounded to bfloat16 before it is written as float32",
-            old="mine, tile, c.astype(plan.written))",
-            new="mine, tile, c.astype(jnp.bfloat16).astype(plan.written))",
+            old="tuple(x.astype(plan.written) for x in c)",
+            new="tuple(x.astype(jnp.bfloat16).astype(plan.written) for x in c)",
             small=True,
         ),
         Planted(
             "last-step-dropped",
             "of several steps along k the last is left out",
-            old="plgpu.wgmma(acc, a.at[mine] if plan.along == 0 else a, b.at[:, mine] if plan.along == 1 else b)",
+            old="plgpu.wgmma(acc, a.at[mine] if plan.along == 0 else a, right(buffer, i))",
             new=(
-                "pl.when((step == 0) | (step < plan.steps - 1))(lambda: plgpu.wgmma("
-                "acc, a.at[mine] if plan.along == 0 else a, b.at[:, mine] if plan.along == 1 else b))"
+                "pl.when((step == 0) | (step < plan.steps - 1))(lambda acc=acc, i=i: plgpu.wgmma("
+                "acc, a.at[mine] if plan.along == 0 else a, right(buffer, i)))"
             ),
         ),
         Planted(
