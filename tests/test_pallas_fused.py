@@ -20,6 +20,7 @@ import jax.numpy as jnp  # noqa: E402
 
 import portakern as pk  # noqa: E402
 from portakern import testing  # noqa: E402
+from portakern.backends.pallas.fused import layernorm_vjp  # noqa: E402
 from portakern.compiling import forms  # noqa: E402
 from portakern.core import targets, tilings  # noqa: E402
 from portakern.core.framework import frameworks  # noqa: E402
@@ -79,6 +80,13 @@ def test_a_sums_bits_do_not_tell_what_else_is_wanted(op):
         alone = impl.run(call.replace(wants=(output.name,)), tiling)
         assert [x is None for x in alone] == [j != i for j in range(len(whole))]
         assert (alone[i] == whole[i]).all()
+
+
+@pytest.mark.parametrize(("n", "of_block"), [(4096, 128), (2048, 128), (1024, 64), (384, 32), (128, 32)])
+def test_shorter_rows_have_more_blocks(n, of_block):
+    call = pk.op("layernorm_vjp").bind(**arrays_of("layernorm_vjp", 1, n))
+    call = call.replace(dims={**call.dims, "batch": (2**15,)})
+    assert layernorm_vjp.walk_of(call, layernorm_vjp.default_tiling(call)).block_rows == of_block
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,9 @@ KNOBS = {"ring": Count(2, 8)}
 LONGEST = 4096
 """Elements of a row at most: a thread holds those of two arrays and as many sums in its registers."""
 
-BLOCKS = 256
-"""Blocks of many rows: two on a multiprocessor, where one's copies run beside the other's sums."""
+BLOCKS, SHORT = 256, 2048
+"""Blocks of many rows: two on a multiprocessor, where one's copies run beside the other's sums. A block of rows shorter
+than ``SHORT`` waits for as long a row and does less meanwhile: of these there are as many more, four times at most."""
 
 AHEAD = 64
 """Blocks' sums that a thread reads before it adds up the first of them."""
@@ -70,7 +71,8 @@ def default_tiling(call: Call) -> dict[str, int]:
 def walk_of(call: Call, tiling: Mapping[str, int]) -> Walk:
     """The walk of a block: a row at a time, in all warps."""
     rows, n = math.prod(call.dims["batch"]), call.dims["n"]
-    of_block = max(tiling["block_rows"], pl.cdiv(rows, BLOCKS))
+    blocks = BLOCKS * min(4, pl.cdiv(SHORT, tiling["block_n"]))
+    of_block = max(tiling["block_rows"], pl.cdiv(rows, blocks))
     return Walk.over(call, {**tiling, "block_rows": of_block, "row_warps": WARPS}, rows, n, arrays=2)
 
 
