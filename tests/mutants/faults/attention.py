@@ -445,8 +445,8 @@ FAULTS = {
         Planted(
             "acc-not-rescaled",
             "the sum of values keeps its unit when the maximum grows",
-            old="return tuple(part * lax.broadcast_in_dim(alpha, part.shape, (0,)) for part in acc), l, m, p",
-            new="return tuple(acc), l, m, p",
+            old="return tuple(part * lax.broadcast_in_dim(alpha, part.shape, (0,)) for part in acc), sums",
+            new="return tuple(acc), sums",
         ),
         Planted(
             "values-of-these-keys",
@@ -486,21 +486,21 @@ FAULTS = {
         Planted(
             "shares-not-rescaled",
             "the values of a share keep the unit of its own maximum",
-            old="acc = in_order(w * part[here] for",
-            new="acc = in_order(part[here] for",
+            old="acc = (of_elements.elements(before, part) for",
+            new="acc = (before + part for",
         ),
         Planted(
             "l-not-rescaled",
             "the sum of a share's weights keeps the unit of its own maximum",
-            old="l = in_order(w * l_c for",
-            new="l = in_order(l_c for",
+            old="of_row.rows(total.l, share.l)",
+            new="total.l + share.l",
             small=True,
         ),
         Planted(
-            "no-minus-inf-guard",
-            "a row that sees no key in any share subtracts -inf from -inf",
-            old="origin = jnp.where(m == -jnp.inf, 0.0, m)",
-            new="origin = m",
+            "no-zero-guard",
+            "a row that sees no key in any share divides by 0",
+            old="1.0 / jnp.where(total.l == 0.0, 1.0, total.l)",
+            new="1.0 / total.l",
         ),
         Planted(
             "rows-are-queries",
@@ -532,8 +532,8 @@ FAULTS = {
         Planted(
             "lse-without-unit",
             "lse has the maximum in the unit of the scores",
-            old="m * plan.scores.unit + jnp.log(l)",
-            new="m + jnp.log(l)",
+            old="plan.scores.lse(total.l, total.m)",
+            new="total.m + jnp.log(total.l)",
         ),
     ],
 }
