@@ -26,7 +26,8 @@ import jax.numpy as jnp  # noqa: E402
 
 import portakern as pk  # noqa: E402
 from portakern import testing  # noqa: E402
-from portakern.backends.pallas.gpu import _rows, attention, matmul  # noqa: E402
+from portakern.backends.pallas import _band  # noqa: E402
+from portakern.backends.pallas.gpu import _flash, _rows, attention, matmul  # noqa: E402
 from portakern.backends.pallas.gpu.toolchain import compiler  # noqa: E402
 from portakern.compiling import forms  # noqa: E402
 from portakern.core import targets, tilings  # noqa: E402
@@ -127,7 +128,7 @@ def test_a_deep_sum_in_chunks_is_whole(m, n, k, cores, monkeypatch):
     monkeypatch.setattr(matmul, "HOPPER", dataclasses.replace(matmul.HOPPER, cores=cores))
     rng = np.random.default_rng(0)
     a, b = (jnp.asarray(rng.integers(-3, 4, shape), jnp.bfloat16) for shape in ((m, k), (k, n)))
-    tiling = {"block_m": 128, "block_n": 128, "block_k": 64, "stages": 2, "band": 1}
+    tiling = {"block_m": 128, "block_n": 128, "block_k": 64, "stages": 2, "band": 1, "beside": 1}
     plan = matmul.plan_of(pk.op("matmul").bind(a=a, b=b), tiling)
     assert plan.parts > 4 and plan.sharing == (plan.parts if cores > 1 else 1)
     jax.clear_caches()
@@ -137,6 +138,29 @@ def test_a_deep_sum_in_chunks_is_whole(m, n, k, cores, monkeypatch):
     finally:
         jax.clear_caches()
     assert (np.asarray(c) == np.asarray(a, np.float32) @ np.asarray(b, np.float32)).all()
+
+
+@pytest.mark.parametrize("n", [200, 256, 72])
+def test_tiles_three_pieces_wide_are_whole(n):
+    """Of integers every sum is exact. B comes as one tile where n is a multiple of 64, and else in pieces, of which the
+    last may lie beyond its end."""
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.integers(-3, 4, shape), jnp.bfloat16) for shape in ((131, 130), (130, n)))
+    tiling = {"block_m": 128, "block_n": 64, "block_k": 64, "stages": 2, "band": 1, "beside": 3}
+    with PALLAS.profile("races"):
+        c = on_gpu("matmul", **tiling)(a, b, out_dtype="float32")
+    assert (np.asarray(c) == np.asarray(a, np.float32) @ np.asarray(b, np.float32)).all()
+
+
+@pytest.mark.parametrize(("first", "last"), [(None, 0), (0, None), (-9, 0), (None, None)])
+def test_every_tile_has_one_index_and_those_that_see_most_have_the_first(first, last):
+    heads, tiles = 11, 5
+    band = _band.Band(first, last, 500, 100, 100)
+    found = [tuple(map(int, _flash.heaviest_first(jnp.int32(i), heads, tiles, band))) for i in range(heads * tiles)]
+    assert sorted(found) == [(head, i) for head in range(heads) for i in range(tiles)]
+    if (first, last) in ((None, 0), (0, None)):
+        seen = [int(end) - int(begin) for begin, end in (band.span(i) for _, i in found[: _flash.TOGETHER * tiles])]
+        assert seen == sorted(seen, reverse=True) and seen[0] > seen[-1]
 
 
 @has_compiler
@@ -262,6 +286,8 @@ COPIED = [
     ("rmsnorm", {"x": (8, 7)}, {}, "rows of 7 elements are padded to 8"),
     ("matmul", {"a": (5, 8), "b": (8, 64)}, {}, None),
     ("matmul", {"a": (5, 9), "b": (9, 64)}, {}, "k of a and b is padded from 9 to 16$"),
+    ("matmul", {"a": (5, 8), "b": (8, 72)}, {}, None),
+    ("matmul", {"a": (2049, 8), "b": (8, 72)}, {}, "^n of b is padded from 72 to 128$"),
     ("matmul", {"a": (5, 8), "b": (8, 65)}, {}, "n of b is padded from 65 to 128; c is cut from 72 columns to 65$"),
     ("matmul", {"a": (1, 3, 5, 8), "b": (2, 1, 8, 64)}, {}, "a is repeated .* that it lacks; b is repeated along"),
     ("matmul", {"a": (2, 3, 5, 8), "b": (8, 64)}, {}, None),
@@ -451,5 +477,6 @@ def test_an_element_of_a_product_has_the_same_bits_in_every_tiling_and_company(e
         assert (on_gpu("matmul")(a[7 : 7 + rows], b) == whole[7 : 7 + rows]).all(), rows
     assert (on_gpu("matmul")(jnp.stack([a, a]), jnp.stack([b, b]))[1] == whole).all()
     for block_m, block_n, stages in ((64, 64, 4), (64, 128, 3), (128, 128, 2), (256, 128, 3), (64, 256, 4)):
-        tiled = on_gpu("matmul", block_m=block_m, block_n=block_n, stages=stages)
+        tiled = on_gpu("matmul", block_m=block_m, block_n=block_n, stages=stages, beside=1)
         assert (tiled(a, b) == whole).all(), (block_m, block_n, stages)
+    assert (on_gpu("matmul", block_m=128, block_n=64, stages=4, beside=3)(a, b) == whole).all()
