@@ -60,6 +60,20 @@ class Memory:
         self.data.copy_(value)
 
 
+class Tiles:
+    """Shared memory as other tiles: parts of so many rows and columns, those of a line of memory one after the other
+    as the copy engine lays them."""
+
+    def __init__(self, memory: Memory, count: int, rows: int, columns: int) -> None:
+        parts = memory.data.unflatten(-1, (-1, columns)).transpose(-2, -3).unflatten(-2, (-1, rows))
+        self.parts = [part for stage in parts for beside in stage for part in beside]
+        assert len(self.parts) == count
+        self.shape = [count, rows, columns]
+
+    def index(self, i: Any) -> Memory:
+        return Memory(self.parts[int(i)])
+
+
 class Barrier:
     """An mbarrier: a phase ends when all have arrived and all bytes that it expects have come."""
 
@@ -369,7 +383,9 @@ def run(kernel: Any, modules: list[Any], grid: int, *args: Any, **constexprs: An
             "tma": types.SimpleNamespace(store_wait=store_wait), "warpgroup_mma": warpgroup_mma,
             "warpgroup_mma_init": lambda acc: acc,
             "warpgroup_mma_wait": warpgroup_mma_wait, "boxed": lambda tile, layout=None: tile,
-            "halves": lambda tile: tile.chunk(2, -1),
+            "halves": lambda tile: tile.chunk(2, -1), "together": lambda: None,
+            "as_tiles": lambda tiles, count, rows, columns, layout: Tiles(tiles, count, rows, columns),
+            "multiply_add": lambda a, b, acc: (a.double() @ b.double() + acc).float(),
             "load_tile": lambda d, at, barrier, tile: d.load(at, barrier, tile),
             "store_tile": lambda d, at, tile: d.store(at, tile),
             "add_tile": lambda d, at, tile: d.store(at, tile, adds=True), "rows_boxed": lambda tile, heads: tile,

@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from portakern.backends.triton import interpreter, replay  # noqa: E402
 from portakern.backends.triton import launch as launching  # noqa: E402
 from portakern.backends.triton.gpu import matmul as portable  # noqa: E402
-from portakern.backends.triton.hopper import _warps  # noqa: E402
+from portakern.backends.triton.hopper import _float32, _warps  # noqa: E402
 from portakern.backends.triton.hopper import matmul as products  # noqa: E402
 from tests import gluon_on_host as host  # noqa: E402
 
@@ -193,17 +193,65 @@ BY_ROLES = {
     "192 columns, odd": (normal(130, 136), normal(136, 197), 2),
     "128 columns": (normal(300, 200), normal(200, 264), 1),
 }
+FLOATS = {"block_m": 128, "block_n": 128, "block_k": 32, "roles": 1}
+IN_OTHER_WAYS = {
+    "192 columns, through a's stages": (normal(130, 200), normal(200, 190), {"roles": 2, "halves": 2}),
+    "192 columns, a transposed": (normal(200, 130).T, normal(200, 176), {"roles": 2, "halves": 2}),
+    "192 columns of a batch": (normal(2, 100, 520), normal(2, 520, 192), {"roles": 2, "halves": 2}),
+    "192 columns by parts": (normal(300, 200), normal(200, 400), {"roles": 2, "halves": 1}),
+    "192 columns, odd": (normal(130, 136), normal(136, 191), {"roles": 2, "halves": 2}),
+    "256 columns, through a's stages": (normal(200, 40), normal(40, 256), {"block_n": 256, "halves": 2, "num_stages": 4}),
+    "float32": (normal(300, 100, dtype=torch.float32), normal(100, 132, dtype=torch.float32), FLOATS),
+    "float32, odd, of a batch": (
+        normal(2, 130, 37, dtype=torch.float32), normal(1, 37, 133, dtype=torch.float32).expand(2, 37, 133), FLOATS,
+    ),
+    "tf32": (normal(300, 100, dtype=torch.float32), normal(100, 272, dtype=torch.float32), FLOATS | {"block_n": 256}),
+    "tf32, odd, of a batch": (
+        normal(2, 140, 37, dtype=torch.float32), normal(2, 37, 133, dtype=torch.float32), FLOATS,
+    ),
+}  # fmt: skip
+
+
+def on_host(module, folder):
+    """The module, where dtypes say how wide they are in other words, and layouts are nothing."""
+    source = re.sub(r"(\w+)\.dtype\.primitive_bitwidth", r"(\1.dtype.itemsize * 8)", inspect.getsource(module))
+    file = folder / f"on_host{module.__name__.rpartition('.')[2]}.py"
+    file.write_text(source.replace("acc.type.layout", "None"))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+@pytest.mark.parametrize("name", IN_OTHER_WAYS)
+def test_warps_with_roles_meet_the_bound_in_other_ways(name, tmp_path, monkeypatch):
+    """Where c leaves through the stages of the only tile, and float32 with a and b as they lie."""
+    a, b, named = IN_OTHER_WAYS[name]
+    modules, launches = [on_host(_warps, tmp_path), on_host(_float32, tmp_path), portable], []
+
+    def on_the_host(kernel, grid, args, constexprs):
+        launches.append(kernel.__name__)
+        if constexprs.get("stages") is None:
+            return interpreter.run(kernel, grid, *args, **constexprs)
+        known = {n: v for n, v in constexprs.items() if n not in ("num_warps",)}
+        return host.launched(kernel, modules, grid, args, **known)
+
+    monkeypatch.setattr(products, "MULTIPROCESSORS", 2)
+    impl, call = bound("matmul", a, b, precision="tf32" if name.startswith("tf32") else "ieee")
+    tiling = products.fit(call, {**ROLES, "swapped": 0, "roles": 1, "halves": 0, **named})
+    assert products.supports(call, tiling) is None and tiling["halves"] == named.get("halves", 0)
+    with launching.recording(on_the_host):
+        (c,) = impl.run(call, tiling)
+    assert "matmul_gather_tiles" not in launches
+    kernels = {"tf32": "matmul_turned", "floa": "matmul_in_slices"}
+    assert kernels.get(name[:4], "matmul_by_roles") in launches
+    assert max(testing.compare_call(call, [call.framework.to_numpy(c)]).values()) <= 1
 
 
 @pytest.mark.parametrize("name", BY_ROLES)
 def test_warps_with_roles_meet_the_bound(name, tmp_path, monkeypatch):
-    """On the host, where dtypes say how wide they are in other words."""
     a, b, roles = BY_ROLES[name]
-    source = re.sub(r"(\w+)\.dtype\.primitive_bitwidth", r"(\1.dtype.itemsize * 8)", inspect.getsource(_warps))
-    (tmp_path / "on_host.py").write_text(source)
-    spec = importlib.util.spec_from_file_location("on_host", tmp_path / "on_host.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = on_host(_warps, tmp_path)
 
     def on_the_host(kernel, grid, args, constexprs):
         if kernel.__name__ != "matmul_by_roles":

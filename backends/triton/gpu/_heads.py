@@ -8,13 +8,22 @@ a program walks, and ``Pairs`` how what it owns sees that.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 import triton.language as tl
 
+from portakern.backends.triton.launch import dot_precision
+from portakern.core import targets
+
 if TYPE_CHECKING:
     import torch
+
+    from portakern.core.call import Call
+
+
+LARGEST = tl.constexpr((2.0 - 2.0**-10) * 2.0**127)  # of 10 bits
 
 
 class Scores(NamedTuple):
@@ -120,6 +129,46 @@ def strides_of(
         (0, 0) if queries is None else queries.stride(),
         (0, 0) if keys is None else keys.stride(),
     )
+
+
+@triton.jit
+def nearest(x):
+    """float32 to the nearest of 10 bits; infinities and NaN as they are."""
+    return tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def product(a, b, acc, plan: tl.constexpr):
+    """acc + a b; a b where acc is None.
+
+    ``plan.precision`` "threefold": of float32 by three products of the matrix unit, which takes 10 bits of an operand.
+    With a = a1 + a2 and b = b1 + b2, each part the nearest of 10 bits, a b is a1 b1 + (a1 b2 + a2 b1). What the parts
+    lack is 2^-22 of their number at most, and a2 b2, which is left out, 2^-22 of the product: 12 u together, and 2 u
+    in the mean. a1 and b1 stay finite, so that no infinity comes of the largest numbers, and what does come of an
+    infinity is in a2 and b2.
+    """
+    if plan.precision == "threefold":
+        a1, b1 = nearest(tl.clamp(a, -LARGEST, LARGEST)), nearest(tl.clamp(b, -LARGEST, LARGEST))
+        a2, b2 = nearest(a - a1), nearest(b - b1)
+        both = tl.dot(a2, b1, input_precision="tf32", out_dtype=plan.acc_dtype)
+        both = tl.dot(a1, b2, both, input_precision="tf32", out_dtype=plan.acc_dtype)
+        both = tl.dot(a1, b1, both, input_precision="tf32", out_dtype=plan.acc_dtype)
+        if acc is not None:
+            both = acc + both
+        return both
+    elif acc is None:
+        return tl.dot(a, b, input_precision=plan.precision, out_dtype=plan.acc_dtype)
+    else:
+        return tl.dot(a, b, acc, input_precision=plan.precision, out_dtype=plan.acc_dtype)
+
+
+def precision_of(call: Call, tiling: Mapping[str, int]) -> str:
+    """How a kernel multiplies: ``input_precision``, or "threefold" (see :func:`product`) where a tiling asks for it,
+    of float32 in ieee on NVIDIA's matrix units."""
+    precision, hardware = dot_precision(call), targets.family(call.target.arch)
+    exact = precision == "ieee" and call.dtype == "float32" and not call.interpret
+    may = exact and hardware.platform == "cuda" and "tf32" in hardware.matrix_dtypes
+    return "threefold" if may and tiling.get("threefold") else precision
 
 
 @triton.jit

@@ -33,6 +33,8 @@ from portakern.backends.triton.gpu._heads import (
     Scores,
     load_head,
     load_tile,
+    precision_of,
+    product,
     program,
     rows_of,
     strides_of,
@@ -50,7 +52,6 @@ from portakern.backends.triton.launch import (
     accumulator,
     cdiv,
     compiler_options,
-    dot_precision,
     launch,
     refuse_common,
     shared_limit,
@@ -58,6 +59,7 @@ from portakern.backends.triton.launch import (
 )
 from portakern.backends.triton.layout import fresh, gathered, pow2_at_least
 from portakern.spec import Count, Tile
+from portakern.spec.dtypes import numpy_dtype
 from portakern.specs.attention import score_unit
 
 if TYPE_CHECKING:
@@ -75,6 +77,7 @@ KNOBS = {
     "most": Tile(1, 128),
     "few_q": Tile(16, 128),
     "few_stages": Count(1, 8),
+    "threefold": Count(0, 1),
     "num_warps": Tile(1, 16),
     "num_stages": Count(1, 8),
     "matrix_instr_nonkdim": Tile(16, 32),
@@ -198,7 +201,7 @@ def visit(state, q_tile, keys, pairs, scores, first, last, edge: tl.constexpr, p
         row, col = j.to(tl.int64)[:, None], j.to(tl.int64)[None, :]
         k_tile = load_tile(keys.k + row * keys.k_s, j_ok[:, None], keys.d_ok, edge, plan.ragged_d)
 
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=plan.precision, out_dtype=plan.acc_dtype)
+        s = product(q_tile, tl.trans(k_tile), None, plan)
         if scores.pre is not None:
             s = s * scores.pre
         if scores.softcap is not None:
@@ -221,7 +224,7 @@ def visit(state, q_tile, keys, pairs, scores, first, last, edge: tl.constexpr, p
         m = m_new
         v_tile = load_tile(keys.v + row * keys.v_s, j_ok[:, None], keys.dv_ok, edge, plan.ragged_dv)
         acc = acc * alpha[:, None]
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=plan.precision, out_dtype=plan.acc_dtype)
+        acc = product(p.to(v_tile.dtype), v_tile, acc, plan)
     return acc, l, m
 
 
@@ -340,8 +343,12 @@ def head_tiles(call: Call) -> tuple[int, int]:
 
 
 def key(call: Call) -> dict[str, str | int]:
-    """Of the head dimensions, the dtype and the target alone, never of how many queries, heads or samples there are."""
-    return {"products": products(call, call.dtype), "d": max(call.dims["d"], call.dims["dv"])}
+    """Of the head dimensions, the dtype and the target alone, never of how many queries, heads or samples there are.
+
+    ``size``: bytes of an element, by which float64 is told from float32.
+    """
+    size = numpy_dtype(call.dtype).itemsize
+    return {"products": products(call, call.dtype), "d": max(call.dims["d"], call.dims["dv"]), "size": size}
 
 
 def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
@@ -368,6 +375,9 @@ def shared_bytes(call: Call, tiling: Mapping[str, int]) -> int:
         return max(block_q * d * size, max(1, stages - 1) * block_kv * (d + dv) * size + block_q * block_kv * size)
     extra = 0 if bias is None else block_q * block_kv * bias.element_size()
     extra += 0 if call.arrays["q_segment_ids"] is None else block_kv * 8
+    if precision_of(call, tiling) == "threefold":  # both parts of q, and of k or v in turn
+        parts = 2 * (block_q * d + block_kv * max(d, dv))
+        return (parts + (stages - 1) * block_kv * (d + dv)) * size + max(0, stages - 1) * extra
     return (block_q * d + stages * block_kv * (d + dv)) * size + max(0, stages - 1) * extra
 
 
@@ -464,7 +474,7 @@ def rows_plan(call: Call, tiling: Mapping[str, int]) -> tuple[Plan, dict[str, in
             stages = more if needed <= shared_limit(call.target.arch) else stages
     (block_d, block_dv), d, dv = head_tiles(call), dims["d"], dims["dv"]
     plan = Plan(block_q, tiling["block_kv"], block_d, block_dv, block_d != d, block_dv != dv,
-                dot_precision(call), accumulator(call.dtype), packed=packed)  # fmt: skip
+                precision_of(call, tiling), accumulator(call.dtype), packed=packed)  # fmt: skip
     return plan, compiler_options(tiling) | {"num_warps": warps, "num_stages": stages}
 
 

@@ -35,6 +35,8 @@ from portakern.backends.triton.gpu._heads import (
     Scores,
     load_head,
     load_tile,
+    precision_of,
+    product,
     program,
     strides_of,
 )
@@ -65,6 +67,7 @@ KNOBS = {
     "num_stages": Count(1, 8),
     "dq_block_q": Tile(16, 1024),
     "dq_block_kv": Tile(16, 1024),
+    "threefold": Count(0, 1),
     "matrix_instr_nonkdim": Tile(16, 32),
 }
 
@@ -88,7 +91,7 @@ class Queries(NamedTuple):
 def weights(a, b, shift, bias, allowed, scores, plan: tl.constexpr):
     """(p, t) of a tile of scores a b^T; ``allowed`` None: every pair is. The difference s - lse comes before ``exp2``'s
     factor log2(e), by which the largest scores would overflow."""
-    t = tl.dot(a, tl.trans(b), input_precision=plan.precision, out_dtype=plan.acc_dtype) * scores.pre
+    t = product(a, tl.trans(b), None, plan) * scores.pre
     s = t
     if scores.softcap is not None:
         t = tanh(t)
@@ -104,7 +107,7 @@ def weights(a, b, shift, bias, allowed, scores, plan: tl.constexpr):
 @triton.jit
 def score_gradients(p, t, a, b, delta, allowed, scores, plan: tl.constexpr):
     """(d_bias, ds) of a tile, whose dp is a b^T."""
-    d_bias = p * (tl.dot(a, tl.trans(b), input_precision=plan.precision, out_dtype=plan.acc_dtype) - delta)
+    d_bias = p * (product(a, tl.trans(b), None, plan) - delta)
     ds = d_bias
     if scores.softcap is not None:
         ds = ds * (1.0 - t * t)
@@ -178,11 +181,11 @@ def visit_queries(state, own, queries, pairs, scores, first, last, edge: tl.cons
         shift_i = load_tile(queries.shift + i, i_ok, i_ok, edge, False)[None, :]
         p, t = weights(k_tile, q_tile, shift_i, bias_tile, allowed, scores, plan)
         if plan.want_v:
-            dv = tl.dot(p.to(d_o_tile.dtype), d_o_tile, dv, input_precision=plan.precision, out_dtype=plan.acc_dtype)
+            dv = product(p.to(d_o_tile.dtype), d_o_tile, dv, plan)
         if plan.want_k:
             delta_i = load_tile(queries.delta + i, i_ok, i_ok, edge, False)[None, :]
             _, ds = score_gradients(p, t, v_tile, d_o_tile, delta_i, allowed, scores, plan)
-            dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=plan.precision, out_dtype=plan.acc_dtype)
+            dk = product(ds.to(q_tile.dtype), q_tile, dk, plan)
     return dk, dv
 
 
@@ -260,7 +263,7 @@ def visit_keys(dq, own, keys, pairs, scores, first, last, edge: tl.constexpr, pl
 
         p, t = weights(q_tile, k_tile, shift_i, bias_tile, allowed, scores, plan)
         _, ds = score_gradients(p, t, d_o_tile, v_tile, delta_i, allowed, scores, plan)
-        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=plan.precision, out_dtype=plan.acc_dtype)
+        dq = product(ds.to(k_tile.dtype), k_tile, dq, plan)
     return dq
 
 
@@ -387,6 +390,8 @@ def shared_bytes(call: Call, tiling: Mapping[str, int]) -> int:
             return max(own * max(d, dv), buffers + own * walked) * size
         extra = 0 if bias is None else max(1, stages - 1) * own * walked * bias.element_size()
         extra += walked * max(d, dv) * size if stages == 1 else (stages - 1) * walked * 16 + 2048
+        if precision_of(call, tiling) == "threefold":
+            extra += max(own, walked) * max(d, dv) * size
         return (own + stages * walked) * (d + dv) * size + extra
 
     return max(of(own, walked) for own, walked, _ in _passes(call, tiling))
@@ -471,7 +476,7 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     extents = Extents(heads, group, q_len, kv_len, d, dv)
     strides = strides_of(q, k, v, bias, segments, (batch, heads, q_len, kv_len)), d_o.stride()
     plan = Plan(tiling["block_q"], tiling["block_kv"], block_d, block_dv, block_d != d, block_dv != dv,
-                dot_precision(call), acc_dtype)  # fmt: skip
+                precision_of(call, tiling), acc_dtype)  # fmt: skip
     how, tiles_kv = compiler_options(tiling), cdiv(kv_len, plan.block_kv)
     if "d_k" in wants or "d_v" in wants:
         programs, own = tiles_kv * dims["kv_heads"] * batch, plan._replace(want_k="d_k" in wants, want_v="d_v" in wants)

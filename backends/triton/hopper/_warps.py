@@ -37,6 +37,8 @@ from portakern.backends.triton.gpu.matmul import place
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
+together = getattr(gl, "barrier", None) or gl.thread_barrier
+
 _OLD = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 LOADER_REGISTERS, CONSUMER_REGISTERS = gl.constexpr(24), gl.constexpr(240)
@@ -53,6 +55,15 @@ def boxed(tile):
         return tile._reinterpret(tile.dtype, [1, tile.shape[0], tile.shape[1]], layout)
     else:
         return tile.reinterpret(tile.dtype, [1, tile.shape[0], tile.shape[1]], layout)
+
+
+@gluon.jit
+def as_tiles(tiles, count: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr, layout: gl.constexpr):
+    """Shared memory as so many tiles of so many rows and columns."""
+    if _OLD:
+        return tiles._reinterpret(tiles.dtype, [count, rows, columns], layout)
+    else:
+        return tiles.reinterpret(tiles.dtype, [count, rows, columns], layout)
 
 
 @gluon.jit
@@ -113,9 +124,9 @@ def loader(a, b, b_more, a_tiles, b_tiles, more_tiles, full, empty, m, n, k, ent
 
 
 @gluon.jit
-def send(c, c_tiles, first: gl.constexpr, spare: gl.constexpr, acc, z, i, j, batched: gl.constexpr):
+def send(c, c_tiles, first: gl.constexpr, apart: gl.constexpr, acc, z, i, j, batched: gl.constexpr):
     """Write an accumulator's columns to c, or to its entry z, from column j on, through the tiles of shared memory from
-    ``first`` on, or through that one alone if none is to ``spare``."""
+    ``first`` on, so far ``apart``, or through that one alone if they are 0 apart."""
     box: gl.constexpr = c_tiles.shape[2]
     if acc.shape[1] == box:
         c_tiles.index(first).store(acc.to(c.dtype))
@@ -123,20 +134,23 @@ def send(c, c_tiles, first: gl.constexpr, spare: gl.constexpr, acc, z, i, j, bat
         leave(c, z, i, j, c_tiles.index(first), batched)
     elif acc.shape[1] > 2 * box:
         left, right = halves(acc)
-        send(c, c_tiles, first, spare, left, z, i, j, batched)
-        send(c, c_tiles, first + acc.shape[1] // (2 * box), spare, right, z, i, j + acc.shape[1] // 2, batched)
+        send(c, c_tiles, first, apart, left, z, i, j, batched)
+        if not apart:
+            tma.store_wait(0)
+        send(c, c_tiles, first + apart * (acc.shape[1] // (2 * box)), apart, right, z, i, j + acc.shape[1] // 2,
+             batched)  # fmt: skip
     else:
         left, right = halves(acc.to(c.dtype))
         c_tiles.index(first).store(left)
-        if spare:
-            c_tiles.index(first + 1).store(right)
+        if apart:
+            c_tiles.index(first + apart).store(right)
         fence_async_shared()
         leave(c, z, i, j, c_tiles.index(first), batched)
-        if not spare:
+        if not apart:
             tma.store_wait(0)
             c_tiles.index(first).store(right)
             fence_async_shared()
-        leave(c, z, i, j + box, c_tiles.index(first + spare), batched)
+        leave(c, z, i, j + box, c_tiles.index(first + apart), batched)
 
 
 @gluon.jit
@@ -153,15 +167,19 @@ def put(c, acc, z, i, j, m, n):
 
 @gluon.jit
 def write(c, c_tiles, acc, acc_more, z, i, j, m, n, half: gl.constexpr, more: gl.constexpr, described: gl.constexpr,
-          batched: gl.constexpr):  # fmt: skip
-    """Write a consumer's accumulators to c, or to its entry z, at (i, j)."""
+          batched: gl.constexpr, single: gl.constexpr):  # fmt: skip
+    """Write a consumer's accumulators to c, or to its entry z, at (i, j). ``single``: the tiles are a's stages."""
     boxes: gl.constexpr = c_tiles.shape[0] // 2
+    first: gl.constexpr = half if single else half * boxes
+    apart: gl.constexpr = 2 if single else (1 if boxes > 1 else 0)
     if described:
         tma.store_wait(0)  # what was in these tiles before has left
-        send(c, c_tiles, half * boxes, boxes > 1, acc, z, i, j, batched)
+        send(c, c_tiles, first, apart, acc, z, i, j, batched)
         if more:
-            beyond: gl.constexpr = half * boxes + acc.shape[1] // c_tiles.shape[2]
-            send(c, c_tiles, beyond, True, acc_more, z, i, j + acc.shape[1], batched)
+            if not apart:
+                tma.store_wait(0)
+            beyond: gl.constexpr = first + apart * (acc.shape[1] // c_tiles.shape[2])
+            send(c, c_tiles, beyond, apart, acc_more, z, i, j + acc.shape[1], batched)
     else:
         put(c, acc, z, i, j, m, n)
         if more:
@@ -207,7 +225,7 @@ def followed(acc, bias, residual, residual_row, i, j, m, n, activation: gl.const
 @gluon.jit
 def complete(c, bias, residual, residual_row, pre, c_tiles, acc, acc_more, z, i, j, m, n, columns: gl.constexpr,
              half: gl.constexpr, more: gl.constexpr, described: gl.constexpr, batched: gl.constexpr,
-             activation: gl.constexpr, bits: gl.constexpr):  # fmt: skip
+             single: gl.constexpr, activation: gl.constexpr, bits: gl.constexpr):  # fmt: skip
     """What follows a consumer's sums at (i, j), and their way to memory; operands have elements of so many ``bits``."""
     if described:
         line: gl.constexpr = 128 // bits
@@ -216,13 +234,13 @@ def complete(c, bias, residual, residual_row, pre, c_tiles, acc, acc_more, z, i,
         acc = biased(acc, bias, j, n)
         if more:
             acc_more = biased(acc_more, bias, j + columns, n)
-        write(pre, c_tiles, acc, acc_more, z, i, j, m, n, half, more, described, batched)
+        write(pre, c_tiles, acc, acc_more, z, i, j, m, n, half, more, described, batched, single)
     if activation is not None:
         rest = bias if pre is None else None
         acc = followed(acc, rest, residual, residual_row, i, j, m, n, activation, bits == 16)
         if more:
             acc_more = followed(acc_more, rest, residual, residual_row, i, j + columns, m, n, activation, bits == 16)
-    write(c, c_tiles, acc, acc_more, z, i, j, m, n, half, more, described, batched)
+    write(c, c_tiles, acc, acc_more, z, i, j, m, n, half, more, described, batched, single)
 
 
 @gluon.jit
@@ -230,7 +248,7 @@ def consumer(a, b, b_more, c, bias, residual, residual_row, pre, a_tiles, b_tile
              m, n, k, entries,
              rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
              a_across: gl.constexpr, b_across: gl.constexpr, more: gl.constexpr, described: gl.constexpr,
-             batched: gl.constexpr, activation: gl.constexpr, half: gl.constexpr):  # fmt: skip
+             batched: gl.constexpr, single: gl.constexpr, activation: gl.constexpr, half: gl.constexpr):  # fmt: skip
     stages: gl.constexpr = full.shape[0]
     width: gl.constexpr = columns + more
     own: gl.constexpr = rows // 2
@@ -274,10 +292,12 @@ def consumer(a, b, b_more, c, bias, residual, residual_row, pre, a_tiles, b_tile
         else:
             acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((count + stages - 1) % stages))
+        if single:
+            together()  # a's stages are written over, which other warps' products may still have read
         if not more:
             acc_more = acc
         complete(c, bias, residual, residual_row, pre, c_tiles, acc, acc_more, z, tile_m * rows + half * own,
-                 tile_n * width, m, n, columns, half, more, described, batched, activation,
+                 tile_n * width, m, n, columns, half, more, described, batched, single, activation,
                  a.dtype.primitive_bitwidth)  # fmt: skip
     if described:
         tma.store_wait(0)
@@ -288,7 +308,7 @@ def by_roles(a, b, b_more, c, bias, residual, residual_row, pre, m, n, k, entrie
              rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
              stages: gl.constexpr, a_across: gl.constexpr, b_across: gl.constexpr, more: gl.constexpr,
              described: gl.constexpr, batched: gl.constexpr, a_batched: gl.constexpr, b_batched: gl.constexpr,
-             activation: gl.constexpr):  # fmt: skip
+             single: gl.constexpr, spread: gl.constexpr, activation: gl.constexpr):  # fmt: skip
     """described: c and pre are descriptors, and no pointers. bias, residual and pre may be None."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, a.dtype.primitive_bitwidth, 2)
     if a_across:
@@ -308,10 +328,14 @@ def by_roles(a, b, b_more, c, bias, residual, residual_row, pre, m, n, k, entrie
             narrow: gl.constexpr = gl.NVMMASharedLayout(128 if more * bits > 1024 else more * bits // 8, bits, 2)
             more_tiles = gl.allocate_shared_memory(b.dtype, [stages, depth, more], narrow)
     c_tiles = a_tiles
-    if described:
+    if described and single:
+        layout_of_c: gl.constexpr = gl.NVMMASharedLayout(128, c.dtype.primitive_bitwidth, 2)
+        box_of_c: gl.constexpr = 1024 // c.dtype.primitive_bitwidth
+        c_tiles = as_tiles(a_tiles, 2 * stages, rows // 2, box_of_c, layout_of_c)
+    elif described:
         # As much of c's tile is in shared memory as its box holds, or all boxes of 192 and of 160 columns.
         box: gl.constexpr = c.block_type.shape[1 + batched]
-        boxes: gl.constexpr = (columns + more) // box if more else 1
+        boxes: gl.constexpr = (columns + more) // box if more and spread else 1
         line: gl.constexpr = box * c.dtype.primitive_bitwidth // 8
         boxed_layout: gl.constexpr = gl.NVMMASharedLayout(128 if line > 128 else line, c.dtype.primitive_bitwidth, 2)
         c_tiles = gl.allocate_shared_memory(c.dtype, [2 * boxes, rows // 2, box], boxed_layout)
@@ -324,10 +348,12 @@ def by_roles(a, b, b_more, c, bias, residual, residual_row, pre, m, n, k, entrie
         [
             (consumer, (a, b, b_more, c, bias, residual, residual_row, pre, a_tiles, b_tiles, more_tiles, c_tiles,
                         full, empty, m, n, k, entries,
-                        rows, columns, depth, group, a_across, b_across, more, described, batched, activation, 0)),
+                        rows, columns, depth, group, a_across, b_across, more, described, batched, single, activation,
+                        0)),
             (consumer, (a, b, b_more, c, bias, residual, residual_row, pre, a_tiles, b_tiles, more_tiles, c_tiles,
                         full, empty, m, n, k, entries,
-                        rows, columns, depth, group, a_across, b_across, more, described, batched, activation, 1)),
+                        rows, columns, depth, group, a_across, b_across, more, described, batched, single, activation,
+                        1)),
             (loader, (a, b, b_more, a_tiles, b_tiles, more_tiles, full, empty, m, n, k, entries,
                       rows, columns, depth, group, a_across, b_across, more, batched, a_batched, b_batched)),
         ],
@@ -341,15 +367,16 @@ def matmul_by_roles(a, b, b_more, c, m, n, k, entries,
                     rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
                     stages: gl.constexpr, a_across: gl.constexpr, b_across: gl.constexpr, more: gl.constexpr,
                     described: gl.constexpr, batched: gl.constexpr, a_batched: gl.constexpr,
-                    b_batched: gl.constexpr):  # fmt: skip
+                    b_batched: gl.constexpr, single: gl.constexpr, spread: gl.constexpr):  # fmt: skip
     by_roles(a, b, b_more, c, None, None, 0, None, m, n, k, entries, rows, columns, depth, group, stages,
-             a_across, b_across, more, described, batched, a_batched, b_batched, None)  # fmt: skip
+             a_across, b_across, more, described, batched, a_batched, b_batched, single, spread, None)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["m", "n", "k"])
 def linear_by_roles(x, weight, weight_more, y, bias, residual, pre, residual_row, m, n, k,
                     rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
                     stages: gl.constexpr, a_across: gl.constexpr, b_across: gl.constexpr, more: gl.constexpr,
-                    described: gl.constexpr, activation: gl.constexpr):  # fmt: skip
+                    described: gl.constexpr, single: gl.constexpr, spread: gl.constexpr,
+                    activation: gl.constexpr):  # fmt: skip
     by_roles(x, weight, weight_more, y, bias, residual, residual_row, pre, m, n, k, 1, rows, columns, depth, group,
-             stages, a_across, b_across, more, described, 0, 0, 0, activation)  # fmt: skip
+             stages, a_across, b_across, more, described, 0, 0, 0, single, spread, activation)  # fmt: skip

@@ -84,7 +84,7 @@ def shared_memory(of: Call, tiling: Mapping[str, int]) -> int:
 
 
 def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
-    return products.fit(product_of(call), tiling, shared_memory)
+    return products.fit(product_of(call), tiling, shared_memory, products.on_matrix_unit)
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:

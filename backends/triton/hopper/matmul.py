@@ -4,7 +4,8 @@
 
 a: (*#batch, m, k), b: (*#batch, k, n) -> c: (*batch, m, n). A program computes block_m x block_n tiles of c, walking k
 in steps of block_k; tiles of operands are described, and arrive in shared memory while the ones before are multiplied.
-Programs stay, and take one tile after another. Large products are by warps that have roles (:mod:`._warps`).
+Programs stay, and take one tile after another. Large products are by warps that have roles (:mod:`._warps`; of float32
+:mod:`._float32` too).
 
 Few rows are multiplied the other way round, c^T = b^T a^T (``swapped``): the matrix unit takes 64 rows at a time, and
 then these are columns of b, where m is filled up to 16.
@@ -73,18 +74,24 @@ meanwhile."""
 
 ALONG = {"tf32": (1, 0), "ieee": (1, 1)}
 """Of each kind of product along which axis a's and b's lines must run, where it matters: the matrix unit reads 32-bit
-operands only along k; threads that multiply read rows of both (H100, 4096^3: 29 ms where one of them lies the other
-way, 3 ms where neither does)."""
+operands only along k, of which warps with roles may turn b's in registers; threads that multiply read rows of both
+(H100, 4096^3: 29 ms where one of them lies the other way, 3 ms where neither does)."""
 
 FEW_ROWS = 64
 
+ADDED = 512  # elements of c whose parts a program adds
+
+MOST_PARTS = 8
+"""Into how many chunks k is cut at most (16 in tiles of 128 x 256 read a quarter less through L2: 512 x 512 x 65536 on
+an H200 57.9 us for 54.3)."""
+
 KNOBS = {
     "num_warps": Tile(4, 8), "num_stages": Count(2, 8), "group": Tile(1, 32),
-    "swapped": Count(0, 1), "roles": Count(0, 3), "halves": Count(0, 1),
+    "swapped": Count(0, 1), "roles": Count(0, 3), "halves": Count(0, 2),
 }  # fmt: skip
 """``swapped``: tiles of c^T. ``roles``: 0: all warps do the same; 1: they have roles; 2 and 3: and columns of a half
-or a quarter of a tile more (``MORE``). ``halves``: a tile of c leaves by halves (with roles=1), which leaves room for
-one more stage."""
+or a quarter of a tile more (``MORE``). ``halves``: how c leaves, which leaves room for one more stage: 1: by halves; 2:
+where a program has one tile, through a's stages, which nobody needs any more."""
 
 MORE = {2: 2, 3: 4}
 """Roles -> of how many parts of a tile's columns there is one more: 128 and 64 are 192, 128 and 32 are 160."""
@@ -185,21 +192,26 @@ def matmul_kernel(a, b, c, m, n, k, chunk, parts, entries, a_batched, b_batched,
             tl.store(c_row[:, None] + column[None, :], c_tile, mask=(row < m)[:, None] & (column < n)[None, :])
 
 
-@triton.jit(do_not_specialize=["parts"])
-def matmul_add_parts_kernel(partial, c, numel, parts, block: tl.constexpr):
-    """c = the sum of its parts, in order."""
+@triton.jit
+def matmul_add_parts_kernel(partial, c, numel, parts: tl.constexpr, block: tl.constexpr):
+    """c = the sum of its parts, in order. All of them are on their way before the first is needed."""
     i = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = i < numel
+    read = ()
+    for part in tl.static_range(parts):
+        at = partial + tl.cast(part, tl.int64) * numel + i
+        read = read + (tl.load(at, mask=inside, other=0.0),)  # type: ignore[assignment]
+    tl.debug_barrier()  # else each part is read when the one before is added, and waited for
     acc = tl.zeros([block], partial.dtype.element_ty)
-    for part in tl.range(0, parts, num_stages=4):
-        acc += tl.load(partial + tl.cast(part, tl.int64) * numel + i, mask=inside, other=0.0)
+    for part in tl.static_range(parts):
+        acc += read[part]
     tl.store(c + i, acc.to(c.dtype.element_ty), mask=inside)
 
 
 def chunk_of(n: int, k: int) -> int:
     """How much of k one chain sums, from n and k alone: all of it, unless 128 rows would leave most multiprocessors
     idle for long."""
-    parts = min(8, k // 4096, MULTIPROCESSORS // max(1, cdiv(n, 128)))
+    parts = min(MOST_PARTS, k // 4096, MULTIPROCESSORS // max(1, cdiv(n, 128)))
     return k if parts < 4 else pow2_at_least(cdiv(k, parts))
 
 
@@ -209,6 +221,12 @@ def split(tiles: int, n: int, k: int) -> int:
     parts = cdiv(k, chunk)
     alone = cdiv(tiles, MULTIPROCESSORS) * k
     return parts if cdiv(tiles * parts, MULTIPROCESSORS) * chunk < 0.8 * alone else 1
+
+
+def parts_of(call: Call, tiling: Mapping[str, int]) -> int:
+    """How many programs share a tile's sum over k, of warps that all do the same."""
+    (entries, m), n = extents(call), call.dims["n"]
+    return split(entries * cdiv(m, tiling["block_m"]) * cdiv(n, tiling["block_n"]), n, call.dims["k"])
 
 
 def extents(call: Call) -> tuple[int, int]:
@@ -257,19 +275,25 @@ def best_tile(call: Call) -> tuple[str, int]:
 
 
 def key(call: Call) -> dict[str, str | int]:
-    """The kind of the products, which tile of c suits m, n and k, and how many rounds of tiles there are, up to 4."""
+    """The kind of the products, which tile of c suits m, n and k, how many rounds of tiles there are, up to 4, and how
+    long a sum is."""
     # The interpreter's own sums follow the steps of k.
     tile, rounds = ("any", 1) if call.interpret else best_tile(call)
-    return {"products": products(call, call.dtype), "tile": tile, "rounds": min(rounds, 4)}
+    return {"products": products(call, call.dtype), "tile": tile, "rounds": min(rounds, 4), "k": call.dims["k"]}
 
 
 def may_have_roles(call: Call) -> bool:
-    """Whether warps that have roles take the call: whole sums on the matrix unit, c of the operands' size."""
+    """Whether warps that have roles take the call: whole sums, c of the operands' size."""
     n, k, size = call.dims["n"], call.dims["k"], size_of(call.dtype)
     return bool(
-        not call.interpret and products(call, call.dtype) != "ieee" and chunk_of(n, k) == k
+        not call.interpret and call.dtype != "float64" and chunk_of(n, k) == k
         and size_of(call.outputs["c"][1]) == size
     )  # fmt: skip
+
+
+def on_matrix_unit(call: Call) -> bool:
+    """The same, and that the products are the matrix unit's."""
+    return may_have_roles(call) and products(call, call.dtype) != "ieee"
 
 
 def by_roles(call: Call, tiling: Mapping[str, int]) -> bool:
@@ -280,24 +304,43 @@ def by_roles(call: Call, tiling: Mapping[str, int]) -> bool:
 def refuse_roles(call: Call, tiling: Mapping[str, int]) -> str | None:
     """Why warps cannot have roles, or None."""
     rows, columns, depth, size = tiling["block_m"], tiling["block_n"], tiling["block_k"], size_of(call.dtype)
-    told = f"warps with roles (roles={tiling['roles']})"
+    told, stages = f"warps with roles (roles={tiling['roles']})", tiling["num_stages"]
     if not may_have_roles(call):
-        return f"{told} take products whose sums are whole, of operands of c's size, on the matrix unit; use roles=0"
+        return f"{told} take products whose sums are whole, of operands of c's size and up to 32 bits; use roles=0"
     if (tiling["num_warps"], tiling["swapped"]) != (8, 0):
         return f"{told} are 8 that multiply, rows first; use num_warps=8 and swapped=0"
     if (rows, depth * size) != (128, 128) or columns not in (128, 256):
         return (
             f"{told} take tiles of 128 x 128 or 256, in steps of {128 // size} of k, not {rows} x {columns} x {depth}"
         )
-    if tiling.get("halves") and (tiling["roles"] in MORE or size == 4):
-        return f"{told} write c by halves (halves=1) where they take 16-bit operands and roles=1"
+    if products(call, call.dtype) == "ieee" and (columns != 128 or tiling["roles"] > 1):
+        return f"{told} take tiles of 128 x 128 in ieee; use block_n=128 and roles=1"
+    if tiling.get("halves") and size == 4:
+        return f"{told} write c by halves (halves=1 or 2) where they take 16-bit operands"
+    if tiling.get("halves") and tiling["roles"] == 3:
+        return f"{told}, which are of 160 columns, write c at once; use halves=0"
+    if tiling.get("halves") == 2 and columns + more_columns(tiling) > 64 * stages:
+        return f"{told} write 64 columns of c through each of {stages} stages (halves=2); use more stages"
     if tiling["roles"] in MORE and (columns == 256 or size == 4):
         return f"{told}, which add columns, take 16-bit operands and block_n=128"
     return None
 
 
-def without_idle_roles(call: Call, tiling: Mapping[str, int]) -> dict[str, int]:
-    return dict(tiling) if may_have_roles(call) else {**tiling, **dict.fromkeys({"roles", "halves"} & set(tiling), 0)}
+def without_idle_roles(
+    call: Call, tiling: Mapping[str, int], may: Callable[[Call], bool] = may_have_roles
+) -> dict[str, int]:
+    """The tiling without roles where a call has no use for them, and c's way one that it can take."""
+    if not may(call):
+        return {**tiling, **dict.fromkeys({"roles", "halves"} & set(tiling), 0)}
+    if tiling.get("halves") != 2 or tiles_of(call, tiling) <= MULTIPROCESSORS:
+        return dict(tiling)
+    return {**tiling, "halves": 0}
+
+
+def tiles_of(call: Call, tiling: Mapping[str, int]) -> int:
+    """How many tiles of c there are, of warps that have roles."""
+    entries, m = extents(call)
+    return entries * cdiv(m, tiling["block_m"]) * cdiv(call.dims["n"], tiling["block_n"] + more_columns(tiling))
 
 
 def more_columns(tiling: Mapping[str, int]) -> int:
@@ -307,6 +350,8 @@ def more_columns(tiling: Mapping[str, int]) -> int:
 
 def box_columns(tiling: Mapping[str, int], size: int) -> int:
     """Columns of c that leave at a time, of warps that have roles."""
+    if tiling.get("halves") == 2 or (tiling.get("halves") and tiling["roles"] in MORE):
+        return 64
     if more := more_columns(tiling):
         return more
     return int(min(tiling["block_n"], 512 // size)) // (1 + tiling.get("halves", 0))
@@ -315,22 +360,30 @@ def box_columns(tiling: Mapping[str, int], size: int) -> int:
 def shared_memory(call: Call, tiling: Mapping[str, int]) -> int:
     """Bytes of shared memory: the stages of operands, and what of c waits there."""
     rows, columns, size, stored = tiling["block_m"], tiling["block_n"], size_of(call.dtype), 0
-    if by_roles(call, tiling):
+    if by_roles(call, tiling) and products(call, call.dtype) == "ieee":
+        stored = 1024
+    elif by_roles(call, tiling):
         columns += more_columns(tiling)
-        stored = rows * (columns if tiling["roles"] in MORE else box_columns(tiling, size)) * size + 1024
-    elif call.dims["n"] * size_of(call.outputs["c"][1]) % 16 == 0:
+        boxes = columns if tiling["roles"] in MORE and not tiling.get("halves") else box_columns(tiling, size)
+        if call.dims["n"] * size % 16:
+            boxes = max(boxes, 128)  # what turns c's elements into rows takes as much
+        elif tiling.get("halves") == 2:
+            boxes = 0
+        stored = rows * boxes * size + 1024
+    elif call.dims["n"] * size_of(call.outputs["c"][1]) % 16 == 0 and parts_of(call, tiling) == 1:
         stored = rows * columns * size_of(call.outputs["c"][1])
     return tiling["num_stages"] * (rows + columns) * tiling["block_k"] * size + stored
 
 
 def fit(
-    call: Call, tiling: Mapping[str, int], needed: Callable[[Call, Mapping[str, int]], int] = shared_memory
-) -> Mapping[str, int]:
-    """No roles where a call has no use for them, and as many stages as shared memory has room for: ``needed``, a
-    tiling's bytes."""
+    call: Call, tiling: Mapping[str, int], needed: Callable[[Call, Mapping[str, int]], int] = shared_memory,
+    may: Callable[[Call], bool] = may_have_roles,
+) -> Mapping[str, int]:  # fmt: skip
+    """No roles where a call has no use for them (``may``), and as many stages as shared memory has room for:
+    ``needed``, a tiling's bytes."""
     if call.interpret:
         return tiling
-    found = without_idle_roles(call, tiling)
+    found = without_idle_roles(call, tiling, may)
     while found["num_stages"] > 2 and needed(call, found) > shared_limit(call.target.arch):
         found["num_stages"] -= 1
     return found
@@ -381,11 +434,15 @@ def matmul(call: Call, tiling: Mapping[str, int], into: torch.Tensor | None = No
         into = fresh((*dims["batch"], dims["m"], n), torch_dtype(dtype) if dtype else a.dtype, a.device)
     c = into
     entries, m = extents(call)
-    anyhow = call.interpret or tiling["swapped"]
-    along_a, along_b = (None, None) if anyhow else ALONG.get(products(call, call.dtype), (None, None))
+    anyhow, kind = call.interpret or tiling["swapped"], products(call, call.dtype)
+    along_a, along_b = (None, None) if anyhow else ALONG.get(kind, (None, None))
+    if by_roles(call, tiling) and kind == "tf32":
+        along_b = None
     of_a = _operand(call, a, (entries, m, k), along_a, flattened=m != dims["m"])
     of_b = _operand(call, b, (entries, k, n), along_b)
-    if by_roles(call, tiling):
+    if by_roles(call, tiling) and (kind == "ieee" or (kind == "tf32" and not of_b.across)):
+        _launch_float32(call, of_a, of_b, c, (entries, m), tiling)
+    elif by_roles(call, tiling):
         _launch_roles(call, of_a, of_b, c, (entries, m), tiling)
     else:
         _launch(call, of_a, of_b, c, (entries, m), tiling)
@@ -467,6 +524,7 @@ def roles_of(call: Call, a: Operand, b: Operand, extents: tuple[int, int], tilin
     known = {
         "rows": rows, "columns": columns, "depth": depth, "group": tiling["group"], "stages": tiling["num_stages"],
         "a_across": int(a.across), "b_across": int(b.across), "more": more, "described": in_boxes, "num_warps": 4,
+        "single": int(tiling.get("halves") == 2), "spread": int(not tiling.get("halves")),
     }  # fmt: skip
     return Roles(grid, (of_a, of_b, of_more), result, known)
 
@@ -480,6 +538,31 @@ def _launch_roles(
     launch(matmul_by_roles, roles.grid, call, *roles.operands, roles.result(c), m, call.dims["n"], call.dims["k"],
            entries, **roles.known, batched=int(entries > 1), a_batched=int(a.batch > 0),
            b_batched=int(b.batch > 0))  # fmt: skip
+
+
+def _launch_float32(
+    call: Call, a: Operand, b: Operand, c: torch.Tensor, extents: tuple[int, int], tiling: Mapping[str, int]
+) -> None:
+    """Of operands whose lines run along k and n. In tf32 the longer side of a tile is rows, and what c does not take of
+    shared memory holds a stage more."""
+    from triton.experimental.gluon import language as gl
+
+    from portakern.backends.triton.hopper import _float32
+
+    (entries, m), n, k, tf32 = extents, call.dims["n"], call.dims["k"], dot_precision(call) == "tf32"
+    rows, columns, depth, batched = tiling["block_m"], tiling["block_n"], tiling["block_k"], entries > 1
+    kernel, length, stages, warps = _float32.matmul_in_slices, int(_float32.SLICE.value), tiling["num_stages"], 8
+    if tf32:
+        kernel, length, stages, warps, rows, columns = _float32.matmul_turned, depth, stages + 1, 4, columns, rows
+
+    def tile(x: Operand, shape: tuple[int, int], block: tuple[int, int]) -> Any:
+        layout = gl.NVMMASharedLayout.get_default_for([1] * batched + list(block), gl.float32)
+        return described(x, (entries, *shape), block, batched, layout=layout, tf32=tf32)
+
+    grid = min(MULTIPROCESSORS, cdiv(m, rows) * cdiv(n, columns) * entries)
+    launch(kernel, grid, call, tile(a, (m, k), (rows, length)), tile(b, (k, n), (depth, columns)), c, m, n, k, entries,
+           rows=rows, columns=columns, depth=depth, group=tiling["group"], stages=stages, batched=int(batched),
+           a_batched=int(a.batch > 0), b_batched=int(b.batch > 0), num_warps=warps)  # fmt: skip
 
 
 def _launch(
@@ -508,4 +591,5 @@ def _launch(
            flat=stays and not chunked, c_described=in_boxes, precision=dot_precision(call), acc_dtype=acc,
            c_dtype=ELEMENTS[target.dtype], num_warps=tiling["num_warps"], num_stages=tiling["num_stages"])  # fmt: skip
     if parts > 1:
-        launch(matmul_add_parts_kernel, cdiv(c.numel(), 1024), call, target, c, c.numel(), parts, block=1024)
+        launch(matmul_add_parts_kernel, cdiv(c.numel(), ADDED), call, target, c, c.numel(), parts=parts, block=ADDED,
+               num_warps=4, maxnreg=128)  # fmt: skip

@@ -38,7 +38,7 @@ def bare_products(call: Call) -> dict[str, Call]:
 def key(call: Call) -> dict[str, str | int]:
     """matmul's, of the first gradient that is wanted; see :func:`own_tiling`."""
     if call.interpret or not call.wants:
-        return {"products": products(call, product_dtype(call)), "tile": "any", "rounds": 1}
+        return {"products": products(call, product_dtype(call)), "tile": "any", "rounds": 1, "k": 1}
     return forward.key(next(iter(bare_products(call).values())))
 
 
