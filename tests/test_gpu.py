@@ -236,6 +236,39 @@ def test_on_hopper_a_product_that_leaves_by_halves_is_the_same(m, n):
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
 )
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("m, n, batch", [(1000, 3000, ()), (1000, 3001, ()), (500, 1000, (3,))])
+def test_on_hopper_a_product_that_leaves_through_stages_is_the_same(m, n, batch, turned):
+    a, b = normal(*batch, m, 776, dtype=torch.bfloat16), normal(*batch, 776, n, dtype=torch.bfloat16)
+    a = a.mT.contiguous().mT if turned else a
+    ways = [{"block_n": 128, "roles": 2, "halves": halves, "num_stages": 4} for halves in (0, 1, 2)]
+    matmul = [pk.op("matmul", backend="triton", variant="hopper", tiling=way) for way in ways]
+    whole, *others = [product(a, b) for product in matmul]
+    assert all(torch.equal(other, whole) for other in others)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+@pytest.mark.parametrize("m, n, k, batch", [(2000, 3000, 520, ()), (2001, 2999, 333, ()), (700, 900, 264, (4,))])
+def test_on_hopper_float32_has_the_same_bits_by_warps_with_roles(m, n, k, batch, precision):
+    """Of b as it lies, and in tf32 of b that lies turned."""
+    a, b = normal(*batch, m, k, dtype=torch.float32), normal(*batch, k, n, dtype=torch.float32)
+    tile = {"block_m": 128, "block_n": 128, "block_k": 32, "num_warps": 8, "num_stages": 3, "swapped": 0}
+
+    def by(roles, b):
+        op = pk.op("matmul", backend="triton", variant="hopper", tiling={**tile, "roles": roles})
+        return op(a, b, precision=precision)
+
+    found = by(1, b)
+    assert torch.equal(by(0, b), found)
+    assert torch.equal(by(1, b.mT.contiguous().mT), found)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (900, 10), "softcap": 20.0}])
 @pytest.mark.parametrize("keys, group, d", [(700, 4, 64), (2500, 5, 128), (9000, 1, 72)])
 def test_on_hopper_a_query_alone_has_the_bits_that_it_has_among_others(keys, group, d, options):

@@ -111,6 +111,37 @@ def test_what_a_call_has_no_use_for_is_fitted_or_refused():
             resolve(impl, call, named)
 
 
+def test_how_c_leaves_follows_how_many_tiles_a_program_has():
+    one, several = tiles(1000, 3000, 5120)[1], tiles(3072, 3072, 3072)[1]
+    assert (one["halves"], one["num_stages"]) == (2, 5) and (several["halves"], several["num_stages"]) == (1, 5)
+    call = product(3072, 3072, 3072)[1]
+    assert (found := products.fit(call, one))["halves"] == 0 and found["num_stages"] == 4
+    # Rows of c that begin anywhere pass through shared memory on their way to registers.
+    assert tiles(3071, 3065, 3072)[1]["num_stages"] == 4
+    short, long = tiles(512, 512, 512, 64)[1], tiles(4096, 4096, 4096)[1]
+    assert (short["halves"], short["num_stages"]) == (1, 4) and (long["halves"], long["num_stages"]) == (0, 3)
+
+
+def test_float32_has_warps_with_roles_where_there_are_rounds_of_tiles():
+    def kernels(m, n, k, op="matmul", **options):
+        named = ("a", "b") if op == "matmul" else ("x", "weight")
+        shapes = ((m, k), (k, n)) if op == "matmul" else ((m, k), (n, k))
+        arrays = {x: torch.empty(s, device="meta") for x, s in zip(named, shapes, strict=True)}
+        impl, call = bound(op, *arrays.values(), **options)
+        launches = []
+        with launching.recording(lambda kernel, *rest: launches.append(kernel.__name__)):
+            impl.run(call, resolve(impl, call, {}).tiling)
+        return launches
+
+    assert kernels(4096, 4096, 4096) == ["matmul_in_slices"] and kernels(1000, 1992, 1040) == ["matmul_kernel"]
+    assert kernels(4096, 4096, 4096, precision="tf32") == ["matmul_turned"]
+    assert kernels(4096, 4096, 4096, "linear")[-1] == "linear_kernel"
+    assert kernels(4096, 4096, 4096, "linear", precision="tf32") == ["linear_by_roles"]
+    impl, call = product(4096, 4096, 4096, dtype=torch.float32)
+    with pytest.raises(pk.UnsupportedError, match="128 x 128 in ieee"):
+        resolve(impl, call, {"block_n": 256})
+
+
 def test_the_tile_follows_rows_and_the_split_of_k_does_not():
     assert tiles(4096, 4096, 4096)[0] == "128 x 256" and tiles(4096, 4096, 4096)[1]["roles"] == 1
     assert tiles(1000, 3000, 5120)[0] == "128 x 192" and tiles(1000, 3000, 5120)[1]["roles"] == 2
@@ -237,6 +268,8 @@ def test_warps_with_roles_meet_the_bound_in_other_ways(name, tmp_path, monkeypat
         return host.launched(kernel, modules, grid, args, **known)
 
     monkeypatch.setattr(products, "MULTIPROCESSORS", 2)
+    if named.get("halves") == 2:  # one group of warps writes c while what the other has written is on its way
+        monkeypatch.setattr(host, "LATE", {0: 0.05, 1: 0.055})
     impl, call = bound("matmul", a, b, precision="tf32" if name.startswith("tf32") else "ieee")
     tiling = products.fit(call, {**ROLES, "swapped": 0, "roles": 1, "halves": 0, **named})
     assert products.supports(call, tiling) is None and tiling["halves"] == named.get("halves", 0)

@@ -411,6 +411,21 @@ FROZEN = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(("op", "tiles"), [("attention", (128, 64, 8)), ("attention_vjp", (32, 32, 4))])
+def test_float32_in_ieee_goes_by_the_matrix_unit_where_that_was_measured(op, tiles):
+    impl, call = implementation("triton", op), SimpleNamespace(spec=registry.find_spec(op))
+
+    def found(arch, d, size):
+        call.target = Target("cuda", arch)
+        return tilings._look_up(impl, call, {"products": "ieee", "d": d, "size": size}).tiling
+
+    for d in (65, 100, 128):
+        tiling = found("sm_90", d, 4)
+        assert tuple(tiling[n] for n in ("block_q", "block_kv", "num_warps")) == tiles and tiling["threefold"] == 1
+    for other in (("sm_90", 64, 4), ("sm_90", 128, 8), ("sm_90", 256, 4), ("sm_100", 128, 4), ("sm_89", 128, 4)):
+        assert not found(*other).get("threefold"), other
+
+
 @pytest.mark.parametrize(("op", "arch", "products"), FROZEN)
 def test_tilings_are_as_they_were_measured(op, arch, products):
     impl = implementation("triton", op)
@@ -419,6 +434,7 @@ def test_tilings_are_as_they_were_measured(op, arch, products):
     for most, tiles in FROZEN[op, arch, products].items():
         for d in (1, 24, 64, 100, 128, 200, 256, 300, 512, 600):
             if d <= most and not any(d <= less < most for less in FROZEN[op, arch, products]):
-                key = {"products": products} | ({"aligned": True} if "matmul" in op else {"d": d})
+                size = {"16-bit": 2, "tf32": 4}.get(products, 8)
+                key = {"products": products} | ({"aligned": True} if "matmul" in op else {"d": d, "size": size})
                 found = tilings._look_up(impl, call, key).tiling
                 assert tuple(v for n, v in found.items() if n not in ("chunk", "few_q")) == tiles, d

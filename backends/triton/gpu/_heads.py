@@ -143,9 +143,9 @@ def product(a, b, acc, plan: tl.constexpr):
 
     ``plan.precision`` "threefold": of float32 by three products of the matrix unit, which takes 10 bits of an operand.
     With a = a1 + a2 and b = b1 + b2, each part the nearest of 10 bits, a b is a1 b1 + (a1 b2 + a2 b1). What the parts
-    lack is 2^-22 of their number at most, and a2 b2, which is left out, 2^-22 of the product: 12 u together, and 2 u
-    in the mean. a1 and b1 stay finite, so that no infinity comes of the largest numbers, and what does come of an
-    infinity is in a2 and b2.
+    lack is 2^-23 of their number at most, and a2 b2, which is left out, 2^-22 of the product: 8 u together, where a
+    product of float32 that is rounded errs by 1. a1 and b1 stay finite, so that no infinity comes of the largest
+    numbers, and what does come of an infinity is in a2 and b2.
     """
     if plan.precision == "threefold":
         a1, b1 = nearest(tl.clamp(a, -LARGEST, LARGEST)), nearest(tl.clamp(b, -LARGEST, LARGEST))
