@@ -40,7 +40,7 @@ if (
         os.environ.setdefault(name, "1")
 
 # Compilers of kernels and graphs make objects by the million that nothing holds in a ring: looking for rings after each
-# 700 of them, and through all that was ever imported, took a tenth of the time.
+# 700 of them, and through all that was ever imported, took a tenth of the time of tests/test_jax.py.
 gc.set_threshold(100_000, 50, 100)
 
 CI = bool(os.environ.get("CI"))

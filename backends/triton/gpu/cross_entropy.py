@@ -87,23 +87,24 @@ def cross_entropy_columns_kernel(x, labels, loss, lse, m, l, lanes, n, ignored, 
     label = tl.load(labels + row, mask=inside, other=ignored).to(tl.int64)
     counted = inside & (label != ignored)
     x_row = begin(x, group, lane, x_group, x_lane, unit)
-    step = tl.arange(0, block_n // deep)[:, None].to(tl.int64)
+    places: tl.constexpr = block_n // deep
+    step = tl.arange(0, places)[:, None].to(tl.int64)
     total = tl.zeros([1, block_rows], acc_dtype)
     if parts:
         top, sums = joined(m, l, group * lanes + lane, inside, parts, True)
         if even > 0:
-            acc = tl.zeros([block_n // deep, block_rows], acc_dtype)
+            acc = tl.zeros([places, block_rows], acc_dtype)
             for start in range(0, tl.cast(n, tl.int64), block_n):
                 t = load_block(x_row, start, step, x_n, n, inside, 0.0, acc_dtype, deep)
                 for i in tl.static_range(deep):
                     acc += t[i]
             total = tree_sum(acc)
     else:
-        t = load_block(x_row, tl.cast(0, tl.int64), step, x_n, n, inside, float("-inf"), acc_dtype, 1)[0]
-        top = tl.max(t, 0)[None, :]
-        sums = tree_sum(tl.exp(t - finite_or_zero(top)))
+        t = load_block(x_row, tl.cast(0, tl.int64), step, x_n, n, inside, float("-inf"), acc_dtype, deep)
+        top = tl.max(t[0], 0)[None, :]
+        sums = tree_sum(tl.exp(t[0] - finite_or_zero(top)))
         if even > 0:
-            total = tree_sum(tl.where((step < n) & inside, t, 0.0))
+            total = tree_sum(tl.where(step < n, t[0], 0.0))
     write_losses(loss, lse, row, inside, x_row, x_n, label, counted, top, sums, total, n, acc_dtype, even, z)
 
 

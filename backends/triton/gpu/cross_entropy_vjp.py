@@ -65,12 +65,12 @@ def in_vectors(row, col, n, vector: tl.constexpr, edges: tl.constexpr):
 def cross_entropy_vjp_kernel(x, labels, lse, d_loss, start, d_x, rows, rows_inner, n, steps, ignored, first, classes,
                              x_outer, x_inner, x_n,
                              block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
-                             even: tl.constexpr, z: tl.constexpr, beside: tl.constexpr, vector: tl.constexpr,
-                             edges: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+                             even: tl.constexpr, z: tl.constexpr, vector: tl.constexpr, edges: tl.constexpr,
+                             beside: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
     """x: the n logits from class ``first`` on, of ``classes``. start: None, or where more lies to be added to first.
-    d_loss: None for ones. even: the share e of the target that all classes divide. beside: rows lie side by side, and
-    those that are ignored are read too, as a mask of each row's own would leave a thread one number at a time. vector:
-    0, or how many elements of rows that lie one after another are moved at once (:func:`in_vectors`)."""
+    d_loss: None for ones. even: the share e of the target that all classes divide. vector: 0, or how many elements of
+    rows that lie one after another are moved at once (:func:`in_vectors`). beside: rows lie side by side, and those
+    that are ignored are read too, as a mask of each row's own would leave a thread one number at a time."""
     n = aligned(n, unit)
     if start is not None:
         first += tl.load(start)
@@ -161,14 +161,14 @@ def gradient_into(
     is added to first, where it is not known before the launch."""
     n, beside = x.shape[-1], side_by_side(x, x.ndim - 1)
     (x,), rows = walk_rows(x.ndim - 1, x)
-    known = rows.known(call.dtype)
-    tile = fitted(call, n, tiling) if beside else tiling
-    elements, warps = 16 // numpy_dtype(call.dtype).itemsize, tile["num_warps"]
+    tile, known, elements = blocks(tiling), rows.known(call.dtype), 16 // numpy_dtype(call.dtype).itemsize
+    if beside:
+        tile = fitted(call, n, tiling)
     # Rows that begin anywhere: where they lie as those of the result do, and are long, all but their ends in vectors.
     vector = elements if known["unit"] == 1 and rows.strides[0] == rows.strides[1] and n > tile["block_n"] else 0
     steps = cdiv(n + max(vector - 1, 0), tile["block_n"])
     launch(cross_entropy_vjp_kernel, cdiv(rows.height, tile["block_rows"]) * steps, call, x, labels, lse, d_loss, start,
            d_x, rows.height, rows.inner, n, steps, call.options["ignore_index"], first, classes, *rows.strides[0],
-           **blocks(tile), acc_dtype=accumulator(call.dtype), even=call.options["label_smoothing"],
-           z=call.options["z_loss"], beside=beside, vector=vector,
-           edges=max(2 * vector, warps * lanes(call.target.arch)), **known)  # fmt: skip
+           **tile, acc_dtype=accumulator(call.dtype), even=call.options["label_smoothing"], z=call.options["z_loss"],
+           vector=vector, edges=max(2 * vector, tile["num_warps"] * lanes(call.target.arch)), beside=beside,
+           **known)  # fmt: skip

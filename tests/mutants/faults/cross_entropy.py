@@ -56,8 +56,8 @@ FAULTS = {
         Planted(
             "mean-of-the-last-tile",
             "the mean of a long row in a strip is that of its last tile",
-            old="acc += load_tile(",
-            new="acc = load_tile(",
+            old="acc += t[i]",
+            new="acc = t[i]",
             sample=True,
             edge="all_of_the_target_is_even",
         ),

@@ -8,9 +8,9 @@ FAULTS = {
     "triton": [
         Planted(
             "p-rounded",
-            "p is rounded to the result's dtype before the target is subtracted",
+            "p is rounded to 16 bits before the target is subtracted",
             old="p = tl.exp(t - log_sum)",
-            new="p = tl.exp(t - log_sum).to(d_x.dtype.element_ty).to(acc_dtype)",
+            new="p = tl.exp(t - log_sum).to(tl.float16).to(acc_dtype)",
             sample=True,
             small=True,
         ),
