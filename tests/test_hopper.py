@@ -116,6 +116,7 @@ def test_how_c_leaves_follows_how_many_tiles_a_program_has():
     assert (one["halves"], one["num_stages"]) == (2, 5) and (several["halves"], several["num_stages"]) == (1, 5)
     call = product(3072, 3072, 3072)[1]
     assert (found := products.fit(call, one))["halves"] == 0 and found["num_stages"] == 4
+    assert "one tile" in products.supports(call, {**one, "num_stages": 4})
     # Rows of c that begin anywhere pass through shared memory on their way to registers.
     assert tiles(3071, 3065, 3072)[1]["num_stages"] == 4
     short, long = tiles(512, 512, 512, 64)[1], tiles(4096, 4096, 4096)[1]

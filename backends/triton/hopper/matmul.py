@@ -319,6 +319,8 @@ def refuse_roles(call: Call, tiling: Mapping[str, int]) -> str | None:
         return f"{told} write c by halves (halves=1 or 2) where they take 16-bit operands"
     if tiling.get("halves") and tiling["roles"] == 3:
         return f"{told}, which are of 160 columns, write c at once; use halves=0"
+    if tiling.get("halves") == 2 and tiles_of(call, tiling) > MULTIPROCESSORS:
+        return f"{told} write c through stages (halves=2) where each program has one tile; use halves=0 or 1"
     if tiling.get("halves") == 2 and columns + more_columns(tiling) > 64 * stages:
         return f"{told} write 64 columns of c through each of {stages} stages (halves=2); use more stages"
     if tiling["roles"] in MORE and (columns == 256 or size == 4):

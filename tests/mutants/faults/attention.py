@@ -9,11 +9,11 @@ FAULTS = {
         Planted(
             "p-truncated",
             "bfloat16 weights are cut instead of rounded to nearest",
-            old="        acc = tl.dot(p.to(v_tile.dtype), v_tile,",
+            old="        acc = product(p.to(v_tile.dtype), v_tile,",
             new=(
                 "        if v_tile.dtype == tl.bfloat16:\n"
                 "            p = (p.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)\n"
-                "        acc = tl.dot(p.to(v_tile.dtype), v_tile,"
+                "        acc = product(p.to(v_tile.dtype), v_tile,"
             ),
             small=True,
         ),
@@ -93,8 +93,8 @@ FAULTS = {
         Planted(
             "acc-bfloat16",
             "the accumulator of o is rounded to bfloat16 after each tile",
-            old="out_dtype=plan.acc_dtype)\n    return acc, l, m",
-            new="out_dtype=plan.acc_dtype).to(tl.bfloat16).to(plan.acc_dtype)\n    return acc, l, m",
+            old="v_tile, acc, plan)\n    return acc, l, m",
+            new="v_tile, acc, plan).to(tl.bfloat16).to(plan.acc_dtype)\n    return acc, l, m",
             small=True,
         ),
         Planted(
@@ -133,8 +133,7 @@ FAULTS = {
             "q-prescaled",
             "q is scaled and rounded to its dtype before the dot, where a bias or a softcap follows",
             old=(
-                "        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=plan.precision, "
-                "out_dtype=plan.acc_dtype)\n"
+                "        s = product(q_tile, tl.trans(k_tile), None, plan)\n"
                 "        if scores.pre is not None:\n"
                 "            s = s * scores.pre"
             ),
@@ -142,7 +141,7 @@ FAULTS = {
                 "        qs = q_tile\n"
                 "        if scores.pre is not None:\n"
                 "            qs = (q_tile.to(plan.acc_dtype) * scores.pre).to(q_tile.dtype)\n"
-                "        s = tl.dot(qs, tl.trans(k_tile), input_precision=plan.precision, out_dtype=plan.acc_dtype)"
+                "        s = product(qs, tl.trans(k_tile), None, plan)"
             ),
             small=True,
         ),

@@ -22,13 +22,13 @@ FAULTS = {
         Planted(
             "p-truncated",
             "bfloat16 weights are cut instead of rounded to nearest on their way into d_v",
-            old="        if plan.want_v:\n            dv = tl.dot(p.to(d_o_tile.dtype),",
+            old="        if plan.want_v:\n            dv = product(p.to(d_o_tile.dtype),",
             new=(
                 "        if plan.want_v:\n"
                 "            pt = p\n"
                 "            if d_o_tile.dtype == tl.bfloat16:\n"
                 "                pt = (p.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)\n"
-                "            dv = tl.dot(pt.to(d_o_tile.dtype),"
+                "            dv = product(pt.to(d_o_tile.dtype),"
             ),
             small=True,
         ),
@@ -176,8 +176,8 @@ FAULTS = {
         Planted(
             "acc-bfloat16",
             "the accumulator of d_q is rounded to bfloat16 after each tile",
-            old="dq, input_precision=plan.precision, out_dtype=plan.acc_dtype)",
-            new="dq, input_precision=plan.precision, out_dtype=plan.acc_dtype).to(tl.bfloat16).to(plan.acc_dtype)",
+            old="k_tile, dq, plan)",
+            new="k_tile, dq, plan).to(tl.bfloat16).to(plan.acc_dtype)",
             small=True,
         ),
         Planted(
