@@ -281,7 +281,9 @@ class AttentionOp(Op):
             side is unbounded.
           scale: None is 1/sqrt(d).
           softcap: c: scores become c tanh(s/c), before the bias.
-          precision: for float32 operands, as in matmul.
+          precision: for float32 operands, as in matmul; but "ieee" may take a product as three of 10 bits, which err by
+            8
+            units of roundoff together.
           return_lse: also return the log-sum-exp.
 
         Returns:

@@ -402,8 +402,8 @@ def _plan(spec: Spec[Any], limits: Limits, max_examples: int, only: Sequence[str
     visited = corners[: max_examples // (2 * each)] if only is None else corners
     free = max_examples - each * len(visited) if only is None else 0
     runs = [
-        # both sizes of small tiles by turns, so that whoever visits twice meets both on every seed, and rows that do not
-        # lie along memory, which kernels may walk in another way: of four visits each size both ways
+        # both sizes of small tiles by turns, so that whoever visits twice meets both on every seed, and rows that do
+        # not lie along memory, which kernels may walk in another way: of four visits each size both ways
         Run(e, [_on_edge(d, i if each > 1 else None) for i, d in enumerate(turns(dtypes, each, turn))])
         for turn, e in enumerate(visited)
     ]

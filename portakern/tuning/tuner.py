@@ -116,10 +116,10 @@ class Progress(NamedTuple):
 
 
 def grouped(asked: Sequence[Asked], place: Place) -> list[Group]:
-    """Calls by key, in the order in which the keys came. An implementation without a key has no table: no group.
+    """Calls by key, in the order in which the keys came.
 
     Raises:
-      SpecError: none of the calls can be tuned.
+      UnsupportedError: the implementation declares no key, so that it has no table.
     """
     found: dict[Any, tuple[Mapping[str, Any], list[Asked]]] = {}
     for a in asked:
@@ -130,7 +130,7 @@ def grouped(asked: Sequence[Asked], place: Place) -> list[Group]:
 
 def _key(asked: Asked, place: Place) -> Mapping[str, Any]:
     if place.impl.key is None:
-        raise SpecError(
+        raise UnsupportedError(
             f"tune: {place.impl.op} on {place.backend.name} declares no key, so that no table could hold its tilings: "
             "give it key= in implements()"
         )

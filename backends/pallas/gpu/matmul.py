@@ -8,8 +8,8 @@ way. Two barriers for each buffer say that it has arrived and that it is free.
 
 The copy engine leaves 0 for what lies beyond m, n or k, and writes nothing there. It wants rows 16 bytes apart or a
 multiple of that, so that another k or n is padded by XLA; B's tiles want n as a multiple of 64, and where that alone is
-lacking, and rows are few, come in pieces of 64 columns, which are multiplied one after the other. Rows of batched a that
-share one b are one taller matrix.
+lacking, and rows are few, come in pieces of 64 columns, which are multiplied one after the other. Rows of batched a
+that share one b are one taller matrix.
 
 A long k and few columns make too few tiles. There the sum over k goes in chunks, each summed alone: by blocks of their
 own, whose sums another kernel adds up in order, or, where there are tiles enough, by one block one after another. How
@@ -80,8 +80,8 @@ class Plan(NamedTuple):
 
     Attributes:
       batch, m, n, k: extents; a_batch, b_batch: 1 where the operand is the same for every entry of the batch.
-      block_m, block_n, block_k, stages, band, beside: the tiling. consumers: warpgroups that multiply; along: the axis of a
-        tile that they share, 0 or 1. size: bytes of an element; out: dtype of C.
+      block_m, block_n, block_k, stages, band, beside: the tiling. consumers: warpgroups that multiply; along: the axis
+        of a tile that they share, 0 or 1. size: bytes of an element; out: dtype of C.
     """
 
     batch: int
@@ -115,8 +115,8 @@ class Plan(NamedTuple):
 
     @property
     def ragged(self) -> bool:
-        """Whether B comes in pieces: the copy engine brings no tile of it as tensor cores read them, and XLA would pad it
-        for that alone, and for few rows."""
+        """Whether B comes in pieces: the copy engine brings no tile of it as tensor cores read them, and XLA would pad
+        it for that alone, and for few rows."""
         alone = self.n % (SWIZZLED_BYTES // self.size) != 0 and self.n % 8 == self.k % 8 == 0
         return alone and self.batch * self.m <= PIECED_ROWS
 
@@ -235,8 +235,8 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
         return f"two warpgroups cannot share a tile of {block_m} x {plan.width}: use another block_m or beside"
     if plan.parts > 1 and math.prod(plan.part) > 64 * 128:
         return (
-            f"k={plan.k} is summed in {plan.parts} chunks, and two sums of a tile of {block_m} x {plan.width} do not fit "
-            "into the registers of two warpgroups: use at most 128 x 128"
+            f"k={plan.k} is summed in {plan.parts} chunks, and two sums of a tile of {block_m} x {plan.width} do not "
+            "fit into the registers of two warpgroups: use at most 128 x 128"
         )
     return over_shared(plan.shared, "block_m, block_n or stages")
 

@@ -238,9 +238,10 @@ def tile_rows(n: int, arch: str, norm: bool = False) -> dict[str, int]:
     A thread takes 16 elements, or 32 of rows longer than 8192, or than 2048 in two tiles, and of those of 257 to 512,
     but for norms to 1024 (H200, softmax of 16384 x 640: 14.6 us for 15.6, x 448: 9.6 for 10.6; rmsnorm of 12818 x 960
     lost a twentieth); and 32 of rows that are not aligned, which are read one element at a time and want more reads
-    under way in each thread (H100, n = 4097 in one tile: 40 us where 16 take 47). Of two tiles the first counts (H100, softmax of 4095 x 5000: 32.0 us with 4 warps, 33.5 with 8;
-    layernorm of 4096 x 12288: 72.9 with 8, 75.9 with 16; H200, rmsnorm of 2304 x 10186: 36.1 us with 8, 37.5 with
-    16), and both of rows that are not aligned, but for norms (softmax of 4095 x 5001: 36.4 with 8, 37.0 with 4).
+    under way in each thread (H100, n = 4097 in one tile: 40 us where 16 take 47). Of two tiles the first counts
+    (H100, softmax of 4095 x 5000: 32.0 us with 4 warps, 33.5 with 8; layernorm of 4096 x 12288: 72.9 with 8, 75.9 with
+    16; H200, rmsnorm of 2304 x 10186: 36.1 us with 8, 37.5 with 16), and both of rows that are not aligned, but for
+    norms (softmax of 4095 x 5001: 36.4 with 8, 37.0 with 4).
 
     ``norm``: rows share weights. Such gain by two tiles however long the second is, and by one warp where that has room
     (H200, layernorm of 28800 x 582: 23.7 us, 29.1 in two warps; of 32768 x 205: 11.8 and 14.5; softmax lost, 12.9 and

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 @triton.jit
 def logsumexp_vjp_kernel(x, d_y, d_x, rows, rows_inner, n, x_outer, x_inner, x_n, d_x_outer, d_x_inner, d_x_n,
                          block_rows: tl.constexpr, block_n: tl.constexpr, tail: tl.constexpr, tiles: tl.constexpr,
-                         deep: tl.constexpr, acc_dtype: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+                         deep: tl.constexpr, acc_dtype: tl.constexpr, flat: tl.constexpr,
+                         unit: tl.constexpr):  # fmt: skip
     n = aligned(n, unit)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     row_ok = (row < rows)[:, None]

@@ -123,8 +123,8 @@ def scaled(acc, alpha, rows: gl.constexpr):
 
 @gluon.jit
 def taken(index, work):
-    """(batch entry, group of heads, which of its chunks) of the ``index``-th chunk. The last chunks of all groups, which
-    are the ones that may be short, come last."""
+    """(batch entry, group of heads, which of its chunks) of the ``index``-th chunk. The last chunks of all groups, the
+    ones that may be short, come last."""
     share = index // work.groups
     head = index - share * work.groups
     return head // work.kv_heads, head % work.kv_heads, share
@@ -212,7 +212,7 @@ def attend_few(
     unit, first, last, q, k_tiles, v_tiles, full, empty, limits, all_lo, all_hi, scores, rows: gl.constexpr,
     plan: gl.constexpr,
 ):  # fmt: skip
-    """The state (acc, l, m) of the keys [first, last), acc in tiles of the matrix unit, and what ``unit`` is after them."""
+    """The state (acc, l, m) of the keys [first, last), acc in tiles of the matrix unit, and what ``unit`` is after."""
     block: gl.constexpr = plan.block_kv
     block_dv: gl.constexpr = plan.block_dv  # Triton 3.6 takes no number of a tuple in a shape
     stages: gl.constexpr = plan.stages

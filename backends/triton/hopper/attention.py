@@ -196,8 +196,8 @@ def by_shares(
     call: Call, tiling: Mapping[str, int], plan: Plan, arrays: tuple[Any, ...], out: tuple[Any, Any], scores: Scores,
     window: tuple[int | None, int | None], chunks: int, walks: bool,
 ) -> None:  # fmt: skip
-    """Each group of heads by a program that ``walks`` its chunks; or each chunk of keys by itself, and then, where there
-    are several, their merger, which is launched beside the end of the first kernel."""
+    """Each group of heads by a program that ``walks`` its chunks; or each chunk of keys by itself, and then, where
+    there are several, their merger, which is launched beside the end of the first kernel."""
     dims, (q, k, v) = call.dims, arrays
     batch, q_len, kv_heads, group, dv = (dims[n] for n in ("batch", "q_len", "kv_heads", "group", "dv"))
     heads, groups, chunk = kv_heads * group, batch * kv_heads, chunk_length(call, tiling) or dims["kv_len"]
