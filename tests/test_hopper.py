@@ -234,7 +234,7 @@ IN_OTHER_WAYS = {
     "192 columns, odd": (normal(130, 136), normal(136, 191), {"roles": 2, "halves": 2}),
     "256 columns, through a's stages": (
         normal(200, 40), normal(40, 256), {"block_n": 256, "halves": 2, "num_stages": 4},
-    ),  # fmt: skip
+    ),
     "float32": (normal(300, 100, dtype=torch.float32), normal(100, 132, dtype=torch.float32), FLOATS),
     "float32, odd, of a batch": (
         normal(2, 130, 37, dtype=torch.float32), normal(1, 37, 133, dtype=torch.float32).expand(2, 37, 133), FLOATS,
