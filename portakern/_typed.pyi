@@ -281,9 +281,8 @@ class AttentionOp(Op):
             side is unbounded.
           scale: None is 1/sqrt(d).
           softcap: c: scores become c tanh(s/c), before the bias.
-          precision: for float32 operands, as in matmul; but "ieee" may take a product as three of 10 bits, which err by
-            8
-            units of roundoff together.
+          precision: for float32 operands, as in matmul, but that "ieee" may err by 8 units of roundoff in a product, as
+            three products of 10 bits do.
           return_lse: also return the log-sum-exp.
 
         Returns:
@@ -530,8 +529,7 @@ class CrossEntropyOp(Op):
 
         Args:
           logits: (*batch, n), n classes a row; labels: (*batch), int32 or int64, the class of each row.
-          ignore_index: a label whose row takes no part: nothing of it is read, its loss, its lse and its gradients are
-            0.
+          ignore_index: a label whose row takes no part: whatever it holds, its loss, its lse and its gradients are 0.
           label_smoothing: the share of the target that all classes divide evenly, from 0 to 1.
           z_loss: the weight of lse^2, >= 0, which keeps logits near 0.
           return_lse: whether lse comes with the loss.

@@ -63,7 +63,7 @@ def cross_entropy(
 
     Args:
       logits: (*batch, n), n classes a row; labels: (*batch), int32 or int64, the class of each row.
-      ignore_index: a label whose row takes no part: nothing of it is read, its loss, its lse and its gradients are 0.
+      ignore_index: a label whose row takes no part: whatever it holds, its loss, its lse and its gradients are 0.
       label_smoothing: the share of the target that all classes divide evenly, from 0 to 1.
       z_loss: the weight of lse^2, >= 0, which keeps logits near 0.
       return_lse: whether lse comes with the loss.

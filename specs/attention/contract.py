@@ -98,8 +98,8 @@ def attention(
         side is unbounded.
       scale: None is 1/sqrt(d).
       softcap: c: scores become c tanh(s/c), before the bias.
-      precision: for float32 operands, as in matmul; but "ieee" may take a product as three of 10 bits, which err by 8
-        units of roundoff together.
+      precision: for float32 operands, as in matmul, but that "ieee" may err by 8 units of roundoff in a product, as
+        three products of 10 bits do.
       return_lse: also return the log-sum-exp.
 
     Returns:

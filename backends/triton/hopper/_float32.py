@@ -23,7 +23,15 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from portakern.backends.triton.gpu.matmul import place
-from portakern.backends.triton.hopper._warps import CONSUMER_REGISTERS, LOADER_REGISTERS, PART, fetch, halves, loader
+from portakern.backends.triton.hopper._warps import (
+    CONSUMER_REGISTERS,
+    LOADER_REGISTERS,
+    PART,
+    barriers,
+    fetch,
+    halves,
+    loader,
+)
 
 SLICE = gl.constexpr(8)  # of k: 32 bytes
 
@@ -103,11 +111,7 @@ def matmul_turned(a, b, c, m, n, k, entries,
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     a_tiles = gl.allocate_shared_memory(gl.float32, [stages, rows, depth], layout)
     b_tiles = gl.allocate_shared_memory(gl.float32, [stages, depth, columns], layout)
-    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(stages):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+    full, empty = barriers(stages, 2)
     gl.warp_specialize(
         [
             (turned_consumer, (c, a_tiles, b_tiles, full, empty, m, n, k, entries, rows, columns, depth, group, batched,
@@ -181,11 +185,7 @@ def matmul_in_slices(a, b, c, m, n, k, entries,
     b_layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     a_tiles = gl.allocate_shared_memory(gl.float32, [stages * (depth // SLICE), rows, SLICE], a_layout)
     b_tiles = gl.allocate_shared_memory(gl.float32, [stages, depth, columns], b_layout)
-    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(stages):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
+    full, empty = barriers(stages, 1)
     gl.warp_specialize(
         [
             (slices_consumer, (c, a_tiles, b_tiles, full, empty, m, n, k, entries, rows, columns, depth, group,

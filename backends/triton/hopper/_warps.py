@@ -85,6 +85,17 @@ def leave(c, z, i, j, tile, batched: gl.constexpr):
 
 
 @gluon.jit
+def barriers(stages: gl.constexpr, readers: gl.constexpr):
+    """(full, empty): of each stage whether its operands have come, and whether all who read them are done."""
+    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(stages):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=readers)
+    return full, empty
+
+
+@gluon.jit
 def loader(a, b, b_more, a_tiles, b_tiles, more_tiles, full, empty, m, n, k, entries,
            rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
            a_across: gl.constexpr, b_across: gl.constexpr, more: gl.constexpr, batched: gl.constexpr,
@@ -339,11 +350,7 @@ def by_roles(a, b, b_more, c, bias, residual, residual_row, pre, m, n, k, entrie
         line: gl.constexpr = box * c.dtype.primitive_bitwidth // 8
         boxed_layout: gl.constexpr = gl.NVMMASharedLayout(128 if line > 128 else line, c.dtype.primitive_bitwidth, 2)
         c_tiles = gl.allocate_shared_memory(c.dtype, [2 * boxes, rows // 2, box], boxed_layout)
-    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(stages):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+    full, empty = barriers(stages, 2)
     gl.warp_specialize(
         [
             (consumer, (a, b, b_more, c, bias, residual, residual_row, pre, a_tiles, b_tiles, more_tiles, c_tiles,
