@@ -167,6 +167,16 @@ def test_a_gradient_op_takes_its_forward_s_call():
     )
 
 
+def test_a_typical_call_keeps_what_it_has_besides_its_extents():
+    spec = registry.find_spec("layernorm")
+    form = forms.typical_form(spec, "bfloat16", {"batch": (5,), "n": 7})
+    assert {*form["arrays"]} == {"x", "weight", "bias"} and form["arrays"]["weight"][0] == [7]
+    assert "weight" not in forms.typical_form(spec, "bfloat16", {"batch": (5,), "n": 7, "weight": False})["arrays"]
+    causal = {"batch": 1, "q_len": 8, "kv_heads": 1, "group": 1, "d": 16, "kv_len": 8, "dv": 16}
+    assert forms.typical_form(registry.find_spec("attention"), "float32", causal)["options"] == {"is_causal": True}
+    assert forms.named_form(registry.find_spec("attention"), "float32", causal)["options"] == {}
+
+
 def test_no_typical_call_is_said():
     spec = registry.find_spec("softmax")
     bare = type(spec)(**{**{n: getattr(spec, n) for n in spec.__dataclass_fields__}, "typical": {}})

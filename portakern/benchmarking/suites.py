@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from portakern.compiling.forms import Form, extents, typical, typical_form
+from portakern.compiling.forms import Form, extents, named_form, typical
 from portakern.core import registry
 from portakern.errors import SpecError
 from portakern.spec import Spec
@@ -89,7 +89,7 @@ class TimedCase:
             a.name: optional.get(a.name, spec.reads_under(a.name, options, False)) for a in spec.arrays if a.optional
         }
         dims = {n: extent for n, extent in self.dims.items() if n in spec.dims}
-        return typical_form(spec, self.dtype, {**dims, **options, **given})
+        return named_form(spec, self.dtype, {**dims, **options, **given})
 
 
 @dataclass(frozen=True)

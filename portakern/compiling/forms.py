@@ -17,7 +17,8 @@ from portakern.errors import SpecError
 from portakern.spec import ArrayArg, Spec
 
 __all__ = [
-    "Form", "abstract_call", "bound_form", "cells", "compilers", "direction", "extents", "form_of", "typical_form",
+    "Form", "abstract_call", "bound_form", "cells", "compilers", "direction", "extents", "form_of", "named_form",
+    "typical_form",
 ]  # fmt: skip
 
 Form = dict[str, Any]
@@ -42,13 +43,21 @@ def typical_form(spec: Spec[Any], dtype: str, others: Mapping[str, Any] = Mappin
     Raises:
       SpecError: the op has no such dtype, dimension, option or array, or a dimension cannot have that extent.
     """
-    known = [*spec.dims, *(o.name for o in spec.options), *(a.name for a in spec.arrays if a.optional)]
-    for name in others:
-        if name not in known:
-            raise SpecError(f"{spec.name} has no {name!r}; expected one of {', '.join(known)}")
+    _refuse_unknown(spec, others)
+    whole = not spec.typical and not set(spec.dims) - set(others)  # nothing is missing that a typical call would say
+    usual = {} if whole else typical(spec)
+    return named_form(spec, dtype, {n: v for n, v in {**usual, **others}.items() if n in _names(spec)})
+
+
+def named_form(spec: Spec[Any], dtype: str, values: Mapping[str, Any]) -> Form:
+    """The call in one dtype that has these dimensions, options and optional arrays, and no others.
+
+    Raises:
+      SpecError: as :func:`typical_form`.
+    """
+    _refuse_unknown(spec, values)
     if dtype not in spec.dtypes:
         raise SpecError(f"{spec.name}: dtype {dtype!r} is none of {', '.join(spec.dtypes)}")
-    values = {**(typical(spec) if set(spec.dims) - set(others) else {}), **others}
     dims = extents(spec, values)
     dims |= dropped_dims(spec, dims, values)
     arrays = {
@@ -61,6 +70,16 @@ def typical_form(spec: Spec[Any], dtype: str, others: Mapping[str, Any] = Mappin
         "options": {o.name: values[o.name] for o in spec.options if o.name in values},
         "wants": None,
     }
+
+
+def _names(spec: Spec[Any]) -> list[str]:
+    return [*spec.dims, *(o.name for o in spec.options), *(a.name for a in spec.arrays if a.optional)]
+
+
+def _refuse_unknown(spec: Spec[Any], values: Mapping[str, Any]) -> None:
+    for name in values:
+        if name not in (known := _names(spec)):
+            raise SpecError(f"{spec.name} has no {name!r}; expected one of {', '.join(known)}")
 
 
 def extents(spec: Spec[Any], values: Mapping[str, Any]) -> dict[str, Any]:
