@@ -231,9 +231,10 @@ def tile_rows(n: int, arch: str, norm: bool = False) -> dict[str, int]:
     """A formula of n instead of a table: nothing that was timed asked for another choice at some n, or on some chip.
 
     A program takes a whole row where 1024 threads can hold it, some short ones together (:func:`together`), and else a
-    block of it at a time, twice: 16384 numbers, which half of a multiprocessor's threads hold, or 4096 of rows that are
-    not aligned (H100, n = 131072: 74 us in blocks of 16384, 82 in blocks of 8192; n = 21775, which is not aligned: 76
-    us in blocks of 4096, 121 in blocks of 8192).
+    block of it at a time, twice: 16384 numbers, held by 1024 threads (H100, 4096 x 65536: layernorm 450 us, 592 by 512
+    threads, rmsnorm 480 and 500; x 131072: layernorm 1052 and 1275, softmax 954 and 1047), or 4096 of rows that are not
+    aligned (H100, n = 131072: 74 us in blocks of 16384, 82 in blocks of 8192; n = 21775, which is not aligned: 76 us in
+    blocks of 4096, 121 in blocks of 8192).
 
     A thread takes 16 elements, or 32 of rows longer than 8192, or than 2048 in two tiles, and of those of 257 to 512,
     but for norms to 1024 (H200, softmax of 16384 x 640: 14.6 us for 15.6, x 448: 9.6 for 10.6; rmsnorm of 12818 x 960
@@ -248,8 +249,8 @@ def tile_rows(n: int, arch: str, norm: bool = False) -> dict[str, int]:
     12.6). Others gain by two from 8193 on (H200, softmax of 2048 x 13001: 46.8 us, 63.5 in one)."""
     odd, width = n % 8 > 0, lanes(arch)
     if n > (20480 if odd else 32768):  # odd rows that are longer would not fit in the registers of 1024 threads
-        block_n, elements = (4096, 16) if odd else (16384, 32)
-        return {"block_rows": 1, "block_n": block_n, "num_warps": block_n // (elements * width)}
+        block_n = 4096 if odd else 16384
+        return {"block_rows": 1, "block_n": block_n, "num_warps": block_n // (16 * width)}
     block_n = first_tile(n, 1024 if norm else 8192)
     two = n > block_n
     row = block_n + pow2_at_least(n - block_n) if two else block_n
