@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from math import e, log2
 from typing import TYPE_CHECKING
 
 import triton
@@ -20,6 +21,8 @@ from portakern.spec.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
+
+LOG2_E = tl.constexpr(log2(e))
 
 
 @triton.jit
@@ -73,6 +76,13 @@ def finite_or_zero(m):
 
 
 @triton.jit
+def exp_or_zero(t):
+    """e^t, which may be 0 where it is below the least normal number: ``exp`` of float32 takes three more instructions
+    to give that its digits, for the one of ``exp2``."""
+    return tl.exp2(t * LOG2_E) if t.dtype == tl.float32 else tl.exp(t)
+
+
+@triton.jit
 def running(m, l, tiles):
     """Each place's maximum m, and its sum l = sum exp(x - m), of what it had and of what ``tiles`` bring there.
 
@@ -82,20 +92,23 @@ def running(m, l, tiles):
     for i in tl.static_range(len(tiles)):
         top = tl.maximum(top, tiles[i])
     shift = finite_or_zero(top)
-    found = tl.exp(tiles[0] - shift)
+    found = exp_or_zero(tiles[0] - shift)
     for i in tl.static_range(1, len(tiles)):
-        found += tl.exp(tiles[i] - shift)
-    return top, tl.fma(l, tl.exp(tl.minimum(m - shift, 0.0)), found)
+        found += exp_or_zero(tiles[i] - shift)
+    return top, tl.fma(l, exp_or_zero(tl.minimum(m - shift, 0.0)), found)
 
 
 @triton.jit
 def load_columns(row, start, col, step, n, row_ok, ends: tl.constexpr, other, acc_dtype: tl.constexpr,
                  deep: tl.constexpr):  # fmt: skip
     """What rows have from column ``start`` on, in ``deep`` tiles one after another, each of the columns ``col``;
-    ``other`` beyond n, which only the block in which a row ``ends`` reaches. In others no column has a mask."""
+    ``other`` beyond n, which only the block in which a row ``ends`` reaches. In others no column has a mask, nor has a
+    row that is alone: a program has one that is there, and whoever does not want it does not ask."""
     at = [start + i * col.shape[1] + col for i in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)[:deep]]
     if ends:
         return [tl.load(row + a * step, mask=row_ok & (a < n), other=other).to(acc_dtype) for a in at]
+    elif row.shape[0] == 1:
+        return [tl.load(row + a * step).to(acc_dtype) for a in at]
     else:
         return [tl.load(row + a * step, mask=row_ok, other=other).to(acc_dtype) for a in at]
 
@@ -117,8 +130,9 @@ def of_long_rows(x_row, x_n, n, row_ok, block_n: tl.constexpr, deep: tl.constexp
     a time, and the sum of x if ``plain``: place by place (:func:`running`), and once across the places."""
     col, l, n, whole = places_of(n, row_ok, block_n, deep, acc_dtype)
     m, total = l - float("inf"), l
+    wanted = tl.max(tl.max(row_ok.to(tl.int64), 1), 0)  # 0: no row
     for ends in tl.static_range(2):
-        for start in range(whole if ends else 0, n if ends else whole, block_n):
+        for start in range(whole if ends else 0, n if ends else whole * wanted, block_n):
             t = load_columns(x_row, start, col, x_n, n, row_ok, ends, float("-inf"), acc_dtype, deep)
             m, l = running(m, l, t)
             if plain:

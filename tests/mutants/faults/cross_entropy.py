@@ -18,7 +18,7 @@ FAULTS = {
         Planted(
             "long-row-not-rescaled",
             "the sum of a long row is not rescaled where the maximum grows",
-            old="tl.fma(l, tl.exp(tl.minimum(m - shift, 0.0)), found)",
+            old="tl.fma(l, exp_or_zero(tl.minimum(m - shift, 0.0)), found)",
             new="l + found",
             within="_rows",
         ),

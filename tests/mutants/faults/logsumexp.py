@@ -32,7 +32,7 @@ FAULTS = {
         Planted(
             "l-not-rescaled",
             "the running sum keeps its unit when the maximum grows",
-            old="tl.fma(l, tl.exp(tl.minimum(m - shift, 0.0)), found)",
+            old="tl.fma(l, exp_or_zero(tl.minimum(m - shift, 0.0)), found)",
             new="l + found",
             within="_rows",
         ),

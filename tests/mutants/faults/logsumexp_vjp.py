@@ -46,8 +46,8 @@ FAULTS = {
         Planted(
             "l-bfloat16",
             "the running sums of a long row are rounded to bfloat16 after each block",
-            old="return top, tl.fma(l, tl.exp(tl.minimum(m - shift, 0.0)), found)",
-            new="return top, tl.fma(l, tl.exp(tl.minimum(m - shift, 0.0)), found).to(tl.bfloat16).to(l.dtype)",
+            old="return top, tl.fma(l, exp_or_zero(tl.minimum(m - shift, 0.0)), found)",
+            new="return top, tl.fma(l, exp_or_zero(tl.minimum(m - shift, 0.0)), found).to(tl.bfloat16).to(l.dtype)",
             small=True,
             within="_rows",
         ),
