@@ -3,8 +3,9 @@
     d_x_j = d_loss [p_j (1 + 2 z lse) - (1 - e) [j = t] - e / n]        p = exp(x - lse)
 
 lse was saved, so that no element waits for another: a program owns a tile of ``block_rows`` rows by ``block_n``
-elements of each, and what an ignored row holds counts nowhere. Where rows lie side by side, logits are read along
-memory and the gradient is written along its own. e and z are known to the compiler.
+elements of each, and what an ignored row holds counts nowhere. Long rows that lie one after another are one row. Where
+rows lie side by side, logits are read along memory and the gradient is written along its own. e and z are known to the
+compiler.
 
 Source: the derivative of the formula of cross_entropy.
 """
@@ -19,7 +20,7 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu._columns import product, side_by_side
-from portakern.backends.triton.gpu._rows import blocks, tile_of
+from portakern.backends.triton.gpu._rows import blocks, exp_or_zero, tile_of
 from portakern.backends.triton.gpu.softmax import key, lead
 from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, refuse_tile
 from portakern.backends.triton.layout import aligned, pow2_at_least, result_like, row_start, walk_rows
@@ -34,43 +35,121 @@ if TYPE_CHECKING:
 
 @triton.jit
 def gradient(t, is_label, log_sum, g, counted, classes, even: tl.constexpr, z: tl.constexpr, acc_dtype: tl.constexpr):
-    """By logits t of rows, those that are ``counted``; g may be None for 1."""
-    p = tl.exp(t - log_sum)
+    """By logits t of rows, those that are ``counted``. None for what is the same everywhere: g that is 1, no label
+    among t, all rows counted."""
+    p = exp_or_zero(t - log_sum)
     if z > 0:
-        p = product(p, tl.broadcast_to(1.0 + 2.0 * z * log_sum, p.shape))  # at an end as within a vector
-    p = tl.where(is_label, p - (1.0 - even), p)
+        p = product(p, tl.broadcast_to(1.0 + 2.0 * z * log_sum, p.shape))  # in a row as where two meet
+    if is_label is not None:
+        p = tl.where(is_label, p - (1.0 - even), p)
     if even > 0:
         p = p - even / tl.cast(classes, acc_dtype)
     if g is not None:
         p = g * p
-    return tl.where(counted, p, 0.0)
+    if counted is not None:
+        p = tl.where(counted, p, 0.0)
+    return p
 
 
 @triton.jit
-def in_vectors(row, col, n, vector: tl.constexpr, edges: tl.constexpr):
-    """Of rows that lie one after another from a multiple of ``vector`` on, wherever each begins: the last such multiple
-    that is not behind its first element, by how much that is before it, and, counted from there, which of ``col`` lie
-    in whole vectors of the row, and where the others are, in a tile of ``edges``, -1 for none."""
-    base = row * n // vector * vector
-    off = (row * n - base)[:, None]
-    first, last = (off + vector - 1) // vector * vector, (off + n) // vector * vector
-    lane = tl.arange(0, edges)[None, :].to(tl.int64)
-    before = (lane >= off) & (lane < tl.minimum(first, off + n)) & (lane < vector)
-    behind = last + lane - vector
-    after = (lane >= vector) & (lane < 2 * vector) & (behind >= first) & (behind < off + n)
-    return base, off, (col >= first) & (col < last), tl.where(before, lane, tl.where(after, behind, -1))
+def of_row(labels, lse, d_loss, row, there, ignored, acc_dtype: tl.constexpr):
+    """A row's label, whether it counts, its lse, and its cotangent or None."""
+    label = tl.load(labels + row, mask=there, other=ignored).to(tl.int64)
+    log_sum = tl.load(lse + row, mask=there, other=0.0).to(acc_dtype)
+    g = None
+    if d_loss is not None:
+        g = tl.load(d_loss + row, mask=there, other=0.0).to(acc_dtype)
+    return label, label != ignored, log_sum, g
+
+
+@triton.jit
+def within_a_row(x, labels, lse, d_loss, d_x, begin, row, ignored, classes, width: tl.constexpr,
+                 acc_dtype: tl.constexpr, even: tl.constexpr, z: tl.constexpr):  # fmt: skip
+    """A tile of one row that counts, whose label is elsewhere."""
+    at = begin + tl.arange(0, width)
+    row = row + tl.arange(0, 1)
+    _, _, log_sum, g = of_row(labels, lse, d_loss, row, row >= 0, ignored, acc_dtype)
+    t = tl.load(x + at).to(acc_dtype)
+    out = gradient(t, None, log_sum, g, None, classes, even, z, acc_dtype)
+    tl.store(d_x + at, out.to(d_x.dtype.element_ty))
+
+
+@triton.jit
+def column(at, width: tl.constexpr):
+    """``at`` in 32 bits, -1 where that is no column of the tile."""
+    return tl.where((at >= 0) & (at < width), at, -1).to(tl.int32)
+
+
+@triton.jit
+def where_rows_meet(x, labels, lse, d_loss, d_x, begin, row, rows, n, ignored, first, classes, width: tl.constexpr,
+                    acc_dtype: tl.constexpr, even: tl.constexpr, z: tl.constexpr, vector: tl.constexpr):  # fmt: skip
+    """A tile of any two rows, but what the last whole vector of all leaves."""
+    row = row + tl.arange(0, 1)
+    border = (row + 1) * n - begin
+    limit = tl.minimum(rows * n - begin, width).to(tl.int32) // vector * vector
+    label, counted, log_sum, g = of_row(labels, lse, d_loss, row, row < rows, ignored, acc_dtype)
+    label_2, counted_2, log_sum_2, g_2 = of_row(labels, lse, d_loss, row + 1, row + 1 < rows, ignored, acc_dtype)
+    hit, hit_2 = column(label - first + border - n, width), column(label_2 - first + border, width)
+    border = tl.minimum(border, width).to(tl.int32)
+    col = tl.arange(0, width)
+    own, at = col < border, col // vector * vector  # of a vector all that is read, or nothing: one mask
+    inside = at < limit
+    read = inside & ((counted & (at < border)) | (counted_2 & (at + vector > border)))
+    t = tl.load(x + begin + col, mask=read, other=float("-inf")).to(acc_dtype)
+    is_label = col == tl.where(own, hit, hit_2)
+    if g is not None:
+        g = tl.where(own, g, g_2)
+    out = gradient(t, is_label, tl.where(own, log_sum, log_sum_2), g, tl.where(own, counted, counted_2), classes,
+                   even, z, acc_dtype)  # fmt: skip
+    tl.store(d_x + begin + col, out.to(d_x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def behind_vectors(x, labels, lse, d_loss, d_x, rows, n, ignored, first, classes, acc_dtype: tl.constexpr,
+                   even: tl.constexpr, z: tl.constexpr, vector: tl.constexpr, edges: tl.constexpr):  # fmt: skip
+    """The elements behind the last whole vector of all rows; ``edges``: the threads, of which few have one."""
+    at = rows * n // vector * vector + tl.arange(0, edges)
+    there = at < rows * n
+    row = rows - 1 + tl.arange(0, 1)
+    label, counted, log_sum, g = of_row(labels, lse, d_loss, row, row >= 0, ignored, acc_dtype)
+    t = tl.load(x + at, mask=there & counted, other=float("-inf")).to(acc_dtype)
+    out = gradient(t, at - row * n == label - first, log_sum, g, counted, classes, even, z, acc_dtype)
+    tl.store(d_x + at, out.to(d_x.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def end_to_end_kernel(x, labels, lse, d_loss, start, d_x, rows, n, ignored, first, classes, width: tl.constexpr,
+                      acc_dtype: tl.constexpr, even: tl.constexpr, z: tl.constexpr, vector: tl.constexpr,
+                      edges: tl.constexpr):  # fmt: skip
+    """Rows that lie one after another, of ``width`` elements or more, are one row: a tile begins at a multiple of its
+    width wherever rows do, and has elements of two of them at most. Most tiles have those of one, without its label,
+    and compare and select nothing. The other arguments: as in :func:`cross_entropy_vjp_kernel`."""
+    if start is not None:
+        first += tl.load(start)
+    rows, n = tl.cast(rows, tl.int64), tl.cast(n, tl.int64)
+    begin = tl.program_id(0).to(tl.int64) * width
+    row = begin // n
+    label = tl.load(labels + row).to(tl.int64)
+    hit = label - first + row * n - begin
+    if (begin + width <= (row + 1) * n) & (label != ignored) & ((hit < 0) | (hit >= width)):
+        within_a_row(x, labels, lse, d_loss, d_x, begin, row, ignored, classes, width, acc_dtype, even, z)
+    else:
+        where_rows_meet(x, labels, lse, d_loss, d_x, begin, row, rows, n, ignored, first, classes, width, acc_dtype,
+                        even, z, vector)  # fmt: skip
+    if begin + width >= rows * n:
+        behind_vectors(x, labels, lse, d_loss, d_x, rows, n, ignored, first, classes, acc_dtype, even, z, vector,
+                       edges)  # fmt: skip
 
 
 @triton.jit
 def cross_entropy_vjp_kernel(x, labels, lse, d_loss, start, d_x, rows, rows_inner, n, steps, ignored, first, classes,
                              x_outer, x_inner, x_n,
                              block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
-                             even: tl.constexpr, z: tl.constexpr, vector: tl.constexpr, edges: tl.constexpr,
-                             beside: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+                             even: tl.constexpr, z: tl.constexpr, beside: tl.constexpr, flat: tl.constexpr,
+                             unit: tl.constexpr):  # fmt: skip
     """x: the n logits from class ``first`` on, of ``classes``. start: None, or where more lies to be added to first.
-    d_loss: None for ones. even: the share e of the target that all classes divide. vector: 0, or how many elements of
-    rows that lie one after another are moved at once (:func:`in_vectors`). beside: rows lie side by side, and those
-    that are ignored are read too, as a mask of each row's own would leave a thread one number at a time."""
+    d_loss: None for ones. even: the share e of the target that all classes divide. beside: rows lie side by side, and
+    those that are ignored are read too, as a mask of each row's own would leave a thread one number at a time."""
     n = aligned(n, unit)
     if start is not None:
         first += tl.load(start)
@@ -84,22 +163,11 @@ def cross_entropy_vjp_kernel(x, labels, lse, d_loss, start, d_x, rows, rows_inne
         g = tl.load(d_loss + row, mask=row < rows, other=0.0).to(acc_dtype)[:, None]
     else:
         g = None
-    if vector:
-        base, off, inside, edge = in_vectors(row, col, n, vector, edges)
-        x_row, d_x_row = x + base[:, None], d_x + base[:, None]
-        if tl.program_id(0) % steps == 0:
-            t_edge = tl.load(x_row + edge, mask=counted & (edge >= 0), other=float("-inf")).to(acc_dtype)
-            at_ends = gradient(t_edge, edge - off == label, log_sum, g, counted, classes, even, z, acc_dtype)
-            tl.store(d_x_row + edge, at_ends.to(d_x.dtype.element_ty), mask=row_ok & (edge >= 0))
-        t = tl.load(x_row + col, mask=counted & inside, other=float("-inf")).to(acc_dtype)
-        out = gradient(t, col - off == label, log_sum, g, counted, classes, even, z, acc_dtype)
-        tl.store(d_x_row + col, out.to(d_x.dtype.element_ty), mask=row_ok & inside)
-    else:
-        x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None]
-        read = row_ok if beside else counted
-        t = tl.load(x_row + col * x_n, mask=read & (col < n), other=float("-inf")).to(acc_dtype)
-        out = gradient(t, col == label, log_sum, g, counted, classes, even, z, acc_dtype)
-        tl.store(d_x + (row * n)[:, None] + col, out.to(d_x.dtype.element_ty), mask=row_ok & (col < n))
+    x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None]
+    read = row_ok if beside else counted
+    t = tl.load(x_row + col * x_n, mask=read & (col < n), other=float("-inf")).to(acc_dtype)
+    out = gradient(t, col == label, log_sum, g, counted, classes, even, z, acc_dtype)
+    tl.store(d_x + (row * n)[:, None] + col, out.to(d_x.dtype.element_ty), mask=row_ok & (col < n))
 
 
 def tile_brackets(n: int, arch: str) -> dict[str, int]:
@@ -161,14 +229,19 @@ def gradient_into(
     is added to first, where it is not known before the launch."""
     n, beside = x.shape[-1], side_by_side(x, x.ndim - 1)
     (x,), rows = walk_rows(x.ndim - 1, x)
-    tile, known, elements = blocks(tiling), rows.known(call.dtype), 16 // numpy_dtype(call.dtype).itemsize
+    tile, known = blocks(tiling), rows.known(call.dtype)
     if beside:
         tile = fitted(call, n, tiling)
-    # Rows that begin anywhere: where they lie as those of the result do, and are long, all but their ends in vectors.
-    vector = elements if known["unit"] == 1 and rows.strides[0] == rows.strides[1] and n > tile["block_n"] else 0
-    steps = cdiv(n + max(vector - 1, 0), tile["block_n"])
+    forms = {"num_warps": tile["num_warps"], "acc_dtype": accumulator(call.dtype),
+             "even": call.options["label_smoothing"], "z": call.options["z_loss"]}  # fmt: skip
+    width, vector = tile["block_rows"] * tile["block_n"], 16 // numpy_dtype(call.dtype).itemsize
+    ignored = call.options["ignore_index"]
+    if rows.strides[0] == rows.strides[1] and n >= width >= vector and not beside:
+        launch(end_to_end_kernel, cdiv(rows.height * n, width), call, x, labels, lse, d_loss, start, d_x, rows.height,
+               n, ignored, first, classes, **forms, width=width, vector=vector,
+               edges=max(vector, tile["num_warps"] * lanes(call.target.arch)))  # fmt: skip
+        return
+    steps = cdiv(n, tile["block_n"])
     launch(cross_entropy_vjp_kernel, cdiv(rows.height, tile["block_rows"]) * steps, call, x, labels, lse, d_loss, start,
-           d_x, rows.height, rows.inner, n, steps, call.options["ignore_index"], first, classes, *rows.strides[0],
-           **tile, acc_dtype=accumulator(call.dtype), even=call.options["label_smoothing"], z=call.options["z_loss"],
-           vector=vector, edges=max(2 * vector, tile["num_warps"] * lanes(call.target.arch)), beside=beside,
-           **known)  # fmt: skip
+           d_x, rows.height, rows.inner, n, steps, ignored, first, classes, *rows.strides[0], **forms,
+           block_rows=tile["block_rows"], block_n=tile["block_n"], beside=beside, **known)  # fmt: skip

@@ -9,8 +9,8 @@ FAULTS = {
         Planted(
             "p-rounded",
             "p is rounded to 16 bits before the target is subtracted",
-            old="p = tl.exp(t - log_sum)",
-            new="p = tl.exp(t - log_sum).to(tl.float16).to(acc_dtype)",
+            old="p = exp_or_zero(t - log_sum)",
+            new="p = exp_or_zero(t - log_sum).to(tl.float16).to(acc_dtype)",
             sample=True,
             small=True,
         ),
@@ -31,8 +31,8 @@ FAULTS = {
         Planted(
             "ignored-counted",
             "an ignored row has its cotangent",
-            old="tl.where(counted, p, 0.0)",
-            new="p",
+            old="p = tl.where(counted, p, 0.0)",
+            new="p = p",
         ),
         Planted(
             "ragged-end-not-written",
@@ -41,16 +41,22 @@ FAULTS = {
             new="mask=row_ok & (col < n - (n > 1)))",
         ),
         Planted(
-            "end-beside-vectors-not-written",
-            "of a row in vectors the last element behind them is not written",
-            old="(behind < off + n)",
-            new="(behind < off + n - 1)",
+            "end-behind-vectors-not-written",
+            "of long rows the last element behind whole vectors is not written",
+            old="there = at < rows * n",
+            new="there = at < rows * n - 1",
         ),
         Planted(
-            "label-from-the-vector",
-            "in a row that begins within a vector the label is counted from where that begins",
-            old="gradient(t, col - off == label,",
-            new="gradient(t, col == label,",
+            "label-of-the-first-row-alone",
+            "where two rows meet the second has no label",
+            old="tl.where(own, hit, hit_2)",
+            new="hit",
+        ),
+        Planted(
+            "label-within-a-row-missed",
+            "a tile of one row that has its label subtracts no target",
+            old="((hit < 0) | (hit >= width))",
+            new="(width > 0)",
         ),
     ],
     "pallas": [
