@@ -12,8 +12,8 @@ runs beside the products; two consumers (``_flash``) take turns to issue:
     consumer 1        S0        S1 P0        S2 P1      ...
     softmax 1            ------       ------
 
-Where keys have several shares (``_flash``), the accumulator begins anew with the first values of each, and what was
-summed until then is merged with the sums of the shares before it, which lie in shared memory.
+Where keys have several shares (``_flash``), each is walked so, and then merged with the sums of the shares before it,
+which lie in shared memory.
 
 A tile that is masked for a query leaves the query's state as it is to the bit, and tiles of keys begin at multiples of
 block_kv whatever is masked: so no bit of a query depends on its neighbours, nor on how many there are.
@@ -247,22 +247,47 @@ def kernel(ref: Refs, *, plan: Plan, write: Callable[..., None]) -> None:
 def consume(ref: Refs, plan: Plan, warpgroup: Any, write: Callable[..., None], tile: Tile, before: Any) -> None:
     """Compute this warpgroup's queries of one tile, and write them."""
     plgpu.barrier_wait(ref.q_arrived.at[warpgroup])
-    acc, l, m, p = first_keys(ref, plan, warpgroup, tile, before)
-    sums = (jnp.zeros_like(l), _unseen()) if plan.joins else None
-    state = acc, l, m, p, sums
-    state = lax.fori_loop(1, tile.steps, partial(more_keys, ref, plan, warpgroup, tile, before), state)
-    acc, l, m, p, sums = state
-    plgpu.barrier_arrive(ref.q_free.at[warpgroup])
-    acc = last_values(ref, plan, lax.rem(before + tile.steps - 1, jnp.int32(plan.stages)), acc, p)
-    if sums is not None:
-        acc, l, m = merged(ref, plan, warpgroup, sums, (acc, l, m), plan.share(tile, tile.steps - 1) > 0)
-        plgpu.commit_smem()  # these bytes are not read as sums any more
-    write(ref, plan, warpgroup, tile, acc, l, m)
+    if plan.joins:
+        state = by_shares(ref, plan, warpgroup, tile, before)
+    else:
+        state = walk(ref, plan, warpgroup, tile, before, 0 * tile.steps, tile.steps)
+    write(ref, plan, warpgroup, tile, *state)
 
 
-def first_keys(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, before: Any) -> tuple[Any, ...]:
-    """The state (acc, l, m, p) after the first keys. Their values wait for the next: acc is 0, and p their weights."""
-    buffer = lax.rem(before, jnp.int32(plan.stages))
+def by_shares(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, before: Any) -> tuple[Any, ...]:
+    """The state (acc, l, m) of a tile, whose shares are walked one by one, and merged. The loop over a share's keys has
+    no code of borders, which costs registers and time where there is none."""
+    shares = plan.share(tile, tile.steps - 1)  # before the last one
+    offset = lax.rem(tile.first, jnp.int32(plan.each))
+
+    def share(i: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+        first, end = jnp.maximum(i * plan.each - offset, 0), jnp.minimum((i + 1) * plan.each - offset, tile.steps)
+        state = walk(ref, plan, warpgroup, tile, before, first, end)
+        acc, l, m = merged(ref, plan, warpgroup, sums[1:], state, i > 0)
+        pl.when(i < shares)(lambda: keep(ref, warpgroup, acc, i == 0))
+        return acc, l, m
+
+    acc = tuple(_zeros(PART) for _ in range(plan.parts[1]))
+    l = plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), ROW)
+    acc, l, m = lax.fori_loop(0, shares + 1, share, (acc, l, _unseen()))
+    plgpu.commit_smem()  # these bytes are not read as sums any more
+    return acc, l, m
+
+
+def walk(
+    ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, before: Any, first: Any, end: Any
+) -> tuple[tuple[Any, ...], Any, Any]:
+    """The state (acc, l, m) of the tiles of keys [first, end) of a tile."""
+    state = first_keys(ref, plan, warpgroup, tile, before, first)
+    more = partial(more_keys, ref, plan, warpgroup, tile, before)
+    acc, l, m, p = lax.fori_loop(first + 1, end, more, state)
+    pl.when(end == tile.steps)(lambda: plgpu.barrier_arrive(ref.q_free.at[warpgroup]))
+    return last_values(ref, plan, lax.rem(before + end - 1, jnp.int32(plan.stages)), acc, p), l, m
+
+
+def first_keys(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, before: Any, step: Any) -> tuple[Any, ...]:
+    """The state (acc, l, m, p) after a share's first keys. Their values wait for the next: acc is 0, p their weights."""
+    buffer = lax.rem(before + step, jnp.int32(plan.stages))
     plgpu.barrier_wait(ref.k_arrived.at[buffer])
 
     def work(accumulators: Any, others: Any) -> None:
@@ -270,7 +295,7 @@ def first_keys(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, before: Any) -
 
     (s,), _ = in_registers(plan.interpret, work, (_zeros(plan.block_kv),))
     plgpu.barrier_arrive(ref.k_free.at[buffer])
-    s = seen(ref, plan, warpgroup, tile, jnp.int32(0), s)
+    s = seen(ref, plan, warpgroup, tile, step, s)
     m, _, p = online(plan, s, _unseen())
     plgpu.barrier_wait(ref.v_arrived.at[buffer])
     acc = tuple(_zeros(PART) for _ in range(plan.parts[1]))
@@ -280,12 +305,9 @@ def first_keys(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, before: Any) -
 def more_keys(
     ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, before: Any, step: Any, state: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """The state with one tile of keys more, and with the values of the one before. Where these are the last of a share,
-    its state is merged with ``sums``, and what is returned is the next one's."""
-    acc, l, m, p, sums = state
+    """The state with one tile of keys more, and with the values of the one before."""
+    acc, l, m, p = state
     buffer, last = (lax.rem(before + i, jnp.int32(plan.stages)) for i in (step, step - 1))
-    shares = plan.share(tile, step - 1) if plan.joins else 0
-    begins = plan.joins and plan.share(tile, step) > shares
     plgpu.barrier_wait(ref.k_arrived.at[buffer])
 
     def work(accumulators: Any, others: Any) -> None:
@@ -299,8 +321,7 @@ def more_keys(
         s = finished(dots, later=len(products))
         plgpu.barrier_arrive(ref.k_free.at[buffer])
         s = seen(ref, plan, warpgroup, tile, step, s)
-        m_old = m + jnp.where(begins, -jnp.inf, 0.0) if plan.joins else m
-        m_new[...], alpha[...], p = online(plan, s, m_old)
+        m_new[...], alpha[...], p = online(plan, s, m)
         l_new[...] = l_new[...] * alpha[...] + jnp.sum(p, axis=1)
         weights[...] = p.astype(plan.dtype)
         # The assembler moves the wait for the products before the softmax, unless a basic block ends between the two:
@@ -312,26 +333,15 @@ def more_keys(
     )
     plgpu.barrier_arrive(ref.v_free.at[last])
 
-    def rescaled() -> tuple[Any, ...]:
-        return tuple(part * lax.broadcast_in_dim(alpha, part.shape, (0,)) for part in acc), sums
-
-    def anew() -> tuple[Any, ...]:
-        return tuple(_zeros(PART) for _ in acc), joined(ref, plan, warpgroup, sums, (acc, l, m), shares > 0)
-
-    acc, sums = lax.cond(begins, anew, rescaled) if plan.joins else rescaled()
-    return acc, l_new, m_new, p, sums
+    return tuple(part * lax.broadcast_in_dim(alpha, part.shape, (0,)) for part in acc), l_new, m_new, p
 
 
-def joined(
-    ref: Refs, plan: Plan, warpgroup: Any, sums: tuple[Any, Any], state: tuple[Any, ...], begun: Any
-) -> tuple[Any, Any]:
-    """(l, m) of the shares until now, and this one's; acc goes to shared memory."""
-    acc, l, m = merged(ref, plan, warpgroup, sums, state, begun)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was written to these bytes before were not sums
+def keep(ref: Refs, warpgroup: Any, acc: tuple[Any, ...], first: Any) -> None:
+    """Leave sums in shared memory, where each thread reads what it wrote itself."""
+    # What was written to these bytes before the first were not sums.
+    pl.when(first)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
     for part, total in enumerate(acc):
         ref.written.sums[warpgroup, part] = total
-    plgpu.commit_smem()
-    return l, m
 
 
 def merged(
