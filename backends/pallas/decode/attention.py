@@ -65,6 +65,7 @@ class Packed(Plan):
     which each query has as many as ``band`` says."""
 
     joins = False  # a tile is of one share
+    unlike = False
 
     @property
     def seen(self) -> tuple[int, int]:
@@ -82,10 +83,6 @@ class Packed(Plan):
     @property
     def tiles(self) -> int:
         return self.batch * self.heads * self.shares
-
-    @property
-    def blocks(self) -> int:
-        return self.dealt_out
 
     def _shared(self, slots: int) -> int:
         return super()._shared(0) + slots * QUERIES * PART * jnp.dtype(jnp.float32).itemsize

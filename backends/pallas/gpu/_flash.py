@@ -19,11 +19,13 @@ Source: Shah et al., "FlashAttention-3" (2024), algorithm 1 and section 3.1; the
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -53,6 +55,9 @@ at least."""
 
 TOGETHER = 8
 """Heads whose tiles are taken by turns where the last queries see most keys: their keys stay in the L2 cache."""
+
+BEGINNING = 1.0
+"""What the beginning and the end of a tile of queries take, in tiles of keys."""
 
 TILE = plgpu.Layout.WGMMA
 """Where the tensor cores leave the elements of a tile."""
@@ -112,15 +117,13 @@ class Plan:
 
     @property
     def blocks(self) -> int:
-        """Blocks of the grid: tiles that are alike are dealt out beforehand, and of others a multiprocessor takes the
-        next when it is done."""
-        alike = self.band.first is None and self.band.last is None
-        return self.dealt_out if alike else self.tiles
+        """Blocks of the grid: they stay, and tiles are dealt out beforehand."""
+        return min(self.tiles, HOPPER.cores or 1)
 
     @property
-    def dealt_out(self) -> int:
-        """Blocks of a grid that deals tiles out beforehand."""
-        return min(self.tiles, HOPPER.cores or 1)
+    def unlike(self) -> bool:
+        """Whether tiles see more keys or fewer, and a table (``schedule``) says which block takes which."""
+        return (self.band.first is not None or self.band.last is not None) and self.tiles > self.blocks
 
     @property
     def several(self) -> bool:
@@ -179,6 +182,28 @@ def heaviest_first(index: Any, places: int, tiles: int, band: Band) -> tuple[Any
     width = jnp.minimum(places - section * TOGETHER, TOGETHER)
     down = lax.div(rest, width)
     return section * TOGETHER + rest - down * width, down if band.last is None else tiles - 1 - down
+
+
+def schedule(plan: Plan) -> np.ndarray:
+    """(blocks, 1 + rounds): how many tiles each block takes, and which. In the order of ``heaviest_first`` each tile
+    goes to the block that will be done first, as if a multiprocessor took the next one then."""
+    places, tiles = plan.batch * plan.heads, plan.tiles_q
+    end = (plan.band.kv_len - 1) // plan.block_kv
+    spans = (plan.band.span(i) for i in range(tiles))
+    steps = [max(last - min(max(first, 0), end), 0) + 1 for first, last in spans]
+    done = [(0.0, block) for block in range(plan.blocks)]
+    dealt: list[list[int]] = [[] for _ in done]
+    for index in range(plan.tiles):
+        section, rest = divmod(index, TOGETHER * tiles)
+        down = rest // min(places - section * TOGETHER, TOGETHER)
+        time, block = done[0]
+        steps_here = steps[down if plan.band.last is None else tiles - 1 - down]
+        heapq.heapreplace(done, (time + steps_here + BEGINNING, block))
+        dealt[block].append(index)
+    found = np.zeros((plan.blocks, 1 + max(map(len, dealt))), np.int32)
+    for row, mine in zip(found, dealt, strict=True):
+        row[0], row[1 : 1 + len(mine)] = len(mine), mine
+    return found
 
 
 def share_of(call: Call, tiling: Mapping[str, int]) -> int:

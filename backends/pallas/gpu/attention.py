@@ -70,6 +70,7 @@ from portakern.backends.pallas.gpu._flash import (
     part_of,
     produce,
     rings,
+    schedule,
     share_of,
 )
 from portakern.backends.pallas.tpu._heads import words
@@ -215,11 +216,19 @@ def kernel(ref: Refs, *, plan: Plan, write: Callable[..., None]) -> None:
     def each_tile(work: Callable[..., None]) -> None:
         """Call ``work(tile, before)`` for the tiles of this block; ``before``: tiles of keys until then."""
 
+        def one(index: Any, before: Any) -> Any:
+            tile = plan.tile(index)
+            work(tile, before)
+            return before + tile.steps
+
+        if plan.unlike:
+            mine = ref.schedule.at[lax.axis_index("block")]
+            lax.fori_loop(0, mine[0], lambda i, before: one(mine[1 + i], before), jnp.int32(0))
+            return
+
         @plgpu.nd_loop((plan.tiles,), collective_axes="block", init_carry=jnp.int32(0))
         def _(info: plgpu.NDLoopInfo, carry: Any) -> Any:
-            tile = plan.tile(info.index[0])
-            work(tile, carry)
-            return carry + tile.steps
+            return one(info.index[0], carry)
 
     @pl.when(warpgroup == plan.consumers)
     def producer() -> None:
@@ -460,13 +469,15 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Arr
         scratch["lse_rows"] = plgpu.SMEM((plan.consumers, QUERIES), jnp.float32)
     ids = call.arrays["q_segment_ids"], call.arrays["kv_segment_ids"]
     rows, keys = padded(plan.q_len, plan.consumers * QUERIES), padded(plan.band.kv_len, plan.block_kv)
-    masks = whole_tiles(call.arrays["bias"], ids, rows, keys)
+    inputs = whole_tiles(call.arrays["bias"], ids, rows, keys)
+    if plan.unlike:
+        inputs["schedule"] = jnp.asarray(schedule(plan))
     found = launch(
         call,
         partial(kernel, plan=plan, write=write),
         "attention",
         (plan.blocks,),
-        inputs={name: padded_rows(call.arrays[name]) for name in "qkv"} | masks,
+        inputs={name: padded_rows(call.arrays[name]) for name in "qkv"} | inputs,
         outputs=outputs,
         scratch=scratch,
         warpgroups=plan.consumers + 1,
