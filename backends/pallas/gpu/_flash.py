@@ -1,8 +1,8 @@
 """How attention on Hopper is cut into tiles, and how these move: what the kernels of attention share.
 
 One warpgroup of a block, the producer, has the copy engine bring queries, keys and values into rings of buffers; the
-others consume, 64 queries each. Two barriers for each buffer say that it has arrived and that it is free. Two consumers
-take turns to issue products to the tensor cores, so that the softmax of one runs beside the products of the other.
+others consume, 64 queries each. Two barriers for each buffer say that it has arrived and that it is free. Consumers
+take turns to issue products to the tensor cores, so that the softmax of one runs beside the products of the others.
 
 Every buffer holds 64 elements of a head, 128 bytes, a row: a head is as many buffers side by side (``parts``), of which
 the last may reach beyond its end. The copy engine leaves 0 there, as it does beyond the last query and key.
@@ -45,6 +45,9 @@ PART = 64
 
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 """Registers that a thread keeps: of 65536, what the producer gives up goes to two consumers."""
+
+REGISTERS = {1: (PRODUCER_REGISTERS, CONSUMER_REGISTERS), 2: (PRODUCER_REGISTERS, CONSUMER_REGISTERS), 3: (24, 160)}
+"""The same, by the number of consumers of forward."""
 
 LSE_BYTES = 1024
 """Shared memory for what is written of lse, and to align it."""
@@ -265,8 +268,8 @@ def rings(plan: Plan, **buffers: Any) -> dict[str, Any]:
         "k_free": plgpu.Barrier(num_arrivals=plan.consumers, num_barriers=plan.stages),
         "v_free": plgpu.Barrier(num_arrivals=plan.consumers, num_barriers=plan.stages),
     }
-    if plan.consumers == 2:
-        found["turn"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
+    if plan.consumers > 1:
+        found["turn"] = plgpu.Barrier(num_arrivals=1, num_barriers=plan.consumers)
     return found
 
 
@@ -324,11 +327,12 @@ def multiply_values(ref: Refs, plan: Plan, buffer: Any, p: Any, products: Any) -
 
 def in_turn(ref: Refs, plan: Plan, warpgroup: Any, issue: Callable[[], None]) -> None:
     """Issue products when it is this consumer's turn."""
-    if plan.consumers == 2:
+    if plan.consumers > 1:
         plgpu.barrier_wait(ref.turn.at[warpgroup])
     issue()
-    if plan.consumers == 2:
-        plgpu.barrier_arrive(ref.turn.at[1 - warpgroup])
+    if plan.consumers > 1:
+        following = 1 - warpgroup if plan.consumers == 2 else lax.rem(warpgroup + 1, jnp.int32(plan.consumers))
+        plgpu.barrier_arrive(ref.turn.at[following])
 
 
 def part_of(array: Any, part: int) -> Any:

@@ -5,7 +5,7 @@ q: (batch, q_len, kv_heads*group, d), k: (batch, kv_len, kv_heads, d), v: (batch
 
 m is the running maximum of a query's scores, l the sum of exp(s - m) and acc the sum of exp(s - m) v, in registers.
 Scores of keys i and products with values i - 1 are issued to the tensor cores together, and the softmax of the scores
-runs beside the products; two consumers (``_flash``) take turns to issue:
+runs beside the products; consumers (``_flash``) take turns to issue, two or, for narrow heads, three:
 
     consumer 0   S0        S1 P0        S2 P1     ...   P(n-1)
     softmax 0       ------       ------
@@ -54,10 +54,9 @@ from portakern.backends.pallas.gpu._chip import (
 )
 from portakern.backends.pallas.gpu._flash import (
     COLUMN,
-    CONSUMER_REGISTERS,
     PART,
-    PRODUCER_REGISTERS,
     QUERIES,
+    REGISTERS,
     ROW,
     SHARES,
     TILE,
@@ -113,9 +112,17 @@ class Scores(NamedTuple):
         return origin + jnp.where(l == 0.0, -jnp.inf, jnp.log(l))
 
 
+THREE = 192
+"""Queries of a block where heads are up to 64 wide: three consumers have room in registers, if nothing but a band is
+hidden."""
+
+
 def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
     dims, block_kv = call.dims, tiling["block_kv"]
     block_q = min(tiling["block_q"], padded(dims["q_len"], QUERIES))
+    plain = call.options["softcap"] is None and call.arrays["bias"] is None and call.arrays["q_segment_ids"] is None
+    if plain and block_q == 128 and max(dims["d"], dims["dv"]) <= PART and block_kv <= 128:
+        block_q = THREE
     pre, unit = score_unit(call)
     return Plan(
         dims["batch"],
@@ -232,7 +239,7 @@ def kernel(ref: Refs, *, plan: Plan, write: Callable[..., None]) -> None:
 
     @pl.when(warpgroup == plan.consumers)
     def producer() -> None:
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        plgpu.set_max_registers(REGISTERS[plan.consumers][0], action="decrease")
         each_tile(partial(produce, ref, plan))
         for free in (ref.q_free, ref.k_free, ref.v_free):  # every arrival at a barrier is waited for once
             for buffer in range(free.shape[0]):
@@ -240,15 +247,15 @@ def kernel(ref: Refs, *, plan: Plan, write: Callable[..., None]) -> None:
 
     @pl.when(warpgroup < plan.consumers)
     def consumer() -> None:
-        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        plgpu.set_max_registers(REGISTERS[plan.consumers][1], action="increase")
         plgpu.barrier_arrive(ref.q_free.at[warpgroup])
         for buffer in range(plan.stages):
             plgpu.barrier_arrive(ref.k_free.at[buffer])
             plgpu.barrier_arrive(ref.v_free.at[buffer])
-        if plan.consumers == 2:
-            pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(ref.turn.at[0]))
+        if plan.consumers > 1:
+            pl.when(warpgroup == plan.consumers - 1)(lambda: plgpu.barrier_arrive(ref.turn.at[0]))
         each_tile(partial(consume, ref, plan, warpgroup, write))
-        if plan.consumers == 2:
+        if plan.consumers > 1:
             pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(ref.turn.at[0]))
         plgpu.wait_smem_to_gmem(0)
 
