@@ -187,9 +187,9 @@ def default_tiling(call: Call) -> dict[str, int]:
     A program takes a whole row where 512 threads can hold it and its sums, 16 elements a thread, and 32 rows after one
     another, 64 of up to 512 columns, so that partial sums add about a 20th to the traffic and a few thousand rows are
     programs enough for every multiprocessor (H100, layernorm: 6000 x 128 14.9 us, 36.0 in groups of 512 rows, 32768 x
-    128 27.4 and 37.1, 6000 x 1024 29.8, 40.0 in groups of 64, 32768 x 1024 98.8 and 91.1). Stages: an H100 has room for one such program a
-    multiprocessor, so rows must be under way ahead of it: with four stages and 16 bits 10 to 22 % less time than with
-    two, at n from 4096 to 8192; float32 gains nothing.
+    128 27.4 and 37.1, 6000 x 1024 29.8, 40.0 in groups of 64, 32768 x 1024 98.8 and 91.1). Stages: an H100 has room for
+    one such program a multiprocessor, so rows must be under way ahead of it: with four stages and 16 bits 10 to 22 %
+    less time than with two, at n from 4096 to 8192; float32 gains nothing.
 
     Rows of 16 bits that are not aligned cannot be copied ahead. Where a multiprocessor has room for two programs their
     groups are of 16 steps, so that one waits while the other computes: of 4095 rows there are only 128 groups of 32.
