@@ -154,6 +154,7 @@ def _read(path: Path, resources: Path, hardware: Hardware) -> Kernel:
         on_chip=on_chip,
         matrix=dict(Counter(re.findall(r"\b(wgmma\.mma_async\.[\w.]+)", ptx)).most_common()),
         occupancy=occupancy(threads[0] // hardware.lanes, registers, on_chip, hardware) if threads else None,
+        serialised=list(dict.fromkeys(re.findall(r"\bC75\d\d\) Potential Performance Loss: .*", log))),
         assembly=ptx,
     )
 
