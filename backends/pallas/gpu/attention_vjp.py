@@ -279,12 +279,18 @@ def _by_key(call: Call) -> bool:
     return "d_k" in call.wants or "d_v" in call.wants
 
 
-def kernel(ref: Refs, *, plan: Plan) -> None:
-    """One tile of rows at home."""
+def kernel(
+    ref: Refs,
+    *,
+    plan: Plan,
+    tile_of: Callable[[Tile], Tile] = lambda tile: tile,
+    consumer_of: Callable[[Refs, Plan, Any, Tile], None] | None = None,
+) -> None:
+    """One tile of rows at home. ``tile_of``, ``consumer_of``: what another kernel makes of the tile, and does with it."""
     warpgroup = lax.axis_index("warpgroup")
     place, i = heaviest_first(lax.axis_index("block"), plan.batch * plan.heads, plan.tiles, plan.band)
     batch = quotient(place, plan.heads)
-    tile = Tile.at(plan, batch, place - batch * plan.heads, i)
+    tile = tile_of(Tile.at(plan, batch, place - batch * plan.heads, i))
 
     @pl.when(warpgroup == CONSUMERS)
     def producer() -> None:
@@ -294,7 +300,7 @@ def kernel(ref: Refs, *, plan: Plan) -> None:
     @pl.when(warpgroup < CONSUMERS)
     def consumer() -> None:
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        consume(ref, plan, warpgroup, tile)
+        (consumer_of or consume)(ref, plan, warpgroup, tile)
         plgpu.wait_smem_to_gmem(0)
 
 

@@ -1,0 +1,388 @@
+"""Gradients of attention on Hopper in one pass over the scores, with d_q added up in memory:
+
+    t = tanh(scale q k^T / c), s = c t + bias, P = exp(s - lse);  without a softcap s = scale q k^T + bias
+    Delta = rowsum(d_o * o) - d_lse;  dS = P (d_o v^T - Delta);  D = dS (1 - t^2), without a softcap dS
+    d_q = scale D k;  d_k = scale D^T q;  d_v = P^T d_o
+
+q: (batch, q_len, kv_heads*group, d), k: (batch, kv_len, kv_heads, d), v: (batch, kv_len, kv_heads, dv),
+o and d_o: (batch, q_len, kv_heads*group, dv), lse and d_lse: (batch, kv_heads*group, q_len). Heads are up to 128 wide.
+
+``gpu/attention_vjp.py`` runs one kernel twice, and so computes the scores and d_o v^T twice: seven products. Here the
+run for d_k and d_v, with 128 keys at home and queries that come by, computes d_q besides: five products. What these
+keys add to a tile's d_q is added to sums in memory, in float32, by the copy engine. As many blocks add to a d_q as
+there are tiles of keys that its query sees, in the order in which they come: **its last bits may change from one run to
+the next**. d_k and d_v have one owner and one order, as there.
+
+A consumer has D^T of its 64 keys in registers. d_q wants that of all 128 keys as one left operand, since each addition
+to memory that is spared is worth more than a barrier: so both consumers put theirs into shared memory, in one of two
+buffers in turn, and each computes half of the tile's d_q. Of heads of 65 to 128 a tile is 64 queries, of which a
+consumer has 64 columns; of narrower heads it is two tiles of 64 queries that came by, of which each has one. A buffer
+is written anew when both have put the tile in between into the other one, hence are done with products of this one.
+
+block_q: 64, the queries that come by together; block_kv: 64, the keys of a consumer; stages: buffers for queries;
+behind: d_q of a tile is computed beside the weights of the next, when the other consumer's D has long been there;
+beside: weights are computed beside products.
+
+Source: Dao, "FlashAttention-2" (2023), algorithm 2, with its additions to d_q; Shah et al., "FlashAttention-3" (2024),
+section 3.1, for the warpgroups.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas._band import both
+from portakern.backends.pallas.common import Refs, padded, positions, quotient
+from portakern.backends.pallas.gpu import attention_vjp as ordered
+from portakern.backends.pallas.gpu._chip import (
+    Swizzled,
+    finished,
+    in_registers,
+    issue_product,
+    launch,
+    over_shared,
+    padded_rows,
+    tiled_buffer,
+    whole_pieces,
+)
+from portakern.backends.pallas.gpu._flash import COLUMN, PART, TILE, part_of
+from portakern.backends.pallas.gpu.attention_vjp import CONSUMERS, ROWS, SLOTS, UNSEEN, Plan, Tile
+from portakern.backends.pallas.unordered import _additions
+from portakern.core.call import Call
+from portakern.spec import Count
+from portakern.specs.attention import scale_of
+
+WIDEST = 2 * PART  # head dimension
+ADDED = "many blocks add to it in memory, in the order in which they come"
+KNOBS = {"stages": Count(2, 8), "behind": Count(0, 1), "beside": Count(0, 1)}
+"""Two stages at least: two tiles that came by may be in use together."""
+
+ALIGNED = 1024
+"""Bytes: where a buffer in shared memory begins."""
+
+WANTS = "d_k", "d_v"
+"""The gradients that registers sum up."""
+
+
+class Added(NamedTuple):
+    """How d_q is added up, and how the run with keys at home, ``plan``, is cut.
+
+    together: tiles of queries whose d_q two consumers compute. behind, beside: as the tiling has them.
+    """
+
+    plan: Plan
+    together: int
+    behind: bool
+    beside: bool
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory: the ordered kernel's, where what is written has the room of what is to be added, and
+        two buffers of D."""
+        leaving = CONSUMERS * ROWS * PART * jnp.dtype(jnp.float32).itemsize
+        written = CONSUMERS * SLOTS * ROWS * PART * self.plan.dtype.itemsize
+        shown = 2 * self.together * CONSUMERS * ROWS * PART * self.plan.dtype.itemsize
+        numbers = padded(4 * math.prod(self.numbers), ALIGNED) - 4 * math.prod(self.plan.numbers)
+        return self.plan.shared - written + max(leaving, written) + shown + numbers
+
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        """The buffers of lse and Delta, and one of 0, 1, 2 ... for each consumer."""
+        stages, of_query, rows = self.plan.numbers
+        return stages + 1, of_query, rows
+
+    @property
+    def columns(self) -> int:
+        """Of the sums."""
+        return self.plan.parts[0] * PART
+
+    def tile(self, tile: Tile) -> Tile:
+        """The same tile of keys, and whole groups of tiles of queries that are computed ``together``."""
+        if self.together == 1:
+            return tile
+        first = lax.div(tile.first, jnp.int32(self.together))
+        after = lax.div(tile.first + tile.span + (self.together - 1), jnp.int32(self.together))
+        span = jnp.where(tile.span > 0, after - first, 0)
+        return tile._replace(first=first * self.together, span=span * self.together)
+
+
+def added(call: Call, tiling: Mapping[str, int]) -> Added:
+    plan = ordered.plan_of(call, tiling, WANTS)
+    if plan.parts[1] > plan.parts[0]:  # a tile's d_q is then two halves of columns all the same
+        plan = plan._replace(d=PART + 8)
+    return Added(plan, CONSUMERS // plan.parts[0], bool(tiling["behind"]), bool(tiling["beside"]))
+
+
+def without_d_q(call: Call) -> Call:
+    """The call for d_k and d_v alone."""
+    return call.replace(wants=tuple(n for n in call.wants if n != "d_q") or WANTS)
+
+
+def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+    widest = max(call.dims["d"], call.dims["dv"])
+    if widest > WIDEST:
+        return (
+            f"heads of {widest} are wider than the {WIDEST} elements that fit here, where sums of d_k and d_v lie "
+            "beside each other: leave variant= out"
+        )
+    if (tiling["block_q"], tiling["block_kv"]) != (ROWS, ROWS):
+        return f"block_q={tiling['block_q']}, block_kv={tiling['block_kv']}: a consumer's products here take 64 and 64"
+    reason = ordered.supports(without_d_q(call), tiling)
+    return reason or over_shared(added(call, tiling).shared, "stages", across_warps=False)
+
+
+def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
+    """What XLA copies besides, in words."""
+    found = [] if (of_ordered := ordered.copies(without_d_q(call), tiling)) is None else [of_ordered]
+    if "d_q" in call.wants:
+        if (wide := added(call, tiling).plan.d) != call.dims["d"]:
+            found.append(f"heads of q and k are padded from {call.dims['d']} to {wide}")
+        found.append("d_q's sums, in float32, are set to 0 before the kernel, and scaled and rounded after it")
+    return "; ".join(found) or None
+
+
+def consume(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, *, how: Added) -> None:
+    """Sum up d_k and d_v of this warpgroup's rows at home and write them, and add its half of each d_q to memory."""
+    ref.numbers[plan.stages, warpgroup] = plgpu.broadcasted_iota(jnp.float32, (ROWS,), 0, layout=COLUMN)
+    plgpu.commit_smem()
+    for c in range(CONSUMERS):
+        plgpu.barrier_wait(ref.home_arrived.at[c])
+    turns = lax.div(tile.steps, jnp.int32(how.together))
+    zeros = tuple(_zeros() for _ in range(sum(plan.sums.values())))
+    sums = lax.fori_loop(0, turns, partial(fold, ref, how, warpgroup, tile), zeros)
+    if how.behind:
+        pl.when(turns > 0)(lambda: last_queries(ref, how, warpgroup, tile, turns))
+    rows = pl.ds(tile.row + warpgroup * ROWS, ROWS)
+    places = [(name, part) for name, parts in plan.sums.items() for part in range(parts)]
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for (name, part), total, slot in zip(places, sums, itertools.cycle(range(SLOTS)), strict=False):
+        plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
+        total = total if name == "d_v" else total * plan.scale
+        ref.leaving.tiled[warpgroup, slot] = total.astype(plan.dtype)
+        plgpu.commit_smem()
+        out = getattr(ref, name)
+        there = out.at[tile.batch, rows, tile.head, part_of(out, part)]
+        plgpu.copy_smem_to_gmem(ref.leaving.copied.at[warpgroup, slot], there)
+
+
+def fold(ref: Refs, how: Added, warpgroup: Any, tile: Tile, turn: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+    """(d_k, d_v) with the queries of a turn, ``together`` tiles of them, whose d_q is added to memory: in this turn, or
+    ``behind`` in the next."""
+    plan, shown = how.plan, lax.rem(turn, jnp.int32(2))
+
+    def work(accumulators: Any, others: Any) -> None:
+        dots, d_ps, *totals = accumulators
+        for n in range(how.together):
+            if n:
+                dots[...] = d_ps[...] = _zeros()
+            fold_tile(ref, how, (warpgroup, tile, turn, n), dots, d_ps, totals)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(ref.there.at[shown])
+        if not how.behind:
+            plgpu.barrier_wait(ref.there.at[shown])
+            dots[...] = _zeros()
+            query_gradients(ref, how, warpgroup, shown, dots)
+            d_q = finished(dots, later=0)
+            free(ref, how, turn)
+            leave(ref, how, warpgroup, tile, turn, d_q)
+
+    after, _ = in_registers(plan.interpret, work, (_zeros(), _zeros(), *sums))
+    if how.behind:
+        free(ref, how, turn)
+    return tuple(after[2:])
+
+
+def fold_tile(ref: Refs, how: Added, where: tuple[Any, ...], dots: Any, d_ps: Any, totals: list[Any]) -> None:
+    """Issue the products of a tile of queries with d_k and d_v, and put D where the other consumer sees it."""
+    warpgroup, tile, turn, n = where
+    plan, step, shown = how.plan, turn * how.together + n, lax.rem(turn, jnp.int32(2))
+    buffer = lax.rem(step, jnp.int32(plan.stages))
+    place = warpgroup, tile, *tile.place(step)
+    queries, d_o = ref.guest_first.tiled, ref.guest_second.tiled
+    of_first, of_second = plan.parts
+    follows = how.behind and n == 0
+
+    def multiply_values() -> None:
+        for part in range(of_second):
+            issue_product(d_ps, ref.home_second.tiled.at[warpgroup, part], d_o.at[buffer, part], transposed=True)
+
+    plgpu.barrier_wait(ref.arrived.at[buffer])
+    for part in range(of_first):
+        issue_product(dots, ref.home_first.tiled.at[warpgroup, part], queries.at[buffer, part], transposed=True)
+    if follows:
+        pl.when(turn > 0)(lambda: plgpu.barrier_wait(ref.there.at[1 - shown]))
+        query_gradients(ref, how, warpgroup, 1 - shown, d_ps)  # of none before the first, which are not added
+    else:
+        multiply_values()
+    later = (CONSUMERS if follows else of_second) if how.beside else 0
+    p, t = ordered.weights(ref, plan, place, partial(ordered._number, ref, buffer, 0), finished(dots, later=later))
+    before = p
+    if how.beside:
+        (p,) = kept(ref, how, place, -0.0, p)
+    plgpu.barrier_wait(ref.told.at[buffer])  # and a basic block ends, over which no wait for products moves
+    if follows:
+        d_q = finished(d_ps, later=0)
+        pl.when(turn > 0)(lambda: leave(ref, how, warpgroup, tile, turn - 1, d_q))
+        d_ps[...] = _zeros()
+        multiply_values()
+    delta = partial(ordered._number, ref, buffer, 1)
+    if how.beside:
+        for part in range(of_second):
+            issue_product(totals[of_first + part], p.astype(plan.dtype), d_o.at[buffer, part])
+        d = ordered.slopes(plan, delta, p, t, finished(d_ps, later=of_second))
+        if p is not before:
+            d = jnp.where(lax.bitcast_convert_type(p, jnp.int32) == UNSEEN, 0.0, d)
+    else:
+        d = ordered.slopes(plan, delta, p, t, finished(d_ps, later=0))
+        p, d = kept(ref, how, place, 0.0, p, d)
+        for part in range(of_second):
+            issue_product(totals[of_first + part], p.astype(plan.dtype), d_o.at[buffer, part])
+    rounded = d.astype(plan.dtype)
+    for part in range(of_first):
+        issue_product(totals[part], rounded, queries.at[buffer, part])
+    ref.shown[shown, n, warpgroup] = rounded
+
+
+def kept(ref: Refs, how: Added, place: ordered.Place, unseen: float, *tiles: Any) -> tuple[Any, ...]:
+    """Tiles of numbers with ``unseen`` for pairs that do not see each other, whatever they hold. Of wide heads every
+    tile is masked: a branch beside their products takes registers that they do not have."""
+    warpgroup, tile, _, j = place
+    plan, shape = how.plan, tiles[0].shape
+    key = positions(shape, 0, (quotient(tile.row, ROWS) + warpgroup) * ROWS)
+    rules = [key < plan.home.length] if plan.home.length % (CONSUMERS * ROWS) else []
+    if "q_ids" in ref:
+        rules.append(ordered.same_segment(ref, plan, tile, *ordered._places(plan, place), shape))
+
+    def cut(bounds: Sequence[tuple[int | None, Any]], *tiles: Any) -> tuple[Any, ...]:
+        from_first = [(key - (j * ROWS - bound)).astype(jnp.float32) for bound, _ in bounds]
+        more = [sees(x, columns(ref, how, warpgroup, shape)) for x, (_, sees) in zip(from_first, bounds, strict=True)]
+        seen = both(*rules, *more)
+        return tiles if seen is None else tuple(jnp.where(seen, x, unseen) for x in tiles)
+
+    edges = [(plan.band.first, operator.le), (plan.band.last, operator.ge)]
+    edges = [(bound, sees) for bound, sees in edges if bound is not None]
+    if not edges or how.together == 1:
+        return cut(edges, *tiles)
+    inside = plan.band._replace(closed=True).inside(quotient(tile.row, ROWS) + warpgroup, j)
+    return lax.cond(inside, partial(cut, []), partial(cut, edges), *tiles)
+
+
+def columns(ref: Refs, how: Added, warpgroup: Any, shape: tuple[int, int]) -> Any:
+    """The number of each column of a tile. It is read: what they know beforehand compilers keep in registers."""
+    found = plgpu.load(ref.numbers.at[how.plan.stages, warpgroup], layout=COLUMN, optimized=False)
+    return lax.broadcast_in_dim(found, shape, (1,))
+
+
+def query_gradients(ref: Refs, how: Added, warpgroup: Any, shown: Any, acc: Any) -> None:
+    """Issue acc += this warpgroup's half of D k of a turn: its columns, or its tile of queries."""
+    n, part = (0, warpgroup) if how.together == 1 else (warpgroup, 0)
+    for c in range(CONSUMERS):
+        issue_product(acc, ref.shown.at[shown, n, c].T, ref.home_first.tiled.at[c, part])
+
+
+def leave(ref: Refs, how: Added, warpgroup: Any, tile: Tile, turn: Any, d_q: Any) -> None:
+    """Have this warpgroup's half of a turn's d_q added to the sums; nobody waits for it."""
+    n, part = (0, warpgroup) if how.together == 1 else (warpgroup, 0)
+    head, j = tile.place(turn * how.together + n)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was in this buffer before has left
+    ref.leaving.sums[warpgroup] = d_q
+    plgpu.commit_smem()
+    there = ref.sums.at[tile.batch, pl.ds(j * ROWS, ROWS), head, pl.ds(part * PART, PART)]
+    plgpu.copy_smem_to_gmem(ref.leaving.sums.at[warpgroup], there, reduction_op="add")
+
+
+def last_queries(ref: Refs, how: Added, warpgroup: Any, tile: Tile, turns: Any) -> None:
+    """Add d_q of the last turn, which no other follows."""
+    shown = lax.rem(turns - 1, jnp.int32(2))
+    plgpu.barrier_wait(ref.there.at[shown])
+
+    def work(accumulators: Any, others: Any) -> None:
+        query_gradients(ref, how, warpgroup, shown, accumulators[0])
+
+    (d_q,), _ = in_registers(how.plan.interpret, work, (_zeros(),))
+    leave(ref, how, warpgroup, tile, turns - 1, d_q)
+
+
+def free(ref: Refs, how: Added, turn: Any) -> None:
+    """Hand the queries of a turn back."""
+    for n in range(how.together):
+        plgpu.barrier_arrive(ref.free.at[lax.rem(turn * how.together + n, jnp.int32(how.plan.stages))])
+
+
+def _zeros() -> Any:
+    return plgpu.layout_cast(jnp.zeros((ROWS, PART), jnp.float32), TILE)
+
+
+def kernel(ref: Refs, *, how: Added) -> None:
+    ordered.kernel(ref, plan=how.plan, consumer_of=partial(consume, how=how), tile_of=how.tile)
+
+
+@BACKEND.implements(
+    "attention_vjp", key=ordered.key, supports=supports, knobs=KNOBS, copies=copies, unordered={"d_q": ADDED}
+)
+def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
+    if "d_q" not in call.wants:
+        return ordered.attention_vjp(call, tiling)
+    how, d = added(call, tiling), call.dims["d"]
+    plan, batch, q_len = how.plan, call.dims["batch"], call.dims["q_len"]
+    heads = call.dims["kv_heads"] * plan.group
+    width = whole_pieces(plan.d, plan.dtype)
+    inputs = {name: padded_rows(call.arrays[name], width) for name in ("q", "k")}
+    inputs |= {name: padded_rows(call.arrays[name]) for name in ("v", "d_o")}
+    inputs |= ordered.statistics(call) | ordered.masks(call, by_query=False)
+    rows = padded(q_len, CONSUMERS * ROWS)
+    sums = jax.new_ref(jnp.zeros((batch, rows, heads, how.columns), jnp.float32))
+    if call.interpret:
+        _additions.known()
+    found = launched(call, how, inputs | {"sums": sums})
+    d_q = (jax.freeze(sums)[:, :q_len, :, :d] * scale_of(call)).astype(plan.dtype)
+    found = {"d_q": d_q, "d_k": found["d_k"][..., :d], "d_v": found["d_v"][..., : plan.dv]}
+    return tuple(found[o.name] if o.name in call.wants else None for o in call.spec.outputs)
+
+
+def launched(call: Call, how: Added, inputs: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """d_k and d_v; what is added to ``sums`` is in that array."""
+    plan, (of_first, of_second) = how.plan, how.plan.parts
+    outputs = {
+        name: jax.ShapeDtypeStruct(
+            (plan.batch, plan.home.length, plan.heads, whole_pieces(extent, plan.dtype)), plan.dtype
+        )
+        for name, extent in (("d_k", plan.d), ("d_v", plan.dv))
+    }
+    return launch(
+        call,
+        partial(kernel, how=how),
+        f"{call.spec.name}_unordered",
+        (plan.batch * plan.heads * plan.tiles,),
+        inputs=inputs,
+        outputs=outputs,
+        scratch={
+            "home_first": Swizzled((CONSUMERS, of_first, ROWS, PART), plan.dtype),
+            "home_second": Swizzled((CONSUMERS, of_second, ROWS, PART), plan.dtype),
+            "guest_first": Swizzled((plan.stages, of_first, ROWS, PART), plan.dtype),
+            "guest_second": Swizzled((plan.stages, of_second, ROWS, PART), plan.dtype),
+            "leaving": Swizzled((CONSUMERS, SLOTS, ROWS, PART), plan.dtype, sums=(CONSUMERS, ROWS, PART)),
+            "shown": tiled_buffer((2, how.together, CONSUMERS, ROWS, PART), plan.dtype),
+            "numbers": plgpu.SMEM(how.numbers, jnp.float32),
+            "told": plgpu.Barrier(num_arrivals=1, num_barriers=plan.stages),
+            "home_arrived": plgpu.Barrier(num_arrivals=of_first + of_second, num_barriers=CONSUMERS),
+            "arrived": plgpu.Barrier(num_arrivals=of_first + of_second + 1, num_barriers=plan.stages),
+            "free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=plan.stages),
+            "there": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=2),
+        },
+        warpgroups=CONSUMERS + 1,
+        approximate=True,
+        across_warps=False,
+    )
