@@ -27,7 +27,7 @@ import jax.numpy as jnp  # noqa: E402
 import portakern as pk  # noqa: E402
 from portakern import testing  # noqa: E402
 from portakern.backends.pallas import _band  # noqa: E402
-from portakern.backends.pallas.gpu import _flash, _rows, attention, matmul  # noqa: E402
+from portakern.backends.pallas.gpu import _chip, _flash, _rows, attention, matmul  # noqa: E402
 from portakern.backends.pallas.gpu.toolchain import compiler  # noqa: E402
 from portakern.compiling import forms  # noqa: E402
 from portakern.core import targets, tilings  # noqa: E402
@@ -460,6 +460,33 @@ def test_a_kernel_is_the_same_program_wherever_in_a_process_it_is_lowered():
     assert "mosaic_gpu" in first and first == again
 
 
+@pytest.mark.parametrize("slots", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7])
+def test_no_buffer_is_filled_while_an_earlier_tile_s_copy_of_it_is_on_its_way(count, slots):
+    leaving = []  # buffers, from the first that was sent on: those that may not have been read yet
+    for _ in range(4):
+        for slot, may in _chip.in_slots(count, slots):
+            leaving = leaving[len(leaving) - may :]
+            assert slot not in leaving and may < slots
+            leaving.append(slot)
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "tiling"),
+    [
+        pytest.param("matmul", {"a": (9, 8, 16), "b": (9, 16, 8)}, {"block_m": 64, "block_n": 64}, id="matmul"),
+        pytest.param("attention", dict.fromkeys("qkv", (3, 40, 2, 64)), {}, id="attention"),
+    ],
+)
+def test_a_block_whose_tiles_are_one_copy_each_waits_for_the_one_before(monkeypatch, name, shapes, tiling):
+    """Its buffer is the same each time. On an H100 a batch of 131072 products had rows of a neighbour's in one."""
+    waited, wait = [], matmul.plgpu.wait_smem_to_gmem
+    monkeypatch.setattr(matmul.plgpu, "wait_smem_to_gmem", lambda n, **kw: (waited.append(n), wait(n, **kw))[1])
+    arrays = {n: jnp.ones(shape, jnp.bfloat16) for n, shape in shapes.items()}
+    on_gpu(name, **tiling)(**arrays)
+    assert waited and not any(waited), waited
+
+
 # --- on a GPU ---
 
 
@@ -480,3 +507,19 @@ def test_an_element_of_a_product_has_the_same_bits_in_every_tiling_and_company(e
         tiled = on_gpu("matmul", block_m=block_m, block_n=block_n, stages=stages, beside=1)
         assert (tiled(a, b) == whole).all(), (block_m, block_n, stages)
     assert (on_gpu("matmul", block_m=128, block_n=64, stages=4, beside=3)(a, b) == whole).all()
+
+
+@pytest.mark.skipif(
+    HOPPER not in [frameworks()["jax"].target(d) for d in jax.devices()], reason="needs a Hopper GPU that JAX sees"
+)
+def test_tiles_that_follow_each_other_at_once_do_not_meet_in_shared_memory():
+    """Each has one copy to send, and little to wait for before it."""
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((131072, 2, 8), (131072, 8, 8)))
+    exact = jnp.einsum("bmk,bkn->bmn", a, b, preferred_element_type=jnp.float32)
+    for _ in range(5):
+        assert jnp.allclose(on_gpu("matmul")(a, b).astype(jnp.float32), exact, rtol=2**-7, atol=2**-7)
+    q, k, v = (jnp.asarray(rng.standard_normal((4096, 64, 2, 64)), jnp.bfloat16) for _ in range(3))
+    first = on_gpu("attention")(q, k, v)
+    assert (first[:8] == on_gpu("attention")(q[:8], k[:8], v[:8])).all()
+    assert all((on_gpu("attention")(q, k, v) == first).all() for _ in range(5))

@@ -26,7 +26,6 @@ Source: Flash-Decoding (Dao, Haziza, Massa, Sizov 2023); the walk over keys is F
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
@@ -42,7 +41,16 @@ from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas._band import Band
 from portakern.backends.pallas.common import Refs, padded, quotient
 from portakern.backends.pallas.gpu import attention as gpu
-from portakern.backends.pallas.gpu._chip import LANES, WARPS, launch, over_shared, padded_rows, store, whole_pieces
+from portakern.backends.pallas.gpu._chip import (
+    LANES,
+    WARPS,
+    in_slots,
+    launch,
+    over_shared,
+    padded_rows,
+    store,
+    whole_pieces,
+)
 from portakern.backends.pallas.gpu._flash import PART, QUERIES, Merge, Plan, Tile, rings
 from portakern.core.backend import Drawn
 from portakern.core.call import Call
@@ -180,8 +188,8 @@ def write(ref: Refs, plan: Packed, warpgroup: Any, tile: Tile, acc: tuple[Any, .
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(ref.known, ref.statistics.at[place])
     rows = pl.ds(0, plan.q_len)
-    for part, slot in zip(range(len(acc)), itertools.cycle(range(plan.slots)), strict=False):
-        plgpu.wait_smem_to_gmem(plan.slots - 1, wait_read_only=True)
+    for part, (slot, leaving) in enumerate(in_slots(len(acc), plan.slots)):
+        plgpu.wait_smem_to_gmem(leaving, wait_read_only=True)
         ref.written[slot] = acc[part]
         plgpu.commit_smem()
         there = ref.parts.at[(*place, rows, pl.ds(part * PART, PART))]

@@ -8,7 +8,7 @@ padded is said by ``explain()``.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -191,6 +191,13 @@ def finished(acc: Any, later: int) -> Any:
 def _finish(waiting: list[Callable[[], None]], later: int) -> None:
     while len(waiting) > later:
         waiting.pop(0)()
+
+
+def in_slots(count: int, slots: int) -> Iterator[tuple[int, int]]:
+    """For each of the ``count`` copies that a tile sends out of ``slots`` buffers in turns: its buffer, and how many copies
+    may still be on their way when it is filled. A block's next tile begins with the first buffer again, which the one
+    before may have used last."""
+    return ((i % slots, min(slots - 1, i + (count - 1 - i) % slots)) for i in range(count))
 
 
 def _host_threads() -> int:

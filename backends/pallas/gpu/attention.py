@@ -26,7 +26,6 @@ Source: Shah et al., "FlashAttention-3" (2024), algorithms 1 and 2.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import e, log2
@@ -46,6 +45,7 @@ from portakern.backends.pallas.gpu._chip import (
     dtype_refused,
     finished,
     in_registers,
+    in_slots,
     launch,
     over_shared,
     padded_rows,
@@ -434,8 +434,8 @@ def write(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, acc: tuple[Any, ...
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(ref.lse_rows.at[warpgroup], ref.lse.at[tile.batch, tile.head, rows])
     inverse = 1.0 / jnp.where(l == 0.0, 1.0, l)
-    for part, slot in zip(range(len(acc)), itertools.cycle(range(plan.slots)), strict=False):
-        plgpu.wait_smem_to_gmem(plan.slots - 1, wait_read_only=True)
+    for part, (slot, leaving) in enumerate(in_slots(len(acc), plan.slots)):
+        plgpu.wait_smem_to_gmem(leaving, wait_read_only=True)
         o = acc[part] * lax.broadcast_in_dim(inverse, acc[part].shape, (0,))
         ref.written.tiled[warpgroup, slot] = o.astype(plan.dtype)
         plgpu.commit_smem()

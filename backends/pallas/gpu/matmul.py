@@ -43,6 +43,7 @@ from portakern.backends.pallas.gpu._chip import (
     Swizzled,
     Views,
     dtype_refused,
+    in_slots,
     launch,
     over_shared,
     padded_rows,
@@ -399,9 +400,9 @@ def write(ref: Refs, plan: Plan, warpgroup: Any, mine: Any, tile: Place, c: tupl
     first_row = tile.row + (mine.start if plan.along == 0 else 0)
     first_column = tile.column + (mine.start if plan.along == 1 else 0)
     entry = tile.part * plan.batch + tile.entry
-    pieces = itertools.product(range(0, rows, OUT_ROWS), range(0, columns, plan.out_columns))
-    for slot, (i, j) in zip(itertools.cycle(range(OUT_SLOTS)), pieces, strict=False):
-        plgpu.wait_smem_to_gmem(OUT_SLOTS - 1, wait_read_only=True)
+    pieces = [*itertools.product(range(0, rows, OUT_ROWS), range(0, columns, plan.out_columns))]
+    for (slot, leaving), (i, j) in zip(in_slots(len(pieces), OUT_SLOTS), pieces, strict=True):
+        plgpu.wait_smem_to_gmem(leaving, wait_read_only=True)
         within, at = divmod(j, c[0].shape[1])
         ref.written.tiled[warpgroup, slot] = c[within][i : i + OUT_ROWS, at : at + plan.out_columns]
         plgpu.commit_smem()
