@@ -445,6 +445,10 @@ def test_machine_code_that_computes_with_what_nothing_wrote_is_refused():
     found = undefined_registers(head + LOST_BASE.format(low=10, high=11))
     assert found == ["UR10", "UR11"]
     assert "reads UR10, UR11, which nothing before writes" in Kernel("k", undefined=found).over(targets.find("sm_90"))
+    least = "/*0c90*/ UIMNMX.S64 UPT, UPT, UR34, UR4, 0x1000, UPT, !UPT ;\n/*0df0*/ ISETP.LT.AND P1, PT, R0, {}, P2 ;"
+    assert undefined_registers(head + least.format("UR34")) == undefined_registers(head + least.format("UR35")) == []
+    assert undefined_registers(head + least.format("UR36")) == ["UR36"]  # which a comparison reads, and does not write
+    assert undefined_registers(head + "/*0030*/ UISETP.NE.AND UP0, UPT, UR12, URZ, UPT ;") == ["UR12"]
 
 
 def test_the_report_says_why_matrix_instructions_wait():

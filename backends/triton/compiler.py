@@ -184,12 +184,14 @@ def undefined_registers(sass: str) -> list[str]:
     written, found = {"URZ"}, set()
     for instruction in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ )?([A-Z][^;]*);", sass):
         operation, _, operands = instruction.partition(" ")
+        if "SETP" not in operation:  # others may write predicates before their register
+            operands = re.sub(r"^\s*(?:U?P(?:\d|T)\s*,\s*)+", "", operands)
         first, _, others = operands.partition(",")
         target = re.fullmatch(r"\s*UR(\d+)\s*", first)
         if not re.match(r"U?MOV|R2UR|IMAD\.(U32|MOV)|HGMMA|UTC", operation):
             found |= set(re.findall(r"\bUR\d+\b", others if target else operands)) - written
         if target:
-            size = 4 if ".128" in operation else 2 if re.search(r"\.(64(?!\.HI)|WIDE)", operation) else 1
+            size = 4 if ".128" in operation else 2 if re.search(r"\.[SU]?(64(?!\.HI)|WIDE)", operation) else 1
             written |= {f"UR{int(target[1]) + i}" for i in range(size)}
     return sorted(found, key=lambda r: int(r[2:]))
 
