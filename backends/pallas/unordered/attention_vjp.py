@@ -19,9 +19,9 @@ buffers in turn, and each computes half of the tile's d_q. Of heads of 65 to 128
 consumer has 64 columns; of narrower heads it is two tiles of 64 queries that came by, of which each has one. A buffer
 is written anew when both have put the tile in between into the other one, hence are done with products of this one.
 
-block_q: 64, the queries that come by together; block_kv: 64, the keys of a consumer; stages: buffers for queries;
-behind: d_q of a tile is computed beside the weights of the next, when the other consumer's D has long been there;
-beside: weights are computed beside products.
+block_q: 64, the queries that come by together; block_kv: 64, the keys of a consumer; stages: buffers for queries. P
+and D of a tile are computed when all its dots are there, and d_q in the same turn: walks in which they run beside
+products, or in which d_q waits for the next tile, are slower (docs/porting/attention.md).
 
 Source: Dao, "FlashAttention-2" (2023), algorithm 2, with its additions to d_q; Shah et al., "FlashAttention-3" (2024),
 section 3.1, for the warpgroups.
@@ -58,7 +58,7 @@ from portakern.backends.pallas.gpu._chip import (
     whole_pieces,
 )
 from portakern.backends.pallas.gpu._flash import COLUMN, PART, TILE, part_of
-from portakern.backends.pallas.gpu.attention_vjp import CONSUMERS, ROWS, SLOTS, UNSEEN, Plan, Tile
+from portakern.backends.pallas.gpu.attention_vjp import CONSUMERS, ROWS, SLOTS, Plan, Tile
 from portakern.backends.pallas.unordered import _additions
 from portakern.core.call import Call
 from portakern.spec import Count
@@ -66,7 +66,7 @@ from portakern.specs.attention import scale_of
 
 WIDEST = 2 * PART  # head dimension
 ADDED = "many blocks add to it in memory, in the order in which they come"
-KNOBS = {"stages": Count(2, 8), "behind": Count(0, 1), "beside": Count(0, 1)}
+KNOBS = {"stages": Count(2, 8)}
 """Two stages at least: two tiles that came by may be in use together."""
 
 ALIGNED = 1024
@@ -79,13 +79,11 @@ WANTS = "d_k", "d_v"
 class Added(NamedTuple):
     """How d_q is added up, and how the run with keys at home, ``plan``, is cut.
 
-    together: tiles of queries whose d_q two consumers compute. behind, beside: as the tiling has them.
+    together: tiles of queries whose d_q two consumers compute.
     """
 
     plan: Plan
     together: int
-    behind: bool
-    beside: bool
 
     @property
     def shared(self) -> int:
@@ -122,7 +120,7 @@ def added(call: Call, tiling: Mapping[str, int]) -> Added:
     plan = ordered.plan_of(call, tiling, WANTS)
     if plan.parts[1] > plan.parts[0]:  # a tile's d_q is then two halves of columns all the same
         plan = plan._replace(d=PART + 8)
-    return Added(plan, CONSUMERS // plan.parts[0], bool(tiling["behind"]), bool(tiling["beside"]))
+    return Added(plan, CONSUMERS // plan.parts[0])
 
 
 def without_d_q(call: Call) -> Call:
@@ -162,8 +160,6 @@ def consume(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, *, how: Added) ->
     turns = lax.div(tile.steps, jnp.int32(how.together))
     zeros = tuple(_zeros() for _ in range(sum(plan.sums.values())))
     sums = lax.fori_loop(0, turns, partial(fold, ref, how, warpgroup, tile), zeros)
-    if how.behind:
-        pl.when(turns > 0)(lambda: last_queries(ref, how, warpgroup, tile, turns))
     rows = pl.ds(tile.row + warpgroup * ROWS, ROWS)
     places = [(name, part) for name, parts in plan.sums.items() for part in range(parts)]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -178,9 +174,8 @@ def consume(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, *, how: Added) ->
 
 
 def fold(ref: Refs, how: Added, warpgroup: Any, tile: Tile, turn: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
-    """(d_k, d_v) with the queries of a turn, ``together`` tiles of them, whose d_q is added to memory: in this turn, or
-    ``behind`` in the next."""
-    plan, shown = how.plan, lax.rem(turn, jnp.int32(2))
+    """(d_k, d_v) with the queries of a turn, ``together`` tiles of them, whose d_q is added to memory."""
+    shown = lax.rem(turn, jnp.int32(2))
 
     def work(accumulators: Any, others: Any) -> None:
         dots, d_ps, *totals = accumulators
@@ -190,17 +185,14 @@ def fold(ref: Refs, how: Added, warpgroup: Any, tile: Tile, turn: Any, sums: tup
             fold_tile(ref, how, (warpgroup, tile, turn, n), dots, d_ps, totals)
         plgpu.commit_smem()
         plgpu.barrier_arrive(ref.there.at[shown])
-        if not how.behind:
-            plgpu.barrier_wait(ref.there.at[shown])
-            dots[...] = _zeros()
-            query_gradients(ref, how, warpgroup, shown, dots)
-            d_q = finished(dots, later=0)
-            free(ref, how, turn)
-            leave(ref, how, warpgroup, tile, turn, d_q)
-
-    after, _ = in_registers(plan.interpret, work, (_zeros(), _zeros(), *sums))
-    if how.behind:
+        plgpu.barrier_wait(ref.there.at[shown])
+        dots[...] = _zeros()
+        query_gradients(ref, how, warpgroup, shown, dots)
+        d_q = finished(dots, later=0)
         free(ref, how, turn)
+        leave(ref, how, warpgroup, tile, turn, d_q)
+
+    after, _ = in_registers(how.plan.interpret, work, (_zeros(), _zeros(), *sums))
     return tuple(after[2:])
 
 
@@ -212,51 +204,26 @@ def fold_tile(ref: Refs, how: Added, where: tuple[Any, ...], dots: Any, d_ps: An
     place = warpgroup, tile, *tile.place(step)
     queries, d_o = ref.guest_first.tiled, ref.guest_second.tiled
     of_first, of_second = plan.parts
-    follows = how.behind and n == 0
-
-    def multiply_values() -> None:
-        for part in range(of_second):
-            issue_product(d_ps, ref.home_second.tiled.at[warpgroup, part], d_o.at[buffer, part], transposed=True)
 
     plgpu.barrier_wait(ref.arrived.at[buffer])
     for part in range(of_first):
         issue_product(dots, ref.home_first.tiled.at[warpgroup, part], queries.at[buffer, part], transposed=True)
-    if follows:
-        pl.when(turn > 0)(lambda: plgpu.barrier_wait(ref.there.at[1 - shown]))
-        query_gradients(ref, how, warpgroup, 1 - shown, d_ps)  # of none before the first, which are not added
-    else:
-        multiply_values()
-    later = (CONSUMERS if follows else of_second) if how.beside else 0
-    p, t = ordered.weights(ref, plan, place, partial(ordered._number, ref, buffer, 0), finished(dots, later=later))
-    before = p
-    if how.beside:
-        (p,) = kept(ref, how, place, -0.0, p)
-    plgpu.barrier_wait(ref.told.at[buffer])  # and a basic block ends, over which no wait for products moves
-    if follows:
-        d_q = finished(d_ps, later=0)
-        pl.when(turn > 0)(lambda: leave(ref, how, warpgroup, tile, turn - 1, d_q))
-        d_ps[...] = _zeros()
-        multiply_values()
-    delta = partial(ordered._number, ref, buffer, 1)
-    if how.beside:
-        for part in range(of_second):
-            issue_product(totals[of_first + part], p.astype(plan.dtype), d_o.at[buffer, part])
-        d = ordered.slopes(plan, delta, p, t, finished(d_ps, later=of_second))
-        if p is not before:
-            d = jnp.where(lax.bitcast_convert_type(p, jnp.int32) == UNSEEN, 0.0, d)
-    else:
-        d = ordered.slopes(plan, delta, p, t, finished(d_ps, later=0))
-        p, d = kept(ref, how, place, 0.0, p, d)
-        for part in range(of_second):
-            issue_product(totals[of_first + part], p.astype(plan.dtype), d_o.at[buffer, part])
+    for part in range(of_second):
+        issue_product(d_ps, ref.home_second.tiled.at[warpgroup, part], d_o.at[buffer, part], transposed=True)
+    p, t = ordered.weights(ref, plan, place, partial(ordered._number, ref, buffer, 0), finished(dots, later=0))
+    plgpu.barrier_wait(ref.told.at[buffer])
+    d = ordered.slopes(plan, partial(ordered._number, ref, buffer, 1), p, t, finished(d_ps, later=0))
+    p, d = kept(ref, how, place, p, d)
+    for part in range(of_second):
+        issue_product(totals[of_first + part], p.astype(plan.dtype), d_o.at[buffer, part])
     rounded = d.astype(plan.dtype)
     for part in range(of_first):
         issue_product(totals[part], rounded, queries.at[buffer, part])
     ref.shown[shown, n, warpgroup] = rounded
 
 
-def kept(ref: Refs, how: Added, place: ordered.Place, unseen: float, *tiles: Any) -> tuple[Any, ...]:
-    """Tiles of numbers with ``unseen`` for pairs that do not see each other, whatever they hold. Of wide heads every
+def kept(ref: Refs, how: Added, place: ordered.Place, *tiles: Any) -> tuple[Any, ...]:
+    """Tiles of numbers with 0 for pairs that do not see each other, whatever they hold. Of wide heads every
     tile is masked: a branch beside their products takes registers that they do not have."""
     warpgroup, tile, _, j = place
     plan, shape = how.plan, tiles[0].shape
@@ -269,7 +236,7 @@ def kept(ref: Refs, how: Added, place: ordered.Place, unseen: float, *tiles: Any
         from_first = [(key - (j * ROWS - bound)).astype(jnp.float32) for bound, _ in bounds]
         more = [sees(x, columns(ref, how, warpgroup, shape)) for x, (_, sees) in zip(from_first, bounds, strict=True)]
         seen = both(*rules, *more)
-        return tiles if seen is None else tuple(jnp.where(seen, x, unseen) for x in tiles)
+        return tiles if seen is None else tuple(jnp.where(seen, x, 0.0) for x in tiles)
 
     edges = [(plan.band.first, operator.le), (plan.band.last, operator.ge)]
     edges = [(bound, sees) for bound, sees in edges if bound is not None]
@@ -301,18 +268,6 @@ def leave(ref: Refs, how: Added, warpgroup: Any, tile: Tile, turn: Any, d_q: Any
     plgpu.commit_smem()
     there = ref.sums.at[tile.batch, pl.ds(j * ROWS, ROWS), head, pl.ds(part * PART, PART)]
     plgpu.copy_smem_to_gmem(ref.leaving.sums.at[warpgroup], there, reduction_op="add")
-
-
-def last_queries(ref: Refs, how: Added, warpgroup: Any, tile: Tile, turns: Any) -> None:
-    """Add d_q of the last turn, which no other follows."""
-    shown = lax.rem(turns - 1, jnp.int32(2))
-    plgpu.barrier_wait(ref.there.at[shown])
-
-    def work(accumulators: Any, others: Any) -> None:
-        query_gradients(ref, how, warpgroup, shown, accumulators[0])
-
-    (d_q,), _ = in_registers(how.plan.interpret, work, (_zeros(),))
-    leave(ref, how, warpgroup, tile, turns - 1, d_q)
 
 
 def free(ref: Refs, how: Added, turn: Any) -> None:
