@@ -107,7 +107,7 @@ def test_a_gradient_on_both_sides_of_a_tile(n):
 
 @pytest.mark.parametrize("label", [0, 127, 128, 255, 256, 383, 384, 498, 499, 500, -1])
 def test_a_label_at_the_ends_of_tiles_and_of_rows(label):
-    """Of rows of 499, tiles of 128: the first is cut at multiples of 128. Labels beyond a row are not its neighbour's."""
+    """Of rows of 499, tiles of 128, cut at multiples of 128. Labels beyond a row are not its neighbour's."""
     op = pk.op("cross_entropy_vjp", backend="triton", tiling={"block_rows": 1, "block_n": 128, "num_warps": 1})
     x, labels, lse, g = labelled(5, 499)
     labels[:] = label

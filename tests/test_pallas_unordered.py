@@ -105,7 +105,7 @@ def test_other_stages_meet_the_bound(name, stages):
 
 
 def test_queries_that_no_rounding_of_minus_lse_holds_do_not_reach_d_q():
-    """Beyond the last key lies 0: a weight exp(0 - lse) there is infinite, and 0 times infinity would be added to d_q."""
+    """Beyond the last key lies 0: a weight exp(0 - lse) there is infinite, and 0 times it would be added to d_q."""
     shape = (1, 64, 1, 1, 70, 64)
     arrays = arrays_of(*shape)
     k = jnp.full_like(arrays["k"], -12.0)

@@ -27,7 +27,7 @@ from portakern.backends.pallas.common import block, even_block, quotient
 from portakern.backends.pallas.tpu import _chip
 from portakern.backends.pallas.tpu.toolchain import static
 from portakern.compiling.build import Build, Kernel
-from portakern.compiling.forms import bound_form, typical_form
+from portakern.compiling.forms import bound_form, named_form, typical_form
 from portakern.core import registry, targets, tilings
 from portakern.core.framework import frameworks
 from portakern.core.targets import Target
@@ -1054,7 +1054,7 @@ def test_the_vmem_of_attention_is_what_its_compiler_takes_and_not_much_more(chip
     """MiB that libtpu 0.0.50 told."""
     spec, impl = registry.find_spec("attention"), tpu("attention")
     small = {"batch": 1, "q_len": 4096, "kv_heads": 1, "group": 1, "d": 128, "kv_len": 4096, "dv": 128}
-    call = bound_form(spec, typical_form(spec, dtype, small | dims), frameworks()["jax"], Target("tpu", chip))
+    call = bound_form(spec, named_form(spec, dtype, small | dims), frameworks()["jax"], Target("tpu", chip))
     with _chip.estimates() as noted:
         impl.supports(call, dict(zip(("block_q", "block_kv"), tiles, strict=True)))
     ((needed, _),) = noted

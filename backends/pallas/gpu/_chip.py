@@ -194,9 +194,9 @@ def _finish(waiting: list[Callable[[], None]], later: int) -> None:
 
 
 def in_slots(count: int, slots: int) -> Iterator[tuple[int, int]]:
-    """For each of the ``count`` copies that a tile sends out of ``slots`` buffers in turns: its buffer, and how many copies
-    may still be on their way when it is filled. A block's next tile begins with the first buffer again, which the one
-    before may have used last."""
+    """For each of the ``count`` copies that a tile sends out of ``slots`` buffers in turns: its buffer, and how many
+    copies may still be on their way when it is filled. A block's next tile begins with the first buffer again, which
+    the one before may have used last."""
     return ((i % slots, min(slots - 1, i + (count - 1 - i) % slots)) for i in range(count))
 
 

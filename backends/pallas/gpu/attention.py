@@ -302,7 +302,7 @@ def walk(
 
 
 def first_keys(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, before: Any, step: Any) -> tuple[Any, ...]:
-    """The state (acc, l, m, p) after a share's first keys. Their values wait for the next: acc is 0, p their weights."""
+    """The state (acc, l, m, p) after a share's first keys. Their values wait for the next: acc is 0, p the weights."""
     buffer = lax.rem(before + step, jnp.int32(plan.stages))
     plgpu.barrier_wait(ref.k_arrived.at[buffer])
 

@@ -286,7 +286,7 @@ def kernel(
     tile_of: Callable[[Tile], Tile] = lambda tile: tile,
     consumer_of: Callable[[Refs, Plan, Any, Tile], None] | None = None,
 ) -> None:
-    """One tile of rows at home. ``tile_of``, ``consumer_of``: what another kernel makes of the tile, and does with it."""
+    """One tile of rows at home. ``tile_of``, ``consumer_of``: what another kernel makes of it, and does with it."""
     warpgroup = lax.axis_index("warpgroup")
     place, i = heaviest_first(lax.axis_index("block"), plan.batch * plan.heads, plan.tiles, plan.band)
     batch = quotient(place, plan.heads)

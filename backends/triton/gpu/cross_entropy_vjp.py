@@ -53,12 +53,13 @@ def gradient(t, is_label, log_sum, g, counted, classes, even: tl.constexpr, z: t
 
 @triton.jit
 def of_row(labels, lse, d_loss, row, there, ignored, acc_dtype: tl.constexpr):
-    """A row's label, whether it counts, its lse, and its cotangent or None."""
+    """A row's label, whether it counts, its lse, and its cotangent, 1 where there is none."""
     label = tl.load(labels + row, mask=there, other=ignored).to(tl.int64)
     log_sum = tl.load(lse + row, mask=there, other=0.0).to(acc_dtype)
-    g = None
     if d_loss is not None:
         g = tl.load(d_loss + row, mask=there, other=0.0).to(acc_dtype)
+    else:  # a tuple that is returned holds no None where JAX's programs are compiled; compilers drop a factor of 1
+        g = tl.full(row.shape, 1.0, acc_dtype)
     return label, label != ignored, log_sum, g
 
 
@@ -97,10 +98,8 @@ def where_rows_meet(x, labels, lse, d_loss, d_x, begin, row, rows, n, ignored, f
     read = inside & ((counted & (at < border)) | (counted_2 & (at + vector > border)))
     t = tl.load(x + begin + col, mask=read, other=float("-inf")).to(acc_dtype)
     is_label = col == tl.where(own, hit, hit_2)
-    if g is not None:
-        g = tl.where(own, g, g_2)
-    out = gradient(t, is_label, tl.where(own, log_sum, log_sum_2), g, tl.where(own, counted, counted_2), classes,
-                   even, z, acc_dtype)  # fmt: skip
+    out = gradient(t, is_label, tl.where(own, log_sum, log_sum_2), tl.where(own, g, g_2),
+                   tl.where(own, counted, counted_2), classes, even, z, acc_dtype)  # fmt: skip
     tl.store(d_x + begin + col, out.to(d_x.dtype.element_ty), mask=inside)
 
 
@@ -118,9 +117,9 @@ def behind_vectors(x, labels, lse, d_loss, d_x, rows, n, ignored, first, classes
 
 
 @triton.jit
-def end_to_end_kernel(x, labels, lse, d_loss, start, d_x, rows, n, ignored, first, classes, width: tl.constexpr,
-                      acc_dtype: tl.constexpr, even: tl.constexpr, z: tl.constexpr, vector: tl.constexpr,
-                      edges: tl.constexpr):  # fmt: skip
+def cross_entropy_vjp_long_kernel(x, labels, lse, d_loss, start, d_x, rows, n, ignored, first, classes,
+                                  width: tl.constexpr, acc_dtype: tl.constexpr, even: tl.constexpr, z: tl.constexpr,
+                                  vector: tl.constexpr, edges: tl.constexpr):  # fmt: skip
     """Rows that lie one after another, of ``width`` elements or more, are one row: a tile begins at a multiple of its
     width wherever rows do, and has elements of two of them at most. Most tiles have those of one, without its label,
     and compare and select nothing. The other arguments: as in :func:`cross_entropy_vjp_kernel`."""
@@ -237,8 +236,8 @@ def gradient_into(
     width, vector = tile["block_rows"] * tile["block_n"], 16 // numpy_dtype(call.dtype).itemsize
     ignored = call.options["ignore_index"]
     if rows.strides[0] == rows.strides[1] and n >= width >= vector and not beside:
-        launch(end_to_end_kernel, cdiv(rows.height * n, width), call, x, labels, lse, d_loss, start, d_x, rows.height,
-               n, ignored, first, classes, **forms, width=width, vector=vector,
+        launch(cross_entropy_vjp_long_kernel, cdiv(rows.height * n, width), call, x, labels, lse, d_loss, start, d_x,
+               rows.height, n, ignored, first, classes, **forms, width=width, vector=vector,
                edges=max(vector, tile["num_warps"] * lanes(call.target.arch)))  # fmt: skip
         return
     steps = cdiv(n, tile["block_n"])
