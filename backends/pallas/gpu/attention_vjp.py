@@ -371,15 +371,21 @@ def consume(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile) -> None:
         for name in (NUMBERS if plan.by_query else ())
     )
     sums = lax.fori_loop(0, tile.steps, partial(add, ref, plan, warpgroup, tile, numbers), zeros)
+    write(ref, ref.written, plan, warpgroup, tile, sums)
+
+
+def write(ref: Refs, buffers: Any, plan: Plan, warpgroup: Any, tile: Tile, sums: tuple[Any, ...]) -> None:
+    """Send the gradients of this warpgroup's rows at home on their way, by way of ``buffers``."""
+    rows = pl.ds(tile.row + warpgroup * ROWS, ROWS)
     places = [(name, part) for name, parts in plan.sums.items() for part in range(parts)]
     for (name, part), total, slot in zip(places, sums, itertools.cycle(range(SLOTS)), strict=False):
         plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
         total = total if name == "d_v" else total * plan.scale
-        ref.written.tiled[warpgroup, slot] = total.astype(plan.dtype)
+        buffers.tiled[warpgroup, slot] = total.astype(plan.dtype)
         plgpu.commit_smem()
         out = getattr(ref, name)
         there = out.at[tile.batch, rows, tile.head, part_of(out, part)]
-        plgpu.copy_smem_to_gmem(ref.written.copied.at[warpgroup, slot], there)
+        plgpu.copy_smem_to_gmem(buffers.copied.at[warpgroup, slot], there)
 
 
 def add(

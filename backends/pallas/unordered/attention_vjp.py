@@ -29,7 +29,6 @@ section 3.1, for the warpgroups.
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -57,7 +56,7 @@ from portakern.backends.pallas.gpu._chip import (
     tiled_buffer,
     whole_pieces,
 )
-from portakern.backends.pallas.gpu._flash import COLUMN, PART, TILE, part_of
+from portakern.backends.pallas.gpu._flash import COLUMN, PART, TILE
 from portakern.backends.pallas.gpu.attention_vjp import CONSUMERS, ROWS, SLOTS, Plan, Tile
 from portakern.backends.pallas.unordered import _additions
 from portakern.core.call import Call
@@ -160,17 +159,8 @@ def consume(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, *, how: Added) ->
     turns = lax.div(tile.steps, jnp.int32(how.together))
     zeros = tuple(_zeros() for _ in range(sum(plan.sums.values())))
     sums = lax.fori_loop(0, turns, partial(fold, ref, how, warpgroup, tile), zeros)
-    rows = pl.ds(tile.row + warpgroup * ROWS, ROWS)
-    places = [(name, part) for name, parts in plan.sums.items() for part in range(parts)]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for (name, part), total, slot in zip(places, sums, itertools.cycle(range(SLOTS)), strict=False):
-        plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
-        total = total if name == "d_v" else total * plan.scale
-        ref.leaving.tiled[warpgroup, slot] = total.astype(plan.dtype)
-        plgpu.commit_smem()
-        out = getattr(ref, name)
-        there = out.at[tile.batch, rows, tile.head, part_of(out, part)]
-        plgpu.copy_smem_to_gmem(ref.leaving.copied.at[warpgroup, slot], there)
+    ordered.write(ref, ref.leaving, plan, warpgroup, tile, sums)
 
 
 def fold(ref: Refs, how: Added, warpgroup: Any, tile: Tile, turn: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -444,8 +444,8 @@ FAULTS = {
         Planted(
             "acc-not-rescaled",
             "the sum of values keeps its unit when the maximum grows",
-            old="return tuple(part * lax.broadcast_in_dim(alpha, part.shape, (0,)) for part in acc), sums",
-            new="return tuple(acc), sums",
+            old="return tuple(part * lax.broadcast_in_dim(alpha, part.shape, (0,)) for part in acc), l_new, m_new, p",
+            new="return tuple(acc), l_new, m_new, p",
         ),
         Planted(
             "values-of-these-keys",

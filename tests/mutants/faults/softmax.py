@@ -170,8 +170,8 @@ FAULTS = {
         Planted(
             "no-minus-inf-guard",
             "a first chunk of nothing but -inf subtracts -inf from -inf",
-            old="return jnp.where(m == -jnp.inf, 0.0, m)",
-            new="return m",
+            old="origin = jnp.where(m == -jnp.inf, 0.0, m)",
+            new="origin = m",
             small=True,
         ),
         Planted(
