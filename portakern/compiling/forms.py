@@ -43,10 +43,9 @@ def typical_form(spec: Spec[Any], dtype: str, others: Mapping[str, Any] = Mappin
     Raises:
       SpecError: the op has no such dtype, dimension, option or array, or a dimension cannot have that extent.
     """
-    _refuse_unknown(spec, others)
     whole = not spec.typical and not set(spec.dims) - set(others)  # nothing is missing that a typical call would say
-    usual = {} if whole else typical(spec)
-    return named_form(spec, dtype, {n: v for n, v in {**usual, **others}.items() if n in _names(spec)})
+    usual = {} if whole else {n: v for n, v in typical(spec).items() if n in _names(spec)}
+    return named_form(spec, dtype, {**usual, **others})
 
 
 def named_form(spec: Spec[Any], dtype: str, values: Mapping[str, Any]) -> Form:
@@ -55,7 +54,10 @@ def named_form(spec: Spec[Any], dtype: str, values: Mapping[str, Any]) -> Form:
     Raises:
       SpecError: as :func:`typical_form`.
     """
-    _refuse_unknown(spec, values)
+    known = _names(spec)
+    for name in values:
+        if name not in known:
+            raise SpecError(f"{spec.name} has no {name!r}; expected one of {', '.join(known)}")
     if dtype not in spec.dtypes:
         raise SpecError(f"{spec.name}: dtype {dtype!r} is none of {', '.join(spec.dtypes)}")
     dims = extents(spec, values)
@@ -74,12 +76,6 @@ def named_form(spec: Spec[Any], dtype: str, values: Mapping[str, Any]) -> Form:
 
 def _names(spec: Spec[Any]) -> list[str]:
     return [*spec.dims, *(o.name for o in spec.options), *(a.name for a in spec.arrays if a.optional)]
-
-
-def _refuse_unknown(spec: Spec[Any], values: Mapping[str, Any]) -> None:
-    for name in values:
-        if name not in (known := _names(spec)):
-            raise SpecError(f"{spec.name} has no {name!r}; expected one of {', '.join(known)}")
 
 
 def extents(spec: Spec[Any], values: Mapping[str, Any]) -> dict[str, Any]:

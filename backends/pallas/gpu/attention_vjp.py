@@ -46,6 +46,7 @@ from portakern.backends.pallas.gpu._chip import (
     dtype_refused,
     finished,
     in_registers,
+    in_slots,
     issue_product,
     launch,
     over_shared,
@@ -378,8 +379,8 @@ def write(ref: Refs, buffers: Any, plan: Plan, warpgroup: Any, tile: Tile, sums:
     """Send the gradients of this warpgroup's rows at home on their way, by way of ``buffers``."""
     rows = pl.ds(tile.row + warpgroup * ROWS, ROWS)
     places = [(name, part) for name, parts in plan.sums.items() for part in range(parts)]
-    for (name, part), total, slot in zip(places, sums, itertools.cycle(range(SLOTS)), strict=False):
-        plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
+    for (name, part), total, (slot, leaving) in zip(places, sums, in_slots(len(places), SLOTS), strict=True):
+        plgpu.wait_smem_to_gmem(leaving, wait_read_only=True)
         total = total if name == "d_v" else total * plan.scale
         buffers.tiled[warpgroup, slot] = total.astype(plan.dtype)
         plgpu.commit_smem()
