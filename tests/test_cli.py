@@ -81,6 +81,31 @@ def test_check_says_what_its_budget_left_out(monkeypatch):
     assert found.exit_code == 0 and "budget" not in found.output
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_check_that_is_ended_keeps_what_it_found(jobs, tmp_path, monkeypatch):
+    """What it did not come to is named, laws too, of which a budget leaves out none."""
+    seen, file, check_all = [], tmp_path / "report.json", testing.check_all
+
+    def until(subjects, jobs, advance, budget, **asked):
+        def told(subject, cases):
+            seen.append(cases)
+            if sum(seen) >= 20:
+                raise KeyboardInterrupt
+
+        return check_all(subjects, jobs, told, budget, **asked)
+
+    monkeypatch.setattr(testing, "check_all", until)
+    asked = ["check", "softmax", "logsumexp", "--backend", "reference", "--jobs", f"{jobs}", "--max-examples", "60"]
+    found = run(app, [*asked, "--json", str(file)])
+    assert found.exit_code == 130 and "the check was ended before" in found.output
+    reports = results.read(file).rows
+    done = [r["examples"] + sum(r["refused"].values()) for r in reports]
+    assert 0 < sum(done) < 120 and [d + r["left_out"] for d, r in zip(done, reports, strict=True)] == [60, 60]
+    assert all(r["outcome"] in ("unfinished", "nothing compared") and not r["passed"] for r in reports)
+    laws = {f"law {name}" for name in registry.find_spec("logsumexp").laws}
+    assert laws <= {*reports[1]["unmet"]} | {f"law {name}" for name in reports[1]["laws"]}
+
+
 def test_check_asks_for_what_it_is_told_to(tmp_path, monkeypatch):
     """Of a kernel that counts its calls in the last bit, which breaks a promise and no bound; in one dtype."""
     backend = pk.backends()["reference"]

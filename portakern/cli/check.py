@@ -66,6 +66,7 @@ def check(
     _check_asked(chosen, named, dtype, json_file)
     errors_only(context)  # that interpreters are slow is said by the table
     asked: dict[str, Any] = {"device": device, "profile": profile, "target": target, "promises": promises}
+    ended: BaseException | None = None
     if case is not None:
         if len(chosen) != 1 or len(named) != 1:
             raise SpecError("check --case: name one op and one --backend")
@@ -74,11 +75,16 @@ def check(
     else:
         subjects = _subjects(chosen, named, variant, (device, profile, target), every=not (ops and backend))
         of = {**asked, "dtypes": dtype, "only": edge, "max_examples": max_examples, "seed": seed}
-        reports = _checked(subjects, jobs, budget, of)
-    _show_reports(reports)
+        try:
+            reports = _checked(subjects, jobs, budget, of)
+        except testing.Interrupted as e:  # what was found so far cost time, and is shown and written
+            reports, ended = e.reports, e.by
+    _show_reports(reports, ended)
     if json_file:
         rows = [r.to_dict() | _measured(*s, (device, profile, target)) for r, s in zip(reports, subjects, strict=True)]
         _write_rows(json_file, rows, round(time.perf_counter() - start, 1))
+    if ended is not None:
+        raise ended
     if not all(r.passed for r in reports):
         raise typer.Exit(1)
 
@@ -150,7 +156,7 @@ def _subjects(
     return found
 
 
-def _show_reports(reports: list[Any]) -> None:
+def _show_reports(reports: list[Any], ended: BaseException | None) -> None:
     rows = []
     for r in reports:
         worst = ", ".join(f"{name} {fraction:.2f}" for name, fraction in r.worst.items()) or "-"
@@ -176,7 +182,9 @@ def _show_reports(reports: list[Any]) -> None:
         for reason, count in r.refused.most_common():
             out.print(f"refused {count} x {r.op} on {r.subject}: {reason}", markup=False, highlight=False)
         if r.left_out:
-            text = f"the budget ended before {r.left_out} cases of {r.op} on {r.subject}; --budget gives more seconds"
+            why = "the budget ended" if ended is None else "the check was ended"
+            text = f"{why} before {r.left_out} cases of {r.op} on {r.subject}"
+            text += "" if ended is not None else "; --budget gives more seconds"
             out.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
         if r.concessions:
             out.print(f"conceded to {r.subject}: {'; '.join(r.concessions)}", markup=False, highlight=False)

@@ -18,7 +18,7 @@ if importlib.util.find_spec("hypothesis") is None:
 from portakern.testing.audit import Audit, audit
 from portakern.testing.cases import Case, edges
 from portakern.testing.laws import Draw
-from portakern.testing.parallel import check_all
+from portakern.testing.parallel import Interrupted, check_all
 from portakern.testing.report import Failure, Report
 from portakern.testing.runner import check, replay
 from portakern.testing.samples import sample_arrays, sample_case, samples
@@ -34,6 +34,7 @@ __all__ = [
     "Case",
     "Draw",
     "Failure",
+    "Interrupted",
     "Limits",
     "OtherEdges",
     "Report",

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import as_completed
 from functools import reduce
 from typing import Any
 
 from portakern.processes import SHARING, pool, unsaid
 from portakern.testing.report import Report
-from portakern.testing.runner import check
+from portakern.testing.runner import Asked, check, subject_of, with_rest
+from portakern.testing.suite import WHAT
 
-__all__ = ["check_all"]
+__all__ = ["Interrupted", "check_all"]
+
+Of = tuple[str, str, str | None]
+"""An op, a backend and one of its variants."""
 
 SHARDS = 48
 """Parts of one check: more than it has runs of cases, so that no process is left with several of the longest, which
@@ -22,10 +26,19 @@ BESIDE_OTHERS = SHARING | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREAD
 """What processes that share a machine are told: each would have as many threads as there are cores."""
 
 
+class Interrupted(BaseException):
+    """Checks were told to end (Ctrl-C, or a signal) before they had. ``reports``: what each had found, with the rest
+    as left out; ``by``: what told them."""
+
+    def __init__(self, reports: list[Report], by: BaseException) -> None:
+        super().__init__(reports, by)
+        self.reports, self.by = reports, by
+
+
 def check_all(
-    subjects: Sequence[tuple[str, str, str | None]],
+    subjects: Sequence[Of],
     jobs: int,
-    advance: Callable[[tuple[str, str, str | None], int], None],
+    advance: Callable[[Of, int], None],
     seconds: float | None = None,
     **options: Any,
 ) -> list[Report]:
@@ -34,14 +47,49 @@ def check_all(
     ``jobs`` processes share the work; what is drawn does not depend on how many. ``advance(subject, cases)`` is called
     as cases are done. ``seconds``: after these no further case begins, of all subjects together; each has about its
     share of the cases by then, and the laws are asked in any case.
+
+    Raises:
+      Interrupted: for whatever tells the program to end.
     """
     deadline = None if seconds is None else time.time() + seconds
-    if jobs == 1:
-        return [
-            _alone(subject, advance, {**options, "seconds": _left(deadline, len(subjects) - i)})
-            for i, subject in enumerate(subjects)
-        ]
-    parts: dict[tuple[str, str, str | None], list[Report]] = {subject: [] for subject in subjects}
+    found: dict[Of, list[Report]] = {subject: [] for subject in subjects}
+    parts = 1 if jobs == 1 else SHARDS
+    try:
+        if jobs > 1:
+            _shared(found, jobs, advance, deadline, options)
+        for i, subject in enumerate(subjects if jobs == 1 else ()):
+            seconds = _left(deadline, len(subjects) - i)
+            found[subject].append(_alone(subject, advance, {**options, "seconds": seconds}))
+    except BaseException as e:
+        if isinstance(e, Exception):
+            raise
+        lacking = [subject for subject in subjects if len(found[subject]) < parts]
+        if hasattr(e, "found"):  # of the check that was under way in this process
+            found[lacking[0]].append(e.found)
+        raise Interrupted(
+            [_with_rest(s, found[s], options) if s in lacking else _merged(found[s]) for s in subjects], e
+        ) from e
+    return [_merged(reports) for reports in found.values()]
+
+
+def _merged(reports: Sequence[Report]) -> Report:
+    return reduce(Report.merge, reports)
+
+
+def _with_rest(subject: Of, found: Sequence[Report], options: Mapping[str, Any]) -> Report:
+    op, backend, variant = subject
+    what = {n: v for n, v in options.items() if n in WHAT}
+    asked = Asked(**{n: v for n, v in options.items() if n not in WHAT})
+    return with_rest(subject_of(op, backend, variant, **what), asked, _merged(found) if found else None)
+
+
+def _shared(
+    found: Mapping[Of, list[Report]],
+    jobs: int,
+    advance: Callable[[Of, int], None],
+    deadline: float | None,
+    options: Mapping[str, Any],
+) -> None:
     with pool(jobs, unsaid(BESIDE_OTHERS)) as processes:
         waiting = {
             processes.submit(_part, op, deadline, backend=backend, variant=variant, shard=(i, SHARDS), **options): (
@@ -50,13 +98,12 @@ def check_all(
                 variant,
             )
             for i in reversed(range(SHARDS))
-            for op, backend, variant in subjects
+            for op, backend, variant in found
         }
         for done in as_completed(waiting):
             report, subject = done.result(), waiting[done]
-            parts[subject].append(report)
+            found[subject].append(report)
             advance(subject, report.examples)
-    return [reduce(Report.merge, reports) for reports in parts.values()]
 
 
 def _part(op: str, deadline: float | None, **options: Any) -> Report:
@@ -69,11 +116,7 @@ def _left(deadline: float | None, sharing: int = 1) -> float | None:
     return None if deadline is None else max(0.0, deadline - time.time()) / sharing
 
 
-def _alone(
-    subject: tuple[str, str, str | None],
-    advance: Callable[[tuple[str, str, str | None], int], None],
-    options: dict[str, Any],
-) -> Report:
+def _alone(subject: Of, advance: Callable[[Of, int], None], options: Mapping[str, Any]) -> Report:
     seen = 0
 
     def progress(done: int) -> None:

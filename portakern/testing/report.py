@@ -63,8 +63,8 @@ class Report:
         default.
       cells: "dtype | regime | edge | tiling" -> number of compared cases.
       layouts, edges, laws: name -> number of compared cases.
-      left_out: cases that were not run because the time was up; missed: edge or else regime of values -> how many of
-        those were of it.
+      left_out: cases that were not run because the time was up or the check was interrupted; missed: edge or else
+        regime of values -> how many of those were of it; "law " and its name -> instances that were not asked.
       seconds: wall time.
     """
 
@@ -100,9 +100,18 @@ class Report:
 
     @property
     def unmet(self) -> tuple[str, ...]:
-        """The regimes of values and the edges of cases that were left out, of which no case was compared."""
-        met = {word for cell in self.cells for word in cell.split(" | ")[1:3]}
+        """The regimes of values, the edges and the laws of what was left out, of which nothing was compared."""
+        met = {word for cell in self.cells for word in cell.split(" | ")[1:3]} | self.met.keys()
         return tuple(name for name in self.missed if name not in met)
+
+    @property
+    def met(self) -> Counter[str]:
+        """Edge or else regime of values, and law -> how many were compared, named as those that were missed."""
+        met = Counter({f"law {name}": count for name, count in self.laws.items()})
+        for cell, count in self.cells.items():
+            _, regime, edge, _ = cell.split(" | ")
+            met[regime if edge == "-" else edge] += count
+        return met
 
     @property
     def passed(self) -> bool:

@@ -39,7 +39,18 @@ from portakern.testing.subject import (
 )
 from portakern.testing.verdict import Broken, BrokenPromise, OtherEdges
 
-__all__ = ["Asked", "Failure", "Report", "cases_of", "check", "check_subject", "replay", "replay_subject", "subject_of"]
+__all__ = [
+    "Asked",
+    "Failure",
+    "Report",
+    "cases_of",
+    "check",
+    "check_subject",
+    "replay",
+    "replay_subject",
+    "subject_of",
+    "with_rest",
+]
 
 EDGE_EXAMPLES = 5
 FILL = 2**20  # elements of an array that keeps a large GPU busy
@@ -194,9 +205,31 @@ def check_subject(subject: Subject, asked: Asked) -> Report:
     work = _Work(subject, limits, asked.seed, report, asked.shrink and not limits.shapes, asked.progress, excused)
     work.limit = math.inf if asked.seconds is None else asked.seconds
     with_laws = asked.only is None and not limits.shapes
-    work.carry_out(_plan(spec, limits, asked.max_examples, asked.only), with_laws, asked.shard)
-    report.seconds = time.perf_counter() - start
+    try:
+        work.carry_out(_plan(spec, limits, asked.max_examples, asked.only), with_laws, asked.shard)
+    except BaseException as e:
+        if not isinstance(e, Exception):  # the program is told to end: what was found goes with it
+            e.found = report  # type: ignore[attr-defined]
+        raise
+    finally:
+        report.seconds = time.perf_counter() - start
     return report
+
+
+def with_rest(subject: Subject, asked: Asked, found: Report | None) -> Report:
+    """What a check found before it was interrupted, with all that it did not come to, laws too, as left out."""
+    kinds = asking(subject.spec, asked.edges, asked.promises)[0]
+    rest = Report(subject.spec.name, subject.name, asked.seed, asked=kinds)
+    for case in cases_of(subject, asked):
+        if isinstance(case, LawCase):
+            rest.missed[f"law {case.law}"] += 1
+        else:
+            rest.leave_out(case)
+    if found is None:
+        return rest
+    rest.left_out = max(0, rest.left_out - found.examples - found.refused.total() - found.not_emulated.total())
+    rest.missed -= found.met
+    return found.merge(rest)
 
 
 def cases_of(subject: Subject, asked: Asked) -> list[Case | LawCase]:
