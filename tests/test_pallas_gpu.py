@@ -44,8 +44,8 @@ HOPPER = Target("cuda", "sm_90")
 OPS = [op for op in registry.ops() if PALLAS.where(op, FAMILY)]
 ROWS = [op for op in OPS if "row_warps" in PALLAS.implementation(op, FAMILY).knobs]
 SPILLED = {
-    "attention": 96,  # bytes: what the walk over tiles knows, stored and read outside the loop over keys
-    "attention_vjp": 64,  # d_k and d_v beside each other take all registers, and one by one more products
+    "attention": 16,  # bytes: what the walk over tiles knows, stored and read outside the loop over keys
+    "attention_vjp": 16,  # d_k and d_v beside each other take all registers, and one by one more products
 }
 LIMITS = testing.Limits(used=2**12)
 each_op = pytest.mark.parametrize("op", OPS)
@@ -448,6 +448,21 @@ def test_what_is_told_of_a_kernel_is_found_by_its_name(tmp_path):
         "a_0.ptx": "a_0.resources.txt",
         "a_3.ptx": "a_5.resources.txt",
     }
+
+
+def test_bytes_that_a_warning_says_again_are_spilled_once(tmp_path):
+    """In ptxas's words."""
+    code = tmp_path / "a_0.ptx"
+    code.write_text(".entry a_mosaic_gpu_kernel() .reqntid 384, 1, 1")
+    code.with_suffix(".resources.txt").write_text("Resources(smem_scratch_bytes=1024, barrier_counts=Counter())")
+    code.with_suffix(".ptxas").write_text("""\
+ptxas warning : Registers are spilled to local memory in function 'a', 16 bytes spill stores, 20 bytes spill loads
+ptxas info    : Function properties for a
+    16 bytes stack frame, 16 bytes spill stores, 20 bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers, 16 bytes cumulative stack size, 1 bytes smem
+""")
+    kernel = compiler._read(code, code.with_suffix(".resources.txt"), targets.find("sm_90"))
+    assert (kernel.spills, kernel.registers, kernel.on_chip) == (16, 168, {"shared": 1024})
 
 
 @has_compiler

@@ -211,7 +211,7 @@ LIMITS = [
     (64, {"is_causal": True}, 0),
     (64, {"is_causal": True, "softcap": 30.0}, 0),
     (64, {}, 0),
-    (128, {"is_causal": True}, 32),
+    (128, {"is_causal": True}, 16),
     (128, {}, 0),
 ]
 

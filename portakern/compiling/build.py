@@ -32,8 +32,8 @@ class Kernel:
     Attributes:
       name: the kernel's; launches: how many launches of the call it serves.
       threads: of one program; registers: 32-bit registers a thread.
-      spills: what did not fit in registers: bytes a thread on a GPU, vector registers stored in the code of a TPU
-        kernel.
+      spills: what did not fit in registers: bytes that a thread of a GPU stores, once each as the assembler counts
+        them and without those it loads; vector registers stored in the code of a TPU kernel.
       on_chip: memory (as named in :mod:`portakern.core.targets`) -> bytes that one program takes; granted: -> bytes
         that it may take, where that is less than there is.
       occupancy: share of a core's resident threads that fit beside each other.

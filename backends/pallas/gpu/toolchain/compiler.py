@@ -150,13 +150,19 @@ def _read(path: Path, resources: Path, hardware: Hardware) -> Kernel:
         _name(path),
         threads=threads[0] if threads else None,
         registers=registers,
-        spills=sum(_numbers(r"(\d+) bytes spill stores", log)),
+        spills=_spills(log),
         on_chip=on_chip,
         matrix=dict(Counter(re.findall(r"\b(wgmma\.mma_async\.[\w.]+)", ptx)).most_common()),
         occupancy=occupancy(threads[0] // hardware.lanes, registers, on_chip, hardware) if threads else None,
         serialised=list(dict.fromkeys(re.findall(r"\bC75\d\d\) Potential Performance Loss: .*", log))),
         assembly=ptx,
     )
+
+
+def _spills(log: str) -> int:
+    """Bytes a thread that are stored because no register is left for them, in all functions of a kernel. ptxas says it
+    of each beside its stack, and where it is not 0 in a warning too."""
+    return sum(_numbers(r"bytes stack frame, (\d+) bytes spill stores", log))
 
 
 def _shared(resources: str) -> int:
