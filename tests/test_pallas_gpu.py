@@ -7,6 +7,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import sys
+import types
+from importlib.machinery import PathFinder
 
 import numpy as np
 import pytest
@@ -436,6 +439,19 @@ def test_what_it_takes_of_the_chip_is_told(op, monkeypatch, tmp_path):
         assert ".target sm_90a" in kernel.assembly
     multiplying = [kernel.name for kernel in built.kernels if "wgmma" in "".join(kernel.matrix)]
     assert bool(multiplying) == record(op).matrix_units, "products are wgmma's"
+
+
+def test_a_plugin_that_is_not_there_is_named(monkeypatch):
+    """Among others of JAX's plugins, and where there are none, which Python's search answers by an error."""
+    monkeypatch.setitem(sys.modules, "jax_plugins", types.ModuleType("jax_plugins"))
+    sys.modules["jax_plugins"].__path__ = []
+    sys.modules["jax_plugins"].__spec__ = types.SimpleNamespace()
+    monkeypatch.delitem(sys.modules, "jax_plugins.xla_cuda13", raising=False)
+    assert "plugin for CUDA 13" in compiler.unavailable(targets.find("sm_90"))
+    monkeypatch.delitem(sys.modules, "jax_plugins")
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(sys, "meta_path", [PathFinder])
+    assert "plugin for CUDA 13" in compiler.unavailable(targets.find("sm_90"))
 
 
 def test_what_is_told_of_a_kernel_is_found_by_its_name(tmp_path):

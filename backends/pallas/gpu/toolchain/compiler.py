@@ -27,13 +27,16 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 DUMP = "MOSAIC_GPU_DUMP_TO"
+PLUGINS, PLUGIN = "jax_plugins", "jax_plugins.xla_cuda13"
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cuda-nvcc")
 BARRIER_BYTES = 8
 GRID = (2**31 - 1, 65535, 65535)  # the CUDA C++ programming guide's limits of a grid, by axis
 
 
 def unavailable(hardware: Hardware) -> str | None:
-    if sys.platform != "linux" or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+    # the folder of plugins is looked for first: where there is none, to look for what lies in it is an error
+    found = importlib.util.find_spec(PLUGINS) and importlib.util.find_spec(PLUGIN)
+    if sys.platform != "linux" or not found:
         return (
             "jax's plugin for CUDA 13, which compiles for GPUs without one, is not installed; "
             "run: pip install 'jax[cuda13]'"
