@@ -441,6 +441,47 @@ def test_what_it_takes_of_the_chip_is_told(op, monkeypatch, tmp_path):
     assert bool(multiplying) == record(op).matrix_units, "products are wgmma's"
 
 
+MANY_KEYS = {"batch": 1, "q_len": 512, "kv_heads": 1, "group": 2, "kv_len": 4096, "d": 64, "dv": 64}
+FEW_QUERIES = {**MANY_KEYS, "q_len": 1}
+ESTIMATED = [
+    ("gpu", "softmax", {"shape": (64, 96)}, {"block_rows": 1, "block_n": 128, "row_warps": 4}),
+    ("gpu", "softmax", {"shape": (64, 64)}, {"block_rows": 2, "block_n": 128, "row_warps": 2}),
+    ("fused", "layernorm_vjp", {"batch": (640,), "n": 64}, {"block_n": 128, "ring": 3}),
+    ("gpu", "matmul", {"m": 512, "n": 512, "k": 512}, {"block_m": 128, "block_n": 64, "beside": 3, "stages": 3}),
+    ("gpu", "attention", MANY_KEYS, {"block_q": 128, "block_kv": 64, "stages": 8}),
+    ("decode", "attention", FEW_QUERIES, {"block_q": 64, "block_kv": 64, "stages": 8}),
+    ("gpu", "attention_vjp", MANY_KEYS, {"block_q": 64, "block_kv": 64, "stages": 1}),
+    ("gpu", "attention_vjp", {**MANY_KEYS, "dv": 128}, {"block_q": 64, "block_kv": 64, "stages": 3}),
+    ("unordered", "attention_vjp", MANY_KEYS, {"stages": 4}),
+]
+
+
+@has_compiler
+@pytest.mark.parametrize(("variant", "op", "dims", "tiling"), ESTIMATED)
+def test_shared_memory_is_estimated_as_mosaic_takes_it(variant, op, dims, tiling, monkeypatch, tmp_path):
+    """Never less, so that what is not refused fits, and not much more: barriers, and room to reduce across warps."""
+    monkeypatch.setenv("PORTAKERN_CACHE", str(tmp_path))
+    spec, found = registry.find_spec(op), []
+
+    def over_shared(needed, names, across_warps=True):
+        found.append(needed + _chip.BARRIER_BYTES + _chip.REDUCTION_BYTES * across_warps)
+
+    impl = PALLAS.implementation(op, next(f for f in PALLAS.declared if f.name == variant))
+    form = forms.named_form(spec, "bfloat16", dims)
+    call, used = forms.abstract_call(spec, impl, form, targets.find("sm_90"), tiling)
+    arrays = {name: x for name, x in call.arrays.items() if x is not None}
+    for module in [m for m in sys.modules.values() if getattr(m, "over_shared", None) is _chip.over_shared]:
+        monkeypatch.setattr(module, "over_shared", over_shared)
+    assert impl.supports(call, used) is None
+    monkeypatch.undo()
+    monkeypatch.setenv("PORTAKERN_CACHE", str(tmp_path))
+    more = {"return_lse": True} if op == "attention" else {}
+    built = pk.op(op, backend="pallas", variant=variant, tiling=tiling).lower(**arrays, **more, target="sm_90")
+    assert built.ok, built.reason
+    taken = max(kernel.on_chip["shared"] for kernel in built.kernels)
+    assert taken <= max(found) <= taken + _chip.BARRIER_BYTES + _chip.REDUCTION_BYTES
+
+
 def test_a_plugin_that_is_not_there_is_named(monkeypatch):
     """Among others of JAX's plugins, and where there are none, which Python's search answers by an error."""
     monkeypatch.setitem(sys.modules, "jax_plugins", types.ModuleType("jax_plugins"))

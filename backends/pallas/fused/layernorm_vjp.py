@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.gpu import _rows as rows_of
-from portakern.backends.pallas.gpu._chip import WARPS, dtype_refused, launch, over_shared, padded_rows, store
+from portakern.backends.pallas.gpu._chip import WARPS, aligned, dtype_refused, launch, over_shared, padded_rows, store
 from portakern.backends.pallas.gpu._columns import in_order
 from portakern.backends.pallas.gpu._rows import (
     THREADS,
@@ -87,7 +87,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
         return f"rows of {n} elements are no whole pieces of 16 bytes, as the ring wants them: use variant 'gpu'"
     walk = walk_of(call, tiling)
     needed = tiling["ring"] * walk.arrays * walk.chunk * walk.itemsize
-    return walk._replace(block_rows=1).refused() or over_shared(needed, "ring or block_n")
+    return walk._replace(block_rows=1).refused() or over_shared(aligned(needed), "ring or block_n")
 
 
 def copies(call: Call, tiling: Mapping[str, int]) -> str | None:

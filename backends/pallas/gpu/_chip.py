@@ -34,8 +34,12 @@ LANES, WARPS = HOPPER.lanes, 4
 BULK_BYTES = 16
 """What the copy engine moves at least, and to what its addresses are aligned."""
 
-BARRIER_BYTES, REDUCTION_BYTES = 256, 2048
-"""Shared memory that a kernel does not name: barriers, and room to reduce across warps."""
+BARRIER_BYTES, REDUCTION_BYTES = 384, 2048
+"""Shared memory that a kernel does not name: barriers, 48 of 8 bytes at most (attention in 8 stages has 41), and room to
+reduce across warps."""
+
+ALIGNED = 1024
+"""Bytes: Mosaic begins each buffer in shared memory at a multiple."""
 
 BARRIERS = 32
 """Barriers that Mosaic makes at most in a group."""
@@ -100,9 +104,14 @@ def products_refused(call: Call) -> str | None:
     )
 
 
+def aligned(*buffers: int) -> int:
+    """Bytes of shared memory that buffers of so many bytes take."""
+    return sum(common.padded(buffer, ALIGNED) for buffer in buffers)
+
+
 def over_shared(needed: int, names: str, across_warps: bool = True) -> str | None:
-    """Why buffers of so many bytes do not fit into the shared memory of a block, or None. ``names``: the tiles that
-    would have to be smaller. ``across_warps``: as of :func:`launch`."""
+    """Why buffers of so many bytes (:func:`aligned`) do not fit into the shared memory of a block, or None.
+    ``names``: the tiles that would have to be smaller. ``across_warps``: as of :func:`launch`."""
     needed += BARRIER_BYTES + REDUCTION_BYTES * across_warps
     if needed <= SHARED_BYTES:
         return None

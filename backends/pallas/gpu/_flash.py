@@ -32,7 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from portakern.backends.pallas._band import Band
 from portakern.backends.pallas.common import Refs, quotient
-from portakern.backends.pallas.gpu._chip import HOPPER, Swizzled, issue_product, over_shared
+from portakern.backends.pallas.gpu._chip import ALIGNED, HOPPER, Swizzled, issue_product, over_shared
 from portakern.core.call import Call
 from portakern.spec import Count
 from portakern.spec import Tile as PowerOfTwo
@@ -49,8 +49,8 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 REGISTERS = {1: (PRODUCER_REGISTERS, CONSUMER_REGISTERS), 2: (PRODUCER_REGISTERS, CONSUMER_REGISTERS), 3: (24, 160)}
 """The same, by the number of consumers of forward."""
 
-LSE_BYTES = 1024
-"""Shared memory for what is written of lse, and to align it."""
+LSE_BYTES = ALIGNED
+"""Shared memory for what is written of lse, which is less."""
 
 SHARES = {"splits": Count(1, 64), "chunk": PowerOfTwo(64, 1 << 20)}
 """Knobs: the shares of the keys that a query sees, at most, and one more where they begin within one; keys of a share

@@ -33,6 +33,7 @@ from portakern.backends.pallas.gpu._chip import (
     BULK_BYTES,
     LANES,
     WARPS,
+    aligned,
     dtype_refused,
     launch,
     over_shared,
@@ -209,7 +210,7 @@ class Walk(NamedTuple):
                 "into its registers: use a smaller block_n or more row_warps"
             )
         needed = self.arrays * self.buffers * math.prod(self.block) * self.itemsize
-        too_large = over_shared(needed, "block_rows or block_n")
+        too_large = over_shared(aligned(needed), "block_rows or block_n")
         if self.buffers > BARRIERS and not too_large:
             return (
                 f"block_rows={self.block_rows} with row_warps={self.row_warps} waits at {self.buffers} barriers, and "

@@ -43,6 +43,7 @@ from portakern.backends.pallas.common import Refs, padded, quotient
 from portakern.backends.pallas.gpu import _rows
 from portakern.backends.pallas.gpu._chip import (
     Swizzled,
+    aligned,
     dtype_refused,
     finished,
     in_registers,
@@ -161,7 +162,8 @@ class Plan(NamedTuple):
     def shared(self) -> int:
         """Bytes of shared memory."""
         rows = (CONSUMERS * ROWS + self.stages * self.guest.tile) * sum(self.parts) + CONSUMERS * SLOTS * ROWS
-        return rows * PART * self.dtype.itemsize + math.prod(self.numbers) * jnp.dtype(jnp.float32).itemsize
+        numbers = math.prod(self.numbers) * jnp.dtype(jnp.float32).itemsize
+        return aligned(rows * PART * self.dtype.itemsize, numbers)
 
     @property
     def numbers(self) -> tuple[int, int, int]:
@@ -257,7 +259,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
                 f"tiles of {plan.guest.tile} with heads of {call.dims['d']} and {call.dims['dv']} take {plan.held} "
                 f"registers a thread for sums and scores, and {HELD} are free: use smaller block_q and block_kv"
             )
-        reason = over_shared(plan.shared, "block_q, block_kv or stages")
+        reason = over_shared(plan.shared, "block_q, block_kv or stages", across_warps=False)
         if reason:
             return reason
     return None
@@ -613,5 +615,6 @@ def gradients(call: Call, plan: Plan, inputs: Mapping[str, jax.Array]) -> dict[s
         },
         warpgroups=CONSUMERS + 1,
         approximate=True,
+        across_warps=False,
     )
     return {name: found[name][..., :extent] for name, extent in extents.items()}

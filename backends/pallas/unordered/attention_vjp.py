@@ -47,6 +47,7 @@ from portakern.backends.pallas.common import Refs, padded, positions, quotient
 from portakern.backends.pallas.gpu import attention_vjp as ordered
 from portakern.backends.pallas.gpu._chip import (
     Swizzled,
+    aligned,
     finished,
     in_registers,
     issue_product,
@@ -68,9 +69,6 @@ ADDED = "many blocks add to it in memory, in the order in which they come"
 KNOBS = {"stages": Count(2, 8)}
 """Two stages at least: two tiles that came by may be in use together."""
 
-ALIGNED = 1024
-"""Bytes: where a buffer in shared memory begins."""
-
 WANTS = "d_k", "d_v"
 """The gradients that registers sum up."""
 
@@ -91,7 +89,7 @@ class Added(NamedTuple):
         leaving = CONSUMERS * ROWS * PART * jnp.dtype(jnp.float32).itemsize
         written = CONSUMERS * SLOTS * ROWS * PART * self.plan.dtype.itemsize
         shown = 2 * self.together * CONSUMERS * ROWS * PART * self.plan.dtype.itemsize
-        numbers = padded(4 * math.prod(self.numbers), ALIGNED) - 4 * math.prod(self.plan.numbers)
+        numbers = aligned(4 * math.prod(self.numbers)) - aligned(4 * math.prod(self.plan.numbers))
         return self.plan.shared - written + max(leaving, written) + shown + numbers
 
     @property
