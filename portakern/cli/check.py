@@ -75,14 +75,10 @@ def check(
     else:
         subjects = _subjects(chosen, named, variant, (device, profile, target), every=not (ops and backend))
         of = {**asked, "dtypes": dtype, "only": edge, "max_examples": max_examples, "seed": seed}
-        try:
-            reports = _checked(subjects, jobs, budget, of)
-        except testing.Interrupted as e:  # what was found so far cost time, and is shown and written
-            reports, ended = e.reports, e.by
+        reports, ended = _checked(subjects, jobs, budget, of)
     _show_reports(reports, ended)
     if json_file:
-        rows = [r.to_dict() | _measured(*s, (device, profile, target)) for r, s in zip(reports, subjects, strict=True)]
-        _write_rows(json_file, rows, round(time.perf_counter() - start, 1))
+        _write(json_file, reports, subjects, (device, profile, target), round(time.perf_counter() - start, 1))
     if ended is not None:
         raise ended
     if not all(r.passed for r in reports):
@@ -91,14 +87,19 @@ def check(
 
 def _checked(
     subjects: list[tuple[str, str, str | None]], jobs: int, budget: float | None, asked: dict[str, Any]
-) -> list[Any]:
-    """The subjects' reports; a bar each shows how many of its cases were run."""
+) -> tuple[list[Any], BaseException | None]:
+    """The subjects' reports, and what ended the checks before they had: what they found until then cost time, and is
+    shown and written. A bar each shows how many of its cases were run."""
     from portakern import testing
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True) as bar:
         tasks = {s: bar.add_task("{} on {}, {}".format(*s), total=asked["max_examples"]) for s in subjects}
-        return testing.check_all(subjects, jobs, lambda s, cases: bar.advance(tasks[s], cases), budget, **asked)
+        try:
+            found = testing.check_all(subjects, jobs, lambda s, cases: bar.advance(tasks[s], cases), budget, **asked)
+            return found, None
+        except testing.Interrupted as e:
+            return e.reports, e.by
 
 
 def _check_asked(ops: list[str], backends: list[str], dtypes: list[str] | None, json_file: Path | None) -> None:
@@ -122,7 +123,10 @@ def _measured(op: str, backend: str, variant: str | None, where: Where) -> dict[
     return found | {"sources": sources.fingerprint(op, b, variant, target)}
 
 
-def _write_rows(file: Path, rows: list[dict[str, Any]], seconds: float) -> None:
+def _write(
+    file: Path, reports: list[Any], subjects: list[tuple[str, str, str | None]], where: Where, seconds: float
+) -> None:
+    rows = [r.to_dict() | _measured(*s, where) for r, s in zip(reports, subjects, strict=True)]
     emulated = [" (emulated)" in r["subject"] for r in rows]
     on_host = all(" on cpu " in r["subject"] for r in rows)
     ran_on = results.EMULATED if all(emulated) else results.HOST_CPU if on_host else None

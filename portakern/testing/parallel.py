@@ -61,15 +61,24 @@ def check_all(
             seconds = _left(deadline, len(subjects) - i)
             found[subject].append(_alone(subject, advance, {**options, "seconds": seconds}))
     except BaseException as e:
-        if isinstance(e, Exception):
+        told = _told(e)
+        if told is None:
             raise
         lacking = [subject for subject in subjects if len(found[subject]) < parts]
-        if hasattr(e, "found"):  # of the check that was under way in this process
-            found[lacking[0]].append(e.found)
+        if hasattr(told, "found"):  # of the check that was under way in this process
+            found[lacking[0]].append(told.found)
         raise Interrupted(
-            [_with_rest(s, found[s], options) if s in lacking else _merged(found[s]) for s in subjects], e
+            [_with_rest(s, found[s], options) if s in lacking else _merged(found[s]) for s in subjects], told
         ) from e
     return [_merged(reports) for reports in found.values()]
+
+
+def _told(e: BaseException | None) -> BaseException | None:
+    """What told the program to end, if that is what is behind an exception: a signal that comes while a lock is waited
+    for makes another one of it as the lock is let go."""
+    while isinstance(e, Exception):
+        e = e.__context__
+    return e
 
 
 def _merged(reports: Sequence[Report]) -> Report:

@@ -64,7 +64,8 @@ class Report:
       cells: "dtype | regime | edge | tiling" -> number of compared cases.
       layouts, edges, laws: name -> number of compared cases.
       left_out: cases that were not run because the time was up or the check was interrupted; missed: edge or else
-        regime of values -> how many of those were of it; "law " and its name -> instances that were not asked.
+        regime of values -> how many of those were of it, or might have been where they had not been drawn; "law " and
+        its name -> instances that were not asked.
       seconds: wall time.
     """
 
@@ -101,7 +102,8 @@ class Report:
     @property
     def unmet(self) -> tuple[str, ...]:
         """The regimes of values, the edges and the laws of what was left out, of which nothing was compared."""
-        met = {word for cell in self.cells for word in cell.split(" | ")[1:3]} | self.met.keys()
+        met = {word for cell in self.cells for word in cell.split(" | ")[1:3]}
+        met |= {f"law {name}" for name in self.laws}
         return tuple(name for name in self.missed if name not in met)
 
     @property

@@ -26,6 +26,7 @@ from portakern.testing.comparing import run_case
 from portakern.testing.fixed import Turn, checked_shapes, fits, turns_of
 from portakern.testing.laws import LawCase, NotTaken, run_law
 from portakern.testing.layouts import LAYOUTS
+from portakern.testing.regimes import VALUE_REGIMES
 from portakern.testing.report import Failure, Report
 from portakern.testing.sizes import Limits
 from portakern.testing.strategies import cases, dtypes_of, turns
@@ -204,9 +205,8 @@ def check_subject(subject: Subject, asked: Asked) -> Report:
     start = time.perf_counter()
     work = _Work(subject, limits, asked.seed, report, asked.shrink and not limits.shapes, asked.progress, excused)
     work.limit = math.inf if asked.seconds is None else asked.seconds
-    with_laws = asked.only is None and not limits.shapes
     try:
-        work.carry_out(_plan(spec, limits, asked.max_examples, asked.only), with_laws, asked.shard)
+        work.all_of(asked)
     except BaseException as e:
         if not isinstance(e, Exception):  # the program is told to end: what was found goes with it
             e.found = report  # type: ignore[attr-defined]
@@ -217,14 +217,12 @@ def check_subject(subject: Subject, asked: Asked) -> Report:
 
 
 def with_rest(subject: Subject, asked: Asked, found: Report | None) -> Report:
-    """What a check found before it was interrupted, with all that it did not come to, laws too, as left out."""
-    kinds = asking(subject.spec, asked.edges, asked.promises)[0]
-    rest = Report(subject.spec.name, subject.name, asked.seed, asked=kinds)
-    for case in cases_of(subject, asked):
-        if isinstance(case, LawCase):
-            rest.missed[f"law {case.law}"] += 1
-        else:
-            rest.leave_out(case)
+    """What a check found before it was interrupted, with all that it did not come to, laws too, as left out. None of
+    that is drawn, which would take long: a case whose regime is not known yet is missed by each."""
+    spec, limits = subject.spec, asked.limits_of(subject)
+    kinds, excused = asking(spec, asked.edges, asked.promises)
+    rest = Report(spec.name, subject.name, asked.seed, asked=kinds)
+    _LeftOut(subject, limits, asked.seed, rest, False, None, excused).all_of(asked)
     if found is None:
         return rest
     rest.left_out = max(0, rest.left_out - found.examples - found.refused.total() - found.not_emulated.total())
@@ -237,8 +235,7 @@ def cases_of(subject: Subject, asked: Asked) -> list[Case | LawCase]:
     spec, limits = subject.spec, asked.limits_of(subject)
     excused = asking(spec, asked.edges, asked.promises)[1]
     work = _Listing(subject, limits, asked.seed, Report(spec.name, "", asked.seed), False, None, excused)
-    runs = _plan(spec, limits, asked.max_examples, asked.only)
-    work.carry_out(runs, asked.only is None and not limits.shapes, (0, 1))
+    work.all_of(asked)
     return work.listed
 
 
@@ -278,6 +275,11 @@ class _Work:
         if self.first_began is None:
             self.first_began = now
         return now - self.first_began >= self.limit
+
+    def all_of(self, asked: Asked) -> None:
+        """Carry out what is asked, or the part of it that is asked for."""
+        runs = _plan(self.subject.spec, self.limits, asked.max_examples, asked.only)
+        self.carry_out(runs, asked.only is None and not self.limits.shapes, asked.shard)
 
     def carry_out(self, runs: list[Run], with_laws: bool, shard: tuple[int, int]) -> None:
         part, parts = shard
@@ -413,6 +415,22 @@ class _Listing(_Work):
 
     def attempt(self, case: Case | LawCase) -> Failure | None:
         self.listed.append(case)
+        return None
+
+
+@dataclass
+class _LeftOut(_Work):
+    """What would be tried, counted in the report as left out."""
+
+    def explore(self, run: Run, start: int) -> Failure | None:
+        for turn in run.turns:
+            self.report.left_out += 1
+            self.report.missed.update([run.edge.name] if run.edge else [turn.regime] if turn.regime else VALUE_REGIMES)
+        return None
+
+    def attempt(self, case: Case | LawCase) -> Failure | None:
+        assert isinstance(case, LawCase), case
+        self.report.missed[f"law {case.law}"] += 1
         return None
 
 
