@@ -19,9 +19,11 @@ buffers in turn, and each computes half of the tile's d_q. Of heads of 65 to 128
 consumer has 64 columns; of narrower heads it is two tiles of 64 queries that came by, of which each has one. A buffer
 is written anew when both have put the tile in between into the other one, hence are done with products of this one.
 
-block_q: 64, the queries that come by together; block_kv: 64, the keys of a consumer; stages: buffers for queries. P
-and D of a tile are computed when all its dots are there, and d_q in the same turn: walks in which they run beside
-products, or in which d_q waits for the next tile, are slower (docs/porting/attention.md).
+block_q: 64, the queries that come by together; block_kv: 64, the keys of a consumer; stages: buffers for queries; last:
+1, the products with d_k come after those with d_q, and d_q leaves beside them; 0, before them, while the other consumer
+shows its D. Tiles all of whose pairs see each other have a loop of their own, without a mask. P and D of a tile are
+computed when all its dots are there, and d_q in the same turn: walks in which they run beside products, or in which d_q
+waits for the next tile, are slower (docs/porting/attention.md).
 
 Source: Dao, "FlashAttention-2" (2023), algorithm 2, with its additions to d_q; Shah et al., "FlashAttention-3" (2024),
 section 3.1, for the warpgroups.
@@ -66,7 +68,7 @@ from portakern.specs.attention import scale_of
 
 WIDEST = 2 * PART  # head dimension
 ADDED = "many blocks add to it in memory, in the order in which they come"
-KNOBS = {"stages": Count(2, 8)}
+KNOBS = {"stages": Count(2, 8), "last": Count(0, 1)}
 """Two stages at least: two tiles that came by may be in use together."""
 
 WANTS = "d_k", "d_v"
@@ -76,11 +78,12 @@ WANTS = "d_k", "d_v"
 class Added(NamedTuple):
     """How d_q is added up, and how the run with keys at home, ``plan``, is cut.
 
-    together: tiles of queries whose d_q two consumers compute.
+    together: tiles of queries whose d_q two consumers compute. last: whether a turn's products with d_k are its last.
     """
 
     plan: Plan
     together: int
+    last: bool
 
     @property
     def shared(self) -> int:
@@ -112,12 +115,24 @@ class Added(NamedTuple):
         span = jnp.where(tile.span > 0, after - first, 0)
         return tile._replace(first=first * self.together, span=span * self.together)
 
+    def inner(self, tile: Tile) -> tuple[Any, Any]:
+        """The first turn of a head all of whose pairs see each other, and the first after those."""
+        band, turns, begin, end = self.plan.band, lax.div(tile.span, jnp.int32(self.together)), jnp.int32(0), None
+        if band.first is not None:
+            from_ = quotient(jnp.maximum(band.first + tile.row + (CONSUMERS * ROWS - 1), 0) + (ROWS - 1), ROWS)
+            begin = lax.div(jnp.maximum(from_ - tile.first, 0) + (self.together - 1), jnp.int32(self.together))
+        if band.last is not None:
+            until = quotient(jnp.maximum(band.last + tile.row + 1, 0), ROWS)
+            end = lax.div(jnp.maximum(until - tile.first, 0), jnp.int32(self.together))
+        begin = jnp.minimum(begin, turns)
+        return begin, turns if end is None else jnp.clip(end, begin, turns)
+
 
 def added(call: Call, tiling: Mapping[str, int]) -> Added:
     plan = ordered.plan_of(call, tiling, WANTS)
     if plan.parts[1] > plan.parts[0]:  # a tile's d_q is then two halves of columns all the same
         plan = plan._replace(d=PART + 8)
-    return Added(plan, CONSUMERS // plan.parts[0])
+    return Added(plan, CONSUMERS // plan.parts[0], bool(tiling["last"]))
 
 
 def without_d_q(call: Call) -> Call:
@@ -154,65 +169,105 @@ def consume(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, *, how: Added) ->
     plgpu.commit_smem()
     for c in range(CONSUMERS):
         plgpu.barrier_wait(ref.home_arrived.at[c])
-    turns = lax.div(tile.steps, jnp.int32(how.together))
     zeros = tuple(_zeros() for _ in range(sum(plan.sums.values())))
-    sums = lax.fori_loop(0, turns, partial(fold, ref, how, warpgroup, tile), zeros)
+    sums = walk(ref, how, warpgroup, tile, zeros)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     ordered.write(ref, ref.leaving, plan, warpgroup, tile, sums)
 
 
-def fold(ref: Refs, how: Added, warpgroup: Any, tile: Tile, turn: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+def walk(ref: Refs, how: Added, warpgroup: Any, tile: Tile, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The sums with all queries: of each head border tiles, those inside, border tiles."""
+    turns, each = (lax.div(n, jnp.int32(how.together)) for n in (tile.steps, tile.span))
+    band = how.plan.band
+    if band.first is None and band.last is None:
+        return lax.fori_loop(0, turns, partial(fold, ref, how, warpgroup, tile, False), sums)
+    begin, end = how.inner(tile)
+
+    def of_head(head: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+        base = head * each
+        before, after = [(True, 0, begin)], [(True, end, each)]
+        parts = before * (band.first is not None) + [(False, begin, end)] + after * (band.last is not None)
+        for cut, low, high in parts:
+            sums = lax.fori_loop(base + low, base + high, partial(fold, ref, how, warpgroup, tile, cut), sums)
+        return sums
+
+    return of_head(0, sums) if tile.heads == 1 else lax.fori_loop(0, tile.heads, of_head, sums)
+
+
+def fold(
+    ref: Refs, how: Added, warpgroup: Any, tile: Tile, cut: bool, turn: Any, sums: tuple[Any, ...]
+) -> tuple[Any, ...]:
     """(d_k, d_v) with the queries of a turn, ``together`` tiles of them, whose d_q is added to memory."""
     shown = lax.rem(turn, jnp.int32(2))
+    arrive(ref, how, turn, 0)  # before the accumulators are set to 0, which the first products then do
 
     def work(accumulators: Any, others: Any) -> None:
         dots, d_ps, *totals = accumulators
         for n in range(how.together):
             if n:
+                arrive(ref, how, turn, n)
                 dots[...] = d_ps[...] = _zeros()
-            fold_tile(ref, how, (warpgroup, tile, turn, n), dots, d_ps, totals)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(ref.there.at[shown])
+            d = fold_tile(ref, how, (warpgroup, tile, turn, n, cut), dots, d_ps, totals)
+            ref.shown[shown, n, warpgroup] = d
+            if n == how.together - 1:
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(ref.there.at[shown])
+            if n < how.together - 1 or not how.last:
+                key_gradients(ref, how, turn, n, d, totals)
         plgpu.barrier_wait(ref.there.at[shown])
         dots[...] = _zeros()
         query_gradients(ref, how, warpgroup, shown, dots)
-        d_q = finished(dots, later=0)
-        free(ref, how, turn)
+        if how.last:
+            key_gradients(ref, how, turn, how.together - 1, d, totals)
+        d_q = finished(dots, later=how.plan.parts[0] if how.last else 0)
+        if not how.last:
+            free(ref, how, turn)
         leave(ref, how, warpgroup, tile, turn, d_q)
 
     after, _ = in_registers(how.plan.interpret, work, (_zeros(), _zeros(), *sums))
+    if how.last:
+        free(ref, how, turn)
     return tuple(after[2:])
 
 
-def fold_tile(ref: Refs, how: Added, where: tuple[Any, ...], dots: Any, d_ps: Any, totals: list[Any]) -> None:
-    """Issue the products of a tile of queries with d_k and d_v, and put D where the other consumer sees it."""
-    warpgroup, tile, turn, n = where
-    plan, step, shown = how.plan, turn * how.together + n, lax.rem(turn, jnp.int32(2))
+def arrive(ref: Refs, how: Added, turn: Any, n: int) -> None:
+    """Wait for the queries of a tile."""
+    buffer = lax.rem(turn * how.together + n, jnp.int32(how.plan.stages))
+    plgpu.barrier_wait(ref.arrived.at[buffer])
+    plgpu.barrier_wait(ref.told.at[buffer])
+
+
+def fold_tile(ref: Refs, how: Added, where: tuple[Any, ...], dots: Any, d_ps: Any, totals: list[Any]) -> Any:
+    """D of a tile of queries; its products with d_v are issued."""
+    warpgroup, tile, turn, n, cut = where
+    plan, step = how.plan, turn * how.together + n
     buffer = lax.rem(step, jnp.int32(plan.stages))
     place = warpgroup, tile, *tile.place(step)
     queries, d_o = ref.guest_first.tiled, ref.guest_second.tiled
     of_first, of_second = plan.parts
 
-    plgpu.barrier_wait(ref.arrived.at[buffer])
     for part in range(of_first):
         issue_product(dots, ref.home_first.tiled.at[warpgroup, part], queries.at[buffer, part], transposed=True)
     for part in range(of_second):
         issue_product(d_ps, ref.home_second.tiled.at[warpgroup, part], d_o.at[buffer, part], transposed=True)
     p, t = ordered.weights(ref, plan, place, partial(ordered._number, ref, buffer, 0), finished(dots, later=0))
-    plgpu.barrier_wait(ref.told.at[buffer])
     d = ordered.slopes(plan, partial(ordered._number, ref, buffer, 1), p, t, finished(d_ps, later=0))
-    p, d = kept(ref, how, place, p, d)
+    p, d = kept(ref, how, place, cut, p, d)
     for part in range(of_second):
         issue_product(totals[of_first + part], p.astype(plan.dtype), d_o.at[buffer, part])
-    rounded = d.astype(plan.dtype)
-    for part in range(of_first):
-        issue_product(totals[part], rounded, queries.at[buffer, part])
-    ref.shown[shown, n, warpgroup] = rounded
+    return d.astype(plan.dtype)
 
 
-def kept(ref: Refs, how: Added, place: ordered.Place, *tiles: Any) -> tuple[Any, ...]:
-    """Tiles of numbers with 0 for pairs that do not see each other, whatever they hold. Of wide heads every
-    tile is masked: a branch beside their products takes registers that they do not have."""
+def key_gradients(ref: Refs, how: Added, turn: Any, n: int, d: Any, totals: list[Any]) -> None:
+    """Issue d_k += D^T q of a tile of queries."""
+    buffer = lax.rem(turn * how.together + n, jnp.int32(how.plan.stages))
+    for part in range(how.plan.parts[0]):
+        issue_product(totals[part], d, ref.guest_first.tiled.at[buffer, part])
+
+
+def kept(ref: Refs, how: Added, place: ordered.Place, masked: bool, *tiles: Any) -> tuple[Any, ...]:
+    """Tiles of numbers with 0 for pairs that do not see each other, whatever they hold.
+    masked: whether some pair may not, by causality or a window."""
     warpgroup, tile, _, j = place
     plan, shape = how.plan, tiles[0].shape
     key = positions(shape, 0, (quotient(tile.row, ROWS) + warpgroup) * ROWS)
@@ -228,10 +283,7 @@ def kept(ref: Refs, how: Added, place: ordered.Place, *tiles: Any) -> tuple[Any,
 
     edges = [(plan.band.first, operator.le), (plan.band.last, operator.ge)]
     edges = [(bound, sees) for bound, sees in edges if bound is not None]
-    if not edges or how.together == 1:
-        return cut(edges, *tiles)
-    inside = plan.band._replace(closed=True).inside(quotient(tile.row, ROWS) + warpgroup, j)
-    return lax.cond(inside, partial(cut, []), partial(cut, edges), *tiles)
+    return cut(edges if masked else [], *tiles)
 
 
 def columns(ref: Refs, how: Added, warpgroup: Any, shape: tuple[int, int]) -> Any:
