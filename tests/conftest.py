@@ -28,8 +28,8 @@ FLAGS = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split
 if importlib.util.find_spec("jaxlib") and version("jaxlib").startswith("0.10."):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
-# JAX's plugin for CUDA, without which nothing compiles for Hopper, does not load where there is no GPU, unless it is told
-# that none is meant.
+# JAX's plugin for CUDA, without which nothing compiles for Hopper, does not load where there is no GPU, unless it is
+# told that none is meant.
 PLUGIN = importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda13")
 if PLUGIN and not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -65,6 +65,13 @@ def test_a_check_begins_no_case_after_its_budget(jobs):
     assert [(r.op, r.examples, r.left_out, r.passed) for r in reports] == [(op, 0, 20, False) for op in ops]
 
 
+def test_a_check_with_a_budget_begins_edges_and_free_cases_by_turns():
+    last = parallel.SHARDS - 1
+    assert parallel._order(time.time())[:4] == [0, last, 1, last - 1]
+    assert parallel._order(None)[:2] == [last, last - 1]
+    assert {*parallel._order(0.0)} == {*parallel._order(None)} == {*range(parallel.SHARDS)}
+
+
 def test_checks_one_after_the_other_share_a_budget(monkeypatch):
     clock, given = iter([0.0, 0.0, 20.0, 60.0]), []
     monkeypatch.setattr(parallel.time, "time", lambda: next(clock))

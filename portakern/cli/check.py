@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,10 +10,18 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from portakern import inventory, results, sources
-from portakern.cli.common import app, check_dtypes, check_writable, err, errors_only, out, show_table
+from portakern.cli.common import (
+    app,
+    check_dtypes,
+    check_writable,
+    err,
+    errors_only,
+    hypothesis_into_cache,
+    out,
+    show_table,
+)
 from portakern.core import registry
 from portakern.errors import SpecError
-from portakern.files import cache_folder
 
 Where = tuple[str | None, str | None, str | None]
 """A platform, a profile, and the architecture that it stands in for."""
@@ -56,8 +63,7 @@ def check(
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the reports to this file.")] = None,
 ) -> None:
     """Check implementations against the float64 oracle; exit status 1 if any leaves its error bound."""
-    # else Hypothesis keeps a folder of its own in the user's
-    os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(cache_folder() / "hypothesis"))
+    hypothesis_into_cache()
     from portakern import testing
 
     start = time.perf_counter()
@@ -66,11 +72,11 @@ def check(
     _check_asked(chosen, named, dtype, json_file)
     errors_only(context)  # that interpreters are slow is said by the table
     asked: dict[str, Any] = {"device": device, "profile": profile, "target": target, "promises": promises}
-    ended: BaseException | None = None
+    ended = None
     if case is not None:
         if len(chosen) != 1 or len(named) != 1:
             raise SpecError("check --case: name one op and one --backend")
-        subjects: list[tuple[str, str, str | None]] = [(chosen[0], named[0], variant)]
+        subjects = [(chosen[0], named[0], variant)]
         reports = [testing.replay(chosen[0], case, backend=named[0], variant=variant, **asked)]
     else:
         subjects = _subjects(chosen, named, variant, (device, profile, target), every=not (ops and backend))

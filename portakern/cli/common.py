@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import signal
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from rich.text import Text
 
 from portakern import __version__, results
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
+from portakern.files import cache_folder
 from portakern.spec.dtypes import DTYPES
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "check_writable",
     "err",
     "errors_only",
+    "hypothesis_into_cache",
     "main",
     "out",
     "print_indented",
@@ -146,6 +149,11 @@ def check_dtypes(command: str, names: list[str] | None) -> None:
     for name in names or ():
         if name not in DTYPES:
             raise SpecError(f"{command}: --dtype is {name!r}; expected one of {', '.join(DTYPES)}")
+
+
+def hypothesis_into_cache() -> None:
+    """Have Hypothesis keep its files in the cache; it would make a folder of its own where the user is."""
+    os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(cache_folder() / "hypothesis"))
 
 
 def check_writable(command: str, file: Path) -> None:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from portakern.cli.common import app, check_dtypes, check_writable, errors_only, out, print_indented
+from portakern.cli.common import (
+    app,
+    check_dtypes,
+    check_writable,
+    errors_only,
+    hypothesis_into_cache,
+    out,
+    print_indented,
+)
 from portakern.core import registry
 from portakern.errors import SpecError
-from portakern.files import cache_folder
 
 Candidate = Annotated[
     str, typer.Argument(help="FILE or FILE:NAME: a function, a torch.nn.Module, ns::op of a library.")
@@ -78,7 +84,7 @@ def judge(
     json_file: JsonFile = None,
 ) -> None:
     """Judge a kernel in a process of its own; exit status 0 where it is right, 1 where it is not."""
-    os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(cache_folder() / "hypothesis"))
+    hypothesis_into_cache()
     from portakern.judging import Bounds
     from portakern.judging import judge as judge_file
 

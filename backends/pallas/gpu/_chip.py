@@ -35,8 +35,8 @@ BULK_BYTES = 16
 """What the copy engine moves at least, and to what its addresses are aligned."""
 
 BARRIER_BYTES, REDUCTION_BYTES = 384, 2048
-"""Shared memory that a kernel does not name: barriers, 48 of 8 bytes at most (attention in 8 stages has 41), and room to
-reduce across warps."""
+"""Shared memory that a kernel does not name: barriers, 48 of 8 bytes at most (attention in 8 stages has 41), and room
+to reduce across warps."""
 
 ALIGNED = 1024
 """Bytes: Mosaic begins each buffer in shared memory at a multiple."""
