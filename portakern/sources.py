@@ -8,13 +8,15 @@ docstrings and blank lines do not count. A result whose hash is no longer that o
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
 import io
 import json
 import subprocess
 import tokenize
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 
 import portakern
@@ -23,10 +25,13 @@ from portakern.core.backend import Backend, Family
 from portakern.core.targets import Target
 from portakern.errors import SpecError
 
-__all__ = ["code", "commit", "files", "fingerprint", "imports", "root"]
+__all__ = ["code", "commit", "files", "fingerprint", "imports", "root", "unchanging"]
 
 HERE = "portakern"
 TOPS = ("portakern.backends", registry.SPECS)
+_known: ContextVar[dict[tuple[object, ...], str] | None] = ContextVar(
+    "hashes of sources that do not change", default=None
+)
 
 
 def root() -> Path:
@@ -68,10 +73,28 @@ def fingerprint(
     module = backend.where(op, families[0]) if families else None
     if module is None or not files(place, module):
         return None
-    return _hashed(place, op, backend, families[0], module, target)
+    known, key = _known.get(), (place, op, module, families[0].replays, target)
+    if known is None:
+        return _hashed(place, op, families[0], module, target)
+    if key not in known:
+        known[key] = _hashed(place, op, families[0], module, target)
+    return known[key]
 
 
-def _hashed(place: Path, op: str, backend: Backend, family: Family, module: str, target: Target) -> str:
+@contextlib.contextmanager
+def unchanging() -> Iterator[None]:
+    """Inside, sources are taken for what they are when first asked about: a report asks of thousands of rows."""
+    if _known.get() is not None:
+        yield
+        return
+    token = _known.set({})
+    try:
+        yield
+    finally:
+        _known.reset(token)
+
+
+def _hashed(place: Path, op: str, family: Family, module: str, target: Target) -> str:
     launch = [family.replays.partition(":")[0]] if family.replays else []
     of_gradients = registry.find_spec(op)
     forward = registry.forward_of(of_gradients) if of_gradients.is_vjp else None

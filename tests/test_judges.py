@@ -27,6 +27,7 @@ from benchmarks.judges.rules import backendbench, gpuemu, portakern, rules  # no
 from benchmarks.judges.subject import Candidate, Subject  # noqa: E402
 from benchmarks.judges.working import Task, work  # noqa: E402
 from benchmarks.kernelbench import beside_earlier  # noqa: E402
+from portakern import sources  # noqa: E402
 from portakern.results import read, record, write  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "judges.json"
@@ -322,8 +323,9 @@ def test_sources_of_a_verdict_are_its_rules_and_its_subjects(tmp_path):
         before = (tmp_path / file).read_text()
         (tmp_path / file).write_text(before + text)
         stale._of.cache_clear()
-        of_rules = {n for n in rules() if stale.of_rule(n) != stale.of_rule(n, tmp_path)}
-        ops = {(s.group, s.op) for s in subjects if stale.of_subject(s) != stale.of_subject(s, tmp_path)}
+        with sources.unchanging():
+            of_rules = {n for n in rules() if stale.of_rule(n) != stale.of_rule(n, tmp_path)}
+            ops = {(s.group, s.op) for s in subjects if stale.of_subject(s) != stale.of_subject(s, tmp_path)}
         (tmp_path / file).write_text(before)
         return of_rules, ops
 

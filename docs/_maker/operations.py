@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from portakern import inventory
+from portakern import inventory, sources
 from portakern.core import registry
 from portakern.reporting.checkout import TABLES
 from portakern.reporting.kept import Kept
@@ -59,6 +59,7 @@ def navigation() -> Iterator[dict[str, str]]:
     yield from ({name: f"{FOLDER}/{name}.md"} for name in registry.ops())
 
 
+@sources.unchanging()
 def pages(root: Path) -> dict[str, str]:
     """Every op's page, and the list of them."""
     kept = Kept.of(root)

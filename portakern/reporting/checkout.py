@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import portakern
-from portakern import results
+from portakern import results, sources
 from portakern.files import write_atomically
 from portakern.reporting import (
     beside,
@@ -160,6 +160,7 @@ def _stale_stub(root: Path) -> Iterator[Stale]:
         yield Stale(path, "is not what the specs say, or was changed by hand")
 
 
+@sources.unchanging()
 def stale(root: Path) -> list[Stale]:
     """All that the results and the source would have otherwise. Nothing is written, and nothing drawn."""
     kept, found = Kept.of(root), [*_stale_stub(root)]
@@ -173,6 +174,7 @@ def stale(root: Path) -> list[Stale]:
     return found + [Stale(path, fault) for path, fault, _ in _plot_faults(kept)]
 
 
+@sources.unchanging()
 def update(root: Path) -> list[Path]:
     """Make anew what is not up to date; the files that changed. What is drawn is drawn before anything is written."""
     kept = Kept.of(root)
