@@ -136,7 +136,7 @@ CALLS = st.tuples(
 
 @pytest.mark.parametrize("hip", [False, True], ids=["cuda", "hip"])
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(call=CALLS, data=st.data())
 def test_drawn_calls_of_one_key_have_one_binary(host, hip, call, data):

@@ -43,18 +43,27 @@ def peer():
     return demo.sentence_transformers_embeddings(demo.SENTENCES)
 
 
+@pytest.fixture(scope="module")
+def truth(checkpoint):
+    from portakern.examples.minilm import demo
+
+    return demo.oracle_embeddings(demo.SENTENCES, checkpoint)
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("backend", NEEDS)
 def test_the_model_agrees_and_every_op_call_is_counted_on_its_backend(
-    backend: str, checkpoint, peer, monkeypatch: pytest.MonkeyPatch
+    backend: str, checkpoint, peer, truth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In both dtypes of one run, which embeds on the oracle once."""
+    """In both dtypes of one run."""
     if missing(*NEEDS[backend]):
         pytest.skip(f"{backend} needs {', '.join(missing(*NEEDS[backend]))}")
     from portakern.examples.minilm import demo
 
-    monkeypatch.setattr(demo, "load", lambda: checkpoint)  # both take the same time again for each backend
+    # these take the same time again for each backend
+    monkeypatch.setattr(demo, "load", lambda: checkpoint)
     monkeypatch.setattr(demo, "sentence_transformers_embeddings", lambda sentences: peer)
+    monkeypatch.setattr(demo, "oracle_embeddings", lambda sentences, checkpoint: truth)
     result = demo.run([backend])
     assert [(run.backend, run.dtype) for run in result.runs] == [(backend, "float32"), (backend, "bfloat16")]
     for run in result.runs:

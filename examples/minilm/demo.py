@@ -22,7 +22,16 @@ from portakern.examples.minilm.model import Checkpoint, MiniLM, load
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["LIMITS", "PAIRS", "DemoResult", "Run", "render", "run", "sentence_transformers_embeddings"]
+__all__ = [
+    "LIMITS",
+    "PAIRS",
+    "DemoResult",
+    "Run",
+    "oracle_embeddings",
+    "render",
+    "run",
+    "sentence_transformers_embeddings",
+]
 
 PAIRS = (
     ("A cat is asleep on the sofa.", "The kitten naps on the couch."),
@@ -153,10 +162,8 @@ def run(
             for name in sorted(registry.backends(), key=lambda n: not registry.backend(n).oracle)
             if name not in skipped
         ]
-    oracle = next(b.name for b in registry.backends().values() if b.oracle)
     progress("embedding on the oracle")
-    exact = MiniLM(oracle, "float32", checkpoint)
-    truth = exact.numpy(exact.embed(SENTENCES))
+    truth = oracle_embeddings(SENTENCES, checkpoint)
     progress("embedding with sentence-transformers")
     peer = sentence_transformers_embeddings(SENTENCES)
     runs = [_run_one(b, d, checkpoint, truth, peer, progress) for b in backends for d in dtypes]
@@ -213,6 +220,12 @@ def _run_one(
         matches=[(int(row.argmax()), float(row.max())) for row in found],
         similarity=model.numpy(similarity).astype(float).tolist(),
     )
+
+
+def oracle_embeddings(sentences: Sequence[str], checkpoint: Checkpoint) -> np.ndarray:
+    """The float32 model's embeddings where the oracle serves every op."""
+    exact = MiniLM(next(b.name for b in registry.backends().values() if b.oracle), "float32", checkpoint)
+    return exact.numpy(exact.embed(sentences))
 
 
 def _how(model: MiniLM) -> str:
