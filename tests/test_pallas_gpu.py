@@ -184,9 +184,9 @@ def test_a_race_is_an_error_and_the_next_kernel_runs(monkeypatch, capfd):
         right = softmax(x)
         with monkeypatch.context() as planted:
             planted.setattr(_rows.plgpu, "commit_smem", lambda: None)
-            with pytest.raises(Exception, match="raced for memory"):
+            with pytest.raises(Exception, match="raced for memory|RACE DETECTED") as e:  # in our words, or by JAX 0.12
                 softmax(x[1:])  # another form, so that it is traced anew
-        assert "RACE DETECTED" in capfd.readouterr().out
+        assert "RACE DETECTED" in f"{capfd.readouterr().out}{e.value}"
         assert (softmax(x) == right).all()
 
 
@@ -403,7 +403,7 @@ def test_a_tile_of_queries_does_not_end_in_the_next_head(q_len, monkeypatch):
     impl, call, tiling = resolved("attention", {}, arrays, return_lse=True)
     monkeypatch.setattr(attention, "launch", launch)
     _, lse = impl.run(call, tiling)
-    rows = min(tiling["block_q"], -(-q_len // 64) * 64)
+    rows = attention.plan_of(call, tiling).consumers * attention.QUERIES
     assert lse.shape == (1, 2, q_len) and written["lse"].shape[-1] % rows == 0
 
 
