@@ -209,6 +209,18 @@ def test_files_are_written_whole(tmp_path):
     assert file.read_text() == "one" and list(tmp_path.iterdir()) == [file]
 
 
+def test_files_are_written_whole_and_in_utf_8(tmp_path):
+    """Whatever the locale is, and by every part of the package."""
+    code = "import sys; from pathlib import Path; from portakern.files import write_atomically as w; w(Path(sys.argv[1]), chr(0x2020))"
+    plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    file = tmp_path / "file"
+    subprocess.run([sys.executable, "-c", code, str(file)], check=True, env={**os.environ, **plain})
+    assert file.read_text(encoding="utf-8") == chr(0x2020)
+    package = Path(results.__file__).parent
+    wrong = [path for path in package.rglob("*.py") if re.search(r"\.write_(text|bytes)\(", path.read_text("utf-8"))]
+    assert not wrong
+
+
 def test_doctor_says_that_triton_has_no_wheel_elsewhere(monkeypatch):
     inventory.devices()  # libraries that are loaded while the system's name is another look for that one's files
     monkeypatch.setattr(inventory.platform, "system", lambda: "Darwin")

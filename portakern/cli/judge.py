@@ -20,6 +20,7 @@ from portakern.cli.common import (
 )
 from portakern.core import registry
 from portakern.errors import SpecError
+from portakern.files import write_atomically
 
 Candidate = Annotated[
     str, typer.Argument(help="FILE or FILE:NAME: a function, a torch.nn.Module, ns::op of a library.")
@@ -106,7 +107,7 @@ def judge(
     )  # fmt: skip
     show(judged)
     if json_file:
-        json_file.write_text(json.dumps(judged.to_dict(), indent=1) + "\n")
+        write_atomically(json_file, json.dumps(judged.to_dict(), indent=1) + "\n")
     if not judged.report.passed:
         raise typer.Exit(1)
 
