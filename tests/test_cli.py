@@ -211,7 +211,8 @@ def test_files_are_written_whole(tmp_path):
 
 def test_files_are_written_whole_and_in_utf_8(tmp_path):
     """Whatever the locale is, and by every part of the package."""
-    code = "import sys; from pathlib import Path; from portakern.files import write_atomically as w; w(Path(sys.argv[1]), chr(0x2020))"
+    write = "from portakern.files import write_atomically as write"
+    code = f"import sys; from pathlib import Path; {write}; write(Path(sys.argv[1]), chr(0x2020))"
     plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     file = tmp_path / "file"
     subprocess.run([sys.executable, "-c", code, str(file)], check=True, env={**os.environ, **plain})
