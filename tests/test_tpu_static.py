@@ -1044,6 +1044,11 @@ def test_a_linear_layer_takes_the_rows_of_a_product_as_far_as_there_is_room(chip
         ("v4", "float32", {"d": 256}, (256, 512), 9.96),
         ("v5p", "bfloat16", {"group": 3, "dv": 198, "bias": True}, (1024, 1024), 40.5),
         ("v5p", "bfloat16", {}, (512, 1024), 10.14),
+        # Four blocks of keys at a time; the first of these are two, since four do not fit.
+        ("v4", "bfloat16", {"d": 256, "dv": 256}, (512, 1024), 9.94),
+        ("v4", "bfloat16", {"group": 2, "dv": 256}, (1024, 512), 13.35),
+        ("v7x", "bfloat16", {}, (512, 1024), 12.61),
+        ("v7x", "float32", {"group": 2}, (1024, 64), 10.69),
         # Scores and maxima of many small blocks of keys at a time.
         ("v4", "float32", {"group": 2, "dv": 256, "is_causal": True}, (64, 128), 14.39),
         ("v4", "float32", {"group": 2, "kv_len": 8192, "is_causal": True}, (128, 64), 4.37),
@@ -1051,14 +1056,14 @@ def test_a_linear_layer_takes_the_rows_of_a_product_as_far_as_there_is_room(chip
     ],
 )
 def test_the_vmem_of_attention_is_what_its_compiler_takes_and_not_much_more(chip, dtype, dims, tiles, took):
-    """MiB that libtpu 0.0.50 told."""
+    """MiB that libtpu 0.0.50 told; of one program from 10.14 on v5p to 12.61 on v7x."""
     spec, impl = registry.find_spec("attention"), tpu("attention")
     small = {"batch": 1, "q_len": 4096, "kv_heads": 1, "group": 1, "d": 128, "kv_len": 4096, "dv": 128}
     call = bound_form(spec, named_form(spec, dtype, small | dims), frameworks()["jax"], Target("tpu", chip))
     with _chip.estimates() as noted:
         impl.supports(call, dict(zip(("block_q", "block_kv"), tiles, strict=True)))
     ((needed, _),) = noted
-    assert took * 2**20 <= needed <= 1.2 * took * 2**20
+    assert took * 2**20 <= needed <= 1.27 * took * 2**20
 
 
 @pytest.mark.parametrize(
