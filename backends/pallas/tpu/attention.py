@@ -198,7 +198,8 @@ def resident(call: Call, bq: int, bkv: int, number: int) -> int:
     scores, little = (12 if bias is None else 16), 0  # s, p and the mask of one step, and a bias in float32
     wide, wide_v = d // LANES - 1, dv // LANES - 1
     if size == 4:
-        scores += 6 + 4 * wide + 14 * wide_v  # bfloat16 parts, and sums of their products
+        scores += 6 + 4 * wide + 17 * wide_v  # bfloat16 parts, and sums of their products
+        scores += 2 * (call.options["softcap"] is not None)
         scores += 8 * min(number, 4) * (bkv < LANES)  # of several blocks at a time
         little, turned = 2**19, 0  # parts of k and v
     else:
