@@ -158,7 +158,30 @@ def test_the_tile_follows_rows_and_the_split_of_k_does_not():
     assert split(10**6, 4096, 4096) == 1
 
 
+def test_a_tile_is_long_where_the_other_operand_begins_off_lines_of_the_cache():
+    def chosen(a, b):
+        _impl, call = bound("matmul", a, b)
+        return products.best_tile(call)[0], products.copied(call)
+
+    def meta(*shape):
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    assert chosen(meta(4096, 4096), meta(4096, 3008)) == chosen(meta(4096, 4096), meta(3008, 4096).T)
+    assert chosen(meta(4096, 4096), meta(4096, 3000)) == ("256 x 128", None)
+    assert chosen(meta(4096, 4104), meta(4104, 4096))[0] == "128 x 256"
+    # Of two that begin so the smaller one is copied, and the other decides; elements off 16 bytes are copied anyway.
+    assert chosen(meta(3000, 3000), meta(3000, 4104)) == ("256 x 128", "a")
+    assert chosen(meta(4104, 3000), meta(3000, 3000)) == ("128 x 256", "b")
+    assert chosen(meta(1000, 520), meta(520, 1000))[1] is None
+    assert chosen(meta(4095, 4093), meta(4093, 4097))[1] is None
+
+
 CALLS = {
+    "both off lines": (
+        ("matmul", normal(2040, 1032), normal(1032, 2056)),
+        {},
+        ["matmul_shift_rows", "matmul_by_roles"],
+    ),
     "large": (("matmul", normal(2000, 264), normal(264, 4096)), {}, ["matmul_by_roles"]),
     "odd": (
         ("matmul", normal(300, 261), normal(261, 203)),
@@ -232,6 +255,11 @@ IN_OTHER_WAYS = {
     "192 columns of a batch": (normal(2, 100, 520), normal(2, 520, 192), {"roles": 2, "halves": 2}),
     "192 columns by parts": (normal(300, 200), normal(200, 400), {"roles": 2, "halves": 1}),
     "192 columns, odd": (normal(130, 136), normal(136, 191), {"roles": 2, "halves": 2}),
+    "256 rows": (normal(300, 200), normal(200, 264), {"block_m": 256, "halves": 1}),
+    "256 rows, b transposed": (normal(257, 72), normal(136, 72).T, {"block_m": 256, "halves": 0}),
+    "256 rows, a transposed": (normal(72, 264).T, normal(72, 136), {"block_m": 256, "halves": 2}),
+    "256 rows, odd": (normal(300, 200), normal(200, 131), {"block_m": 256, "halves": 0}),
+    "256 rows of a batch": (normal(2, 260, 200), normal(2, 200, 136), {"block_m": 256, "halves": 1}),
     "256 columns, through a's stages": (
         normal(200, 40), normal(40, 256), {"block_n": 256, "halves": 2, "num_stages": 4},
     ),

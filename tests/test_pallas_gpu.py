@@ -124,14 +124,14 @@ def test_rows_that_the_copy_engine_cannot_take_are_whole(op, n, block_n):
 
 
 @pytest.mark.parametrize("cores", [132, 1], ids=["a block a chunk", "a block a tile"])
-@pytest.mark.parametrize(("m", "n", "k"), [(70, 100, 1100), (200, 260, 1500)])
-def test_a_deep_sum_in_chunks_is_whole(m, n, k, cores, monkeypatch):
+@pytest.mark.parametrize(("m", "n", "k", "pair"), [(70, 100, 1100, 0), (200, 260, 1500, 0), (200, 260, 1500, 2)])
+def test_a_deep_sum_in_chunks_is_whole(m, n, k, pair, cores, monkeypatch):
     """Of integers every sum is exact, in chunks that blocks share or that one block adds up."""
     monkeypatch.setattr(matmul, "DEEP", 128)
     monkeypatch.setattr(matmul, "HOPPER", dataclasses.replace(matmul.HOPPER, cores=cores))
     rng = np.random.default_rng(0)
     a, b = (jnp.asarray(rng.integers(-3, 4, shape), jnp.bfloat16) for shape in ((m, k), (k, n)))
-    tiling = {"block_m": 128, "block_n": 128, "block_k": 64, "stages": 2, "band": 1, "beside": 1}
+    tiling = {"block_m": 128, "block_n": 128, "block_k": 64, "stages": 2, "band": 1, "beside": 1, "pair": pair}
     plan = matmul.plan_of(pk.op("matmul").bind(a=a, b=b), tiling)
     assert plan.parts > 4 and plan.sharing == (plan.parts if cores > 1 else 1)
     jax.clear_caches()
@@ -143,13 +143,14 @@ def test_a_deep_sum_in_chunks_is_whole(m, n, k, cores, monkeypatch):
     assert (np.asarray(c) == np.asarray(a, np.float32) @ np.asarray(b, np.float32)).all()
 
 
+@pytest.mark.parametrize("pair", [0, 1, 2], ids=["alone", "pairs share B", "pairs share A"])
 @pytest.mark.parametrize("n", [200, 256, 72])
-def test_tiles_three_pieces_wide_are_whole(n):
+def test_tiles_three_pieces_wide_are_whole(n, pair):
     """Of integers every sum is exact. B comes as one tile where n is a multiple of 64, and else in pieces, of which the
     last may lie beyond its end."""
     rng = np.random.default_rng(0)
     a, b = (jnp.asarray(rng.integers(-3, 4, shape), jnp.bfloat16) for shape in ((131, 130), (130, n)))
-    tiling = {"block_m": 128, "block_n": 64, "block_k": 64, "stages": 2, "band": 1, "beside": 3}
+    tiling = {"block_m": 128, "block_n": 64, "block_k": 64, "stages": 2, "band": 1, "beside": 3, "pair": pair}
     with PALLAS.profile("races"):
         c = on_gpu("matmul", **tiling)(a, b, out_dtype="float32")
     assert (np.asarray(c) == np.asarray(a, np.float32) @ np.asarray(b, np.float32)).all()
@@ -164,6 +165,24 @@ def test_every_tile_has_one_index_and_those_that_see_most_have_the_first(first, 
     if (first, last) in ((None, 0), (0, None)):
         seen = [int(end) - int(begin) for begin, end in (band.span(i) for _, i in found[: _flash.TOGETHER * tiles])]
         assert seen == sorted(seen, reverse=True) and seen[0] > seen[-1]
+
+
+def test_the_tile_is_the_one_that_is_done_first():
+    """As an H100 was, of some 80 products in every tile."""
+
+    def chosen(*extents):
+        m, n, k = extents
+        call = pk.op("matmul").bind(
+            a=jax.ShapeDtypeStruct((m, k), "bfloat16"), b=jax.ShapeDtypeStruct((k, n), "bfloat16")
+        )
+        return matmul.key(call)["tile"]
+
+    assert {chosen(n, n, n) for n in (2048, 4096, 8192)} == {"128 x 256"}
+    assert {chosen(*x) for x in ((3072,) * 3, (2304, 2304, 4096), (6144, 1536, 2048))} == {"128 x 192"}
+    assert chosen(300, 4096, 4096) == "128 x 128" and chosen(8192, 128, 4096) == "64 x 128"
+    # Rows of b that begin off 128 bytes: pairs of blocks share what they read of them, unless there is one row too few.
+    assert chosen(1000, 3000, 5120) == "128 x 192 by pairs" and chosen(4096, 3000, 4096) == "128 x 256 by pairs"
+    assert chosen(384, 3000, 4096) == "128 x 128" and chosen(9000, 3000, 4096) in ("128 x 256", "128 x 192")
 
 
 @has_compiler
@@ -290,7 +309,7 @@ COPIED = [
     ("matmul", {"a": (5, 8), "b": (8, 64)}, {}, None),
     ("matmul", {"a": (5, 9), "b": (9, 64)}, {}, "k of a and b is padded from 9 to 16$"),
     ("matmul", {"a": (5, 8), "b": (8, 72)}, {}, None),
-    ("matmul", {"a": (2049, 8), "b": (8, 72)}, {}, "^n of b is padded from 72 to 128$"),
+    ("matmul", {"a": (8193, 8), "b": (8, 72)}, {}, "^n of b is padded from 72 to 128$"),
     ("matmul", {"a": (5, 8), "b": (8, 65)}, {}, "n of b is padded from 65 to 128; c is cut from 72 columns to 65$"),
     ("matmul", {"a": (1, 3, 5, 8), "b": (2, 1, 8, 64)}, {}, "a is repeated .* that it lacks; b is repeated along"),
     ("matmul", {"a": (2, 3, 5, 8), "b": (8, 64)}, {}, None),
@@ -578,7 +597,9 @@ def test_an_element_of_a_product_has_the_same_bits_in_every_tiling_and_company(e
     for block_m, block_n, stages in ((64, 64, 4), (64, 128, 3), (128, 128, 2), (256, 128, 3), (64, 256, 4)):
         tiled = on_gpu("matmul", block_m=block_m, block_n=block_n, stages=stages, beside=1)
         assert (tiled(a, b) == whole).all(), (block_m, block_n, stages)
-    assert (on_gpu("matmul", block_m=128, block_n=64, stages=4, beside=3)(a, b) == whole).all()
+    for pair in (0, 1, 2):
+        tiled = on_gpu("matmul", block_m=128, block_n=64, stages=4, beside=3, pair=pair)
+        assert (tiled(a, b) == whole).all(), pair
 
 
 @pytest.mark.skipif(

@@ -224,6 +224,7 @@ def launch(
     outputs: Mapping[str, jax.ShapeDtypeStruct],
     scratch: Mapping[str, Any],
     axes: tuple[str, ...] = ("block",),
+    cluster: Mapping[str, int] | None = None,
     warpgroups: int = 1,
     approximate: bool = False,
     across_warps: bool = True,
@@ -231,7 +232,8 @@ def launch(
     """Run ``kernel(ref)`` in every block of a grid, and return what it wrote by name.
 
     ``ref`` holds the operands, whole and in device memory, and ``scratch``: buffers in shared memory, and barriers.
-    ``axes`` names the axes of the grid; of several warpgroups each runs the kernel, and ``lax.axis_index("warpgroup")``
+    ``axes`` names the axes of the grid, ``cluster`` those of the blocks of one cluster, which see each other's shared
+    memory, with their extents; of several warpgroups each runs the kernel, and ``lax.axis_index("warpgroup")``
     says which one it is. ``approximate``: exponentials and logarithms are the chip's own instructions, within a few
     units in the last place, where subnormal numbers are 0. ``across_warps``: something is reduced across warps, for
     which there has to be room in shared memory. Interpreted calls run in Pallas's interpreter for GPUs;
@@ -251,7 +253,9 @@ def launch(
             scoped[buffer] = Views(views[0], *views) if call.interpret else Views(*views)
         kernel(Refs(**dict(zip(names, refs, strict=True)), **scoped))
 
-    threads = {"num_threads": warpgroups, "thread_name": "warpgroup"} if warpgroups > 1 else {}
+    threads: dict[str, Any] = {"num_threads": warpgroups, "thread_name": "warpgroup"} if warpgroups > 1 else {}
+    if cluster:
+        threads |= {"cluster": (*cluster.values(),), "cluster_names": (*cluster,)}
     results = plgpu.kernel(
         on_named_refs,
         out_type=[*outputs.values()],

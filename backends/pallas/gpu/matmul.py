@@ -15,6 +15,9 @@ A long k and few columns make too few tiles. There the sum over k goes in chunks
 own, whose sums another kernel adds up in order, or, where there are tiles enough, by one block one after another. How
 long a chunk is follows from n and k alone, and so do an element's bits.
 
+Two blocks of a cluster may make tiles that lie one below the other (``pair=1``) or side by side (2). What both need, of
+B or of A, each fetches a half of, for both.
+
 block_m: rows of a tile of C; block_n, beside: it has so many times block_n columns; block_k: the share of k in a
 buffer; stages: buffers; band: tiles of C that lie beside each other are finished first, so many rows of tiles wide.
 
@@ -65,12 +68,20 @@ DEEP, PARTS, NARROW = 4096, 8, 2048
 """A sum over at least ``PARTS`` times ``DEEP`` elements of k goes in so many chunks, where c has at most ``NARROW``
 columns: 128 rows of it would leave most multiprocessors idle for long."""
 
-PIECED_ROWS = 2048
-"""Rows up to which B comes in pieces of 64 columns, whose products take longer, where a copy of all B would be needed
-otherwise."""
+PIECED_ROWS = 8192
+"""Rows up to which B comes in pieces of 64 columns, whose products take 4 % longer, where a copy of all B would be
+needed otherwise."""
 
-MANY = 1 << 20
-"""Elements of c that are many for a multiprocessor."""
+RATES = {
+    "tiles": {"128 x 256": 1.0, "128 x 192": 0.97, "128 x 128": 0.92, "64 x 128": 0.69},
+    "pieces": {
+        "128 x 256 by pairs": 1.0, "128 x 192 by pairs": 0.88, "128 x 128 by pairs": 0.81, "64 x 128 by pairs": 0.55,
+        "128 x 256": 0.78, "128 x 192": 0.66, "128 x 128": 0.62, "64 x 128": 0.4,
+    },
+}  # fmt: skip
+"""The tiles of C that there are where B comes in tiles or in pieces, and which part of the best rate a multiprocessor
+reaches on them: measured on an H100. Rows of B that come in pieces begin within lines of the cache, so that each 128
+bytes of them are asked of L2 twice; a pair of blocks asks once for both."""
 
 OUT_SLOTS, OUT_ROWS = 2, 64
 """Buffers for what a consumer writes, and rows of each: one is filled while the other is on its way."""
@@ -99,6 +110,12 @@ class Plan(NamedTuple):
     beside: int
     size: int
     out: Any
+    pair: int = 0
+
+    @property
+    def paired(self) -> tuple[int, int]:
+        """Tiles, one below the other and side by side, that the blocks of a cluster make at a time."""
+        return {0: (1, 1), 1: (2, 1), 2: (1, 2)}[self.pair]
 
     @property
     def width(self) -> int:
@@ -134,7 +151,8 @@ class Plan(NamedTuple):
 
     @property
     def tiles(self) -> tuple[int, int]:
-        return pl.cdiv(self.m, self.block_m), pl.cdiv(self.n, self.width)
+        below, beside = self.paired
+        return padded(pl.cdiv(self.m, self.block_m), below), padded(pl.cdiv(self.n, self.width), beside)
 
     @property
     def steps(self) -> int:
@@ -202,18 +220,32 @@ def _entries(call: Call, name: str) -> int:
 
 
 def key(call: Call) -> dict[str, str | int]:
-    """Rows count by whether they fit one tile, and with columns by how many elements of c a multiprocessor has: an
-    element's bits follow from the order of k alone, which every tile keeps on the tensor cores. The interpreter's own
-    sums follow the tile."""
+    """Rows count by whether they fit one tile, and with columns by the tile of C that is done first: an element's bits
+    follow from the order of k alone, which every tile keeps on the tensor cores. The interpreter's own sums follow the
+    tile."""
     few = not call.interpret and rows_of(call) <= FEW_ROWS
     k = "deep" if is_deep(call.dims["n"], call.dims["k"]) else "whole"
-    return {"dtype": call.dtype, "rows": "few" if few else "many", "k": k, "n": call.dims["n"], "share": share_of(call)}
+    return {"dtype": call.dtype, "rows": "few" if few else "many", "k": k, "tile": best_tile(call)}
 
 
-def share_of(call: Call) -> int:
-    """Elements of c that a multiprocessor has, where all have as many. The interpreter has as many for all calls."""
-    elements = math.prod(call.dims["batch"]) * call.dims["m"] * call.dims["n"]
-    return MANY if call.interpret else min(MANY, pl.cdiv(elements, HOPPER.cores or 1))
+def best_tile(call: Call) -> str:
+    """The tile of C with which the multiprocessors are done first: the rounds that they make, times what one takes. A
+    pair whose second tile lies beyond the last row fetches for nothing."""
+    some = {"block_m": 128, "block_n": 256, "block_k": 64, "stages": 2, "band": 1, "beside": 1}
+    plan, rates = plan_of(call, some), RATES["tiles"]
+    if call.interpret:
+        return next(iter(rates))
+    if plan.ragged:
+        rates = RATES["pieces"]
+
+    def cost(name: str) -> float:
+        rows, columns = map(int, name.removesuffix(" by pairs").split(" x "))
+        below = pl.cdiv(plan.m, rows)
+        paired = padded(below, 2) if name.endswith("pairs") else below
+        rounds = pl.cdiv(plan.batch * paired * pl.cdiv(plan.n, columns), HOPPER.cores or 1)
+        return rounds * rows * columns / rates[name] * paired / below
+
+    return min(rates, key=cost)
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
@@ -282,15 +314,18 @@ def kernel(ref: Refs, *, plan: Plan) -> None:
 
     def place(index: Any) -> Place:
         """In bands of rows of tiles, so that operands stay in L2."""
-        entry, within = lax.div(index, tiles_m * tiles_n), lax.rem(index, tiles_m * tiles_n)
-        i, j = plgpu.planar_snake(within, (tiles_m, tiles_n), 0, plan.band)
+        (below, beside), mine = plan.paired, lax.axis_index("pair") if plan.pair else 0
+        shape = tiles_m // below, tiles_n // beside
+        entry, within = lax.div(index, math.prod(shape)), lax.rem(index, math.prod(shape))
+        i, j = plgpu.planar_snake(within, shape, 0, plan.band)
+        i, j = i * below + mine * (below - 1), j * beside + mine * (beside - 1)
         part, entry = (0, entry) if plan.sharing == 1 else (lax.div(entry, plan.batch), lax.rem(entry, plan.batch))
         steps = plan.steps if plan.sharing == 1 else jnp.minimum(plan.chunk, plan.steps - part * plan.chunk)
         return Place(part, entry, i * plan.block_m, j * plan.width, steps)
 
     def each_tile(work: Callable[[Place, Any], None]) -> None:
         """Call ``work(place, before)`` for the tiles of this block; ``before``: steps until then."""
-        tiles = plan.sharing * plan.batch * tiles_m * tiles_n
+        tiles = plan.sharing * plan.batch * tiles_m * tiles_n // math.prod(plan.paired)
 
         @plgpu.nd_loop((tiles,), collective_axes="block", init_carry=jnp.int32(0))
         def _(info: plgpu.NDLoopInfo, carry: Any) -> Any:
@@ -326,7 +361,8 @@ def b_ring(ref: Refs, plan: Plan) -> Views:
 
 
 def produce(ref: Refs, plan: Plan, tile: Place, before: Any) -> None:
-    """Bring what one tile of C is made of."""
+    """Bring what one tile of C is made of. Of what a pair of blocks share each fetches a half, for both."""
+    for_both = {pair: {"collective_axes": "pair"} if plan.pair == pair else {} for pair in (1, 2)}
     of_a, of_b = (tile.entry if batch > 1 else 0 for batch in (plan.a_batch, plan.b_batch))
 
     @pl.loop(0, tile.steps)
@@ -334,11 +370,12 @@ def produce(ref: Refs, plan: Plan, tile: Place, before: Any) -> None:
         buffer, k = lax.rem(before + step, plan.stages), (tile.part * plan.chunk + step) * plan.block_k
         plgpu.barrier_wait(ref.free.at[buffer])
         a = ref.a.at[of_a, pl.ds(tile.row, plan.block_m), pl.ds(k, plan.block_k)]
-        plgpu.copy_gmem_to_smem(a, ref.a_ring.copied.at[buffer], ref.arrived.at[buffer])
+        plgpu.copy_gmem_to_smem(a, ref.a_ring.copied.at[buffer], ref.arrived.at[buffer], **for_both[2])
         for piece in range(plan.width // plan.piece):
             columns = pl.ds(tile.column + piece * plan.piece, plan.piece)
             b = ref.b.at[of_b, pl.ds(k, plan.block_k), columns]
-            plgpu.copy_gmem_to_smem(b, b_ring(ref, plan).copied.at[buffer, piece], ref.arrived.at[buffer])
+            there = b_ring(ref, plan).copied.at[buffer, piece]
+            plgpu.copy_gmem_to_smem(b, there, ref.arrived.at[buffer], **for_both[1])
 
 
 def consume(ref: Refs, plan: Plan, warpgroup: Any, tile: Place, before: Any) -> None:
@@ -410,7 +447,7 @@ def write(ref: Refs, plan: Plan, warpgroup: Any, mine: Any, tile: Place, c: tupl
         plgpu.copy_smem_to_gmem(ref.written.copied.at[warpgroup, slot], there)
 
 
-KNOBS = {"stages": Count(2, 8), "band": Count(1, 16), "beside": Count(1, 4)}
+KNOBS = {"stages": Count(2, 8), "band": Count(1, 16), "beside": Count(1, 4), "pair": Count(0, 2)}
 """Two stages at least: a buffer is in use until the next has arrived."""
 
 
@@ -423,11 +460,14 @@ def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     b = padded_rows(b.reshape(plan.b_batch, plan.k, plan.n), b_n)
     b = jnp.pad(b, ((0, 0), (0, k - plan.k), (0, 0))) if k > plan.k else b
     dtype = call.arrays["a"].dtype
+    # What a block fetches for both may come where the other still multiplies, so both say when that is free.
+    blocks = math.prod(plan.paired)
+    free = partial(plgpu.ClusterBarrier, collective_axes=("pair",)) if plan.pair else plgpu.Barrier
     found = launch(
         call,
         partial(kernel, plan=plan),
         "matmul",
-        (min(HOPPER.cores or 1, plan.sharing * plan.batch * math.prod(plan.tiles)),),
+        (min(max(1, (HOPPER.cores or 1) // blocks), plan.sharing * plan.batch * math.prod(plan.tiles) // blocks),),
         inputs={"a": a, "b": b},
         outputs={"c": jax.ShapeDtypeStruct((plan.sharing * plan.batch, plan.m, c_n), plan.written)},
         scratch={
@@ -435,9 +475,10 @@ def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
             "b_ring": b_buffers(plan, dtype),
             "written": Swizzled((plan.consumers, OUT_SLOTS, OUT_ROWS, plan.out_columns), plan.written),
             "arrived": plgpu.Barrier(num_arrivals=1 + plan.width // plan.piece, num_barriers=plan.stages),
-            "free": plgpu.Barrier(num_arrivals=plan.consumers, num_barriers=plan.stages),
+            "free": free(num_arrivals=plan.consumers, num_barriers=plan.stages),
         },
         warpgroups=plan.consumers + 1,
+        cluster={"pair": 2} if plan.pair else {},
     )
     c = found["c"] if plan.sharing == 1 else _added_up(call, found["c"], plan)
     c = c if c_n == plan.n else c[..., : plan.n]

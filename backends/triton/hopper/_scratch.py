@@ -19,9 +19,10 @@ from portakern.backends.triton.layout import fresh
 if TYPE_CHECKING:
     from portakern.core.call import Call
 
-__all__ = ["Operand", "operand"]
+__all__ = ["Operand", "begins_off_lines", "operand"]
 
-LINE = 128  # bytes; scratch rows begin at multiples
+LINE = 128  # bytes of a line of the cache; scratch rows begin at multiples
+PIECE = 16  # bytes that the copy engine moves at least
 FARTHEST = 2**40  # bytes that a stride of a map may have
 
 
@@ -94,12 +95,21 @@ class Operand(NamedTuple):
     across: bool
 
 
-def operand(call: Call, x: torch.Tensor, batch: int, extents: tuple[int, int, int], along: int | None) -> Operand:
+def begins_off_lines(x: torch.Tensor) -> bool:
+    """Whether lines of x, which can be described, begin within lines of the cache."""
+    apart = max(x.stride()[-2:]) * x.element_size()
+    return x.shape[-1] > 1 < x.shape[-2] and apart % PIECE == 0 != apart % LINE
+
+
+def operand(
+    call: Call, x: torch.Tensor, batch: int, extents: tuple[int, int, int], along: int | None, whole: bool = False
+) -> Operand:
     """``x``, or a copy of it, as it can be described.
 
     Args:
       batch: its stride over the batch axis. extents: batch entries that it has, and of its two axes.
       along: which of the axes lines must run along, if any: 0 or 1.
+      whole: lines must begin where lines of the cache do.
     """
     entries, rows, columns = extents
     x_row, x_column = x.stride(-2), x.stride(-1)
@@ -108,10 +118,10 @@ def operand(call: Call, x: torch.Tensor, batch: int, extents: tuple[int, int, in
         extent, length = (columns, rows)[line], (rows, columns)[line]
         one_line = extent == 1
         fits = (unit == 1 or length == 1) and (
-            one_line or (stride * size % 16 == 0 and length <= stride < FARTHEST // size)
+            one_line or (stride * size % (LINE if whole else PIECE) == 0 and length <= stride < FARTHEST // size)
         )
-        of_batches = entries == 1 or (batch * size % 16 == 0 and 0 < batch < FARTHEST // size)
-        if along in (None, line) and fits and of_batches and x.data_ptr() % 16 == 0:
+        of_batches = entries == 1 or (batch * size % PIECE == 0 and 0 < batch < FARTHEST // size)
+        if along in (None, line) and fits and of_batches and x.data_ptr() % PIECE == 0:
             return Operand(x, batch, length_of(length, size) if one_line else stride, line == 0)
     if along is None:  # as it lies
         along = 0 if x_row == 1 and x_column != 1 else 1

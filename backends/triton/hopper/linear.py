@@ -116,8 +116,9 @@ def linear(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     of = product_of(call)
     anyhow = call.interpret or tiling["swapped"]
     along_x, along_w = (None, None) if anyhow else products.ALONG.get(kind_of(of, of.dtype), (None, None))
-    of_x = operand(call, x.reshape(m, k), 0, (1, m, k), along_x)
-    of_weight = operand(call, weight.mT, 0, (1, k, n), along_w)
+    whole = products.copied(of) if products.by_roles(of, tiling) else None
+    of_x = operand(call, x.reshape(m, k), 0, (1, m, k), along_x, whole == "a")
+    of_weight = operand(call, weight.mT, 0, (1, k, n), along_w, whole == "b")
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else _by_rows(residual.reshape(m, n))
     if products.by_roles(of, tiling):

@@ -33,7 +33,7 @@ import triton.language as tl
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.descriptors import describe
 from portakern.backends.triton.gpu.matmul import place, products
-from portakern.backends.triton.hopper._scratch import Operand, operand
+from portakern.backends.triton.hopper._scratch import Operand, begins_off_lines, operand
 from portakern.backends.triton.launch import (
     MAX_GRID,
     accumulator,
@@ -62,6 +62,19 @@ RATES = {
 """Of each kind of product the tiles of c that there are, and which part of the best rate a multiprocessor reaches on
 them: measured on an H100 for 16-bit operands (192 columns, which are accumulators of 128 and of 64: 0.87 where b's rows
 begin off 128 bytes, 0.98 where they do not) and for 128 columns of tf32, the others estimated."""
+
+OFF_LINES = {
+    "a": {"128 x 256": 0.95, "128 x 192": 0.8, "128 x 128": 0.6, "64 x 128": 0.5, "64 x 64": 0.3},
+    "b": {"256 x 128": 0.95, "128 x 256": 0.77, "128 x 192": 0.72, "128 x 128": 0.6, "64 x 128": 0.4, "64 x 64": 0.25},
+    "ab": {"128 x 256": 0.7, "128 x 192": 0.57, "128 x 128": 0.5, "64 x 128": 0.4, "64 x 64": 0.25},
+}
+"""The same for 16-bit operands of which a's, b's or both's lines in memory begin within lines of the cache: 128 bytes of
+them are parts of two, and L2 is asked for each part. So a tile is longer along the axis of the other operand, of which
+it then reads less."""
+
+COPIED = {"extent": 1024, "products": 2**32}
+"""Where both begin so, the smaller one is copied for c of at least so many rows or columns, and at least so many
+products: what L2 is spared grows with both, the copy with the shorter side."""
 
 COLUMNS_OF_FEW = {"16-bit": (128, 64), "tf32": (64,)}
 """How many columns tiles of few rows have. 128 have longer runs of memory where b lies in rows (16 x 14336 x 4096 on an
@@ -248,11 +261,28 @@ def tiles_there_are(call: Call) -> dict[str, tuple[int, int, float]]:
     roles, c_size = may_have_roles(call), size_of(call.outputs["c"][1])
     wide, boxes = roles or c_size == 2, n * c_size % 16 == 0  # else c's tile leaves no room for operands
     found = {}
-    for name, rate in RATES[kind].items():
+    off = off_lines(call).replace(copied(call) or " ", "") if kind == "16-bit" else ""
+    for name, rate in (OFF_LINES[off] if off else RATES[kind]).items():
         rows, columns = map(int, name.split(" x "))
-        if (roles or columns != 192) and (wide or columns != 256):
-            found[name] = (rows, columns, rate * (1.0 if boxes or (roles and columns > 128) else WITHOUT_BOXES))
+        by_roles_alone = columns == 192 or rows == 256
+        if (roles or not by_roles_alone) and (wide or columns != 256):
+            stays = boxes or (roles and rows * columns > 128 * 128)
+            found[name] = (rows, columns, rate * (1.0 if stays else WITHOUT_BOXES))
     return found
+
+
+def off_lines(call: Call) -> str:
+    """Of which operands lines begin within lines of the cache: "a", "b", "ab" or ""."""
+    return "".join(name for name in ("a", "b") if begins_off_lines(call.arrays[name]))
+
+
+def copied(call: Call) -> str | None:
+    """Which operand warps with roles have copied to whole lines of the cache, if any."""
+    (entries, m), n, k = extents(call), call.dims["n"], call.dims["k"]
+    large = max(m, n) >= COPIED["extent"] and entries * m * n * k >= COPIED["products"]
+    if size_of(call.dtype) != 2 or off_lines(call) != "ab" or not (large and on_matrix_unit(call)):
+        return None
+    return min("ab", key=lambda name: prod(call.arrays[name].shape))
 
 
 def best_tile(call: Call) -> tuple[str, int]:
@@ -309,10 +339,13 @@ def refuse_roles(call: Call, tiling: Mapping[str, int]) -> str | None:
         return f"{told} take products whose sums are whole, of operands of c's size and up to 32 bits; use roles=0"
     if (tiling["num_warps"], tiling["swapped"]) != (8, 0):
         return f"{told} are 8 that multiply, rows first; use num_warps=8 and swapped=0"
-    if (rows, depth * size) != (128, 128) or columns not in (128, 256):
+    if depth * size != 128 or (rows, columns) not in ((128, 128), (128, 256), (256, 128)):
         return (
-            f"{told} take tiles of 128 x 128 or 256, in steps of {128 // size} of k, not {rows} x {columns} x {depth}"
+            f"{told} take tiles of 128 x 128, 128 x 256 and 256 x 128, in steps of {128 // size} of k, not {rows} x "
+            f"{columns} x {depth}"
         )
+    if rows == 256 and (size == 4 or tiling["roles"] > 1):
+        return f"{told} take tiles of 256 x 128 where operands have 16 bits and roles=1"
     if products(call, call.dtype) == "ieee" and (columns != 128 or tiling["roles"] > 1):
         return f"{told} take tiles of 128 x 128 in ieee; use block_n=128 and roles=1"
     if tiling.get("halves") and size == 4:
@@ -440,8 +473,9 @@ def matmul(call: Call, tiling: Mapping[str, int], into: torch.Tensor | None = No
     along_a, along_b = (None, None) if anyhow else ALONG.get(kind, (None, None))
     if by_roles(call, tiling) and kind == "tf32":
         along_b = None
-    of_a = _operand(call, a, (entries, m, k), along_a, flattened=m != dims["m"])
-    of_b = _operand(call, b, (entries, k, n), along_b)
+    whole = copied(call) if by_roles(call, tiling) else None
+    of_a = _operand(call, a, (entries, m, k), along_a, whole == "a", flattened=m != dims["m"])
+    of_b = _operand(call, b, (entries, k, n), along_b, whole == "b")
     if by_roles(call, tiling) and (kind == "ieee" or (kind == "tf32" and not of_b.across)):
         _launch_float32(call, of_a, of_b, c, (entries, m), tiling)
     elif by_roles(call, tiling):
@@ -452,9 +486,10 @@ def matmul(call: Call, tiling: Mapping[str, int], into: torch.Tensor | None = No
 
 
 def _operand(
-    call: Call, x: torch.Tensor, extents: tuple[int, int, int], along: int | None, flattened: bool = False
+    call: Call, x: torch.Tensor, extents: tuple[int, int, int], along: int | None, whole: bool, flattened: bool = False
 ) -> Operand:
-    """``x`` with its batch axes as one, or as rows (``flattened``). Axes that one stride does not walk are gathered."""
+    """``x`` with its batch axes as one, or as rows (``flattened``). Axes that one stride does not walk are gathered.
+    ``whole``: lines begin where lines of the cache do."""
     entries, rows, columns = extents
     if flattened:
         x = x.expand(*call.dims["batch"], -1, -1)
@@ -462,15 +497,15 @@ def _operand(
         if len(shape) > 1:
             x, strides = x.contiguous(), (columns,)
         x = x.as_strided((rows, columns), (strides[0] if shape else columns, x.stride(-1)))
-        return operand(call, x, 0, (1, rows, columns), along)
+        return operand(call, x, 0, (1, rows, columns), along, whole)
     if prod(x.shape[:-2]) == 1:
-        return operand(call, x, 0, (1, rows, columns), along)
+        return operand(call, x, 0, (1, rows, columns), along, whole)
     x = x.expand(*call.dims["batch"], -1, -1)
     shape, (strides,) = collapse(x.shape[:-2], x.stride()[:-2])
     if len(shape) > 1:
         x = x.contiguous()
         strides = (rows * columns,)
-    return operand(call, x, strides[0], (entries, rows, columns), along)
+    return operand(call, x, strides[0], (entries, rows, columns), along, whole)
 
 
 def described(x: Operand, shape: tuple[int, int, int], block: tuple[int, int], batched: bool, **how: Any) -> Any:
