@@ -73,10 +73,13 @@ PIECED_ROWS = 8192
 needed otherwise."""
 
 RATES = {
-    "tiles": {"128 x 256": 1.0, "128 x 192": 0.97, "128 x 128": 0.92, "64 x 128": 0.69},
+    "tiles": {
+        "128 x 256": 1.0, "128 x 192": 0.97, "128 x 128": 0.92, "64 x 128": 0.69,
+        "128 x 256 by pairs": 0.99, "128 x 192 by pairs": 0.96, "128 x 128 by pairs": 0.85, "64 x 128 by pairs": 0.63,
+    },
     "pieces": {
-        "128 x 256 by pairs": 1.0, "128 x 192 by pairs": 0.88, "128 x 128 by pairs": 0.81, "64 x 128 by pairs": 0.55,
         "128 x 256": 0.78, "128 x 192": 0.66, "128 x 128": 0.62, "64 x 128": 0.4,
+        "128 x 256 by pairs": 1.0, "128 x 192 by pairs": 0.88, "128 x 128 by pairs": 0.81, "64 x 128 by pairs": 0.55,
     },
 }  # fmt: skip
 """The tiles of C that there are where B comes in tiles or in pieces, and which part of the best rate a multiprocessor
@@ -220,32 +223,32 @@ def _entries(call: Call, name: str) -> int:
 
 
 def key(call: Call) -> dict[str, str | int]:
-    """Rows count by whether they fit one tile, and with columns by the tile of C that is done first: an element's bits
-    follow from the order of k alone, which every tile keeps on the tensor cores. The interpreter's own sums follow the
+    """The tile of C: its rows are few, or its sums are in chunks, or it is the one that is done first. An element's bits
+    follow from the order of k alone, which every tile keeps on the tensor cores; the interpreter's own sums follow the
     tile."""
-    few = not call.interpret and rows_of(call) <= FEW_ROWS
-    k = "deep" if is_deep(call.dims["n"], call.dims["k"]) else "whole"
-    return {"dtype": call.dtype, "rows": "few" if few else "many", "k": k, "tile": best_tile(call)}
+    if not call.interpret and rows_of(call) <= FEW_ROWS:
+        return {"dtype": call.dtype, "tile": "few rows"}
+    deep = is_deep(call.dims["n"], call.dims["k"])
+    return {"dtype": call.dtype, "tile": "deep k" if deep else best_tile(call)}
 
 
-def best_tile(call: Call) -> str:
-    """The tile of C with which the multiprocessors are done first: the rounds that they make, times what one takes. A
-    pair whose second tile lies beyond the last row fetches for nothing."""
-    some = {"block_m": 128, "block_n": 256, "block_k": 64, "stages": 2, "band": 1, "beside": 1}
-    plan, rates = plan_of(call, some), RATES["tiles"]
-    if call.interpret:
-        return next(iter(rates))
-    if plan.ragged:
-        rates = RATES["pieces"]
+def best_tile(*calls: Call) -> str:
+    """The tile of C with which the multiprocessors are done first with these products."""
+    names = RATES["tiles"]
+    if any(call.interpret for call in calls):
+        return next(iter(names))
+    return min(names, key=lambda name: sum(cost(call, name) for call in calls))
 
-    def cost(name: str) -> float:
-        rows, columns = map(int, name.removesuffix(" by pairs").split(" x "))
-        below = pl.cdiv(plan.m, rows)
-        paired = padded(below, 2) if name.endswith("pairs") else below
-        rounds = pl.cdiv(plan.batch * paired * pl.cdiv(plan.n, columns), HOPPER.cores or 1)
-        return rounds * rows * columns / rates[name] * paired / below
 
-    return min(rates, key=cost)
+def cost(call: Call, name: str) -> float:
+    """The rounds of tiles that the multiprocessors make, times what one takes. A pair whose second tile lies beyond the
+    last row fetches for nothing."""
+    plan = plan_of(call, {"block_m": 128, "block_n": 256, "block_k": 64, "stages": 2, "band": 1, "beside": 1})
+    rows, columns = map(int, name.removesuffix(" by pairs").split(" x "))
+    below = pl.cdiv(plan.m, rows) or 1
+    paired = padded(below, 2) if name.endswith("by pairs") else below
+    rounds = pl.cdiv(plan.batch * paired * pl.cdiv(plan.n, columns), HOPPER.cores or 1)
+    return rounds * rows * columns / RATES["pieces" if plan.ragged else "tiles"][name] * paired / below
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:

@@ -39,12 +39,10 @@ def bare_products(call: Call) -> Iterator[tuple[str, Call]]:
 
 
 def key(call: Call) -> dict[str, str | int]:
-    """matmul's, for both products: its n is k in d_a and n in d_b, its k is deep where that of one is, and its share
-    that of the larger."""
-    inner = [forward.key(inner) for _, inner in bare_products(call)]
-    deep = any(key["k"] == "deep" for key in inner)
-    n, share = min(call.dims["n"], call.dims["k"]), max(int(key["share"]) for key in inner)
-    return {"dtype": product_dtype(call), "rows": "many", "k": "deep" if deep else "whole", "n": n, "share": share}
+    """matmul's, for both products: sums are in chunks where those of one are."""
+    inner = [of for _, of in bare_products(call)]
+    deep = any(forward.is_deep(of.dims["n"], of.dims["k"]) for of in inner)
+    return {"dtype": product_dtype(call), "tile": "deep k" if deep else forward.best_tile(*inner)}
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:

@@ -60,17 +60,17 @@ RATES = {
     "ieee": {"128 x 128": 1.0, "64 x 64": 0.7, "16 x 128": 0.3},
 }
 """Of each kind of product the tiles of c that there are, and which part of the best rate a multiprocessor reaches on
-them: measured on an H100 for 16-bit operands (192 columns, which are accumulators of 128 and of 64: 0.87 where b's rows
-begin off 128 bytes, 0.98 where they do not) and for 128 columns of tf32, the others estimated."""
+them: measured on an H100 for 16-bit operands (192 columns are accumulators of 128 and of 64) and for 128 columns of
+tf32, the others estimated."""
 
 OFF_LINES = {
-    "a": {"128 x 256": 0.95, "128 x 192": 0.8, "128 x 128": 0.6, "64 x 128": 0.5, "64 x 64": 0.3},
-    "b": {"256 x 128": 0.95, "128 x 256": 0.77, "128 x 192": 0.72, "128 x 128": 0.6, "64 x 128": 0.4, "64 x 64": 0.25},
+    "a": {"128 x 256": 0.94, "128 x 192": 0.79, "128 x 128": 0.65, "64 x 128": 0.5, "64 x 64": 0.3},
+    "b": {"256 x 128": 0.94, "128 x 256": 0.77, "128 x 192": 0.7, "128 x 128": 0.6, "64 x 128": 0.4, "64 x 64": 0.25},
     "ab": {"128 x 256": 0.7, "128 x 192": 0.57, "128 x 128": 0.5, "64 x 128": 0.4, "64 x 64": 0.25},
 }
 """The same for 16-bit operands of which a's, b's or both's lines in memory begin within lines of the cache: 128 bytes of
 them are parts of two, and L2 is asked for each part. So a tile is longer along the axis of the other operand, of which
-it then reads less."""
+it then reads less: measured on an H100, the last two tiles estimated."""
 
 COPIED = {"extent": 1024, "products": 2**32}
 """Where both begin so, the smaller one is copied for c of at least so many rows or columns, and at least so many
