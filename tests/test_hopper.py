@@ -143,6 +143,20 @@ def test_float32_has_warps_with_roles_where_there_are_rounds_of_tiles():
         resolve(impl, call, {"block_n": 256})
 
 
+def test_linear_takes_one_row_without_a_batch_and_no_roles_for_float32_in_ieee():
+    for shape, dtype in (((257,), torch.float16), ((2,), torch.bfloat16), ((96,), torch.float16)):
+        x, weight = torch.empty(shape, dtype=dtype, device="meta"), torch.empty(65, *shape, dtype=dtype, device="meta")
+        impl, call = bound("linear", x, weight)
+        tiling = resolve(impl, call, {}).tiling
+        assert impl.supports(call, {**tiling, **ROLES, "swapped": 0, "roles": 1, "halves": 0}) is None
+    x = torch.empty(300, 64, device="meta")
+    roles = {"block_m": 128, "block_n": 128, "block_k": 32, "num_warps": 8, "num_stages": 2, "group": 1, "swapped": 0}
+    impl, call = bound("linear", x, x)
+    assert "use roles=0" in impl.supports(call, {**roles, "roles": 1})
+    impl, call = bound("linear", x, x, precision="tf32")
+    assert impl.supports(call, {**roles, "roles": 1}) is None
+
+
 def test_the_tile_follows_rows_and_the_split_of_k_does_not():
     assert tiles(4096, 4096, 4096)[0] == "128 x 256" and tiles(4096, 4096, 4096)[1]["roles"] == 1
     assert tiles(1000, 2944, 5120)[0] == "128 x 192" and tiles(1000, 2944, 5120)[1]["roles"] == 2

@@ -223,9 +223,9 @@ def _entries(call: Call, name: str) -> int:
 
 
 def key(call: Call) -> dict[str, str | int]:
-    """The tile of C: its rows are few, or its sums are in chunks, or it is the one that is done first. An element's bits
-    follow from the order of k alone, which every tile keeps on the tensor cores; the interpreter's own sums follow the
-    tile."""
+    """The tile of C: its rows are few, or its sums are in chunks, or it is the one that is done first. An element's
+    bits follow from the order of k alone, which every tile keeps on the tensor cores; the interpreter's own sums follow
+    the tile."""
     if not call.interpret and rows_of(call) <= FEW_ROWS:
         return {"dtype": call.dtype, "tile": "few rows"}
     deep = is_deep(call.dims["n"], call.dims["k"])

@@ -68,9 +68,9 @@ OFF_LINES = {
     "b": {"256 x 128": 0.94, "128 x 256": 0.77, "128 x 192": 0.7, "128 x 128": 0.6, "64 x 128": 0.4, "64 x 64": 0.25},
     "ab": {"128 x 256": 0.7, "128 x 192": 0.57, "128 x 128": 0.5, "64 x 128": 0.4, "64 x 64": 0.25},
 }
-"""The same for 16-bit operands of which a's, b's or both's lines in memory begin within lines of the cache: 128 bytes of
-them are parts of two, and L2 is asked for each part. So a tile is longer along the axis of the other operand, of which
-it then reads less: measured on an H100, the last two tiles estimated."""
+"""The same for 16-bit operands of which a's, b's or both's lines in memory begin within lines of the cache: 128 bytes
+of them are parts of two, and L2 is asked for each part. So a tile is longer along the axis of the other operand, of
+which it then reads less: measured on an H100, the last two tiles estimated."""
 
 COPIED = {"extent": 1024, "products": 2**32}
 """Where both begin so, the smaller one is copied for c of at least so many rows or columns, and at least so many
