@@ -67,7 +67,8 @@ def linear_kernel(x, weight, bias, residual, y, pre, residual_row, m, n, k, chun
 def product_of(call: Call) -> Call:
     """The call of matmul that multiplies x, as rows, and weight^T."""
     m, n, k = prod(call.dims["batch"]), call.dims["n"], call.dims["k"]
-    return as_product(call, call.arrays["x"].reshape(m, k), call.arrays["weight"], m, n, k)
+    x = call.arrays["x"]
+    return as_product(call, x if x.ndim > 1 else x[None], call.arrays["weight"], m, n, k)
 
 
 def key(call: Call) -> dict[str, str | int]:
@@ -91,8 +92,8 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     of = product_of(call)
     if products.by_roles(of, tiling) and not products.on_matrix_unit(of):
         return (
-            f"warps with roles (roles={tiling['roles']}) take products of the matrix unit, and float32 in ieee is none: "
-            "use roles=0"
+            f"warps with roles (roles={tiling['roles']}) take products of the matrix unit, which float32 in ieee is "
+            "none of; use roles=0"
         )
     if not call.interpret and not products.by_roles(of, tiling):
         shared, limit = shared_memory(of, tiling), shared_limit(call.target.arch)

@@ -45,7 +45,8 @@ def multiply(call: Call, a: Any, b: Any, c: Any) -> None:
 
 def refused(call: Call, m: int, n: int, k: int) -> str | None:
     """Why matmul does not take a product of these extents."""
-    of = portable.as_product(call, call.arrays["hidden"].reshape(m, k), call.arrays["weight"], m, n, k)
+    hidden = call.arrays["hidden"]
+    of = portable.as_product(call, hidden if hidden.ndim > 1 else hidden[None], call.arrays["weight"], m, n, k)
     return forward.supports(*tiling_of(of))
 
 
