@@ -69,7 +69,9 @@ def fingerprint(
       checkout: where the sources lie; None: those that run.
     """
     place = checkout or root()
-    families = [f for f, _ in backend.families_for(target, variant) if backend.where(op, f)]
+    # Sources are read, not run: of what cannot be imported here too, such as Hopper's Pallas with an older JAX.
+    lacking = [f for f in backend.declared if f.lacks() and f.compiles_for(target) and variant in (None, f.name)]
+    families = [f for f in (*(f for f, _ in backend.families_for(target, variant)), *lacking) if backend.where(op, f)]
     module = backend.where(op, families[0]) if families else None
     if module is None or not files(place, module):
         return None

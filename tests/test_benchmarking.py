@@ -637,6 +637,14 @@ def test_the_roof_of_a_call():
     assert ceiling(call, {}) is None
 
 
+def test_sources_are_read_of_what_cannot_be_imported_here_too():
+    """Else a result of Hopper's Pallas kernels would not be told from one of others by a process with an older JAX."""
+    pallas, hopper = registry.backend("pallas"), Target("cuda", "sm_90")
+    assert sources.fingerprint("matmul", pallas, "gpu", hopper) is not None
+    assert sources.fingerprint("softmax", pallas, None, hopper) is not None
+    assert sources.fingerprint("softmax", pallas, "decode", hopper) is None
+
+
 # ------------------------------------------------------------------------------------------------------------ sources
 def test_the_hash_of_sources_follows_code_and_not_comments(tmp_path):
     shutil.copytree(ROOT / "portakern", tmp_path / "portakern", ignore=shutil.ignore_patterns("__pycache__"))
