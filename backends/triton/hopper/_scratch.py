@@ -98,7 +98,7 @@ class Operand(NamedTuple):
 def begins_off_lines(x: torch.Tensor) -> bool:
     """Whether lines of x, which can be described, begin within lines of the cache."""
     apart = max(x.stride()[-2:]) * x.element_size()
-    return x.shape[-1] > 1 < x.shape[-2] and apart % PIECE == 0 != apart % LINE
+    return x.ndim > 1 and x.shape[-1] > 1 < x.shape[-2] and apart % PIECE == 0 != apart % LINE
 
 
 def operand(

@@ -67,8 +67,7 @@ def linear_kernel(x, weight, bias, residual, y, pre, residual_row, m, n, k, chun
 def product_of(call: Call) -> Call:
     """The call of matmul that multiplies x, as rows, and weight^T."""
     m, n, k = prod(call.dims["batch"]), call.dims["n"], call.dims["k"]
-    x = call.arrays["x"]
-    return as_product(call, x if x.ndim > 1 else x[None], call.arrays["weight"], m, n, k)
+    return as_product(call, call.arrays["x"], call.arrays["weight"], m, n, k)
 
 
 def key(call: Call) -> dict[str, str | int]:

@@ -45,9 +45,9 @@ def multiply(call: Call, a: Any, b: Any, c: Any) -> None:
 
 def refused(call: Call, m: int, n: int, k: int) -> str | None:
     """Why matmul does not take a product of these extents."""
-    hidden = call.arrays["hidden"]
-    of = portable.as_product(call, hidden if hidden.ndim > 1 else hidden[None], call.arrays["weight"], m, n, k)
-    return forward.supports(*tiling_of(of))
+    return forward.supports(
+        *tiling_of(portable.as_product(call, call.arrays["hidden"], call.arrays["weight"], m, n, k))
+    )
 
 
 supports = partial(portable.supports, refused=refused)

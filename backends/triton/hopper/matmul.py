@@ -261,7 +261,8 @@ def tiles_there_are(call: Call) -> dict[str, tuple[int, int, float]]:
     roles, c_size = may_have_roles(call), size_of(call.outputs["c"][1])
     wide, boxes = roles or c_size == 2, n * c_size % 16 == 0  # else c's tile leaves no room for operands
     found = {}
-    off = off_lines(call).replace(copied(call) or " ", "") if kind == "16-bit" else ""
+    whole = copied(call)
+    off = "".join(x for x in off_lines(call) if x != whole) if kind == "16-bit" else ""
     for name, rate in (OFF_LINES[off] if off else RATES[kind]).items():
         rows, columns = map(int, name.split(" x "))
         by_roles_alone = columns == 192 or rows == 256
