@@ -6,8 +6,9 @@
 Stages, each in a process of its own, one after another, so that none shares the device or what another compiled:
 
     eager     transformers' Llama of examples/train's size "reach" in bfloat16: PyTorch's functions, Liger's patch,
-              ``portakern.torch.apply``, and that without the loss that never has all logits in memory
-    compiled  the same under torch.compile: PyTorch's functions, and portakern.torch.apply
+              ``portakern.torch.apply``, that without the loss that never has all logits in memory, and its attention
+              alone, beside PyTorch's scaled_dot_product_attention
+    compiled  the same under torch.compile: PyTorch's functions, portakern.torch.apply, and its attention alone
     loss      linear_cross_entropy of 8192 rows of 4096 over 128256 words: portakern, and Liger's function
 
 Contenders take turns, round by round, and a row holds the median, best and worst of their times by the device's clock,
@@ -44,8 +45,11 @@ __all__ = ["STAGES", "main", "measured"]
 LOSS = {"cuda": (8192, 4096, 128256), "cpu": (96, 32, 500)}
 """Rows, width and words of the loss, on a GPU and where only its paths are tried."""
 SMALL = replace(SIZES["tiny"], layers=2, width=64, inner=96)
-KEPT = "portakern, logits kept"
-TURNS = {"eager": ("torch", "liger", "portakern", KEPT), "compiled": ("torch", "portakern")}
+KEPT, ALONE = "portakern, logits kept", "portakern, attention alone"
+TURNS = {
+    "eager": ("torch", "liger", "portakern", KEPT, ALONE),
+    "compiled": ("torch", "portakern", ALONE),
+}
 Row = dict[str, Any]
 
 
@@ -145,7 +149,7 @@ def placed(stack: contextlib.ExitStack, who: str, model: Any, backend: str | Non
         with on_liger(model, None):  # the model keeps the patch when the module gets back what it had
             return ["Liger's patch"], modeling_llama.apply_rotary_pos_emb
     if who != "torch":
-        parts = [p for p in PARTS if who != KEPT or p != "linear_loss"]
+        parts = ["attention"] if who == ALONE else [p for p in PARTS if who != KEPT or p != "linear_loss"]
         applied = stack.enter_context(portakern.torch.apply(model, backend=backend, parts=parts))
         return str(applied).splitlines(), modeling_llama.apply_rotary_pos_emb
     return ["PyTorch's own functions, attention by sdpa"], modeling_llama.apply_rotary_pos_emb

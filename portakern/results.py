@@ -202,8 +202,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
          "how": "string"},
         {"wall_seconds": "number"},
     ),
-    "sanitizer": Benchmark(("op", "tool"), {"op": "text", "tool": "text", "examples": "count", "errors": "count?",
-    "problem": "text?", "seconds": "number"}),
+    "sanitizer": Benchmark(
+        ("op", "backend", "tool"),
+        {"op": "text", "backend": "text", "tool": "text", "examples": "count", "errors": "count?",
+         "problem": "text?", "seconds": "number"},
+    ),
     "character_model": Benchmark(
         ("ops", "seed"),
         {"ops": "text", "seed": "integer", "final": "number", "losses": "list"},

@@ -173,6 +173,17 @@ def test_who_refuses_is_listed_with_its_reason():
     assert (rows["picky"]["verdict"], rows["picky"]["why"]) == ("refused", "it takes no rows of 40")
 
 
+def test_a_call_that_takes_long_has_fewer_samples():
+    """A suite says so; a plan of fewer still has its own, and such a row is not timed again for having few."""
+    plan = Plan([case := replace(CASE, rounds=3)], [backend("mine", numpy_softmax)], [], "cpu")
+    outcome = run(plan, lambda found, case: None)
+    assert [r["rounds"] for r in outcome.rows] == [3] and plan.rounds_of(CASE) == plan.rounds
+    assert replace(plan, rounds=2).rounds_of(case) == 2
+    earlier = Earlier({Earlier()._place(plan, case): outcome.rows})
+    assert earlier.left(plan)[0].cases == [] and earlier.left(replace(plan, cases=[CASE]))[0].cases == [CASE]
+    assert any(c.rounds for c in suites.cases_of("long_context"))
+
+
 def test_a_call_that_fails_while_it_is_timed_leaves_the_others_their_times():
     class Dies:
         def __init__(self):

@@ -30,6 +30,8 @@ def test_a_stage_times_every_contender_and_compares_its_gradients(stage):
         assert row["grad_norm"] > 0.1
     ours = "\n".join(rows["portakern"]["served"])
     assert "linear_cross_entropy" in ours
+    alone = rows[model_step.ALONE]["served"]
+    assert [part.split()[0] for part in alone if part.split()[-1] == "reference"] == ["attention"]
     if stage == "eager":
         assert "parts lacks 'linear_loss'" in "\n".join(rows[model_step.KEPT]["served"])
 

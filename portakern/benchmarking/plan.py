@@ -20,7 +20,7 @@ class Plan:
       cases: in the order of their importance, in which they are timed as they are ready. subjects: whose variants are
       measured, the one first in whose library's arrays the calls are made; against: the peers.
       device: the platform, None: the best that the first subject compiles for here.
-      rounds: samples of each contender. seconds: no case is begun after so many; None: all are.
+      rounds: samples of each contender, at most. seconds: no case is begun after so many; None: all are.
       every_peer: time those too that calls of a suite have shown to be far behind.
     """
 
@@ -31,6 +31,10 @@ class Plan:
     rounds: int = ROUNDS
     seconds: float | None = None
     every_peer: bool = False
+
+    def rounds_of(self, case: TimedCase) -> int:
+        """Samples of each contender of a case."""
+        return self.rounds if case.rounds is None else min(self.rounds, case.rounds)
 
     @property
     def lead(self) -> Backend:

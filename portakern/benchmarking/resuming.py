@@ -58,7 +58,7 @@ class Earlier:
             now = c.subject, sources.fingerprint(spec.name, c.backend, c.variant, target)
             if now != (row.get("subject"), row.get("sources")):
                 return False
-            if row.get("rounds") is not None and row["rounds"] < plan.rounds:
+            if row.get("rounds") is not None and row["rounds"] < plan.rounds_of(case):
                 return False
             if row["verdict"] == FAR_BEHIND and plan.every_peer:
                 return False

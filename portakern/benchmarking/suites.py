@@ -15,6 +15,7 @@ A suite is a TOML file of the folder ``suites``, named like it::
     dtypes = ["bfloat16"]                   # the dtypes that were asked for where nothing is said
     gradients = true                        # the gradients too; "only": them alone
     rank = 1                                # 1 to 3: what is timed first, and left out last
+    rounds = 4                              # at most so many samples, where a call takes long
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ DTYPES = ("bfloat16", "float32")
 """What is timed where nobody names a dtype."""
 
 RANKS = (1, 2, 3)
-KNOWN = {"op", "dims", "options", "given", "layouts", "sweep", "dtypes", "gradients", "rank"}
+KNOWN = {"op", "dims", "options", "given", "layouts", "sweep", "dtypes", "gradients", "rank", "rounds"}
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class TimedCase:
     Attributes:
       suite: where it stands. op, dtype, dims, options, given, layouts: the call, of the forward op.
       gradient: time the op of its gradients instead, of all its inputs.
-      rank: 1 is timed first.
+      rank: 1 is timed first. rounds: samples of each contender, where those are fewer than a plan has.
     """
 
     suite: str
@@ -68,6 +69,7 @@ class TimedCase:
     layouts: Mapping[str, str] = field(default_factory=dict)
     gradient: bool = False
     rank: int = 2
+    rounds: int | None = None
 
     @property
     def forward(self) -> Spec[Any]:
@@ -124,6 +126,8 @@ def read(name: str) -> Suite:
             raise SpecError(f"{path.name}, case {i}: layout {wrong[0]!r} is none of {', '.join(LAYOUTS)}")
         if case.get("rank", 2) not in RANKS:
             raise SpecError(f"{path.name}, case {i}: rank is {case['rank']!r}; expected one of {RANKS}")
+        if (rounds := case.get("rounds", 2)) < 2:
+            raise SpecError(f"{path.name}, case {i}: rounds is {rounds}; expected at least 2")
     return Suite(name, data["about"], data.get("x"), data["case"])
 
 
@@ -150,6 +154,7 @@ def _from_file(name: str, dtypes: Sequence[str] | None) -> Iterator[TimedCase]:
             case = TimedCase(
                 name, entry["op"], "", _extents(dims), _options(entry.get("options", {})),
                 tuple(entry.get("given", ())), entry.get("layouts", {}), rank=entry.get("rank", 2),
+                rounds=entry.get("rounds"),
             )  # fmt: skip
             own = entry.get("dtypes", DTYPES if dtypes is None else dtypes)
             yield from each(case, [d for d in own if dtypes is None or d in dtypes], entry.get("gradients", False))

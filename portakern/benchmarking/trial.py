@@ -251,7 +251,7 @@ class Trial:
         while entries:
             watches = {n: e.instruments.stopwatch(e.run, self.stand.recorder) for n, e in entries.items()}
             try:
-                yield from interleaved(watches, self.stand.plan.rounds).items()
+                yield from interleaved(watches, self.stand.plan.rounds_of(self.case)).items()
                 return
             except CallFailed as e:
                 found[e.name] = settled(found[e.name], FAILED, reason(e.__cause__ or e))

@@ -223,10 +223,10 @@ def _sanitized(rows: Sequence[tuple[Row, Result]]) -> str:
     tools = ", ".join(sorted({row["tool"] for row, _ in rows}))
     found = sum(row.get("errors") or bool(row.get("problem")) for row, _ in rows)
     fewest = min(row["examples"] for row, _ in rows)
-    return (
-        f"compute-sanitizer's {tools} over {len({row['op'] for row, _ in rows})} ops, at least {fewest} examples "
-        f"each: {found} errors"
-    )
+    ops = {backend: len({row["op"] for row, _ in rows if row["backend"] == backend}) for backend in
+           sorted({row["backend"] for row, _ in rows})}  # fmt: skip
+    of_each = ", ".join(f"{n} of `{backend}`" for backend, n in ops.items())
+    return f"compute-sanitizer's {tools} over ops, {of_each}, at least {fewest} examples each: {found} errors"
 
 
 def _fuzzed(rows: Sequence[tuple[Row, Result]]) -> str:
