@@ -126,7 +126,7 @@ class Plan:
     @property
     def unlike(self) -> bool:
         """Whether tiles see more keys or fewer, and a table (``schedule``) says which block takes which."""
-        return (self.band.first is not None or self.band.last is not None) and self.tiles > self.blocks
+        return self.tiles > self.blocks
 
     @property
     def several(self) -> bool:

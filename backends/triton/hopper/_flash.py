@@ -286,6 +286,7 @@ def attend(turn, unit, first, last, q, q_empty, k_tiles, v_tiles, full, empty, m
     acc = gl.zeros([ROWS, block_dv], gl.float32, mma_o)
     whole = acc, gl.zeros([ROWS], gl.float32, row_s), nothing
     opened = first  # the first key of the chunk that acc, l and m are of
+    border = first // chunk * chunk + chunk  # the first key of the next one: counted, since a division takes 200 cycles
     s = first_dots(turn, unit, q, k_tiles, full, empty, mine, theirs, GROUP, plan, mma_s)
     turn += 1
     s = seen_scores(s, first, cols, limits, all_lo, all_hi, scores)
@@ -307,7 +308,8 @@ def attend(turn, unit, first, last, q, q_empty, k_tiles, v_tiles, full, empty, m
         s = seen_scores(s, start, cols, limits, all_lo, all_hi, scores)
         m_before, l_before = m, l
         if plan.chunked:
-            opens = start % chunk == 0
+            opens = start == border
+            border += gl.where(opens, chunk, 0)
             m = gl.where(opens, nothing, m)
         p, m, alpha = weights_of(s, m, scores, row_s)
         l = gl.fma(l, beside(alpha, l), lane_sums(p))
