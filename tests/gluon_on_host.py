@@ -309,7 +309,7 @@ def _language(program: int, programs: int) -> types.SimpleNamespace:
         max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), reshape=torch.reshape,
         permute=torch.permute, split=lambda x: x.unbind(-1), join=lambda a, b: torch.stack((a, b), -1),
         zeros_like=torch.zeros_like, convert_layout=lambda x, layout, assert_trivial=False: x,
-        exp2=_of_numpy(np.exp2), load=load, store=store,
+        exp2=_of_numpy(np.exp2), abs=torch.abs, load=load, store=store,
         inline_asm_elementwise=_in_assembly,
         fma=lambda a, b, c: (a.double() * b + c).float(),
         where=_of_scalars(lambda c, a, b: a if c else b, torch.where),
@@ -318,9 +318,17 @@ def _language(program: int, programs: int) -> types.SimpleNamespace:
     )  # fmt: skip
 
 
+ASSEMBLY = {
+    "rcp.approx.ftz.f32 $0, $1;": (lambda x: 1.0 / x, "=f,f"),
+    "mul.rn.f32 $0, $1, $2;": (lambda a, b: a * b, "=f,f,f"),
+}
+"""Instruction -> what it computes, and its operands."""
+
+
 def _in_assembly(code: str, constraints: str, args: list[torch.Tensor], dtype: Any, is_pure: bool, pack: int) -> Any:
-    assert (code, constraints, pack) == ("rcp.approx.ftz.f32 $0, $1;", "=f,f", 1)
-    return 1.0 / args[0]
+    operation, operands = ASSEMBLY[code]
+    assert (constraints, pack) == (operands, 1)
+    return operation(*args)
 
 
 def _initialise(barrier: Barrier, count: int) -> None:

@@ -233,7 +233,7 @@ class Merge(NamedTuple):
     def of(cls, scores: Any, before: Any, more: Any) -> Merge:
         """Where neither saw a key, nothing comes to nothing."""
         low, high = jnp.where(before >= more, more, before), jnp.where(before >= more, before, more)
-        return cls(before, more, scores.weight(low - jnp.where(high == -jnp.inf, 0.0, high)))
+        return cls(before, more, scores.shrunk(low, scores.origin(high)))
 
     @property
     def maximum(self) -> Any:

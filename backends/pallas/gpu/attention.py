@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from math import e, log2
+from math import e, log, log2
 from typing import Any, NamedTuple
 
 import jax
@@ -75,7 +75,7 @@ from portakern.backends.pallas.gpu._flash import (
 from portakern.backends.pallas.tpu._heads import words
 from portakern.core.call import Call
 from portakern.spec import Count
-from portakern.specs.attention import score_unit
+from portakern.specs.attention import exponents, score_unit
 
 KNOBS = {"stages": Count(2, 8), **SHARES}
 """Two stages at least: values are in use until those of the next keys have arrived; one buffer waits for ever."""
@@ -102,14 +102,29 @@ class Scores(NamedTuple):
             return s
         return (s if self.softcap is None else s * self.softcap) + bias
 
-    def weight(self, difference: Any) -> Any:
-        """exp of a difference of scores. It is scaled after it was taken."""
-        return jnp.exp2(difference * (self.unit * log2(e)))
+    def origin(self, m: Any) -> tuple[Any, Any]:
+        """(factor, offset): under the maximum m of a row a score's weight is 2^(s factor - offset) (``exponents`` of
+        the spec). Of a row that has seen no key, m counts as 0: -inf - -inf would be NaN."""
+        rate, beyond, octave = exponents(self.unit)
+        factor = jnp.where(jnp.abs(m) < beyond, rate, octave)
+        return factor, jnp.where(m == -jnp.inf, 0.0, m) * factor
+
+    def weights(self, s: Any, under: tuple[Any, Any]) -> Any:
+        """Of scores, under the maxima of rows that have this origin."""
+        factor, offset = (lax.broadcast_in_dim(x, s.shape, (0,)) for x in under)
+        return jnp.exp2(s * factor - offset)
+
+    def shrunk(self, m: Any, under: tuple[Any, Any]) -> Any:
+        """What sums of weights under the maximum m are multiplied by, to stand under another one's origin. The product
+        has to round as an offset does: a selection keeps it from being fused with the difference."""
+        factor, offset = under
+        return jnp.exp2(jnp.where(m == -jnp.inf, m, m * factor) - offset)
 
     def lse(self, l: Any, m: Any) -> Any:
         """m + log l in natural units. A compiler could fuse either product with the sum: selections stand between."""
-        origin = jnp.where(m == -jnp.inf, m, m * self.unit)
-        return origin + jnp.where(l == 0.0, -jnp.inf, jnp.log(l))
+        factor, offset = self.origin(m)
+        first = jnp.where(factor == exponents(self.unit).rate, offset * log(2.0), m * self.unit)
+        return first + jnp.where(l == 0.0, -jnp.inf, jnp.log(l))
 
 
 THREE = 192
@@ -312,7 +327,8 @@ def first_keys(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, before: Any, s
     (s,), _ = in_registers(plan.interpret, work, (_zeros(plan.block_kv),))
     plgpu.barrier_arrive(ref.k_free.at[buffer])
     s = seen(ref, plan, warpgroup, tile, step, s)
-    m, _, p = online(plan, s, _unseen())
+    m = jnp.max(s, axis=1)
+    p = plan.scores.weights(s, plan.scores.origin(m))
     plgpu.barrier_wait(ref.v_arrived.at[buffer])
     acc = tuple(_zeros(PART) for _ in range(plan.parts[1]))
     return acc, jnp.sum(p, axis=1), m, p.astype(plan.dtype)
@@ -321,35 +337,37 @@ def first_keys(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, before: Any, s
 def more_keys(
     ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, before: Any, step: Any, state: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """The state with one tile of keys more, and with the values of the one before."""
+    """The state with one tile of keys more, and with the values of the one before. The weights of the tile come when
+    those products are done: they take the place of the weights that the products have read, and the other consumer's
+    products run beside them."""
     acc, l, m, p = state
     buffer, last = (lax.rem(before + i, jnp.int32(plan.stages)) for i in (step, step - 1))
     plgpu.barrier_wait(ref.k_arrived.at[buffer])
 
     def work(accumulators: Any, others: Any) -> None:
-        (dots, *products), (l_new, m_new, alpha, weights) = accumulators, others
+        (dots, *products), (scores, m_new) = accumulators, others
 
         def issue() -> None:
             multiply_keys(ref, plan, warpgroup, buffer, dots)
-            multiply_values(ref, plan, last, weights[...], products)
+            multiply_values(ref, plan, last, p, products)
 
         in_turn(ref, plan, warpgroup, issue)
         s = finished(dots, later=len(products))
         plgpu.barrier_arrive(ref.k_free.at[buffer])
         s = seen(ref, plan, warpgroup, tile, step, s)
-        m_new[...], alpha[...], p = online(plan, s, m)
-        l_new[...] = l_new[...] * alpha[...] + jnp.sum(p, axis=1)
-        weights[...] = p.astype(plan.dtype)
-        # The assembler moves the wait for the products before the softmax, unless a basic block ends between the two:
+        scores[...] = s
+        m_new[...] = jnp.maximum(m, jnp.max(s, axis=1))
+        # The assembler moves the wait for the products before the maxima, unless a basic block ends between the two:
         # this wait ends one.
         plgpu.barrier_wait(ref.v_arrived.at[buffer])
 
-    (_, *acc), (l_new, m_new, alpha, p) = in_registers(
-        plan.interpret, work, (_zeros(plan.block_kv), *acc), (l, m, m, p)
-    )
+    dots = _zeros(plan.block_kv)
+    (_, *acc), (s, m_new) = in_registers(plan.interpret, work, (dots, *acc), (dots, m))
     plgpu.barrier_arrive(ref.v_free.at[last])
-
-    return tuple(part * lax.broadcast_in_dim(alpha, part.shape, (0,)) for part in acc), l_new, m_new, p
+    under = plan.scores.origin(m_new)
+    alpha, p = plan.scores.shrunk(m, under), plan.scores.weights(s, under)
+    acc = [part * lax.broadcast_in_dim(alpha, part.shape, (0,)) for part in acc]
+    return tuple(acc), l * alpha + jnp.sum(p, axis=1), m_new, p.astype(plan.dtype)
 
 
 def keep(ref: Refs, warpgroup: Any, acc: tuple[Any, ...], first: Any) -> None:
@@ -416,15 +434,6 @@ def same_segment(ref: Refs, tile: Tile, rows: Any, keys: Any, shape: tuple[int, 
     return both(*(equal(word) for word in range(ref.q_ids.shape[1])))
 
 
-def online(plan: Plan, s: Any, m_old: Any) -> tuple[Any, Any, Any]:
-    """One step of the online softmax: the maximum m with the scores s, what the sums until now shrink by, and the
-    weights exp(s - m). A row that has seen no key so far has weights of 0, and not the NaN of inf - inf."""
-    m = jnp.maximum(m_old, jnp.max(s, axis=1))
-    origin = jnp.where(m == -jnp.inf, 0.0, m)
-    p = plan.scores.weight(s - lax.broadcast_in_dim(origin, s.shape, (0,)))
-    return m, plan.scores.weight(m_old - origin), p
-
-
 def write(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, acc: tuple[Any, ...], l: Any, m: Any) -> None:
     """o = acc / l and lse = m + log l. A row that saw no key has l = 0: zeros, and -inf."""
     rows = pl.ds(tile.row + warpgroup * QUERIES, QUERIES)
@@ -444,14 +453,9 @@ def write(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, acc: tuple[Any, ...
 
 
 def tanh(x: Any) -> Any:
-    """Within a few units in the last place; the chip's own instruction has 11 bits. Lambert's continued fraction, cut
-    at the seventh term, up to 1/2, and (1 - e) / (1 + e) with e = exp(-2 |x|) beyond, where 1 - e does not cancel."""
-    x2 = x * x
-    num = 135135.0 + x2 * (17325.0 + x2 * (378.0 + x2))
-    den = 135135.0 + x2 * (62370.0 + x2 * (3150.0 + x2 * 28.0))
-    far = jnp.exp2(jnp.abs(x) * (-2.0 * log2(e)))
-    large = (1.0 - far) / (1.0 + far)
-    return jnp.where(jnp.abs(x) < 0.5, x * (num / den), jnp.where(x < 0.0, -large, large))
+    """1 - 2 / (1 + exp(2x)), within 8 units of roundoff of 1, where the scores' bound allows 10 (``tanh`` of Triton's
+    kernel adds them up); the chip's own instruction has 11 bits."""
+    return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2.0 * log2(e))))
 
 
 def _zeros(columns: int) -> Any:

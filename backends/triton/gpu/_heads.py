@@ -9,6 +9,7 @@ a program walks, and ``Pairs`` how what it owns sees that.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import e, log2
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
@@ -16,6 +17,7 @@ import triton.language as tl
 
 from portakern.backends.triton.launch import dot_precision
 from portakern.core import targets
+from portakern.specs.attention import exponents, score_unit
 
 if TYPE_CHECKING:
     import torch
@@ -23,18 +25,28 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 
+LOG2E = log2(e)
 LARGEST = tl.constexpr((2.0 - 2.0**-10) * 2.0**127)  # of 10 bits
 
 
 class Scores(NamedTuple):
     """From dot products to weights: q . k ``pre`` is the score, or tanh's argument under a softcap (``pre`` None:
-    nothing to multiply by); a weight is 2^((s - m) ``rate``), and lse is m ``unit`` + log l. Gradients, which are given
-    lse, take neither of the last two."""
+    nothing to multiply by); a weight is 2^((s - m) ``rate``), and ``beyond`` and ``octave`` are of ``exponents``
+    of the spec; lse is m ``unit`` + log l. Gradients, which are given lse, take pre, softcap and rate alone."""
 
     pre: float | None
     softcap: float | None
     rate: float | None = None
     unit: float | None = None
+    beyond: float | None = None
+    octave: float | None = None
+
+    @classmethod
+    def of(cls, call: Call) -> Scores:
+        """Those of a forward call."""
+        pre, unit = score_unit(call)
+        rate, beyond, octave = exponents(unit)
+        return cls(pre, call.options["softcap"], rate, unit, beyond, octave)
 
 
 class Extents(NamedTuple):

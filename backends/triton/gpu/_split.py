@@ -32,7 +32,31 @@ ENOUGH = 1024  # programs that occupy a GPU by themselves
 
 
 @triton.jit
-def merge(whole, part, rate):
+def origin(m, scores):
+    """(factor, offset): under the maximum m of a row a score's weight is 2^(s factor - offset). ``exponents`` of the
+    spec says why."""
+    factor = tl.where(tl.abs(m) < scores.beyond, scores.rate, scores.octave)
+    return factor, tl.where(m == float("-inf"), 0.0, m) * factor  # no key seen so far: -inf - -inf would be NaN
+
+
+@triton.jit
+def shrunk(m, under):
+    """What sums of weights under the maximum m are multiplied by, to stand under another one's origin."""
+    factor, offset = under
+    # The selection keeps compilers from fusing this product with the difference: it has to round as the offset did.
+    return tl.exp2(tl.where(m == float("-inf"), m, m * factor) - offset)
+
+
+@triton.jit
+def log_sum(l, m, scores):
+    """The logarithm of the sum of exp(s), in natural units, from the sum l of weights under the maximum m."""
+    factor, offset = origin(m, scores)
+    exact = factor == scores.rate
+    return tl.fma(tl.where(exact, offset, m), tl.where(exact, 0.6931471805599453, scores.unit), tl.log(l))
+
+
+@triton.jit
+def merge(whole, part, scores):
     """The state of all keys, from the states (acc, l, m) of those so far and of those that follow them.
 
     A part that holds no key changes nothing. The fused operations are written out: which product of two a compiler
@@ -41,8 +65,8 @@ def merge(whole, part, rate):
     acc, l, m = whole
     acc_part, l_part, m_part = part
     m_new = tl.maximum(m, m_part)
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha, beta = tl.exp2((m - shift) * rate), tl.exp2((m_part - shift) * rate)
+    under = origin(m_new, scores)
+    alpha, beta = shrunk(m, under), shrunk(m_part, under)
     acc = tl.fma(acc, tl.broadcast_to(alpha[:, None], acc.shape), acc_part * beta[:, None])
     return acc, tl.fma(l, alpha, l_part * beta), m_new
 

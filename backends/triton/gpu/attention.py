@@ -10,14 +10,13 @@ borders lie at multiples of block_kv whatever the masks, and a tile that is mask
 it is to the bit, so no row depends on its neighbours.
 
 The scores and m stay in the unit in which they arise, |scale| for plain dots, c under a softcap, 1 once a bias is
-added; p = 2^((s - m) rate) with rate = unit log2(e), since ``exp2`` is the hardware's instruction. The difference comes
-before the factor (see ``score_unit``).
+added; p = 2^((s - m) rate) with rate = unit log2(e), since ``exp2`` is the hardware's instruction, and s rate - m rate
+is one fused operation (``exponents`` of the spec).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import e, log2
 from typing import TYPE_CHECKING, Any
 
 import triton
@@ -43,7 +42,10 @@ from portakern.backends.triton.gpu._split import (
     chunk_length,
     chunks_of_a_tile,
     cut,
+    log_sum,
     merge,
+    origin,
+    shrunk,
     store_part,
     worth_spreading,
 )
@@ -60,14 +62,12 @@ from portakern.backends.triton.launch import (
 from portakern.backends.triton.layout import fresh, gathered, pow2_at_least
 from portakern.spec import Count, Tile
 from portakern.spec.dtypes import numpy_dtype
-from portakern.specs.attention import score_unit
 
 if TYPE_CHECKING:
     import torch
 
     from portakern.core.call import Call
 
-LOG2E = log2(e)
 AT_ONCE = 1024  # elements of o for a program of attention_combine_kernel
 FEW_ROWS = 512  # so many rows at most have a program of attention_combine_kernel each
 AHEAD = tl.constexpr(8)  # parts that it reads before it needs the first of them
@@ -153,7 +153,7 @@ def walk(visit: tl.constexpr, state, own, keys, pairs, scores, span, left, plan:
         for start in range(first // chunk * chunk, last, chunk):
             here = cut(span, start, chunk)
             part = fold(visit, nothing(plan), own, keys, pairs, scores, here, left, plan)
-            acc, l, m = merge((acc, l, m), settled(part), scores.rate)
+            acc, l, m = merge((acc, l, m), settled(part), scores)
         return acc, l, m
 
 
@@ -179,6 +179,13 @@ def lane_sums(p):
     chains: tl.constexpr = eights if eights < 4 else 4
     p = tl.reshape(p, [rows, chains, eights // chains, 4, 2])
     return tl.sum(tl.sum(tl.sum(p, 2), 3), 1)
+
+
+@triton.jit
+def weights_under(s, under):
+    """The weights of a tile of scores under their rows' maxima, of which ``under`` is the origin."""
+    factor, offset = under
+    return tl.exp2(tl.fma(s, tl.broadcast_to(factor[:, None], s.shape), tl.broadcast_to(-offset[:, None], s.shape)))
 
 
 @triton.jit
@@ -218,8 +225,8 @@ def visit(state, q_tile, keys, pairs, scores, first, last, edge: tl.constexpr, p
             s = tl.where(pairs.segment == kv_segment, s, float("-inf"))
 
         m_new = tl.maximum(m, row_max(s))
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # no key allowed so far: -inf - -inf would be NaN
-        p, alpha = tl.exp2((s - shift[:, None]) * scores.rate), tl.exp2((m - shift) * scores.rate)
+        under = origin(m_new, scores)
+        p, alpha = weights_under(s, under), shrunk(m, under)
         l = tl.fma(l, tl.broadcast_to(alpha[:, None], l.shape), lane_sums(p))
         m = m_new
         v_tile = load_tile(keys.v + row * keys.v_s, j_ok[:, None], keys.dv_ok, edge, plan.ragged_dv)
@@ -238,7 +245,7 @@ def nothing(plan: tl.constexpr):
 
 
 @triton.jit
-def store_rows(o, lse, state, at_o, at_lse, ok, unit, dv, block_dv: tl.constexpr):
+def store_rows(o, lse, state, at_o, at_lse, ok, scores, dv, block_dv: tl.constexpr):
     """Rows of o, and of lse unless that is None, from the state of all their keys. ``at_o``, ``at_lse``: where they
     are, in rows of o and in elements of lse, as columns."""
     acc, l, m = state
@@ -246,8 +253,7 @@ def store_rows(o, lse, state, at_o, at_lse, ok, unit, dv, block_dv: tl.constexpr
     out = acc * (1.0 / tl.where(l == 0.0, 1.0, l))[:, None]  # l = 0: every key masked, and acc is 0 too
     tl.store(o + at_o * dv + ddv, out.to(o.dtype.element_ty), mask=ok & (ddv < dv))
     if lse is not None:
-        total = m * unit + tl.log(l)
-        tl.store(lse + at_lse, total[:, None], mask=ok)
+        tl.store(lse + at_lse, log_sum(l, m, scores)[:, None], mask=ok)
 
 
 @triton.jit
@@ -284,14 +290,14 @@ def attention_kernel(
     at = (batch * extents.heads + heads) * extents.q_len + row
     if parts is None:
         at_o = (batch * extents.q_len + row) * extents.heads + heads
-        store_rows(o, lse, state, at_o, at, i_ok, scores.unit, extents.dv, plan.block_dv)
+        store_rows(o, lse, state, at_o, at, i_ok, scores, extents.dv, plan.block_dv)
     else:
         store_part(parts, statistics, state, at * chunks + share, i_ok, extents.dv, plan.block_dv)
 
 
 @triton.jit(do_not_specialize=["chunks", "total"])
 def attention_combine_kernel(
-    parts, statistics, o, lse, rate, unit, chunks, heads, q_len, total, dv,
+    parts, statistics, o, lse, scores, chunks, heads, q_len, total, dv,
     rows: tl.constexpr, block_dv: tl.constexpr, acc_dtype: tl.constexpr, follows: tl.constexpr,
 ):  # fmt: skip
     """o, and lse unless that is None, of ``rows`` of the ``total`` rows, whose ``chunks`` parts are merged in order.
@@ -317,10 +323,10 @@ def attention_combine_kernel(
             read = read + ((acc_part, l_part, m_part),)  # type: ignore[assignment]
         tl.debug_barrier()  # else each part is read when the one before is merged, and waited for
         for ahead in tl.static_range(AHEAD):
-            acc, l, m = merge((acc, l, m), read[ahead], rate)
+            acc, l, m = merge((acc, l, m), read[ahead], scores)
     head, batch, query = row // q_len % heads, row // q_len // heads, row % q_len
     at_o = ((batch * q_len + query) * heads + head)[:, None]
-    store_rows(o, lse, (acc, l, m), at_o, row[:, None], row_ok[:, None], unit, dv, block_dv)
+    store_rows(o, lse, (acc, l, m), at_o, row[:, None], row_ok[:, None], scores, dv, block_dv)
 
 
 def padded(d: int) -> int:
@@ -427,8 +433,7 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     if "lse" in call.wants:
         lse = fresh((batch, heads, q_len), torch_dtype(call.outputs["lse"][1]), q.device)
 
-    pre, unit = score_unit(call)
-    scores = Scores(pre, options["softcap"], unit * LOG2E, unit)
+    scores = Scores.of(call)
     window = _band(options["is_causal"], options["window"], q_len + dims["kv_len"])
     extents = Extents(heads, dims["group"], q_len, dims["kv_len"], dims["d"], dv)
     strides = strides_of(q, k, v, bias, segments, (batch, heads, q_len, dims["kv_len"]))
@@ -451,8 +456,8 @@ def combine(call: Call, found: tuple[Any, Any], out: tuple[Any, Any], scores: Sc
     batch, heads, q_len, chunks, dv = found[0].shape
     total, block_dv = batch * heads * q_len, head_tiles(call)[1]
     rows = max(1, AT_ONCE // block_dv) if total > FEW_ROWS else 1
-    launch(attention_combine_kernel, cdiv(total, rows), call, *found, *out, scores.rate, scores.unit, chunks, heads,
-           q_len, total, dv, rows=rows, block_dv=block_dv, acc_dtype=accumulator(call.dtype), follows=follows,
+    launch(attention_combine_kernel, cdiv(total, rows), call, *found, *out, scores, chunks, heads, q_len, total,
+           dv, rows=rows, block_dv=block_dv, acc_dtype=accumulator(call.dtype), follows=follows,
            num_warps=4, **({"launch_pdl": True, "maxnreg": 128} if follows else {}))  # fmt: skip
 
 

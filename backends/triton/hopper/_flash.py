@@ -200,21 +200,50 @@ def seen_scores(s, start, cols, limits, all_lo, all_hi, scores):
 
 
 @gluon.jit
-def weights_of(s, m, scores, row: gl.constexpr):
-    """(p, the maxima m_new that they stand under, the factor alpha of what stood under m), from a tile of scores."""
-    m_new = gl.maximum(m, row_max(s, row))
-    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha = gl.exp2((m - shift) * scores.rate)
-    return gl.exp2((s - shift[:, None]) * scores.rate), m_new, alpha
+def origin(m, scores):
+    """As ``origin`` of ``gpu/_split.py``."""
+    factor = gl.where(gl.abs(m) < scores.beyond, scores.rate, scores.octave)
+    return factor, gl.where(m == float("-inf"), 0.0, m) * factor
 
 
 @gluon.jit
-def merge(whole, acc_part, l_part, m_part, rate, row: gl.constexpr):
+def shrunk(m, under):
+    """As ``shrunk`` of ``gpu/_split.py``, with an instruction that is never fused for the selection there."""
+    factor, offset = under
+    before = gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [m, factor], gl.float32, is_pure=True, pack=1)
+    return gl.exp2(before - offset)
+
+
+@gluon.jit
+def log_sum(l, m, scores):
+    """As ``log_sum`` of ``gpu/_split.py``."""
+    factor, offset = origin(m, scores)
+    exact = factor == scores.rate
+    return gl.fma(gl.where(exact, offset, m), gl.where(exact, 0.6931471805599453, scores.unit), gl.log(l))
+
+
+@gluon.jit
+def risen(s, m, scores, row: gl.constexpr):
+    """(the maxima of rows with a tile of scores more, their origin, the factor alpha of what stood under m)."""
+    m_new = gl.maximum(m, row_max(s, row))
+    under = origin(m_new, scores)
+    return m_new, under, shrunk(m, under)
+
+
+@gluon.jit
+def weights_under(s, under):
+    """As ``weights_under`` of the portable kernel."""
+    factor, offset = under
+    return gl.exp2(gl.fma(s, factor[:, None].broadcast_to(s.shape), (-offset)[:, None].broadcast_to(s.shape)))
+
+
+@gluon.jit
+def merge(whole, acc_part, l_part, m_part, scores, row: gl.constexpr):
     """As ``merge`` of ``gpu/_split.py``."""
     acc, l, m = whole
     m_new = gl.maximum(m, m_part)
-    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha, beta = gl.exp2((m - shift) * rate), gl.exp2((m_part - shift) * rate)
+    under = origin(m_new, scores)
+    alpha, beta = shrunk(m, under), shrunk(m_part, under)
     a, b = gl.convert_layout(alpha, row)[:, None], gl.convert_layout(beta, row)[:, None]
     acc = gl.fma(acc, a.broadcast_to(acc.shape), acc_part * b)
     return acc, gl.fma(l, alpha, l_part * beta), m_new
@@ -225,7 +254,7 @@ def at_border(opens, whole, acc, l, m, alpha, opened, start, scores, row_s: gl.c
     """(whole, acc, first key of the chunk): a chunk that is done (``opens``: the next one has begun) is merged into the
     whole, and its accumulator not set back, since the next product writes it anew; else the accumulator is scaled."""
     if opens:
-        whole = merge(whole, acc, gl.convert_layout(gl.sum(l, 1), row_s), m, scores.rate, row_o)
+        whole = merge(whole, acc, gl.convert_layout(gl.sum(l, 1), row_s), m, scores, row_o)
         opened = start
     else:
         acc = acc * gl.convert_layout(alpha, row_o)[:, None]
@@ -263,7 +292,7 @@ def last_products(
     acc = warpgroup_mma_wait(0, deps=[products])
     mbarrier.arrive(empty.index(stage), count=1)
     if plan.chunked:
-        acc, l_row, m = merge(whole, acc, l_row, m, scores.rate, row_o)
+        acc, l_row, m = merge(whole, acc, l_row, m, scores, row_o)
     return acc, l_row, m
 
 
@@ -290,7 +319,8 @@ def attend(turn, unit, first, last, q, q_empty, k_tiles, v_tiles, full, empty, m
     s = first_dots(turn, unit, q, k_tiles, full, empty, mine, theirs, GROUP, plan, mma_s)
     turn += 1
     s = seen_scores(s, first, cols, limits, all_lo, all_hi, scores)
-    p, m, alpha = weights_of(s, nothing, scores, row_s)
+    m, under, _ = risen(s, nothing, scores, row_s)
+    p = weights_under(s, under)
     l = lane_sums(p)
     p16 = gl.convert_layout(p.to(q.dtype), weights)
     unit += 1
@@ -306,25 +336,24 @@ def attend(turn, unit, first, last, q, q_empty, k_tiles, v_tiles, full, empty, m
         s = warpgroup_mma_wait(1, deps=[dots])
         turn += 1
         s = seen_scores(s, start, cols, limits, all_lo, all_hi, scores)
-        m_before, l_before = m, l
+        m_before = m
         if plan.chunked:
             opens = start == border
             border += gl.where(opens, chunk, 0)
             m = gl.where(opens, nothing, m)
-        p, m, alpha = weights_of(s, m, scores, row_s)
-        l = gl.fma(l, beside(alpha, l), lane_sums(p))
-        p16 = gl.convert_layout(p.to(q.dtype), weights)
-        # The assembler moves the wait for the products before the softmax, unless a basic block ends between the two:
-        # this wait ends one.
+        m, under, alpha = risen(s, m, scores, row_s)
+        # The assembler moves the wait for the products before the maxima, unless a basic block ends between the two:
+        # this wait ends one. The weights come after it, and take the place of those that the products have read.
         mbarrier.wait(full.index((unit + 1) % stages), ((unit + 1) // stages) & 1)
         acc = warpgroup_mma_wait(0, deps=[products])
         mbarrier.arrive(empty.index(unit % stages), count=1)
         if plan.chunked:
-            whole, acc, opened = at_border(
-                opens, whole, acc, l_before, m_before, alpha, opened, start, scores, row_s, row_o
-            )
+            whole, acc, opened = at_border(opens, whole, acc, l, m_before, alpha, opened, start, scores, row_s, row_o)
         else:
             acc = acc * gl.convert_layout(alpha, row_o)[:, None]
+        p = weights_under(s, under)
+        l = gl.fma(l, beside(alpha, l), lane_sums(p))
+        p16 = gl.convert_layout(p.to(q.dtype), weights)
         unit += 1
     if not plan.o_in_q:
         mbarrier.arrive(q_empty, count=1)
@@ -377,8 +406,8 @@ def consumer(
             mbarrier.arrive(q_empty.index(GROUP), count=1)
         if lse is not None:
             i = mine_top + gl.arange(0, ROWS, row_s)
-            total = m * scores.unit + gl.log(l)
-            gl.store(lse + head.to(gl.int64) * work.q_len + i, total, mask=i < work.q_len)
+            at = lse + head.to(gl.int64) * work.q_len + i
+            gl.store(at, log_sum(l, m, scores), mask=i < work.q_len)
         count += 1
         index, back = following(index, back, work, left, right)
     tma.store_wait(0)

@@ -35,11 +35,13 @@ from portakern.backends.triton.hopper._flash import (
     fetch_first,
     fetch_others,
     lane_sums,
+    log_sum,
     merge,
     reach,
+    risen,
     seen_scores,
     span_of,
-    weights_of,
+    weights_under,
 )
 from portakern.backends.triton.hopper._warps import load_tile
 
@@ -201,7 +203,8 @@ def folded(state, dots, start, cols, limits, all_lo, all_hi, scores, dtype: gl.c
     row: gl.constexpr = gl.SliceLayout(1, laid(rows, plan.block_kv))
     s, others = dots
     s = seen_scores(s, start, cols, limits, all_lo, all_hi, scores)
-    p, m, alpha = weights_of(s, m, scores, row)
+    m, under, alpha = risen(s, m, scores, row)
+    p = weights_under(s, under)
     l = gl.fma(l, beside(alpha, l), lane_sums(p))
     weights: gl.constexpr = gl.DotOperandLayout(0, laid(ROWS, plan.block_dv), 2)
     return filled(p.to(dtype), others, weights), (l, m), alpha
@@ -287,7 +290,7 @@ def consumer(
                 gl.minimum(all_hi, end), scores, rows, plan,
             )  # fmt: skip
             if plan.chunked:
-                acc, l, m = merge((acc, l, m), acc_part, l_part, m_part, scores.rate, row_o)
+                acc, l, m = merge((acc, l, m), acc_part, l_part, m_part, scores, row_o)
             else:
                 acc, l, m = acc_part, l_part, m_part
         # All four warps have issued the last products, and so read their queries.
@@ -318,7 +321,7 @@ def leave(
         out = acc * gl.convert_layout(inverse, row_o)[:, None]
         gl.store(o + (at_o * work.dv)[:, None] + column[None, :], out.to(o.dtype.element_ty), mask=ok)
         if lse is not None:
-            gl.store(lse + at_lse, m * scores.unit + gl.log(l), mask=there_s)
+            gl.store(lse + at_lse, log_sum(l, m, scores), mask=there_s)
 
 
 @gluon.jit

@@ -28,7 +28,6 @@ from portakern.backends.triton.launch import cdiv, launch, shared_limit, torch_d
 from portakern.backends.triton.layout import contiguous_strides, fresh, pow2_at_least
 from portakern.core.backend import Drawn
 from portakern.spec import Count
-from portakern.specs.attention import score_unit
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -131,8 +130,7 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     if "lse" in call.wants:
         lse = fresh((batch, heads, q_len), torch_dtype(call.outputs["lse"][1]), q.device)
 
-    pre, unit = score_unit(call)
-    scores = Scores(pre, options["softcap"], unit * portable.LOG2E, unit)
+    scores = Scores.of(call)
     left, right = portable._band(options["is_causal"], options["window"], q_len + kv_len)
     if shares is not None:
         by_shares(call, tiling, plan, (q, k, v), (o, lse), scores, (left, right), *shares)

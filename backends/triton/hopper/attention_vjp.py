@@ -16,8 +16,8 @@ from triton.experimental.gluon import language as gl
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.descriptors import describe
 from portakern.backends.triton.gpu import attention_vjp as portable
-from portakern.backends.triton.gpu._heads import Scores
-from portakern.backends.triton.gpu.attention import LOG2E, _band, key
+from portakern.backends.triton.gpu._heads import LOG2E, Scores
+from portakern.backends.triton.gpu.attention import _band, key
 from portakern.backends.triton.hopper._flash_gradients import Plan, Work, attention_vjp_gradients_kernel
 from portakern.backends.triton.hopper.attention import (
     BARRIERS,
