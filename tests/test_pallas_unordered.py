@@ -127,11 +127,11 @@ def test_queries_that_no_rounding_of_minus_lse_holds_do_not_reach_d_q():
     assert all(bool(jnp.isfinite(x).all()) for x in found if x is not None)
 
 
-def both_read_one_group(ref, how, warpgroup, shown, acc):
-    ordered.issue_product(acc, ref.shown.at[shown, 0, 0].T, ref.home_first.tiled.at[0, 0])
+def both_read_one_group(ref, how, warpgroup, tile, turn, acc):
+    ordered.issue_product(acc, ref.shown.at[jax.lax.rem(turn, jnp.int32(2)), 0, 0].T, ref.home_first.tiled.at[0, 0])
 
 
-def handed_back_at_once(ref, how, place, masked, *tiles):
+def handed_back_at_once(ref, how, place, *tiles):
     return tiles
 
 

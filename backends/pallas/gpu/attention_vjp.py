@@ -42,8 +42,10 @@ from portakern.backends.pallas._band import Band, both
 from portakern.backends.pallas.common import Refs, padded, quotient
 from portakern.backends.pallas.gpu import _rows
 from portakern.backends.pallas.gpu._chip import (
+    COUNTED,
     Swizzled,
     aligned,
+    anew,
     dtype_refused,
     finished,
     in_registers,
@@ -88,8 +90,12 @@ NUMBERS = "lse", "delta"
 UNSEEN = -(2**31)
 """The bits of -0."""
 
-Place = tuple[Any, "Tile", Any, Any]
-"""Where a tile of scores is: its warpgroup, the rows at home, the head and the tile of guests."""
+Place = tuple[Any, "Tile", Any, Any, bool]
+"""Where a tile of scores is: its warpgroup, the rows at home, the head and the tile of guests; and whether the band may
+cut through it."""
+
+Fold = Callable[[bool, Any, tuple[Any, ...]], tuple[Any, ...]]
+"""Sums with what a turn adds, which the band may cut through."""
 
 Multiply = Callable[[str, Any], int]
 """Issues the products of a gradient with a factor, and says how many they are."""
@@ -170,6 +176,25 @@ class Plan(NamedTuple):
         """The buffers of lse and Delta that come by beside queries. Queries at home have theirs in registers."""
         return (0 if self.by_query else self.stages), len(NUMBERS), self.guest.tile
 
+    def inner(self, tile: Tile, together: int = 1) -> tuple[Any, Any]:
+        """Turns of so many tiles of guests ``together``: the first of a head all of whose pairs see each other, and the
+        first after those."""
+        band, rows, size = self.band, CONSUMERS * ROWS, self.guest.tile
+        turns, begin = lax.div(tile.span, jnp.int32(together)), jnp.int32(0)
+        ends = [] if band.closed or not band.kv_len % size else [jnp.int32(band.kv_len // size)]
+        if band.first is not None:
+            from_ = quotient(jnp.maximum(band.first + tile.row + (rows - 1), 0) + (size - 1), size)
+            begin = lax.div(jnp.maximum(from_ - tile.first, 0) + (together - 1), jnp.int32(together))
+        if band.last is not None:
+            ends.append(quotient(jnp.maximum(band.last + tile.row + 1, 0), size))
+        end = turns
+        for after in ends:
+            end = jnp.minimum(end, lax.div(jnp.maximum(after - tile.first, 0), jnp.int32(together)))
+        if band.rows and band.rows % rows:
+            end = jnp.where(tile.row + rows <= band.rows, end, 0)
+        begin = jnp.minimum(begin, turns)
+        return begin, jnp.maximum(end, begin)
+
     @property
     def held(self) -> int:
         """Registers of a consumer's thread: sums, two tiles of numbers, and what is rounded of them."""
@@ -245,6 +270,8 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     widest = max(call.dims["d"], call.dims["dv"])
     if widest > WIDEST:
         return f"heads of {widest} are wider than the {WIDEST} elements that fit here: use the reference backend"
+    if call.dims["q_len"] * call.dims["group"] + call.dims["kv_len"] >= 1 << COUNTED:
+        return f"2^{COUNTED} queries of a group and keys, or more: steps are counted with fewer bits here"
     if "d_bias" in call.wants:
         return (
             "the gradient of a bias is not written yet for Hopper: leave bias out of what is differentiated, or use "
@@ -293,7 +320,8 @@ def kernel(
     warpgroup = lax.axis_index("warpgroup")
     place, i = heaviest_first(lax.axis_index("block"), plan.batch * plan.heads, plan.tiles, plan.band)
     batch = quotient(place, plan.heads)
-    tile = tile_of(Tile.at(plan, batch, place - batch * plan.heads, i))
+    tile = Tile.at(plan, batch, place - batch * plan.heads, i)
+    tile = tile_of(tile._replace(span=ref.span[0]) if "span" in ref else tile)
 
     @pl.when(warpgroup == CONSUMERS)
     def producer() -> None:
@@ -373,8 +401,26 @@ def consume(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile) -> None:
         plgpu.load(getattr(ref, name).at[tile.batch, tile.head, rows], layout=ROW, optimized=False)
         for name in (NUMBERS if plan.by_query else ())
     )
-    sums = lax.fori_loop(0, tile.steps, partial(add, ref, plan, warpgroup, tile, numbers), zeros)
+    sums = walk(plan, tile, partial(add, ref, plan, warpgroup, tile, numbers), zeros)
     write(ref, ref.written, plan, warpgroup, tile, sums)
+
+
+def walk(plan: Plan, tile: Tile, fold: Fold, sums: tuple[Any, ...], together: int = 1) -> tuple[Any, ...]:
+    """``fold(cut, turn, sums)`` over all guests, so many tiles ``together``: of each head those on borders of the band,
+    those inside, where nothing has to be ``cut``, and those on borders."""
+    turns, each = (lax.div(n, jnp.int32(together)) for n in (tile.steps, tile.span))
+    if plan.band.inside(*map(jnp.int32, (0, 0))) is True:
+        return lax.fori_loop(0, turns, partial(fold, False), sums)
+    begin, end = plan.inner(tile, together)
+
+    def of_head(head: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+        base = head * each
+        before = [(True, 0, begin)] if plan.band.first is not None else []
+        for cut, low, high in [*before, (False, begin, end), (True, end, each)]:
+            sums = lax.fori_loop(base + low, base + high, partial(fold, cut), sums)
+        return sums
+
+    return of_head(0, sums) if tile.heads == 1 else lax.fori_loop(0, tile.heads, of_head, sums)
 
 
 def write(ref: Refs, buffers: Any, plan: Plan, warpgroup: Any, tile: Tile, sums: tuple[Any, ...]) -> None:
@@ -392,26 +438,29 @@ def write(ref: Refs, buffers: Any, plan: Plan, warpgroup: Any, tile: Tile, sums:
 
 
 def add(
-    ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, numbers: tuple[Any, ...], step: Any, sums: tuple[Any, ...]
-) -> tuple[Any, ...]:
-    """The sums with what one tile of guests adds. numbers: lse and Delta of queries at home."""
+    ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, numbers: tuple[Any, ...], cut: bool, step: Any,
+    sums: tuple[Any, ...],
+) -> tuple[Any, ...]:  # fmt: skip
+    """The sums with what one tile of guests adds. numbers: lse and Delta of queries at home. cut: whether some pair may
+    not see each other, by causality or a window."""
     buffer = lax.rem(step, jnp.int32(plan.stages))
-    place = warpgroup, tile, *tile.place(step)
+    place = warpgroup, tile, *tile.place(step), cut
     plgpu.barrier_wait(ref.arrived.at[buffer])
     dots = plan.parts if plan.wants != ("d_v",) else plan.parts[:1]
     homes, guests = (ref.home_first, ref.home_second), (ref.guest_first, ref.guest_second)
+    here, there = anew(warpgroup, tile.row + step), anew(buffer, tile.row + step)
 
     def work(accumulators: Any, others: Any) -> None:
         found, left = accumulators[: len(dots)], iter(accumulators[len(dots) :])
         totals = {name: list(itertools.islice(left, parts)) for name, parts in plan.sums.items()}
         for acc, home, guest, parts in zip(found, homes, guests, dots, strict=False):
             for part in range(parts):
-                issue_product(acc, home.tiled.at[warpgroup, part], guest.tiled.at[buffer, part], transposed=True)
+                issue_product(acc, home.tiled.at[here, part], guest.tiled.at[there, part], transposed=True)
 
         def multiply(name: str, factor: Any) -> int:
             rounded = factor.astype(plan.dtype)
             for part, acc in enumerate(totals[name]):
-                issue_product(acc, rounded, guests[name == "d_v"].tiled.at[buffer, part])
+                issue_product(acc, rounded, guests[name == "d_v"].tiled.at[there, part])
             return len(totals[name])
 
         known = numbers if plan.by_query else tuple(partial(_number, ref, buffer, i) for i in range(len(NUMBERS)))
@@ -448,7 +497,7 @@ def in_turns(
     later = multiply("d_v", p) if "d_v" in plan.wants else 0
     for acc in found[1:]:
         d_dot = slopes(plan, numbers[1], p, t, finished(acc, later=later))
-        if plan.band.inside(*map(jnp.int32, (0, 0))) is not True or "q_ids" in ref:
+        if place[-1] or "q_ids" in ref:
             d_dot = jnp.where(lax.bitcast_convert_type(p, jnp.int32) == UNSEEN, 0.0, d_dot)
         for name in plan.wants:
             if name != "d_v":
@@ -462,7 +511,7 @@ def _number(ref: Refs, buffer: Any, i: int) -> Any:
 
 def weights(ref: Refs, plan: Plan, place: Place, lse: Any, dots: Any) -> tuple[Any, Any]:
     """P of a tile of dots, whether or not pairs see each other, and t where there is a softcap."""
-    _, tile, head, _ = place
+    _, tile, head, _, _ = place
     x = dots if plan.pre is None else dots * plan.pre
     t = None if plan.softcap is None else tanh(x)
     s = x if t is None else t
@@ -470,8 +519,7 @@ def weights(ref: Refs, plan: Plan, place: Place, lse: Any, dots: Any) -> tuple[A
         query_head = tile.head if plan.by_query else head
         bias = bias_of(ref, plan, tile, query_head, *_places(plan, place))
         s = (s if plan.softcap is None else s * plan.softcap) + bias
-    s = s if plan.unit == 1.0 else s * plan.unit
-    return jnp.exp2((s - _beside(plan, lse, s.shape)) * log2(e)), t
+    return jnp.exp2(s * (plan.unit * log2(e)) - _beside(plan, lse, s.shape)), t
 
 
 def slopes(plan: Plan, delta: Any, p: Any, t: Any, d_p: Any) -> Any:
@@ -482,7 +530,7 @@ def slopes(plan: Plan, delta: Any, p: Any, t: Any, d_p: Any) -> Any:
 
 def _places(plan: Plan, place: Place) -> tuple[Any, Any]:
     """The rows at home, and the guests, of a tile."""
-    warpgroup, tile, _, j = place
+    warpgroup, tile, _, j, _ = place
     return pl.ds((quotient(tile.row, ROWS) + warpgroup) * ROWS, ROWS), pl.ds(j * plan.guest.tile, plan.guest.tile)
 
 
@@ -493,19 +541,14 @@ def _beside(plan: Plan, number: Any, shape: tuple[int, int]) -> Any:
 
 def kept(ref: Refs, plan: Plan, place: Place, unseen: float, *tiles: Any) -> tuple[Any, ...]:
     """Tiles of numbers with ``unseen`` for pairs that do not see each other, whatever they hold."""
-    warpgroup, tile, _, j = place
+    warpgroup, tile, _, j, cut = place
     if "q_ids" in ref:
         same = same_segment(ref, plan, tile, *_places(plan, place), tiles[0].shape)
         tiles = tuple(jnp.where(same, x, unseen) for x in tiles)
-    i = quotient(tile.row, ROWS) + warpgroup
-    inside = plan.band.inside(i, j)
-    if inside is True:
+    if not cut:
         return tiles
-
-    def cut(*x: Any) -> tuple[Any, ...]:
-        return tuple(jnp.where(plan.band.allowed(i, j), y, unseen) for y in x)
-
-    return lax.cond(inside, lambda *x: x, cut, *tiles)
+    seen = plan.band.allowed(quotient(tile.row, ROWS) + warpgroup, j)
+    return tuple(jnp.where(seen, x, unseen) for x in tiles)
 
 
 def bias_of(ref: Refs, plan: Plan, tile: Tile, head: Any, rows: Any, guests: Any) -> Any:
@@ -536,8 +579,8 @@ def _zeros(columns: int) -> Any:
 
 
 def statistics(call: Call) -> dict[str, jax.Array]:
-    """lse and Delta of every query, (batch, heads, q_len or more): lse = inf for queries that saw no key, and for those
-    that are not there. Their P is 0."""
+    """lse, as an exponent of 2, and Delta of every query, (batch, heads, q_len or more): lse = inf for queries that saw
+    no key, and for those that are not there. Their P is 0."""
     batch, q_len, heads, dv = call.arrays["o"].shape
     of_rows = [call.arrays[name].reshape(-1, dv) for name in ("o", "d_o")]
     tiling = _rows.default_tiling(dv, call.dtype, arrays=2)
@@ -549,14 +592,19 @@ def statistics(call: Call) -> dict[str, jax.Array]:
     lse = call.arrays["lse"]
     unseen = lse == -jnp.inf
     whole = padded(q_len, CONSUMERS * ROWS)
-    lse = jnp.pad(jnp.where(unseen, jnp.inf, lse), [(0, 0), (0, 0), (0, whole - q_len)], constant_values=jnp.inf)
+    lse = jnp.pad(
+        jnp.where(unseen, jnp.inf, lse * log2(e)), [(0, 0), (0, 0), (0, whole - q_len)], constant_values=jnp.inf
+    )
     return {"lse": lse, "delta": extended(jnp.where(unseen, 0.0, delta), 2, whole)}
 
 
-def masks(call: Call, by_query: bool) -> dict[str, jax.Array]:
-    """Bias and segment ids, (batch, words, len), as the kernel reads them: in whole tiles, rows at home first."""
+def masks(call: Call, plan: Plan) -> dict[str, jax.Array]:
+    """Bias and segment ids, (batch, words, len), as the kernel reads them: in whole tiles, rows at home first. And how
+    many guests come by, where all see all: of a number of steps that compilers know they know too much (``anew``)."""
     rows, keys = (padded(call.dims[name], CONSUMERS * ROWS) for name in ("q_len", "kv_len"))
-    found = {}
+    found, by_query = {}, plan.by_query
+    if plan.band.first is None and plan.band.last is None:
+        found["span"] = jnp.full((1,), pl.cdiv(plan.guest.length, plan.guest.tile), jnp.int32)
     bias = call.arrays["bias"]
     if bias is not None:
         bias = extended(extended(bias, 2, rows) if bias.shape[2] > 1 else bias, 3, keys)
@@ -574,7 +622,7 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | No
     inputs = {name: padded_rows(call.arrays[name]) for name in ("q", "k", "v", "d_o")} | statistics(call)
     found: dict[str, jax.Array] = {}
     for plan in plans(call, tiling):
-        found |= gradients(call, plan, inputs | masks(call, plan.by_query))
+        found |= gradients(call, plan, inputs | masks(call, plan))
     return tuple(found.get(output.name) for output in call.spec.outputs)
 
 

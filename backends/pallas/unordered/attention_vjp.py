@@ -50,6 +50,7 @@ from portakern.backends.pallas.gpu import attention_vjp as ordered
 from portakern.backends.pallas.gpu._chip import (
     Swizzled,
     aligned,
+    anew,
     finished,
     in_registers,
     issue_product,
@@ -115,18 +116,6 @@ class Added(NamedTuple):
         span = jnp.where(tile.span > 0, after - first, 0)
         return tile._replace(first=first * self.together, span=span * self.together)
 
-    def inner(self, tile: Tile) -> tuple[Any, Any]:
-        """The first turn of a head all of whose pairs see each other, and the first after those."""
-        band, turns, begin, end = self.plan.band, lax.div(tile.span, jnp.int32(self.together)), jnp.int32(0), None
-        if band.first is not None:
-            from_ = quotient(jnp.maximum(band.first + tile.row + (CONSUMERS * ROWS - 1), 0) + (ROWS - 1), ROWS)
-            begin = lax.div(jnp.maximum(from_ - tile.first, 0) + (self.together - 1), jnp.int32(self.together))
-        if band.last is not None:
-            until = quotient(jnp.maximum(band.last + tile.row + 1, 0), ROWS)
-            end = lax.div(jnp.maximum(until - tile.first, 0), jnp.int32(self.together))
-        begin = jnp.minimum(begin, turns)
-        return begin, turns if end is None else jnp.clip(end, begin, turns)
-
 
 def added(call: Call, tiling: Mapping[str, int]) -> Added:
     plan = ordered.plan_of(call, tiling, WANTS)
@@ -170,28 +159,9 @@ def consume(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, *, how: Added) ->
     for c in range(CONSUMERS):
         plgpu.barrier_wait(ref.home_arrived.at[c])
     zeros = tuple(_zeros() for _ in range(sum(plan.sums.values())))
-    sums = walk(ref, how, warpgroup, tile, zeros)
+    sums = ordered.walk(plan, tile, partial(fold, ref, how, warpgroup, tile), zeros, how.together)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     ordered.write(ref, ref.leaving, plan, warpgroup, tile, sums)
-
-
-def walk(ref: Refs, how: Added, warpgroup: Any, tile: Tile, sums: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The sums with all queries: of each head border tiles, those inside, border tiles."""
-    turns, each = (lax.div(n, jnp.int32(how.together)) for n in (tile.steps, tile.span))
-    band = how.plan.band
-    if band.first is None and band.last is None:
-        return lax.fori_loop(0, turns, partial(fold, ref, how, warpgroup, tile, False), sums)
-    begin, end = how.inner(tile)
-
-    def of_head(head: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
-        base = head * each
-        before, after = [(True, 0, begin)], [(True, end, each)]
-        parts = before * (band.first is not None) + [(False, begin, end)] + after * (band.last is not None)
-        for cut, low, high in parts:
-            sums = lax.fori_loop(base + low, base + high, partial(fold, ref, how, warpgroup, tile, cut), sums)
-        return sums
-
-    return of_head(0, sums) if tile.heads == 1 else lax.fori_loop(0, tile.heads, of_head, sums)
 
 
 def fold(
@@ -216,7 +186,7 @@ def fold(
                 key_gradients(ref, how, turn, n, d, totals)
         plgpu.barrier_wait(ref.there.at[shown])
         dots[...] = _zeros()
-        query_gradients(ref, how, warpgroup, shown, dots)
+        query_gradients(ref, how, warpgroup, tile, turn, dots)
         if how.last:
             key_gradients(ref, how, turn, how.together - 1, d, totals)
         d_q = finished(dots, later=how.plan.parts[0] if how.last else 0)
@@ -242,17 +212,18 @@ def fold_tile(ref: Refs, how: Added, where: tuple[Any, ...], dots: Any, d_ps: An
     warpgroup, tile, turn, n, cut = where
     plan, step = how.plan, turn * how.together + n
     buffer = lax.rem(step, jnp.int32(plan.stages))
-    place = warpgroup, tile, *tile.place(step)
+    place = warpgroup, tile, *tile.place(step), cut
     queries, d_o = ref.guest_first.tiled, ref.guest_second.tiled
     of_first, of_second = plan.parts
 
+    here = anew(warpgroup, tile.row + turn)
     for part in range(of_first):
-        issue_product(dots, ref.home_first.tiled.at[warpgroup, part], queries.at[buffer, part], transposed=True)
+        issue_product(dots, ref.home_first.tiled.at[here, part], queries.at[buffer, part], transposed=True)
     for part in range(of_second):
-        issue_product(d_ps, ref.home_second.tiled.at[warpgroup, part], d_o.at[buffer, part], transposed=True)
+        issue_product(d_ps, ref.home_second.tiled.at[here, part], d_o.at[buffer, part], transposed=True)
     p, t = ordered.weights(ref, plan, place, partial(ordered._number, ref, buffer, 0), finished(dots, later=0))
     d = ordered.slopes(plan, partial(ordered._number, ref, buffer, 1), p, t, finished(d_ps, later=0))
-    p, d = kept(ref, how, place, cut, p, d)
+    p, d = kept(ref, how, place, p, d)
     for part in range(of_second):
         issue_product(totals[of_first + part], p.astype(plan.dtype), d_o.at[buffer, part])
     return d.astype(plan.dtype)
@@ -265,10 +236,9 @@ def key_gradients(ref: Refs, how: Added, turn: Any, n: int, d: Any, totals: list
         issue_product(totals[part], d, ref.guest_first.tiled.at[buffer, part])
 
 
-def kept(ref: Refs, how: Added, place: ordered.Place, masked: bool, *tiles: Any) -> tuple[Any, ...]:
-    """Tiles of numbers with 0 for pairs that do not see each other, whatever they hold.
-    masked: whether some pair may not, by causality or a window."""
-    warpgroup, tile, _, j = place
+def kept(ref: Refs, how: Added, place: ordered.Place, *tiles: Any) -> tuple[Any, ...]:
+    """Tiles of numbers with 0 for pairs that do not see each other, whatever they hold."""
+    warpgroup, tile, _, j, masked = place
     plan, shape = how.plan, tiles[0].shape
     key = positions(shape, 0, (quotient(tile.row, ROWS) + warpgroup) * ROWS)
     rules = [key < plan.home.length] if plan.home.length % (CONSUMERS * ROWS) else []
@@ -292,11 +262,12 @@ def columns(ref: Refs, how: Added, warpgroup: Any, shape: tuple[int, int]) -> An
     return lax.broadcast_in_dim(found, shape, (1,))
 
 
-def query_gradients(ref: Refs, how: Added, warpgroup: Any, shown: Any, acc: Any) -> None:
+def query_gradients(ref: Refs, how: Added, warpgroup: Any, tile: Tile, turn: Any, acc: Any) -> None:
     """Issue acc += this warpgroup's half of D k of a turn: its columns, or its tile of queries."""
     n, part = (0, warpgroup) if how.together == 1 else (warpgroup, 0)
     for c in range(CONSUMERS):
-        issue_product(acc, ref.shown.at[shown, n, c].T, ref.home_first.tiled.at[c, part])
+        shown = ref.shown.at[lax.rem(turn, jnp.int32(2)), n, c].T
+        issue_product(acc, shown, ref.home_first.tiled.at[anew(c, tile.row + turn), part])
 
 
 def leave(ref: Refs, how: Added, warpgroup: Any, tile: Tile, turn: Any, d_q: Any) -> None:
@@ -336,7 +307,7 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | No
     width = whole_pieces(plan.d, plan.dtype)
     inputs = {name: padded_rows(call.arrays[name], width) for name in ("q", "k")}
     inputs |= {name: padded_rows(call.arrays[name]) for name in ("v", "d_o")}
-    inputs |= ordered.statistics(call) | ordered.masks(call, by_query=False)
+    inputs |= ordered.statistics(call) | ordered.masks(call, plan)
     rows = padded(q_len, CONSUMERS * ROWS)
     sums = jax.new_ref(jnp.zeros((batch, rows, heads, how.columns), jnp.float32))
     if call.interpret:

@@ -210,7 +210,9 @@ def origin(m, scores):
 def shrunk(m, under):
     """As ``shrunk`` of ``gpu/_split.py``, with an instruction that is never fused for the selection there."""
     factor, offset = under
-    before = gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [m, factor], gl.float32, is_pure=True, pack=1)
+    before = gl.inline_asm_elementwise(
+        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [m, factor], gl.float32, is_pure=True, pack=1
+    )
     return gl.exp2(before - offset)
 
 

@@ -20,8 +20,11 @@ FAULTS = {
         Planted(
             "scale-off",
             "the default scale is 0.3 % too large",
-            old="    pre, unit = score_unit(call)\n",
-            new="    pre, unit = score_unit(call)\n    unit *= 1.003\n",
+            old="    scores = Scores.of(call)\n",
+            new=(
+                "    scores = Scores.of(call)\n"
+                "    scores = scores._replace(rate=scores.rate * 1.003, unit=scores.unit * 1.003)\n"
+            ),
             small=True,
         ),
         Planted(
@@ -75,14 +78,23 @@ FAULTS = {
         Planted(
             "no-minus-inf-guard",
             "a tile with no visible key subtracts -inf from -inf",
-            old='shift = tl.where(m_new == float("-inf"), 0.0, m_new)',
-            new="shift = m_new",
+            old="under = origin(m_new, scores)",
+            new="under = tl.where(m_new == m_new, scores.rate, 0.0), m_new * scores.rate",
+        ),
+        Planted(
+            "offset-rounded-everywhere",
+            "the offset of scores beyond 2^24 is a product that rounds by more than weights can bear",
+            old="under = origin(m_new, scores)",
+            new=(
+                'shift = tl.where(m_new == float("-inf"), 0.0, m_new)\n'
+                "        under = scores.rate + shift * 0.0, shift * scores.rate"
+            ),
         ),
         Planted(
             "lse-base-2",
             "the log-sum-exp takes its logarithm in base 2",
-            old="m * unit + tl.log(l)",
-            new="m * unit + tl.log2(l)",
+            old="log_sum(l, m, scores)[:, None]",
+            new="(m * scores.unit + tl.log2(l))[:, None]",
         ),
         Planted(
             "segments-only-on-edges",
@@ -106,8 +118,8 @@ FAULTS = {
         Planted(
             "rescale-skipped",
             "l and o are not rescaled where the maximum grows by little",
-            old="tl.exp2((m - shift) * scores.rate)",
-            new="tl.where((m - shift) * scores.rate > -0.01, 1.0, tl.exp2((m - shift) * scores.rate))",
+            old="shrunk(m, under)\n",
+            new="tl.where(shrunk(m, under) > 0.993, 1.0, shrunk(m, under))\n",
             small=True,
         ),
         Planted(
@@ -153,10 +165,13 @@ FAULTS = {
             gpu=False,
         ),
         Planted(
-            "chunks-in-natural-units",
-            "states of chunks are merged as if scores were in natural units",
-            old="merge((acc, l, m), settled(part), scores.rate)",
-            new="merge((acc, l, m), settled(part), 1.4426950408889634)",
+            "chunks-in-another-unit",
+            "states of chunks are merged as if scores were twice as large",
+            old="acc, l, m = merge((acc, l, m), settled(part), scores)\n",
+            new=(
+                "acc, l, m = merge((acc, l, m * 2.0), (part[0], tl.sum(part[1], 1), part[2] * 2.0), scores)\n"
+                "            m = m * 0.5\n"
+            ),
         ),
         Planted(
             "last-chunk-unmerged",
@@ -414,8 +429,14 @@ FAULTS = {
         Planted(
             "no-minus-inf-guard",
             "a tile with no visible key subtracts -inf from -inf",
-            old="origin = jnp.where(m == -jnp.inf, 0.0, m)",
-            new="origin = m",
+            old="jnp.where(m == -jnp.inf, 0.0, m) * factor",
+            new="m * factor",
+        ),
+        Planted(
+            "offset-rounded-everywhere",
+            "the offset of scores beyond 2^24 is a product that rounds by more than weights can bear",
+            old="jnp.where(jnp.abs(m) < beyond, rate, octave)",
+            new="jnp.where(jnp.abs(m) < beyond, rate, rate)",
         ),
         Planted(
             "band-right-corner",
@@ -444,14 +465,14 @@ FAULTS = {
         Planted(
             "acc-not-rescaled",
             "the sum of values keeps its unit when the maximum grows",
-            old="return tuple(part * lax.broadcast_in_dim(alpha, part.shape, (0,)) for part in acc), l_new, m_new, p",
-            new="return tuple(acc), l_new, m_new, p",
+            old="    acc = [part * lax.broadcast_in_dim(alpha, part.shape, (0,)) for part in acc]\n",
+            new="",
         ),
         Planted(
             "values-of-these-keys",
             "the weights of the keys before meet the values of these",
-            old="multiply_values(ref, plan, last, weights[...], products)",
-            new="multiply_values(ref, plan, buffer, weights[...], products)",
+            old="multiply_values(ref, plan, last, p, products)",
+            new="multiply_values(ref, plan, buffer, p, products)",
             gpu=False,  # these values may not have arrived
         ),
         Planted(

@@ -402,8 +402,14 @@ FAULTS = {
         Planted(
             "unmasked-weights",
             "pairs at the edge of the band count",
-            old="jnp.where(plan.band.allowed(i, j), y, unseen) for y in x",
-            new="y for y in x",
+            old="return tuple(jnp.where(seen, x, unseen) for x in tiles)",
+            new="return tiles",
+        ),
+        Planted(
+            "border-tile-inside",
+            "the first tile that the band cuts through counts as inside it",
+            old="band.last + tile.row + 1, 0), size)",
+            new="band.last + tile.row + size, 0), size)",
         ),
         Planted(
             "keys-for-values",
