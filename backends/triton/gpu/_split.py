@@ -32,10 +32,16 @@ ENOUGH = 1024  # programs that occupy a GPU by themselves
 
 
 @triton.jit
+def alike(m, number):
+    """A number beside each row's maximum, in its dtype: of two numbers alone a selection is float32."""
+    return tl.full(m.shape, number, m.dtype)
+
+
+@triton.jit
 def origin(m, scores):
     """(factor, offset): under the maximum m of a row a score's weight is 2^(s factor - offset). ``exponents`` of the
     spec says why."""
-    factor = tl.where(tl.abs(m) < scores.beyond, scores.rate, scores.octave)
+    factor = tl.where(tl.abs(m) < scores.beyond, alike(m, scores.rate), alike(m, scores.octave))
     return factor, tl.where(m == float("-inf"), 0.0, m) * factor  # no key seen so far: -inf - -inf would be NaN
 
 
@@ -51,8 +57,9 @@ def shrunk(m, under):
 def log_sum(l, m, scores):
     """The logarithm of the sum of exp(s), in natural units, from the sum l of weights under the maximum m."""
     factor, offset = origin(m, scores)
-    exact = factor == scores.rate
-    return tl.fma(tl.where(exact, offset, m), tl.where(exact, 0.6931471805599453, scores.unit), tl.log(l))
+    exact = factor == alike(m, scores.rate)
+    natural = tl.where(exact, alike(m, 0.6931471805599453), alike(m, scores.unit))
+    return tl.fma(tl.where(exact, offset, m), natural, tl.log(l))
 
 
 @triton.jit

@@ -327,7 +327,6 @@ def attend(turn, unit, first, last, q, q_empty, k_tiles, v_tiles, full, empty, m
     p16 = gl.convert_layout(p.to(q.dtype), weights)
     unit += 1
     mbarrier.wait(full.index(unit % stages), (unit // stages) & 1)
-
     for start in range(first + block, last, block):
         if plan.consumers == 2:
             mbarrier.wait(mine, (turn & 1) ^ (1 if GROUP == 0 else 0))
