@@ -13,24 +13,13 @@ import portakern.specs.attention.laws
 import portakern.specs.attention.statistics
 import portakern.specs.attention.stretches  # noqa: F401  these declare what the spec consists of
 from portakern.specs.attention.contract import AttentionOut, attention
-from portakern.specs.attention.scores import (
-    Exponents,
-    allowed,
-    allowed_pairs,
-    exponents,
-    head_of_bias,
-    over_cap,
-    scale_of,
-    score_unit,
-)
+from portakern.specs.attention.scores import allowed, allowed_pairs, head_of_bias, over_cap, scale_of, score_unit
 
 __all__ = [
     "AttentionOut",
-    "Exponents",
     "allowed",
     "allowed_pairs",
     "attention",
-    "exponents",
     "head_of_bias",
     "over_cap",
     "scale_of",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from math import ceil, copysign, e, floor, log2, sqrt
-from typing import TYPE_CHECKING, NamedTuple
+from math import copysign, sqrt
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -76,7 +76,7 @@ def score_unit(call: Call) -> tuple[float | None, float]:
     A kernel that keeps scores in the unit in which they arise, and scales the difference s - m to the row's maximum m
     instead of the score s, never rounds s two ways: m is one of the s, so no weight exceeds 1 and one of them is 1.
     Scaled first, a product may be fused into the difference and not into m, and an ulp of a score of 1e10 is 1024.
-    ``exponents`` has a way to fuse it all the same.
+    ``exponents`` (specs/_exponents.py) has a way to fuse it all the same.
     """
     scale, softcap = call.options["scale"], call.options["softcap"]
     scale = call.dims["d"] ** -0.5 if scale is None else scale
@@ -86,25 +86,3 @@ def score_unit(call: Call) -> tuple[float | None, float]:
     if biased or scale == 0.0:
         return scale, 1.0
     return (None if scale > 0 else -1.0), abs(scale)
-
-
-class Exponents(NamedTuple):
-    """Numbers by which a weight is 2^(s factor - offset), of a score s: one fused operation and one exponential.
-
-    For the maximum m of the row the factor is ``rate``, and the offset m rate as it rounds. What it rounds away
-    multiplies all weights of the row alike, and so their sum, and is no error of their mean, if sums are carried from
-    one maximum to the next by offsets that are rounded so too. But from 2^24 on it is half a unit and more, and could
-    take weights beyond what numbers hold. Where |m| is not below ``beyond`` the factor is therefore ``octave``, the
-    next power of two towards 1, whose product with m is exact. That errs by less than the scores do there: these by
-    d + 6 units of roundoff of their terms, which are 7 and more.
-    """
-
-    rate: float
-    beyond: float
-    octave: float
-
-
-def exponents(unit: float) -> Exponents:
-    """How scores in this unit (``score_unit``) become weights."""
-    rate = unit * log2(e)
-    return Exponents(rate, 2.0**24 / rate, 2.0 ** (ceil if rate < 1.0 else floor)(log2(rate)))

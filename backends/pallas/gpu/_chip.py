@@ -202,18 +202,6 @@ def _finish(waiting: list[Callable[[], None]], later: int) -> None:
         waiting.pop(0)()
 
 
-COUNTED = 30
-"""Bits of a ``count``."""
-
-
-def anew(index: Any, count: Any) -> Any:
-    """``index``, of which compilers do not know that it is the same at each step of a loop. ``count``: below
-    2^``COUNTED``, which they do not know either, and another number at each step. Where buffers lie that they know to
-    stay they compute before the loop, four numbers a product, and keep that in registers or, where those are too few,
-    in memory; one addition does for a buffer that they do not know."""
-    return index + lax.shift_right_logical(count, jnp.int32(COUNTED))
-
-
 def in_slots(count: int, slots: int) -> Iterator[tuple[int, int]]:
     """For each of the ``count`` copies that a tile sends out of ``slots`` buffers in turns: its buffer, and how many
     copies may still be on their way when it is filled. A block's next tile begins with the first buffer again, which

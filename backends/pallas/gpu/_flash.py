@@ -69,6 +69,10 @@ ROW, COLUMN = TILE.reduce(1), TILE.reduce(0)
 """Where numbers of its rows, and of its columns, lie beside it."""
 
 
+COUNTED = 30
+"""Bits of a ``count``."""
+
+
 class Tile(NamedTuple):
     """``QUERIES`` queries a consumer of one head, from ``row`` on, and the tiles of keys that they see."""
 
@@ -333,6 +337,14 @@ def in_turn(ref: Refs, plan: Plan, warpgroup: Any, issue: Callable[[], None]) ->
     if plan.consumers > 1:
         following = 1 - warpgroup if plan.consumers == 2 else lax.rem(warpgroup + 1, jnp.int32(plan.consumers))
         plgpu.barrier_arrive(ref.turn.at[following])
+
+
+def anew(index: Any, count: Any) -> Any:
+    """``index``, of which compilers do not know that it is the same at each step of a loop. ``count``: below
+    2^``COUNTED``, which they do not know either, and another number at each step. Where buffers lie that they know to
+    stay they compute before the loop, four numbers a product, and keep that in registers or, where those are too few,
+    in memory; one addition does for a buffer that they do not know."""
+    return index + lax.shift_right_logical(count, jnp.int32(COUNTED))
 
 
 def part_of(array: Any, part: int) -> Any:

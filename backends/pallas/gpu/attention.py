@@ -75,7 +75,8 @@ from portakern.backends.pallas.gpu._flash import (
 from portakern.backends.pallas.tpu._heads import words
 from portakern.core.call import Call
 from portakern.spec import Count
-from portakern.specs.attention import exponents, score_unit
+from portakern.specs._exponents import exponents
+from portakern.specs.attention import score_unit
 
 KNOBS = {"stages": Count(2, 8), **SHARES}
 """Two stages at least: values are in use until those of the next keys have arrived; one buffer waits for ever."""

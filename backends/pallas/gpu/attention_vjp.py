@@ -42,10 +42,8 @@ from portakern.backends.pallas._band import Band, both
 from portakern.backends.pallas.common import Refs, padded, quotient
 from portakern.backends.pallas.gpu import _rows
 from portakern.backends.pallas.gpu._chip import (
-    COUNTED,
     Swizzled,
     aligned,
-    anew,
     dtype_refused,
     finished,
     in_registers,
@@ -60,10 +58,12 @@ from portakern.backends.pallas.gpu._chip import (
 from portakern.backends.pallas.gpu._flash import (
     COLUMN,
     CONSUMER_REGISTERS,
+    COUNTED,
     PART,
     PRODUCER_REGISTERS,
     ROW,
     TILE,
+    anew,
     bring,
     heaviest_first,
     part_of,

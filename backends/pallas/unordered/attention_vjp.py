@@ -50,7 +50,6 @@ from portakern.backends.pallas.gpu import attention_vjp as ordered
 from portakern.backends.pallas.gpu._chip import (
     Swizzled,
     aligned,
-    anew,
     finished,
     in_registers,
     issue_product,
@@ -60,7 +59,7 @@ from portakern.backends.pallas.gpu._chip import (
     tiled_buffer,
     whole_pieces,
 )
-from portakern.backends.pallas.gpu._flash import COLUMN, PART, TILE
+from portakern.backends.pallas.gpu._flash import COLUMN, PART, TILE, anew
 from portakern.backends.pallas.gpu.attention_vjp import CONSUMERS, ROWS, SLOTS, Plan, Tile
 from portakern.backends.pallas.unordered import _additions
 from portakern.core.call import Call

@@ -17,7 +17,8 @@ import triton.language as tl
 
 from portakern.backends.triton.launch import dot_precision
 from portakern.core import targets
-from portakern.specs.attention import exponents, score_unit
+from portakern.specs._exponents import exponents
+from portakern.specs.attention import score_unit
 
 if TYPE_CHECKING:
     import torch
