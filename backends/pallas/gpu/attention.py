@@ -4,13 +4,14 @@ q: (batch, q_len, kv_heads*group, d), k: (batch, kv_len, kv_heads, d), v: (batch
 -> o: (batch, q_len, kv_heads*group, dv), lse: (batch, kv_heads*group, q_len). Heads are up to 256 wide.
 
 m is the running maximum of a query's scores, l the sum of exp(s - m) and acc the sum of exp(s - m) v, in registers.
-Scores of keys i and products with values i - 1 are issued to the tensor cores together, and the softmax of the scores
-runs beside the products; consumers (``_flash``) take turns to issue, two or, for narrow heads, three:
+Scores of keys i and products with values i - 1 are issued to the tensor cores together; the maxima of the scores are
+found beside the products, and the weights exp(s - m) computed after them. Consumers (``_flash``) take turns to issue,
+two or, for narrow heads, three:
 
-    consumer 0   S0        S1 P0        S2 P1     ...   P(n-1)
-    softmax 0       ------       ------
-    consumer 1        S0        S1 P0        S2 P1      ...
-    softmax 1            ------       ------
+    consumer 0   S0        S1 P0           S2 P1     ...   P(n-1)
+    weights 0       ------       ------
+    consumer 1         S0        S1 P0           S2 P1     ...
+    weights 1             ------       ------
 
 Where keys have several shares (``_flash``), each is walked so, and then merged with the sums of the shares before it,
 which lie in shared memory.

@@ -2,8 +2,9 @@
 
 One warp, the producer, has the copy engine bring tiles of queries, keys and values to shared memory. ``consumers``
 groups of four warps own 64 queries each. Scores of keys i and products with values i - 1 are issued to the matrix unit
-together, and the softmax of the scores runs beside the products; where there are two groups they take turns, so that
-the softmax of one runs beside the products of the other.
+together, and the maxima of the scores are found beside the products; the weights come after these, in the registers of
+the weights that they have read. Where there are two groups they take turns, so that the weights of one are computed
+beside the products of the other.
 
 Keys i and values i - 1 arrive under one barrier, as unit i of a walk over n tiles: unit 0 is keys alone, unit n values
 alone. Chunks of keys (``gpu/_split.py``) do not end the walk: the first scores of a chunk are issued beside the last
@@ -12,7 +13,7 @@ sum anew. The row's state stays in registers, two accumulators beside one tile o
 the compiler moves it to local memory, which is touched where chunks meet and nowhere else.
 
 Arithmetic and the order of sums are those of ``gpu/attention.py`` with the same block_kv and chunk: ``row_max``,
-``lane_sums``, the scale after the difference. A row's bits are the same whichever of the two computes it.
+``lane_sums``, ``origin``. A row's bits are the same whichever of the two computes it.
 """
 
 from __future__ import annotations
