@@ -109,7 +109,7 @@ class Scores(NamedTuple):
         the spec). Of a row that has seen no key, m counts as 0: -inf - -inf would be NaN."""
         rate, beyond, octave = exponents(self.unit)
         factor = jnp.where(jnp.abs(m) < beyond, rate, octave)
-        return factor, jnp.where(m == -jnp.inf, 0.0, m) * factor
+        return factor, jnp.where(m == -jnp.inf, 0.0, m * factor)
 
     def weights(self, s: Any, under: tuple[Any, Any]) -> Any:
         """Of scores, under the maxima of rows that have this origin."""

@@ -42,7 +42,7 @@ def origin(m, scores):
     """(factor, offset): under the maximum m of a row a score's weight is 2^(s factor - offset). ``exponents`` of the
     spec says why."""
     factor = tl.where(tl.abs(m) < scores.beyond, alike(m, scores.rate), alike(m, scores.octave))
-    return factor, tl.where(m == float("-inf"), 0.0, m) * factor  # no key seen so far: -inf - -inf would be NaN
+    return factor, tl.where(m == float("-inf"), 0.0, m * factor)  # no key seen so far: -inf - -inf would be NaN
 
 
 @triton.jit

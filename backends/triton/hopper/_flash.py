@@ -204,7 +204,7 @@ def seen_scores(s, start, cols, limits, all_lo, all_hi, scores):
 def origin(m, scores):
     """As ``origin`` of ``gpu/_split.py``."""
     factor = gl.where(gl.abs(m) < scores.beyond, scores.rate, scores.octave)
-    return factor, gl.where(m == float("-inf"), 0.0, m) * factor
+    return factor, gl.where(m == float("-inf"), 0.0, m * factor)
 
 
 @gluon.jit
