@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import platform
 import re
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -213,6 +214,33 @@ def test_another_length_is_no_reason_to_compile():
     assert {name: len(anew) for name, anew in found.items()} == {SHARES[0]: 1}
 
 
+def fed_by(assembly: str) -> Counter[str]:
+    """Of the exponentials of a kernel's machine code, the instructions that computed what they are of."""
+    computed, found = {}, Counter[str]()
+    for text in re.findall(r"/\*[0-9a-f]{4,}\*/ +(?:@!?\w+ +)?([^;]*);", assembly):
+        name, *operands = re.split(r"[ ,]+", text.strip().replace(".reuse", ""))
+        if name == "MUFU.EX2":
+            found[computed[operands[1].lstrip("-")].split(".")[0]] += 1
+        if operands:
+            computed[operands[0]] = name
+    return found
+
+
+@compiles
+@pytest.mark.parametrize("q_len, causal", [(4096, True), (4096, False), (1, False)])
+def test_factors_between_maxima_are_differences_of_rounded_products(q_len, causal):
+    """A weight, of which a tile has many, is 2 to a fused sum; a factor between maxima never is: a merger has the
+    offset of the new maximum rounded, and a product that was fused would not be that which others rounded."""
+    q = torch.empty(1, q_len, 8, 128, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(1, 16384, 8, 128, dtype=torch.bfloat16, device="meta")
+    built = pk.op("attention", backend="triton", variant="hopper").lower(q, k, k, is_causal=causal, target="sm_90")
+    assert built.ok, built.reason
+    for kernel in built.kernels:
+        found = fed_by(kernel.assembly)
+        assert found["FADD"] >= 2 and found["FFMA"] % 32 == 0, (kernel.name, found)
+
+
+@compiles
 def test_no_division_stands_before_products():
     """One by a number that the kernel learns when it runs takes 200 cycles, of some 3000 that a tile of keys takes."""
     x = torch.empty(1, 4096, 2, 64, dtype=torch.bfloat16, device="meta")
