@@ -773,6 +773,12 @@ def test_a_table_is_completed_by_several_runs(tmp_path, monkeypatch):
     assert again("--rounds", "3")[0] == ["softmax", gradient]  # more samples than stand there
     real = sources.fingerprint
     monkeypatch.setattr(sources, "fingerprint", lambda op, *a: "another" if op == "softmax" else real(op, *a))
+    three = [*results.read(file).rows]
+    with monkeypatch.context() as over:
+        over.setattr("portakern.benchmarking.run._Run._seconds", lambda self: -1.0)
+        done, shown, _ = again("--no-gradients")
+    assert not done and "the budget ended before 1 calls" in shown and "calls stand in" in shown
+    assert [*results.read(file).rows] == three  # what a run does not come to stays as it was, whether it holds or not
     assert again("--no-gradients")[0] == ["softmax"] and {r["op"] for r in results.read(file).rows} == {
         "softmax", gradient
     }  # fmt: skip

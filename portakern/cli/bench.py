@@ -220,20 +220,31 @@ class _Rows:
 
     def __init__(self, file: Path | None, start: float, earlier: Earlier) -> None:
         self.file, self.start, self.earlier = file, start, earlier
-        self.kept: dict[Any, list[dict[str, Any]]] = dict(earlier.rows)
+        self.hold = set(earlier.rows)
         self.outcomes: dict[str, Any] = {}
         self.ahead: Mapping[str, float] = {}
         self.absent: dict[str, str] = {}
 
     @property
+    def timed(self) -> list[dict[str, Any]]:
+        """What this run found."""
+        return [row for outcome in self.outcomes.values() for row in outcome.rows]
+
+    @property
     def rows(self) -> list[dict[str, Any]]:
-        kept = [row for rows in self.kept.values() for row in rows]
-        return kept + [row for outcome in self.outcomes.values() for row in outcome.rows]
+        """The file's: what an earlier run found of a call stays until this one has timed it, whether it holds or not."""
+        anew = {(r["call"], r["target"]) for r in self.timed}
+        return [r for place, rows in self.earlier.rows.items() if place not in anew for r in rows] + self.timed
+
+    @property
+    def holding(self) -> list[dict[str, Any]]:
+        """Of those, what holds."""
+        return [r for r in self.rows if (r["call"], r["target"]) in self.hold] + self.timed
 
     def left(self, plan: Plan) -> Plan:
         """The plan without the cases whose rows an earlier run found."""
         plan, stay = self.earlier.left(plan)
-        self.kept = {place: rows for place, rows in self.kept.items() if place in stay}
+        self.hold &= stay.keys()
         return plan
 
     def take(self, subjects: str, outcome: Any) -> None:
@@ -267,20 +278,20 @@ class _Rows:
 
     def last(self) -> str:
         """The subjects' last result, for the progress bar."""
-        mine = [r for r in self.rows if r["subject"]]
+        mine = [r for r in self.holding if r["subject"]]
         if not mine:
             return ""
         return f"{mine[-1]['ratio']:.2f} of the best peer's speed" if mine[-1].get("ratio") else mine[-1]["verdict"]
 
     def wrong(self) -> bool:
-        return any(r["subject"] and r["verdict"] in ("wrong", "failed") for r in self.rows)
+        return any(r["subject"] and r["verdict"] in ("wrong", "failed") for r in self.holding)
 
     def show(self) -> None:
-        if self.kept:
-            text = f"{len(self.kept)} calls stand in {self.file}, and were not timed again; --fresh times them"
+        if self.hold:
+            text = f"{len(self.hold)} calls stand in {self.file}, and were not timed again; --fresh times them"
             out.print(text, markup=False, highlight=False, soft_wrap=True)
         calls: dict[str, list[dict[str, Any]]] = {}
-        for row in self.rows:
+        for row in self.holding:
             calls.setdefault(row["call"], []).append(row)
         for call, rows in calls.items():
             out.print(call, style="bold", markup=False, highlight=False, soft_wrap=True)
