@@ -606,6 +606,18 @@ def jobs(op="softmax", target="sm_90", dtype="float32"):
 
 
 @has_triton
+def test_a_variant_has_no_job_where_it_refuses_what_another_takes():
+    """Unless it was named: then its refusal is what was asked for."""
+
+    def variants(*dtypes, variant=None):
+        found = compiling.jobs_for(["attention_vjp"], ["sm_90"], dtypes, "triton", variant=variant)
+        return [job.family.name for job in found]
+
+    assert variants("bfloat16") == ["hopper", "unordered", "gpu"] and variants("float32") == ["gpu"]
+    assert variants("float32", variant="hopper") == ["hopper"]
+
+
+@has_triton
 def test_a_compiler_that_dies_or_hangs_costs_its_own_job(monkeypatch):
     compiler = registry.backend("triton").families[0].load_compiler()
     (good,), (bad,) = jobs(), jobs(target="gfx1201")

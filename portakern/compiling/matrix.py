@@ -8,6 +8,7 @@ before is kept in the user's cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from portakern import results
@@ -16,10 +17,11 @@ from portakern.compiling.build import Build
 from portakern.compiling.pool import Job
 from portakern.compiling.worker import build
 from portakern.core import registry, targets
-from portakern.core.backend import Backend, Family
+from portakern.core.backend import Backend, Family, Implementation
 from portakern.core.call import Call
 from portakern.core.route import Choice
-from portakern.errors import SpecError, UnsupportedError
+from portakern.errors import SpecError, UnavailableError, UnsupportedError
+from portakern.spec import Spec
 
 __all__ = ["Build", "compile_all", "jobs_for", "lower", "record"]
 
@@ -36,16 +38,54 @@ def jobs_for(
     shapes: Sequence[Mapping[str, Any]] = (),
 ) -> list[Job]:
     """The typical call of each op, in each dtype, with every variant of every backend that compiles it for each
-    target; for each of ``shapes`` with these dimensions, options and optional arrays instead.
+    target; for each of ``shapes`` with these dimensions, options and optional arrays instead. A variant that refuses a
+    call which another of its backend takes has none to compile, unless it was named.
     """
     b = None if backend is None else registry.backend(backend)
     hardware = [targets.find(t) for t in target_names]
     found = forms.cells(list(ops), hardware, list(dtypes), b, variant)
-    return [
+    jobs = [
         Job(spec, of, family, h, forms.typical_form(spec, dtype, shape), quick=quick)
         for spec, of, family, h, dtype in found
         for shape in shapes or [{}]
     ]
+    return jobs if variant else _served(jobs)
+
+
+def _served(jobs: Sequence[Job]) -> list[Job]:
+    """Without those whose variant refuses what another takes for whoever names none."""
+    alike: dict[tuple[str, str, str, str], list[Job]] = {}
+    for job in jobs:
+        alike.setdefault((job.spec.name, job.backend.name, job.hardware.name, repr(job.form)), []).append(job)
+    left_out: set[int] = set()
+    for several in alike.values():
+        if len(several) > 1:
+            takers = {
+                id(j): impl for j in several if (impl := _taking(j.spec, j.backend, j.family, j.form, j.hardware))
+            }
+            if any(not impl.unasked(None) for impl in takers.values()):
+                left_out |= {id(job) for job in several} - takers.keys()
+    return [job for job in jobs if id(job) not in left_out]
+
+
+def _taking(
+    spec: Spec[Any],
+    b: Backend,
+    family: Family,
+    form: forms.Form,
+    hardware: targets.Hardware,
+    tiling: Mapping[str, int] = MappingProxyType({}),
+) -> Implementation | None:
+    """A variant's implementation, unless it refuses the call."""
+    impl = b.implementation(spec.name, family)
+    try:
+        if impl is not None:
+            forms.abstract_call(spec, impl, form, hardware, tiling)
+    except UnsupportedError:
+        return None
+    except UnavailableError:  # who compiles it says what is missing
+        return impl
+    return impl
 
 
 def compile_all(
@@ -135,14 +175,9 @@ def _first_that_takes(
     """Of the variants of the first backend the one that would serve the call: the last, whose refusal is then told, if
     none would.
     """
-    impls = [(b, family, b.implementation(call.spec.name, family)) for b, family in found if b is found[0][0]]
-    served = [(b, family, impl) for b, family, impl in impls if impl is None or not impl.unasked(choice.variant)]
-    *mine, last = served or impls
-    for b, family, impl in mine:
-        try:
-            if impl is not None:
-                forms.abstract_call(call.spec, impl, form, hardware, choice.tiling)
-                return b, family
-        except UnsupportedError:
-            continue
-    return last[:2]
+    mine = [(b, family) for b, family in found if b is found[0][0]]
+    impls = [b.implementation(call.spec.name, family) for b, family in mine]
+    asked = [x for x, impl in zip(mine, impls, strict=True) if impl is None or not impl.unasked(choice.variant)]
+    *before, last = asked or mine
+    takes = (x for x in before if _taking(call.spec, *x, form, hardware, choice.tiling))
+    return next(takes, last)
