@@ -232,7 +232,7 @@ class _Rows:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The file's: what an earlier run found of a call stays until this one has timed it, whether it holds or not."""
+        """The file's: what an earlier run found of a call stays until this one has timed it, though it may not hold."""
         anew = {(r["call"], r["target"]) for r in self.timed}
         return [r for place, rows in self.earlier.rows.items() if place not in anew for r in rows] + self.timed
 
