@@ -139,6 +139,14 @@ def windows_that_reach_one_key_of_a_tile(arrays, rng, options):
     """
 
 
+@attention_vjp.edge(
+    dims={"q_len": (256, 256), "kv_len": (256, 256)}, options={"is_causal": False, "window": (126, 126)}, **BAND
+)
+def window_corners_at_tile_corners(arrays, rng, options):
+    """For tiles of any power of two up to 128, both edges cut off one pair of a tile: of its last query the first key,
+    and of its first query the last."""
+
+
 # --- NaN and inf ---
 
 
