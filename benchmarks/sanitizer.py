@@ -25,13 +25,16 @@ from portakern import results
 ALONE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
 """What has PyTorch and JAX ask the driver for each array."""
 
+KEPT = 20
+"""Lines of a tool's findings that are kept of an op."""
+
 SUMMARY = {"memcheck": r"ERROR SUMMARY: (\d+) error", "racecheck": r"RACECHECK SUMMARY: (\d+) hazard"}
 
 
 def sanitize(op: str, backend: str, tool: str, examples: int, timeout: float) -> dict[str, Any]:
     """One op of a backend under one tool.
 
-    ``errors``: what the tool counted; ``problem``: why its count is not to be had, or what failed.
+    ``errors``: what the tool counted, and ``said``: where; ``problem``: why its count is not to be had, or what failed.
     """
     check = [sys.executable, "-m", "portakern.cli", "check", op, "--backend", backend]
     start = time.perf_counter()
@@ -56,8 +59,16 @@ def sanitize(op: str, backend: str, tool: str, examples: int, timeout: float) ->
         "examples": examples,
         "errors": int(told[1]) if told else None,
         "problem": problem or (None if told else "no summary"),
+        "said": findings(output),
         "seconds": round(time.perf_counter() - start, 1),
     }
+
+
+def findings(output: str) -> list[str]:
+    """The lines in which a tool says what it found, each once, without its greeting and its sum."""
+    lines = (line.lstrip("= ").rstrip() for line in output.splitlines() if line.startswith("========="))
+    found = dict.fromkeys(line for line in lines if line and "SUMMARY" not in line and line != "COMPUTE-SANITIZER")
+    return list(found)[:KEPT]
 
 
 def main() -> None:

@@ -205,7 +205,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "sanitizer": Benchmark(
         ("op", "backend", "tool"),
         {"op": "text", "backend": "text", "tool": "text", "examples": "count", "errors": "count?",
-         "problem": "text?", "seconds": "number"},
+         "problem": "text?", "said": "list?", "seconds": "number"},
     ),
     "character_model": Benchmark(
         ("ops", "seed"),

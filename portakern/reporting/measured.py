@@ -221,12 +221,14 @@ def soundness(kept: Kept) -> str:
 
 def _sanitized(rows: Sequence[tuple[Row, Result]]) -> str:
     tools = ", ".join(sorted({row["tool"] for row, _ in rows}))
-    found = sum(row.get("errors") or bool(row.get("problem")) for row, _ in rows)
+    bad = {f"`{r['op']}` on {r['backend']} by {r['tool']}": r.get("errors") or 1 for r, _ in rows
+           if r.get("errors") or r.get("problem")}  # fmt: skip
+    found = f"{sum(bad.values())} errors" + "".join(f"; {n} of {what}" for what, n in bad.items())
     fewest = min(row["examples"] for row, _ in rows)
     ops = {backend: len({row["op"] for row, _ in rows if row["backend"] == backend}) for backend in
            sorted({row["backend"] for row, _ in rows})}  # fmt: skip
     of_each = ", ".join(f"{n} of `{backend}`" for backend, n in ops.items())
-    return f"compute-sanitizer's {tools} over ops, {of_each}, at least {fewest} examples each: {found} errors"
+    return f"compute-sanitizer's {tools} over ops, {of_each}, at least {fewest} examples each: {found}"
 
 
 def _fuzzed(rows: Sequence[tuple[Row, Result]]) -> str:
