@@ -410,6 +410,7 @@ FAULTS = {
             "the first tile that the band cuts through counts as inside it",
             old="band.last + tile.row + 1, 0), size)",
             new="band.last + tile.row + size, 0), size)",
+            sample=True,
             edge="window_corners_at_tile_corners",
         ),
         Planted(
