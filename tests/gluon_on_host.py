@@ -4,13 +4,15 @@ Triton's interpreter does not know Gluon. Here a kernel's functions run as the P
 tensors, and what Hopper does asynchronously happens as late as it may: a product reads shared memory when it is waited
 for, a copy into shared memory spoils its tile at once and fills it later, a store reads its tile when it is waited for.
 So a buffer that is handed back too early, a wait for too few products, and bytes that no barrier expects give NaN, an
-error, or a thread that does not end. Layouts and registers are not looked at.
+error, or a thread that does not end; and a fence that is missing between what threads themselves and what copies or
+products do in shared memory is an error. Layouts and registers are not looked at.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
+import itertools
 import math
 import random
 import threading
@@ -18,7 +20,7 @@ import time
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -32,31 +34,66 @@ LATE: dict[int, float] = {}
 before; otherwise that depends on which thread the host lets run."""
 
 
+ROLES = 5  # threads of a kernel at most: the one that begins it, and those with roles
+
+
+class Touched:
+    """What threads of a kernel have read and written of shared memory themselves, each since its last fence. Copies and
+    products go by another way to it, which nothing else orders with theirs, not even a barrier: see "Async proxy" in
+    PTX's ISA."""
+
+    everywhere: ClassVar[list[torch.Tensor]] = []  # of the program that runs
+
+    def __init__(self, elements: torch.Tensor) -> None:
+        self.elements = elements  # (read or written, thread, ...)
+
+    @classmethod
+    def fresh(cls, shape: Sequence[int]) -> Touched:
+        cls.everywhere.append(torch.zeros(2, ROLES, *shape, dtype=torch.bool))
+        return cls(cls.everywhere[-1])
+
+    @classmethod
+    def fence(cls) -> None:
+        for elements in cls.everywhere:
+            elements[:, local().number] = False
+
+    def add(self, written: bool) -> None:
+        self.elements[int(written), local().number] = True
+
+    def check(self, what: str, writes: bool) -> None:
+        """What reads must not follow a thread's writes without a fence, and what writes its reads neither."""
+        assert not self.elements[0 if writes else 1 :].any(), f"{what} where a thread has been, and no fence between"
+
+
 class Memory:
     """Shared memory, or a part of it; NaN until something is written."""
 
-    def __init__(self, data: torch.Tensor) -> None:
-        self.data = data
+    def __init__(self, data: torch.Tensor, touched: Touched) -> None:
+        self.data, self.touched = data, touched
 
     dtype = property(lambda self: self.data.dtype)
     shape = property(lambda self: list(self.data.shape))
 
     def index(self, i: Any) -> Any:
-        return self.data[int(i)] if self.data.dtype == object else Memory(self.data[int(i)])
+        return Memory(self.data[int(i)], Touched(self.touched.elements[:, :, int(i)]))
 
     def slice(self, start: Any, length: int, dim: int = 0) -> Memory:
-        return Memory(self.data.narrow(dim, int(start), length))
+        part = Touched(self.touched.elements.narrow(dim + 2, int(start), length))
+        return Memory(self.data.narrow(dim, int(start), length), part)
 
     def permute(self, order: tuple[int, ...]) -> Memory:
-        return Memory(self.data.permute(order))
+        turned = Touched(self.touched.elements.permute((0, 1, *(o + 2 for o in order))))
+        return Memory(self.data.permute(order), turned)
 
     def load(self, layout: Any) -> torch.Tensor:
         take_time()
+        self.touched.add(written=False)
         return self.data.clone()
 
     def store(self, value: torch.Tensor) -> None:
         take_time()
         assert value.shape == self.data.shape and value.dtype == self.data.dtype
+        self.touched.add(written=True)
         self.data.copy_(value)
 
 
@@ -65,13 +102,19 @@ class Tiles:
     as the copy engine lays them."""
 
     def __init__(self, memory: Memory, count: int, rows: int, columns: int) -> None:
-        parts = memory.data.unflatten(-1, (-1, columns)).transpose(-2, -3).unflatten(-2, (-1, rows))
-        self.parts = [part for stage in parts for beside in stage for part in beside]
+        def parts(x: torch.Tensor) -> torch.Tensor:
+            return x.unflatten(-1, (-1, columns)).transpose(-2, -3).unflatten(-2, (-1, rows))
+
+        data, touched = parts(memory.data), parts(memory.touched.elements)
+        self.parts = [
+            Memory(data[stage, beside, below], Touched(touched[:, :, stage, beside, below]))
+            for stage, beside, below in itertools.product(*map(range, data.shape[:3]))
+        ]
         assert len(self.parts) == count
         self.shape = [count, rows, columns]
 
     def index(self, i: Any) -> Memory:
-        return Memory(self.parts[int(i)])
+        return self.parts[int(i)]
 
 
 class Barrier:
@@ -121,6 +164,7 @@ class Described:
         return there, tile[tuple(slice(0, max(0, end - i)) for i, end in zip(at, ends, strict=True))]
 
     def load(self, at: list[Any], barrier: Barrier, memory: Memory) -> None:
+        memory.touched.check("a copy writes", writes=True)
         memory.data.fill_(math.nan)
 
         def arrive() -> None:
@@ -136,6 +180,7 @@ class Described:
         threading.Thread(target=arrive).start()
 
     def store(self, at: list[Any], memory: Memory, adds: bool = False) -> None:
+        memory.touched.check("a copy reads", writes=False)
         there, tile = self._parts(at, memory.data)
         local().stores.append((there, tile, adds))
 
@@ -168,7 +213,7 @@ _local = threading.local()
 
 def local() -> Any:
     if not hasattr(_local, "products"):
-        _local.products, _local.stores, _local.late = [], [], 0.0
+        _local.products, _local.stores, _local.late, _local.number = [], [], 0.0, 0
     return _local
 
 
@@ -179,6 +224,9 @@ def take_time() -> None:
 
 def warpgroup_mma(a: Any, b: Memory, acc: Any, use_acc: Any = True, is_async: bool = False) -> Product:
     assert is_async
+    for memory in (a, b):
+        if isinstance(memory, Memory):
+            memory.touched.check("a product reads", writes=False)
     made = Product(a, b, acc if use_acc else None)
     local().products.append(made)
     return made
@@ -263,7 +311,7 @@ def _tensor(x: Any) -> torch.Tensor:
 def _allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
     if dtype == torch.int64:
         return Barriers(shape[0])
-    return Memory(torch.full(shape, math.nan, dtype=dtype))
+    return Memory(torch.full(shape, math.nan, dtype=dtype), Touched.fresh(shape))
 
 
 def _of_numpy(function: np.ufunc) -> Any:
@@ -282,7 +330,7 @@ def _language(program: int, programs: int) -> types.SimpleNamespace:
         failed: list[BaseException] = []
 
         def role(number: int, function: Any, args: tuple[Any, ...]) -> None:
-            local().late = LATE.get(number, 0.0)
+            local().late, local().number = LATE.get(number, 0.0), number + 1
             try:
                 function(*args)
                 assert not local().products and not local().stores
@@ -377,6 +425,7 @@ def run(kernel: Any, modules: list[Any], grid: int, *args: Any, **constexprs: An
     """Run each program of ``kernel``, one after the other, on Described, Pointers and numbers. modules: where the
     functions that it calls stand, the first one's names winning."""
     for program in range(grid):
+        Touched.everywhere.clear()
         names: dict[str, Any] = {}
         for module in reversed(modules):
             for name, value in vars(module).items():
@@ -387,7 +436,7 @@ def run(kernel: Any, modules: list[Any], grid: int, *args: Any, **constexprs: An
                     else _known(value)
                 )
         names |= {
-            "gl": _language(program, grid), "mbarrier": MBARRIER, "fence_async_shared": lambda: None,
+            "gl": _language(program, grid), "mbarrier": MBARRIER, "fence_async_shared": Touched.fence,
             "tma": types.SimpleNamespace(store_wait=store_wait), "warpgroup_mma": warpgroup_mma,
             "warpgroup_mma_init": lambda acc: acc,
             "warpgroup_mma_wait": warpgroup_mma_wait, "boxed": lambda tile, layout=None: tile,

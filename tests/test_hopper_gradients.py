@@ -126,6 +126,16 @@ FAULTS = {
     ),
     "dP is taken before it is there": ("causal", "wait(1 if plan.want_second else 0, deps=[d_p]", "wait(2, deps=[d_p]"),
     "statistics are not waited for": ("causal", " + (8 * block if plan.by_key else 0)", ""),
+    "statistics are fetched over some that threads read": (
+        "causal",
+        "give_back(guests.empty.index(before), plan.by_key)",
+        "give_back(guests.empty.index(before), False)",
+    ),
+    "gradients leave before they are seen to be written": (
+        "causal",
+        "            fence_async_shared()\n            store_tile(sides.d_second",
+        "            store_tile(sides.d_second",
+    ),
     "rows at home are fetched over gradients that leave": (
         "programs that stay",
         "mbarrier.wait(home.empty.index(g), (count & 1) ^ 1)",

@@ -451,6 +451,21 @@ def test_where_buffers_lie_is_not_kept_in_memory(more, monkeypatch, tmp_path):
     assert built.ok and max(k.spills for k in built.kernels) <= 24, built
 
 
+def unfenced(ptx: str) -> list[str]:
+    """Reads of shared memory by threads after which a buffer is handed back with no fence between, as the code stands.
+    Barriers alone do not order what copies write with what threads read; the interpreter does not see it where there
+    are products, which are fences there."""
+    read, found = "", []
+    for line in ptx.splitlines():
+        if "ld.shared" in line:
+            read = line
+        elif "fence.proxy.async.shared" in line:
+            read = ""
+        elif "mbarrier.arrive" in line and "expect_tx" not in line and read:
+            found.append(read)
+    return found
+
+
 @has_compiler
 @each_op
 def test_what_it_takes_of_the_chip_is_told(op, monkeypatch, tmp_path):
@@ -465,7 +480,7 @@ def test_what_it_takes_of_the_chip_is_told(op, monkeypatch, tmp_path):
         assert (kernel.name in op or kernel.name.startswith(op)) and 0 < kernel.registers <= 255
         assert kernel.spills <= SPILLED.get(op, 0)
         assert 0 <= kernel.on_chip["shared"] <= targets.find("sm_90").on_chip["shared"] and 0 < kernel.occupancy <= 1
-        assert ".target sm_90a" in kernel.assembly
+        assert ".target sm_90a" in kernel.assembly and not unfenced(kernel.assembly)
     multiplying = [kernel.name for kernel in built.kernels if "wgmma" in "".join(kernel.matrix)]
     assert bool(multiplying) == record(op).matrix_units, "products are wgmma's"
 

@@ -43,6 +43,7 @@ from portakern.backends.pallas.common import Refs, padded, quotient
 from portakern.backends.pallas.gpu import _rows
 from portakern.backends.pallas.gpu._chip import (
     Swizzled,
+    after_reading,
     aligned,
     dtype_refused,
     finished,
@@ -467,6 +468,8 @@ def add(
         (in_turns if plan.beside else at_once)(ref, plan, place, buffer, known, found, multiply)
 
     after, _ = in_registers(plan.interpret, work, (*[_zeros(plan.guest.tile)] * len(dots), *sums))
+    if not plan.by_query:
+        after_reading(plan.interpret)
     plgpu.barrier_arrive(ref.free.at[buffer])
     return tuple(after[len(dots) :])
 

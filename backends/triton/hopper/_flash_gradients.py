@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from portakern.backends.triton.hopper._flash import ROWS, boxed, reach, seen_pairs, span_of, tanh, tile_at
-from portakern.backends.triton.hopper._warps import load_tile, store_tile
+from portakern.backends.triton.hopper._warps import give_back, load_tile, store_tile
 
 
 class Plan(NamedTuple):
@@ -198,7 +198,7 @@ def walk(unit, first, last, steps, own, guests, d_first, d_second, scores, plan:
             d_first = warpgroup_mma_wait(0, deps=[d_first])
         else:
             d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])
-        mbarrier.arrive(guests.empty.index(stage), count=1)
+        give_back(guests.empty.index(stage), plan.by_key)
         unit += 1
         start = after(start, first, last, block)
     return d_first, d_second, unit
@@ -244,11 +244,11 @@ def walk_ahead(unit, first, last, steps, own, guests, d_first, d_second, scores,
         d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])
         p16 = gl.convert_layout(p.to(own.first.dtype), left_second)
         d16 = gl.convert_layout(d.to(own.first.dtype), left_first)
-        mbarrier.arrive(guests.empty.index(before), count=1)
+        give_back(guests.empty.index(before), plan.by_key)
     d_second = warpgroup_mma(p16, guests.second.index(stage), d_second, is_async=True)
     d_first = warpgroup_mma(d16, guests.first.index(stage), d_first, is_async=True)
     d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])
-    mbarrier.arrive(guests.empty.index(stage), count=1)
+    give_back(guests.empty.index(stage), plan.by_key)
     return d_first, d_second, unit + 1
 
 

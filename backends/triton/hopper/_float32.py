@@ -29,6 +29,7 @@ from portakern.backends.triton.hopper._warps import (
     PART,
     barriers,
     fetch,
+    give_back,
     halves,
     loader,
 )
@@ -98,7 +99,7 @@ def turned_consumer(c, a_tiles, b_tiles, full, empty, m, n, k, entries,
             bt = b_tiles.index(stage).slice(half * own, own, 1).permute([1, 0]).load(fragments)
             acc = warpgroup_mma(bt, a_tiles.index(stage).permute([1, 0]), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(empty.index(stage))
+            give_back(empty.index(stage), True)
             count += 1
         keep_turned(c, acc, z, i, j + half * own, m, n)
 
@@ -170,7 +171,7 @@ def slices_consumer(c, a_tiles, b_tiles, full, empty, m, n, k, entries,
                 at = a_tiles.index(stage * slices + part).load(of_a)
                 bt = b_tiles.index(stage).slice(part * SLICE, SLICE, 0).load(of_b)
                 acc = multiply_add(at, bt, acc)
-            mbarrier.arrive(empty.index(stage))
+            give_back(empty.index(stage), True)
             count += 1
         keep(c, acc, z, i, j, m, n)
 

@@ -96,6 +96,16 @@ def barriers(stages: gl.constexpr, readers: gl.constexpr):
 
 
 @gluon.jit
+def give_back(empty, read: gl.constexpr):
+    """Have the copy engine fill a buffer again, which ``empty`` stands for. read: threads have read it themselves, not
+    products alone. What the engine writes comes by another way, where a fence alone keeps it behind what threads read:
+    see "Async proxy" in PTX's ISA."""
+    if read:
+        fence_async_shared()
+    mbarrier.arrive(empty, count=1)
+
+
+@gluon.jit
 def loader(a, b, b_more, a_tiles, b_tiles, more_tiles, full, empty, m, n, k, entries,
            rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
            a_across: gl.constexpr, b_across: gl.constexpr, more: gl.constexpr, batched: gl.constexpr,
