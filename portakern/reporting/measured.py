@@ -228,7 +228,7 @@ def _sanitized(rows: Sequence[tuple[Row, Result]]) -> str:
     ops = {backend: len({row["op"] for row, _ in rows if row["backend"] == backend}) for backend in
            sorted({row["backend"] for row, _ in rows})}  # fmt: skip
     of_each = ", ".join(f"{n} of `{backend}`" for backend, n in ops.items())
-    return f"compute-sanitizer's {tools} over ops, {of_each}, at least {fewest} examples each: {found}"
+    return f"{tools} over ops, {of_each}, at least {fewest} examples each: {found}"
 
 
 def _fuzzed(rows: Sequence[tuple[Row, Result]]) -> str:

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import nvvm
 
 from portakern.backends.pallas import common
 from portakern.backends.pallas.common import Refs
@@ -141,21 +140,6 @@ def store(place: Any, value: Any) -> None:
         plgpu.store(place, value, optimized=False)
     else:
         place[...] = value
-
-
-@plgpu.inline_mgpu()
-def _fence(_: Any) -> None:
-    nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
-
-
-def after_reading(interpret: bool) -> None:
-    """Keep what the copy engine writes to shared memory from now on behind what this warpgroup's threads have read of
-    it themselves: the engine goes another way than they, which barriers do not order with theirs. ``commit_smem`` is
-    this fence too and waits for the whole warpgroup besides; Pallas's interpreter knows it alone."""
-    if interpret:
-        plgpu.commit_smem()
-    else:
-        _fence()
 
 
 class Held:

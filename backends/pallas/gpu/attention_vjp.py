@@ -36,6 +36,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import nvvm
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas._band import Band, both
@@ -43,7 +44,6 @@ from portakern.backends.pallas.common import Refs, padded, quotient
 from portakern.backends.pallas.gpu import _rows
 from portakern.backends.pallas.gpu._chip import (
     Swizzled,
-    after_reading,
     aligned,
     dtype_refused,
     finished,
@@ -472,6 +472,21 @@ def add(
         after_reading(plan.interpret)
     plgpu.barrier_arrive(ref.free.at[buffer])
     return tuple(after[len(dots) :])
+
+
+@plgpu.inline_mgpu()
+def _fence(_: Any) -> None:
+    nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
+
+
+def after_reading(interpret: bool) -> None:
+    """Keep what the copy engine writes to shared memory from now on behind what this warpgroup's threads have read of
+    it themselves: the engine goes another way than they, which barriers do not order with theirs. ``commit_smem`` is
+    this fence too and waits for the whole warpgroup besides; Pallas's interpreter knows it alone."""
+    if interpret:
+        plgpu.commit_smem()
+    else:
+        _fence()
 
 
 def at_once(
