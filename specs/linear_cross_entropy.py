@@ -192,7 +192,7 @@ def bracket_error(call: Call, at: Logits, of: Call, b: np.ndarray, shift: np.nda
     p = np.exp(at.x - lse)
     moved = np.minimum(np.exp(at.x - lse + theta) - p, most)
     moved = np.where(np.isposinf(theta), inf, np.where(np.isnan(moved), 0.0, moved))
-    far = np.isfinite(p) & ((p + moved) * w >= units(call).huge)  # p may overflow before d_loss meets it
+    far = (at.x - lse < inf) & ((p + moved) * w >= units(call).huge)  # p may overflow before d_loss meets it
     more = moved * w + (2 * z * shift[:, None] * (magnitude(p) + moved) if z else 0.0)
     more = SLACK * (1 + units(call).U) * np.where(g > 0, g * more, 0.0)
     return np.where(at.counted[:, None], np.where(far, inf, wider(own, more, b)), 0.0)
