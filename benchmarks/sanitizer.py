@@ -14,9 +14,11 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,26 +33,35 @@ KEPT = 20
 """Lines of a tool's findings that are kept of an op."""
 
 WITH_MEMORY = """
-import torch, triton
-triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
+import atexit, torch, triton
+given = []
+def allocate(size, alignment, stream):
+    given.append(size)
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+atexit.register(lambda: print("CONSAN SUMMARY:", len(given), "launches", flush=True))
+triton.set_allocator(allocate)
 from portakern.cli import main
 main()
 """
-"""The command line where kernels find memory for what consan keeps of their buffers."""
+"""The command line where kernels find memory for what consan keeps of their buffers; how often any did is said last."""
 
 
 class Tool(NamedTuple):
-    """How the command line is run under a tool, and what counts errors: a sum that it says, or else each message."""
+    """How the command line is run under a tool, and how it is understood.
+
+    ``summary``: a number that each process says at its end; of errors, or where ``errors`` says how each of these is
+    told, of launches that were watched. ``backend``: the only one whose kernels it knows.
+    """
 
     command: tuple[str, ...]
-    errors: str
-    summed: bool = True
+    summary: str
+    errors: str | None = None
     environment: tuple[tuple[str, str], ...] = ()
-    backend: str | None = None  # the only one whose kernels it knows
+    backend: str | None = None
 
 
-def _nvidia(tool: str, errors: str) -> Tool:
-    return Tool(("compute-sanitizer", "--tool", tool, sys.executable, "-m", "portakern.cli"), errors)
+def _nvidia(tool: str, summary: str) -> Tool:
+    return Tool(("compute-sanitizer", "--tool", tool, sys.executable, "-m", "portakern.cli"), summary)
 
 
 TOOLS = {
@@ -58,8 +69,8 @@ TOOLS = {
     "racecheck": _nvidia("racecheck", r"RACECHECK SUMMARY: (\d+) hazard"),
     "consan": Tool(
         (sys.executable, "-c", WITH_MEMORY),
-        r"Assertion `(.+?)` failed",
-        summed=False,
+        r"CONSAN SUMMARY: (\d+) launches",
+        errors=r"(?m)^(.*?): block: .*Assertion `(.+?)` failed",
         environment=(("TRITON_INSTRUMENTATION_MODE", "consan"), ("CUDA_LAUNCH_BLOCKING", "1")),
         backend="triton",
     ),
@@ -73,44 +84,57 @@ def sanitize(op: str, backend: str, tool: str, examples: int, timeout: float) ->
     """
     check = (*TOOLS[tool].command, "check", op, "--backend", backend, "--max-examples", str(examples))
     start = time.perf_counter()
-    try:
-        ran = subprocess.run(
-            check,
-            env={**os.environ, **ALONE, **dict(TOOLS[tool].environment)},
-            text=True,
-            capture_output=True,
-            timeout=timeout,
-        )
-        output, problem = ran.stdout + ran.stderr, f"exit status {ran.returncode}" if ran.returncode else None
-    except subprocess.TimeoutExpired as e:
-        output, problem = (e.stdout or b"").decode(), f"not done after {timeout:.0f} s"
-    errors = counted(tool, output)
-    if errors or errors is None or problem:
-        print(f"---- {op}, {backend}, {tool}: {problem}\n{output[-3000:]}", flush=True)
+    output, problem = _run(check, {**os.environ, **ALONE, **dict(TOOLS[tool].environment)}, timeout)
+    errors, lacking = counted(tool, output)
+    if errors or lacking or problem:
+        print(f"---- {op}, {backend}, {tool}: {problem or lacking}\n{output[-3000:]}", flush=True)
     return {
         "op": op,
         "backend": backend,
         "tool": tool,
         "examples": examples,
         "errors": errors,
-        "problem": problem or ("no summary" if errors is None else None),
+        "problem": problem or lacking,
         "said": findings(tool, output),
         "seconds": round(time.perf_counter() - start, 1),
     }
 
 
-def counted(tool: str, output: str) -> int | None:
-    """How many errors a tool found, or None where it did not come to say so."""
-    found = re.findall(TOOLS[tool].errors, output)
-    return (int(found[-1]) if found else None) if TOOLS[tool].summed else len(set(found))
+def _run(command: Sequence[str], environment: Mapping[str, str], timeout: float) -> tuple[str, str | None]:
+    """What a command said, and what kept it from ending well. What it started ends with it."""
+    try:
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            encoding="utf-8", errors="replace",
+        )  # fmt: skip
+    except OSError as e:
+        return "", f"{command[0]} cannot be run: {e.strerror}"
+    try:
+        output, _ = process.communicate(timeout=timeout)
+        return output, f"exit status {process.returncode}" if process.returncode else None
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()[0], f"not done after {timeout:.0f} s"
+
+
+def counted(tool: str, output: str) -> tuple[int | None, str | None]:
+    """How many errors a tool found, None where it did not come to say so; and why its count says nothing, if so."""
+    said = TOOLS[tool]
+    sums = [int(n) for n in re.findall(said.summary, output)]
+    if said.errors is None:
+        return (sum(sums), None) if sums else (None, "no summary")
+    if found := len(set(re.findall(said.errors, output))):
+        return found, None
+    return (0, None) if sum(sums) else (None, "no kernel was watched")
 
 
 def findings(tool: str, output: str) -> list[str]:
     """The lines in which a tool says what it found, each once, without its greeting and its sum."""
-    if not TOOLS[tool].summed:
-        return list(dict.fromkeys(re.findall(TOOLS[tool].errors, output)))[:KEPT]
+    if errors := TOOLS[tool].errors:
+        return list(dict.fromkeys(": ".join(found) for found in re.findall(errors, output)))[:KEPT]
     lines = (line.lstrip("= ").rstrip() for line in output.splitlines() if line.startswith("========="))
-    found = dict.fromkeys(line for line in lines if line and "SUMMARY" not in line and line != "COMPUTE-SANITIZER")
+    lines = (line for line in lines if line and not line.startswith(("Host Frame", "Saved host backtrace")))
+    found = dict.fromkeys(line for line in lines if "SUMMARY" not in line and line != "COMPUTE-SANITIZER")
     return list(found)[:KEPT]
 
 
@@ -124,13 +148,15 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=900, help="seconds that one op and tool may take")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    backends, tools = args.backend or ["triton"], args.tool or [*TOOLS]
+    asked = [(b, t) for b in backends for t in tools if TOOLS[t].backend in (None, b)]
+    if not asked:
+        parser.error(f"--tool {' '.join(tools)} knows no kernels of --backend {' '.join(backends)}")
     with ThreadPoolExecutor(args.jobs) as pool:
         tasks = [
             pool.submit(sanitize, op, backend, tool, args.max_examples, args.timeout)
             for op in args.ops or pk.ops()
-            for backend in args.backend or ["triton"]
-            for tool in args.tool or TOOLS
-            if TOOLS[tool].backend in (None, backend)
+            for backend, tool in asked
         ]
         rows = [t.result() for t in tasks]
     for r in rows:

@@ -776,13 +776,17 @@ def test_a_table_is_completed_by_several_runs(tmp_path, monkeypatch):
     three = [*results.read(file).rows]
     with monkeypatch.context() as over:
         over.setattr("portakern.benchmarking.run._Run._seconds", lambda self: -1.0)
-        done, shown, _ = again("--no-gradients")
+        before = file.read_text()
+        done, shown, _ = again("--no-gradients", "--plot", tmp_path / "plots")
     assert not done and "the budget ended before 1 calls" in shown and "calls stand in" in shown
-    assert [*results.read(file).rows] == three  # what a run does not come to stays as it was, whether it holds or not
+    assert f"{sum(r['op'] == 'softmax' for r in three)} rows of" in shown and "of other sources than today's" in shown
+    assert file.read_text() == before  # a run that comes to nothing leaves what holds and what does not as it was
     assert again("--no-gradients")[0] == ["softmax"] and {r["op"] for r in results.read(file).rows} == {
         "softmax", gradient
     }  # fmt: skip
     assert again("--no-gradients", "--fresh")[0] == ["softmax"] and len(results.read(file).rows) == 2
+    assert again("--no-gradients", "--against", "reference")[0] == ["softmax"]
+    assert "no longer has the times of reference of 1 calls" in again("--no-gradients", "--rounds", "3")[1]
     file.write_text(json.dumps({**json.loads(file.read_text()), "device": "another"}))
     done, _, refused = again()
     assert not done and isinstance(refused, SpecError)

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import platform
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -609,12 +610,31 @@ def jobs(op="softmax", target="sm_90", dtype="float32"):
 def test_a_variant_has_no_job_where_it_refuses_what_another_takes():
     """Unless it was named: then its refusal is what was asked for."""
 
+    told = []
+
     def variants(*dtypes, variant=None):
-        found = compiling.jobs_for(["attention_vjp"], ["sm_90"], dtypes, "triton", variant=variant)
+        refused = lambda job, why: told.append((job.family.name, "float32" in why))  # noqa: E731
+        found = compiling.jobs_for(["attention_vjp"], ["sm_90"], dtypes, "triton", variant=variant, refused=refused)
         return [job.family.name for job in found]
 
-    assert variants("bfloat16") == ["hopper", "unordered", "gpu"] and variants("float32") == ["gpu"]
+    assert variants("bfloat16") == ["hopper", "unordered", "gpu"] and not told
+    assert variants("float32") == ["gpu"] and told == [("hopper", True), ("unordered", True)]
     assert variants("float32", variant="hopper") == ["hopper"]
+
+
+@has_triton
+def test_a_variant_that_breaks_on_a_call_is_left_to_who_compiles_it(monkeypatch):
+    """One that fails on its typical call is a row that fails, and does not end the run of all others."""
+    b = registry.backend("triton")
+    found = {f.name: b.implementation("attention", f) for f in b.families}
+
+    def broken(call, tiling):
+        raise KeyError("planted")
+
+    found["hopper"] = replace(found["hopper"], supports=broken)
+    monkeypatch.setattr(type(b), "implementation", lambda self, op, family: found[family.name])
+    jobs = compiling.jobs_for(["attention"], ["sm_90"], ["bfloat16"], "triton")
+    assert [job.family.name for job in jobs] == ["hopper", "gpu"]
 
 
 @has_triton

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,12 +15,17 @@ RACES = """
 ok  softmax
 ========= Error: Race reported between Write access at kernel+0x40
 =========     and Read access at kernel+0x80 [8 hazards]
+=========     Saved host backtrace up to driver entry point at kernel launch time
+=========         Host Frame: main [0x1]
 ========= Error: Race reported between Write access at kernel+0x40
 ========= RACECHECK SUMMARY: 8 hazards displayed (8 errors, 0 warnings)
+========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)
 """
 ASSERTIONS = """
 _flash.py:280: block: [0,0,0], thread: [0,0,0] Assertion `Buffer being accessed has outstanding reads` failed.
 _flash.py:280: block: [0,0,0], thread: [1,0,0] Assertion `Buffer being accessed has outstanding reads` failed.
+_flash.py:290: block: [0,0,0], thread: [1,0,0] Assertion `Buffer being accessed has outstanding reads` failed.
+CONSAN SUMMARY: 1 launches
 """
 
 
@@ -30,26 +35,53 @@ _flash.py:280: block: [0,0,0], thread: [1,0,0] Assertion `Buffer being accessed 
         ("racecheck", RACES, 8, 2),
         ("racecheck", "killed", None, 0),
         ("memcheck", "========= ERROR SUMMARY: 0 errors", 0, 0),
-        ("consan", ASSERTIONS, 1, 1),
-        ("consan", "ok  softmax", 0, 0),
+        ("consan", ASSERTIONS, 2, 2),
+        ("consan", "CONSAN SUMMARY: 7 launches", 0, 0),
+        ("consan", "CONSAN SUMMARY: 0 launches", None, 0),
+        ("consan", "killed", None, 0),
     ],
 )
 def test_what_a_tool_says_is_counted_and_kept(tool: str, output: str, errors: int | None, said: int) -> None:
-    assert sanitizer.counted(tool, output) == errors
+    found, lacking = sanitizer.counted(tool, output)
+    assert found == errors and (lacking is None) == (errors is not None)
     assert len(sanitizer.findings(tool, output)) == said
 
 
-def test_a_tool_that_is_nvidia_s_is_given_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = tmp_path / "compute-sanitizer"
-    fake.write_text('#!/bin/sh\nshift 2\n"$@" && echo "========= ERROR SUMMARY: 3 errors"\n')
-    fake.chmod(0o755)
+@pytest.fixture
+def sanitizer_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    return tmp_path / "compute-sanitizer"
+
+
+def stands(place: Path, script: str) -> None:
+    place.write_text(f"#!/bin/sh\n{script}\n")
+    place.chmod(0o755)
+
+
+def test_a_tool_that_is_nvidia_s_is_given_the_command_line(sanitizer_that: Path) -> None:
+    stands(sanitizer_that, 'shift 2\n"$@" && printf "\\377\\n========= ERROR SUMMARY: 3 errors\\n"')
     row = sanitizer.sanitize("softmax", "reference", "memcheck", 1, 60)
     assert (row["errors"], row["problem"]) == (3, None)
 
 
-def test_triton_s_own_runs_the_command_line_with_memory_of_its_own() -> None:
+def test_what_a_tool_started_ends_when_its_time_is_over(sanitizer_that: Path) -> None:
+    late = sanitizer_that.with_name("late")
+    stands(sanitizer_that, f'echo "========= Error: a race" >&2\n(sleep 3; touch {late}) &\nwait')
+    row = sanitizer.sanitize("softmax", "reference", "racecheck", 1, 0.5)
+    assert (row["errors"], row["problem"], row["said"]) == (None, "not done after 0 s", ["Error: a race"])
+    time.sleep(3)
+    assert not late.exists()
+
+
+def test_a_tool_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    row = sanitizer.sanitize("softmax", "reference", "memcheck", 1, 60)
+    assert row["errors"] is None and row["problem"] == "compute-sanitizer cannot be run: No such file or directory"
+
+
+def test_interpreted_kernels_are_none_that_triton_s_own_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     row = sanitizer.sanitize("softmax", "triton", "consan", 1, 60)
-    assert (row["errors"], row["problem"], row["said"]) == (0, None, []), sys.executable
+    assert (row["errors"], row["problem"], row["said"]) == (None, "no kernel was watched", [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -40,7 +41,8 @@ def started(case: TimedCase, call: Call, contender: Contender, target: Target) -
         "dims": {n: list(e) if isinstance(e, tuple) else e for n, e in call.dims.items()},
         "contender": contender.name, "backend": backend.name, "variant": variant, "subject": contender.subject,
         "target": str(target), "bytes": moved(call), "flops": round(call.flops),
-        "commit": sources.commit(), "sources": sources.fingerprint(call.spec.name, backend, variant, target),
+        "date": datetime.date.today().isoformat(), "commit": sources.commit(),
+        "sources": sources.fingerprint(call.spec.name, backend, variant, target),
     }  # fmt: skip
 
 

@@ -249,17 +249,24 @@ class _Rows:
 
     def take(self, subjects: str, outcome: Any) -> None:
         self.outcomes[subjects] = outcome
-        if self.file and self.rows:
-            results.write(self.file, self.record())
+        if self.file and self.timed:  # a run that timed nothing has nothing to say of when rows were found
+            results.write(self.file, self.record(self.rows))
 
-    def record(self) -> dict[str, Any]:
+    def gone(self) -> dict[str, int]:
+        """Contenders of whom an earlier run's times went with those of a call that was timed anew, without them."""
+        there = {(r["call"], r["target"], r["contender"]) for r in self.timed}
+        anew = {place[:2] for place in there}
+        went = [r for place in anew & self.earlier.rows.keys() for r in self.earlier.rows[place]]
+        return Counter(r["contender"] for r in went if (r["call"], r["target"], r["contender"]) not in there)
+
+    def record(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         rates = {**self.earlier.rates, **{n: r for o in self.outcomes.values() for n, r in o.rates.items()}}
         left = [f"{c.timed} {c.dtype} of {c.suite}" for outcome in self.outcomes.values() for c in outcome.left_out]
-        device = results.HOST_CPU if all(r["target"].startswith("cpu") for r in self.rows) else None
+        device = results.HOST_CPU if all(r["target"].startswith("cpu") for r in rows) else None
         seconds = round(self.earlier.wall_seconds + time.perf_counter() - self.start, 1)
         ahead = Counter(self.earlier.seconds_ahead) + Counter(self.ahead)
         return results.record(
-            "bench", self.rows, command=results.command_line("portakern", self.file), device=device,
+            "bench", rows, command=results.command_line("portakern", self.file), device=device,
             wall_seconds=seconds, seconds=self.seconds(), seconds_ahead=_rounded(ahead),
             rates={n: round(r) for n, r in rates.items()}, absent=self.absent, left_out=left,
             took=_rounded(self.took()),
@@ -289,6 +296,15 @@ class _Rows:
     def show(self) -> None:
         if self.hold:
             text = f"{len(self.hold)} calls stand in {self.file}, and were not timed again; --fresh times them"
+            out.print(text, markup=False, highlight=False, soft_wrap=True)
+        if self.file and (gone := self.gone()):
+            names = ", ".join(f"{name} of {n} calls" for name, n in gone.items())
+            text = (
+                f"{self.file} no longer has the times of {names}: a call's are of one run; --against names them again"
+            )
+            out.print(text, markup=False, highlight=False, soft_wrap=True)
+        if self.file and (aged := len(self.rows) - len(self.holding)):
+            text = f"{aged} rows of {self.file} are of other sources than today's, and were not come to"
             out.print(text, markup=False, highlight=False, soft_wrap=True)
         calls: dict[str, list[dict[str, Any]]] = {}
         for row in self.holding:
@@ -320,7 +336,7 @@ class _Rows:
     def draw(self, folder: Path) -> None:
         from portakern.reporting import speed
 
-        for path in speed.draw_into(folder, self.record()):
+        for path in speed.draw_into(folder, self.record(self.holding)):
             out.print(f"wrote {path}", markup=False, highlight=False)
 
 

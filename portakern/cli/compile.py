@@ -58,6 +58,7 @@ def compile_(
         quick,
         variant,
         [parse_shape(text) for text in shape or []],
+        _tell_refusal,
     )
     if not found:
         raise UnsupportedError(f"compile: no backend compiles {', '.join(ops or ['any op'])} for {', '.join(names)}")
@@ -81,6 +82,12 @@ def compile_(
         _show_builds(built)
     if not all(b.ok for b in built):
         raise typer.Exit(1)
+
+
+def _tell_refusal(job: Any, why: str) -> None:
+    """What is not compiled, since another variant takes it."""
+    text = f"not compiled: {job.spec.name} by {job.backend.name}/{job.family.name} for {job.hardware.name}: {why}"
+    err.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _check_asked(

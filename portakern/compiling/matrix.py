@@ -7,8 +7,8 @@ before is kept in the user's cache.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from portakern import results
@@ -17,11 +17,10 @@ from portakern.compiling.build import Build
 from portakern.compiling.pool import Job
 from portakern.compiling.worker import build
 from portakern.core import registry, targets
-from portakern.core.backend import Backend, Family, Implementation
+from portakern.core.backend import Backend, Family
 from portakern.core.call import Call
 from portakern.core.route import Choice
-from portakern.errors import SpecError, UnavailableError, UnsupportedError
-from portakern.spec import Spec
+from portakern.errors import SpecError, UnsupportedError
 
 __all__ = ["Build", "compile_all", "jobs_for", "lower", "record"]
 
@@ -36,10 +35,12 @@ def jobs_for(
     quick: bool = False,
     variant: str | None = None,
     shapes: Sequence[Mapping[str, Any]] = (),
+    refused: Callable[[Job, str], None] = lambda job, why: None,
 ) -> list[Job]:
     """The typical call of each op, in each dtype, with every variant of every backend that compiles it for each
     target; for each of ``shapes`` with these dimensions, options and optional arrays instead. A variant that refuses a
-    call which another of its backend takes has none to compile, unless it was named.
+    call which another of its backend takes has none to compile, unless it was named: ``refused`` is told of it, and
+    why.
     """
     b = None if backend is None else registry.backend(backend)
     hardware = [targets.find(t) for t in target_names]
@@ -49,43 +50,45 @@ def jobs_for(
         for spec, of, family, h, dtype in found
         for shape in shapes or [{}]
     ]
-    return jobs if variant else _served(jobs)
+    return jobs if variant else _served(jobs, refused)
 
 
-def _served(jobs: Sequence[Job]) -> list[Job]:
+def _served(jobs: Sequence[Job], refused: Callable[[Job, str], None]) -> list[Job]:
     """Without those whose variant refuses what another takes for whoever names none."""
     alike: dict[tuple[str, str, str, str], list[Job]] = {}
     for job in jobs:
         alike.setdefault((job.spec.name, job.backend.name, job.hardware.name, repr(job.form)), []).append(job)
     left_out: set[int] = set()
     for several in alike.values():
-        if len(several) > 1:
-            takers = {
-                id(j): impl for j in several if (impl := _taking(j.spec, j.backend, j.family, j.form, j.hardware))
-            }
-            if any(not impl.unasked(None) for impl in takers.values()):
-                left_out |= {id(job) for job in several} - takers.keys()
+        if len(several) == 1:
+            continue
+        reasons = {id(job): _refusal(job) for job in several}
+        if any(reasons[id(job)] is None and _taken_unasked(job) for job in several):
+            for job in several:
+                if (why := reasons[id(job)]) is not None:
+                    left_out.add(id(job))
+                    refused(job, why)
     return [job for job in jobs if id(job) not in left_out]
 
 
-def _taking(
-    spec: Spec[Any],
-    b: Backend,
-    family: Family,
-    form: forms.Form,
-    hardware: targets.Hardware,
-    tiling: Mapping[str, int] = MappingProxyType({}),
-) -> Implementation | None:
-    """A variant's implementation, unless it refuses the call."""
-    impl = b.implementation(spec.name, family)
-    try:
-        if impl is not None:
-            forms.abstract_call(spec, impl, form, hardware, tiling)
-    except UnsupportedError:
-        return None
-    except UnavailableError:  # who compiles it says what is missing
-        return impl
-    return impl
+def _refusal(job: Job) -> str | None:
+    """Why a job's variant refuses its call. Whatever else goes wrong is told by who compiles it."""
+    with contextlib.suppress(Exception):
+        try:
+            impl = job.backend.implementation(job.spec.name, job.family)
+            if impl is not None:
+                forms.abstract_call(job.spec, impl, job.form, job.hardware, job.tiling)
+        except UnsupportedError as e:
+            return str(e)
+    return None
+
+
+def _taken_unasked(job: Job) -> bool:
+    """Whether a job's variant serves who names none."""
+    with contextlib.suppress(Exception):
+        impl = job.backend.implementation(job.spec.name, job.family)
+        return impl is not None and not impl.unasked(None)
+    return False
 
 
 def compile_all(
@@ -175,9 +178,8 @@ def _first_that_takes(
     """Of the variants of the first backend the one that would serve the call: the last, whose refusal is then told, if
     none would.
     """
-    mine = [(b, family) for b, family in found if b is found[0][0]]
-    impls = [b.implementation(call.spec.name, family) for b, family in mine]
-    asked = [x for x, impl in zip(mine, impls, strict=True) if impl is None or not impl.unasked(choice.variant)]
-    *before, last = asked or mine
-    takes = (x for x in before if _taking(call.spec, *x, form, hardware, choice.tiling))
+    mine = [(x, x[0].implementation(call.spec.name, x[1])) for x in found if x[0] is found[0][0]]
+    asked = [(x, impl) for x, impl in mine if impl is None or not impl.unasked(choice.variant)]
+    *before, (last, _) = asked or mine
+    takes = (x for x, impl in before if impl and _refusal(Job(call.spec, *x, hardware, form, choice.tiling)) is None)
     return next(takes, last)

@@ -41,14 +41,15 @@ class Kept:
 
     def rows(self, benchmark: str) -> list[tuple[Mapping[str, Any], Result]]:
         """The rows of a benchmark with the run that each is of; of what several runs on one device measured, the
-        newest, but where an earlier one tried more cases of the same sources (:func:`_stands`).
+        newest, but where an earlier one tried more cases of the same sources (:func:`_stands`). A row that an earlier
+        run left in a file has its own date.
         """
         newest: dict[Any, tuple[Mapping[str, Any], Result]] = {}
-        for r in sorted((r for r in self.results if r.benchmark == benchmark), key=lambda r: (r.date, r.file.name)):
-            for row in r.rows:
-                key = (r.device, *r.key(row))
-                if key not in newest or not _stands(newest[key][0], row):
-                    newest[key] = row, r
+        found = [(row, r) for r in self.results if r.benchmark == benchmark for row in r.rows]
+        for row, r in sorted(found, key=lambda x: (x[0].get("date") or x[1].date, x[1].file.name)):
+            key = (r.device, *r.key(row))
+            if key not in newest or not _stands(newest[key][0], row):
+                newest[key] = row, r
         return list(newest.values())
 
 

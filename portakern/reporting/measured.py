@@ -221,9 +221,13 @@ def soundness(kept: Kept) -> str:
 
 def _sanitized(rows: Sequence[tuple[Row, Result]]) -> str:
     tools = ", ".join(sorted({row["tool"] for row, _ in rows}))
-    bad = {f"`{r['op']}` on {r['backend']} by {r['tool']}": r.get("errors") or 1 for r, _ in rows
-           if r.get("errors") or r.get("problem")}  # fmt: skip
-    found = f"{sum(bad.values())} errors" + "".join(f"; {n} of {what}" for what, n in bad.items())
+    bad, ended = Counter[str](), []
+    for row, _ in rows:
+        what = f"`{row['op']}` on {row['backend']} by {row['tool']}"
+        bad[what] += row.get("errors") or 0
+        ended += [f"{what}: {row['problem']}"] if row.get("problem") else []
+    found = f"{bad.total()} errors" + "".join(f"; {n} of {what}" for what, n in bad.items() if n)
+    found += f"; not brought to an end: {', '.join(ended)}" if ended else ""
     fewest = min(row["examples"] for row, _ in rows)
     ops = {backend: len({row["op"] for row, _ in rows if row["backend"] == backend}) for backend in
            sorted({row["backend"] for row, _ in rows})}  # fmt: skip
