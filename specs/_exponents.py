@@ -15,9 +15,9 @@ class Exponents(NamedTuple):
 
     For the maximum m of the row the factor is ``rate``, and the offset m rate as it rounds. What it rounds away
     multiplies all weights of the row alike, and so their sum, and is no error of their mean, if sums are carried from
-    one maximum to the next by offsets that are rounded so too. But from 2^24 on it is half a unit and more, and could
-    take weights beyond what numbers hold. Where |m| is not below ``beyond`` the factor is therefore ``octave``, the
-    next power of two towards 1, whose product with m is exact. That errs by less than the scores do there: these by
+    one maximum to the next by offsets that are rounded so too. But from 2^digits on it is half a unit and more, and
+    could take weights beyond what numbers hold. Where |m| is not below ``beyond`` the factor is therefore ``octave``,
+    the next power of two towards 1, whose product with m is exact. That errs by less than the scores do there: these by
     d + 6 units of roundoff of their terms, which are 7 and more.
     """
 
@@ -26,7 +26,8 @@ class Exponents(NamedTuple):
     octave: float
 
 
-def exponents(unit: float) -> Exponents:
-    """How scores in this unit (``score_unit``) become weights."""
+def exponents(unit: float, digits: int = 24) -> Exponents:
+    """How scores in this unit (``score_unit``) become weights; ``digits``: the binary ones of what holds the scores,
+    float32 or float64."""
     rate = unit * log2(e)
-    return Exponents(rate, 2.0**24 / rate, 2.0 ** (ceil if rate < 1.0 else floor)(log2(rate)))
+    return Exponents(rate, 2.0**digits / rate, 2.0 ** (ceil if rate < 1.0 else floor)(log2(rate)))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import portakern as pk
+from portakern import testing
 from portakern.core import registry, tilings
 from portakern.core.call import Call
 from portakern.core.targets import Target
@@ -218,3 +219,24 @@ def test_rows_that_the_copy_engine_cannot_move_are_copied():
     assert hopper.movable(x.expand(2, 5, 3, 16)[:1].expand(4, 5, 3, 16)).stride() == x.stride()
     assert hopper.movable(torch.zeros(490, dtype=torch.bfloat16)[1:481].view(2, 5, 3, 16)).data_ptr() % 16 == 0
     assert hopper.movable(x.transpose(2, 3).contiguous().transpose(2, 3)).stride() == x.stride()
+
+
+@pytest.mark.parametrize("size", [1e3, 3e3, 1e5])
+def test_scores_of_float64_beyond_what_float32_counts_are_no_coarser(size):
+    """From 2^24 on a row's offset is rounded to a power of two in float32, whose scores are no finer; here they are."""
+    made = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, n, 1, 16, generator=made, dtype=torch.float64) for n in (3, 50, 50))
+    k = size * k[:, :1] + k / size  # all keys alike, but for what float64 sees
+    q = size * q
+    call = pk.op("attention", backend="triton").bind(q, k, v, scale=0.3, return_lse=True)
+    found = pk.op("attention", backend="triton")(q, k, v, scale=0.3, return_lse=True)
+    assert max(testing.compare_call(call, [x.numpy() for x in found]).values()) <= 1
+
+
+@pytest.mark.parametrize("scale", [3e38, -3e38])
+def test_a_scale_whose_product_with_log2_e_no_float32_holds_is_refused(scale):
+    """It was inf there, and 0 times inf NaN."""
+    with pytest.raises(pk.SpecError, match=r"scale"):
+        pk.op("attention", backend="triton")(*qkv(1, 3, 1, 1, 5, 8, 8), scale=scale)
+    o = pk.op("attention", backend="triton")(*(0 * x for x in qkv(1, 3, 1, 1, 5, 8, 8)), scale=scale / 2)
+    assert bool(torch.isfinite(o).all())

@@ -73,6 +73,22 @@ def test_within_bounds(op):
     assert report.examples >= 2, report.refused
 
 
+@pytest.mark.parametrize("variant", ["gpu", "unordered"])
+@pytest.mark.parametrize("low", [float(jnp.finfo(jnp.bfloat16).min), -2.2e38, -1e30])
+def test_a_bias_of_all_that_numbers_hold_makes_no_weight_of_gradients_infinite(variant, low):
+    """A row of it has weights from 0 to 1, and is no reason for NaN in every key's gradient."""
+    rng = np.random.default_rng(0)
+    q, d_o, o = (jnp.asarray(rng.standard_normal((1, 8, 1, 16)), jnp.bfloat16) for _ in range(3))
+    k, v = (jnp.asarray(rng.standard_normal((1, 16, 1, 16)), jnp.bfloat16) for _ in range(2))
+    bias = jnp.zeros((1, 1, 8, 16), jnp.bfloat16).at[0, 0, 3].set(low)
+    o, lse = pk.op("attention", backend="reference")(q, k, v, bias=bias, return_lse=True)
+    op = pk.op("attention_vjp", backend="pallas", variant=variant)
+    found = op(q, k, v, o, lse, d_o, bias=bias, wants=("d_q", "d_k", "d_v"))
+    assert all(bool(jnp.isfinite(x.astype(jnp.float32)).all()) for x in found if x is not None)
+    call = op.bind(q, k, v, o, lse, d_o, bias=bias, wants=("d_q", "d_k", "d_v"))
+    assert max(testing.compare_call(call, [np.asarray(x) for x in found if x is not None]).values()) <= 1
+
+
 @each_op
 def test_several_tiles_race_for_nothing(op):
     """Where a race is an error, with tiles smaller than the extents: the rings of buffers are filled anew."""
@@ -439,6 +455,20 @@ def test_the_tallest_blocks_that_are_not_refused_compile(row_warps):
         assert compiler.build(*found) is not None
         return
     raise AssertionError("every block of 32 rows or more is refused")
+
+
+@has_compiler
+@pytest.mark.parametrize(
+    "op, variant", [("attention", "gpu"), ("attention_vjp", "gpu"), ("attention_vjp", "unordered")]
+)
+def test_they_compile_where_jax_counts_in_64_bits(op, variant):
+    """Nothing is masked here, so that extents are known and loops count as JAX does."""
+    x = jnp.ones((1, 70, 1, 16), jnp.bfloat16)
+    arrays = dict.fromkeys("qkv", x) | ({"o": x, "lse": jnp.ones((1, 1, 70)), "d_o": x} if op != "attention" else {})
+    impl = PALLAS.implementation(op, next(f for f in PALLAS.families if f.name == variant))
+    with jax.enable_x64(True):
+        call = pk.op(op).bind(**arrays).replace(target=HOPPER, interpret=False, concrete=False)
+        assert compiler.build(impl, call, tilings.resolve(impl, call, {}).tiling).kernels
 
 
 @has_compiler

@@ -51,15 +51,9 @@ def compile_(
     _check_asked(ops, target, every, dtype, backend, variant, shape)
     start = time.perf_counter()
     found = compiling.jobs_for(
-        ops or list(registry.loadable()),
-        names,
-        dtype or ["bfloat16", "float32"],
-        backend,
-        quick,
-        variant,
-        [parse_shape(text) for text in shape or []],
-        _tell_refusal,
-    )
+        ops or list(registry.loadable()), names, dtype or ["bfloat16", "float32"], backend, quick, variant,
+        [parse_shape(text) for text in shape or []], _tell_refusal,
+    )  # fmt: skip
     if not found:
         raise UnsupportedError(f"compile: no backend compiles {', '.join(ops or ['any op'])} for {', '.join(names)}")
     with Progress(

@@ -73,7 +73,7 @@ class Packed(Plan):
     which each query has as many as ``band`` says."""
 
     joins = False  # a tile is of one share
-    unlike = False
+    dealt = False
 
     @property
     def seen(self) -> tuple[int, int]:

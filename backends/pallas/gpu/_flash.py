@@ -128,8 +128,8 @@ class Plan:
         return min(self.tiles, HOPPER.cores or 1)
 
     @property
-    def unlike(self) -> bool:
-        """Whether tiles see more keys or fewer, and a table (``schedule``) says which block takes which."""
+    def dealt(self) -> bool:
+        """Whether blocks take several tiles, and a table (``schedule``) says which."""
         return self.tiles > self.blocks
 
     @property
@@ -298,6 +298,7 @@ def produce(ref: Refs, plan: Plan, tile: Tile, before: Any) -> None:
 
     @pl.loop(1, tile.steps)
     def _(step: Any) -> None:
+        step = jnp.int32(step)  # 64 bits wide, where JAX counts in them
         keys(step)
         values(step - 1)
 

@@ -245,14 +245,14 @@ def kernel(ref: Refs, *, plan: Plan, write: Callable[..., None]) -> None:
             work(tile, before)
             return before + tile.steps
 
-        if plan.unlike:
+        if plan.dealt:
             mine = ref.schedule.at[lax.axis_index("block")]
             lax.fori_loop(0, mine[0], lambda i, before: one(mine[1 + i], before), jnp.int32(0))
             return
 
         @plgpu.nd_loop((plan.tiles,), collective_axes="block", init_carry=jnp.int32(0))
         def _(info: plgpu.NDLoopInfo, carry: Any) -> Any:
-            return one(info.index[0], carry)
+            return one(jnp.int32(info.index[0]), carry)
 
     @pl.when(warpgroup == plan.consumers)
     def producer() -> None:
@@ -483,7 +483,7 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Arr
     ids = call.arrays["q_segment_ids"], call.arrays["kv_segment_ids"]
     rows, keys = padded(plan.q_len, plan.consumers * QUERIES), padded(plan.band.kv_len, plan.block_kv)
     inputs = whole_tiles(call.arrays["bias"], ids, rows, keys)
-    if plan.unlike:
+    if plan.dealt:
         inputs["schedule"] = jnp.asarray(schedule(plan))
     found = launch(
         call,

@@ -528,7 +528,8 @@ def _number(ref: Refs, buffer: Any, i: int) -> Any:
 
 
 def weights(ref: Refs, plan: Plan, place: Place, lse: Any, dots: Any) -> tuple[Any, Any]:
-    """P of a tile of dots, whether or not pairs see each other, and t where there is a softcap."""
+    """P of a tile of dots, whether or not pairs see each other, and t where there is a softcap. Under a bias, which may
+    be all that numbers hold for a whole row, the difference comes before the factor by which both would overflow."""
     _, tile, head, _, _ = place
     x = dots if plan.pre is None else dots * plan.pre
     t = None if plan.softcap is None else tanh(x)
@@ -537,6 +538,7 @@ def weights(ref: Refs, plan: Plan, place: Place, lse: Any, dots: Any) -> tuple[A
         query_head = tile.head if plan.by_query else head
         bias = bias_of(ref, plan, tile, query_head, *_places(plan, place))
         s = (s if plan.softcap is None else s * plan.softcap) + bias
+        return jnp.exp2((s - _beside(plan, lse, s.shape)) * log2(e)), t
     return jnp.exp2(s * (plan.unit * log2(e)) - _beside(plan, lse, s.shape)), t
 
 
@@ -597,7 +599,7 @@ def _zeros(columns: int) -> Any:
 
 
 def statistics(call: Call) -> dict[str, jax.Array]:
-    """lse, as an exponent of 2, and Delta of every query, (batch, heads, q_len or more): lse = inf for queries that saw
+    """lse, as an exponent of 2 where there is no bias, and Delta of every query, (batch, heads, q_len or more): lse = inf for queries that saw
     no key, and for those that are not there. Their P is 0."""
     batch, q_len, heads, dv = call.arrays["o"].shape
     of_rows = [call.arrays[name].reshape(-1, dv) for name in ("o", "d_o")]
@@ -611,14 +613,16 @@ def statistics(call: Call) -> dict[str, jax.Array]:
     unseen = lse == -jnp.inf
     whole = padded(q_len, CONSUMERS * ROWS)
     lse = jnp.pad(
-        jnp.where(unseen, jnp.inf, lse * log2(e)), [(0, 0), (0, 0), (0, whole - q_len)], constant_values=jnp.inf
+        jnp.where(unseen, jnp.inf, lse * (log2(e) if call.arrays["bias"] is None else 1.0)),
+        [(0, 0), (0, 0), (0, whole - q_len)],
+        constant_values=jnp.inf,
     )
     return {"lse": lse, "delta": extended(jnp.where(unseen, 0.0, delta), 2, whole)}
 
 
 def masks(call: Call, plan: Plan) -> dict[str, jax.Array]:
     """Bias and segment ids, (batch, words, len), as the kernel reads them: in whole tiles, rows at home first. And how
-    many guests come by, where all see all: of a number of steps that compilers know they know too much (``anew``)."""
+    many tiles of guests come by, where all see all: of a number of steps that compilers know they know too much (``anew``)."""
     rows, keys = (padded(call.dims[name], CONSUMERS * ROWS) for name in ("q_len", "kv_len"))
     found, by_query = {}, plan.by_query
     if plan.band.first is None and plan.band.last is None:

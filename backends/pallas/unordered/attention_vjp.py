@@ -110,8 +110,8 @@ class Added(NamedTuple):
         """The same tile of keys, and whole groups of tiles of queries that are computed ``together``."""
         if self.together == 1:
             return tile
-        first = lax.div(tile.first, jnp.int32(self.together))
-        after = lax.div(tile.first + tile.span + (self.together - 1), jnp.int32(self.together))
+        first = lax.div(jnp.int32(tile.first), jnp.int32(self.together))
+        after = lax.div(jnp.int32(tile.first + tile.span + (self.together - 1)), jnp.int32(self.together))
         span = jnp.where(tile.span > 0, after - first, 0)
         return tile._replace(first=first * self.together, span=span * self.together)
 

@@ -46,7 +46,7 @@ class Scores(NamedTuple):
     def of(cls, call: Call) -> Scores:
         """Those of a forward call."""
         pre, unit = score_unit(call)
-        rate, beyond, octave = exponents(unit)
+        rate, beyond, octave = exponents(unit, 53 if call.dtype == "float64" else 24)
         return cls(pre, call.options["softcap"], rate, unit, beyond, octave)
 
 

@@ -236,7 +236,7 @@ def attend_few(
         phase = ((unit + 1) // stages) & 1
         mbarrier.wait(full.index(stage), phase)
         p16, state, alpha = folded(state, s, start - block, cols, limits, all_lo, all_hi, scores, dtype, rows, plan)
-        mbarrier.wait(full.index(stage), phase)  # as in ``attend``: no wait for products moves before the weights
+        mbarrier.wait(full.index(stage), phase)  # a basic block ends, over which no wait for products moves
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index(unit % stages), count=1)
         acc = scaled(acc, alpha, rows)

@@ -92,6 +92,7 @@ def barriers(stages: gl.constexpr, readers: gl.constexpr):
     for stage in gl.static_range(stages):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=readers)
+    fence_async_shared()  # copies arrive at them by the way that threads' writes take
     return full, empty
 
 
