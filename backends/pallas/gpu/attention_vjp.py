@@ -599,8 +599,8 @@ def _zeros(columns: int) -> Any:
 
 
 def statistics(call: Call) -> dict[str, jax.Array]:
-    """lse, as an exponent of 2 where there is no bias, and Delta of every query, (batch, heads, q_len or more): lse = inf for queries that saw
-    no key, and for those that are not there. Their P is 0."""
+    """lse, as an exponent of 2 where there is no bias, and Delta of every query, (batch, heads, q_len or more): lse = inf
+    for queries that saw no key, and for those that are not there. Their P is 0."""
     batch, q_len, heads, dv = call.arrays["o"].shape
     of_rows = [call.arrays[name].reshape(-1, dv) for name in ("o", "d_o")]
     tiling = _rows.default_tiling(dv, call.dtype, arrays=2)
@@ -622,7 +622,8 @@ def statistics(call: Call) -> dict[str, jax.Array]:
 
 def masks(call: Call, plan: Plan) -> dict[str, jax.Array]:
     """Bias and segment ids, (batch, words, len), as the kernel reads them: in whole tiles, rows at home first. And how
-    many tiles of guests come by, where all see all: of a number of steps that compilers know they know too much (``anew``)."""
+    many tiles of guests come by, where all see all: of a number of steps that compilers know they know too much
+    (``anew``)."""
     rows, keys = (padded(call.dims[name], CONSUMERS * ROWS) for name in ("q_len", "kv_len"))
     found, by_query = {}, plan.by_query
     if plan.band.first is None and plan.band.last is None:
