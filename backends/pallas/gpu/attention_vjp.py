@@ -599,8 +599,8 @@ def _zeros(columns: int) -> Any:
 
 
 def statistics(call: Call) -> dict[str, jax.Array]:
-    """lse, as an exponent of 2 where there is no bias, and Delta of every query, (batch, heads, q_len or more): lse = inf
-    for queries that saw no key, and for those that are not there. Their P is 0."""
+    """lse, as an exponent of 2 where there is no bias, and Delta of every query, (batch, heads, q_len or more). lse is
+    inf for queries that saw no key, and for those that are not there: their P is 0."""
     batch, q_len, heads, dv = call.arrays["o"].shape
     of_rows = [call.arrays[name].reshape(-1, dv) for name in ("o", "d_o")]
     tiling = _rows.default_tiling(dv, call.dtype, arrays=2)
