@@ -443,7 +443,7 @@ def add(
     sums: tuple[Any, ...],
 ) -> tuple[Any, ...]:  # fmt: skip
     """The sums with what one tile of guests adds. numbers: lse and Delta of queries at home. cut: whether some pair may
-    not see each other, by causality or a window."""
+    not see each other, by causality or a window, or as one lies beyond the end."""
     buffer = lax.rem(step, jnp.int32(plan.stages))
     place = warpgroup, tile, *tile.place(step), cut
     plgpu.barrier_wait(ref.arrived.at[buffer])
