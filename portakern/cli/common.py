@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from portakern import __version__, results
+from portakern.core import ending
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.files import cache_folder
 from portakern.spec.dtypes import DTYPES
@@ -75,13 +76,19 @@ class _Ended(BaseException):
 
 
 def _end(*_: object) -> None:
-    raise _Ended
+    ending.end(_Ended())
+
+
+def _interrupt(*_: object) -> None:
+    ending.end(KeyboardInterrupt())
 
 
 def main() -> None:
     """Console entry point: the project's own errors are printed without a traceback, exit status 2."""
     logging.basicConfig(format="%(message)s")
     signal.signal(signal.SIGTERM, _end)  # a command that is ended ends the processes that it started
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # whoever ignores it, in the background, goes on
+        signal.signal(signal.SIGINT, _interrupt)
     try:
         app()
     except _Ended:

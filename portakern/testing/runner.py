@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as hypothesis_seed
 from hypothesis.errors import Unsatisfiable
 
-from portakern.core import registry
+from portakern.core import ending, registry
 from portakern.core.backend import Backend
 from portakern.core.failing import Ended, kind_of
 from portakern.errors import NotEmulatedError, SpecError, UnsupportedError
@@ -330,6 +330,7 @@ class _Work:
             self.report.refuse(e)
             return None
         except Exception as e:
+            _unless_told_to_end()
             if not self.subject.at_fault(e):
                 raise
             if isinstance(case, LawCase) and isinstance(e, UnsupportedError) and self.subject.accepts(str(e)):
@@ -379,6 +380,7 @@ class _Work:
             try:
                 self.tries(case)
             except Exception as e:
+                _unless_told_to_end()
                 (failed if self.subject.at_fault(e) else mistakes).append((case, e))
                 raise
             if self.progress:
@@ -402,6 +404,12 @@ class _Work:
             case, error = next(((c, x) for c, x in reversed(failed) if type(x) is type(e)), failed[0])
             return _failure(self.subject, case, error)
         return None
+
+
+def _unless_told_to_end() -> None:
+    """What a case raises once the process was told to end is that end, and no failure."""
+    if (how := ending.told()) is not None:
+        raise how from None
 
 
 @dataclass
