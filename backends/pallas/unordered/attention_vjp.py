@@ -118,6 +118,7 @@ class Added(NamedTuple):
 
 def added(call: Call, tiling: Mapping[str, int]) -> Added:
     plan = ordered.plan_of(call, tiling, WANTS)
+    plan = plan._replace(band=plan.band._replace(closed=True))  # queries that are not there have an lse of inf
     if plan.parts[1] > plan.parts[0]:  # a tile's d_q is then two halves of columns all the same
         plan = plan._replace(d=PART + 8)
     return Added(plan, CONSUMERS // plan.parts[0], bool(tiling["last"]))
