@@ -26,6 +26,15 @@ class Exponents(NamedTuple):
     octave: float
 
 
+LARGEST = 2.0**127
+"""Units whose product with log2(e) float32 holds: infinite, it would make NaN of a score of 0."""
+
+
+def below_overflow(pre: float | None, unit: float) -> tuple[float | None, float]:
+    """``score_unit``'s numbers with no unit beyond ``LARGEST``."""
+    return (pre, unit) if unit <= LARGEST else ((pre or 1.0) * (unit / 2), 2.0)
+
+
 def exponents(unit: float, digits: int = 24) -> Exponents:
     """How scores in this unit (``score_unit``) become weights; ``digits``: the binary ones of what holds the scores,
     float32 or float64."""

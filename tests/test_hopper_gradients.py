@@ -173,6 +173,7 @@ def test_a_fault_is_found(fault, tmp_path, monkeypatch):
         ({"dtype": torch.float32}, "float32 goes to the portable kernel"),
         ({"given": ("bias",)}, "bias goes to the portable kernel"),
         ({"given": ("q_segment_ids", "kv_segment_ids")}, "q_segment_ids goes to the portable kernel"),
+        ({"scale": -3e38}, "scale = -3e+38 goes to the portable kernel"),
         ({"d": 12}, "head dimensions 12 and 12: this kernel takes multiples of 8 up to 256"),
         ({"d": 264}, "up to 256"),
         ({"d": 136, "dv": 72}, None),

@@ -89,6 +89,20 @@ def test_a_bias_of_all_that_numbers_hold_makes_no_weight_of_gradients_infinite(v
     assert max(testing.compare_call(call, [np.asarray(x) for x in found if x is not None]).values()) <= 1
 
 
+@pytest.mark.parametrize("scale", [2.5e38, -3.3e38])
+def test_a_scale_whose_product_with_log2_e_overflows(scale):
+    """It was inf there, and 0 times inf NaN."""
+    rng = np.random.default_rng(0)
+    k, v = (jnp.asarray(rng.standard_normal((1, 9, 1, 16)), jnp.bfloat16) for _ in range(2))
+    q = jnp.zeros_like(k)
+    o, lse = on_gpu("attention")(q, k, v, scale=scale, return_lse=True)
+    mean = np.asarray(v, np.float32).mean(1, keepdims=True)
+    np.testing.assert_allclose(np.asarray(o, np.float32), np.broadcast_to(mean, o.shape), atol=0.01)
+    for variant in ("gpu", "unordered"):
+        with pytest.raises(UnsupportedError, match=r"times log2\(e\) is beyond float32: multiply q by a part"):
+            pk.op("attention_vjp", backend="pallas", variant=variant)(q, k, v, o, lse, o, scale=scale)
+
+
 @each_op
 def test_several_tiles_race_for_nothing(op):
     """Where a race is an error, with tiles smaller than the extents: the rings of buffers are filled anew."""

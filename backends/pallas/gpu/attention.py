@@ -76,7 +76,7 @@ from portakern.backends.pallas.gpu._flash import (
 from portakern.backends.pallas.tpu._heads import words
 from portakern.core.call import Call
 from portakern.spec import Count
-from portakern.specs._exponents import exponents
+from portakern.specs._exponents import below_overflow, exponents
 from portakern.specs.attention import score_unit
 
 KNOBS = {"stages": Count(2, 8), **SHARES}
@@ -140,7 +140,7 @@ def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
     plain = call.options["softcap"] is None and call.arrays["bias"] is None and call.arrays["q_segment_ids"] is None
     if plain and block_q == 128 and max(dims["d"], dims["dv"]) <= PART and block_kv <= 128:
         block_q = THREE
-    pre, unit = score_unit(call)
+    pre, unit = below_overflow(*score_unit(call))
     return Plan(
         dims["batch"],
         dims["kv_heads"] * dims["group"],

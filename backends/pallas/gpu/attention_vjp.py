@@ -74,6 +74,7 @@ from portakern.backends.pallas.gpu.attention import WIDEST, extended, tanh
 from portakern.backends.pallas.tpu._heads import words
 from portakern.core.call import Call
 from portakern.spec import Count
+from portakern.specs._exponents import LARGEST
 from portakern.specs.attention import scale_of, score_unit
 
 KNOBS = {"stages": Count(1, 8)}
@@ -278,6 +279,8 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
             "the gradient of a bias is not written yet for Hopper: leave bias out of what is differentiated, or use "
             "the reference backend"
         )
+    if score_unit(call)[1] > LARGEST:
+        return f"scale={scale_of(call):g} times log2(e) is beyond float32: multiply q by a part of it beforehand"
     for name in ("block_q", "block_kv"):
         if tiling[name] not in (64, 128):
             return f"{name}={tiling[name]} is no tile of wgmma's here: use one of 64, 128"

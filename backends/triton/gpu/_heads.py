@@ -17,7 +17,7 @@ import triton.language as tl
 
 from portakern.backends.triton.launch import dot_precision
 from portakern.core import targets
-from portakern.specs._exponents import exponents
+from portakern.specs._exponents import below_overflow, exponents
 from portakern.specs.attention import score_unit
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Scores(NamedTuple):
     @classmethod
     def of(cls, call: Call) -> Scores:
         """Those of a forward call."""
-        pre, unit = score_unit(call)
+        pre, unit = below_overflow(*score_unit(call))
         rate, beyond, octave = exponents(unit, 53 if call.dtype == "float64" else 24)
         return cls(pre, call.options["softcap"], rate, unit, beyond, octave)
 

@@ -32,7 +32,8 @@ from portakern.backends.triton.launch import cdiv, launch, shared_limit, torch_d
 from portakern.backends.triton.layout import fresh, pow2_at_least
 from portakern.core.backend import Drawn
 from portakern.spec import Count
-from portakern.specs.attention import over_cap, scale_of
+from portakern.specs._exponents import LARGEST
+from portakern.specs.attention import over_cap, scale_of, score_unit
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -102,6 +103,8 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     for name in ("bias", "q_segment_ids"):
         if call.arrays[name] is not None:
             return f"{name} goes to the portable kernel"
+    if score_unit(call)[1] > LARGEST:
+        return f"scale = {scale_of(call):g} goes to the portable kernel: its product with log2(e) overflows float32"
     if dims["d"] % 8 or dims["dv"] % 8 or max(dims["d"], dims["dv"]) > 256:
         return f"head dimensions {dims['d']} and {dims['dv']}: this kernel takes multiples of 8 up to 256"
     for plan in plans(call, tiling).values():
