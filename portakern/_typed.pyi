@@ -279,7 +279,7 @@ class AttentionOp(Op):
           window: (left, right): query i sees keys from i + kv_len - q_len - left to i + kv_len - q_len + right; None on
             a
             side is unbounded.
-          scale: None is 1/sqrt(d); to 2^127, since kernels multiply it by log2(e) in float32.
+          scale: None is 1/sqrt(d).
           softcap: c: scores become c tanh(s/c), before the bias.
           precision: for float32 operands, as in matmul, but that "ieee" may err by 8 units of roundoff in a product, as
             three products of 10 bits do.
