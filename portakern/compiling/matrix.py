@@ -73,13 +73,14 @@ def _served(jobs: Sequence[Job], refused: Callable[[Job, str], None]) -> list[Jo
 
 def _refusal(job: Job) -> str | None:
     """Why a job's variant refuses its call. Whatever else goes wrong is told by who compiles it."""
-    with contextlib.suppress(Exception):
-        try:
-            impl = job.backend.implementation(job.spec.name, job.family)
-            if impl is not None:
-                forms.abstract_call(job.spec, impl, job.form, job.hardware, job.tiling)
-        except UnsupportedError as e:
-            return str(e)
+    try:
+        impl = job.backend.implementation(job.spec.name, job.family)
+        if impl is not None:
+            forms.abstract_call(job.spec, impl, job.form, job.hardware, job.tiling)
+    except UnsupportedError as e:
+        return str(e)
+    except Exception:
+        return None
     return None
 
 
