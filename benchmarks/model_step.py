@@ -204,8 +204,8 @@ def model_step(stage: str, device: str, rounds: int, compiler: str) -> dict[str,
                 own = sum(leaf.numel() * leaf.element_size() for leaf in mine.leaves)
                 rows[who]["peak_gib"] = mine.peak(device, own)
         take_turns(rows, contenders, rounds, device)
-        if device == "cuda" and "ms" in rows["portakern"]:
-            rows["portakern"]["kernels"] = kernels(contenders["portakern"])
+        for who, mine in able(rows, contenders) if device == "cuda" else ():
+            rows[who]["kernels"] = kernels(mine)
     return rows
 
 

@@ -6,7 +6,7 @@ op, backend and tool is a process of its own. Racecheck knows what threads read 
 descriptors and wgmma's reads of shared memory it does not see. Consan does, in Triton's kernels: it compiles each with
 assertions of who may touch which buffer, and ends the process at the first that fails.
 
-    python benchmarks/sanitizer.py [OPS] [--backend triton] [--tool consan] [--max-examples 20] [--jobs 8] [--json FILE]
+    python benchmarks/sanitizer.py [OPS] [--backend triton] [--variant hopper] [--tool consan] [--json FILE]
 """
 
 from __future__ import annotations
@@ -77,12 +77,13 @@ TOOLS = {
 }
 
 
-def sanitize(op: str, backend: str, tool: str, examples: int, timeout: float) -> dict[str, Any]:
-    """One op of a backend under one tool.
+def sanitize(op: str, backend: str, variant: str | None, tool: str, examples: int, timeout: float) -> dict[str, Any]:
+    """One op of a backend, or of its variant alone, under one tool.
 
     ``errors``: what the tool counted, and ``said``: where; ``problem``: why its count is not to be had, or what failed.
     """
     check = (*TOOLS[tool].command, "check", op, "--backend", backend, "--max-examples", str(examples))
+    check += ("--variant", variant) if variant else ()
     start = time.perf_counter()
     output, problem = _run(check, {**os.environ, **ALONE, **dict(TOOLS[tool].environment)}, timeout)
     errors, lacking = counted(tool, output)
@@ -91,6 +92,7 @@ def sanitize(op: str, backend: str, tool: str, examples: int, timeout: float) ->
     return {
         "op": op,
         "backend": backend,
+        "variant": variant,
         "tool": tool,
         "examples": examples,
         "errors": errors,
@@ -142,6 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ops", nargs="*", help="all when none is named")
     parser.add_argument("--backend", action="append", help="may be repeated (triton)")
+    parser.add_argument("--variant", help="only this variant of the backend (each that runs here)")
     parser.add_argument("--tool", action="append", choices=[*TOOLS], help="may be repeated (all)")
     parser.add_argument("--max-examples", type=int, default=20)
     parser.add_argument("--jobs", type=int, default=8)
@@ -154,7 +157,7 @@ def main() -> None:
         parser.error(f"--tool {' '.join(tools)} knows no kernels of --backend {' '.join(backends)}")
     with ThreadPoolExecutor(args.jobs) as pool:
         tasks = [
-            pool.submit(sanitize, op, backend, tool, args.max_examples, args.timeout)
+            pool.submit(sanitize, op, backend, args.variant, tool, args.max_examples, args.timeout)
             for op in args.ops or pk.ops()
             for backend, tool in asked
         ]

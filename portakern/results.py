@@ -204,7 +204,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     ),
     "sanitizer": Benchmark(
         ("op", "backend", "tool"),
-        {"op": "text", "backend": "text", "tool": "text", "examples": "count", "errors": "count?",
+        {"op": "text", "backend": "text", "variant": "text?", "tool": "text", "examples": "count", "errors": "count?",
          "problem": "text?", "said": "list?", "seconds": "number"},
     ),
     "character_model": Benchmark(

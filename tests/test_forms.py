@@ -134,6 +134,46 @@ def test_parts_of_arrays_are_replayed():
         assert plan.serve.__name__ == "replay", name
 
 
+def test_losses_of_words_that_follow_are_replayed(monkeypatch):
+    """hidden[:, :-1] and labels[:, 1:], of which no view has rows in one dimension."""
+    replays, learned = importlib.import_module("portakern.backends.triton.replay"), []
+    written_down = replays._written_down
+    monkeypatch.setattr(replays, "_written_down", lambda *a: learned.append(written_down(*a)) or learned[-1])
+    kept = pk.op("linear_cross_entropy", backend="triton")
+    remembered.forget()
+    for seed in range(4):
+        rng = torch.Generator().manual_seed(seed)
+        hidden, weight = (torch.randn(shape, generator=rng) for shape in ((2, 5, 8), (30, 8)))
+        labels = torch.randint(30, (2, 5), generator=rng)
+        found = []
+        for op in (kept, made_anew(kept)):
+            leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+            loss = op(leaves[0][:, :-1], leaves[1], labels[:, 1:])
+            loss.mean().backward()
+            found.append([loss, *(leaf.grad for leaf in leaves)])
+        assert same_bits(*found), seed
+        expected = torch.nn.functional.cross_entropy((hidden[:, :-1] @ weight.T).mT, labels[:, 1:], reduction="none")
+        assert torch.allclose(found[0][0], expected, atol=1e-5)
+    assert len(learned) == 2 and None not in learned  # the loss, and its gradients
+
+
+@pytest.mark.parametrize(("op", "sample"), [(op, name) for op, name in SAMPLES if registry.find_spec(op).is_vjp])
+def test_gradients_of_a_sum_are_replayed(op, sample):
+    """What a sum or a mean hands back is one number, seen as an array whose strides are 0: it may have to be copied."""
+    kept = pk.op(op, backend="triton")
+    for seed in range(4):
+        arrays, options = drawn(op, sample, seed)
+        of_sum = {
+            n: torch.tensor(seed + 0.5, dtype=a.dtype).expand(a.shape) for n, a in arrays.items() if n[:2] == "d_"
+        }
+        assert of_sum
+        remembered.forget() if seed == 0 else None
+        got = flat(kept(**arrays | of_sum, **options))
+        assert same_bits(got, flat(made_anew(kept)(**arrays | of_sum, **options))), seed
+    (plan,) = kept.choice.plans.values()
+    assert plan.serve.__name__ == "replay"
+
+
 def test_gradients_of_later_calls_are_those_of_a_first():
     torch.manual_seed(0)
     for name in (r.op for r in forward_records()):

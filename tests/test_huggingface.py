@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import portakern as pk
+from portakern.core import remembered
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip(
@@ -222,15 +223,42 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", MODELS)
-def test_models_train_and_generate_as_on_pytorchs_own_functions(family):
-    """Random models of two layers, forward, backward and generating; ids of the second sample are padded."""
+def small(family):
+    """A random model of two layers that drops nothing."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family, **{**TINY, **MODELS[family]})
     for name in ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "dropout", "hidden_dropout"):
         if hasattr(config, name):
             setattr(config, name, 0.0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float()
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_a_training_step_works_no_call_out_anew(family, monkeypatch):
+    """What a replay cannot account for takes the host a hundred times as long, in each of the chunks of a loss."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    replays, learned = importlib.import_module("portakern.backends.triton.replay"), {}
+    written_down = replays._written_down
+
+    def noted(call, tape, outputs):
+        again = written_down(call, tape, outputs)
+        learned.setdefault(call.spec.name, []).append(again is not None)
+        return again
+
+    monkeypatch.setattr(replays, "_written_down", noted)
+    remembered.forget()  # what other tests learned of the same forms
+    model, ids = small(family).train(), torch.randint(3, 40, (2, 9))
+    with portakern.torch.apply(model, backend="triton"):
+        for _ in range(3):
+            model(input_ids=ids, labels=ids).loss.backward()
+    assert learned.keys() >= {"attention_vjp", "linear_cross_entropy_vjp"}
+    assert [op for op, found in learned.items() if not all(found)] == []
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_models_train_and_generate_as_on_pytorchs_own_functions(family):
+    """Random models of two layers, forward, backward and generating; ids of the second sample are padded."""
+    model = small(family)
     ids, mask = torch.randint(3, 40, (2, 9)), torch.ones(2, 9, dtype=torch.long)
     mask[1, :3] = 0
 

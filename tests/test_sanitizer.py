@@ -60,14 +60,14 @@ def stands(place: Path, script: str) -> None:
 
 def test_a_tool_that_is_nvidia_s_is_given_the_command_line(sanitizer_that: Path) -> None:
     stands(sanitizer_that, 'shift 2\n"$@" && printf "\\377\\n========= ERROR SUMMARY: 3 errors\\n"')
-    row = sanitizer.sanitize("softmax", "reference", "memcheck", 1, 60)
+    row = sanitizer.sanitize("softmax", "reference", None, "memcheck", 1, 60)
     assert (row["errors"], row["problem"]) == (3, None)
 
 
 def test_what_a_tool_started_ends_when_its_time_is_over(sanitizer_that: Path) -> None:
     late = sanitizer_that.with_name("late")
     stands(sanitizer_that, f'echo "========= Error: a race" >&2\n(sleep 3; touch {late}) &\nwait')
-    row = sanitizer.sanitize("softmax", "reference", "racecheck", 1, 0.5)
+    row = sanitizer.sanitize("softmax", "reference", None, "racecheck", 1, 0.5)
     assert (row["errors"], row["problem"], row["said"]) == (None, "not done after 0 s", ["Error: a race"])
     time.sleep(3)
     assert not late.exists()
@@ -75,7 +75,7 @@ def test_what_a_tool_started_ends_when_its_time_is_over(sanitizer_that: Path) ->
 
 def test_a_tool_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    row = sanitizer.sanitize("softmax", "reference", "memcheck", 1, 60)
+    row = sanitizer.sanitize("softmax", "reference", None, "memcheck", 1, 60)
     assert row["errors"] is None and row["problem"] == "compute-sanitizer cannot be run: No such file or directory"
 
 
@@ -83,5 +83,5 @@ def test_interpreted_kernels_are_none_that_triton_s_own_watched(monkeypatch: pyt
     pytest.importorskip("torch", reason="torch is not installed")
     pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    row = sanitizer.sanitize("softmax", "triton", "consan", 1, 60)
+    row = sanitizer.sanitize("softmax", "triton", None, "consan", 1, 60)
     assert (row["errors"], row["problem"], row["said"]) == (None, "no kernel was watched", [])

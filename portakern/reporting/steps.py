@@ -38,7 +38,7 @@ MOST = 6
 
 
 def steps(kept: Kept) -> str:
-    """A table a device, a line a stage and contender; what the contenders ran, and what our step's time goes to."""
+    """A table a device, a line a stage and contender; what the contenders ran, and what their steps' time goes to."""
     found = kept.rows("model-step")
     if not found:
         return (
@@ -74,8 +74,8 @@ def _off(row: Row) -> str:
 
 
 def _kernels(rows: Sequence[Row]) -> list[str]:
-    """A sentence a stage on the kernels that take the most of our step, those of a library under the name that all of
-    its kernels for an architecture begin with."""
+    """A sentence a stage and contender on the kernels that take the most of its step, those of a library under the name
+    that all of its kernels for an architecture begin with."""
     told = []
     for row in rows:
         took: dict[str, float] = {}
@@ -86,5 +86,6 @@ def _kernels(rows: Sequence[Row]) -> list[str]:
         if whole:
             most = sorted(took.items(), key=lambda item: -item[1])[:MOST]
             named = ", ".join(f"`{name}` {ms:.1f}" for name, ms in most)
-            told.append(f"Kernels of portakern's step, {row['stage']}: {whole:.1f} ms, of which {named}.")
+            who = NAMES.get(row["contender"], row["contender"])
+            told.append(f"Kernels of a step, {row['stage']}, {who}: {whole:.1f} ms, of which {named}.")
     return told

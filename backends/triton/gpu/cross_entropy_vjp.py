@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.copies import in_order
 from portakern.backends.triton.gpu._columns import product, side_by_side
 from portakern.backends.triton.gpu._rows import blocks, exp_or_zero, tile_of
 from portakern.backends.triton.gpu.softmax import key, lead
@@ -213,7 +214,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
 )
 def cross_entropy_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     x = call.arrays["logits"]
-    labels, lse, d_loss = (call.arrays[name].contiguous() for name in ("labels", "lse", "d_loss"))
+    labels, lse, d_loss = (in_order(call, call.arrays[name]) for name in ("labels", "lse", "d_loss"))
     d_x = result_like(x, call, "d_logits")
     gradient_into(call, x, labels, lse, d_loss, d_x, tiling, 0, call.dims["n"])
     return (d_x,)

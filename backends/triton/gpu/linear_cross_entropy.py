@@ -21,13 +21,14 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.copies import in_order
 from portakern.backends.triton.gpu import cross_entropy as losses
 from portakern.backends.triton.gpu import cross_entropy_vjp as brackets
 from portakern.backends.triton.gpu import matmul as portable
 from portakern.backends.triton.gpu._rows import tile_rows
 from portakern.backends.triton.gpu.family import FAMILY
 from portakern.backends.triton.launch import refuse_tile, torch_dtype
-from portakern.backends.triton.layout import fresh
+from portakern.backends.triton.layout import collapse, fresh
 from portakern.backends.triton.outline import Outline
 from portakern.backends.triton.parts import in_parts, scratch
 from portakern.core.registry import find_spec
@@ -139,8 +140,9 @@ def overwritten(x: Any) -> Any:
 def flat(call: Call, rows: str, numbers: str, *dims: str) -> tuple[Any, ...]:
     """An array by rows, one of a number a row, and extents."""
     x: torch.Tensor = call.arrays[rows]
+    apart = len(collapse(tuple(x.shape[:-1]), x.stride()[:-1])[0]) > 1  # as rows of a slice of each sequence are
     return (
-        x.reshape(-1, x.shape[-1]),
-        call.arrays[numbers].contiguous().reshape(-1),
+        (in_order(call, x) if apart else x).reshape(-1, x.shape[-1]),
+        in_order(call, call.arrays[numbers]).reshape(-1),
         *(call.dims[name] for name in dims),
     )

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.copies import in_order
 from portakern.backends.triton.gpu import cross_entropy_vjp as brackets
 from portakern.backends.triton.gpu._rows import tile_of
 from portakern.backends.triton.gpu.linear_cross_entropy import (
@@ -104,7 +105,7 @@ def in_chunks(call: Call, tiling: Mapping[str, int], multiply: Product) -> tuple
 def weight_gradient(call: Call, tiling: Mapping[str, int], multiply: Product) -> Any:
     hidden, labels, n = flat(call, "hidden", "labels", "n")
     weight, rows = call.arrays["weight"], hidden.shape[0]
-    lse, d_loss = (call.arrays[name].contiguous().reshape(-1) for name in ("lse", "d_loss"))
+    lse, d_loss = (in_order(call, call.arrays[name]).reshape(-1) for name in ("lse", "d_loss"))
     chunk = min(tiling["chunk_n"], n)
     d_weight = fresh(weight.shape, weight.dtype, weight.device)
     room = scratch(hidden, rows, chunk)
@@ -124,7 +125,7 @@ def weight_gradient(call: Call, tiling: Mapping[str, int], multiply: Product) ->
 
 def hidden_gradient(call: Call) -> Any:
     slope, d, walk = call.arrays["slope"], call.dims["d"], scaling(call)
-    labels, d_loss = (call.arrays[name].contiguous() for name in ("labels", "d_loss"))
+    labels, d_loss = (in_order(call, call.arrays[name]) for name in ("labels", "d_loss"))
     d_hidden = result_like(slope, call, "d_hidden")
     (slope,), rows = walk_rows(slope.ndim - 1, slope)
     steps = cdiv(d, walk["block_n"])

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.copies import in_order
 from portakern.backends.triton.gpu._columns import side_by_side, sum_parts, walk_strips, weigh_strips
 from portakern.backends.triton.gpu._rows import columns, load_tiles, of_long_rows, walked, weigh_long_rows
 from portakern.backends.triton.gpu.softmax import default_tiling, exponentials, key, supports
@@ -63,7 +64,7 @@ def logsumexp_vjp_columns_kernel(x, d_y, d_x, m, l, lanes, n, chunk,
 )
 def logsumexp_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     x, axis = call.arrays["x"], call.options["axis"]
-    d_y = call.arrays["d_y"].contiguous()  # one number a row, in the order of the rows: a copy is a small thing
+    d_y = in_order(call, call.arrays["d_y"])  # one number a row, in the order of the rows: a copy is a small thing
     d_x, n = fresh(x.shape, x.dtype, x.device), call.dims["axis"]
     if side_by_side(x, axis):
         (x,), strips = walk_strips(call, axis, tiling, x)

@@ -1,0 +1,50 @@
+"""Numbers of rows in row-major order, by a kernel: what ``Tensor.contiguous`` copies no tape knows of (:mod:`.replay`),
+so that a call with such an array would be worked out anew each time, in a step of a model for each of its chunks.
+
+The gradient that ``loss.sum()`` hands back is one number with strides of 0, in every training step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from portakern.backends.triton.launch import cdiv, launch
+from portakern.backends.triton.layout import collapse, fresh_like
+from portakern.backends.triton.tape import silent
+
+if TYPE_CHECKING:
+    import torch
+
+    from portakern.core.call import Call
+
+__all__ = ["in_order"]
+
+BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["numel", "inner", "x_outer", "x_inner"])
+def in_order_kernel(x, y, numel, inner, x_outer, x_inner, block: tl.constexpr):
+    """y = x, whose number i is (i // inner, i % inner) in two dimensions."""
+    i = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    number = tl.load(x + (i // inner * x_outer + i % inner * x_inner), mask=i < numel, other=0)
+    tl.store(y + i, number, mask=i < numel)
+
+
+def in_order(call: Call, x: torch.Tensor) -> torch.Tensor:
+    """``x`` where it lies in row-major order, else a copy that does. More than two dimensions that no two strides
+    describe are gathered by its library."""
+    if silent() is not None:
+        return x.contiguous()  # an outline, which notes it itself
+    if x.is_contiguous():
+        return x
+    extents, (strides,) = collapse(tuple(x.shape), x.stride())
+    if len(extents) > 2:
+        return x.contiguous()
+    (_, inner), (x_outer, x_inner) = ((1, *extents)[-2:], (0, *strides)[-2:])
+    made = fresh_like(x)
+    launch(in_order_kernel, cdiv(x.numel(), BLOCK), call, x, made, x.numel(), inner, x_outer, x_inner, block=BLOCK,
+           num_warps=4)  # fmt: skip
+    return made
