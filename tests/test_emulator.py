@@ -373,7 +373,7 @@ def program(isa, instructions, waves=1):
     memory[4096 : 4096 + len(text)] = np.frombuffer(text, np.uint8)
     base = memory.ctypes.data + 4096
     user = 1 << code_object.KERNARG
-    code = code_object.CodeObject(base, len(text) // 4 + 1, base, 0, 4096, False, user, 2, 1, [], memory)
+    code = code_object.CodeObject(base, len(text) // 4 + 1, base, 0, 4096, False, user, 2, 1, [], {}, memory)
     made = machine.Program(code, "made_here", isa, waves, 1024)
     start = memory.ctypes.data
     made.run(0, start, {"memory": (start, start + 4096)})
@@ -395,6 +395,34 @@ def test_what_was_asked_for_first_is_there_once_its_counter_is_full(loads):
             program("cdna", code)
     else:
         program("cdna", code)
+
+
+@needs_tree
+@pytest.mark.parametrize(
+    ("store", "waits", "early"),
+    [
+        ("b16", 1, False),
+        ("b8", 1, False),
+        ("d16_hi_b16", 1, True),
+        ("b32", 1, True),
+        ("b32", 0, False),
+        ("b16", 2, True),
+    ],
+)
+def test_a_register_is_on_its_way_half_by_half(store, waits, early):
+    """A load of the upper half alone leaves the lower one, which came before, to be read."""
+    tree.tree()
+    from tinygrad.renderer.amd.dsl import s, v
+    from tinygrad.runtime.autogen.amd.rdna3 import ins
+
+    code = [ins.v_lshlrev_b32_e32(v[0], 2, v[0]), ins.global_load_b32(v[2], v[0], v[0], s[0:1]),
+            ins.global_load_d16_hi_b16(v[2], v[0], v[0], s[0:1]), ins.s_waitcnt(waits << 10 | 0x3F7),
+            getattr(ins, f"global_store_{store}")(v[0], v[0], v[2], s[0:1]), ins.s_endpgm()]  # fmt: skip
+    if early:
+        with pytest.raises(EarlyRead, match=f"GLOBAL_STORE_{store.upper()}.*: v2 is used, and no wait"):
+            program("rdna3", code)
+    else:
+        program("rdna3", code)
 
 
 @needs_tree

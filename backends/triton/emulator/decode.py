@@ -221,6 +221,8 @@ class Decoder:
         put_bits(step.address, addresses)
         put_bits(step.reads, [*addresses, *(data if what.store else ())])
         put_bits(step.writes, () if what.store or to_lds else data)
+        if what.store and what.bytes <= 2:  # of one half of a register
+            put_bits(step.spared[0 if what.half == 2 else 1], [r for r in data if r not in addresses])
 
     def _lds(self, inst: Any, name: str, step: Step) -> list[int]:
         what = access(name)

@@ -47,15 +47,16 @@ typedef struct {
     uint64_t executed, conflicts;
     int32_t dual; /* two instructions in one: what each reads and writes */
     uint64_t half_reads[2][WORDS], half_writes[2][WORDS];
+    uint64_t spared[2][WORDS]; /* registers whose low, or high, half is not read though the other one is */
     int32_t verdict; /* of a comparison: where it puts its verdict on each lane, or -1 */
     uint64_t falses; /* how often it refused an active lane; of a wait: how often it brought a register */
 } Step;
 
 typedef struct {
     uint32_t s[SGPRS], v[256 * LANES], a[256 * LANES];
-    uint64_t undefined[WORDS], flying[WORDS];
-    uint32_t when[REGISTERS], issued[COUNTERS], done[COUNTERS], at_barrier[COUNTERS];
-    uint8_t which[REGISTERS];
+    uint64_t undefined[WORDS], flying[2][WORDS]; /* of low and high halves, as the next, and which */
+    uint32_t when[2][REGISTERS], issued[COUNTERS], done[COUNTERS], at_barrier[COUNTERS];
+    uint8_t which[2][REGISTERS];
     int32_t index, epoch, finished;
     uint16_t root[REGISTERS]; /* of an undefined register: the one that nothing wrote, and where that was read first */
     uint64_t misread[REGISTERS];
@@ -121,16 +122,34 @@ static int overlaps(const uint64_t *x, const uint64_t *y) {
     return 0;
 }
 
-/* The first register of a set that a transfer has not reached yet, or -1. What arrived leaves the set. */
-static int in_flight(Wave *w, const uint64_t *set) {
+/* The first register of a set whose low, or high, half a transfer has not reached yet, or -1. What arrived leaves the
+   set. spared: registers of which that half is not meant. */
+static int in_flight(Wave *w, int half, const uint64_t *set, const uint64_t *spared) {
     for (int i = 0; i < WORDS; i++) {
-        uint64_t left = w->flying[i] & set[i];
+        uint64_t left = w->flying[half][i] & set[i] & ~spared[i];
         while (left) {
             int r = i * 64 + __builtin_ctzll(left);
             left &= left - 1;
-            if (w->when[r] > w->done[w->which[r]]) return r;
-            w->flying[i] &= ~(1ull << (r & 63));
+            if (w->when[half][r] > w->done[w->which[half][r]]) return r;
+            w->flying[half][i] &= ~(1ull << (r & 63));
         }
+    }
+    return -1;
+}
+
+/* Whether a transfer writes the low (0) or the high half of its registers. */
+static int moves(const Step *t, int half) { return !t->half || t->half == half + 1; }
+
+/* The first register that an instruction reads or writes before what was asked for has reached it, or -1. */
+static int too_early(Wave *w, const Step *t) {
+    static const uint64_t none[WORDS];
+    for (int half = 0; half < 2; half++) {
+        int early = in_flight(w, half, t->reads, t->spared[half]);
+        if (early < 0 && moves(t, half)) {
+            early = in_flight(w, half, t->writes, none);
+            if (early >= 0 && t->counter == w->which[half][early]) early = -1; /* one counter's arrive in order */
+        }
+        if (early >= 0) return early;
     }
     return -1;
 }
@@ -143,8 +162,11 @@ static void send(const Machine *m, Wave *w, const Step *t) {
     for (int i = 0; i < WORDS; i++)
         for (uint64_t left = t->writes[i]; left; left &= left - 1) {
             int r = i * 64 + __builtin_ctzll(left);
-            w->when[r] = number; w->which[r] = (uint8_t)t->counter;
-            w->flying[i] |= 1ull << (r & 63);
+            for (int half = 0; half < 2; half++) {
+                if (!moves(t, half)) continue;
+                w->when[half][r] = number; w->which[half][r] = (uint8_t)t->counter;
+                w->flying[half][i] |= 1ull << (r & 63);
+            }
         }
 }
 
@@ -555,23 +577,19 @@ static void wait_for(Wave *w, Step *t) {
         uint32_t there = c == SMEM && limits[c] ? 0 : w->issued[c] > (uint32_t)limits[c] ? w->issued[c] - limits[c] : 0;
         if (there > w->done[c]) w->done[c] = there;
     }
-    for (int i = 0; i < WORDS; i++)
-        for (uint64_t left = w->flying[i]; left; left &= left - 1) {
-            int r = i * 64 + __builtin_ctzll(left);
-            news |= w->when[r] > before[w->which[r]] && w->when[r] <= w->done[w->which[r]];
-        }
+    for (int half = 0; half < 2; half++)
+        for (int i = 0; i < WORDS; i++)
+            for (uint64_t left = w->flying[half][i]; left; left &= left - 1) {
+                int r = i * 64 + __builtin_ctzll(left), by = w->which[half][r];
+                news |= w->when[half][r] > before[by] && w->when[half][r] <= w->done[by];
+            }
     t->falses += news;
 }
 
 /* One instruction; nonzero: a fault. */
 static int step(Machine *m, Wave *w, Step *t) {
     uint64_t pc = pc_of(w);
-    int own = 0, early;
-    early = in_flight(w, t->reads);
-    if (early < 0) {
-        early = in_flight(w, t->writes);
-        if (early >= 0 && t->counter == w->which[early]) early = -1; /* what one counter counts arrives in order */
-    }
+    int own = 0, early = too_early(w, t);
     if (early >= 0) {
         m->reg = early;
         return fails(m, EARLY, 0, 0, 0);

@@ -49,7 +49,7 @@ class Step(ctypes.Structure):
         ("table", c_void_p), ("enabled", c_uint64), *_fields(c_int32, "bound fetch temporary source"),
         *_fields(c_int32, "m n k type a b c a_file b_file twin"), ("select", c_int32 * 2), ("literal", c_uint32),
         *_fields(c_int32, "source2 source3 sdst"), *_fields(c_uint64, "executed conflicts"), ("dual", c_int32),
-        *_fields(_Set * 2, "half_reads half_writes"), ("verdict", c_int32), ("falses", c_uint64),
+        *_fields(_Set * 2, "half_reads half_writes spared"), ("verdict", c_int32), ("falses", c_uint64),
     )  # fmt: skip
 
 
@@ -58,9 +58,9 @@ class Wave(ctypes.Structure):
 
     _fields_ = (
         ("s", c_uint32 * SGPRS), ("v", c_uint32 * (256 * LANES)), ("a", c_uint32 * (256 * LANES)),
-        *_fields(_Set, "undefined flying"), ("when", c_uint32 * REGISTERS),
+        ("undefined", _Set), ("flying", _Set * 2), ("when", c_uint32 * REGISTERS * 2),
         *_fields(c_uint32 * COUNTERS, "issued done at_barrier"),
-        ("which", c_uint8 * REGISTERS), *_fields(c_int32, "index epoch finished"),
+        ("which", c_uint8 * REGISTERS * 2), *_fields(c_int32, "index epoch finished"),
         ("root", c_uint16 * REGISTERS), ("misread", c_uint64 * REGISTERS),
     )  # fmt: skip
 
