@@ -26,11 +26,12 @@ BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=["numel", "inner", "x_outer", "x_inner"])
-def in_order_kernel(x, y, numel, inner, x_outer, x_inner, block: tl.constexpr):
-    """y = x, whose number i is (i // inner, i % inner) in two dimensions."""
-    i = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    number = tl.load(x + (i // inner * x_outer + i % inner * x_inner), mask=i < numel, other=0)
-    tl.store(y + i, number, mask=i < numel)
+def in_order_kernel(x, y, numel, inner, x_outer, x_inner, index: tl.constexpr, block: tl.constexpr):
+    """y = x, whose number i is (i // inner, i % inner) in two dimensions. index: of how many bits i is, since a
+    quotient of 64 takes longer than memory."""
+    i = tl.program_id(0).to(index) * block + tl.arange(0, block)
+    at = (i // inner).to(tl.int64) * x_outer + (i % inner).to(tl.int64) * x_inner
+    tl.store(y + i, tl.load(x + at, mask=i < numel, other=0), mask=i < numel)
 
 
 def in_order(call: Call, x: torch.Tensor) -> torch.Tensor:
@@ -45,6 +46,7 @@ def in_order(call: Call, x: torch.Tensor) -> torch.Tensor:
         return x.contiguous()
     (_, inner), (x_outer, x_inner) = ((1, *extents)[-2:], (0, *strides)[-2:])
     made = fresh_like(x)
-    launch(in_order_kernel, cdiv(x.numel(), BLOCK), call, x, made, x.numel(), inner, x_outer, x_inner, block=BLOCK,
-           num_warps=4)  # fmt: skip
+    numel = x.numel()
+    launch(in_order_kernel, cdiv(numel, BLOCK), call, x, made, numel, inner, x_outer, x_inner,
+           index=tl.int32 if numel < 2**31 - BLOCK else tl.int64, block=BLOCK, num_warps=4)  # fmt: skip
     return made
