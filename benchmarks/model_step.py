@@ -205,7 +205,11 @@ def model_step(stage: str, device: str, rounds: int, compiler: str) -> dict[str,
                 rows[who]["peak_gib"] = mine.peak(device, own)
         take_turns(rows, contenders, rounds, device)
         for who, mine in able(rows, contenders) if device == "cuda" else ():
-            rows[who]["kernels"] = kernels(mine)
+            failed: dict[str, Row] = {}
+            with told(failed, who):  # its times are there
+                rows[who]["kernels"] = kernels(mine)
+            for row in failed.values():
+                print(stage, who, "has no table of kernels:", row["why"], flush=True)
     return rows
 
 

@@ -203,7 +203,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         {"wall_seconds": "number"},
     ),
     "sanitizer": Benchmark(
-        ("op", "backend", "tool"),
+        ("op", "backend", "variant", "tool"),
         {"op": "text", "backend": "text", "variant": "text?", "tool": "text", "examples": "count", "errors": "count?",
          "problem": "text?", "said": "list?", "seconds": "number"},
     ),

@@ -399,30 +399,49 @@ def test_what_was_asked_for_first_is_there_once_its_counter_is_full(loads):
 
 @needs_tree
 @pytest.mark.parametrize(
-    ("store", "waits", "early"),
+    ("load", "store", "waits", "early"),
     [
-        ("b16", 1, False),
-        ("b8", 1, False),
-        ("d16_hi_b16", 1, True),
-        ("b32", 1, True),
-        ("b32", 0, False),
-        ("b16", 2, True),
+        ("d16_hi_b16", "b16", 1, False), ("d16_hi_b16", "b8", 1, False), ("d16_hi_b16", "d16_hi_b16", 1, True),
+        ("d16_hi_b16", "b32", 1, True), ("d16_hi_b16", "b32", 0, False), ("d16_hi_b16", "b16", 2, True),
+        ("d16_b16", "b16", 1, True), ("d16_b16", "d16_hi_b16", 1, False), ("d16_b16", "b32", 1, True),
     ],
-)
-def test_a_register_is_on_its_way_half_by_half(store, waits, early):
-    """A load of the upper half alone leaves the lower one, which came before, to be read."""
+)  # fmt: skip
+def test_a_register_is_on_its_way_half_by_half(load, store, waits, early):
+    """A load of one half alone leaves the other one, which came before, to be read."""
     tree.tree()
     from tinygrad.renderer.amd.dsl import s, v
     from tinygrad.runtime.autogen.amd.rdna3 import ins
 
     code = [ins.v_lshlrev_b32_e32(v[0], 2, v[0]), ins.global_load_b32(v[2], v[0], v[0], s[0:1]),
-            ins.global_load_d16_hi_b16(v[2], v[0], v[0], s[0:1]), ins.s_waitcnt(waits << 10 | 0x3F7),
+            getattr(ins, f"global_load_{load}")(v[2], v[0], v[0], s[0:1]), ins.s_waitcnt(waits << 10 | 0x3F7),
             getattr(ins, f"global_store_{store}")(v[0], v[0], v[2], s[0:1]), ins.s_endpgm()]  # fmt: skip
     if early:
         with pytest.raises(EarlyRead, match=f"GLOBAL_STORE_{store.upper()}.*: v2 is used, and no wait"):
             program("rdna3", code)
     else:
         program("rdna3", code)
+
+
+@needs_tree
+@pytest.mark.parametrize("isa", ["cdna", "rdna3"])
+def test_a_load_over_what_another_counter_brings_is_early_wherever_it_stands(isa):
+    """What one counter counts arrives in order; a register beside it that waits for another counter does not."""
+    tree.tree()
+    from tinygrad.renderer.amd.dsl import s, v
+
+    ins = importlib.import_module(f"tinygrad.runtime.autogen.amd.{isa}.ins")
+    old = isa == "cdna"
+    one, two = ("dword", "dwordx2") if old else ("b32", "b64")
+    lds = ins.ds_read_b32 if old else ins.ds_load_b32
+
+    def code(beside):
+        return [ins.v_lshlrev_b32_e32(v[0], 2, v[0]), getattr(ins, f"global_load_{one}")(v[2], v[0], v[0], s[0:1]),
+                lds(v[beside], v[0], v[0], v[0]), getattr(ins, f"global_load_{two}")(v[2:3], v[0], v[0], s[0:1]),
+                ins.s_endpgm()]  # fmt: skip
+
+    program(isa, code(7))
+    with pytest.raises(EarlyRead, match="v3 is used, and no wait"):
+        program(isa, code(3))
 
 
 @needs_tree

@@ -6,6 +6,7 @@ import importlib
 import math
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 
@@ -134,8 +135,26 @@ def test_parts_of_arrays_are_replayed():
         assert plan.serve.__name__ == "replay", name
 
 
-def test_losses_of_words_that_follow_are_replayed(monkeypatch):
-    """hidden[:, :-1] and labels[:, 1:], of which no view has rows in one dimension."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+@pytest.mark.parametrize(
+    "seen",
+    [
+        lambda x: x, lambda x: x[0, 0], lambda x: x[:, :-1], lambda x: x[:, 1:, ::2], lambda x: x.transpose(0, 1),
+        lambda x: x.permute(2, 1, 0), lambda x: x[0].T, lambda x: x[:1, :1, :1].expand(3, 5, 700), lambda x: x[:, :0],
+        lambda x: x[..., :1].expand(-1, -1, 9), lambda x: x.view(3, 5, 7, 100).permute(3, 1, 2, 0)[1:, :, ::2],
+    ],
+)  # fmt: skip
+def test_a_copy_in_order_holds_the_numbers_of_what_was_seen(seen, dtype):
+    copies = importlib.import_module("portakern.backends.triton.copies")
+    x = seen(torch.arange(3 * 5 * 700).reshape(3, 5, 700).to(dtype))
+    made = copies.in_order(SimpleNamespace(interpret=True), x)
+    assert made.is_contiguous() and made.shape == x.shape and torch.equal(made, x)
+    assert (made is x) == x.is_contiguous()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_losses_of_words_that_follow_are_replayed(turned, monkeypatch):
+    """hidden[:, :-1] and labels[:, 1:], of which no view has rows in one dimension; or both with words first."""
     replays, learned = importlib.import_module("portakern.backends.triton.replay"), []
     written_down = replays._written_down
     monkeypatch.setattr(replays, "_written_down", lambda *a: learned.append(written_down(*a)) or learned[-1])
@@ -148,13 +167,28 @@ def test_losses_of_words_that_follow_are_replayed(monkeypatch):
         found = []
         for op in (kept, made_anew(kept)):
             leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-            loss = op(leaves[0][:, :-1], leaves[1], labels[:, 1:])
+            views = leaves[0][:, :-1], labels[:, 1:]
+            words, aims = (v.transpose(0, 1) for v in views) if turned else views
+            loss = op(words, leaves[1], aims)
+            loss = loss.T if turned else loss
             loss.mean().backward()
             found.append([loss, *(leaf.grad for leaf in leaves)])
         assert same_bits(*found), seed
         expected = torch.nn.functional.cross_entropy((hidden[:, :-1] @ weight.T).mT, labels[:, 1:], reduction="none")
         assert torch.allclose(found[0][0], expected, atol=1e-5)
     assert len(learned) == 2 and None not in learned  # the loss, and its gradients
+
+
+def test_losses_of_labels_that_are_cut_are_replayed():
+    kept = pk.op("cross_entropy", backend="triton")
+    remembered.forget()
+    for seed in range(4):
+        rng = torch.Generator().manual_seed(seed)
+        logits, labels = torch.randn(2, 5, 30, generator=rng)[:, :-1], torch.randint(30, (2, 5), generator=rng)[:, 1:]
+        expected = torch.nn.functional.cross_entropy(logits.mT, labels, reduction="none")
+        assert torch.allclose(kept(logits, labels), expected, atol=1e-5)
+    (plan,) = kept.choice.plans.values()
+    assert plan.serve.__name__ == "replay"
 
 
 @pytest.mark.parametrize(("op", "sample"), [(op, name) for op, name in SAMPLES if registry.find_spec(op).is_vjp])

@@ -90,7 +90,7 @@ def test_the_report_shows_what_was_not_timed_and_sums_a_librarys_kernels(tmp_pat
     text = steps.steps(Kept.of(tmp_path))
     assert "| a Llama's step, eager | Liger | liger_kernel is not installed | – | – | – | – |" in text
     assert "| a Llama's step, eager | PyTorch | 30.0 | 29.0, 32.0 | 1.50 | 3.00 | – |" in text
-    assert "18.0 ms, of which `gemm` 9.0, `rope_kernel` 6.0." in text
+    assert "Kernels of a step, eager, portakern: 18.0 ms, of which `gemm` 9.0, `rope_kernel` 6.0." in text
     assert "Nothing" not in text and "No step was timed yet" in steps.steps(Kept(tmp_path, ()))
 
 

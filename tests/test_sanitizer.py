@@ -62,6 +62,8 @@ def test_a_tool_that_is_nvidia_s_is_given_the_command_line(sanitizer_that: Path)
     stands(sanitizer_that, 'shift 2\n"$@" && printf "\\377\\n========= ERROR SUMMARY: 3 errors\\n"')
     row = sanitizer.sanitize("softmax", "reference", None, "memcheck", 1, 60)
     assert (row["errors"], row["problem"]) == (3, None)
+    row = sanitizer.sanitize("softmax", "reference", "no-such", "memcheck", 1, 60)
+    assert row["variant"] == "no-such" and row["errors"] is None  # the command line refuses it
 
 
 def test_what_a_tool_started_ends_when_its_time_is_over(sanitizer_that: Path) -> None:

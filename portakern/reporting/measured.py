@@ -223,7 +223,8 @@ def _sanitized(rows: Sequence[tuple[Row, Result]]) -> str:
     tools = ", ".join(sorted({row["tool"] for row, _ in rows}))
     bad, ended = Counter[str](), []
     for row, _ in rows:
-        what = f"`{row['op']}` on {row['backend']} by {row['tool']}"
+        variant = f", variant {row['variant']}," if row.get("variant") else ""
+        what = f"`{row['op']}` on {row['backend']}{variant} by {row['tool']}"
         bad[what] += row.get("errors") or 0
         ended += [f"{what}: {row['problem']}"] if row.get("problem") else []
     found = f"{bad.total()} errors" + "".join(f"; {n} of {what}" for what, n in bad.items() if n)

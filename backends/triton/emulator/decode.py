@@ -203,6 +203,8 @@ class Decoder:
         to_lds = what.to_lds or bool(bits_of(inst, "lds"))
         step.kind, step.space, step.store, step.bytes = KINDS["ACCESS"], what.space, what.store, what.bytes
         step.sign, step.half, step.pairs, step.to_lds = what.signed, what.half, 1 + what.two, to_lds
+        # with SRAM-ECC, as CDNA has it, a load of 16 bits writes the whole register
+        step.moved = 0 if self.isa == "cdna" else what.half
         step.file = bits_of(inst, "acc")
         step.counter = self.counter.ds if what.space == LDS else self.counter.store if what.store else self.counter.vm
         step.vaddr, step.saddr, step.srsrc, step.soffset = bits_of(inst, "vaddr", "addr"), NONE, NONE, NONE

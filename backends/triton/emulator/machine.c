@@ -48,6 +48,7 @@ typedef struct {
     int32_t dual; /* two instructions in one: what each reads and writes */
     uint64_t half_reads[2][WORDS], half_writes[2][WORDS];
     uint64_t spared[2][WORDS]; /* registers whose low, or high, half is not read though the other one is */
+    int32_t moved; /* of what a transfer writes: 1 the low, 2 the high half, 0 both, or what is no half of its own */
     int32_t verdict; /* of a comparison: where it puts its verdict on each lane, or -1 */
     uint64_t falses; /* how often it refused an active lane; of a wait: how often it brought a register */
 } Step;
@@ -123,14 +124,17 @@ static int overlaps(const uint64_t *x, const uint64_t *y) {
 }
 
 /* The first register of a set whose low, or high, half a transfer has not reached yet, or -1. What arrived leaves the
-   set. spared: registers of which that half is not meant. */
-static int in_flight(Wave *w, int half, const uint64_t *set, const uint64_t *spared) {
+   set. spared: registers of which that half is not meant; but: a counter whose transfers are not meant, or -1. */
+static int in_flight(Wave *w, int half, const uint64_t *set, const uint64_t *spared, int but) {
     for (int i = 0; i < WORDS; i++) {
         uint64_t left = w->flying[half][i] & set[i] & ~spared[i];
         while (left) {
             int r = i * 64 + __builtin_ctzll(left);
             left &= left - 1;
-            if (w->when[half][r] > w->done[w->which[half][r]]) return r;
+            if (w->when[half][r] > w->done[w->which[half][r]]) {
+                if (w->which[half][r] != but) return r;
+                continue;
+            }
             w->flying[half][i] &= ~(1ull << (r & 63));
         }
     }
@@ -138,17 +142,15 @@ static int in_flight(Wave *w, int half, const uint64_t *set, const uint64_t *spa
 }
 
 /* Whether a transfer writes the low (0) or the high half of its registers. */
-static int moves(const Step *t, int half) { return !t->half || t->half == half + 1; }
+static int moves(const Step *t, int half) { return !t->moved || t->moved == half + 1; }
 
 /* The first register that an instruction reads or writes before what was asked for has reached it, or -1. */
 static int too_early(Wave *w, const Step *t) {
     static const uint64_t none[WORDS];
+    int in_order = t->counter == SMEM ? -1 : t->counter; /* what one counter counts arrives so, but scalar loads */
     for (int half = 0; half < 2; half++) {
-        int early = in_flight(w, half, t->reads, t->spared[half]);
-        if (early < 0 && moves(t, half)) {
-            early = in_flight(w, half, t->writes, none);
-            if (early >= 0 && t->counter == w->which[half][early]) early = -1; /* one counter's arrive in order */
-        }
+        int early = in_flight(w, half, t->reads, t->spared[half], -1);
+        if (early < 0 && moves(t, half)) early = in_flight(w, half, t->writes, none, in_order);
         if (early >= 0) return early;
     }
     return -1;

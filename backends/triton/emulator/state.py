@@ -49,7 +49,7 @@ class Step(ctypes.Structure):
         ("table", c_void_p), ("enabled", c_uint64), *_fields(c_int32, "bound fetch temporary source"),
         *_fields(c_int32, "m n k type a b c a_file b_file twin"), ("select", c_int32 * 2), ("literal", c_uint32),
         *_fields(c_int32, "source2 source3 sdst"), *_fields(c_uint64, "executed conflicts"), ("dual", c_int32),
-        *_fields(_Set * 2, "half_reads half_writes spared"), ("verdict", c_int32), ("falses", c_uint64),
+        *_fields(_Set * 2, "half_reads half_writes spared"), *_fields(c_int32, "moved verdict"), ("falses", c_uint64),
     )  # fmt: skip
 
 

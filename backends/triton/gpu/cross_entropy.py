@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.copies import in_order
 from portakern.backends.triton.gpu._columns import (
     begin,
     joined,
@@ -134,7 +135,7 @@ def write_losses(loss, lse, row, there, x_at, x_n, label, counted, m, l, total, 
 def cross_entropy(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     x = call.arrays["logits"]
     loss, lse = (numbers(call, x) if name in call.wants else None for name in ("loss", "lse"))
-    losses_into(call, x, call.arrays["labels"].contiguous(), loss, lse, tiling)  # small: a number a row
+    losses_into(call, x, in_order(call, call.arrays["labels"]), loss, lse, tiling)  # small: a number a row
     return loss, lse
 
 
