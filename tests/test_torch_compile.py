@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import portakern as pk
-from portakern.core import registry
+from portakern.core import registry, remembered
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
@@ -86,6 +87,24 @@ def test_unwanted_outputs_are_empty_tensors_and_wants_names_outputs():
     assert OPS.layernorm_vjp(f64(2, 3, grad=False), f64(2, 3, grad=False))[1].shape == (0,)
     with pytest.raises(pk.SpecError, match="attention: wants names 'p'; expected names among o, lse"):
         OPS.attention(*QKV, wants="p")
+
+
+@pytest.mark.parametrize("r", [pytest.param(r, id=r.op) for r in records().values()])
+def test_later_calls_of_a_form_are_not_bound_again(r, monkeypatch):
+    """And those of another form, options among it, are not taken for them."""
+    remembered.forget()
+    served, serve, found = [], custom_ops.serve, {}
+    monkeypatch.setattr(custom_ops, "serve", lambda *a: served.append(r.op) or serve(*a))
+    for turn in range(4):  # bound, learned, replayed
+        before = len(served)
+        for key in r.small:
+            op, arrays, options = custom(r, key)
+            with torch.no_grad():
+                got = op(*arrays, **options, backend="triton")
+            got = got if isinstance(got, tuple) else (got,)
+            for ours, theirs in zip(got, found.setdefault(key, got), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+        assert turn < 2 or len(served) == before  # the first tensor of a process is not known for one
 
 
 @pytest.mark.parametrize(("r", "key"), test_torch.SMALL)
@@ -223,7 +242,7 @@ def test_one_compilation_serves_layers_with_an_op_each_and_dynamic_sizes():
         def forward(self, x):
             return self.op(x) + 1
 
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = importlib.import_module("torch._dynamo.testing").CompileCounterWithBackend("aot_eager")
     first, second = Layer(), Layer()
     run = torch.compile(Layer.forward, backend=counter, fullgraph=True, dynamic=True)
     for one in (first, second):

@@ -29,10 +29,13 @@ from portakern.core import registry
 from portakern.core.backend import Backend
 from portakern.core.binder import unchecked
 from portakern.core.call import Call
+from portakern.core.forms import Form, reader
 from portakern.core.gradients import wiring
+from portakern.core.observe import OBSERVERS
 from portakern.core.refusals import check_option
+from portakern.core.remembered import Remembered
 from portakern.core.route import Choice, routes
-from portakern.core.serve import serve
+from portakern.core.serve import Plan, plan, serve
 from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.torch import autograd
 from portakern.spec import Spec
@@ -242,6 +245,8 @@ class _Rules:
     def __init__(self, spec: Spec[Any], overload: Any) -> None:
         self.spec, self.overload = spec, overload
         self.names = tuple(o.name for o in spec.outputs)
+        self.form = reader(spec)
+        self.plans: Remembered[Form, Plan] = Remembered()
 
     def read(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -273,11 +278,29 @@ class _Rules:
         return packed if len(packed) > 1 else packed[0]
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
+        form, arrays = self.form_of(args, kwargs)
+        known = None if form is None or OBSERVERS else self.plans.get(form)
+        if known is not None:
+            return self.pack(known.serve(arrays), args[0])
         choice, call = self.bind(args, kwargs)
         call.framework.check(call)
         candidates = routes(call, choice)
         assert candidates is not None
-        return self.pack(serve(call, candidates, choice.tiling), args[0])
+        outputs = serve(call, candidates, choice.tiling)
+        if form is not None and (decided := plan(call, choice)) is not None:
+            self.plans.keep(form, decided)
+        return self.pack(outputs, args[0])
+
+    def form_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Form | None, dict[str, Any]]:
+        """The form of a call, of which wants and routing are a part here, and its arrays; None for one that is bound
+        each time."""
+        try:
+            arrays, options, wants = self.read(args, kwargs)
+            said = {n: str(v) if isinstance(v, torch.dtype) else v for n, v in options.items()}
+            form, named = self.form(**arrays, **said, **({"wants": wants or None} if self.spec.is_vjp else {}))
+        except (TypeError, AttributeError, RuntimeError):  # binding says in the op's words what is wrong
+            return None, {}
+        return form and (form, wants, *(kwargs.get(r, "") for r in ROUTING[1:])), named
 
     def fake(self, *args: Any, **kwargs: Any) -> Any:
         _, call = self.bind(args, kwargs)
