@@ -50,7 +50,8 @@ class Tool(NamedTuple):
     """How the command line is run under a tool, and how it is understood.
 
     ``summary``: a number that each process says at its end; of errors, or where ``errors`` says how each of these is
-    told, of launches that were watched. ``backend``: the only one whose kernels it knows.
+    told, of launches that were watched. What ``errors`` finds is kept, so that folders are left out of it. ``backend``:
+    the only one whose kernels it knows.
     """
 
     command: tuple[str, ...]
@@ -70,7 +71,7 @@ TOOLS = {
     "consan": Tool(
         (sys.executable, "-c", WITH_MEMORY),
         r"CONSAN SUMMARY: (\d+) launches",
-        errors=r"(?m)^(.*?): block: .*Assertion `(.+?)` failed",
+        errors=r"(?m)^(?:.*/)?(.*?): block: .*Assertion `(.+?)` failed",
         environment=(("TRITON_INSTRUMENTATION_MODE", "consan"), ("CUDA_LAUNCH_BLOCKING", "1")),
         backend="triton",
     ),

@@ -47,6 +47,12 @@ def test_what_a_tool_says_is_counted_and_kept(tool: str, output: str, errors: in
     assert len(sanitizer.findings(tool, output)) == said
 
 
+def test_of_a_file_its_name_is_kept_and_no_folder() -> None:
+    """Results are kept, and other machines have other folders."""
+    found = sanitizer.findings("consan", ASSERTIONS.replace("_flash.py", "/some/where/hopper/_flash.py"))
+    assert found == sanitizer.findings("consan", ASSERTIONS) and found[0].startswith("_flash.py:280: ")
+
+
 @pytest.fixture
 def sanitizer_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
