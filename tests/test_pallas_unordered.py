@@ -206,6 +206,23 @@ def test_what_xla_copies_is_said():
     assert "heads of q and k are padded from 64 to 72" in told[1] and "padded" not in told[0]
 
 
+def test_sums_have_the_queries_that_there_are(monkeypatch):
+    """Of a query each of many sequences: whole tiles of sums would be 128 times what they fill."""
+    call, sums = abstract_call(512, 1, 1, 1, 1, 64), []
+
+    class Seen(Exception):
+        pass
+
+    def launched(call, how, inputs):
+        sums.append(inputs["sums"].shape)
+        raise Seen
+
+    monkeypatch.setattr(unordered, "launched", launched)
+    with pytest.raises(Seen):
+        jax.eval_shape(lambda arrays: VARIANT.run(call.replace(arrays=arrays), resolved(call)), dict(call.arrays))
+    assert sums == [(512, 1, 1, 64)]
+
+
 def test_gradients_of_keys_alone_are_the_ordered_kernel_s():
     arrays = arrays_of(1, 70, 1, 1, 70, 64)
     call = pk.op("attention_vjp").bind(**arrays).replace(interpret=True, wants=("d_k", "d_v"))

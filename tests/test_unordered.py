@@ -102,6 +102,17 @@ def test_the_walk_that_the_table_does_not_take_meets_the_bound(name):
     assert worst(call, behind=1 - tiling_of(call)["behind"]) <= 1
 
 
+def test_keys_that_are_not_there_give_a_query_nothing():
+    """Beyond the last key lies 0: a weight exp(0 - lse) there is infinite, and 0 times it would be added to d_q."""
+    for d, options in ((64, {}), (128, {"window": (40, None)}), (128, {"window": (None, 90)})):
+        call = bound(1, 70, 1, 1, 70, d, **options)
+        q, k = torch.full_like(call.arrays["q"], 12.0), torch.full_like(call.arrays["k"], -12.0)
+        o, lse = pk.op("attention", backend="triton")(q, k, call.arrays["v"], return_lse=True, **options)
+        assert lse.max() < -900
+        for behind in (0, 1):
+            assert worst(call.replace(arrays={**call.arrays, "q": q, "k": k, "o": o, "lse": lse}), behind=behind) <= 1
+
+
 FAULTS = {
     "D is read before both groups have put it there": (
         "causal", "        mbarrier.wait(parts.there.index(buffer), filled)\n", ""
@@ -112,8 +123,8 @@ FAULTS = {
     "D of the last tile is read before both groups have put it there": (
         "behind", "\n    mbarrier.wait(parts.there.index(buffer ^ 1), filled ^ buffer ^ 1)\n", "\n"
     ),
-    "a tile's d_q is left out": ("causal", "\n        add_to_memory(GROUP, sums, parts, d_q, row, plan)\n", "\n"),
-    "the last tile's d_q is left out": ("behind", "\n    add_to_memory(GROUP, sums, parts, d_q, row, plan)\n", "\n"),
+    "a tile's d_q is left out": ("causal", "\n        add_to_memory(GROUP, sums, parts, d_q, place, plan)\n", "\n"),
+    "the last tile's d_q is left out": ("behind", "\n    add_to_memory(GROUP, sums, parts, d_q, before, plan)\n", "\n"),
     "one buffer for all tiles": ("causal", "phase, buffer ^ 1, filled ^ buffer", "phase, buffer, filled"),
     "one buffer for all tiles, behind": ("behind", "phase, buffer ^ 1, filled ^ buffer", "phase, buffer, filled"),
     "a group's keys leave while the other reads them": ("programs that stay, wide",
@@ -133,12 +144,10 @@ FAULTS = {
     "both groups compute the first columns": ("causal", "slice(GROUP * 64, 64, 1)", "slice(0, 64, 1)"),
     "both groups compute the first queries": ("causal, narrow", "(buffer * 2 + GROUP)", "(buffer * 2)"),
     "one group's keys are left out": ("causal", "use_acc=g > 0", "use_acc=False"),
-    "all heads of a group add to the first": ("causal", "0, work.pitch)", "0, 0)"),
-    "the first tile's row for all": ("causal", "start, row = next_tile(start, row, first, last, work, block)",
-        "start, _ = next_tile(start, row, first, last, work, block)"),
-    "the first tile's row for all, behind": ("behind",
-        "start, row_after = next_tile(start, row, first, last, work, block)",
-        "start, _ = next_tile(start, row, first, last, work, block)"),
+    "all heads of a group add to the first": ("causal", "head + gl.where(following > start, 0, 1)", "head"),
+    "the first tile's place for all": ("causal", "add_to_memory(GROUP, sums, parts, d_q, place, plan)",
+        "add_to_memory(GROUP, sums, parts, d_q, (place[0], first), plan)"),
+    "the first tile's place for all, behind": ("behind", "        before = place\n", ""),
     "a sum's tile is written over before it has left": ("causal",
         "    tma.store_wait(0)  # what was in this tile before has left\n", ""),
     "scale is left out": ("narrow values", "(d_first * scale)", "d_first"),
@@ -222,6 +231,14 @@ def test_what_has_no_room_is_refused():
         assert why in unordered.supports(call, {**tilings.default(VARIANT, call).tiling, **named})
 
 
+def test_short_queries_take_little_memory_for_sums():
+    """Of a query each of many sequences: whole tiles of sums would be 128 times what they fill."""
+    call, sums = bound(512, 1, 1, 1, 1, 64, device="meta"), []
+    with recording(lambda kernel, grid, args, constexprs: sums.append(args[0]) if "round" in kernel.__name__ else None):
+        VARIANT.run(call, tiling_of(call))
+    assert [x.shape for x in sums] == [(512, 1, 4, 64)]
+
+
 def test_a_gradient_that_nobody_wants_is_not_written():
     call = bound(1, 130, 1, 2, 140, 64, is_causal=True)
     for wants, kernels in ((("d_q",), KERNELS), (("d_q", "d_v"), KERNELS), (("d_k", "d_v"), [KERNELS[0], ORDERED])):
@@ -257,7 +274,7 @@ def test_it_compiles_for_hopper_and_products_do_not_wait(d, more, spills):
     for kernel in built.kernels:
         assert kernel.over(targets.find("sm_90")) is None and not kernel.serialised
         assert (kernel.spills or 0) <= spills
-    assert "UTMAREDG.2D.ADD" in built.kernels[1].assembly
+    assert "UTMAREDG.4D.ADD" in built.kernels[1].assembly
 
 
 def planted(**how: Any) -> Backend:

@@ -22,14 +22,15 @@ class Addition(gpu_callbacks.AsyncCopySmemToGmemTask):
     def __call__(self, tma_thread_id: int) -> None:
         memory = gpu_callbacks._get_shared_memory()
         self.pre_read(tma_thread_id, memory)
-        source, place = (self.src_allocation_key, self.src_access), (self.dst_allocation_key, self.dst_access)
+        source, key = (self.src_allocation_key, self.src_access), self.dst_allocation_key
         more, _, _ = memory.get_buffer_content(*source, self.thread, logging_info=self.logging_info)
         self.post_read(tma_thread_id, memory)
         with _whole:
-            before, _, _ = memory.get_buffer_content(*place, self.thread, logging_info=self.logging_info)
-            if before is None or before.shape != more.shape:
-                raise IndexError(f"an addition to [{self.dst_access}] reaches beyond the array")
-            memory.store_buffer_content(*place, before + more, self.thread, logging_info=self.logging_info)
+            within = gpu_callbacks._clip_store_to_shape(self.dst_access, more, memory.buffer_shape_and_dtype(key).shape)
+            if within is not None:  # as of a copy, what lies beyond the array is dropped
+                access, more = within
+                before, _, _ = memory.get_buffer_content(key, access, self.thread, logging_info=self.logging_info)
+                memory.store_buffer_content(key, access, before + more, self.thread, logging_info=self.logging_info)
         self.post_write(tma_thread_id, memory)
 
     def post_read(self, tma_thread_id: int, shared_memory: Any) -> None:

@@ -89,25 +89,28 @@ def query_gradients(GROUP: gl.constexpr, buffer, keys, parts, plan: gl.constexpr
 
 
 @gluon.jit
-def add_to_memory(GROUP: gl.constexpr, sums, parts, d_q, row, plan: gl.constexpr):
-    """Have this group's half of d_q added to the sums from ``row`` on; nobody waits for it."""
+def add_to_memory(GROUP: gl.constexpr, sums, parts, d_q, place, plan: gl.constexpr):
+    """Have this group's half of d_q added to the sums of the queries of a ``place``, (head of all batch entries, first
+    query); nobody waits for it."""
+    head, start = place
     leaving = parts.leaving.index(GROUP)
     tma.store_wait(0)  # what was in this tile before has left
     leaving.store(d_q)
     fence_async_shared()
+    box = boxed(leaving, gl.NVMMASharedLayout(128, 32, 4))
     if plan.block > 64:
-        add_tile(sums, [row + GROUP * 64, 0], leaving)
+        add_tile(sums, [head, start + GROUP * 64, 0, 0], box)
     else:
-        add_tile(sums, [row, GROUP * 64], leaving)
+        add_tile(sums, [head, start, 0, GROUP * 64], box)
 
 
 @gluon.jit
-def fold_tile(GROUP: gl.constexpr, follows: gl.constexpr, turn, start, row, own, home, guests, parts, sums, d_first,
+def fold_tile(GROUP: gl.constexpr, follows: gl.constexpr, turn, start, before, own, home, guests, parts, sums, d_first,
               d_second, scores, plan: gl.constexpr, mma: gl.constexpr, left_first: gl.constexpr,
               left_second: gl.constexpr):  # fmt: skip
     """(d_k, d_v) with a tile of queries, 64 at a time of the ``block`` that come together, their last products on the
-    way; D is put where the other group sees it. ``follows``: beside its first weights d_q of the tile before, from
-    ``row`` on in the sums, is computed and added."""
+    way; D is put where the other group sees it. ``follows``: beside its first weights d_q of the tile ``before`` is
+    computed and added."""
     stage, phase, buffer, filled = turn
     zeros = gl.zeros([ROWS, 64], gl.float32, mma)
     cols = gl.arange(0, 64, gl.SliceLayout(0, mma))
@@ -123,7 +126,7 @@ def fold_tile(GROUP: gl.constexpr, follows: gl.constexpr, turn, start, row, own,
             dots = warpgroup_mma_wait(2, deps=[dots])
             p, sloped = weights_of(dots, shift, start, cols, own, scores)
             d_q = warpgroup_mma_wait(0, deps=[d_q])
-            add_to_memory(GROUP, sums, parts, d_q, row, plan)
+            add_to_memory(GROUP, sums, parts, d_q, before, plan)
             d_p = warpgroup_mma(own.second, d_o.permute((1, 0)), zeros, use_acc=False, is_async=True)
         else:
             d_p = warpgroup_mma(own.second, d_o.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -153,22 +156,23 @@ def next_turn(turn, stages: gl.constexpr):
 
 
 @gluon.jit
-def next_tile(start, row, first, last, work, block: gl.constexpr):
-    """(first query, its row in the sums) of the tile after: after a head's last, the next head's first."""
+def next_tile(place, first, last, block: gl.constexpr):
+    """The place after one: after a head's last, the next head's first."""
+    head, start = place
     following = after(start, first, last, block)
-    return following, row + following - start + gl.where(following > start, 0, work.pitch)
+    return head + gl.where(following > start, 0, 1), following
 
 
 @gluon.jit
-def walk(GROUP: gl.constexpr, turn, first, last, steps, row, own, home, guests, parts, sums, d_first, d_second, scores,
-         work, plan: gl.constexpr, mma: gl.constexpr, left_first: gl.constexpr, left_second: gl.constexpr):  # fmt: skip
-    """(d_k, d_v, turn) after all queries that see the keys at home. row: of the first of them in the sums. A group
-    waits at each tile for the other one's D."""
+def walk(GROUP: gl.constexpr, turn, place, last, steps, own, home, guests, parts, sums, d_first, d_second, scores,
+         plan: gl.constexpr, mma: gl.constexpr, left_first: gl.constexpr, left_second: gl.constexpr):  # fmt: skip
+    """(d_k, d_v, turn) after all queries that see the keys at home, from ``place`` on. A group waits at each tile for
+    the other one's D."""
     block: gl.constexpr = plan.block
     stages: gl.constexpr = plan.stages
-    start = first
+    _, first = place
     for _ in range(steps):
-        d_first, d_second = fold_tile(GROUP, False, turn, start, row, own, home, guests, parts, sums, d_first, d_second,
+        d_first, d_second = fold_tile(GROUP, False, turn, place[1], place, own, home, guests, parts, sums, d_first, d_second,
                                       scores, plan, mma, left_first, left_second)  # fmt: skip
         stage, _, buffer, filled = turn
         mbarrier.wait(parts.there.index(buffer), filled)
@@ -176,40 +180,52 @@ def walk(GROUP: gl.constexpr, turn, first, last, steps, row, own, home, guests, 
         d_first, d_second = warpgroup_mma_wait(2, deps=[d_first, d_second])
         mbarrier.arrive(guests.empty.index(stage), count=1)
         d_q = warpgroup_mma_wait(0, deps=[d_q])
-        add_to_memory(GROUP, sums, parts, d_q, row, plan)
+        add_to_memory(GROUP, sums, parts, d_q, place, plan)
         turn = next_turn(turn, stages)
-        start, row = next_tile(start, row, first, last, work, block)
+        place = next_tile(place, first, last, block)
     return d_first, d_second, turn
 
 
 @gluon.jit
-def walk_behind(GROUP: gl.constexpr, turn, first, last, steps, row, own, home, guests, parts, sums, d_first, d_second,
-                scores, work, plan: gl.constexpr, mma: gl.constexpr, left_first: gl.constexpr,
+def walk_behind(GROUP: gl.constexpr, turn, place, last, steps, own, home, guests, parts, sums, d_first, d_second,
+                scores, plan: gl.constexpr, mma: gl.constexpr, left_first: gl.constexpr,
                 left_second: gl.constexpr):  # fmt: skip
     """As ``walk``, with d_q of a tile computed beside the weights of the next, so that no group waits for what the
     other has just begun."""
     block: gl.constexpr = plan.block
     stages: gl.constexpr = plan.stages
-    d_first, d_second = fold_tile(GROUP, False, turn, first, row, own, home, guests, parts, sums, d_first, d_second,
+    _, first = place
+    d_first, d_second = fold_tile(GROUP, False, turn, first, place, own, home, guests, parts, sums, d_first, d_second,
                                   scores, plan, mma, left_first, left_second)  # fmt: skip
     d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])
     mbarrier.arrive(guests.empty.index(turn[0]), count=1)
     turn = next_turn(turn, stages)
-    start, row_after = next_tile(first, row, first, last, work, block)
+    before = place
+    place = next_tile(place, first, last, block)
     for _ in range(1, steps):
-        d_first, d_second = fold_tile(GROUP, True, turn, start, row, own, home, guests, parts, sums, d_first, d_second,
+        d_first, d_second = fold_tile(GROUP, True, turn, place[1], before, own, home, guests, parts, sums, d_first, d_second,
                                       scores, plan, mma, left_first, left_second)  # fmt: skip
         d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])
         mbarrier.arrive(guests.empty.index(turn[0]), count=1)
         turn = next_turn(turn, stages)
-        row = row_after
-        start, row_after = next_tile(start, row, first, last, work, block)
+        before = place
+        place = next_tile(place, first, last, block)
     _, _, buffer, filled = turn
     mbarrier.wait(parts.there.index(buffer ^ 1), filled ^ buffer ^ 1)
     d_q = query_gradients(GROUP, buffer ^ 1, home.first, parts, plan)
     d_q = warpgroup_mma_wait(0, deps=[d_q])
-    add_to_memory(GROUP, sums, parts, d_q, row, plan)
+    add_to_memory(GROUP, sums, parts, d_q, before, plan)
     return d_first, d_second, turn
+
+
+@gluon.jit
+def reach_of_keys(first, work, left, right, row: gl.constexpr):
+    """As ``reach``, of the keys from ``first`` on. Those that are not there are seen by no query: they are 0, of which
+    a query's weight is 2^-shift. That may be infinite, and infinity times their 0 would be added to its d_q."""
+    limits, all_lo, all_hi = reach(first + work.kv_len - work.q_len, work, left, right, row)
+    lo, hi = limits
+    lo = gl.where(first + gl.arange(0, ROWS, row) < work.q_len, lo, work.kv_len)
+    return (lo, hi), gl.where(first + ROWS > work.q_len, work.kv_len, all_lo), all_hi
 
 
 @gluon.jit
@@ -234,21 +250,20 @@ def consumer(GROUP: gl.constexpr, home, guests, parts, sides, sums, scores, scal
     while index < work.tiles:
         top, head, first, last, steps = guests_of(index, work, left, right, rows, block, True)
         mine = top + GROUP * ROWS
-        limits, all_lo, all_hi = reach(mine + work.kv_len - work.q_len, work, left, right, gl.SliceLayout(1, mma))
+        limits, all_lo, all_hi = reach_of_keys(mine, work, left, right, gl.SliceLayout(1, mma))
         for g in gl.static_range(GROUPS):
             mbarrier.wait(home.full.index(g), count & 1)
         own = Own(home_first, home_second, limits, all_lo, all_hi, None, None)
         d_first = gl.zeros([ROWS, block_d], gl.float32, mma_first)
         d_second = gl.zeros([ROWS, block_dv], gl.float32, mma_second)
-        row = head * work.group * work.pitch + first
+        place = head * work.group, first
         if plan.ahead:
-            d_first, d_second, turn = walk_behind(GROUP, turn, first, last, steps, row, own, home, guests, parts, sums,
-                                                  d_first, d_second, scores, work, plan, mma, left_first,
+            d_first, d_second, turn = walk_behind(GROUP, turn, place, last, steps, own, home, guests, parts, sums,
+                                                  d_first, d_second, scores, plan, mma, left_first,
                                                   left_second)  # fmt: skip
         else:
-            d_first, d_second, turn = walk(GROUP, turn, first, last, steps, row, own, home, guests, parts, sums,
-                                           d_first, d_second, scores, work, plan, mma, left_first,
-                                           left_second)  # fmt: skip
+            d_first, d_second, turn = walk(GROUP, turn, place, last, steps, own, home, guests, parts, sums, d_first,
+                                           d_second, scores, plan, mma, left_first, left_second)  # fmt: skip
         mbarrier.arrive(parts.done, count=1)
         mbarrier.wait(parts.done, count & 1)
         # The rows at home are not read any more: their gradients leave by way of their memory.
@@ -271,7 +286,7 @@ def attention_vjp_unordered_kernel(
     k, v, q, d_o, shift, delta, d_k, d_v, sums, scores, scale, window, tiles, tiles_q, together, heads, group,
     all_heads, q_len, kv_len, pitch, plan: gl.constexpr,
 ):  # fmt: skip
-    """d_k and d_v, scaled, and D k added to ``sums``, float32, described: (heads of all batch entries times pitch,
+    """d_k and d_v, scaled, and D k added to ``sums``, float32, described: (heads of all batch entries, pitch, 1,
     block_d). The other arguments are those of ``attention_vjp_gradients_kernel`` with keys at home; d_k and d_v may be
     None."""
     work = Work(tiles, tiles_q, together, heads, group, all_heads, q_len, kv_len, pitch)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 KEYS = QUERIES * GROUPS.value  # of a program
 WIDEST = 128  # head dimension
+LINE = 4  # float32 numbers: lines of queries' numbers begin at multiples of 16 bytes
 ADDED = "many programs add to it in memory, in the order in which they come"
 KNOBS = {"num_stages": Count(1, 8), "behind": Count(0, 1)}
 """``behind``: d_q of a tile is computed beside the weights of the next."""
@@ -95,9 +96,9 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
         name: fresh(shape, torch_dtype(dtype), q.device) if name in call.wants else None
         for name, (shape, dtype) in call.outputs.items()
     }
-    pitch = cdiv(q_len, plan.block) * plan.block
+    pitch = cdiv(q_len, LINE) * LINE
     sums = fresh((batch, heads, pitch, plan.block_d), torch.float32, q.device)
-    statistics = portable.statistics(call, o, d_o, plan.block, LOG2E, sums)
+    statistics = portable.statistics(call, o, d_o, LINE, LOG2E, sums)
     scale, scores = scale_of(call), ordered.scores_of(call)
     left, right = _band(options["is_causal"], options["window"], q_len + kv_len)
     tiles_home = cdiv(kv_len, KEYS)
@@ -122,6 +123,6 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
 
 
 def by_halves(sums: torch.Tensor) -> Any:
-    """All sums as one array, in tiles of what a group of warps adds."""
-    flat = sums.view(-1, sums.shape[-1])
-    return describe(flat, flat.shape, flat.stride(), (64, 64), gl.NVMMASharedLayout(128, 32, 2))
+    """The sums of each head in tiles of what a group of warps adds."""
+    flat = sums.view(-1, sums.shape[-2], 1, sums.shape[-1])
+    return describe(flat, flat.shape, flat.stride(), (1, 64, 1, 64), gl.NVMMASharedLayout(128, 32, 4))
